@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from fastmp.parallel.late import finish_all
+from fastmp.parallel.late import finish_all, forget_all
 from fastmp.profiling import region
 
 __all__ = ["LayerChain", "Link", "Segment", "SegmentedLayer", "SingleSegment", "run_links"]
@@ -60,10 +60,14 @@ class SegmentedLayer(nn.Module):
         raise NotImplementedError(f"{type(self).__name__} does not define its segments")
 
     def forward(self, *tensors: torch.Tensor, **shared: Any) -> torch.Tensor | Tensors:
-        for segment in self.segments():
-            with region(f"fastmp.segment.{type(self).__name__}.{segment.name}"):
-                tensors = segment.run(*tensors, **shared)
-            shared = {}
+        try:
+            for segment in self.segments():
+                with region(f"fastmp.segment.{type(self).__name__}.{segment.name}"):
+                    tensors = segment.run(*tensors, **shared)
+                shared = {}
+        except BaseException:
+            forget_all()
+            raise
         finish_all()
         return tensors[0] if len(tensors) == 1 else tensors
 
@@ -181,15 +185,19 @@ def _run_links(
     begun: list[Link] | None = None,
 ) -> tuple[Tensors, Tensors]:
     others: Tensors = ()
-    for link in links:
-        if begun is not None:
-            begun.append(link)
-        with region(link.region):
-            options = {"out": out} if link is writer else {}
-            tensors = link.segment.run(*tensors, **options, **(shared if link.first else {}))
-        if link.last:
-            finish_all()
-            tensors, others = tensors[:1], others + tuple(tensors[1:])
+    try:
+        for link in links:
+            if begun is not None:
+                begun.append(link)
+            with region(link.region):
+                options = {"out": out} if link is writer else {}
+                tensors = link.segment.run(*tensors, **options, **(shared if link.first else {}))
+            if link.last:
+                finish_all()
+                tensors, others = tensors[:1], others + tuple(tensors[1:])
+    except BaseException:
+        forget_all()
+        raise
     finish_all()
     return tensors, others
 

@@ -97,8 +97,9 @@ class Doing:
         """See which collectives were begun, and what the main thread is doing, or was at an `error`."""
         world = dist.distributed_c10d._world
         for group in list(world.pg_names):  # those that this rank is in
-            if _key(group) not in self.groups:
-                packed = pack_ranks(sorted(world.pg_group_ranks[group]))
+            ranks = world.pg_group_ranks.get(group)  # None while the main thread makes the group
+            if ranks is not None and _key(group) not in self.groups:
+                packed = pack_ranks(sorted(ranks))
                 self.groups |= {_key(group, backend): packed for backend in ("gloo", "nccl")}
         recent: dict[str, list[Call]] = {}
         for record in flight_records():

@@ -31,7 +31,7 @@ DEFAULT_TIMEOUT = timedelta(minutes=10)
 _OVERLAPPED = (*DENSE_AXES, *EXPERT_AXES, "cp-dp")
 # Groups that send tensors of the device only: gradients, parameters, norms. In a job with NCCL they have no
 # gloo, whose threads and descriptors would come with each.
-_DEVICE_ONLY = ("pp_backward", "edp", "dp_cp", "embedding", "pp-tp", "ep-etp-pp", "ep-pp", "etp-pp")
+_DEVICE_ONLY = ("pp_backward", "edp", "dp_cp", "pp-tp", "ep-etp-pp", "ep-pp", "etp-pp")
 
 
 def _priority(backends: str, timeout: timedelta) -> Any:
@@ -117,7 +117,7 @@ class ParallelGroups:
 
         The groups have the backends of the default group (`fastmp.init`: NCCL for CUDA tensors, gloo for
         CPU tensors) and their own `timeout`, after which a collective that some rank never joined fails.
-        Beside NCCL, `pp_backward`, `edp`, `dp_cp`, `mp`, `expert_mp` and `embedding` have no gloo, unless the
+        Beside NCCL, `pp_backward`, `edp`, `dp_cp`, `mp` and `expert_mp` have no gloo, unless the
         group of an axis serves for them. A world of one works without torch.distributed. ValueError where the
         grid and the running world differ in size.
 

@@ -1,7 +1,8 @@
 """Collectives whose results are needed at the end of a layer only, not by the segment that starts them.
 
 A segment starts the collective in the background and calls `finish_later`; whoever runs segments calls
-`finish_all` at the end of a layer, and where segments end that a graph holds.
+`finish_all` at the end of a layer, and where segments end that a graph holds. Segments that raise leave
+nothing to a later layer: a capture that failed, and a recomputation, which ends a layer by an exception.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 
-__all__ = ["finish_all", "finish_later"]
+__all__ = ["finish_all", "finish_later", "forget_all"]
 
 _LEFT: deque[Callable[[], None]] = deque()
 
@@ -23,3 +24,8 @@ def finish_all() -> None:
     """Finish what segments have left, in order."""
     while _LEFT:
         _LEFT.popleft()()
+
+
+def forget_all() -> None:
+    """Drop what segments have left, because their layer does not end."""
+    _LEFT.clear()

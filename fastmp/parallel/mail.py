@@ -72,8 +72,9 @@ class Mail:
             self._thread.start()
 
     def send(self, key: str, text: str | bytes) -> None:
-        """Leave `text` under `key` in the next round."""
+        """Leave `text` under `key` in the next round, after what was left before."""
         with self._lock:
+            self._out.pop(key, None)
             self._out[key] = text.encode() if isinstance(text, str) else text
         self._wake.set()
 

@@ -125,6 +125,8 @@ def init(
     _let_threads_end_first()
     set_default_variables(TORCH_FR_BUFFER_SIZE="256")  # the default, 2000, takes 150 ms to read
     _make_room_for_ranks(world_size)
+    if device.type == "cuda":
+        set_default_variables(NCCL_GRAPH_REGISTER="0")  # see docs/cuda-graphs.md; NCCL reads it once
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
         store=_join_store(env, rank, timedelta(seconds=join_seconds)),

@@ -386,7 +386,8 @@ class Watch:
         if self._leads and not seconds:  # the verdict may come from another machine, which cannot end them
             now = time.monotonic()
             there = self._node.hear(self._node.ranks(), now).items()
-            stuck = [rank for rank, beat in there if self._node.state(beat, now) in ("stopped", "silent")]
+            here = [(rank, self._node.state(beat, now)) for rank, beat in there if not beat.away]
+            stuck = [rank for rank, state in here if state in ("stopped", "silent")]
             unable = {*unable, *stuck}
         faulthandler.dump_traceback(file=self._stacks, all_threads=True)
         with contextlib.suppress(OSError):

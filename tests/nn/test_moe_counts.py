@@ -12,6 +12,7 @@ from moe_tools import hidden_states, make_moe, plain_moe, with_moe
 from fastmp.nn.moe import Router
 from fastmp.nn.moe.dispatch import all_to_all
 from fastmp.nn.recompute import recompute
+from fastmp.parallel import late
 from fastmp.parallel.collectives import group_rank, reduce_from_group
 from fastmp.parallel.grid import RankGrid
 from fastmp.parallel.groups import ParallelGroups
@@ -43,7 +44,9 @@ def late_case(rank, world):
         hidden = hidden_states(4, 4)[:, 2 * rank : 2 * rank + 2].requires_grad_()
         output, aux, _ = run(hidden)
         log.append("layer ends")
+        assert not late._LEFT
         (output.square().sum() + aux).backward()
+        assert not late._LEFT  # a recomputation leaves nothing
         return [output, aux, hidden.grad, *(param.grad for param in layer.parameters())]
 
     def at_once(hidden):
@@ -60,19 +63,26 @@ def late_case(rank, world):
             with patch("fastmp.nn.moe.dispatch.all_to_all", sends):
                 seen.append((forward_and_backward(run), list(log)))
             log.clear()
+
+        def fails(*rows, **options):
+            raise RuntimeError("no rows today")
+
+        with patch("fastmp.nn.moe.dispatch.all_to_all", fails), pytest.raises(RuntimeError, match="no rows"):
+            layer(hidden_states(4, 4)[:, 2 * rank : 2 * rank + 2])
+        assert not late._LEFT
     return seen
 
 
 def test_counts_of_ranks_travel_while_rows_do_and_once():
     """A recomputation takes those of its forward; the values are those of a collective that blocks."""
     start = ["counts", "rows", "rows", "counts waited for", "layer ends"]
-    for late, recomputed, at_once in run_ranks(late_case, 2):
-        assert late[1] == start
+    for ends_late, recomputed, at_once in run_ranks(late_case, 2):
+        assert ends_late[1] == start
         assert recomputed[1][: len(start)] == start and "counts" not in recomputed[1][len(start) :]
         assert recomputed[1].count("rows") > 2
         assert at_once[1] == ["counts", "rows", "rows", "layer ends"]
-        assert late[0][1] > 0.0
-        for each in (late, recomputed):
+        assert ends_late[0][1] > 0.0
+        for each in (ends_late, recomputed):
             assert all(torch.equal(a, b) for a, b in zip(each[0], at_once[0], strict=True))
 
 

@@ -196,7 +196,7 @@ def test_groups_of_device_tensors_have_no_gloo_beside_nccl(backends, monkeypatch
         ParallelGroups.create(grid)
     finally:
         dist.destroy_process_group()
-    device_only = {"dp_cp", "edp", "embedding", "ep-etp-pp", "pp-tp", "pp_backward"}
+    device_only = {"dp_cp", "edp", "ep-etp-pp", "pp-tp", "pp_backward"}
     assert {name for name, backend in asked.items() if backend == "nccl"} == (
         device_only if "nccl" in backends else set()
     )

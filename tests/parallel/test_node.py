@@ -151,3 +151,12 @@ def test_groups_are_packed_as_progressions(ranks):
 def test_packed_groups_of_absurd_size_are_refused():
     with pytest.raises(ValueError, match="a process group of more than"):
         unpack_ranks([[0, 1, 10**12]])
+
+
+def test_a_heartbeat_is_sent_after_the_message_that_it_announces():
+    """Who reads a new version number between the two takes the old message for the new one."""
+    mail = Mail(INTERVAL, 0, 2)
+    mail.send("beat-0", "1 0 0 0.0")
+    mail.send("message-0", b"new")
+    mail.send("beat-0", "2 1 0 0.0")
+    assert list(mail._out.items()) == [("message-0", b"new"), ("beat-0", b"2 1 0 0.0")]
