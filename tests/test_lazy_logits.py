@@ -66,6 +66,8 @@ def test_nothing_is_computed_for_what_wrappers_do_to_every_output():
     assert lazy.shape == (2, 3, 11) and lazy.size(-1) == 11 and len(lazy) == 2 and lazy.is_floating_point()
     assert (lazy.dtype, lazy.device, lazy.requires_grad) == (torch.bfloat16, hidden.device, True)
     assert isinstance(lazy, torch.Tensor) and lazy.grad_fn is lazy._base is None
+    shown = "LazyLogits(shape=(2, 3, 11), dtype=torch.bfloat16, not computed)"
+    assert repr(lazy) == str(lazy) == f"{lazy}" == shown and f"{[lazy]}" == f"[{shown}]"
     other = lazy.clone().float()
     other.register_hook(lambda grad: hooked.append(grad.dtype))
     assert other.dtype == torch.float32 and not calls
@@ -73,6 +75,7 @@ def test_nothing_is_computed_for_what_wrappers_do_to_every_output():
     assert len(calls) == 1 and hooked == [torch.float32] and hidden.grad is not None
     other.sum()
     assert len(calls) == 1  # kept
+    assert repr(other) == repr(other.computed) and len(calls) == 1
 
 
 def test_their_gradient_is_that_of_logits_of_the_forward_pass():

@@ -9,7 +9,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 import torch.distributed as dist
-from hf_models import CONFIGS, Float64, are_lazy, batch_of, divided, model_of, step, whole_gradients
+from hf_models import CONFIGS, Float64, batch_of, divided, model_of, step, whole_gradients
 from marks import full
 from torch.nn.parallel import DistributedDataParallel
 
@@ -48,8 +48,8 @@ def assert_divided_is_whole(family, ranks, given=None, **options):
         with Float64():
             output = model(**batch)
             output.loss.backward()
-            assert are_lazy(output.logits) and abs(output.loss - expected.loss) <= 1e-9 * expected.loss
-            torch.testing.assert_close(output.logits, expected.logits.detach(), rtol=0, atol=1e-9)
+            # reading lazy logits on one rank alone would hang
+            assert output.logits is None and abs(output.loss - expected.loss) <= 1e-9 * expected.loss
             found = model.eval()(input_ids=batch["input_ids"]).logits
         torch.testing.assert_close(found, logits, rtol=0, atol=1e-9)
         grads = whole_gradients(model, dist.group.WORLD)

@@ -122,9 +122,13 @@ class LazyLogits(Tensor):
         return self.how.head is None and type(self.hidden) is not Tensor
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        if self._is_traced():
-            return f"LazyLogits(shape={tuple(self.shape)}, dtype={self.dtype})"
-        return repr(self.value())
+        """Show the values if they are computed already: a sharded head gathers its weight to compute them."""
+        if self.computed is None or self._is_traced():
+            return f"LazyLogits(shape={tuple(self.shape)}, dtype={self.dtype}, not computed)"
+        return repr(self.computed)
+
+    def __format__(self, spec: str) -> str:
+        return object.__format__(self, spec)
 
     @classmethod
     def __torch_function__(
@@ -201,8 +205,11 @@ def _in_graph(
 def lazy_logits(head: Any, hidden: Tensor) -> Tensor | None:
     """Return the logits that `head`, a linear layer, gives of `hidden`, computed when something reads them.
 
-    In a compiled graph, None for the head of a sharded model, whose weight is not there later.
+    None for a head divided over a group: its logits are gathered, and a rank that reads them alone would
+    hang. In a compiled graph, also None for the head of a sharded model, whose weight is not there later.
     """
+    if getattr(head, "group", None) is not None:
+        return None
     kind = hidden.device.type
     enabled, dtype = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
     recorded, columns = torch.is_grad_enabled(), head.out_features
