@@ -64,8 +64,9 @@ class Node:
         if place is None:
             return
         prefix = f"fastmp-watch-{os.getuid()}-"
-        _sweep(place, prefix)
-        path = place / f"{prefix}{token}-{zlib.crc32(self.machine[0].encode()):08x}"
+        suffix = f"-{zlib.crc32(self.machine[0].encode()):08x}"
+        _sweep(place, prefix, suffix)
+        path = place / f"{prefix}{token}{suffix}"
         with contextlib.suppress(OSError):
             path.mkdir(mode=0o700, exist_ok=True)
             if path.stat().st_uid == os.getuid() and not path.is_symlink():
@@ -144,9 +145,12 @@ def _name(rank: int) -> str:
     return f"rank-{rank}"
 
 
-def _sweep(place: Path, prefix: str) -> None:
-    """Remove what this user's jobs have left whose ranks on this machine were all killed."""
-    for path in place.glob(f"{prefix}*"):
+def _sweep(place: Path, prefix: str, suffix: str) -> None:
+    """Remove the directories of this user's jobs whose ranks on this machine were all killed.
+
+    `suffix` is of this machine: containers may share the memory, but not their process numbers.
+    """
+    for path in place.glob(f"{prefix}*{suffix}"):
         with contextlib.suppress(OSError, ValueError, KeyError):
             left = [json.loads(file.read_text()) for file in path.glob("rank-*")]
             alive = [process_state(each["record"]["pid"], each["machine"][1]) != "gone" for each in left]
