@@ -341,11 +341,16 @@ def fresh_store(store: dist.Store, rank: int, world_size: int, timeout: timedelt
     """A name space of `store` shared by the ranks of this incarnation of the job, new to all of them.
 
     torchrun keeps one store over all restarts, with the addresses of dead workers in it, and its restart
-    counts are per node and may differ. So the ranks agree among themselves: rank 0 publishes a name never
-    used before, every rank counts itself in under that name, and rank 0 opens it when all have. A rank that
-    finds itself counted already was misled by the name of an earlier incarnation, and waits for the next one.
-    Every rank moves a few hundred bytes, however many ranks there are. RuntimeError, naming the ranks that
-    did not come, when `timeout` is over.
+    counts are per node and may differ. So the ranks agree among themselves:
+
+    1. Rank 0 publishes a name never used before, and every other rank counts itself in under that name.
+    2. When all are in, every rank confirms that it is still there: one may have died while others came. It
+       joins again under the same name if it is started again.
+    3. Rank 0 opens the name when all have confirmed.
+
+    A rank that finds the name open already is misled by an earlier incarnation, and waits for the next name.
+    A name that is not open when its rank 0 dies stays so. Every rank moves a few hundred bytes, however many
+    ranks there are. RuntimeError, naming the ranks that did not come, when `timeout` is over.
     """
     deadline = time.monotonic() + timeout.total_seconds()
     try:
@@ -365,8 +370,9 @@ def _lead(store: dist.Store, world_size: int, timeout: timedelta) -> str:
     name = uuid.uuid4().hex
     prefix = f"fastmp/{name}"
     store.set("fastmp/leader", name)
-    if world_size > 1 and not _appears(store, f"{prefix}/full", timeout.total_seconds()):
-        missing = [rank for rank in range(1, world_size) if not store.check([f"{prefix}/{rank}"])]
+    if world_size > 1 and not _appears(store, f"{prefix}/here/full", timeout.total_seconds()):
+        counted = f"{prefix}/here" if store.check([f"{prefix}/full"]) else prefix
+        missing = [rank for rank in range(1, world_size) if not store.check([f"{counted}/{rank}"])]
         raise RuntimeError(
             f"fastmp.init: ranks {missing} of {world_size} did not join in {_seconds(timeout)}; start them, "
             "or give slow ones more join_seconds"
@@ -377,30 +383,35 @@ def _lead(store: dist.Store, world_size: int, timeout: timedelta) -> str:
 
 def _follow(store: dist.Store, rank: int, world_size: int, deadline: float) -> str | None:
     """Join under the published name as any other rank, and return its prefix once rank 0 opens it."""
-    prefix, joined, pause = "", False, _POLL_SECONDS
+    prefix, awaited, pause = "", "", _POLL_SECONDS
     while (left := deadline - time.monotonic()) > 0:
         if not _appears(store, "fastmp/leader", left):
             return None
         published = "fastmp/" + store.get("fastmp/leader").decode()
         if published != prefix:
             prefix, pause = published, _POLL_SECONDS
-            joined = _join(store, prefix, rank, world_size)
+            # 1. A name that is open already is that of an earlier incarnation.
+            awaited = "" if store.check([f"{prefix}/open"]) else "full"
+            if awaited:
+                _count(store, prefix, rank, world_size)
         pause = min(pause, max(deadline - time.monotonic(), 0.001))
-        if not joined:
+        if not awaited:
             time.sleep(pause)
-        elif _appears(store, f"{prefix}/open", pause):
-            return prefix
+        elif _appears(store, f"{prefix}/{awaited}", pause):
+            if awaited == "open":
+                return prefix
+            # 2. All ranks came: confirm that this one still waits.
+            _count(store, f"{prefix}/here", rank, world_size)
+            awaited, pause = "open", _POLL_SECONDS
+            continue
         pause = min(2 * pause, _LONGEST_POLL_SECONDS)  # in case the name was that of an earlier incarnation
     return None
 
 
-def _join(store: dist.Store, prefix: str, rank: int, world_size: int) -> bool:
-    """Count `rank` in under `prefix`; False where an earlier incarnation of the rank already has."""
-    if store.add(f"{prefix}/{rank}", 1) > 1:
-        return False
-    if store.add(f"{prefix}/joined", 1) == world_size - 1:
+def _count(store: dist.Store, prefix: str, rank: int, world_size: int) -> None:
+    """Count `rank` under `prefix`, once however often it is started, and say when all but rank 0 are."""
+    if store.add(f"{prefix}/{rank}", 1) == 1 and store.add(f"{prefix}/joined", 1) == world_size - 1:
         store.set(f"{prefix}/full", "")
-    return True
 
 
 def _appears(store: dist.Store, key: str, seconds: float) -> bool:

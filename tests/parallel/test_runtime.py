@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -309,6 +310,49 @@ def incarnations(rank: int, world_size: int, port: int) -> list[int]:
 
 def test_a_restarted_job_never_reads_what_dead_ranks_left_in_the_store():
     assert run_ranks(incarnations, 4, free_port()) == [[4, 4]] * 4
+
+
+def in_threads(pool, store, ranks, world_size, seconds):
+    """The rendezvous of these ranks, each a thread of its own."""
+    time_limit = timedelta(seconds=seconds)
+    return {rank: pool.submit(fresh_store, store, rank, world_size, time_limit) for rank in ranks}
+
+
+def test_a_rank_that_dies_in_the_rendezvous_joins_it_when_it_is_started_again():
+    store = dist.HashStore()
+    with ThreadPoolExecutor(3) as pool:
+        joining = in_threads(pool, store, [0], 3, 20)
+        with pytest.raises(RuntimeError, match=r"rank 1 of 3 waited 0\.1 s"):
+            fresh_store(store, 1, 3, timedelta(seconds=0.1))
+        joining |= in_threads(pool, store, [2], 3, 20)
+        time.sleep(0.1)
+        assert not any(each.done() for each in joining.values())
+        joining |= in_threads(pool, store, [1], 3, 5)
+        joining[1].result().set("key", "1")
+        assert all(each.result().get("key") == b"1" for each in joining.values())
+
+
+def test_a_rank_that_dies_in_the_rendezvous_is_named():
+    store = dist.HashStore()
+    with ThreadPoolExecutor(2) as pool:
+        leader = in_threads(pool, store, [0], 3, 0.8)[0]
+        with pytest.raises(RuntimeError, match=r"rank 1 of 3 waited 0\.1 s"):
+            fresh_store(store, 1, 3, timedelta(seconds=0.1))
+        in_threads(pool, store, [2], 3, 0.5)
+        with pytest.raises(RuntimeError, match=r"ranks \[1\] of 3 did not join in 0.8 s"):
+            leader.result()
+
+
+def test_ranks_that_an_earlier_incarnation_did_not_have_wait_for_its_successor():
+    """torchrun --nnodes=1:2 restarts with another number of ranks under the same store."""
+    store = dist.HashStore()
+    with ThreadPoolExecutor(3) as pool:
+        for world_size in (2, 3):
+            joining = in_threads(pool, store, range(1, world_size), world_size, 5)
+            time.sleep(0.1)
+            assert not any(each.done() for each in joining.values())
+            fresh_store(store, 0, world_size, timedelta(seconds=5)).set("life", str(world_size))
+            assert {each.result().get("life") for each in joining.values()} == {str(world_size).encode()}
 
 
 def guarded(error: BaseException | None):
