@@ -26,7 +26,7 @@ from benchmarks.cases import EAGER, OURS, TORCH, Workload
 from benchmarks.measure import environment, in_turn, write_json
 from fastmp.config import GPTConfig, MoEConfig
 from fastmp.nn.models import GPT
-from fastmp.ops import OPS, launcher
+from fastmp.ops import OPS, _triton, launcher
 from fastmp.testing.ops import samples
 
 MOST = {"forward": 2.0, "both": 1.3}  # times torch eager's own
@@ -133,6 +133,9 @@ class _Ready:
 
     device = 0
 
+    def __init__(self, kernel: Any, arguments: tuple) -> None:
+        self.limits = _triton.launch_limits(kernel, arguments)
+
     def current_device(self) -> int:
         return 0
 
@@ -153,8 +156,8 @@ def of_launch(name: str, number: int, rounds: int) -> HostTime:
     arguments = max(samples(name, device="cpu", dtype=torch.float32), key=elements)
     call, plans = partial(OPS[name].implementations["triton"], *arguments), {}
 
-    def plan(key: Any, *launched: Any) -> None:
-        plans[key] = _Ready()
+    def plan(key: Any, kernel: Any, programs: int, arguments: tuple, constants: dict[str, Any]) -> None:
+        plans[key] = _Ready(kernel, arguments)
 
     with (
         launcher.instead(plan, 90),

@@ -11,7 +11,7 @@ import inspect
 __all__ = [
     "ABSENT", "COUNTS", "GPUTarget", "INTERPRETED", "MOST_COUNT", "MOST_EXPERTS", "MOST_SIZE", "MOST_STRIP",
     "MOST_WALKING", "VERSION", "TensorDescriptor", "cdiv", "check_count", "check_limits", "driver", "jit",
-    "knobs", "limits", "next_power_of_2", "tl",
+    "knobs", "launch_limits", "limits", "next_power_of_2", "tl",
 ]  # fmt: skip
 
 # Parameters of kernels that count what differs from batch to batch, and strides that follow from it. Another
@@ -106,6 +106,20 @@ def check_limits(kernel, programs: int, arguments: tuple) -> None:
             raise ValueError(
                 f"{kernel.fn.__name__}: expected {name} of at most {most}, got {value}: split the tensors"
             )
+
+
+def launch_limits(kernel, arguments: tuple) -> tuple[tuple[int, int], ...]:
+    """Return the limits that launches of one plan can exceed, as (position, highest value).
+
+    These are limits of int32 counts, whose values the plan's key leaves out, and of the number of programs,
+    whose position is -1.
+    """
+    positions = [i for i, count in enumerate(kernel.counts[: len(arguments)]) if count]
+    narrow = {
+        kernel.arg_names[i]: i for i in positions if type(arguments[i]) is int and arguments[i] < 1 << 31
+    }
+    narrow["programs"] = -1
+    return tuple((narrow[name], most) for name, most in kernel.limits.items() if name in narrow)
 
 
 def check_count(op: str, what: str, count: int) -> None:

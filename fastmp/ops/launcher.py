@@ -32,9 +32,9 @@ _DTYPES = (*range(8), 10, 8, 9, *range(11, 16))  # of tensor maps: from Triton's
 class _Plan:
     """A compiled kernel on one device; `launch` takes the number of programs, and the arguments."""
 
-    __slots__ = ("compiled", "current_device", "device", "kept", "launch", "stream")
+    __slots__ = ("compiled", "current_device", "device", "kept", "launch", "limits", "stream")
 
-    def __init__(self, kernel: Any, compiled: Any, constants: dict[str, Any]) -> None:
+    def __init__(self, kernel: Any, compiled: Any, arguments: tuple, constants: dict[str, Any]) -> None:
         active, names = _triton.driver.active, kernel.arg_names
         self.kept, self.compiled = (kernel, constants), compiled  # a key has addresses of the former
         self.current_device: Callable[[], int] = active.get_current_device
@@ -43,6 +43,7 @@ class _Plan:
         values = tuple(constants[name] for name in names if name in constants)
         num_arguments = len(names) - len(values)
         assert set(names[num_arguments:]) <= set(constants), "constants come last"
+        self.limits = _triton.launch_limits(kernel, arguments)
         given = compiled, self.stream, self.device
         self.launch = _by_the_driver(*given, num_arguments) or _by_triton(*given, values)
 
@@ -222,7 +223,7 @@ def _plan(
             return None
         if len(_plans) >= _MOST:
             _plans.clear()
-        plan = _plans[key] = _Plan(kernel, compiled, constants)
+        plan = _plans[key] = _Plan(kernel, compiled, arguments, constants)
     return plan
 
 
@@ -245,6 +246,9 @@ def launch(kernel: Any, programs: int, arguments: tuple, constants: dict[str, An
     plan = _plans.get(key) or _plan(key, kernel, programs, arguments, constants)
     if plan is None:
         return
+    for position, most in plan.limits:
+        if (programs if position < 0 else arguments[position]) > most:
+            _triton.check_limits(kernel, programs, arguments)  # which raises
     run = plan.launch_hooked if _hooked() else plan.launch
     if plan.current_device() == plan.device:
         run(programs, arguments)

@@ -137,6 +137,24 @@ def test_keys_tell_apart_what_triton_compiles_apart(key):
     assert len(set().union(*keys)) == len(kinds)
 
 
+def test_limits_hold_at_every_launch_of_a_plan(monkeypatch):
+    """A later launch may have more rows or programs than the one that the plan was made for."""
+    x = torch.empty(16, 64)
+    call = {"COMPUTE": tl.float32, "BLOCK": 64, "num_warps": 4}
+    monkeypatch.setattr(_kernel, "limits", {"programs": 8, "num_rows": 100, "pitch": 64, "BLOCK": 64})
+    with recording() as found:
+        for programs, rows in ((1, 7), (8, 100), (8, 1 << 31), (8, (1 << 31) + 1)):  # int64 has no limit
+            launcher.launch(_kernel, programs, (x, None, None, rows, 64, 0.5, 0.5), call)
+        for programs, rows, expected in (
+            (1, 101, "expected num_rows of at most 100, got 101"),
+            (9, 7, "expected programs of at most 8, got 9"),
+            (9, 1 << 31, "expected programs of at most 8, got 9"),
+        ):
+            with pytest.raises(ValueError, match=expected):
+                launcher.launch(_kernel, programs, (x, None, None, rows, 64, 0.5, 0.5), call)
+        assert len(found.calls) == 4
+
+
 def test_a_profiler_gets_its_hooks_called(monkeypatch):
     """Around each launch, with the metadata that Triton makes of it, as Proton asks for."""
     x, heard = torch.empty(16, 64), []
