@@ -5,7 +5,6 @@ Nothing is probed that a user could not see: versions, devices, the record that 
 
 from __future__ import annotations
 
-import json
 import platform
 from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
@@ -25,23 +24,6 @@ _PACKAGES = (
     "matplotlib",
     "transformer-engine",
 )
-
-
-def fits(archs: Sequence[str], capability: tuple[int, int]) -> bool:
-    """Whether code built for `archs` ("9.0", "9.0a", "10.0+PTX") runs on a GPU of `capability`.
-
-    Machine code runs on its own major version from its minor version on, PTX on any later version, code for
-    an `a` or `f` target on its major version only.
-    """
-    for arch in archs:
-        number, _, ptx = arch.partition("+")
-        major, minor = (int(part) for part in number.rstrip("af").split("."))
-        if number[-1] == "a":
-            if (major, minor) == capability:
-                return True
-        elif (major == capability[0] and minor <= capability[1]) or (ptx and (major, minor) <= capability):
-            return True
-    return False
 
 
 def _versions() -> list[str]:
@@ -92,6 +74,7 @@ def _devices(archs: Sequence[str]) -> list[str]:
     import torch
 
     from fastmp.config import Environment
+    from fastmp.ops.built import fits
 
     lines = [f"cpu: {torch.get_num_threads()} threads, {torch.backends.cpu.get_cpu_capability()}"]
     if not torch.cuda.is_available():
@@ -207,9 +190,9 @@ def main(argv: list[str] | None = None) -> int:
     import torch
 
     from fastmp.ops import backends
+    from fastmp.ops.built import build_record
 
-    record = Path(fastmp.__file__).with_name("_build.json")
-    build = json.loads(record.read_text()) if record.exists() else {}
+    build = build_record()
     _print("versions", _versions())
     _print("build", _build(build))
     _print("devices", _devices(build.get("archs", [])))

@@ -56,26 +56,6 @@ def test_help_takes_little_time_and_no_torch(command):
 
 
 @pytest.mark.parametrize(
-    ("archs", "capability", "expected"),
-    [
-        (("8.0", "9.0", "10.0+PTX"), (8, 0), True),
-        (("8.0", "9.0", "10.0+PTX"), (8, 9), True),
-        (("8.0", "9.0", "10.0+PTX"), (9, 0), True),
-        (("8.0", "9.0", "10.0+PTX"), (12, 0), True),
-        (("8.0", "9.0", "10.0+PTX"), (7, 5), False),
-        (("8.0", "9.0"), (10, 0), False),
-        (("8.9",), (8, 0), False),
-        (("9.0a",), (9, 0), True),
-        (("9.0a",), (10, 0), False),
-        (("10.0f",), (10, 3), True),
-        ((), (9, 0), False),
-    ],
-)
-def test_which_code_runs_on_which_gpu(archs, capability, expected):
-    assert doctor.fits(archs, capability) is expected
-
-
-@pytest.mark.parametrize(
     ("value", "major", "expected"),
     [
         ("", 9, r"is not set: set it to 1 for tensor parallelism"),

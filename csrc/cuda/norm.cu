@@ -198,6 +198,8 @@ __global__ void __launch_bounds__(kMaxThreads, 2) norm_backward_kernel(const Arg
       if (a.with_bias) partials[a.num_cols + column + i] = mine.dbias[column + i];
     }
   }
+#else
+  __trap();  // PTX for a GPU without clusters, compiled for one that has them: an error, no silence
 #endif
 }
 

@@ -27,6 +27,7 @@ from fastmp.ops._triton import (
     next_power_of_2,
     tl,
 )
+from fastmp.ops.built import has_code_for
 from fastmp.ops.registry import compute_dtype, shared_memory
 from fastmp.ops.rows import arithmetic, as_rows, empty_like, sum_strips, vector_width
 
@@ -329,7 +330,8 @@ def prefers_cuda(grad: Tensor, grad_total: Tensor | None, total: Tensor, weight:
     """Return True if the CUDA C++ kernel serves these arguments of a backward op; see above."""
     index, num_cols = total.device.index, total.shape[-1]
     shared, arch = shared_memory(index), 10 * torch.cuda.get_device_capability(index)[0]
-    return backward_prefers_cuda(num_cols, total.element_size(), shared, arch)
+    # compiled for older GPUs, the kernel is empty: they have no clusters
+    return backward_prefers_cuda(num_cols, total.element_size(), shared, arch) and has_code_for(index, 9.0)
 
 
 def check_stats(centred: bool, total: Tensor, stats: Tensor) -> None:

@@ -11,7 +11,6 @@ the Triton kernels serve the CPU, interpreted.
 from __future__ import annotations
 
 import importlib
-import json
 import sys
 import warnings
 from collections.abc import Callable, Mapping
@@ -30,6 +29,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from fastmp.config import Environment
 from fastmp.ops import _triton
+from fastmp.ops.built import build_record, has_code_for
 from fastmp.ops.derivative import Derivative, encode
 from fastmp.ops.versions import untested
 from fastmp.profiling import traced
@@ -173,12 +173,6 @@ def _is_recorded() -> bool:
     return torch._C._len_torch_dispatch_stack() > 0 or torch._C._are_functorch_transforms_active()
 
 
-def _built() -> dict[str, Any]:
-    """What setup.py wrote down when it built the libraries; {} where it never did."""
-    record = _PACKAGE / "_build.json"
-    return json.loads(record.read_text()) if record.exists() else {}
-
-
 def _load(library: str, wanted: bool, otherwise: str) -> str:
     """Load a compiled library; "" on success, else the reason why its kernels are absent."""
     path = _PACKAGE / f"{library}.so"
@@ -186,8 +180,8 @@ def _load(library: str, wanted: bool, otherwise: str) -> str:
         return otherwise
     if not path.exists():
         part = {"_C_cpu": "cpp", "_C_autograd": "autograd", "_C_cuda": "cuda"}[library]
-        return str(_built().get(part, f"{path.name} was not built"))
-    if library == "_C_autograd" and (built_for := _built().get("torch")) != torch.__version__:
+        return str(build_record().get(part, f"{path.name} was not built"))
+    if library == "_C_autograd" and (built_for := build_record().get("torch")) != torch.__version__:
         return f"{path.name} is compiled for torch {built_for}, this is {torch.__version__}"
     try:
         torch.ops.load_library(str(path))
@@ -252,16 +246,17 @@ def _serve_cuda(
     serve = implementations[backend]
     if choice is None and backend == "triton" and exported and prefers_cuda is not None:
         serve = _by_bytes(prefers_cuda, implementations["cuda"], implementations["triton"])
-        reason += "; CUDA C++ for shapes of which it moves fewer bytes"
+        reason += "; CUDA C++ for shapes of which it moves fewer bytes, on GPUs it is compiled for"
     LIBRARY.impl(name, serve, "CUDA")
     return backend, reason
 
 
 def _by_bytes(prefers_cuda: Callable[..., bool], by_cuda: Callable, by_triton: Callable) -> Callable:
-    """Return a kernel that calls one of two, by the arguments."""
+    """Return a kernel that calls one of two, by the arguments and the GPU of the first, a tensor."""
 
     def serve(*arguments: Any) -> Any:
-        return (by_cuda if prefers_cuda(*arguments) else by_triton)(*arguments)
+        by_cuda_here = prefers_cuda(*arguments) and has_code_for(arguments[0].get_device())
+        return (by_cuda if by_cuda_here else by_triton)(*arguments)
 
     return serve
 
@@ -451,7 +446,8 @@ def register(
         traffic: bytes, from the op's arguments. Default: every tensor is read or written once, and one that
             the op changes is both, unless its name ends in "out": then nothing is read from it.
         prefers_cuda: from the op's arguments, True if the CUDA C++ kernel serves this call where FASTMP_OPS
-            names no backend and `_C_cuda` exports the op. Default: the Triton kernel serves all calls.
+            names no backend and `_C_cuda` exports the op and is compiled for the GPU. Default: the Triton
+            kernel serves all calls.
 
     Returns:
         The op; public functions call it rather than `torch.ops.fastmp.<name>`, which takes longer.

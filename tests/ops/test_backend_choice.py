@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from fastmp.ops import cross_entropy_triton, norm_triton, registry
+from fastmp.ops import built, cross_entropy_triton, norm_triton, registry
 
 HOPPER, AMPERE, CONSUMER = 228 << 10, 164 << 10, 100 << 10  # shared memory of a multiprocessor
 
@@ -56,24 +56,85 @@ def test_backward_of_norms(columns, itemsize, gpu, arch, by_cuda):
     assert norm_triton.backward_prefers_cuda(columns, itemsize, gpu, arch) == by_cuda
 
 
-def test_calls_go_to_the_kernel_that_the_arguments_prefer():
-    serve = registry._by_bytes(lambda x: x > 2, lambda x: ("cuda", x), lambda x: ("triton", x))
-    assert [serve(2), serve(3)] == [("triton", 2), ("cuda", 3)]
+@pytest.fixture
+def compiled_for(monkeypatch):
+    """Return a function that sets what `_C_cuda` is compiled for and the GPU's compute capability."""
+
+    def pretend(archs, capability=(9, 0)):
+        monkeypatch.setattr(built, "build_record", lambda: {"archs": archs})
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+        built.has_code_for.cache_clear()
+
+    yield pretend
+    built.has_code_for.cache_clear()
+
+
+def test_calls_go_to_the_kernel_that_the_arguments_prefer(compiled_for):
+    compiled_for(["9.0"])
+    serve = registry._by_bytes(lambda x: len(x) > 2, lambda x: "cuda", lambda x: "triton")
+    assert [serve(torch.empty(2)), serve(torch.empty(3))] == ["triton", "cuda"]
+
+
+@pytest.mark.parametrize(
+    ("archs", "capability", "expected"),
+    [
+        (("8.0", "9.0", "10.0+PTX"), (8, 0), True),
+        (("8.0", "9.0", "10.0+PTX"), (8, 9), True),
+        (("8.0", "9.0", "10.0+PTX"), (9, 0), True),
+        (("8.0", "9.0", "10.0+PTX"), (12, 0), True),
+        (("8.0", "9.0", "10.0+PTX"), (7, 5), False),
+        (("8.0", "9.0"), (10, 0), False),
+        (("8.9",), (8, 0), False),
+        (("9.0a",), (9, 0), True),
+        (("9.0a",), (10, 0), False),
+        (("10.0f",), (10, 3), True),
+        ((), (9, 0), False),
+    ],
+)
+def test_which_code_runs_on_which_gpu(archs, capability, expected):
+    assert built.fits(archs, capability) is expected
+
+
+@pytest.mark.parametrize(
+    ("archs", "capability", "served"),
+    [
+        (["9.0"], (8, 0), "triton"),
+        (["9.0a"], (10, 0), "triton"),
+        (["9.0a"], (9, 0), "cuda"),
+        (["8.0+PTX"], (9, 0), "cuda"),
+        ([], (9, 0), "triton"),
+    ],
+)
+def test_cuda_is_preferred_only_on_gpus_it_is_compiled_for(archs, capability, served, compiled_for):
+    compiled_for(archs, capability)
+    serve = registry._by_bytes(lambda x: True, lambda x: "cuda", lambda x: "triton")
+    assert serve(torch.empty(2)) == served
+
+
+@pytest.mark.parametrize(("archs", "by_cuda"), [(["8.0+PTX"], False), (["8.0", "9.0+PTX"], True)])
+def test_norms_need_code_that_has_clusters(archs, by_cuda, compiled_for, monkeypatch):
+    """PTX of sm_80 runs on Hopper, but there the kernel compiled for it does nothing."""
+    compiled_for(archs, (9, 0))
+    monkeypatch.setattr(norm_triton, "shared_memory", lambda device: HOPPER)
+    device = SimpleNamespace(index=0)
+    total = SimpleNamespace(device=device, shape=(4, 12288), element_size=lambda: 2)
+    assert norm_triton.prefers_cuda(None, None, total, None) == by_cuda
 
 
 @pytest.mark.parametrize("exported", [False, True])
 @pytest.mark.parametrize("requested", ["", "rms_norm_backward=triton"])
-def test_only_calls_without_a_named_backend_are_decided(exported, requested, monkeypatch):
+def test_only_calls_without_a_named_backend_are_decided(exported, requested, compiled_for, monkeypatch):
+    compiled_for(["9.0"])
     served = {}
     library = SimpleNamespace(impl=lambda name, kernel, key: served.update({key: kernel}))
-    ours = SimpleNamespace(rms_norm_backward=SimpleNamespace(default=lambda columns: "cuda"))
+    ours = SimpleNamespace(rms_norm_backward=SimpleNamespace(default=lambda x: "cuda"))
     monkeypatch.setattr(registry, "_REQUESTED", requested)
     monkeypatch.setattr(registry, "_CUDA_ABSENT", "" if exported else "not built")
     monkeypatch.setattr(registry, "LIBRARY", library)
     monkeypatch.setattr(torch.ops, "fastmp_cuda", ours, raising=False)
-    given = {"triton": lambda columns: "triton"}
-    backend, reason = registry._serve_cuda("rms_norm_backward", given, lambda columns: columns > 8192)
+    given = {"triton": lambda x: "triton"}
+    backend, reason = registry._serve_cuda("rms_norm_backward", given, lambda x: len(x) > 8192)
     decided = exported and not requested
     assert backend == "triton" and ("fewer bytes" in reason) == decided
-    assert served["CUDA"](8192) == "triton"
-    assert served["CUDA"](12288) == ("cuda" if decided else "triton")
+    assert served["CUDA"](torch.empty(8192)) == "triton"
+    assert served["CUDA"](torch.empty(12288)) == ("cuda" if decided else "triton")
