@@ -17,7 +17,8 @@ HANGS = """
 import ctypes, time
 import pytest
 
-pytestmark = pytest.mark.gpu
+# the fixture keeps conftest.py from importing torch within the limit of two seconds
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("captures_may_load")]
 LIBC = ctypes.CDLL(None)
 
 

@@ -195,7 +195,7 @@ def _total(counts: dict[str, tuple[int, int]]) -> int:
 
 def _left(counts: dict[str, tuple[int, int]], scope: tuple[str, ...]) -> int:
     """Return the launches of segments that are not captured, and of the two replays of a layer's run."""
-    inside = captured_segments(scope, dict.fromkeys(counts, True))
+    inside = captured_segments(scope, dict.fromkeys(counts, True)) if scope else set()
     return sum(sum(own) for name, own in counts.items() if name not in inside) + 2 * bool(scope)
 
 
