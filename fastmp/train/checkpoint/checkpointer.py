@@ -200,7 +200,8 @@ class Checkpointer:
 
     def _open(self) -> None:
         if self._group is None and self._world_size > 1:
-            group = dist.new_group(backend="gloo", timeout=self._timeout, group_desc="fastmp:checkpoint")
+            connecting = max(self._timeout, timedelta(minutes=1))  # which a loaded machine may take
+            group = dist.new_group(backend="gloo", timeout=connecting, group_desc="fastmp:checkpoint")
             # patience only for collectives: while the group is made, a rank may be gone
             dist.distributed_c10d._set_pg_timeout(PATIENCE, group)
             self._group = group
