@@ -13,8 +13,9 @@ CONFIGS = Path(__file__).parent.parent / "configs"
 NOT_PUBLISHED = {"bert-small", "gpt-small", "gpt-small-stdlib", "moe-small"}
 
 # GPT-2 by Shoeybi et al. 2019 (arXiv 1909.08053v4), compared with the paper's text. Section 4.2: dropout 0.1,
-# AdamW with decay 0.01, clipping at 1.0; 300,000 steps of 512 sequences of 1024 tokens; 1.5e-4 after 3,000 steps, a
-# cosine over the other 297,000 to 1e-5. Section 5.1: 50,257 tokens. The paper gives no betas, so there are none here.
+# AdamW with decay 0.01, clipping at 1.0; 300,000 steps of 512 sequences of 1024 tokens; 1.5e-4 after 3,000
+# steps, a cosine over the other 297,000 to 1e-5. Section 5.1: 50,257 tokens. The paper gives no betas, so
+# there are none here.
 GPT_2 = {
     "model": {"vocab_size": 50257, "max_seq_len": 1024, "dropout": 0.1, "attention_dropout": 0.1},
     "data": {"seq_len": 1024},
@@ -24,10 +25,10 @@ GPT_2 = {
     },
     "train": {"steps": 300_000, "global_batch_size": 512},
 }  # fmt: skip
-# BERT by the same paper. Section 4.2: 30,522 tokens, batches of 1024; 1e-4 after 10,000 steps, linear decay over
-# 2,000,000 (section 5.3: the 3.9 B model had trained for 1,500,000 and went on); decay, clipping and dropout as above,
-# all else as Devlin et al. 2018 (arXiv 1810.04805, A.2): 512 tokens, betas 0.9 and 0.999. That the line ends at zero
-# is in Devlin's optimization.py (github.com/google-research/bert).
+# BERT by the same paper. Section 4.2: 30,522 tokens, batches of 1024; 1e-4 after 10,000 steps, linear decay
+# over 2,000,000 (section 5.3: the 3.9 B model had trained for 1,500,000 and went on); decay, clipping and
+# dropout as above, all else as Devlin et al. 2018 (arXiv 1810.04805, A.2): 512 tokens, betas 0.9 and 0.999.
+# That the line ends at zero is in Devlin's optimization.py (github.com/google-research/bert).
 BERT = {
     "model": {"vocab_size": 30522, "max_seq_len": 512, "dropout": 0.1, "attention_dropout": 0.1},
     "data": {"seq_len": 512},
@@ -48,11 +49,12 @@ SHAPES = {
 }
 # config.json of the models on Hugging Face, by the names there, compared with copies in public repositories:
 # meta-llama/Meta-Llama-3-8B, mistralai/Mixtral-8x7B-v0.1, Qwen/Qwen3-30B-A3B. Besides:
-# - Llama: Dubey et al. 2024 (arXiv 2407.21783), table 3, which also has the peak of the learning rate. It rounds the
-#   vocabulary to 128,000.
-# - Mixtral: Jiang et al. 2024 (arXiv 2401.04088), section 2.1: a softmax over the two chosen logits, which is what
-#   normalising the chosen probabilities gives; its layers are in keras_hub/src/models/mixtral/README.md.
-# - Qwen3: scripts/models/qwen3-30B-A3B.sh of slime, arguments of Megatron-LM, which name the norms of queries and keys.
+# - Llama: Dubey et al. 2024 (arXiv 2407.21783), table 3, which also has the peak of the learning rate. It
+#   rounds the vocabulary to 128,000.
+# - Mixtral: Jiang et al. 2024 (arXiv 2401.04088), section 2.1: a softmax over the two chosen logits, which is
+#   what normalising the chosen probabilities gives; keras_hub/src/models/mixtral/README.md prints its layers.
+# - Qwen3: scripts/models/qwen3-30B-A3B.sh of slime, arguments of Megatron-LM, among them the norms of queries
+#   and keys.
 # Nothing else of their training is published: other values of `optimizer` and `train` are the recipes' own.
 OTHERS = {
     "llama-3-8b": {
