@@ -33,6 +33,7 @@ from fastmp.ops.linear_cross_entropy_chunks import (
     fake_gradients,
     head_of,
     is_opaque,
+    kept_logits,
     make_both,
     make_loss,
     make_loss_gradients,
@@ -149,11 +150,7 @@ def _backward_unknown(ctx, grad_loss, *_):
     else:
         tokens = Tokens(target, token_weight, grad_loss, lse)
         with without_autocast(hidden.device.type), torch.no_grad():
-            if kept is not None and ctx.spent:  # the first backward pass has overwritten them
-                kept = F.linear(hidden, weight, bias)
-            elif kept is not None and not torch._C._are_functorch_transforms_active():
-                kept = kept.data  # whose version autograd does not look at in a second one
-            ctx.spent = True
+            kept = kept_logits(ctx, kept, hidden, weight, bias)
             grads = make_loss_gradients(
                 hidden, weight, bias, tokens, main_grad, job.options, job.shards, job.wanted, kept
             )

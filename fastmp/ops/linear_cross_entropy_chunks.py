@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from fastmp.ops import checks
@@ -243,6 +244,23 @@ def make_stats(
     if not keep or len(chunks.rows) > 1:
         return (stats,)
     return (stats, chunks.buffers[0]) if x is hidden else (stats, chunks.buffers[0], x)
+
+
+def kept_logits(
+    ctx: Any, kept: Tensor | None, hidden: Tensor, weight: Tensor, bias: Tensor | None
+) -> Tensor | None:
+    """Return the logits that the forward pass kept, for one backward pass to overwrite; None if it kept none.
+
+    The first backward pass through `ctx` takes them, and every later one makes them again: `ctx.spent`, which
+    the forward pass sets to False, says which.
+    """
+    if kept is None:
+        return None
+    spent, ctx.spent = ctx.spent, True
+    if spent:
+        return F.linear(hidden, weight, bias)
+    # `.data` has a version of its own: a second backward may unpack the tensor that the first has overwritten
+    return kept if torch._C._are_functorch_transforms_active() else kept.data
 
 
 def make_gradients(

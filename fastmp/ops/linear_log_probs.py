@@ -26,6 +26,7 @@ from fastmp.ops.linear_cross_entropy_chunks import (
     fake_gradients,
     head_of,
     is_opaque,
+    kept_logits,
     make_gradients,
     make_stats,
     opaque,
@@ -229,7 +230,7 @@ class _Job(NamedTuple):
 def _forward(hidden, weight, target, scale, main_grad, job: _Job):
     if is_opaque(job.shards):
         return _compiled_log_probs(hidden, weight, target, scale, *job.options)
-    # a second output may have a backward of its own, and kept logits are there for one only
+    # with two outputs, each with a backward of its own, the second would make them again
     keep = any(job.wanted) and not job.options.with_entropy
     return _make_log_probs(hidden, weight, target, scale, job.options, job.shards, keep)
 
@@ -239,6 +240,7 @@ def _setup(ctx, inputs, output):
     _, entropy, top, log_total, *kept = output
     ctx.mark_non_differentiable(*output[1 + ctx.job.options.with_entropy :])
     ctx.set_materialize_grads(False)
+    ctx.spent = False
     hidden = kept[1] if len(kept) > 1 else hidden
     ctx.save_for_backward(hidden, weight, target, scale, entropy, top, log_total, kept[0] if kept else None)
 
@@ -261,6 +263,7 @@ def _backward(ctx, grad_log_prob, grad_entropy, *_):
         grads = taken(grads, wanted, main_grad)
     else:
         with without_autocast(hidden.device.type), torch.no_grad():
+            kept = kept_logits(ctx, kept, hidden, weight, None)
             grads = _make_gradients(hidden, weight, main_grad, tokens, options, shards, wanted, kept)
     return (*grads, None, None, None, None)
 
@@ -358,9 +361,9 @@ def linear_log_probs(
 
     The logits never exist as a whole: those of some tokens at a time give three or four numbers each. The
     backward pass makes them again, for 8NVH operations in all; if all fit into `workspace` and no entropy is
-    asked for, it finds them (6NVH) and can run once. Arithmetic is in float32 (float64 for float64) from
-    logits in the dtype of hidden, which under autocast is its dtype. The gradient of the weight goes where
-    `linear_cross_entropy` leaves it: into the parameter's `main_grad` where there is one.
+    asked for, it finds them (6NVH), and a second one makes them again. Arithmetic is in float32 (float64 for
+    float64) from logits in the dtype of hidden, which under autocast is its dtype. The gradient of the weight
+    goes where `linear_cross_entropy` leaves it: into the parameter's `main_grad` where there is one.
 
     Args:
         hidden: (..., H) float64, float32, bfloat16 or float16.

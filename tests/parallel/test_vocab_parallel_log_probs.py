@@ -69,6 +69,23 @@ def test_alone():
     check_one_rank(0, 1, sp=False)
 
 
+def check_kept_logits(rank, tp):
+    """Logits that the forward pass kept, and the hidden states it gathered, serve both backward passes."""
+    hidden, weight, target, grads, _ = problem()
+    whole = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+    dhidden, dweight = torch.autograd.grad(linear_log_probs(*whole, target), whole, grads[0])
+    x, w = (each.chunk(tp)[rank].clone().requires_grad_() for each in (hidden, weight))
+    place = {"group": dist.group.WORLD, "sequence_parallel": True}
+    found = vocab_parallel_linear_log_probs(x, w, target, **place)
+    for _ in range(2):
+        ours = torch.autograd.grad(found, (x, w), grads[0], retain_graph=True)
+        torch.testing.assert_close(ours, (dhidden.chunk(tp)[rank], dweight.chunk(tp)[rank]), **CLOSE)
+
+
+def test_a_second_backward_over_kept_logits():
+    run_ranks(check_kept_logits, 2)
+
+
 def check_errors(rank, tp):
     hidden, weight, target, _, _ = problem()
     part, place = weight.chunk(tp)[rank], {"group": dist.group.WORLD}
