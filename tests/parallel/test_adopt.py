@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -11,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from gpu_ranks import run_launcher
 
 import fastmp
 from fastmp.config import Environment
@@ -119,5 +119,4 @@ def test_the_group_that_a_library_has_made_is_adopted(tmp_path, library):
     program.write_text(f"{INITIALISE[library]}\n{ADOPT}")
     command = [sys.executable, "-m", "fastmp", "launch", "-n", "2", str(program)]
     environment = {**os.environ, "PYTHONPATH": str(Path(fastmp.__file__).parents[1])}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
+    run_launcher(command, environment, 120)
