@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -15,8 +16,6 @@ LATENCY = 29_000  # bytes: 4.8 TB/s times 0.8 us over 132 multiprocessors
 ELEMENTWISE = Facts(loads=1, stores=1)
 GATED = Facts(2, 1, exps=1, registers=128)  # one exponential, for the activation and its slope
 GATED_BACKWARD = Facts(3, 2, exps=1, registers=128)
-CLAMPED = Facts(2, 1, exps=1, registers=128)
-CLAMPED_BACKWARD = Facts(3, 2, exps=1, registers=128)
 WARP = r"redux\.sync"  # a token is reduced within a warp
 HALF = r"st\.global\S*\.v2\.b32|st\.global\S*\.v4\.b16"  # numbers of rows are loaded like this as well
 SORT = Facts(registers=128, lacks=(ATOMICS,))  # which would lose the order
@@ -42,192 +41,165 @@ TWO = Facts(threads=512)  # programs of eight warps
 ALONE = Facts(loads=1, stores=1, registers=128, lacks=(r"bar\.sync", r"\.shared"))  # threads exchange nothing
 
 
-def _gelu(form, *facts):
-    def case(t, wide):
-        return "bias_gelu", (t(4096, 8192), t(8192), form)
+def _case(arguments):
+    """Turn `arguments(*given, t, wide)` into a function of `given` and facts that returns (case, facts).
 
-    return case, facts
+    `case(t, wide)` returns an op and its arguments: tensors that `t` makes, in the dtype of the case unless
+    `t` is passed another, such as `wide`, that of sums. The facts are those of each kernel in turn.
+    """
 
+    def make(*given, **options):
+        plain = [each for each in given if not isinstance(each, Facts)]
+        facts = tuple(each for each in given if isinstance(each, Facts))
+        return partial(arguments, *plain, **options), facts
 
-def _gelu_backward(form, *facts):
-    def case(t, wide):
-        return "bias_gelu_backward", (t(4096, 8192), t(4096, 8192), t(8192), form)
-
-    return case, facts
-
-
-def _norm(op, columns, *facts, residual=True):
-    def case(t, wide):
-        columns_ = min(columns, 4096) if wide == torch.float64 and columns <= 16384 else columns
-        x, w = t(4096, columns_), t(columns_)
-        extra = (w,) if op == "layer_norm" else ()
-        return op, (x, x if residual else None, w, *extra, 1e-5)
-
-    return case, facts
+    return make
 
 
-def _norm_backward(op, columns, *facts):
-    def case(t, wide):
-        x, w = t(4096, columns), t(columns)
-        shorter = x.element_size() >= 4 and columns < 12288
-        x, w = (t(4096, 4096), t(4096)) if shorter else (x, w)
-        stats = t(2 if op == "layer_norm" else 1, 4096, dtype=wide)
-        return f"{op}_backward", (x, x, x, w, stats, *((True,) if op == "layer_norm" else ()))
-
-    return case, facts
+@_case
+def _gelu(form, t, wide):
+    return "bias_gelu", (t(4096, 8192), t(8192), form)
 
 
-def _softmax(keys, causal, facts):
-    def case(t, wide):
-        mask = None if causal else t(2, 1, 4096, keys, dtype=torch.bool)
-        return "scaled_masked_softmax", (t(2, 8, 4096, keys), mask, 0.125, causal)
-
-    return case, (facts,)
+@_case
+def _gelu_backward(form, t, wide):
+    return "bias_gelu_backward", (t(4096, 8192), t(4096, 8192), t(8192), form)
 
 
-def _softmax_backward(keys, causal, facts):
-    def case(t, wide):
-        return "scaled_masked_softmax_backward", (t(2, 8, 4096, keys), t(2, 8, 4096, keys), 0.125, causal)
+@_case
+def _norm(op, columns, t, wide, residual=True):
+    if wide == torch.float64 and columns <= 16384:
+        columns = min(columns, 4096)
+    x, w = t(4096, columns), t(columns)
+    extra = (w,) if op == "layer_norm" else ()
+    return op, (x, x if residual else None, w, *extra, 1e-5)
 
-    return case, (facts,)
+
+@_case
+def _norm_backward(op, columns, t, wide):
+    x, w = t(4096, columns), t(columns)
+    shorter = x.element_size() >= 4 and columns < 12288
+    x, w = (t(4096, 4096), t(4096)) if shorter else (x, w)
+    stats = t(2 if op == "layer_norm" else 1, 4096, dtype=wide)
+    return f"{op}_backward", (x, x, x, w, stats, *((True,) if op == "layer_norm" else ()))
 
 
-def _dropout(form, *facts):
+@_case
+def _softmax(keys, causal, t, wide):
+    mask = None if causal else t(2, 1, 4096, keys, dtype=torch.bool)
+    return "scaled_masked_softmax", (t(2, 8, 4096, keys), mask, 0.125, causal)
+
+
+@_case
+def _softmax_backward(keys, causal, t, wide):
+    return "scaled_masked_softmax_backward", (t(2, 8, 4096, keys), t(2, 8, 4096, keys), 0.125, causal)
+
+
+@_case
+def _dropout(form, t, wide):
     """form: "plain" (p = 0), "wide" (a residual in float32) or ""."""
-
-    def case(t, wide):
-        residual = t(4096, 8192, dtype=torch.float32 if form == "wide" else t().dtype)
-        seed = None if form == "plain" else t(dtype=torch.int64)
-        return "bias_dropout_add", (t(4096, 8192), t(8192), residual, 0.1 if seed is not None else 0.0, seed)
-
-    return case, facts
+    residual = t(4096, 8192, dtype=torch.float32 if form == "wide" else t().dtype)
+    seed = None if form == "plain" else t(dtype=torch.int64)
+    return "bias_dropout_add", (t(4096, 8192), t(8192), residual, 0.1 if seed is not None else 0.0, seed)
 
 
-def _dropout_backward(form, *facts):
-    def case(t, wide):
-        dtype = t().dtype
-        grad = t(4096, 8192, dtype=torch.float32 if form == "wide" else dtype)
-        return "bias_dropout_add_backward", (grad, 0.1, t(dtype=torch.int64), dtype, form != "no bias")
-
-    return case, facts
+@_case
+def _dropout_backward(form, t, wide):
+    dtype = t().dtype
+    grad = t(4096, 8192, dtype=torch.float32 if form == "wide" else dtype)
+    return "bias_dropout_add_backward", (grad, 0.1, t(dtype=torch.int64), dtype, form != "no bias")
 
 
-def _adamw(facts, grouped=False, small=False):
+@_case
+def _adamw(t, wide, n=1 << 20, *, grouped=False, small=False):
     """Gradients of the dtype, a copy of the parameters in it where that is 16 bits, scalars as tensors."""
-
-    def case(t, wide, n=1 << 20):
-        main = t(n, dtype=torch.bfloat16 if small else wide)
-        scalars = [t(dtype=torch.float32) for _ in range(3)]
-        copy = t(n) if t().element_size() == 2 and not small else None
-        state = (main, t(n), main, main, t(dtype=torch.int64))
-        numbers = 1e-3, 0.9, 0.95, 1e-8, 0.1
-        groups = t(n // 64, dtype=torch.uint8), *(t(4, dtype=torch.float32) for _ in range(2))
-        table = (*groups, 64) if grouped else (None, None, None, 0)
-        split = t(n, dtype=torch.int16) if small else None, 0
-        return "adamw_", (*state, copy, *scalars, t(dtype=torch.bool), *numbers, *table, *split)
-
-    return case, (facts,)
+    main = t(n, dtype=torch.bfloat16 if small else wide)
+    scalars = [t(dtype=torch.float32) for _ in range(3)]
+    copy = t(n) if t().element_size() == 2 and not small else None
+    state = (main, t(n), main, main, t(dtype=torch.int64))
+    numbers = 1e-3, 0.9, 0.95, 1e-8, 0.1
+    groups = t(n // 64, dtype=torch.uint8), *(t(4, dtype=torch.float32) for _ in range(2))
+    table = (*groups, 64) if grouped else (None, None, None, 0)
+    split = t(n, dtype=torch.int16) if small else None, 0
+    return "adamw_", (*state, copy, *scalars, t(dtype=torch.bool), *numbers, *table, *split)
 
 
-def _finite(facts):
-    return lambda t, wide: ("first_not_finite", (t(1 << 20), t(dtype=torch.bool))), (facts,)
+@_case
+def _finite(t, wide):
+    return "first_not_finite", (t(1 << 20), t(dtype=torch.bool))
 
 
-def _rope(width, rotated, interleaved, in_place, facts):
-    def case(t, wide):
-        q, k = t(2048, 4, 32, width), t(2048, 4, 8, width)
-        angles = t(2048, rotated // 2, dtype=wide)
-        return "rope_" if in_place else "rope", (q, k, angles, angles, interleaved, True)
-
-    return case, (facts,)
+@_case
+def _rope(width, rotated, interleaved, in_place, t, wide):
+    q, k = t(2048, 4, 32, width), t(2048, 4, 8, width)
+    angles = t(2048, rotated // 2, dtype=wide)
+    return "rope_" if in_place else "rope", (q, k, angles, angles, interleaved, True)
 
 
-def _stats(columns, with_sum, facts):
-    def case(t, wide):
-        target = t(4096, dtype=torch.int64)
-        return "cross_entropy_stats", (t(4096, columns), target, 0, columns, with_sum)
-
-    return case, (facts,)
+@_case
+def _stats(columns, with_sum, t, wide):
+    target = t(4096, dtype=torch.int64)
+    return "cross_entropy_stats", (t(4096, columns), target, 0, columns, with_sum)
 
 
-def _loss(columns, facts):
-    def case(t, wide):
-        target, weight = t(4096, dtype=torch.int64), t(4096, dtype=wide)
-        options = (columns, -100, 0.1, 1e-4, False)
-        return "cross_entropy", (t(4096, columns), target, None, weight, 0, *options)
-
-    return case, (facts,)
+@_case
+def _loss(columns, t, wide):
+    target, weight = t(4096, dtype=torch.int64), t(4096, dtype=wide)
+    options = (columns, -100, 0.1, 1e-4, False)
+    return "cross_entropy", (t(4096, columns), target, None, weight, 0, *options)
 
 
-def _merge(facts):
-    def case(t, wide):
-        target, weight = t(4096, dtype=torch.int64), t(4096, dtype=wide)
-        return "cross_entropy_merge", (t(8, 4096, 4, dtype=wide), target, weight, 128256, -100, 0.1, 1e-4)
-
-    return case, (facts,)
+@_case
+def _merge(t, wide):
+    target, weight = t(4096, dtype=torch.int64), t(4096, dtype=wide)
+    return "cross_entropy_merge", (t(8, 4096, 4, dtype=wide), target, weight, 128256, -100, 0.1, 1e-4)
 
 
-def _grad(columns, facts):
-    def case(t, wide):
-        target, one = t(4096, dtype=torch.int64), t(4096, dtype=wide)
-        return "cross_entropy_grad", (t(4096, columns), target, one, one, one, 0, columns, -100, 0.1, 1e-4)
-
-    return case, (facts,)
+@_case
+def _grad(columns, t, wide):
+    target, one = t(4096, dtype=torch.int64), t(4096, dtype=wide)
+    return "cross_entropy_grad", (t(4096, columns), target, one, one, one, 0, columns, -100, 0.1, 1e-4)
 
 
-def _loss_grad(columns, facts):
-    def case(t, wide):
-        target, one = t(4096, dtype=torch.int64), t(4096, dtype=wide)
-        return "cross_entropy_loss_grad_", (t(4096, columns), target, one, one, columns, -100, 0.1, 1e-4)
-
-    return case, (facts,)
+@_case
+def _loss_grad(columns, t, wide):
+    target, one = t(4096, dtype=torch.int64), t(4096, dtype=wide)
+    return "cross_entropy_loss_grad_", (t(4096, columns), target, one, one, columns, -100, 0.1, 1e-4)
 
 
-def _log_probs_stats(columns, with_entropy, facts):
-    def case(t, wide):
-        target, scale = t(4096, dtype=torch.int64), t(4096, dtype=wide)
-        return "log_probs_stats", (t(4096, columns), target, scale, 0, columns, with_entropy)
-
-    return case, (facts,)
+@_case
+def _log_probs_stats(columns, with_entropy, t, wide):
+    target, scale = t(4096, dtype=torch.int64), t(4096, dtype=wide)
+    return "log_probs_stats", (t(4096, columns), target, scale, 0, columns, with_entropy)
 
 
-def _log_probs_grad(columns, with_entropy, facts):
-    def case(t, wide):
-        target, one = t(4096, dtype=torch.int64), t(4096, dtype=wide)
-        entropy = (one, one) if with_entropy else (None, None)
-        per_token = (target, one, one, one, *entropy, one)
-        return "log_probs_grad_", (t(4096, columns), *per_token, 0, columns, -100)
-
-    return case, (facts,)
+@_case
+def _log_probs_grad(columns, with_entropy, t, wide):
+    target, one = t(4096, dtype=torch.int64), t(4096, dtype=wide)
+    entropy = (one, one) if with_entropy else (None, None)
+    per_token = (target, one, one, one, *entropy, one)
+    return "log_probs_grad_", (t(4096, columns), *per_token, 0, columns, -100)
 
 
-def _gated(form, *facts):
-    def case(t, wide):
-        return "gated_activation", (t(4096, 2 * 14336), t(2 * 14336), form)
-
-    return case, facts
+@_case
+def _gated(form, t, wide):
+    return "gated_activation", (t(4096, 2 * 14336), t(2 * 14336), form)
 
 
-def _gated_backward(form, *facts):
-    def case(t, wide):
-        x = t(4096, 2 * 14336)
-        return "gated_activation_backward", (t(4096, 14336), x, t(2 * 14336), form)
-
-    return case, facts
+@_case
+def _gated_backward(form, t, wide):
+    x = t(4096, 2 * 14336)
+    return "gated_activation_backward", (t(4096, 14336), x, t(2 * 14336), form)
 
 
-def _clamped(*facts):
-    def case(t, wide):
-        return "clamped_swiglu", (t(8192, 2 * 2880), 1.702, 7.0)
-
-    return case, facts
+@_case
+def _clamped(t, wide):
+    return "clamped_swiglu", (t(8192, 2 * 2880), 1.702, 7.0)
 
 
-def _clamped_backward(*facts):
-    def case(t, wide):
-        return "clamped_swiglu_backward", (t(8192, 2880), t(8192, 2 * 2880), 1.702, 7.0)
-
-    return case, facts
+@_case
+def _clamped_backward(t, wide):
+    return "clamped_swiglu_backward", (t(8192, 2880), t(8192, 2 * 2880), 1.702, 7.0)
 
 
 ROWS_EACH = {"decode": 1, "few": 48, "fine": 100, "large": 128}
@@ -238,46 +210,36 @@ def _offsets(t):
     return t(EXPERTS, dtype=torch.int32)
 
 
-def _grouped(rows, facts, *, transposed=False, apart=False):
+@_case
+def _grouped(rows, t, wide, *, transposed=False, apart=False):
     """apart: rows lie where TMA cannot reach them, and are read through pointers."""
-
-    def case(t, wide):
-        gap = 8 // t().element_size() if apart else 0
-        columns = N if transposed else K
-        x = t(ROWS_EACH[rows] * EXPERTS, columns, pitch=columns + gap or None)
-        return "grouped_mm", (x, t(EXPERTS, N, K), _offsets(t), transposed)
-
-    return case, (facts,)
+    gap = 8 // t().element_size() if apart else 0
+    columns = N if transposed else K
+    x = t(ROWS_EACH[rows] * EXPERTS, columns, pitch=columns + gap or None)
+    return "grouped_mm", (x, t(EXPERTS, N, K), _offsets(t), transposed)
 
 
-def _grouped_bias(rows, facts, *, transposed=False):
-    def case(t, wide):
-        columns, width = (N, K) if transposed else (K, N)
-        x, bias = t(ROWS_EACH[rows] * EXPERTS, columns), t(EXPERTS, width)
-        return "grouped_mm_bias", (x, t(EXPERTS, N, K), bias, _offsets(t), transposed)
-
-    return case, (facts,)
+@_case
+def _grouped_bias(rows, t, wide, *, transposed=False):
+    columns, width = (N, K) if transposed else (K, N)
+    x, bias = t(ROWS_EACH[rows] * EXPERTS, columns), t(EXPERTS, width)
+    return "grouped_mm_bias", (x, t(EXPERTS, N, K), bias, _offsets(t), transposed)
 
 
-def _grouped_mlp_in(form, gated, rows, facts):
-    def case(t, wide):
-        x = t(ROWS_EACH[rows] * EXPERTS, K)
-        return "grouped_mlp_in", (x, t(EXPERTS, N, K), t(EXPERTS, N), _offsets(t), form, gated, True)
-
-    return case, (facts,)
+@_case
+def _grouped_mlp_in(form, gated, rows, t, wide):
+    x = t(ROWS_EACH[rows] * EXPERTS, K)
+    return "grouped_mlp_in", (x, t(EXPERTS, N, K), t(EXPERTS, N), _offsets(t), form, gated, True)
 
 
-def _wgrad(each, facts, *, accumulate, apart=False, narrow=False):
+@_case
+def _wgrad(each, t, wide, *, accumulate, apart=False, narrow=False):
     """each: rows an expert. narrow: what they are added to has their dtype."""
-
-    def case(t, wide):
-        rows, gap = each * EXPERTS, 8 // t().element_size() if apart else 0
-        operands = (t(rows, N), t(rows, K, pitch=K + gap or None), _offsets(t))
-        if accumulate:
-            return "grouped_mm_wgrad_", (t(EXPERTS, N, K, **{} if narrow else {"dtype": wide}), *operands)
-        return "grouped_mm_wgrad", operands
-
-    return case, (facts,)
+    rows, gap = each * EXPERTS, 8 // t().element_size() if apart else 0
+    operands = (t(rows, N), t(rows, K, pitch=K + gap or None), _offsets(t))
+    if accumulate:
+        return "grouped_mm_wgrad_", (t(EXPERTS, N, K, **{} if narrow else {"dtype": wide}), *operands)
+    return "grouped_mm_wgrad", operands
 
 
 #                 experts, k, score, groups, of them open, bias, normalised
@@ -290,95 +252,74 @@ ROUTERS = {
 }
 
 
-def _router(name, *facts):
+@_case
+def _router(name, t, wide):
     experts, k, score, groups, opened, with_bias, normalize = ROUTERS[name]
-
-    def case(t, wide):
-        bias = t(experts, dtype=wide) if with_bias else None
-        options = (k, score, groups, opened, normalize, 2.5, True)
-        return "topk_router", (t(8192, experts), bias, *options)
-
-    return case, facts
+    bias = t(experts, dtype=wide) if with_bias else None
+    options = (k, score, groups, opened, normalize, 2.5, True)
+    return "topk_router", (t(8192, experts), bias, *options)
 
 
-def _router_backward(name, *facts):
+@_case
+def _router_backward(name, t, wide):
     experts, k, score, _, _, _, normalize = ROUTERS[name]
-
-    def case(t, wide):
-        grads = (t(8192, k, dtype=wide), t(experts, dtype=wide), t(dtype=wide))
-        indices = t(8192, k, dtype=torch.int32)
-        return "topk_router_backward", (*grads, t(8192, experts), indices, score, normalize, 2.5)
-
-    return case, facts
+    grads = (t(8192, k, dtype=wide), t(experts, dtype=wide), t(dtype=wide))
+    indices = t(8192, k, dtype=torch.int32)
+    return "topk_router_backward", (*grads, t(8192, experts), indices, score, normalize, 2.5)
 
 
-def _permutation(experts, *facts):
-    def case(t, wide):
-        return "permutation", (t(8192, 8, dtype=torch.int32), experts)
-
-    return case, facts
+@_case
+def _permutation(experts, t, wide):
+    return "permutation", (t(8192, 8, dtype=torch.int32), experts)
 
 
-def _block_rows(*facts):
-    def case(t, wide):
-        return "block_rows", (t(1024, dtype=torch.int32), t(1024, dtype=torch.int32), 32768)
-
-    return case, facts
+@_case
+def _block_rows(t, wide):
+    return "block_rows", (t(1024, dtype=torch.int32), t(1024, dtype=torch.int32), 32768)
 
 
-def _permute(*facts):
-    def case(t, wide):
-        return "permute", (t(8192, 7168), t(8192, 8, dtype=torch.int32), 8192 * 8 + 100)
-
-    return case, facts
+@_case
+def _permute(t, wide):
+    return "permute", (t(8192, 7168), t(8192, 8, dtype=torch.int32), 8192 * 8 + 100)
 
 
-def _unpermute(weighted, facts):
-    def case(t, wide):
-        probs = t(8192, 8, dtype=wide) if weighted else None
-        return "unpermute", (t(8192 * 8, 7168), t(8192, 8, dtype=torch.int32), probs)
-
-    return case, (facts,)
+@_case
+def _unpermute(weighted, t, wide):
+    probs = t(8192, 8, dtype=wide) if weighted else None
+    return "unpermute", (t(8192 * 8, 7168), t(8192, 8, dtype=torch.int32), probs)
 
 
-def _unpermute_add(*facts):
-    def case(t, wide):
-        row_of, probs = t(8192, 8, dtype=torch.int32), t(8192, 8, dtype=wide)
-        return "unpermute_add", (t(8192 * 8, 7168), row_of, probs, t(8192, 7168))
-
-    return case, facts
+@_case
+def _unpermute_add(t, wide):
+    row_of, probs = t(8192, 8, dtype=torch.int32), t(8192, 8, dtype=wide)
+    return "unpermute_add", (t(8192 * 8, 7168), row_of, probs, t(8192, 7168))
 
 
-def _unpermute_backward(*facts):
-    def case(t, wide):
-        y, row_of = t(8192 * 8 + 100, 7168), t(8192, 8, dtype=torch.int32)
-        return "unpermute_backward", (t(8192, 7168), y, row_of, t(8192, 8, dtype=wide))
-
-    return case, facts
+@_case
+def _unpermute_backward(t, wide):
+    y, row_of = t(8192 * 8 + 100, 7168), t(8192, 8, dtype=torch.int32)
+    return "unpermute_backward", (t(8192, 7168), y, row_of, t(8192, 8, dtype=wide))
 
 
-def _exchange(op, *facts, etp=1, ep=8):
+@_case
+def _exchange(op, t, wide, etp=1, ep=8):
     """An op of a rank with 8 of 256 experts for each token; `op` may end with what a push is given."""
-
-    def case(t, wide):
-        flags, distances = t(etp * ep + 1, dtype=torch.int32), t(etp, ep, dtype=torch.int64)
-        rows, where = t(2, 65536, 7168), t(8192, 8, dtype=torch.int32)
-        name, _, form = op.partition(" ")
-        probs = t(8192, 8, dtype=wide) if form else None
-        y = t(8192, 8, 7168) if form == "backward" else None
-        counts, local = t(2, etp * ep, 256, dtype=torch.int32), t(256 // ep, dtype=torch.int32)
-        arguments = {
-            "barrier": (flags, distances, 1, 60.0),
-            "counts": (t(256, dtype=torch.int32), flags, counts, distances, 1, 60.0),
-            "places": (where, where, counts[0], 1, ep, 65536),
-            "push": (t(8192, 7168), where, probs, y, flags, rows, distances),
-            "take": (rows, flags, local),
-            "give": (t(65536, 7168), local, flags, rows),
-            "pull": (rows, flags, distances, where, probs, form == "kept"),
-        }
-        return f"exchange_{name}", arguments[name]
-
-    return case, facts
+    flags, distances = t(etp * ep + 1, dtype=torch.int32), t(etp, ep, dtype=torch.int64)
+    rows, where = t(2, 65536, 7168), t(8192, 8, dtype=torch.int32)
+    name, _, form = op.partition(" ")
+    probs = t(8192, 8, dtype=wide) if form else None
+    y = t(8192, 8, 7168) if form == "backward" else None
+    counts, local = t(2, etp * ep, 256, dtype=torch.int32), t(256 // ep, dtype=torch.int32)
+    arguments = {
+        "barrier": (flags, distances, 1, 60.0),
+        "counts": (t(256, dtype=torch.int32), flags, counts, distances, 1, 60.0),
+        "places": (where, where, counts[0], 1, ep, 65536),
+        "push": (t(8192, 7168), where, probs, y, flags, rows, distances),
+        "take": (rows, flags, local),
+        "give": (t(65536, 7168), local, flags, rows),
+        "pull": (rows, flags, distances, where, probs, form == "kept"),
+    }
+    return f"exchange_{name}", arguments[name]
 
 
 CASES = {
@@ -442,8 +383,8 @@ CASES = {
     "gated backward silu": _gated_backward("silu", GATED_BACKWARD, ANY),
     "gated backward gelu": _gated_backward("gelu", Facts(3, 2, registers=128), ANY),
     "gated backward gelu_tanh": _gated_backward("gelu_tanh", GATED_BACKWARD, ANY),
-    "clamped": _clamped(CLAMPED),
-    "clamped backward": _clamped_backward(CLAMPED_BACKWARD),
+    "clamped": _clamped(GATED),
+    "clamped backward": _clamped_backward(GATED_BACKWARD),
     "grouped decode": _grouped("decode", ANY),
     "grouped few": _grouped("few", ANY),
     "grouped fine": _grouped("fine", ANY),
