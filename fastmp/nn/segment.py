@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from fastmp.parallel.late import finish_all, forget_all
+from fastmp.parallel.late import finish_all, finishing
 from fastmp.profiling import region
 
 __all__ = ["LayerChain", "Link", "Segment", "SegmentedLayer", "SingleSegment", "run_links"]
@@ -60,15 +60,11 @@ class SegmentedLayer(nn.Module):
         raise NotImplementedError(f"{type(self).__name__} does not define its segments")
 
     def forward(self, *tensors: torch.Tensor, **shared: Any) -> torch.Tensor | Tensors:
-        try:
+        with finishing():
             for segment in self.segments():
                 with region(f"fastmp.segment.{type(self).__name__}.{segment.name}"):
                     tensors = segment.run(*tensors, **shared)
                 shared = {}
-        except BaseException:
-            forget_all()
-            raise
-        finish_all()
         return tensors[0] if len(tensors) == 1 else tensors
 
 
@@ -185,7 +181,7 @@ def _run_links(
     begun: list[Link] | None = None,
 ) -> tuple[Tensors, Tensors]:
     others: Tensors = ()
-    try:
+    with finishing():
         for link in links:
             if begun is not None:
                 begun.append(link)
@@ -195,10 +191,6 @@ def _run_links(
             if link.last:
                 finish_all()
                 tensors, others = tensors[:1], others + tuple(tensors[1:])
-    except BaseException:
-        forget_all()
-        raise
-    finish_all()
     return tensors, others
 
 
