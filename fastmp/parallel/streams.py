@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 
-__all__ = ["beside", "exchange_stream", "side_stream"]
+__all__ = ["beside", "exchange_stream", "exchanging", "side_stream"]
 
 
 @functools.cache
@@ -17,12 +19,36 @@ def side_stream(device: torch.device) -> torch.cuda.Stream:
 
 @functools.cache
 def exchange_stream(device: torch.device) -> torch.cuda.Stream:
-    """Return the stream of exchanges that run beside another microbatch's compute.
+    """Return the stream of exchanges that run beside a shared expert or another microbatch's compute.
 
     It has high priority: NCCL runs synchronous collectives on the current stream, and at normal priority
     their blocks start behind the last wave of a GEMM that was launched before.
     """
     return torch.cuda.Stream(device, priority=-1)
+
+
+def exchanging(x: torch.Tensor) -> AbstractContextManager[None]:
+    """Return a context on a GPU's exchange stream: it waits for the current stream, which waits for its end.
+
+    In a capture it forks and joins, so that each graph has both. Memory needs no `record_stream`: what was
+    allocated before is not used again ahead of the wait at the end, and what is allocated in the context is
+    used again in such a context only, behind the wait at its beginning. On a CPU it does nothing.
+    """
+    return _exchanging(x.device) if x.is_cuda else nullcontext()
+
+
+@contextmanager
+def _exchanging(device: torch.device) -> Iterator[None]:
+    current, exchanges = torch.cuda.current_stream(device), exchange_stream(device)
+    if current == exchanges:  # a part of two overlapped microbatches, which looks after memory itself
+        yield
+        return
+    exchanges.wait_stream(current)
+    try:
+        with torch.cuda.stream(exchanges):
+            yield
+    finally:
+        current.wait_stream(exchanges)
 
 
 def beside(device: torch.device) -> tuple[torch.cuda.Stream, ...]:

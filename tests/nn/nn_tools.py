@@ -97,3 +97,20 @@ class Calls(TorchDispatchMode):
         if func.namespace == "fastmp":
             self.ops[func.overloadpacket.__name__] += 1
         return func(*args, **(kwargs or {}))
+
+
+class Clock:
+    """A stream that knows how far it is behind others: work on it runs behind what it has waited for."""
+
+    def __init__(self, name):
+        self.name, self.done, self.knows = name, 0, {}
+
+    def record_event(self):
+        return {**self.knows, self.name: self.done}
+
+    def wait_event(self, event):
+        for name, done in event.items():
+            self.knows[name] = max(done, self.knows.get(name, 0))
+
+    def wait_stream(self, other):
+        self.wait_event(other.record_event())

@@ -7,6 +7,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from nn_tools import Clock
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -236,23 +237,6 @@ def test_a_part_waits_for_the_one_before_alone(monkeypatch):
         ("exchanges", "waits for all of", "main"),
         ("exchanges", "runs"),
     ]
-
-
-class Clock:
-    """A stream that knows how far it is behind others: work on it runs behind what it has waited for."""
-
-    def __init__(self, name):
-        self.name, self.done, self.knows = name, 0, {}
-
-    def record_event(self):
-        return {**self.knows, self.name: self.done}
-
-    def wait_event(self, event):
-        for name, done in event.items():
-            self.knows[name] = max(done, self.knows.get(name, 0))
-
-    def wait_stream(self, other):
-        self.wait_event(other.record_event())
 
 
 class CapturedStreams(TorchDispatchMode):

@@ -80,7 +80,7 @@ def make_dispatcher(moe: MoEConfig, groups: ParallelGroups) -> LocalDispatcher:
         from fastmp.nn.moe.symmetric import SymmetricDispatcher  # which is one of these
 
         assert groups.exchange is not None
-        return SymmetricDispatcher(moe, groups.exchange)
+        return SymmetricDispatcher(moe, groups.exchange, own_stream=beside)
     if moe.dispatcher == "deepep":
         from fastmp.nn.moe.deepep import DeepEPDispatcher
 

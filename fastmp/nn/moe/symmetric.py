@@ -16,6 +16,7 @@ ranks of the etp-ep group.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -36,6 +37,7 @@ from fastmp.ops.exchange import (
     exchange_take,
 )
 from fastmp.parallel.peers import ExchangeViews, PeerExchange
+from fastmp.parallel.streams import exchanging
 
 __all__ = ["SymmetricDispatcher"]
 
@@ -45,6 +47,8 @@ class SymmetricDispatcher(LocalDispatcher):
 
     moe: its `symmetric_capacity` is the room over what comes in balance. `exchange` reserves the memory at
     the first dispatch, on all ranks together.
+    own_stream: exchange on the exchange stream, which has high priority, while the current stream waits: for
+        where a shared expert fills the GPU at the same time.
 
     ValueError where the ranks do not divide the experts, and as `PeerExchange.reserve`.
     """
@@ -53,14 +57,14 @@ class SymmetricDispatcher(LocalDispatcher):
     num_prepared = 4
     num_kept = 3
 
-    def __init__(self, moe: MoEConfig, exchange: PeerExchange) -> None:
+    def __init__(self, moe: MoEConfig, exchange: PeerExchange, *, own_stream: bool = False) -> None:
         super().__init__(moe.num_experts)
         if moe.num_experts % exchange.ep:
             raise ValueError(
                 f"SymmetricDispatcher: {moe.num_experts} experts are not divisible by the expert-parallel "
                 f"size {exchange.ep}"
             )
-        self.moe, self.exchange = moe, exchange
+        self.moe, self.exchange, self.own_stream = moe, exchange, own_stream
         self.may_drop = moe.symmetric_capacity is not None
 
     def expect(self, tokens: int) -> None:
@@ -75,13 +79,14 @@ class SymmetricDispatcher(LocalDispatcher):
         views = self.exchange.reserve(
             tokens, top_k=self.moe.top_k, experts=self.num_experts, factor=self.moe.symmetric_capacity
         )
-        matrix_RE = exchange_counts(
-            ends, views.flags, views.counts, views.distances, views.rank, views.timeout
-        )
-        where, offsets, dropped = exchange_places(
-            row_of, indices, matrix_RE, views.rank, self.exchange.ep, views.capacity
-        )
-        rows = _Dispatch.apply(tokens, where, offsets, views)
+        with _stream(tokens, self.own_stream):
+            matrix_RE = exchange_counts(
+                ends, views.flags, views.counts, views.distances, views.rank, views.timeout
+            )
+            where, offsets, dropped = exchange_places(
+                row_of, indices, matrix_RE, views.rank, self.exchange.ep, views.capacity
+            )
+        rows = _Dispatch.apply(tokens, where, offsets, views, self.own_stream)
         # The experts do not hand their offsets on: combine has its own.
         return rows, offsets, probs, where, torch.cat((offsets, dropped.view(1)))
 
@@ -89,10 +94,16 @@ class SymmetricDispatcher(LocalDispatcher):
     def combine(self, outputs: Tensor, *kept: Tensor) -> Tensor:
         probs, where, ends = kept
         views = self.exchange.views
-        return _Combine.apply(outputs.to(views.rows.dtype), probs, where, ends[:-1], views)
+        outputs = outputs.to(views.rows.dtype)
+        return _Combine.apply(outputs, probs, where, ends[:-1], views, self.own_stream)
 
     def dropped(self, *kept: Tensor) -> Tensor:
         return kept[-1][-1]
+
+
+def _stream(x: Tensor, own_stream: bool) -> AbstractContextManager[None]:
+    """The stream of an exchange, entered within nodes of autograd: they run on the current one themselves."""
+    return exchanging(x) if own_stream else nullcontext()
 
 
 def _barrier(views: ExchangeViews) -> None:
@@ -103,21 +114,25 @@ class _Dispatch(Function):
     """Tokens (T, H) to the rows (C, H) of this rank's experts; a token's gradient is the sum of its rows'."""
 
     @staticmethod
-    def forward(ctx: Any, tokens: Tensor, where: Tensor, offsets: Tensor, views: ExchangeViews) -> Tensor:
+    def forward(
+        ctx: Any, tokens: Tensor, where: Tensor, offsets: Tensor, views: ExchangeViews, own_stream: bool
+    ) -> Tensor:
         ctx.save_for_backward(where, offsets)
-        ctx.views = views
-        exchange_push(tokens, where, None, None, views.flags, views.rows, views.distances)
-        _barrier(views)
-        return exchange_take(views.rows, views.flags, offsets)
+        ctx.views, ctx.own_stream = views, own_stream
+        with _stream(tokens, own_stream):
+            exchange_push(tokens, where, None, None, views.flags, views.rows, views.distances)
+            _barrier(views)
+            return exchange_take(views.rows, views.flags, offsets)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         views, (where, offsets) = ctx.views, ctx.saved_tensors
-        exchange_give(grad, offsets, views.flags, views.rows)
-        _barrier(views)
-        total, _ = exchange_pull(views.rows, views.flags, views.distances, where, None, False)
-        return total, None, None, None
+        with _stream(grad, ctx.own_stream):
+            exchange_give(grad, offsets, views.flags, views.rows)
+            _barrier(views)
+            total, _ = exchange_pull(views.rows, views.flags, views.distances, where, None, False)
+        return total, None, None, None, None
 
 
 class _Combine(Function):
@@ -125,14 +140,21 @@ class _Combine(Function):
 
     @staticmethod
     def forward(
-        ctx: Any, outputs: Tensor, probs: Tensor, where: Tensor, offsets: Tensor, views: ExchangeViews
+        ctx: Any,
+        outputs: Tensor,
+        probs: Tensor,
+        where: Tensor,
+        offsets: Tensor,
+        views: ExchangeViews,
+        own_stream: bool,
     ) -> Tensor:
-        exchange_give(outputs, offsets, views.flags, views.rows)
-        _barrier(views)
         keep = ctx.needs_input_grad[1]
-        total, rows = exchange_pull(views.rows, views.flags, views.distances, where, probs, keep)
+        with _stream(outputs, own_stream):
+            exchange_give(outputs, offsets, views.flags, views.rows)
+            _barrier(views)
+            total, rows = exchange_pull(views.rows, views.flags, views.distances, where, probs, keep)
         ctx.save_for_backward(probs, where, offsets, rows)
-        ctx.views = views
+        ctx.views, ctx.own_stream = views, own_stream
         return total
 
     @staticmethod
@@ -141,7 +163,8 @@ class _Combine(Function):
         views, (probs, where, offsets, rows) = ctx.views, ctx.saved_tensors
         asked = ctx.needs_input_grad[1]
         y = rows if asked else None
-        dprobs = exchange_push(grad, where, probs, y, views.flags, views.rows, views.distances)
-        _barrier(views)
-        dy = exchange_take(views.rows, views.flags, offsets)
-        return dy, dprobs if asked else None, None, None, None
+        with _stream(grad, ctx.own_stream):
+            dprobs = exchange_push(grad, where, probs, y, views.flags, views.rows, views.distances)
+            _barrier(views)
+            dy = exchange_take(views.rows, views.flags, offsets)
+        return dy, dprobs if asked else None, None, None, None, None
