@@ -78,7 +78,7 @@ test-newest: export FASTMP_CUDA := 0
 test-newest: SETUP = $(PYTHON) .ci/environment.py --venv .venv-newest --torch newest
 test-newest:
 	$(call run_tests,test,)
-	CUDA_VISIBLE_DEVICES= $(VENV) -m pytest tests/ops/test_cubins.py --full -m full $(WORKERS) $(PYTEST)
+	CUDA_VISIBLE_DEVICES= $(VENV) -m pytest tests/tools/test_cubins.py --full -m full $(WORKERS) $(PYTEST)
 
 # The C++ kernels of every instruction set, those of CUDA on a CPU, replays of graphs and the host module, under the
 # address and undefined-behaviour sanitizers; exchanges between threads, under the thread sanitizer.

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from fastmp.nn.segment import LayerChain, Segment, SegmentedLayer
 from fastmp.ops.wgrad import deferral, leaf_of
-from fastmp.parallel.schedule import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD
+from fastmp.pipeline.schedule import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD
 
 __all__ = ["Asleep", "AsleepLayer", "AsleepModel", "OneSample", "Slept", "Times", "slept"]
 
@@ -132,7 +132,7 @@ class AsleepModel(nn.Module):
 
 
 class OneSample:
-    """Data of one token, the same in every microbatch; see `fastmp.train.trainer.TrainData`."""
+    """Data of one token, the same in every microbatch; see `fastmp.training.trainer.TrainData`."""
 
     micro_batch_size = 1
 

@@ -33,15 +33,15 @@ from benchmarks.bench_train import OneBatch
 from benchmarks.conftest import CLOCK
 from benchmarks.measure import environment, in_turn, speedup
 from fastmp.config import CheckpointConfig, GPTConfig, OptimizerConfig, TrainConfig
+from fastmp.distributed.grid import RankGrid
+from fastmp.distributed.groups import ParallelGroups
 from fastmp.nn import GPT
-from fastmp.parallel.grid import RankGrid
-from fastmp.parallel.groups import ParallelGroups
-from fastmp.testing import run_ranks
-from fastmp.train.checkpoint.checkpointer import Checkpointer
-from fastmp.train.checkpoint.files import tensor_bytes
-from fastmp.train.checkpoint.storage import Parts
-from fastmp.train.language import token_loss
-from fastmp.train.trainer import Trainer
+from fastmp.testing.ranks import run_ranks
+from fastmp.training.checkpoint.checkpointer import Checkpointer
+from fastmp.training.checkpoint.files import tensor_bytes
+from fastmp.training.checkpoint.storage import Parts
+from fastmp.training.language import token_loss
+from fastmp.training.trainer import Trainer
 
 pytestmark = pytest.mark.benchmark(timer=CLOCK)
 WORKLOADS = ()

@@ -31,18 +31,18 @@ import fastmp
 from benchmarks.bench_moe_layer import Weights
 from benchmarks.measure import environment, in_turn, speedup, synchronize
 from fastmp.config import GPTConfig, MoEConfig
-from fastmp.graphs.cuda import CudaBackend
-from fastmp.graphs.manager import GraphManager
-from fastmp.graphs.overlapped import OverlappedGraphManager
-from fastmp.graphs.recording import RecordingBackend
+from fastmp.cuda_graphs.backends.cuda import CudaBackend
+from fastmp.cuda_graphs.backends.recording import RecordingBackend
+from fastmp.cuda_graphs.manager import GraphManager
+from fastmp.cuda_graphs.overlapped import OverlappedGraphManager
+from fastmp.distributed.grid import RankGrid
+from fastmp.distributed.groups import ParallelGroups
 from fastmp.nn import LayerChain, Placement
-from fastmp.nn.moe import MoELayer
+from fastmp.nn.moe.layer import MoELayer
 from fastmp.nn.overlap import OverlappedLayers
-from fastmp.parallel.grads import GradBuffer
-from fastmp.parallel.grid import RankGrid
-from fastmp.parallel.groups import ParallelGroups
-from fastmp.parallel.schedule import Schedule
-from fastmp.testing import run_ranks
+from fastmp.optim.grad_buffers import GradBuffer
+from fastmp.pipeline.schedule import Schedule
+from fastmp.testing.ranks import run_ranks
 
 WORKLOADS = ()
 MICROBATCHES, WARMUP = 4, 3  # in the third step all graphs are captured

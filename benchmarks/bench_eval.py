@@ -17,10 +17,10 @@ import torch
 
 from benchmarks.against_transformers import read_options
 from benchmarks.measure import cpu_ms, event_ms, in_turn, speedup
+from fastmp.apps.evaluation.scoring import Row, Scorer
 from fastmp.config import GPTConfig
-from fastmp.evaluation import Row, Scorer
+from fastmp.distributed.groups import ParallelGroups
 from fastmp.nn import GPT, Placement
-from fastmp.parallel.groups import ParallelGroups
 
 WORKLOADS = ()  # it stands by itself
 CONFIG = GPTConfig(num_layers=6, hidden_size=768, num_heads=12, vocab_size=50_257, max_seq_len=1024)

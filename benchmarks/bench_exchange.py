@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fastmp.ops.registry import compute_dtype
+from fastmp.ops.core.registry import compute_dtype
 
 WORKLOADS = ()
 GOALS = ()

@@ -21,9 +21,10 @@ import torch
 
 from benchmarks.against_transformers import read_options, write_rows
 from benchmarks.measure import cpu_ms, event_ms, in_turn, name_of
-from fastmp.generation import generate, load_model, open_weights
+from fastmp.apps.generation.load import load_model, open_weights
+from fastmp.apps.generation.loop import generate
+from fastmp.distributed.groups import ParallelGroups
 from fastmp.nn import GPT
-from fastmp.parallel.groups import ParallelGroups
 
 WORKLOADS = ()  # it stands by itself
 OURS, DYNAMIC, STATIC = "fastmp", "dynamic cache", "static cache"

@@ -31,24 +31,24 @@ from benchmarks.conftest import CLOCK, DEVICE
 from benchmarks.graphs_over_ranks import layers_over_ranks, sizes_on_the_host
 from benchmarks.peers import peer, why_absent
 from benchmarks.report import NOT_MEASURED, size
+from fastmp.apps.generation.decoder import Decoder
 from fastmp.config import GPTConfig, GraphConfig, MoEConfig, TrainConfig
-from fastmp.generation.decoder import Decoder
-from fastmp.graphs import flat
-from fastmp.graphs.cuda import CudaBackend
-from fastmp.graphs.manager import GraphManager
-from fastmp.graphs.recording import RecordingBackend
-from fastmp.graphs.snapshot import ModelSnapshot
-from fastmp.integrations.transformer_engine import TransformerEngineManager
+from fastmp.cuda_graphs import replay_program as flat
+from fastmp.cuda_graphs.backends.cuda import CudaBackend
+from fastmp.cuda_graphs.backends.recording import RecordingBackend
+from fastmp.cuda_graphs.manager import GraphManager
+from fastmp.cuda_graphs.snapshot import ModelSnapshot
+from fastmp.cuda_graphs.transformer_engine import TransformerEngineManager
+from fastmp.distributed.groups import ParallelGroups
+from fastmp.distributed.rng import RngTracker
 from fastmp.nn import GPT, LayerChain, Placement, TransformerLayer
 from fastmp.nn.segment import Segment, SegmentedLayer, Tensors
-from fastmp.parallel.grads import GradBuffer
-from fastmp.parallel.groups import ParallelGroups
-from fastmp.parallel.rng import RngTracker
-from fastmp.parallel.schedule import Schedule
+from fastmp.optim.grad_buffers import GradBuffer
+from fastmp.pipeline.schedule import Schedule
 from fastmp.testing.silent import SilentBackend, SilentGraph
-from fastmp.train import graphing
-from fastmp.train.language import token_loss
-from fastmp.train.trainer import Trainer
+from fastmp.training import graphing
+from fastmp.training.language import token_loss
+from fastmp.training.trainer import Trainer
 
 pytestmark = pytest.mark.benchmark(timer=CLOCK)
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from benchmarks.cases import EAGER, OURS, TORCH, Case, CpuGoal, Workload, sweep, title
 from benchmarks.conftest import CLOCK, DEVICE
 from fastmp.ops import OPS, grouped_mlp_in, grouped_mm, swiglu
-from fastmp.ops.registry import compute_dtype
+from fastmp.ops.core.registry import compute_dtype
 
 STREAMS = "loop over 4 streams"
 BMM = "torch.bmm"

@@ -21,7 +21,7 @@ from benchmarks.conftest import CLOCK, DEVICE
 from benchmarks.measure import cpu_ms, extra_bytes, in_turn
 from benchmarks.peers import peer
 from fastmp.ops import linear_log_probs
-from fastmp.ops.registry import compute_dtype
+from fastmp.ops.core.registry import compute_dtype
 
 TEMPERATURE, BONUS = 0.8, 0.01
 

@@ -13,9 +13,9 @@ import time
 from collections.abc import Iterator, Sequence
 
 from fastmp.config import BertConfig, DataConfig, GPTConfig, MaskedLMConfig
-from fastmp.sizes import flops_per_token
-from fastmp.train.data.masked import MaskedDataset
-from fastmp.train.metrics import PEAK_FLOPS
+from fastmp.config.sizes import flops_per_token
+from fastmp.training.data.masked import MaskedDataset
+from fastmp.training.metrics import PEAK_FLOPS
 
 WORKLOADS = ()
 CASES = (("bpe", 512, 32), ("bpe", 512, 4), ("bpe", 128, 64), ("byte", 512, 32))  # tokenizer, S, B

@@ -21,7 +21,7 @@ from benchmarks.conftest import CLOCK, DEVICE
 from benchmarks.peers import peer
 from fastmp.config import GPTConfig, MoEConfig
 from fastmp.nn import Placement
-from fastmp.nn.moe import MoELayer
+from fastmp.nn.moe.layer import MoELayer
 
 STREAMS = "loop on streams"
 NUM_STREAMS = 4

@@ -36,14 +36,14 @@ from benchmarks.measure import environment
 from benchmarks.overlap_plot import draw
 from benchmarks.slow_link import Link, common_seconds
 from fastmp.config import GPTConfig, GraphConfig, OptimizerConfig, TrainConfig
+from fastmp.distributed.collectives import group_rank
+from fastmp.distributed.grid import RankGrid
+from fastmp.distributed.groups import ParallelGroups
 from fastmp.nn import GPT, Placement
-from fastmp.parallel.collectives import group_rank
-from fastmp.parallel.grid import RankGrid
-from fastmp.parallel.groups import ParallelGroups
-from fastmp.testing import run_ranks
-from fastmp.train.language import token_loss
-from fastmp.train.microbatches import PipelineLoss
-from fastmp.train.trainer import Trainer
+from fastmp.testing.ranks import run_ranks
+from fastmp.training.language import token_loss
+from fastmp.training.microbatches import PipelineLoss
+from fastmp.training.trainer import Trainer
 
 pytestmark = pytest.mark.benchmark(timer=CLOCK)
 WORKLOADS = ()

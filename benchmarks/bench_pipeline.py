@@ -17,13 +17,13 @@ import torch.distributed as dist
 import torch.fx.experimental.symbolic_shapes  # a first backward imports it: in every forked rank
 from torch import Tensor, nn
 
+from fastmp.distributed.grid import RankGrid
+from fastmp.distributed.groups import ParallelGroups
 from fastmp.ops.wgrad import deferral
-from fastmp.parallel.grid import RankGrid
-from fastmp.parallel.groups import ParallelGroups
-from fastmp.parallel.pipeline import Pipeline
-from fastmp.parallel.schedule import SCHEDULES, Schedule, Step
-from fastmp.parallel.simulate import Costs, simulate
-from fastmp.testing import run_ranks
+from fastmp.pipeline.executor import Pipeline
+from fastmp.pipeline.schedule import SCHEDULES, Schedule, Step
+from fastmp.pipeline.simulate import Costs, simulate
+from fastmp.testing.ranks import run_ranks
 
 WORKLOADS = ()
 MICROBATCHES, CHUNKS = 64, 2

@@ -10,7 +10,7 @@ from benchmarks.cases import COMPILE, EAGER, LIGER, OURS, Case, CpuGoal, Workloa
 from benchmarks.conftest import CLOCK, DEVICE
 from benchmarks.peers import peer
 from fastmp.ops import OPS, rope_cos_sin, rope_qk
-from fastmp.ops.registry import compute_dtype
+from fastmp.ops.core.registry import compute_dtype
 
 IN_PLACE = "fastmp in place"
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from benchmarks.cases import COMPILE, EAGER, OURS, Case, CpuGoal, Workload, compiled, sweep, title
 from benchmarks.conftest import CLOCK, DEVICE
 from fastmp.ops import OPS, topk_router
-from fastmp.ops.registry import compute_dtype
+from fastmp.ops.core.registry import compute_dtype
 
 pytestmark = pytest.mark.benchmark(timer=CLOCK)
 

@@ -11,8 +11,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
-from fastmp.parallel.schedule import SCHEDULES, Schedule
-from fastmp.parallel.simulate import Costs, simulate
+from fastmp.pipeline.schedule import SCHEDULES, Schedule
+from fastmp.pipeline.simulate import Costs, simulate
 
 WORKLOADS = ()
 COSTS = {

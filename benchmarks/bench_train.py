@@ -17,8 +17,8 @@ from benchmarks.plain import PlainGPT, plain_step
 from fastmp.config import GPTConfig, OptimizerConfig, TrainConfig
 from fastmp.nn import Placement
 from fastmp.nn.models import GPT, flops_per_token
-from fastmp.train.language import token_loss
-from fastmp.train.trainer import Trainer
+from fastmp.training.language import token_loss
+from fastmp.training.trainer import Trainer
 
 pytestmark = pytest.mark.benchmark(timer=CLOCK)
 OPTIMIZER = OptimizerConfig(lr=1e-4, schedule="constant", warmup_steps=0)

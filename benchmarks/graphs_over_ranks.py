@@ -14,16 +14,16 @@ import torch
 
 from benchmarks.report import NOT_MEASURED
 from fastmp.config import GPTConfig, MoEConfig
-from fastmp.graphs.manager import GraphManager
-from fastmp.graphs.overlapped import OverlappedGraphManager
+from fastmp.cuda_graphs.manager import GraphManager
+from fastmp.cuda_graphs.overlapped import OverlappedGraphManager
+from fastmp.distributed.grid import RankGrid
+from fastmp.distributed.groups import ParallelGroups
 from fastmp.nn import LayerChain, Placement, TransformerLayer
-from fastmp.nn.moe.dispatch import AllToAllDispatcher
+from fastmp.nn.moe.dispatchers.base import AllToAllDispatcher
 from fastmp.nn.overlap import OverlappedLayers
-from fastmp.parallel.grads import GradBuffer
-from fastmp.parallel.grid import RankGrid
-from fastmp.parallel.groups import ParallelGroups
-from fastmp.parallel.schedule import BACKWARD, FORWARD, Schedule
-from fastmp.testing import run_ranks
+from fastmp.optim.grad_buffers import GradBuffer
+from fastmp.pipeline.schedule import BACKWARD, FORWARD, Schedule
+from fastmp.testing.ranks import run_ranks
 from fastmp.testing.silent import SilentBackend
 
 RANKS, LAYERS, MICROBATCHES = 2, 2, 4

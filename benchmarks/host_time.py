@@ -26,7 +26,8 @@ from benchmarks.cases import EAGER, OURS, TORCH, Workload
 from benchmarks.measure import environment, in_turn, write_json
 from fastmp.config import GPTConfig, MoEConfig
 from fastmp.nn.models import GPT
-from fastmp.ops import OPS, _triton, launcher
+from fastmp.ops import OPS
+from fastmp.ops.core import _triton, launcher
 from fastmp.testing.ops import samples
 
 MOST = {"forward": 2.0, "both": 1.3}  # times torch eager's own

@@ -277,7 +277,7 @@ def write_json(path: Path, content: Any) -> None:
 def environment(device: str) -> dict[str, Any]:
     """Return the device, versions and commit that belong to a result, and nothing that names a machine."""
     import fastmp
-    from fastmp.ops import _triton
+    from fastmp.ops.core import _triton
 
     root = Path(fastmp.__file__).resolve().parent.parent
     try:

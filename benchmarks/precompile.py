@@ -24,7 +24,8 @@ from benchmarks import correct, gpu_rows
 from benchmarks.cases import families, is_ours
 from benchmarks.gpu_rows import DTYPE, Item
 from benchmarks.predict import without_data
-from fastmp.ops import OPS, launcher
+from fastmp.ops import OPS
+from fastmp.ops.core import launcher
 from fastmp.ops.warm import Code, compile_all, current_architecture, recording, require_compilation
 from fastmp.testing.functions import evaluate
 from fastmp.testing.ops import DTYPES, run, samples

@@ -36,8 +36,9 @@ from benchmarks.cases import is_ours
 from benchmarks.gpu_rows import DTYPE, Item
 from benchmarks.measure import Ceilings, name_of
 from fastmp.nn.moe.experts import GroupedExperts
-from fastmp.ops import OPS, launcher
+from fastmp.ops import OPS
 from fastmp.ops import linear_cross_entropy_chunks as chunks
+from fastmp.ops.core import launcher
 from fastmp.ops.cross_entropy_triton import loss_grad_bytes, loss_grad_prefers_cuda
 from fastmp.ops.grouped_mm_tiles import ROWS_EACH, overlaps_tiles, product_blocks, row_class
 from fastmp.ops.norm_triton import backward_prefers_cuda

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fastmp.commands import Parser
+from fastmp.config.command_line import Parser
 
 OURS = "fastmp"
 NOT_MEASURED = "not measured"

@@ -30,19 +30,20 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.measure import environment
 from fastmp.config import GPTConfig, TrainConfig
+from fastmp.distributed.grid import RankGrid
+from fastmp.distributed.groups import ParallelGroups
+from fastmp.distributed.runtime import fresh_store
 from fastmp.nn import GPT, Placement
-from fastmp.parallel import ParallelGroups, RankGrid
-from fastmp.parallel.doing import this_machine
-from fastmp.parallel.heartbeats import contents, heartbeat, node_message, pack
-from fastmp.parallel.leader import Leader
-from fastmp.parallel.mail import Mail
-from fastmp.parallel.node import Node
-from fastmp.parallel.records import Call, RankRecord, calls_kept, pack_ranks
-from fastmp.parallel.runtime import fresh_store
-from fastmp.parallel.verdict import judge
-from fastmp.train.checkpoint.storage import Parts, SaveParts
-from fastmp.train.language import token_loss
-from fastmp.train.trainer import Trainer
+from fastmp.training.checkpoint.storage import Parts, SaveParts
+from fastmp.training.language import token_loss
+from fastmp.training.trainer import Trainer
+from fastmp.watchdog.channel import Mail
+from fastmp.watchdog.diagnosis import judge
+from fastmp.watchdog.heartbeat import contents, heartbeat, node_message, pack
+from fastmp.watchdog.leader import Leader
+from fastmp.watchdog.node import Node
+from fastmp.watchdog.process_state import this_machine
+from fastmp.watchdog.records import Call, RankRecord, calls_kept, pack_ranks
 
 WORKLOADS = ()
 WORLDS = (64, 256, 1024, 4096, 16_384)
@@ -201,7 +202,7 @@ class Job:
             inside = None if late else next(c for c in calls[::-1] if c.group == "default_pg 0/nccl")
         record = RankRecord(
             rank, f"node{rank // MACHINE:05d}", os.getpid(), 100 + beat, "backward of microbatch 3 chunk 0",
-            "parallel/layers.py:210 in forward", inside, calls, begun, still=400.0 * stuck,
+            "tensor_parallel/layers.py:210 in forward", inside, calls, begun, still=400.0 * stuck,
         )  # fmt: skip
         return heartbeat(record, groups, beat, self.machine, looks=stuck, away=False)
 

@@ -12,8 +12,8 @@ __version__ = "0.2.0"
 __getattr__, __dir__, __all__ = exports(
     __name__,
     {
-        "parallel.runtime": "init",
-        "integrations.huggingface.accelerated": "accelerate restore",
-        **dict.fromkeys(("config", "nn", "ops", "parallel", "train"), ""),
+        "distributed.runtime": "init",
+        "hf.acceleration": "accelerate restore",
+        **dict.fromkeys(("config", "nn", "ops", "parallel", "training"), ""),
     },
 )

@@ -1,5 +1,5 @@
 """`python -m fastmp` is the `fastmp` command, for use under torchrun."""
 
-from fastmp.cli import main
+from fastmp.apps.cli import main
 
 raise SystemExit(main())

@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch.autograd import profiler
 
-from fastmp.pulse import pulse
+from fastmp.status import pulse
 
 _OFF = nullcontext()
 _nvtx = False
@@ -56,7 +56,7 @@ def region(name: str) -> AbstractContextManager:
 def phase(name: str) -> AbstractContextManager:
     """A phase of training, such as "forward": its range for profilers, and what other ranks see."""
     pulse.phase = name
-    return region(f"fastmp.train.{name}")
+    return region(f"fastmp.training.{name}")
 
 
 def traced(name: str) -> Callable[[Callable], Callable]:

@@ -51,7 +51,7 @@ put it back on a new machine, where gpu_check continues with its file:
 nvidia-smi -L; python3 -m fastmp doctor | tee $OUT/doctor.txt
 timeout 200 python3 -m benchmarks.smoke 2>&1 | tee $OUT/smoke.txt
 timeout 300 python3 -m pytest -q -p no:cacheprovider -n 8 -m "gpu and not alone" --timeout 100 tests/ops \\
-    tests/nn/test_moe_segments.py 2>&1 | tee $OUT/tests.txt
+    tests/nn/moe/test_moe_segments.py 2>&1 | tee $OUT/tests.txt
 
 # 2. Right, and how fast is each op? Again until it says that nothing is left.
 {setup}
@@ -62,7 +62,7 @@ python3 -m benchmarks.gpu_check --out $OUT/gpu.json --phase correctness kernels 
 python3 -m benchmarks.gpu_check --out $OUT/gpu.json --phase functions --seconds 560 \\
     --families grouped_mm linear_cross_entropy cross_entropy norm moe_layer
 
-Then: pytest -n 4 tests/graphs/test_graph_cuda.py, and pytest -n 1 -m "gpu and alone", last.
+Then: pytest -n 4 tests/cuda_graphs/test_graph_cuda.py, and pytest -n 1 -m "gpu and alone", last.
 FASTMP_CUTLASS_DIR=.gpu/cutlass names CUTLASS's headers, where something is compiled there.
 """
 SETUP = (

@@ -13,8 +13,8 @@ from ray.train.torch import TorchConfig, TorchTrainer
 def worker(config: dict[str, list[str]]) -> None:
     """Ray Train has made the process group, which init adopts."""
     import fastmp
-    from fastmp.train.main import train
-    from fastmp.train.recipe import parse_arguments
+    from fastmp.apps.train_main import train
+    from fastmp.config.recipe import parse_arguments
 
     train(parse_arguments([*config["arguments"], "--resume", "auto"]), fastmp.init())
 

@@ -148,7 +148,7 @@ def pytest_terminal_summary(terminalreporter, config: pytest.Config) -> None:
         return
     import torch
 
-    from fastmp.ops import _triton
+    from fastmp.ops.core import _triton
 
     path = Path(config.getoption("--record"))
     record = json.loads(path.read_text()) if path.exists() else {}
@@ -195,3 +195,23 @@ def _captures_load_nothing(request: pytest.FixtureRequest):
     with loads_in_captures(torch.cuda.is_current_stream_capturing) as loaded:
         yield
     assert not loaded, f"launched for the first time in a capture: {loaded}"
+
+
+@pytest.fixture(scope="session")
+def warm_compiler():
+    """The 600 modules a first torch.compile imports: seconds, which every forked rank would spend anew."""
+    import torch
+
+    compiled = torch.compile(lambda x: x.sin(), fullgraph=True, backend="aot_eager")
+    compiled(torch.ones(1, requires_grad=True)).sum().backward()
+
+
+@pytest.fixture(scope="session")
+def tokens(tmp_path_factory):
+    """A small directory of token files: 256 bytes and end-of-text."""
+    from fastmp.training.data.corpus import build
+
+    folder = tmp_path_factory.mktemp("text")
+    text = folder / "text.txt"
+    text.write_text("".join(f"{i} times {i} is {i * i}.\n" for i in range(400)))
+    return build([str(text)], folder / "tokens")

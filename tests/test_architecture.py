@@ -1,6 +1,7 @@
-"""Imports go one way: what each module imports, read with `ast`, must follow docs/architecture.md.
+"""Imports go down: what each module imports, read with `ast`, follows the floors of docs/architecture.md.
 
-Tests are imported by their file names, which must differ.
+Imports inside functions and under TYPE_CHECKING count as well. Test files are imported by their names, which
+must differ.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import re
 import subprocess
 import sys
 from collections import Counter
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -17,233 +19,44 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "fastmp"
 
-# What each part may import from the others. A part not listed may not import fastmp at all.
-ALLOWED = {
-    "fastmp": {"_lazy"},
-    "fastmp._lazy": set(),
-    "fastmp.__main__": {"cli"},
-    "fastmp.commands": set(),
-    "fastmp.host": {"_host"},
-    "fastmp.config": {
-        *("durations", "model_config", "options"),
-        *("parallel.launchers", "parallel.schedule", "parallel.shards"),
-    },
-    "fastmp.durations": set(),
-    "fastmp.startup": {"config"},
-    "fastmp.model_config": {"options"},
-    "fastmp.options": set(),
-    "fastmp.files": set(),
-    "fastmp.profiling": {"pulse"},
-    "fastmp.pulse": set(),
-    "fastmp.parallel.exchange": set(),
-    "fastmp.parallel.grid": set(),
-    "fastmp.parallel.launchers": set(),
-    "fastmp.parallel.heartbeats": {"parallel.records"},
-    "fastmp.parallel.messages": {"parallel.schedule", "parallel.simulate"},
-    "fastmp.parallel.overlap": {"parallel.schedule"},
-    "fastmp.parallel.schedule": set(),
-    "fastmp.parallel.shards": set(),
-    "fastmp.parallel.simulate": {"parallel.schedule"},
-    "fastmp.parallel.records": set(),
-    "fastmp.parallel.verdict": {"parallel.records"},
-    "fastmp.sizes": {"config"},
-    "fastmp.layout": {"config", "files", "parallel.exchange", "parallel.grid", "parallel.schedule"},
-    "fastmp.plan": {
-        "plan",
-        "commands",
-        "graphs.buffers",
-        "graphs.scope",
-        "layout",
-        "parallel.exchange",
-        "parallel.grid",
-        "parallel.overlap",
-        "parallel.schedule",
-        "parallel.shards",
-        "parallel.simulate",
-        "config",
-        "sizes",
-        "train.recipe",
-    },
-    "fastmp.ops": {"ops", "config", "host", "profiling"},
-    "fastmp.parallel": {"parallel", "ops", "config", "profiling", "pulse", "_lazy"},
-    "fastmp.graphs": {
-        *(
-            "config",
-            "graphs",
-            "parallel.schedule",
-            "nn.segment",
-            "ops.wgrad",
-            "profiling",
-            "pulse",
-            "_lazy",
-            "_replay",
-        ),
-    },
-    "fastmp.graphs.buffers": {"parallel.schedule"},
-    "fastmp.graphs.overlapped": {
-        "graphs",
-        "nn.overlap",
-        "nn.segment",
-        "parallel.overlap",
-        "parallel.schedule",
-    },
-    "fastmp.graphs.scope": set(),
-    "fastmp.integrations": {
-        *(
-            "integrations",
-            "commands",
-            "config",
-            "files",
-            "graphs",
-            "model_config",
-            "nn",
-            "ops",
-            "parallel",
-            "profiling",
-        ),
-        *("sizes", "train", "_lazy"),
-    },
-    "fastmp.nn": {"nn", "parallel", "ops", "config", "sizes", "profiling", "_lazy"},
-    "fastmp.train": {
-        *(
-            "train",
-            "commands",
-            "graphs",
-            "nn",
-            "parallel",
-            "ops",
-            "config",
-            "files",
-            "layout",
-            "model_config",
-            "plan.recipe",
-            "profiling",
-            "pulse",
-            "host",
-            "_lazy",
-        ),
-    },
-    "fastmp.train.main": {
-        "integrations",
-        "train",
-        "nn",
-        "parallel",
-        "config",
-        "durations",
-        "layout",
-        "profiling",
-        "_host",
-    },
-    "fastmp.generation": {
-        *("generation", "commands", "config", "files", "graphs", "integrations", "layout", "nn", "parallel"),
-        *("train", "_lazy"),
-    },
-    "fastmp.evaluation": {
-        *(
-            "evaluation",
-            "commands",
-            "config",
-            "files",
-            "graphs",
-            "layout",
-            "nn",
-            "parallel",
-            "train",
-            "_lazy",
-        ),
-        *("generation.command", "generation.load", "generation.on_ranks"),
-    },
-    **{
-        f"fastmp.evaluation.{name}": {"files"}
-        for name in ("journal", "lambada", "report", "wikitext", "windows")
-    },
-    "fastmp.testing": {"testing", "parallel", "ops", "_lazy"},
-    "fastmp.testing.buffers": {"graphs.buffers"},
-    "fastmp.testing.layouts": {"testing", "nn", "parallel", "config"},
-    "fastmp.testing.models": {"nn", "parallel", "config"},
-    "fastmp.launch": {"config", "parallel.runtime"},
-    "fastmp.prove": {"prove", "config", "graphs", "nn", "ops", "parallel", "plan.hardware", "testing"},
-    "fastmp.prove.claims": set(),
-    "fastmp.prove.command": {"prove.claims", "prove.page", "prove.run", "commands", "config"},
-    "fastmp.prove.page": {"prove.claims"},
-    "fastmp.prove.run": {"prove.claims", "prove.page"},
-    "fastmp.doctor": {"commands", "config", "ops", "testing"},
-    "fastmp.hang": {"commands", "files", "parallel.records", "parallel.verdict"},
-    "fastmp.study": {
-        "study",
-        "graphs.scope",
-        "commands",
-        "config",
-        "parallel.overlap",
-        "parallel.schedule",
-        "parallel.simulate",
-        "plan",
-        "sizes",
-    },
-    "fastmp.study.launches": {"config", "graphs", "nn", "parallel", "testing"},
-    "fastmp.study.measured": {"study", "config", "layout", "nn", "parallel", "sizes", "testing", "train"},
-    "fastmp.finetune": {
-        *("finetune", "commands", "config", "files", "generation", "layout", "nn", "options"),
-        *("parallel", "sizes", "train"),
-    },
-    "fastmp.cli": {
-        *(
-            "commands",
-            "doctor",
-            "evaluation",
-            "finetune",
-            "generation",
-            "hang",
-            "plan",
-            "prove",
-            "study",
-            "train",
-        ),
-        "startup",
-    },
-}
-STDLIB_ONLY = (
-    *(
-        "fastmp",
-        "fastmp._lazy",
-        "fastmp.cli",
-        "fastmp.commands",
-        "fastmp.config",
-        "fastmp.durations",
-        "fastmp.files",
-        "fastmp.layout",
-        "fastmp.model_config",
-        "fastmp.options",
-        "fastmp.pulse",
-        "fastmp.sizes",
-        "fastmp.startup",
-    ),
-    *("fastmp.graphs", "fastmp.graphs.buffers", "fastmp.graphs.scope"),
-    *(
-        "fastmp.study",
-        *(f"fastmp.study.{name}" for name in ("overlap", "page", "published", "scaling", "schedules")),
-    ),
-    *("fastmp.prove", *(f"fastmp.prove.{name}" for name in ("claims", "command", "page", "run"))),
-    *(
-        f"fastmp.parallel.{name}"
-        for name in (
-            *("exchange", "grid", "launchers", "messages", "overlap", "schedule", "shards", "simulate"),
-            *("heartbeats", "records", "verdict"),
-        )
-    ),
-    "fastmp.train.checkpoint.boxes",
-    *(f"fastmp.finetune.{name}" for name in ("formats", "metrics", "results", "selection", "tasks")),
-    *(f"fastmp.evaluation.{name}" for name in ("journal", "lambada", "report", "wikitext", "windows")),
-    *(
-        "fastmp.plan",
-        *(
-            f"fastmp.plan.{path.stem}"
-            for path in (PACKAGE / "plan").glob("[a-z]*.py")
-            if "plot" not in path.stem
-        ),
-    ),
+# From the ground up. A module belongs to the most specific floor that names it or a package around it.
+FLOORS = (
+    ("fastmp._lazy", "fastmp._host", "fastmp._replay", "fastmp.host", "fastmp.profiling", "fastmp.status"),
+    ("fastmp.config",),
+    ("fastmp.ops.core",),
+    ("fastmp.ops",),
+    ("fastmp.distributed",),
+    ("fastmp.tensor_parallel",),
+    ("fastmp.pipeline",),
+    ("fastmp.optim",),
+    ("fastmp.watchdog",),
+    ("fastmp.nn",),
+    ("fastmp.cuda_graphs",),
+    ("fastmp.plan",),
+    ("fastmp.training",),
+    ("fastmp.hf",),
+    ("fastmp.testing",),
+    ("fastmp.apps",),
+    ("fastmp.__main__", "fastmp.parallel", "tools"),
 )
-MODULES = sorted(PACKAGE.rglob("*.py"))
+FLOOR_OF = {name: number for number, names in enumerate(FLOORS) for name in names}
+# Besides everything in config: modules that torch is never imported for.
+STDLIB_ONLY = """
+    fastmp fastmp._lazy fastmp.status fastmp.config fastmp.plan fastmp.pipeline.schedule
+    fastmp.pipeline.simulate
+    fastmp.pipeline.messages fastmp.pipeline.stream_schedule fastmp.optim.flat_layout fastmp.distributed.grid
+    fastmp.distributed.exchange_layout fastmp.watchdog.heartbeat fastmp.watchdog.records
+    fastmp.watchdog.diagnosis fastmp.cuda_graphs.buffer_plan fastmp.cuda_graphs.scope
+    fastmp.training.checkpoint.boxes fastmp.apps.cli fastmp.apps.plan fastmp.apps.signals
+    fastmp.apps.first_rank fastmp.apps.finetuning.formats fastmp.apps.finetuning.metrics
+    fastmp.apps.finetuning.results fastmp.apps.finetuning.selection fastmp.apps.finetuning.tasks
+    fastmp.apps.evaluation.journal fastmp.apps.evaluation.lambada fastmp.apps.evaluation.report
+    fastmp.apps.evaluation.wikitext fastmp.apps.evaluation.windows tools.prove.claims tools.prove.__main__
+    tools.prove.page tools.prove.run tools.study.__main__ tools.study.overlap tools.study.page
+    tools.study.published tools.study.schedules
+""".split()
+INTERPRETS = "fastmp.testing.interleave"
+MODULES = sorted([*PACKAGE.rglob("*.py"), *(ROOT / "tools").rglob("*.py")])
 
 
 def module_name(path: Path) -> str:
@@ -252,50 +65,83 @@ def module_name(path: Path) -> str:
 
 
 def imports(path: Path) -> list[str]:
+    """Return the modules and names that `path` imports, each `from x import y` as "x.y"."""
     found = []
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             found += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{path}: relative imports hide the arrows"
-            from_root = node.module == "fastmp"
-            found += [f"fastmp.{alias.name}" for alias in node.names] if from_root else [node.module]
+            assert node.level == 0, f"{path}: write absolute imports"
+            found += [f"{node.module}.{alias.name}" for alias in node.names]
     return found
 
 
-def part(module: str) -> str:
-    """The most specific entry of ALLOWED that `module` belongs to."""
-    while module not in ALLOWED:
-        assert "." in module, f"{module} has no entry in ALLOWED"
+NAMES = {module_name(path): path for path in MODULES}
+PURE = sorted(
+    name
+    for name in NAMES
+    if name in STDLIB_ONLY or (name.startswith(("fastmp.config.", "fastmp.plan.")) and "_plot" not in name)
+)
+
+
+def module_of(name: str) -> str:
+    """Return the module that `name`, a module or a name in one, comes from."""
+    return name if name in NAMES else name.rpartition(".")[0]
+
+
+ARROWS = {
+    name: {module_of(each) for each in imports(path) if each.split(".")[0] in ("fastmp", "tools")}
+    - {"fastmp"}
+    for name, path in NAMES.items()
+}
+
+
+def floor(module: str) -> int:
+    """Return the number of the most specific floor around `module`, 0 at the ground."""
+    while module not in FLOOR_OF:
+        assert "." in module, f"{module} is on no floor"
         module = module.rpartition(".")[0]
-    return module
+    return FLOOR_OF[module]
 
 
-@pytest.mark.parametrize("path", MODULES, ids=lambda p: str(p.relative_to(ROOT)))
-def test_imports_follow_the_arrows(path):
-    own = module_name(path)
-    allowed = {f"fastmp.{target}" for target in ALLOWED[part(own)]}
-    for name in imports(path):
-        if name.split(".")[0] != "fastmp" or name == "fastmp":
-            continue
-        assert any(f"{name}.".startswith(f"{target}.") for target in allowed), f"{own} imports {name}"
+def test_imports_go_down():
+    up = [
+        f"{name} (floor {floor(name)}) imports {target} (floor {floor(target)})"
+        for name in sorted(ARROWS.keys() - {"fastmp"})
+        for target in sorted(ARROWS[name])
+        if floor(target) > floor(name)
+    ]
+    assert up == []
 
 
-@pytest.mark.parametrize("path", MODULES, ids=lambda p: str(p.relative_to(ROOT)))
-def test_only_one_module_imports_triton(path):
+def test_imports_have_no_cycle():
+    try:
+        list(TopologicalSorter(ARROWS).static_order())
+    except CycleError as error:
+        pytest.fail(" <- ".join(error.args[1]))
+
+
+def test_only_one_module_imports_triton():
     """Another one imports its interpreter."""
-    own, found = module_name(path), {name for name in imports(path) if name.split(".")[0] == "triton"}
-    if own != "fastmp.ops._triton":
-        assert found <= ({"triton.runtime.interpreter"} if own == "fastmp.testing.interleave" else set())
+    found = {
+        name: {each for each in imports(path) if each.split(".")[0] == "triton"}
+        for name, path in NAMES.items()
+    }
+    assert {name for name, names in found.items() if names} == {"fastmp.ops.core._triton", INTERPRETS}
+    assert all(
+        name.startswith("triton.runtime.interpreter") or name == "triton.runtime"
+        for name in found[INTERPRETS]
+    )
 
 
-@pytest.mark.parametrize("module", STDLIB_ONLY)
+@pytest.mark.parametrize("module", PURE)
 def test_pure_modules_use_the_standard_library_only(module):
-    path = ROOT.joinpath(*module.split("."))
-    path = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
-    for name in imports(path):
+    for name in imports(NAMES[module]):
         top = name.split(".")[0]
-        assert top == "fastmp" or top in sys.stdlib_module_names, f"{module} imports {name}"
+        if top in ("fastmp", "tools"):
+            assert module_of(name) in PURE or module_of(name).endswith("_plot"), f"{module}: {name}"
+        else:
+            assert top in sys.stdlib_module_names, f"{module} imports {name}"
 
 
 @pytest.mark.parametrize(
@@ -308,8 +154,6 @@ def test_pure_modules_use_the_standard_library_only(module):
         "eval wikitext --help",
         "finetune --help",
         "hang --help",
-        "prove --help",
-        "study --help",
         "plan groups --world-size 8 --tp 2",
         "plan graphs configs/mixtral-8x7b.toml --world-size 64",
         "plan optimizer configs/mixtral-8x7b.toml --world-size 64",
@@ -318,14 +162,16 @@ def test_pure_modules_use_the_standard_library_only(module):
     ],
 )
 def test_light_commands_never_import_torch(command):
-    program = "import sys, fastmp.cli; sys.exit(fastmp.cli.main(sys.argv[1:]) or 'torch' in sys.modules)"
+    program = (
+        "import sys, fastmp.apps.cli; sys.exit(fastmp.apps.cli.main(sys.argv[1:]) or 'torch' in sys.modules)"
+    )
     arguments = [sys.executable, "-c", program, *command.split()]
     subprocess.run(arguments, check=True, cwd=ROOT, stdout=subprocess.DEVNULL)
 
 
 def test_the_environment_is_read_in_one_place():
     readers = {module_name(p) for p in MODULES if re.search(r"os\.(environ|getenv)", p.read_text())}
-    assert readers - {"fastmp.testing.ranks"} == {"fastmp.config"}  # the harness sets its children's
+    assert readers - {"fastmp.testing.ranks"} == {"fastmp.config.environment"}
 
 
 def test_files_of_tests_have_names_of_their_own():

@@ -13,14 +13,14 @@ from torch.profiler import ProfilerActivity, profile
 
 from fastmp import profiling
 from fastmp.config import CheckpointConfig, GPTConfig, OptimizerConfig, TrainConfig
+from fastmp.distributed.collectives import gather_sequence, reduce_from_group, reduce_scatter_sequence
 from fastmp.nn.models import GPT
 from fastmp.nn.transformer import TransformerLayer
 from fastmp.ops import bias_gelu
-from fastmp.parallel.collectives import gather_sequence, reduce_from_group, reduce_scatter_sequence
 from fastmp.profiling import enable_nvtx, region, traced
 from fastmp.testing.ranks import run_ranks
-from fastmp.train.language import token_loss
-from fastmp.train.trainer import Trainer
+from fastmp.training.language import token_loss
+from fastmp.training.trainer import Trainer
 
 CONFIG = GPTConfig(num_layers=1, hidden_size=16, num_heads=2, vocab_size=61, max_seq_len=8)
 
@@ -99,10 +99,10 @@ def test_phases_of_training_are_ranges(tmp_path):
         optimizer=OptimizerConfig(warmup_steps=1),
         checkpoint=CheckpointConfig(interval=1),
     )
-    phases = [name for name in names(trainer.train) if name.startswith("fastmp.train.")]
+    phases = [name for name in names(trainer.train) if name.startswith("fastmp.training.")]
     step = ["data", "forward", "backward"] * 2 + ["reduce", "clip", "optimizer"]  # two microbatches
     # the checkpoint of the last step is begun before its evaluation, and awaited behind it
-    assert phases == [f"fastmp.train.{phase}" for phase in (*step, "save", "eval", "save")]
+    assert phases == [f"fastmp.training.{phase}" for phase in (*step, "save", "eval", "save")]
 
 
 def test_there_are_no_ranges_in_compiled_code():

@@ -20,7 +20,7 @@ COMMANDS = {
     "make": "{make} -f {root}/Makefile SETUP=: VENV=python",
     "python": "{python}",
     "pytest": "{python} -m pytest",
-    "tiny-model": "{python} {root}/tests/tiny_model.py",
+    "tiny-model": "{python} {root}/tests/support/tiny_model.py",
     "torchrun": "{python} -m torch.distributed.run",
     "torchx": "{python} -m torchx.cli.main",
 }
@@ -85,7 +85,7 @@ def test_a_block_of_commands_says_that_it_is_one():
     for block in BLOCKS:
         if not block.language:
             words = block.text.split()
-            assert words[0] not in PROGRAMS, f"{block}: write ```sh above it, and see tests/pages.py"
+            assert words[0] not in PROGRAMS, f"{block}: write ```sh above it, and see tests/support/pages.py"
 
 
 def test_a_block_that_is_not_run_says_why():

@@ -17,11 +17,11 @@ import psutil
 import pytest
 import yaml
 
-from fastmp import launch
-from fastmp.layout import check_layout
-from fastmp.train.data.corpus import build
-from fastmp.train.metrics import read_metrics
-from fastmp.train.recipe import parse_arguments
+from fastmp.apps import launch
+from fastmp.config.recipe import parse_arguments
+from fastmp.plan.layout import check_layout
+from fastmp.training.data.corpus import build
+from fastmp.training.metrics import read_metrics
 
 ROOT = Path(__file__).resolve().parent.parent
 TINY = """

@@ -2,7 +2,7 @@
 //
 // `declare` gives an op a kernel for autograd. In forward that runs the op below autograd and records a node
 // with what the formula wants; in backward the node calls the other op. No Python runs in either. Formulas come
-// from fastmp/ops/derivative.py, which describes their text and encodes it as the numbers read here.
+// from fastmp/ops/core/formulas.py, which describes their text and encodes it as the numbers read here.
 //
 // This library uses the C++ interface of autograd, which has no stable ABI: it serves the torch that it was
 // compiled for.
@@ -376,7 +376,7 @@ class Recorder final : public c10::OperatorKernel {
   const std::shared_ptr<const Derivative> derivative;
 };
 
-// See `encode` in fastmp/ops/derivative.py for the order of the numbers.
+// See `encode` in fastmp/ops/core/formulas.py for the order of the numbers.
 Formula read_formula(const std::string& op, const c10::List<int64_t>& code, size_t& at) {
   auto next = [&] { return int64_t(code[at++]); };
   const int64_t condition = next();

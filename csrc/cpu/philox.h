@@ -1,5 +1,5 @@
 // Philox-4x32-10, random words that are computed from a key and a counter (Salmon et al. 2011). Key and counter are those
-// of fastmp/ops/philox.py.
+// of fastmp/ops/core/philox.py.
 //
 // A block of words is made in registers, one counter in each 64-bit lane, whose lower half feeds the 32x32-bit multiplier
 // as it is; the upper half holds what is left of a product and is ignored.

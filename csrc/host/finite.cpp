@@ -1,4 +1,4 @@
-// Whether numbers in memory are finite (fastmp/train/checkpoint/files.py): in one thread, where torch would take all
+// Whether numbers in memory are finite (fastmp/training/checkpoint/files.py): in one thread, where torch would take all
 // cores from the training that goes on beside it.
 
 #include <pybind11/pybind11.h>

@@ -1,4 +1,4 @@
-// Sample order of a training run (fastmp/train/data/sampling.py defines it; this serves the same numbers, bit for bit).
+// Sample order of a training run (fastmp/training/data/sampling.py defines it; this serves the same numbers, bit for bit).
 //
 // Position p of an epoch goes through a Feistel network over splitmix64, walked until it lands below the number of
 // samples. No table is built: a micro-batch costs about a microsecond whatever the size of the data set, and resuming

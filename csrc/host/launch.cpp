@@ -1,4 +1,4 @@
-// Launches of kernels that Triton has compiled (fastmp/ops/launcher.py), over the CUDA driver's own functions.
+// Launches of kernels that Triton has compiled (fastmp/ops/core/launcher.py), over the CUDA driver's own functions.
 //
 // The driver is found when Triton has compiled the first kernel, so the module needs no CUDA to be built or
 // imported. Both functions below run at every launch and are plain functions of Python's C interface: pybind11 would

@@ -1,4 +1,4 @@
-// Copies of several tensors at once, as fastmp/graphs/graph_set.py makes them.
+// Copies of several tensors at once, as fastmp/cuda_graphs/graph_set.py makes them.
 #pragma once
 
 #include <ATen/ATen.h>

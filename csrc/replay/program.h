@@ -1,4 +1,4 @@
-// What the replays of a training step do, as data; see fastmp/graphs/flat.py, which says what each field means.
+// What the replays of a training step do, as data; see fastmp/cuda_graphs/replay_program.py, which says what each field means.
 #pragma once
 
 #include <ATen/ATen.h>

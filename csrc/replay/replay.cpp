@@ -1,7 +1,7 @@
 // The module _replay: replays the graphs of a training step from a flat program, with a node of autograd for each
 // forward. No Python runs on the way but what launches a graph and what is hooked to it.
 //
-// It decides nothing: whatever differs from the program is left to fastmp/graphs/step.py, which goes on from there or
+// It decides nothing: whatever differs from the program is left to fastmp/cuda_graphs/executor.py, which goes on from there or
 // says what is wrong. So each function here answers None, or asks Python, where it does not know what to do. Whether a
 // model is as it was is asked before each step, so that is here, too.
 //

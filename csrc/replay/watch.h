@@ -1,4 +1,4 @@
-// Notices that something of a model is no longer what it was, by identity; see fastmp/graphs/snapshot.py.
+// Notices that something of a model is no longer what it was, by identity; see fastmp/cuda_graphs/snapshot.py.
 #pragma once
 
 #include <ATen/ATen.h>

@@ -8,8 +8,9 @@ initialised at one TP size is, bit for bit, the weight of every other.
 Rotary positions (Su et al. 2021) turn queries and keys in one launch, after their norms where there are any
 (Dehghani et al. 2023, as in Qwen3).
 
-Over a context-parallel group each rank has the queries of two slices of the sequence (`parallel/context.py`)
-and gathers the keys and values of all (as Llama 3 does, arXiv 2407.21783, section 3.3.2). Keys are in order,
+Over a context-parallel group each rank has the queries of two slices of the sequence
+(`tensor_parallel/context.py`) and gathers the keys and values of all (as Llama 3 does, arXiv 2407.21783,
+section 3.3.2). Keys are in order,
 so a slice sees a prefix of them, up to a diagonal: `ops.attention` finds a kernel that can do that. With a
 sliding window, what lies before the first token's window is cut off.
 
@@ -24,6 +25,7 @@ from typing import Any
 import torch
 
 from fastmp.config import GPTConfig
+from fastmp.distributed.collectives import group_size
 from fastmp.nn.cache import KeyValueCache
 from fastmp.nn.documents import Documents
 from fastmp.nn.dropout import random_stream, require_rng
@@ -32,9 +34,8 @@ from fastmp.nn.placement import Placement
 from fastmp.nn.replicated import RMSNorm, RotaryPositions
 from fastmp.ops import rope_qk
 from fastmp.ops.attention import attend
-from fastmp.parallel.collectives import group_size
-from fastmp.parallel.context import join_sequence, own_positions, own_slices
-from fastmp.parallel.layers import ColumnParallelLinear, GroupModule, RowParallelLinear
+from fastmp.tensor_parallel.context import join_sequence, own_positions, own_slices
+from fastmp.tensor_parallel.layers import ColumnParallelLinear, GroupModule, RowParallelLinear
 
 __all__ = ["SelfAttention"]
 

@@ -25,19 +25,19 @@ import torch
 from torch import Tensor, nn
 
 from fastmp.config import BertConfig, GPTConfig
+from fastmp.config.sizes import pad_vocab
+from fastmp.distributed.collectives import gather_from_group, group_size
 from fastmp.nn.documents import Documents
 from fastmp.nn.language_model import LanguageModel
 from fastmp.nn.placement import Placement
 from fastmp.nn.replicated import Linear, TokenTypeEmbedding, make_norm
 from fastmp.nn.stages import stages_of
 from fastmp.ops import bias_gelu, cross_entropy
-from fastmp.ops.registry import can_read_values
-from fastmp.parallel.attributes import ParallelAttributes
-from fastmp.parallel.collectives import gather_from_group, group_size
-from fastmp.parallel.layers import ParallelModule
-from fastmp.parallel.linear import parallel_logits
-from fastmp.parallel.linear_loss import vocab_parallel_linear_cross_entropy
-from fastmp.sizes import pad_vocab
+from fastmp.ops.core.registry import can_read_values
+from fastmp.tensor_parallel.attributes import ParallelAttributes
+from fastmp.tensor_parallel.layers import ParallelModule
+from fastmp.tensor_parallel.linear import parallel_logits
+from fastmp.tensor_parallel.linear_loss import vocab_parallel_linear_cross_entropy
 
 __all__ = ["Bert", "BertLosses", "BertStage", "bert_stages"]
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils._pytree import register_pytree_node
 
 from fastmp.ops.attention import Borders
-from fastmp.ops.registry import can_read_values
+from fastmp.ops.core.registry import can_read_values
 
 __all__ = ["Documents", "Positions"]
 

@@ -14,12 +14,12 @@ import torch
 import torch.nn.functional as F
 from torch.distributed import ProcessGroup
 
+from fastmp.distributed.collectives import group_size
+from fastmp.distributed.rng import RngTracker
 from fastmp.nn.placement import Placement
 from fastmp.ops import bias_dropout_add
-from fastmp.ops.checks import is_dtensor
-from fastmp.parallel.collectives import group_size
-from fastmp.parallel.layers import GroupModule
-from fastmp.parallel.rng import RngTracker
+from fastmp.ops.core.checks import is_dtensor
+from fastmp.tensor_parallel.layers import GroupModule
 
 __all__ = ["Dropout", "random_stream", "require_rng"]
 

@@ -18,6 +18,8 @@ import torch
 from torch import nn
 
 from fastmp.config import GPTConfig
+from fastmp.config.sizes import pad_vocab
+from fastmp.distributed.collectives import group_rank, group_size
 from fastmp.nn.cache import KeyValueCache
 from fastmp.nn.documents import Documents
 from fastmp.nn.dropout import Dropout
@@ -27,11 +29,9 @@ from fastmp.nn.recompute import recompute
 from fastmp.nn.replicated import PositionEmbedding, RotaryPositions, make_norm
 from fastmp.nn.segment import LayerChain, Tensors
 from fastmp.nn.transformer import TransformerLayer
-from fastmp.ops.registry import can_read_values
-from fastmp.parallel.attributes import parallel_attributes
-from fastmp.parallel.collectives import group_rank, group_size
-from fastmp.parallel.layers import ColumnParallelLinear, VocabParallelEmbedding
-from fastmp.sizes import pad_vocab
+from fastmp.ops.core.registry import can_read_values
+from fastmp.tensor_parallel.attributes import parallel_attributes
+from fastmp.tensor_parallel.layers import ColumnParallelLinear, VocabParallelEmbedding
 
 __all__ = ["LanguageModel", "Part"]
 

@@ -12,11 +12,11 @@ import torch
 from torch import nn
 
 from fastmp.config import ACTIVATIONS, GPTConfig
+from fastmp.distributed.collectives import group_size
 from fastmp.nn.activation import activation_function
 from fastmp.nn.init import normal, residual_normal
 from fastmp.nn.placement import Placement
-from fastmp.parallel.collectives import group_size
-from fastmp.parallel.layers import ColumnParallelLinear, RowParallelLinear
+from fastmp.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
 __all__ = ["MLP"]
 

@@ -11,15 +11,15 @@ from typing import Any, NamedTuple
 import torch
 
 from fastmp.config import GPTConfig
+from fastmp.config.sizes import flops_per_token, num_parameters, pad_vocab
+from fastmp.distributed.collectives import group_size, reduce_from_group
 from fastmp.nn.cache import KeyValueCache
 from fastmp.nn.documents import Documents
 from fastmp.nn.language_model import LanguageModel
 from fastmp.nn.placement import Placement
-from fastmp.ops.registry import can_read_values
-from fastmp.parallel.collectives import group_size, reduce_from_group
-from fastmp.parallel.linear import parallel_logits
-from fastmp.parallel.linear_loss import vocab_parallel_linear_cross_entropy
-from fastmp.sizes import flops_per_token, num_parameters, pad_vocab
+from fastmp.ops.core.registry import can_read_values
+from fastmp.tensor_parallel.linear import parallel_logits
+from fastmp.tensor_parallel.linear_loss import vocab_parallel_linear_cross_entropy
 
 __all__ = ["GPT", "ExpertLosses", "flops_per_token", "num_parameters", "pad_vocab"]
 
@@ -44,7 +44,7 @@ class GPT(LanguageModel):
     """A language model over the TP and CP groups of its placement; arguments and errors: see `LanguageModel`.
 
     Over CP ranks, tokens, targets, losses and logits are those of this rank's slices of the sequence, as
-    `fastmp.parallel.context.cut_sequence` cuts them: S below is the length of this part.
+    `fastmp.tensor_parallel.context.cut_sequence` cuts them: S below is the length of this part.
 
     ValueError also for a configuration with `bert`.
     """

@@ -3,7 +3,8 @@
 `OverlappedLayers` stands in for the forward of the chunks' `LayerChain`s. It cuts a chain where segments
 begin or cease to exchange, and the graph of autograd at the same places, so a backward can be run part by
 part as well. A forward beside a backward runs its own parts and those of the backward in the order of
-`fastmp.parallel.overlap`. On a GPU exchanges have a stream of their own. Everything outside of the chains,
+`fastmp.pipeline.stream_schedule`. On a GPU exchanges have a stream of their own. Everything outside of the
+chains,
 embeddings and losses, is autograd as ever: its backward ends where a chain ends, and goes on where it begins.
 
 Sums keep the order that they have without this: losses, gradients and random numbers are the same bit for
@@ -24,10 +25,17 @@ from torch.autograd import Function
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from fastmp.distributed.streams import exchange_stream
 from fastmp.nn.segment import LayerChain, Link, Tensors, run_links
 from fastmp.ops.wgrad import WgradQueue, defer_wgrad
-from fastmp.parallel.overlap import Section, Turn, backward_parts, cut_segments, forward_parts, order_of
-from fastmp.parallel.streams import exchange_stream
+from fastmp.pipeline.stream_schedule import (
+    Section,
+    Turn,
+    backward_parts,
+    cut_segments,
+    forward_parts,
+    order_of,
+)
 
 __all__ = ["OverlappedLayers"]
 

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from fastmp.config import ParallelConfig
-from fastmp.parallel.groups import ParallelGroups
-from fastmp.parallel.rng import RngTracker
+from fastmp.distributed.groups import ParallelGroups
+from fastmp.distributed.rng import RngTracker
 
 __all__ = ["Placement"]
 

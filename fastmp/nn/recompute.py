@@ -17,9 +17,9 @@ import torch
 from torch.distributed import ProcessGroup
 from torch.utils.checkpoint import checkpoint
 
+from fastmp.distributed.collectives import all_gather, group_rank, group_size
+from fastmp.distributed.rng import RngTracker, Seeds
 from fastmp.nn.segment import Tensors
-from fastmp.parallel.collectives import all_gather, group_rank, group_size
-from fastmp.parallel.rng import RngTracker, Seeds
 
 __all__ = ["once", "recompute"]
 

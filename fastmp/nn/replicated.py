@@ -16,17 +16,17 @@ from torch import nn
 from torch.distributed import ProcessGroup
 
 from fastmp.config import GPTConfig
+from fastmp.distributed.collectives import group_size
 from fastmp.nn.documents import Positions
 from fastmp.nn.init import normal
 from fastmp.nn.placement import Placement
 from fastmp.nn.rope import attention_factor, scaled_frequencies
 from fastmp.ops import layer_norm, rms_norm, rope_cos_sin
-from fastmp.ops.registry import can_read_values
+from fastmp.ops.core.registry import can_read_values
 from fastmp.ops.wgrad import linear
-from fastmp.parallel.attributes import ParallelAttributes
-from fastmp.parallel.collectives import group_size
-from fastmp.parallel.context import cut_sequence
-from fastmp.parallel.layers import GroupModule, ParallelModule
+from fastmp.tensor_parallel.attributes import ParallelAttributes
+from fastmp.tensor_parallel.context import cut_sequence
+from fastmp.tensor_parallel.layers import GroupModule, ParallelModule
 
 __all__ = [
     "LayerNorm",

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from fastmp.parallel.late import finish_all, finishing
+from fastmp.distributed.deferred import finish_all, finishing
 from fastmp.profiling import region
 
 __all__ = ["LayerChain", "Link", "Segment", "SegmentedLayer", "SingleSegment", "run_links"]
@@ -73,7 +73,7 @@ class SingleSegment(SegmentedLayer):
 
     The segment has the name of the module's class.
 
-    reason: why it cannot be captured, in words; empty: it can be, which `fastmp.graphs.explain` checks.
+    reason: why it cannot be captured, in words; empty: it can be, which `fastmp.cuda_graphs.explain` checks.
     """
 
     def __init__(self, module: nn.Module, *, reason: str = "") -> None:

@@ -16,14 +16,14 @@ import torch
 import torch.distributed as dist
 
 from fastmp.config import GPTConfig
+from fastmp.distributed.collectives import all_reduce_, group_rank, group_size
+from fastmp.distributed.groups import ParallelGroups
 from fastmp.nn.documents import Documents
 from fastmp.nn.language_model import LanguageModel, Part
 from fastmp.nn.models import GPT
 from fastmp.nn.placement import Placement
-from fastmp.parallel.collectives import all_reduce_, group_rank, group_size
-from fastmp.parallel.grads import GradBuffer
-from fastmp.parallel.groups import ParallelGroups
-from fastmp.parallel.pipeline import StageOutput
+from fastmp.optim.grad_buffers import GradBuffer
+from fastmp.pipeline.executor import StageOutput
 
 __all__ = ["GPTStage", "gpt_stages", "layers_of_stages", "stages_of", "sum_tied_gradients"]
 

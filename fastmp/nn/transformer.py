@@ -20,7 +20,7 @@ from fastmp.nn.cache import KeyValueCache
 from fastmp.nn.documents import Documents
 from fastmp.nn.dropout import Dropout
 from fastmp.nn.mlp import MLP
-from fastmp.nn.moe import MoELayer
+from fastmp.nn.moe.layer import MoELayer
 from fastmp.nn.placement import Placement
 from fastmp.nn.replicated import RotaryPositions, make_norm
 from fastmp.nn.segment import Segment, SegmentedLayer, Tensors

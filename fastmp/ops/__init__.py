@@ -11,6 +11,7 @@ from fastmp.ops.adamw import adamw_
 from fastmp.ops.blocks import block_rows
 from fastmp.ops.capacity import apply_capacity
 from fastmp.ops.clamped_swiglu import clamped_swiglu
+from fastmp.ops.core.registry import OPS
 from fastmp.ops.cross_entropy import cross_entropy, cross_entropy_from_stats
 from fastmp.ops.dropout import bias_dropout_add
 from fastmp.ops.finite import first_not_finite
@@ -20,7 +21,6 @@ from fastmp.ops.linear_cross_entropy import linear_cross_entropy
 from fastmp.ops.linear_log_probs import linear_log_probs
 from fastmp.ops.norm import layer_norm, rms_norm
 from fastmp.ops.permute import permutation, permute, unpermute
-from fastmp.ops.registry import OPS
 from fastmp.ops.rope import rope, rope_cos_sin, rope_qk
 from fastmp.ops.router import RouterOutput, topk_router
 from fastmp.ops.softmax import scaled_masked_softmax

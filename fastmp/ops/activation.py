@@ -14,10 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastmp.ops import checks, rows
-from fastmp.ops._triton import MOST_SIZE, MOST_STRIP, jit, limits, tl
-from fastmp.ops.registry import autocast, compute_dtype, register
-from fastmp.ops.rows import sum_rows
+from fastmp.ops.core import checks
+from fastmp.ops.core import rowwise as rows
+from fastmp.ops.core._triton import MOST_SIZE, MOST_STRIP, jit, limits, tl
+from fastmp.ops.core.registry import autocast, compute_dtype, register
+from fastmp.ops.core.rowwise import sum_rows
 from fastmp.profiling import traced
 
 

@@ -24,10 +24,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastmp.ops import checks, launcher
-from fastmp.ops._triton import cdiv, jit, tl
-from fastmp.ops.philox import four_words, philox, word_of
-from fastmp.ops.registry import register
+from fastmp.ops.core import checks, launcher
+from fastmp.ops.core._triton import cdiv, jit, tl
+from fastmp.ops.core.philox import four_words, philox, word_of
+from fastmp.ops.core.registry import register
 from fastmp.profiling import traced
 
 NUM_WARPS = 4

@@ -38,7 +38,7 @@ from torch import Tensor
 from torch.nn import attention
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from fastmp.ops.registry import can_read_values, compute_dtype, without_autocast
+from fastmp.ops.core.registry import can_read_values, compute_dtype, without_autocast
 
 __all__ = ["AttentionCall", "Borders", "Choice", "active_flash", "attend", "choose", "describe"]
 

@@ -10,10 +10,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fastmp.ops import checks, launcher
-from fastmp.ops._triton import cdiv, jit, tl
-from fastmp.ops.registry import register
-from fastmp.ops.rows import NUM_WARPS
+from fastmp.ops.core import checks, launcher
+from fastmp.ops.core._triton import cdiv, jit, tl
+from fastmp.ops.core.registry import register
+from fastmp.ops.core.rowwise import NUM_WARPS
 from fastmp.profiling import traced
 
 BLOCK = 512  # rows of one program

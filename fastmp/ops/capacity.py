@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fastmp.ops import checks
+from fastmp.ops.core import checks
 
 POLICIES = ("probs", "position")
 

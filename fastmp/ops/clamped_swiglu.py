@@ -12,9 +12,10 @@ import math
 import torch
 from torch import Tensor
 
-from fastmp.ops import checks, rows
-from fastmp.ops._triton import MOST_SIZE, jit, limits, tl
-from fastmp.ops.registry import autocast, compute_dtype, register
+from fastmp.ops.core import checks
+from fastmp.ops.core import rowwise as rows
+from fastmp.ops.core._triton import MOST_SIZE, jit, limits, tl
+from fastmp.ops.core.registry import autocast, compute_dtype, register
 from fastmp.profiling import traced
 
 

@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 
 from fastmp.host import HOST
-from fastmp.ops import checks
+from fastmp.ops.core import checks
+from fastmp.ops.core.registry import can_read_values, compute_dtype, register, shared_memory
 from fastmp.ops.cross_entropy_triton import (
     launch_grad,
     launch_grad_into,
@@ -32,7 +33,6 @@ from fastmp.ops.cross_entropy_triton import (
     real_columns,
 )
 from fastmp.ops.reduction import check_reduction, divided, divisor_of, grad_of_each, reduced
-from fastmp.ops.registry import can_read_values, compute_dtype, register, shared_memory
 from fastmp.profiling import traced
 
 _NAN = float("nan")

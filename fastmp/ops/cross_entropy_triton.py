@@ -11,11 +11,11 @@ from __future__ import annotations
 
 from functools import cache
 
-from fastmp.ops import launcher
-from fastmp.ops._triton import cdiv, jit, next_power_of_2, tl
+from fastmp.ops.core import launcher
+from fastmp.ops.core._triton import cdiv, jit, next_power_of_2, tl
+from fastmp.ops.core.registry import compute_dtype
+from fastmp.ops.core.rowwise import empty_like
 from fastmp.ops.reduction import divided, grad_of_each
-from fastmp.ops.registry import compute_dtype
-from fastmp.ops.rows import empty_like
 
 
 def real_columns(columns: int, vocab_start: int, vocab_size: int) -> int:

@@ -39,7 +39,9 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from fastmp.ops import checks
+from fastmp.ops.core import checks
+from fastmp.ops.core.registry import compute_dtype, register
+from fastmp.ops.core.rowwise import sum_rows
 from fastmp.ops.exchange_triton import (
     launch_barrier,
     launch_counts,
@@ -49,8 +51,6 @@ from fastmp.ops.exchange_triton import (
     launch_push,
     launch_take,
 )
-from fastmp.ops.registry import compute_dtype, register
-from fastmp.ops.rows import sum_rows
 from fastmp.profiling import traced
 
 _INT32 = 1 << 32

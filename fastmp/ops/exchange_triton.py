@@ -21,8 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastmp.ops import launcher
-from fastmp.ops._triton import (
+from fastmp.ops.core import launcher
+from fastmp.ops.core._triton import (
     INTERPRETED,
     MOST_EXPERTS,
     MOST_SIZE,
@@ -32,8 +32,8 @@ from fastmp.ops._triton import (
     next_power_of_2,
     tl,
 )
+from fastmp.ops.core.rowwise import NUM_WARPS, arithmetic, as_rows, empty_like, vector_width
 from fastmp.ops.permute_triton import BLOCK_PAIRS, SLOTS, block_shape, pair_vector
-from fastmp.ops.rows import NUM_WARPS, arithmetic, as_rows, empty_like, vector_width
 
 COPIED = 4  # 16-byte accesses of a thread that copies rows
 

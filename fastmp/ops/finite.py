@@ -11,10 +11,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fastmp.ops import checks, launcher
-from fastmp.ops._triton import cdiv, jit, tl
-from fastmp.ops.registry import register
-from fastmp.ops.rows import arithmetic
+from fastmp.ops.core import checks, launcher
+from fastmp.ops.core._triton import cdiv, jit, tl
+from fastmp.ops.core.registry import register
+from fastmp.ops.core.rowwise import arithmetic
 from fastmp.profiling import traced
 
 NUM_WARPS, BLOCK = 4, 4096

@@ -19,11 +19,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastmp.ops import checks, grouped_mm_triton
 from fastmp.ops import gated as gated_activation
+from fastmp.ops import grouped_mm_triton
 from fastmp.ops.activation import bias_gelu
 from fastmp.ops.activation import reference as bias_gelu_reference
-from fastmp.ops.registry import (
+from fastmp.ops.core import checks
+from fastmp.ops.core.registry import (
     Differentiable,
     autocast,
     can_read_values,

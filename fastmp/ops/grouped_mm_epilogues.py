@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fastmp.ops._triton import jit, tl
+from fastmp.ops.core._triton import jit, tl
 from fastmp.ops.gated import activate
 
 REDUCE_PARTS = 2  # of the columns of a tile that `reduce_sums` adds one after another

@@ -10,7 +10,7 @@ from bisect import bisect_left
 from dataclasses import dataclass, replace
 from functools import cache
 
-from fastmp.ops._triton import next_power_of_2
+from fastmp.ops.core._triton import next_power_of_2
 
 
 @dataclass(frozen=True)

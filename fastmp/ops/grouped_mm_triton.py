@@ -21,8 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastmp.ops import launcher
-from fastmp.ops._triton import (
+from fastmp.ops.core import launcher
+from fastmp.ops.core._triton import (
     INTERPRETED,
     MOST_COUNT,
     MOST_EXPERTS,
@@ -35,6 +35,9 @@ from fastmp.ops._triton import (
     next_power_of_2,
     tl,
 )
+from fastmp.ops.core.registry import compute_dtype
+from fastmp.ops.core.rowwise import vector_width
+from fastmp.ops.core.tma import MOST_ROWS, descriptor, load_ragged, ragged, use_tma
 from fastmp.ops.grouped_mm_epilogues import REDUCE_PARTS, reduce_sums, store_parts, store_sums
 from fastmp.ops.grouped_mm_tiles import (
     ROWS_EACH,
@@ -45,9 +48,6 @@ from fastmp.ops.grouped_mm_tiles import (
     row_class,
     wgrad_blocks,
 )
-from fastmp.ops.registry import compute_dtype
-from fastmp.ops.rows import vector_width
-from fastmp.ops.tma import MOST_ROWS, descriptor, load_ragged, ragged, use_tma
 
 _GROUP = 16  # tiles that share a block of the weight and are walked over first, so that it stays in L2
 

@@ -19,7 +19,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastmp.ops import checks
+from fastmp.ops.core import checks
+from fastmp.ops.core.registry import (
+    OPS,
+    Differentiable,
+    compute_dtype,
+    refuse_create_graph,
+    without_autocast,
+)
 from fastmp.ops.cross_entropy import (
     check_ids,
     check_options,
@@ -43,13 +50,6 @@ from fastmp.ops.linear_cross_entropy_chunks import (
     taken,
 )
 from fastmp.ops.reduction import check_reduction, divisor_of, number_of_targets, reduced
-from fastmp.ops.registry import (
-    OPS,
-    Differentiable,
-    compute_dtype,
-    refuse_create_graph,
-    without_autocast,
-)
 from fastmp.ops.wgrad import linear
 from fastmp.profiling import traced
 

@@ -16,9 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastmp.ops import checks
+from fastmp.ops.core import checks
+from fastmp.ops.core.registry import LIBRARY, autocast, compute_dtype
 from fastmp.ops.cross_entropy import check_range
-from fastmp.ops.registry import LIBRARY, autocast, compute_dtype
 
 # Bytes of logits that exist at a time. A GPU wants 4096 tokens or more a chunk, because the gradient of the
 # weight is read and written once a chunk: those of 128256 ids in bf16 fit. A CPU is as fast with 400 tokens.

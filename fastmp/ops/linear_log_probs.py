@@ -18,7 +18,15 @@ from typing import Any, Literal, NamedTuple, overload
 import torch
 from torch import Tensor
 
-from fastmp.ops import checks
+from fastmp.ops.core import checks
+from fastmp.ops.core.registry import (
+    Differentiable,
+    can_read_values,
+    compute_dtype,
+    refuse_create_graph,
+    register,
+    without_autocast,
+)
 from fastmp.ops.cross_entropy_triton import real_columns
 from fastmp.ops.linear_cross_entropy_chunks import (
     ALONE,
@@ -35,14 +43,6 @@ from fastmp.ops.linear_cross_entropy_chunks import (
     taken,
 )
 from fastmp.ops.linear_log_probs_triton import launch_grad, launch_stats
-from fastmp.ops.registry import (
-    Differentiable,
-    can_read_values,
-    compute_dtype,
-    refuse_create_graph,
-    register,
-    without_autocast,
-)
 from fastmp.profiling import traced
 
 _NAN = float("nan")

@@ -5,8 +5,9 @@ The gradient is written over the logits, the last block first: that one may stil
 
 from __future__ import annotations
 
-from fastmp.ops import launcher
-from fastmp.ops._triton import jit, tl
+from fastmp.ops.core import launcher
+from fastmp.ops.core._triton import jit, tl
+from fastmp.ops.core.registry import compute_dtype
 from fastmp.ops.cross_entropy_triton import (
     fast_exp,
     finite_log,
@@ -20,7 +21,6 @@ from fastmp.ops.cross_entropy_triton import (
     shape_of,
     store_edge,
 )
-from fastmp.ops.registry import compute_dtype
 
 
 @jit

@@ -15,10 +15,10 @@ import math
 import torch
 from torch import Tensor
 
-from fastmp.ops import checks
+from fastmp.ops.core import checks
+from fastmp.ops.core.registry import autocast, compute_dtype, register
+from fastmp.ops.core.rowwise import sum_rows
 from fastmp.ops.norm_triton import check_stats, launch, launch_backward, prefers_cuda
-from fastmp.ops.registry import autocast, compute_dtype, register
-from fastmp.ops.rows import sum_rows
 from fastmp.profiling import traced
 
 _NARROW = (torch.bfloat16, torch.float16)

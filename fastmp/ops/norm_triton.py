@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastmp.ops import launcher
-from fastmp.ops._triton import (
+from fastmp.ops.core import launcher
+from fastmp.ops.core._triton import (
     MOST_COUNT,
     MOST_SIZE,
     MOST_WALKING,
@@ -27,9 +27,9 @@ from fastmp.ops._triton import (
     next_power_of_2,
     tl,
 )
-from fastmp.ops.built import has_code_for
-from fastmp.ops.registry import compute_dtype, shared_memory
-from fastmp.ops.rows import arithmetic, as_rows, empty_like, sum_strips, vector_width
+from fastmp.ops.core.built import has_code_for
+from fastmp.ops.core.registry import compute_dtype, shared_memory
+from fastmp.ops.core.rowwise import arithmetic, as_rows, empty_like, sum_strips, vector_width
 
 # BLOCK_M, BLOCK_N and warps for rows too long for registers
 WIDE_BLOCK, WIDE_BACKWARD_BLOCK = (1, 4096, 8), (4, 2048, 16)

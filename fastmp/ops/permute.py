@@ -11,7 +11,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fastmp.ops import checks
+from fastmp.ops.core import checks
+from fastmp.ops.core.registry import compute_dtype, register
+from fastmp.ops.core.rowwise import sum_rows
 from fastmp.ops.permute_triton import (
     launch,
     launch_permutation,
@@ -22,8 +24,6 @@ from fastmp.ops.permute_triton import (
     launch_unpermute_backward_into,
     launch_unpermute_into,
 )
-from fastmp.ops.registry import compute_dtype, register
-from fastmp.ops.rows import sum_rows
 from fastmp.profiling import traced
 
 

@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastmp.ops import launcher
-from fastmp.ops._triton import MOST_EXPERTS, MOST_SIZE, cdiv, jit, limits, next_power_of_2, tl
-from fastmp.ops.checks import meets
-from fastmp.ops.rows import NUM_WARPS, arithmetic, as_rows, empty_like, vector_width
+from fastmp.ops.core import launcher
+from fastmp.ops.core._triton import MOST_EXPERTS, MOST_SIZE, cdiv, jit, limits, next_power_of_2, tl
+from fastmp.ops.core.checks import meets
+from fastmp.ops.core.rowwise import NUM_WARPS, arithmetic, as_rows, empty_like, vector_width
 
 BLOCK_PAIRS = 256  # of one program of permutation
 STEP = 32  # of them are compared at once with all others

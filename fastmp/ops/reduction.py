@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from fastmp.host import HOST
-from fastmp.ops import checks
+from fastmp.ops.core import checks
 
 REDUCTIONS = ("none", "mean", "sum")
 

@@ -21,10 +21,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastmp.ops import checks, launcher
-from fastmp.ops._triton import MOST_COUNT, cdiv, jit, limits, next_power_of_2, tl
-from fastmp.ops.registry import compute_dtype, register
-from fastmp.ops.rows import arithmetic, empty_like
+from fastmp.ops.core import checks, launcher
+from fastmp.ops.core._triton import MOST_COUNT, cdiv, jit, limits, next_power_of_2, tl
+from fastmp.ops.core.registry import compute_dtype, register
+from fastmp.ops.core.rowwise import arithmetic, empty_like
 from fastmp.profiling import traced
 
 NUM_WARPS = 4

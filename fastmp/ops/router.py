@@ -29,10 +29,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fastmp.ops import checks
-from fastmp.ops.registry import compute_dtype, register
+from fastmp.ops.core import checks
+from fastmp.ops.core.registry import compute_dtype, register
+from fastmp.ops.core.rowwise import sum_rows
 from fastmp.ops.router_triton import launch, launch_backward
-from fastmp.ops.rows import sum_rows
 from fastmp.profiling import traced
 
 _SCORES = ("softmax", "sigmoid")

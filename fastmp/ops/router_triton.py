@@ -18,10 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastmp.ops import launcher
-from fastmp.ops._triton import MOST_STRIP, MOST_WALKING, cdiv, jit, limits, next_power_of_2, tl
-from fastmp.ops.registry import compute_dtype
-from fastmp.ops.rows import arithmetic, as_rows, empty_like, strip_shape, vector_width
+from fastmp.ops.core import launcher
+from fastmp.ops.core._triton import MOST_STRIP, MOST_WALKING, cdiv, jit, limits, next_power_of_2, tl
+from fastmp.ops.core.registry import compute_dtype
+from fastmp.ops.core.rowwise import arithmetic, as_rows, empty_like, strip_shape, vector_width
 
 _SUM_TILE = 8192  # partial sums in registers
 

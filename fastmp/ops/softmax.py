@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastmp.ops import checks, launcher
-from fastmp.ops._triton import (
+from fastmp.ops.core import checks, launcher
+from fastmp.ops.core._triton import (
     MOST_COUNT,
     MOST_SIZE,
     cdiv,
@@ -27,8 +27,8 @@ from fastmp.ops._triton import (
     next_power_of_2,
     tl,
 )
-from fastmp.ops.registry import compute_dtype, register
-from fastmp.ops.rows import arithmetic, as_rows, empty_like, sum_rows, vector_width
+from fastmp.ops.core.registry import compute_dtype, register
+from fastmp.ops.core.rowwise import arithmetic, as_rows, empty_like, sum_rows, vector_width
 from fastmp.profiling import traced
 
 

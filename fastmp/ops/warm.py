@@ -22,8 +22,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fastmp.ops import _triton, grouped_mm_tiles, launcher, router_triton
-from fastmp.ops.registry import OPS
+from fastmp.ops import grouped_mm_tiles, router_triton
+from fastmp.ops.core import _triton, launcher
+from fastmp.ops.core.registry import OPS
 
 _WIDE = 1 << 32  # stands for all numbers that need 64 bits
 

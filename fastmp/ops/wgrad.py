@@ -25,8 +25,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastmp.ops import checks
-from fastmp.ops.registry import Differentiable, autocast, compute_dtype, refuse_create_graph, register
+from fastmp.ops.core import checks
+from fastmp.ops.core.registry import Differentiable, autocast, compute_dtype, refuse_create_graph, register
 from fastmp.profiling import traced
 
 __all__ = [

@@ -1,37 +1,39 @@
-"""Everything that knows ranks: the grid and its groups, collectives, layers, loss, gradients, optimizer.
+"""Names of fastmp 0.2, which warn: each is now in one of the packages that took the place of
+`fastmp.parallel`.
 
-Names are loaded when first used: `RankGrid` and `fastmp plan` never import torch.
+They go with the next release. `from fastmp.parallel import AdamW` becomes `from fastmp.optim import AdamW`.
 """
 
 from __future__ import annotations
 
-from fastmp._lazy import exports
+import warnings
+from importlib import import_module
+from typing import Any
 
-__getattr__, __dir__, __all__ = exports(
-    __name__,
-    {
-        "grid": "RankGrid",
-        "schedule": "Schedule Step",
-        "simulate": "Costs",
-        "shards": "bucket_layout shard_ranges",
-        "pipeline": "Pipeline PipelineError PipelineResult StageOutput",
-        "groups": "ParallelGroups",
-        "runtime": "Runtime init main_guard",
-        "verdict": "RankRecord Verdict judge",
-        "watch": "PeerLost Watch",
-        "collectives": "all_to_all copy_to_group gather_from_group gather_sequence group_rank group_size "
-        "reduce_from_group reduce_scatter_sequence split_to_group",
-        "context": "cut_sequence join_sequence",
-        "rng": "RngTracker",
-        "attributes": "ParallelAttributes parallel_attributes",
-        "layers": "ColumnParallelLinear RowParallelLinear VocabParallelEmbedding",
-        "linear": "parallel_logits",
-        "sharded_state": "sharded_state_dict",
-        "loss": "vocab_parallel_cross_entropy",
-        "linear_loss": "vocab_parallel_linear_cross_entropy vocab_parallel_linear_log_probs",
-        "grads": "GradBuffer",
-        "optimizer": "AdamW ParameterGroup clip_coefficient global_grad_norm",
-        "muon": "Muon update_cost",
-        "scaler": "LossScale LossScaler next_loss_scale",
-    },
-)
+_PACKAGES = {
+    "distributed": "ParallelGroups RankGrid RngTracker Runtime all_to_all copy_to_group gather_from_group "
+    "gather_sequence group_rank group_size init main_guard reduce_from_group reduce_scatter_sequence "
+    "split_to_group",
+    "optim": "AdamW GradBuffer LossScale LossScaler Muon ParameterGroup bucket_layout clip_coefficient "
+    "global_grad_norm next_loss_scale shard_ranges update_cost",
+    "pipeline": "Costs Pipeline PipelineError PipelineResult Schedule StageOutput Step",
+    "tensor_parallel": "ColumnParallelLinear ParallelAttributes RowParallelLinear VocabParallelEmbedding "
+    "cut_sequence join_sequence parallel_attributes parallel_logits sharded_state_dict "
+    "vocab_parallel_cross_entropy vocab_parallel_linear_cross_entropy vocab_parallel_linear_log_probs",
+    "watchdog": "PeerLost RankRecord Verdict Watch judge",
+}
+_HOMES = {name: package for package, names in _PACKAGES.items() for name in names.split()}
+
+__all__ = sorted(_HOMES)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    package = f"fastmp.{_HOMES[name]}"
+    warnings.warn(f"fastmp.parallel.{name} is now {package}.{name}", DeprecationWarning, stacklevel=2)
+    return getattr(import_module(package), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -1,16 +1,16 @@
 """Hardware FLOPs: the floating-point operations that a rank's matrix products and attention do in one step.
 
-Model FLOPs (`fastmp.sizes`) are those that the mathematics asks for. Hardware FLOPs also have the scores that
-fused attention computes again in its backward, the layers that recomputation runs again, and the padding of
-the vocabulary. Attention counts the keys that a token sees. All experts get equally many tokens.
+Model FLOPs (`fastmp.config.sizes`) are those that the mathematics asks for. Hardware FLOPs also have the
+scores that fused attention computes again in its backward, the layers that recomputation runs again, and the
+padding of the vocabulary. Attention counts the keys that a token sees. All experts get equally many tokens.
 """
 
 from __future__ import annotations
 
 from fastmp.config import GPTConfig, Recipe
+from fastmp.config.sizes import head_flops_per_token, layer_flops_per_token
 from fastmp.plan.parameters import stage_layers
 from fastmp.plan.shapes import Shapes
-from fastmp.sizes import head_flops_per_token, layer_flops_per_token
 
 _ATTENTION_BACKWARD = 2.5  # backward over forward: five products for two
 

@@ -10,17 +10,17 @@ from itertools import chain
 from typing import Any
 
 from fastmp.config import Recipe
-from fastmp.graphs.buffers import RunSpec, TensorSpec, plan_buffers
-from fastmp.graphs.scope import captured_segments
-from fastmp.layout import make_schedule
-from fastmp.parallel.overlap import graph_order
-from fastmp.parallel.schedule import (
+from fastmp.cuda_graphs.buffer_plan import RunSpec, TensorSpec, plan_buffers
+from fastmp.cuda_graphs.scope import captured_segments
+from fastmp.pipeline.schedule import (
     BACKWARD,
     BACKWARD_WEIGHT,
     FORWARD,
     Step,
     with_loss,
 )
+from fastmp.pipeline.stream_schedule import graph_order
+from fastmp.plan.layout import make_schedule
 from fastmp.plan.parameters import stage_layers
 from fastmp.plan.recipe import fitting_recipe, recipe_parser, table
 from fastmp.plan.segments import (
@@ -73,7 +73,7 @@ def _plot(facts: dict[str, Any], out: str) -> None:
 def graph_facts(recipe: Recipe, world_size: int) -> dict[str, Any]:
     """Plan the graphs of each pipeline rank of a recipe that fits; sizes are in bytes.
 
-    ValueError as `fastmp.graphs.scope.captured_segments`.
+    ValueError as `fastmp.cuda_graphs.scope.captured_segments`.
     """
     layout, scope, shapes = recipe.parallel, recipe.graphs.scope, shapes_of(recipe, world_size)
     if "full_step" in (scope or ()):

@@ -7,8 +7,8 @@ import json
 import sys
 from collections.abc import Iterator
 
-from fastmp.commands import Parser
-from fastmp.parallel.grid import RankGrid
+from fastmp.config.command_line import Parser
+from fastmp.distributed.grid import RankGrid
 
 DENSE = ("tp", "cp", "dp", "pp", "mp", "embedding")
 EXPERT = ("etp", "ep", "edp", "pp")

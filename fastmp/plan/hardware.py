@@ -19,7 +19,8 @@ class GPU:
     bytes a second of one GPU; the last is its share of its server's network cards. capacity: bytes of memory,
     of which the driver keeps about 1%; where data sheets write GB of it, it has GiB.
     switch_sums: whether the switch itself adds up what the GPUs of a server send (NVLink SHARP). compared: of
-    published runs on it, the least and the most of predicted over published FLOP/s (`fastmp study scaling`).
+    published runs on it, the least and the most of predicted over published FLOP/s (`python -m tools.study
+    scaling`).
     """
 
     name: str

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from fastmp.config import Recipe
-from fastmp.parallel.schedule import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Step
+from fastmp.pipeline.schedule import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Step
 from fastmp.plan import activations
 from fastmp.plan.parameters import rank_buffers, rank_parameters, stage_layers
 from fastmp.plan.shapes import Shapes

@@ -8,7 +8,7 @@ from dataclasses import asdict
 from typing import Any
 
 from fastmp.config import Recipe
-from fastmp.parallel.shards import Buffer, fill_order
+from fastmp.optim.flat_layout import Buffer, fill_order
 from fastmp.plan.memory import grad_bytes, state_bytes
 from fastmp.plan.parameters import rank_buffers, rank_parameters
 from fastmp.plan.recipe import fitting_recipe, recipe_parser, table

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from fastmp.config import BertConfig, Recipe
-from fastmp.parallel.shards import Buffer, ParameterFacts, matrix_cost, plan_buffers
+from fastmp.optim.flat_layout import Buffer, ParameterFacts, matrix_cost, plan_buffers
 from fastmp.plan.shapes import Shapes
 
 __all__ = ["layer_size", "rank_buffers", "rank_parameters", "stage_layers"]

@@ -9,17 +9,18 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, replace
 from typing import Any
 
-from fastmp.commands import Parser
 from fastmp.config import Recipe
-from fastmp.layout import expected_vocab_size, make_schedule, problems
-from fastmp.parallel.simulate import Costs, Simulation, simulate
+from fastmp.config.command_line import Parser
+from fastmp.config.data_files import expected_vocab_size
+from fastmp.config.recipe import add_options, given_options, read_recipe
+from fastmp.config.sizes import count_parameters, flops_per_token
+from fastmp.pipeline.simulate import Costs, Simulation, simulate
 from fastmp.plan import activations, traffic
 from fastmp.plan.flops import hardware_flops
+from fastmp.plan.layout import make_schedule, problems
 from fastmp.plan.memory import memory
 from fastmp.plan.parameters import stage_layers
 from fastmp.plan.shapes import Shapes, shapes_of
-from fastmp.sizes import count_parameters, flops_per_token
-from fastmp.train.recipe import add_options, given_options, read_recipe
 
 
 def main(arguments: list[str]) -> int:

@@ -6,8 +6,8 @@ import json
 import sys
 from collections.abc import Iterator, Sequence
 
-from fastmp.commands import Parser
-from fastmp.parallel.schedule import (
+from fastmp.config.command_line import Parser
+from fastmp.pipeline.schedule import (
     BACKWARD_INPUT,
     BACKWARD_WEIGHT,
     FORWARD,
@@ -16,7 +16,7 @@ from fastmp.parallel.schedule import (
     Step,
     integers,
 )
-from fastmp.parallel.simulate import Costs, Simulation, simulate
+from fastmp.pipeline.simulate import Costs, Simulation, simulate
 
 _MOST_RANKS, _MOST_STEPS = 32, 128  # longer lists are shortened for people, never in JSON
 

@@ -12,9 +12,9 @@ from itertools import groupby
 from typing import NamedTuple
 
 from fastmp.config import MoEConfig
-from fastmp.graphs.buffers import RunSpec, TensorSpec
-from fastmp.graphs.scope import captured_segments, layer_groups
-from fastmp.parallel.overlap import Section, cut_segments
+from fastmp.cuda_graphs.buffer_plan import RunSpec, TensorSpec
+from fastmp.cuda_graphs.scope import captured_segments, layer_groups
+from fastmp.pipeline.stream_schedule import Section, cut_segments
 from fastmp.plan.parameters import layer_size
 from fastmp.plan.shapes import Shapes
 

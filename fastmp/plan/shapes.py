@@ -6,10 +6,10 @@ import math
 from dataclasses import dataclass, replace
 
 from fastmp.config import ACTIVATIONS, GPTConfig, Recipe
-from fastmp.layout import make_grid
-from fastmp.parallel.exchange import ExchangeLayout, row_capacity
-from fastmp.parallel.grid import RankGrid
-from fastmp.sizes import pad_vocab
+from fastmp.config.sizes import pad_vocab
+from fastmp.distributed.exchange_layout import ExchangeLayout, row_capacity
+from fastmp.distributed.grid import RankGrid
+from fastmp.plan.layout import make_grid
 
 
 @dataclass(frozen=True)

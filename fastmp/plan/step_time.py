@@ -17,18 +17,18 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 from fastmp.config import Recipe
-from fastmp.layout import make_schedule
-from fastmp.parallel.overlap import Section, backward_parts, forward_parts, interleave, nominal, play
-from fastmp.parallel.simulate import Costs, simulate
+from fastmp.config.sizes import flops_per_token, layer_flops_per_token
+from fastmp.pipeline.simulate import Costs, simulate
+from fastmp.pipeline.stream_schedule import Section, backward_parts, forward_parts, interleave, nominal, play
 from fastmp.plan import traffic
 from fastmp.plan.flops import not_repeated
 from fastmp.plan.hardware import GPU
 from fastmp.plan.kernels import ATTENTION, FASTMP, LAUNCH, PRODUCTS, Kernels, Product, product_time
+from fastmp.plan.layout import make_schedule
 from fastmp.plan.links import Link, link
 from fastmp.plan.memory import grad_bytes, state_bytes
 from fastmp.plan.parameters import rank_buffers, rank_parameters, stage_layers
 from fastmp.plan.shapes import Shapes, shapes_of
-from fastmp.sizes import flops_per_token, layer_flops_per_token
 
 FORWARD, REPEATED, INPUT, WEIGHT = "forward", "recomputation", "backward of inputs", "backward of weights"
 ONCE = "once a step"

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from fastmp.config import Recipe
-from fastmp.layout import make_schedule
 from fastmp.plan.hardware import GPUS
+from fastmp.plan.layout import make_schedule
 from fastmp.plan.memory import memory
 from fastmp.plan.recipe import fitting_recipe, recipe_parser, table
 from fastmp.plan.shapes import shapes_of

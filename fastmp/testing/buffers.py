@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
-from fastmp.graphs.buffers import BufferPlan, Lease, Replay
+from fastmp.cuda_graphs.buffer_plan import BufferPlan, Lease, Replay
 
 
 def problems(plan: BufferPlan) -> Iterator[str]:

@@ -16,15 +16,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fastmp.config import GPTConfig, RopeScaling
+from fastmp.distributed.collectives import group_rank, group_size
+from fastmp.distributed.groups import ParallelGroups
+from fastmp.distributed.rng import RngTracker
 from fastmp.nn import gpt_stages, sum_tied_gradients
-from fastmp.parallel.collectives import group_rank, group_size
-from fastmp.parallel.context import cut_sequence
-from fastmp.parallel.grads import GradBuffer
-from fastmp.parallel.groups import ParallelGroups
-from fastmp.parallel.optimizer import AdamW, global_grad_norm
-from fastmp.parallel.pipeline import Pipeline, PipelineResult
-from fastmp.parallel.rng import RngTracker
-from fastmp.parallel.schedule import Schedule
+from fastmp.optim.adamw import AdamW, global_grad_norm
+from fastmp.optim.grad_buffers import GradBuffer
+from fastmp.pipeline.executor import Pipeline, PipelineResult
+from fastmp.pipeline.schedule import Schedule
+from fastmp.tensor_parallel.context import cut_sequence
 from fastmp.testing.models import EXPERTS, QWEN, SEED, SMALL, make_gpt, part_of, placed
 
 CLOSE = 1e-10  # of `differences`

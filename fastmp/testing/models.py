@@ -10,11 +10,11 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from fastmp.config import GPTConfig, MoEConfig
+from fastmp.distributed.collectives import group_rank, group_size
+from fastmp.distributed.groups import ParallelGroups
+from fastmp.distributed.rng import RngTracker
 from fastmp.nn import GPT, Placement
-from fastmp.parallel import attributes
-from fastmp.parallel.collectives import group_rank, group_size
-from fastmp.parallel.groups import ParallelGroups
-from fastmp.parallel.rng import RngTracker
+from fastmp.tensor_parallel import attributes
 
 SEED = 4321
 SMALL = GPTConfig(

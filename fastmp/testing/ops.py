@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastmp.ops.registry import OPS
+from fastmp.ops.core.registry import OPS
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -62,7 +62,7 @@ def samples(op: str, *, device: str | torch.device, dtype: torch.dtype, seed: in
     """Argument tuples for `torch.ops.fastmp.<op>`, the same values on every device; strides are part of them.
 
     Args:
-        op: a name in `fastmp.ops.registry.OPS`.
+        op: a name in `fastmp.ops.core.registry.OPS`.
         dtype: of the activations; what an op keeps in higher precision is float32 then (float64 for float64).
     """
     if op not in OPS:

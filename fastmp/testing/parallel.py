@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fastmp.parallel import gather
-from fastmp.parallel.attributes import parallel_attributes, whole_of
-from fastmp.parallel.collectives import group_size
+from fastmp.distributed.collectives import group_size
+from fastmp.optim import param_all_gather as gather
+from fastmp.tensor_parallel.attributes import parallel_attributes, whole_of
 
 __all__ = ["Collectives", "count_collectives", "full_gradient", "full_tensor", "late_gathers"]
 

@@ -9,12 +9,12 @@ import pytest
 import torch
 from nn_tools import Calls, sum_partial_gradients, tp_groups
 
+from fastmp.distributed.collectives import group_rank
+from fastmp.distributed.groups import ParallelGroups
+from fastmp.distributed.rng import RngTracker
 from fastmp.nn import Placement, RotaryPositions, SelfAttention
-from fastmp.parallel.collectives import group_rank
-from fastmp.parallel.groups import ParallelGroups
-from fastmp.parallel.rng import RngTracker
-from fastmp.testing import run_ranks
 from fastmp.testing.models import QWEN, SEED, SMALL, placed, shard_of
+from fastmp.testing.ranks import run_ranks
 
 S, B = 10, 3
 CLOSE = {"rtol": 1e-10, "atol": 1e-10}

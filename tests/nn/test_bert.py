@@ -13,15 +13,15 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from fastmp.config import BertConfig
+from fastmp.config.sizes import flops_per_token, num_parameters
+from fastmp.distributed.collectives import gather_from_group, group_rank
+from fastmp.distributed.grid import RankGrid
+from fastmp.distributed.groups import ParallelGroups
 from fastmp.nn import GPT, Bert, Documents, Placement, bert_stages, sum_tied_gradients
-from fastmp.parallel.collectives import gather_from_group, group_rank
-from fastmp.parallel.grid import RankGrid
-from fastmp.parallel.groups import ParallelGroups
-from fastmp.parallel.pipeline import Pipeline
-from fastmp.parallel.schedule import Schedule
-from fastmp.sizes import flops_per_token, num_parameters
-from fastmp.testing import run_ranks
+from fastmp.pipeline.executor import Pipeline
+from fastmp.pipeline.schedule import Schedule
 from fastmp.testing.models import part_of, placed
+from fastmp.testing.ranks import run_ranks
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -11,21 +11,21 @@ import torch
 import torch.distributed as dist
 from nn_tools import text
 
+from fastmp.distributed.collectives import group_rank, group_size
+from fastmp.distributed.grid import RankGrid
+from fastmp.distributed.groups import ParallelGroups
+from fastmp.distributed.rng import RngTracker
 from fastmp.nn import Placement, SelfAttention, TransformerLayer, gpt_stages, sum_tied_gradients
 from fastmp.nn import attention as attention_layer
 from fastmp.nn.dropout import Dropout
-from fastmp.nn.moe import Router
-from fastmp.parallel import cut_sequence, join_sequence
-from fastmp.parallel.collectives import group_rank, group_size
-from fastmp.parallel.grads import GradBuffer
-from fastmp.parallel.grid import RankGrid
-from fastmp.parallel.groups import ParallelGroups
-from fastmp.parallel.pipeline import Pipeline
-from fastmp.parallel.rng import RngTracker
-from fastmp.parallel.schedule import Schedule
-from fastmp.testing import run_ranks
+from fastmp.nn.moe.router import Router
+from fastmp.optim.grad_buffers import GradBuffer
+from fastmp.pipeline.executor import Pipeline
+from fastmp.pipeline.schedule import Schedule
+from fastmp.tensor_parallel.context import cut_sequence, join_sequence
 from fastmp.testing.models import EXPERTS, QWEN, SEED, SMALL, make_gpt, part_of
 from fastmp.testing.parallel import count_collectives
+from fastmp.testing.ranks import run_ranks
 
 CLOSE = {"rtol": 1e-10, "atol": 1e-10}
 LLAMA = replace(QWEN, qk_norm=False)

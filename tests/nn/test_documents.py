@@ -10,15 +10,16 @@ from marks import full
 from nn_tools import text
 from test_context import MODELS, run_step
 
-from fastmp.graphs import GraphManager, explain
-from fastmp.graphs.recording import RecordingBackend
+from fastmp.cuda_graphs.backends.recording import RecordingBackend
+from fastmp.cuda_graphs.explanation.report import explain
+from fastmp.cuda_graphs.manager import GraphManager
+from fastmp.distributed.grid import RankGrid
+from fastmp.distributed.groups import ParallelGroups
 from fastmp.nn import Documents, Placement, SelfAttention
-from fastmp.parallel import cut_sequence
-from fastmp.parallel.grid import RankGrid
-from fastmp.parallel.groups import ParallelGroups
-from fastmp.parallel.schedule import Schedule
-from fastmp.testing import run_ranks
+from fastmp.pipeline.schedule import Schedule
+from fastmp.tensor_parallel.context import cut_sequence
 from fastmp.testing.models import make_gpt, part_of
+from fastmp.testing.ranks import run_ranks
 
 CLOSE = {"rtol": 1e-10, "atol": 1e-10}
 LENGTHS = ((5, 1, 9, 17), (20, 12))  # of the documents of two rows of 32 tokens

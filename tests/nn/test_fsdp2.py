@@ -13,12 +13,15 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_f
 from torch.distributed.tensor import DTensor
 
 from fastmp.config import GPTConfig, MoEConfig
-from fastmp.graphs import GraphManager
-from fastmp.graphs.recording import RecordingBackend
+from fastmp.cuda_graphs.backends.recording import RecordingBackend
+from fastmp.cuda_graphs.manager import GraphManager
+from fastmp.distributed.collectives import group_rank, group_size
+from fastmp.distributed.grid import RankGrid
+from fastmp.distributed.groups import ParallelGroups
 from fastmp.nn import GPT, Placement
-from fastmp.parallel import ParallelGroups, RankGrid, Schedule, parallel_attributes
-from fastmp.parallel.collectives import group_rank, group_size
-from fastmp.testing import run_ranks
+from fastmp.pipeline.schedule import Schedule
+from fastmp.tensor_parallel.attributes import parallel_attributes
+from fastmp.testing.ranks import run_ranks
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "fsdp2.md").read_text()
 EXAMPLE = {"__name__": "example"}

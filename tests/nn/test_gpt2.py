@@ -10,7 +10,7 @@ import torch
 from gpt2_reference import BUNDLE, gpt_config, load_bundle, to_fastmp
 from nn_tools import compare_with_reference
 
-from fastmp.testing import run_ranks
+from fastmp.testing.ranks import run_ranks
 
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
 

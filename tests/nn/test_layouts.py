@@ -17,9 +17,8 @@ from typing import Any
 import pytest
 from marks import full
 
-from fastmp.parallel.grid import RankGrid
-from fastmp.parallel.groups import ParallelGroups
-from fastmp.testing import run_ranks
+from fastmp.distributed.grid import RankGrid
+from fastmp.distributed.groups import ParallelGroups
 from fastmp.testing.layouts import (
     BATCH,
     CLOSE,
@@ -31,6 +30,7 @@ from fastmp.testing.layouts import (
     differences,
     run_whole,
 )
+from fastmp.testing.ranks import run_ranks
 
 Layout = dict[str, Any]
 

@@ -10,16 +10,16 @@ import torch.nn.functional as F
 from nn_tools import PLAIN_ACTIVATIONS, Calls, sum_partial_gradients, tp_groups
 
 from fastmp.config import ACTIVATIONS, Activation, DataConfig, MoEConfig, Recipe
+from fastmp.config.sizes import num_parameters
+from fastmp.distributed.collectives import group_rank
+from fastmp.distributed.groups import ParallelGroups
+from fastmp.distributed.rng import RngTracker
 from fastmp.nn import GPT, MLP, Placement
-from fastmp.nn.moe import GroupedExperts
-from fastmp.parallel.collectives import group_rank
-from fastmp.parallel.groups import ParallelGroups
-from fastmp.parallel.rng import RngTracker
+from fastmp.nn.moe.experts import GroupedExperts
 from fastmp.plan.shapes import shapes_of
-from fastmp.sizes import num_parameters
-from fastmp.testing import run_ranks
 from fastmp.testing.models import QWEN, SEED, SMALL, shard_of
 from fastmp.testing.parallel import count_collectives
+from fastmp.testing.ranks import run_ranks
 
 CLOSE = {"rtol": 1e-10, "atol": 1e-10}
 

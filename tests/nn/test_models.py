@@ -14,13 +14,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from fastmp.config import GPTConfig, MoEConfig, RopeScaling
+from fastmp.config.recipe import load_recipe
+from fastmp.config.sizes import count_parameters
+from fastmp.distributed.groups import ParallelGroups
+from fastmp.distributed.rng import RngTracker
 from fastmp.nn import GPT, Bert, Placement, flops_per_token, num_parameters, pad_vocab
-from fastmp.parallel.groups import ParallelGroups
-from fastmp.parallel.rng import RngTracker
-from fastmp.sizes import count_parameters
-from fastmp.testing import run_ranks
 from fastmp.testing.models import EXPERTS, QWEN, SEED, SMALL, make_gpt, part_of
-from fastmp.train.recipe import load_recipe
+from fastmp.testing.ranks import run_ranks
 
 RECIPES = sorted((Path(__file__).parents[2] / "configs").glob("*.toml"))
 CLOSE = {"rtol": 1e-10, "atol": 1e-10}

@@ -10,12 +10,12 @@ import torch.distributed as dist
 from moe_tools import reduce_gradients
 from nn_tools import sum_partial_gradients, text, tp_groups
 
-from fastmp.parallel.collectives import group_rank
-from fastmp.parallel.grid import RankGrid
-from fastmp.parallel.groups import ParallelGroups
-from fastmp.testing import run_ranks
+from fastmp.distributed.collectives import group_rank
+from fastmp.distributed.grid import RankGrid
+from fastmp.distributed.groups import ParallelGroups
 from fastmp.testing.models import EXPERTS, QWEN, SMALL, make_gpt, part_of, shard_of
 from fastmp.testing.parallel import count_collectives
+from fastmp.testing.ranks import run_ranks
 
 CLOSE = {"rtol": 1e-10, "atol": 1e-10}
 VARIANTS = {

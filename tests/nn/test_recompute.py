@@ -10,12 +10,12 @@ import pytest
 import torch
 from nn_tools import text, tp_groups
 
+from fastmp.distributed.rng import RngTracker
 from fastmp.nn import Placement, TransformerLayer
 from fastmp.nn.recompute import recompute
-from fastmp.parallel.rng import RngTracker
-from fastmp.testing import run_ranks
 from fastmp.testing.models import SEED, SMALL, make_gpt
 from fastmp.testing.parallel import count_collectives
+from fastmp.testing.ranks import run_ranks
 
 DROPOUT = replace(SMALL, dropout=0.2, attention_dropout=0.3)
 

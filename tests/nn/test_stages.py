@@ -7,14 +7,14 @@ from dataclasses import replace
 import pytest
 import torch
 
+from fastmp.distributed.grid import RankGrid
+from fastmp.distributed.groups import ParallelGroups
 from fastmp.nn import Placement, gpt_stages
 from fastmp.nn.stages import layers_of_stages
-from fastmp.parallel.attributes import parallel_attributes
-from fastmp.parallel.grid import RankGrid
-from fastmp.parallel.groups import ParallelGroups
-from fastmp.testing import run_ranks
+from fastmp.tensor_parallel.attributes import parallel_attributes
 from fastmp.testing.layouts import CLOSE, GPT2, LLAMA, MIXTRAL, TIED, differences
 from fastmp.testing.models import make_gpt
+from fastmp.testing.ranks import run_ranks
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -11,16 +11,16 @@ import torch._dynamo  # imported before ranks are forked
 import torch.nn.functional as F
 from nn_tools import tp_groups
 
+from fastmp.distributed.collectives import group_rank
+from fastmp.distributed.grid import RankGrid
+from fastmp.distributed.groups import ParallelGroups
+from fastmp.distributed.rng import RngTracker
 from fastmp.nn import Placement, TransformerLayer
 from fastmp.nn.dropout import Dropout
-from fastmp.parallel.attributes import parallel_attributes
-from fastmp.parallel.collectives import group_rank
-from fastmp.parallel.grid import RankGrid
-from fastmp.parallel.groups import ParallelGroups
-from fastmp.parallel.rng import RngTracker
-from fastmp.testing import run_ranks
+from fastmp.tensor_parallel.attributes import parallel_attributes
 from fastmp.testing.models import EXPERTS, SEED, SMALL, placed
 from fastmp.testing.parallel import count_collectives
+from fastmp.testing.ranks import run_ranks
 
 S, B, H = 8, 3, SMALL.hidden_size
 CLOSE = {"rtol": 1e-10, "atol": 1e-10}

@@ -10,8 +10,8 @@ from nn_tools import compare_with_reference
 from transformers_reference import DATA, FAMILIES, bundle_of, from_tensors, load_bundle
 
 from fastmp.nn import GPT, Placement
-from fastmp.testing import run_ranks
 from fastmp.testing.models import shard_of
+from fastmp.testing.ranks import run_ranks
 
 MOE_FAMILIES = ("Mixtral", "Qwen3Moe")
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5}

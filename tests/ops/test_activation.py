@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from fastmp.ops import OPS, bias_gelu
 from fastmp.ops import activation as module
-from fastmp.ops import rows as tiles
+from fastmp.ops.core import rowwise as tiles
 
 FORMS = ("tanh", "none")
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)

@@ -7,7 +7,7 @@ import torch
 from marks import DTYPES
 
 from fastmp.ops import activation as module
-from fastmp.ops import rows
+from fastmp.ops.core import rowwise as rows
 from fastmp.testing.ops import poisoned_memory
 
 pytestmark = pytest.mark.interpret

@@ -26,7 +26,7 @@ from cpp_tools import compiled, pointers, runnable
 
 from fastmp.ops import OPS, adamw_
 from fastmp.ops.adamw import join_master, split_master
-from fastmp.ops.philox import philox
+from fastmp.ops.core.philox import philox
 from fastmp.testing.ops import run
 
 BACKENDS = (None, "reference")

@@ -7,7 +7,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from fastmp.ops import built, cross_entropy_triton, norm_triton, registry
+from fastmp.ops import cross_entropy_triton, norm_triton
+from fastmp.ops.core import built, registry
 
 HOPPER, AMPERE, CONSUMER = 228 << 10, 164 << 10, 100 << 10  # shared memory of a multiprocessor
 

@@ -13,7 +13,7 @@ import torch
 from cpp_tools import compiled, pointers, runnable
 from torch import Tensor
 
-from fastmp.ops.registry import OPS
+from fastmp.ops.core.registry import OPS
 from fastmp.testing.ops import check_op, relative_error, run, samples
 
 PROMISE = "cross_entropy_promise_"  # takes no logits, and is no kernel of ours on a GPU

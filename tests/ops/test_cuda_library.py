@@ -15,7 +15,7 @@ import fastmp
 
 pytest.importorskip("triton", reason="cuobjdump ships with Triton, which is not installed")
 
-from fastmp.testing.cubins.compiled import tool
+from tools.cubins.compiled import tool
 
 # compiling takes minutes
 pytestmark = pytest.mark.timeout(1800)

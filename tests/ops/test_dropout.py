@@ -10,11 +10,11 @@ import torch
 import torch.nn.functional as F
 from cpp_tools import compiled, pointers, runnable
 
+from fastmp.distributed.rng import RngTracker
 from fastmp.ops import OPS, bias_dropout_add
 from fastmp.ops import dropout as module
-from fastmp.parallel.rng import RngTracker
-from fastmp.testing import run_ranks
 from fastmp.testing.ops import poisoned_memory
+from fastmp.testing.ranks import run_ranks
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 HALVES = DTYPES[2:]

@@ -7,8 +7,8 @@ import pytest
 import torch
 from marks import DTYPES
 
-from fastmp.ops import _triton
 from fastmp.ops import dropout as module
+from fastmp.ops.core import _triton
 from fastmp.testing.ops import poisoned_memory
 
 tl = _triton.tl

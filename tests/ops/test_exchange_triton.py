@@ -9,8 +9,9 @@ from marks import full
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from fastmp.ops import OPS, exchange_triton, launcher
-from fastmp.ops._triton import jit, tl
+from fastmp.ops import OPS, exchange_triton
+from fastmp.ops.core import launcher
+from fastmp.ops.core._triton import jit, tl
 from fastmp.testing.ops import samples
 from fastmp.testing.peers import PeerViews, shared_memory, virtual_ranks
 from fastmp.testing.ranks import run_ranks

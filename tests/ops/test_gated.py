@@ -8,8 +8,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from fastmp.ops import OPS, bias_gelu, geglu, rows, swiglu
+from fastmp.ops import OPS, bias_gelu, geglu, swiglu
 from fastmp.ops import gated as module
+from fastmp.ops.core import rowwise as rows
 
 FORMS = ("silu", "gelu_tanh", "gelu")
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)

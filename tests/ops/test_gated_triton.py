@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fastmp.ops import gated as module
-from fastmp.ops import rows
+from fastmp.ops.core import rowwise as rows
 from fastmp.testing.ops import poisoned_memory
 
 pytestmark = [

@@ -13,7 +13,7 @@ from torch import nn
 
 from fastmp.ops import OPS, grouped_mlp_in, grouped_mm, grouped_mm_choice
 from fastmp.ops import grouped_mm_tiles as tiles
-from fastmp.parallel import GradBuffer
+from fastmp.optim.grad_buffers import GradBuffer
 from fastmp.testing.ops import poisoned_memory
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)

@@ -10,8 +10,8 @@ import torch
 from marks import full
 
 from fastmp.ops import grouped_mm_triton as kernels
-from fastmp.ops import launcher
-from fastmp.ops.registry import OPS
+from fastmp.ops.core import launcher
+from fastmp.ops.core.registry import OPS
 from fastmp.testing.ops import poisoned_memory
 
 pytestmark = [

@@ -25,7 +25,8 @@ from every_op_tools import (
 from marks import full
 from torch import Tensor
 
-from fastmp.ops import OPS, dropout, finite, grouped_mm_triton, norm_triton, rows
+from fastmp.ops import OPS, dropout, finite, grouped_mm_triton, norm_triton
+from fastmp.ops.core import rowwise as rows
 from fastmp.testing.ops import run, samples
 
 # ops that take nothing else, or a copy

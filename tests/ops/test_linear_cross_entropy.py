@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from benchmarks.measure import extra_bytes
 from fastmp.ops import cross_entropy, linear_cross_entropy
 from fastmp.ops.linear_cross_entropy_chunks import chunk_size
-from fastmp.parallel.grads import GradBuffer
+from fastmp.optim.grad_buffers import GradBuffer
 
 N, H, V = 22, 12, 40
 CHUNKS = {"one chunk": None, "chunks of 4": 4 * V * 8, "a token at a time": 1}

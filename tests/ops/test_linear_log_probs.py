@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.measure import extra_bytes
 from fastmp.ops import linear_cross_entropy, linear_log_probs
-from fastmp.parallel.grads import GradBuffer
+from fastmp.optim.grad_buffers import GradBuffer
 
 N, H, V = 22, 12, 40
 CLOSE = {"rtol": 1e-12, "atol": 1e-12}

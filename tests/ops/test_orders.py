@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from fastmp.ops import OPS, grouped_mm_triton, launcher, norm_triton
+from fastmp.ops import OPS, grouped_mm_triton, norm_triton
+from fastmp.ops.core import launcher
 from fastmp.testing.functions import Draw, evaluate, functions
 from fastmp.testing.ops import run, samples
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fastmp.ops import OPS, permutation, permute, unpermute
-from fastmp.ops.registry import compute_dtype
+from fastmp.ops.core.registry import compute_dtype
 from fastmp.testing.ops import poisoned_memory, samples
 
 FAMILY = ("permutation", "permute", "unpermute", "unpermute_backward")

@@ -8,7 +8,7 @@ from every_op_tools import BEYOND, NothingWalksThrough, only_ends_run, sparse
 from marks import DTYPES
 
 from fastmp.ops import permute_triton as kernels
-from fastmp.ops.registry import OPS
+from fastmp.ops.core.registry import OPS
 from fastmp.testing.ops import poisoned_memory, samples
 
 pytestmark = [

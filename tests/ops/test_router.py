@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fastmp.ops import OPS, router, router_triton, topk_router
-from fastmp.ops.rows import strip_shape
+from fastmp.ops.core.rowwise import strip_shape
 
 EXPERTS, GROUPS = 32, 8
 

@@ -9,7 +9,8 @@ import torch
 from marks import full
 from torch import Tensor
 
-from fastmp.ops import router, router_triton, rows
+from fastmp.ops import router, router_triton
+from fastmp.ops.core import rowwise as rows
 from fastmp.testing.ops import poisoned_memory
 
 pytestmark = [

@@ -15,9 +15,10 @@ from triton.runtime import driver
 
 from fastmp import ops
 from fastmp.config import GPTConfig, MoEConfig
-from fastmp.nn.moe import MoELayer
+from fastmp.nn.moe.layer import MoELayer
 from fastmp.nn.placement import Placement
-from fastmp.ops import OPS, activation, launcher, warm
+from fastmp.ops import OPS, activation, warm
+from fastmp.ops.core import launcher
 from fastmp.testing.ops import run, samples
 
 

@@ -15,7 +15,8 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from fastmp.nn.moe.router import router_logits
-from fastmp.ops import OPS, grouped_mlp_in, grouped_mm, linear_cross_entropy, registry, wgrad
+from fastmp.ops import OPS, grouped_mlp_in, grouped_mm, linear_cross_entropy, wgrad
+from fastmp.ops.core import registry
 from fastmp.ops.wgrad import WgradQueue, defer_wgrad, linear
 from fastmp.testing.ops import poisoned_memory
 

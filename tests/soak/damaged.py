@@ -24,11 +24,11 @@ from inputs import Family, run_family
 from mutations import mutate_bytes, mutate_json
 from soak import Outcome, main
 
-from fastmp.parallel.grid import RankGrid
-from fastmp.parallel.groups import ParallelGroups
+from fastmp.distributed.grid import RankGrid
+from fastmp.distributed.groups import ParallelGroups
 from fastmp.testing.ranks import run_ranks
-from fastmp.train.checkpoint.checkpointer import Checkpointer
-from fastmp.train.checkpoint.storage import Parts
+from fastmp.training.checkpoint.checkpointer import Checkpointer
+from fastmp.training.checkpoint.storage import Parts
 
 OPENING = b'{"crc32": %d, "manifest": '
 

@@ -25,14 +25,14 @@ import torch
 import torch.distributed as dist
 
 from fastmp.config import set_default_variables
+from fastmp.distributed.collectives import all_gather, all_reduce_
+from fastmp.distributed.runtime import main_guard
+from fastmp.distributed.symmetric_memory import PeerExchange
 from fastmp.ops.exchange import exchange_barrier
-from fastmp.parallel import watch
-from fastmp.parallel.collectives import all_gather, all_reduce_
-from fastmp.parallel.doing import this_machine
-from fastmp.parallel.peers import PeerExchange
-from fastmp.parallel.runtime import main_guard
-from fastmp.parallel.watch import Watch
-from fastmp.pulse import pulse
+from fastmp.status import pulse
+from fastmp.watchdog import watchdog as watch
+from fastmp.watchdog.process_state import this_machine
+from fastmp.watchdog.watchdog import Watch
 
 LIMIT = 2.0  # seconds without progress
 BAD_STEP, STEPS = 6, 12

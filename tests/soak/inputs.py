@@ -35,13 +35,14 @@ from mutations import PARTS, TOML, mutate_bytes, mutate_json
 from soak import Outcome, Progress, main
 
 from fastmp.config import Recipe
-from fastmp.layout import expected_vocab_size, problems
+from fastmp.config.data_files import expected_vocab_size
+from fastmp.config.recipe import load_recipe
+from fastmp.plan.layout import problems
 from fastmp.plan.recipe import recipe_facts
-from fastmp.train.data.corpus import build
-from fastmp.train.data.tokenfile import open_split, open_tokenizer, read_index, verify
-from fastmp.train.data.tokenize import load_tokenizer
-from fastmp.train.metrics import read_metrics
-from fastmp.train.recipe import load_recipe
+from fastmp.training.data.corpus import build
+from fastmp.training.data.tokenfile import open_split, open_tokenizer, read_index, verify
+from fastmp.training.data.tokenize import load_tokenizer
+from fastmp.training.metrics import read_metrics
 
 ADDRESS_SPACE = 4 << 30  # bytes
 GROWTH = 256 << 20  # bytes of resident memory that the cases of a child may add at their peak

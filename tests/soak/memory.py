@@ -20,9 +20,9 @@ import tiny
 import torch.distributed as dist
 from soak import Outcome, main
 
-from fastmp.parallel.runtime import init
+from fastmp.distributed.runtime import init
 from fastmp.testing.ranks import run_ranks
-from fastmp.train.heap import map_large_blocks
+from fastmp.training.heap import map_large_blocks
 
 SLOPE = 1024  # bytes a step
 WINDOW = 50  # steps

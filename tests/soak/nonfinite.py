@@ -19,10 +19,10 @@ import tiny
 import torch
 from soak import Outcome, Progress, main
 
-from fastmp.parallel.attributes import parallel_attributes
-from fastmp.parallel.collectives import group_size
+from fastmp.distributed.collectives import group_size
+from fastmp.tensor_parallel.attributes import parallel_attributes
 from fastmp.testing.ranks import run_ranks
-from fastmp.train.trainer import Trainer
+from fastmp.training.trainer import Trainer
 
 CASES = {  # layout: ranks, options, flags
     "1 rank": (*tiny.LAYOUTS["1 rank"], ()),

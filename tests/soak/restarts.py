@@ -24,14 +24,14 @@ from typing import Any
 import tiny
 from soak import Outcome, Progress, main
 
-import fastmp.train.main as train_main
+import fastmp.apps.train_main as train_main
+from fastmp.apps.train import main as train_command
 from fastmp.config import Recipe
-from fastmp.parallel.optimizer import AdamW
+from fastmp.optim.adamw import AdamW
 from fastmp.testing.ranks import RankError, run_ranks
-from fastmp.train.command import main as train_command
-from fastmp.train.data import tokenwriter
-from fastmp.train.metrics import read_metrics
-from fastmp.train.trainer import Trainer
+from fastmp.training.data import tokenwriter
+from fastmp.training.metrics import read_metrics
+from fastmp.training.trainer import Trainer
 
 ROOT = Path(__file__).parents[2]
 STEPS, INTERVAL = 14, 3

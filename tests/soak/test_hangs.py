@@ -7,9 +7,9 @@ import json
 import pytest
 from hangs import SCENARIOS, run_scenario
 
-from fastmp.cli import main
-from fastmp.hang import explain
-from fastmp.parallel.records import RankRecord
+from fastmp.apps.cli import main
+from fastmp.apps.hang import explain
+from fastmp.watchdog.records import RankRecord
 
 QUICK = {("killed", 2, 1), ("stopped", 2, 1)}
 pytestmark = pytest.mark.usefixtures("one_thread")

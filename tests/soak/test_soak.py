@@ -17,7 +17,7 @@ import reshard
 import restarts
 import soak
 
-from fastmp.train.checkpoint import load
+from fastmp.training.checkpoint import load
 
 
 def test_damaged_and_hostile_inputs_are_refused_by_name():

@@ -16,12 +16,12 @@ from pathlib import Path
 
 import torch
 
+from fastmp.apps import train_main as main
 from fastmp.config import Recipe
-from fastmp.parallel.runtime import Runtime
-from fastmp.train import main
-from fastmp.train.data.corpus import build
-from fastmp.train.recipe import parse_arguments
-from fastmp.train.trainer import Trainer
+from fastmp.config.recipe import parse_arguments
+from fastmp.distributed.runtime import Runtime
+from fastmp.training.data.corpus import build
+from fastmp.training.trainer import Trainer
 
 MODEL = {
     "model.num-layers": 4,

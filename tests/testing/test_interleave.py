@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fastmp.ops._triton import TensorDescriptor, jit, tl
+from fastmp.ops.core._triton import TensorDescriptor, jit, tl
 from fastmp.testing import interleave
 
 pytestmark = pytest.mark.interpret

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from marks import full
 
 import fastmp
-from fastmp.testing import RankError, run_ranks
+from fastmp.testing.ranks import RankError, run_ranks
 
 
 def use_threads() -> None:

@@ -8,8 +8,9 @@ __getattr__, __dir__, __all__ = exports(
     __name__,
     {
         "router": "Router",
-        "dispatch": "AllGatherDispatcher AllToAllDispatcher LocalDispatcher make_dispatcher",
-        "symmetric": "SymmetricDispatcher",
+        "dispatchers.base": "AllGatherDispatcher AllToAllDispatcher LocalDispatcher",
+        "dispatchers.factory": "make_dispatcher",
+        "dispatchers.symmetric": "SymmetricDispatcher",
         "experts": "GroupedExperts SharedExperts",
         "layer": "MoELayer",
     },

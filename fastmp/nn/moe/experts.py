@@ -17,6 +17,8 @@ import torch
 from torch import nn
 
 from fastmp.config import ACTIVATIONS, GPTConfig
+from fastmp.distributed.collectives import group_rank, group_size
+from fastmp.distributed.rng import seeded
 from fastmp.nn.activation import activation_function
 from fastmp.nn.init import Init, normal, residual_normal
 from fastmp.nn.mlp import MLP
@@ -24,10 +26,8 @@ from fastmp.nn.moe.router import moe_config
 from fastmp.nn.placement import Placement
 from fastmp.ops import grouped_mlp_in, grouped_mm
 from fastmp.ops.wgrad import linear
-from fastmp.parallel.attributes import ParallelAttributes, shard_of
-from fastmp.parallel.collectives import group_rank, group_size
-from fastmp.parallel.layers import ParallelModule
-from fastmp.parallel.rng import seeded
+from fastmp.tensor_parallel.attributes import ParallelAttributes, shard_of
+from fastmp.tensor_parallel.layers import ParallelModule
 
 __all__ = ["GroupedExperts", "SharedExperts"]
 

@@ -33,14 +33,15 @@ from torch import Tensor
 from torch.autograd.function import Function, once_differentiable
 
 from fastmp.config import GPTConfig, MoEConfig
-from fastmp.nn.moe.dispatch import LocalDispatcher, make_dispatcher, uncompiled
+from fastmp.distributed import streams
+from fastmp.distributed.collectives import gather_from_group, group_rank, group_size, split_to_group
+from fastmp.nn.moe.dispatchers.base import LocalDispatcher, uncompiled
+from fastmp.nn.moe.dispatchers.factory import make_dispatcher
 from fastmp.nn.moe.experts import GroupedExperts, SharedExperts
 from fastmp.nn.moe.router import Router, moe_config
 from fastmp.nn.placement import Placement
 from fastmp.nn.segment import Segment, SegmentedLayer, Tensors
 from fastmp.ops import apply_capacity
-from fastmp.parallel import streams
-from fastmp.parallel.collectives import gather_from_group, group_rank, group_size, split_to_group
 
 __all__ = ["MoELayer"]
 

@@ -46,17 +46,18 @@ from torch.autograd.function import Function, once_differentiable
 from torch.distributed import ProcessGroup
 
 from fastmp.config import GPTConfig, MoEConfig
+from fastmp.distributed.collectives import all_reduce_, group_size
+from fastmp.distributed.deferred import finish_later
 from fastmp.nn.dropout import random_stream
 from fastmp.nn.init import normal
 from fastmp.nn.placement import Placement
 from fastmp.nn.recompute import once
-from fastmp.ops import RouterOutput, checks, topk_router
-from fastmp.ops.registry import without_autocast
+from fastmp.ops import RouterOutput, topk_router
+from fastmp.ops.core import checks
+from fastmp.ops.core.registry import without_autocast
 from fastmp.ops.wgrad import main_grad_of, weight_grad
-from fastmp.parallel.attributes import ParallelAttributes
-from fastmp.parallel.collectives import all_reduce_, group_size
-from fastmp.parallel.late import finish_later
-from fastmp.parallel.layers import ParallelModule
+from fastmp.tensor_parallel.attributes import ParallelAttributes
+from fastmp.tensor_parallel.layers import ParallelModule
 
 __all__ = ["Router", "moe_config"]
 
@@ -123,7 +124,7 @@ class Router(ParallelModule):
         are this rank's tokens for each expert before anything is dropped.
 
         late: ranks exchange their counts in the background, and the value of the loss is there once
-        `fastmp.parallel.late.finish_all` has been called.
+        `fastmp.distributed.deferred.finish_all` has been called.
         """
         moe = self.moe
         logits = router_logits(self._jittered(tokens_SBH), self.weight)

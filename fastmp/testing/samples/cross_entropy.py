@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastmp.ops import cross_entropy
-from fastmp.ops.registry import OPS
+from fastmp.ops.core.registry import OPS
 from fastmp.testing.functions import Draw, Function
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fastmp.ops import OPS
-from fastmp.ops.registry import compute_dtype
+from fastmp.ops.core.registry import compute_dtype
 
 #   tokens, slots, etp, ep, experts, capacity, columns, gap between rows, sequence
 _CASES = (

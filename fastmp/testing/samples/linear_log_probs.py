@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastmp.ops import linear_log_probs
-from fastmp.ops.registry import OPS, compute_dtype
+from fastmp.ops.core.registry import OPS, compute_dtype
 from fastmp.testing.functions import Draw, Function
 from fastmp.testing.samples.linear_cross_entropy import draw_head
 

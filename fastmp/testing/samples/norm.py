@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from fastmp.ops import layer_norm, rms_norm
-from fastmp.ops.registry import OPS
+from fastmp.ops.core.registry import OPS
 from fastmp.testing.functions import Draw, Function
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fastmp.ops import OPS, permute, unpermute
-from fastmp.ops.registry import compute_dtype
+from fastmp.ops.core.registry import compute_dtype
 from fastmp.testing.functions import Draw, Function
 
 #   tokens, slots, experts, columns, gap between rows, pairs dropped, rows that nothing maps to

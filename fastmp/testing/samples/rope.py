@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 
 from fastmp.ops import rope, rope_qk
-from fastmp.ops.registry import compute_dtype
+from fastmp.ops.core.registry import compute_dtype
 from fastmp.testing.functions import Draw, Function
 
 

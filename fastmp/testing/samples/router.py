@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastmp.ops import topk_router
-from fastmp.ops.registry import OPS, compute_dtype
+from fastmp.ops.core.registry import OPS, compute_dtype
 from fastmp.testing.functions import Draw, Function
 
 

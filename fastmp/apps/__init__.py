@@ -1,0 +1,1 @@
+"""The `fastmp` command: one module a subcommand, and the applications behind them."""

@@ -1,0 +1,102 @@
+"""Results of evaluations as people read them: a line while one runs, and tables. Standard library only."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from fastmp.config.files import read_file
+
+__all__ = ["Progress", "read_result", "table"]
+
+COLUMNS = {
+    "wikitext": ("perplexity", "perplexity_per_token", "nats", "num_words", "num_tokens"),
+    "lambada": ("accuracy", "perplexity", "num_correct", "num_examples"),
+    "heldout": ("nats_per_byte", "nats_per_token", "perplexity_per_token", "num_tokens", "num_bytes"),
+}
+_LIMIT = 1 << 20  # bytes of a result
+
+
+class Progress:
+    """Prints on stderr how far an evaluation is: in place on a terminal, else a line every ten seconds.
+
+    total: rows of the task. done: those that need not be done again.
+    """
+
+    def __init__(self, name: str, unit: str, total: int, done: int) -> None:
+        self.name, self.unit, self.total, self.done = name, unit, total, done
+        self.terminal = sys.stderr.isatty()
+        self.began = self.shown = time.perf_counter()
+        self.new = self.read = self.scored = 0
+
+    def add(self, rows: int, read: int, scored: int) -> None:
+        """Count rows that were done, the tokens that the model read for them, and their targets."""
+        self.done, self.new = self.done + rows, self.new + rows
+        self.read, self.scored = self.read + read, self.scored + scored
+        now = time.perf_counter()
+        if now - self.shown > (0.5 if self.terminal else 10.0):
+            self.shown = now
+            left = (self.total - self.done) * (now - self.began) / self.new
+            hours, seconds = divmod(round(left), 3600)
+            eta = f"{hours}:{seconds // 60:02}:{seconds % 60:02}"
+            print(f"{self._line(now)}, ETA {eta}", end="\r" if self.terminal else "\n", file=sys.stderr)
+
+    def end(self) -> None:
+        """Print the last line."""
+        print(self._line(time.perf_counter()), " " * (12 * self.terminal), sep="", file=sys.stderr)
+
+    def _line(self, now: float) -> str:
+        seconds = max(now - self.began, 1e-9)
+        return (
+            f"{self.name}: {self.done:,} of {self.total:,} {self.unit}, "
+            f"{self.scored / seconds:,.0f} tokens/s scored, {self.read / seconds:,.0f} read"
+        )
+
+
+def read_result(path: str | Path) -> dict[str, Any]:
+    """A result as `fastmp eval ... --out` writes it.
+
+    ValueError, which names the file, where it is none or cannot be read.
+    """
+    try:
+        result = json.loads(read_file(path, _LIMIT))
+        known = all(isinstance(result[name], int | float) for name in COLUMNS[result["task"]])
+        known = known and isinstance(result["model"], str)
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be read ({error.strerror})") from None
+    except (ValueError, TypeError, KeyError, RecursionError):
+        known = False
+    if not known:
+        raise ValueError(f"{path}: is no result of fastmp eval")
+    return dict(result)
+
+
+def table(results: Iterable[Mapping[str, Any]]) -> str:
+    """The results as text, those of one task in one table, a line each."""
+    of_tasks: dict[str, list[Mapping[str, Any]]] = {}
+    for result in results:
+        of_tasks.setdefault(result["task"], []).append(result)
+    return "\n\n".join(_of_task(task, of_one) for task, of_one in of_tasks.items())
+
+
+def _of_task(task: str, results: Sequence[Mapping[str, Any]]) -> str:
+    columns = COLUMNS[task]
+    rows = [(task, *(name.removeprefix("num_").replace("_", " ") for name in columns))]
+    rows += [(result["model"], *(_shown(name, result[name]) for name in columns)) for result in results]
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    return "\n".join(
+        "  ".join([row[0].ljust(widths[0]), *(cell.rjust(w) for cell, w in zip(row[1:], widths[1:]))])
+        for row in rows
+    )
+
+
+def _shown(name: str, value: float) -> str:
+    if name == "accuracy":
+        return f"{value:.2%}"
+    if isinstance(value, int):
+        return f"{value:,}"
+    return f"{value:,.4f}" if value < 1e9 else f"{value:.4g}"

@@ -1,0 +1,295 @@
+"""Tasks: which tokens of a file are scored, each seen from which others, and what their scores amount to.
+
+A text begins with the token that the tokenizer's template puts there, or with end-of-text where there is no
+template: so its first token is a target as well, and T counts all of them.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, overload
+
+import numpy as np
+import numpy.typing as npt
+
+from fastmp.apps.evaluation.lambada import Example, read_examples
+from fastmp.apps.evaluation.scoring import Row, Score
+from fastmp.apps.evaluation.wikitext import count_words, detokenize
+from fastmp.apps.evaluation.windows import Windows
+from fastmp.config.data_files import is_megatron
+from fastmp.config.files import read_file
+from fastmp.training.data.tokenfile import open_split, open_tokenizer, read_index
+from fastmp.training.data.tokenize import TokenIds, Tokenizer
+
+__all__ = ["Task", "heldout_task", "lambada_task", "wikitext_task"]
+
+_LIMIT = 1 << 32  # bytes of a text
+
+
+@dataclass(frozen=True)
+class Task:
+    """Rows to be scored, and what follows from the scores.
+
+    name: of the command. unit: what a row is, in the plural. rows: made when they are asked for.
+    order: the numbers of rows in the order in which batches take them, the longest first.
+    likeliest: whether the scores must say if targets are the likeliest tokens.
+    settings: what the result depends on beside the model, for JSON. summarize: figures from the scores of all
+        rows, for JSON.
+    """
+
+    name: str
+    unit: str
+    rows: Sequence[Row]
+    order: Sequence[int]
+    settings: dict[str, Any]
+    summarize: Callable[[Sequence[Score]], dict[str, Any]]
+    likeliest: bool = False
+
+
+@dataclass(frozen=True)
+class _WindowRows(Sequence[Row]):
+    """The windows of a text, read when they are asked for; read(a, b) gives its tokens a to b - 1."""
+
+    windows: Windows
+    read: Callable[[int, int], npt.NDArray[Any]]
+
+    def __len__(self) -> int:
+        return len(self.windows)
+
+    @overload
+    def __getitem__(self, number: int) -> Row: ...
+    @overload
+    def __getitem__(self, number: slice) -> Sequence[Row]: ...
+    def __getitem__(self, number: int | slice) -> Row | Sequence[Row]:
+        if isinstance(number, slice):
+            return [self[each] for each in range(len(self))[number]]
+        window = self.windows[number]
+        ids = self.read(window.begin, window.end + 1)
+        return Row(ids.astype(np.int64), window.scored)
+
+
+def wikitext_task(path: str | Path, tokenizer: Tokenizer, *, window: int = 1024, stride: int = 32) -> Task:
+    """Perplexity per original word of a file of WikiText, which is detokenized first.
+
+    With the sum of -log P over the T tokens of the detokenized text in nats, it is exp(nats / T_o), where T_o
+    counts the words and line ends of the file as it is (Shoeybi et al. 2019, arXiv 1909.08053, section 5.3).
+
+    ValueError, which names the file, where it is not UTF-8 or has no word, has the line ends of Windows, or
+    cannot be read.
+    """
+    text = _text(path)
+    if "\n" in text and text.count("\r\n") == text.count("\n"):
+        raise ValueError(
+            f"{path}: its lines end with a carriage return, which would count as a word of each; the "
+            "published file has none: take them out"
+        )
+    if not (num_words := count_words(text)):
+        raise ValueError(f"{path}: there is no word in it")
+    content = detokenize(text).encode()
+    ids, lossless = _with_beginning(content, tokenizer)
+    windows = Windows(len(ids) - 1, window, stride)
+
+    def summarize(scores: Sequence[Score]) -> dict[str, Any]:
+        nats = _nats(scores)
+        return {
+            "perplexity": _exp(nats / num_words),
+            "perplexity_per_token": _exp(nats / windows.num_targets),
+            "nats": nats,
+            "num_words": num_words,
+            "num_tokens": windows.num_targets,
+            "lossless": lossless,
+        }
+
+    return _of_windows("wikitext", path, _crc32([ids]), windows, lambda a, b: ids[a:b], summarize)
+
+
+def heldout_task(
+    path: str | Path, tokenizer: Tokenizer | None, *, window: int = 1024, stride: int | None = None
+) -> Task:
+    """Loss per token and per byte of the validation split of a token directory, or of any text file.
+
+    tokenizer: the model's; None only for a directory, which then is taken to be of the same one.
+    stride: None: that of `window`, as when the trainer evaluates.
+
+    ValueError for a directory without validation split, of another tokenizer or damaged, and for a text that
+    is not UTF-8 (unless tokens are bytes), is empty or cannot be read; and for files of tokens.
+    """
+    stride = window if stride is None else stride
+    place = Path(path)
+    if place.is_dir():
+        return _of_split(place, tokenizer, window, stride)
+    if is_megatron(place) or (place.suffix == ".bin" and (place.parent / "index.json").is_file()):
+        raise ValueError(f"{path}: holds tokens, not text: give a directory of token files, or a text")
+    raw = _read(path)
+    if not raw:
+        raise ValueError(f"{path}: there is no text in it")
+    assert tokenizer is not None
+    try:
+        ids, lossless = _with_beginning(raw, tokenizer)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+    windows = Windows(len(ids) - 1, window, stride)
+    summarize = _per_token_and_byte(windows.num_targets, len(raw), lossless)
+    return _of_windows("heldout", path, _crc32([ids]), windows, lambda a, b: ids[a:b], summarize)
+
+
+def _of_split(directory: Path, tokenizer: Tokenizer | None, window: int, stride: int) -> Task:
+    index = read_index(directory)
+    if "validation" not in index.splits:
+        raise ValueError(f"{directory}: no text was held out (validation_fraction 0)")
+    theirs = open_tokenizer(directory, index)
+    if tokenizer is not None and _describe(theirs) != _describe(tokenizer):
+        raise ValueError(
+            f"{directory}: has the tokens of another tokenizer ({theirs.name}, {theirs.vocab_size} tokens) "
+            f"than the model's ({tokenizer.name}, {tokenizer.vocab_size} tokens); if they are the same, "
+            f"--tokenizer {directory} says so"
+        )
+    split = open_split(directory, index, "validation")
+    windows = Windows(split.info.num_tokens - 1, window, stride)
+    summarize = _per_token_and_byte(windows.num_targets, split.info.num_bytes, split.info.num_changed == 0)
+    return _of_windows("heldout", directory, split.info.checksums_crc32, windows, split.read, summarize)
+
+
+def _describe(tokenizer: Tokenizer) -> tuple[str, int, str | None]:
+    return tokenizer.name, tokenizer.end_of_text, tokenizer.to_json()
+
+
+def _per_token_and_byte(
+    num_tokens: int, num_bytes: int, lossless: bool
+) -> Callable[[Sequence[Score]], dict[str, Any]]:
+    def summarize(scores: Sequence[Score]) -> dict[str, Any]:
+        nats = _nats(scores)
+        return {
+            "nats_per_token": nats / num_tokens,
+            "nats_per_byte": nats / num_bytes,
+            "perplexity_per_token": _exp(nats / num_tokens),
+            "nats": nats,
+            "num_tokens": num_tokens,
+            "num_bytes": num_bytes,
+            "lossless": lossless,
+        }
+
+    return summarize
+
+
+def lambada_task(path: str | Path, tokenizer: Tokenizer, *, max_seq_len: int) -> Task:
+    """How often the last word of a passage of LAMBADA is the likeliest, and its perplexity.
+
+    A word is right if each of its tokens is the likeliest after the right ones before it. It is tokenized
+    with the space before it, and the passage without the space behind it (the strict form). Of a passage that
+    is longer than the model's `max_seq_len` positions, the end is read.
+
+    ValueError as `read_examples`, for a word of more tokens than that or of none, one with no token before
+    it, and a file that cannot be read.
+    """
+    beginning = _beginning(tokenizer)
+    rows, num_truncated, most = [], 0, max_seq_len + 1
+    content = _read(path)
+    for example in read_examples(content, str(path)):
+        try:
+            context, word = _tokens_of(example, tokenizer)
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from None
+        if not len(word) or not len(beginning) + len(context):
+            raise ValueError(
+                f"{path}: the tokenizer has no token for {example.word!r}, or for what stands before it"
+            )
+        if len(word) > max_seq_len:
+            raise ValueError(
+                f"{path}: the {len(word)} tokens of {example.word[:40]!r} are too many for the model"
+            )
+        ids = np.concatenate((beginning, context, word))
+        num_truncated += len(ids) > most
+        rows.append(Row(ids[-most:].astype(np.int64), len(word)))
+
+    def summarize(scores: Sequence[Score]) -> dict[str, Any]:
+        nats, correct = _nats(scores), sum(score.likeliest for score in scores)
+        return {
+            "accuracy": correct / len(rows),
+            "perplexity": _exp(nats / len(rows)),
+            "num_correct": correct,
+            "num_examples": len(rows),
+            "nats": nats,
+            "num_tokens": sum(row.scored for row in rows),
+            "num_truncated": num_truncated,
+        }
+
+    settings = {"data": str(path), "crc32": _crc32([row.ids for row in rows])}
+    longest_first = sorted(range(len(rows)), key=lambda number: -len(rows[number].ids))
+    return Task("lambada", "examples", rows, longest_first, settings, summarize, likeliest=True)
+
+
+def _tokens_of(example: Example, tokenizer: Tokenizer) -> tuple[TokenIds, TokenIds]:
+    """The tokens of the context, and of the last word with the space before it.
+
+    The word's are what it adds to the context. Tokenizers that put a space before every text would write two
+    before a word on its own.
+    """
+    context = tokenizer.encode(example.context)
+    whole = tokenizer.encode(f"{example.context} {example.word}")
+    if len(whole) > len(context) and np.array_equal(whole[: len(context)], context):
+        return context, whole[len(context) :]
+    return context, tokenizer.encode(f" {example.word}")
+
+
+def _of_windows(
+    name: str,
+    path: str | Path,
+    crc32: int,
+    windows: Windows,
+    read: Callable[[int, int], npt.NDArray[Any]],
+    summarize: Callable[[Sequence[Score]], dict[str, Any]],
+) -> Task:
+    settings = {"data": str(path), "crc32": crc32, "window": windows.length, "stride": windows.stride}
+    return Task(name, "windows", _WindowRows(windows, read), range(len(windows)), settings, summarize)
+
+
+def _read(path: str | Path) -> bytes:
+    try:
+        return read_file(path, _LIMIT)
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be read ({error.strerror})") from None
+
+
+def _text(path: str | Path) -> str:
+    try:
+        return _read(path).decode()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: not UTF-8 at byte {error.start}") from None
+
+
+def _with_beginning(content: bytes, tokenizer: Tokenizer) -> tuple[TokenIds, bool]:
+    """The ids of a text behind the token that it begins with, and whether they give it back."""
+    ids = tokenizer.encode(content)
+    beginning = _beginning(tokenizer) or [tokenizer.end_of_text]
+    return np.concatenate((beginning, ids)), tokenizer.decode_bytes(ids) == content
+
+
+def _beginning(tokenizer: Tokenizer) -> list[int]:
+    """The token that the tokenizer's template begins a text with, if there is one."""
+    nothing, something = tokenizer.encode_prompt(""), tokenizer.encode_prompt("a")
+    return nothing[:1] if nothing[:1] == something[:1] else []
+
+
+def _crc32(ids: Sequence[TokenIds]) -> int:
+    """That of all ids: another one where the file, the tokenizer or the detokenizer is another."""
+    crc32 = 0
+    for each in ids:
+        crc32 = zlib.crc32(each.tobytes(), crc32)
+    return crc32
+
+
+def _nats(scores: Sequence[Score]) -> float:
+    """- log P of all targets, correctly rounded: the same whichever order the sums of rows came in."""
+    return -math.fsum(score.log_prob for score in scores)
+
+
+def _exp(nats: float) -> float:
+    try:
+        return math.exp(nats)
+    except OverflowError:
+        return math.inf

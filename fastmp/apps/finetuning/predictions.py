@@ -1,0 +1,80 @@
+"""From scores to predictions and metrics: what a model says of a split, and how right it is."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from fastmp.apps.finetuning.formats import Choice, Question
+from fastmp.apps.finetuning.metrics import accuracy, binary_f1, squad1_scores, squad2_scores
+from fastmp.apps.finetuning.samples import Window
+from fastmp.apps.finetuning.windows import best_span, place_of
+
+__all__ = ["answers_of", "evaluate_classes", "evaluate_questions"]
+
+Scores = npt.NDArray[np.floating]
+
+
+def evaluate_classes(examples: Sequence[Any], scores: Scores) -> tuple[dict[str, float], list[int]]:
+    """The metrics and predictions of examples with labels, from the scores (examples, classes or options).
+
+    "accuracy"; with two classes also "f1"; of `Choice`s also that of each group.
+    """
+    predictions: list[int] = scores.argmax(1).tolist()
+    labels = [example.label for example in examples]
+    metrics = {"accuracy": accuracy(predictions, labels)}
+    if scores.shape[1] == 2:
+        metrics["f1"] = binary_f1(predictions, labels)
+    for group in dict.fromkeys(each.group for each in examples if isinstance(each, Choice)):
+        inside = [i for i, each in enumerate(examples) if each.group == group]
+        metrics[f"{group}_accuracy"] = accuracy([predictions[i] for i in inside], [labels[i] for i in inside])
+    return metrics, predictions
+
+
+def evaluate_questions(
+    examples: Sequence[Question],
+    windows: Sequence[Window],
+    scores: Scores,
+    *,
+    max_length: int,
+    impossible: bool,
+) -> tuple[dict[str, float], dict[str, str]]:
+    """The metrics and answers of questions, from the scores (windows, S, 2) of first and last tokens.
+
+    max_length: the most tokens of an answer. impossible: a question may have no answer (SQuAD 2.0): "" is
+    predicted where that has the higher score.
+    """
+    texts, no_answer = answers_of(examples, windows, scores, max_length=max_length)
+    wanted = {each.id: [answer.text for answer in each.answers] for each in examples}
+    if not impossible:
+        return squad1_scores(texts, wanted), texts
+    metrics = squad2_scores(texts, no_answer, wanted)
+    return metrics, {key: "" if no_answer[key] > 0 else text for key, text in texts.items()}
+
+
+def answers_of(
+    examples: Sequence[Question], windows: Sequence[Window], scores: Scores, *, max_length: int
+) -> tuple[dict[str, str], dict[str, float]]:
+    """For each question the best answer in its context, and by how much no answer is the better one.
+
+    No answer is the first token of a row, [CLS], as first and last token; its score is the lowest of a
+    question's windows (Devlin et al. 2019): where one holds an answer, no answer is unlikely there.
+    """
+    texts = {each.id: "" for each in examples}
+    best = dict.fromkeys(texts, -np.inf)
+    nothing = dict.fromkeys(texts, np.inf)
+    for window, both in zip(windows, scores, strict=True):
+        example = examples[window.question]
+        nothing[example.id] = min(nothing[example.id], float(both[0].astype(np.float64).sum()))
+        inside = both[window.ahead : window.ahead + len(window.tokens)]
+        span = best_span(inside[:, 0], inside[:, 1], window.begins, max_length=max_length)
+        if span is not None and span.score > best[example.id]:
+            best[example.id] = span.score
+            first, end = place_of(
+                window.places, window.tokens.start + span.first, window.tokens.start + span.last
+            )
+            texts[example.id] = example.context[first:end].strip()
+    return texts, {key: nothing[key] - best[key] for key in texts}

@@ -1,0 +1,104 @@
+"""The tasks: their files, what is predicted, the metric that decides, and the paper's grid.
+
+TASKS has the rows of Table 6 of Shoeybi et al. 2019 (its "3.8B" is the model of 3.9 billion parameters).
+Standard library only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from fastmp.apps.finetuning import formats
+from fastmp.apps.finetuning.formats import Examples
+from fastmp.apps.finetuning.selection import Point
+
+__all__ = ["HEADS", "TASKS", "Task"]
+
+HEADS = ("classes", "span", "choices")
+
+
+@dataclass(frozen=True)
+class Task:
+    """A task as its published files have it.
+
+    read: the examples of a file, or of a directory. train, dev: where they are below the directory of the
+        data. Of dev, the first decides which run is best; `also` are read where they are there.
+    head: what is predicted: one of several "classes" of a text, a "span" of it, or one of its "choices".
+    num_outputs: the number of classes. metric: the name of the metric that decides.
+    epochs, points: Table 6, by the size of the model.
+    """
+
+    read: Callable[[Path], Examples[Any]]
+    train: str
+    dev: str
+    head: str
+    metric: str
+    epochs: int
+    points: Mapping[str, Point]
+    num_outputs: int = 1
+    also: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def grid(self) -> list[Point]:
+        """The different points of Table 6, in its order."""
+        return list(dict.fromkeys(self.points.values()))
+
+
+def _rows(*rows: tuple[int, float]) -> dict[str, Point]:
+    return {size: Point(*row) for size, row in zip(("336M", "1.3B", "3.9B"), rows, strict=True)}
+
+
+TASKS = {
+    "mnli": Task(
+        read=formats.read_mnli,
+        train="train.tsv",
+        dev="dev_matched.tsv",
+        also={"mismatched": "dev_mismatched.tsv"},
+        head="classes",
+        num_outputs=3,
+        metric="accuracy",
+        epochs=10,
+        points=_rows((128, 1e-5), (128, 1e-5), (128, 1e-5)),
+    ),
+    "qqp": Task(
+        read=formats.read_qqp,
+        train="train.tsv",
+        dev="dev.tsv",
+        head="classes",
+        num_outputs=2,
+        metric="accuracy",
+        epochs=12,
+        points=_rows((128, 5e-5), (128, 3e-5), (256, 4e-5)),
+    ),
+    "squad1": Task(
+        read=formats.read_squad1,
+        train="train-v1.1.json",
+        dev="dev-v1.1.json",
+        head="span",
+        metric="f1",
+        epochs=2,
+        points=_rows((64, 3e-5), (48, 3e-5), (48, 1e-5)),
+    ),
+    "squad2": Task(
+        read=formats.read_squad2,
+        train="train-v2.0.json",
+        dev="dev-v2.0.json",
+        head="span",
+        metric="best_f1",
+        epochs=2,
+        points=_rows((48, 3e-5), (64, 3e-5), (48, 1e-5)),
+    ),
+    "race": Task(
+        read=formats.read_race,
+        train="train",
+        dev="dev",
+        also={"test": "test"},
+        head="choices",
+        metric="accuracy",
+        epochs=3,
+        points=_rows((32, 2e-5), (16, 1e-5), (32, 2e-5)),
+    ),
+}

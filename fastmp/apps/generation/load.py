@@ -1,0 +1,171 @@
+"""Trained models and tokenizers as commands take them: of a checkpoint and its run, or of transformers."""
+
+from __future__ import annotations
+
+import math
+from argparse import Namespace
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from fastmp.config import DataConfig, GPTConfig
+from fastmp.config.data_files import is_megatron
+from fastmp.config.recipe import load_recipe, model_from
+from fastmp.distributed.collectives import group_rank, group_size
+from fastmp.distributed.grid import RankGrid
+from fastmp.distributed.groups import ParallelGroups
+from fastmp.hf.stored import is_transformers, read_json
+from fastmp.hf.weights import TransformersReader
+from fastmp.nn.language_model import Part
+from fastmp.nn.models import GPT
+from fastmp.nn.placement import Placement
+from fastmp.nn.stages import GPTStage, layers_of_stages
+from fastmp.training.checkpoint.directory import checkpoint_at, whole_manifest
+from fastmp.training.checkpoint.files import verify
+from fastmp.training.checkpoint.load import agree
+from fastmp.training.checkpoint.storage import CheckpointReader
+from fastmp.training.checkpoint.weights import load_weights
+from fastmp.training.data.dataset import TokenDataset
+from fastmp.training.data.tokenfile import open_tokenizer, read_index
+from fastmp.training.data.tokenize import Tokenizer, load_tokenizer
+
+__all__ = [
+    *("ends_of", "load_model", "make_groups", "model_tokenizer", "open_either", "open_weights"),
+    "tokenizer_beside",
+]
+
+_MOST_JSON = 1 << 20  # bytes
+_SAY_ENDS = ("generation_config.json", "config.json")  # of transformers
+
+
+def open_weights(
+    checkpoint: str | None, hf: str | None, world: dist.ProcessGroup | None, ignored: Sequence[str] = ()
+) -> tuple[CheckpointReader, GPTConfig]:
+    """What reads the weights, and the model that they are of; each rank of `world` checks a share of files.
+
+    checkpoint: one of fastmp's, or a run, whose latest one is meant. hf: a directory of transformers, of
+        whose configuration the keys in `ignored` are not looked at.
+
+    CheckpointError, on all ranks, where there is no such model, or it is damaged.
+    """
+    if hf is not None:
+        reader = agree(world, partial(TransformersReader, hf, ignored=ignored))
+        return reader, reader.config
+    assert checkpoint is not None, "one of the two is given"
+    return agree(world, partial(_checkpoint, checkpoint, world))
+
+
+def open_either(path: str, world: dist.ProcessGroup | None) -> tuple[CheckpointReader, GPTConfig]:
+    """`open_weights` of a path that is either of its two."""
+    return open_weights(None, path, world) if is_transformers(Path(path)) else open_weights(path, None, world)
+
+
+def _checkpoint(path: str, world: dist.ProcessGroup | None) -> tuple[CheckpointReader, GPTConfig]:
+    found = checkpoint_at(path)
+    manifest = whole_manifest(found)
+    try:
+        config = model_from(manifest.description)
+    except ValueError as error:
+        raise ValueError(f"{found}: {error}") from None
+    verify(found, manifest, sorted(manifest.files)[group_rank(world) :: group_size(world)])
+    return CheckpointReader(found, manifest), config
+
+
+def load_model(
+    reader: CheckpointReader,
+    config: GPTConfig,
+    groups: ParallelGroups,
+    *,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
+    sequence_parallel: bool = False,
+) -> GPT:
+    """The model in evaluation mode, or this rank's stage of it, on `device`, without weights drawn before.
+
+    Layers are divided over `groups.pp` as evenly as can be. ValueError where that leaves a stage without a
+    layer, for a BERT, and as `GPT` and `load_weights`.
+    """
+    if config.bert is not None:
+        raise ValueError("the model is a BERT, which fills in masked tokens and does not tell the next one")
+    rank, size = group_rank(groups.pp), group_size(groups.pp)
+    if size > config.num_layers:
+        raise ValueError(f"{config.num_layers} layers are too few for {size} pipeline stages")
+    of_each = [(config.num_layers + i) // size for i in range(size)]
+    part = Part(rank == 0, layers_of_stages(config.num_layers, size, of_each)[rank], rank == size - 1)
+    moe = None if config.moe is None else replace(config.moe, jitter=0.0)  # else it would need generators
+    config = replace(config, dropout=0.0, attention_dropout=0.0, moe=moe)
+    kind = GPT if groups.pp is None else GPTStage
+    model = kind(config, Placement(groups, sequence_parallel, device="meta", dtype=dtype), part=part)
+    model.to_empty(device=device)
+    with torch.no_grad():
+        for param in model.parameters():  # files lack the padding of the vocabulary
+            param.zero_()
+    load_weights(reader, config, [model], groups)
+    return model.eval()
+
+
+def make_groups(options: Namespace, world_size: int, command: str) -> ParallelGroups:
+    """The process groups of the layout that a command line asks for; `command` names it in an error.
+
+    ValueError where the layout does not fit the ranks.
+    """
+    tp, pp, ep, cp = options.tp, options.pp, options.ep, getattr(options, "cp", 1)
+    etp = options.etp or tp
+    needed = pp * math.lcm(tp * cp, ep * etp)
+    if world_size % needed:
+        layout = f"tp {tp}, {f'cp {cp}, ' if cp > 1 else ''}pp {pp}, ep {ep} and etp {etp}"
+        raise ValueError(
+            f"{layout} need {needed} ranks or a multiple, there are {world_size}: fastmp launch -n {needed} "
+            f"{command} ..."
+        )
+    return ParallelGroups.create(RankGrid(world_size=world_size, tp=tp, cp=cp, pp=pp, ep=ep, etp=etp))
+
+
+def model_tokenizer(options: Namespace, reader: CheckpointReader) -> Tokenizer:
+    """The tokenizer that `--tokenizer` names, or that of the model or of its run; ValueError without one."""
+    if options.tokenizer is not None:
+        return load_tokenizer(options.tokenizer)
+    try:
+        return tokenizer_beside(reader.directory.absolute())
+    except ValueError as error:
+        raise ValueError(f"{error}; name the model's tokenizer by --tokenizer FILE") from None
+
+
+def tokenizer_beside(checkpoint: Path) -> Tokenizer:
+    """The tokenizer of the run that a checkpoint is of, or of the model that it is, or was imported from.
+
+    ValueError where no recipe lies where a run has it, or what it names is gone.
+    """
+    if is_transformers(checkpoint):
+        return load_tokenizer(checkpoint)
+    for run in (checkpoint.parent.parent, checkpoint.parent):
+        if (run / "recipe.json").is_file():  # as `fastmp train` writes it
+            recipe = load_recipe(None, read_json(run / "recipe.json", _MOST_JSON))
+        elif (run / "recipe.toml").is_file():  # as `fastmp hf import` does
+            recipe = load_recipe(run / "recipe.toml")
+        else:
+            continue
+        return _tokenizer_of(recipe.data, run.parent / "data")
+    raise ValueError(f"{checkpoint}: no recipe.json of a run lies beside it")
+
+
+def _tokenizer_of(data: DataConfig, cache_dir: Path) -> Tokenizer:
+    directory = TokenDataset.source(data, cache_dir)
+    if is_megatron(directory) or (data.first_path is None and data.tokenizer != "bpe"):
+        return load_tokenizer(data.tokenizer)
+    return open_tokenizer(directory, read_index(directory))
+
+
+def ends_of(hf: Path) -> set[int]:
+    """The ids that end a text, as the files of a transformers model say."""
+    for name in _SAY_ENDS:
+        if (hf / name).is_file():
+            said = read_json(hf / name, _MOST_JSON).get("eos_token_id")
+            ids = said if isinstance(said, list) else [said]
+            if found := {each for each in ids if type(each) is int}:
+                return found
+    return set()

@@ -1,0 +1,274 @@
+"""Batches of prompts, continued until each of them has ended: what the host does beside a `Decoder`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import NamedTuple, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fastmp.apps.generation.decoder import NO_TOKEN, Decoder
+from fastmp.apps.generation.sample_text import check_choice, choose_tokens
+from fastmp.config import GPTConfig
+from fastmp.cuda_graphs.backends.base import Backend
+from fastmp.cuda_graphs.backends.cuda import CudaBackend
+from fastmp.distributed.collectives import communication_device, group_rank, group_size
+from fastmp.distributed.groups import ParallelGroups
+from fastmp.nn.models import GPT
+from fastmp.nn.moe.layer import MoELayer
+from fastmp.training.data.tokenize import Tokenizer
+
+__all__ = ["Continuation", "Generated", "check_prompts", "generate"]
+
+CONTEXT = 8  # tokens of a prompt that are decoded together with new ones
+LOST = "not finite"  # why a row ends that raises in the end, on all ranks
+STEPS_AHEAD = 16  # of a GPU before the host reads what it has chosen
+
+
+class Continuation(NamedTuple):
+    """What came after a prompt.
+
+    ids: the new tokens, without the one that ends a text, with those that make up a stop string.
+    text: of these tokens, up to the stop string; "" without a tokenizer.
+    reason: why it ended, "end of text", "stop string" or "length".
+    """
+
+    ids: list[int]
+    text: str
+    reason: str
+
+
+class Generated(NamedTuple):
+    """The continuations of all prompts, and how long they took, in seconds.
+
+    prompt_tokens: of all prompts, which took `prefill_seconds` together with a first new token of each.
+    decoded_tokens: further tokens of all rows, which took `decode_seconds`. Tokens behind the end of a row,
+        which its batch still computes, do not count.
+    """
+
+    rows: list[Continuation]
+    prompt_tokens: int
+    decoded_tokens: int
+    prefill_seconds: float
+    decode_seconds: float
+
+
+def generate(
+    model: GPT,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_new_tokens: int,
+    tokenizer: Tokenizer | None = None,
+    stop: Sequence[str] = (),
+    ends: Collection[int] | None = None,
+    temperature: float = 1.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    seed: int = 0,
+    groups: ParallelGroups = ParallelGroups.alone(),
+    backend: Backend | None = None,
+) -> Generated:
+    """Continue all `prompts` (token ids, of any lengths) at once, each by at most `max_new_tokens` tokens.
+
+    Args:
+        model: a GPT in evaluation mode, or this rank's only stage of one.
+        tokenizer: makes texts of tokens. Ids beyond its vocabulary are not chosen.
+        stop: strings each of which ends the text that it would be in; they may lie across tokens.
+        ends: tokens each of which ends a text; None: the tokenizer's end-of-text, without one none.
+        temperature, top_k, top_p: see `fastmp.apps.generation.sample_text.choose_tokens`.
+        seed: row i draws from a generator of its own, seeded with seed + i: what a prompt becomes depends on
+            the others, and on the layout, by rounding alone.
+        groups: those that the model is divided over. Data-parallel ranks take turns at the rows, and all
+            return all of them.
+        backend: captures decode steps as graphs; None: CUDA graphs on a GPU, on a CPU none.
+
+    On a CPU the host reads every token as it comes, on a GPU after every 16 steps.
+
+    ValueError for an empty prompt, an id outside of the vocabulary, prompts that leave no room for
+    `max_new_tokens` within the model's positions, an empty stop string or one without a tokenizer, and as
+    `choose_tokens` and `Decoder`; nothing is computed then. ValueError, on all ranks, for logits that are not
+    finite.
+
+    Source of top_p: Holtzman et al. 2020; of the cache and static shapes: Pope et al. 2022, arXiv 2211.05102.
+    """
+    check_choice(temperature, top_k, top_p)
+    if not all(stop) or (stop and tokenizer is None):
+        raise ValueError(f"generate: stop strings need a tokenizer and a character each, got {list(stop)}")
+    vocab_size = model.config.vocab_size
+    if tokenizer is not None:
+        vocab_size = min(vocab_size, tokenizer.vocab_size)
+        ends = (tokenizer.end_of_text,) if ends is None else ends
+    check_prompts(model.config, prompts, max_new_tokens, vocab_size)
+    device = next(model.parameters()).device
+    if backend is None and device.type == "cuda":
+        backend = cast(Backend, CudaBackend())
+    choose = partial(choose_tokens, temperature=temperature, top_k=top_k, top_p=top_p)
+    longest = max(map(len, prompts))
+    decoder = Decoder(
+        model,
+        groups,
+        places=longest + max_new_tokens - 1,
+        choose=choose,
+        vocab_size=vocab_size,
+        backend=backend,
+    )
+    size = -(-len(prompts) // group_size(groups.dp))
+    own = range(group_rank(groups.dp) * size, (group_rank(groups.dp) + 1) * size)
+    rows = [
+        Row(prompts[i], max_new_tokens, tokenizer, tuple(stop), frozenset(ends or ()))
+        if i < len(prompts)
+        else Row(prompts[0][:1], 0)  # so that all ranks have equally many
+        for i in own
+    ]
+    for layer in model.modules():
+        if isinstance(layer, MoELayer):
+            layer.expect(longest, size)
+    seconds = _run(decoder, rows, longest, _points(own, max_new_tokens, seed).to(device), groups.dp)
+    found = [(row.continuation(), row.taken) for row in rows]
+    if groups.dp is not None:
+        everyones: list[list[tuple[Continuation, int]]] = [[]] * group_size(groups.dp)
+        dist.all_gather_object(everyones, found, group=groups.dp)
+        found = [each for one in everyones for each in one]
+    found = found[: len(prompts)]
+    for number, (row, _) in enumerate(found, 1):
+        if row.reason == LOST:
+            raise ValueError(
+                f"generate: prompt {number} has logits that are not finite after {len(row.ids)} new tokens: "
+                "the weights are not, or a number is too large for their dtype"
+            )
+    decoded = sum(taken for _, taken in found) - len(found)
+    return Generated([row for row, _ in found], sum(map(len, prompts)), decoded, *seconds)
+
+
+def check_prompts(
+    config: GPTConfig, prompts: Sequence[Sequence[int]], max_new_tokens: int, vocab_size: int
+) -> None:
+    """Raise ValueError for prompts that a model cannot continue by so many tokens."""
+    if max_new_tokens < 1:
+        raise ValueError(f"generate: max_new_tokens must be positive, got {max_new_tokens}")
+    if not prompts or not all(prompts):
+        raise ValueError("generate: a prompt is empty; start with the tokenizer's end_of_text")
+    for prompt in prompts:
+        if bad := [i for i in prompt if not 0 <= i < vocab_size]:
+            raise ValueError(f"generate: prompt id {bad[0]} is outside the vocabulary of {vocab_size}")
+    longest, most = max(map(len, prompts)), config.max_seq_len
+    if longest + max_new_tokens - 1 > most:
+        raise ValueError(
+            f"generate: a prompt of {longest} tokens and {max_new_tokens} new ones are too many for a model "
+            f"of {most} positions; at most {max(most + 1 - longest, 0)} new ones fit"
+        )
+
+
+def _points(rows: range, number: int, seed: int) -> Tensor:
+    """The random numbers (B, number) in [0, 1) of these rows, float64."""
+    return torch.stack(
+        [
+            torch.rand(number, dtype=torch.float64, generator=torch.Generator().manual_seed(seed + i))
+            for i in rows
+        ]
+    )
+
+
+@dataclass
+class Row:
+    """A row of the batch, which takes tokens until it has ended; `taken` counts those until then."""
+
+    prompt: Sequence[int]
+    room: int
+    tokenizer: Tokenizer | None = None
+    stop: tuple[str, ...] = ()
+    ends: frozenset[int] = frozenset()
+    ids: list[int] = field(default_factory=list)
+    taken: int = 0
+    text: str | None = None  # up to a stop string
+    ended: bool = False
+    lost: bool = False
+
+    @property
+    def done(self) -> bool:
+        return self.ended or self.lost or self.text is not None or self.taken == self.room
+
+    def take(self, tokens: Sequence[int]) -> None:
+        for token in tokens:
+            if self.done:
+                return
+            self.taken += 1
+            self.ended, self.lost = token in self.ends, token == NO_TOKEN
+            if not (self.ended or self.lost):
+                self.ids.append(token)
+                self.text = self._stopped() if self.stop else None
+
+    def _stopped(self) -> str | None:
+        """The text before the first stop string in it; None where there is none.
+
+        The whole text is decoded only where the last tokens hold what the newest has completed. In front of
+        the newest they have a longest stop string, and some more: characters cut in two, a space dropped.
+        """
+        assert self.tokenizer is not None
+        reach, tail = max(map(len, self.stop)) + CONTEXT, CONTEXT
+        while tail < len(self.ids) and len(self.tokenizer.decode(self.ids[-tail:-1])) < reach:
+            tail *= 2
+        if tail < len(self.ids):
+            latest = self.tokenizer.decode(self.ids[-tail:])
+            if not any(each in latest for each in self.stop):
+                return None
+        text = self._text()
+        found = [at for each in self.stop if (at := text.find(each)) >= 0]
+        return text[: min(found)] if found else None
+
+    def continuation(self) -> Continuation:
+        reason = "length" if self.text is None else "stop string"
+        reason = "end of text" if self.ended else LOST if self.lost else reason
+        return Continuation(self.ids, self._text() if self.text is None else self.text, reason)
+
+    def _text(self) -> str:
+        """What the new tokens add to the text of the last few before them.
+
+        Decoders may treat the beginning of a text otherwise, and drop its space.
+        """
+        if self.tokenizer is None:
+            return ""
+        before = list(self.prompt[-CONTEXT:])
+        start, whole = self.tokenizer.decode(before), self.tokenizer.decode(before + self.ids)
+        return whole[len(start) :] if whole.startswith(start) else self.tokenizer.decode(self.ids)
+
+
+def _run(
+    decoder: Decoder,
+    rows: Sequence[Row],
+    longest: int,
+    points_BN: Tensor,
+    dp: dist.ProcessGroup | None,
+) -> tuple[float, float]:
+    """Continue all rows until they are done, on all ranks of `dp`; the seconds of prefill and of decoding."""
+    device = points_BN.device
+    lengths_B = torch.tensor([len(row.prompt) for row in rows])
+    prompts_BS = torch.zeros(len(rows), longest, dtype=torch.int64)
+    for row, prompt_S in zip(rows, prompts_BS):
+        prompt_S[: len(row.prompt)] = torch.tensor(row.prompt)
+    began = time.perf_counter()
+    chosen_BN = decoder.prefill(prompts_BS.to(device), lengths_B.to(device), points_BN[:, 0]).unsqueeze(1)
+    interval, done, decoding = STEPS_AHEAD if device.type == "cuda" else 1, 1, 0.0
+    while True:
+        for row, tokens in zip(rows, chosen_BN.tolist()):
+            row.take(tokens)
+        decoding = decoding or time.perf_counter()
+        if _everywhere(all(row.done for row in rows), dp):
+            return decoding - began, time.perf_counter() - decoding
+        steps = range(done, min(done + interval, points_BN.shape[1]))
+        chosen_BN = torch.stack([decoder.step(points_BN[:, i]).clone() for i in steps], 1)
+        done = steps.stop
+
+
+def _everywhere(flag: bool, group: dist.ProcessGroup | None) -> bool:
+    """Whether the `flag` of all ranks is set."""
+    if group is None:
+        return flag
+    number = torch.tensor(int(flag), device=communication_device())
+    dist.all_reduce(number, dist.ReduceOp.MIN, group=group)
+    return bool(number)

@@ -1,0 +1,41 @@
+"""A command that works on all ranks together, and says what came of it on the first one."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import TypeVar
+
+from fastmp.apps.first_rank import let_rank0_report_first
+from fastmp.config import Environment
+from fastmp.distributed.runtime import Runtime, init, main_guard
+
+__all__ = ["run_on_ranks"]
+
+Result = TypeVar("Result")
+
+
+def run_on_ranks(command: str, work: Callable[[Runtime], Result], say: Callable[[Result], None]) -> int:
+    """Run `work` as this process's whole program, and `say` on the first rank what it returned.
+
+    Returns the exit status: 2 for a ValueError or OSError of `work`, what the user did wrong, which is one
+    line on the first rank. What `say` raises, as where nobody reads, passes through.
+    """
+    made: list[Result] = []
+
+    def job() -> None:
+        try:
+            with let_rank0_report_first(Environment.read().rank or 0):
+                runtime = init()
+                result = work(runtime)
+        except (ValueError, OSError) as error:
+            print(f"fastmp {command}: {str(error).removeprefix(f'{command}: ')}", file=sys.stderr)
+            raise SystemExit(2) from None
+        if runtime.rank == 0:
+            made.append(result)
+        runtime.close()
+
+    status = main_guard(job)
+    for result in made:
+        say(result)
+    return status

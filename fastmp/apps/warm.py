@@ -1,0 +1,47 @@
+"""`fastmp warm`: compile a recipe's Triton kernels before training, for a GPU that need not be there."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Sequence
+
+from fastmp.config import Recipe
+from fastmp.config.command_line import Parser
+from fastmp.config.recipe import add_options
+from fastmp.plan.recipe import fitting_recipe
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run `fastmp warm` with the arguments `argv`; returns the exit status."""
+    parser = Parser(
+        prog="fastmp warm",
+        usage="fastmp warm FILE [--arch CC] [options]",
+        description="Compile a recipe's kernels into Triton's cache, as training does before its first step.",
+    )
+    parser.add_argument("file", metavar="FILE", help="TOML file of the run, as in configs/")
+    parser.add_argument("--arch", type=int, metavar="CC", help="compute capability, 90 for 9.0 (this GPU's)")
+    parser.add_argument("--world-size", type=int, metavar="N", help="number of ranks (the fewest that fit)")
+    parser.add_argument("--processes", type=int, metavar="N", help="compile at a time (one for each core)")
+    add_options(parser)
+    options = parser.parse_args(list(argv or []))
+    recipe = fitting_recipe(parser.prog, options)
+    if recipe is None:
+        return 2
+    from fastmp.ops.warm import current_architecture  # torch, which no mistake above waits for
+    from fastmp.training.kernels import progress_line, warm_up_recipe
+
+    try:
+        arch, ranks = options.arch or current_architecture(), options.world_size or fewest_ranks(recipe)
+        count = warm_up_recipe(recipe, ranks, arch, processes=options.processes, progress=progress_line())
+    except ValueError as error:
+        print(f"{parser.prog}: {error}", file=sys.stderr)
+        return 1
+    print(f"{count} kernels for compute capability {arch / 10} are in Triton's cache")
+    return 0
+
+
+def fewest_ranks(recipe: Recipe) -> int:
+    """The fewest ranks that `recipe` fits; more would be replicas, with the same kernels."""
+    layout = recipe.parallel
+    return layout.pp * math.lcm(layout.tp * layout.cp, layout.ep * (layout.etp or layout.tp))

@@ -1,0 +1,24 @@
+"""Configuration of models and training, the process environment, and recipes. Standard library only."""
+
+from __future__ import annotations
+
+from fastmp.config.environment import Environment as Environment
+from fastmp.config.environment import set_default_variables as set_default_variables
+from fastmp.config.environment import with_variables as with_variables
+from fastmp.config.model import ACTIVATIONS as ACTIVATIONS
+from fastmp.config.model import EXCHANGE_OPTIONS as EXCHANGE_OPTIONS
+from fastmp.config.model import MOST_LAYERS as MOST_LAYERS
+from fastmp.config.model import Activation as Activation
+from fastmp.config.model import BertConfig as BertConfig
+from fastmp.config.model import GPTConfig as GPTConfig
+from fastmp.config.model import MoEConfig as MoEConfig
+from fastmp.config.model import RopeScaling as RopeScaling
+from fastmp.config.training import SINKS as SINKS
+from fastmp.config.training import CheckpointConfig as CheckpointConfig
+from fastmp.config.training import DataConfig as DataConfig
+from fastmp.config.training import GraphConfig as GraphConfig
+from fastmp.config.training import MaskedLMConfig as MaskedLMConfig
+from fastmp.config.training import OptimizerConfig as OptimizerConfig
+from fastmp.config.training import ParallelConfig as ParallelConfig
+from fastmp.config.training import Recipe as Recipe
+from fastmp.config.training import TrainConfig as TrainConfig

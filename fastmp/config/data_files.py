@@ -1,0 +1,46 @@
+"""Facts of data directories that are known before torch is imported. Standard library only."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from fastmp.config.files import read_file
+from fastmp.config.training import DataConfig
+
+__all__ = ["INDEX_LIMIT", "expected_vocab_size", "is_megatron", "megatron_file"]
+
+INDEX_LIMIT = 1 << 20  # bytes; the index of token files is about 1 kB whatever the size of the data
+VOCAB_SIZES = {"byte": 257, "bpe": 4096}  # of the built-in tokenizers; bpe learns fewer where text is short
+MASKED_LM_TOKENS = 4  # [CLS], [SEP], [MASK] and [PAD], which these do not have
+
+
+def expected_vocab_size(data: DataConfig) -> int:
+    """The size of the vocabulary that `data` will have; 0 if only its tokenizer's file says it.
+
+    Of the special tokens of masked samples, a tokenizer.json is taken to have all, as BERT's has.
+    """
+    path = data.first_path
+    if path is None or is_megatron(path):
+        size, tokenizer = VOCAB_SIZES.get(data.tokenizer, 0), data.tokenizer
+    else:
+        try:
+            index = json.loads(read_file(Path(path) / "index.json", INDEX_LIMIT).decode())["content"]
+            size, tokenizer = index["vocab_size"], index.get("tokenizer")
+        except (OSError, ValueError, TypeError, AttributeError, KeyError, RecursionError):
+            return 0
+        if type(size) is not int:
+            return 0
+    has_none = data.masked_lm is not None and tokenizer in VOCAB_SIZES
+    return size + MASKED_LM_TOKENS if has_none else size
+
+
+def is_megatron(path: str | Path) -> bool:
+    """Whether a corpus of Megatron-LM has this prefix, which may also be given with .bin or .idx."""
+    return megatron_file(path, ".idx").is_file() and not Path(path).is_dir()
+
+
+def megatron_file(path: str | Path, suffix: str) -> Path:
+    """PREFIX.bin or PREFIX.idx of a path that is PREFIX, which may have dots, or one of the two."""
+    path = Path(path)
+    return path.with_suffix(suffix) if path.suffix in (".bin", ".idx") else path.with_name(path.name + suffix)

@@ -1,0 +1,382 @@
+"""Configuration of a model: its layers, experts and positions; `fastmp.config` has the same names.
+
+Standard library only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+from typing import Any
+
+from fastmp.config.options import Checked, option
+
+__all__ = [
+    "ACTIVATIONS",
+    "EXCHANGE_OPTIONS",
+    "MOST_LAYERS",
+    "Activation",
+    "BertConfig",
+    "GPTConfig",
+    "MoEConfig",
+    "RopeScaling",
+    "function_of",
+]
+
+
+@dataclass(frozen=True)
+class MoEConfig(Checked):
+    """A mixture of experts in place of the MLP of every layer, but for `GPTConfig.dense_layers`.
+
+    A router gives every token a score for each expert; the token goes to the `top_k` experts it chooses, and
+    their outputs are added up, weighted by the scores. Losses are coefficients: 0 leaves one out.
+    `fastmp.nn.moe.router` has their formulas, and how coefficients of other libraries convert.
+    """
+
+    num_experts: int = option(8, "experts of a layer")
+    top_k: int = option(2, "experts that a token goes to")
+    expert_ffn_hidden_size: int = option(512, "hidden units of an expert")
+    score: str = option("softmax", "function that turns logits into scores", ("softmax", "sigmoid"))
+    pre_softmax: bool = option(True, "take the softmax over all experts; else over the chosen ones")
+    normalize_topk: bool = option(False, "divide the scores of the chosen experts by their sum")
+    routed_scale: float = option(1.0, "factor of the scores of the chosen experts")
+    num_groups: int = option(1, "equal groups of experts, of which a token may choose group_topk")
+    group_topk: int = option(1, "groups among whose experts a token chooses")
+    group_score: str = option(
+        "deepseek",
+        "what a group is as good as: its best expert under softmax, its two best together under sigmoid "
+        "(deepseek), or its top_k / group_topk best together (megatron)",
+        ("deepseek", "megatron"),
+    )
+    expert_bias: bool = option(False, "add a bias that moves the choice, not the scores, to idle experts")
+    bias_update_rate: float = option(1e-3, "change of that bias in a step")
+    aux_loss: float = option(0.0, "load-balancing loss of the Switch Transformer")
+    aux_loss_group: str = option(
+        "tp_cp_dp",
+        "ranks whose tokens of a microbatch aux_loss counts together: all of a pipeline stage (tp_cp_dp), or "
+        "those of one data-parallel replica (tp_cp, as Megatron's aux_loss), which wait for no other replica",
+        ("tp_cp_dp", "tp_cp"),
+    )
+    sequence_aux_loss: float = option(0.0, "load-balancing loss of each sequence")
+    z_loss: float = option(0.0, "mean squared log-sum-exp of the router's logits")
+    jitter: float = option(0.0, "in training, the router's input is multiplied by numbers in 1 +- jitter")
+    capacity_factor: float | None = option(
+        None, "in training, most tokens of an expert over the mean of all experts; none: no limit"
+    )
+    drop_policy: str = option(
+        "probs", "tokens dropped beyond that: the least probable, or the last", ("probs", "position")
+    )
+    dispatcher: str = option(
+        "alltoall",
+        "tokens travel to their experts (alltoall), or all tokens of the expert group to every rank of it "
+        "(allgather): better for few experts a rank and many a token; symmetric: they travel through memory "
+        "that the ranks of one machine share, and no host waits; deepep: by the kernels of DeepEP, a package "
+        "of its own",
+        ("alltoall", "allgather", "symmetric", "deepep"),
+    )
+    symmetric_capacity: float | None = option(
+        None,
+        "of dispatcher symmetric, in training: rows that a rank has room for, over what comes if all experts "
+        "get equally many; none: for all tokens of all ranks",
+    )
+    symmetric_overflow: str = option(
+        "drop",
+        "pairs beyond that room: they are dropped and counted, or a training step that has some is run again "
+        "by all-to-all, for which the host waits once a step",
+        ("drop", "rerun"),
+    )
+    shared_expert_ffn_hidden_size: int = option(
+        0, "hidden units of an expert that every token goes to; 0: there is none"
+    )
+    shared_expert_gate: bool = option(False, "multiply its output by a sigmoid gate of the token")
+
+    def _problems(self) -> Iterator[str]:
+        yield from self._negative(
+            *("aux_loss", "sequence_aux_loss", "z_loss", "bias_update_rate", "shared_expert_ffn_hidden_size")
+        )
+        if not 0.0 <= self.jitter < 1.0:
+            yield f"jitter must be in [0, 1), got {self.jitter}"
+        if self.capacity_factor is not None and not self.capacity_factor > 0.0:
+            yield f"capacity_factor must be positive or absent, got {self.capacity_factor}"
+        if self.symmetric_capacity is not None:
+            if not self.symmetric_capacity > 0.0:
+                yield f"symmetric_capacity must be positive or absent, got {self.symmetric_capacity}"
+            if self.dispatcher != "symmetric":
+                yield (
+                    f'symmetric_capacity is for dispatcher "symmetric", got {self.symmetric_capacity} beside '
+                    f"{self.dispatcher!r}"
+                )
+        if self.symmetric_overflow == "rerun" and self.symmetric_capacity is None:
+            yield 'symmetric_overflow "rerun" needs a symmetric_capacity; without one there is room for all'
+        if self.shared_expert_gate and self.shared_expert_ffn_hidden_size == 0:
+            yield "shared_expert_gate needs a shared expert, got shared_expert_ffn_hidden_size 0"
+        sizes = ("num_experts", "top_k", "expert_ffn_hidden_size", "num_groups", "group_topk")
+        wrong = list(self._not_positive(*sizes))
+        yield from wrong or self._choices()
+
+    @property
+    def sum_is_one(self) -> bool:
+        """Whether the weights of a token's experts add up to one; under softmax there are two ways to it."""
+        return self.normalize_topk or (self.score == "softmax" and not self.pre_softmax)
+
+    def _choices(self) -> Iterator[str]:
+        """Which experts a token can reach."""
+        if self.num_experts % self.num_groups:
+            yield f"num_experts {self.num_experts} is not divisible by num_groups {self.num_groups}"
+        if self.group_topk > self.num_groups:
+            yield f"group_topk {self.group_topk} is more than num_groups {self.num_groups}"
+        if self.group_score == "megatron" and self.top_k < self.group_topk:
+            needed = f"top_k >= group_topk {self.group_topk}"
+            yield f"group_score 'megatron' needs {needed}, got top_k {self.top_k}"
+        reachable = self.group_topk * (self.num_experts // self.num_groups)
+        if self.top_k > self.num_experts:
+            yield f"top_k {self.top_k} is more than num_experts {self.num_experts}"
+        elif self.top_k > reachable:
+            yield (
+                f"top_k {self.top_k} is more than the {reachable} experts of group_topk {self.group_topk} of "
+                f"{self.num_groups} groups"
+            )
+
+
+@dataclass(frozen=True)
+class Activation:
+    """The activation of an MLP and of experts.
+
+    `form` is the function as ops name it: "gelu" (exact, with erf), "gelu_tanh" or "silu". `blocks` 2 means a
+    gated linear unit: the first product makes [gate | up], each as wide as the ffn, and the activation gives
+    form(gate) * up. With `blocks` 1 it gives form(up).
+    """
+
+    form: str
+    blocks: int = 1
+
+
+ACTIVATIONS = {
+    "gelu": Activation("gelu"),
+    "gelu_tanh": Activation("gelu_tanh"),
+    "swiglu": Activation("silu", blocks=2),
+    "geglu": Activation("gelu_tanh", blocks=2),
+    "geglu_erf": Activation("gelu", blocks=2),
+}
+
+
+MOST_LAYERS = 1 << 16  # plans list them
+
+
+@dataclass(frozen=True)
+class RopeScaling(Checked):
+    """Slower rotary positions, with which a model reads longer sequences than those it was first trained on.
+
+    "linear" divides all frequencies by `factor`. "llama3" divides those that turn less than
+    `low_freq_factor` times in `original_max_seq_len` tokens, leaves those that turn more than
+    `high_freq_factor` times, and goes from one to the other between (Llama 3.1). "yarn" does so by the number
+    of the frequency, from the one that turns `beta_fast` times to the one that turns `beta_slow` times, and
+    multiplies queries and keys by `attention_factor` (Peng et al. 2023, arXiv 2309.00071).
+    """
+
+    kind: str = option("llama3", "which frequencies are divided", ("linear", "llama3", "yarn"))
+    factor: float = option(8.0, "what slow frequencies are divided by")
+    original_max_seq_len: int = option(8192, "longest sequence before; linear ignores it")
+    low_freq_factor: float = option(1.0, "of llama3: turns up to which frequencies are divided")
+    high_freq_factor: float = option(4.0, "of llama3: turns from which on they stay")
+    beta_fast: float = option(32.0, "of yarn: turns from which on frequencies stay")
+    beta_slow: float = option(1.0, "of yarn: turns up to which they are divided")
+    truncate: bool = option(True, "of yarn: round the numbers of these two frequencies apart")
+    attention_factor: float | None = option(
+        None, "of yarn: factor of queries and keys; none: 0.1 ln(factor) + 1"
+    )
+
+    @property
+    def used(self) -> dict[str, Any]:
+        """The kind, and the values that it looks at."""
+        of_kind: dict[str, tuple[str, ...]] = {
+            "linear": (),
+            "llama3": ("original_max_seq_len", "low_freq_factor", "high_freq_factor"),
+            "yarn": ("original_max_seq_len", "beta_fast", "beta_slow", "truncate", "attention_factor"),
+        }
+        return {name: getattr(self, name) for name in ("kind", "factor", *of_kind[self.kind])}
+
+    def _problems(self) -> Iterator[str]:
+        yield from self._not_positive("original_max_seq_len", "low_freq_factor", "beta_slow")
+        yield from self._not_positive("attention_factor")
+        if self.factor < 1.0:
+            yield f"factor must be 1 or more, got {self.factor}"
+        for low, high in (("low_freq_factor", "high_freq_factor"), ("beta_slow", "beta_fast")):
+            if getattr(self, low) >= getattr(self, high):
+                yield (f"{low} must be less than {high}, got {getattr(self, low)} and {getattr(self, high)}")
+
+
+@dataclass(frozen=True)
+class BertConfig(Checked):
+    """An encoder that fills in masked tokens (BERT): a token sees all tokens of its sample but padding.
+
+    Without `post_norm` a layer is that of a GPT: norms at the inputs of attention and MLP, a residual stream
+    that is never normalised, and a norm behind the last layer (Shoeybi et al. 2019, figure 7b). With it, a
+    norm follows every residual addition and the sum of the embeddings (Devlin et al. 2018; figure 7a).
+    """
+
+    num_token_types: int = option(
+        2, "types of tokens, whose embeddings are added to words; 0: there are none"
+    )
+    post_norm: bool = option(
+        False, "norms behind residual additions, as in the first BERT; else before layers"
+    )
+    sentence_order: bool = option(True, "a head that tells whether the two parts of a sample were swapped")
+
+    def _problems(self) -> Iterator[str]:
+        return self._negative("num_token_types")
+
+
+@dataclass(frozen=True)
+class GPTConfig(Checked):
+    """The model: with its defaults GPT-2, with others Llama, Mixtral or Qwen3, with `bert` an encoder."""
+
+    num_layers: int = option(4, "transformer layers")
+    hidden_size: int = option(192, "width of the residual stream")
+    num_heads: int = option(6, "attention heads")
+    vocab_size: int = option(0, "tokens of the vocabulary; 0: as many as the data has")
+    max_seq_len: int = option(256, "longest sequence, in tokens")
+    num_kv_heads: int | None = option(None, "heads of keys and values (GQA); none: num_heads")
+    ffn_hidden_size: int | None = option(None, "hidden units of the MLP; none: 4 x hidden_size")
+    dropout: float = option(0.0, "dropout of embeddings and of what layers add")
+    attention_dropout: float = option(0.0, "dropout of attention's probabilities")
+    layernorm_epsilon: float = option(1e-5, "epsilon of either norm")
+    init_std: float = option(0.02, "standard deviation of the initial weights")
+    head_size: int | None = option(None, "width of a head; none: hidden_size / num_heads")
+    norm: str = option("layernorm", "norm of every layer", ("layernorm", "rmsnorm"))
+    position: str = option("learned", "positions: a learned table, or rotary", ("learned", "rope"))
+    rope_base: float = option(10000.0, "base of the angles of rotary positions")
+    activation: str = option(
+        "gelu_tanh",
+        "activation of the MLP and of experts: gelu (exact, with erf), its tanh form as in GPT-2, or with a "
+        "gate swiglu, geglu (tanh form, as in Gemma) or geglu_erf (exact)",
+        ACTIVATIONS,
+    )
+    linear_bias: bool = option(True, "give all projections a bias")
+    qkv_bias: bool | None = option(
+        None, "give that of queries, keys and values a bias (Qwen2); none: as linear_bias"
+    )
+    tie_embeddings: bool = option(True, "use the embedding table as the output layer's weight")
+    qk_norm: bool = option(False, "normalise every query and key over its head (Qwen3)")
+    sliding_window: int | None = option(
+        None, "tokens that a token sees, itself included (Mistral); none: all up to it"
+    )
+    full_attention_layers: tuple[int, ...] = option(
+        (),
+        "layers, from 0, in which a token sees all up to it where sliding_window gives the others a window",
+    )
+    dense_layers: tuple[int, ...] = option(
+        (), "layers, from 0, with an MLP of ffn_hidden_size where model.moe gives the others experts"
+    )
+    moe: MoEConfig | None = None
+    bert: BertConfig | None = None
+    rope_scaling: RopeScaling | None = None
+
+    def _problems(self) -> Iterator[str]:
+        for name in ("dropout", "attention_dropout"):
+            if not 0.0 <= getattr(self, name) < 1.0:
+                yield f"{name} must be in [0, 1), got {getattr(self, name)}"
+        positive = ("init_std", "layernorm_epsilon", "rope_base", "ffn_hidden_size", "sliding_window")
+        yield from self._not_positive(*positive)
+        yield from self._negative("vocab_size")
+        if self.num_layers > MOST_LAYERS:
+            yield f"num_layers must be at most {MOST_LAYERS}, got {self.num_layers}"
+        if self.rope_scaling is not None and self.position != "rope":
+            yield f'rope_scaling needs position "rope", got {self.position!r}'
+        if self.bert is not None:
+            yield from self._bert_problems()
+        sizes = ("num_layers", "hidden_size", "num_heads", "max_seq_len", "num_kv_heads")
+        wrong = list(self._not_positive(*sizes, "head_size"))
+        yield from wrong or (
+            *self._head_problems(),
+            *self._some_problems("dense_layers", "moe", "with experts"),
+            *self._some_problems("full_attention_layers", "sliding_window", "with a window"),
+        )
+
+    def _bert_problems(self) -> Iterator[str]:
+        for name in ("moe", "sliding_window"):
+            if getattr(self, name) is not None:
+                yield f"{name} is for GPT: leave it out beside bert"
+        if not self.tie_embeddings:
+            yield "tie_embeddings must be on beside bert, whose output weight is the table of words"
+
+    def _some_problems(self, name: str, of_others: str, with_what: str) -> Iterator[str]:
+        """Check the layers `name`, which do without what `of_others` gives all other layers."""
+        chosen, layers = getattr(self, name), self.num_layers
+        if not chosen:
+            return
+        if getattr(self, of_others) is None:
+            yield f"{name} are those not {with_what} where others are, but {of_others} is absent"
+        if list(chosen) != sorted({layer for layer in chosen if 0 <= layer < layers}):
+            yield f"{name} must be numbers from 0 to {layers - 1} in ascending order, got {list(chosen)}"
+        elif len(chosen) == layers:
+            yield f"{name} must leave a layer {with_what}, got all {layers}"
+
+    def _head_problems(self) -> Iterator[str]:
+        if self.head_size is None and self.hidden_size % self.num_heads:
+            yield f"hidden_size {self.hidden_size} is not divisible by num_heads {self.num_heads}"
+        elif self.position == "rope" and self.head_dim % 2:
+            yield f'position "rope" needs heads of even size, got {self.head_dim}'
+        if self.num_heads % self.kv_heads:
+            yield f"num_heads {self.num_heads} is not divisible by num_kv_heads {self.kv_heads}"
+
+    @property
+    def kv_heads(self) -> int:
+        return self.num_heads if self.num_kv_heads is None else self.num_kv_heads
+
+    @property
+    def has_qkv_bias(self) -> bool:
+        return self.linear_bias if self.qkv_bias is None else self.qkv_bias
+
+    @cached_property
+    def layers(self) -> tuple[GPTConfig, ...]:
+        """The configuration of each layer: a dense one has no experts, one with full attention no window."""
+        kinds: dict[tuple[bool, bool], GPTConfig] = {(False, False): self}
+        found, dense, full = [], frozenset(self.dense_layers), frozenset(self.full_attention_layers)
+        for layer in range(self.num_layers):
+            kind = layer in dense, layer in full
+            if kind not in kinds:
+                without: dict[str, Any] = {"moe": None, "dense_layers": ()} if kind[0] else {}
+                if kind[1]:
+                    without |= {"sliding_window": None, "full_attention_layers": ()}
+                kinds[kind] = replace(self, **without)
+            found.append(kinds[kind])
+        return tuple(found)
+
+    @property
+    def ffn_size(self) -> int:
+        return 4 * self.hidden_size if self.ffn_hidden_size is None else self.ffn_hidden_size
+
+    @property
+    def head_dim(self) -> int:
+        return self.hidden_size // self.num_heads if self.head_size is None else self.head_size
+
+
+_OF_TRAINING = {"dropout", "attention_dropout", "init_std"}
+EXCHANGE_OPTIONS = ("dispatcher", "symmetric_capacity", "symmetric_overflow")  # of MoEConfig
+_OF_TRAINING_EXPERTS = {
+    *("bias_update_rate", "aux_loss", "aux_loss_group", "sequence_aux_loss", "z_loss", "jitter"),
+    *("capacity_factor", "drop_policy", *EXCHANGE_OPTIONS),
+}
+
+
+def function_of(config: GPTConfig) -> dict[str, Any]:
+    """What decides what a trained model computes, the same for configurations that say it in other words."""
+    facts = {key: value for key, value in asdict(config).items() if key not in _OF_TRAINING}
+    facts |= {"num_kv_heads": config.kv_heads, "head_size": config.head_dim, "qkv_bias": config.has_qkv_bias}
+    facts["ffn_hidden_size"] = config.ffn_size
+    if config.position != "rope":
+        facts.pop("rope_base")
+    if config.rope_scaling is not None:
+        facts["rope_scaling"] = config.rope_scaling.used
+    if config.moe is not None:
+        moe = {key: value for key, value in facts["moe"].items() if key not in _OF_TRAINING_EXPERTS}
+        if config.moe.num_groups == config.moe.group_topk:
+            moe.pop("group_score")
+        if config.moe.score == "softmax":
+            moe |= {"pre_softmax": True, "normalize_topk": config.moe.sum_is_one}
+        facts["moe"] = moe
+        if not config.dense_layers:
+            facts.pop("ffn_hidden_size")
+    return facts

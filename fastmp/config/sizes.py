@@ -1,0 +1,212 @@
+"""Sizes of a model by formula: parameters, by how ranks hold them, and floating-point operations.
+
+Standard library only, so that `fastmp plan` answers at once.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import astuple, dataclass
+
+from fastmp.config.model import ACTIVATIONS, GPTConfig
+
+__all__ = [
+    "ParameterCounts",
+    "count_parameters",
+    "flops_per_token",
+    "head_flops_per_token",
+    "head_parameters",
+    "layer_flops_per_token",
+    "layer_parameters",
+    "norm_parameters",
+    "num_parameters",
+    "pad_vocab",
+    "position_parameters",
+]
+
+
+@dataclass(frozen=True)
+class ParameterCounts:
+    """Parameters of a model: `sharded` over tensor-parallel ranks, `replicated` on them, or of `experts`.
+
+    `chosen` counts those of the experts that one token goes to.
+    """
+
+    sharded: int
+    replicated: int
+    experts: int
+    chosen: int
+
+    @property
+    def total(self) -> int:
+        return self.sharded + self.replicated + self.experts
+
+    @property
+    def active(self) -> int:
+        """The parameters that one token uses."""
+        return self.sharded + self.replicated + self.chosen
+
+    def __add__(self, other: ParameterCounts) -> ParameterCounts:
+        return ParameterCounts(*(a + b for a, b in zip(astuple(self), astuple(other))))
+
+    def __mul__(self, number: int) -> ParameterCounts:
+        return ParameterCounts(*(number * count for count in astuple(self)))
+
+    def per_rank(self, tp: int = 1, ep: int = 1, etp: int = 1) -> tuple[int, int]:
+        """The parameters on a rank, (of experts, all others), where the sizes divide."""
+        return self.experts // (ep * etp), self.sharded // tp + self.replicated
+
+
+def pad_vocab(vocab_size: int, tp: int, multiple: int = 128) -> int:
+    """The smallest multiple of `multiple` x `tp` that holds `vocab_size`: for 50,257 at TP 8 it is 51,200."""
+    if vocab_size < 1 or tp < 1 or multiple < 1:
+        raise ValueError(
+            f"pad_vocab: sizes must be positive, got vocab_size {vocab_size}, tp {tp}, multiple {multiple}"
+        )
+    unit = multiple * tp
+    return -(-vocab_size // unit) * unit
+
+
+def layer_parameters(config: GPTConfig) -> ParameterCounts:
+    """Count the parameters of one layer; with experts, where `config` describes some."""
+    h, d, moe = config.hidden_size, config.head_dim, config.moe
+    qkv, ffn = (config.num_heads + 2 * config.kv_heads) * d, _dense_ffn(config)
+    sharded = _attention(config) + (_blocks(config) + 1) * h * ffn
+    replicated = 2 * norm_parameters(config) + 2 * d * config.qk_norm
+    sharded += qkv * config.has_qkv_bias
+    if config.linear_bias:  # a bias after the sum over ranks is replicated; experts have none
+        sharded += _blocks(config) * ffn
+        replicated += h + (h if ffn else 0)
+    experts = chosen = 0
+    if moe is not None:
+        replicated += _router(config)
+        experts, chosen = (_experts(config, number) for number in (moe.num_experts, moe.top_k))
+    return ParameterCounts(sharded, replicated, experts, chosen)
+
+
+def norm_parameters(config: GPTConfig) -> int:
+    """Count the parameters of a norm of hidden states."""
+    return config.hidden_size * (1 if config.norm == "rmsnorm" else 2)
+
+
+def position_parameters(config: GPTConfig) -> int:
+    """Count the parameters of the table of positions; 0 where they are not learned."""
+    return config.max_seq_len * config.hidden_size if config.position == "learned" else 0
+
+
+def count_parameters(config: GPTConfig, vocab_size: int | None = None) -> ParameterCounts:
+    """Count the parameters of a model.
+
+    vocab_size: rows of the embedding counted, the real vocabulary by default.
+    """
+    V = config.vocab_size if vocab_size is None else vocab_size
+    words = V * config.hidden_size * (1 if config.tie_embeddings else 2)
+    # one norm behind the last layer, or behind the embeddings
+    ends = position_parameters(config) + norm_parameters(config)
+    total = ParameterCounts(words, ends, 0, 0) + head_parameters(config, V)
+    for kind, number in Counter(config.layers).items():
+        total += layer_parameters(kind) * number
+    return total
+
+
+def head_parameters(config: GPTConfig, vocab_size: int) -> ParameterCounts:
+    """Count the parameters that a BERT has beside those of a GPT: token types, and both of its heads."""
+    bert, h = config.bert, config.hidden_size
+    if bert is None:
+        return ParameterCounts(0, 0, 0, 0)
+    dense, sentence = h * h + h, (h * h + h + 2 * h + 2) * bert.sentence_order
+    whole = bert.num_token_types * h + dense + norm_parameters(config) + sentence
+    return ParameterCounts(vocab_size, whole, 0, 0)  # the bias of every word
+
+
+def num_parameters(config: GPTConfig, vocab_size: int | None = None, *, active: bool = False) -> int:
+    """The parameters of a model; 12Lh^2 + 13Lh + Vh + sh + 2h for a plain GPT (no GQA, ffn 4h).
+
+    `vocab_size`: rows of the embedding counted, the real vocabulary by default. `active`: count only those
+    experts that a token goes to.
+    """
+    count = count_parameters(config, vocab_size)
+    return count.active if active else count.total
+
+
+def flops_per_token(
+    config: GPTConfig,
+    seq_len: int | None = None,
+    *,
+    causal: bool = False,
+    vocab_size: int | None = None,
+    predicted: int | None = None,
+) -> float:
+    """The model FLOPs of training on one token, forward and backward (3 x forward), matrix products only.
+
+    A multiply-add is two. `causal=False` counts all of the S x S attention matrix, the convention of
+    published MFU figures; `causal=True` the keys that a token sees on average, (S + 1) / 2. With a sliding
+    window there are no others than its own, in either case. Only the experts that a token goes to count, and
+    recomputation does not. `vocab_size`: columns of the logits counted, the real vocabulary by default.
+    `predicted`: tokens of a sequence whose logits are needed, all by default: see `DataConfig.predicted`.
+    """
+    S = config.max_seq_len if seq_len is None else seq_len
+    V = config.vocab_size if vocab_size is None else vocab_size
+    layers = sum(
+        number * sum(layer_flops_per_token(kind, S, causal=causal))
+        for kind, number in Counter(config.layers).items()
+    )
+    of_sequence = sum(head_flops_per_token(config, S, V, S if predicted is None else predicted))
+    return 3 * (layers + of_sequence)
+
+
+def head_flops_per_token(
+    config: GPTConfig, seq_len: int, columns: int, predicted: int
+) -> tuple[float, float]:
+    """The forward FLOPs behind the layers, a token: (of the logits, of a BERT's heads before them).
+
+    columns: of the logits. predicted: tokens of a sequence that go through the head.
+    """
+    h, bert, share = config.hidden_size, config.bert, predicted / seq_len
+    logits = 2.0 * h * columns * share
+    if bert is None:
+        return logits, 0.0
+    return logits, 2.0 * h * h * share + 2.0 * h * (h + 2) * bert.sentence_order / seq_len
+
+
+def layer_flops_per_token(config: GPTConfig, seq_len: int, *, causal: bool = False) -> tuple[float, float]:
+    """The forward FLOPs of one layer on one token: (of the weights, of attention's scores and values).
+
+    A layer with experts, where `config` describes some; `config.layers` has the configuration of each.
+    """
+    matrices = _attention(config) + (_blocks(config) + 1) * config.hidden_size * _dense_ffn(config)
+    if config.moe is not None:
+        matrices += _router(config) + _experts(config, config.moe.top_k)
+    window = min(config.sliding_window or seq_len, seq_len)
+    keys: float = window
+    if causal and config.bert is None:  # the first tokens see fewer
+        keys *= 1 - (window - 1) / (2 * seq_len)
+    return 2.0 * matrices, 2.0 * 2 * config.num_heads * config.head_dim * keys
+
+
+# Elements of the matrices of one layer.
+
+
+def _attention(config: GPTConfig) -> int:
+    return (2 * config.num_heads + 2 * config.kv_heads) * config.head_dim * config.hidden_size
+
+
+def _router(config: GPTConfig) -> int:
+    """The elements of the router and of the shared expert's gate."""
+    assert config.moe is not None
+    return config.hidden_size * (config.moe.num_experts + config.moe.shared_expert_gate)
+
+
+def _experts(config: GPTConfig, number: int) -> int:
+    assert config.moe is not None
+    return number * (_blocks(config) + 1) * config.hidden_size * config.moe.expert_ffn_hidden_size
+
+
+def _dense_ffn(config: GPTConfig) -> int:
+    """The hidden units of the MLP, or of the shared expert: what every token goes through."""
+    return config.ffn_size if config.moe is None else config.moe.shared_expert_ffn_hidden_size
+
+
+def _blocks(config: GPTConfig) -> int:
+    """The blocks of an MLP's first product: two where the activation has a gate."""
+    return ACTIVATIONS[config.activation].blocks

@@ -1,0 +1,362 @@
+"""Training configuration: one small frozen dataclass per component.
+
+A recipe (a TOML file in `configs/`) has one table per dataclass. Every field carries the text that `--help`
+shows for it and, where there are only a few, the values it may have. Each class checks its own fields: wrong
+values are a ValueError that names all of them, one a line, wherever the object was made. `fastmp.plan.layout`
+checks tables against each other and against the number of ranks. Standard library only.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from fractions import Fraction
+
+from fastmp.config.durations import duration_seconds
+from fastmp.config.model import GPTConfig
+from fastmp.config.options import Checked, option, unknown_choice
+
+_WEIGHT = re.compile(r"[0-9]{1,18}(\.[0-9]{1,18})?")
+SCHEDULES = ("1f1b", "zero_bubble")  # fastmp.pipeline.schedule makes them
+BUCKET_UNIT = 128  # elements of which a bucket is a multiple
+BUCKET_SIZE = 40_000_000  # elements after which a bucket is full: a transfer of some milliseconds
+SINKS = ("tensorboard", "wandb")  # each the name of its package, and of the extra that brings it
+
+
+@dataclass(frozen=True)
+class ParallelConfig(Checked):
+    """Sizes of the parallel axes, and the order of work on them.
+
+    Data parallelism takes the ranks that are left: world_size = tp x cp x dp x pp = etp x ep x edp x pp.
+    """
+
+    tp: int = option(1, "tensor parallelism: ranks that divide attention and dense layers")
+    cp: int = option(1, "context parallelism: ranks that divide the sequence")
+    pp: int = option(1, "pipeline parallelism: ranks that divide the layers")
+    ep: int = option(1, "expert parallelism: ranks that divide the experts")
+    etp: int | None = option(None, "ranks that divide each expert; none: tp")
+    vpp: int = option(1, "chunks of layers of a pipeline rank")
+    schedule: str = option("1f1b", "order in which a pipeline rank works", SCHEDULES)
+    microbatch_group_size: int | None = option(
+        None, "microbatches through a chunk before the next chunk; none: pp"
+    )
+    overlap_experts: bool = option(
+        False, "exchange the tokens of experts beside the compute of another microbatch"
+    )
+    stage_layers: tuple[int, ...] | None = option(
+        None, "layers of each of the pp x vpp stages; none: equally many"
+    )
+    sequence_parallel: bool = option(False, "divide norms and dropout over the tp ranks, by the sequence")
+    tp_overlap: bool = option(False, "fuse large products with their communication over tp, where GPUs can")
+    # In bfloat16 on H100s others have lost with 2048 rows (pytorch/pytorch#143160), and gained in training
+    # Llama 3 70B (pytorch/pytorch#149990), with many more.
+    tp_overlap_rows: int = option(8192, "tokens of a microbatch from which on tp_overlap fuses products")
+    recompute: bool = option(False, "keep only the inputs of layers, and compute the rest again")
+    shard_recompute_input: bool = option(False, "divide those inputs over the tp ranks")
+
+    def _problems(self) -> Iterator[str]:
+        yield from self._not_positive("tp", "cp", "pp", "ep", "etp", "vpp", "microbatch_group_size")
+        yield from self._not_positive("tp_overlap_rows")
+        stages, layers = self.pp * self.vpp, self.stage_layers
+        if layers is not None and stages > 0 and (len(layers) != stages or min(layers) < 0):
+            yield (
+                f"stage_layers must be {stages} numbers (pp {self.pp} x vpp {self.vpp}), not negative, "
+                f"got {layers}"
+            )
+
+
+@dataclass(frozen=True)
+class MaskedLMConfig(Checked):
+    """Samples of masked language modelling with the order of two segments, see
+    fastmp.training.data.masked.
+    """
+
+    mask_fraction: float = option(0.15, "share of a sample's tokens that are to be predicted")
+    max_ngram: int = option(3, "words that are masked together, at most; n of them with probability ~ 1/n")
+    short_fraction: float = option(0.1, "share of samples that are shorter than seq_len by chance")
+
+    def most_masked(self, seq_len: int) -> int:
+        """The most tokens of a sample that are to be predicted; three others are special tokens."""
+        return max(1, round(self.mask_fraction * (seq_len - 3)))
+
+    def _problems(self) -> Iterator[str]:
+        yield from self._not_positive("max_ngram")
+        if not 0.0 < self.mask_fraction <= 0.5:
+            yield f"mask_fraction must be above 0 and at most 0.5, got {self.mask_fraction}"
+        if not 0.0 <= self.short_fraction <= 1.0:
+            yield f"short_fraction must be from 0 to 1, got {self.short_fraction}"
+
+
+@dataclass(frozen=True)
+class DataConfig(Checked):
+    """The text, and how it becomes samples."""
+
+    text: str = option("pydoc", "text that comes with Python, where no path is given", ("pydoc", "stdlib"))
+    path: str | None = option(
+        None, "directory that `fastmp data build` made, or prefix of Megatron-LM's .bin and .idx; none: text"
+    )
+    blend: tuple[str, ...] | None = option(
+        None, "instead of path: several, each behind its weight, as in '0.7 data/web' '0.3 data/books'"
+    )
+    validation_path: str | None = option(None, "another one, to be held out; none: a part of path")
+    tokenizer: str = option(
+        "byte",
+        "tokenizer of text, or that Megatron's files were made with: byte, bpe (learns 4096 tokens of text), "
+        "or the path of a tokenizer.json",
+    )
+    seq_len: int = option(256, "tokens of a sample")
+    micro_batch_size: int = option(8, "samples of a microbatch on one rank")
+    document_masking: bool = option(
+        False, "let a token see its own document only, and positions start anew with each document"
+    )
+    validation_fraction: float = option(0.05, "share of text, or of Megatron's documents, that is held out")
+    seed: int = option(1234, "seed of the order of samples, and of what is masked")
+    masked_lm: MaskedLMConfig | None = None
+
+    @property
+    def predicted(self) -> int:
+        """The most tokens of a sample whose logits are needed: all, or those that are masked."""
+        return self.seq_len if self.masked_lm is None else self.masked_lm.most_masked(self.seq_len)
+
+    def _problems(self) -> Iterator[str]:
+        yield from self._not_positive("seq_len", "micro_batch_size")
+        if not 0 <= self.validation_fraction <= 0.5:
+            yield f"validation_fraction must be from 0 to 0.5, got {self.validation_fraction}"
+        if self.masked_lm is not None:
+            if self.document_masking:
+                yield "document_masking and masked_lm exclude each other: a masked sample is of one document"
+            if self.blend is not None:
+                yield "blend and masked_lm exclude each other: build one directory of all text"
+            if 0 < self.seq_len < 5:
+                yield f"seq_len must be 5 or more with masked_lm (3 are special tokens), got {self.seq_len}"
+        if self.blend is not None:
+            yield from self._blend_problems(self.blend)
+
+    def _blend_problems(self, blend: tuple[str, ...]) -> Iterator[str]:
+        for name in ("path", "validation_path"):
+            if getattr(self, name) is not None:
+                yield f"blend and {name} exclude each other, got {name} {getattr(self, name)!r}"
+        paths = [entry.partition(" ")[2].strip() for entry in blend]
+        for entry, path in zip(blend, paths):
+            weight = entry.partition(" ")[0]
+            if not (_WEIGHT.fullmatch(weight) and Fraction(weight) > 0 and path):
+                yield f"blend must have a weight before each path, as in '0.7 data/web', got {entry!r}"
+            elif paths.count(path) > 1:
+                yield f"blend must name each path once, got {path!r} again: add its weights"
+        if not blend:
+            yield "blend must name a source, got none"
+
+    @property
+    def sources(self) -> tuple[tuple[Fraction, str], ...]:
+        """Weights and paths of a blend; none where there is no blend."""
+        parts = (entry.partition(" ") for entry in self.blend or ())
+        return tuple((Fraction(weight), path.strip()) for weight, _, path in parts)
+
+    @property
+    def first_path(self) -> str | None:
+        """The path, or the first one of a blend, whose tokenizer is that of all."""
+        return self.sources[0][1] if self.blend else self.path
+
+
+@dataclass(frozen=True)
+class OptimizerConfig(Checked):
+    """AdamW, or Muon with AdamW, with decoupled weight decay; the learning rate as a function of the step."""
+
+    name: str = option(
+        "adamw",
+        "adamw, or muon: orthogonal updates of the matrices between hidden states, AdamW for all else",
+        ("adamw", "muon"),
+    )
+    lr: float = option(1e-3, "highest learning rate")
+    min_lr: float = option(1e-4, "learning rate that the run decays to; constant does not")
+    schedule: str = option(
+        "cosine",
+        "learning rate after warm-up: down by half a cosine, down by a line, held and down at the end (wsd: "
+        "warm-up, stable, decay), or held for ever",
+        ("cosine", "linear", "wsd", "constant"),
+    )
+    warmup_steps: int = option(20, "steps in which the learning rate grows; a shorter run only warms up")
+    decay_steps: int | None = option(
+        None, "last steps, in which the learning rate of wsd falls; none: a fifth of the run"
+    )
+    betas: tuple[float, float] = option((0.9, 0.95), "decay of the two averages")
+    momentum: float = option(0.95, "decay of the average of muon")
+    eps: float = option(1e-8, "added to the root of the second average")
+    weight_decay: float = option(0.01, "decoupled weight decay")
+    clip_grad_norm: float = option(1.0, "largest norm of all gradients together; 0: no clipping")
+    shard: bool = option(True, "divide its state over data-parallel ranks (ZeRO-1)")
+    states: str = option(
+        "classic",
+        "masters and averages in float32, or in 16 bits with masters that are exact (6 bytes a parameter)",
+        ("classic", "small"),
+    )
+    grad_dtype: str = option(
+        "float32", "dtype in which gradients of 16-bit parameters accumulate", ("float32", "bfloat16")
+    )
+    overlap: bool = option(
+        True, "sum gradients and gather parameters beside compute; off: for gradients whose number varies"
+    )
+    bucket_size: int = option(BUCKET_SIZE, "gradients that are communicated at once")
+    bucket_unit: int = option(BUCKET_UNIT, "buckets are multiples of it; 65536 suits NCCL on many nodes")
+    loss_scale: float = option(
+        2.0**12, "first scale of a float16 loss (the sum over a microbatch's tokens), a power of two"
+    )
+    loss_scale_interval: int = option(2000, "steps without overflow after which the scale doubles")
+    loss_scale_hysteresis: int = option(2, "steps that may overflow before the scale halves")
+
+    def _problems(self) -> Iterator[str]:
+        if self.schedule == "constant":  # which a lr below the default of min_lr suits as well
+            yield from self._not_positive("lr")
+        elif not (0.0 <= self.min_lr <= self.lr and self.lr > 0.0):
+            yield f"need 0 <= min_lr <= lr and lr > 0, got min_lr {self.min_lr} and lr {self.lr}"
+        if self.decay_steps is not None and self.schedule != "wsd":
+            yield (
+                f"decay_steps is of schedule 'wsd' only, got decay_steps {self.decay_steps} and schedule "
+                f"{self.schedule!r}"
+            )
+        if not all(0.0 <= beta < 1.0 for beta in self.betas):
+            yield f"betas must be in [0, 1), got {self.betas}"
+        if not 0.0 <= self.momentum < 1.0:
+            yield f"momentum must be in [0, 1), got {self.momentum}"
+        yield from self._not_positive("eps", "decay_steps", "bucket_size", "bucket_unit")
+        yield from self._not_positive("loss_scale_interval", "loss_scale_hysteresis")
+        if not (2.0**-126 <= self.loss_scale <= 2.0**127 and math.frexp(self.loss_scale)[0] == 0.5):
+            yield f"loss_scale must be a power of two, got {self.loss_scale}"
+        yield from self._negative("warmup_steps", "weight_decay", "clip_grad_norm")
+
+
+@dataclass(frozen=True)
+class TrainConfig(Checked):
+    """The training loop. Intervals are in steps, and 0 means never."""
+
+    steps: int = option(400, "optimizer steps of the run")
+    global_batch_size: int = option(8, "samples of a step, over all ranks")
+    dtype: str = option(
+        "auto",
+        "dtype of the parameters; auto: bfloat16 on a GPU, else float32; float16 scales the loss",
+        ("auto", "float32", "bfloat16", "float16"),
+    )
+    seed: int = option(1234, "seed of weights, dropout and jitter")
+    log_interval: int = option(10, "steps between two lines of the log")
+    eval_interval: int = option(100, "steps between two evaluations on held-out text")
+    eval_batches: int = option(16, "batches of an evaluation")
+    max_skipped_steps: int = option(20, "skipped steps in a row that end the run; 0: none do")
+    name: str = option("gpt", "name of the run, and of its directory")
+    run_dir: str = option("runs", "directory of all runs")
+    check_replicas: int = option(0, "steps between comparisons, bit for bit, of what ranks hold alike")
+    stall_seconds: float = option(
+        300.0,
+        "no progress for so long ends the job with a verdict; in first steps and saves 4 times; 0: never",
+    )
+    max_time: str = option(
+        "", "save and end at the first step after this time: minutes, [days-]hours:minutes:seconds"
+    )
+    join_seconds: float = option(0.0, "how long ranks wait for each other at first; 0: as fastmp.init")
+    sinks: tuple[str, ...] = option((), f"where metrics go besides metrics.jsonl: {', '.join(SINKS)}")
+    profile: str = option("none", "profiler of the first rank", ("none", "torch", "nsys", "ncu"))
+    profile_steps: tuple[int, int] = option((10, 13), "steps it looks at: from FIRST to before LAST")
+
+    def _problems(self) -> Iterator[str]:
+        yield from self._not_positive("steps", "global_batch_size", "log_interval", "eval_batches")
+        yield from self._negative(
+            "eval_interval", "max_skipped_steps", "check_replicas", "join_seconds", "stall_seconds"
+        )
+        for sink in sorted(set(self.sinks) - set(SINKS)):
+            yield unknown_choice("sinks", sink, SINKS)
+        if self.name in ("", ".", "..") or "/" in self.name:
+            yield f"name must be the name of a directory, got {self.name!r}"
+        try:
+            if self.max_time and not duration_seconds(self.max_time):
+                yield f"max_time must not be zero, got {self.max_time!r}"
+        except ValueError as error:
+            yield f"max_time: {error}"
+        first, last = self.profile_steps
+        if not (0 <= first < last and (self.profile == "none" or first < self.steps)):
+            yield f"profile_steps {first}:{last} must be a range within the {self.steps} steps of the run"
+
+
+@dataclass(frozen=True)
+class CheckpointConfig(Checked):
+    """What is saved of a run, and what it goes on from."""
+
+    interval: int = option(0, "steps between two checkpoints; one more at the end; 0: none")
+    keep: int = option(2, "newest checkpoints that stay; 0: all")
+    keep_every: int = option(0, "those of steps that it divides stay, too; 0: none")
+    keep_hours: float = option(0.0, "so does one of every so many hours; 0: none")
+    asynchronous: bool = option(True, "go on with training while a checkpoint is written")
+    attempts: int = option(3, "attempts at a checkpoint, 2 s apart, before it is given up")
+    weights_interval: int = option(
+        0, "of checkpoints of steps that it divides, also write the weights for transformers; 0: none"
+    )
+    init_from: str = option(
+        "",
+        "begin with the weights, and nothing else, of a checkpoint or of a transformers model at this path",
+    )
+    resume: str = option(
+        "", "go on from the latest checkpoint of this name, if there is one (auto), or from one at a path"
+    )
+
+    def _problems(self) -> Iterator[str]:
+        yield from self._not_positive("attempts")
+        yield from self._negative("interval", "keep", "keep_every", "keep_hours", "weights_interval")
+
+
+@dataclass(frozen=True)
+class GraphConfig(Checked):
+    """CUDA graphs of the static parts of layers, see `fastmp.cuda_graphs`."""
+
+    enabled: bool = option(False, "capture graphs and replay them")
+    impl: str = option(
+        "fastmp",
+        "who captures and replays; transformer_engine takes nothing that is recomputed",
+        ("fastmp", "transformer_engine"),
+    )
+    scope: tuple[str, ...] | None = option(
+        None,
+        "what to capture: attn, mlp, moe_router, moe_preprocess, moe, or segments of layers by name; full: a "
+        "whole microbatch, from tokens to loss; full_step: a whole step, with the optimizer; none: all that "
+        "can be captured of the layers",
+    )
+    warmup: int = option(2, "first steps, which run eagerly")
+    verify_every: int = option(
+        0, "steps between checks, bit for bit, of all graphs against eager runs; 0: never"
+    )
+    evaluation: bool = option(
+        False, "also capture evaluations: the forward of batches of one shape is a graph"
+    )
+
+    def _problems(self) -> Iterator[str]:
+        yield from self._not_positive("warmup")
+        yield from self._negative("verify_every")
+        if self.impl != "fastmp" and self.verify_every:
+            yield f"verify_every {self.verify_every} is of impl 'fastmp' only, got impl {self.impl!r}"
+        scope = self.scope or ()
+        for name in ("full", "full_step"):
+            if self.impl != "fastmp" and name in scope:
+                yield f"scope {name!r} is of impl 'fastmp' only, got impl {self.impl!r}"
+        if "full_step" in scope and len(scope) > 1:
+            yield f"scope 'full_step' is everything and goes with no other, got {scope}"
+        if "full_step" in scope and self.verify_every:
+            yield (
+                f"verify_every {self.verify_every} compares the parts of a step, of which scope 'full_step' "
+                "has none; use scope 'full', or verify_every 0"
+            )
+        if self.scope == ():
+            yield "scope must name a segment or be absent, got ()"
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A training job, as a file in `configs/` describes it; `fastmp.plan.layout` checks that it fits
+    together.
+    """
+
+    model: GPTConfig = field(default_factory=GPTConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    graphs: GraphConfig = field(default_factory=GraphConfig)

@@ -1,0 +1,15 @@
+"""CUDA graphs of segmented layers: planned, explained, captured and replayed from outside the layers."""
+
+from __future__ import annotations
+
+from fastmp._lazy import exports
+
+__getattr__, __dir__, __all__ = exports(
+    __name__,
+    {
+        "errors": "CaptureError GraphError",
+        "explanation.report": "explain",
+        "manager": "GraphManager",
+        "backends.recording": "RecordingBackend",
+    },
+)

@@ -1,0 +1,1 @@
+"""What captures and replays: CUDA graphs on a GPU, recorded programs on a CPU."""

@@ -1,0 +1,400 @@
+"""CUDA graphs for a `GraphManager`, over one memory pool and one stream of captures.
+
+Captures happen in the middle of training, where a wait for the device may become a wait for ranks that wait
+for this one. So only `prepare` waits; torch 2.12 and 2.13 also do, once for each generator that a capture
+registers. All graphs of a device are captured on one stream: a backward has to be captured on the stream of
+its forward, and a library that keeps a workspace for each stream keeps one. Other threads may go on; the
+thread of autograd takes part in a capture, because it runs backwards on the stream of their forwards.
+
+Kernels know addresses only. A graph holds what its kernels read and no capture has made, such as parameters:
+another tensor could lie there later.
+
+Random numbers. A replay starts every random stream where the stream stands, and advances it. A recomputation
+must start where its forward started, and states cannot be read or set inside a capture. Seeds, of which the
+masks of hidden states are a pure function, are tensors: the recomputation reads those of the forward, where
+that graph has drawn them, and nothing precedes its replay. For a stream from which an eager run of a part has
+drawn anything else, as attention does, the part gets a generator of its own. It is set before the backward is
+replayed, to where the forward's replay started, advanced by what the forward draws before that part; a graph
+then begins with two small copies for each of them. Where one graph holds forwards and their backwards, all
+are set before its replay, to where the step begins, advanced in the same way.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from fastmp.cuda_graphs.backends.base import RandomStreams
+from fastmp.cuda_graphs.errors import CaptureError
+from fastmp.status import pulse
+
+__all__ = ["CudaBackend", "CudaGraph"]
+
+Generators = Mapping[str, torch.Generator]
+Offsets = dict[str, int]
+
+_NOT_ENDED: list[torch.cuda.CUDAGraph] = []  # torch's allocator of host memory asks them for ever
+
+
+class Watched(NamedTuple):
+    """What an eager forward has drawn.
+
+    parts: for each part that will be recomputed, how far each stream had advanced when it began, of those
+        that it drew more from than seeds.
+    moved: the names of the streams that the forward advanced.
+    """
+
+    parts: list[Offsets]
+    moved: set[str]
+
+
+class CudaBackend:
+    """Captures and replays graphs on the current device.
+
+    rng: the streams that the work draws from; None: torch's default generator only, and no recomputation.
+
+    A capture takes memory that is free in the pool, and enlarges the pool where that is not enough. A graph
+    that nobody holds gives its memory back to the pool; `reset` frees the pool. After a failed capture the
+    next ones have a new pool.
+    """
+
+    runs_at_capture = False
+
+    def __init__(self, rng: RandomStreams | None = None) -> None:
+        self.rng = rng
+        self.stream = _stream_of_captures(torch.cuda.current_device())
+        self._graphs: weakref.WeakSet[CudaGraph] = weakref.WeakSet()
+        self._leave()
+
+    def _leave(self) -> None:
+        """Forget the pool; the next capture gets another."""
+        self.pool: Any = None
+        self.made: set[int] = set()  # the addresses of storages in the pool
+        self._first: CudaGraph | None = None  # holds the pool while there is no other graph
+
+    def _begin(self, generators: Sequence[torch.Generator] = ()) -> None:
+        """Make a new pool, whose first capture registers `generators`."""
+        self.pool = torch.cuda.graph_pool_handle()
+        first = CudaGraph(self, generators)
+        torch.zeros(1, device=self.stream.device)  # the first time loads the kernel
+        with first.capture():
+            torch.zeros(1, device=self.stream.device)
+        self._first = first
+
+    def prepare(self) -> None:
+        """Free the memory that eager steps have cached: torch cannot do so inside a capture."""
+        _reset_releases_pool(self.stream)
+        torch.cuda.empty_cache()
+
+    def mend(self, failed: CudaGraph) -> None:
+        """Recover from a capture that did not end.
+
+        Its pool may still be allocated from, and be held for ever; and generators think that the capture goes
+        on, until another one that registers them has ended.
+        """
+        _NOT_ENDED.append(failed.graph)
+        begun = self._first is not None
+        failed.reset()
+        _release_pool(self.stream, self.pool)
+        self._leave()
+        if begun:
+            self._begin(failed.generators)
+
+    @property
+    def nbytes(self) -> int:
+        if self.pool is None:
+            return 0
+        return sum(segment["total_size"] for segment in torch.cuda.memory_snapshot(self.pool))
+
+    @contextmanager
+    def watch(self) -> Iterator[Watched]:
+        """Watch what eager work draws; what this yields is complete at its end."""
+        watched, rng = Watched([], set()), self.rng
+        if rng is None:
+            yield watched
+            return
+        first = {name: generator.get_offset() for name, generator in rng.generators().items()}
+
+        open_parts: list[tuple[int, Offsets]] = []  # each inside the one before
+
+        def note() -> None:
+            open_parts.append((len(watched.parts), advanced()))
+            watched.parts.append(open_parts[-1][1])
+
+        def ended(seeds: Any) -> None:
+            (number, start), now = open_parts.pop(), advanced()
+            watched.parts[number] = {
+                name: offset
+                for name, offset in start.items()
+                if now[name] - offset != seeds.advanced.get(name, 0)
+            }
+
+        def advanced() -> Offsets:
+            now = rng.generators()
+            return {name: now[name].get_offset() - offset for name, offset in first.items()}
+
+        with rng.kept_by(note, ended, again=lambda: None):
+            yield watched
+        watched.moved.update(name for name, offset in advanced().items() if offset)
+
+    def graph(
+        self, forward: CudaGraph | None = None, watched: Watched | None = None, whole: bool = False
+    ) -> CudaGraph:
+        """Make a graph. It registers the streams that the watched work has advanced: each costs a wait."""
+        if self.pool is None:
+            self._begin()
+        streams = {} if self.rng is None else self.rng.generators()
+        moved = watched.moved if watched is not None else set(streams) if forward is None else forward.moved
+        drawn = [generator for name, generator in streams.items() if name in moved]
+        parts: list[tuple[Offsets, Generators]] = [
+            (offsets, {name: torch.Generator(streams[name].device) for name in offsets})
+            for offsets in (watched.parts if watched is not None else [])
+        ]
+        recomputed = parts if whole else [] if forward is None else forward.parts
+        drawn += [part[name] for _, part in recomputed for name in part if name in moved]
+        graph = CudaGraph(self, drawn, forward)
+        graph.moved, graph.parts, graph.whole = moved, parts, whole
+        self._graphs.add(graph)
+        return graph
+
+    def weak(self, tensor: Tensor) -> Callable[[], Tensor]:
+        if tensor.device.type != self.stream.device.type:  # memory of the host, which the graph holds
+            return tensor.detach
+        return _without_memory(tensor).detach
+
+    def reset(self) -> None:
+        """Let go of all graphs; none may be replayed after that. Replays that have begun are finished."""
+        for graph in (self._first, *self._graphs):
+            if graph is not None:
+                graph.reset()
+        self._leave()
+        with suppress(RuntimeError):  # of a device that is lost
+            self.stream.wait_stream(torch.cuda.current_stream())  # to give back what replays may still read
+
+
+class CudaGraph:
+    """`with graph.capture(): ...` notes work and does none of it; `replay()` does it on the current stream.
+
+    generators: those that the work may draw from, besides torch's default one.
+    forward: the graph whose backward this is. `parts`: what is recomputed, see `CudaBackend.watch`, and the
+        generators of each. `moved`: the names of the streams that the forward draws from. `whole`: forwards
+        and their backwards are in it.
+
+    RuntimeError from CUDA for work that cannot be captured: a value read on the host, a wait for the device.
+    """
+
+    def __init__(
+        self, backend: CudaBackend, generators: Sequence[torch.Generator], forward: CudaGraph | None = None
+    ) -> None:
+        self.backend, self.generators, self.forward = backend, list(generators), forward
+        self.graph = torch.cuda.CUDAGraph()
+        self.parts: list[tuple[Offsets, Generators]] = []
+        self.moved: set[str] = set()
+        self.whole = False
+        self._starts: dict[str, tuple[int, int]] = {}  # seeds and offsets at the last replay
+        self._held: list[torch.UntypedStorage] = []
+        for generator in self.generators:
+            self.graph.register_generator_state(generator)
+
+    @contextmanager
+    def capture(self) -> Iterator[None]:
+        stream, current = self.backend.stream, torch.cuda.current_stream()
+        stream.wait_stream(current)
+        collects = gc.isenabled()
+        gc.disable()  # a graph that is collected while another is captured would end the capture
+        try:
+            with torch.cuda.stream(stream), self._kept(), pulse.capturing(self):
+                torch.cuda.current_blas_handle()  # its workspace is not to be in the pool
+                reads = _Reads(self.backend.made, stream.device)
+                with self._recorded(), reads:
+                    yield
+                self._held = list(reads.outside.values())
+        finally:
+            if collects:
+                gc.enable()
+        current.wait_stream(stream)
+
+    @contextmanager
+    def _recorded(self) -> Iterator[None]:
+        """Begin and end the capture. After an error inside, ending fails too: that error says less."""
+        try:
+            self.graph.capture_begin(pool=self.backend.pool, capture_error_mode="thread_local")
+            yield
+        except BaseException:
+            with suppress(RuntimeError):
+                self._end()
+            raise
+        self._end()
+
+    def _end(self) -> None:
+        try:
+            self.graph.capture_end()
+        except RuntimeError:
+            self.backend.mend(self)
+            raise
+
+    def _kept(self) -> AbstractContextManager[None]:
+        """Give a recomputation the generators of its part, or in a backward those in use, as its states."""
+        rng = self.backend.rng
+        if rng is None:
+            return nullcontext()
+        if self.forward is not None:
+            return rng.kept_by(rng.generators)
+        left = iter([generators for _, generators in self.parts])
+
+        def part() -> Generators:
+            found = next(left, None)
+            if found is None:
+                raise CaptureError(
+                    f"graph: a recomputed part begins, and the run that was watched had {len(self.parts)}"
+                )
+            return found
+
+        return rng.kept_by(part, again=rng.generators if self.whole else None)
+
+    def replay(self) -> None:
+        if self._draws and self.backend.rng is not None:
+            streams = self.backend.rng.generators()
+            self._starts = {name: (g.initial_seed(), g.get_offset()) for name, g in streams.items()}
+        recomputed = self if self.whole else self.forward
+        if recomputed is not None:
+            recomputed._set_parts()
+        self.graph.replay()
+
+    @property
+    def launch(self) -> Callable[[], None]:
+        """`replay` where generators are set or read before it; else torch's own, which is no Python."""
+        if self._draws or (self.forward is not None and self.forward._draws):
+            return self.replay
+        return super(torch.cuda.CUDAGraph, self.graph).replay
+
+    @property
+    def _draws(self) -> bool:
+        """Whether a part that is recomputed draws more than seeds."""
+        return any(offsets for offsets, _ in self.parts)
+
+    @contextmanager
+    def eager_backward(self) -> Iterator[None]:
+        """Inside, what is recomputed draws what the last replay of this forward drew."""
+        rng = self.backend.rng
+        if rng is None or not self.parts:
+            yield
+            return
+        self._set_parts()
+        with rng.kept_by(rng.generators):  # so that the streams are afterwards the generators they were
+            yield
+
+    def _set_parts(self) -> None:
+        for offsets, generators in self.parts:
+            for name, generator in generators.items():
+                seed, offset = self._starts[name]
+                generator.manual_seed(seed)
+                generator.set_offset(offset + offsets[name])
+
+    def reset(self) -> None:
+        self.graph.reset()
+        self._held = []
+
+
+class _Reads(TorchDispatchMode):
+    """Collects in `outside` the storages that ops read or write and that no captured op has made.
+
+    made: the addresses of those that captured ops have made on `device`; memory of the pool is nobody else's.
+    """
+
+    supports_higher_order_operators = True
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Run compiled code as it is; torch would otherwise run what it was compiled from."""
+        return True
+
+    def __init__(self, made: set[int], device: torch.device) -> None:
+        super().__init__()
+        self.made, self.device = made, device
+        self.outside: dict[int, torch.UntypedStorage] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        for storage in _storages((args, kwargs)):
+            if storage.data_ptr() not in self.made:
+                self.outside[storage.data_ptr()] = storage
+        outputs = func(*args, **kwargs)
+        for storage in _storages(outputs):
+            if storage.device == self.device and storage.data_ptr() not in self.outside:
+                self.made.add(storage.data_ptr())
+        return outputs
+
+
+def _storages(tree: Any) -> list[torch.UntypedStorage]:
+    return [each.untyped_storage() for each in tree_leaves(tree) if isinstance(each, Tensor)]
+
+
+def _release_pool(stream: torch.cuda.Stream, pool: Any) -> None:
+    """Release the pool of a graph whose capture failed, where `reset` of the graph has not done so."""
+    place = stream.device.index, pool
+    with suppress(RuntimeError):  # torch 2.13 has ended it already, and says so
+        torch._C._cuda_endAllocateToPool(*place)
+    with suppress(RuntimeError):  # of a capture that did not begin, or of a device that is lost
+        if not _reset_releases_pool(stream):
+            torch._C._cuda_releasePool(*place)
+
+
+@functools.cache
+def _reset_releases_pool(stream: torch.cuda.Stream) -> bool:
+    """Whether torch gives back the pool of a graph whose capture failed when that is reset.
+
+    Torch 2.10 to 2.13 do not, later ones may; a pool that is released twice breaks the allocator. So let one
+    small capture fail in a pool of its own, and look whether the pool is gone.
+    """
+    pool, graph = torch.cuda.graph_pool_handle(), torch.cuda.CUDAGraph()
+    with suppress(RuntimeError), torch.cuda.stream(stream):
+        graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+        with suppress(RuntimeError):
+            torch.zeros(1, device=stream.device)
+            stream.synchronize()  # which no capture allows
+        graph.capture_end()
+    _NOT_ENDED.append(graph)
+    graph.reset()
+    with suppress(RuntimeError):
+        torch._C._cuda_endAllocateToPool(stream.device.index, pool)
+    after = torch.cuda.CUDAGraph()  # until a capture ends, generators think that the failed one goes on
+    with torch.cuda.stream(stream):
+        after.capture_begin(pool=torch.cuda.graph_pool_handle(), capture_error_mode="thread_local")
+        torch.zeros(1, device=stream.device)
+        after.capture_end()
+    after.reset()
+    torch.cuda.empty_cache()
+    if not torch.cuda.memory_snapshot(pool):
+        return True
+    with suppress(RuntimeError):
+        torch._C._cuda_releasePool(stream.device.index, pool)
+    return False
+
+
+@functools.cache
+def _stream_of_captures(device: int) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
+
+
+def _without_memory(tensor: Tensor) -> Tensor:
+    """The same tensor by its address: it holds no memory."""
+    storage = tensor.untyped_storage()
+    place: dict[str, Any] = {
+        **{"nbytes": storage.nbytes(), "data_ptr": storage.data_ptr(), "device": tensor.device},
+        **{"size": tensor.shape, "stride": tensor.stride(), "dtype": tensor.dtype},
+        "storage_offset": tensor.storage_offset(),
+    }
+    bare = torch._C._construct_storage_from_data_pointer(place["data_ptr"], tensor.device, place["nbytes"])
+    made = torch._C._construct_CUDA_Tensor_From_Storage_And_Metadata(place, bare)
+    made = torch._conj(made) if tensor.is_conj() else made
+    return torch._neg_view(made) if tensor.is_neg() else made

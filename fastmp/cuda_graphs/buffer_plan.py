@@ -1,0 +1,215 @@
+"""Plans which graphs an order of steps needs, and which static buffer each reads. Standard library only.
+
+A chunk is a list of captured runs with eager code between them. A step runs the graphs of its chunk's runs,
+forwards in order, backwards in reverse. A graph knows addresses only, so a buffer stays untouched until the
+last graph that reads it has run. The inputs of a forward are held until its backward, or until the backward
+of its weights where backwards are split; so are the gradients that a backward receives. Each such hold is a
+lease. A buffer that nobody holds goes to the next lease of its shape and dtype, so memory follows what is in
+flight, not the number of microbatches.
+
+The steps between two times when nothing is in flight are a round. A round that repeats an earlier one with
+other microbatches replays its graphs.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple
+
+from fastmp.pipeline.schedule import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, KINDS, Step
+
+_ITEMSIZES = {
+    **{"float64": 8, "int64": 8, "float32": 4, "int32": 4, "bfloat16": 2, "float16": 2, "int16": 2},
+    **{"uint8": 1, "int8": 1, "bool": 1},
+}
+
+
+class TensorSpec(NamedTuple):
+    """The shape and dtype ("bfloat16") of a tensor; a buffer holds tensors of one spec in turn.
+
+    strides: for a tensor that is dense in another order of dimensions; None: it is contiguous.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    strides: tuple[int, ...] | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """ValueError for a dtype that is not known here."""
+        if self.dtype not in _ITEMSIZES:
+            raise ValueError(f"graphs: unknown dtype {self.dtype!r}; choose from {', '.join(_ITEMSIZES)}")
+        return math.prod(self.shape) * _ITEMSIZES[self.dtype]
+
+
+class RunSpec(NamedTuple):
+    """The inputs of a captured run, and the gradients of its outputs, by their specs.
+
+    gradients: None where the run has no backward, because its layers are frozen.
+    """
+
+    name: str
+    inputs: tuple[TensorSpec, ...]
+    gradients: tuple[TensorSpec, ...] | None = ()
+
+
+class Replay(NamedTuple):
+    """One replay of a graph: run number `run` of a step.
+
+    buffers: those of the inputs in a forward, of the gradients in a backward.
+    graph: the number of the graph. Where the order has it first, it is captured.
+    """
+
+    step: Step
+    run: int
+    buffers: tuple[int, ...]
+    graph: int
+
+
+class Lease(NamedTuple):
+    """A hold of a buffer from replay `first` to replay `last`, both included."""
+
+    buffer: int
+    first: int
+    last: int
+
+
+@dataclass(frozen=True)
+class BufferPlan:
+    """The replays of one training step of a rank, in order, and the buffers that they share.
+
+    ends: how many replays are over each time that nothing is in flight.
+    """
+
+    chunks: tuple[tuple[RunSpec, ...], ...]
+    buffers: tuple[TensorSpec, ...]
+    replays: tuple[Replay, ...]
+    leases: tuple[Lease, ...]
+    ends: tuple[int, ...]
+
+    @property
+    def num_graphs(self) -> int:
+        return 1 + max((replay.graph for replay in self.replays), default=-1)
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of the static buffers; those inside graphs are known only when these are captured."""
+        return sum(spec.nbytes for spec in self.buffers)
+
+    def rounds(self) -> Iterator[range]:
+        """The replays of each round. Two rounds have all graphs in common, or none."""
+        for start, end in pairwise((0, *self.ends)):
+            if start < end:
+                yield range(start, end)
+
+    def inputs(self, spec: TensorSpec | None = None) -> int:
+        """How many buffers hold inputs of forwards; with `spec`, how many of that spec."""
+        held = {buffer for replay in self.replays if replay.step.kind == FORWARD for buffer in replay.buffers}
+        return sum(spec is None or self.buffers[buffer] == spec for buffer in held)
+
+
+def plan_buffers(order: Sequence[Step], chunks: Sequence[Sequence[RunSpec]]) -> BufferPlan:
+    """Plan the graphs and buffers of one rank; `chunks` has the captured runs of each of its chunks.
+
+    With R runs a chunk whose inputs are alike, each input of a forward takes R buffers for each microbatch in
+    flight: min(warm-up + 1, num_microbatches x vpp) x R under 1F1B. A run has 2 graphs where each forward is
+    followed by its backward, 2 x num_microbatches where microbatches overlap; 3 in place of 2 where backwards
+    are split.
+
+    ValueError naming the step where a backward has no forward, or one is left without, and for a chunk that
+    `chunks` does not have.
+    """
+    own_chunks = tuple(tuple(RunSpec(*run) for run in chunk) for chunk in chunks)
+    pool, replays, leases, ends = _Pool(), list[Replay](), list[Lease](), list[int]()
+    captured: dict[tuple[Step, ...], int] = {}  # the first graph of a round
+    every = [step if isinstance(step, Step) else Step(*step) for step in order]
+    for steps in _rounds(every, len(chunks)):
+        graph = captured.setdefault(_renumbered(steps), 1 + max((r.graph for r in replays), default=-1))
+        held: dict[tuple[int, int, int], list[Lease]] = defaultdict(list)  # until now
+        for step in steps:
+            forward, runs = step.kind == FORWARD, own_chunks[step.chunk]
+            for run in range(len(runs)) if forward else reversed(range(len(runs))):
+                specs = runs[run].inputs if forward else runs[run].gradients
+                leases_of = held[step.microbatch, step.chunk, run]
+                now = len(replays)
+                if specs is None:  # outputs may be views of inputs: they are held for what has a backward
+                    now -= 1
+                else:
+                    if step.kind == BACKWARD_WEIGHT:
+                        specs = ()  # what the backward of the inputs got
+                    own = tuple(pool.take(spec, forward) for spec in specs)
+                    leases_of += [Lease(buffer, now, now) for buffer in own]
+                    replays.append(Replay(step, run, own, graph))
+                    graph += 1
+                if step.kind in (BACKWARD, BACKWARD_WEIGHT):
+                    for lease in leases_of:
+                        leases.append(lease._replace(last=now))
+                        pool.give_back(lease.buffer)
+        ends.append(len(replays))
+    return BufferPlan(own_chunks, tuple(pool.specs), tuple(replays), tuple(leases), tuple(ends))
+
+
+def _rounds(steps: Sequence[Step], num_chunks: int) -> Iterator[list[Step]]:
+    """Cut the order wherever nothing is in flight. ValueError naming a step that cannot be there."""
+    in_flight: dict[tuple[int, int], str] = {}  # the last step of it
+    before = {BACKWARD: FORWARD, BACKWARD_INPUT: FORWARD, BACKWARD_WEIGHT: BACKWARD_INPUT}
+    done: set[tuple[int, int]] = set()
+    own: list[Step] = []
+    for i, step in enumerate(steps):
+        key = (step.microbatch, step.chunk)
+        if not 0 <= step.chunk < num_chunks:
+            raise ValueError(
+                f"graphs: step {i}, {step}, is of a {step.unit} that does not exist; "
+                f"the plan has {num_chunks}"
+            )
+        if step.kind == FORWARD and (key in in_flight or key in done):
+            raise ValueError(f"graphs: step {i}, {step}, is there twice")
+        if step.kind not in KINDS:
+            raise ValueError(f"graphs: step {i}, {step}, has an unknown kind; there are {', '.join(KINDS)}")
+        if step.kind != FORWARD and in_flight.get(key) != before[step.kind]:
+            raise ValueError(f"graphs: step {i}, {step}, has no {before[step.kind]} before it")
+        own.append(step)
+        if step.kind in (BACKWARD, BACKWARD_WEIGHT):
+            del in_flight[key]
+            done.add(key)
+        else:
+            in_flight[key] = step.kind
+        if not in_flight:
+            yield own
+            own = []
+    for microbatch, chunk in in_flight:
+        raise ValueError(f"graphs: the backward of microbatch {microbatch} chunk {chunk} is missing")
+
+
+def _renumbered(steps: Sequence[Step]) -> tuple[Step, ...]:
+    """Number the microbatches as they come: rounds that can share graphs become equal."""
+    numbers: dict[int, int] = {}
+    return tuple(s._replace(microbatch=numbers.setdefault(s.microbatch, len(numbers))) for s in steps)
+
+
+class _Pool:
+    """Hands out buffers by number. Buffers of inputs and of gradients are kept apart.
+
+    The first free one is handed out, so that equal rounds get equal buffers.
+    """
+
+    def __init__(self) -> None:
+        self.specs: list[TensorSpec] = []
+        self._kinds: list[tuple[TensorSpec, bool]] = []
+        self._free: dict[tuple[TensorSpec, bool], list[int]] = defaultdict(list)  # heaps
+
+    def take(self, spec: TensorSpec, forward: bool) -> int:
+        free = self._free[spec, forward]
+        if free:
+            return heapq.heappop(free)
+        self.specs.append(spec)
+        self._kinds.append((spec, forward))
+        return len(self.specs) - 1
+
+    def give_back(self, buffer: int) -> None:
+        heapq.heappush(self._free[self._kinds[buffer]], buffer)

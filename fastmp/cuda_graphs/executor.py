@@ -1,0 +1,375 @@
+"""Runs one training step through a graph set: captures what is not captured yet, and replays the rest."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from operator import gt
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from fastmp.cuda_graphs.backends.base import Backend
+from fastmp.cuda_graphs.capture import Capture
+from fastmp.cuda_graphs.errors import CaptureError, GraphError
+from fastmp.cuda_graphs.graph_set import Captured, GraphSet, Key, Slot, copies_of, copy_together
+from fastmp.cuda_graphs.hooks import ReplayedHooks, call_pre_hooks, suspended_hooks
+from fastmp.cuda_graphs.partition import EagerPart, Run
+from fastmp.cuda_graphs.position import Position
+from fastmp.cuda_graphs.replay import Replay
+from fastmp.cuda_graphs.restore import PartState, random_states, restore_random_states
+from fastmp.nn.segment import Tensors, run_links
+from fastmp.ops.wgrad import WgradQueue, current_queue
+from fastmp.pipeline.schedule import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD
+from fastmp.profiling import region
+
+__all__ = ["GraphedStep"]
+
+_BACKWARDS = (BACKWARD, BACKWARD_INPUT)
+
+
+class GraphedStep:
+    """One training step through graphs.
+
+    runs: the runs of each chunk. replay: what replays graphs, perhaps comparing results.
+    fallback: after a failed capture, whatever is not captured runs eagerly for the rest of the step. Without
+        it a failed capture is a CaptureError.
+
+    `failure`: the error of a failed capture.
+    """
+
+    def __init__(
+        self,
+        graph_set: GraphSet,
+        runs: Sequence[Sequence[Run]],
+        backend: Backend,
+        replay: Replay,
+        *,
+        fallback: bool = False,
+    ) -> None:
+        self._graph_set, self._runs, self._backend, self._replay = graph_set, runs, backend, replay
+        self._fallback, self.failure = fallback, None
+        self._anchor = torch.zeros((), requires_grad=True)  # gives a run a backward, if no input does
+        # The node that accumulates its gradient: it runs where those of parameters do.
+        self._accumulates: Any = self._anchor.expand(()).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+        self._position, self._capture = Position(graph_set, runs), Capture(graph_set, runs, backend, fallback)
+        if graph_set.hooks is None:
+            graph_set.hooks = ReplayedHooks(graph_set.observed, runs)
+        else:
+            graph_set.hooks.begin_step()
+        self._hooks = graph_set.hooks
+        # What stands for all deferred gradients of the step in a queue.
+        hooks, self._deferred = self._hooks, torch.zeros((), requires_grad=True)
+        self._deferred.register_post_accumulate_grad_hook(lambda _: hooks.call_deferred())
+        self._in_flight: set[Key] = set()  # forwards whose backward has not begun
+        self._aliased = False
+        self._ended = False
+
+    failure: CaptureError | None
+
+    def end(self) -> None:
+        """End the step, perhaps before all of it has run."""
+        self._ended = True
+        self._position.end()
+
+    def replays(self, chunk: int) -> bool:
+        """Whether the next forward of a chunk is one of captured graphs."""
+        slot = self._position.next_forward(chunk)
+        return slot is not None and self._graph_set.graphs_of[slot.round] <= self._graph_set.done
+
+    def skip(self, chunk: int) -> None:
+        """Leave out the next forward of a chunk, and its backward: they run eagerly."""
+        slot = self._position.next_forward(chunk)
+        if slot is not None:
+            runs = range(len(self._runs[chunk]))
+            self._position.eager |= {(slot.step.microbatch, chunk, run) for run in runs}
+
+    def run(
+        self, chunk: int, number: int, run: Run, tensors: Tensors, overwritten: set[int]
+    ) -> tuple[Tensors, Tensors]:
+        """What run `number` of a chunk hands on, and what its layers return besides, as `run_links`.
+
+        overwritten: gets the addresses of storages that later replays write to.
+        """
+        graph_set = self._graph_set
+        slot = self._position.expect(chunk, number, (FORWARD,))
+        given_up = self.failure is not None and slot.graph not in graph_set.captured
+        if given_up or not graph_set.takes(chunk, number, tensors):
+            call_pre_hooks(run.begins)
+            return self._eagerly(slot, run, tensors)
+        self._hooks.before_forward(chunk, number)
+        try:
+            made = _through(self, slot, graph_set.observed[chunk, number].keeps, self._anchor, *tensors)
+        except CaptureError as error:
+            self._fail(error)
+            with suspended_hooks(run):  # those before the forward have been called
+                return self._eagerly(slot, run, tensors)
+        captured = graph_set.captured[slot.graph]
+        overwritten |= captured.places
+        self._aliased = captured.aliased
+        if len(made) < len(captured.outputs):
+            own = iter(made)
+            made = tuple(tensors[o] if isinstance(o, int) else next(own) for o in captured.outputs)
+        return made[: captured.num_tensors], made[captured.num_tensors :]
+
+    def _eagerly(self, slot: Slot, run: Run, tensors: Tensors) -> tuple[Tensors, Tensors]:
+        self._position.eager.add(slot.key)
+        in_buffers = [tensor.data_ptr() in slot.addresses for tensor in tensors]
+        tensors = tuple([t.clone() if inside else t for t, inside in zip(tensors, in_buffers)])
+        return run.through(tensors, self._graph_set.shared)
+
+    def _fail(self, error: CaptureError) -> None:
+        if not self._fallback:
+            raise error
+        self.failure = self.failure or error
+
+    def between(
+        self,
+        chunk: int,
+        number: int,
+        part: EagerPart,
+        tensors: Tensors,
+        shared: Mapping[str, Any],
+        overwritten: set[int],
+    ) -> tuple[Tensors, Tensors]:
+        """Run a part eagerly that comes before run `number`.
+
+        It may write its first tensor into the static input of that run, if the run comes next in the plan:
+        then nobody holds the buffer.
+        """
+        slot = self._next_forward(chunk)
+        out = None
+        if slot is not None and slot.run == number and part.links[-1].segment.accepts_out:
+            out = slot.static[0].detach()
+            overwritten.add(out.untyped_storage().data_ptr())
+        with self.unshared(part.name, tensors):
+            return run_links(part.links, tensors, part.call, shared=shared, out=out)
+
+    @property
+    def aliased(self) -> bool:
+        """Whether outputs of the last run share storages."""
+        return self._aliased
+
+    @contextmanager
+    def unshared(self, name: str, tensors: Tensors) -> Iterator[None]:
+        """Around eager code behind a run; GraphError where it writes to one of several views from there."""
+        versions = [tensor._version for tensor in tensors] if self.aliased else []
+        yield
+        if versions and versions != [tensor._version for tensor in tensors]:
+            raise GraphError(
+                f"graphs: {name!r} writes in place to a tensor that the graph before it returns twice, "
+                "or that is an input of that graph; write to a copy"
+            )
+
+    def _next_forward(self, chunk: int) -> Slot | None:
+        return self._position.next_forward(chunk)
+
+    def forward_graph(self, slot: Slot, inputs: Tensors) -> tuple[Tensors, Captured]:
+        """Capture or replay the forward of a run; what it makes of `inputs`."""
+        static = slot.fill(inputs)
+        with region(slot.region):
+            if self._position.capturing:
+                made = self._capture_forward(slot, static)
+            else:
+                made = self._replay.forward(slot, self._graph_set.captured[slot.graph], static)
+        self._in_flight.add(slot.key)
+        return made, self._graph_set.captured[slot.graph]
+
+    def _capture_forward(self, slot: Slot, static: list[Tensor]) -> Tensors:
+        if not self._fallback:
+            return self._capture.forward(slot, static)
+        start, state = random_states(self._backend.rng), self._state(slot)
+        try:
+            return self._capture.forward(slot, static)
+        except CaptureError:
+            restore_random_states(self._backend.rng, start)
+            if state is not None:
+                state.put_back()
+            raise
+
+    def _state(self, slot: Slot) -> PartState | None:
+        """What a failed capture has to put back: nothing, if a capture does no work."""
+        return PartState(self._run_of(slot)) if self._fallback and self._backend.runs_at_capture else None
+
+    def _run_of(self, slot: Slot) -> Run:
+        return self._runs[slot.step.chunk][slot.run]
+
+    def backward_graph(self, forward: Slot, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """The gradients of the inputs of a forward; those of its parameters are added where they belong."""
+        if torch.is_grad_enabled():
+            raise GraphError(f"graphs: the backward of the {forward.name} cannot be differentiated again")
+        if self._ended:
+            raise GraphError(f"graphs: the backward of the {forward.name} comes after its step is over")
+        if forward.key not in self._in_flight:
+            raise GraphError(f"graphs: the backward of the {forward.name} runs twice")
+        captured = self._graph_set.captured[forward.graph]
+        planned = self._graph_set.plan.chunks[forward.step.chunk][forward.run].gradients
+        if planned is None and all(grad is None for grad in grads):  # eager code has made none
+            return [None] * len(forward.static)
+        if captured.trained and not torch._C._will_engine_execute_node(self._accumulates):
+            raise GraphError(
+                f"graphs: gradients of some tensors alone are asked for behind the {forward.name}, whose "
+                "graph makes those of all parameters; use backward() without inputs="
+            )
+        self._in_flight.remove(forward.key)
+        slot = self._position.expect(forward.step.chunk, forward.run, _BACKWARDS, forward.step.microbatch)
+        grads = [grad for grad, needed in zip(grads, captured.differentiable) if needed]
+        with region(slot.region):
+            if captured.backward is None:
+                own = self._first_backward(slot, captured, grads)
+            else:
+                own = self._replay_backward(slot, captured, grads)
+        self._defer_weights(slot, captured)
+        return own
+
+    def _defer_weights(self, slot: Slot, captured: Captured) -> None:
+        """Put the gradients of the weights into the queue, where the backward is split."""
+        if slot.kind != BACKWARD_INPUT:
+            return
+        queue = current_queue()
+        if queue is None:
+            raise GraphError(
+                f"graphs: the {slot.name} defers gradients of weights; run it inside "
+                "fastmp.ops.wgrad.defer_wgrad(queue)"
+            )
+        queue.put(self._deferred, functools.partial(self._weight_graph, slot, captured))
+
+    def _replay_backward(
+        self, slot: Slot, captured: Captured, grads: list[Tensor | None]
+    ) -> list[Tensor | None]:
+        given = [grad is not None for grad in grads]
+        misplaced, kept = slot.misplaced(grads) if slot.in_place else [], list[Tensor]()
+        if misplaced:
+            grads, kept = self._stage_gradients(slot, misplaced, grads)
+        static = slot.fill(grads)
+        assert captured.backward is not None
+        if given != captured.given and (captured.backward.parameters or any(map(gt, given, captured.given))):
+            raise GraphError(
+                f"graphs: other outputs get a gradient in the {slot.name} than when it was captured; use "
+                "every output alike in all steps"
+            )
+        own = self._replay.backward(slot, captured, static)
+        self._hooks.after_gradients(slot.graph, slot.kind, captured.backward.reached)
+        if misplaced:  # others may read there what the other graph has left
+            copy_together([static[place] for place in misplaced], kept)
+        return own
+
+    @staticmethod
+    def _stage_gradients(
+        slot: Slot, misplaced: Sequence[int], grads: Sequence[Tensor | None]
+    ) -> tuple[list[Tensor | None], list[Tensor]]:
+        """Copy the gradients, which may lie where others have to go, and what lies there now."""
+        if slot.kind != BACKWARD:  # the backward of the weights reads there as well, later
+            raise GraphError(
+                f"graphs: a gradient of the {slot.name} lies elsewhere than when the graph was captured; "
+                "where backwards are split, eager segments must treat gradients alike in all steps"
+            )
+        return [grad if grad is None else grad.clone() for grad in grads], [
+            slot.static[place].clone() for place in misplaced
+        ]
+
+    def _first_backward(
+        self, slot: Slot, captured: Captured, grads: list[Tensor | None]
+    ) -> list[Tensor | None]:
+        """Capture a backward; run it eagerly where that fails, or where another capture has failed."""
+        captured.given = [grad is not None for grad in grads]
+        if self.failure is not None:
+            return self._backward_eagerly(slot, captured, list(slot.fill(grads)))
+        in_place = self._left_by_graphs(slot, grads)
+        for place, grad in in_place.items():
+            self._graph_set.read_in_place(slot.graph, place, grad)
+        static, state = list(slot.fill(grads)), self._state(slot)
+        try:
+            own = self._capture.backward(slot, captured, static)
+        except CaptureError as error:
+            self._fail(error)
+            if state is not None:
+                state.put_back()
+            return self._backward_eagerly(slot, captured, static)
+        for place, grad in in_place.items():  # whose memory was kept so far
+            self._graph_set.read_in_place(slot.graph, place, self._backend.weak(grad)())
+        assert captured.backward is not None
+        self._hooks.after_gradients(slot.graph, slot.kind, captured.backward.reached)
+        return own
+
+    def _left_by_graphs(self, slot: Slot, grads: Sequence[Tensor | None]) -> dict[int, Tensor]:
+        """The gradients that came from another graph without a copy, through whatever runs eagerly."""
+        found, left = {}, self._graph_set.left
+        for place, (buffer, grad) in enumerate(zip(slot.static, grads, strict=True)):
+            if grad is None or grad.data_ptr() not in left or grad.is_conj() or grad.is_neg():
+                continue
+            if (grad.shape, grad.dtype, grad.stride()) == (buffer.shape, buffer.dtype, buffer.stride()):
+                del left[grad.data_ptr()]  # one reader: it is written to where a step differs
+                found[place] = grad
+        return found
+
+    def _backward_eagerly(self, slot: Slot, captured: Captured, grads: list[Tensor]) -> list[Tensor | None]:
+        """Run the backward of a captured forward: its collectives are those that other ranks replay."""
+        for each in captured.static:
+            each.grad = None
+        if captured.queue is not None:
+            captured.queue.take()  # what a failed capture has deferred
+        with torch.enable_grad(), captured.forward.eager_backward():
+            captured.backpropagate([grad.clone() for grad in grads])
+        if captured.queue is not None and slot.kind == BACKWARD:
+            WgradQueue.run(captured.queue.take())
+        own = [each.grad for each in captured.static]
+        captured.forget()
+        return own
+
+    def _next_weights(self, forward: Slot) -> Slot:
+        step = forward.step
+        return self._position.expect(step.chunk, forward.run, (BACKWARD_WEIGHT,), step.microbatch)
+
+    def _weight_graph(self, forward: Slot, captured: Captured) -> None:
+        slot = self._next_weights(forward)
+        with region(slot.region):
+            if captured.weight is not None:
+                self._replay.weights(slot, captured)
+            else:
+                assert captured.queue is not None
+                tasks = captured.queue.take()
+                if captured.backward is None:  # which ran eagerly
+                    WgradQueue.run(tasks)
+                    return
+                state = self._state(slot)
+                try:
+                    self._capture.weights(slot, captured, lambda: WgradQueue.run(list(tasks)))
+                except CaptureError as error:
+                    self._fail(error)
+                    if state is not None:
+                        state.put_back()
+                    WgradQueue.run(tasks)
+                    return
+        assert captured.weight is not None
+        self._hooks.after_gradients(slot.graph, slot.kind, captured.weight.reached)
+
+
+class _Through(Function):
+    """A run between the tensors of a step. Parameters are no inputs: they would cost more than the replay."""
+
+    @staticmethod
+    def forward(ctx, step, slot, copies, anchor, *inputs):
+        made, captured = step.forward_graph(slot, inputs)
+        ctx.step, ctx.slot = step, slot
+        ctx.set_materialize_grads(False)
+        # A leaf, or a parameter behind a view, would keep the gradient as its own.
+        ctx.copied = range(len(inputs)) if copies else [i for i, each in enumerate(inputs) if each.is_leaf]
+        if not all(captured.differentiable):
+            ctx.mark_non_differentiable(*[t for t, has in zip(made, captured.differentiable) if not has])
+        return made
+
+    @staticmethod
+    def backward(ctx, *grads):
+        own = ctx.step.backward_graph(ctx.slot, grads)
+        copied = [i for i in ctx.copied if own[i] is not None]
+        for i, copy in zip(copied, copies_of([own[i] for i in copied])):
+            own[i] = copy
+        return None, None, None, None, *own
+
+
+# `_Through.apply`, without its search of all arguments for tensors that torch.func has wrapped.
+_through = super(Function, _Through).apply

@@ -1,0 +1,348 @@
+"""Says of every segment of a model whether a graph can hold it, and if not why, with the line.
+
+A model runs three times, segment by segment, each segment's forward followed by its backward; the first time
+is for what it makes on first use. What waits for the device, depends on data, or comes from the host is seen
+in one run (`tracing`). What Python changes is seen between two: ops that differ, numbers that differ, memory
+that is elsewhere, attributes that were set.
+
+What is not seen: state that changes neither in these runs nor any attribute of a module, such as a branch
+that is taken every hundredth step.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from itertools import groupby, zip_longest
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import _engine_run_backward
+from torch.random import fork_rng
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from fastmp.cuda_graphs.explanation.tracing import Event, Problem, Trace, key, line_of
+from fastmp.cuda_graphs.op_inspection import line_in
+from fastmp.cuda_graphs.partition import made_by
+from fastmp.cuda_graphs.skipped_hooks import Skipped, called_whole
+from fastmp.nn.segment import Call, LayerChain, Link, SingleSegment, Tensors, run_links
+
+__all__ = ["Problem", "Report", "SegmentReport", "explain"]
+
+
+class SegmentReport(NamedTuple):
+    """`reason`: why it is not to be captured, as the layer itself says; `problems`: what was found."""
+
+    name: str
+    reason: str
+    problems: tuple[Problem, ...]
+
+    @property
+    def captured(self) -> bool:
+        return not self.reason and not self.problems
+
+
+class Report(NamedTuple):
+    """The segments of all chains of a model in order. `print` it."""
+
+    segments: tuple[SegmentReport, ...]
+
+    @property
+    def captured(self) -> bool:
+        """Whether all segments can be captured."""
+        return all(segment.captured for segment in self.segments)
+
+    @property
+    def runs(self) -> int:
+        """How many runs the segments that can be captured make."""
+        return sum(captured for captured, _ in groupby(segment.captured for segment in self.segments))
+
+    def __str__(self) -> str:
+        alike: dict[tuple, list[str]] = {}
+        for segment in self.segments:
+            kind = segment.name.rpartition(".")[2]
+            alike.setdefault((kind, segment.reason, segment.problems), []).append(segment.name)
+        count = sum(segment.captured for segment in self.segments)
+        runs = "1 run" if self.runs == 1 else f"{self.runs} runs"
+        lines = [f"{count} of {len(self.segments)} segments can be captured, in {runs}"]
+        for (_, reason, problems), names in alike.items():
+            shown = names[0] if len(names) == 1 else f"{names[0]} to {names[-1]} ({len(names)} alike)"
+            if not reason and not problems:
+                lines.append(f"  {shown}: captured")
+                continue
+            lines.append(f"  {shown}: not captured" + (f", {reason}" if reason else ""))
+            for problem in problems:
+                lines += [f"    {problem.kind}: {problem.message}", f"      {problem.line}"]
+        return "\n".join(lines)
+
+
+def explain(model: nn.Module, *inputs: Any) -> Report:
+    """Whether the segments of the chains of `model`, called with `inputs`, can be captured.
+
+    model: a model with `LayerChain`s inside, or one of these, a `SegmentedLayer`, an `nn.Sequential`, whose
+        modules are segments, or any other module, which is one segment. In training mode.
+    inputs: of one microbatch. Those of a segment are tensors: of others, graphs keep the value.
+
+    Over several ranks, all call it. Gradients, buffers and torch's generators are afterwards what they were;
+    random streams of its own may have moved on, and so has what the model keeps in Python. A model on the
+    meta device, with inputs there, is looked at without computing anything, up to the first value it reads.
+
+    ValueError in evaluation mode, which graphs do not serve, and if a chain does not run.
+    """
+    if not model.training:
+        raise ValueError("explain: the model is in evaluation mode, where nothing is captured: model.train()")
+    watcher = _Watcher(model)
+    devices = [x.device for x in inputs if isinstance(x, Tensor) and x.is_cuda][:1]
+    with torch.enable_grad(), _restored(model), fork_rng(devices):
+        watcher.run(inputs)
+    return watcher.report()
+
+
+class _Stopped(Exception):
+    """A segment raised after something that explains it."""
+
+
+class _Watcher:
+    """Runs a model and watches its segments."""
+
+    def __init__(self, model: nn.Module) -> None:
+        named = _chains(model)
+        self.hooks: dict[nn.Module, Skipped] = {}
+        self.chains = [(chain, self._links(chain, name)) for name, chain in named]
+        self.links = {name: link for _, links in self.chains for name, link in links.items()}
+        self.call: Callable[..., Any] = model
+        if not named:
+            layers = list(model) if isinstance(model, nn.Sequential) else [model]
+            self.links = self._links(LayerChain(layers))
+            self.call = lambda *inputs: self.through(self.links, inputs, {})
+        self.traces: dict[str, list[Trace]] = {name: [] for name in self.links}
+        self.error = ""
+
+    def _links(self, chain: LayerChain, name: str = "") -> dict[str, Link]:
+        links, hooks = called_whole(chain.links())
+        self.hooks |= hooks
+        return {f"{name}.{link.full_name}".lstrip("."): link for link in links}
+
+    def run(self, inputs: tuple[Any, ...]) -> None:
+        with ExitStack() as stack:
+            for chain, links in self.chains:
+                stack.enter_context(self._instead(chain, links))
+            try:
+                for _ in range(3):
+                    self.call(*inputs)
+            except _Stopped as stopped:
+                self.error = str(stopped)
+
+    @contextmanager
+    def _instead(self, chain: LayerChain, links: dict[str, Link]) -> Iterator[None]:
+        """Lets a chain run through this, also where a manager of graphs has replaced its forward."""
+        before = vars(chain).get("forward")
+        chain.forward = lambda *tensors, **shared: self.through(links, tensors, shared, chain.call)  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            del chain.forward
+            if before is not None:
+                chain.forward = before  # type: ignore[method-assign]
+
+    def through(
+        self,
+        links: dict[str, Link],
+        tensors: tuple[Any, ...],
+        shared: dict[str, Any],
+        call: Call | None = None,
+    ) -> Tensors:
+        others: Tensors = ()
+        for name, link in links.items():
+            if link.segment.capturable:
+                tensors, more = self._watched(name, link, tensors, shared if link.first else {}, call)
+            else:
+                tensors, more = run_links([link], tensors, call, shared=shared)
+            others += more
+        return *tensors, *others
+
+    def _watched(
+        self, name: str, link: Link, given: tuple[Any, ...], shared: dict[str, Any], call: Call | None
+    ) -> tuple[Tensors, Tensors]:
+        leaves, form = tree_flatten(shared)
+        num_given, given = len(given), (*given, *leaves)
+        inputs = tuple(
+            x.detach().requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x for x in given
+        )
+        # Copies: what changes a leaf is an error, what changes an activation is not.
+        inputs = tuple(x.clone() if isinstance(x, Tensor) else x for x in inputs)
+        layer = link.layer.module if isinstance(link.layer, SingleSegment) else link.layer
+        names = {key(x): f"{what} {n}" for what, n, x in _named(layer)}
+        names |= {key(x): f"input {i}" for i, x in enumerate(inputs) if isinstance(x, Tensor)}
+        trace = Trace(names, [x for x in inputs if isinstance(x, Tensor)])
+        for i, x in enumerate(inputs):
+            if not isinstance(x, Tensor):
+                message = f"input {i} is {x!r}, no tensor: a graph keeps the value that it had at capture"
+                trace.problem("argument", message, line_of(type(layer).forward))
+        self.traces[name].append(trace)
+        state = _state(layer)
+        try:
+            anomaly = torch.autograd.set_detect_anomaly(True, check_nan=False)
+            with anomaly, trace.running():
+                keywords = tree_unflatten(inputs[num_given:], form)
+                tensors, others = run_links([link], inputs[:num_given], call, shared=keywords)
+                _backward(link, inputs, (*tensors, *others))
+        except Exception as error:
+            if not trace.problems:
+                raise
+            raise _Stopped(f"{type(error).__name__} in {name}: {error}") from error
+        _compare_state(trace, layer, state, _state(layer))
+        onwards = tuple(t.detach().requires_grad_(t.requires_grad) for t in tensors)
+        return onwards, tuple(t.detach().requires_grad_(t.requires_grad) for t in others)
+
+    def report(self) -> Report:
+        reports = []
+        for name, link in self.links.items():
+            traces, reason = self.traces[name][-2:], link.segment.reason
+            if link.layer in self.hooks:
+                owner, hook = self.hooks[link.layer]
+                message = f"a hook of {owner}: replay would skip it, so the layer runs eagerly, as a whole"
+                reports.append(SegmentReport(name, "", (Problem("hook", message, line_of(hook)),)))
+            elif not link.segment.capturable:
+                reports.append(SegmentReport(name, reason or "the layer says so", ()))
+            elif not traces and not self.error:
+                raise ValueError(f"explain: segment {name!r} did not run")
+            elif not traces:
+                reports.append(SegmentReport(name, f"not looked at after {self.error}", ()))
+            else:
+                problems = [each for trace in traces for each in trace.problems]
+                if len(traces) == 2:
+                    problems += _differences(*traces)
+                kept: dict[tuple[str, str], Problem] = {}
+                for each in problems:
+                    kept.setdefault((each.kind, each.line.removeprefix("backward of ")), each)
+                reports.append(SegmentReport(name, "", tuple(kept.values())))
+        return Report(tuple(reports))
+
+
+def _chains(model: nn.Module) -> list[tuple[str, LayerChain]]:
+    """The chains of a model with their names, except those inside a layer of another chain."""
+    found: list[tuple[str, LayerChain]] = []
+    inside: set[nn.Module] = set()
+    for name, module in model.named_modules():
+        if isinstance(module, LayerChain) and module not in inside:
+            found.append((name, module))
+            inside.update(module.modules())
+    return found
+
+
+def _backward(link: Link, inputs: tuple[Any, ...], outputs: Tensors) -> None:
+    """Gradients of a segment, for none to keep: nothing is accumulated, and no hook of a parameter runs."""
+    ends = [t for t in made_by(outputs, inputs) if t.requires_grad]
+    leaves = [x for x in inputs if isinstance(x, Tensor) and x.requires_grad]
+    leaves += [param for param in link.layer.parameters() if param.requires_grad]
+    if ends and leaves:  # not torch.autograd.grad, inside of which no function mode sees anything
+        grads, options = tuple(torch.ones_like(t) for t in ends), {"allow_unreachable": True}
+        _engine_run_backward(
+            tuple(ends), grads, False, False, tuple(leaves), accumulate_grad=False, **options
+        )
+
+
+def _differences(first: Trace, second: Trace) -> list[Problem]:
+    """List what two runs did not do alike, up to the first op that only one of them has."""
+    found: list[Problem] = []
+    sent, again = ([e for e in trace.events if e.op.startswith("c10d")] for trace in (first, second))
+    for one, other in zip_longest(sent, again, fillvalue=_NOTHING):
+        if one.op != other.op:
+            found.append(_branch("collective", one, other, other.line or one.line))
+            break
+    for i, (one, other) in enumerate(zip_longest(first.events, second.events, fillvalue=_NOTHING)):
+        if one.op != other.op or len(one.arguments) != len(other.arguments):
+            after = first.events[i + 1].op if i + 1 < len(first.events) else ""
+            line = one.line if after == other.op or not other.line else other.line  # of the one that is more
+            return [*found, _branch("branch", one, other, line)]
+        pair = next((p for p in zip(one.arguments, other.arguments) if p[0] != p[1]), None)
+        if pair is None:
+            continue
+        outside = all("from outside" in each for each in pair)
+        kind = "outside" if outside else "constant"
+        said = "replay would use the memory of the first" if outside else "replay would repeat the first"
+        message = f"{one.op} gets {pair[0]} in one run, {pair[1]} in the next: {said}"
+        found.append(Problem(kind, message, other.line))
+    return found
+
+
+_NOTHING = Event("nothing", (), "")
+
+
+def _branch(kind: str, one: Event, other: Event, line: str) -> Problem:
+    ops = f"{one.op} in one run, {other.op} in the next"
+    return Problem(kind, f"{ops}: what Python decides, a graph decides once, at capture", line)
+
+
+def _named(layer: nn.Module) -> Iterator[tuple[str, str, Tensor]]:
+    for name, param in layer.named_parameters():
+        yield "parameter", name, param
+    for name, buffer in layer.named_buffers():
+        yield "buffer", name, buffer
+
+
+def _state(layer: nn.Module) -> dict[tuple[str, str], Any]:
+    """The state that Python could change: where parameters and buffers lie, and the attributes of modules."""
+    state: dict[tuple[str, str], Any] = {(what, name): key(x) for what, name, x in _named(layer)}
+    for path, module in layer.named_modules():
+        for name, value in vars(module).items():
+            if name not in _OF_MODULES:
+                state["attribute", f"{path}.{name}".lstrip(".")] = _identity(value)
+    return state
+
+
+_OF_MODULES = frozenset(vars(nn.Module()))
+
+
+def _identity(value: Any) -> Any:
+    if isinstance(value, list | tuple | set | dict):
+        return type(value), len(value), repr(value) if len(value) < 100 else None
+    if isinstance(value, bool | int | float | complex | str | bytes | None):
+        return type(value), value
+    return id(value)
+
+
+def _compare_state(trace: Trace, layer: nn.Module, before: dict, after: dict) -> None:
+    for (what, name), value in after.items():
+        if value == before.get((what, name)):
+            continue
+        path, _, attribute = name.rpartition(".")
+        line = _line_that_sets(layer.get_submodule(path), attribute)
+        if what == "attribute":
+            message = f"sets {name}, which replay does not do: Python runs at capture only"
+            trace.problem("side effect", message, line)
+        elif not any(each.kind == "moved" for each in trace.problems):
+            trace.problem("moved", f"{what} {name} gets other memory; replay uses the memory it had", line)
+
+
+def _line_that_sets(module: nn.Module, attribute: str) -> str:
+    """The line of the class outside __init__ that assigns to self.attribute, or calls a method of it."""
+    sets = re.compile(rf"\bself\.{re.escape(attribute)}\b(\[.*\])*(\.\w+\(|\s*(:[^=]+|[-+*/%&|^@]+)?=(?!=))")
+    for kind in type(module).__mro__:
+        if kind.__module__.partition(".")[0] == "torch":
+            break
+        for name, function in vars(kind).items():
+            if not inspect.isfunction(function) or name == "__init__":
+                continue
+            with suppress(OSError, TypeError):  # there is no source
+                for number, text in enumerate(*inspect.getsourcelines(function)):
+                    if sets.search(text):
+                        return line_in(function.__code__.co_filename, number)
+    return line_of(type(module).forward)
+
+
+@contextmanager
+def _restored(model: nn.Module) -> Iterator[None]:
+    """Buffers and the gradients that ops write to `main_grad` are afterwards what they were."""
+    tensors = [*model.buffers(), *(p.main_grad for p in model.parameters() if hasattr(p, "main_grad"))]
+    before = [(tensor, tensor.clone()) for tensor in tensors]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for tensor, value in before:
+                tensor.copy_(value)

@@ -1,0 +1,142 @@
+"""Decides what becomes of the hooks of modules and parameters where graphs are replayed.
+
+A replay calls no module, and segments that run one by one call no layer, so most hooks would be skipped: a
+layer with such a hook runs eagerly as a whole. Two kinds of hooks are replayed, which means that they are
+called beside each replay: hooks before a forward with the mark `hook.replayed = True`, called as
+hook(module, ()), and hooks behind accumulated gradients, unless they are in the graph (`hook.in_graph`).
+The graph of a whole function or step, beside which nothing is called, takes hooks with the mark
+`hook.in_step = True` alone: what they do with tensors is in it, and the rest need not be done again.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from operator import attrgetter
+
+from torch import nn
+from torch.autograd import Variable
+
+from fastmp.cuda_graphs.partition import Observed, Part
+from fastmp.pipeline.schedule import BACKWARD_WEIGHT
+
+__all__ = [
+    "GradHook", "call_grad_hooks", "call_pre_hooks",
+    "ReplayedHooks", "replayed_hooks", "suspended_hooks",
+]  # fmt: skip
+
+_post_accumulate_hooks = attrgetter("_post_accumulate_grad_hooks")
+GradHook = tuple[Callable[[nn.Parameter], None], nn.Parameter]
+
+
+def call_pre_hooks(modules: Iterable[nn.Module]) -> None:
+    """Call the marked hooks before the forward of `modules`, as hook(module, ())."""
+    for module in modules:
+        for hook in module._forward_pre_hooks.values():
+            hook(module, ())
+
+
+def replayed_hooks(params: Iterable[nn.Parameter]) -> list[GradHook]:
+    """The hooks behind accumulated gradients that are not in a graph, with their parameters."""
+    every = [(hook, p) for p in params for hook in (p._post_accumulate_grad_hooks or {}).values()]
+    return [(hook, param) for hook, param in every if not getattr(hook, "in_graph", False)]
+
+
+def call_grad_hooks(hooked: Iterable[GradHook]) -> None:
+    for hook, param in hooked:
+        hook(param)
+
+
+@contextmanager
+def suspended_hooks(part: Part) -> Iterator[list[nn.Parameter]]:
+    """Suspend the replayed hooks of a part while it is captured or compared.
+
+    Yields a list that collects the parameters whose gradients are accumulated meanwhile, in order.
+    """
+    inside = (module for layer in part.layers for module in layer.modules())
+    modules = [(module, module._forward_pre_hooks) for module in inside if module._forward_pre_hooks]
+    params = [(param, param._post_accumulate_grad_hooks) for param in part.parameters]
+    reached: list[nn.Parameter] = []
+    try:
+        for module, _ in modules:
+            module._forward_pre_hooks = OrderedDict()
+        for param, hooks in params:
+            kept = {key: hook for key, hook in (hooks or {}).items() if getattr(hook, "in_graph", False)}
+            param._post_accumulate_grad_hooks = OrderedDict({**kept, -1: reached.append})
+        yield reached
+    finally:
+        for module, hooks in modules:
+            module._forward_pre_hooks = hooks
+        for param, hooks in params:
+            param._post_accumulate_grad_hooks = hooks
+
+
+class ReplayedHooks:
+    """Calls the hooks of training steps that are replayed.
+
+    A hook behind an accumulated gradient is called once in a backward, and once where the gradients that it
+    has deferred are made: right after the replay, or, where another run may add to the gradient too, at the
+    end (a deferred hook). Which hooks a graph has is looked up once, until hooks are added or removed.
+
+    observed: the modules that each run calls, by (chunk, run).
+    """
+
+    def __init__(self, observed: Mapping[tuple[int, int], Observed], runs: Sequence[Sequence[Part]]) -> None:
+        # The runs that may add to the gradient of each parameter.
+        self._runs_of = Counter(param for chunk in runs for run in chunk for param in run.parameters)
+        self._called = {place: each.calls for place, each in observed.items()}
+        self._every = list(dict.fromkeys(module for calls in self._called.values() for module in calls))
+        self._deferred: dict[GradHook, None] = {}
+        self._found: list[tuple[Callable, ...]] | None = None
+        self.begin_step()
+
+    def begin_step(self) -> None:
+        """Forget what a failed step has deferred, and all lists where a hook has been added or removed."""
+        self._deferred.clear()
+        found = [
+            *[tuple(module._forward_pre_hooks.values()) for module in self._every],
+            *[tuple(hooks.values()) if hooks else () for hooks in map(_post_accumulate_hooks, self._runs_of)],
+        ]
+        if found != self._found:
+            self._found = found
+            self._modules: dict[tuple[int, int], list[nn.Module]] = {}  # by chunk and run
+            # By graph: its gradients, the hooks that are called at once, and those that are deferred.
+            self._of_gradients: dict[int, tuple[list[nn.Parameter], list[GradHook], list[GradHook]]] = {}
+
+    def before_forward(self, chunk: int, number: int) -> None:
+        """Call the marked hooks of the modules that a run calls."""
+        call_pre_hooks(self.modules(chunk, number))
+
+    def modules(self, chunk: int, number: int) -> list[nn.Module]:
+        """The modules that a run calls and that have hooks before their forward."""
+        modules = self._modules.get((chunk, number))
+        if modules is None:
+            modules = [module for module in self._called[chunk, number] if module._forward_pre_hooks]
+            self._modules[chunk, number] = modules
+        return modules
+
+    def after_gradients(self, graph: int, kind: str, reached: list[nn.Parameter]) -> None:
+        """Call the hooks behind the gradients that a graph has accumulated, or defer them."""
+        now, deferred = self.of_gradients(graph, reached)
+        call_grad_hooks(now)
+        if deferred:
+            if not self._deferred and kind != BACKWARD_WEIGHT:  # which is not in a backward
+                Variable._execution_engine.queue_callback(self.call_deferred)
+            self._deferred.update(dict.fromkeys(deferred))
+
+    def of_gradients(self, graph: int, reached: list[nn.Parameter]) -> tuple[list[GradHook], list[GradHook]]:
+        """The hooks behind the gradients of a graph: those that are called at once, and those deferred."""
+        known = self._of_gradients.get(graph)
+        if known is None or known[0] is not reached:  # the graph was captured again
+            hooked = replayed_hooks(reached)
+            deferred = [each for each in hooked if self._runs_of[each[1]] > 1]
+            now = [each for each in hooked if self._runs_of[each[1]] < 2]
+            known = self._of_gradients[graph] = reached, now, deferred
+        return known[1:]
+
+    def call_deferred(self) -> None:
+        """Call the hooks that wait for the end."""
+        deferred = list(self._deferred)
+        self._deferred.clear()
+        call_grad_hooks(deferred)

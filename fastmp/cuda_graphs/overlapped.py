@@ -1,0 +1,82 @@
+"""Graphs of what computes, where two microbatches run at once: exchanges run eagerly beside their replays.
+
+The parts of `fastmp.nn.overlap` that compute take the place of chains, and their order, which follows from
+the schedule alone, that of steps. So the gradients of weights have graphs of their own, as where a schedule
+splits backwards. What crosses from one part to the next is a copy, made on the stream of compute: a graph may
+write to its memory again while the stream of exchanges still reads.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from fastmp.cuda_graphs.executor import GraphedStep
+from fastmp.cuda_graphs.manager import GraphManager
+from fastmp.cuda_graphs.partition import Run, cut_apart
+from fastmp.nn.overlap import OverlappedLayers
+from fastmp.nn.segment import LayerChain, Tensors
+from fastmp.pipeline.schedule import Step
+from fastmp.pipeline.stream_schedule import computing, graph_order
+
+__all__ = ["OverlappedGraphManager"]
+
+
+class OverlappedGraphManager(GraphManager):
+    """A `GraphManager` of layers that run in parts, whose exchanges no graph holds.
+
+    overlap: what runs the layers. steps: what this rank runs at once, from `Schedule.together(rank)`. All
+    other arguments, errors and limits are those of `GraphManager`; where that says chunk, `order` and `plan`
+    have the number of a part that computes.
+    """
+
+    def __init__(self, overlap: OverlappedLayers, steps: Iterable[Sequence[Step]], **options: Any) -> None:
+        self.overlap, self._places = overlap, computing(overlap.sections)
+        self._numbers = {place: number for number, place in enumerate(self._places)}
+        super().__init__(overlap.chains, graph_order(steps, overlap.sections), **options)
+
+    def _make_stand_ins(self) -> list[tuple[Any, str, Callable[..., Any]]]:
+        managed = functools.partial(_managed, weakref.ref(self), weakref.ref(self.overlap))
+        return [(self.overlap, "run_part", managed)]
+
+    def _cut(self) -> None:
+        self._parts = []
+        for chunk, chain in enumerate(self.chains):
+            pieces = [self.overlap.links(*place) for place in self._places if place[0] == chunk]
+            self._parts += cut_apart(chain, pieces, self.scope, self.run_size)
+        self.runs = [[part for part in parts if isinstance(part, Run)] for parts in self._parts]
+
+    def run_part(
+        self, chunk: int, part: int, tensors: Tensors, shared: Mapping[str, Any]
+    ) -> tuple[Tensors, Tensors]:
+        """Run a part: what computes through graphs, an exchange beside them."""
+        run = functools.partial(OverlappedLayers.run_part, self.overlap, chunk, part, tensors, shared)
+        number = self._numbers.get((chunk, part))
+        if number is not None:
+            made = self._forward(number, tensors, shared)
+            return run() if made is None else made
+        if not isinstance(self._runner, GraphedStep):
+            return run()
+        with self._runner.unshared(self.overlap.links(chunk, part)[0].full_name, tensors):
+            return run()
+
+    def _chain_of(self, chunk: int) -> LayerChain:
+        return self.chains[self._places[chunk][0]]
+
+
+def _managed(
+    manager: weakref.ref[OverlappedGraphManager],
+    overlap: weakref.ref[OverlappedLayers],
+    chunk: int,
+    part: int,
+    tensors: Tensors,
+    shared: Mapping[str, Any],
+) -> tuple[Tensors, Tensors]:
+    """Stand in for `OverlappedLayers.run_part`, without keeping the manager and its graphs."""
+    own, layers = manager(), overlap()
+    assert layers is not None
+    if own is None:
+        return OverlappedLayers.run_part(layers, chunk, part, tensors, shared)
+    return own.run_part(chunk, part, tensors, shared)

@@ -1,0 +1,101 @@
+"""Puts back what running a run has changed: an eager run beside its graphs, or a capture that failed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._functorch import config as functorch_config
+
+from fastmp.cuda_graphs.backends.base import RandomStreams
+from fastmp.cuda_graphs.partition import Part, nodes_behind
+
+__all__ = ["PartState", "random_states", "repeatable_backward", "restore_random_states"]
+
+
+class PartState:
+    """What running a part changes besides its outputs: buffers, and gradients of its parameters.
+
+    parameters: those that it adds to; others may be on their way to other ranks. None: any of the part.
+    """
+
+    def __init__(self, part: Part, parameters: Sequence[nn.Parameter] | None = None) -> None:
+        self._part = part
+        self._parameters = part.parameters if parameters is None else list(dict.fromkeys(parameters))
+        self._grads = [param.grad for param in self._parameters]
+        self._held = _held(part, self._parameters)
+        self.values = {name: None if each is None else each.clone() for name, each in self._held}
+
+    @torch.no_grad()
+    def put_back(self) -> None:
+        """Restore the values, in the tensors that were there: these may be views of one that is reduced."""
+        for param, grad in zip(self._parameters, self._grads, strict=True):
+            param.grad = grad
+        for name, tensor in self._held:
+            value = self.values[name]
+            if tensor is not None and value is not None:
+                tensor.data.copy_(value)  # autograd does not mind: other microbatches have saved it
+
+    def now(self) -> dict[str, Tensor | None]:
+        """The present values, not copied."""
+        return dict(_held(self._part, self._parameters))
+
+
+def _held(part: Part, parameters: Sequence[nn.Parameter]) -> list[tuple[str, Tensor | None]]:
+    layers = {link.layer: link.name for link in part.links}
+    held: list[tuple[str, Tensor | None]] = [
+        (f"buffer '{at}.{name}'", buffer)
+        for layer, at in layers.items()
+        for name, buffer in layer.named_buffers()
+    ]
+    names = {p: f"{at}.{name}" for layer, at in layers.items() for name, p in layer.named_parameters()}
+    for param in parameters:
+        held.append((f"the gradient of parameter {names[param]!r}", param.grad))
+        held.append((f"the main gradient of parameter {names[param]!r}", getattr(param, "main_grad", None)))
+    return held
+
+
+@contextmanager
+def repeatable_backward(outputs: Sequence[Tensor], does_work: bool) -> Iterator[None]:
+    """Run a backward of `outputs` inside, keeping its graph; if it raises, it can be run again.
+
+    Two things are in the way. Compiled code refuses, because its backward may write to what it has saved. A
+    loss whose forward makes the gradient allows one backward, and may scale the gradient in place.
+
+    does_work: whether the backward inside computes, or is captured only.
+    """
+    losses: list[Any] = [node for node in nodes_behind(outputs) if hasattr(node, "spent")]
+    saved = tuple(tensor for loss in losses for tensor in loss.saved_tensors)
+    values = [tensor.clone() for tensor in saved] if does_work else []
+    try:
+        with (
+            torch.autograd._unsafe_preserve_version_counter(saved),
+            functorch_config.patch(donated_buffer=False),
+        ):
+            yield
+    except BaseException:
+        for loss in losses:
+            loss.spent = False
+        for tensor, value in zip(saved, values):
+            tensor.data.copy_(value)
+        raise
+
+
+def random_states(rng: RandomStreams | None) -> Mapping[str, Tensor]:
+    """The states of all random streams, or of torch's default generators."""
+    if rng is not None:
+        return rng.states()
+    cuda: dict[str, Any] = {"cuda": torch.cuda.get_rng_state()} if torch.cuda.is_initialized() else {}
+    return {"cpu": torch.get_rng_state(), **cuda}
+
+
+def restore_random_states(rng: RandomStreams | None, states: Mapping[str, Tensor]) -> None:
+    if rng is not None:
+        rng.restore(dict(states))
+        return
+    torch.set_rng_state(states["cpu"])
+    if "cuda" in states:
+        torch.cuda.set_rng_state(states["cuda"])

@@ -1,0 +1,316 @@
+"""Captures and replays the runs of a `GraphManager` with Transformer Engine, where it is installed.
+
+Its `make_graphed_callables` takes modules, samples of their inputs and the order of a pipeline. It captures
+everything at once and returns a callable for each forward, whose backward autograd finds. This module makes
+what it asks for: a module for each run, steps as numbers of chunks, and inputs by chunk, then microbatch,
+then run.
+
+Gradients of parameters leave a replay as copies. Autograd accumulates them, and calls all hooks.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Function
+from torch.utils._pytree import TreeSpec
+
+from fastmp.cuda_graphs import hooks
+from fastmp.cuda_graphs.buffer_plan import BufferPlan
+from fastmp.cuda_graphs.errors import CaptureError
+from fastmp.cuda_graphs.graph_set import GraphSet
+from fastmp.cuda_graphs.manager import GraphManager
+from fastmp.cuda_graphs.partition import EagerPart, Run
+from fastmp.distributed.rng import RngTracker
+from fastmp.nn.segment import LayerChain, Tensors, run_links
+from fastmp.pipeline.schedule import BACKWARD, FORWARD, Step
+
+__all__ = ["Arguments", "TransformerEngineManager", "arguments"]
+
+_Place: TypeAlias = tuple[int, int, int]  # chunk, microbatch, run
+_Callables: TypeAlias = "dict[_Place, tuple[_RunModule, Any]]"
+
+
+class Arguments(NamedTuple):
+    """A plan in the words of Transformer Engine.
+
+    order: chunk + 1 for a forward of a chunk, the negative of that for a backward.
+    layers: how many runs each chunk has.
+    samples: the (chunk, microbatch, run) that each sample is for, and the static buffers of its inputs.
+    """
+
+    order: list[int]
+    layers: list[int]
+    samples: dict[_Place, tuple[int, ...]]
+
+
+def arguments(plan: BufferPlan, order: Sequence[Step]) -> Arguments:
+    """Translate a plan. ValueError for split backwards, and for microbatches of a chunk out of order."""
+    seen: Counter[tuple[str, int]] = Counter()
+    codes = []
+    for step in order:
+        if step.kind not in (FORWARD, BACKWARD):
+            raise ValueError(f"graphs: Transformer Engine takes whole backwards, and there is a {step}")
+        if step.microbatch != seen[step.kind, step.chunk]:
+            raise ValueError(
+                f"graphs: Transformer Engine takes the microbatches of a chunk in turn, and {step} comes "
+                f"where microbatch {seen[step.kind, step.chunk]} should"
+            )
+        seen[step.kind, step.chunk] += 1
+        codes.append(step.chunk + 1 if step.kind == FORWARD else -step.chunk - 1)
+    places = {
+        (replay.step.chunk, replay.step.microbatch, replay.run): replay.buffers
+        for replay in plan.replays
+        if replay.step.kind == FORWARD
+    }
+    return Arguments(codes, [len(runs) for runs in plan.chunks], dict(sorted(places.items())))
+
+
+class TransformerEngineManager(GraphManager):
+    """A `GraphManager` whose runs are captured and replayed by Transformer Engine; arguments as there.
+
+    rng: the streams that the layers draw from.
+
+    ValueError for layers that are recomputed, where the package is not installed, and for an order of steps
+    that it does not take.
+    """
+
+    backend: _Backend
+
+    def __init__(
+        self,
+        chains: Sequence[LayerChain],
+        order: Sequence[Step],
+        *,
+        rng: RngTracker | None = None,
+        scope: Sequence[str] | None = None,
+        run_size: int | None = None,
+        warmup: int = 2,
+    ) -> None:
+        if any(chain.call is not None for chain in chains):
+            raise ValueError(
+                "graphs: Transformer Engine captures nothing that is recomputed; use recompute=False, or "
+                "impl 'fastmp'"
+            )
+        self._make = _make_graphed_callables()
+        backend = _Backend(rng)
+        super().__init__(chains, order, backend=backend, scope=scope, run_size=run_size, warmup=warmup)
+
+    def begin_replays(self, graph_set: GraphSet) -> _Replays:
+        """A step of `graph_set`; the first one makes the callables of all its runs, or runs eagerly."""
+        made = self.backend.made
+        if graph_set not in made:
+            self.backend.prepare()
+            try:
+                made[graph_set] = self._callables(graph_set)
+            except Exception as error:
+                reason = f"graphs: Transformer Engine could not capture: {type(error).__name__}: {error}"
+                return _Replays(graph_set, {}, CaptureError(reason))
+        return _Replays(graph_set, made[graph_set])
+
+    def _callables(self, graph_set: GraphSet) -> _Callables:
+        wanted = arguments(graph_set.plan, self.order)
+        modules = {
+            (chunk, number): _RunModule(run, graph_set.shared)
+            for chunk, runs in enumerate(self.runs)
+            for number, run in enumerate(runs)
+        }
+        samples = tuple(
+            tuple(
+                graph_set.buffers[buffer].detach().requires_grad_(needs)
+                for buffer, (_, needs) in zip(buffers, graph_set.observed[chunk, number].inputs)
+            )
+            for (chunk, _, number), buffers in wanted.samples.items()
+        )
+        dtype = graph_set.autocast if isinstance(graph_set.autocast, torch.dtype) else None
+        cast = torch.autocast(graph_set.device.type, dtype, enabled=dtype is not None, cache_enabled=False)
+        every = [run for runs in self.runs for run in runs]
+        with torch.enable_grad(), _without_side_effects(every), self.backend.streams(), cast:
+            made = self._make(
+                tuple(modules.values()),
+                samples,
+                num_warmup_iters=1,  # steps have run eagerly
+                allow_unused_input=True,
+                pool=self.backend.pool,
+                _order=wanted.order,
+                _num_layers_per_chunk=wanted.layers,
+                _reuse_graph_input_output_buffers=True,
+            )
+        return {
+            place: (modules[place[0], place[2]], each)
+            for place, each in zip(wanted.samples, made, strict=True)
+        }
+
+
+class _Replays:
+    """One training step through callables of Transformer Engine: a
+    `fastmp.cuda_graphs.manager.StepRunner`.
+    """
+
+    def __init__(
+        self, graph_set: GraphSet, callables: _Callables, failure: CaptureError | None = None
+    ) -> None:
+        self._graph_set, self._callables, self.failure = graph_set, callables, failure
+        self._forwards: Counter[tuple[int, int]] = Counter()  # {(chunk, run): how many have begun}
+
+    def run(
+        self, chunk: int, number: int, run: Run, tensors: Tensors, overwritten: set[int]
+    ) -> tuple[Tensors, Tensors]:
+        microbatch = self._forwards[chunk, number]
+        self._forwards[chunk, number] += 1
+        observed = self._graph_set.observed[chunk, number]
+        if self.failure is not None or not self._graph_set.takes(chunk, number, tensors):
+            hooks.call_pre_hooks(run.begins)
+            return run.through(tensors, self._graph_set.shared)
+        hooks.call_pre_hooks(observed.calls)
+        inputs = [
+            _CopiedGradient.apply(t) if t.requires_grad and (observed.keeps or t.is_leaf) else t
+            for t in tensors
+        ]
+        module, call = self._callables[chunk, microbatch, number]
+        made = call(*inputs)
+        overwritten |= {each.untyped_storage().data_ptr() for each in made}
+        new = iter(made)
+        outputs = [next(new) if given is None else tensors[given] for given in module.given]
+        return tuple(outputs[: module.num_tensors]), tuple(outputs[module.num_tensors :])
+
+    def between(
+        self,
+        chunk: int,
+        number: int,
+        part: EagerPart,
+        tensors: Tensors,
+        shared: Mapping[str, Any],
+        overwritten: set[int],
+    ) -> tuple[Tensors, Tensors]:
+        return run_links(part.links, tensors, part.call, shared=shared)
+
+    def skip(self, chunk: int) -> None:
+        self._forwards.update((own, run) for own, run in _all_runs(self._graph_set) if own == chunk)
+
+    def replays(self, chunk: int) -> bool:
+        return False
+
+    def end(self) -> None:
+        """Nothing is left of a step."""
+
+
+def _all_runs(graph_set: GraphSet) -> Iterator[tuple[int, int]]:
+    """(chunk, run) of all runs of a plan."""
+    for chunk, runs in enumerate(graph_set.plan.chunks):
+        for run in range(len(runs)):
+            yield chunk, run
+
+
+class _Backend:
+    """What the callables share, in place of a `fastmp.cuda_graphs.backends.base.Backend`."""
+
+    runs_at_capture = False
+    owner: Any = None
+
+    def __init__(self, rng: RngTracker | None) -> None:
+        self.rng = rng
+        self.made: dict[GraphSet, _Callables] = {}
+        self.pool = torch.cuda.graph_pool_handle()
+
+    @property
+    def nbytes(self) -> int:
+        return sum(segment["total_size"] for segment in torch.cuda.memory_snapshot(self.pool))
+
+    def watch(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def prepare(self) -> None:
+        """Free what eager steps have cached: a capture cannot."""
+        torch.cuda.empty_cache()
+
+    def graph(self, forward: Any = None, watched: Any = None, whole: bool = False) -> Any:
+        raise NotImplementedError("graphs: Transformer Engine makes its graphs itself")
+
+    def weak(self, tensor: Tensor) -> Any:
+        raise NotImplementedError("graphs: Transformer Engine makes its graphs itself")
+
+    @contextmanager
+    def streams(self) -> Iterator[None]:
+        """Tell Transformer Engine of the random streams, and leave these where they were."""
+        from transformer_engine.pytorch import distributed
+
+        before = distributed.get_all_rng_states()
+        if self.rng is not None and distributed.graph_safe_rng_available():
+            distributed.set_all_rng_states(self.rng.generators())
+        try:
+            yield
+        finally:
+            distributed.set_all_rng_states(before)
+
+    def reset(self) -> None:
+        for own in self.made.values():
+            for _, call in own.values():
+                call.reset()
+        self.made.clear()
+        self.pool = torch.cuda.graph_pool_handle()
+
+
+class _RunModule(nn.Module):
+    """A run as a module: tensors in, a tuple of new tensors out, and the parameters that are trained."""
+
+    def __init__(self, run: Run, shared: TreeSpec) -> None:
+        super().__init__()
+        self.run, self.shared = run, shared
+        self.given: list[
+            int | None
+        ] = []  # for each output: the number of the input that is handed on, or None
+        self.num_tensors = 0
+        for i, param in enumerate(run.parameters):
+            self.register_parameter(str(i), param)
+
+    def forward(self, *inputs: Tensor) -> Tensors:
+        tensors, others = self.run.through(inputs, self.shared)
+        outputs, self.num_tensors = (*tensors, *others), len(tensors)
+        self.given = [next((i for i, own in enumerate(inputs) if own is o), None) for o in outputs]
+        return tuple(output for output, given in zip(outputs, self.given) if given is None)
+
+
+class _CopiedGradient(Function):
+    """Returns its input; the gradient is a copy, which code before it may keep."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad.clone()
+
+
+@contextmanager
+def _without_side_effects(runs: Iterable[Run]) -> Iterator[None]:
+    """Suspend hooks and `main_grad`: Transformer Engine's trial runs compute on any numbers."""
+    with ExitStack() as stack:
+        params = dict.fromkeys(param for run in runs for param in run.parameters)
+        for run in runs:
+            stack.enter_context(hooks.suspended_hooks(run))
+        mains = {param: param.__dict__.pop("main_grad") for param in params if hasattr(param, "main_grad")}
+        for param in params:
+            param._post_accumulate_grad_hooks = OrderedDict()
+        try:
+            yield
+        finally:
+            for param, main in mains.items():
+                param.main_grad = main
+
+
+def _make_graphed_callables() -> Callable[..., tuple[Callable[..., Tensors], ...]]:
+    try:
+        from transformer_engine.pytorch.graph import make_graphed_callables
+    except ImportError as error:
+        raise ValueError(
+            "graphs: impl 'transformer_engine' needs that package, "
+            f'pip install "transformer-engine[pytorch]" ({error})'
+        ) from None
+    return make_graphed_callables

@@ -1,1 +1,0 @@
-"""Finds what a graph could not hold in a model, with the line that does it: `fastmp.graphs.explain`."""

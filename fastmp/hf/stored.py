@@ -1,0 +1,178 @@
+"""The files of a model of transformers, which somebody else wrote: what they say is checked before use.
+
+`stored_tensors` reads nothing but headers of safetensors files.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from math import prod
+from pathlib import Path
+from reprlib import repr as short
+from typing import Any, NamedTuple
+
+from fastmp.config.files import open_regular, read_file
+from fastmp.hf.families import ALSO
+from fastmp.hf.tables import FAMILIES
+from fastmp.training.checkpoint.files import OpenFile
+from fastmp.training.checkpoint.format import DTYPES
+
+CONFIG, INDEX, ALONE = "config.json", "model.safetensors.index.json", "model.safetensors"
+_MOST_CONFIG, _MOST_INDEX, _MOST_HEADER = 1 << 20, 1 << 26, 1 << 27  # bytes
+_SIZES = {  # values of config.json that are sizes of tensors
+    *("vocab_size", "hidden_size", "ffn_hidden_size", "num_layers", "num_heads", "num_kv_heads"),
+    *("head_size", "max_seq_len", "moe.num_experts", "moe.top_k", "moe.expert_ffn_hidden_size"),
+    *("bert.num_token_types", "n_shared_experts"),
+}
+_FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,200}\.safetensors")
+# tables that old files hold
+NOT_WEIGHTS = re.compile(r"rotary_emb\.inv_freq$|\.attn\.(masked_)?bias$|embeddings\.position_ids$")
+Shape = tuple[int, ...]
+
+
+class Stored(NamedTuple):
+    """A tensor in a file of theirs: where its bytes begin."""
+
+    file: str
+    dtype: str
+    shape: Shape
+    start: int
+
+
+def is_transformers(path: Path) -> bool:
+    """Whether `path` is a directory of a model of transformers."""
+    return (path / CONFIG).is_file()
+
+
+def read_json(path: Path, limit: int) -> dict[str, Any]:
+    """The object in a JSON file that somebody else wrote; ValueError naming the file where there is none."""
+    try:
+        content = json.loads(read_file(path, limit))
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read ({error.strerror})") from None
+    except (ValueError, RecursionError):
+        raise ValueError(f"{path} is not JSON") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} must be an object, got {short(content)}")
+    return content
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """The config.json of the model in the directory `path`; ValueError naming it where there is none."""
+    return read_json(path / CONFIG, _MOST_CONFIG)
+
+
+def check_sizes(path: Path, content: Mapping[str, Any], stored: Mapping[str, Stored]) -> None:
+    """Raise ValueError for a size in config.json that no file bears out, before a model is made of it.
+
+    Every size of a model is a dimension of a tensor; layers, and experts of their own, are tensors.
+    """
+    family = FAMILIES.get(str(content.get("model_type")))
+    if family is None:
+        return
+    longest = max((max(each.shape, default=0) for each in stored.values()), default=0)
+    for key, value in content.items():
+        ours = family.fields.get(ALSO.get(key, key))
+        name = key if ours is None else ours.ours
+        if name == "max_seq_len" and "position_embedding.weight" not in family.ends:
+            continue
+        most = len(stored) if name == "num_layers" else max(longest, len(stored))
+        if name in _SIZES and type(value) is int and value > most:
+            what = f"{most} tensors" if name == "num_layers" else f"dimensions of up to {longest}"
+            raise ValueError(f"{path / CONFIG}: {key} is {short(value)}, but the files have {what}")
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[OpenFile]:
+    try:
+        descriptor = open_regular(path)
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read ({error.strerror})") from None
+    try:
+        yield OpenFile(path, descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def stored_tensors(path: Path) -> dict[str, Stored]:
+    """All tensors of a directory."""
+    if not (path / INDEX).exists():
+        if not (path / ALONE).exists():
+            pickled = any(path.glob("*.bin")) or any(path.glob("*.pt*"))
+            why = "; pickled weights are never read: save them as safetensors first" if pickled else ""
+            raise ValueError(f"{path} has neither {ALONE} nor {INDEX}{why}")
+        return _header(path, ALONE)
+    index = read_json(path / INDEX, _MOST_INDEX).get("weight_map")
+    if not isinstance(index, dict) or not all(isinstance(file, str) for file in index.values()):
+        raise ValueError(f"{path / INDEX}: weight_map must map names of tensors to files")
+    for file in set(index.values()):
+        if not _FILE_NAME.fullmatch(file):
+            raise ValueError(f"{path / INDEX}: {short(file)} is not the name of a safetensors file beside it")
+    found: dict[str, Stored] = {}
+    for file in sorted(set(index.values())):
+        for name, stored in _header(path, file).items():
+            if index.get(name) != file:
+                raise ValueError(f"{path / INDEX}: {short(name)} is in {file}, but not so in the index")
+            found[name] = stored
+    for name, file in index.items():
+        if name not in found:
+            raise ValueError(f"{path / INDEX}: {short(name)} is not in {file}")
+    return found
+
+
+def _header(path: Path, name: str) -> dict[str, Stored]:
+    """The tensors of a safetensors file, whose header is checked: parts in order, and nothing but them."""
+    with opened(path / name) as file:
+        size = os.fstat(file.descriptor).st_size
+        length = int.from_bytes(os.pread(file.descriptor, 8, 0), "little")
+        if size < 8 or length > min(size - 8, _MOST_HEADER):
+            raise ValueError(f"{path / name} is no safetensors file: a header of {length} bytes")
+        text = os.pread(file.descriptor, length, 8)
+    try:
+        entries = _entries(text)
+    except (ValueError, TypeError, KeyError, AttributeError, ArithmeticError, RecursionError):
+        raise ValueError(f"{path / name} is no safetensors file: its header cannot be read") from None
+    found, at = {}, 0
+    for each, dtype, shape, (start, end) in entries:
+        if dtype not in DTYPES or not (DTYPES[dtype].is_floating_point or NOT_WEIGHTS.search(each)):
+            raise ValueError(
+                f"{path / name}: {short(each)} is {short(dtype)}, not numbers that can be trained"
+            )
+        if start != at or end - start != prod(shape) * DTYPES[dtype].itemsize:
+            raise ValueError(f"{path / name}: the bytes of {short(each)} do not fit its shape")
+        found[each], at = Stored(name, dtype, shape, 8 + length + start), end
+    if 8 + length + at != size:
+        raise ValueError(f"{path / name} has {size} bytes, its tensors end at {8 + length + at}")
+    return found
+
+
+def _entries(text: bytes) -> list[tuple[str, str, Shape, tuple[int, int]]]:
+    """(name, dtype, shape, (start, end)) of each tensor in a header, in their order in the file.
+
+    Errors of many kinds where it has something else: bytes that nothing describes would be lost.
+    """
+    if text[:1] != b"{" or text.rstrip(b" ")[-1:] != b"}":
+        raise ValueError("other bytes than JSON and spaces")
+    header = json.loads(text, object_pairs_hook=_each_once)
+    metadata = header.pop("__metadata__", {})
+    if not all(isinstance(value, str) for value in metadata.values()):
+        raise ValueError("metadata that is no text")
+    found = []
+    for each, entry in header.items():
+        shape, (start, end) = entry["shape"], entry["data_offsets"]
+        if len(entry) != 3 or type(entry["dtype"]) is not str or not isinstance(shape, list):
+            raise ValueError("another description than that of a tensor")
+        if any(type(number) is not int or number < 0 for number in (*shape, start, end)):
+            raise ValueError("a size that is no number")
+        found.append((each, entry["dtype"], tuple(shape), (start, end)))
+    return sorted(found, key=lambda entry: entry[3])
+
+
+def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    if len(dict(pairs)) < len(pairs):
+        raise ValueError("a name twice")
+    return dict(pairs)

@@ -1,0 +1,161 @@
+"""A dispatcher through DeepEP, for experts on ranks of several machines: each token goes to a rank once.
+
+A rank receives a token if one of its experts, at least, was chosen for it, with all choices and their
+probabilities. It sorts tokens by expert, and adds up what its experts make of one, weighted, before it sends
+that one row back. The token's rank adds up the rows of all ranks. The gradient of either exchange is the
+other one. DeepEP works out sizes itself; its host waits for them in `dispatch`.
+
+With expert tensor parallelism each choice is `etp` choices, one of each part of the expert, on `etp` ranks.
+
+T tokens of this rank, N received ones, k experts of each, H hidden, E experts, L experts of this rank, D etp
+ranks that divide an expert.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import Function, once_differentiable
+
+from fastmp.config import MoEConfig
+from fastmp.distributed.collectives import group_size
+from fastmp.distributed.deepep_buffer import DeepEPBuffer
+from fastmp.distributed.groups import ParallelGroups
+from fastmp.nn.moe.dispatchers.base import LocalDispatcher
+from fastmp.nn.segment import Tensors
+from fastmp.ops import permutation, permute, unpermute
+from fastmp.ops.core.registry import compute_dtype
+
+__all__ = ["DeepEPDispatcher"]
+
+_MOST_CHOICES = 32  # of a token: a warp of DeepEP's kernels has a lane for each
+
+
+class DeepEPDispatcher(LocalDispatcher):
+    """Sends tokens to their experts through `groups.deepep`, whose ranks divide them.
+
+    ValueError where the ranks do not divide the experts, and where DeepEP cannot send so many choices.
+    """
+
+    eager = ("dispatch", "experts", "combine")
+    exchanges = ("dispatch", "combine")
+    num_prepared = 2
+
+    def __init__(self, moe: MoEConfig, groups: ParallelGroups) -> None:
+        super().__init__(moe.num_experts)
+        assert groups.deepep is not None
+        self.buffer: DeepEPBuffer = groups.deepep
+        self.ep, self.etp = group_size(groups.ep), group_size(groups.etp)
+        if moe.num_experts % self.ep:
+            raise ValueError(
+                f"DeepEPDispatcher: {moe.num_experts} experts are not divisible by the expert-parallel size "
+                f"{self.ep}"
+            )
+        if moe.top_k * self.etp > _MOST_CHOICES:
+            raise ValueError(
+                f"DeepEPDispatcher: top_k {moe.top_k} x etp {self.etp} are more than the {_MOST_CHOICES} "
+                'choices of a token that DeepEP sends; take "alltoall"'
+            )
+        self.num_local = moe.num_experts // self.ep
+        # How far apart in the group the ranks are that differ by one in etp, or in ep.
+        self._steps = (1, self.etp) if groups.grid.etp_varies_first else (self.ep, 1)
+
+    def check(self, rows: Tensor) -> None:
+        self.buffer.check(rows)
+
+    def preprocess(self, indices: Tensor, probs: Tensor, room: int, refused: bool = False) -> Tensors:
+        if refused:
+            raise ValueError(
+                f"MoELayer: the {len(indices)} tokens of this rank are too few: its experts would have a "
+                "capacity of less than one token"
+            )
+        return indices, probs
+
+    def _parts(self, indices: Tensor) -> Tensor:
+        """Number the parts (T, D x k) of experts, those of the first rank of the group first."""
+        etp_step, ep_step = self._steps
+        peers = indices // self.num_local
+        first = indices + peers * (self.num_local * (ep_step - 1))
+        parts = [first + d * self.num_local * etp_step for d in range(self.etp)]
+        return torch.cat([part.masked_fill(indices < 0, -1) for part in parts], 1)
+
+    def dispatch(self, tokens: Tensor, *prepared: Tensor) -> Tensors:
+        indices, probs = prepared
+        if self.etp > 1:
+            indices, probs = self._parts(indices), probs.repeat(1, self.etp)
+        buffer = self.buffer.reserve(tokens)
+        received, weights, chosen, counts, *handle = _Dispatch.apply(
+            tokens.contiguous(),
+            probs.to(compute_dtype(tokens.dtype)).contiguous(),
+            indices.to(self.buffer.index_dtype).contiguous(),
+            buffer,
+            self.num_experts * self.etp,
+        )
+        row_of, offsets = permutation(chosen.to(torch.int32), self.num_local)
+        rows = permute(received, row_of, int(counts.sum()))
+        self.num_kept = 3 + len(handle)  # a handle has other tensors between machines than within one
+        return rows, offsets, weights, row_of, *handle, counts
+
+    def sizes(self, *kept: Tensor) -> list[int]:
+        return kept[-1].tolist()
+
+    def combine(self, outputs: Tensor, *kept: Tensor) -> Tensor:
+        weights, row_of, *handle, _ = kept
+        sums = unpermute(outputs, row_of, weights)
+        return _Combine.apply(sums, self.buffer.reserve(sums), *handle)
+
+
+class _Dispatch(Function):
+    """Tokens (T, H), probabilities (T, k) and choices (T, k) to those that this rank receives.
+
+    Returns tokens (N, H), probabilities (N, k), choices (N, k) among this rank's experts or -1, the number of
+    rows of each expert (L,), which is on the host, and the tensors of DeepEP's handle.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, tokens: Tensor, probs: Tensor, indices: Tensor, buffer: Any, num_experts: int
+    ) -> Tensors:
+        of_rank, of_machine, of_expert, goes, _ = buffer.get_dispatch_layout(indices, num_experts)
+        received, chosen, weights, counts, handle, _ = buffer.dispatch(
+            tokens,
+            topk_idx=indices,
+            topk_weights=probs,
+            num_tokens_per_rank=of_rank,
+            num_tokens_per_rdma_rank=of_machine,
+            num_tokens_per_expert=of_expert,
+            is_token_in_rank=goes,
+        )
+        counts = torch.tensor(counts, device="cpu")
+        ctx.save_for_backward(*handle)
+        ctx.buffer = buffer
+        ctx.mark_non_differentiable(chosen, counts, *handle)
+        return received, weights, chosen, counts, *handle
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dreceived: Tensor, dweights: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+        dtokens, dprobs, _ = ctx.buffer.combine(
+            dreceived.contiguous(), ctx.saved_tensors, topk_weights=dweights.contiguous()
+        )
+        return dtokens, dprobs, None, None, None
+
+
+class _Combine(Function):
+    """Rows (N, H) to the ranks that sent these tokens, which add up the rows of each: (T, H)."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, buffer: Any, *handle: Tensor) -> Tensor:
+        ctx.save_for_backward(*handle)
+        ctx.buffer = buffer
+        total, _, _ = buffer.combine(rows, handle)
+        return total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dtotal: Tensor) -> tuple[Tensor | None, ...]:
+        handle = ctx.saved_tensors
+        drows, *_ = ctx.buffer.dispatch(dtotal.contiguous(), handle=handle)
+        return drows, None, *[None] * len(handle)

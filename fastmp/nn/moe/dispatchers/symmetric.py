@@ -1,0 +1,170 @@
+"""A dispatcher through memory that ranks share: the host never waits, and a graph can hold all of it.
+
+A rank writes its tokens to the place that they have at their experts' rank, in one kernel, and reads the
+outputs from there, in another; one barrier of the kernels' own stands between what is written and read. Each
+rank gathers everybody's counts in the same way, and computes from them alone where its rows go, on the
+device. What arrives is sorted already, by expert, then by source: bit for bit the rows of an
+`AllToAllDispatcher`, with zeros behind them up to the capacity.
+
+Rows beyond the capacity are not sent. A token whose pair is dropped gets nothing from that expert, and no
+gradient; the pairs are counted. Without a limit (`moe.symmetric_capacity` None) there is room for all tokens
+of all ranks at one of them.
+
+T tokens of this rank, k experts of each, H hidden, E experts, L experts of this rank, C rows of capacity, R
+ranks of the etp-ep group.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import Function, once_differentiable
+
+from fastmp.config import MoEConfig
+from fastmp.distributed.symmetric_memory import ExchangeViews, PeerExchange
+from fastmp.nn.moe.dispatchers.base import LocalDispatcher, uncompiled
+from fastmp.nn.segment import Tensors
+from fastmp.ops import permutation
+from fastmp.ops.exchange import (
+    exchange_barrier,
+    exchange_counts,
+    exchange_give,
+    exchange_places,
+    exchange_pull,
+    exchange_push,
+    exchange_take,
+)
+from fastmp.distributed.streams import exchanging
+
+__all__ = ["SymmetricDispatcher"]
+
+
+class SymmetricDispatcher(LocalDispatcher):
+    """Sends pairs to their experts through the memory of `exchange`, whose group divides them.
+
+    moe: its `symmetric_capacity` is the room over what comes in balance. `exchange` reserves the memory at
+    the first dispatch, on all ranks together.
+    own_stream: exchange on the exchange stream, which has high priority, while the current stream waits: for
+        where a shared expert fills the GPU at the same time.
+
+    ValueError where the ranks do not divide the experts, and as `PeerExchange.reserve`.
+    """
+
+    exchanges = ("dispatch", "combine")
+    num_prepared = 4
+    num_kept = 3
+
+    def __init__(self, moe: MoEConfig, exchange: PeerExchange, *, own_stream: bool = False) -> None:
+        super().__init__(moe.num_experts)
+        if moe.num_experts % exchange.ep:
+            raise ValueError(
+                f"SymmetricDispatcher: {moe.num_experts} experts are not divisible by the expert-parallel "
+                f"size {exchange.ep}"
+            )
+        self.moe, self.exchange, self.own_stream = moe, exchange, own_stream
+        self.may_drop = moe.symmetric_capacity is not None
+
+    def expect(self, tokens: int) -> None:
+        self.exchange.expect(tokens)
+
+    def preprocess(self, indices: Tensor, probs: Tensor, room: int, refused: bool = False) -> Tensors:
+        return probs, indices, *permutation(indices, self.num_experts)
+
+    @uncompiled
+    def dispatch(self, tokens: Tensor, *prepared: Tensor) -> Tensors:
+        probs, indices, row_of, ends = prepared
+        views = self.exchange.reserve(
+            tokens, top_k=self.moe.top_k, experts=self.num_experts, factor=self.moe.symmetric_capacity
+        )
+        with _stream(tokens, self.own_stream):
+            matrix_RE = exchange_counts(
+                ends, views.flags, views.counts, views.distances, views.rank, views.timeout
+            )
+            where, offsets, dropped = exchange_places(
+                row_of, indices, matrix_RE, views.rank, self.exchange.ep, views.capacity
+            )
+        rows = _Dispatch.apply(tokens, where, offsets, views, self.own_stream)
+        # The experts do not hand their offsets on: combine has its own.
+        return rows, offsets, probs, where, torch.cat((offsets, dropped.view(1)))
+
+    @uncompiled
+    def combine(self, outputs: Tensor, *kept: Tensor) -> Tensor:
+        probs, where, ends = kept
+        views = self.exchange.views
+        outputs = outputs.to(views.rows.dtype)
+        return _Combine.apply(outputs, probs, where, ends[:-1], views, self.own_stream)
+
+    def dropped(self, *kept: Tensor) -> Tensor:
+        return kept[-1][-1]
+
+
+def _stream(x: Tensor, own_stream: bool) -> AbstractContextManager[None]:
+    """The stream of an exchange, entered within nodes of autograd: they run on the current one themselves."""
+    return exchanging(x) if own_stream else nullcontext()
+
+
+def _barrier(views: ExchangeViews) -> None:
+    exchange_barrier(views.flags, views.distances, views.rank, views.timeout)
+
+
+class _Dispatch(Function):
+    """Tokens (T, H) to the rows (C, H) of this rank's experts; a token's gradient is the sum of its rows'."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, tokens: Tensor, where: Tensor, offsets: Tensor, views: ExchangeViews, own_stream: bool
+    ) -> Tensor:
+        ctx.save_for_backward(where, offsets)
+        ctx.views, ctx.own_stream = views, own_stream
+        with _stream(tokens, own_stream):
+            exchange_push(tokens, where, None, None, views.flags, views.rows, views.distances)
+            _barrier(views)
+            return exchange_take(views.rows, views.flags, offsets)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        views, (where, offsets) = ctx.views, ctx.saved_tensors
+        with _stream(grad, ctx.own_stream):
+            exchange_give(grad, offsets, views.flags, views.rows)
+            _barrier(views)
+            total, _ = exchange_pull(views.rows, views.flags, views.distances, where, None, False)
+        return total, None, None, None, None
+
+
+class _Combine(Function):
+    """Outputs (C, H) of this rank's experts to the weighted sums (T, H) of each token's."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        outputs: Tensor,
+        probs: Tensor,
+        where: Tensor,
+        offsets: Tensor,
+        views: ExchangeViews,
+        own_stream: bool,
+    ) -> Tensor:
+        keep = ctx.needs_input_grad[1]
+        with _stream(outputs, own_stream):
+            exchange_give(outputs, offsets, views.flags, views.rows)
+            _barrier(views)
+            total, rows = exchange_pull(views.rows, views.flags, views.distances, where, probs, keep)
+        ctx.save_for_backward(probs, where, offsets, rows)
+        ctx.views, ctx.own_stream = views, own_stream
+        return total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        views, (probs, where, offsets, rows) = ctx.views, ctx.saved_tensors
+        asked = ctx.needs_input_grad[1]
+        y = rows if asked else None
+        with _stream(grad, ctx.own_stream):
+            dprobs = exchange_push(grad, where, probs, y, views.flags, views.rows, views.distances)
+            _barrier(views)
+            dy = exchange_take(views.rows, views.flags, offsets)
+        return dy, dprobs if asked else None, None, None, None, None

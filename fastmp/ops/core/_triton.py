@@ -1,0 +1,139 @@
+"""The one place that imports Triton, which is optional: without it the kernels below are never launched.
+
+Kernels are written as `@jit` functions that use `tl`; whether they are compiled or interpreted is decided
+by Triton when they are decorated (TRITON_INTERPRET=1).
+"""
+
+from __future__ import annotations
+
+import inspect
+
+__all__ = [
+    "ABSENT", "COUNTS", "GPUTarget", "INTERPRETED", "MOST_COUNT", "MOST_EXPERTS", "MOST_SIZE", "MOST_STRIP",
+    "MOST_WALKING", "VERSION", "TensorDescriptor", "cdiv", "check_count", "check_limits", "driver", "jit",
+    "knobs", "launch_limits", "limits", "next_power_of_2", "tl",
+]  # fmt: skip
+
+# Parameters of kernels that count what differs from batch to batch, and strides that follow from it. Another
+# value compiles nothing anew: only sizes and pitches, which a model fixes, tell the compiler whether they are
+# one or multiples of sixteen. Nor need it know how entries of `groups` and `step` are aligned.
+COUNTS = frozenset(
+    ("first_element", "groups", "k_rows", "k_size_1", "k_stride_0", "k_stride_1", "k_stride_2", "noise_seed",
+     "num_blocks", "num_pairs", "num_queries", "num_rows", "num_steps", "num_strips", "num_tokens",
+     "pair_vectors", "q_rows", "q_size_1", "q_stride_0", "q_stride_1", "q_stride_2", "rank", "rows_per_strip",
+     "step", "strip_steps", "timeout_ms", "tokens", "turn_0", "turn_1", "turn_2")
+)  # fmt: skip
+
+# The highest values of integer arguments, for `limits`. Kernels compute with them in int32.
+MOST_COUNT = (1 << 31) - (1 << 16)  # rows and tokens: a block may be added to them. See `check_count`
+MOST_SIZE = 1 << 26  # columns, in elements or in vectors of up to 16
+MOST_EXPERTS = 1 << 14  # experts, ranks, and experts of a token
+MOST_STRIP = 1 << 30  # rows of a strip, of which a launch has hundreds
+MOST_WALKING = 1 << 16  # programs that walk over blocks: as many as run at a time
+
+try:
+    import triton
+    import triton.language as tl
+    from triton import knobs
+    from triton.backends.compiler import GPUTarget
+    from triton.runtime import driver
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    def jit(fn):
+        """Make a Triton kernel of a function, or a function that kernels call."""
+        names = inspect.signature(fn).parameters
+        kernel = triton.jit(fn, do_not_specialize=[name for name in names if name in COUNTS])
+        kernel.counts = tuple(name in COUNTS for name in names)
+        kernel.limits = {}
+        return kernel
+
+    def _keep_masks_boolean():
+        """Let Triton's interpreter load and store by the masks it computes itself.
+
+        Triton 3.9 accepts boolean arrays only, and widens a mask that is combined with a scalar condition to
+        integers.
+        """
+        from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+        def boolean(method, place):
+            def accepting(self, *arguments, **options):
+                mask = arguments[place]
+                if isinstance(mask, TensorHandle) and mask.data.dtype != bool:
+                    mask.data = mask.data.astype(bool)
+                return method(self, *arguments, **options)
+
+            return accepting
+
+        for name, place in (("create_masked_load", 1), ("create_masked_store", 2), ("create_atomic_rmw", 3)):
+            setattr(InterpreterBuilder, name, boolean(getattr(InterpreterBuilder, name), place))
+
+    ABSENT = ""
+    VERSION = triton.__version__
+    INTERPRETED = triton.knobs.runtime.interpret
+    if INTERPRETED:
+        _keep_masks_boolean()
+except ImportError:
+    triton = tl = knobs = GPUTarget = driver = TensorDescriptor = None
+    ABSENT = "Triton is not installed"
+    VERSION = None
+    INTERPRETED = False
+
+    def jit(fn):
+        return fn
+
+
+def limits(**highest: int):
+    """Declare the highest values of a kernel's integer arguments, which are not negative.
+
+    `programs` is the highest number of programs. Any other name that is no argument belongs to a variable of
+    the kernel, whose bound the host checks. `launcher` raises for sizes beyond. Within the limits no 32-bit
+    arithmetic of the kernel overflows, as tools/cubins/ranges.py shows.
+    """
+
+    def declare(kernel):
+        kernel.limits = highest
+        return kernel
+
+    return declare
+
+
+def check_limits(kernel, programs: int, arguments: tuple) -> None:
+    """Raise ValueError for arguments beyond the `limits` of a kernel; those of int64 have none."""
+    given = dict(zip(kernel.arg_names, arguments, strict=False), programs=programs)
+    for name, most in kernel.limits.items():
+        value = given.get(name)
+        if type(value) is int and most < value < 1 << 31:
+            raise ValueError(
+                f"{kernel.fn.__name__}: expected {name} of at most {most}, got {value}: split the tensors"
+            )
+
+
+def launch_limits(kernel, arguments: tuple) -> tuple[tuple[int, int], ...]:
+    """Return the limits that launches of one plan can exceed, as (position, highest value).
+
+    These are limits of int32 counts, whose values the plan's key leaves out, and of the number of programs,
+    whose position is -1.
+    """
+    positions = [i for i, count in enumerate(kernel.counts[: len(arguments)]) if count]
+    narrow = {
+        kernel.arg_names[i]: i for i in positions if type(arguments[i]) is int and arguments[i] < 1 << 31
+    }
+    narrow["programs"] = -1
+    return tuple((narrow[name], most) for name, most in kernel.limits.items() if name in narrow)
+
+
+def check_count(op: str, what: str, count: int) -> None:
+    """Raise ValueError for a count of int32 to which a kernel cannot add a block; larger ones are int64."""
+    if MOST_COUNT < count < 1 << 31:
+        raise ValueError(
+            f"{op}: expected at most {MOST_COUNT} {what}, or {1 << 31} and more, got {count}: split the call"
+        )
+
+
+def cdiv(x: int, y: int) -> int:
+    """x / y rounded up, for the host: `triton.cdiv` takes ten times as long there."""
+    return -(-x // y)
+
+
+def next_power_of_2(n: int) -> int:
+    return 1 << max(n - 1, 0).bit_length()

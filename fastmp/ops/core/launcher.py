@@ -1,0 +1,257 @@
+"""The one place where a Triton kernel is started.
+
+Triton's own path works out at every launch what to compile for, and may take longer than the kernel runs.
+Here Triton compiles and loads a kernel before the first launch of its kind, and a plan keeps it. All launches
+find their plan by one look-up and hand the values to the CUDA driver (csrc/host/launch.cpp). Without fastmp's
+compiled module, and for kernels that need more than it knows, a plan calls the launcher that Triton compiled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastmp.host import HOST
+from fastmp.ops.core import _triton
+
+_INT32 = (1 << 31) - 1
+_MOST = 4096  # plans; more come from sizes that do not repeat, and are planned again
+# Triton versions with plans: a later one may tell less about its compiled kernels
+KNOWN = (_triton.VERSION or "").startswith(("3.6.", "3.7.", "3.8.", "3.9."))
+# Triton's types of arguments, as `HOST.planned` names them
+_KINDS = {"constexpr": "-", "i32": "i", "i64": "q", "fp32": "f", "fp64": "d"}
+SETS_TENSOR_MAPS = HOST is not None and KNOWN  # Triton's own launchers encode tensor maps otherwise
+_PROVEN = (_triton.VERSION or "").startswith("3.6.")  # its launch parameters were compared byte by byte
+_DTYPES = (*range(8), 10, 8, 9, *range(11, 16))  # of tensor maps: from Triton's number to the driver's
+
+
+class _Plan:
+    """A compiled kernel on one device; `launch` takes the number of programs, and the arguments."""
+
+    __slots__ = ("compiled", "current_device", "device", "kept", "launch", "limits", "stream")
+
+    def __init__(self, kernel: Any, compiled: Any, arguments: tuple, constants: dict[str, Any]) -> None:
+        active, names = _triton.driver.active, kernel.arg_names
+        self.kept, self.compiled = (kernel, constants), compiled  # a key has addresses of the former
+        self.current_device: Callable[[], int] = active.get_current_device
+        self.stream: Callable[[int], int] = active.get_current_stream
+        self.device = active.get_current_device()
+        values = tuple(constants[name] for name in names if name in constants)
+        num_arguments = len(names) - len(values)
+        assert set(names[num_arguments:]) <= set(constants), "constants come last"
+        self.limits = _triton.launch_limits(kernel, arguments)
+        given = compiled, self.stream, self.device
+        self.launch = _by_the_driver(*given, num_arguments) or _by_triton(*given, values)
+
+    def launch_hooked(self, programs: int, arguments: tuple) -> None:
+        """Launch between the hooks that a profiler such as Proton gave to Triton."""
+        hooks = _triton.knobs.runtime
+        metadata = self.compiled.launch_metadata((programs,), self.stream(self.device), *arguments)
+        hooks.launch_enter_hook(metadata)
+        self.launch(programs, arguments)
+        hooks.launch_exit_hook(metadata)
+
+
+def _by_triton(
+    compiled: Any, stream: Callable[[int], int], device: int, constants: tuple
+) -> Callable[[int, tuple], None]:
+    """Return a function that calls the launcher that Triton compiled for the kernel."""
+    run, function, metadata = compiled.run, compiled.function, compiled.packed_metadata
+
+    def launch(programs: int, arguments: tuple) -> None:
+        run(programs, 1, 1, stream(device), function, metadata, None, None, None, *arguments, *constants)
+
+    return launch
+
+
+def driver_arguments(compiled: Any, num_arguments: int) -> tuple[str, list[tuple]] | None:
+    """Return `kinds` and `descriptors` of a kernel's arguments for `HOST.planned`, or None.
+
+    It knows neither clusters, cooperative or dependent launches, nor scratch memory, nor all types, nor what
+    Triton's sanitizers add.
+    """
+    metadata = compiled.metadata
+    scratch = metadata.global_scratch_size, metadata.profile_scratch_size
+    special = metadata.launch_cooperative_grid, metadata.launch_pdl, any(scratch)
+    if metadata.num_ctas != 1 or any(special) or getattr(metadata, "instrumentation_mode", ""):
+        return None
+    types, maps = list(compiled.src.signature.values())[:num_arguments], metadata.tensordesc_meta or ()
+    kinds = ["P" if t[0] == "*" else "T" if t.startswith("tensordesc") else _KINDS.get(t, "") for t in types]
+    if not all(kinds) or kinds.count("T") != len(maps) or any(each["fp4_padded"] for each in maps):
+        return None
+    descriptors = [(m["swizzle"], m["elem_size"], _DTYPES[m["elem_type"]], m["block_size"]) for m in maps]
+    return "".join(kinds), descriptors
+
+
+def _by_the_driver(
+    compiled: Any, stream: Callable[[int], int], device: int, num_arguments: int
+) -> Callable[[int, tuple], None] | None:
+    """Return a function that calls the CUDA driver, or None where `HOST.planned` does not know how.
+
+    The driver says which parameters the loaded function takes (since CUDA 12.4), and must name the ones of
+    the plan; an older driver is not asked about Triton 3.6, whose parameters are known.
+    """
+    metadata = compiled.metadata
+    if HOST is None or metadata.target.backend != "cuda":
+        return None
+    given = driver_arguments(compiled, num_arguments)
+    if given is None:
+        return None
+    num_warps, _, shared = compiled.packed_metadata
+    return HOST.planned(
+        metadata.name, compiled.function, device, metadata.target.arch, num_warps, shared, *given, stream,
+        _PROVEN,
+    )  # fmt: skip
+
+
+@contextmanager
+def _module_loads_allowed(backend: str) -> Iterator[None]:
+    """Let this thread load modules while a CUDA graph is captured, which the driver refuses otherwise."""
+    if HOST is None or backend != "cuda":
+        yield
+        return
+    before = HOST.exchange_capture_mode(HOST.RELAXED)
+    try:
+        yield
+    finally:
+        HOST.exchange_capture_mode(before)
+
+
+def load(kernel: Any, arguments: Sequence[Any], constants: dict[str, Any]) -> Any:
+    """Compile a kernel for these arguments and load it on the current device, without launching it.
+
+    Returns:
+        The compiled kernel, or None where a hook of Triton's took over its compilation.
+
+    Raises:
+        RuntimeError: a CUDA graph is being captured, and the driver loads nothing meanwhile.
+    """
+    compiled = kernel.warmup(*arguments, grid=(1,), **constants)
+    if compiled is None:
+        return None
+    with _module_loads_allowed(compiled.metadata.target.backend):
+        try:
+            compiled._init_handles()
+        except RuntimeError as error:
+            if "captur" not in str(error):
+                raise
+            raise RuntimeError(
+                f"{kernel.fn.__name__} was not launched before this capture, and the CUDA driver loads no "
+                f"kernel during one ({error}); launch it once before you capture, with the same dtypes and "
+                "options, or load it with fastmp.ops.warm_up(call)"
+            ) from error
+    return compiled
+
+
+_plans: dict[tuple | bytes, _Plan] = {}
+_instead: Callable[[Any, tuple, dict[str, Any]], object] | None = None
+architecture_elsewhere = 80  # what tiles are chosen for where tensors are on no GPU: the oldest
+
+
+@contextmanager
+def instead(record: Callable[[Any, tuple, dict[str, Any]], object], arch: int) -> Iterator[None]:
+    """Inside, `record` gets kernel, arguments and constants of what would be launched on meta tensors.
+
+    arch: the architecture (90 is 9.0) whose tiles they have.
+    """
+    global _instead, architecture_elsewhere
+    before = _instead, architecture_elsewhere
+    _instead, architecture_elsewhere = record, arch
+    try:
+        yield
+    finally:
+        _instead, architecture_elsewhere = before
+
+
+def key_in_python(kernel: Any, arguments: tuple, constants: dict[str, Any]) -> tuple:
+    """Name the code that Triton would launch, and the device: at least as finely as Triton does.
+
+    Sizes count as they are, for there are few; counts (`_triton.COUNTS`) by their width alone. A constant has
+    one type in all launches of a kernel.
+    """
+    key: list[Any] = [kernel.fn, *constants.values()]
+    add = key.append
+    for argument, counts in zip(arguments, kernel.counts, strict=False):
+        kind = type(argument)
+        if kind is int:
+            add(argument > _INT32 if counts else argument)
+        elif argument is None:
+            add(None)
+        elif kind is float:
+            add(float)
+        elif kind is _triton.TensorDescriptor:
+            base = argument.base
+            add((base.dtype, base.get_device(), *argument.block_shape))
+        else:
+            key += (argument.dtype, argument.get_device(), argument.data_ptr() & 15)
+    return tuple(key)
+
+
+key_of = key_in_python if HOST is None else HOST.launch_keys(_triton.TensorDescriptor)
+
+
+def _hooked() -> bool:
+    """Return True if a profiler gave hooks to Triton."""
+    hooks = _triton.knobs.runtime
+    return bool(hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls)
+
+
+def _plan(
+    key: tuple | bytes, kernel: Any, programs: int, arguments: tuple, constants: dict[str, Any]
+) -> _Plan | None:
+    """Load a kernel and keep its plan, or return None where nothing is left to launch."""
+    described = _triton.TensorDescriptor
+    tensors = [a.base if type(a) is described else a for a in arguments]
+    tensors = [t for t in tensors if isinstance(t, Tensor)]
+    _triton.check_limits(kernel, programs, arguments)
+    if _instead is not None and tensors[0].is_meta:
+        _instead(kernel, arguments, constants)
+        return None
+    devices = {t.device for t in tensors}
+    if len(devices) > 1:
+        raise ValueError(f"{kernel.fn.__name__}: all tensors must be on one device, got {devices}")
+    with torch.cuda.device_of(tensors[0]):
+        compiled = load(kernel, arguments, constants)
+        if compiled is None:
+            return None
+        if not KNOWN:
+            kernel[(programs,)](*arguments, **constants)
+            return None
+        if len(_plans) >= _MOST:
+            _plans.clear()
+        plan = _plans[key] = _Plan(kernel, compiled, arguments, constants)
+    return plan
+
+
+def launch(kernel: Any, programs: int, arguments: tuple, constants: dict[str, Any]) -> None:
+    """Launch `programs` programs of a kernel on the current stream of its tensors' device.
+
+    Args:
+        arguments: all that are no constants, in the kernel's order: tensors or None, descriptors, numbers.
+        constants: every `tl.constexpr` parameter, and Triton's options (num_warps, num_stages); always in the
+            same order. A dictionary that is made once costs no time at each launch.
+
+    Raises:
+        ValueError: tensors are on different devices, or numbers beyond the limits of the kernel.
+        RuntimeError: see `load`.
+    """
+    if _triton.INTERPRETED:
+        kernel[(programs,)](*arguments, **constants)
+        return
+    key = key_of(kernel, arguments, constants)
+    plan = _plans.get(key) or _plan(key, kernel, programs, arguments, constants)
+    if plan is None:
+        return
+    for position, most in plan.limits:
+        if (programs if position < 0 else arguments[position]) > most:
+            _triton.check_limits(kernel, programs, arguments)  # which raises
+    run = plan.launch_hooked if _hooked() else plan.launch
+    if plan.current_device() == plan.device:
+        run(programs, arguments)
+    else:
+        with torch.cuda.device(plan.device):
+            run(programs, arguments)

@@ -1,0 +1,71 @@
+"""The gradient buffer and the optimizer of a model, as a configuration asks for them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import Parameter
+
+from fastmp.config import OptimizerConfig
+from fastmp.distributed.groups import ParallelGroups
+from fastmp.optim.adamw import AdamW, ParameterGroup
+from fastmp.optim.grad_buffers import GradBuffer
+from fastmp.optim.loss_scaler import LossScaler
+from fastmp.optim.muon import Muon, update_cost
+from fastmp.optim.named_params import named_parameters
+
+__all__ = ["make_grads", "make_optimizer", "make_scaler"]
+
+
+def make_grads(chunks: Sequence[nn.Module], config: OptimizerConfig, groups: ParallelGroups) -> GradBuffer:
+    """Make the gradient buffer of this rank's chunks of a model."""
+    cost = partial(update_cost, tp_group=groups.tp, etp_group=groups.etp)
+    return GradBuffer(
+        named_parameters(chunks),
+        dp_group=groups.dp_cp,
+        tp_group=groups.tp,
+        edp_group=groups.edp,
+        shard=config.shard,
+        bucket_size=config.bucket_size,
+        bucket_unit=config.bucket_unit,
+        grad_dtype=getattr(torch, config.grad_dtype),
+        overlap=config.overlap,
+        cost=cost if config.name == "muon" else None,
+    )
+
+
+def make_optimizer(
+    grads: GradBuffer,
+    config: OptimizerConfig,
+    groups: ParallelGroups,
+    group: Callable[[str, Parameter], ParameterGroup] | None = None,
+) -> AdamW:
+    """Make the optimizer of `grads`; `group` as of `AdamW`.
+
+    A rank whose stages have no matrices for Muon has AdamW alone.
+    """
+    options: dict[str, Any] = {
+        name: getattr(config, name) for name in ("lr", "betas", "eps", "weight_decay", "states")
+    }
+    options["group"] = group
+    if any(flat.plan.whole for flat in grads.flats):
+        return Muon(grads, tp_group=groups.tp, etp_group=groups.etp, momentum=config.momentum, **options)
+    return AdamW(grads, **options)
+
+
+def make_scaler(config: OptimizerConfig, device: torch.device) -> LossScaler:
+    """Make the loss scaler of a float16 model.
+
+    The loss is a sum over tokens, so the scale may have to fall below 1.
+    """
+    return LossScaler(
+        device=device,
+        init_scale=config.loss_scale,
+        min_scale=2.0**-20,
+        growth_interval=config.loss_scale_interval,
+        hysteresis=config.loss_scale_hysteresis,
+    )

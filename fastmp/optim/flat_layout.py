@@ -1,0 +1,373 @@
+"""What lies where in flat buffers: parameters in buckets, and the part of each bucket that a rank owns.
+
+A layout is made from names and sizes alone. A buffer has parameters of one dtype whose replicas lie on the
+same ranks. They come in reverse order of the model, so that backward fills the buffer from its start, and
+each starts at a multiple of 64 elements. A bucket is what is communicated at once. Its size is a multiple of
+the number of ranks, each of which owns an equal part, and of 128. Elements between parameters, and between
+the last one and the end of its bucket, are padding.
+
+Where an update needs whole matrices, each parameter has a home, the one rank that owns it. It lies in that
+rank's part of its bucket; all parts are as long as the longest.
+
+Ranges are (first, behind the last), in elements.
+Rajbhandari et al., "ZeRO", 2020 (arXiv 1910.02054), stage 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import gcd, lcm
+
+from fastmp.config.training import BUCKET_SIZE, BUCKET_UNIT
+
+__all__ = [
+    "Bucket", "BucketLayout", "Buffer", "ParameterFacts", "Piece", "bucket_layout",
+    "fill_order", "home_ranks", "matrix_cost", "plan_buffers", "shard_ranges", "whole_layout",
+]  # fmt: skip
+
+Range = tuple[int, int]
+ALIGNMENT = 64  # of parameters: 16 bytes in any dtype, 128 in 16 bits
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A part of a parameter that one rank owns.
+
+    parameter: its place in the order of the buffer. world: where the piece lies in the buffer. local: where
+    among the elements that the rank owns. within: which elements of the parameter they are.
+    """
+
+    parameter: int
+    world: Range
+    local: Range
+    within: Range
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """A range of the buffer that is communicated at once, and the parameters in it."""
+
+    start: int
+    end: int
+    names: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class BucketLayout:
+    """Where the parameters of one buffer lie, in buckets that `num_ranks` ranks share.
+
+    ranges: {name: range in the buffer}, in its order.
+
+    Raises ValueError naming the parameter or bucket that does not fit.
+    """
+
+    num_ranks: int
+    buckets: tuple[Bucket, ...]
+    ranges: Mapping[str, Range]
+
+    def __post_init__(self) -> None:
+        end = 0
+        for number, bucket in enumerate(self.buckets):
+            if bucket.start != end or (bucket.end - bucket.start) % self.num_ranks:
+                raise ValueError(
+                    f"BucketLayout: bucket {number} lies at {bucket.start} to {bucket.end}; it must begin at "
+                    f"{end}, where the one before ends, and {self.num_ranks} ranks must divide it"
+                )
+            for name in bucket.names:
+                first, last = self.ranges[name]
+                if not end <= first <= last <= bucket.end:
+                    raise ValueError(
+                        f"BucketLayout: parameter {name!r} lies at {first} to {last}, behind another or "
+                        f"outside of its bucket, {bucket.start} to {bucket.end}"
+                    )
+                end = last
+            end = bucket.end
+
+    @cached_property
+    def size(self) -> int:
+        """Elements of the buffer, padding included; a rank owns this over the number of ranks."""
+        return self.buckets[-1].end if self.buckets else 0
+
+    def shards(self, rank: int) -> list[Range]:
+        """Where in the buffer the part of each bucket lies that a rank owns."""
+        found = []
+        for bucket in self.buckets:
+            each = (bucket.end - bucket.start) // self.num_ranks
+            found.append((bucket.start + rank * each, bucket.start + (rank + 1) * each))
+        return found
+
+    def pieces(self, rank: int) -> dict[str, Piece]:
+        """What a rank owns of each parameter, in the order of the buffer; its parts follow one another.
+
+        A parameter lies in one bucket, of which a rank owns one part: so it has one piece or none.
+        """
+        names = list(self.ranges)
+        found = _pieces(list(self.ranges.values()), self.shards(rank))
+        return {names[piece.parameter]: piece for piece in found}
+
+
+@dataclass(frozen=True)
+class ParameterFacts:
+    """What decides in which buffer and bucket a parameter lies.
+
+    size: its elements. dtype: the name of its dtype. experts: it belongs to experts, whose replicas lie on
+    other ranks than those of all others. partial: its gradient is a partial sum over tensor-parallel ranks.
+    alone: it has a bucket of its own. cost: of its update, in any unit, where one rank must own all of it; 0:
+    it may be cut anywhere.
+    """
+
+    size: int
+    dtype: str
+    experts: bool = False
+    partial: bool = False
+    alone: bool = False
+    cost: int = 0
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """A flat buffer: the kind of its parameters, as in `ParameterFacts`, and where they lie.
+
+    whole: each of its parameters is owned by one rank.
+    """
+
+    dtype: str
+    experts: bool
+    partial: bool
+    layout: BucketLayout
+    whole: bool = False
+
+
+def plan_buffers(
+    parameters: Mapping[str, ParameterFacts],
+    *,
+    num_ranks: int = 1,
+    num_expert_ranks: int = 1,
+    bucket_size: int = BUCKET_SIZE,
+    unit: int = BUCKET_UNIT,
+) -> tuple[Buffer, ...]:
+    """Plan a buffer for each kind of parameters.
+
+    Args:
+        parameters: {name: facts}, in the order of the model.
+        num_ranks, num_expert_ranks: how many ranks share the buffers of dense parameters, and of experts.
+        bucket_size, unit: see `bucket_layout`.
+
+    Raises:
+        ValueError: as `bucket_layout`.
+    """
+    kinds: dict[tuple[str, bool, bool, bool], dict[str, ParameterFacts]] = {}
+    for name, facts in parameters.items():
+        kinds.setdefault((facts.dtype, facts.experts, facts.partial, facts.cost > 0), {})[name] = facts
+    buffers = []
+    for (dtype, experts, partial, whole), members in kinds.items():
+        sizes = {name: facts.size for name, facts in members.items()}
+        ranks = num_expert_ranks if experts else num_ranks
+        if whole:
+            costs = {name: facts.cost for name, facts in members.items()}
+            layout = whole_layout(sizes, costs, ranks, bucket_size=bucket_size, unit=unit)
+        else:
+            alone = [name for name, facts in members.items() if facts.alone]
+            aligned = lcm(unit, ALIGNMENT * ranks)  # so that every rank's part is, as parameters are
+            layout = bucket_layout(sizes, ranks, bucket_size=bucket_size, alone=alone, unit=aligned)
+        buffers.append(Buffer(dtype, experts, partial, layout, whole))
+    return tuple(buffers)
+
+
+def fill_order(buffers: Sequence[Buffer], names: Sequence[str]) -> list[tuple[int, int]]:
+    """Order the buckets of all buffers by when backward has filled them, as (buffer, bucket).
+
+    All ranks communicate in this order, whatever comes first on one of them. Partial sums come last: they
+    are summed over tensor-parallel ranks before, which must not mix with what backward itself communicates.
+    `names` are those of all parameters in the order of the model.
+    """
+    place = {name: -number for number, name in enumerate(names)}
+
+    def filled(at: tuple[int, int]) -> tuple[bool, int]:
+        buffer = buffers[at[0]]
+        return buffer.partial, max(place[name] for name in buffer.layout.buckets[at[1]].names)
+
+    every = [(i, j) for i, buffer in enumerate(buffers) for j in range(len(buffer.layout.buckets))]
+    return sorted(every, key=filled)
+
+
+def shard_ranges(sizes: Sequence[int], num_ranks: int) -> list[list[Piece]]:
+    """Divide parameters that lie side by side into equal parts, one a rank.
+
+    Args:
+        sizes: elements of each parameter, in the order of the buffer, which is padded to a multiple of
+            num_ranks.
+        num_ranks: how many ranks share it.
+
+    Returns:
+        the pieces of each rank.
+
+    Raises:
+        ValueError: a negative size, or less than one rank.
+    """
+    _check("shard_ranges", {str(i): size for i, size in enumerate(sizes)}, num_ranks)
+    places, end = [], 0
+    for size in sizes:
+        places.append((end, end + size))
+        end += size
+    each = -(-end // num_ranks)
+    return [list(_pieces(places, [(rank * each, (rank + 1) * each)])) for rank in range(num_ranks)]
+
+
+def bucket_layout(
+    sizes: Mapping[str, int],
+    num_ranks: int,
+    *,
+    bucket_size: int | None = None,
+    alone: Collection[str] = (),
+    unit: int = BUCKET_UNIT,
+) -> BucketLayout:
+    """Lay parameters out in a buffer.
+
+    Args:
+        sizes: {name: elements}, in the order of the model.
+        num_ranks: how many ranks hold replicas of the parameters and share their buckets.
+        bucket_size: a bucket is full when it has so many elements; None: there is one bucket, but for those
+            of `alone`.
+        alone: names of parameters that have a bucket of their own, as tied embeddings have, whose gradients
+            wait for another stage.
+        unit: bucket sizes are multiples of it and of num_ranks; 65536 lets NCCL use all of a wide network.
+
+    Raises:
+        ValueError: a negative size, less than one rank, a bucket_size or unit below one, or a name in `alone`
+            that no parameter has.
+    """
+    _check("bucket_layout", sizes, num_ranks, bucket_size=bucket_size, unit=unit)
+    if unknown := [name for name in alone if name not in sizes]:
+        raise ValueError(f"bucket_layout: {unknown[0]!r} shall be alone, but is no parameter")
+    multiple = lcm(num_ranks, unit, ALIGNMENT)
+    buckets: list[Bucket] = []
+    ranges: dict[str, Range] = {}
+    start = end = 0
+    names: list[str] = []
+
+    def close() -> None:
+        nonlocal start, end, names
+        if names:
+            end = _up(end, multiple)
+            buckets.append(Bucket(start, end, tuple(names)))
+            start, names = end, []
+
+    for name, size in reversed(list(sizes.items())):
+        if name in alone:
+            close()
+        first = _up(end, ALIGNMENT)
+        end = first + size
+        ranges[name] = first, end
+        names.append(name)
+        if name in alone or (bucket_size is not None and end - start >= bucket_size):
+            close()
+    close()
+    return BucketLayout(num_ranks, tuple(buckets), ranges)
+
+
+def matrix_cost(rows: int, columns: int) -> int:
+    """Return what it costs to orthogonalise a matrix, in proportion to its products."""
+    return max(rows, columns) * min(rows, columns) ** 2
+
+
+def home_ranks(costs: Mapping[str, int], num_ranks: int) -> dict[str, int]:
+    """Give each of `costs` a home, so that no rank's costs are much above the others'.
+
+    The dearest comes first, to the rank that has least: at most 4/3 of the best that can be (Graham,
+    "Bounds on Multiprocessing Timing Anomalies", 1969).
+    """
+    loads, homes = [0] * num_ranks, dict[str, int]()
+    for name in sorted(costs, key=lambda name: -costs[name]):
+        homes[name] = loads.index(min(loads))
+        loads[homes[name]] += costs[name]
+    return {name: homes[name] for name in costs}
+
+
+def whole_layout(
+    sizes: Mapping[str, int],
+    costs: Mapping[str, int],
+    num_ranks: int,
+    *,
+    bucket_size: int = BUCKET_SIZE,
+    unit: int = BUCKET_UNIT,
+) -> BucketLayout:
+    """Lay parameters out so that each lies in the part of its bucket that its home owns.
+
+    Homes are balanced by `costs` over all parameters. Padding is communicated, too: a bucket is full when it
+    has `bucket_size` elements, its longest part is at most a fiftieth above the mean, and the next parameter
+    would not bring the two closer.
+
+    Args:
+        sizes, costs: {name: elements} and {name: the cost of its update}, in the order of the model.
+        num_ranks, bucket_size, unit: see `bucket_layout`.
+
+    Raises:
+        ValueError: as `bucket_layout`.
+    """
+    _check("whole_layout", sizes, num_ranks, bucket_size=bucket_size, unit=unit)
+    homes = home_ranks(costs, num_ranks)
+    multiple = lcm(ALIGNMENT, unit // gcd(unit, num_ranks))
+    buckets: list[Bucket] = []
+    ranges: dict[str, Range] = {}
+    start = 0
+    parts: list[list[str]] = [[] for _ in range(num_ranks)]
+    lengths = [0] * num_ranks
+    left = list(sizes)  # the last one comes first
+    while left:
+        name = left.pop()
+        parts[homes[name]].append(name)
+        lengths[homes[name]] += _up(sizes[name], ALIGNMENT)
+        if left:
+            longest, total, more = max(lengths), sum(lengths), _up(sizes[left[-1]], ALIGNMENT)
+            then = max(longest, lengths[homes[left[-1]]] + more)
+            uneven = 50 * num_ranks * longest > 51 * total or then * total < longest * (total + more)
+            if total < bucket_size or uneven:
+                continue
+        each = _up(max(lengths), multiple)
+        for rank, names in enumerate(parts):
+            first = start + rank * each
+            for member in names:
+                ranges[member] = first, first + sizes[member]
+                first += _up(sizes[member], ALIGNMENT)
+        buckets.append(Bucket(start, start + num_ranks * each, tuple(n for part in parts for n in part)))
+        start += num_ranks * each
+        parts, lengths = [[] for _ in range(num_ranks)], [0] * num_ranks
+    return BucketLayout(num_ranks, tuple(buckets), ranges)
+
+
+def _check(name: str, sizes: Mapping[str, int], num_ranks: int, **positive: int | None) -> None:
+    if num_ranks < 1:
+        raise ValueError(f"{name}: there must be at least one rank, got {num_ranks}")
+    for parameter, size in sizes.items():
+        if size < 0:
+            raise ValueError(f"{name}: parameter {parameter} must not have a negative size, got {size}")
+    for argument, number in positive.items():
+        if number is not None and number < 1:
+            raise ValueError(f"{name}: {argument} must be at least 1, got {number}")
+
+
+def _up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple
+
+
+def _pieces(places: Sequence[Range], owned: Sequence[Range]) -> Iterator[Piece]:
+    """Yield the pieces of parameters, at `places` in the buffer, that lie in ranges which a rank owns.
+
+    Both rise. A piece ends where either does.
+    """
+    before = 0  # elements that the rank owns in earlier ranges
+    parameter = 0
+    for start, end in owned:
+        while parameter < len(places) and places[parameter][1] <= start:
+            parameter += 1
+        at = parameter
+        while at < len(places) and places[at][0] < end:
+            first, last = max(start, places[at][0]), min(end, places[at][1])
+            if first < last:
+                local, within = first - start + before, first - places[at][0]
+                yield Piece(at, (first, last), (local, local + last - first), (within, within + last - first))
+            at += 1
+        before += end - start

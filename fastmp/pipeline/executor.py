@@ -1,0 +1,471 @@
+"""The executor of pipelines: a loop over the steps of one rank, which posts messages between them.
+
+Before a step the rank posts the messages that its program lists (see `messages`), then waits for the one that
+the step needs. A message is addressed by its stage and microbatch, carries a tag, and is posted in the same
+order on both sides. So activations and gradients that cross between two ranks cannot be taken for each other,
+whether the backend reads tags (gloo) or order (NCCL). What two ranks of a group exchange, in both directions,
+NCCL moves one after the other: gradients have a group of their own, so that a late one holds up no activation
+that is ready. Shapes are sent once, ahead of the first activations.
+
+What a stage hands on is kept only until it has been sent: backward needs its edge of the graph, not its
+values. The loss is a graph of its own behind the last stage.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, NamedTuple, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from fastmp.distributed.collectives import all_reduce_, group_rank, group_size
+from fastmp.ops.wgrad import WgradQueue, defer_wgrad
+from fastmp.pipeline.messages import Message, Program, forward_orders, program
+from fastmp.pipeline.schedule import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Step, together
+from fastmp.pipeline.stage_specs import HEADER, Spec, decode, encode, in_words
+from fastmp.profiling import region
+from fastmp.status import pulse
+
+__all__ = ["Pipeline", "PipelineError", "PipelineResult", "StageOutput"]
+
+Tensors = tuple[Tensor, ...]
+Outputs = Tensor | Sequence[Tensor]
+
+_MOST_SENDING = 2  # messages that may wait for their receiver before this rank waits with them
+
+
+class PipelineError(RuntimeError):
+    """The failure of a step on this rank: the message names both, the cause is the exception of the step."""
+
+
+class StageOutput(NamedTuple):
+    """A chunk's result where it is more than the tensors that the next stage gets.
+
+    tensors: for the next stage, or for the loss function.
+    loss: 0-dim, a loss that arises in this stage (the auxiliary losses of experts); its gradient is 1.
+    stats: anything, given to the caller as it is; it must not hold on to the graph.
+    """
+
+    tensors: Outputs
+    loss: Tensor | None = None
+    stats: Any = None
+
+
+class Overlap(Protocol):
+    """What runs the layers of chunks in parts, see `fastmp.nn.overlap.OverlappedLayers`."""
+
+    def begin_step(self) -> None: ...
+    def forward(
+        self, key: tuple[int, int], beside: tuple[int, int] | None = None
+    ) -> AbstractContextManager[None]: ...
+    def backward(self, key: tuple[int, int]) -> None: ...
+
+
+class PipelineResult(NamedTuple):
+    """The losses and the record of one training step or evaluation on this rank.
+
+    Losses are detached sums over microbatches.
+
+    loss: what the loss function returned; None except on the last rank.
+    stage_loss: the losses that chunks of this rank returned; None where none did.
+    stats: {(microbatch, chunk): what the chunk returned as stats}; the loss function is one more chunk.
+    trace: the steps in the order in which they were done.
+    peak: the most forwards whose backward was not over; 0 in evaluation.
+    """
+
+    loss: Tensor | None
+    stage_loss: Tensor | None
+    stats: dict[tuple[int, int], Any]
+    trace: tuple[Step, ...]
+    peak: int
+
+
+class _Live(NamedTuple):
+    """What a backward needs of its forward: tensors received, graph edges of tensors made, losses."""
+
+    inputs: Tensors
+    edges: tuple[GradientEdge, ...]
+    loss: Tensor | None  # of the stage itself
+    final: tuple[Tensor, Tensors] | None  # of the loss function, with its inputs
+
+
+class _Message(NamedTuple):
+    """Tensors on their way to or from rank `peer` of `group`: `op` is "send" or "recv"."""
+
+    op: str
+    group: dist.ProcessGroup | None
+    peer: int
+    works: list[dist.Work]
+    tensors: Tensors
+
+    def wait(self) -> Tensors:
+        """Return the tensors once they have come or gone."""
+        pulse.message = self
+        for work in self.works:
+            work.wait()
+        pulse.message = None
+        return self.tensors
+
+
+class Pipeline:
+    """This rank's chunks of a model that is cut into stages: chunk c of rank r of P is stage c * P + r.
+
+    A chunk is any `nn.Module`. Stage 0 is called as chunk(*inputs(batch)), every other one as chunk(*tensors
+    of the stage before it), and loss(*tensors of the last stage, batch) gives a 0-dim loss, or (loss, stats).
+    Keywords of every chunk are shared(batch): what all layers need of a batch and no stage hands on. A chunk
+    returns a tensor, a sequence of tensors or a `StageOutput`.
+
+    chunks: this rank's modules, the same number on every rank.
+    orders: the steps of every rank, as `Schedule.orders()` gives them. Where backwards are split, the weights
+        of fastmp's linear layers and experts get their gradients in "backward_weight"; everything else,
+        modules of other kinds included, in "backward_input".
+    group: the pipeline's ranks; None for this rank alone.
+    backward_group: the same ranks in another group, over which gradients travel; None: over `group`, too.
+    inputs, loss: called on the first and last rank only. shared: on all ranks; None: there are no keywords.
+    pairs: for each rank the places of forwards in its order that run beside the backward behind them, as
+        `Schedule.all_pairs` gives them; they need `overlap`.
+    overlap: what runs the layers of all chunks in parts (`fastmp.nn.overlap.OverlappedLayers`); None: nothing
+        is cut.
+    device: where tensors that arrive are put; None: where the first parameter is, or the CPU.
+
+    All ranks make their `Pipeline` together. ValueError, the same on all of them, where they differ in orders
+    or number of chunks, where the orders deadlock or are not complete, and where the two groups differ in
+    their ranks.
+    """
+
+    def __init__(
+        self,
+        chunks: Sequence[nn.Module],
+        orders: Sequence[Sequence[Step]],
+        *,
+        group: dist.ProcessGroup | None,
+        backward_group: dist.ProcessGroup | None = None,
+        inputs: Callable[[Any], Outputs],
+        loss: Callable[..., Tensor | tuple[Tensor, Any]],
+        shared: Callable[[Any], dict[str, Any]] | None = None,
+        pairs: Sequence[Sequence[int]] = (),
+        overlap: Overlap | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        self.chunks, self.group = list(chunks), group
+        self.backward_group = _same_ranks(group, backward_group)
+        self.inputs, self.loss, self.shared = inputs, loss, shared
+        self.rank, self.size = group_rank(group), group_size(group)
+        self.last_stage = self.size * len(self.chunks) - 1
+        self.orders = tuple(tuple(Step(*step) for step in order) for order in orders)
+        if any(len(own) for own in pairs) and overlap is None:
+            raise ValueError("Pipeline: steps run at once only with overlap=, which runs layers in parts")
+        self.pairs, self.overlap = pairs, overlap
+        self._agree()
+        self._program = program(self.rank, self.orders, pairs=pairs)
+        vpp = 1 + max(step.chunk for step in self.orders[0])
+        if vpp != len(self.chunks):
+            raise ValueError(f"Pipeline: {len(self.chunks)} chunks for orders of {vpp} chunks a rank")
+        parameters = [p for chunk in self.chunks for p in chunk.parameters()]
+        self.device = torch.device(device or (parameters[0].device if parameters else "cpu"))
+        self._evaluations: dict[int, Program] = {}
+        # {training: {stage: what it hands on}}
+        self._specs: dict[bool, dict[int, tuple[Spec, ...]]] = {True: {}, False: {}}
+        # The first that NCCL gets to do in a group has to come from all of its ranks, as no message does.
+        for each in dict.fromkeys((self.group, self.backward_group)):
+            if each is not None:
+                all_reduce_(torch.zeros(1, device=self.device), each)
+
+    def _agree(self) -> None:
+        """Raise ValueError, the same on all ranks, where they were given different orders."""
+        if self.group is not None:
+            own = self.orders, [list(pairs) for pairs in self.pairs]
+            digest = hashlib.sha256(repr(own).encode()).digest()  # the orders may be megabytes
+            everyones: list[Any] = [None] * self.size
+            dist.all_gather_object(everyones, (len(self.chunks), digest), group=self.group)
+            for name, values in zip(("numbers of chunks", "orders"), zip(*everyones, strict=True)):
+                different = [rank for rank, value in enumerate(values) if value != values[0]]
+                if different:
+                    shown = f": {list(values)}" if name != "orders" else ""
+                    raise ValueError(f"Pipeline: ranks 0 and {different[0]} have different {name}{shown}")
+        if len(self.orders) != self.size:
+            raise ValueError(f"Pipeline: {len(self.orders)} orders for a group of {self.size} ranks")
+
+    def train(self, batches: Sequence[Any], loss_grad: Tensor | None = None) -> PipelineResult:
+        """Run the forwards and backwards of one training step; gradients are left with the parameters.
+
+        Every rank of the group calls it. batches: one for each microbatch of the orders; without `shared`
+        only the first and the last rank look at them. loss_grad: 0-dim, the gradient of every loss, equal on
+        all ranks; None: 1, and the losses of the result are as without it. PipelineError names the step that
+        failed; ValueError for another number of batches.
+        """
+        expected = 1 + max((step.microbatch for step in self.orders[0]), default=-1)
+        if len(batches) != expected:
+            raise ValueError(f"Pipeline.train: {len(batches)} batches for orders of {expected} microbatches")
+        self._loss_grad = loss_grad
+        return self._execute(self._program, batches, training=True)
+
+    def evaluate(self, batches: Sequence[Any]) -> PipelineResult:
+        """Run forwards alone, without gradients, for one batch or more; all else is as in `train`.
+
+        Modules are called in the mode that they are in: put them in evaluation mode first.
+        """
+        number = len(batches)
+        if number not in self._evaluations:
+            orders = forward_orders(self.size, number, len(self.chunks))
+            self._evaluations[number] = program(self.rank, orders, forward_only=True)
+        with torch.no_grad():
+            return self._execute(self._evaluations[number], batches, training=False)
+
+    def forget_shapes(self) -> None:
+        """Let the next step or evaluation have batches of another size. Every rank calls it."""
+        for specs in self._specs.values():
+            specs.clear()
+
+    def _reset(self, training: bool, tags: dict[Message, int]) -> None:
+        self._training, self._tags = training, tags
+        self._known = self._specs[training]
+        self._live: dict[tuple[int, int], _Live] = {}
+        self._queue = WgradQueue()
+        self._outbox: dict[tuple[str, int, int], Tensors] = {}
+        self._arriving: dict[tuple[str, int, int], _Message] = {}
+        self._sending: deque[_Message] = deque()
+        self._deferred: dict[tuple[int, int], list[Any]] = {}  # gradients of weights
+        self._new_specs: dict[int, tuple[Spec, ...]] = {}  # which the next stage does not know yet
+        self._losses: dict[str, Tensor] = {}
+        self._stats: dict[tuple[int, int], Any] = {}
+
+    def _execute(self, given: Program, batches: Sequence[Any], training: bool) -> PipelineResult:
+        self._reset(training, given.tags)
+        splits = any(step.kind == BACKWARD_INPUT for step in given.steps)
+        pairs = self.pairs[self.rank] if training and self.pairs else ()
+        if self.overlap is not None:
+            self.overlap.begin_step()
+        trace: list[Step] = []
+        peak = 0
+        for steps in together(given.steps, pairs):
+            step, *beside = steps
+            name = f"fastmp.pipeline.{step.kind}[microbatch {step.microbatch}, chunk {step.chunk}]"
+            pulse.phase = step
+            try:
+                self._post(given.posts[len(trace)])
+                with region(name), defer_wgrad(self._queue if splits else None):
+                    if step.kind == FORWARD:
+                        with self._beside(step, *beside):
+                            self._forward(step, batches[step.microbatch])
+                            peak = max(peak, len(self._live))
+                    else:
+                        self._end_backward(step, *self._begin_backward(step))
+            except Exception as error:
+                what, names = f"{type(error).__name__}: {error}", " and ".join(map(str, steps))
+                raise PipelineError(f"pipeline rank {self.rank}, {names}: {what}") from error
+            trace += steps
+        try:
+            self._post(given.posts[-1])
+            self._finish_sending(0)
+        except Exception as error:
+            what = f"{type(error).__name__}: {error}"
+            raise PipelineError(f"pipeline rank {self.rank}, after its last step: {what}") from error
+        assert not self._live and not self._outbox and not self._arriving, (
+            "a message or a backward is left over"
+        )
+        return PipelineResult(
+            self._losses.get("final"), self._losses.get("stage"), self._stats, tuple(trace), peak
+        )
+
+    def _forward(self, step: Step, batch: Any) -> None:
+        stage, key = self._stage(step), (step.microbatch, step.chunk)
+        inputs = self._take(FORWARD, stage - 1, step.microbatch) if stage else _tuple(self.inputs(batch))
+        output = self.chunks[step.chunk](*inputs, **({} if self.shared is None else self.shared(batch)))
+        if not isinstance(output, StageOutput):
+            output = StageOutput(output)
+        tensors, final = _tuple(output.tensors), None
+        if output.loss is not None:
+            self._add_loss("stage", output.loss)
+        if output.stats is not None:
+            self._stats[key] = output.stats
+        if stage == self.last_stage:
+            final = self._final_loss(tensors, step, batch)
+        else:
+            self._outbox[FORWARD, stage, step.microbatch] = self._checked(stage, tensors)
+        if self._training:
+            edges = tuple(get_gradient_edge(t) for t in tensors if t.requires_grad)
+            own = output.loss if output.loss is not None and output.loss.requires_grad else None
+            received = tuple(t for t in inputs if t.requires_grad) if stage else ()
+            self._live[key] = _Live(received, edges, own, final)
+
+    def _final_loss(self, tensors: Tensors, step: Step, batch: Any) -> tuple[Tensor, Tensors]:
+        cut = tuple(t.detach().requires_grad_(t.requires_grad) for t in tensors)
+        loss = self.loss(*cut, batch)
+        if isinstance(loss, tuple):
+            loss, self._stats[step.microbatch, len(self.chunks)] = loss
+        self._add_loss("final", loss)
+        return loss, tuple(t for t in cut if t.requires_grad)
+
+    def _add_loss(self, name: str, loss: Tensor) -> None:
+        before, loss = self._losses.get(name), loss.detach()
+        self._losses[name] = loss if before is None else before + loss
+
+    @contextmanager
+    def _beside(self, step: Step, backward: Step | None = None) -> Iterator[None]:
+        """Around a forward: its layers may run in parts, beside those of a backward."""
+        if self.overlap is None or not self._training:
+            yield
+        elif backward is None:
+            with self.overlap.forward((step.microbatch, step.chunk)):
+                yield
+        else:
+            inputs = self._begin_backward(backward)
+            with self.overlap.forward((step.microbatch, step.chunk), (backward.microbatch, backward.chunk)):
+                yield
+            self._end_backward(backward, *inputs)
+
+    def _begin_backward(self, step: Step) -> Tensors:
+        """Run a backward down to the input of the chunk, or where layers run in parts, to the last of them.
+
+        Returns the inputs, which get their gradients.
+        """
+        key = (step.microbatch, step.chunk)
+        if step.kind not in (BACKWARD, BACKWARD_INPUT):
+            WgradQueue.run(self._deferred.pop(key))
+            return ()
+        stage, live = self._stage(step), self._live[key]
+        if live.final is not None:
+            grads = self._final_backward(*live.final)
+            live = live._replace(final=None)  # frees what the last stage made before its backward runs
+        else:
+            grads = list(self._take(BACKWARD, stage + 1, step.microbatch))
+        roots: list[Any] = list(live.edges)
+        if live.loss is not None:
+            roots.append(live.loss)
+            grads.append(self._grad_of(live.loss))
+        self._live[key] = _Live((), (), None, None)
+        if roots:
+            torch.autograd.backward(roots, grads)
+        deferred = self._queue.take()
+        if step.kind == BACKWARD_INPUT:
+            self._deferred[key] = deferred
+        else:  # a backward that is not split, in an order that splits others
+            WgradQueue.run(deferred)
+        return live.inputs
+
+    def _end_backward(self, step: Step, *inputs: Tensor) -> None:
+        key, stage = (step.microbatch, step.chunk), self._stage(step)
+        if self.overlap is not None:
+            self.overlap.backward(key)
+        if step.kind != BACKWARD_INPUT:
+            del self._live[key]
+        if stage and step.kind != BACKWARD_WEIGHT:
+            self._outbox[BACKWARD, stage, step.microbatch] = tuple(
+                torch.zeros_like(x) if x.grad is None else x.grad for x in inputs
+            )
+
+    def _final_backward(self, loss: Tensor, inputs: Tensors) -> list[Tensor]:
+        if loss.requires_grad:
+            loss.backward(self._grad_of(loss))
+        return [torch.zeros_like(x) if x.grad is None else x.grad for x in inputs]
+
+    def _grad_of(self, loss: Tensor) -> Tensor:
+        return torch.ones_like(loss) if self._loss_grad is None else self._loss_grad.to(loss.dtype)
+
+    def _stage(self, step: Step) -> int:
+        return step.chunk * self.size + self.rank
+
+    def _checked(self, stage: int, tensors: Tensors) -> Tensors:
+        """The tensors that a stage hands on, detached. ValueError for shapes that were not agreed on."""
+        specs = tuple(Spec(tuple(t.shape), t.dtype, t.requires_grad) for t in tensors)
+        known = self._known.get(stage, self._new_specs.get(stage))
+        if known is not None and known != specs:
+            raise ValueError(
+                f"stage {stage} hands on {in_words(specs)}, but {in_words(known)} before; "
+                "forget_shapes() on all ranks lets shapes change between steps"
+            )
+        if known is None:
+            (self._known if self.size == 1 else self._new_specs).setdefault(stage, specs)
+        return tuple(t.detach() for t in tensors)
+
+    def _take(self, kind: str, stage: int, microbatch: int) -> Tensors:
+        """Wait for the tensors of a message and return them."""
+        if self.size == 1:
+            tensors = self._outbox.pop((kind, stage, microbatch))
+        else:
+            tensors = self._arriving.pop((kind, stage, microbatch)).wait()
+        if kind == FORWARD:
+            for tensor, spec in zip(tensors, self._known[stage], strict=True):
+                tensor.requires_grad_(spec.requires_grad)
+        return tensors
+
+    def _post(self, messages: Sequence[Message]) -> None:
+        """Start sending and receiving, in order."""
+        for message in messages:
+            key, mine = message[3:], message.source == self.rank
+            if message.kind == FORWARD and message.stage not in self._known:
+                self._exchange_specs(message)
+            specs = self._known[message.stage - (message.kind == BACKWARD)]
+            if message.kind == BACKWARD:
+                specs = tuple(spec for spec in specs if spec.requires_grad)
+            if mine:
+                tensors = tuple(t.contiguous() for t in self._outbox.pop(key))
+            else:
+                tensors = tuple(torch.empty(s.shape, dtype=s.dtype, device=self.device) for s in specs)
+            peer = message.target if mine else message.source
+            self._start(key, mine, peer, 2 * self._tags[message], tensors)
+        self._finish_sending(_MOST_SENDING)
+
+    def _start(self, key: tuple[str, int, int], sends: bool, peer: int, tag: int, tensors: Tensors) -> None:
+        works: list[Any] = []  # one each: only a rank outside the group would get None
+        group = self.backward_group if key[0] == BACKWARD else self.group
+        if sends:
+            works += [dist.isend(x, group=group, tag=tag, group_dst=peer) for x in tensors]
+            self._sending.append(_Message("send", group, peer, works, tensors))
+        else:
+            works += [dist.irecv(x, group=group, tag=tag, group_src=peer) for x in tensors]
+            self._arriving[key] = _Message("recv", group, peer, works, tensors)
+
+    def _finish_sending(self, most: int) -> None:
+        """Free what has been sent; wait for the oldest messages until at most `most` are on their way."""
+        queue = self._sending
+        captured = self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        while queue and (len(queue) > most or (not captured and _have_gone(queue[0]))):
+            queue.popleft().wait()
+
+    def _exchange_specs(self, message: Message) -> None:
+        """Send or receive the shapes that a stage hands on, ahead of its first activations."""
+        key, tag = ("specs", *message[4:]), 2 * self._tags[message] + 1
+        if message.source == self.rank:
+            specs = self._new_specs.pop(message.stage)
+            header = torch.tensor(encode(specs), dtype=torch.int64, device=self.device)
+            self._start(key, True, message.target, tag, (header,))
+        else:
+            header = torch.empty(HEADER, dtype=torch.int64, device=self.device)
+            self._start(key, False, message.source, tag, (header,))
+            self._arriving.pop(key).wait()
+            specs = decode(header.tolist())
+        self._known[message.stage] = specs
+
+
+def _have_gone(message: _Message) -> bool:
+    """Whether the host knows that nobody reads the tensors any more; of what is captured it may not ask."""
+    return all(work.is_completed() for work in message.works)
+
+
+def _same_ranks(
+    group: dist.ProcessGroup | None, backward_group: dist.ProcessGroup | None
+) -> dist.ProcessGroup | None:
+    """Return the group for gradients. ValueError where it has other ranks than that for activations."""
+    if backward_group is None:
+        return group
+    ranks = [None if each is None else dist.get_process_group_ranks(each) for each in (group, backward_group)]
+    if ranks[0] != ranks[1]:
+        raise ValueError(f"Pipeline: group has the ranks {ranks[0]}, but backward_group {ranks[1]}")
+    return backward_group
+
+
+def _tuple(tensors: Outputs) -> Tensors:
+    if isinstance(tensors, Tensor):
+        return (tensors,)
+    if not isinstance(tensors, Sequence) or not all(isinstance(t, Tensor) for t in tensors):
+        parts = f" of {[type(t).__name__ for t in tensors]}" if isinstance(tensors, Sequence) else ""
+        raise ValueError(f"a stage takes and returns tensors, got {type(tensors).__name__}{parts}")
+    return tuple(tensors)

@@ -1,0 +1,383 @@
+"""A simulator of orders: whether they end, idle time, memory, critical path. Standard library only.
+
+Each rank does its steps in order. A step starts when the rank is free and what it needs has arrived: the
+forward of the stage before or the backward of the stage behind, `p2p` after it ended on another rank. Sends
+never block, so what deadlocks here deadlocks with any kind of communication.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Container, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import accumulate
+from typing import NamedTuple
+
+from fastmp.pipeline.schedule import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, KINDS, Step
+
+_MOST_LINKS = 8  # ranks of a deadlock that its message shows
+_NEVER = -1.0
+_HELD = {FORWARD: 1, BACKWARD_INPUT: 0, BACKWARD_WEIGHT: -1, BACKWARD: -1}  # activations more after a step
+_ANY_BACKWARD, _THEN_WEIGHT = (BACKWARD, BACKWARD_INPUT), (BACKWARD_WEIGHT,)
+
+
+class Event(NamedTuple):
+    """One step of one rank, from `start` to `end`."""
+
+    rank: int
+    step: Step
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Costs:
+    """The time of each kind of step for one chunk, and of a message between two ranks; any unit.
+
+    A time is a number, or one for each of the pp * vpp stages (first to last) where they differ: by an
+    embedding, a loss, unequal numbers of layers. A backward that is not split takes the time of both halves.
+    With recomputation, add the forward to `backward_input`. `p2p` is latency: neither rank is busy meanwhile.
+    `hidden` is the time by which a forward and a backward that run at once take less than one after the
+    other, though not less than the longer one.
+    """
+
+    forward: float | Sequence[float] = 1.0
+    backward_input: float | Sequence[float] = 1.0
+    backward_weight: float | Sequence[float] = 1.0
+    p2p: float = 0.0
+    hidden: float = 0.0
+
+    def by_kind(self, stages: int) -> dict[str, list[float]]:
+        """The costs of every stage. ValueError where they are negative, infinite, or not one for a stage."""
+        for name in ("p2p", "hidden"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ValueError(f"simulate: cost {name} must be 0 or more, got {getattr(self, name)}")
+        costs = {}
+        for kind in (FORWARD, BACKWARD_INPUT, BACKWARD_WEIGHT):
+            given = getattr(self, kind)
+            values = [float(given)] * stages if isinstance(given, int | float) else [float(x) for x in given]
+            if len(values) != stages:
+                raise ValueError(f"simulate: cost {kind} has {len(values)} values for {stages} stages")
+            for stage, value in enumerate(values):
+                if not 0 <= value < math.inf:
+                    raise ValueError(f"simulate: cost {kind} of stage {stage} must be 0 or more, got {value}")
+            costs[kind] = values
+        costs[BACKWARD] = [a + b for a, b in zip(costs[BACKWARD_INPUT], costs[BACKWARD_WEIGHT])]
+        return costs
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """The times of all steps of `orders`, and what follows from them."""
+
+    orders: tuple[tuple[Step, ...], ...]
+    costs: Costs
+    vpp: int
+    num_microbatches: int
+    peak_activations: tuple[int, ...]  # for each rank: the most forwards whose backward is not complete
+    starts: tuple[list[float], ...] = field(repr=False)
+    ends: tuple[list[float], ...] = field(repr=False)
+    pairs: Sequence[Container[int]] = field(default=(), repr=False)  # as `simulate` got them
+
+    @cached_property
+    def makespan(self) -> float:
+        """The time at which the last rank is done."""
+        return max((ends[-1] for ends in self.ends if ends), default=0.0)
+
+    @cached_property
+    def busy(self) -> tuple[float, ...]:
+        """The time that each rank works; where two steps run at once it counts once."""
+        rows = zip(self.starts, self.ends)
+        return tuple(
+            sum(end - max(start, before) for start, end, before in zip(starts, ends, (0.0, *ends)))
+            for starts, ends in rows
+        )
+
+    @property
+    def bubble(self) -> float:
+        """The idle time of all ranks until the last is done, over their working time.
+
+        It is (pp - 1) / (num_microbatches * vpp) for 1F1B with equal costs and free messages. The share of
+        the makespan that ranks idle is bubble / (1 + bubble).
+        """
+        work = sum(self.busy)
+        return (len(self.orders) * self.makespan - work) / work if work else 0.0
+
+    def timeline(self, rank: int) -> list[Event]:
+        """The steps of a rank with their times."""
+        rows = zip(self.orders[rank], self.starts[rank], self.ends[rank])
+        return [Event(rank, step, start, end) for step, start, end in rows]
+
+    @cached_property
+    def critical_path(self) -> tuple[Event, ...]:
+        """A chain of steps, each started by the end of the one before, that takes all of the makespan.
+
+        Where the rank's own last step and a message came at the same time, the chain stays on the rank.
+        """
+        pp = len(self.orders)
+        p2p = self.costs.p2p if pp > 1 else 0.0
+        rank = max(range(pp), key=lambda r: self.ends[r][-1] if self.ends[r] else 0.0)
+        i = len(self.orders[rank]) - 1
+        path = []
+        while i >= 0:
+            step, start, end = self.orders[rank][i], self.starts[rank][i], self.ends[rank][i]
+            path.append(Event(rank, step, start, end))
+            if start == 0.0:
+                break
+            pairs = self.pairs[rank] if self.pairs else ()
+            at_once = (i - 1, i) if i - 1 in pairs else (i, i + 1) if i in pairs else (i,)
+            i = at_once[0]
+            if i and self.ends[rank][i - 1] == start:
+                i -= 1
+                continue
+            for j in at_once:  # what either of two waited for
+                other, needed = _needed(rank, self.orders[rank][j], pp, self.vpp)
+                found = self._ended(other, needed, start - p2p)
+                if found is not None:
+                    break
+            assert found is not None, "nothing that a step waited for ended when it began"
+            rank, i = other, found
+        return tuple(reversed(path))
+
+    def _ended(self, rank: int, needed: Step, time: float) -> int | None:
+        """The place of the step of `rank` that gives `needed`, if it ended at that time."""
+        ends, steps = self.ends[rank], self.orders[rank]
+        i = bisect_left(ends, time - 1e-9 * time)
+        while i < len(ends) and ends[i] <= time + 1e-9 * time:
+            if steps[i][1:] == needed[1:] and _gives(steps[i].kind, needed.kind):
+                return i
+            i += 1
+        return None
+
+
+def simulate(
+    orders: Sequence[Sequence[Step]],
+    costs: Costs | None = None,
+    *,
+    forward_only: bool = False,
+    pairs: Sequence[Container[int]] = (),
+) -> Simulation:
+    """Simulate the orders of all ranks, `orders[rank]`.
+
+    They must be complete: on every rank, every microbatch goes through every chunk once forward and once
+    backward (in one step, or of inputs and then of weights); with `forward_only`, forward alone, and nothing
+    is held for a backward. `pairs` has for each rank the places of forwards that start and end with the
+    backward behind them, as `Schedule.all_pairs` gives them. ValueError naming rank and step where one is
+    malformed, or where ranks wait for each other for ever.
+    """
+    checked, num_microbatches, vpp = _checked(orders, forward_only)
+    costs = costs or Costs()
+    starts, ends = _times(checked, costs, vpp, num_microbatches, pairs)
+    peaks = tuple(1 if forward_only else _peak(steps) for steps in checked)
+    return Simulation(checked, costs, vpp, num_microbatches, peaks, starts, ends, pairs)
+
+
+def _times(
+    orders: tuple[tuple[Step, ...], ...],
+    costs: Costs,
+    vpp: int,
+    num_microbatches: int,
+    pairs: Sequence[Container[int]],
+) -> tuple[tuple[list[float], ...], tuple[list[float], ...]]:
+    """The starts and ends of all steps. A rank goes on until an input is not there; its maker wakes it.
+
+    A forward that runs beside the next step waits for what that one needs as well.
+    """
+    pp = len(orders)
+    stages, last = pp * vpp, pp * vpp - 1
+    took = costs.by_kind(stages)
+    p2p = costs.p2p if pp > 1 else 0.0
+    size = stages * num_microbatches  # forwards have slots 0 .. size - 1, backwards the next ones
+    done = [_NEVER] * (2 * size)
+    starts: tuple[list[float], ...] = tuple([] for _ in orders)
+    ends: tuple[list[float], ...] = tuple([] for _ in orders)
+    waits_for, stuck_at = [-1] * pp, [0] * pp
+    beside = [_backwards_beside(rank, orders[rank], pairs[rank] if pairs else ()) for rank in range(pp)]
+    ready = deque(range(pp))
+    while ready:
+        rank = ready.popleft()
+        rank_starts, rank_ends = starts[rank], ends[rank]
+        now = rank_ends[-1] if rank_ends else 0.0
+        waits_for[rank] = -1
+        steps, backwards = orders[rank], beside[rank]
+        for i in range(len(rank_ends), len(steps)):
+            kind, microbatch, chunk = steps[i]
+            stage = chunk * pp + rank
+            slot = stage * num_microbatches + microbatch
+            if kind == FORWARD:
+                needed = slot - num_microbatches if stage else -1
+                neighbour = rank + 1 if rank + 1 < pp else 0
+            elif kind == BACKWARD_WEIGHT:
+                needed = slot = -1
+            else:
+                slot += size
+                needed = slot + num_microbatches if stage < last else -1
+                neighbour = rank - 1 if rank else pp - 1
+            if needed >= 0:
+                arrived = done[needed]
+                if arrived < 0:
+                    waits_for[rank], stuck_at[rank] = needed, i
+                    break
+                arrived += p2p
+                if arrived > now:
+                    now = arrived
+            start, length = now, took[kind][stage]
+            if i in backwards:
+                other = backwards[i] * pp + rank
+                if other < last:
+                    needed = size + (other + 1) * num_microbatches + steps[i + 1].microbatch
+                    if done[needed] < 0:
+                        waits_for[rank], stuck_at[rank] = needed, i + 1
+                        break
+                    start = max(start, done[needed] + p2p)
+                lengths = (length, took[BACKWARD][other])
+                length = max(*lengths, sum(lengths) - costs.hidden)
+            elif i - 1 in backwards:
+                start, length = rank_starts[-1], now - rank_starts[-1]
+            rank_starts.append(start)
+            now = start + length
+            rank_ends.append(now)
+            if slot >= 0:
+                done[slot] = now
+                if waits_for[neighbour] == slot:
+                    ready.append(neighbour)
+    if any(len(rank_ends) < len(steps) for rank_ends, steps in zip(ends, orders)):
+        raise ValueError(_deadlock(orders, stuck_at, vpp))
+    return starts, ends
+
+
+def _backwards_beside(rank: int, steps: tuple[Step, ...], pairs: Container[int]) -> dict[int, int]:
+    """{the place of a forward that runs beside the step behind it: the chunk of that backward}."""
+    found = {}
+    for i, step in enumerate(steps):
+        if i in pairs:
+            other = steps[i + 1] if i + 1 < len(steps) else None
+            if step.kind != FORWARD or other is None or other.kind != BACKWARD or other[1:] == step[1:]:
+                raise ValueError(
+                    f"simulate: rank {rank} step {i}, {step}, cannot run beside the next one, {other}: a "
+                    "forward and the backward of another microbatch or chunk can"
+                )
+            found[i] = other.chunk
+    return found
+
+
+def _needed(rank: int, step: Step, pp: int, vpp: int) -> tuple[int, Step]:
+    """The rank and the step that `step` of `rank` waits for."""
+    stage = step.chunk * pp + rank + (-1 if step.kind == FORWARD else 1)
+    kind = FORWARD if step.kind == FORWARD else BACKWARD
+    return stage % pp, Step(kind, step.microbatch, stage // pp)
+
+
+def _gives(kind: str, needed: str) -> bool:
+    """Whether a step of `kind` sends what a step that needs `needed`, a forward or backward, waits for."""
+    return kind == FORWARD if needed == FORWARD else kind in (BACKWARD, BACKWARD_INPUT)
+
+
+def _deadlock(orders: tuple[tuple[Step, ...], ...], at: list[int], vpp: int) -> str:
+    """The message that says who waits for whom, around the circle that a stuck rank leads to."""
+    pp = len(orders)
+    rank = next(r for r in range(pp) if at[r] < len(orders[r]))
+    chain: list[int] = []
+    while rank not in chain:
+        chain.append(rank)
+        rank = _needed(rank, orders[rank][at[rank]], pp, vpp)[0]
+    circle = chain[chain.index(rank) :]
+    links = []
+    for r in circle[:_MOST_LINKS]:
+        step = orders[r][at[r]]
+        other, needed = _needed(r, step, pp, vpp)
+        links.append(f"rank {r} waits in step {at[r]}, {step}, for the {needed} on rank {other}")
+    more = f"; and {len(circle) - _MOST_LINKS} more ranks" if len(circle) > _MOST_LINKS else ""
+    return f"simulate: deadlock: {'; '.join(links)}{more}"
+
+
+def _checked(
+    orders: Sequence[Sequence[Step]], forward_only: bool
+) -> tuple[tuple[tuple[Step, ...], ...], int, int]:
+    """The orders as Steps, the numbers of microbatches and of chunks. ValueError if they are not complete."""
+    if not orders or not all(orders):
+        empty = (
+            f"rank {[bool(steps) for steps in orders].index(False)} has no steps" if orders else "no ranks"
+        )
+        raise ValueError(f"simulate: {empty}")
+    known: dict[Step, Step] = {}
+    first: dict[tuple[int, int], int] = {}
+    checked = []
+    for rank, given in enumerate(orders):
+        steps = tuple(_check_step(rank, i, step, known) for i, step in enumerate(given))
+        forward_at = _check_lives(rank, steps, forward_only)
+        first = first or forward_at
+        if forward_at.keys() != first.keys():
+            missing, extra = first.keys() - forward_at.keys(), forward_at.keys() - first.keys()
+            step = Step(FORWARD, *min(missing or extra))
+            has, at, without = (0, first, rank) if missing else (rank, forward_at, 0)
+            raise ValueError(
+                f"simulate: rank {has} step {at[step[1:]]}, {step}: rank {without} does not run this "
+                "microbatch through this chunk"
+            )
+        checked.append(steps)
+    num_microbatches, vpp = (1 + max(key[i] for key in first) for i in (0, 1))
+    if len(first) < num_microbatches * vpp:
+        every = (Step(FORWARD, m, c) for m in range(num_microbatches) for c in range(vpp))
+        raise ValueError(f"simulate: no rank has the {next(step for step in every if step[1:] not in first)}")
+    return tuple(checked), num_microbatches, vpp
+
+
+def _check_step(rank: int, i: int, given: Step, known: dict[Step, Step]) -> Step:
+    """The step as a `Step`, one object for all equal steps; ValueError if it is not a step."""
+    try:
+        return known[given]
+    except (KeyError, TypeError):  # not seen yet, or not even hashable
+        step = None
+    problem = "is not a Step(kind, microbatch, chunk)"
+    if isinstance(given, tuple) and len(given) == 3:
+        step = Step(*given)
+        numbers = (("microbatch", step.microbatch), ("chunk", step.chunk))
+        wrong = [name for name, number in numbers if type(number) is not int or number < 0]
+        if not wrong and step.kind in KINDS:
+            return known.setdefault(step, step)
+        problem = f"{wrong[0]} must be an integer of 0 or more" if wrong else f"kinds are {', '.join(KINDS)}"
+    raise ValueError(f"simulate: rank {rank} step {i}, {step or repr(given)}: {problem}")
+
+
+def _check_lives(rank: int, steps: tuple[Step, ...], forward_only: bool) -> dict[tuple[int, int], int]:
+    """The places of a rank's forwards, by (microbatch, chunk). ValueError if one lacks its backwards."""
+    forward_at: dict[tuple[int, int], int] = {}
+    awaited: dict[tuple[int, int], tuple[str, ...]] = {}  # the kinds that may come next
+    for i, (kind, *rest) in enumerate(steps):
+        key = (rest[0], rest[1])
+        problem = None
+        if kind == FORWARD:
+            if key in forward_at:
+                problem = f"has run as step {forward_at[key]} before"
+            forward_at[key] = i
+            if not forward_only:
+                awaited[key] = _ANY_BACKWARD
+        elif forward_only:
+            problem = "is not a forward"
+        elif kind not in (wanted := awaited.pop(key, ())):
+            problem = _out_of_turn(kind, wanted, key in forward_at)
+        elif kind == BACKWARD_INPUT:
+            awaited[key] = _THEN_WEIGHT
+        if problem:
+            raise ValueError(f"simulate: rank {rank} step {i}, {steps[i]}: {problem}")
+    for key, (kind, *_) in awaited.items():
+        i = forward_at[key]
+        raise ValueError(f"simulate: rank {rank} step {i}, {steps[i]}: its {kind} is missing")
+    return forward_at
+
+
+def _out_of_turn(kind: str, wanted: tuple[str, ...], forward_ran: bool) -> str:
+    if not forward_ran:
+        return "its forward has not run"
+    if not wanted:
+        return "has run backward before"
+    return f"its {BACKWARD_INPUT} has not run" if kind == BACKWARD_WEIGHT else f"its {wanted[0]} is to come"
+
+
+def _peak(steps: tuple[Step, ...]) -> int:
+    """The most forwards whose backward is not complete."""
+    return max(accumulate(_HELD[step[0]] for step in steps))

@@ -1,0 +1,182 @@
+"""The products of parallel linear layers as functions, with their communication behind other work.
+
+Under sequence parallelism that is the product itself, where `fastmp.tensor_parallel.fused_linear` finds that
+worth it.
+
+T tokens (all leading dims), I this rank's inputs, O this rank's outputs, S sequence, B batch, H hidden, V
+vocabulary, P ranks of the group.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.autograd.function import Function, once_differentiable
+
+from fastmp.distributed.collectives import (
+    all_gather,
+    all_reduce_,
+    group_size,
+    reduce_scatter,
+    reduce_scatter_sequence,
+)
+from fastmp.ops.core import checks
+from fastmp.ops.core.registry import autocast
+from fastmp.ops.wgrad import deferral, kept_operands, leaf_of, linear, main_grad_of, weight_grad
+from fastmp.tensor_parallel.fused_linear import gather_matmul, is_fused, matmul_scatter
+
+__all__ = ["column_linear", "parallel_logits", "row_linear_scattered"]
+
+Defer = Callable[[Callable[[], torch.Tensor | None]], None]
+
+
+def parallel_logits(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    *,
+    group: dist.ProcessGroup | None,
+    sequence_parallel: bool = False,
+) -> torch.Tensor:
+    """Logits (S, B, V/P) of this rank's part of the vocabulary, for an output embedding tied to the input's.
+
+    hidden (S, B, H), the same on every rank, or (S/P, B, H) with `sequence_parallel`; weight (V/P, H), the
+    shard of a VocabParallelEmbedding. The backward sums the gradient of `hidden` over the group.
+    """
+    return column_linear(hidden, weight, None, group, sequence_parallel)
+
+
+def column_linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    group: dist.ProcessGroup | None,
+    sequence_parallel: bool,
+    overlap_rows: int | None = None,
+) -> torch.Tensor:
+    """This rank's outputs (..., O) for x (..., I), the same on every rank, and its weight (O, I), bias (O,).
+
+    With `sequence_parallel`, x is this rank's shard of the sequence, dimension 0; with `overlap_rows`, a
+    product of as many rows is fused with its all-gather, and in backward with the reduce-scatter. The shard
+    is what is kept: for the gradient of the weight it is gathered again, beside that product. The gradient
+    goes to `main_grad` where there is one, now or deferred, as in `fastmp.ops.wgrad.linear`, which serves a
+    group of one.
+    """
+    if group_size(group) == 1 or not (torch.is_grad_enabled() or sequence_parallel):
+        return linear(x, weight, bias)
+    # Autocast does not reach into the backward of a Function: cast outside it.
+    x, narrow, bias = autocast(x, weight, bias)
+    fused = sequence_parallel and is_fused(x, narrow, group, overlap_rows, gathers=True)
+    narrow, main_grad, defer = _gradient_of("column_linear", weight, narrow)
+    return _ColumnLinear.apply(x, narrow, bias, group, sequence_parallel, fused, main_grad, defer)
+
+
+def row_linear_scattered(
+    x: torch.Tensor, weight: torch.Tensor, group: dist.ProcessGroup, overlap_rows: int | None = None
+) -> torch.Tensor:
+    """This rank's shard (S/P, ..., O) of the sum of all ranks' products, of x (S, ..., I) and weight (O, I).
+
+    With `overlap_rows`, a product of as many rows is fused with its reduce-scatter, and in backward with the
+    all-gather of the gradient, which the gradient of the weight takes as well; that goes where
+    `column_linear` says. ValueError where the group does not divide S.
+    """
+    cast, narrow = autocast(x, weight)
+    if not is_fused(cast, narrow, group, overlap_rows, gathers=False):
+        return reduce_scatter_sequence(linear(x, weight), group)
+    narrow, main_grad, defer = _gradient_of("row_linear", weight, narrow)
+    cast, kept = kept_operands(cast, narrow)
+    return _FusedRowLinear.apply(cast, narrow, group, kept, main_grad, defer)
+
+
+def _gradient_of(
+    name: str, weight: torch.Tensor, narrow: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor | None, Defer | None]:
+    """The weight as a Function takes it, after autocast `narrow`; its main_grad, and how to defer."""
+    main_grad, defer = main_grad_of(weight), deferral(weight)
+    checks.main_grad(name, main_grad, weight=narrow)
+    if main_grad is None and narrow is not weight:  # the rest of the backward pass needs the gradient
+        defer = None
+    return narrow if defer is None else leaf_of(narrow), main_grad, defer
+
+
+class _ColumnLinear(Function):
+    @staticmethod
+    def forward(ctx, x, weight, bias, group, sequence_parallel, fused, main_grad, defer):
+        ctx.group, ctx.sequence_parallel, ctx.fused = group, sequence_parallel, fused
+        ctx.main_grad, ctx.defer = main_grad, defer
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
+        if fused:
+            y = gather_matmul(x, weight.t(), group, keep=False)[1]
+            return y if bias is None else y + bias
+        return F.linear(all_gather(x, group)[0] if sequence_parallel else x, weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        x, weight = ctx.saved_tensors
+        group, sequence_parallel = ctx.group, ctx.sequence_parallel
+        need_x, need_weight, need_bias = ctx.needs_input_grad[:3]
+        grad_x = grad_weight = grad_bias = x_work = grad_work = None
+        need_now = need_weight and ctx.defer is None
+        if need_now and sequence_parallel:
+            x, x_work = all_gather(x, group, overlap=True)
+        grad_TO = grad.reshape(-1, grad.shape[-1])
+        if need_x and ctx.fused:
+            grad_x = matmul_scatter(grad, weight, group)
+        elif need_x:
+            grad_x = (grad_TO @ weight).view(*grad.shape[:-1], weight.shape[1])
+            if sequence_parallel:
+                grad_x, grad_work = reduce_scatter(grad_x, group, overlap=True)
+            else:
+                grad_work = all_reduce_(grad_x, group, overlap=True)
+        if need_bias:
+            grad_bias = grad_TO.sum(0)
+        if x_work is not None:
+            x_work.wait()
+        if need_now:
+            grad_weight = weight_grad(grad_TO, x.reshape(-1, x.shape[-1]), ctx.main_grad)
+        elif need_weight:
+            ctx.defer(functools.partial(_deferred, grad_TO, x, group, sequence_parallel, ctx.main_grad))
+        if grad_work is not None:
+            grad_work.wait()
+        return grad_x, grad_weight, grad_bias, None, None, None, None, None
+
+
+class _FusedRowLinear(Function):
+    @staticmethod
+    def forward(ctx, x, weight, group, kept, main_grad, defer):
+        ctx.group, ctx.kept, ctx.main_grad, ctx.defer = group, kept, main_grad, defer
+        if kept is None:
+            ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
+        return matmul_scatter(x, weight.t(), group)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        x, weight = (ctx.kept or ctx).saved_tensors
+        need_x, need_weight = ctx.needs_input_grad[:2]
+        grad_x = grad_weight = None
+        if need_x:
+            grad, grad_x = gather_matmul(grad, weight, ctx.group, keep=need_weight)
+        else:
+            grad = all_gather(grad, ctx.group)[0]
+        if need_weight:
+            grad_TO, x_TI = grad.reshape(-1, grad.shape[-1]), x.reshape(-1, x.shape[-1])
+            make = functools.partial(weight_grad, grad_TO, x_TI, ctx.main_grad)
+            grad_weight = make() if ctx.defer is None else ctx.defer(make)
+        return grad_x, grad_weight, None, None, None, None
+
+
+def _deferred(
+    grad_TO: torch.Tensor,
+    x: torch.Tensor,
+    group: dist.ProcessGroup,
+    sequence_parallel: bool,
+    main_grad: torch.Tensor | None,
+) -> torch.Tensor | None:
+    """`weight_grad` where `_ColumnLinear` has left it for later."""
+    x = all_gather(x, group)[0] if sequence_parallel else x
+    return weight_grad(grad_TO, x.reshape(-1, x.shape[-1]), main_grad)

@@ -1,0 +1,54 @@
+"""Checkpoints read as whole tensors, whatever layout saved them, and compared."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from fastmp.training.checkpoint.format import DTYPES
+from fastmp.training.checkpoint.storage import CheckpointReader, LoadParts, Parts
+
+__all__ = ["differences", "read_parts", "read_tensor"]
+
+
+def read_tensor(reader: CheckpointReader, name: str) -> Tensor:
+    """One tensor of a checkpoint, whole, on the CPU."""
+    saved = reader.manifest.tensors[name]
+    tensor = torch.empty(saved.shape, dtype=DTYPES[saved.dtype])
+    read_parts(reader, name, Parts.whole(tensor))
+    return tensor
+
+
+def read_parts(reader: CheckpointReader, name: str, parts: Parts) -> None:
+    """Fill parts of one tensor of a checkpoint."""
+    planner = LoadParts()
+    planner.set_up_planner({name: parts}, reader.read_metadata([name]))
+    reader.read_data(planner.create_local_plan(), planner)
+
+
+def differences(first: Path, second: Path, *, random: bool = False) -> Iterator[str]:
+    """Say in what two checkpoints differ, a line for each tensor; nothing if they are equal bit for bit.
+
+    random: whether random states, which belong to ranks and not to the model, are compared, too.
+    """
+    readers = CheckpointReader(first), CheckpointReader(second)
+    both = [reader.manifest.tensors for reader in readers]
+    if readers[0].manifest.step != readers[1].manifest.step:
+        yield f"step: {readers[0].manifest.step} and {readers[1].manifest.step}"
+    for name in sorted({*both[0], *both[1]}):
+        if name.startswith("random/") and not random:
+            continue
+        forms = [
+            f"{tensors[name].dtype} {tensors[name].shape}" if name in tensors else "nothing"
+            for tensors in both
+        ]
+        if forms[0] != forms[1]:
+            yield f"{name}: {forms[0]} and {forms[1]}"
+            continue
+        a, b = (read_tensor(reader, name) for reader in readers)
+        if not torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8)):
+            count, apart = int((a != b).sum()), (a.double() - b.double()).abs().max().item()
+            yield f"{name}: {count} of {a.numel()} elements differ, by at most {apart:.3g}"

@@ -1,0 +1,362 @@
+"""What a checkpoint is on disk: safetensors files, and a manifest of them in JSON.
+
+    step-00000100/
+        manifest.json            all that is known of the checkpoint
+        rank-00000.safetensors   what rank 0 wrote, and so on
+
+The manifest says what tensors of the whole model there are, and in which file the bytes of each part of a
+tensor lie. It has a CRC-32 of itself, of the header of every file and of every part: no byte of a checkpoint
+goes unchecked. That finds damage. It is no signature: who can write to a checkpoint can change it.
+
+Reading is strict. A name that is not one of a plain file here, a part outside of its tensor or its file, two
+that overlap, bytes that belong to nothing: all are a `CheckpointError` that names the file.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import re
+import zlib
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from reprlib import repr as short
+from typing import Any, NamedTuple
+
+import torch
+
+from fastmp.config.files import read_file
+from fastmp.training.checkpoint.boxes import Box
+
+__all__ = [
+    "DTYPES", "MANIFEST", "CheckpointError", "File", "Manifest", "Part", "SavedTensor", "check_directory",
+    "check_tiled", "check_types", "file_name", "is_finite", "read_manifest", "write_manifest",
+]  # fmt: skip
+
+FORMAT = 2
+MANIFEST = "manifest.json"
+LARGEST_MANIFEST = 1 << 27  # bytes: two million parts or more
+LONGEST_NAME = 1000  # characters of a tensor's name
+DIMENSIONS = 64  # at most, as in torch
+LIMIT = 1 << 62  # below it is every number, and the bytes of a tensor without its empty dimensions
+DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8,
+    "BOOL": torch.bool,
+}  # fmt: skip
+_FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,200}\.safetensors")
+_OPENING = re.compile(rb'\{"crc32": (\d{1,10}), "manifest": ')
+_FINITE = re.compile(rb'\{\s*"format": \d+,\s*"step": \d+,\s*"finite": true,')
+_CLOSING = b"}\n"
+
+
+class CheckpointError(ValueError):
+    """A checkpoint is damaged, or does not fit the run that loads it."""
+
+
+@dataclass(frozen=True)
+class File:
+    """A safetensors file: its size and that of its header, in bytes, and the header's CRC-32."""
+
+    bytes: int
+    header_bytes: int
+    header_crc32: int
+
+
+class Part(NamedTuple):
+    """A box of a tensor: where its bytes begin in which file, and their CRC-32."""
+
+    box: Box
+    file: str
+    start: int
+    crc32: int
+
+
+@dataclass(frozen=True)
+class SavedTensor:
+    """A tensor of the whole model; dtype is the name that safetensors has for it."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    parts: tuple[Part, ...]
+
+    def bytes(self, box: Box) -> int:
+        return box.numel * DTYPES[self.dtype].itemsize
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a checkpoint holds.
+
+    step: how many steps were done. finite: whether all numbers in it are. layout: the sizes of the grid that
+    wrote it, for the reader. description: the model. scalars: values that are not tensors.
+    """
+
+    step: int
+    finite: bool
+    layout: dict[str, Any]
+    description: dict[str, Any]
+    scalars: dict[str, Any]
+    files: dict[str, File]
+    tensors: dict[str, SavedTensor]
+
+    def parts(self) -> dict[str, list[tuple[str, Part, int]]]:
+        """{file: [(tensor, part, its bytes)]}, as they lie there; an empty one before what begins with it."""
+        found: dict[str, list[tuple[str, Part, int]]] = {name: [] for name in self.files}
+        for name, tensor in self.tensors.items():
+            for part in tensor.parts:
+                found[part.file].append((name, part, tensor.bytes(part.box)))
+        return {
+            file: sorted(parts, key=lambda each: (each[1].start, each[2])) for file, parts in found.items()
+        }
+
+
+def file_name(rank: int) -> str:
+    """The name of the file that a rank writes."""
+    return f"rank-{rank:05d}.safetensors"
+
+
+def write_manifest(manifest: Manifest) -> bytes:
+    """The content of the manifest's file, the same for equal manifests; ValueError if it is too large."""
+    files = {name: manifest.files[name] for name in sorted(manifest.files)}
+    numbers = {name: number for number, name in enumerate(files)}
+    opening = {
+        "format": FORMAT,
+        "step": manifest.step,
+        "finite": manifest.finite,
+        "layout": manifest.layout,
+        "description": manifest.description,
+        "scalars": manifest.scalars,
+        "files": {name: [file.bytes, file.header_bytes, file.header_crc32] for name, file in files.items()},
+    }
+    lines = [f"{json.dumps(key)}: {json.dumps(value, sort_keys=True)}" for key, value in opening.items()]
+    tensors = []
+    for name, tensor in sorted(manifest.tensors.items()):
+        parts = [
+            [numbers[part.file], part.start, part.crc32, part.box.offsets, part.box.sizes]
+            for part in sorted(tensor.parts, key=lambda part: part.box)
+        ]
+        tensors.append(f"{json.dumps(name)}: {json.dumps([tensor.dtype, tensor.shape, parts])}")
+    lines.append('"tensors": {\n' + ",\n".join(tensors) + "\n}")
+    body = ("{\n" + ",\n".join(lines) + "\n}").encode()
+    if len(body) > LARGEST_MANIFEST - 100:
+        raise ValueError(f"checkpoint: a manifest of {len(body)} bytes, at most {LARGEST_MANIFEST} are read")
+    return b'{"crc32": %d, "manifest": ' % zlib.crc32(body) + body + _CLOSING
+
+
+def read_manifest(path: Path) -> Manifest:
+    """Read the manifest of the checkpoint `path`, and check it as far as that goes without its files.
+
+    It takes up to 40 times the memory that the file takes, which has at most 128 MiB.
+    """
+    file = path / MANIFEST
+    try:
+        with _no_collection():
+            values = json.loads(str(_body(file), "utf-8"))
+            if not isinstance(values, dict) or values.get("format") != FORMAT:
+                found = values.get("format") if isinstance(values, dict) else None
+                raise _Wrong(f"format {short(found)}, this version reads {FORMAT}")
+            return _manifest(values)
+    except _Wrong as wrong:
+        raise CheckpointError(f"{file}: {wrong}") from None
+    except CheckpointError:
+        raise
+    except (ValueError, RecursionError):
+        raise CheckpointError(f"{file} is not JSON") from None
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Keep the garbage collector away from many small objects, none of which is garbage: half of the time."""
+    if not gc.isenabled():
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+def is_finite(path: Path) -> bool:
+    """Whether all numbers of the checkpoint `path` are finite, as its manifest says; False if it is damaged.
+
+    Its tensors are not looked at, so that this takes little time.
+    """
+    try:
+        return _FINITE.match(_body(path / MANIFEST)) is not None
+    except CheckpointError:
+        return False
+
+
+def _body(file: Path) -> memoryview:
+    """What a manifest's file says, without its checksum, which is right."""
+    try:
+        content = read_file(file, LARGEST_MANIFEST, links=False)
+    except OSError as error:
+        raise CheckpointError(f"{file} cannot be read ({error.strerror})") from None
+    opening = _OPENING.match(content)
+    if opening is None or not content.endswith(_CLOSING):
+        raise CheckpointError(f"{file} is damaged (not as it was written)")
+    body = memoryview(content)[opening.end() : -len(_CLOSING)]
+    if zlib.crc32(body) != int(opening[1]):
+        raise CheckpointError(f"{file} is damaged (its checksum differs)")
+    return body
+
+
+class _Wrong(ValueError):
+    """What is wrong in a manifest."""
+
+
+_FIELDS = {"step": int, "finite": bool, "layout": dict, "description": dict, "scalars": dict}
+
+
+def _manifest(values: dict[str, Any]) -> Manifest:
+    for name, kind in {**_FIELDS, "files": dict, "tensors": dict}.items():
+        if type(values.get(name)) is not kind:
+            raise _Wrong(f"{name} must be of type {kind.__name__}, got {type(values.get(name)).__name__}")
+    _count("step", values["step"])
+    files = {name: _file(name, entry) for name, entry in values["files"].items()}
+    order = list(files)
+    entries = values["tensors"]  # an entry takes more memory than what is made of it: none is kept
+    tensors = {name: _tensor(name, entries.pop(name), order) for name in list(entries)}
+    manifest = Manifest(**{name: values[name] for name in _FIELDS}, files=files, tensors=tensors)
+    for name, parts in manifest.parts().items():
+        end = files[name].header_bytes
+        for tensor, part, size in parts:
+            if part.start != end:
+                raise _Wrong(f"{tensor} begins at byte {part.start} of {name}, where {end} is expected")
+            end += size
+        if end != files[name].bytes:
+            raise _Wrong(f"{name} has {files[name].bytes} bytes, of which {end} belong to tensors")
+    return manifest
+
+
+def _count(what: str, value: Any) -> int:
+    if type(value) is not int or not 0 <= value < LIMIT:
+        raise _Wrong(f"{what} must be a number from 0 to below 2^62, got {short(value)}")
+    return value
+
+
+def _counts(what: str, value: Any, length: int | None = None) -> tuple[int, ...]:
+    if type(value) is not list or (length is not None and len(value) != length):
+        size = "" if length is None else f" of {length} numbers"
+        raise _Wrong(f"{what} must be a list{size}, got {short(value)}")
+    return tuple(_count(what, each) for each in value)
+
+
+def _file(name: str, entry: Any) -> File:
+    if not _FILE_NAME.fullmatch(name):
+        raise _Wrong(f"{short(name)} is not the name of a safetensors file in the checkpoint's directory")
+    return File(*_counts(f"the entry of {name}", entry, 3))
+
+
+def _tensor(name: str, entry: Any, files: Sequence[str]) -> SavedTensor:
+    _check_name(name, _Wrong)
+    if type(entry) is not list or len(entry) != 3 or type(entry[2]) is not list:
+        raise _Wrong(f"{name}: its entry must be dtype, shape and parts")
+    dtype, shape = entry[0], _counts(f"the shape of {name}", entry[1])
+    if type(dtype) is not str or dtype not in DTYPES:
+        raise _Wrong(f"{name}: unknown dtype {short(dtype)}")
+    parts = tuple(_part(name, each, files, len(shape)) for each in entry[2])
+    check_tiled(name, shape, [part.box for part in parts], _Wrong)
+    return SavedTensor(dtype, shape, parts)
+
+
+def _part(name: str, entry: Any, files: Sequence[str], dims: int) -> Part:
+    if type(entry) is not list or len(entry) != 5 or not type(entry[3]) is type(entry[4]) is list:
+        raise _Wrong(f"{name}: a part must be file, start, checksum, offsets and sizes, got {short(entry)}")
+    file, start, crc32, offsets, sizes = entry
+    if len(offsets) != dims or len(sizes) != dims:
+        raise _Wrong(f"{name}: a part of {len(offsets)} and {len(sizes)} dimensions, the tensor has {dims}")
+    for value in (file, start, crc32, *offsets, *sizes):
+        if type(value) is not int or not 0 <= value < LIMIT:
+            raise _Wrong(f"a part of {name} must have numbers from 0 to below 2^62, got {short(value)}")
+    if file >= len(files):
+        raise _Wrong(f"{name}: a part lies in file {file} of {len(files)}")
+    return Part(Box(tuple(offsets), tuple(sizes)), files[file], start, crc32)
+
+
+def _check_name(name: str, error: type[ValueError]) -> None:
+    if not name.isprintable() or len(name) > LONGEST_NAME:
+        raise error(
+            f"{short(name)} cannot be the name of a tensor: it has {len(name)} characters; at most "
+            f"{LONGEST_NAME} that can be printed are allowed"
+        )
+
+
+def check_tiled(name: str, shape: Sequence[int], boxes: Sequence[Box], error: type[ValueError]) -> None:
+    """Raise `error` where a checkpoint cannot have a tensor of this name and shape, or `boxes` are not all
+    of it, each element once."""
+    _check_name(name, error)
+    widest = max(dtype.itemsize for dtype in DTYPES.values())
+    if len(shape) > DIMENSIONS or prod(n or 1 for n in shape) * widest >= LIMIT:
+        raise error(f"{name}: its shape {short(tuple(shape))} has too many dimensions or elements")
+    there = 0
+    for offsets, sizes in boxes:
+        for at, size, n in zip(offsets, sizes, shape):
+            if at + size > n:
+                raise error(f"{name}: a part at {offsets} of size {sizes} is outside of {tuple(shape)}")
+        there += prod(sizes)
+    if there != prod(shape):
+        raise error(
+            f"{name}: its parts have {there} elements, the tensor of shape {tuple(shape)} {prod(shape)}"
+        )
+    if len({offsets for offsets, _ in boxes}) < len(boxes):  # else an empty one could stand for another
+        raise error(f"{name}: parts overlap or are empty where another one begins")
+    if len(boxes) > 1 and there:
+        _check_apart(name, shape, boxes, error)
+
+
+def _check_apart(name: str, shape: Sequence[int], boxes: Sequence[Box], error: type[ValueError]) -> None:
+    """Count the corners of boxes, with the sign by which each adds to the number of boxes at a place.
+
+    Boxes are the whole, each element once, if and only if all corners cancel but those of the whole. Corners
+    are made along one dimension after the other; where boxes meet they cancel at once, so that a grid takes
+    time in proportion to its boxes.
+    """
+    cut = [dim for dim, n in enumerate(shape) if any(sizes[dim] != n for _, sizes in boxes)]
+    counts: dict[tuple[Any, ...], int] = defaultdict(int)
+    for offsets, sizes in boxes:
+        counts[tuple([(offsets[dim], offsets[dim] + sizes[dim]) for dim in cut])] += 1
+    counts[tuple([(0, shape[dim]) for dim in cut])] -= 1
+    for dim in range(len(cut)):
+        corners: dict[tuple[Any, ...], int] = defaultdict(int)
+        for key, count in counts.items():
+            before, (start, end), behind = key[:dim], key[dim], key[dim + 1 :]
+            corners[*before, start, *behind] += count
+            corners[*before, end, *behind] -= count
+            if len(corners) > 4 * len(boxes) + 100_000:
+                raise error(f"{name}: its {len(boxes)} parts are too irregular")
+        counts = {key: count for key, count in corners.items() if count}
+    if counts:
+        at = dict(zip(cut, min(counts)))
+        place = tuple(at.get(dim, 0) for dim in range(len(shape)))
+        raise error(f"{name}: parts overlap or leave a gap, first at {place}")
+
+
+def check_types(where: str, saved: Mapping[str, Any], examples: Mapping[str, Any]) -> None:
+    """Check that `saved`, called `where` in errors, has values of the types of `examples`, at any depth."""
+    for key, example in examples.items():
+        found = saved.get(key)
+        if type(found) is not type(example):
+            what = short(found) if key in saved else "nothing"
+            raise CheckpointError(f"{where}.{key} must be of type {type(example).__name__}, got {what}")
+        if isinstance(found, dict) and isinstance(example, dict):
+            check_types(f"{where}.{key}", found, example)
+
+
+def check_directory(path: Path, files: Iterable[str]) -> None:
+    """Raise CheckpointError where the directory of a checkpoint has something that is no part of it.
+
+    Names that begin with a dot are passed over: network file systems leave such files.
+    """
+    known = {MANIFEST, *files}
+    for entry in sorted(os.listdir(path)):
+        if entry not in known and not entry.startswith("."):
+            raise CheckpointError(f"{path / entry} is no part of the checkpoint; take it away")

@@ -1,0 +1,89 @@
+"""A checkpoint written again, as whole tensors in a few files."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from fastmp.training.checkpoint.boxes import Box, whole_box
+from fastmp.training.checkpoint.compare import read_parts
+from fastmp.training.checkpoint.directory import publish, staging, whole_manifest
+from fastmp.training.checkpoint.files import Form, verify, write_tensors
+from fastmp.training.checkpoint.format import DTYPES, File, Manifest, Part, file_name
+from fastmp.training.checkpoint.storage import CheckpointReader, Parts, part_name
+
+__all__ = ["reshard", "write_again"]
+
+
+def reshard(source: Path, directory: Path, *, files: int = 1, weights: bool = False) -> Path:
+    """Write the checkpoint `source` again into `directory`; returns the new one.
+
+    files: how many, of about equal size. weights: the model alone. One tensor at a time is in memory, and one
+    part that it is read from. CheckpointError where the checkpoint is damaged.
+    """
+    manifest = whole_manifest(source)
+    verify(source, manifest, manifest.files)
+    wanted = (name for name in manifest.tensors if not weights or name.startswith("model/"))
+    pieces = [(name, whole_box(manifest.tensors[name].shape)) for name in wanted]
+    return write_again(CheckpointReader(source, manifest), pieces, directory, files=files)
+
+
+def write_again(
+    reader: CheckpointReader, pieces: Iterable[tuple[str, Box]], directory: Path, *, files: int = 1
+) -> Path:
+    """Write what `reader` reads into `directory` as a checkpoint of these boxes of tensors; returns it.
+
+    One piece at a time is in memory, and one part that it is read from.
+    """
+    manifest = reader.manifest
+    forms = {
+        (name, box): Form(
+            part_name(name, box, manifest.tensors[name].shape), _dtype(manifest, name), box.sizes
+        )
+        for name, box in pieces
+    }
+    groups, sizes = [list[tuple[str, Box]]() for _ in range(files)], [0] * files
+    for piece in sorted(forms, key=lambda piece: (-forms[piece].bytes, piece)):
+        smallest = sizes.index(min(sizes))
+        groups[smallest].append(piece)
+        sizes[smallest] += forms[piece].bytes
+    target = staging(directory, manifest.step)
+    target.mkdir(parents=True)
+    try:
+        written, parts, finite = dict[str, File](), dict[str, list[Part]](), True
+        for number, own in enumerate(group for group in groups if group):
+            file = file_name(number)
+
+            def read(i: int, own: Sequence[tuple[str, Box]] = own) -> Tensor:
+                return _read(reader, *own[i])
+
+            written[file], placed = write_tensors(target / file, [forms[piece] for piece in own], read)
+            for (name, box), place in zip(own, placed, strict=True):
+                parts.setdefault(name, []).append(Part(box, file, place.start, place.crc32))
+                finite = finite and place.finite
+        tensors = {
+            name: replace(manifest.tensors[name], parts=tuple(sorted(own, key=lambda part: part.box)))
+            for name, own in parts.items()
+        }
+        finite = manifest.finite and finite
+        return publish(target, replace(manifest, finite=finite, files=written, tensors=tensors))
+    except BaseException:
+        shutil.rmtree(target, ignore_errors=True)
+        raise
+
+
+def _read(reader: CheckpointReader, name: str, box: Box) -> Tensor:
+    """A box of a tensor, on the CPU."""
+    saved = reader.manifest.tensors[name]
+    tensor = torch.empty(box.sizes, dtype=DTYPES[saved.dtype])
+    read_parts(reader, name, Parts(saved.shape, tensor.dtype, [(box.offsets, tensor)]))
+    return tensor
+
+
+def _dtype(manifest: Manifest, name: str) -> torch.dtype:
+    return DTYPES[manifest.tensors[name].dtype]

@@ -1,0 +1,233 @@
+"""The state of a trainer as parts of the whole model's tensors, by the marks of parameters.
+
+Names are those of the undivided model: "model/layers.3.mlp.up.weight", and "optimizer/" with the parameter's
+name and that of the state. Which ranks held what is not in them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import Parameter
+
+from fastmp.distributed.collectives import group_rank, group_size
+from fastmp.distributed.groups import ParallelGroups
+from fastmp.distributed.rng import RngTracker
+from fastmp.optim.adamw import AdamW
+from fastmp.optim.grad_buffers import GradBuffer
+from fastmp.optim.loss_scaler import LossScaler
+from fastmp.optim.named_params import named_buffers, named_parameters
+from fastmp.tensor_parallel.attributes import parallel_attributes
+from fastmp.training.checkpoint.boxes import (
+    Box,
+    Cut,
+    boxes_of_range,
+    boxes_of_shard,
+    whole_box,
+    whole_shape,
+    within,
+)
+from fastmp.training.checkpoint.storage import Parts
+
+__all__ = ["TrainingState", "optimizer_parts", "parameter_parts"]
+
+
+class TrainingState:
+    """Everything that the next step of a trainer depends on, by names of the whole model.
+
+    chunks, grads, optimizer, scaler, rng, device: those of the trainer; all ranks make this together.
+    """
+
+    def __init__(
+        self,
+        chunks: Sequence[nn.Module],
+        grads: GradBuffer,
+        optimizer: AdamW,
+        *,
+        groups: ParallelGroups,
+        scaler: LossScaler | None,
+        rng: RngTracker | None,
+        device: torch.device,
+    ) -> None:
+        self._chunks, self._optimizer, self._groups = chunks, optimizer, groups
+        self._scaler, self._rng, self._device = scaler, rng, device
+        self._elements = {name: piece.within for flat in grads.flats for name, piece in flat.pieces.items()}
+        self._prefix = _prefix_of_stages([*named_parameters(chunks), *named_buffers(chunks)], groups.pp)
+        self._offered = _offered(named_parameters(chunks), groups, grads.shard)
+
+    def to_save(self) -> dict[str, Parts]:
+        """The state as it is now, each element on one rank, but for buffers.
+
+        Parameters and optimizer state are not copied, all else is.
+        """
+        state = self._large(self._offered)
+        if group_rank(self._groups.dp_cp) == 0:  # replicas may have other buffers; those of the first count
+            state |= {name: _copied(buffer) for name, buffer in self._buffers().items()}
+        if self._groups.rank == 0:
+            state |= {name: _copied(tensor) for name, tensor in self._small().items()}
+        return state | {name: Parts.whole(tensor) for name, tensor in self._random().items()}
+
+    def to_load(self) -> tuple[dict[str, Parts], dict[str, Tensor]]:
+        """Tensors to read a state into, and those among them that are random states, which it may lack."""
+        random = self._random()
+        small = {**self._buffers(), **self._small(), **random}
+        return {**self._large(None), **{name: Parts.whole(tensor) for name, tensor in small.items()}}, random
+
+    def loaded(self, random: Mapping[str, Tensor], step: int, *, as_saved: bool) -> None:
+        """Go on from what has been read into `to_load`; random streams start anew unless `as_saved`."""
+        self._optimizer.loaded()
+        if as_saved:
+            self._restore(random)
+        elif self._rng is not None:
+            self._rng.restart(step)
+
+    def _large(self, offered: Offered | None) -> dict[str, Parts]:
+        """Parameters, and their optimizer state; of those that ranks hold alike only what is `offered`."""
+        state, entries = dict[str, Parts](), self._optimizer.state_dict()["state"]
+        for name, param in named_parameters(self._chunks):
+            key = self._prefix + name
+            if offered is None or name in offered.parameters:
+                state[f"model/{key}"] = parameter_parts(param, self._groups)
+            if offered is not None and name not in offered.states:
+                continue
+            for kind, tensor in entries.get(name, {}).items():
+                parts = optimizer_parts(param, self._groups, tensor, self._elements[name])
+                state[f"optimizer/{key}/{kind}"] = parts
+        return state
+
+    def _buffers(self) -> dict[str, Tensor]:
+        return {f"model/{self._prefix}{name}": buffer for name, buffer in named_buffers(self._chunks)}
+
+    def _small(self) -> dict[str, Tensor]:
+        small = {f"counts/{name}": tensor for name, tensor in self._optimizer.counts().items()}
+        if self._scaler is not None:
+            small |= {f"scaler/{name}": tensor for name, tensor in self._scaler.state_dict().items()}
+        return small
+
+    def _random(self) -> dict[str, Tensor]:
+        """This rank's random states: copies, on the CPU."""
+        states = {"cpu": torch.get_rng_state()}
+        if self._device.type == "cuda":
+            states["cuda"] = torch.cuda.get_rng_state(self._device)
+        if self._rng is not None:
+            states |= {f"stream/{name}": state for name, state in self._rng.states().items()}  # type: ignore[misc]  # no graph is at work
+        return {f"random/rank-{self._groups.rank}/{name}": state for name, state in states.items()}
+
+    def _restore(self, random: Mapping[str, Tensor]) -> None:
+        states = {name.split("/", 2)[2]: state for name, state in random.items()}
+        torch.set_rng_state(states.pop("cpu"))
+        if self._device.type == "cuda":
+            torch.cuda.set_rng_state(states.pop("cuda"), self._device)
+        if self._rng is not None:
+            self._rng.restore({name.removeprefix("stream/"): state for name, state in states.items()})
+
+
+class Offered(NamedTuple):
+    """The names of the parameters that this rank saves, and of those whose state it saves."""
+
+    parameters: frozenset[str]
+    states: frozenset[str]
+
+
+def _offered(named: Iterable[tuple[str, Parameter]], groups: ParallelGroups, shard: bool) -> Offered:
+    """Choose what this rank saves, so that no other rank saves the same and all have equally much to write.
+
+    All ranks that hold a parameter alike work out the same. shard: their states are parts, and not alike.
+    """
+    parameters, states = set[str](), set[str]()
+    load: dict[tuple[bool, bool], list[int]] = {}
+    for name, param in named:
+        marks = parallel_attributes(param)
+        if marks.pipeline_replica:  # the other stage has it
+            continue
+        replicas = groups.edp if marks.expert_parallel else groups.dp_cp
+        shards = groups.etp if marks.expert_parallel else groups.tp
+        alike = group_size(shards) if not marks.tensor_model_parallel else 1
+        place = group_rank(replicas) * alike + (group_rank(shards) if alike > 1 else 0)
+        loads = load.setdefault((marks.expert_parallel, alike > 1), [0] * (group_size(replicas) * alike))
+        writer = loads.index(min(loads))
+        loads[writer] += param.nbytes
+        if writer == place:
+            parameters.add(name)
+        if writer == place or (shard and writer % alike == place % alike):
+            states.add(name)
+    return Offered(frozenset(parameters), frozenset(states))
+
+
+def _copied(tensor: Tensor) -> Parts:
+    return Parts.whole(tensor.detach().clone())
+
+
+def cuts_of(param: Tensor, groups: ParallelGroups) -> list[Cut]:
+    """How this rank's `param` was cut from the whole model's."""
+    marks, cuts = parallel_attributes(param), list[Cut]()
+    if marks.expert_parallel and group_size(groups.ep) > 1:
+        cuts.append(Cut(0, 1, group_rank(groups.ep), group_size(groups.ep)))
+    group = groups.etp if marks.expert_parallel else groups.tp
+    if marks.tensor_model_parallel and group_size(group) > 1:
+        cuts.append(Cut(marks.partition_dim, marks.partition_stride, group_rank(group), group_size(group)))
+    return cuts
+
+
+def parameter_parts(param: Tensor, groups: ParallelGroups) -> Parts:
+    """A parameter of this rank."""
+    cuts = cuts_of(param, groups)
+    return _parts(param, cuts, [(whole_box(param.shape), param.detach())])
+
+
+def optimizer_parts(param: Tensor, groups: ParallelGroups, state: Tensor, elements: tuple[int, int]) -> Parts:
+    """What this rank has of a parameter's state.
+
+    state: for these `elements` of the parameter's memory, flat, or of the parameter's shape if it is whole.
+    """
+    if state.numel() == param.numel():
+        pieces = [(whole_box(param.shape), state.detach().reshape(param.shape))]
+        return _parts(param, cuts_of(param, groups), pieces, state.dtype)
+    memory = sorted(range(param.ndim), key=param.stride, reverse=True)  # as they lie there
+    order = [memory.index(dim) for dim in range(param.ndim)]
+    shape, flat, pieces = [param.shape[dim] for dim in memory], state.detach(), []
+    for box, (start, end) in boxes_of_range(shape, *elements):
+        own = Box(tuple(box.offsets[i] for i in order), tuple(box.sizes[i] for i in order))
+        pieces.append((own, flat[start:end].view(box.sizes).permute(order)))
+    return _parts(param, cuts_of(param, groups), pieces, state.dtype)
+
+
+def _parts(
+    param: Tensor, cuts: list[Cut], pieces: Iterable[tuple[Box, Tensor]], dtype: torch.dtype | None = None
+) -> Parts:
+    """The parts of the whole tensor in `pieces` of a shard; rows that are only padding are left out."""
+    shape = whole_shape(param.shape, cuts)
+    rows = parallel_attributes(param).rows
+    if rows:
+        shape = (rows, *shape[1:])
+    parts = list[tuple[tuple[int, ...], Tensor]]()
+    if 0 in shape:
+        parts.append(((0,) * len(shape), param.new_empty(shape, dtype=dtype)))
+    for piece, tensor in pieces:
+        for own, box in boxes_of_shard(param.shape, cuts, piece):
+            inside = within(box, shape)
+            if inside is not None:
+                part = tensor
+                for dim, (at, first) in enumerate(zip(own.offsets, piece.offsets)):
+                    part = part.narrow(dim, at - first, inside.sizes[dim])
+                parts.append((inside.offsets, part))
+    return Parts(shape, param.dtype if dtype is None else dtype, parts)
+
+
+def _prefix_of_stages(named: Iterable[tuple[str, Tensor]], group: dist.ProcessGroup | None) -> str:
+    """What stands before the names of this rank's stages to make them names of the whole model.
+
+    Nothing, where no two ranks of the pipeline use one name, but for parameters that they share. Else the
+    stages of each rank are a model of their own, and its names say of which.
+    """
+    own = {name: parallel_attributes(tensor).pipeline_shared for name, tensor in named}
+    everyones: list[Any] = [own]
+    if group is not None:
+        everyones = [None] * group_size(group)
+        dist.all_gather_object(everyones, own, group=group)
+    alone = [name for names in everyones for name, is_shared in names.items() if not is_shared]
+    return "" if len(set(alone)) == len(alone) else f"stages-{group_rank(group)}-of-{group_size(group)}."

@@ -1,0 +1,75 @@
+"""The weights of a checkpoint, and nothing else of it, as the start of another run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import nn
+
+from fastmp.config import GPTConfig
+from fastmp.config.model import function_of
+from fastmp.config.recipe import model_from
+from fastmp.distributed.groups import ParallelGroups
+from fastmp.optim.named_params import named_buffers, named_parameters
+from fastmp.training.checkpoint.format import CheckpointError
+from fastmp.training.checkpoint.state import parameter_parts
+from fastmp.training.checkpoint.storage import CheckpointReader, LoadParts, Parts
+
+__all__ = ["check_same_function", "load_weights"]
+
+
+def load_weights(
+    reader: CheckpointReader,
+    config: GPTConfig,
+    chunks: Sequence[nn.Module],
+    groups: ParallelGroups,
+    *,
+    name_of: Callable[[str], str | None] = lambda name: name,
+) -> None:
+    """Fill the parameters and buffers of this rank's `chunks` of a model, before its optimizer is made.
+
+    name_of: what the checkpoint calls a parameter; None for one that it does not have, which stays as it is.
+
+    Dtypes may differ: numbers are rounded to those of the parameters. CheckpointError naming both sides where
+    the checkpoint is of a model that computes something else than `config`, or has other shapes.
+    """
+    check_same_function(reader, config)
+    wanted = {
+        f"model/{saved_as}": parameter_parts(param, groups)
+        for name, param in named_parameters(chunks)
+        if (saved_as := name_of(name)) is not None
+    }
+    wanted |= {f"model/{name}": Parts.whole(buffer) for name, buffer in named_buffers(chunks)}
+    for name, parts in wanted.items():
+        saved = reader.manifest.tensors.get(name)
+        if saved is None or saved.shape != parts.shape:
+            theirs = "nothing" if saved is None else list(saved.shape)
+            raise CheckpointError(
+                f"checkpoint {reader.directory}: another model: {name} is {theirs}, here {list(parts.shape)}"
+            )
+    planner = LoadParts()
+    planner.set_up_planner(dict(wanted), reader.read_metadata(wanted))
+    reader.read_data(planner.create_local_plan(), planner)
+
+
+def check_same_function(reader: CheckpointReader, config: GPTConfig) -> None:
+    """Raise CheckpointError where the checkpoint describes a model that computes something else."""
+    try:
+        saved, current = function_of(model_from(reader.manifest.description)), function_of(config)
+    except ValueError as error:
+        raise CheckpointError(
+            f"checkpoint {reader.directory}: no model is described in it: {error}"
+        ) from None
+    if config.position == "rope":  # which is computed for as many positions as a run has
+        saved.pop("max_seq_len"), current.pop("max_seq_len")
+    differing = [key for key in {**saved, **current} if saved.get(key) != current.get(key)]
+    if differing:
+        theirs, ours = (_listed(each, differing) for each in (saved, current))
+        raise CheckpointError(
+            f"checkpoint {reader.directory}: another model: it has {theirs}; this run has {ours}"
+        )
+
+
+def _listed(facts: dict[str, Any], keys: Sequence[str]) -> str:
+    return ascii(", ".join(f"{key}={facts.get(key)}" for key in keys))[1:-1][:1000]

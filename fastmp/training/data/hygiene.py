@@ -1,0 +1,121 @@
+"""Which documents of a corpus are left out: those that overlap other files, and near-duplicates.
+
+A document is excluded where a tenth or more of its n-grams of NGRAM words occur in the given files, as the
+pages do that a test set was taken from. Near-duplicates are found by MinHash signatures (Broder 1997) of the
+5-grams of words, put into bands that let 99 % of the pairs at the threshold meet (Indyk and Motwani 1998); of
+documents that meet, and whose signatures agree in a larger share of their slots than the threshold, the first
+stays. The share estimates the Jaccard similarity of the sets, with a standard deviation of 0.04.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from fastmp.training.data.ngrams import Hashes, HashSet, ngram_hashes
+from fastmp.training.data.sampling import mix
+
+EXCLUDED_SHARE = 0.1
+SHINGLE = 5  # words
+SLOTS = 128  # of a signature, of 4 bytes each
+SEED = 1
+HASHES_AT_ONCE = 1 << 20
+
+Signatures = npt.NDArray[np.uint32]
+
+
+def excluded_by(texts: Iterable[bytes]) -> HashSet:
+    """The n-grams of the files that a corpus is to be free of."""
+    return HashSet(np.concatenate([np.empty(0, np.uint64), *map(ngram_hashes, texts)]))
+
+
+def is_excluded(text: bytes, files: HashSet) -> bool:
+    """Whether a tenth of the n-grams of `text` are in `files`. A text without n-grams is not."""
+    hashes = ngram_hashes(text)
+    return len(hashes) > 0 and len(files.find(hashes)) >= EXCLUDED_SHARE * len(hashes)
+
+
+def shingles(text: bytes) -> Hashes:
+    """The hashes whose set a signature is of; of a short text, all its words together, or its bytes."""
+    for words in range(SHINGLE, 0, -1):
+        if len(hashes := ngram_hashes(text, words)):
+            return hashes
+    return np.array([zlib.crc32(text)], np.uint64)
+
+
+def signatures(sets: Iterable[Hashes]) -> Signatures:
+    """The signatures (number of sets, SLOTS) of sets of hashes; slots are equal as often as sets are alike.
+
+    ValueError where rensa is not installed.
+    """
+    parts = [np.empty((0, SLOTS), np.uint32)]
+    for group in _groups(sets):
+        ends = np.cumsum([0, *map(len, group)]).astype(np.uint64)
+        made = minhash().digest_matrix_from_flat_token_hashes(np.concatenate(group), ends, SLOTS, SEED)
+        parts.append(np.array(made.to_rows(), np.uint32).reshape(-1, SLOTS))
+    return np.concatenate(parts)
+
+
+def near_duplicates(signatures_NK: Signatures, jaccard: float) -> npt.NDArray[np.bool_]:
+    """Which rows resemble an earlier one that stays, in more than a share `jaccard` of their slots: (N,).
+
+    Rows are looked at in their order, over all bands: one that resembles only such as are dropped stays.
+    """
+    members, ends = [np.empty(0, np.int64)], [np.empty(0, np.int64)]  # of groups that meet; where these end
+    rows, count = _rows_of_a_band(jaccard), 0
+    for first in range(0, SLOTS, rows):
+        keys = np.zeros(len(signatures_NK), np.uint64)
+        for slot in range(first, first + rows):
+            keys = mix(keys ^ signatures_NK[:, slot].astype(np.uint64))
+        order = np.argsort(keys, kind="stable")  # rows that meet, in their order
+        borders = np.concatenate([[0], np.flatnonzero(np.diff(keys[order])) + 1, [len(order)]])
+        sizes = np.diff(borders)
+        members.append(order[np.repeat(sizes > 1, sizes)])
+        sizes = sizes[sizes > 1]
+        ends.append(np.repeat(count + np.cumsum(sizes), sizes))
+        count += len(members[-1])
+
+    dropped = np.zeros(len(signatures_NK), np.bool_)
+    member, end = np.concatenate(members), np.concatenate(ends)
+    for place in np.argsort(member, kind="stable"):
+        one = member[place]
+        if not dropped[one]:
+            later = member[place + 1 : end[place]]
+            later = later[~dropped[later]]
+            share = (signatures_NK[later] == signatures_NK[one]).mean(axis=1)
+            dropped[later[share > jaccard]] = True
+    return dropped
+
+
+def _rows_of_a_band(jaccard: float) -> int:
+    """The most slots of a band with which 99 of 100 pairs of this similarity share a band."""
+    for rows in (32, 16, 8, 4, 2):
+        if (1 - jaccard**rows) ** (SLOTS // rows) <= 0.01:
+            return rows
+    return 1
+
+
+def _groups(sets: Iterable[Hashes]) -> Iterator[list[Hashes]]:
+    group: list[Hashes] = []
+    size = 0
+    for hashes in sets:
+        group.append(hashes)
+        size += len(hashes)
+        if size >= HASHES_AT_ONCE:
+            yield group
+            group, size = [], 0
+    if group:
+        yield group
+
+
+def minhash() -> Any:
+    """What makes signatures; ValueError where rensa is not installed."""
+    try:
+        import rensa
+    except ImportError:
+        raise ValueError('dedup_jaccard needs the rensa library: pip install "fastmp[data]"') from None
+    return rensa.RMinHash

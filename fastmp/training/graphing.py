@@ -1,0 +1,210 @@
+"""The graphs of a model in training: a manager over its layers or all of it, and what ranks agree on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from fastmp.config import Environment, GraphConfig, set_default_variables
+from fastmp.cuda_graphs.backends.base import Backend
+from fastmp.cuda_graphs.backends.cuda import CudaBackend
+from fastmp.cuda_graphs.backends.recording import RecordingBackend
+from fastmp.cuda_graphs.function_graph import WholeGraph
+from fastmp.cuda_graphs.manager import GraphManager
+from fastmp.cuda_graphs.overlapped import OverlappedGraphManager
+from fastmp.cuda_graphs.partition import cut
+from fastmp.nn.segment import LayerChain
+from fastmp.training.microbatches import evaluation_mode
+
+if TYPE_CHECKING:
+    from fastmp.distributed.rng import RngTracker
+    from fastmp.training.microbatches import Chunks, WholeModel
+
+__all__ = [
+    "CaptureAgreement",
+    "evaluation_graphs",
+    "layers_of",
+    "make_backend",
+    "make_graphs",
+    "whole_step",
+]
+
+_MOST_STEPS = 64  # after which ranks whose graphs are not captured yet are not waited for any more
+
+
+def make_graphs(
+    runner: WholeModel | Chunks,
+    num_microbatches: int,
+    config: GraphConfig,
+    *,
+    rng: RngTracker | None,
+    device: torch.device,
+    group: dist.ProcessGroup | None = None,
+    run_size: int | None = None,
+    manager: Callable[..., GraphManager] | None = None,
+) -> GraphManager | None:
+    """Make a manager for what `runner` does with the microbatches of a step; None if `config` wants none.
+
+    group: the ranks of a pipeline stage, which verify steps together.
+    run_size: parameters after which a run ends, see `GraphManager`.
+    manager: called as manager(chains, order, rng=, scope=, run_size=, warmup=) in place of `GraphManager`,
+        to have another library capture: `fastmp.cuda_graphs.transformer_engine.TransformerEngineManager`.
+
+    Under scope "full" it holds whole chunks and the loss function, else the one `LayerChain` of each chunk,
+    or where layers run in parts, those that compute.
+
+    ValueError for a chunk with no or several chains, for layers in parts that would run whole, for a scope
+    that names no segment or one that cannot be captured, where the `manager` for `config.impl` is missing,
+    and where NCCL would read memory that torch's allocator has given back.
+    """
+    if not config.enabled:
+        return None
+    if manager is None and config.impl != "fastmp":
+        raise ValueError(f"Trainer: graphs with impl {config.impl!r} need graph_manager=, the manager to use")
+    _check_allocator(device)
+    scope = config.scope
+    options = {"scope": scope, "run_size": run_size, "warmup": config.warmup}
+    own = {"verify_every": config.verify_every, "group": group, "fallback": True}
+    if runner.overlap is not None:
+        if manager is not None or "full" in (scope or ()):
+            other = "graph_manager" if manager is not None else f"graphs of scope {scope}"
+            raise ValueError(f"Trainer: overlap_experts runs layers in parts, which {other} would run whole")
+        backend = make_backend(rng, device)
+        steps = runner.at_once(num_microbatches)
+        return OverlappedGraphManager(runner.overlap, steps, backend=backend, **options, **own)
+    if scope is not None and "full" in scope:
+        _check_scope(runner.chunks, scope)
+        chains, order = runner.full_chains(num_microbatches)
+        options["scope"] = None
+    else:
+        needed = "graphs need a model whose layers are one LayerChain, or scope 'full'"
+        chains, order = layers_of(runner.chunks, needed), runner.order(num_microbatches)
+    if manager is not None:
+        return manager(chains, order, rng=rng, **options)
+    return GraphManager(chains, order, backend=make_backend(rng, device), **options, **own)
+
+
+def whole_step(
+    function: Callable[..., Any],
+    chunks: Sequence[nn.Module],
+    config: GraphConfig,
+    *,
+    rng: RngTracker | None,
+    device: torch.device,
+) -> WholeGraph:
+    """Make one graph of `function`, a whole training step of the modules `chunks`.
+
+    ValueError for layers of which a segment cannot be captured, and as `make_graphs`.
+    """
+    _check_allocator(device)
+    _check_scope(chunks, ("full_step",))
+    return WholeGraph(
+        function,
+        chunks,
+        backend=make_backend(rng, device),
+        what="the whole step",
+        instead="scope 'full' captures whole microbatches, and leaves the rest of a step to the host",
+        trains=True,
+        warmup=config.warmup,
+    )
+
+
+def evaluation_graphs(
+    runner: WholeModel | Chunks, *, rng: RngTracker | None, device: torch.device
+) -> WholeGraph:
+    """Let `runner` evaluate by graphs: from now on the forward of batches of one form is one graph.
+
+    ValueError for layers of which a segment cannot be captured, and as `make_graphs`.
+    """
+    _check_allocator(device)
+    with evaluation_mode(runner.chunks):  # in which layers may send tokens otherwise
+        runner.evaluated = graphs = WholeGraph(
+            runner.evaluated,
+            runner.chunks,
+            backend=make_backend(rng, device),
+            what="the evaluation",
+            instead="without graphs.evaluation it runs eagerly",
+        )
+    return graphs
+
+
+def make_backend(rng: RngTracker | None, device: torch.device) -> Backend:
+    """Make the backend for graphs on `device`: of CUDA, or one that records."""
+    return CudaBackend(rng) if device.type == "cuda" else RecordingBackend(rng)
+
+
+def _check_scope(chunks: Sequence[nn.Module], scope: Sequence[str]) -> None:
+    for chain in (chain for chunk in chunks for chain in _chains(chunk)):
+        cut(chain, scope)
+
+
+def _check_allocator(device: torch.device) -> None:
+    """Have NCCL leave the buffers of captured collectives unregistered, unless NCCL_GRAPH_REGISTER is set.
+
+    NCCL registers them by default, and for that meets the machine's other ranks on the host. A rank whose
+    capture has failed runs the same collective eagerly and never comes: all ranks would hang before they can
+    agree to do without graphs. ValueError where NCCL would read memory that torch's allocator has given back.
+    """
+    if device.type == "cuda":
+        set_default_variables(NCCL_GRAPH_REGISTER="0")
+    environment = Environment.read()
+    if device.type == "cuda" and environment.world_size > 1 and environment.registers_segments:
+        raise ValueError(
+            "Trainer: graphs of collectives and expandable_segments:True for torch's allocator need "
+            "NCCL_GRAPH_REGISTER=0: NCCL would read memory that is gone; unset it, and 0 is the default"
+        )
+
+
+class CaptureAgreement:
+    """Lets all ranks give up their graphs together where a capture has failed on one of them.
+
+    group: all ranks that train together, or None; its collectives must run on CPU tensors too. The ranks
+    agree at the end of every step until each has captured its graphs, or one has failed.
+    """
+
+    def __init__(self, manager: GraphManager, group: dist.ProcessGroup | None) -> None:
+        self._manager, self._group, self._steps, self._settled = manager, group, 0, group is None
+        self._last: tuple[int, str | None] | None = None
+
+    @property
+    def state(self) -> tuple[int, str | None]:
+        """How many graphs are captured, and why there will be none."""
+        return self._manager.num_graphs, self._manager.failure
+
+    def unsettled(self) -> bool:
+        """Whether the next step may run otherwise than the last: graphs are being captured, or just were."""
+        before, self._last = self._last, self.state
+        return self._manager.pending or before != self._last
+
+    def end_step(self) -> None:
+        """End a step of the manager; after this, a failure on any rank is the `failure` of all managers."""
+        self._manager.end_step()
+        if self._settled:
+            return
+        self._steps += 1
+        failed = self._manager.failure is not None
+        state = torch.tensor([failed, self._manager.pending], dtype=torch.int32)
+        dist.all_reduce(state, dist.ReduceOp.MAX, group=self._group)
+        any_failed, any_pending = state.tolist()
+        if any_failed:
+            reasons: list[str | None] = [None] * dist.get_world_size(self._group)
+            dist.all_gather_object(reasons, self._manager.failure, group=self._group)
+            rank, reason = next((i, text) for i, text in enumerate(reasons) if text is not None)
+            self._manager.give_up(f"rank {rank}: {reason}")
+        self._settled = any_failed or not any_pending or self._steps >= _MOST_STEPS
+
+
+def _chains(chunk: nn.Module) -> list[LayerChain]:
+    return [module for module in chunk.modules() if isinstance(module, LayerChain)]
+
+
+def layers_of(chunks: Sequence[nn.Module], needed: str) -> list[LayerChain]:
+    """The layers of each chunk; where they are not one chain, the ValueError says what is `needed`."""
+    for chunk in chunks:
+        if len(_chains(chunk)) != 1:
+            raise ValueError(f"Trainer: {needed}; {type(chunk).__name__} has {len(_chains(chunk))}")
+    return [_chains(chunk)[0] for chunk in chunks]

@@ -1,0 +1,252 @@
+"""A GPT or a BERT as the trainer and the generation of text take it: whole, or in the stages of a pipeline.
+
+Batches hold whole sequences; here they are cut for context-parallel ranks. Where sequences are packed, a
+batch has their `Documents` as "documents", which go to all layers. S sequence, B batch, H hidden, V
+this rank's shard of the padded vocabulary.
+
+A step divides the sum of all losses by its number of tokens; of a BERT, that is the masked ones. In training,
+the sum also has each sample's loss of the order of sentences, times its number of masked tokens. So a step
+minimises mean + mean, as ALBERT (Lan et al. 2019) and Megatron-LM do, but the second mean weighs samples by
+their masked tokens: then it does not depend on how samples are divided over microbatches and ranks. In
+evaluation, the loss is that of masked tokens alone, whose exponential is the perplexity of Shoeybi et al.
+2019, table 5.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from fastmp.config import GPTConfig, ParallelConfig, Recipe
+from fastmp.distributed.collectives import group_size, sum_over_
+from fastmp.distributed.groups import ParallelGroups
+from fastmp.nn.bert import Bert, BertStage, bert_stages
+from fastmp.nn.documents import Documents
+from fastmp.nn.language_model import LanguageModel
+from fastmp.nn.models import GPT, ExpertLosses, pad_vocab
+from fastmp.nn.placement import Placement
+from fastmp.nn.stages import GPTStage, gpt_stages, sum_tied_gradients
+from fastmp.pipeline.executor import Pipeline
+from fastmp.pipeline.schedule import Schedule
+from fastmp.tensor_parallel.context import cut_sequence, own_positions
+from fastmp.training.data.dataset import IGNORE_INDEX
+from fastmp.training.microbatches import Batch, ExpertStats, LossFunction, PipelineLoss
+
+__all__ = [
+    "bert_and_loss",
+    "gpt_and_loss",
+    "model_and_loss",
+    "next_logits",
+    "pipeline_loss",
+    "pipeline_next_logits",
+    "token_loss",
+]
+
+ModelAndLoss = tuple[GPT | Bert, LossFunction] | tuple[list[GPTStage] | list[BertStage], PipelineLoss]
+
+
+def model_and_loss(recipe: Recipe, groups: ParallelGroups, **options: Any) -> ModelAndLoss:
+    """The model of `recipe`, whole or this rank's stages of it, and its loss; options: of `Placement`."""
+    model, data = recipe.model, recipe.data
+    if model.bert is None:
+        return gpt_and_loss(model, groups, recipe.parallel, **options)
+    return bert_and_loss(
+        model,
+        groups,
+        recipe.parallel,
+        most_masked=data.micro_batch_size * data.predicted,
+        static_shapes=recipe.graphs.enabled,
+        **options,
+    )
+
+
+def bert_and_loss(
+    config: GPTConfig,
+    groups: ParallelGroups,
+    layout: ParallelConfig,
+    *,
+    most_masked: int | None = None,
+    static_shapes: bool = False,
+    **options: Any,
+) -> tuple[Bert, LossFunction] | tuple[list[BertStage], PipelineLoss]:
+    """A BERT as `layout` says, whole or this rank's stages of it, and its loss.
+
+    Batches have "tokens" and "targets" (B, S), and as the model wants them "token_types" (B, S),
+    "padding_mask" (B, S) and "sentence_order" (B,): see `Bert.losses`. The sum of losses and the number of
+    masked tokens: see the top of this module.
+
+    most_masked: as of `Bert.losses`. static_shapes: as graphs need them. options: others of `Placement`.
+    """
+
+    def inputs(batch: Batch) -> tuple[Tensor, ...]:
+        return (batch["tokens"], batch["token_types"]) if config.bert.num_token_types else (batch["tokens"],)
+
+    def shared(batch: Batch) -> dict[str, Documents]:
+        if "padding_mask" not in batch:
+            return {}
+        return {"documents": Documents.from_padding(batch["padding_mask"], static=static_shapes)}
+
+    def loss_of(model: Bert, hidden_SBH: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+        targets_BS, order_B = batch["targets"], batch.get("sentence_order") if model.training else None
+        losses = model.losses(
+            hidden_SBH,
+            targets_BS,
+            sentence_order_B=order_B,
+            most_masked=most_masked,
+            ignore_index=IGNORE_INDEX,
+            loss_grad=batch.get("loss_grad", 1.0),
+        )
+        total, num_masked_B = losses.masked.sum(), (targets_BS != IGNORE_INDEX).sum(1)
+        if losses.sentence is not None:
+            total = total + (losses.sentence * num_masked_B).sum()
+        return total, num_masked_B.sum()
+
+    on = Placement.of(groups, layout, **options)
+    kept = {"recompute": layout.recompute, "shard_recompute_input": layout.shard_recompute_input}
+    if layout.pp * layout.vpp == 1:
+        return Bert(config, on, **kept), lambda model, batch: loss_of(
+            model, model.encode(*inputs(batch), **shared(batch)), batch
+        )
+    stages = bert_stages(config, on, vpp=layout.vpp, layers=layout.stage_layers, **kept)
+    return stages, _in_stages(
+        stages,
+        groups,
+        layout,
+        inputs,
+        lambda hidden_SBH, batch: loss_of(stages[-1], hidden_SBH, batch),
+        shared,
+    )
+
+
+def _in_stages(
+    stages: Sequence[LanguageModel],
+    groups: ParallelGroups,
+    layout: ParallelConfig,
+    inputs: Callable[[Batch], Any],
+    loss: Callable[[Tensor, Batch], tuple[Tensor, Tensor]],
+    shared: Callable[[Batch], dict[str, Documents]],
+) -> PipelineLoss:
+    """The loss of a model in stages, whose tied tables get the same gradients."""
+    return PipelineLoss(
+        inputs=inputs,
+        loss=loss,
+        shared=shared,
+        schedule=layout.schedule,
+        group_size=layout.microbatch_group_size,
+        after_reduce=lambda grads: sum_tied_gradients(stages, groups, grads),
+    )
+
+
+def gpt_and_loss(
+    config: GPTConfig, groups: ParallelGroups, layout: ParallelConfig, **options: Any
+) -> tuple[GPT, LossFunction] | tuple[list[GPTStage], PipelineLoss]:
+    """A GPT as `layout` says, whole or this rank's stages of it, and its loss.
+
+    options: others of `Placement`.
+    """
+    on = Placement.of(groups, layout, **options)
+    kept = {"recompute": layout.recompute, "shard_recompute_input": layout.shard_recompute_input}
+    if layout.pp * layout.vpp == 1:
+        return GPT(config, on, **kept), token_loss
+    stages = gpt_stages(config, on, vpp=layout.vpp, layers=layout.stage_layers, **kept)
+    return stages, pipeline_loss(stages, groups, layout)
+
+
+def token_loss(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor] | tuple[Tensor, Tensor, ExpertStats]:
+    """Sum of the cross-entropies of a batch of "tokens" and "targets" (B, S), and how many there are.
+
+    Context-parallel ranks each take their part of the sequences. A model with experts also returns
+    `ExpertStats`. The gradient of the sum must be batch["loss_grad"], or 1 where a batch has none, as in the
+    Trainer: the output layer relies on it.
+    """
+    tokens_BS, targets_BS = (cut_sequence(batch[name], model.cp_group) for name in ("tokens", "targets"))
+    promised = _loss_grad(batch, targets_BS)
+    losses = model.loss(
+        tokens_BS, targets_BS, ignore_index=IGNORE_INDEX, loss_grad_BS=promised, **_documents(batch)
+    )
+    num_tokens = (targets_BS != IGNORE_INDEX).sum()
+    if isinstance(losses, ExpertLosses):
+        return losses.tokens.sum(), num_tokens, ExpertStats(losses.aux, losses.counts)
+    return losses.sum(), num_tokens
+
+
+def _documents(batch: Batch) -> dict[str, Documents]:
+    """The keyword of models for the packed documents of a batch, if it has any."""
+    return {"documents": batch["documents"].anew()} if "documents" in batch else {}
+
+
+def _loss_grad(batch: Batch, targets_BS: Tensor) -> Tensor | float:
+    """The gradient that the loss of every token gets."""
+    return batch["loss_grad"].expand(targets_BS.shape) if "loss_grad" in batch else 1.0
+
+
+def pipeline_loss(stages: Sequence[GPTStage], groups: ParallelGroups, layout: ParallelConfig) -> PipelineLoss:
+    """`token_loss` of a GPT in stages, which `gpt_stages` has made for `groups` and `layout`."""
+
+    def loss(hidden_SBH: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+        targets_BS = cut_sequence(batch["targets"], cp_group)
+        losses_BS = stages[-1].token_losses(
+            hidden_SBH, targets_BS, ignore_index=IGNORE_INDEX, loss_grad_BS=_loss_grad(batch, targets_BS)
+        )
+        return losses_BS.sum(), (targets_BS != IGNORE_INDEX).sum()
+
+    cp_group = stages[0].cp_group
+    return _in_stages(
+        stages, groups, layout, lambda batch: cut_sequence(batch["tokens"], cp_group), loss, _documents
+    )
+
+
+def next_logits(model: GPT) -> Callable[[Tensor, int], Tensor]:
+    """A function for `generate`: from tokens (1, S) and a position, the logits (V,) of the next token."""
+    device = next(model.parameters()).device
+
+    def run(tokens_BS: Tensor, position: int) -> Tensor:
+        logits_SBV = model(cut_sequence(tokens_BS.to(device), model.cp_group))
+        logits_V = _logits_of(position, tokens_BS.shape[1], logits_SBV, model.cp_group)
+        return sum_over_(logits_V, model.cp_group)
+
+    return run
+
+
+def pipeline_next_logits(
+    stages: Sequence[GPTStage], groups: ParallelGroups
+) -> Callable[[Tensor, int], Tensor]:
+    """`next_logits` for a GPT in stages; all ranks of the pipeline make and call it together."""
+    group, cp_group = groups.pp, groups.cp
+    pp, vpp, config = group_size(group), len(stages), stages[-1].config
+
+    def logits(hidden_SBH: Tensor, batch: tuple[Tensor, int]) -> tuple[Tensor, Tensor]:
+        tokens_BS, position = batch
+        logits_SBV = stages[-1].head(hidden_SBH)
+        return logits_SBV.new_zeros(()), _logits_of(position, tokens_BS.shape[1], logits_SBV, cp_group)
+
+    pipeline = Pipeline(
+        stages,
+        Schedule(pp, pp, vpp).orders(),
+        group=group,
+        inputs=lambda batch: cut_sequence(batch[0], cp_group),
+        loss=logits,
+    )
+    tp = group_size(stages[-1].group)
+    zeros_V = torch.zeros(pad_vocab(config.vocab_size, tp) // tp, dtype=torch.float64, device=pipeline.device)
+    shape: torch.Size | None = None
+
+    def run(tokens_BS: Tensor, position: int) -> Tensor:
+        nonlocal shape
+        if tokens_BS.shape != shape:
+            pipeline.forget_shapes()
+            shape = tokens_BS.shape
+        result = pipeline.evaluate([(tokens_BS.to(pipeline.device), position)])
+        return sum_over_(result.stats.get((0, vpp), zeros_V).clone(), cp_group, group)
+
+    return run
+
+
+def _logits_of(position: int, length: int, logits_SBV: Tensor, cp_group: dist.ProcessGroup | None) -> Tensor:
+    """The row (V,) of a position of the whole sequence, in float64; zeros where another rank has it."""
+    own = own_positions(length, cp_group, logits_SBV.device) == position
+    return logits_SBV[own, 0].double().sum(0)

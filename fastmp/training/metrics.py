@@ -1,0 +1,385 @@
+"""What a run shows and records: a line every few steps, and runs/NAME/metrics.jsonl.
+
+metrics.jsonl has one JSON object a line; a number that is not finite is null. Every record has "kind" and
+"step" (the optimizer steps done). "run" opens it at each start: schema (1), total_steps, tokens_per_step,
+flops_per_token, bytes_per_token, device, world_size. "train": loss, loss_per_byte, grad_norm, lr,
+tokens_per_second, flops_per_second, mfu, memory_bytes, eta_seconds, elapsed_seconds. "eval": loss,
+loss_per_byte, unigram_entropy, elapsed_seconds, and of a blend source_losses, a list of one number for each
+source that has held-out text. "experts" follows "train" where there are some: aux_loss
+(their own losses, not part of loss), max_load and min_load, lists of one number a layer: tokens of its
+busiest and idlest expert over the mean of its experts, since the last record; dropped_pairs, pairs of a
+token and an expert that did not fit into the memory of a symmetric dispatcher, since then. Losses are nats
+per token or per byte; rates are those of all ranks together.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import re
+import resource
+import shutil
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol, TextIO
+
+from fastmp.config.files import read_file
+from fastmp.training.sinks import Sinks
+
+SCHEMA = 1
+METRICS_LIMIT = 1 << 31  # bytes of a file; a record has about 250
+# Dense bf16 peak of one device in FLOP/s (data sheets give twice that, with sparsity). Boards with
+# other clocks, such as the PCIe ones, are left out rather than guessed.
+PEAK_FLOPS = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "GH200": 989e12, "B200": 2250e12}
+
+
+def peak_flops(device_name: str) -> float | None:
+    """Dense bf16 FLOP/s of the GPU of that name, None where it is not known."""
+    words = set(re.split(r"[^A-Za-z0-9]+", device_name))
+    if words & {"NVL", "MIG"} or (words & {"PCIE", "PCIe"} and "A100" not in words):
+        return None
+    return next((peak for name, peak in PEAK_FLOPS.items() if name in words), None)
+
+
+@dataclass(frozen=True)
+class RunInfo:
+    """What a log needs to know of a run. Tokens and FLOPs count all ranks, forward and backward.
+
+    `bytes_per_token` turns the loss into nats per byte (TokenDataset.bytes_per_token; None if
+    unknown); `device` is a torch device name such as "cuda:0".
+    """
+
+    total_steps: int
+    tokens_per_step: int
+    flops_per_token: float = 0.0
+    bytes_per_token: float | None = None
+    device: str = "cpu"
+    world_size: int = 1
+
+
+class Experts(Protocol):
+    """Tensors: `aux_loss` (), `counts` (layers, experts), and `dropped` () or a number."""
+
+    @property
+    def aux_loss(self) -> Any: ...
+    @property
+    def counts(self) -> Any: ...
+    @property
+    def dropped(self) -> Any: ...
+
+
+def expert_loads(counts: list[list[int]]) -> list[list[float]]:
+    """Tokens of each expert over the mean of its layer; 0 in a layer that had none."""
+    return [[count * len(layer) / max(sum(layer), 1) for count in layer] for layer in counts]
+
+
+class Display:
+    """Lines for people. On a terminal they fit its width and stand above the step that is being done."""
+
+    def __init__(self, stream: TextIO, clock: Callable[[], float]) -> None:
+        self._stream, self._clock = stream, clock
+        self._terminal, self._shown = stream.isatty(), -math.inf
+
+    def line(self, *fields: str, first_to_go: Sequence[str] = ()) -> None:
+        """Print `fields` on a line; where that is too long for a terminal, without some of `first_to_go`."""
+        kept, leaving = list(fields), list(first_to_go)
+        while self._terminal and len("  ".join(kept)) > shutil.get_terminal_size().columns and leaving:
+            kept.remove(leaving.pop(0))
+        print(_CLEAR * self._terminal + "  ".join(kept), file=self._stream, flush=True)
+
+    def progress(self, text: str) -> None:
+        """Rewrite the last line of a terminal, ten times a second at most."""
+        now = self._clock()
+        if self._terminal and now - self._shown > 0.1:
+            self._shown = now
+            print(
+                _CLEAR + text[: shutil.get_terminal_size().columns - 1], end="", file=self._stream, flush=True
+            )
+
+    def close(self) -> None:
+        """Leave the cursor at the beginning of an empty line."""
+        print(_CLEAR * self._terminal, end="", file=self._stream, flush=True)
+
+
+_CLEAR = "\r\x1b[K"  # to the beginning of the line, and erase it
+
+
+class TrainLog:
+    """Progress of one run. Every rank may hold one and call it alike; only rank 0 shows and writes anything.
+
+    `step` reads the tensors it is given (a device sync) only where `due(step)` is true: every
+    `log_interval` steps, after the first and after the last. Use as a context manager, or call `close`.
+    """
+
+    def __init__(
+        self,
+        directory: str | Path,
+        run: RunInfo,
+        *,
+        log_interval: int = 10,
+        start_step: int = 0,
+        rank: int = 0,
+        stream: TextIO | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+        sinks: Callable[[], Sinks] | None = None,
+    ) -> None:
+        """Log into `directory`; `start_step` is the number of steps done before (a resumed run).
+
+        sinks: opens where records go besides, on rank 0.
+        """
+        if log_interval < 1:
+            raise ValueError(f"TrainLog: log_interval must be positive, got {log_interval}")
+        self._run, self._interval, self._clock = run, log_interval, clock
+        self._begin = self._window_begin = clock()
+        self._window_step, self._paused = start_step, 0.0
+        self._active = rank == 0
+        if not self._active:
+            return
+        name = _device_name(run.device)
+        self._peak = peak_flops(name)
+        stream = sys.stdout if stream is None else stream
+        self._file = _open_for_append(Path(directory) / "metrics.jsonl")
+        self._display, self._eta = Display(stream, clock), ""
+        self._sinks = sinks() if sinks else None
+        self.record("run", start_step, schema=SCHEMA, **{**asdict(run), "device": name})
+
+    def due(self, step: int) -> bool:
+        """Whether `step(step, ...)` will read its values; alike on every rank."""
+        return step % self._interval == 0 or step in (1, self._run.total_steps)
+
+    def progress(self, step: int) -> None:
+        """Show that step number `step` is done, on a terminal; reads no tensor."""
+        if self._active and not self.due(step):
+            self._display.progress(f"{self._progress(step)}{self._eta}")
+
+    def step(self, step: int, *, loss: Any, grad_norm: Any, lr: Any, experts: Experts | None = None) -> None:
+        """Report after optimizer step number `step`, from 1: tensors or numbers, `loss` in nats per token.
+
+        experts: losses per token and counts (layers, experts) of the steps since the last report.
+        """
+        if not self._active or not self.due(step):
+            return
+        values = {"loss": float(loss), "grad_norm": float(grad_norm), "lr": float(lr)}
+        now = self._clock()
+        seconds = max(now - self._window_begin - self._paused, 1e-9)
+        steps = max(step - self._window_step, 1)
+        tokens_per_second = steps * self._run.tokens_per_step / seconds
+        flops_per_second = tokens_per_second * self._run.flops_per_token
+        mfu = (
+            flops_per_second / (self._peak * self._run.world_size)
+            if self._peak and self._run.flops_per_token
+            else None
+        )
+        eta = (self._run.total_steps - step) * seconds / steps
+        self._window_begin, self._window_step, self._paused = now, step, 0.0
+        memory = _memory_bytes(self._run.device)
+        self.record(
+            "train",
+            step,
+            **values,
+            loss_per_byte=self._per_byte(values["loss"]),
+            tokens_per_second=tokens_per_second,
+            flops_per_second=flops_per_second,
+            mfu=mfu,
+            memory_bytes=memory,
+            eta_seconds=eta,
+            elapsed_seconds=now - self._begin,
+        )
+        self._eta = f"  ETA {_clock_time(eta)}"
+        norm, lr = f"norm {values['grad_norm']:.3f}", f"lr {values['lr']:.2e}"
+        speed, used = _speed(flops_per_second, mfu), f"{_scaled(memory)}B"
+        loads = [] if experts is None else self._experts(step, experts)
+        self._display.line(
+            *(self._progress(step), f"loss {values['loss']:.4f}", *loads, norm, lr),
+            *(f"{_scaled(tokens_per_second)}tok/s", *speed, used, self._eta.strip()),
+            first_to_go=(*speed, used, lr, *loads, norm),
+        )
+
+    def _experts(self, step: int, experts: Experts) -> list[str]:
+        """Record the load of the experts; for the line, that of the busiest of all layers."""
+        loads = expert_loads(experts.counts.tolist())
+        highest, lowest = [max(layer) for layer in loads], [min(layer) for layer in loads]
+        numbers = {"aux_loss": float(experts.aux_loss), "dropped_pairs": int(experts.dropped)}
+        self.record("experts", step, **numbers, max_load=highest, min_load=lowest)
+        dropped = [f"dropped {numbers['dropped_pairs']}"] if numbers["dropped_pairs"] else []
+        return [f"max load {max(highest):.2f}", *dropped]
+
+    def evaluation(
+        self,
+        step: int,
+        *,
+        loss: Any,
+        loss_per_byte: float | None = None,
+        unigram_entropy: float | None = None,
+        source_losses: Mapping[str, float] | None = None,
+    ) -> None:
+        """Report a held-out loss after step `step`: `loss` in nats per token, the others in nats per byte.
+
+        source_losses: that of each source of a blend, in nats per token.
+        The held-out text has its own number of bytes per token, so `loss_per_byte` is not derived here.
+        """
+        if not self._active:
+            return
+        value = float(loss)
+        self.record(
+            "eval",
+            step,
+            loss=value,
+            loss_per_byte=loss_per_byte,
+            unigram_entropy=unigram_entropy,
+            **({"source_losses": list(source_losses.values())} if source_losses else {}),
+            elapsed_seconds=self._clock() - self._begin,
+        )
+        fields = [self._progress(step), f"held-out loss {value:.4f} nats/token"]
+        if loss_per_byte is not None:
+            fields.append(f"{loss_per_byte:.4f} nats/byte")
+        fields += [f"{name} {each:.4f}" for name, each in (source_losses or {}).items()]
+        entropy = [] if unigram_entropy is None else [f"unigram entropy {unigram_entropy:.4f}"]
+        self._display.line(*fields, *entropy, first_to_go=entropy)
+
+    def note(self, line: str) -> None:
+        """Show a line of text, for people only."""
+        if self._active:
+            self._display.line(line)
+
+    def record(self, kind: str, step: int, **fields: Any) -> None:
+        """Append one record to metrics.jsonl and flush it."""
+        if not self._active:
+            return
+        fields = {name: _finite(value) for name, value in fields.items()}
+        self._file.write(json.dumps({"kind": kind, "step": step, **fields}, allow_nan=False) + "\n")
+        self._file.flush()
+        if self._sinks and kind != "run":
+            self._sinks.write(kind, step, fields)
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Time spent in this block (evaluation, saving) does not count as training."""
+        begin = self._clock()
+        try:
+            yield
+        finally:
+            self._paused += self._clock() - begin
+
+    def close(self) -> None:
+        """Close the file and leave the terminal clean; more calls do nothing."""
+        if self._active:
+            self._active = False
+            self._display.close()
+            self._file.close()
+            if self._sinks:
+                self._sinks.close()
+
+    def __enter__(self) -> TrainLog:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _progress(self, step: int) -> str:
+        total = self._run.total_steps
+        return f"step {step:>{len(str(total))}}/{total}"
+
+    def _per_byte(self, loss: float) -> float | None:
+        return None if self._run.bytes_per_token is None else loss / self._run.bytes_per_token
+
+
+def read_metrics(path: str | Path) -> list[dict[str, Any]]:
+    """The records of a metrics.jsonl in order. A restart replaces what had been reported past its start.
+
+    A last line cut short (a run killed while writing) is left out; ValueError names the file and any other
+    bad line.
+    """
+    try:
+        lines = read_file(path, METRICS_LIMIT).split(b"\n")
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be read ({error.strerror})") from None
+    records = [_record(path, number, line) for number, line in enumerate(lines[:-1], start=1)]
+    kept, start = [], math.inf  # backwards: the earliest step from which a later run began
+    for record in reversed(records):
+        if record["kind"] == "run":
+            start = min(start, record["step"])
+        elif record["step"] > start:
+            continue
+        kept.append(record)
+    return kept[::-1]
+
+
+def _record(path: str | Path, number: int, line: bytes) -> dict[str, Any]:
+    """The record in line `number` of a metrics file."""
+    try:
+        record = json.loads(line.decode())
+        kind, step = record["kind"], record["step"]
+        others = [] if kind == "run" else [value for key, value in record.items() if key != "kind"]
+        if isinstance(kind, str) and type(step) is int and 0 <= step < 1 << 63 and all(map(_plain, others)):
+            return record
+    except (ValueError, TypeError, KeyError, RecursionError):
+        pass
+    raise ValueError(f"{path}: line {number} is not a metrics record")
+
+
+def _plain(value: Any) -> bool:
+    """Whether `value` is a finite number, null, or a list of these."""
+    if isinstance(value, list):
+        return not any(isinstance(item, list) for item in value) and all(map(_plain, value))
+    return value is None or (isinstance(value, int | float) and abs(value) < math.inf)
+
+
+def _open_for_append(path: Path) -> TextIO:
+    """Open `path` behind its last whole line."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.exists():
+        with path.open("rb+") as file:
+            content = file.read()
+            file.truncate(content.rfind(b"\n") + 1)
+    return path.open("a", encoding="utf-8")
+
+
+def _device_name(device: str) -> str:
+    if not device.startswith("cuda"):
+        return device
+    import torch
+
+    return torch.cuda.get_device_name(device)
+
+
+def _memory_bytes(device: str) -> int:
+    """Peak memory of this process: allocated on the GPU, or resident on a CPU."""
+    if device.startswith("cuda"):
+        import torch
+
+        return torch.cuda.max_memory_allocated(device)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def _finite(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _scaled(value: float) -> str:
+    """1234567 -> "1.23 M"."""
+    prefixes = ["", "k", "M", "G", "T", "P"]
+    while value >= 999.5 and len(prefixes) > 1:
+        value /= 1000
+        del prefixes[0]
+    return f"{value:.3g} {prefixes[0]}"
+
+
+def _speed(flops_per_second: float, mfu: float | None) -> list[str]:
+    if not flops_per_second:
+        return []
+    return [f"{_scaled(flops_per_second)}FLOP/s"] + ([] if mfu is None else [f"MFU {mfu:.1%}"])
+
+
+def _clock_time(seconds: float) -> str:
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"

@@ -1,0 +1,375 @@
+"""The microbatches of a step or an evaluation: through a whole model, or through the stages of a pipeline.
+
+Both give the same sums, over the microbatches that this rank ran; the trainer adds those of other ranks. A
+pipeline's rank has its chunks only: the loss and the number of tokens arise on the last rank, the losses and
+loads of experts where the experts are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from itertools import islice
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from fastmp.distributed.collectives import group_rank, group_size
+from fastmp.nn.segment import LayerChain
+from fastmp.optim.named_params import named_parameters
+from fastmp.pipeline.executor import Pipeline, PipelineResult
+from fastmp.pipeline.schedule import BACKWARD, FORWARD, Schedule, Step, together, with_loss
+from fastmp.profiling import phase
+from fastmp.training.function_chain import FunctionChain
+
+if TYPE_CHECKING:
+    from fastmp.distributed.groups import ParallelGroups
+    from fastmp.nn.overlap import OverlappedLayers
+    from fastmp.optim.grad_buffers import GradBuffer
+
+__all__ = [
+    "Chunks",
+    "ExpertStats",
+    "PipelineLoss",
+    "Sums",
+    "WholeModel",
+    "evaluation_mode",
+]
+
+Batch = dict[str, Any]  # tensors; "documents", where there are any, are a `fastmp.nn.Documents`
+Evaluated = Callable[
+    [Sequence[Batch]], Tensor
+]  # (sum of the losses, number of tokens), float64, in eval mode
+
+
+class ExpertStats(NamedTuple):
+    """Losses and loads of the experts of a model in one microbatch.
+
+    `aux_loss` (): the sum of their losses over the tokens, to be added to the loss; as the loss, it is the
+    same on ranks of one tensor-parallel group. `counts` (layers, experts): how many of this rank's part of
+    the tokens chose each expert; integers.
+    """
+
+    aux_loss: Tensor
+    counts: Tensor
+
+
+LossFunction = Callable[[nn.Module, Batch], tuple[Tensor, Tensor] | tuple[Tensor, Tensor, ExpertStats | None]]
+
+
+@dataclass(frozen=True)
+class PipelineLoss:
+    """The loss of a model in chunks, in place of a loss function, and the order of its steps.
+
+    inputs: (batch) -> tensors for the first stage.
+    shared: (batch) -> keywords for every stage.
+    loss: (*tensors of the last stage, batch) -> (sum of the losses of the batch's tokens, number of tokens).
+    schedule, group_size: `name` and `group_size` of the `fastmp.pipeline.schedule.Schedule`.
+    after_reduce: called on every rank, with the gradients of a step once they are summed over data-parallel
+        ranks: for parameters that several stages share. Later sums could give their copies different bits.
+
+    A stage with experts returns a `StageOutput` with their losses and, as stats, their counts (layers of the
+    stage, experts), as in `ExpertStats`.
+    """
+
+    inputs: Callable[[Batch], Any]
+    loss: Callable[..., tuple[Tensor, Tensor]]
+    shared: Callable[[Batch], dict[str, Any]] = lambda batch: {}
+    schedule: str = "1f1b"
+    group_size: int | None = None
+    after_reduce: Callable[[GradBuffer], None] | None = None
+
+
+class Sums(NamedTuple):
+    """Sums over the microbatches of a step that this rank ran, on the device.
+
+    totals (3,), float64: losses, number of tokens, losses of experts. counts (layers of the whole model,
+    experts), int64: tokens of each expert, zeros for layers of other stages; None without experts.
+    """
+
+    totals: Tensor
+    counts: Tensor | None
+
+
+class WholeModel:
+    """A model that is not cut into stages: `loss_fn(model, batch)` for one microbatch after the other.
+
+    `evaluated` gives the sums of batches that are evaluated at once, here of one.
+
+    overlap: runs the layers in parts, each forward but the first beside the backward of the one before.
+    """
+
+    def __init__(
+        self, model: nn.Module, loss_fn: LossFunction, overlap: OverlappedLayers | None = None
+    ) -> None:
+        self.model, self.loss_fn, self.chunks, self.overlap = model, loss_fn, [model], overlap
+        self._microbatch: Callable[[Batch], tuple] = lambda batch: self.loss_fn(self.model, batch)
+        self.evaluated: Evaluated = self._evaluated
+
+    def order(self, num_microbatches: int) -> Sequence[Step]:
+        """The steps of this rank in training."""
+        return self._schedule(num_microbatches).order(0)
+
+    def at_once(self, num_microbatches: int) -> Iterator[tuple[Step, ...]]:
+        """What this rank runs at once in training, in order."""
+        return self._schedule(num_microbatches).together(0)
+
+    def _schedule(self, num_microbatches: int) -> Schedule:
+        return Schedule(1, num_microbatches, overlap=self.overlap is not None)
+
+    def full_chains(self, num_microbatches: int) -> tuple[list[LayerChain], Sequence[Step]]:
+        """Chains for graphs of scope "full", which hold whole microbatches, and the order of their steps.
+
+        From now on, training runs through these chains.
+        """
+        self._microbatch = FunctionChain("microbatch", self._microbatch, self.model)
+        return [self._microbatch.chain], self.order(num_microbatches)
+
+    def train(
+        self, fetch: Callable[[int], Batch], num_microbatches: int, loss_grad: Tensor | None = None
+    ) -> Sums:
+        """Run forward and backward of the microbatches `fetch(0)`, `fetch(1)`, ...; gradients add up.
+
+        loss_grad: 0-dim, the gradient of every loss; None: 1. The sums of losses are as without it.
+        """
+        device = next(self.model.parameters()).device
+        totals = torch.zeros(3, dtype=torch.float64, device=device)
+        counts: Tensor | None = None
+        live: dict[int, Tensor] = {}  # losses whose backward has not begun
+        if self.overlap is not None:
+            self.overlap.begin_step()
+        for steps in self.at_once(num_microbatches):
+            forward, backward = (_microbatch_of(steps, kind) for kind in (FORWARD, BACKWARD))
+            if backward is not None:
+                with phase("backward"):
+                    whole = live.pop(backward)
+                    whole.backward(None if loss_grad is None else loss_grad.to(whole.dtype))
+                    if forward is None and self.overlap is not None:
+                        self.overlap.backward((backward, 0))
+            if forward is None:
+                continue
+            with phase("data"):
+                batch = fetch(forward)
+            with phase("forward"), self._beside(forward, backward):
+                loss, num_tokens, *more = self._microbatch(batch)
+                aux_loss, own_counts = more[0] if more and more[0] is not None else (None, None)
+                live[forward] = loss if aux_loss is None else loss + aux_loss
+            totals += _stack(loss, num_tokens, torch.zeros_like(loss) if aux_loss is None else aux_loss)
+            if own_counts is not None:
+                if counts is None:
+                    counts = torch.zeros(own_counts.shape, dtype=torch.int64, device=device)
+                counts += own_counts
+        return Sums(totals, counts)
+
+    def _beside(self, forward: int, backward: int | None) -> AbstractContextManager[None]:
+        """Around the forward of a microbatch, beside whose layers those of a backward run."""
+        if self.overlap is None:
+            return nullcontext()
+        return self.overlap.forward((forward, 0), None if backward is None else (backward, 0))
+
+    def evaluate(self, batches: Iterable[Batch]) -> Tensor | None:
+        """(sum of the losses, number of tokens) of all `batches`, float64; None if there are none."""
+        return _summed(self.evaluated([batch]) for batch in batches)
+
+    def _evaluated(self, batches: Sequence[Batch]) -> Tensor:
+        loss, num_tokens, *_ = self.loss_fn(self.model, *batches)
+        return _stack(loss, num_tokens)
+
+    def sum_shared_gradients(self, grads: GradBuffer) -> None:
+        """Sum the gradients of parameters that stages share, after the sum over data-parallel ranks."""
+
+    def own_rows(self, counts: Tensor) -> Tensor:
+        """The rows of `Sums.counts` that belong to the experts of this rank."""
+        return counts
+
+
+class Chunks:
+    """This rank's chunks of a model that is cut into the stages of a pipeline.
+
+    `evaluated` gives the sums of batches that are evaluated at once, those of a step at most.
+
+    overlap: runs their layers in parts, forwards beside backwards where the schedule has pairs of them.
+
+    All ranks make it together. ValueError, the same on all ranks of the pipeline, for an order that cannot be
+    run, and where a rank would have nothing to train.
+    """
+
+    def __init__(
+        self,
+        chunks: Sequence[nn.Module],
+        functions: PipelineLoss,
+        *,
+        groups: ParallelGroups,
+        num_microbatches: int,
+        overlap: OverlappedLayers | None = None,
+    ) -> None:
+        self.chunks, self.functions, self.overlap = list(chunks), functions, overlap
+        self.group = groups.pp
+        pp, vpp = group_size(self.group), len(self.chunks)
+        _check_something_to_train(self.chunks, self.group)
+        schedule = Schedule(
+            pp, num_microbatches, vpp, functions.group_size, functions.schedule, overlap is not None
+        )
+        self.pipeline = Pipeline(
+            self.chunks,
+            schedule.orders(),
+            group=self.group,
+            backward_group=groups.pp_backward,
+            inputs=functions.inputs,
+            loss=self._loss,
+            shared=functions.shared,
+            pairs=schedule.all_pairs(),
+            overlap=overlap,
+        )
+        self.evaluated: Evaluated = self._evaluated
+        self._rows: list[range] | None = None  # of every stage in the counts of the whole model
+        self._shape = (0, 0)
+
+    def order(self, num_microbatches: int) -> Sequence[Step]:
+        """The steps of this rank in training; `num_microbatches` is that of the schedule it was made for."""
+        return self.pipeline.orders[self.pipeline.rank]
+
+    def at_once(self, num_microbatches: int) -> Iterator[tuple[Step, ...]]:
+        """What this rank runs at once in training, in order."""
+        pairs = self.pipeline.pairs[self.pipeline.rank] if self.pipeline.pairs else ()
+        return together(self.order(num_microbatches), pairs)
+
+    def full_chains(self, num_microbatches: int) -> tuple[list[LayerChain], Sequence[Step]]:
+        """A chain for each chunk, and on the last rank one for the loss function; see `WholeModel`.
+
+        The loss function has the parameters of the last chunk. A stage that has no layers runs as it is.
+        """
+        chains, pipeline, steps = [], self.pipeline, self.order(num_microbatches)
+        for chunk, module in enumerate(self.chunks):
+            if self._hands_on(chunk):
+                chains.append(LayerChain())
+                continue
+            pipeline.chunks[chunk] = FunctionChain("stage", module, module)
+            chains.append(pipeline.chunks[chunk].chain)
+        if group_rank(self.group) == group_size(self.group) - 1:
+            pipeline.loss = FunctionChain("loss", self._loss, self.chunks[-1])
+            chains.append(pipeline.loss.chain)
+            steps = list(with_loss(steps, len(self.chunks) - 1))
+        return chains, steps
+
+    def _hands_on(self, chunk: int) -> bool:
+        """Whether the stage returns its input: one behind the embedding that has no layers."""
+        chains = [module for module in self.chunks[chunk].modules() if isinstance(module, LayerChain)]
+        return bool(chains) and not any(map(len, chains)) and self._stages()[chunk] > 0
+
+    def train(
+        self, fetch: Callable[[int], Batch], num_microbatches: int, loss_grad: Tensor | None = None
+    ) -> Sums:
+        """Train like `WholeModel`, in the order of the schedule; every rank of the pipeline calls it."""
+        with phase("data"):
+            batches = [fetch(i) for i in range(num_microbatches)]
+        result = self.pipeline.train(batches, loss_grad)
+        totals = _stack(*self._loss_and_tokens(result), self._number(result.stage_loss))
+        return Sums(totals, self._count(result))
+
+    def evaluate(self, batches: Iterable[Batch]) -> Tensor | None:
+        """Evaluate as many batches at once as in a step; the result is zeros on all ranks but the last."""
+        at_once, rest = 1 + max(step.microbatch for step in self.pipeline.orders[0]), iter(batches)
+        return _summed(map(self.evaluated, iter(lambda: list(islice(rest, at_once)), [])))
+
+    def _evaluated(self, batches: Sequence[Batch]) -> Tensor:
+        return _stack(*self._loss_and_tokens(self.pipeline.evaluate(batches)))
+
+    def sum_shared_gradients(self, grads: GradBuffer) -> None:
+        """Sum the gradients of parameters that stages share, after the sum over data-parallel ranks."""
+        if self.functions.after_reduce is not None:
+            self.functions.after_reduce(grads)
+
+    def own_rows(self, counts: Tensor) -> Tensor:
+        """The rows of `Sums.counts` that belong to the experts of this rank."""
+        rows = [] if self._rows is None else [self._rows[stage] for stage in self._stages()]
+        return torch.cat([counts[:0], *(counts[each.start : each.stop] for each in rows)])
+
+    def _loss(self, *tensors_and_batch: Any) -> tuple[Tensor, Tensor]:
+        loss, num_tokens = self.functions.loss(*tensors_and_batch)
+        return loss.double(), num_tokens  # so that the sum over microbatches is exact
+
+    def _loss_and_tokens(self, result: PipelineResult) -> tuple[Tensor, Tensor]:
+        here = [tokens for (_, chunk), tokens in result.stats.items() if chunk == len(self.chunks)]
+        return self._number(result.loss), self._number(torch.stack(here).sum() if here else None)
+
+    def _number(self, value: Tensor | None) -> Tensor:
+        return torch.zeros((), dtype=torch.float64, device=self.pipeline.device) if value is None else value
+
+    def _stages(self) -> range:
+        """The numbers of this rank's stages."""
+        size = group_size(self.group)
+        return range(group_rank(self.group), size * len(self.chunks), size)
+
+    def _count(self, result: PipelineResult) -> Tensor | None:
+        """The counts of this rank's stages, summed over microbatches, in the rows of their layers."""
+        own: list[Tensor | None] = []
+        for chunk in range(len(self.chunks)):
+            seen = [counts for (_, number), counts in result.stats.items() if number == chunk]
+            own.append(torch.stack(seen).sum(0) if seen else None)
+        if self._rows is None:
+            self._rows, self._shape = self._agree_on_rows(own)
+        if not self._shape[0]:
+            return None
+        counts = torch.zeros(self._shape, dtype=torch.int64, device=self.pipeline.device)
+        for stage, part in zip(self._stages(), own, strict=True):
+            if part is not None:
+                counts[self._rows[stage].start : self._rows[stage].stop] = part
+        return counts
+
+    def _agree_on_rows(self, own: Sequence[Tensor | None]) -> tuple[list[range], tuple[int, int]]:
+        """Agree in the first step, from shapes alone, on each stage's rows and the shape of all counts."""
+        mine = [(0, 0) if part is None else tuple(part.shape) for part in own]
+        everyones: list[Any] = [mine]
+        if self.group is not None:
+            everyones = [None] * group_size(self.group)
+            dist.all_gather_object(everyones, mine, group=self.group)
+        shapes = [shapes[chunk] for chunk in range(len(own)) for shapes in everyones]  # in order of stages
+        ends = [sum(rows for rows, _ in shapes[: i + 1]) for i in range(len(shapes))]
+        ranges = [range(end - rows, end) for end, (rows, _) in zip(ends, shapes, strict=True)]
+        return ranges, (ends[-1], max(experts for _, experts in shapes))
+
+
+@contextmanager
+def evaluation_mode(chunks: Sequence[nn.Module]) -> Iterator[None]:
+    """Modules in evaluation mode inside, afterwards each in the mode that it was in."""
+    before = [(chunk, chunk.training) for chunk in chunks]
+    inside = [(module, module.training) for chunk in chunks for module in chunk.modules()]
+    for chunk in chunks:
+        chunk.eval()
+    try:
+        yield
+    finally:
+        for chunk, mode in before:
+            chunk.train(mode)  # which may do more than note it
+        for module, mode in inside:
+            module.training = mode
+
+
+def _check_something_to_train(chunks: Sequence[nn.Module], group: dist.ProcessGroup | None) -> None:
+    own = any(param.requires_grad for _, param in named_parameters(chunks))
+    everyones: list[Any] = [own]
+    if group is not None:
+        everyones = [None] * group_size(group)
+        dist.all_gather_object(everyones, own, group=group)
+    idle = [rank for rank, has in enumerate(everyones) if not has]
+    if idle:
+        raise ValueError(f"Trainer: the stages of pipeline rank {idle[0]} have no parameter to train")
+
+
+def _microbatch_of(steps: Sequence[Step], kind: str) -> int | None:
+    return next((step.microbatch for step in steps if step.kind == kind), None)
+
+
+def _summed(each: Iterable[Tensor]) -> Tensor | None:
+    totals = None
+    for own in each:
+        totals = own if totals is None else totals + own
+    return totals
+
+
+def _stack(*numbers: Tensor) -> Tensor:
+    return torch.stack([number.detach().double() for number in numbers])

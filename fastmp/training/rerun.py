@@ -1,0 +1,80 @@
+"""Runs a step again whose tokens did not fit where other ranks leave them (`model.moe.symmetric_overflow`).
+
+Whether they fit is known on the device only, so the host asks once a step, behind the backward of its last
+microbatch. Nothing has changed by then but gradients and random streams: the gradients are dropped, the
+streams set back, and the same microbatches run eagerly, with an all-to-all between the experts. What comes
+of it is bit for bit a step by all-to-all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+
+from fastmp.cuda_graphs.manager import GraphManager
+from fastmp.cuda_graphs.restore import random_states, restore_random_states
+from fastmp.distributed.collectives import group_size, sum_over_
+from fastmp.nn.moe.layer import MoELayer
+from fastmp.training.microbatches import Batch, Sums
+from fastmp.training.train_step import DeviceStep
+
+if TYPE_CHECKING:
+    from fastmp.distributed.rng import RngTracker
+
+__all__ = ["Rerun"]
+
+
+class Rerun:
+    """Looks at the steps of `work`, and runs those again in which a layer has dropped pairs.
+
+    graphs: what runs layers in graphs, which stands aside then. rng: the streams that layers draw from; None
+    takes torch's default generators. All ranks that train together make it together.
+
+    `wanted`: whether a layer of any stage asks for it; else `checked` is not to be called. `note`: what a log
+    says of the last step that was run again. ValueError where a whole step is one graph, within which no host
+    can ask.
+    """
+
+    def __init__(self, work: DeviceStep, graphs: object, rng: RngTracker | None) -> None:
+        modules = [module for chunk in work.runner.chunks for module in chunk.modules()]
+        layers = [module for module in modules if isinstance(module, MoELayer)]
+        self.layers = [layer for layer in layers if layer.moe.symmetric_overflow == "rerun"]
+        self.work, self.rng, self.note, self._counted_eagerly = work, rng, "", False
+        self.graphs = graphs if isinstance(graphs, GraphManager) else None
+        everyones = [bool(self.layers)]
+        if (pp := work.groups.pp) is not None:  # a stage may have no layer with experts
+            everyones *= group_size(pp)
+            dist.all_gather_object(everyones, bool(self.layers), group=pp)
+        self.wanted = any(everyones)
+        if self.wanted and graphs is not None and self.graphs is None:
+            raise ValueError(
+                'Trainer: symmetric_overflow "rerun" looks at each step from the host, which graphs of scope '
+                '"full_step" leave out: use "drop", or another scope'
+            )
+
+    def checked(self, run: Callable[[], Sums], fetch: Callable[[int], Batch]) -> Sums:
+        """Call `run`, forward and backward of a step's microbatches; again where pairs were dropped."""
+        if self._counted_eagerly:  # replays tell of gradients otherwise
+            self.work.grads.recount()
+            self._counted_eagerly = False
+        states = random_states(self.rng)
+        sums, groups = run(), self.work.groups
+        dropped = sum_over_(self.work.take_dropped(), groups.tp_cp_dp, groups.pp)
+        if not (number := int(dropped)):
+            return sums
+        self.note = f"{number} pairs of a token and an expert did not fit: run again by all-to-all"
+        grads = self.work.grads
+        grads.reduce()  # buckets that were on their way arrive, for nothing
+        grads.recount()
+        restore_random_states(self.rng, states)
+        with ExitStack() as stack:
+            if self.graphs is not None:
+                stack.enter_context(self.graphs.paused())
+            for layer in self.layers:
+                stack.enter_context(layer.all_to_all())
+            sums = self.work.backward(fetch)
+        self._counted_eagerly = self.graphs is not None
+        return sums

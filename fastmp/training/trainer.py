@@ -1,0 +1,499 @@
+"""The training loop, for any torch module: fastmp's parallel models and plain ones, whole or as a pipeline.
+
+A step runs its microbatches, sums gradients and token counts over the data-parallel ranks, and divides by the
+number of tokens: a mean over the tokens of the global batch, exact whatever the layout and however unevenly
+tokens fall on microbatches. Nothing in a step waits for the device; numbers are read where a log line is due.
+
+A model with experts gives two things more: losses that keep the experts busy, which are minimised but not
+reported as the loss, and how many tokens each expert got, from which routers correct themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from fastmp.config import CheckpointConfig, GraphConfig, OptimizerConfig, TrainConfig
+from fastmp.cuda_graphs.function_graph import WholeGraph
+from fastmp.cuda_graphs.manager import GraphManager
+from fastmp.distributed.collectives import group_rank, group_size
+from fastmp.distributed.groups import ParallelGroups
+from fastmp.nn.overlap import OverlappedLayers
+from fastmp.optim.factory import make_grads, make_optimizer, make_scaler
+from fastmp.optim.lr_schedule import learning_rates
+from fastmp.pipeline.executor import PipelineError
+from fastmp.profiling import phase, traced
+from fastmp.status import pulse
+from fastmp.training.checkpoint.checkpointer import Loaded
+from fastmp.training.checkpoint_scheduler import Saving, paused
+from fastmp.training.graphing import (
+    CaptureAgreement,
+    evaluation_graphs,
+    layers_of,
+    make_graphs,
+    whole_step,
+)
+from fastmp.training.microbatches import (
+    Batch,
+    Chunks,
+    ExpertStats,
+    LossFunction,
+    PipelineLoss,
+    Sums,
+    WholeModel,
+)
+from fastmp.training.replicas import Replicas, make_equal
+from fastmp.training.rerun import Rerun
+from fastmp.training.stopping import REASONS, SkippedSteps, StopRequests
+from fastmp.training.train_step import DeviceStep, ExpertWindow, StepNumbers
+from fastmp.training.validation import Evaluation, evaluate
+
+if TYPE_CHECKING:
+    from fastmp.distributed.rng import RngTracker
+    from fastmp.optim.adamw import ParameterGroup
+    from fastmp.training.metrics import TrainLog
+
+__all__ = ["ExpertStats", "StepResult", "TrainData", "Trainer"]
+
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+class TrainData(Protocol):
+    """Data for the trainer. Batches are dicts of CPU tensors that depend on the arguments alone, and stay as
+    they are while others of their step are made; "documents" may be a `fastmp.nn.Documents`."""
+
+    micro_batch_size: int
+
+    def batch(
+        self, step: int, microbatch: int, num_microbatches: int, dp_rank: int, dp_size: int
+    ) -> Batch: ...
+    def validation_batches(self, dp_rank: int, dp_size: int, *, max_batches: int | None) -> Any: ...
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """The numbers of one step, as 0-dim tensors on the device: to read one is to wait for the step.
+
+    `loss` is the mean over the `num_tokens` tokens of the global batch, `grad_norm` the norm of its
+    gradient before clipping (float64). Where that is not finite, the step was skipped. `lr` is the learning
+    rate of its update (float64); after a skipped step the next one has the same.
+
+    With experts: `aux_loss`, their losses per token, which `loss` does not hold, `expert_counts` (layers,
+    experts) of the global batch, int64, and `dropped_pairs`, how many pairs of a token and an expert did not
+    fit into memory that ranks share (`model.moe.symmetric_capacity`).
+    """
+
+    loss: Tensor
+    grad_norm: Tensor
+    num_tokens: Tensor
+    lr: Tensor
+    aux_loss: Tensor | None = None
+    expert_counts: Tensor | None = None
+    dropped_pairs: Tensor | None = None
+
+
+class Trainer:
+    """Trains `model` on `data`: `train()` for a whole run, or `train_step()` by hand.
+
+    model: any module; under tensor parallelism, one made for `groups`. Replicas start equal: they get the
+        parameters of the first data-parallel rank. Of a pipeline, this rank's chunks (see `Pipeline`).
+    data: see `TrainData`; `fastmp.training.TokenDataset` is one.
+    loss_fn: (model, batch on the device) -> (sum of the losses of the batch's tokens, number of tokens),
+        0-dim tensors. The trainer divides; a mean here would weigh microbatches wrongly. A model with experts
+        has an `ExpertStats` as the third; modules with a method `update_expert_bias(counts (experts,))` are
+        called in the order of its rows after the optimizer, with the counts of the global batch (zeros
+        after a step that was skipped). Of a pipeline, a `PipelineLoss`.
+    config, optimizer: the loop, and the optimizer with its learning rates and clipping.
+    checkpoint: when the run is saved, and what stays of that.
+    parameter_group: (name, parameter) -> the parameter's group, with its own learning rate and decay; None:
+        matrices are decayed, vectors are not.
+    groups: this rank's process groups.
+    rng: random streams that go into checkpoints; None takes torch's default generators.
+    device: where the model is moved; None leaves it where it is. A GPU becomes the current device.
+    graphs: whether layers, or under scope "full" whole microbatches, or under "full_step" whole steps, are
+        captured as graphs and replayed; None: they are not. Where the capture of a layer or a microbatch
+        fails on a rank, all ranks go on eagerly. With `evaluation`, forwards of evaluations are graphs, too.
+    graph_manager: what makes the manager where `graphs.impl` is another library, see `make_graphs`.
+    overlap_experts: whether layers run in parts, so that the exchanges of a microbatch's tokens with other
+        ranks run beside the compute of another one; see `fastmp.nn.overlap`.
+    after_save: called with each checkpoint, see `Checkpointer`.
+
+    `config.dtype` other than "auto" casts the model first. Where parameters are float16, the loss is scaled
+    by `scaler`, a `LossScaler`, whose state is in checkpoints. ValueError where microbatches and ranks do not
+    divide `config.global_batch_size`, and as `Chunks`.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | Sequence[nn.Module],
+        data: TrainData,
+        loss_fn: LossFunction | PipelineLoss,
+        config: TrainConfig,
+        *,
+        optimizer: OptimizerConfig | None = None,
+        checkpoint: CheckpointConfig | None = None,
+        parameter_group: Callable[[str, nn.Parameter], ParameterGroup] | None = None,
+        groups: ParallelGroups = ParallelGroups.alone(),
+        rng: RngTracker | None = None,
+        device: torch.device | str | None = None,
+        graphs: GraphConfig | None = None,
+        graph_manager: Callable[..., GraphManager] | None = None,
+        overlap_experts: bool = False,
+        after_save: Callable[[Path, int], str] | None = None,
+    ) -> None:
+        dtype = DTYPES.get(config.dtype)
+        chunks = [model] if isinstance(model, nn.Module) else list(model)
+        self.model = model if isinstance(model, nn.Module) else nn.ModuleList(chunks)
+        first = next(self.model.parameters(), None)
+        chosen = torch.device(device) if device is not None else None if first is None else first.device
+        if chosen is not None and chosen.type == "cuda" and chosen.index is not None:
+            torch.cuda.set_device(chosen)  # captures and kernels are on the current device
+        if device is not None or dtype is not None:
+            self.model.to(device=device, dtype=dtype)
+        self.model.train()
+        self.data, self.config, self.groups, self.rng = data, config, groups, rng
+        self.optimizer_config = OptimizerConfig() if optimizer is None else optimizer
+        self.num_microbatches = self._count_microbatches()
+        self.runner = self._make_runner(chunks, loss_fn, overlap_experts)
+        self.device = next(self.model.parameters()).device
+        make_equal([*self.model.parameters(), *self.model.buffers()], groups)
+        self.grads = make_grads(self.runner.chunks, self.optimizer_config, groups)
+        self.optimizer = make_optimizer(self.grads, self.optimizer_config, groups, parameter_group)
+        if self.optimizer_config.overlap:
+            self.optimizer.gather.attach(self.runner.chunks)
+        dtypes = {param.dtype for param in self.grads.parameters.values()}
+        self.scaler = make_scaler(self.optimizer_config, self.device) if torch.float16 in dtypes else None
+        self._work = DeviceStep(
+            self.runner,
+            self.grads,
+            self.optimizer,
+            self.scaler,
+            groups,
+            [m for m in self.model.modules() if callable(getattr(m, "update_expert_bias", None))],
+            [m.dropped_pairs for m in self.model.modules() if getattr(m, "dropped_pairs", None) is not None],
+            self.optimizer_config.clip_grad_norm,
+            self.num_microbatches,
+            torch.tensor(
+                learning_rates(self.optimizer_config, config.steps), dtype=torch.float64, device=self.device
+            ),
+            torch.zeros(len(REASONS), dtype=torch.float64, device=self.device),
+        )
+        graphs = GraphConfig() if graphs is None else graphs
+        self.graphs = self._make_graphs(graphs, graph_manager)
+        self._rerun = Rerun(self._work, self.graphs, rng)
+        self.evaluation_graphs = (
+            evaluation_graphs(self.runner, rng=rng, device=self.device)
+            if graphs.enabled and graphs.evaluation
+            else None
+        )
+        self._window: ExpertWindow | None = None  # what experts did since the last line of the log
+        self._replicas: Replicas | None = None
+        self._stop = StopRequests()
+        self._skipped = SkippedSteps(self.grads, groups.grid.world_size, self.optimizer.gather.wait)
+        self.saving = Saving(
+            Path(config.run_dir) / config.name / "checkpoints",
+            CheckpointConfig() if checkpoint is None else checkpoint,
+            self.runner.chunks,
+            self.grads,
+            self.optimizer,
+            groups=groups,
+            scaler=self.scaler,
+            rng=rng,
+            device=self.device,
+            after=after_save,
+        )
+        self.step = 0
+
+    def train(
+        self,
+        log: TrainLog | None = None,
+        *,
+        before_step: Callable[[int], None] | None = None,
+        stop: StopRequests | None = None,
+    ) -> Evaluation | None:
+        """Train from `self.step` to `config.steps`, reporting to `log`.
+
+        before_step: called with the number of steps done before each step, and once after the last one. Other
+            ranks' parameters may be on their way: to read them, call `optimizer.gather.wait()` first.
+        stop: asked in each step. Where any rank has been asked to stop, all read it with that step's numbers
+            (on a GPU one step later), save the step they have done, and end the run there.
+
+        Returns the last evaluation, over all of the held-out data; None if `config.eval_interval` is 0 or the
+        run was stopped. Raises FloatingPointError, on all ranks, after `config.max_skipped_steps` steps in a
+        row whose gradient was not finite; ReplicaError as `check_replicas`.
+        """
+        config, evaluation = self.config, None
+        self._read_skipped(log, all_steps=True)  # of steps before, which may have been told to stop
+        self._stop, self._skipped.stop_reason = StopRequests() if stop is None else stop, ""
+        self._work.requests.zero_()
+        while self.step < config.steps:
+            if before_step is not None:
+                self.saving.before_change()
+                before_step(self.step)
+            before = self._graph_state()
+            result = self._train_step()
+            if self.graphs is not None and log is not None and self._graph_state() != before:
+                log.note(f"step {self.step}: {self.graphs.describe()}")
+            if log is not None and self._rerun.note:
+                log.note(f"step {self.step}: {self._rerun.note}")
+            self._rerun.note = ""
+            if log is not None:
+                log.progress(self.step)
+            if log is not None and log.due(self.step):
+                self._log_step(log, result)
+            self._read_skipped(log)
+            if _due(self.step, config.check_replicas):
+                self.check_replicas()
+            if _due(self.step, config.eval_interval) and self.step < config.steps:
+                self.evaluate(log, max_batches=config.eval_batches)
+            self.saving.after_step(self.step, log)
+            if self._stops(log):
+                return None
+        self.optimizer.gather.wait()
+        self._read_skipped(log, all_steps=True)
+        if self._stops(log):
+            return None
+        if before_step is not None:
+            self.saving.before_change()
+            before_step(self.step)
+        if config.eval_interval:
+            evaluation = self.evaluate(log)
+        self.saving.end(self.step, log, save=self.saving.config.interval > 0)
+        return evaluation
+
+    def check_replicas(self) -> None:
+        """Compare, bit for bit, what ranks hold alike after a step; all ranks call it, and wait for the step.
+
+        ReplicaError, on all ranks, names the rank and the tensor that differ. See `Replicas`.
+        """
+        if self.groups.grid.world_size > 1:
+            self.optimizer.gather.wait()
+            if self._replicas is None:
+                self._replicas = Replicas(self.runner.chunks, self.grads, self.groups)
+            self._replicas.check(self.step)
+
+    def close(self) -> None:
+        """Remove the graphs, and wait for a save that is on its way; training after that runs eagerly.
+
+        Graphs of collectives hold on to communicators, and `Runtime.close` would wait for them.
+        """
+        for graphs in (self.graphs, self.evaluation_graphs):
+            if graphs is not None:
+                graphs.remove()
+        self.saving.checkpointer.close()
+
+    def train_step(self) -> StepResult:
+        """One optimizer step on the next global batch. Queues work on the device and does not wait for it.
+
+        What goes wrong says in which step: a `PipelineError` in its message, any other error in a note.
+        """
+        result = self._train_step()
+        self.optimizer.gather.wait()  # whoever calls this may read parameters next
+        return result
+
+    def _train_step(self) -> StepResult:
+        """A step, after which parameters come while the next one runs."""
+        pulse.step = self.step + 1
+        with _step_named(pulse.step):
+            return self._run_step()
+
+    def _run_step(self) -> StepResult:
+        if isinstance(self.graphs, WholeGraph):
+            numbers = self._in_one_graph(self.graphs)
+        else:
+            sums = self._backward()
+            self._note_requests()
+            numbers = self._work.update(sums, self.saving.before_change)
+        self.step += 1
+        self._skipped.add(self.step, numbers.skipped, numbers.ends_run, numbers.requests)
+        if numbers.expert_counts is not None:
+            window = self._window or ExpertWindow()
+            self._window = window.add(numbers.aux_loss, numbers.expert_counts, numbers.dropped_pairs)
+        return StepResult(
+            *(numbers.loss, numbers.grad_norm, numbers.num_tokens, numbers.lr),
+            *(numbers.aux_loss, numbers.expert_counts, numbers.dropped_pairs),
+        )
+
+    def _in_one_graph(self, graph: WholeGraph) -> StepNumbers:
+        with phase("data"):
+            batches = [self._fetch(number) for number in range(self.num_microbatches)]
+        self.saving.before_change()
+        self.optimizer.gather.wait()
+        self._note_requests()
+        with phase("step"):
+            return graph(batches)
+
+    def _note_requests(self) -> None:
+        """Have the sums of this step tell all ranks what this one has been asked to stop for."""
+        if wanted := self._stop.wanted():
+            self._work.requests[REASONS.index(wanted)] = 1.0
+
+    def _stops(self, log: TrainLog | None) -> bool:
+        """Save the step and return True if a rank had been asked to stop in a step that has been read."""
+        self._stop.reason = self._skipped.stop_reason
+        if self._stop.reason:
+            self.saving.end(self.step, log, save=True)
+        return bool(self._stop.reason)
+
+    def _backward(self) -> Sums:
+        """Run forward and backward of this step's microbatches, again where their tokens did not fit."""
+        if self._rerun.wanted:
+            return self._rerun.checked(self._microbatches, self._fetch)
+        return self._microbatches()
+
+    def _microbatches(self) -> Sums:
+        """Run forward and backward of this step's microbatches, layers or whole microbatches in graphs."""
+        if not isinstance(self.graphs, GraphManager):
+            return self._work.backward(self._fetch)
+        if self._agreement.unsettled():
+            self.grads.recount()  # replays tell of gradients otherwise than eager steps
+        self.graphs.begin_step()
+        sums = self._work.backward(self._fetch)
+        self._agreement.end_step()
+        return sums
+
+    def _graph_state(self) -> tuple[int, str | None]:
+        """How many graphs are captured, and why there will be none."""
+        return (0, None) if self.graphs is None else (self.graphs.num_graphs, self.graphs.failure)
+
+    @traced("fastmp.training.eval")
+    def evaluate(self, log: TrainLog | None = None, *, max_batches: int | None = None) -> Evaluation:
+        """Loss on the held-out data (its first `max_batches` batches), reported to `log`."""
+        pulse.phase = "evaluate"
+        self.optimizer.gather.wait()  # evaluation may use parameters otherwise than training
+        with paused(log, self.device):
+            evaluation = evaluate(
+                self.runner, self.data, groups=self.groups, device=self.device, max_batches=max_batches
+            )
+        if log is not None:
+            log.evaluation(
+                self.step,
+                loss=evaluation.loss,
+                loss_per_byte=evaluation.loss_per_byte,
+                unigram_entropy=evaluation.unigram_entropy,
+                source_losses=evaluation.source_losses,
+            )
+        return evaluation
+
+    def save(self) -> Path:
+        """Write a checkpoint of everything the next step depends on; returns its directory."""
+        return self.saving.save(self.step)
+
+    def resume(self, path: str | Path | None = None) -> Loaded | None:
+        """Continue from the latest checkpoint of this run, or from the one at `path`; None if there is none.
+
+        The layout may be another one than that which saved it. At the same layout the next steps are bitwise
+        those of the run that saved it; at another one, random streams start anew. CheckpointError where the
+        checkpoint is another model's.
+        """
+        loaded = self.saving.load(path)
+        if loaded is not None:
+            self.step = loaded.step
+        return loaded
+
+    def _make_graphs(
+        self, config: GraphConfig, manager: Callable[..., GraphManager] | None
+    ) -> GraphManager | WholeGraph | None:
+        if config.enabled and "full_step" in (config.scope or ()):
+            return whole_step(self._work.whole, self.runner.chunks, config, rng=self.rng, device=self.device)
+        graphs = make_graphs(
+            self.runner,
+            self.num_microbatches,
+            config,
+            rng=self.rng,
+            device=self.device,
+            group=self.groups.tp_cp_dp,
+            run_size=self.optimizer_config.bucket_size if self.grads.communicates else None,
+            manager=manager,
+        )
+        if graphs is not None:
+            world = dist.group.WORLD if self.groups.grid.world_size > 1 else None
+            self._agreement = CaptureAgreement(graphs, world)
+        return graphs
+
+    def _count_microbatches(self) -> int:
+        dp_size = group_size(self.groups.dp)
+        per_microbatch = self.data.micro_batch_size * dp_size
+        if self.config.global_batch_size % per_microbatch:
+            raise ValueError(
+                f"Trainer: global_batch_size {self.config.global_batch_size} is not divisible by "
+                f"micro_batch_size {self.data.micro_batch_size} x {dp_size} data-parallel ranks"
+            )
+        return self.config.global_batch_size // per_microbatch
+
+    def _make_runner(
+        self, chunks: list[nn.Module], loss_fn: LossFunction | PipelineLoss, overlap_experts: bool
+    ) -> WholeModel | Chunks:
+        overlap: OverlappedLayers | None = None
+        if overlap_experts:
+            needed = "overlap_experts needs a model whose layers are one LayerChain"
+            overlap = OverlappedLayers(layers_of(chunks, needed))
+        if isinstance(loss_fn, PipelineLoss):
+            return Chunks(
+                chunks,
+                loss_fn,
+                groups=self.groups,
+                num_microbatches=self.num_microbatches,
+                overlap=overlap,
+            )
+        if (pp_size := group_size(self.groups.pp)) > 1:
+            raise ValueError(
+                f"Trainer: a pipeline of {pp_size} ranks needs chunks and a PipelineLoss, got "
+                f"{type(self.model).__name__} and {type(loss_fn).__name__}"
+            )
+        if overlap is not None and not overlap.exchanges:
+            raise ValueError(
+                "Trainer: overlap_experts has no exchange to overlap: no layer sends rows to other ranks"
+            )
+        return WholeModel(self.model, loss_fn, overlap)
+
+    def _fetch(self, microbatch: int) -> Batch:
+        dp_rank, dp_size = group_rank(self.groups.dp), group_size(self.groups.dp)
+        return self._to_device(
+            self.data.batch(self.step, microbatch, self.num_microbatches, dp_rank, dp_size)
+        )
+
+    def _to_device(self, batch: Batch) -> Batch:
+        if self.device.type == "cuda":  # a copy from pageable memory would wait
+            batch = {name: tensor.pin_memory() for name, tensor in batch.items()}
+        return {name: tensor.to(self.device, non_blocking=True) for name, tensor in batch.items()}
+
+    def _log_step(self, log: TrainLog, result: StepResult) -> None:
+        window, self._window = self._window, None
+        experts = None if window is None else window._replace(aux_loss=window.aux_loss / window.steps)
+        log.step(self.step, loss=result.loss, grad_norm=result.grad_norm, lr=result.lr, experts=experts)
+
+    def _read_skipped(self, log: TrainLog | None, *, all_steps: bool = False) -> None:
+        """Note skipped steps; raise FloatingPointError after too many in a row."""
+        lines, limit = self._skipped.read(all_steps=all_steps), self.config.max_skipped_steps
+        for line in lines if log is not None else ():
+            log.note(line)
+        if lines and limit and self._skipped.in_a_row >= limit:
+            raise FloatingPointError(
+                f"Trainer: stopped after step {self.step}: the gradient was not finite in the last "
+                f"{self._skipped.in_a_row} steps (train.max_skipped_steps); {lines[-1]}. Go on from the last "
+                "checkpoint (--resume auto) with a lower learning rate or other data"
+            )
+
+
+@contextmanager
+def _step_named(number: int) -> Iterator[None]:
+    try:
+        yield
+    except PipelineError as error:
+        raise PipelineError(f"step {number}, {error}") from error
+    except Exception as error:
+        error.add_note(f"step {number}")
+        raise
+
+
+def _due(step: int, interval: int) -> bool:
+    return interval > 0 and step % interval == 0

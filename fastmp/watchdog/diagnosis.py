@@ -1,0 +1,418 @@
+"""What went wrong in a job that stands still or has lost a rank, from what its ranks were last seen doing.
+
+`judge` looks for the first of these that explains it: a collective that ranks began differently, a rank that
+ended, a rank that shows no sign of life, a rank for which others wait while it is elsewhere, ranks that wait
+for each other. Everything is a frozen record and a pure function; `fastmp.watchdog.watchdog` collects the
+records. Standard library only.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fastmp.watchdog.records import MESSAGES, Call, RankRecord, kind_of_group
+
+__all__ = ["Late", "Verdict", "judge", "latecomers"]
+
+LISTED = 8  # ranks, or calls, that a verdict names one by one
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Who held up the job: `kind`, the `ranks` that did, the `call` concerned, who is `waiting`, and a text.
+
+    Kinds: "mismatch" (of op, shape or dtype), "gone", "failed", "stopped", "silent", "finished" (before
+    others: uneven numbers of calls), "hung" (alive, but elsewhere), "order" (ranks wait for each other),
+    "message" (a message that nobody sends or receives), "unknown".
+    """
+
+    kind: str
+    ranks: tuple[int, ...]
+    text: str
+    step: int = 0
+    call: Call | None = None
+    waiting: tuple[int, ...] = ()
+
+
+def judge(records: Iterable[RankRecord], world_size: int) -> Verdict:
+    """Return the verdict on a job of `world_size` ranks, of some of which there may be no record."""
+    seen = {record.rank: record for record in records}
+    missing = [RankRecord(rank, state="unseen") for rank in range(world_size) if rank not in seen]
+    job = _Job(sorted([*seen.values(), *missing], key=lambda record: record.rank))
+    steps = (_mismatch, _ended, _silent, _standstill)
+    return next(verdict for step in steps if (verdict := step(job)) is not None)
+
+
+class _Job:
+    """The records of all ranks, with indices that are built once: no step compares all pairs of ranks.
+
+    members: ranks of each group. begun: numbers of collectives by group and rank. together: recent
+    collectives by (group, number) and rank.
+    """
+
+    def __init__(self, everyone: Sequence[RankRecord]) -> None:
+        self.everyone = everyone
+        self.by_rank = {record.rank: record for record in everyone}
+        self.members: dict[str, frozenset[int]] = {}
+        self.begun: dict[str, dict[int, int]] = {}
+        self.together: dict[tuple[str, int], dict[int, Call]] = {}
+        self._inside: dict[str, set[int]] = {}
+        self._behind: dict[tuple[str, int | None], frozenset[int]] = {}
+        for record in everyone:
+            rank = record.rank
+            for name, ranks in record.groups.items():
+                if name not in self.members:
+                    self.members[name] = frozenset(ranks)
+            for name, number in record.begun.items():
+                self.begun.setdefault(name, {})[rank] = number
+            for call in record.calls:
+                if call.number is not None:
+                    self.together.setdefault((call.group, call.number), {})[rank] = call
+            if record.inside is not None:
+                self._inside.setdefault(record.inside.group, set()).add(rank)
+
+    def behind(self, record: RankRecord, group: str) -> frozenset[int]:
+        """Return the ranks of a group that have begun fewer collectives in it than `record`."""
+        own = record.begun.get(group)
+        if (group, own) not in self._behind:
+            members = self.members.get(group, frozenset())
+            if own is None:  # a torch without a flight record: those that are in no call of the group
+                found = members - self._inside.get(group, set())
+            else:
+                begun = self.begun.get(group, {})
+                found = frozenset(rank for rank in members if _is_before(group, begun.get(rank, 0), own))
+            self._behind[group, own] = found
+        found = self._behind[group, own]
+        return found - {record.rank} if own is None and record.rank in found else found
+
+    def waits_for(self, record: RankRecord) -> frozenset[int]:
+        """Return the ranks that have not joined the call that `record` is in."""
+        call = record.inside
+        if call is None or record.state == "finished":
+            return frozenset()
+        if call.peer is not None:
+            peer = self.by_rank.get(call.peer)
+            theirs = None if peer is None else peer.inside
+            meets = theirs is not None and theirs.peer == record.rank and theirs.op != call.op
+            return frozenset() if meets else frozenset((call.peer,))
+        return self.behind(record, call.group)
+
+    def awaited(self, record: RankRecord) -> Call | None:
+        """Return the call in which others wait for `record`: of several, the first that it would make."""
+        found = []
+        for other in self.everyone:
+            if other.rank == record.rank:
+                continue
+            if other.inside is not None:
+                left_out = [other.inside]
+            else:
+                left_out = [c for c in other.calls if c.number == record.begun.get(c.group, 0) + 1]
+            for call in left_out:
+                if call.peer == record.rank or (
+                    call.peer is None and record.rank in self.behind(other, call.group)
+                ):
+                    found.append((other, call))
+        # Who waits in one call and has not begun another, though it is in its group too, shows their order.
+        begun_there = {
+            name: {
+                other.begun.get(name, 0)
+                for other, _ in found
+                if name in other.groups and other.rank in self.members[name]
+            }
+            for name in {call.group for _, call in found}
+        }
+        is_first = {
+            (name, number): not any(_is_before(name, other, number) for other in begun_there[name])
+            for name, number in {(call.group, call.number or 0) for _, call in found}
+        }
+        first = [call for _, call in found if is_first[call.group, call.number or 0]]
+        return min(first or [call for _, call in found], key=lambda call: call.began, default=None)
+
+
+def _mismatch(job: _Job) -> Verdict | None:
+    """The first collective that ranks of one group began differently."""
+    different = [calls for calls in job.together.values() if len({c.signature for c in calls.values()}) > 1]
+    if not different:
+        return _aborted(job)
+    calls = min(different, key=lambda calls: min(call.began for call in calls.values()))
+    usual = _usual(calls, job)
+    ranks = tuple(rank for rank, call in calls.items() if call.signature != usual)
+    said = _list(f"{job.by_rank[rank]} began {calls[rank]} with {calls[rank].shape}" for rank in ranks)
+    if len(ranks) < len(calls):
+        expected = next(call for call in calls.values() if call.signature == usual)
+        said += f", where the others of the group began {expected.op} with {expected.shape}"
+    return _verdict("mismatch", job, ranks, f"{said}.", calls[ranks[0]])
+
+
+def _usual(calls: Mapping[int, Call], job: _Job) -> Any:
+    """The signature that most of `calls` have; else most at this place in groups of this kind; else None."""
+    first = next(iter(calls.values()))
+    of_kind = [
+        call
+        for (group, number), others in job.together.items()
+        if number == first.number and kind_of_group(group) == kind_of_group(first.group)
+        for call in others.values()
+    ]
+    for votes in (list(calls.values()), of_kind):
+        (usual, count), *others = Counter(call.signature for call in votes).most_common()
+        if len(votes) > 1 and all(other < count for _, other in others):
+            return usual
+    return None
+
+
+def _aborted(job: _Job) -> Verdict | None:
+    """A rank that gloo aborted, as data of a size came that it did not expect; its own call is not known."""
+    for record in job.everyone:
+        if record.state != "gone" or "Aborted" not in record.words or record.inside is None:
+            continue
+        call = job.awaited(record)
+        if call is None:
+            continue
+        calls = job.together.get((call.group, call.number or 0), {})
+        usual = _usual(calls, job) if calls and (len(calls) > 1 or len(job.everyone) > 2) else None
+        odd = tuple(rank for rank, other in calls.items() if usual is not None and other.signature != usual)
+        members = tuple(sorted(job.members.get(call.group, ())))
+        ranks = odd or (members if len(members) == 2 and usual is None else (record.rank,))
+        told = _list(
+            f"{job.by_rank[rank]} began {calls[rank]} with {calls[rank].shape}" for rank in (odd or calls)
+        )
+        text = (
+            f"{record} did not expect data of this size, and gloo aborted it in {record.inside.op}, "
+            f"{_place(record)}."
+        )
+        text = f"{told}. {text}" if told else text
+        return _verdict("mismatch", job, ranks, text, call)
+    return None
+
+
+def _ended(job: _Job) -> Verdict | None:
+    """The rank that failed or vanished first; those that left because they lost a peer are its victims."""
+    ended = [record for record in job.everyone if record.state in ("failed", "gone")]
+    if not ended:
+        return None
+    first = min(ended, key=lambda record: record.left)
+    call = job.awaited(first)
+    if first.state == "failed":
+        text = f"{first} failed in {_place(first)}: {first.words}."
+        return _verdict("failed", job, (first.rank,), text, call)
+    crash = f" ({first.words})" if first.words else ""
+    ranks = tuple(record.rank for record in ended if record.state == "gone")
+    others = f" ({_words(rank for rank in ranks if rank != first.rank)} too)" if len(ranks) > 1 else ""
+    text = f"{first} is gone{others}: killed or crashed{crash}, last seen in {_place(first)}."
+    return _verdict("gone", job, ranks, text, call)
+
+
+def _silent(job: _Job) -> Verdict | None:
+    for state, said in (
+        ("stopped", "is stopped, by SIGSTOP or a debugger,"),
+        (
+            "silent",
+            "has shown no sign of life for {:.0f} s, cut off or in code that holds the interpreter,",
+        ),
+        ("unseen", "has never shown a sign of life: it did not start, or is cut off,"),
+    ):
+        found = [record for record in job.everyone if record.state == state]
+        if found:
+            said = said.format(found[0].silent)
+            text = _list(f"{record} {said} in {_place(record)}" for record in found) + "."
+            return _verdict(state, job, tuple(r.rank for r in found), text, job.awaited(found[0]))
+    return None
+
+
+def _standstill(job: _Job) -> Verdict:
+    """Every rank lives: find those for which others wait, and which wait for nobody."""
+    everyone, by_rank = job.everyone, job.by_rank
+    waits = {record.rank: _nonempty([job.waits_for(record)]) for record in everyone}
+    if not any(waits.values()):  # hosts that wait for a device are in no call: go by what they have begun
+        waits = {
+            record.rank: _nonempty(job.behind(record, group) for group in record.begun) for record in everyone
+        }
+    sets = {id(ranks): ranks for groups in waits.values() for ranks in groups}
+    wanted = frozenset().union(*sets.values())
+    ends = [rank for rank in sorted(wanted) if not waits[rank]]
+    if ends:
+        # Who is in no call at all is the one who is elsewhere; the others may only be late in the same call.
+        elsewhere = [rank for rank in ends if by_rank[rank].inside is None] or ends
+        record = by_rank[elsewhere[0]]
+        call = job.awaited(record)
+        if record.state == "finished":
+            text = (
+                f"{record} has left the loop after step {record.step}: it has made fewer calls than others."
+            )
+            kind = "finished"
+        elif call is not None and call.op in MESSAGES:
+            kind, text = "message", f"{record} has not joined {call}: it is in {_place(record)}."
+        else:
+            kind, text = (
+                "hung",
+                f"{record} is alive, but for {record.still:.0f} s it has been in {_place(record)}.",
+            )
+        return _verdict(kind, job, tuple(elsewhere), text, call)
+    cycle = _cycle(waits)
+    if cycle:
+        return _deadlock(job, waits, cycle)
+    longest = max(everyone, key=lambda record: record.still)
+    text = f"no rank was seen to hold up the others. The longest still is {longest}, in {_place(longest)}."
+    inside = longest.inside or (longest.calls[-1] if longest.calls else None)
+    return _verdict("unknown", job, (longest.rank,), text, inside)
+
+
+_Waits = Mapping[int, tuple[frozenset[int], ...]]  # of each rank, the sets of ranks that it waits for
+
+
+def _nonempty(sets: Iterable[frozenset[int]]) -> tuple[frozenset[int], ...]:
+    return tuple(ranks for ranks in sets if ranks)
+
+
+def _deadlock(job: _Job, waits: _Waits, cycle: Sequence[int]) -> Verdict:
+    """Ranks wait for each other: name the one whose call is unlike those of most others, else all of them."""
+    before: dict[tuple[str, int], dict[int, Any]] = {}
+    odd = tuple(rank for rank in cycle if _deviates(job.by_rank[rank], job, before))
+    ranks = odd or tuple(sorted(cycle))
+    said = _list(
+        f"{job.by_rank[rank]} is in {job.by_rank[rank].inside} and waits for "
+        f"{_words(sorted(frozenset().union(*waits[rank])))}"
+        for rank in cycle
+    )
+    inside = [job.by_rank[rank].inside for rank in cycle]
+    messages = [call for call in inside if call is not None and call.op in MESSAGES]
+    call = messages[0] if messages else job.by_rank[ranks[0]].inside
+    why = "nobody has the other end of a message" if messages else "they make their calls in different orders"
+    return _verdict("message" if messages else "order", job, ranks, f"{said}: {why}.", call)
+
+
+def _deviates(record: RankRecord, job: _Job, before: dict[tuple[str, int], dict[int, Any]]) -> bool:
+    """Whether most ranks that began the call of `record` had by then begun other numbers of other calls.
+
+    before: what each rank had begun before a call, by (group, number), filled as it is asked for.
+    """
+    call = record.inside
+    if call is None or call.number is None:
+        return False
+    key = (call.group, call.number)
+    if key not in before:
+        before[key] = {}
+        for rank, own in job.together.get(key, {}).items():
+            earlier = {
+                kind_of_group(c.group): c.number
+                for c in job.by_rank[rank].calls
+                if c.began < own.began and c.group != call.group
+            }
+            before[key][rank] = tuple(sorted(earlier.items()))
+    votes = Counter(before[key].values())
+    usual, count = votes.most_common(1)[0] if votes else ((), 0)
+    return 2 * count > len(before[key]) and before[key].get(record.rank, usual) != usual
+
+
+def _is_before(group: str, number: int, other: int) -> bool:
+    """Whether a collective of a group comes before another; the numbers of exchanges are int32 and wrap."""
+    if group.startswith("exchange:"):
+        return (number - other) % (1 << 32) >= 1 << 31
+    return number < other
+
+
+def _verdict(kind: str, job: _Job, ranks: tuple[int, ...], text: str, call: Call | None) -> Verdict:
+    """Add to the text which step it was, and who waits where."""
+    step, named = job.by_rank[ranks[0]].step, set(ranks)
+    others = [r for r in job.everyone if r.rank not in named and r.state in ("running", "lost") and r.inside]
+    waiting: dict[str, list[int]] = {}
+    for record in others:
+        waiting.setdefault(str(record.inside), []).append(record.rank)
+    parts = [text[:1].upper() + text[1:]]
+    if kind in ("mismatch", "order"):
+        parts.append(f"This was in step {step}.")
+    elif call is not None and kind != "message":
+        parts.append(f"It did not join {call}{f' ({call.shape})' if call.sizes else ''}.")
+    places = list(waiting.items())
+    most = len(places) if len(places) <= LISTED else LISTED - 1
+    parts += [f"{_words(at).capitalize()} waited in {where}." for where, at in places[:most]]
+    if most < len(places):
+        left = sum(len(at) for _, at in places[most:])
+        parts.append(f"{left} other ranks waited in {len(places) - most} other calls.")
+    return Verdict(kind, ranks, " ".join(parts), step, call, tuple(sorted(r.rank for r in others)))
+
+
+def _place(record: RankRecord) -> str:
+    step = f"step {record.step}, {record.phase}"
+    return f"{step}, at {record.where}" if record.where else step
+
+
+def _words(ranks: Iterable[int]) -> str:
+    names = [str(rank) for rank in ranks]
+    if len(names) > LISTED:
+        names = [*names[:7], f"{len(names) - 7} others"]
+    return f"rank {names[0]}" if len(names) == 1 else f"ranks {', '.join(names[:-1])} and {names[-1]}"
+
+
+def _list(parts: Iterable[str]) -> str:
+    """Join what is said of several ranks; of many, the first and the number of the others."""
+    parts = list(parts)
+    if len(parts) > LISTED:
+        parts = [*parts[: LISTED - 1], f"and so for {len(parts) - LISTED + 1} other ranks"]
+    return "; ".join(parts)
+
+
+def _cycle(waits: _Waits) -> list[int]:
+    """Ranks each of which waits for the next, and the last for the first; none if there is no such ring."""
+    first = {id(ranks): min(ranks) for groups in waits.values() for ranks in groups}
+    checked: set[int] = set()
+    for start in sorted(waits):
+        path: dict[int, None] = {}
+        rank = start
+        while rank not in path and rank not in checked and waits.get(rank):
+            path[rank] = None
+            rank = min(first[id(ranks)] for ranks in waits[rank])
+        if rank in path:
+            ring = list(path)
+            return ring[ring.index(rank) :]
+        checked |= path.keys()
+    return []
+
+
+@dataclass(frozen=True)
+class Late:
+    """A rank for which all others of a group wait.
+
+    share: the part of the time in which they do. seconds: how much later it comes than the next to last, in
+        the mean over the collectives where it was last. op: the collective at which it was the latest.
+    """
+
+    rank: int
+    share: float
+    seconds: float
+    op: Call
+
+
+def latecomers(records: Sequence[RankRecord]) -> list[Late]:
+    """Ranks that alone keep others waiting for a quarter of the time, by 10 ms each time or more.
+
+    Their arrival at the collectives that all ranks of a group still have on record is compared, where these
+    cover a second; the clocks of machines must agree better than the delays that are to be seen.
+    """
+    arrivals: dict[str, dict[int, dict[int, Call]]] = {}
+    for record in records:
+        for call in record.calls:
+            if call.number is not None:
+                arrivals.setdefault(call.group, {}).setdefault(call.number, {})[record.rank] = call
+    members = {name: ranks for record in records for name, ranks in record.groups.items()}
+    found: dict[int, Late] = {}
+    for group, numbers in arrivals.items():
+        complete = [calls for calls in numbers.values() if len(calls) == len(members.get(group, ())) > 1]
+        times = [call.began for calls in complete for call in calls.values()]
+        span = max(times, default=0.0) - min(times, default=0.0)
+        if span < 1.0:
+            continue
+        delays: dict[int, list[tuple[float, Call]]] = {}
+        for calls in complete:
+            last = max(calls, key=lambda rank: calls[rank].began)
+            next_to_last = max(call.began for rank, call in calls.items() if rank != last)
+            delays.setdefault(last, []).append((calls[last].began - next_to_last, calls[last]))
+        for rank, each in delays.items():
+            total = sum(delay for delay, _ in each)
+            share, mean, worst = total / span, total / len(each), max(each, key=lambda pair: pair[0])
+            if share > 0.25 and mean >= 0.01 and share > getattr(found.get(rank), "share", 0.0):
+                found[rank] = Late(rank, share, mean, worst[1])
+    return sorted(found.values(), key=lambda late: -late.share)

@@ -1,0 +1,237 @@
+"""What this process is doing, as another thread of it can see: its line of Python and its collectives.
+
+Collectives come from torch's flight recorder, which counts them for every process group; messages, which the
+recorder of gloo leaves out, from the frames of the main thread or from `fastmp.status`; exchanges through
+shared memory from that memory.
+"""
+
+from __future__ import annotations
+
+import json
+import linecache
+import os
+import re
+import socket
+import sys
+import threading
+from traceback import walk_tb
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from fastmp.status import pulse
+from fastmp.watchdog.records import MESSAGES, Call, RankRecord, calls_kept, pack_ranks
+
+__all__ = ["Doing", "crash", "flight_records", "process_state", "this_machine"]
+
+_C10D = os.path.join("torch", "distributed", "distributed_c10d.py")
+_TORCH = os.path.dirname(torch.__file__) + os.sep
+
+
+def flight_records(entries: bool = True) -> list[str]:
+    """The flight records of this process as JSON; without `entries`, only the numbers of each group.
+
+    torch has one for all backends but NCCL, and one for NCCL.
+    """
+    names = ("_dump_fr_trace_json", "_dump_nccl_trace_json")
+    dumps = [getattr(torch._C._distributed_c10d, name, None) for name in names]
+    texts = [dump(entries, False) for dump in dumps if dump is not None]
+    return [text.decode() if isinstance(text, bytes) else text for text in texts]
+
+
+def this_machine() -> tuple[str, int]:
+    """What tells this machine and its space of process numbers from others; and this process's start."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            boot = file.read().strip()
+        return f"{boot} {os.readlink('/proc/self/ns/pid')}", _stat(os.getpid())[1]
+    except OSError:
+        return f"{socket.gethostname()} {os.getpid()}", 0
+
+
+def process_state(pid: int, started: int) -> str:
+    """Say whether a process of this machine is "running", "stopped" or "gone".
+
+    started: its start in clock ticks after boot, which tells it from a later one of the same number.
+    """
+    try:
+        state, start = _stat(pid)
+    except (OSError, ValueError):
+        return "gone"
+    if start != started or state in "ZX":
+        return "gone"
+    return "stopped" if state in "Tt" else "running"
+
+
+def _stat(pid: int) -> tuple[str, int]:
+    with open(f"/proc/{pid}/stat") as file:
+        fields = file.read().rpartition(")")[2].split()
+    return fields[0], int(fields[19])
+
+
+class Doing:
+    """Follows this process: `counts` is cheap, `update` reads the flight record and costs milliseconds.
+
+    `recorded` are all collectives of the flight record that was read last, `groups` the packed ranks of each
+    process group.
+    """
+
+    def __init__(self, world_size: int = 1) -> None:
+        self._kept = calls_kept(world_size)
+        self._main = threading.main_thread().ident
+        self.recorded: tuple[Call, ...] = ()
+        self._calls: tuple[Call, ...] = ()
+        self._begun: dict[str, int] = {}
+        self.groups: dict[str, list[list[int]]] = {}
+        self._where = ""
+        self._inside: Call | None = None
+
+    def counts(self) -> list[str]:
+        """Change whenever a collective or an exchange is begun or done."""
+        exchange = pulse.exchange()
+        return [*flight_records(entries=False), str(exchange and exchange.numbers())]
+
+    def update(self, error: BaseException | None = None) -> None:
+        """See which collectives were begun, and what the main thread is doing, or was at an `error`."""
+        world = dist.distributed_c10d._world
+        for group in list(world.pg_names):  # those that this rank is in
+            ranks = world.pg_group_ranks.get(group)  # None while the main thread makes the group
+            if ranks is not None and _key(group) not in self.groups:
+                packed = pack_ranks(sorted(ranks))
+                self.groups |= {_key(group, backend): packed for backend in ("gloo", "nccl")}
+        recent: dict[str, list[Call]] = {}
+        for record in flight_records():
+            for entry in json.loads(record).get("entries", []):
+                if not entry["is_p2p"]:
+                    call = _recorded(entry)
+                    recent.setdefault(call.group, []).append(call)
+        for name, calls in recent.items():
+            self._begun[name] = max(self._begun.get(name, 0), calls[-1].number or 0)
+        self.recorded = tuple(call for calls in recent.values() for call in calls)
+        kept = [call for calls in recent.values() for call in calls[-self._kept :]]
+        self._calls = tuple(sorted(kept, key=lambda call: call.began))
+        self.look(error)
+
+    def look(self, error: BaseException | None = None) -> None:
+        """See what the main thread is doing, or was at an `error`; cheap."""
+        frames: list[tuple[FrameType, int]] = []  # innermost first
+        if error is not None:
+            frames = [(frame, line) for frame, line in walk_tb(error.__traceback__)][::-1]
+        else:
+            frame = sys._current_frames().get(self._main or 0)
+            while frame is not None:
+                frames.append((frame, frame.f_lineno))
+                frame = frame.f_back
+        self._where, self._inside = "", None
+        waits = bool(frames) and ".wait(" in linecache.getline(frames[0][0].f_code.co_filename, frames[0][1])
+        for frame, line in frames:
+            path = frame.f_code.co_filename
+            if self._inside is None and path.endswith(_C10D):
+                self._inside = _in_frame(frame)
+            if not path.startswith(_TORCH) and not path.startswith("<"):
+                self._where = place(path, line, frame.f_code.co_name)
+                break
+        message, exchange = pulse.message, self._exchange()
+        if exchange is not None:
+            self._inside = exchange
+        elif message is not None:
+            op, group, peer, _, tensors = message
+            sizes, dtypes = tuple(tuple(x.shape) for x in tensors), tuple(str(x.dtype) for x in tensors)
+            peer = dist.get_global_rank(group, peer)
+            self._inside = Call(op, _key(group), sizes=sizes, dtypes=dtypes, peer=peer)
+        elif self._inside is not None and self._inside.op not in MESSAGES:
+            name = self._inside.group
+            same = [call for call in self._calls if call.group in (name, f"{name}/nccl")]
+            self._inside = same[-1] if same else self._inside
+        elif self._inside is None and waits and self._calls:
+            self._inside = self._calls[-1]
+
+    def _exchange(self) -> Call | None:
+        """See how far this process has come in exchanges through shared memory, and which one it waits in."""
+        memory = pulse.exchange()
+        if memory is None:
+            return None
+        begun, done = memory.numbers()
+        name = f"exchange:{_key(memory.group)}"
+        self._begun[name] = begun
+        if name not in self.groups:
+            self.groups[name] = pack_ranks(sorted(dist.get_process_group_ranks(memory.group)))
+        return Call("exchange", name, begun) if begun != done else None
+
+    def record(self, **said: Any) -> RankRecord:
+        """The record of this process without its groups, with what it says of itself."""
+        return RankRecord(
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            step=pulse.step,
+            phase=str(pulse.phase),
+            where=self._where,
+            inside=self._inside,
+            calls=self._calls,
+            begun=dict(self._begun),
+            **said,
+        )
+
+
+def place(path: str, line: int, function: str) -> str:
+    """A line of a program in a few words."""
+    return f"{os.sep.join(path.split(os.sep)[-2:])}:{line} in {function}"
+
+
+def crash(stacks: str) -> tuple[str, str, str]:
+    """What faulthandler wrote as a process crashed: the reason, the line of its main thread, and the op.
+
+    Empty words where it did not crash; the op is empty outside torch.distributed.
+    """
+    _, fatal, rest = stacks.partition("Fatal Python error: ")
+    if not fatal:
+        return "", "", ""
+    where, op = "", ""
+    main = rest.split("most recent call first")[-1]  # the oldest thread comes last
+    for path, line, function in re.findall(r'File "(.*?)", line (\d+) in (\w+)', main):
+        if not op and path.endswith(_C10D):
+            op = function
+        if not path.startswith(_TORCH):
+            where = place(path, int(line), function)
+            break
+    return rest.partition("\n")[0], where, op
+
+
+def _recorded(entry: dict[str, Any]) -> Call:
+    (name, desc), (backend, _, op) = entry["process_group"], entry["profiling_name"].partition(":")
+    return Call(
+        op=op,
+        group=_named(desc, name, backend),
+        number=entry["collective_seq_id"],
+        sizes=tuple(map(tuple, entry["input_sizes"])),
+        dtypes=tuple(entry["input_dtypes"]),
+        began=entry["time_created_ns"] / 1e9,
+    )
+
+
+def _key(group: dist.ProcessGroup, backend: str = "gloo") -> str:
+    return _named(group.group_desc, group.group_name, backend)
+
+
+def _named(desc: str, name: str, backend: str) -> str:
+    """The name of a group in records; each of its backends counts collectives of its own."""
+    return f"{desc} {name}" + ("/nccl" if backend == "nccl" else "")
+
+
+def _in_frame(frame: FrameType) -> Call | None:
+    """The call that a frame of torch.distributed makes, from its arguments."""
+    given, op = frame.f_locals, frame.f_code.co_name
+    if "group" not in given or op.startswith("_"):
+        return None
+    group: Any = given["group"] or dist.group.WORLD
+    if op not in MESSAGES:
+        return Call(op, _key(group))
+    end = "dst" if op == "send" else "src"
+    peer = given.get(end)
+    if peer is None and given.get(f"group_{end}") is not None:
+        peer = dist.get_global_rank(group, given[f"group_{end}"])
+    tensor = given.get("tensor")
+    sizes, dtypes = ((tuple(tensor.shape),), (str(tensor.dtype),)) if tensor is not None else ((), ())
+    return Call(op, _key(group), sizes=sizes, dtypes=dtypes, peer=peer)

@@ -1,0 +1,111 @@
+"""Recipes named after a published model have its published values, each written down here with its source."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from tools.study.published import TRAINED
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+NOT_PUBLISHED = {"bert-small", "gpt-small", "gpt-small-stdlib", "moe-small"}
+
+# GPT-2 by Shoeybi et al. 2019 (arXiv 1909.08053v4), compared with the paper's text. Section 4.2: dropout 0.1,
+# AdamW with decay 0.01, clipping at 1.0; 300,000 steps of 512 sequences of 1024 tokens; 1.5e-4 after 3,000
+# steps, a cosine over the other 297,000 to 1e-5. Section 5.1: 50,257 tokens. The paper gives no betas, so
+# there are none here.
+GPT_2 = {
+    "model": {"vocab_size": 50257, "max_seq_len": 1024, "dropout": 0.1, "attention_dropout": 0.1},
+    "data": {"seq_len": 1024},
+    "optimizer": {
+        "lr": 1.5e-4, "min_lr": 1e-5, "warmup_steps": 3000, "weight_decay": 0.01, "clip_grad_norm": 1.0,
+        "schedule": "cosine",
+    },
+    "train": {"steps": 300_000, "global_batch_size": 512},
+}  # fmt: skip
+# BERT by the same paper. Section 4.2: 30,522 tokens, batches of 1024; 1e-4 after 10,000 steps, linear decay
+# over 2,000,000 (section 5.3: the 3.9 B model had trained for 1,500,000 and went on); decay, clipping and
+# dropout as above, all else as Devlin et al. 2018 (arXiv 1810.04805, A.2): 512 tokens, betas 0.9 and 0.999.
+# That the line ends at zero is in Devlin's optimization.py (github.com/google-research/bert).
+BERT = {
+    "model": {"vocab_size": 30522, "max_seq_len": 512, "dropout": 0.1, "attention_dropout": 0.1},
+    "data": {"seq_len": 512},
+    "optimizer": {
+        "lr": 1e-4, "min_lr": 0.0, "warmup_steps": 10_000, "weight_decay": 0.01, "clip_grad_norm": 1.0,
+        "betas": [0.9, 0.999], "schedule": "linear",
+    },
+    "train": {"steps": 2_000_000, "global_batch_size": 1024},
+}  # fmt: skip
+# Layers, hidden size, heads: tables 2 (GPT-2) and 4 (BERT) of the same paper.
+SHAPES = {
+    "gpt2-355m": (GPT_2, 24, 1024, 16),
+    "gpt2-2.5b": (GPT_2, 54, 1920, 20),
+    "gpt2-8.3b": (GPT_2, 72, 3072, 24),
+    "bert-336m": (BERT, 24, 1024, 16),
+    "bert-1.3b": (BERT, 24, 2048, 32),
+    "bert-3.9b": (BERT, 48, 2560, 40),
+}
+# config.json of the models on Hugging Face, by the names there, compared with copies in public repositories:
+# meta-llama/Meta-Llama-3-8B, mistralai/Mixtral-8x7B-v0.1, Qwen/Qwen3-30B-A3B. Besides:
+# - Llama: Dubey et al. 2024 (arXiv 2407.21783), table 3, which also has the peak of the learning rate. It
+#   rounds the vocabulary to 128,000.
+# - Mixtral: Jiang et al. 2024 (arXiv 2401.04088), section 2.1: a softmax over the two chosen logits, which is
+#   what normalising the chosen probabilities gives; keras_hub/src/models/mixtral/README.md prints its layers.
+# - Qwen3: scripts/models/qwen3-30B-A3B.sh of slime, arguments of Megatron-LM, among them the norms of queries
+#   and keys.
+# Nothing else of their training is published: other values of `optimizer` and `train` are the recipes' own.
+OTHERS = {
+    "llama-3-8b": {
+        "model": {
+            "num_layers": 32, "hidden_size": 4096, "num_heads": 32, "num_kv_heads": 8,
+            "ffn_hidden_size": 14336, "vocab_size": 128256, "max_seq_len": 8192, "rope_base": 500000.0,
+            "activation": "swiglu", "norm": "rmsnorm", "tie_embeddings": False,
+        },
+        "optimizer": {"lr": 3e-4},
+    },
+    "mixtral-8x7b": {
+        "model": {
+            "num_layers": 32, "hidden_size": 4096, "num_heads": 32, "num_kv_heads": 8, "vocab_size": 32000,
+            "rope_base": 1000000.0, "activation": "swiglu", "norm": "rmsnorm", "tie_embeddings": False,
+        },
+        "model.moe": {"num_experts": 8, "top_k": 2, "expert_ffn_hidden_size": 14336, "normalize_topk": True},
+    },
+    "qwen3-30b-a3b": {
+        "model": {
+            "num_layers": 48, "hidden_size": 2048, "num_heads": 32, "num_kv_heads": 4, "head_size": 128,
+            "vocab_size": 151936, "rope_base": 1000000.0, "layernorm_epsilon": 1e-6, "qk_norm": True,
+            "activation": "swiglu", "norm": "rmsnorm", "tie_embeddings": False,
+        },
+        "model.moe": {"num_experts": 128, "top_k": 8, "expert_ffn_hidden_size": 768, "normalize_topk": True},
+    },
+}  # fmt: skip
+
+
+def published():
+    for name, (common, layers, hidden, heads) in SHAPES.items():
+        shape = {"num_layers": layers, "hidden_size": hidden, "num_heads": heads}
+        yield name, {**common, "model": {**common["model"], **shape}}
+    yield from OTHERS.items()
+
+
+def test_every_recipe_is_published_or_said_not_to_be():
+    names = {path.stem for path in CONFIGS.glob("*.toml")}
+    assert names == {name for name, _ in published()} | NOT_PUBLISHED
+
+
+@pytest.mark.parametrize(("name", "values"), [pytest.param(*each, id=each[0]) for each in published()])
+def test_recipes_have_the_published_values(name, values):
+    recipe = tomllib.loads((CONFIGS / f"{name}.toml").read_text())
+    for table, expected in values.items():
+        given = recipe
+        for key in table.split("."):
+            given = given[key]
+        defaults = {"schedule": "cosine"}
+        assert {key: given.get(key, defaults.get(key)) for key in expected} == expected, table
+
+
+def test_the_study_has_the_same_shapes():
+    shapes = [[shape.layers, shape.hidden, shape.heads] for shape, _, _ in TRAINED]
+    assert shapes == [shape for name, (_, *shape) in SHAPES.items() if name.startswith("gpt2")]

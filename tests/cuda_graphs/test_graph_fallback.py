@@ -1,0 +1,146 @@
+"""Before a step captures, its backend gets ready; after a capture that fails, training goes on eagerly."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+
+import pytest
+import torch
+from small_tools import assert_same, eager, linear, managed, total
+from torch import nn
+
+from fastmp.cuda_graphs.backends.recording import RecordedGraph, RecordingBackend
+from fastmp.cuda_graphs.restore import repeatable_backward
+from fastmp.nn.segment import LayerChain
+from fastmp.ops.wgrad import WgradQueue, defer_wgrad
+from fastmp.pipeline.schedule import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Step
+
+
+class FailingBackend(RecordingBackend):
+    """The capture of graph number `fails` stops before its end; `prepared` counts calls of `prepare`."""
+
+    def __init__(self, fails=None, error=RuntimeError):
+        super().__init__()
+        self.fails, self.error, self.made, self.prepared = fails, error, 0, 0
+
+    def prepare(self):
+        self.prepared += 1
+
+    def graph(self, forward=None, watched=None):
+        graph, self.made = Failing(self.pool, self.rng, forward), self.made + 1
+        graph.error = self.error if self.made - 1 == self.fails else None
+        return graph
+
+
+class Failing(RecordedGraph):
+    @contextmanager
+    def capture(self):
+        with super().capture():
+            yield
+            if self.error is not None:
+                raise self.error("on purpose")
+
+
+@pytest.mark.parametrize("rows", ([3] * 6, [3, 3, 3, 5, 5, 3]))
+def test_the_manager_prepares_each_step_that_captures(rows):
+    backend = FailingBackend()
+    chain = LayerChain([linear(), eager(), linear()])
+    manager = managed(chain, True, microbatches=1, backend=backend)
+    for size in rows:
+        manager.begin_step()
+        total(chain(torch.ones(size, 4, dtype=torch.float64))).backward()
+    assert backend.prepared == len(set(rows)) and manager.num_graphs == 4 * len(set(rows))
+
+
+class Noisy(nn.Module):
+    """Draws random numbers, and counts in a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.up = linear()
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x):
+        self.count += 1
+        return nn.functional.dropout(self.up(x), 0.5)
+
+
+OVERLAPPING = [Step(kind, i, 0) for kind in (FORWARD, BACKWARD) for i in (0, 1)]
+
+
+def overlapping(graphs, fails=None, steps=5, error=RuntimeError):
+    """Two microbatches in flight; gradients, buffers and losses of all steps."""
+    chain, seen = LayerChain([Noisy(), eager(), Noisy()]), []
+    manager = None
+    if graphs:
+        manager = managed(chain, True, backend=FailingBackend(fails, error), fallback=True)
+        manager.order = tuple(OVERLAPPING)
+    data = torch.Generator().manual_seed(5)
+    for _ in range(steps):
+        for param in chain.parameters():
+            param.grad = None
+        if graphs:
+            manager.begin_step()
+        losses = []
+        for weight in (1, 10):
+            x = torch.randn(3, 4, generator=data, dtype=torch.float64, requires_grad=True)
+            losses.append((total(chain(x)) * weight, x))
+        for loss, x in losses:
+            loss.backward()
+            seen += [loss.detach(), x.grad]
+        seen += [param.grad.clone() for param in chain.parameters()]
+    if graphs:
+        manager.end_step()
+        assert manager.num_graphs == 0 and "on purpose" in manager.failure
+        assert "no graphs, all runs eagerly: graphs: capture of the" in manager.describe()
+        assert "forward" not in vars(chain)
+    return [*seen, *(buffer.clone() for buffer in chain.buffers())]
+
+
+@pytest.mark.parametrize("fails", range(8))  # four forwards, four backwards
+def test_a_step_whose_capture_fails_goes_on_eagerly(fails):
+    assert_same(lambda graphs: overlapping(graphs, fails))
+
+
+def split(graphs, fails=None):
+    """The same with backwards in two parts."""
+    chain, seen, queue = LayerChain([linear(), eager(), linear()]), [], WgradQueue()
+    manager = managed(chain, graphs, backend=FailingBackend(fails), fallback=True)
+    if graphs:
+        manager.order = tuple(
+            Step(kind, i, 0) for i in (0, 1) for kind in (FORWARD, BACKWARD_INPUT, BACKWARD_WEIGHT)
+        )
+    data = torch.Generator().manual_seed(5)
+    for _ in range(4):
+        for param in chain.parameters():
+            param.grad = None
+        if graphs:
+            manager.begin_step()
+        for weight in (1, 10):
+            with defer_wgrad(queue):
+                x = torch.randn(3, 4, generator=data, dtype=torch.float64)
+                (total(chain(x)) * weight).backward()
+            WgradQueue.run(queue.take())
+        seen += [param.grad.clone() for param in chain.parameters()]
+    if graphs:
+        manager.end_step()
+        assert "on purpose" in manager.failure
+    return seen
+
+
+@pytest.mark.parametrize("fails", range(6))
+def test_split_backwards_go_on_eagerly(fails):
+    assert_same(lambda graphs: split(graphs, fails))
+
+
+def test_memory_that_runs_out_in_a_backward_ends_the_graphs_only():
+    assert_same(lambda graphs: overlapping(graphs, fails=5, error=torch.OutOfMemoryError))
+
+
+def test_compiled_code_may_have_its_backward_captured():
+    """It refuses a backward that keeps the autograd graph, unless it is told not to reuse its memory."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.GELU(), nn.Linear(4, 4), nn.GELU())
+    y = torch.compile(model, backend="aot_eager")(torch.randn(3, 4))
+    for _ in range(2):
+        with repeatable_backward([y], does_work=True):
+            y.sum().backward(retain_graph=True)

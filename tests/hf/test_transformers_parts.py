@@ -1,0 +1,124 @@
+"""What an op of fastmp does not take stays with transformers; without transformers installed."""
+
+from __future__ import annotations
+
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+import fastmp
+from fastmp.hf import patches as parts
+from fastmp.hf.heads import CausalLM
+from fastmp.hf.patches import GroupedRouter, LayerNorm, RMSNorm, rotate
+
+
+@pytest.mark.parametrize("call", [fastmp.accelerate, fastmp.restore])
+def test_without_transformers_one_error_says_what_to_type(call, monkeypatch):
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(ValueError, match=r"transformers is not installed; pip install 'transformers>=5'$"):
+        call(nn.Linear(2, 2))
+
+
+def router(**values):
+    usual = {"num_group": 2, "topk_group": 1, "top_k": 2, "weight": torch.zeros(8, 4)}
+    return SimpleNamespace(**{**usual, **values})
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"top_k": 8}, "a token's 8 experts are more than there are in 1 groups of 4"),
+        ({"num_group": 3}, "a token's 1 of 3 groups of 8 experts, which"),
+        ({"topk_group": 3}, "a token's 3 of 2 groups of 8 experts, which"),
+        ({"num_group": 0}, "a token's 1 of 0 groups"),
+        ({"top_k": 0}, "a token's 0 experts"),
+        ({"top_k": 8, "topk_group": 2}, None),
+    ],
+)
+def test_routers_whose_groups_are_too_small_stay(values, message):
+    why = GroupedRouter.why_not(router(**values))
+    assert why == message if message is None else why.startswith(message)
+
+
+class Quantized(torch.Tensor):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("part", "module"),
+    [
+        (RMSNorm, SimpleNamespace(variance_epsilon=1e-6)),
+        (LayerNorm, SimpleNamespace(eps=1e-6, normalized_shape=(4,))),
+        (CausalLM, None),
+    ],
+)
+def test_weights_that_are_no_numbers_stay(part, module):
+    def why(weight, **values):
+        if part is not CausalLM:
+            return part.why_not(SimpleNamespace(**{**vars(module), **values}, weight=weight))
+        head = nn.Linear(4, 4)
+        head.weight = nn.Parameter(weight, requires_grad=False)
+        loss = SimpleNamespace(__name__="ForCausalLMLoss")
+        return part.why_not(SimpleNamespace(lm_head=head, loss_function=loss))
+
+    weight = torch.zeros(4, 4)
+    assert why(weight) is None
+    assert "its weight is torch.int8, which" in why(weight.to(torch.int8))
+    assert "its weight is a Quantized, which may be quantized" in why(weight.as_subclass(Quantized))
+    if part is not CausalLM:
+        name = "eps" if part is LayerNorm else "variance_epsilon"
+        assert why(weight, **{name: -1.0}) == "its epsilon is -1.0"
+
+
+def turned(x, cos, sin):
+    """Rotary positions of halves, by what the dtypes of the products are."""
+    first, second = x.chunk(2, -1)
+    return x * cos.unsqueeze(1) + torch.cat([-second, first], -1) * sin.unsqueeze(1)
+
+
+def heads_and_angles(of_q, of_k, of_table, width=8):
+    angles = torch.linspace(0, 3, 5 * 4).reshape(1, 5, 4).repeat(1, 1, 2)
+    q, k = (
+        torch.randn(1, heads, 5, width, generator=torch.Generator().manual_seed(heads)) for heads in (4, 2)
+    )
+    return q.to(of_q), k.to(of_k), angles.cos().to(of_table), angles.sin().to(of_table)
+
+
+HALF, BRAIN, SINGLE, DOUBLE = torch.float16, torch.bfloat16, torch.float32, torch.float64
+
+
+@pytest.mark.parametrize(
+    "dtypes",
+    [
+        *[(BRAIN, BRAIN, HALF), (HALF, HALF, BRAIN), (SINGLE, SINGLE, HALF), (SINGLE, BRAIN, BRAIN)],
+        *[(HALF, BRAIN, SINGLE), (DOUBLE, DOUBLE, SINGLE), (SINGLE, SINGLE, DOUBLE), (BRAIN, BRAIN, BRAIN)],
+    ],
+    ids=lambda dtypes: "-".join(str(dtype).removeprefix("torch.") for dtype in dtypes),
+)
+def test_tables_of_rotary_positions_in_any_dtype(dtypes):
+    """An FP16 model under BF16 autocast has FP16 tables for BF16 queries."""
+    q, k, cos, sin = heads_and_angles(*dtypes)
+    for found, expected in zip(
+        rotate(q, k, cos, sin), (turned(q, cos, sin), turned(k, cos, sin)), strict=True
+    ):
+        coarse = BRAIN in dtypes and expected.dtype == BRAIN
+        torch.testing.assert_close(found.double(), expected.double(), rtol=0, atol=2e-2 if coarse else 1e-6)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda q, k, cos, sin: (q, k, cos[..., :6], sin[..., :6]),
+        lambda q, k, cos, sin: (q[0], k[0], cos, sin),
+        lambda q, k, cos, sin: (q, k, cos[0], sin[0]),
+        lambda q, k, cos, sin: (q, k, cos.requires_grad_(), sin),
+    ],
+    ids=["widths", "heads", "tables", "learnt"],
+)
+def test_rotary_positions_of_another_form_are_left_to_transformers(change):
+    given = heads_and_angles(SINGLE, SINGLE, SINGLE)
+    either = parts._or_else(rotate, lambda *args: "theirs")
+    assert either(*given) != "theirs" and either(*change(*given)) == "theirs"

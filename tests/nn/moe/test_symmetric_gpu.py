@@ -1,0 +1,144 @@
+"""Experts reached through shared memory on GPUs are those reached otherwise; on a CPU the same code runs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+from gpu_ranks import call_on_two_gpus
+from moe_tools import SEED, plain_moe, with_moe
+from test_symmetric import KINDS, MOST, E, K, routing, through
+from torch.testing import assert_close
+
+from fastmp.cuda_graphs.backends.cuda import CudaBackend
+from fastmp.cuda_graphs.backends.recording import RecordingBackend
+from fastmp.cuda_graphs.manager import GraphManager
+from fastmp.distributed.grid import RankGrid
+from fastmp.distributed.groups import ParallelGroups
+from fastmp.distributed.rng import RngTracker
+from fastmp.distributed.runtime import Runtime
+from fastmp.distributed.symmetric_memory import PeerExchange, PeerMemory
+from fastmp.nn import LayerChain, Placement
+from fastmp.nn.moe.dispatchers.base import LocalDispatcher
+from fastmp.nn.moe.dispatchers.factory import make_dispatcher
+from fastmp.nn.moe.dispatchers.symmetric import SymmetricDispatcher
+from fastmp.nn.moe.layer import MoELayer
+from fastmp.optim.grad_buffers import GradBuffer
+from fastmp.pipeline.schedule import Schedule
+from fastmp.testing.ranks import run_ranks
+
+H, STEPS, MICROBATCHES = 32, 5, 2
+NEAR = {"rtol": 1e-9, "atol": 1e-9}  # in float64: sums over choices may be rounded otherwise
+
+
+def compare_routings(shared, ordinary, local, rank, device):
+    """Rows are equal bit for bit, outputs and gradients up to rounding; of `local` experts of this rank."""
+    generator = torch.Generator().manual_seed(rank)
+    scales = torch.linspace(0.5, 2.0, local, dtype=torch.float64, device=device)
+    for kind in KINDS:
+        indices = routing(kind, rank, generator)
+        tokens, grad = (torch.randn(len(indices), H, generator=generator).double() for _ in range(2))
+        probs = torch.rand(len(indices), K, generator=generator).double()
+        given = scales, *(each.to(device) for each in (tokens, indices, probs, grad))
+        *found, rows, offsets = through(shared, *given)
+        *expected, expected_rows, expected_offsets = through(ordinary, *given)
+        assert torch.equal(rows, expected_rows) and torch.equal(offsets, expected_offsets), kind
+        for name, a, b in zip(("output", "tokens", "probs"), found, expected, strict=True):
+            assert_close(a, b, **NEAR, msg=f"{kind}: {name}")
+
+
+def send_to_itself(device):
+    """The memory of a group of one rank, and exchanges of this rank with itself through it."""
+    memory = PeerMemory(dist.group.WORLD, 4096, device)
+    assert memory.addresses == [memory.local.data_ptr()] and not memory.local.any()
+    exchange = PeerExchange(dist.group.WORLD, etp=1, ep=1, etp_varies_first=True, timeout=30.0)
+    most = torch.empty(MOST, H, dtype=torch.float64, device=device)
+    views = exchange.reserve(most, top_k=K, experts=E)
+    assert views.rows.device == torch.device(device) and views.distances.tolist() == [[0]]
+    moe = plain_moe(top_k=K, dispatcher="symmetric").moe
+    compare_routings(SymmetricDispatcher(moe, exchange), LocalDispatcher(E), E, 1, device)
+    number = 5 * len(KINDS)  # exchanges: counts, rows and outputs, and the gradients of both
+    assert exchange.numbers() == (number, number)
+    assert not memory.local.any()
+
+
+def alone_case(rank, world):
+    send_to_itself("cpu")
+
+
+def test_a_rank_that_sends_to_itself():
+    run_ranks(alone_case, 1)
+
+
+@pytest.mark.gpu
+def test_a_gpu_that_sends_to_itself():
+    dist.init_process_group("cpu:gloo,cuda:nccl", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        send_to_itself("cuda:0")
+    finally:
+        dist.destroy_process_group()
+
+
+def steps(dispatcher, groups, device, graphs):
+    """All that some steps of a layer with everything give, and the manager of its graphs."""
+    rng = RngTracker(SEED, device=device)
+    config = with_moe(dispatcher=dispatcher, jitter=0.1)
+    layer = MoELayer(config, Placement(groups, rng=rng, dtype=torch.float64, device=device))
+    chain = LayerChain([layer])
+    GradBuffer(chain.named_parameters())
+    manager = None
+    if graphs:
+        backend = CudaBackend(rng) if device.type == "cuda" else RecordingBackend(rng)
+        manager = GraphManager([chain], Schedule(1, MICROBATCHES).order(0), backend=backend)
+    generator, seen = torch.Generator().manual_seed(groups.rank), []
+    for _ in range(STEPS):
+        if manager is not None:
+            manager.begin_step()
+        for _ in range(MICROBATCHES):
+            hidden = torch.randn(6, 2, config.hidden_size, dtype=torch.float64, generator=generator)
+            hidden = hidden.to(device).requires_grad_()
+            output, aux, counts = chain(hidden)
+            (output.square().sum() + aux).backward()
+            seen += [output.detach(), aux.detach(), counts, hidden.grad]
+    return [*seen, *(param.main_grad for param in layer.parameters())], manager
+
+
+def compare(runtime):
+    """Dispatcher "symmetric" against "alltoall": routings, then whole layers, eager and in graphs."""
+    rank, world, device = runtime.rank, runtime.world_size, runtime.device
+    groups = ParallelGroups.create(RankGrid(world_size=world, ep=world))
+    moe = plain_moe(top_k=K).moe
+    ordinary = make_dispatcher(moe, groups)
+    shared = make_dispatcher(replace(moe, dispatcher="symmetric"), groups)
+    most = torch.empty(MOST, H, dtype=torch.float64, device=device)
+    groups.exchange.reserve(most, top_k=K, experts=E)
+    compare_routings(shared, ordinary, E // world, rank, device)
+
+    groups = ParallelGroups.create(RankGrid(world_size=world, ep=world))  # with memory of its own
+    results = {}
+    for dispatcher in ("alltoall", "symmetric"):
+        eager, _ = results[dispatcher] = steps(dispatcher, groups, device, graphs=False)
+        graphed, manager = steps(dispatcher, groups, device, graphs=True)
+        assert manager.num_graphs == manager.plan.num_graphs > 0
+        for number, (a, b) in enumerate(zip(graphed, eager, strict=True)):
+            assert torch.equal(a, b), f"{dispatcher}, result {number}"
+        manager.remove()
+    for number, (a, b) in enumerate(zip(results["symmetric"][0], results["alltoall"][0], strict=True)):
+        assert_close(a, b, **NEAR, msg=f"result {number}")
+
+
+def ranks_case(rank, world):
+    compare(Runtime(rank, world, rank, torch.device("cpu")))
+
+
+@pytest.mark.full
+def test_two_ranks():
+    run_ranks(ranks_case, 2)
+
+
+@pytest.mark.gpu
+@pytest.mark.alone
+def test_two_gpus(tmp_path):
+    call_on_two_gpus(compare, tmp_path)

@@ -1,0 +1,48 @@
+"""Checks that remember what they have passed still find every mistake."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fastmp.ops.core import checks
+
+
+def test_a_call_is_checked_once_a_kind():
+    """Values and strides are no part of the kind; shapes, dtypes, devices and other arguments are."""
+    seen = []
+
+    @checks.remembered
+    def check(name, x, other, k):
+        seen.append((name, k))
+        checks.require(x.dtype == torch.float32, "{}: got {}", name, x.dtype)
+
+    x = torch.zeros(3, 4)
+    for again in (x, x + 1, torch.zeros(4, 3).t(), torch.nn.Parameter(x)):
+        check("a", again, None, 1)
+    assert len(seen) == 1
+    more = [("b", x, None, 1), ("a", x, x, 1), ("a", x[:2], None, 1), ("a", x.to("meta"), None, 1)]
+    for number, arguments in enumerate([*more, ("a", x, None, 2)], start=2):
+        check(*arguments)
+        check(*arguments)
+        assert len(seen) == number
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"a: got torch\.float64"):
+            check("a", x.double(), None, 1)
+
+
+def test_what_has_no_hash_is_checked_every_time():
+    seen = []
+    check = checks.remembered(lambda x, sizes: seen.append(sizes))
+    for _ in range(2):
+        check(torch.zeros(3), [1, 2])
+    assert len(seen) == 2
+
+
+def test_few_calls_are_remembered(monkeypatch):
+    monkeypatch.setattr(checks, "_MOST", 3)
+    seen = []
+    check = checks.remembered(seen.append)
+    for number in (*range(4), 3, 0, 0):
+        check(number)
+    assert seen == [0, 1, 2, 3, 0]

@@ -1,0 +1,106 @@
+"""Messages follow from orders: both ends agree on their order, and nothing deadlocks however sends behave."""
+
+from __future__ import annotations
+
+import pytest
+
+from fastmp.pipeline.messages import forward_orders, program
+from fastmp.pipeline.schedule import BACKWARD, FORWARD, Schedule, Step
+
+# pp, microbatches, vpp, group size, schedule
+SHAPES = [
+    (pp, microbatches, vpp, None, schedule)
+    for pp in (1, 2, 3, 4, 8)
+    for vpp in (1, 2, 3)
+    for microbatches in (pp, 2 * pp, 4 * pp)
+    for schedule in ("1f1b", "zero_bubble")
+] + [(4, 6, 1, None, "1f1b"), (2, 12, 2, 4, "1f1b"), (3, 9, 2, 5, "1f1b"), (2, 1, 1, None, "zero_bubble")]
+
+
+def plans(pp, microbatches, vpp, group_size, schedule):
+    every = Schedule(pp, microbatches, vpp, group_size, schedule).orders()
+    return [program(rank, every) for rank in range(pp)]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_both_ends_post_in_the_same_order(shape):
+    programs = plans(*shape)
+    posted = [[message for post in p.posts for message in post] for p in programs]
+    for rank, messages in enumerate(posted):
+        assert messages == sorted(messages)
+        for peer in range(rank):
+            between = [{m.source, m.target} == {rank, peer} for m in messages]
+            there = [m for m in posted[peer] if {m.source, m.target} == {rank, peer}]
+            assert [m for m, ours in zip(messages, between, strict=True) if ours] == there
+    tags = {m: tag for p in programs for m, tag in p.tags.items()}
+    assert len(set(tags.values())) == len(tags)
+    assert all(p.tags[m] == tags[m] for p in programs for m in p.tags)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_nothing_deadlocks_where_transfers_wait_for_each_other(shape):
+    """Every rank does its posts and steps one by one, and waits in each post until the other side is in its
+    own: what a backend may do whose transfers of one rank run in a row."""
+    programs = plans(*shape)
+    lines = []
+    for p in programs:
+        line = []
+        for i, post in enumerate(p.posts):
+            line += [{message} for message in post]
+            line += [p.steps[i]] if i < len(p.steps) else []
+        lines.append(line)
+    places, done = [0] * len(lines), set()
+    while True:
+        heads = [line[place] if place < len(line) else None for line, place in zip(lines, places)]
+        ready = [m for head in heads if isinstance(head, set) for m in head]
+        met = {m for m in ready if ready.count(m) == 2}
+        moved = False
+        for rank, head in enumerate(heads):
+            if isinstance(head, set):
+                head -= met
+                done |= met
+            if isinstance(head, Step) or head == set():
+                places[rank] += 1
+                moved = True
+        if not moved and not met:
+            break
+    assert [len(line) for line in lines] == places
+
+
+def test_a_step_runs_after_its_message():
+    for rank, p in enumerate(plans(2, 4, 2, None, "1f1b")):
+        there = set()
+        for step, post in zip(p.steps, p.posts):
+            there |= {m[3:] for m in post if m.target == rank}
+            stage = step.chunk * 2 + rank
+            if step.kind == FORWARD and stage:
+                assert (FORWARD, stage - 1, step.microbatch) in there
+            if step.kind == BACKWARD and stage < 3:
+                assert (BACKWARD, stage + 1, step.microbatch) in there
+
+
+def test_messages_travel_while_other_steps_run():
+    """Interleaved, the second half of the warm-up leaves a step between a message and its use."""
+    first = plans(4, 8, 2, None, "1f1b")[1]
+    early = 0
+    for i, post in enumerate(first.posts[:-1]):
+        step = first.steps[i]
+        needed = {(step.microbatch, step.chunk * 4)}
+        early += sum((m.microbatch, m.stage) not in needed for m in post if m.target == 1)
+    assert early >= 8
+
+
+def test_forwards_alone_take_any_number_of_microbatches():
+    for pp, vpp, number in [(1, 1, 1), (2, 2, 3), (4, 2, 5), (3, 1, 2), (4, 3, 1)]:
+        every = forward_orders(pp, number, vpp)
+        for rank in range(pp):
+            assert len(program(rank, every, forward_only=True).steps) == number * vpp
+
+
+def test_orders_that_cannot_run_are_refused():
+    forward, backward = Step("forward", 0, 0), Step("backward", 0, 0)
+    with pytest.raises(ValueError, match="rank 1 step 0, backward of microbatch 0 chunk 0: its forward has"):
+        program(0, [[forward, backward], [backward, forward]])
+    with pytest.raises(ValueError, match="deadlock"):
+        crossed = [Step("forward", 0, 1), forward, backward, Step("backward", 0, 1)]
+        program(0, [crossed, crossed])

@@ -1,0 +1,360 @@
+"""A pipeline is the undivided model: losses and gradients, on any order; it holds no more than planned."""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from pipeline_tools import CLOSE, SIZE, Block, batches, check_parity, first, make, reference, square
+from torch import nn
+
+from fastmp.distributed.grid import RankGrid
+from fastmp.distributed.groups import ParallelGroups
+from fastmp.pipeline.executor import Pipeline, StageOutput
+from fastmp.pipeline.schedule import SCHEDULES, Schedule, Step
+from fastmp.tensor_parallel.layers import ColumnParallelLinear
+from fastmp.testing.parallel import count_collectives
+from fastmp.testing.ranks import run_ranks
+
+
+def parity_case(rank, world, microbatches):
+    groups = ParallelGroups.create(RankGrid(world_size=world, pp=world))
+    for vpp in (1, 2):
+        for number in microbatches:
+            for schedule in SCHEDULES:
+                check_parity(groups, vpp, number, schedule)
+
+
+def test_one_rank_with_any_number_of_chunks():
+    for vpp in (1, 2, 3):
+        for schedule in SCHEDULES:
+            check_parity(ParallelGroups.alone(), vpp, 4, schedule)
+
+
+@pytest.mark.parametrize(("world", "microbatches"), [(2, (4, 8)), (4, (4, 8))])
+def test_losses_gradients_trace_and_peak(world, microbatches):
+    run_ranks(parity_case, world, microbatches)
+
+
+@st.composite
+def accepted(draw: st.DrawFn) -> tuple:
+    """Arguments of `check_parity`, after the number of ranks: any that the orders accept."""
+    pp, vpp = draw(st.integers(1, 4)), draw(st.integers(1, 3))
+    group_size, number = draw(st.integers(pp, 2 * pp)), draw(st.integers(1, 3 * pp))
+    assume(vpp == 1 or not 0 < number % group_size < pp)
+    depths = draw(st.lists(st.integers(0, 2), min_size=pp * vpp, max_size=pp * vpp))
+    return pp, (vpp, number, draw(st.sampled_from(SCHEDULES)), group_size, depths)
+
+
+def drawn_case(rank, world, arguments):
+    check_parity(ParallelGroups.create(RankGrid(world_size=world, pp=world)), *arguments)
+
+
+def check_drawn(drawn):
+    pp, arguments = drawn
+    if pp == 1:
+        check_parity(ParallelGroups.alone(), *arguments)
+    else:
+        run_ranks(drawn_case, pp, arguments)
+
+
+@pytest.mark.full
+@settings(max_examples=12)
+@given(drawn=accepted())
+def test_whatever_is_accepted_runs(drawn):
+    check_drawn(drawn)
+
+
+@pytest.mark.exhaustive
+@settings(max_examples=150)
+@given(drawn=accepted())
+def test_more_of_whatever_is_accepted(drawn):
+    check_drawn(drawn)
+
+
+def without_tags_case(rank, world):
+    """Train over a backend that matches messages between two ranks in the order of their posting."""
+    groups = ParallelGroups.create(RankGrid(world_size=world, pp=world))
+    tags = set()
+
+    def transfer(post, tensor, *, tag, **peer):
+        tags.add(tag)
+        return post(tensor, tag=0, **peer)
+
+    dist.isend, dist.irecv = partial(transfer, dist.isend), partial(transfer, dist.irecv)
+    for vpp in (2, 3):
+        for schedule in SCHEDULES:
+            check_parity(groups, vpp, 4 * world, schedule)
+    assert len(tags) > 8
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_both_ends_agree_on_the_order_of_crossing_messages(world):
+    run_ranks(without_tags_case, world)
+
+
+def directions_case(rank, world):
+    """Messages by group and stage that sends them; the shapes travel ahead of the activations."""
+    groups = ParallelGroups.create(RankGrid(world_size=world, pp=world))
+    seen = []
+
+    def send(x, *, group, tag, group_dst, post=dist.isend):
+        seen.append((group is groups.pp_backward, group is groups.pp, group_dst))
+        return post(x, group=group, tag=tag, group_dst=group_dst)
+
+    dist.isend = send
+    pipeline = make(groups, 2, 4, schedule="zero_bubble")
+    pipeline.train(batches(4))
+    trained = Counter(seen)
+    seen.clear()
+    pipeline.evaluate(batches(4))
+    return trained, Counter(seen)
+
+
+def test_activations_and_gradients_travel_over_groups_of_their_own():
+    """Also between two ranks, each of which is behind the other and before it."""
+    activations, gradients = (False, True), (True, False)
+    for rank, (trained, evaluated) in enumerate(run_ranks(directions_case, 2)):
+        stages = 2 if rank == 0 else 1  # that hand on activations: not the last one
+        assert trained == {(*activations, 1 - rank): 5 * stages, (*gradients, 1 - rank): 4 * (3 - stages)}
+        assert evaluated == {(*activations, 1 - rank): 5 * stages}
+
+
+def other_ranks_case(rank, world):
+    groups = ParallelGroups.create(RankGrid(world_size=world, pp=2))
+    options = {"inputs": first, "loss": square}
+    for backward in (dist.group.WORLD, groups.dp):
+        with pytest.raises(
+            ValueError, match=r"Pipeline: group has the ranks \[\d, \d\], but backward_group \["
+        ):
+            Pipeline([Block(0)], Schedule(2, 2).orders(), group=groups.pp, backward_group=backward, **options)
+    with pytest.raises(ValueError, match=r"group has the ranks None, but backward_group"):
+        Pipeline([Block(0)], Schedule(1, 2).orders(), group=None, backward_group=groups.pp, **options)
+
+
+def test_a_group_for_gradients_has_the_ranks_of_the_pipeline():
+    run_ranks(other_ranks_case, 4)
+
+
+class Watched(Block):
+    """Remembers what it has returned, without keeping it alive."""
+
+    def __init__(self, stage):
+        super().__init__(stage)
+        self.returned = []
+        self.most = 0
+
+    def forward(self, x):
+        y = super().forward(x)
+        self.returned.append(weakref.ref(y))
+        self.most = max(self.most, sum(ref() is not None for ref in self.returned))
+        return y
+
+
+def released_case(rank, world):
+    groups = ParallelGroups.create(RankGrid(world_size=world, pp=world))
+    chunk = Watched(rank)
+    result = make(groups, 1, 8, chunks=[chunk]).train(batches(8))
+    evaluated = make(groups, 1, 4, chunks=[chunk])
+    evaluated.evaluate(batches(12))
+    assert not [ref for ref in chunk.returned if ref() is not None]
+    return result.peak, chunk.most
+
+
+def test_what_is_sent_is_released_while_its_graph_is_kept():
+    """Four forwards are in flight on the first rank, and outputs that are not yet sent are the one just made
+    and three at most before it, two of them on their way."""
+    (peak, most), *_ = run_ranks(released_case, 4)
+    assert peak == 4 and most <= 4
+
+
+class Several(nn.Module):
+    """Takes and returns a tensor with a gradient, one without and integers, and has a loss of its own."""
+
+    def __init__(self, stage):
+        super().__init__()
+        self.block, self.stage = Block(stage), stage
+
+    def forward(self, x, scale=None, ids=None):
+        if scale is None:
+            scale, ids = torch.full((1,), 0.5, dtype=x.dtype), torch.arange(x.shape[0])
+        y = self.block(x) * scale
+        loss = 0.1 * self.block.weight.square().sum() + 0.01 * y.pow(4).sum()
+        return StageOutput((y, scale.detach() + 1, ids + 1), loss, stats=(self.stage, ids.tolist()))
+
+
+def several_loss(y, scale, ids, batch):
+    return ((y - batch["y"]) * ids[:, None]).square().sum() * scale.item(), torch.tensor(len(ids))
+
+
+def several_case(rank, world, schedule):
+    groups = ParallelGroups.create(RankGrid(world_size=world, pp=world))
+    data, blocks = batches(4), [Several(stage) for stage in range(4)]
+    final = own = 0.0
+    for batch in data:
+        tensors = (batch["x"],)
+        for block in blocks:
+            tensors, loss, _ = block(*tensors)
+            own = own + loss
+        final = final + several_loss(*tensors, batch)[0]
+    (final + own).backward()
+    vpp = 4 // world
+    chunks = [Several(chunk * world + rank) for chunk in range(vpp)]
+    result = make(groups, vpp, 4, chunks=chunks, schedule=schedule, loss=several_loss).train(data)
+    for chunk, block in enumerate(chunks):
+        for param, expected in zip(block.parameters(), blocks[chunk * world + rank].parameters()):
+            torch.testing.assert_close(param.grad, expected.grad, **CLOSE)
+        for microbatch in range(4):
+            stage = chunk * world + rank
+            assert result.stats[microbatch, chunk] == (stage, [stage, stage + 1, stage + 2])
+    if rank == world - 1:
+        torch.testing.assert_close(result.loss, final.detach(), **CLOSE)
+        assert all(int(result.stats[microbatch, vpp]) == 3 for microbatch in range(4))
+    return float(result.stage_loss), float(own.detach())
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble"])
+def test_several_tensors_and_losses_of_stages(world, schedule):
+    results = [several_case(0, 1, schedule)] if world == 1 else run_ranks(several_case, world, schedule)
+    assert sum(own for own, _ in results) == pytest.approx(results[0][1], rel=1e-12)
+
+
+def odd_stages_case(rank, world):
+    """A frozen first stage gives nothing to send back; an empty one passes on; a tensor may go unused."""
+    groups = ParallelGroups.create(RankGrid(world_size=world, pp=world))
+
+    class Drop(nn.Module):
+        def forward(self, x):
+            return torch.ones_like(x)
+
+    for kinds in (("frozen", "block"), ("block", "empty"), ("empty", "block"), ("block", "drop")):
+        for schedule in SCHEDULES:
+            blocks = {"empty": nn.Identity(), "drop": Drop()}
+            stages = [blocks.get(kind) or Block(i) for i, kind in enumerate(kinds)]
+            if kinds[0] == "frozen":
+                stages[0].requires_grad_(False)
+            data = batches(4)
+            make(groups, 1, 4, chunks=[stages[rank]], schedule=schedule).train(data)
+            mine = [p.grad for p in stages[rank].parameters()]
+            stages = [blocks.get(kind) or Block(i) for i, kind in enumerate(kinds)]
+            unused = kinds[1] == "drop"
+            grads = [torch.zeros_like(g) for g in mine] if unused else reference(2, data, stages)[1][rank]
+            if kinds[rank] == "frozen":
+                assert mine == [None, None]
+                continue
+            for grad, expected in zip(mine, grads, strict=True):
+                torch.testing.assert_close(grad, expected, **CLOSE)
+
+
+def test_stages_without_parameters_or_gradients():
+    run_ranks(odd_stages_case, 2)
+
+
+def reports_case(rank, world):
+    """Ranges for profilers, and how much is communicated."""
+    groups = ParallelGroups.create(RankGrid(world_size=world, pp=world))
+    pipeline = make(groups, 2, 4)
+    pipeline.train(batches(4))
+    with torch.profiler.profile() as profile:
+        result = pipeline.train(batches(4))
+    names = {event.name for event in profile.events()}
+    for kind, microbatch, chunk in result.trace:
+        assert f"fastmp.pipeline.{kind}[microbatch {microbatch}, chunk {chunk}]" in names
+    with count_collectives() as calls:
+        pipeline.train(batches(4))
+    return calls.counts
+
+
+def test_reports():
+    for counts in run_ranks(reports_case, 2):
+        assert set(counts) == {"send", "recv"}
+        assert sum(counts.values()) == 3 * 2 * 4  # three borders, both ways, no header any more
+
+
+def shapes_case(rank, world):
+    groups = ParallelGroups.create(RankGrid(world_size=world, pp=world))
+    pipeline = make(groups, 2, 4)
+    pipeline.train(batches(4))
+    pipeline.forget_shapes()
+    pipeline.train(batches(4, rows=5))
+    return True
+
+
+def test_shapes_change_where_all_ranks_forget_them():
+    assert all(run_ranks(shapes_case, 2))
+
+
+def collectives_of_making(rank, world):
+    groups = ParallelGroups.create(RankGrid(world_size=world, pp=world))
+    with count_collectives() as seen:
+        make(groups, 1, 2)
+    return seen.calls[-1]
+
+
+def test_the_first_communication_on_the_device_is_by_all_ranks():
+    """NCCL makes a communicator in it: a message between two ranks alone would leave the others out."""
+    assert run_ranks(collectives_of_making, 2) == [("all_reduce", [(1,)])] * 2
+
+
+def disagree_case(rank, world, what):
+    groups = ParallelGroups.create(RankGrid(world_size=world, pp=world))
+    number, vpp = 4 + 2 * (what == "orders" and rank == 1), 1 + (what == "chunks" and rank == 1)
+    try:
+        make(groups, vpp, number)
+    except ValueError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("orders", "ranks 0 and 1 have different orders"),
+        ("chunks", r"ranks 0 and 1 have different numbers of chunks: \[1, 2\]"),
+    ],
+)
+def test_ranks_that_disagree(what, message):
+    errors = run_ranks(disagree_case, 2, what)
+    assert errors[0] == errors[1]
+    with pytest.raises(ValueError, match=message):
+        raise ValueError(errors[0])
+
+
+def test_wrong_arguments():
+    with pytest.raises(ValueError, match="1 orders for a group of"):
+        pipeline = make(ParallelGroups.alone(), 1, 2)
+        pipeline.size = 2
+        pipeline._agree()
+    with pytest.raises(ValueError, match="3 batches for orders of 2 microbatches"):
+        make(ParallelGroups.alone(), 1, 2).train(batches(3))
+    with pytest.raises(ValueError, match="2 chunks for orders of 1 chunks a rank"):
+        make(ParallelGroups.alone(), 1, 2, chunks=[Block(0), Block(1)])
+    with pytest.raises(ValueError, match="forward of microbatch 0 chunk 0: its backward is missing"):
+        Pipeline([Block(0)], [[Step("forward", 0, 0)]], group=None, inputs=first, loss=square)
+
+
+def test_split_backwards_leave_weights_for_later():
+    """Between the two backwards of microbatch 0 only the bias has its gradient."""
+    layer = ColumnParallelLinear(SIZE, SIZE, group=None, dtype=torch.float64)
+    seen, data = [], batches(2)
+
+    def inputs(batch):
+        seen.append((layer.weight.grad is None, layer.bias.grad is None))
+        return batch["x"]
+
+    kinds = [("forward", 0), ("backward_input", 0), ("forward", 1), ("backward_weight", 0)]
+    kinds += [("backward_input", 1), ("backward_weight", 1)]
+    order = [Step(kind, microbatch, 0) for kind, microbatch in kinds]
+    Pipeline([layer], [order], group=None, inputs=inputs, loss=square).train(data)
+    assert seen == [(True, True), (True, False)]
+    same = ColumnParallelLinear(SIZE, SIZE, group=None, dtype=torch.float64)
+    same.load_state_dict(layer.state_dict())
+    sum(square(same(batch["x"]), batch) for batch in data).backward()
+    torch.testing.assert_close(layer.weight.grad, same.weight.grad, **CLOSE)
+    torch.testing.assert_close(layer.bias.grad, same.bias.grad, **CLOSE)

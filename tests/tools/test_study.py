@@ -1,0 +1,173 @@
+"""The studies: predictions within their tolerance, and committed pages that are what the commands write."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from fastmp.config.sizes import num_parameters
+from fastmp.pipeline.simulate import Costs
+from fastmp.pipeline.stream_schedule import interleave
+from fastmp.testing.ranks import run_ranks
+from tools.study import __main__ as study
+from tools.study import graphs, launches, measured, overlap, published, scaling, schedules
+
+STUDIES = Path(__file__).parents[2] / "docs" / "studies"
+MOST_BYTES = 150_000
+
+
+@pytest.fixture(scope="module")
+def rows():
+    return [*scaling.paper_rows()]
+
+
+def test_the_paper_is_predicted_within_a_tenth(rows):
+    predicted = [row for row in rows if not row.calibrated]
+    assert [row.published for row in predicted] == [
+        0.77, 0.74, 0.76, 15.1, 0.82, 0.80, 0.77, 2.34, 2.98,
+    ]  # fmt: skip
+    for row in predicted:
+        assert abs(row.residual) <= scaling.TOLERANCE, row
+    for row in rows:
+        if row.calibrated:
+            assert abs(row.residual) <= 0.01, row
+    assert sum(row.calibrated for row in rows) == 2
+
+
+def test_more_heads_and_more_ranks_cost_what_they_did(rows):
+    """The order of the published rows is that of the predicted ones."""
+    heads = [row.predicted for row in rows if "Table 7" in row.what]
+    faster = [row.predicted for row in rows if "Table 8" in row.what]
+    assert heads == sorted(heads, reverse=True) and faster == sorted(faster)
+    assert 0.03 < heads[0] - heads[-1] < 0.07  # published: 5 points
+
+
+def test_shapes_are_those_of_table_1():
+    counts = [num_parameters(shape.recipe().model, 51200) for shape in published.TABLE_1]
+    assert [round(count / 1e9, 4) for count in counts] == [1.2135, 2.4904, 4.1991, 8.3170]
+
+
+def test_flops_and_efficiencies_are_counted_as_published_in_2020():
+    counts, milliseconds = [], published.CASE_MS
+    for (shape, (tflops, *_)), ms in zip(published.CASES, milliseconds, strict=True):
+        counts.append(num_parameters(shape.recipe().model, published.PADDED))
+        flops = published.counted_flops(shape.recipe()) / shape.tp / ms * 1e3
+        assert flops == pytest.approx(tflops * 1e12, rel=1.5e-3)
+    assert [f"{count / 1e9:.2f}" for count in counts] == ["1.16", "2.03", "4.24", "8.67"]
+    scaling = [counts[i] / counts[0] / 2**i * milliseconds[0] / milliseconds[i] for i in range(4)]
+    assert scaling == pytest.approx([1.0, 0.896, 0.825, 0.743], abs=1e-3)
+
+
+def test_runs_of_2021_have_the_parameters_and_the_total_that_were_published():
+    runs = published.a100_runs()
+    for run in runs:
+        assert f"{num_parameters(run.recipe.model, published.PADDED) / 1e9:.1f} B" == run.name
+    assert runs[-1].tflops * runs[-1].gpus == pytest.approx(502e3, rel=4e-3)
+
+
+def test_every_gpu_says_how_far_published_runs_are_from_their_estimates():
+    found: dict[str, list[float]] = {}
+    for row in scaling.other_rows():
+        if "TFLOP/s" in row.what:
+            found.setdefault(row.what.partition(" ")[0].lower(), []).append(row.predicted / row.published)
+    for name, gpu in scaling.GPUS.items():
+        own = found.get(name)
+        assert gpu.compared == (None if own is None else (round(min(own), 2), round(max(own), 2)))
+
+
+def test_the_scaling_page_is_what_the_command_writes(rows):
+    measured = json.loads((STUDIES / "scaling.json").read_text())
+    page = scaling.page(rows, scaling.hardware_rows(), measured)
+    assert page == (STUDIES / "scaling.md").read_text()
+
+
+@pytest.mark.full
+def test_the_page_of_graphs_is_what_the_command_writes():
+    """With the host times that were measured for it; launches are counted anew."""
+    measured = json.loads((STUDIES / "graphs.json").read_text())
+    assert graphs.page(graphs.count(), measured) == (STUDIES / "graphs.md").read_text()
+
+
+@pytest.mark.full
+def test_graphs_remove_launches_and_host_time():
+    counts = graphs.count()
+    assert counts["moe"]["attention"] == counts["dense"]["attention"]
+    assert all(forward > 0 for own in counts.values() for forward, _ in own.values())
+    assert sum(map(sum, counts["dense"].values())) == 29  # by hand: 11 ops and 18
+    assert counts["moe"]["router"][0] == 13  # without what only asks for a dtype
+    eager, whole = launches.host_seconds("dense", [(), ("attn", "mlp")])
+    assert whole < eager / 2
+
+
+@pytest.mark.full
+def test_measured_steps_count_their_collectives():
+    recipe = measured.scaled(published.TABLE_1[1], 1)
+    steps = run_ranks(measured._time_steps, 2, recipe, timeout=120)
+    for seconds, communication, collectives in (step for own in steps for step in own):
+        assert 0.0 < communication < seconds
+        assert collectives == 4 * recipe.model.num_layers + 2
+
+
+@pytest.mark.full
+def test_the_page_of_schedules_is_what_the_command_writes():
+    assert schedules.page() == (STUDIES / "schedules.md").read_text()
+
+
+@pytest.mark.full
+def test_the_page_of_overlap_is_what_the_command_writes():
+    assert overlap.page() == (STUDIES / "overlap.md").read_text()
+
+
+def test_training_hides_as_much_as_an_order_planned_for_its_times():
+    for exchange in overlap.SHARES:
+        own = overlap.sections(exchange)
+        both = overlap.chains(own)
+        assert overlap.took(overlap._order(own), *both) <= 1.05 * overlap.took(interleave(*both), *both)
+
+
+@pytest.mark.parametrize(("forward", "inputs", "weights"), [(1, 1, 1), (1, 2, 1), (2, 3, 1), (1, 1, 3)])
+def test_formulas_of_schedules_are_what_is_simulated(forward, inputs, weights):
+    """For every size of the study up to 8 ranks."""
+    for cell in schedules.cells(Costs(forward, inputs, weights)):
+        if cell.schedule.pp <= 8 and cell.schedule.num_microbatches <= 32:
+            run = cell.run
+            assert max(run.peak_activations) == cell.peak
+            assert run.bubble == pytest.approx(cell.bubble), cell.schedule
+
+
+def test_pictures_of_pages_are_there_and_small():
+    for page in STUDIES.glob("*.md"):
+        for name in [part.split(")")[0] for part in page.read_text().split("](")[1:]]:
+            if not name.startswith(("..", "http")):
+                assert 0 < (STUDIES / name).stat().st_size < MOST_BYTES, name
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", study.COMMANDS)
+def test_the_command_writes_page_and_pictures(name, tmp_path, capsys):
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
+    if (STUDIES / f"{name}.json").exists():  # with the measurements that are there
+        shutil.copy(STUDIES / f"{name}.json", tmp_path)
+    assert study.main([name, "--out", str(tmp_path)]) == 0
+    assert capsys.readouterr().out == f"{tmp_path / name}.md\n"
+    committed = {path.name for path in STUDIES.glob(f"{name}*") if path.suffix in (".md", ".png", ".json")}
+    assert {path.name for path in tmp_path.iterdir()} == committed
+
+
+@pytest.mark.full
+def test_a_page_that_cannot_be_written_is_one_line(tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    assert study.main(["scaling", "--out", str(tmp_path / "file" / "folder")]) == 2
+    assert capsys.readouterr().err.startswith("python -m tools.study scaling: ")
+
+
+@pytest.mark.parametrize("text", ["[]", "{}", "{", '{"cpu": "", "host_us": {"moe": 1}}'])
+@pytest.mark.parametrize("name", ["graphs", "scaling"])
+def test_a_file_that_is_no_measurement_is_one_line(name, text, tmp_path, capsys):
+    (tmp_path / f"{name}.json").write_text(text)
+    assert study.main([name, "--out", str(tmp_path)]) == 2
+    said = capsys.readouterr().err
+    assert "is no file of measurements" in said and said.count("\n") == 1

@@ -1,0 +1,150 @@
+"""`fastmp train --profile`: which steps, what is written, and the Nsight commands."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections import Counter
+from contextlib import nullcontext
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from fastmp import profiling
+from fastmp.apps import train as command
+from fastmp.apps import train_main
+from fastmp.config.recipe import parse_arguments
+from fastmp.training.data.corpus import build
+from fastmp.training.profiler import StepProfiler, nsight_command, run_under_nsight
+
+TINY = (
+    "--model.num-layers 1 --model.hidden-size 16 --model.num-heads 2 --model.max-seq-len 32 "
+    "--data.seq-len 32 --data.micro-batch-size 4"
+)
+
+
+@pytest.mark.parametrize("steps", [["--steps", "2:5"], ["--steps=2:5"], ["--train.profile-steps", "2", "5"]])
+@pytest.mark.parametrize("number", [[], ["--steps", "60"], ["--steps=60"]])
+def test_steps_with_a_colon_are_those_to_profile(steps, number):
+    recipe = parse_arguments(["--profile", "torch", *steps, *number])
+    assert recipe.train.profile_steps == (2, 5) and recipe.train.profile == "torch"
+    assert recipe.train.steps == (60 if number else 400)
+
+
+def test_nothing_is_profiled_unless_asked():
+    assert parse_arguments([]).train.profile == "none"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--steps", "10:"], "--steps needs a number, or two as in 10:13, got '10:'"),
+        (["--steps=a:b"], "--steps needs a number, or two as in 10:13, got 'a:b'"),
+        (["--steps", "13:10"], "must be a range within"),
+        (["--steps", "5", "--steps", "5:7"], "must be a range within"),
+    ],
+)
+def test_a_range_that_is_none_or_outside_the_run_is_refused(options, message, capsys):
+    with pytest.raises(SystemExit):
+        parse_arguments(["--profile", "torch", *options])
+    assert message in capsys.readouterr().err
+
+
+def test_torch_writes_a_trace_of_those_steps_and_says_what_they_took(tmp_path, capsys):
+    text = tmp_path / "text.txt"
+    text.write_text("".join(f"{i} times {i} is {i * i}.\n" for i in range(400)))
+    tokens = build([str(text)], tmp_path / "tokens")
+    options = f"{TINY} --data.path {tokens} --train.run-dir {tmp_path} --name tiny"
+    options += " --train.eval-interval 0 --optimizer.warmup-steps 1 --steps 6 --profile torch --steps 2:4"
+    assert command.main(options.split()) == 0
+    trace = json.loads((tmp_path / "tiny" / "profile-2-4.json").read_text())
+    events = Counter(event["name"] for event in trace["traceEvents"] if event.get("ph") == "X")
+    assert events["fastmp.optim.factory"] == events["fastmp.training.clip"] == 2
+    assert events["fastmp.training.forward"] == events["fastmp.training.backward"] == 4  # two microbatches
+    assert events["fastmp.segment.TransformerLayer.attention"] == 4
+    assert events["fastmp.bias_gelu"] == events["fastmp.bias_gelu_backward"] == 4
+    printed = capsys.readouterr().out
+    assert f"profile of steps 2:4: {tmp_path / 'tiny' / 'profile-2-4.json'}" in printed
+    assert "  fastmp.training.backward" in printed
+
+
+@pytest.fixture
+def cuda_calls(monkeypatch):
+    calls = []
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: calls.append("synchronize"))
+    monkeypatch.setattr(torch.cuda.profiler, "start", lambda: calls.append("start"))
+    monkeypatch.setattr(torch.cuda.profiler, "stop", lambda: calls.append("stop"))
+    yield calls
+    profiling.enable_nvtx(False)
+
+
+@pytest.mark.parametrize(("first", "last"), [(0, 20), (11, 20), (0, 11)])
+def test_nsight_captures_between_start_and_stop(cuda_calls, tmp_path, first, last):
+    log = SimpleNamespace(note=print, paused=nullcontext)
+    profiler = StepProfiler("nsys", (10, 13), tmp_path, log)
+    assert profiling._nvtx
+    for step in range(first, last):
+        profiler(step)
+        cuda_calls.append(step)
+    profiler(last)
+    profiler.close()
+    kept = [call for call in cuda_calls if call in ("start", "stop") or call in range(10, 13)]
+    between = list(range(max(10, first), min(13, last)))
+    assert kept == ["start", *between, "stop"]
+
+
+def recipe_for(tool, tmp_path):
+    arguments = ["--profile", tool, "--steps", "10:13", "--train.run-dir", str(tmp_path / "runs")]
+    return arguments, parse_arguments(arguments)
+
+
+def test_the_commands(tmp_path):
+    for tool, option in (("nsys", "--capture-range=cudaProfilerApi"), ("ncu", "--profile-from-start=off")):
+        arguments, recipe = recipe_for(tool, tmp_path)
+        command = nsight_command(tool, arguments, recipe)
+        assert command[:3] == ["env", "FASTMP_PROFILED=1", tool] and option in command
+        assert command[-len(arguments) - 3 :] == ["-m", "fastmp", "train", *arguments]
+        assert any(part.endswith(f"{tmp_path}/runs/gpt-profile-10-13") for part in command)
+
+
+@pytest.mark.parametrize("tool", ["nsys", "ncu"])
+def test_the_first_rank_becomes_the_command(tool, tmp_path, monkeypatch, capsys):
+    arguments, recipe = recipe_for(tool, tmp_path)
+    became = []
+    monkeypatch.setattr(os, "execvp", lambda program, command: became.append((program, command)))
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    with pytest.raises(ValueError, match=f"{tool} is not on the PATH"):
+        run_under_nsight(arguments, recipe)
+    monkeypatch.setattr(shutil, "which", lambda name: f"/usr/bin/{name}")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ValueError, match=f"{tool} needs a GPU"):
+        run_under_nsight(arguments, recipe)
+    assert not became
+    assert capsys.readouterr().out.count(f"env FASTMP_PROFILED=1 {tool} ") == 2
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    run_under_nsight(arguments, recipe)
+    assert became == [("env", nsight_command(tool, arguments, recipe))] and (tmp_path / "runs").is_dir()
+
+
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [({}, True), ({"FASTMP_PROFILED": "1"}, False), ({"RANK": "1", "WORLD_SIZE": "2"}, False)],
+    ids=["first rank", "already profiled", "another rank"],
+)
+def test_who_runs_under_nsight(variables, expected, monkeypatch, tmp_path):
+    class Stop(Exception):
+        pass
+
+    def stop(*arguments, **options):
+        raise Stop
+
+    asked = []
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(train_main, "run_under_nsight", lambda *arguments: asked.append(arguments))
+    monkeypatch.setattr(train_main, "init", stop)
+    with pytest.raises(Stop):
+        train_main._job(*reversed(recipe_for("nsys", tmp_path)))
+    assert bool(asked) is expected

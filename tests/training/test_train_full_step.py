@@ -1,0 +1,250 @@
+"""Whole steps in one graph are eager steps, bit for bit, on every layout that has one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from marks import full
+from test_train_documents import steps_of
+from test_train_graphs import CONFIG, DENSE, EXPERTS, ONE, run
+from test_train_pipeline import make_trainer
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from train_tools import Samples
+
+from fastmp.config import GraphConfig, OptimizerConfig, ParallelConfig, TrainConfig
+from fastmp.distributed.collectives import group_rank
+from fastmp.distributed.grid import RankGrid
+from fastmp.distributed.groups import ParallelGroups
+from fastmp.distributed.rng import RngTracker
+from fastmp.testing.ranks import run_ranks
+from fastmp.training.language import gpt_and_loss
+from fastmp.training.trainer import Trainer
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+STEP = GraphConfig(enabled=True, scope=("full_step",))
+EVALUATION = GraphConfig(enabled=True, evaluation=True)
+BUCKETS = OptimizerConfig(bucket_size=200)
+SHARED_MEMORY = replace(EXPERTS, moe=replace(EXPERTS.moe, dispatcher="symmetric"))
+
+
+def compare(groups=ParallelGroups.alone(), layout=ONE, steps=20, **options):
+    graphed, graph = run(STEP, groups, layout, steps=steps, **options)
+    eager, _ = run(None, groups, layout, steps=steps, **options)
+    assert graph.num_graphs == 1
+    assert len(graphed) == len(eager) and all(map(torch.equal, graphed, eager))
+
+
+WHOLE = [
+    (EXPERTS, ONE, 4),
+    *full([(DENSE, ONE, 20), (EXPERTS, ParallelConfig(recompute=True), 20)]),
+]
+
+
+@pytest.mark.parametrize(("config", "layout", "steps"), WHOLE)
+def test_a_rank_alone(config, layout, steps):
+    compare(config=config, layout=layout, steps=steps)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("config", "layout", "steps"), WHOLE)
+def test_a_gpu_alone(config, layout, steps):
+    with sdpa_kernel(SDPBackend.MATH):  # whose backward adds up in one order
+        compare(config=config, layout=layout, steps=steps, device="cuda")
+
+
+def ranks_case(rank, world, grid, cases):
+    groups = ParallelGroups.create(RankGrid(world_size=world, **grid))
+    for config, layout, optimizer in cases:
+        compare(groups, layout, config=config, optimizer=optimizer, overlap_experts=layout.overlap_experts)
+
+
+RANKS = {
+    "tensor": (
+        {"tp": 2},
+        [
+            (DENSE, ParallelConfig(tp=2, sequence_parallel=True), BUCKETS),
+            (EXPERTS, ParallelConfig(tp=2, etp=1), BUCKETS),
+        ],
+    ),
+    "data": (
+        {},
+        [
+            (DENSE, ONE, BUCKETS),
+            (EXPERTS, ParallelConfig(recompute=True), BUCKETS),
+            (DENSE, ONE, replace(BUCKETS, name="muon", shard=False)),
+        ],
+    ),
+    "experts": (
+        {"ep": 2},
+        [
+            (SHARED_MEMORY, ParallelConfig(ep=2), BUCKETS),
+            (SHARED_MEMORY, ParallelConfig(ep=2, overlap_experts=True), BUCKETS),
+        ],
+    ),
+    "context": ({"cp": 2}, [(DENSE, ParallelConfig(cp=2), BUCKETS)]),
+    "pipeline": (
+        {"pp": 2},
+        [
+            (DENSE, ParallelConfig(pp=2), BUCKETS),
+            (CONFIG, ParallelConfig(pp=2, vpp=2), BUCKETS),
+            (DENSE, ParallelConfig(pp=2, schedule="zero_bubble"), BUCKETS),
+        ],
+    ),
+}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", RANKS)
+def test_two_ranks(name):
+    run_ranks(ranks_case, 2, *RANKS[name], timeout=180)
+
+
+@pytest.mark.exhaustive
+def test_a_pipeline_of_tensor_and_data_parallel_ranks():
+    cases = [(DENSE, ParallelConfig(tp=2, pp=2, sequence_parallel=True), BUCKETS)]
+    run_ranks(ranks_case, 8, {"tp": 2, "pp": 2}, cases, timeout=300)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("vpp", [1, 2])
+def test_a_pipeline_of_ranks_that_run_two_microbatches_at_once(vpp):
+    config = replace(SHARED_MEMORY, num_layers=2 * vpp)
+    layout = ParallelConfig(ep=2, pp=2, vpp=vpp, overlap_experts=True)
+    run_ranks(ranks_case, 4, {"ep": 2, "pp": 2}, [(config, layout, BUCKETS)], timeout=180)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_sixteen_bits(dtype):
+    """The scale of a float16 loss changes inside the graph."""
+    found = []
+    for graphs in (STEP, None):
+        trainer = make_trainer(config=DENSE, dtype=dtype, graphs=graphs, optimizer=OptimizerConfig())
+        results = [trainer.train_step() for _ in range(12)]
+        scale = [] if trainer.scaler is None else [trainer.scaler.scale]
+        found.append([*(r.loss for r in results), *(r.grad_norm for r in results), *scale])
+    assert all(torch.equal(a, b) or (a.isnan() & b.isnan()) for a, b in zip(*found))
+    assert dtype != torch.float16 or int(trainer.optimizer.skipped_steps) > 0
+
+
+@pytest.mark.full
+def test_packed_documents():
+    graphed, graph = steps_of(ParallelGroups.alone(), None, EXPERTS, STEP)
+    assert graph.num_graphs == 1
+    assert all(map(torch.equal, graphed, steps_of(ParallelGroups.alone(), None, EXPERTS, None)[0]))
+
+
+def test_what_is_loaded_is_what_the_graph_reads(tmp_path):
+    trainer = make_trainer(config=DENSE, graphs=STEP, run_dir=str(tmp_path))
+    for _ in range(3):
+        trainer.train_step()
+    path = trainer.save()
+    first = [trainer.train_step() for _ in range(3)]
+    assert trainer.resume(path) and trainer.step == 3 and trainer.graphs.num_graphs == 1
+    again = [trainer.train_step() for _ in range(3)]
+    assert trainer.graphs.num_graphs == 1 and trainer.graphs.describe().startswith(
+        "1 graph of the whole step"
+    )
+    assert all(
+        torch.equal(a.loss, b.loss) and torch.equal(a.grad_norm, b.grad_norm) for a, b in zip(first, again)
+    )
+    trainer.close()
+    assert trainer.graphs.num_graphs == 0 and trainer.train_step().loss.isfinite()
+
+
+def exchange_case(rank, world):
+    groups = ParallelGroups.create(RankGrid(world_size=2, ep=2))
+    with pytest.raises(
+        ValueError, match="scope 'full_step' cannot be captured, because dispatch, experts, comb"
+    ):
+        run(STEP, groups)
+    with pytest.raises(
+        ValueError, match="the evaluation cannot be one graph, because dispatch, experts, combine"
+    ):
+        evaluated(EVALUATION, groups, ParallelConfig(ep=2), EXPERTS)
+    limited = replace(SHARED_MEMORY, moe=replace(SHARED_MEMORY.moe, symmetric_capacity=0.5))
+    message = r"evaluation cannot be one graph, .* symmetric_capacity .* leave it out\); without graphs\.eval"
+    with pytest.raises(ValueError, match=message):
+        evaluated(EVALUATION, groups, ParallelConfig(ep=2), limited)
+
+
+@pytest.mark.full
+def test_experts_over_ranks_that_exchange_tokens_are_refused():
+    run_ranks(exchange_case, 2)
+
+
+class HeldOut(Samples):
+    """With seven batches to evaluate, of which a pipeline of four microbatches gets three at last."""
+
+    def validation_batches(self, dp_rank, dp_size, *, max_batches=None):
+        for number in range(7 if max_batches is None else max_batches):
+            yield self.samples(10**6 + (number * dp_size + dp_rank) * self.micro_batch_size)
+
+
+def evaluated(graphs, groups=ParallelGroups.alone(), layout=ONE, config=DENSE, device="cpu"):
+    """The losses of some evaluations and of the steps between them; the graphs of the evaluations."""
+    rng = RngTracker(3, tp_rank=group_rank(groups.tp), device=device)
+    model, loss = gpt_and_loss(config, groups, layout, rng=rng, dtype=torch.float64, device=device)
+    recipe = TrainConfig(steps=40, global_batch_size=16, eval_interval=0)
+    trainer = Trainer(model, HeldOut(4), loss, recipe, groups=groups, rng=rng, graphs=graphs)
+    losses = []
+    for _ in range(3):
+        losses += [trainer.evaluate().loss, trainer.train_step().loss.item()]
+        losses.append(trainer.evaluate(max_batches=1).loss)
+    return losses, trainer.evaluation_graphs
+
+
+def evaluations_case(rank, world, grid, config, layout, shapes, device="cpu"):
+    groups = ParallelGroups.alone()
+    if world > 1:
+        groups = ParallelGroups.create(RankGrid(world_size=world, **grid))
+    given = groups, layout, config, device
+    found, graphs = evaluated(EVALUATION, *given)
+    assert graphs.num_graphs == shapes and "of the evaluation" in graphs.describe()
+    assert found == evaluated(None, *given)[0]
+    assert found == evaluated(replace(EVALUATION, scope=("full_step",)), *given)[0]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("world", "grid", "config", "layout", "shapes"),
+    [
+        (1, {}, EXPERTS, ONE, 1),
+        (2, {}, DENSE, ONE, 1),
+        (2, {"tp": 2}, DENSE, ParallelConfig(tp=2, sequence_parallel=True), 1),
+        (2, {"ep": 2}, SHARED_MEMORY, ParallelConfig(ep=2), 1),
+        (2, {"pp": 2}, CONFIG, ParallelConfig(pp=2, vpp=2), 3),
+    ],
+)
+def test_evaluations(world, grid, config, layout, shapes):
+    case = grid, config, layout, shapes
+    run_ranks(evaluations_case, 2, *case) if world > 1 else evaluations_case(0, 1, *case)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("config", (EXPERTS, *full([DENSE])))
+def test_evaluations_on_a_gpu(config):
+    with sdpa_kernel(SDPBackend.MATH):  # whose backward adds up in one order
+        evaluations_case(0, 1, {}, config, ONE, 1, "cuda")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"verify_every": 4},
+            "verify_every 4 compares the parts of a step, .* use scope 'full', or verify_ev",
+        ),
+        ({"scope": ("full_step", "attn")}, r"goes with no other, got \('full_step', 'attn'\)"),
+        (
+            {"impl": "transformer_engine"},
+            "scope 'full_step' is of impl 'fastmp' only, got impl 'transformer_e",
+        ),
+    ],
+)
+def test_options_that_do_not_go_together(options, message):
+    with pytest.raises(ValueError, match=message):
+        replace(STEP, **options)

@@ -1,0 +1,586 @@
+"""A GPT in stages, or with its sequences cut, in training: on every layout what one rank computes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from marks import full
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from train_tools import DENSE, EXPERTS, NoDeviceCopies, Samples, gather_main_grads, saved_tensors
+
+from fastmp.apps.generation.sample_text import generate
+from fastmp.config import GraphConfig, OptimizerConfig, ParallelConfig, TrainConfig
+from fastmp.distributed.collectives import group_rank, group_size
+from fastmp.distributed.grid import RankGrid
+from fastmp.distributed.groups import ParallelGroups
+from fastmp.distributed.rng import RngTracker
+from fastmp.nn import Placement
+from fastmp.nn.stages import gpt_stages
+from fastmp.optim.lr_schedule import learning_rate
+from fastmp.optim.named_params import named_parameters
+from fastmp.pipeline.executor import PipelineError
+from fastmp.testing.parallel import count_collectives, full_tensor, late_gathers
+from fastmp.testing.ranks import RankError, run_ranks
+from fastmp.training.checkpoint.compare import differences
+from fastmp.training.data.tokenize import ByteTokenizer
+from fastmp.training.language import (
+    gpt_and_loss,
+    next_logits,
+    pipeline_loss,
+    pipeline_next_logits,
+    token_loss,
+)
+from fastmp.training.microbatches import PipelineLoss, evaluation_mode
+from fastmp.training.trainer import Trainer
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+OPTIMIZER = OptimizerConfig(lr=3e-3, min_lr=1e-4, warmup_steps=2)
+BUCKETS = replace(OPTIMIZER, bucket_size=2000)  # some for each layer
+MICRO_BATCH, NUM_MICROBATCHES, STEPS = 4, 4, 3  # samples of a microbatch, over all data-parallel ranks
+
+
+def make_groups(world_size, layout):
+    sizes = {axis: getattr(layout, axis) for axis in ("tp", "cp", "pp", "ep", "etp")}
+    return ParallelGroups.create(RankGrid(world_size=world_size, **sizes))
+
+
+def make_trainer(
+    groups=ParallelGroups.alone(),
+    layout=None,
+    *,
+    config=EXPERTS,
+    seed=11,
+    dtype=torch.float64,
+    micro_batch=MICRO_BATCH,
+    optimizer=OPTIMIZER,
+    graphs=None,
+    samples=Samples,
+    **train,
+):
+    """The whole model, or the stages of `layout`."""
+    cp = {} if groups.cp is None else {"cp_rank": group_rank(groups.cp)}
+    rng = RngTracker(seed, tp_rank=group_rank(groups.tp), **cp)
+    layout = ParallelConfig() if layout is None else layout
+    model, loss = gpt_and_loss(config, groups, layout, rng=rng, dtype=dtype)
+    dp = group_size(groups.dp)
+    train = {"steps": 40, "global_batch_size": MICRO_BATCH * NUM_MICROBATCHES, "eval_interval": 0, **train}
+    data = samples(micro_batch // dp, strides=3)
+    return Trainer(
+        model, data, loss, TrainConfig(**train), optimizer=optimizer, groups=groups, rng=rng, graphs=graphs
+    )
+
+
+def whole(trainer, tensor_of):
+    """{name: the undivided tensor} of this rank's parameters, padding of the vocabulary cut off."""
+    groups, full = trainer.groups, {}
+    tp, etp, ep = groups.tp, groups.etp, groups.ep
+    for name, param in named_parameters(trainer.runner.chunks):
+        tensor = full_tensor(tensor_of(param).detach().clone(), param, tp, etp_group=etp, ep_group=ep)
+        full[name] = tensor[: DENSE.vocab_size] if name == "word_embedding.weight" else tensor
+    return full
+
+
+def run(trainer):
+    """Numbers of each step, gradients of the first, and at the end parameters, biases, an evaluation."""
+    curve, counts = [], []
+    for step in range(STEPS):
+        result = trainer._train_step()  # whose parameters come while the next one runs
+        aux = 0.0 if result.aux_loss is None else result.aux_loss.item()
+        curve.append([result.loss.item(), result.num_tokens.item(), aux, result.grad_norm.item()])
+        counts.append(None if result.expert_counts is None else result.expert_counts.tolist())
+        if step == 0:
+            gather_main_grads(trainer.grads)
+            grads = whole(trainer, lambda param: param.main_grad)
+    biases = {
+        name: bias
+        for chunk in trainer.runner.chunks
+        for name, bias in chunk.named_buffers()
+        if name.endswith("expert_bias")
+    }
+    evaluation = trainer.evaluate()
+    trainer.optimizer.gather.wait()
+    return curve, counts, grads, whole(trainer, lambda param: param), biases, evaluation
+
+
+@pytest.fixture(scope="module")
+def one_rank():
+    return {config: run(make_trainer(config=config)) for config in (DENSE, EXPERTS)}
+
+
+def case(config=DENSE, **layout):
+    return config, ParallelConfig(**layout)
+
+
+CASES = {
+    1: [case(vpp=2), case(EXPERTS, vpp=4, schedule="zero_bubble")],
+    2: [
+        case(cp=2),
+        case(recompute=True),
+        case(EXPERTS, vpp=2, schedule="zero_bubble"),
+        case(pp=2),
+        case(EXPERTS, pp=2, vpp=2),
+        case(EXPERTS, pp=2, schedule="zero_bubble"),
+        case(EXPERTS, pp=2, stage_layers=(3, 1), recompute=True),
+        case(EXPERTS, pp=2, vpp=2, stage_layers=(1, 0, 3, 0), microbatch_group_size=4),
+    ],
+    4: [
+        case(pp=4),
+        case(EXPERTS, pp=2, schedule="zero_bubble", recompute=True),
+        case(EXPERTS, pp=4, schedule="zero_bubble"),
+        case(cp=2, tp=2, sequence_parallel=True),
+        case(EXPERTS, cp=2, pp=2, vpp=2, ep=2),
+        case(pp=2, tp=2, sequence_parallel=True),
+        case(EXPERTS, pp=2, vpp=2, tp=2, ep=2, etp=1),
+        case(EXPERTS, pp=2, vpp=2, tp=2, sequence_parallel=True, recompute=True, schedule="zero_bubble"),
+        case(pp=2, vpp=2),
+        case(EXPERTS, pp=2, vpp=2, ep=2),
+    ],
+    8: [
+        case(EXPERTS, pp=2, vpp=2, tp=2, ep=2, sequence_parallel=True),
+        case(EXPERTS, pp=4, ep=2, etp=1),
+        case(EXPERTS, cp=2, pp=2, vpp=2, tp=2, ep=4, etp=1, sequence_parallel=True),
+        case(EXPERTS, cp=8, ep=8),
+    ],
+}
+
+
+@pytest.mark.parametrize("world", [2, *full([1, 4]), pytest.param(8, marks=pytest.mark.exhaustive)])
+def test_every_layout_is_one_rank(one_rank, world):
+    """Losses, tokens, norms, gradients and parameters after AdamW to 1e-10, the same loads and biases."""
+
+    def rank_main(rank, world_size):
+        runs = []
+        for config, layout in CASES[world]:
+            groups = ParallelGroups.alone() if world == 1 else make_groups(world_size, layout)
+            runs.append(run(make_trainer(groups, layout, config=config, optimizer=BUCKETS)))
+        return runs
+
+    results = [rank_main(0, 1)] if world == 1 else run_ranks(rank_main, world, timeout=180)
+    for number, (config, layout) in enumerate(CASES[world]):
+        curve, counts, grads, params, biases, evaluation = one_rank[config]
+        seen = set()
+        for mine, my_counts, my_grads, my_params, my_biases, my_evaluation in (r[number] for r in results):
+            assert mine == results[0][number][0], f"{layout}: bits differ between ranks"
+            torch.testing.assert_close(torch.tensor(mine), torch.tensor(curve), rtol=0, atol=1e-10)
+            assert my_counts == counts
+            for ours, theirs in ((my_grads, grads), (my_params, params)):
+                for name in ours:
+                    torch.testing.assert_close(ours[name], theirs[name], rtol=0, atol=1e-10, msg=name)
+            assert all(torch.equal(my_biases[name], biases[name]) for name in my_biases)
+            assert my_evaluation == results[0][number][5]
+            assert abs(my_evaluation.loss - evaluation.loss) < 1e-10
+            assert my_evaluation.num_tokens == evaluation.num_tokens
+            seen |= {*my_params, *my_biases}
+        assert seen == {*params, *biases}, layout
+
+
+EACH_GROUP = [  # once: schedules and recomputation leave the optimizer as it is
+    case(EXPERTS, ep=2),
+    case(EXPERTS, tp=2, ep=2, sequence_parallel=True),
+    case(cp=2),
+    case(pp=2),
+    case(EXPERTS, pp=2, vpp=2),
+    case(cp=2, tp=2, sequence_parallel=True),
+    case(EXPERTS, pp=2, vpp=2, tp=2, ep=2, etp=1),
+]
+OTHERS = [each for each in CASES[2] + CASES[4] if each not in EACH_GROUP]
+
+
+@pytest.mark.parametrize("bucket_size", [*full([500]), pytest.param(20_000, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize(
+    "case", [*EACH_GROUP, *(pytest.param(each, marks=pytest.mark.exhaustive) for each in OTHERS)]
+)
+def test_sharded_is_replicated(case, bucket_size):
+    """Where ranks share the optimizer's state, parameters are what they are where each has all of it."""
+    config, layout = case
+
+    def rank_main(rank, world_size):
+        found = []
+        for shard in (True, False):
+            options = {
+                "config": config,
+                "optimizer": replace(OPTIMIZER, bucket_size=bucket_size, shard=shard),
+            }
+            trainer = make_trainer(make_groups(world_size, layout), layout, **options)
+            for _ in range(STEPS):
+                trainer.train_step()
+            found.append({name: p.detach() for name, p in named_parameters(trainer.runner.chunks)})
+        return found
+
+    world = 4 if layout.tp * layout.pp * layout.cp <= 2 else 8
+    for sharded, replicated in run_ranks(rank_main, world, timeout=180):
+        for name, param in replicated.items():
+            torch.testing.assert_close(sharded[name], param, rtol=0, atol=1e-12, msg=name)
+
+
+def test_gradients_are_summed_once_a_step():
+    """Over data-parallel ranks, however many microbatches; the tied tables once between their two stages."""
+
+    def rank_main(rank, world_size):
+        layout = ParallelConfig(pp=2, vpp=2)
+        trainer = make_trainer(make_groups(world_size, layout), layout, config=DENSE)
+        trainer.train_step()  # in which the ranks of the pipeline agree on shapes
+        with count_collectives() as seen:
+            trainer.train_step()
+        (flat,) = trainer.grads.flats
+        buckets = [bucket.end - bucket.start for bucket in flat.layout.buckets]
+        calls = [(name, max(shapes)) for name, shapes in seen.calls if name != "all_to_all"]
+        return [call for call in calls if call[0] not in ("send", "recv")], buckets
+
+    for calls, buckets in run_ranks(rank_main, 4):
+        table = 256 * DENSE.hidden_size
+        assert buckets.count(table) == 1 and len(buckets) in (2, 3)  # layers before and behind it
+        between_stages = ("all_reduce", (table // 2,))  # of what a rank owns
+        numbers = [("all_reduce", (7,)), ("all_reduce", (7,)), ("all_reduce", (1,))]  # over dp, pp and all
+        scattered = [("reduce_scatter", (size,)) for size in buckets]
+        gathered = [("all_gather", (size,)) for size in reversed(buckets)]
+        assert calls == [*scattered, between_stages, *numbers, *gathered]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+@pytest.mark.parametrize("schedule", ["zero_bubble", "1f1b"])
+def test_a_step_never_waits_for_the_device(schedule, name):
+    """The chunks of one rank on tensors without values, on a device that is not the host's."""
+
+    class OnDevice(Trainer):
+        def _to_device(self, batch):
+            return {name: torch.empty_like(tensor, device=self.device) for name, tensor in batch.items()}
+
+    layout = ParallelConfig(vpp=2, schedule=schedule)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        stages = gpt_stages(EXPERTS, Placement(device="meta"), vpp=2)
+        loss, config = pipeline_loss(stages, ParallelGroups.alone(), layout), TrainConfig(global_batch_size=8)
+        trainer = OnDevice(stages, Samples(2), loss, config, optimizer=OptimizerConfig(name=name))
+        with NoDeviceCopies():
+            for _ in range(2):
+                result = trainer.train_step()
+            assert result.expert_counts.device.type == "meta" and result.expert_counts.shape == (4, 8)
+
+
+DROPOUT = replace(EXPERTS, dropout=0.1, attention_dropout=0.1, moe=replace(EXPERTS.moe, jitter=0.1))
+
+
+@pytest.mark.full
+def test_resume_is_bitwise(tmp_path):
+    """Six steps, and three, a checkpoint, new objects from another seed, three more; dropout and jitter."""
+
+    def rank_main(rank, world_size):
+        layout = ParallelConfig(pp=2, vpp=2, ep=2)
+        groups = make_groups(world_size, layout)
+        options = {"config": DROPOUT, "dtype": torch.float32, "run_dir": str(tmp_path)}
+        straight = make_trainer(groups, layout, **options)
+        expected = [straight.train_step().loss.item() for _ in range(6)]
+        first = make_trainer(groups, layout, **options)
+        losses = [first.train_step().loss.item() for _ in range(3)]
+        first.save()
+        second = make_trainer(groups, replace(layout, stage_layers=(1, 1, 1, 1)), seed=99, **options)
+        assert second.resume() and second.step == 3
+        losses += [second.train_step().loss.item() for _ in range(3)]
+        assert losses == expected
+        tensors = saved_tensors(second)
+        for name, tensor in saved_tensors(straight).items():
+            assert torch.equal(tensor, tensors[name]), name
+        return sorted(name for name in tensors if name.endswith("expert_bias"))
+
+    for rank, biases in enumerate(run_ranks(rank_main, 4, timeout=120)):
+        layers = [0, 2] if rank < 2 else [1, 3]
+        assert biases == [f"model/layers.{i}.moe.router.expert_bias" for i in layers]
+
+
+LAYOUTS = [
+    ParallelConfig(tp=2, ep=2, etp=1, sequence_parallel=True),
+    ParallelConfig(pp=2, vpp=2, stage_layers=(1, 0, 2, 1)),
+    ParallelConfig(ep=2),
+    ParallelConfig(cp=2),
+]
+
+
+@pytest.mark.full
+def test_a_run_goes_on_at_one_layout_after_the_other(tmp_path):
+    """A step at each of them, from what the one before has saved: the steps of one run."""
+
+    def rank_main(rank, world_size):
+        found, path = [], None
+        for number, layout in enumerate(LAYOUTS):
+            options = {"optimizer": BUCKETS, "run_dir": str(tmp_path), "name": str(number), "seed": number}
+            trainer = make_trainer(make_groups(world_size, layout), layout, **options)
+            if path is not None:
+                loaded = trainer.resume(path)
+                assert loaded.step == number and trainer.step == number
+                again = trainer.save()
+                found += [] if rank else list(differences(path, again))
+            result = trainer.train_step()
+            found.append((result.loss.item(), result.grad_norm.item()))
+            path = trainer.save()
+        return found
+
+    expected = make_trainer(config=EXPERTS, seed=0, optimizer=BUCKETS)
+    steps = [expected.train_step() for _ in LAYOUTS]
+    for found in run_ranks(rank_main, 2):
+        assert len(found) == len(LAYOUTS), found
+        for step, (loss, norm) in zip(steps, found, strict=True):
+            assert abs(step.loss.item() - loss) < 1e-10 and abs(step.grad_norm.item() - norm) < 1e-10
+
+
+class Numbers:
+    """A user's own data for stages of a user's own."""
+
+    micro_batch_size = 4
+
+    def batch(self, step, microbatch, num_microbatches, dp_rank, dp_size):
+        generator = torch.Generator().manual_seed(step * num_microbatches + microbatch)
+        x = torch.randn(self.micro_batch_size, 6, generator=generator, dtype=torch.float64)
+        return {"x": x, "y": x.cumsum(1)}
+
+    def validation_batches(self, dp_rank, dp_size, *, max_batches):
+        yield from (self.batch(10**6 + i, 0, 1, 0, 1) for i in range(5))
+
+
+def squares(output, batch):
+    error = output - batch["y"]
+    return error.square().sum(), torch.tensor(error.numel())
+
+
+def four_parts():
+    torch.manual_seed(0)
+    return [nn.Sequential(nn.Linear(6, 6, dtype=torch.float64), nn.Tanh()) for _ in range(4)]
+
+
+def test_stages_of_ones_own(tmp_path):
+    """Plain modules whose chunks have the same names train as the whole does, and are saved under two."""
+    config = TrainConfig(steps=4, global_batch_size=16, eval_interval=0, run_dir=str(tmp_path))
+    whole = Trainer(
+        nn.Sequential(*four_parts()),
+        Numbers(),
+        lambda m, b: squares(m(b["x"]), b),
+        config,
+        optimizer=OPTIMIZER,
+    )
+    expected = [whole.train_step().loss.item() for _ in range(4)], whole.evaluate()
+
+    def rank_main(rank, world_size):
+        groups = ParallelGroups.create(RankGrid(world_size=world_size, pp=2))
+        functions = PipelineLoss(inputs=lambda batch: batch["x"], loss=squares)
+        options = {"optimizer": OPTIMIZER, "groups": groups}
+        trainer = Trainer(four_parts()[rank::2], Numbers(), functions, config, **options)
+        names = list(trainer.grads.parameters)
+        result = [trainer.train_step().loss.item() for _ in range(4)], trainer.evaluate()
+        trainer.save()
+        again = Trainer(four_parts()[rank::2], Numbers(), functions, config, **options)
+        assert again.resume() and again.evaluate() == result[1]
+        return names, result
+
+    for names, (losses, evaluation) in run_ranks(rank_main, 2):
+        assert names == ["0.weight", "0.bias", "chunk1.0.weight", "chunk1.0.bias"]
+        assert max(abs(a - b) for a, b in zip(losses, expected[0], strict=True)) < 1e-12
+        assert abs(evaluation.loss - expected[1].loss) < 1e-12
+
+
+TEXT_LAYOUTS = [
+    ParallelConfig(pp=2, vpp=2, tp=2, ep=2, etp=1, sequence_parallel=True),
+    ParallelConfig(cp=2, tp=2, sequence_parallel=True),
+    ParallelConfig(cp=2, pp=2, vpp=2, ep=2),
+]
+
+
+def test_text_is_that_of_one_rank():
+    tokenizer = ByteTokenizer()
+    config = replace(EXPERTS, vocab_size=257, init_std=0.3, max_seq_len=80)
+    options = {"tokenizer": tokenizer, "max_new_tokens": 12, "max_seq_len": 80, "seed": 3}
+
+    def text(groups=ParallelGroups.alone(), layout=None):
+        chunks = make_trainer(groups, layout, config=config).runner.chunks
+        whole_model = layout is None or layout.pp == 1
+        logits = next_logits(chunks[0]) if whole_model else pipeline_next_logits(chunks, groups)
+        with evaluation_mode(chunks):
+            tp, together = groups.tp, groups.tp_cp_dp
+            return generate(logits, [72, 105] * 30, group=tp, together=together, **options)
+
+    def rank_main(rank, world_size):
+        return [text(make_groups(world_size, layout), layout) for layout in TEXT_LAYOUTS]
+
+    alone = text()
+    assert len(alone) > 6  # the window of 64 has become longer
+    assert run_ranks(rank_main, 4) == [[alone] * len(TEXT_LAYOUTS)] * 4
+
+
+def fault(kind):
+    """The second stage goes wrong in the second step."""
+
+    def rank_main(rank, world_size):
+        layout = ParallelConfig(pp=2)
+        trainer = make_trainer(make_groups(world_size, layout), layout, config=DENSE)
+        trainer.train_step()
+        stage = trainer.runner.chunks[0]
+        if rank == 0 and kind == "shape":
+            stage.register_forward_hook(lambda module, args, output: output[:-1])
+        elif rank == 1 and kind == "raises":
+            stage.register_forward_pre_hook(lambda module, args: [][1])
+        trainer.train_step()
+
+    return rank_main
+
+
+@pytest.mark.parametrize(
+    ("kind", "rank", "message"),
+    [
+        ("raises", 1, r"step 2, pipeline rank 1, forward of microbatch 0 chunk 0: IndexError"),
+        (
+            "shape",
+            0,
+            r"step 2, pipeline rank 0, forward of microbatch 0 chunk 0: ValueError: stage 0 hands on",
+        ),
+    ],
+    ids=["raises", "hands on a wrong shape"],
+)
+def test_a_stage_that_goes_wrong_is_named(kind, rank, message):
+    with pytest.raises(RankError, match=f"PipelineError: {message}") as error:
+        run_ranks(fault(kind), 2, timeout=30)
+    assert error.value.rank == rank
+
+
+def test_what_does_not_fit_is_said_on_all_ranks():
+    def rank_main(rank, world_size):
+        layout = ParallelConfig(pp=2)
+        groups = make_groups(world_size, layout)
+        said = []
+        for make in (
+            lambda: make_trainer(groups, None),
+            lambda: make_trainer(groups, ParallelConfig(pp=2, vpp=2), global_batch_size=12),
+            lambda: make_trainer(groups, ParallelConfig(pp=2, vpp=3)),
+            lambda: Trainer(
+                [nn.Linear(2, 2) if rank else nn.Tanh()],
+                Samples(MICRO_BATCH),
+                PipelineLoss(inputs=None, loss=None),
+                TrainConfig(),
+                groups=groups,
+            ),
+        ):
+            with pytest.raises(ValueError) as error:
+                make()
+            said.append(str(error.value))
+        return said
+
+    left, right = run_ranks(rank_main, 2)
+    assert left == right
+    for message, part in zip(
+        left,
+        (
+            "a pipeline of 2 ranks needs chunks and a PipelineLoss, got GPT",
+            "num_microbatches 3 leaves a last group of 1 for group_size 2",
+            "4 layers are not divisible by 6 stages",
+            "the stages of pipeline rank 0 have no parameter to train",
+        ),
+        strict=True,
+    ):
+        assert part in message
+    assert issubclass(PipelineError, RuntimeError)
+
+
+def test_tied_tables_stay_bitwise_equal():
+    """Sums over three data-parallel ranks have an order that depends on the place in a stage's buffer."""
+
+    def rank_main(rank, world_size):
+        layout = ParallelConfig(pp=2, stage_layers=(3, 1))
+        groups = make_groups(world_size, layout)
+        config = replace(DENSE, vocab_size=1000)
+        options = {"config": config, "dtype": torch.float32, "global_batch_size": 12, "micro_batch": 3}
+        trainer = make_trainer(groups, layout, **options)
+        for _ in range(5):
+            trainer.train_step()
+        return trainer.runner.chunks[0].word_embedding.weight.detach()
+
+    tables = run_ranks(rank_main, 6)
+    assert all(torch.equal(table, tables[0]) for table in tables)
+
+
+TWENTY, GRAPHS = 20, GraphConfig(enabled=True)
+AGAINST_TORCH = [
+    *full(
+        [
+            (2, case(EXPERTS, ep=2, recompute=True), None),
+            (1, case(EXPERTS), None),
+            (4, case(EXPERTS, ep=2), None),
+            (2, case(), GRAPHS),
+            (4, case(EXPERTS, pp=2, vpp=2), None),
+            (4, case(pp=2, schedule="zero_bubble"), GRAPHS),
+        ]
+    ),
+]
+
+
+def torch_twenty_steps(config):
+    """Parameters of one process after twenty steps of torch's AdamW, clipped, on all microbatches at once."""
+    trainer = make_trainer(config=config)  # for its model and data
+    model, data = trainer.model, trainer.data
+    trainer.grads.remove_hooks()
+    matrices = [p for p in model.parameters() if p.ndim > 1]
+    vectors = [p for p in model.parameters() if p.ndim <= 1]
+    decays = ((matrices, OPTIMIZER.weight_decay), (vectors, 0.0))
+    members = [{"params": params, "weight_decay": decay} for params, decay in decays]
+    optimizer = torch.optim.AdamW(members, betas=OPTIMIZER.betas, eps=OPTIMIZER.eps)
+    for step in range(TWENTY):
+        losses, tokens = 0.0, 0
+        for microbatch in range(NUM_MICROBATCHES):
+            loss, number, *stats = token_loss(model, data.batch(step, microbatch, NUM_MICROBATCHES, 0, 1))
+            losses = losses + loss + (stats[0].aux_loss if stats else 0.0)
+            tokens += number
+        losses.backward()
+        for param in model.parameters():
+            param.grad /= tokens
+        nn.utils.clip_grad_norm_(model.parameters(), OPTIMIZER.clip_grad_norm)
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(step, OPTIMIZER, 40)
+        optimizer.step()
+        optimizer.zero_grad()
+    return whole(trainer, lambda param: param)
+
+
+@pytest.mark.parametrize(("world", "case", "graphs"), AGAINST_TORCH)
+def test_twenty_steps_are_those_of_torch(world, case, graphs):
+    """Experts, tied tables, pipelines, accumulation, recomputation, graphs: to 1e-7 after twenty steps."""
+    config, layout = case
+    config = replace(config, moe=config.moe and replace(config.moe, expert_bias=False))
+
+    def rank_main(rank, world_size):
+        groups = ParallelGroups.alone() if world_size == 1 else make_groups(world_size, layout)
+        trainer = make_trainer(groups, layout, config=config, optimizer=BUCKETS, graphs=graphs)
+        with late_gathers():  # what is used before it is waited for is nan
+            for _ in range(TWENTY):
+                trainer._train_step()
+            trainer.optimizer.gather.wait()
+        assert trainer.optimizer.skipped_steps == 0
+        return whole(trainer, lambda param: param)
+
+    expected = torch_twenty_steps(config)
+    for params in [rank_main(0, 1)] if world == 1 else run_ranks(rank_main, world, timeout=180):
+        for name, param in params.items():
+            torch.testing.assert_close(param, expected[name], rtol=0, atol=1e-7, msg=name)
+
+
+def test_a_weight_that_graphs_and_eager_code_share_is_counted_anew_once_graphs_run():
+    """Its hook is called once by each, where an eager backward calls it once: buckets must wait for both."""
+
+    def rank_main(rank, world_size):
+        found = []
+        for graphs in (None, GRAPHS):
+            groups = make_groups(world_size, ParallelConfig())
+            trainer = make_trainer(groups, config=DENSE, optimizer=BUCKETS, graphs=graphs)
+
+            def with_penalty(model, batch):
+                loss, tokens = token_loss(model, batch)
+                return loss + model.layers[1].mlp.up.weight.square().sum(), tokens
+
+            trainer.runner.loss_fn = with_penalty
+            results = [trainer.train_step() for _ in range(7)]
+            found.append([(result.loss.item(), result.grad_norm.item()) for result in results])
+        assert trainer.graphs.num_graphs and trainer.graphs.failure is None
+        return found
+
+    for eager, graphed in run_ranks(rank_main, 2):
+        torch.testing.assert_close(torch.tensor(graphed), torch.tensor(eager), rtol=0, atol=1e-10)

@@ -1,0 +1,168 @@
+"""Heartbeats by machine: what leaders send, who takes over from a leader, and how little is sent."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import uuid
+from contextlib import ExitStack
+
+import pytest
+import torch.distributed as dist
+
+from fastmp.watchdog.channel import JUDGE, Mail
+from fastmp.watchdog.collector import Collector
+from fastmp.watchdog.heartbeat import heartbeat
+from fastmp.watchdog.leader import Leader
+from fastmp.watchdog.node import Node
+from fastmp.watchdog.process_state import _stat, this_machine
+from fastmp.watchdog.records import RankRecord, pack_ranks, unpack_ranks
+
+SILENCE, INTERVAL = 2.0, 1.0
+
+
+class Process:
+    """A rank of a job that does nothing: a process of its own, whose heartbeats the test leaves."""
+
+    def __init__(self, rank, machine, token, store, world_size=4):
+        self.child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+        self.start, self.rank, self.number = _stat(self.child.pid)[1], rank, 0
+        self.node = Node(rank, (machine, self.start), SILENCE)
+        self.node.join(token)
+        self.mail = Mail(INTERVAL, rank, world_size)
+        self.mail._store = store
+        self.leader = Leader(self.node, self.mail, world_size, INTERVAL)
+
+    def beat(self, now, looks=True, **changes):
+        """Leave a heartbeat; as the leader of the machine, send its message too. Return True if it led."""
+        self.number += 1
+        record = RankRecord(self.rank, "host", self.child.pid, step=7, begun={"world": 5}, **changes)
+        said, groups = {"looks": looks, "away": False}, {"world": [[0, 1, 4]]}
+        self.node.beat(heartbeat(record, groups, self.number, self.node.machine, **said), now)
+        leads = self.node.leads(now)
+        if leads:
+            self.leader.send(self.number, now, last=False)
+            self.round()
+        return leads
+
+    def round(self):
+        out, self.mail._out = self.mail._out, {}
+        leader, self.mail._leader = self.mail._leader, None
+        self.mail._exchange(out, leader)
+        self.mail.rounds += 1
+
+
+@pytest.fixture
+def job():
+    """Four ranks on two machines."""
+    store, token = dist.HashStore(), uuid.uuid4().hex
+    with ExitStack() as stack:
+        ranks = []
+        for rank in range(4):
+            ranks.append(Process(rank, f"machine {rank // 2}", token, store))
+            stack.callback(ranks[-1].child.kill)
+        yield ranks
+        for process in ranks:
+            process.child.kill()
+            process.child.wait()
+        for process in ranks:
+            process.node.leave(1e9)
+        assert not any(process.node.directory.exists() for process in ranks)
+
+
+def test_the_first_rank_of_a_machine_that_lives_leads_it(job):
+    assert [rank.beat(0.0) for rank in job] == [True, False, True, False]
+    job[2].child.kill()
+    job[2].child.wait()
+    assert [rank.beat(1.0) for rank in (job[0], job[1], job[3])] == [True, False, True]
+    # A leader that lives, but whose heartbeat does not change: it is cut off, or holds the interpreter.
+    assert [job[1].beat(1.0 + time) for time in (0.0, SILENCE, 2 * SILENCE)] == [False, False, True]
+
+
+def test_the_records_of_all_ranks_survive_the_loss_of_a_leader(job, tmp_path):
+    for rank in job:
+        rank.beat(0.0, where=f"line {rank.rank}")
+    job[2].child.kill()
+    job[2].child.wait()
+    assert job[3].beat(1.0, where="line 3")
+    collector = Collector(tmp_path, 4, job[0].node, job[0].mail, INTERVAL, SILENCE)
+    assert collector.is_judge(1.0, 0.0)
+    assert job[0].beat(1.0, where="line 0")
+    job[1].beat(1.0, where="line 1")
+    own = RankRecord(0)
+    records = {record.rank: record for record in collector.everyone(1.5, own, lost=False)}
+    assert sorted(records) == [0, 1, 2, 3]
+    assert (records[2].state, records[2].where, records[3].state) == ("gone", "line 2", "running")
+    assert records[3].groups == {"world": (0, 1, 2, 3)} and records[1].state == "running"
+    # The other machine is cut off as a whole: nobody there says that a rank is gone.
+    late = {record.rank: record for record in collector.everyone(1.5 + 3 * SILENCE, own, lost=False)}
+    assert late[3].state == "silent" and late[2].state == "gone"
+
+
+def test_the_lowest_leader_that_lives_takes_the_verdict(job, tmp_path):
+    for rank in job:
+        rank.beat(0.0)
+    first, second = (Collector(tmp_path, 4, job[r].node, job[r].mail, INTERVAL, SILENCE) for r in (0, 2))
+    for now in (0.0, 1.0, 2.0, 3.0):
+        assert first.is_judge(now, 0.0) and not second.is_judge(now, 0.0)
+        for rank in (job[0], job[2]):
+            rank.round()
+    store = job[0].mail._store
+    assert store.get(JUDGE).split()[0] == b"0"
+    taken = [second.is_judge(now, 0.0) for now in (3.5, 4.5, 5.5, 6.5, 7.5, 8.5, 9.5)]  # rank 0 is gone
+    assert taken == sorted(taken) and not taken[0] and taken[-1]
+
+
+def test_one_directory_is_left_by_nobody_and_swept_where_all_were_killed(job):
+    for rank in job:
+        rank.beat(0.0)
+    place, other = job[0].node.directory, job[2].node.directory
+    assert place != other and place.stat().st_mode & 0o777 == 0o700
+    for rank in job:
+        rank.child.kill()
+        rank.child.wait()
+    # 1. Machine 1 may be a container with the same memory: its process numbers say nothing here.
+    new = Node(9, ("machine 0", this_machine()[1]), SILENCE)
+    new.join(uuid.uuid4().hex)
+    new.leave(0.0)
+    assert not place.exists() and other.exists()
+    # 2. It sweeps its own directory.
+    new = Node(9, ("machine 1", this_machine()[1]), SILENCE)
+    new.join(uuid.uuid4().hex)
+    new.leave(0.0)
+    assert not other.exists()
+    job[0].node.join("again"), job[1].node.join("again")
+
+
+@pytest.mark.parametrize(
+    "ranks",
+    [
+        range(0, 16_384),
+        range(3, 16_384, 8),
+        [r for r in range(4096) if r % 8 < 2],
+        [a + b + c for a in (0, 512, 1024) for b in (0, 32) for c in (1, 3, 5)],
+        [0, 1, 3, 9],
+        [5],
+        [],
+        [0, 16_000],
+    ],
+)
+def test_groups_are_packed_as_progressions(ranks):
+    packed = pack_ranks(ranks)
+    assert unpack_ranks(json.loads(json.dumps(packed))) == tuple(ranks)
+    assert len(packed) <= 2
+
+
+def test_packed_groups_of_absurd_size_are_refused():
+    with pytest.raises(ValueError, match="a process group of more than"):
+        unpack_ranks([[0, 1, 10**12]])
+
+
+def test_a_heartbeat_is_sent_after_the_message_that_it_announces():
+    """Who reads a new version number between the two takes the old message for the new one."""
+    mail = Mail(INTERVAL, 0, 2)
+    mail.send("beat-0", "1 0 0 0.0")
+    mail.send("message-0", b"new")
+    mail.send("beat-0", "2 1 0 0.0")
+    assert list(mail._out.items()) == [("message-0", b"new"), ("beat-0", b"2 1 0 0.0")]

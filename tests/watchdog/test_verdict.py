@@ -1,0 +1,238 @@
+"""The verdict on a job that stands still, from records alone: by a table, and on random programs."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fastmp.watchdog.diagnosis import judge, latecomers
+from fastmp.watchdog.records import Call, RankRecord, calls_kept
+
+WORLD, TP = "world 0", ("tp 1", "tp 2")
+GROUPS = {WORLD: (0, 1, 2, 3), TP[0]: (0, 1), TP[1]: (2, 3)}
+
+
+def call(op="all_reduce", group=WORLD, number=5, size=4, began=0.0):
+    return Call(op, group, number, ((size,),), ("Float",), began)
+
+
+def job(**changes):
+    """Four ranks, all but rank 2 in the fifth all-reduce of the world; `changes` of a rank by its number."""
+    records = []
+    for rank in range(4):
+        own = call(began=1.0 + rank)
+        record = RankRecord(
+            rank, "host", 100 + rank, 7, "reduce", "grads.py:9 in reduce", own, (own,), {WORLD: 5}, GROUPS
+        )
+        if rank == 2:
+            earlier = call(number=4)
+            record = replace(
+                record, inside=None, calls=(earlier,), begun={WORLD: 4}, phase="data", where="x.py:1 in f"
+            )
+        records.append(replace(record, still=9.0, **changes.get(f"r{rank}", {})))
+    return records
+
+
+GONE, FAILED = {"state": "gone", "left": 5.0}, {"state": "failed", "left": 4.0, "words": "KeyError: 7"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "kind", "ranks", "said"),
+    [
+        ({}, "hung", (2,), "is alive, but for 9 s it has been in step 7, data, at x.py:1 in f."),
+        ({"r2": GONE}, "gone", (2,), "is gone: killed or crashed, last seen in step 7, data"),
+        ({"r2": {"state": "stopped"}}, "stopped", (2,), "is stopped, by SIGSTOP"),
+        ({"r2": {"state": "silent", "silent": 8.0}}, "silent", (2,), "no sign of life for 8 s"),
+        ({"r2": {"state": "finished"}}, "finished", (2,), "it has made fewer calls than others"),
+        ({"r2": FAILED}, "failed", (2,), "failed in step 7, data, at x.py:1 in f: KeyError: 7"),
+        # A second one, which may be a victim of the first: of its launcher, say.
+        ({"r2": GONE, "r3": {"state": "gone", "left": 6.0}}, "gone", (2, 3), "is gone (rank 3 too)"),
+        ({"r2": FAILED, "r1": {"state": "gone", "left": 6.0}}, "failed", (2,), "Ranks 0 and 3 waited"),
+        ({"r1": {"calls": (call(size=6, began=2.0),)}}, "mismatch", (1,), "[6] Float, where the others"),
+        ({"r1": {"calls": (call("broadcast", began=2.0),)}}, "mismatch", (1,), "began broadcast number 5"),
+    ],
+)
+def test_a_table_of_causes(changes, kind, ranks, said):
+    verdict = judge(job(**changes), 4)
+    assert (verdict.kind, verdict.ranks, verdict.step) == (kind, ranks, 7)
+    assert said in verdict.text and str(job()[ranks[0]]) in verdict.text.replace("Rank", "rank")
+    assert verdict.call is not None and verdict.call.group == WORLD and verdict.call.number == 5
+    if kind not in ("mismatch", "failed") and len(ranks) == 1:
+        assert (
+            verdict.waiting == (0, 1, 3) and "Ranks 0, 1 and 3 waited in all_reduce number 5" in verdict.text
+        )
+
+
+def test_a_rank_of_which_nothing_was_ever_seen_is_named():
+    verdict = judge([record for record in job() if record.rank != 2], 4)
+    assert (verdict.kind, verdict.ranks) == ("unseen", (2,)) and "never shown a sign of life" in verdict.text
+
+
+def test_exchanges_may_have_other_sizes_on_every_rank():
+    exchange = call("all_to_all", size=9, began=2.0)
+    records = [replace(r, calls=(replace(exchange, sizes=((r.rank,),)),)) for r in job()]
+    assert judge(records, 4).kind == "hung"
+
+
+def test_two_ranks_that_differ_are_both_named_unless_other_groups_show_who_is_right():
+    def pair(group, size):
+        return replace(call(group=group, size=size), began=1.0)
+
+    sizes = {0: 4, 1: 4, 2: 4, 3: 6}
+    records = [
+        replace(record, calls=(pair(TP[record.rank // 2], sizes[record.rank]),), inside=None)
+        for record in job()
+    ]
+    assert judge(records, 4).ranks == (3,)
+    assert judge(records[2:], 2).ranks == (2, 3)
+
+
+def test_records_survive_json():
+    records = job(r1={"inside": Call("recv", TP[0], peer=0)})
+    assert [RankRecord.from_json(json.loads(json.dumps(r.as_json()))) for r in records] == records
+
+
+@st.composite
+def programs(draw):
+    """Groups over some ranks, an order of collectives, and who goes astray at which of its own."""
+    world_size = draw(st.integers(2, 6))
+    ranks = st.lists(st.integers(0, world_size - 1), min_size=2, max_size=world_size, unique=True)
+    groups = {f"g{i} {i}": tuple(sorted(draw(ranks))) for i in range(draw(st.integers(1, 4)))}
+    program = draw(st.lists(st.sampled_from(sorted(groups)), min_size=1, max_size=12))
+    return groups, program, world_size, draw(st.integers(0, world_size - 1)), draw(st.integers(0, 11))
+
+
+@settings(max_examples=150, deadline=None)
+@given(programs())
+def test_the_rank_that_stays_away_is_found_in_any_program(drawn):
+    """All ranks make the calls of one order, each blocks; one never makes its `stays`-th."""
+    groups, program, world_size, culprit, stays = drawn
+    own = {rank: [g for g in program if rank in groups[g]] for rank in range(world_size)}
+    begun = {rank: dict.fromkeys(groups, 0) for rank in own}
+    made = dict.fromkeys(own, 0)  # calls that are over
+    calls: dict[int, list[Call]] = {rank: [] for rank in own}
+    clock, moved = 0.0, True
+    while moved:
+        moved = False
+        for rank, order in own.items():
+            if made[rank] == len(order) or (rank == culprit and made[rank] >= stays):
+                continue
+            group = order[made[rank]]
+            if len(calls[rank]) == made[rank]:
+                clock, moved = clock + 1.0, True
+                begun[rank][group] += 1
+                calls[rank].append(Call("all_reduce", group, begun[rank][group], began=clock))
+            if all(begun[other][group] >= begun[rank][group] for other in groups[group]):
+                made[rank], moved = made[rank] + 1, True
+    inside = {rank: calls[rank][-1] if len(calls[rank]) > made[rank] else None for rank in own}
+    records = [
+        RankRecord(
+            rank, inside=inside[rank], calls=tuple(calls[rank]), begun=begun[rank], groups=groups,
+            state="finished" if made[rank] == len(own[rank]) else "running",
+        )
+        for rank in own
+    ]  # fmt: skip
+    verdict = judge(records, world_size)
+    if any(inside.values()):
+        assert (verdict.kind, verdict.ranks) == ("hung", (culprit,))
+        call = verdict.call
+        assert culprit in groups[call.group] and call.number == begun[culprit][call.group] + 1
+        if any(culprit in groups[c.group] and set(groups[c.group]) == set(own) for c in inside.values() if c):
+            assert call.group == own[culprit][stays]  # whoever is in all groups shows their order
+    else:
+        assert verdict.kind == "unknown"
+
+
+def test_a_latecomer_is_named_with_its_delay():
+    def record(rank, late):
+        calls = tuple(call(number=n, began=n * 1.0 + (late if n % 2 else 0.0)) for n in range(1, 9))
+        return RankRecord(rank, calls=calls, groups=GROUPS)
+
+    records = [record(rank, 0.9 if rank == 3 else 0.01 * rank) for rank in range(4)]
+    (late,) = latecomers(records)
+    assert late.rank == 3 and late.share == pytest.approx(4 * 0.88 / 7.0, rel=0.02)
+    assert latecomers([record(rank, 0.01 * rank) for rank in range(4)]) == []
+    burst = [replace(r, calls=r.calls[:1]) for r in records]  # such as those of a save
+    assert latecomers(burst) == []
+
+
+def test_without_a_flight_record_the_calls_that_ranks_are_in_have_to_do():
+    bare = {"calls": (), "begun": {}}
+    verdict = judge([replace(record, **bare) for record in job()], 4)
+    assert (verdict.kind, verdict.ranks, verdict.waiting) == ("hung", (2,), (0, 1, 3))
+
+
+def test_hosts_that_wait_for_their_device_are_in_no_call_and_go_by_what_they_have_begun():
+    """As over NCCL: ranks ran ahead until they read a number; one never came to its fifth collective."""
+    behind = {"begun": {WORLD: 4, TP[0]: 7, TP[1]: 7}}
+    calls = (call(began=1.0), call(number=6, began=2.0))
+    ahead = {"inside": None, "calls": calls, "begun": {WORLD: 6, TP[0]: 7, TP[1]: 7}}
+    records = [replace(record, **(behind if record.rank == 2 else ahead)) for record in job()]
+    verdict = judge(records, 4)
+    assert (verdict.kind, verdict.ranks) == ("hung", (2,))
+    assert verdict.call.number == 5 and "It did not join all_reduce number 5 of group world 0" in verdict.text
+
+
+@pytest.mark.parametrize("number", [7, -(2**31), 0])
+def test_numbers_of_exchanges_wrap(number):
+    """They are int32: the last rank is one exchange behind, whatever the next one is called."""
+    group, last = "exchange:ep 5", (number - 1 + 2**31) % 2**32 - 2**31
+
+    def record(rank, begun, inside=None):
+        return RankRecord(rank, inside=inside, begun={group: begun}, groups={group: (0, 1)})
+
+    for inside in (Call("exchange", group, number), None):
+        verdict = judge([record(0, number, inside), record(1, last)], 2)
+        assert (verdict.kind, verdict.ranks) == ("hung", (1,))
+
+
+def large_record(rank, world_size, shared, tp=8, pp=16):
+    """A rank of a job over NCCL in which all wait for one in an all-reduce; `shared` holds its groups."""
+    dp, stage = world_size // (tp * pp), rank * pp // world_size
+    own = {
+        "default_pg 0": (0, world_size, 1),
+        f"tp {rank // tp}": (rank - rank % tp, rank - rank % tp + tp, 1),
+        f"dp {stage * tp + rank % tp}": (stage * tp * dp + rank % tp, (stage + 1) * tp * dp, tp),
+        f"dp-tp {stage}": (stage * tp * dp, (stage + 1) * tp * dp, 1),
+        f"pp {rank % (tp * dp)}": (rank % (tp * dp), world_size, tp * dp),
+    }
+    groups = {
+        f"{name}{backend}": shared.setdefault(ends, tuple(range(*ends)))
+        for name, ends in own.items()
+        for backend in ("", "/nccl")
+    }
+    late = rank == world_size // 2
+    calls = tuple(
+        Call("all_reduce", group, 97 + i - late, ((4096, 8),), ("BFloat16",), 1.7e9 + i)
+        for i in range(calls_kept(world_size))
+        for group in groups
+    )
+    begun = {call.group: call.number for call in calls}
+    inside = None if late else next(call for call in calls[::-1] if call.group == "default_pg 0/nccl")
+    return RankRecord(
+        rank, "host", rank, 9, "reduce", "x.py:1 in f", inside, calls, begun, groups, still=400.0
+    )
+
+
+@pytest.mark.parametrize(
+    ("world_size", "seconds"), [(4096, 20.0), pytest.param(16_384, 60.0, marks=pytest.mark.full)]
+)
+def test_a_verdict_on_thousands_of_ranks_takes_seconds(world_size, seconds):
+    """Limits are over ten times what it takes. To compare all pairs of ranks took 4 minutes at 4,096."""
+    shared: dict[tuple[int, ...], tuple[int, ...]] = {}
+    records = [large_record(rank, world_size, shared) for rank in range(world_size)]
+    begin = time.perf_counter()
+    verdict = judge(records, world_size)
+    assert time.perf_counter() - begin < seconds
+    assert (verdict.kind, verdict.ranks) == ("hung", (world_size // 2,))
+    assert len(verdict.text) < 2000
+
+
+def test_a_record_does_not_grow_with_the_world():
+    small, large = (len(json.dumps(large_record(9, world, {}).as_json())) for world in (512, 16_384))
+    assert large <= small

@@ -1,0 +1,3 @@
+"""Tools for developers of fastmp, run from a checkout: studies, the proof report, facts of compiled
+kernels.
+"""

@@ -1,0 +1,449 @@
+"""What is expected of the code of every Triton kernel: a table of cases, with the arguments of their ops."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+import torch
+
+from tools.cubins.facts import Facts
+
+ANY = Facts()
+NARROW = r"\b(?:ld|st)\.global(?!\S*\.(?:v4\.b32|v2\.b64))"
+ATOMICS = r"\b(?:atom|red)\.global"
+LATENCY = 29_000  # bytes: 4.8 TB/s times 0.8 us over 132 multiprocessors
+ELEMENTWISE = Facts(loads=1, stores=1)
+GATED = Facts(2, 1, exps=1, registers=128)  # one exponential, for the activation and its slope
+GATED_BACKWARD = Facts(3, 2, exps=1, registers=128)
+WARP = r"redux\.sync"  # a token is reduced within a warp
+HALF = r"st\.global\S*\.v2\.b32|st\.global\S*\.v4\.b16"  # numbers of rows are loaded like this as well
+SORT = Facts(registers=128, lacks=(ATOMICS,))  # which would lose the order
+# what a rank has written is released to all devices, and what others have is acquired, or time is up
+MEETING = Facts(
+    registers=64,
+    has=(
+        r"atom\.global\.sys\.release\.exch\.b32",
+        r"(?s)atom\.global\.sys\.acquire\.add\.u32.*mov\.u64 %rd\d+, %globaltimer;.*trap;",
+    ),
+)
+ROPE = Facts(8, 4, registers=64, lacks=(NARROW,))
+ADAMW = Facts(
+    3, 3, threads=512, has=(r"atom\.global\.gpu\.relaxed\.add\.u64",), lacks=(r"(?:div|sqrt|fma)\.\S*f64",)
+)
+# all is 16 bits wide, in vectors of four numbers, which share a call of Philox
+ADAMW_SMALL = Facts(threads=512, has=(r"ld\.global\.v2\.b32",), lacks=(*ADAMW.lacks, r"global\S*\.b16"))
+# whole blocks and those that stick out of the row are loaded by different code; four exponentials rescale
+STATS = Facts(2, exps=(1, 1.5), bytes=LATENCY)
+# the second read of a row asks the cache for it
+LOSS_GRAD = Facts(4, 2, exps=(2, 2.5), bytes=LATENCY, has=(r"L2::evict_last", r"L2::evict_first"))
+TWO = Facts(threads=512)  # programs of eight warps
+ALONE = Facts(loads=1, stores=1, registers=128, lacks=(r"bar\.sync", r"\.shared"))  # threads exchange nothing
+
+
+def _case(arguments):
+    """Turn `arguments(*given, t, wide)` into a function of `given` and facts that returns (case, facts).
+
+    `case(t, wide)` returns an op and its arguments: tensors that `t` makes, in the dtype of the case unless
+    `t` is passed another, such as `wide`, that of sums. The facts are those of each kernel in turn.
+    """
+
+    def make(*given, **options):
+        plain = [each for each in given if not isinstance(each, Facts)]
+        facts = tuple(each for each in given if isinstance(each, Facts))
+        return partial(arguments, *plain, **options), facts
+
+    return make
+
+
+@_case
+def _gelu(form, t, wide):
+    return "bias_gelu", (t(4096, 8192), t(8192), form)
+
+
+@_case
+def _gelu_backward(form, t, wide):
+    return "bias_gelu_backward", (t(4096, 8192), t(4096, 8192), t(8192), form)
+
+
+@_case
+def _norm(op, columns, t, wide, residual=True):
+    if wide == torch.float64 and columns <= 16384:
+        columns = min(columns, 4096)
+    x, w = t(4096, columns), t(columns)
+    extra = (w,) if op == "layer_norm" else ()
+    return op, (x, x if residual else None, w, *extra, 1e-5)
+
+
+@_case
+def _norm_backward(op, columns, t, wide):
+    x, w = t(4096, columns), t(columns)
+    shorter = x.element_size() >= 4 and columns < 12288
+    x, w = (t(4096, 4096), t(4096)) if shorter else (x, w)
+    stats = t(2 if op == "layer_norm" else 1, 4096, dtype=wide)
+    return f"{op}_backward", (x, x, x, w, stats, *((True,) if op == "layer_norm" else ()))
+
+
+@_case
+def _softmax(keys, causal, t, wide):
+    mask = None if causal else t(2, 1, 4096, keys, dtype=torch.bool)
+    return "scaled_masked_softmax", (t(2, 8, 4096, keys), mask, 0.125, causal)
+
+
+@_case
+def _softmax_backward(keys, causal, t, wide):
+    return "scaled_masked_softmax_backward", (t(2, 8, 4096, keys), t(2, 8, 4096, keys), 0.125, causal)
+
+
+@_case
+def _dropout(form, t, wide):
+    """form: "plain" (p = 0), "wide" (a residual in float32) or ""."""
+    residual = t(4096, 8192, dtype=torch.float32 if form == "wide" else t().dtype)
+    seed = None if form == "plain" else t(dtype=torch.int64)
+    return "bias_dropout_add", (t(4096, 8192), t(8192), residual, 0.1 if seed is not None else 0.0, seed)
+
+
+@_case
+def _dropout_backward(form, t, wide):
+    dtype = t().dtype
+    grad = t(4096, 8192, dtype=torch.float32 if form == "wide" else dtype)
+    return "bias_dropout_add_backward", (grad, 0.1, t(dtype=torch.int64), dtype, form != "no bias")
+
+
+@_case
+def _adamw(t, wide, n=1 << 20, *, grouped=False, small=False):
+    """Gradients of the dtype, a copy of the parameters in it where that is 16 bits, scalars as tensors."""
+    main = t(n, dtype=torch.bfloat16 if small else wide)
+    scalars = [t(dtype=torch.float32) for _ in range(3)]
+    copy = t(n) if t().element_size() == 2 and not small else None
+    state = (main, t(n), main, main, t(dtype=torch.int64))
+    numbers = 1e-3, 0.9, 0.95, 1e-8, 0.1
+    groups = t(n // 64, dtype=torch.uint8), *(t(4, dtype=torch.float32) for _ in range(2))
+    table = (*groups, 64) if grouped else (None, None, None, 0)
+    split = t(n, dtype=torch.int16) if small else None, 0
+    return "adamw_", (*state, copy, *scalars, t(dtype=torch.bool), *numbers, *table, *split)
+
+
+@_case
+def _finite(t, wide):
+    return "first_not_finite", (t(1 << 20), t(dtype=torch.bool))
+
+
+@_case
+def _rope(width, rotated, interleaved, in_place, t, wide):
+    q, k = t(2048, 4, 32, width), t(2048, 4, 8, width)
+    angles = t(2048, rotated // 2, dtype=wide)
+    return "rope_" if in_place else "rope", (q, k, angles, angles, interleaved, True)
+
+
+@_case
+def _stats(columns, with_sum, t, wide):
+    target = t(4096, dtype=torch.int64)
+    return "cross_entropy_stats", (t(4096, columns), target, 0, columns, with_sum)
+
+
+@_case
+def _loss(columns, t, wide):
+    target, weight = t(4096, dtype=torch.int64), t(4096, dtype=wide)
+    options = (columns, -100, 0.1, 1e-4, False)
+    return "cross_entropy", (t(4096, columns), target, None, weight, 0, *options)
+
+
+@_case
+def _merge(t, wide):
+    target, weight = t(4096, dtype=torch.int64), t(4096, dtype=wide)
+    return "cross_entropy_merge", (t(8, 4096, 4, dtype=wide), target, weight, 128256, -100, 0.1, 1e-4)
+
+
+@_case
+def _grad(columns, t, wide):
+    target, one = t(4096, dtype=torch.int64), t(4096, dtype=wide)
+    return "cross_entropy_grad", (t(4096, columns), target, one, one, one, 0, columns, -100, 0.1, 1e-4)
+
+
+@_case
+def _loss_grad(columns, t, wide):
+    target, one = t(4096, dtype=torch.int64), t(4096, dtype=wide)
+    return "cross_entropy_loss_grad_", (t(4096, columns), target, one, one, columns, -100, 0.1, 1e-4)
+
+
+@_case
+def _log_probs_stats(columns, with_entropy, t, wide):
+    target, scale = t(4096, dtype=torch.int64), t(4096, dtype=wide)
+    return "log_probs_stats", (t(4096, columns), target, scale, 0, columns, with_entropy)
+
+
+@_case
+def _log_probs_grad(columns, with_entropy, t, wide):
+    target, one = t(4096, dtype=torch.int64), t(4096, dtype=wide)
+    entropy = (one, one) if with_entropy else (None, None)
+    per_token = (target, one, one, one, *entropy, one)
+    return "log_probs_grad_", (t(4096, columns), *per_token, 0, columns, -100)
+
+
+@_case
+def _gated(form, t, wide):
+    return "gated_activation", (t(4096, 2 * 14336), t(2 * 14336), form)
+
+
+@_case
+def _gated_backward(form, t, wide):
+    x = t(4096, 2 * 14336)
+    return "gated_activation_backward", (t(4096, 14336), x, t(2 * 14336), form)
+
+
+@_case
+def _clamped(t, wide):
+    return "clamped_swiglu", (t(8192, 2 * 2880), 1.702, 7.0)
+
+
+@_case
+def _clamped_backward(t, wide):
+    return "clamped_swiglu_backward", (t(8192, 2880), t(8192, 2 * 2880), 1.702, 7.0)
+
+
+ROWS_EACH = {"decode": 1, "few": 48, "fine": 100, "large": 128}
+EXPERTS, N, K = 255, 4096, 7168
+
+
+def _offsets(t):
+    return t(EXPERTS, dtype=torch.int32)
+
+
+@_case
+def _grouped(rows, t, wide, *, transposed=False, apart=False):
+    """apart: rows lie where TMA cannot reach them, and are read through pointers."""
+    gap = 8 // t().element_size() if apart else 0
+    columns = N if transposed else K
+    x = t(ROWS_EACH[rows] * EXPERTS, columns, pitch=columns + gap or None)
+    return "grouped_mm", (x, t(EXPERTS, N, K), _offsets(t), transposed)
+
+
+@_case
+def _grouped_bias(rows, t, wide, *, transposed=False):
+    columns, width = (N, K) if transposed else (K, N)
+    x, bias = t(ROWS_EACH[rows] * EXPERTS, columns), t(EXPERTS, width)
+    return "grouped_mm_bias", (x, t(EXPERTS, N, K), bias, _offsets(t), transposed)
+
+
+@_case
+def _grouped_mlp_in(form, gated, rows, t, wide):
+    x = t(ROWS_EACH[rows] * EXPERTS, K)
+    return "grouped_mlp_in", (x, t(EXPERTS, N, K), t(EXPERTS, N), _offsets(t), form, gated, True)
+
+
+@_case
+def _wgrad(each, t, wide, *, accumulate, apart=False, narrow=False):
+    """each: rows an expert. narrow: what they are added to has their dtype."""
+    rows, gap = each * EXPERTS, 8 // t().element_size() if apart else 0
+    operands = (t(rows, N), t(rows, K, pitch=K + gap or None), _offsets(t))
+    if accumulate:
+        return "grouped_mm_wgrad_", (t(EXPERTS, N, K, **{} if narrow else {"dtype": wide}), *operands)
+    return "grouped_mm_wgrad", operands
+
+
+#                 experts, k, score, groups, of them open, bias, normalised
+ROUTERS = {
+    "mixtral": (8, 2, "softmax", 1, 1, False, True),
+    "qwen3": (128, 8, "softmax", 1, 1, False, True),
+    "deepseek-v2": (160, 6, "softmax", 8, 3, False, False),
+    "deepseek-v3": (256, 8, "sigmoid", 8, 4, True, True),
+    "many": (512, 36, "logits", 1, 1, True, True),
+}
+
+
+@_case
+def _router(name, t, wide):
+    experts, k, score, groups, opened, with_bias, normalize = ROUTERS[name]
+    bias = t(experts, dtype=wide) if with_bias else None
+    options = (k, score, groups, opened, normalize, 2.5, True)
+    return "topk_router", (t(8192, experts), bias, *options)
+
+
+@_case
+def _router_backward(name, t, wide):
+    experts, k, score, _, _, _, normalize = ROUTERS[name]
+    grads = (t(8192, k, dtype=wide), t(experts, dtype=wide), t(dtype=wide))
+    indices = t(8192, k, dtype=torch.int32)
+    return "topk_router_backward", (*grads, t(8192, experts), indices, score, normalize, 2.5)
+
+
+@_case
+def _permutation(experts, t, wide):
+    return "permutation", (t(8192, 8, dtype=torch.int32), experts)
+
+
+@_case
+def _block_rows(t, wide):
+    return "block_rows", (t(1024, dtype=torch.int32), t(1024, dtype=torch.int32), 32768)
+
+
+@_case
+def _permute(t, wide):
+    return "permute", (t(8192, 7168), t(8192, 8, dtype=torch.int32), 8192 * 8 + 100)
+
+
+@_case
+def _unpermute(weighted, t, wide):
+    probs = t(8192, 8, dtype=wide) if weighted else None
+    return "unpermute", (t(8192 * 8, 7168), t(8192, 8, dtype=torch.int32), probs)
+
+
+@_case
+def _unpermute_add(t, wide):
+    row_of, probs = t(8192, 8, dtype=torch.int32), t(8192, 8, dtype=wide)
+    return "unpermute_add", (t(8192 * 8, 7168), row_of, probs, t(8192, 7168))
+
+
+@_case
+def _unpermute_backward(t, wide):
+    y, row_of = t(8192 * 8 + 100, 7168), t(8192, 8, dtype=torch.int32)
+    return "unpermute_backward", (t(8192, 7168), y, row_of, t(8192, 8, dtype=wide))
+
+
+@_case
+def _exchange(op, t, wide, etp=1, ep=8):
+    """An op of a rank with 8 of 256 experts for each token; `op` may end with what a push is given."""
+    flags, distances = t(etp * ep + 1, dtype=torch.int32), t(etp, ep, dtype=torch.int64)
+    rows, where = t(2, 65536, 7168), t(8192, 8, dtype=torch.int32)
+    name, _, form = op.partition(" ")
+    probs = t(8192, 8, dtype=wide) if form else None
+    y = t(8192, 8, 7168) if form == "backward" else None
+    counts, local = t(2, etp * ep, 256, dtype=torch.int32), t(256 // ep, dtype=torch.int32)
+    arguments = {
+        "barrier": (flags, distances, 1, 60.0),
+        "counts": (t(256, dtype=torch.int32), flags, counts, distances, 1, 60.0),
+        "places": (where, where, counts[0], 1, ep, 65536),
+        "push": (t(8192, 7168), where, probs, y, flags, rows, distances),
+        "take": (rows, flags, local),
+        "give": (t(65536, 7168), local, flags, rows),
+        "pull": (rows, flags, distances, where, probs, form == "kept"),
+    }
+    return f"exchange_{name}", arguments[name]
+
+
+CASES = {
+    "bias_gelu tanh": _gelu("tanh", Facts(1, 1, exps=1)),
+    "bias_gelu none": _gelu("none", ELEMENTWISE),
+    "bias_gelu_backward tanh": _gelu_backward("tanh", ELEMENTWISE, ANY),
+    "bias_gelu_backward none": _gelu_backward("none", ELEMENTWISE, ANY),
+    "norm rms": _norm("rms_norm", 8192, Facts(3, 2, threads=512)),
+    "norm layer": _norm("layer_norm", 8192, Facts(4, 2)),
+    "norm layer long": _norm("layer_norm", 16384, Facts(4, 2)),
+    "norm layer wide": _norm("layer_norm", 20480, Facts(5, 1), residual=False),
+    "norm rms several rows": _norm("rms_norm", 128, ELEMENTWISE),
+    "norm layer odd": _norm("layer_norm", 4095, Facts(lacks=(r"cp\.async",))),
+    "norm rms backward": _norm_backward("rms_norm", 4096, Facts(stores=1, copies=3, threads=512), ANY),
+    "norm layer backward": _norm_backward("layer_norm", 8192, Facts(stores=1, copies=3, threads=512), ANY),
+    "norm layer backward wide": _norm_backward("layer_norm", 12288, Facts(stores=1), ANY),
+    "norm layer backward several rows": _norm_backward("layer_norm", 2048, Facts(stores=1, copies=3), ANY),
+    "softmax 4096": _softmax(4096, False, Facts(1, 1, exps=1)),
+    "softmax 4096 causal": _softmax(4096, True, Facts(1, 1, exps=1)),
+    "softmax 16384": _softmax(16384, False, Facts(1, 1, exps=1)),
+    "softmax 65536 causal": _softmax(65536, True, Facts(2, 1, exps=(2, 2.1))),
+    "softmax backward 128 causal": _softmax_backward(128, True, Facts(2, 1, exps=0)),
+    "softmax backward 4096": _softmax_backward(4096, False, Facts(2, 1, exps=0)),
+    "softmax backward 65536": _softmax_backward(65536, False, Facts(4, 1, exps=0)),
+    "dropout": _dropout("", ALONE),
+    "dropout plain": _dropout("plain", ALONE),
+    "dropout wide": _dropout("wide", Facts(1, 1, registers=128)),
+    "dropout backward": _dropout_backward("", ELEMENTWISE, ANY),
+    "dropout backward no bias": _dropout_backward("no bias", ALONE),
+    "dropout backward wide": _dropout_backward("wide", Facts(1, 0.5, registers=128), ANY),
+    "first_not_finite": _finite(Facts(1)),
+    "adamw": _adamw(ADAMW),
+    "adamw groups": _adamw(ADAMW, grouped=True),
+    "adamw small": _adamw(ADAMW_SMALL, grouped=True, small=True),
+    "rope halves 64": _rope(64, 64, False, False, ROPE),
+    "rope halves 128": _rope(128, 128, False, False, ROPE),
+    "rope halves 256 in place": _rope(256, 256, False, True, Facts(8, 4, registers=80, lacks=ROPE.lacks)),
+    "rope pairs 128": _rope(128, 128, True, False, ROPE),
+    "rope pairs 64 in place": _rope(64, 64, True, True, ROPE),
+    "rope part of 128": _rope(128, 32, False, False, ROPE),
+    "rope 20 of 80": _rope(80, 20, False, False, Facts(lacks=(r"global\S*\.b16",))),
+    "rope pairs 20 of 80": _rope(80, 20, True, False, Facts(lacks=(r"global\S*\.b16",))),
+    "cross_entropy stats": _stats(8192, False, replace(STATS, stack=8)),
+    "cross_entropy stats sum": _stats(8192, True, STATS),
+    "cross_entropy stats odd": _stats(50257, True, STATS),
+    "cross_entropy loss": _loss(128256, STATS),
+    "cross_entropy loss odd": _loss(50257, STATS),
+    "cross_entropy merge": _merge(ANY),
+    "cross_entropy grad": _grad(8192, Facts(2, 2, exps=1, bytes=LATENCY)),
+    "cross_entropy grad odd": _grad(50257, Facts(2, 2, exps=1, bytes=LATENCY)),
+    "cross_entropy loss_grad": _loss_grad(128256, LOSS_GRAD),
+    "cross_entropy loss_grad odd": _loss_grad(50257, LOSS_GRAD),
+    "cross_entropy loss_grad long": _loss_grad(151936, LOSS_GRAD),
+    "log_probs stats": _log_probs_stats(128256, False, STATS),
+    "log_probs stats entropy": _log_probs_stats(50257, True, STATS),
+    "log_probs grad": _log_probs_grad(128256, False, Facts(2, 2, exps=1, bytes=LATENCY)),
+    "log_probs grad entropy": _log_probs_grad(50257, True, Facts(2, 2, exps=1, bytes=LATENCY)),
+    "gated silu": _gated("silu", GATED),
+    "gated gelu": _gated("gelu", Facts(2, 1, registers=128, stack=8)),
+    "gated gelu_tanh": _gated("gelu_tanh", GATED),
+    "gated backward silu": _gated_backward("silu", GATED_BACKWARD, ANY),
+    "gated backward gelu": _gated_backward("gelu", Facts(3, 2, registers=128), ANY),
+    "gated backward gelu_tanh": _gated_backward("gelu_tanh", GATED_BACKWARD, ANY),
+    "clamped": _clamped(GATED),
+    "clamped backward": _clamped_backward(GATED_BACKWARD),
+    "grouped decode": _grouped("decode", ANY),
+    "grouped few": _grouped("few", ANY),
+    "grouped fine": _grouped("fine", ANY),
+    "grouped large": _grouped("large", ANY),
+    "grouped decode transposed": _grouped("decode", ANY, transposed=True),
+    "grouped large transposed": _grouped("large", ANY, transposed=True),
+    "grouped decode apart": _grouped("decode", ANY, apart=True),
+    "grouped large apart": _grouped("large", ANY, apart=True),
+    "grouped bias fine": _grouped_bias("fine", ANY),
+    "grouped bias large": _grouped_bias("large", ANY),
+    "grouped bias large transposed": _grouped_bias("large", ANY, transposed=True),
+    "grouped swiglu fine": _grouped_mlp_in("silu", True, "fine", ANY),
+    "grouped swiglu large": _grouped_mlp_in("silu", True, "large", ANY),
+    "grouped geglu fine": _grouped_mlp_in("gelu", True, "fine", ANY),
+    "grouped geglu large": _grouped_mlp_in("gelu", True, "large", ANY),
+    "grouped gelu fine": _grouped_mlp_in("gelu_tanh", False, "fine", ANY),
+    "grouped gelu large": _grouped_mlp_in("gelu_tanh", False, "large", ANY),
+    "grouped wgrad writing": _wgrad(4096, ANY, accumulate=False),
+    "grouped wgrad writing fine": _wgrad(1024, TWO, accumulate=False),
+    "grouped wgrad accumulating": _wgrad(4096, ANY, accumulate=True),
+    "grouped wgrad accumulating fine": _wgrad(1024, TWO, accumulate=True),
+    "grouped wgrad accumulating apart": _wgrad(4096, TWO, accumulate=True, apart=True),
+    "grouped wgrad accumulating narrow": _wgrad(4096, ANY, accumulate=True, narrow=True),
+    "grouped wgrad accumulating narrow fine": _wgrad(1024, TWO, accumulate=True, narrow=True),
+    # four barriers a step, where a token does not need two warps; the others are in the sums at the end
+    "router mixtral": _router("mixtral", Facts(exps=(1, 3), barriers=24)),
+    "router qwen3": _router("qwen3", Facts(1, exps=(1, 2), barriers=32)),
+    "router deepseek-v2": _router("deepseek-v2", Facts(1, exps=(1, 2), barriers=32, has=(WARP,))),
+    "router deepseek-v3": _router("deepseek-v3", Facts(1, exps=(2, 3), barriers=33, has=(WARP,))),
+    "router many": _router("many", Facts(1, exps=(1, 2), barriers=48, has=(WARP,))),
+    "router backward mixtral": _router_backward("mixtral", Facts(exps=2, barriers=3)),
+    "router backward qwen3": _router_backward("qwen3", Facts(1, 1, exps=2, barriers=5)),
+    "router backward deepseek-v2": _router_backward("deepseek-v2", Facts(1, 1, exps=1, barriers=1)),
+    "router backward deepseek-v3": _router_backward("deepseek-v3", Facts(1, 1, exps=2, barriers=5)),
+    "router backward many": _router_backward("many", Facts(1, 1, exps=2, stack=8, barriers=9)),
+    "block rows": _block_rows(SORT),
+    "permutation 32": _permutation(32, SORT, SORT, SORT),
+    "permutation 256": _permutation(256, SORT, SORT, SORT),
+    "permutation 512": _permutation(512, SORT, SORT, SORT),
+    "permute": _permute(SORT, Facts(1, 2, threads=1024, lacks=(HALF,))),
+    "unpermute": _unpermute(False, Facts(8, 1, threads=512, lacks=(HALF,))),
+    "unpermute weighted": _unpermute(True, Facts(8, 1, threads=512, lacks=(HALF,))),
+    "unpermute weighted added": _unpermute_add(Facts(9, 1, threads=512, lacks=(HALF,))),
+    "unpermute backward": _unpermute_backward(SORT, Facts(2, 2, threads=512, lacks=(HALF,))),
+    "exchange barrier": _exchange("barrier", MEETING),
+    "exchange counts": _exchange("counts", MEETING),
+    "exchange places": _exchange("places", SORT),
+    "exchange push": _exchange("push", Facts(1, 1, threads=1024, lacks=(HALF, ATOMICS))),
+    "exchange push etp": _exchange("push", Facts(1, 2, threads=512, lacks=(HALF, ATOMICS)), etp=2),
+    "exchange push backward": _exchange("push backward", Facts(2, 1, threads=512, lacks=(HALF, ATOMICS))),
+    "exchange take": _exchange("take", Facts(1, 1, threads=1024, lacks=(HALF,))),
+    "exchange give": _exchange("give", Facts(1, 1, threads=1024, lacks=(HALF,))),
+    "exchange pull": _exchange("pull", Facts(8, 1, threads=512, lacks=(HALF, ATOMICS))),
+    "exchange pull kept": _exchange("pull kept", Facts(8, 9, threads=384, lacks=(HALF, ATOMICS))),
+    "exchange pull etp": _exchange("pull", Facts(16, 1, threads=256, lacks=(HALF, ATOMICS)), etp=2),
+}
+WIDE = ("dropout wide", "dropout backward wide")
+# Those that take no other dtype, or mix bf16 with float32.
+ONE_DTYPE = (
+    "adamw small", "block rows", "permutation", "cross_entropy merge", "exchange barrier", "exchange counts",
+    "exchange places", *WIDE,
+)  # fmt: skip

@@ -1,0 +1,181 @@
+"""The judgement of compiled kernels: what of the facts in `cases` their code does not keep.
+
+Of every kernel: nothing is spilled, no stack, shared memory within the limit, a barrier wherever threads
+meet in memory, no 32-bit integer that may overflow, and the parameters that a launch gives. The rest stands
+in the table of `cases`. Takes a few seconds a kernel, of which Triton keeps what it has compiled.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from fastmp.ops import grouped_mm_tiles
+from fastmp.ops.core import _triton, launcher
+from fastmp.ops.core.registry import compute_dtype
+from fastmp.ops.grouped_mm_tiles import overlaps_tiles
+from tools.cubins.accesses import accesses, unordered
+from tools.cubins.cases import CASES, WIDE
+from tools.cubins.compiled import REGISTERS, SHARED_LIMIT, Launch, launches, meta, parameters_of
+from tools.cubins.facts import Facts
+from tools.cubins.ranges import overflows
+
+# Tile sizes and the counts in `cases` were chosen with one release of Triton. Others park a few words on the
+# stack, keep as little as half as much on a multiprocessor and, as 3.9, order the router's reductions by up
+# to four times as many barriers: they are slower, not wrong.
+TUNED = (_triton.VERSION or "").startswith("3.6.")
+STACK = 0 if TUNED else 32  # bytes a thread
+MORE, LESS = (1, 1.0) if TUNED else (4, 0.5)
+TENSOR_CORES = {80: r"mma\.sync\.aligned\.m16n8k16", 90: r"wgmma\.mma_async", 100: r"tcgen05\.mma"}
+TMA, ASYNC_COPY = r"cp\.async\.bulk\.tensor", r"cp\.async\.c[ag]\.shared\.global"
+
+
+def check_case(name: str, dtype: torch.dtype, arch: int) -> list[tuple[Launch, list[str]]]:
+    """The launches of a case of `CASES`, in order, each with what its code does not keep of its facts.
+
+    arch: compute capability as one number (90 is 9.0).
+    """
+    case, facts = CASES[name]
+    wide = compute_dtype(dtype)
+    op, arguments = case(meta(dtype), wide)
+    moved = wide if op == "adamw_" or name in WIDE else dtype  # what most of the bytes belong to
+    found = launches(op, arguments, arch, moved.itemsize)
+    if len(found) != len(facts):
+        kernels = ", ".join(launch.kernel for launch in found)
+        raise ValueError(f"{name}: {op} launches {kernels}; `cases` has facts of {len(facts)}")
+    judged = []
+    for launch, expected in zip(found, facts, strict=True):
+        wrong = [*broken(launch, expected, wide == torch.float64)]
+        wrong += broken_parameters(launch.compiled, launch.constants)
+        if launch.kernel.startswith("grouped"):
+            wrong += broken_product(launch, narrow="decode" in name, apart="apart" in name)
+        judged.append((launch, wrong))
+    return judged
+
+
+def broken(launch: Launch, facts: Facts, wide: bool = False) -> Iterator[str]:
+    """Yield what of `facts` the code of a launch does not keep. wide: it computes in float64."""
+    vectors = launch.vectors
+    if launch.usage["LOCAL"]:
+        yield f"{launch.usage['LOCAL']} bytes of registers are spilled"
+    # functions of float64 may keep a table there
+    yield from _most("bytes of stack", launch.usage["STACK"], facts.stack + STACK, unless=wide)
+    yield from _most("bytes of shared memory", launch.shared, SHARED_LIMIT[launch.arch])
+    yield from overflows(launch.ttir, launch.limits)
+    for load, store in unordered(launch.ttgir, launch.storages):
+        yield f"nothing orders a load of {load.argument} and a store of {store.argument}"
+    yield from _most("registers of a program", launch.usage["REG"] * launch.threads, REGISTERS)
+    yield from _least("loads of 16 bytes", launch.wide_loads, facts.loads * vectors)
+    yield from _least("stores of 16 bytes", launch.wide_stores, facts.stores * vectors)
+    yield from _least("copies of 16 bytes", launch.count(rf"{ASYNC_COPY}.*, 0x10"), facts.copies * vectors)
+    if wide:
+        return
+    yield from (f"no {pattern}" for pattern in facts.has if not re.search(pattern, launch.ptx))
+    yield from (f"there is {pattern}" for pattern in facts.lacks if re.search(pattern, launch.ptx))
+    yield from _most("registers", launch.usage["REG"], facts.registers)
+    yield from _most("barriers", launch.count(r"bar\.sync"), facts.barriers * MORE)
+    if facts.exps is not None:
+        fewest, most = facts.exps if isinstance(facts.exps, tuple) else (facts.exps, facts.exps)
+        count = launch.count(r"ex2\.approx")
+        yield from _least("exponentials", count, fewest * launch.elements)
+        yield from _most("exponentials", count, most * launch.elements)
+    if launch.itemsize == 2:
+        yield from _least(
+            "threads on a multiprocessor", launch.resident * launch.threads, facts.threads * LESS
+        )
+    in_flight = launch.resident * launch.elements * launch.threads * launch.itemsize
+    yield from _least("bytes in flight", in_flight, facts.bytes * LESS * (1 if launch.arch >= 90 else 0.5))
+
+
+def broken_parameters(compiled: Any, constants: dict[str, Any]) -> Iterator[str]:
+    """Yield how the parameters of compiled code differ from the ones that a launch gives to the driver."""
+    names = compiled.src.fn.arg_names
+    given = launcher.driver_arguments(compiled, sum(name not in constants for name in names))
+    if given is None:
+        yield "launched by Triton, not by the driver"
+        return
+    kinds, descriptors = given
+    ranks, sizes = iter(len(block) for *_, block in descriptors), []
+    for kind in kinds:
+        if kind == "T":
+            rank = next(ranks)
+            sizes += [128, *rank * [4], *rank * [8]]  # tensor map, shape, strides
+        elif kind != "-":
+            sizes.append(4 if kind in "if" else 8)
+    sizes += [8, 8]  # scratch memory
+    if (wanted := parameters_of(compiled.asm["ptx"])) != sizes:
+        yield f"parameters of {wanted} bytes, a launch gives {sizes}"
+
+
+def broken_product(launch: Launch, *, narrow: bool, apart: bool) -> Iterator[str]:
+    """Yield what the code of a grouped product lacks.
+
+    That is the tensor cores of the architecture, except for tiles of 16 rows (`narrow`), and TMA, or
+    asynchronous copies where rows lie `apart`.
+    """
+    loaded = {access.argument for access in accesses(launch.ttgir) if access.op == "tt.load"}
+    if ahead := loaded & {"x", "w", "grad"}:
+        yield f"no program loads {', '.join(sorted(ahead))} ahead"
+    if launch.itemsize != 2:
+        return
+    reductions = launch.count(r"cp\.reduce\.async\.bulk\.tensor\S*\.add")
+    if bool(reductions) != launch.constants.get("REDUCE", False):
+        yield f"{reductions} additions by TMA"
+    if not (launch.wide_stores or reductions):
+        yield "stores narrower than 16 bytes"
+    if reductions and (launch.count(r"st\.global") or "out" in loaded):
+        yield "the gradient is read or written by threads beside the TMA unit"
+    cores = TENSOR_CORES[80 if narrow else min(launch.arch, 100)]
+    if not launch.count(cores):
+        yield f"no {cores}"
+    tma = launch.arch >= 90 and not apart
+    if bool(launch.count(TMA)) != tma or bool(launch.count(ASYNC_COPY)) == tma:
+        yield f"not by {'TMA' if tma else 'asynchronous copies'} alone"
+    if not (tma or apart) and launch.count(r"cp\.async\.ca"):
+        yield "copies through the first-level cache"
+    if launch.kernel == "grouped_mm_kernel":  # as many programs are launched as run at a time
+        names = ("BLOCK_M", "BLOCK_N", "BLOCK_K", "num_warps", "num_stages")
+        blocks = grouped_mm_tiles.Blocks(*(launch.constants[name] for name in names))
+        each = blocks.programs_each(launch.itemsize, launch.arch, launch.constants["GATED"])
+        yield from _not_overlapped(launch)
+        if each != (fit := min(launch.resident, 8 // blocks.num_warps)):
+            yield f"{each} programs are launched for a multiprocessor, on which {fit} fit"
+
+
+def _not_overlapped(launch: Launch) -> Iterator[str]:
+    """Yield what keeps a grouped GEMM from loading its next tile while it stores one, where it should."""
+    flat, code = launch.constants["FLAT"], launch.ttgir.splitlines()
+    form, gated, has_bias, transposed = (
+        launch.constants[name] for name in ("FORM", "GATED", "HAS_BIAS", "TRANSPOSED")
+    )
+    rule = overlaps_tiles(launch.arch, form, gated, has_bias and transposed)
+    expected = launch.constants["TMA"] and rule
+    if flat != expected:
+        yield f"{'flattened' if flat else 'not flattened'}, unlike the rule of `overlaps_tiles`"
+    if not flat:
+        return
+    # The one loop over K steps, from its head to the line that closes it.
+    start = next(n for n, line in enumerate(code) if "scf.for" in line)
+    indent = len(code[start]) - len(code[start].lstrip())
+    end = next(n for n in range(start + 1, len(code)) if code[n].startswith(" " * indent + "}"))
+    loads = [n for n in range(start, end) if "async_tma_copy_global_to_local" in code[n]]
+    stores = [n for n in range(start, end) if "tt.store" in code[n]]
+    nested = any("scf.for" in line for line in code[start + 1 : end])
+    if nested or not loads or not stores or max(loads) > min(stores):
+        yield "the next tile's loads are not issued before the store of this one"
+    wide = launch.constants["BLOCK_M"] >= 64 and not launch.constants["GATED"]
+    if launch.arch == 90 and wide and not any("pendings = 1" in line for line in code[start:end]):
+        yield "no wgmma stays in flight over a step"
+
+
+def _most(what: str, found: float, bound: float, *, unless: bool = False) -> Iterator[str]:
+    if found > bound and not unless:
+        yield f"{found:.7g} {what}, at most {bound:.7g} expected"
+
+
+def _least(what: str, found: float, bound: float) -> Iterator[str]:
+    if found < bound:
+        yield f"{found:.7g} {what}, at least {bound:.7g} expected"

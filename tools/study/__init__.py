@@ -1,0 +1,1 @@
+"""Studies: published tables and formulas next to predictions and measurements; each writes its page."""

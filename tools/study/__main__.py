@@ -1,0 +1,27 @@
+"""`python -m tools.study`: what published tables and formulas say, beside what is predicted and measured
+here.
+
+Each study writes a page with pictures; the command that made it makes it again.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from fastmp.config.command_line import run_command
+
+COMMANDS = {
+    "scaling": ("tools.study.scaling", "model and data parallelism, as published, predicted, and measured"),
+    "graphs": ("tools.study.graphs", "what partial capture saves, by the launches that it removes"),
+    "schedules": ("tools.study.schedules", "idle time and memory of every pipeline schedule"),
+    "overlap": ("tools.study.overlap", "exchanges of experts beside another microbatch's compute"),
+}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one of the studies above; 0, or 2 where something is wrong."""
+    return run_command("python -m tools.study", COMMANDS, sys.argv[1:] if argv is None else argv)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

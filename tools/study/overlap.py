@@ -1,0 +1,194 @@
+"""`python -m tools.study overlap`: what is gained where exchanges run beside another microbatch's compute."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from fastmp.config import DataConfig, GPTConfig, MoEConfig, ParallelConfig, Recipe, TrainConfig
+from fastmp.pipeline.schedule import Schedule
+from fastmp.pipeline.stream_schedule import (
+    Part,
+    Section,
+    Turn,
+    backward_parts,
+    forward_parts,
+    in_sequence,
+    interleave,
+    nominal,
+    play,
+)
+from fastmp.plan.hardware import GPUS
+from fastmp.plan.shapes import shapes_of
+from fastmp.plan.step_time import layer_sections, step_time
+from tools.study.page import parser, table, write
+
+LAYERS, SHARES = 8, (0.25, 0.5, 1.0, 2.0)
+_DRAWN = 2  # layers in the picture
+_COMMON: dict[str, Any] = {"norm": "rmsnorm", "position": "rope", "activation": "swiglu"}
+MODELS = {  # as their configurations on the Hugging Face hub say
+    "Mixtral 8x7B": GPTConfig(
+        num_layers=32, hidden_size=4096, num_heads=32, num_kv_heads=8, vocab_size=32000, max_seq_len=4096,
+        linear_bias=False, tie_embeddings=False, **_COMMON,
+        moe=MoEConfig(num_experts=8, top_k=2, expert_ffn_hidden_size=14336),
+    ),
+    "Qwen3 30B-A3B": GPTConfig(
+        num_layers=48, hidden_size=2048, num_heads=32, num_kv_heads=4, head_size=128, vocab_size=151936,
+        max_seq_len=4096, linear_bias=False, tie_embeddings=False, qk_norm=True, **_COMMON,
+        moe=MoEConfig(num_experts=128, top_k=8, expert_ffn_hidden_size=768),
+    ),
+}  # fmt: skip
+# Model, ranks, and how they divide it; servers have 8 GPUs.
+LAYOUTS: tuple[tuple[str, int, dict[str, int]], ...] = (
+    ("Mixtral 8x7B", 64, {"ep": 8, "tp": 4, "etp": 1}),
+    ("Mixtral 8x7B", 64, {"ep": 8, "pp": 4, "vpp": 4}),
+    ("Qwen3 30B-A3B", 64, {"ep": 8}),
+    ("Qwen3 30B-A3B", 64, {"ep": 32}),
+    ("Qwen3 30B-A3B", 64, {"ep": 8, "pp": 4}),
+    ("Qwen3 30B-A3B", 64, {"ep": 8, "pp": 4, "vpp": 4}),
+)
+Chains = tuple[tuple[Part, ...], tuple[Part, ...]]
+
+
+def main(arguments: list[str]) -> int:
+    """Write the study's page and pictures; 0, or 2 with one line on stderr."""
+    from tools.study.overlap_plot import draw
+
+    made = parser("overlap", "What is gained where exchanges run beside another microbatch's compute.")
+    options = made.parse_args(arguments)
+    pictures = {"overlap-layers.png": partial(draw, drawn())}
+    return write(made.prog, options.out, "overlap", page(), pictures)
+
+
+def sections(exchange: float, layers: int = LAYERS) -> list[Section]:
+    """Return layers whose attention and experts take 1 each forward; dispatch and combine `exchange` each."""
+    return [
+        Section("attention", False, False, 1.0, 1.2, 0.8),
+        Section("dispatch", True, True, exchange, exchange, 0.0),
+        Section("experts", False, False, 1.0, 1.0, 1.0),
+        Section("combine", True, False, exchange, exchange, 0.0),
+    ] * layers
+
+
+def chains(layers: Sequence[Section], *, defer: bool = True) -> Chains:
+    """Return a forward and a backward through `layers`."""
+    return forward_parts(layers), backward_parts(layers, defer=defer)
+
+
+def took(order: Sequence[Turn], *of: Sequence[Part]) -> float:
+    """Return the time of an order on one rank."""
+    return play([order], [of]).makespan
+
+
+def drawn() -> list[tuple[str, list[tuple[str, bool, str, float, float]]]]:
+    """Return (title, parts) of Qwen3 30B-A3B; a part is (segment, exchange, chain, start, end in ms)."""
+    own = _sections("Qwen3 30B-A3B", 64, {"ep": 32}) * _DRAWN
+    both = chains(own)
+    found = []
+    for title, order in (("one after the other", in_sequence(*both)), ("at once", _order(own))):
+        played = play([order], [both])
+        events = []
+        for turn, (start, end) in zip(order, played.turns[0], strict=True):
+            part = both[turn.chain][turn.part]
+            chain = "weights" if part.deferred else ("forward", "backward")[turn.chain]
+            events.append((own[part.first].name, part.exchange, chain, 1e3 * start, 1e3 * end))
+        found.append((title, events))
+    return found
+
+
+def page() -> str:
+    """Return the study's page."""
+    return f"""# Two microbatches at once
+
+`python -m tools.study overlap` wrote this page. Nothing of it was measured: times of segments are given, or
+those of `fastmp plan time`; orders are `fastmp.pipeline.stream_schedule`'s, times of both streams its
+`play`'s ([pipeline.md](../pipeline.md#two-microbatches-at-once)). Neither stream slows the other here; on a
+GPU, kernels of collectives take some of its multiprocessors.
+
+## Layers
+
+A forward and a backward through {LAYERS} layers. Forward, attention and experts take 1 each, and dispatch
+and combine what the first column says; backward, compute takes twice that. "Weights deferred" puts
+gradients of weights beside the next exchange of their own microbatch, which needs no second one. "At once"
+is the order in which training runs them, which is made without knowing these times; "planned" is made for
+them. The bound is the work of the longer stream.
+
+{table(_LAYER_HEADER, [*_layer_rows()])}
+## Models
+
+Seconds of a step on H100s, 1 sequence of 4096 tokens a microbatch and 512 in a step, nothing recomputed.
+"Exchanges" is the share of dispatch and combine in the time of a layer, "hidden" how much of that is gone
+where a forward and a backward run at once. The warm-up and the end of a step have nothing beside them, and
+a pipeline's rank begins with more forwards: that is what microbatches in flight say of the first one.
+
+{table(_MODEL_HEADER, [*_model_rows()])}
+![two streams of a rank, one microbatch after the other, and both at once](overlap-layers.png)
+
+{_DRAWN} layers of Qwen3 30B-A3B with experts over 32 ranks, in four servers: exchanges take longer than all
+else, so something of them is left.
+"""
+
+
+_LAYER_HEADER = ["exchange", "one after the other", "weights deferred", "at once", "planned", "bound"]
+_MODEL_HEADER = ["model", "layout", "exchanges", "hidden", "seconds", "at once", "gain", "in flight"]
+
+
+def _layer_rows() -> Iterator[list[str]]:
+    for exchange in SHARES:
+        own = sections(exchange)
+        forward, backward = both = chains(own)
+        whole = chains(own, defer=False)
+        times = (
+            took(in_sequence(*whole), *whole),
+            took(interleave(forward), forward) + took(interleave(backward), backward),
+            took(_order(own), *both),
+            took(interleave(*both), *both),
+            max(sum(p.time for each in both for p in each if p.exchange == kind) for kind in (False, True)),
+        )
+        yield [f"{exchange:g}", *(f"{time:.1f}" for time in times)]
+
+
+def _order(layers: Sequence[Section]) -> tuple[Turn, ...]:
+    """Return the order in which training runs a forward beside a backward through `layers`."""
+    return interleave(*chains(nominal(layers)))
+
+
+def _recipe(name: str, layout: dict[str, int], overlapped: bool = False) -> Recipe:
+    return Recipe(
+        model=MODELS[name],
+        parallel=ParallelConfig(**layout, overlap_experts=overlapped),  # type: ignore[arg-type]
+        data=DataConfig(seq_len=4096, micro_batch_size=1),
+        train=TrainConfig(global_batch_size=512, dtype="bfloat16"),
+    )
+
+
+def _sections(name: str, ranks: int, layout: dict[str, int]) -> tuple[Section, ...]:
+    recipe = _recipe(name, layout)
+    shapes = replace(shapes_of(recipe, ranks), model=recipe.model.layers[0])
+    return layer_sections(shapes, GPUS["h100"])
+
+
+def _model_rows() -> Iterator[list[str]]:
+    for name, ranks, layout in LAYOUTS:
+        own = _sections(name, ranks, layout) * LAYERS
+        both = chains(own)
+        exchanged = sum(part.time for each in both for part in each if part.exchange)
+        apart = sum(part.time for each in both for part in each)
+        hidden = apart - took(_order(own), *both)
+        recipes = [_recipe(name, layout, overlapped) for overlapped in (False, True)]
+        before, after = (step_time(recipe, ranks, GPUS["h100"]).seconds for recipe in recipes)
+        pp, vpp = recipes[0].parallel.pp, recipes[0].parallel.vpp
+        microbatches = recipes[0].train.global_batch_size * recipes[0].parallel.tp * pp // ranks
+        held = [Schedule(pp, microbatches, vpp, overlap=each).peak_in_flight(0) for each in (False, True)]
+        yield [
+            name,
+            " x ".join(f"{axis} {size}" for axis, size in layout.items()),
+            f"{exchanged / apart:.0%}",
+            f"{hidden / exchanged:.0%}",
+            f"{before:.2f}",
+            f"{after:.2f}",
+            f"{before / after:.2f}x",
+            " to ".join(f"{number / vpp:.3g}" for number in held),
+        ]

@@ -1,0 +1,288 @@
+"""`python -m tools.study scaling`: the scaling tables of Megatron-LM, as published and as predicted.
+
+The prediction is that of `fastmp plan time`, with kernels as they were published in 2019. Two of its numbers
+are calibrated, on two published ones; every other row is predicted, and its residual printed.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from fastmp.config import OptimizerConfig, Recipe, TrainConfig
+from fastmp.config.sizes import flops_per_token, num_parameters
+from fastmp.plan.hardware import GPUS
+from fastmp.plan.kernels import FASTMP, FUSED, UNFUSED
+from fastmp.plan.step_time import ONCE, StepTime, step_time
+from tools.study import published
+from tools.study.page import Draw, measurement, parser, save, table, write
+from tools.study.published import BASELINE, REPLICAS, TABLE_1, counted_flops
+
+V100 = GPUS["v100"]
+TOLERANCE = 0.1
+_NEEDS = (("cpu",), ("cores",), ("rows",))  # of a measurement
+
+
+@dataclass(frozen=True)
+class Row:
+    """A published number beside the predicted one; what is `calibrated` is not predicted."""
+
+    what: str
+    published: float
+    predicted: float
+    unit: str = ""
+    calibrated: bool = False
+
+    @property
+    def residual(self) -> float:
+        return self.predicted / self.published - 1.0
+
+    def cells(self) -> list[str]:
+        shown = [f"{x:.0%}" if self.unit == "%" else f"{x:.3g}{self.unit}" for x in self.numbers]
+        return [self.what, *shown, "calibrated" if self.calibrated else f"{self.residual:+.1%}"]
+
+    @property
+    def numbers(self) -> tuple[float, float]:
+        return self.published, self.predicted
+
+
+def main(arguments: list[str]) -> int:
+    """Write the study's page and pictures; 0, or 2 with one line on stderr."""
+    from tools.study.scaling_plot import draw_hardware, draw_residuals
+
+    made = parser(
+        "scaling", "Model and data parallelism as published, predicted, and measured.", measures="times"
+    )
+    options = made.parse_args(arguments)
+    try:
+        file = Path(options.out, "scaling.json")
+        measured = _measure() if options.measure else measurement(made.prog, file, _NEEDS)
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 2
+    rows, modern = [*paper_rows()], hardware_rows()
+    pictures: dict[str, Draw] = {
+        "scaling-residuals.png": partial(draw_residuals, rows),
+        "scaling-hardware.png": partial(draw_hardware, modern),
+    }
+    if measured:
+        pictures["scaling.json"] = partial(save, measured)
+    return write(made.prog, options.out, "scaling", page(rows, modern, measured), pictures)
+
+
+def _measure() -> dict[str, Any]:
+    from tools.study.measured import measure
+
+    return measure()
+
+
+def rate(recipe: Recipe, gpus: int) -> float:
+    """Return the FLOP/s of a V100 in a job of `gpus`."""
+    return counted_flops(recipe) / step_time(recipe, gpus, V100, UNFUSED).seconds / gpus
+
+
+def efficiency(recipe: Recipe, gpus: int) -> float:
+    """Return parameters times sequences a second of a V100, over those of one with the smallest model."""
+
+    def speed(recipe: Recipe, gpus: int) -> float:
+        work = num_parameters(recipe.model, published.PADDED) * recipe.train.global_batch_size
+        return work / step_time(recipe, gpus, V100, UNFUSED).seconds / gpus
+
+    return speed(recipe, gpus) / speed(TABLE_1[0].recipe(), 1)
+
+
+def paper_rows() -> Iterator[Row]:
+    """Yield what Megatron-LM published of scaling in 2019, beside the prediction."""
+    small, large = TABLE_1[0], TABLE_1[-1]
+    yield Row("1.2 B on 1 GPU, FLOP/s", BASELINE / 1e12, rate(small.recipe(), 1) / 1e12, " T", True)
+    yield Row("8.3 B on 8 GPUs, weak scaling", published.MODEL_PARALLEL, efficiency(large.recipe(), 8), "%")
+    gpus = 8 * REPLICAS
+    hybrid = efficiency(large.recipe(batch=8 * REPLICAS), gpus)
+    yield Row("8.3 B on 512 GPUs (section 5.1)", published.HYBRID, hybrid, "%")
+    yield Row("8.3 B on 512 GPUs (abstract)", published.HYBRID_IN_ABSTRACT, hybrid, "%")
+    in_flops = rate(large.recipe(batch=8 * REPLICAS), gpus) * gpus
+    yield Row("8.3 B on 512 GPUs, FLOP/s", published.HYBRID_FLOPS / 1e15, in_flops / 1e15, " P")
+    for heads, found in published.OF_HEADS.items():
+        yield Row(
+            f"8.3 B on 8 GPUs, {heads} heads (Table 7)", found, efficiency(large.recipe(heads=heads), 8), "%"
+        )
+    alone = step_time(small.recipe(), 1, V100, UNFUSED).seconds
+    for n, found in published.SPEEDUP.items():
+        faster = alone / step_time(small.recipe(tp=n), n, V100, UNFUSED).seconds
+        if n > 1:
+            yield Row(f"1.2 B on {n} GPUs, times as fast (Table 8)", found, faster, "x", n == 2)
+
+
+def other_rows() -> Iterator[Row]:
+    """Yield what else was published, on other hardware or with other kernels; nothing is adjusted to it."""
+    for shape, gpus, days in published.TRAINED:
+        seconds = step_time(shape.recipe(batch=512), gpus, V100, UNFUSED).seconds
+        yield Row(f"V100 x {gpus}, {shape.name}: days of an epoch", days, seconds * published.EPOCH / 86400)
+    for name, run in [*published.case_runs(), *(("a100", run) for run in published.a100_runs())]:
+        seconds = step_time(run.recipe, run.gpus, GPUS[name], FUSED).seconds
+        found = counted_flops(run.recipe) / seconds / run.gpus / 1e12
+        yield Row(f"{name.upper()} x {run.gpus}, {run.name}: TFLOP/s of a GPU", run.tflops, found)
+    for run in published.h100_runs():
+        tokens = run.recipe.train.global_batch_size * run.recipe.data.seq_len
+        flops = tokens * flops_per_token(run.recipe.model, causal=True)
+        found = flops / step_time(run.recipe, run.gpus, GPUS["h100"]).seconds / run.gpus / 1e12
+        yield Row(f"H100 x {run.gpus}, {run.name}: TFLOP/s of a GPU", run.tflops, found)
+
+
+def hardware_rows() -> dict[str, list[tuple[int, StepTime, float]]]:
+    """Return {GPU: [(GPUs of a job, its step, efficiency over one)]} of Table 1 with fastmp's kernels."""
+    found = {}
+    for name, gpu in GPUS.items():
+        jobs = []
+        for replicas in (1, REPLICAS):
+            for shape in TABLE_1:
+                recipe = shape.recipe(batch=published.BATCH * replicas)
+                recipe = replace(
+                    recipe,
+                    parallel=replace(recipe.parallel, sequence_parallel=shape.tp > 1, recompute=False),
+                    optimizer=OptimizerConfig(),
+                    train=TrainConfig(global_batch_size=recipe.train.global_batch_size, dtype="bfloat16"),
+                )
+                gpus = shape.tp * replicas
+                took = step_time(recipe, gpus, gpu, FASTMP)
+                jobs.append((gpus, took, counted_flops(recipe) / took.seconds / gpus))
+        first = jobs[0][2]
+        found[name] = [(gpus, took, speed / first) for gpus, took, speed in jobs]
+    return found
+
+
+def page(
+    rows: list[Row],
+    modern: dict[str, list[tuple[int, StepTime, float]]],
+    measured: dict[str, Any] | None = None,
+) -> str:
+    """Return the study's page, with what `tools.study.measured.measure` returned."""
+    header = ["", "published", "predicted", "residual"]
+    worst = max(abs(row.residual) for row in rows if not row.calibrated)
+    predicted = sum(not row.calibrated for row in rows)
+    others = [*other_rows()]
+    in_flops = rate(TABLE_1[-1].recipe(), 8) / rate(TABLE_1[0].recipe(), 1)
+    return f"""# Scaling
+
+`python -m tools.study scaling` wrote this page. Published are the tables of Megatron-LM (Shoeybi et al. 2019,
+arXiv 1909.08053), of V100s in DGX-2H servers. Predicted is what the cost model of `fastmp plan time` says
+([planning.md](../planning.md#how-long-a-step-takes)). No GPU was used.
+
+## The paper, predicted
+
+{table(header, [row.cells() for row in rows])}
+Of the {predicted} rows that are predicted, the largest residual is {worst:.1%}. A test holds all of
+them to {TOLERANCE:.0%}.
+
+![published and predicted efficiencies](scaling-residuals.png)
+
+**Two numbers are calibrated**, each on one published number; there is none for a row.
+
+- Unfused 16-bit kernels of 2019 reach {UNFUSED.memory:.2f} of the memory's bandwidth. With that, one GPU
+  computes the model of 1.2 B parameters at the published 39 TFLOP/s. Kernels that stream well reach 0.83.
+- A rank comes {UNFUSED.late * 1e3:.2f} ms (a standard deviation) late to each all-reduce of a layer, and all
+  wait for the last one. With that, two GPUs are 1.64 times as fast as one. Without it the model is too fast
+  wherever ranks meet. A lower bandwidth does not explain that: what is missing belongs to each all-reduce and
+  not to each byte, as the rows of 8 GPUs show, whose messages have 25 and 50 MB. What makes ranks late was
+  not published.
+
+All else are data sheets, published rates, and passes of kernels over tensors, counted in the published
+source.
+
+**74% or 76%.** Section 5.1 says 74% for 512 GPUs, the abstract 76%. 15.1 PFLOP/s / 512 / 39 TFLOP/s are
+{published.HYBRID_FLOPS / 512 / BASELINE:.1%}: the abstract follows from the totals, the section must come
+from a measurement of its own.
+
+**How FLOPs and efficiency are counted** moves an efficiency, as models of different shapes are compared. The
+paper does not say. Its authors published both with the times of a step in 2020 (below). Those TFLOP/s are
+formula (3) of Narayanan et al. 2021, and "scaling" is there the ratio of parameters over that of times. So
+both are counted here. By FLOPs, 8.3 B on 8 GPUs would be at {in_flops:.0%} in place of
+{rows[1].predicted:.0%}, {1 - in_flops / rows[1].published:.1%} below the published number.
+
+## Where the time of a step goes
+
+Table 1's models on V100s with the kernels of 2019, {published.BATCH} sequences a replica: shares of a step.
+
+{table(["", "parameters", *_PARTS, "step"], [*_share_rows()])}
+## Other published numbers
+
+Nothing was adjusted to these. They show where the model holds beyond the paper, and where it does not.
+
+{table(header, [row.cells() for row in others])}
+- Days of an epoch (Table 2) include validation and checkpoints, which the model leaves out.
+- 1.16 B to 8.67 B: tables of Megatron-LM's repository (images/tables.tex), of 2020. A replica has 8 sequences
+  on V100s and 16 on A100s; tensor parallelism is 1 to 8.
+- A100, 1.7 B and more: Table 1 of Narayanan et al. 2021 (arXiv 2104.04473). Microbatches of one sequence, and
+  2 or 3 chunks a rank, are assumed, as the table does not name them. Its numbers were compared with a source
+  only as far as shapes give parameters, and 1008 B on 3072 GPUs the 502 PFLOP/s of the abstract.
+- H100: Table 4 of Dubey et al. 2024 (arXiv 2407.21783), sequences of 8192 tokens. The model is a fifth to a
+  quarter too fast: it knows no GPU that slows down for power, no congestion between 1000 servers, and no
+  late rank.
+
+## Table 1 on other GPUs
+
+The same shapes with fastmp's own kernels (fused attention, sequence parallelism, nothing recomputed,
+ZeRO-1): weak scaling over one GPU of the same kind. It can exceed 100%, as 64 replicas divide the optimizer.
+The faster a GPU is beside its links, the more a division costs: these models are small for today's GPUs, and
+8 sequences a replica leave little to hide the sum of gradients behind.
+
+{table(["GPUs", *(name.upper() for name in modern)], [*_modern_rows(modern)])}
+![efficiency of Table 1 on other GPUs](scaling-hardware.png)
+{_measured_section(measured) if measured else ""}"""
+
+
+def _measured_section(measured: dict[str, Any]) -> str:
+    header = ["tp x replicas", "h", "layers", "GFLOPs", "CPU s", "in collectives", "GFLOPs / CPU s"]
+    return f"""
+## Measured on ranks
+
+`python -m tools.study scaling --measure` trains Table 1's models on forked ranks, scaled down: widths an
+eighth, layers a tenth, 4 sequences of 128 tokens a replica, float32, one thread a rank, joined by gloo, on
+{measured["cores"]} cores of {measured["cpu"]}, which ranks and other work share. So times are CPU times of
+all ranks together, the best of 8 steps for each, and waiting is not in them: they say what a division costs
+in work, and not how fast ranks of their own, or a GPU, would be.
+
+{table(header, [*_measured_rows(measured)])}
+In brackets is the number of collectives: with tp above 1 four for each layer and two more around them, with
+replicas one of all gradients.
+"""
+
+
+def _measured_rows(measured: dict[str, Any]) -> Iterator[list[str]]:
+    for row in measured["rows"]:
+        yield [
+            f"{row['tp']} x {row['replicas']}",
+            *(str(row[name]) for name in ("hidden", "layers")),
+            f"{row['flops'] / 1e9:.1f}",
+            f"{row['seconds']:.3f}",
+            f"{row['communication'] / row['seconds']:.0%} ({row['collectives']})",
+            f"{row['flops'] / row['seconds'] / 1e9:.1f}",
+        ]
+
+
+_NAMES = {"tp": "all-reduces of layers"}
+_PARTS = ("products", "attention", "other kernels", "all-reduces of layers", "end of the step")
+
+
+def _share_rows() -> Iterator[list[str]]:
+    for replicas in (1, REPLICAS):
+        for shape in TABLE_1:
+            recipe, gpus = shape.recipe(batch=published.BATCH * replicas), shape.tp * replicas
+            took = step_time(recipe, gpus, V100, UNFUSED)
+            seconds = dict.fromkeys(_PARTS, 0.0)
+            for (phase, what), part in took.parts.items():
+                seconds["end of the step" if phase == ONCE else _NAMES.get(what, what)] += part
+            shares = [f"{part / took.seconds:.1%}" for part in seconds.values()]
+            count = f"{num_parameters(recipe.model, 51200) / 1e9:.4f} B"
+            unit = "GPU" if gpus == 1 else "GPUs"
+            yield [f"{gpus} {unit}, h {shape.hidden}", count, *shares, f"{took.seconds:.2f} s"]
+
+
+def _modern_rows(modern: dict[str, list[tuple[int, StepTime, float]]]) -> Iterator[list[str]]:
+    for jobs in zip(*modern.values(), strict=True):
+        cells = [f"{share:.0%} ({took.mfu:.0%} of peak)" for _, took, share in jobs]
+        yield [f"{jobs[0][0]}", *cells]

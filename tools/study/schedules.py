@@ -1,0 +1,176 @@
+"""`python -m tools.study schedules`: idle time and memory of every pipeline schedule, simulated and by
+formula.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+from fastmp.pipeline.schedule import SCHEDULES, Schedule
+from fastmp.pipeline.simulate import Costs, Simulation, simulate
+from fastmp.plan.hardware import GPUS
+from fastmp.plan.kernels import FUSED
+from fastmp.plan.schedule_plot import draw as draw_timeline
+from fastmp.plan.step_time import step_time
+from tools.study import published
+from tools.study.page import parser, table, write
+
+PIPELINES, CHUNKS, MICROBATCHES = (4, 8, 16), (1, 2, 4), (1, 2, 4, 8, 16)  # the last in units of the ranks
+_EQUAL = (1.0, 1.0, 1.0)
+_COSTS = {"1 + 1 + 1": Costs(*_EQUAL), "1 + 2 + 1": Costs(1.0, 2.0, 1.0), "messages 0.05": Costs(p2p=0.05)}
+_DRAWN = (("1f1b", 1), ("1f1b", 2), ("zero_bubble", 1))
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A schedule with its simulation; a chunk's forward takes 1 / vpp of the time of its rank's layers."""
+
+    schedule: Schedule
+    costs: Costs
+
+    @property
+    def run(self) -> Simulation:
+        return simulate(self.schedule.orders(), self.costs)
+
+    @property
+    def bubble(self) -> float:
+        """The idle time over the work by formula, for free messages and as many microbatches as ranks."""
+        forward, inputs, weights = (
+            float(each)  # type: ignore[arg-type]
+            for each in (self.costs.forward, self.costs.backward_input, self.costs.backward_weight)
+        )
+        whole, pp = forward + inputs + weights, self.schedule.pp
+        idle = max(forward, inputs, forward + inputs - weights) if self.schedule.splits_backwards else whole
+        return (pp - 1) * idle / (self.schedule.num_microbatches * self.schedule.vpp * whole)
+
+    @property
+    def peak(self) -> int:
+        """The most chunk activations that a rank holds, by formula."""
+        pp, vpp = self.schedule.pp, self.schedule.vpp
+        every = self.schedule.num_microbatches * vpp
+        if self.schedule.splits_backwards or vpp == 1:
+            return min(pp + (vpp - 1) * pp, every)
+        return min(2 * (pp - 1) + (vpp - 1) * pp + 1, every)
+
+
+def main(arguments: list[str]) -> int:
+    """Write the study's page and pictures; 0, or 2 with one line on stderr."""
+    from tools.study.schedules_plot import draw_bubbles
+
+    made = parser("schedules", "Idle time and memory of every pipeline schedule.")
+    options = made.parse_args(arguments)
+    pictures = {"schedules-bubbles.png": partial(draw_bubbles, [*cells()])}
+    for name, vpp in _DRAWN:
+        pictures[_picture(name, vpp)] = partial(_draw, name, vpp)
+    return write(made.prog, options.out, "schedules", page(), pictures)
+
+
+def cells(costs: Costs = _COSTS["1 + 1 + 1"]) -> Iterator[Cell]:
+    """Yield every schedule of every size of the study."""
+    for pp in PIPELINES:
+        for name in SCHEDULES:
+            for vpp in CHUNKS:
+                for times in MICROBATCHES:
+                    yield Cell(Schedule(pp, pp * times, vpp, name=name), costs)
+
+
+def page() -> str:
+    """Return the study's page."""
+    timelines = "\n".join(
+        f"![{name}, 4 ranks, chunks of a rank: {vpp}, 8 microbatches]({_picture(name, vpp)})\n"
+        for name, vpp in _DRAWN
+    )
+    return f"""# Schedules
+
+`python -m tools.study schedules` wrote this page. Orders of steps are `fastmp.pipeline.schedule`'s, times the
+simulator's ([pipeline.md](../pipeline.md)). F, I and W are the times of a chunk's forward, of its backward of
+inputs and of its backward of weights; m microbatches go through pp ranks of v chunks each.
+
+| | idle time over work | chunk activations of a rank |
+|---|---|---|
+| `1f1b`, v = 1 | (pp - 1) / m | pp |
+| `1f1b`, v > 1 (interleaved) | (pp - 1) / (m v) | 2 (pp - 1) + (v - 1) pp + 1 |
+| `zero_bubble` | (pp - 1) max(F, I, F + I - W) / (m v (F + I + W)) | v pp |
+
+A chunk has 1 / (pp v) of the layers. So one microbatch's activations of the whole model are what 1F1B holds
+on its first rank, whatever m is; interleaving holds up to half as much again, zero bubble no more than 1F1B.
+
+![idle time over microbatches](schedules-bubbles.png)
+
+## Simulated, and by formula
+
+Idle time in percent of the work, where a chunk's forward takes 1, its backward of inputs 1 (2 with
+recomputation), of weights 1; under "messages" each takes 0.05, which no formula has. Memory is the fullest
+rank's, in activations of the whole model for one microbatch.
+
+{table(_header(), [*_rows()])}
+## Orders
+
+{timelines}
+## What that means for a model
+
+145.6 B parameters on 1536 A100s (Narayanan et al. 2021), tensor parallelism of 8 and pipelines of 8 ranks:
+seconds of a step as `fastmp plan time` predicts them, by schedule.
+
+{table(["schedule", "chunks", "idle over work", "seconds", "chunk activations"], [*_model_rows()])}"""
+
+
+def _header() -> list[str]:
+    pairs = (("equal", "formula"), ("recomputed", "formula"))
+    return [
+        "schedule",
+        "pp",
+        "v",
+        "m",
+        *(name for pair in pairs for name in pair),
+        "messages",
+        "memory",
+        "formula",
+    ]
+
+
+def _rows() -> Iterator[list[str]]:
+    tables = zip(*(cells(costs) for costs in _COSTS.values()), strict=True)
+    for equal, recomputed, messages in tables:
+        own = equal.schedule
+        if own.pp > 8 or own.num_microbatches // own.pp not in (1, 4):
+            continue
+        shares = (
+            equal.run.bubble,
+            equal.bubble,
+            recomputed.run.bubble,
+            recomputed.bubble,
+            messages.run.bubble,
+        )
+        held = (max(equal.run.peak_activations), equal.peak)
+        yield [
+            f"`{own.name}`",
+            *(str(size) for size in (own.pp, own.vpp, own.num_microbatches)),
+            *(f"{share:.2%}" for share in shares),
+            *(f"{number / (own.pp * own.vpp):.3g}" for number in held),
+        ]
+
+
+def _model_rows() -> Iterator[list[str]]:
+    run = next(run for run in published.a100_runs() if run.name == "145.6 B")
+    for name in SCHEDULES:
+        for vpp in (1, 2, 5, 10):
+            layout = replace(run.recipe.parallel, vpp=vpp, schedule=name)
+            took = step_time(replace(run.recipe, parallel=layout), run.gpus, GPUS["a100"], FUSED)
+            microbatches = run.recipe.train.global_batch_size * layout.tp * layout.pp // run.gpus
+            cell = Cell(Schedule(layout.pp, microbatches, vpp, name=name), _COSTS["1 + 1 + 1"])
+            yield [f"`{name}`", f"{vpp}", f"{took.bubble:.2%}", f"{took.seconds:.2f}", f"{cell.peak}"]
+
+
+def _picture(name: str, vpp: int) -> str:
+    return f"schedules-{name}-{vpp}.png"
+
+
+def _draw(name: str, vpp: int, out: Path) -> None:
+    schedule = Schedule(4, 8, vpp, name=name)
+    run = simulate(schedule.orders(), Costs(*(each / vpp for each in _EQUAL)))
+    title = f"{name}, pp 4, vpp {vpp}, 8 microbatches: bubble {run.bubble:.3g}"
+    draw_timeline([run.timeline(rank) for rank in range(4)], out, title=title)
