@@ -266,7 +266,7 @@ class SentenceHead(nn.Module):
 
 
 class BertStage(Bert):
-    """One stage of a Bert, for `fastmp.parallel.Pipeline`, made by `bert_stages`.
+    """One stage of a Bert, for `fastmp.pipeline.Pipeline`, made by `bert_stages`.
 
     forward(tokens_BS) or forward(tokens_BS, token_types_BS) in the first stage, forward(hidden_SBH) in the
     others, gives hidden states; either takes `documents=`, those of `Documents.from_padding`. `losses` of the

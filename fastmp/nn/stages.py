@@ -31,7 +31,7 @@ Stage = TypeVar("Stage", bound=LanguageModel)
 
 
 class GPTStage(GPT):
-    """One stage of a GPT, for `fastmp.parallel.Pipeline`, made by `gpt_stages`.
+    """One stage of a GPT, for `fastmp.pipeline.Pipeline`, made by `gpt_stages`.
 
     forward(tokens_BS) in the first stage, forward(hidden_SBH) in the others, gives hidden states; either
     takes packed `documents=`, see `GPT.forward`, which every stage gets from its own batch. With experts in

@@ -114,8 +114,8 @@ def test_a_reader_that_has_seen_enough_is_no_mistake(command, monkeypatch, capfd
     def closed(*_, **__):
         raise BrokenPipeError
 
-    for name in ("train.checkpoint.command.checkpoint_at", "train.data.command._report"):
-        monkeypatch.setattr(f"fastmp.{name}", closed)
+    for name in ("checkpoint.checkpoint_at", "data._report"):
+        monkeypatch.setattr(f"fastmp.apps.{name}", closed)
     monkeypatch.setattr("fastmp.apps.hf.TransformersReader", closed)
     monkeypatch.setattr("os.dup2", lambda *_: None)
     assert main([*command.split(), "somewhere"]) == 1

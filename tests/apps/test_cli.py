@@ -113,10 +113,10 @@ def test_doctor_check_measures_ops_against_float64(capsys, monkeypatch, names):
 
 
 def test_doctor_check_fails_on_a_wrong_op(capsys, monkeypatch):
-    from fastmp import testing
+    from fastmp.testing import ops
 
-    wrong = replace(testing.check_op("bias_gelu", "cpu")[0], error=1.0)
-    monkeypatch.setattr(testing, "check_op", lambda name, device: [wrong])
+    wrong = replace(ops.check_op("bias_gelu", "cpu")[0], error=1.0)
+    monkeypatch.setattr(ops, "check_op", lambda name, device: [wrong])
     assert doctor.main(["--check"]) == 1
     assert "WRONG" in capsys.readouterr().out
 

@@ -100,7 +100,7 @@ INITIALISE = {
 ADOPT = """
 import torch, torch.distributed as dist
 import fastmp
-from fastmp.parallel import ParallelGroups, RankGrid
+from fastmp.distributed import ParallelGroups, RankGrid
 runtime = fastmp.init()
 group = ParallelGroups.create(RankGrid(world_size=runtime.world_size, tp=2)).tp
 dist.all_reduce(total := torch.tensor(runtime.rank + 1), group=group)

@@ -220,5 +220,5 @@ def test_the_size_of_an_unknown_axis_is_an_error():
 
 
 def test_a_grid_does_not_import_torch():
-    code = "import sys, fastmp.parallel as p; p.RankGrid(world_size=4); sys.exit('torch' in sys.modules)"
+    code = "import sys, fastmp.distributed as p; p.RankGrid(world_size=4); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

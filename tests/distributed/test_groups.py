@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections import Counter
 from datetime import timedelta
 from types import SimpleNamespace
@@ -276,7 +277,32 @@ def test_a_collective_that_a_rank_never_joins_fails_at_the_timeout_of_the_groups
     assert "Timed out waiting 1000ms" in run_ranks(late, 2, timeout=20)[0]
 
 
-def test_every_exported_name_is_there():
-    assert all(getattr(fastmp.parallel, name) is not None for name in fastmp.parallel.__all__)
+@pytest.mark.parametrize(
+    "name",
+    [
+        "cuda_graphs",
+        "distributed",
+        "hf",
+        "nn",
+        "optim",
+        "pipeline",
+        "tensor_parallel",
+        "training",
+        "watchdog",
+    ],
+)
+def test_every_exported_name_is_there(name):
+    package = importlib.import_module(f"fastmp.{name}")
+    assert package.__all__ and all(getattr(package, each) is not None for each in package.__all__)
+    with pytest.raises(AttributeError, match="no attribute 'parallel_state'"):
+        package.parallel_state  # noqa: B018
+
+
+def test_names_of_the_former_package_warn_and_are_the_new_ones():
+    for name in fastmp.parallel.__all__:
+        with pytest.warns(DeprecationWarning, match=f"fastmp.parallel.{name} is now fastmp") as caught:
+            found = getattr(fastmp.parallel, name)
+        _, package, _ = str(caught[0].message).rsplit(" ", 1)[1].split(".")
+        assert found is getattr(importlib.import_module(f"fastmp.{package}"), name)
     with pytest.raises(AttributeError, match="no attribute 'parallel_state'"):
         fastmp.parallel.parallel_state  # noqa: B018

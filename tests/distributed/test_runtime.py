@@ -28,7 +28,7 @@ WORKER = """
 import json, os, signal, sys, time
 import torch, torch.distributed as dist
 import fastmp
-from fastmp.parallel import ParallelGroups, RankGrid, main_guard
+from fastmp.distributed import ParallelGroups, RankGrid, main_guard
 
 def main():
     mode, folder = sys.argv[1:]
@@ -266,7 +266,7 @@ def test_a_job_without_one_of_its_ranks_ends(worker, tmp_path):
     run = f"import runpy; print('here', flush=True); runpy.run_path({str(worker)!r}, run_name='__main__')"
     ranks = [
         subprocess.Popen(
-            [sys.executable, "-c", "import fastmp.parallel; " + run, "plain", str(tmp_path)],
+            [sys.executable, "-c", "import fastmp.distributed; " + run, "plain", str(tmp_path)],
             env=child_environment(RANK=rank, WORLD_SIZE=3, LOCAL_RANK=rank, MASTER_PORT=port),
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

@@ -53,9 +53,9 @@ def files_of(path):
     return {name: tensor for file in path.glob("*.safetensors") for name, tensor in load_file(file).items()}
 
 
-@pytest.mark.parametrize("file", ["tables", "accelerated"])
+@pytest.mark.parametrize("file", ["tables", "acceleration"])
 def test_a_family_is_a_table_of_at_most_thirty_lines(file):
-    tree = ast.parse((ROOT / "fastmp" / "integrations" / "huggingface" / f"{file}.py").read_text())
+    tree = ast.parse((ROOT / "fastmp" / "hf" / f"{file}.py").read_text())
     (tables,) = (
         node.value
         for node in tree.body

@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from fastmp import plan
-from fastmp.apps import cli
+from fastmp.apps import cli, plan
 from fastmp.config.recipe import load_recipe
 from fastmp.distributed.grid import RankGrid
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 from marks import full
 
-from fastmp import plan as command
+from fastmp.apps import plan as command
 from fastmp.config import (
     DataConfig,
     GPTConfig,

@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from fastmp import plan
-from fastmp.apps import cli
+from fastmp.apps import cli, plan
 from fastmp.pipeline.schedule import Schedule, Step, integers
 from fastmp.pipeline.simulate import simulate
 from fastmp.plan.schedule_plot import draw

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 from pathlib import Path
-from pkgutil import iter_modules
+from pkgutil import walk_packages
 from typing import Any
 from unittest import mock
 
@@ -155,7 +155,8 @@ def launches(op: str, arguments: tuple, arch: int, itemsize: int = 2) -> list[La
 
 def kernel_names() -> list[str]:
     """The names of all Triton kernels of fastmp.ops; other functions of theirs are parts of kernels."""
-    modules = [importlib.import_module(f"{ops.__name__}.{each.name}") for each in iter_modules(ops.__path__)]
+    names = [each.name for each in walk_packages(ops.__path__, f"{ops.__name__}.")]
+    modules = [importlib.import_module(name) for name in names]
     functions = {name: value for module in modules for name, value in vars(module).items()}
     return sorted(
         name for name, value in functions.items() if name.endswith("_kernel") and hasattr(value, "arg_names")
