@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.autograd.function import Function, once_differentiable
 
 from fastmp.config import MoEConfig
+from fastmp.distributed.streams import exchanging
 from fastmp.distributed.symmetric_memory import ExchangeViews, PeerExchange
 from fastmp.nn.moe.dispatchers.base import LocalDispatcher, uncompiled
 from fastmp.nn.segment import Tensors
@@ -37,7 +38,6 @@ from fastmp.ops.exchange import (
     exchange_push,
     exchange_take,
 )
-from fastmp.distributed.streams import exchanging
 
 __all__ = ["SymmetricDispatcher"]
 

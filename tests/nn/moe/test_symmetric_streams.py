@@ -14,10 +14,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from fastmp.nn.moe import symmetric
-from fastmp.parallel import streams
-from fastmp.parallel.grid import RankGrid
-from fastmp.parallel.groups import ParallelGroups
+from fastmp.distributed import streams
+from fastmp.distributed.grid import RankGrid
+from fastmp.distributed.groups import ParallelGroups
+from fastmp.nn.moe.dispatchers import symmetric
 from fastmp.testing import run_ranks
 
 FORWARD = ["counts", "places", "push", "barrier", "take", "give", "barrier", "pull"]
