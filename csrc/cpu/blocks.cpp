@@ -7,7 +7,6 @@
 
 #include <algorithm>
 #include <limits>
-#include <numeric>
 
 namespace fastmp {
 namespace {
@@ -34,7 +33,8 @@ Tensor block_rows(const Tensor& given_starts, const Tensor& given_places, int64_
       if (place[block] < 0) {
         std::fill(out + row, out + end, -1);
       } else {
-        std::iota(out + row, out + end, static_cast<int32_t>(place[block] + row - begun[block]));
+        const int64_t first = place[block] + row - begun[block];  // std::iota would count past the last place
+        for (int64_t each = row; each < end; ++each) out[each] = static_cast<int32_t>(first + each - row);
       }
       row = end;
     }
