@@ -30,7 +30,7 @@ from benchmarks.measure import (
 )
 
 GRAPH, EVENTS, CPU_TIME = "CUDA graph", "CUDA events", "CPU time"
-_MOST_COPIED = 1 << 30  # bytes: a call that moves more does not find its inputs in the cache
+_MAX_COPIED = 1 << 30  # bytes: a call that moves more does not find its inputs in the cache
 
 
 @dataclass(frozen=True)
@@ -135,7 +135,7 @@ def _gpu_times(
 ) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
     """Return the times of all rivals as called, and in a graph of those that can be captured."""
     num_bytes, _ = case.costs(direction)
-    copies = num_copies(num_bytes) if case.again and num_bytes < _MOST_COPIED else 1
+    copies = num_copies(num_bytes) if case.again and num_bytes < _MAX_COPIED else 1
     cases = [case] + [case.again(seed) for seed in range(1, copies)]
     calls = {name: [getattr(one, direction)(name) for one in cases] for name in names}
     called = in_turn({name: EventRun(c) for name, c in calls.items()}, rounds, seconds / 2)

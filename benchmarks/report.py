@@ -380,7 +380,7 @@ def _cells(timing: Timing) -> list[str]:
 
 INK, MUTED, FAINT = "#1f2937", "#9ca3af", "#e5e7eb"
 PALETTE = ("#3b6fb6", "#c4572e", "#4d9a5b", "#8a5bb0", "#b8860b", "#2aa0a4", "#c2508a", "#6b7280")
-_MOST_POINTS = 28  # in one panel
+_MAX_POINTS = 28  # in one panel
 
 
 def roofline(results: Sequence[Result], out: str | Path) -> Path:
@@ -423,7 +423,7 @@ def _points(result: Result) -> list[Point]:
             if key not in points or timing.ms < points[key][0].ms:
                 points[key] = timing, by_name.get((*key, timing.best_peer))
     ordered = sorted(points.values(), key=lambda point: point[0].flops / point[0].bytes)
-    step = -(-len(ordered) // _MOST_POINTS)
+    step = -(-len(ordered) // _MAX_POINTS)
     return ordered[:: max(step, 1)]
 
 

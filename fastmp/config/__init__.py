@@ -7,7 +7,7 @@ from fastmp.config.environment import set_default_variables as set_default_varia
 from fastmp.config.environment import with_variables as with_variables
 from fastmp.config.model import ACTIVATIONS as ACTIVATIONS
 from fastmp.config.model import EXCHANGE_OPTIONS as EXCHANGE_OPTIONS
-from fastmp.config.model import MOST_LAYERS as MOST_LAYERS
+from fastmp.config.model import MAX_LAYERS as MAX_LAYERS
 from fastmp.config.model import Activation as Activation
 from fastmp.config.model import BertConfig as BertConfig
 from fastmp.config.model import GPTConfig as GPTConfig

@@ -15,7 +15,7 @@ from fastmp.config.options import Checked, option
 __all__ = [
     "ACTIVATIONS",
     "EXCHANGE_OPTIONS",
-    "MOST_LAYERS",
+    "MAX_LAYERS",
     "Activation",
     "BertConfig",
     "GPTConfig",
@@ -161,7 +161,7 @@ ACTIVATIONS = {
 }
 
 
-MOST_LAYERS = 1 << 16  # plans list them
+MAX_LAYERS = 1 << 16  # plans list them
 
 
 @dataclass(frozen=True)
@@ -280,8 +280,8 @@ class GPTConfig(Checked):
         positive = ("init_std", "layernorm_epsilon", "rope_base", "ffn_hidden_size", "sliding_window")
         yield from self._not_positive(*positive)
         yield from self._negative("vocab_size")
-        if self.num_layers > MOST_LAYERS:
-            yield f"num_layers must be at most {MOST_LAYERS}, got {self.num_layers}"
+        if self.num_layers > MAX_LAYERS:
+            yield f"num_layers must be at most {MAX_LAYERS}, got {self.num_layers}"
         if self.rope_scaling is not None and self.position != "rope":
             yield f'rope_scaling needs position "rope", got {self.position!r}'
         if self.bert is not None:

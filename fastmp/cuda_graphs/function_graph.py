@@ -26,8 +26,8 @@ from fastmp.nn.segment import LayerChain, SingleSegment
 
 __all__ = ["WholeGraph"]
 
-_MOST_GRAPHS = 4  # signatures that have one; each has static buffers of its own
-_MOST_WATCHED = 64  # signatures; those that never come again would fill memory
+_MAX_GRAPHS = 4  # signatures that have one; each has static buffers of its own
+_MAX_WATCHED = 64  # signatures; those that never come again would fill memory
 _CONSTANTS = bool | int | float | complex | str | None
 _WRITTEN = "it writes to an argument, of which a replay has a copy; write to a copy"
 
@@ -145,7 +145,7 @@ class WholeGraph:
         leaves, form = tree_flatten(arguments)
         signature = (form, *map(self._spec, leaves), *_modes())
         if signature not in self._graphs:
-            if len(self._graphs) == _MOST_GRAPHS:
+            if len(self._graphs) == _MAX_GRAPHS:
                 return self.function(*arguments)
             if signature not in self._watched or self._calls <= self.warmup:
                 return self._watch(signature, arguments)
@@ -168,7 +168,7 @@ class WholeGraph:
                 f"graphs: {self.what} returns a tensor that requires a gradient, which no replay does; "
                 "return it detached, and run backwards inside"
             )
-        if len(self._watched) == _MOST_WATCHED:
+        if len(self._watched) == _MAX_WATCHED:
             del self._watched[next(iter(self._watched))]
         self._watched[signature] = watched
         return made

@@ -43,8 +43,8 @@ from fastmp.pipeline.schedule import Step
 
 __all__ = ["Backend", "Graph", "GraphError", "GraphManager", "StepRunner"]
 
-_MOST_DROPS = 4  # rounds that could not be captured in one pass, before their steps run eagerly
-_MOST_GRAPH_SETS = 4  # signatures that have graphs; each has static buffers of its own
+_MAX_DROPS = 4  # rounds that could not be captured in one pass, before their steps run eagerly
+_MAX_GRAPH_SETS = 4  # signatures that have graphs; each has static buffers of its own
 
 Signature = tuple[Any, ...]  # of the first inputs of a step: autocast, what layers share, and each tensor
 
@@ -266,7 +266,7 @@ class GraphManager:
             return
         self._runner.end()
         failure = self._runner.failure
-        if self._graph_set is not None and self._graph_set.drops > _MOST_DROPS:
+        if self._graph_set is not None and self._graph_set.drops > _MAX_DROPS:
             self._graph_sets[self._signature] = None
         self._runner = None
         if failure is not None:
@@ -329,7 +329,7 @@ class GraphManager:
             # A mode that has changed since `begin_step`: the step runs eagerly, the next one captures anew.
             if graph_set is not None and not self._snapshot_of_chains().modes_changed():
                 self._graph_set, self._runner = graph_set, self.begin_replays(graph_set)
-        elif len(self._graph_sets) < _MOST_GRAPH_SETS:
+        elif len(self._graph_sets) < _MAX_GRAPH_SETS:
             self._observed = ObservedStep(self._parts, self.backend)
             self._snapshot_of_chains()
         return signature

@@ -32,7 +32,7 @@ from fastmp.config import Environment, set_default_variables
 LOOPBACK = "127.0.0.1"
 _POLL_SECONDS = 0.02
 _LONGEST_POLL_SECONDS = 1.0
-_MOST_CONNECTED = 64  # ranks of a job whose groups gloo connects when they are created
+_MAX_CONNECTED = 64  # ranks of a job whose groups gloo connects when they are created
 _LET_GO_SECONDS = 0.1  # 20 ms were too few for some threads on a machine with four programs a core
 _JOIN_SECONDS = 5.0  # 16 ranks started at once on 2 cores came within 1 s of each other
 _LOST_PEER = (
@@ -186,7 +186,7 @@ def _make_room_for_ranks(world_size: int) -> None:
     the default: where a rank ends in the middle of a lazy connection, gloo waits beyond any timeout. NCCL and
     CUDA open descriptors of their own, and many images have a soft limit of 1,024.
     """
-    if world_size > _MOST_CONNECTED:
+    if world_size > _MAX_CONNECTED:
         set_default_variables(TORCH_GLOO_LAZY_INIT="1")
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     with contextlib.suppress(OSError, ValueError):  # macOS reports a hard limit that it does not grant

@@ -11,7 +11,7 @@ from dataclasses import replace
 from reprlib import repr as short
 from typing import Any
 
-from fastmp.config import MOST_LAYERS, GPTConfig
+from fastmp.config import MAX_LAYERS, GPTConfig
 from fastmp.config.model import function_of
 from fastmp.config.recipe import model_from
 from fastmp.hf.tables import FAMILIES, Family
@@ -62,8 +62,8 @@ def from_transformers(content: Mapping[str, Any], ignored: Sequence[str] = ()) -
             raise ValueError(f"{key} is {short(content[key])}, fastmp computes {allowed[0]!r} in {kind}")
     model = _fields(family, content)
     layers, longest = model["num_layers"], model["max_seq_len"]
-    if type(layers) is not int or not 0 < layers <= MOST_LAYERS or type(longest) is not int:
-        raise ValueError(f"the layers must be 1 to {MOST_LAYERS}, the positions a number")
+    if type(layers) is not int or not 0 < layers <= MAX_LAYERS or type(longest) is not int:
+        raise ValueError(f"the layers must be 1 to {MAX_LAYERS}, the positions a number")
     model |= _window(kind, content, layers, longest)
     if model.get("position") == "rope":
         model |= _rope(content, longest, 1e6 if kind == "mixtral" else 1e4)

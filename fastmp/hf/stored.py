@@ -22,7 +22,7 @@ from fastmp.training.checkpoint.files import OpenFile
 from fastmp.training.checkpoint.format import DTYPES
 
 CONFIG, INDEX, ALONE = "config.json", "model.safetensors.index.json", "model.safetensors"
-_MOST_CONFIG, _MOST_INDEX, _MOST_HEADER = 1 << 20, 1 << 26, 1 << 27  # bytes
+_MAX_CONFIG, _MAX_INDEX, _MAX_HEADER = 1 << 20, 1 << 26, 1 << 27  # bytes
 _SIZES = {  # values of config.json that are sizes of tensors
     *("vocab_size", "hidden_size", "ffn_hidden_size", "num_layers", "num_heads", "num_kv_heads"),
     *("head_size", "max_seq_len", "moe.num_experts", "moe.top_k", "moe.expert_ffn_hidden_size"),
@@ -63,7 +63,7 @@ def read_json(path: Path, limit: int) -> dict[str, Any]:
 
 def read_config(path: Path) -> dict[str, Any]:
     """The config.json of the model in the directory `path`; ValueError naming it where there is none."""
-    return read_json(path / CONFIG, _MOST_CONFIG)
+    return read_json(path / CONFIG, _MAX_CONFIG)
 
 
 def check_sizes(path: Path, content: Mapping[str, Any], stored: Mapping[str, Stored]) -> None:
@@ -106,7 +106,7 @@ def stored_tensors(path: Path) -> dict[str, Stored]:
             why = "; pickled weights are never read: save them as safetensors first" if pickled else ""
             raise ValueError(f"{path} has neither {ALONE} nor {INDEX}{why}")
         return _header(path, ALONE)
-    index = read_json(path / INDEX, _MOST_INDEX).get("weight_map")
+    index = read_json(path / INDEX, _MAX_INDEX).get("weight_map")
     if not isinstance(index, dict) or not all(isinstance(file, str) for file in index.values()):
         raise ValueError(f"{path / INDEX}: weight_map must map names of tensors to files")
     for file in set(index.values()):
@@ -129,7 +129,7 @@ def _header(path: Path, name: str) -> dict[str, Stored]:
     with opened(path / name) as file:
         size = os.fstat(file.descriptor).st_size
         length = int.from_bytes(os.pread(file.descriptor, 8, 0), "little")
-        if size < 8 or length > min(size - 8, _MOST_HEADER):
+        if size < 8 or length > min(size - 8, _MAX_HEADER):
             raise ValueError(f"{path / name} is no safetensors file: a header of {length} bytes")
         text = os.pread(file.descriptor, length, 8)
     try:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fastmp.ops.core import checks
 from fastmp.ops.core import rowwise as rows
-from fastmp.ops.core._triton import MOST_SIZE, MOST_STRIP, jit, limits, tl
+from fastmp.ops.core._triton import MAX_SIZE, MAX_STRIP, jit, limits, tl
 from fastmp.ops.core.registry import autocast, compute_dtype, register
 from fastmp.ops.core.rowwise import sum_rows
 from fastmp.profiling import traced
@@ -90,7 +90,7 @@ def gelu_parts(h, TANH: tl.constexpr):
         return cdf, 0.3989422804014327 * tl.exp2(-0.7213475204444817 * h * h)
 
 
-@limits(num_vectors=MOST_SIZE)
+@limits(num_vectors=MAX_SIZE)
 @jit
 def bias_gelu_kernel(
     x, bias, y, num_rows, num_vectors, x_pitch,
@@ -112,7 +112,7 @@ def bias_gelu_kernel(
     tl.store(y + rows[:, None] * num_vectors * VECTOR + cols[None, :], gelu(h, TANH), mask=mask)
 
 
-@limits(num_vectors=MOST_SIZE, rows_per_strip=MOST_STRIP)
+@limits(num_vectors=MAX_SIZE, rows_per_strip=MAX_STRIP)
 @jit
 def bias_gelu_backward_kernel(
     grad, x, bias, dx, partials, num_rows, rows_per_strip, num_vectors, grad_pitch, x_pitch,

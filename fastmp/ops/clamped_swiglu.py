@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fastmp.ops.core import checks
 from fastmp.ops.core import rowwise as rows
-from fastmp.ops.core._triton import MOST_SIZE, jit, limits, tl
+from fastmp.ops.core._triton import MAX_SIZE, jit, limits, tl
 from fastmp.ops.core.registry import autocast, compute_dtype, register
 from fastmp.profiling import traced
 
@@ -71,7 +71,7 @@ def _clamp(pairs, LIMIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.conste
     return gate, up, capped, tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up))
 
 
-@limits(num_vectors=MOST_SIZE)
+@limits(num_vectors=MAX_SIZE)
 @jit
 def clamped_swiglu_kernel(
     x, y, num_rows, num_vectors, x_pitch,
@@ -87,7 +87,7 @@ def clamped_swiglu_kernel(
     tl.store(y + rows * num_cols + cols, (up + 1.0) * (gate * s), mask=stored)
 
 
-@limits(num_vectors=MOST_SIZE)
+@limits(num_vectors=MAX_SIZE)
 @jit
 def clamped_swiglu_backward_kernel(
     grad, x, dx, num_rows, num_vectors, grad_pitch, x_pitch,

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from fastmp.ops.core import checks
 from fastmp.ops.core import rowwise as rows
-from fastmp.ops.core._triton import MOST_SIZE, MOST_STRIP, cdiv, jit, limits, tl
+from fastmp.ops.core._triton import MAX_SIZE, MAX_STRIP, cdiv, jit, limits, tl
 from fastmp.ops.core.philox import four_words, philox, word_of
 from fastmp.ops.core.registry import autocast, compute_dtype, register
 from fastmp.ops.core.rowwise import sum_rows
@@ -98,7 +98,7 @@ def _dropout(h, words, threshold, scale):
     return tl.where(words >= threshold.to(tl.uint32), h * factor, 0.0)
 
 
-@limits(num_vectors=MOST_SIZE)
+@limits(num_vectors=MAX_SIZE)
 @jit
 def bias_dropout_add_kernel(
     residual, x, bias, y, seed, num_rows, num_vectors, residual_pitch, x_pitch, threshold, scale,
@@ -125,7 +125,7 @@ def bias_dropout_add_kernel(
     tl.store(y + rows[:, None] * num_vectors * VECTOR + cols[None, :], h + r.to(COMPUTE), mask=mask)
 
 
-@limits(num_vectors=MOST_SIZE, rows_per_strip=MOST_STRIP)
+@limits(num_vectors=MAX_SIZE, rows_per_strip=MAX_STRIP)
 @jit
 def bias_dropout_add_backward_kernel(
     grad, dx, seed, partials, num_rows, rows_per_strip, num_vectors, grad_pitch, threshold, scale,

@@ -24,8 +24,8 @@ from torch import Tensor
 from fastmp.ops.core import launcher
 from fastmp.ops.core._triton import (
     INTERPRETED,
-    MOST_EXPERTS,
-    MOST_SIZE,
+    MAX_EXPERTS,
+    MAX_SIZE,
     cdiv,
     jit,
     limits,
@@ -76,7 +76,7 @@ def barrier_kernel(
     _meet(flags, distances, rank, num_ranks, timeout_ms, RANKS, TIMED)
 
 
-@limits(num_ranks=MOST_EXPERTS, rank=MOST_EXPERTS, width=MOST_EXPERTS)
+@limits(num_ranks=MAX_EXPERTS, rank=MAX_EXPERTS, width=MAX_EXPERTS)
 @jit
 def counts_kernel(
     own, flags, counts, distances, matrix, rank, num_ranks, width, timeout_ms,
@@ -107,11 +107,11 @@ def _block_of(ends, experts, mask):
 
 
 @limits(
-    num_ranks=MOST_EXPERTS,
-    rank=MOST_EXPERTS,
-    num_peers=MOST_EXPERTS,
-    num_local=MOST_EXPERTS,
-    num_experts=MOST_EXPERTS,
+    num_ranks=MAX_EXPERTS,
+    rank=MAX_EXPERTS,
+    num_peers=MAX_EXPERTS,
+    num_local=MAX_EXPERTS,
+    num_experts=MAX_EXPERTS,
 )
 @jit
 def places_kernel(
@@ -160,7 +160,7 @@ def _place(numbers, half, capacity, num_cols):
     return (half.to(tl.int64) * capacity + numbers % capacity) * num_cols
 
 
-@limits(num_vectors=MOST_SIZE, num_places=(1 << 31) - 1)
+@limits(num_vectors=MAX_SIZE, num_places=(1 << 31) - 1)
 @jit
 def push_kernel(
     x, where, probs, y, flags, rows, distances, dprobs, pair_vectors, num_slots, num_ranks, num_peers,
@@ -207,7 +207,7 @@ def push_kernel(
         tl.store(dprobs + pairs, tl.sum(dots, 1), mask=pairs < num_pairs)
 
 
-@limits(num_vectors=MOST_SIZE, num_slots=MOST_EXPERTS, num_places=(1 << 31) - 1)
+@limits(num_vectors=MAX_SIZE, num_slots=MAX_EXPERTS, num_places=(1 << 31) - 1)
 @jit
 def pull_kernel(
     rows, flags, distances, where, probs, out, y, num_tokens, num_slots, num_ranks, num_peers, capacity,
@@ -256,7 +256,7 @@ def pull_kernel(
     tl.store(out + tokens[:, None] * num_cols + cols[None, :], total, mask=mask)
 
 
-@limits(num_vectors=MOST_SIZE, num_local=MOST_EXPERTS)
+@limits(num_vectors=MAX_SIZE, num_local=MAX_EXPERTS)
 @jit
 def copy_kernel(
     source, offsets, flags, out, num_local, num_ranks, capacity, num_vectors,

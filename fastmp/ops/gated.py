@@ -18,7 +18,7 @@ from fastmp.ops import activation as gelu_family
 from fastmp.ops.activation import gelu, gelu_parts
 from fastmp.ops.core import checks
 from fastmp.ops.core import rowwise as rows
-from fastmp.ops.core._triton import MOST_SIZE, MOST_STRIP, jit, limits, tl
+from fastmp.ops.core._triton import MAX_SIZE, MAX_STRIP, jit, limits, tl
 from fastmp.ops.core.registry import autocast, compute_dtype, register
 from fastmp.ops.core.rowwise import sum_rows
 from fastmp.profiling import traced
@@ -94,7 +94,7 @@ def _factors(h, FORM: tl.constexpr):
         return gelu_parts(h, FORM == "gelu_tanh")
 
 
-@limits(num_vectors=MOST_SIZE)
+@limits(num_vectors=MAX_SIZE)
 @jit
 def gated_activation_kernel(
     gates, ups, bias, y, num_rows, num_vectors, gate_pitch, up_pitch,
@@ -127,7 +127,7 @@ def gated_activation_kernel(
     tl.store(out, activate(gate, FORM) * up, mask=mask)
 
 
-@limits(num_vectors=MOST_SIZE, rows_per_strip=MOST_STRIP)
+@limits(num_vectors=MAX_SIZE, rows_per_strip=MAX_STRIP)
 @jit
 def gated_activation_backward_kernel(
     grad, gates, ups, bias, dgates, dups, partials, num_rows, rows_per_strip, num_vectors, grad_pitch,

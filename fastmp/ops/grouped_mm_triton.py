@@ -24,10 +24,10 @@ from torch import Tensor
 from fastmp.ops.core import launcher
 from fastmp.ops.core._triton import (
     INTERPRETED,
-    MOST_COUNT,
-    MOST_EXPERTS,
-    MOST_SIZE,
-    MOST_WALKING,
+    MAX_COUNT,
+    MAX_EXPERTS,
+    MAX_SIZE,
+    MAX_WALKING,
     cdiv,
     check_count,
     jit,
@@ -37,7 +37,7 @@ from fastmp.ops.core._triton import (
 )
 from fastmp.ops.core.registry import compute_dtype
 from fastmp.ops.core.rowwise import vector_width
-from fastmp.ops.core.tma import MOST_ROWS, descriptor, load_ragged, ragged, use_tma
+from fastmp.ops.core.tma import MAX_ROWS, descriptor, load_ragged, ragged, use_tma
 from fastmp.ops.grouped_mm_epilogues import REDUCE_PARTS, reduce_sums, store_parts, store_sums
 from fastmp.ops.grouped_mm_tiles import (
     ROWS_EACH,
@@ -122,9 +122,9 @@ def _load_weight(
 
 
 @limits(
-    n_vectors=MOST_SIZE, k_vectors=MOST_SIZE, num_experts=MOST_EXPERTS, num_rows=MOST_COUNT,
-    programs=MOST_WALKING, lengths=MOST_COUNT, tiles=MOST_COUNT, owned=MOST_COUNT, turns=MOST_COUNT,
-    group=MOST_SIZE, first_m=MOST_COUNT, first_n=16 * MOST_SIZE,
+    n_vectors=MAX_SIZE, k_vectors=MAX_SIZE, num_experts=MAX_EXPERTS, num_rows=MAX_COUNT,
+    programs=MAX_WALKING, lengths=MAX_COUNT, tiles=MAX_COUNT, owned=MAX_COUNT, turns=MAX_COUNT,
+    group=MAX_SIZE, first_m=MAX_COUNT, first_n=16 * MAX_SIZE,
 )  # fmt: skip
 @jit
 def grouped_mm_kernel(
@@ -225,9 +225,9 @@ def grouped_mm_kernel(
 
 
 @limits(
-    n_vectors=MOST_SIZE, k_vectors=MOST_SIZE, num_rows=MOST_COUNT, length=MOST_COUNT,
-    remaining=MOST_COUNT, rows=MOST_COUNT, tiles=MOST_COUNT, group=MOST_SIZE, first_n=16 * MOST_SIZE,
-    first_k=16 * MOST_SIZE,
+    n_vectors=MAX_SIZE, k_vectors=MAX_SIZE, num_rows=MAX_COUNT, length=MAX_COUNT,
+    remaining=MAX_COUNT, rows=MAX_COUNT, tiles=MAX_COUNT, group=MAX_SIZE, first_n=16 * MAX_SIZE,
+    first_k=16 * MAX_SIZE,
 )  # fmt: skip
 @jit
 def grouped_wgrad_kernel(
@@ -447,7 +447,7 @@ def _wgrad(out: Tensor, grad: Tensor, x: Tensor, offsets: Tensor, accumulate: bo
     check_count("grouped_mm_wgrad", "rows", num_rows)
     blocks, tiles, sizes, constants = _plan_wgrad(
         row_class(WGRAD_ROWS_EACH, num_rows, shape[0]), shape, out.stride(), x.element_size(), grad_pitch,
-        x_pitch, architecture(x), 0 < num_rows <= MOST_ROWS and _aligned(grad, x), accumulate,
+        x_pitch, architecture(x), 0 < num_rows <= MAX_ROWS and _aligned(grad, x), accumulate,
         out.dtype == torch.float32 and out.data_ptr() & 15 == 0,
     )  # fmt: skip
     if constants["TMA"]:

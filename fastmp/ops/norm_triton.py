@@ -17,9 +17,9 @@ from torch import Tensor
 
 from fastmp.ops.core import launcher
 from fastmp.ops.core._triton import (
-    MOST_COUNT,
-    MOST_SIZE,
-    MOST_WALKING,
+    MAX_COUNT,
+    MAX_SIZE,
+    MAX_WALKING,
     cdiv,
     check_count,
     jit,
@@ -43,7 +43,7 @@ def _load_rows(data, rows, cols, pitch, mask, VECTOR: tl.constexpr, COMPUTE: tl.
     return tl.load(data + rows[:, None] * pitch * VECTOR + cols[None, :], mask=mask, other=0.0).to(COMPUTE)
 
 
-@limits(num_vectors=MOST_SIZE)
+@limits(num_vectors=MAX_SIZE)
 @jit
 def norm_kernel(
     x, residual, weight, bias, y, total, stats, num_rows, num_vectors, x_pitch, residual_pitch,
@@ -79,7 +79,7 @@ def norm_kernel(
     tl.store(y + out, h, mask=mask)
 
 
-@limits(num_vectors=MOST_SIZE)
+@limits(num_vectors=MAX_SIZE)
 @jit
 def norm_wide_kernel(
     total, weight, bias, y, stats, num_rows, num_vectors, total_pitch,
@@ -120,7 +120,7 @@ def norm_wide_kernel(
         tl.store(y + cols, h, mask=here)
 
 
-@limits(num_vectors=MOST_SIZE, num_rows=MOST_COUNT, programs=MOST_WALKING)
+@limits(num_vectors=MAX_SIZE, num_rows=MAX_COUNT, programs=MAX_WALKING)
 @jit
 def norm_backward_kernel(
     grad, grad_total, total, weight, stats, dx, partials, num_rows, num_vectors, grad_pitch, grad_total_pitch,
@@ -167,7 +167,7 @@ def norm_backward_kernel(
         tl.store(partials + num_cols, tl.sum(dbias, 0), mask=here)
 
 
-@limits(num_vectors=MOST_SIZE, num_rows=MOST_COUNT, programs=MOST_WALKING)
+@limits(num_vectors=MAX_SIZE, num_rows=MAX_COUNT, programs=MAX_WALKING)
 @jit
 def norm_backward_wide_kernel(
     grad, grad_total, total, weight, stats, dx, partials, num_rows, num_vectors, grad_pitch, grad_total_pitch,

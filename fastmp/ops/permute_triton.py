@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from fastmp.ops.core import launcher
-from fastmp.ops.core._triton import MOST_EXPERTS, MOST_SIZE, cdiv, jit, limits, next_power_of_2, tl
+from fastmp.ops.core._triton import MAX_EXPERTS, MAX_SIZE, cdiv, jit, limits, next_power_of_2, tl
 from fastmp.ops.core.checks import meets
 from fastmp.ops.core.rowwise import NUM_WARPS, arithmetic, as_rows, empty_like, vector_width
 
@@ -45,7 +45,7 @@ def count_kernel(
     tl.store(counts + block * num_experts + bins, found, mask=bins < num_experts)
 
 
-@limits(num_blocks=1 << 23, num_experts=MOST_EXPERTS)
+@limits(num_blocks=1 << 23, num_experts=MAX_EXPERTS)
 @jit
 def sum_blocks_kernel(counts, num_blocks, num_experts, BLOCK_B: tl.constexpr, BLOCK_E: tl.constexpr):
     """Add to each count those of the blocks before it."""
@@ -160,7 +160,7 @@ def zero_unused(
                 tl.store(out + rows[:, None] * num_cols + cols[None, :], zeros, mask=mask)
 
 
-@limits(num_vectors=MOST_SIZE)
+@limits(num_vectors=MAX_SIZE)
 @jit
 def scatter_kernel(
     x, y, row_of, probs, pair_of, out, dprobs, pair_vectors, num_slots, num_rows, num_vectors, x_pitch,
@@ -208,7 +208,7 @@ def scatter_kernel(
             tl.store(dprobs + pairs, tl.sum(dots, 1), mask=pairs < num_pairs)
 
 
-@limits(num_vectors=MOST_SIZE, num_slots=MOST_EXPERTS)
+@limits(num_vectors=MAX_SIZE, num_slots=MAX_EXPERTS)
 @jit
 def gather_kernel(
     y, row_of, probs, residual, out, num_tokens, num_slots, num_rows, num_vectors, y_pitch,

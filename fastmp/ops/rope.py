@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from fastmp.ops.core import checks, launcher
-from fastmp.ops.core._triton import MOST_COUNT, cdiv, jit, limits, next_power_of_2, tl
+from fastmp.ops.core._triton import MAX_COUNT, cdiv, jit, limits, next_power_of_2, tl
 from fastmp.ops.core.registry import compute_dtype, register
 from fastmp.ops.core.rowwise import arithmetic, empty_like
 from fastmp.profiling import traced
@@ -108,7 +108,7 @@ def _rotate(
             tl.store(y_rows + first + cols, tl.load(x_rows + first + cols, mask=mask), mask=mask)
 
 
-@limits(q_rows=MOST_COUNT, k_rows=MOST_COUNT, rows=MOST_COUNT, q_size_2=MOST_COUNT, k_size_2=MOST_COUNT)
+@limits(q_rows=MAX_COUNT, k_rows=MAX_COUNT, rows=MAX_COUNT, q_size_2=MAX_COUNT, k_size_2=MAX_COUNT)
 @jit
 def rope_kernel(
     q, q_out, k, k_out, cos, sin, q_rows, q_size_1, q_size_2, q_stride_0, q_stride_1, q_stride_2, k_rows,
@@ -224,7 +224,7 @@ def _walk(
         "INTERLEAVED": interleaved, "INVERSE": inverse, "IN_PLACE": in_place, "HALF": half,
         "DIM": q_shape[-1], "VECTOR": vector, "TURN_VECTOR": turn_vector, "BLOCK_M": block_m,
         "BLOCK_HALF": block_half, "COMPUTE": arithmetic(dtype),
-        "INDEX": tl.int32 if max(rows) <= MOST_COUNT else tl.int64, "num_warps": NUM_WARPS,
+        "INDEX": tl.int32 if max(rows) <= MAX_COUNT else tl.int64, "num_warps": NUM_WARPS,
     }  # fmt: skip
     numbers = *described[0], *described[-1], *(turn // turn_vector for turn in turns)
     return _Walk(sum(cdiv(n, block_m) for n in rows), numbers, constants)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from fastmp.ops.core import launcher
-from fastmp.ops.core._triton import MOST_STRIP, MOST_WALKING, cdiv, jit, limits, next_power_of_2, tl
+from fastmp.ops.core._triton import MAX_STRIP, MAX_WALKING, cdiv, jit, limits, next_power_of_2, tl
 from fastmp.ops.core.registry import compute_dtype
 from fastmp.ops.core.rowwise import arithmetic, as_rows, empty_like, strip_shape, vector_width
 
@@ -157,7 +157,7 @@ def _copy(tally, counts, num_cols, COLS: tl.constexpr):
         tl.store(counts + cols, tl.load(tally + cols, mask=here, other=0, cache_modifier=".cg"), mask=here)
 
 
-@limits(programs=MOST_WALKING, num_sequences=MOST_WALKING, strip_steps=MOST_STRIP)
+@limits(programs=MAX_WALKING, num_sequences=MAX_WALKING, strip_steps=MAX_STRIP)
 @jit
 def router_kernel(
     logits, bias, indices, probs, counts, score_sums, z_sum, balance_counts, partials, num_steps,
@@ -383,9 +383,9 @@ def plan(
     block_m, num_warps = block_shape(num_steps * num_sequences, width, wide.itemsize)
     # a quarter of the usual number of strips, for one program adds them all
     num_strips, strip_steps = strip_shape(num_steps, 4 * num_sequences, block_m, 1)
-    if num_sequences > MOST_WALKING:
+    if num_sequences > MAX_WALKING:
         raise ValueError(
-            f"topk_router: expected at most {MOST_WALKING} sequences, got {num_sequences}: fold them into one"
+            f"topk_router: expected at most {MAX_WALKING} sequences, got {num_sequences}: fold them into one"
         )
     vector = vector_width(dtype.itemsize, experts, pitch)
     cols = min(next_power_of_2(experts), 256)

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from fastmp.ops.core import checks, launcher
 from fastmp.ops.core._triton import (
-    MOST_COUNT,
-    MOST_SIZE,
+    MAX_COUNT,
+    MAX_SIZE,
     cdiv,
     check_count,
     jit,
@@ -96,7 +96,7 @@ def _scores(
     return tl.where(visible, scores.to(scale.dtype) * scale, float("-inf")), visible
 
 
-@limits(num_vectors=MOST_SIZE, num_queries=MOST_COUNT)
+@limits(num_vectors=MAX_SIZE, num_queries=MAX_COUNT)
 @jit
 def softmax_kernel(
     x, mask, y, num_queries, num_vectors, x_pitch, num_inner, mask_outer, mask_inner, mask_query, mask_key,
@@ -161,7 +161,7 @@ def _load_pair(grad, y, keys, end, COMPUTE: tl.constexpr, VECTOR: tl.constexpr):
     return tl.where(weight == 0, 0.0, g), weight
 
 
-@limits(num_vectors=MOST_SIZE, num_queries=MOST_COUNT)
+@limits(num_vectors=MAX_SIZE, num_queries=MAX_COUNT)
 @jit
 def softmax_backward_kernel(
     grad, y, dx, num_queries, num_vectors, grad_pitch, y_pitch, scale: tl.float64,

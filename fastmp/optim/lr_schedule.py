@@ -12,7 +12,7 @@ from fastmp.config import OptimizerConfig
 
 __all__ = ["learning_rate", "learning_rates"]
 
-_MOST_RATES = 1 << 24  # 128 MiB on the device, and about 5 s at the start of a run
+_MAX_RATES = 1 << 24  # 128 MiB on the device, and about 5 s at the start of a run
 # The part of the way from the lowest to the highest rate that is left, by the part of the decay that is over.
 _LEFT: dict[str, Callable[[float], float]] = {
     "cosine": lambda over: 0.5 * (1.0 + math.cos(math.pi * over)),
@@ -67,9 +67,9 @@ def learning_rates(config: OptimizerConfig, total_steps: int) -> list[float]:
     Raises ValueError for a schedule whose rates are too many for a table.
     """
     changes = min(config.warmup_steps, total_steps) if config.schedule == "constant" else total_steps
-    if changes > _MOST_RATES:
+    if changes > _MAX_RATES:
         raise ValueError(
-            f"learning_rates: a schedule of {changes} steps is longer than {_MOST_RATES}; for a run without "
+            f"learning_rates: a schedule of {changes} steps is longer than {_MAX_RATES}; for a run without "
             "end use --optimizer.schedule constant"
         )
     return [learning_rate(step, config, total_steps) for step in range(changes + 1)]

@@ -37,7 +37,7 @@ __all__ = ["Pipeline", "PipelineError", "PipelineResult", "StageOutput"]
 Tensors = tuple[Tensor, ...]
 Outputs = Tensor | Sequence[Tensor]
 
-_MOST_SENDING = 2  # messages that may wait for their receiver before this rank waits with them
+_MAX_SENDING = 2  # messages that may wait for their receiver before this rank waits with them
 
 
 class PipelineError(RuntimeError):
@@ -411,7 +411,7 @@ class Pipeline:
                 tensors = tuple(torch.empty(s.shape, dtype=s.dtype, device=self.device) for s in specs)
             peer = message.target if mine else message.source
             self._start(key, mine, peer, 2 * self._tags[message], tensors)
-        self._finish_sending(_MOST_SENDING)
+        self._finish_sending(_MAX_SENDING)
 
     def _start(self, key: tuple[str, int, int], sends: bool, peer: int, tag: int, tensors: Tensors) -> None:
         works: list[Any] = []  # one each: only a rank outside the group would get None

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from fastmp.pipeline.schedule import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, KINDS, Step
 
-_MOST_LINKS = 8  # ranks of a deadlock that its message shows
+_MAX_LINKS = 8  # ranks of a deadlock that its message shows
 _NEVER = -1.0
 _HELD = {FORWARD: 1, BACKWARD_INPUT: 0, BACKWARD_WEIGHT: -1, BACKWARD: -1}  # activations more after a step
 _ANY_BACKWARD, _THEN_WEIGHT = (BACKWARD, BACKWARD_INPUT), (BACKWARD_WEIGHT,)
@@ -286,11 +286,11 @@ def _deadlock(orders: tuple[tuple[Step, ...], ...], at: list[int], vpp: int) -> 
         rank = _needed(rank, orders[rank][at[rank]], pp, vpp)[0]
     circle = chain[chain.index(rank) :]
     links = []
-    for r in circle[:_MOST_LINKS]:
+    for r in circle[:_MAX_LINKS]:
         step = orders[r][at[r]]
         other, needed = _needed(r, step, pp, vpp)
         links.append(f"rank {r} waits in step {at[r]}, {step}, for the {needed} on rank {other}")
-    more = f"; and {len(circle) - _MOST_LINKS} more ranks" if len(circle) > _MOST_LINKS else ""
+    more = f"; and {len(circle) - _MAX_LINKS} more ranks" if len(circle) > _MAX_LINKS else ""
     return f"simulate: deadlock: {'; '.join(links)}{more}"
 
 

@@ -30,7 +30,7 @@ __all__ = [
 ]  # fmt: skip
 
 
-_MOST_DEFERRED = 2  # parts of a chain whose gradients of weights wait: each holds its inputs for them
+_MAX_DEFERRED = 2  # parts of a chain whose gradients of weights wait: each holds its inputs for them
 
 
 class Section(NamedTuple):
@@ -231,7 +231,7 @@ def _candidates(chains: Sequence[Chain], waiting: Sequence[Sequence[int]]) -> li
     found = []
     for number, (chain, left) in enumerate(zip(chains, waiting, strict=True)):
         own = [Turn(number, part) for part in _ready(chain, left)]
-        if sum(chain[turn.part].deferred for turn in own) > _MOST_DEFERRED:
+        if sum(chain[turn.part].deferred for turn in own) > _MAX_DEFERRED:
             return own[:1]
         found += own
     return found

@@ -22,8 +22,8 @@ __all__ = [
     "problems",
 ]
 
-MOST_MICROBATCHES = 1 << 16  # schedules list them
-MOST_ROWS = 1 << 31  # of a symmetric dispatcher
+MAX_MICROBATCHES = 1 << 16  # schedules list them
+MAX_ROWS = 1 << 31  # of a symmetric dispatcher
 
 
 class Problem(NamedTuple):
@@ -109,10 +109,10 @@ def _microbatch_problems(recipe: Recipe, dp: int) -> Iterator[Problem]:
             "ranks",
         )
         return
-    if (number := batch // (samples * dp)) > MOST_MICROBATCHES:
+    if (number := batch // (samples * dp)) > MAX_MICROBATCHES:
         yield Problem(
             ("train.global_batch_size", "data.micro_batch_size"),
-            f"global_batch_size {batch} is {number} microbatches of a rank, more than {MOST_MICROBATCHES}",
+            f"global_batch_size {batch} is {number} microbatches of a rank, more than {MAX_MICROBATCHES}",
         )
         return
     if number == 1 and layout.overlap_experts:
@@ -324,7 +324,7 @@ def _expert_problems(recipe: Recipe) -> Iterator[Problem]:
     if moe.dispatcher == "symmetric" and moe.num_experts % layout.ep == 0:
         sizes = {"top_k": moe.top_k, "experts": moe.num_experts, "ep": layout.ep, "etp": etp}
         rows = row_capacity(tokens, **sizes, factor=moe.symmetric_capacity)
-        if layout.ep * rows >= MOST_ROWS:
+        if layout.ep * rows >= MAX_ROWS:
             yield Problem(
                 ("model.moe.symmetric_capacity", "data.micro_batch_size"),
                 f"{layout.ep} ranks with room for {rows} rows each are too many rows for int32, by which "

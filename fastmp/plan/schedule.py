@@ -18,7 +18,7 @@ from fastmp.pipeline.schedule import (
 )
 from fastmp.pipeline.simulate import Costs, Simulation, simulate
 
-_MOST_RANKS, _MOST_STEPS = 32, 128  # longer lists are shortened for people, never in JSON
+_MAX_RANKS, _MAX_STEPS = 32, 128  # longer lists are shortened for people, never in JSON
 
 
 def main(arguments: list[str]) -> int:
@@ -110,13 +110,13 @@ def describe_schedule(run: Simulation, schedule: Schedule) -> Iterator[str]:
     yield f"critical path: {len(path)} steps take {steps:g}, messages {run.makespan - steps:g}\n"
     width = len(str(pp - 1))
     for rank, order in enumerate(run.orders):
-        if pp > _MOST_RANKS and _MOST_RANKS - 1 <= rank < pp - 1:
+        if pp > _MAX_RANKS and _MAX_RANKS - 1 <= rank < pp - 1:
             if rank == pp - 2:
                 yield "..."
             continue
         texts = [*_texts(order, schedule.pairs(rank))]
-        if len(texts) > _MOST_STEPS:
-            texts = [*texts[: _MOST_STEPS // 2], "...", *texts[-_MOST_STEPS // 4 :]]
+        if len(texts) > _MAX_STEPS:
+            texts = [*texts[: _MAX_STEPS // 2], "...", *texts[-_MAX_STEPS // 4 :]]
         first, peak = schedule.warmup(rank), run.peak_activations[rank]
         yield f"rank {rank:<{width}}  warm-up {first:<3} peak {peak:<3}  {' '.join(texts)}"
 

@@ -18,7 +18,7 @@ COLOURS = {
     BACKWARD_INPUT: ("#c4572e", "#f0c3af"),
     BACKWARD_WEIGHT: ("#5b8c5a", "#c6dcc4"),
 }
-_MOST_LABELS = 1500  # more boxes than this have no room for the number of their microbatch
+_MAX_LABELS = 1500  # more boxes than this have no room for the number of their microbatch
 
 
 def draw(timelines: Sequence[Iterable[Event]], out: str | Path, *, title: str = "") -> None:
@@ -53,7 +53,7 @@ def draw(timelines: Sequence[Iterable[Event]], out: str | Path, *, title: str = 
                 _boxes(axes, boxes, at_once, colour)
                 name = kind.replace("_", ", ")
                 legend.append(Patch(color=colour, label=f"{name}, chunk {chunk}" if chunks > 1 else name))
-    if len(events) <= _MOST_LABELS:
+    if len(events) <= _MAX_LABELS:
         size = max(3.0, min(9.0, 9.0 * 70 / end * min(event.end - event.start for event in events)))
         for event in events:
             middle = (event.start + event.end) / 2
@@ -95,7 +95,7 @@ def _boxes(axes: Any, events: list[Event], at_once: Collection[Event], colour: s
     for event in events:
         (top, bottom), start, end = _height(event, at_once), event.start, event.end
         corners.append(((start, top), (end, top), (end, bottom), (start, bottom)))
-    edge = 0.6 if len(events) <= _MOST_LABELS else 0.0
+    edge = 0.6 if len(events) <= _MAX_LABELS else 0.0
     axes.add_collection(PolyCollection(corners, facecolors=colour, edgecolors=PAPER, linewidths=edge))
 
 

@@ -33,7 +33,7 @@ __all__ = [
     "whole_step",
 ]
 
-_MOST_STEPS = 64  # after which ranks whose graphs are not captured yet are not waited for any more
+_MAX_STEPS = 64  # after which ranks whose graphs are not captured yet are not waited for any more
 
 
 def make_graphs(
@@ -195,7 +195,7 @@ class CaptureAgreement:
             dist.all_gather_object(reasons, self._manager.failure, group=self._group)
             rank, reason = next((i, text) for i, text in enumerate(reasons) if text is not None)
             self._manager.give_up(f"rank {rank}: {reason}")
-        self._settled = any_failed or not any_pending or self._steps >= _MOST_STEPS
+        self._settled = any_failed or not any_pending or self._steps >= _MAX_STEPS
 
 
 def _chains(chunk: nn.Module) -> list[LayerChain]:

@@ -27,7 +27,7 @@ __all__ = [
 _UNEVEN = ("all_to_all", "alltoall", "gather", "scatter", "send", "recv")
 MESSAGES = ("send", "recv")
 MAX_RANKS = 1 << 20
-_MOST_KEPT, _LEAST_KEPT = 24, 4
+_MAX_KEPT, _MIN_KEPT = 24, 4
 
 
 def calls_kept(world_size: int) -> int:
@@ -35,7 +35,7 @@ def calls_kept(world_size: int) -> int:
 
     24 up to 512 ranks; from there on the sum over all ranks stays the same, down to 4 collectives a rank.
     """
-    return max(_LEAST_KEPT, min(_MOST_KEPT, _MOST_KEPT * 512 // world_size))
+    return max(_MIN_KEPT, min(_MAX_KEPT, _MAX_KEPT * 512 // world_size))
 
 
 def kind_of_group(group: str) -> str:

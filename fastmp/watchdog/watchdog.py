@@ -39,7 +39,7 @@ __all__ = ["PeerLost", "Watch"]
 
 FILE_SECONDS = 60.0  # between two files of a rank whose job runs
 WARN_SECONDS = 600.0  # between two warnings of one slow rank
-MOST_RECORDS = 512  # that are written beside a verdict
+MAX_RECORDS = 512  # that are written beside a verdict
 FIRST_STEPS = 4  # which may compile, capture graphs, read data for the first time
 PATIENCE = 4.0  # times the limit, in these steps and in the phases that take long
 LONG_PHASES = ("start", "save", "evaluate", "end")
@@ -345,7 +345,7 @@ class Watch:
     def _take_verdict(self, records: Sequence[RankRecord]) -> None:
         verdict = judge(records, self.world_size)
         named = {*verdict.ranks, *verdict.waiting[:LISTED], self.rank}
-        first = sorted(records, key=lambda record: (record.rank not in named, record.rank))[:MOST_RECORDS]
+        first = sorted(records, key=lambda record: (record.rank not in named, record.rank))[:MAX_RECORDS]
         content = {
             "time": time.time(),
             **asdict(verdict),

@@ -230,7 +230,7 @@ def test_the_picture(saved, tmp_path, suffix):
         report.read(saved(pytest_file(*rows))),
         report.read(saved(gpu_check([kernel("bias_gelu", 0.9)], ceilings={"copy_gbs": 9.0}), "gpu.json")),
     ]
-    assert all(len(report._points(result)) <= report._MOST_POINTS for result in results)
+    assert all(len(report._points(result)) <= report._MAX_POINTS for result in results)
     out = report.roofline(results, tmp_path / f"pictures/roofline{suffix}")
     content = out.read_bytes()
     assert content.startswith(b"\x89PNG" if suffix == ".png" else b"<?xml")

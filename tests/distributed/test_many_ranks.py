@@ -83,7 +83,7 @@ def test_a_rank_moves_as_many_bytes_to_join_whatever_the_number_of_ranks():
 def descriptors(rank: int, world_size: int, port: int, most_connected: int) -> tuple:
     """Sockets of this rank after it has joined, and made and used another group; the limit of descriptors."""
     dist.destroy_process_group()
-    runtime._MOST_CONNECTED = most_connected
+    runtime._MAX_CONNECTED = most_connected
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), MASTER_PORT=str(port))

@@ -25,7 +25,7 @@ FUNCTIONS = functions()
 MEETING = {"topk_router", "permutation", "bias_gelu_backward", "rms_norm_backward", "layer_norm_backward"}
 MEETING |= {op for op in OPS if any(argument.alias_info for argument in OPS[op].overload._schema.arguments)}
 MEETING -= {"exchange_barrier", "exchange_counts"}  # one program a rank: see test_exchange_triton.py
-MOST_PROGRAMS = 64  # more take long
+MAX_PROGRAMS = 64  # more take long
 
 
 def few_and_many(many: int) -> pytest.MarkDecorator:
@@ -81,7 +81,7 @@ def test_kernels_that_meet_in_memory(op, orders):
     while cases and done < orders:
         case = cases.pop(0)
         seeds = range(done, done + 2)
-        if 2 <= same_bits(lambda case=case: run(op, implementation, case), seeds) <= MOST_PROGRAMS:
+        if 2 <= same_bits(lambda case=case: run(op, implementation, case), seeds) <= MAX_PROGRAMS:
             cases.append(case)
             done += 2
     assert done == orders

@@ -130,12 +130,12 @@ def batch(made):
     return tokens[:, :-1], targets
 
 
-MOST_MASKED = 2 * recipe(MODELS["bert"]).data.predicted
+MAX_MASKED = 2 * recipe(MODELS["bert"]).data.predicted
 
 
 def bert_loss(model, hidden, targets):
     losses = model.losses(
-        hidden, targets, sentence_order_B=targets.new_zeros(2), most_masked=MOST_MASKED, loss_grad=1.0
+        hidden, targets, sentence_order_B=targets.new_zeros(2), most_masked=MAX_MASKED, loss_grad=1.0
     )
     return losses.masked.sum() + losses.sentence.sum()
 

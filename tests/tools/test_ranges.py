@@ -14,7 +14,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 import torch
 
 from fastmp.ops.core import _triton, launcher
-from fastmp.ops.core._triton import MOST_SIZE, check_count, jit, limits, tl
+from fastmp.ops.core._triton import MAX_SIZE, check_count, jit, limits, tl
 from fastmp.ops.warm import AbsentGPU
 from tools.cubins.ranges import overflows
 
@@ -31,7 +31,7 @@ def wide_product_kernel(out, pair_vectors, VECTOR: tl.constexpr):
     tl.store(out, pair_vectors.to(tl.int64) * VECTOR)
 
 
-@limits(pair_vectors=MOST_SIZE)
+@limits(pair_vectors=MAX_SIZE)
 @jit
 def limited_product_kernel(out, pair_vectors, VECTOR: tl.constexpr):
     tl.store(out, pair_vectors * VECTOR)
@@ -102,10 +102,10 @@ def test_launcher_refuses_sizes_beyond_the_limits():
     out = torch.empty(1, dtype=INT, device="meta")
     given = []
     with launcher.instead(lambda *launch: given.append(launch), 90):
-        for vectors in (MOST_SIZE, 1 << 31):  # the latter is an int64
+        for vectors in (MAX_SIZE, 1 << 31):  # the latter is an int64
             launcher.launch(limited_product_kernel, 1, (out, vectors), {"VECTOR": 4})
         with pytest.raises(ValueError, match="expected pair_vectors of at most 67108864, got 67108865"):
-            launcher.launch(limited_product_kernel, 1, (out, MOST_SIZE + 1), {"VECTOR": 4})
+            launcher.launch(limited_product_kernel, 1, (out, MAX_SIZE + 1), {"VECTOR": 4})
     assert len(given) == 2
 
 

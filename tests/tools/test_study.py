@@ -16,7 +16,7 @@ from tools.study import __main__ as study
 from tools.study import graphs, launches, measured, overlap, published, scaling, schedules
 
 STUDIES = Path(__file__).parents[2] / "docs" / "studies"
-MOST_BYTES = 150_000
+MAX_BYTES = 150_000
 
 
 @pytest.fixture(scope="module")
@@ -142,7 +142,7 @@ def test_pictures_of_pages_are_there_and_small():
     for page in STUDIES.glob("*.md"):
         for name in [part.split(")")[0] for part in page.read_text().split("](")[1:]]:
             if not name.startswith(("..", "http")):
-                assert 0 < (STUDIES / name).stat().st_size < MOST_BYTES, name
+                assert 0 < (STUDIES / name).stat().st_size < MAX_BYTES, name
 
 
 @pytest.mark.full

@@ -38,7 +38,7 @@ __all__ = [
     "tokenizer_beside",
 ]
 
-_MOST_JSON = 1 << 20  # bytes
+_MAX_JSON = 1 << 20  # bytes
 _SAY_ENDS = ("generation_config.json", "config.json")  # of transformers
 
 
@@ -144,7 +144,7 @@ def tokenizer_beside(checkpoint: Path) -> Tokenizer:
         return load_tokenizer(checkpoint)
     for run in (checkpoint.parent.parent, checkpoint.parent):
         if (run / "recipe.json").is_file():  # as `fastmp train` writes it
-            recipe = load_recipe(None, read_json(run / "recipe.json", _MOST_JSON))
+            recipe = load_recipe(None, read_json(run / "recipe.json", _MAX_JSON))
         elif (run / "recipe.toml").is_file():  # as `fastmp hf import` does
             recipe = load_recipe(run / "recipe.toml")
         else:
@@ -164,7 +164,7 @@ def ends_of(hf: Path) -> set[int]:
     """The ids that end a text, as the files of a transformers model say."""
     for name in _SAY_ENDS:
         if (hf / name).is_file():
-            said = read_json(hf / name, _MOST_JSON).get("eos_token_id")
+            said = read_json(hf / name, _MAX_JSON).get("eos_token_id")
             ids = said if isinstance(said, list) else [said]
             if found := {each for each in ids if type(each) is int}:
                 return found

@@ -9,8 +9,8 @@ from __future__ import annotations
 import inspect
 
 __all__ = [
-    "ABSENT", "COUNTS", "GPUTarget", "INTERPRETED", "MOST_COUNT", "MOST_EXPERTS", "MOST_SIZE", "MOST_STRIP",
-    "MOST_WALKING", "VERSION", "TensorDescriptor", "cdiv", "check_count", "check_limits", "driver", "jit",
+    "ABSENT", "COUNTS", "GPUTarget", "INTERPRETED", "MAX_COUNT", "MAX_EXPERTS", "MAX_SIZE", "MAX_STRIP",
+    "MAX_WALKING", "VERSION", "TensorDescriptor", "cdiv", "check_count", "check_limits", "driver", "jit",
     "knobs", "launch_limits", "limits", "next_power_of_2", "tl",
 ]  # fmt: skip
 
@@ -25,11 +25,11 @@ COUNTS = frozenset(
 )  # fmt: skip
 
 # The highest values of integer arguments, for `limits`. Kernels compute with them in int32.
-MOST_COUNT = (1 << 31) - (1 << 16)  # rows and tokens: a block may be added to them. See `check_count`
-MOST_SIZE = 1 << 26  # columns, in elements or in vectors of up to 16
-MOST_EXPERTS = 1 << 14  # experts, ranks, and experts of a token
-MOST_STRIP = 1 << 30  # rows of a strip, of which a launch has hundreds
-MOST_WALKING = 1 << 16  # programs that walk over blocks: as many as run at a time
+MAX_COUNT = (1 << 31) - (1 << 16)  # rows and tokens: a block may be added to them. See `check_count`
+MAX_SIZE = 1 << 26  # columns, in elements or in vectors of up to 16
+MAX_EXPERTS = 1 << 14  # experts, ranks, and experts of a token
+MAX_STRIP = 1 << 30  # rows of a strip, of which a launch has hundreds
+MAX_WALKING = 1 << 16  # programs that walk over blocks: as many as run at a time
 
 try:
     import triton
@@ -124,9 +124,9 @@ def launch_limits(kernel, arguments: tuple) -> tuple[tuple[int, int], ...]:
 
 def check_count(op: str, what: str, count: int) -> None:
     """Raise ValueError for a count of int32 to which a kernel cannot add a block; larger ones are int64."""
-    if MOST_COUNT < count < 1 << 31:
+    if MAX_COUNT < count < 1 << 31:
         raise ValueError(
-            f"{op}: expected at most {MOST_COUNT} {what}, or {1 << 31} and more, got {count}: split the call"
+            f"{op}: expected at most {MAX_COUNT} {what}, or {1 << 31} and more, got {count}: split the call"
         )
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fastmp.ops.core import launcher
-from fastmp.ops.core._triton import MOST_SIZE, MOST_WALKING, cdiv, jit, limits, next_power_of_2, tl
+from fastmp.ops.core._triton import MAX_SIZE, MAX_WALKING, cdiv, jit, limits, next_power_of_2, tl
 from fastmp.ops.core.registry import compute_dtype
 
 NUM_WARPS = 4
@@ -93,7 +93,7 @@ def strip_shape(num_rows: int, num_cols: int, block_m: int, block_n: int) -> tup
     return cdiv(num_rows, rows_per_strip), rows_per_strip
 
 
-@limits(num_cols=MOST_SIZE * 16, num_strips=MOST_WALKING)
+@limits(num_cols=MAX_SIZE * 16, num_strips=MAX_WALKING)
 @jit
 def sum_strips_kernel(partials, sums, num_strips, num_cols, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """Column sums of `partials` (num_strips, num_cols), always in the same order."""

@@ -10,7 +10,7 @@ from torch import Tensor
 from fastmp.ops.core import launcher
 from fastmp.ops.core._triton import TensorDescriptor, jit, tl
 
-MOST_ROWS = 1 << 30  # of a matrix that `ragged` describes
+MAX_ROWS = 1 << 30  # of a matrix that `ragged` describes
 
 
 def use_tma(arch: int, itemsize: int, aligned: bool, *strides: int) -> bool:
@@ -37,7 +37,7 @@ def ragged(tensor: Tensor, pitch: int, columns: int, *block: int) -> Any:
     addresses are 64 bits that wrap around) backward, against the limit of the third. As in
     triton.tools.ragged_tma.
     """
-    shape = (0x7FFF0000, 0x7FFF0000, MOST_ROWS, columns)
+    shape = (0x7FFF0000, 0x7FFF0000, MAX_ROWS, columns)
     return descriptor(tensor, shape, ((1 << 34) - pitch, pitch, pitch, 1), 1, 1, *block)
 
 

@@ -30,7 +30,7 @@ from fastmp.ops.core.registry import compute_dtype
 
 __all__ = ["DeepEPDispatcher"]
 
-_MOST_CHOICES = 32  # of a token: a warp of DeepEP's kernels has a lane for each
+_MAX_CHOICES = 32  # of a token: a warp of DeepEP's kernels has a lane for each
 
 
 class DeepEPDispatcher(LocalDispatcher):
@@ -53,9 +53,9 @@ class DeepEPDispatcher(LocalDispatcher):
                 f"DeepEPDispatcher: {moe.num_experts} experts are not divisible by the expert-parallel size "
                 f"{self.ep}"
             )
-        if moe.top_k * self.etp > _MOST_CHOICES:
+        if moe.top_k * self.etp > _MAX_CHOICES:
             raise ValueError(
-                f"DeepEPDispatcher: top_k {moe.top_k} x etp {self.etp} are more than the {_MOST_CHOICES} "
+                f"DeepEPDispatcher: top_k {moe.top_k} x etp {self.etp} are more than the {_MAX_CHOICES} "
                 'choices of a token that DeepEP sends; take "alltoall"'
             )
         self.num_local = moe.num_experts // self.ep
