@@ -32,7 +32,7 @@ inline std::string described(const Tensor& tensor) {
 }
 
 // `tensor`, called `name`, has the dtype and the sizes of `like`, called `like_name`.
-inline void check_like(const char* op, const char* name, const Tensor& tensor, const char* like_name,
+inline void check_same(const char* op, const char* name, const Tensor& tensor, const char* like_name,
                        const Tensor& like) {
   FASTMP_CHECK(tensor.scalar_type() == like.scalar_type() && same_sizes(tensor, like), op, ": ", like_name, " is ",
                described(like), " but ", name, " is ", described(tensor));
@@ -78,7 +78,7 @@ struct Extent {
 };
 
 // Whether two tensors share memory, or one has elements between those of the other.
-inline bool meet(const Tensor& a, const Tensor& b) {
+inline bool overlaps(const Tensor& a, const Tensor& b) {
   const Extent x(a), y(b);
   return x.begin < y.end && y.begin < x.end;
 }

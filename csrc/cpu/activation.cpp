@@ -169,7 +169,7 @@ std::tuple<Tensor, Tensor> bias_gelu_backward(const Tensor& grad, const Tensor& 
                                               std::string approximate) {
   constexpr const char* kOp = "bias_gelu_backward";
   check_arguments(kOp, x, bias, approximate);
-  check_like(kOp, "grad", grad, "x", x);
+  check_same(kOp, "grad", grad, "x", x);
   Tensor dx = fastmp::empty(x.sizes(), x.scalar_type(), x);
   Tensor dbias = fastmp::empty({bias ? x.size(x.dim() - 1) : 0}, x.scalar_type(), x);
   if (x.numel() == 0) {

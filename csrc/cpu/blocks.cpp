@@ -15,7 +15,7 @@ Tensor block_rows(const Tensor& given_starts, const Tensor& given_places, int64_
   constexpr const char* kOp = "block_rows";
   FASTMP_CHECK(given_starts.scalar_type() == ScalarType::Int && given_starts.dim() == 1, kOp,
                ": starts must be int32 (N,), got ", described(given_starts));
-  check_like(kOp, "places", given_places, "starts", given_starts);
+  check_same(kOp, "places", given_places, "starts", given_starts);
   FASTMP_CHECK(num_rows >= 0 && num_rows <= std::numeric_limits<int32_t>::max(), kOp,
                ": num_rows must be from 0 to 2147483647, got ", num_rows);
   const int64_t num_blocks = given_starts.numel();

@@ -231,7 +231,7 @@ void bias_dropout_add_into(const Tensor& x, std::optional<Tensor> bias, const Te
   const DropTile shared = describe(kOp, x.scalar_type(), residual, p, seed);
   FASTMP_CHECK(same_sizes(x, residual), kOp, ": x is ", described(x), " but residual is ", described(residual));
   check_bias(kOp, bias, x);
-  check_like(kOp, "out", y, "residual", residual);
+  check_same(kOp, "out", y, "residual", residual);
   if (x.numel() == 0) return;
   if (seed && p == 1) {
     torch::stable::copy_(y, residual);

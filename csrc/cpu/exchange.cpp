@@ -293,7 +293,7 @@ std::tuple<Tensor, Tensor, Tensor> exchange_places(const Tensor& given_rows, con
   constexpr const char* kOp = "exchange_places";
   FASTMP_CHECK(given_rows.dim() == 2 && given_rows.scalar_type() == ScalarType::Int, kOp,
                ": row_of must be int32 (T, k), got ", described(given_rows));
-  check_like(kOp, "indices", given_indices, "row_of", given_rows);
+  check_same(kOp, "indices", given_indices, "row_of", given_rows);
   FASTMP_CHECK(given_matrix.dim() == 2 && given_matrix.scalar_type() == ScalarType::Int && given_matrix.size(1) > 0, kOp,
                ": matrix must be int32 (R, E), got ", described(given_matrix));
   const int64_t num_ranks = given_matrix.size(0), num_experts = given_matrix.size(1);

@@ -269,7 +269,7 @@ std::tuple<Tensor, Tensor, Tensor> forward(const char* op, const Tensor& x, cons
                                            bool centred) {
   check_parameter(op, "weight", weight, x);
   if (bias) check_parameter(op, "bias", *bias, x);
-  if (residual) check_like(op, "residual", *residual, "x", x);
+  if (residual) check_same(op, "residual", *residual, "x", x);
   const ScalarType dtype = x.scalar_type();
   dispatch_float(dtype, op, [](auto) {});
   int64_t num_rows = 1;
@@ -312,8 +312,8 @@ std::tuple<Tensor, Tensor> backward(const char* op, const Tensor& grad, const st
                                     const Tensor& total, const Tensor& weight, const Tensor& stats, bool centred,
                                     bool with_bias) {
   check_parameter(op, "weight", weight, total);
-  check_like(op, "grad", grad, "total", total);
-  if (grad_total) check_like(op, "grad_total", *grad_total, "total", total);
+  check_same(op, "grad", grad, "total", total);
+  if (grad_total) check_same(op, "grad_total", *grad_total, "total", total);
   const ScalarType dtype = total.scalar_type();
   const int64_t num_sums = with_bias ? 2 : 1, num_cols = weight.size(0);
   Tensor dx = fastmp::empty(total.sizes(), dtype, total);

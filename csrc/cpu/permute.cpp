@@ -258,8 +258,8 @@ Tensor unpermute(const Tensor& y, const Tensor& row_of, std::optional<Tensor> pr
 
 // Whether a kernel can write to `out` while it reads the others.
 bool is_place(const Tensor& out, const Tensor& y, const Tensor& row_of, const Tensor* probs, const Tensor* other) {
-  return out.is_contiguous() && !meet(out, y) && !meet(out, row_of) && !(probs && meet(out, *probs)) &&
-         !(other && meet(out, *other));
+  return out.is_contiguous() && !overlaps(out, y) && !overlaps(out, row_of) && !(probs && overlaps(out, *probs)) &&
+         !(other && overlaps(out, *other));
 }
 
 void unpermute_into(const Tensor& y, const Tensor& row_of, std::optional<Tensor> probs, Tensor& out) {
@@ -291,7 +291,7 @@ Tensor unpermute_add(const Tensor& y, const Tensor& row_of, std::optional<Tensor
 void unpermute_add_into(const Tensor& y, const Tensor& row_of, std::optional<Tensor> probs, const Tensor& residual,
                         Tensor& out) {
   check_residual("unpermute_add_into", y, row_of, probs, residual);
-  check_like("unpermute_add_into", "out", out, "residual", residual);
+  check_same("unpermute_add_into", "out", out, "residual", residual);
   if (is_place(out, y, row_of, probs ? &*probs : nullptr, &residual)) return sum_into(y, row_of, probs, &residual, out);
   torch::stable::copy_(out, unpermute_add(y, row_of, probs, residual));
 }
@@ -334,7 +334,7 @@ std::tuple<Tensor, Tensor> unpermute_backward(const Tensor& grad, const Tensor& 
 Tensor unpermute_backward_into(const Tensor& grad, const Tensor& y, const Tensor& row_of, const Tensor& probs,
                                Tensor& out) {
   constexpr const char* kOp = "unpermute_backward_into";
-  check_like(kOp, "out", out, "probs", probs);
+  check_same(kOp, "out", out, "probs", probs);
   if (is_place(out, y, row_of, &probs, &grad)) return gradients_of(kOp, grad, y, row_of, probs, out);
   const auto [dy, dprobs] = unpermute_backward(grad, y, row_of, probs);
   torch::stable::copy_(out, dprobs);

@@ -232,7 +232,7 @@ Tensor scaled_masked_softmax(const Tensor& x, std::optional<Tensor> mask, double
 Tensor scaled_masked_softmax_backward(const Tensor& grad, const Tensor& y, double scale, bool causal) {
   constexpr const char* kOp = "scaled_masked_softmax_backward";
   check_scores(kOp, y);
-  check_like(kOp, "grad", grad, "y", y);
+  check_same(kOp, "grad", grad, "y", y);
   Tensor dx = fastmp::empty(y.sizes(), y.scalar_type(), y);
   dispatch_float(y.scalar_type(), kOp, [&](auto tag) {
     using T = typename decltype(tag)::type;

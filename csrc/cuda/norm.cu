@@ -256,8 +256,8 @@ std::tuple<Tensor, Tensor> backward(const char* op, bool centred, const Tensor& 
                                     const std::optional<Tensor>& grad_total, const Tensor& total,
                                     const Tensor& weight_any, const Tensor& stats_any, bool with_bias) {
   FASTMP_CHECK(total.dim() > 0, op, ": total must have at least one dimension");
-  check_like(op, "grad", grad, "total", total);
-  if (grad_total) check_like(op, "grad_total", *grad_total, "total", total);
+  check_same(op, "grad", grad, "total", total);
+  if (grad_total) check_same(op, "grad_total", *grad_total, "total", total);
   const int64_t num_cols = total.size(total.dim() - 1), num_rows = num_cols ? total.numel() / num_cols : 0;
   const ScalarType dtype = total.scalar_type(), compute = compute_dtype(dtype);
   FASTMP_CHECK(weight_any.dim() == 1 && weight_any.numel() == num_cols &&

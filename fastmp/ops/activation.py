@@ -206,9 +206,9 @@ def bias_gelu(x: Tensor, bias: Tensor | None = None, *, approximate: str = "tanh
 
     Hendrycks and Gimpel, "Gaussian Error Linear Units", 2016.
     """
-    checks.one_of("bias_gelu", "approximate", approximate, ("tanh", "none"))
+    checks.check_choice("bias_gelu", "approximate", approximate, ("tanh", "none"))
     x, bias = autocast(x, bias)
-    checks.floating("bias_gelu", "x", x)
-    checks.fits("bias_gelu", x.shape[-1:], to=("x", x), bias=bias)
-    checks.like("bias_gelu", x=x, bias=bias)
+    checks.check_floating("bias_gelu", "x", x)
+    checks.check_shape("bias_gelu", x.shape[-1:], to=("x", x), bias=bias)
+    checks.check_same("bias_gelu", x=x, bias=bias)
     return _bias_gelu(x, bias, approximate)

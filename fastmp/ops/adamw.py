@@ -260,7 +260,7 @@ _adamw_ = register(
 )
 
 
-@checks.remembered
+@checks.memoized
 def _check(
     param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, step: Tensor,
     low_precision_out: Tensor | None, lr: Tensor | None, inv_scale: Tensor | None,
@@ -274,13 +274,15 @@ def _check(
         "remainder": remainder,
     }  # fmt: skip
     _check_dtypes(param, grad, exp_avg, exp_avg_sq, low_precision_out, remainder)
-    checks.fits("adamw_", param.shape, to=("param", param), **buffers)
+    checks.check_shape("adamw_", param.shape, to=("param", param), **buffers)
     factors = {"lr": lr, "inv_scale": inv_scale, "clip_coefficient": clip_coefficient}
     tables = {"groups": groups, "group_lr": group_lr, "group_decay": group_decay}
     for name, tensor in {"step": step, **factors, "found_inf": found_inf}.items():
         if tensor is not None and tensor.numel() != 1:
             raise ValueError(f"adamw_: {name} must hold one number, got shape {tuple(tensor.shape)}")
-    checks.same_device("adamw_", param=param, **buffers, step=step, **factors, found_inf=found_inf, **tables)
+    checks.check_same_device(
+        "adamw_", param=param, **buffers, step=step, **factors, found_inf=found_inf, **tables
+    )
     require(0 <= seed < 1 << 63, "adamw_: seed must lie in [0, 2^63), got {}", seed)
     require(step.dtype == torch.int64, "adamw_: step must be int64, got {}", step.dtype)
     for name, tensor in {**factors, "group_lr": group_lr, "group_decay": group_decay}.items():
@@ -319,7 +321,7 @@ def _check_dtypes(
     for name, tensor in given.items():
         if tensor is not None and tensor.dtype not in known[name]:
             raise ValueError(f"adamw_: param is {param.dtype} but {name} is {tensor.dtype}")
-    checks.like("adamw_", exp_avg=exp_avg, exp_avg_sq=exp_avg_sq)
+    checks.check_same("adamw_", exp_avg=exp_avg, exp_avg_sq=exp_avg_sq)
 
 
 def _check_groups(

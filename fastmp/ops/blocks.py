@@ -91,8 +91,8 @@ def block_rows(starts: Tensor, places: Tensor, num_rows: int) -> Tensor:
             raise ValueError(
                 f"block_rows: {name} must be an int32 vector, got {tensor.dtype} {tuple(tensor.shape)}"
             )
-    checks.fits("block_rows", starts.shape, to=("starts", starts), places=places)
-    checks.same_device("block_rows", starts=starts, places=places)
+    checks.check_shape("block_rows", starts.shape, to=("starts", starts), places=places)
+    checks.check_same_device("block_rows", starts=starts, places=places)
     countable = num_rows >= 0 and num_rows < 1 << 31
     checks.require(countable, "block_rows: num_rows must be from 0 to 2147483647, got {}", num_rows)
     some = starts.shape[0] > 0

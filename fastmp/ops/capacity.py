@@ -34,9 +34,9 @@ def apply_capacity(
     Raises:
         ValueError: capacity below 1, an unknown policy, or shapes that differ.
     """
-    checks.one_of("apply_capacity", "policy", policy, POLICIES)
+    checks.check_choice("apply_capacity", "policy", policy, POLICIES)
     checks.require(capacity > 0, "apply_capacity: capacity must be at least 1 token, got {}", capacity)
-    checks.fits("apply_capacity", indices.shape, to=("indices", indices), probs=probs)
+    checks.check_shape("apply_capacity", indices.shape, to=("indices", indices), probs=probs)
     real = (indices >= 0) & (indices < num_experts)
     expert = indices.where(real, num_experts).flatten()
     if policy == "probs":

@@ -157,9 +157,9 @@ _clamped_swiglu = register(
 )
 
 
-@checks.remembered
+@checks.memoized
 def _check(x: Tensor) -> None:
-    checks.floating("clamped_swiglu", "x", x)
+    checks.check_floating("clamped_swiglu", "x", x)
     odd = "clamped_swiglu: x must end in a dimension of even size, got shape {}"
     checks.require(x.shape[-1] % 2 == 0, odd, x.shape)
 

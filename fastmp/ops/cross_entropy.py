@@ -116,7 +116,7 @@ def require_promise(op: str, grad_loss: Tensor, promised: Tensor, ignored: Tenso
 
 
 def _promise_reference_(grad, grad_loss, loss_grad, target, ignore_index):
-    checks.floating("cross_entropy_promise_", "grad", grad)
+    checks.check_floating("cross_entropy_promise_", "grad", grad)
     require_promise("cross_entropy", grad_loss, loss_grad, target == ignore_index)
 
 
@@ -273,7 +273,7 @@ def check_options(op: str, target: Tensor, label_smoothing: float, z_loss: float
         if isinstance(given, Tensor):
             fits, misfit = given.shape == target.shape, "{}: {} {} does not fit target {}"
             checks.require(fits, misfit, op, name, given.shape, target.shape)
-            checks.same_device(op, target=target, **{name: given})
+            checks.check_same_device(op, target=target, **{name: given})
             free = not given.requires_grad
             checks.require(free, "{}: {} requires a gradient, but receives none", op, name)
 

@@ -258,20 +258,20 @@ _bias_dropout_add_into = register(
 )
 
 
-@checks.remembered
+@checks.memoized
 def _check(x: Tensor, bias: Tensor | None, residual: Tensor, p: float, seed: Tensor | None) -> None:
     op = "bias_dropout_add"
     checks.require(0 <= p <= 1, "{}: p must lie between 0 and 1, got {}", op, p)
-    checks.floating(op, "x", x)
-    checks.fits(op, x.shape, to=("x", x), residual=residual)
-    checks.fits(op, x.shape[-1:], to=("x", x), bias=bias)
+    checks.check_floating(op, "x", x)
+    checks.check_shape(op, x.shape, to=("x", x), residual=residual)
+    checks.check_shape(op, x.shape[-1:], to=("x", x), bias=bias)
     if residual.dtype != torch.float32 or x.dtype.itemsize != 2:
-        checks.like(op, x=x, residual=residual)
-    checks.like(op, x=x, bias=bias)
+        checks.check_same(op, x=x, residual=residual)
+    checks.check_same(op, x=x, bias=bias)
     if seed is not None and (seed.dtype != torch.int64 or seed.numel() != 1):
         shape = tuple(seed.shape)
         raise ValueError(f"{op}: seed must be one int64 number, got {seed.dtype} of shape {shape}")
-    checks.same_device(op, x=x, residual=residual, seed=seed)
+    checks.check_same_device(op, x=x, residual=residual, seed=seed)
 
 
 def _check_out(out: Tensor, residual: Tensor) -> None:

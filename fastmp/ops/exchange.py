@@ -337,7 +337,7 @@ def _like(op: str, name: str, tensor: Tensor, dtype: torch.dtype, shape: tuple, 
         )
 
 
-@checks.remembered
+@checks.memoized
 def _check_ranks(op: str, flags: Tensor, distances: Tensor, rank: int) -> None:
     if distances.dtype != torch.int64 or distances.dim() != 2:
         raise ValueError(
@@ -346,7 +346,7 @@ def _check_ranks(op: str, flags: Tensor, distances: Tensor, rank: int) -> None:
     ranks = distances.numel()
     _like(op, "flags", flags, torch.int32, (ranks + 1,), "(R + 1,)")
     checks.require(0 <= rank < ranks, op + ": rank must be one of the {} ranks, got {}", ranks, rank)
-    checks.same_device(op, flags=flags, distances=distances)
+    checks.check_same_device(op, flags=flags, distances=distances)
 
 
 def _check_timeout(op: str, timeout: float) -> None:
@@ -360,14 +360,14 @@ def _check_flags(op: str, flags: Tensor) -> None:
 
 
 def _check_rows(op: str, rows: Tensor, flags: Tensor) -> None:
-    checks.floating(op, "rows", rows)
+    checks.check_floating(op, "rows", rows)
     if rows.dim() != 3 or rows.shape[0] != 2:
         raise ValueError(f"{op}: rows must be (2, C, H), got {tuple(rows.shape)}")
     _check_flags(op, flags)
-    checks.same_device(op, rows=rows, flags=flags)
+    checks.check_same_device(op, rows=rows, flags=flags)
 
 
-@checks.remembered
+@checks.memoized
 def _check_pairs(
     op: str, where: Tensor, probs: Tensor | None, rows: Tensor, flags: Tensor, distances: Tensor
 ) -> None:
@@ -375,24 +375,24 @@ def _check_pairs(
     _check_ranks(op, flags, distances, 0)
     if where.dtype != torch.int32 or where.dim() != 2:
         raise ValueError(f"{op}: where must be int32 (T, k), got {where.dtype} {tuple(where.shape)}")
-    checks.same_device(op, rows=rows, where=where)
+    checks.check_same_device(op, rows=rows, where=where)
     if probs is not None:
         _like(op, "probs", probs, compute_dtype(rows.dtype), tuple(where.shape), "like where (T, k)")
-        checks.same_device(op, rows=rows, probs=probs)
+        checks.check_same_device(op, rows=rows, probs=probs)
 
 
-@checks.remembered
+@checks.memoized
 def _check_values(op: str, name: str, value: Tensor, shape: tuple, described: str, rows: Tensor) -> None:
     _like(op, name, value, rows.dtype, shape, described)
-    checks.same_device(op, **{name: value, "rows": rows})
+    checks.check_same_device(op, **{name: value, "rows": rows})
 
 
-@checks.remembered
+@checks.memoized
 def _check_offsets(op: str, offsets: Tensor, rows: Tensor, flags: Tensor) -> None:
     _check_rows(op, rows, flags)
     if offsets.dtype != torch.int32 or offsets.dim() != 1 or not offsets.shape[0]:
         raise ValueError(f"{op}: offsets must be int32 (E/P,), got {offsets.dtype} {tuple(offsets.shape)}")
-    checks.same_device(op, rows=rows, offsets=offsets)
+    checks.check_same_device(op, rows=rows, offsets=offsets)
 
 
 def _whole(op: str, **views: Tensor) -> None:
@@ -432,7 +432,7 @@ def exchange_counts(
     _check_timeout(op, timeout)
     _like(op, "own", own, torch.int32, tuple(counts.shape[-1:]), "(E,), as counts has it,")
     _like(op, "counts", counts, torch.int32, (2, distances.numel(), own.numel()), "(2, R, E)")
-    checks.same_device(op, flags=flags, own=own, counts=counts)
+    checks.check_same_device(op, flags=flags, own=own, counts=counts)
     _whole(op, flags=flags, counts=counts, distances=distances)
     return _counts(own, flags, counts, distances, rank, float(timeout))
 
@@ -463,10 +463,10 @@ def exchange_places(
     for name, pairs in (("row_of", row_of), ("indices", indices)):
         if pairs.dtype != torch.int32 or pairs.dim() != 2:
             raise ValueError(f"{op}: {name} must be int32 (T, k), got {pairs.dtype} {tuple(pairs.shape)}")
-    checks.fits(op, row_of.shape, to=("row_of", row_of), indices=indices)
+    checks.check_shape(op, row_of.shape, to=("row_of", row_of), indices=indices)
     if matrix.dtype != torch.int32 or matrix.dim() != 2 or not matrix.shape[1]:
         raise ValueError(f"{op}: matrix must be int32 (R, E), got {matrix.dtype} {tuple(matrix.shape)}")
-    checks.same_device(op, row_of=row_of, indices=indices, matrix=matrix)
+    checks.check_same_device(op, row_of=row_of, indices=indices, matrix=matrix)
     ranks, num_experts = matrix.shape
     checks.require(0 <= rank < ranks, op + ": rank must be one of the {} ranks, got {}", ranks, rank)
     divides = peers > 0 and num_experts % peers == 0 and ranks % peers == 0

@@ -87,5 +87,5 @@ def first_not_finite(x: Tensor, wanted: Tensor) -> Tensor:
     require(fits, "first_not_finite: x must be a contiguous vector of floats, got {} {}", x.shape, x.dtype)
     is_flag = wanted.dtype == torch.bool and wanted.numel() == 1
     require(is_flag, "first_not_finite: wanted must be one bool, got {} {}", wanted.shape, wanted.dtype)
-    checks.same_device("first_not_finite", x=x, wanted=wanted)
+    checks.check_same_device("first_not_finite", x=x, wanted=wanted)
     return _first_not_finite(x, wanted)

@@ -262,16 +262,16 @@ _gated_activation = register(
 )
 
 
-@checks.remembered
+@checks.memoized
 def _check(op: str, x: Tensor, up: Tensor | None, bias: Tensor | None) -> None:
     name = "x" if up is None else "gate"
-    checks.floating(op, name, x)
+    checks.check_floating(op, name, x)
     even = up is not None or x.shape[-1] % 2 == 0
     checks.require(even, "{}: x must end in a dimension of even size, got shape {}", op, x.shape)
-    checks.fits(op, x.shape, to=(name, x), up=up)
+    checks.check_shape(op, x.shape, to=(name, x), up=up)
     columns = x.shape[-1] if up is None else 2 * x.shape[-1]
-    checks.fits(op, (columns,), to=(name, x), bias=bias)
-    checks.like(op, **{name: x}, up=up, bias=bias)
+    checks.check_shape(op, (columns,), to=(name, x), bias=bias)
+    checks.check_same(op, **{name: x}, up=up, bias=bias)
 
 
 def _gated(x: Tensor, up: Tensor | None, bias: Tensor | None, activation: str) -> Tensor:
@@ -317,5 +317,5 @@ def geglu(
 
     Shazeer, "GLU Variants Improve Transformer", 2020.
     """
-    checks.one_of("geglu", "approximate", approximate, ("tanh", "none"))
+    checks.check_choice("geglu", "approximate", approximate, ("tanh", "none"))
     return _gated(x, up, bias, "gelu_tanh" if approximate == "tanh" else "gelu")

@@ -321,35 +321,35 @@ _grouped_mm = Differentiable("grouped_mm", _forward, _setup, _backward)
 _grouped_mlp_in = Differentiable("grouped_mlp_in", _forward_mlp_in, _setup_mlp_in, _backward_mlp_in)
 
 
-@checks.remembered
+@checks.memoized
 def _check(name: str, x: Tensor, w: Tensor, offsets: Tensor, columns: int, main_grad: Tensor | None) -> None:
     def require(condition: bool, message: str, *values: Any) -> None:
         checks.require(condition, f"{name}: " + message, *values)
 
-    checks.floating(name, "x", x)
+    checks.check_floating(name, "x", x)
     shape, weight = x.shape, w.shape
     require(len(shape) == 2, "x must be (M, K), got shape {}", shape)
     require(len(weight) == 3, "w must be (E, N, K), got shape {}", weight)
     require(shape[1] == weight[columns], "x {} does not fit w {}", shape, weight)
-    checks.like(name, x=x, w=w)
-    checks.main_grad(name, main_grad, w=w)
+    checks.check_same(name, x=x, w=w)
+    checks.check_main_grad(name, main_grad, w=w)
     require(offsets.dtype == torch.int32, "offsets must be int32, got {}", offsets.dtype)
     fits = offsets.shape == weight[:1]
     require(fits, "offsets of shape {} do not fit the {} experts of w", offsets.shape, weight[0])
-    checks.same_device(name, x=x, offsets=offsets)
+    checks.check_same_device(name, x=x, offsets=offsets)
 
 
-@checks.remembered
+@checks.memoized
 def _check_mlp_in(
     x: Tensor, w: Tensor, offsets: Tensor, main_grad: Tensor | None, bias: Tensor | None, form: str,
     gated: bool,
 ) -> None:  # fmt: skip
     _check("grouped_mlp_in", x, w, offsets, 2, main_grad)
-    checks.one_of("grouped_mlp_in", "form", form, (*_APPROXIMATE, "silu"))
+    checks.check_choice("grouped_mlp_in", "form", form, (*_APPROXIMATE, "silu"))
     odd = "grouped_mlp_in: w {} has an odd number of rows: no [gate | up]"
     checks.require(not (gated and w.shape[1] % 2), odd, w.shape)
-    checks.fits("grouped_mlp_in", w.shape[:2], to=("w", w), bias=bias)
-    checks.like("grouped_mlp_in", x=x, bias=bias)
+    checks.check_shape("grouped_mlp_in", w.shape[:2], to=("w", w), bias=bias)
+    checks.check_same("grouped_mlp_in", x=x, bias=bias)
 
 
 def _check_rows(name: str, x: Tensor, w: Tensor, offsets: Tensor, sizes: Sequence[int] | None) -> None:
@@ -425,8 +425,10 @@ def grouped_mm(
     main_grad = main_grad if w.requires_grad and torch.is_grad_enabled() else None
     _check("grouped_mm", x, w, offsets, 1 if transposed else 2, main_grad)
     if bias is not None:
-        checks.fits("grouped_mm", (w.shape[0], w.shape[2 if transposed else 1]), to=("w", w), bias=bias)
-        checks.like("grouped_mm", x=x, bias=bias)
+        checks.check_shape(
+            "grouped_mm", (w.shape[0], w.shape[2 if transposed else 1]), to=("w", w), bias=bias
+        )
+        checks.check_same("grouped_mm", x=x, bias=bias)
     _check_rows("grouped_mm", x, w, offsets, sizes)
     defer = deferral(w)
     w = w if defer is None else leaf_of(w)

@@ -389,8 +389,8 @@ def head_of(
     if workspace is None:
         workspace = WORKSPACE_CPU if hidden.device.type == "cpu" else WORKSPACE
     _check_head(name, shards, hidden, weight, target, main_grad, vocab_size, ignore_index, workspace)
-    checks.like(name, weight=weight, bias=bias)
-    checks.fits(name, weight.shape[:1], to=("weight", weight), bias=bias)
+    checks.check_same(name, weight=weight, bias=bias)
+    checks.check_shape(name, weight.shape[:1], to=("weight", weight), bias=bias)
     return Head(hidden, weight, bias, main_grad, wanted, shards.rank * shard, vocab_size, workspace)
 
 
@@ -403,13 +403,13 @@ def _check_head(
     def require(condition: bool, message: str, *values: Any) -> None:
         checks.require(condition, f"{name}: " + message, *values)
 
-    checks.floating(name, "hidden", hidden)
+    checks.check_floating(name, "hidden", hidden)
     shape, columns = hidden.shape, weight.shape
     require(weight.dim() == 2, "weight must be (V, H), got shape {}", columns)
     require(shape[-1:] == columns[1:], "hidden {} does not fit weight {}", shape, columns)
-    checks.like(name, hidden=hidden, weight=weight)
-    checks.main_grad(name, main_grad, weight=weight)
-    checks.same_device(name, hidden=hidden, target=target)
+    checks.check_same(name, hidden=hidden, weight=weight)
+    checks.check_main_grad(name, main_grad, weight=weight)
+    checks.check_same_device(name, hidden=hidden, target=target)
     tokens = shards.tokens(tuple(shape))
     fits = tuple(target.shape) == tokens
     require(fits, "target {} does not fit the tokens {} of hidden {}", target.shape, tokens, shape)

@@ -276,7 +276,7 @@ def _scale_of(name: str, temperature: float | Tensor, target: Tensor, dtype: tor
     if isinstance(temperature, Tensor):
         fits, misfit = temperature.shape == target.shape, "{}: temperature {} does not fit target {}"
         checks.require(fits, misfit, name, temperature.shape, target.shape)
-        checks.same_device(name, target=target, temperature=temperature)
+        checks.check_same_device(name, target=target, temperature=temperature)
         constant = not temperature.requires_grad
         checks.require(constant, "{}: temperature requires a gradient, but receives none", name)
         if can_read_values(temperature):

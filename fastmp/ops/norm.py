@@ -139,20 +139,20 @@ _layer_norm = register(
 )
 
 
-@checks.remembered
+@checks.memoized
 def _check(
     op: str, x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float
 ) -> None:
-    checks.floating(op, "x", x)
+    checks.check_floating(op, "x", x)
     checks.require(eps >= 0, "{}: eps must not be negative, got {}", op, eps)
-    checks.like(op, x=x, residual=residual)
+    checks.check_same(op, x=x, residual=residual)
     if weight.dtype == torch.float32 and x.dtype in _NARROW:
-        checks.same_device(op, x=x, weight=weight)
+        checks.check_same_device(op, x=x, weight=weight)
     else:
-        checks.like(op, x=x, weight=weight)
-    checks.like(op, weight=weight, bias=bias)
-    checks.fits(op, x.shape, to=("x", x), residual=residual)
-    checks.fits(op, x.shape[-1:], to=("x", x), weight=weight, bias=bias)
+        checks.check_same(op, x=x, weight=weight)
+    checks.check_same(op, weight=weight, bias=bias)
+    checks.check_shape(op, x.shape, to=("x", x), residual=residual)
+    checks.check_shape(op, x.shape[-1:], to=("x", x), weight=weight, bias=bias)
 
 
 def _prepare(

@@ -196,7 +196,7 @@ def _check_pairs(op: str, name: str, pairs: Tensor) -> None:
 
 
 def _check(op: str, name: str, x: Tensor, row_of: Tensor) -> None:
-    checks.floating(op, name, x)
+    checks.check_floating(op, name, x)
     if x.dim() != 2:
         raise ValueError(f"{op}: {name} must be a matrix, got shape {tuple(x.shape)}")
     _check_pairs(op, "row_of", row_of)
@@ -289,19 +289,19 @@ def unpermute(
     """
     _check("unpermute", "y", y, row_of)
     if probs is not None:
-        checks.fits("unpermute", row_of.shape, to=("row_of", row_of), probs=probs)
+        checks.check_shape("unpermute", row_of.shape, to=("row_of", row_of), probs=probs)
         wanted, message = compute_dtype(y.dtype), "unpermute: probs must be {} for y of {}, got {}"
         checks.require(probs.dtype == wanted, message, wanted, y.dtype, probs.dtype)
-        checks.same_device("unpermute", y=y, probs=probs)
+        checks.check_same_device("unpermute", y=y, probs=probs)
     if residual is None:
         checks.require(out is None, "unpermute: out {} needs a residual", None if out is None else out.shape)
         return _unpermute(y, row_of, probs)
     shape = (row_of.shape[0], y.shape[1])
-    checks.fits("unpermute", shape, to=("y by row_of", y), residual=residual, out=out)
-    checks.like("unpermute", y=y, residual=residual, out=out)
+    checks.check_shape("unpermute", shape, to=("y by row_of", y), residual=residual, out=out)
+    checks.check_same("unpermute", y=y, residual=residual, out=out)
     if out is None:
         return _unpermute_add(y, row_of, probs, residual)
     checks.require(not out.requires_grad, "unpermute: out {} requires a gradient", out.shape)
-    checks.apart("unpermute", out, y=y, row_of=row_of, probs=probs)
+    checks.check_no_overlap("unpermute", out, y=y, row_of=row_of, probs=probs)
     _unpermute_add_into(y, row_of, probs, residual, out)
     return out

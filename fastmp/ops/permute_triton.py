@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fastmp.ops.core import launcher
 from fastmp.ops.core._triton import MAX_EXPERTS, MAX_SIZE, cdiv, jit, limits, next_power_of_2, tl
-from fastmp.ops.core.checks import meets
+from fastmp.ops.core.checks import overlaps
 from fastmp.ops.core.rowwise import NUM_WARPS, arithmetic, as_rows, empty_like, vector_width
 
 BLOCK_PAIRS = 256  # of one program of permutation
@@ -361,7 +361,7 @@ def launch_unpermute_add(y: Tensor, row_of: Tensor, probs: Tensor | None, residu
 
 
 def launch_unpermute_into(y: Tensor, row_of: Tensor, probs: Tensor | None, out: Tensor) -> None:
-    if out.is_contiguous() and not meets(out, y, row_of, probs):
+    if out.is_contiguous() and not overlaps(out, y, row_of, probs):
         _gather(y, row_of, probs, None, out)
     else:
         out.copy_(launch_unpermute(y, row_of, probs))
@@ -371,7 +371,7 @@ def launch_unpermute_add_into(
     y: Tensor, row_of: Tensor, probs: Tensor | None, residual: Tensor, out: Tensor
 ) -> None:
     same = residual.data_ptr() == out.data_ptr() and residual.is_contiguous()
-    if out.is_contiguous() and not meets(out, y, row_of, probs, None if same else residual):
+    if out.is_contiguous() and not overlaps(out, y, row_of, probs, None if same else residual):
         _gather(y, row_of, probs, residual, out)
     else:
         out.copy_(launch_unpermute_add(y, row_of, probs, residual))
@@ -387,7 +387,7 @@ def launch_unpermute_backward(
 def launch_unpermute_backward_into(
     grad: Tensor, y: Tensor, row_of: Tensor, probs: Tensor, out: Tensor
 ) -> Tensor:
-    apart = out.is_contiguous() and not meets(out, grad, y, row_of, probs)
+    apart = out.is_contiguous() and not overlaps(out, grad, y, row_of, probs)
     dy, dprobs = empty_like(y), out if apart else empty_like(probs)
     if dy.numel() == 0 or probs.numel() == 0:
         out.zero_()

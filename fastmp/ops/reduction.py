@@ -18,7 +18,7 @@ REDUCTIONS = ("none", "mean", "sum")
 
 def check_reduction(op: str, reduction: str, loss_grad: Any = None) -> None:
     """Check the option, and that a promised gradient comes with losses of tokens."""
-    checks.one_of(op, "reduction", reduction, REDUCTIONS)
+    checks.check_choice(op, "reduction", reduction, REDUCTIONS)
     promised = "{}: loss_grad is the gradient of each token's loss, which needs reduction='none', got {!r}"
     checks.require(loss_grad is None or reduction == "none", promised, op, reduction)
 

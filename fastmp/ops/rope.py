@@ -336,7 +336,7 @@ class _InPlace(torch.autograd.Function):
 
 def _check_one(name: str, x: Tensor, cos: Tensor, sin: Tensor) -> None:
     require = checks.require
-    checks.floating("rope", name, x)
+    checks.check_floating("rope", name, x)
     require(sin.shape == cos.shape, "rope: cos {} and sin {} differ in shape", cos.shape, sin.shape)
     fewer = 0 < cos.dim() <= x.dim()
     require(fewer, "rope: cos {} has more dimensions than {} {}, or none", cos.shape, name, x.shape)
@@ -350,10 +350,10 @@ def _check_one(name: str, x: Tensor, cos: Tensor, sin: Tensor) -> None:
         if t.dtype not in (wanted, x.dtype):
             either = wanted if wanted == x.dtype else f"{wanted} or {x.dtype}"
             raise ValueError(f"rope: {other} must be {either} for {name} of {x.dtype}, got {t.dtype}")
-    checks.same_device("rope", **{name: x}, cos=cos, sin=sin)
+    checks.check_same_device("rope", **{name: x}, cos=cos, sin=sin)
 
 
-@checks.remembered
+@checks.memoized
 def _check(name: str, x: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor) -> None:
     """Check x alone, or queries x and keys k."""
     _check_one(name, x, cos, sin)

@@ -243,7 +243,7 @@ _topk_router = register(
 )
 
 
-@checks.remembered
+@checks.memoized
 def _check(
     logits: Tensor,
     expert_bias: Tensor | None,
@@ -256,9 +256,9 @@ def _check(
     def require(condition: bool, message: str, *values: Any) -> None:
         checks.require(condition, "topk_router: " + message, *values)
 
-    checks.one_of("topk_router", "score", score, _SCORES)
-    checks.one_of("topk_router", "group_score", group_score, GROUP_SCORES)
-    checks.floating("topk_router", "logits", logits)
+    checks.check_choice("topk_router", "score", score, _SCORES)
+    checks.check_choice("topk_router", "group_score", group_score, GROUP_SCORES)
+    checks.check_floating("topk_router", "logits", logits)
     require(logits.dim() in (2, 3), "logits must be (T, E) or (S, B, E), got shape {}", logits.shape)
     experts = logits.shape[-1]
     require(1 <= k <= experts, "k must be between 1 and the {} experts, got {}", experts, k)
@@ -271,10 +271,10 @@ def _check(
     if group_score == "megatron" and group_topk < num_groups:
         require(k >= group_topk, "group_score 'megatron' needs k >= group_topk={}, got {}", group_topk, k)
     if expert_bias is not None:
-        checks.fits("topk_router", logits.shape[-1:], to=("logits", logits), expert_bias=expert_bias)
+        checks.check_shape("topk_router", logits.shape[-1:], to=("logits", logits), expert_bias=expert_bias)
         floating = expert_bias.is_floating_point()
         require(floating, "expert_bias must be floating, got {}", expert_bias.dtype)
-        checks.same_device("topk_router", logits=logits, expert_bias=expert_bias)
+        checks.check_same_device("topk_router", logits=logits, expert_bias=expert_bias)
 
 
 @traced("fastmp.topk_router")

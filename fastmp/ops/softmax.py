@@ -379,12 +379,12 @@ def scaled_masked_softmax(
     "Megatron-LM", 2019.
     """
     op = "scaled_masked_softmax"
-    checks.floating(op, "x", x)
+    checks.check_floating(op, "x", x)
     checks.require(x.dim() > 1, "{}: x must be (..., queries, keys), got shape {}", op, x.shape)
     if mask is not None:
         bool_ = mask.dtype == torch.bool
         checks.require(bool_, "{}: mask must be torch.bool (True hides), got {}", op, mask.dtype)
         wanted = x.shape if not _broadcastable(mask.shape, x.shape) else mask.shape
-        checks.fits(op, wanted, to=("x", x), mask=mask)
-        checks.same_device(op, x=x, mask=mask)
+        checks.check_shape(op, wanted, to=("x", x), mask=mask)
+        checks.check_same_device(op, x=x, mask=mask)
     return _scaled_masked_softmax(x, mask, scale, causal)

@@ -225,11 +225,11 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         try:  # costs nothing while nothing is raised
             return _in_cpp(*narrow, main_grad)
         except ValueError:
-            checks.main_grad("linear", main_grad, weight=narrow[1])
+            checks.check_main_grad("linear", main_grad, weight=narrow[1])
             raise
     if main_grad is None and narrow[1] is not weight:  # the rest of the backward pass needs the gradient
         return F.linear(x, weight, bias)
-    checks.main_grad("linear", main_grad, weight=narrow[1])
+    checks.check_main_grad("linear", main_grad, weight=narrow[1])
     if defer is not None:
         narrow = narrow[0], leaf_of(narrow[1]), narrow[2]
     x, kept = kept_operands(*narrow[:2])

@@ -96,7 +96,7 @@ def _gradient_of(
 ) -> tuple[torch.Tensor, torch.Tensor | None, Defer | None]:
     """The weight as a Function takes it, after autocast `narrow`; its main_grad, and how to defer."""
     main_grad, defer = main_grad_of(weight), deferral(weight)
-    checks.main_grad(name, main_grad, weight=narrow)
+    checks.check_main_grad(name, main_grad, weight=narrow)
     if main_grad is None and narrow is not weight:  # the rest of the backward pass needs the gradient
         defer = None
     return narrow if defer is None else leaf_of(narrow), main_grad, defer

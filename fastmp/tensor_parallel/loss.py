@@ -43,8 +43,8 @@ def vocab_parallel_cross_entropy(
     ValueError for shapes that do not match, and on a CPU for a target outside the vocabulary.
     """
     op = "vocab_parallel_cross_entropy"
-    checks.floating(op, "logits", logits)
-    checks.fits(op, logits.shape[:-1], to=("logits", logits), target=target, token_weight=token_weight)
+    checks.check_floating(op, "logits", logits)
+    checks.check_shape(op, logits.shape[:-1], to=("logits", logits), target=target, token_weight=token_weight)
     checks.require(target.dtype == torch.int64, "{}: target must be torch.int64, got {}", op, target.dtype)
     check_reduction(op, reduction)
     size, shard = group_size(group), logits.shape[-1]

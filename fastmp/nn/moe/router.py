@@ -275,7 +275,7 @@ def router_logits(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     ValueError for a `main_grad` of another shape, device or dtype.
     """
     main_grad = main_grad_of(weight)
-    checks.main_grad("router_logits", main_grad, weight=weight)
+    checks.check_main_grad("router_logits", main_grad, weight=weight)
     return _RouterLogits.apply(x, weight, main_grad)
 
 

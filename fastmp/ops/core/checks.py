@@ -20,7 +20,7 @@ FLOATING = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _MOST = 4096  # calls that a check remembers; more come from sizes that do not repeat
 
 
-def remembered(check: Callable[..., None]) -> Callable[..., None]:
+def memoized(check: Callable[..., None]) -> Callable[..., None]:
     """Make a check remember what it has passed, so that passing it again costs one look-up.
 
     It may look at shapes, dtypes and devices of tensors, and at nothing else of them. What a compiler or a
@@ -64,13 +64,13 @@ def require(condition: bool, message: str, *values: Any) -> None:
         raise ValueError(message.format(*(tuple(v) if isinstance(v, torch.Size) else v for v in values)))
 
 
-def floating(op: str, name: str, x: Tensor) -> None:
+def check_floating(op: str, name: str, x: Tensor) -> None:
     """Check that `x` has a dtype that kernels compute with, and a last dimension."""
     require(x.dtype in FLOATING, "{}: {} must have one of the dtypes {}, got {}", op, name, FLOATING, x.dtype)
     require(x.dim() > 0, "{}: {} must have at least one dimension, got shape ()", op, name)
 
 
-def same_device(op: str, **tensors: Tensor | None) -> None:
+def check_same_device(op: str, **tensors: Tensor | None) -> None:
     """Check that all tensors are on the device of the first one, which is not None."""
     device = None
     for name, tensor in tensors.items():
@@ -87,7 +87,7 @@ def is_dtensor(x: Tensor) -> bool:
     return type(x) is not Tensor and hasattr(x, "device_mesh")
 
 
-def like(op: str, **tensors: Tensor | None) -> None:
+def check_same(op: str, **tensors: Tensor | None) -> None:
     """Check that all tensors have dtype and device of the first one, which is not None."""
     dtype = device = None
     for name, tensor in tensors.items():
@@ -101,7 +101,9 @@ def like(op: str, **tensors: Tensor | None) -> None:
             raise ValueError(f"{op}: {first} is on {device} but {name} is on {tensor.device}")
 
 
-def fits(op: str, wanted: tuple[int, ...], *, to: tuple[str, Tensor], **tensors: Tensor | None) -> None:
+def check_shape(
+    op: str, wanted: tuple[int, ...], *, to: tuple[str, Tensor], **tensors: Tensor | None
+) -> None:
     """Check that all tensors have shape `wanted`, which follows from the tensor `to`, a (name, tensor)."""
     name, given = to
     for other, tensor in tensors.items():
@@ -110,7 +112,7 @@ def fits(op: str, wanted: tuple[int, ...], *, to: tuple[str, Tensor], **tensors:
             raise ValueError(f"{op}: {other} of shape {found} does not fit {name} of shape {shape}")
 
 
-def meets(out: Tensor, *others: Tensor | None) -> bool:
+def overlaps(out: Tensor, *others: Tensor | None) -> bool:
     """Whether one of `others` shares memory with `out`, which is contiguous, or has it between its rows."""
     begin = out.data_ptr()
     end = begin + out.nbytes
@@ -128,7 +130,7 @@ def _span(tensor: Tensor) -> int:
     return (last + 1) * tensor.element_size()
 
 
-def apart(op: str, out: Tensor, **others: Tensor | None) -> None:
+def check_no_overlap(op: str, out: Tensor, **others: Tensor | None) -> None:
     """Check that `out`, which will be written to, shares no memory with others.
 
     Of tensors with gaps, and of what compilers and transforms bring, the op itself sees to it.
@@ -138,14 +140,14 @@ def apart(op: str, out: Tensor, **others: Tensor | None) -> None:
     for name, other in others.items():
         if other is None or not {type(out), type(other)} <= {Tensor, torch.nn.Parameter}:
             continue
-        if out.is_contiguous() and other.is_contiguous() and meets(out, other):
+        if out.is_contiguous() and other.is_contiguous() and overlaps(out, other):
             shapes = tuple(out.shape), tuple(other.shape)
             raise ValueError(
                 f"{op}: out {shapes[0]} shares memory with {name} {shapes[1]}; pass another place"
             )
 
 
-def main_grad(op: str, total: Tensor | None, **weight: Tensor) -> None:
+def check_main_grad(op: str, total: Tensor | None, **weight: Tensor) -> None:
     """Check that `total`, a `main_grad` or None, has shape and device of its weight, and a dtype that fits.
 
     That is the dtype of the weight, or float32 for a 16-bit one: sums in another would lose bits, or have no
@@ -154,15 +156,15 @@ def main_grad(op: str, total: Tensor | None, **weight: Tensor) -> None:
     if total is None:
         return
     ((name, given),) = weight.items()
-    fits(op, given.shape, to=(name, given), main_grad=total)
-    same_device(op, **weight, main_grad=total)
+    check_shape(op, given.shape, to=(name, given), main_grad=total)
+    check_same_device(op, **weight, main_grad=total)
     wide = compute_dtype(given.dtype)
     if total.dtype not in (given.dtype, wide):
         either = f"{wide} or {given.dtype}" if wide != given.dtype else f"{wide}"
         raise ValueError(f"{op}: main_grad is {total.dtype} but {name} is {given.dtype}: make it {either}")
 
 
-def one_of(op: str, name: str, value: Any, allowed: tuple) -> None:
+def check_choice(op: str, name: str, value: Any, allowed: tuple) -> None:
     """Check an option against the values it may have."""
     if value not in allowed:
         raise ValueError(f"{op}: {unknown_choice(name, value, allowed)}")

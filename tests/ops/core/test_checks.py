@@ -12,7 +12,7 @@ def test_a_call_is_checked_once_a_kind():
     """Values and strides are no part of the kind; shapes, dtypes, devices and other arguments are."""
     seen = []
 
-    @checks.remembered
+    @checks.memoized
     def check(name, x, other, k):
         seen.append((name, k))
         checks.require(x.dtype == torch.float32, "{}: got {}", name, x.dtype)
@@ -33,7 +33,7 @@ def test_a_call_is_checked_once_a_kind():
 
 def test_what_has_no_hash_is_checked_every_time():
     seen = []
-    check = checks.remembered(lambda x, sizes: seen.append(sizes))
+    check = checks.memoized(lambda x, sizes: seen.append(sizes))
     for _ in range(2):
         check(torch.zeros(3), [1, 2])
     assert len(seen) == 2
@@ -42,7 +42,7 @@ def test_what_has_no_hash_is_checked_every_time():
 def test_few_calls_are_remembered(monkeypatch):
     monkeypatch.setattr(checks, "_MOST", 3)
     seen = []
-    check = checks.remembered(seen.append)
+    check = checks.memoized(seen.append)
     for number in (*range(4), 3, 0, 0):
         check(number)
     assert seen == [0, 1, 2, 3, 0]
