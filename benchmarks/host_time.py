@@ -161,7 +161,7 @@ def of_launch(name: str, number: int, rounds: int) -> HostTime:
         plans[key] = _Ready(kernel, arguments)
 
     with (
-        launcher.instead(plan, 90),
+        launcher.intercept_launches(plan, 90),
         mock.patch.object(launcher, "_plans", plans),
         mock.patch.object(launcher, "_plan", plan),
     ):

@@ -73,7 +73,7 @@ def kernels_of_items(items: Iterable[Item], arch: int) -> Codes:
 
     for item in items:
         # tile configs of `arch`; launches on tensors without data are recorded
-        tiles = launcher.instead(lambda *launch: None, arch)
+        tiles = launcher.intercept_launches(lambda *launch: None, arch)
         with tiles, mock.patch.object(launcher, "launch", record), without_data():
             for call in _calls(item):
                 call()

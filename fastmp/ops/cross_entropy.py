@@ -448,7 +448,7 @@ def cross_entropy(
     if loss_grad is not None:
         by_kernel = by_kernel and loss_grad.dim() == 1 and not loss_grad.requires_grad
         by_kernel = by_kernel and loss_grad.dtype == compute_dtype(logits.dtype)
-    by_kernel = by_kernel and _cross_entropy.checks(logits, target)
+    by_kernel = by_kernel and _cross_entropy.validates_args(logits, target)
     if not by_kernel:
         check()
     if not 0 < vocab_size <= columns:

@@ -177,7 +177,7 @@ def recording(arch: int) -> Iterator[dict[Code, None]]:
     arch: the compute capability, as one number, that tiles are chosen for.
     """
     found: dict[Code, None] = {}
-    with launcher.instead(lambda *launch: found.setdefault(Code.of(*launch)), arch), _ByTriton():
+    with launcher.intercept_launches(lambda *launch: found.setdefault(Code.of(*launch)), arch), _ByTriton():
         yield found
 
 

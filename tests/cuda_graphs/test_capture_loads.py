@@ -74,7 +74,10 @@ def loads(monkeypatch):
 
     monkeypatch.setattr(RecordedGraph, "capture", captured)
     monkeypatch.setattr(RecordedGraph, "replay", replayed)
-    with mock.patch.object(launcher, "launch", loads.launch), launcher.instead(lambda *launch: None, 90):
+    with (
+        mock.patch.object(launcher, "launch", loads.launch),
+        launcher.intercept_launches(lambda *launch: None, 90),
+    ):
         yield loads
 
 

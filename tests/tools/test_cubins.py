@@ -120,7 +120,7 @@ def test_tma_adds_to_aligned_float32_gradients(arch, dtype, out_dtype, pitch, re
     monkeypatch.setattr(launcher, "SETS_TENSOR_MAPS", True)
     t, constants = meta(dtype), []
     arguments = t(4, 64, 64, dtype=out_dtype, pitch=pitch), t(256, 64), t(256, 64), t(4, dtype=torch.int32)
-    with launcher.instead(lambda kernel, arguments, given: constants.append(given), arch):
+    with launcher.intercept_launches(lambda kernel, arguments, given: constants.append(given), arch):
         OPS["grouped_mm_wgrad_"].implementations["triton"](*arguments)
     assert [each["REDUCE"] for each in constants] == [reduces]
 

@@ -101,7 +101,7 @@ def test_nothing_is_found_within_the_limits(kernel):
 def test_launcher_refuses_sizes_beyond_the_limits():
     out = torch.empty(1, dtype=INT, device="meta")
     given = []
-    with launcher.instead(lambda *launch: given.append(launch), 90):
+    with launcher.intercept_launches(lambda *launch: given.append(launch), 90):
         for vectors in (MAX_SIZE, 1 << 31):  # the latter is an int64
             launcher.launch(limited_product_kernel, 1, (out, vectors), {"VECTOR": 4})
         with pytest.raises(ValueError, match="expected pair_vectors of at most 67108864, got 67108865"):

@@ -148,7 +148,10 @@ def launches(op: str, arguments: tuple, arch: int, itemsize: int = 2) -> list[La
         storages = {name: a.untyped_storage()._cdata for name, a in named if isinstance(a, torch.Tensor)}
         found.append(Launch(kernel.fn.__name__, constants, compiled, arch, itemsize, storages, kernel.limits))
 
-    with launcher.instead(compile_only, arch), mock.patch.object(_triton.driver, "_active", AbsentGPU(arch)):
+    with (
+        launcher.intercept_launches(compile_only, arch),
+        mock.patch.object(_triton.driver, "_active", AbsentGPU(arch)),
+    ):
         OPS[op].implementations["triton"](*arguments)
     return found
 

@@ -9,15 +9,16 @@ from __future__ import annotations
 import inspect
 
 __all__ = [
-    "ABSENT", "COUNTS", "GPUTarget", "INTERPRETED", "MAX_COUNT", "MAX_EXPERTS", "MAX_SIZE", "MAX_STRIP",
-    "MAX_WALKING", "VERSION", "TensorDescriptor", "cdiv", "check_count", "check_limits", "driver", "jit",
-    "knobs", "launch_limits", "limits", "next_power_of_2", "tl",
+    "ABSENT", "DO_NOT_SPECIALIZE", "GPUTarget", "INTERPRETED", "MAX_COUNT", "MAX_EXPERTS", "MAX_SIZE",
+    "MAX_STRIP", "MAX_WALKING", "VERSION", "TensorDescriptor", "cdiv", "check_count", "check_limits",
+    "driver", "jit", "knobs", "launch_limits", "limits", "next_power_of_2", "tl",
 ]  # fmt: skip
 
-# Parameters of kernels that count what differs from batch to batch, and strides that follow from it. Another
-# value compiles nothing anew: only sizes and pitches, which a model fixes, tell the compiler whether they are
-# one or multiples of sixteen. Nor need it know how entries of `groups` and `step` are aligned.
-COUNTS = frozenset(
+# Kernel parameters passed to Triton as `do_not_specialize`: counts that differ from batch to batch, and
+# strides derived from them. A new value then never recompiles a kernel. Sizes and pitches that the model
+# fixes stay specialised: the compiler learns whether they are 1 or multiples of 16. An integer parameter that
+# changes between calls must be listed here, or every new value compiles the kernel again.
+DO_NOT_SPECIALIZE = frozenset(
     ("first_element", "groups", "k_rows", "k_size_1", "k_stride_0", "k_stride_1", "k_stride_2", "noise_seed",
      "num_blocks", "num_pairs", "num_queries", "num_rows", "num_steps", "num_strips", "num_tokens",
      "pair_vectors", "q_rows", "q_size_1", "q_stride_0", "q_stride_1", "q_stride_2", "rank", "rows_per_strip",
@@ -42,8 +43,8 @@ try:
     def jit(fn):
         """Make a Triton kernel of a function, or a function that kernels call."""
         names = inspect.signature(fn).parameters
-        kernel = triton.jit(fn, do_not_specialize=[name for name in names if name in COUNTS])
-        kernel.counts = tuple(name in COUNTS for name in names)
+        kernel = triton.jit(fn, do_not_specialize=[name for name in names if name in DO_NOT_SPECIALIZE])
+        kernel.counts = tuple(name in DO_NOT_SPECIALIZE for name in names)
         kernel.limits = {}
         return kernel
 

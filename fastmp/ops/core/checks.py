@@ -17,7 +17,7 @@ from fastmp.config.options import unknown_choice
 from fastmp.ops.core.registry import compute_dtype
 
 FLOATING = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-_MOST = 4096  # calls that a check remembers; more come from sizes that do not repeat
+_MAX_PASSED = 4096  # calls that a check remembers; more come from sizes that do not repeat
 
 
 def memoized(check: Callable[..., None]) -> Callable[..., None]:
@@ -51,7 +51,7 @@ def memoized(check: Callable[..., None]) -> Callable[..., None]:
             return
         if not known:
             check(*arguments)
-            if len(passed) >= _MOST:
+            if len(passed) >= _MAX_PASSED:
                 passed.clear()
             passed.add(found)
 

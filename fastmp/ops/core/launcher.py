@@ -19,7 +19,7 @@ from fastmp.host import HOST
 from fastmp.ops.core import _triton
 
 _INT32 = (1 << 31) - 1
-_MOST = 4096  # plans; more come from sizes that do not repeat, and are planned again
+_MAX_PLANS = 4096  # plans; more come from sizes that do not repeat, and are planned again
 # Triton versions with plans: a later one may tell less about its compiled kernels
 KNOWN = (_triton.VERSION or "").startswith(("3.6.", "3.7.", "3.8.", "3.9."))
 # Triton's types of arguments, as `HOST.planned` names them
@@ -148,30 +148,30 @@ def load(kernel: Any, arguments: Sequence[Any], constants: dict[str, Any]) -> An
 
 
 _plans: dict[tuple | bytes, _Plan] = {}
-_instead: Callable[[Any, tuple, dict[str, Any]], object] | None = None
+_interceptor: Callable[[Any, tuple, dict[str, Any]], object] | None = None
 architecture_elsewhere = 80  # what tiles are chosen for where tensors are on no GPU: the oldest
 
 
 @contextmanager
-def instead(record: Callable[[Any, tuple, dict[str, Any]], object], arch: int) -> Iterator[None]:
+def intercept_launches(record: Callable[[Any, tuple, dict[str, Any]], object], arch: int) -> Iterator[None]:
     """Inside, `record` gets kernel, arguments and constants of what would be launched on meta tensors.
 
     arch: the architecture (90 is 9.0) whose tiles they have.
     """
-    global _instead, architecture_elsewhere
-    before = _instead, architecture_elsewhere
-    _instead, architecture_elsewhere = record, arch
+    global _interceptor, architecture_elsewhere
+    before = _interceptor, architecture_elsewhere
+    _interceptor, architecture_elsewhere = record, arch
     try:
         yield
     finally:
-        _instead, architecture_elsewhere = before
+        _interceptor, architecture_elsewhere = before
 
 
 def key_in_python(kernel: Any, arguments: tuple, constants: dict[str, Any]) -> tuple:
     """Name the code that Triton would launch, and the device: at least as finely as Triton does.
 
-    Sizes count as they are, for there are few; counts (`_triton.COUNTS`) by their width alone. A constant has
-    one type in all launches of a kernel.
+    Sizes enter by value, for there are few; parameters in `_triton.DO_NOT_SPECIALIZE` by their width alone. A
+    constant has one type in all launches of a kernel.
     """
     key: list[Any] = [kernel.fn, *constants.values()]
     add = key.append
@@ -208,8 +208,8 @@ def _plan(
     tensors = [a.base if type(a) is described else a for a in arguments]
     tensors = [t for t in tensors if isinstance(t, Tensor)]
     _triton.check_limits(kernel, programs, arguments)
-    if _instead is not None and tensors[0].is_meta:
-        _instead(kernel, arguments, constants)
+    if _interceptor is not None and tensors[0].is_meta:
+        _interceptor(kernel, arguments, constants)
         return None
     devices = {t.device for t in tensors}
     if len(devices) > 1:
@@ -221,7 +221,7 @@ def _plan(
         if not KNOWN:
             kernel[(programs,)](*arguments, **constants)
             return None
-        if len(_plans) >= _MOST:
+        if len(_plans) >= _MAX_PLANS:
             _plans.clear()
         plan = _plans[key] = _Plan(kernel, compiled, arguments, constants)
     return plan

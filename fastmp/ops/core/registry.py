@@ -104,7 +104,7 @@ class Op:
     def __call__(self, *arguments: Any) -> Any:
         return self.call(*arguments)
 
-    def checks(self, *tensors: Tensor) -> bool:
+    def validates_args(self, *tensors: Tensor) -> bool:
         """Whether the kernel for these tensors looks at its arguments by itself, as those in C++ do.
 
         Then a public function may call it first, and look at them only where it fails, for words to say it.

@@ -40,7 +40,7 @@ def test_what_has_no_hash_is_checked_every_time():
 
 
 def test_few_calls_are_remembered(monkeypatch):
-    monkeypatch.setattr(checks, "_MOST", 3)
+    monkeypatch.setattr(checks, "_MAX_PASSED", 3)
     seen = []
     check = checks.memoized(seen.append)
     for number in (*range(4), 3, 0, 0):

@@ -180,7 +180,7 @@ def test_blackwell_gets_no_tensor_maps_of_tritons_own(monkeypatch):
 def test_only_launches_on_meta_tensors_are_replaced():
     call = {"COMPUTE": tl.float32, "BLOCK": 64, "num_warps": 4}
     replaced = []
-    with recording() as found, launcher.instead(lambda *launch: replaced.append(launch), 90):
+    with recording() as found, launcher.intercept_launches(lambda *launch: replaced.append(launch), 90):
         for device in ("meta", "cpu"):
             x = torch.empty(16, 64, device=device)
             launcher.launch(_kernel, 1, (x, None, None, 7, 64, 0.5, 0.5), call)
