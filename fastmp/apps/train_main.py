@@ -51,7 +51,7 @@ from fastmp.training.heap import map_large_blocks
 from fastmp.training.kernels import warm_up_ranks
 from fastmp.training.language import ModelAndLoss, model_and_loss, next_logits, pipeline_next_logits
 from fastmp.training.metrics import RunInfo, TrainLog, read_metrics
-from fastmp.training.microbatches import PipelineLoss, WholeModel, evaluation_mode
+from fastmp.training.microbatches import PipelineLoss, SingleStageRunner, evaluation_mode
 from fastmp.training.plot import plot_loads, plot_loss
 from fastmp.training.profiler import NSIGHT, StepProfiler, run_under_nsight
 from fastmp.training.sinks import Sinks, check_sinks
@@ -317,7 +317,7 @@ def _next_command(recipe: Recipe, runtime: Runtime, arguments: Sequence[str]) ->
 
 
 def _next_logits(trainer: Trainer) -> Callable[[Tensor, int], Tensor]:
-    if isinstance(trainer.runner, WholeModel):
+    if isinstance(trainer.runner, SingleStageRunner):
         return next_logits(trainer.model)
     return pipeline_next_logits(trainer.runner.chunks, trainer.groups)
 

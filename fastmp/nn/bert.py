@@ -80,7 +80,7 @@ class Bert(LanguageModel):
         if encoder.sentence_order:
             self.sentence_head = self._own(last, lambda: SentenceHead(config, on))
         if self.lm_head is not None:  # the table is used behind it, and nobody calls it then
-            self.lm_head.used_behind = (self.output_table,)  # type: ignore[assignment]
+            self.lm_head.prefetch_next = (self.output_table,)  # type: ignore[assignment]
 
     @property
     def encoder(self) -> BertConfig:

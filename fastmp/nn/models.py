@@ -59,7 +59,7 @@ class GPT(LanguageModel):
             raise ValueError("GPT: config.bert describes an encoder: make a Bert of it")
         super().__init__(config, on, **options)
         if self.final_norm is not None:  # both are called, or their weights used, in this order
-            self.final_norm.used_behind = (self.output_table,)  # type: ignore[assignment]
+            self.final_norm.prefetch_next = (self.output_table,)  # type: ignore[assignment]
 
     def forward(self, tokens_BS: torch.Tensor, documents: Documents | None = None) -> torch.Tensor:
         """The logits of this rank's vocabulary shard, (S, B, V), for int64 ids (B, S).

@@ -6,8 +6,8 @@ each starts at a multiple of 64 elements. A bucket is what is communicated at on
 the number of ranks, each of which owns an equal part, and of 128. Elements between parameters, and between
 the last one and the end of its bucket, are padding.
 
-Where an update needs whole matrices, each parameter has a home, the one rank that owns it. It lies in that
-rank's part of its bucket; all parts are as long as the longest.
+Where an update needs whole matrices, each parameter has an owner rank and lies in that rank's shard of its
+bucket; all shards are as long as the longest.
 
 Ranges are (first, behind the last), in elements.
 Rajbhandari et al., "ZeRO", 2020 (arXiv 1910.02054), stage 1.
@@ -23,8 +23,8 @@ from math import gcd, lcm
 from fastmp.config.training import BUCKET_SIZE, BUCKET_UNIT
 
 __all__ = [
-    "Bucket", "BucketLayout", "Buffer", "ParameterFacts", "Piece", "bucket_layout",
-    "fill_order", "home_ranks", "matrix_cost", "plan_buffers", "shard_ranges", "whole_layout",
+    "Bucket", "BucketLayout", "Buffer", "ParamSpec", "Piece", "bucket_layout",
+    "fill_order", "owner_ranks", "matrix_cost", "plan_buffers", "shard_ranges", "whole_layout",
 ]  # fmt: skip
 
 Range = tuple[int, int]
@@ -109,26 +109,29 @@ class BucketLayout:
 
 
 @dataclass(frozen=True)
-class ParameterFacts:
-    """What decides in which buffer and bucket a parameter lies.
+class ParamSpec:
+    """The properties of a parameter that select its buffer and bucket.
 
-    size: its elements. dtype: the name of its dtype. experts: it belongs to experts, whose replicas lie on
-    other ranks than those of all others. partial: its gradient is a partial sum over tensor-parallel ranks.
-    alone: it has a bucket of its own. cost: of its update, in any unit, where one rank must own all of it; 0:
-    it may be cut anywhere.
+    Attributes:
+        size: its number of elements.
+        dtype: the name of its dtype, such as "bfloat16".
+        experts: it belongs to experts, whose replicas lie on other ranks than those of dense parameters.
+        partial: its gradient is a partial sum over tensor-parallel ranks.
+        own_bucket: it has a bucket to itself.
+        cost: of its update, in any unit, where one rank must own all of it; 0: it may be sharded anywhere.
     """
 
     size: int
     dtype: str
     experts: bool = False
     partial: bool = False
-    alone: bool = False
+    own_bucket: bool = False
     cost: int = 0
 
 
 @dataclass(frozen=True)
 class Buffer:
-    """A flat buffer: the kind of its parameters, as in `ParameterFacts`, and where they lie.
+    """A flat buffer: the kind of its parameters, as in `ParamSpec`, and where they lie.
 
     whole: each of its parameters is owned by one rank.
     """
@@ -141,7 +144,7 @@ class Buffer:
 
 
 def plan_buffers(
-    parameters: Mapping[str, ParameterFacts],
+    parameters: Mapping[str, ParamSpec],
     *,
     num_ranks: int = 1,
     num_expert_ranks: int = 1,
@@ -158,7 +161,7 @@ def plan_buffers(
     Raises:
         ValueError: as `bucket_layout`.
     """
-    kinds: dict[tuple[str, bool, bool, bool], dict[str, ParameterFacts]] = {}
+    kinds: dict[tuple[str, bool, bool, bool], dict[str, ParamSpec]] = {}
     for name, facts in parameters.items():
         kinds.setdefault((facts.dtype, facts.experts, facts.partial, facts.cost > 0), {})[name] = facts
     buffers = []
@@ -169,9 +172,9 @@ def plan_buffers(
             costs = {name: facts.cost for name, facts in members.items()}
             layout = whole_layout(sizes, costs, ranks, bucket_size=bucket_size, unit=unit)
         else:
-            alone = [name for name, facts in members.items() if facts.alone]
+            own_bucket = [name for name, facts in members.items() if facts.own_bucket]
             aligned = lcm(unit, ALIGNMENT * ranks)  # so that every rank's part is, as parameters are
-            layout = bucket_layout(sizes, ranks, bucket_size=bucket_size, alone=alone, unit=aligned)
+            layout = bucket_layout(sizes, ranks, bucket_size=bucket_size, own_bucket=own_bucket, unit=aligned)
         buffers.append(Buffer(dtype, experts, partial, layout, whole))
     return tuple(buffers)
 
@@ -221,7 +224,7 @@ def bucket_layout(
     num_ranks: int,
     *,
     bucket_size: int | None = None,
-    alone: Collection[str] = (),
+    own_bucket: Collection[str] = (),
     unit: int = BUCKET_UNIT,
 ) -> BucketLayout:
     """Lay parameters out in a buffer.
@@ -229,19 +232,19 @@ def bucket_layout(
     Args:
         sizes: {name: elements}, in the order of the model.
         num_ranks: how many ranks hold replicas of the parameters and share their buckets.
-        bucket_size: a bucket is full when it has so many elements; None: there is one bucket, but for those
-            of `alone`.
-        alone: names of parameters that have a bucket of their own, as tied embeddings have, whose gradients
-            wait for another stage.
+        bucket_size: the number of elements at which a bucket is full; None: one bucket, besides those of
+            `own_bucket`.
+        own_bucket: names of parameters with a bucket to themselves, as tied embeddings have, whose gradients
+            wait for another pipeline stage.
         unit: bucket sizes are multiples of it and of num_ranks; 65536 lets NCCL use all of a wide network.
 
     Raises:
-        ValueError: a negative size, less than one rank, a bucket_size or unit below one, or a name in `alone`
-            that no parameter has.
+        ValueError: a negative size, less than one rank, a bucket_size or unit below one, or a name in
+            `own_bucket` that no parameter has.
     """
     _check("bucket_layout", sizes, num_ranks, bucket_size=bucket_size, unit=unit)
-    if unknown := [name for name in alone if name not in sizes]:
-        raise ValueError(f"bucket_layout: {unknown[0]!r} shall be alone, but is no parameter")
+    if unknown := [name for name in own_bucket if name not in sizes]:
+        raise ValueError(f"bucket_layout: own_bucket names {unknown[0]!r}, which is no parameter")
     multiple = lcm(num_ranks, unit, ALIGNMENT)
     buckets: list[Bucket] = []
     ranges: dict[str, Range] = {}
@@ -256,13 +259,13 @@ def bucket_layout(
             start, names = end, []
 
     for name, size in reversed(list(sizes.items())):
-        if name in alone:
+        if name in own_bucket:
             close()
         first = _up(end, ALIGNMENT)
         end = first + size
         ranges[name] = first, end
         names.append(name)
-        if name in alone or (bucket_size is not None and end - start >= bucket_size):
+        if name in own_bucket or (bucket_size is not None and end - start >= bucket_size):
             close()
     close()
     return BucketLayout(num_ranks, tuple(buckets), ranges)
@@ -273,17 +276,17 @@ def matrix_cost(rows: int, columns: int) -> int:
     return max(rows, columns) * min(rows, columns) ** 2
 
 
-def home_ranks(costs: Mapping[str, int], num_ranks: int) -> dict[str, int]:
-    """Give each of `costs` a home, so that no rank's costs are much above the others'.
+def owner_ranks(costs: Mapping[str, int], num_ranks: int) -> dict[str, int]:
+    """Assign each of `costs` to an owner rank, balancing the sums of the ranks.
 
     The dearest comes first, to the rank that has least: at most 4/3 of the best that can be (Graham,
     "Bounds on Multiprocessing Timing Anomalies", 1969).
     """
-    loads, homes = [0] * num_ranks, dict[str, int]()
+    loads, owners = [0] * num_ranks, dict[str, int]()
     for name in sorted(costs, key=lambda name: -costs[name]):
-        homes[name] = loads.index(min(loads))
-        loads[homes[name]] += costs[name]
-    return {name: homes[name] for name in costs}
+        owners[name] = loads.index(min(loads))
+        loads[owners[name]] += costs[name]
+    return {name: owners[name] for name in costs}
 
 
 def whole_layout(
@@ -294,9 +297,9 @@ def whole_layout(
     bucket_size: int = BUCKET_SIZE,
     unit: int = BUCKET_UNIT,
 ) -> BucketLayout:
-    """Lay parameters out so that each lies in the part of its bucket that its home owns.
+    """Lay parameters out so that each lies in the part of its bucket that its owner rank has.
 
-    Homes are balanced by `costs` over all parameters. Padding is communicated, too: a bucket is full when it
+    Owners are balanced by `costs` over all parameters. Padding is communicated, too: a bucket is full when it
     has `bucket_size` elements, its longest part is at most a fiftieth above the mean, and the next parameter
     would not bring the two closer.
 
@@ -308,7 +311,7 @@ def whole_layout(
         ValueError: as `bucket_layout`.
     """
     _check("whole_layout", sizes, num_ranks, bucket_size=bucket_size, unit=unit)
-    homes = home_ranks(costs, num_ranks)
+    owners = owner_ranks(costs, num_ranks)
     multiple = lcm(ALIGNMENT, unit // gcd(unit, num_ranks))
     buckets: list[Bucket] = []
     ranges: dict[str, Range] = {}
@@ -318,11 +321,11 @@ def whole_layout(
     left = list(sizes)  # the last one comes first
     while left:
         name = left.pop()
-        parts[homes[name]].append(name)
-        lengths[homes[name]] += _up(sizes[name], ALIGNMENT)
+        parts[owners[name]].append(name)
+        lengths[owners[name]] += _up(sizes[name], ALIGNMENT)
         if left:
             longest, total, more = max(lengths), sum(lengths), _up(sizes[left[-1]], ALIGNMENT)
-            then = max(longest, lengths[homes[left[-1]]] + more)
+            then = max(longest, lengths[owners[left[-1]]] + more)
             uneven = 50 * num_ranks * longest > 51 * total or then * total < longest * (total + more)
             if total < bucket_size or uneven:
                 continue

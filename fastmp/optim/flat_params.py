@@ -107,10 +107,10 @@ class FlatState:
             return self.params[:0].to(main_dtype(self.params.dtype))
         piece = self.grads.pieces[name]
         if self.master is not None:
-            return self._shaped(self.master[slice(*piece.local)], name)
-        own = self.params[slice(*piece.world)]
+            return self._shaped(self.master[slice(*piece.shard_range)], name)
+        own = self.params[slice(*piece.global_range)]
         if self.remainder is not None:
-            own = join_master(own, self.remainder[slice(*piece.local)])
+            own = join_master(own, self.remainder[slice(*piece.shard_range)])
         return self._shaped(own, name)
 
     def entries(self) -> dict[str, dict[str, Tensor]]:
@@ -119,7 +119,7 @@ class FlatState:
         tensors |= {} if self.master is None else {"master": self.master}
         tensors |= {} if self.remainder is None else {"remainder": self.remainder}
         return {
-            name: {key: self._shaped(each[slice(*piece.local)], name) for key, each in tensors.items()}
+            name: {key: self._shaped(each[slice(*piece.shard_range)], name) for key, each in tensors.items()}
             for name, piece in self.grads.pieces.items()
         }
 

@@ -27,13 +27,13 @@ from fastmp.ops import first_not_finite
 from fastmp.optim.flat_layout import (
     BucketLayout,
     Buffer,
-    ParameterFacts,
+    ParamSpec,
     fill_order,
     plan_buffers,
 )
 from fastmp.tensor_parallel.attributes import parallel_attributes
 
-__all__ = ["FlatBuffer", "GradBuffer", "is_vector", "main_dtype", "main_grad", "parameter_facts"]
+__all__ = ["FlatBuffer", "GradBuffer", "is_vector", "main_dtype", "main_grad", "param_spec"]
 
 
 def main_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -51,18 +51,18 @@ def is_vector(param: Parameter) -> bool:
     return param.ndim - parallel_attributes(param).expert_parallel < 2
 
 
-def parameter_facts(param: Parameter, tp_group: dist.ProcessGroup | None, cost: int = 0) -> ParameterFacts:
+def param_spec(param: Parameter, tp_group: dist.ProcessGroup | None, cost: int = 0) -> ParamSpec:
     """What decides where `param` lies, from its marks: tables that stages share have buckets of their own.
 
-    cost: see `ParameterFacts`.
+    cost: see `ParamSpec`.
     """
     marks = parallel_attributes(param)
-    return ParameterFacts(
+    return ParamSpec(
         param.numel(),
         str(param.dtype).removeprefix("torch."),
         experts=marks.expert_parallel,
         partial=marks.sequence_parallel and group_size(tp_group) > 1,
-        alone=marks.pipeline_shared,
+        own_bucket=marks.pipeline_shared,
         cost=cost,
     )
 
@@ -94,7 +94,7 @@ class FlatBuffer:
             param.main_grad = view  # type: ignore[attr-defined]
         self.shards = self.layout.shards(self.rank)
         self.pieces = self.layout.pieces(self.rank)
-        self.own = {name: self.grad[slice(*piece.world)] for name, piece in self.pieces.items()}
+        self.own = {name: self.grad[slice(*piece.global_range)] for name, piece in self.pieces.items()}
 
     @property
     def layout(self) -> BucketLayout:
@@ -170,7 +170,7 @@ class GradBuffer:
         self.parameters = _unique_trainable(named_parameters)
         plans = plan_buffers(
             {
-                name: parameter_facts(param, tp_group, 0 if cost is None else cost(name, param))
+                name: param_spec(param, tp_group, 0 if cost is None else cost(name, param))
                 for name, param in self.parameters.items()
             },
             num_ranks=group_size(dp_group) if shard else 1,
@@ -185,9 +185,9 @@ class GradBuffer:
             self.flats.append(FlatBuffer(plan, members, dtype, edp_group if plan.experts else dp_group))
         self.order = fill_order(plans, list(self.parameters))
         self._hooks = [p.register_post_accumulate_grad_hook(_accumulate) for p in self.parameters.values()]
-        self._arrivals = _Arrivals(self.flats, self.order, self._start)
+        self._readiness = GradReadiness(self.flats, self.order, self._start)
         if self.communicates:
-            self._hooks += self._arrivals.hooks()
+            self._hooks += self._readiness.hooks()
         self._works: list[dist.Work] = []
         self._streams: dict[torch.device, torch.cuda.Stream] = {}  # from which buckets are sent
         self._compute: dict[torch.device, torch.cuda.Stream] = {}  # on which the step runs
@@ -204,7 +204,7 @@ class GradBuffer:
             flat.grad.zero_()
             if flat.grad.is_cuda:
                 self._begin_on(flat.grad.device)
-        self._arrivals.begin(self.overlap)
+        self._readiness.begin(self.overlap)
 
     def _begin_on(self, device: torch.device) -> None:
         """Note the stream of the step; a capture that holds all of it has to know those beside it, too."""
@@ -214,11 +214,11 @@ class GradBuffer:
 
     def recount(self) -> None:
         """Count gradients anew in the next step: their number changes where a model is run in another way."""
-        self._arrivals.forget()
+        self._readiness.forget()
 
     def reduce(self) -> None:
         """Sum over ranks, once a step after the last backward. Every rank of all groups calls it."""
-        for at in self._arrivals.end():
+        for at in self._readiness.end():
             self._start(at)
         self._wait()
 
@@ -265,11 +265,12 @@ class GradBuffer:
     def first_not_finite(self, wanted: Tensor) -> Tensor:
         """Find, where the flag `wanted` is set, the first element of each buffer that is not finite.
 
-        After `reduce`, and before `zero`. Returns (buffers,) int64 on the device, for `culprit`.
+        Call it after `reduce` and before `zero`. Returns (buffers,) int64 on the device, the argument of
+        `first_nonfinite_param`.
         """
         return torch.stack([first_not_finite(flat.grad, wanted) for flat in self.flats])
 
-    def culprit(self, places: list[int]) -> tuple[str, bool] | None:
+    def first_nonfinite_param(self, places: list[int]) -> tuple[str, bool] | None:
         """Name the parameter nearest to the loss among the `places` that `first_not_finite` has found.
 
         Returns (name, whether this rank's own gradient was not finite): where the element lies in this rank's
@@ -294,7 +295,7 @@ class GradBuffer:
                 del param.main_grad
 
 
-class _Arrivals:
+class GradReadiness:
     """Counts the gradients that arrive in a step, and says which buckets are complete.
 
     A bucket is started once all before it in `order` are, so that ranks agree on the order.

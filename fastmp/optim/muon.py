@@ -1,7 +1,7 @@
 """Muon for hidden matrices, AdamW for the rest, on the flat buffers of `fastmp.optim.grad_buffers`.
 
 Muon averages the gradients of a matrix and moves it in the direction of the nearest orthogonal one
-(`newton_schulz.py`), which takes the whole matrix. So each parameter has a home, the one data-parallel rank
+(`newton_schulz.py`), which takes the whole matrix. So each parameter has an owner, the one data-parallel rank
 that has its state and updates it (`shards.whole_layout`). Where tensor-parallel ranks have slices of it,
 each averages its own; one exchange brings the slices of a matrix to one of these ranks, another brings the
 slices of the result back. That is two collectives a step for all matrices together, and two more for experts
@@ -29,7 +29,7 @@ from torch.nn import Parameter
 
 from fastmp.distributed.collectives import all_to_all, group_rank, group_size
 from fastmp.optim.adamw import AdamW, ParameterGroup, check_range
-from fastmp.optim.flat_layout import home_ranks, matrix_cost
+from fastmp.optim.flat_layout import matrix_cost, owner_ranks
 from fastmp.optim.flat_params import FlatState
 from fastmp.optim.grad_buffers import FlatBuffer, GradBuffer
 from fastmp.optim.newton_schulz import orthogonalize
@@ -198,7 +198,11 @@ class _MuonFlat(FlatState):
     def members(self, shard: tuple[int, int]) -> list[tuple[str, tuple[int, int]]]:
         """The parameters in this rank's shard of a bucket, and where they lie in the buffer."""
         pieces = self.grads.pieces.items()
-        return [(name, piece.world) for name, piece in pieces if shard[0] <= piece.world[0] < shard[1]]
+        return [
+            (name, piece.global_range)
+            for name, piece in pieces
+            if shard[0] <= piece.global_range[0] < shard[1]
+        ]
 
     def ranks_of_slices(self, group: dist.ProcessGroup | None) -> tuple[int, ...]:
         """The ranks that have slices of these matrices; none where each rank has all of them."""
@@ -230,7 +234,7 @@ class _MuonFlat(FlatState):
 
 
 class _Unit(NamedTuple):
-    """N matrices of one shape that go to one home, as they lie among the updates of their team.
+    """N matrices of one shape that go to one owner, as they lie among the updates of their team.
 
     size, stride, offset: of the view (N, groups, rows of a group, C) of this rank's slices. cut: the
     dimension, of (N, R, C), along which ranks have slices; 0: none. cost: of the whole matrices.
@@ -267,11 +271,11 @@ class _Team:
         self._size = end
         self._whole = [unit for unit in units if not unit.cut]
         sliced = {str(number): unit for number, unit in enumerate(units) if unit.cut}
-        homes = home_ranks({number: unit.cost for number, unit in sliced.items()}, self._ranks)
-        of_homes = [[sliced[n] for n in sliced if homes[n] == home] for home in range(self._ranks)]
-        self._sent = [unit for of_home in of_homes for unit in of_home]
-        self._sizes = [sum(math.prod(unit.shape) for unit in of_home) for of_home in of_homes]
-        self._mine = of_homes[group_rank(group)]
+        owners = owner_ranks({number: unit.cost for number, unit in sliced.items()}, self._ranks)
+        by_owner = [[sliced[n] for n in sliced if owners[n] == rank] for rank in range(self._ranks)]
+        self._sent = [unit for of_owner in by_owner for unit in of_owner]
+        self._sizes = [sum(math.prod(unit.shape) for unit in of_owner) for of_owner in by_owner]
+        self._mine = by_owner[group_rank(group)]
 
     def step(self, lr: float | Tensor, momentum: float, factor: Tensor | None, skip: Tensor | None) -> None:
         """Update this rank's parts of all members."""
@@ -289,7 +293,7 @@ class _Team:
             flat.apply(number, updates[at], lr, skip)
 
     def _collect(self, updates: Tensor) -> list[Tensor]:
-        """Send slices to their homes; the matrices (N, R, C) whose home is this rank."""
+        """Send slices to their owners; the matrices (N, R, C) whose owner is this rank."""
         if not self._sent:
             return []
         slices = torch.cat([unit.of(updates).reshape(-1) for unit in self._sent])

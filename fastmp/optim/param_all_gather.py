@@ -4,7 +4,7 @@ After a step of a sharded optimizer each rank has its own part of every bucket. 
 forward runs: a hook before each module waits for the buckets of that module's own parameters, so that none
 is used before it is there, whatever the order of modules. In graphs, which call no module, the manager calls
 these hooks before a replay. A module may be used though nobody calls it, as an output layer is by a fused
-loss. Where another module that is called before it names it in a tuple `used_behind`, the hook of that one
+loss. Where another module that is called before it names it in a tuple `prefetch_next`, the hook of that one
 waits for both. Else this is found in the first step, and its buckets are waited for at once. What reads
 parameters before their module is called, or outside of any forward, calls `ParameterGather.wait` first; a
 module's state dict does.
@@ -48,7 +48,7 @@ class ParameterGather:
     def attach(self, modules: Iterable[nn.Module]) -> None:
         """Let every module inside `modules` wait for its own parameters before its forward.
 
-        It also waits for those of the modules in its attribute `used_behind`. A state dict of one of them
+        It also waits for those of the modules in its attribute `prefetch_next`. A state dict of one of them
         waits for all, and so does loading one. What `torch.compile` returned waits for all its parameters;
         those of a module that was compiled in place, whose hooks would be compiled too, are awaited at the
         end of a step. So compile before.
@@ -60,7 +60,7 @@ class ParameterGather:
                 if _is_compiled_in_place(module):
                     self._compiled |= self._buckets(module.parameters())
                     continue
-                more = getattr(module, "used_behind", ())
+                more = getattr(module, "prefetch_next", ())
                 behind.update(more)
                 inside = _is_compiled(module)
                 own = self._buckets(p for each in (module, *more) for p in each.parameters(recurse=inside))

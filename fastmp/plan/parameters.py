@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from fastmp.config import BertConfig, Recipe
-from fastmp.optim.flat_layout import Buffer, ParameterFacts, matrix_cost, plan_buffers
+from fastmp.optim.flat_layout import Buffer, ParamSpec, matrix_cost, plan_buffers
 from fastmp.plan.shapes import Shapes
 
 __all__ = ["layer_size", "rank_buffers", "rank_parameters", "stage_layers"]
@@ -21,11 +21,11 @@ def stage_layers(recipe: Recipe) -> list[int]:
     return [recipe.model.num_layers // stages] * stages
 
 
-def rank_parameters(recipe: Recipe, shapes: Shapes, rank: int) -> dict[str, ParameterFacts]:
+def rank_parameters(recipe: Recipe, shapes: Shapes, rank: int) -> dict[str, ParamSpec]:
     """Return {name: facts} of what a rank of pipeline rank `rank` has, in the order of its chunks."""
     layers = stage_layers(recipe)
     own = range(rank, len(layers), shapes.grid.pp)
-    found: dict[str, ParameterFacts] = {}
+    found: dict[str, ParamSpec] = {}
     for stage in own:
         before = sum(layers[:stage])
         found |= _stage(shapes, range(before, before + layers[stage]), stage == 0, stage == len(layers) - 1)
@@ -55,17 +55,17 @@ def layer_size(shapes: Shapes, layer: int) -> int:
     return sum(facts.size for facts in _stage(shapes, [layer], first=False, last=False).values())
 
 
-def _stage(shapes: Shapes, layers: Sequence[int], first: bool, last: bool) -> dict[str, ParameterFacts]:
+def _stage(shapes: Shapes, layers: Sequence[int], first: bool, last: bool) -> dict[str, ParamSpec]:
     model, tp = shapes.model, shapes.grid.tp
     dtype = "float32" if shapes.itemsize == 4 else "bfloat16"
     split = shapes.sequence_parallel
     shared = model.tie_embeddings and shapes.grid.pp > 1
-    table = ParameterFacts(shapes.vocab * model.hidden_size, dtype, alone=shared)
+    table = ParamSpec(shapes.vocab * model.hidden_size, dtype, own_bucket=shared)
 
-    def facts(size: int, partial: bool = False) -> ParameterFacts:
-        return ParameterFacts(size, dtype, partial=partial and tp > 1)
+    def facts(size: int, partial: bool = False) -> ParamSpec:
+        return ParamSpec(size, dtype, partial=partial and tp > 1)
 
-    found: dict[str, ParameterFacts] = {}
+    found: dict[str, ParamSpec] = {}
     if first or (last and model.tie_embeddings):
         found["word_embedding.weight"] = table
     if first and model.position == "learned":
@@ -73,12 +73,12 @@ def _stage(shapes: Shapes, layers: Sequence[int], first: bool, last: bool) -> di
     for layer in layers:
         for name, (size, partial) in _layer(shapes.of_layer(layer)):
             experts = name.startswith("moe.experts.")
-            of = ParameterFacts(size, dtype, experts=True) if experts else facts(size, partial)
+            of = ParamSpec(size, dtype, experts=True) if experts else facts(size, partial)
             found[f"layers.{layer}.{name}"] = of
     if last and not (model.bert is not None and model.bert.post_norm):
         found |= {name: facts(*of) for name, of in _norm(shapes, "final_norm", model.hidden_size)}
     if last and not model.tie_embeddings:
-        found["output_layer.weight"] = ParameterFacts(table.size, dtype)
+        found["output_layer.weight"] = ParamSpec(table.size, dtype)
     if model.bert is not None:
         found |= {name: facts(*of) for name, of in _bert(shapes, model.bert, first, last)}
     return found

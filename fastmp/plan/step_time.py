@@ -410,7 +410,7 @@ def _end_of_step(
         hidden = sum(each.total(*phases) for each in chunks) if optimizer.overlap else 0.0
         found[what] += max(took - hidden, took / max(pieces, 1.0))
     for each in facts:
-        if each.alone:
+        if each.own_bucket:
             found["tied embedding"] += links["embedding"].all_reduce(each.size * grad)
     return found
 

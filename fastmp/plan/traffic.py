@@ -178,7 +178,7 @@ def _gradients(recipe: Recipe, shapes: Shapes, rank: int) -> Counter[str]:
     """Return what the sums of gradients and the gathers of parameters send in a step.
 
     Where shards are, a ring's reduce-scatter and all-gather send what its all-reduce does, of other dtypes.
-    Slices of matrices that Muon updates go to their homes and come back.
+    Slices of matrices that Muon updates go to their owners and come back.
     """
     grid, found, itemsize = shapes.grid, Counter[str](), grad_bytes(recipe, shapes)
     back = shapes.itemsize if recipe.optimizer.shard else itemsize
@@ -192,7 +192,7 @@ def _gradients(recipe: Recipe, shapes: Shapes, rank: int) -> Counter[str]:
         if buffer.partial:
             found["tp"] += 2 * _ring(buffer.layout.size * itemsize, grid.tp)
     for facts in rank_parameters(recipe, shapes, rank).values():
-        if facts.alone:  # of which every rank sums what it owns
+        if facts.own_bucket:  # of which every rank sums what it owns
             shards = grid.dp * grid.cp if recipe.optimizer.shard else 1
             found["embedding"] += 2 * _ring(-(-facts.size // shards) * itemsize, 2)
     return found

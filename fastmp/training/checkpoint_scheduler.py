@@ -24,10 +24,10 @@ from fastmp.training.checkpoint.state import TrainingState
 if TYPE_CHECKING:
     from fastmp.training.metrics import TrainLog
 
-__all__ = ["Saving", "paused"]
+__all__ = ["CheckpointScheduler", "paused"]
 
 
-class Saving:
+class CheckpointScheduler:
     """The checkpoints of a trainer, in `directory`. All ranks make it, and call its methods, together.
 
     chunks, grads, optimizer, groups, scaler, rng, device: those of the trainer. after: see `Checkpointer`.

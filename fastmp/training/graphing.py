@@ -22,7 +22,7 @@ from fastmp.training.microbatches import evaluation_mode
 
 if TYPE_CHECKING:
     from fastmp.distributed.rng import RngTracker
-    from fastmp.training.microbatches import Chunks, WholeModel
+    from fastmp.training.microbatches import PipelineRunner, SingleStageRunner
 
 __all__ = [
     "CaptureAgreement",
@@ -37,7 +37,7 @@ _MAX_STEPS = 64  # after which ranks whose graphs are not captured yet are not w
 
 
 def make_graphs(
-    runner: WholeModel | Chunks,
+    runner: SingleStageRunner | PipelineRunner,
     num_microbatches: int,
     config: GraphConfig,
     *,
@@ -74,7 +74,7 @@ def make_graphs(
             other = "graph_manager" if manager is not None else f"graphs of scope {scope}"
             raise ValueError(f"Trainer: overlap_experts runs layers in parts, which {other} would run whole")
         backend = make_backend(rng, device)
-        steps = runner.at_once(num_microbatches)
+        steps = runner.concurrent(num_microbatches)
         return OverlappedGraphManager(runner.overlap, steps, backend=backend, **options, **own)
     if scope is not None and "full" in scope:
         _check_scope(runner.chunks, scope)
@@ -114,7 +114,7 @@ def whole_step(
 
 
 def evaluation_graphs(
-    runner: WholeModel | Chunks, *, rng: RngTracker | None, device: torch.device
+    runner: SingleStageRunner | PipelineRunner, *, rng: RngTracker | None, device: torch.device
 ) -> WholeGraph:
     """Let `runner` evaluate by graphs: from now on the forward of batches of one form is one graph.
 

@@ -31,11 +31,11 @@ if TYPE_CHECKING:
     from fastmp.optim.grad_buffers import GradBuffer
 
 __all__ = [
-    "Chunks",
+    "PipelineRunner",
     "ExpertStats",
     "PipelineLoss",
     "Sums",
-    "WholeModel",
+    "SingleStageRunner",
     "evaluation_mode",
 ]
 
@@ -94,7 +94,7 @@ class Sums(NamedTuple):
     counts: Tensor | None
 
 
-class WholeModel:
+class SingleStageRunner:
     """A model that is not cut into stages: `loss_fn(model, batch)` for one microbatch after the other.
 
     `evaluated` gives the sums of batches that are evaluated at once, here of one.
@@ -113,7 +113,7 @@ class WholeModel:
         """The steps of this rank in training."""
         return self._schedule(num_microbatches).order(0)
 
-    def at_once(self, num_microbatches: int) -> Iterator[tuple[Step, ...]]:
+    def concurrent(self, num_microbatches: int) -> Iterator[tuple[Step, ...]]:
         """What this rank runs at once in training, in order."""
         return self._schedule(num_microbatches).together(0)
 
@@ -141,7 +141,7 @@ class WholeModel:
         live: dict[int, Tensor] = {}  # losses whose backward has not begun
         if self.overlap is not None:
             self.overlap.begin_step()
-        for steps in self.at_once(num_microbatches):
+        for steps in self.concurrent(num_microbatches):
             forward, backward = (_microbatch_of(steps, kind) for kind in (FORWARD, BACKWARD))
             if backward is not None:
                 with phase("backward"):
@@ -186,7 +186,7 @@ class WholeModel:
         return counts
 
 
-class Chunks:
+class PipelineRunner:
     """This rank's chunks of a model that is cut into the stages of a pipeline.
 
     `evaluated` gives the sums of batches that are evaluated at once, those of a step at most.
@@ -232,13 +232,13 @@ class Chunks:
         """The steps of this rank in training; `num_microbatches` is that of the schedule it was made for."""
         return self.pipeline.orders[self.pipeline.rank]
 
-    def at_once(self, num_microbatches: int) -> Iterator[tuple[Step, ...]]:
+    def concurrent(self, num_microbatches: int) -> Iterator[tuple[Step, ...]]:
         """What this rank runs at once in training, in order."""
         pairs = self.pipeline.pairs[self.pipeline.rank] if self.pipeline.pairs else ()
         return together(self.order(num_microbatches), pairs)
 
     def full_chains(self, num_microbatches: int) -> tuple[list[LayerChain], Sequence[Step]]:
-        """A chain for each chunk, and on the last rank one for the loss function; see `WholeModel`.
+        """A chain for each chunk, and on the last rank one for the loss function; see `SingleStageRunner`.
 
         The loss function has the parameters of the last chunk. A stage that has no layers runs as it is.
         """
@@ -263,7 +263,7 @@ class Chunks:
     def train(
         self, fetch: Callable[[int], Batch], num_microbatches: int, loss_grad: Tensor | None = None
     ) -> Sums:
-        """Train like `WholeModel`, in the order of the schedule; every rank of the pipeline calls it."""
+        """Run the schedule's steps of this rank, as `SingleStageRunner.train`; all pipeline ranks call it."""
         with phase("data"):
             batches = [fetch(i) for i in range(num_microbatches)]
         result = self.pipeline.train(batches, loss_grad)

@@ -19,7 +19,7 @@ from fastmp.cuda_graphs.restore import random_states, restore_random_states
 from fastmp.distributed.collectives import group_size, sum_over_
 from fastmp.nn.moe.layer import MoELayer
 from fastmp.training.microbatches import Batch, Sums
-from fastmp.training.train_step import DeviceStep
+from fastmp.training.train_step import TrainStep
 
 if TYPE_CHECKING:
     from fastmp.distributed.rng import RngTracker
@@ -38,7 +38,7 @@ class Rerun:
     can ask.
     """
 
-    def __init__(self, work: DeviceStep, graphs: object, rng: RngTracker | None) -> None:
+    def __init__(self, work: TrainStep, graphs: object, rng: RngTracker | None) -> None:
         modules = [module for chunk in work.runner.chunks for module in chunk.modules()]
         layers = [module for module in modules if isinstance(module, MoELayer)]
         self.layers = [layer for layer in layers if layer.moe.symmetric_overflow == "rerun"]

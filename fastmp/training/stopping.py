@@ -128,7 +128,7 @@ class SkippedSteps:
         self._wait()
         parameters = self._grads.parameters
         wrong = next((name for name, param in parameters.items() if not torch.isfinite(param).all()), None)
-        own = wrong, self._grads.culprit(places)
+        own = wrong, self._grads.first_nonfinite_param(places)
         everyones: list[Any] = [own]
         if self._world_size > 1:
             everyones = [None] * self._world_size

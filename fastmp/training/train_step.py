@@ -19,16 +19,16 @@ from fastmp.optim.adamw import AdamW, clip_coefficient, global_grad_norm
 from fastmp.optim.grad_buffers import GradBuffer
 from fastmp.optim.loss_scaler import LossScaler
 from fastmp.profiling import phase
-from fastmp.training.microbatches import Batch, Chunks, Sums, WholeModel
+from fastmp.training.microbatches import Batch, PipelineRunner, SingleStageRunner, Sums
 
-__all__ = ["DeviceStep", "ExpertWindow", "StepNumbers"]
+__all__ = ["TrainStep", "ExpertWindow", "StepNumbers"]
 
 
 class StepNumbers(NamedTuple):
     """The numbers of a step, 0-dim tensors; see `StepResult`.
 
     skipped: whether the gradient was not finite. ends_run: whether a skipped step counts among those that end
-    a run; None: it does. requests: by how many ranks, see `DeviceStep`. expert_counts: (layers, experts).
+    a run; None: it does. requests: by how many ranks, see `TrainStep`. expert_counts: (layers, experts).
     """
 
     loss: Tensor
@@ -58,7 +58,7 @@ class ExpertWindow(NamedTuple):
 
 
 @dataclass(frozen=True)
-class DeviceStep:
+class TrainStep:
     """A step of `runner` and `optimizer`, in two halves; `whole` is both.
 
     routers: modules with `update_expert_bias`, see `Trainer`. dropped_pairs: what layers have counted, see
@@ -69,7 +69,7 @@ class DeviceStep:
     summed with the losses: data- and pipeline-parallel ranks need no further collective, and no host waits.
     """
 
-    runner: WholeModel | Chunks
+    runner: SingleStageRunner | PipelineRunner
     grads: GradBuffer
     optimizer: AdamW
     scaler: LossScaler | None

@@ -32,7 +32,7 @@ from fastmp.pipeline.executor import PipelineError
 from fastmp.profiling import phase, traced
 from fastmp.status import pulse
 from fastmp.training.checkpoint.checkpointer import Loaded
-from fastmp.training.checkpoint_scheduler import Saving, paused
+from fastmp.training.checkpoint_scheduler import CheckpointScheduler, paused
 from fastmp.training.graphing import (
     CaptureAgreement,
     evaluation_graphs,
@@ -42,17 +42,17 @@ from fastmp.training.graphing import (
 )
 from fastmp.training.microbatches import (
     Batch,
-    Chunks,
     ExpertStats,
     LossFunction,
     PipelineLoss,
+    PipelineRunner,
+    SingleStageRunner,
     Sums,
-    WholeModel,
 )
 from fastmp.training.replicas import Replicas, make_equal
 from fastmp.training.rerun import Rerun
 from fastmp.training.stopping import REASONS, SkippedSteps, StopRequests
-from fastmp.training.train_step import DeviceStep, ExpertWindow, StepNumbers
+from fastmp.training.train_step import ExpertWindow, StepNumbers, TrainStep
 from fastmp.training.validation import Evaluation, evaluate
 
 if TYPE_CHECKING:
@@ -128,7 +128,7 @@ class Trainer:
 
     `config.dtype` other than "auto" casts the model first. Where parameters are float16, the loss is scaled
     by `scaler`, a `LossScaler`, whose state is in checkpoints. ValueError where microbatches and ranks do not
-    divide `config.global_batch_size`, and as `Chunks`.
+    divide `config.global_batch_size`, and as `PipelineRunner`.
     """
 
     def __init__(
@@ -171,7 +171,7 @@ class Trainer:
             self.optimizer.gather.attach(self.runner.chunks)
         dtypes = {param.dtype for param in self.grads.parameters.values()}
         self.scaler = make_scaler(self.optimizer_config, self.device) if torch.float16 in dtypes else None
-        self._work = DeviceStep(
+        self._work = TrainStep(
             self.runner,
             self.grads,
             self.optimizer,
@@ -198,7 +198,7 @@ class Trainer:
         self._replicas: Replicas | None = None
         self._stop = StopRequests()
         self._skipped = SkippedSteps(self.grads, groups.grid.world_size, self.optimizer.gather.wait)
-        self.saving = Saving(
+        self.saving = CheckpointScheduler(
             Path(config.run_dir) / config.name / "checkpoints",
             CheckpointConfig() if checkpoint is None else checkpoint,
             self.runner.chunks,
@@ -431,13 +431,13 @@ class Trainer:
 
     def _make_runner(
         self, chunks: list[nn.Module], loss_fn: LossFunction | PipelineLoss, overlap_experts: bool
-    ) -> WholeModel | Chunks:
+    ) -> SingleStageRunner | PipelineRunner:
         overlap: OverlappedLayers | None = None
         if overlap_experts:
             needed = "overlap_experts needs a model whose layers are one LayerChain"
             overlap = OverlappedLayers(layers_of(chunks, needed))
         if isinstance(loss_fn, PipelineLoss):
-            return Chunks(
+            return PipelineRunner(
                 chunks,
                 loss_fn,
                 groups=self.groups,
@@ -453,7 +453,7 @@ class Trainer:
             raise ValueError(
                 "Trainer: overlap_experts has no exchange to overlap: no layer sends rows to other ranks"
             )
-        return WholeModel(self.model, loss_fn, overlap)
+        return SingleStageRunner(self.model, loss_fn, overlap)
 
     def _fetch(self, microbatch: int) -> Batch:
         dp_rank, dp_size = group_rank(self.groups.dp), group_size(self.groups.dp)

@@ -19,7 +19,7 @@ from fastmp.training.data.masked import MaskedDataset
 from fastmp.training.microbatches import evaluation_mode
 
 if TYPE_CHECKING:
-    from fastmp.training.microbatches import Chunks, WholeModel
+    from fastmp.training.microbatches import PipelineRunner, SingleStageRunner
 
 __all__ = ["Evaluation", "evaluate"]
 
@@ -46,7 +46,7 @@ class Evaluation:
 
 @torch.no_grad()
 def evaluate(
-    runner: WholeModel | Chunks,
+    runner: SingleStageRunner | PipelineRunner,
     data: Any,
     *,
     groups: ParallelGroups = ParallelGroups.alone(),

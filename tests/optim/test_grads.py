@@ -198,7 +198,7 @@ def test_every_rank_gets_the_sums_of_all_or_of_its_shards(world, shard):
         assert calls == [("reduce_scatter_" if shard else "all_reduce_", size)] * 3
         for name, piece in pieces.items():
             if shard:
-                found[name][slice(*piece.within)] += own[name]
+                found[name][slice(*piece.param_range)] += own[name]
             else:
                 torch.testing.assert_close(own[name], expected[name].flatten(), rtol=0, atol=1e-10)
     if shard:
@@ -359,7 +359,7 @@ def test_a_step_with_fewer_gradients_is_complete_at_its_end():
             for name, piece in grads.flats[0].pieces.items():
                 grad = dict(plain.named_parameters())[name].grad
                 expected = torch.zeros_like(grads.parameters[name]) if grad is None else grad
-                part = expected.flatten()[slice(*piece.within)]
+                part = expected.flatten()[slice(*piece.param_range)]
                 torch.testing.assert_close(grads.flats[0].own[name], part, rtol=0, atol=1e-10)
         return True
 

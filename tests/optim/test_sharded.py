@@ -130,7 +130,7 @@ class Fused(nn.Module):
         torch.manual_seed(0)
         self.first, self.norm = nn.Linear(10, 10, dtype=torch.float64), nn.LayerNorm(10, dtype=torch.float64)
         self.last = nn.Linear(10, 3, bias=False, dtype=torch.float64)
-        self.norm.used_behind = (self.last,)
+        self.norm.prefetch_next = (self.last,)
 
     def forward(self, x):
         return self.norm(torch.tanh(self.first(x))) @ self.last.weight.t()
@@ -405,7 +405,9 @@ def test_a_step_that_fails_leaves_nothing_to_the_next(monkeypatch):
         grads.reduce()
         (world * plain(x).square().sum()).backward()
         for name, own in grads.flats[0].own.items():
-            expected = plain.get_parameter(name).grad.flatten()[slice(*grads.flats[0].pieces[name].within)]
+            expected = plain.get_parameter(name).grad.flatten()[
+                slice(*grads.flats[0].pieces[name].param_range)
+            ]
             torch.testing.assert_close(own, expected, rtol=0, atol=1e-10)
         return True
 

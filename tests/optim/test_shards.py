@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 
 from fastmp.optim.flat_layout import (
     Bucket,
-    ParameterFacts,
+    ParamSpec,
     Piece,
     bucket_layout,
-    home_ranks,
+    owner_ranks,
     plan_buffers,
     shard_ranges,
     whole_layout,
@@ -49,7 +49,7 @@ def test_parameters_come_in_reverse_at_multiples_of_64():
 
 def test_buckets_are_full_or_of_one_parameter():
     sizes = {"embedding": 1000, "a": 70, "b": 70, "c": 300}
-    layout = bucket_layout(sizes, 3, bucket_size=200, alone=["embedding"])
+    layout = bucket_layout(sizes, 3, bucket_size=200, own_bucket=["embedding"])
     assert layout.buckets == (
         Bucket(0, 384, ("c",)),
         Bucket(384, 768, ("b", "a")),
@@ -61,7 +61,7 @@ def test_buckets_are_full_or_of_one_parameter():
 
 
 def test_what_lies_before_one_that_is_alone_has_its_own_bucket():
-    layout = bucket_layout({"a": 1, "tied": 1, "b": 1}, 1, alone=["tied"])
+    layout = bucket_layout({"a": 1, "tied": 1, "b": 1}, 1, own_bucket=["tied"])
     assert [bucket.names for bucket in layout.buckets] == [("b",), ("tied",), ("a",)]
 
 
@@ -71,15 +71,19 @@ def every_element_has_one_owner(sizes: list[int], pieces: list[list[Piece]], siz
     for of_rank in pieces:
         taken: set[int] = set()
         for piece in of_rank:
-            length = piece.world[1] - piece.world[0]
+            length = piece.global_range[1] - piece.global_range[0]
             assert length > 0
-            assert length == piece.local[1] - piece.local[0] == piece.within[1] - piece.within[0]
-            local = set(range(*piece.local))
+            assert (
+                length
+                == piece.shard_range[1] - piece.shard_range[0]
+                == piece.param_range[1] - piece.param_range[0]
+            )
+            local = set(range(*piece.shard_range))
             assert not local & taken and max(local) < size // len(pieces)
             taken |= local
-            for element in range(*piece.world):
+            for element in range(*piece.global_range):
                 owned[element] += 1
-            parts[piece.parameter].append(piece.within)
+            parts[piece.parameter].append(piece.param_range)
     assert max(owned, default=0) <= 1
     assert sum(owned) == sum(sizes)
     for length, found in zip(sizes, parts, strict=True):
@@ -102,7 +106,7 @@ def test_shard_ranges_cover_every_element_once(sizes, num_ranks):
 def test_bucket_layouts_cover_every_element_once(sizes, num_ranks, bucket_size, unit, alone):
     named = {f"p{i}": size for i, size in enumerate(sizes)}
     alone = {f"p{i}" for i in alone} & named.keys()
-    layout = bucket_layout(named, num_ranks, bucket_size=bucket_size, unit=unit, alone=alone)
+    layout = bucket_layout(named, num_ranks, bucket_size=bucket_size, unit=unit, own_bucket=alone)
     in_order = [named[name] for name in layout.ranges]
     assert [end - start for start, end in layout.ranges.values()] == in_order
     every_element_has_one_owner(
@@ -150,10 +154,10 @@ def test_whole_layouts_cut_no_parameter(parameters, num_ranks, bucket_size, unit
     pieces = [layout.pieces(rank) for rank in range(num_ranks)]
     in_order = [sizes[name] for name in layout.ranges]
     every_element_has_one_owner(in_order, [[*of_rank.values()] for of_rank in pieces], layout.size)
-    homes = home_ranks(costs, num_ranks)
+    owners = owner_ranks(costs, num_ranks)
     for rank, of_rank in enumerate(pieces):
-        assert of_rank.keys() == {name for name in sizes if sizes[name] and homes[name] == rank}
-        assert all(piece.within == (0, sizes[name]) for name, piece in of_rank.items())
+        assert of_rank.keys() == {name for name in sizes if sizes[name] and owners[name] == rank}
+        assert all(piece.param_range == (0, sizes[name]) for name, piece in of_rank.items())
     for bucket in layout.buckets:
         assert (bucket.end - bucket.start) % num_ranks == (bucket.end - bucket.start) % unit == 0
         assert all(layout.ranges[name][0] % 64 == 0 for name in bucket.names)
@@ -161,20 +165,20 @@ def test_whole_layouts_cut_no_parameter(parameters, num_ranks, bucket_size, unit
 
 @given(st.lists(st.integers(1, 30), min_size=1, max_size=6), st.integers(1, 3))
 def test_homes_are_at_most_a_third_above_the_best(costs, num_ranks):
-    def most(homes):
-        return max(sum(cost for cost, home in zip(costs, homes) if home == r) for r in range(num_ranks))
+    def most(owners):
+        return max(sum(cost for cost, owner in zip(costs, owners) if owner == r) for r in range(num_ranks))
 
-    best = min(most(homes) for homes in product(range(num_ranks), repeat=len(costs)))
+    best = min(most(owners) for owners in product(range(num_ranks), repeat=len(costs)))
     assert (
-        most(home_ranks({f"p{i}": cost for i, cost in enumerate(costs)}, num_ranks).values()) <= 4 / 3 * best
+        most(owner_ranks({f"p{i}": cost for i, cost in enumerate(costs)}, num_ranks).values()) <= 4 / 3 * best
     )
 
 
 def test_whole_parameters_have_buffers_of_their_own():
     facts = {
-        "matrix": ParameterFacts(100, "float32", cost=8),
-        "vector": ParameterFacts(10, "float32"),
-        "experts": ParameterFacts(300, "float32", experts=True, cost=24),
+        "matrix": ParamSpec(100, "float32", cost=8),
+        "vector": ParamSpec(10, "float32"),
+        "experts": ParamSpec(300, "float32", experts=True, cost=24),
     }
     buffers = plan_buffers(facts, num_ranks=2, num_expert_ranks=3)
     found = {name: (b.whole, b.experts, b.layout.num_ranks) for b in buffers for name in b.layout.ranges}
@@ -191,7 +195,7 @@ def test_whole_parameters_have_buffers_of_their_own():
         (lambda: bucket_layout({"w": -1}, 2), "bucket_layout: parameter w must not have a negative size"),
         (lambda: bucket_layout({}, 2, bucket_size=0), "bucket_layout: bucket_size must be at least 1, got 0"),
         (lambda: bucket_layout({}, 2, unit=0), "bucket_layout: unit must be at least 1, got 0"),
-        (lambda: bucket_layout({"w": 1}, 2, alone=["v"]), "bucket_layout: 'v' shall be alone, but is no par"),
+        (lambda: bucket_layout({"w": 1}, 2, own_bucket=["v"]), "bucket_layout: own_bucket names 'v'"),
     ],
 )
 def test_a_layout_that_cannot_be_says_why(call, message):

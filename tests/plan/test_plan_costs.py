@@ -31,7 +31,7 @@ from fastmp.nn import Bert, Placement, bert_stages, gpt_stages, sum_tied_gradien
 from fastmp.nn.models import ExpertLosses
 from fastmp.ops.wgrad import WgradQueue, defer_wgrad
 from fastmp.optim.factory import make_grads, make_optimizer
-from fastmp.optim.grad_buffers import parameter_facts
+from fastmp.optim.grad_buffers import param_spec
 from fastmp.optim.muon import update_cost
 from fastmp.pipeline.executor import Pipeline
 from fastmp.pipeline.schedule import Schedule
@@ -342,7 +342,7 @@ def run_step(rank, size, made):
     facts = {}
     for name, param in buffer.parameters.items():
         cost = update_cost(name, param, tp_group=groups.tp, etp_group=groups.etp)
-        facts[name] = parameter_facts(param, groups.tp, cost if made.optimizer.name == "muon" else 0)
+        facts[name] = param_spec(param, groups.tp, cost if made.optimizer.name == "muon" else 0)
     return bytes_sent(seen), kept.most, held, facts
 
 
@@ -385,7 +385,7 @@ def test_bytes_on_ranks(made, dp):
         planned, total = sum(expected[stage].values()), sum(sent.values())
         if shapes.exchange is not None:  # stores and loads, which are no collectives
             planned -= expected[stage]["etp-ep"]
-        if made.optimizer.name == "muon":  # ranks have unequal homes; on a CPU they exchange float32
+        if made.optimizer.name == "muon":  # ranks have unequal owners; on a CPU they exchange float32
             planned += planned - sum(adamw[stage].values())
             total = sum(sum(sent.values()) for sent, *_ in results) / size
         assert total == pytest.approx(planned, rel=CLOSE), sent

@@ -40,7 +40,7 @@ from fastmp.plan.shapes import shapes_of
 from fastmp.testing.ranks import run_ranks
 from fastmp.training.graphing import make_graphs
 from fastmp.training.language import gpt_and_loss
-from fastmp.training.microbatches import Chunks, WholeModel
+from fastmp.training.microbatches import PipelineRunner, SingleStageRunner
 from fastmp.training.trainer import Trainer
 
 DENSE = GPTConfig(num_layers=4, hidden_size=16, num_heads=4, vocab_size=64, max_seq_len=16)
@@ -163,9 +163,9 @@ def seen_case(rank, world, made, scope):
     chunks = [model] if layout.pp * layout.vpp == 1 else model
     overlap = OverlappedLayers([each.layers for each in chunks]) if layout.overlap_experts else None
     if layout.pp * layout.vpp == 1:
-        runner = WholeModel(model, loss, overlap)
+        runner = SingleStageRunner(model, loss, overlap)
     else:
-        runner = Chunks(model, loss, groups=groups, num_microbatches=number, overlap=overlap)
+        runner = PipelineRunner(model, loss, groups=groups, num_microbatches=number, overlap=overlap)
     config = GraphConfig(enabled=True, scope=scope, warmup=1)
     run_size = (
         made.optimizer.bucket_size if make_grads(runner.chunks, made.optimizer, groups).communicates else None

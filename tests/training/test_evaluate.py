@@ -11,7 +11,7 @@ from torch import nn
 from fastmp.distributed.grid import RankGrid
 from fastmp.distributed.groups import ParallelGroups
 from fastmp.testing.ranks import run_ranks
-from fastmp.training.microbatches import WholeModel
+from fastmp.training.microbatches import SingleStageRunner
 from fastmp.training.validation import Evaluation, evaluate
 
 BATCHES = [[1.0, 2.0, 3.0], [10.0], [4.0, 5.0], []]  # the loss of each token; the last batch is all padding
@@ -42,25 +42,25 @@ def loss_fn(model, batch):
 def test_mean_over_tokens_and_bytes():
     model = Model().train()
     data = Losses(bytes_per_token=2.5, unigram_entropy=3.0)
-    evaluation = evaluate(WholeModel(model, loss_fn), data)
+    evaluation = evaluate(SingleStageRunner(model, loss_fn), data)
     assert evaluation == Evaluation(25.0 / 6, 6, bytes_per_token=2.5, unigram_entropy=3.0)
     assert evaluation.loss_per_byte == pytest.approx(25.0 / 6 / 2.5)
     assert model.training
-    assert evaluate(WholeModel(model.eval(), loss_fn), Losses(), max_batches=2) == Evaluation(4.0, 4)
+    assert evaluate(SingleStageRunner(model.eval(), loss_fn), Losses(), max_batches=2) == Evaluation(4.0, 4)
     assert not model.training
 
 
 def test_each_module_is_in_its_own_mode_again():
     model = Model().train()
     model.frozen = nn.Dropout().eval()
-    evaluate(WholeModel(model, loss_fn), Losses())
+    evaluate(SingleStageRunner(model, loss_fn), Losses())
     assert model.training and not model.frozen.training
 
 
 def test_ranks_share_the_batches_and_get_the_same_numbers():
     def rank_main(rank, world_size):
         groups = ParallelGroups.create(RankGrid(world_size=world_size))
-        return evaluate(WholeModel(Model(), loss_fn), Losses(), groups=groups)
+        return evaluate(SingleStageRunner(Model(), loss_fn), Losses(), groups=groups)
 
     assert run_ranks(rank_main, 2) == [Evaluation(25.0 / 6, 6)] * 2
 
@@ -68,8 +68,8 @@ def test_ranks_share_the_batches_and_get_the_same_numbers():
 def test_nothing_to_evaluate_is_an_error():
     model = Model().train()
     with pytest.raises(ValueError, match="no held-out batches"):
-        evaluate(WholeModel(model, loss_fn), Losses(), max_batches=0)
+        evaluate(SingleStageRunner(model, loss_fn), Losses(), max_batches=0)
     with pytest.raises(ValueError, match="hold no tokens"):
-        nothing = WholeModel(model, lambda model, batch: (torch.tensor(0.0), torch.tensor(0)))
+        nothing = SingleStageRunner(model, lambda model, batch: (torch.tensor(0.0), torch.tensor(0)))
         evaluate(nothing, Losses())
     assert model.training

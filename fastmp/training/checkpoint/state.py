@@ -55,7 +55,9 @@ class TrainingState:
     ) -> None:
         self._chunks, self._optimizer, self._groups = chunks, optimizer, groups
         self._scaler, self._rng, self._device = scaler, rng, device
-        self._elements = {name: piece.within for flat in grads.flats for name, piece in flat.pieces.items()}
+        self._elements = {
+            name: piece.param_range for flat in grads.flats for name, piece in flat.pieces.items()
+        }
         self._prefix = _prefix_of_stages([*named_parameters(chunks), *named_buffers(chunks)], groups.pp)
         self._offered = _offered(named_parameters(chunks), groups, grads.shard)
 

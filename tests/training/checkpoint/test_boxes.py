@@ -108,7 +108,9 @@ def test_parts_of_all_ranks_are_the_whole_parameter_and_its_state(monkeypatch, s
         for at, part in parts.parts:
             view(found["parameter"], Box(at, tuple(part.shape))).copy_(part.detach())
         for (piece,) in filter(None, shard_ranges([param.numel()], 3)):
-            parts = optimizer_parts(param, ParallelGroups.alone(), memory[slice(*piece.within)], piece.within)
+            parts = optimizer_parts(
+                param, ParallelGroups.alone(), memory[slice(*piece.param_range)], piece.param_range
+            )
             assert parts.shape == real.shape
             for at, part in parts.parts:
                 view(found["state"], Box(at, tuple(part.shape))).copy_(part)
