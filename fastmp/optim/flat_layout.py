@@ -33,16 +33,19 @@ ALIGNMENT = 64  # of parameters: 16 bytes in any dtype, 128 in 16 bits
 
 @dataclass(frozen=True)
 class Piece:
-    """A part of a parameter that one rank owns.
+    """The elements of one parameter that one rank owns.
 
-    parameter: its place in the order of the buffer. world: where the piece lies in the buffer. local: where
-    among the elements that the rank owns. within: which elements of the parameter they are.
+    Attributes:
+        parameter: the index of the parameter in the order of the buffer.
+        global_range: the piece in the buffer.
+        shard_range: the piece among all elements that the rank owns, its shards one after another.
+        param_range: the piece in the flattened parameter.
     """
 
     parameter: int
-    world: Range
-    local: Range
-    within: Range
+    global_range: Range
+    shard_range: Range
+    param_range: Range
 
 
 @dataclass(frozen=True)
