@@ -106,18 +106,22 @@ def _loss_grad_reference_(logits, target, loss_grad, token_weight, vocab_size, *
     return loss
 
 
-def require_promise(op: str, grad_loss: Tensor, promised: Tensor, ignored: Tensor) -> None:
-    """RuntimeError unless the gradient is the promised one up to rounding; a device is not waited for."""
-    kept = (grad_loss - promised).abs() <= 8 * torch.finfo(promised.dtype).eps * promised.abs()
+def check_upstream_grad(op: str, grad_loss: Tensor, expected: Tensor, ignored: Tensor) -> None:
+    """Assert, without host-device synchronisation, that `grad_loss` equals `expected` up to rounding.
+
+    Raises:
+        RuntimeError: it does not, for a token that is not ignored.
+    """
+    same = (grad_loss - expected).abs() <= 8 * torch.finfo(expected.dtype).eps * expected.abs()
     torch._assert_async(
-        (kept | ignored).all(),
-        f"{op}: the loss received a gradient other than the loss_grad that was promised",
+        (same | ignored).all(),
+        f"{op}: the loss received an upstream gradient other than the loss_grad passed to it",
     )
 
 
-def _promise_reference_(grad, grad_loss, loss_grad, target, ignore_index):
+def _check_upstream_grad_reference_(grad, grad_loss, loss_grad, target, ignore_index):
     checks.check_floating("cross_entropy_promise_", "grad", grad)
-    require_promise("cross_entropy", grad_loss, loss_grad, target == ignore_index)
+    check_upstream_grad("cross_entropy", grad_loss, loss_grad, target == ignore_index)
 
 
 def _fake(
@@ -195,7 +199,7 @@ register(
 register(
     "cross_entropy_promise_(Tensor(a!) grad, Tensor grad_loss, Tensor loss_grad, Tensor target,"
     " int ignore_index) -> ()",
-    reference=_promise_reference_,
+    reference=_check_upstream_grad_reference_,
     fake=lambda *arguments: None,
     traffic=lambda grad, grad_loss, loss_grad, target, ignore_index: (
         grad_loss.nbytes + loss_grad.nbytes + target.nbytes
@@ -420,7 +424,7 @@ def cross_entropy(
             `logits` during the forward pass (so take gradients of what made them, not of the logits); where
             none is recorded, as under torch.no_grad, or by torch.func, nothing is overwritten. The backward
             pass hands that memory out: once, and only if the losses of all tokens but ignored ones receive
-            what was promised, to eight units in the last place.
+            `loss_grad` as upstream gradient, to eight units in the last place.
 
     Returns:
         (...), or 0-dim if reduced; float64 for float64 logits, else float32. Ignored tokens count zero.
@@ -429,7 +433,7 @@ def cross_entropy(
         ValueError: shapes, dtypes or options that do not fit; on the CPU (not under torch.compile) also a
             target outside [0, vocab_size) that is not ignore_index. Elsewhere looking would make the device
             wait: there such a token has loss and gradient NaN.
-        RuntimeError: in the backward pass, with `loss_grad`: another gradient than the one promised (on a GPU
+        RuntimeError: in the backward pass, with `loss_grad`: another upstream gradient (on a GPU
             an assertion of the device, reported when it is next waited for), a second backward pass, or
             logits that something else needs, before or (unless they are a part of it) after they were
             overwritten.

@@ -30,7 +30,7 @@ from fastmp.ops.core.registry import (
 from fastmp.ops.cross_entropy import (
     check_ids,
     check_options,
-    require_promise,
+    check_upstream_grad,
 )
 from fastmp.ops.linear_cross_entropy_chunks import (
     ALONE,
@@ -187,7 +187,9 @@ def _backward_known(ctx, grad_loss, *_):
         raise RuntimeError(_SPENT)
     target, loss_grad, *grads = ctx.saved_tensors
     if ctx.job.reduction == "none":
-        require_promise("linear_cross_entropy", grad_loss, loss_grad, target == ctx.job.options.ignore_index)
+        check_upstream_grad(
+            "linear_cross_entropy", grad_loss, loss_grad, target == ctx.job.options.ignore_index
+        )
     else:
         grads = [_scaled(grad, grad_loss) for grad in grads]
     ctx.spent = True
@@ -214,7 +216,7 @@ _known = Differentiable("linear_cross_entropy", _forward_known, _setup_known, _b
 
 
 def _of_each(loss_grad: Tensor | float, targets: Tensor, dtype: torch.dtype) -> Tensor:
-    """The promised gradient of the loss of every target (N,)."""
+    """Return the expected upstream gradient of every target's loss, (N,)."""
     if isinstance(loss_grad, Tensor):
         return loss_grad.reshape(-1).to(dtype)
     return torch.full(targets.shape, loss_grad, dtype=dtype, device=targets.device)
@@ -280,8 +282,8 @@ def _of_few_logits(
     logits = (F.linear if main_grad is None else linear)(hidden, weight, bias)
     options = columns, ignore_index, label_smoothing, z_loss
     if recorded and loss_grad is not None:
-        promised = _of_each(loss_grad, target, compute_dtype(hidden.dtype))
-        loss = OPS["cross_entropy_loss_grad_"](logits, target, promised, None, *options)
+        upstream = _of_each(loss_grad, target, compute_dtype(hidden.dtype))
+        loss = OPS["cross_entropy_loss_grad_"](logits, target, upstream, None, *options)
         _hand_out_once(loss.grad_fn)
         return loss
     loss = OPS["cross_entropy"](logits, target, None, None, 0, *options, False, divisor)[0]
@@ -377,8 +379,8 @@ def linear_cross_entropy(
         loss_grad: the gradient that the loss of every token will receive, (...) or one number for all: 1
             where the losses are summed. Then the forward pass makes the gradients too, for 3/4 of the
             operations and no logits made twice, and adds to `main_grad` already (where logits are few, the
-            backward pass does). The backward pass hands them out, once, and a gradient other than the
-            promised one is a RuntimeError (on a GPU a device-side assertion). Without it, the loss can
+            backward pass does). The backward pass hands them out, once, and another upstream gradient
+            is a RuntimeError (on a GPU a device-side assertion). Without it, the loss can
             receive any gradient. Without gradients it has no effect.
         workspace: bytes of logits at a time, from which the size of a chunk follows. Default 64 MiB on a CPU,
             1 GiB elsewhere.

@@ -17,10 +17,10 @@ REDUCTIONS = ("none", "mean", "sum")
 
 
 def check_reduction(op: str, reduction: str, loss_grad: Any = None) -> None:
-    """Check the option, and that a promised gradient comes with losses of tokens."""
+    """Check the option, and that `loss_grad` comes with per-token losses."""
     checks.check_choice(op, "reduction", reduction, REDUCTIONS)
-    promised = "{}: loss_grad is the gradient of each token's loss, which needs reduction='none', got {!r}"
-    checks.require(loss_grad is None or reduction == "none", promised, op, reduction)
+    message = "{}: loss_grad is the gradient of each token's loss, which needs reduction='none', got {!r}"
+    checks.require(loss_grad is None or reduction == "none", message, op, reduction)
 
 
 def number_of_targets(target: Tensor, token_weight: Tensor | None, ignore_index: int, dtype: Any) -> Tensor:

@@ -78,7 +78,7 @@ def vocab_parallel_linear_cross_entropy(
     bias: (V/P,), this rank's shard; its gradient goes to autograd.
     loss_grad: the gradient that every token's loss will receive, the same on every rank, if it is known. The
         gradients are then made in the forward pass, with no product done twice; the backward pass checks
-        that the promise was kept, and can run once.
+        that the upstream gradient is `loss_grad`, and can run once.
 
     The other options, the result and the errors: as in `fastmp.ops.linear_cross_entropy`.
     """

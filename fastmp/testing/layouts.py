@@ -120,7 +120,7 @@ def differences(
     schedule: str = "1f1b",
     microbatch_group_size: int | None = None,
     layers: tuple[int, ...] | None = None,
-    promise: float | None = None,
+    loss_grad: float | None = None,
     shard: bool = False,
     **options: Any,
 ) -> dict[str, float]:
@@ -133,7 +133,7 @@ def differences(
     Args:
         vpp, number, schedule, microbatch_group_size, layers: chunks of a rank, microbatches, and how they
             go through a pipeline.
-        promise: the gradient of token losses promised to the output layer.
+        loss_grad: the upstream gradient of token losses, announced to the output layer.
         shard: gradients, of which a rank then has a part, and the optimizer are divided over data-parallel
             ranks.
         options: of GPT and its placement.
@@ -159,7 +159,7 @@ def differences(
         group=groups.pp,
         backward_group=groups.pp_backward,
         inputs=lambda batch: batch[0],
-        loss=lambda hidden, batch: stages[-1].token_losses(hidden, batch[1], loss_grad_BS=promise).sum(),
+        loss=lambda hidden, batch: stages[-1].token_losses(hidden, batch[1], loss_grad_BS=loss_grad).sum(),
     )
     own, rank = own_batches(config, max(number, EVALUATED), groups), group_rank(groups.pp)
     result = pipeline.train(own[:number])

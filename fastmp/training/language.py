@@ -164,9 +164,9 @@ def token_loss(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor] | tuple[
     Trainer: the output layer relies on it.
     """
     tokens_BS, targets_BS = (cut_sequence(batch[name], model.cp_group) for name in ("tokens", "targets"))
-    promised = _loss_grad(batch, targets_BS)
+    loss_grad_BS = _loss_grad(batch, targets_BS)
     losses = model.loss(
-        tokens_BS, targets_BS, ignore_index=IGNORE_INDEX, loss_grad_BS=promised, **_documents(batch)
+        tokens_BS, targets_BS, ignore_index=IGNORE_INDEX, loss_grad_BS=loss_grad_BS, **_documents(batch)
     )
     num_tokens = (targets_BS != IGNORE_INDEX).sum()
     if isinstance(losses, ExpertLosses):

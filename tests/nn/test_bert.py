@@ -66,11 +66,11 @@ def check_layout(config, tp, most_masked=None, **options):
     torch.testing.assert_close(
         logits_SBV[..., : config.vocab_size].transpose(0, 1)[real], expected_BSV[real], **CLOSE
     )
-    for promise in ({}, {"loss_grad": 1.0}):
+    for upstream in ({}, {"loss_grad": 1.0}):
         model.zero_grad()
         losses = model.loss(
             given.tokens, given.targets, token_types_BS=given.types, padding_BS=given.padding,
-            sentence_order_B=given.order, most_masked=most_masked, **promise,
+            sentence_order_B=given.order, most_masked=most_masked, **upstream,
         )  # fmt: skip
         torch.testing.assert_close(losses.masked.sum(), masked, **CLOSE)
         torch.testing.assert_close(losses.sentence.sum(), sentence, **CLOSE)

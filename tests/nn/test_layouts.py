@@ -127,7 +127,7 @@ def run_of(kind: str, layout: Layout) -> dict[str, Any]:
         "schedule": layout["schedule"],
         "microbatch_group_size": group,
         "layers": layers,
-        "promise": 1.0 if layout["recompute"] else None,
+        "loss_grad": 1.0 if layout["recompute"] else None,
         "sequence_parallel": layout["sequence_parallel"],
         "recompute": layout["recompute"],
     }

@@ -289,9 +289,9 @@ def test_the_whole_model_calls_one_op_where_one_is_enough():
         "layer_norm": 5,
         "layer_norm_backward": 5,
     }
-    for promise, parts in (({}, losses), ({"loss_grad_BS": 1.0}, ["loss_grad_"])):
+    for upstream, parts in (({}, losses), ({"loss_grad_BS": 1.0}, ["loss_grad_"])):
         with Calls() as calls:
-            model.loss(*text(SMALL), **promise).sum().backward()
+            model.loss(*text(SMALL), **upstream).sum().backward()
         assert calls.ops == layers | {f"cross_entropy_{part}": 1 for part in parts}
 
 

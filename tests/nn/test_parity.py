@@ -27,11 +27,11 @@ VARIANTS = {
 }
 
 
-def step(model, promised, **options):
+def step(model, upstream, **options):
     tokens_BS, targets_BS = text(SMALL)
     weight_BS = torch.rand(tokens_BS.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(11))
-    promise = {"loss_grad_BS": weight_BS} if promised else {}
-    loss_BS = model.loss(tokens_BS, targets_BS, **promise, **options)
+    upstream = {"loss_grad_BS": weight_BS} if upstream else {}
+    loss_BS = model.loss(tokens_BS, targets_BS, **upstream, **options)
     (loss_BS * weight_BS).sum().backward()
     sum_partial_gradients(model.parameters(), model.group)
     return loss_BS.detach()
@@ -66,7 +66,7 @@ def test_loss_and_every_gradient_of_a_qwen(tp, variant):
 def compare(config, tp, variant, loss_options):
     def case(rank, world):
         one, many = make_gpt(config), make_gpt(config, tp_groups(tp), **VARIANTS[variant])
-        losses = step(one, promised=False, **loss_options), step(many, promised=tp == 4, **loss_options)
+        losses = step(one, upstream=False, **loss_options), step(many, upstream=tp == 4, **loss_options)
         torch.testing.assert_close(losses[1], losses[0], **CLOSE)
         for (name, full), param in zip(one.named_parameters(), many.parameters()):
             expected = shard_of(full.grad, param, many.group)
@@ -118,7 +118,7 @@ def test_losses_and_every_gradient_of_a_model_with_experts(world, layout, varian
 
 
 # (forward, backward) of L layers, with embedding and output layer around them; the loss gathers once,
-# forward. Recomputing a layer repeats one of its two sums: nothing needs the last. With a promise, the output
+# forward. Recomputing a layer repeats one of its two sums: nothing needs the last. With loss_grad, the output
 # layer sums forward what it otherwise sums backward.
 COLLECTIVES = {
     "plain": lambda L: ({"all_reduce": 2 * L + 1, "all_gather": 1}, {"all_reduce": 2 * L + 1}),
@@ -138,15 +138,15 @@ COLLECTIVES = {
 def test_collectives_of_a_step(variant):
     def case(rank, world):
         model, counted = make_gpt(SMALL, tp_groups(world), **VARIANTS[variant]), []
-        for promise in ({}, {"loss_grad_BS": 1.0}):
+        for upstream in ({}, {"loss_grad_BS": 1.0}):
             with count_collectives() as forward:
-                loss = model.loss(*text(SMALL), **promise).sum()
+                loss = model.loss(*text(SMALL), **upstream).sum()
             with count_collectives() as backward:
                 loss.backward()
             counted.append((forward.counts, backward.counts))
         return counted
 
     sum_of_hidden = Counter({"reduce_scatter" if variant == "sequence" else "all_reduce": 1})
-    for (forward, backward), promised in run_ranks(case, 2):
+    for (forward, backward), upstream in run_ranks(case, 2):
         assert (forward, backward) == COLLECTIVES[variant](SMALL.num_layers)
-        assert promised == (dict(Counter(forward) + sum_of_hidden), dict(Counter(backward) - sum_of_hidden))
+        assert upstream == (dict(Counter(forward) + sum_of_hidden), dict(Counter(backward) - sum_of_hidden))

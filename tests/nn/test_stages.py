@@ -37,9 +37,9 @@ def test_chunks_of_one_rank():
 
 DENSE = [
     {"config": GPT2, "vpp": 1, "number": 4},
-    {"config": GPT2, "vpp": 2, "number": 4, "promise": 1.0},
+    {"config": GPT2, "vpp": 2, "number": 4, "loss_grad": 1.0},
     {"config": LLAMA, "vpp": 2, "number": 8, "schedule": "zero_bubble"},
-    {"config": GPT2, "vpp": 1, "number": 4, "schedule": "zero_bubble", "promise": 1.0},
+    {"config": GPT2, "vpp": 1, "number": 4, "schedule": "zero_bubble", "loss_grad": 1.0},
     {"config": GPT2, "vpp": 2, "number": 4, "layers": (1, 0, 3, 0)},
     {"config": LLAMA, "vpp": 1, "number": 4, "layers": (3, 1), "recompute": True},
     {"config": TIED, "vpp": 2, "number": 4, "recompute": True, "schedule": "zero_bubble"},

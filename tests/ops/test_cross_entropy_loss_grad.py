@@ -109,21 +109,21 @@ def test_without_a_gradient_nothing_is_overwritten():
 
 
 def backward_of(change, *, before: bool = False, after: bool = False, view: bool = False) -> None:
-    """Sends `change` of the promised gradient through logits that others may use, too."""
+    """Sends `change` of the expected upstream gradient through logits that others may use, too."""
     hidden, target = case()
     target[2] = -100
-    promised = torch.linspace(0.5, 1.5, 9)
+    expected = torch.linspace(0.5, 1.5, 9)
     logits = hidden.requires_grad_() * 2
     used = logits.square().sum() if before else 0.0
     rows = logits.view(3, 3, 33) if view else logits
     shape = rows.shape[:-1]
-    loss = cross_entropy(rows, target.view(shape), loss_grad=promised.view(shape))
+    loss = cross_entropy(rows, target.view(shape), loss_grad=expected.view(shape))
     used = used + (logits.square().sum() if after else 0.0)
     # (loss * x).sum() sends x back, and `used` its own gradient
-    (loss.view(9) * change(promised.clone())).sum().add(used).backward()
+    (loss.view(9) * change(expected.clone())).sum().add(used).backward()
 
 
-def test_another_gradient_than_promised_is_an_error():
+def test_another_upstream_gradient_is_an_error():
     def of_token(token, factor):
         def change(grad):
             grad[token] *= factor
@@ -134,7 +134,7 @@ def test_another_gradient_than_promised_is_an_error():
     backward_of(of_token(2, 7.0))  # the token is ignored
     backward_of(of_token(3, 1 + 2**-22))  # rounding
     for factor in (1 + 1e-5, 0.0, -1.0, float("nan")):
-        with pytest.raises(RuntimeError, match="cross_entropy: the loss received a gradient other than"):
+        with pytest.raises(RuntimeError, match="other than the loss_grad"):
             backward_of(of_token(3, factor))
 
 
@@ -173,11 +173,11 @@ def test_nothing_but_the_logits_and_two_numbers_a_token_are_kept():
 @pytest.mark.parametrize("backend", ["aot_eager", *full(["inductor"])])
 def test_compiles_into_one_graph(backend):
     hidden, target = case()
-    promised = torch.rand(9)
+    expected = torch.rand(9)
 
     def step(hidden, target, factor):
         logits = hidden * 2
-        return cross_entropy(logits, target, loss_grad=promised, label_smoothing=0.1, z_loss=1e-3) * factor
+        return cross_entropy(logits, target, loss_grad=expected, label_smoothing=0.1, z_loss=1e-3) * factor
 
     torch.compiler.reset()
     compiled = torch.compile(step, fullgraph=True, backend=backend)
@@ -185,11 +185,11 @@ def test_compiles_into_one_graph(backend):
     for function in (step, compiled):
         leaf = hidden.clone().requires_grad_()
         loss = function(leaf, target, 1.0)
-        results.append((loss.detach(), *torch.autograd.grad(loss, leaf, promised)))
+        results.append((loss.detach(), *torch.autograd.grad(loss, leaf, expected)))
     assert_close(results[0], results[1], rtol=0, atol=0)
     leaf = hidden.clone().requires_grad_()
-    with pytest.raises(RuntimeError, match="other than the loss_grad that was promised"):
-        torch.autograd.grad(compiled(leaf, target, 2.0), leaf, promised)
+    with pytest.raises(RuntimeError, match="other than the loss_grad"):
+        torch.autograd.grad(compiled(leaf, target, 2.0), leaf, expected)
 
 
 def test_never_waits_for_the_device():

@@ -54,16 +54,16 @@ def run(loss_of, hidden, weight, grad):
 @pytest.mark.parametrize("chunks", CHUNKS)
 @pytest.mark.parametrize("name", OPTIONS)
 def test_both_ways_equal_the_two_ops(name, chunks):
-    """Linear and cross_entropy one after the other, to rounding; with the gradient promised or not."""
+    """Linear and cross_entropy one after the other, to rounding; with the upstream gradient known or not."""
     options = OPTIONS[name]
     hidden, weight, target, grad = problem(ignore_index=options.get("ignore_index", -100))
     if name == "everything":
         options = {**options, "token_weight": grad.abs()}
     expected = run(lambda h, w: cross_entropy(F.linear(h, w), target, **options), hidden, weight, grad)
-    for promise in ({}, {"loss_grad": grad}):
+    for upstream in ({}, {"loss_grad": grad}):
 
-        def fused(h, w, promise=promise):
-            return linear_cross_entropy(h, w, target, **options, **promise, workspace=CHUNKS[chunks])
+        def fused(h, w, upstream=upstream):
+            return linear_cross_entropy(h, w, target, **options, **upstream, workspace=CHUNKS[chunks])
 
         for ours, theirs in zip(run(fused, hidden, weight, grad), expected, strict=True):
             torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
@@ -74,10 +74,10 @@ def test_both_ways_equal_the_two_ops(name, chunks):
 def test_narrow_dtypes_in_chunks(dtype, known):
     """The weight's gradient over many chunks is as exact as one product: it is summed in float32."""
     hidden, weight, target, grad = problem(dtype, tokens=(500,))
-    promise = {"loss_grad": grad} if known else {}
+    upstream = {"loss_grad": grad} if known else {}
 
     def fused(h, w):
-        return linear_cross_entropy(h, w, target, **promise, workspace=20 * V * dtype.itemsize)
+        return linear_cross_entropy(h, w, target, **upstream, workspace=20 * V * dtype.itemsize)
 
     ours = run(fused, hidden, weight, grad)
     plain = run(lambda h, w: cross_entropy(F.linear(h, w), target), hidden, weight, grad)
@@ -93,11 +93,11 @@ def test_narrow_dtypes_in_chunks(dtype, known):
 @pytest.mark.parametrize("chunks", ("one chunk", "chunks of 4"))
 def test_only_one_gradient_is_wanted(chunks, known):
     hidden, weight, target, grad = problem()
-    promise = {"loss_grad": grad} if known else {}
+    upstream = {"loss_grad": grad} if known else {}
     both = run(lambda h, w: linear_cross_entropy(h, w, target), hidden, weight, grad)
     for wanted in (0, 1):
         leaves = [t.detach().requires_grad_(i == wanted) for i, t in enumerate((hidden, weight))]
-        loss = linear_cross_entropy(*leaves, target, **promise, workspace=CHUNKS[chunks])
+        loss = linear_cross_entropy(*leaves, target, **upstream, workspace=CHUNKS[chunks])
         loss.backward(grad)
         assert leaves[1 - wanted].grad is None
         torch.testing.assert_close(leaves[wanted].grad, both[1 + wanted], rtol=1e-12, atol=1e-12)
@@ -124,7 +124,7 @@ class Tied(nn.Module):
         return linear_cross_entropy(self.middle(self.table(tokens)), self.table.weight, target, **options)
 
 
-@pytest.mark.parametrize("known", (False, True), ids=("recomputed", "promised"))
+@pytest.mark.parametrize("known", (False, True), ids=("recomputed", "known"))
 @pytest.mark.parametrize("chunks", ("one chunk", "chunks of 4"))
 def test_main_gradients_are_summed_over_microbatches(chunks, known):
     """Two microbatches of different scale, a tied table: main_grad is what autograd sums up, both shares."""
@@ -133,8 +133,8 @@ def test_main_gradients_are_summed_over_microbatches(chunks, known):
     for scale, seed in ((1.0, 1), (0.25, 2)):
         tokens, target = torch.randint(V, (2, 11), generator=torch.Generator().manual_seed(seed))
         (plain(tokens, target).sum() * scale).backward()
-        promise = {"loss_grad": scale} if known else {}
-        (ours(tokens, target, workspace=CHUNKS[chunks], **promise).sum() * scale).backward()
+        upstream = {"loss_grad": scale} if known else {}
+        (ours(tokens, target, workspace=CHUNKS[chunks], **upstream).sum() * scale).backward()
     for (name, param), expected in zip(ours.named_parameters(), plain.parameters(), strict=True):
         assert param.grad is None
         torch.testing.assert_close(param.main_grad, expected.grad, rtol=1e-12, atol=1e-12, msg=name)
@@ -147,12 +147,12 @@ def test_main_gradients_are_summed_over_microbatches(chunks, known):
 def test_an_output_layer_of_its_own_gets_no_gradient_but_the_main_one():
     hidden, weight, target, grad = problem(torch.bfloat16)
     expected = run(lambda h, w: linear_cross_entropy(h, w, target), hidden, weight, grad)
-    for promise in ({}, {"loss_grad": grad}):
+    for upstream in ({}, {"loss_grad": grad}):
         param = nn.Parameter(weight.detach().clone())
         GradBuffer([("output", param)])
-        loss = linear_cross_entropy(hidden, param, target, **promise, workspace=4 * V * 2)
+        loss = linear_cross_entropy(hidden, param, target, **upstream, workspace=4 * V * 2)
         made = param.main_grad.any()
-        assert made == bool(promise)
+        assert made == bool(upstream)
         (dhidden,) = torch.autograd.grad(loss, hidden, grad)
         assert param.main_grad.dtype == torch.float32 and param.grad is None
         assert torch.equal(dhidden, expected[1])
@@ -174,7 +174,7 @@ def test_under_autocast_the_gradient_reaches_the_parameter():
 
 
 @pytest.mark.parametrize("chunks", ("one chunk", "chunks of 4"))
-def test_without_gradients_a_promise_has_no_effect(chunks):
+def test_without_gradients_loss_grad_has_no_effect(chunks):
     hidden, weight, target, grad = problem()
     param = nn.Parameter(weight.detach())
     GradBuffer([("output", param)])
@@ -185,7 +185,7 @@ def test_without_gradients_a_promise_has_no_effect(chunks):
     torch.testing.assert_close(detached, loss, rtol=1e-12, atol=1e-12)
 
 
-def test_a_kept_promise():
+def test_the_expected_upstream_gradient():
     """Numbers, tensors, means; an ignored token may be given any gradient."""
     hidden, weight, target, _ = problem()
     loss = linear_cross_entropy(hidden, weight, target, loss_grad=1 / N)
@@ -198,12 +198,12 @@ def test_a_kept_promise():
     torch.testing.assert_close(torch.autograd.grad(loss.sum(), weight)[0], N * grads[1])
 
 
-def test_a_broken_promise():
+def test_another_upstream_gradient():
     hidden, weight, target, _ = problem()
     loss = linear_cross_entropy(hidden, weight, target, loss_grad=1.0)
-    with pytest.raises(RuntimeError, match="received a gradient other than the loss_grad"):
+    with pytest.raises(RuntimeError, match="other than the loss_grad"):
         (2 * loss).sum().backward()
-    with pytest.raises(RuntimeError, match="received a gradient other than the loss_grad"):
+    with pytest.raises(RuntimeError, match="other than the loss_grad"):
         (loss * torch.nan).sum().backward()
     loss.sum().backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="no second backward"):
@@ -303,7 +303,7 @@ def leaves_of(tokens, hidden, vocab):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("known", (True, False), ids=("promised", "recomputed"))
+@pytest.mark.parametrize("known", (True, False), ids=("known", "recomputed"))
 def test_extra_memory_is_a_tenth_of_plain_torch(known):
     """All that is allocated on the way, beside loss and gradients, at the sizes of GPT-2."""
     x, weight, target = leaves_of(2048, 16, 50304)
@@ -340,8 +340,8 @@ class TestCompiled:
         grads = GradBuffer([("output", param)])
 
         def step(hidden):
-            promise = {"loss_grad": grad} if known else {}
-            return linear_cross_entropy(hidden, param, target, **promise, workspace=4 * V * 4)
+            upstream = {"loss_grad": grad} if known else {}
+            return linear_cross_entropy(hidden, param, target, **upstream, workspace=4 * V * 4)
 
         results = []
         for function in (step, torch.compile(step, fullgraph=True, backend="aot_eager")):
@@ -351,14 +351,14 @@ class TestCompiled:
         for eager, compiled in zip(*results, strict=True):
             assert torch.equal(eager, compiled)
 
-    def test_a_broken_promise(self):
+    def test_another_upstream_gradient(self):
         hidden, weight, target, grad = problem(torch.float32)
         compiled = torch.compile(linear_cross_entropy, fullgraph=True, backend="aot_eager")
-        with pytest.raises(RuntimeError, match="received a gradient other than the loss_grad"):
+        with pytest.raises(RuntimeError, match="other than the loss_grad"):
             compiled(hidden, weight, target, loss_grad=grad).backward(grad + 1)
 
 
-def test_a_promise_is_checked_without_waiting_for_the_device():
+def test_the_upstream_gradient_is_checked_without_synchronisation():
     with FakeTensorMode():
         hidden, weight = (torch.empty(n, H, device="meta", requires_grad=True) for n in (N, V))
         target = torch.empty(N, dtype=torch.int64, device="meta")

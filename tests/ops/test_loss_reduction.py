@@ -114,9 +114,9 @@ def test_mistakes_are_named(ours):
     inputs = problem()
     with pytest.raises(ValueError, match="reduction must be one of none, mean, sum, got 'average'"):
         ours(*inputs, reduction="average")
-    promised = torch.ones(inputs[2].shape, dtype=torch.float64)
+    upstream = torch.ones(inputs[2].shape, dtype=torch.float64)
     with pytest.raises(ValueError, match=r"loss_grad .* needs reduction='none', got 'mean'"):
-        ours(*inputs, reduction="mean", loss_grad=promised)
+        ours(*inputs, reduction="mean", loss_grad=upstream)
 
 
 @REDUCED

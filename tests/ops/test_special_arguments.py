@@ -107,7 +107,7 @@ def test_block_rows_gives_rows_before_the_first_block_to_it(backend, starts):
 
 
 @pytest.mark.parametrize("backend", [pytest.param("reference"), pytest.param("c++")])
-def test_a_complex_gradient_is_not_promised(backend):
+def test_a_complex_upstream_gradient(backend):
     op, row = "cross_entropy_promise_", torch.ones(4)
     with pytest.raises((ValueError, RuntimeError), match=op):
         grad = torch.zeros(4, 8, dtype=torch.complex64)

@@ -231,7 +231,7 @@ NARROW_PRODUCTS = {
     "router": (router_logits, (5, 4)),
     "loss, one chunk": (lambda x, w: linear_cross_entropy(x, w, torch.arange(8) % 5), (5, 4)),
     "loss": (lambda x, w: linear_cross_entropy(x, w, torch.arange(8) % 5, workspace=40), (5, 4)),
-    "loss, promised": (
+    "loss, known": (
         lambda x, w: linear_cross_entropy(x, w, torch.arange(8) % 5, workspace=40, loss_grad=1.0),
         (5, 4),
     ),
@@ -273,7 +273,7 @@ def test_sums_in_bfloat16_are_no_worse_than_those_of_torch(name):
     """Over eight microbatches, against float64; torch rounds a product, and then its sum."""
     product, shape = NARROW_PRODUCTS[name]
     if name.startswith("loss"):
-        target, options = torch.randint(256, (128,)), {"loss_grad": 1.0} if "promised" in name else {}
+        target, options = torch.randint(256, (128,)), {"loss_grad": 1.0} if "known" in name else {}
         size = 1 << 30 if "one" in name else 1 << 13
 
         def product(x, w):

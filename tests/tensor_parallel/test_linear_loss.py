@@ -62,13 +62,13 @@ def check_halves(rank, tp, sp):
     losses = []
     for name, chunk, known in itertools.product(OPTIONS, (S * B, 7), (False, True)):
         hidden, weight, target, grad_loss, options = problem(OPTIONS[name])
-        promise = {"loss_grad": grad_loss} if known else {}
+        upstream = {"loss_grad": grad_loss} if known else {}
         workspace = chunk * V // tp * 8 * (1 + (known and tp > 1))  # two chunks are in flight then
-        halves, fused = both(place, options, target, **promise, workspace=workspace)
+        halves, fused = both(place, options, target, **upstream, workspace=workspace)
         expected = run(halves, *leaves(hidden, weight, rank, tp, sp), grad_loss)
         actual = run(fused, *leaves(hidden, weight, rank, tp, sp), grad_loss)
         for ours, theirs in zip(actual[:3], expected[:3], strict=True):
-            text = f"{name}, chunks of {chunk}, {list(promise)}"
+            text = f"{name}, chunks of {chunk}, {list(upstream)}"
             torch.testing.assert_close(ours, theirs, msg=lambda m, text=text: f"{text}: {m}", **CLOSE)
         if tp > 1:
             check_calls(tp, sp, known, chunk, 4 if options.get("label_smoothing") else 3, *actual[3:])
@@ -79,7 +79,7 @@ def check_halves(rank, tp, sp):
 
 
 def check_calls(tp, sp, known, chunk, numbers, forward, backward):
-    """Statistics are gathered once, or once a chunk with a promise; the gradient of hidden is summed once."""
+    """Statistics are gathered once, or once a chunk with loss_grad; the gradient of hidden is summed once."""
     gathered = [("all_gather", [(S * B, H), (S * B // tp, H)])] if sp else []
     summed = [("reduce_scatter", [(S * B // tp, H), (S * B, H)]) if sp else ("all_reduce", [(S * B, H)])]
     sizes = [min(chunk, S * B - start) for start in range(0, S * B, chunk)] if known else [S * B]
@@ -191,8 +191,8 @@ def check_layouts(rank, tp):
     group = dist.group.WORLD
     hidden, weight, target, grad_loss, _ = problem({})
     x, part = leaves(hidden, weight, rank, tp, False)
-    for promise in ({}, {"loss_grad": grad_loss}):
-        _, fused = both({"group": group}, promise, target)
+    for upstream in ({}, {"loss_grad": grad_loss}):
+        _, fused = both({"group": group}, upstream, target)
         expected = run(fused, x, part, grad_loss)
         for arranged in (
             x.transpose(0, 1).contiguous().transpose(0, 1),
@@ -235,9 +235,9 @@ def test_errors_name_both_values():
 def check_compiled(rank, tp):
     hidden, weight, target, grad_loss, options = problem(OPTIONS["everything"])
     for sp, known in ((False, False), (True, True)):
-        promise = {"loss_grad": grad_loss} if known else {}
+        upstream = {"loss_grad": grad_loss} if known else {}
         place = {"group": dist.group.WORLD, "sequence_parallel": sp}
-        _, step = both(place, options, target, **promise, workspace=20 * V // tp * 8)
+        _, step = both(place, options, target, **upstream, workspace=20 * V // tp * 8)
         parts = leaves(hidden, weight, rank, tp, sp)
         eager = step(*parts)
         compiled = torch.compile(step, fullgraph=True, backend="aot_eager")(*parts)

@@ -76,7 +76,7 @@ def leaves(arguments: tuple) -> tuple[list, list[Tensor]]:
 
 
 def gradients(call, op: Op, arguments: tuple) -> list[Tensor | None]:
-    """Gradients of all floats, for random ones of the outputs, or for those that an argument promises."""
+    """Gradients of all floats, for random ones of the outputs, or for those that an argument announces."""
     copies, wanted = leaves(arguments)
     if op.derivative.in_place:
         copies[-1].requires_grad_(False)
@@ -131,15 +131,15 @@ print(torch.func.grad(lambda x: bias_gelu(x).sum())(x.detach()).sum().item())
 logits = torch.randn(3, 4).requires_grad_()
 loss = cross_entropy(logits * 1, torch.tensor([0, 1, 3]), grad_in_place=True).sum()
 print(torch.autograd.grad(loss, logits, retain_graph=True)[0].abs().sum().item())
-def promised(factor=1, used=False):
+def upstream(factor=1, used=False):
     overwritten = logits * 1
     loss = cross_entropy(overwritten, torch.tensor([0, 1, 3]), loss_grad=torch.ones(3)).sum()
     loss = factor * loss + (overwritten.sum() if used else 0)
     return torch.autograd.grad(loss, logits)[0].abs().sum().item()
-print(promised())
+print(upstream())
 for again in (lambda: torch.autograd.grad(loss, logits), lambda: torch.autograd.grad(
-        bias_gelu(x).sum(), x, create_graph=True)[0].sum().backward(), lambda: promised(2),
-        lambda: promised(1, True),
+        bias_gelu(x).sum(), x, create_graph=True)[0].sum().backward(), lambda: upstream(2),
+        lambda: upstream(1, True),
         lambda: bias_dropout_add(x, None, x.detach(), p=0, out=torch.empty(2, 3, 4)[0])):
     try:
         again()

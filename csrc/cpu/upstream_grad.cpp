@@ -1,4 +1,4 @@
-// A promised gradient of a loss, against the one that the loss has received.
+// cross_entropy with loss_grad: checks that the loss received the upstream gradient passed in forward.
 #include <cmath>
 #include <limits>
 
@@ -10,22 +10,22 @@ namespace fastmp {
 namespace {
 
 template <typename A>
-bool is_kept(const Tensor& received, const Tensor& promised, const Tensor& target, int64_t ignore_index) {
+bool is_expected(const Tensor& received, const Tensor& expected, const Tensor& target, int64_t ignore_index) {
   const A margin = 8 * std::numeric_limits<A>::epsilon();
   const A* got = received.const_data_ptr<A>();
-  const A* wanted = promised.const_data_ptr<A>();
+  const A* wanted = expected.const_data_ptr<A>();
   const int64_t* ids = target.const_data_ptr<int64_t>();
-  const int64_t got_step = received.stride(0), wanted_step = promised.stride(0), step = target.stride(0);
-  bool kept = true;
+  const int64_t got_step = received.stride(0), wanted_step = expected.stride(0), step = target.stride(0);
+  bool same = true;
   for (int64_t i = 0; i < target.size(0); ++i) {
-    const A promise = wanted[i * wanted_step];
-    const bool close = std::abs(got[i * got_step] - promise) <= margin * std::abs(promise);  // never of NaN
-    kept &= close || ids[i * step] == ignore_index;
+    const A expected_i = wanted[i * wanted_step];
+    const bool close = std::abs(got[i * got_step] - expected_i) <= margin * std::abs(expected_i);  // false for NaN
+    same &= close || ids[i * step] == ignore_index;
   }
-  return kept;
+  return same;
 }
 
-// Leaves the gradient of the logits as it is: that it may be handed out is all there is to say.
+// Checks the upstream gradient; `grad`, the gradient of the logits that forward has written, is left as it is.
 void cross_entropy_promise_(Tensor& grad, const Tensor& grad_loss, const Tensor& loss_grad, const Tensor& target,
                             int64_t ignore_index) {
   constexpr const char* op = "cross_entropy_promise_";
@@ -38,9 +38,9 @@ void cross_entropy_promise_(Tensor& grad, const Tensor& grad_loss, const Tensor&
                    fits(loss_grad, dtype) && fits(grad_loss, dtype) && fits(target, ScalarType::Long),
                op, ": grad is ", described(grad), ", grad_loss ", described(grad_loss), ", loss_grad ",
                described(loss_grad), " and target ", described(target), ", which do not fit");
-  const auto kept = dtype == ScalarType::Double ? is_kept<double> : is_kept<float>;
-  FASTMP_CHECK(kept(grad_loss, loss_grad, target, ignore_index),
-               "cross_entropy: the loss received a gradient other than the loss_grad that was promised");
+  const auto same = dtype == ScalarType::Double ? is_expected<double> : is_expected<float>;
+  FASTMP_CHECK(same(grad_loss, loss_grad, target, ignore_index),
+               "cross_entropy: the loss received an upstream gradient other than the loss_grad passed to it");
 }
 
 }  // namespace
