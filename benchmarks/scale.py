@@ -37,12 +37,12 @@ from fastmp.nn import GPT, Placement
 from fastmp.training.checkpoint.storage import Parts, SaveParts
 from fastmp.training.language import token_loss
 from fastmp.training.trainer import Trainer
-from fastmp.watchdog.channel import Mail
-from fastmp.watchdog.diagnosis import judge
+from fastmp.watchdog.channel import Channel
+from fastmp.watchdog.diagnosis import diagnose
 from fastmp.watchdog.heartbeat import contents, heartbeat, node_message, pack
+from fastmp.watchdog.inspector import host_id
 from fastmp.watchdog.leader import Leader
 from fastmp.watchdog.node import Node
-from fastmp.watchdog.process_state import this_machine
 from fastmp.watchdog.records import Call, RankRecord, calls_kept, pack_ranks
 
 WORKLOADS = ()
@@ -83,7 +83,7 @@ QUANTITIES = (
     Quantity("plan_seconds", "checkpoint plan of all ranks, on rank 0", "s", total=True),
     Quantity("records_bytes", "records read for a diagnosis", "B", total=True),
     Quantity("records_seconds", "decoding them, on one rank", "s", total=True),
-    Quantity("judge_seconds", "the diagnosis itself", "s", total=True),
+    Quantity("diagnose_seconds", "the diagnosis itself", "s", total=True),
 )
 
 
@@ -173,7 +173,7 @@ class Job:
     """Simulated ranks of a large model over NCCL: what each would report."""
 
     def __init__(self, world_size: int) -> None:
-        self.world_size, self.machine = world_size, this_machine()
+        self.world_size, self.machine = world_size, host_id()
         self._groups: list[dict[str, list[list[int]]]] = [{} for _ in range(world_size)]
         grid, every = grid_of(world_size), list(range(world_size))
         kinds = {"default_pg": [every], "fastmp:checkpoint": [every]}
@@ -222,9 +222,9 @@ def heartbeat_traffic(world_size: int, beats: int = 24) -> Traffic:
     job, store = Job(world_size), CountingStore()
     token, ranks = uuid4().hex, range(MACHINE)
     nodes = [Node(rank, job.machine, 4 * INTERVAL) for rank in ranks]
-    mail = Mail(INTERVAL, 0, world_size)
-    mail._store, mail.token = store, token
-    leader = Leader(nodes[0], mail, world_size, INTERVAL)
+    channel = Channel(INTERVAL, 0, world_size)
+    channel._store, channel.token = store, token
+    leader = Leader(nodes[0], channel, world_size, INTERVAL)
     for node in nodes:
         node.join(token)
     size, seconds, sent, settled = 0, 0.0, 0, 0
@@ -239,9 +239,9 @@ def heartbeat_traffic(world_size: int, beats: int = 24) -> Traffic:
             nodes[0].beat(made[0], beat * INTERVAL)
             assert nodes[0].leads(beat * INTERVAL)
             leader.send(beat, beat * INTERVAL, last=False)
-            out, mail._out = mail._out, {}
-            mail._exchange(out, mail._leader)
-            mail._leader = None
+            out, channel._out = channel._out, {}
+            channel._exchange(out, channel._leader)
+            channel._leader = None
             seconds += time.process_time() - begin
             size = len(json.dumps(made[0]))
             sent = len(store.inner.get("message-0"))
@@ -310,7 +310,7 @@ def checkpoint_plan(world_size: int) -> dict[str, float]:
 
 
 def diagnosis(world_size: int) -> dict[str, float]:
-    """Send the records of all ranks of a job that is stuck, read them as the rank that judges, and judge."""
+    """Send the records of all ranks of a hung job, read them as the reporting rank, and diagnose them."""
     job, late = Job(world_size), world_size // 2
     machines = [range(first, first + MACHINE) for first in range(0, world_size, MACHINE)]
     size, seconds, records = 0, 0.0, []
@@ -323,11 +323,11 @@ def diagnosis(world_size: int) -> dict[str, float]:
         seconds += time.process_time() - begin
         size += len(message) + len(groups)
     begin = time.process_time()
-    verdict = judge(records, world_size)
-    judged = time.process_time() - begin
-    if (verdict.kind, verdict.ranks) != ("hung", (late,)):
-        raise RuntimeError(f"the diagnosis should name rank {late}, got {verdict.text}")
-    return {"records_bytes": size, "records_seconds": seconds, "judge_seconds": judged}
+    report = diagnose(records, world_size)
+    diagnosed = time.process_time() - begin
+    if (report.kind, report.ranks) != ("hung", (late,)):
+        raise RuntimeError(f"the diagnosis should name rank {late}, got {report.text}")
+    return {"records_bytes": size, "records_seconds": seconds, "diagnose_seconds": diagnosed}
 
 
 PARTS = (

@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch.autograd import profiler
 
-from fastmp.status import pulse
+from fastmp.status import process_status
 
 _OFF = nullcontext()
 _nvtx = False
@@ -55,7 +55,7 @@ def region(name: str) -> AbstractContextManager:
 
 def phase(name: str) -> AbstractContextManager:
     """A phase of training, such as "forward": its range for profilers, and what other ranks see."""
-    pulse.phase = name
+    process_status.phase = name
     return region(f"fastmp.training.{name}")
 
 

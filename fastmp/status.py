@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-__all__ = ["Pulse", "pulse"]
+__all__ = ["ProcessStatus", "process_status"]
 
 
-class Pulse:
+class ProcessStatus:
     """The `step` that is being done, from 1, and the `phase` of it: anything that str() turns into words.
 
     `message` is what the process waits for in a pipeline, (op, group, rank in the group, works,
@@ -39,4 +39,4 @@ class Pulse:
             self.graph = None
 
 
-pulse = Pulse()
+process_status = ProcessStatus()

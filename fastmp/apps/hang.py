@@ -10,17 +10,17 @@ from typing import Any, TypeVar
 
 from fastmp.config.command_line import Parser
 from fastmp.config.files import read_file
-from fastmp.watchdog.diagnosis import judge
+from fastmp.watchdog.diagnosis import diagnose
 from fastmp.watchdog.records import MAX_RANKS, RankRecord
 
 __all__ = ["explain", "main"]
 
 T = TypeVar("T")
-LIMIT = 1 << 26  # bytes of a file: a verdict has the records of hundreds of ranks
+LIMIT = 1 << 26  # bytes of a file: a report has the records of hundreds of ranks
 
 
 def explain(directory: Path) -> str | None:
-    """Return the verdict that a job left, else one on what its ranks left; None if there is nothing.
+    """Return the report that a job left, else one on what its ranks left; None if there is nothing.
 
     directory: of a run, or its `hang`. ValueError for a file that cannot be read.
     """
@@ -28,7 +28,7 @@ def explain(directory: Path) -> str | None:
         directory = directory / "hang"
     if not directory.is_dir():
         raise ValueError(f"{directory} is not a directory; give it that of a run, such as runs/gpt")
-    for name in ("verdict.json", "earlier-verdict.json"):
+    for name in ("report.json", "earlier-report.json"):
         if (directory / name).exists():
             said = _read(directory / name, _text)
             break
@@ -40,8 +40,8 @@ def explain(directory: Path) -> str | None:
         records = [
             replace(record, silent=last - time, still=record.still + last - time) for time, record in left
         ]
-        verdict = judge(records, 1 + max(record.rank for record in records))
-        said = f"no rank has taken a verdict; by what they wrote last: {verdict.text}"
+        report = diagnose(records, 1 + max(record.rank for record in records))
+        said = f"no rank has written a hang report; by what they wrote last: {report.text}"
     stacks = [path.name for path in sorted(directory.glob("rank-?????.stacks")) if path.stat().st_size]
     return "\n".join([said, *([f"stacks in {directory}: {', '.join(stacks)}"] if stacks else [])])
 

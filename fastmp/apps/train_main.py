@@ -58,7 +58,7 @@ from fastmp.training.sinks import Sinks, check_sinks
 from fastmp.training.stopping import StopRequests
 from fastmp.training.trainer import DTYPES, Trainer
 from fastmp.training.validation import Evaluation
-from fastmp.watchdog.watchdog import Watch
+from fastmp.watchdog.watchdog import Watchdog
 
 SAMPLE_PROMPT = "The "
 SAMPLE_TOKENS = 240
@@ -293,7 +293,7 @@ def _watch_start(recipe: Recipe, runtime: Runtime) -> Iterator[None]:
     directory = Path(gettempdir()) / f"fastmp-start-{store.get(key).decode()}"
     seconds = max(recipe.train.stall_seconds, START_SECONDS)
     try:
-        with Watch(directory, runtime.rank, runtime.world_size, seconds):
+        with Watchdog(directory, runtime.rank, runtime.world_size, seconds):
             yield
     except ValueError:  # a user's mistake, which all ranks find, leaves no files
         shutil.rmtree(directory, ignore_errors=True)
@@ -306,7 +306,7 @@ def _watch(recipe: Recipe, runtime: Runtime, run_dir: Path, log: TrainLog) -> Ab
         return nullcontext()
     dist.barrier()  # the first rank has made the directory
     seconds = recipe.train.stall_seconds
-    return Watch(run_dir / "hang", runtime.rank, runtime.world_size, seconds, note=log.note)
+    return Watchdog(run_dir / "hang", runtime.rank, runtime.world_size, seconds, note=log.note)
 
 
 def _next_command(recipe: Recipe, runtime: Runtime, arguments: Sequence[str]) -> str:

@@ -248,7 +248,7 @@ class TrainConfig(Checked):
     check_replicas: int = option(0, "steps between comparisons, bit for bit, of what ranks hold alike")
     stall_seconds: float = option(
         300.0,
-        "no progress for so long ends the job with a verdict; in first steps and saves 4 times; 0: never",
+        "no progress for so long ends the job with a hang report; in first steps and saves 4 times; 0: never",
     )
     max_time: str = option(
         "", "save and end at the first step after this time: minutes, [days-]hours:minutes:seconds"

@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from fastmp.distributed.exchange_layout import ExchangeLayout, row_capacity
-from fastmp.status import pulse
+from fastmp.status import process_status
 
 __all__ = ["ExchangeViews", "PeerExchange", "PeerMemory"]
 
@@ -168,7 +168,7 @@ class PeerExchange:
                 self._expected = 0
             self._kind = kind
             if tokens.device.type == "cpu":
-                pulse.exchange = weakref.ref(self)
+                process_status.exchange = weakref.ref(self)
         if kind != self._kind:
             raise ValueError(
                 "PeerExchange: layers that share memory exchange rows of one kind, "
@@ -180,8 +180,8 @@ class PeerExchange:
                 f"{self._room}; begin with the largest batch, call MoELayer.expect before, or use "
                 'moe.dispatcher "alltoall"'
             )
-        if pulse.graph is not None:
-            self._holders.add(pulse.graph)
+        if process_status.graph is not None:
+            self._holders.add(process_status.graph)
         elif tokens.is_cuda and torch.cuda.is_current_stream_capturing():
             self._holders.add(PeerExchange)  # a capture of others, whose end nobody tells
         return self.views
@@ -189,7 +189,7 @@ class PeerExchange:
     def _reserve(self, tokens: Tensor, kind: _Kind) -> tuple[ExchangeViews, int]:
         device, ranks, hidden = tokens.device, self.etp * self.ep, tokens.shape[1]
         captures = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-        if captures or pulse.graph is not None:
+        if captures or process_status.graph is not None:
             raise RuntimeError(
                 "PeerExchange: the memory of peers is reserved by hosts; run one batch eagerly first"
             )

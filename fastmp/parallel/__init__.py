@@ -20,19 +20,22 @@ _PACKAGES = {
     "tensor_parallel": "ColumnParallelLinear ParallelAttributes RowParallelLinear VocabParallelEmbedding "
     "cut_sequence join_sequence parallel_attributes parallel_logits sharded_state_dict "
     "vocab_parallel_cross_entropy vocab_parallel_linear_cross_entropy vocab_parallel_linear_log_probs",
-    "watchdog": "PeerLost RankRecord Verdict Watch judge",
+    "watchdog": "HangReport PeerLost RankRecord Watchdog diagnose",
 }
+# Classes and functions that have a new name as well.
+_RENAMED = {"Verdict": "HangReport", "Watch": "Watchdog", "judge": "diagnose"}
 _HOMES = {name: package for package, names in _PACKAGES.items() for name in names.split()}
 
-__all__ = sorted(_HOMES)
+__all__ = sorted({*_HOMES, *_RENAMED} - {*_RENAMED.values()})
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    package = f"fastmp.{_HOMES[name]}"
-    warnings.warn(f"fastmp.parallel.{name} is now {package}.{name}", DeprecationWarning, stacklevel=2)
-    return getattr(import_module(package), name)
+    new_name = _RENAMED.get(name, name)
+    package = f"fastmp.{_HOMES[new_name]}"
+    warnings.warn(f"fastmp.parallel.{name} is now {package}.{new_name}", DeprecationWarning, stacklevel=2)
+    return getattr(import_module(package), new_name)
 
 
 def __dir__() -> list[str]:

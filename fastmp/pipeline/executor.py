@@ -30,7 +30,7 @@ from fastmp.pipeline.messages import Message, Program, forward_orders, program
 from fastmp.pipeline.schedule import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Step, together
 from fastmp.pipeline.stage_specs import HEADER, Spec, decode, encode, in_words
 from fastmp.profiling import region
-from fastmp.status import pulse
+from fastmp.status import process_status
 
 __all__ = ["Pipeline", "PipelineError", "PipelineResult", "StageOutput"]
 
@@ -106,10 +106,10 @@ class _Message(NamedTuple):
 
     def wait(self) -> Tensors:
         """Return the tensors once they have come or gone."""
-        pulse.message = self
+        process_status.message = self
         for work in self.works:
             work.wait()
-        pulse.message = None
+        process_status.message = None
         return self.tensors
 
 
@@ -247,7 +247,7 @@ class Pipeline:
         for steps in together(given.steps, pairs):
             step, *beside = steps
             name = f"fastmp.pipeline.{step.kind}[microbatch {step.microbatch}, chunk {step.chunk}]"
-            pulse.phase = step
+            process_status.phase = step
             try:
                 self._post(given.posts[len(trace)])
                 with region(name), defer_wgrad(self._queue if splits else None):

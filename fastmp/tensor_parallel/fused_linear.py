@@ -27,7 +27,7 @@ from torch import Tensor
 from fastmp.distributed import streams
 from fastmp.distributed.collectives import group_size
 from fastmp.profiling import traced
-from fastmp.status import pulse
+from fastmp.status import process_status
 
 __all__ = ["gather_matmul", "is_fused", "matmul_scatter"]
 
@@ -102,8 +102,8 @@ def _use_workspace(group: dist.ProcessGroup, x: Tensor, nbytes: int) -> None:
             "microbatch once before graphs are captured, let go of the graphs, or raise "
             "parallel.tp_overlap_rows above the microbatch's tokens"
         )
-    if pulse.graph is not None:
-        graphs.add(pulse.graph)
+    if process_status.graph is not None:
+        graphs.add(process_status.graph)
     elif x.is_cuda and torch.cuda.is_current_stream_capturing():
         graphs.add(_use_workspace)  # a capture outside of fastmp, whose end is unknown
 

@@ -30,7 +30,7 @@ from fastmp.optim.factory import make_grads, make_optimizer, make_scaler
 from fastmp.optim.lr_schedule import learning_rates
 from fastmp.pipeline.executor import PipelineError
 from fastmp.profiling import phase, traced
-from fastmp.status import pulse
+from fastmp.status import process_status
 from fastmp.training.checkpoint.checkpointer import Loaded
 from fastmp.training.checkpoint_scheduler import CheckpointScheduler, paused
 from fastmp.training.graphing import (
@@ -301,8 +301,8 @@ class Trainer:
 
     def _train_step(self) -> StepResult:
         """A step, after which parameters come while the next one runs."""
-        pulse.step = self.step + 1
-        with _step_named(pulse.step):
+        process_status.step = self.step + 1
+        with _step_named(process_status.step):
             return self._run_step()
 
     def _run_step(self) -> StepResult:
@@ -367,7 +367,7 @@ class Trainer:
     @traced("fastmp.training.eval")
     def evaluate(self, log: TrainLog | None = None, *, max_batches: int | None = None) -> Evaluation:
         """Loss on the held-out data (its first `max_batches` batches), reported to `log`."""
-        pulse.phase = "evaluate"
+        process_status.phase = "evaluate"
         self.optimizer.gather.wait()  # evaluation may use parameters otherwise than training
         with paused(log, self.device):
             evaluation = evaluate(

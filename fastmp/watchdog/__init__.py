@@ -7,7 +7,7 @@ from fastmp._lazy import exports
 __getattr__, __dir__, __all__ = exports(
     __name__,
     {
-        "diagnosis": "RankRecord Verdict judge",
-        "watchdog": "PeerLost Watch",
+        "diagnosis": "RankRecord HangReport diagnose",
+        "watchdog": "PeerLost Watchdog",
     },
 )

@@ -18,24 +18,24 @@ from typing import Any
 
 import torch.distributed as dist
 
-__all__ = ["ALARM", "JUDGE", "KINDS", "LOOK", "TOKEN", "VERDICT", "Mail"]
+__all__ = ["ALARM", "REPORTER", "KINDS", "INVESTIGATE", "TOKEN", "REPORT", "Channel"]
 
-ALARM = "alarm"  # the key by which a rank calls on all to look for a verdict
-VERDICT = "verdict"  # that under which a rank announces it, before it gives the alarm
-LOOK = "look"  # changes while any rank looks for a verdict: leaders then send all they know
-JUDGE = "judge"  # the rank that is to take the verdict, and the number of its heartbeat
+ALARM = "alarm"  # the key by which a rank calls on all to investigate a hang
+REPORT = "report"  # that under which a rank announces it, before it gives the alarm
+INVESTIGATE = "investigate"  # changes while any rank investigates a hang: leaders then send all they know
+REPORTER = "reporter"  # the rank that is to write the report, and the number of its heartbeat
 TOKEN = "token"  # names the directories in which the ranks of each machine meet
 KINDS = ("message", "beat", "groups", "calls")  # of keys of a leader
 
 
-class Mail:
+class Channel:
     """A rank's connection to the store, in a thread of its own, which may block as long as it likes.
 
     interval: seconds between two rounds, of which there have been `rounds`. A rank that is not `active` only
     sends what it is told to send, and is not connected otherwise. One that `claims` announces in each round
-    that it is to take the verdict. `wanted` are the keys whose last values come into `received` at the next
-    round; those of `gathered` kinds come from all leaders. `alarm`, `verdict` and `token` are what ranks have
-    announced; `asked` is when one was last seen to look for a verdict.
+    that it is to write the report. `wanted` are the keys whose last values come into `received` at the next
+    round; those of `gathered` kinds come from all leaders. `alarm`, `report` and `token` are what ranks have
+    announced; `asked` is when one was last seen to investigate a hang.
     """
 
     _made = count()  # every watch of a process has keys of its own
@@ -47,7 +47,7 @@ class Mail:
         self.gathered: Sequence[str] = ()
         self.received: dict[str, bytes] = {}
         self.alarm = False
-        self.verdict: str | None = None
+        self.report: str | None = None
         self.token: str | None = None
         self.asked = -1e9
         self.rounds = 0
@@ -57,7 +57,7 @@ class Mail:
         self._lock = threading.Lock()
         self._round, self._open = time.monotonic(), True
         self._wake, self._sent = threading.Event(), threading.Event()
-        self._thread = threading.Thread(target=self._run, name="fastmp-watch-mail", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="fastmp-watch-channel", daemon=True)
         self._prefix = f"fastmp-watch-{next(self._made)}"
         self._root: Any = None
         self._store: Any = None
@@ -135,17 +135,17 @@ class Mail:
         for key in [*self.wanted, *([TOKEN] if self.token is None else [])]:
             if store.check([key]):
                 self.received[key] = store.get(key)
-        if self.claims:  # after JUDGE was read: what another rank has written there since the last round
-            store.set(JUDGE, f"{self.rank} {self.rounds}")
+        if self.claims:  # after REPORTER was read: what another rank has written there since the last round
+            store.set(REPORTER, f"{self.rank} {self.rounds}")
         if self.token is None and TOKEN in self.received:
             self.token = self.received[TOKEN].decode()
         if self.gathered:
             self._gather(store, tuple(self.gathered))
         self.alarm = store.check([ALARM])
-        if self.alarm and store.check([VERDICT]):
-            self.verdict = store.get(VERDICT).decode()
-        if store.check([LOOK]):
-            looked = store.get(LOOK)
+        if self.alarm and store.check([REPORT]):
+            self.report = store.get(REPORT).decode()
+        if store.check([INVESTIGATE]):
+            looked = store.get(INVESTIGATE)
             if looked != self._looked:
                 self._looked, self.asked = looked, time.monotonic()
 

@@ -1,4 +1,4 @@
-"""What a node leader knows of all ranks while it looks for a verdict, and whether it is the one to take it.
+"""What a node leader knows of all ranks while it investigates a hang, and whether it writes the hang report.
 
 Records come from the directory of this machine, from the messages of the leaders of other machines, and from
 files where the store does not answer.
@@ -15,10 +15,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fastmp.watchdog.channel import JUDGE, Mail
+from fastmp.watchdog.channel import REPORTER, Channel
 from fastmp.watchdog.heartbeat import contents
+from fastmp.watchdog.inspector import crash, process_state
 from fastmp.watchdog.node import Node
-from fastmp.watchdog.process_state import crash, process_state
 from fastmp.watchdog.records import Call, RankRecord
 
 __all__ = ["Collector", "Seen", "file_name"]
@@ -51,37 +51,37 @@ class _Sender(NamedTuple):
 
 
 class Collector:
-    """Collects the records of all ranks for the `node` of this rank, from `mail` and `directory`.
+    """Collects the records of all ranks for the `node` of this rank, from `channel` and `directory`.
 
     interval, silence: seconds between two heartbeats, and after which a rank counts as silent. fresh: the
-        round of the mail from which on there is enough to judge by. heard: when messages were first read.
+        first round of the channel with enough to diagnose. heard: when messages were first read.
     suspects: a leader has missed heartbeats, but not yet so many that its ranks count as silent.
     first: what was first seen of rank 0, if that is on another machine.
     """
 
     def __init__(
-        self, directory: Path, world_size: int, node: Node, mail: Mail, interval: float, silence: float
+        self, directory: Path, world_size: int, node: Node, channel: Channel, interval: float, silence: float
     ) -> None:
         self.directory, self.world_size, self.rank = directory, world_size, node.rank
-        self.node, self.mail, self.interval, self.silence = node, mail, interval, silence
+        self.node, self.channel, self.interval, self.silence = node, channel, interval, silence
         self.first: Seen | None = None
-        self._rival = ("", 0.0)  # the last announcement of who takes the verdict, and when it came
+        self._rival = ("", 0.0)  # the last announcement of who writes the report, and when it came
         self.restart()
 
     def restart(self) -> None:
         """Forget what was read: it says nothing about who lives now."""
         self.seen: dict[int, Seen] = {}  # ranks of which there are only files
         self._senders: dict[int, _Sender] = {}  # leaders of other machines
-        self._judge = 0  # without a store: the rank that is to take the verdict, as far as this one knows
-        self._claimed: float | None = None  # since when this rank announces that it takes the verdict
-        self.fresh = self.mail.rounds + 3  # the round that runs now may not ask for all
+        self._reporter = 0  # without a store: the rank that is to write the report, as far as this one knows
+        self._claimed: float | None = None  # since when this rank announces that it writes the report
+        self.fresh = self.channel.rounds + 3  # the round that runs now may not ask for all
         self.heard, self.suspects = math.inf, False
         self.node.beats.clear()
 
     def meet(self, now: float) -> None:
         """Take the first message of rank 0: there may be no other where the store goes with that rank."""
-        if self.first is None and "message-0" in self.mail.received:
-            records = contents(self.mail.received.pop("message-0"), b"")
+        if self.first is None and "message-0" in self.channel.received:
+            records = contents(self.channel.received.pop("message-0"), b"")
             if 0 in records:
                 record, content = records[0]
                 self.first = Seen(record, content["beat"], now, tuple(content["machine"]))
@@ -90,32 +90,32 @@ class Collector:
         """Return True if all ranks of the job are of this machine: no store is asked."""
         return len(self.node.ranks()) == self.world_size
 
-    def is_judge(self, now: float, begun: float) -> bool:
-        """Return True if this leader is to take the verdict: the lowest that lives, on any machine.
+    def is_reporter(self, now: float, begun: float) -> bool:
+        """Return True if this leader is to write the report: the lowest that lives, on any machine.
 
         Leaders announce themselves under one key. Who reads a lower rank there that goes on announcing itself
-        waits for its verdict; who is not contradicted for a while takes it.
+        waits for its report; who is not contradicted for a while writes it.
         """
         if self.sees_all():
             return True
-        if self.mail.answers(self.silence):
-            self.mail.wanted = [JUDGE]
-            rival = self.mail.received.get(JUDGE, b"").decode()
+        if self.channel.answers(self.silence):
+            self.channel.wanted = [REPORTER]
+            rival = self.channel.received.get(REPORTER, b"").decode()
             if rival != self._rival[0]:
                 self._rival = (rival, now)
             lower = bool(rival) and int(rival.split()[0]) < self.rank
             if lower and now - self._rival[1] <= self.silence:
-                self._claimed, self.mail.gathered, self.mail.claims = None, (), False
+                self._claimed, self.channel.gathered, self.channel.claims = None, (), False
                 return False
-            self.mail.gathered, self.mail.claims = ("beat", "message", "groups"), True
+            self.channel.gathered, self.channel.claims = ("beat", "message", "groups"), True
             if self._claimed is None:
-                self._claimed, self.fresh = now, self.mail.rounds + 3
+                self._claimed, self.fresh = now, self.channel.rounds + 3
             return min(self.node.ranks()) == 0 or now - self._claimed > self.silence
-        while self._judge < self.rank and (
-            self._judge in self.node.beats or not self._lives(self._judge, now, begun)
+        while self._reporter < self.rank and (
+            self._reporter in self.node.beats or not self._lives(self._reporter, now, begun)
         ):
-            self._judge += 1
-        return self._judge == self.rank
+            self._reporter += 1
+        return self._reporter == self.rank
 
     def everyone(self, now: float, own: RankRecord, lost: bool) -> list[RankRecord]:
         """Return the last records of all ranks: of this machine, and from messages, or else from files.
@@ -124,7 +124,7 @@ class Collector:
         """
         known: dict[int, Seen] = {}
         if not self.sees_all():
-            if self.mail.answers(self.silence):
+            if self.channel.answers(self.silence):
                 known = self._read_messages(now)
             there = {*known, *self.node.ranks()}
             known |= self._read(rank for rank in range(self.world_size) if rank not in there)
@@ -173,7 +173,7 @@ class Collector:
 
     def _read_messages(self, now: float) -> dict[int, Seen]:
         """Return the ranks of other machines, by the last messages of their leaders."""
-        received = dict(self.mail.received)
+        received = dict(self.channel.received)
         found: dict[int, tuple[Any, Seen]] = {}
         suspects: dict[int, bool] = {}
         limit = self.silence + 2 * self.interval
@@ -199,13 +199,13 @@ class Collector:
                 if of not in found or order > found[of][0]:
                     found[of] = (order, seen)
                     suspects[of] = 3 * self.interval < late <= limit
-        if found or self.mail.rounds >= self.fresh:  # all leaders that live have been read by then
+        if found or self.channel.rounds >= self.fresh:  # all leaders that live have been read by then
             self.heard = min(self.heard, now)
         self.suspects = any(suspects.values())
         return {rank: seen for rank, (_, seen) in found.items()}
 
     def _lives(self, rank: int, now: float, begun: float) -> bool:
-        """Whether a rank may be expected to take the verdict; True until there is time enough to tell."""
+        """Whether a rank may be expected to write the report; True until there is time enough to tell."""
         seen = self._read([rank]).get(rank)
         if seen is None:
             return now - begun < self.silence

@@ -1,9 +1,9 @@
 """What went wrong in a job that stands still or has lost a rank, from what its ranks were last seen doing.
 
-`judge` looks for the first of these that explains it: a collective that ranks began differently, a rank that
-ended, a rank that shows no sign of life, a rank for which others wait while it is elsewhere, ranks that wait
-for each other. Everything is a frozen record and a pure function; `fastmp.watchdog.watchdog` collects the
-records. Standard library only.
+`diagnose` looks for the first of these that explains it: a collective that ranks began differently, a rank
+that ended, a rank that shows no sign of life, a rank for which others wait while it is elsewhere, ranks that
+wait for each other. Everything is a frozen record and a pure function; `fastmp.watchdog.watchdog` collects
+the records. Standard library only.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from typing import Any
 
 from fastmp.watchdog.records import MESSAGES, Call, RankRecord, kind_of_group
 
-__all__ = ["Late", "Verdict", "judge", "latecomers"]
+__all__ = ["Straggler", "HangReport", "diagnose", "stragglers"]
 
-LISTED = 8  # ranks, or calls, that a verdict names one by one
+LISTED = 8  # ranks, or calls, that a report names one by one
 
 
 @dataclass(frozen=True)
-class Verdict:
+class HangReport:
     """Who held up the job: `kind`, the `ranks` that did, the `call` concerned, who is `waiting`, and a text.
 
     Kinds: "mismatch" (of op, shape or dtype), "gone", "failed", "stopped", "silent", "finished" (before
@@ -37,13 +37,13 @@ class Verdict:
     waiting: tuple[int, ...] = ()
 
 
-def judge(records: Iterable[RankRecord], world_size: int) -> Verdict:
-    """Return the verdict on a job of `world_size` ranks, of some of which there may be no record."""
+def diagnose(records: Iterable[RankRecord], world_size: int) -> HangReport:
+    """Return the report on a job of `world_size` ranks, of some of which there may be no record."""
     seen = {record.rank: record for record in records}
     missing = [RankRecord(rank, state="unseen") for rank in range(world_size) if rank not in seen]
     job = _Job(sorted([*seen.values(), *missing], key=lambda record: record.rank))
     steps = (_mismatch, _ended, _silent, _standstill)
-    return next(verdict for step in steps if (verdict := step(job)) is not None)
+    return next(report for step in steps if (report := step(job)) is not None)
 
 
 class _Job:
@@ -132,7 +132,7 @@ class _Job:
         return min(first or [call for _, call in found], key=lambda call: call.began, default=None)
 
 
-def _mismatch(job: _Job) -> Verdict | None:
+def _mismatch(job: _Job) -> HangReport | None:
     """The first collective that ranks of one group began differently."""
     different = [calls for calls in job.together.values() if len({c.signature for c in calls.values()}) > 1]
     if not different:
@@ -144,7 +144,7 @@ def _mismatch(job: _Job) -> Verdict | None:
     if len(ranks) < len(calls):
         expected = next(call for call in calls.values() if call.signature == usual)
         said += f", where the others of the group began {expected.op} with {expected.shape}"
-    return _verdict("mismatch", job, ranks, f"{said}.", calls[ranks[0]])
+    return _report("mismatch", job, ranks, f"{said}.", calls[ranks[0]])
 
 
 def _usual(calls: Mapping[int, Call], job: _Job) -> Any:
@@ -163,7 +163,7 @@ def _usual(calls: Mapping[int, Call], job: _Job) -> Any:
     return None
 
 
-def _aborted(job: _Job) -> Verdict | None:
+def _aborted(job: _Job) -> HangReport | None:
     """A rank that gloo aborted, as data of a size came that it did not expect; its own call is not known."""
     for record in job.everyone:
         if record.state != "gone" or "Aborted" not in record.words or record.inside is None:
@@ -184,11 +184,11 @@ def _aborted(job: _Job) -> Verdict | None:
             f"{_place(record)}."
         )
         text = f"{told}. {text}" if told else text
-        return _verdict("mismatch", job, ranks, text, call)
+        return _report("mismatch", job, ranks, text, call)
     return None
 
 
-def _ended(job: _Job) -> Verdict | None:
+def _ended(job: _Job) -> HangReport | None:
     """The rank that failed or vanished first; those that left because they lost a peer are its victims."""
     ended = [record for record in job.everyone if record.state in ("failed", "gone")]
     if not ended:
@@ -197,15 +197,15 @@ def _ended(job: _Job) -> Verdict | None:
     call = job.awaited(first)
     if first.state == "failed":
         text = f"{first} failed in {_place(first)}: {first.words}."
-        return _verdict("failed", job, (first.rank,), text, call)
+        return _report("failed", job, (first.rank,), text, call)
     crash = f" ({first.words})" if first.words else ""
     ranks = tuple(record.rank for record in ended if record.state == "gone")
     others = f" ({_words(rank for rank in ranks if rank != first.rank)} too)" if len(ranks) > 1 else ""
     text = f"{first} is gone{others}: killed or crashed{crash}, last seen in {_place(first)}."
-    return _verdict("gone", job, ranks, text, call)
+    return _report("gone", job, ranks, text, call)
 
 
-def _silent(job: _Job) -> Verdict | None:
+def _silent(job: _Job) -> HangReport | None:
     for state, said in (
         ("stopped", "is stopped, by SIGSTOP or a debugger,"),
         (
@@ -218,11 +218,11 @@ def _silent(job: _Job) -> Verdict | None:
         if found:
             said = said.format(found[0].silent)
             text = _list(f"{record} {said} in {_place(record)}" for record in found) + "."
-            return _verdict(state, job, tuple(r.rank for r in found), text, job.awaited(found[0]))
+            return _report(state, job, tuple(r.rank for r in found), text, job.awaited(found[0]))
     return None
 
 
-def _standstill(job: _Job) -> Verdict:
+def _standstill(job: _Job) -> HangReport:
     """Every rank lives: find those for which others wait, and which wait for nobody."""
     everyone, by_rank = job.everyone, job.by_rank
     waits = {record.rank: _nonempty([job.waits_for(record)]) for record in everyone}
@@ -250,14 +250,14 @@ def _standstill(job: _Job) -> Verdict:
                 "hung",
                 f"{record} is alive, but for {record.still:.0f} s it has been in {_place(record)}.",
             )
-        return _verdict(kind, job, tuple(elsewhere), text, call)
+        return _report(kind, job, tuple(elsewhere), text, call)
     cycle = _cycle(waits)
     if cycle:
         return _deadlock(job, waits, cycle)
     longest = max(everyone, key=lambda record: record.still)
     text = f"no rank was seen to hold up the others. The longest still is {longest}, in {_place(longest)}."
     inside = longest.inside or (longest.calls[-1] if longest.calls else None)
-    return _verdict("unknown", job, (longest.rank,), text, inside)
+    return _report("unknown", job, (longest.rank,), text, inside)
 
 
 _Waits = Mapping[int, tuple[frozenset[int], ...]]  # of each rank, the sets of ranks that it waits for
@@ -267,7 +267,7 @@ def _nonempty(sets: Iterable[frozenset[int]]) -> tuple[frozenset[int], ...]:
     return tuple(ranks for ranks in sets if ranks)
 
 
-def _deadlock(job: _Job, waits: _Waits, cycle: Sequence[int]) -> Verdict:
+def _deadlock(job: _Job, waits: _Waits, cycle: Sequence[int]) -> HangReport:
     """Ranks wait for each other: name the one whose call is unlike those of most others, else all of them."""
     before: dict[tuple[str, int], dict[int, Any]] = {}
     odd = tuple(rank for rank in cycle if _deviates(job.by_rank[rank], job, before))
@@ -281,7 +281,7 @@ def _deadlock(job: _Job, waits: _Waits, cycle: Sequence[int]) -> Verdict:
     messages = [call for call in inside if call is not None and call.op in MESSAGES]
     call = messages[0] if messages else job.by_rank[ranks[0]].inside
     why = "nobody has the other end of a message" if messages else "they make their calls in different orders"
-    return _verdict("message" if messages else "order", job, ranks, f"{said}: {why}.", call)
+    return _report("message" if messages else "order", job, ranks, f"{said}: {why}.", call)
 
 
 def _deviates(record: RankRecord, job: _Job, before: dict[tuple[str, int], dict[int, Any]]) -> bool:
@@ -314,7 +314,7 @@ def _is_before(group: str, number: int, other: int) -> bool:
     return number < other
 
 
-def _verdict(kind: str, job: _Job, ranks: tuple[int, ...], text: str, call: Call | None) -> Verdict:
+def _report(kind: str, job: _Job, ranks: tuple[int, ...], text: str, call: Call | None) -> HangReport:
     """Add to the text which step it was, and who waits where."""
     step, named = job.by_rank[ranks[0]].step, set(ranks)
     others = [r for r in job.everyone if r.rank not in named and r.state in ("running", "lost") and r.inside]
@@ -332,7 +332,7 @@ def _verdict(kind: str, job: _Job, ranks: tuple[int, ...], text: str, call: Call
     if most < len(places):
         left = sum(len(at) for _, at in places[most:])
         parts.append(f"{left} other ranks waited in {len(places) - most} other calls.")
-    return Verdict(kind, ranks, " ".join(parts), step, call, tuple(sorted(r.rank for r in others)))
+    return HangReport(kind, ranks, " ".join(parts), step, call, tuple(sorted(r.rank for r in others)))
 
 
 def _place(record: RankRecord) -> str:
@@ -373,7 +373,7 @@ def _cycle(waits: _Waits) -> list[int]:
 
 
 @dataclass(frozen=True)
-class Late:
+class Straggler:
     """A rank for which all others of a group wait.
 
     share: the part of the time in which they do. seconds: how much later it comes than the next to last, in
@@ -386,7 +386,7 @@ class Late:
     op: Call
 
 
-def latecomers(records: Sequence[RankRecord]) -> list[Late]:
+def stragglers(records: Sequence[RankRecord]) -> list[Straggler]:
     """Ranks that alone keep others waiting for a quarter of the time, by 10 ms each time or more.
 
     Their arrival at the collectives that all ranks of a group still have on record is compared, where these
@@ -398,7 +398,7 @@ def latecomers(records: Sequence[RankRecord]) -> list[Late]:
             if call.number is not None:
                 arrivals.setdefault(call.group, {}).setdefault(call.number, {})[record.rank] = call
     members = {name: ranks for record in records for name, ranks in record.groups.items()}
-    found: dict[int, Late] = {}
+    found: dict[int, Straggler] = {}
     for group, numbers in arrivals.items():
         complete = [calls for calls in numbers.values() if len(calls) == len(members.get(group, ())) > 1]
         times = [call.began for calls in complete for call in calls.values()]
@@ -414,5 +414,5 @@ def latecomers(records: Sequence[RankRecord]) -> list[Late]:
             total = sum(delay for delay, _ in each)
             share, mean, worst = total / span, total / len(each), max(each, key=lambda pair: pair[0])
             if share > 0.25 and mean >= 0.01 and share > getattr(found.get(rank), "share", 0.0):
-                found[rank] = Late(rank, share, mean, worst[1])
+                found[rank] = Straggler(rank, share, mean, worst[1])
     return sorted(found.values(), key=lambda late: -late.share)

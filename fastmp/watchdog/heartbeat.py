@@ -27,7 +27,7 @@ __all__ = [
 ]
 
 COMPARE_BEATS = 20  # between two comparisons of when ranks come to their collectives
-_MESSAGES_PER_BEAT = 256  # that the store takes from all machines while nobody looks for a verdict
+_MESSAGES_PER_BEAT = 256  # that the store takes from all machines while nobody investigates a hang
 _COMPARED_WHOLE = 512  # ranks up to which all recorded collectives are compared
 _COMPARED_CALLS = 32  # collectives of each group of this kind
 _COMPARED_RANKS = 2048  # up to which they are compared every COMPARE_BEATS
@@ -54,7 +54,7 @@ def heartbeat(
 ) -> Content:
     """Return the heartbeat number `beat` of a rank, with its packed groups.
 
-    said: whether the rank `looks` for a verdict, and whether it is `away`, having left the watch.
+    said: whether the rank `looks` into a hang, and whether it is `away`, having left the watch.
     """
     common = {"beat": beat, "time": time.time(), "machine": machine, **said}
     return {**common, "record": record.as_json(groups)}

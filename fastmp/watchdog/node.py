@@ -18,7 +18,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fastmp.watchdog.process_state import process_state
+from fastmp.watchdog.inspector import process_state
 
 __all__ = ["Heartbeat", "Node"]
 

@@ -2,10 +2,10 @@
 
 Each rank leaves a heartbeat for the ranks of its machine: step, phase, how many collectives it has begun. The
 first of them that lives, the node leader, sends these on to the job's store, over a connection of its own.
-A rank that has not moved for a while looks for a verdict. The first leader that lives reads what all ranks
+A rank that has not moved for a while investigates a hang. The first leader that lives reads what all ranks
 were doing, takes it (`fastmp.watchdog.diagnosis`) and prints it, then all leave. Files in a directory say the
-same: records of ranks, stacks of all threads, flight records, the verdict. Training itself only sets
-`fastmp.status.pulse`; nothing waits for a device.
+same: records of ranks, stacks of all threads, flight records, the report. Training itself only sets
+`fastmp.status.process_status`; nothing waits for a device.
 """
 
 from __future__ import annotations
@@ -25,31 +25,31 @@ from pathlib import Path
 from typing import Any
 
 from fastmp.distributed.runtime import lost_peer
-from fastmp.status import pulse
-from fastmp.watchdog.channel import ALARM, TOKEN, VERDICT, Mail
+from fastmp.status import process_status
+from fastmp.watchdog.channel import ALARM, REPORT, TOKEN, Channel
 from fastmp.watchdog.collector import Collector, file_name
-from fastmp.watchdog.diagnosis import LISTED, judge, latecomers
+from fastmp.watchdog.diagnosis import LISTED, diagnose, stragglers
 from fastmp.watchdog.heartbeat import compare_period, compared, heartbeat, unpack
+from fastmp.watchdog.inspector import ProcessInspector, flight_records, host_id, process_state
 from fastmp.watchdog.leader import Leader
 from fastmp.watchdog.node import Node
-from fastmp.watchdog.process_state import Doing, flight_records, process_state, this_machine
 from fastmp.watchdog.records import RankRecord
 
-__all__ = ["PeerLost", "Watch"]
+__all__ = ["PeerLost", "Watchdog"]
 
 FILE_SECONDS = 60.0  # between two files of a rank whose job runs
 WARN_SECONDS = 600.0  # between two warnings of one slow rank
-MAX_RECORDS = 512  # that are written beside a verdict
+MAX_RECORDS = 512  # that are written beside a report
 FIRST_STEPS = 4  # which may compile, capture graphs, read data for the first time
 PATIENCE = 4.0  # times the limit, in these steps and in the phases that take long
 LONG_PHASES = ("start", "save", "evaluate", "end")
 
 
 class PeerLost(ConnectionError):
-    """Another rank is gone, has failed or does not answer; the message is the verdict."""
+    """Another rank is gone, has failed or does not answer; the message is the report."""
 
 
-class Watch:
+class Watchdog:
     """Watches over a job of several ranks, as a context manager around what all ranks do together.
 
     directory: for files; every rank makes it.
@@ -59,8 +59,8 @@ class Watch:
     interval: seconds between two heartbeats.
 
     A job that stands still ends with status 1 on all ranks: stacks and flight records are written, and one
-    rank prints the verdict. An error in the block that says a peer is lost becomes `PeerLost` with the
-    verdict. Any other one is told to the other ranks.
+    rank prints the report. An error in the block that says a peer is lost becomes `PeerLost` with the
+    report. Any other one is told to the other ranks.
     """
 
     def __init__(
@@ -75,19 +75,19 @@ class Watch:
     ) -> None:
         self.directory, self.rank, self.world_size, self.seconds = Path(directory), rank, world_size, seconds
         self.interval = min(1.0, seconds / 8) if interval is None else interval
-        self.verdict: str | None = None
+        self.report: str | None = None
         self._note = note or (lambda line: print(line, file=sys.stderr, flush=True))
         self._silence = max(4 * self.interval, min(2.0, seconds / 2))  # after which a rank counts as silent
-        self._doing = Doing(world_size)
-        self._machine = this_machine()
-        self._node = Node(rank, self._machine, self._silence)
+        self._inspector = ProcessInspector(world_size)
+        self._host_id = host_id()
+        self._node = Node(rank, self._host_id, self._silence)
         self._joined = self._leads = False  # whether this rank knows, and speaks for, those of its machine
         self._state, self._words, self._left = "running", "", 0.0
         self._beat = 0
         self._moved = self._ticked = self._filed = time.monotonic()
         self._signature: Any = None
-        self._first_step = pulse.step
-        self._judged, self._wake, self._stop = threading.Event(), threading.Event(), False
+        self._first_step = process_status.step
+        self._reported, self._wake, self._stop = threading.Event(), threading.Event(), False
         self._lost_at: float | None = None
         self._alarmed_at: float | None = None  # since when a rank is known to have gone without a word
         self._asked = ("", -1e9)  # what the leader has last written of ranks that look, and when
@@ -99,19 +99,19 @@ class Watch:
         self._send_calls_at: float | None = None  # when a leader sends those of its machine
         self._compare_at: float | None = None
         self._warned: dict[int, float] = {}
-        self._mail = Mail(self.interval, rank, world_size)
-        self._leader = Leader(self._node, self._mail, world_size, self.interval)
+        self._channel = Channel(self.interval, rank, world_size)
+        self._leader = Leader(self._node, self._channel, world_size, self.interval)
         self._collector = Collector(
-            self.directory, world_size, self._node, self._mail, self.interval, self._silence
+            self.directory, world_size, self._node, self._channel, self.interval, self._silence
         )
         self._thread = threading.Thread(target=self._run, name="fastmp-watch", daemon=True)
 
-    def __enter__(self) -> Watch:
+    def __enter__(self) -> Watchdog:
         if self.world_size > 1:
             self._open_files()
             if self.rank == 0:
-                self._mail.send(TOKEN, uuid.uuid4().hex)
-            self._mail.start()
+                self._channel.send(TOKEN, uuid.uuid4().hex)
+            self._channel.start()
             self._thread.start()
         return self
 
@@ -125,10 +125,10 @@ class Watch:
             self._error = error
             self._state, self._words, self._lost_at = "lost", _one_line(error), time.monotonic()
             self._wake.set()
-            self._judged.wait(2 * self._silence + 4 * self.interval + 2.0)
+            self._reported.wait(2 * self._silence + 4 * self.interval + 2.0)
             self._leave("lost", self._words)
-            if self.verdict is not None:
-                raise PeerLost(self.verdict.partition(". ")[0]) from error
+            if self.report is not None:
+                raise PeerLost(self.report.partition(". ")[0]) from error
         else:
             self._error = error
             self._leave("failed", _one_line(error))
@@ -139,10 +139,10 @@ class Watch:
         self._stop = True
         self._wake.set()
         self._thread.join(2.0)
-        self._doing.update(self._error)
+        self._inspector.update(self._error)
         self._away = True
         self._publish()
-        self._mail.close()
+        self._channel.close()
         self._node.leave(time.monotonic())
         faulthandler.cancel_dump_traceback_later()
         if sys.__stderr__ is not None:
@@ -150,7 +150,7 @@ class Watch:
         self._stacks.close()
         if state != "finished":
             self._write_own(self._content())
-        elif self.verdict is None:
+        elif self.report is None:
             with contextlib.suppress(OSError):
                 for path in self.directory.glob(f"{file_name(self.rank)}.*"):
                     path.unlink()
@@ -171,16 +171,22 @@ class Watch:
 
     def _tick(self) -> None:
         now = time.monotonic()
-        signature = (pulse.step, str(pulse.phase), id(pulse.message), self._doing.counts(), self._state)
+        signature = (
+            process_status.step,
+            str(process_status.phase),
+            id(process_status.message),
+            self._inspector.counts(),
+            self._state,
+        )
         suspended = now - self._ticked > self._silence  # a job that is resumed begins to count anew
         if signature != self._signature or suspended:
             self._signature, self._moved = signature, now
         self._ticked = now
         still, limit = now - self._moved, self._limit()
-        if not self._joined and (self._mail.token or not self._mail.answers(self._silence)):
+        if not self._joined and (self._channel.token or not self._channel.answers(self._silence)):
             self._joined = True
-            if self._mail.token:
-                self._node.join(self._mail.token)
+            if self._channel.token:
+                self._node.join(self._channel.token)
         if suspended:
             self._node.beats.clear()
         self._hear(now)
@@ -192,13 +198,13 @@ class Watch:
         self._looking = looks
         asked = looks or now - max(self._asked[1], self._leader.asked) < self._silence
         if leaves_calls or asked:
-            self._doing.update(self._error)
+            self._inspector.update(self._error)
         else:
-            self._doing.look()
+            self._inspector.look()
         self._publish(with_calls=asked)
         faulthandler.cancel_dump_traceback_later()  # a file system may hang for longer than a job
         # The store goes with the first rank, where that serves it.
-        often = looks and not self._mail.answers(self._silence)
+        often = looks and not self._channel.answers(self._silence)
         if often or now - self._filed > (5 * self.interval if self.rank == 0 or looks else FILE_SECONDS):
             self._filed = now
             self._write_own(self._content())
@@ -212,26 +218,28 @@ class Watch:
         if looks:
             self._look(now, still, limit)
         elif self._compare_at is not None and self.rank == 0:
-            self._mail.gathered = ("calls",) if now > self._compare_at - 1.5 * self.interval else ()
+            self._channel.gathered = ("calls",) if now > self._compare_at - 1.5 * self.interval else ()
             if now > self._compare_at:
                 self._compare(now)
         else:
             first = self._collector.first is None and self._leads and 0 not in self._node.beats
-            self._mail.wanted, self._mail.gathered = (["message-0"] if first else ()), ()
-            self._mail.claims = False
+            self._channel.wanted, self._channel.gathered = (["message-0"] if first else ()), ()
+            self._channel.claims = False
 
     def _after(self, clock: float) -> float:
         """The next time, the same on all machines, at which ranks send the calls that they have recorded."""
         return (clock // self._period + 1) * self._period
 
     def _limit(self) -> float:
-        long = str(pulse.phase) in LONG_PHASES or pulse.step - self._first_step < FIRST_STEPS
+        long = (
+            str(process_status.phase) in LONG_PHASES or process_status.step - self._first_step < FIRST_STEPS
+        )
         return self.seconds * (PATIENCE if long else 1.0)
 
     # What is told, and read.
 
     def _record(self) -> RankRecord:
-        return self._doing.record(
+        return self._inspector.record(
             rank=self.rank,
             state=self._state,
             words=self._words,
@@ -242,7 +250,7 @@ class Watch:
     def _content(self, with_calls: bool = True) -> dict[str, Any]:
         record = self._record() if with_calls else replace(self._record(), calls=())
         said = {"looks": self._looking, "away": self._away}
-        return heartbeat(record, self._doing.groups, self._beat, self._machine, **said)
+        return heartbeat(record, self._inspector.groups, self._beat, self._host_id, **said)
 
     def _publish(self, with_calls: bool = True) -> None:
         """Leave a heartbeat for the ranks of this machine; their leader sends all that they have left."""
@@ -250,7 +258,7 @@ class Watch:
         self._beat += 1
         self._node.beat(self._content(with_calls), now)
         self._leads = (self._joined or self._looking or self._stop) and self._node.leads(now)
-        self._mail.active = self._leads or self._mail.token is None
+        self._channel.active = self._leads or self._channel.token is None
         if self._leads:
             self._leader.send(self._beat, now, last=self._stop)
 
@@ -259,7 +267,7 @@ class Watch:
         self.directory.mkdir(parents=True, exist_ok=True)
         if self.rank == 0:  # what is left of an earlier attempt
             with contextlib.suppress(OSError):
-                os.replace(self.directory / "verdict.json", self.directory / "earlier-verdict.json")
+                os.replace(self.directory / "report.json", self.directory / "earlier-report.json")
         self._stacks = open(self._path("stacks"), "w")
         faulthandler.enable(file=self._stacks)
         self._write_own(self._content())
@@ -275,16 +283,16 @@ class Watch:
 
     def _hear(self, now: float) -> None:
         """Learn from the leader of this machine what it has heard of others; as the leader, pass it on."""
-        if self._mail.verdict is None:
-            self._mail.verdict = self._node.read("verdict")
+        if self._channel.report is None:
+            self._channel.report = self._node.read("report")
         elif self._leads:
-            self._node.post("verdict", self._mail.verdict)
-        if self._mail.alarm and self._leads:
+            self._node.post("report", self._channel.report)
+        if self._channel.alarm and self._leads:
             self._node.post("alarm", "")
         text = self._node.read("asked")
         if text is not None and text != self._asked[0]:
             self._asked = (text, now)
-        if self._alarmed_at is None and (self._mail.alarm or self._node.read("alarm") is not None):
+        if self._alarmed_at is None and (self._channel.alarm or self._node.read("alarm") is not None):
             self._alarmed_at = now
         self._collector.meet(now)
 
@@ -302,27 +310,27 @@ class Watch:
                 # One that ends well takes its file away, even where its last heartbeat was lost.
                 self._alarmed_at = now
                 self._node.post("alarm", "")
-                self._mail.send(ALARM, "")
+                self._channel.send(ALARM, "")
 
     def _look(self, now: float, still: float, limit: float) -> None:
-        """Take the verdict if this is the first leader that lives; otherwise wait for it."""
-        if self._mail.verdict is None and not self._mail.answers(self._silence):
+        """Write the hang report if this is the first leader that lives; otherwise wait for it."""
+        if self._channel.report is None and not self._channel.answers(self._silence):
             with contextlib.suppress(OSError, ValueError):
-                self._mail.verdict = json.loads((self.directory / "verdict.json").read_text())["text"]
-        if self._mail.verdict is not None:
-            self._end(self._mail.verdict)
+                self._channel.report = json.loads((self.directory / "report.json").read_text())["text"]
+        if self._channel.report is not None:
+            self._end(self._channel.report)
             return
         begun = self._moved + limit / 2 if self._lost_at is None else self._lost_at
-        if not self._leads or not self._collector.is_judge(now, begun):
+        if not self._leads or not self._collector.is_reporter(now, begun):
             return
-        own = RankRecord.from_json(self._record().as_json(self._doing.groups))
+        own = RankRecord.from_json(self._record().as_json(self._inspector.groups))
         records, here = (
             self._collector.everyone(now, own, self._lost_at is not None),
             self._collector.sees_all(),
         )
         patience, settled = self._silence + self.interval, True
-        if not here and self._mail.answers(self._silence):
-            if self._mail.rounds < self._collector.fresh:
+        if not here and self._channel.answers(self._silence):
+            if self._channel.rounds < self._collector.fresh:
                 return
             patience += 2 * self.interval  # until a leader that is gone counts as silent
             heard = now - self._collector.heard
@@ -340,33 +348,33 @@ class Watch:
             waiting = [record for record in records if record.state in ("running", "finished")]
             due = still > limit and settled and all(record.still > 0.8 * limit for record in waiting)
         if due:
-            self._take_verdict(records)
+            self._report(records)
 
-    def _take_verdict(self, records: Sequence[RankRecord]) -> None:
-        verdict = judge(records, self.world_size)
-        named = {*verdict.ranks, *verdict.waiting[:LISTED], self.rank}
+    def _report(self, records: Sequence[RankRecord]) -> None:
+        report = diagnose(records, self.world_size)
+        named = {*report.ranks, *report.waiting[:LISTED], self.rank}
         first = sorted(records, key=lambda record: (record.rank not in named, record.rank))[:MAX_RECORDS]
         content = {
             "time": time.time(),
-            **asdict(verdict),
+            **asdict(report),
             "records": [record.as_json() for record in sorted(first, key=lambda record: record.rank)],
         }
         try:
-            with open(self.directory / "verdict.json", "x") as file:
+            with open(self.directory / "report.json", "x") as file:
                 json.dump(content, file, indent=1)
         except FileExistsError:  # another rank was quicker
             return
-        except OSError:  # the verdict is on the screen at least
+        except OSError:  # the report is on the screen at least
             pass
-        print(f"fastmp: {verdict.text}\nfastmp: stacks are in {self.directory}", file=sys.stderr, flush=True)
-        self._mail.send(VERDICT, verdict.text)
-        self._mail.send(ALARM, "")
-        unable = verdict.ranks if verdict.kind in ("stopped", "silent") else ()
+        print(f"fastmp: {report.text}\nfastmp: stacks are in {self.directory}", file=sys.stderr, flush=True)
+        self._channel.send(REPORT, report.text)
+        self._channel.send(ALARM, "")
+        unable = report.ranks if report.kind in ("stopped", "silent") else ()
         alone = all(r.rank == self.rank or r.state not in ("running", "lost") for r in records)
         beats = (
             1 if self._collector.sees_all() else 3
         )  # for the leaders of other machines, then for their ranks
-        self._end(verdict.text, seconds=0.0 if alone else beats * self.interval + 0.5, unable=unable)
+        self._end(report.text, seconds=0.0 if alone else beats * self.interval + 0.5, unable=unable)
 
     def _kill(self, ranks: Iterable[int]) -> None:
         """End processes of this machine that cannot leave by themselves."""
@@ -381,9 +389,9 @@ class Watch:
 
         seconds: to wait for the others, for which this rank may serve the store. unable: ranks to be killed.
         """
-        self.verdict = text
-        self._node.post("verdict", text)
-        if self._leads and not seconds:  # the verdict may come from another machine, which cannot end them
+        self.report = text
+        self._node.post("report", text)
+        if self._leads and not seconds:  # the report may come from another machine, which cannot end them
             now = time.monotonic()
             there = self._node.hear(self._node.ranks(), now).items()
             here = [(rank, self._node.state(beat, now)) for rank, beat in there if not beat.away]
@@ -395,7 +403,7 @@ class Watch:
         time.sleep(seconds)
         self._kill(unable)
         if self._lost_at is None:
-            self._left, self._state, self._words = time.time(), "lost", "left on the verdict"
+            self._left, self._state, self._words = time.time(), "lost", "left after the hang report"
             self._write_own(self._content())
             self._away = True
             self._node.beat(self._content(), time.monotonic())
@@ -404,15 +412,15 @@ class Watch:
             sys.stderr.flush()
             os._exit(1)
         self._stop = True
-        self._judged.set()
+        self._reported.set()
 
     def _leave_calls(self, now: float) -> None:
         """Leave the collectives that all ranks compare next for the leader of this machine."""
         turn = int(self._next_calls / self._period)
         self._next_calls = self._after(time.time())
-        calls = compared(self._doing.recorded, self.world_size, turn)
+        calls = compared(self._inspector.recorded, self.world_size, turn)
         names = {call.group for call in calls}
-        groups = {name: ranks for name, ranks in self._doing.groups.items() if name in names}
+        groups = {name: ranks for name, ranks in self._inspector.groups.items() if name in names}
         self._node.post(
             f"calls-{self.rank}", json.dumps(replace(self._record(), calls=calls).as_json(groups))
         )
@@ -420,10 +428,10 @@ class Watch:
 
     def _compare(self, now: float) -> None:
         """Warn of ranks for which the others wait."""
-        self._compare_at, self._mail.gathered = None, ()
-        messages = [data for key, data in dict(self._mail.received).items() if key.startswith("calls-")]
+        self._compare_at, self._channel.gathered = None, ()
+        messages = [data for key, data in dict(self._channel.received).items() if key.startswith("calls-")]
         records = [RankRecord.from_json(content) for data in messages for content in unpack(data) or ()]
-        for late in latecomers(records):
+        for late in stragglers(records):
             if now - self._warned.get(late.rank, -WARN_SECONDS) >= WARN_SECONDS:
                 self._warned[late.rank] = now
                 record = next(record for record in records if record.rank == late.rank)

@@ -302,7 +302,7 @@ def test_names_of_the_former_package_warn_and_are_the_new_ones():
     for name in fastmp.parallel.__all__:
         with pytest.warns(DeprecationWarning, match=f"fastmp.parallel.{name} is now fastmp") as caught:
             found = getattr(fastmp.parallel, name)
-        _, package, _ = str(caught[0].message).rsplit(" ", 1)[1].split(".")
-        assert found is getattr(importlib.import_module(f"fastmp.{package}"), name)
+        _, package, new_name = str(caught[0].message).rsplit(" ", 1)[1].split(".")
+        assert found is getattr(importlib.import_module(f"fastmp.{package}"), new_name)
     with pytest.raises(AttributeError, match="no attribute 'parallel_state'"):
         fastmp.parallel.parallel_state  # noqa: B018

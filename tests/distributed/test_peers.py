@@ -29,7 +29,7 @@ from fastmp.distributed.exchange_layout import ExchangeLayout, row_capacity
 from fastmp.distributed.grid import RankGrid
 from fastmp.distributed.groups import ParallelGroups
 from fastmp.distributed.symmetric_memory import PeerMemory
-from fastmp.status import pulse
+from fastmp.status import process_status
 from fastmp.testing.ranks import RankError, run_ranks
 
 
@@ -248,7 +248,7 @@ def growing_case(rank, world):
     assert rows(1) == first
     views, graph = exchange.views, Captured()
     if rank == 1:
-        with pulse.capturing(graph):
+        with process_status.capturing(graph):
             assert rows(2) == first
     exchange.expect(9)
     with pytest.raises(ValueError, match="9 tokens of a rank are expected, but graphs hold the memory for 5"):
@@ -257,7 +257,10 @@ def growing_case(rank, world):
     graph.itself = graph  # for the garbage collector
     del graph
     exchange.expect(9)
-    with pulse.capturing(Captured()), pytest.raises(RuntimeError, match="run one batch eagerly first"):
+    with (
+        process_status.capturing(Captured()),
+        pytest.raises(RuntimeError, match="run one batch eagerly first"),
+    ):
         rows(1)
     exchange.expect(9)
     assert rows(1) == row_capacity(9, ep=world, etp=1, **sizes) and not exchange.views.rows.any()

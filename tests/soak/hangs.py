@@ -1,7 +1,7 @@
-"""Ways in which a job of several ranks stands still or loses a rank, as data, and what runs them.
+"""Ways in which a job of several ranks hangs or loses a rank, as data, and what runs them.
 
-Ranks are forked, walk through steps of collectives under a `Watch` with a short limit, and one of them goes
-wrong in its sixth step.
+Ranks are forked, walk through steps of collectives under a `Watchdog` with a short limit, and one of them
+goes wrong in its sixth step.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from fastmp.distributed.collectives import all_gather, all_reduce_
 from fastmp.distributed.runtime import main_guard
 from fastmp.distributed.symmetric_memory import PeerExchange
 from fastmp.ops.exchange import exchange_barrier
-from fastmp.status import pulse
+from fastmp.status import process_status
 from fastmp.watchdog import watchdog as watch
-from fastmp.watchdog.process_state import this_machine
-from fastmp.watchdog.watchdog import Watch
+from fastmp.watchdog.inspector import host_id
+from fastmp.watchdog.watchdog import Watchdog
 
 LIMIT = 2.0  # seconds without progress
 BAD_STEP, STEPS = 6, 12
@@ -46,9 +46,9 @@ UNHEARD = "finishes, and its last letter is lost"
 
 @dataclass(frozen=True)
 class Scenario:
-    """What one rank does in its sixth step, and the verdict on it.
+    """What one rank does in its sixth step, and the report on it.
 
-    kinds, ranks: of the verdict. op: of the call that it names. store: whose process serves the store, a
+    kinds, ranks: of the report. op: of the call that it names. store: whose process serves the store, a
     "launcher" or "rank 0". limit: seconds without progress after which the job is ended. machines: that the
     ranks believe to run on.
     """
@@ -106,9 +106,9 @@ SCENARIOS = [
     Scenario("sends what nobody receives", 2, 0, ("message",), "send", **BOTH),
     Scenario("receives what nobody sends", 4, 2, ("message",), "recv", ranks=(2, 3)),
     Scenario("slow", 4, 2, ("slow",), "all_reduce"),
-    Scenario("all are suspended and resumed", 2, 0, ("no verdict",), ""),
-    Scenario(UNHEARD, 2, 1, ("no verdict",), "", limit=60.0),
-    # Rank 0 leads the first machine, and takes verdicts; rank 2 leads the second one.
+    Scenario("all are suspended and resumed", 2, 0, ("no report",), ""),
+    Scenario(UNHEARD, 2, 1, ("no report",), "", limit=60.0),
+    # Rank 0 leads the first machine, and writes reports; rank 2 leads the second one.
     Scenario("sleeps", 4, 3, ("hung",), "all_reduce", machines=2),
     Scenario("stopped", 4, 0, ("stopped",), "all_reduce", machines=2),
     Scenario("stopped", 4, 2, ("stopped",), "all_reduce", machines=2),
@@ -127,10 +127,10 @@ SCENARIOS = [
 
 @dataclass(frozen=True)
 class Outcome:
-    """verdict: the content of its file; None if there is none. statuses: how the ranks ended. seconds: from
+    """report: the content of its file; None if there is none. statuses: how the ranks ended. seconds: from
     the fault until the last rank had ended. orphans: ranks that had to be killed. said: by rank."""
 
-    verdict: dict | None
+    report: dict | None
     statuses: list[int]
     seconds: float
     orphans: list[int]
@@ -139,20 +139,20 @@ class Outcome:
     def problems(self, scenario: Scenario) -> list[str]:
         """What is not as the scenario expects it."""
         found = [f"ranks {self.orphans} had to be killed"] if self.orphans else []
-        if scenario.kinds in (("slow",), ("no verdict",)):
+        if scenario.kinds in (("slow",), ("no report",)):
             warned = f"rank {scenario.rank} (" in self.said[0] and "is slow" in self.said[0]
-            warned = warned or scenario.kinds == ("no verdict",)
+            warned = warned or scenario.kinds == ("no report",)
             found += [] if warned else ["no warning"]
-            return found + ([] if not any(self.statuses) and self.verdict is None else ["it ended"])
-        if self.verdict is None:
-            return [*found, "no verdict"]
-        verdict, call = self.verdict, self.verdict["call"] or {"op": ""}
-        if verdict["kind"] not in scenario.kinds or tuple(verdict["ranks"]) != scenario.expected:
-            found.append(f"{verdict['kind']} by ranks {verdict['ranks']}: {verdict['text']}")
-        if call["op"] != scenario.op and not (scenario.ranks and scenario.op in verdict["text"]):
-            found.append(f"the call is {call['op']!r}: {verdict['text']}")
+            return found + ([] if not any(self.statuses) and self.report is None else ["it ended"])
+        if self.report is None:
+            return [*found, "no report"]
+        report, call = self.report, self.report["call"] or {"op": ""}
+        if report["kind"] not in scenario.kinds or tuple(report["ranks"]) != scenario.expected:
+            found.append(f"{report['kind']} by ranks {report['ranks']}: {report['text']}")
+        if call["op"] != scenario.op and not (scenario.ranks and scenario.op in report["text"]):
+            found.append(f"the call is {call['op']!r}: {report['text']}")
         if sum("stacks are in" in said for said in self.said) != 1:
-            found.append("the verdict was not printed once")
+            found.append("the report was not printed once")
         for rank, status in enumerate(self.statuses):
             if status == 0 and not (scenario.fault == "fewer steps" and rank == scenario.rank):
                 found.append(f"rank {rank} ended with status 0")
@@ -192,13 +192,13 @@ def run_scenario(scenario: Scenario, directory: Path) -> Outcome:
         os.kill(pids[rank], signal.SIGKILL)
         os.waitpid(pids[rank], 0)
     del store
-    verdict = None
+    report = None
     with suppress(FileNotFoundError):
-        verdict = json.loads((directory / "hang" / "verdict.json").read_text())
+        report = json.loads((directory / "hang" / "report.json").read_text())
     said = [(directory / f"said-{rank}").read_text() for rank in range(world_size)]
     began = float((directory / "fault").read_text()) if (directory / "fault").exists() else ended
     return Outcome(
-        verdict, [statuses.get(rank, -9) for rank in range(world_size)], ended - began, orphans, said
+        report, [statuses.get(rank, -9) for rank in range(world_size)], ended - began, orphans, said
     )
 
 
@@ -211,9 +211,9 @@ def _live(scenario: Scenario, rank: int, port: int, directory: Path) -> None:
     sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)
     sys.__stderr__ = sys.stderr
     if scenario.machines > 1:
-        _, start = this_machine()
+        _, start = host_id()
         of = f"machine {rank * scenario.machines // scenario.world_size} of {port}"
-        watch.this_machine = lambda: (of, start)
+        watch.host_id = lambda: (of, start)
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(scenario.world_size), "GLOO_SOCKET_IFNAME": "lo"}
     set_default_variables(TORCH_FR_BUFFER_SIZE="256")
     os._exit(main_guard(lambda: _train(scenario, rank, port, directory)))
@@ -228,28 +228,28 @@ def _train(scenario: Scenario, rank: int, port: int, directory: Path) -> None:
     )
     halves = [list(range(first, first + 2)) for first in range(0, world_size, 2)]
     tp = [dist.new_group(ranks, group_desc="tp") for ranks in halves][rank // 2]
-    pulse.step, pulse.phase = 1, "start"
+    process_status.step, process_status.phase = 1, "start"
     slow, views = scenario.fault == "slow", None
     if scenario.fault in (EXCHANGE, RAISES, SLEEPS):
         exchange = PeerExchange(dist.group.WORLD, etp=1, ep=world_size, etp_varies_first=True, timeout=60.0)
         views = exchange.reserve(torch.ones(1, 4), top_k=1, experts=world_size)
-    with Watch(directory / "hang", rank, world_size, scenario.limit, interval=0.2) as watching:
+    with Watchdog(directory / "hang", rank, world_size, scenario.limit, interval=0.2) as watching:
         for step in range(1, (30 if slow else STEPS) + 1):
             bad = rank == scenario.rank and step == BAD_STEP and scenario.fault != UNHEARD
             if bad:
                 (directory / "fault").write_text(str(time.time()))
             if bad and scenario.fault == "fewer steps":
                 return
-            pulse.step, pulse.phase = step, "data"
+            process_status.step, process_status.phase = step, "data"
             time.sleep(0.3 if slow and rank == scenario.rank else 0.1)
-            pulse.phase = "forward"
+            process_status.phase = "forward"
             if bad and not slow:
                 _fault(scenario, rank, tp, directory / "hang")
             else:
                 if views is not None:
                     exchange_barrier(views.flags, views.distances, views.rank, views.timeout)
                 _collectives(tp)
-            pulse.phase = "optimizer"
+            process_status.phase = "optimizer"
         if scenario.fault == UNHEARD and rank == scenario.rank:
             watching._publish = lambda: None
         elif scenario.fault == UNHEARD:
@@ -281,7 +281,7 @@ def _fault(scenario: Scenario, rank: int, tp: dist.ProcessGroup, hang: Path) -> 
             os.kill(pid, signal.SIGSTOP)
         _collectives(tp)
     elif fault in ("sleeps", SLEEPS):
-        pulse.phase = "data"
+        process_status.phase = "data"
         time.sleep(60)
     elif fault == "holds the interpreter":
         ctypes.PyDLL(None).sleep(60)
@@ -318,12 +318,12 @@ def run(quick: bool) -> soak.Outcome:
         with tempfile.TemporaryDirectory() as home:
             seen = run_scenario(scenario, Path(home))
         problems = seen.problems(scenario)
-        verdict = seen.verdict or {"kind": "a warning" if scenario.fault == "slow" else "none", "ranks": []}
+        report = seen.report or {"kind": "a warning" if scenario.fault == "slow" else "none", "ranks": []}
         outcome.rows.append(
             {
                 "scenario": scenario.name,
-                "verdict": verdict["kind"],
-                "ranks": verdict["ranks"],
+                "report": report["kind"],
+                "ranks": report["ranks"],
                 "right": not problems,
                 "seconds to the end": round(seen.seconds, 1),
                 "statuses": seen.statuses,

@@ -6,7 +6,7 @@ A soak script repeats something so often that rare faults show: kills, restarts,
     python tests/soak/inputs.py --quick    # the size of the test: seconds; writes nothing
 
 inputs      mutated token files, tokenizers, recipes and metrics are refused, or have a legal content
-hangs       jobs that stand still or lose a rank: the verdict is right, and all ranks leave in time
+hangs       jobs that stand still or lose a rank: the hang report is right, and all ranks leave in time
 reshard     checkpoints of 8 layouts, each loaded into the others
 damaged     mutated checkpoints load with the bits that were saved, or are refused, and nothing is loaded
 nonfinite   gradients that are not finite: the step is skipped on every rank, and nothing else changes

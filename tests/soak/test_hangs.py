@@ -1,4 +1,4 @@
-"""A job that stands still, or loses a rank, ends soon with the right verdict and leaves no process behind."""
+"""A job that stands still, or loses a rank, ends soon with the right report and leaves no process behind."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ pytestmark = pytest.mark.usefixtures("one_thread")
         for s in SCENARIOS
     ],
 )
-def test_the_verdict_is_right_and_the_job_ends(scenario, tmp_path):
+def test_the_report_is_right_and_the_job_ends(scenario, tmp_path):
     outcome = run_scenario(scenario, tmp_path)
     assert outcome.problems(scenario) == [], outcome
-    if outcome.verdict is None:  # only slow, or suspended
+    if outcome.report is None:  # only slow, or suspended
         assert not (tmp_path / "hang").exists()
         return
     again = explain(tmp_path)
-    assert again.startswith(outcome.verdict["text"])
+    assert again.startswith(outcome.report["text"])
     if "sleeps" in scenario.fault:  # its stack shows where
         stacks = (tmp_path / "hang" / f"rank-{scenario.rank:05d}.stacks").read_text()
         assert "in _fault" in stacks
@@ -37,7 +37,7 @@ def test_the_verdict_is_right_and_the_job_ends(scenario, tmp_path):
     assert flights and all("entries" in json.loads(path.read_text())[0] for path in flights)
 
 
-def test_the_command_prints_the_verdict_or_what_can_be_known_without_one(tmp_path, capsys):
+def test_the_command_prints_the_report_or_what_can_be_known_without_one(tmp_path, capsys):
     (tmp_path / "hang").mkdir()
     assert main(["hang", str(tmp_path)]) == 1 and "nothing in" in capsys.readouterr().out
     for rank, time in enumerate((100.0, 160.0)):
@@ -47,7 +47,9 @@ def test_the_command_prints_the_verdict_or_what_can_be_known_without_one(tmp_pat
     (tmp_path / "hang" / "rank-00000.stacks").write_text("Thread 1")
     assert main(["hang", str(tmp_path / "hang")]) == 0
     said = capsys.readouterr().out
-    assert "no rank has taken a verdict" in said and "rank 0 (host a, process 9), in step 4, data" in said
+    assert (
+        "no rank has written a hang report" in said and "rank 0 (host a, process 9), in step 4, data" in said
+    )
     assert "rank-00000.stacks" in said
 
 
@@ -57,7 +59,7 @@ RECORD = RankRecord(0, "a", 9).as_json()
 @pytest.mark.parametrize(
     ("name", "content"),
     [
-        *(("verdict.json", content) for content in ("{", "[]", "{}", "[" * 100_000)),
+        *(("report.json", content) for content in ("{", "[]", "{}", "[" * 100_000)),
         ("rank-00000.json", json.dumps({"time": "now", "record": RECORD})),
         *(
             ("rank-00000.json", json.dumps({"time": 1.0, "record": {**RECORD, **change}}))

@@ -24,7 +24,7 @@ from fastmp.distributed.groups import ParallelGroups
 from fastmp.nn import GPT, Placement
 from fastmp.ops.wgrad import WgradQueue, defer_wgrad
 from fastmp.optim.grad_buffers import GradBuffer
-from fastmp.status import pulse
+from fastmp.status import process_status
 from fastmp.tensor_parallel import fused_linear as fused
 from fastmp.tensor_parallel.fused_linear import is_fused
 from fastmp.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
@@ -279,7 +279,7 @@ def test_a_workspace_does_not_grow_under_a_graph(workspaces, op):
     run(1), run(B)  # grows as long as nothing is captured
     captured = run(B)
     graph = Captured()
-    with pulse.capturing(graph):
+    with process_status.capturing(graph):
         assert run(B) is captured
     small, needed = captured.nbytes, captured.nbytes // B * (B + 1)
     with pytest.raises(RuntimeError, match=rf"group tp would grow from {small} to {needed} bytes.*largest"):
@@ -295,7 +295,7 @@ def test_few_rows_are_gathered_by_multicast(workspaces):
     group, x = SimpleNamespace(group_name="tp", size=lambda: 4), torch.zeros(S, B, I)
     fused.gather_matmul(x, torch.zeros(I, O), group, keep=True)
     graph = Captured()
-    with pulse.capturing(graph):
+    with process_status.capturing(graph):
         fused.gather_matmul(x, torch.zeros(I, O), group, keep=True)
     with pytest.raises(RuntimeError, match=f"from {x.nbytes} to {4 * x.nbytes} bytes"):
         fused.gather_matmul(x, torch.zeros(I, O), group, keep=False)

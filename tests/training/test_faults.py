@@ -53,9 +53,9 @@ def test_a_rank_that_is_stopped_or_killed_ends_the_job_with_its_name(tmp_path, t
     rest = process.stdout.read()
     assert process.wait(timeout=60) not in (0, None), rest
     assert time.monotonic() - began < 4 + 3 + 5, rest  # and torchrun's own time
-    verdict = explain(tmp_path / "tiny")
-    assert f"Rank 1 (host {os.uname().nodename}, process {pids[1]}) {said}" in verdict
-    assert verdict.splitlines()[0] in rest and "Rank 0 waited in " in verdict
+    report = explain(tmp_path / "tiny")
+    assert f"Rank 1 (host {os.uname().nodename}, process {pids[1]}) {said}" in report
+    assert report.splitlines()[0] in rest and "Rank 0 waited in " in report
     assert not any(psutil.pid_exists(pid) for pid in pids)
 
 
@@ -77,7 +77,7 @@ def test_a_rank_that_dies_while_groups_are_made_ends_the_job(tmp_path, tokens, m
 
     make_groups = main.make_groups
     monkeypatch.setattr(ranks, "GRACE", 60.0)
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # for what the verdict leaves
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # for what the hang report leaves
     began = time.monotonic()
     with pytest.raises(ranks.RankError, match="died without a report") as error:
         ranks.run_ranks(rank_main, 2, timeout=90)

@@ -11,12 +11,12 @@ from contextlib import ExitStack
 import pytest
 import torch.distributed as dist
 
-from fastmp.watchdog.channel import JUDGE, Mail
+from fastmp.watchdog.channel import REPORTER, Channel
 from fastmp.watchdog.collector import Collector
 from fastmp.watchdog.heartbeat import heartbeat
+from fastmp.watchdog.inspector import _stat, host_id
 from fastmp.watchdog.leader import Leader
 from fastmp.watchdog.node import Node
-from fastmp.watchdog.process_state import _stat, this_machine
 from fastmp.watchdog.records import RankRecord, pack_ranks, unpack_ranks
 
 SILENCE, INTERVAL = 2.0, 1.0
@@ -30,9 +30,9 @@ class Process:
         self.start, self.rank, self.number = _stat(self.child.pid)[1], rank, 0
         self.node = Node(rank, (machine, self.start), SILENCE)
         self.node.join(token)
-        self.mail = Mail(INTERVAL, rank, world_size)
-        self.mail._store = store
-        self.leader = Leader(self.node, self.mail, world_size, INTERVAL)
+        self.channel = Channel(INTERVAL, rank, world_size)
+        self.channel._store = store
+        self.leader = Leader(self.node, self.channel, world_size, INTERVAL)
 
     def beat(self, now, looks=True, **changes):
         """Leave a heartbeat; as the leader of the machine, send its message too. Return True if it led."""
@@ -47,10 +47,10 @@ class Process:
         return leads
 
     def round(self):
-        out, self.mail._out = self.mail._out, {}
-        leader, self.mail._leader = self.mail._leader, None
-        self.mail._exchange(out, leader)
-        self.mail.rounds += 1
+        out, self.channel._out = self.channel._out, {}
+        leader, self.channel._leader = self.channel._leader, None
+        self.channel._exchange(out, leader)
+        self.channel.rounds += 1
 
 
 @pytest.fixture
@@ -86,8 +86,8 @@ def test_the_records_of_all_ranks_survive_the_loss_of_a_leader(job, tmp_path):
     job[2].child.kill()
     job[2].child.wait()
     assert job[3].beat(1.0, where="line 3")
-    collector = Collector(tmp_path, 4, job[0].node, job[0].mail, INTERVAL, SILENCE)
-    assert collector.is_judge(1.0, 0.0)
+    collector = Collector(tmp_path, 4, job[0].node, job[0].channel, INTERVAL, SILENCE)
+    assert collector.is_reporter(1.0, 0.0)
     assert job[0].beat(1.0, where="line 0")
     job[1].beat(1.0, where="line 1")
     own = RankRecord(0)
@@ -100,17 +100,17 @@ def test_the_records_of_all_ranks_survive_the_loss_of_a_leader(job, tmp_path):
     assert late[3].state == "silent" and late[2].state == "gone"
 
 
-def test_the_lowest_leader_that_lives_takes_the_verdict(job, tmp_path):
+def test_the_lowest_live_leader_writes_the_report(job, tmp_path):
     for rank in job:
         rank.beat(0.0)
-    first, second = (Collector(tmp_path, 4, job[r].node, job[r].mail, INTERVAL, SILENCE) for r in (0, 2))
+    first, second = (Collector(tmp_path, 4, job[r].node, job[r].channel, INTERVAL, SILENCE) for r in (0, 2))
     for now in (0.0, 1.0, 2.0, 3.0):
-        assert first.is_judge(now, 0.0) and not second.is_judge(now, 0.0)
+        assert first.is_reporter(now, 0.0) and not second.is_reporter(now, 0.0)
         for rank in (job[0], job[2]):
             rank.round()
-    store = job[0].mail._store
-    assert store.get(JUDGE).split()[0] == b"0"
-    taken = [second.is_judge(now, 0.0) for now in (3.5, 4.5, 5.5, 6.5, 7.5, 8.5, 9.5)]  # rank 0 is gone
+    store = job[0].channel._store
+    assert store.get(REPORTER).split()[0] == b"0"
+    taken = [second.is_reporter(now, 0.0) for now in (3.5, 4.5, 5.5, 6.5, 7.5, 8.5, 9.5)]  # rank 0 is gone
     assert taken == sorted(taken) and not taken[0] and taken[-1]
 
 
@@ -123,12 +123,12 @@ def test_one_directory_is_left_by_nobody_and_swept_where_all_were_killed(job):
         rank.child.kill()
         rank.child.wait()
     # 1. Machine 1 may be a container with the same memory: its process numbers say nothing here.
-    new = Node(9, ("machine 0", this_machine()[1]), SILENCE)
+    new = Node(9, ("machine 0", host_id()[1]), SILENCE)
     new.join(uuid.uuid4().hex)
     new.leave(0.0)
     assert not place.exists() and other.exists()
     # 2. It sweeps its own directory.
-    new = Node(9, ("machine 1", this_machine()[1]), SILENCE)
+    new = Node(9, ("machine 1", host_id()[1]), SILENCE)
     new.join(uuid.uuid4().hex)
     new.leave(0.0)
     assert not other.exists()
@@ -161,8 +161,8 @@ def test_packed_groups_of_absurd_size_are_refused():
 
 def test_a_heartbeat_is_sent_after_the_message_that_it_announces():
     """Who reads a new version number between the two takes the old message for the new one."""
-    mail = Mail(INTERVAL, 0, 2)
-    mail.send("beat-0", "1 0 0 0.0")
-    mail.send("message-0", b"new")
-    mail.send("beat-0", "2 1 0 0.0")
-    assert list(mail._out.items()) == [("message-0", b"new"), ("beat-0", b"2 1 0 0.0")]
+    channel = Channel(INTERVAL, 0, 2)
+    channel.send("beat-0", "1 0 0 0.0")
+    channel.send("message-0", b"new")
+    channel.send("beat-0", "2 1 0 0.0")
+    assert list(channel._out.items()) == [("message-0", b"new"), ("beat-0", b"2 1 0 0.0")]

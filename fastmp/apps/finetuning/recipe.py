@@ -62,7 +62,7 @@ class FinetuneConfig(Checked):
     run_dir: str = option("runs", "directory of all names")
     log_interval: int = option(50, "steps between two lines of the log")
     save_interval: int = option(1000, "steps between two checkpoints; one more at the end; 0: none")
-    stall_seconds: float = option(300.0, "no progress for so long ends the job with a verdict; 0: never")
+    stall_seconds: float = option(300.0, "no progress for so long ends the job with a hang report; 0: never")
 
     def _problems(self) -> Iterator[str]:
         yield from self._not_positive("seq_len", "stride", "max_answer_length", "micro_batch_size")

@@ -36,7 +36,7 @@ from fastmp.training.metrics import RunInfo, TrainLog
 from fastmp.training.microbatches import PipelineLoss
 from fastmp.training.stopping import StopRequests
 from fastmp.training.trainer import DTYPES, Trainer
-from fastmp.watchdog.watchdog import Watch
+from fastmp.watchdog.watchdog import Watchdog
 
 __all__ = ["Runs", "on_first"]
 
@@ -183,7 +183,7 @@ class _Run:
         if runtime.world_size == 1 or not seconds:
             return nullcontext()
         dist.barrier()  # the first rank has made the directory
-        return Watch(self.directory / "hang", runtime.rank, runtime.world_size, seconds, note=log.note)
+        return Watchdog(self.directory / "hang", runtime.rank, runtime.world_size, seconds, note=log.note)
 
     def _after_epoch(self, step: int, log: TrainLog) -> None:
         """Note the metrics after `step` steps, if an epoch but the last has just ended."""

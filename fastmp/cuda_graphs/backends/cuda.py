@@ -35,7 +35,7 @@ from torch.utils._pytree import tree_leaves
 
 from fastmp.cuda_graphs.backends.base import RandomStreams
 from fastmp.cuda_graphs.errors import CaptureError
-from fastmp.status import pulse
+from fastmp.status import process_status
 
 __all__ = ["CudaBackend", "CudaGraph"]
 
@@ -212,7 +212,7 @@ class CudaGraph:
         collects = gc.isenabled()
         gc.disable()  # a graph that is collected while another is captured would end the capture
         try:
-            with torch.cuda.stream(stream), self._kept(), pulse.capturing(self):
+            with torch.cuda.stream(stream), self._kept(), process_status.capturing(self):
                 torch.cuda.current_blas_handle()  # its workspace is not to be in the pool
                 reads = _Reads(self.backend.made, stream.device)
                 with self._recorded(), reads:

@@ -28,7 +28,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from fastmp.cuda_graphs.backends.base import RandomStreams
 from fastmp.cuda_graphs.errors import CaptureError
 from fastmp.cuda_graphs.op_inspection import OpWatch, where
-from fastmp.status import pulse
+from fastmp.status import process_status
 
 __all__ = ["CaptureError", "Pool", "RecordedGraph", "RecordingBackend"]
 
@@ -179,7 +179,7 @@ class RecordedGraph:
         if self._ops:
             raise CaptureError("graph: it is captured already; make another graph")
         self.ends = self._places()
-        with _Reads(), _Recorder(self), pulse.capturing(self):
+        with _Reads(), _Recorder(self), process_status.capturing(self):
             yield
         for stream, place in self._places().items():
             if place != self.ends[stream]:

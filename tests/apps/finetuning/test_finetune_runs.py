@@ -321,7 +321,7 @@ def test_ranks_go_on_with_the_next_run_where_one_diverges(folder):
         assert [each.metrics for each in found] == [None, None]
 
     run_ranks(case, 2)
-    assert not list((folder / "runs").glob("*/*/hang/verdict*"))
+    assert not list((folder / "runs").glob("*/*/hang/report*"))
 
 
 @pytest.mark.parametrize(

@@ -21,10 +21,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fastmp.status import pulse
+from fastmp.status import process_status
 from fastmp.watchdog.records import MESSAGES, Call, RankRecord, calls_kept, pack_ranks
 
-__all__ = ["Doing", "crash", "flight_records", "process_state", "this_machine"]
+__all__ = ["ProcessInspector", "crash", "flight_records", "process_state", "host_id"]
 
 _C10D = os.path.join("torch", "distributed", "distributed_c10d.py")
 _TORCH = os.path.dirname(torch.__file__) + os.sep
@@ -41,7 +41,7 @@ def flight_records(entries: bool = True) -> list[str]:
     return [text.decode() if isinstance(text, bytes) else text for text in texts]
 
 
-def this_machine() -> tuple[str, int]:
+def host_id() -> tuple[str, int]:
     """What tells this machine and its space of process numbers from others; and this process's start."""
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
@@ -71,7 +71,7 @@ def _stat(pid: int) -> tuple[str, int]:
     return fields[0], int(fields[19])
 
 
-class Doing:
+class ProcessInspector:
     """Follows this process: `counts` is cheap, `update` reads the flight record and costs milliseconds.
 
     `recorded` are all collectives of the flight record that was read last, `groups` the packed ranks of each
@@ -90,7 +90,7 @@ class Doing:
 
     def counts(self) -> list[str]:
         """Change whenever a collective or an exchange is begun or done."""
-        exchange = pulse.exchange()
+        exchange = process_status.exchange()
         return [*flight_records(entries=False), str(exchange and exchange.numbers())]
 
     def update(self, error: BaseException | None = None) -> None:
@@ -133,7 +133,7 @@ class Doing:
             if not path.startswith(_TORCH) and not path.startswith("<"):
                 self._where = place(path, line, frame.f_code.co_name)
                 break
-        message, exchange = pulse.message, self._exchange()
+        message, exchange = process_status.message, self._exchange()
         if exchange is not None:
             self._inside = exchange
         elif message is not None:
@@ -150,7 +150,7 @@ class Doing:
 
     def _exchange(self) -> Call | None:
         """See how far this process has come in exchanges through shared memory, and which one it waits in."""
-        memory = pulse.exchange()
+        memory = process_status.exchange()
         if memory is None:
             return None
         begun, done = memory.numbers()
@@ -165,8 +165,8 @@ class Doing:
         return RankRecord(
             host=socket.gethostname(),
             pid=os.getpid(),
-            step=pulse.step,
-            phase=str(pulse.phase),
+            step=process_status.step,
+            phase=str(process_status.phase),
             where=self._where,
             inside=self._inside,
             calls=self._calls,

@@ -1,4 +1,4 @@
-"""The verdict on a job that stands still, from records alone: by a table, and on random programs."""
+"""The report on a job that stands still, from records alone: by a table, and on random programs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fastmp.watchdog.diagnosis import judge, latecomers
+from fastmp.watchdog.diagnosis import diagnose, stragglers
 from fastmp.watchdog.records import Call, RankRecord, calls_kept
 
 WORLD, TP = "world 0", ("tp 1", "tp 2")
@@ -58,25 +58,23 @@ GONE, FAILED = {"state": "gone", "left": 5.0}, {"state": "failed", "left": 4.0, 
     ],
 )
 def test_a_table_of_causes(changes, kind, ranks, said):
-    verdict = judge(job(**changes), 4)
-    assert (verdict.kind, verdict.ranks, verdict.step) == (kind, ranks, 7)
-    assert said in verdict.text and str(job()[ranks[0]]) in verdict.text.replace("Rank", "rank")
-    assert verdict.call is not None and verdict.call.group == WORLD and verdict.call.number == 5
+    report = diagnose(job(**changes), 4)
+    assert (report.kind, report.ranks, report.step) == (kind, ranks, 7)
+    assert said in report.text and str(job()[ranks[0]]) in report.text.replace("Rank", "rank")
+    assert report.call is not None and report.call.group == WORLD and report.call.number == 5
     if kind not in ("mismatch", "failed") and len(ranks) == 1:
-        assert (
-            verdict.waiting == (0, 1, 3) and "Ranks 0, 1 and 3 waited in all_reduce number 5" in verdict.text
-        )
+        assert report.waiting == (0, 1, 3) and "Ranks 0, 1 and 3 waited in all_reduce number 5" in report.text
 
 
 def test_a_rank_of_which_nothing_was_ever_seen_is_named():
-    verdict = judge([record for record in job() if record.rank != 2], 4)
-    assert (verdict.kind, verdict.ranks) == ("unseen", (2,)) and "never shown a sign of life" in verdict.text
+    report = diagnose([record for record in job() if record.rank != 2], 4)
+    assert (report.kind, report.ranks) == ("unseen", (2,)) and "never shown a sign of life" in report.text
 
 
 def test_exchanges_may_have_other_sizes_on_every_rank():
     exchange = call("all_to_all", size=9, began=2.0)
     records = [replace(r, calls=(replace(exchange, sizes=((r.rank,),)),)) for r in job()]
-    assert judge(records, 4).kind == "hung"
+    assert diagnose(records, 4).kind == "hung"
 
 
 def test_two_ranks_that_differ_are_both_named_unless_other_groups_show_who_is_right():
@@ -88,8 +86,8 @@ def test_two_ranks_that_differ_are_both_named_unless_other_groups_show_who_is_ri
         replace(record, calls=(pair(TP[record.rank // 2], sizes[record.rank]),), inside=None)
         for record in job()
     ]
-    assert judge(records, 4).ranks == (3,)
-    assert judge(records[2:], 2).ranks == (2, 3)
+    assert diagnose(records, 4).ranks == (3,)
+    assert diagnose(records[2:], 2).ranks == (2, 3)
 
 
 def test_records_survive_json():
@@ -137,15 +135,15 @@ def test_the_rank_that_stays_away_is_found_in_any_program(drawn):
         )
         for rank in own
     ]  # fmt: skip
-    verdict = judge(records, world_size)
+    report = diagnose(records, world_size)
     if any(inside.values()):
-        assert (verdict.kind, verdict.ranks) == ("hung", (culprit,))
-        call = verdict.call
+        assert (report.kind, report.ranks) == ("hung", (culprit,))
+        call = report.call
         assert culprit in groups[call.group] and call.number == begun[culprit][call.group] + 1
         if any(culprit in groups[c.group] and set(groups[c.group]) == set(own) for c in inside.values() if c):
             assert call.group == own[culprit][stays]  # whoever is in all groups shows their order
     else:
-        assert verdict.kind == "unknown"
+        assert report.kind == "unknown"
 
 
 def test_a_latecomer_is_named_with_its_delay():
@@ -154,17 +152,17 @@ def test_a_latecomer_is_named_with_its_delay():
         return RankRecord(rank, calls=calls, groups=GROUPS)
 
     records = [record(rank, 0.9 if rank == 3 else 0.01 * rank) for rank in range(4)]
-    (late,) = latecomers(records)
+    (late,) = stragglers(records)
     assert late.rank == 3 and late.share == pytest.approx(4 * 0.88 / 7.0, rel=0.02)
-    assert latecomers([record(rank, 0.01 * rank) for rank in range(4)]) == []
+    assert stragglers([record(rank, 0.01 * rank) for rank in range(4)]) == []
     burst = [replace(r, calls=r.calls[:1]) for r in records]  # such as those of a save
-    assert latecomers(burst) == []
+    assert stragglers(burst) == []
 
 
 def test_without_a_flight_record_the_calls_that_ranks_are_in_have_to_do():
     bare = {"calls": (), "begun": {}}
-    verdict = judge([replace(record, **bare) for record in job()], 4)
-    assert (verdict.kind, verdict.ranks, verdict.waiting) == ("hung", (2,), (0, 1, 3))
+    report = diagnose([replace(record, **bare) for record in job()], 4)
+    assert (report.kind, report.ranks, report.waiting) == ("hung", (2,), (0, 1, 3))
 
 
 def test_hosts_that_wait_for_their_device_are_in_no_call_and_go_by_what_they_have_begun():
@@ -173,9 +171,9 @@ def test_hosts_that_wait_for_their_device_are_in_no_call_and_go_by_what_they_hav
     calls = (call(began=1.0), call(number=6, began=2.0))
     ahead = {"inside": None, "calls": calls, "begun": {WORLD: 6, TP[0]: 7, TP[1]: 7}}
     records = [replace(record, **(behind if record.rank == 2 else ahead)) for record in job()]
-    verdict = judge(records, 4)
-    assert (verdict.kind, verdict.ranks) == ("hung", (2,))
-    assert verdict.call.number == 5 and "It did not join all_reduce number 5 of group world 0" in verdict.text
+    report = diagnose(records, 4)
+    assert (report.kind, report.ranks) == ("hung", (2,))
+    assert report.call.number == 5 and "It did not join all_reduce number 5 of group world 0" in report.text
 
 
 @pytest.mark.parametrize("number", [7, -(2**31), 0])
@@ -187,8 +185,8 @@ def test_numbers_of_exchanges_wrap(number):
         return RankRecord(rank, inside=inside, begun={group: begun}, groups={group: (0, 1)})
 
     for inside in (Call("exchange", group, number), None):
-        verdict = judge([record(0, number, inside), record(1, last)], 2)
-        assert (verdict.kind, verdict.ranks) == ("hung", (1,))
+        report = diagnose([record(0, number, inside), record(1, last)], 2)
+        assert (report.kind, report.ranks) == ("hung", (1,))
 
 
 def large_record(rank, world_size, shared, tp=8, pp=16):
@@ -222,15 +220,15 @@ def large_record(rank, world_size, shared, tp=8, pp=16):
 @pytest.mark.parametrize(
     ("world_size", "seconds"), [(4096, 20.0), pytest.param(16_384, 60.0, marks=pytest.mark.full)]
 )
-def test_a_verdict_on_thousands_of_ranks_takes_seconds(world_size, seconds):
+def test_thousands_of_ranks_are_diagnosed_in_seconds(world_size, seconds):
     """Limits are over ten times what it takes. To compare all pairs of ranks took 4 minutes at 4,096."""
     shared: dict[tuple[int, ...], tuple[int, ...]] = {}
     records = [large_record(rank, world_size, shared) for rank in range(world_size)]
     begin = time.perf_counter()
-    verdict = judge(records, world_size)
+    report = diagnose(records, world_size)
     assert time.perf_counter() - begin < seconds
-    assert (verdict.kind, verdict.ranks) == ("hung", (world_size // 2,))
-    assert len(verdict.text) < 2000
+    assert (report.kind, report.ranks) == ("hung", (world_size // 2,))
+    assert len(report.text) < 2000
 
 
 def test_a_record_does_not_grow_with_the_world():
