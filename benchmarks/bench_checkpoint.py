@@ -39,7 +39,7 @@ from fastmp.nn import GPT
 from fastmp.testing.ranks import run_ranks
 from fastmp.training.checkpoint.checkpointer import Checkpointer
 from fastmp.training.checkpoint.files import tensor_bytes
-from fastmp.training.checkpoint.storage import Parts
+from fastmp.training.checkpoint.storage import ShardedTensorRef
 from fastmp.training.language import token_loss
 from fastmp.training.trainer import Trainer
 
@@ -102,10 +102,10 @@ class Storages:
 
             return _timed(run)
 
-        parts = {name: Parts.whole(tensor) for name, tensor in self.state.items()}
+        shards = {name: ShardedTensorRef.whole(tensor) for name, tensor in self.state.items()}
         return {
             "raw": kept("raw", write),
-            "fastmp": _timed(lambda: self.fastmp.save(1, parts, {})),
+            "fastmp": _timed(lambda: self.fastmp.save(1, shards, {})),
             "safetensors": kept("safetensors", lambda path: save_file(self.state, path)),
             "torch dcp": kept("dcp", lambda path: dcp.save(dict(self.state), checkpoint_id=path)),
             "torch.save": kept("torch", lambda path: torch.save(self.state, path)),
@@ -131,10 +131,10 @@ class Storages:
         def load_torch() -> None:
             torch.load(self.directory / "torch", weights_only=True)
 
-        parts = {name: Parts.whole(tensor) for name, tensor in self.into.items()}
+        shards = {name: ShardedTensorRef.whole(tensor) for name, tensor in self.into.items()}
         rivals = {
             "raw": ("raw", load_raw),
-            "fastmp": ("fastmp", lambda: self.fastmp.load(parts)),
+            "fastmp": ("fastmp", lambda: self.fastmp.load(shards)),
             "safetensors": ("safetensors", load_safetensors),
             "torch dcp": ("dcp", load_dcp),
             "torch.load": ("torch", load_torch),
@@ -180,7 +180,7 @@ def steps(directory: Path, *, interval: int, count: int, asleep: bool) -> dict[s
         name: _trainer(config, directory, name, asleep) for name in ("alone", "asynchronous", "synchronous")
     }
     saved = trainers["alone"].saving.state.to_save().values()
-    size = sum(part.nbytes for tensor in saved for _, part in tensor.parts)
+    size = sum(shard.nbytes for tensor in saved for _, shard in tensor.shards)
     for trainer in trainers.values():
         trainer.train_step()
         trainer.save()  # its buffer is there from now on
@@ -208,12 +208,12 @@ def memory(directory: Path, size: int) -> dict[str, float]:
     """Loading into two ranks what one has saved: what a rank takes beside its tensors, in whole tensors."""
     shape = (2048, size // (4 * 2048 * 8))
     names = [f"model/layers.{i}.weight" for i in range(8)]
-    Checkpointer(directory).save(1, {name: Parts.whole(torch.randn(shape)) for name in names}, {})
+    Checkpointer(directory).save(1, {name: ShardedTensorRef.whole(torch.randn(shape)) for name in names}, {})
 
     def rank_main(rank: int, world_size: int, dim: int) -> int:
         own = [n // world_size if i == dim else n for i, n in enumerate(shape)]
         at = tuple(rank * n if i == dim else 0 for i, n in enumerate(own))
-        state = {name: Parts(shape, torch.float32, [(at, torch.zeros(own))]) for name in names}
+        state = {name: ShardedTensorRef(shape, torch.float32, [(at, torch.zeros(own))]) for name in names}
         checkpointer = Checkpointer(directory, groups=ParallelGroups.create(RankGrid(world_size=world_size)))
         before = _resident("VmRSS")
         Path("/proc/self/clear_refs").write_text("5")  # the peak is counted from here

@@ -34,7 +34,7 @@ from fastmp.distributed.grid import RankGrid
 from fastmp.distributed.groups import ParallelGroups
 from fastmp.distributed.runtime import fresh_store
 from fastmp.nn import GPT, Placement
-from fastmp.training.checkpoint.storage import Parts, SaveParts
+from fastmp.training.checkpoint.storage import ShardedTensorRef, ShardSavePlanner
 from fastmp.training.language import token_loss
 from fastmp.training.trainer import Trainer
 from fastmp.watchdog.channel import Channel
@@ -296,16 +296,16 @@ def checkpoint_plan(world_size: int) -> dict[str, float]:
     for rank in range(world_size):
         shard = torch.empty(16, device="meta")
         state = {
-            f"optimizer/layers.{item}.mlp.weight/exp_avg": Parts(
+            f"optimizer/layers.{item}.mlp.weight/exp_avg": ShardedTensorRef(
                 (16 * world_size,), torch.float32, [((16 * rank,), shard)]
             )
             for item in range(ITEMS)
         }
-        planner = SaveParts()
+        planner = ShardSavePlanner()
         planner.set_up_planner(state)
         plans.append(planner.create_local_plan())
     begin = time.process_time()
-    SaveParts().create_global_plan(plans)
+    ShardSavePlanner().create_global_plan(plans)
     return {"plan_seconds": time.process_time() - begin}
 
 

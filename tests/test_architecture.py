@@ -47,7 +47,7 @@ STDLIB_ONLY = """
     fastmp.pipeline.messages fastmp.pipeline.stream_schedule fastmp.optim.flat_layout fastmp.distributed.grid
     fastmp.distributed.exchange_layout fastmp.watchdog.heartbeat fastmp.watchdog.records
     fastmp.watchdog.diagnosis fastmp.cuda_graphs.buffer_plan fastmp.cuda_graphs.scope
-    fastmp.training.checkpoint.boxes fastmp.apps.cli fastmp.apps.plan fastmp.apps.signals
+    fastmp.training.checkpoint.chunks fastmp.apps.cli fastmp.apps.plan fastmp.apps.signals
     fastmp.apps.first_rank fastmp.apps.finetuning.formats fastmp.apps.finetuning.metrics
     fastmp.apps.finetuning.results fastmp.apps.finetuning.selection fastmp.apps.finetuning.tasks
     fastmp.apps.evaluation.journal fastmp.apps.evaluation.lambada fastmp.apps.evaluation.report

@@ -109,7 +109,7 @@ def inspect_command(options: Namespace) -> int:
     if options.tensors is not None:
         for name, tensor in sorted(manifest.tensors.items()):
             if options.tensors in name:
-                print(f"{name}  {tensor.dtype} {list(tensor.shape)}  {len(tensor.parts)} parts")
+                print(f"{name}  {tensor.dtype} {list(tensor.shape)}  {len(tensor.shards)} shards")
         return 0
     finite = "" if manifest.finite else ", with numbers that are not finite"
     print(f"{path}: step {manifest.step}{finite}")

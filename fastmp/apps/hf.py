@@ -19,7 +19,7 @@ from fastmp.hf.families import family_of
 from fastmp.hf.stored import CONFIG, is_transformers, read_config
 from fastmp.hf.verify import verify
 from fastmp.hf.weights import FILE_BYTES, TransformersReader, export_weights, json_bytes
-from fastmp.training.checkpoint.boxes import Box, whole_box
+from fastmp.training.checkpoint.chunks import TensorChunk, full_chunk
 from fastmp.training.checkpoint.directory import checkpoint_at, whole_manifest
 from fastmp.training.checkpoint.files import verify as verify_files
 from fastmp.training.checkpoint.reshard import write_again
@@ -94,7 +94,7 @@ def import_command(options: Namespace) -> None:
     reader = TransformersReader(source, ignored=options.ignore)
     if options.verify:
         print(verify(source, reader, reader.config))
-    size = sum(each.bytes(whole_box(each.shape)) for each in reader.manifest.tensors.values())
+    size = sum(each.bytes(full_chunk(each.shape)) for each in reader.manifest.tensors.values())
     checkpoint = write_again(reader, _pieces(reader), out, files=max(1, -(-size // FILE_BYTES)))
     write_synced(out / "recipe.toml", recipe_text(reader.config, source, checkpoint).encode())
     print(f"{checkpoint}: {reader.kind}, {len(reader.manifest.tensors)} tensors, {size / 2**30:.2f} GiB")
@@ -148,14 +148,14 @@ def _check_new(out: Path) -> None:
         raise ValueError(f"{out} exists already; name a new directory")
 
 
-def _pieces(reader: CheckpointReader) -> Iterator[tuple[str, Box]]:
+def _pieces(reader: CheckpointReader) -> Iterator[tuple[str, TensorChunk]]:
     """All tensors whole, but for those of experts, which are large: one expert at a time."""
     for name, tensor in reader.manifest.tensors.items():
         if ".experts." not in name:
-            yield name, whole_box(tensor.shape)
+            yield name, full_chunk(tensor.shape)
             continue
         for e in range(tensor.shape[0]):
-            yield name, Box((e, *(0,) * (len(tensor.shape) - 1)), (1, *tensor.shape[1:]))
+            yield name, TensorChunk((e, *(0,) * (len(tensor.shape) - 1)), (1, *tensor.shape[1:]))
 
 
 def recipe_text(config: GPTConfig, source: Path, checkpoint: Path) -> str:

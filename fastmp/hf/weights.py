@@ -39,12 +39,12 @@ from fastmp.hf.stored import (
 from fastmp.hf.tables import FAMILIES, FUSED
 from fastmp.nn import GPT, Bert, Placement
 from fastmp.tensor_parallel.attributes import parallel_attributes
-from fastmp.training.checkpoint.boxes import Box, whole_box
 from fastmp.training.checkpoint.checkpointer import described
-from fastmp.training.checkpoint.compare import read_parts
-from fastmp.training.checkpoint.files import BoxReader, Form, write_tensors
-from fastmp.training.checkpoint.format import DTYPES, Manifest, Part, SavedTensor
-from fastmp.training.checkpoint.storage import CheckpointReader, Parts
+from fastmp.training.checkpoint.chunks import TensorChunk, full_chunk
+from fastmp.training.checkpoint.compare import fill_shards
+from fastmp.training.checkpoint.files import ChunkReader, TensorSpec, write_tensors
+from fastmp.training.checkpoint.format import DTYPES, Manifest, SavedShard, SavedTensor
+from fastmp.training.checkpoint.storage import CheckpointReader, ShardedTensorRef
 
 __all__ = ["TransformersReader", "check_family", "export_weights", "own_tensors"]
 
@@ -58,10 +58,10 @@ class Link(NamedTuple):
     squeezed: theirs lacks our first dimension, which is that of experts. transposed: it has columns for rows.
     """
 
-    ours: Box
+    ours: TensorChunk
     name: str
     shape: Shape
-    theirs: Box
+    theirs: TensorChunk
     squeezed: bool = False
     transposed: bool = False
 
@@ -70,13 +70,13 @@ class Link(NamedTuple):
         ours = ours.squeeze(0) if self.squeezed else ours
         return ours.t() if self.transposed else ours
 
-    def inside(self, box: Box) -> Box:
+    def inside(self, box: TensorChunk) -> TensorChunk:
         """Where `box`, counted from our box, lies in their tensor."""
         first = 1 if self.squeezed else 0
         offsets, sizes = box.offsets[first:], box.sizes[first:]
         if self.transposed:
             offsets, sizes = offsets[::-1], sizes[::-1]
-        return Box(tuple(a + b for a, b in zip(self.theirs.offsets, offsets)), sizes)
+        return TensorChunk(tuple(a + b for a, b in zip(self.theirs.offsets, offsets)), sizes)
 
 
 def own_tensors(config: GPTConfig) -> dict[str, Shape]:
@@ -112,15 +112,15 @@ def links(kind: str, config: GPTConfig, name: str, shape: Shape, *, fused: bool 
         rows = shape[1] // len(names)
         for e in range(shape[0]):
             for i, each in enumerate(names):
-                box = Box((e, i * rows, 0), (1, rows, shape[2]))
+                box = TensorChunk((e, i * rows, 0), (1, rows, shape[2]))
                 their: Shape = (rows, shape[2])
-                yield Link(box, each.format(e=e), their, whole_box(their), squeezed=True)
+                yield Link(box, each.format(e=e), their, full_chunk(their), squeezed=True)
     else:
         rows = shape[0] // len(names)
         for i, each in enumerate(names):
-            box = Box((i * rows, *(0,) * (len(shape) - 1)), (rows, *shape[1:]))
+            box = TensorChunk((i * rows, *(0,) * (len(shape) - 1)), (rows, *shape[1:]))
             their = box.sizes[::-1] if transposed else box.sizes
-            yield Link(box, each, their, whole_box(their), transposed=transposed)
+            yield Link(box, each, their, full_chunk(their), transposed=transposed)
 
 
 def _attention(config: GPTConfig, names: list[str], shape: Shape, transposed: bool) -> Iterator[Link]:
@@ -132,9 +132,9 @@ def _attention(config: GPTConfig, names: list[str], shape: Shape, transposed: bo
         rows = heads * D
         whole = (shape[0] if len(names) == 1 else groups * rows, *rest)
         for g in range(groups):
-            ours = Box(((g * (queries + 2) + start) * D, *zero), (rows, *rest))
+            ours = TensorChunk(((g * (queries + 2) + start) * D, *zero), (rows, *rest))
             at = ((before if len(names) == 1 else 0) + g * rows, *zero)
-            box = Box(at[::-1], ours.sizes[::-1]) if transposed else Box(at, ours.sizes)
+            box = TensorChunk(at[::-1], ours.sizes[::-1]) if transposed else TensorChunk(at, ours.sizes)
             their = whole[::-1] if transposed else whole
             yield Link(ours, names[i % len(names)], their, box, transposed=transposed)
         before += groups * rows
@@ -196,7 +196,7 @@ class TransformersReader(CheckpointReader):
                     f"{path}: {link.name} has shape {list(stored.shape)}, {CONFIG} says {list(link.shape)}"
                 )
             dtypes.add(stored.dtype)
-            parts.append(Part(link.ours, stored.file, stored.start, 0))
+            parts.append(SavedShard(link.ours, stored.file, stored.start, 0))
             self._links[f"model/{name}", link.ours.offsets] = link
         if len(dtypes) > 1:
             raise ValueError(f"{path}: {', '.join(sorted(dtypes))} in what is one tensor here, {name}")
@@ -232,14 +232,17 @@ class TransformersReader(CheckpointReader):
     @torch.no_grad()
     def _read_items(self, file: str, wanted: Sequence[Any], planner: Any) -> None:
         with opened(self.directory / file) as source:
-            reader = BoxReader(source)
-            for part, item in wanted:
-                name, box = item.storage_index.fqn, Box(tuple(item.storage_offsets), tuple(item.lengths))
-                link = self._links[name, part.box.offsets]
+            reader = ChunkReader(source)
+            for shard, item in wanted:
+                name, box = (
+                    item.storage_index.fqn,
+                    TensorChunk(tuple(item.storage_offsets), tuple(item.lengths)),
+                )
+                link = self._links[name, shard.chunk.offsets]
                 there = link.inside(box)
                 out = planner.resolve_tensor(item).detach()
                 own = torch.empty(there.sizes, dtype=DTYPES[self.manifest.tensors[name].dtype])
-                reader.read(part.start, link.shape, there, own)
+                reader.read(shard.start, link.shape, there, own)
                 link.view(out).copy_(own)
                 planner.commit_tensor(item, out)
 
@@ -276,7 +279,7 @@ def export_weights(
     """
     reader, kind = CheckpointReader(checkpoint), family_of(config)
     theirs = _their_tensors(reader, kind, config)
-    forms = [Form(name, DTYPES[dtype], shape) for name, (dtype, shape, _) in theirs.items()]
+    forms = [TensorSpec(name, DTYPES[dtype], shape) for name, (dtype, shape, _) in theirs.items()]
     staging = out.with_name(f"{out.name}.staging")
     shutil.rmtree(staging, ignore_errors=True)
     staging.mkdir(parents=True)
@@ -320,7 +323,9 @@ def _their_tensors(
     return found
 
 
-def _write(directory: Path, forms: Sequence[Form], read: Callable[[Form], Tensor]) -> dict[str, str]:
+def _write(
+    directory: Path, forms: Sequence[TensorSpec], read: Callable[[TensorSpec], Tensor]
+) -> dict[str, str]:
     """Write tensors to files of at most `FILE_BYTES`, or of one tensor; returns the file of each."""
     groups, names = _in_files(forms), dict[str, str]()
     for number, group in enumerate(groups):
@@ -331,11 +336,11 @@ def _write(directory: Path, forms: Sequence[Form], read: Callable[[Form], Tensor
     return names
 
 
-def _nth(forms: Sequence[Form], read: Callable[[Form], Tensor], number: int) -> Tensor:
+def _nth(forms: Sequence[TensorSpec], read: Callable[[TensorSpec], Tensor], number: int) -> Tensor:
     return read(forms[number])
 
 
-def _in_files(forms: Sequence[Form]) -> list[list[int]]:
+def _in_files(forms: Sequence[TensorSpec]) -> list[list[int]]:
     groups, left = [list[int]()], FILE_BYTES
     for i, form in enumerate(forms):
         if groups[-1] and form.bytes > left:
@@ -346,7 +351,7 @@ def _in_files(forms: Sequence[Form]) -> list[list[int]]:
     return groups
 
 
-def _read(reader: CheckpointReader, form: Form, pieces: _Pieces) -> Tensor:
+def _read(reader: CheckpointReader, form: TensorSpec, pieces: _Pieces) -> Tensor:
     """One tensor of theirs, put together from boxes of ours."""
     out = torch.empty(tuple(form.shape), dtype=form.dtype)
     of_ours: dict[str, list[tuple[Shape, Tensor]]] = {}
@@ -355,7 +360,7 @@ def _read(reader: CheckpointReader, form: Form, pieces: _Pieces) -> Tensor:
         view = view.t() if link.transposed else view
         of_ours.setdefault(name, []).append((link.ours.offsets, view.unsqueeze(0) if link.squeezed else view))
     for name, parts in of_ours.items():
-        read_parts(reader, name, Parts(reader.manifest.tensors[name].shape, form.dtype, parts))
+        fill_shards(reader, name, ShardedTensorRef(reader.manifest.tensors[name].shape, form.dtype, parts))
     return out
 
 

@@ -11,7 +11,7 @@ from fastmp.distributed.groups import ParallelGroups
 from fastmp.testing.ranks import run_ranks
 from fastmp.training.checkpoint.checkpointer import Checkpointer
 from fastmp.training.checkpoint.format import read_manifest
-from fastmp.training.checkpoint.storage import Parts
+from fastmp.training.checkpoint.storage import ShardedTensorRef
 
 WEIGHT = torch.arange(24.0).view(4, 6)
 
@@ -23,7 +23,7 @@ def save(directory, step=1, **changes):
         "optimizer/weight/exp_avg": WEIGHT / 7,
         "random/rank-0/cpu": torch.tensor(3),
     }
-    state = {name: Parts.whole(tensor) for name, tensor in {**found, **changes}.items()}
+    state = {name: ShardedTensorRef.whole(tensor) for name, tensor in {**found, **changes}.items()}
     return Checkpointer(directory, keep=0).save(step, state, {"tokens": 5})
 
 
@@ -32,13 +32,13 @@ def save_in_shards(directory):
 
     def rank_main(rank, world_size):
         state = {
-            "model/weight": Parts(
+            "model/weight": ShardedTensorRef(
                 (4, 6), WEIGHT.dtype, [((0, 3 * rank), WEIGHT[:, 3 * rank : 3 * rank + 3])]
             ),
-            "optimizer/weight/exp_avg": Parts(
+            "optimizer/weight/exp_avg": ShardedTensorRef(
                 (4, 6), WEIGHT.dtype, [((2 * rank, 0), WEIGHT[2 * rank : 2 * rank + 2] / 7)]
             ),
-            f"random/rank-{rank}/cpu": Parts.whole(torch.tensor(rank)),
+            f"random/rank-{rank}/cpu": ShardedTensorRef.whole(torch.tensor(rank)),
         }
         groups = ParallelGroups.create(RankGrid(world_size=world_size, tp=2))
         Checkpointer(directory, groups=groups).save(1, state, {"tokens": 5})
@@ -72,7 +72,7 @@ def test_inspect_says_what_there_is(tmp_path, capsys):
     assert f'{tmp_path}/step-00000001: step 1\nlayout {{"cp": 1, "dp": 1,' in said
     assert "optimizer/*/exp_avg             1 tensors             24 numbers   96 bytes" in said
     assert main(["checkpoint", "inspect", str(tmp_path), "--tensors", "model"]) == 0
-    assert capsys.readouterr().out == "model/weight  F32 [4, 6]  1 parts\n"
+    assert capsys.readouterr().out == "model/weight  F32 [4, 6]  1 shards\n"
 
 
 @pytest.mark.parametrize("files", [1, 2])
@@ -83,7 +83,7 @@ def test_shards_written_again_as_whole_tensors_are_equal(tmp_path, files, capsys
     assert capsys.readouterr().out == f"{path}\n"
     manifest = read_manifest(path)
     assert len(manifest.files) == files and all(
-        len(tensor.parts) == 1 for tensor in manifest.tensors.values()
+        len(tensor.shards) == 1 for tensor in manifest.tensors.values()
     )
     assert main(["checkpoint", "diff", str(source), str(path), "--random"]) == 0
     assert capsys.readouterr().out == "equal, bit for bit\n"

@@ -38,7 +38,7 @@ from fastmp.testing.ranks import run_ranks
 from fastmp.training.checkpoint.checkpointer import Checkpointer, described
 from fastmp.training.checkpoint.compare import differences, read_tensor
 from fastmp.training.checkpoint.directory import checkpoint_at
-from fastmp.training.checkpoint.state import parameter_parts
+from fastmp.training.checkpoint.state import param_shards
 from fastmp.training.checkpoint.weights import load_weights
 from fastmp.training.metrics import read_metrics
 
@@ -470,7 +470,7 @@ def layout_case(rank, world, name, sizes, path):
     on = Placement(groups, rng=RngTracker(1, tp_rank=group_rank(groups.tp)))
     stages = (gpt_stages if reader.config.bert is None else bert_stages)(reader.config, on)
     load_weights(reader, reader.config, stages, groups)
-    state = {f"model/{name}": parameter_parts(param, groups) for name, param in named_parameters(stages)}
+    state = {f"model/{name}": param_shards(param, groups) for name, param in named_parameters(stages)}
     Checkpointer(path / "ours", groups=groups, **described(reader.config)).save(3, state, {})
 
 

@@ -18,7 +18,7 @@ from fastmp.hf import weights as transformers_weights
 from fastmp.hf.families import to_transformers
 from fastmp.hf.weights import check_family, export_weights
 from fastmp.training.checkpoint.checkpointer import Checkpointer
-from fastmp.training.checkpoint.storage import Parts
+from fastmp.training.checkpoint.storage import ShardedTensorRef
 
 FAMILIES = {"gpt2": "GPT2", **{family.lower(): family for family in transformers_reference.FAMILIES}}
 
@@ -38,7 +38,7 @@ def export(family, tmp_path, variant=None):
     weights = reference["weights"]
     if not reference["config"].tie_embeddings:
         weights.setdefault("output_layer.weight", weights["word_embedding.weight"].clone())
-    state = {f"model/{name}": Parts.whole(tensor) for name, tensor in weights.items()}
+    state = {f"model/{name}": ShardedTensorRef.whole(tensor) for name, tensor in weights.items()}
     path = Checkpointer(tmp_path / "checkpoints").save(1, state, {})
     return export_weights(path, reference["config"], tmp_path / "weights"), reference, bundle
 

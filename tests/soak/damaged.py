@@ -28,7 +28,7 @@ from fastmp.distributed.grid import RankGrid
 from fastmp.distributed.groups import ParallelGroups
 from fastmp.testing.ranks import run_ranks
 from fastmp.training.checkpoint.checkpointer import Checkpointer
-from fastmp.training.checkpoint.storage import Parts
+from fastmp.training.checkpoint.storage import ShardedTensorRef
 
 OPENING = b'{"crc32": %d, "manifest": '
 
@@ -49,9 +49,9 @@ def save(directory: Path, seed: int) -> Path:
 
     def rank_main(rank: int, world_size: int) -> None:
         state = {
-            name: Parts.whole(tensor)
+            name: ShardedTensorRef.whole(tensor)
             if tensor.ndim < 2
-            else Parts((6, 4), tensor.dtype, [((3 * rank, 0), tensor[3 * rank : 3 * rank + 3])])
+            else ShardedTensorRef((6, 4), tensor.dtype, [((3 * rank, 0), tensor[3 * rank : 3 * rank + 3])])
             for name, tensor in make_tensors(seed).items()
         }
         groups = ParallelGroups.create(RankGrid(world_size=world_size))
@@ -142,7 +142,7 @@ class Checkpoints:
     def _load(self, path: Path) -> dict[str, torch.Tensor]:
         """Load it; where it is refused, nothing has been loaded."""
         found = {name: torch.zeros_like(tensor) for name, tensor in make_tensors(1).items()}
-        state = {name: Parts.whole(tensor) for name, tensor in found.items()}
+        state = {name: ShardedTensorRef.whole(tensor) for name, tensor in found.items()}
         try:
             Checkpointer(path.parent).load(state, {"tokens": 0}, path=path)
         except ValueError:

@@ -77,8 +77,8 @@ def saved_tensors(trainer):
     found = dict(random)
     for name, tensor in state.items():
         if name not in random and not name.startswith("counts/"):
-            for at, part in tensor.parts:
-                found[name if len(tensor.parts) == 1 else f"{name} at {at}"] = part
+            for at, part in tensor.shards:
+                found[name if len(tensor.shards) == 1 else f"{name} at {at}"] = part
     return found
 
 

@@ -9,6 +9,6 @@ __getattr__, __dir__, __all__ = exports(
     {
         "checkpointer": "Checkpointer Loaded described",
         "format": "CheckpointError",
-        "storage": "CheckpointReader CheckpointWriter Parts",
+        "storage": "CheckpointReader CheckpointWriter ShardedTensorRef",
     },
 )

@@ -32,7 +32,12 @@ from fastmp.training.checkpoint import directory as names
 from fastmp.training.checkpoint import load as loading
 from fastmp.training.checkpoint.format import File, Manifest, SavedTensor
 from fastmp.training.checkpoint.staging import Staging
-from fastmp.training.checkpoint.storage import CheckpointWriter, Parts, PlansDiffer, SaveParts
+from fastmp.training.checkpoint.storage import (
+    CheckpointWriter,
+    PlansDiffer,
+    ShardedTensorRef,
+    ShardSavePlanner,
+)
 
 __all__ = ["Checkpointer", "Loaded", "Note", "described"]
 
@@ -110,17 +115,22 @@ class Checkpointer:
         self._threads: tuple[ThreadPoolExecutor, ThreadPoolExecutor] | None = None  # that save, that follow
         self._saving: Future[Path] | None = None
         self._staging = Staging()
-        self._planner = SaveParts(self._staging.copy)
+        self._planner = ShardSavePlanner(self._staging.copy)
         self._notes = list[Note]()
         self._failures = 0  # saves in a row
         self._open()
 
     def start_save(
-        self, step: int, state: Mapping[str, Parts], scalars: Mapping[str, Any], *, alone: bool = False
+        self,
+        step: int,
+        state: Mapping[str, ShardedTensorRef],
+        scalars: Mapping[str, Any],
+        *,
+        alone: bool = False,
     ) -> None:
         """Begin to save the state after `step` steps; see `wait_staged`, `wait` and `notes`.
 
-        state: {name: this rank's parts of a tensor of the whole model}. Every element must be on some rank;
+        state: {name: this rank's shards of a tensor of the whole model}. Every element must be on some rank;
             ranks that have the same box have equal numbers in it. scalars: JSON-able, equal on all ranks.
         alone: the caller does nothing before it has waited for the save.
 
@@ -167,7 +177,7 @@ class Checkpointer:
         notes, self._notes = self._notes, []
         return notes
 
-    def save(self, step: int, state: Mapping[str, Parts], scalars: Mapping[str, Any]) -> Path:
+    def save(self, step: int, state: Mapping[str, ShardedTensorRef], scalars: Mapping[str, Any]) -> Path:
         """Save as `start_save`, and wait for it."""
         self.start_save(step, state, scalars, alone=True)
         path = self.wait()
@@ -263,7 +273,7 @@ class Checkpointer:
         return self.directory / str(metadata.storage_data)
 
     def _save_planned(self, writer: CheckpointWriter) -> Metadata:
-        """Save by the plan of the save before; by a new one where a rank has other parts now."""
+        """Save by the plan of the save before; by a new one where a rank has other shards now."""
         options: dict[str, Any] = {"storage_writer": writer, "planner": self._planner}
         options |= {"process_group": self._group, "no_dist": self._group is None}
         try:
@@ -276,7 +286,7 @@ class Checkpointer:
 
     def load(
         self,
-        state: Mapping[str, Parts],
+        state: Mapping[str, ShardedTensorRef],
         scalars: Mapping[str, Any] = NO_SCALARS,
         *,
         optional: frozenset[str] = frozenset(),
@@ -310,9 +320,9 @@ class Checkpointer:
         facts: dict[str, Any] = {"description": self.description, "defaults": self.defaults}
         loading.check(self._group, chosen, manifest, state, **facts, scalars=scalars, optional=optional)
         wanted = {
-            name: parts
-            for name, parts in state.items()
-            if name not in optional or loading.form(manifest.tensors.get(name)) == loading.form(parts)
+            name: ref
+            for name, ref in state.items()
+            if name not in optional or loading.form(manifest.tensors.get(name)) == loading.form(ref)
         }
         loading.agree(self._group, lambda: loading.read(chosen, manifest, wanted))
         missing = frozenset(state.keys() - wanted.keys())

@@ -9,23 +9,23 @@ import torch
 from torch import Tensor
 
 from fastmp.training.checkpoint.format import DTYPES
-from fastmp.training.checkpoint.storage import CheckpointReader, LoadParts, Parts
+from fastmp.training.checkpoint.storage import CheckpointReader, ShardedTensorRef, ShardLoadPlanner
 
-__all__ = ["differences", "read_parts", "read_tensor"]
+__all__ = ["differences", "fill_shards", "read_tensor"]
 
 
 def read_tensor(reader: CheckpointReader, name: str) -> Tensor:
     """One tensor of a checkpoint, whole, on the CPU."""
     saved = reader.manifest.tensors[name]
     tensor = torch.empty(saved.shape, dtype=DTYPES[saved.dtype])
-    read_parts(reader, name, Parts.whole(tensor))
+    fill_shards(reader, name, ShardedTensorRef.whole(tensor))
     return tensor
 
 
-def read_parts(reader: CheckpointReader, name: str, parts: Parts) -> None:
-    """Fill parts of one tensor of a checkpoint."""
-    planner = LoadParts()
-    planner.set_up_planner({name: parts}, reader.read_metadata([name]))
+def fill_shards(reader: CheckpointReader, name: str, ref: ShardedTensorRef) -> None:
+    """Read into the shards of one tensor of a checkpoint."""
+    planner = ShardLoadPlanner()
+    planner.set_up_planner({name: ref}, reader.read_metadata([name]))
     reader.read_data(planner.create_local_plan(), planner)
 
 

@@ -17,12 +17,12 @@ from torch import Tensor
 
 from fastmp.config.files import open_regular
 from fastmp.host import HOST
-from fastmp.training.checkpoint.boxes import Box, halves
+from fastmp.training.checkpoint.chunks import TensorChunk, split_in_two
 from fastmp.training.checkpoint.format import DTYPES, CheckpointError, File, Manifest
 
 __all__ = [
-    "BoxReader",
-    "Form",
+    "ChunkReader",
+    "TensorSpec",
     "PlacedTensor",
     "dtype_code",
     "opened",
@@ -62,7 +62,7 @@ class PlacedTensor(NamedTuple):
     finite: bool
 
 
-class Form(NamedTuple):
+class TensorSpec(NamedTuple):
     """A tensor before it is there."""
 
     name: str
@@ -76,7 +76,7 @@ class Form(NamedTuple):
 
 def write_tensors(
     path: Path,
-    forms: Sequence[Form],
+    forms: Sequence[TensorSpec],
     tensor: Callable[[int], Tensor],
     metadata: Mapping[str, str] | None = None,
 ) -> tuple[File, list[PlacedTensor]]:
@@ -152,7 +152,7 @@ def opened(path: Path) -> Iterator[OpenFile]:
 
 def verify(path: Path, manifest: Manifest, files: Iterable[str]) -> None:
     """Check every byte of these files of the checkpoint `path`; CheckpointError says what is damaged."""
-    of_files, work = manifest.parts(), list[tuple[Path, list[_Piece]]]()
+    of_files, work = manifest.shards_by_file(), list[tuple[Path, list[_Piece]]]()
     for name in files:
         file = manifest.files[name]
         with opened(path / name) as opened_file:
@@ -160,7 +160,7 @@ def verify(path: Path, manifest: Manifest, files: Iterable[str]) -> None:
         if size != file.bytes:
             raise CheckpointError(f"{path / name} has {size} bytes, {file.bytes} were written")
         pieces = [_Piece("its header", 0, file.header_bytes, file.header_crc32)]
-        pieces += [_Piece(tensor, part.start, size, part.crc32) for tensor, part, size in of_files[name]]
+        pieces += [_Piece(tensor, shard.start, size, shard.crc32) for tensor, shard, size in of_files[name]]
         share, left = list[_Piece](), _SHARE
         for piece in pieces:
             share.append(piece)
@@ -204,36 +204,36 @@ def _read(file: OpenFile, target: memoryview, start: int) -> None:
         target, start = target[got:], start + got
 
 
-class BoxReader:
-    """Reads boxes of tensors from a file, with one buffer for what cannot go straight to where it belongs."""
+class ChunkReader:
+    """Read chunks of tensors from a file, with one buffer for bytes that cannot be read into place."""
 
     def __init__(self, file: OpenFile) -> None:
         self._file, self._buffer = file, torch.empty(0, dtype=torch.uint8)
 
-    def read(self, start: int, sizes: Sequence[int], box: Box, out: Tensor) -> None:
-        """Read a box of a tensor of shape `sizes`, whose bytes begin at `start`, into `out`, of its shape.
+    def read(self, start: int, sizes: Sequence[int], chunk: TensorChunk, out: Tensor) -> None:
+        """Read a chunk of a tensor of shape `sizes`, whose bytes begin at `start`, into `out`, of its shape.
 
         Where that is possible, the bytes go to the memory of `out`. Else all from the first element of the
-        box to its last are read into the buffer, or those of one half after the other.
+        chunk to its last are read into the buffer, or those of one half after the other.
         """
-        if not box.numel:
+        if not chunk.numel:
             return
         strides, n = list[int](), 1
         for size in reversed(sizes):
             strides.insert(0, n)
             n *= size
-        first = sum(at * stride for at, stride in zip(box.offsets, strides))
-        elements = 1 + sum((size - 1) * stride for size, stride in zip(box.sizes, strides))
+        first = sum(at * stride for at, stride in zip(chunk.offsets, strides))
+        elements = 1 + sum((size - 1) * stride for size, stride in zip(chunk.sizes, strides))
         at, size = start + first * out.itemsize, elements * out.itemsize
-        if elements == box.numel and out.device.type == "cpu" and out.is_contiguous():
+        if elements == chunk.numel and out.device.type == "cpu" and out.is_contiguous():
             _read(self._file, tensor_bytes(out), at)
         elif size > _BUFFER and elements > 1:
-            dim = next(dim for dim, length in enumerate(box.sizes) if length > 1)
-            for half, own in zip(halves(box, dim), out.chunk(2, dim), strict=True):
+            dim = next(dim for dim, length in enumerate(chunk.sizes) if length > 1)
+            for half, own in zip(split_in_two(chunk, dim), out.chunk(2, dim), strict=True):
                 self.read(start, sizes, half, own)
         else:
             if self._buffer.numel() < size:
                 self._buffer = torch.empty(max(size, _BUFFER), dtype=torch.uint8)
             content = self._buffer[:size]
             _read(self._file, tensor_bytes(content), at)
-            out.copy_(content.view(out.dtype).as_strided(box.sizes, strides))
+            out.copy_(content.view(out.dtype).as_strided(chunk.sizes, strides))

@@ -4,11 +4,11 @@
         manifest.json            all that is known of the checkpoint
         rank-00000.safetensors   what rank 0 wrote, and so on
 
-The manifest says what tensors of the whole model there are, and in which file the bytes of each part of a
-tensor lie. It has a CRC-32 of itself, of the header of every file and of every part: no byte of a checkpoint
+The manifest says what tensors of the whole model there are, and in which file the bytes of each shard of a
+tensor lie. It has a CRC-32 of itself, of the header of every file and of every shard: no byte of a checkpoint
 goes unchecked. That finds damage. It is no signature: who can write to a checkpoint can change it.
 
-Reading is strict. A name that is not one of a plain file here, a part outside of its tensor or its file, two
+Reading is strict. A name that is not one of a plain file here, a shard outside of its tensor or its file, two
 that overlap, bytes that belong to nothing: all are a `CheckpointError` that names the file.
 """
 
@@ -31,16 +31,17 @@ from typing import Any, NamedTuple
 import torch
 
 from fastmp.config.files import read_file
-from fastmp.training.checkpoint.boxes import Box
+from fastmp.training.checkpoint.chunks import TensorChunk
 
 __all__ = [
-    "DTYPES", "MANIFEST", "CheckpointError", "File", "Manifest", "Part", "SavedTensor", "check_directory",
-    "check_tiled", "check_types", "file_name", "is_finite", "read_manifest", "write_manifest",
+    "DTYPES", "MANIFEST", "CheckpointError", "File", "Manifest", "SavedShard", "SavedTensor",
+    "check_directory", "check_tiled", "check_types", "file_name", "is_finite", "read_manifest",
+    "write_manifest",
 ]  # fmt: skip
 
 FORMAT = 2
 MANIFEST = "manifest.json"
-LARGEST_MANIFEST = 1 << 27  # bytes: two million parts or more
+LARGEST_MANIFEST = 1 << 27  # bytes: two million shards or more
 LONGEST_NAME = 1000  # characters of a tensor's name
 DIMENSIONS = 64  # at most, as in torch
 LIMIT = 1 << 62  # below it is every number, and the bytes of a tensor without its empty dimensions
@@ -68,10 +69,10 @@ class File:
     header_crc32: int
 
 
-class Part(NamedTuple):
-    """A box of a tensor: where its bytes begin in which file, and their CRC-32."""
+class SavedShard(NamedTuple):
+    """A chunk of a tensor: where its bytes begin in which file, and their CRC-32."""
 
-    box: Box
+    chunk: TensorChunk
     file: str
     start: int
     crc32: int
@@ -83,10 +84,10 @@ class SavedTensor:
 
     dtype: str
     shape: tuple[int, ...]
-    parts: tuple[Part, ...]
+    shards: tuple[SavedShard, ...]
 
-    def bytes(self, box: Box) -> int:
-        return box.numel * DTYPES[self.dtype].itemsize
+    def bytes(self, chunk: TensorChunk) -> int:
+        return chunk.numel * DTYPES[self.dtype].itemsize
 
 
 @dataclass(frozen=True)
@@ -105,14 +106,14 @@ class Manifest:
     files: dict[str, File]
     tensors: dict[str, SavedTensor]
 
-    def parts(self) -> dict[str, list[tuple[str, Part, int]]]:
-        """{file: [(tensor, part, its bytes)]}, as they lie there; an empty one before what begins with it."""
-        found: dict[str, list[tuple[str, Part, int]]] = {name: [] for name in self.files}
+    def shards_by_file(self) -> dict[str, list[tuple[str, SavedShard, int]]]:
+        """Return {file: [(tensor name, shard, bytes)]} in the order of the bytes; empty shards come first."""
+        found: dict[str, list[tuple[str, SavedShard, int]]] = {name: [] for name in self.files}
         for name, tensor in self.tensors.items():
-            for part in tensor.parts:
-                found[part.file].append((name, part, tensor.bytes(part.box)))
+            for shard in tensor.shards:
+                found[shard.file].append((name, shard, tensor.bytes(shard.chunk)))
         return {
-            file: sorted(parts, key=lambda each: (each[1].start, each[2])) for file, parts in found.items()
+            file: sorted(shards, key=lambda each: (each[1].start, each[2])) for file, shards in found.items()
         }
 
 
@@ -137,11 +138,11 @@ def write_manifest(manifest: Manifest) -> bytes:
     lines = [f"{json.dumps(key)}: {json.dumps(value, sort_keys=True)}" for key, value in opening.items()]
     tensors = []
     for name, tensor in sorted(manifest.tensors.items()):
-        parts = [
-            [numbers[part.file], part.start, part.crc32, part.box.offsets, part.box.sizes]
-            for part in sorted(tensor.parts, key=lambda part: part.box)
+        shards = [
+            [numbers[shard.file], shard.start, shard.crc32, shard.chunk.offsets, shard.chunk.sizes]
+            for shard in sorted(tensor.shards, key=lambda shard: shard.chunk)
         ]
-        tensors.append(f"{json.dumps(name)}: {json.dumps([tensor.dtype, tensor.shape, parts])}")
+        tensors.append(f"{json.dumps(name)}: {json.dumps([tensor.dtype, tensor.shape, shards])}")
     lines.append('"tensors": {\n' + ",\n".join(tensors) + "\n}")
     body = ("{\n" + ",\n".join(lines) + "\n}").encode()
     if len(body) > LARGEST_MANIFEST - 100:
@@ -226,11 +227,11 @@ def _manifest(values: dict[str, Any]) -> Manifest:
     entries = values["tensors"]  # an entry takes more memory than what is made of it: none is kept
     tensors = {name: _tensor(name, entries.pop(name), order) for name in list(entries)}
     manifest = Manifest(**{name: values[name] for name in _FIELDS}, files=files, tensors=tensors)
-    for name, parts in manifest.parts().items():
+    for name, shards in manifest.shards_by_file().items():
         end = files[name].header_bytes
-        for tensor, part, size in parts:
-            if part.start != end:
-                raise _Wrong(f"{tensor} begins at byte {part.start} of {name}, where {end} is expected")
+        for tensor, shard, size in shards:
+            if shard.start != end:
+                raise _Wrong(f"{tensor} begins at byte {shard.start} of {name}, where {end} is expected")
             end += size
         if end != files[name].bytes:
             raise _Wrong(f"{name} has {files[name].bytes} bytes, of which {end} belong to tensors")
@@ -259,27 +260,27 @@ def _file(name: str, entry: Any) -> File:
 def _tensor(name: str, entry: Any, files: Sequence[str]) -> SavedTensor:
     _check_name(name, _Wrong)
     if type(entry) is not list or len(entry) != 3 or type(entry[2]) is not list:
-        raise _Wrong(f"{name}: its entry must be dtype, shape and parts")
+        raise _Wrong(f"{name}: its entry must be dtype, shape and shards")
     dtype, shape = entry[0], _counts(f"the shape of {name}", entry[1])
     if type(dtype) is not str or dtype not in DTYPES:
         raise _Wrong(f"{name}: unknown dtype {short(dtype)}")
-    parts = tuple(_part(name, each, files, len(shape)) for each in entry[2])
-    check_tiled(name, shape, [part.box for part in parts], _Wrong)
-    return SavedTensor(dtype, shape, parts)
+    shards = tuple(_shard(name, each, files, len(shape)) for each in entry[2])
+    check_tiled(name, shape, [shard.chunk for shard in shards], _Wrong)
+    return SavedTensor(dtype, shape, shards)
 
 
-def _part(name: str, entry: Any, files: Sequence[str], dims: int) -> Part:
+def _shard(name: str, entry: Any, files: Sequence[str], dims: int) -> SavedShard:
     if type(entry) is not list or len(entry) != 5 or not type(entry[3]) is type(entry[4]) is list:
-        raise _Wrong(f"{name}: a part must be file, start, checksum, offsets and sizes, got {short(entry)}")
+        raise _Wrong(f"{name}: a shard must be file, start, checksum, offsets and sizes, got {short(entry)}")
     file, start, crc32, offsets, sizes = entry
     if len(offsets) != dims or len(sizes) != dims:
-        raise _Wrong(f"{name}: a part of {len(offsets)} and {len(sizes)} dimensions, the tensor has {dims}")
+        raise _Wrong(f"{name}: a shard of {len(offsets)} and {len(sizes)} dimensions, the tensor has {dims}")
     for value in (file, start, crc32, *offsets, *sizes):
         if type(value) is not int or not 0 <= value < LIMIT:
-            raise _Wrong(f"a part of {name} must have numbers from 0 to below 2^62, got {short(value)}")
+            raise _Wrong(f"a shard of {name} must have numbers from 0 to below 2^62, got {short(value)}")
     if file >= len(files):
-        raise _Wrong(f"{name}: a part lies in file {file} of {len(files)}")
-    return Part(Box(tuple(offsets), tuple(sizes)), files[file], start, crc32)
+        raise _Wrong(f"{name}: a shard lies in file {file} of {len(files)}")
+    return SavedShard(TensorChunk(tuple(offsets), tuple(sizes)), files[file], start, crc32)
 
 
 def _check_name(name: str, error: type[ValueError]) -> None:
@@ -290,39 +291,43 @@ def _check_name(name: str, error: type[ValueError]) -> None:
         )
 
 
-def check_tiled(name: str, shape: Sequence[int], boxes: Sequence[Box], error: type[ValueError]) -> None:
-    """Raise `error` where a checkpoint cannot have a tensor of this name and shape, or `boxes` are not all
+def check_tiled(
+    name: str, shape: Sequence[int], chunks: Sequence[TensorChunk], error: type[ValueError]
+) -> None:
+    """Raise `error` where a checkpoint cannot have a tensor of this name and shape, or `chunks` are not all
     of it, each element once."""
     _check_name(name, error)
     widest = max(dtype.itemsize for dtype in DTYPES.values())
     if len(shape) > DIMENSIONS or prod(n or 1 for n in shape) * widest >= LIMIT:
         raise error(f"{name}: its shape {short(tuple(shape))} has too many dimensions or elements")
     there = 0
-    for offsets, sizes in boxes:
+    for offsets, sizes in chunks:
         for at, size, n in zip(offsets, sizes, shape):
             if at + size > n:
-                raise error(f"{name}: a part at {offsets} of size {sizes} is outside of {tuple(shape)}")
+                raise error(f"{name}: a shard at {offsets} of size {sizes} is outside of {tuple(shape)}")
         there += prod(sizes)
     if there != prod(shape):
         raise error(
-            f"{name}: its parts have {there} elements, the tensor of shape {tuple(shape)} {prod(shape)}"
+            f"{name}: its shards have {there} elements, the tensor of shape {tuple(shape)} {prod(shape)}"
         )
-    if len({offsets for offsets, _ in boxes}) < len(boxes):  # else an empty one could stand for another
-        raise error(f"{name}: parts overlap or are empty where another one begins")
-    if len(boxes) > 1 and there:
-        _check_apart(name, shape, boxes, error)
+    if len({offsets for offsets, _ in chunks}) < len(chunks):  # else an empty one could stand for another
+        raise error(f"{name}: shards overlap or are empty where another one begins")
+    if len(chunks) > 1 and there:
+        _check_apart(name, shape, chunks, error)
 
 
-def _check_apart(name: str, shape: Sequence[int], boxes: Sequence[Box], error: type[ValueError]) -> None:
-    """Count the corners of boxes, with the sign by which each adds to the number of boxes at a place.
+def _check_apart(
+    name: str, shape: Sequence[int], chunks: Sequence[TensorChunk], error: type[ValueError]
+) -> None:
+    """Count the corners of chunks, with the sign by which each adds to the number of chunks at a place.
 
-    Boxes are the whole, each element once, if and only if all corners cancel but those of the whole. Corners
-    are made along one dimension after the other; where boxes meet they cancel at once, so that a grid takes
-    time in proportion to its boxes.
+    Chunks are the whole, each element once, if and only if all corners cancel but those of the whole. Corners
+    are made along one dimension after the other; where chunks meet they cancel at once, so that a grid takes
+    time in proportion to its chunks.
     """
-    cut = [dim for dim, n in enumerate(shape) if any(sizes[dim] != n for _, sizes in boxes)]
+    cut = [dim for dim, n in enumerate(shape) if any(sizes[dim] != n for _, sizes in chunks)]
     counts: dict[tuple[Any, ...], int] = defaultdict(int)
-    for offsets, sizes in boxes:
+    for offsets, sizes in chunks:
         counts[tuple([(offsets[dim], offsets[dim] + sizes[dim]) for dim in cut])] += 1
     counts[tuple([(0, shape[dim]) for dim in cut])] -= 1
     for dim in range(len(cut)):
@@ -331,13 +336,13 @@ def _check_apart(name: str, shape: Sequence[int], boxes: Sequence[Box], error: t
             before, (start, end), behind = key[:dim], key[dim], key[dim + 1 :]
             corners[*before, start, *behind] += count
             corners[*before, end, *behind] -= count
-            if len(corners) > 4 * len(boxes) + 100_000:
-                raise error(f"{name}: its {len(boxes)} parts are too irregular")
+            if len(corners) > 4 * len(chunks) + 100_000:
+                raise error(f"{name}: its {len(chunks)} shards are too irregular")
         counts = {key: count for key, count in corners.items() if count}
     if counts:
         at = dict(zip(cut, min(counts)))
         place = tuple(at.get(dim, 0) for dim in range(len(shape)))
-        raise error(f"{name}: parts overlap or leave a gap, first at {place}")
+        raise error(f"{name}: shards overlap or leave a gap, first at {place}")
 
 
 def check_types(where: str, saved: Mapping[str, Any], examples: Mapping[str, Any]) -> None:
@@ -352,7 +357,7 @@ def check_types(where: str, saved: Mapping[str, Any], examples: Mapping[str, Any
 
 
 def check_directory(path: Path, files: Iterable[str]) -> None:
-    """Raise CheckpointError where the directory of a checkpoint has something that is no part of it.
+    """Raise CheckpointError where the directory of a checkpoint has something else in it.
 
     Names that begin with a dot are passed over: network file systems leave such files.
     """

@@ -23,7 +23,7 @@ from fastmp.training.checkpoint.format import (
     SavedTensor,
     check_types,
 )
-from fastmp.training.checkpoint.storage import CheckpointReader, LoadParts, Parts
+from fastmp.training.checkpoint.storage import CheckpointReader, ShardedTensorRef, ShardLoadPlanner
 
 __all__ = ["agree", "choose", "check", "read", "same_on_all"]
 
@@ -121,7 +121,7 @@ def check(
     group: Group,
     path: Path,
     manifest: Manifest,
-    state: Mapping[str, Parts],
+    state: Mapping[str, ShardedTensorRef],
     *,
     description: Mapping[str, Any],
     defaults: Mapping[str, Any],
@@ -148,9 +148,9 @@ def check(
     agree(group, own)
 
 
-def read(path: Path, manifest: Manifest, wanted: Mapping[str, Parts]) -> None:
-    """Read this rank's parts of the checkpoint `path`."""
-    reader, planner = CheckpointReader(path, manifest), LoadParts()
+def read(path: Path, manifest: Manifest, wanted: Mapping[str, ShardedTensorRef]) -> None:
+    """Read this rank's shards of the checkpoint `path`."""
+    reader, planner = CheckpointReader(path, manifest), ShardLoadPlanner()
     planner.set_up_planner(dict(wanted), reader.read_metadata(wanted))
     reader.read_data(planner.create_local_plan(), planner)
 
@@ -164,7 +164,7 @@ def _flat(facts: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return found
 
 
-def form(tensor: SavedTensor | Parts | None) -> tuple[tuple[int, ...], torch.dtype] | str:
+def form(tensor: SavedTensor | ShardedTensorRef | None) -> tuple[tuple[int, ...], torch.dtype] | str:
     """Shape and dtype of a tensor of the whole model."""
     if tensor is None:
         return "nothing"

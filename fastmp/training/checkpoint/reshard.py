@@ -10,12 +10,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from fastmp.training.checkpoint.boxes import Box, whole_box
-from fastmp.training.checkpoint.compare import read_parts
+from fastmp.training.checkpoint.chunks import TensorChunk, full_chunk
+from fastmp.training.checkpoint.compare import fill_shards
 from fastmp.training.checkpoint.directory import publish, staging, whole_manifest
-from fastmp.training.checkpoint.files import Form, verify, write_tensors
-from fastmp.training.checkpoint.format import DTYPES, File, Manifest, Part, file_name
-from fastmp.training.checkpoint.storage import CheckpointReader, Parts, part_name
+from fastmp.training.checkpoint.files import TensorSpec, verify, write_tensors
+from fastmp.training.checkpoint.format import DTYPES, File, Manifest, SavedShard, file_name
+from fastmp.training.checkpoint.storage import CheckpointReader, ShardedTensorRef, shard_name
 
 __all__ = ["reshard", "write_again"]
 
@@ -24,30 +24,30 @@ def reshard(source: Path, directory: Path, *, files: int = 1, weights: bool = Fa
     """Write the checkpoint `source` again into `directory`; returns the new one.
 
     files: how many, of about equal size. weights: the model alone. One tensor at a time is in memory, and one
-    part that it is read from. CheckpointError where the checkpoint is damaged.
+    shard that it is read from. CheckpointError where the checkpoint is damaged.
     """
     manifest = whole_manifest(source)
     verify(source, manifest, manifest.files)
     wanted = (name for name in manifest.tensors if not weights or name.startswith("model/"))
-    pieces = [(name, whole_box(manifest.tensors[name].shape)) for name in wanted]
+    pieces = [(name, full_chunk(manifest.tensors[name].shape)) for name in wanted]
     return write_again(CheckpointReader(source, manifest), pieces, directory, files=files)
 
 
 def write_again(
-    reader: CheckpointReader, pieces: Iterable[tuple[str, Box]], directory: Path, *, files: int = 1
+    reader: CheckpointReader, pieces: Iterable[tuple[str, TensorChunk]], directory: Path, *, files: int = 1
 ) -> Path:
-    """Write what `reader` reads into `directory` as a checkpoint of these boxes of tensors; returns it.
+    """Write what `reader` reads into `directory` as a checkpoint of these chunks of tensors; returns it.
 
-    One piece at a time is in memory, and one part that it is read from.
+    One piece at a time is in memory, and one shard that it is read from.
     """
     manifest = reader.manifest
     forms = {
-        (name, box): Form(
-            part_name(name, box, manifest.tensors[name].shape), _dtype(manifest, name), box.sizes
+        (name, chunk): TensorSpec(
+            shard_name(name, chunk, manifest.tensors[name].shape), _dtype(manifest, name), chunk.sizes
         )
-        for name, box in pieces
+        for name, chunk in pieces
     }
-    groups, sizes = [list[tuple[str, Box]]() for _ in range(files)], [0] * files
+    groups, sizes = [list[tuple[str, TensorChunk]]() for _ in range(files)], [0] * files
     for piece in sorted(forms, key=lambda piece: (-forms[piece].bytes, piece)):
         smallest = sizes.index(min(sizes))
         groups[smallest].append(piece)
@@ -55,20 +55,20 @@ def write_again(
     target = staging(directory, manifest.step)
     target.mkdir(parents=True)
     try:
-        written, parts, finite = dict[str, File](), dict[str, list[Part]](), True
+        written, shards, finite = dict[str, File](), dict[str, list[SavedShard]](), True
         for number, own in enumerate(group for group in groups if group):
             file = file_name(number)
 
-            def read(i: int, own: Sequence[tuple[str, Box]] = own) -> Tensor:
+            def read(i: int, own: Sequence[tuple[str, TensorChunk]] = own) -> Tensor:
                 return _read(reader, *own[i])
 
             written[file], placed = write_tensors(target / file, [forms[piece] for piece in own], read)
-            for (name, box), place in zip(own, placed, strict=True):
-                parts.setdefault(name, []).append(Part(box, file, place.start, place.crc32))
+            for (name, chunk), place in zip(own, placed, strict=True):
+                shards.setdefault(name, []).append(SavedShard(chunk, file, place.start, place.crc32))
                 finite = finite and place.finite
         tensors = {
-            name: replace(manifest.tensors[name], parts=tuple(sorted(own, key=lambda part: part.box)))
-            for name, own in parts.items()
+            name: replace(manifest.tensors[name], shards=tuple(sorted(own, key=lambda shard: shard.chunk)))
+            for name, own in shards.items()
         }
         finite = manifest.finite and finite
         return publish(target, replace(manifest, finite=finite, files=written, tensors=tensors))
@@ -77,11 +77,11 @@ def write_again(
         raise
 
 
-def _read(reader: CheckpointReader, name: str, box: Box) -> Tensor:
-    """A box of a tensor, on the CPU."""
+def _read(reader: CheckpointReader, name: str, chunk: TensorChunk) -> Tensor:
+    """A chunk of a tensor, on the CPU."""
     saved = reader.manifest.tensors[name]
-    tensor = torch.empty(box.sizes, dtype=DTYPES[saved.dtype])
-    read_parts(reader, name, Parts(saved.shape, tensor.dtype, [(box.offsets, tensor)]))
+    tensor = torch.empty(chunk.sizes, dtype=DTYPES[saved.dtype])
+    fill_shards(reader, name, ShardedTensorRef(saved.shape, tensor.dtype, [(chunk.offsets, tensor)]))
     return tensor
 
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from fastmp.training.checkpoint.storage import Parts
+from fastmp.training.checkpoint.storage import ShardedTensorRef
 
 __all__ = ["Staging"]
 
@@ -25,8 +25,8 @@ class Staging:
     """
 
     def __init__(self) -> None:
-        self._state: Mapping[str, Parts] = {}
-        self._copies: dict[str, Parts] | None = None
+        self._state: Mapping[str, ShardedTensorRef] = {}
+        self._copies: dict[str, ShardedTensorRef] | None = None
         self._nothing = False
         self._buffer = torch.empty(0, dtype=torch.uint8)
         self._pinned = False
@@ -35,7 +35,7 @@ class Staging:
         self._ready: dict[torch.device, torch.cuda.Event] = {}  # when the tensors have their values
         self._copied: dict[torch.device, torch.cuda.Event] = {}
 
-    def begin(self, state: Mapping[str, Parts], *, nothing: bool = False) -> None:
+    def begin(self, state: Mapping[str, ShardedTensorRef], *, nothing: bool = False) -> None:
         """Note that the tensors have the values to be copied once the work queued so far is done."""
         self._state, self._copies, self._copied, self._nothing = state, None, {}, nothing
         self._staged.clear()
@@ -44,7 +44,7 @@ class Staging:
         for device, event in self._ready.items():
             event.record(torch.cuda.current_stream(device))
 
-    def copy(self) -> dict[str, Parts]:
+    def copy(self) -> dict[str, ShardedTensorRef]:
         """The state in contiguous tensors on the CPU; the same ones when a save is tried again."""
         if self._copies is not None:
             return self._copies
@@ -69,8 +69,8 @@ class Staging:
             event.synchronize()
         left = iter(copies)
         self._copies = {
-            name: replace(parts, parts=[(at, next(left)) for at, _ in parts.parts])
-            for name, parts in self._state.items()
+            name: replace(ref, shards=[(at, next(left)) for at, _ in ref.shards])
+            for name, ref in self._state.items()
         }
         return self._copies
 
@@ -100,7 +100,7 @@ class Staging:
         self._allocate(0)
 
     def _tensors(self) -> list[Tensor]:
-        return [tensor for parts in self._state.values() for _, tensor in parts.parts]
+        return [tensor for ref in self._state.values() for _, tensor in ref.shards]
 
     def _stream(self, device: torch.device) -> torch.cuda.Stream:
         if device not in self._streams:

@@ -1,4 +1,4 @@
-"""The state of a trainer as parts of the whole model's tensors, by the marks of parameters.
+"""The state of a trainer as shards of the whole model's tensors, by the marks of parameters.
 
 Names are those of the undivided model: "model/layers.3.mlp.up.weight", and "optimizer/" with the parameter's
 name and that of the state. Which ranks held what is not in them.
@@ -22,18 +22,18 @@ from fastmp.optim.grad_buffers import GradBuffer
 from fastmp.optim.loss_scaler import LossScaler
 from fastmp.optim.named_params import named_buffers, named_parameters
 from fastmp.tensor_parallel.attributes import parallel_attributes
-from fastmp.training.checkpoint.boxes import (
-    Box,
+from fastmp.training.checkpoint.chunks import (
     Cut,
-    boxes_of_range,
-    boxes_of_shard,
-    whole_box,
-    whole_shape,
-    within,
+    TensorChunk,
+    chunks_of_range,
+    chunks_of_shard,
+    clip,
+    full_chunk,
+    full_shape,
 )
-from fastmp.training.checkpoint.storage import Parts
+from fastmp.training.checkpoint.storage import ShardedTensorRef
 
-__all__ = ["TrainingState", "optimizer_parts", "parameter_parts"]
+__all__ = ["TrainingState", "optimizer_shards", "param_shards"]
 
 
 class TrainingState:
@@ -61,7 +61,7 @@ class TrainingState:
         self._prefix = _prefix_of_stages([*named_parameters(chunks), *named_buffers(chunks)], groups.pp)
         self._offered = _offered(named_parameters(chunks), groups, grads.shard)
 
-    def to_save(self) -> dict[str, Parts]:
+    def to_save(self) -> dict[str, ShardedTensorRef]:
         """The state as it is now, each element on one rank, but for buffers.
 
         Parameters and optimizer state are not copied, all else is.
@@ -71,13 +71,16 @@ class TrainingState:
             state |= {name: _copied(buffer) for name, buffer in self._buffers().items()}
         if self._groups.rank == 0:
             state |= {name: _copied(tensor) for name, tensor in self._small().items()}
-        return state | {name: Parts.whole(tensor) for name, tensor in self._random().items()}
+        return state | {name: ShardedTensorRef.whole(tensor) for name, tensor in self._random().items()}
 
-    def to_load(self) -> tuple[dict[str, Parts], dict[str, Tensor]]:
+    def to_load(self) -> tuple[dict[str, ShardedTensorRef], dict[str, Tensor]]:
         """Tensors to read a state into, and those among them that are random states, which it may lack."""
         random = self._random()
         small = {**self._buffers(), **self._small(), **random}
-        return {**self._large(None), **{name: Parts.whole(tensor) for name, tensor in small.items()}}, random
+        return {
+            **self._large(None),
+            **{name: ShardedTensorRef.whole(tensor) for name, tensor in small.items()},
+        }, random
 
     def loaded(self, random: Mapping[str, Tensor], step: int, *, as_saved: bool) -> None:
         """Go on from what has been read into `to_load`; random streams start anew unless `as_saved`."""
@@ -87,18 +90,18 @@ class TrainingState:
         elif self._rng is not None:
             self._rng.restart(step)
 
-    def _large(self, offered: Offered | None) -> dict[str, Parts]:
+    def _large(self, offered: Offered | None) -> dict[str, ShardedTensorRef]:
         """Parameters, and their optimizer state; of those that ranks hold alike only what is `offered`."""
-        state, entries = dict[str, Parts](), self._optimizer.state_dict()["state"]
+        state, entries = dict[str, ShardedTensorRef](), self._optimizer.state_dict()["state"]
         for name, param in named_parameters(self._chunks):
             key = self._prefix + name
             if offered is None or name in offered.parameters:
-                state[f"model/{key}"] = parameter_parts(param, self._groups)
+                state[f"model/{key}"] = param_shards(param, self._groups)
             if offered is not None and name not in offered.states:
                 continue
             for kind, tensor in entries.get(name, {}).items():
-                parts = optimizer_parts(param, self._groups, tensor, self._elements[name])
-                state[f"optimizer/{key}/{kind}"] = parts
+                ref = optimizer_shards(param, self._groups, tensor, self._elements[name])
+                state[f"optimizer/{key}/{kind}"] = ref
         return state
 
     def _buffers(self) -> dict[str, Tensor]:
@@ -138,7 +141,7 @@ class Offered(NamedTuple):
 def _offered(named: Iterable[tuple[str, Parameter]], groups: ParallelGroups, shard: bool) -> Offered:
     """Choose what this rank saves, so that no other rank saves the same and all have equally much to write.
 
-    All ranks that hold a parameter alike work out the same. shard: their states are parts, and not alike.
+    All ranks that hold a parameter alike work out the same. shard: their states are sharded, not replicated.
     """
     parameters, states = set[str](), set[str]()
     load: dict[tuple[bool, bool], list[int]] = {}
@@ -160,8 +163,8 @@ def _offered(named: Iterable[tuple[str, Parameter]], groups: ParallelGroups, sha
     return Offered(frozenset(parameters), frozenset(states))
 
 
-def _copied(tensor: Tensor) -> Parts:
-    return Parts.whole(tensor.detach().clone())
+def _copied(tensor: Tensor) -> ShardedTensorRef:
+    return ShardedTensorRef.whole(tensor.detach().clone())
 
 
 def cuts_of(param: Tensor, groups: ParallelGroups) -> list[Cut]:
@@ -175,49 +178,54 @@ def cuts_of(param: Tensor, groups: ParallelGroups) -> list[Cut]:
     return cuts
 
 
-def parameter_parts(param: Tensor, groups: ParallelGroups) -> Parts:
+def param_shards(param: Tensor, groups: ParallelGroups) -> ShardedTensorRef:
     """A parameter of this rank."""
     cuts = cuts_of(param, groups)
-    return _parts(param, cuts, [(whole_box(param.shape), param.detach())])
+    return _shards_of(param, cuts, [(full_chunk(param.shape), param.detach())])
 
 
-def optimizer_parts(param: Tensor, groups: ParallelGroups, state: Tensor, elements: tuple[int, int]) -> Parts:
+def optimizer_shards(
+    param: Tensor, groups: ParallelGroups, state: Tensor, elements: tuple[int, int]
+) -> ShardedTensorRef:
     """What this rank has of a parameter's state.
 
     state: for these `elements` of the parameter's memory, flat, or of the parameter's shape if it is whole.
     """
     if state.numel() == param.numel():
-        pieces = [(whole_box(param.shape), state.detach().reshape(param.shape))]
-        return _parts(param, cuts_of(param, groups), pieces, state.dtype)
+        pieces = [(full_chunk(param.shape), state.detach().reshape(param.shape))]
+        return _shards_of(param, cuts_of(param, groups), pieces, state.dtype)
     memory = sorted(range(param.ndim), key=param.stride, reverse=True)  # as they lie there
     order = [memory.index(dim) for dim in range(param.ndim)]
     shape, flat, pieces = [param.shape[dim] for dim in memory], state.detach(), []
-    for box, (start, end) in boxes_of_range(shape, *elements):
-        own = Box(tuple(box.offsets[i] for i in order), tuple(box.sizes[i] for i in order))
-        pieces.append((own, flat[start:end].view(box.sizes).permute(order)))
-    return _parts(param, cuts_of(param, groups), pieces, state.dtype)
+    for chunk, (start, end) in chunks_of_range(shape, *elements):
+        own = TensorChunk(tuple(chunk.offsets[i] for i in order), tuple(chunk.sizes[i] for i in order))
+        pieces.append((own, flat[start:end].view(chunk.sizes).permute(order)))
+    return _shards_of(param, cuts_of(param, groups), pieces, state.dtype)
 
 
-def _parts(
-    param: Tensor, cuts: list[Cut], pieces: Iterable[tuple[Box, Tensor]], dtype: torch.dtype | None = None
-) -> Parts:
-    """The parts of the whole tensor in `pieces` of a shard; rows that are only padding are left out."""
-    shape = whole_shape(param.shape, cuts)
+def _shards_of(
+    param: Tensor,
+    cuts: list[Cut],
+    pieces: Iterable[tuple[TensorChunk, Tensor]],
+    dtype: torch.dtype | None = None,
+) -> ShardedTensorRef:
+    """Return the chunks of the full tensor in `pieces` of a shard, without rows of padding."""
+    shape = full_shape(param.shape, cuts)
     rows = parallel_attributes(param).rows
     if rows:
         shape = (rows, *shape[1:])
-    parts = list[tuple[tuple[int, ...], Tensor]]()
+    shards = list[tuple[tuple[int, ...], Tensor]]()
     if 0 in shape:
-        parts.append(((0,) * len(shape), param.new_empty(shape, dtype=dtype)))
+        shards.append(((0,) * len(shape), param.new_empty(shape, dtype=dtype)))
     for piece, tensor in pieces:
-        for own, box in boxes_of_shard(param.shape, cuts, piece):
-            inside = within(box, shape)
+        for own, chunk in chunks_of_shard(param.shape, cuts, piece):
+            inside = clip(chunk, shape)
             if inside is not None:
-                part = tensor
+                shard = tensor
                 for dim, (at, first) in enumerate(zip(own.offsets, piece.offsets)):
-                    part = part.narrow(dim, at - first, inside.sizes[dim])
-                parts.append((inside.offsets, part))
-    return Parts(shape, param.dtype if dtype is None else dtype, parts)
+                    shard = shard.narrow(dim, at - first, inside.sizes[dim])
+                shards.append((inside.offsets, shard))
+    return ShardedTensorRef(shape, param.dtype if dtype is None else dtype, shards)
 
 
 def _prefix_of_stages(named: Iterable[tuple[str, Tensor]], group: dist.ProcessGroup | None) -> str:

@@ -1,9 +1,9 @@
-"""The format of `format` as storage of torch.distributed.checkpoint, and what it saves and loads: `Parts`.
+"""Checkpoints as storage of torch.distributed.checkpoint (DCP), and its planners for `ShardedTensorRef`.
 
-That library plans who writes and who reads what. A box that several ranks have is written by one of them; a
-box that a rank wants is put together from all that were saved and overlap it. Its own planners work with this
-storage, too: `torch.distributed.checkpoint.load(state, storage_reader=CheckpointReader(path))` fills a state
-dict of DTensors, as of FSDP2. Nothing here reads or writes pickles.
+DCP plans reads and writes. A chunk that several ranks hold is written by one of them; a chunk that a rank
+requests is assembled from all saved chunks that overlap it. DCP's own planners work with this storage, too:
+`torch.distributed.checkpoint.load(state, storage_reader=CheckpointReader(path))` fills a state dict of
+DTensors, such as FSDP2's. Nothing here reads or writes pickles.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from fastmp.training.checkpoint.boxes import Box
+from fastmp.training.checkpoint.chunks import TensorChunk
 from fastmp.training.checkpoint.files import (
     READERS,
-    BoxReader,
-    Form,
+    ChunkReader,
     PlacedTensor,
+    TensorSpec,
     dtype_code,
     opened,
     write_tensors,
@@ -56,14 +56,21 @@ from fastmp.training.checkpoint.format import (
     CheckpointError,
     File,
     Manifest,
-    Part,
+    SavedShard,
     SavedTensor,
     check_tiled,
     file_name,
     read_manifest,
 )
 
-__all__ = ["CheckpointReader", "CheckpointWriter", "LoadParts", "Parts", "PlansDiffer", "SaveParts"]
+__all__ = [
+    "CheckpointReader",
+    "CheckpointWriter",
+    "ShardLoadPlanner",
+    "ShardedTensorRef",
+    "PlansDiffer",
+    "ShardSavePlanner",
+]
 
 Shape = tuple[int, ...]
 
@@ -72,47 +79,49 @@ warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavai
 
 
 @dataclass(frozen=True)
-class Parts:
-    """A tensor of the whole model, and this rank's parts of it: (first index, tensor)."""
+class ShardedTensorRef:
+    """A tensor of the whole model, and this rank's shards of it: (first index, tensor)."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    parts: Sequence[tuple[tuple[int, ...], Tensor]]
+    shards: Sequence[tuple[tuple[int, ...], Tensor]]
 
     @classmethod
-    def whole(cls, tensor: Tensor) -> Parts:
+    def whole(cls, tensor: Tensor) -> ShardedTensorRef:
         """All of a tensor, which every rank that names it has alike."""
         return cls(tuple(tensor.shape), tensor.dtype, [((0,) * tensor.ndim, tensor.detach())])
 
     def at(self, offsets: Sequence[int]) -> Tensor:
-        """The part with this first index."""
+        """The shard with this first index."""
         wanted = tuple(offsets)
-        return next(tensor for first, tensor in self.parts if first == wanted)
+        return next(tensor for first, tensor in self.shards if first == wanted)
 
 
 class PlansDiffer(ValueError):
     """Some ranks save what they saved before, others do not: all have to plan again."""
 
 
-# What a rank has of one tensor: its name, dtype and shape, and (first index, size) of each part.
+# What a rank has of one tensor: its name, dtype and shape, and (first index, size) of each shard.
 Offer = tuple[str, torch.dtype, Shape, tuple[tuple[Shape, Shape], ...]]
 
 
-class SaveParts(SavePlanner):
-    """Plans to save states {name: Parts}: every element once, by the rank that has least to write so far.
+class ShardSavePlanner(SavePlanner):
+    """Plan a save of {name: ShardedTensorRef}: each element once, by the rank with the fewest bytes so far.
 
-    Ranks offer their parts to the first one, which checks that they cover every tensor, and chooses. While
-    all ranks have the same parts as in the save before, its plan holds: nothing is sent or chosen again.
+    Ranks send the list of their shards to rank 0, which checks that they cover every tensor and assigns the
+    writers. While all ranks hold the same shards as in the previous save, its plan is used again and nothing
+    is sent.
 
-    copy: returns the state to be saved, in place of the one that the library is given; called before any rank
-        waits for another one.
+    Args:
+        copy: returns the state to save, in place of the one passed to `dcp.save`; called before any rank
+            waits for another.
     """
 
-    def __init__(self, copy: Callable[[], Mapping[str, Parts]] | None = None) -> None:
+    def __init__(self, copy: Callable[[], Mapping[str, ShardedTensorRef]] | None = None) -> None:
         self._copy = copy
         self._offer: list[Offer] = []
         self._planned: list[Offer] | None = None  # the offer that the last plan was made for
-        self._items: list[WriteItem] = []  # this rank's part of it
+        self._items: list[WriteItem] = []  # this rank's share of it
         self._number = 0  # of the plan, which all ranks have made together
         self._tensors: dict[str, TensorStorageMetadata] = {}  # of the whole plan, on the first rank
 
@@ -126,35 +135,34 @@ class SaveParts(SavePlanner):
         storage_meta: StorageMeta | None = None,
         is_coordinator: bool = False,
     ) -> None:
-        self._state: Mapping[str, Parts] = state_dict if self._copy is None else self._copy()
+        self._state: Mapping[str, ShardedTensorRef] = state_dict if self._copy is None else self._copy()
 
     def create_local_plan(self) -> SavePlan:
         self._offer = []
         for name, tensor in self._state.items():
-            boxes = tuple((tuple(at), tuple(part.shape)) for at, part in tensor.parts)
-            self._offer.append((name, tensor.dtype, tuple(tensor.shape), boxes))
+            chunks = tuple((tuple(at), tuple(shard.shape)) for at, shard in tensor.shards)
+            self._offer.append((name, tensor.dtype, tuple(tensor.shape), chunks))
         unchanged = self._planned is not None and self._offer == self._planned
         return SavePlan([], planner_data=self._number if unchanged else self._offer)
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        """Choose who writes each box. ValueError where ranks disagree, or nobody has some element."""
+        """Choose who writes each chunk. ValueError where ranks disagree, or nobody has some element."""
         offers = [plan.planner_data for plan in all_plans]
         if all(offer == self._number for offer in offers):
             return all_plans, Metadata(dict(self._tensors))
         if any(isinstance(offer, int) for offer in offers):
-            raise PlansDiffer("checkpoint: ranks save other parts than before")
+            raise PlansDiffer("checkpoint: ranks save other shards than before")
         self._tensors, chosen = _choose_writers(offers)
         for name, tensor in self._tensors.items():
-            boxes = [Box(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in tensor.chunks]
-            check_tiled(name, tensor.size, boxes, ValueError)
+            check_tiled(name, tensor.size, [_tensor_chunk(each) for each in tensor.chunks], ValueError)
         number = self._number + 1
         return [SavePlan([], planner_data=(number, own)) for own in chosen], Metadata(dict(self._tensors))
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
         if not isinstance(new_plan.planner_data, int):
             self._number, chosen = new_plan.planner_data
-            self._planned, boxes = self._offer, _boxes_of(self._offer)
-            self._items = [_write_item(*box) for box, own in zip(boxes, chosen, strict=True) if own]
+            self._planned, chunks = self._offer, _chunks_of(self._offer)
+            self._items = [_write_item(*chunk) for chunk, own in zip(chunks, chosen, strict=True) if own]
         return SavePlan(self._items)
 
     def resolve_data(self, write_item: WriteItem) -> Tensor:
@@ -162,25 +170,25 @@ class SaveParts(SavePlanner):
         return self._state[index.fqn].at(index.offset or ())
 
 
-def _boxes_of(offer: Sequence[Offer]) -> Iterator[tuple[str, torch.dtype, Shape, Shape, Shape]]:
-    """Name, dtype and shape of the tensor, first index and size, for each part of an offer."""
-    for name, dtype, shape, parts in offer:
-        for offsets, sizes in parts:
+def _chunks_of(offer: Sequence[Offer]) -> Iterator[tuple[str, torch.dtype, Shape, Shape, Shape]]:
+    """Name, dtype and shape of the tensor, first index and size, for each shard of an offer."""
+    for name, dtype, shape, shards in offer:
+        for offsets, sizes in shards:
             yield name, dtype, shape, offsets, sizes
 
 
 def _choose_writers(
     offers: Sequence[Sequence[Offer]],
 ) -> tuple[dict[str, TensorStorageMetadata], list[bytearray]]:
-    """The tensors that all ranks offer together, and for each rank which of its boxes it writes.
+    """The tensors that all ranks offer together, and for each rank which of its chunks it writes.
 
     ValueError where ranks disagree on the shape of a tensor, or its dtype.
     """
     forms: dict[str, tuple[int, torch.dtype, Shape]] = {}
-    ranks: dict[tuple[str, Shape], list[tuple[int, int]]] = {}  # who has a box, as which of its own
+    ranks: dict[tuple[str, Shape], list[tuple[int, int]]] = {}  # who has a chunk, as which of its own
     sizes_of: dict[tuple[str, Shape], Shape] = {}
     for rank, offer in enumerate(offers):
-        for place, (name, dtype, shape, offsets, sizes) in enumerate(_boxes_of(offer)):
+        for place, (name, dtype, shape, offsets, sizes) in enumerate(_chunks_of(offer)):
             first, *form = forms.setdefault(name, (rank, dtype, shape))
             if form != [dtype, shape] or sizes_of.setdefault((name, offsets), sizes) != sizes:
                 raise ValueError(f"checkpoint: ranks {first} and {rank} do not agree on the shape of {name}")
@@ -200,6 +208,10 @@ def _choose_writers(
     return tensors, chosen
 
 
+def _tensor_chunk(chunk: ChunkStorageMetadata) -> TensorChunk:
+    return TensorChunk(tuple(chunk.offsets), tuple(chunk.sizes))
+
+
 def _write_item(name: str, dtype: torch.dtype, shape: Shape, offsets: Shape, sizes: Shape) -> WriteItem:
     chunk = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
     data = TensorWriteData(chunk, TensorProperties(dtype), torch.Size(shape))
@@ -213,7 +225,7 @@ def _tensor_data(item: WriteItem) -> TensorWriteData:
 
 
 class Written(NamedTuple):
-    """A part that has been written: in which file, and where."""
+    """A shard that has been written: in which file, and where."""
 
     file: str
     facts: File
@@ -255,7 +267,7 @@ class CheckpointWriter(StorageWriter):
         items = sorted(plan.items, key=lambda item: (item.index.fqn, item.index.offset or ()))
         tensors = [_tensor(planner, item) for item in items]
         forms = [
-            Form(_part_name(item), tensor.dtype, tensor.shape)
+            TensorSpec(_part_name(item), tensor.dtype, tensor.shape)
             for item, tensor in zip(items, tensors, strict=True)
         ]
         results = list[WriteResult]()
@@ -273,12 +285,13 @@ class CheckpointWriter(StorageWriter):
         tensors = {}
         for name, tensor in metadata.state_dict_metadata.items():
             assert isinstance(tensor, TensorStorageMetadata)
-            parts, dtype = [], tensor.properties.dtype
+            shards, dtype = [], tensor.properties.dtype
             for chunk in tensor.chunks:
                 each = written[MetadataIndex(name, chunk.offsets)]
-                box = Box(tuple(chunk.offsets), tuple(chunk.sizes))
-                parts.append(Part(box, each.file, each.placed.start, each.placed.crc32))
-            tensors[name] = SavedTensor(dtype_code(name, dtype), tuple(tensor.size), tuple(parts))
+                shards.append(
+                    SavedShard(_tensor_chunk(chunk), each.file, each.placed.start, each.placed.crc32)
+                )
+            tensors[name] = SavedTensor(dtype_code(name, dtype), tuple(tensor.size), tuple(shards))
         files = {each.file: each.facts for each in written.values()}
         metadata.storage_data = self._finish(
             tensors, files, all(each.placed.finite for each in written.values())
@@ -298,32 +311,32 @@ def _tensor(planner: SavePlanner, item: WriteItem) -> Tensor:
 
 
 def _part_name(item: WriteItem) -> str:
-    """The name of a part in its file."""
+    """The name of a shard in its file."""
     data = _tensor_data(item)
-    return part_name(item.index.fqn, Box(tuple(data.chunk.offsets), tuple(data.chunk.sizes)), data.size)
+    return shard_name(item.index.fqn, _tensor_chunk(data.chunk), data.size)
 
 
-def part_name(name: str, box: Box, shape: Sequence[int]) -> str:
-    """The name in a file of a part of the tensor `name`: with the range in each dimension unless whole."""
-    if box.sizes == tuple(shape):
+def shard_name(name: str, chunk: TensorChunk, shape: Sequence[int]) -> str:
+    """The name in a file of a shard of the tensor `name`: with the range in each dimension unless whole."""
+    if chunk.sizes == tuple(shape):
         return name
-    ranges = (f"{at}:{at + size}" for at, size in zip(*box))
+    ranges = (f"{at}:{at + size}" for at, size in zip(*chunk))
     return f"{name}[{', '.join(ranges)}]"
 
 
-class LoadParts(LoadPlanner):
-    """Plans to fill a state {name: Parts} from a checkpoint, whatever layout has saved it."""
+class ShardLoadPlanner(LoadPlanner):
+    """Plans to fill a state {name: ShardedTensorRef} from a checkpoint, whatever layout has saved it."""
 
     def set_up_planner(
         self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
     ) -> None:
-        self._state: Mapping[str, Parts] = state_dict
+        self._state: Mapping[str, ShardedTensorRef] = state_dict
         self._tensors = {} if metadata is None else metadata.state_dict_metadata
 
     def create_local_plan(self) -> LoadPlan:
         items = list[ReadItem]()
         for name, tensor in self._state.items():
-            chunks = [ChunkStorageMetadata(torch.Size(at), part.shape) for at, part in tensor.parts]
+            chunks = [ChunkStorageMetadata(torch.Size(at), shard.shape) for at, shard in tensor.shards]
             saved = self._tensors[name]
             assert isinstance(saved, TensorStorageMetadata)
             items += create_read_items_for_chunk_list(name, saved, chunks)
@@ -367,8 +380,8 @@ class CheckpointReader(StorageReader):
         for name in self.manifest.tensors if names is None else names:
             tensor = self.manifest.tensors[name]
             chunks = [
-                ChunkStorageMetadata(torch.Size(part.box.offsets), torch.Size(part.box.sizes))
-                for part in tensor.parts
+                ChunkStorageMetadata(torch.Size(shard.chunk.offsets), torch.Size(shard.chunk.sizes))
+                for shard in tensor.shards
             ]
             properties = TensorProperties(DTYPES[tensor.dtype])
             tensors[name] = TensorStorageMetadata(properties, torch.Size(tensor.shape), chunks)
@@ -385,14 +398,14 @@ class CheckpointReader(StorageReader):
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         places = {
-            (name, part.box.offsets): part
+            (name, shard.chunk.offsets): shard
             for name in {item.storage_index.fqn for item in plan.items}
-            for part in self.manifest.tensors[name].parts
+            for shard in self.manifest.tensors[name].shards
         }
-        reads: dict[str, list[tuple[Part, ReadItem]]] = {}
+        reads: dict[str, list[tuple[SavedShard, ReadItem]]] = {}
         for item in plan.items:
-            part = places[item.storage_index.fqn, tuple(item.storage_index.offset or ())]
-            reads.setdefault(part.file, []).append((part, item))
+            shard = places[item.storage_index.fqn, tuple(item.storage_index.offset or ())]
+            reads.setdefault(shard.file, []).append((shard, item))
         with ThreadPoolExecutor(READERS) as threads:
             work = [
                 threads.submit(self._read_items, file, own, planner)
@@ -406,15 +419,17 @@ class CheckpointReader(StorageReader):
         return done
 
     @torch.no_grad()
-    def _read_items(self, file: str, wanted: Sequence[tuple[Part, ReadItem]], planner: LoadPlanner) -> None:
+    def _read_items(
+        self, file: str, wanted: Sequence[tuple[SavedShard, ReadItem]], planner: LoadPlanner
+    ) -> None:
         with opened(self.directory / file) as source:
-            reader = BoxReader(source)
-            for part, item in wanted:
-                box = Box(tuple(item.storage_offsets), tuple(item.lengths))
+            reader = ChunkReader(source)
+            for shard, item in wanted:
+                chunk = TensorChunk(tuple(item.storage_offsets), tuple(item.lengths))
                 out = planner.resolve_tensor(item).detach()
                 saved = DTYPES[self.manifest.tensors[item.storage_index.fqn].dtype]
-                own = out if out.dtype == saved else torch.empty(box.sizes, dtype=saved)
-                reader.read(part.start, part.box.sizes, box, own)
+                own = out if out.dtype == saved else torch.empty(chunk.sizes, dtype=saved)
+                reader.read(shard.start, shard.chunk.sizes, chunk, own)
                 if own is not out:
                     out.copy_(own)
                 planner.commit_tensor(item, out)
@@ -424,7 +439,7 @@ class CheckpointReader(StorageReader):
         return True
 
 
-def _shares(wanted: Sequence[tuple[Part, ReadItem]]) -> Iterator[Sequence[tuple[Part, ReadItem]]]:
+def _shares(wanted: Sequence[tuple[SavedShard, ReadItem]]) -> Iterator[Sequence[tuple[SavedShard, ReadItem]]]:
     """Divide the reads of a file among threads."""
     size = -(-len(wanted) // READERS)
     for start in range(0, len(wanted), size):

@@ -13,8 +13,8 @@ from fastmp.config.recipe import model_from
 from fastmp.distributed.groups import ParallelGroups
 from fastmp.optim.named_params import named_buffers, named_parameters
 from fastmp.training.checkpoint.format import CheckpointError
-from fastmp.training.checkpoint.state import parameter_parts
-from fastmp.training.checkpoint.storage import CheckpointReader, LoadParts, Parts
+from fastmp.training.checkpoint.state import param_shards
+from fastmp.training.checkpoint.storage import CheckpointReader, ShardedTensorRef, ShardLoadPlanner
 
 __all__ = ["check_same_function", "load_weights"]
 
@@ -36,19 +36,19 @@ def load_weights(
     """
     check_same_function(reader, config)
     wanted = {
-        f"model/{saved_as}": parameter_parts(param, groups)
+        f"model/{saved_as}": param_shards(param, groups)
         for name, param in named_parameters(chunks)
         if (saved_as := name_of(name)) is not None
     }
-    wanted |= {f"model/{name}": Parts.whole(buffer) for name, buffer in named_buffers(chunks)}
-    for name, parts in wanted.items():
+    wanted |= {f"model/{name}": ShardedTensorRef.whole(buffer) for name, buffer in named_buffers(chunks)}
+    for name, ref in wanted.items():
         saved = reader.manifest.tensors.get(name)
-        if saved is None or saved.shape != parts.shape:
+        if saved is None or saved.shape != ref.shape:
             theirs = "nothing" if saved is None else list(saved.shape)
             raise CheckpointError(
-                f"checkpoint {reader.directory}: another model: {name} is {theirs}, here {list(parts.shape)}"
+                f"checkpoint {reader.directory}: another model: {name} is {theirs}, here {list(ref.shape)}"
             )
-    planner = LoadParts()
+    planner = ShardLoadPlanner()
     planner.set_up_planner(dict(wanted), reader.read_metadata(wanted))
     reader.read_data(planner.create_local_plan(), planner)
 

@@ -33,7 +33,7 @@ from fastmp.training.checkpoint import load as load_module
 from fastmp.training.checkpoint.checkpointer import Checkpointer, Note, described
 from fastmp.training.checkpoint.directory import Name, Saved, to_delete
 from fastmp.training.checkpoint.format import CheckpointError, read_manifest
-from fastmp.training.checkpoint.storage import CheckpointReader, Parts
+from fastmp.training.checkpoint.storage import CheckpointReader, ShardedTensorRef
 
 
 @pytest.fixture(autouse=True)
@@ -56,7 +56,7 @@ def tensors(seed, *, shape=(3, 4)):
 
 
 def state(found):
-    return {name: Parts.whole(tensor) for name, tensor in found.items()}
+    return {name: ShardedTensorRef.whole(tensor) for name, tensor in found.items()}
 
 
 def assert_equal(left, right):
@@ -139,13 +139,15 @@ def test_every_shard_of_every_rank_comes_back(tmp_path, tp):
         whole = torch.arange(24.0).view(4, 6)
         at = (0, 3 * rank) if tp == 2 else (0, 0)
         own = whole[:, 3 * rank : 3 * rank + 3] if tp == 2 else whole
-        saved = {"model/weight": Parts((4, 6), whole.dtype, [(at, own)])}
-        saved |= {f"random/rank-{rank}": Parts.whole(torch.tensor([rank]))}
+        saved = {"model/weight": ShardedTensorRef((4, 6), whole.dtype, [(at, own)])}
+        saved |= {f"random/rank-{rank}": ShardedTensorRef.whole(torch.tensor([rank]))}
         checkpointer.save(7, saved, {"tokens": 70})
         calls.clear()
         new, random = torch.zeros_like(own), torch.tensor([9])
-        wanted = {"model/weight": Parts((4, 6), whole.dtype, [(at, new)])}
-        loaded = checkpointer.load(wanted | {f"random/rank-{rank}": Parts.whole(random)}, {"tokens": 0})
+        wanted = {"model/weight": ShardedTensorRef((4, 6), whole.dtype, [(at, new)])}
+        loaded = checkpointer.load(
+            wanted | {f"random/rank-{rank}": ShardedTensorRef.whole(random)}, {"tokens": 0}
+        )
         assert calls == [], "nothing is unpickled on the load path"
         assert (loaded.step, loaded.scalars, random.item()) == (7, {"tokens": 70}, rank)
         assert torch.equal(own, new)
@@ -174,18 +176,18 @@ def test_ranks_that_do_not_agree_and_holes_are_errors_that_name_the_tensor(tmp_p
     def rank_main(rank, world_size):
         groups = ParallelGroups.create(RankGrid(world_size=world_size, tp=2))
         checkpointer, said = Checkpointer(tmp_path, groups=groups), []
-        for parts in (
-            Parts((4,), torch.float32, [((rank,), torch.zeros(1))]),  # half of it
-            Parts((4,), torch.float32, [((rank,), torch.zeros(3))]),  # they overlap
-            Parts((4 + rank,), torch.float32, [((0,), torch.zeros(4 + rank))]),
+        for ref in (
+            ShardedTensorRef((4,), torch.float32, [((rank,), torch.zeros(1))]),  # half of it
+            ShardedTensorRef((4,), torch.float32, [((rank,), torch.zeros(3))]),  # they overlap
+            ShardedTensorRef((4 + rank,), torch.float32, [((0,), torch.zeros(4 + rank))]),
         ):
             with pytest.raises(ValueError, match="model/weight") as error:
-                checkpointer.save(1, {"model/weight": parts}, {})
+                checkpointer.save(1, {"model/weight": ref}, {})
             said.append(str(error.value))
         return said
 
     for holes, overlap, disagree in run_ranks(rank_main, 2):
-        assert "its parts have 2 elements" in holes and "its parts have 6 elements" in overlap
+        assert "its shards have 2 elements" in holes and "its shards have 6 elements" in overlap
         assert "ranks 0 and 1 do not agree on the shape of model/weight" in disagree
     assert not any(tmp_path.iterdir())
 
@@ -364,7 +366,7 @@ def test_damage_that_one_rank_finds_is_the_same_error_on_all(tmp_path):
     def rank_main(rank, world_size):
         groups = ParallelGroups.create(RankGrid(world_size=world_size))
         checkpointer = Checkpointer(tmp_path, groups=groups)
-        own = {f"model/{rank}": Parts.whole(torch.ones(1000))}
+        own = {f"model/{rank}": ShardedTensorRef.whole(torch.ones(1000))}
         checkpointer.save(1, own, {})
         if rank == 0:
             damaged = tmp_path / "step-00000001" / "rank-00001.safetensors"
@@ -481,7 +483,7 @@ def test_failed_write_on_one_rank_is_an_error_on_all(tmp_path):
     def rank_main(rank, world_size):
         groups = ParallelGroups.create(RankGrid(world_size=world_size, tp=2))
         checkpointer = Checkpointer(tmp_path, groups=groups)
-        own = {f"model/{rank}": Parts.whole(torch.ones(1000))}
+        own = {f"model/{rank}": ShardedTensorRef.whole(torch.ones(1000))}
         checkpointer.save(1, own, {"tokens": 1})
         if rank == 1:  # only there is the disk full
             full_disk()
@@ -539,12 +541,12 @@ def with_tensor(name, change):
     return changed
 
 
-def with_part(number, value):
-    """The first part of model/weight: [file, start, checksum, offsets, sizes]."""
+def with_shard(number, value):
+    """The first shard of model/weight: [file, start, checksum, offsets, sizes]."""
 
-    def change(dtype, shape, parts):
-        parts[0][number] = value
-        return [dtype, shape, parts]
+    def change(dtype, shape, shards):
+        shards[0][number] = value
+        return [dtype, shape, shards]
 
     return with_tensor("model/weight", change)
 
@@ -572,18 +574,18 @@ HOSTILE = {
     "unknown dtype": lambda path: rewrite(path, with_tensor("model/weight", lambda d, s, p: ["F31", s, p])),
     "wider dtype": lambda path: rewrite(path, with_tensor("model/weight", lambda d, s, p: ["F64", s, p])),
     "huge shape": lambda path: rewrite(path, with_tensor("model/weight", lambda d, s, p: [d, [1 << 61], p])),
-    "no parts": lambda path: rewrite(path, with_tensor("model/weight", lambda d, s, p: [d, s, []])),
-    "the same part twice": lambda path: rewrite(
+    "no shards": lambda path: rewrite(path, with_tensor("model/weight", lambda d, s, p: [d, s, []])),
+    "the same shard twice": lambda path: rewrite(
         path, with_tensor("model/weight", lambda d, s, p: [d, [6, 4], [p[0], p[0]]])
     ),
-    "a part of another file": lambda path: rewrite(path, with_part(0, 1)),
-    "a part before its place": lambda path: rewrite(path, with_part(1, 0)),
-    "a part behind the end": lambda path: rewrite(path, with_part(1, 1 << 40)),
-    "a part outside of its tensor": lambda path: rewrite(path, with_part(3, [1, 0])),
-    "a part too small": lambda path: rewrite(path, with_part(4, [2, 4])),
-    "a part that is a word": lambda path: rewrite(path, with_part(1, "start")),
-    "a part at a fraction": lambda path: rewrite(path, with_part(1, 1.5)),
-    "a part of more dimensions": lambda path: rewrite(path, with_part(4, [3, 4, 1])),
+    "a shard of another file": lambda path: rewrite(path, with_shard(0, 1)),
+    "a shard before its place": lambda path: rewrite(path, with_shard(1, 0)),
+    "a shard behind the end": lambda path: rewrite(path, with_shard(1, 1 << 40)),
+    "a shard outside of its tensor": lambda path: rewrite(path, with_shard(3, [1, 0])),
+    "a shard too small": lambda path: rewrite(path, with_shard(4, [2, 4])),
+    "a shard that is a word": lambda path: rewrite(path, with_shard(1, "start")),
+    "a shard at a fraction": lambda path: rewrite(path, with_shard(1, 1.5)),
+    "a shard of more dimensions": lambda path: rewrite(path, with_shard(4, [3, 4, 1])),
 }
 
 
@@ -616,7 +618,7 @@ def test_leftovers_that_cannot_be_removed_fail_on_all_ranks(tmp_path):
         checkpointer = Checkpointer(
             tmp_path / "ck", groups=ParallelGroups.create(RankGrid(world_size=world_size))
         )
-        own = {f"model/{rank}": Parts.whole(torch.ones(3))}
+        own = {f"model/{rank}": ShardedTensorRef.whole(torch.ones(3))}
         if rank == 0:
             (tmp_path / "ck").mkdir()
             (tmp_path / "ck" / "step-00000007.staging").write_text("left over")
@@ -668,7 +670,7 @@ def test_an_error_of_any_kind_on_one_rank_is_one_on_all(tmp_path):
     def rank_main(rank, world_size):
         groups = ParallelGroups.create(RankGrid(world_size=world_size))
         checkpointer = Checkpointer(tmp_path, groups=groups, description={"rank": rank})
-        own = {f"model/{rank}": Parts.whole(torch.ones(3))}
+        own = {f"model/{rank}": ShardedTensorRef.whole(torch.ones(3))}
         said = []
         checkpointer.save(1, own, {})
         with pytest.raises(CheckpointError, match="another model: saved with rank=0; this run has rank=1"):
@@ -740,7 +742,7 @@ def test_nothing_is_deleted_while_something_follows_a_checkpoint(tmp_path):
 def test_threads_and_groups_go_with_close_and_come_back(tmp_path):
     def rank_main(rank, world_size):
         groups = ParallelGroups.create(RankGrid(world_size=world_size))
-        own, counts = {f"model/{rank}": Parts.whole(torch.ones(3))}, []
+        own, counts = {f"model/{rank}": ShardedTensorRef.whole(torch.ones(3))}, []
         for _ in range(4):
             checkpointer = Checkpointer(tmp_path, groups=groups)
             for step in (1, 2):

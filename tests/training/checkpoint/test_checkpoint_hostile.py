@@ -15,17 +15,17 @@ import torch
 from fastmp.apps.cli import main
 from fastmp.training.checkpoint import directory as directory_module
 from fastmp.training.checkpoint import format as format_module
-from fastmp.training.checkpoint.boxes import Box
 from fastmp.training.checkpoint.checkpointer import Checkpointer
+from fastmp.training.checkpoint.chunks import TensorChunk
 from fastmp.training.checkpoint.directory import Name, by_age, candidates, prune
 from fastmp.training.checkpoint.format import CheckpointError, check_tiled, read_manifest
-from fastmp.training.checkpoint.storage import Parts
+from fastmp.training.checkpoint.storage import ShardedTensorRef
 
 NAME = "rank-00000.safetensors"
 
 
 def state(**tensors):
-    return {name.replace("__", "/"): Parts.whole(tensor) for name, tensor in tensors.items()}
+    return {name.replace("__", "/"): ShardedTensorRef.whole(tensor) for name, tensor in tensors.items()}
 
 
 def save(directory, step=1, **tensors):
@@ -55,7 +55,9 @@ def test_empty_tensors_are_saved_read_compared_and_written_again(tmp_path, empty
 def test_an_empty_part_does_not_stand_for_another_one(tmp_path):
     path = save(tmp_path)
     sign(path, lambda manifest: manifest["tensors"]["model/a"][2].append([0, 88, 0, [0], [0]]))
-    with pytest.raises(CheckpointError, match="model/a: parts overlap or are empty where another one begins"):
+    with pytest.raises(
+        CheckpointError, match="model/a: shards overlap or are empty where another one begins"
+    ):
         read_manifest(path)
 
 
@@ -74,7 +76,7 @@ def test_a_shape_that_could_not_be_read_is_not_saved(tmp_path):
     with pytest.raises(ValueError, match=r"model/a: .*too many dimensions"):
         save(tmp_path, model__a=torch.zeros([1] * 65))
     with pytest.raises(ValueError, match=r"cannot be the name of a tensor"):
-        Checkpointer(tmp_path).save(1, {"model/\x1b[2J": Parts.whole(torch.ones(1))}, {})
+        Checkpointer(tmp_path).save(1, {"model/\x1b[2J": ShardedTensorRef.whole(torch.ones(1))}, {})
 
 
 def test_a_manifest_that_could_not_be_read_is_not_written(tmp_path, monkeypatch):
@@ -124,26 +126,26 @@ def test_whatever_stands_for_a_number_is_one_short_line(tmp_path, value):
 @pytest.mark.parametrize(("dims", "each"), [(12, 2), (2, 64), (1, 4096)])
 def test_a_grid_of_many_boxes_is_checked_in_a_moment(dims, each):
     places = [tuple(2 * at for at in place) for place in itertools.product(range(each), repeat=dims)]
-    boxes = [Box(at, (2,) * dims) for at in places]
+    chunks = [TensorChunk(at, (2,) * dims) for at in places]
     start = time.process_time()
-    check_tiled("x", [2 * each] * dims, boxes, ValueError)
-    first, *others = boxes[-1].offsets
-    boxes[-1] = Box((first - 1, *others), boxes[-1].sizes)
-    with pytest.raises(ValueError, match="x: parts overlap or leave a gap"):
-        check_tiled("x", [2 * each] * dims, boxes, ValueError)
+    check_tiled("x", [2 * each] * dims, chunks, ValueError)
+    first, *others = chunks[-1].offsets
+    chunks[-1] = TensorChunk((first - 1, *others), chunks[-1].sizes)
+    with pytest.raises(ValueError, match="x: shards overlap or leave a gap"):
+        check_tiled("x", [2 * each] * dims, chunks, ValueError)
     assert time.process_time() - start < 5
 
 
-def test_boxes_that_meet_nowhere_are_refused_before_memory_is_gone():
-    """1024 boxes of 2^30 elements of 2^40 in all, each halved along ten of twenty dimensions."""
-    boxes = []
+def test_chunks_that_meet_nowhere_are_refused_before_memory_is_gone():
+    """1024 chunks of 2^30 elements of 2^40 in all, each halved along ten of twenty dimensions."""
+    chunks = []
     for number in range(1024):
         draw = random.Random(number)
         halved = draw.sample(range(20), 10)
         at = tuple(draw.randrange(3) if dim in halved else 0 for dim in range(20))
-        boxes.append(Box(at, tuple(2 if dim in halved else 4 for dim in range(20))))
-    with pytest.raises(ValueError, match="x: its 1024 parts are too irregular"):
-        check_tiled("x", [4] * 20, boxes, ValueError)
+        chunks.append(TensorChunk(at, tuple(2 if dim in halved else 4 for dim in range(20))))
+    with pytest.raises(ValueError, match="x: its 1024 shards are too irregular"):
+        check_tiled("x", [4] * 20, chunks, ValueError)
 
 
 def made_at(path, nanoseconds):

@@ -1,4 +1,4 @@
-"""Who writes what of a checkpoint: planned once, for as many saves as ranks have the same parts."""
+"""Who writes what of a checkpoint: planned once, for as many saves as ranks have the same shards."""
 
 from __future__ import annotations
 
@@ -14,17 +14,21 @@ from fastmp.distributed.groups import ParallelGroups
 from fastmp.testing.ranks import run_ranks
 from fastmp.training.checkpoint import storage
 from fastmp.training.checkpoint.checkpointer import Checkpointer
-from fastmp.training.checkpoint.storage import Parts, PlansDiffer, SaveParts
+from fastmp.training.checkpoint.storage import PlansDiffer, ShardedTensorRef, ShardSavePlanner
 
 
-def state(rank: int, world_size: int, tensors: int, rows: int = 2) -> dict[str, Parts]:
+def state(rank: int, world_size: int, tensors: int, rows: int = 2) -> dict[str, ShardedTensorRef]:
     """An equal shard of each tensor, and a whole one that all ranks have."""
     at, shape = (rank * rows,), (world_size * rows,)
-    sharded = {f"w{n}": Parts(shape, torch.float32, [(at, torch.ones(rows))]) for n in range(tensors)}
-    return sharded | {"whole": Parts.whole(torch.ones(5))}
+    sharded = {
+        f"w{n}": ShardedTensorRef(shape, torch.float32, [(at, torch.ones(rows))]) for n in range(tensors)
+    }
+    return sharded | {"whole": ShardedTensorRef.whole(torch.ones(5))}
 
 
-def plan(planners: list[SaveParts], states: list[dict[str, Parts]]) -> tuple[list[SavePlan], Metadata, int]:
+def plan(
+    planners: list[ShardSavePlanner], states: list[dict[str, ShardedTensorRef]]
+) -> tuple[list[SavePlan], Metadata, int]:
     """Plan a save as the library does; also the bytes that the first rank gets from the others."""
     for planner, own in zip(planners, states, strict=True):
         planner.set_up_planner(own)
@@ -40,7 +44,7 @@ def written(plans: list[SavePlan]) -> list[list[tuple]]:
 
 @pytest.mark.parametrize("world_size", [4, 64])
 def test_a_plan_holds_while_ranks_have_the_same_parts(world_size, monkeypatch):
-    planners = [SaveParts() for _ in range(world_size)]
+    planners = [ShardSavePlanner() for _ in range(world_size)]
     first, metadata, sent = plan(planners, [state(rank, world_size, 20) for rank in range(world_size)])
     assert sent > 500 * (world_size - 1)
     found = written(first)
@@ -55,24 +59,24 @@ def test_a_plan_holds_while_ranks_have_the_same_parts(world_size, monkeypatch):
 
 
 def test_a_rank_with_other_parts_has_all_plan_again():
-    planners = [SaveParts() for _ in range(3)]
+    planners = [ShardSavePlanner() for _ in range(3)]
     plan(planners, [state(rank, 3, 2) for rank in range(3)])
     changed = [state(rank, 3, 2) for rank in range(3)]
-    changed[1]["new"] = Parts.whole(torch.ones(2))
+    changed[1]["new"] = ShardedTensorRef.whole(torch.ones(2))
     with pytest.raises(PlansDiffer):
         plan(planners, changed)
     for planner in planners:
         planner.forget()
     again, metadata, _ = plan(planners, changed)
     assert ("new", 0) in written(again)[1] and "new" in metadata.state_dict_metadata
-    with pytest.raises(PlansDiffer):  # back to the parts of the first plan, which is gone
+    with pytest.raises(PlansDiffer):  # back to the shards of the first plan, which is gone
         plan(planners, [state(rank, 3, 2) for rank in range(3)])
 
 
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
-        (lambda own: own.pop("w1"), "w1: its parts have 4 elements"),
+        (lambda own: own.pop("w1"), "w1: its shards have 4 elements"),
         (lambda own: own.update(w1=own["whole"]), "ranks 0 and 2 do not agree on the shape of w1"),
     ],
 )
@@ -80,7 +84,7 @@ def test_a_plan_is_checked_when_it_is_made(spoil, message):
     states = [state(rank, 3, 2) for rank in range(3)]
     spoil(states[2])
     with pytest.raises(ValueError, match=message):
-        plan([SaveParts() for _ in range(3)], states)
+        plan([ShardSavePlanner() for _ in range(3)], states)
 
 
 def test_checkpoints_by_a_kept_plan_are_those_by_a_new_one(tmp_path):
@@ -90,7 +94,7 @@ def test_checkpoints_by_a_kept_plan_are_those_by_a_new_one(tmp_path):
         groups = ParallelGroups.create(RankGrid(world_size=world_size))
         states = [state(rank, 2, 3) for _ in range(3)]
         if rank:
-            states[2]["new"] = Parts.whole(torch.ones(4))
+            states[2]["new"] = ShardedTensorRef.whole(torch.ones(4))
         kept = Checkpointer(tmp_path / "kept", groups=groups, keep=3)
         choices, choose = [], storage._choose_writers
         with pytest.MonkeyPatch.context() as patch:

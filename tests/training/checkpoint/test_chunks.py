@@ -1,4 +1,4 @@
-"""Boxes: what a rank has, in the tensors of the whole model, each element once over all ranks."""
+"""Chunks: what a rank has, in the tensors of the whole model, each element once over all ranks."""
 
 from __future__ import annotations
 
@@ -17,13 +17,20 @@ from fastmp.optim.flat_layout import shard_ranges
 from fastmp.tensor_parallel.attributes import ParallelAttributes, shard_of
 from fastmp.training.checkpoint import files
 from fastmp.training.checkpoint import state as state_module
-from fastmp.training.checkpoint.boxes import Box, Cut, boxes_of_range, boxes_of_shard, whole_shape, within
+from fastmp.training.checkpoint.chunks import (
+    Cut,
+    TensorChunk,
+    chunks_of_range,
+    chunks_of_shard,
+    clip,
+    full_shape,
+)
 from fastmp.training.checkpoint.format import check_tiled
-from fastmp.training.checkpoint.state import optimizer_parts, parameter_parts
+from fastmp.training.checkpoint.state import optimizer_shards, param_shards
 
 
-def view(tensor, box):
-    return tensor[tuple(slice(at, at + size) for at, size in zip(box.offsets, box.sizes, strict=True))]
+def view(tensor, chunk):
+    return tensor[tuple(slice(at, at + size) for at, size in zip(chunk.offsets, chunk.sizes, strict=True))]
 
 
 @given(st.lists(st.integers(0, 4), max_size=4), st.data())
@@ -33,10 +40,10 @@ def test_a_range_of_memory_is_a_few_boxes_in_its_order(shape, data):
     start = data.draw(st.integers(0, size))
     end = data.draw(st.integers(start, size))
     numbers, at = torch.arange(size).view(shape), 0
-    found = list(boxes_of_range(shape, start, end))
-    for box, (first, last) in found:
-        assert first == at and last - first == box.numel
-        assert view(numbers, box).flatten().tolist() == list(range(start + first, start + last))
+    found = list(chunks_of_range(shape, start, end))
+    for chunk, (first, last) in found:
+        assert first == at and last - first == chunk.numel
+        assert view(numbers, chunk).flatten().tolist() == list(range(start + first, start + last))
         at = last
     assert at == end - start
     assert len(found) <= max(2 * len(shape) - 1, 1)
@@ -45,7 +52,7 @@ def test_a_range_of_memory_is_a_few_boxes_in_its_order(shape, data):
 @given(st.data())
 @settings(max_examples=200, deadline=None)
 def test_shards_are_boxes_of_the_whole_whatever_cuts_it(data):
-    """Two cuts along two dimensions, of fused blocks, and a box of the shard."""
+    """Two cuts along two dimensions, of fused blocks, and a chunk of the shard."""
     cuts = [(data.draw(st.integers(1, 3)), data.draw(st.integers(1, 3))) for _ in range(2)]  # blocks, ranks
     sizes = [data.draw(st.integers(1, 2)) * blocks for blocks, _ in cuts]
     shape = [size * ranks for size, (_, ranks) in zip(sizes, cuts, strict=True)]
@@ -55,19 +62,21 @@ def test_shards_are_boxes_of_the_whole_whatever_cuts_it(data):
     for dim, (blocks, ranks) in enumerate(cuts):
         shard = shard_of(shard, dim, blocks, ranks, own[dim])
         marks.append(Cut(dim, blocks, own[dim], ranks))
-    assert whole_shape(shard.shape, marks) == tuple(shape)
+    assert full_shape(shard.shape, marks) == tuple(shape)
     offsets = [data.draw(st.integers(0, size)) for size in shard.shape]
-    box = Box(tuple(offsets), tuple(data.draw(st.integers(0, n - at)) for at, n in zip(offsets, shard.shape)))
+    chunk = TensorChunk(
+        tuple(offsets), tuple(data.draw(st.integers(0, n - at)) for at, n in zip(offsets, shard.shape))
+    )
     seen = []
-    for here, there in boxes_of_shard(shard.shape, marks, box):
+    for here, there in chunks_of_shard(shard.shape, marks, chunk):
         assert torch.equal(view(shard, here), view(numbers, there))
         seen += view(shard, here).flatten().tolist()
-    assert sorted(seen) == sorted(view(shard, box).flatten().tolist())
+    assert sorted(seen) == sorted(view(shard, chunk).flatten().tolist())
 
 
 def test_what_is_behind_the_end_is_left_out():
-    assert within(Box((2, 0), (3, 4)), (4, 4)) == Box((2, 0), (2, 4))
-    assert within(Box((4, 0), (3, 4)), (4, 4)) is None
+    assert clip(TensorChunk((2, 0), (3, 4)), (4, 4)) == TensorChunk((2, 0), (2, 4))
+    assert clip(TensorChunk((4, 0), (3, 4)), (4, 4)) is None
 
 
 @pytest.mark.parametrize("strides", ["rows", "columns", "middle first"])
@@ -83,7 +92,7 @@ def test_what_is_behind_the_end_is_left_out():
 def test_parts_of_all_ranks_are_the_whole_parameter_and_its_state(monkeypatch, strides, marks):
     """Two tensor-parallel ranks with three ranks each that share the state; memory in another order.
 
-    Rows that are padding are in no part.
+    Rows that are padding are in no shard.
     """
     whole = torch.randn(8, 3, 5)
     order = {"rows": (0, 1, 2), "columns": (2, 1, 0), "middle first": (1, 2, 0)}[strides]
@@ -103,60 +112,60 @@ def test_parts_of_all_ranks_are_the_whole_parameter_and_its_state(monkeypatch, s
 
         param, memory = nn.Parameter(laid_out(whole)), laid_out(state).permute(order).flatten()
         param.rows = marks.rows
-        parts = parameter_parts(param, ParallelGroups.alone())
-        assert parts.shape == real.shape
-        for at, part in parts.parts:
-            view(found["parameter"], Box(at, tuple(part.shape))).copy_(part.detach())
+        ref = param_shards(param, ParallelGroups.alone())
+        assert ref.shape == real.shape
+        for at, shard in ref.shards:
+            view(found["parameter"], TensorChunk(at, tuple(shard.shape))).copy_(shard.detach())
         for (piece,) in filter(None, shard_ranges([param.numel()], 3)):
-            parts = optimizer_parts(
+            ref = optimizer_shards(
                 param, ParallelGroups.alone(), memory[slice(*piece.param_range)], piece.param_range
             )
-            assert parts.shape == real.shape
-            for at, part in parts.parts:
-                view(found["state"], Box(at, tuple(part.shape))).copy_(part)
-                view(count, Box(at, tuple(part.shape))).add_(1)
+            assert ref.shape == real.shape
+            for at, shard in ref.shards:
+                view(found["state"], TensorChunk(at, tuple(shard.shape))).copy_(shard)
+                view(count, TensorChunk(at, tuple(shard.shape))).add_(1)
     assert torch.equal(found["parameter"], real) and torch.equal(found["state"], -real)
     assert (count == 1).all()
 
 
 @pytest.mark.parametrize(
-    ("boxes", "said"),
+    ("chunks", "said"),
     [
-        ([Box((0, 0), (2, 3))], "its parts have 6 elements, .* 12"),
-        ([Box((0, 0), (4, 2)), Box((0, 1), (4, 1))], "overlap"),
-        ([Box((0, 0), (4, 4))], "is outside of"),
-        ([Box((0, 0), (2, 3)), Box((2, 0), (2, 2)), Box((1, 2), (2, 1))], "overlap"),
+        ([TensorChunk((0, 0), (2, 3))], "its shards have 6 elements, .* 12"),
+        ([TensorChunk((0, 0), (4, 2)), TensorChunk((0, 1), (4, 1))], "overlap"),
+        ([TensorChunk((0, 0), (4, 4))], "is outside of"),
+        ([TensorChunk((0, 0), (2, 3)), TensorChunk((2, 0), (2, 2)), TensorChunk((1, 2), (2, 1))], "overlap"),
     ],
 )
-def test_boxes_that_are_not_the_whole_are_refused(boxes, said):
+def test_chunks_that_are_not_the_whole_are_refused(chunks, said):
     with pytest.raises(ValueError, match=f"weight: .*{said}"):
-        check_tiled("weight", (4, 3), boxes, ValueError)
+        check_tiled("weight", (4, 3), chunks, ValueError)
 
 
 @given(st.integers(1, 6), st.integers(1, 6), st.randoms())
 @settings(max_examples=100, deadline=None)
 def test_any_cut_into_boxes_is_accepted_and_any_moved_box_is_not(rows, columns, draw):
-    """Cut a matrix at random again and again; then move one of the boxes."""
-    boxes = [Box((0, 0), (rows, columns))]
+    """Cut a matrix at random again and again; then move one of the chunks."""
+    chunks = [TensorChunk((0, 0), (rows, columns))]
     for _ in range(5):
-        box = draw.choice(boxes)
+        chunk = draw.choice(chunks)
         dim = draw.randrange(2)
-        if box.sizes[dim] < 2:
+        if chunk.sizes[dim] < 2:
             continue
-        boxes.remove(box)
-        size = draw.randrange(1, box.sizes[dim])
-        for at, n in ((0, size), (size, box.sizes[dim] - size)):
-            offsets, sizes = list(box.offsets), list(box.sizes)
+        chunks.remove(chunk)
+        size = draw.randrange(1, chunk.sizes[dim])
+        for at, n in ((0, size), (size, chunk.sizes[dim] - size)):
+            offsets, sizes = list(chunk.offsets), list(chunk.sizes)
             offsets[dim], sizes[dim] = offsets[dim] + at, n
-            boxes.append(Box(tuple(offsets), tuple(sizes)))
-    check_tiled("weight", (rows, columns), boxes, ValueError)
-    moved = draw.randrange(len(boxes))
-    offsets = list(boxes[moved].offsets)
+            chunks.append(TensorChunk(tuple(offsets), tuple(sizes)))
+    check_tiled("weight", (rows, columns), chunks, ValueError)
+    moved = draw.randrange(len(chunks))
+    offsets = list(chunks[moved].offsets)
     offsets[draw.randrange(2)] += draw.choice([-1, 1])
-    boxes[moved] = Box(tuple(offsets), boxes[moved].sizes)
+    chunks[moved] = TensorChunk(tuple(offsets), chunks[moved].sizes)
     if min(offsets) >= 0:
         with pytest.raises(ValueError, match=r"overlap|outside"):
-            check_tiled("weight", (rows, columns), boxes, ValueError)
+            check_tiled("weight", (rows, columns), chunks, ValueError)
 
 
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=3), st.data())
@@ -165,12 +174,12 @@ def test_a_box_is_read_as_it_is_through_a_buffer_of_any_size(shape, data):
     """From a file, into memory of its own order or another one."""
     numbers = torch.randn(shape)
     offsets = tuple(data.draw(st.integers(0, n - 1)) for n in shape)
-    box = Box(offsets, tuple(data.draw(st.integers(1, n - at)) for n, at in zip(shape, offsets)))
-    out = torch.zeros(box.sizes[::-1]).permute(*reversed(range(len(shape))))
+    chunk = TensorChunk(offsets, tuple(data.draw(st.integers(1, n - at)) for n, at in zip(shape, offsets)))
+    out = torch.zeros(chunk.sizes[::-1]).permute(*reversed(range(len(shape))))
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         patch.setattr(files, "_BUFFER", data.draw(st.sampled_from([0, 16, 1 << 20])))
         (Path(folder) / "file").write_bytes(b"head" + numbers.numpy().tobytes())
         for each in (out, out.contiguous()):
             with files.opened(Path(folder) / "file") as file:
-                files.BoxReader(file).read(4, shape, box, each)
-            assert torch.equal(each, view(numbers, box))
+                files.ChunkReader(file).read(4, shape, chunk, each)
+            assert torch.equal(each, view(numbers, chunk))
