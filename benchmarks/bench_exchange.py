@@ -19,11 +19,11 @@ SHAPES = {
 }
 
 
-def _flags(ranks: int, device: str) -> Tensor:
+def _epochs(ranks: int, device: str) -> Tensor:
     """Flags of ranks that all came long ago: nobody waits."""
-    flags = torch.full((ranks + 1,), 1 << 24, dtype=torch.int32, device=device)
-    flags[-1:].zero_()
-    return flags
+    epochs = torch.full((ranks + 1,), 1 << 24, dtype=torch.int32, device=device)
+    epochs[-1:].zero_()
+    return epochs
 
 
 def arguments(op: str, shape: tuple, dtype: torch.dtype, device: str, seed: int) -> tuple:
@@ -36,16 +36,16 @@ def arguments(op: str, shape: tuple, dtype: torch.dtype, device: str, seed: int)
     def integers(below: int, *shape: int) -> Tensor:
         return torch.randint(below, shape, generator=generator, device=device, dtype=torch.int32)
 
-    def distances(ranks: int) -> Tensor:
+    def peer_offsets(ranks: int) -> Tensor:
         return torch.zeros(1, ranks, dtype=torch.int64, device=device)
 
     if op == "exchange_barrier":
         (ranks,) = shape
-        return _flags(ranks, device), distances(ranks), 0, 60.0
+        return _epochs(ranks, device), peer_offsets(ranks), 0, 60.0
     if op == "exchange_counts":
         ranks, experts = shape
         counts = integers(99, 2, ranks, experts)
-        return integers(99, experts), _flags(ranks, device), counts, distances(ranks), 0, 60.0
+        return integers(99, experts), _epochs(ranks, device), counts, peer_offsets(ranks), 0, 60.0
     if op == "exchange_places":
         tokens, slots, experts = shape
         chosen = torch.rand(tokens, experts, generator=generator, device=device).topk(slots, 1).indices
@@ -58,14 +58,22 @@ def arguments(op: str, shape: tuple, dtype: torch.dtype, device: str, seed: int)
     def random(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator, device=device).to(dtype)
 
-    rows, flags = random(2, capacity, hidden), _flags(_PEERS, device)
+    rows, epochs = random(2, capacity, hidden), _epochs(_PEERS, device)
     if op in ("exchange_take", "exchange_give"):
         offsets = torch.full((1,), capacity, dtype=torch.int32, device=device)
-        given = (rows, flags, offsets)
-        return given if op == "exchange_take" else (random(capacity, hidden), offsets, flags, rows)
+        given = (rows, epochs, offsets)
+        return given if op == "exchange_take" else (random(capacity, hidden), offsets, epochs, rows)
     numbers = torch.randperm(capacity, generator=generator, device=device)
     where = (numbers * _PEERS // capacity * capacity + numbers).to(torch.int32).view(tokens, slots)
     probs = torch.rand(tokens, slots, generator=generator, device=device, dtype=compute_dtype(dtype))
     if op == "exchange_pull":
-        return rows, flags, distances(_PEERS), where, probs, True
-    return random(tokens, hidden), where, probs, random(tokens, slots, hidden), flags, rows, distances(_PEERS)
+        return rows, epochs, peer_offsets(_PEERS), where, probs, True
+    return (
+        random(tokens, hidden),
+        where,
+        probs,
+        random(tokens, slots, hidden),
+        epochs,
+        rows,
+        peer_offsets(_PEERS),
+    )

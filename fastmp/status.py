@@ -17,8 +17,8 @@ class ProcessStatus:
 
     `message` is what the process waits for in a pipeline, (op, group, rank in the group, works,
     tensors), else None. `exchange` refers weakly to the memory on a CPU through which it exchanges rows with
-    others, a `fastmp.distributed.symmetric_memory.PeerExchange`. `graph` is the one that is being captured,
-    else None.
+    others, a `fastmp.distributed.symmetric_memory.SymmetricExchange`. `graph` is the one that is being
+    captured, else None.
     """
 
     __slots__ = ("exchange", "graph", "message", "phase", "step")

@@ -1,7 +1,7 @@
 // The steps of an exchange over peers' memory on the CPU: rows that are copied, weighted and summed where they lie, in
-// this process' memory or in maps that other processes share, and a barrier of flags.
+// this process' memory or in maps that other processes share, and a barrier of epochs.
 //
-// Tokens are spread over the threads; a row belongs to one pair, so nobody else writes it. A rank's flags are atomics
+// Tokens are spread over the threads; a row belongs to one pair, so nobody else writes it. A rank's epochs are atomics
 // that others store to (release) and it waits for (acquire): what a rank wrote before it came can be read by those who
 // saw it come. Rows are made by the same code as those of permute.cpp, so sums have the same bits. The semantics are
 // those of the references in fastmp/ops/exchange.py.
@@ -24,10 +24,10 @@
 namespace fastmp {
 
 // Tokens [begin, end) with `num_slots` pairs each, whose rows are in the half `rows` (capacity, num_cols) of this rank's
-// memory, and at the same place of others', `distances[d * num_peers + p]` bytes further. y (token, slot, num_cols) has
+// memory, and at the same place of others', `peer_offsets[d * num_peers + p]` bytes further. y (token, slot, num_cols) has
 // no gaps; it, `probs` and `dprobs` may be null. `tokens` are read by a push, written by a pull.
 struct PeerRun {
-  const int64_t* distances;
+  const int64_t* peer_offsets;
   const int32_t* where;
   const void* probs;
   void* rows;
@@ -44,7 +44,7 @@ struct PeerRun {
     const int64_t number = where[pair];
     if (number < 0 || number >= num_peers * capacity) return nullptr;
     const int64_t peer = number / capacity;
-    char* half = static_cast<char*>(rows) + distances[copy * num_peers + peer];
+    char* half = static_cast<char*>(rows) + peer_offsets[copy * num_peers + peer];
     return reinterpret_cast<T*>(half) + number % capacity * num_cols;
   }
 };
@@ -151,31 +151,31 @@ void check_whole(const char* op, const char* name, const Tensor& view) {
   FASTMP_CHECK(view.is_contiguous(), op, ": ", name, " must be contiguous, got ", described(view), " with gaps");
 }
 
-void check_flags(const char* op, const Tensor& flags) {
-  FASTMP_CHECK(flags.scalar_type() == ScalarType::Int && flags.dim() == 1 && flags.size(0) > 1, op,
-               ": flags must be int32 (R + 1,), got ", described(flags));
-  check_whole(op, "flags", flags);
+void check_epochs(const char* op, const Tensor& epochs) {
+  FASTMP_CHECK(epochs.scalar_type() == ScalarType::Int && epochs.dim() == 1 && epochs.size(0) > 1, op,
+               ": epochs must be int32 (R + 1,), got ", described(epochs));
+  check_whole(op, "epochs", epochs);
 }
 
-const int64_t* checked_distances(const char* op, const Tensor& flags, const Tensor& distances) {
-  check_flags(op, flags);
-  FASTMP_CHECK(distances.scalar_type() == ScalarType::Long && distances.dim() == 2 &&
-                   distances.numel() == flags.size(0) - 1,
-               op, ": distances must be int64 (D, P) of the ", flags.size(0) - 1, " ranks of flags, got ",
-               described(distances));
-  check_whole(op, "distances", distances);
-  const auto* bytes = static_cast<const int64_t*>(distances.const_data_ptr());
-  for (int64_t rank = 0; rank < distances.numel(); ++rank) {
-    FASTMP_CHECK(bytes[rank] % 16 == 0, op, ": distances must be multiples of 16 bytes, got ", bytes[rank]);
+const int64_t* checked_offsets(const char* op, const Tensor& epochs, const Tensor& peer_offsets) {
+  check_epochs(op, epochs);
+  FASTMP_CHECK(peer_offsets.scalar_type() == ScalarType::Long && peer_offsets.dim() == 2 &&
+                   peer_offsets.numel() == epochs.size(0) - 1,
+               op, ": peer_offsets must be int64 (D, P) of the ", epochs.size(0) - 1, " ranks of epochs, got ",
+               described(peer_offsets));
+  check_whole(op, "peer_offsets", peer_offsets);
+  const auto* bytes = static_cast<const int64_t*>(peer_offsets.const_data_ptr());
+  for (int64_t rank = 0; rank < peer_offsets.numel(); ++rank) {
+    FASTMP_CHECK(bytes[rank] % 16 == 0, op, ": peer_offsets must be multiples of 16 bytes, got ", bytes[rank]);
   }
   return bytes;
 }
 
-void check_rows(const char* op, const Tensor& rows, const Tensor& flags) {
+void check_rows(const char* op, const Tensor& rows, const Tensor& epochs) {
   dispatch_float(rows.scalar_type(), op, [](auto) {});
   FASTMP_CHECK(rows.dim() == 3 && rows.size(0) == 2, op, ": rows must be (2, C, H), got ", described(rows));
   check_whole(op, "rows", rows);
-  check_flags(op, flags);
+  check_epochs(op, epochs);
 }
 
 // Whether this process has memory at all of these bytes.
@@ -184,23 +184,23 @@ bool is_mapped(uintptr_t address, size_t bytes) {
   return msync(reinterpret_cast<void*>(first), address + bytes - first, MS_ASYNC) == 0;
 }
 
-// Raises for a rank, a time limit or a table of distances with which a barrier would hang, or write where no rank is.
-void check_meeting(const char* op, const Tensor& view, const int64_t* distances, int64_t num_ranks, int64_t rank,
+// Raises for a rank, a time limit or a table of peer_offsets with which a barrier would hang, or write where no rank is.
+void check_meeting(const char* op, const Tensor& view, const int64_t* peer_offsets, int64_t num_ranks, int64_t rank,
                    double timeout) {
   FASTMP_CHECK(rank >= 0 && rank < num_ranks, op, ": rank must be one of the ", num_ranks, " ranks, got ", rank);
   FASTMP_CHECK(std::isfinite(timeout) && timeout > 0, op, ": timeout must be a positive number of seconds, got ", timeout);
-  FASTMP_CHECK(distances[rank] == 0, op, ": the distance of rank ", rank, ", this one, must be 0, got ", distances[rank]);
+  FASTMP_CHECK(peer_offsets[rank] == 0, op, ": the distance of rank ", rank, ", this one, must be 0, got ", peer_offsets[rank]);
   const auto own = reinterpret_cast<uintptr_t>(view.const_data_ptr());
   const size_t bytes = view.numel() * view.element_size();
   for (int64_t other = 0; other < num_ranks; ++other) {
-    FASTMP_CHECK(bytes == 0 || is_mapped(own + static_cast<uintptr_t>(distances[other]), bytes), op,
-                 ": there is no memory of rank ", other, " at its distance of ", distances[other], " bytes");
+    FASTMP_CHECK(bytes == 0 || is_mapped(own + static_cast<uintptr_t>(peer_offsets[other]), bytes), op,
+                 ": there is no memory of rank ", other, " at its distance of ", peer_offsets[other], " bytes");
   }
 }
 
 // The number of the exchange to come, as int32 that wraps.
-int32_t number_to_come(const Tensor& flags) {
-  const auto latest = static_cast<const int32_t*>(flags.const_data_ptr())[flags.size(0) - 1];
+int32_t number_to_come(const Tensor& epochs) {
+  const auto latest = static_cast<const int32_t*>(epochs.const_data_ptr())[epochs.size(0) - 1];
   return static_cast<int32_t>(static_cast<uint32_t>(latest) + 1);
 }
 
@@ -209,8 +209,8 @@ char* half_of(const Tensor& view, int64_t number) {
   return static_cast<char*>(view.mutable_data_ptr()) + (number & 1) * bytes;
 }
 
-char* half_to_come(const Tensor& view, const Tensor& flags) { return half_of(view, number_to_come(flags)); }
-char* latest_half(const Tensor& view, const Tensor& flags) { return half_of(view, number_to_come(flags) - int64_t{1}); }
+char* half_to_come(const Tensor& view, const Tensor& epochs) { return half_of(view, number_to_come(epochs)); }
+char* latest_half(const Tensor& view, const Tensor& epochs) { return half_of(view, number_to_come(epochs) - int64_t{1}); }
 
 template <class T>
 T* further(T* pointer, int64_t bytes) {
@@ -238,15 +238,15 @@ int32_t wait_for(int32_t& flag, int32_t number, std::chrono::steady_clock::time_
   }
 }
 
-void meet(const char* op, Tensor& flags, const int64_t* distances, int64_t rank, double timeout) {
-  const int64_t num_ranks = flags.size(0) - 1;
-  check_meeting(op, flags, distances, num_ranks, rank, timeout);
-  auto* own = static_cast<int32_t*>(flags.mutable_data_ptr());
-  const int32_t number = number_to_come(flags);
+void meet(const char* op, Tensor& epochs, const int64_t* peer_offsets, int64_t rank, double timeout) {
+  const int64_t num_ranks = epochs.size(0) - 1;
+  check_meeting(op, epochs, peer_offsets, num_ranks, rank, timeout);
+  auto* own = static_cast<int32_t*>(epochs.mutable_data_ptr());
+  const int32_t number = number_to_come(epochs);
   FASTMP_CHECK(own[rank] != number, op, ": exchange ", number,
                " has failed on this rank before, and nobody knows what others took it for; make new process groups");
   for (int64_t other = 0; other < num_ranks; ++other) {
-    std::atomic_ref<int32_t>(*further(own + rank, distances[other])).store(number, std::memory_order_release);
+    std::atomic_ref<int32_t>(*further(own + rank, peer_offsets[other])).store(number, std::memory_order_release);
   }
   const auto patience = std::chrono::duration<double>(std::min(timeout, 1e9));
   const auto deadline =
@@ -260,28 +260,28 @@ void meet(const char* op, Tensor& flags, const int64_t* distances, int64_t rank,
   own[num_ranks] = number;
 }
 
-void barrier(Tensor& flags, const Tensor& distances, int64_t rank, double timeout) {
-  meet("exchange_barrier", flags, checked_distances("exchange_barrier", flags, distances), rank, timeout);
+void barrier(Tensor& epochs, const Tensor& peer_offsets, int64_t rank, double timeout) {
+  meet("exchange_barrier", epochs, checked_offsets("exchange_barrier", epochs, peer_offsets), rank, timeout);
 }
 
-Tensor exchange_counts(const Tensor& own, Tensor& flags, Tensor& counts, const Tensor& distances, int64_t rank,
+Tensor exchange_counts(const Tensor& own, Tensor& epochs, Tensor& counts, const Tensor& peer_offsets, int64_t rank,
                        double timeout) {
   constexpr const char* kOp = "exchange_counts";
-  const int64_t* bytes = checked_distances(kOp, flags, distances);
-  const int64_t num_ranks = distances.numel(), width = own.numel();
+  const int64_t* bytes = checked_offsets(kOp, epochs, peer_offsets);
+  const int64_t num_ranks = peer_offsets.numel(), width = own.numel();
   FASTMP_CHECK(own.scalar_type() == ScalarType::Int && counts.scalar_type() == ScalarType::Int && counts.dim() == 3 &&
                    counts.size(0) == 2 && counts.size(1) == num_ranks && counts.size(2) == width,
                kOp, ": counts must be int32 (2, R, E), got ", described(counts), " for own ", described(own), " and ",
                num_ranks, " ranks");
   check_whole(kOp, "counts", counts);
   check_meeting(kOp, counts, bytes, num_ranks, rank, timeout);
-  check_meeting(kOp, flags, bytes, num_ranks, rank, timeout);
+  check_meeting(kOp, epochs, bytes, num_ranks, rank, timeout);
   const Tensor row = torch::stable::contiguous(own);
-  auto* half = reinterpret_cast<int32_t*>(half_to_come(counts, flags));
+  auto* half = reinterpret_cast<int32_t*>(half_to_come(counts, epochs));
   for (int64_t other = 0; other < num_ranks; ++other) {
     std::memcpy(further(half + rank * width, bytes[other]), row.const_data_ptr(), width * sizeof(int32_t));
   }
-  meet(kOp, flags, bytes, rank, timeout);
+  meet(kOp, epochs, bytes, rank, timeout);
   const Tensor matrix = fastmp::empty({num_ranks, width}, ScalarType::Int, own);
   std::memcpy(matrix.mutable_data_ptr(), half, num_ranks * width * sizeof(int32_t));
   return matrix;
@@ -352,11 +352,11 @@ std::tuple<Tensor, Tensor, Tensor> exchange_places(const Tensor& given_rows, con
 }
 
 // The run of all pairs, after checks. `where` and `probs` are without gaps.
-PeerRun run_of(const char* op, const Tensor& where, const std::optional<Tensor>& probs, const Tensor& flags,
-               const Tensor& rows, const Tensor& distances) {
-  check_rows(op, rows, flags);
+PeerRun run_of(const char* op, const Tensor& where, const std::optional<Tensor>& probs, const Tensor& epochs,
+               const Tensor& rows, const Tensor& peer_offsets) {
+  check_rows(op, rows, epochs);
   PeerRun run{};
-  run.distances = checked_distances(op, flags, distances);
+  run.peer_offsets = checked_offsets(op, epochs, peer_offsets);
   FASTMP_CHECK(where.dim() == 2 && where.scalar_type() == ScalarType::Int, op, ": where must be int32 (T, k), got ",
                described(where));
   const ScalarType wide = compute_dtype(rows.scalar_type());
@@ -365,8 +365,8 @@ PeerRun run_of(const char* op, const Tensor& where, const std::optional<Tensor>&
   run.where = static_cast<const int32_t*>(where.const_data_ptr());
   if (probs) run.probs = probs->const_data_ptr();
   run.num_slots = where.size(1);
-  run.num_copies = distances.size(0);
-  run.num_peers = distances.size(1);
+  run.num_copies = peer_offsets.size(0);
+  run.num_peers = peer_offsets.size(1);
   run.capacity = rows.size(1);
   run.num_cols = rows.size(2);
   run.dtype = rows.scalar_type();
@@ -386,11 +386,11 @@ void over_tokens(const Kernel& kernel, const PeerRun& whole, int64_t num_tokens,
 }
 
 Tensor exchange_push(const Tensor& x, const Tensor& given_where, std::optional<Tensor> probs, std::optional<Tensor> y,
-                     const Tensor& flags, Tensor& rows, const Tensor& distances) {
+                     const Tensor& epochs, Tensor& rows, const Tensor& peer_offsets) {
   constexpr const char* kOp = "exchange_push";
   const Tensor where = torch::stable::contiguous(given_where);
   if (probs) probs = torch::stable::contiguous(*probs);
-  PeerRun run = run_of(kOp, where, probs, flags, rows, distances);
+  PeerRun run = run_of(kOp, where, probs, epochs, rows, peer_offsets);
   const auto fits = [&](const Tensor& tensor) {
     return tensor.scalar_type() == run.dtype && tensor.size(0) == where.size(0) &&
            tensor.size(tensor.dim() - 1) == run.num_cols;
@@ -412,7 +412,7 @@ Tensor exchange_push(const Tensor& x, const Tensor& given_where, std::optional<T
   if (y) y = torch::stable::contiguous(*y);
   run.tokens = const_cast<void*>(tokens.tensor.const_data_ptr());
   run.token_pitch = tokens.pitch;
-  run.rows = half_to_come(rows, flags);
+  run.rows = half_to_come(rows, epochs);
   if (y) {
     run.y = const_cast<void*>(y->const_data_ptr());
     run.dprobs = dprobs.mutable_data_ptr();
@@ -421,16 +421,16 @@ Tensor exchange_push(const Tensor& x, const Tensor& given_where, std::optional<T
   return dprobs;
 }
 
-std::tuple<Tensor, Tensor> exchange_pull(const Tensor& rows, const Tensor& flags, const Tensor& distances,
+std::tuple<Tensor, Tensor> exchange_pull(const Tensor& rows, const Tensor& epochs, const Tensor& peer_offsets,
                                          const Tensor& given_where, std::optional<Tensor> probs, bool keep) {
   const Tensor where = torch::stable::contiguous(given_where);
   if (probs) probs = torch::stable::contiguous(*probs);
-  PeerRun run = run_of("exchange_pull", where, probs, flags, rows, distances);
+  PeerRun run = run_of("exchange_pull", where, probs, epochs, rows, peer_offsets);
   Tensor out = fastmp::empty({where.size(0), run.num_cols}, run.dtype, rows);
   const Tensor y = keep ? fastmp::empty({where.size(0), run.num_slots, run.num_cols}, run.dtype, rows)
                         : fastmp::empty({0}, run.dtype, rows);
   if (out.numel() == 0) return {out, y};
-  run.rows = latest_half(rows, flags);
+  run.rows = latest_half(rows, epochs);
   run.tokens = out.mutable_data_ptr();
   if (keep) run.y = y.mutable_data_ptr();
   over_tokens([](const PeerRun& part) { FASTMP_BEST(exchange_pull_run)(part); }, run, out.size(0), rows.element_size());
@@ -455,31 +455,31 @@ void copy_rows(char* to, const void* from, int64_t count, int64_t num_cols, int6
   });
 }
 
-Tensor exchange_take(const Tensor& rows, const Tensor& flags, const Tensor& offsets) {
+Tensor exchange_take(const Tensor& rows, const Tensor& epochs, const Tensor& offsets) {
   constexpr const char* kOp = "exchange_take";
-  check_rows(kOp, rows, flags);
+  check_rows(kOp, rows, epochs);
   const int64_t filled = num_filled(kOp, offsets, rows), num_cols = rows.size(2);
   const int64_t row_bytes = num_cols * static_cast<int64_t>(rows.element_size());
   const Tensor out = fastmp::empty({rows.size(1), num_cols}, rows.scalar_type(), rows);
   if (out.numel() == 0) return out;
   char* to = static_cast<char*>(out.mutable_data_ptr());
-  copy_rows(to, latest_half(rows, flags), filled, num_cols, num_cols, rows);
+  copy_rows(to, latest_half(rows, epochs), filled, num_cols, num_cols, rows);
   parallel_for(filled, rows.size(1), token_grain(1, row_bytes), [&](int64_t begin, int64_t end) {
     std::memset(to + begin * row_bytes, 0, (end - begin) * row_bytes);
   });
   return out;
 }
 
-void exchange_give(const Tensor& given, const Tensor& offsets, const Tensor& flags, Tensor& rows) {
+void exchange_give(const Tensor& given, const Tensor& offsets, const Tensor& epochs, Tensor& rows) {
   constexpr const char* kOp = "exchange_give";
-  check_rows(kOp, rows, flags);
+  check_rows(kOp, rows, epochs);
   FASTMP_CHECK(given.scalar_type() == rows.scalar_type() && given.dim() == 2 && given.size(0) == rows.size(1) &&
                    given.size(1) == rows.size(2),
                kOp, ": given ", described(given), " does not fit rows ", described(rows));
   const int64_t filled = num_filled(kOp, offsets, rows);
   if (given.numel() == 0) return;
   const Rows from(given);
-  copy_rows(half_to_come(rows, flags), from.tensor.const_data_ptr(), filled, from.num_cols, from.pitch, rows);
+  copy_rows(half_to_come(rows, epochs), from.tensor.const_data_ptr(), filled, from.num_cols, from.pitch, rows);
 }
 
 }  // namespace

@@ -1,7 +1,7 @@
-"""What lies where in the memory that ranks of an expert group share, and how many rows it has room for.
+"""Layout of the symmetric memory in which the ranks of an expert group exchange rows.
 
-The same on all ranks, and known beforehand: `fastmp plan` counts these bytes, `PeerExchange` reserves them.
-Standard library only.
+The layout is the same on all ranks and known beforehand: `fastmp plan` counts these bytes,
+`SymmetricExchange` reserves them. Standard library only.
 """
 
 from __future__ import annotations
@@ -17,11 +17,16 @@ _INT32 = 4
 
 @dataclass(frozen=True)
 class ExchangeLayout:
-    """The parts of one rank's memory, for exchanges among `ranks` of rows (hidden,) of `itemsize` bytes.
+    """Byte offsets in one rank's buffer, for exchanges among `ranks` of rows (hidden,) of `itemsize` bytes.
 
-    First int32 flags (ranks + 1,), at `counts_at` int32 counts (2, ranks, experts), and at `rows_at` rows (2,
-    capacity, hidden). There are two of each because an exchange may begin while a peer still reads what
-    the last one brought; see `fastmp.ops.exchange`.
+    | offset | tensor | shape |
+    |---|---|---|
+    | 0 | int32 epochs | (ranks + 1,) |
+    | `counts_at` | int32 counts | (2, ranks, experts) |
+    | `rows_at` | rows | (2, capacity, hidden) |
+
+    Counts and rows are double-buffered: an exchange may begin while a peer still reads the rows of the last
+    one, see `fastmp.ops.exchange`.
     """
 
     ranks: int
@@ -46,10 +51,18 @@ class ExchangeLayout:
 def row_capacity(
     tokens: int, *, top_k: int, experts: int, ep: int, etp: int, factor: float | None = None
 ) -> int:
-    """Return the rows that a rank has room for, where each of ep x etp ranks sends the pairs of `tokens`.
+    """Return the row capacity of a rank's buffer when each of ep x etp ranks dispatches `tokens`.
 
-    factor: room over what comes where all experts get equally many tokens, but never more than can come;
-        None: as many as can come, if every token goes to experts of one rank.
+    Args:
+        tokens: tokens of one rank.
+        factor: capacity factor over a balanced load, at most the worst case. None: the worst case, every
+            token routed to the experts of one rank.
+
+    Example:
+        >>> row_capacity(8, top_k=2, experts=4, ep=2, etp=1)
+        32
+        >>> row_capacity(8, top_k=2, experts=4, ep=2, etp=1, factor=1.5)
+        24
     """
     most = max(ep * etp * tokens * min(top_k, experts // ep), 1)
     return most if factor is None else min(most, max(math.ceil(factor * tokens * top_k * etp), 1))

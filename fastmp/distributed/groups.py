@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fastmp.distributed.deepep_buffer import DeepEPBuffer
 from fastmp.distributed.grid import DENSE_AXES, EXPERT_AXES, RankGrid
-from fastmp.distributed.symmetric_memory import PeerExchange
+from fastmp.distributed.symmetric_memory import SymmetricExchange
 
 DEFAULT_TIMEOUT = timedelta(minutes=10)
 # Axes with collectives that run beside compute: reductions of buckets, tensor-parallel ones behind a product,
@@ -87,7 +87,7 @@ class ParallelGroups:
     tp_cp_dp: ProcessGroup | None = None
     etp_ep: ProcessGroup | None = None
     embedding: ProcessGroup | None = None
-    exchange: PeerExchange | None = None
+    exchange: SymmetricExchange | None = None
     deepep: DeepEPBuffer | None = None
     mesh: DeviceMesh | None = None
     expert_mesh: DeviceMesh | None = None
@@ -170,7 +170,7 @@ class ParallelGroups:
         }
         exchange = deepep = None
         if (etp_ep := groups["etp_ep"]) is not None:
-            exchange = PeerExchange(
+            exchange = SymmetricExchange(
                 etp_ep,
                 etp=grid.size("etp"),
                 ep=grid.size("ep"),

@@ -1,11 +1,10 @@
-"""Memory of each rank of a group that all ranks of the group read and write: shared on a CPU, NVLink on GPUs.
+"""Symmetric memory: a buffer on each rank that all ranks of a group read and write.
 
-Kernels reach it by address, so rows go to another rank without its host, or this
-one, knowing how many there are. Who may write what when, kernels see to: `fastmp.ops.exchange`.
+Kernels reach peers' buffers by address (shared memory on a CPU, NVLink on GPUs), so rows go to another rank
+without a host-device synchronisation. Kernels also order the accesses, see `fastmp.ops.exchange`.
 
-On a CPU each rank makes an anonymous file, which no directory ever lists: the others map it through /proc
-while its maker waits for them. The kernel frees it with its last map, however its ranks end, and takes no
-memory for pages that nobody writes.
+On a CPU each rank makes an anonymous file (memfd) and the others map it through /proc while its maker waits.
+The operating system frees it with its last map, however the ranks end, and backs only pages that are written.
 """
 
 from __future__ import annotations
@@ -28,56 +27,65 @@ from torch.distributed import ProcessGroup
 from fastmp.distributed.exchange_layout import ExchangeLayout, row_capacity
 from fastmp.status import process_status
 
-__all__ = ["ExchangeViews", "PeerExchange", "PeerMemory"]
+__all__ = ["ExchangeViews", "SymmetricExchange", "SymmetricMemory"]
 
-_RENDEZVOUS_TIMEOUT = timedelta(seconds=60)  # of a rank for its peers, all of which have just been heard of
+_RENDEZVOUS_TIMEOUT = timedelta(seconds=60)  # for peers that have all just taken part in a collective
 
 
-class PeerMemory:
-    """`nbytes` of each rank of `group`, zeros at first, which all of its ranks can read and write.
+class SymmetricMemory:
+    """A zero-initialised buffer of `nbytes` on each rank of `group`, readable and writable by all of them.
 
-    Ranks make it together, and their hosts talk to each other: outside of graphs only.
+    The constructor is a collective of hosts, so it cannot be captured in a CUDA graph.
 
-    local: this rank's bytes (nbytes,) uint8.
-    addresses: where this process has the memory of each rank of the group.
+    Attributes:
+        local: this rank's buffer, (nbytes,) uint8.
+        addresses: virtual address in this process of each rank's buffer.
 
     Args:
-        device: a CPU; a GPU that reaches those of its peers, see `torch.distributed._symmetric_memory`; or
-            "meta", where there are shapes only.
+        group: the ranks that share the buffers.
+        nbytes: size of each buffer, the same on all ranks.
+        device: a CPU; a GPU with peer access (see `torch.distributed._symmetric_memory`); or "meta", for
+            shapes only.
 
-    Raises ValueError, on all ranks: they ask for different sizes, or run on several machines; RuntimeError
-    where one of them cannot get the memory, or reach that of another.
+    Raises:
+        ValueError: on all ranks, if their sizes differ or they run on several machines.
+        RuntimeError: on all ranks, if one cannot allocate its buffer or map that of a peer.
+
+    Example:
+        >>> memory = SymmetricMemory(groups.etp_ep, 4096, "cpu")
+        >>> memory.local[:8] = 1
+        >>> offset = memory.addresses[1] - memory.addresses[0]
     """
 
     def __init__(self, group: ProcessGroup, nbytes: int, device: torch.device | str) -> None:
         self.group, self.nbytes, device = group, nbytes, torch.device(device)
-        self._kept: Any = None  # what holds the memory of peers
+        self._handles: Any = None  # keep the buffers of peers mapped
         if device.type == "meta":
             self.local = torch.empty(nbytes, dtype=torch.uint8, device=device)
             self.addresses = [0] * group.size()
             return
-        _agree_on_place(group, nbytes)
+        _check_same_host(group, nbytes)
         if device.type == "cpu":
             maps = _map_files(group, nbytes)
             self.local, self.addresses = maps[group.rank()], [each.data_ptr() for each in maps]
-            self._kept = maps
+            self._handles = maps
         else:
-            self.local, self.addresses, self._kept = _rendezvous(group, nbytes, device)
+            self.local, self.addresses, self._handles = _rendezvous(group, nbytes, device)
 
-    def __deepcopy__(self, memo: dict[int, object]) -> PeerMemory:
-        return self  # peers know one address
+    def __deepcopy__(self, memo: dict[int, object]) -> SymmetricMemory:
+        return self  # peers hold one address
 
 
 class ExchangeViews(NamedTuple):
-    """A rank's `memory` as the ops of `fastmp.ops.exchange` take it; `rows` is (2, C, H)."""
+    """Views of a rank's buffer, as the ops of `fastmp.ops.exchange` take them."""
 
-    flags: Tensor
-    counts: Tensor
-    rows: Tensor
-    distances: Tensor
-    rank: int
-    timeout: float
-    memory: PeerMemory
+    epochs: Tensor  # (ranks + 1,) int32
+    counts: Tensor  # (2, ranks, experts) int32
+    rows: Tensor  # (2, capacity, hidden)
+    peer_offsets: Tensor  # (etp, ep) int64, bytes from this rank's buffer to each rank's
+    rank: int  # in the order of peer_offsets
+    timeout: float  # seconds
+    memory: SymmetricMemory
 
     @property
     def capacity(self) -> int:
@@ -85,7 +93,7 @@ class ExchangeViews(NamedTuple):
 
 
 class _Kind(NamedTuple):
-    """What the rows of all layers and ranks that share memory have in common."""
+    """Properties of rows that all layers and ranks sharing the buffers agree on."""
 
     hidden: int
     dtype: torch.dtype
@@ -98,10 +106,10 @@ class _Kind(NamedTuple):
         return str(self._asdict())
 
 
-class PeerExchange:
-    """The memory through which the ranks of an etp-ep group send each other rows, once it is reserved.
+class SymmetricExchange:
+    """Symmetric buffers for the all-to-alls of an etp-ep group, allocated by the first `reserve`.
 
-    All layers share it, forward and backward: an exchange is over before the next one needs its half of it.
+    All layers share them, forward and backward: an exchange is over before the next one needs its half.
 
     Args:
         group: the etp-ep group, whose ranks are in the order of the grid.
@@ -114,168 +122,180 @@ class PeerExchange:
         self, group: ProcessGroup, *, etp: int, ep: int, etp_varies_first: bool, timeout: float
     ) -> None:
         self.group, self.etp, self.ep, self.timeout = group, etp, ep, timeout
-        # Of each rank in the order (etp, ep), which ops know: its number in the group.
+        # Group rank of each (etp, ep) coordinate, the order that ops use.
         steps = (1, etp) if etp_varies_first else (ep, 1)
         self._order = [d * steps[0] + p * steps[1] for d in range(etp) for p in range(ep)]
         self.rank = self._order.index(group.rank())
         self._kind: _Kind | None = None
         self._views: ExchangeViews | None = None
-        self._room = self._expected = 0  # tokens of a rank
-        self._holders: weakref.WeakSet[object] = weakref.WeakSet()  # graphs
+        self._max_tokens = self._requested = 0  # per rank
+        self._graphs: weakref.WeakSet[object] = weakref.WeakSet()  # that replay with these buffers
 
-    def __deepcopy__(self, memo: dict[int, object]) -> PeerExchange:
-        return self  # the peers of a copy are the same
+    def __deepcopy__(self, memo: dict[int, object]) -> SymmetricExchange:
+        return self  # a copied layer has the same peers
 
     @property
-    def memory(self) -> PeerMemory | None:
+    def memory(self) -> SymmetricMemory | None:
+        """The buffers; None before the first `reserve`."""
         return None if self._views is None else self._views.memory
 
     @property
     def views(self) -> ExchangeViews:
-        """What `reserve` has returned last."""
-        assert self._views is not None, "PeerExchange: nothing is reserved"
+        """Views that the last `reserve` returned."""
+        assert self._views is not None, "SymmetricExchange: nothing is reserved"
         return self._views
 
-    def numbers(self) -> tuple[int, int]:
-        """The exchange that this rank has come to, and the last one that is over; where hosts read them."""
-        return int(self.views.flags[self.rank]), int(self.views.flags[-1])
+    def epochs(self) -> tuple[int, int]:
+        """Return the epochs of the last exchange that this rank has started and finished (CPU only)."""
+        return int(self.views.epochs[self.rank]), int(self.views.epochs[-1])
 
-    def expect(self, tokens: int) -> None:
-        """Have room for so many tokens of a rank from the next `reserve` on.
+    def request(self, tokens: int) -> None:
+        """Have the next `reserve` grow the buffers to `tokens` per rank; the same number on all ranks.
 
-        All ranks say the same. Memory that is too small is left for another, unless graphs hold it: that
-        `reserve` raises a ValueError then.
+        That `reserve` raises ValueError if captured graphs still use smaller buffers.
         """
-        self._expected = max(self._expected, tokens)
+        self._requested = max(self._requested, tokens)
 
     def reserve(
         self, tokens: Tensor, *, top_k: int, experts: int, factor: float | None = None
     ) -> ExchangeViews:
-        """Return the memory for `tokens` (T, H); the first call, on all ranks together, gets it.
+        """Return views for an exchange of `tokens` (T, H); the first call is a collective and allocates them.
 
-        It has room for the most tokens that a rank of that call has, or for those that are expected, of their
-        width and dtype, see `fastmp.distributed.exchange_layout.row_capacity`.
+        The buffers hold the largest T of all ranks in that call, or the number given to `request`.
 
-        Raises ValueError for more tokens than that or others, on all ranks where they differ in what they
-        reserve, and as `expect` and `PeerMemory`; RuntimeError where a call that gets memory is captured.
+        Args:
+            tokens: this rank's tokens, which fix hidden size, dtype and device.
+            top_k, experts: of the router.
+            factor: capacity factor, see `fastmp.distributed.exchange_layout.row_capacity`.
+
+        Raises:
+            ValueError: more tokens or other rows than allocated; on all ranks, if ranks allocate differently;
+                and as `request` and `SymmetricMemory`.
+            RuntimeError: a call that has to allocate is captured in a graph.
         """
         kind = _Kind(tokens.shape[1], tokens.dtype, tokens.device.type, top_k, experts, factor)
         first = self._views is None or self._views.rows.is_meta
-        if first or (kind == self._kind and self._expected > self._room):
+        if first or (kind == self._kind and self._requested > self._max_tokens):
             try:
-                self._views, self._room = self._reserve(tokens, kind)
+                self._views, self._max_tokens = self._reserve(tokens, kind)
             finally:
-                self._expected = 0
+                self._requested = 0
             self._kind = kind
             if tokens.device.type == "cpu":
                 process_status.exchange = weakref.ref(self)
         if kind != self._kind:
             raise ValueError(
-                "PeerExchange: layers that share memory exchange rows of one kind, "
-                f"but these are {kind}, and it was reserved for {self._kind}"
+                "SymmetricExchange: layers that share memory exchange rows of one kind, "
+                f"expected {self._kind}, got {kind}"
             )
-        if len(tokens) > self._room:
+        if len(tokens) > self._max_tokens:
             raise ValueError(
-                f"PeerExchange: {len(tokens)} tokens of a rank, but its first batch reserved memory for "
-                f"{self._room}; begin with the largest batch, call MoELayer.expect before, or use "
+                f"SymmetricExchange: {len(tokens)} tokens of a rank, but its first batch reserved memory for "
+                f"{self._max_tokens}; begin with the largest batch, call MoELayer.expect before, or use "
                 'moe.dispatcher "alltoall"'
             )
         if process_status.graph is not None:
-            self._holders.add(process_status.graph)
+            self._graphs.add(process_status.graph)
         elif tokens.is_cuda and torch.cuda.is_current_stream_capturing():
-            self._holders.add(PeerExchange)  # a capture of others, whose end nobody tells
+            self._graphs.add(SymmetricExchange)  # captured by other code: in use from now on
         return self.views
 
     def _reserve(self, tokens: Tensor, kind: _Kind) -> tuple[ExchangeViews, int]:
         device, ranks, hidden = tokens.device, self.etp * self.ep, tokens.shape[1]
+        # 1. Raise under capture: the allocation is a collective of hosts.
         captures = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
         if captures or process_status.graph is not None:
             raise RuntimeError(
-                "PeerExchange: the memory of peers is reserved by hosts; run one batch eagerly first"
+                "SymmetricExchange: buffers cannot be allocated during capture; run one batch eagerly first"
             )
-        if self._holders:
-            gc.collect()  # those that nobody replays any more
+        if self._graphs:
+            gc.collect()  # drops graphs that are no longer referenced
         if self._views is not None and device.type == "cuda":
-            torch.cuda.synchronize(device)  # what has been left for peers, or is read there
-        own = max(len(tokens), self._expected), kind, bool(self._holders)
+            torch.cuda.synchronize(device)  # peers may still be reading the old buffers
+        # 2. All ranks of the group agree on the size and kind of rows.
+        own = max(len(tokens), self._requested), kind, bool(self._graphs)
         everyones = [own] if device.type == "meta" else _gather(own, self.group)
-        room = max(number for number, *_ in everyones)
+        max_tokens = max(number for number, *_ in everyones)
         if any(held for *_, held in everyones):
             raise ValueError(
-                f"PeerExchange: {room} tokens of a rank are expected, but graphs hold the memory for "
-                f"{self._room}; call MoELayer.expect before they are captured, let go of them, or use "
+                f"SymmetricExchange: {max_tokens} tokens per rank requested, but graphs hold the memory for "
+                f"{self._max_tokens}; call MoELayer.expect before they are captured, let go of them, or use "
                 'moe.dispatcher "alltoall"'
             )
         for rank, (_, other, _) in enumerate(everyones):
             if other != everyones[0][1]:
                 raise ValueError(
-                    "PeerExchange: ranks of one group exchange rows of one kind, but reserve memory for "
+                    "SymmetricExchange: ranks of one group exchange rows of one kind, but reserve memory for "
                     f"{everyones[0][1]} on rank 0 and {other} on rank {rank}"
                 )
+        # 3. Allocate; peers map the buffers.
         capacity = row_capacity(
-            room, top_k=kind.top_k, experts=kind.experts, ep=self.ep, etp=self.etp, factor=kind.capacity
+            max_tokens, top_k=kind.top_k, experts=kind.experts, ep=self.ep, etp=self.etp, factor=kind.capacity
         )
         layout = ExchangeLayout(ranks, kind.experts, hidden, tokens.element_size(), capacity)
-        memory = PeerMemory(self.group, layout.nbytes, device)
+        memory = SymmetricMemory(self.group, layout.nbytes, device)
 
         def view(start: int, *shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
             nbytes = math.prod(shape) * dtype.itemsize
             return memory.local[start : start + nbytes].view(dtype).view(shape)
 
-        distances = torch.empty(self.etp, self.ep, dtype=torch.int64, device=device)
+        # 4. Offsets from this rank's buffer to each rank's, in the order (etp, ep).
+        peer_offsets = torch.empty(self.etp, self.ep, dtype=torch.int64, device=device)
         if device.type != "meta":
             here = memory.addresses[self.group.rank()]
-            further = [memory.addresses[number] - here for number in self._order]
-            distances.copy_(torch.tensor(further).view_as(distances))
+            offsets = [memory.addresses[rank] - here for rank in self._order]
+            peer_offsets.copy_(torch.tensor(offsets).view_as(peer_offsets))
         views = ExchangeViews(
-            flags=view(0, ranks + 1),
+            epochs=view(0, ranks + 1),
             counts=view(layout.counts_at, 2, ranks, kind.experts),
             rows=view(layout.rows_at, 2, capacity, hidden, dtype=tokens.dtype),
-            distances=distances,
+            peer_offsets=peer_offsets,
             rank=self.rank,
             timeout=self.timeout,
             memory=memory,
         )
-        return views, room
+        return views, max_tokens
 
 
-class _Place(NamedTuple):
-    """Which processes can share memory: those with the same boot of a machine, and the same process ids."""
+class _Host(NamedTuple):
+    """Host identity: processes share memory if boot id and PID namespace are equal."""
 
-    host: str
+    name: str
     boot: str
-    processes: str
+    pid_namespace: str
 
 
-def _place() -> _Place:
+def _this_host() -> _Host:
     boot = Path("/proc/sys/kernel/random/boot_id")
-    return _Place(socket.gethostname(), boot.read_text().strip(), os.readlink("/proc/self/ns/pid"))
+    return _Host(socket.gethostname(), boot.read_text().strip(), os.readlink("/proc/self/ns/pid"))
 
 
-def _agree_on_place(group: ProcessGroup, nbytes: int) -> None:
-    everyones = _gather((nbytes, _place()), group)
-    sizes, places = [size for size, _ in everyones], [place for _, place in everyones]
+def _check_same_host(group: ProcessGroup, nbytes: int) -> None:
+    everyones = _gather((nbytes, _this_host()), group)
+    sizes, hosts = [size for size, _ in everyones], [host for _, host in everyones]
     if nbytes < 1 or len(set(sizes)) > 1:
-        raise ValueError(f"PeerMemory: ranks of one group ask for the same number of bytes, got {sizes}")
-    for rank, place in enumerate(places):
-        if place[1:] != places[0][1:]:
+        raise ValueError(f"SymmetricMemory: expected the same number of bytes on all ranks, got {sizes}")
+    for rank, host in enumerate(hosts):
+        if host[1:] != hosts[0][1:]:
             raise ValueError(
-                f"PeerMemory: ranks 0 and {rank} of the group share no memory: they run on "
-                f"{places[0].host} and {place.host}; "
-                'across machines, and containers, experts need moe.dispatcher "alltoall", "allgather" or '
+                f"SymmetricMemory: ranks 0 and {rank} of the group share no memory: they run on "
+                f"{hosts[0].name} and {host.name}; "
+                'across machines and containers, use moe.dispatcher "alltoall", "allgather" or '
                 '"deepep"'
             )
 
 
 def _map_files(group: ProcessGroup, nbytes: int) -> list[Tensor]:
-    """Map a file of each rank."""
+    """Map an anonymous file of each rank of `group` (gloo collectives of hosts)."""
+    # 1. Make this rank's file.
     own, problem = -1, ""
     try:
-        own = os.memfd_create("fastmp-peers")
+        own = os.memfd_create("fastmp-symmetric")
         os.ftruncate(own, nbytes)
     except OSError as error:
         problem = f"cannot make {nbytes} bytes of shared memory: {error}"
     try:
+        # 2. Exchange process ids and descriptors; fail on all ranks together.
         files = _gather((os.getpid(), own, problem), group)
         _raise_first([problem for *_, problem in files])
         maps: list[Tensor] = []
@@ -284,7 +304,8 @@ def _map_files(group: ProcessGroup, nbytes: int) -> list[Tensor]:
                 maps.append(_mapped(f"/proc/{pid}/fd/{file}", nbytes))
         except RuntimeError as error:
             problem = f"cannot map the memory of rank {len(maps)}: {error}"
-        _raise_first(_gather(problem, group))  # and from here on nobody needs the numbers of files
+        # 3. Every rank has mapped every file: descriptors may be closed.
+        _raise_first(_gather(problem, group))
     finally:
         if own >= 0:
             os.close(own)
@@ -296,7 +317,7 @@ def _mapped(path: str, nbytes: int) -> Tensor:
 
 
 def _rendezvous(group: ProcessGroup, nbytes: int, device: torch.device) -> tuple[Tensor, list[int], Any]:
-    """Allocate symmetric memory of torch and exchange its handles: the tensor, addresses, and the handle."""
+    """Allocate torch symmetric memory and return (local buffer, addresses of all ranks, handle)."""
     from torch.distributed import _symmetric_memory as symmetric
 
     problem = ""
@@ -306,17 +327,19 @@ def _rendezvous(group: ProcessGroup, nbytes: int, device: torch.device) -> tuple
     except RuntimeError as error:
         problem = f"cannot allocate {nbytes} bytes of symmetric memory on {device}: {error}"
     _raise_first(_gather(problem, group))
-    # A rank that fails leaves its peers waiting in the store. They give up first; then all ranks agree.
+    # A rank that fails leaves its peers waiting in the store: they time out first, then all ranks agree.
     offset, started = 0, time.monotonic()
-    store: Any = dist.distributed_c10d._get_process_group_store(group)  # whose `timeout` has no annotation
+    store: Any = dist.distributed_c10d._get_process_group_store(group)  # `timeout` has no annotation
     timeout = store.timeout
     limit = min(timeout, _RENDEZVOUS_TIMEOUT)
     store.set_timeout(limit)
     try:
         handle = symmetric.rendezvous(local, group)
         starts = handle.buffer_ptrs
-        offset = local.data_ptr() - starts[group.rank()]  # allocators may cut one block up
-        torch.cuda.synchronize(device)  # a peer may write once it has heard of these zeros
+        offset = (
+            local.data_ptr() - starts[group.rank()]
+        )  # the allocator may place several buffers in one block
+        torch.cuda.synchronize(device)  # zeros are written before any peer may write
     except RuntimeError as error:
         problem = f"cannot reach the memory of its peers from {device}: {error}"
     finally:
@@ -336,7 +359,7 @@ def _gather(value: Any, group: ProcessGroup) -> list[Any]:
 
 
 def _raise_first(problems: list[str]) -> None:
-    """RuntimeError, on all ranks, with the problem of the first one that has one."""
+    """Raise RuntimeError on all ranks with the first rank's problem, if any rank has one."""
     for rank, problem in enumerate(problems):
         if problem:
-            raise RuntimeError(f"PeerMemory: rank {rank} of the group {problem}")
+            raise RuntimeError(f"SymmetricMemory: rank {rank} of the group {problem}")

@@ -1,10 +1,10 @@
 """Triton kernels of exchanges over peers' memory, and their launches.
 
-A rank's piece of memory lies a number of bytes from one's own, a multiple of 16 that a table holds; added to
+Each rank's buffer lies at an offset in bytes from one's own, a multiple of 16 that a table holds; added to
 the address of one's own element it gives that of the other rank's, which keeps its alignment: rows move in
-16-byte accesses. Which half is used follows from the number of the latest exchange, which the barrier alone
-counts up. A barrier is one program: it exchanges the new number into its flag at every rank (release, at
-system scope), which shows what launches before it have written, and reads its own flags (acquire) until all
+16-byte accesses. Which half is used follows from the epoch of the latest exchange, which the barrier alone
+counts up. A barrier is one program: it exchanges the new epoch into its signal at every rank (release, at
+system scope), which shows what launches before it have written, and reads its own epochs (acquire) until all
 have come. After `timeout_ms` milliseconds it traps, which ends the process by a CUDA error at the next call
 of its host. The interpreter has no clock, and no limit.
 
@@ -39,59 +39,59 @@ COPIED = 4  # 16-byte accesses of a thread that copies rows
 
 
 @jit
-def _elements(distances, INT4: tl.constexpr):
-    """Return distances in elements, INT4 of which have 16 bytes."""
-    return (distances >> 4) * INT4
+def _elements(peer_offsets, INT4: tl.constexpr):
+    """Return peer_offsets in elements, INT4 of which have 16 bytes."""
+    return (peer_offsets >> 4) * INT4
 
 
 @jit
-def _meet(flags, distances, rank, num_ranks, timeout_ms, RANKS: tl.constexpr, TIMED: tl.constexpr):
+def _meet(epochs, peer_offsets, rank, num_ranks, timeout_ms, RANKS: tl.constexpr, TIMED: tl.constexpr):
     """Tell all ranks that this one has come, wait for all of them, and count the exchange."""
     ranks = tl.arange(0, RANKS)
     others = ranks < num_ranks
-    number = tl.load(flags + num_ranks) + 1
-    theirs = flags + rank + _elements(tl.load(distances + ranks, mask=others, other=0), 4)
+    epoch = tl.load(epochs + num_ranks) + 1
+    theirs = epochs + rank + _elements(tl.load(peer_offsets + ranks, mask=others, other=0), 4)
     zeros = tl.zeros([RANKS], tl.int32)
-    tl.atomic_xchg(theirs, zeros + number, mask=others, sem="release", scope="sys")
+    tl.atomic_xchg(theirs, zeros + epoch, mask=others, sem="release", scope="sys")
     if TIMED:
         deadline = tl.extra.cuda.globaltimer() + timeout_ms.to(tl.int64) * 1000000
     behind = 1
     while behind > 0:
-        reached = tl.atomic_add(flags + ranks, zeros, mask=others, sem="acquire", scope="sys")
-        behind = tl.max((others & (reached - number < 0)).to(tl.int32), 0)
+        reached = tl.atomic_add(epochs + ranks, zeros, mask=others, sem="acquire", scope="sys")
+        behind = tl.max((others & (reached - epoch < 0)).to(tl.int32), 0)
         if TIMED:
             # Threads read their own clocks: nothing below may make them wait for each other.
             if (behind > 0) & (tl.extra.cuda.globaltimer() > deadline):
                 tl.inline_asm_elementwise(
                     "trap; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1
                 )
-    tl.store(flags + num_ranks, number)
+    tl.store(epochs + num_ranks, epoch)
 
 
 @jit
 def barrier_kernel(
-    flags, distances, rank, num_ranks, timeout_ms, RANKS: tl.constexpr, TIMED: tl.constexpr
+    epochs, peer_offsets, rank, num_ranks, timeout_ms, RANKS: tl.constexpr, TIMED: tl.constexpr
 ):  # fmt: skip
     """Meet all other ranks."""
-    _meet(flags, distances, rank, num_ranks, timeout_ms, RANKS, TIMED)
+    _meet(epochs, peer_offsets, rank, num_ranks, timeout_ms, RANKS, TIMED)
 
 
 @limits(num_ranks=MAX_EXPERTS, rank=MAX_EXPERTS, width=MAX_EXPERTS)
 @jit
 def counts_kernel(
-    own, flags, counts, distances, matrix, rank, num_ranks, width, timeout_ms,
+    own, epochs, counts, peer_offsets, matrix, rank, num_ranks, width, timeout_ms,
     RANKS: tl.constexpr, TIMED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Write this rank's row to all ranks, meet them, and copy what has come here."""
-    half = counts + ((tl.load(flags + num_ranks) + 1) & 1) * num_ranks * width
+    half = counts + ((tl.load(epochs + num_ranks) + 1) & 1) * num_ranks * width
     for start in range(0, width, BLOCK):
         cols = start + tl.arange(0, BLOCK)
         value = tl.load(own + cols, mask=cols < width)
         for other in range(0, num_ranks):
-            theirs = half + rank * width + _elements(tl.load(distances + other), 4)
+            theirs = half + rank * width + _elements(tl.load(peer_offsets + other), 4)
             tl.store(theirs + cols, value, mask=cols < width)
     tl.debug_barrier()
-    _meet(flags, distances, rank, num_ranks, timeout_ms, RANKS, TIMED)
+    _meet(epochs, peer_offsets, rank, num_ranks, timeout_ms, RANKS, TIMED)
     tl.debug_barrier()
     for start in range(0, num_ranks * width, BLOCK):
         places = start + tl.arange(0, BLOCK)
@@ -163,7 +163,7 @@ def _place(numbers, half, capacity, num_cols):
 @limits(num_vectors=MAX_SIZE, num_places=(1 << 31) - 1)
 @jit
 def push_kernel(
-    x, where, probs, y, flags, rows, distances, dprobs, pair_vectors, num_slots, num_ranks, num_peers,
+    x, where, probs, y, epochs, rows, peer_offsets, dprobs, pair_vectors, num_slots, num_ranks, num_peers,
     capacity, num_vectors, x_pitch,
     COPIES: tl.constexpr, WEIGHTED: tl.constexpr, DOT: tl.constexpr, COMPUTE: tl.constexpr,
     PAIR_VECTOR: tl.constexpr, VECTOR: tl.constexpr, INT4: tl.constexpr,
@@ -180,8 +180,8 @@ def push_kernel(
     num_places = num_peers * capacity
     inside = (numbers >= 0) & (numbers < num_places)
     numbers = tl.where(inside, numbers, 0)
-    first = _place(numbers, (tl.load(flags + num_ranks) + 1) & 1, capacity, num_cols)
-    table = distances + numbers // capacity
+    first = _place(numbers, (tl.load(epochs + num_ranks) + 1) & 1, capacity, num_cols)
+    table = peer_offsets + numbers // capacity
     nearest = first + _elements(tl.load(table, mask=inside, other=0), INT4)
     tokens = pairs // num_slots
     weights = tl.zeros([BLOCK_M], COMPUTE)
@@ -210,7 +210,7 @@ def push_kernel(
 @limits(num_vectors=MAX_SIZE, num_slots=MAX_EXPERTS, num_places=(1 << 31) - 1)
 @jit
 def pull_kernel(
-    rows, flags, distances, where, probs, out, y, num_tokens, num_slots, num_ranks, num_peers, capacity,
+    rows, epochs, peer_offsets, where, probs, out, y, num_tokens, num_slots, num_ranks, num_peers, capacity,
     num_vectors,
     COPIES: tl.constexpr, WEIGHTED: tl.constexpr, KEEP: tl.constexpr, COMPUTE: tl.constexpr,
     VECTOR: tl.constexpr, INT4: tl.constexpr, SLOTS: tl.constexpr,
@@ -222,7 +222,7 @@ def pull_kernel(
     pid = tl.program_id(0)
     tokens = (pid // column_blocks).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     cols = (pid % column_blocks) * BLOCK_N + tl.arange(0, BLOCK_N)
-    half = tl.load(flags + num_ranks) & 1
+    half = tl.load(epochs + num_ranks) & 1
     num_places = num_peers * capacity
     total = tl.zeros([BLOCK_M, BLOCK_N], COMPUTE)
     for begin in range(0, num_slots, SLOTS):
@@ -235,7 +235,7 @@ def pull_kernel(
             numbers = tl.where(inside, numbers, 0)
             mask = inside[:, None] & (cols < num_cols)[None, :]
             first = _place(numbers, half, capacity, num_cols)
-            table = distances + numbers // capacity
+            table = peer_offsets + numbers // capacity
             place = first + _elements(tl.load(table, mask=inside, other=0), INT4)
             value = tl.load(rows + place[:, None] + cols[None, :], mask=mask, other=0.0)
             if COPIES > 1:
@@ -259,7 +259,7 @@ def pull_kernel(
 @limits(num_vectors=MAX_SIZE, num_local=MAX_EXPERTS)
 @jit
 def copy_kernel(
-    source, offsets, flags, out, num_local, num_ranks, capacity, num_vectors,
+    source, offsets, epochs, out, num_local, num_ranks, capacity, num_vectors,
     TAKE: tl.constexpr, VECTOR: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Copy rows out of the half of the latest exchange, then zeros, or into that of the one to come."""
@@ -267,13 +267,13 @@ def copy_kernel(
     filled = tl.minimum(tl.maximum(tl.load(offsets + num_local - 1), 0), capacity).to(tl.int64) * num_cols
     places = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     size = tl.cast(capacity, tl.int64) * num_cols
-    number = tl.load(flags + num_ranks).to(tl.int64)
+    epoch = tl.load(epochs + num_ranks).to(tl.int64)
     if TAKE:
-        value = tl.load(source + (number & 1) * size + places, mask=places < filled, other=0.0)
+        value = tl.load(source + (epoch & 1) * size + places, mask=places < filled, other=0.0)
         tl.store(out + places, value, mask=places < size)
     else:
         value = tl.load(source + places, mask=places < filled)
-        tl.store(out + ((number + 1) & 1) * size + places, value, mask=places < filled)
+        tl.store(out + ((epoch + 1) & 1) * size + places, value, mask=places < filled)
 
 
 def _milliseconds(timeout: float) -> int:
@@ -281,23 +281,23 @@ def _milliseconds(timeout: float) -> int:
     return math.ceil(min(timeout * 1000, (1 << 31) - 1))
 
 
-def launch_barrier(flags: Tensor, distances: Tensor, rank: int, timeout: float) -> None:
-    num_ranks = distances.numel()
+def launch_barrier(epochs: Tensor, peer_offsets: Tensor, rank: int, timeout: float) -> None:
+    num_ranks = peer_offsets.numel()
     launcher.launch(
         barrier_kernel, 1,
-        (flags, distances, rank, num_ranks, _milliseconds(timeout)),
+        (epochs, peer_offsets, rank, num_ranks, _milliseconds(timeout)),
         {"RANKS": max(32, next_power_of_2(num_ranks)), "TIMED": not INTERPRETED, "num_warps": 1},
     )  # fmt: skip
 
 
 def launch_counts(
-    own: Tensor, flags: Tensor, counts: Tensor, distances: Tensor, rank: int, timeout: float
+    own: Tensor, epochs: Tensor, counts: Tensor, peer_offsets: Tensor, rank: int, timeout: float
 ) -> Tensor:
-    matrix, num_ranks = counts.new_empty(counts.shape[1:]), distances.numel()
+    matrix, num_ranks = counts.new_empty(counts.shape[1:]), peer_offsets.numel()
     launcher.launch(
         counts_kernel, 1,
         (
-            own.contiguous(), flags, counts, distances, matrix, rank, num_ranks, own.numel(),
+            own.contiguous(), epochs, counts, peer_offsets, matrix, rank, num_ranks, own.numel(),
             _milliseconds(timeout),
         ),
         {
@@ -355,14 +355,14 @@ def launch_push(
     where: Tensor,
     probs: Tensor | None,
     y: Tensor | None,
-    flags: Tensor,
+    epochs: Tensor,
     rows: Tensor,
-    distances: Tensor,
+    peer_offsets: Tensor,
 ) -> Tensor:
     weighted, dot = probs is not None, y is not None
     dtype = torch.float32 if probs is None else probs.dtype
     dprobs = where.new_empty(where.shape if dot else (0,), dtype=dtype)
-    (copies, peers), num_slots = distances.shape, where.shape[1]
+    (copies, peers), num_slots = peer_offsets.shape, where.shape[1]
     if where.numel() == 0 or x.shape[1] == 0:
         return dprobs.zero_()
     x, pitch = as_rows(x)
@@ -371,7 +371,7 @@ def launch_push(
         push_kernel, cdiv(where.numel(), constants["BLOCK_M"]),
         (
             x, where.contiguous(), None if probs is None else probs.contiguous(),
-            None if y is None else y.contiguous(), flags, rows, distances, dprobs if dot else None,
+            None if y is None else y.contiguous(), epochs, rows, peer_offsets, dprobs if dot else None,
             where.numel() // constants["PAIR_VECTOR"], num_slots, copies * peers, peers, rows.shape[1],
             *numbers,
         ),
@@ -403,10 +403,10 @@ def _plan_pull(
 
 
 def launch_pull(
-    rows: Tensor, flags: Tensor, distances: Tensor, where: Tensor, probs: Tensor | None, keep: bool
+    rows: Tensor, epochs: Tensor, peer_offsets: Tensor, where: Tensor, probs: Tensor | None, keep: bool
 ) -> tuple[Tensor, Tensor]:
     (num_tokens, num_slots), (_, capacity, num_cols) = where.shape, rows.shape
-    copies, peers = distances.shape
+    copies, peers = peer_offsets.shape
     out = rows.new_empty(num_tokens, num_cols)
     y = rows.new_empty((num_tokens, num_slots, num_cols) if keep else (0,))
     if out.numel() == 0 or num_slots == 0:
@@ -417,33 +417,33 @@ def launch_pull(
     launcher.launch(
         pull_kernel, cdiv(num_tokens, constants["BLOCK_M"]) * column_blocks,
         (
-            rows, flags, distances, where.contiguous(), None if probs is None else probs.contiguous(), out,
-            y if keep else None, num_tokens, num_slots, copies * peers, peers, capacity, vectors,
+            rows, epochs, peer_offsets, where.contiguous(), None if probs is None else probs.contiguous(),
+            out, y if keep else None, num_tokens, num_slots, copies * peers, peers, capacity, vectors,
         ),
         constants,
     )  # fmt: skip
     return out, y
 
 
-def _copy(take: bool, source: Tensor, offsets: Tensor, flags: Tensor, out: Tensor, rows: Tensor) -> None:
+def _copy(take: bool, source: Tensor, offsets: Tensor, epochs: Tensor, out: Tensor, rows: Tensor) -> None:
     _, capacity, num_cols = rows.shape
     if capacity * num_cols == 0:
         return
     vector = vector_width(rows.element_size(), num_cols)
     block = COPIED * 32 * NUM_WARPS * 16 // rows.element_size()
-    sizes = offsets.numel(), flags.numel() - 1, capacity, num_cols // vector
+    sizes = offsets.numel(), epochs.numel() - 1, capacity, num_cols // vector
     launcher.launch(
         copy_kernel, cdiv(capacity * num_cols, block),
-        (source, offsets.contiguous(), flags, out, *sizes),
+        (source, offsets.contiguous(), epochs, out, *sizes),
         {"TAKE": take, "VECTOR": vector, "BLOCK": block, "num_warps": NUM_WARPS},
     )  # fmt: skip
 
 
-def launch_take(rows: Tensor, flags: Tensor, offsets: Tensor) -> Tensor:
+def launch_take(rows: Tensor, epochs: Tensor, offsets: Tensor) -> Tensor:
     out = rows.new_empty(rows.shape[1:])
-    _copy(True, rows, offsets, flags, out, rows)
+    _copy(True, rows, offsets, epochs, out, rows)
     return out
 
 
-def launch_give(given: Tensor, offsets: Tensor, flags: Tensor, rows: Tensor) -> None:
-    _copy(False, given.contiguous(), offsets, flags, rows, rows)
+def launch_give(given: Tensor, offsets: Tensor, epochs: Tensor, rows: Tensor) -> None:
+    _copy(False, given.contiguous(), offsets, epochs, rows, rows)

@@ -23,10 +23,10 @@ class PeerViews:
     """The memory of one rank as the ops of `fastmp.ops.exchange` take it, and the rank's place among all."""
 
     rank: int
-    flags: Tensor
+    epochs: Tensor
     counts: Tensor
     rows: Tensor
-    distances: Tensor
+    peer_offsets: Tensor
 
 
 def shared_memory(num_bytes: int) -> Tensor:
@@ -46,7 +46,7 @@ def virtual_ranks(
 ) -> list[PeerViews]:
     """Lay the memories of etp x ep ranks side by side in what `allocate` returns: zeroed bytes.
 
-    The distances between them are as an etp-ep group would have them, etp ranks first.
+    The peer_offsets between them are as an etp-ep group would have them, etp ranks first.
     """
     ranks = etp * ep
     parts = (
@@ -67,8 +67,8 @@ def virtual_ranks(
             memory[start + rank * size + place :][: math.prod(shape) * kind.itemsize].view(kind).view(shape)
             for (shape, kind), place in zip(parts, places, strict=True)
         ]
-        distances = (begins - begins[rank]).view(etp, ep).to(memory.device)
-        found.append(PeerViews(rank, *views, distances))
+        peer_offsets = (begins - begins[rank]).view(etp, ep).to(memory.device)
+        found.append(PeerViews(rank, *views, peer_offsets))
     return found
 
 

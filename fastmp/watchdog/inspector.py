@@ -91,7 +91,7 @@ class ProcessInspector:
     def counts(self) -> list[str]:
         """Change whenever a collective or an exchange is begun or done."""
         exchange = process_status.exchange()
-        return [*flight_records(entries=False), str(exchange and exchange.numbers())]
+        return [*flight_records(entries=False), str(exchange and exchange.epochs())]
 
     def update(self, error: BaseException | None = None) -> None:
         """See which collectives were begun, and what the main thread is doing, or was at an `error`."""
@@ -153,7 +153,7 @@ class ProcessInspector:
         memory = process_status.exchange()
         if memory is None:
             return None
-        begun, done = memory.numbers()
+        begun, done = memory.epochs()
         name = f"exchange:{_key(memory.group)}"
         self._begun[name] = begun
         if name not in self.groups:

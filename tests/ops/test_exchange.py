@@ -90,20 +90,20 @@ def test_forked_ranks(backend, world, count):
 def _stress(run, here: PeerViews, exchanges: int, seed: int) -> None:
     """Push this rank's number to all, exchange after exchange, at its own pace: what comes is of this one."""
     pace = random.Random(seed + here.rank)
-    ranks = here.distances.numel()
+    ranks = here.peer_offsets.numel()
     where = (torch.arange(ranks, dtype=torch.int32) * here.rows.shape[1] + here.rank).view(1, ranks)
     offsets = torch.tensor([ranks], dtype=torch.int32)
     for number in range(exchanges):
         if pace.random() < 0.1:
             time.sleep(pace.random() * 1e-3)
         x = torch.full((1, here.rows.shape[2]), float(number * ranks + here.rank))
-        run("exchange_push", x, where, None, None, here.flags, here.rows, here.distances)
-        run("exchange_barrier", here.flags, here.distances, here.rank, 30.0)
+        run("exchange_push", x, where, None, None, here.epochs, here.rows, here.peer_offsets)
+        run("exchange_barrier", here.epochs, here.peer_offsets, here.rank, 30.0)
         if pace.random() < 0.1:
             time.sleep(pace.random() * 1e-3)
-        got = run("exchange_take", here.rows, here.flags, offsets)
+        got = run("exchange_take", here.rows, here.epochs, offsets)
         assert torch.equal(got[:, 0], number * ranks + torch.arange(ranks, dtype=torch.float32)), number
-    assert int(here.flags[-1]) == exchanges
+    assert int(here.epochs[-1]) == exchanges
 
 
 @BACKEND
@@ -131,13 +131,13 @@ def test_a_barrier_left_out_shows(backend):
 def test_numbers_wrap(backend):
     ranks = virtual_ranks(1, 3, num_experts=3, capacity=3, hidden=4)
     for here in ranks:
-        here.flags[:] = (1 << 31) - 3
+        here.epochs[:] = (1 << 31) - 3
     run = runs(backend)
 
     def go(here: PeerViews) -> int:
         for _ in range(6):
-            run("exchange_barrier", here.flags, here.distances, here.rank, 10.0)
-        return int(here.flags[-1])
+            run("exchange_barrier", here.epochs, here.peer_offsets, here.rank, 10.0)
+        return int(here.epochs[-1])
 
     assert side_by_side(go, ranks) == [-(1 << 31) + 3] * 3
 
@@ -146,16 +146,16 @@ def test_numbers_wrap(backend):
 @pytest.mark.parametrize("op", ["exchange_barrier", "exchange_counts"])
 def test_a_rank_that_does_not_come_is_named(backend, op):
     ranks = virtual_ranks(1, 3, num_experts=3, capacity=3, hidden=4)
-    ranks[0].flags[1] = 1  # rank 1 has come
+    ranks[0].epochs[1] = 1  # rank 1 has come
     here, timeout = ranks[0], 0.05
-    arguments = (here.flags, here.distances, 0, timeout)
+    arguments = (here.epochs, here.peer_offsets, 0, timeout)
     if op == "exchange_counts":
-        arguments = (torch.zeros(3, dtype=torch.int32), here.flags, here.counts, *arguments[1:])
+        arguments = (torch.zeros(3, dtype=torch.int32), here.epochs, here.counts, *arguments[1:])
     with pytest.raises(RuntimeError, match=r"rank 2 has not come to exchange 1 within 0.05 s: .* 0"):
         implementation(op, backend)(*arguments)
-    assert here.flags.tolist() == [1, 1, 0, 0] and [int(r.flags[0]) for r in ranks] == [1, 1, 1]
+    assert here.epochs.tolist() == [1, 1, 0, 0] and [int(r.epochs[0]) for r in ranks] == [1, 1, 1]
     for each in ranks:
-        each.flags[2] = 1  # too late: it may have gone on, with what rank 0 had not finished
+        each.epochs[2] = 1  # too late: it may have gone on, with what rank 0 had not finished
     with pytest.raises(RuntimeError, match=rf"{op}: exchange 1 has failed on this rank before, .* groups"):
         implementation(op, backend)(*arguments)
 
@@ -177,17 +177,17 @@ def test_a_rank_that_does_not_come_is_named(backend, op):
 def test_a_barrier_that_would_hang_or_crash_raises(backend, op, change, message):
     """And nothing is written before."""
     here = virtual_ranks(1, 3, num_experts=3, capacity=3, hidden=4)[0]
-    distances, timeout = here.distances.clone(), change.get("timeout", 0.05)
+    peer_offsets, timeout = here.peer_offsets.clone(), change.get("timeout", 0.05)
     for rank in change.keys() - {"timeout"}:
-        distances[0, rank] = change[rank]
-    arguments = (here.flags, distances, 0, timeout)
+        peer_offsets[0, rank] = change[rank]
+    arguments = (here.epochs, peer_offsets, 0, timeout)
     if op == "exchange_counts":
-        arguments = (torch.ones(3, dtype=torch.int32), here.flags, here.counts, *arguments[1:])
+        arguments = (torch.ones(3, dtype=torch.int32), here.epochs, here.counts, *arguments[1:])
     with pytest.raises(RuntimeError, match=f"{op}: {message}"):
         implementation(op, backend)(*arguments)
     with pytest.raises(ValueError if "timeout" in change else RuntimeError, match=f"{op}: {message}"):
         getattr(exchange, op)(*arguments)
-    assert not here.flags.any() and not here.counts.any()
+    assert not here.epochs.any() and not here.counts.any()
 
 
 @BACKEND
@@ -196,13 +196,13 @@ def test_a_barrier_waits_for_the_last(backend):
     passed = threading.Event()
 
     def first() -> None:
-        implementation("exchange_barrier", backend)(ranks[0].flags, ranks[0].distances, 0, 10.0)
+        implementation("exchange_barrier", backend)(ranks[0].epochs, ranks[0].peer_offsets, 0, 10.0)
         passed.set()
 
     thread = threading.Thread(target=first)
     thread.start()
     assert not passed.wait(0.05)
-    implementation("exchange_barrier", backend)(ranks[1].flags, ranks[1].distances, 1, 10.0)
+    implementation("exchange_barrier", backend)(ranks[1].epochs, ranks[1].peer_offsets, 1, 10.0)
     assert passed.wait(5)
     thread.join()
 
@@ -213,14 +213,14 @@ def test_rows_beyond_the_capacity_are_not_written(backend):
     run, (here,) = runs(backend), virtual_ranks(1, 1, num_experts=1, capacity=4, hidden=8)
     here.rows.fill_(7)
     where = torch.tensor([[4, -1], [5, 1 << 30], [-(1 << 31), (1 << 31) - 1], [3, 4]], dtype=torch.int32)
-    run("exchange_push", torch.ones(4, 8), where, None, None, here.flags, here.rows, here.distances)
+    run("exchange_push", torch.ones(4, 8), where, None, None, here.epochs, here.rows, here.peer_offsets)
     assert (here.rows[0] == 7).all() and (here.rows[1, :3] == 7).all() and (here.rows[1, 3] == 1).all()
     for end, filled in ((9, 4), (-3, 0), (2, 2)):
         here.rows.fill_(7)
         offsets = torch.tensor([end], dtype=torch.int32)
-        run("exchange_give", torch.ones(4, 8), offsets, here.flags, here.rows)
+        run("exchange_give", torch.ones(4, 8), offsets, here.epochs, here.rows)
         assert (here.rows[1, :filled] == 1).all() and (here.rows[1, filled:] == 7).all()
-        taken = run("exchange_take", here.rows, here.flags, offsets)
+        taken = run("exchange_take", here.rows, here.epochs, offsets)
         assert (taken[:filled] == 7).all() and (taken[filled:] == 0).all()
 
 
@@ -232,7 +232,7 @@ def test_special_values(backend):
     here.rows[0, 1] = torch.tensor([1.0, torch.inf, -0.0])
     where = torch.tensor([[-1, 1], [4, 9]], dtype=torch.int32)
     probs = torch.tensor([[torch.nan, 2.0], [torch.nan, torch.inf]])
-    out, y = run("exchange_pull", here.rows, here.flags, here.distances, where, probs, True)
+    out, y = run("exchange_pull", here.rows, here.epochs, here.peer_offsets, where, probs, True)
     assert out.tolist() == [[2.0, torch.inf, 0.0], [0.0, 0.0, 0.0]]
     assert y[0, 1].tolist() == [1.0, torch.inf, 0.0] and y.view(-1, 3)[[0, 2, 3]].tolist() == [[0.0] * 3] * 3
     dprobs = run(
@@ -241,9 +241,9 @@ def test_special_values(backend):
         where,
         probs,
         torch.full_like(y, torch.nan),
-        here.flags,
+        here.epochs,
         here.rows,
-        here.distances,
+        here.peer_offsets,
     )
     assert dprobs[0, 0] == 0 and dprobs[0, 1].isnan() and dprobs[1].tolist() == [0, 0]
 
@@ -261,8 +261,8 @@ def _arguments(op: str) -> list:
     ("op", "place", "wrong", "message"),
     [
         ("exchange_counts", 0, torch.zeros(3, dtype=torch.int32), "own must be torch.int32"),
-        ("exchange_counts", 1, torch.zeros(4, dtype=torch.int32), "flags must be torch.int32"),
-        ("exchange_counts", 3, torch.zeros(2, dtype=torch.int64), "distances must be int64"),
+        ("exchange_counts", 1, torch.zeros(4, dtype=torch.int32), "epochs must be torch.int32"),
+        ("exchange_counts", 3, torch.zeros(2, dtype=torch.int64), "peer_offsets must be int64"),
         ("exchange_counts", 4, 4, "rank must be one of the 4 ranks, got 4"),
         ("exchange_places", 0, torch.zeros(33, 2), "row_of must be int32"),
         ("exchange_places", 4, 3, "3 peers do not divide 4 experts and 4 ranks"),
@@ -273,7 +273,7 @@ def _arguments(op: str) -> list:
         ("exchange_push", 2, None, "y .* comes with probs"),
         ("exchange_push", 5, torch.zeros(80, 512), "rows must be"),
         ("exchange_push", 5, torch.zeros(512, 80, 2).transpose(0, 2), "rows must be contiguous"),
-        ("exchange_barrier", 0, torch.zeros(3), "flags must be torch.int32"),
+        ("exchange_barrier", 0, torch.zeros(3), "epochs must be torch.int32"),
         ("exchange_take", 2, torch.zeros(2), "offsets must be int32"),
         ("exchange_give", 0, torch.zeros(79, 512), "given must be torch.float32"),
         ("exchange_pull", 3, torch.zeros(33), "where must be int32"),
@@ -289,14 +289,14 @@ def test_what_does_not_fit_is_refused(op, place, wrong, message):
 
 def test_costs():
     push, pull = (OPS[f"exchange_{name}"] for name in ("push", "pull"))
-    x, where, probs, y, flags, rows, distances = _arguments("exchange_push")
-    assert push.traffic(x, where, None, None, flags, rows, distances) == 33 * 512 * 4 * 3 + 33 * 2 * 4
-    distances = torch.zeros(2, 2, dtype=torch.int64)
+    x, where, probs, y, epochs, rows, peer_offsets = _arguments("exchange_push")
+    assert push.traffic(x, where, None, None, epochs, rows, peer_offsets) == 33 * 512 * 4 * 3 + 33 * 2 * 4
+    peer_offsets = torch.zeros(2, 2, dtype=torch.int64)
     wanted = 33 * 512 * 4 * (1 + 4) + 33 * 2 * 4
-    assert push.traffic(x, where, None, None, flags, rows, distances) == wanted
-    assert push.traffic(x, where, probs, y, flags, rows, distances) == wanted + 33 * 2 * (512 * 4 + 8)
-    assert pull.traffic(rows, flags, distances, where, None, False) == wanted
-    assert push.flops(x, where, probs, y, flags, rows, distances) == 33 * 2 * 512 * 3
+    assert push.traffic(x, where, None, None, epochs, rows, peer_offsets) == wanted
+    assert push.traffic(x, where, probs, y, epochs, rows, peer_offsets) == wanted + 33 * 2 * (512 * 4 + 8)
+    assert pull.traffic(rows, epochs, peer_offsets, where, None, False) == wanted
+    assert push.flops(x, where, probs, y, epochs, rows, peer_offsets) == 33 * 2 * 512 * 3
 
 
 def few_connections(ranks: int, connections: str) -> str:
@@ -325,12 +325,12 @@ import torch
 from fastmp.ops.exchange import exchange_barrier
 
 memory = torch.zeros(64, dtype=torch.int32, device="cuda")
-distances = torch.tensor([[0, 128]], device="cuda")  # rank 1 is memory alone
+peer_offsets = torch.tensor([[0, 128]], device="cuda")  # rank 1 is memory alone
 memory[1] = 1  # and has come to the first exchange
-exchange_barrier(memory[:3], distances, 0, 60.0)
+exchange_barrier(memory[:3], peer_offsets, 0, 60.0)
 assert memory[2] == 1
 print("met", flush=True)
-exchange_barrier(memory[:3], distances, 0, 0.5)
+exchange_barrier(memory[:3], peer_offsets, 0, 0.5)
 torch.cuda.synchronize()
 """
 
@@ -372,12 +372,12 @@ def test_virtual_ranks_on_gpu(dtype):
             start.wait_stream(stream)
         return found
 
-    for here in memory:  # alone, so that kernels are compiled: flags say that all have come
-        here.flags[:-1] = 1 << 20
+    for here in memory:  # alone, so that kernels are compiled: epochs say that all have come
+        here.epochs[:-1] = 1 << 20
     everybody()
     torch.cuda.synchronize()
     for here in memory:
-        here.flags.zero_()
+        here.epochs.zero_()
     torch.cuda.synchronize()
     wanted = expected(runs("reference"), given)
 

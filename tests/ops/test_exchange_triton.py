@@ -169,19 +169,19 @@ def test_mistakes_show_in_some_order(mistake):
 
 
 @jit
-def _come_without_release(flags, distances, rank, num_ranks, RANKS: tl.constexpr):
+def _come_without_release(epochs, peer_offsets, rank, num_ranks, RANKS: tl.constexpr):
     """A barrier whose atomics order nothing."""
     ranks = tl.arange(0, RANKS)
     others = ranks < num_ranks
-    number = tl.load(flags + num_ranks) + 1
-    theirs = flags + rank + exchange_triton._elements(tl.load(distances + ranks, mask=others, other=0), 4)
+    number = tl.load(epochs + num_ranks) + 1
+    theirs = epochs + rank + exchange_triton._elements(tl.load(peer_offsets + ranks, mask=others, other=0), 4)
     zeros = tl.zeros([RANKS], tl.int32)
     tl.atomic_xchg(theirs, zeros + number, mask=others, sem="relaxed", scope="sys")
     behind = 1
     while behind > 0:
-        reached = tl.atomic_add(flags + ranks, zeros, mask=others, sem="relaxed", scope="sys")
+        reached = tl.atomic_add(epochs + ranks, zeros, mask=others, sem="relaxed", scope="sys")
         behind = tl.max((others & (reached - number < 0)).to(tl.int32), 0)
-    tl.store(flags + num_ranks, number)
+    tl.store(epochs + num_ranks, number)
 
 
 @pytest.mark.full
@@ -189,11 +189,11 @@ def test_a_barrier_that_does_not_release_shows():
     def relaxed(op: str, *arguments):
         if op != "exchange_barrier":
             return triton(op, *arguments)
-        flags, distances, rank, _ = arguments
+        epochs, peer_offsets, rank, _ = arguments
         launcher.launch(
             _come_without_release,
             1,
-            (flags, distances, rank, distances.numel()),
+            (epochs, peer_offsets, rank, peer_offsets.numel()),
             {"RANKS": 32, "num_warps": 1},
         )
 

@@ -27,7 +27,7 @@ import torch.distributed as dist
 from fastmp.config import set_default_variables
 from fastmp.distributed.collectives import all_gather, all_reduce_
 from fastmp.distributed.runtime import main_guard
-from fastmp.distributed.symmetric_memory import PeerExchange
+from fastmp.distributed.symmetric_memory import SymmetricExchange
 from fastmp.ops.exchange import exchange_barrier
 from fastmp.status import process_status
 from fastmp.watchdog import watchdog as watch
@@ -231,7 +231,9 @@ def _train(scenario: Scenario, rank: int, port: int, directory: Path) -> None:
     process_status.step, process_status.phase = 1, "start"
     slow, views = scenario.fault == "slow", None
     if scenario.fault in (EXCHANGE, RAISES, SLEEPS):
-        exchange = PeerExchange(dist.group.WORLD, etp=1, ep=world_size, etp_varies_first=True, timeout=60.0)
+        exchange = SymmetricExchange(
+            dist.group.WORLD, etp=1, ep=world_size, etp_varies_first=True, timeout=60.0
+        )
         views = exchange.reserve(torch.ones(1, 4), top_k=1, experts=world_size)
     with Watchdog(directory / "hang", rank, world_size, scenario.limit, interval=0.2) as watching:
         for step in range(1, (30 if slow else STEPS) + 1):
@@ -247,7 +249,7 @@ def _train(scenario: Scenario, rank: int, port: int, directory: Path) -> None:
                 _fault(scenario, rank, tp, directory / "hang")
             else:
                 if views is not None:
-                    exchange_barrier(views.flags, views.distances, views.rank, views.timeout)
+                    exchange_barrier(views.epochs, views.peer_offsets, views.rank, views.timeout)
                 _collectives(tp)
             process_status.phase = "optimizer"
         if scenario.fault == UNHEARD and rank == scenario.rank:

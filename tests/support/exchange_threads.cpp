@@ -14,7 +14,7 @@ namespace {
 
 using namespace fastmp;
 
-// The distances between two ranks' flags, counts and rows are the same where each rank has so many bytes of each.
+// The peer_offsets between two ranks' epochs, counts and rows are the same where each rank has so many bytes of each.
 constexpr int64_t kRanks = 4, kExperts = 64, kCapacity = 4, kCols = 64;
 constexpr int64_t kInts = 2 * kRanks * kExperts;
 static_assert(kInts == 2 * kCapacity * kCols && kRanks <= kCapacity);
@@ -32,7 +32,7 @@ T* values(const Tensor& tensor) {
 }
 
 struct Memory {
-  Tensor flags = zeros({kRanks * kInts}, ScalarType::Int);
+  Tensor epochs = zeros({kRanks * kInts}, ScalarType::Int);
   Tensor counts = zeros({kRanks * 2, kRanks, kExperts}, ScalarType::Int);
   Tensor rows = zeros({kRanks * 2, kCapacity, kCols}, ScalarType::Float);
 };
@@ -40,19 +40,19 @@ struct Memory {
 // A rank's views of the memory, and what it sends.
 struct Rank {
   int64_t rank;
-  Tensor flags, counts, rows;
-  const Tensor distances = zeros({1, kRanks}, ScalarType::Long);
+  Tensor epochs, counts, rows;
+  const Tensor peer_offsets = zeros({1, kRanks}, ScalarType::Long);
   const Tensor where = zeros({1, kRanks}, ScalarType::Int), filled = zeros({1}, ScalarType::Int);
   const Tensor own = zeros({kExperts}, ScalarType::Int), x = zeros({1, kCols}, ScalarType::Float);
   const Tensor given = zeros({kCapacity, kCols}, ScalarType::Float);
 
   Rank(Memory& memory, int64_t rank)
       : rank(rank),
-        flags(torch::stable::narrow(memory.flags, 0, rank * kInts, kRanks + 1)),
+        epochs(torch::stable::narrow(memory.epochs, 0, rank * kInts, kRanks + 1)),
         counts(torch::stable::narrow(memory.counts, 0, rank * 2, 2)),
         rows(torch::stable::narrow(memory.rows, 0, rank * 2, 2)) {
     for (int64_t other = 0; other < kRanks; ++other) {
-      values<int64_t>(distances)[other] = (other - rank) * kInts * int64_t{sizeof(int32_t)};
+      values<int64_t>(peer_offsets)[other] = (other - rank) * kInts * int64_t{sizeof(int32_t)};
       values<int32_t>(where)[other] = static_cast<int32_t>(other * kCapacity + rank);
     }
     *values<int32_t>(filled) = kRanks;
@@ -61,21 +61,21 @@ struct Rank {
   // Each of these hands `number` plus this rank's to all others, and returns a row from each.
   Tensor by_counts(int32_t number) {
     std::fill_n(values<int32_t>(own), own.numel(), number + static_cast<int32_t>(rank));
-    return exchange_counts(own, flags, counts, distances, rank, kTimeout);
+    return exchange_counts(own, epochs, counts, peer_offsets, rank, kTimeout);
   }
 
   Tensor by_push(int32_t number) {
     std::fill_n(values<float>(x), x.numel(), static_cast<float>(number + rank));
-    exchange_push(x, where, std::nullopt, std::nullopt, flags, rows, distances);
-    barrier(flags, distances, rank, kTimeout);
-    return exchange_take(rows, flags, filled);
+    exchange_push(x, where, std::nullopt, std::nullopt, epochs, rows, peer_offsets);
+    barrier(epochs, peer_offsets, rank, kTimeout);
+    return exchange_take(rows, epochs, filled);
   }
 
   Tensor by_pull(int32_t number) {
     std::fill_n(values<float>(given), given.numel(), static_cast<float>(number + rank));
-    exchange_give(given, filled, flags, rows);
-    barrier(flags, distances, rank, kTimeout);
-    return std::get<1>(exchange_pull(rows, flags, distances, where, std::nullopt, true));
+    exchange_give(given, filled, epochs, rows);
+    barrier(epochs, peer_offsets, rank, kTimeout);
+    return std::get<1>(exchange_pull(rows, epochs, peer_offsets, where, std::nullopt, true));
   }
 };
 

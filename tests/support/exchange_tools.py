@@ -116,28 +116,28 @@ def steps(
 
     alone: ranks run one after the other, so that one finds everybody's counts the second time only.
     """
-    rank, flags, rows, distances = here.rank, here.flags, here.rows, here.distances
+    rank, epochs, rows, peer_offsets = here.rank, here.epochs, here.rows, here.peer_offsets
     indices, probs = given.indices[rank], given.probs[rank]
     row_of, ends = run("permutation", indices, given.num_experts)
     yield None
     if alone:
-        run("exchange_counts", ends, flags, here.counts, distances, rank, timeout)
-        flags[-1] -= 1
+        run("exchange_counts", ends, epochs, here.counts, peer_offsets, rank, timeout)
+        epochs[-1] -= 1
         yield None
-    matrix = run("exchange_counts", ends, flags, here.counts, distances, rank, timeout)
+    matrix = run("exchange_counts", ends, epochs, here.counts, peer_offsets, rank, timeout)
     where, offsets, dropped = run("exchange_places", row_of, indices, matrix, rank, given.ep, given.capacity)
 
     def push(x: Tensor, weights: Tensor | None, y: Tensor | None) -> Iterator[None]:
-        dprobs = run("exchange_push", x, where, weights, y, flags, rows, distances)
+        dprobs = run("exchange_push", x, where, weights, y, epochs, rows, peer_offsets)
         yield None
-        run("exchange_barrier", flags, distances, rank, timeout)
-        return run("exchange_take", rows, flags, offsets), dprobs
+        run("exchange_barrier", epochs, peer_offsets, rank, timeout)
+        return run("exchange_take", rows, epochs, offsets), dprobs
 
     def pull(values: Tensor, weights: Tensor | None, keep: bool) -> Iterator[None]:
-        run("exchange_give", values, offsets, flags, rows)
+        run("exchange_give", values, offsets, epochs, rows)
         yield None
-        run("exchange_barrier", flags, distances, rank, timeout)
-        return run("exchange_pull", rows, flags, distances, where, weights, keep)
+        run("exchange_barrier", epochs, peer_offsets, rank, timeout)
+        return run("exchange_pull", rows, epochs, peer_offsets, where, weights, keep)
 
     arrived, _ = yield from push(given.x[rank], None, None)
     out, y = yield from pull(given.outputs[rank], probs, True)
@@ -159,7 +159,7 @@ def one_after_the_other(run: Run, given: Routing, ranks: list[PeerViews]) -> lis
         if found[0] is not None:
             return [each[0] for each in found]
         for here in ranks:
-            here.flags[:-1] = here.flags[-1] + 2  # beyond the one to come
+            here.epochs[:-1] = here.epochs[-1] + 2  # beyond the one to come
 
 
 def expected(run: Run, given: Routing) -> list[Results]:
@@ -234,11 +234,11 @@ def assert_same(results: Results, wanted: Results, what: str) -> None:
 def far_away(run: Run, capacity: int, hidden: int) -> None:
     """Rows whose elements 32 bits cannot number, pushed, given and pulled."""
     rows = sparse(2 * capacity * hidden, torch.float32).view(2, capacity, hidden)
-    flags, x = torch.zeros(2, dtype=torch.int32), torch.arange(3.0 * hidden).view(3, hidden)
-    distances = torch.zeros(1, 1, dtype=torch.int64)
+    epochs, x = torch.zeros(2, dtype=torch.int32), torch.arange(3.0 * hidden).view(3, hidden)
+    peer_offsets = torch.zeros(1, 1, dtype=torch.int64)
     where = torch.tensor([[capacity - 1], [0], [capacity // 2]], dtype=torch.int32)
-    run("exchange_push", x, where, None, None, flags, rows, distances)
+    run("exchange_push", x, where, None, None, epochs, rows, peer_offsets)
     assert torch.equal(rows[1, where[:, 0].long()], x)
-    flags[-1] = 1
-    out, y = run("exchange_pull", rows, flags, distances, where, None, True)
+    epochs[-1] = 1
+    out, y = run("exchange_pull", rows, epochs, peer_offsets, where, None, True)
     assert torch.equal(out, x) and torch.equal(y[:, 0], x)

@@ -304,20 +304,20 @@ def _unpermute_backward(t, wide):
 @_case
 def _exchange(op, t, wide, etp=1, ep=8):
     """An op of a rank with 8 of 256 experts for each token; `op` may end with what a push is given."""
-    flags, distances = t(etp * ep + 1, dtype=torch.int32), t(etp, ep, dtype=torch.int64)
+    epochs, peer_offsets = t(etp * ep + 1, dtype=torch.int32), t(etp, ep, dtype=torch.int64)
     rows, where = t(2, 65536, 7168), t(8192, 8, dtype=torch.int32)
     name, _, form = op.partition(" ")
     probs = t(8192, 8, dtype=wide) if form else None
     y = t(8192, 8, 7168) if form == "backward" else None
     counts, local = t(2, etp * ep, 256, dtype=torch.int32), t(256 // ep, dtype=torch.int32)
     arguments = {
-        "barrier": (flags, distances, 1, 60.0),
-        "counts": (t(256, dtype=torch.int32), flags, counts, distances, 1, 60.0),
+        "barrier": (epochs, peer_offsets, 1, 60.0),
+        "counts": (t(256, dtype=torch.int32), epochs, counts, peer_offsets, 1, 60.0),
         "places": (where, where, counts[0], 1, ep, 65536),
-        "push": (t(8192, 7168), where, probs, y, flags, rows, distances),
-        "take": (rows, flags, local),
-        "give": (t(65536, 7168), local, flags, rows),
-        "pull": (rows, flags, distances, where, probs, form == "kept"),
+        "push": (t(8192, 7168), where, probs, y, epochs, rows, peer_offsets),
+        "take": (rows, epochs, local),
+        "give": (t(65536, 7168), local, epochs, rows),
+        "pull": (rows, epochs, peer_offsets, where, probs, form == "kept"),
     }
     return f"exchange_{name}", arguments[name]
 

@@ -1,7 +1,7 @@
 """Sample arguments of the exchange family: a rank all of whose peers lie at distance 0, in its own memory.
 
 So what is written to peers is seen in the arguments, whoever copies them. Rows of different peers have
-different numbers. The flags say that the others came long ago: nobody waits.
+different numbers. The epochs say that the others came long ago: nobody waits.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ def samples(op: str, dtype: torch.dtype, generator: torch.Generator) -> Iterator
             return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)[..., :columns]
 
         ranks, rank = etp * ep, etp * ep // 2
-        flags = torch.full((ranks + 1,), 1000 + max(0, sequence), dtype=torch.int64).to(torch.int32)
-        flags[-1] = sequence
+        epochs = torch.full((ranks + 1,), 1000 + max(0, sequence), dtype=torch.int64).to(torch.int32)
+        epochs[-1] = sequence
         if sequence > 1 << 30:
-            flags[:-1] = -(1 << 31) + 1000
-        distances = torch.zeros(etp, ep, dtype=torch.int64)
+            epochs[:-1] = -(1 << 31) + 1000
+        peer_offsets = torch.zeros(etp, ep, dtype=torch.int64)
         rows = torch.randn(2, capacity, columns, generator=generator, dtype=torch.float64).to(dtype)
         where = torch.full((tokens, slots), -1, dtype=torch.int32)
         numbers = torch.randperm(capacity, generator=generator)[: tokens * slots - 3]
@@ -53,13 +53,13 @@ def samples(op: str, dtype: torch.dtype, generator: torch.Generator) -> Iterator
         local = max(1, experts // ep)
         ends = torch.arange(1, local + 1, dtype=torch.int32) * (capacity + 5) // (local + 1)
         if op == "exchange_barrier":
-            yield flags, distances, rank, _TIMEOUT
+            yield epochs, peer_offsets, rank, _TIMEOUT
         elif op == "exchange_counts":
             own, counts = (
                 torch.randint(99, shape, generator=generator, dtype=torch.int32)
                 for shape in ((experts,), (2, ranks, experts))
             )
-            yield own, flags, counts, distances, rank, _TIMEOUT
+            yield own, epochs, counts, peer_offsets, rank, _TIMEOUT
         elif op == "exchange_places":
             indices = torch.rand(tokens, experts, generator=generator).argsort(1)[:, :slots].to(torch.int32)
             indices = indices.contiguous()
@@ -71,11 +71,11 @@ def samples(op: str, dtype: torch.dtype, generator: torch.Generator) -> Iterator
         elif op == "exchange_push":
             x, y = random(tokens), random(tokens, slots)
             for weights, outputs in ((probs, y), (probs, None), (None, None)):
-                yield x, where, weights, outputs, flags, rows, distances
+                yield x, where, weights, outputs, epochs, rows, peer_offsets
         elif op == "exchange_take":
-            yield rows, flags, ends
+            yield rows, epochs, ends
         elif op == "exchange_give":
-            yield random(capacity), ends, flags, rows
+            yield random(capacity), ends, epochs, rows
         else:
             for weights, keep in ((probs, True), (probs, False), (None, False)):
-                yield rows, flags, distances, where, weights, keep
+                yield rows, epochs, peer_offsets, where, weights, keep

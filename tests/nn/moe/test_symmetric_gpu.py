@@ -19,7 +19,7 @@ from fastmp.distributed.grid import RankGrid
 from fastmp.distributed.groups import ParallelGroups
 from fastmp.distributed.rng import RngTracker
 from fastmp.distributed.runtime import Runtime
-from fastmp.distributed.symmetric_memory import PeerExchange, PeerMemory
+from fastmp.distributed.symmetric_memory import SymmetricExchange, SymmetricMemory
 from fastmp.nn import LayerChain, Placement
 from fastmp.nn.moe.dispatchers.base import LocalDispatcher
 from fastmp.nn.moe.dispatchers.factory import make_dispatcher
@@ -51,16 +51,16 @@ def compare_routings(shared, ordinary, local, rank, device):
 
 def send_to_itself(device):
     """The memory of a group of one rank, and exchanges of this rank with itself through it."""
-    memory = PeerMemory(dist.group.WORLD, 4096, device)
+    memory = SymmetricMemory(dist.group.WORLD, 4096, device)
     assert memory.addresses == [memory.local.data_ptr()] and not memory.local.any()
-    exchange = PeerExchange(dist.group.WORLD, etp=1, ep=1, etp_varies_first=True, timeout=30.0)
+    exchange = SymmetricExchange(dist.group.WORLD, etp=1, ep=1, etp_varies_first=True, timeout=30.0)
     most = torch.empty(MOST, H, dtype=torch.float64, device=device)
     views = exchange.reserve(most, top_k=K, experts=E)
-    assert views.rows.device == torch.device(device) and views.distances.tolist() == [[0]]
+    assert views.rows.device == torch.device(device) and views.peer_offsets.tolist() == [[0]]
     moe = plain_moe(top_k=K, dispatcher="symmetric").moe
     compare_routings(SymmetricDispatcher(moe, exchange), LocalDispatcher(E), E, 1, device)
     number = 5 * len(KINDS)  # exchanges: counts, rows and outputs, and the gradients of both
-    assert exchange.numbers() == (number, number)
+    assert exchange.epochs() == (number, number)
     assert not memory.local.any()
 
 

@@ -25,7 +25,7 @@ from torch.autograd.function import Function, once_differentiable
 
 from fastmp.config import MoEConfig
 from fastmp.distributed.streams import exchanging
-from fastmp.distributed.symmetric_memory import ExchangeViews, PeerExchange
+from fastmp.distributed.symmetric_memory import ExchangeViews, SymmetricExchange
 from fastmp.nn.moe.dispatchers.base import LocalDispatcher, uncompiled
 from fastmp.nn.segment import Tensors
 from fastmp.ops import permutation
@@ -50,14 +50,14 @@ class SymmetricDispatcher(LocalDispatcher):
     own_stream: exchange on the exchange stream, which has high priority, while the current stream waits: for
         where a shared expert fills the GPU at the same time.
 
-    ValueError where the ranks do not divide the experts, and as `PeerExchange.reserve`.
+    ValueError where the ranks do not divide the experts, and as `SymmetricExchange.reserve`.
     """
 
     exchanges = ("dispatch", "combine")
     num_prepared = 4
     num_kept = 3
 
-    def __init__(self, moe: MoEConfig, exchange: PeerExchange, *, own_stream: bool = False) -> None:
+    def __init__(self, moe: MoEConfig, exchange: SymmetricExchange, *, own_stream: bool = False) -> None:
         super().__init__(moe.num_experts)
         if moe.num_experts % exchange.ep:
             raise ValueError(
@@ -68,7 +68,7 @@ class SymmetricDispatcher(LocalDispatcher):
         self.may_drop = moe.symmetric_capacity is not None
 
     def expect(self, tokens: int) -> None:
-        self.exchange.expect(tokens)
+        self.exchange.request(tokens)
 
     def preprocess(self, indices: Tensor, probs: Tensor, room: int, refused: bool = False) -> Tensors:
         return probs, indices, *permutation(indices, self.num_experts)
@@ -81,7 +81,7 @@ class SymmetricDispatcher(LocalDispatcher):
         )
         with _stream(tokens, self.own_stream):
             matrix_RE = exchange_counts(
-                ends, views.flags, views.counts, views.distances, views.rank, views.timeout
+                ends, views.epochs, views.counts, views.peer_offsets, views.rank, views.timeout
             )
             where, offsets, dropped = exchange_places(
                 row_of, indices, matrix_RE, views.rank, self.exchange.ep, views.capacity
@@ -107,7 +107,7 @@ def _stream(x: Tensor, own_stream: bool) -> AbstractContextManager[None]:
 
 
 def _barrier(views: ExchangeViews) -> None:
-    exchange_barrier(views.flags, views.distances, views.rank, views.timeout)
+    exchange_barrier(views.epochs, views.peer_offsets, views.rank, views.timeout)
 
 
 class _Dispatch(Function):
@@ -120,18 +120,18 @@ class _Dispatch(Function):
         ctx.save_for_backward(where, offsets)
         ctx.views, ctx.own_stream = views, own_stream
         with _stream(tokens, own_stream):
-            exchange_push(tokens, where, None, None, views.flags, views.rows, views.distances)
+            exchange_push(tokens, where, None, None, views.epochs, views.rows, views.peer_offsets)
             _barrier(views)
-            return exchange_take(views.rows, views.flags, offsets)
+            return exchange_take(views.rows, views.epochs, offsets)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         views, (where, offsets) = ctx.views, ctx.saved_tensors
         with _stream(grad, ctx.own_stream):
-            exchange_give(grad, offsets, views.flags, views.rows)
+            exchange_give(grad, offsets, views.epochs, views.rows)
             _barrier(views)
-            total, _ = exchange_pull(views.rows, views.flags, views.distances, where, None, False)
+            total, _ = exchange_pull(views.rows, views.epochs, views.peer_offsets, where, None, False)
         return total, None, None, None, None
 
 
@@ -150,9 +150,9 @@ class _Combine(Function):
     ) -> Tensor:
         keep = ctx.needs_input_grad[1]
         with _stream(outputs, own_stream):
-            exchange_give(outputs, offsets, views.flags, views.rows)
+            exchange_give(outputs, offsets, views.epochs, views.rows)
             _barrier(views)
-            total, rows = exchange_pull(views.rows, views.flags, views.distances, where, probs, keep)
+            total, rows = exchange_pull(views.rows, views.epochs, views.peer_offsets, where, probs, keep)
         ctx.save_for_backward(probs, where, offsets, rows)
         ctx.views, ctx.own_stream = views, own_stream
         return total
@@ -164,7 +164,7 @@ class _Combine(Function):
         asked = ctx.needs_input_grad[1]
         y = rows if asked else None
         with _stream(grad, ctx.own_stream):
-            dprobs = exchange_push(grad, where, probs, y, views.flags, views.rows, views.distances)
+            dprobs = exchange_push(grad, where, probs, y, views.epochs, views.rows, views.peer_offsets)
             _barrier(views)
-            dy = exchange_take(views.rows, views.flags, offsets)
+            dy = exchange_take(views.rows, views.epochs, offsets)
         return dy, dprobs if asked else None, None, None, None, None

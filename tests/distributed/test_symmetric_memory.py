@@ -24,11 +24,11 @@ from hypothesis import strategies as st
 from marks import full
 from torch.distributed import _symmetric_memory as symmetric
 
-from fastmp.distributed import symmetric_memory as peers
+from fastmp.distributed import symmetric_memory
 from fastmp.distributed.exchange_layout import ExchangeLayout, row_capacity
 from fastmp.distributed.grid import RankGrid
 from fastmp.distributed.groups import ParallelGroups
-from fastmp.distributed.symmetric_memory import PeerMemory
+from fastmp.distributed.symmetric_memory import SymmetricMemory
 from fastmp.status import process_status
 from fastmp.testing.ranks import RankError, run_ranks
 
@@ -41,12 +41,12 @@ def shared_files() -> list[str]:
     """Files of peers' memory that this process has open or mapped."""
     names = [os.readlink(each) for each in Path("/proc/self/fd").iterdir() if each.is_symlink()]
     mapped = Path("/proc/self/maps").read_text().splitlines()
-    return [name for name in (*names, *mapped) if "fastmp-peers" in name]
+    return [name for name in (*names, *mapped) if "fastmp-symmetric" in name]
 
 
 def writes_case(rank, world):
     """Each rank leaves its number in everyone's memory, in a place of its own."""
-    memory = PeerMemory(dist.group.WORLD, 4096 + world, "cpu")
+    memory = SymmetricMemory(dist.group.WORLD, 4096 + world, "cpu")
     assert memory.local.shape == (4096 + world,) and not memory.local.any()
     assert memory.addresses[rank] == memory.local.data_ptr() and memory.local.data_ptr() % 4096 == 0
     dist.barrier()
@@ -66,7 +66,7 @@ def test_every_rank_writes_to_every_rank(world):
 
 
 def killed_case(rank, world):
-    memory = PeerMemory(dist.group.WORLD, 1 << 20, "cpu")
+    memory = SymmetricMemory(dist.group.WORLD, 1 << 20, "cpu")
     memory.local.fill_(rank)
     dist.barrier()
     if rank == 1:
@@ -80,14 +80,14 @@ def test_a_killed_rank_leaves_nothing_behind():
     with pytest.raises(RankError, match="rank 1"):
         run_ranks(killed_case, 2)
     left = (set(os.listdir("/dev/shm")) | set(os.listdir("/tmp"))) - before
-    assert not [name for name in left if "peers" in name]
+    assert not [name for name in left if "fastmp-symmetric" in name]
 
 
 LAUNCHED = """
 import fastmp, torch.distributed as dist
-from fastmp.distributed.symmetric_memory import PeerMemory
+from fastmp.distributed.symmetric_memory import SymmetricMemory
 runtime = fastmp.init(backend="gloo")
-memory = PeerMemory(dist.group.WORLD, 64, "cpu")
+memory = SymmetricMemory(dist.group.WORLD, 64, "cpu")
 memory.local.fill_(7 + dist.get_rank())
 dist.barrier()
 import ctypes
@@ -106,33 +106,35 @@ def test_launched_ranks(tmp_path):
     run_launcher(launch, os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}, 100)
 
 
-def refused_case(rank, world):
-    group, place = dist.group.WORLD, peers._place()
-    with pytest.raises(ValueError, match=r"the same number of bytes, got \[64, 65\]"):
-        PeerMemory(group, 64 + rank, "cpu")
-    with pytest.raises(ValueError, match=r"the same number of bytes, got \[0, 0\]"):
-        PeerMemory(group, 0, "cpu")
-    peers._place = lambda: place._replace(host=f"node{rank}", boot=f"boot{rank}")
+def error_case(rank, world):
+    group, place = dist.group.WORLD, symmetric_memory._this_host()
+    with pytest.raises(ValueError, match=r"the same number of bytes on all ranks, got \[64, 65\]"):
+        SymmetricMemory(group, 64 + rank, "cpu")
+    with pytest.raises(ValueError, match=r"the same number of bytes on all ranks, got \[0, 0\]"):
+        SymmetricMemory(group, 0, "cpu")
+    symmetric_memory._this_host = lambda: place._replace(name=f"node{rank}", boot=f"boot{rank}")
     with pytest.raises(ValueError, match=r"ranks 0 and 1 .* run on node0 and node1; .*alltoall"):
-        PeerMemory(group, 64, "cpu")
-    peers._place = lambda: place
-    mapped = peers._mapped
+        SymmetricMemory(group, 64, "cpu")
+    symmetric_memory._this_host = lambda: place
+    mapped = symmetric_memory._mapped
     if rank == 1:
-        peers._mapped = lambda path, nbytes: mapped("/proc/0/fd/0", nbytes)
-    with pytest.raises(RuntimeError, match="PeerMemory: rank 1 of the group cannot map the memory of rank 0"):
-        PeerMemory(group, 64, "cpu")
-    peers._mapped = mapped
+        symmetric_memory._mapped = lambda path, nbytes: mapped("/proc/0/fd/0", nbytes)
+    with pytest.raises(
+        RuntimeError, match="SymmetricMemory: rank 1 of the group cannot map the memory of rank 0"
+    ):
+        SymmetricMemory(group, 64, "cpu")
+    symmetric_memory._mapped = mapped
     with patch.object(os, "ftruncate", side_effect=OSError("no room") if rank == 1 else None):
         with pytest.raises(RuntimeError, match=r"rank 1 of the group cannot make 64 bytes .*: no room"):
-            PeerMemory(group, 64, "cpu")
+            SymmetricMemory(group, 64, "cpu")
     gc.collect()
     assert shared_files() == []
-    PeerMemory(group, 64, "cpu")  # and the group still works
+    SymmetricMemory(group, 64, "cpu")  # and the group still works
     return rank
 
 
-def test_refusals_are_the_same_on_all_ranks():
-    assert run_ranks(refused_case, 2) == [0, 1]
+def test_errors_are_the_same_on_all_ranks():
+    assert run_ranks(error_case, 2) == [0, 1]
 
 
 def rendezvous_case(rank, world):
@@ -160,7 +162,7 @@ def rendezvous_case(rank, world):
         patch.object(symmetric, "empty", empty),
         patch.object(symmetric, "rendezvous", rendezvous),
         patch.object(torch.cuda, "synchronize", lambda device: fails("synchronize")),
-        patch.object(peers, "_RENDEZVOUS_TIMEOUT", timedelta(seconds=0.5)),
+        patch.object(symmetric_memory, "_RENDEZVOUS_TIMEOUT", timedelta(seconds=0.5)),
     )
     before, cuda = store.timeout, torch.device("cuda:0")
     with contextlib.ExitStack() as stack:
@@ -179,9 +181,9 @@ def rendezvous_case(rank, world):
         ):
             failing[name] = (1, 2)
             with pytest.raises(RuntimeError, match=message):
-                PeerMemory(group, 128, cuda)
+                SymmetricMemory(group, 128, cuda)
             failing[name] = None
-        memory = PeerMemory(group, 128, cuda)
+        memory = SymmetricMemory(group, 128, cuda)
         assert memory.addresses[rank] == memory.local.data_ptr() and not memory.local.any()
     assert store.timeout == before
     return rank
@@ -203,27 +205,27 @@ def reserve_case(rank, world, layout):
     sizes = {"top_k": 2, "experts": 4}
     views = exchange.reserve(torch.zeros(3 + rank, 8), **sizes)
     assert views.rows.shape == (2, row_capacity(2 + world, ep=ep, etp=etp, **sizes), 8)
-    assert views.flags.shape == (world + 1,) and views.counts.shape == (2, world, 4)
+    assert views.epochs.shape == (world + 1,) and views.counts.shape == (2, world, 4)
     assert exchange.reserve(torch.zeros(1, 8), **sizes) is views
     assert views.rank == (groups.etp.rank() if groups.etp else 0) * ep + (
         groups.ep.rank() if groups.ep else 0
     )
     places = torch.zeros(world, 2, dtype=torch.int64)
-    for part in (views.flags, views.counts, views.rows):
+    for part in (views.epochs, views.counts, views.rows):
         assert part.data_ptr() % 16 == 0 and part.is_contiguous()
     dist.barrier()
     base = exchange.memory.local.data_ptr()
-    for number, distance in enumerate(views.distances.flatten().tolist()):
+    for number, distance in enumerate(views.peer_offsets.flatten().tolist()):
         assert distance % 16 == 0 and (distance == 0) == (number == views.rank)
         places[number, 0] = 1
         at(base + distance, 4 * world).view(torch.int32)[views.rank] = views.rank + 1
     dist.barrier()
-    assert views.flags[:-1].tolist() == list(range(1, world + 1))
+    assert views.epochs[:-1].tolist() == list(range(1, world + 1))
     with pytest.raises(
         ValueError, match=rf"{world + 3} tokens of a rank, but .* reserved memory for {world + 2}"
     ):
         exchange.reserve(torch.zeros(world + 3, 8), **sizes)
-    with pytest.raises(ValueError, match=r"these are {'hidden': 16, .* reserved for {'hidden': 8, "):
+    with pytest.raises(ValueError, match=r"expected {'hidden': 8, .* got {'hidden': 16, "):
         exchange.reserve(torch.zeros(3, 16), **sizes)
     return rank
 
@@ -240,29 +242,29 @@ def growing_case(rank, world):
     def rows(tokens):
         return exchange.reserve(torch.zeros(tokens, 8), **sizes).rows.shape[1]
 
-    exchange.expect(5)
-    exchange.expect(4)
+    exchange.request(5)
+    exchange.request(4)
     first = rows(3)
     assert first == row_capacity(5, ep=world, etp=1, **sizes) and rows(5) == first
-    exchange.expect(5)
+    exchange.request(5)
     assert rows(1) == first
     views, graph = exchange.views, Captured()
     if rank == 1:
         with process_status.capturing(graph):
             assert rows(2) == first
-    exchange.expect(9)
-    with pytest.raises(ValueError, match="9 tokens of a rank are expected, but graphs hold the memory for 5"):
+    exchange.request(9)
+    with pytest.raises(ValueError, match="9 tokens per rank requested, but graphs hold the memory for 5"):
         rows(1)
     assert rows(5) == first and exchange.views is views
     graph.itself = graph  # for the garbage collector
     del graph
-    exchange.expect(9)
+    exchange.request(9)
     with (
         process_status.capturing(Captured()),
         pytest.raises(RuntimeError, match="run one batch eagerly first"),
     ):
         rows(1)
-    exchange.expect(9)
+    exchange.request(9)
     assert rows(1) == row_capacity(9, ep=world, etp=1, **sizes) and not exchange.views.rows.any()
     before = shared_files()
     assert len(before) == 2 * world  # those that somebody still goes back through, too
