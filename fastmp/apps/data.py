@@ -15,7 +15,7 @@ from fastmp.training.data.blend import BlendedDataset, open_dataset
 from fastmp.training.data.corpus import build
 from fastmp.training.data.megatron import open_files
 from fastmp.training.data.ngrams import NGRAM, overlap
-from fastmp.training.data.progress import Progress
+from fastmp.training.data.progress import ProgressLine
 from fastmp.training.data.texts import texts_of
 from fastmp.training.data.tokenfile import open_split, open_tokenizer, read_index, verify
 
@@ -105,7 +105,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _build(options: argparse.Namespace) -> Path:
-    progress = Progress()
+    progress = ProgressLine()
     try:
         return build(
             options.input,

@@ -77,7 +77,7 @@ class MaskedLMConfig(Checked):
     max_ngram: int = option(3, "words that are masked together, at most; n of them with probability ~ 1/n")
     short_fraction: float = option(0.1, "share of samples that are shorter than seq_len by chance")
 
-    def most_masked(self, seq_len: int) -> int:
+    def max_masked(self, seq_len: int) -> int:
         """The most tokens of a sample that are to be predicted; three others are special tokens."""
         return max(1, round(self.mask_fraction * (seq_len - 3)))
 
@@ -118,7 +118,7 @@ class DataConfig(Checked):
     @property
     def predicted(self) -> int:
         """The most tokens of a sample whose logits are needed: all, or those that are masked."""
-        return self.seq_len if self.masked_lm is None else self.masked_lm.most_masked(self.seq_len)
+        return self.seq_len if self.masked_lm is None else self.masked_lm.max_masked(self.seq_len)
 
     def _problems(self) -> Iterator[str]:
         yield from self._not_positive("seq_len", "micro_batch_size")
@@ -181,7 +181,7 @@ class OptimizerConfig(Checked):
     decay_steps: int | None = option(
         None, "last steps, in which the learning rate of wsd falls; none: a fifth of the run"
     )
-    betas: tuple[float, float] = option((0.9, 0.95), "decay of the two averages")
+    betas: tuple[float, float] = option((0.9, 0.95), "decay rates of the two moments")
     momentum: float = option(0.95, "decay of the average of muon")
     eps: float = option(1e-8, "added to the root of the second average")
     weight_decay: float = option(0.01, "decoupled weight decay")
@@ -189,7 +189,7 @@ class OptimizerConfig(Checked):
     shard: bool = option(True, "divide its state over data-parallel ranks (ZeRO-1)")
     states: str = option(
         "classic",
-        "masters and averages in float32, or in 16 bits with masters that are exact (6 bytes a parameter)",
+        "moments and master weights: float32, or 16-bit with exact master weights (6 bytes a parameter)",
         ("classic", "small"),
     )
     grad_dtype: str = option(

@@ -176,7 +176,7 @@ class Bert(LanguageModel):
         targets_BS: Tensor,
         *,
         sentence_order_B: Tensor | None = None,
-        most_masked: int | None = None,
+        max_masked: int | None = None,
         ignore_index: int = -100,
         loss_grad: Tensor | float | None = None,
     ) -> BertLosses:
@@ -184,7 +184,7 @@ class Bert(LanguageModel):
 
         targets_BS: int64 ids of masked tokens, `ignore_index` for all others.
         sentence_order_B: int64, 0 for parts in order, 1 for swapped ones, or `ignore_index`.
-        most_masked: no batch has more targets: the head looks at so many tokens, N, in place of all. On a CPU
+        max_masked: no batch has more targets: the head looks at so many tokens, N, in place of all. On a CPU
             more are a ValueError; a GPU does not look, and leaves the last of them out.
         loss_grad: the gradient that each of the masked losses will receive, a number or 0-dim, see
             `vocab_parallel_linear_cross_entropy`.
@@ -192,8 +192,8 @@ class Bert(LanguageModel):
         gathered_SBH = self.gathered(hidden_SBH)
         targets_N = targets_BS.t().reshape(-1)
         rows_NH = gathered_SBH.flatten(0, 1)
-        if most_masked is not None and most_masked < len(targets_N):
-            rows_NH, targets_N = _masked_rows(rows_NH, targets_N, most_masked, ignore_index)
+        if max_masked is not None and max_masked < len(targets_N):
+            rows_NH, targets_N = _masked_rows(rows_NH, targets_N, max_masked, ignore_index)
         if isinstance(loss_grad, Tensor):
             loss_grad = loss_grad.expand(targets_N.shape)
         head = self._head()
@@ -225,7 +225,7 @@ def _masked_rows(rows: Tensor, targets: Tensor, most: int, ignore_index: int) ->
     """The `most` rows and targets that are not ignored; rows beyond their number are ignored copies."""
     masked = targets != ignore_index
     if can_read_values(targets) and (number := int(masked.sum())) > most:
-        raise ValueError(f"Bert: the batch has {number} masked tokens, more than most_masked {most}")
+        raise ValueError(f"Bert: the batch has {number} masked tokens, more than max_masked {most}")
     places = torch.nonzero_static(masked, size=most, fill_value=-1).flatten()
     within = places.clamp(min=0)
     return rows[within], targets[within].masked_fill(places < 0, ignore_index)

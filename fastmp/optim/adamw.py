@@ -1,7 +1,7 @@
 """The optimizer step over main gradients: global norm, clipping, AdamW on each rank's shards, skipping.
 
-Parameters lie in flat buffers in the places of their main gradients, and so do masters and averages, of which
-a rank has those of its own shards alone (ZeRO-1). A step is one launch for each bucket (`fastmp.ops.adamw_`),
+Parameters lie in flat buffers at the places of their main gradients. So do master weights and moments, of
+which a rank holds its own shards alone (ZeRO-1). A step is one launch for each bucket (`fastmp.ops.adamw_`),
 which scales and clips the gradients as it reads them and writes the low-precision parameters; then the bucket
 is gathered, in the background where hooks wait for it. The host waits for nothing: norm, clip coefficient and
 whether the step counts are tensors on the device. A norm that is not finite, which is the same on all ranks,
@@ -126,10 +126,11 @@ class AdamW:
         experts have one dimension more).
     group: (name, parameter) -> the group that the parameter belongs to, in place of `weight_decay`. It is
         asked once, and must answer alike on all ranks that hold a parameter.
-    states: "classic": float32 averages and, for 16-bit parameters, a float32 master. "small", for bfloat16
-        parameters: the master is the parameter and 16 bits more, the same number bit for bit, and averages
-        are bfloat16, rounded stochastically: 6 bytes a parameter in place of 12. float32 parameters get small
-        averages. A float64 parameter has a state of float64, and a float32 or float64 one is its own master.
+    states: "classic": float32 moments and, for 16-bit parameters, float32 master weights. "small", for
+        bfloat16 parameters: the master weight is the parameter and 16 bits more, the same number bit for bit,
+        and moments are bfloat16, rounded stochastically: 6 bytes a parameter in place of 12. float32
+        parameters get small moments. A float64 parameter has float64 state, and a float32 or float64
+        parameter is its own master weight.
     seed: of the random bits of that rounding, which depend on the place of an element in its buffer and on
         the step, not on who updates it.
 
@@ -137,7 +138,7 @@ class AdamW:
     shares memory with a `param.data` taken before. So make the optimizer once the model has its device and
     dtype. Tied weights, which are one Parameter, stay tied. What is written to a low-precision parameter
     later is lost at the next step, which writes it from its master: load weights before. A parameter that is
-    frozen later has a gradient of zero, and is decayed and moved by its averages.
+    frozen later has a gradient of zero, and is decayed and moved by its moments.
 
     Attributes: `parameters` {name: parameter}; `gather`, by which forward waits for parameters, see
     `ParameterGather.attach`; `skipped_steps`, a 0-dim int64 tensor that counts the steps dropped for a
@@ -257,7 +258,7 @@ class AdamW:
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Copy `state_dict` (counts as tensors or numbers) into the optimizer, masters into their parameters.
+        """Copy `state_dict` (counts as tensors or numbers) into the optimizer, and round parameters from it.
 
         The parameters of a sharded optimizer are gathered: every rank calls it. Raises ValueError naming the
         parameters that only one side has, or the entry whose shape differs.
@@ -289,7 +290,7 @@ class AdamW:
 
     @torch.no_grad()
     def loaded(self) -> None:
-        """Go on from what was written to `counts` and `state_dict()["state"]`: masters go into parameters.
+        """Continue from what was written to `counts` and `state_dict()["state"]`: round parameters from it.
 
         The parameters of a sharded optimizer are gathered: every rank calls it.
         """
@@ -335,7 +336,7 @@ class _AdamWFlat(FlatState):
         for number, ((start, end), at) in enumerate(zip(grads.shards, self.local, strict=True)):
             own = self.shard(number)
             master = own if self.master is None else self.master[at]
-            state = *(average[at] for average in self.averages.values()), self.steps[number]
+            state = *(moment[at] for moment in self.moments.values()), self.steps[number]
             self.arguments.append((master, grads.grad[start:end], *state))
             out = None if self.master is None else own
             options = {"low_precision_out": out, "first": origin + start, **table.options(start, end)}

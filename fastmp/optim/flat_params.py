@@ -1,7 +1,7 @@
-"""Parameters in flat buffers, in the places of their main gradients, and a rank's state of its own shards.
+"""Parameters in flat buffers, at the places of their main gradients, and the sharded optimizer state.
 
-What every optimizer needs of a buffer: parameters that are views of it, masters of low-precision parameters,
-averages, and a name for each part of them in a state dict.
+`FlatState` is the part of an optimizer that does not depend on its update rule: parameters that are views of
+a buffer, master weights of low-precision parameters, moments, and the state-dict entries of each parameter.
 """
 
 from __future__ import annotations
@@ -20,20 +20,27 @@ __all__ = ["FlatState", "check_separate"]
 
 
 class FlatState:
-    """The parameters of `grads` in a flat buffer of their own, and the state of this rank's shards.
+    """The parameters of one gradient buffer, flat, and the optimizer state of this rank's shards.
 
-    optimizer: the name that errors begin with. states: as of `AdamW`; with small ones bfloat16 parameters get
-    a remainder in place of a master. averages: the names of the other state, one number for each element.
-    narrow: whether small averages are bfloat16.
+    Args:
+        grads: the gradients; parameter i lies where its gradient does.
+        optimizer: the name that error messages begin with.
+        states: "classic" or "small", see `AdamW`; with small states bfloat16 parameters have a remainder in
+            place of a master weight.
+        moments: the names of the other state tensors, one number for each element.
+        narrow: small moments are bfloat16.
 
-    Attributes: `params`, the buffer; `local`, where in the state the shard of each bucket lies; `master` or
-    `remainder` (None: the parameters are their own master); `averages` {name: tensor}; `steps`, the number of
-    steps of each bucket.
+    Attributes:
+        params: (layout.size,), the buffer that parameters are views of.
+        local: for each bucket, the slice of the state tensors that holds this rank's shard.
+        master, remainder: (layout.size / ranks,); both None where parameters are their own master weights.
+        moments: {name: (layout.size / ranks,)}.
+        steps: (buckets,) int64, the number of updates of each bucket.
     """
 
     @torch.no_grad()
     def __init__(
-        self, grads: FlatBuffer, optimizer: str, states: str, averages: Sequence[str], *, narrow: bool
+        self, grads: FlatBuffer, optimizer: str, states: str, moments: Sequence[str], *, narrow: bool
     ) -> None:
         self.grads, self.optimizer = grads, optimizer
         layout, (name, first) = grads.layout, next(iter(grads.parameters.items()))
@@ -41,8 +48,8 @@ class FlatState:
         self.sharded = layout.num_ranks > 1 and group_size(grads.group) > 1
         self.params = torch.zeros_like(grads.grad, dtype=first.dtype)
         empty = self.params.new_empty(layout.size // layout.num_ranks)
-        average = torch.bfloat16 if small and narrow else main
-        self.averages = {name: torch.zeros_like(empty, dtype=average) for name in averages}
+        moment = torch.bfloat16 if small and narrow else main
+        self.moments = {name: torch.zeros_like(empty, dtype=moment) for name in moments}
         self.master = torch.zeros_like(empty, dtype=main) if first.dtype != main and not small else None
         self.remainder = torch.zeros_like(empty, dtype=torch.int16) if first.dtype != main and small else None
         self.steps = torch.zeros(len(layout.buckets), dtype=torch.int64, device=first.device)
@@ -58,16 +65,16 @@ class FlatState:
                 self.master[at].copy_(self.params[first_element:end])
 
     def bucket(self, number: int) -> Tensor:
-        """The parameters of a bucket."""
+        """Return the parameters of a bucket, flat."""
         bucket = self.grads.layout.buckets[number]
         return self.params[bucket.start : bucket.end]
 
     def shard(self, number: int) -> Tensor:
-        """The parameters of this rank's shard of a bucket."""
+        """Return the parameters of this rank's shard of a bucket, flat."""
         return self.params[slice(*self.grads.shards[number])]
 
     def check(self) -> None:
-        """Raise ValueError where the model has been moved, as by model.to(dtype), out of the buffers."""
+        """Raise ValueError if the model was moved out of the buffers, as by model.to(dtype)."""
         name, param = next(iter(self.grads.parameters.items()))
         if param.untyped_storage()._cdata != self.params.untyped_storage()._cdata:
             raise ValueError(
@@ -76,33 +83,33 @@ class FlatState:
                 "model first"
             )
 
-    def masters(self, number: int) -> Tensor:
-        """The masters of this rank's shard of a bucket; a copy where they are small."""
+    def master_weights(self, number: int) -> Tensor:
+        """Return the master weights of this rank's shard of a bucket; a copy with small states."""
         if self.master is not None:
             return self.master[self.local[number]]
         own = self.shard(number)
         return own if self.remainder is None else join_master(own, self.remainder[self.local[number]])
 
-    def set_masters(self, number: int, masters: Tensor) -> None:
-        """Give this rank's shard of a bucket new masters, and round its parameters from them."""
+    def set_master_weights(self, number: int, new: Tensor) -> None:
+        """Set the master weights of this rank's shard of a bucket, and round its parameters from them."""
         own, at = self.shard(number), self.local[number]
         if self.remainder is not None:
-            high, low = split_master(masters)
+            high, low = split_master(new)
             own.copy_(high)
             self.remainder[at].copy_(low)
             return
-        own.copy_(masters)
+        own.copy_(new)
         if self.master is not None:
-            self.master[at].copy_(masters)
+            self.master[at].copy_(new)
 
     def round(self) -> None:
-        """Write this rank's shards of low-precision parameters from their masters."""
+        """Write this rank's shards of low-precision parameters from their master weights."""
         if self.master is not None:
             for number, at in enumerate(self.local):
                 self.shard(number).copy_(self.master[at])
 
     def master_of(self, name: str) -> Tensor:
-        """The part of a parameter's master that this rank has, perhaps none; a copy where it is small."""
+        """Return this rank's shard of a master weight, perhaps empty; a copy with small states."""
         if name not in self.grads.pieces:
             return self.params[:0].to(main_dtype(self.params.dtype))
         piece = self.grads.pieces[name]
@@ -114,8 +121,8 @@ class FlatState:
         return self._shaped(own, name)
 
     def entries(self) -> dict[str, dict[str, Tensor]]:
-        """{name: {key: this rank's part}}, views, of the parameters of which it has one."""
-        tensors = dict(self.averages)
+        """Return {name: {key: this rank's shard}}, views, for the parameters that it has a shard of."""
+        tensors = dict(self.moments)
         tensors |= {} if self.master is None else {"master": self.master}
         tensors |= {} if self.remainder is None else {"remainder": self.remainder}
         return {
@@ -124,13 +131,13 @@ class FlatState:
         }
 
     def _shaped(self, part: Tensor, name: str) -> Tensor:
-        """This rank's part of something of a parameter, with the parameter's shape if it is whole."""
+        """Return `part` in the shape of the parameter if it holds all of its elements, else flat."""
         param = self.grads.parameters[name]
         return part.as_strided(param.shape, param.stride()) if part.numel() == param.numel() else part
 
 
 def check_separate(optimizer: str, parameters: Mapping[str, Parameter]) -> None:
-    """Raise ValueError where two Parameters share memory: each would move to a place of its own."""
+    """Raise ValueError if two Parameters share memory: each would get memory of its own."""
 
     def place(param: Parameter) -> tuple[int, int]:
         return param.untyped_storage()._cdata, int(param.storage_offset()) * param.element_size()
@@ -144,7 +151,7 @@ def check_separate(optimizer: str, parameters: Mapping[str, Parameter]) -> None:
 
 
 def _is_small(optimizer: str, states: str, name: str, dtype: torch.dtype) -> bool:
-    """Whether states are small; ValueError where parameters of this dtype cannot have such."""
+    """Return True for small states. Raises ValueError for a dtype that does not support them."""
     if states == "small" and dtype not in (torch.bfloat16, torch.float32):
         raise ValueError(
             f"{optimizer}: small states need parameters in bfloat16 or float32, but {name!r} is {dtype}; use "

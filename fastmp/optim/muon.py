@@ -180,7 +180,7 @@ class _MuonFlat(FlatState):
         self, grads: FlatBuffer, optimizer: str, group_of: Mapping[str, ParameterGroup], states: str
     ) -> None:
         super().__init__(grads, optimizer, states, ("momentum",), narrow=False)
-        self.dtype = _orthogonal_dtype(self.averages["momentum"].dtype, self.params.device)
+        self.dtype = _orthogonal_dtype(self.moments["momentum"].dtype, self.params.device)
         self._runs = [self._runs_of(shard, group_of) for shard in grads.shards]
 
     def _runs_of(
@@ -215,7 +215,7 @@ class _MuonFlat(FlatState):
         self, number: int, out: Tensor, momentum: float, factor: Tensor | None, skip: Tensor | None
     ) -> None:
         """Average this rank's gradients of a bucket, and write to `out` what is to be orthogonalised."""
-        average = self.averages["momentum"][self.local[number]]
+        average = self.moments["momentum"][self.local[number]]
         grad = self.grads.grad[slice(*self.grads.shards[number])].to(average.dtype)
         grad = grad if factor is None else grad * factor
         new = average.lerp(grad, 1 - momentum)
@@ -223,13 +223,13 @@ class _MuonFlat(FlatState):
         average.copy_(new if skip is None else torch.where(skip, average, new))
 
     def apply(self, number: int, updates: Tensor, lr: float | Tensor, skip: Tensor | None) -> None:
-        """Move this rank's masters of a bucket by `updates`, and decay them."""
-        old = self.masters(number)
+        """Decay this rank's master weights of a bucket and subtract `updates` times the learning rate."""
+        old = self.master_weights(number)
         new = old.clone()
         for start, end, group in self._runs[number]:
             rate = lr * group.lr
             new[start:end].mul_(1 - rate * group.weight_decay).sub_(updates[start:end].to(new.dtype) * rate)
-        self.set_masters(number, new if skip is None else torch.where(skip, old, new))
+        self.set_master_weights(number, new if skip is None else torch.where(skip, old, new))
         self.steps[number] += 1 if skip is None else ~skip
 
 

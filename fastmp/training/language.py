@@ -58,7 +58,7 @@ def model_and_loss(recipe: Recipe, groups: ParallelGroups, **options: Any) -> Mo
         model,
         groups,
         recipe.parallel,
-        most_masked=data.micro_batch_size * data.predicted,
+        max_masked=data.micro_batch_size * data.predicted,
         static_shapes=recipe.graphs.enabled,
         **options,
     )
@@ -69,7 +69,7 @@ def bert_and_loss(
     groups: ParallelGroups,
     layout: ParallelConfig,
     *,
-    most_masked: int | None = None,
+    max_masked: int | None = None,
     static_shapes: bool = False,
     **options: Any,
 ) -> tuple[Bert, LossFunction] | tuple[list[BertStage], PipelineLoss]:
@@ -79,7 +79,7 @@ def bert_and_loss(
     "padding_mask" (B, S) and "sentence_order" (B,): see `Bert.losses`. The sum of losses and the number of
     masked tokens: see the top of this module.
 
-    most_masked: as of `Bert.losses`. static_shapes: as graphs need them. options: others of `Placement`.
+    max_masked: as of `Bert.losses`. static_shapes: as graphs need them. options: others of `Placement`.
     """
 
     def inputs(batch: Batch) -> tuple[Tensor, ...]:
@@ -96,7 +96,7 @@ def bert_and_loss(
             hidden_SBH,
             targets_BS,
             sentence_order_B=order_B,
-            most_masked=most_masked,
+            max_masked=max_masked,
             ignore_index=IGNORE_INDEX,
             loss_grad=batch.get("loss_grad", 1.0),
         )

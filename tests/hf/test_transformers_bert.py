@@ -100,7 +100,7 @@ def our_loss(model, given):
     """The mean of masked tokens plus the mean of the order of sentences."""
     losses = model.loss(
         given.tokens, given.targets, token_types_BS=given.types, padding_BS=given.padding,
-        sentence_order_B=given.order, most_masked=20,
+        sentence_order_B=given.order, max_masked=20,
     )  # fmt: skip
     return losses.masked.sum() / (given.targets != -100).sum() + losses.sentence.mean()
 

@@ -52,7 +52,7 @@ def reference(config, data):
     return weights, masked.detach(), sentence.detach(), {name: leaf.grad for name, leaf in weights.items()}
 
 
-def check_layout(config, tp, most_masked=None, **options):
+def check_layout(config, tp, max_masked=None, **options):
     groups, given = tp_groups(tp), sample(config)
     weights, masked, sentence, grads = reference(config, [given])
     model = make_bert(config, groups, **options)
@@ -70,7 +70,7 @@ def check_layout(config, tp, most_masked=None, **options):
         model.zero_grad()
         losses = model.loss(
             given.tokens, given.targets, token_types_BS=given.types, padding_BS=given.padding,
-            sentence_order_B=given.order, most_masked=most_masked, **upstream,
+            sentence_order_B=given.order, max_masked=max_masked, **upstream,
         )  # fmt: skip
         torch.testing.assert_close(losses.masked.sum(), masked, **CLOSE)
         torch.testing.assert_close(losses.sentence.sum(), sentence, **CLOSE)
@@ -82,7 +82,7 @@ def check_layout(config, tp, most_masked=None, **options):
 @pytest.mark.parametrize("name", CONFIGS)
 def test_equals_plain_torch(name):
     check_layout(CONFIGS[name], 1)
-    check_layout(CONFIGS[name], 1, most_masked=20)
+    check_layout(CONFIGS[name], 1, max_masked=20)
 
 
 @pytest.mark.parametrize(
@@ -91,8 +91,8 @@ def test_equals_plain_torch(name):
         ("post", 2, {"sequence_parallel": True}),
         *full(
             [
-                ("pre", 2, {"sequence_parallel": True, "most_masked": 20, "recompute": True}),
-                ("pre", 2, {"most_masked": 20}),
+                ("pre", 2, {"sequence_parallel": True, "max_masked": 20, "recompute": True}),
+                ("pre", 2, {"max_masked": 20}),
                 ("post", 2, {"recompute": True, "shard_recompute_input": True}),
                 ("pre", 4, {"sequence_parallel": True}),
                 ("post", 4, {}),
@@ -216,9 +216,9 @@ def test_what_does_not_fit_is_refused():
         model(given.tokens, given.types, given.types)
     number = int((given.targets != -100).sum())
     with pytest.raises(
-        ValueError, match=f"Bert: the batch has {number} masked tokens, more than most_masked 2"
+        ValueError, match=f"Bert: the batch has {number} masked tokens, more than max_masked 2"
     ):
-        model.loss(given.tokens, given.targets, token_types_BS=given.types, most_masked=2)
+        model.loss(given.tokens, given.targets, token_types_BS=given.types, max_masked=2)
     with pytest.raises(ValueError, match="Bert: a sequence of 17 tokens is longer than max_seq_len 16"):
         model(torch.zeros(1, 17, dtype=torch.int64), torch.zeros(1, 17, dtype=torch.int64))
     with pytest.raises(ValueError, match=r"GPT: config\.bert describes an encoder: make a Bert of it"):
@@ -242,7 +242,7 @@ def test_parameters_and_flops_are_those_of_the_formulas(bert):
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         losses = model.loss(
             given.tokens, given.targets, token_types_BS=given.types if bert.num_token_types else None,
-            sentence_order_B=given.order if bert.sentence_order else None, most_masked=32, loss_grad=1.0,
+            sentence_order_B=given.order if bert.sentence_order else None, max_masked=32, loss_grad=1.0,
         )  # fmt: skip
         (losses.masked.sum() + (0 if losses.sentence is None else losses.sentence.sum())).backward()
     expected = 4 * 16 * flops_per_token(config, 16, causal=True, predicted=8)

@@ -135,7 +135,7 @@ MAX_MASKED = 2 * recipe(MODELS["bert"]).data.predicted
 
 def bert_loss(model, hidden, targets):
     losses = model.losses(
-        hidden, targets, sentence_order_B=targets.new_zeros(2), most_masked=MAX_MASKED, loss_grad=1.0
+        hidden, targets, sentence_order_B=targets.new_zeros(2), max_masked=MAX_MASKED, loss_grad=1.0
     )
     return losses.masked.sum() + losses.sentence.sum()
 

@@ -83,7 +83,7 @@ class Samples:
 def train(config, groups=ALONE, layout=ONE, graphs=None, steps=5, dtype=torch.float64):
     """Losses and gradient norms of some steps, the loss of an evaluation, and the trainer."""
     rng = RngTracker(3, tp_rank=group_rank(groups.tp))
-    options = {"most_masked": 4 * MAX_MASKED, "static_shapes": graphs is not None}
+    options = {"max_masked": 4 * MAX_MASKED, "static_shapes": graphs is not None}
     model, loss = bert_and_loss(config, groups, layout, **options, rng=rng, dtype=dtype)
     recipe = TrainConfig(steps=40, global_batch_size=16, eval_interval=0)
     trainer = Trainer(model, Samples(), loss, recipe, groups=groups, rng=rng, graphs=graphs)
@@ -130,7 +130,7 @@ def test_graphs_replay_what_eager_steps_compute(name, scope):
     assert trainer.graphs.num_graphs >= 2
     trainer.close()
     rng = RngTracker(3)
-    options = {"most_masked": 4 * MAX_MASKED, "static_shapes": True}
+    options = {"max_masked": 4 * MAX_MASKED, "static_shapes": True}
     model, loss = bert_and_loss(config, ALONE, ONE, **options, rng=rng, dtype=torch.float64)
     recipe = TrainConfig(steps=40, global_batch_size=16, eval_interval=0)
     eager = Trainer(model, Samples(), loss, recipe, rng=rng)

@@ -29,8 +29,8 @@ from fastmp.training.checkpoint.format import (
 )
 
 __all__ = [
-    "Name",
-    "Saved",
+    "CheckpointName",
+    "CheckpointEntry",
     "by_age",
     "candidates",
     "checkpoint_at",
@@ -47,7 +47,7 @@ _NAME = re.compile(r"step-(\d{8,12})(?:\.(\d{1,6}))?")
 _STAGING = ".staging"
 
 
-class Name(NamedTuple):
+class CheckpointName(NamedTuple):
     """The name of a checkpoint: its step, and a number where that step has been saved before."""
 
     step: int
@@ -59,7 +59,7 @@ class Name(NamedTuple):
 
 def staging(directory: Path, step: int) -> Path:
     """The name under which the checkpoint of a step is written."""
-    return directory / f"{Name(step)}{_STAGING}"
+    return directory / f"{CheckpointName(step)}{_STAGING}"
 
 
 def remove_staging(directory: Path) -> None:
@@ -71,19 +71,21 @@ def remove_staging(directory: Path) -> None:
             leftover.unlink(missing_ok=True)
 
 
-class Saved(NamedTuple):
+class CheckpointEntry(NamedTuple):
     """A checkpoint, and when it was made, in nanoseconds; 0 where it has no manifest."""
 
     made: int
-    name: Name
+    name: CheckpointName
 
 
-def by_age(directory: Path) -> list[Saved]:
+def by_age(directory: Path) -> list[CheckpointEntry]:
     """The checkpoints of a run, oldest first; those made at one time by step and number."""
     found = os.listdir(directory) if directory.is_dir() else []
     names = [(entry, _NAME.fullmatch(entry)) for entry in found]
-    parsed = [(entry, Name(int(match[1]), int(match[2] or 0))) for entry, match in names if match]
-    return sorted(Saved(_made(directory / entry), name) for entry, name in parsed if str(name) == entry)
+    parsed = [(entry, CheckpointName(int(match[1]), int(match[2] or 0))) for entry, match in names if match]
+    return sorted(
+        CheckpointEntry(_made(directory / entry), name) for entry, name in parsed if str(name) == entry
+    )
 
 
 def _made(path: Path) -> int:
@@ -93,7 +95,7 @@ def _made(path: Path) -> int:
         return 0
 
 
-def candidates(directory: Path) -> list[Name]:
+def candidates(directory: Path) -> list[CheckpointName]:
     """The checkpoints of a run, as they should be tried: the one pointed to, then the newest."""
     newest_first = [saved.name for saved in reversed(by_age(directory))]
     try:
@@ -131,7 +133,7 @@ def publish(written: Path, manifest: Manifest) -> Path:
     directory = written.parent
     write_synced(written / MANIFEST, write_manifest(manifest))
     sync_directory(written)
-    names = (Name(manifest.step, attempt) for attempt in count())
+    names = (CheckpointName(manifest.step, attempt) for attempt in count())
     final = next(path for name in names if not os.path.lexists(path := directory / str(name)))
     written.rename(final)
     sync_directory(directory)
@@ -156,13 +158,13 @@ def whole_manifest(path: Path) -> Manifest:
 
 
 def to_delete(
-    saved: Sequence[Saved],
-    finite: Callable[[Name], bool],
+    saved: Sequence[CheckpointEntry],
+    finite: Callable[[CheckpointName], bool],
     *,
     keep: int,
     keep_every: int = 0,
     keep_hours: float = 0.0,
-) -> list[Name]:
+) -> list[CheckpointName]:
     """Choose the checkpoints to delete; `saved` are oldest first, and the last one has just been made.
 
     keep: how many of the newest stay; 0: all. keep_every: those of steps that it divides stay, too.
@@ -174,7 +176,7 @@ def to_delete(
     stays = {each.name for each in saved[-keep:]}
     stays |= {each.name for each in saved if keep_every and each.name.step % keep_every == 0}
     if keep_hours:
-        first_of: dict[int, Name] = {}
+        first_of: dict[int, CheckpointName] = {}
         for each in saved:
             first_of.setdefault(int(each.made / 3.6e12 // keep_hours), each.name)
         stays |= set(first_of.values())
@@ -192,7 +194,7 @@ def prune(directory: Path, made: Path, *, keep: int, **others: Any) -> None:
     saved = [each for each in by_age(directory) if not (directory / str(each.name)).is_symlink()]
     saved.sort(key=lambda each: str(each.name) == made.name)
 
-    def finite(name: Name) -> bool:
+    def finite(name: CheckpointName) -> bool:
         return is_finite(directory / str(name))
 
     for name in to_delete(saved, finite, keep=keep, **others):

@@ -152,16 +152,18 @@ def opened(path: Path) -> Iterator[OpenFile]:
 
 def verify(path: Path, manifest: Manifest, files: Iterable[str]) -> None:
     """Check every byte of these files of the checkpoint `path`; CheckpointError says what is damaged."""
-    of_files, work = manifest.shards_by_file(), list[tuple[Path, list[_Piece]]]()
+    of_files, work = manifest.shards_by_file(), list[tuple[Path, list[_ChecksumRange]]]()
     for name in files:
         file = manifest.files[name]
         with opened(path / name) as opened_file:
             size = os.fstat(opened_file.descriptor).st_size
         if size != file.bytes:
             raise CheckpointError(f"{path / name} has {size} bytes, {file.bytes} were written")
-        pieces = [_Piece("its header", 0, file.header_bytes, file.header_crc32)]
-        pieces += [_Piece(tensor, shard.start, size, shard.crc32) for tensor, shard, size in of_files[name]]
-        share, left = list[_Piece](), _SHARE
+        pieces = [_ChecksumRange("its header", 0, file.header_bytes, file.header_crc32)]
+        pieces += [
+            _ChecksumRange(tensor, shard.start, size, shard.crc32) for tensor, shard, size in of_files[name]
+        ]
+        share, left = list[_ChecksumRange](), _SHARE
         for piece in pieces:
             share.append(piece)
             left -= piece.bytes
@@ -174,7 +176,7 @@ def verify(path: Path, manifest: Manifest, files: Iterable[str]) -> None:
             result.result()
 
 
-class _Piece(NamedTuple):
+class _ChecksumRange(NamedTuple):
     """A range of a file: what lies there, and its checksum."""
 
     what: str
@@ -183,7 +185,7 @@ class _Piece(NamedTuple):
     crc32: int
 
 
-def _verify_pieces(path: Path, pieces: Sequence[_Piece]) -> None:
+def _verify_pieces(path: Path, pieces: Sequence[_ChecksumRange]) -> None:
     block = memoryview(bytearray(_BLOCK))
     with opened(path) as file:
         for piece in pieces:

@@ -28,7 +28,7 @@ import numpy as np
 from fastmp.config.files import write_synced
 from fastmp.training.data import hygiene
 from fastmp.training.data.ngrams import Hashes
-from fastmp.training.data.progress import Progress
+from fastmp.training.data.progress import ProgressLine
 from fastmp.training.data.sampling import epoch_key, permute
 from fastmp.training.data.tokenfile import (
     FORMAT,
@@ -81,7 +81,7 @@ def build(
     dedup_jaccard: float | None = None,
     exclude: Sequence[str] = (),
     overwrite: bool = False,
-    progress: Progress | None = None,
+    progress: ProgressLine | None = None,
 ) -> Path:
     """Tokenize `inputs` into the directory `out` and return it.
 
@@ -155,7 +155,7 @@ def _left(
     documents: Sequence[Document],
     exclude: Sequence[Document],
     dedup_jaccard: float | None,
-    progress: Progress | None,
+    progress: ProgressLine | None,
 ) -> tuple[list[Document], int, int]:
     """The documents that are not left out for their text, and how many are excluded and near-duplicates."""
     if not exclude and dedup_jaccard is None:
@@ -263,7 +263,7 @@ def _write(
     held_out: Sequence[Document],
     tokenizer: Tokenizer,
     source: dict[str, Any],
-    progress: Progress | None,
+    progress: ProgressLine | None,
 ) -> Index:
     """Write all files, from a state that is there; short documents are counted in `source`."""
     state = _read_state(stage) or {"splits": {}, "num_short": 0, "name": "", "done": 0, "writer": None}

@@ -28,7 +28,7 @@ from fastmp.training.data.corpus import DatasetExists, build
 from fastmp.training.data.megatron import MegatronSplit
 from fastmp.training.data.megatron import open_splits as open_megatron
 from fastmp.training.data.sampling import first_sample, sample_starts
-from fastmp.training.data.tokenfile import FORMAT, Split, open_split, open_tokenizer, read_index
+from fastmp.training.data.tokenfile import FORMAT, TokenSplit, open_split, open_tokenizer, read_index
 from fastmp.training.data.tokenize import Tokenizer, load_tokenizer
 
 IGNORE_INDEX = -100  # target of padding, which the loss leaves out
@@ -85,7 +85,7 @@ class TokenDataset:
                 if isinstance(split, MegatronSplit):
                     split.check_ends()
             if static_shapes:
-                self.max_documents = micro_batch_size * self.train.most_documents(seq_len)
+                self.max_documents = micro_batch_size * self.train.max_documents(seq_len)
 
     @classmethod
     def from_config(
@@ -146,7 +146,7 @@ class TokenDataset:
         return [(str(self.validation.path), 1.0, self)]
 
     @property
-    def validation(self) -> Split | MegatronSplit:
+    def validation(self) -> TokenSplit | MegatronSplit:
         """The held-out split; ValueError if the dataset has none."""
         if self._validation is None:
             raise ValueError(f"{self.train.path.parent}: no text was held out (validation_fraction 0)")
@@ -212,8 +212,8 @@ class Corpus(NamedTuple):
     """A source of samples: its tokenizer, and what is trained on and held out."""
 
     tokenizer: Tokenizer
-    train: Split | MegatronSplit
-    validation: Split | MegatronSplit | None
+    train: TokenSplit | MegatronSplit
+    validation: TokenSplit | MegatronSplit | None
 
 
 def open_corpora(
@@ -287,7 +287,7 @@ def _position_ids(begins: npt.NDArray[np.bool_]) -> npt.NDArray[np.int64]:
 
 
 def _windows(
-    split: Split | MegatronSplit, starts: npt.NDArray[np.int64], seq_len: int
+    split: TokenSplit | MegatronSplit, starts: npt.NDArray[np.int64], seq_len: int
 ) -> npt.NDArray[np.int64]:
     """(len(starts), seq_len + 1) tokens of the ring from each start; ValueError where the file is damaged."""
     total = split.info.num_tokens

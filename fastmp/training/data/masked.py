@@ -38,7 +38,7 @@ from fastmp.training.data.masking import (
 )
 from fastmp.training.data.megatron import MegatronSplit
 from fastmp.training.data.sampling import epoch_key, first_sample, mix, permute
-from fastmp.training.data.tokenfile import Split
+from fastmp.training.data.tokenfile import TokenSplit
 from fastmp.training.data.tokenize import Tokenizer
 from fastmp.training.data.words import LOOKBACK, WordTable
 
@@ -107,15 +107,15 @@ class MaskedDataset:
         self.tokenizer, self.train, self._validation = corpus
         self.special = SpecialTokens.of(self.tokenizer)
         self.vocab_size = 1 + max(self.tokenizer.vocab_size - 1, *vars(self.special).values())
-        self.max_masked = self.masking.most_masked(seq_len)
+        self.max_masked = self.masking.max_masked(seq_len)
         pieces = self.tokenizer.pieces()
         self._words = WordTable(pieces)
         self._ordinary = np.array([i for i, piece in enumerate(pieces) if piece.text], np.int64)
         self._grid = Grid(seq_len - RESERVED)
-        self._windows = Windows(self.train, self._grid)
+        self._windows = WindowIndex(self.train, self._grid)
         if not self._windows.count:
             raise ValueError(f"{self.train.path}: no document has two tokens, of which a sample is made")
-        self._held_out = None if self._validation is None else Windows(self._validation, self._grid)
+        self._held_out = None if self._validation is None else WindowIndex(self._validation, self._grid)
 
     @classmethod
     def from_config(cls, config: DataConfig, *, cache_dir: str | Path) -> MaskedDataset:
@@ -146,12 +146,12 @@ class MaskedDataset:
         return [(str(self.validation.path), 1.0, self)]
 
     @property
-    def validation(self) -> Split | MegatronSplit:
+    def validation(self) -> TokenSplit | MegatronSplit:
         """The held-out split; ValueError if the dataset has none."""
         return self._held_out_windows.split
 
     @property
-    def _held_out_windows(self) -> Windows:
+    def _held_out_windows(self) -> WindowIndex:
         if self._held_out is None:
             raise ValueError(f"{self.train.path.parent}: no text was held out (validation_fraction 0)")
         return self._held_out
@@ -192,7 +192,7 @@ class MaskedDataset:
             keys = np.full(len(samples), mix(epoch_key(self.seed, 0)), np.uint64)
             yield _tensors(self._filled(self._samples(windows, samples, keys)))
 
-    def _samples(self, windows: Windows, samples: Ints, keys: Keys) -> dict[str, npt.NDArray[Any]]:
+    def _samples(self, windows: WindowIndex, samples: Ints, keys: Keys) -> dict[str, npt.NDArray[Any]]:
         """The `samples` (n,) of a split; keys: of their epochs."""
         draws = Draws(mix(mix(keys) + samples.astype(np.uint64)))
         text, words, segments = self._segments(windows, samples, keys, draws)
@@ -221,7 +221,7 @@ class MaskedDataset:
         }
 
     def _segments(
-        self, windows: Windows, samples: Ints, keys: Keys, draws: Draws
+        self, windows: WindowIndex, samples: Ints, keys: Keys, draws: Draws
     ) -> tuple[Ints, Bools, Segments]:
         """The text around each sample's window (n, K), which tokens of it begin words, and its halves."""
         grid = self._grid
@@ -263,13 +263,13 @@ class MaskedDataset:
         return {name: np.concatenate([batch[name], rows[name]]) for name in rows}
 
 
-class Windows:
+class WindowIndex:
     """All windows of the documents of a split, in their order; `count` is how many.
 
     A table says how many are before every BLOCK documents; what is in a block is counted when it is needed.
     """
 
-    def __init__(self, split: Split | MegatronSplit, grid: Grid) -> None:
+    def __init__(self, split: TokenSplit | MegatronSplit, grid: Grid) -> None:
         """Count them; ValueError where the file that says where documents lie is damaged."""
         self.split, self._grid = split, grid
         self._num_documents = split.info.num_documents

@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fastmp.config.data_files import megatron_file
-from fastmp.training.data.tokenfile import most_documents
+from fastmp.training.data.tokenfile import max_documents
 from fastmp.training.data.tokenize import Tokenizer
 
 MAGIC = b"MMIDIDX\0\0"
@@ -95,7 +95,7 @@ class MegatronFiles:
 @dataclass(frozen=True)
 class MegatronSplit:
     """Documents of a corpus that lie one after another: `tokens` (num_tokens,), which are those of `files`
-    from `first` on. Of the same form as `fastmp.training.data.tokenfile.Split`.
+    from `first` on. Of the same form as `fastmp.training.data.tokenfile.TokenSplit`.
     """
 
     files: MegatronFiles
@@ -158,13 +158,13 @@ class MegatronSplit:
         number = bisect.bisect_right(range(self.info.num_documents), self.first, key=end_of)
         return int(self.files.tokens[end_of(number) - 1]) == self.tokenizer.end_of_text
 
-    def most_documents(self, length: int) -> int:
+    def max_documents(self, length: int) -> int:
         """The most documents that `length` tokens in a row, also around the end, have a part of."""
 
         def starts(first: int, last: int) -> npt.NDArray[np.int64]:
             return self.files.starts(self.first_document + first, self.first_document + last) - self.first
 
-        return most_documents(starts, self.info.num_documents, self.info.num_tokens, length)
+        return max_documents(starts, self.info.num_documents, self.info.num_tokens, length)
 
     def check_ends(self) -> None:
         """Look at documents all over the split; ValueError where one does not end with end-of-text.

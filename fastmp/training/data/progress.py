@@ -6,13 +6,13 @@ import sys
 import time
 from typing import TextIO
 
-__all__ = ["Progress"]
+__all__ = ["ProgressLine"]
 
 INTERVAL = 1.0  # seconds between two states of the line
 SLOW_INTERVAL = 30.0  # where each is a line of its own, as in the log of a batch job
 
 
-class Progress:
+class ProgressLine:
     """Documents and bytes that are done, their rate, and when all will be, on a line of `stream`."""
 
     def __init__(self, stream: TextIO | None = None) -> None:

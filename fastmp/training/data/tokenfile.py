@@ -79,7 +79,7 @@ class Index:
 
 
 @dataclass(frozen=True)
-class Split:
+class TokenSplit:
     """One split, memory-mapped: `tokens` (num_tokens,), `documents` (num_documents + 1,) offsets into it.
 
     checksums: CRC-32 of each block of the file of tokens. checked: which blocks have been compared with it.
@@ -110,9 +110,9 @@ class Split:
         """Which of `tokens` (B, S), read from `starts` on around the ring, begin a document."""
         return tokens == self.end_of_text
 
-    def most_documents(self, length: int) -> int:
+    def max_documents(self, length: int) -> int:
         """The most documents that `length` tokens in a row, also around the end, have a part of."""
-        return most_documents(
+        return max_documents(
             lambda first, last: self.documents[first:last],
             self.info.num_documents,
             self.info.num_tokens,
@@ -150,7 +150,7 @@ class Split:
         self.checked[block] = True
 
 
-def most_documents(
+def max_documents(
     starts: Callable[[int, int], npt.NDArray[np.int64]], count: int, num_tokens: int, length: int
 ) -> int:
     """The most of `count` documents that `length` tokens in a row of a ring of `num_tokens` have a part of.
@@ -213,7 +213,7 @@ def read_index(directory: Path) -> Index:
         raise damaged(path, str(error)) from None
 
 
-def open_split(directory: Path, index: Index, name: str) -> Split:
+def open_split(directory: Path, index: Index, name: str) -> TokenSplit:
     """Map one split; ValueError names the file that is missing, cut short or inconsistent with the index."""
     info, dtype = index.splits[name], DTYPES[index.dtype]
     path = directory / f"{name}.bin"
@@ -224,7 +224,9 @@ def open_split(directory: Path, index: Index, name: str) -> Split:
     num_blocks = -(-tokens.nbytes // BLOCK_BYTES)
     checksums = _map(path.with_suffix(".checksums"), np.dtype("<u4"), num_blocks)
     _compare(path.with_suffix(".checksums"), checksums, info.checksums_crc32)
-    return Split(path, info, tokens, documents, index.end_of_text, checksums, np.zeros(num_blocks, np.bool_))
+    return TokenSplit(
+        path, info, tokens, documents, index.end_of_text, checksums, np.zeros(num_blocks, np.bool_)
+    )
 
 
 def open_tokenizer(directory: Path, index: Index) -> Tokenizer:
@@ -246,7 +248,7 @@ def open_tokenizer(directory: Path, index: Index) -> Tokenizer:
     return tokenizer
 
 
-def verify(split: Split) -> None:
+def verify(split: TokenSplit) -> None:
     """Read a whole split and compare checksums; ValueError names what is damaged (one bit is enough)."""
     _compare(split.path.with_suffix(".documents"), split.documents, split.info.documents_crc32)
     for block in range(len(split.checksums)):

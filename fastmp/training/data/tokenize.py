@@ -47,7 +47,7 @@ _BYTE = re.compile("<0x[0-9A-F]{2}>")  # one that stands for a byte, of characte
 TokenIds = npt.NDArray[np.int64]
 
 
-class Piece(NamedTuple):
+class TokenPiece(NamedTuple):
     """What a token stands for: UTF-8 (none: a special token), with a space in front where a word begins.
 
     Bytes may be part of a character. goes_on: the token is marked as inside of a word, as ## in WordPiece.
@@ -71,7 +71,7 @@ class Tokenizer(Protocol):
     def decode_bytes(self, ids: Iterable[int]) -> bytes: ...
     def decode(self, ids: Iterable[int]) -> str: ...
     def to_json(self) -> str | None: ...
-    def pieces(self) -> list[Piece]: ...
+    def pieces(self) -> list[TokenPiece]: ...
     def special_id(self, *names: str) -> int | None: ...
 
 
@@ -116,9 +116,9 @@ class ByteTokenizer:
     def to_json(self) -> None:
         return None
 
-    def pieces(self) -> list[Piece]:
+    def pieces(self) -> list[TokenPiece]:
         """What each id stands for, in their order."""
-        return [*(Piece(bytes([value])) for value in range(256)), Piece(b"")]
+        return [*(TokenPiece(bytes([value])) for value in range(256)), TokenPiece(b"")]
 
     def special_id(self, *names: str) -> None:
         """The id of a special token besides end-of-text: there is none."""
@@ -155,7 +155,7 @@ class FileTokenizer:
             hidden = _without_markers(self._description, self.name)
         self._of_text = self._tokenizer if hidden is None else _parse(hidden, source)[0]
         self.vocab_size = max(ids.values(), default=-1) + 1
-        if self.vocab_size > _most_ids(len(ids)):
+        if self.vocab_size > _max_ids(len(ids)):
             raise ValueError(f"{source}: {len(ids)} tokens have ids up to {self.vocab_size - 1}")
         outside = [i for i in self.encode_prompt("") if i >= self.vocab_size]
         if outside:
@@ -205,18 +205,18 @@ class FileTokenizer:
     def to_json(self) -> str:
         return self._description
 
-    def pieces(self) -> list[Piece]:
+    def pieces(self) -> list[TokenPiece]:
         """What each id stands for, in their order; ids that no token has stand for nothing."""
-        made = [Piece(b"")] * self.vocab_size
+        made = [TokenPiece(b"")] * self.vocab_size
         if self._bytes is not None:
             for i, text in self._bytes.items():
-                made[i] = Piece(text)
+                made[i] = TokenPiece(text)
             return made
         added = self._tokenizer.get_added_tokens_decoder()
         model = self._tokenizer.model
         for token, i in self._tokenizer.get_vocab(with_added_tokens=True).items():
             if i in added:
-                made[i] = Piece(b"" if added[i].special else token.encode())
+                made[i] = TokenPiece(b"" if added[i].special else token.encode())
             else:
                 made[i] = _piece(token, self.name, model)
         return made
@@ -341,20 +341,20 @@ def unigram_entropy(counts: npt.NDArray[np.int64]) -> float:
     return max(0.0, float(-(share * np.log(share)).sum()))
 
 
-def _piece(token: str, kind: str, model: Any) -> Piece:
+def _piece(token: str, kind: str, model: Any) -> TokenPiece:
     """What a token of a vocabulary that is not byte-level stands for, by the marks that its `kind` has."""
     if kind == "wordlevel":
-        return Piece(b" " + token.encode())
+        return TokenPiece(b" " + token.encode())
     prefix = getattr(model, "continuing_subword_prefix", None)
     if prefix:
         inside = token.startswith(prefix)
-        return Piece(token[len(prefix) :].encode() if inside else b" " + token.encode(), inside)
+        return TokenPiece(token[len(prefix) :].encode() if inside else b" " + token.encode(), inside)
     if _BYTE.fullmatch(token):
-        return Piece(bytes([int(token[3:5], 16)]))
+        return TokenPiece(bytes([int(token[3:5], 16)]))
     suffix = getattr(model, "end_of_word_suffix", None)
     if suffix and token.endswith(suffix):
         token = token.removesuffix(suffix) + " "
-    return Piece(token.replace("\u2581", " ").encode())
+    return TokenPiece(token.replace("\u2581", " ").encode())
 
 
 def _library() -> Any:
@@ -401,7 +401,7 @@ def _impossible(content: dict[str, Any]) -> str:
     """
     model, added = content["model"], content.get("added_tokens") or []
     vocab = model["vocab"]
-    most = _most_ids(len(vocab) + len(added))
+    most = _max_ids(len(vocab) + len(added))
     ids = [*(vocab.items() if isinstance(vocab, dict) else ()), *((a["content"], a["id"]) for a in added)]
     for token, i in ids:
         if type(i) is not int or not 0 <= i < most:
@@ -414,7 +414,7 @@ def _impossible(content: dict[str, Any]) -> str:
     return ""
 
 
-def _most_ids(tokens: int) -> int:
+def _max_ids(tokens: int) -> int:
     """The highest number of ids that so many tokens may have: vocabularies have gaps, but not only these."""
     return 2 * tokens + 1024
 

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from fastmp.training.data.tokenize import Piece
+from fastmp.training.data.tokenize import TokenPiece
 
 LOOKBACK = 3  # tokens before one that say whether a sentence begins with it: . ) ' and the blank
 
@@ -48,7 +48,7 @@ _GOES_ON = _goes_on()
 class WordTable:
     """The properties of every token of a vocabulary, by its pieces."""
 
-    def __init__(self, pieces: Sequence[Piece]) -> None:
+    def __init__(self, pieces: Sequence[TokenPiece]) -> None:
         self._properties = np.array([_properties(piece) for piece in pieces], np.uint16)
 
     def starts(self, ids: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
@@ -75,7 +75,7 @@ class WordTable:
         return words, sentences & words
 
 
-def _properties(piece: Piece) -> int:
+def _properties(piece: TokenPiece) -> int:
     if not piece.text:
         return NOTHING
     text = piece.text.decode(errors="replace")

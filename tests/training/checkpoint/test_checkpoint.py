@@ -31,7 +31,7 @@ from fastmp.training.checkpoint import directory as directory_module
 from fastmp.training.checkpoint import files
 from fastmp.training.checkpoint import load as load_module
 from fastmp.training.checkpoint.checkpointer import Checkpointer, Note, described
-from fastmp.training.checkpoint.directory import Name, Saved, to_delete
+from fastmp.training.checkpoint.directory import CheckpointEntry, CheckpointName, to_delete
 from fastmp.training.checkpoint.format import CheckpointError, read_manifest
 from fastmp.training.checkpoint.storage import CheckpointReader, ShardedTensorRef
 
@@ -107,7 +107,7 @@ def test_as_many_stay_as_asked_for(tmp_path, keep):
 
 
 def test_what_is_kept_by_steps_by_hours_and_for_being_finite():
-    saved = [Saved(step * 360_000_000_000, Name(step)) for step in range(1, 10)]
+    saved = [CheckpointEntry(step * 360_000_000_000, CheckpointName(step)) for step in range(1, 10)]
     asked = []
 
     def finite(name):

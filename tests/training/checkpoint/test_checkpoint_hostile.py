@@ -17,7 +17,7 @@ from fastmp.training.checkpoint import directory as directory_module
 from fastmp.training.checkpoint import format as format_module
 from fastmp.training.checkpoint.checkpointer import Checkpointer
 from fastmp.training.checkpoint.chunks import TensorChunk
-from fastmp.training.checkpoint.directory import Name, by_age, candidates, prune
+from fastmp.training.checkpoint.directory import CheckpointName, by_age, candidates, prune
 from fastmp.training.checkpoint.format import CheckpointError, check_tiled, read_manifest
 from fastmp.training.checkpoint.storage import ShardedTensorRef
 
@@ -177,10 +177,15 @@ def test_checkpoints_made_at_one_time_are_in_the_order_of_steps_and_numbers(tmp_
     for path in paths:
         made_at(path, 1_000_000_001)
     made_at(tmp_path / "step-00000002", 1_000_000_002)
-    order = [Name(1), Name(3), Name(3, 1), Name(2)]
+    order = [CheckpointName(1), CheckpointName(3), CheckpointName(3, 1), CheckpointName(2)]
     assert [saved.name for saved in by_age(tmp_path)] == order
     (tmp_path / "latest").write_text("step-00000003\n")
-    assert candidates(tmp_path) == [Name(3), Name(2), Name(3, 1), Name(1)]
+    assert candidates(tmp_path) == [
+        CheckpointName(3),
+        CheckpointName(2),
+        CheckpointName(3, 1),
+        CheckpointName(1),
+    ]
 
 
 @pytest.mark.parametrize(

@@ -122,7 +122,7 @@ def test_there_is_room_for_the_documents_of_any_batch(sources, tmp_path):
     blend = tuple(f"{weight} {path}" for weight, path in zip((1, 2), sources))
     config = DataConfig(blend=blend, seq_len=16, micro_batch_size=3, document_masking=True)
     data = open_dataset(config, cache_dir=tmp_path, static_shapes=True)
-    assert data.max_documents == 3 * max(source.train.most_documents(16) for source in data.sources)
+    assert data.max_documents == 3 * max(source.train.max_documents(16) for source in data.sources)
     for step in range(10):
         assert data.batch(step, 0, 1, 0, 1)["documents"].borders_n.shape == (data.max_documents + 1,)
 

@@ -287,7 +287,7 @@ def test_there_is_room_for_the_documents_of_any_batch(short_documents, seq_len):
     ends = np.tile(data.train.tokens, 2)[1:] == data.tokenizer.end_of_text
     sums = np.concatenate([[0], np.cumsum(ends)])
     most = 1 + max(sums[s + seq_len - 1] - sums[s] for s in range(data.train.info.num_tokens))
-    assert data.train.most_documents(seq_len) == most and data.max_documents == 3 * most
+    assert data.train.max_documents(seq_len) == most and data.max_documents == 3 * most
     for step in range(5):
         documents = data.batch(step, 0, 1, 0, 1)["documents"]
         assert documents.borders_n.shape == (3 * most + 1,)

@@ -14,7 +14,7 @@ from fastmp.apps.data import main
 from fastmp.training.data import hygiene
 from fastmp.training.data.corpus import build
 from fastmp.training.data.ngrams import ngram_hashes
-from fastmp.training.data.progress import Progress
+from fastmp.training.data.progress import ProgressLine
 from fastmp.training.data.tokenfile import open_split, open_tokenizer, read_index
 
 RNG = np.random.default_rng(3)
@@ -163,7 +163,7 @@ def test_progress_is_one_line_with_a_rate_and_the_time_left(monkeypatch):
     now = [0.0]
     monkeypatch.setattr("time.monotonic", lambda: now[0])
     for stream, lines in ((Terminal(), 1), (io.StringIO(), 4)):
-        progress = Progress(stream)
+        progress = ProgressLine(stream)
         progress.begin("tokenizing", 1_000_000_000)
         for _ in range(120):
             now[0] += 1.0

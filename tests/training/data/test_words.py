@@ -7,7 +7,7 @@ import tokenizer_tools
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fastmp.training.data.tokenize import ByteTokenizer, Piece, load_tokenizer, train_bpe
+from fastmp.training.data.tokenize import ByteTokenizer, TokenPiece, load_tokenizer, train_bpe
 from fastmp.training.data.words import LOOKBACK, WordTable
 
 TEXT = (
@@ -67,8 +67,8 @@ def test_pieces_of_special_added_and_absent_tokens(tmp_path):
     tokenizer = load_tokenizer(tokenizer_tools.qwen_3(tmp_path / "qwen"))
     pieces = tokenizer.pieces()
     assert len(pieces) == tokenizer.vocab_size
-    assert pieces[tokenizer.end_of_text] == Piece(b"") == pieces[tokenizer.special_id("<|im_end|>")]
-    assert Piece(b"<tool_7>") in pieces and tokenizer.special_id("<tool_7>") is None
+    assert pieces[tokenizer.end_of_text] == TokenPiece(b"") == pieces[tokenizer.special_id("<|im_end|>")]
+    assert TokenPiece(b"<tool_7>") in pieces and tokenizer.special_id("<tool_7>") is None
     assert tokenizer.special_id("[CLS]", "<|im_start|>") == tokenizer.encode_prompt("<|im_start|>")[0]
     assert ByteTokenizer().special_id("[CLS]") is None
     mixtral = load_tokenizer(tokenizer_tools.mixtral(tmp_path / "mixtral"))
