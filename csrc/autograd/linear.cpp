@@ -1,5 +1,5 @@
-// The linear layer whose weight's gradient is added to `main_grad`, as a node of autograd: no Python runs in
-// either direction. fastmp/ops/wgrad.py says what it does, and does the same where this library is not there.
+// linear with the weight gradient accumulated into `main_grad`, as an autograd node: no Python runs in either direction.
+// fastmp/ops/wgrad.py documents it, and implements it in Python for installs without this library.
 #include "autograd/node.h"
 
 #include <ATen/OpMathType.h>
@@ -44,12 +44,13 @@ struct LinearBackward : torch::autograd::Node {
 
   variable_list apply(variable_list&& grads) override {
     std::lock_guard<std::mutex> lock(mutex_);
-    variable_list result(3);  // none for the weight
+    variable_list result(3);  // of x, weight and bias; none for the weight
     if (!grads[0].defined()) return result;
-    // nothing would lead from what is added to main_grad to a second derivative
+    // 1. Nothing leads back from what is added to main_grad: there is no second derivative.
     TORCH_CHECK(!at::GradMode::is_enabled(),
                 "linear: its backward is not differentiable (create_graph=True is not supported)");
     RECORD_FUNCTION("fastmp.linear_backward", c10::ArrayRef<const c10::IValue>{});
+    // 2. dgrad, the bias gradient, and wgrad added to main_grad.
     const at::Tensor input = x.unpack(), grad = in_rows(grads[0]);
     if (task_should_compute_output(0)) result[0] = at::mm(grad, weight.unpack()).view_symint(input.sym_sizes());
     if (task_should_compute_output(2)) result[2] = grad.sum(0);
@@ -64,12 +65,13 @@ struct LinearBackward : torch::autograd::Node {
   }
 
  private:
-  const at::Tensor main_grad;  // changes with every microbatch: not a variable that autograd would check
+  const at::Tensor main_grad;  // not a SavedVariable: every microbatch changes it, which autograd would report
   SavedVariable x, weight;
 };
 
-// In its steps, as autograd would have it run: who records ops sees the same ones. Where rows have gaps, torch makes one
-// product of them if the weight has a gradient, which it does not see down here; a batch of products has other bits.
+// Computes x W^T + b with the ops that autograd would dispatch, so that op recorders see the same ones. For x with gaps
+// between rows torch folds the batch into one GEMM if the weight requires grad, which it cannot see below autograd; a
+// batched GEMM would have other bits.
 at::Tensor product(const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& bias) {
   if (x.dim() < 3 || x.is_contiguous()) return at::compositeimplicitautograd::linear(x, weight, bias);
   const at::Tensor rows = at::mm(in_rows(x), weight.t());
@@ -86,10 +88,10 @@ at::Tensor linear(const at::Tensor& x, const at::Tensor& weight, const std::opti
   TORCH_CHECK_VALUE(main_grad.sym_sizes() == weight.sym_sizes() && main_grad.device() == weight.device() &&
                         (sums == dtype || sums == at::toOpMathType(dtype)),
                     "linear: main_grad differs from weight in shape, device or dtype");
-  fastmp::refuse_forward_mode(x);
-  fastmp::refuse_forward_mode(weight);
-  if (bias) fastmp::refuse_forward_mode(*bias);
-  // A recomputation ends with the last tensor that is saved: as that is before the product, it leaves that out.
+  fastmp::check_no_forward_mode(x);
+  fastmp::check_no_forward_mode(weight);
+  if (bias) fastmp::check_no_forward_mode(*bias);
+  // Activation recomputation stops at the last saved tensor; saving before the GEMM lets it skip the GEMM.
   const fastmp::Handle node = fastmp::make_node<LinearBackward>(x, weight, bias, main_grad);
   at::Tensor output;
   {

@@ -1,4 +1,4 @@
-// What the nodes of autograd here share: how they are made, and what they refuse.
+// Shared by the autograd nodes: construction, gradients in fixed buffers, and the check for forward mode.
 #pragma once
 
 #include <torch/csrc/autograd/function.h>
@@ -21,15 +21,16 @@ Handle make_node(Arguments&&... arguments) {
 #endif
 }
 
-// A node that reads gradients at a place of its own, in memory that it has had all along.
+// A node that reads its gradients from fixed buffers, as the backward of a CUDA graph does.
 struct Reader {
   virtual ~Reader() = default;
-  // Where gradient `input` of this node is to be written, asked just before that is done, once in a backward.
-  // Undefined where it may lie anywhere.
+  // Returns the buffer for gradient `input` of this node, undefined if it takes any tensor. Called once in a backward,
+  // just before the buffer is written.
   virtual at::Tensor place_of(uint32_t input) = 0;
 };
 
-inline void refuse_forward_mode(const at::Tensor& tensor) {
+// Raises for a tensor with a tangent: the ops have no forward-mode derivative.
+inline void check_no_forward_mode(const at::Tensor& tensor) {
   TORCH_CHECK_NOT_IMPLEMENTED(!tensor._fw_grad(/*level=*/0).defined(), "fastmp ops have no forward-mode derivatives");
 }
 

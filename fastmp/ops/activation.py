@@ -184,7 +184,7 @@ _bias_gelu = register(
     reference=reference,
     triton=launch,
     flops=lambda x, bias, approximate: math.prod(x.shape) * _FLOPS_PER_ELEMENT[approximate][0],
-    derivative="bias_gelu_backward(grad, x, bias, approximate) -> x, bias",
+    autograd_formula="bias_gelu_backward(grad, x, bias, approximate) -> x, bias",
 )
 
 

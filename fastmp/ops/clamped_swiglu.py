@@ -153,7 +153,7 @@ _clamped_swiglu = register(
     reference=reference,
     triton=launch,
     flops=lambda x, alpha, limit: math.prod(x.shape) // 2 * 12,
-    derivative="clamped_swiglu_backward(grad, x, alpha, limit) -> x",
+    autograd_formula="clamped_swiglu_backward(grad, x, alpha, limit) -> x",
 )
 
 

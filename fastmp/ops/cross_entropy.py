@@ -214,7 +214,8 @@ _loss_and_grad = register(
     flops=lambda logits, target, loss_grad, token_weight, vocab_size, ignore_index, smoothing, z_loss: (
         logits.shape[0] * min(vocab_size, logits.shape[1]) * (10 if smoothing else 9)
     ),
-    derivative="cross_entropy_promise_(logits, grad, loss_grad, target, ignore_index) -> ; logits -> logits",
+    autograd_formula="cross_entropy_promise_(logits, grad, loss_grad, target, ignore_index) -> ; "
+    "logits -> logits",
     prefers_cuda=lambda logits, *others: loss_grad_prefers_cuda(
         logits.shape[1], logits.element_size(), shared_memory(logits.device.index)
     ),
@@ -230,7 +231,7 @@ _cross_entropy = register(
     fake=_fake,
     flops=_flops,
     traffic=_traffic,
-    derivative={
+    autograd_formula={
         "grad_in_place": "cross_entropy_grad_(logits, target, lse, grad_loss, token_weight, vocab_start,"
         " vocab_size, ignore_index, label_smoothing, z_loss, divisor) -> ; logits -> logits",
         "": "cross_entropy_grad(logits, target, lse, grad_loss, token_weight, vocab_start, vocab_size,"

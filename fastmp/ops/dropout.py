@@ -239,7 +239,7 @@ _bias_dropout_add = register(
     reference=reference,
     triton=launch,
     flops=_flops,
-    derivative={
+    autograd_formula={
         "seed": "bias_dropout_add_backward(grad, p, seed, dtype(x), has(bias)) -> x, bias; grad -> residual",
         "": "grad -> residual x bias",  # two additions
     },
@@ -250,7 +250,7 @@ _bias_dropout_add_into = register(
     reference=reference_into,
     triton=launch_into,
     flops=lambda *arguments: _flops(*arguments[:-1]),
-    derivative={
+    autograd_formula={
         "seed": "bias_dropout_add_backward(grad_out, p, seed, dtype(x), has(bias)) -> x, bias; "
         "grad_out -> residual",
         "": "grad_out -> residual x bias",

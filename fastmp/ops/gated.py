@@ -258,7 +258,7 @@ _gated_activation = register(
     reference=reference,
     triton=launch,
     flops=lambda x, bias, form, up=None: math.prod(_shape(x, up)) * _FLOPS_PER_ELEMENT[form][0],
-    derivative="gated_activation_backward(grad, x, bias, activation, up) -> x, up, bias",
+    autograd_formula="gated_activation_backward(grad, x, bias, activation, up) -> x, up, bias",
 )
 
 

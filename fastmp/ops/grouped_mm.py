@@ -29,7 +29,7 @@ from fastmp.ops.core.registry import (
     autocast,
     can_read_values,
     compute_dtype,
-    refuse_create_graph,
+    raise_if_create_graph,
     register,
     without_autocast,
 )
@@ -276,7 +276,7 @@ def _setup(ctx, inputs, output):
 
 @traced("fastmp.grouped_mm_backward")
 def _backward(ctx, grad):
-    refuse_create_graph("grouped_mm")
+    raise_if_create_graph("grouped_mm")
     x, w, offsets = ctx.saved_tensors
     dx = dw = dbias = None
     if ctx.needs_input_grad[0]:
@@ -304,7 +304,7 @@ def _setup_mlp_in(ctx, inputs, output):
 def _backward_mlp_in(ctx, grad, _):
     if grad is None:
         return (None,) * 8
-    refuse_create_graph("grouped_mlp_in")
+    raise_if_create_graph("grouped_mlp_in")
     x, w, offsets, h = ctx.saved_tensors
     dh = _activation_backward(grad, h, ctx.form, ctx.gated)
     dx = dw = dbias = None

@@ -24,7 +24,7 @@ from fastmp.ops.core.registry import (
     OPS,
     Differentiable,
     compute_dtype,
-    refuse_create_graph,
+    raise_if_create_graph,
     without_autocast,
 )
 from fastmp.ops.cross_entropy import (
@@ -139,7 +139,7 @@ def _setup_unknown(ctx, inputs, output):
 def _backward_unknown(ctx, grad_loss, *_):
     if grad_loss is None:
         return (None,) * 7
-    refuse_create_graph("linear_cross_entropy")
+    raise_if_create_graph("linear_cross_entropy")
     hidden, weight, bias, target, token_weight, lse, kept = ctx.saved_tensors
     job, main_grad = ctx.job, ctx.main_grad
     if is_opaque(job.shards):
@@ -182,7 +182,7 @@ def _setup_known(ctx, inputs, output):
 def _backward_known(ctx, grad_loss, *_):
     if grad_loss is None:
         return (None,) * 8
-    refuse_create_graph("linear_cross_entropy")
+    raise_if_create_graph("linear_cross_entropy")
     if ctx.spent:
         raise RuntimeError(_SPENT)
     target, loss_grad, *grads = ctx.saved_tensors

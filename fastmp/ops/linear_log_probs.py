@@ -23,7 +23,7 @@ from fastmp.ops.core.registry import (
     Differentiable,
     can_read_values,
     compute_dtype,
-    refuse_create_graph,
+    raise_if_create_graph,
     register,
     without_autocast,
 )
@@ -251,7 +251,7 @@ def _backward(ctx, grad_log_prob, grad_entropy, *_):
         grad_entropy = None  # compilers make one of no elements
     if grad_log_prob is None and grad_entropy is None:
         return (None,) * 6
-    refuse_create_graph("linear_log_probs")
+    raise_if_create_graph("linear_log_probs")
     hidden, weight, target, scale, entropy, top, log_total, kept = ctx.saved_tensors
     (options, shards, wanted), main_grad = ctx.job, ctx.main_grad
     if grad_log_prob is None:

@@ -120,7 +120,7 @@ _rms_norm = register(
     reference=lambda x, residual, weight, eps: _reference(False, x, residual, weight, None, eps),
     triton=lambda x, residual, weight, eps: launch(False, x, residual, weight, None, eps),
     flops=lambda x, residual, weight, eps: _flops(x, residual, None, False),
-    derivative={
+    autograd_formula={
         "residual": "rms_norm_backward(grad_y, grad_total?, total, weight, stats) -> x residual, [weight]",
         "": "rms_norm_backward(grad_y, None, x, weight, stats) -> x, [weight]",
     },
@@ -131,7 +131,7 @@ _layer_norm = register(
     reference=lambda *arguments: _reference(True, *arguments),
     triton=lambda *arguments: launch(True, *arguments),
     flops=lambda x, residual, weight, bias, eps: _flops(x, residual, bias, True),
-    derivative={
+    autograd_formula={
         "residual": "layer_norm_backward(grad_y, grad_total?, total, weight, stats, has(bias))"
         " -> x residual, [weight bias]",
         "": "layer_norm_backward(grad_y, None, x, weight, stats, has(bias)) -> x, [weight bias]",

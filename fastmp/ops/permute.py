@@ -140,7 +140,7 @@ _permute = register(
     reference=reference,
     fake=lambda x, row_of, num_rows: x.new_empty(num_rows, x.shape[1]),
     triton=launch,
-    derivative="unpermute(grad, row_of, None) -> x!",
+    autograd_formula="unpermute(grad, row_of, None) -> x!",
 )
 _unpermute = register(
     "unpermute(Tensor y, Tensor row_of, Tensor? probs) -> Tensor",
@@ -148,7 +148,7 @@ _unpermute = register(
     fake=lambda y, row_of, probs: y.new_empty(row_of.shape[0], y.shape[1]),
     triton=launch_unpermute,
     flops=lambda y, row_of, probs: row_of.numel() * y.shape[1] * (1 if probs is None else 2),
-    derivative={
+    autograd_formula={
         "probs": "unpermute_backward(grad, y, row_of, probs) -> y, probs!",
         "": "permute(grad, row_of, size(y, 0)) -> y",
     },
@@ -172,7 +172,7 @@ _unpermute_add = register(
     fake=lambda y, row_of, probs, residual: y.new_empty(residual.shape),
     triton=launch_unpermute_add,
     flops=_flops_unpermute_add,
-    derivative={
+    autograd_formula={
         "probs": "unpermute_backward(grad, y, row_of, probs) -> y, probs!; grad -> residual",
         "": "permute(grad, row_of, size(y, 0)) -> y; grad -> residual",
     },
@@ -183,7 +183,7 @@ _unpermute_add_into = register(
     fake=lambda *arguments: None,
     triton=launch_unpermute_add_into,
     flops=_flops_unpermute_add,
-    derivative={
+    autograd_formula={
         "probs": "unpermute_backward(grad_out, y, row_of, probs) -> y, probs!; grad_out -> residual",
         "": "permute(grad_out, row_of, size(y, 0)) -> y; grad_out -> residual",
     },

@@ -299,7 +299,7 @@ _rope = register(
     reference=reference,
     triton=launch,
     flops=_flops,
-    derivative={
+    autograd_formula={
         "k": "rope(grad_turned_q, grad_turned_k, cos, sin, interleaved, not inverse) -> q, k",
         "": "rope(grad_turned_q, None, cos, sin, interleaved, not inverse) -> q",
     },

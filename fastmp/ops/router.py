@@ -238,8 +238,8 @@ _topk_router = register(
     fake=_fake,
     triton=launch,
     flops=_flops,
-    derivative="topk_router_backward(grad_probs?, grad_score_sums?, grad_z_sum?, logits, indices, score,"
-    " normalize, scale) -> logits",
+    autograd_formula="topk_router_backward(grad_probs?, grad_score_sums?, grad_z_sum?, logits, indices, "
+    "score, normalize, scale) -> logits",
 )
 
 

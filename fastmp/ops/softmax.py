@@ -343,7 +343,7 @@ _scaled_masked_softmax = register(
     triton=launch,
     flops=_flops,
     traffic=_traffic,
-    derivative="scaled_masked_softmax_backward(grad, out, scale, causal) -> x",
+    autograd_formula="scaled_masked_softmax_backward(grad, out, scale, causal) -> x",
 )
 
 

@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastmp.ops.core import checks
-from fastmp.ops.core.registry import Differentiable, autocast, compute_dtype, refuse_create_graph, register
+from fastmp.ops.core.registry import Differentiable, autocast, compute_dtype, raise_if_create_graph, register
 from fastmp.profiling import traced
 
 __all__ = [
@@ -283,7 +283,7 @@ def _setup(ctx, inputs, output):
 
 @traced("fastmp.linear_backward")
 def _backward(ctx, grad):
-    refuse_create_graph("linear")
+    raise_if_create_graph("linear")
     x, weight = (ctx.kept or ctx).saved_tensors
     grad_TO, x_TI = grad.reshape(-1, grad.shape[-1]), x.reshape(-1, x.shape[-1])
     grad_x = (grad_TO @ weight).view(x.shape) if ctx.needs_input_grad[0] else None

@@ -1,31 +1,43 @@
-"""Derivatives of ops as text: the op that computes gradients, what it takes, and whose gradients it gives.
+"""Autograd formulas: the backward of an op as one line of text, as in torch's derivatives.yaml.
 
-    "bias_gelu_backward(grad, x, bias, approximate) -> x, bias"
+A formula names the op that computes the gradients, its arguments, and the inputs that its results belong to:
 
-Arguments are names of the op's inputs and outputs, `grad_<output>` (`grad` and `out` where an op has one
-output without a name), None, True, False, whole numbers, and
+    CALL -> TARGETS; GRADIENT -> INPUTS          CALL is op(ARGUMENT, ...); either half may be left out
 
-    has(x)  whether input x is not None      dtype(x)    its dtype
-    not x   the opposite of a flag           size(x, d)  its size in dimension d
+    ARGUMENT      x                an input of the op
+                  out, y           an output: its name in the schema, "out" if it has none
+                  grad, grad_y     the gradient of that output; zeros if autograd passes none
+                  grad_y?          the same, but None if autograd passes none
+                  None True 3      a constant
+                  has(x), not x    True if input x is not None; the opposite of flag x
+                  dtype(x)         the dtype of input x
+                  size(x, d)       the size of input x in dimension d
+    TARGETS       x, weight        result 0 is the gradient of x, result 1 that of weight
+                  x residual       one result, the gradient of both inputs
+                  [weight bias]    row 0 of the result is the gradient of weight, row 1 that of bias
+                  _                a result that no input needs
+                  x!               written directly to where the next node wants it, by the op `<op>_into`
+    GRADIENT      grad -> x y      the gradient of an output is passed on to x and y unchanged
+                  x -> x           the call has overwritten its argument x with the gradient of x
+    {"x": F, "": G}                F if input x is neither None nor False, else G
 
-A gradient that is not there is zeros, or None where its name ends in "?".
+Three examples:
 
-A result of the call goes to the input at its place behind the arrow, to several with a space between them, or
-to nobody: "_". Rows of a result go to the inputs in brackets: "[weight bias]". Beside the call, after a
-semicolon, or without one, a gradient may be handed on: "grad -> residual". Autograd brings it to the dtype of
-the input, and adds up dimensions in which that was broadcast. So may an argument over which the call has
-written a gradient: "cross_entropy_grad_(logits, ...) -> ; logits -> logits". The derivative may depend on the
-inputs: {"residual": "...", "": "..."} takes the first whose input is neither None nor False.
+    1. "bias_gelu_backward(grad, x, bias, approximate) -> x, bias"
+    2. {"residual": "rms_norm_backward(grad_y, grad_total?, total, weight, stats) -> x residual, [weight]",
+        "": "rms_norm_backward(grad_y, None, x, weight, stats) -> x, [weight]"}
+    3. "bias_dropout_add_backward(grad, p, seed, dtype(x), has(bias)) -> x, bias; grad -> residual"
 
-"x!" behind the arrow: where the node that takes the gradient of x has a place for it, the op with "_into"
-behind its name writes it there. That takes the same arguments and one more, in place of that result.
+Autograd casts each gradient to the dtype of its input and sums over the dimensions in which the input was
+broadcast. Outputs whose gradient no formula names are not differentiable.
 
-An op that writes into an argument has that for a further output: a gradient which comes back through it is an
-error, for the values that it belongs to are gone. Autograd keeps what has been written there. But an op that
-writes its result into its one argument "out", which has no gradient before, has "grad_out".
+In-place ops. An input that the op overwrites becomes one more output of the node. A gradient that arrives
+there raises, because the values it belongs to are gone. An op without returns writes its result to its
+argument "out", whose gradient is "grad_out".
 
-Outputs whose gradient no formula names are not differentiable. csrc/autograd/derivatives.cpp does the same as
-`Derivative.setup` and `Derivative.backward` without Python, and it alone knows of places.
+`<op>_into` takes the arguments of `<op>` and, last, the tensor to write in place of that result.
+
+csrc/autograd/formulas.cpp interprets the same formulas without Python; it alone implements "x!".
 """
 
 from __future__ import annotations
@@ -33,47 +45,71 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from enum import IntEnum
 from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["Derivative", "Formula", "Value", "encode"]
+__all__ = ["AutogradFormula", "FormulaBranch", "Source", "Target", "Value", "ValueKind", "encode"]
 
-KINDS = ("input", "output", "grad", "none", "integer", "boolean", "has", "not", "dtype", "size")
-SOURCES = ("result", "grad", "argument")
+
+class ValueKind(IntEnum):
+    """Kinds of arguments, numbered as `ValueKind` in csrc/autograd/formulas.cpp."""
+
+    INPUT = 0
+    OUTPUT = 1
+    GRAD = 2
+    NONE = 3
+    INTEGER = 4
+    BOOLEAN = 5
+    HAS = 6
+    NOT = 7
+    DTYPE = 8
+    SIZE = 9
+
+
+class Source(IntEnum):
+    """Origins of a gradient, numbered as `Source` in csrc/autograd/formulas.cpp."""
+
+    RESULT = 0  # a result of the call
+    GRAD = 1  # the gradient of an output, passed on
+    ARGUMENT = 2  # an argument that the call has overwritten with a gradient
 
 
 @dataclass(frozen=True)
 class Value:
-    """An argument of the op that computes gradients: one of `KINDS`, with an index and a further number.
+    """An argument of the backward op.
 
-    further: the dimension of a size; 1 for a gradient that may be None.
+    index: of the input or output; the constant itself for INTEGER and BOOLEAN.
+    extra: the dimension of a SIZE; 1 for a GRAD that may be None.
     """
 
-    kind: str
+    kind: ValueKind
     index: int = 0
-    further: int = 0
+    extra: int = 0
 
 
 @dataclass(frozen=True)
 class Target:
-    """Where a gradient goes, to input `input`, and whence: one of `SOURCES`, the one with that index.
+    """The gradient of input `input`: entry `index` of its source, or row `row` of that if `row` is not -1.
 
-    A source is a result of the call, or its row `row` unless that is -1; the gradient of an output; or an
-    argument of the call. placed: whether the call may write it where it is wanted.
+    into: the "_into" form of the op may write the gradient to the next node's buffer.
     """
 
     input: int
-    source: str
+    source: Source
     index: int
     row: int = -1
-    placed: bool = False
+    into: bool = False
 
 
 @dataclass(frozen=True)
-class Formula:
-    """One way to the gradients, for calls whose input `condition` is neither None nor False (-1: for all)."""
+class FormulaBranch:
+    """A backward for calls whose input `condition` is neither None nor False; -1: for all calls.
+
+    op: the backward op; "" where gradients are only passed on.
+    """
 
     condition: int
     op: str
@@ -81,8 +117,8 @@ class Formula:
     targets: tuple[Target, ...]
 
 
-class _Names:
-    """The names that formulas of an op may use."""
+class _Parser:
+    """Parse formulas of one op, whose schema defines the names they may use."""
 
     def __init__(self, schema: Any) -> None:
         self.op = schema.name.removeprefix("fastmp::")
@@ -93,186 +129,218 @@ class _Names:
 
     def input(self, name: str) -> int:
         if name not in self.inputs:
-            raise ValueError(f"{self.op}: its derivative names {name!r}, which is none of its inputs")
+            raise ValueError(
+                f"{self.op}: its autograd formula names {name!r}; expected one of the inputs {self.inputs}"
+            )
         return self.inputs.index(name)
 
     def value(self, text: str) -> Value:
         if call := re.fullmatch(r"(has|dtype|size)\((\w+)(?:, *(\d+))?\)", text):
-            return Value(call[1], self.input(call[2]), int(call[3] or 0))
+            return Value(ValueKind[call[1].upper()], self.input(call[2]), int(call[3] or 0))
         if text.startswith("not "):
-            return Value("not", self.input(text[4:]))
+            return Value(ValueKind.NOT, self.input(text[4:]))
         if text == "None":
-            return Value("none")
+            return Value(ValueKind.NONE)
         if text in ("True", "False"):
-            return Value("boolean", text == "True")
+            return Value(ValueKind.BOOLEAN, int(text == "True"))
         if re.fullmatch(r"-?\d+", text):
-            return Value("integer", int(text))
-        if text.removesuffix("?") in self.grads:
-            return Value("grad", self.grads.index(text.removesuffix("?")), text.endswith("?"))
+            return Value(ValueKind.INTEGER, int(text))
+        if (grad := text.removesuffix("?")) in self.grads:
+            return Value(ValueKind.GRAD, self.grads.index(grad), int(text.endswith("?")))
         if text in self.outputs:
-            return Value("output", self.outputs.index(text))
-        return Value("input", self.input(text))
+            return Value(ValueKind.OUTPUT, self.outputs.index(text))
+        return Value(ValueKind.INPUT, self.input(text))
 
-    def formula(self, condition: str, text: str) -> Formula:
+    def branch(self, condition: str, text: str) -> FormulaBranch:
         op = ""
         arguments: list[Value] = []
         targets: list[Target] = []
-        for part in text.split(";"):
-            source, _, names = (each.strip() for each in part.partition("->"))
+        for half in text.split(";"):
+            source, _, names = (each.strip() for each in half.partition("->"))
             if source in self.grads:
                 index = self.grads.index(source)
-                targets += [Target(self.input(name), "grad", index) for name in names.split()]
+                targets += [Target(self.input(name), Source.GRAD, index) for name in names.split()]
                 continue
             if op and source in self.inputs:
-                index = arguments.index(Value("input", self.input(source)))
-                targets += [Target(self.input(name), "argument", index) for name in names.split()]
+                index = arguments.index(Value(ValueKind.INPUT, self.input(source)))
+                targets += [Target(self.input(name), Source.ARGUMENT, index) for name in names.split()]
                 continue
             call = re.fullmatch(r"(\w+)\((.*)\)", source)
             if call is None or op:
-                raise ValueError(f"{self.op}: its derivative must be 'op(arguments) -> inputs', got {text!r}")
+                raise ValueError(
+                    f"{self.op}: expected an autograd formula 'op(arguments) -> inputs', got {text!r}"
+                )
             op = call[1]
             arguments = [self.value(each.strip()) for each in re.split(r",(?![^(]*\))", call[2])]
             targets += self.results(names)
-        return Formula(self.input(condition) if condition else -1, op, tuple(arguments), tuple(targets))
+        return FormulaBranch(self.input(condition) if condition else -1, op, tuple(arguments), tuple(targets))
 
     def results(self, names: str) -> Iterator[Target]:
-        """Where the results of the call go."""
+        """Yield the targets of the call's results."""
         for result, each in enumerate(names.split(",")):
             rows = each.strip().startswith("[")
-            for place, name in enumerate(each.strip(" []").split()):
+            for row, name in enumerate(each.strip(" []").split()):
                 if name != "_":
-                    row, placed = place if rows else -1, name.endswith("!")
-                    yield Target(self.input(name.removesuffix("!")), "result", result, row, placed)
+                    input_ = self.input(name.removesuffix("!"))
+                    yield Target(input_, Source.RESULT, result, row if rows else -1, name.endswith("!"))
 
 
-class Derivative:
-    """The derivative of one op: the formulas, in order, and which outputs are differentiable.
+class AutogradFormula:
+    """The parsed formula of one op, and its interpreter for `torch.autograd.Function`.
 
+    branches: in order; the first whose condition holds is used.
+    differentiable: indices of the outputs that have a gradient.
     in_place: the op returns nothing; its result is its argument "out".
+
+    Example:
+
+        schema = torch._C.parse_schema("fastmp::scale(Tensor x, Tensor w) -> Tensor")
+        formula = AutogradFormula(schema, "scale_backward(grad, x) -> x, w")
+        assert formula.branches[0].op == "scale_backward" and formula.differentiable == [0]
     """
 
     def __init__(self, schema: Any, text: str | Mapping[str, str]) -> None:
-        names = _Names(schema)
-        given = {"": text} if isinstance(text, str) else text
-        self.op, self.num_inputs, self.num_outputs = names.op, len(names.inputs), len(names.grads)
-        self.in_place = not names.outputs
+        parser = _Parser(schema)
+        branches = {"": text} if isinstance(text, str) else text
+        self.op, self.num_inputs, self.num_outputs = parser.op, len(parser.inputs), len(parser.grads)
+        self.in_place = not parser.outputs
         self.written = {i for i, a in enumerate(schema.arguments) if a.alias_info and a.alias_info.is_write}
-        self.formulas = [names.formula(condition, each) for condition, each in given.items()]
-        wanted = {value.index for f in self.formulas for value in f.arguments if value.kind == "grad"}
-        wanted |= {t.index for f in self.formulas for t in f.targets if t.source == "grad"}
-        self.differentiable = sorted(wanted)
+        self.branches = [parser.branch(condition, each) for condition, each in branches.items()]
+        grads = {v.index for b in self.branches for v in b.arguments if v.kind == ValueKind.GRAD}
+        grads |= {t.index for b in self.branches for t in b.targets if t.source == Source.GRAD}
+        self.differentiable = sorted(grads)
 
     def forward(self, run: Callable[..., Any]) -> Callable[..., Any]:
-        """The op `run`, which also returns what it has overwritten where autograd can make that an output."""
+        """Wrap `run` so that tensors mutated in place are returned as outputs, as autograd requires."""
         if not self.written:
             return run
         first = slice(1 if self.in_place else 0, None)
         return lambda *inputs: (run(*inputs), *self._overwritten(inputs))[first]
 
     def _overwritten(self, inputs: Sequence[Any]) -> list[Tensor]:
+        """Return the overwritten inputs that can become outputs: neither leaves nor views."""
         written = [inputs[i] for i in self.written]
         if self.in_place:
             return written
         return [t for t in written if t.requires_grad and not (t.is_leaf or t._is_view())]
 
-    def _check_own(self, out: Tensor) -> None:
-        # A write to another view of the same tensor would silently take the history of a view from it.
+    def _check_out(self, out: Tensor) -> None:
+        # A write to another view of the same tensor would silently replace the history of a view.
         if out.requires_grad or out._is_view():
-            what = "requires a gradient" if out.requires_grad else "is a view; pass out.detach()"
-            raise ValueError(f"{self.op}: out {list(out.shape)} {what}")
+            problem = "requires a gradient" if out.requires_grad else "is a view; pass out.detach()"
+            raise ValueError(f"{self.op}: out {list(out.shape)} {problem}")
 
     def setup(self, ctx: Any, inputs: Sequence[Any], output: Any) -> None:
-        """Keep what the formula takes, as `torch.autograd.Function` has it."""
+        """Save the arguments of the backward op: `setup_context` of `torch.autograd.Function`."""
+        # 1. Choose the branch.
         outputs = output if isinstance(output, tuple) else (output,)
-        formula = next(f for f in self.formulas if f.condition < 0 or _is_there(inputs[f.condition]))
+        branch = next(b for b in self.branches if b.condition < 0 or _is_set(inputs[b.condition]))
         ctx.set_materialize_grads(False)
+        # 2. Mark overwritten inputs, and outputs without a gradient.
         overwritten = self._overwritten(inputs)
         if self.in_place:
-            self._check_own(*overwritten)
+            self._check_out(*overwritten)
         ctx.mark_dirty(*overwritten)
         outputs = outputs[: self.num_outputs]
         inputs = [each.detach() if i in self.written else each for i, each in enumerate(inputs)]
         ctx.mark_non_differentiable(*(t for i, t in enumerate(outputs) if i not in self.differentiable))
-        kept = [_kept(value, inputs, outputs) for value in formula.arguments]
-        ctx.formula, ctx.zeros = formula, [(t.shape, t.dtype) for t in outputs]
-        ctx.numbers = [None if isinstance(each, Tensor) else each for each in kept]
-        ctx.save_for_backward(*(each if isinstance(each, Tensor) else None for each in kept))
+        # 3. Save tensors through autograd, which checks their versions, and the rest as they are.
+        saved = [_saved(value, inputs, outputs) for value in branch.arguments]
+        ctx.branch, ctx.zeros = branch, [(t.shape, t.dtype) for t in outputs]
+        ctx.constants = [None if isinstance(each, Tensor) else each for each in saved]
+        ctx.save_for_backward(*(each if isinstance(each, Tensor) else None for each in saved))
 
-    def backward(self, ops: Mapping[str, Any], refusal: str) -> Callable[..., tuple[Tensor | None, ...]]:
-        """The backward of `torch.autograd.Function`, which calls one of `ops`.
+    def backward(self, ops: Mapping[str, Any], no_double: str) -> Callable[..., tuple[Tensor | None, ...]]:
+        """Return the `backward` of `torch.autograd.Function`, which calls one of `ops`.
 
-        Nothing would lead from what it writes in place to a second derivative: that is an error, `refusal`.
+        no_double: message of the RuntimeError raised under create_graph=True where the backward op writes in
+        place, for it has no second derivative.
         """
 
         def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-            formula, found = ctx.formula, [None] * self.num_inputs
-            wanted = [target for target in formula.targets if ctx.needs_input_grad[target.input]]
+            branch, found = ctx.branch, [None] * self.num_inputs
+            targets = [target for target in branch.targets if ctx.needs_input_grad[target.input]]
+            # 1. Without any gradient there is nothing to do; one for an overwritten input is an error.
             if all(grad is None for grad in grads):
                 return tuple(found)
             if any(grad is not None for grad in grads[self.num_outputs :]):
                 raise RuntimeError(f"{self.op}: an argument is overwritten, but was used again afterwards")
             arguments = [
-                number if tensor is None else tensor for tensor, number in zip(ctx.saved_tensors, ctx.numbers)
+                constant if tensor is None else tensor
+                for tensor, constant in zip(ctx.saved_tensors, ctx.constants)
             ]
+            # 2. Call the backward op, unless all gradients are passed on.
             results: Any = ()
-            if any(target.source != "grad" for target in wanted):
+            if any(target.source != Source.GRAD for target in targets):
                 arguments = [
-                    _gradient(value, grads, ctx.zeros) if value.kind == "grad" else argument
-                    for value, argument in zip(formula.arguments, arguments, strict=True)
+                    _gradient(value, grads, ctx.zeros) if value.kind == ValueKind.GRAD else argument
+                    for value, argument in zip(branch.arguments, arguments, strict=True)
                 ]
-                op = ops[formula.op]
+                op = ops[branch.op]
                 if op.overload._schema.is_mutable and torch.is_grad_enabled():
-                    raise RuntimeError(refusal)
+                    raise RuntimeError(no_double)
                 results = op(*arguments)
                 results = results if isinstance(results, tuple) else (results,)
-            sources = {"result": results, "grad": grads, "argument": arguments}
-            for target in wanted:
+            # 3. Distribute results, gradients and overwritten arguments over the inputs.
+            sources = {Source.RESULT: results, Source.GRAD: grads, Source.ARGUMENT: arguments}
+            for target in targets:
                 grad = sources[target.source][target.index]
-                grad = grad.detach() if target.source == "argument" else grad
+                grad = grad.detach() if target.source == Source.ARGUMENT else grad
                 found[target.input] = grad if target.row < 0 else grad[target.row]
             return tuple(found)
 
         return backward
 
 
-def _is_there(given: Any) -> bool:
-    return given is not None and given is not False
+def _is_set(condition: Any) -> bool:
+    return condition is not None and condition is not False
 
 
-def _kept(value: Value, inputs: Sequence[Any], outputs: Sequence[Tensor]) -> Any:
-    given: Any = inputs[value.index] if value.kind in ("input", "has", "not", "dtype", "size") else None
-    return {
-        "input": lambda: given,
-        "output": lambda: outputs[value.index],
-        "grad": lambda: None,
-        "none": lambda: None,
-        "integer": lambda: value.index,
-        "boolean": lambda: bool(value.index),
-        "has": lambda: given is not None,
-        "not": lambda: not given,
-        "dtype": lambda: given.dtype,
-        "size": lambda: given.shape[value.further],
-    }[value.kind]()
+def _saved(value: Value, inputs: Sequence[Any], outputs: Sequence[Tensor]) -> Any:
+    """Return the argument that `value` describes; None for gradients, which are not known yet."""
+    match value.kind:
+        case ValueKind.INPUT:
+            return inputs[value.index]
+        case ValueKind.OUTPUT:
+            return outputs[value.index]
+        case ValueKind.INTEGER:
+            return value.index
+        case ValueKind.BOOLEAN:
+            return bool(value.index)
+        case ValueKind.HAS:
+            return inputs[value.index] is not None
+        case ValueKind.NOT:
+            return not inputs[value.index]
+        case ValueKind.DTYPE:
+            return inputs[value.index].dtype
+        case ValueKind.SIZE:
+            return inputs[value.index].shape[value.extra]
+    return None
 
 
 def _gradient(value: Value, grads: Sequence[Tensor | None], outputs: Sequence[tuple]) -> Tensor | None:
+    """Return the gradient that `value` names: zeros if there is none, or None if it may be None."""
     grad = grads[value.index]
-    if grad is not None or value.further:
+    if grad is not None or value.extra:
         return grad
     shape, dtype = outputs[value.index]
-    there = next(grad for grad in grads if grad is not None)
-    return there.new_zeros(shape, dtype=dtype)  # a DTensor like that one
+    other = next(grad for grad in grads if grad is not None)
+    return other.new_zeros(shape, dtype=dtype)  # a DTensor if the other gradient is one
 
 
-def encode(derivative: Derivative) -> tuple[list[str], list[int], list[int]]:
-    """(ops, differentiable outputs, numbers), as csrc/autograd/derivatives.cpp reads them."""
-    numbers: list[int] = []
-    for formula in derivative.formulas:
-        numbers += [formula.condition, len(formula.arguments)]
-        for value in formula.arguments:
-            numbers += [KINDS.index(value.kind), int(value.index), int(value.further)]
-        numbers.append(len(formula.targets))
-        for target in formula.targets:
-            numbers += [target.input, SOURCES.index(target.source), target.index, target.row, target.placed]
-    ops = [formula.op and f"fastmp::{formula.op}" for formula in derivative.formulas]
-    return ops, derivative.differentiable, numbers
+def encode(formula: AutogradFormula) -> tuple[list[str], list[int], list[int]]:
+    """Return (ops, differentiable outputs, code) as `read_branch` in csrc/autograd/formulas.cpp decodes them.
+
+    code: for each branch its condition, the number of arguments with (kind, index, extra) of each, and the
+    number of targets with (input, source, index, row, into) of each.
+    """
+    code: list[int] = []
+    for branch in formula.branches:
+        code += [branch.condition, len(branch.arguments)]
+        for value in branch.arguments:
+            code += [int(value.kind), value.index, value.extra]
+        code.append(len(branch.targets))
+        for target in branch.targets:
+            code += [target.input, int(target.source), target.index, target.row, int(target.into)]
+    ops = [branch.op and f"fastmp::{branch.op}" for branch in formula.branches]
+    return ops, formula.differentiable, code

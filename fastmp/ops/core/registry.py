@@ -30,7 +30,7 @@ from torch.utils.flop_counter import register_flop_formula
 from fastmp.config import Environment
 from fastmp.ops.core import _triton
 from fastmp.ops.core.built import build_record, has_code_for
-from fastmp.ops.core.formulas import Derivative, encode
+from fastmp.ops.core.formulas import AutogradFormula, encode
 from fastmp.ops.core.versions import untested
 from fastmp.profiling import traced
 
@@ -98,7 +98,7 @@ class Op:
     reasons: dict[str, str]
     flops: Callable[..., int] | None
     traffic: Callable[..., int]
-    derivative: Derivative | None
+    autograd_formula: AutogradFormula | None
     call: Callable[..., Any]
 
     def __call__(self, *arguments: Any) -> Any:
@@ -279,17 +279,18 @@ def _bump_versions(overload: torch._ops.OpOverload) -> Callable:
 
 
 def _no_derivative(name: str, has_backward: bool = False) -> str:
+    """Return the message for a derivative that does not exist, of an op or of its backward."""
     first = name.removesuffix("_backward")
     once = has_backward or first != name
     what = "its backward is not differentiable" if once else "this op has no derivative"
     return f"{first}: {what} (second derivatives, as create_graph=True asks for, are not there)"
 
 
-def refuse_create_graph(op: str) -> None:
+def raise_if_create_graph(op: str) -> None:
     """Raise inside a backward that autograd would differentiate (create_graph=True).
 
-    Backwards that write in place call it: nothing they return leads to `_refuse`. torch.func.grad records
-    every backward; it differentiates again where it is nested.
+    Called by backwards that write in place, which autograd cannot differentiate. torch.func.grad records
+    every backward, and differentiates it again only where it is nested.
     """
     once = torch._C._functorch.maybe_current_level() == 1
     if torch.is_grad_enabled() and not (once or torch.compiler.is_compiling()):
@@ -326,41 +327,42 @@ def _learn_dtensors() -> bool:
 _learn_dtensors._dynamo_marked_constant = True  # type: ignore[attr-defined]  # called while compilers trace
 
 
-def _differentiable(overload: torch._ops.OpOverload, derivative: Derivative | None) -> Callable:
-    """Give the op its derivative, and return what public functions call.
+def _differentiable(overload: torch._ops.OpOverload, formula: AutogradFormula | None) -> Callable:
+    """Register the op's autograd kernel, and return the callable that public functions use.
 
-    The derivative is in C++ where `_C_autograd` is there, else in Python, which takes longer.
-
-    An op that has none gets one that refuses, for without a kernel for autograd it would warn and give no
-    gradient, or differentiate the steps of its reference.
+    The kernel is C++ where `_C_autograd` is loaded, else Python, which takes longer. An op without a formula
+    gets a backward that raises: with no autograd kernel at all it would warn and give no gradient, or
+    differentiate the steps of its reference.
     """
     name = overload._opname
-    refusal = _no_derivative(name, derivative is not None)
+    error = _no_derivative(name, formula is not None)
+    # 1. C++: hand over the formula, and call the overload.
     if not _AUTOGRAD_ABSENT:
         node = "".join(part.capitalize() for part in name.split("_")) + "Backward"
-        ops, differentiable, numbers = encode(derivative) if derivative else ([], [], [])
-        torch.ops.fastmp_autograd.declare(name, node, refusal, ops, differentiable, numbers)
+        ops, differentiable, code = encode(formula) if formula else ([], [], [])
+        torch.ops.fastmp_autograd.declare(name, node, error, ops, differentiable, code)
         return _caller(overload)
+    # 2. Python: an autograd.Function that runs the op below autograd.
     writes = overload._schema.is_mutable
     defaults = [argument.default_value for argument in overload._schema.arguments]
     forward: Callable = overload
-    setup, backward = lambda ctx, inputs, output: None, _refuse(refusal)
-    if derivative is not None:
-        forward, setup = derivative.forward(overload), derivative.setup
-        backward = traced(f"fastmp.{name}_backward")(derivative.backward(OPS, refusal))
+    setup, backward = lambda ctx, inputs, output: None, _raise_in_backward(error)
+    if formula is not None:
+        forward, setup = formula.forward(overload), formula.setup
+        backward = traced(f"fastmp.{name}_backward")(formula.backward(OPS, error))
     function = Differentiable(name, forward, setup, backward)
 
-    def record(how: Callable, arguments: tuple) -> Any:
-        # the dispatcher leaves out what is the default
-        outputs = how(*arguments, *defaults[len(arguments) :])
-        if derivative is not None and derivative.in_place:
+    def record(apply: Callable, arguments: tuple) -> Any:
+        # the dispatcher drops arguments equal to their defaults
+        outputs = apply(*arguments, *defaults[len(arguments) :])
+        if formula is not None and formula.in_place:
             return None
         return outputs[0] if writes else outputs
 
     def kernel(keyset: Any, *arguments: Any) -> Any:
         if not (torch.is_grad_enabled() and torch._C._any_requires_grad(*arguments)):
             return overload.redispatch(keyset & torch._C._after_autograd_keyset, *arguments)
-        if writes and derivative is None:
+        if writes and formula is None:
             raise RuntimeError(f"{name} writes into its arguments and has no derivative: use torch.no_grad()")
         with enable_single_level_autograd_function():  # torch.func comes here once for each of its levels
             return record(function.record, arguments)
@@ -375,11 +377,11 @@ def _differentiable(overload: torch._ops.OpOverload, derivative: Derivative | No
     return call
 
 
-def _refuse(refusal: str) -> Callable:
-    """The backward of an op without a derivative."""
+def _raise_in_backward(error: str) -> Callable:
+    """Return the backward of an op without a formula, which raises `error`."""
 
     def backward(ctx: Any, *gradients: Tensor) -> None:
-        raise RuntimeError(refusal)
+        raise RuntimeError(error)
 
     return backward
 
@@ -428,7 +430,7 @@ def register(
     reference: Callable,
     triton: Callable | None = None,
     flops: Callable[..., int] | None = None,
-    derivative: str | Mapping[str, str] = "",
+    autograd_formula: str | Mapping[str, str] = "",
     fake: Callable | None = None,
     traffic: Callable[..., int] | None = None,
     prefers_cuda: Callable[..., bool] | None = None,
@@ -440,7 +442,8 @@ def register(
         reference: plain torch on any device; defines the result.
         triton: launches the Triton kernel on CUDA tensors.
         flops: floating-point operations, from the op's arguments.
-        derivative: the formulas of `derivative.py`; without them a derivative is an error.
+        autograd_formula: the op's backward, in the grammar of `formulas.py`. Default: no derivative; asking
+            for one raises RuntimeError.
         fake: shapes and dtypes only, for torch.compile and meta tensors. Default: the reference, run on
             tensors without data; needed where that reads values or loops over a size.
         traffic: bytes, from the op's arguments. Default: every tensor is read or written once, and one that
@@ -466,8 +469,8 @@ def register(
         LIBRARY.impl(name, _bump_versions(overload), "ADInplaceOrView", with_keyset=True)
     elif overload._schema.is_mutable:
         torch.ops.fastmp_autograd.declare_writes(name)
-    formulas = Derivative(overload._schema, derivative) if derivative else None
-    call = _differentiable(overload, formulas)
+    formula = AutogradFormula(overload._schema, autograd_formula) if autograd_formula else None
+    call = _differentiable(overload, formula)
     if flops is not None:
         register_flop_formula(overload.overloadpacket, get_raw=True)(
             lambda *a, out_val=None, **k: flops(*a, **k)
@@ -480,7 +483,7 @@ def register(
         reasons,
         flops,
         traffic or _moved_once(overload),
-        formulas,
+        formula,
         call,
     )
     return OPS[name]

@@ -1,6 +1,7 @@
-"""Derivatives as text: what a formula may say, and that Python and C++ make the same of it."""
+"""Autograd formulas: parsing, errors, and equal gradients from the interpreters in Python and C++."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,12 +12,12 @@ from torch import Tensor
 
 import fastmp
 from fastmp.ops import OPS, bias_gelu
-from fastmp.ops.core.formulas import Derivative, Formula, Target, Value
+from fastmp.ops.core.formulas import AutogradFormula, FormulaBranch, Source, Target, Value, ValueKind
 from fastmp.ops.core.registry import Differentiable, Op
 from fastmp.testing.ops import samples
 
 BUILD = Path(fastmp.__file__).with_name("_build.json")
-WITH_FORMULAS = sorted(name for name, op in OPS.items() if op.derivative is not None)
+WITH_FORMULAS = sorted(name for name, op in OPS.items() if op.autograd_formula is not None)
 
 
 def schema(text: str) -> torch._C.FunctionSchema:
@@ -25,47 +26,56 @@ def schema(text: str) -> torch._C.FunctionSchema:
 
 def test_a_formula_names_inputs_outputs_gradients_and_numbers():
     op = schema("scale(Tensor x, Tensor? bias, int n, bool flag) -> (Tensor y, Tensor sums)")
-    derivative = Derivative(
+    formula = AutogradFormula(
         op,
         {
             "bias": "back(grad_y, grad_sums?, sums, n, -2, not flag, has(bias)) -> x, [bias _]",
             "": "grad_y -> x",
         },
     )
-    given = (
-        Value("grad", 0), Value("grad", 1, 1), Value("output", 1), Value("input", 2), Value("integer", -2),
-        Value("not", 3), Value("has", 1),
+    arguments = (
+        Value(ValueKind.GRAD, 0), Value(ValueKind.GRAD, 1, 1), Value(ValueKind.OUTPUT, 1),
+        Value(ValueKind.INPUT, 2), Value(ValueKind.INTEGER, -2), Value(ValueKind.NOT, 3),
+        Value(ValueKind.HAS, 1),
     )  # fmt: skip
-    assert derivative.formulas == [
-        Formula(1, "back", given, (Target(0, "result", 0), Target(1, "result", 1, 0))),
-        Formula(-1, "", (), (Target(0, "grad", 0),)),
+    assert formula.branches == [
+        FormulaBranch(1, "back", arguments, (Target(0, Source.RESULT, 0), Target(1, Source.RESULT, 1, 0))),
+        FormulaBranch(-1, "", (), (Target(0, Source.GRAD, 0),)),
     ]
-    assert derivative.differentiable == [0, 1]
-    (target,) = Derivative(op, "back(x) -> x!").formulas[0].targets
-    assert target == Target(0, "result", 0, placed=True)
-    into = Derivative(schema("scale_into(Tensor x, Tensor(a!) out) -> ()"), "back(grad_out) -> x")
-    assert into.in_place and into.formulas[0].arguments == (Value("grad", 0),)
-    written = Derivative(op, "back_(x, grad_y, size(x, 1), dtype(x), None, True) -> ; x -> x bias")
-    assert written.formulas[0].targets == (Target(0, "argument", 0), Target(1, "argument", 0))
-    assert written.formulas[0].arguments[2:4] == (Value("size", 0, 1), Value("dtype", 0))
+    assert formula.differentiable == [0, 1]
+    (target,) = AutogradFormula(op, "back(x) -> x!").branches[0].targets
+    assert target == Target(0, Source.RESULT, 0, into=True)
+    into = AutogradFormula(schema("scale_into(Tensor x, Tensor(a!) out) -> ()"), "back(grad_out) -> x")
+    assert into.in_place and into.branches[0].arguments == (Value(ValueKind.GRAD, 0),)
+    written = AutogradFormula(op, "back_(x, grad_y, size(x, 1), dtype(x), None, True) -> ; x -> x bias")
+    assert written.branches[0].targets == (Target(0, Source.ARGUMENT, 0), Target(1, Source.ARGUMENT, 0))
+    assert written.branches[0].arguments[2:4] == (Value(ValueKind.SIZE, 0, 1), Value(ValueKind.DTYPE, 0))
+
+
+def test_python_and_cpp_number_kinds_and_sources_alike():
+    text = (Path(fastmp.__file__).parents[1] / "csrc/autograd/formulas.cpp").read_text()
+    for enum in (ValueKind, Source):
+        (body,) = re.findall(rf"enum class {enum.__name__} : int64_t {{(.*?)}};", text, re.DOTALL)
+        numbers = {name: int(number) for name, number in re.findall(r"^ *(\w+) = (\d+),", body, re.MULTILINE)}
+        assert numbers == {member.name: member.value for member in enum}
 
 
 @pytest.mark.parametrize(
     ("formula", "message"),
     [
-        ("back(grad, z) -> x", "scale: its derivative names 'z', which is none of its inputs"),
-        ("back(grad, x) -> z", "scale: its derivative names 'z'"),
+        ("back(grad, z) -> x", "scale: its autograd formula names 'z'; expected one of the inputs"),
+        ("back(grad, x) -> z", "scale: its autograd formula names 'z'"),
         (
             "back grad -> x",
-            r"scale: its derivative must be 'op\(arguments\) -> inputs', got 'back grad -> x'",
+            r"scale: expected an autograd formula 'op\(arguments\) -> inputs', got 'back grad -> x'",
         ),
-        ({"z": "grad -> x"}, "scale: its derivative names 'z'"),
-        ("back(grad, size(z, 0)) -> x", "scale: its derivative names 'z'"),
+        ({"z": "grad -> x"}, "scale: its autograd formula names 'z'"),
+        ("back(grad, size(z, 0)) -> x", "scale: its autograd formula names 'z'"),
     ],
 )
 def test_a_wrong_formula_says_what_is_wrong(formula, message):
     with pytest.raises(ValueError, match=message):
-        Derivative(schema("scale(Tensor x) -> Tensor"), formula)
+        AutogradFormula(schema("scale(Tensor x) -> Tensor"), formula)
 
 
 def leaves(arguments: tuple) -> tuple[list, list[Tensor]]:
@@ -78,16 +88,16 @@ def leaves(arguments: tuple) -> tuple[list, list[Tensor]]:
 def gradients(call, op: Op, arguments: tuple) -> list[Tensor | None]:
     """Gradients of all floats, for random ones of the outputs, or for those that an argument announces."""
     copies, wanted = leaves(arguments)
-    if op.derivative.in_place:
+    if op.autograd_formula.in_place:
         copies[-1].requires_grad_(False)
         del wanted[-1]
     elif op.overload._schema.is_mutable:
         copies[0] = copies[0] * 1  # no leaf: what is overwritten becomes an output
     results = call(*copies)
-    results = copies[-1] if op.derivative.in_place else results
+    results = copies[-1] if op.autograd_formula.in_place else results
     results = results if isinstance(results, tuple) else (results,)
-    results = results[: op.derivative.num_outputs]
-    outputs = op.derivative.differentiable
+    results = results[: op.autograd_formula.num_outputs]
+    outputs = op.autograd_formula.differentiable
     assert [i for i, result in enumerate(results) if result.requires_grad] == outputs
     generator = torch.Generator().manual_seed(1)
     grads = [torch.randn(results[i].shape, generator=generator).to(results[i].dtype) for i in outputs]
@@ -101,8 +111,11 @@ def gradients(call, op: Op, arguments: tuple) -> list[Tensor | None]:
 def test_python_and_cpp_give_the_same_gradients(name):
     """Of every op with a formula, on all samples; where C++ is not built, Python's twice."""
     op = OPS[name]
-    forward, backward = op.derivative.forward(op.overload), op.derivative.backward(OPS, "refused")
-    function = Differentiable(name, forward, op.derivative.setup, backward)
+    forward, backward = (
+        op.autograd_formula.forward(op.overload),
+        op.autograd_formula.backward(OPS, "no double"),
+    )
+    function = Differentiable(name, forward, op.autograd_formula.setup, backward)
     defaults = [argument.default_value for argument in op.overload._schema.arguments]
     for arguments in samples(name, device="cpu", dtype=torch.float64):
         arguments = (*arguments, *defaults[len(arguments) :])
@@ -122,7 +135,8 @@ def test_the_library_serves_the_torch_that_it_was_compiled_for():
     code = """
 import torch
 torch.__version__ = type(torch.__version__)("2.99.0")
-from fastmp.ops import registry, bias_dropout_add, bias_gelu, cross_entropy
+from fastmp.ops import bias_dropout_add, bias_gelu, cross_entropy
+from fastmp.ops.core import registry
 print(registry._AUTOGRAD_ABSENT)
 torch.manual_seed(0)
 x, bias = torch.randn(3, 4).requires_grad_(), torch.randn(4).requires_grad_()
