@@ -23,6 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fastmp.distributed.deepep_buffer import DeepEPBuffer
 from fastmp.distributed.grid import DENSE_AXES, EXPERT_AXES, RankGrid
+from fastmp.distributed.runtime import CONNECTING
 from fastmp.distributed.symmetric_memory import SymmetricExchange
 
 DEFAULT_TIMEOUT = timedelta(minutes=10)
@@ -133,18 +134,27 @@ class ParallelGroups:
         if not initialised:
             return cls(grid=grid, rank=0)
         rank, backends = dist.get_rank(), dist.get_backend_config()
+        # Gloo waits for the address of a rank that is gone as long as the group's timeout. A collective
+        # fails at once where a connection has closed; behind it all ranks make groups, and within a minute.
+        connecting = timeout
+        if "gloo" in backends and not local_only:
+            dist.all_reduce(torch.zeros(1))
+            connecting = min(timeout, CONNECTING)
 
         def make(axes: str, name: str = "") -> ProcessGroup | None:
             own, name = None, name or axes
             backend = "nccl" if name in _DEVICE_ONLY and "nccl" in backends else None
             for ranks in grid.ranks(axes):
                 if len(ranks) > 1:
-                    options = _priority(backends, timeout) if axes in _OVERLAPPED else None
+                    options = _priority(backends, connecting) if axes in _OVERLAPPED else None
                     group = dist.new_group(
-                        ranks, timeout=timeout, backend=backend, pg_options=options,
+                        ranks, timeout=connecting, backend=backend, pg_options=options,
                         use_local_synchronization=local_only, group_desc=f"fastmp:{name}",
                     )  # fmt: skip
-                    own = group if rank in ranks else own
+                    if rank in ranks:
+                        own = group
+                        if connecting != timeout:
+                            dist.distributed_c10d._set_pg_timeout(timeout, group)
             return own
 
         groups = {axis: make(axis) for axis in dict.fromkeys(DENSE_AXES + EXPERT_AXES)}

@@ -35,11 +35,14 @@ _LONGEST_POLL_SECONDS = 1.0
 _MAX_CONNECTED = 64  # ranks of a job whose groups gloo connects when they are created
 _LET_GO_SECONDS = 0.1  # 20 ms were too few for some threads on a machine with four programs a core
 _JOIN_SECONDS = 5.0  # 16 ranks started at once on 2 cores came within 1 s of each other
+# Ranks that have all been heard from connect within seconds: where one takes longer, it has died since.
+CONNECTING = timedelta(minutes=1)
 _LOST_PEER = (
     "connection closed by peer",
     "connection reset by peer",
     "broken pipe",
     "timed out connecting",  # gloo's first message to a rank that has gone
+    "wait timeout",  # for the address of one that has gone before it left it in the store
     "remote process exited",
     "lost the store",
 )
@@ -127,13 +130,22 @@ def init(
     _make_room_for_ranks(world_size)
     if device.type == "cuda":
         set_default_variables(NCCL_GRAPH_REGISTER="0")  # see docs/cuda-graphs.md; NCCL reads it once
-    dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
-        store=_join_store(env, rank, timedelta(seconds=join_seconds)),
-        rank=rank,
-        world_size=world_size,
-        timeout=timeout,
-    )
+    store, connecting = _join_store(env, rank, timedelta(seconds=join_seconds)), min(timeout, CONNECTING)
+    try:
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+            store=store,
+            rank=rank,
+            world_size=world_size,
+            timeout=connecting,
+        )
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"fastmp.init: all {world_size} ranks had joined, but rank {rank} could not connect to each of "
+            f"them in {_seconds(connecting)}: one was lost, or its machine cannot be reached; look for what "
+            f"it said, and start the job again ({error})"
+        ) from error
+    dist.distributed_c10d._set_pg_timeout(timeout)
     return Runtime(rank, world_size, env.local_rank or 0, device, owns_group=True)
 
 

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import importlib
+import os
+import signal
+import time
 from collections import Counter
 from datetime import timedelta
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -18,6 +22,7 @@ import fastmp.parallel
 from fastmp.distributed import groups as module
 from fastmp.distributed.grid import RankGrid
 from fastmp.distributed.groups import ParallelGroups
+from fastmp.distributed.runtime import lost_peer
 from fastmp.testing.ranks import RankError, run_ranks
 
 AXES = {
@@ -191,6 +196,7 @@ def test_groups_of_device_tensors_have_no_gloo_beside_nccl(backends, monkeypatch
     monkeypatch.setattr(dist, "new_group", new_group)
     monkeypatch.setattr(dist, "get_backend_config", lambda: backends)
     monkeypatch.setattr(module, "_priority", lambda *arguments: None)
+    monkeypatch.setattr(dist.distributed_c10d, "_set_pg_timeout", lambda *arguments: None)
     monkeypatch.setattr(module.DeviceMesh, "from_group", lambda *arguments, **options: None)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=grid.world_size)
     try:
@@ -203,6 +209,55 @@ def test_groups_of_device_tensors_have_no_gloo_beside_nccl(backends, monkeypatch
     )
     assert {"tp", "cp", "dp", "pp", "ep", "etp", "ep-etp", "cp-dp-tp", "cp-tp", "alone"} < set(asked)
     assert set(asked.values()) <= {None, "nccl"}
+
+
+def timeouts(rank: int, world_size: int) -> set[timedelta]:
+    groups = ParallelGroups.create(RankGrid(world_size=world_size, tp=2), timeout=timedelta(minutes=7))
+    made = (groups.tp, groups.dp, groups.dp_cp)
+    return {group._get_backend(torch.device("cpu")).options._timeout for group in made}
+
+
+def test_groups_keep_their_own_timeout():
+    """Ranks connect within a minute, or one of them is gone; collectives take as long as was asked."""
+    assert run_ranks(timeouts, 4) == [{timedelta(minutes=7)}] * 4
+
+
+def missing(rank: int, world_size: int, groups_made: int) -> tuple[bool, bool]:
+    """Rank 1 makes so many groups, and no more; the other misses it within the minute, here one second."""
+
+    def new_group(*arguments, make=dist.new_group, **options):
+        nonlocal groups_made
+        if rank == 1 and groups_made == 0:
+            raise InterruptedError
+        groups_made -= 1
+        return make(*arguments, **options)
+
+    module.CONNECTING, dist.new_group = timedelta(seconds=1), new_group
+    began = time.monotonic()
+    with pytest.raises((RuntimeError, InterruptedError)) as error:
+        ParallelGroups.create(RankGrid(world_size=world_size, tp=2))
+    return lost_peer(error.value), time.monotonic() - began < 15
+
+
+@pytest.mark.parametrize("groups_made", (0, 1))
+def test_a_rank_that_is_lost_while_groups_are_made_is_missed_soon(groups_made):
+    assert run_ranks(missing, 2, groups_made) == [(True, True), (False, True)]
+
+
+def gone(rank: int, world_size: int, said: Path) -> None:
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        ParallelGroups.create(RankGrid(world_size=world_size, tp=2))
+    except RuntimeError as error:
+        said.write_text(str(lost_peer(error)))
+
+
+def test_a_rank_that_is_gone_before_groups_are_made_is_missed_at_once(tmp_path):
+    """By the connection that has closed: no group connects to it."""
+    with pytest.raises(RankError, match="rank 1"):
+        run_ranks(gone, 2, tmp_path / "said")
+    assert (tmp_path / "said").read_text() == "True"
 
 
 def shared(rank: int, world_size: int) -> tuple[bool, ...]:

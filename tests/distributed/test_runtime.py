@@ -18,7 +18,8 @@ import torch
 import torch.distributed as dist
 
 import fastmp
-from fastmp.distributed.runtime import Runtime, fresh_store, main_guard
+from fastmp.distributed import runtime as module
+from fastmp.distributed.runtime import CONNECTING, Runtime, fresh_store, main_guard
 from fastmp.testing.ranks import run_ranks
 from fastmp.training.checkpoint.format import CheckpointError
 
@@ -153,6 +154,23 @@ def test_variables_that_make_no_sense_are_errors_that_name_them(launcher, variab
         fastmp.init(**arguments)
 
 
+def test_nccl_finds_its_variables_and_ranks_a_minute_to_connect(launcher, monkeypatch):
+    """NCCL reads its variables once, when the group is made; the minute ends with that."""
+    launcher(RANK=0, WORLD_SIZE=1, LOCAL_RANK=0, MASTER_PORT=free_port())
+    monkeypatch.delenv("NCCL_GRAPH_REGISTER", raising=False)
+    monkeypatch.setattr(module, "_device", lambda env, backend: torch.device("cuda", 0))
+    seen = []
+
+    def make(backend, *, timeout, **options):
+        seen.append((backend, os.environ.get("NCCL_GRAPH_REGISTER"), timeout))
+
+    monkeypatch.setattr(dist, "init_process_group", make)
+    monkeypatch.setattr(dist.distributed_c10d, "_set_pg_timeout", seen.append)
+    runtime = fastmp.init(timeout_minutes=3)
+    assert seen == [("cpu:gloo,cuda:nccl", "0", CONNECTING), timedelta(minutes=3)]
+    assert runtime.device.type == "cuda" and runtime.owns_group
+
+
 def test_more_ranks_than_gpus_is_an_error_that_names_both(launcher, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
@@ -284,6 +302,43 @@ def test_a_job_without_one_of_its_ranks_ends(worker, tmp_path):
     assert [process.returncode for process in ranks] == [1, 1]
     assert "fastmp.init: ranks [2] of 3 did not join in 5 s" in errors[0]
     assert not list(tmp_path.glob("result-*"))
+
+
+LOST = """
+import os
+from datetime import timedelta
+import torch.distributed as dist
+import fastmp
+from fastmp.distributed import runtime
+from fastmp.distributed.runtime import main_guard
+
+runtime.CONNECTING = timedelta(seconds=2)
+if os.environ["RANK"] == "1":
+    dist.init_process_group = lambda *arguments, **options: os._exit(7)
+raise SystemExit(main_guard(lambda: fastmp.init(backend="gloo") and None))
+"""
+
+
+@pytest.mark.full
+def test_a_rank_that_is_lost_after_it_joined_is_missed_while_ranks_connect():
+    port = free_port()
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", LOST],
+            env=child_environment(RANK=rank, WORLD_SIZE=2, LOCAL_RANK=rank, MASTER_PORT=port),
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        errors = [process.communicate(timeout=60)[1] for process in ranks]
+    finally:
+        for process in ranks:
+            process.kill()
+    assert [process.returncode for process in ranks] == [1, 7]
+    assert "rank 0: another rank is gone (RuntimeError: fastmp.init: all 2 ranks had joined" in errors[0]
+    assert "could not connect to each of them in 2 s" in errors[0]
 
 
 def incarnations(rank: int, world_size: int, port: int) -> list[int]:
