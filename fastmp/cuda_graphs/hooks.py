@@ -20,6 +20,7 @@ from torch.autograd import Variable
 
 from fastmp.cuda_graphs.partition import Observed, Part
 from fastmp.pipeline.schedule import BACKWARD_WEIGHT
+from fastmp.tensor_parallel.attributes import hook_traits
 
 __all__ = [
     "GradHook", "call_grad_hooks", "call_pre_hooks",
@@ -40,7 +41,7 @@ def call_pre_hooks(modules: Iterable[nn.Module]) -> None:
 def replayed_hooks(params: Iterable[nn.Parameter]) -> list[GradHook]:
     """The hooks behind accumulated gradients that are not in a graph, with their parameters."""
     every = [(hook, p) for p in params for hook in (p._post_accumulate_grad_hooks or {}).values()]
-    return [(hook, param) for hook, param in every if not getattr(hook, "in_graph", False)]
+    return [(hook, param) for hook, param in every if not hook_traits(hook).in_graph]
 
 
 def call_grad_hooks(hooked: Iterable[GradHook]) -> None:
@@ -62,7 +63,7 @@ def suspended_hooks(part: Part) -> Iterator[list[nn.Parameter]]:
         for module, _ in modules:
             module._forward_pre_hooks = OrderedDict()
         for param, hooks in params:
-            kept = {key: hook for key, hook in (hooks or {}).items() if getattr(hook, "in_graph", False)}
+            kept = {key: hook for key, hook in (hooks or {}).items() if hook_traits(hook).in_graph}
             param._post_accumulate_grad_hooks = OrderedDict({**kept, -1: reached.append})
         yield reached
     finally:

@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn.modules import module as of_all
 
 from fastmp.nn.segment import LayerChain, Link, Segment, SegmentedLayer, Tensors
+from fastmp.tensor_parallel.attributes import hook_traits
 
 __all__ = ["HookWatch", "Skipped", "called_whole", "skipped_by_step"]
 
@@ -86,7 +87,7 @@ def skipped_by_step(modules: Iterable[nn.Module], *, trains: bool) -> Skipped | 
 
 
 def _not_in_step(several: Iterable[_Hooks]) -> Iterator[Callable]:
-    return (hook for hook in _all(several) if not getattr(hook, "in_step", False))
+    return (hook for hook in _all(several) if not hook_traits(hook).in_step)
 
 
 class HookWatch:
@@ -141,4 +142,5 @@ def _all(several: Iterable[_Hooks]) -> Iterator[Callable]:
 
 
 def _not_replayed(several: Iterable[_Hooks]) -> Iterator[Callable]:
+    # `HookTraits.replayed`, read directly: this runs for every hook before every step.
     return (hook for hook in _all(several) if not getattr(hook, "replayed", False))

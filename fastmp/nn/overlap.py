@@ -36,6 +36,7 @@ from fastmp.pipeline.stream_schedule import (
     forward_parts,
     order_of,
 )
+from fastmp.tensor_parallel.attributes import hook_traits
 
 __all__ = ["OverlappedLayers"]
 
@@ -171,7 +172,7 @@ def _skipped_hook(layer: nn.Module) -> Callable[..., Any] | None:
 
 def _replayed_hooks(layer: nn.Module) -> list[Callable[..., Any]]:
     """Hooks before the forward of `layer` that are called as hook(layer, ()) where nobody calls the layer."""
-    return [hook for hook in layer._forward_pre_hooks.values() if getattr(hook, "replayed", False)]
+    return [hook for hook in layer._forward_pre_hooks.values() if hook_traits(hook).replayed]
 
 
 class _Gradient:

@@ -31,7 +31,7 @@ from fastmp.optim.flat_layout import (
     fill_order,
     plan_buffers,
 )
-from fastmp.tensor_parallel.attributes import parallel_attributes
+from fastmp.tensor_parallel.attributes import HookTraits, mark_hook, parallel_attributes
 
 __all__ = ["FlatBuffer", "GradBuffer", "is_vector", "main_dtype", "main_grad", "param_spec"]
 
@@ -337,8 +337,7 @@ class GradReadiness:
             if arrivals is not None and arrivals._missing:
                 arrivals._note(name, at)
 
-        arrived.in_step = True  # type: ignore[attr-defined]
-        return arrived
+        return mark_hook(arrived, HookTraits(in_step=True))
 
     def forget(self) -> None:
         """Expect nothing until a step has been counted again."""
@@ -380,8 +379,8 @@ def _accumulate(param: Parameter) -> None:
         param.grad = None
 
 
-# A captured backward holds the hook, which does nothing but with tensors.
-_accumulate.in_graph = _accumulate.in_step = True  # type: ignore[attr-defined]
+# It works on tensors alone, so a captured backward may contain it.
+mark_hook(_accumulate, HookTraits(in_graph=True, in_step=True))
 
 
 def _grad_dtype(members: dict[str, Parameter], wanted: torch.dtype | None) -> torch.dtype:

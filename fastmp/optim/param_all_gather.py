@@ -115,8 +115,8 @@ class ParameterGather:
 class _Wait:
     """A hook that waits for buckets of parameters, or for all. In a pickled model it does nothing."""
 
-    replayed = True  # graphs call it too
-    in_step = True  # in the graph of a whole step there is nothing to wait for
+    # `HookTraits`: graphs call it next to replays, but the graph of a whole step has nothing to wait for.
+    replayed = in_step = True
 
     def __init__(self, gather: ParameterGather | None, own: set[At] | None) -> None:
         self._gather, self._own = gather, own

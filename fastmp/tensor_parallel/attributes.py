@@ -1,13 +1,18 @@
-"""Marks on parameters: how one is divided over ranks, and which matrices are fused in it."""
+"""Typed records of the marks on parameters and hooks: how a weight is sharded, what graphs do with a hook."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-__all__ = ["ParallelAttributes", "parallel_attributes", "shard_of", "whole_of"]
+__all__ = [
+    "HookTraits", "ParallelAttributes", "hook_traits", "mark_hook", "parallel_attributes", "shard_of",
+    "whole_of",
+]  # fmt: skip
+
+Hook = TypeVar("Hook", bound=Callable[..., Any])
 
 
 class ParallelAttributes(NamedTuple):
@@ -40,6 +45,32 @@ def parallel_attributes(param: torch.Tensor) -> ParallelAttributes:
     """The marks of `param`; a parameter without marks is replicated and has a complete gradient."""
     defaults = ParallelAttributes._field_defaults.items()
     return ParallelAttributes._make(getattr(param, name, default) for name, default in defaults)
+
+
+class HookTraits(NamedTuple):
+    """How CUDA graphs treat a hook of a module or parameter; a hook without traits runs in eager code only.
+
+    Attributes:
+        replayed: call it next to every replay, as hook(module, ()).
+        in_graph: its kernels are captured with the backward that calls it.
+        in_step: the graph of a whole step may contain its kernels, and nothing else of it is needed again.
+    """
+
+    replayed: bool = False
+    in_graph: bool = False
+    in_step: bool = False
+
+
+def hook_traits(hook: Callable[..., Any]) -> HookTraits:
+    """Return the traits of `hook`, which are attributes of these names on it."""
+    return HookTraits._make(getattr(hook, name, False) for name in HookTraits._fields)
+
+
+def mark_hook(hook: Hook, traits: HookTraits) -> Hook:
+    """Set the traits of `hook` and return it."""
+    for name, value in traits._asdict().items():
+        setattr(hook, name, value)
+    return hook
 
 
 def shard_of(full: torch.Tensor, dim: int, stride: int, size: int, rank: int) -> torch.Tensor:
