@@ -19,7 +19,7 @@ from fastmp.cuda_graphs.partition import Run, cut_apart
 from fastmp.nn.overlap import OverlappedLayers
 from fastmp.nn.segment import LayerChain, Tensors
 from fastmp.pipeline.schedule import Step
-from fastmp.pipeline.stream_schedule import computing, graph_order
+from fastmp.pipeline.stream_schedule import compute_ops, graph_order
 
 __all__ = ["OverlappedGraphManager"]
 
@@ -33,7 +33,7 @@ class OverlappedGraphManager(GraphManager):
     """
 
     def __init__(self, overlap: OverlappedLayers, steps: Iterable[Sequence[Step]], **options: Any) -> None:
-        self.overlap, self._places = overlap, computing(overlap.sections)
+        self.overlap, self._places = overlap, compute_ops(overlap.sections)
         self._numbers = {place: number for number, place in enumerate(self._places)}
         super().__init__(overlap.chains, graph_order(steps, overlap.sections), **options)
 

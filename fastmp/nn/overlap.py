@@ -29,12 +29,12 @@ from fastmp.distributed.streams import exchange_stream
 from fastmp.nn.segment import LayerChain, Link, Tensors, run_links
 from fastmp.ops.wgrad import WgradQueue, defer_wgrad
 from fastmp.pipeline.stream_schedule import (
-    Section,
-    Turn,
-    backward_parts,
-    cut_segments,
-    forward_parts,
-    order_of,
+    Launch,
+    SegmentCost,
+    backward_ops,
+    forward_ops,
+    launch_order,
+    partition_segments,
 )
 from fastmp.tensor_parallel.attributes import hook_traits
 
@@ -69,7 +69,7 @@ class OverlappedLayers:
         self._live: dict[Key, _Microbatch] = {}
         self._queue = WgradQueue()
         self._now: tuple[Key, Key | None] | None = None
-        self._orders: dict[tuple[int, int | None], tuple[Turn, ...]] = {}
+        self._orders: dict[tuple[int, int | None], tuple[Launch, ...]] = {}
         for chunk, chain in enumerate(chains):
             chain.forward = partial(self._forward, chunk)  # type: ignore[method-assign]
 
@@ -125,11 +125,11 @@ class OverlappedLayers:
         other = None if beside is None else self._live.get(beside)
         run = partial(self.run_part, chunk)
         own = self._live[key] = _Microbatch(self.sections[chunk], run, tensors, self._queue)
-        for turn in self._order(chunk, None if beside is None or other is None else beside[1]):
-            if turn.chain == 0:
-                own.forward(turn.part, shared)
+        for launch in self._order(chunk, None if beside is None or other is None else beside[1]):
+            if launch.sequence == 0:
+                own.forward(launch.op, shared)
             elif other is not None:
-                other.backward(turn.part)
+                other.backward(launch.op)
         if beside is not None:  # down to its input: the loss of this forward adds to gradients behind that
             self.backward(beside)
         return own.outputs()
@@ -147,20 +147,20 @@ class OverlappedLayers:
                     "each part of a backward would go again; hand it from layer to layer, or detach it"
                 )
 
-    def _order(self, chunk: int, other: int | None) -> tuple[Turn, ...]:
+    def _order(self, chunk: int, other: int | None) -> tuple[Launch, ...]:
         """The order of a forward, beside the backward of chunk `other`."""
         if (chunk, other) not in self._orders:
-            chains = [forward_parts(self.sections[chunk])]
+            chains = [forward_ops(self.sections[chunk])]
             if other is not None:
-                chains.append(backward_parts(self.sections[other], defer=True))
-            self._orders[chunk, other] = order_of(*chains)
+                chains.append(backward_ops(self.sections[other], defer=True))
+            self._orders[chunk, other] = launch_order(*chains)
         return self._orders[chunk, other]
 
 
-def _cut(links: Sequence[Link]) -> list[tuple[list[Link], Section]]:
+def _cut(links: Sequence[Link]) -> list[tuple[list[Link], SegmentCost]]:
     """Cut a chain where segments begin or cease to exchange."""
     segments = [(link.full_name, link.segment.exchanges, link.segment.capturable) for link in links]
-    return [([links[i] for i in own], section) for own, section in cut_segments(segments)]
+    return [([links[i] for i in own], section) for own, section in partition_segments(segments)]
 
 
 def _skipped_hook(layer: nn.Module) -> Callable[..., Any] | None:
@@ -217,13 +217,13 @@ class _Microbatch:
     """The way of a microbatch through the runs of a chunk, forward and back."""
 
     def __init__(
-        self, sections: Sequence[Section], run: Callable[..., Any], tensors: Tensors, queue: WgradQueue
+        self, sections: Sequence[SegmentCost], run: Callable[..., Any], tensors: Tensors, queue: WgradQueue
     ) -> None:
         self._sections, self._run, self._queue = sections, run, queue
         self._roots: list[Roots] = []  # of each run, behind those of what came before the chain
         self._lane, self._device_type = _Lane(tensors[0]), tensors[0].device.type
         self._held, self._others = self._hold(tensors, {}), list[_Held]()
-        self._parts = backward_parts(sections, defer=True)
+        self._parts = backward_ops(sections, defer=True)
         self._left = list(range(len(self._parts)))
         self._deferred: dict[int, list[Any]] = {}
 

@@ -1,16 +1,21 @@
-"""Two microbatches at once: one exchanges rows while the other computes. Standard library only.
+"""Stream schedules: overlap the all-to-alls of one microbatch with the compute of another (DualPipe-style).
 
-A microbatch on its way through a chunk is a chain of parts, forward or backward. A part computes, or it
-exchanges rows with other ranks; it needs the part before it. A host starts the parts of two chains in one
-order, each on the stream for its kind, where parts run one after the other. Such an order is data:
-`interleave` makes one, `play` times it, on one rank or on several that meet in every exchange.
+A microbatch's way through a chunk is a sequence of ops, forward or backward. An op computes or exchanges
+rows with other ranks (an all-to-all) and depends on the op before it. The host launches the ops of two
+sequences in one order, each on the stream of its kind, where ops run one after the other:
 
-Gradients of weights need the part behind which they come, and nothing needs them: deferred, they are parts
-that fill the time in which an exchange of the same microbatch is on its way (Qi et al. 2023,
-arXiv:2401.10241). Two microbatches at once, with gradients of weights beside exchanges: section 3.2.1 of
-DeepSeek-V3 (arXiv:2412.19437).
+    compute stream   F attention | B experts     | F experts      | B attention
+    exchange stream  B combine   | F dispatch    | B dispatch     | F combine
 
-Graphs hold what computes. The order in which they are replayed follows from an order of steps: `graph_order`.
+Such an order is data: `interleave` makes one, `simulate_streams` times it, on one rank or on several that
+synchronise in every exchange.
+
+Weight gradients depend on the input gradients of their segments and nothing depends on them: deferred, they
+are ops that fill the time of an exchange of the same microbatch (Qi et al. 2023, arXiv:2401.10241). Two
+overlapped microbatches with weight gradients next to exchanges: section 3.2.1 of DeepSeek-V3
+(arXiv:2412.19437).
+
+CUDA graphs hold the compute ops; `graph_order` is the order of their replays. Standard library only.
 """
 
 from __future__ import annotations
@@ -25,19 +30,20 @@ from typing import NamedTuple
 from fastmp.pipeline.schedule import BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Step
 
 __all__ = [
-    "Part", "PartStep", "Played", "Section", "Turn", "backward_parts", "computing", "cut_segments",
-    "forward_parts", "graph_order", "in_sequence", "interleave", "needed", "nominal", "order_of", "play",
+    "Launch", "OpStep", "SegmentCost", "StreamOp", "Timeline", "backward_ops", "compute_ops", "forward_ops",
+    "graph_order", "interleave", "launch_order", "partition_segments", "predecessor", "sequential",
+    "simulate_streams", "unit_cost",
 ]  # fmt: skip
 
 
-_MAX_DEFERRED = 2  # parts of a chain whose gradients of weights wait: each holds its inputs for them
+_MAX_DEFERRED = 2  # ops of one sequence with deferred weight gradients: each keeps its inputs alive
 
 
-class Section(NamedTuple):
-    """A segment of a layer as an order sees it, with the times that it takes; any unit.
+class SegmentCost(NamedTuple):
+    """Costs of one segment of a layer, in any unit.
 
-    exchange: it is on the stream of exchanges. waits: the host waits for the segment before it, for the sizes
-    of what it sends; in a backward they are known.
+    exchange: it runs on the exchange stream.
+    waits: in a forward, the host waits for the segment before it, to know the sizes of what it sends.
     """
 
     name: str
@@ -48,10 +54,10 @@ class Section(NamedTuple):
     backward_weight: float = 1.0
 
 
-class Part(NamedTuple):
-    """Segments that follow each other on one stream, `first` to `last` of a chunk, forward or backward.
+class StreamOp(NamedTuple):
+    """Consecutive segments on one stream, `first` to `last` of a chunk, forward or backward.
 
-    deferred: the gradients of their weights, for which no other part waits.
+    deferred: their weight gradients, which no other op waits for.
     """
 
     first: int
@@ -62,239 +68,300 @@ class Part(NamedTuple):
     deferred: bool = False
 
 
-class Turn(NamedTuple):
-    """The start of a part: number `part` of chain `chain`."""
+class Launch(NamedTuple):
+    """The launch of op number `op` of sequence number `sequence` by the host."""
 
-    chain: int
-    part: int
-
-
-Chain = Sequence[Part]
+    sequence: int
+    op: int
 
 
-def forward_parts(sections: Sequence[Section]) -> tuple[Part, ...]:
-    """The parts of a forward through the segments of a chunk."""
-    return tuple(
-        Part(first, last, exchange, sum(s.forward for s in own), any(s.waits for s in own))
-        for first, last, exchange, own in _runs(sections)
-    )
+OpSequence = Sequence[StreamOp]
 
 
-def backward_parts(sections: Sequence[Section], *, defer: bool = False) -> tuple[Part, ...]:
-    """The parts of a backward through them, last segment first; with `defer`, weights have their own."""
-    parts = []
-    for first, last, exchange, own in reversed([*_runs(sections)]):
-        inputs, weights = (sum(each) for each in zip(*((s.backward_input, s.backward_weight) for s in own)))
-        deferred = defer and not exchange
-        parts.append(Part(first, last, exchange, inputs if deferred else inputs + weights))
-        if deferred:
-            parts.append(Part(first, last, exchange, weights, deferred=True))
-    return tuple(parts)
+def forward_ops(segments: Sequence[SegmentCost]) -> tuple[StreamOp, ...]:
+    """Return the ops of a forward through the segments of a chunk.
 
-
-def _runs(sections: Sequence[Section]) -> Iterator[tuple[int, int, bool, list[Section]]]:
-    for exchange, run in groupby(enumerate(sections), lambda each: each[1].exchange):
-        numbers, own = zip(*run)
-        yield numbers[0], numbers[-1], exchange, list(own)
-
-
-def nominal(sections: Sequence[Section]) -> tuple[Section, ...]:
-    """The runs of segments on one stream, each with the same time, which all ranks know without measuring.
-
-    A part takes 1, a backward with weights 2.
+    Example:
+        >>> layer = [SegmentCost("attention"), SegmentCost("dispatch", exchange=True), SegmentCost("experts")]
+        >>> [(op.first, op.exchange) for op in forward_ops(layer)]
+        [(0, False), (1, True), (2, False)]
     """
     return tuple(
-        Section(own[0].name, exchange, any(s.waits for s in own), backward_weight=0.0 if exchange else 1.0)
-        for _, _, exchange, own in _runs(sections)
+        StreamOp(first, last, exchange, sum(s.forward for s in costs), any(s.waits for s in costs))
+        for first, last, exchange, costs in _runs(segments)
     )
 
 
-def cut_segments(segments: Sequence[tuple[str, bool, bool]]) -> list[tuple[range, Section]]:
-    """Cut a chunk where its segments begin or cease to exchange: places of segments, and a nominal section.
+def backward_ops(segments: Sequence[SegmentCost], *, defer: bool = False) -> tuple[StreamOp, ...]:
+    """Return the ops of a backward, last segment first; `defer` makes weight gradients ops of their own."""
+    ops = []
+    for first, last, exchange, costs in reversed([*_runs(segments)]):
+        inputs, weights = (sum(each) for each in zip(*((s.backward_input, s.backward_weight) for s in costs)))
+        deferred = defer and not exchange
+        ops.append(StreamOp(first, last, exchange, inputs if deferred else inputs + weights))
+        if deferred:
+            ops.append(StreamOp(first, last, exchange, weights, deferred=True))
+    return tuple(ops)
 
-    segments: (name, whether it exchanges, whether a graph could hold it). The host waits where an exchange
-    begins that a graph could not hold, behind a segment that it could.
+
+def _runs(segments: Sequence[SegmentCost]) -> Iterator[tuple[int, int, bool, list[SegmentCost]]]:
+    """Yield (first, last, exchange, costs) of each run of consecutive segments on one stream."""
+    for exchange, run in groupby(enumerate(segments), lambda each: each[1].exchange):
+        numbers, costs = zip(*run)
+        yield numbers[0], numbers[-1], exchange, list(costs)
+
+
+def unit_cost(segments: Sequence[SegmentCost]) -> tuple[SegmentCost, ...]:
+    """Return one segment per run on one stream, each of the same cost: an op takes 1, a backward 2.
+
+    All ranks know these costs without measuring, so their orders agree.
+    """
+    return tuple(
+        SegmentCost(
+            costs[0].name, exchange, any(s.waits for s in costs), backward_weight=0.0 if exchange else 1.0
+        )
+        for _, _, exchange, costs in _runs(segments)
+    )
+
+
+def partition_segments(segments: Sequence[tuple[str, bool, bool]]) -> list[tuple[range, SegmentCost]]:
+    """Partition a chunk at the segments where exchanges begin and end.
+
+    Args:
+        segments: (name, exchanges rows, capturable in a CUDA graph).
+
+    Returns:
+        for each run of segments on one stream, their range and a unit cost. The host waits before an exchange
+        that is not capturable if the segment before it is.
     """
     found, before = [], True
     for exchange, group in groupby(range(len(segments)), lambda i: segments[i][1]):
-        own = list(group)
-        (name, _, able), (*_, last_able) = segments[own[0]], segments[own[-1]]
-        (section,) = nominal([Section(name, exchange, exchange and before and not able)])
-        found.append((range(own[0], own[-1] + 1), section))
+        places = list(group)
+        (name, _, able), (*_, last_able) = segments[places[0]], segments[places[-1]]
+        (cost,) = unit_cost([SegmentCost(name, exchange, exchange and before and not able)])
+        found.append((range(places[0], places[-1] + 1), cost))
         before = last_able
     return found
 
 
-class PartStep(Step):
-    """A step of one part, whose number stands in place of a chunk's; see `computing`."""
+class OpStep(Step):
+    """A step of one compute op; `chunk` holds the op's number, see `compute_ops`."""
 
     __slots__ = ()
 
     @property
     def unit(self) -> str:
-        return "part"
+        return "op"
 
 
-def computing(chunks: Sequence[Sequence[Section]]) -> list[tuple[int, int]]:
-    """The (chunk, section) of each section that computes; its place here is the number of the part."""
-    return [(c, i) for c, own in enumerate(chunks) for i, each in enumerate(own) if not each.exchange]
+def compute_ops(chunks: Sequence[Sequence[SegmentCost]]) -> list[tuple[int, int]]:
+    """Return the (chunk, segment) of each compute op; the position in this list is the op's number."""
+    return [(c, i) for c, costs in enumerate(chunks) for i, each in enumerate(costs) if not each.exchange]
 
 
-def graph_order(steps: Iterable[Sequence[Step]], chunks: Sequence[Sequence[Section]]) -> tuple[PartStep, ...]:
-    """The order in which a host starts the parts that compute, of which graphs are replayed.
+def graph_order(
+    steps: Iterable[Sequence[Step]], chunks: Sequence[Sequence[SegmentCost]]
+) -> tuple[OpStep, ...]:
+    """Return the order in which the host launches compute ops, which is the order of graph replays.
 
-    steps: what runs at once, in order (`Schedule.together`). chunks: the sections of each, from
-    `cut_segments`. A backward is two steps, of inputs and of weights.
+    Args:
+        steps: concurrent steps, in order (`Schedule.together`).
+        chunks: the segments of each chunk, from `partition_segments`.
+
+    Returns:
+        one step per forward; a backward is two, of inputs and of weights.
     """
-    numbers = {place: number for number, place in enumerate(computing(chunks))}
+    numbers = {place: number for number, place in enumerate(compute_ops(chunks))}
     found = []
     for group in steps:
-        chains = [
-            forward_parts(own) if step.kind == FORWARD else backward_parts(own, defer=True)
-            for step, own in ((step, chunks[step.chunk]) for step in group)
+        sequences = [
+            forward_ops(costs) if step.kind == FORWARD else backward_ops(costs, defer=True)
+            for step, costs in ((step, chunks[step.chunk]) for step in group)
         ]
-        for chain, number in order_of(*chains):
-            step, part = group[chain], chains[chain][number]
-            if not part.exchange:
-                kind = BACKWARD_WEIGHT if part.deferred else BACKWARD_INPUT
+        for sequence, number in launch_order(*sequences):
+            step, op = group[sequence], sequences[sequence][number]
+            if not op.exchange:
+                kind = BACKWARD_WEIGHT if op.deferred else BACKWARD_INPUT
                 kind = FORWARD if step.kind == FORWARD else kind
-                found.append(PartStep(kind, step.microbatch, numbers[step.chunk, part.first]))
+                found.append(OpStep(kind, step.microbatch, numbers[step.chunk, op.first]))
     return tuple(found)
 
 
-def order_of(*chains: Chain) -> tuple[Turn, ...]:
-    """The order in training: of a chain alone as it is, of a forward and a backward as `interleave` says."""
-    return interleave(*chains) if len(chains) > 1 and all(chains) else in_sequence(*chains)
+def launch_order(*sequences: OpSequence) -> tuple[Launch, ...]:
+    """Return the order in training: a single sequence as it is, a forward and a backward interleaved."""
+    if len(sequences) > 1 and all(sequences):
+        return interleave(*sequences)
+    return sequential(*sequences)
 
 
-def needed(chain: Chain, part: int) -> int | None:
-    """The number of the part that part number `part` needs; None for the first."""
-    before = (i for i in range(part - 1, -1, -1) if not chain[i].deferred)
+def predecessor(sequence: OpSequence, op: int) -> int | None:
+    """Return the number of the op that op number `op` depends on; None for the first."""
+    before = (i for i in range(op - 1, -1, -1) if not sequence[i].deferred)
     return next(before, None)
 
 
-def interleave(*chains: Chain) -> tuple[Turn, ...]:
-    """An order in which a host starts the parts of `chains`, which have their first inputs.
+def interleave(*sequences: OpSequence) -> tuple[Launch, ...]:
+    """Return an order in which the host launches the ops of `sequences`, whose first inputs are there.
 
-    Next comes what can begin first; of several such parts, one on which others wait, and for which the host
-    does not; of these an exchange, then one whose next exchange is nearest. Where this takes longer than an
-    order by turns, or one chain after the other, that is returned. The same chains always give the same
-    order, so that ranks agree on it without a word. Of a chain, the deferred gradients of at most two parts
-    wait: what they need takes memory.
+    The order is greedy: next comes the op that can start first. Ties are broken by
+
+    1. ops that others depend on before deferred ones,
+    2. ops that the host does not wait for,
+    3. exchanges before compute,
+    4. the op whose next exchange is nearest.
+
+    If an alternating or a sequential order takes less time, that one is returned. The result depends on the
+    sequences alone, so ranks agree on it without communication. At most two ops of a sequence with deferred
+    weight gradients wait at a time, as they keep their inputs alive.
+
+    Example:
+        >>> layer = [SegmentCost("attention"), SegmentCost("dispatch", exchange=True, backward_weight=0.0)]
+        >>> sequences = forward_ops(layer), backward_ops(layer)
+        >>> [tuple(launch) for launch in interleave(*sequences)]
+        [(1, 0), (0, 0), (0, 1), (1, 1)]
     """
-    by_turns = tuple(Turn(i, part) for i, part in _by_turns([len(chain) for chain in chains]))
+    alternating = tuple(Launch(i, op) for i, op in _alternating([len(sequence) for sequence in sequences]))
     return min(
-        (_greedy(chains), by_turns, in_sequence(*chains)), key=lambda order: play([order], [chains]).makespan
+        (_greedy(sequences), alternating, sequential(*sequences)),
+        key=lambda order: simulate_streams([order], [sequences]).makespan,
     )
 
 
-def in_sequence(*chains: Chain) -> tuple[Turn, ...]:
-    """The order of chains one after the other."""
-    return tuple(Turn(number, part) for number, chain in enumerate(chains) for part in range(len(chain)))
+def sequential(*sequences: OpSequence) -> tuple[Launch, ...]:
+    """Return the order that launches one sequence after the other."""
+    return tuple(
+        Launch(number, op) for number, sequence in enumerate(sequences) for op in range(len(sequence))
+    )
 
 
-def _by_turns(lengths: Sequence[int]) -> Iterator[tuple[int, int]]:
-    for part in range(max(lengths, default=0)):
-        for chain, length in enumerate(lengths):
-            if part < length:
-                yield chain, part
+def _alternating(lengths: Sequence[int]) -> Iterator[tuple[int, int]]:
+    for op in range(max(lengths, default=0)):
+        for sequence, length in enumerate(lengths):
+            if op < length:
+                yield sequence, op
 
 
-def _greedy(chains: Sequence[Chain]) -> tuple[Turn, ...]:
-    waiting = [list(range(len(chain))) for chain in chains]
-    ends: dict[Turn, float] = {}
-    free = {False: 0.0, True: 0.0}
+def _greedy(sequences: Sequence[OpSequence]) -> tuple[Launch, ...]:
+    waiting = [list(range(len(sequence))) for sequence in sequences]
+    ends: dict[Launch, float] = {}
+    free = {False: 0.0, True: 0.0}  # time at which the compute and the exchange stream are free
     host, order = 0.0, []
-    nearest = [_to_exchange(chain) for chain in chains]
+    nearest = [_to_exchange(sequence) for sequence in sequences]
     while any(waiting):
-        best: tuple[tuple[float, bool, bool, bool, float, int], Turn, float] | None = None
-        for turn in _candidates(chains, waiting):
-            own, before = chains[turn.chain][turn.part], needed(chains[turn.chain], turn.part)
-            given = 0.0 if before is None else ends[Turn(turn.chain, before)]
-            start = max(host, given, free[own.exchange])
-            near = nearest[turn.chain][turn.part]
-            key = (start, own.deferred, own.waits, not own.exchange, near, turn.chain)
+        # 1. Of all ops that can be launched, choose the one that can start first.
+        best: tuple[tuple[float, bool, bool, bool, float, int], Launch, float] | None = None
+        for launch in _candidates(sequences, waiting):
+            sequence = sequences[launch.sequence]
+            op, before = sequence[launch.op], predecessor(sequence, launch.op)
+            inputs_at = 0.0 if before is None else ends[Launch(launch.sequence, before)]
+            start = max(host, inputs_at, free[op.exchange])
+            near = nearest[launch.sequence][launch.op]
+            key = (start, op.deferred, op.waits, not op.exchange, near, launch.sequence)
             if best is None or key < best[0]:
-                best = key, turn, given
+                best = key, launch, inputs_at
         assert best is not None
-        (start, *_), turn, given = best
-        own = chains[turn.chain][turn.part]
-        ends[turn] = free[own.exchange] = start + own.time
-        host = max(host, given) if own.waits else host
-        waiting[turn.chain].remove(turn.part)
-        order.append(turn)
+        # 2. Launch it: its stream is busy until its end, and the host until its inputs if it waits for them.
+        (start, *_), launch, inputs_at = best
+        op = sequences[launch.sequence][launch.op]
+        ends[launch] = free[op.exchange] = start + op.time
+        host = max(host, inputs_at) if op.waits else host
+        waiting[launch.sequence].remove(launch.op)
+        order.append(launch)
     return tuple(order)
 
 
-def _candidates(chains: Sequence[Chain], waiting: Sequence[Sequence[int]]) -> list[Turn]:
-    """What can be started next; only the oldest gradients of weights where too many wait."""
+def _candidates(sequences: Sequence[OpSequence], waiting: Sequence[Sequence[int]]) -> list[Launch]:
+    """Return the ops that can be launched next; with too many deferred, only the oldest of these."""
     found = []
-    for number, (chain, left) in enumerate(zip(chains, waiting, strict=True)):
-        own = [Turn(number, part) for part in _ready(chain, left)]
-        if sum(chain[turn.part].deferred for turn in own) > _MAX_DEFERRED:
-            return own[:1]
-        found += own
+    for number, (sequence, left) in enumerate(zip(sequences, waiting, strict=True)):
+        ready = [Launch(number, op) for op in _ready(sequence, left)]
+        if sum(sequence[launch.op].deferred for launch in ready) > _MAX_DEFERRED:
+            return ready[:1]
+        found += ready
     return found
 
 
-def _ready(chain: Chain, left: Sequence[int]) -> Iterator[int]:
-    """The next part, and those deferred that come before it."""
-    for part in left:
-        yield part
-        if not chain[part].deferred:
+def _ready(sequence: OpSequence, left: Sequence[int]) -> Iterator[int]:
+    """Yield the next op, and the deferred ones before it."""
+    for op in left:
+        yield op
+        if not sequence[op].deferred:
             return
 
 
-def _to_exchange(chain: Chain) -> list[float]:
-    """The time from the start of each part to the next exchange behind it."""
+def _to_exchange(sequence: OpSequence) -> list[float]:
+    """Return the time from the start of each op to the next exchange after it."""
     found, time = [], 0.0
-    for part in reversed(chain):
-        time = 0.0 if part.exchange else time + (0.0 if part.deferred else part.time)
+    for op in reversed(sequence):
+        time = 0.0 if op.exchange else time + (0.0 if op.deferred else op.time)
         found.append(time)
     return found[::-1]
 
 
 @dataclass(frozen=True)
-class Played:
-    """The times of parts: (start, end) of `turns[rank][i]`, the i-th turn of a rank's order."""
+class Timeline:
+    """Simulated times of ops: `times[rank][i]` is (start, end) of the i-th launch in a rank's order."""
 
-    orders: tuple[tuple[Turn, ...], ...]
-    chains: tuple[tuple[Chain, ...], ...]
-    turns: tuple[tuple[tuple[float, float], ...], ...]
+    orders: tuple[tuple[Launch, ...], ...]
+    sequences: tuple[tuple[OpSequence, ...], ...]
+    times: tuple[tuple[tuple[float, float], ...], ...]
 
     @cached_property
     def makespan(self) -> float:
-        """The time at which the last rank is done."""
-        return max((end for own in self.turns for _, end in own), default=0.0)
+        """End of the last op of any rank."""
+        return max((end for times in self.times for _, end in times), default=0.0)
 
     def exposed(self, rank: int) -> float:
-        """The time in which a rank computes nothing."""
-        times = zip(self.orders[rank], self.turns[rank], strict=True)
-        own = self.chains[rank]
-        return self.makespan - sum(end - start for (c, p), (start, end) in times if not own[c][p].exchange)
+        """Return the time in which a rank's compute stream is idle."""
+        times = zip(self.orders[rank], self.times[rank], strict=True)
+        ops = self.sequences[rank]
+        return self.makespan - sum(end - start for (s, o), (start, end) in times if not ops[s][o].exchange)
 
 
-def play(orders: Sequence[Sequence[Turn]], chains: Sequence[Sequence[Chain]]) -> Played:
-    """Time the orders of ranks, `orders[rank]`, of which each has its own `chains[rank]`.
+def simulate_streams(
+    orders: Sequence[Sequence[Launch]], sequences: Sequence[Sequence[OpSequence]]
+) -> Timeline:
+    """Simulate the two streams and the host of every rank.
 
-    An exchange begins when all ranks have come to it, and ends everywhere at once. ValueError naming rank and
-    part where one is missing, there twice, or comes before what it needs, where ranks differ in their chains,
-    and where ranks wait for each other for ever.
+    An exchange starts when all ranks have reached it, and ends on all of them at the same time.
+
+    Args:
+        orders: `orders[rank]`, a permutation of that rank's ops.
+        sequences: `sequences[rank]`, of the same ops on all ranks; times may differ.
+
+    Raises:
+        ValueError: naming rank and op, if one is missing, repeated or launched before its predecessor; if
+            ranks have other ops; or if ranks wait for each other in a cycle.
+
+    Example:
+        >>> layer = [SegmentCost("attention"), SegmentCost("dispatch", exchange=True, backward_weight=0.0)]
+        >>> sequences = forward_ops(layer * 4), backward_ops(layer * 4)
+        >>> simulate_streams([sequential(*sequences)], [sequences]).makespan
+        20.0
+        >>> simulate_streams([interleave(*sequences)], [sequences]).makespan
+        12.0
     """
-    shapes = [[[(p.first, p.last, p.exchange, p.deferred) for p in chain] for chain in own] for own in chains]
+    shapes = [
+        [[(op.first, op.last, op.exchange, op.deferred) for op in sequence] for sequence in each]
+        for each in sequences
+    ]
     other = next((rank for rank, shape in enumerate(shapes) if shape != shapes[0]), None)
     if other is not None:
-        raise ValueError(f"overlap: ranks 0 and {other} have chains of other parts")
-    if not orders or len(orders) != len(chains):
-        raise ValueError(f"overlap: {len(orders)} orders for the chains of {len(chains)} ranks")
-    given = enumerate(zip(orders, chains, strict=True))
-    ranks = [_Rank(rank, tuple(Turn(*turn) for turn in order), own) for rank, (order, own) in given]
+        raise ValueError(f"simulate_streams: ranks 0 and {other} have sequences of other ops")
+    if not orders or len(orders) != len(sequences):
+        raise ValueError(
+            f"simulate_streams: {len(orders)} orders for the sequences of {len(sequences)} ranks"
+        )
+    pairs = enumerate(zip(orders, sequences, strict=True))
+    ranks = [_Rank(rank, tuple(Launch(*each) for each in order), ops) for rank, (order, ops) in pairs]
     while True:
+        # 1. Every rank advances to its next exchange.
         moved = [rank.advance() for rank in ranks]
         heads = [rank.exchange for rank in ranks]
+        # 2. Once all ranks have reached the same exchange, it runs, as long as on the slowest rank.
         if heads[0] is not None and all(head is not None and head[0] == heads[0][0] for head in heads):
             start = max(head[1] for head in heads if head is not None)
-            length = max(rank.part(heads[0][0]).time for rank in ranks)
+            length = max(rank.op(heads[0][0]).time for rank in ranks)
             for rank in ranks:
                 rank.exchanged(start, start + length)
         elif not any(moved):
@@ -302,79 +369,83 @@ def play(orders: Sequence[Sequence[Turn]], chains: Sequence[Sequence[Chain]]) ->
     for rank in ranks:
         if len(rank.times) < len(rank.order):
             others = ", ".join(f"rank {each.rank} {_named(each.waits_for)}" for each in ranks)
-            raise ValueError(f"overlap: ranks wait for each other for ever: {others}")
-    timed = tuple(tuple(rank.times[turn] for turn in rank.order) for rank in ranks)
-    return Played(tuple(rank.order for rank in ranks), tuple(tuple(own) for own in chains), timed)
+            raise ValueError(f"simulate_streams: ranks wait for each other in a cycle: {others}")
+    times = tuple(tuple(rank.times[launch] for launch in rank.order) for rank in ranks)
+    return Timeline(tuple(rank.order for rank in ranks), tuple(tuple(each) for each in sequences), times)
 
 
 class _Rank:
-    """A rank that plays its order: a host, and two streams."""
+    """A simulated rank: a host that launches in its order, and two streams."""
 
-    def __init__(self, rank: int, order: tuple[Turn, ...], chains: Sequence[Chain]) -> None:
-        self.rank, self.order, self.chains = rank, order, chains
-        self.times: dict[Turn, tuple[float, float]] = {}
-        self.exchange: tuple[Turn, float] | None = None  # the next one, once it could begin, and when
+    def __init__(self, rank: int, order: tuple[Launch, ...], sequences: Sequence[OpSequence]) -> None:
+        self.rank, self.order, self.sequences = rank, order, sequences
+        self.times: dict[Launch, tuple[float, float]] = {}
+        self.exchange: tuple[Launch, float] | None = None  # the next one that can start, and when
         self._check()
-        self._started, self._host = 0, 0.0
-        self._queues: dict[bool, deque[tuple[Turn, float]]] = {False: deque(), True: deque()}
+        self._launched, self._host = 0, 0.0
+        self._queues: dict[bool, deque[tuple[Launch, float]]] = {False: deque(), True: deque()}
         self._free = {False: 0.0, True: 0.0}
 
-    def part(self, turn: Turn) -> Part:
-        return self.chains[turn.chain][turn.part]
+    def op(self, launch: Launch) -> StreamOp:
+        return self.sequences[launch.sequence][launch.op]
 
     @property
-    def waits_for(self) -> Turn | None:
+    def waits_for(self) -> Launch | None:
         return None if self.exchange is None else self.exchange[0]
 
     def _check(self) -> None:
-        every = {Turn(c, p) for c, chain in enumerate(self.chains) for p in range(len(chain))}
-        seen: set[Turn] = set()
-        for turn in self.order:
-            if turn not in every or turn in seen:
-                problem = "is there twice" if turn in seen else "does not exist"
-                raise ValueError(f"overlap: rank {self.rank}, {_named(turn)} {problem}")
-            before = self._needed(turn)
+        every = {Launch(s, op) for s, sequence in enumerate(self.sequences) for op in range(len(sequence))}
+        seen: set[Launch] = set()
+        for launch in self.order:
+            if launch not in every or launch in seen:
+                problem = "is there twice" if launch in seen else "does not exist"
+                raise ValueError(f"simulate_streams: rank {self.rank}, {_named(launch)} {problem}")
+            before = self._predecessor(launch)
             if before is not None and before not in seen:
-                raise ValueError(f"overlap: rank {self.rank}, {_named(turn)} comes before {_named(before)}")
-            seen.add(turn)
-        for turn in sorted(every - seen):
-            raise ValueError(f"overlap: rank {self.rank}, {_named(turn)} is missing")
+                raise ValueError(
+                    f"simulate_streams: rank {self.rank}, {_named(launch)} comes before {_named(before)}"
+                )
+            seen.add(launch)
+        for launch in sorted(every - seen):
+            raise ValueError(f"simulate_streams: rank {self.rank}, {_named(launch)} is missing")
 
-    def _needed(self, turn: Turn) -> Turn | None:
-        before = needed(self.chains[turn.chain], turn.part)
-        return None if before is None else Turn(turn.chain, before)
+    def _predecessor(self, launch: Launch) -> Launch | None:
+        before = predecessor(self.sequences[launch.sequence], launch.op)
+        return None if before is None else Launch(launch.sequence, before)
 
     def advance(self) -> bool:
-        """Start what can start, but exchanges, for which other ranks are needed; whether anything could."""
+        """Run everything up to the next exchange; return True if anything could run."""
         moved = False
-        while self._started < len(self.order) and self._start(self.order[self._started]):
+        # 1. The host launches, until it has to wait for an op that has not ended.
+        while self._launched < len(self.order) and self._launch(self.order[self._launched]):
             moved = True
+        # 2. Each stream runs the ops whose predecessors have ended.
         for exchange, queue in self._queues.items():
             while queue and not (exchange and self.exchange):
-                turn, issued = queue[0]
-                before = self._needed(turn)
+                launch, launched_at = queue[0]
+                before = self._predecessor(launch)
                 if before is not None and before not in self.times:
                     break
-                given = 0.0 if before is None else self.times[before][1]
-                start = max(issued, given, self._free[exchange])
+                inputs_at = 0.0 if before is None else self.times[before][1]
+                start = max(launched_at, inputs_at, self._free[exchange])
                 queue.popleft()
                 moved = True
-                if exchange:
-                    self.exchange = turn, start
+                if exchange:  # needs the other ranks
+                    self.exchange = launch, start
                 else:
-                    self.times[turn] = start, start + self.part(turn).time
-                    self._free[False] = start + self.part(turn).time
+                    self.times[launch] = start, start + self.op(launch).time
+                    self._free[False] = start + self.op(launch).time
         return moved
 
-    def _start(self, turn: Turn) -> bool:
-        """Put a part on its stream; False where the host has to wait for one that has not ended."""
-        part, before = self.part(turn), self._needed(turn)
-        if part.waits and before is not None:
+    def _launch(self, launch: Launch) -> bool:
+        """Queue an op on its stream; return False if the host has to wait for an op that has not ended."""
+        op, before = self.op(launch), self._predecessor(launch)
+        if op.waits and before is not None:
             if before not in self.times:
                 return False
             self._host = max(self._host, self.times[before][1])
-        self._queues[part.exchange].append((turn, self._host))
-        self._started += 1
+        self._queues[op.exchange].append((launch, self._host))
+        self._launched += 1
         return True
 
     def exchanged(self, start: float, end: float) -> None:
@@ -383,5 +454,5 @@ class _Rank:
         self._free[True], self.exchange = end, None
 
 
-def _named(turn: Turn | None) -> str:
-    return "none" if turn is None else f"part {turn.part} of chain {turn.chain}"
+def _named(launch: Launch | None) -> str:
+    return "none" if launch is None else f"op {launch.op} of sequence {launch.sequence}"

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from fastmp.config import MoEConfig
 from fastmp.cuda_graphs.buffer_plan import RunSpec, TensorSpec
 from fastmp.cuda_graphs.scope import captured_segments, layer_groups
-from fastmp.pipeline.stream_schedule import Section, cut_segments
+from fastmp.pipeline.stream_schedule import SegmentCost, partition_segments
 from fastmp.plan.parameters import layer_size
 from fastmp.plan.shapes import Shapes
 
@@ -81,10 +81,12 @@ def runs(
     return _runs(shapes, layers, chosen, run_size)[0]
 
 
-def sections(shapes: Shapes, layers: range) -> list[tuple[range, Section]]:
+def sections(shapes: Shapes, layers: range) -> list[tuple[range, SegmentCost]]:
     """The parts of a stage with these layers where two microbatches run at once: their segments, by place."""
     links = [(layer, each) for layer in layers for each in segments(shapes.of_layer(layer))]
-    return cut_segments([(f"{layer}.{own.name}", own.exchanges, own.capturable) for layer, own in links])
+    return partition_segments(
+        [(f"{layer}.{own.name}", own.exchanges, own.capturable) for layer, own in links]
+    )
 
 
 def runs_apart(

@@ -19,7 +19,14 @@ from itertools import pairwise
 from fastmp.config import Recipe
 from fastmp.config.sizes import flops_per_token, layer_flops_per_token
 from fastmp.pipeline.simulate import Costs, simulate
-from fastmp.pipeline.stream_schedule import Section, backward_parts, forward_parts, interleave, nominal, play
+from fastmp.pipeline.stream_schedule import (
+    SegmentCost,
+    backward_ops,
+    forward_ops,
+    interleave,
+    simulate_streams,
+    unit_cost,
+)
 from fastmp.plan import traffic
 from fastmp.plan.flops import not_repeated
 from fastmp.plan.hardware import GPU
@@ -197,7 +204,7 @@ def _layer(shapes: Shapes, links: _Links, kernels: Kernels, recompute: bool) -> 
     return found
 
 
-def layer_sections(shapes: Shapes, gpu: GPU, kernels: Kernels = FASTMP) -> tuple[Section, ...]:
+def layer_sections(shapes: Shapes, gpu: GPU, kernels: Kernels = FASTMP) -> tuple[SegmentCost, ...]:
     """Return the times of a layer's segments for one microbatch: what exchanges rows, and what computes.
 
     They add up to those of the layer. A layer that exchanges nothing is one section.
@@ -205,7 +212,7 @@ def layer_sections(shapes: Shapes, gpu: GPU, kernels: Kernels = FASTMP) -> tuple
     return _sections(shapes, _Links(gpu, shapes), kernels)
 
 
-def _sections(shapes: Shapes, links: _Links, kernels: Kernels) -> tuple[Section, ...]:
+def _sections(shapes: Shapes, links: _Links, kernels: Kernels) -> tuple[SegmentCost, ...]:
     gpu, moe, itemsize = links.gpu, shapes.model.moe, shapes.itemsize
     layer = _layer(shapes, links, kernels, recompute=False)
     whole = [layer.total(name) for name in (FORWARD, INPUT, WEIGHT)]
@@ -237,9 +244,11 @@ def _sections(shapes: Shapes, links: _Links, kernels: Kernels) -> tuple[Section,
     )
 
 
-def _section(name: str, times: Sequence[float], *, exchange: bool = False, waits: bool = False) -> Section:
+def _section(
+    name: str, times: Sequence[float], *, exchange: bool = False, waits: bool = False
+) -> SegmentCost:
     forward, inputs, weights = times
-    return Section(name, exchange, waits, forward, inputs, weights)
+    return SegmentCost(name, exchange, waits, forward, inputs, weights)
 
 
 def _hidden(recipe: Recipe, shapes: Shapes, links: _Links, kernels: Kernels) -> float:
@@ -253,13 +262,13 @@ def _hidden(recipe: Recipe, shapes: Shapes, links: _Links, kernels: Kernels) -> 
     return min(hidden_by_overlap([part for kind in kinds for part in of_kinds[kind]]) for kinds in stages)
 
 
-def hidden_by_overlap(sections: Sequence[Section]) -> float:
+def hidden_by_overlap(sections: Sequence[SegmentCost]) -> float:
     """Return how much shorter a forward and a backward of a chunk are at once, in the order of training."""
     chains, known = (
-        (forward_parts(own), backward_parts(own, defer=True)) for own in (sections, nominal(sections))
+        (forward_ops(own), backward_ops(own, defer=True)) for own in (sections, unit_cost(sections))
     )
     apart = sum(part.time for chain in chains for part in chain)
-    return max(0.0, apart - play([interleave(*known)], [chains]).makespan)
+    return max(0.0, apart - simulate_streams([interleave(*known)], [chains]).makespan)
 
 
 def _hide(parts: dict[tuple[str, str], float], seconds: float) -> None:

@@ -22,7 +22,7 @@ from fastmp.nn.overlap import OverlappedLayers
 from fastmp.nn.segment import LayerChain, Segment, SegmentedLayer
 from fastmp.ops.wgrad import linear
 from fastmp.pipeline.schedule import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Schedule
-from fastmp.pipeline.stream_schedule import PartStep
+from fastmp.pipeline.stream_schedule import OpStep
 
 MICROBATCHES = 4
 needs_cpp = pytest.mark.skipif(flat.REPLAY is None, reason="fastmp._replay is not built for this torch")
@@ -185,7 +185,7 @@ def test_graphs_replay_in_the_order_of_parts(monkeypatch):
     kinds = "".join({FORWARD: "f", BACKWARD_INPUT: "b", BACKWARD_WEIGHT: "w"}[step.kind] for step in ran)
     assert kinds.startswith("ffff") and kinds.count("f") == kinds.count("b") == kinds.count("w") == 16
     assert "bf" in kinds[4:-8] and "fb" in kinds[4:-8] and kinds.endswith("bw")
-    assert str(ran[0]) == "forward of microbatch 0 part 0"
+    assert str(ran[0]) == "forward of microbatch 0 op 0"
 
 
 def _graphs_of(manager):
@@ -199,7 +199,7 @@ def _graphs_of(manager):
                 BACKWARD_INPUT: captured.backward.graph,
                 BACKWARD_WEIGHT: captured.weight.graph,
             }
-        yield of_kind[slot.kind], PartStep(*slot.step)
+        yield of_kind[slot.kind], OpStep(*slot.step)
 
 
 @pytest.mark.full
@@ -298,7 +298,7 @@ def test_exchanges_are_not_for_graphs_and_orders_are_checked(monkeypatch):
     with graphed.layers.forward((0, 0)):
         out, *_ = graphed.chain(x, scale=scale)
     with pytest.raises(
-        GraphError, match=r"is about to run, but the forward of microbatch 1 part 0, .* planned"
+        GraphError, match=r"is about to run, but the forward of microbatch 1 op 0, .* planned"
     ):
         out.sum().backward()
         graphed.layers.backward((0, 0))

@@ -10,15 +10,15 @@ from typing import Any
 from fastmp.config import DataConfig, GPTConfig, MoEConfig, ParallelConfig, Recipe, TrainConfig
 from fastmp.pipeline.schedule import Schedule
 from fastmp.pipeline.stream_schedule import (
-    Part,
-    Section,
-    Turn,
-    backward_parts,
-    forward_parts,
-    in_sequence,
+    Launch,
+    SegmentCost,
+    StreamOp,
+    backward_ops,
+    forward_ops,
     interleave,
-    nominal,
-    play,
+    sequential,
+    simulate_streams,
+    unit_cost,
 )
 from fastmp.plan.hardware import GPUS
 from fastmp.plan.shapes import shapes_of
@@ -49,7 +49,7 @@ LAYOUTS: tuple[tuple[str, int, dict[str, int]], ...] = (
     ("Qwen3 30B-A3B", 64, {"ep": 8, "pp": 4}),
     ("Qwen3 30B-A3B", 64, {"ep": 8, "pp": 4, "vpp": 4}),
 )
-Chains = tuple[tuple[Part, ...], tuple[Part, ...]]
+Chains = tuple[tuple[StreamOp, ...], tuple[StreamOp, ...]]
 
 
 def main(arguments: list[str]) -> int:
@@ -62,38 +62,38 @@ def main(arguments: list[str]) -> int:
     return write(made.prog, options.out, "overlap", page(), pictures)
 
 
-def sections(exchange: float, layers: int = LAYERS) -> list[Section]:
+def sections(exchange: float, layers: int = LAYERS) -> list[SegmentCost]:
     """Return layers whose attention and experts take 1 each forward; dispatch and combine `exchange` each."""
     return [
-        Section("attention", False, False, 1.0, 1.2, 0.8),
-        Section("dispatch", True, True, exchange, exchange, 0.0),
-        Section("experts", False, False, 1.0, 1.0, 1.0),
-        Section("combine", True, False, exchange, exchange, 0.0),
+        SegmentCost("attention", False, False, 1.0, 1.2, 0.8),
+        SegmentCost("dispatch", True, True, exchange, exchange, 0.0),
+        SegmentCost("experts", False, False, 1.0, 1.0, 1.0),
+        SegmentCost("combine", True, False, exchange, exchange, 0.0),
     ] * layers
 
 
-def chains(layers: Sequence[Section], *, defer: bool = True) -> Chains:
+def chains(layers: Sequence[SegmentCost], *, defer: bool = True) -> Chains:
     """Return a forward and a backward through `layers`."""
-    return forward_parts(layers), backward_parts(layers, defer=defer)
+    return forward_ops(layers), backward_ops(layers, defer=defer)
 
 
-def took(order: Sequence[Turn], *of: Sequence[Part]) -> float:
+def took(order: Sequence[Launch], *of: Sequence[StreamOp]) -> float:
     """Return the time of an order on one rank."""
-    return play([order], [of]).makespan
+    return simulate_streams([order], [of]).makespan
 
 
 def drawn() -> list[tuple[str, list[tuple[str, bool, str, float, float]]]]:
-    """Return (title, parts) of Qwen3 30B-A3B; a part is (segment, exchange, chain, start, end in ms)."""
+    """Return (title, ops) of Qwen3 30B-A3B; an op is (segment, exchange, sequence, start, end in ms)."""
     own = _sections("Qwen3 30B-A3B", 64, {"ep": 32}) * _DRAWN
     both = chains(own)
     found = []
-    for title, order in (("one after the other", in_sequence(*both)), ("at once", _order(own))):
-        played = play([order], [both])
+    for title, order in (("one after the other", sequential(*both)), ("at once", _order(own))):
+        timeline = simulate_streams([order], [both])
         events = []
-        for turn, (start, end) in zip(order, played.turns[0], strict=True):
-            part = both[turn.chain][turn.part]
-            chain = "weights" if part.deferred else ("forward", "backward")[turn.chain]
-            events.append((own[part.first].name, part.exchange, chain, 1e3 * start, 1e3 * end))
+        for launch, (start, end) in zip(order, timeline.times[0], strict=True):
+            op = both[launch.sequence][launch.op]
+            chain = "weights" if op.deferred else ("forward", "backward")[launch.sequence]
+            events.append((own[op.first].name, op.exchange, chain, 1e3 * start, 1e3 * end))
         found.append((title, events))
     return found
 
@@ -103,9 +103,9 @@ def page() -> str:
     return f"""# Two microbatches at once
 
 `python -m tools.study overlap` wrote this page. Nothing of it was measured: times of segments are given, or
-those of `fastmp plan time`; orders are `fastmp.pipeline.stream_schedule`'s, times of both streams its
-`play`'s ([pipeline.md](../pipeline.md#two-microbatches-at-once)). Neither stream slows the other here; on a
-GPU, kernels of collectives take some of its multiprocessors.
+those of `fastmp plan time`; orders are those of `fastmp.pipeline.stream_schedule`, and its `simulate_streams`
+times both streams ([pipeline.md](../pipeline.md#two-microbatches-at-once)). Neither stream slows the other
+here; on a GPU, kernels of collectives take some of its multiprocessors.
 
 ## Layers
 
@@ -141,7 +141,7 @@ def _layer_rows() -> Iterator[list[str]]:
         forward, backward = both = chains(own)
         whole = chains(own, defer=False)
         times = (
-            took(in_sequence(*whole), *whole),
+            took(sequential(*whole), *whole),
             took(interleave(forward), forward) + took(interleave(backward), backward),
             took(_order(own), *both),
             took(interleave(*both), *both),
@@ -150,9 +150,9 @@ def _layer_rows() -> Iterator[list[str]]:
         yield [f"{exchange:g}", *(f"{time:.1f}" for time in times)]
 
 
-def _order(layers: Sequence[Section]) -> tuple[Turn, ...]:
+def _order(layers: Sequence[SegmentCost]) -> tuple[Launch, ...]:
     """Return the order in which training runs a forward beside a backward through `layers`."""
-    return interleave(*chains(nominal(layers)))
+    return interleave(*chains(unit_cost(layers)))
 
 
 def _recipe(name: str, layout: dict[str, int], overlapped: bool = False) -> Recipe:
@@ -164,7 +164,7 @@ def _recipe(name: str, layout: dict[str, int], overlapped: bool = False) -> Reci
     )
 
 
-def _sections(name: str, ranks: int, layout: dict[str, int]) -> tuple[Section, ...]:
+def _sections(name: str, ranks: int, layout: dict[str, int]) -> tuple[SegmentCost, ...]:
     recipe = _recipe(name, layout)
     shapes = replace(shapes_of(recipe, ranks), model=recipe.model.layers[0])
     return layer_sections(shapes, GPUS["h100"])
