@@ -1,7 +1,7 @@
 // block_rows on the CPU: rows in order, block after block. The semantics are those of the reference in
 // fastmp/ops/blocks.py; rows in front of the first block count as its own.
 #include "op.h"
-#include "pairs.h"
+#include "assignments.h"
 
 #ifdef FASTMP_ISA_BASE
 

@@ -1,12 +1,12 @@
 // The steps of an exchange over peers' memory on the CPU: rows that are copied, weighted and summed where they lie, in
 // this process' memory or in maps that other processes share, and a barrier of epochs.
 //
-// Tokens are spread over the threads; a row belongs to one pair, so nobody else writes it. A rank's epochs are atomics
-// that others store to (release) and it waits for (acquire): what a rank wrote before it came can be read by those who
-// saw it come. Rows are made by the same code as those of permute.cpp, so sums have the same bits. The semantics are
-// those of the references in fastmp/ops/exchange.py.
+// Tokens are spread over the threads; a row belongs to one assignment, so it has one writer. A rank's signal pad is
+// atomics that peers store to (release) and it waits for (acquire): writes before a signal are visible after it. Rows are
+// made by the same code as those of permute.cpp, so sums have the same bits. The semantics are those of the references in
+// fastmp/ops/exchange_reference.py.
 #include "op.h"
-#include "pairs.h"
+#include "assignments.h"
 #include "rows.h"
 #include "simd.h"
 
@@ -23,9 +23,9 @@
 
 namespace fastmp {
 
-// Tokens [begin, end) with `num_slots` pairs each, whose rows are in the half `rows` (capacity, num_cols) of this rank's
-// memory, and at the same place of others', `peer_offsets[d * num_peers + p]` bytes further. y (token, slot, num_cols) has
-// no gaps; it, `probs` and `dprobs` may be null. `tokens` are read by a push, written by a pull.
+// Tokens [begin, end) with `num_slots` assignments each, whose rows are in the half `rows` (capacity, num_cols) of this
+// rank's buffer, and at the same place of the peers', `peer_offsets[d * num_peers + p]` bytes further. y (token, slot,
+// num_cols) has no gaps; it, `probs` and `dprobs` may be null. `tokens` are read by a push, written by a pull.
 struct PeerRun {
   const int64_t* peer_offsets;
   const int32_t* where;
@@ -38,10 +38,10 @@ struct PeerRun {
   ScalarType dtype;
   bool streamed;
 
-  // The rows of a pair at the ranks that have it; null where it goes nowhere.
+  // The rows of an assignment at the ranks that have it; null where it goes nowhere.
   template <typename T>
-  T* row(int64_t pair, int64_t copy) const {
-    const int64_t number = where[pair];
+  T* row(int64_t assignment, int64_t copy) const {
+    const int64_t number = where[assignment];
     if (number < 0 || number >= num_peers * capacity) return nullptr;
     const int64_t peer = number / capacity;
     char* half = static_cast<char*>(rows) + peer_offsets[copy * num_peers + peer];
@@ -54,17 +54,18 @@ FASTMP_DECLARE(void exchange_push_run(const PeerRun&); void exchange_pull_run(co
 
 namespace FASTMP_ISA {
 
-// Writes a pair's row of x times its weight to all copies, tile by tile; where kDot, returns its dot product with y.
+// Writes an assignment's row of x times its weight to all copies, tile by tile; with kDot returns its dot product
+// with y.
 template <bool kDot, typename T>
-FASTMP_INLINE scalar_of<T> push_weighted(const PeerRun& run, int64_t pair, const T* x, const T* y) {
+FASTMP_INLINE scalar_of<T> push_weighted(const PeerRun& run, int64_t assignment, const T* x, const T* y) {
   alignas(kVectorBytes) T tile[kTile];
-  const auto weight = static_cast<const scalar_of<T>*>(run.probs)[pair];
+  const auto weight = static_cast<const scalar_of<T>*>(run.probs)[assignment];
   auto dots = broadcast<lanes_of<T>>(0);
   for (int64_t first = 0; first < run.num_cols; first += kTile) {
     const int64_t count = std::min(kTile, run.num_cols - first);
     weigh<kDot>(x + first, y + first, weight, tile, count, dots);
     for (int64_t copy = 0; copy < run.num_copies; ++copy) {
-      copy_row(run.row<T>(pair, copy) + first, tile, count, run.streamed);
+      copy_row(run.row<T>(assignment, copy) + first, tile, count, run.streamed);
     }
   }
   return sum(dots);
@@ -75,19 +76,19 @@ void exchange_push_run(const PeerRun& run) {
     using T = typename decltype(tag)::type;
     for (int64_t token = run.begin; token < run.end; ++token) {
       const T* x = static_cast<const T*>(run.tokens) + token * run.token_pitch;
-      for (int64_t pair = token * run.num_slots; pair < (token + 1) * run.num_slots; ++pair) {
+      for (int64_t assignment = token * run.num_slots; assignment < (token + 1) * run.num_slots; ++assignment) {
         scalar_of<T> dprob = 0;
-        const bool there = run.row<T>(pair, 0) != nullptr;
+        const bool there = run.row<T>(assignment, 0) != nullptr;
         if (there && run.y) {
-          dprob = push_weighted<true>(run, pair, x, static_cast<const T*>(run.y) + pair * run.num_cols);
+          dprob = push_weighted<true>(run, assignment, x, static_cast<const T*>(run.y) + assignment * run.num_cols);
         } else if (there && run.probs) {
-          push_weighted<false>(run, pair, x, x);
+          push_weighted<false>(run, assignment, x, x);
         } else if (there) {
           for (int64_t copy = 0; copy < run.num_copies; ++copy) {
-            copy_row(run.row<T>(pair, copy), x, run.num_cols, run.streamed);
+            copy_row(run.row<T>(assignment, copy), x, run.num_cols, run.streamed);
           }
         }
-        if (run.dprobs) static_cast<scalar_of<T>*>(run.dprobs)[pair] = dprob;
+        if (run.dprobs) static_cast<scalar_of<T>*>(run.dprobs)[assignment] = dprob;
       }
     }
     fence();
@@ -103,20 +104,21 @@ void exchange_pull_run(const PeerRun& run) {
     std::vector<T> own(summed && !run.y ? run.num_slots * run.num_cols : 0);
     for (int64_t token = run.begin; token < run.end; ++token) {
       for (int64_t slot = 0; slot < run.num_slots; ++slot) {
-        const int64_t pair = token * run.num_slots + slot;
-        const T* row = run.row<T>(pair, 0);
-        T* kept = run.y ? static_cast<T*>(run.y) + pair * run.num_cols : summed ? own.data() + slot * run.num_cols : nullptr;
+        const int64_t assignment = token * run.num_slots + slot;
+        const T* row = run.row<T>(assignment, 0);
+        T* const slot_row = summed ? own.data() + slot * run.num_cols : nullptr;
+        T* kept = run.y ? static_cast<T*>(run.y) + assignment * run.num_cols : slot_row;
         if (!row) {
           if (run.y) std::memset(kept, 0, run.num_cols * sizeof(T));
           continue;
         }
         if (summed) {
-          for (int64_t copy = 0; copy < run.num_copies; ++copy) copies.add(run.row<T>(pair, copy), S{1});
+          for (int64_t copy = 0; copy < run.num_copies; ++copy) copies.add(run.row<T>(assignment, copy), S{1});
           copies.finish(kept);
         } else if (run.y) {
           copy_row(kept, row, run.num_cols, run.streamed);
         }
-        total.add(summed ? kept : row, run.probs ? static_cast<const S*>(run.probs)[pair] : S{1});
+        total.add(summed ? kept : row, run.probs ? static_cast<const S*>(run.probs)[assignment] : S{1});
       }
       total.finish(static_cast<T*>(run.tokens) + token * run.num_cols);
     }
@@ -157,7 +159,7 @@ void check_epochs(const char* op, const Tensor& epochs) {
   check_whole(op, "epochs", epochs);
 }
 
-const int64_t* checked_offsets(const char* op, const Tensor& epochs, const Tensor& peer_offsets) {
+const int64_t* checked_peer_offsets(const char* op, const Tensor& epochs, const Tensor& peer_offsets) {
   check_epochs(op, epochs);
   FASTMP_CHECK(peer_offsets.scalar_type() == ScalarType::Long && peer_offsets.dim() == 2 &&
                    peer_offsets.numel() == epochs.size(0) - 1,
@@ -184,44 +186,48 @@ bool is_mapped(uintptr_t address, size_t bytes) {
   return msync(reinterpret_cast<void*>(first), address + bytes - first, MS_ASYNC) == 0;
 }
 
-// Raises for a rank, a time limit or a table of peer_offsets with which a barrier would hang, or write where no rank is.
-void check_meeting(const char* op, const Tensor& view, const int64_t* peer_offsets, int64_t num_ranks, int64_t rank,
+// Raises for a rank, a timeout or offsets with which a barrier would hang, or write to unmapped memory.
+void check_barrier(const char* op, const Tensor& view, const int64_t* peer_offsets, int64_t num_ranks, int64_t rank,
                    double timeout) {
   FASTMP_CHECK(rank >= 0 && rank < num_ranks, op, ": rank must be one of the ", num_ranks, " ranks, got ", rank);
-  FASTMP_CHECK(std::isfinite(timeout) && timeout > 0, op, ": timeout must be a positive number of seconds, got ", timeout);
-  FASTMP_CHECK(peer_offsets[rank] == 0, op, ": the distance of rank ", rank, ", this one, must be 0, got ", peer_offsets[rank]);
+  FASTMP_CHECK(std::isfinite(timeout) && timeout > 0, op, ": timeout must be a positive number of seconds, got ",
+               timeout);
+  FASTMP_CHECK(peer_offsets[rank] == 0, op, ": the offset of rank ", rank, ", this one, must be 0, got ",
+               peer_offsets[rank]);
   const auto own = reinterpret_cast<uintptr_t>(view.const_data_ptr());
   const size_t bytes = view.numel() * view.element_size();
   for (int64_t other = 0; other < num_ranks; ++other) {
     FASTMP_CHECK(bytes == 0 || is_mapped(own + static_cast<uintptr_t>(peer_offsets[other]), bytes), op,
-                 ": there is no memory of rank ", other, " at its distance of ", peer_offsets[other], " bytes");
+                 ": there is no memory of rank ", other, " at its offset of ", peer_offsets[other], " bytes");
   }
 }
 
-// The number of the exchange to come, as int32 that wraps.
-int32_t number_to_come(const Tensor& epochs) {
+// The epoch of the next exchange, an int32 that wraps.
+int32_t next_epoch(const Tensor& epochs) {
   const auto latest = static_cast<const int32_t*>(epochs.const_data_ptr())[epochs.size(0) - 1];
   return static_cast<int32_t>(static_cast<uint32_t>(latest) + 1);
 }
 
-char* half_of(const Tensor& view, int64_t number) {
+char* half_of(const Tensor& view, int64_t epoch) {
   const int64_t bytes = view.numel() / 2 * static_cast<int64_t>(view.element_size());
-  return static_cast<char*>(view.mutable_data_ptr()) + (number & 1) * bytes;
+  return static_cast<char*>(view.mutable_data_ptr()) + (epoch & 1) * bytes;
 }
 
-char* half_to_come(const Tensor& view, const Tensor& epochs) { return half_of(view, number_to_come(epochs)); }
-char* latest_half(const Tensor& view, const Tensor& epochs) { return half_of(view, number_to_come(epochs) - int64_t{1}); }
+char* next_half(const Tensor& view, const Tensor& epochs) { return half_of(view, next_epoch(epochs)); }
+char* latest_half(const Tensor& view, const Tensor& epochs) {
+  return half_of(view, next_epoch(epochs) - int64_t{1});
+}
 
 template <class T>
 T* further(T* pointer, int64_t bytes) {
   return reinterpret_cast<T*>(reinterpret_cast<char*>(pointer) + bytes);
 }
 
-// Waits until `flag` has come to `number` or beyond; returns what it was last, which is behind if the time was up.
-int32_t wait_for(int32_t& flag, int32_t number, std::chrono::steady_clock::time_point deadline) {
+// Waits until `signal` has reached `epoch`; returns its last value, which is behind after a timeout.
+int32_t wait_for(int32_t& signal, int32_t epoch, std::chrono::steady_clock::time_point deadline) {
   for (int64_t looks = 0;; ++looks) {
-    const int32_t reached = std::atomic_ref<int32_t>(flag).load(std::memory_order_acquire);
-    const auto ahead = static_cast<int32_t>(static_cast<uint32_t>(reached) - static_cast<uint32_t>(number));
+    const int32_t reached = std::atomic_ref<int32_t>(signal).load(std::memory_order_acquire);
+    const auto ahead = static_cast<int32_t>(static_cast<uint32_t>(reached) - static_cast<uint32_t>(epoch));
     if (ahead >= 0) return reached;
     if (looks < kPauses) {
 #if defined(__x86_64__)
@@ -238,50 +244,55 @@ int32_t wait_for(int32_t& flag, int32_t number, std::chrono::steady_clock::time_
   }
 }
 
-void meet(const char* op, Tensor& epochs, const int64_t* peer_offsets, int64_t rank, double timeout) {
+// Signals all ranks, waits for all of them, and advances the epoch.
+void signal_and_wait(const char* op, Tensor& epochs, const int64_t* peer_offsets, int64_t rank, double timeout) {
   const int64_t num_ranks = epochs.size(0) - 1;
-  check_meeting(op, epochs, peer_offsets, num_ranks, rank, timeout);
+  check_barrier(op, epochs, peer_offsets, num_ranks, rank, timeout);
   auto* own = static_cast<int32_t*>(epochs.mutable_data_ptr());
-  const int32_t number = number_to_come(epochs);
-  FASTMP_CHECK(own[rank] != number, op, ": exchange ", number,
-               " has failed on this rank before, and nobody knows what others took it for; make new process groups");
+  // 1. The epoch of this exchange; a second attempt at it would find stale signals.
+  const int32_t epoch = next_epoch(epochs);
+  FASTMP_CHECK(own[rank] != epoch, op, ": exchange ", epoch,
+               " has failed on this rank before, and what other ranks made of it is unknown; make new process groups");
+  // 2. Signal: store the epoch into this rank's slot at every rank.
   for (int64_t other = 0; other < num_ranks; ++other) {
-    std::atomic_ref<int32_t>(*further(own + rank, peer_offsets[other])).store(number, std::memory_order_release);
+    std::atomic_ref<int32_t>(*further(own + rank, peer_offsets[other])).store(epoch, std::memory_order_release);
   }
+  // 3. Wait until every rank has stored it here.
   const auto patience = std::chrono::duration<double>(std::min(timeout, 1e9));
   const auto deadline =
       std::chrono::steady_clock::now() + std::chrono::duration_cast<std::chrono::steady_clock::duration>(patience);
   for (int64_t other = 0; other < num_ranks; ++other) {
-    const int32_t reached = wait_for(own[other], number, deadline);
-    FASTMP_CHECK(static_cast<int32_t>(static_cast<uint32_t>(reached) - static_cast<uint32_t>(number)) >= 0, op,
-                 ": rank ", other, " has not come to exchange ", number, " within ", timeout,
+    const int32_t reached = wait_for(own[other], epoch, deadline);
+    FASTMP_CHECK(static_cast<int32_t>(static_cast<uint32_t>(reached) - static_cast<uint32_t>(epoch)) >= 0, op,
+                 ": rank ", other, " has not come to exchange ", epoch, " within ", timeout,
                  " s: the last one it came to is ", reached);
   }
-  own[num_ranks] = number;
+  own[num_ranks] = epoch;  // the exchange is now the latest one
 }
 
 void barrier(Tensor& epochs, const Tensor& peer_offsets, int64_t rank, double timeout) {
-  meet("exchange_barrier", epochs, checked_offsets("exchange_barrier", epochs, peer_offsets), rank, timeout);
+  constexpr const char* kOp = "exchange_barrier";
+  signal_and_wait(kOp, epochs, checked_peer_offsets(kOp, epochs, peer_offsets), rank, timeout);
 }
 
 Tensor exchange_counts(const Tensor& own, Tensor& epochs, Tensor& counts, const Tensor& peer_offsets, int64_t rank,
                        double timeout) {
   constexpr const char* kOp = "exchange_counts";
-  const int64_t* bytes = checked_offsets(kOp, epochs, peer_offsets);
+  const int64_t* bytes = checked_peer_offsets(kOp, epochs, peer_offsets);
   const int64_t num_ranks = peer_offsets.numel(), width = own.numel();
   FASTMP_CHECK(own.scalar_type() == ScalarType::Int && counts.scalar_type() == ScalarType::Int && counts.dim() == 3 &&
                    counts.size(0) == 2 && counts.size(1) == num_ranks && counts.size(2) == width,
                kOp, ": counts must be int32 (2, R, E), got ", described(counts), " for own ", described(own), " and ",
                num_ranks, " ranks");
   check_whole(kOp, "counts", counts);
-  check_meeting(kOp, counts, bytes, num_ranks, rank, timeout);
-  check_meeting(kOp, epochs, bytes, num_ranks, rank, timeout);
+  check_barrier(kOp, counts, bytes, num_ranks, rank, timeout);
+  check_barrier(kOp, epochs, bytes, num_ranks, rank, timeout);
   const Tensor row = torch::stable::contiguous(own);
-  auto* half = reinterpret_cast<int32_t*>(half_to_come(counts, epochs));
+  auto* half = reinterpret_cast<int32_t*>(next_half(counts, epochs));
   for (int64_t other = 0; other < num_ranks; ++other) {
     std::memcpy(further(half + rank * width, bytes[other]), row.const_data_ptr(), width * sizeof(int32_t));
   }
-  meet(kOp, epochs, bytes, rank, timeout);
+  signal_and_wait(kOp, epochs, bytes, rank, timeout);
   const Tensor matrix = fastmp::empty({num_ranks, width}, ScalarType::Int, own);
   std::memcpy(matrix.mutable_data_ptr(), half, num_ranks * width * sizeof(int32_t));
   return matrix;
@@ -294,8 +305,8 @@ std::tuple<Tensor, Tensor, Tensor> exchange_places(const Tensor& given_rows, con
   FASTMP_CHECK(given_rows.dim() == 2 && given_rows.scalar_type() == ScalarType::Int, kOp,
                ": row_of must be int32 (T, k), got ", described(given_rows));
   check_same(kOp, "indices", given_indices, "row_of", given_rows);
-  FASTMP_CHECK(given_matrix.dim() == 2 && given_matrix.scalar_type() == ScalarType::Int && given_matrix.size(1) > 0, kOp,
-               ": matrix must be int32 (R, E), got ", described(given_matrix));
+  FASTMP_CHECK(given_matrix.dim() == 2 && given_matrix.scalar_type() == ScalarType::Int && given_matrix.size(1) > 0,
+               kOp, ": matrix must be int32 (R, E), got ", described(given_matrix));
   const int64_t num_ranks = given_matrix.size(0), num_experts = given_matrix.size(1);
   FASTMP_CHECK(rank >= 0 && rank < num_ranks, kOp, ": rank must be one of the ", num_ranks, " ranks, got ", rank);
   FASTMP_CHECK(num_peers > 0 && num_experts % num_peers == 0 && num_ranks % num_peers == 0, kOp, ": ", num_peers,
@@ -317,7 +328,8 @@ std::tuple<Tensor, Tensor, Tensor> exchange_places(const Tensor& given_rows, con
   };
   auto* ends = static_cast<int32_t*>(offsets.mutable_data_ptr());
 
-  std::vector<int64_t> moved(num_experts);  // from a pair's row among this rank's pairs to its row at the receiver
+  std::vector<int64_t> moved(num_experts);  // from a row on this rank to the row at the receiver, per expert
+  // 1. Where each expert's rows begin at its rank, and this rank's among them; what the capacity drops.
   int64_t beyond = 0, end = 0;
   for (int64_t expert = 0; expert < num_experts; ++expert) {
     if (expert % num_local == 0) end = 0;
@@ -336,27 +348,28 @@ std::tuple<Tensor, Tensor, Tensor> exchange_places(const Tensor& given_rows, con
   }
   *static_cast<int32_t*>(dropped.mutable_data_ptr()) = static_cast<int32_t>(beyond);
 
+  // 2. Shift each assignment's row by its expert's; beyond the capacity it is dropped (-1).
   const auto* rows = static_cast<const int32_t*>(row_of.const_data_ptr());
   const auto* experts = static_cast<const int32_t*>(indices.const_data_ptr());
   auto* out = static_cast<int32_t*>(where.mutable_data_ptr());
   parallel_for(0, row_of.numel(), kGrainBytes / 4, [&](int64_t first, int64_t last) {
-    for (int64_t pair = first; pair < last; ++pair) {
-      const int64_t expert = experts[pair];
-      out[pair] = -1;
-      if (rows[pair] < 0 || expert < 0 || expert >= num_experts) continue;
-      const int64_t row = rows[pair] + moved[expert];
-      if (row >= 0 && row < capacity) out[pair] = static_cast<int32_t>(expert / num_local * capacity + row);
+    for (int64_t assignment = first; assignment < last; ++assignment) {
+      const int64_t expert = experts[assignment];
+      out[assignment] = -1;
+      if (rows[assignment] < 0 || expert < 0 || expert >= num_experts) continue;
+      const int64_t row = rows[assignment] + moved[expert];
+      if (row >= 0 && row < capacity) out[assignment] = static_cast<int32_t>(expert / num_local * capacity + row);
     }
   });
   return {where, offsets, dropped};
 }
 
-// The run of all pairs, after checks. `where` and `probs` are without gaps.
+// The run of all assignments, after checks. `where` and `probs` are without gaps.
 PeerRun run_of(const char* op, const Tensor& where, const std::optional<Tensor>& probs, const Tensor& epochs,
                const Tensor& rows, const Tensor& peer_offsets) {
   check_rows(op, rows, epochs);
   PeerRun run{};
-  run.peer_offsets = checked_offsets(op, epochs, peer_offsets);
+  run.peer_offsets = checked_peer_offsets(op, epochs, peer_offsets);
   FASTMP_CHECK(where.dim() == 2 && where.scalar_type() == ScalarType::Int, op, ": where must be int32 (T, k), got ",
                described(where));
   const ScalarType wide = compute_dtype(rows.scalar_type());
@@ -395,7 +408,8 @@ Tensor exchange_push(const Tensor& x, const Tensor& given_where, std::optional<T
     return tensor.scalar_type() == run.dtype && tensor.size(0) == where.size(0) &&
            tensor.size(tensor.dim() - 1) == run.num_cols;
   };
-  FASTMP_CHECK(x.dim() == 2 && fits(x), kOp, ": x ", described(x), " fits neither rows ", described(rows), " nor where ",
+  FASTMP_CHECK(x.dim() == 2 && fits(x), kOp, ": x ", described(x), " fits neither rows ", described(rows),
+               " nor where ",
                described(where));
   FASTMP_CHECK(!y || (probs && y->dim() == 3 && y->size(1) == run.num_slots && fits(*y)), kOp, ": y ",
                y ? described(*y) : "", " does not fit rows ", described(rows), " and where ", described(where),
@@ -412,7 +426,7 @@ Tensor exchange_push(const Tensor& x, const Tensor& given_where, std::optional<T
   if (y) y = torch::stable::contiguous(*y);
   run.tokens = const_cast<void*>(tokens.tensor.const_data_ptr());
   run.token_pitch = tokens.pitch;
-  run.rows = half_to_come(rows, epochs);
+  run.rows = next_half(rows, epochs);
   if (y) {
     run.y = const_cast<void*>(y->const_data_ptr());
     run.dprobs = dprobs.mutable_data_ptr();
@@ -479,7 +493,7 @@ void exchange_give(const Tensor& given, const Tensor& offsets, const Tensor& epo
   const int64_t filled = num_filled(kOp, offsets, rows);
   if (given.numel() == 0) return;
   const Rows from(given);
-  copy_rows(half_to_come(rows, epochs), from.tensor.const_data_ptr(), filled, from.num_cols, from.pitch, rows);
+  copy_rows(next_half(rows, epochs), from.tensor.const_data_ptr(), filled, from.num_cols, from.pitch, rows);
 }
 
 }  // namespace

@@ -1,11 +1,11 @@
 // permutation, permute and unpermute on the CPU: a stable counting sort, copies of rows, and weighted sums of rows.
 //
-// The sort counts the experts of blocks of pairs, sums the counts up, and gives rows out block by block: where blocks
-// end follows from the shape alone, and the rows do not depend on it. Tokens are spread over the threads; a token's
+// The sort counts the experts of blocks of assignments, sums the counts up, and gives out rows block by block: the
+// blocks follow from the shape alone, and the rows do not depend on them. Tokens are spread over the threads; a token's
 // rows belong to nobody else. Half types are computed in fp32 and rounded once. The semantics are those of the
 // references in fastmp/ops/permute.py.
 #include "op.h"
-#include "pairs.h"
+#include "assignments.h"
 #include "rows.h"
 #include "simd.h"
 
@@ -42,10 +42,10 @@ namespace FASTMP_ISA {
 void permute_run(const PairRun& run) {
   dispatch_float(run.dtype, "permute", [&](auto tag) {
     using T = typename decltype(tag)::type;
-    for (int64_t pair = run.begin * run.num_slots; pair < run.end * run.num_slots; ++pair) {
-      const int64_t row = run.row_of[pair];
+    for (int64_t assignment = run.begin * run.num_slots; assignment < run.end * run.num_slots; ++assignment) {
+      const int64_t row = run.row_of[assignment];
       if (row < 0 || row >= run.num_rows) continue;
-      const T* from = static_cast<const T*>(run.tokens) + pair / run.num_slots * run.token_pitch;
+      const T* from = static_cast<const T*>(run.tokens) + assignment / run.num_slots * run.token_pitch;
       copy_row(static_cast<T*>(run.out) + row * run.num_cols, from, run.num_cols, run.streamed);
     }
     fence();
@@ -66,10 +66,10 @@ void unpermute_run(const PairRun& run) {
     using S = scalar_of<T>;
     RowSum<T> sum(run.num_slots, run.num_cols);
     for (int64_t token = run.begin; token < run.end; ++token) {
-      for (int64_t pair = token * run.num_slots; pair < (token + 1) * run.num_slots; ++pair) {
-        const int64_t row = run.row_of[pair];
+      for (int64_t assignment = token * run.num_slots; assignment < (token + 1) * run.num_slots; ++assignment) {
+        const int64_t row = run.row_of[assignment];
         if (row < 0 || row >= run.num_rows) continue;
-        const S weight = run.probs ? static_cast<const S*>(run.probs)[pair] : S{1};
+        const S weight = run.probs ? static_cast<const S*>(run.probs)[assignment] : S{1};
         sum.add(static_cast<const T*>(run.rows) + row * run.row_pitch, weight);
       }
       T* out = static_cast<T*>(run.out) + token * run.num_cols;
@@ -87,14 +87,14 @@ void unpermute_backward_run(const PairRun& run) {
     alignas(kVectorBytes) T tile[kTile];
     for (int64_t token = run.begin; token < run.end; ++token) {
       const T* grad = static_cast<const T*>(run.tokens) + token * run.token_pitch;
-      for (int64_t pair = token * run.num_slots; pair < (token + 1) * run.num_slots; ++pair) {
-        const int64_t row = run.row_of[pair];
-        S& dprob = static_cast<S*>(run.dprobs)[pair];
+      for (int64_t assignment = token * run.num_slots; assignment < (token + 1) * run.num_slots; ++assignment) {
+        const int64_t row = run.row_of[assignment];
+        S& dprob = static_cast<S*>(run.dprobs)[assignment];
         dprob = 0;
         if (row < 0 || row >= run.num_rows) continue;
         const T* y = static_cast<const T*>(run.rows) + row * run.row_pitch;
         T* dy = static_cast<T*>(run.out) + row * run.num_cols;
-        const S weight = static_cast<const S*>(run.probs)[pair];
+        const S weight = static_cast<const S*>(run.probs)[assignment];
         V dots = broadcast<V>(0);
         for (int64_t first = 0; first < run.num_cols; first += kTile) {
           const int64_t count = std::min(kTile, run.num_cols - first);
@@ -117,7 +117,7 @@ void unpermute_backward_run(const PairRun& run) {
 namespace fastmp {
 namespace {
 
-constexpr int64_t kBlockPairs = 65536;  // of the sort: fewer are not worth a second thread
+constexpr int64_t kBlockAssignments = 65536;  // of the sort: fewer are not worth a second thread
 
 std::tuple<Tensor, Tensor> permutation(const Tensor& given, int64_t num_experts) {
   FASTMP_CHECK(given.scalar_type() == ScalarType::Int, "permutation: indices must be int32, got ",
@@ -132,21 +132,25 @@ std::tuple<Tensor, Tensor> permutation(const Tensor& given, int64_t num_experts)
   const auto* experts = static_cast<const int32_t*>(indices.const_data_ptr());
   auto* rows = static_cast<int32_t*>(row_of.mutable_data_ptr());
   auto* ends = static_cast<int32_t*>(offsets.mutable_data_ptr());
-  const int64_t num_pairs = indices.numel(), num_blocks = (num_pairs + kBlockPairs - 1) / kBlockPairs;
+  const int64_t num_assignments = indices.numel();
+  const int64_t num_blocks = (num_assignments + kBlockAssignments - 1) / kBlockAssignments;
   std::vector<int32_t> counts(num_blocks * num_experts);
-  const auto over_blocks = [&](const auto& body) {  // body(expert, pair, count of its block and expert)
+  const auto over_blocks = [&](const auto& body) {  // body(expert, assignment, count of its block and expert)
     parallel_for(0, num_blocks, 1, [&](int64_t begin, int64_t end) {
       for (int64_t block = begin; block < end; ++block) {
         int32_t* own = counts.data() + block * num_experts;
-        for (int64_t i = block * kBlockPairs; i < std::min(num_pairs, (block + 1) * kBlockPairs); ++i) {
+        const int64_t block_end = std::min(num_assignments, (block + 1) * kBlockAssignments);
+        for (int64_t i = block * kBlockAssignments; i < block_end; ++i) {
           body(i, experts[i] < 0 || experts[i] >= num_experts ? nullptr : own + experts[i]);
         }
       }
     });
   };
+  // 1. Count the assignments of each block and expert.
   over_blocks([&](int64_t, int32_t* count) {
     if (count) ++*count;
   });
+  // 2. Exclusive prefix sum, by expert, then by block: the first row of each block and expert.
   int32_t row = 0;
   for (int64_t expert = 0; expert < num_experts; ++expert) {
     for (int64_t block = 0; block < num_blocks; ++block) {
@@ -154,11 +158,13 @@ std::tuple<Tensor, Tensor> permutation(const Tensor& given, int64_t num_experts)
     }
     ends[expert] = row;
   }
-  over_blocks([&](int64_t pair, int32_t* next) { rows[pair] = next ? (*next)++ : -1; });
+  // 3. Give out the rows; -1 without an expert.
+  over_blocks([&](int64_t assignment, int32_t* next) { rows[assignment] = next ? (*next)++ : -1; });
   return {row_of, offsets};
 }
 
-void check_pairs(const char* op, const Tensor& tokens, const Tensor& row_of, const Tensor* probs, ScalarType dtype) {
+void check_assignments(const char* op, const Tensor& tokens, const Tensor& row_of, const Tensor* probs,
+                       ScalarType dtype) {
   FASTMP_CHECK(row_of.dim() == 2 && row_of.scalar_type() == ScalarType::Int, op,
                ": row_of must be int32 (T, k), got ", dtype_name(row_of.scalar_type()), " of ", row_of.dim(),
                " dimensions");
@@ -172,12 +178,12 @@ void check_pairs(const char* op, const Tensor& tokens, const Tensor& row_of, con
                dtype_name(probs->scalar_type()), " of ", probs->numel(), " elements for ", row_of.numel());
 }
 
-// Clears the rows of `out` that no pair maps to.
-void zero_unused(const Tensor& out, const int32_t* row_of, int64_t num_pairs) {
+// Clears the rows of `out` that no assignment maps to.
+void zero_unused(const Tensor& out, const int32_t* row_of, int64_t num_assignments) {
   const int64_t num_rows = out.size(0), bytes = out.size(1) * static_cast<int64_t>(out.element_size());
   std::vector<char> used(num_rows);
-  for (int64_t pair = 0; pair < num_pairs; ++pair) {
-    if (row_of[pair] >= 0 && row_of[pair] < num_rows) used[row_of[pair]] = 1;
+  for (int64_t assignment = 0; assignment < num_assignments; ++assignment) {
+    if (row_of[assignment] >= 0 && row_of[assignment] < num_rows) used[row_of[assignment]] = 1;
   }
   char* base = static_cast<char*>(out.mutable_data_ptr());
   parallel_for(0, num_rows, token_grain(1, bytes), [&](int64_t begin, int64_t end) {
@@ -212,7 +218,7 @@ void over_tokens(const Kernel& kernel, const PairRun& whole, int64_t num_tokens,
 }
 
 Tensor permute(const Tensor& x, const Tensor& given, int64_t num_rows) {
-  check_pairs("permute", x, given, nullptr, x.scalar_type());
+  check_assignments("permute", x, given, nullptr, x.scalar_type());
   FASTMP_CHECK(num_rows <= std::numeric_limits<int32_t>::max(),
                "permute: num_rows must be from 0 to 2147483647, got ", num_rows);
   FASTMP_CHECK(given.size(0) == x.size(0) && num_rows >= 0, "permute: row_of of ", given.size(0),
@@ -250,7 +256,7 @@ void sum_into(const Tensor& y, const Tensor& given, std::optional<Tensor> probs,
 }
 
 Tensor unpermute(const Tensor& y, const Tensor& row_of, std::optional<Tensor> probs) {
-  check_pairs("unpermute", y, row_of, probs ? &*probs : nullptr, y.scalar_type());
+  check_assignments("unpermute", y, row_of, probs ? &*probs : nullptr, y.scalar_type());
   Tensor out = fastmp::empty({row_of.size(0), y.size(1)}, y.scalar_type(), y);
   sum_into(y, row_of, probs, nullptr, out);
   return out;
@@ -263,7 +269,7 @@ bool is_place(const Tensor& out, const Tensor& y, const Tensor& row_of, const Te
 }
 
 void unpermute_into(const Tensor& y, const Tensor& row_of, std::optional<Tensor> probs, Tensor& out) {
-  check_pairs("unpermute_into", y, row_of, probs ? &*probs : nullptr, y.scalar_type());
+  check_assignments("unpermute_into", y, row_of, probs ? &*probs : nullptr, y.scalar_type());
   FASTMP_CHECK(out.scalar_type() == y.scalar_type() && out.dim() == 2 && out.size(0) == row_of.size(0) &&
                    out.size(1) == y.size(1),
                "unpermute_into: out ", described(out), " fits neither y ", described(y), " nor row_of ",
@@ -274,7 +280,7 @@ void unpermute_into(const Tensor& y, const Tensor& row_of, std::optional<Tensor>
 
 void check_residual(const char* op, const Tensor& y, const Tensor& row_of, const std::optional<Tensor>& probs,
                     const Tensor& residual) {
-  check_pairs(op, y, row_of, probs ? &*probs : nullptr, y.scalar_type());
+  check_assignments(op, y, row_of, probs ? &*probs : nullptr, y.scalar_type());
   FASTMP_CHECK(residual.scalar_type() == y.scalar_type() && residual.dim() == 2 &&
                    residual.size(0) == row_of.size(0) && residual.size(1) == y.size(1),
                op, ": residual ", described(residual), " fits neither y ", described(y), " nor row_of ",
@@ -299,7 +305,7 @@ void unpermute_add_into(const Tensor& y, const Tensor& row_of, std::optional<Ten
 // The gradient of y; that of probs goes to `dprobs`, which has no gaps.
 Tensor gradients_of(const char* op, const Tensor& grad, const Tensor& y, const Tensor& given, const Tensor& given_probs,
                     Tensor& dprobs) {
-  check_pairs(op, grad, given, &given_probs, y.scalar_type());
+  check_assignments(op, grad, given, &given_probs, y.scalar_type());
   FASTMP_CHECK(y.dim() == 2 && grad.scalar_type() == y.scalar_type() && grad.size(1) == y.size(1) &&
                    grad.size(0) == given.size(0),
                op, ": grad of ", grad.size(0), " rows and ", grad.numel(), " elements fits neither y of ", y.numel(),

@@ -1,251 +1,67 @@
-"""exchange_*: rows of tokens to other ranks' memory and back, without the host: the steps of one exchange.
+"""Token exchange over symmetric memory, without the host: the kernels of the symmetric dispatcher.
 
-Every rank of a group has a buffer of symmetric memory, with the same layout on all ranks. An op gets views of
-its own rank's buffer and `peer_offsets`: the bytes from this buffer to each rank's. One table therefore
-serves every view of the buffer.
+Every rank of a group owns a symmetric buffer that the other ranks can read and write, with the same layout on
+all of them. An op gets views of its own rank's buffer and `peer_offsets`, the bytes from this rank's buffer
+to each peer's, so one table serves every view.
 
-    epochs  (R + 1,) int32        the epoch (exchange number) each rank has reached; last, this rank's own
-    counts  (2, R, E) int32
-    rows    (2, C, H)
+    epochs  (R + 1,) int32     signal pad: the epoch that each rank has reached; last, this rank's latest
+    counts  (2, R, E) int32    double-buffered
+    rows    (2, C, H)          double-buffered
 
-All of it begins as zeros. An exchange uses the half named by the lowest bit of its epoch, which kernels read
-on the device: recorded launches can be replayed in any order. It has one barrier.
+The buffer starts as zeros. An exchange is an epoch; its lowest bit selects the half, and kernels read the
+epoch on the device, so captured launches can be replayed in any order. An exchange has one barrier.
 
-    push: `exchange_push` writes rows to other ranks, barrier, `exchange_take` copies what has come.
-    pull: `exchange_give` copies rows in, barrier, `exchange_pull` reads those of other ranks.
-    `exchange_counts` is a whole one: each rank's row of counts to all others.
+    put: `exchange_push` writes rows to the peers, barrier, `exchange_take` copies the received rows out.
+    get: `exchange_give` copies rows in, barrier, `exchange_pull` reads them from the peers.
+    `exchange_counts` is a whole exchange: an all-gather of each rank's row of counts.
 
-Two halves are enough for exchanges of any kinds in any order. Who writes into a half in exchange n has
-passed the barrier of n - 1, and every rank came there when it had read what it wanted of exchange n - 2.
-Epochs are compared by their difference, so they are never reset and may wrap.
+Two halves are enough for any sequence of exchanges. A rank that writes into a half in epoch n has passed the
+barrier of epoch n - 1, and every rank arrives there after its last read of epoch n - 2. Epochs are compared
+by their difference, so nothing is reset and they may wrap.
 
-Which row of whom a pair of token and expert goes to (`exchange_places`) follows from everybody's counts
-alone. The rows at a rank lie by expert, then by source, then in the source's order, as if all pairs had
-been sorted together. Those beyond the capacity C are written by nobody.
+`exchange_places` computes the row of every (token, expert) assignment at its receiver from the counts of all
+ranks alone. The rows at a rank are sorted by expert, then by source rank, then in the source's order, as if
+all assignments had been sorted together. Rows beyond the capacity C are dropped by their source.
 
 T tokens of this rank, k experts of each, H hidden, E experts; P expert-parallel ranks with E/P experts
-each; D ranks that hold parts of the same experts; R = D P ranks. Ranks are numbered in the order of
-`peer_offsets` (D, P): rank = d P + p. A row of peer p is named by p C + row, and each of p's D ranks has it.
+each; D expert-tensor-parallel ranks that hold parts of the same experts; R = D P ranks. Ranks are numbered in
+the order of `peer_offsets` (D, P): rank = d P + p. A row of peer p is named by p C + row, and each of p's D
+ranks has it.
 """
 
 from __future__ import annotations
 
-import ctypes
 import math
-import mmap
-import time
-from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
 from fastmp.ops.core import checks
 from fastmp.ops.core.registry import compute_dtype, register
-from fastmp.ops.core.rowwise import sum_rows
+from fastmp.ops.exchange_reference import (
+    empty_dprobs,
+    reference_barrier,
+    reference_counts,
+    reference_give,
+    reference_places,
+    reference_pull,
+    reference_push,
+    reference_take,
+)
 from fastmp.ops.exchange_triton import (
     launch_barrier,
     launch_counts,
+    launch_get,
     launch_give,
     launch_places,
-    launch_pull,
-    launch_push,
+    launch_put,
     launch_take,
 )
 from fastmp.profiling import traced
 
-_INT32 = 1 << 32
-_LIBC, _MS_ASYNC = ctypes.CDLL(None), 1
-
-
-def _wrap_int32(value: int) -> int:
-    """Return `value` wrapped to int32."""
-    return (value + _INT32 // 2) % _INT32 - _INT32 // 2
-
-
-def _half_to_come(epochs: Tensor) -> int:
-    return (int(epochs[-1]) + 1) & 1
-
-
-def _elsewhere(view: Tensor, offset: int) -> Tensor:
-    """The same view of the memory that begins `offset` bytes further."""
-    if offset == 0 or view.numel() == 0:
-        return view
-    if not view.is_cpu:
-        raise RuntimeError(
-            f"exchange: plain torch reaches memory of other ranks on a CPU only, not {view.device}"
-        )
-    memory = (ctypes.c_char * (view.numel() * view.element_size())).from_address(view.data_ptr() + offset)
-    return torch.frombuffer(memory, dtype=view.dtype).view(view.shape)
-
-
-def _of_peer(where: Tensor, peer: int, capacity: int) -> tuple[Tensor, Tensor]:
-    """The tokens whose row (T,) is one of `peer`'s, and the numbers of these rows."""
-    rows = where.long() - peer * capacity
-    tokens = ((rows >= 0) & (rows < capacity)).nonzero().squeeze(1)
-    return tokens, rows[tokens]
-
-
-def _pairs(
-    where: Tensor, rows: Tensor, peer_offsets: Tensor
-) -> Iterator[tuple[int, Tensor, Tensor, list[int]]]:
-    """For each slot and peer: the slot, its tokens with a row there, these rows, and the peer's offsets."""
-    by_peer = peer_offsets.t().tolist()
-    for slot, row_of in enumerate(where.unbind(1)):
-        for peer, members in enumerate(by_peer):
-            yield slot, *_of_peer(row_of, peer, rows.shape[1]), members
-
-
-def _check_meeting(op: str, view: Tensor, peer_offsets: Tensor, rank: int, timeout: float) -> None:
-    """Raise RuntimeError for what a barrier would hang with, or for memory of ranks that is not there."""
-    table = peer_offsets.flatten().tolist()
-    if not 0 < timeout < math.inf:
-        raise RuntimeError(f"{op}: timeout must be a positive number of seconds, got {timeout}")
-    if table[rank] != 0:
-        raise RuntimeError(f"{op}: the distance of rank {rank}, this one, must be 0, got {table[rank]}")
-    for other, offset in enumerate(table):
-        if view.is_cpu and not _is_mapped(view.data_ptr() + offset, view.nbytes):
-            raise RuntimeError(f"{op}: there is no memory of rank {other} at its distance of {offset} bytes")
-
-
-def _is_mapped(address: int, num_bytes: int) -> bool:
-    """Return True if this process has memory at all of these bytes."""
-    first = address // mmap.PAGESIZE * mmap.PAGESIZE
-    size = ctypes.c_size_t(address + num_bytes - first)
-    return _LIBC.msync(ctypes.c_void_p(first), size, _MS_ASYNC) == 0
-
-
-def reference_barrier(
-    epochs: Tensor, peer_offsets: Tensor, rank: int, timeout: float, *, op: str = "exchange_barrier"
-) -> None:
-    """Tell all ranks that this one has come, and wait for all of them.
-
-    Plain torch orders nothing between processes: it relies on a processor that keeps the order of stores.
-    """
-    _check_meeting(op, epochs, peer_offsets, rank, timeout)
-    epoch = _wrap_int32(int(epochs[-1]) + 1)
-    if int(epochs[rank]) == epoch:
-        raise RuntimeError(
-            f"{op}: exchange {epoch} has failed on this rank before, and nobody knows what others took it "
-            "for; make new process groups"
-        )
-    for offset in peer_offsets.flatten().tolist():
-        _elsewhere(epochs, offset)[rank] = epoch
-    deadline = time.monotonic() + timeout
-    for other in range(len(epochs) - 1):
-        while _wrap_int32((reached := int(epochs[other])) - epoch) < 0:
-            if time.monotonic() > deadline:
-                raise RuntimeError(
-                    f"{op}: rank {other} has not come to exchange {epoch} within {timeout:g} s: "
-                    f"the last one it came to is {reached}"
-                )
-            time.sleep(0)
-    epochs[-1] = epoch
-
-
-def reference_counts(
-    own: Tensor, epochs: Tensor, counts: Tensor, peer_offsets: Tensor, rank: int, timeout: float
-) -> Tensor:
-    """Write this rank's row into everybody's matrix, and return the matrix here when all have done so."""
-    for view in (counts, epochs):
-        _check_meeting("exchange_counts", view, peer_offsets, rank, timeout)
-    half = _half_to_come(epochs)
-    for offset in peer_offsets.flatten().tolist():
-        _elsewhere(counts, offset)[half, rank] = own
-    reference_barrier(epochs, peer_offsets, rank, timeout, op="exchange_counts")
-    return counts[half].clone()
-
-
-def reference_places(
-    row_of: Tensor, indices: Tensor, matrix: Tensor, rank: int, peers: int, capacity: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Move each pair from its row among this rank's pairs to its row at the expert's ranks."""
-    ends_RE = matrix.long()
-    counts = torch.diff(ends_RE, dim=1, prepend=ends_RE.new_zeros(len(ends_RE), 1))
-    num_experts, own = counts.shape[1], counts[rank]
-    local = num_experts // peers
-    totals = counts.sum(0).view(peers, local)
-    ends = totals.cumsum(1)
-    begins = (ends - totals).flatten() + counts[:rank].sum(0)  # of this rank's rows of each expert
-    moved = begins - (ends_RE[rank] - own)
-    valid = (row_of >= 0) & (indices >= 0) & (indices < num_experts)
-    experts = indices.long().where(valid, 0)
-    rows = row_of + moved[experts]
-    kept = valid & (rows >= 0) & (rows < capacity)
-    where = (experts // local * capacity + rows).where(kept, -1)
-    beyond = (begins + own - capacity).clamp(min=0).minimum(own)
-    offsets = ends[rank % peers].clamp(0, capacity)
-    return where.to(torch.int32), offsets.to(torch.int32), beyond.sum().to(torch.int32)
-
-
-def reference_push(
-    x: Tensor,
-    where: Tensor,
-    probs: Tensor | None,
-    y: Tensor | None,
-    epochs: Tensor,
-    rows: Tensor,
-    peer_offsets: Tensor,
-) -> Tensor:
-    """Write each token, times its probability, to its rows; the gradient of probs where `y` is there."""
-    half = _half_to_come(epochs)
-    wide = x if probs is None else x.to(probs.dtype)
-    dprobs = _dprobs(where, probs, y).zero_()
-    for slot, tokens, places, members in _pairs(where, rows, peer_offsets):
-        values = wide[tokens] if probs is None else wide[tokens] * probs[tokens, slot, None]
-        for offset in members:
-            _elsewhere(rows, offset)[half].index_copy_(0, places, values.to(x.dtype))
-        if y is not None and x.shape[1]:
-            dprobs[tokens, slot] = sum_rows((y[tokens, slot].to(wide.dtype) * wide[tokens]).t())
-    return dprobs
-
-
-def _dprobs(where: Tensor, probs: Tensor | None, y: Tensor | None) -> Tensor:
-    dtype = torch.float32 if probs is None else probs.dtype
-    return where.new_empty((0,) if y is None else where.shape, dtype=dtype)
-
-
-def _num_filled(offsets: Tensor, capacity: int) -> int:
-    return min(max(int(offsets[-1]), 0), capacity)
-
-
-def reference_take(rows: Tensor, epochs: Tensor, offsets: Tensor) -> Tensor:
-    """Copy the rows of the latest exchange that the offsets say are there; zeros behind them."""
-    filled = _num_filled(offsets, rows.shape[1])
-    out = rows.new_zeros(rows.shape[1:])
-    out[:filled] = rows[int(epochs[-1]) & 1, :filled]
-    return out
-
-
-def reference_give(given: Tensor, offsets: Tensor, epochs: Tensor, rows: Tensor) -> None:
-    """Copy the rows that the offsets say are there to where others will look in the exchange to come."""
-    filled = _num_filled(offsets, rows.shape[1])
-    rows[_half_to_come(epochs), :filled] = given[:filled]
-
-
-def reference_pull(
-    rows: Tensor, epochs: Tensor, peer_offsets: Tensor, where: Tensor, probs: Tensor | None, keep: bool
-) -> tuple[Tensor, Tensor]:
-    """Add probs times each token's rows over the slots, in their order; a row is the sum over its D ranks."""
-    half, hidden = int(epochs[-1]) & 1, rows.shape[2]
-    wide = compute_dtype(rows.dtype)
-    y = rows.new_zeros(*where.shape, hidden)
-    for slot, tokens, places, members in _pairs(where, rows, peer_offsets):
-        first, *others = (_elsewhere(rows, offset)[half].index_select(0, places) for offset in members)
-        for other in others:
-            first = first.to(wide) + other.to(wide)
-        y[tokens, slot] = first.to(y.dtype)
-    total = rows.new_zeros(len(where), hidden, dtype=wide)
-    inside = (where >= 0) & (where < peer_offsets.shape[1] * rows.shape[1])
-    for slot, part in enumerate(y.unbind(1)):
-        part = part.to(wide)
-        if probs is not None:
-            part = part * probs[:, slot, None].where(inside[:, slot, None], 0)
-        total.add_(part)
-    return total.to(rows.dtype), y if keep else y.new_empty(0)
-
 
 def _moved(where: Tensor, rows: Tensor, peer_offsets: Tensor) -> int:
-    """The bytes of all pairs' rows, once for each of the D ranks that have them."""
+    """Count the bytes of all assignments' rows, once for each of the D ranks that have them."""
     return where.numel() * rows.shape[2] * rows.element_size() * peer_offsets.shape[0]
 
 
@@ -289,8 +105,8 @@ _push = register(
     "exchange_push(Tensor x, Tensor where, Tensor? probs, Tensor? y, Tensor epochs, Tensor(a!) rows,"
     " Tensor peer_offsets) -> Tensor",
     reference=reference_push,
-    triton=launch_push,
-    fake=lambda x, where, probs, y, *rest: _dprobs(where, probs, y),
+    triton=launch_put,
+    fake=lambda x, where, probs, y, *rest: empty_dprobs(where, probs, y),
     flops=lambda x, where, probs, y, *rest: (
         where.numel() * x.shape[1] * ((probs is not None) + 2 * (y is not None))
     ),
@@ -317,10 +133,10 @@ _give = register(
     traffic=lambda given, *rest: 2 * _bytes(given),
 )
 _pull = register(
-    "exchange_pull(Tensor rows, Tensor epochs, Tensor peer_offsets, Tensor where, Tensor? probs, bool keep)"
-    " -> (Tensor, Tensor)",
+    "exchange_pull(Tensor rows, Tensor epochs, Tensor peer_offsets, Tensor where, Tensor? probs,"
+    " bool keep) -> (Tensor, Tensor)",
     reference=reference_pull,
-    triton=launch_pull,
+    triton=launch_get,
     fake=lambda rows, epochs, peer_offsets, where, probs, keep: (
         rows.new_empty(where.shape[0], rows.shape[2]),
         rows.new_empty((*where.shape, rows.shape[2]) if keep else (0,)),
@@ -332,10 +148,10 @@ _pull = register(
 )
 
 
-def _like(op: str, name: str, tensor: Tensor, dtype: torch.dtype, shape: tuple, described: str) -> None:
+def _check_tensor(op: str, name: str, tensor: Tensor, dtype: torch.dtype, shape: tuple, dims: str) -> None:
     if tensor.dtype != dtype or tuple(tensor.shape) != shape:
         raise ValueError(
-            f"{op}: {name} must be {dtype} {described} = {shape}, got {tensor.dtype} {tuple(tensor.shape)}"
+            f"{op}: {name} must be {dtype} {dims} = {shape}, got {tensor.dtype} {tuple(tensor.shape)}"
         )
 
 
@@ -346,7 +162,7 @@ def _check_ranks(op: str, epochs: Tensor, peer_offsets: Tensor, rank: int) -> No
             f"{op}: peer_offsets must be int64 (D, P), got {peer_offsets.dtype} {tuple(peer_offsets.shape)}"
         )
     ranks = peer_offsets.numel()
-    _like(op, "epochs", epochs, torch.int32, (ranks + 1,), "(R + 1,)")
+    _check_tensor(op, "epochs", epochs, torch.int32, (ranks + 1,), "(R + 1,)")
     checks.require(0 <= rank < ranks, op + ": rank must be one of the {} ranks, got {}", ranks, rank)
     checks.check_same_device(op, epochs=epochs, peer_offsets=peer_offsets)
 
@@ -356,7 +172,7 @@ def _check_timeout(op: str, timeout: float) -> None:
     checks.require(fits, op + ": timeout must be a positive number of seconds, got {}", timeout)
 
 
-def _check_flags(op: str, epochs: Tensor) -> None:
+def _check_epochs(op: str, epochs: Tensor) -> None:
     if epochs.dtype != torch.int32 or epochs.dim() != 1 or epochs.shape[0] < 2:
         raise ValueError(f"{op}: epochs must be int32 (R + 1,), got {epochs.dtype} {tuple(epochs.shape)}")
 
@@ -365,12 +181,12 @@ def _check_rows(op: str, rows: Tensor, epochs: Tensor) -> None:
     checks.check_floating(op, "rows", rows)
     if rows.dim() != 3 or rows.shape[0] != 2:
         raise ValueError(f"{op}: rows must be (2, C, H), got {tuple(rows.shape)}")
-    _check_flags(op, epochs)
+    _check_epochs(op, epochs)
     checks.check_same_device(op, rows=rows, epochs=epochs)
 
 
 @checks.memoized
-def _check_pairs(
+def _check_assignments(
     op: str, where: Tensor, probs: Tensor | None, rows: Tensor, epochs: Tensor, peer_offsets: Tensor
 ) -> None:
     _check_rows(op, rows, epochs)
@@ -379,13 +195,13 @@ def _check_pairs(
         raise ValueError(f"{op}: where must be int32 (T, k), got {where.dtype} {tuple(where.shape)}")
     checks.check_same_device(op, rows=rows, where=where)
     if probs is not None:
-        _like(op, "probs", probs, compute_dtype(rows.dtype), tuple(where.shape), "like where (T, k)")
+        _check_tensor(op, "probs", probs, compute_dtype(rows.dtype), tuple(where.shape), "like where (T, k)")
         checks.check_same_device(op, rows=rows, probs=probs)
 
 
 @checks.memoized
 def _check_values(op: str, name: str, value: Tensor, shape: tuple, described: str, rows: Tensor) -> None:
-    _like(op, name, value, rows.dtype, shape, described)
+    _check_tensor(op, name, value, rows.dtype, shape, described)
     checks.check_same_device(op, **{name: value, "rows": rows})
 
 
@@ -397,8 +213,8 @@ def _check_offsets(op: str, offsets: Tensor, rows: Tensor, epochs: Tensor) -> No
     checks.check_same_device(op, rows=rows, offsets=offsets)
 
 
-def _whole(op: str, **views: Tensor) -> None:
-    """Check that views of the memory are without gaps, for other ranks' are taken to be like them."""
+def _check_contiguous(op: str, **views: Tensor) -> None:
+    """Check that views of the symmetric buffer are contiguous, as the peers' are taken to be."""
     for name, view in views.items():
         if not view.is_contiguous():
             raise ValueError(
@@ -410,32 +226,33 @@ def _whole(op: str, **views: Tensor) -> None:
 def exchange_counts(
     own: Tensor, epochs: Tensor, counts: Tensor, peer_offsets: Tensor, rank: int, timeout: float
 ) -> Tensor:
-    """Give every rank this rank's row of counts: a whole exchange, whose result is the matrix of all rows.
+    """All-gather every rank's row of counts; a whole exchange of its own.
 
     Args:
-        own: (E,) int32: how many pairs this rank has for the experts up to each one, which is where their
-            rows end (`permutation`).
-        epochs, counts: this rank's memory (see the module), contiguous; both are written to.
-        peer_offsets: (D, P) int64: bytes from this rank's buffer to each rank's, multiples of 16.
-        rank: this rank's number, in the order of `peer_offsets`.
-        timeout: seconds to wait for the others, more than 0.
+        own: (E,) int32, the end of each expert's rows on this rank (inclusive prefix sum of its assignments),
+            from `permutation`.
+        epochs, counts: this rank's symmetric buffer (see the module), contiguous; both are written to.
+        peer_offsets: (D, P) int64: bytes from this rank's buffer to each rank's, multiples of 16, 0 for its
+            own.
+        rank: this rank's index in `peer_offsets`.
+        timeout: seconds to wait for the other ranks, more than 0.
 
     Returns:
         (R, E) int32.
 
     Raises:
         ValueError: shapes, dtypes or devices do not fit, or the timeout is not positive and finite.
-        RuntimeError: on a CPU, a distance leads to no memory, or this rank's own is not 0; or a rank has not
-            come in time, which the message names, and from then on. On a GPU the kernel traps after
-            `timeout`: a later call of CUDA raises "unspecified launch failure", and so does each after it.
+        RuntimeError: on a CPU, an offset leads to unmapped memory, or this rank's own is not 0; or a rank,
+            named in the message, has not arrived in time, and in every later call. On a GPU the kernel traps
+            after `timeout`: later CUDA calls raise "unspecified launch failure".
     """
     op = "exchange_counts"
     _check_ranks(op, epochs, peer_offsets, rank)
     _check_timeout(op, timeout)
-    _like(op, "own", own, torch.int32, tuple(counts.shape[-1:]), "(E,), as counts has it,")
-    _like(op, "counts", counts, torch.int32, (2, peer_offsets.numel(), own.numel()), "(2, R, E)")
+    _check_tensor(op, "own", own, torch.int32, tuple(counts.shape[-1:]), "(E,), as counts has it,")
+    _check_tensor(op, "counts", counts, torch.int32, (2, peer_offsets.numel(), own.numel()), "(2, R, E)")
     checks.check_same_device(op, epochs=epochs, own=own, counts=counts)
-    _whole(op, epochs=epochs, counts=counts, peer_offsets=peer_offsets)
+    _check_contiguous(op, epochs=epochs, counts=counts, peer_offsets=peer_offsets)
     return _counts(own, epochs, counts, peer_offsets, rank, float(timeout))
 
 
@@ -443,28 +260,28 @@ def exchange_counts(
 def exchange_places(
     row_of: Tensor, indices: Tensor, matrix: Tensor, rank: int, peers: int, capacity: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Find the row of each pair at the ranks of its expert, from everybody's counts; nobody communicates.
+    """Compute the destination row of each assignment from the counts of all ranks, without communication.
 
     Args:
-        row_of: (T, k) int32, the pair's row among this rank's pairs, as `permutation` numbers them.
-        indices: (T, k) int32, the pair's expert; pairs that have none, or no row, go nowhere.
+        row_of: (T, k) int32, the assignment's row on this rank, from `permutation`.
+        indices: (T, k) int32, the assignment's expert; one without an expert or a row is dropped.
         matrix: (R, E) int32, from `exchange_counts`.
-        rank: this rank's number.
+        rank: this rank's index.
         peers: P, expert-parallel ranks, which divide the experts evenly.
-        capacity: C, of which all ranks have the same.
+        capacity: C, the same on all ranks.
 
     Returns:
-        where (T, k) int32: p C + row for row of peer p, or -1 for a pair that goes nowhere;
-        offsets (E/P,) int32: the row after the last one of each of this rank's experts, at most C;
-        dropped () int32: this rank's pairs that go nowhere because their row is beyond the capacity.
+        where (T, k) int32: p C + row for row of peer p, or -1 for a dropped assignment;
+        offsets (E/P,) int32: the end of the rows of each of this rank's experts, at most C;
+        dropped () int32: this rank's assignments dropped because their row is beyond the capacity.
 
     Raises:
         ValueError: shapes, dtypes or devices do not fit, P does not divide E, or rows are too many for int32.
     """
     op = "exchange_places"
-    for name, pairs in (("row_of", row_of), ("indices", indices)):
-        if pairs.dtype != torch.int32 or pairs.dim() != 2:
-            raise ValueError(f"{op}: {name} must be int32 (T, k), got {pairs.dtype} {tuple(pairs.shape)}")
+    for name, tensor in (("row_of", row_of), ("indices", indices)):
+        if tensor.dtype != torch.int32 or tensor.dim() != 2:
+            raise ValueError(f"{op}: {name} must be int32 (T, k), got {tensor.dtype} {tuple(tensor.shape)}")
     checks.check_shape(op, row_of.shape, to=("row_of", row_of), indices=indices)
     if matrix.dtype != torch.int32 or matrix.dim() != 2 or not matrix.shape[1]:
         raise ValueError(f"{op}: matrix must be int32 (R, E), got {matrix.dtype} {tuple(matrix.shape)}")
@@ -490,83 +307,83 @@ def exchange_push(
     rows: Tensor,
     peer_offsets: Tensor,
 ) -> Tensor:
-    """Write each token to its rows at other ranks, into the half of the exchange to come.
+    """Put each token into its rows at the peers, in the half of the next exchange.
 
-    With `probs` and `y` it is the gradient of `exchange_pull` with them.
+    With `probs` and `y` it is the backward of `exchange_pull`.
 
     Args:
         x: (T, H) of rows' dtype, any strides (last stride 1 avoids a copy).
-        where: (T, k) int32 from `exchange_places`; a pair with a number outside [0, P C) goes nowhere. Two
-            pairs with one number, which `exchange_places` never makes, race for the row.
-        probs: (T, k) float32 (float64 for float64 rows), which multiply the token; or None.
+        where: (T, k) int32 from `exchange_places`; an assignment outside [0, P C) is dropped. Two assignments
+            with one row, which `exchange_places` never makes, race for it.
+        probs: (T, k) float32 (float64 for float64 rows), factors of the token; or None.
         y: (T, k, H) as `exchange_pull` kept it, or None; only with `probs`.
-        epochs, rows: this rank's memory, contiguous; others' rows are written to.
+        epochs, rows: this rank's symmetric buffer, contiguous; the peers' rows are written to.
         peer_offsets: (D, P) int64, see `exchange_counts`.
 
     Returns:
-        The gradient of probs (T, k), in probs' dtype: the dot product of each pair's rows of x and y, and 0
-        for pairs that go nowhere. Without y, a tensor of no elements.
+        The gradient of probs (T, k), in probs' dtype: the dot product of each assignment's rows of x and
+        y, and 0 for dropped ones. Without y, an empty tensor.
 
     Raises:
         ValueError: shapes, dtypes or devices do not fit, or there is y without probs.
     """
     op = "exchange_push"
-    _check_pairs(op, where, probs, rows, epochs, peer_offsets)
+    _check_assignments(op, where, probs, rows, epochs, peer_offsets)
     tokens, slots, hidden = *where.shape, rows.shape[2]
     _check_values(op, "x", x, (tokens, hidden), "(T, H)", rows)
     if y is not None:
         _check_values(op, "y", y, (tokens, slots, hidden), "(T, k, H)", rows)
         checks.require(probs is not None, op + ": y {} comes with probs, which are None", y.shape)
-    _whole(op, epochs=epochs, rows=rows, peer_offsets=peer_offsets)
+    _check_contiguous(op, epochs=epochs, rows=rows, peer_offsets=peer_offsets)
     return _push(x, where, probs, y, epochs, rows, peer_offsets)
 
 
 @traced("fastmp.exchange_barrier")
 def exchange_barrier(epochs: Tensor, peer_offsets: Tensor, rank: int, timeout: float) -> None:
-    """Wait until all ranks have come here: the exchange to come becomes the latest one.
+    """Wait until all ranks have arrived, which completes the exchange and advances the epoch.
 
-    What they wrote before can be read after it. For arguments and errors see `exchange_counts`.
+    Writes before the barrier are visible after it. For arguments and errors see `exchange_counts`.
     """
     _check_ranks("exchange_barrier", epochs, peer_offsets, rank)
     _check_timeout("exchange_barrier", timeout)
-    _whole("exchange_barrier", epochs=epochs, peer_offsets=peer_offsets)
+    _check_contiguous("exchange_barrier", epochs=epochs, peer_offsets=peer_offsets)
     _barrier(epochs, peer_offsets, rank, float(timeout))
 
 
 @traced("fastmp.exchange_take")
 def exchange_take(rows: Tensor, epochs: Tensor, offsets: Tensor) -> Tensor:
-    """Copy what others have pushed here in the latest exchange.
+    """Copy the rows that peers have put here in the latest exchange out of the symmetric buffer.
 
     Args:
-        rows, epochs: this rank's memory, contiguous.
-        offsets: (E/P,) int32 from `exchange_places`; the last one is the number of rows that are there.
+        rows, epochs: this rank's symmetric buffer, contiguous.
+        offsets: (E/P,) int32 from `exchange_places`; the last one is the number of received rows.
 
     Returns:
-        (C, H); rows that nobody has written are zeros.
+        (C, H); rows beyond the received ones are zeros.
 
     Raises:
         ValueError: shapes, dtypes or devices do not fit.
     """
     _check_offsets("exchange_take", offsets, rows, epochs)
-    _whole("exchange_take", rows=rows, epochs=epochs)
+    _check_contiguous("exchange_take", rows=rows, epochs=epochs)
     return _take(rows, epochs, offsets)
 
 
 @traced("fastmp.exchange_give")
 def exchange_give(given: Tensor, offsets: Tensor, epochs: Tensor, rows: Tensor) -> None:
-    """Copy rows to where others will pull them from, in the exchange to come.
+    """Copy rows into the symmetric buffer, for peers to get in the next exchange.
 
     Args:
         given: (C, H) of rows' dtype, any strides (last stride 1 avoids a copy).
-        offsets: (E/P,) int32 from `exchange_places`; the last one is the number of rows that are copied.
-        epochs, rows: this rank's memory, contiguous; `rows` is written to.
+        offsets: (E/P,) int32 from `exchange_places`; the last one is the number of rows to copy.
+        epochs, rows: this rank's symmetric buffer, contiguous; `rows` is written to.
 
     Raises:
         ValueError: shapes, dtypes or devices do not fit.
     """
     _check_offsets("exchange_give", offsets, rows, epochs)
     _check_values("exchange_give", "given", given, tuple(rows.shape[1:]), "(C, H)", rows)
-    _whole("exchange_give", rows=rows, epochs=epochs)
+    _check_contiguous("exchange_give", rows=rows, epochs=epochs)
     _give(given, offsets, epochs, rows)
 
 
@@ -574,24 +391,24 @@ def exchange_give(given: Tensor, offsets: Tensor, epochs: Tensor, rows: Tensor) 
 def exchange_pull(
     rows: Tensor, epochs: Tensor, peer_offsets: Tensor, where: Tensor, probs: Tensor | None, keep: bool
 ) -> tuple[Tensor, Tensor]:
-    """Add up each token's rows at other ranks, weighted, which they have given in the latest exchange.
+    """Get each token's rows from the peers, given in the latest exchange, and return their weighted sum.
 
     Args:
-        rows, epochs: this rank's memory, contiguous.
+        rows, epochs: this rank's symmetric buffer, contiguous.
         peer_offsets: (D, P) int64, see `exchange_counts`.
-        where: (T, k) int32 from `exchange_places`; a number outside [0, P C) adds nothing.
+        where: (T, k) int32 from `exchange_places`; an assignment outside [0, P C) adds nothing.
         probs: (T, k) float32 (float64 for float64 rows), or None for a plain sum.
         keep: return the rows as well, for the gradient of probs.
 
     Returns:
-        out (T, H): the sum over the slots of probs times the pair's row, in float32 (float64 for float64
-        rows), in order, rounded once. A pair's row is the sum over the D ranks that have it, rounded to its
-        dtype.
-        y (T, k, H): these rows, zeros for pairs that go nowhere; without `keep`, a tensor of no elements.
+        out (T, H): the sum over the slots of probs times the assignment's row, in float32 (float64 for
+        float64 rows), in order, rounded once. An assignment's row is the sum over the D ranks that have it,
+        rounded to its dtype.
+        y (T, k, H): these rows, zeros for dropped assignments; without `keep`, an empty tensor.
 
     Raises:
         ValueError: shapes, dtypes or devices do not fit.
     """
-    _check_pairs("exchange_pull", where, probs, rows, epochs, peer_offsets)
-    _whole("exchange_pull", rows=rows, epochs=epochs, peer_offsets=peer_offsets)
+    _check_assignments("exchange_pull", where, probs, rows, epochs, peer_offsets)
+    _check_contiguous("exchange_pull", rows=rows, epochs=epochs, peer_offsets=peer_offsets)
     return _pull(rows, epochs, peer_offsets, where, probs, keep)

@@ -1,15 +1,15 @@
-"""Triton kernels of exchanges over peers' memory, and their launches.
+"""Triton kernels of the token exchange over symmetric memory, and their launches; see `exchange`.
 
-Each rank's buffer lies at an offset in bytes from one's own, a multiple of 16 that a table holds; added to
-the address of one's own element it gives that of the other rank's, which keeps its alignment: rows move in
-16-byte accesses. Which half is used follows from the epoch of the latest exchange, which the barrier alone
-counts up. A barrier is one program: it exchanges the new epoch into its signal at every rank (release, at
-system scope), which shows what launches before it have written, and reads its own epochs (acquire) until all
-have come. After `timeout_ms` milliseconds it traps, which ends the process by a CUDA error at the next call
-of its host. The interpreter has no clock, and no limit.
+A peer's buffer lies `peer_offsets` bytes, a multiple of 16, from this rank's own. Added to the address of an
+element of the own buffer, that gives the peer's element with the same alignment, so rows move in 16-byte
+accesses. The half in use follows from the epoch of the latest exchange, which the barrier alone advances.
 
-Pushing walks pairs, as the kernel that scatters in permute_triton does; pulling walks tokens, as its
-gathering one.
+The barrier is one program. It stores the new epoch into its slot of every rank's signal pad (release, at
+system scope), which makes the writes of earlier launches visible, and polls its own signal pad (acquire)
+until all ranks have stored theirs. After `timeout_ms` milliseconds it traps, and the next CUDA call of the
+host fails. Triton's interpreter has no clock, so interpreted barriers have no timeout.
+
+Put walks assignments, as `permute_triton.scatter_kernel` does; get walks tokens, as `gather_kernel` does.
 """
 
 from __future__ import annotations
@@ -33,28 +33,31 @@ from fastmp.ops.core._triton import (
     tl,
 )
 from fastmp.ops.core.rowwise import NUM_WARPS, arithmetic, as_rows, empty_like, vector_width
-from fastmp.ops.permute_triton import BLOCK_PAIRS, SLOTS, block_shape, pair_vector
+from fastmp.ops.permute_triton import BLOCK_ASSIGNMENTS, SLOTS, block_shape, index_vector
 
 COPIED = 4  # 16-byte accesses of a thread that copies rows
 
 
 @jit
 def _elements(peer_offsets, INT4: tl.constexpr):
-    """Return peer_offsets in elements, INT4 of which have 16 bytes."""
+    """Convert offsets from bytes to elements, INT4 of which have 16 bytes."""
     return (peer_offsets >> 4) * INT4
 
 
 @jit
-def _meet(epochs, peer_offsets, rank, num_ranks, timeout_ms, RANKS: tl.constexpr, TIMED: tl.constexpr):
-    """Tell all ranks that this one has come, wait for all of them, and count the exchange."""
+def _barrier(epochs, peer_offsets, rank, num_ranks, timeout_ms, RANKS: tl.constexpr, TIMED: tl.constexpr):
+    """Signal all ranks, wait for all of them, and advance the epoch."""
     ranks = tl.arange(0, RANKS)
     others = ranks < num_ranks
+    # 1. The epoch of this exchange: one more than the latest.
     epoch = tl.load(epochs + num_ranks) + 1
+    # 2. Signal: store the epoch into this rank's slot at every rank.
     theirs = epochs + rank + _elements(tl.load(peer_offsets + ranks, mask=others, other=0), 4)
     zeros = tl.zeros([RANKS], tl.int32)
     tl.atomic_xchg(theirs, zeros + epoch, mask=others, sem="release", scope="sys")
     if TIMED:
         deadline = tl.extra.cuda.globaltimer() + timeout_ms.to(tl.int64) * 1000000
+    # 3. Wait: poll the own signal pad until no rank is behind. Differences may wrap.
     behind = 1
     while behind > 0:
         reached = tl.atomic_add(epochs + ranks, zeros, mask=others, sem="acquire", scope="sys")
@@ -65,24 +68,33 @@ def _meet(epochs, peer_offsets, rank, num_ranks, timeout_ms, RANKS: tl.constexpr
                 tl.inline_asm_elementwise(
                     "trap; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1
                 )
+    # 4. The exchange is now the latest one.
     tl.store(epochs + num_ranks, epoch)
 
 
 @jit
 def barrier_kernel(
-    epochs, peer_offsets, rank, num_ranks, timeout_ms, RANKS: tl.constexpr, TIMED: tl.constexpr
+    epochs,  # (R + 1,) int32: the epoch of each rank, and this rank's latest
+    peer_offsets,  # (D, P) int64, bytes
+    rank, num_ranks, timeout_ms, RANKS: tl.constexpr, TIMED: tl.constexpr,
 ):  # fmt: skip
-    """Meet all other ranks."""
-    _meet(epochs, peer_offsets, rank, num_ranks, timeout_ms, RANKS, TIMED)
+    """Wait for all other ranks."""
+    _barrier(epochs, peer_offsets, rank, num_ranks, timeout_ms, RANKS, TIMED)
 
 
 @limits(num_ranks=MAX_EXPERTS, rank=MAX_EXPERTS, width=MAX_EXPERTS)
 @jit
 def counts_kernel(
-    own, epochs, counts, peer_offsets, matrix, rank, num_ranks, width, timeout_ms,
+    own,  # (E,) int32
+    epochs,  # (R + 1,) int32
+    counts,  # (2, R, E) int32, symmetric
+    peer_offsets,  # (D, P) int64, bytes
+    matrix,  # (R, E) int32, the result
+    rank, num_ranks, width, timeout_ms,
     RANKS: tl.constexpr, TIMED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Write this rank's row to all ranks, meet them, and copy what has come here."""
+    """All-gather a row of counts into `matrix`; one program."""
+    # 1. Put this rank's row (E,) into every rank's matrix, in the half of the next epoch.
     half = counts + ((tl.load(epochs + num_ranks) + 1) & 1) * num_ranks * width
     for start in range(0, width, BLOCK):
         cols = start + tl.arange(0, BLOCK)
@@ -90,9 +102,11 @@ def counts_kernel(
         for other in range(0, num_ranks):
             theirs = half + rank * width + _elements(tl.load(peer_offsets + other), 4)
             tl.store(theirs + cols, value, mask=cols < width)
+    # 2. All threads have written before one thread signals, and read only after it has waited.
     tl.debug_barrier()
-    _meet(epochs, peer_offsets, rank, num_ranks, timeout_ms, RANKS, TIMED)
+    _barrier(epochs, peer_offsets, rank, num_ranks, timeout_ms, RANKS, TIMED)
     tl.debug_barrier()
+    # 3. Copy the matrix out of the symmetric buffer.
     for start in range(0, num_ranks * width, BLOCK):
         places = start + tl.arange(0, BLOCK)
         mask = places < num_ranks * width
@@ -100,8 +114,8 @@ def counts_kernel(
 
 
 @jit
-def _block_of(ends, experts, mask):
-    """Return where the rows of experts begin, and how many they are, from where those of each one end."""
+def _expert_rows(ends, experts, mask):
+    """Return where the rows of experts begin, and how many there are, from where each expert's rows end."""
     begins = tl.load(ends + experts - 1, mask=mask & (experts > 0), other=0)
     return begins, tl.load(ends + experts, mask=mask, other=0) - begins
 
@@ -115,79 +129,95 @@ def _block_of(ends, experts, mask):
 )
 @jit
 def places_kernel(
-    row_of, indices, matrix, where, offsets, dropped, pair_vectors, rank, num_ranks, num_peers, num_local,
-    capacity,
-    PAIR_VECTOR: tl.constexpr, BLOCK: tl.constexpr, BINS: tl.constexpr,
+    row_of,  # (T, k) int32, the row of each assignment on this rank
+    indices,  # (T, k) int32, the expert of each assignment
+    matrix,  # (R, E) int32, where each expert's rows end on each rank
+    where,  # (T, k) int32, the result
+    offsets,  # (E/P,) int32, where the rows of this rank's experts end
+    dropped,  # () int32
+    index_vectors, rank, num_ranks, num_peers, num_local, capacity,
+    INDEX_VECTOR: tl.constexpr, BLOCK: tl.constexpr, BINS: tl.constexpr,
 ):  # fmt: skip
-    """Move the rows of a block of pairs to where they are at the receivers. All programs read the matrix."""
+    """Map a block of assignments to rows at their receivers. Every program reads the whole matrix."""
     num_experts = num_peers * num_local
-    num_pairs = pair_vectors.to(tl.int64) * PAIR_VECTOR
+    num_assignments = index_vectors.to(tl.int64) * INDEX_VECTOR
     bins = tl.arange(0, BINS)
     here = bins < num_experts
-    # The rows of each expert: of all ranks, of those before this one, and its own.
-    own_begins, own = _block_of(matrix + rank * num_experts, bins, here)
+    # 1. Rows of each expert: of all ranks, of the ranks before this one, and of this rank.
+    own_begins, own = _expert_rows(matrix + rank * num_experts, bins, here)
     total, before = tl.zeros([BINS], tl.int32), tl.zeros([BINS], tl.int32)
     for source in range(0, num_ranks):
-        _, counts = _block_of(matrix + source * num_experts, bins, here)
+        _, counts = _expert_rows(matrix + source * num_experts, bins, here)
         total += counts
         before += tl.where(source < rank, counts, 0)
-    # Where they begin at the expert's ranks, whose first expert has row 0, and where this rank's begin there.
+    # 2. Where an expert's rows begin at its rank, whose first expert has row 0; and this rank's among them.
     begins = tl.cumsum(total, 0) - total
     begins -= tl.gather(begins, bins // num_local * num_local, 0)
     first = begins + before
+    # 3. The first program stores the ends of this rank's own experts, and counts what the capacity drops.
     if tl.program_id(0) == 0:
         mine = here & (bins // num_local == rank % num_peers)
         ends = tl.minimum(tl.maximum(begins + total, 0), capacity)
         tl.store(offsets + bins % num_local, ends, mask=mine)
         beyond = tl.minimum(tl.maximum(first + own - capacity, 0), own)
         tl.store(dropped, tl.sum(tl.where(here, beyond, 0), 0))
+    # 4. Shift each assignment's row by its expert's; beyond the capacity it is dropped (-1).
     moved = first - own_begins
-    pairs = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    experts = tl.load(indices + pairs, mask=pairs < num_pairs, other=-1)
-    rows = tl.load(row_of + pairs, mask=pairs < num_pairs, other=-1)
+    assignments = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = assignments < num_assignments
+    experts = tl.load(indices + assignments, mask=mask, other=-1)
+    rows = tl.load(row_of + assignments, mask=mask, other=-1)
     valid = (rows >= 0) & (experts >= 0) & (experts < num_experts)
     experts = tl.where(valid, experts, 0)
     rows += tl.gather(moved, experts, 0)
     kept = valid & (rows >= 0) & (rows < capacity)
-    tl.store(
-        where + pairs, tl.where(kept, experts // num_local * capacity + rows, -1), mask=pairs < num_pairs
-    )
+    tl.store(where + assignments, tl.where(kept, experts // num_local * capacity + rows, -1), mask=mask)
 
 
 @jit
 def _place(numbers, half, capacity, num_cols):
-    """Return where the rows with these numbers begin in one's own memory, in elements."""
+    """Return where the rows named p C + row begin in the own buffer, in elements."""
     return (half.to(tl.int64) * capacity + numbers % capacity) * num_cols
 
 
 @limits(num_vectors=MAX_SIZE, num_places=(1 << 31) - 1)
 @jit
-def push_kernel(
-    x, where, probs, y, epochs, rows, peer_offsets, dprobs, pair_vectors, num_slots, num_ranks, num_peers,
-    capacity, num_vectors, x_pitch,
+def put_kernel(
+    x,  # (T, H), rows x_pitch vectors apart
+    where,  # (T, k) int32: p C + row, or -1
+    probs,  # (T, k), if WEIGHTED
+    y,  # (T, k, H), if DOT
+    epochs,  # (R + 1,) int32
+    rows,  # (2, C, H), symmetric
+    peer_offsets,  # (D, P) int64, bytes
+    dprobs,  # (T, k), if DOT
+    index_vectors, num_slots, num_ranks, num_peers, capacity, num_vectors, x_pitch,
     COPIES: tl.constexpr, WEIGHTED: tl.constexpr, DOT: tl.constexpr, COMPUTE: tl.constexpr,
-    PAIR_VECTOR: tl.constexpr, VECTOR: tl.constexpr, INT4: tl.constexpr,
+    INDEX_VECTOR: tl.constexpr, VECTOR: tl.constexpr, INT4: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Write the rows of a block of pairs to the ranks that have them.
+    """Put the rows of a block of assignments into the buffers of the COPIES ranks of each expert.
 
-    Where WEIGHTED, rows of x are multiplied by the pair's probability; where DOT, the gradient of the
-    probability, dprobs, is the dot product of the pair's rows of x and y.
+    With WEIGHTED rows of x are multiplied by their probability; with DOT the gradient of the probability,
+    dprobs, is the dot product of the rows of x and y.
     """
-    num_cols, num_pairs = num_vectors * VECTOR, pair_vectors.to(tl.int64) * PAIR_VECTOR
-    pairs = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
-    numbers = tl.load(where + pairs, mask=pairs < num_pairs, other=-1)
+    num_cols, num_assignments = num_vectors * VECTOR, index_vectors.to(tl.int64) * INDEX_VECTOR
+    # 1. The destination rows of BLOCK_M assignments; dropped ones are masked.
+    assignments = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    numbers = tl.load(where + assignments, mask=assignments < num_assignments, other=-1)
     num_places = num_peers * capacity
     inside = (numbers >= 0) & (numbers < num_places)
     numbers = tl.where(inside, numbers, 0)
+    # 2. Their addresses: the same place in this rank's buffer (next epoch's half), plus the peer's offset.
     first = _place(numbers, (tl.load(epochs + num_ranks) + 1) & 1, capacity, num_cols)
     table = peer_offsets + numbers // capacity
     nearest = first + _elements(tl.load(table, mask=inside, other=0), INT4)
-    tokens = pairs // num_slots
+    tokens = assignments // num_slots
     weights = tl.zeros([BLOCK_M], COMPUTE)
     dots = tl.zeros([BLOCK_M, BLOCK_N], COMPUTE)
     if WEIGHTED:
-        weights = tl.load(probs + pairs, mask=inside, other=0.0)
+        weights = tl.load(probs + assignments, mask=inside, other=0.0)
+    # 3. Move the rows, one block of columns after another.
     for start in range(0, num_cols, BLOCK_N):
         cols = start + tl.arange(0, BLOCK_N)
         mask = inside[:, None] & (cols < num_cols)[None, :]
@@ -195,7 +225,7 @@ def push_kernel(
         if WEIGHTED:
             value = value.to(COMPUTE)
             if DOT:
-                places = y + pairs[:, None] * num_cols + cols[None, :]
+                places = y + assignments[:, None] * num_cols + cols[None, :]
                 other = tl.load(places, mask=mask, other=0.0, eviction_policy="evict_first")
                 dots += value * other.to(COMPUTE)
             value *= weights[:, None]
@@ -203,21 +233,29 @@ def push_kernel(
         for copy in tl.static_range(1, COPIES):
             further = first + _elements(tl.load(table + copy * num_peers, mask=inside, other=0), INT4)
             tl.store(rows + further[:, None] + cols[None, :], value, mask=mask)
+    # 4. The gradient of the probabilities.
     if DOT:
-        tl.store(dprobs + pairs, tl.sum(dots, 1), mask=pairs < num_pairs)
+        tl.store(dprobs + assignments, tl.sum(dots, 1), mask=assignments < num_assignments)
 
 
 @limits(num_vectors=MAX_SIZE, num_slots=MAX_EXPERTS, num_places=(1 << 31) - 1)
 @jit
-def pull_kernel(
-    rows, epochs, peer_offsets, where, probs, out, y, num_tokens, num_slots, num_ranks, num_peers, capacity,
-    num_vectors,
+def get_kernel(
+    rows,  # (2, C, H), symmetric
+    epochs,  # (R + 1,) int32
+    peer_offsets,  # (D, P) int64, bytes
+    where,  # (T, k) int32: p C + row, or -1
+    probs,  # (T, k), if WEIGHTED
+    out,  # (T, H)
+    y,  # (T, k, H), if KEEP
+    num_tokens, num_slots, num_ranks, num_peers, capacity, num_vectors,
     COPIES: tl.constexpr, WEIGHTED: tl.constexpr, KEEP: tl.constexpr, COMPUTE: tl.constexpr,
     VECTOR: tl.constexpr, INT4: tl.constexpr, SLOTS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Compute a tile of out: sums over the slots, SLOTS of which are loaded at once."""
+    """Compute a tile of out: the sum over a token's slots, SLOTS of which are loaded at once."""
     num_cols = num_vectors * VECTOR
+    # 1. This program's tokens and columns, and the half of the latest exchange.
     column_blocks = tl.cdiv(num_cols, BLOCK_N)
     pid = tl.program_id(0)
     tokens = (pid // column_blocks).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -227,10 +265,11 @@ def pull_kernel(
     total = tl.zeros([BLOCK_M, BLOCK_N], COMPUTE)
     for begin in range(0, num_slots, SLOTS):
         for step in tl.static_range(SLOTS):
+            # 2. The row of each token's assignment, at the peer.
             slot = begin + step
-            pairs = tokens * num_slots + slot
+            assignments = tokens * num_slots + slot
             there = (tokens < num_tokens) & (slot < num_slots)
-            numbers = tl.load(where + pairs, mask=there, other=-1)
+            numbers = tl.load(where + assignments, mask=there, other=-1)
             inside = (numbers >= 0) & (numbers < num_places)
             numbers = tl.where(inside, numbers, 0)
             mask = inside[:, None] & (cols < num_cols)[None, :]
@@ -238,6 +277,7 @@ def pull_kernel(
             table = peer_offsets + numbers // capacity
             place = first + _elements(tl.load(table, mask=inside, other=0), INT4)
             value = tl.load(rows + place[:, None] + cols[None, :], mask=mask, other=0.0)
+            # 3. Sum over the COPIES ranks that hold parts of the expert; rounded as if it were stored.
             if COPIES > 1:
                 whole = value.to(COMPUTE)
                 for copy in tl.static_range(1, COPIES):
@@ -247,10 +287,11 @@ def pull_kernel(
                 value = whole.to(rows.dtype.element_ty)
             if KEEP:
                 mask = there[:, None] & (cols < num_cols)[None, :]
-                tl.store(y + pairs[:, None] * num_cols + cols[None, :], value, mask=mask)
+                tl.store(y + assignments[:, None] * num_cols + cols[None, :], value, mask=mask)
+            # 4. Weigh, and add in the order of the slots.
             value = value.to(COMPUTE)
             if WEIGHTED:
-                value *= tl.load(probs + pairs, mask=inside, other=0.0)[:, None]
+                value *= tl.load(probs + assignments, mask=inside, other=0.0)[:, None]
             total += value
     mask = (tokens < num_tokens)[:, None] & (cols < num_cols)[None, :]
     tl.store(out + tokens[:, None] * num_cols + cols[None, :], total, mask=mask)
@@ -259,10 +300,14 @@ def pull_kernel(
 @limits(num_vectors=MAX_SIZE, num_local=MAX_EXPERTS)
 @jit
 def copy_kernel(
-    source, offsets, epochs, out, num_local, num_ranks, capacity, num_vectors,
+    source,  # (2, C, H) if TAKE, else (C, H)
+    offsets,  # (E/P,) int32, the last of which is the number of rows
+    epochs,  # (R + 1,) int32
+    out,  # (C, H) if TAKE, else (2, C, H)
+    num_local, num_ranks, capacity, num_vectors,
     TAKE: tl.constexpr, VECTOR: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Copy rows out of the half of the latest exchange, then zeros, or into that of the one to come."""
+    """Copy rows out of the half of the latest exchange, and zeros after them, or into the next half."""
     num_cols = num_vectors * VECTOR
     filled = tl.minimum(tl.maximum(tl.load(offsets + num_local - 1), 0), capacity).to(tl.int64) * num_cols
     places = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -277,7 +322,7 @@ def copy_kernel(
 
 
 def _milliseconds(timeout: float) -> int:
-    """Return a timeout in seconds as kernels take it: int32, 24 days at most."""
+    """Convert a timeout in seconds to int32 milliseconds, 24 days at most."""
     return math.ceil(min(timeout * 1000, (1 << 31) - 1))
 
 
@@ -312,16 +357,16 @@ def launch_places(
     row_of: Tensor, indices: Tensor, matrix: Tensor, rank: int, peers: int, capacity: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     num_ranks, num_experts = matrix.shape
-    num_local, vector = num_experts // peers, pair_vector(row_of.shape[1])
+    num_local, vector = num_experts // peers, index_vector(row_of.shape[1])
     where, offsets, dropped = empty_like(row_of), row_of.new_empty(num_local), row_of.new_empty(())
     launcher.launch(
-        places_kernel, max(1, cdiv(row_of.numel(), BLOCK_PAIRS)),
+        places_kernel, max(1, cdiv(row_of.numel(), BLOCK_ASSIGNMENTS)),
         (
             row_of.contiguous(), indices.contiguous(), matrix.contiguous(), where, offsets, dropped,
             row_of.numel() // vector, rank, num_ranks, peers, num_local, capacity,
         ),
         {
-            "PAIR_VECTOR": vector, "BLOCK": BLOCK_PAIRS, "BINS": max(32, next_power_of_2(num_experts)),
+            "INDEX_VECTOR": vector, "BLOCK": BLOCK_ASSIGNMENTS, "BINS": max(32, next_power_of_2(num_experts)),
             "num_warps": NUM_WARPS,
         },
     )  # fmt: skip
@@ -329,10 +374,10 @@ def launch_places(
 
 
 @lru_cache(maxsize=1024)
-def _plan_push(
+def _plan_put(
     num_cols: int, dtype: torch.dtype, pitch: int, num_slots: int, copies: int, weighted: bool, dot: bool
 ) -> tuple[tuple[int, ...], dict[str, Any]]:
-    """Return the numbers behind the capacity and the constants of `push_kernel`."""
+    """Return the arguments after `capacity`, and the constants, of `put_kernel`."""
     block_m, block_n = block_shape(num_cols, dtype.itemsize, 4)
     vector = vector_width(dtype.itemsize, num_cols, pitch)
     constants = {
@@ -340,7 +385,7 @@ def _plan_push(
         "WEIGHTED": weighted,
         "DOT": dot,
         "COMPUTE": arithmetic(dtype),
-        "PAIR_VECTOR": pair_vector(num_slots),
+        "INDEX_VECTOR": index_vector(num_slots),
         "VECTOR": vector,
         "INT4": 16 // dtype.itemsize,
         "BLOCK_M": block_m,
@@ -350,7 +395,7 @@ def _plan_push(
     return (num_cols // vector, pitch // vector), constants
 
 
-def launch_push(
+def launch_put(
     x: Tensor,
     where: Tensor,
     probs: Tensor | None,
@@ -366,13 +411,13 @@ def launch_push(
     if where.numel() == 0 or x.shape[1] == 0:
         return dprobs.zero_()
     x, pitch = as_rows(x)
-    numbers, constants = _plan_push(x.shape[-1], x.dtype, pitch, num_slots, copies, weighted, dot)
+    numbers, constants = _plan_put(x.shape[-1], x.dtype, pitch, num_slots, copies, weighted, dot)
     launcher.launch(
-        push_kernel, cdiv(where.numel(), constants["BLOCK_M"]),
+        put_kernel, cdiv(where.numel(), constants["BLOCK_M"]),
         (
             x, where.contiguous(), None if probs is None else probs.contiguous(),
             None if y is None else y.contiguous(), epochs, rows, peer_offsets, dprobs if dot else None,
-            where.numel() // constants["PAIR_VECTOR"], num_slots, copies * peers, peers, rows.shape[1],
+            where.numel() // constants["INDEX_VECTOR"], num_slots, copies * peers, peers, rows.shape[1],
             *numbers,
         ),
         constants,
@@ -381,10 +426,10 @@ def launch_push(
 
 
 @lru_cache(maxsize=1024)
-def _plan_pull(
+def _plan_get(
     num_cols: int, dtype: torch.dtype, num_slots: int, copies: int, weighted: bool, keep: bool
 ) -> tuple[int, int, dict[str, Any]]:
-    """Return blocks of columns, vectors of a row and the constants of `pull_kernel`."""
+    """Return blocks of columns, vectors of a row and the constants of `get_kernel`."""
     block_m, block_n = block_shape(num_cols, dtype.itemsize, 2)
     vector = vector_width(dtype.itemsize, num_cols)
     constants = {
@@ -402,7 +447,7 @@ def _plan_pull(
     return cdiv(num_cols, block_n), num_cols // vector, constants
 
 
-def launch_pull(
+def launch_get(
     rows: Tensor, epochs: Tensor, peer_offsets: Tensor, where: Tensor, probs: Tensor | None, keep: bool
 ) -> tuple[Tensor, Tensor]:
     (num_tokens, num_slots), (_, capacity, num_cols) = where.shape, rows.shape
@@ -411,14 +456,15 @@ def launch_pull(
     y = rows.new_empty((num_tokens, num_slots, num_cols) if keep else (0,))
     if out.numel() == 0 or num_slots == 0:
         return out.zero_(), y
-    column_blocks, vectors, constants = _plan_pull(
+    column_blocks, vectors, constants = _plan_get(
         num_cols, rows.dtype, num_slots, copies, probs is not None, keep
     )
     launcher.launch(
-        pull_kernel, cdiv(num_tokens, constants["BLOCK_M"]) * column_blocks,
+        get_kernel, cdiv(num_tokens, constants["BLOCK_M"]) * column_blocks,
         (
-            rows, epochs, peer_offsets, where.contiguous(), None if probs is None else probs.contiguous(),
-            out, y if keep else None, num_tokens, num_slots, copies * peers, peers, capacity, vectors,
+            rows, epochs, peer_offsets, where.contiguous(),
+            None if probs is None else probs.contiguous(), out, y if keep else None, num_tokens, num_slots,
+            copies * peers, peers, capacity, vectors,
         ),
         constants,
     )  # fmt: skip

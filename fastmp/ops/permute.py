@@ -1,9 +1,9 @@
-"""permutation, permute and unpermute: tokens into the order of their experts, and back.
+"""permutation, permute and unpermute: tokens in the order of their experts, and back.
 
-`permutation` sorts the (token, slot) pairs by expert, those of one expert in the order of their tokens: a
-stable counting sort, which gives every pair its row. `permute` writes each token to its k rows, reading it
-once; `unpermute` gathers the k rows of each token, weighted, adding in fp32 in the order of the slots. The
-gradient of one is the other: no atomics, and rows that belong to nothing are zeros in results and gradients.
+`permutation` sorts the (token, expert) assignments by expert, stably: a counting sort that gives each
+assignment its row. `permute` writes each token to its k rows, reading it once; `unpermute` gathers the k rows
+of each token, weighted, and adds them in fp32 in the order of the slots. Each is the gradient of the other,
+so there are no atomics. Rows without an assignment are zeros in results and gradients.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from fastmp.profiling import traced
 
 
 def reference_permutation(indices: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
-    """Number the row of each pair, -1 for experts out of range, and the row after each expert's last one."""
+    """Return the row of each assignment (-1 for experts out of range) and the end of each expert's rows."""
     experts = indices.reshape(-1)
     valid = (experts >= 0) & (experts < num_experts)
     experts, order = experts.where(valid, num_experts).sort(stable=True)
@@ -43,7 +43,7 @@ def _inside(row_of: Tensor, num_rows: int) -> Tensor:
 
 
 def reference(x: Tensor, row_of: Tensor, num_rows: int) -> Tensor:
-    """Write token t to the rows row_of[t]. Rows of no token are zeros; a spare last row takes other pairs."""
+    """Write token t to the rows row_of[t]; others are zeros. A spare last row takes dropped assignments."""
     rows = row_of.where(_inside(row_of, num_rows), num_rows).long()
     out = x.new_zeros(num_rows + 1, x.shape[1])
     for slot in rows.unbind(1):
@@ -190,41 +190,48 @@ _unpermute_add_into = register(
 )
 
 
-def _check_pairs(op: str, name: str, pairs: Tensor) -> None:
-    if pairs.dtype != torch.int32 or pairs.dim() != 2:
-        raise ValueError(f"{op}: {name} must be int32 (T, k), got {pairs.dtype} {tuple(pairs.shape)}")
+def _check_assignments(op: str, name: str, tensor: Tensor) -> None:
+    if tensor.dtype != torch.int32 or tensor.dim() != 2:
+        raise ValueError(f"{op}: {name} must be int32 (T, k), got {tensor.dtype} {tuple(tensor.shape)}")
 
 
 def _check(op: str, name: str, x: Tensor, row_of: Tensor) -> None:
     checks.check_floating(op, name, x)
     if x.dim() != 2:
         raise ValueError(f"{op}: {name} must be a matrix, got shape {tuple(x.shape)}")
-    _check_pairs(op, "row_of", row_of)
+    _check_assignments(op, "row_of", row_of)
     if x.device != row_of.device:
         raise ValueError(f"{op}: {name} is on {x.device} but row_of is on {row_of.device}")
 
 
 @traced("fastmp.permutation")
 def permutation(indices: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
-    """Sort the (token, slot) pairs by expert and number their rows, for `permute` and `unpermute`.
+    """Sort the (token, expert) assignments by expert: the rows for `permute` and `unpermute`.
 
     Args:
-        indices: (T, k) int32, the expert of each pair. One outside [0, num_experts), such as -1 for a dropped
-            pair, goes nowhere.
+        indices: (T, k) int32, the expert of each assignment. An index outside [0, num_experts), such as -1,
+            drops the assignment.
         num_experts: E.
 
     Returns:
-        row_of (T, k) int32, the row of each pair or -1, and offsets (E,) int32, the row after the last one of
-        each expert. Pairs of one expert keep the order of their tokens, then of their slots. Shapes do not
-        depend on the numbers, and the host does not wait for the device.
+        row_of (T, k) int32, the row of each assignment, or -1 if it is dropped.
+        offsets (E,) int32, the end of each expert's rows, as `grouped_mm` takes them. Assignments of one
+        expert keep the order of their tokens, then of their slots. Shapes do not depend on the indices, and
+        there is no host-device synchronisation.
 
     Raises:
         ValueError: indices is not an int32 tensor of two dimensions with fewer than 2^31 elements, or
             num_experts is not positive, or does not fit int32.
+
+    Example:
+        indices = torch.tensor([[0, 1], [1, 2]], dtype=torch.int32)  # two tokens, two experts each
+        row_of, offsets = permutation(indices, num_experts=3)
+        rows = permute(torch.randn(2, 8), row_of, num_rows=4)  # (4, 8), in the order of the experts
+        tokens = unpermute(rows, row_of, torch.full((2, 2), 0.5))
     """
-    _check_pairs("permutation", "indices", indices)
+    _check_assignments("permutation", "indices", indices)
     few = indices.numel() < 1 << 31
-    checks.require(few, "permutation: int32 cannot number the pairs of indices {}", indices.shape)
+    checks.require(few, "permutation: int32 cannot number the assignments of indices {}", indices.shape)
     countable = num_experts > 0 and num_experts < 1 << 31
     checks.require(countable, "permutation: num_experts must be from 1 to 2147483647, got {}", num_experts)
     return torch.ops.fastmp.permutation(indices, num_experts)
@@ -232,21 +239,22 @@ def permutation(indices: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
 
 @traced("fastmp.permute")
 def permute(x: Tensor, row_of: Tensor, num_rows: int) -> Tensor:
-    """Write each token to its rows, which are the input of the experts. Differentiable in x, repeatedly.
+    """Copy each token to its rows, the experts' input. Differentiable in x, any number of times.
 
     Args:
         x: (T, H), float64, float32, bfloat16 or float16, any strides (last stride 1 avoids a copy).
-        row_of: (T, k) int32, the rows of each token, see `permutation`. A pair with a number outside
-            [0, num_rows) is dropped. Two pairs with one row, which `permutation` never makes, race for it:
-            what it then holds is undefined.
+        row_of: (T, k) int32, the rows of each token, see `permutation`. A row outside [0, num_rows) drops the
+            assignment. Two assignments with one row, which `permutation` never makes, leave it undefined.
         num_rows: M of the result.
 
     Returns:
-        (M, H) of x's dtype; rows without a pair are zeros. The gradient of a token is the sum over its
+        (M, H) of x's dtype; rows without an assignment are zeros. The gradient of a token is the sum over its
         rows, in float32 (float64 for float64 x) in the order of the slots.
 
     Raises:
         ValueError: shapes, dtypes or devices do not fit.
+
+    Example: see `permutation`.
     """
     _check("permute", "x", x, row_of)
     fits = row_of.shape[0] == x.shape[0]
@@ -265,14 +273,14 @@ def unpermute(
     residual: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Add up each token's rows, weighted: the experts' outputs by token, perhaps onto a residual.
+    """Sum each token's rows, weighted: the experts' outputs per token, with an optional residual.
 
     Differentiable in y, probs and residual.
 
     Args:
         y: (M, H), float64, float32, bfloat16 or float16, any strides (last stride 1 avoids a copy).
-        row_of: (T, k) int32, the rows of each token, see `permutation`. A pair with a number outside [0, M)
-            adds nothing. Two pairs with one row race for it in the gradient of y, as in `permute`.
+        row_of: (T, k) int32, the rows of each token, see `permutation`. A row outside [0, M) adds nothing.
+            Two assignments with one row leave its gradient undefined, as in `permute`.
         probs: (T, k), float32 (float64 for float64 y), or None for a plain sum, whose gradient can be
             differentiated again.
         residual: (T, H) of y's dtype, which is added to the rounded sum, or None.
@@ -282,7 +290,8 @@ def unpermute(
 
     Returns:
         `out`, or a new tensor (T, H) of y's dtype: the sum over the slots of probs * y[row_of], in float32
-        (float64 for float64 y), in order, rounded once. In the gradient of y, rows without a pair are zeros.
+        (float64 for float64 y), in order, rounded once. In the gradient of y, rows without an assignment are
+        zeros.
 
     Raises:
         ValueError: shapes, dtypes or devices do not fit, or out is in the memory of another argument.

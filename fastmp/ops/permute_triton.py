@@ -1,10 +1,13 @@
 """Triton kernels of permutation, permute and unpermute, and their launches.
 
-permutation takes three launches: counts of each expert in blocks of pairs, their sums over the blocks so far,
-and the rank of each pair among those of its block. Tensors are tiled in rows of 16-byte accesses: permute and
-the backward of unpermute walk pairs and scatter, unpermute walks tokens and gathers. Who scatters must know
-the rows without a pair, which are zeros: a launch before writes each pair's number to its row, over memory
-that nothing has cleared, and a number there counts if its pair has this row (Briggs and Torczon 1993).
+permutation is a stable counting sort in three launches: count the experts of each block of assignments, sum
+the counts over the blocks, and rank each assignment within its block. Tensors are tiled in rows of 16-byte
+accesses. permute and the backward of unpermute walk assignments and scatter; unpermute walks tokens and
+gathers.
+
+Rows without an assignment must become zeros. To find them, a launch before the scatter writes each
+assignment's index to its row of an uninitialised table; an entry is valid if its assignment has this row
+(sparse set, Briggs and Torczon 1993).
 """
 
 from __future__ import annotations
@@ -21,24 +24,26 @@ from fastmp.ops.core._triton import MAX_EXPERTS, MAX_SIZE, cdiv, jit, limits, ne
 from fastmp.ops.core.checks import overlaps
 from fastmp.ops.core.rowwise import NUM_WARPS, arithmetic, as_rows, empty_like, vector_width
 
-BLOCK_PAIRS = 256  # of one program of permutation
-STEP = 32  # of them are compared at once with all others
+BLOCK_ASSIGNMENTS = 256  # of one program of permutation
+STEP = 32  # of these are compared at once with the whole block
 BLOCK_BLOCKS, BLOCK_EXPERTS = 256, 8  # of the sums over blocks
-MARKED = 1024  # pairs of one program that writes their numbers to their rows
-ZERO_ROWS = 64  # rows that one program looks through for those that nothing maps to
+MARKED = 1024  # assignments of one program of `mark_kernel`
+ZERO_ROWS = 64  # rows that one program checks for rows without an assignment
 SLOTS = 8  # of a token are in flight at once
 
 
 @jit
 def count_kernel(
-    indices, counts, pair_vectors, num_experts,
-    PAIR_VECTOR: tl.constexpr, BLOCK: tl.constexpr, BINS: tl.constexpr,
+    indices,  # (T, k) int32, the expert of each assignment
+    counts,  # (blocks, E) int32, the result
+    index_vectors, num_experts,
+    INDEX_VECTOR: tl.constexpr, BLOCK: tl.constexpr, BINS: tl.constexpr,
 ):  # fmt: skip
-    """Count, in counts (blocks, experts), the pairs of each block that go to each expert."""
-    num_pairs = pair_vectors.to(tl.int64) * PAIR_VECTOR
+    """Count the assignments of one block to each expert."""
+    num_assignments = index_vectors.to(tl.int64) * INDEX_VECTOR
     block = tl.program_id(0).to(tl.int64)
-    pairs = block * BLOCK + tl.arange(0, BLOCK)
-    experts = tl.load(indices + pairs, mask=pairs < num_pairs, other=-1)
+    assignments = block * BLOCK + tl.arange(0, BLOCK)
+    experts = tl.load(indices + assignments, mask=assignments < num_assignments, other=-1)
     valid = (experts >= 0) & (experts < num_experts)
     bins = tl.arange(0, BINS)
     found = tl.histogram(tl.where(valid, experts, 0), BINS, mask=valid)
@@ -48,7 +53,7 @@ def count_kernel(
 @limits(num_blocks=1 << 23, num_experts=MAX_EXPERTS)
 @jit
 def sum_blocks_kernel(counts, num_blocks, num_experts, BLOCK_B: tl.constexpr, BLOCK_E: tl.constexpr):
-    """Add to each count those of the blocks before it."""
+    """Turn counts (blocks, E) into inclusive prefix sums over the blocks; a program has BLOCK_E experts."""
     experts = tl.program_id(0).to(tl.int64) * BLOCK_E + tl.arange(0, BLOCK_E)
     before = tl.zeros([BLOCK_E], tl.int32)
     for start in range(0, num_blocks, BLOCK_B):
@@ -62,55 +67,60 @@ def sum_blocks_kernel(counts, num_blocks, num_experts, BLOCK_B: tl.constexpr, BL
 
 @jit
 def rank_kernel(
-    indices, counts, row_of, offsets, pair_vectors, num_experts,
-    PAIR_VECTOR: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr, BINS: tl.constexpr,
+    indices,  # (T, k) int32, the expert of each assignment
+    counts,  # (blocks, E) int32, inclusive prefix sums over the blocks
+    row_of,  # (T, k) int32, the result
+    offsets,  # (E,) int32, where each expert's rows end
+    index_vectors, num_experts,
+    INDEX_VECTOR: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr, BINS: tl.constexpr,
 ):  # fmt: skip
-    """Number the row of each pair: after earlier experts, earlier blocks and earlier pairs of its block."""
-    num_pairs = pair_vectors.to(tl.int64) * PAIR_VECTOR
+    """Compute the rows of one block of assignments; rows are in the order (expert, token, slot)."""
+    num_assignments = index_vectors.to(tl.int64) * INDEX_VECTOR
     block = tl.program_id(0).to(tl.int64)
     bins = tl.arange(0, BINS)
     here = bins < num_experts
-    # Where each expert's rows begin: after those of the experts before (offsets: where they end),
+    # 1. Where each expert's rows begin: after the rows of the experts before it.
     total = tl.load(counts + (tl.num_programs(0) - 1).to(tl.int64) * num_experts + bins, mask=here, other=0)
     ends = tl.cumsum(total, 0)
     if block == 0:
         tl.store(offsets + bins, ends, mask=here)
-    # and, for this block, after those that blocks before have of that expert.
+    # 2. Where this block's rows of each expert begin: after those of earlier blocks.
     before = tl.load(counts + (block - 1) * num_experts + bins, mask=here & (block > 0), other=0)
     first = ends - total + before
     local = tl.arange(0, BLOCK)
-    pairs = block * BLOCK + local
-    experts = tl.load(indices + pairs, mask=pairs < num_pairs, other=-1)
-    # Then after the earlier pairs of the block with the same expert: all with all, STEP at a time.
+    assignments = block * BLOCK + local
+    experts = tl.load(indices + assignments, mask=assignments < num_assignments, other=-1)
+    # 3. The rank among the block's assignments to the same expert: all against all, STEP at a time.
     rank = tl.zeros([BLOCK], tl.int32)
     for start in range(0, BLOCK, STEP):
         others = (start + tl.arange(0, STEP))[:, None]
         place = block * BLOCK + others
-        other = tl.load(indices + place, mask=place < num_pairs, other=-1)
+        other = tl.load(indices + place, mask=place < num_assignments, other=-1)
         rank += tl.sum(((other == experts[None, :]) & (others < local[None, :])).to(tl.int32), 0)
+    # 4. The row; -1 without an expert.
     valid = (experts >= 0) & (experts < num_experts)
     row = tl.gather(first, tl.where(valid, experts, 0), 0) + rank
-    tl.store(row_of + pairs, tl.where(valid, row, -1), mask=pairs < num_pairs)
+    tl.store(row_of + assignments, tl.where(valid, row, -1), mask=assignments < num_assignments)
 
 
-def pair_vector(num_slots: int) -> int:
-    """Neighbouring pairs (T, k) that are read at once, up to 16 bytes, whatever the number of tokens is."""
+def index_vector(num_slots: int) -> int:
+    """Return how many entries of (T, k) int32 tensors divide any number of tokens: up to 16 bytes."""
     return math.gcd(4, num_slots)
 
 
 def launch_permutation(indices: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
     row_of, offsets = empty_like(indices), indices.new_empty(num_experts)
-    num_pairs = indices.numel()
-    if num_pairs == 0:
+    num_assignments = indices.numel()
+    if num_assignments == 0:
         return row_of, offsets.zero_()
     indices = indices.contiguous()
-    num_blocks = cdiv(num_pairs, BLOCK_PAIRS)
+    num_blocks = cdiv(num_assignments, BLOCK_ASSIGNMENTS)
     counts = indices.new_empty(num_blocks, num_experts)
-    bins, vector = max(32, next_power_of_2(num_experts)), pair_vector(indices.shape[-1])
+    bins, vector = max(32, next_power_of_2(num_experts)), index_vector(indices.shape[-1])
     launcher.launch(
         count_kernel, num_blocks,
-        (indices, counts, num_pairs // vector, num_experts),
-        {"PAIR_VECTOR": vector, "BLOCK": BLOCK_PAIRS, "BINS": bins, "num_warps": NUM_WARPS},
+        (indices, counts, num_assignments // vector, num_experts),
+        {"INDEX_VECTOR": vector, "BLOCK": BLOCK_ASSIGNMENTS, "BINS": bins, "num_warps": NUM_WARPS},
     )  # fmt: skip
     launcher.launch(
         sum_blocks_kernel, cdiv(num_experts, BLOCK_EXPERTS),
@@ -119,41 +129,54 @@ def launch_permutation(indices: Tensor, num_experts: int) -> tuple[Tensor, Tenso
     )  # fmt: skip
     launcher.launch(
         rank_kernel, num_blocks,
-        (indices, counts, row_of, offsets, num_pairs // vector, num_experts),
-        {"PAIR_VECTOR": vector, "BLOCK": BLOCK_PAIRS, "STEP": STEP, "BINS": bins, "num_warps": NUM_WARPS},
+        (indices, counts, row_of, offsets, num_assignments // vector, num_experts),
+        {
+            "INDEX_VECTOR": vector, "BLOCK": BLOCK_ASSIGNMENTS, "STEP": STEP, "BINS": bins,
+            "num_warps": NUM_WARPS,
+        },
     )  # fmt: skip
     return row_of, offsets
 
 
 @jit
-def mark_kernel(row_of, pair_of, pair_vectors, num_rows, PAIR_VECTOR: tl.constexpr, BLOCK: tl.constexpr):
-    """Write the number of each pair to its row of `pair_of`; rows without a pair keep what was there."""
-    num_pairs = pair_vectors.to(tl.int64) * PAIR_VECTOR
-    pairs = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    rows = tl.load(row_of + pairs, mask=pairs < num_pairs, other=-1)
-    tl.store(pair_of + rows, pairs, mask=(rows >= 0) & (rows < num_rows))
+def mark_kernel(
+    row_of, assignment_of, index_vectors, num_rows, INDEX_VECTOR: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Write the index of each assignment to its row of `assignment_of` (M,); others stay uninitialised."""
+    num_assignments = index_vectors.to(tl.int64) * INDEX_VECTOR
+    assignments = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    rows = tl.load(row_of + assignments, mask=assignments < num_assignments, other=-1)
+    tl.store(assignment_of + rows, assignments, mask=(rows >= 0) & (rows < num_rows))
 
 
 @jit
-def _unused(rows, row_of, pair_of, num_pairs, num_rows):
-    """Return which of `rows` have no pair: no pair that has this row is numbered there, but maybe another."""
+def _unused(rows, row_of, assignment_of, num_assignments, num_rows):
+    """Mark the rows without an assignment: their entry is garbage or names one that has another row."""
     there = rows < num_rows
-    pairs = tl.load(pair_of + rows, mask=there, other=-1)
-    back = tl.load(row_of + pairs, mask=(pairs >= 0) & (pairs < num_pairs), other=-1)
+    assignments = tl.load(assignment_of + rows, mask=there, other=-1)
+    back = tl.load(row_of + assignments, mask=(assignments >= 0) & (assignments < num_assignments), other=-1)
     return there & (back != rows)
 
 
 @jit
 def zero_unused(
-    row_of, pair_of, out, start, num_pairs, num_rows, num_cols,
+    row_of, assignment_of, out, start, num_assignments, num_rows, num_cols,
     ROWS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Write zeros to those of ROWS rows from `start` on that have no pair; mostly there are none."""
-    if tl.max(_unused(start + tl.arange(0, ROWS), row_of, pair_of, num_pairs, num_rows).to(tl.int32), 0) > 0:
+    """Write zeros to those of ROWS rows from `start` on that have no assignment; mostly there are none."""
+    if (
+        tl.max(
+            _unused(start + tl.arange(0, ROWS), row_of, assignment_of, num_assignments, num_rows).to(
+                tl.int32
+            ),
+            0,
+        )
+        > 0
+    ):
         zeros = tl.zeros([BLOCK_M, BLOCK_N], out.dtype.element_ty)
         for step in range(0, ROWS, BLOCK_M):
             rows = start + step + tl.arange(0, BLOCK_M)
-            unused = _unused(rows, row_of, pair_of, num_pairs, tl.minimum(start + ROWS, num_rows))
+            unused = _unused(rows, row_of, assignment_of, num_assignments, tl.minimum(start + ROWS, num_rows))
             for first in range(0, num_cols, BLOCK_N):
                 cols = first + tl.arange(0, BLOCK_N)
                 mask = unused[:, None] & (cols < num_cols)[None, :]
@@ -163,36 +186,51 @@ def zero_unused(
 @limits(num_vectors=MAX_SIZE)
 @jit
 def scatter_kernel(
-    x, y, row_of, probs, pair_of, out, dprobs, pair_vectors, num_slots, num_rows, num_vectors, x_pitch,
-    y_pitch,
-    WEIGHTED: tl.constexpr, COMPUTE: tl.constexpr, PAIR_VECTOR: tl.constexpr, VECTOR: tl.constexpr,
+    x,  # (T, H), rows x_pitch vectors apart
+    y,  # (M, H), if WEIGHTED, rows y_pitch vectors apart
+    row_of,  # (T, k) int32
+    probs,  # (T, k), if WEIGHTED
+    assignment_of,  # (M,) integers, from `mark_kernel`
+    out,  # (M, H)
+    dprobs,  # (T, k), if WEIGHTED
+    index_vectors, num_slots, num_rows, num_vectors, x_pitch, y_pitch,
+    WEIGHTED: tl.constexpr, COMPUTE: tl.constexpr, INDEX_VECTOR: tl.constexpr, VECTOR: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ZERO_ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Write the rows of out for a block of pairs. A row of out is the pair's row of x.
+    """Scatter the rows of x of a block of assignments to out. The last programs write rows of zeros.
 
-    Where WEIGHTED, that row is multiplied by the pair's probability, and the gradient of the probability,
-    dprobs, is the dot product of the pair's rows of x and y. The last programs write rows of zeros.
+    With WEIGHTED rows are multiplied by their probability, and the gradient of the probability, dprobs, is
+    the dot product of the rows of x and y.
     """
-    num_cols, num_pairs = num_vectors * VECTOR, pair_vectors.to(tl.int64) * PAIR_VECTOR
-    num_blocks = tl.cdiv(num_pairs, BLOCK_M)
+    num_cols, num_assignments = num_vectors * VECTOR, index_vectors.to(tl.int64) * INDEX_VECTOR
+    num_blocks = tl.cdiv(num_assignments, BLOCK_M)
     block = tl.program_id(0)
-    # The last programs write zeros to rows without a pair.
+    # 1. The last programs write zeros to rows without an assignment.
     if block >= num_blocks:
         first_row = (block - num_blocks).to(tl.int64) * ZERO_ROWS
         zero_unused(
-            row_of, pair_of, out, first_row, num_pairs, num_rows, num_cols, ZERO_ROWS, BLOCK_M, BLOCK_N
+            row_of,
+            assignment_of,
+            out,
+            first_row,
+            num_assignments,
+            num_rows,
+            num_cols,
+            ZERO_ROWS,
+            BLOCK_M,
+            BLOCK_N,
         )
     else:
-        # The row each pair of this block goes to, and the token it comes from.
-        pairs = block.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
-        rows = tl.load(row_of + pairs, mask=pairs < num_pairs, other=-1).to(tl.int64)
+        # 2. The destination row and the token of each assignment of this block.
+        assignments = block.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+        rows = tl.load(row_of + assignments, mask=assignments < num_assignments, other=-1).to(tl.int64)
         inside = (rows >= 0) & (rows < num_rows)
-        tokens = pairs // num_slots
+        tokens = assignments // num_slots
         weights = tl.zeros([BLOCK_M], COMPUTE)
         dots = tl.zeros([BLOCK_M, BLOCK_N], COMPUTE)
         if WEIGHTED:
-            weights = tl.load(probs + pairs, mask=inside, other=0.0)
-        # Move the rows, column block by column block; the products with y on the way.
+            weights = tl.load(probs + assignments, mask=inside, other=0.0)
+        # 3. Move the rows, one block of columns after another; multiply with y on the way.
         for start in range(0, num_cols, BLOCK_N):
             cols = start + tl.arange(0, BLOCK_N)
             mask = inside[:, None] & (cols < num_cols)[None, :]
@@ -204,40 +242,48 @@ def scatter_kernel(
                 dots += value * other.to(COMPUTE)
                 value *= weights[:, None]
             tl.store(out + rows[:, None] * num_cols + cols[None, :], value, mask=mask)
+        # 4. The gradient of the probabilities.
         if WEIGHTED:
-            tl.store(dprobs + pairs, tl.sum(dots, 1), mask=pairs < num_pairs)
+            tl.store(dprobs + assignments, tl.sum(dots, 1), mask=assignments < num_assignments)
 
 
 @limits(num_vectors=MAX_SIZE, num_slots=MAX_EXPERTS)
 @jit
 def gather_kernel(
-    y, row_of, probs, residual, out, num_tokens, num_slots, num_rows, num_vectors, y_pitch,
+    y,  # (M, H), rows y_pitch vectors apart
+    row_of,  # (T, k) int32
+    probs,  # (T, k), if WEIGHTED
+    residual,  # (T, H), if ADDED
+    out,  # (T, H)
+    num_tokens, num_slots, num_rows, num_vectors, y_pitch,
     WEIGHTED: tl.constexpr, ADDED: tl.constexpr, COMPUTE: tl.constexpr, VECTOR: tl.constexpr,
     SLOTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Compute a tile of out: sums over the slots, SLOTS of which are loaded at once."""
+    """Compute a tile of out: the sum over a token's slots, SLOTS of which are loaded at once."""
     num_cols = num_vectors * VECTOR
+    # 1. This program's tokens and columns.
     column_blocks = tl.cdiv(num_cols, BLOCK_N)
     pid = tl.program_id(0)
     tokens = (pid // column_blocks).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     cols = (pid % column_blocks) * BLOCK_N + tl.arange(0, BLOCK_N)
     total = tl.zeros([BLOCK_M, BLOCK_N], COMPUTE)
-    # The token's rows of all slots, weighted and added in the order of the slots.
+    # 2. The token's rows, weighted and added in the order of the slots.
     for first in range(0, num_slots, SLOTS):
         for step in tl.static_range(SLOTS):
             slot = first + step
-            pairs = tokens * num_slots + slot
-            rows = tl.load(row_of + pairs, mask=(tokens < num_tokens) & (slot < num_slots), other=-1)
+            assignments = tokens * num_slots + slot
+            rows = tl.load(row_of + assignments, mask=(tokens < num_tokens) & (slot < num_slots), other=-1)
             inside = (rows >= 0) & (rows < num_rows)
             mask = inside[:, None] & (cols < num_cols)[None, :]
             places = y + rows[:, None].to(tl.int64) * y_pitch * VECTOR + cols[None, :]
             value = tl.load(places, mask=mask, other=0.0, eviction_policy="evict_first").to(COMPUTE)
             if WEIGHTED:
-                value *= tl.load(probs + pairs, mask=inside, other=0.0)[:, None]
+                value *= tl.load(probs + assignments, mask=inside, other=0.0)[:, None]
             total += value
+    # 3. Add the residual to the sum, rounded as if it were stored.
     mask = (tokens < num_tokens)[:, None] & (cols < num_cols)[None, :]
     places = tokens[:, None] * num_cols + cols[None, :]
-    if ADDED:  # to the sum as it would be stored
+    if ADDED:
         total = total.to(out.dtype.element_ty).to(COMPUTE)
         total += tl.load(residual + places, mask=mask, other=0.0).to(COMPUTE)
     tl.store(out + places, total, mask=mask)
@@ -256,13 +302,13 @@ def block_shape(num_cols: int, itemsize: int, accesses: int) -> tuple[int, int]:
 def _plan_scatter(
     num_cols: int, dtype: torch.dtype, pitch: int, y_pitch: int, num_slots: int, weighted: bool
 ) -> tuple[tuple[int, ...], dict[str, Any]]:
-    """Return the numbers behind num_rows and the constants of `scatter_kernel`."""
+    """Return the arguments after `num_rows`, and the constants, of `scatter_kernel`."""
     block_m, block_n = block_shape(num_cols, dtype.itemsize, 4)
     vector = vector_width(dtype.itemsize, num_cols, pitch, y_pitch)
     constants = {
         "WEIGHTED": weighted,
         "COMPUTE": arithmetic(dtype),
-        "PAIR_VECTOR": pair_vector(num_slots),
+        "INDEX_VECTOR": index_vector(num_slots),
         "VECTOR": vector,
         "BLOCK_M": block_m,
         "BLOCK_N": block_n,
@@ -281,23 +327,23 @@ def _scatter(
     dprobs: Tensor | None = None,
 ) -> None:
     """Launch the kernels that write all rows of out, which has at least one."""
-    (num_rows, num_cols), num_slots, num_pairs = out.shape, row_of.shape[1], row_of.numel()
+    (num_rows, num_cols), num_slots, num_assignments = out.shape, row_of.shape[1], row_of.numel()
     x, pitch = as_rows(x)
     y, y_pitch = (None, pitch) if y is None else as_rows(y)
     row_of, probs = row_of.contiguous(), None if probs is None else probs.contiguous()
     numbers, constants = _plan_scatter(num_cols, x.dtype, pitch, y_pitch, num_slots, y is not None)
-    vector = constants["PAIR_VECTOR"]
-    pair_vectors = num_pairs // vector
-    few = num_pairs < 1 << 31
-    pair_of = row_of.new_empty(num_rows) if few else row_of.new_empty(num_rows, dtype=torch.int64)
+    vector = constants["INDEX_VECTOR"]
+    index_vectors = num_assignments // vector
+    few = num_assignments < 1 << 31
+    assignment_of = row_of.new_empty(num_rows) if few else row_of.new_empty(num_rows, dtype=torch.int64)
     launcher.launch(
-        mark_kernel, cdiv(num_pairs, MARKED),
-        (row_of, pair_of, pair_vectors, num_rows),
-        {"PAIR_VECTOR": vector, "BLOCK": MARKED},
+        mark_kernel, cdiv(num_assignments, MARKED),
+        (row_of, assignment_of, index_vectors, num_rows),
+        {"INDEX_VECTOR": vector, "BLOCK": MARKED},
     )  # fmt: skip
     launcher.launch(
-        scatter_kernel, cdiv(num_pairs, constants["BLOCK_M"]) + cdiv(num_rows, ZERO_ROWS),
-        (x, y, row_of, probs, pair_of, out, dprobs, pair_vectors, num_slots, num_rows, *numbers),
+        scatter_kernel, cdiv(num_assignments, constants["BLOCK_M"]) + cdiv(num_rows, ZERO_ROWS),
+        (x, y, row_of, probs, assignment_of, out, dprobs, index_vectors, num_slots, num_rows, *numbers),
         constants,
     )  # fmt: skip
 
@@ -314,7 +360,7 @@ def launch(x: Tensor, row_of: Tensor, num_rows: int) -> Tensor:
 def _plan_gather(
     num_cols: int, dtype: torch.dtype, pitch: int, num_slots: int, weighted: bool, added: bool
 ) -> tuple[int, tuple[int, ...], dict[str, Any]]:
-    """Return blocks of columns, the numbers behind num_rows and the constants of `gather_kernel`."""
+    """Return blocks of columns, the arguments after `num_rows`, and the constants, of `gather_kernel`."""
     block_m, block_n = block_shape(num_cols, dtype.itemsize, 2)
     vector = vector_width(dtype.itemsize, num_cols, pitch)
     constants = {

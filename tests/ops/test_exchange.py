@@ -1,4 +1,4 @@
-"""Exchanges over peers' memory: bit for bit one permutation of all pairs, and what barriers promise."""
+"""Exchanges over symmetric memory: bit for bit one permutation of all assignments; order at barriers."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def memories(given, dtype, **options) -> list[PeerViews]:
     ("dtype", "count"),
     [(torch.float32, 16), *full([(torch.float32, 64), (torch.bfloat16, 200), (torch.float64, 64)])],
 )
-def test_exchanges_are_one_permutation_of_all_pairs(backend, dtype, count):
+def test_exchanges_are_one_permutation_of_all_assignments(backend, dtype, count):
     run = runs(backend)
     overflown = 0
     for number, given in enumerate(routings(count, dtype)):
@@ -168,9 +168,9 @@ def test_a_rank_that_does_not_come_is_named(backend, op):
         ({"timeout": math.nan}, "timeout must be a positive number of seconds, got nan"),
         ({"timeout": math.inf}, "timeout must be a positive number of seconds, got inf"),
         ({"timeout": -1.0}, "timeout must be a positive number of seconds, got -1"),
-        ({0: 16}, "the distance of rank 0, this one, must be 0, got 16"),
-        ({1: -(1 << 63)}, "there is no memory of rank 1 at its distance of -9223372036854775808 bytes"),
-        ({1: 1 << 50}, "there is no memory of rank 1 at its distance of 1125899906842624 bytes"),
+        ({0: 16}, "of rank 0, this one, must be 0, got 16"),
+        ({1: -(1 << 63)}, "there is no memory of rank 1 at .* of -9223372036854775808 bytes"),
+        ({1: 1 << 50}, "there is no memory of rank 1 at .* of 1125899906842624 bytes"),
     ],
     ids=str,
 )
@@ -183,9 +183,9 @@ def test_a_barrier_that_would_hang_or_crash_raises(backend, op, change, message)
     arguments = (here.epochs, peer_offsets, 0, timeout)
     if op == "exchange_counts":
         arguments = (torch.ones(3, dtype=torch.int32), here.epochs, here.counts, *arguments[1:])
-    with pytest.raises(RuntimeError, match=f"{op}: {message}"):
+    with pytest.raises(RuntimeError, match=f"{op}: .*{message}"):
         implementation(op, backend)(*arguments)
-    with pytest.raises(ValueError if "timeout" in change else RuntimeError, match=f"{op}: {message}"):
+    with pytest.raises(ValueError if "timeout" in change else RuntimeError, match=f"{op}: .*{message}"):
         getattr(exchange, op)(*arguments)
     assert not here.epochs.any() and not here.counts.any()
 
@@ -226,7 +226,7 @@ def test_rows_beyond_the_capacity_are_not_written(backend):
 
 @BACKEND
 def test_special_values(backend):
-    """A pair that goes nowhere adds no NaN, neither of its probability nor of what lies in the memory."""
+    """A dropped assignment adds no NaN, neither of its probability nor of what lies in the buffer."""
     run, (here,) = runs(backend), virtual_ranks(1, 1, num_experts=1, capacity=4, hidden=3)
     here.rows.fill_(torch.nan)
     here.rows[0, 1] = torch.tensor([1.0, torch.inf, -0.0])

@@ -51,7 +51,7 @@ def some(*cases: object, all_of: int, each: int) -> list:
 
 
 @pytest.mark.parametrize(("first", "count"), some((0, 2), all_of=200, each=25))
-def test_exchanges_are_one_permutation_of_all_pairs(first, count):
+def test_exchanges_are_one_permutation_of_all_assignments(first, count):
     same_as_one_permutation(torch.float32, first, count, 8 if count > 2 else 4)
 
 

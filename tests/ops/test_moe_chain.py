@@ -93,8 +93,8 @@ def test_any_routing(tokens, experts, slots, pattern, source):
         torch.testing.assert_close(value, want, rtol=1e-10, atol=1e-10)
 
 
-def test_dropped_pairs_add_nothing_and_get_nothing():
-    """A capacity of two tokens: the output is that of the pairs that are left, and so are the gradients."""
+def test_dropped_assignments_add_nothing_and_get_nothing():
+    """A capacity of two tokens: output and gradients are those of the assignments that are left."""
     inputs = leaves(24, 4, "any", 0)
     output, _, offsets = chain(*inputs, 2, capacity=2)
     assert offsets.tolist() == [2, 4, 6, 8]

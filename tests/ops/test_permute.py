@@ -70,8 +70,8 @@ def test_is_the_stable_sort_of_any_pattern(op, backend, tokens, slots, num_exper
 
 
 @pytest.mark.parametrize(("op", "backend"), BACKENDS)
-def test_many_pairs(op, backend):
-    """The pairs fill several blocks of the compiled kernel, in any layout."""
+def test_many_assignments(op, backend):
+    """The assignments fill several blocks of the compiled kernel, in any layout."""
     generator = torch.Generator().manual_seed(1)
     indices = torch.randint(-1, 70, (30001, 6), generator=generator, dtype=torch.int32)
     for given_indices in (indices, indices[:, 1:4], indices.t().contiguous().t()):
@@ -115,7 +115,7 @@ def test_outputs_larger_than_the_caches(columns):
 
 
 def test_there_and_back():
-    """A token that kept all its k rows comes back k times; dropped pairs take theirs along."""
+    """A token that kept all its k rows comes back k times; dropped assignments take theirs along."""
     x = random(6, 10)
     indices = torch.tensor([[0, 1], [2, -1], [1, 2], [-1, -1], [2, 0], [0, 2]], dtype=torch.int32)
     row_of, offsets = permutation(indices, 3)
@@ -152,7 +152,7 @@ def test_no_tokens(num_rows):
 
 
 def test_nothing_is_kept():
-    """All pairs dropped: zeros, and zero gradients, whatever the rows and probabilities hold."""
+    """All assignments dropped: zeros, and zero gradients, whatever the rows and probabilities hold."""
     row_of, offsets = permutation(torch.full((3, 2), -1, dtype=torch.int32), 4)
     assert (row_of == -1).all() and not offsets.any()
     y = torch.full((5, 4), torch.nan, dtype=torch.float64, requires_grad=True)
@@ -323,7 +323,7 @@ MATRIX = torch.zeros(2, 3)
         (lambda: permutation(INDICES, 0), r"permutation: num_experts must be from 1 to 2147483647, got 0"),
         (
             lambda: permutation(INDICES[:1].expand(1 << 30, 2), 2),
-            r"permutation: int32 cannot number the pairs of indices \(1073741824, 2\)",
+            r"permutation: int32 cannot number the assignments of indices \(1073741824, 2\)",
         ),
         (lambda: permute(MATRIX[0], INDICES, 2), r"permute: x must be a matrix, got shape \(3,\)"),
         (lambda: permute(MATRIX.int(), INDICES, 2), r"permute: x must have .*got torch.int32"),

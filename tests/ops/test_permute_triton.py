@@ -54,7 +54,7 @@ def test_equals_reference(op, dtype):
 @pytest.mark.parametrize("experts", (1, 3, 32, 200, 257))
 @pytest.mark.parametrize("shape", [(0, 4), (1, 1), (64, 4), (203, 3), (300, 2)], ids=str)
 def test_permutation(shape, experts):
-    """Blocks of pairs full and cut short, fewer and more experts than a program sums."""
+    """Blocks of assignments full and cut short, fewer and more experts than a program sums."""
     generator = torch.Generator().manual_seed(experts)
     indices = torch.randint(-2, experts + 2, shape, generator=generator, dtype=torch.int32)
     check("permutation", indices, experts)
@@ -63,7 +63,7 @@ def test_permutation(shape, experts):
 
 def test_permutation_of_many_blocks(monkeypatch):
     """More blocks than one step of the sums takes, and comparisons in several steps."""
-    for name, value in (("BLOCK_PAIRS", 16), ("STEP", 4), ("BLOCK_BLOCKS", 16)):
+    for name, value in (("BLOCK_ASSIGNMENTS", 16), ("STEP", 4), ("BLOCK_BLOCKS", 16)):
         monkeypatch.setattr(kernels, name, value)
     indices = torch.randint(-1, 5, (301, 3), generator=torch.Generator().manual_seed(0), dtype=torch.int32)
     check("permutation", indices, 5)
@@ -83,7 +83,7 @@ def test_columns(columns, shift):
     check("unpermute_backward", x, y, row_of, probs, rtol=1e-4, atol=1e-4)
 
 
-def test_nan_of_a_dropped_pair_stays_out():
+def test_nan_of_a_dropped_assignment_stays_out():
     x = random(2, 40, dtype=torch.float32)
     y = torch.full((3, 40), torch.nan)
     row_of = torch.tensor([[-1, 3], [7, -1]], dtype=torch.int32)
@@ -99,8 +99,8 @@ def test_many_unused_rows():
     check("permute", random(70, 9, dtype=torch.float32), row_of, 300, rtol=0, atol=0)
 
 
-def test_rows_without_a_pair_are_found_whatever_the_memory_held(monkeypatch):
-    """Numbers of pairs that exist, and go elsewhere or nowhere."""
+def test_rows_without_an_assignment_are_found_whatever_the_memory_held(monkeypatch):
+    """Numbers of assignments that exist, and go elsewhere or nowhere."""
     generator = torch.Generator().manual_seed(0)
     row_of = torch.randperm(150, generator=generator)[:80].view(40, 2).int()
     row_of[::5] = -1
@@ -120,7 +120,7 @@ def test_rows_without_a_pair_are_found_whatever_the_memory_held(monkeypatch):
 
 @pytest.mark.full
 def test_offsets_beyond_two_to_the_35():
-    """Tokens and rows of more than 2^35 elements: the first and last pairs, and rows at either end."""
+    """Tokens and rows of more than 2^35 elements: the first and last assignments, and rows at either end."""
     columns = 1 << 16
     many = BEYOND // columns + 5
     few = random(4, columns, dtype=torch.float16)

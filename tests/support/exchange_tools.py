@@ -1,4 +1,4 @@
-"""Random routings, and the exchanges of an expert layer over them, beside one permutation of all pairs."""
+"""Random routings, the exchanges of an expert layer over them, and one permutation of all assignments."""
 
 from __future__ import annotations
 
@@ -163,7 +163,7 @@ def one_after_the_other(run: Run, given: Routing, ranks: list[PeerViews]) -> lis
 
 
 def expected(run: Run, given: Routing) -> list[Results]:
-    """The same by one permutation of all ranks' pairs."""
+    """The same by one permutation of all ranks' assignments."""
     ranks, local, capacity = given.etp * given.ep, given.num_experts // given.ep, given.capacity
     sizes = [len(x) for x in given.x]
     row_of, ends = run("permutation", torch.cat(given.indices), given.num_experts)

@@ -22,19 +22,19 @@ INT = torch.int32
 
 
 @jit
-def product_kernel(out, pair_vectors, VECTOR: tl.constexpr):
-    tl.store(out, pair_vectors * VECTOR)
+def product_kernel(out, index_vectors, VECTOR: tl.constexpr):
+    tl.store(out, index_vectors * VECTOR)
 
 
 @jit
-def wide_product_kernel(out, pair_vectors, VECTOR: tl.constexpr):
-    tl.store(out, pair_vectors.to(tl.int64) * VECTOR)
+def wide_product_kernel(out, index_vectors, VECTOR: tl.constexpr):
+    tl.store(out, index_vectors.to(tl.int64) * VECTOR)
 
 
-@limits(pair_vectors=MAX_SIZE)
+@limits(index_vectors=MAX_SIZE)
 @jit
-def limited_product_kernel(out, pair_vectors, VECTOR: tl.constexpr):
-    tl.store(out, pair_vectors * VECTOR)
+def limited_product_kernel(out, index_vectors, VECTOR: tl.constexpr):
+    tl.store(out, index_vectors * VECTOR)
 
 
 @limits(num_rows=(1 << 31) - 1)
@@ -104,7 +104,7 @@ def test_launcher_refuses_sizes_beyond_the_limits():
     with launcher.intercept_launches(lambda *launch: given.append(launch), 90):
         for vectors in (MAX_SIZE, 1 << 31):  # the latter is an int64
             launcher.launch(limited_product_kernel, 1, (out, vectors), {"VECTOR": 4})
-        with pytest.raises(ValueError, match="expected pair_vectors of at most 67108864, got 67108865"):
+        with pytest.raises(ValueError, match="expected index_vectors of at most 67108864, got 67108865"):
             launcher.launch(limited_product_kernel, 1, (out, MAX_SIZE + 1), {"VECTOR": 4})
     assert len(given) == 2
 

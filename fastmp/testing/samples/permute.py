@@ -11,7 +11,7 @@ from fastmp.ops import OPS, permute, unpermute
 from fastmp.ops.core.registry import compute_dtype
 from fastmp.testing.functions import Draw, Function
 
-#   tokens, slots, experts, columns, gap between rows, pairs dropped, rows that nothing maps to
+#   tokens, slots, experts, columns, gap between rows, assignments dropped, rows that nothing maps to
 _CASES = (
     (33, 2, 4, 512, 0, 0, 0),
     (37, 6, 61, 129, 5, 40, 17),
@@ -24,7 +24,7 @@ _CASES = (
 
 
 def _indices(tokens: int, slots: int, experts: int, dropped: int, generator: torch.Generator) -> Tensor:
-    """Different experts of each token; dropped pairs have an index out of range."""
+    """Different experts of each token; dropped assignments have an index out of range."""
     scores = torch.rand(tokens, experts, generator=generator)
     indices = scores.argsort(1)[:, :slots].to(torch.int32).contiguous()
     places = torch.randperm(indices.numel(), generator=generator)[:dropped]

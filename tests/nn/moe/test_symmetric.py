@@ -84,7 +84,7 @@ def routings_case(rank, world, layout, number, dtype, capacity):
 
 
 def through_counted(dispatcher, *arguments):
-    """What `through` returns, and the number of pairs that were dropped."""
+    """What `through` returns, and the number of assignments that were dropped."""
     seen = []
     combine = dispatcher.combine
     dispatcher.combine = lambda outputs, *kept: (
@@ -189,7 +189,7 @@ def test_a_layer_is_bitwise_that_of_the_all_to_all(world, layout, variants):
 
 
 def dropping_case(rank, world):
-    """Pairs that do not fit add nothing and get no gradient; each is counted once, recomputed or not."""
+    """Dropped assignments add nothing and get no gradient; each is counted once, recomputed or not."""
     groups = ParallelGroups.create(RankGrid(world_size=world, ep=world))
     config = plain_moe(dispatcher="symmetric", symmetric_capacity=0.5, top_k=3)
     layer, counted = make_moe(config, groups), []
@@ -215,7 +215,7 @@ def dropping_case(rank, world):
     return mine
 
 
-def test_dropped_pairs_are_counted_once():
+def test_dropped_assignments_are_counted_once():
     assert sum(run_ranks(dropping_case, 2)) > 0
 
 

@@ -1,4 +1,4 @@
-// Rows of pairs of token and expert, wherever they lie: copies past the caches, weighted sums, and weighted rows with
+// Rows of (token, expert) assignments, wherever they lie: copies past the caches, weighted sums, and weighted rows with
 // the dot products that are the gradients of their weights.
 #pragma once
 
