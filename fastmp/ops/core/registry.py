@@ -117,7 +117,8 @@ class Op:
     @property
     def family(self) -> str:
         """Name of the file in fastmp/ops that defines the op, and of its tests, samples and benchmark."""
-        return self.implementations["reference"].__module__.rpartition(".")[2]
+        module = self.implementations["reference"].__module__.rpartition(".")[2]
+        return module.removesuffix("_reference")  # a family may keep its references in a file of their own
 
 
 OPS: dict[str, Op] = {}
