@@ -250,7 +250,7 @@ constexpr int64_t kPadding = 16;  // a multiple of every vector's lanes
 
 Tensor cross_entropy_stats(Tensor logits, Tensor target, int64_t vocab_start, int64_t vocab_size, bool with_sum) {
   constexpr const char* op = "cross_entropy_stats";
-  const Shard shard = shard_of(op, logits, vocab_start, vocab_size);
+  const Shard shard = local_shard(op, logits, vocab_start, vocab_size);
   const int64_t tokens = logits.size(0);
   target = per_token(op, "target", target, tokens, ScalarType::Long);
   Tensor out = empty({tokens, with_sum ? 4 : 3}, compute_dtype(logits.scalar_type()), logits);
@@ -360,7 +360,7 @@ std::tuple<Tensor, Tensor> cross_entropy(const Tensor& logits, Tensor target, st
         cross_entropy_merge(*stats, target, token_weight, vocab_size, ignore_index, label_smoothing, z_loss);
     return {divided(loss, divisor), lse};
   }
-  const Shard shard = shard_of(op, logits, vocab_start, vocab_size);
+  const Shard shard = local_shard(op, logits, vocab_start, vocab_size);
   const GradOptions options{vocab_size, ignore_index, label_smoothing, z_loss};
   const bool with_sum = label_smoothing > 0;
   const int64_t tokens = logits.size(0);
@@ -393,7 +393,7 @@ std::tuple<Tensor, Tensor> cross_entropy(const Tensor& logits, Tensor target, st
 void launch_grad(const char* op, const Tensor& logits, const Tensor& out, Tensor target, Tensor lse, Tensor grad_loss,
                  std::optional<Tensor> token_weight, int64_t vocab_start, const GradOptions& options,
                  std::optional<double> divisor) {
-  const Shard shard = shard_of(op, logits, vocab_start, options.vocab_size);
+  const Shard shard = local_shard(op, logits, vocab_start, options.vocab_size);
   const int64_t tokens = logits.size(0);
   const ScalarType dtype = compute_dtype(logits.scalar_type());
   target = per_token(op, "target", target, tokens, ScalarType::Long);
@@ -445,7 +445,7 @@ void cross_entropy_grad_(Tensor& logits, Tensor target, Tensor lse, Tensor grad_
 Tensor cross_entropy_loss_grad_(Tensor& logits, Tensor target, Tensor loss_grad, std::optional<Tensor> token_weight,
                                 int64_t vocab_size, int64_t ignore_index, double label_smoothing, double z_loss) {
   constexpr const char* op = "cross_entropy_loss_grad_";
-  const Shard shard = shard_of(op, logits, 0, vocab_size);
+  const Shard shard = local_shard(op, logits, 0, vocab_size);
   const GradOptions options{vocab_size, ignore_index, label_smoothing, z_loss};
   const bool with_sum = label_smoothing > 0;
   const int64_t tokens = logits.size(0);

@@ -144,7 +144,7 @@ const A* data_of(const std::optional<Tensor>& tensor) {
 Tensor log_probs_stats(Tensor logits, Tensor target, std::optional<Tensor> scale, int64_t vocab_start,
                        int64_t vocab_size, bool with_entropy) {
   constexpr const char* op = "log_probs_stats";
-  const Shard shard = shard_of(op, logits, vocab_start, vocab_size);
+  const Shard shard = local_shard(op, logits, vocab_start, vocab_size);
   const int64_t tokens = logits.size(0);
   const ScalarType dtype = compute_dtype(logits.scalar_type());
   target = per_token(op, "target", target, tokens, ScalarType::Long);
@@ -168,7 +168,7 @@ void log_probs_grad_(Tensor& logits, Tensor target, Tensor top, Tensor log_total
                      std::optional<Tensor> entropy, std::optional<Tensor> grad_entropy, std::optional<Tensor> scale,
                      int64_t vocab_start, int64_t vocab_size, int64_t ignore_index) {
   constexpr const char* op = "log_probs_grad_";
-  const Shard shard = shard_of(op, logits, vocab_start, vocab_size);
+  const Shard shard = local_shard(op, logits, vocab_start, vocab_size);
   const int64_t tokens = logits.size(0);
   const ScalarType dtype = compute_dtype(logits.scalar_type());
   FASTMP_CHECK(entropy.has_value() == grad_entropy.has_value(), op, ": entropy and grad_entropy come together");

@@ -24,7 +24,7 @@ using Accumulator = std::conditional_t<std::is_same_v<T, double>, double, float>
 // Rows for a thread, which has 32768 logits at least.
 int64_t grain_of(int64_t columns) { return std::max<int64_t>(1, (1 << 15) / std::max<int64_t>(1, columns)); }
 
-Shard shard_of(const char* op, const Tensor& logits, int64_t vocab_start, int64_t vocab_size) {
+Shard local_shard(const char* op, const Tensor& logits, int64_t vocab_start, int64_t vocab_size) {
   FASTMP_CHECK(logits.dim() == 2, op, ": logits must be (N, V), got ", logits.dim(), " dimensions");
   const int64_t columns = logits.size(1);
   FASTMP_CHECK(vocab_start >= 0 && vocab_start <= int64_t{1} << 62 && vocab_size > 0, op,

@@ -22,7 +22,12 @@ from torch.distributed import ProcessGroup
 from fastmp.distributed.collectives import all_gather, copy_to_group, gather_from_group, reduce_from_group_
 from fastmp.hf.patches import Part
 from fastmp.ops.core.registry import can_read_values
-from fastmp.tensor_parallel.attributes import ParallelAttributes, parallel_attributes, shard_of, whole_of
+from fastmp.tensor_parallel.attributes import (
+    ParallelAttributes,
+    join_shards,
+    local_shard,
+    parallel_attributes,
+)
 from fastmp.tensor_parallel.layers import GroupModule, ParallelModule, VocabParallelEmbedding
 from fastmp.tensor_parallel.linear_loss import vocab_parallel_linear_cross_entropy
 from fastmp.training.replicas import checksum
@@ -59,8 +64,10 @@ class Divided(Part, ParallelModule):
     def divide_(self: Any, group: ProcessGroup) -> None:
         """Keep this rank's parts of a module that is whole, and has this class already."""
         division, size = type(self).cut(self), group.size()
-        rows = (parallel_attributes(self.weight).rows or len(self.weight)) if self.padded else 0
-        self.__dict__.update(group=group, tp_size=size, tp_rank=group.rank(), rows=rows, division=division)
+        rows = (parallel_attributes(self.weight).num_valid_rows or len(self.weight)) if self.padded else 0
+        self.__dict__.update(
+            group=group, tp_size=size, tp_rank=group.rank(), num_valid_rows=rows, division=division
+        )
         for name in self._counts():
             setattr(self, name, getattr(self, name) // size)
         for name, marks in division.items():
@@ -79,21 +86,23 @@ class Divided(Part, ParallelModule):
                     delattr(parameter, mark)
         for name in self._counts():
             setattr(self, name, getattr(self, name) * self.tp_size)
-        for name in ("group", "tp_size", "tp_rank", "rows", "division"):
+        for name in ("group", "tp_size", "tp_rank", "num_valid_rows", "division"):
             del self.__dict__[name]
         self.__class__ = type(self).original
 
     def whole(self: Any, part: Tensor, marks: ParallelAttributes) -> Tensor:
         """The tensor of which all ranks of the group give their parts."""
         parts = all_gather(part[None], self.group)[0].unbind()
-        joined = whole_of(parts, marks.partition_dim, marks.partition_stride)
-        return joined[: self.rows].clone() if self.rows else joined
+        joined = join_shards(parts, marks.partition_dim, marks.partition_stride)
+        return joined[: self.num_valid_rows].clone() if self.num_valid_rows else joined
 
     def _part_of(self: Any, whole: Tensor, marks: ParallelAttributes) -> Tensor:
-        if not self.rows:
-            shard = shard_of(whole, marks.partition_dim, marks.partition_stride, self.tp_size, self.tp_rank)
+        if not self.num_valid_rows:
+            shard = local_shard(
+                whole, marks.partition_dim, marks.partition_stride, self.tp_size, self.tp_rank
+            )
             return shard.contiguous()
-        rows = -(-self.rows // self.tp_size)
+        rows = -(-self.num_valid_rows // self.tp_size)
         own = whole[self.tp_rank * rows :][:rows]
         return torch.cat((own, own.new_zeros(rows - len(own), *own.shape[1:])))
 
@@ -292,11 +301,11 @@ class VocabularyColumns(Columns):
         if loss or options:
             return super().forward(input, *loss, **options)
         logits = super().forward(copy_to_group(input, self.group))
-        return gather_from_group(logits, self.group)[..., : self.rows]
+        return gather_from_group(logits, self.group)[..., : self.num_valid_rows]
 
     def cross_entropy(self: Any, hidden: Tensor, weight: Tensor, labels: Tensor, **options: Any) -> Tensor:
         return vocab_parallel_linear_cross_entropy(
-            hidden, weight, labels, group=self.group, vocab_size=self.rows, **options
+            hidden, weight, labels, group=self.group, vocab_size=self.num_valid_rows, **options
         )
 
 

@@ -84,7 +84,7 @@ def own_tensors(config: GPTConfig) -> dict[str, Shape]:
     found = {}
     made = (GPT if config.bert is None else Bert)(config, Placement(device="meta"))
     for name, tensor in made.state_dict(keep_vars=True).items():
-        rows = parallel_attributes(tensor).rows
+        rows = parallel_attributes(tensor).num_valid_rows
         found[name] = (rows, *tensor.shape[1:]) if rows else tuple(tensor.shape)
     return found
 

@@ -26,7 +26,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from fastmp.distributed.collectives import all_reduce_, group_rank, group_size
 from fastmp.ops.wgrad import WgradQueue, defer_wgrad
-from fastmp.pipeline.messages import Message, Program, forward_orders, program
+from fastmp.pipeline.messages import Message, RankProgram, forward_orders, rank_program
 from fastmp.pipeline.schedule import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Step, together
 from fastmp.pipeline.stage_specs import HEADER, Spec, decode, encode, in_words
 from fastmp.profiling import region
@@ -163,13 +163,13 @@ class Pipeline:
             raise ValueError("Pipeline: steps run at once only with overlap=, which runs layers in parts")
         self.pairs, self.overlap = pairs, overlap
         self._agree()
-        self._program = program(self.rank, self.orders, pairs=pairs)
+        self._program = rank_program(self.rank, self.orders, pairs=pairs)
         vpp = 1 + max(step.chunk for step in self.orders[0])
         if vpp != len(self.chunks):
             raise ValueError(f"Pipeline: {len(self.chunks)} chunks for orders of {vpp} chunks a rank")
         parameters = [p for chunk in self.chunks for p in chunk.parameters()]
         self.device = torch.device(device or (parameters[0].device if parameters else "cpu"))
-        self._evaluations: dict[int, Program] = {}
+        self._evaluations: dict[int, RankProgram] = {}
         # {training: {stage: what it hands on}}
         self._specs: dict[bool, dict[int, tuple[Spec, ...]]] = {True: {}, False: {}}
         # The first that NCCL gets to do in a group has to come from all of its ranks, as no message does.
@@ -214,7 +214,7 @@ class Pipeline:
         number = len(batches)
         if number not in self._evaluations:
             orders = forward_orders(self.size, number, len(self.chunks))
-            self._evaluations[number] = program(self.rank, orders, forward_only=True)
+            self._evaluations[number] = rank_program(self.rank, orders, forward_only=True)
         with torch.no_grad():
             return self._execute(self._evaluations[number], batches, training=False)
 
@@ -236,7 +236,7 @@ class Pipeline:
         self._losses: dict[str, Tensor] = {}
         self._stats: dict[tuple[int, int], Any] = {}
 
-    def _execute(self, given: Program, batches: Sequence[Any], training: bool) -> PipelineResult:
+    def _execute(self, given: RankProgram, batches: Sequence[Any], training: bool) -> PipelineResult:
         self._reset(training, given.tags)
         splits = any(step.kind == BACKWARD_INPUT for step in given.steps)
         pairs = self.pairs[self.rank] if training and self.pairs else ()

@@ -1,11 +1,11 @@
-"""The messages between pipeline ranks and their order, from the orders of all ranks. Standard library only.
+"""Point-to-point messages of a pipeline: which rank sends and receives what, before which of its steps.
 
 All ranks post their messages in the order of one clock, the simulator's: a message has the time at which the
-step that makes it ends there. So two ranks agree on the order of everything between them, also where
-activations and gradients cross, and a backend that ignores tags cannot take one for the other. Nothing
-deadlocks, even if a send lasts until it is received and a rank's transfers go one by one: of all messages
-not yet done, the first needs only steps that need earlier ones. The same holds with a group for each kind of
-messages, where only those of one kind between two ranks go one by one.
+step that produces it ends there. Two ranks therefore agree on the order of all messages between them, also
+where activations and gradients cross, and a backend that ignores tags cannot confuse them. Nothing deadlocks,
+even if a send blocks until it is received and a rank's transfers are serialised: the first of all unfinished
+messages depends only on steps that depend on earlier ones. The same holds with one group per kind of
+message, where only messages of one kind between two ranks are serialised. Standard library only.
 """
 
 from __future__ import annotations
@@ -17,50 +17,57 @@ from typing import NamedTuple
 from fastmp.pipeline.schedule import BACKWARD, BACKWARD_INPUT, FORWARD, Schedule, Step
 from fastmp.pipeline.simulate import simulate
 
-__all__ = ["Message", "Program", "forward_orders", "program"]
+__all__ = ["Message", "RankProgram", "forward_orders", "rank_program"]
 
 
 class Message(NamedTuple):
-    """The activations that a step sends to the stage behind it, or the gradients to the stage before it.
+    """Activations sent to the next stage, or gradients sent to the previous one.
 
-    Messages sort in the order in which all ranks post them. `source` and `target` are pipeline ranks; `stage`
-    makes the message.
+    Messages sort in the order in which all ranks post them.
     """
 
-    clock: float
-    source: int
-    target: int
-    kind: str
-    stage: int
+    clock: float  # simulated time at which the step that produces it ends
+    source: int  # pipeline rank
+    target: int  # pipeline rank
+    kind: str  # "forward" or "backward"
+    stage: int  # that produces it
     microbatch: int
 
 
-class Program(NamedTuple):
-    """A rank's part of a training step: its steps, and the messages it posts before each of them.
+class RankProgram(NamedTuple):
+    """The steps of one rank, and the sends and receives that it posts before each of them.
 
-    `posts[i]` comes right before step i, in order, and `posts[-1]` after the last step. A rank posts its own
-    messages as soon as they are made, and receives as soon as the sender can have made them, so that messages
-    travel while steps that do not need them run. `tags` gives each message a number that no other message of
-    the pipeline has.
+    A send is posted as soon as the tensors are computed, and a receive as soon as the sender can have
+    computed them, so that transfers overlap with steps that do not depend on them.
     """
 
     steps: tuple[Step, ...]
-    posts: tuple[tuple[Message, ...], ...]
-    tags: dict[Message, int]
+    posts: tuple[tuple[Message, ...], ...]  # posts[i] right before step i, posts[-1] after the last step
+    tags: dict[Message, int]  # unique in the pipeline
 
 
-def program(
+def rank_program(
     rank: int,
     orders: Sequence[Sequence[Step]],
     *,
     forward_only: bool = False,
     pairs: Sequence[Container[int]] = (),
-) -> Program:
-    """The program of pipeline rank `rank`, for the orders of all ranks and their `pairs`, see `simulate`.
+) -> RankProgram:
+    """Return the program of pipeline rank `rank`.
 
-    Between two steps that run at once nothing is posted.
+    Nothing is posted between two overlapped steps.
 
-    ValueError, from `simulate`, names rank and step where an order is malformed or ranks wait for each other.
+    Args:
+        orders: the steps of every rank.
+        pairs: for every rank, the positions of forwards overlapped with the next step, see `simulate`.
+
+    Raises:
+        ValueError: naming rank and step, if an order is malformed or ranks wait for each other.
+
+    Example:
+        >>> first = rank_program(0, Schedule(2, 2).orders())
+        >>> [(message.kind, message.microbatch) for post in first.posts for message in post]
+        [('forward', 0), ('forward', 1), ('backward', 0), ('backward', 1)]
     """
     simulation = simulate(orders, forward_only=forward_only, pairs=pairs)
     pp, last = len(orders), len(orders) * simulation.vpp - 1
@@ -78,10 +85,10 @@ def program(
         if rank in (message.source, message.target) and message.source != message.target:
             posts[bisect_right(simulation.ends[rank], message.clock)].append(message)
             tags[message] = tag
-    return Program(simulation.orders[rank], tuple(map(tuple, posts)), tags)
+    return RankProgram(simulation.orders[rank], tuple(map(tuple, posts)), tags)
 
 
 def forward_orders(pp: int, num_microbatches: int, vpp: int = 1) -> tuple[tuple[Step, ...], ...]:
-    """The orders of all ranks for forwards alone, as in evaluation; any number of microbatches."""
+    """Return the orders of all ranks for an evaluation: forwards only, of any number of microbatches."""
     table = Schedule(pp, num_microbatches, vpp, check=False).table()  # forwards alone cannot deadlock
     return (tuple(Step(FORWARD, *entry) for entry in table),) * pp

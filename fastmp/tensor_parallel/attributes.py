@@ -8,26 +8,28 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 __all__ = [
-    "HookTraits", "ParallelAttributes", "hook_traits", "mark_hook", "parallel_attributes", "shard_of",
-    "whole_of",
+    "HookTraits", "ParallelAttributes", "hook_traits", "mark_hook", "parallel_attributes", "local_shard",
+    "join_shards",
 ]  # fmt: skip
 
 Hook = TypeVar("Hook", bound=Callable[..., Any])
 
 
 class ParallelAttributes(NamedTuple):
-    """How a parameter is divided over the tensor-parallel group.
+    """How a parameter is sharded; `parallel_attributes` reads these marks from attributes of the same names.
 
-    `tensor_model_parallel`: it is a shard, cut along `partition_dim` in each of the `partition_stride` blocks
-    that are fused there. When False, it is replicated; with `sequence_parallel` its gradient is a partial
-    sum, to be added over the group. `expert_parallel`: dimension 0 counts the experts of this rank, a
-    contiguous part of all experts of the `ep` group; the cut is then over the `etp` group, and replicas are
-    the ranks of `edp`. `pipeline_shared`: another stage of the pipeline holds it too, and their gradients are
-    added up; `pipeline_replica`: the other stage counts it in sums over the model.
-
-    Blocks are matrices of their own to an optimizer that looks at whole matrices. So are those of a weight
-    with `fused_rows`: its rows repeat in groups, of which each matrix has as many rows as stand there. `rows`
-    are those of the undivided tensor where the ones behind them are padding, which checkpoints leave out.
+    Attributes:
+        tensor_model_parallel: it is a shard of the tensor-parallel group. False: replicated.
+        partition_dim: dimension that is sharded.
+        partition_stride: number of blocks fused along that dimension, each sharded by itself.
+        sequence_parallel: it is replicated and its gradient is a partial sum, all-reduced over the group.
+        expert_parallel: dimension 0 counts this rank's experts, a contiguous slice of all experts of the `ep`
+            group; the shards are those of the `etp` group, and replicas are the ranks of `edp`.
+        pipeline_shared: another pipeline stage holds it too, and their gradients are summed.
+        pipeline_replica: that other stage counts it in sums over the model.
+        fused_rows: rows of each matrix in a group of fused matrices; the groups repeat. Muon orthogonalises
+            each of these matrices, and each block, by itself.
+        num_valid_rows: rows of the full tensor that are not padding, 0 for all; checkpoints omit padding.
     """
 
     tensor_model_parallel: bool = False
@@ -38,11 +40,11 @@ class ParallelAttributes(NamedTuple):
     pipeline_shared: bool = False
     pipeline_replica: bool = False
     fused_rows: tuple[int, ...] = ()
-    rows: int = 0
+    num_valid_rows: int = 0
 
 
 def parallel_attributes(param: torch.Tensor) -> ParallelAttributes:
-    """The marks of `param`; a parameter without marks is replicated and has a complete gradient."""
+    """Return the marks of `param`; without marks it is replicated and its gradient is complete."""
     defaults = ParallelAttributes._field_defaults.items()
     return ParallelAttributes._make(getattr(param, name, default) for name, default in defaults)
 
@@ -73,15 +75,26 @@ def mark_hook(hook: Hook, traits: HookTraits) -> Hook:
     return hook
 
 
-def shard_of(full: torch.Tensor, dim: int, stride: int, size: int, rank: int) -> torch.Tensor:
-    """Rank `rank`'s shard of `full`, whose `stride` blocks along `dim` are each cut into `size` parts.
+def local_shard(full: torch.Tensor, dim: int, stride: int, size: int, rank: int) -> torch.Tensor:
+    """Return the shard of rank `rank` out of `size`, which copies unless the shard is contiguous.
 
-    A fused weight of query, key and value (stride 3) gives each rank its part of every block.
+    Args:
+        full: the full tensor.
+        dim: dimension to shard.
+        stride: number of blocks fused along `dim`, each split into `size` shards; a fused query-key-value
+            weight has 3.
+
+    Example:
+        >>> full = torch.arange(8)
+        >>> local_shard(full, dim=0, stride=2, size=2, rank=1)
+        tensor([2, 3, 6, 7])
+        >>> join_shards([local_shard(full, 0, 2, 2, rank) for rank in range(2)], 0, 2).equal(full)
+        True
     """
     return torch.cat(full.chunk(size * stride, dim)[rank::size], dim) if size > 1 else full
 
 
-def whole_of(shards: Sequence[torch.Tensor], dim: int, stride: int) -> torch.Tensor:
-    """The tensor of which `shard_of` gives the ranks these shards."""
+def join_shards(shards: Sequence[torch.Tensor], dim: int, stride: int) -> torch.Tensor:
+    """Return the full tensor whose `local_shard`s these are, in rank order."""
     blocks = zip(*(shard.chunk(stride, dim) for shard in shards), strict=True)
     return torch.cat([part for block in blocks for part in block], dim)

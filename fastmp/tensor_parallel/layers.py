@@ -34,7 +34,7 @@ from fastmp.distributed.collectives import (
 from fastmp.distributed.rng import RngTracker
 from fastmp.ops.core.registry import can_read_values
 from fastmp.ops.wgrad import linear
-from fastmp.tensor_parallel.attributes import ParallelAttributes, shard_of
+from fastmp.tensor_parallel.attributes import ParallelAttributes, local_shard
 from fastmp.tensor_parallel.linear import column_linear, row_linear_scattered
 
 __all__ = [
@@ -78,7 +78,7 @@ class ParallelModule(GroupModule):
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         super().__init__()
         self.group = group
-        self.rows = 0
+        self.num_valid_rows = 0
         self.tp_size = group_size(group)
         self.tp_rank = group_rank(group)
 
@@ -99,12 +99,12 @@ class ParallelModule(GroupModule):
         for name, marks in self._marks().items():
             param = getattr(self, name)
             if param is not None:
-                for field, value in marks._replace(rows=self.rows)._asdict().items():
+                for field, value in marks._replace(num_valid_rows=self.num_valid_rows)._asdict().items():
                     setattr(param, field, value)
 
-    def mark_padding(self, rows: int) -> None:
-        """Say that only the first `rows` rows of the undivided parameters are no padding."""
-        self.rows = rows
+    def mark_padding(self, num_valid_rows: int) -> None:
+        """Mark rows of the full parameters from `num_valid_rows` on as padding."""
+        self.num_valid_rows = num_valid_rows
         self._mark()
 
     def _is_shard(self, marks: ParallelAttributes) -> bool:
@@ -135,7 +135,7 @@ class ParallelModule(GroupModule):
     def _slice(self, full: torch.Tensor, marks: ParallelAttributes) -> torch.Tensor:
         if not marks.tensor_model_parallel:
             return full
-        return shard_of(full, marks.partition_dim, marks.partition_stride, self.tp_size, self.tp_rank)
+        return local_shard(full, marks.partition_dim, marks.partition_stride, self.tp_size, self.tp_rank)
 
     def _take(self, module: nn.Module, **full: torch.Tensor | None) -> None:
         """Make the parameters this rank's slices of `full`; trainable, and in training mode, as they were."""

@@ -70,7 +70,9 @@ def make_gpt(
     return GPT(config, on, **others)
 
 
-def shard_of(full: torch.Tensor, param: torch.nn.Parameter, group: dist.ProcessGroup | None) -> torch.Tensor:
+def local_shard(
+    full: torch.Tensor, param: torch.nn.Parameter, group: dist.ProcessGroup | None
+) -> torch.Tensor:
     """This rank's part of a full tensor; a vocabulary is padded with zeros, or cut, to the size of `param`
     first."""
     parallel, dim = param.tensor_model_parallel, param.partition_dim
@@ -80,11 +82,11 @@ def shard_of(full: torch.Tensor, param: torch.nn.Parameter, group: dist.ProcessG
     if wanted != full.shape[dim]:
         assert dim == 0, "only the vocabulary is padded"
         full = F.pad(full, (*(0, 0) * (full.dim() - 1), 0, wanted - full.shape[0]))
-    return attributes.shard_of(full, dim, param.partition_stride, group_size(group), group_rank(group))
+    return attributes.local_shard(full, dim, param.partition_stride, group_size(group), group_rank(group))
 
 
 def part_of(full: torch.Tensor, param: torch.nn.Parameter, groups: ParallelGroups) -> torch.Tensor:
-    """Cut like `shard_of`, also for the parameters of experts."""
+    """Cut like `local_shard`, also for the parameters of experts."""
     if not getattr(param, "expert_parallel", False):
-        return shard_of(full, param, groups.tp)
-    return shard_of(full.chunk(group_size(groups.ep))[group_rank(groups.ep)], param, groups.etp)
+        return local_shard(full, param, groups.tp)
+    return local_shard(full.chunk(group_size(groups.ep))[group_rank(groups.ep)], param, groups.etp)

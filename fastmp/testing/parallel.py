@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastmp.distributed.collectives import group_size
 from fastmp.optim import param_all_gather as gather
-from fastmp.tensor_parallel.attributes import parallel_attributes, whole_of
+from fastmp.tensor_parallel.attributes import join_shards, parallel_attributes
 
 __all__ = ["Collectives", "count_collectives", "full_gradient", "full_tensor", "late_gathers"]
 
@@ -101,7 +101,7 @@ def full_tensor(
     marks = parallel_attributes(param)
     group = etp_group if marks.expert_parallel else group
     if marks.tensor_model_parallel and group_size(group) > 1:
-        shard = whole_of(_parts(shard, group), marks.partition_dim, marks.partition_stride)
+        shard = join_shards(_parts(shard, group), marks.partition_dim, marks.partition_stride)
     if marks.expert_parallel and group_size(ep_group) > 1:
         shard = torch.cat(_parts(shard, ep_group))
     return shard

@@ -13,7 +13,7 @@ from fastmp.distributed.collectives import group_rank
 from fastmp.distributed.groups import ParallelGroups
 from fastmp.distributed.rng import RngTracker
 from fastmp.nn import Placement, RotaryPositions, SelfAttention
-from fastmp.testing.models import QWEN, SEED, SMALL, placed, shard_of
+from fastmp.testing.models import QWEN, SEED, SMALL, local_shard, placed
 from fastmp.testing.ranks import run_ranks
 
 S, B = 10, 3
@@ -32,7 +32,7 @@ def make(config=SMALL, groups=ParallelGroups.alone(), **options):
                     dtype=torch.float64,
                     generator=torch.Generator().manual_seed(len(name)),
                 )
-                param.copy_(shard_of(full, param, groups.tp))
+                param.copy_(local_shard(full, param, groups.tp))
     return attention
 
 
@@ -174,8 +174,8 @@ def test_heads_are_divided_over_tp(tp, sequence_parallel):
         (output + bias).square().sum().backward()
         sum_partial_gradients(many.parameters(), groups.tp)
         for (name, full), param in zip(one.named_parameters(), many.parameters()):
-            assert torch.equal(shard_of(full.detach(), param, groups.tp), param), name
-            torch.testing.assert_close(param.grad, shard_of(full.grad, param, groups.tp), **CLOSE)
+            assert torch.equal(local_shard(full.detach(), param, groups.tp), param), name
+            torch.testing.assert_close(param.grad, local_shard(full.grad, param, groups.tp), **CLOSE)
 
     run_ranks(case, tp)
 

@@ -17,7 +17,7 @@ from fastmp.distributed.rng import RngTracker
 from fastmp.nn import GPT, MLP, Placement
 from fastmp.nn.moe.experts import GroupedExperts
 from fastmp.plan.shapes import shapes_of
-from fastmp.testing.models import QWEN, SEED, SMALL, shard_of
+from fastmp.testing.models import QWEN, SEED, SMALL, local_shard
 from fastmp.testing.parallel import count_collectives
 from fastmp.testing.ranks import run_ranks
 
@@ -30,7 +30,7 @@ def make(groups=ParallelGroups.alone(), activation="gelu_tanh", **options):
     with torch.no_grad():
         for param in (mlp.up.bias, mlp.down.bias):
             size = mlp.up.output_size if param is mlp.up.bias else SMALL.hidden_size
-            param.copy_(shard_of(torch.linspace(-1, 1, size, dtype=torch.float64), param, groups.tp))
+            param.copy_(local_shard(torch.linspace(-1, 1, size, dtype=torch.float64), param, groups.tp))
     return mlp
 
 
@@ -124,8 +124,8 @@ def test_mlp_over_two_ranks(sequence_parallel, activation):
         torch.testing.assert_close(own_SBH.grad, x_SBH.grad[part], **CLOSE)
         sum_partial_gradients(many.parameters(), groups.tp)
         for (name, full), param in zip(one.named_parameters(), many.parameters()):
-            assert torch.equal(shard_of(full.detach(), param, groups.tp), param), name
-            torch.testing.assert_close(param.grad, shard_of(full.grad, param, groups.tp), **CLOSE)
+            assert torch.equal(local_shard(full.detach(), param, groups.tp), param), name
+            torch.testing.assert_close(param.grad, local_shard(full.grad, param, groups.tp), **CLOSE)
 
     run_ranks(case, 2)
 

@@ -13,7 +13,7 @@ from nn_tools import sum_partial_gradients, text, tp_groups
 from fastmp.distributed.collectives import group_rank
 from fastmp.distributed.grid import RankGrid
 from fastmp.distributed.groups import ParallelGroups
-from fastmp.testing.models import EXPERTS, QWEN, SMALL, make_gpt, part_of, shard_of
+from fastmp.testing.models import EXPERTS, QWEN, SMALL, local_shard, make_gpt, part_of
 from fastmp.testing.parallel import count_collectives
 from fastmp.testing.ranks import run_ranks
 
@@ -69,7 +69,7 @@ def compare(config, tp, variant, loss_options):
         losses = step(one, upstream=False, **loss_options), step(many, upstream=tp == 4, **loss_options)
         torch.testing.assert_close(losses[1], losses[0], **CLOSE)
         for (name, full), param in zip(one.named_parameters(), many.parameters()):
-            expected = shard_of(full.grad, param, many.group)
+            expected = local_shard(full.grad, param, many.group)
             torch.testing.assert_close(
                 param.grad, expected, msg=lambda text, name=name: f"{name}: {text}", **CLOSE
             )

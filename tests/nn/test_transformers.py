@@ -10,7 +10,7 @@ from nn_tools import compare_with_reference
 from transformers_reference import DATA, FAMILIES, bundle_of, from_tensors, load_bundle
 
 from fastmp.nn import GPT, Placement
-from fastmp.testing.models import shard_of
+from fastmp.testing.models import local_shard
 from fastmp.testing.ranks import run_ranks
 
 MOE_FAMILIES = ("Mixtral", "Qwen3Moe")
@@ -64,7 +64,7 @@ def test_bf16_is_as_close_where_the_same_experts_are_chosen(family):
         layer.moe.router.register_forward_hook(lambda module, args, output: chosen.append(output[0]))
     with torch.no_grad():
         for name, param in model.named_parameters():
-            param.copy_(shard_of(reference["weights"][name], param, None))
+            param.copy_(local_shard(reference["weights"][name], param, None))
         ours = model(tokens_BS)[..., : model.config.vocab_size].transpose(0, 1).double()
     S, B = tokens_BS.t().shape
     experts = torch.stack([e.view(S, B, -1).transpose(0, 1).sort(-1).values for e in chosen])

@@ -23,7 +23,7 @@ from fastmp.optim.grad_buffers import GradBuffer
 from fastmp.optim.muon import Muon, is_hidden_matrix, update_cost
 from fastmp.optim.named_params import named_parameters
 from fastmp.optim.newton_schulz import A, B, C, orthogonalize
-from fastmp.tensor_parallel.attributes import parallel_attributes, shard_of
+from fastmp.tensor_parallel.attributes import local_shard, parallel_attributes
 from fastmp.testing.parallel import count_collectives, full_tensor
 from fastmp.testing.ranks import run_ranks
 
@@ -174,7 +174,7 @@ def give_gradients(grads, groups, step):
             full = full.chunk(group_size(groups.ep))[group_rank(groups.ep)]
         group = groups.etp if marks.expert_parallel else groups.tp
         if marks.tensor_model_parallel:
-            full = shard_of(
+            full = local_shard(
                 full, marks.partition_dim, marks.partition_stride, group_size(group), group_rank(group)
             )
         partial_sum = marks.sequence_parallel and group_rank(groups.tp) > 0

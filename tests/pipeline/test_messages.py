@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fastmp.pipeline.messages import forward_orders, program
+from fastmp.pipeline.messages import forward_orders, rank_program
 from fastmp.pipeline.schedule import BACKWARD, FORWARD, Schedule, Step
 
 # pp, microbatches, vpp, group size, schedule
@@ -19,7 +19,7 @@ SHAPES = [
 
 def plans(pp, microbatches, vpp, group_size, schedule):
     every = Schedule(pp, microbatches, vpp, group_size, schedule).orders()
-    return [program(rank, every) for rank in range(pp)]
+    return [rank_program(rank, every) for rank in range(pp)]
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -94,13 +94,13 @@ def test_forwards_alone_take_any_number_of_microbatches():
     for pp, vpp, number in [(1, 1, 1), (2, 2, 3), (4, 2, 5), (3, 1, 2), (4, 3, 1)]:
         every = forward_orders(pp, number, vpp)
         for rank in range(pp):
-            assert len(program(rank, every, forward_only=True).steps) == number * vpp
+            assert len(rank_program(rank, every, forward_only=True).steps) == number * vpp
 
 
 def test_orders_that_cannot_run_are_refused():
     forward, backward = Step("forward", 0, 0), Step("backward", 0, 0)
     with pytest.raises(ValueError, match="rank 1 step 0, backward of microbatch 0 chunk 0: its forward has"):
-        program(0, [[forward, backward], [backward, forward]])
+        rank_program(0, [[forward, backward], [backward, forward]])
     with pytest.raises(ValueError, match="deadlock"):
         crossed = [Step("forward", 0, 1), forward, backward, Step("backward", 0, 1)]
-        program(0, [crossed, crossed])
+        rank_program(0, [crossed, crossed])

@@ -163,9 +163,9 @@ def whole_gradients(model, group):
                 dist.all_gather(others, grad, group=group)
                 assert all(torch.equal(other, grad) for other in others), name
             grad = full_tensor(grad, parameter, group)
-            if marks.rows:
-                assert not grad[marks.rows :].any()
-                grad = grad[: marks.rows]
+            if marks.num_valid_rows:
+                assert not grad[marks.num_valid_rows :].any()
+                grad = grad[: marks.num_valid_rows]
             found[name] = grad
     return found
 

@@ -15,7 +15,7 @@ from fastmp.distributed.groups import ParallelGroups
 from fastmp.distributed.rng import RngTracker
 from fastmp.nn import Placement
 from fastmp.nn.moe.layer import MoELayer
-from fastmp.tensor_parallel.attributes import parallel_attributes, shard_of
+from fastmp.tensor_parallel.attributes import local_shard, parallel_attributes
 
 SEED = 4321
 MOE = MoEConfig(
@@ -139,7 +139,9 @@ def own_weight(full: torch.Tensor, param: torch.nn.Parameter, groups: ParallelGr
     group = groups.etp if marks.expert_parallel else groups.tp
     if not marks.tensor_model_parallel:
         return full
-    return shard_of(full, marks.partition_dim, marks.partition_stride, group_size(group), group_rank(group))
+    return local_shard(
+        full, marks.partition_dim, marks.partition_stride, group_size(group), group_rank(group)
+    )
 
 
 def reduce_gradients(layer: MoELayer, groups: ParallelGroups) -> None:

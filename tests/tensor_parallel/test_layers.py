@@ -17,7 +17,7 @@ from fastmp.distributed.rng import RngTracker
 from fastmp.ops.wgrad import WgradQueue, defer_wgrad
 from fastmp.optim.grad_buffers import GradBuffer
 from fastmp.tensor_parallel import layers
-from fastmp.tensor_parallel.attributes import parallel_attributes, shard_of
+from fastmp.tensor_parallel.attributes import local_shard, parallel_attributes
 from fastmp.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from fastmp.tensor_parallel.linear import parallel_logits
 from fastmp.testing.parallel import count_collectives, full_gradient, full_tensor
@@ -54,7 +54,7 @@ def same_weights(make, group):
             sharded.bias.copy_(
                 whole.bias
                 if not marks.tensor_model_parallel
-                else shard_of(whole.bias, 0, marks.partition_stride, sharded.tp_size, sharded.tp_rank)
+                else local_shard(whole.bias, 0, marks.partition_stride, sharded.tp_size, sharded.tp_rank)
             )
     return sharded, whole
 
@@ -89,7 +89,7 @@ def check_column(rank, tp, sp):
             group,
         )
         gathered = options.get("gather_output", True)
-        dy = probe if gathered else shard_of(probe, 2, sharded.stride, tp, rank)
+        dy = probe if gathered else local_shard(probe, 2, sharded.stride, tp, rank)
 
         x_part = mine(x, rank, tp, sp)
         with count_collectives() as forward:
@@ -105,7 +105,7 @@ def check_column(rank, tp, sp):
         reference = whole(x_full)
         reference = reference[0] + reference[1] if options.get("skip_bias_add") else reference
         reference.backward(probe)
-        close(y, reference if gathered else shard_of(reference, 2, sharded.stride, tp, rank))
+        close(y, reference if gathered else local_shard(reference, 2, sharded.stride, tp, rank))
         close(x_part.grad, mine(x_full.grad, rank, tp, sp))
         check_gradients(sharded, whole, group)
 
@@ -142,7 +142,7 @@ def check_row(rank, tp, sp):
         )
         is_parallel = options.get("input_is_parallel", False)
 
-        x_part = shard_of(x, 2, sharded.stride, tp, rank) if is_parallel else x
+        x_part = local_shard(x, 2, sharded.stride, tp, rank) if is_parallel else x
         x_part = x_part.clone().requires_grad_()
         with count_collectives() as forward:
             y = sharded(x_part)
@@ -160,7 +160,7 @@ def check_row(rank, tp, sp):
         close(y, mine(reference, rank, tp, sp))
         close(
             x_part.grad,
-            shard_of(x_full.grad, 2, sharded.stride, tp, rank) if is_parallel else x_full.grad,
+            local_shard(x_full.grad, 2, sharded.stride, tp, rank) if is_parallel else x_full.grad,
         )
         check_gradients(sharded, whole, group)
 

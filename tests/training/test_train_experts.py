@@ -30,7 +30,7 @@ from fastmp.distributed.collectives import (
 )
 from fastmp.distributed.grid import RankGrid
 from fastmp.distributed.groups import ParallelGroups
-from fastmp.tensor_parallel.attributes import parallel_attributes, shard_of
+from fastmp.tensor_parallel.attributes import local_shard, parallel_attributes
 from fastmp.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from fastmp.testing.parallel import count_collectives, full_tensor
 from fastmp.testing.ranks import run_ranks
@@ -76,7 +76,7 @@ class Experts(nn.Module):
             full = torch.randn(shape, dtype=torch.float64) * 0.3
             shard = full.chunk(group_size(self.ep))[group_rank(self.ep)]
             if name in cuts:
-                shard = shard_of(shard, cuts[name], 1, group_size(self.etp), group_rank(self.etp))
+                shard = local_shard(shard, cuts[name], 1, group_size(self.etp), group_rank(self.etp))
             param = nn.Parameter(shard.clone())
             param.expert_parallel = True
             if name in cuts:

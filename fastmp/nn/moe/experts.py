@@ -26,7 +26,7 @@ from fastmp.nn.moe.router import moe_config
 from fastmp.nn.placement import Placement
 from fastmp.ops import grouped_mlp_in, grouped_mm
 from fastmp.ops.wgrad import linear
-from fastmp.tensor_parallel.attributes import ParallelAttributes, shard_of
+from fastmp.tensor_parallel.attributes import ParallelAttributes, local_shard
 from fastmp.tensor_parallel.layers import ParallelModule
 
 __all__ = ["GroupedExperts", "SharedExperts"]
@@ -103,7 +103,7 @@ class GroupedExperts(ParallelModule):
                     dtype = torch.promote_types(expert.dtype, torch.float32)
                     master = torch.empty(shape, dtype=dtype, device=device)
                     method(master)
-                    expert.copy_(shard_of(master, dim, marks.partition_stride, size, self.tp_rank))
+                    expert.copy_(local_shard(master, dim, marks.partition_stride, size, self.tp_rank))
 
     def forward(
         self, rows_MH: torch.Tensor, offsets_L: torch.Tensor, sizes: Sequence[int] | None = None

@@ -211,7 +211,7 @@ def _shards_of(
 ) -> ShardedTensorRef:
     """Return the chunks of the full tensor in `pieces` of a shard, without rows of padding."""
     shape = full_shape(param.shape, cuts)
-    rows = parallel_attributes(param).rows
+    rows = parallel_attributes(param).num_valid_rows
     if rows:
         shape = (rows, *shape[1:])
     shards = list[tuple[tuple[int, ...], Tensor]]()

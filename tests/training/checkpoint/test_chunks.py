@@ -14,7 +14,7 @@ from torch import nn
 
 from fastmp.distributed.groups import ParallelGroups
 from fastmp.optim.flat_layout import shard_ranges
-from fastmp.tensor_parallel.attributes import ParallelAttributes, shard_of
+from fastmp.tensor_parallel.attributes import ParallelAttributes, local_shard
 from fastmp.training.checkpoint import files
 from fastmp.training.checkpoint import state as state_module
 from fastmp.training.checkpoint.chunks import (
@@ -60,7 +60,7 @@ def test_shards_are_boxes_of_the_whole_whatever_cuts_it(data):
     own = [data.draw(st.integers(0, ranks - 1)) for _, ranks in cuts]
     shard, marks = numbers, []
     for dim, (blocks, ranks) in enumerate(cuts):
-        shard = shard_of(shard, dim, blocks, ranks, own[dim])
+        shard = local_shard(shard, dim, blocks, ranks, own[dim])
         marks.append(Cut(dim, blocks, own[dim], ranks))
     assert full_shape(shard.shape, marks) == tuple(shape)
     offsets = [data.draw(st.integers(0, size)) for size in shard.shape]
@@ -85,8 +85,8 @@ def test_what_is_behind_the_end_is_left_out():
     [
         ParallelAttributes(),
         ParallelAttributes(True, 0, 2),
-        ParallelAttributes(True, 0, 1, rows=7),
-        ParallelAttributes(True, 0, 1, rows=3),  # the second rank has padding only
+        ParallelAttributes(True, 0, 1, num_valid_rows=7),
+        ParallelAttributes(True, 0, 1, num_valid_rows=3),  # the second rank has padding only
     ],
 )
 def test_parts_of_all_ranks_are_the_whole_parameter_and_its_state(monkeypatch, strides, marks):
@@ -98,7 +98,7 @@ def test_parts_of_all_ranks_are_the_whole_parameter_and_its_state(monkeypatch, s
     order = {"rows": (0, 1, 2), "columns": (2, 1, 0), "middle first": (1, 2, 0)}[strides]
     state = -whole
     tp = 2 if marks.tensor_model_parallel else 1
-    real = whole[: marks.rows or None]
+    real = whole[: marks.num_valid_rows or None]
     found = {name: torch.full_like(real, torch.nan) for name in ("parameter", "state")}
     count = torch.zeros_like(real)
     for rank in range(tp):
@@ -106,12 +106,12 @@ def test_parts_of_all_ranks_are_the_whole_parameter_and_its_state(monkeypatch, s
         monkeypatch.setattr(state_module, "cuts_of", lambda param, groups, cuts=cuts: cuts)
 
         def laid_out(tensor, rank=rank):
-            own = shard_of(tensor, 0, marks.partition_stride, tp, rank)
+            own = local_shard(tensor, 0, marks.partition_stride, tp, rank)
             inverse = [order.index(dim) for dim in range(3)]
             return own.permute(order).contiguous().permute(inverse)
 
         param, memory = nn.Parameter(laid_out(whole)), laid_out(state).permute(order).flatten()
-        param.rows = marks.rows
+        param.num_valid_rows = marks.num_valid_rows
         ref = param_shards(param, ParallelGroups.alone())
         assert ref.shape == real.shape
         for at, shard in ref.shards:
