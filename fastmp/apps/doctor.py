@@ -74,7 +74,7 @@ def _devices(archs: Sequence[str]) -> list[str]:
     import torch
 
     from fastmp.config import Environment
-    from fastmp.ops.core.built import fits
+    from fastmp.ops.core.built import supports
 
     lines = [f"cpu: {torch.get_num_threads()} threads, {torch.backends.cpu.get_cpu_capability()}"]
     if not torch.cuda.is_available():
@@ -82,7 +82,7 @@ def _devices(archs: Sequence[str]) -> list[str]:
     for index in range(torch.cuda.device_count()):
         gpu = torch.cuda.get_device_properties(index)
         lines.append(f"cuda:{index}: {gpu.name}, sm_{gpu.major}{gpu.minor}, {gpu.total_memory >> 30} GiB")
-        if archs and not fits(archs, (gpu.major, gpu.minor)):
+        if archs and not supports(archs, (gpu.major, gpu.minor)):
             lines.append(f"  the compiled kernels ({' '.join(archs)}) do not run on it; Triton serves")
             lines.append(f"  rebuild with TORCH_CUDA_ARCH_LIST={gpu.major}.{gpu.minor} to compare them")
     lines.append(connections(Environment.read().connections, torch.cuda.get_device_capability()[0]))

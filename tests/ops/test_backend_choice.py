@@ -93,7 +93,7 @@ def test_calls_go_to_the_kernel_that_the_arguments_prefer(compiled_for):
     ],
 )
 def test_which_code_runs_on_which_gpu(archs, capability, expected):
-    assert built.fits(archs, capability) is expected
+    assert built.supports(archs, capability) is expected
 
 
 @pytest.mark.parametrize(

@@ -44,7 +44,7 @@ def test_the_kernel_is_the_reference():
     [
         (torch.zeros(2), int32(0, 0), 3, r"starts must be an int32 vector, got torch.float32 \(2,\)"),
         (int32(0, 1), int32(0, 1)[None], 3, r"places must be an int32 vector, got torch.int32 \(1, 2\)"),
-        (int32(0, 1), int32(0), 3, r"places of shape \(1,\) does not fit starts of shape \(2,\)"),
+        (int32(0, 1), int32(0), 3, r"expected places of .* for starts of shape \(2,\), got \(1,\)"),
         (int32(0, 1), int32(0, 1), -1, "num_rows must be from 0 to 2147483647, got -1"),
         (int32(0, 1), int32(0, 1), 1 << 31, "num_rows must be from 0 to 2147483647, got 2147483648"),
         (int32(), int32(), 2, "there are 2 rows, but no block"),

@@ -87,5 +87,5 @@ def test_wrong_arguments():
         apply_capacity(indices, probs, 2, 0)
     with pytest.raises(ValueError, match="got 'first'"):
         apply_capacity(indices, probs, 2, 1, "first")
-    with pytest.raises(ValueError, match=r"probs of shape \(3, 1\) does not fit indices of shape \(3, 2\)"):
+    with pytest.raises(ValueError, match=r"expected probs of .* for indices of shape \(3, 2\), got \(3, 1\)"):
         apply_capacity(indices, probs[:, :1], 2, 1)

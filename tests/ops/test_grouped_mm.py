@@ -125,7 +125,7 @@ def test_biases_are_those_of_the_experts(transposed):
     want = [truth, *torch.autograd.grad(truth, (x, w, bias), grad)]
     torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
     assert torch.equal(known, y) and not got[3][1].any()
-    with pytest.raises(ValueError, match=r"grouped_mm: bias of shape .* does not fit w"):
+    with pytest.raises(ValueError, match=r"grouped_mm: expected bias of shape .* for w"):
         grouped_mm(x, w, offsets, transposed=transposed, bias=bias[:2])
 
 
@@ -339,7 +339,7 @@ SIZES = {
 MLP = {
     "form must be one of gelu_tanh, gelu, silu, got 'relu'": {"form": "relu"},
     "w (2, 7, 5) has an odd number of rows: no [gate | up]": {"w": torch.zeros(2, 7, 5)},
-    "bias of shape (6,) does not fit w of shape (2, 6, 5)": {"bias": torch.zeros(6)},
+    "expected bias of shape (2, 6) for w of shape (2, 6, 5), got (6,)": {"bias": torch.zeros(6)},
     "x is torch.float32 but bias is torch.float64": {"bias": torch.zeros(2, 6).double()},
     "x is on cpu but bias is on meta": {"bias": torch.zeros(2, 6, device="meta")},
 }
@@ -400,7 +400,7 @@ def test_a_main_gradient_has_the_shape_of_its_weight(call, shape):
     given = arguments()
     weight = nn.Parameter(given["w"])
     weight.main_grad = torch.zeros(shape)
-    with pytest.raises(ValueError, match=r"main_grad of shape .* does not fit w of shape \(2, 6, 5\)"):
+    with pytest.raises(ValueError, match=r"expected main_grad of shape .* for w of shape \(2, 6, 5\)"):
         call(given["x"], weight, given["offsets"])
 
 

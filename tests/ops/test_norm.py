@@ -215,14 +215,14 @@ def _zeros(*shape, **options):
 @pytest.mark.parametrize(
     ("x", "parameters", "options", "message"),
     [
-        (_zeros(2, 3), [_zeros(4)], {}, r"weight of shape \(4,\) does not fit x of shape \(2, 3\)"),
+        (_zeros(2, 3), [_zeros(4)], {}, r"expected weight of .* for x of shape \(2, 3\), got \(4,\)"),
         (_zeros(2, 3), [_zeros(3).double()], {}, r"x is torch.float32 but weight is torch.float64"),
         (_zeros(2, 3), [_zeros(3).half()], {}, r"x is torch.float32 but weight is torch.float16"),
         (_zeros(2, 3).double(), [_zeros(3)], {}, r"x is torch.float64 but weight is torch.float32"),
         (_zeros(2, 3), [_zeros(3, device="meta")], {}, r"x is on cpu but weight is on meta"),
         (
             _zeros(2, 3), [_zeros(3)], {"residual": _zeros(3)},
-            r"residual of shape \(3,\) does not fit x of shape \(2, 3\)",
+            r"expected residual of .* for x of shape \(2, 3\), got \(3,\)",
         ),
         (
             _zeros(2, 3), [_zeros(3)], {"residual": _zeros(2, 3).half()},
@@ -242,7 +242,7 @@ def test_wrong_arguments(name, x, parameters, options, message):
 def test_wrong_bias():
     x, weight = _zeros(2, 3), _zeros(3)
     for bias, message in (
-        (_zeros(2), r"bias of shape \(2,\) does not fit x of shape \(2, 3\)"),
+        (_zeros(2), r"expected bias of .* for x of shape \(2, 3\), got \(2,\)"),
         (_zeros(3).half(), r"weight is torch.float32 but bias is torch.float16"),
         (_zeros(3, device="meta"), r"weight is on cpu but bias is on meta"),
     ):

@@ -334,7 +334,7 @@ MATRIX = torch.zeros(2, 3)
         (lambda: unpermute(MATRIX, INDICES[0]), r"unpermute: row_of must be int32 \(T, k\)"),
         (
             lambda: unpermute(MATRIX, INDICES, MATRIX),
-            r"probs of shape \(2, 3\) does not fit row_of .*\(2, 2\)",
+            r"expected probs of shape \(2, 2\) for row_of .*got \(2, 3\)",
         ),
         (
             lambda: unpermute(MATRIX.bfloat16(), INDICES, MATRIX[:, :2].bfloat16()),
@@ -345,7 +345,7 @@ MATRIX = torch.zeros(2, 3)
             r"unpermute: y is on cpu but probs is on meta",
         ),
         (lambda: unpermute(MATRIX, INDICES, out=MATRIX), r"unpermute: out \(2, 3\) needs a residual"),
-        (lambda: unpermute(MATRIX, INDICES, residual=MATRIX[:1]), r"residual of shape \(1, 3\) does not fit"),
+        (lambda: unpermute(MATRIX, INDICES, residual=MATRIX[:1]), r"expected residual of .* got \(1, 3\)"),
         (
             lambda: unpermute(MATRIX, INDICES, residual=MATRIX, out=MATRIX.clone().requires_grad_()),
             r"unpermute: out \(2, 3\) requires a gradient",

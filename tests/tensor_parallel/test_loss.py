@@ -163,7 +163,7 @@ def check_errors(rank, tp):
     group = dist.group.WORLD
     logits, target = torch.randn(4, 12), torch.tensor([1, 2, 3, 4])
     for message, arguments, options in (
-        ("target of shape (3,) does not fit logits of shape (4, 12)", (logits, target[:3]), {}),
+        ("expected target of shape (4,) for logits of shape (4, 12), got (3,)", (logits, target[:3]), {}),
         (
             "vocab_size is 25, but the logits have 24 columns in 2 shards",
             (logits, target),
@@ -171,7 +171,7 @@ def check_errors(rank, tp):
         ),
         ("vocab_size is 0, but the logits have 24 columns", (logits, target), {"vocab_size": 0}),
         (
-            "token_weight of shape (2, 2) does not fit logits of shape (4, 12)",
+            "expected token_weight of shape (4,) for logits of shape (4, 12), got (2, 2)",
             (logits, target),
             {"token_weight": torch.ones(2, 2)},
         ),

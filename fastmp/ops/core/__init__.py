@@ -1,1 +1,1 @@
-"""Common core of all ops: registry, autograd formulas, launcher, argument checks, rows cut into tiles."""
+"""Common core of all ops: registry, autograd formulas, launcher, argument checks, row-wise tiles."""

@@ -1,7 +1,7 @@
-"""The one place that imports Triton, which is optional: without it the kernels below are never launched.
+"""Optional import of Triton, and the limits of kernel arguments.
 
-Kernels are written as `@jit` functions that use `tl`; whether they are compiled or interpreted is decided
-by Triton when they are decorated (TRITON_INTERPRET=1).
+Every other module imports `jit` and `tl` from here; without Triton `jit` does nothing and no kernel is
+launched. Triton decides at decoration, by TRITON_INTERPRET=1, between compiling and interpreting a kernel.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ DO_NOT_SPECIALIZE = frozenset(
      "step", "strip_steps", "timeout_ms", "tokens", "turn_0", "turn_1", "turn_2")
 )  # fmt: skip
 
-# The highest values of integer arguments, for `limits`. Kernels compute with them in int32.
-MAX_COUNT = (1 << 31) - (1 << 16)  # rows and tokens: a block may be added to them. See `check_count`
+# Upper bounds of integer arguments, for `limits`. Kernels compute with them in int32.
+MAX_COUNT = (1 << 31) - (1 << 16)  # rows and tokens; leaves room to add a block (see `check_count`)
 MAX_SIZE = 1 << 26  # columns, in elements or in vectors of up to 16
 MAX_EXPERTS = 1 << 14  # experts, ranks, and experts of a token
 MAX_STRIP = 1 << 30  # rows of a strip, of which a launch has hundreds
-MAX_WALKING = 1 << 16  # programs that walk over blocks: as many as run at a time
+MAX_WALKING = 1 << 16  # programs of a persistent kernel, which loops over blocks
 
 try:
     import triton
@@ -41,7 +41,7 @@ try:
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     def jit(fn):
-        """Make a Triton kernel of a function, or a function that kernels call."""
+        """Decorate a Triton kernel or device function, without specialising on `DO_NOT_SPECIALIZE`."""
         names = inspect.signature(fn).parameters
         kernel = triton.jit(fn, do_not_specialize=[name for name in names if name in DO_NOT_SPECIALIZE])
         kernel.counts = tuple(name in DO_NOT_SPECIALIZE for name in names)
@@ -49,24 +49,28 @@ try:
         return kernel
 
     def _keep_masks_boolean():
-        """Let Triton's interpreter load and store by the masks it computes itself.
+        """Cast masks to bool in Triton's interpreter.
 
-        Triton 3.9 accepts boolean arrays only, and widens a mask that is combined with a scalar condition to
-        integers.
+        The interpreter of Triton 3.9 accepts boolean masks only, but widens a mask combined with a scalar
+        condition to integers.
         """
         from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
-        def boolean(method, place):
+        def boolean(method, position):
             def accepting(self, *arguments, **options):
-                mask = arguments[place]
+                mask = arguments[position]
                 if isinstance(mask, TensorHandle) and mask.data.dtype != bool:
                     mask.data = mask.data.astype(bool)
                 return method(self, *arguments, **options)
 
             return accepting
 
-        for name, place in (("create_masked_load", 1), ("create_masked_store", 2), ("create_atomic_rmw", 3)):
-            setattr(InterpreterBuilder, name, boolean(getattr(InterpreterBuilder, name), place))
+        for name, position in (
+            ("create_masked_load", 1),
+            ("create_masked_store", 2),
+            ("create_atomic_rmw", 3),
+        ):
+            setattr(InterpreterBuilder, name, boolean(getattr(InterpreterBuilder, name), position))
 
     ABSENT = ""
     VERSION = triton.__version__
@@ -83,48 +87,51 @@ except ImportError:
         return fn
 
 
-def limits(**highest: int):
-    """Declare the highest values of a kernel's integer arguments, which are not negative.
+def limits(**bounds: int):
+    """Declare upper bounds of a kernel's integer arguments; the lower bound is 0.
 
-    `programs` is the highest number of programs. Any other name that is no argument belongs to a variable of
-    the kernel, whose bound the host checks. `launcher` raises for sizes beyond. Within the limits no 32-bit
-    arithmetic of the kernel overflows, as tools/cubins/ranges.py shows.
+    `programs` bounds the number of programs. A name that is no argument bounds a variable inside the kernel,
+    which the caller checks. The launcher raises ValueError beyond the bounds. Within them no 32-bit
+    arithmetic of the kernel overflows; tools/cubins/ranges.py proves it.
     """
 
     def declare(kernel):
-        kernel.limits = highest
+        kernel.limits = bounds
         return kernel
 
     return declare
 
 
 def check_limits(kernel, programs: int, arguments: tuple) -> None:
-    """Raise ValueError for arguments beyond the `limits` of a kernel; those of int64 have none."""
-    given = dict(zip(kernel.arg_names, arguments, strict=False), programs=programs)
-    for name, most in kernel.limits.items():
-        value = given.get(name)
-        if type(value) is int and most < value < 1 << 31:
+    """Raise ValueError for int32 arguments beyond the `limits` of a kernel; int64 arguments are unlimited."""
+    values = dict(zip(kernel.arg_names, arguments, strict=False), programs=programs)
+    for name, bound in kernel.limits.items():
+        value = values.get(name)
+        if type(value) is int and bound < value < 1 << 31:
             raise ValueError(
-                f"{kernel.fn.__name__}: expected {name} of at most {most}, got {value}: split the tensors"
+                f"{kernel.fn.__name__}: expected {name} of at most {bound}, got {value}: split the tensors"
             )
 
 
 def launch_limits(kernel, arguments: tuple) -> tuple[tuple[int, int], ...]:
-    """Return the limits that launches of one plan can exceed, as (position, highest value).
+    """Return the limits to check at every launch of a plan, as (argument position, bound).
 
-    These are limits of int32 counts, whose values the plan's key leaves out, and of the number of programs,
-    whose position is -1.
+    A plan's key contains all sizes, so only int32 counts, which the key leaves out, and the number of
+    programs (position -1) can exceed their bound later.
     """
     positions = [i for i, count in enumerate(kernel.counts[: len(arguments)]) if count]
     narrow = {
         kernel.arg_names[i]: i for i in positions if type(arguments[i]) is int and arguments[i] < 1 << 31
     }
     narrow["programs"] = -1
-    return tuple((narrow[name], most) for name, most in kernel.limits.items() if name in narrow)
+    return tuple((narrow[name], bound) for name, bound in kernel.limits.items() if name in narrow)
 
 
 def check_count(op: str, what: str, count: int) -> None:
-    """Raise ValueError for a count of int32 to which a kernel cannot add a block; larger ones are int64."""
+    """Raise ValueError for a count between `MAX_COUNT` and 2^31, where int32 overflows by adding a block.
+
+    Larger counts are passed as int64.
+    """
     if MAX_COUNT < count < 1 << 31:
         raise ValueError(
             f"{op}: expected at most {MAX_COUNT} {what}, or {1 << 31} and more, got {count}: split the call"
@@ -132,9 +139,10 @@ def check_count(op: str, what: str, count: int) -> None:
 
 
 def cdiv(x: int, y: int) -> int:
-    """x / y rounded up, for the host: `triton.cdiv` takes ten times as long there."""
+    """Return x / y rounded up; on the host `triton.cdiv` takes ten times as long."""
     return -(-x // y)
 
 
 def next_power_of_2(n: int) -> int:
+    """Return the smallest power of two not below n; 1 for n below 1."""
     return 1 << max(n - 1, 0).bit_length()

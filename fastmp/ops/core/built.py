@@ -1,4 +1,4 @@
-"""What setup.py recorded about the compiled libraries, and which GPUs their CUDA C++ kernels run on."""
+"""Build record of the compiled libraries, and the GPUs that their CUDA C++ kernels support."""
 
 from __future__ import annotations
 
@@ -14,15 +14,16 @@ _RECORD = Path(__file__).resolve().parents[2] / "_build.json"
 
 
 def build_record() -> dict[str, Any]:
-    """Return the record that setup.py wrote when it built the libraries, or {} if nothing was built."""
+    """Return the record setup.py wrote when it built the libraries, or {} if nothing was built."""
     return json.loads(_RECORD.read_text()) if _RECORD.exists() else {}
 
 
-def fits(archs: Sequence[str], capability: tuple[int, int]) -> bool:
+def supports(archs: Sequence[str], capability: tuple[int, int]) -> bool:
     """Return True if code built for `archs` ("9.0", "9.0a", "10.0+PTX") runs on a GPU of `capability`.
 
-    Machine code runs on its own major version from its minor version on, PTX on any later version, code for
-    an `a` target on that version only and for an `f` target on its major version.
+    - Machine code ("9.0") runs on its major version, from its minor version on.
+    - PTX ("9.0+PTX") runs on any later version.
+    - An `a` target ("9.0a") runs on that version only, an `f` target ("10.0f") on its major version.
     """
     for arch in archs:
         number, _, ptx = arch.partition("+")
@@ -37,10 +38,10 @@ def fits(archs: Sequence[str], capability: tuple[int, int]) -> bool:
 
 @cache
 def has_code_for(device: int, oldest: float = 0.0) -> bool:
-    """Return True if `_C_cuda` is known to have been compiled for the GPU of this index.
+    """Return True if `_C_cuda` contains code for the GPU with index `device`.
 
-    oldest: a compute capability (9.0); PTX for older GPUs, which a newer one would compile, does not count.
+    oldest: lowest compute capability (9.0) of code that counts; PTX for older GPUs does not.
     """
     archs = build_record().get("archs", [])
     recent = [arch for arch in archs if float(arch.partition("+")[0].rstrip("af")) >= oldest]
-    return fits(recent, torch.cuda.get_device_capability(device))
+    return supports(recent, torch.cuda.get_device_capability(device))

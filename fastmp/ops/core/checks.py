@@ -1,7 +1,7 @@
-"""Checks of shapes, dtypes and devices for the public functions of fastmp.ops; each raises a ValueError.
+"""Argument checks for the public functions of fastmp.ops: shapes, dtypes and devices. All raise ValueError.
 
-A message is put together where the check fails, and only there: under torch.compile with dynamic shapes a
-number that stands in an f-string would stop the compiler.
+Messages are formatted only after a check has failed: under torch.compile with dynamic shapes, formatting a
+size would break the graph.
 """
 
 from __future__ import annotations
@@ -17,14 +17,22 @@ from fastmp.config.options import unknown_choice
 from fastmp.ops.core.registry import compute_dtype
 
 FLOATING = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-_MAX_PASSED = 4096  # calls that a check remembers; more come from sizes that do not repeat
+_MAX_PASSED = 4096  # calls a check remembers; sizes that never repeat would fill memory
 
 
 def memoized(check: Callable[..., None]) -> Callable[..., None]:
-    """Make a check remember what it has passed, so that passing it again costs one look-up.
+    """Memoize a check: arguments that have passed once cost a single set lookup.
 
-    It may look at shapes, dtypes and devices of tensors, and at nothing else of them. What a compiler or a
-    subclass of Tensor brings is always checked.
+    The check may read shapes, dtypes and devices of tensors, nothing else. Under a compiler, and for
+    subclasses of Tensor, it always runs.
+
+    Example:
+
+        @memoized
+        def check(x: Tensor, weight: Tensor) -> None:
+            check_shape("scale", x.shape[-1:], to=("x", x), weight=weight)
+
+        check(torch.ones(2, 3), torch.ones(3))
     """
     passed: set[tuple] = set()
 
@@ -43,35 +51,35 @@ def memoized(check: Callable[..., None]) -> Callable[..., None]:
                 return
             else:
                 key.append(argument)
-        found = tuple(key)
+        call = tuple(key)
         try:
-            known = found in passed
-        except TypeError:  # a number that is a list, say: the check has words for it
+            known = call in passed
+        except TypeError:  # not hashable, say a list for a number: let the check report it
             check(*arguments)
             return
         if not known:
             check(*arguments)
             if len(passed) >= _MAX_PASSED:
                 passed.clear()
-            passed.add(found)
+            passed.add(call)
 
     return checked
 
 
 def require(condition: bool, message: str, *values: Any) -> None:
-    """Raise `message`, with `values` in place of its {}, unless the condition holds."""
+    """Raise ValueError(message.format(*values)) unless the condition holds."""
     if not condition:
         raise ValueError(message.format(*(tuple(v) if isinstance(v, torch.Size) else v for v in values)))
 
 
 def check_floating(op: str, name: str, x: Tensor) -> None:
-    """Check that `x` has a dtype that kernels compute with, and a last dimension."""
+    """Check that `x` has one of the `FLOATING` dtypes and at least one dimension."""
     require(x.dtype in FLOATING, "{}: {} must have one of the dtypes {}, got {}", op, name, FLOATING, x.dtype)
     require(x.dim() > 0, "{}: {} must have at least one dimension, got shape ()", op, name)
 
 
 def check_same_device(op: str, **tensors: Tensor | None) -> None:
-    """Check that all tensors are on the device of the first one, which is not None."""
+    """Check that all tensors are on one device; None is skipped."""
     device = None
     for name, tensor in tensors.items():
         if tensor is None:
@@ -83,12 +91,12 @@ def check_same_device(op: str, **tensors: Tensor | None) -> None:
 
 
 def is_dtensor(x: Tensor) -> bool:
-    """Whether `x` is a DTensor; asked so, torch.distributed.tensor need not be imported."""
+    """Return True if `x` is a DTensor, without importing torch.distributed.tensor."""
     return type(x) is not Tensor and hasattr(x, "device_mesh")
 
 
 def check_same(op: str, **tensors: Tensor | None) -> None:
-    """Check that all tensors have dtype and device of the first one, which is not None."""
+    """Check that all tensors have the same dtype and device; None is skipped."""
     dtype = device = None
     for name, tensor in tensors.items():
         if tensor is None:
@@ -102,18 +110,27 @@ def check_same(op: str, **tensors: Tensor | None) -> None:
 
 
 def check_shape(
-    op: str, wanted: tuple[int, ...], *, to: tuple[str, Tensor], **tensors: Tensor | None
+    op: str, expected: tuple[int, ...], *, to: tuple[str, Tensor], **tensors: Tensor | None
 ) -> None:
-    """Check that all tensors have shape `wanted`, which follows from the tensor `to`, a (name, tensor)."""
-    name, given = to
-    for other, tensor in tensors.items():
-        if tensor is not None and tensor.shape != wanted:
-            found, shape = tuple(tensor.shape), tuple(given.shape)
-            raise ValueError(f"{op}: {other} of shape {found} does not fit {name} of shape {shape}")
+    """Check that all tensors have shape `expected`, derived from the tensor `to`; None is skipped.
+
+    Args:
+        op: name of the op, for the message.
+        expected: the shape.
+        to: (name, tensor) that determines it.
+        tensors: by their names.
+    """
+    source, source_tensor = to
+    for name, tensor in tensors.items():
+        if tensor is not None and tensor.shape != expected:
+            raise ValueError(
+                f"{op}: expected {name} of shape {tuple(expected)} for {source} of shape "
+                f"{tuple(source_tensor.shape)}, got {tuple(tensor.shape)}"
+            )
 
 
 def overlaps(out: Tensor, *others: Tensor | None) -> bool:
-    """Whether one of `others` shares memory with `out`, which is contiguous, or has it between its rows."""
+    """Return True if the byte range of one of `others` intersects that of `out`, which is contiguous."""
     begin = out.data_ptr()
     end = begin + out.nbytes
     return any(
@@ -123,7 +140,7 @@ def overlaps(out: Tensor, *others: Tensor | None) -> bool:
 
 
 def _span(tensor: Tensor) -> int:
-    """The bytes from the first element to the last."""
+    """Return the number of bytes from the first element to the end of the last."""
     if tensor.is_contiguous():
         return tensor.nbytes
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
@@ -131,9 +148,10 @@ def _span(tensor: Tensor) -> int:
 
 
 def check_no_overlap(op: str, out: Tensor, **others: Tensor | None) -> None:
-    """Check that `out`, which will be written to, shares no memory with others.
+    """Check that `out`, which the op writes, shares no memory with other arguments.
 
-    Of tensors with gaps, and of what compilers and transforms bring, the op itself sees to it.
+    Skips tensors with gaps, subclasses, and calls under a compiler or a functorch transform; the op itself
+    handles those.
     """
     if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
         return
@@ -143,28 +161,28 @@ def check_no_overlap(op: str, out: Tensor, **others: Tensor | None) -> None:
         if out.is_contiguous() and other.is_contiguous() and overlaps(out, other):
             shapes = tuple(out.shape), tuple(other.shape)
             raise ValueError(
-                f"{op}: out {shapes[0]} shares memory with {name} {shapes[1]}; pass another place"
+                f"{op}: out {shapes[0]} shares memory with {name} {shapes[1]}; pass another tensor"
             )
 
 
 def check_main_grad(op: str, total: Tensor | None, **weight: Tensor) -> None:
-    """Check that `total`, a `main_grad` or None, has shape and device of its weight, and a dtype that fits.
+    """Check that `total`, a `main_grad` or None, matches its weight in shape and device.
 
-    That is the dtype of the weight, or float32 for a 16-bit one: sums in another would lose bits, or have no
-    kernel. The weight comes by its name, and as autocast wants it.
+    Its dtype must be the weight's, or float32 for a 16-bit weight. Pass the weight by keyword, after
+    autocast.
     """
     if total is None:
         return
-    ((name, given),) = weight.items()
-    check_shape(op, given.shape, to=(name, given), main_grad=total)
+    ((name, tensor),) = weight.items()
+    check_shape(op, tensor.shape, to=(name, tensor), main_grad=total)
     check_same_device(op, **weight, main_grad=total)
-    wide = compute_dtype(given.dtype)
-    if total.dtype not in (given.dtype, wide):
-        either = f"{wide} or {given.dtype}" if wide != given.dtype else f"{wide}"
-        raise ValueError(f"{op}: main_grad is {total.dtype} but {name} is {given.dtype}: make it {either}")
+    wide = compute_dtype(tensor.dtype)
+    if total.dtype not in (tensor.dtype, wide):
+        either = f"{wide} or {tensor.dtype}" if wide != tensor.dtype else f"{wide}"
+        raise ValueError(f"{op}: main_grad is {total.dtype} but {name} is {tensor.dtype}: make it {either}")
 
 
 def check_choice(op: str, name: str, value: Any, allowed: tuple) -> None:
-    """Check an option against the values it may have."""
+    """Check that an option has one of its `allowed` values."""
     if value not in allowed:
         raise ValueError(f"{op}: {unknown_choice(name, value, allowed)}")

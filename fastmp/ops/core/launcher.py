@@ -1,9 +1,14 @@
-"""The one place where a Triton kernel is started.
+"""Cached Triton launches: every kernel goes through `launch`.
 
-Triton's own path works out at every launch what to compile for, and may take longer than the kernel runs.
-Here Triton compiles and loads a kernel before the first launch of its kind, and a plan keeps it. All launches
-find their plan by one look-up and hand the values to the CUDA driver (csrc/host/launch.cpp). Without fastmp's
-compiled module, and for kernels that need more than it knows, a plan calls the launcher that Triton compiled.
+Triton's own path derives the specialisation at every launch, which may take longer than the kernel itself.
+Here:
+
+1. `key_of` maps a call to a key at least as fine as Triton's specialisation.
+2. The first call with a key compiles and loads the kernel (`load`) and stores a `_Plan`.
+3. Later calls look the plan up and pass the arguments to the CUDA driver (csrc/host/launch.cpp).
+
+A plan falls back to the launcher that Triton compiled where `_host` is not built, and for kernels with launch
+features that `_host` does not implement.
 """
 
 from __future__ import annotations
@@ -19,24 +24,25 @@ from fastmp.host import HOST
 from fastmp.ops.core import _triton
 
 _INT32 = (1 << 31) - 1
-_MAX_PLANS = 4096  # plans; more come from sizes that do not repeat, and are planned again
-# Triton versions with plans: a later one may tell less about its compiled kernels
+_MAX_PLANS = 4096  # sizes that never repeat would fill memory; dropped plans are made again
+# Triton versions with plans: a later one may expose less of its compiled kernels
 KNOWN = (_triton.VERSION or "").startswith(("3.6.", "3.7.", "3.8.", "3.9."))
-# Triton's types of arguments, as `HOST.planned` names them
+# Triton's argument types, as letters for `HOST.planned`
 _KINDS = {"constexpr": "-", "i32": "i", "i64": "q", "fp32": "f", "fp64": "d"}
-SETS_TENSOR_MAPS = HOST is not None and KNOWN  # Triton's own launchers encode tensor maps otherwise
-_PROVEN = (_triton.VERSION or "").startswith("3.6.")  # its launch parameters were compared byte by byte
-_DTYPES = (*range(8), 10, 8, 9, *range(11, 16))  # of tensor maps: from Triton's number to the driver's
+SETS_TENSOR_MAPS = HOST is not None and KNOWN  # `_host` encodes tensor maps; Triton encodes them differently
+_PROVEN = (_triton.VERSION or "").startswith("3.6.")  # launch parameters compared byte by byte
+_DTYPES = (*range(8), 10, 8, 9, *range(11, 16))  # tensor map dtypes: Triton's number -> the driver's
 
 
 class _Plan:
-    """A compiled kernel on one device; `launch` takes the number of programs, and the arguments."""
+    """A compiled kernel loaded on one device; `launch` takes the number of programs and the arguments."""
 
-    __slots__ = ("compiled", "current_device", "device", "kept", "launch", "limits", "stream")
+    __slots__ = ("compiled", "current_device", "device", "launch", "limits", "references", "stream")
 
     def __init__(self, kernel: Any, compiled: Any, arguments: tuple, constants: dict[str, Any]) -> None:
         active, names = _triton.driver.active, kernel.arg_names
-        self.kept, self.compiled = (kernel, constants), compiled  # a key has addresses of the former
+        # keys contain the addresses of kernel and constants, so both must stay alive
+        self.references, self.compiled = (kernel, constants), compiled
         self.current_device: Callable[[], int] = active.get_current_device
         self.stream: Callable[[int], int] = active.get_current_stream
         self.device = active.get_current_device()
@@ -44,11 +50,11 @@ class _Plan:
         num_arguments = len(names) - len(values)
         assert set(names[num_arguments:]) <= set(constants), "constants come last"
         self.limits = _triton.launch_limits(kernel, arguments)
-        given = compiled, self.stream, self.device
-        self.launch = _by_the_driver(*given, num_arguments) or _by_triton(*given, values)
+        target = compiled, self.stream, self.device
+        self.launch = _by_the_driver(*target, num_arguments) or _by_triton(*target, values)
 
     def launch_hooked(self, programs: int, arguments: tuple) -> None:
-        """Launch between the hooks that a profiler such as Proton gave to Triton."""
+        """Launch between Triton's launch hooks, which profilers such as Proton install."""
         hooks = _triton.knobs.runtime
         metadata = self.compiled.launch_metadata((programs,), self.stream(self.device), *arguments)
         hooks.launch_enter_hook(metadata)
@@ -59,7 +65,7 @@ class _Plan:
 def _by_triton(
     compiled: Any, stream: Callable[[int], int], device: int, constants: tuple
 ) -> Callable[[int, tuple], None]:
-    """Return a function that calls the launcher that Triton compiled for the kernel."""
+    """Return a launch function that calls Triton's compiled launcher."""
     run, function, metadata = compiled.run, compiled.function, compiled.packed_metadata
 
     def launch(programs: int, arguments: tuple) -> None:
@@ -69,10 +75,10 @@ def _by_triton(
 
 
 def driver_arguments(compiled: Any, num_arguments: int) -> tuple[str, list[tuple]] | None:
-    """Return `kinds` and `descriptors` of a kernel's arguments for `HOST.planned`, or None.
+    """Return (kinds, tensor map descriptors) of a kernel's arguments for `HOST.planned`, or None.
 
-    It knows neither clusters, cooperative or dependent launches, nor scratch memory, nor all types, nor what
-    Triton's sanitizers add.
+    Not supported: clusters, cooperative and programmatic dependent launches, scratch memory, rare argument
+    types, and instrumentation by Triton's sanitizers.
     """
     metadata = compiled.metadata
     scratch = metadata.global_scratch_size, metadata.profile_scratch_size
@@ -90,27 +96,27 @@ def driver_arguments(compiled: Any, num_arguments: int) -> tuple[str, list[tuple
 def _by_the_driver(
     compiled: Any, stream: Callable[[int], int], device: int, num_arguments: int
 ) -> Callable[[int, tuple], None] | None:
-    """Return a function that calls the CUDA driver, or None where `HOST.planned` does not know how.
+    """Return a launch function that calls the CUDA driver, or None if `HOST.planned` does not support it.
 
-    The driver says which parameters the loaded function takes (since CUDA 12.4), and must name the ones of
-    the plan; an older driver is not asked about Triton 3.6, whose parameters are known.
+    The driver reports the parameters of the loaded function since CUDA 12.4; they must equal the plan's. With
+    an older driver only Triton 3.6, whose parameters are known, is launched this way.
     """
     metadata = compiled.metadata
     if HOST is None or metadata.target.backend != "cuda":
         return None
-    given = driver_arguments(compiled, num_arguments)
-    if given is None:
+    described = driver_arguments(compiled, num_arguments)
+    if described is None:
         return None
     num_warps, _, shared = compiled.packed_metadata
     return HOST.planned(
-        metadata.name, compiled.function, device, metadata.target.arch, num_warps, shared, *given, stream,
+        metadata.name, compiled.function, device, metadata.target.arch, num_warps, shared, *described, stream,
         _PROVEN,
     )  # fmt: skip
 
 
 @contextmanager
 def _module_loads_allowed(backend: str) -> Iterator[None]:
-    """Let this thread load modules while a CUDA graph is captured, which the driver refuses otherwise."""
+    """Allow this thread to load modules during CUDA graph capture, through the relaxed capture mode."""
     if HOST is None or backend != "cuda":
         yield
         return
@@ -125,10 +131,10 @@ def load(kernel: Any, arguments: Sequence[Any], constants: dict[str, Any]) -> An
     """Compile a kernel for these arguments and load it on the current device, without launching it.
 
     Returns:
-        The compiled kernel, or None where a hook of Triton's took over its compilation.
+        The compiled kernel, or None if a Triton hook took over its compilation.
 
     Raises:
-        RuntimeError: a CUDA graph is being captured, and the driver loads nothing meanwhile.
+        RuntimeError: the driver cannot load the module during CUDA graph capture.
     """
     compiled = kernel.warmup(*arguments, grid=(1,), **constants)
     if compiled is None:
@@ -149,14 +155,14 @@ def load(kernel: Any, arguments: Sequence[Any], constants: dict[str, Any]) -> An
 
 _plans: dict[tuple | bytes, _Plan] = {}
 _interceptor: Callable[[Any, tuple, dict[str, Any]], object] | None = None
-architecture_elsewhere = 80  # what tiles are chosen for where tensors are on no GPU: the oldest
+architecture_elsewhere = 80  # architecture that tile configs assume for tensors not on a GPU
 
 
 @contextmanager
 def intercept_launches(record: Callable[[Any, tuple, dict[str, Any]], object], arch: int) -> Iterator[None]:
-    """Inside, `record` gets kernel, arguments and constants of what would be launched on meta tensors.
+    """Context in which launches on meta tensors call `record(kernel, arguments, constants)` instead.
 
-    arch: the architecture (90 is 9.0) whose tiles they have.
+    arch: compute capability as one number (90 is 9.0), for which tile configs are chosen.
     """
     global _interceptor, architecture_elsewhere
     before = _interceptor, architecture_elsewhere
@@ -168,7 +174,7 @@ def intercept_launches(record: Callable[[Any, tuple, dict[str, Any]], object], a
 
 
 def key_in_python(kernel: Any, arguments: tuple, constants: dict[str, Any]) -> tuple:
-    """Name the code that Triton would launch, and the device: at least as finely as Triton does.
+    """Return a key of the compiled kernel and its device, at least as fine as Triton's specialisation.
 
     Sizes enter by value, for there are few; parameters in `_triton.DO_NOT_SPECIALIZE` by their width alone. A
     constant has one type in all launches of a kernel.
@@ -195,7 +201,7 @@ key_of = key_in_python if HOST is None else HOST.launch_keys(_triton.TensorDescr
 
 
 def _hooked() -> bool:
-    """Return True if a profiler gave hooks to Triton."""
+    """Return True if Triton has launch hooks, which profilers install."""
     hooks = _triton.knobs.runtime
     return bool(hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls)
 
@@ -203,7 +209,7 @@ def _hooked() -> bool:
 def _plan(
     key: tuple | bytes, kernel: Any, programs: int, arguments: tuple, constants: dict[str, Any]
 ) -> _Plan | None:
-    """Load a kernel and keep its plan, or return None where nothing is left to launch."""
+    """Load a kernel and store its plan; None if it is already launched or must not be."""
     described = _triton.TensorDescriptor
     tensors = [a.base if type(a) is described else a for a in arguments]
     tensors = [t for t in tensors if isinstance(t, Tensor)]
@@ -231,12 +237,14 @@ def launch(kernel: Any, programs: int, arguments: tuple, constants: dict[str, An
     """Launch `programs` programs of a kernel on the current stream of its tensors' device.
 
     Args:
-        arguments: all that are no constants, in the kernel's order: tensors or None, descriptors, numbers.
-        constants: every `tl.constexpr` parameter, and Triton's options (num_warps, num_stages); always in the
-            same order. A dictionary that is made once costs no time at each launch.
+        kernel: decorated with `_triton.jit`.
+        programs: size of the one-dimensional grid.
+        arguments: run-time arguments in the kernel's order: tensors or None, descriptors, numbers.
+        constants: every `tl.constexpr` parameter, and Triton's options (num_warps, num_stages), always in the
+            same order. Build the dictionary once to save time at each launch.
 
     Raises:
-        ValueError: tensors are on different devices, or numbers beyond the limits of the kernel.
+        ValueError: tensors are on different devices, or an argument exceeds the kernel's `limits`.
         RuntimeError: see `load`.
     """
     if _triton.INTERPRETED:
@@ -246,9 +254,9 @@ def launch(kernel: Any, programs: int, arguments: tuple, constants: dict[str, An
     plan = _plans.get(key) or _plan(key, kernel, programs, arguments, constants)
     if plan is None:
         return
-    for position, most in plan.limits:
-        if (programs if position < 0 else arguments[position]) > most:
-            _triton.check_limits(kernel, programs, arguments)  # which raises
+    for position, bound in plan.limits:
+        if (programs if position < 0 else arguments[position]) > bound:
+            _triton.check_limits(kernel, programs, arguments)  # raises
     run = plan.launch_hooked if _hooked() else plan.launch
     if plan.current_device() == plan.device:
         run(programs, arguments)

@@ -1,14 +1,14 @@
-"""Versions of torch and Triton that the whole test suite has passed with."""
+"""Versions of torch and Triton with which the whole test suite passes."""
 
 from __future__ import annotations
 
-TESTED = {"torch": ((2, 10), (2, 15)), "triton": ((3, 6), (3, 9))}  # oldest and newest, both included
+TESTED = {"torch": ((2, 10), (2, 15)), "triton": ((3, 6), (3, 9))}  # oldest and newest, inclusive
 
 
 def untested(package: str, version: str | None) -> str:
     """Return a warning if `version` of "torch" or "triton" lies outside `TESTED`, else "".
 
-    Only the first two numbers of the version count. None is a package that is not installed.
+    Only the first two numbers of the version count. None: the package is not installed.
     """
     if version is None:
         return ""
