@@ -33,7 +33,7 @@ from benchmarks.peers import peer, why_absent
 from benchmarks.report import NOT_MEASURED, size
 from fastmp.apps.generation.decoder import Decoder
 from fastmp.config import GPTConfig, GraphConfig, MoEConfig, TrainConfig
-from fastmp.cuda_graphs import replay_program as flat
+from fastmp.cuda_graphs import replay_program
 from fastmp.cuda_graphs.backends.cuda import CudaBackend
 from fastmp.cuda_graphs.backends.recording import RecordingBackend
 from fastmp.cuda_graphs.manager import GraphManager
@@ -140,15 +140,17 @@ def _least(times: list[tuple[int, int]]) -> tuple[float, float]:
 @contextmanager
 def _by(module: ModuleType | None) -> Iterator[None]:
     """Inside, steps in graphs are run by C++, or by Python where `module` is None."""
-    kept, flat.REPLAY = flat.REPLAY, module
+    kept, replay_program.REPLAY = replay_program.REPLAY, module
     try:
         yield
     finally:
-        flat.REPLAY = kept
+        replay_program.REPLAY = kept
 
 
 def _modules() -> dict[str, ModuleType | None]:
-    return {"Python": None} if flat.REPLAY is None else {"C++": flat.REPLAY, "Python": None}
+    return (
+        {"Python": None} if replay_program.REPLAY is None else {"C++": replay_program.REPLAY, "Python": None}
+    )
 
 
 def _silent(chain: LayerChain, **options: Any) -> GraphManager:
@@ -162,7 +164,7 @@ def _one_more_run(longer: int = 8) -> tuple[float, float]:
     times = []
     for runs in (1, 1 + longer):
         chain = LayerChain([_Scale() for _ in range(runs)])
-        manager = _silent(chain, run_size=64)
+        manager = _silent(chain, span_size=64)
         times.append(Host.of(lambda x, chain=chain: chain(x)[0], manager.begin_step))
     one, many = times
     return tuple((getattr(many, way)[1] - getattr(one, way)[1]) / longer for way in ("forward", "backward"))

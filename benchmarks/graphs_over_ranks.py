@@ -39,7 +39,7 @@ def layer_us(rank: int, world: int, dispatcher: str, steps: int) -> tuple[float,
     config = replace(CONFIG, moe=replace(MOE, dispatcher=dispatcher))
     chain = LayerChain([TransformerLayer(config, Placement(groups)) for _ in range(LAYERS)])
     order = Schedule(1, MICROBATCHES).order(0)
-    manager = GraphManager([chain], order, backend=SilentBackend(), run_size=1)
+    manager = GraphManager([chain], order, backend=SilentBackend(), span_size=1)
     GradBuffer(chain.named_parameters())
     hidden = torch.randn(CONFIG.max_seq_len, 1, CONFIG.hidden_size, requires_grad=True)
     times: list[tuple[int, int]] = []

@@ -1,4 +1,4 @@
-// What the replays of a training step do, as data; see fastmp/cuda_graphs/replay_program.py, which says what each field means.
+// The replay program of a training step as data; fastmp/cuda_graphs/replay_program.py defines each field.
 #pragma once
 
 #include <ATen/ATen.h>
@@ -25,17 +25,17 @@ struct Expected {
 struct Forward {
   explicit Forward(const py::handle& from)
       : launch(from.attr("launch")),
-        places(from.attr("places")),
+        storages(from.attr("storages")),
         made(from.attr("made").cast<Tensors>()),
-        outputs(from.attr("outputs").cast<std::vector<int64_t>>()),
+        output_sources(from.attr("output_sources").cast<std::vector<int64_t>>()),
         num_tensors(from.attr("num_tensors").cast<size_t>()),
         differentiable(from.attr("differentiable").cast<std::vector<bool>>()),
-        copied(from.attr("copied").cast<std::vector<bool>>()),
+        copied_out(from.attr("copied_out").cast<std::vector<bool>>()),
         aliased(from.attr("aliased").cast<bool>()),
-        kept(from.attr("kept").cast<bool>()),
-        leaves(from.attr("leaves").cast<bool>()),
+        may_alias_grads(from.attr("may_alias_grads").cast<bool>()),
+        is_last(from.attr("is_last").cast<bool>()),
         trained(from.attr("trained").cast<bool>()),
-        reached(from.attr("reached").cast<bool>()) {
+        has_backward(from.attr("has_backward").cast<bool>()) {
     for (const py::handle& each : from.attr("expected")) {
       const py::tuple row = py::reinterpret_borrow<py::tuple>(each);
       expected.push_back({row[0].cast<std::vector<int64_t>>(), row[2].cast<std::vector<int64_t>>(),
@@ -43,32 +43,32 @@ struct Forward {
     }
   }
 
-  py::object launch, places;
+  py::object launch, storages;
   std::vector<Expected> expected;
   Tensors made;
-  std::vector<int64_t> outputs;
+  std::vector<int64_t> output_sources;
   size_t num_tensors;
-  std::vector<bool> differentiable, copied;
-  bool aliased, kept, leaves, trained, reached;
+  std::vector<bool> differentiable, copied_out;
+  bool aliased, may_alias_grads, is_last, trained, has_backward;
 };
 
 struct Backward {
   explicit Backward(const py::handle& from)
-      : launch(from.attr("launch")), given(from.attr("given").cast<std::vector<bool>>()) {
-    for (const py::handle& each : from.attr("gradients"))
-      gradients.push_back(each.is_none() ? at::Tensor() : each.cast<at::Tensor>());
+      : launch(from.attr("launch")), grad_mask(from.attr("grad_mask").cast<std::vector<bool>>()) {
+    for (const py::handle& each : from.attr("input_grads"))
+      input_grads.push_back(each.is_none() ? at::Tensor() : each.cast<at::Tensor>());
   }
 
   py::object launch;
-  std::vector<bool> given;
-  Tensors gradients;
+  std::vector<bool> grad_mask;
+  Tensors input_grads;
 };
 
-struct Slot {
-  explicit Slot(const py::handle& from)
+struct ReplaySlot {
+  explicit ReplaySlot(const py::handle& from)
       : kind(Kind(from.attr("kind").cast<int64_t>())),
         chunk(from.attr("chunk").cast<int64_t>()),
-        run(from.attr("run").cast<int64_t>()),
+        span(from.attr("span").cast<int64_t>()),
         graph(from.attr("graph").cast<size_t>()),
         forward(from.attr("forward").cast<size_t>()),
         fixed(from.attr("static").cast<Tensors>()),
@@ -76,23 +76,23 @@ struct Slot {
         region(from.attr("region").cast<std::string>()) {}
 
   Kind kind;
-  int64_t chunk, run;
+  int64_t chunk, span;
   size_t graph, forward;
   Tensors fixed;
   std::vector<bool> in_place;
   std::string region;
 };
 
-struct Program {
-  Program(const py::list& forwards, const py::list& backwards, const py::list& slots) {
+struct ReplayProgram {
+  ReplayProgram(const py::list& forwards, const py::list& backwards, const py::list& slots) {
     for (const py::handle& each : forwards) this->forwards.emplace_back(each);
     for (const py::handle& each : backwards) this->backwards.emplace_back(each);
     for (const py::handle& each : slots) this->slots.emplace_back(each);
   }
 
-  std::vector<Forward> forwards;  // Slot::graph of a forward is an index here, that of a backward below
+  std::vector<Forward> forwards;  // ReplaySlot::graph of a forward is an index here, that of a backward below
   std::vector<Backward> backwards;
-  std::vector<Slot> slots;
+  std::vector<ReplaySlot> slots;
 };
 
 }  // namespace fastmp

@@ -1,12 +1,12 @@
-// The module _replay: replays the graphs of a training step from a flat program, with a node of autograd for each
-// forward. No Python runs on the way but what launches a graph and what is hooked to it.
+// The module _replay: runs the replay program of a training step, with one autograd node for each forward. Python runs
+// only to launch a graph and to call hooks.
 //
-// It decides nothing: whatever differs from the program is left to fastmp/cuda_graphs/executor.py, which goes on from there or
-// says what is wrong. So each function here answers None, or asks Python, where it does not know what to do. Whether a
-// model is as it was is asked before each step, so that is here, too.
+// It decides nothing: where a step differs from the program, fastmp/cuda_graphs/executor.py continues the step or
+// raises the error. So each function here returns None, or calls Python, for anything the program does not hold. The
+// guard of the model, which is checked before each step, is here as well.
 //
-// It uses torch's C++ interfaces of autograd and of Python, which have no stable ABI: it serves the torch, and the
-// Python, that it was compiled for.
+// It uses torch's C++ interfaces of autograd and of Python, which have no stable ABI: a build serves one version of
+// torch and of Python.
 #include <ATen/record_function.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/graph_task.h>
@@ -19,7 +19,7 @@
 
 #include "autograd/node.h"
 #include "replay/program.h"
-#include "replay/watch.h"
+#include "replay/model_guard.h"
 
 namespace {
 
@@ -32,7 +32,7 @@ using torch::autograd::variable_list;
   throw error;
 }
 
-// For its effect.
+// Calls `function` and drops the result.
 void call(const py::object& function) {
   PyObject* result = PyObject_CallNoArgs(function.ptr());
   if (result == nullptr) raise_python_error();
@@ -48,7 +48,7 @@ void call(PyObject* self, PyObject* method, const Arguments&... arguments) {
 
 PyObject* name_of(const char* name) { return PyUnicode_InternFromString(name); }
 
-// Whether its values lie in memory as its strides say, and autograd does nothing else with it.
+// True for a plain strided tensor: no subclass, symbolic sizes, zero tensor or forward-mode tangent.
 bool is_ordinary(const at::Tensor& tensor) {
   return tensor.defined() && !tensor.key_set().has(c10::DispatchKey::Python) &&
          !tensor.unsafeGetTensorImpl()->has_symbolic_sizes_strides() && tensor.layout() == at::kStrided &&
@@ -66,19 +66,19 @@ bool lies_in(const at::Tensor& tensor, const at::Tensor& buffer) {
   return tensor.const_data_ptr() == buffer.const_data_ptr() && tensor.strides() == buffer.strides() && !is_lazy(tensor);
 }
 
-// Whether a backward is under way that is for all tensors alike: some may be asked for alone.
+// True inside a backward() that accumulates into all leaves, as opposed to one with inputs=.
 bool is_for_all() {
   const auto* asked = torch::autograd::get_current_graph_task_exec_info();
   return asked && asked->empty();
 }
 
-// One training step: where it stands in its program.
-class Step {
+// The position of one training step in its program.
+class StepReplay {
  public:
-  // before, after: for each graph of a forward, of a backward, whether Python is called beside its replay.
-  // named: whether each replay goes through Python, which gives it a name for Nsight.
-  Step(std::shared_ptr<const Program> program, at::Tensor anchor, std::vector<bool> before, std::vector<bool> after,
-       bool named)
+  // before, after: for each forward graph, for each backward graph, true if Python is called with its replay.
+  // named: each replay goes through Python, which names it for Nsight.
+  StepReplay(std::shared_ptr<const ReplayProgram> program, at::Tensor anchor, std::vector<bool> before,
+             std::vector<bool> after, bool named)
       : program(std::move(program)),
         anchor(std::move(anchor)),
         before(std::move(before)),
@@ -86,54 +86,55 @@ class Step {
         named(named),
         in_flight(this->program->slots.size()) {}
 
-  PyObject* forward(const std::shared_ptr<Step>& self, PyObject* owner, int64_t chunk, int64_t run, PyObject* tensors,
-                    PyObject* overwritten);
+  PyObject* forward(const std::shared_ptr<StepReplay>& self, PyObject* owner, int64_t chunk, int64_t span,
+                    PyObject* tensors, PyObject* overwritten);
 
-  // The gradients of the inputs of a forward; false where Python has to see to it.
+  // Replays the backward of forward `index` into `own`, the input gradients; returns false to fall back to Python.
   bool backward(size_t index, PyObject* owner, const variable_list& grads, variable_list& own) {
-    const std::shared_ptr<const Program> program = this->program;  // a hook may end the step
+    const std::shared_ptr<const ReplayProgram> program = this->program;  // a hook may end the step
     if (!program || at::GradMode::is_enabled() || !in_flight[index] || next >= program->slots.size()) return false;
     const Forward& forward = program->forwards[program->slots[index].graph];
-    if (!forward.reached) {
+    if (!forward.has_backward) {
       bool any = false;
       for (const at::Tensor& grad : grads) any |= grad.defined();
       if (!any) return true;
     }
-    const Slot& slot = program->slots[next];
+    const ReplaySlot& slot = program->slots[next];
     if (slot.kind != Kind::BACKWARD || slot.forward != index) return false;
     if (forward.trained && !is_for_all()) return false;
     const Backward& backward = program->backwards[slot.graph];
     for (size_t i = 0; i < grads.size(); i++) {
       const at::Tensor& grad = grads[i];
-      if (grad.defined() != backward.given[i] || (grad.defined() && !is_ordinary(grad))) return false;
+      if (grad.defined() != backward.grad_mask[i] || (grad.defined() && !is_ordinary(grad))) return false;
       if (slot.in_place[i] && !(grad.defined() && lies_in(grad, slot.fixed[i]))) return false;
     }
     const size_t number = next++;
     in_flight[index] = false;
     replay(slot, number, owner, grads, backward.launch);
-    forget_copied(backward.gradients);
+    forget_copied(backward.input_grads);
     if (after[slot.graph]) {
-      static PyObject* const name = name_of("after");
+      static PyObject* const name = name_of("after_backward");
       call(owner, name, py::int_(number), py::int_(index));
     }
-    for (size_t i = 0; i < backward.gradients.size(); i++)
-      if (backward.gradients[i].defined()) own[i] = on_same_memory(backward.gradients[i]);
+    for (size_t i = 0; i < backward.input_grads.size(); i++)
+      if (backward.input_grads[i].defined()) own[i] = on_same_memory(backward.input_grads[i]);
     return true;
   }
 
-  // Where gradient `input` of the forward `index` is read by the next replay, if that is its backward: until then
-  // nobody else uses the place. Whoever asks for the gradient itself, or gets it outside of the chain, may keep it.
+  // Returns the static buffer from which the next replay reads output gradient `input` of forward `index`, if that
+  // replay is its backward: until then the buffer is free. Undefined for gradients that leave the chain, which may be
+  // kept.
   at::Tensor place_of(size_t index, size_t input) const {
     if (!program || !in_flight[index] || next >= program->slots.size()) return {};
-    const Slot& slot = program->slots[next];
+    const ReplaySlot& slot = program->slots[next];
     if (slot.kind != Kind::BACKWARD || slot.forward != index || slot.in_place[input]) return {};
-    if (program->forwards[program->slots[index].graph].leaves || !is_for_all()) return {};
-    return program->backwards[slot.graph].given[input] ? on_same_memory(slot.fixed[input]) : at::Tensor();
+    if (program->forwards[program->slots[index].graph].is_last || !is_for_all()) return {};
+    return program->backwards[slot.graph].grad_mask[input] ? on_same_memory(slot.fixed[input]) : at::Tensor();
   }
 
   void pass_over() { next++; }
 
-  // Ends the step as far as this program goes; returns the forwards whose backward has not begun.
+  // Leaves the program; returns the forwards whose backward has not begun.
   std::vector<size_t> leave() {
     std::vector<size_t> left;
     for (size_t i = 0; i < in_flight.size(); i++)
@@ -145,17 +146,17 @@ class Step {
   size_t next = 0;
   bool aliased = false;  // of the last forward
 
-  std::shared_ptr<const Program> program;
+  std::shared_ptr<const ReplayProgram> program;
 
  private:
-  // A number that a backward has copied: whence, and how often both places had been written to by then.
+  // A scalar gradient that a backward has copied: its source, and the versions of source and destination.
   struct Copied {
     int task;
     at::Tensor from;
     int64_t into_version, from_version;
   };
 
-  // Copies what does not lie there yet into static buffers. A tensor that is not there is left out.
+  // Copies into static buffers the tensors that are not there yet; skips undefined tensors.
   void fill(const Tensors& fixed, const Tensors& tensors) {
     Tensors into, from;
     for (size_t i = 0; i < fixed.size(); i++) {
@@ -181,10 +182,10 @@ class Step {
   static Tensors own_copies(const Forward& forward) {
     Tensors from, made;
     for (size_t i = 0; i < forward.made.size(); i++)
-      if (forward.copied[i]) from.push_back(forward.made[i]);
+      if (forward.copied_out[i]) from.push_back(forward.made[i]);
     const Tensors copies = copies_of(from);
     for (size_t i = 0, at = 0; i < forward.made.size(); i++)
-      made.push_back(forward.copied[i] ? copies[at++] : on_same_memory(forward.made[i]));
+      made.push_back(forward.copied_out[i] ? copies[at++] : on_same_memory(forward.made[i]));
     return made;
   }
 
@@ -192,7 +193,7 @@ class Step {
     return into.dim() == 0 && !is_lazy(from) && !from.is_inference();
   }
 
-  // Whether this backward has copied the same number there: layers share the gradient of their auxiliary losses.
+  // True if this backward has copied the same scalar there: layers share the gradient of their auxiliary losses.
   bool was_copied(const at::Tensor& into, const at::Tensor& from) const {
     if (!is_number(into, from)) return false;
     const auto found = copied.find(into.const_data_ptr());
@@ -203,7 +204,7 @@ class Step {
            last.from_version == from._version();
   }
 
-  // Forgets numbers in memory that a replay has written to, which raises no version.
+  // Forgets scalars in memory that a replay has overwritten: replays raise no version counter.
   void forget_copied(const Tensors& written) {
     std::erase_if(copied, [&](const auto& each) {
       return std::any_of(written.begin(), written.end(), [&](const at::Tensor& tensor) {
@@ -212,7 +213,7 @@ class Step {
     });
   }
 
-  void replay(const Slot& slot, size_t number, PyObject* owner, const variable_list& tensors,
+  void replay(const ReplaySlot& slot, size_t number, PyObject* owner, const variable_list& tensors,
               const py::object& launch) {
     RECORD_USER_SCOPE(slot.region);
     fill(slot.fixed, tensors);
@@ -231,15 +232,16 @@ class Step {
   std::unordered_map<const void*, Copied> copied;  // by the address of the static buffer
 };
 
-// A run between the tensors of a step. Parameters are no inputs: they would cost more than the replay.
+// The autograd node of a captured span. Parameters are no inputs: they would cost more than the replay.
 struct ReplayBackward : torch::autograd::Node, Reader {
-  ReplayBackward(std::shared_ptr<Step> step, size_t index, PyObject* owner, const std::vector<bool>& differentiable)
+  ReplayBackward(std::shared_ptr<StepReplay> step, size_t index, PyObject* owner,
+                 const std::vector<bool>& differentiable)
       : step(std::move(step)), index(index), owner(Py_NewRef(owner)), differentiable(differentiable) {}
 
   ~ReplayBackward() override {
-    if (!Py_IsInitialized()) {  // what Python made, it cannot take back any more
+    if (!Py_IsInitialized()) {  // at interpreter exit: leak the Python objects
       owner.release();
-      new std::shared_ptr<Step>(std::move(step));
+      new std::shared_ptr<StepReplay>(std::move(step));
       return;
     }
     const py::gil_scoped_acquire gil;
@@ -258,7 +260,7 @@ struct ReplayBackward : torch::autograd::Node, Reader {
     return own;
   }
 
-  // Only the first that asks is told: what comes later is added to its gradient, elsewhere.
+  // Only the first writer gets the buffer: later gradients are added to it elsewhere.
   at::Tensor place_of(uint32_t input) override {
     const py::gil_scoped_acquire gil;
     asked.resize(num_inputs());
@@ -267,7 +269,7 @@ struct ReplayBackward : torch::autograd::Node, Reader {
     return step->place_of(index, input);
   }
 
-  std::vector<size_t> kept;  // inputs whose gradient is kept by what made them
+  std::vector<size_t> kept;  // inputs whose producer may keep the gradient
 
  private:
   struct Release {
@@ -275,16 +277,16 @@ struct ReplayBackward : torch::autograd::Node, Reader {
   };
 
   void ask_python(const variable_list& grads, variable_list& own) const {
-    py::list given;
+    py::list all_grads;
     size_t at = 0;
     for (const bool has : differentiable) {
       const at::Tensor grad = has ? grads[at++] : at::Tensor();
-      given.append(py::reinterpret_steal<py::object>(THPVariable_Wrap(grad)));  // None where there is none
+      all_grads.append(py::reinterpret_steal<py::object>(THPVariable_Wrap(grad)));  // None where there is none
     }
     const py::object number = py::int_(index);
-    static PyObject* const name = name_of("gradients");
+    static PyObject* const name = name_of("input_gradients");
     const py::object result = py::reinterpret_steal<py::object>(
-        PyObject_CallMethodObjArgs(owner.get(), name, number.ptr(), given.ptr(), nullptr));
+        PyObject_CallMethodObjArgs(owner.get(), name, number.ptr(), all_grads.ptr(), nullptr));
     if (!result) raise_python_error();
     size_t i = 0;
     for (const py::handle& each : result) {
@@ -304,21 +306,21 @@ struct ReplayBackward : torch::autograd::Node, Reader {
       if (own[i].defined()) own[i] = copies[at++];
   }
 
-  std::shared_ptr<Step> step;
+  std::shared_ptr<StepReplay> step;
   const size_t index;
-  std::vector<bool> asked;  // for each gradient, whether its place has been asked for
+  std::vector<bool> asked;  // for each output gradient, whether its buffer was handed out
   std::unique_ptr<PyObject, Release> owner;
   const std::vector<bool> differentiable;
 };
 
-// The tensors that run `run` of a chunk hands on, and what it returns besides; None where Python has to see to it.
-// overwritten: gets the addresses of storages that later replays write to.
-PyObject* Step::forward(const std::shared_ptr<Step>& self, PyObject* owner, int64_t chunk, int64_t run,
+// Replays the forward of span `span` of a chunk: returns (hidden tensors, auxiliary outputs), or None to fall back to
+// Python. overwritten: gets the addresses of storages that later replays write to.
+PyObject* StepReplay::forward(const std::shared_ptr<StepReplay>& self, PyObject* owner, int64_t chunk, int64_t span,
                         PyObject* tensors, PyObject* overwritten) {
-  const std::shared_ptr<const Program> program = this->program;  // a hook may end the step
+  const std::shared_ptr<const ReplayProgram> program = this->program;  // a hook may end the step
   if (!program || next >= program->slots.size()) Py_RETURN_NONE;
-  const Slot& slot = program->slots[next];
-  if (slot.kind != Kind::FORWARD || slot.chunk != chunk || slot.run != run) Py_RETURN_NONE;
+  const ReplaySlot& slot = program->slots[next];
+  if (slot.kind != Kind::FORWARD || slot.chunk != chunk || slot.span != span) Py_RETURN_NONE;
   const Forward& forward = program->forwards[slot.graph];
   const size_t num_inputs = forward.expected.size();
   if (size_t(PyTuple_GET_SIZE(tensors)) != num_inputs) Py_RETURN_NONE;
@@ -334,7 +336,7 @@ PyObject* Step::forward(const std::shared_ptr<Step>& self, PyObject* owner, int6
   }
   const size_t index = next++;
   if (before[slot.graph]) {
-    static PyObject* const name = name_of("before");
+    static PyObject* const name = name_of("before_forward");
     call(owner, name, py::int_(index));
   }
   Tensors made;
@@ -342,7 +344,7 @@ PyObject* Step::forward(const std::shared_ptr<Step>& self, PyObject* owner, int6
     const at::NoGradGuard no_grad;
     replay(slot, index, owner, inputs, forward.launch);
     copied.clear();  // what a forward inside of a backward has written raises no version
-    made = forward.leaves ? own_copies(forward) : aliases(forward.made);
+    made = forward.is_last ? own_copies(forward) : aliases(forward.made);
   }
   in_flight[index] = true;
   aliased = forward.aliased;
@@ -353,25 +355,26 @@ PyObject* Step::forward(const std::shared_ptr<Step>& self, PyObject* owner, int6
   edges.push_back(torch::autograd::impl::gradient_edge(anchor));
   for (size_t i = 0; i < num_inputs; i++) {
     edges.push_back(torch::autograd::impl::gradient_edge(inputs[i]));
-    // A leaf, or a parameter behind a view, would keep the gradient as its own.
-    if (forward.kept || inputs[i].is_leaf()) node.kept.push_back(i);
+    // A leaf, or a parameter under a view, would keep the gradient without a copy.
+    if (forward.may_alias_grads || inputs[i].is_leaf()) node.kept.push_back(i);
   }
   node.set_next_edges(std::move(edges));
   for (size_t i = 0; i < made.size(); i++)
     if (forward.differentiable[i]) torch::autograd::set_history(made[i], handle);
-  py::tuple handed_on(forward.num_tensors), others(forward.outputs.size() - forward.num_tensors);
+  py::tuple handed_on(forward.num_tensors), others(forward.output_sources.size() - forward.num_tensors);
   size_t at = 0;
-  for (size_t i = 0; i < forward.outputs.size(); i++) {
-    const int64_t given = forward.outputs[i];
-    PyObject* each = given < 0 ? THPVariable_Wrap(std::move(made[at++])) : Py_NewRef(PyTuple_GET_ITEM(tensors, given));
+  for (size_t i = 0; i < forward.output_sources.size(); i++) {
+    const int64_t source = forward.output_sources[i];
+    PyObject* each =
+        source < 0 ? THPVariable_Wrap(std::move(made[at++])) : Py_NewRef(PyTuple_GET_ITEM(tensors, source));
     if (i < forward.num_tensors) {
       PyTuple_SET_ITEM(handed_on.ptr(), i, each);
     } else {
       PyTuple_SET_ITEM(others.ptr(), i - forward.num_tensors, each);
     }
   }
-  if (!forward.leaves) {
-    PyObject* same = PyNumber_InPlaceOr(overwritten, forward.places.ptr());
+  if (!forward.is_last) {
+    PyObject* same = PyNumber_InPlaceOr(overwritten, forward.storages.ptr());
     if (same == nullptr) raise_python_error();
     Py_DECREF(same);
   }
@@ -381,32 +384,33 @@ PyObject* Step::forward(const std::shared_ptr<Step>& self, PyObject* owner, int6
 }  // namespace
 
 PYBIND11_MODULE(_replay, m) {
-  m.doc() = "Replays of graphs by a flat program, with nodes of autograd in C++; what is checked before a step.";
+  m.doc() = "Replay programs of training steps with C++ autograd nodes, and the guard of a model between steps.";
   m.attr("torch_version") = TORCH_VERSION;
-  py::class_<Watch>(m, "Watch")
+  py::class_<ModelGuard>(m, "ModelGuard")
       .def(py::init<const py::list&, const py::list&, const py::list&>(), py::arg("dicts"), py::arg("modes"),
            py::arg("tensors"))
-      .def("same", &Watch::same)
-      .def("same_modes", &Watch::same_modes);
-  py::class_<Program, std::shared_ptr<Program>>(m, "Program")
+      .def("same", &ModelGuard::same)
+      .def("same_modes", &ModelGuard::same_modes);
+  py::class_<ReplayProgram, std::shared_ptr<ReplayProgram>>(m, "ReplayProgram")
       .def(py::init<const py::list&, const py::list&, const py::list&>(), py::arg("forwards"), py::arg("backwards"),
            py::arg("slots"));
-  py::class_<Step, std::shared_ptr<Step>>(m, "Step")
-      .def(py::init([](const std::shared_ptr<Program>& program, at::Tensor anchor, std::vector<bool> before,
+  py::class_<StepReplay, std::shared_ptr<StepReplay>>(m, "StepReplay")
+      .def(py::init([](const std::shared_ptr<ReplayProgram>& program, at::Tensor anchor, std::vector<bool> before,
                        std::vector<bool> after, bool named) {
-             return std::make_shared<Step>(program, std::move(anchor), std::move(before), std::move(after), named);
+             return std::make_shared<StepReplay>(program, std::move(anchor), std::move(before), std::move(after),
+                                                 named);
            }),
            py::arg("program"), py::arg("anchor"), py::arg("before"), py::arg("after"), py::arg("named"))
       .def("forward",
-           [](const std::shared_ptr<Step>& step, const py::object& owner, int64_t chunk, int64_t run,
+           [](const std::shared_ptr<StepReplay>& step, const py::object& owner, int64_t chunk, int64_t span,
               const py::tuple& tensors, const py::set& overwritten) {
              HANDLE_TH_ERRORS
              return py::reinterpret_steal<py::object>(
-                 step->forward(step, owner.ptr(), chunk, run, tensors.ptr(), overwritten.ptr()));
+                 step->forward(step, owner.ptr(), chunk, span, tensors.ptr(), overwritten.ptr()));
              END_HANDLE_TH_ERRORS_PYBIND
            })
-      .def("pass_over", &Step::pass_over)
-      .def("leave", &Step::leave)
-      .def_readonly("next", &Step::next)
-      .def_readonly("aliased", &Step::aliased);
+      .def("pass_over", &StepReplay::pass_over)
+      .def("leave", &StepReplay::leave)
+      .def_readonly("next", &StepReplay::next)
+      .def_readonly("aliased", &StepReplay::aliased);
 }

@@ -1,6 +1,6 @@
 """Plans which graphs an order of steps needs, and which static buffer each reads. Standard library only.
 
-A chunk is a list of captured runs with eager code between them. A step runs the graphs of its chunk's runs,
+A chunk is a list of captured spans with eager code between them. A step runs the graphs of its chunk's spans,
 forwards in order, backwards in reverse. A graph knows addresses only, so a buffer stays untouched until the
 last graph that reads it has run. The inputs of a forward are held until its backward, or until the backward
 of its weights where backwards are split; so are the gradients that a backward receives. Each such hold is a
@@ -47,10 +47,10 @@ class TensorSpec(NamedTuple):
         return math.prod(self.shape) * _ITEMSIZES[self.dtype]
 
 
-class RunSpec(NamedTuple):
-    """The inputs of a captured run, and the gradients of its outputs, by their specs.
+class SpanSpec(NamedTuple):
+    """The inputs of a captured span, and the gradients of its outputs, by their specs.
 
-    gradients: None where the run has no backward, because its layers are frozen.
+    gradients: None where the span has no backward, because its layers are frozen.
     """
 
     name: str
@@ -58,15 +58,15 @@ class RunSpec(NamedTuple):
     gradients: tuple[TensorSpec, ...] | None = ()
 
 
-class Replay(NamedTuple):
-    """One replay of a graph: run number `run` of a step.
+class ReplayStep(NamedTuple):
+    """One replay of a graph: span number `span` of a step.
 
     buffers: those of the inputs in a forward, of the gradients in a backward.
     graph: the number of the graph. Where the order has it first, it is captured.
     """
 
     step: Step
-    run: int
+    span: int
     buffers: tuple[int, ...]
     graph: int
 
@@ -86,9 +86,9 @@ class BufferPlan:
     ends: how many replays are over each time that nothing is in flight.
     """
 
-    chunks: tuple[tuple[RunSpec, ...], ...]
+    chunks: tuple[tuple[SpanSpec, ...], ...]
     buffers: tuple[TensorSpec, ...]
-    replays: tuple[Replay, ...]
+    replays: tuple[ReplayStep, ...]
     leases: tuple[Lease, ...]
     ends: tuple[int, ...]
 
@@ -113,29 +113,29 @@ class BufferPlan:
         return sum(spec is None or self.buffers[buffer] == spec for buffer in held)
 
 
-def plan_buffers(order: Sequence[Step], chunks: Sequence[Sequence[RunSpec]]) -> BufferPlan:
-    """Plan the graphs and buffers of one rank; `chunks` has the captured runs of each of its chunks.
+def plan_buffers(order: Sequence[Step], chunks: Sequence[Sequence[SpanSpec]]) -> BufferPlan:
+    """Plan the graphs and buffers of one rank; `chunks` has the captured spans of each of its chunks.
 
-    With R runs a chunk whose inputs are alike, each input of a forward takes R buffers for each microbatch in
-    flight: min(warm-up + 1, num_microbatches x vpp) x R under 1F1B. A run has 2 graphs where each forward is
-    followed by its backward, 2 x num_microbatches where microbatches overlap; 3 in place of 2 where backwards
-    are split.
+    With R spans a chunk whose inputs have one spec, each input of a forward takes R buffers for each
+    microbatch in flight: min(warm-up + 1, num_microbatches x vpp) x R under 1F1B. A span has 2 graphs where
+    each forward is followed by its backward, 2 x num_microbatches where microbatches overlap; 3 in place of 2
+    where backwards are split.
 
     ValueError naming the step where a backward has no forward, or one is left without, and for a chunk that
     `chunks` does not have.
     """
-    own_chunks = tuple(tuple(RunSpec(*run) for run in chunk) for chunk in chunks)
-    pool, replays, leases, ends = _Pool(), list[Replay](), list[Lease](), list[int]()
+    specs_of = tuple(tuple(SpanSpec(*span) for span in chunk) for chunk in chunks)
+    pool, replays, leases, ends = _Pool(), list[ReplayStep](), list[Lease](), list[int]()
     captured: dict[tuple[Step, ...], int] = {}  # the first graph of a round
     every = [step if isinstance(step, Step) else Step(*step) for step in order]
     for steps in _rounds(every, len(chunks)):
         graph = captured.setdefault(_renumbered(steps), 1 + max((r.graph for r in replays), default=-1))
         held: dict[tuple[int, int, int], list[Lease]] = defaultdict(list)  # until now
         for step in steps:
-            forward, runs = step.kind == FORWARD, own_chunks[step.chunk]
-            for run in range(len(runs)) if forward else reversed(range(len(runs))):
-                specs = runs[run].inputs if forward else runs[run].gradients
-                leases_of = held[step.microbatch, step.chunk, run]
+            forward, spans = step.kind == FORWARD, specs_of[step.chunk]
+            for span in range(len(spans)) if forward else reversed(range(len(spans))):
+                specs = spans[span].inputs if forward else spans[span].gradients
+                leases_of = held[step.microbatch, step.chunk, span]
                 now = len(replays)
                 if specs is None:  # outputs may be views of inputs: they are held for what has a backward
                     now -= 1
@@ -144,14 +144,14 @@ def plan_buffers(order: Sequence[Step], chunks: Sequence[Sequence[RunSpec]]) -> 
                         specs = ()  # what the backward of the inputs got
                     own = tuple(pool.take(spec, forward) for spec in specs)
                     leases_of += [Lease(buffer, now, now) for buffer in own]
-                    replays.append(Replay(step, run, own, graph))
+                    replays.append(ReplayStep(step, span, own, graph))
                     graph += 1
                 if step.kind in (BACKWARD, BACKWARD_WEIGHT):
                     for lease in leases_of:
                         leases.append(lease._replace(last=now))
                         pool.give_back(lease.buffer)
         ends.append(len(replays))
-    return BufferPlan(own_chunks, tuple(pool.specs), tuple(replays), tuple(leases), tuple(ends))
+    return BufferPlan(specs_of, tuple(pool.specs), tuple(replays), tuple(leases), tuple(ends))
 
 
 def _rounds(steps: Sequence[Step], num_chunks: int) -> Iterator[list[Step]]:

@@ -1,4 +1,4 @@
-"""Captures the graphs of runs while a training step goes on."""
+"""Captures the graphs of spans while a training step goes on."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from fastmp.cuda_graphs.backends.base import Backend, Graph, Weak
 from fastmp.cuda_graphs.errors import CaptureError
-from fastmp.cuda_graphs.graph_set import Captured, Gradients, GraphSet, Slot
+from fastmp.cuda_graphs.graph_set import Captured, Gradients, GraphSet, ReplaySlot
 from fastmp.cuda_graphs.hooks import suspended_hooks
-from fastmp.cuda_graphs.partition import Run
+from fastmp.cuda_graphs.partition import CapturedSpan
 from fastmp.cuda_graphs.replay import add_gradients
 from fastmp.cuda_graphs.restore import repeatable_backward
 from fastmp.nn.segment import Link, Tensors
@@ -24,38 +24,36 @@ __all__ = ["Capture", "renew_accumulators"]
 
 
 class Capture:
-    """Captures what a run does, and does it: each method returns what a replay would have.
+    """Captures what a span does, and does it: each method returns what a replay would have.
 
     repeatable: a backward whose capture fails can be run eagerly after that. It keeps its autograd graph.
 
-    CaptureError, naming the run, the segment and the microbatch, for whatever a capture raises.
+    CaptureError, naming the span, the segment and the microbatch, for whatever a capture raises.
     """
 
     def __init__(
-        self, graph_set: GraphSet, runs: Sequence[Sequence[Run]], backend: Backend, repeatable: bool
+        self, graph_set: GraphSet, spans: Sequence[Sequence[CapturedSpan]], backend: Backend, repeatable: bool
     ) -> None:
-        self._graph_set, self._runs, self._backend = graph_set, runs, backend
+        self._graph_set, self._spans, self._backend = graph_set, spans, backend
         self._repeatable = repeatable
 
-    def forward(self, slot: Slot, static: list[Tensor]) -> Tensors:
-        """Capture the forward of a run over the static buffers that hold its inputs."""
-        chunk, number = slot.step.chunk, slot.run
-        run, observed = self._runs[chunk][number], self._graph_set.observed[chunk, number]
-        inputs = [
-            buffer.detach().requires_grad_(needs) for buffer, (_, needs) in zip(static, observed.inputs)
-        ]
+    def forward(self, slot: ReplaySlot, static: list[Tensor]) -> Tensors:
+        """Capture the forward of a span over the static buffers that hold its inputs."""
+        chunk, number = slot.step.chunk, slot.span
+        span, trace = self._spans[chunk][number], self._graph_set.traces[chunk, number]
+        inputs = [buffer.detach().requires_grad_(needs) for buffer, (_, needs) in zip(static, trace.inputs)]
         queue = None if current_queue() is None else WgradQueue()
         versions = [buffer._version for buffer in static]
-        renew_accumulators(run.parameters)
+        renew_accumulators(span.parameters)
         begun: list[Link] = []
         with (
             _explained(slot, begun),
             torch.enable_grad(),
-            suspended_hooks(run),
+            suspended_hooks(span),
             defer_wgrad(queue),
-            self._captured(None, observed.watched) as graph,
+            self._captured(None, trace.draws) as graph,
         ):
-            tensors, others = run.through(tuple(inputs), self._graph_set.shared, begun)
+            tensors, others = span.through(tuple(inputs), self._graph_set.shared, begun)
             if versions != [buffer._version for buffer in static]:
                 raise CaptureError("it writes to an input, of which a replay has a copy; write to a copy")
         if not self._backend.runs_at_capture:
@@ -73,8 +71,8 @@ class Capture:
         captured = Captured(
             *(graph, outputs, len(tensors), differentiable, live, made, inputs, queue, set(places)),
             aliased=len({*places, *storages}) < len(places) + len(storages),
-            trained=bool(run.parameters),
-            needs=[needs for _, needs in observed.inputs],
+            trained=bool(span.parameters),
+            needs=[needs for _, needs in trace.inputs],
         )
         if self._graph_set.plan.chunks[chunk][number].gradients is None:
             captured.live, captured.kept = [], []
@@ -82,8 +80,8 @@ class Capture:
         self._graph_set.done.add(slot.graph)
         return tuple(output.detach() for output in made)
 
-    def backward(self, slot: Slot, captured: Captured, grads: list[Tensor]) -> list[Tensor | None]:
-        """Capture the backward of a run; `grads` are the static buffers of `captured.given` outputs."""
+    def backward(self, slot: ReplaySlot, captured: Captured, grads: list[Tensor]) -> list[Tensor | None]:
+        """Capture the backward of a span; `grads` are the static buffers of `captured.grad_mask` outputs."""
 
         def work() -> None:
             captured.backpropagate(grads, keep=self._repeatable)
@@ -98,33 +96,33 @@ class Capture:
         with kept if self._repeatable else nullcontext():
             gradients = self._gradients(slot, captured.forward, work)
         own = [each.grad for each in captured.static]
-        self._graph_set.left = {grad.data_ptr(): grad for grad in own if grad is not None}
+        self._graph_set.live_grads = {grad.data_ptr(): grad for grad in own if grad is not None}
         gradients.inputs = [None if grad is None else self._backend.weak(grad) for grad in own]
         captured.forget()  # a graph may hold on to what it reads
         captured.backward = gradients
         return own
 
-    def weights(self, slot: Slot, captured: Captured, work: Callable[[], None]) -> None:
-        """Capture the deferred weight gradients of a run."""
+    def weights(self, slot: ReplaySlot, captured: Captured, work: Callable[[], None]) -> None:
+        """Capture the deferred weight gradients of a span."""
         captured.weight = self._gradients(slot, captured.forward, work)
 
     @contextmanager
-    def _captured(self, forward: Graph | None, watched: Any = None) -> Iterator[Graph]:
-        graph = self._backend.graph(forward, watched)
+    def _captured(self, forward: Graph | None, draws: Any = None) -> Iterator[Graph]:
+        graph = self._backend.graph(forward, draws)
         with graph.capture():
             yield graph
 
-    def _gradients(self, slot: Slot, forward: Graph, work: Callable[[], None]) -> Gradients:
+    def _gradients(self, slot: ReplaySlot, forward: Graph, work: Callable[[], None]) -> Gradients:
         """The graph of `work`, which accumulates gradients of parameters."""
-        run = self._runs[slot.step.chunk][slot.run]
-        before = [(param, param.grad) for param in run.parameters]
-        for param in run.parameters:
+        span = self._spans[slot.step.chunk][slot.span]
+        before = [(param, param.grad) for param in span.parameters]
+        for param in span.parameters:
             param.grad = None
         try:
             with (
                 _explained(slot),
                 torch.enable_grad(),
-                suspended_hooks(run) as reached,
+                suspended_hooks(span) as visited,
                 self._captured(forward) as graph,
             ):
                 work()
@@ -135,14 +133,14 @@ class Capture:
             for param, grad in before:
                 param.grad = grad
         weak = [(param, self._backend.weak(grad)) for param, grad in made]
-        gradients = Gradients(graph, [], weak, reached)
+        gradients = Gradients(graph, [], weak, visited)
         add_gradients(gradients)
         self._graph_set.done.add(slot.graph)
         return gradients
 
 
 @contextmanager
-def _explained(slot: Slot, begun: Sequence[Link] = ()) -> Iterator[None]:
+def _explained(slot: ReplaySlot, begun: Sequence[Link] = ()) -> Iterator[None]:
     """Turn whatever a capture raises into a CaptureError that says where; `begun`: the segments until then.
 
     Autocast's cache of weights is emptied before and after: a cached weight would belong to the graph.

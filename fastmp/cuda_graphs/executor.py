@@ -15,26 +15,26 @@ from torch.autograd import Function
 from fastmp.cuda_graphs.backends.base import Backend
 from fastmp.cuda_graphs.capture import Capture
 from fastmp.cuda_graphs.errors import CaptureError, GraphError
-from fastmp.cuda_graphs.graph_set import Captured, GraphSet, Key, Slot, copies_of, copy_together
+from fastmp.cuda_graphs.graph_set import Captured, GraphSet, Key, ReplaySlot, copies_of, copy_together
 from fastmp.cuda_graphs.hooks import ReplayedHooks, call_pre_hooks, suspended_hooks
-from fastmp.cuda_graphs.partition import EagerPart, Run
+from fastmp.cuda_graphs.partition import CapturedSpan, EagerSpan
 from fastmp.cuda_graphs.position import Position
 from fastmp.cuda_graphs.replay import Replay
-from fastmp.cuda_graphs.restore import PartState, random_states, restore_random_states
+from fastmp.cuda_graphs.restore import SpanSnapshot, random_states, restore_random_states
 from fastmp.nn.segment import Tensors, run_links
 from fastmp.ops.wgrad import WgradQueue, current_queue
 from fastmp.pipeline.schedule import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD
 from fastmp.profiling import region
 
-__all__ = ["GraphedStep"]
+__all__ = ["StepExecutor"]
 
 _BACKWARDS = (BACKWARD, BACKWARD_INPUT)
 
 
-class GraphedStep:
+class StepExecutor:
     """One training step through graphs.
 
-    runs: the runs of each chunk. replay: what replays graphs, perhaps comparing results.
+    spans: the captured spans of each chunk. replay: what replays graphs, perhaps comparing results.
     fallback: after a failed capture, whatever is not captured runs eagerly for the rest of the step. Without
         it a failed capture is a CaptureError.
 
@@ -44,20 +44,23 @@ class GraphedStep:
     def __init__(
         self,
         graph_set: GraphSet,
-        runs: Sequence[Sequence[Run]],
+        spans: Sequence[Sequence[CapturedSpan]],
         backend: Backend,
         replay: Replay,
         *,
         fallback: bool = False,
     ) -> None:
-        self._graph_set, self._runs, self._backend, self._replay = graph_set, runs, backend, replay
+        self._graph_set, self._spans, self._backend, self._replay = graph_set, spans, backend, replay
         self._fallback, self.failure = fallback, None
-        self._anchor = torch.zeros((), requires_grad=True)  # gives a run a backward, if no input does
+        self._anchor = torch.zeros((), requires_grad=True)  # gives a span a backward, if no input does
         # The node that accumulates its gradient: it runs where those of parameters do.
         self._accumulates: Any = self._anchor.expand(()).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
-        self._position, self._capture = Position(graph_set, runs), Capture(graph_set, runs, backend, fallback)
+        self._position, self._capture = (
+            Position(graph_set, spans),
+            Capture(graph_set, spans, backend, fallback),
+        )
         if graph_set.hooks is None:
-            graph_set.hooks = ReplayedHooks(graph_set.observed, runs)
+            graph_set.hooks = ReplayedHooks(graph_set.traces, spans)
         else:
             graph_set.hooks.begin_step()
         self._hooks = graph_set.hooks
@@ -84,78 +87,80 @@ class GraphedStep:
         """Leave out the next forward of a chunk, and its backward: they run eagerly."""
         slot = self._position.next_forward(chunk)
         if slot is not None:
-            runs = range(len(self._runs[chunk]))
-            self._position.eager |= {(slot.step.microbatch, chunk, run) for run in runs}
+            spans = range(len(self._spans[chunk]))
+            self._position.eager |= {(slot.step.microbatch, chunk, span) for span in spans}
 
-    def run(
-        self, chunk: int, number: int, run: Run, tensors: Tensors, overwritten: set[int]
+    def run_captured_span(
+        self, chunk: int, number: int, span: CapturedSpan, tensors: Tensors, overwritten: set[int]
     ) -> tuple[Tensors, Tensors]:
-        """What run `number` of a chunk hands on, and what its layers return besides, as `run_links`.
+        """What span `number` of a chunk hands on, and what its layers return besides, as `run_links`.
 
         overwritten: gets the addresses of storages that later replays write to.
         """
         graph_set = self._graph_set
         slot = self._position.expect(chunk, number, (FORWARD,))
         given_up = self.failure is not None and slot.graph not in graph_set.captured
-        if given_up or not graph_set.takes(chunk, number, tensors):
-            call_pre_hooks(run.begins)
-            return self._eagerly(slot, run, tensors)
+        if given_up or not graph_set.matches(chunk, number, tensors):
+            call_pre_hooks(span.begins)
+            return self._eagerly(slot, span, tensors)
         self._hooks.before_forward(chunk, number)
         try:
-            made = _through(self, slot, graph_set.observed[chunk, number].keeps, self._anchor, *tensors)
+            made = _through(
+                self, slot, graph_set.traces[chunk, number].may_alias_grads, self._anchor, *tensors
+            )
         except CaptureError as error:
             self._fail(error)
-            with suspended_hooks(run):  # those before the forward have been called
-                return self._eagerly(slot, run, tensors)
+            with suspended_hooks(span):  # those before the forward have been called
+                return self._eagerly(slot, span, tensors)
         captured = graph_set.captured[slot.graph]
-        overwritten |= captured.places
+        overwritten |= captured.storages
         self._aliased = captured.aliased
         if len(made) < len(captured.outputs):
             own = iter(made)
             made = tuple(tensors[o] if isinstance(o, int) else next(own) for o in captured.outputs)
         return made[: captured.num_tensors], made[captured.num_tensors :]
 
-    def _eagerly(self, slot: Slot, run: Run, tensors: Tensors) -> tuple[Tensors, Tensors]:
+    def _eagerly(self, slot: ReplaySlot, span: CapturedSpan, tensors: Tensors) -> tuple[Tensors, Tensors]:
         self._position.eager.add(slot.key)
         in_buffers = [tensor.data_ptr() in slot.addresses for tensor in tensors]
         tensors = tuple([t.clone() if inside else t for t, inside in zip(tensors, in_buffers)])
-        return run.through(tensors, self._graph_set.shared)
+        return span.through(tensors, self._graph_set.shared)
 
     def _fail(self, error: CaptureError) -> None:
         if not self._fallback:
             raise error
         self.failure = self.failure or error
 
-    def between(
+    def run_eager_span(
         self,
         chunk: int,
         number: int,
-        part: EagerPart,
+        span: EagerSpan,
         tensors: Tensors,
         shared: Mapping[str, Any],
         overwritten: set[int],
     ) -> tuple[Tensors, Tensors]:
-        """Run a part eagerly that comes before run `number`.
+        """Run a part eagerly that comes before span `number`.
 
-        It may write its first tensor into the static input of that run, if the run comes next in the plan:
+        It may write its first tensor into the static input of that span, if the span comes next in the plan:
         then nobody holds the buffer.
         """
         slot = self._next_forward(chunk)
         out = None
-        if slot is not None and slot.run == number and part.links[-1].segment.accepts_out:
+        if slot is not None and slot.span == number and span.links[-1].segment.accepts_out:
             out = slot.static[0].detach()
             overwritten.add(out.untyped_storage().data_ptr())
-        with self.unshared(part.name, tensors):
-            return run_links(part.links, tensors, part.call, shared=shared, out=out)
+        with self.unshared(span.name, tensors):
+            return run_links(span.links, tensors, span.call, shared=shared, out=out)
 
     @property
     def aliased(self) -> bool:
-        """Whether outputs of the last run share storages."""
+        """Whether outputs of the last span share storages."""
         return self._aliased
 
     @contextmanager
     def unshared(self, name: str, tensors: Tensors) -> Iterator[None]:
-        """Around eager code behind a run; GraphError where it writes to one of several views from there."""
+        """Around eager code behind a span; GraphError where it writes to one of several views from there."""
         versions = [tensor._version for tensor in tensors] if self.aliased else []
         yield
         if versions and versions != [tensor._version for tensor in tensors]:
@@ -164,11 +169,11 @@ class GraphedStep:
                 "or that is an input of that graph; write to a copy"
             )
 
-    def _next_forward(self, chunk: int) -> Slot | None:
+    def _next_forward(self, chunk: int) -> ReplaySlot | None:
         return self._position.next_forward(chunk)
 
-    def forward_graph(self, slot: Slot, inputs: Tensors) -> tuple[Tensors, Captured]:
-        """Capture or replay the forward of a run; what it makes of `inputs`."""
+    def forward_graph(self, slot: ReplaySlot, inputs: Tensors) -> tuple[Tensors, Captured]:
+        """Capture or replay the forward of a span; what it makes of `inputs`."""
         static = slot.fill(inputs)
         with region(slot.region):
             if self._position.capturing:
@@ -178,7 +183,7 @@ class GraphedStep:
         self._in_flight.add(slot.key)
         return made, self._graph_set.captured[slot.graph]
 
-    def _capture_forward(self, slot: Slot, static: list[Tensor]) -> Tensors:
+    def _capture_forward(self, slot: ReplaySlot, static: list[Tensor]) -> Tensors:
         if not self._fallback:
             return self._capture.forward(slot, static)
         start, state = random_states(self._backend.rng), self._state(slot)
@@ -187,17 +192,17 @@ class GraphedStep:
         except CaptureError:
             restore_random_states(self._backend.rng, start)
             if state is not None:
-                state.put_back()
+                state.restore()
             raise
 
-    def _state(self, slot: Slot) -> PartState | None:
+    def _state(self, slot: ReplaySlot) -> SpanSnapshot | None:
         """What a failed capture has to put back: nothing, if a capture does no work."""
-        return PartState(self._run_of(slot)) if self._fallback and self._backend.runs_at_capture else None
+        return SpanSnapshot(self._run_of(slot)) if self._fallback and self._backend.runs_at_capture else None
 
-    def _run_of(self, slot: Slot) -> Run:
-        return self._runs[slot.step.chunk][slot.run]
+    def _run_of(self, slot: ReplaySlot) -> CapturedSpan:
+        return self._spans[slot.step.chunk][slot.span]
 
-    def backward_graph(self, forward: Slot, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+    def backward_graph(self, forward: ReplaySlot, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
         """The gradients of the inputs of a forward; those of its parameters are added where they belong."""
         if torch.is_grad_enabled():
             raise GraphError(f"graphs: the backward of the {forward.name} cannot be differentiated again")
@@ -206,7 +211,7 @@ class GraphedStep:
         if forward.key not in self._in_flight:
             raise GraphError(f"graphs: the backward of the {forward.name} runs twice")
         captured = self._graph_set.captured[forward.graph]
-        planned = self._graph_set.plan.chunks[forward.step.chunk][forward.run].gradients
+        planned = self._graph_set.plan.chunks[forward.step.chunk][forward.span].gradients
         if planned is None and all(grad is None for grad in grads):  # eager code has made none
             return [None] * len(forward.static)
         if captured.trained and not torch._C._will_engine_execute_node(self._accumulates):
@@ -215,7 +220,7 @@ class GraphedStep:
                 "graph makes those of all parameters; use backward() without inputs="
             )
         self._in_flight.remove(forward.key)
-        slot = self._position.expect(forward.step.chunk, forward.run, _BACKWARDS, forward.step.microbatch)
+        slot = self._position.expect(forward.step.chunk, forward.span, _BACKWARDS, forward.step.microbatch)
         grads = [grad for grad, needed in zip(grads, captured.differentiable) if needed]
         with region(slot.region):
             if captured.backward is None:
@@ -225,7 +230,7 @@ class GraphedStep:
         self._defer_weights(slot, captured)
         return own
 
-    def _defer_weights(self, slot: Slot, captured: Captured) -> None:
+    def _defer_weights(self, slot: ReplaySlot, captured: Captured) -> None:
         """Put the gradients of the weights into the queue, where the backward is split."""
         if slot.kind != BACKWARD_INPUT:
             return
@@ -238,28 +243,30 @@ class GraphedStep:
         queue.put(self._deferred, functools.partial(self._weight_graph, slot, captured))
 
     def _replay_backward(
-        self, slot: Slot, captured: Captured, grads: list[Tensor | None]
+        self, slot: ReplaySlot, captured: Captured, grads: list[Tensor | None]
     ) -> list[Tensor | None]:
-        given = [grad is not None for grad in grads]
-        misplaced, kept = slot.misplaced(grads) if slot.in_place else [], list[Tensor]()
-        if misplaced:
-            grads, kept = self._stage_gradients(slot, misplaced, grads)
+        grad_mask = [grad is not None for grad in grads]
+        moved_inputs, kept = slot.moved_inputs(grads) if slot.in_place else [], list[Tensor]()
+        if moved_inputs:
+            grads, kept = self._stage_gradients(slot, moved_inputs, grads)
         static = slot.fill(grads)
         assert captured.backward is not None
-        if given != captured.given and (captured.backward.parameters or any(map(gt, given, captured.given))):
+        if grad_mask != captured.grad_mask and (
+            captured.backward.parameters or any(map(gt, grad_mask, captured.grad_mask))
+        ):
             raise GraphError(
                 f"graphs: other outputs get a gradient in the {slot.name} than when it was captured; use "
                 "every output alike in all steps"
             )
         own = self._replay.backward(slot, captured, static)
-        self._hooks.after_gradients(slot.graph, slot.kind, captured.backward.reached)
-        if misplaced:  # others may read there what the other graph has left
-            copy_together([static[place] for place in misplaced], kept)
+        self._hooks.after_gradients(slot.graph, slot.kind, captured.backward.visited)
+        if moved_inputs:  # others may read there what the other graph has left
+            copy_together([static[place] for place in moved_inputs], kept)
         return own
 
     @staticmethod
     def _stage_gradients(
-        slot: Slot, misplaced: Sequence[int], grads: Sequence[Tensor | None]
+        slot: ReplaySlot, moved_inputs: Sequence[int], grads: Sequence[Tensor | None]
     ) -> tuple[list[Tensor | None], list[Tensor]]:
         """Copy the gradients, which may lie where others have to go, and what lies there now."""
         if slot.kind != BACKWARD:  # the backward of the weights reads there as well, later
@@ -268,14 +275,14 @@ class GraphedStep:
                 "where backwards are split, eager segments must treat gradients alike in all steps"
             )
         return [grad if grad is None else grad.clone() for grad in grads], [
-            slot.static[place].clone() for place in misplaced
+            slot.static[place].clone() for place in moved_inputs
         ]
 
     def _first_backward(
-        self, slot: Slot, captured: Captured, grads: list[Tensor | None]
+        self, slot: ReplaySlot, captured: Captured, grads: list[Tensor | None]
     ) -> list[Tensor | None]:
         """Capture a backward; run it eagerly where that fails, or where another capture has failed."""
-        captured.given = [grad is not None for grad in grads]
+        captured.grad_mask = [grad is not None for grad in grads]
         if self.failure is not None:
             return self._backward_eagerly(slot, captured, list(slot.fill(grads)))
         in_place = self._left_by_graphs(slot, grads)
@@ -287,17 +294,17 @@ class GraphedStep:
         except CaptureError as error:
             self._fail(error)
             if state is not None:
-                state.put_back()
+                state.restore()
             return self._backward_eagerly(slot, captured, static)
         for place, grad in in_place.items():  # whose memory was kept so far
             self._graph_set.read_in_place(slot.graph, place, self._backend.weak(grad)())
         assert captured.backward is not None
-        self._hooks.after_gradients(slot.graph, slot.kind, captured.backward.reached)
+        self._hooks.after_gradients(slot.graph, slot.kind, captured.backward.visited)
         return own
 
-    def _left_by_graphs(self, slot: Slot, grads: Sequence[Tensor | None]) -> dict[int, Tensor]:
+    def _left_by_graphs(self, slot: ReplaySlot, grads: Sequence[Tensor | None]) -> dict[int, Tensor]:
         """The gradients that came from another graph without a copy, through whatever runs eagerly."""
-        found, left = {}, self._graph_set.left
+        found, left = {}, self._graph_set.live_grads
         for place, (buffer, grad) in enumerate(zip(slot.static, grads, strict=True)):
             if grad is None or grad.data_ptr() not in left or grad.is_conj() or grad.is_neg():
                 continue
@@ -306,7 +313,9 @@ class GraphedStep:
                 found[place] = grad
         return found
 
-    def _backward_eagerly(self, slot: Slot, captured: Captured, grads: list[Tensor]) -> list[Tensor | None]:
+    def _backward_eagerly(
+        self, slot: ReplaySlot, captured: Captured, grads: list[Tensor]
+    ) -> list[Tensor | None]:
         """Run the backward of a captured forward: its collectives are those that other ranks replay."""
         for each in captured.static:
             each.grad = None
@@ -320,11 +329,11 @@ class GraphedStep:
         captured.forget()
         return own
 
-    def _next_weights(self, forward: Slot) -> Slot:
+    def _next_weights(self, forward: ReplaySlot) -> ReplaySlot:
         step = forward.step
-        return self._position.expect(step.chunk, forward.run, (BACKWARD_WEIGHT,), step.microbatch)
+        return self._position.expect(step.chunk, forward.span, (BACKWARD_WEIGHT,), step.microbatch)
 
-    def _weight_graph(self, forward: Slot, captured: Captured) -> None:
+    def _weight_graph(self, forward: ReplaySlot, captured: Captured) -> None:
         slot = self._next_weights(forward)
         with region(slot.region):
             if captured.weight is not None:
@@ -341,15 +350,15 @@ class GraphedStep:
                 except CaptureError as error:
                     self._fail(error)
                     if state is not None:
-                        state.put_back()
+                        state.restore()
                     WgradQueue.run(tasks)
                     return
         assert captured.weight is not None
-        self._hooks.after_gradients(slot.graph, slot.kind, captured.weight.reached)
+        self._hooks.after_gradients(slot.graph, slot.kind, captured.weight.visited)
 
 
 class _Through(Function):
-    """A run between the tensors of a step. Parameters are no inputs: they would cost more than the replay."""
+    """Autograd node of a captured span. Parameters are no inputs: they would cost more than the replay."""
 
     @staticmethod
     def forward(ctx, step, slot, copies, anchor, *inputs):

@@ -17,14 +17,14 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from fastmp.cuda_graphs.backends.base import Backend, Graph
 from fastmp.cuda_graphs.capture import renew_accumulators
 from fastmp.cuda_graphs.errors import CaptureError, GraphError
-from fastmp.cuda_graphs.op_inspection import MemoryWatch
+from fastmp.cuda_graphs.op_inspection import StorageInspector
 from fastmp.cuda_graphs.partition import spec_of
 from fastmp.cuda_graphs.scope import must_run_eagerly
-from fastmp.cuda_graphs.skipped_hooks import skipped_by_step
+from fastmp.cuda_graphs.skipped_hooks import find_skipped_hook
 from fastmp.cuda_graphs.snapshot import ModelSnapshot
 from fastmp.nn.segment import LayerChain, SingleSegment
 
-__all__ = ["WholeGraph"]
+__all__ = ["FunctionGraph"]
 
 _MAX_GRAPHS = 4  # signatures that have one; each has static buffers of its own
 _MAX_WATCHED = 64  # signatures; those that never come again would fill memory
@@ -54,7 +54,7 @@ class _Replayed(NamedTuple):
     written: set[int]
 
 
-class WholeGraph:
+class FunctionGraph:
     """`function`, whose calls replay one graph for each signature of their arguments.
 
     function: takes and returns pytrees of tensors, which require no gradient, and does all of its work on the
@@ -107,7 +107,7 @@ class WholeGraph:
 
     def _forget(self) -> None:
         self._snapshot: ModelSnapshot | None = None
-        self._watched: dict[Any, Any] = {}  # by signature: what an eager call has shown
+        self._draws_of: dict[Any, Any] = {}  # by signature: what an eager call has shown
         self._graphs: dict[Any, _Replayed] = {}
 
     @property
@@ -147,7 +147,7 @@ class WholeGraph:
         if signature not in self._graphs:
             if len(self._graphs) == _MAX_GRAPHS:
                 return self.function(*arguments)
-            if signature not in self._watched or self._calls <= self.warmup:
+            if signature not in self._draws_of or self._calls <= self.warmup:
                 return self._watch(signature, arguments)
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         found = self._graphs.get(signature)
@@ -161,16 +161,16 @@ class WholeGraph:
     def _watch(self, signature: Any, arguments: tuple[Any, ...]) -> Any:
         if self._snapshot is None:
             self._snapshot = ModelSnapshot(self._chains, every_hook=True)
-        with self.backend.watch() as watched:
+        with self.backend.trace_draws() as draws:
             made = self.function(*arguments)
         if any(isinstance(each, Tensor) and each.requires_grad for each in tree_leaves(made)):
             raise ValueError(
                 f"graphs: {self.what} returns a tensor that requires a gradient, which no replay does; "
                 "return it detached, and run backwards inside"
             )
-        if len(self._watched) == _MAX_WATCHED:
-            del self._watched[next(iter(self._watched))]
-        self._watched[signature] = watched
+        if len(self._draws_of) == _MAX_WATCHED:
+            del self._draws_of[next(iter(self._draws_of))]
+        self._draws_of[signature] = draws
         return made
 
     def _capture(self, signature: Any, tensors: list[Tensor], leaves: list[Any], form: Any) -> _Replayed:
@@ -185,8 +185,8 @@ class WholeGraph:
         before = [param.grad for param in trained]
         torch.clear_autocast_cache()  # a graph casts weights itself
         try:
-            graph = self.backend.graph(watched=self._watched[signature], whole=self.trains)
-            with graph.capture(), MemoryWatch() as memory:
+            graph = self.backend.graph(draws=self._draws_of[signature], has_backward=self.trains)
+            with graph.capture(), StorageInspector() as memory:
                 made = self.function(*tree_unflatten(given, form))
             grads = list(_gradients(trained, before))
             if versions != [each._version for each in static] or _lie_in(memory.written, tensors):
@@ -199,7 +199,7 @@ class WholeGraph:
             torch.clear_autocast_cache()  # what it has cast is its own
         if not self.backend.runs_at_capture:
             graph.replay()
-        del self._watched[signature]
+        del self._draws_of[signature]
         grads = [each._replace(before=None) if each.dropped else each for each in grads]
         return _Replayed(graph, static, made, grads, memory.written)
 
@@ -256,7 +256,7 @@ class WholeGraph:
                 return
             self._reset()
             self._forget()
-        skipped = skipped_by_step(self._modules, trains=self.trains)
+        skipped = find_skipped_hook(self._modules, trains=self.trains)
         if skipped is not None:
             name = getattr(skipped.hook, "__qualname__", type(skipped.hook).__name__)
             raise GraphError(

@@ -11,30 +11,30 @@ from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec
 
 from fastmp.cuda_graphs.backends.base import Graph, Weak
-from fastmp.cuda_graphs.buffer_plan import BufferPlan, Replay, TensorSpec
+from fastmp.cuda_graphs.buffer_plan import BufferPlan, ReplayStep, TensorSpec
 from fastmp.cuda_graphs.hooks import ReplayedHooks
-from fastmp.cuda_graphs.partition import Observed, spec_of
+from fastmp.cuda_graphs.partition import SpanTrace, spec_of
 from fastmp.ops.wgrad import WgradQueue
 
-__all__ = ["Captured", "Gradients", "GraphSet", "Key", "Slot", "copies_of", "copy_together"]
+__all__ = ["Captured", "Gradients", "GraphSet", "Key", "ReplaySlot", "copies_of", "copy_together"]
 
-Key = tuple[int, int, int]  # microbatch, chunk, run
+Key = tuple[int, int, int]  # microbatch, chunk, span
 
 
 @dataclass
 class Captured:
     """The graphs of one forward and of its backward, and where their results lie.
 
-    outputs: of the run, in order; a number is that of an input which is handed on. The first `num_tensors`
+    outputs: of the span, in order; a number is that of an input which is handed on. The first `num_tensors`
         are for the next segment; the others are what layers return besides.
-    differentiable: for each output that the run makes itself, whether it has a gradient.
-    live, kept, static: until the backward is captured, the outputs with a gradient, all outputs that the run
+    differentiable: for each output that the span makes itself, whether it has a gradient.
+    live, kept, static: until the backward is captured, the outputs with a gradient, all outputs that the span
         makes (eager code may use any of them), and the inputs; each with its autograd graph.
     queue: the weight gradients that the backward defers.
-    places: the addresses of the storages of `kept`.
+    storages: the addresses of the storages of `kept`.
     aliased: whether two outputs, or an output and an input, are views of one storage.
-    trained: whether parameters of the run require a gradient. needs: which of its inputs do.
-    given: which of the outputs in `live` got a gradient when the backward was captured.
+    trained: whether parameters of the span require a gradient. needs: which of its inputs do.
+    grad_mask: which of the outputs in `live` got a gradient when the backward was captured.
     """
 
     forward: Graph
@@ -45,20 +45,20 @@ class Captured:
     kept: list[Tensor]
     static: list[Tensor]
     queue: WgradQueue | None
-    places: set[int]
+    storages: set[int]
     aliased: bool
     trained: bool
     needs: list[bool]
-    given: list[bool] = field(default_factory=list)
+    grad_mask: list[bool] = field(default_factory=list)
     backward: Gradients | None = None
     weight: Gradients | None = None
 
     def backpropagate(self, grads: Sequence[Tensor], keep: bool = False) -> None:
-        """Run the backward by autograd, for the gradients of `given` outputs among `grads`.
+        """Run the backward by autograd, for the gradients of the outputs in `grad_mask` among `grads`.
 
         keep: the autograd graph may run again.
         """
-        roots = [i for i, given in enumerate(self.given) if given]
+        roots = [i for i, has in enumerate(self.grad_mask) if has]
         torch.autograd.backward([self.live[i] for i in roots], [grads[i] for i in roots], retain_graph=keep)
 
     def forget(self) -> None:
@@ -73,16 +73,16 @@ class Gradients:
     """The graph of a backward, or of the deferred gradients of its weights.
 
     parameters: those whose gradient the graph leaves in memory of its own. It adds the others to `main_grad`.
-    reached: the parameters in the order in which their gradients were accumulated.
+    visited: the parameters in the order in which their gradients were accumulated.
     """
 
     graph: Graph
     inputs: list[Weak | None]
     parameters: list[tuple[nn.Parameter, Weak]]
-    reached: list[nn.Parameter]
+    visited: list[nn.Parameter]
 
 
-class Slot:
+class ReplaySlot:
     """A replay of the plan, and all that is asked about it in every step.
 
     static: where the graph reads: buffers of the plan, except at the positions `in_place`, where it reads
@@ -90,15 +90,15 @@ class Slot:
     """
 
     __slots__ = (
-        *("addresses", "graph", "in_place", "key", "kind", "name", "region", "round", "run", "static"),
+        *("addresses", "graph", "in_place", "key", "kind", "name", "region", "round", "span", "static"),
         "step",
     )
 
-    def __init__(self, replay: Replay, name: str, buffers: Sequence[Tensor], round: int) -> None:
-        self.step, self.run, self.graph, self.round = replay.step, replay.run, replay.graph, round
+    def __init__(self, replay: ReplayStep, name: str, buffers: Sequence[Tensor], round: int) -> None:
+        self.step, self.span, self.graph, self.round = replay.step, replay.span, replay.graph, round
         self.kind = replay.step.kind
-        self.key = replay.step.microbatch, replay.step.chunk, replay.run
-        self.name = f"{replay.step}, run {name!r}"
+        self.key = replay.step.microbatch, replay.step.chunk, replay.span
+        self.name = f"{replay.step}, span {name!r}"
         self.region = f"fastmp.graph.{self.name}"
         self.static = [buffers[buffer] for buffer in replay.buffers]
         self.addresses = [buffer.data_ptr() for buffer in self.static]
@@ -123,7 +123,7 @@ class Slot:
             copy_together(late, new)
         return self.static
 
-    def misplaced(self, tensors: Sequence[Tensor | None]) -> list[int]:
+    def moved_inputs(self, tensors: Sequence[Tensor | None]) -> list[int]:
         """The positions of `in_place` whose tensor does not lie this time where the other graph leaves it."""
         return [
             place
@@ -184,28 +184,27 @@ def _is_words(tensor: Tensor) -> bool:
 class GraphSet:
     """What belongs to training steps of one signature: the plan, the static buffers, the captured graphs.
 
-    observed: what an eager step has shown, by (chunk, run). autocast: the dtype that it cast to, or False.
+    traces: the warm-up trace of each span, by (chunk, span). autocast: the dtype that it cast to, or False.
     shared: what all layers were given as keywords, without its tensors.
     captured: by the number of the forward's graph. done: the numbers of all graphs that are captured.
-    program: the `fastmp.cuda_graphs.replay_program.Program` of the captured graphs, once a step has asked for
-    it.
+    program: the `replay_program.ReplayProgram` of the captured graphs, once a step has asked for it.
     hooks: which hooks each graph replays, from the first step on.
     drops: how many rounds were begun and could not be captured as a whole.
-    left: gradients that captured backwards of this round have left, by address. They are held, as the
+    live_grads: gradients that captured backwards of this round have left, by address. They are held, as the
         memory of a replay is, so that autograd does not add to them in place.
     """
 
     def __init__(
         self,
         plan: BufferPlan,
-        observed: dict[tuple[int, int], Observed],
+        traces: dict[tuple[int, int], SpanTrace],
         device: torch.device,
         autocast: torch.dtype | bool,
         shared: TreeSpec,
     ) -> None:
-        self.plan, self.observed, self.device = plan, observed, device
+        self.plan, self.traces, self.device = plan, traces, device
         self.autocast, self.shared = autocast, shared
-        self.left: dict[int, Tensor] = {}
+        self.live_grads: dict[int, Tensor] = {}
         self.buffers = [
             torch.empty_strided(
                 spec.shape, spec.strides, dtype=getattr(torch, spec.dtype), device=device
@@ -222,11 +221,11 @@ class GraphSet:
         rounds = list(plan.rounds())
         self.graphs_of = [{plan.replays[i].graph for i in own} for own in rounds]
         self.slots = [
-            Slot(replay, plan.chunks[replay.step.chunk][replay.run].name, self.buffers, number)
+            ReplaySlot(replay, plan.chunks[replay.step.chunk][replay.span].name, self.buffers, number)
             for number, own in enumerate(rounds)
             for replay in plan.replays[own.start : own.stop]
         ]
-        self.expected = {place: [_expected(*each) for each in own.inputs] for place, own in observed.items()}
+        self.expected = {place: [_expected(*each) for each in own.inputs] for place, own in traces.items()}
 
     def copies_out(self, tensor: Tensor) -> bool:
         """Whether a tensor that a graph has made leaves the chain as a copy.
@@ -235,9 +234,9 @@ class GraphSet:
         """
         return tensor.device.type == self.device.type
 
-    def takes(self, chunk: int, run: int, tensors: Sequence[Tensor]) -> bool:
-        """Whether the graphs of a run were captured for inputs like these."""
-        expected = self.expected[chunk, run]
+    def matches(self, chunk: int, span: int, tensors: Sequence[Tensor]) -> bool:
+        """Whether the graphs of a span were captured for inputs like these."""
+        expected = self.expected[chunk, span]
         if len(expected) != len(tensors):
             return False
         for tensor, (shape, dtype, stride, needs, spec) in zip(tensors, expected):

@@ -18,7 +18,7 @@ from operator import attrgetter
 from torch import nn
 from torch.autograd import Variable
 
-from fastmp.cuda_graphs.partition import Observed, Part
+from fastmp.cuda_graphs.partition import Span, SpanTrace
 from fastmp.pipeline.schedule import BACKWARD_WEIGHT
 from fastmp.tensor_parallel.attributes import hook_traits
 
@@ -50,22 +50,22 @@ def call_grad_hooks(hooked: Iterable[GradHook]) -> None:
 
 
 @contextmanager
-def suspended_hooks(part: Part) -> Iterator[list[nn.Parameter]]:
+def suspended_hooks(span: Span) -> Iterator[list[nn.Parameter]]:
     """Suspend the replayed hooks of a part while it is captured or compared.
 
     Yields a list that collects the parameters whose gradients are accumulated meanwhile, in order.
     """
-    inside = (module for layer in part.layers for module in layer.modules())
+    inside = (module for layer in span.layers for module in layer.modules())
     modules = [(module, module._forward_pre_hooks) for module in inside if module._forward_pre_hooks]
-    params = [(param, param._post_accumulate_grad_hooks) for param in part.parameters]
-    reached: list[nn.Parameter] = []
+    params = [(param, param._post_accumulate_grad_hooks) for param in span.parameters]
+    visited: list[nn.Parameter] = []
     try:
         for module, _ in modules:
             module._forward_pre_hooks = OrderedDict()
         for param, hooks in params:
             kept = {key: hook for key, hook in (hooks or {}).items() if hook_traits(hook).in_graph}
-            param._post_accumulate_grad_hooks = OrderedDict({**kept, -1: reached.append})
-        yield reached
+            param._post_accumulate_grad_hooks = OrderedDict({**kept, -1: visited.append})
+        yield visited
     finally:
         for module, hooks in modules:
             module._forward_pre_hooks = hooks
@@ -77,16 +77,16 @@ class ReplayedHooks:
     """Calls the hooks of training steps that are replayed.
 
     A hook behind an accumulated gradient is called once in a backward, and once where the gradients that it
-    has deferred are made: right after the replay, or, where another run may add to the gradient too, at the
+    has deferred are made: right after the replay, or, where another span may add to the gradient too, at the
     end (a deferred hook). Which hooks a graph has is looked up once, until hooks are added or removed.
 
-    observed: the modules that each run calls, by (chunk, run).
+    traces: the modules that each span calls, by (chunk, span).
     """
 
-    def __init__(self, observed: Mapping[tuple[int, int], Observed], runs: Sequence[Sequence[Part]]) -> None:
-        # The runs that may add to the gradient of each parameter.
-        self._runs_of = Counter(param for chunk in runs for run in chunk for param in run.parameters)
-        self._called = {place: each.calls for place, each in observed.items()}
+    def __init__(self, traces: Mapping[tuple[int, int], SpanTrace], spans: Sequence[Sequence[Span]]) -> None:
+        # The spans that may add to the gradient of each parameter.
+        self._num_spans = Counter(param for chunk in spans for span in chunk for param in span.parameters)
+        self._called = {place: each.calls for place, each in traces.items()}
         self._every = list(dict.fromkeys(module for calls in self._called.values() for module in calls))
         self._deferred: dict[GradHook, None] = {}
         self._found: list[tuple[Callable, ...]] | None = None
@@ -97,43 +97,46 @@ class ReplayedHooks:
         self._deferred.clear()
         found = [
             *[tuple(module._forward_pre_hooks.values()) for module in self._every],
-            *[tuple(hooks.values()) if hooks else () for hooks in map(_post_accumulate_hooks, self._runs_of)],
+            *[
+                tuple(hooks.values()) if hooks else ()
+                for hooks in map(_post_accumulate_hooks, self._num_spans)
+            ],
         ]
         if found != self._found:
             self._found = found
-            self._modules: dict[tuple[int, int], list[nn.Module]] = {}  # by chunk and run
+            self._modules: dict[tuple[int, int], list[nn.Module]] = {}  # by chunk and span
             # By graph: its gradients, the hooks that are called at once, and those that are deferred.
             self._of_gradients: dict[int, tuple[list[nn.Parameter], list[GradHook], list[GradHook]]] = {}
 
     def before_forward(self, chunk: int, number: int) -> None:
-        """Call the marked hooks of the modules that a run calls."""
+        """Call the marked hooks of the modules that a span calls."""
         call_pre_hooks(self.modules(chunk, number))
 
     def modules(self, chunk: int, number: int) -> list[nn.Module]:
-        """The modules that a run calls and that have hooks before their forward."""
+        """The modules that a span calls and that have hooks before their forward."""
         modules = self._modules.get((chunk, number))
         if modules is None:
             modules = [module for module in self._called[chunk, number] if module._forward_pre_hooks]
             self._modules[chunk, number] = modules
         return modules
 
-    def after_gradients(self, graph: int, kind: str, reached: list[nn.Parameter]) -> None:
+    def after_gradients(self, graph: int, kind: str, visited: list[nn.Parameter]) -> None:
         """Call the hooks behind the gradients that a graph has accumulated, or defer them."""
-        now, deferred = self.of_gradients(graph, reached)
+        now, deferred = self.of_gradients(graph, visited)
         call_grad_hooks(now)
         if deferred:
             if not self._deferred and kind != BACKWARD_WEIGHT:  # which is not in a backward
                 Variable._execution_engine.queue_callback(self.call_deferred)
             self._deferred.update(dict.fromkeys(deferred))
 
-    def of_gradients(self, graph: int, reached: list[nn.Parameter]) -> tuple[list[GradHook], list[GradHook]]:
+    def of_gradients(self, graph: int, visited: list[nn.Parameter]) -> tuple[list[GradHook], list[GradHook]]:
         """The hooks behind the gradients of a graph: those that are called at once, and those deferred."""
         known = self._of_gradients.get(graph)
-        if known is None or known[0] is not reached:  # the graph was captured again
-            hooked = replayed_hooks(reached)
-            deferred = [each for each in hooked if self._runs_of[each[1]] > 1]
-            now = [each for each in hooked if self._runs_of[each[1]] < 2]
-            known = self._of_gradients[graph] = reached, now, deferred
+        if known is None or known[0] is not visited:  # the graph was captured again
+            hooked = replayed_hooks(visited)
+            deferred = [each for each in hooked if self._num_spans[each[1]] > 1]
+            now = [each for each in hooked if self._num_spans[each[1]] < 2]
+            known = self._of_gradients[graph] = visited, now, deferred
         return known[1:]
 
     def call_deferred(self) -> None:

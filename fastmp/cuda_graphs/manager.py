@@ -1,9 +1,9 @@
 """Captures the static parts of layers as graphs, and replays them in the order of a schedule.
 
-A chain of layers is cut into runs, which are captured, and eager parts between them. The first steps run
-eagerly, and show which tensors enter and leave each run; then `plan_buffers` says which graph reads which
+A chain of layers is cut into spans, which are captured, and eager spans between them. The first steps run
+eagerly, and show which tensors enter and leave each span; then `plan_buffers` says which graph reads which
 buffer when. One step is captured while it trains: each graph where it is first needed, so that graphs share
-memory exactly as the step itself would free and take it. After that a run is a copy into its static inputs
+memory exactly as the step itself would free and take it. After that a span is a copy into its static inputs
 and a replay, forward and backward.
 
 Values in graphs may be overwritten once the step has gone on, so what leaves a chain is a copy. Between two
@@ -29,14 +29,14 @@ from torch.utils._pytree import TreeSpec
 from fastmp.cuda_graphs.backends.base import Backend, Graph
 from fastmp.cuda_graphs.buffer_plan import BufferPlan, TensorSpec, plan_buffers
 from fastmp.cuda_graphs.errors import GraphError
-from fastmp.cuda_graphs.executor import GraphedStep
+from fastmp.cuda_graphs.executor import StepExecutor
 from fastmp.cuda_graphs.graph_set import GraphSet, copies_of
 from fastmp.cuda_graphs.hooks import call_pre_hooks
-from fastmp.cuda_graphs.partition import EagerPart, Part, Run, Shared, cut, spec_of
+from fastmp.cuda_graphs.partition import CapturedSpan, EagerSpan, Shared, Span, partition, spec_of
 from fastmp.cuda_graphs.replay import Replay
-from fastmp.cuda_graphs.replay_program import FlatStep, program_of
+from fastmp.cuda_graphs.replay_program import ProgramExecutor, program_of
 from fastmp.cuda_graphs.snapshot import ModelSnapshot
-from fastmp.cuda_graphs.trace import ObservedStep
+from fastmp.cuda_graphs.trace import WarmupTrace
 from fastmp.cuda_graphs.verify import VerifiedReplay
 from fastmp.nn.segment import LayerChain, Tensors
 from fastmp.pipeline.schedule import Step
@@ -50,31 +50,31 @@ Signature = tuple[Any, ...]  # of the first inputs of a step: autocast, what lay
 
 
 class StepRunner(Protocol):
-    """Runs the chains of one training step in which runs are graphs; see `GraphManager.begin_replays`.
+    """Runs the chains of one training step in which spans are graphs; see `GraphManager.begin_replays`.
 
     Each method is called in the order in which the step runs. `overwritten` gets the addresses of storages
     that later work writes to: the manager copies what leaves a chain from there. `shared` are the keywords
     of all layers.
     """
 
-    def run(
-        self, chunk: int, number: int, run: Run, tensors: Tensors, overwritten: set[int]
+    def run_captured_span(
+        self, chunk: int, number: int, span: CapturedSpan, tensors: Tensors, overwritten: set[int]
     ) -> tuple[Tensors, Tensors]:
-        """What run `number` of a chunk hands on, and what its layers return besides.
+        """What span `number` of a chunk hands on, and what its layers return besides.
 
-        Where `run.takes_shared`, the last of `tensors` are those of what layers share.
+        Where `span.reads_shared`, the last of `tensors` are those of what layers share.
         """
 
-    def between(
+    def run_eager_span(
         self,
         chunk: int,
         number: int,
-        part: EagerPart,
+        span: EagerSpan,
         tensors: Tensors,
         shared: Mapping[str, Any],
         overwritten: set[int],
     ) -> tuple[Tensors, Tensors]:
-        """The same of the eager part before run `number`."""
+        """The same of the eager span before span `number`."""
 
     def skip(self, chunk: int) -> None:
         """The next forward of a chunk runs eagerly, without this."""
@@ -100,10 +100,10 @@ class GraphManager:
     backend: `RecordingBackend` on a CPU, `CudaBackend` on a GPU; one for each manager, because graphs share
         memory in the order of a step.
     scope: what to capture (see `fastmp.cuda_graphs.scope.captured_segments`); None: all that can be.
-    run_size: parameters after which a run ends, for gradients and parameters that are communicated beside
-        replays (see `fastmp.cuda_graphs.scope.layer_groups`); None: a run goes on as long as it can.
-    warmup: training steps that run eagerly first, at least one; the last of them is observed.
-    verify_every: every so many steps, each run is compared with its segments, run eagerly on the same inputs
+    span_size: parameters after which a span ends, for gradients and parameters that are communicated beside
+        replays (see `fastmp.cuda_graphs.scope.layer_groups`); None: a span goes on as long as it can.
+    warmup: training steps that run eagerly first, at least one; the last of them is traced.
+    verify_every: every so many steps, each span is compared with its segments, run eagerly on the same inputs
         and random numbers, bit for bit; 0: never. All ranks must say the same: collectives run twice.
     group: the ranks that segments have collectives with. In a step that is verified they agree before every
         forward, and verify it if all of them replay it.
@@ -111,27 +111,27 @@ class GraphManager:
         why. Without it, a failed capture raises CaptureError.
 
     Call `begin_step()` before each training step. Forwards without gradients or in evaluation mode run
-    eagerly. A step whose first inputs have a new signature (shapes, dtypes, autocast) is observed, and has
+    eagerly. A step whose first inputs have a new signature (shapes, dtypes, autocast) is traced, and has
     graphs of its own from the next time on, up to four signatures. A microbatch with another signature than
     the first one of its step runs eagerly. Where the mode of a module or what is trained has changed at the
     first forward of a step, graphs are captured anew.
 
     Hooks behind accumulated gradients are called at every replay, except those of a `GradBuffer`, which are
-    in the graph: once in a backward, at its end where several runs have the parameter, and once more where an
-    eager segment uses it too. Hooks of modules before their forward that have an attribute `replayed = True`
+    in the graph: once in a backward, at its end where several spans have the parameter, and once more where
+    an eager segment uses it too. Hooks of modules before their forward with the mark `replayed = True`
     are called as hook(module, ()). A layer with any other hook runs eagerly as a whole. Hooks may be added
     and removed between steps.
 
-    What a chain gets as keywords for all layers goes by its tensors, which are inputs of every run in which
+    What a chain gets as keywords for all layers goes by its tensors, which are inputs of every span in which
     a layer begins; it must be a pytree of tensors. Packed documents have to be made with `max_documents`, so
     that all microbatches have one signature.
 
-    A parameter of two runs, or of one and eager segments, gets two gradients, which eager autograd adds up
+    A parameter of two spans, or of one and eager segments, gets two gradients, which eager autograd adds up
     first: the last bits of the sum may differ, under autocast those of the dtype that it casts to.
 
     ValueError for a scope that names no segment, and for the backend of another manager. GraphError where
     forwards and backwards come in another order than planned, where a parameter has moved, and where a
-    verified run differs from its segments. CaptureError where a segment cannot be captured.
+    verified span differs from its segments. CaptureError where a segment cannot be captured.
     """
 
     def __init__(
@@ -141,7 +141,7 @@ class GraphManager:
         *,
         backend: Backend,
         scope: Sequence[str] | None = None,
-        run_size: int | None = None,
+        span_size: int | None = None,
         warmup: int = 2,
         verify_every: int = 0,
         group: dist.ProcessGroup | None = None,
@@ -149,11 +149,11 @@ class GraphManager:
     ) -> None:
         self.chains, self.order, self.backend, self.group = list(chains), tuple(order), backend, group
         self.warmup, self.verify_every, self.fallback = max(warmup, 1), verify_every, fallback
-        self.scope, self.run_size = scope, run_size
+        self.scope, self.span_size = scope, span_size
         self.failure: str | None = None
-        self._cut()
+        self._partition()
         self._graph_sets: dict[Signature, GraphSet | None] = {}  # None: these steps run eagerly
-        self._snapshot: ModelSnapshot | None = None  # from the first step that is observed
+        self._snapshot: ModelSnapshot | None = None  # from the first step that is traced
         self._step = -1
         self._begin()
         owner = getattr(backend, "owner", None)
@@ -163,24 +163,27 @@ class GraphManager:
                 "each manager, or call remove() of the other one first"
             )
         backend.owner = weakref.ref(self)
-        self._stand_ins = self._make_stand_ins()
-        for owns, name, function in self._stand_ins:
+        self._patched = self._patches()
+        for owns, name, function in self._patched:
             setattr(owns, name, function)
 
-    def _make_stand_ins(self) -> list[tuple[Any, str, Callable[..., Any]]]:
+    def _patches(self) -> list[tuple[Any, str, Callable[..., Any]]]:
         """What stands in for which method of an object: for the forward of each chain."""
         return [
             (chain, "forward", functools.partial(_managed, weakref.ref(self), chunk, weakref.ref(chain)))
             for chunk, chain in enumerate(self.chains)
         ]
 
-    def _cut(self) -> None:
-        self._parts: list[list[Part]] = [cut(chain, self.scope, self.run_size) for chain in self.chains]
-        self.runs = [[part for part in parts if isinstance(part, Run)] for parts in self._parts]
+    def _partition(self) -> None:
+        self._set_spans([partition(chain, self.scope, self.span_size) for chain in self.chains])
+
+    def _set_spans(self, spans: list[list[Span]]) -> None:
+        self._spans = spans  # of each chunk, captured and eager
+        self.captured_spans = [[span for span in own if isinstance(span, CapturedSpan)] for own in spans]
 
     def _begin(self) -> None:
         self._signature: Signature | None = None  # of the step's first inputs, once they are seen
-        self._observed: ObservedStep | None = None  # in a step that is observed
+        self._warmup_trace: WarmupTrace | None = None  # in a step that is traced
         self._graph_set: GraphSet | None = None
         self._runner: StepRunner | None = None
         self._verifier: VerifiedReplay | None = None  # in a step that is verified
@@ -202,9 +205,9 @@ class GraphManager:
 
     @property
     def pending(self) -> bool:
-        """Whether there are runs, and none of their signatures has all of its graphs yet."""
+        """Whether there are spans, and none of their signatures has all of its graphs yet."""
         complete = any(len(each.done) == each.plan.num_graphs for each in self._all())
-        return any(self.runs) and self.failure is None and not complete
+        return any(self.captured_spans) and self.failure is None and not complete
 
     def _all(self) -> list[GraphSet]:
         return [each for each in self._graph_sets.values() if each is not None]
@@ -214,7 +217,7 @@ class GraphManager:
         if self.failure is not None:
             return f"no graphs, all runs eagerly: {self.failure}"
         return (
-            f"{self.num_graphs} graphs of {sum(map(len, self.runs))} runs of segments, "
+            f"{self.num_graphs} graphs of {sum(map(len, self.captured_spans))} spans of segments, "
             f"{self.static_bytes / 1e6:.2f} MB of static buffers, "
             f"{self.backend.nbytes / 1e6:.2f} MB in a pool"
         )
@@ -223,7 +226,7 @@ class GraphManager:
     def paused(self) -> Iterator[None]:
         """Let the chains run by themselves inside, between two steps."""
         self.end_step()
-        own = [(owns, name, vars(owns).pop(name, None)) for owns, name, _ in self._stand_ins]
+        own = [(owns, name, vars(owns).pop(name, None)) for owns, name, _ in self._patched]
         try:
             yield
         finally:
@@ -239,7 +242,7 @@ class GraphManager:
         """
         if self._runner is not None:
             self._runner.end()
-        for owns, name, function in self._stand_ins:
+        for owns, name, function in self._patched:
             if vars(owns).get(name) is function:
                 delattr(owns, name)
         self._forget()
@@ -254,8 +257,8 @@ class GraphManager:
         self.remove()
 
     def _forget(self) -> None:
-        """Let go of all graphs and of what was observed; nothing is in flight."""
-        self._graph_set = self._snapshot = self._observed = None
+        """Let go of all graphs and of what was traced; nothing is in flight."""
+        self._graph_set = self._snapshot = self._warmup_trace = None
         if self._graph_sets:
             self._graph_sets.clear()
             self.backend.reset()
@@ -282,12 +285,12 @@ class GraphManager:
             return
         if self._snapshot is not None:
             self._check_snapshot(self._snapshot)
-        if self._observed is not None:
-            self._make_graph_set(self._observed)
+        if self._warmup_trace is not None:
+            self._make_graph_set(self._warmup_trace)
         self._begin()
         self._step += 1
         if not self._graph_sets:
-            self._cut()
+            self._partition()
 
     def _check_snapshot(self, snapshot: ModelSnapshot) -> None:
         changed, moved = snapshot.changed()
@@ -299,19 +302,19 @@ class GraphManager:
         if changed:
             self._forget()
 
-    def _make_graph_set(self, observed: ObservedStep) -> None:
-        """Plan the graphs of the step that was observed, if it came to its end and was even."""
-        chunks = observed.specs(self.order)
+    def _make_graph_set(self, trace: WarmupTrace) -> None:
+        """Plan the graphs of the step that was traced, if it came to its end and was even."""
+        chunks = trace.specs(self.order)
         if chunks is None or self._signature is None:
             return
-        if not observed.alike:
+        if not trace.alike:
             self._graph_sets[self._signature] = None
             return
         plan = plan_buffers(self.order, chunks)
-        self._graph_sets[self._signature] = GraphSet(plan, observed.runs, self._device, *self._signature[:2])
+        self._graph_sets[self._signature] = GraphSet(plan, trace.spans, self._device, *self._signature[:2])
 
     def _first_forward(self, tensors: Tensors, shared: TreeSpec) -> Signature:
-        """Decide by a step's first inputs whether it runs eagerly, is observed, or goes through graphs."""
+        """Decide by a step's first inputs whether it runs eagerly, is traced, or goes through graphs."""
         if DistributedDataParallel._get_active_ddp_module() is not None:
             raise GraphError(
                 "graphs: DistributedDataParallel reduces gradients by hooks that replays do not run; use "
@@ -321,7 +324,7 @@ class GraphManager:
         signature = (_autocast(self._device.type), shared, *map(_spec_and_grad, tensors))
         self._signature = signature
         if self.verify_every > 0 and self._step % self.verify_every == 0:
-            self._verifier = VerifiedReplay(self.runs, shared, self.backend.rng)
+            self._verifier = VerifiedReplay(self.captured_spans, shared, self.backend.rng)
         if self._step < self.warmup - 1:
             return signature
         if signature in self._graph_sets:
@@ -330,7 +333,7 @@ class GraphManager:
             if graph_set is not None and not self._snapshot_of_chains().modes_changed():
                 self._graph_set, self._runner = graph_set, self.begin_replays(graph_set)
         elif len(self._graph_sets) < _MAX_GRAPH_SETS:
-            self._observed = ObservedStep(self._parts, self.backend)
+            self._warmup_trace = WarmupTrace(self._spans, self.backend)
             self._snapshot_of_chains()
         return signature
 
@@ -342,15 +345,15 @@ class GraphManager:
     def begin_replays(self, graph_set: GraphSet) -> StepRunner:
         """Make what runs one training step through the graphs of `graph_set`.
 
-        Override it, and nothing else, to have runs captured and replayed by another library: see
+        Override it, and nothing else, to have spans captured and replayed by another library: see
         `fastmp.cuda_graphs.transformer_engine`.
         """
         if len(graph_set.done) < graph_set.plan.num_graphs:
             self.backend.prepare()
-        if self._verifier is None and (program := program_of(graph_set, self._parts)) is not None:
-            return FlatStep(program, graph_set, self.runs, self.backend, Replay())
+        if self._verifier is None and (program := program_of(graph_set, self._spans)) is not None:
+            return ProgramExecutor(program, graph_set, self.captured_spans, self.backend, Replay())
         replay = Replay() if self._verifier is None else self._verifier
-        return GraphedStep(graph_set, self.runs, self.backend, replay, fallback=self.fallback)
+        return StepExecutor(graph_set, self.captured_spans, self.backend, replay, fallback=self.fallback)
 
     def _chain_of(self, chunk: int) -> LayerChain:
         return self.chains[chunk]
@@ -375,8 +378,8 @@ class GraphManager:
             return self._through_graphs(runner, chunk, tensors, common)
         if runner is not None:
             runner.skip(chunk)
-        elif self._observed is not None:
-            return self._observed.run_chain(chunk, tensors, common)
+        elif self._warmup_trace is not None:
+            return self._warmup_trace.run_chain(chunk, tensors, common)
         return None
 
     def _through_graphs(
@@ -385,14 +388,15 @@ class GraphManager:
         others: Tensors = ()
         overwritten: set[int] = set()
         number = 0
-        for part in self._parts[chunk]:
-            if isinstance(part, Run):
-                tensors, more = runner.run(chunk, number, part, shared.beside(tensors, part), overwritten)
+        for span in self._spans[chunk]:
+            if isinstance(span, CapturedSpan):
+                inputs = shared.append_to(tensors, span)
+                tensors, more = runner.run_captured_span(chunk, number, span, inputs, overwritten)
                 number += 1
-            elif isinstance(part, EagerPart):
-                call_pre_hooks(part.begins)
+            elif isinstance(span, EagerSpan):
+                call_pre_hooks(span.begins)
                 keywords = shared.keywords
-                tensors, more = runner.between(chunk, number, part, tensors, keywords, overwritten)
+                tensors, more = runner.run_eager_span(chunk, number, span, tensors, keywords, overwritten)
             others += more
         if not overwritten:
             return tensors, others
@@ -407,9 +411,10 @@ class GraphManager:
 
     def _replays(self, chunk: int, tensors: Tensors, shared: Shared) -> bool:
         assert self._runner is not None and self._graph_set is not None
-        first = self._parts[chunk][0]
+        first = self._spans[chunk][0]
+        inputs = shared.append_to(tensors, first)
         return self._runner.replays(chunk) and (
-            not isinstance(first, Run) or self._graph_set.takes(chunk, 0, shared.beside(tensors, first))
+            not isinstance(first, CapturedSpan) or self._graph_set.matches(chunk, 0, inputs)
         )
 
     def _all_replay(self, own: bool) -> bool:

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from fastmp.nn.segment import run_links
 
-__all__ = ["MemoryWatch", "OpWatch", "line_in", "where"]
+__all__ = ["StorageInspector", "OpInspector", "line_in", "where"]
 
 _TORCH = str(Path(torch.__file__).parent)
 _GRAPHS = Path(__file__).parent
@@ -33,7 +33,7 @@ _aten = torch.ops.aten
 _INDEXING = (_aten.index.Tensor, _aten.index_put_.default, _aten._index_put_impl_.default)
 
 
-class OpWatch(TorchDispatchMode):
+class OpInspector(TorchDispatchMode):
     """A dispatch mode whose subclasses hear of each op why a graph could not hold it, and then run it."""
 
     def problem(self, kind: str, message: str) -> None:
@@ -70,7 +70,7 @@ class OpWatch(TorchDispatchMode):
             yield "generator", "draws from a generator of its own, which replay does not advance"
 
 
-class MemoryWatch(TorchDispatchMode):
+class StorageInspector(TorchDispatchMode):
     """A dispatch mode that collects the addresses of storages that were there before it.
 
     used: those that ops read or write. written: those that ops may write to, a collective to all.

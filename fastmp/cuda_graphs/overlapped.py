@@ -13,9 +13,9 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from fastmp.cuda_graphs.executor import GraphedStep
+from fastmp.cuda_graphs.executor import StepExecutor
 from fastmp.cuda_graphs.manager import GraphManager
-from fastmp.cuda_graphs.partition import Run, cut_apart
+from fastmp.cuda_graphs.partition import Span, partition_sections
 from fastmp.nn.overlap import OverlappedLayers
 from fastmp.nn.segment import LayerChain, Tensors
 from fastmp.pipeline.schedule import Step
@@ -37,30 +37,30 @@ class OverlappedGraphManager(GraphManager):
         self._numbers = {place: number for number, place in enumerate(self._places)}
         super().__init__(overlap.chains, graph_order(steps, overlap.sections), **options)
 
-    def _make_stand_ins(self) -> list[tuple[Any, str, Callable[..., Any]]]:
+    def _patches(self) -> list[tuple[Any, str, Callable[..., Any]]]:
         managed = functools.partial(_managed, weakref.ref(self), weakref.ref(self.overlap))
         return [(self.overlap, "run_part", managed)]
 
-    def _cut(self) -> None:
-        self._parts = []
+    def _partition(self) -> None:
+        spans: list[list[Span]] = []
         for chunk, chain in enumerate(self.chains):
-            pieces = [self.overlap.links(*place) for place in self._places if place[0] == chunk]
-            self._parts += cut_apart(chain, pieces, self.scope, self.run_size)
-        self.runs = [[part for part in parts if isinstance(part, Run)] for parts in self._parts]
+            sections = [self.overlap.links(*place) for place in self._places if place[0] == chunk]
+            spans += partition_sections(chain, sections, self.scope, self.span_size)
+        self._set_spans(spans)
 
     def run_part(
         self, chunk: int, part: int, tensors: Tensors, shared: Mapping[str, Any]
     ) -> tuple[Tensors, Tensors]:
         """Run a part: what computes through graphs, an exchange beside them."""
-        run = functools.partial(OverlappedLayers.run_part, self.overlap, chunk, part, tensors, shared)
+        run_eagerly = functools.partial(OverlappedLayers.run_part, self.overlap, chunk, part, tensors, shared)
         number = self._numbers.get((chunk, part))
         if number is not None:
             made = self._forward(number, tensors, shared)
-            return run() if made is None else made
-        if not isinstance(self._runner, GraphedStep):
-            return run()
+            return run_eagerly() if made is None else made
+        if not isinstance(self._runner, StepExecutor):
+            return run_eagerly()
         with self._runner.unshared(self.overlap.links(chunk, part)[0].full_name, tensors):
-            return run()
+            return run_eagerly()
 
     def _chain_of(self, chunk: int) -> LayerChain:
         return self.chains[self._places[chunk][0]]

@@ -1,8 +1,8 @@
-"""Cuts a chain of layers into runs, which are captured, and the eager parts between them.
+"""Partition a layer chain into captured spans and the eager spans between them.
 
-A run is as many segments in a row as can be captured, across the borders of layers, up to a number of
-parameters if there is one. While an eager step is watched, this module also notes what each run takes and
-returns.
+A captured span holds as many consecutive capturable segments as possible, across layer boundaries, up to a
+number of parameters if there is one. The helpers that trace a warm-up step describe the inputs and outputs of
+each span.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_structure, tree_unf
 
 from fastmp.cuda_graphs.buffer_plan import TensorSpec
 from fastmp.cuda_graphs.scope import captured_segments, layer_groups
-from fastmp.cuda_graphs.skipped_hooks import called_whole
+from fastmp.cuda_graphs.skipped_hooks import merge_hooked_layers
 from fastmp.nn.segment import Call, LayerChain, Link, Tensors, run_links
 
 __all__ = [
-    "EagerPart", "Observed", "Part", "Run", "Shared", "called_modules", "cut", "cut_apart",
-    "keeps_gradients", "made_by", "nodes_behind", "spec_of",
+    "CapturedSpan", "EagerSpan", "Shared", "Span", "SpanTrace", "called_modules", "made_by",
+    "may_alias_grads", "nodes_behind", "partition", "partition_sections", "spec_of",
 ]  # fmt: skip
 
 
 @dataclass(frozen=True, eq=False)
-class Part:
-    """Segments of a chain that follow each other; either a `Run` or an `EagerPart`.
+class Span:
+    """Segments of a chain that follow each other; either a `CapturedSpan` or an `EagerSpan`.
 
     name: that of the first segment, and of the last one.
     begins: layers whose first segment is here, and whose own forward nobody calls: the marked hooks before
@@ -46,7 +46,7 @@ class Part:
     call: Call | None
 
     @cached_property
-    def takes_shared(self) -> bool:
+    def reads_shared(self) -> bool:
         """Whether a layer begins here: it takes what all layers of the chain share."""
         return any(link.first for link in self.links)
 
@@ -61,7 +61,7 @@ class Part:
         return list(dict.fromkeys(p for layer in self.layers for p in layer.parameters() if p.requires_grad))
 
 
-class Run(Part):
+class CapturedSpan(Span):
     """Segments that one graph holds.
 
     Where layers begin in it, its inputs end with the tensors of what all layers of the chain share.
@@ -74,12 +74,12 @@ class Run(Part):
 
         shared: what layers share, without its tensors, which are the last of `inputs`.
         """
-        first = len(inputs) - (shared.num_leaves if self.takes_shared else 0)
+        first = len(inputs) - (shared.num_leaves if self.reads_shared else 0)
         keywords = tree_unflatten(inputs[first:], shared) if first < len(inputs) else {}
         return run_links(self.links, inputs[:first], self.call, shared=keywords, begun=begun)
 
 
-class EagerPart(Part):
+class EagerSpan(Span):
     """Segments that run eagerly in every step."""
 
 
@@ -101,66 +101,66 @@ class Shared(NamedTuple):
                 raise ValueError(f"graphs: what all layers share must consist of tensors, got {leaf!r}")
         return cls(keywords, tuple(leaves), form)
 
-    def beside(self, tensors: Tensors, part: Part) -> Tensors:
-        """The inputs of `part`: `tensors`, and these if a layer begins there."""
-        return (*tensors, *self.tensors) if self.tensors and part.takes_shared else tensors
+    def append_to(self, tensors: Tensors, span: Span) -> Tensors:
+        """Append the shared tensors to the inputs of `span` if a layer begins in it."""
+        return (*tensors, *self.tensors) if self.tensors and span.reads_shared else tensors
 
 
 _NOTHING = Shared({}, (), tree_structure({}))
 
 
-class Observed(NamedTuple):
-    """What an eager step has shown of a run.
+class SpanTrace(NamedTuple):
+    """What an eager step has shown of a span.
 
     inputs: their specs, and whether each requires a gradient. outputs: the specs of those that do.
-    calls: the modules that the run calls, in order.
-    watched: what `Backend.watch` has noted.
-    keeps: whether code before the run may keep the gradients of its inputs without copying them.
+    calls: the modules that the span calls, in order.
+    draws: what `Backend.trace_draws` has noted.
+    may_alias_grads: whether code before the span may keep the gradients of its inputs without copying them.
     """
 
     inputs: list[tuple[TensorSpec, bool]]
     outputs: list[TensorSpec]
     calls: list[nn.Module]
-    watched: Any
-    keeps: bool
+    draws: Any
+    may_alias_grads: bool
 
 
-def cut(chain: LayerChain, scope: Sequence[str] | None, run_size: int | None = None) -> list[Part]:
-    """Cut `chain` into runs of segments that are in `scope` and can be captured, and the parts between them.
+def partition(chain: LayerChain, scope: Sequence[str] | None, span_size: int | None = None) -> list[Span]:
+    """Partition `chain` into captured spans of segments in `scope`, and the eager spans between them.
 
-    run_size: parameters of whole layers after which a run ends, see `layer_groups`; None: it goes on.
+    span_size: parameters of whole layers after which a span ends, see `layer_groups`; None: it goes on.
 
     A layer with a hook that a replay would skip is eager as a whole. ValueError as `captured_segments`.
     """
     links = chain.links()
-    kind_of = _kinds(links, scope, run_size)
-    links, called = called_whole(links)
-    return _parts(links, kind_of, [*called], chain.call)
+    kind_of = _kinds(links, scope, span_size)
+    links, called = merge_hooked_layers(links)
+    return _spans(links, kind_of, [*called], chain.call)
 
 
-def cut_apart(
+def partition_sections(
     chain: LayerChain,
-    pieces: Sequence[Sequence[Link]],
+    sections: Sequence[Sequence[Link]],
     scope: Sequence[str] | None,
-    run_size: int | None = None,
-) -> list[list[Part]]:
-    """Cut each of `pieces`, segments of `chain` between which rows are exchanged, as `cut` does.
+    span_size: int | None = None,
+) -> list[list[Span]]:
+    """Partition each section, the segments of `chain` between two exchanges of tokens, as `partition` does.
 
     A layer with a hook that a replay would skip is eager, but not as a whole: nobody calls it.
     """
     links = chain.links()
-    kind_of = _kinds(links, scope, run_size, {link.segment.name for link in links if link.segment.exchanges})
-    _, called = called_whole(links)
-    begins = {link.layer for own in pieces for link in own if link.first}
+    kind_of = _kinds(links, scope, span_size, {link.segment.name for link in links if link.segment.exchanges})
+    _, called = merge_hooked_layers(links)
+    begins = {link.layer for own in sections for link in own if link.first}
     begun: list[nn.Module] = [link.layer for link in links if link.layer not in begins]
     return [
-        _parts(own, lambda link: (False, -1) if link.layer in called else kind_of(link), begun, chain.call)
-        for own in pieces
+        _spans(own, lambda link: (False, -1) if link.layer in called else kind_of(link), begun, chain.call)
+        for own in sections
     ]
 
 
 def _kinds(
-    links: Sequence[Link], scope: Sequence[str] | None, run_size: int | None, beside: Collection[str] = ()
+    links: Sequence[Link], scope: Sequence[str] | None, span_size: int | None, beside: Collection[str] = ()
 ) -> Callable[[Link], tuple[bool, int]]:
     """A function of a segment that says whether it is captured, and in which group of layers."""
     eager = {link.segment.name for link in links if not link.segment.capturable}
@@ -168,7 +168,7 @@ def _kinds(
     chosen = captured_segments(scope, able, beside)
     layers_of = {link.name: link.layer for link in links}
     sizes = [sum(p.numel() for p in layer.parameters() if p.requires_grad) for layer in layers_of.values()]
-    group_of = dict(zip(layers_of, layer_groups(sizes, run_size), strict=True))
+    group_of = dict(zip(layers_of, layer_groups(sizes, span_size), strict=True))
 
     def kind_of(link: Link) -> tuple[bool, int]:
         captured = _captures(link, scope, chosen)
@@ -177,23 +177,23 @@ def _kinds(
     return kind_of
 
 
-def _parts(
+def _spans(
     links: Sequence[Link],
     kind_of: Callable[[Link], tuple[bool, int]],
     begun: list[nn.Module],
     call: Call | None,
-) -> list[Part]:
-    """The runs among `links`, and the parts between them; `begun` gets the layers that begin here."""
-    parts: list[Part] = []
+) -> list[Span]:
+    """The spans among `links`, and the eager spans between them; `begun` gets the layers that begin here."""
+    spans: list[Span] = []
     for (captured, _), own in groupby(links, kind_of):
         group = list(own)
         first, last = (link.full_name for link in (group[0], group[-1]))
         layers: list[nn.Module] = list(dict.fromkeys(link.layer for link in group))
-        kind = Run if captured else EagerPart
+        kind = CapturedSpan if captured else EagerSpan
         name = first if first == last else f"{first} to {last}"
-        parts.append(kind(name, group, [layer for layer in layers if layer not in begun], call))
+        spans.append(kind(name, group, [layer for layer in layers if layer not in begun], call))
         begun += layers
-    return parts
+    return spans
 
 
 def _captures(link: Link, scope: Sequence[str] | None, chosen: set[str]) -> bool:
@@ -235,18 +235,18 @@ def called_modules() -> Iterator[list[nn.Module]]:
         handle.remove()
 
 
-def keeps_gradients(part: Part, inputs: Iterable[Tensor], outputs: Iterable[Tensor]) -> bool:
-    """Whether a leaf of `part` may keep a gradient that reaches it: a leaf without a `main_grad`.
+def may_alias_grads(span: Span, inputs: Iterable[Tensor], outputs: Iterable[Tensor]) -> bool:
+    """Whether a leaf of `span` may keep a gradient that reaches it: a leaf without a `main_grad`.
 
-    A parameter of the part counts even if this step did not use it. A leaf from elsewhere counts if it is
+    A parameter of the span counts even if this step did not use it. A leaf from elsewhere counts if it is
     in the autograd graph between `inputs` and `outputs`.
     """
     leaves = [node.variable for node in nodes_behind(outputs, inputs) if hasattr(node, "variable")]
-    return not all(hasattr(leaf, "main_grad") for leaf in (*part.parameters, *leaves))
+    return not all(hasattr(leaf, "main_grad") for leaf in (*span.parameters, *leaves))
 
 
 def made_by(outputs: Iterable[Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
-    """The outputs of a part that are not inputs which it hands on."""
+    """The outputs of a span that are not inputs which it hands on."""
     return [output for output in outputs if not any(output is given for given in inputs)]
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from fastmp.cuda_graphs.errors import GraphError
-from fastmp.cuda_graphs.graph_set import GraphSet, Key, Slot
-from fastmp.cuda_graphs.partition import Run
+from fastmp.cuda_graphs.graph_set import GraphSet, Key, ReplaySlot
+from fastmp.cuda_graphs.partition import CapturedSpan
 from fastmp.pipeline.schedule import FORWARD
 
 __all__ = ["Position"]
@@ -16,33 +16,35 @@ class Position:
     """The next replay of a plan, while one training step goes through it.
 
     capturing: whether the graphs of the present round are captured now.
-    eager: forwards (microbatch, chunk, run) that run eagerly in this step, as do their backwards.
+    eager: forwards (microbatch, chunk, span) that run eagerly in this step, as do their backwards.
     """
 
-    def __init__(self, graph_set: GraphSet, runs: Sequence[Sequence[Run]]) -> None:
-        self._graph_set, self._runs = graph_set, runs
+    def __init__(self, graph_set: GraphSet, spans: Sequence[Sequence[CapturedSpan]]) -> None:
+        self._graph_set, self._spans = graph_set, spans
         self._next, self._round = 0, -1
         self.capturing = False
         self.eager: set[Key] = set()
 
-    def peek(self) -> Slot | None:
+    def peek(self) -> ReplaySlot | None:
         """The next replay that is not left out; None at the end of the step."""
         slots = self._graph_set.slots
         while self._next < len(slots) and self.eager and slots[self._next].key in self.eager:
             self._next += 1
         return slots[self._next] if self._next < len(slots) else None
 
-    def next_forward(self, chunk: int) -> Slot | None:
+    def next_forward(self, chunk: int) -> ReplaySlot | None:
         """The next replay, if it is a forward of `chunk`."""
         slot = self.peek()
         return slot if slot is not None and slot.kind == FORWARD and slot.step.chunk == chunk else None
 
-    def expect(self, chunk: int, run: int, kinds: tuple[str, ...], microbatch: int | None = None) -> Slot:
+    def expect(
+        self, chunk: int, span: int, kinds: tuple[str, ...], microbatch: int | None = None
+    ) -> ReplaySlot:
         """Advance to the next replay; GraphError if that is not the one which is about to run."""
         slot = self.peek()
         if (
             slot is None
-            or slot.run != run
+            or slot.span != span
             or slot.kind not in kinds
             or slot.step.chunk != chunk
             or (microbatch is not None and microbatch != slot.step.microbatch)
@@ -51,7 +53,7 @@ class Position:
             unit = self._graph_set.slots[0].step.unit
             planned = "the end of the step" if slot is None else f"the {slot.name}"
             raise GraphError(
-                f"graphs: the {kinds[0]}{which} of {unit} {chunk}, run {self._runs[chunk][run].name!r}, "
+                f"graphs: the {kinds[0]}{which} of {unit} {chunk}, span {self._spans[chunk][span].name!r}, "
                 f"is about to run, but {planned} was planned; run the steps in the `order` of the manager"
             )
         if slot.round != self._round:
@@ -70,11 +72,11 @@ class Position:
             graph_set.drop(self._round)
         self._round = number
         self.capturing = not graph_set.graphs_of[number] <= graph_set.done
-        graph_set.left.clear()
+        graph_set.live_grads.clear()
 
     def end(self) -> None:
         """End the step, perhaps before all of it has run."""
         self._next = len(self._graph_set.slots)
-        self._graph_set.left.clear()
+        self._graph_set.live_grads.clear()
         if self._round >= 0:
             self._graph_set.drop(self._round)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fastmp.cuda_graphs.graph_set import Captured, Gradients, Slot
+from fastmp.cuda_graphs.graph_set import Captured, Gradients, ReplaySlot
 from fastmp.nn.segment import Tensors
 
 __all__ = ["Replay", "add_gradients"]
@@ -16,17 +16,17 @@ __all__ = ["Replay", "add_gradients"]
 class Replay:
     """Replays the graphs of a run, whose static buffers hold what they read."""
 
-    def forward(self, slot: Slot, captured: Captured, static: Sequence[Tensor]) -> Tensors:
+    def forward(self, slot: ReplaySlot, captured: Captured, static: Sequence[Tensor]) -> Tensors:
         """The outputs of a run that it makes itself."""
         captured.forward.replay()
         return tuple([each() for each in captured.outputs if not isinstance(each, int)])
 
-    def backward(self, slot: Slot, captured: Captured, grads: Sequence[Tensor]) -> list[Tensor | None]:
+    def backward(self, slot: ReplaySlot, captured: Captured, grads: Sequence[Tensor]) -> list[Tensor | None]:
         """The gradients of a run's inputs; those of its parameters are added to `grad`."""
         assert captured.backward is not None
         return self._replay(captured.backward)
 
-    def weights(self, slot: Slot, captured: Captured) -> None:
+    def weights(self, slot: ReplaySlot, captured: Captured) -> None:
         """Add the deferred gradients of a run's parameters."""
         assert captured.weight is not None
         self._replay(captured.weight)

@@ -1,8 +1,8 @@
-"""The replays of a training step as a flat program, which C++ runs once all graphs of a step are captured.
+"""Compile the replays of a training step into a replay program, which C++ runs once all graphs are captured.
 
-The program is data: for each graph what it reads and leaves, for each replay of the plan which graph comes
-next, over which buffers. csrc/replay does what it says and decides nothing: where a step differs from the
-program, the rest of the step is left to `GraphedStep`, which goes on or says what is wrong.
+The program is data: for each graph its inputs and outputs, for each replay of the plan the graph and its
+static buffers. csrc/replay executes it and decides nothing: where a step differs from the program,
+`StepExecutor` continues the step in Python or raises the error.
 """
 
 from __future__ import annotations
@@ -14,80 +14,89 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fastmp.cuda_graphs.executor import GraphedStep
-from fastmp.cuda_graphs.graph_set import Captured, Gradients, GraphSet, Key, Slot
-from fastmp.cuda_graphs.partition import Part, Run
+from fastmp.cuda_graphs.executor import StepExecutor
+from fastmp.cuda_graphs.graph_set import Captured, Gradients, GraphSet, Key, ReplaySlot
+from fastmp.cuda_graphs.partition import CapturedSpan, Span
 from fastmp.nn.segment import Tensors
 from fastmp.pipeline.schedule import BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD
 from fastmp.profiling import region, shows_in_nsight
 
-__all__ = ["REPLAY", "FlatBackward", "FlatForward", "FlatSlot", "FlatStep", "Program", "program_of"]
+__all__ = [
+    "REPLAY", "BackwardEntry", "ForwardEntry", "ProgramExecutor", "ReplayProgram", "SlotEntry", "program_of",
+]  # fmt: skip
 
 
 def _module() -> ModuleType | None:
+    """Return the compiled module if it was built for this torch and from these sources."""
     try:
         from fastmp import _replay as module
     except ImportError:
         return None
-    return module if module.torch_version == torch.__version__.partition("+")[0] else None
+    built_for_this_torch = module.torch_version == torch.__version__.partition("+")[0]
+    return module if built_for_this_torch and hasattr(module, "ReplayProgram") else None
 
 
-REPLAY = _module()  # None where it is not built for this torch: then `GraphedStep` runs all steps
+REPLAY = _module()  # None: `StepExecutor` runs all steps in Python
 
 _KINDS = {FORWARD: 0, BACKWARD_WEIGHT: 2}  # any other is a backward: 1
 
 
-class FlatForward(NamedTuple):
+class ForwardEntry(NamedTuple):
     """The graph of a forward.
 
-    launch: replays it. expected: of each input shape, dtype, strides, whether it requires a gradient, and its
-        `TensorSpec`, without strides where any input that is not dense will do.
-    made: what the graph makes, where it leaves it. outputs: of the run, in order: the number of an input
-        that is handed on, or -1 for the next one of `made`. The first `num_tensors` are for the next segment.
-    differentiable: for each of `made`, whether it has a gradient. places: the addresses of their storages.
-    aliased: whether two of them, or one and an input, share a storage.
-    kept: whether code before the run may keep the gradients of its inputs: they are copied.
-    leaves: whether the chain returns what the run makes. copied: for each of `made`, whether as a copy.
-    trained: whether parameters of the run require a gradient. reached: whether a gradient comes at all.
+    launch: replays the graph.
+    expected: for each input (shape, dtype, strides, requires_grad, `TensorSpec`); a spec without strides also
+        accepts inputs that are not dense.
+    made: the new outputs, as aliases of the graph's memory.
+    output_sources: for each output of the span, the number of the input it passes on, or -1 for the next one
+        of `made`. The first `num_tensors` outputs are for the next segment, the others are auxiliary.
+    differentiable: for each of `made`, true if it gets a gradient.
+    storages: the addresses of the storages of `made`.
+    aliased: two of `made`, or one and an input, share a storage.
+    may_alias_grads: code before the span may keep the gradients of its inputs, so they leave as copies.
+    is_last: the chain returns the outputs of this span. copied_out: for each of `made`, if as a copy.
+    trained: parameters of the span require a gradient.
+    has_backward: gradients reach the span.
     """
 
     launch: Callable[[], None]
     expected: list[tuple[Any, ...]]
     made: list[Tensor]
-    outputs: list[int]
+    output_sources: list[int]
     num_tensors: int
     differentiable: list[bool]
-    places: set[int]
+    storages: set[int]
     aliased: bool
-    kept: bool
-    leaves: bool
-    copied: list[bool]
+    may_alias_grads: bool
+    is_last: bool
+    copied_out: list[bool]
     trained: bool
-    reached: bool
+    has_backward: bool
 
 
-class FlatBackward(NamedTuple):
+class BackwardEntry(NamedTuple):
     """The graph of a backward.
 
-    given: for each output with a gradient, whether it gets one. gradients: of the inputs, where they are.
+    grad_mask: for each differentiable output, true if it gets a gradient.
+    input_grads: the gradients of the inputs, as aliases of the graph's memory; None: no gradient.
     """
 
     launch: Callable[[], None]
-    given: list[bool]
-    gradients: list[Tensor | None]
+    grad_mask: list[bool]
+    input_grads: list[Tensor | None]
 
 
-class FlatSlot(NamedTuple):
+class SlotEntry(NamedTuple):
     """A replay of the plan.
 
-    kind: 0 a forward, 1 a backward, 2 the gradients of weights. graph: its number among those of its kind.
-    forward: the number of the replay whose backward it is, or its own.
-    static: where the graph reads. in_place: for each of these, whether another graph writes there.
+    kind: 0 forward, 1 backward, 2 weight gradients. graph: its number among the graphs of its kind.
+    forward: the number of the replay whose backward this is, or its own.
+    static: the buffers that the graph reads. in_place: for each buffer, true if another graph writes it.
     """
 
     kind: int
     chunk: int
-    run: int
+    span: int
     graph: int
     forward: int
     static: list[Tensor]
@@ -95,20 +104,20 @@ class FlatSlot(NamedTuple):
     region: str
 
 
-class Program:
-    """The program of a graph set, and for each graph in it whose it is.
+class ReplayProgram:
+    """The replay program of a graph set.
 
-    compiled: what C++ runs. forwards: chunk and run of each graph of a forward. backwards: for each graph of
-    a backward one of its slots, and what it makes.
+    compiled: the C++ object. forwards: (chunk, span) of each forward graph. backwards: for each backward
+    graph one of its slots, and its gradients.
     """
 
-    def __init__(self, graph_set: GraphSet, parts: Sequence[Sequence[Part]]) -> None:
+    def __init__(self, graph_set: GraphSet, spans: Sequence[Sequence[Span]]) -> None:
         assert REPLAY is not None
         self.forwards: list[tuple[int, int]] = []
-        self.backwards: list[tuple[Slot, Gradients]] = []
+        self.backwards: list[tuple[ReplaySlot, Gradients]] = []
         numbers: dict[int, int] = {}  # of a graph among those of its kind
         begun: dict[Key, int] = {}  # the replay that is the forward of each key
-        forwards, backwards, slots = list[FlatForward](), list[FlatBackward](), list[FlatSlot]()
+        forwards, backwards, slots = list[ForwardEntry](), list[BackwardEntry](), list[SlotEntry]()
         for index, slot in enumerate(graph_set.slots):
             forward = begun.setdefault(slot.key, index)
             captured = graph_set.captured[graph_set.slots[forward].graph]
@@ -116,71 +125,76 @@ class Program:
             if slot.graph not in numbers:
                 numbers[slot.graph] = (len(forwards), len(backwards), 0)[kind]
                 if kind == 0:
-                    self.forwards.append((slot.step.chunk, slot.run))
-                    forwards.append(_forward(graph_set, slot, captured, parts[slot.step.chunk]))
+                    self.forwards.append((slot.step.chunk, slot.span))
+                    forwards.append(_forward(graph_set, slot, captured, spans[slot.step.chunk]))
                 elif kind == 1:
                     gradients = captured.backward
                     assert gradients is not None
                     self.backwards.append((slot, gradients))
-                    left = [each and each() for each in gradients.inputs]
-                    backwards.append(FlatBackward(gradients.graph.launch, captured.given, left))
+                    input_grads = [each and each() for each in gradients.inputs]
+                    backwards.append(BackwardEntry(gradients.graph.launch, captured.grad_mask, input_grads))
             in_place = [place in slot.in_place for place in range(len(slot.static))]
             graph = numbers[slot.graph]
-            slots.append(FlatSlot(kind, *slot.key[1:], graph, forward, slot.static, in_place, slot.region))
-        self.compiled = REPLAY.Program(forwards, backwards, slots)
+            slots.append(SlotEntry(kind, *slot.key[1:], graph, forward, slot.static, in_place, slot.region))
+        self.compiled = REPLAY.ReplayProgram(forwards, backwards, slots)
 
 
-def program_of(graph_set: GraphSet, parts: Sequence[Sequence[Part]]) -> Program | None:
-    """The program of `graph_set`, made once all of its graphs are captured; None: Python runs its steps."""
+def program_of(graph_set: GraphSet, spans: Sequence[Sequence[Span]]) -> ReplayProgram | None:
+    """Return the program of `graph_set`, made once all of its graphs are captured; None: run it in Python."""
     if REPLAY is None or len(graph_set.done) < graph_set.plan.num_graphs:
         return None
     if graph_set.program is None:
-        graph_set.program = Program(graph_set, parts)
+        graph_set.program = ReplayProgram(graph_set, spans)
     return graph_set.program
 
 
-def _forward(graph_set: GraphSet, slot: Slot, captured: Captured, parts: Sequence[Part]) -> FlatForward:
-    chunk, run = slot.step.chunk, slot.run
+def _forward(
+    graph_set: GraphSet, slot: ReplaySlot, captured: Captured, spans: Sequence[Span]
+) -> ForwardEntry:
+    chunk, span = slot.step.chunk, slot.span
     made = [each() for each in captured.outputs if not isinstance(each, int)]
-    return FlatForward(
+    num_captured = sum(isinstance(each, CapturedSpan) for each in spans)
+    return ForwardEntry(
         launch=captured.forward.launch,
-        expected=graph_set.expected[chunk, run],
+        expected=graph_set.expected[chunk, span],
         made=made,
-        outputs=[each if isinstance(each, int) else -1 for each in captured.outputs],
+        output_sources=[each if isinstance(each, int) else -1 for each in captured.outputs],
         num_tensors=captured.num_tensors,
         differentiable=captured.differentiable,
-        places=captured.places,
+        storages=captured.storages,
         aliased=captured.aliased,
-        kept=graph_set.observed[chunk, run].keeps,
-        leaves=isinstance(parts[-1], Run) and run + 1 == sum(isinstance(part, Run) for part in parts),
-        copied=[graph_set.copies_out(tensor) for tensor in made],
+        may_alias_grads=graph_set.traces[chunk, span].may_alias_grads,
+        is_last=isinstance(spans[-1], CapturedSpan) and span + 1 == num_captured,
+        copied_out=[graph_set.copies_out(tensor) for tensor in made],
         trained=captured.trained,
-        reached=graph_set.plan.chunks[chunk][run].gradients is not None,
+        has_backward=graph_set.plan.chunks[chunk][span].gradients is not None,
     )
 
 
-class FlatStep(GraphedStep):
-    """One training step through a program. What it does not say is done as in any `GraphedStep`."""
+class ProgramExecutor(StepExecutor):
+    """One training step through a replay program; anything else falls back to `StepExecutor`."""
 
-    def __init__(self, program: Program, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, **options)
+    def __init__(self, program: ReplayProgram, *positional: Any, **options: Any) -> None:
+        super().__init__(*positional, **options)
         before = [bool(self._hooks.modules(*place)) for place in program.forwards]
-        after = [self._goes_on(*each) for each in program.backwards]
+        after = [self._has_epilogue(*each) for each in program.backwards]
         assert REPLAY is not None
-        self._flat = REPLAY.Step(program.compiled, self._anchor, before, after, shows_in_nsight())
+        self._program: Any = REPLAY.StepReplay(
+            program.compiled, self._anchor, before, after, shows_in_nsight()
+        )
 
-    def _goes_on(self, slot: Slot, gradients: Gradients) -> bool:
-        """Whether there is something to do behind the replay of a backward."""
-        hooked = any(self._hooks.of_gradients(slot.graph, gradients.reached))
+    def _has_epilogue(self, slot: ReplaySlot, gradients: Gradients) -> bool:
+        """Return True if `after_backward` has work after the replay of this backward."""
+        hooked = any(self._hooks.of_gradients(slot.graph, gradients.visited))
         return hooked or bool(gradients.parameters) or slot.kind == BACKWARD_INPUT
 
     def _leave(self) -> None:
-        """Leave the program: the rest of the step goes on in Python, where it stands."""
-        flat, self._flat = self._flat, None
-        if flat is not None:
-            self._position.go_on(flat.next)
-            self._aliased = flat.aliased
-            self._in_flight = {self._graph_set.slots[index].key for index in flat.leave()}
+        """Leave the program: the rest of the step continues in Python from the current position."""
+        program, self._program = self._program, None
+        if program is not None:
+            self._position.go_on(program.next)
+            self._aliased = program.aliased
+            self._in_flight = {self._graph_set.slots[index].key for index in program.leave()}
 
     def end(self) -> None:
         self._leave()
@@ -194,59 +208,59 @@ class FlatStep(GraphedStep):
         self._leave()
         super().skip(chunk)
 
-    def run(
-        self, chunk: int, number: int, run: Run, tensors: Tensors, overwritten: set[int]
+    def run_captured_span(
+        self, chunk: int, number: int, span: CapturedSpan, tensors: Tensors, overwritten: set[int]
     ) -> tuple[Tensors, Tensors]:
-        if self._flat is not None:
-            made = self._flat.forward(self, chunk, number, tuple(tensors), overwritten)
+        if self._program is not None:
+            made = self._program.forward(self, chunk, number, tuple(tensors), overwritten)
             if made is not None:
                 return made
             self._leave()
-        return super().run(chunk, number, run, tensors, overwritten)
+        return super().run_captured_span(chunk, number, span, tensors, overwritten)
 
     @property
     def aliased(self) -> bool:
-        return super().aliased if self._flat is None else bool(self._flat.aliased)
+        return super().aliased if self._program is None else bool(self._program.aliased)
 
-    def _next_forward(self, chunk: int) -> Slot | None:
-        if self._flat is None:
+    def _next_forward(self, chunk: int) -> ReplaySlot | None:
+        if self._program is None:
             return super()._next_forward(chunk)
-        slots, number = self._graph_set.slots, self._flat.next
+        slots, number = self._graph_set.slots, self._program.next
         slot = slots[number] if number < len(slots) else None
         return slot if slot is not None and slot.kind == FORWARD and slot.step.chunk == chunk else None
 
-    def _next_weights(self, forward: Slot) -> Slot:
-        if self._flat is not None:
-            slots, number = self._graph_set.slots, self._flat.next
+    def _next_weights(self, forward: ReplaySlot) -> ReplaySlot:
+        if self._program is not None:
+            slots, number = self._graph_set.slots, self._program.next
             slot = slots[number] if number < len(slots) else None
             if slot is not None and slot.key == forward.key and slot.kind == BACKWARD_WEIGHT:
-                self._flat.pass_over()
+                self._program.pass_over()
                 return slot
             self._leave()
         return super()._next_weights(forward)
 
-    # What C++ asks for, by the number of a replay.
+    # Callbacks of csrc/replay, by the number of a replay.
 
-    def before(self, number: int) -> None:
-        """Call the hooks before a forward."""
+    def before_forward(self, number: int) -> None:
+        """Call the forward pre-hooks of a span."""
         slot = self._graph_set.slots[number]
-        self._hooks.before_forward(slot.step.chunk, slot.run)
+        self._hooks.before_forward(slot.step.chunk, slot.span)
 
     def launch(self, number: int, replay: Callable[[], None]) -> None:
-        """Replay under a name."""
+        """Replay inside a named region, for Nsight."""
         with region(self._graph_set.slots[number].region):
             replay()
 
-    def after(self, number: int, forward: int) -> None:
-        """Do what remains behind the replay of the backward of `forward`."""
+    def after_backward(self, number: int, forward: int) -> None:
+        """Accumulate gradients, call their hooks and defer weight gradients after a backward of `forward`."""
         slots = self._graph_set.slots
         slot, captured = slots[number], self._graph_set.captured[slots[forward].graph]
         assert captured.backward is not None
         self._replay.accumulate(captured.backward)
-        self._hooks.after_gradients(slot.graph, slot.kind, captured.backward.reached)
+        self._hooks.after_gradients(slot.graph, slot.kind, captured.backward.visited)
         self._defer_weights(slot, captured)
 
-    def gradients(self, forward: int, grads: list[Tensor | None]) -> list[Tensor | None]:
-        """What the program does not say: the gradients of the inputs of a forward."""
+    def input_gradients(self, forward: int, grads: list[Tensor | None]) -> list[Tensor | None]:
+        """Fall back to Python for the input gradients of `forward`."""
         self._leave()
         return self.backward_graph(self._graph_set.slots[forward], grads)

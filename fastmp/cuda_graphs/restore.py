@@ -11,26 +11,26 @@ from torch import Tensor, nn
 from torch._functorch import config as functorch_config
 
 from fastmp.cuda_graphs.backends.base import RandomStreams
-from fastmp.cuda_graphs.partition import Part, nodes_behind
+from fastmp.cuda_graphs.partition import Span, nodes_behind
 
-__all__ = ["PartState", "random_states", "repeatable_backward", "restore_random_states"]
+__all__ = ["SpanSnapshot", "random_states", "repeatable_backward", "restore_random_states"]
 
 
-class PartState:
+class SpanSnapshot:
     """What running a part changes besides its outputs: buffers, and gradients of its parameters.
 
     parameters: those that it adds to; others may be on their way to other ranks. None: any of the part.
     """
 
-    def __init__(self, part: Part, parameters: Sequence[nn.Parameter] | None = None) -> None:
-        self._part = part
-        self._parameters = part.parameters if parameters is None else list(dict.fromkeys(parameters))
+    def __init__(self, span: Span, parameters: Sequence[nn.Parameter] | None = None) -> None:
+        self._part = span
+        self._parameters = span.parameters if parameters is None else list(dict.fromkeys(parameters))
         self._grads = [param.grad for param in self._parameters]
-        self._held = _held(part, self._parameters)
+        self._held = _held(span, self._parameters)
         self.values = {name: None if each is None else each.clone() for name, each in self._held}
 
     @torch.no_grad()
-    def put_back(self) -> None:
+    def restore(self) -> None:
         """Restore the values, in the tensors that were there: these may be views of one that is reduced."""
         for param, grad in zip(self._parameters, self._grads, strict=True):
             param.grad = grad
@@ -44,8 +44,8 @@ class PartState:
         return dict(_held(self._part, self._parameters))
 
 
-def _held(part: Part, parameters: Sequence[nn.Parameter]) -> list[tuple[str, Tensor | None]]:
-    layers = {link.layer: link.name for link in part.links}
+def _held(span: Span, parameters: Sequence[nn.Parameter]) -> list[tuple[str, Tensor | None]]:
+    layers = {link.layer: link.name for link in span.links}
     held: list[tuple[str, Tensor | None]] = [
         (f"buffer '{at}.{name}'", buffer)
         for layer, at in layers.items()

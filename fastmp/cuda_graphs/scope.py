@@ -1,4 +1,4 @@
-"""Which segments of a layer a scope names, and which layers share a run. Standard library only."""
+"""Which segments of a layer a scope names, and which layers share a span. Standard library only."""
 
 from __future__ import annotations
 
@@ -70,19 +70,19 @@ def must_run_eagerly(segments: Sequence[str], reason: str = "") -> str:
     return f'{said} (not with moe.dispatcher "symmetric", for ranks of one machine)' if exchanges else said
 
 
-def layer_groups(sizes: Sequence[int], run_size: int | None) -> list[int]:
-    """Give each layer of a chain the number of its group; layers of two groups are never in one run.
+def layer_groups(sizes: Sequence[int], span_size: int | None) -> list[int]:
+    """Give each layer of a chain the number of its group; layers of two groups are never in one span.
 
-    A graph is replayed as a whole: gradients of a run can be communicated behind all of it, and its
-    parameters must be there before. So runs are cut where buckets of gradients are, by the same rule.
+    A graph is replayed as a whole: gradients of a span can be communicated behind all of it, and its
+    parameters must be there before. So spans are cut where buckets of gradients are, by the same rule.
 
-    sizes: the parameters of each layer. run_size: parameters after which a group is full, counted from the
+    sizes: the parameters of each layer. span_size: parameters after which a group is full, counted from the
         last layer; None: all layers are in one group.
     """
     numbers, number, held = [], 0, 0
     for size in reversed(sizes):
         numbers.append(number)
         held += size
-        if run_size is not None and held >= run_size:
+        if span_size is not None and held >= span_size:
             number, held = number + 1, 0
     return numbers[::-1]

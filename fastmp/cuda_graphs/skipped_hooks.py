@@ -14,7 +14,7 @@ from torch.nn.modules import module as of_all
 from fastmp.nn.segment import LayerChain, Link, Segment, SegmentedLayer, Tensors
 from fastmp.tensor_parallel.attributes import hook_traits
 
-__all__ = ["HookWatch", "Skipped", "called_whole", "skipped_by_step"]
+__all__ = ["HookSnapshot", "SkippedHook", "merge_hooked_layers", "find_skipped_hook"]
 
 
 _Hooks = Mapping[int, Callable]
@@ -26,20 +26,20 @@ _of_gradient = attrgetter("_backward_hooks")
 _behind_gradient = attrgetter("_post_accumulate_grad_hooks")
 
 
-class Skipped(NamedTuple):
+class SkippedHook(NamedTuple):
     """A hook that a replay would skip. owner: the module or parameter that has it, in words."""
 
     owner: str
     hook: Callable
 
 
-def called_whole(links: Iterable[Link]) -> tuple[list[Link], dict[nn.Module, Skipped]]:
+def merge_hooked_layers(links: Iterable[Link]) -> tuple[list[Link], dict[nn.Module, SkippedHook]]:
     """Join the links of each layer that has a hook which a replay would skip into one link that calls it.
 
     Returns the links, and these layers with the hook.
     """
     every: list[Link] = []
-    called: dict[nn.Module, Skipped] = {}
+    called: dict[nn.Module, SkippedHook] = {}
     for _, group in groupby(links, attrgetter("name")):
         own = list(group)
         layer = own[0].layer
@@ -62,35 +62,35 @@ def _call(layer: SegmentedLayer) -> Callable[..., Tensors]:
     return call
 
 
-def _skipped(layer: nn.Module) -> Skipped | None:
+def _skipped(layer: nn.Module) -> SkippedHook | None:
     for module in layer.modules():
         for hook in (*_not_replayed([module._forward_pre_hooks]), *_all(_others(module))):
-            return Skipped(type(module).__name__, hook)
+            return SkippedHook(type(module).__name__, hook)
     for name, param in layer.named_parameters():
         for hook in _all([param._backward_hooks or {}]):
-            return Skipped(f"parameter {name!r}", hook)
-    return next((Skipped("all modules", hook) for hook in _all(_GLOBAL)), None)
+            return SkippedHook(f"parameter {name!r}", hook)
+    return next((SkippedHook("all modules", hook) for hook in _all(_GLOBAL)), None)
 
 
-def skipped_by_step(modules: Iterable[nn.Module], *, trains: bool) -> Skipped | None:
+def find_skipped_hook(modules: Iterable[nn.Module], *, trains: bool) -> SkippedHook | None:
     """A hook that the graph of a whole function would skip; `trains`: whether there are backwards in it."""
     for root in modules:
         for module in root.modules():
             of_forward = (module._forward_pre_hooks, module._forward_hooks)
             of_backward = (module._backward_pre_hooks, module._backward_hooks) if trains else ()
             for hook in _not_in_step((*of_forward, *of_backward)):
-                return Skipped(type(module).__name__, hook)
+                return SkippedHook(type(module).__name__, hook)
         for name, param in root.named_parameters() if trains else ():
             for hook in _not_in_step((param._backward_hooks or {}, param._post_accumulate_grad_hooks or {})):
-                return Skipped(f"parameter {name!r}", hook)
-    return next((Skipped("all modules", hook) for hook in _all(_GLOBAL)), None)
+                return SkippedHook(f"parameter {name!r}", hook)
+    return next((SkippedHook("all modules", hook) for hook in _all(_GLOBAL)), None)
 
 
 def _not_in_step(several: Iterable[_Hooks]) -> Iterator[Callable]:
     return (hook for hook in _all(several) if not hook_traits(hook).in_step)
 
 
-class HookWatch:
+class HookSnapshot:
     """Notices that hooks have been added or removed since it was made.
 
     every: all of them; else those that are not replayed. It is asked before every step, so its lists are

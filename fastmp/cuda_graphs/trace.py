@@ -1,4 +1,4 @@
-"""Runs the chains of a training step eagerly, and notes what enters and leaves their runs."""
+"""Runs the chains of a training step eagerly, and notes what enters and leaves their spans."""
 
 from __future__ import annotations
 
@@ -10,88 +10,92 @@ from torch import Tensor
 from torch.utils._pytree import TreeSpec
 
 from fastmp.cuda_graphs.backends.base import Backend
-from fastmp.cuda_graphs.buffer_plan import RunSpec, TensorSpec
+from fastmp.cuda_graphs.buffer_plan import SpanSpec, TensorSpec
 from fastmp.cuda_graphs.hooks import call_pre_hooks
 from fastmp.cuda_graphs.partition import (
-    Observed,
-    Part,
-    Run,
+    CapturedSpan,
     Shared,
+    Span,
+    SpanTrace,
     called_modules,
-    keeps_gradients,
     made_by,
+    may_alias_grads,
     spec_of,
 )
 from fastmp.nn.segment import Tensors, run_links
 from fastmp.pipeline.schedule import FORWARD, Step
 
-__all__ = ["ObservedStep"]
+__all__ = ["WarmupTrace"]
 
-Place = tuple[int, int]  # chunk, run
+Place = tuple[int, int]  # chunk, span
 
 
-class ObservedStep:
-    """What one eager step shows of the runs in `parts`, those of each chunk.
+class WarmupTrace:
+    """What one eager step shows of the spans in `spans`, those of each chunk.
 
-    runs: what is seen of each run, by (chunk, run). alike: whether all microbatches had the same signatures.
+    spans: the trace of each span, by (chunk, span). alike: whether all microbatches had the same signatures.
     """
 
-    def __init__(self, parts: Sequence[Sequence[Part]], backend: Backend) -> None:
-        self._parts, self._backend = parts, backend
-        self.runs: dict[Place, Observed] = {}
+    def __init__(self, spans: Sequence[Sequence[Span]], backend: Backend) -> None:
+        self._spans, self._backend = spans, backend
+        self.spans: dict[Place, SpanTrace] = {}
         self.alike = True
         self._arrived: dict[Place, list[TensorSpec]] = {}  # the gradients of outputs, as they came
         self._forwards: Counter[Place] = Counter()
         self._reached: dict[Place, set[int]] = defaultdict(set)  # the forwards to which any gradient came
 
-    def specs(self, order: Sequence[Step]) -> list[list[RunSpec]] | None:
-        """The runs of each chunk, for a plan; None: the step has not come to the end of its `order`."""
-        runs = [[part for part in parts if isinstance(part, Run)] for parts in self._parts]
+    def specs(self, order: Sequence[Step]) -> list[list[SpanSpec]] | None:
+        """The spans of each chunk, for a plan; None: the step has not come to the end of its `order`."""
+        spans = [[span for span in spans if isinstance(span, CapturedSpan)] for spans in self._spans]
         planned = Counter(step.chunk for step in order if step.kind == FORWARD)
-        places = [(chunk, i) for chunk, own in enumerate(runs) for i in range(len(own))]
+        places = [(chunk, i) for chunk, own in enumerate(spans) for i in range(len(own))]
         if not places or any(self._forwards[place] < max(1, planned[place[0]]) for place in places):
             return None
         if any(len(own) < self._forwards[place] for place, own in self._reached.items()):
             return None
-        return [[self._spec((chunk, i), run) for i, run in enumerate(own)] for chunk, own in enumerate(runs)]
+        return [
+            [self._spec((chunk, i), span) for i, span in enumerate(own)] for chunk, own in enumerate(spans)
+        ]
 
-    def _spec(self, place: Place, run: Run) -> RunSpec:
+    def _spec(self, place: Place, span: CapturedSpan) -> SpanSpec:
         gradients = tuple(self._arrived[place]) if place in self._reached else None
-        return RunSpec(run.name, tuple(spec for spec, _ in self.runs[place].inputs), gradients)
+        return SpanSpec(span.name, tuple(spec for spec, _ in self.spans[place].inputs), gradients)
 
     def run_chain(self, chunk: int, tensors: Tensors, shared: Shared) -> tuple[Tensors, Tensors]:
         """Run the parts of a chunk; what the chain hands on, and what its layers return besides."""
         others: Tensors = ()
-        number, keeps = 0, False
-        for part in self._parts[chunk]:
-            call_pre_hooks(part.begins)
+        number, may_alias = 0, False
+        for span in self._spans[chunk]:
+            call_pre_hooks(span.begins)
             given = tensors
-            if isinstance(part, Run):
-                inputs = shared.beside(tensors, part)
-                tensors, more = self._run((chunk, number), part, inputs, shared.form, keeps)
-                keeps |= any(t is each for t in (*tensors, *more) for each in given)
+            if isinstance(span, CapturedSpan):
+                inputs = shared.append_to(tensors, span)
+                tensors, more = self._run((chunk, number), span, inputs, shared.form, may_alias)
+                may_alias |= any(t is each for t in (*tensors, *more) for each in given)
                 number += 1
             else:
-                tensors, more = run_links(part.links, tensors, part.call, shared=shared.keywords)
-                keeps |= keeps_gradients(part, given, tensors)
+                tensors, more = run_links(span.links, tensors, span.call, shared=shared.keywords)
+                may_alias |= may_alias_grads(span, given, tensors)
             others += more
         return tensors, others
 
     def _run(
-        self, place: Place, run: Run, tensors: Tensors, shared: TreeSpec, keeps: bool
+        self, place: Place, span: CapturedSpan, tensors: Tensors, shared: TreeSpec, may_alias: bool
     ) -> tuple[Tensors, Tensors]:
-        keeps = keeps or place[1] == 0  # what comes before a chain is not known: it may keep gradients
-        with called_modules() as called, self._backend.watch() as watched:
-            handed_on, others = run.through(tensors, shared)
+        may_alias = (
+            may_alias or place[1] == 0
+        )  # what comes before a chain is not known: it may keep gradients
+        with called_modules() as called, self._backend.trace_draws() as draws:
+            handed_on, others = span.through(tensors, shared)
         number = self._forwards[place]
         self._forwards[place] += 1
         made = [t for t in made_by((*handed_on, *others), tensors) if t.requires_grad]
         outputs = [spec_of(t) for t in made]
         inputs = [(spec_of(t), t.requires_grad) for t in tensors]
-        now = Observed(inputs, outputs, [*run.begins, *called], watched, keeps)
-        before = self.runs.get(place, now)
+        now = SpanTrace(inputs, outputs, [*span.begins, *called], draws, may_alias)
+        before = self.spans.get(place, now)
         self.alike &= before[:3] == now[:3]
-        self.runs[place] = before._replace(keeps=before.keeps or keeps)
+        self.spans[place] = before._replace(may_alias_grads=before.may_alias_grads or may_alias)
         self._arrived.setdefault(place, list(outputs))
         for i, output in enumerate(made):
             output.register_hook(functools.partial(self._note_gradient, place, number, i))

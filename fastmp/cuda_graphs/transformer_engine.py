@@ -1,9 +1,9 @@
-"""Captures and replays the runs of a `GraphManager` with Transformer Engine, where it is installed.
+"""Captures and replays the spans of a `GraphManager` with Transformer Engine, where it is installed.
 
 Its `make_graphed_callables` takes modules, samples of their inputs and the order of a pipeline. It captures
 everything at once and returns a callable for each forward, whose backward autograd finds. This module makes
-what it asks for: a module for each run, steps as numbers of chunks, and inputs by chunk, then microbatch,
-then run.
+what it asks for: a module for each span, steps as numbers of chunks, and inputs by chunk, then microbatch,
+then span.
 
 Gradients of parameters leave a replay as copies. Autograd accumulates them, and calls all hooks.
 """
@@ -25,14 +25,14 @@ from fastmp.cuda_graphs.buffer_plan import BufferPlan
 from fastmp.cuda_graphs.errors import CaptureError
 from fastmp.cuda_graphs.graph_set import GraphSet
 from fastmp.cuda_graphs.manager import GraphManager
-from fastmp.cuda_graphs.partition import EagerPart, Run
+from fastmp.cuda_graphs.partition import CapturedSpan, EagerSpan
 from fastmp.distributed.rng import RngTracker
 from fastmp.nn.segment import LayerChain, Tensors, run_links
 from fastmp.pipeline.schedule import BACKWARD, FORWARD, Step
 
 __all__ = ["Arguments", "TransformerEngineManager", "arguments"]
 
-_Place: TypeAlias = tuple[int, int, int]  # chunk, microbatch, run
+_Place: TypeAlias = tuple[int, int, int]  # chunk, microbatch, span
 _Callables: TypeAlias = "dict[_Place, tuple[_RunModule, Any]]"
 
 
@@ -40,8 +40,8 @@ class Arguments(NamedTuple):
     """A plan in the words of Transformer Engine.
 
     order: chunk + 1 for a forward of a chunk, the negative of that for a backward.
-    layers: how many runs each chunk has.
-    samples: the (chunk, microbatch, run) that each sample is for, and the static buffers of its inputs.
+    layers: how many spans each chunk has.
+    samples: the (chunk, microbatch, span) that each sample is for, and the static buffers of its inputs.
     """
 
     order: list[int]
@@ -64,15 +64,15 @@ def arguments(plan: BufferPlan, order: Sequence[Step]) -> Arguments:
         seen[step.kind, step.chunk] += 1
         codes.append(step.chunk + 1 if step.kind == FORWARD else -step.chunk - 1)
     places = {
-        (replay.step.chunk, replay.step.microbatch, replay.run): replay.buffers
+        (replay.step.chunk, replay.step.microbatch, replay.span): replay.buffers
         for replay in plan.replays
         if replay.step.kind == FORWARD
     }
-    return Arguments(codes, [len(runs) for runs in plan.chunks], dict(sorted(places.items())))
+    return Arguments(codes, [len(spans) for spans in plan.chunks], dict(sorted(places.items())))
 
 
 class TransformerEngineManager(GraphManager):
-    """A `GraphManager` whose runs are captured and replayed by Transformer Engine; arguments as there.
+    """A `GraphManager` whose spans are captured and replayed by Transformer Engine; arguments as there.
 
     rng: the streams that the layers draw from.
 
@@ -89,7 +89,7 @@ class TransformerEngineManager(GraphManager):
         *,
         rng: RngTracker | None = None,
         scope: Sequence[str] | None = None,
-        run_size: int | None = None,
+        span_size: int | None = None,
         warmup: int = 2,
     ) -> None:
         if any(chain.call is not None for chain in chains):
@@ -99,10 +99,10 @@ class TransformerEngineManager(GraphManager):
             )
         self._make = _make_graphed_callables()
         backend = _Backend(rng)
-        super().__init__(chains, order, backend=backend, scope=scope, run_size=run_size, warmup=warmup)
+        super().__init__(chains, order, backend=backend, scope=scope, span_size=span_size, warmup=warmup)
 
     def begin_replays(self, graph_set: GraphSet) -> _Replays:
-        """A step of `graph_set`; the first one makes the callables of all its runs, or runs eagerly."""
+        """A step of `graph_set`; the first one makes the callables of all its spans, or runs eagerly."""
         made = self.backend.made
         if graph_set not in made:
             self.backend.prepare()
@@ -116,20 +116,20 @@ class TransformerEngineManager(GraphManager):
     def _callables(self, graph_set: GraphSet) -> _Callables:
         wanted = arguments(graph_set.plan, self.order)
         modules = {
-            (chunk, number): _RunModule(run, graph_set.shared)
-            for chunk, runs in enumerate(self.runs)
-            for number, run in enumerate(runs)
+            (chunk, number): _RunModule(span, graph_set.shared)
+            for chunk, spans in enumerate(self.captured_spans)
+            for number, span in enumerate(spans)
         }
         samples = tuple(
             tuple(
                 graph_set.buffers[buffer].detach().requires_grad_(needs)
-                for buffer, (_, needs) in zip(buffers, graph_set.observed[chunk, number].inputs)
+                for buffer, (_, needs) in zip(buffers, graph_set.traces[chunk, number].inputs)
             )
             for (chunk, _, number), buffers in wanted.samples.items()
         )
         dtype = graph_set.autocast if isinstance(graph_set.autocast, torch.dtype) else None
         cast = torch.autocast(graph_set.device.type, dtype, enabled=dtype is not None, cache_enabled=False)
-        every = [run for runs in self.runs for run in runs]
+        every = [span for spans in self.captured_spans for span in spans]
         with torch.enable_grad(), _without_side_effects(every), self.backend.streams(), cast:
             made = self._make(
                 tuple(modules.values()),
@@ -156,20 +156,20 @@ class _Replays:
         self, graph_set: GraphSet, callables: _Callables, failure: CaptureError | None = None
     ) -> None:
         self._graph_set, self._callables, self.failure = graph_set, callables, failure
-        self._forwards: Counter[tuple[int, int]] = Counter()  # {(chunk, run): how many have begun}
+        self._forwards: Counter[tuple[int, int]] = Counter()  # {(chunk, span): how many have begun}
 
-    def run(
-        self, chunk: int, number: int, run: Run, tensors: Tensors, overwritten: set[int]
+    def run_captured_span(
+        self, chunk: int, number: int, span: CapturedSpan, tensors: Tensors, overwritten: set[int]
     ) -> tuple[Tensors, Tensors]:
         microbatch = self._forwards[chunk, number]
         self._forwards[chunk, number] += 1
-        observed = self._graph_set.observed[chunk, number]
-        if self.failure is not None or not self._graph_set.takes(chunk, number, tensors):
-            hooks.call_pre_hooks(run.begins)
-            return run.through(tensors, self._graph_set.shared)
-        hooks.call_pre_hooks(observed.calls)
+        trace = self._graph_set.traces[chunk, number]
+        if self.failure is not None or not self._graph_set.matches(chunk, number, tensors):
+            hooks.call_pre_hooks(span.begins)
+            return span.through(tensors, self._graph_set.shared)
+        hooks.call_pre_hooks(trace.calls)
         inputs = [
-            _CopiedGradient.apply(t) if t.requires_grad and (observed.keeps or t.is_leaf) else t
+            _CopiedGradient.apply(t) if t.requires_grad and (trace.may_alias_grads or t.is_leaf) else t
             for t in tensors
         ]
         module, call = self._callables[chunk, microbatch, number]
@@ -179,19 +179,19 @@ class _Replays:
         outputs = [next(new) if given is None else tensors[given] for given in module.given]
         return tuple(outputs[: module.num_tensors]), tuple(outputs[module.num_tensors :])
 
-    def between(
+    def run_eager_span(
         self,
         chunk: int,
         number: int,
-        part: EagerPart,
+        span: EagerSpan,
         tensors: Tensors,
         shared: Mapping[str, Any],
         overwritten: set[int],
     ) -> tuple[Tensors, Tensors]:
-        return run_links(part.links, tensors, part.call, shared=shared)
+        return run_links(span.links, tensors, span.call, shared=shared)
 
     def skip(self, chunk: int) -> None:
-        self._forwards.update((own, run) for own, run in _all_runs(self._graph_set) if own == chunk)
+        self._forwards.update((own, span) for own, span in _all_runs(self._graph_set) if own == chunk)
 
     def replays(self, chunk: int) -> bool:
         return False
@@ -201,10 +201,10 @@ class _Replays:
 
 
 def _all_runs(graph_set: GraphSet) -> Iterator[tuple[int, int]]:
-    """(chunk, run) of all runs of a plan."""
-    for chunk, runs in enumerate(graph_set.plan.chunks):
-        for run in range(len(runs)):
-            yield chunk, run
+    """(chunk, span) of all spans of a plan."""
+    for chunk, spans in enumerate(graph_set.plan.chunks):
+        for span in range(len(spans)):
+            yield chunk, span
 
 
 class _Backend:
@@ -222,14 +222,14 @@ class _Backend:
     def nbytes(self) -> int:
         return sum(segment["total_size"] for segment in torch.cuda.memory_snapshot(self.pool))
 
-    def watch(self) -> AbstractContextManager[None]:
+    def trace_draws(self) -> AbstractContextManager[None]:
         return nullcontext()
 
     def prepare(self) -> None:
         """Free what eager steps have cached: a capture cannot."""
         torch.cuda.empty_cache()
 
-    def graph(self, forward: Any = None, watched: Any = None, whole: bool = False) -> Any:
+    def graph(self, forward: Any = None, draws: Any = None, has_backward: bool = False) -> Any:
         raise NotImplementedError("graphs: Transformer Engine makes its graphs itself")
 
     def weak(self, tensor: Tensor) -> Any:
@@ -257,20 +257,20 @@ class _Backend:
 
 
 class _RunModule(nn.Module):
-    """A run as a module: tensors in, a tuple of new tensors out, and the parameters that are trained."""
+    """A span as a module: tensors in, a tuple of new tensors out, and the parameters that are trained."""
 
-    def __init__(self, run: Run, shared: TreeSpec) -> None:
+    def __init__(self, span: CapturedSpan, shared: TreeSpec) -> None:
         super().__init__()
-        self.run, self.shared = run, shared
+        self.span, self.shared = span, shared
         self.given: list[
             int | None
         ] = []  # for each output: the number of the input that is handed on, or None
         self.num_tensors = 0
-        for i, param in enumerate(run.parameters):
+        for i, param in enumerate(span.parameters):
             self.register_parameter(str(i), param)
 
     def forward(self, *inputs: Tensor) -> Tensors:
-        tensors, others = self.run.through(inputs, self.shared)
+        tensors, others = self.span.through(inputs, self.shared)
         outputs, self.num_tensors = (*tensors, *others), len(tensors)
         self.given = [next((i for i, own in enumerate(inputs) if own is o), None) for o in outputs]
         return tuple(output for output, given in zip(outputs, self.given) if given is None)
@@ -289,12 +289,12 @@ class _CopiedGradient(Function):
 
 
 @contextmanager
-def _without_side_effects(runs: Iterable[Run]) -> Iterator[None]:
+def _without_side_effects(spans: Iterable[CapturedSpan]) -> Iterator[None]:
     """Suspend hooks and `main_grad`: Transformer Engine's trial runs compute on any numbers."""
     with ExitStack() as stack:
-        params = dict.fromkeys(param for run in runs for param in run.parameters)
-        for run in runs:
-            stack.enter_context(hooks.suspended_hooks(run))
+        params = dict.fromkeys(param for span in spans for param in span.parameters)
+        for span in spans:
+            stack.enter_context(hooks.suspended_hooks(span))
         mains = {param: param.__dict__.pop("main_grad") for param in params if hasattr(param, "main_grad")}
         for param in params:
             param._post_accumulate_grad_hooks = OrderedDict()

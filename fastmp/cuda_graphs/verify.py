@@ -12,11 +12,11 @@ from torch.utils._pytree import TreeSpec
 
 from fastmp.cuda_graphs.backends.base import RandomStreams
 from fastmp.cuda_graphs.errors import GraphError
-from fastmp.cuda_graphs.graph_set import Captured, Key, Slot
+from fastmp.cuda_graphs.graph_set import Captured, Key, ReplaySlot
 from fastmp.cuda_graphs.hooks import suspended_hooks
-from fastmp.cuda_graphs.partition import Run, made_by
+from fastmp.cuda_graphs.partition import CapturedSpan, made_by
 from fastmp.cuda_graphs.replay import Replay
-from fastmp.cuda_graphs.restore import PartState, random_states, restore_random_states
+from fastmp.cuda_graphs.restore import SpanSnapshot, random_states, restore_random_states
 from fastmp.nn.segment import Tensors
 from fastmp.ops.wgrad import WgradQueue, defer_wgrad
 from fastmp.pipeline.schedule import BACKWARD
@@ -40,28 +40,33 @@ class VerifiedReplay(Replay):
 
     `wanted`: whether the next forward is compared; its backward is if the forward was.
 
-    GraphError naming the run, the microbatch and the first tensor that differs. Replayed hooks are called
+    GraphError naming the span, the microbatch and the first tensor that differs. Replayed hooks are called
     once, after the comparison.
     """
 
-    def __init__(self, runs: Sequence[Sequence[Run]], shared: TreeSpec, rng: RandomStreams | None) -> None:
-        self._runs, self._shared, self._rng, self.wanted = runs, shared, rng, True
+    def __init__(
+        self, spans: Sequence[Sequence[CapturedSpan]], shared: TreeSpec, rng: RandomStreams | None
+    ) -> None:
+        self._spans, self._shared, self._rng, self.wanted = spans, shared, rng, True
         self._eager: dict[Key, _Eager] = {}
 
-    def forward(self, slot: Slot, captured: Captured, static: Sequence[Tensor]) -> Tensors:
+    def forward(self, slot: ReplaySlot, captured: Captured, static: Sequence[Tensor]) -> Tensors:
         if not self.wanted:
             return super().forward(slot, captured, static)
-        run = self._run(slot)
+        span = self._run(slot)
         _wait(static)
         inputs = [x.detach().clone().requires_grad_(needs) for x, needs in zip(static, captured.needs)]
-        streams, before = random_states(self._rng), PartState(run)
+        streams, before = random_states(self._rng), SpanSnapshot(span)
         made = super().forward(slot, captured, static)
-        drawn, after = random_states(self._rng), PartState(run)  # a fused loss has gradients in its forward
+        drawn, after = (
+            random_states(self._rng),
+            SpanSnapshot(span),
+        )  # a fused loss has gradients in its forward
         restore_random_states(self._rng, streams)
-        before.put_back()
+        before.restore()
         queue = None if captured.queue is None else WgradQueue()
-        with torch.enable_grad(), suspended_hooks(run), defer_wgrad(queue):
-            tensors, others = run.through(tuple(inputs), self._shared)
+        with torch.enable_grad(), suspended_hooks(span), defer_wgrad(queue):
+            tensors, others = span.through(tuple(inputs), self._shared)
         expected = made_by((*tensors, *others), inputs)
         for i, pair in enumerate(zip(made, expected, strict=True)):
             _compare(slot, f"output {i}", *pair)
@@ -72,54 +77,54 @@ class VerifiedReplay(Replay):
         self._eager[slot.key] = _Eager(inputs, outputs, queue)
         return made
 
-    def backward(self, slot: Slot, captured: Captured, grads: Sequence[Tensor]) -> list[Tensor | None]:
+    def backward(self, slot: ReplaySlot, captured: Captured, grads: Sequence[Tensor]) -> list[Tensor | None]:
         eager = self._eager.get(slot.key)
         if eager is None:
             return super().backward(slot, captured, grads)
 
         def eagerly() -> None:
-            given = [grad for grad, there in zip(grads, captured.given) if there]
-            roots = [output for output, there in zip(eager.outputs, captured.given) if there]
+            given = [grad for grad, there in zip(grads, captured.grad_mask) if there]
+            roots = [output for output, there in zip(eager.outputs, captured.grad_mask) if there]
             torch.autograd.backward(roots, [grad.clone() for grad in given])
             if eager.queue is not None and slot.kind == BACKWARD:
                 WgradQueue.run(eager.queue.take())
 
         assert captured.backward is not None
         _wait(grads)
-        reached = captured.backward.reached
+        visited = captured.backward.visited
         replay = functools.partial(super().backward, slot, captured, grads)
-        own = self._both(slot, reached, replay, eagerly)
+        own = self._both(slot, visited, replay, eagerly)
         if slot.kind == BACKWARD or eager.queue is None:
             del self._eager[slot.key]
         for i, (given, grad) in enumerate(zip(eager.inputs, own, strict=True)):
             _compare(slot, f"the gradient of input {i}", grad, given.grad)
         return own
 
-    def weights(self, slot: Slot, captured: Captured) -> None:
+    def weights(self, slot: ReplaySlot, captured: Captured) -> None:
         eager = self._eager.pop(slot.key, None)
         if eager is None or eager.queue is None:
             super().weights(slot, captured)
             return
         assert captured.weight is not None
         tasks, replay = eager.queue.take(), functools.partial(super().weights, slot, captured)
-        self._both(slot, captured.weight.reached, lambda: replay() or [], lambda: WgradQueue.run(tasks))
+        self._both(slot, captured.weight.visited, lambda: replay() or [], lambda: WgradQueue.run(tasks))
 
-    def _run(self, slot: Slot) -> Run:
-        return self._runs[slot.step.chunk][slot.run]
+    def _run(self, slot: ReplaySlot) -> CapturedSpan:
+        return self._spans[slot.step.chunk][slot.span]
 
     def _both(
         self,
-        slot: Slot,
-        reached: Sequence[nn.Parameter],
+        slot: ReplaySlot,
+        visited: Sequence[nn.Parameter],
         replay: Callable[[], list[Tensor | None]],
         eagerly: Callable[[], None],
     ) -> list[Tensor | None]:
-        run = self._run(slot)
-        before = PartState(run, reached)
+        span = self._run(slot)
+        before = SpanSnapshot(span, visited)
         own = replay()
-        after = PartState(run, reached)
-        before.put_back()
-        with torch.enable_grad(), suspended_hooks(run):
+        after = SpanSnapshot(span, visited)
+        before.restore()
+        with torch.enable_grad(), suspended_hooks(span):
             eagerly()
         _compare_states(slot, after)
         return own
@@ -131,14 +136,14 @@ def _wait(tensors: Sequence[Tensor]) -> None:
         torch.cuda.synchronize()
 
 
-def _compare_states(slot: Slot, replayed: PartState) -> None:
+def _compare_states(slot: ReplaySlot, replayed: SpanSnapshot) -> None:
     """Compare what a replay left with what is there now, and put the former back."""
     for name, now in replayed.now().items():
         _compare(slot, name, replayed.values[name], now)
-    replayed.put_back()
+    replayed.restore()
 
 
-def _compare(slot: Slot, what: str, graph: Tensor | None, eager: Tensor | None) -> None:
+def _compare(slot: ReplaySlot, what: str, graph: Tensor | None, eager: Tensor | None) -> None:
     if graph is None and eager is None:
         return
     if graph is None or eager is None:

@@ -10,7 +10,7 @@ from itertools import chain
 from typing import Any
 
 from fastmp.config import Recipe
-from fastmp.cuda_graphs.buffer_plan import RunSpec, TensorSpec, plan_buffers
+from fastmp.cuda_graphs.buffer_plan import SpanSpec, TensorSpec, plan_buffers
 from fastmp.cuda_graphs.scope import captured_segments
 from fastmp.pipeline.schedule import (
     BACKWARD,
@@ -127,11 +127,11 @@ def _of_runs(recipe: Recipe, shapes: Shapes) -> list[dict[str, Any]]:
     stages = [range(sum(layers[:i]), sum(layers[: i + 1])) for i in range(len(layers))]
     whole, grid = "full" in (scope or ()), shapes.grid
     reduces = max(grid.dp * grid.cp, 1 if recipe.model.moe is None else grid.edp) > 1
-    run_size = recipe.optimizer.bucket_size if reduces else None
+    span_size = recipe.optimizer.bucket_size if reduces else None
     if layout.overlap_experts:
-        return _of_parts(recipe, shapes, stages, run_size)
+        return _of_parts(recipe, shapes, stages, span_size)
     of_stages = [
-        whole_runs(shapes, stage, len(stages), own) if whole else [runs(shapes, own, scope, run_size)]
+        whole_runs(shapes, stage, len(stages), own) if whole else [runs(shapes, own, scope, span_size)]
         for stage, own in enumerate(stages)
     ]
     found, schedule = [], make_schedule(layout, shapes.num_microbatches)
@@ -144,14 +144,14 @@ def _of_runs(recipe: Recipe, shapes: Shapes) -> list[dict[str, Any]]:
 
 
 def _of_parts(
-    recipe: Recipe, shapes: Shapes, stages: Sequence[range], run_size: int | None
+    recipe: Recipe, shapes: Shapes, stages: Sequence[range], span_size: int | None
 ) -> list[dict[str, Any]]:
     """The graphs of each pipeline rank, where two microbatches run at once: of the parts that compute."""
     layout, scope, found = recipe.parallel, recipe.graphs.scope, []
     schedule = make_schedule(layout, shapes.num_microbatches)
     for rank in range(layout.pp):
         own = stages[rank :: layout.pp]
-        parts = [runs_apart(shapes, stage, scope, run_size) for stage in own]
+        parts = [runs_apart(shapes, stage, scope, span_size) for stage in own]
         order = graph_order(
             schedule.together(rank), [[each for _, each in sections(shapes, stage)] for stage in own]
         )
@@ -162,7 +162,7 @@ def _of_parts(
 
 
 def _rank_facts(
-    steps: Sequence[Step], chunks: Sequence[Sequence[RunSpec]], peak: int, num_microbatches: int
+    steps: Sequence[Step], chunks: Sequence[Sequence[SpanSpec]], peak: int, num_microbatches: int
 ) -> dict[str, Any]:
     """Plan the graphs of `steps`, in which `peak` microbatches are in flight at most."""
     planned = plan_buffers(steps, chunks)
@@ -187,7 +187,7 @@ def _rank_facts(
     }
 
 
-def _most_at_once(steps: Sequence[Step], chunks: Sequence[Sequence[RunSpec]]) -> int:
+def _most_at_once(steps: Sequence[Step], chunks: Sequence[Sequence[SpanSpec]]) -> int:
     """The number of inputs in flight at most, counted for each shape by itself and added up."""
     now: Counter[TensorSpec] = Counter()
     most: Counter[TensorSpec] = Counter()

@@ -12,7 +12,7 @@ from itertools import groupby
 from typing import NamedTuple
 
 from fastmp.config import MoEConfig
-from fastmp.cuda_graphs.buffer_plan import RunSpec, TensorSpec
+from fastmp.cuda_graphs.buffer_plan import SpanSpec, TensorSpec
 from fastmp.cuda_graphs.scope import captured_segments, layer_groups
 from fastmp.pipeline.stream_schedule import SegmentCost, partition_segments
 from fastmp.plan.parameters import layer_size
@@ -71,14 +71,14 @@ def all_segments(shapes: Shapes, layers: range | None = None) -> dict[str, bool]
 
 
 def runs(
-    shapes: Shapes, layers: range, scope: Sequence[str] | None = None, run_size: int | None = None
-) -> list[RunSpec]:
-    """The runs of a stage with these layers, over the borders of layers, up to `run_size` parameters.
+    shapes: Shapes, layers: range, scope: Sequence[str] | None = None, span_size: int | None = None
+) -> list[SpanSpec]:
+    """The runs of a stage with these layers, over the borders of layers, up to `span_size` parameters.
 
     ValueError as `captured_segments`.
     """
     chosen = captured_segments(scope, all_segments(shapes, layers))
-    return _runs(shapes, layers, chosen, run_size)[0]
+    return _runs(shapes, layers, chosen, span_size)[0]
 
 
 def sections(shapes: Shapes, layers: range) -> list[tuple[range, SegmentCost]]:
@@ -90,8 +90,8 @@ def sections(shapes: Shapes, layers: range) -> list[tuple[range, SegmentCost]]:
 
 
 def runs_apart(
-    shapes: Shapes, layers: range, scope: Sequence[str] | None = None, run_size: int | None = None
-) -> list[list[RunSpec]]:
+    shapes: Shapes, layers: range, scope: Sequence[str] | None = None, span_size: int | None = None
+) -> list[list[SpanSpec]]:
     """The runs of each part that computes, of a stage with these layers whose exchanges no graph holds.
 
     ValueError as `captured_segments`.
@@ -99,7 +99,7 @@ def runs_apart(
     able = all_segments(shapes, layers)
     chosen = captured_segments(scope, able, [name for name in EXCHANGES if name in able])
     parts = sections(shapes, layers)
-    found = _runs(shapes, layers, chosen, run_size, [own for own, _ in parts])
+    found = _runs(shapes, layers, chosen, span_size, [own for own, _ in parts])
     return [runs for runs, (_, section) in zip(found, parts, strict=True) if not section.exchange]
 
 
@@ -107,16 +107,16 @@ def _runs(
     shapes: Shapes,
     layers: range,
     chosen: Collection[str],
-    run_size: int | None,
+    span_size: int | None,
     parts: Sequence[range] | None = None,
-) -> list[list[RunSpec]]:
+) -> list[list[SpanSpec]]:
     """The runs of `chosen` segments in each part, given by places of segments; None: there is one part."""
     own = {layer: segments(shapes.of_layer(layer)) for layer in layers}
     links = [(layer, segment) for layer in layers for segment in own[layer]]
     parts = [range(len(links))] if parts is None else parts
-    found: list[list[RunSpec]] = []
+    found: list[list[SpanSpec]] = []
     tensors: Tensors = (_Parts(shapes).hidden(),)
-    groups = layer_groups([layer_size(shapes, layer) for layer in layers], run_size)
+    groups = layer_groups([layer_size(shapes, layer) for layer in layers], span_size)
     group_of = dict(zip(layers, groups, strict=True))
 
     def kind_of(link: tuple[int, Segment]) -> tuple[bool, int]:
@@ -138,7 +138,7 @@ def _runs(
                 first, last = (f"{layer}.{segment.name}" for layer, segment in (run[0], run[-1]))
                 made = [each for each in (*tensors, *others) if not any(each is before for before in given)]
                 found[-1].append(
-                    RunSpec(
+                    SpanSpec(
                         first if first == last else f"{first} to {last}",
                         tuple(each.spec for each in given),
                         tuple(each.spec for each in made if each.grad) or None,
@@ -147,7 +147,7 @@ def _runs(
     return found
 
 
-def whole_runs(shapes: Shapes, stage: int, num_stages: int, layers: range) -> list[list[RunSpec]]:
+def whole_runs(shapes: Shapes, stage: int, num_stages: int, layers: range) -> list[list[SpanSpec]]:
     """Under scope "full" the runs of a stage with these layers, and of the loss function if it is the last.
 
     ValueError as `captured_segments`.
@@ -159,13 +159,13 @@ def whole_runs(shapes: Shapes, stage: int, num_stages: int, layers: range) -> li
     documents = tuple(each.spec for each in parts.documents())
     aux = (TensorSpec((), "float32"),) if experts and parts.balanced else ()
     if num_stages == 1:
-        return [[RunSpec("0.microbatch", (ids, ids, *documents), (TensorSpec((), "float32"), *aux))]]
+        return [[SpanSpec("0.microbatch", (ids, ids, *documents), (TensorSpec((), "float32"), *aux))]]
     own = ids._replace(shape=(batch[0], shapes.length))
-    found = [[RunSpec("0.stage", (hidden if stage else own, *documents), (hidden, *aux))]]
+    found = [[SpanSpec("0.stage", (hidden if stage else own, *documents), (hidden, *aux))]]
     if stage and not layers:
         found = [[]]  # it returns what it gets
     if stage == num_stages - 1:
-        found.append([RunSpec("0.loss", (hidden, ids, ids, *documents), (TensorSpec((), "float64"),))])
+        found.append([SpanSpec("0.loss", (hidden, ids, ids, *documents), (TensorSpec((), "float64"),))])
     return found
 
 

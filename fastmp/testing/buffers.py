@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
-from fastmp.cuda_graphs.buffer_plan import BufferPlan, Lease, Replay
+from fastmp.cuda_graphs.buffer_plan import BufferPlan, Lease, ReplayStep
 
 
 def problems(plan: BufferPlan) -> Iterator[str]:
@@ -33,14 +33,14 @@ def problems(plan: BufferPlan) -> Iterator[str]:
                 yield f"buffer {buffer} is not held from {_name(plan, i)} to {_name(plan, ends[i])}"
 
 
-def _ends(replays: Sequence[Replay]) -> list[int]:
-    """The last replay of the same run of the same microbatch, for each replay."""
+def _ends(replays: Sequence[ReplayStep]) -> list[int]:
+    """The last replay of the same span of the same microbatch, for each replay."""
     ends: dict[tuple[int, int, int], int] = {}
     for i, replay in enumerate(replays):
-        ends[replay.step.microbatch, replay.step.chunk, replay.run] = i
-    return [ends[replay.step.microbatch, replay.step.chunk, replay.run] for replay in replays]
+        ends[replay.step.microbatch, replay.step.chunk, replay.span] = i
+    return [ends[replay.step.microbatch, replay.step.chunk, replay.span] for replay in replays]
 
 
 def _name(plan: BufferPlan, i: int) -> str:
     replay = plan.replays[i]
-    return f"the {replay.step}, run {plan.chunks[replay.step.chunk][replay.run].name!r}"
+    return f"the {replay.step}, span {plan.chunks[replay.step.chunk][replay.span].name!r}"

@@ -34,13 +34,13 @@ class SilentBackend:
     runs_at_capture, rng, nbytes = True, None, 0
     owner: weakref.ref[Any] | None = None
 
-    def watch(self) -> AbstractContextManager[None]:
+    def trace_draws(self) -> AbstractContextManager[None]:
         return nullcontext()
 
     def prepare(self) -> None:
         """Do nothing."""
 
-    def graph(self, forward: Any = None, watched: Any = None, whole: bool = False) -> SilentGraph:
+    def graph(self, forward: Any = None, draws: Any = None, has_backward: bool = False) -> SilentGraph:
         return SilentGraph()
 
     def weak(self, tensor: Tensor) -> Callable[[], Tensor]:

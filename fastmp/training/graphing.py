@@ -13,10 +13,10 @@ from fastmp.config import Environment, GraphConfig, set_default_variables
 from fastmp.cuda_graphs.backends.base import Backend
 from fastmp.cuda_graphs.backends.cuda import CudaBackend
 from fastmp.cuda_graphs.backends.recording import RecordingBackend
-from fastmp.cuda_graphs.function_graph import WholeGraph
+from fastmp.cuda_graphs.function_graph import FunctionGraph
 from fastmp.cuda_graphs.manager import GraphManager
 from fastmp.cuda_graphs.overlapped import OverlappedGraphManager
-from fastmp.cuda_graphs.partition import cut
+from fastmp.cuda_graphs.partition import partition
 from fastmp.nn.segment import LayerChain
 from fastmp.training.microbatches import evaluation_mode
 
@@ -44,14 +44,14 @@ def make_graphs(
     rng: RngTracker | None,
     device: torch.device,
     group: dist.ProcessGroup | None = None,
-    run_size: int | None = None,
+    span_size: int | None = None,
     manager: Callable[..., GraphManager] | None = None,
 ) -> GraphManager | None:
     """Make a manager for what `runner` does with the microbatches of a step; None if `config` wants none.
 
     group: the ranks of a pipeline stage, which verify steps together.
-    run_size: parameters after which a run ends, see `GraphManager`.
-    manager: called as manager(chains, order, rng=, scope=, run_size=, warmup=) in place of `GraphManager`,
+    span_size: parameters after which a span ends, see `GraphManager`.
+    manager: called as manager(chains, order, rng=, scope=, span_size=, warmup=) in place of `GraphManager`,
         to have another library capture: `fastmp.cuda_graphs.transformer_engine.TransformerEngineManager`.
 
     Under scope "full" it holds whole chunks and the loss function, else the one `LayerChain` of each chunk,
@@ -67,7 +67,7 @@ def make_graphs(
         raise ValueError(f"Trainer: graphs with impl {config.impl!r} need graph_manager=, the manager to use")
     _check_allocator(device)
     scope = config.scope
-    options = {"scope": scope, "run_size": run_size, "warmup": config.warmup}
+    options = {"scope": scope, "span_size": span_size, "warmup": config.warmup}
     own = {"verify_every": config.verify_every, "group": group, "fallback": True}
     if runner.overlap is not None:
         if manager is not None or "full" in (scope or ()):
@@ -95,14 +95,14 @@ def whole_step(
     *,
     rng: RngTracker | None,
     device: torch.device,
-) -> WholeGraph:
+) -> FunctionGraph:
     """Make one graph of `function`, a whole training step of the modules `chunks`.
 
     ValueError for layers of which a segment cannot be captured, and as `make_graphs`.
     """
     _check_allocator(device)
     _check_scope(chunks, ("full_step",))
-    return WholeGraph(
+    return FunctionGraph(
         function,
         chunks,
         backend=make_backend(rng, device),
@@ -115,14 +115,14 @@ def whole_step(
 
 def evaluation_graphs(
     runner: SingleStageRunner | PipelineRunner, *, rng: RngTracker | None, device: torch.device
-) -> WholeGraph:
+) -> FunctionGraph:
     """Let `runner` evaluate by graphs: from now on the forward of batches of one form is one graph.
 
     ValueError for layers of which a segment cannot be captured, and as `make_graphs`.
     """
     _check_allocator(device)
     with evaluation_mode(runner.chunks):  # in which layers may send tokens otherwise
-        runner.evaluated = graphs = WholeGraph(
+        runner.evaluated = graphs = FunctionGraph(
             runner.evaluated,
             runner.chunks,
             backend=make_backend(rng, device),
@@ -139,7 +139,7 @@ def make_backend(rng: RngTracker | None, device: torch.device) -> Backend:
 
 def _check_scope(chunks: Sequence[nn.Module], scope: Sequence[str]) -> None:
     for chain in (chain for chunk in chunks for chain in _chains(chunk)):
-        cut(chain, scope)
+        partition(chain, scope)
 
 
 def _check_allocator(device: torch.device) -> None:

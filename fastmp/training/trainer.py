@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fastmp.config import CheckpointConfig, GraphConfig, OptimizerConfig, TrainConfig
-from fastmp.cuda_graphs.function_graph import WholeGraph
+from fastmp.cuda_graphs.function_graph import FunctionGraph
 from fastmp.cuda_graphs.manager import GraphManager
 from fastmp.distributed.collectives import group_rank, group_size
 from fastmp.distributed.groups import ParallelGroups
@@ -306,7 +306,7 @@ class Trainer:
             return self._run_step()
 
     def _run_step(self) -> StepResult:
-        if isinstance(self.graphs, WholeGraph):
+        if isinstance(self.graphs, FunctionGraph):
             numbers = self._in_one_graph(self.graphs)
         else:
             sums = self._backward()
@@ -322,7 +322,7 @@ class Trainer:
             *(numbers.aux_loss, numbers.expert_counts, numbers.dropped_pairs),
         )
 
-    def _in_one_graph(self, graph: WholeGraph) -> StepNumbers:
+    def _in_one_graph(self, graph: FunctionGraph) -> StepNumbers:
         with phase("data"):
             batches = [self._fetch(number) for number in range(self.num_microbatches)]
         self.saving.before_change()
@@ -401,7 +401,7 @@ class Trainer:
 
     def _make_graphs(
         self, config: GraphConfig, manager: Callable[..., GraphManager] | None
-    ) -> GraphManager | WholeGraph | None:
+    ) -> GraphManager | FunctionGraph | None:
         if config.enabled and "full_step" in (config.scope or ()):
             return whole_step(self._work.whole, self.runner.chunks, config, rng=self.rng, device=self.device)
         graphs = make_graphs(
@@ -411,7 +411,7 @@ class Trainer:
             rng=self.rng,
             device=self.device,
             group=self.groups.tp_cp_dp,
-            run_size=self.optimizer_config.bucket_size if self.grads.communicates else None,
+            span_size=self.optimizer_config.bucket_size if self.grads.communicates else None,
             manager=manager,
         )
         if graphs is not None:

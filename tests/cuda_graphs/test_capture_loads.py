@@ -18,7 +18,7 @@ from test_graph_manager import SCOPES
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastmp.cuda_graphs.backends.recording import RecordedGraph, RecordingBackend
-from fastmp.cuda_graphs.function_graph import WholeGraph
+from fastmp.cuda_graphs.function_graph import FunctionGraph
 from fastmp.distributed.rng import RngTracker
 from fastmp.nn import GPT, Placement
 from fastmp.ops import OPS, bias_dropout_add
@@ -107,7 +107,7 @@ def _in_one_graph(config, function, trains):
     rng = RngTracker(1)
     model = GPT(config, Placement(rng=rng, dtype=torch.bfloat16))
     ids = torch.zeros(2, 8, dtype=torch.int64)
-    graph = WholeGraph(
+    graph = FunctionGraph(
         lambda ids: function(model, ids), [model], backend=RecordingBackend(rng), what="it", instead="-",
         trains=trains,
     )  # fmt: skip

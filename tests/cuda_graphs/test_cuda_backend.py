@@ -225,10 +225,10 @@ def test_a_backend_registers_the_streams_that_its_forward_advances(calls, monkey
     rng, layers, x = make()
     rng._streams["another"] = FakeGenerator(state=[3, 0])
     backend = CudaBackend(rng)
-    with backend.watch() as watched:
+    with backend.trace_draws() as draws:
         layers.forward(x)
-    forward = backend.graph(watched=watched)
-    assert watched.moved == {"default", "tensor-parallel"}
+    forward = backend.graph(draws=draws)
+    assert draws.moved == {"default", "tensor-parallel"}
     assert len(forward.generators) == 2 and len(backend.graph(forward).generators) == 2 + 2 * 2
 
 
@@ -355,15 +355,15 @@ def forwards(calls, monkeypatch):
     rng, layers, x = make()
     backend = CudaBackend(rng)
     before = rng.states()
-    with backend.watch() as watched:
+    with backend.trace_draws() as draws:
         layers.forward(x)
-    assert watched.parts == [
+    assert draws.parts == [
         {"default": 16, "tensor-parallel": 0},
         {"default": 16 + 20, "tensor-parallel": 4 + 20},
     ]
     rng.restore(before)
     layers.taken()
-    graphs, outputs = [backend.graph(watched=watched) for _ in MICROBATCHES], []
+    graphs, outputs = [backend.graph(draws=draws) for _ in MICROBATCHES], []
     for graph in graphs:
         with graph.capture():
             outputs.append(layers.forward(x))
@@ -410,12 +410,12 @@ def test_recomputed_parts_of_a_whole_step_draw_what_their_forwards_drew(eager, c
         for output in outputs:
             output.sum().backward()
 
-    with backend.watch() as watched:
+    with backend.trace_draws() as draws:
         step()
-    assert len(watched.parts) == 2 * len(MICROBATCHES)
+    assert len(draws.parts) == 2 * len(MICROBATCHES)
     rng.restore(before)
     layers.taken()
-    graph = backend.graph(watched=watched, whole=True)
+    graph = backend.graph(draws=draws, has_backward=True)
     with graph.capture():
         step()
     graph.graph.kernels = layers.taken()
@@ -473,12 +473,12 @@ def test_a_recomputation_reads_the_seeds_of_its_forward(calls, monkeypatch, mixe
 
     rng, _, x = make()
     layers, backend, before = Seeded(rng, mixed), CudaBackend(rng), rng.states()
-    with backend.watch() as watched:
+    with backend.trace_draws() as draws:
         layers.forward(x)
-    assert [list(part) for part in watched.parts] == [["tensor-parallel"] if mixed else []] * 2
+    assert [list(part) for part in draws.parts] == [["tensor-parallel"] if mixed else []] * 2
     rng.restore(before)
     layers.taken()
-    forwards, outputs = [backend.graph(watched=watched) for _ in MICROBATCHES], []
+    forwards, outputs = [backend.graph(draws=draws) for _ in MICROBATCHES], []
     for graph in forwards:
         with graph.capture():
             outputs.append(layers.forward(x))
@@ -510,13 +510,13 @@ def test_a_recomputation_that_draws_another_seed_is_refused():
             rng.seed(torch.device("cpu"))
 
 
-def test_more_recomputed_parts_than_watched(calls, monkeypatch):
+def test_more_recomputed_parts_than_traced(calls, monkeypatch):
     monkeypatch.setattr(cuda.torch, "Generator", FakeGenerator)
     calls.CUDAGraph = FakeGraph
     rng, layers, x = make()
-    watched = cuda.Watched([{"default": 16, "tensor-parallel": 0}], {"default", "tensor-parallel"})
-    graph = CudaBackend(rng).graph(watched=watched)
-    with pytest.raises(CaptureError, match="the run that was watched had 1"), graph.capture():
+    draws = cuda.DrawTrace([{"default": 16, "tensor-parallel": 0}], {"default", "tensor-parallel"})
+    graph = CudaBackend(rng).graph(draws=draws)
+    with pytest.raises(CaptureError, match="the traced run had 1"), graph.capture():
         layers.forward(x)
 
 

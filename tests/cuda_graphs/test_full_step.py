@@ -10,7 +10,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from fastmp.cuda_graphs.backends.recording import RecordingBackend
 from fastmp.cuda_graphs.errors import CaptureError, GraphError
-from fastmp.cuda_graphs.function_graph import WholeGraph
+from fastmp.cuda_graphs.function_graph import FunctionGraph
 from fastmp.distributed.rng import RngTracker
 from fastmp.nn.recompute import recompute
 from fastmp.optim.adamw import AdamW
@@ -65,7 +65,7 @@ def make(in_graph, microbatches=3, **options):
 
     if in_graph:
         options = {"backend": RecordingBackend(rng), "trains": True, "warmup": 2, **options}
-        return WholeGraph(step, [model], what="the step", instead="do without", **options), model
+        return FunctionGraph(step, [model], what="the step", instead="do without", **options), model
     return step, model
 
 
@@ -177,7 +177,9 @@ def test_what_no_graph_can_hold_is_named():
     def reads(x):
         return x / 2 if x.sum() > 1e9 else x * 2
 
-    function = WholeGraph(reads, [], backend=RecordingBackend(), what="a test", instead="use another scope")
+    function = FunctionGraph(
+        reads, [], backend=RecordingBackend(), what="a test", instead="use another scope"
+    )
     x = torch.ones(3)
     assert torch.equal(function(x), x * 2)
     with pytest.raises(
@@ -188,7 +190,7 @@ def test_what_no_graph_can_hold_is_named():
 
 
 def test_more_signatures_than_have_graphs_run_eagerly():
-    function = WholeGraph(torch.square, [], backend=RecordingBackend(), what="a test", instead="")
+    function = FunctionGraph(torch.square, [], backend=RecordingBackend(), what="a test", instead="")
     for _ in range(3):
         for rows in range(1, 8):
             assert torch.equal(function(torch.full((rows,), 3.0)), torch.full((rows,), 9.0))
@@ -200,7 +202,7 @@ def test_autocast_is_part_of_the_signature():
         return x @ x
 
     function, x = (
-        WholeGraph(multiplied, [], backend=RecordingBackend(), what="a test", instead=""),
+        FunctionGraph(multiplied, [], backend=RecordingBackend(), what="a test", instead=""),
         torch.eye(3),
     )
     for _ in range(3):
@@ -214,7 +216,7 @@ def test_the_default_dtype_is_part_of_the_signature():
     def work():
         return torch.ones(3) / 10
 
-    function = WholeGraph(work, [], backend=RecordingBackend(), what="a test", instead="")
+    function = FunctionGraph(work, [], backend=RecordingBackend(), what="a test", instead="")
     try:
         for _ in range(3):
             for dtype in (torch.float64, torch.float32):
@@ -232,7 +234,7 @@ def test_the_modes_of_torch_are_part_of_the_signature():
     def work():
         return (model(x) * (2 if torch.is_grad_enabled() else 1)).detach()
 
-    function = WholeGraph(work, [model], backend=RecordingBackend(), what="a test", instead="")
+    function = FunctionGraph(work, [model], backend=RecordingBackend(), what="a test", instead="")
     modes = torch.no_grad, torch.inference_mode, torch.enable_grad, lambda: torch.autocast("cpu")
     for _ in range(3):
         for mode in modes:
@@ -258,7 +260,7 @@ def test_arguments_keep_their_strides(view):
     def work(x):
         return x.sum(), x.flatten().cumsum(0), x.is_contiguous()
 
-    function = WholeGraph(work, [], backend=RecordingBackend(), what="a test", instead="")
+    function = FunctionGraph(work, [], backend=RecordingBackend(), what="a test", instead="")
     for number in range(8):
         x = view(torch.randn(257, 513))
         x = x.contiguous() if number > 3 else x
@@ -268,7 +270,7 @@ def test_arguments_keep_their_strides(view):
 
 
 def test_numbers_are_part_of_the_signature():
-    function = WholeGraph(torch.mul, [], backend=RecordingBackend(), what="a test", instead="")
+    function = FunctionGraph(torch.mul, [], backend=RecordingBackend(), what="a test", instead="")
     for number in (1, True, 1.0, 0.0, -0.0):
         for _ in range(3):
             made, expected = function(torch.tensor(2), number), torch.mul(torch.tensor(2), number)
@@ -286,7 +288,7 @@ class Loop:
         self.function = self.gradients
         if in_graph:
             options = {"backend": RecordingBackend(), "trains": True, "what": "a test", "instead": ""}
-            self.function = WholeGraph(self.gradients, [self.model], **options)
+            self.function = FunctionGraph(self.gradients, [self.model], **options)
 
     def gradients(self, x):
         if self.inside:
@@ -341,7 +343,7 @@ def test_a_gradient_that_is_read_and_replaced_is_refused(change):
                     param.grad = change(param.grad, 0.5)
 
         options = {"backend": RecordingBackend(), "trains": True, "what": "a test", "instead": ""}
-        function = WholeGraph(work, [model], **options) if in_graph else work
+        function = FunctionGraph(work, [model], **options) if in_graph else work
         for number in range(1, 5):
             function(torch.full((2, 4), float(number)))
             seen.append(model.weight.grad.clone())
@@ -377,7 +379,7 @@ def test_an_argument_in_memory_that_is_written_is_refused():
         return x * 2
 
     def made():
-        return WholeGraph(work, [], backend=RecordingBackend(), what="a test", instead="")
+        return FunctionGraph(work, [], backend=RecordingBackend(), what="a test", instead="")
 
     function = made()
     assert torch.equal(function(weight.data), weight * 2)
@@ -418,14 +420,14 @@ WEIGHT = nn.Parameter(torch.ones(2))
 
 @pytest.mark.parametrize(("kind", "work", "x", "message"), REFUSED)
 def test_what_no_replay_would_do_is_refused(kind, work, x, message):
-    function = WholeGraph(work, [], backend=RecordingBackend(), what="a test", instead="")
+    function = FunctionGraph(work, [], backend=RecordingBackend(), what="a test", instead="")
     with pytest.raises(kind, match=message):
         for _ in range(2):
             function(x)
 
 
 def test_shapes_that_never_come_again_leave_little():
-    function = WholeGraph(torch.square, [], backend=RecordingBackend(), what="a test", instead="")
+    function = FunctionGraph(torch.square, [], backend=RecordingBackend(), what="a test", instead="")
     for rows in range(1000):
         function(torch.ones(rows))
-    assert len(function._watched) < 100
+    assert len(function._draws_of) < 100

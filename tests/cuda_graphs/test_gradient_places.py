@@ -12,7 +12,7 @@ from small_tools import SHAPE, Parts, assert_same, linear, managed, total, train
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fastmp.cuda_graphs import replay_program as flat
+from fastmp.cuda_graphs import replay_program
 from fastmp.nn import LayerChain
 from fastmp.ops import permute, unpermute
 from fastmp.ops.core import registry
@@ -20,7 +20,7 @@ from fastmp.optim.grad_buffers import GradBuffer
 from fastmp.testing.silent import SilentBackend
 
 pytestmark = pytest.mark.skipif(
-    flat.REPLAY is None or bool(registry._AUTOGRAD_ABSENT), reason="not compiled for this torch"
+    replay_program.REPLAY is None or bool(registry._AUTOGRAD_ABSENT), reason="not compiled for this torch"
 )
 ROW_OF = torch.tensor([[4, 0], [1, -1], [3, 2]], dtype=torch.int32)
 PROBS = torch.tensor([[0.25, 2.0], [1.0, 3.0], [0.5, 0.0]], dtype=torch.float64)
@@ -220,7 +220,7 @@ def test_a_number_is_copied_that_a_replay_has_left_where_another_was():
 
 @pytest.mark.parametrize("turn", (torch.Tensor.t, torch._neg_view))
 def test_another_view_of_a_place_is_read_rightly_where_python_goes_on(turn):
-    """The last steps leave the flat program, because an output has no gradient in them."""
+    """The last steps leave the replay program, because an output has no gradient in them."""
     row_of, step_of = torch.arange(8, dtype=torch.int32).view(4, 2), []
 
     def mix(layer, x, probs):

@@ -7,9 +7,8 @@ import torch
 from graph_tools import DENSE, MOE, train
 
 from fastmp.cuda_graphs import executor as step
-from fastmp.cuda_graphs import graph_set, manager
-from fastmp.cuda_graphs import replay_program as flat
-from fastmp.cuda_graphs.executor import GraphedStep
+from fastmp.cuda_graphs import graph_set, manager, replay_program
+from fastmp.cuda_graphs.executor import StepExecutor
 from fastmp.cuda_graphs.graph_set import copy_together
 from fastmp.nn.segment import run_links
 
@@ -19,8 +18,8 @@ HIDDEN = (8, 2, 32)
 
 @pytest.fixture
 def copies(monkeypatch):
-    """What Python copies together, in order, and where it goes; C++ copies the same (test_graph_flat.py)."""
-    monkeypatch.setattr(flat, "REPLAY", None)
+    """What Python copies together, in order, and where it goes; C++ copies the same (test_replay_program.py)."""
+    monkeypatch.setattr(replay_program, "REPLAY", None)
     seen = {"into graphs": [], "out of chains": [], "to what keeps gradients": []}
     others = []  # copies under way that are not into graphs
 
@@ -79,7 +78,7 @@ def test_without_landing_and_in_place_reading_there_are_more(copies, monkeypatch
         return run_links(links, tensors, call, **options)
 
     monkeypatch.setattr(step, "run_links", nowhere)
-    monkeypatch.setattr(GraphedStep, "_left_by_graphs", lambda self, slot, grads: {})
+    monkeypatch.setattr(StepExecutor, "_left_by_graphs", lambda self, slot, grads: {})
     many = sum(map(len, of_last_microbatch(copies, MOE, scope=SOME)))
     assert many == few + 2 * (MOE.num_layers - 1)
 

@@ -211,8 +211,8 @@ def test_a_process_group_is_destroyed_behind_its_graphs():
     dist.destroy_process_group()
 
 
-def test_a_recomputation_that_was_not_watched():
+def test_a_recomputation_that_was_not_traced():
     model = GPT(DENSE, Placement(rng=RngTracker(3, device="cuda"), device="cuda"), recompute=True)
     graph, x = CudaBackend(model.rng).graph(), torch.zeros(8, 1, 32, device="cuda", requires_grad=True)
-    with pytest.raises(CaptureError, match="the run that was watched had 0"), graph.capture():
+    with pytest.raises(CaptureError, match="the traced run had 0"), graph.capture():
         model.layers(x)

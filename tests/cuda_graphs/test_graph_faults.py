@@ -15,9 +15,9 @@ from fastmp.cuda_graphs import manager as managers
 from fastmp.cuda_graphs import partition as runs
 from fastmp.cuda_graphs import trace as observe
 from fastmp.cuda_graphs.backends.recording import Pool, RecordingBackend
-from fastmp.cuda_graphs.buffer_plan import Lease, RunSpec, TensorSpec, plan_buffers
+from fastmp.cuda_graphs.buffer_plan import Lease, SpanSpec, TensorSpec, plan_buffers
 from fastmp.cuda_graphs.errors import CaptureError, GraphError
-from fastmp.cuda_graphs.graph_set import Slot
+from fastmp.cuda_graphs.graph_set import ReplaySlot
 from fastmp.distributed.groups import ParallelGroups
 from fastmp.nn.segment import LayerChain, Segment, SegmentedLayer
 from fastmp.ops.wgrad import WgradQueue
@@ -70,12 +70,12 @@ def test_a_buffer_reused_too_early(monkeypatch):
     monkeypatch.setattr(managers, "plan_buffers", one_buffer)
     with pytest.raises(CaptureError, match="has been modified by an inplace operation"):
         overlapping(True)  # autograd sees it in the step that is captured
-    specs = [RunSpec("all", (TensorSpec((1,), "float32"),))]
+    specs = [SpanSpec("all", (TensorSpec((1,), "float32"),))]
     assert any("is still needed by" in text for text in problems(one_buffer(OVERLAPPING, [specs])))
 
 
 def test_a_lease_that_is_dropped():
-    specs = [RunSpec("all", (TensorSpec((1,), "float32"),))]
+    specs = [SpanSpec("all", (TensorSpec((1,), "float32"),))]
     right = plan_buffers(OVERLAPPING, [specs])
     short = [
         Lease(right.leases[0].buffer, right.leases[0].first, right.leases[0].last - 1),
@@ -87,7 +87,7 @@ def test_a_lease_that_is_dropped():
 
 def test_a_stale_input(monkeypatch):
     eager = overlapping(False)
-    monkeypatch.setattr(Slot, "fill", lambda self, tensors: self.static)
+    monkeypatch.setattr(ReplaySlot, "fill", lambda self, tensors: self.static)
     assert differs(overlapping(True), eager)
 
 
@@ -212,7 +212,7 @@ def test_verification_names_run_microbatch_and_tensor():
     training.step()
     corrupt(training)
     training.step()  # nobody looks in this one
-    message = r"forward of microbatch 0 chunk 0, run '0.attention to 1.mlp': output 0 is up to .*e-"
+    message = r"forward of microbatch 0 chunk 0, span '0.attention to 1.mlp': output 0 is up to .*e-"
     with pytest.raises(PipelineError, match=message):
         training.step()
 
@@ -221,7 +221,7 @@ def test_verification_of_parts_that_are_recomputed():
     training = trained(RECOMPUTED, scope=("attention",), verify_every=1)
     training.step()
     corrupt(training)
-    with pytest.raises(PipelineError, match=r"run '0.attention': output 0 is up to .*e-"):
+    with pytest.raises(PipelineError, match=r"span '0.attention': output 0 is up to .*e-"):
         training.step()
 
 

@@ -14,7 +14,7 @@ from torch.nn.modules.module import register_module_forward_hook
 from torch.nn.utils import prune
 
 from fastmp.cuda_graphs.explanation.report import explain
-from fastmp.cuda_graphs.partition import Part
+from fastmp.cuda_graphs.partition import Span
 from fastmp.distributed.groups import ParallelGroups
 from fastmp.nn import LayerChain, SingleSegment
 from fastmp.ops.wgrad import WgradQueue, defer_wgrad
@@ -216,8 +216,8 @@ def test_the_hooks_of_graphs_are_looked_up_once(runs, monkeypatch):
     train_with(manager, chain, steps=4)
     (graph_set,) = manager._all()
     assert len(graph_set.done) == 2 * runs  # forwards and backwards
-    visits, whole = [], Part.parameters.fget
-    monkeypatch.setattr(Part, "parameters", property(lambda part: visits.append(part) or whole(part)))
+    visits, whole = [], Span.parameters.fget
+    monkeypatch.setattr(Span, "parameters", property(lambda part: visits.append(part) or whole(part)))
     train_with(manager, chain)
     assert not visits
     graph_set.hooks = None  # as before the first step

@@ -153,10 +153,10 @@ def test_a_layer_in_a_run_of_its_own_is_the_same_layer(layout):
     """As where gradients are communicated beside replays; with dropout, with recomputation too."""
     groups = ParallelGroups.alone()
     eager = train(layout, groups, graphs=False, steps=4)
-    graphed = train(layout, groups, graphs=True, run_size=1, steps=4)
+    graphed = train(layout, groups, graphs=True, span_size=1, steps=4)
     assert_same(graphed, eager)
-    assert [len(chunk) for chunk in graphed.manager.runs] == [2] * layout.vpp
-    assert all(len(run.layers) == 1 for chunk in graphed.manager.runs for run in chunk)
+    assert [len(chunk) for chunk in graphed.manager.captured_spans] == [2] * layout.vpp
+    assert all(len(run.layers) == 1 for chunk in graphed.manager.captured_spans for run in chunk)
 
 
 def test_groups_of_layers_are_full_from_the_last_one_on():

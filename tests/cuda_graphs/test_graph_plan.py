@@ -8,16 +8,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fastmp.cuda_graphs.buffer_plan import Lease, RunSpec, TensorSpec, plan_buffers
+from fastmp.cuda_graphs.buffer_plan import Lease, SpanSpec, TensorSpec, plan_buffers
 from fastmp.cuda_graphs.scope import captured_segments
 from fastmp.pipeline.schedule import BACKWARD, FORWARD, Schedule, Step
 from fastmp.testing.buffers import problems
 
 HIDDEN = TensorSpec((4, 2, 8), "bfloat16")
 INDICES = TensorSpec((8, 2), "int32")
-FRONT = RunSpec("attention to preprocess", (HIDDEN,), (HIDDEN,))
-BACK = RunSpec("mlp", (HIDDEN, INDICES), (HIDDEN,))
-ROUTER = RunSpec("attention to router", (HIDDEN,), (HIDDEN, HIDDEN))
+FRONT = SpanSpec("attention to preprocess", (HIDDEN,), (HIDDEN,))
+BACK = SpanSpec("mlp", (HIDDEN, INDICES), (HIDDEN,))
+ROUTER = SpanSpec("attention to router", (HIDDEN,), (HIDDEN, HIDDEN))
 
 
 def chunks(vpp, *runs):
@@ -41,7 +41,7 @@ def test_graphs_of_one_rank():
     in_turn = plan_buffers(Schedule(1, 4).order(0), runs)
     assert in_turn.num_graphs == 2 * 2 and in_turn.inputs(HIDDEN) == 2 and in_turn.inputs(INDICES) == 1
     assert [replay.graph for replay in in_turn.replays] == [0, 1, 2, 3] * 4
-    assert [replay.run for replay in in_turn.replays] == [0, 1, 1, 0] * 4
+    assert [replay.span for replay in in_turn.replays] == [0, 1, 1, 0] * 4
     forwards = [Step(FORWARD, i, 0) for i in range(4)]
     overlapping = plan_buffers([*forwards, *(Step(BACKWARD, i, 0) for i in range(4))], runs)
     assert overlapping.num_graphs == 2 * 2 * 4 and overlapping.inputs(HIDDEN) == 2 * 4
@@ -86,8 +86,8 @@ def test_nothing_is_lost_while_it_is_needed(pp, vpp, groups, schedule, runs):
         )
         assert alike.inputs() == 2 * Schedule(pp, pp * groups, vpp, name=schedule).peak_in_flight(rank)
         seen = {}
-        for replay in own.replays:  # a graph has its run and its buffers for good
-            what = (replay.step.kind, replay.step.chunk, replay.run, replay.buffers)
+        for replay in own.replays:  # a graph has its span and its buffers for good
+            what = (replay.step.kind, replay.step.chunk, replay.span, replay.buffers)
             assert seen.setdefault(replay.graph, what) == what
 
 
@@ -125,10 +125,10 @@ def test_a_buffer_that_is_reused_too_early_is_found():
     ]
     leases = [Lease(first if lease.buffer == second else lease.buffer, *lease[1:]) for lease in own.leases]
     found = list(problems(replace(own, replays=tuple(replays), leases=tuple(leases))))
-    run = "chunk 0, run 'attention to preprocess'"
+    span = "chunk 0, span 'attention to preprocess'"
     assert found[0] == (
-        f"buffer 0 is still needed by the backward of microbatch 0 {run} when the forward of microbatch 1 "
-        f"{run} writes to it"
+        f"buffer 0 is still needed by the backward of microbatch 0 {span} when the forward of microbatch 1 "
+        f"{span} writes to it"
     )
 
 

@@ -9,12 +9,12 @@ import torch
 from marks import full
 from torch import nn
 
-from fastmp.cuda_graphs import replay_program as flat
+from fastmp.cuda_graphs import replay_program
 from fastmp.cuda_graphs.backends.cuda import CudaBackend
 from fastmp.cuda_graphs.backends.recording import RecordedGraph, RecordingBackend
 from fastmp.cuda_graphs.capture import Capture
 from fastmp.cuda_graphs.errors import CaptureError, GraphError
-from fastmp.cuda_graphs.executor import GraphedStep
+from fastmp.cuda_graphs.executor import StepExecutor
 from fastmp.cuda_graphs.graph_set import GraphSet
 from fastmp.cuda_graphs.overlapped import OverlappedGraphManager
 from fastmp.cuda_graphs.replay import Replay
@@ -25,7 +25,9 @@ from fastmp.pipeline.schedule import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, 
 from fastmp.pipeline.stream_schedule import OpStep
 
 MICROBATCHES = 4
-needs_cpp = pytest.mark.skipif(flat.REPLAY is None, reason="fastmp._replay is not built for this torch")
+needs_cpp = pytest.mark.skipif(
+    replay_program.REPLAY is None, reason="fastmp._replay is not built for this torch"
+)
 
 
 class Layer(SegmentedLayer):
@@ -129,7 +131,7 @@ def assert_same(ours, theirs):
 @pytest.fixture(params=[pytest.param("C++", marks=needs_cpp), "Python"])
 def way(request, monkeypatch):
     if request.param == "Python":
-        monkeypatch.setattr(flat, "REPLAY", None)
+        monkeypatch.setattr(replay_program, "REPLAY", None)
 
 
 @pytest.mark.usefixtures("way")
@@ -140,7 +142,7 @@ def way(request, monkeypatch):
         *full(
             [
                 (3, {"scope": ["first"], "warmup": 1}),
-                (5, {"run_size": 1}),
+                (5, {"span_size": 1}),
                 (4, {"verify_every": 2}),
             ]
         ),
@@ -168,8 +170,8 @@ def test_the_bits_are_eager_ones_on_a_gpu(options):
 def test_all_of_it_is_a_flat_program(monkeypatch):
     graphed = Trained(graphs=True)
     graphed.steps(3)
-    monkeypatch.setattr(GraphedStep, "run", None)  # which Python would call
-    monkeypatch.setattr(GraphedStep, "backward_graph", None)
+    monkeypatch.setattr(StepExecutor, "run_captured_span", None)  # which Python would call
+    monkeypatch.setattr(StepExecutor, "backward_graph", None)
     graphed.steps(2)
 
 

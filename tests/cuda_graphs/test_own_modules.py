@@ -164,7 +164,7 @@ def test_an_error_of_a_capture_names_run_segment_and_line():
     manager = GraphManager([chain], Schedule(1, 2).order(0), backend=RecordingBackend())
     with pytest.raises(
         CaptureError,
-        match=r"capture of the forward of microbatch 0 chunk 0, run '0.Block to 2.Block', segment "
+        match=r"capture of the forward of microbatch 0 chunk 0, span '0.Block to 2.Block', segment "
         r"'1.Thresholded': graph: aten::_local_scalar_dense reads a value on the host.*called in "
         r".*test_own_modules.py:\d+, return x if x.abs.*; fastmp.cuda_graphs.explain\(model, \*inputs\)",
     ):
@@ -206,5 +206,5 @@ def test_an_error_of_a_capture_names_the_segment_of_a_layer_that_is_called():
     manager.begin_step()
     chain(x)[0].sum().backward()
     manager.begin_step()
-    with pytest.raises(CaptureError, match=r"run '0.first to 0.last', segment '0.Thresholded': graph: aten"):
+    with pytest.raises(CaptureError, match=r"span '0.first to 0.last', segment '0.Thresholded': graph: aten"):
         chain(x)

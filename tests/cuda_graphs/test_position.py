@@ -10,27 +10,29 @@ from fastmp.cuda_graphs.errors import GraphError
 from fastmp.cuda_graphs.position import Position
 from fastmp.pipeline.schedule import BACKWARD, FORWARD
 
-# Two chunks of two runs, a microbatch each: forwards of chunk 0, of chunk 1, then their backwards.
+# Two chunks of two spans, a microbatch each: forwards of chunk 0, of chunk 1, then their backwards.
 PLAN = [
-    *((FORWARD, 0, run) for run in (0, 1)),
-    *((FORWARD, 1, run) for run in (0, 1)),
-    *((BACKWARD, chunk, run) for chunk in (1, 0) for run in (1, 0)),
+    *((FORWARD, 0, span) for span in (0, 1)),
+    *((FORWARD, 1, span) for span in (0, 1)),
+    *((BACKWARD, chunk, span) for chunk in (1, 0) for span in (1, 0)),
 ]
 
 
 def position(at=0):
     """A position in front of replay `at` of `PLAN`."""
     slots = []
-    for kind, chunk, run in PLAN:
+    for kind, chunk, span in PLAN:
         step = SimpleNamespace(chunk=chunk, microbatch=5, unit="chunk")
-        name = f"{kind} of chunk {chunk}, run {run}"
-        slots.append(SimpleNamespace(kind=kind, run=run, step=step, name=name, round=0, key=(5, chunk, run)))
+        name = f"{kind} of chunk {chunk}, span {span}"
+        slots.append(
+            SimpleNamespace(kind=kind, span=span, step=step, name=name, round=0, key=(5, chunk, span))
+        )
     graph_set = SimpleNamespace(
-        slots=slots, graphs_of=[set()], done=set(), left=set(), drop=lambda number: None
+        slots=slots, graphs_of=[set()], done=set(), live_grads=set(), drop=lambda number: None
     )
-    made = Position(graph_set, [[SimpleNamespace(name=f"run{run}") for run in (0, 1)]] * 2)
-    for kind, chunk, run in PLAN[:at]:
-        made.expect(chunk, run, (kind,), 5)
+    made = Position(graph_set, [[SimpleNamespace(name=f"span{span}") for span in (0, 1)]] * 2)
+    for kind, chunk, span in PLAN[:at]:
+        made.expect(chunk, span, (kind,), 5)
     return made
 
 
@@ -44,7 +46,7 @@ def test_a_whole_plan_in_its_order():
 @pytest.mark.parametrize(
     ("at", "asked"),
     [
-        (0, (0, 1, (FORWARD,), None)),  # the forward of a later run
+        (0, (0, 1, (FORWARD,), None)),  # the forward of a later span
         (1, (0, 0, (FORWARD,), None)),  # of an earlier one
         (0, (1, 0, (FORWARD,), None)),  # of another chunk
         (0, (0, 0, (BACKWARD,), None)),  # backward where a forward is planned
@@ -54,16 +56,16 @@ def test_a_whole_plan_in_its_order():
 )
 def test_any_other_replay_is_an_error_and_the_position_stays(at, asked):
     made = position(at)
-    kind, chunk, run = PLAN[at]
-    planned = rf"is about to run, but the {kind} of chunk {chunk}, run {run} was planned"
+    kind, chunk, span = PLAN[at]
+    planned = rf"is about to run, but the {kind} of chunk {chunk}, span {span} was planned"
     with pytest.raises(GraphError, match=planned):
         made.expect(*asked)
-    assert made.expect(chunk, run, (kind,), 5).run == run
+    assert made.expect(chunk, span, (kind,), 5).span == span
 
 
 def test_the_next_forward_is_of_the_chunk_that_asks():
-    assert position(0).next_forward(0).run == 0
+    assert position(0).next_forward(0).span == 0
     assert position(0).next_forward(1) is None
-    assert position(2).next_forward(1).run == 0 and position(2).next_forward(0) is None
+    assert position(2).next_forward(1).span == 0 and position(2).next_forward(0) is None
     assert position(4).next_forward(1) is None  # a backward
     assert position(len(PLAN)).next_forward(0) is None

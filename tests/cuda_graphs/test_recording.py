@@ -215,7 +215,7 @@ def test_what_is_conjugate_or_negative_when_it_is_read():
 @pytest.mark.parametrize("trained", (True, False))
 def test_what_ops_make_where_gradients_are_wanted(trained):
     """Of an LSTM, a workspace that its backward reads."""
-    layer, x, graph = nn.LSTM(6, 6), torch.randn(5, 2, 6), RecordedGraph(Pool(), whole=True)
+    layer, x, graph = nn.LSTM(6, 6), torch.randn(5, 2, 6), RecordedGraph(Pool(), has_backward=True)
 
     def work():
         layer.zero_grad(set_to_none=False)

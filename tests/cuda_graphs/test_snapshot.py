@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from fastmp.cuda_graphs import replay_program as flat
+from fastmp.cuda_graphs import replay_program
 from fastmp.cuda_graphs.snapshot import ModelSnapshot
 from fastmp.nn import LayerChain, SingleSegment
 
@@ -64,8 +64,8 @@ CHANGES = {
 @pytest.fixture(params=["C++", "Python"])
 def by(request, monkeypatch):
     if request.param == "Python":
-        monkeypatch.setattr(flat, "REPLAY", None)
-    elif flat.REPLAY is None:
+        monkeypatch.setattr(replay_program, "REPLAY", None)
+    elif replay_program.REPLAY is None:
         pytest.skip("fastmp._replay is not built for this torch")
     return request.param
 
@@ -89,7 +89,7 @@ def test_what_is_noticed(by, change):
     assert kept is None or snapshot.changed() == (changed, moved)
 
 
-@pytest.mark.skipif(flat.REPLAY is None, reason="fastmp._replay is not built for this torch")
+@pytest.mark.skipif(replay_program.REPLAY is None, reason="fastmp._replay is not built for this torch")
 def test_python_is_asked_once_about_what_has_come_in_place_of_its_like(monkeypatch):
     layer, snapshot = watched()
     like(layer)

@@ -34,7 +34,7 @@ def steps_case(rank, world, grid, layout, scopes, steps):
         assert_same(graphed, eager)
         assert not any("all_to_all" in each or "alltoall" in each for each in graphed.collectives)
         runs = 1 if scope is None else layout.config.num_layers // (group_size(groups.pp) * layout.vpp)
-        assert [len(chunk) for chunk in graphed.manager.runs] == [runs] * layout.vpp
+        assert [len(chunk) for chunk in graphed.manager.captured_spans] == [runs] * layout.vpp
         assert graphed.manager.num_graphs == graphed.manager.plan.num_graphs > 0
 
 

@@ -26,7 +26,7 @@ from hypothesis import strategies as st
 from fastmp.config import GraphConfig
 from fastmp.cuda_graphs import transformer_engine
 from fastmp.cuda_graphs.backends.recording import Pool, RecordedGraph
-from fastmp.cuda_graphs.buffer_plan import RunSpec, TensorSpec, plan_buffers
+from fastmp.cuda_graphs.buffer_plan import SpanSpec, TensorSpec, plan_buffers
 from fastmp.cuda_graphs.transformer_engine import TransformerEngineManager, arguments
 from fastmp.nn import GPT, Placement
 from fastmp.optim.grad_buffers import GradBuffer
@@ -37,7 +37,7 @@ from fastmp.training.microbatches import SingleStageRunner
 
 GRAPH = "transformer_engine/pytorch/graph.py"
 HIDDEN = TensorSpec((4, 2, 8), "bfloat16")
-RUN = RunSpec("run", (HIDDEN,), (HIDDEN,))
+RUN = SpanSpec("run", (HIDDEN,), (HIDDEN,))
 
 
 def test_the_order_of_a_rank_and_its_samples():

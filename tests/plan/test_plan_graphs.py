@@ -167,10 +167,10 @@ def seen_case(rank, world, made, scope):
     else:
         runner = PipelineRunner(model, loss, groups=groups, num_microbatches=number, overlap=overlap)
     config = GraphConfig(enabled=True, scope=scope, warmup=1)
-    run_size = (
+    span_size = (
         made.optimizer.bucket_size if make_grads(runner.chunks, made.optimizer, groups).communicates else None
     )
-    manager = make_graphs(runner, number, config, rng=rng, device=torch.device("cpu"), run_size=run_size)
+    manager = make_graphs(runner, number, config, rng=rng, device=torch.device("cpu"), span_size=span_size)
     manager.begin_step()
     tokens = torch.zeros(2, made.data.seq_len, dtype=torch.int64)
     batch = {"tokens": tokens, "targets": tokens}
@@ -186,15 +186,15 @@ def seen_case(rank, world, made, scope):
 def runs_of(made, size, rank, scope):
     """By formula, of the chunks of a pipeline rank."""
     shapes, layers = shapes_of(made, size), stage_layers(made)
-    found, run_size = [], made.optimizer.bucket_size if size > 1 else None
+    found, span_size = [], made.optimizer.bucket_size if size > 1 else None
     for stage in range(rank, len(layers), made.parallel.pp):
         own = range(sum(layers[:stage]), sum(layers[: stage + 1]))
         if scope == ["full"]:
             found += whole_runs(shapes, stage, len(layers), own)
         elif made.parallel.overlap_experts:
-            found += runs_apart(shapes, own, scope, run_size)
+            found += runs_apart(shapes, own, scope, span_size)
         else:
-            found.append(runs(shapes, own, scope, run_size))
+            found.append(runs(shapes, own, scope, span_size))
     return found
 
 

@@ -109,7 +109,7 @@ def late_case(rank, world, grid, layout):
         found.append([tensor.detach().clone() for tensor in trainer.model.state_dict().values()])
         if graphs is not None:
             runs = EXPERTS.num_layers // layout.pp if graphs.scope is None else 1
-            assert trainer.graphs.num_graphs and len(trainer.graphs.runs[0]) == runs
+            assert trainer.graphs.num_graphs and len(trainer.graphs.captured_spans[0]) == runs
     assert all(all(map(torch.equal, own, found[0])) for own in found[1:])
 
 
@@ -124,10 +124,10 @@ class FailsOnRankOne(RecordingBackend):
 
     of_backward = False
 
-    def graph(self, forward=None, watched=None):
+    def graph(self, forward=None, draws=None):
         if torch.distributed.get_rank() == 1 and (forward is not None) == self.of_backward:
             raise RuntimeError("on purpose")
-        return super().graph(forward, watched)
+        return super().graph(forward, draws)
 
 
 def one_rank_fails_case(rank, world, grid, layout, of_backward, scope=None, config=CONFIG):
@@ -173,8 +173,8 @@ def goes_on_eagerly(results):
 class FailsInTheEnd(RecordingBackend):
     """The capture of a backward fails when its work is done."""
 
-    def graph(self, forward=None, watched=None):
-        graph = super().graph(forward, watched)
+    def graph(self, forward=None, draws=None):
+        graph = super().graph(forward, draws)
         if forward is not None:
             graph.capture = lambda: failing(RecordedGraph.capture(graph))
         return graph

@@ -133,7 +133,11 @@ def test_what_computes_may_be_in_graphs(world, sizes, scope, options):
         plain, params = run(make_trainer(groups, layout, overlapped=False, **options), 5)
         trainer = make_trainer(groups, layout, overlapped=True, graphs=graphs, **options)
         numbers, overlapped = run(trainer, 5)
-        captured = trainer.graphs.num_graphs, sum(map(len, trainer.graphs.runs)), trainer.graphs.failure
+        captured = (
+            trainer.graphs.num_graphs,
+            sum(map(len, trainer.graphs.captured_spans)),
+            trainer.graphs.failure,
+        )
         trainer.close()
         return plain, numbers, [torch.equal(a, b) for a, b in zip(params, overlapped, strict=True)], captured
 

@@ -24,9 +24,9 @@ from torch import Tensor
 from fastmp.config import GPTConfig
 from fastmp.cuda_graphs import manager as managers
 from fastmp.cuda_graphs.backends.recording import RecordingBackend
-from fastmp.cuda_graphs.buffer_plan import BufferPlan, RunSpec, TensorSpec, plan_buffers
+from fastmp.cuda_graphs.buffer_plan import BufferPlan, SpanSpec, TensorSpec, plan_buffers
 from fastmp.cuda_graphs.errors import CaptureError, GraphError
-from fastmp.cuda_graphs.graph_set import Slot
+from fastmp.cuda_graphs.graph_set import ReplaySlot
 from fastmp.distributed.rng import RngTracker
 from fastmp.nn import GPT, Placement
 from fastmp.optim.adamw import AdamW
@@ -40,12 +40,14 @@ ORDER = [Step(kind, i, 0) for kind in (FORWARD, BACKWARD) for i in (0, 1)]
 STEPS = 8
 _MODEL = GPTConfig(num_layers=2, hidden_size=32, num_heads=4, vocab_size=64, max_seq_len=16, dropout=0.1)
 
-Planner = Callable[[Sequence[Step], Sequence[Sequence[RunSpec]]], BufferPlan]
+Planner = Callable[[Sequence[Step], Sequence[Sequence[SpanSpec]]], BufferPlan]
 
 
 def claims() -> Iterator[Claim | Table]:
     """What catches the broken plan, and what it does where nothing does."""
-    chunks = [[RunSpec("layers", (TensorSpec((8, 2, 32), "float64"),), (TensorSpec((8, 2, 32), "float64"),))]]
+    chunks = [
+        [SpanSpec("layers", (TensorSpec((8, 2, 32), "float64"),), (TensorSpec((8, 2, 32), "float64"),))]
+    ]
     right, broken = plan_buffers(ORDER, chunks), one_buffer(ORDER, chunks)
     yield Claim.at_most("problems that the checker finds in the plan as it is made", _count(right), 0)
     yield _caught("the checker names what the broken plan destroys", next(problems(broken), None))
@@ -65,7 +67,7 @@ def claims() -> Iterator[Claim | Table]:
     yield Table("Losses of each step", ("step", "no graphs", "graphs", "broken plan, unchecked"), rows)
 
 
-def one_buffer(order: Sequence[Step], chunks: Sequence[Sequence[RunSpec]]) -> BufferPlan:
+def one_buffer(order: Sequence[Step], chunks: Sequence[Sequence[SpanSpec]]) -> BufferPlan:
     """Plan every replay in the first buffer of its spec: each but the last in flight is reused too early."""
     right = plan_buffers(order, chunks)
     first: dict[TensorSpec, int] = {}
@@ -96,7 +98,7 @@ def train(planner: Planner | None, *, verify_every: int = 0, autograd_sees: bool
             manager = managers.GraphManager([model.layers], ORDER, backend=backend, verify_every=verify_every)
             stack.callback(manager.remove)
         if not autograd_sees:
-            stack.enter_context(mock.patch.object(Slot, "fill", _fill_unseen))
+            stack.enter_context(mock.patch.object(ReplaySlot, "fill", _fill_unseen))
         for _ in range(STEPS):
             grads.zero()
             if manager is not None:
@@ -110,10 +112,10 @@ def train(planner: Planner | None, *, verify_every: int = 0, autograd_sees: bool
     return [*seen, *(param.detach().clone() for param in model.parameters())]
 
 
-_fill = Slot.fill
+_fill = ReplaySlot.fill
 
 
-def _fill_unseen(slot: Slot, tensors: Sequence[Tensor | None]) -> list[Tensor]:
+def _fill_unseen(slot: ReplaySlot, tensors: Sequence[Tensor | None]) -> list[Tensor]:
     with torch.autograd._unsafe_preserve_version_counter(tuple(slot.static)):
         return _fill(slot, tensors)
 

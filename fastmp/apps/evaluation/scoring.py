@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fastmp.cuda_graphs.backends.base import Backend
-from fastmp.cuda_graphs.function_graph import WholeGraph
+from fastmp.cuda_graphs.function_graph import FunctionGraph
 from fastmp.distributed.collectives import gather_from_group, gather_sequence, group_size
 from fastmp.distributed.groups import ParallelGroups
 from fastmp.nn.models import GPT
@@ -95,7 +95,7 @@ class Scorer:
                     f"graphs: the {group_size(groups.pp)} ranks of a pipeline agree on shapes while they "
                     f"score, which no graph can hold; {instead}"
                 )
-            self._scored = WholeGraph(
+            self._scored = FunctionGraph(
                 self._scored, [model], backend=backend, what="the scoring of a batch", instead=instead
             )
         self._pipeline: Pipeline | None = None

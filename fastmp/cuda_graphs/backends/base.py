@@ -64,17 +64,17 @@ class Backend(Protocol):
     def nbytes(self) -> int:
         """The bytes of the memory pool that the graphs share."""
 
-    def watch(self) -> AbstractContextManager[Any]:
-        """Watch eager work that will be captured later; what this yields is passed to `graph`."""
+    def trace_draws(self) -> AbstractContextManager[Any]:
+        """Trace the random draws of eager work that will be captured later; yields `draws` for `graph`."""
 
     def prepare(self) -> None:
         """Get ready to capture: called once in each step that captures, before its first capture."""
 
-    def graph(self, forward: Any = None, watched: Any = None, whole: bool = False) -> Any:
+    def graph(self, forward: Any = None, draws: Any = None, has_backward: bool = False) -> Any:
         """Make a new `Graph`.
 
-        forward: the graph of the forward whose backward this one will hold. watched: what `watch` yielded.
-        whole: the work has forwards and their backwards in it, and so had what was watched.
+        forward: the graph of the forward whose backward this one will hold. draws: from `trace_draws`.
+        has_backward: the work runs forwards and their backwards, and so did the traced work.
         """
 
     def weak(self, tensor: Tensor) -> Weak:

@@ -45,7 +45,7 @@ Offsets = dict[str, int]
 _NOT_ENDED: list[torch.cuda.CUDAGraph] = []  # torch's allocator of host memory asks them for ever
 
 
-class Watched(NamedTuple):
+class DrawTrace(NamedTuple):
     """What an eager forward has drawn.
 
     parts: for each part that will be recomputed, how far each stream had advanced when it began, of those
@@ -116,23 +116,23 @@ class CudaBackend:
         return sum(segment["total_size"] for segment in torch.cuda.memory_snapshot(self.pool))
 
     @contextmanager
-    def watch(self) -> Iterator[Watched]:
-        """Watch what eager work draws; what this yields is complete at its end."""
-        watched, rng = Watched([], set()), self.rng
+    def trace_draws(self) -> Iterator[DrawTrace]:
+        """Trace what eager work draws; what this yields is complete at its end."""
+        draws, rng = DrawTrace([], set()), self.rng
         if rng is None:
-            yield watched
+            yield draws
             return
         first = {name: generator.get_offset() for name, generator in rng.generators().items()}
 
         open_parts: list[tuple[int, Offsets]] = []  # each inside the one before
 
         def note() -> None:
-            open_parts.append((len(watched.parts), advanced()))
-            watched.parts.append(open_parts[-1][1])
+            open_parts.append((len(draws.parts), advanced()))
+            draws.parts.append(open_parts[-1][1])
 
         def ended(seeds: Any) -> None:
             (number, start), now = open_parts.pop(), advanced()
-            watched.parts[number] = {
+            draws.parts[number] = {
                 name: offset
                 for name, offset in start.items()
                 if now[name] - offset != seeds.advanced.get(name, 0)
@@ -143,26 +143,26 @@ class CudaBackend:
             return {name: now[name].get_offset() - offset for name, offset in first.items()}
 
         with rng.kept_by(note, ended, again=lambda: None):
-            yield watched
-        watched.moved.update(name for name, offset in advanced().items() if offset)
+            yield draws
+        draws.moved.update(name for name, offset in advanced().items() if offset)
 
     def graph(
-        self, forward: CudaGraph | None = None, watched: Watched | None = None, whole: bool = False
+        self, forward: CudaGraph | None = None, draws: DrawTrace | None = None, has_backward: bool = False
     ) -> CudaGraph:
-        """Make a graph. It registers the streams that the watched work has advanced: each costs a wait."""
+        """Make a graph. It registers the streams that the traced work has advanced: each costs a wait."""
         if self.pool is None:
             self._begin()
         streams = {} if self.rng is None else self.rng.generators()
-        moved = watched.moved if watched is not None else set(streams) if forward is None else forward.moved
+        moved = draws.moved if draws is not None else set(streams) if forward is None else forward.moved
         drawn = [generator for name, generator in streams.items() if name in moved]
         parts: list[tuple[Offsets, Generators]] = [
             (offsets, {name: torch.Generator(streams[name].device) for name in offsets})
-            for offsets in (watched.parts if watched is not None else [])
+            for offsets in (draws.parts if draws is not None else [])
         ]
-        recomputed = parts if whole else [] if forward is None else forward.parts
+        recomputed = parts if has_backward else [] if forward is None else forward.parts
         drawn += [part[name] for _, part in recomputed for name in part if name in moved]
         graph = CudaGraph(self, drawn, forward)
-        graph.moved, graph.parts, graph.whole = moved, parts, whole
+        graph.moved, graph.parts, graph.has_backward = moved, parts, has_backward
         self._graphs.add(graph)
         return graph
 
@@ -185,9 +185,9 @@ class CudaGraph:
     """`with graph.capture(): ...` notes work and does none of it; `replay()` does it on the current stream.
 
     generators: those that the work may draw from, besides torch's default one.
-    forward: the graph whose backward this is. `parts`: what is recomputed, see `CudaBackend.watch`, and the
-        generators of each. `moved`: the names of the streams that the forward draws from. `whole`: forwards
-        and their backwards are in it.
+    forward: the graph whose backward this is. `parts`: the recomputed parts, see `CudaBackend.trace_draws`,
+        and the generators of each. `moved`: the names of the streams that the forward draws from.
+        `has_backward`: the work runs forwards and their backwards.
 
     RuntimeError from CUDA for work that cannot be captured: a value read on the host, a wait for the device.
     """
@@ -199,7 +199,7 @@ class CudaGraph:
         self.graph = torch.cuda.CUDAGraph()
         self.parts: list[tuple[Offsets, Generators]] = []
         self.moved: set[str] = set()
-        self.whole = False
+        self.has_backward = False
         self._starts: dict[str, tuple[int, int]] = {}  # seeds and offsets at the last replay
         self._held: list[torch.UntypedStorage] = []
         for generator in self.generators:
@@ -255,17 +255,17 @@ class CudaGraph:
             found = next(left, None)
             if found is None:
                 raise CaptureError(
-                    f"graph: a recomputed part begins, and the run that was watched had {len(self.parts)}"
+                    f"graph: a recomputed part begins, and the traced run had {len(self.parts)}"
                 )
             return found
 
-        return rng.kept_by(part, again=rng.generators if self.whole else None)
+        return rng.kept_by(part, again=rng.generators if self.has_backward else None)
 
     def replay(self) -> None:
         if self._draws and self.backend.rng is not None:
             streams = self.backend.rng.generators()
             self._starts = {name: (g.initial_seed(), g.get_offset()) for name, g in streams.items()}
-        recomputed = self if self.whole else self.forward
+        recomputed = self if self.has_backward else self.forward
         if recomputed is not None:
             recomputed._set_parts()
         self.graph.replay()

@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from fastmp.cuda_graphs.backends.base import RandomStreams
 from fastmp.cuda_graphs.errors import CaptureError
-from fastmp.cuda_graphs.op_inspection import OpWatch, where
+from fastmp.cuda_graphs.op_inspection import OpInspector, where
 from fastmp.status import process_status
 
 __all__ = ["CaptureError", "Pool", "RecordedGraph", "RecordingBackend"]
@@ -150,7 +150,7 @@ class RecordedGraph:
     pool: holds the results; graphs that are captured in the order in which they run may share one.
     rng: the streams that the work draws from; None: torch's default generator only.
     forward: the graph whose backward this is; a recomputation in it draws what the forward drew.
-    whole: the work has forwards and their backwards in it.
+    has_backward: the work has forwards and their backwards in it.
 
     Tensors from outside must stay where they are: a replay reads them where they were at capture.
     CaptureError for what a CUDA graph cannot hold either: a value that is read on the host, a shape that
@@ -162,9 +162,9 @@ class RecordedGraph:
         pool: Pool,
         rng: RandomStreams | None = None,
         forward: RecordedGraph | None = None,
-        whole: bool = False,
+        has_backward: bool = False,
     ) -> None:
-        self.pool, self.rng, self.forward, self.whole = pool, rng, forward, whole
+        self.pool, self.rng, self.forward, self.has_backward = pool, rng, forward, has_backward
         self.starts: dict[bytes, Tensor] = {}  # {where a random op started at capture: at the last replay}
         self.ends: dict[str, bytes] = {}  # where each stream is behind its last op that repeats nothing
         self._ops: list[_Op] = []
@@ -242,16 +242,16 @@ class RecordingBackend:
     def nbytes(self) -> int:
         return self.pool.nbytes
 
-    def watch(self) -> AbstractContextManager[None]:
+    def trace_draws(self) -> AbstractContextManager[None]:
         return nullcontext()
 
     def prepare(self) -> None:
         """Do nothing: on a CPU a pool takes memory like anything else."""
 
     def graph(
-        self, forward: RecordedGraph | None = None, watched: None = None, whole: bool = False
+        self, forward: RecordedGraph | None = None, draws: None = None, has_backward: bool = False
     ) -> RecordedGraph:
-        return RecordedGraph(self.pool, self.rng, forward, whole)
+        return RecordedGraph(self.pool, self.rng, forward, has_backward)
 
     def weak(self, tensor: Tensor) -> Callable[[], Tensor]:
         return self.pool.place(tensor.detach()).tensor().detach
@@ -261,7 +261,7 @@ class RecordingBackend:
         self.pool = Pool()
 
 
-class _Recorder(OpWatch):
+class _Recorder(OpInspector):
     """Notes every op that passes, and puts what it makes into the pool."""
 
     def __init__(self, graph: RecordedGraph) -> None:
@@ -307,7 +307,7 @@ class _Recorder(OpWatch):
         here = torch.get_rng_state()
         own = _place(stream, here)
         before = {} if graph.forward is None else graph.forward.starts
-        if graph.whole and graph.ends[stream] != own:
+        if graph.has_backward and graph.ends[stream] != own:
             before = graph.starts
         if own in before:
             return _Draw(stream, own, before)

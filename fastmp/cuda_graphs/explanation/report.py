@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from fastmp.cuda_graphs.explanation.tracing import Event, Problem, Trace, key, line_of
 from fastmp.cuda_graphs.op_inspection import line_in
 from fastmp.cuda_graphs.partition import made_by
-from fastmp.cuda_graphs.skipped_hooks import Skipped, called_whole
+from fastmp.cuda_graphs.skipped_hooks import SkippedHook, merge_hooked_layers
 from fastmp.nn.segment import Call, LayerChain, Link, SingleSegment, Tensors, run_links
 
 __all__ = ["Problem", "Report", "SegmentReport", "explain"]
@@ -110,7 +110,7 @@ class _Watcher:
 
     def __init__(self, model: nn.Module) -> None:
         named = _chains(model)
-        self.hooks: dict[nn.Module, Skipped] = {}
+        self.hooks: dict[nn.Module, SkippedHook] = {}
         self.chains = [(chain, self._links(chain, name)) for name, chain in named]
         self.links = {name: link for _, links in self.chains for name, link in links.items()}
         self.call: Callable[..., Any] = model
@@ -122,7 +122,7 @@ class _Watcher:
         self.error = ""
 
     def _links(self, chain: LayerChain, name: str = "") -> dict[str, Link]:
-        links, hooks = called_whole(chain.links())
+        links, hooks = merge_hooked_layers(chain.links())
         self.hooks |= hooks
         return {f"{name}.{link.full_name}".lstrip("."): link for link in links}
 

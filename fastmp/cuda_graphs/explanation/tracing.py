@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten
 
-from fastmp.cuda_graphs.op_inspection import OpWatch, line_in, where
+from fastmp.cuda_graphs.op_inspection import OpInspector, line_in, where
 from fastmp.nn.segment import run_links
 
 __all__ = ["Event", "Problem", "Trace"]
@@ -48,7 +48,7 @@ class Event(NamedTuple):
     line: str
 
 
-class Trace(OpWatch):
+class Trace(OpInspector):
     """`with trace.running(): ...` notes `events` and `problems` of what runs inside, forward and backward.
 
     names: storages that are there before, by address of the storage: {key: "parameter weight"}.

@@ -12,7 +12,7 @@ from marks import full
 from fastmp.apps.generation import loop
 from fastmp.apps.generation.loop import Row, generate
 from fastmp.cuda_graphs.backends.recording import RecordingBackend
-from fastmp.cuda_graphs.function_graph import WholeGraph
+from fastmp.cuda_graphs.function_graph import FunctionGraph
 from fastmp.distributed.collectives import group_rank
 from fastmp.distributed.grid import RankGrid
 from fastmp.distributed.groups import ParallelGroups
@@ -271,7 +271,7 @@ def longer(rank, world, layout, graphs):
                 room, before = before, groups.exchange.views.capacity
                 assert before > room or prompts is PROMPTS
     assert found[:4] == found[4:]
-    graph = WholeGraph(model, [model], backend=RecordingBackend(), what="a forward", instead="")
+    graph = FunctionGraph(model, [model], backend=RecordingBackend(), what="a forward", instead="")
     with torch.no_grad():
         for _ in range(3):
             graph(torch.tensor(PROMPTS[:1]))

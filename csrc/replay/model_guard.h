@@ -1,4 +1,4 @@
-// Notices that something of a model is no longer what it was, by identity; see fastmp/cuda_graphs/snapshot.py.
+// Guards a model between steps: detects replaced or moved state by identity; see fastmp/cuda_graphs/snapshot.py.
 #pragma once
 
 #include <ATen/ATen.h>
@@ -11,12 +11,12 @@ namespace fastmp {
 
 namespace py = pybind11;
 
-// It owns nothing, so that the garbage collector sees all references: whoever makes one keeps what it was given.
-class Watch {
+// It owns no references, so that the garbage collector sees all of them: the caller keeps every argument alive.
+class ModelGuard {
  public:
   // dicts: each with a copy of what is in it. modes: the attributes of each module, and its mode. tensors: each with
   // its attributes and its main gradient or None.
-  Watch(const py::list& dicts, const py::list& modes, const py::list& tensors) {
+  ModelGuard(const py::list& dicts, const py::list& modes, const py::list& tensors) {
     for (const py::handle& each : dicts) {
       const auto [dict, copy] = pair_of(each);
       this->dicts.push_back({dict, PyDict_GET_SIZE(copy)});
@@ -37,14 +37,14 @@ class Watch {
     }
   }
 
-  // Whether each module has its mode, and each tensor is trained or not, as at first.
+  // True if the mode of each module and `requires_grad` of each tensor are unchanged.
   bool same_modes() const {
     for (const Held& each : tensors)
       if (THPVariable_Unpack(each.tensor).requires_grad() != each.needs) return false;
     return same_training();
   }
 
-  // Whether modes are the same, all dicts hold the same objects, and all tensors and main gradients are in their places.
+  // True if modes, the objects in all dicts, and the addresses of all tensors and main gradients are unchanged.
   bool same() const {
     size_t at = 0;
     for (const Dict& each : dicts) {
@@ -99,7 +99,7 @@ class Watch {
 
   static PyObject* hooks_of(PyObject* tensor) { return reinterpret_cast<THPVariable*>(tensor)->backward_hooks; }
 
-  // Those behind an accumulation.
+  // Hooks after the accumulation of the gradient.
   static PyObject* later_hooks_of(PyObject* tensor) {
     return reinterpret_cast<THPVariable*>(tensor)->post_accumulate_grad_hooks;
   }

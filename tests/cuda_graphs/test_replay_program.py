@@ -1,4 +1,4 @@
-"""The flat program that C++ runs beside steps in Python: the same bits, copies and errors, and no leak."""
+"""Replay programs in C++ against steps in Python: the same bits, copies and errors, and no leak."""
 
 from __future__ import annotations
 
@@ -18,16 +18,18 @@ from small_tools import SHAPE, Parts, assert_same, eager, linear, managed, total
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fastmp.cuda_graphs import replay_program as flat
+from fastmp.cuda_graphs import replay_program
 from fastmp.cuda_graphs.errors import GraphError
-from fastmp.cuda_graphs.executor import GraphedStep
+from fastmp.cuda_graphs.executor import StepExecutor
 from fastmp.cuda_graphs.manager import GraphManager
-from fastmp.cuda_graphs.replay_program import FlatStep, Program
+from fastmp.cuda_graphs.replay_program import ProgramExecutor, ReplayProgram
 from fastmp.nn import LayerChain
 from fastmp.pipeline.schedule import Schedule
 from fastmp.testing.silent import SilentBackend
 
-pytestmark = pytest.mark.skipif(flat.REPLAY is None, reason="fastmp._replay is not built for this torch")
+pytestmark = pytest.mark.skipif(
+    replay_program.REPLAY is None, reason="fastmp._replay is not built for this torch"
+)
 
 
 @pytest.fixture
@@ -36,8 +38,8 @@ def both(monkeypatch):
 
     def run(function):
         came_to = []
-        for module in (flat.REPLAY, None):
-            monkeypatch.setattr(flat, "REPLAY", module)
+        for module in (replay_program.REPLAY, None):
+            monkeypatch.setattr(replay_program, "REPLAY", module)
             torch.manual_seed(0)
             try:
                 came_to.append(function())
@@ -52,13 +54,13 @@ def both(monkeypatch):
 def in_python(monkeypatch):
     """How many runs went through Python: in C++'s turn none may, once graphs are captured."""
     seen = Counter()
-    run = GraphedStep.run
+    run = StepExecutor.run_captured_span
 
     def count(self, *arguments):
-        seen["C++" if isinstance(self, FlatStep) else "Python"] += 1
+        seen["C++" if isinstance(self, ProgramExecutor) else "Python"] += 1
         return run(self, *arguments)
 
-    monkeypatch.setattr(GraphedStep, "run", count)
+    monkeypatch.setattr(StepExecutor, "run_captured_span", count)
     return seen
 
 
@@ -112,7 +114,7 @@ def test_random_models(seed, both, in_python):
                 floating[:1]
             )
 
-        return train(chain, True, loss=loss, run_size=draw.choice((None, 1)))
+        return train(chain, True, loss=loss, span_size=draw.choice((None, 1)))
 
     assert_alike(*both(run))
     assert in_python["C++"] == 0 and in_python["Python"] > 0
@@ -288,12 +290,13 @@ def test_its_words_are_data():
     manager = managed(chain, True)
     train_steps(chain, manager, 4)
     graph_set = manager._graph_set
-    program = Program(graph_set, manager._parts)
+    program = ReplayProgram(graph_set, manager._spans)
     assert program.forwards == [(0, 0), (0, 1)] and len(program.backwards) == 2
-    first, last = (flat._forward(graph_set, slot, graph_set.captured[slot.graph], manager._parts[0])
+    first, last = (replay_program._forward(graph_set, slot, graph_set.captured[slot.graph], manager._spans[0])
                    for slot in graph_set.slots[:2])  # fmt: skip
-    assert (first.leaves, last.leaves) == (False, True) and first.outputs == last.outputs == [-1]
-    assert first.places == {first.made[0].untyped_storage().data_ptr()}
+    assert (first.is_last, last.is_last) == (False, True)
+    assert first.output_sources == last.output_sources == [-1]
+    assert first.storages == {first.made[0].untyped_storage().data_ptr()}
 
 
 def train_steps(chain, manager, steps, microbatches=2):
