@@ -18,7 +18,7 @@ HIDDEN = (8, 2, 32)
 
 @pytest.fixture
 def copies(monkeypatch):
-    """What Python copies together, in order, and where it goes; C++ copies the same (test_replay_program.py)."""
+    """Record the copies of the Python executor, in order, by destination; C++ makes the same."""
     monkeypatch.setattr(replay_program, "REPLAY", None)
     seen = {"into graphs": [], "out of chains": [], "to what keeps gradients": []}
     others = []  # copies under way that are not into graphs
