@@ -19,7 +19,7 @@ from fastmp.cuda_graphs.overlapped import OverlappedGraphManager
 from fastmp.distributed.grid import RankGrid
 from fastmp.distributed.groups import ParallelGroups
 from fastmp.nn import LayerChain, Placement, TransformerLayer
-from fastmp.nn.moe.dispatchers.base import AllToAllDispatcher
+from fastmp.nn.moe.dispatchers.alltoall import AllToAllDispatcher
 from fastmp.nn.overlap import OverlappedLayers
 from fastmp.optim.grad_buffers import GradBuffer
 from fastmp.pipeline.schedule import BACKWARD, FORWARD, Schedule
@@ -115,7 +115,7 @@ def sizes_on_the_host(ranks: int = 8, experts: int = 64, rounds: int = 2000) -> 
     times = []
     for _ in range(rounds):
         start = time.perf_counter_ns()
-        numbers = dispatcher._arrived(copy_RX)
+        numbers = dispatcher._received_counts(copy_RX)
         dispatcher._splits(numbers)  # in `dispatch`
         dispatcher.sizes(numbers)  # of the experts' products
         dispatcher._splits(numbers)  # in `combine`

@@ -10,13 +10,13 @@ from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any
 
+from fastmp.config.dispatchers import DISPATCHERS
 from fastmp.config.options import Checked, option
+from fastmp.config.specs import ACTIVATIONS, NORMS
 
 __all__ = [
-    "ACTIVATIONS",
     "EXCHANGE_OPTIONS",
     "MAX_LAYERS",
-    "Activation",
     "BertConfig",
     "GPTConfig",
     "MoEConfig",
@@ -69,11 +69,8 @@ class MoEConfig(Checked):
     )
     dispatcher: str = option(
         "alltoall",
-        "tokens travel to their experts (alltoall), or all tokens of the expert group to every rank of it "
-        "(allgather): better for few experts a rank and many a token; symmetric: they travel through memory "
-        "that the ranks of one machine share, and no host waits; deepep: by the kernels of DeepEP, a package "
-        "of its own",
-        ("alltoall", "allgather", "symmetric", "deepep"),
+        "token dispatcher of expert parallelism",
+        DISPATCHERS,
     )
     symmetric_capacity: float | None = option(
         None,
@@ -102,9 +99,11 @@ class MoEConfig(Checked):
         if self.symmetric_capacity is not None:
             if not self.symmetric_capacity > 0.0:
                 yield f"symmetric_capacity must be positive or absent, got {self.symmetric_capacity}"
-            if self.dispatcher != "symmetric":
+            takes = [name for name, spec in DISPATCHERS.items() if spec.symmetric_memory]
+            if self.dispatcher not in takes:
+                names = " or ".join(f'"{name}"' for name in takes)
                 yield (
-                    f'symmetric_capacity is for dispatcher "symmetric", got {self.symmetric_capacity} beside '
+                    f"symmetric_capacity is for dispatcher {names}, got {self.symmetric_capacity} beside "
                     f"{self.dispatcher!r}"
                 )
         if self.symmetric_overflow == "rerun" and self.symmetric_capacity is None:
@@ -137,28 +136,6 @@ class MoEConfig(Checked):
                 f"top_k {self.top_k} is more than the {reachable} experts of group_topk {self.group_topk} of "
                 f"{self.num_groups} groups"
             )
-
-
-@dataclass(frozen=True)
-class Activation:
-    """The activation of an MLP and of experts.
-
-    `form` is the function as ops name it: "gelu" (exact, with erf), "gelu_tanh" or "silu". `blocks` 2 means a
-    gated linear unit: the first product makes [gate | up], each as wide as the ffn, and the activation gives
-    form(gate) * up. With `blocks` 1 it gives form(up).
-    """
-
-    form: str
-    blocks: int = 1
-
-
-ACTIVATIONS = {
-    "gelu": Activation("gelu"),
-    "gelu_tanh": Activation("gelu_tanh"),
-    "swiglu": Activation("silu", blocks=2),
-    "geglu": Activation("gelu_tanh", blocks=2),
-    "geglu_erf": Activation("gelu", blocks=2),
-}
 
 
 MAX_LAYERS = 1 << 16  # plans list them
@@ -244,13 +221,12 @@ class GPTConfig(Checked):
     layernorm_epsilon: float = option(1e-5, "epsilon of either norm")
     init_std: float = option(0.02, "standard deviation of the initial weights")
     head_size: int | None = option(None, "width of a head; none: hidden_size / num_heads")
-    norm: str = option("layernorm", "norm of every layer", ("layernorm", "rmsnorm"))
+    norm: str = option("layernorm", "norm of every layer", NORMS)
     position: str = option("learned", "positions: a learned table, or rotary", ("learned", "rope"))
     rope_base: float = option(10000.0, "base of the angles of rotary positions")
     activation: str = option(
         "gelu_tanh",
-        "activation of the MLP and of experts: gelu (exact, with erf), its tanh form as in GPT-2, or with a "
-        "gate swiglu, geglu (tanh form, as in Gemma) or geglu_erf (exact)",
+        "activation of the MLP and of experts",
         ACTIVATIONS,
     )
     linear_bias: bool = option(True, "give all projections a bias")

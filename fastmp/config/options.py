@@ -6,15 +6,23 @@ Standard library only.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
-from dataclasses import field, fields
+from dataclasses import Field, field, fields
 from typing import Any
 
-__all__ = ["Checked", "option", "unknown_choice"]
+from fastmp.config.specs import Registry
+
+__all__ = ["Checked", "help_of", "option", "unknown_choice"]
 
 
 def option(default: Any, text: str, choices: Collection[str] = ()) -> Any:
     """A field with this default, the `text` that `--help` shows for it, and the only values it may have."""
     return field(default=default, metadata={"help": text, "choices": choices})
+
+
+def help_of(option: Field[Any]) -> str:
+    """Return the help of an option; where its choices are a registry, with what each of them is."""
+    text, choices = option.metadata["help"], option.metadata["choices"]
+    return f"{text}: {choices.help}" if isinstance(choices, Registry) else text
 
 
 def unknown_choice(name: str, value: Any, choices: Collection[Any]) -> str:

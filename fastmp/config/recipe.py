@@ -32,6 +32,7 @@ from typing import Any, NamedTuple, TypeVar
 from fastmp.config.command_line import Parser
 from fastmp.config.files import read_file
 from fastmp.config.model import GPTConfig
+from fastmp.config.options import help_of
 from fastmp.config.training import Recipe
 
 __all__ = [
@@ -157,7 +158,7 @@ def _add_option(group: argparse._ArgumentGroup, path: str, field: Field[Any], hi
     """The option of the field at `path`, absent from what is parsed where it is not given."""
     table, _, name = path.replace("_", "-").rpartition(".")
     names = [_option(path), *([SHORT[path]] if path in SHORT else [])]
-    text = field.metadata["help"].replace("%", "%%")
+    text = help_of(field).replace("%", "%%")
     settings: dict[str, Any] = {"dest": path, "default": argparse.SUPPRESS}
     kind = _without_none(hint)
     if kind is bool:

@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import astuple, dataclass
 
-from fastmp.config.model import ACTIVATIONS, GPTConfig
+from fastmp.config.model import GPTConfig
+from fastmp.config.specs import ACTIVATIONS, NORMS
 
 __all__ = [
     "ParameterCounts",
@@ -71,11 +72,11 @@ def layer_parameters(config: GPTConfig) -> ParameterCounts:
     """Count the parameters of one layer; with experts, where `config` describes some."""
     h, d, moe = config.hidden_size, config.head_dim, config.moe
     qkv, ffn = (config.num_heads + 2 * config.kv_heads) * d, _dense_ffn(config)
-    sharded = _attention(config) + (_blocks(config) + 1) * h * ffn
+    sharded = _attention(config) + (_projections(config) + 1) * h * ffn
     replicated = 2 * norm_parameters(config) + 2 * d * config.qk_norm
     sharded += qkv * config.has_qkv_bias
     if config.linear_bias:  # a bias after the sum over ranks is replicated; experts have none
-        sharded += _blocks(config) * ffn
+        sharded += _projections(config) * ffn
         replicated += h + (h if ffn else 0)
     experts = chosen = 0
     if moe is not None:
@@ -86,7 +87,7 @@ def layer_parameters(config: GPTConfig) -> ParameterCounts:
 
 def norm_parameters(config: GPTConfig) -> int:
     """Count the parameters of a norm of hidden states."""
-    return config.hidden_size * (1 if config.norm == "rmsnorm" else 2)
+    return config.hidden_size * NORMS[config.norm].params_per_hidden
 
 
 def position_parameters(config: GPTConfig) -> int:
@@ -174,7 +175,7 @@ def layer_flops_per_token(config: GPTConfig, seq_len: int, *, causal: bool = Fal
 
     A layer with experts, where `config` describes some; `config.layers` has the configuration of each.
     """
-    matrices = _attention(config) + (_blocks(config) + 1) * config.hidden_size * _dense_ffn(config)
+    matrices = _attention(config) + (_projections(config) + 1) * config.hidden_size * _dense_ffn(config)
     if config.moe is not None:
         matrices += _router(config) + _experts(config, config.moe.top_k)
     window = min(config.sliding_window or seq_len, seq_len)
@@ -199,7 +200,7 @@ def _router(config: GPTConfig) -> int:
 
 def _experts(config: GPTConfig, number: int) -> int:
     assert config.moe is not None
-    return number * (_blocks(config) + 1) * config.hidden_size * config.moe.expert_ffn_hidden_size
+    return number * (_projections(config) + 1) * config.hidden_size * config.moe.expert_ffn_hidden_size
 
 
 def _dense_ffn(config: GPTConfig) -> int:
@@ -207,6 +208,6 @@ def _dense_ffn(config: GPTConfig) -> int:
     return config.ffn_size if config.moe is None else config.moe.shared_expert_ffn_hidden_size
 
 
-def _blocks(config: GPTConfig) -> int:
-    """The blocks of an MLP's first product: two where the activation has a gate."""
-    return ACTIVATIONS[config.activation].blocks
+def _projections(config: GPTConfig) -> int:
+    """Return how many ffn-wide projections an MLP's first GEMM makes: two where the activation has a gate."""
+    return ACTIVATIONS[config.activation].num_projections

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 
+from fastmp.config.dispatchers import capturable_dispatchers
+
 __all__ = ["captured_segments", "layer_groups", "must_run_eagerly"]
 
 # What a scope can name besides a single segment, which is a part by its own name.
@@ -67,7 +69,7 @@ def must_run_eagerly(segments: Sequence[str], reason: str = "") -> str:
     if reason:
         return f"{said} ({reason})"
     exchanges = "dispatch" in segments and "preprocess" not in segments
-    return f'{said} (not with moe.dispatcher "symmetric", for ranks of one machine)' if exchanges else said
+    return f"{said} (not with {capturable_dispatchers()})" if exchanges else said
 
 
 def layer_groups(sizes: Sequence[int], span_size: int | None) -> list[int]:

@@ -6,10 +6,9 @@ The layout is the same on all ranks and known beforehand: `fastmp plan` counts t
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
-__all__ = ["ExchangeLayout", "row_capacity"]
+__all__ = ["ExchangeLayout"]
 
 _ALIGNMENT = 16  # bytes that one store moves
 _INT32 = 4
@@ -46,26 +45,6 @@ class ExchangeLayout:
     @property
     def nbytes(self) -> int:
         return self.rows_at + _aligned(2 * self.capacity * self.hidden * self.itemsize)
-
-
-def row_capacity(
-    tokens: int, *, top_k: int, experts: int, ep: int, etp: int, factor: float | None = None
-) -> int:
-    """Return the row capacity of a rank's buffer when each of ep x etp ranks dispatches `tokens`.
-
-    Args:
-        tokens: tokens of one rank.
-        factor: capacity factor over a balanced load, at most the worst case. None: the worst case, every
-            token routed to the experts of one rank.
-
-    Example:
-        >>> row_capacity(8, top_k=2, experts=4, ep=2, etp=1)
-        32
-        >>> row_capacity(8, top_k=2, experts=4, ep=2, etp=1, factor=1.5)
-        24
-    """
-    most = max(ep * etp * tokens * min(top_k, experts // ep), 1)
-    return most if factor is None else min(most, max(math.ceil(factor * tokens * top_k * etp), 1))
 
 
 def _aligned(nbytes: int) -> int:

@@ -24,7 +24,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from fastmp.distributed.exchange_layout import ExchangeLayout, row_capacity
+from fastmp.config.dispatchers import row_capacity
+from fastmp.distributed.exchange_layout import ExchangeLayout
 from fastmp.status import process_status
 
 __all__ = ["ExchangeViews", "SymmetricExchange", "SymmetricMemory"]
@@ -166,7 +167,7 @@ class SymmetricExchange:
         Args:
             tokens: this rank's tokens, which fix hidden size, dtype and device.
             top_k, experts: of the router.
-            factor: capacity factor, see `fastmp.distributed.exchange_layout.row_capacity`.
+            factor: capacity factor, see `fastmp.config.dispatchers.row_capacity`.
 
         Raises:
             ValueError: more tokens or other rows than allocated; on all ranks, if ranks allocate differently;
@@ -191,7 +192,7 @@ class SymmetricExchange:
         if len(tokens) > self._max_tokens:
             raise ValueError(
                 f"SymmetricExchange: {len(tokens)} tokens of a rank, but its first batch reserved memory for "
-                f"{self._max_tokens}; begin with the largest batch, call MoELayer.expect before, or use "
+                f"{self._max_tokens}; begin with the largest batch, call MoELayer.reserve before, or use "
                 'moe.dispatcher "alltoall"'
             )
         if process_status.graph is not None:
@@ -219,7 +220,7 @@ class SymmetricExchange:
         if any(held for *_, held in everyones):
             raise ValueError(
                 f"SymmetricExchange: {max_tokens} tokens per rank requested, but graphs hold the memory for "
-                f"{self._max_tokens}; call MoELayer.expect before they are captured, let go of them, or use "
+                f"{self._max_tokens}; call MoELayer.reserve before they are captured, let go of them, or use "
                 'moe.dispatcher "alltoall"'
             )
         for rank, (_, other, _) in enumerate(everyones):

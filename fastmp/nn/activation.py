@@ -1,4 +1,4 @@
-"""The fused op that computes an activation of `config.ACTIVATIONS`."""
+"""Activations by name: the fused ops that the specs of `fastmp.config.specs` name."""
 
 from __future__ import annotations
 
@@ -7,30 +7,35 @@ from typing import Protocol
 
 from torch import Tensor
 
-from fastmp.config import Activation
-from fastmp.ops import bias_gelu, geglu, swiglu
+from fastmp.config import ACTIVATIONS
+from fastmp.config.specs import load
+from fastmp.ops import bias_gelu, swiglu
+from fastmp.ops import geglu as geglu_op
 
-__all__ = ["ActivationFunction", "activation_function"]
+__all__ = [
+    "ActivationFunction",
+    "activation_function",
+    "geglu",
+    "geglu_erf",
+    "gelu",
+    "gelu_tanh",
+    "swiglu",
+]
 
 
 class ActivationFunction(Protocol):
-    """Maps (..., blocks * F) and a bias (blocks * F,) or None to the activation (..., F) of their sum."""
+    """Maps (..., num_projections * F) and a bias (num_projections * F,) or None to (..., F)."""
 
     def __call__(self, x: Tensor, *, bias: Tensor | None = None) -> Tensor: ...
 
 
-_FUNCTIONS: dict[Activation, ActivationFunction] = {
-    Activation("gelu"): partial(bias_gelu, approximate="none"),
-    Activation("gelu_tanh"): partial(bias_gelu, approximate="tanh"),
-    Activation("silu", blocks=2): swiglu,
-    Activation("gelu", blocks=2): partial(geglu, approximate="none"),
-    Activation("gelu_tanh", blocks=2): partial(geglu, approximate="tanh"),
-}
+gelu = partial(bias_gelu, approximate="none")
+gelu_tanh = partial(bias_gelu, approximate="tanh")
+geglu = partial(geglu_op, approximate="tanh")
+geglu_erf = partial(geglu_op, approximate="none")
 
 
-def activation_function(owner: str, activation: Activation) -> ActivationFunction:
-    """The op of `activation`; ValueError, in the name of `owner`, where there is none."""
-    if activation not in _FUNCTIONS:
-        known = ", ".join(str(each) for each in _FUNCTIONS)
-        raise ValueError(f"{owner}: no op computes {activation}; there are {known}")
-    return _FUNCTIONS[activation]
+def activation_function(name: str) -> ActivationFunction:
+    """Return the op of the activation `name`. Raises ValueError for an unknown one."""
+    found: ActivationFunction = load(ACTIVATIONS[name].op)
+    return found

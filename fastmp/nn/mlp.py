@@ -35,12 +35,12 @@ class MLP(nn.Module):
                 f"MLP: ffn_hidden_size {config.ffn_size} is not divisible by the tensor-parallel size {tp}"
             )
         options = {"bias": config.linear_bias, "skip_bias_add": True, **on.linear_options}
-        activation = ACTIVATIONS[config.activation]
-        self.activate, blocks = activation_function("MLP", activation), activation.blocks
+        self.activate = activation_function(config.activation)
+        projections = ACTIVATIONS[config.activation].num_projections
         self.up = ColumnParallelLinear(
             config.hidden_size,
-            blocks * config.ffn_size,
-            stride=blocks,
+            projections * config.ffn_size,
+            stride=projections,
             gather_output=False,
             init_method=normal(config),
             **options,

@@ -15,7 +15,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed import ProcessGroup
 
-from fastmp.config import GPTConfig
+from fastmp.config import NORMS, GPTConfig
+from fastmp.config.specs import load
 from fastmp.distributed.collectives import group_size
 from fastmp.nn.documents import Positions
 from fastmp.nn.init import normal
@@ -124,17 +125,16 @@ class Linear(_Replicated):
         return f"{self.weight.shape[1]}, {self.weight.shape[0]}"
 
 
-def make_norm(config: GPTConfig, on: Placement) -> LayerNorm | RMSNorm:
-    """The norm of hidden states that `config.norm` names."""
-    kinds: dict[str, type[LayerNorm | RMSNorm]] = {"layernorm": LayerNorm, "rmsnorm": RMSNorm}
-    kind = kinds[config.norm]
-    return kind(
+def make_norm(config: GPTConfig, on: Placement) -> nn.Module:
+    """Return the norm of hidden states that `config.norm` names."""
+    norm: nn.Module = load(NORMS[config.norm].make)(
         config.hidden_size,
         eps=config.layernorm_epsilon,
         group=on.groups.tp,
         sequence_parallel=on.sequence_parallel,
         **on.tensor_options,
     )
+    return norm
 
 
 class RotaryPositions(GroupModule):

@@ -70,7 +70,7 @@ class TransformerLayer(SegmentedLayer):
         attention = Segment("attention", self._attention)
         if self.moe is None:
             return attention, Segment("mlp", self._mlp)
-        first, *others, last = self.moe.segments()
+        first, *others, last = self.moe.segments(carried=1)  # the residual
         return (
             attention,
             replace(first, run=lambda hidden_SBH: first.run(self.mlp_norm(hidden_SBH), hidden_SBH)),

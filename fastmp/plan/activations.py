@@ -8,7 +8,7 @@ one op only are not counted.
 
 from __future__ import annotations
 
-from fastmp.config import BertConfig
+from fastmp.config import NORMS, BertConfig
 from fastmp.plan.shapes import Shapes
 
 _STATISTIC = 4  # bytes: sums over rows, log-sum-exps and probabilities are float32
@@ -71,10 +71,7 @@ def mlp(shapes: Shapes) -> int:
 
 
 def experts(shapes: Shapes) -> int:
-    """Return what the router and the routed experts keep, where all experts get equally many tokens.
-
-    A symmetric dispatcher has them work on all rows that there is room for.
-    """
+    """Return what the router and the routed experts keep, where all experts get equally many tokens."""
     moe, grid = shapes.model.moe, shapes.grid
     assert moe is not None
     row = shapes.model.hidden_size * shapes.itemsize
@@ -84,23 +81,12 @@ def experts(shapes: Shapes) -> int:
         kept += 2 * shapes.routed * row  # the tokens times noise, and the noise
     arrived = shapes.rows_at_experts
     kept += arrived * row + _ffn(shapes, moe.expert_ffn_hidden_size // grid.etp, arrived)
-    if shapes.dispatcher == "alltoall":  # both sides sort rows; those that sent them weight the results
-        return kept + arrived * _INDEX + choices * (_INDEX + _STATISTIC) + shapes.pairs * row
-    if shapes.dispatcher == "symmetric":  # rows come back unsorted, and are weighted where they arrive
-        return kept + choices * (_INDEX + _STATISTIC + row)
-    gathered = {
-        "local": 1,
-        "sharing": grid.etp,
-        "allgather": grid.etp * grid.ep,
-        "deepep": shapes.reached * grid.etp,  # a received token has each of its choices `etp` times
-    }[shapes.dispatcher]
-    return kept + round(gathered * choices) * (_INDEX + _STATISTIC) + arrived * row
+    return kept + shapes.dispatcher.saved_bytes(shapes.dispatch_sizes)
 
 
 def norm(shapes: Shapes) -> int:
     """Return what a norm of hidden states keeps: its input and one or two numbers for each row."""
-    numbers = 1 if shapes.model.norm == "rmsnorm" else 2
-    return shapes.hidden + numbers * shapes.rows * _STATISTIC
+    return shapes.hidden + NORMS[shapes.model.norm].saved_per_token * shapes.rows * _STATISTIC
 
 
 def embedding(shapes: Shapes) -> int:
@@ -157,4 +143,4 @@ def loss_workspace(shapes: Shapes, narrow_gradient: bool) -> int:
 
 def _ffn(shapes: Shapes, width: int, rows: int) -> int:
     """Return what an MLP keeps besides its input: the input of the activation, and its output."""
-    return (shapes.blocks + 1) * width * rows * shapes.itemsize
+    return (shapes.projections + 1) * width * rows * shapes.itemsize

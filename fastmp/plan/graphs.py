@@ -24,8 +24,8 @@ from fastmp.plan.layout import make_schedule
 from fastmp.plan.parameters import stage_layers
 from fastmp.plan.recipe import fitting_recipe, recipe_parser, table
 from fastmp.plan.segments import (
-    EXCHANGES,
     all_segments,
+    exchange_segments,
     runs,
     runs_apart,
     sections,
@@ -82,7 +82,7 @@ def graph_facts(recipe: Recipe, world_size: int) -> dict[str, Any]:
         ranks = _of_runs(recipe, shapes)
     able = all_segments(shapes)
     overlaps = layout.overlap_experts and "full_step" not in (scope or ())
-    apart = [name for name in EXCHANGES if overlaps and name in able]
+    apart = exchange_segments(shapes) if overlaps else []
     captured = captured_segments(scope, able, apart)
     whole = bool({"full", "full_step"} & {*(scope or ())})
     behind = ["loss"] * whole + ["sums over ranks", "optimizer"] * ("full_step" in (scope or ()))

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from fastmp.config import ParallelConfig, Recipe
-from fastmp.distributed.exchange_layout import row_capacity
+from fastmp.config import DISPATCHERS, ParallelConfig, Recipe
+from fastmp.config.dispatchers import DispatchSizes
 from fastmp.distributed.grid import RankGrid
 from fastmp.pipeline.schedule import Schedule
 
@@ -23,7 +23,6 @@ __all__ = [
 ]
 
 MAX_MICROBATCHES = 1 << 16  # schedules list them
-MAX_ROWS = 1 << 31  # of a symmetric dispatcher
 
 
 class Problem(NamedTuple):
@@ -320,16 +319,18 @@ def _expert_problems(recipe: Recipe) -> Iterator[Problem]:
                 )
         return
     tokens = -(-(data.seq_len // layout.cp) // layout.tp) * data.micro_batch_size
-    etp = layout.tp if layout.etp is None else layout.etp
-    if moe.dispatcher == "symmetric" and moe.num_experts % layout.ep == 0:
-        sizes = {"top_k": moe.top_k, "experts": moe.num_experts, "ep": layout.ep, "etp": etp}
-        rows = row_capacity(tokens, **sizes, factor=moe.symmetric_capacity)
-        if layout.ep * rows >= MAX_ROWS:
-            yield Problem(
-                ("model.moe.symmetric_capacity", "data.micro_batch_size"),
-                f"{layout.ep} ranks with room for {rows} rows each are too many rows for int32, by which "
-                "dispatcher 'symmetric' numbers them",
-            )
+    sizes = DispatchSizes(
+        tokens=tokens,
+        pairs=tokens * moe.top_k,
+        hidden_size=recipe.model.hidden_size,
+        itemsize=4 if recipe.train.dtype == "float32" else 2,
+        top_k=moe.top_k,
+        num_experts=moe.num_experts,
+        ep=layout.ep,
+        etp=layout.tp if layout.etp is None else layout.etp,
+        symmetric_capacity=moe.symmetric_capacity,
+    )
+    yield from (Problem(*each) for each in DISPATCHERS[moe.dispatcher].problems(sizes))
     if moe.capacity_factor is None:
         return
     share = moe.capacity_factor * tokens * moe.top_k / moe.num_experts

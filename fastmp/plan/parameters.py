@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from fastmp.config import BertConfig, Recipe
+from fastmp.config import NORMS, BertConfig, Recipe
 from fastmp.optim.flat_layout import Buffer, ParamSpec, matrix_cost, plan_buffers
 from fastmp.plan.shapes import Shapes
 
@@ -121,11 +121,14 @@ def _layer(shapes: Shapes) -> Iterator[tuple[str, tuple[int, bool]]]:
     if moe is not None:
         yield "moe.router.weight", (moe.num_experts * h, True)
         each = moe.num_experts * h * moe.expert_ffn_hidden_size // (shapes.grid.ep * shapes.grid.etp)
-        yield from (("moe.experts.fc1", (each * shapes.blocks, False)), ("moe.experts.fc2", (each, False)))
+        yield from (
+            ("moe.experts.fc1", (each * shapes.projections, False)),
+            ("moe.experts.fc2", (each, False)),
+        )
         if moe.shared_expert_gate:
             yield "moe.shared_experts.gate", (h, split)
     if ffn:
-        yield from _linear(shapes, f"{mlp}.up", h, shapes.blocks * ffn // shapes.grid.tp)
+        yield from _linear(shapes, f"{mlp}.up", h, shapes.projections * ffn // shapes.grid.tp)
         yield from _linear(shapes, f"{mlp}.down", ffn // shapes.grid.tp, h, row=True)
 
 
@@ -136,10 +139,10 @@ def _update_costs(shapes: Shapes) -> dict[str, int]:
     costs = {"attention.qkv.weight": query + 2 * key, "attention.proj.weight": query}
     ffn = model.ffn_size if moe is None else moe.shared_expert_ffn_hidden_size
     mlp, each = "mlp" if moe is None else "moe.shared_experts.mlp", matrix_cost(ffn, h)
-    costs |= {f"{mlp}.up.weight": shapes.blocks * each, f"{mlp}.down.weight": each}
+    costs |= {f"{mlp}.up.weight": shapes.projections * each, f"{mlp}.down.weight": each}
     if moe is not None:
         each = matrix_cost(moe.expert_ffn_hidden_size, h) * (moe.num_experts // shapes.grid.ep)
-        costs |= {"moe.experts.fc1": shapes.blocks * each, "moe.experts.fc2": each}
+        costs |= {"moe.experts.fc1": shapes.projections * each, "moe.experts.fc2": each}
     return costs
 
 
@@ -152,6 +155,5 @@ def _linear(
 
 
 def _norm(shapes: Shapes, name: str, size: int) -> Iterator[tuple[str, tuple[int, bool]]]:
-    yield f"{name}.weight", (size, shapes.sequence_parallel)
-    if shapes.model.norm == "layernorm":
-        yield f"{name}.bias", (size, shapes.sequence_parallel)
+    for each in NORMS[shapes.model.norm].parameters:
+        yield f"{name}.{each}", (size, shapes.sequence_parallel)

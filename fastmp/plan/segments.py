@@ -6,20 +6,18 @@ tensor-parallel group have unequal parts of a sequence, it is the first one's.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
 from typing import NamedTuple
 
 from fastmp.config import MoEConfig
+from fastmp.config.dispatchers import TensorFact
 from fastmp.cuda_graphs.buffer_plan import SpanSpec, TensorSpec
 from fastmp.cuda_graphs.scope import captured_segments, layer_groups
 from fastmp.pipeline.stream_schedule import SegmentCost, partition_segments
 from fastmp.plan.parameters import layer_size
 from fastmp.plan.shapes import Shapes
-
-EXCHANGES = ("dispatch", "combine")  # where experts are over ranks
-_BACK = ("dispatch", "experts", "combine")
 
 
 class Tensor:
@@ -46,7 +44,7 @@ def segments(shapes: Shapes) -> list[Segment]:
     if shapes.model.moe is None:
         found.append(Segment("mlp", True, parts.new_hidden))
     else:
-        eager = _eager(shapes)
+        spec = shapes.dispatcher
         front: dict[str, Callable[..., Tensors]] = {"router": parts.router, "preprocess": parts.preprocess}
         if shapes.model.moe.shared_expert_ffn_hidden_size:
             front["shared_experts"] = parts.shared
@@ -55,19 +53,27 @@ def segments(shapes: Shapes) -> list[Segment]:
             "experts": parts.experts,
             "combine": parts.combine,
         }
-        exchanges = () if shapes.dispatcher == "local" else EXCHANGES
         found += [
-            Segment(name, name not in eager, run, name in exchanges)
+            Segment(name, name not in spec.eager, run, name in spec.exchanges)
             for name, run in (*front.items(), *back.items())
         ]
     return found
 
 
 def all_segments(shapes: Shapes, layers: range | None = None) -> dict[str, bool]:
-    """{segment of a layer: whether it can be captured}, of all layers or of `layers`."""
+    """Return {segment: True if it can be captured} of all layers, or of `layers`."""
+    return {segment.name: segment.capturable for segment in _of_kinds(shapes, layers)}
+
+
+def exchange_segments(shapes: Shapes, layers: range | None = None) -> list[str]:
+    """Return the segments that communicate between expert-parallel ranks."""
+    return list(dict.fromkeys(each.name for each in _of_kinds(shapes, layers) if each.exchanges))
+
+
+def _of_kinds(shapes: Shapes, layers: range | None) -> list[Segment]:
+    """Return the segments of each kind of layer."""
     own = shapes.model.layers if layers is None else shapes.model.layers[layers.start : layers.stop]
-    kinds = [segments(replace(shapes, model=kind)) for kind in dict.fromkeys(own)]
-    return {segment.name: segment.capturable for kind in kinds for segment in kind}
+    return [each for kind in dict.fromkeys(own) for each in segments(replace(shapes, model=kind))]
 
 
 def runs(
@@ -97,7 +103,7 @@ def runs_apart(
     ValueError as `captured_segments`.
     """
     able = all_segments(shapes, layers)
-    chosen = captured_segments(scope, able, [name for name in EXCHANGES if name in able])
+    chosen = captured_segments(scope, able, exchange_segments(shapes, layers))
     parts = sections(shapes, layers)
     found = _runs(shapes, layers, chosen, span_size, [own for own, _ in parts])
     return [runs for runs, (_, section) in zip(found, parts, strict=True) if not section.exchange]
@@ -182,21 +188,6 @@ def step_inputs(shapes: Shapes) -> list[TensorSpec]:
     return batch * shapes.num_microbatches
 
 
-def _eager(shapes: Shapes) -> tuple[str, ...]:
-    """The segments whose shapes depend on what other ranks send."""
-    if shapes.dispatcher in ("local", "symmetric") or (
-        shapes.dispatcher == "sharing" and _one_sequence(shapes)
-    ):
-        return ()
-    return ("preprocess", *_BACK) if shapes.dispatcher == "sharing" else _BACK
-
-
-def _one_sequence(shapes: Shapes) -> bool:
-    """Whether the ranks that share experts have parts of one sequence."""
-    etp, tp = (shapes.grid.ranks(axis)[0] for axis in ("etp", "tp"))
-    return set(etp) <= set(tp)
-
-
 class _Parts:
     """The tensors that each segment returns; see the segments of `fastmp.nn.moe`."""
 
@@ -242,49 +233,29 @@ class _Parts:
         if moe.capacity_factor is not None:
             choices = (shapes.routed, moe.top_k)
             indices, probs = Tensor(choices, "int32"), Tensor(choices, "float32", grad=True)
-        everyones = Tensor((self._sharing * shapes.routed, moe.top_k), "int32")
-        blocks = Tensor((shapes.grid.etp * (moe.num_experts + 1),), "int32")
-        arriving = shapes.grid.etp * shapes.grid.ep * shapes.routed
-        arrived = Tensor((arriving * min(moe.top_k, moe.num_experts // shapes.grid.ep), 1), "int32")
-        offsets = Tensor((moe.num_experts // shapes.grid.ep,), "int32")
-        copy = Tensor((shapes.grid.ep * shapes.grid.etp, moe.num_experts + 1), "int32")
-        ends = Tensor((moe.num_experts,), "int32")
-        plan = {
-            "alltoall": (probs, everyones, arrived, blocks, blocks, offsets, copy),
-            "allgather": (indices, probs, copy),
-            "deepep": (indices, probs),
-            "symmetric": (probs, indices, everyones, ends),
-        }.get(shapes.dispatcher, (probs, everyones, ends))
-        return tokens, *plan, *rest
+        earlier = {"indices": indices, "probs": probs}
+        return tokens, *_named(shapes.dispatcher.prepared(shapes.dispatch_sizes), earlier).values(), *rest
 
     def shared(self, *tensors: Tensor) -> Tensors:
         *before, _, residual = tensors
         return *before, self.hidden(), residual
 
-    def dispatch(
-        self, tokens: Tensor, probs: Tensor, row_of: Tensor, offsets: Tensor, *rest: Tensor
-    ) -> Tensors:
+    def dispatch(self, tokens: Tensor, *tensors: Tensor) -> Tensors:
         """Returns what it would where it can be captured; elsewhere nobody asks."""
-        if self.shapes.dispatcher == "symmetric":
-            own, (_, *rest_after) = self.moe.num_experts // self.shapes.grid.ep, rest
-            where, ends = Tensor(row_of.spec.shape, "int32"), Tensor((own + 1,), "int32")
-            return self._rows(), Tensor((own,), "int32"), probs, where, ends, *rest_after
-        if self._sharing > 1:
-            probs = Tensor(row_of.spec.shape, "float32", grad=True)
-        return self._rows(), offsets, probs, row_of, *rest
+        spec, sizes = self.shapes.dispatcher, self.shapes.dispatch_sizes
+        prepared, rest = spec.prepared(sizes), tensors[-4:]
+        if spec.dispatched is None:
+            return tokens, tokens, *rest
+        return *_named(spec.dispatched(sizes), dict(zip(prepared, tensors))).values(), *rest
 
     def experts(self, rows: Tensor, offsets: Tensor, *rest: Tensor) -> Tensors:
-        return self._rows(), *rest
+        return Tensor(rows.spec.shape, self.dtype, grad=True), *rest
 
     def combine(self, *tensors: Tensor) -> Tensors:
         aux, counts, _, _ = tensors[-4:]
         return self.hidden(), aux, counts
 
-    @property
-    def _sharing(self) -> int:
-        return self.shapes.grid.etp if self.shapes.dispatcher == "sharing" else 1
 
-    def _rows(self) -> Tensor:
-        exchange = self.shapes.exchange
-        rows = self._sharing * self.shapes.routed * self.moe.top_k if exchange is None else exchange.capacity
-        return Tensor((rows, self.shapes.model.hidden_size), self.dtype, grad=True)
+def _named(facts: Mapping[str, TensorFact | None], earlier: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors that a spec declares; those without a fact are the `earlier` ones of their names."""
+    return {name: earlier[name] if fact is None else Tensor(*fact) for name, fact in facts.items()}

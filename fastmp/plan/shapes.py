@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 
 from fastmp.config import ACTIVATIONS, GPTConfig, Recipe
+from fastmp.config.dispatchers import DispatcherSpec, DispatchSizes, select_dispatcher
 from fastmp.config.sizes import pad_vocab
-from fastmp.distributed.exchange_layout import ExchangeLayout, row_capacity
+from fastmp.distributed.exchange_layout import ExchangeLayout
 from fastmp.distributed.grid import RankGrid
 from fastmp.plan.layout import make_grid
 
@@ -53,53 +53,54 @@ class Shapes:
         return self.model.kv_heads // self.grid.tp
 
     @property
-    def blocks(self) -> int:
-        """Blocks in the output of an MLP's first product: 2 with a gate."""
-        return ACTIVATIONS[self.model.activation].blocks
+    def projections(self) -> int:
+        """The ffn-wide projections of an MLP's first GEMM: 2 with a gate."""
+        return ACTIVATIONS[self.model.activation].num_projections
 
     @property
     def vocab(self) -> int:
         return pad_vocab(self.model.vocab_size, self.grid.tp) // self.grid.tp
 
     @property
-    def dispatcher(self) -> str:
-        """How tokens get to experts; "local" or, with etp, "sharing" where every rank has all experts."""
+    def dispatcher(self) -> DispatcherSpec:
+        """The token dispatcher of a layer with experts."""
         assert self.model.moe is not None
-        if self.grid.ep == 1:
-            return "local" if self.grid.etp == 1 else "sharing"
-        return self.model.moe.dispatcher
+        etp, tp = (self.grid.ranks(axis)[0] for axis in ("etp", "tp"))
+        return select_dispatcher(
+            self.model.moe.dispatcher, ep=self.grid.ep, etp=self.grid.etp, one_sequence=set(etp) <= set(tp)
+        )
+
+    @property
+    def dispatch_sizes(self) -> DispatchSizes:
+        """The sizes that the facts of a dispatcher depend on."""
+        moe = self.model.moe
+        assert moe is not None
+        return DispatchSizes(
+            tokens=self.routed,
+            pairs=self.pairs,
+            hidden_size=self.model.hidden_size,
+            itemsize=self.itemsize,
+            top_k=moe.top_k,
+            num_experts=moe.num_experts,
+            ep=self.grid.ep,
+            etp=self.grid.etp,
+            symmetric_capacity=moe.symmetric_capacity,
+        )
 
     @property
     def exchange(self) -> ExchangeLayout | None:
-        """The memory in which other ranks leave rows for this one's experts; None where there is none."""
-        moe, grid = self.model.moe, self.grid
-        if moe is None or self.dispatcher != "symmetric":
+        """The symmetric memory in which other ranks leave rows for this one's experts; None without it."""
+        if self.model.moe is None or not self.dispatcher.symmetric_memory:
             return None
-        capacity = row_capacity(
-            self.routed,
-            top_k=moe.top_k,
-            experts=moe.num_experts,
-            ep=grid.ep,
-            etp=grid.etp,
-            factor=moe.symmetric_capacity,
+        sizes = self.dispatch_sizes
+        return ExchangeLayout(
+            sizes.ranks, sizes.num_experts, sizes.hidden_size, sizes.itemsize, self.rows_at_experts
         )
-        ranks = grid.ep * grid.etp
-        return ExchangeLayout(ranks, moe.num_experts, self.model.hidden_size, self.itemsize, capacity)
 
     @property
     def rows_at_experts(self) -> int:
-        """The rows of this rank's experts: those that come, or of a symmetric dispatcher the capacity."""
-        exchange = self.exchange
-        return self.pairs * self.grid.etp if exchange is None else exchange.capacity
-
-    @property
-    def reached(self) -> float:
-        """The ranks that have experts of a token, the mean over all choices of `top_k` experts."""
-        moe, grid = self.model.moe, self.grid
-        assert moe is not None
-        elsewhere = moe.num_experts - moe.num_experts // grid.ep
-        missed = math.comb(elsewhere, moe.top_k) / math.comb(moe.num_experts, moe.top_k)
-        return grid.etp * grid.ep * (1.0 - missed)
+        """The rows that this rank's experts compute."""
+        return self.dispatcher.rows(self.dispatch_sizes)
 
     @property
     def pairs(self) -> int:

@@ -232,13 +232,12 @@ def _sections(shapes: Shapes, links: _Links, kernels: Kernels) -> tuple[SegmentC
             (first.backward_weight(kernels.adds), second.backward_weight(kernels.adds)),
         )
     ]
-    passes = 1 + shapes.blocks, 1 + 2 * shapes.blocks, 0
+    passes = 1 + shapes.projections, 1 + 2 * shapes.projections, 0
     experts = [time + number * ffn for time, number in zip(experts, passes, strict=True)]
     rest = [time - own - 2 * sent for time, own, sent in zip(whole, experts, (*half, 0.0), strict=True)]
-    waits = shapes.dispatcher in ("alltoall", "allgather", "deepep")
     return (
         _section("attention", rest),
-        _section("dispatch", (*half, 0.0), exchange=True, waits=waits),
+        _section("dispatch", (*half, 0.0), exchange=True, waits=shapes.dispatcher.host_syncs),
         _section("experts", experts),
         _section("combine", (*half, 0.0), exchange=True),
     )
@@ -290,13 +289,13 @@ def _products(shapes: Shapes) -> tuple[list[Product], list[Product]]:
     row = [Product(shapes.tokens, h, heads)]
     width = model.ffn_size if moe is None else moe.shared_expert_ffn_hidden_size
     if width:
-        column.append(Product(shapes.tokens, shapes.blocks * width // grid.tp, h))
+        column.append(Product(shapes.tokens, shapes.projections * width // grid.tp, h))
         row.append(Product(shapes.tokens, h, width // grid.tp))
     if moe is not None:
         own, expert = moe.num_experts // grid.ep, moe.expert_ffn_hidden_size // grid.etp
         rows = max(1, shapes.pairs * grid.etp // own)
         column.append(Product(shapes.routed, moe.num_experts, h))
-        column.append(Product(rows, shapes.blocks * expert, h, own))
+        column.append(Product(rows, shapes.projections * expert, h, own))
         row.append(Product(rows, h, expert, own))
     return column, row
 
@@ -325,7 +324,7 @@ def _attention(shapes: Shapes, gpu: GPU, kernels: Kernels) -> tuple[float, float
 
 def _other_kernels(shapes: Shapes, gpu: GPU, kernels: Kernels) -> tuple[float, float]:
     """Return the seconds of the kernels that memory bounds, forward and backward."""
-    model, moe, blocks = shapes.model, shapes.model.moe, shapes.blocks
+    model, moe, projections = shapes.model, shapes.model.moe, shapes.projections
     projected = shapes.tokens * (shapes.heads + 2 * shapes.kv_heads) * model.head_dim * shapes.itemsize
     width = model.ffn_size if moe is None else moe.shared_expert_ffn_hidden_size
     ffn = shapes.tokens * width // shapes.grid.tp * shapes.itemsize
@@ -338,7 +337,7 @@ def _other_kernels(shapes: Shapes, gpu: GPU, kernels: Kernels) -> tuple[float, f
         (
             kernels.hidden[i] * shapes.hidden
             + kernels.projected[i] * projected
-            + (kernels.ffn[i] + (2 * blocks if i else blocks) + 1) * ffn
+            + (kernels.ffn[i] + (2 * projections if i else projections) + 1) * ffn
             + 4 * rows
         )
         / rate

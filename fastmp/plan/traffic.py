@@ -17,7 +17,6 @@ from fastmp.plan.parameters import rank_buffers, rank_parameters, stage_layers
 from fastmp.plan.shapes import Shapes
 
 _STATISTICS = 12  # bytes a token: maximum, sum of exponentials, the target's logit
-_PROBABILITY, _INDEX, _DEEPEP_INDEX = 4, 4, 8
 _UPDATE = 2  # bytes of a number that Muon orthogonalises, on a GPU
 
 
@@ -94,28 +93,14 @@ def _pair(found: Traffic, shapes: Shapes, *, last: bool) -> None:
 
 
 def _experts(found: Traffic, shapes: Shapes) -> None:
-    moe, grid, dispatcher = shapes.model.moe, shapes.grid, shapes.dispatcher
-    assert moe is not None
-    row = shapes.model.hidden_size * shapes.itemsize
-    if dispatcher == "alltoall":
-        for _ in ("dispatch", "combine"):
-            found.gather("ep", shapes.pairs * row, grid.ep)
-            found.gather("etp", shapes.pairs * row * grid.etp, grid.etp)
-    elif dispatcher == "symmetric":  # stores to other ranks' memory, and loads from it
-        for _ in ("dispatch", "combine"):
-            found.gather("etp-ep", shapes.pairs * row * grid.etp, grid.etp * grid.ep)
-    elif dispatcher != "local":
-        group = "etp" if dispatcher == "sharing" else "etp-ep"
-        ranks = grid.etp * grid.ep
-        tokens, choices, index = float(shapes.routed * ranks), moe.top_k, _INDEX
-        if dispatcher == "deepep":
-            tokens, choices, index = shapes.routed * shapes.reached, moe.top_k * grid.etp, _DEEPEP_INDEX
-        found.gather(group, tokens * row, ranks)
-        found.gather(group, tokens * row, ranks, last=dispatcher != "deepep")
-        found.gather(group, tokens * choices * _PROBABILITY, ranks)
-        indices = _ring(tokens * choices * index, ranks)
-        found.forward[group] += indices
-        found.repeated[group] += indices
+    sizes = shapes.dispatch_sizes
+    for group, nbytes, gradient, kept in shapes.dispatcher.traffic(sizes):
+        ranks = sizes.group_size(group)
+        if gradient:
+            found.gather(group, nbytes, ranks, last=not kept)
+            continue
+        found.forward[group] += _ring(nbytes, ranks)
+        found.repeated[group] += _ring(nbytes, ranks)
 
 
 def _whole(shapes: Shapes) -> int:

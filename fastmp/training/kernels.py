@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fastmp.config import Recipe
+from fastmp.config import DISPATCHERS, Recipe
 from fastmp.distributed.collectives import group_rank, group_size
 from fastmp.distributed.groups import ParallelGroups
 from fastmp.distributed.rng import RngTracker
@@ -151,9 +151,9 @@ class _HostReads(TorchDispatchMode):
 
 
 def _count(recipe: Recipe) -> int:
-    """What hosts may be told of experts: for an all-gather the tokens of a rank, else one pair for each."""
+    """Return the count that the host reads everywhere: the tokens of a rank where they are padded, else 1."""
     moe, layout = recipe.model.moe, recipe.parallel
-    if moe is None or moe.dispatcher != "allgather":
+    if moe is None or not DISPATCHERS[moe.dispatcher].host_counts_tokens:
         return 1
     return recipe.data.micro_batch_size * recipe.data.seq_len // (layout.tp * layout.cp)
 

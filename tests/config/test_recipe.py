@@ -278,7 +278,7 @@ def test_help_says_what_every_field_is_with_its_choices_and_default(capsys):
             assert field.metadata["help"] in shown
             for choice in field.metadata["choices"]:
                 assert choice in shown
-    assert "--model.norm {layernorm,rmsnorm} norm of every layer (layernorm)" in shown
+    assert "norm of every layer: layernorm (mean and variance), rmsnorm (root mean square" in shown
     assert "--parallel.tp, --tp N tensor parallelism" in shown
 
 

@@ -24,8 +24,9 @@ from hypothesis import strategies as st
 from marks import full
 from torch.distributed import _symmetric_memory as symmetric
 
+from fastmp.config.dispatchers import row_capacity
 from fastmp.distributed import symmetric_memory
-from fastmp.distributed.exchange_layout import ExchangeLayout, row_capacity
+from fastmp.distributed.exchange_layout import ExchangeLayout
 from fastmp.distributed.grid import RankGrid
 from fastmp.distributed.groups import ParallelGroups
 from fastmp.distributed.symmetric_memory import SymmetricMemory

@@ -9,12 +9,13 @@ import torch
 import torch.nn.functional as F
 from nn_tools import PLAIN_ACTIVATIONS, Calls, sum_partial_gradients, tp_groups
 
-from fastmp.config import ACTIVATIONS, Activation, DataConfig, MoEConfig, Recipe
+from fastmp.config import ACTIVATIONS, DataConfig, MoEConfig, Recipe
 from fastmp.config.sizes import num_parameters
 from fastmp.distributed.collectives import group_rank
 from fastmp.distributed.groups import ParallelGroups
 from fastmp.distributed.rng import RngTracker
 from fastmp.nn import GPT, MLP, Placement
+from fastmp.nn.activation import activation_function
 from fastmp.nn.moe.experts import GroupedExperts
 from fastmp.plan.shapes import shapes_of
 from fastmp.testing.models import QWEN, SEED, SMALL, local_shard
@@ -68,21 +69,16 @@ def test_an_activation_of_the_table_is_known_everywhere():
     for config in (dense, sparse):
         model = GPT(config)
         assert sum(p.numel() for p in model.parameters()) == num_parameters(config, 256)
-        assert shapes_of(Recipe(model=config, data=DataConfig(seq_len=16)), 1).blocks == 2
+        assert shapes_of(Recipe(model=config, data=DataConfig(seq_len=16)), 1).projections == 2
 
 
-def test_an_activation_without_an_op_is_refused(monkeypatch):
-    monkeypatch.setitem(ACTIVATIONS, "relu", Activation("relu"))
-    config = replace(SMALL, activation="relu", moe=MoEConfig())
-    with pytest.raises(ValueError, match=r"MLP: no op computes Activation\(form='relu', blocks=1\)"):
-        MLP(config)
-    with pytest.raises(ValueError, match="GroupedExperts: no op computes"):
-        GroupedExperts(config)
-    monkeypatch.undo()
+def test_an_unknown_activation_is_not_supported():
     with pytest.raises(
         ValueError, match="activation must be one of gelu, gelu_tanh, swiglu, geglu, geglu_erf, got 'relu'"
     ):
         replace(SMALL, activation="relu")
+    with pytest.raises(ValueError, match="unknown activation 'relu': expected one of gelu, gelu_tanh"):
+        activation_function("relu")
 
 
 @pytest.mark.parametrize("activation, op", (("gelu", "bias_gelu"), ("swiglu", "gated_activation")))

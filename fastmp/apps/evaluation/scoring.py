@@ -143,7 +143,7 @@ class Scorer:
             length //= group_size(self.groups.tp)
         for layer in self.model.modules():
             if isinstance(layer, MoELayer):
-                layer.expect(length, self._at_once(rows))
+                layer.reserve(length, self._at_once(rows))
 
     def _length(self, rows: Sequence[Row]) -> int:
         return self._padded(max(len(row.ids) - 1 for row in rows))

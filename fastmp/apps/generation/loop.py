@@ -127,7 +127,7 @@ def generate(
     ]
     for layer in model.modules():
         if isinstance(layer, MoELayer):
-            layer.expect(longest, size)
+            layer.reserve(longest, size)
     seconds = _run(decoder, rows, longest, _points(own, max_new_tokens, seed).to(device), groups.dp)
     found = [(row.continuation(), row.taken) for row in rows]
     if groups.dp is not None:

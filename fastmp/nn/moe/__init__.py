@@ -8,8 +8,11 @@ __getattr__, __dir__, __all__ = exports(
     __name__,
     {
         "router": "Router",
-        "dispatchers.base": "AllGatherDispatcher AllToAllDispatcher LocalDispatcher",
+        "dispatchers.allgather": "AllGatherDispatcher",
+        "dispatchers.alltoall": "AllToAllDispatcher",
+        "dispatchers.base": "Dispatcher DispatchState",
         "dispatchers.factory": "make_dispatcher",
+        "dispatchers.local": "LocalDispatcher",
         "dispatchers.symmetric": "SymmetricDispatcher",
         "experts": "GroupedExperts SharedExperts",
         "layer": "MoELayer",

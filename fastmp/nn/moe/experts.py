@@ -63,18 +63,17 @@ class GroupedExperts(ParallelModule):
             )
         self.num_experts, self.num_local_experts = moe.num_experts, moe.num_experts // ep
         self.first_expert = group_rank(on.groups.ep) * self.num_local_experts
-        activation = ACTIVATIONS[config.activation]
-        activation_function("GroupedExperts", activation)  # refuses one that no op computes
-        self.activation, self.form, self.blocks = config.activation, activation.form, activation.blocks
+        self.activation, self.spec = config.activation, ACTIVATIONS[config.activation]
+        self.activate = activation_function(config.activation)
         L, H, F = self.num_local_experts, config.hidden_size, moe.expert_ffn_hidden_size // self.tp_size
-        self.fc1 = nn.Parameter(torch.empty(L, self.blocks * F, H, **on.tensor_options))
+        self.fc1 = nn.Parameter(torch.empty(L, self.spec.num_projections * F, H, **on.tensor_options))
         self.fc2 = nn.Parameter(torch.empty(L, H, F, **on.tensor_options))
         self._mark()
         self._init({"fc1": normal(config), "fc2": residual_normal(config)}, whole=on.init == "full")
 
     def _marks(self) -> dict[str, ParallelAttributes]:
         return {
-            "fc1": ParallelAttributes(True, 1, self.blocks, expert_parallel=True),
+            "fc1": ParallelAttributes(True, 1, self.spec.num_projections, expert_parallel=True),
             "fc2": ParallelAttributes(True, 2, 1, expert_parallel=True),
         }
 
@@ -113,9 +112,13 @@ class GroupedExperts(ParallelModule):
         offsets_L: int32, where each expert's rows end; rows behind the last expert's give zeros. sizes: the
         number of rows of each expert, where the host knows it.
         """
-        ffn_MF = grouped_mlp_in(
-            rows_MH, self.fc1, offsets_L, form=self.form, gated=self.blocks == 2, sizes=sizes
-        )
+        if self.spec.form is None:  # no grouped GEMM has this activation in its epilogue
+            ffn_MF = self.activate(grouped_mm(rows_MH, self.fc1, offsets_L, sizes=sizes))
+        else:
+            gated = self.spec.num_gates > 0
+            ffn_MF = grouped_mlp_in(
+                rows_MH, self.fc1, offsets_L, form=self.spec.form, gated=gated, sizes=sizes
+            )
         return grouped_mm(ffn_MF, self.fc2, offsets_L, sizes=sizes)
 
     def extra_repr(self) -> str:

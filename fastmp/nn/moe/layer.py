@@ -24,6 +24,7 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -33,9 +34,10 @@ from torch import Tensor
 from torch.autograd.function import Function, once_differentiable
 
 from fastmp.config import GPTConfig, MoEConfig
+from fastmp.config.dispatchers import DROPLESS, capturable_dispatchers
 from fastmp.distributed import streams
 from fastmp.distributed.collectives import gather_from_group, group_rank, group_size, split_to_group
-from fastmp.nn.moe.dispatchers.base import LocalDispatcher, uncompiled
+from fastmp.nn.moe.dispatchers.base import Dispatcher, no_compile
 from fastmp.nn.moe.dispatchers.factory import make_dispatcher
 from fastmp.nn.moe.experts import GroupedExperts, SharedExperts
 from fastmp.nn.moe.router import Router, moe_config
@@ -59,8 +61,8 @@ class MoELayer(SegmentedLayer):
     - `counts` (E,) int32, how many of this rank's tokens chose each expert, before anything is dropped.
       `router.update_expert_bias` takes their sum over microbatches and the ranks of `groups.tp_cp_dp`.
 
-    Each segment takes further tensors after its own and hands them on, so that a layer around this one can
-    carry its residual through: router(hidden, *carried), ..., combine -> (output, aux, counts, *carried).
+    Segments can carry further tensors after their own, such as the residual of a layer around this one:
+    router(hidden, *carried), ..., combine -> (output, aux, counts, *carried); see `segments`.
 
     Args:
         config: sizes, activation, the `moe` table, and the spread of the initial weights.
@@ -90,46 +92,50 @@ class MoELayer(SegmentedLayer):
         self.shared_experts: SharedExperts | None = None
         if self.moe.shared_expert_ffn_hidden_size:
             self.shared_experts = SharedExperts(config, on)
-        self._dispatcher = self._dropping_none = make_dispatcher(self.moe, on.groups)
+        self._dispatcher = self._dropless_dispatcher = make_dispatcher(self.moe, on.groups)
         self._dispatcher.check(torch.empty(0, config.hidden_size, **on.tensor_options))
         number: Tensor | None = None
         if self._dispatcher.may_drop:
             ordinary = replace(
-                self.moe, dispatcher="alltoall", symmetric_capacity=None, symmetric_overflow="drop"
+                self.moe, dispatcher=DROPLESS, symmetric_capacity=None, symmetric_overflow="drop"
             )
-            self._dropping_none = make_dispatcher(ordinary, on.groups)
+            self._dropless_dispatcher = make_dispatcher(ordinary, on.groups)
             number = torch.zeros((), dtype=torch.int64, device=on.device)
         self.register_buffer("dropped_pairs", number, persistent=False)
 
     @property
-    def dispatcher(self) -> LocalDispatcher:
-        return self._dispatcher if self.training else self._dropping_none
+    def dispatcher(self) -> Dispatcher[Any, Any]:
+        return self._dispatcher if self.training else self._dropless_dispatcher
 
-    def segments(self) -> tuple[Segment, ...]:
+    def segments(self, carried: int = 0) -> tuple[Segment, ...]:
+        """Return the segments; each takes `carried` tensors after its own, and returns them."""
+        tail = 3 + carried  # aux, counts and the layer's input come before what is carried
         run: dict[str, Callable[..., Tensors]] = {
             "router": self._router,
             "preprocess": self._preprocess,
-            **({} if self.shared_experts is None else {"shared_experts": self._shared}),
-            "dispatch": self._dispatch,
-            "experts": self._experts,
-            "combine": self._combine,
+            **({} if self.shared_experts is None else {"shared_experts": partial(self._shared, tail)}),
+            "dispatch": partial(self._dispatch, tail),
+            "experts": partial(self._experts, tail),
+            "combine": partial(self._combine, tail),
         }
-        why = dict.fromkeys(self.dispatcher.eager, self._reason())
+        spec = self.dispatcher.spec
+        why = dict.fromkeys(spec.eager, self._reason())
         return tuple(
-            Segment(name, function, name not in why, why.get(name, ""), name in self.dispatcher.exchanges)
+            Segment(name, function, name not in why, why.get(name, ""), name in spec.exchanges)
             for name, function in run.items()
         )
 
     def _reason(self) -> str:
-        """Why segments must run eagerly."""
+        """Return why segments must run eagerly."""
         if self.dispatcher is not self._dispatcher:
             return "evaluations drop none, so with a symmetric_capacity they send by all-to-all: leave it out"
-        elsewhere = ', except with moe.dispatcher "symmetric", for ranks of one machine'
         sizes = "sizes of what other ranks send are known at run time"
-        return sizes if "preprocess" in self.dispatcher.eager else sizes + elsewhere
+        if "preprocess" in self.dispatcher.spec.eager:
+            return sizes
+        return f"{sizes}, except with {capturable_dispatchers()}"
 
-    # A segment hands on the tensors for the next one, aux, counts, the layer's input (which the shared expert
-    # replaces by its output), and what is carried.
+    # A segment returns its tensor or tensors, the dispatcher's state, aux, counts, the layer's input (which
+    # the shared expert replaces by its output), and what is carried.
 
     def _router(self, hidden_SBH: Tensor, *carried: Tensor) -> Tensors:
         self._capacity(hidden_SBH)  # an error comes before the router's collectives
@@ -149,18 +155,17 @@ class MoELayer(SegmentedLayer):
         hidden_SBH: Tensor,
         *carried: Tensor,
     ) -> Tensors:
-        room, capacity = self._room(hidden_SBH), self._capacity(hidden_SBH)
+        max_tokens, capacity = self._max_tokens(hidden_SBH), self._capacity(hidden_SBH)
         if capacity is not None:
             indices_Tk, probs_Tk = apply_capacity(
                 indices_Tk, probs_Tk, self.moe.num_experts, max(capacity, 1), self.moe.drop_policy
             )
-        prepared = self.dispatcher.preprocess(indices_Tk, probs_Tk, room, capacity == 0)
-        return tokens_TH, *prepared, aux, counts_E, hidden_SBH, *carried
+        state = self.dispatcher.preprocess(indices_Tk, probs_Tk, max_tokens, capacity == 0)
+        return tokens_TH, *state.tensors(), aux, counts_E, hidden_SBH, *carried
 
-    def _shared(self, *tensors: Tensor) -> Tensors:
+    def _shared(self, tail: int, *tensors: Tensor) -> Tensors:
         assert self.shared_experts is not None
-        own = 1 + self.dispatcher.num_prepared
-        prepared, (aux, counts_E, hidden_SBH, *carried) = tensors[:own], tensors[own:]
+        prepared, (aux, counts_E, hidden_SBH, *carried) = tensors[:-tail], tensors[-tail:]
         stream = side_stream(hidden_SBH)
         if stream is None:
             return *prepared, aux, counts_E, self.shared_experts(hidden_SBH), *carried
@@ -171,20 +176,21 @@ class MoELayer(SegmentedLayer):
         hidden_SBH.record_stream(stream)
         return *prepared, aux, counts_E, output_SBH, *carried
 
-    def _dispatch(self, *tensors: Tensor) -> Tensors:
-        own = 1 + self.dispatcher.num_prepared
-        return *self.dispatcher.dispatch(*tensors[:own]), *tensors[own:]
+    def _dispatch(self, tail: int, tokens_TH: Tensor, *tensors: Tensor) -> Tensors:
+        state = self.dispatcher.prepared.with_tensors(tensors[:-tail])
+        rows_MH, offsets_L, state = self.dispatcher.dispatch(tokens_TH, state)
+        return rows_MH, offsets_L, *state.tensors(), *tensors[-tail:]
 
-    def _experts(self, rows_MH: Tensor, offsets_L: Tensor, *rest: Tensor) -> Tensors:
-        sizes = self.dispatcher.sizes(*rest[: self.dispatcher.num_kept])
-        return self.experts(rows_MH, offsets_L, sizes), *rest
+    def _experts(self, tail: int, rows_MH: Tensor, offsets_L: Tensor, *tensors: Tensor) -> Tensors:
+        state = self.dispatcher.dispatched.with_tensors(tensors[:-tail])
+        return self.experts(rows_MH, offsets_L, self.dispatcher.sizes(state)), *tensors
 
-    def _combine(self, *tensors: Tensor) -> Tensors:
-        own = 1 + self.dispatcher.num_kept
-        kept, (aux, counts_E, hidden_or_shared_SBH, *carried) = tensors[:own], tensors[own:]
-        output_TH = self.dispatcher.combine(*kept)
+    def _combine(self, tail: int, outputs_MH: Tensor, *tensors: Tensor) -> Tensors:
+        state = self.dispatcher.dispatched.with_tensors(tensors[:-tail])
+        aux, counts_E, hidden_or_shared_SBH, *carried = tensors[-tail:]
+        output_TH = self.dispatcher.combine(outputs_MH, state)
         if self.dropped_pairs is not None and self.dispatcher.may_drop:
-            output_TH = _counted(output_TH, self.dispatcher.dropped(*kept[1:]), self.dropped_pairs)
+            output_TH = _counted(output_TH, self.dispatcher.dropped(state), self.dropped_pairs)
         output_SBH = self._all_tokens(output_TH, hidden_or_shared_SBH)
         if self.shared_experts is not None:
             shared_SBH = hidden_or_shared_SBH
@@ -196,29 +202,33 @@ class MoELayer(SegmentedLayer):
             output_SBH = output_SBH + shared_SBH
         return output_SBH, aux, counts_E, *carried
 
-    def combine_onto(self, out: Tensor | None, *tensors: Tensor) -> Tensors | None:
-        """The segment `combine`, with the only tensor that is carried added to the output by the same kernel.
+    def combine_onto(self, out: Tensor | None, outputs_MH: Tensor, *tensors: Tensor) -> Tensors | None:
+        """Run the segment `combine`, with the only tensor that is carried added by the same kernel.
 
         out: where to write the sum, if it fits. None where the dispatcher or the layer has more to do.
         """
-        own = 1 + self.dispatcher.num_kept
-        kept, (aux, counts_E, _, residual_SBH) = tensors[:own], tensors[own:]
-        whole = group_size(self.groups.tp) == 1 or self.sequence_parallel
-        if not whole or self.shared_experts is not None or residual_SBH.dtype != kept[0].dtype:
+        *state, aux, counts_E, _, residual_SBH = tensors
+        undivided = group_size(self.groups.tp) == 1 or self.sequence_parallel
+        if not undivided or self.shared_experts is not None or residual_SBH.dtype != outputs_MH.dtype:
             return None
         if out is not None and (out.shape, out.dtype) != (residual_SBH.shape, residual_SBH.dtype):
             out = None
         flat_TH = None if out is None else out.view(-1, out.shape[-1]).detach()
-        total_TH = self.dispatcher.combine_onto(residual_SBH.flatten(0, 1), flat_TH, *kept)
+        total_TH = self.dispatcher.combine_onto(
+            residual_SBH.flatten(0, 1),
+            flat_TH,
+            outputs_MH,
+            self.dispatcher.dispatched.with_tensors(tuple(state)),
+        )
         return None if total_TH is None else (total_TH.view(residual_SBH.shape), aux, counts_E)
 
-    def expect(self, S: int, B: int) -> None:
-        """Have room for hidden states (S, B, H) from the next forward on, where ranks share memory for rows.
+    def reserve(self, seq_len: int, batch_size: int) -> None:
+        """Grow symmetric memory to hold hidden states (seq_len, batch_size, H) from the next forward on.
 
-        All ranks of the expert group say the same. All layers share the memory; where it has to grow and
-        graphs hold it, that forward raises a ValueError.
+        Call it with the same sizes on all ranks of the expert group. All layers share the memory; where it
+        has to grow and graphs hold it, that forward raises ValueError. Other dispatchers ignore the call.
         """
-        self.dispatcher.expect(self._part(S) * B)
+        self.dispatcher.reserve(self._part(seq_len) * batch_size)
 
     @contextmanager
     def all_to_all(self) -> Iterator[None]:
@@ -226,7 +236,7 @@ class MoELayer(SegmentedLayer):
 
         All ranks of the expert group do so together.
         """
-        own, self._dispatcher = self._dispatcher, self._dropping_none
+        own, self._dispatcher = self._dispatcher, self._dropless_dispatcher
         try:
             yield
         finally:
@@ -238,21 +248,21 @@ class MoELayer(SegmentedLayer):
         ValueError where it is less than one. Where ranks wait for each other it is 0 then, and all will
         raise.
         """
-        moe, tokens = self.moe, self._room(hidden_SBH)
+        moe, tokens = self.moe, self._max_tokens(hidden_SBH)
         if not self.training or moe.capacity_factor is None or not hidden_SBH.numel():
             return None
         share = moe.capacity_factor * tokens * moe.top_k / moe.num_experts
         if share >= 1.0:
             return math.ceil(share)
-        if self.dispatcher.eager:  # ranks tell each other their counts next, and this with them
+        if self.dispatcher.spec.eager:  # ranks tell each other their counts next, and this with them
             return 0
         raise ValueError(
             f"MoELayer: a capacity of {share:g} tokens is less than one: capacity_factor "
             f"{moe.capacity_factor:g} x {tokens} tokens x top_k {moe.top_k} / {moe.num_experts} experts"
         )
 
-    def _room(self, hidden_SBH: Tensor) -> int:
-        """The most tokens that a TP rank has."""
+    def _max_tokens(self, hidden_SBH: Tensor) -> int:
+        """Return the most tokens that a TP rank has."""
         return self._part(hidden_SBH.shape[0]) * hidden_SBH.shape[1]
 
     def _part(self, S: int) -> int:
@@ -271,7 +281,7 @@ class MoELayer(SegmentedLayer):
 
     def _all_tokens(self, output_TH: Tensor, hidden_SBH: Tensor) -> Tensor:
         size, (S, B, H) = group_size(self.groups.tp), hidden_SBH.shape
-        missing = self._room(hidden_SBH) - len(output_TH)
+        missing = self._max_tokens(hidden_SBH) - len(output_TH)
         if missing < 0:  # other ranks have more tokens
             output_TH = output_TH[:missing]
         if size == 1 or self.sequence_parallel:
@@ -301,7 +311,7 @@ class _Counted(Function):
         return grad, None, None
 
 
-_counted = uncompiled(_Counted.apply)
+_counted = no_compile(_Counted.apply)
 
 
 def side_stream(x: Tensor) -> torch.cuda.Stream | None:

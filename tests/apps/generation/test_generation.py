@@ -275,7 +275,7 @@ def longer(rank, world, layout, graphs):
     with torch.no_grad():
         for _ in range(3):
             graph(torch.tensor(PROMPTS[:1]))
-    with pytest.raises(ValueError, match=r"graphs hold the memory .* MoELayer.expect before they are capt"):
+    with pytest.raises(ValueError, match=r"graphs hold the memory .* MoELayer.reserve before they are capt"):
         generate(model, [[7] * 12] * 4, groups=groups, **DRAWN)
     with torch.no_grad():
         graph(torch.tensor(PROMPTS[:1]))

@@ -36,7 +36,7 @@ def routings_case(rank, world, layout, number, dtype):
     moe = plain_moe(top_k=K).moe
     ordinary = make_dispatcher(moe, groups)
     deepep = make_dispatcher(replace(moe, dispatcher="deepep"), groups)
-    assert type(deepep) is DeepEPDispatcher and deepep.eager == ordinary.eager
+    assert type(deepep) is DeepEPDispatcher and deepep.spec.eager == ordinary.spec.eager
     generator = torch.Generator().manual_seed(rank)
     scales = torch.linspace(0.5, 2.0, E // groups.grid.ep, dtype=dtype)
     # Sums of each rank's outputs are rounded before those of all ranks are added up.

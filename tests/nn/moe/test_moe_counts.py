@@ -13,7 +13,7 @@ from fastmp.distributed import deferred as late
 from fastmp.distributed.collectives import group_rank, reduce_from_group
 from fastmp.distributed.grid import RankGrid
 from fastmp.distributed.groups import ParallelGroups
-from fastmp.nn.moe.dispatchers.base import all_to_all
+from fastmp.nn.moe.dispatchers.alltoall import all_to_all
 from fastmp.nn.moe.router import Router
 from fastmp.nn.recompute import recompute
 from fastmp.testing.ranks import run_ranks
@@ -60,7 +60,7 @@ def late_case(rank, world):
     whole = dist.all_reduce
     with patch.object(dist, "all_reduce", all_reduce):
         for run in (layer, lambda hidden: recompute(layer, hidden, rng=None), at_once):
-            with patch("fastmp.nn.moe.dispatchers.base.all_to_all", sends):
+            with patch("fastmp.nn.moe.dispatchers.alltoall.all_to_all", sends):
                 seen.append((forward_and_backward(run), list(log)))
             log.clear()
 
@@ -68,7 +68,7 @@ def late_case(rank, world):
             raise RuntimeError("no rows today")
 
         with (
-            patch("fastmp.nn.moe.dispatchers.base.all_to_all", fails),
+            patch("fastmp.nn.moe.dispatchers.alltoall.all_to_all", fails),
             pytest.raises(RuntimeError, match="no rows"),
         ):
             layer(hidden_states(4, 4)[:, 2 * rank : 2 * rank + 2])

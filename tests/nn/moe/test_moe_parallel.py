@@ -28,7 +28,7 @@ from fastmp.distributed.collectives import group_rank, reduce_from_group
 from fastmp.distributed.grid import RankGrid
 from fastmp.distributed.groups import ParallelGroups
 from fastmp.nn import Placement
-from fastmp.nn.moe.dispatchers.base import SharingDispatcher
+from fastmp.nn.moe.dispatchers.sharing import SharingDispatcher
 from fastmp.nn.moe.router import Router
 from fastmp.testing.parallel import count_collectives
 from fastmp.testing.ranks import run_ranks

@@ -20,7 +20,9 @@ from fastmp.distributed.collectives import group_size
 from fastmp.distributed.grid import RankGrid
 from fastmp.distributed.groups import ParallelGroups
 from fastmp.nn.moe import layer as layer_module
-from fastmp.nn.moe.dispatchers import base as dispatch_module
+from fastmp.nn.moe.dispatchers import sharing
+from fastmp.nn.moe.dispatchers.allgather import AllGatherDispatcher
+from fastmp.nn.moe.dispatchers.alltoall import AllToAllDispatcher
 from fastmp.nn.moe.host_copies import HostCopies
 from fastmp.testing.ranks import run_ranks
 
@@ -52,7 +54,7 @@ def run_on_meta(config, groups=ParallelGroups.alone(), sequence_parallel=False):
         hidden = torch.empty(6, 2, 16, device="meta", dtype=torch.bfloat16).requires_grad_()
         residual = torch.empty(6, 2, 16, device="meta", dtype=torch.bfloat16).requires_grad_()
         tensors = (hidden, residual)
-        for segment in layer.segments():
+        for segment in layer.segments(carried=1):
             tensors = segment.run(*tensors)
             assert isinstance(tensors, tuple) and all(isinstance(t, torch.Tensor) for t in tensors)
             crossing[segment.name] = [tuple(t.shape) for t in tensors]
@@ -103,9 +105,9 @@ def copies_case(rank, world_size, layout, dispatcher, sequence_parallel, tokens)
         return outside
 
     HostCopies.wait = made_up
-    dispatch_module._of_all_ranks = lambda number, group: [number] * group.size()
-    for kind in (dispatch_module.AllToAllDispatcher, dispatch_module.AllGatherDispatcher):
-        for name in ("sizes", "_arrived", "_values"):
+    sharing._of_all_ranks = lambda number, group: [number] * group.size()
+    for kind in (AllToAllDispatcher, AllGatherDispatcher):
+        for name in ("sizes", "_received_counts", "_values"):
             setattr(kind, name, on_the_host(getattr(kind, name)))
     layer_module._agree = lambda *args: None
     crossing = run_on_meta(with_moe(dispatcher=dispatcher), groups, sequence_parallel)

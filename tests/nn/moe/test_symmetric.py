@@ -45,10 +45,10 @@ def through(dispatcher, scales, tokens, indices, probs, grad):
     """Output, gradients of tokens and probs, and the rows, which each expert multiplies by its scale."""
     tokens, probs = tokens.clone().requires_grad_(), probs.clone().requires_grad_()
     prepared = dispatcher.preprocess(indices, probs, MOST)
-    rows, offsets, *kept = dispatcher.dispatch(tokens, *prepared)
+    rows, offsets, state = dispatcher.dispatch(tokens, prepared)
     places = torch.arange(len(rows), dtype=torch.int32, device=offsets.device)
     expert = torch.searchsorted(offsets, places, right=True)
-    output = dispatcher.combine(rows * scales[expert.clamp(max=len(offsets) - 1), None], *kept)[: len(tokens)]
+    output = dispatcher.combine(rows * scales[expert.clamp(max=len(offsets) - 1), None], state)[: len(tokens)]
     output.backward(grad)
     return output.detach(), tokens.grad, probs.grad, rows.detach()[: offsets[-1]], offsets
 
@@ -58,7 +58,7 @@ def routings_case(rank, world, layout, number, dtype, capacity):
     moe = plain_moe(top_k=K).moe
     ordinary = make_dispatcher(moe, groups)
     shared = make_dispatcher(replace(moe, dispatcher="symmetric", symmetric_capacity=capacity), groups)
-    assert type(shared) is SymmetricDispatcher and shared.eager == ()
+    assert type(shared) is SymmetricDispatcher and shared.spec.capturable
     groups.exchange.reserve(torch.empty(MOST, H, dtype=dtype), top_k=K, experts=E, factor=capacity)
     generator = torch.Generator().manual_seed(rank)
     probs_dtype = torch.promote_types(dtype, torch.float32)
@@ -285,8 +285,8 @@ def asked_case(rank, world):
     probs = torch.rand(K, len(indices), generator=generator).t()
 
     def layer(dispatcher, tokens, probs):
-        rows, _, *kept = dispatcher.dispatch(tokens, *dispatcher.preprocess(indices, probs, MOST))
-        return dispatcher.combine(rows * 2.0, *kept)[: len(tokens)]
+        rows, _, state = dispatcher.dispatch(tokens, dispatcher.preprocess(indices, probs, MOST))
+        return dispatcher.combine(rows * 2.0, state)[: len(tokens)]
 
     def recomputed(times, reentrant):
         def run(dispatcher, tokens, probs, left=times):

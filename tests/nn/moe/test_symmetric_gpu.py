@@ -21,8 +21,8 @@ from fastmp.distributed.rng import RngTracker
 from fastmp.distributed.runtime import Runtime
 from fastmp.distributed.symmetric_memory import SymmetricExchange, SymmetricMemory
 from fastmp.nn import LayerChain, Placement
-from fastmp.nn.moe.dispatchers.base import LocalDispatcher
 from fastmp.nn.moe.dispatchers.factory import make_dispatcher
+from fastmp.nn.moe.dispatchers.local import LocalDispatcher
 from fastmp.nn.moe.dispatchers.symmetric import SymmetricDispatcher
 from fastmp.nn.moe.layer import MoELayer
 from fastmp.optim.grad_buffers import GradBuffer

@@ -1,1 +1,5 @@
-"""Token dispatchers: who holds which tokens while experts compute, and how tokens get there and back."""
+"""Token dispatchers: each brings tokens to the ranks that hold their experts, and the outputs back.
+
+`base` has the interface; a module each implements `local` (one rank), `sharing` (expert tensor parallelism
+only), `alltoall`, `allgather`, `symmetric` and `deepep`. Their facts are in `fastmp.config.dispatchers`.
+"""

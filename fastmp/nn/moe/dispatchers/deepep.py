@@ -13,17 +13,19 @@ ranks that divide an expert.
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 from torch.autograd.function import Function, once_differentiable
 
 from fastmp.config import MoEConfig
+from fastmp.config.dispatchers import DEEPEP
 from fastmp.distributed.collectives import group_size
 from fastmp.distributed.deepep_buffer import DeepEPBuffer
 from fastmp.distributed.groups import ParallelGroups
-from fastmp.nn.moe.dispatchers.base import LocalDispatcher
+from fastmp.nn.moe.dispatchers.base import Dispatcher, DispatchState
 from fastmp.nn.segment import Tensors
 from fastmp.ops import permutation, permute, unpermute
 from fastmp.ops.core.registry import compute_dtype
@@ -33,15 +35,37 @@ __all__ = ["DeepEPDispatcher"]
 _MAX_CHOICES = 32  # of a token: a warp of DeepEP's kernels has a lane for each
 
 
-class DeepEPDispatcher(LocalDispatcher):
-    """Sends tokens to their experts through `groups.deepep`, whose ranks divide them.
+@dataclass(slots=True)
+class Prepared(DispatchState):
+    indices: Tensor  # (T, k)
+    probs: Tensor  # (T, k)
 
-    ValueError where the ranks do not divide the experts, and where DeepEP cannot send so many choices.
+
+@dataclass(slots=True)
+class Dispatched(DispatchState):
+    weights: Tensor  # (N, k)
+    row_of: Tensor  # (N, k), the row of each choice here, or -1
+    counts: Tensor  # (L,), on the host
+    handle: Tensors  # DeepEP's own, whose number differs within and between machines
+
+    def tensors(self) -> Tensors:
+        return self.weights, self.row_of, self.counts, *self.handle
+
+    @classmethod
+    def with_tensors(cls, tensors: Tensors) -> Self:
+        weights, row_of, counts, *handle = tensors
+        return cls(weights, row_of, counts, tuple(handle))
+
+
+class DeepEPDispatcher(Dispatcher[Prepared, Dispatched]):
+    """Send tokens to their experts through `groups.deepep`, whose ranks divide them.
+
+    Raises ValueError where the ranks do not divide the experts, and where a token has more choices than
+    DeepEP supports.
     """
 
-    eager = ("dispatch", "experts", "combine")
-    exchanges = ("dispatch", "combine")
-    num_prepared = 2
+    spec = DEEPEP
+    prepared, dispatched = Prepared, Dispatched
 
     def __init__(self, moe: MoEConfig, groups: ParallelGroups) -> None:
         super().__init__(moe.num_experts)
@@ -62,16 +86,20 @@ class DeepEPDispatcher(LocalDispatcher):
         # How far apart in the group the ranks are that differ by one in etp, or in ep.
         self._steps = (1, self.etp) if groups.grid.etp_varies_first else (self.ep, 1)
 
+    @classmethod
+    def create(cls, moe: MoEConfig, groups: ParallelGroups) -> Self:
+        return cls(moe, groups)
+
     def check(self, rows: Tensor) -> None:
         self.buffer.check(rows)
 
-    def preprocess(self, indices: Tensor, probs: Tensor, room: int, refused: bool = False) -> Tensors:
-        if refused:
+    def preprocess(self, indices: Tensor, probs: Tensor, max_tokens: int, rejected: bool = False) -> Prepared:
+        if rejected:
             raise ValueError(
                 f"MoELayer: the {len(indices)} tokens of this rank are too few: its experts would have a "
                 "capacity of less than one token"
             )
-        return indices, probs
+        return Prepared(indices, probs)
 
     def _parts(self, indices: Tensor) -> Tensor:
         """Number the parts (T, D x k) of experts, those of the first rank of the group first."""
@@ -81,11 +109,12 @@ class DeepEPDispatcher(LocalDispatcher):
         parts = [first + d * self.num_local * etp_step for d in range(self.etp)]
         return torch.cat([part.masked_fill(indices < 0, -1) for part in parts], 1)
 
-    def dispatch(self, tokens: Tensor, *prepared: Tensor) -> Tensors:
-        indices, probs = prepared
+    def dispatch(self, tokens: Tensor, state: Prepared) -> tuple[Tensor, Tensor, Dispatched]:
+        indices, probs = state.indices, state.probs
         if self.etp > 1:
             indices, probs = self._parts(indices), probs.repeat(1, self.etp)
         buffer = self.buffer.reserve(tokens)
+        # all ranks of etp-ep exchange layouts, then tokens, on DeepEP's stream; its host waits for the sizes
         received, weights, chosen, counts, *handle = _Dispatch.apply(
             tokens.contiguous(),
             probs.to(compute_dtype(tokens.dtype)).contiguous(),
@@ -95,16 +124,15 @@ class DeepEPDispatcher(LocalDispatcher):
         )
         row_of, offsets = permutation(chosen.to(torch.int32), self.num_local)
         rows = permute(received, row_of, int(counts.sum()))
-        self.num_kept = 3 + len(handle)  # a handle has other tensors between machines than within one
-        return rows, offsets, weights, row_of, *handle, counts
+        return rows, offsets, Dispatched(weights, row_of, counts, tuple(handle))
 
-    def sizes(self, *kept: Tensor) -> list[int]:
-        return kept[-1].tolist()
+    def sizes(self, state: Dispatched) -> list[int]:
+        return state.counts.tolist()
 
-    def combine(self, outputs: Tensor, *kept: Tensor) -> Tensor:
-        weights, row_of, *handle, _ = kept
-        sums = unpermute(outputs, row_of, weights)
-        return _Combine.apply(sums, self.buffer.reserve(sums), *handle)
+    def combine(self, outputs: Tensor, state: Dispatched) -> Tensor:
+        sums = unpermute(outputs, state.row_of, state.weights)
+        total: Tensor = _Combine.apply(sums, self.buffer.reserve(sums), *state.handle)
+        return total
 
 
 class _Dispatch(Function):

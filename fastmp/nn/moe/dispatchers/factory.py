@@ -2,46 +2,30 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from fastmp.config import MoEConfig
+from fastmp.config.dispatchers import select_dispatcher
+from fastmp.config.specs import load
 from fastmp.distributed.collectives import group_size
 from fastmp.distributed.groups import ParallelGroups
-from fastmp.nn.moe.dispatchers.base import (
-    AllGatherDispatcher,
-    AllToAllDispatcher,
-    LocalDispatcher,
-    SharingDispatcher,
-    is_within,
-)
-from fastmp.nn.moe.dispatchers.deepep import DeepEPDispatcher
-from fastmp.nn.moe.dispatchers.symmetric import SymmetricDispatcher
+from fastmp.nn.moe.dispatchers.base import Dispatcher
+from fastmp.nn.moe.dispatchers.sharing import is_within
 
 __all__ = ["make_dispatcher"]
 
 
-def make_dispatcher(moe: MoEConfig, groups: ParallelGroups) -> LocalDispatcher:
-    """The dispatcher that `moe.dispatcher` names, for the etp and ep groups of `groups`.
+def make_dispatcher(moe: MoEConfig, groups: ParallelGroups) -> Dispatcher[Any, Any]:
+    """Return the dispatcher that `moe.dispatcher` names, for the etp and ep groups of `groups`.
 
-    Raises ValueError where the ranks do not divide the experts, and where hosts must tell each other sizes
-    but have no backend for that.
+    Raises ValueError where the ranks do not divide the experts, where hosts must exchange sizes but have no
+    backend for that, and for an unknown name.
     """
-    if groups.etp_ep is None:
-        return LocalDispatcher(moe.num_experts)
-    beside = moe.shared_expert_ffn_hidden_size > 0  # which computes while rows travel
-    if group_size(groups.ep) == 1:
-        assert groups.etp is not None
-        one_sequence = is_within(groups.etp, groups.tp)
-        return SharingDispatcher(moe.num_experts, groups.etp, one_sequence=one_sequence, own_stream=beside)
-    if moe.dispatcher == "symmetric":
-        assert groups.exchange is not None
-        return SymmetricDispatcher(moe, groups.exchange, own_stream=beside)
-    if moe.dispatcher == "deepep":
-        return DeepEPDispatcher(moe, groups)
-    kind = AllGatherDispatcher if moe.dispatcher == "allgather" else AllToAllDispatcher
-    return kind(
-        moe.num_experts,
-        ep_group=groups.ep,
-        etp_group=groups.etp,
-        etp_ep_group=groups.etp_ep,
-        etp_varies_first=groups.grid.etp_varies_first,
-        own_stream=beside,
+    spec = select_dispatcher(
+        moe.dispatcher,
+        ep=group_size(groups.ep),
+        etp=group_size(groups.etp),
+        one_sequence=groups.etp is not None and is_within(groups.etp, groups.tp),
     )
+    made: Dispatcher[Any, Any] = load(spec.make)(moe, groups)
+    return made

@@ -17,17 +17,19 @@ ranks of the etp-ep group.
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 from torch.autograd.function import Function, once_differentiable
 
 from fastmp.config import MoEConfig
+from fastmp.config.dispatchers import SYMMETRIC
+from fastmp.distributed.groups import ParallelGroups
 from fastmp.distributed.streams import exchanging
 from fastmp.distributed.symmetric_memory import ExchangeViews, SymmetricExchange
-from fastmp.nn.moe.dispatchers.base import LocalDispatcher, uncompiled
-from fastmp.nn.segment import Tensors
+from fastmp.nn.moe.dispatchers.base import Dispatcher, DispatchState, no_compile
 from fastmp.ops import permutation
 from fastmp.ops.exchange import (
     exchange_barrier,
@@ -42,20 +44,34 @@ from fastmp.ops.exchange import (
 __all__ = ["SymmetricDispatcher"]
 
 
-class SymmetricDispatcher(LocalDispatcher):
-    """Sends pairs to their experts through the memory of `exchange`, whose group divides them.
+@dataclass(slots=True)
+class Prepared(DispatchState):
+    probs: Tensor  # (T, k)
+    indices: Tensor  # (T, k)
+    row_of: Tensor  # (T, k), the row of each pair among those of this rank
+    ends: Tensor  # (E,), where each expert's rows end
+
+
+@dataclass(slots=True)
+class Dispatched(DispatchState):
+    probs: Tensor  # (T, k)
+    where: Tensor  # (T, k), the row of each pair at the rank of its expert, or -1
+    ends: Tensor  # (L + 1,), where each local expert's rows end, and how many pairs were dropped
+
+
+class SymmetricDispatcher(Dispatcher[Prepared, Dispatched]):
+    """Exchange rows through the symmetric memory of `exchange`, whose group divides the experts.
 
     moe: its `symmetric_capacity` is the room over what comes in balance. `exchange` reserves the memory at
     the first dispatch, on all ranks together.
     own_stream: exchange on the exchange stream, which has high priority, while the current stream waits: for
         where a shared expert fills the GPU at the same time.
 
-    ValueError where the ranks do not divide the experts, and as `SymmetricExchange.reserve`.
+    Raises ValueError where the ranks do not divide the experts, and as `SymmetricExchange.reserve`.
     """
 
-    exchanges = ("dispatch", "combine")
-    num_prepared = 4
-    num_kept = 3
+    spec = SYMMETRIC
+    prepared, dispatched = Prepared, Dispatched
 
     def __init__(self, moe: MoEConfig, exchange: SymmetricExchange, *, own_stream: bool = False) -> None:
         super().__init__(moe.num_experts)
@@ -67,38 +83,47 @@ class SymmetricDispatcher(LocalDispatcher):
         self.moe, self.exchange, self.own_stream = moe, exchange, own_stream
         self.may_drop = moe.symmetric_capacity is not None
 
-    def expect(self, tokens: int) -> None:
-        self.exchange.request(tokens)
+    @classmethod
+    def create(cls, moe: MoEConfig, groups: ParallelGroups) -> Self:
+        assert groups.exchange is not None
+        return cls(moe, groups.exchange, own_stream=moe.shared_expert_ffn_hidden_size > 0)
 
-    def preprocess(self, indices: Tensor, probs: Tensor, room: int, refused: bool = False) -> Tensors:
-        return probs, indices, *permutation(indices, self.num_experts)
+    def reserve(self, max_tokens: int) -> None:
+        self.exchange.request(max_tokens)
 
-    @uncompiled
-    def dispatch(self, tokens: Tensor, *prepared: Tensor) -> Tensors:
-        probs, indices, row_of, ends = prepared
+    def preprocess(self, indices: Tensor, probs: Tensor, max_tokens: int, rejected: bool = False) -> Prepared:
+        row_of, ends = permutation(indices, self.num_experts)
+        return Prepared(probs, indices, row_of, ends)
+
+    @no_compile
+    def dispatch(self, tokens: Tensor, state: Prepared) -> tuple[Tensor, Tensor, Dispatched]:
         views = self.exchange.reserve(
             tokens, top_k=self.moe.top_k, experts=self.num_experts, factor=self.moe.symmetric_capacity
         )
+        # all ranks of etp-ep put their counts into each other's memory, on the exchange stream if it is used
         with _stream(tokens, self.own_stream):
             matrix_RE = exchange_counts(
-                ends, views.epochs, views.counts, views.peer_offsets, views.rank, views.timeout
+                state.ends, views.epochs, views.counts, views.peer_offsets, views.rank, views.timeout
             )
             where, offsets, dropped = exchange_places(
-                row_of, indices, matrix_RE, views.rank, self.exchange.ep, views.capacity
+                state.row_of, state.indices, matrix_RE, views.rank, self.exchange.ep, views.capacity
             )
         rows = _Dispatch.apply(tokens, where, offsets, views, self.own_stream)
-        # The experts do not hand their offsets on: combine has its own.
-        return rows, offsets, probs, where, torch.cat((offsets, dropped.view(1)))
+        # The experts do not return their offsets: combine has its own.
+        ends = torch.cat((offsets, dropped.view(1)))
+        return rows, offsets, Dispatched(state.probs, where, ends)
 
-    @uncompiled
-    def combine(self, outputs: Tensor, *kept: Tensor) -> Tensor:
-        probs, where, ends = kept
+    @no_compile
+    def combine(self, outputs: Tensor, state: Dispatched) -> Tensor:
         views = self.exchange.views
         outputs = outputs.to(views.rows.dtype)
-        return _Combine.apply(outputs, probs, where, ends[:-1], views, self.own_stream)
+        total: Tensor = _Combine.apply(
+            outputs, state.probs, state.where, state.ends[:-1], views, self.own_stream
+        )
+        return total
 
-    def dropped(self, *kept: Tensor) -> Tensor:
-        return kept[-1][-1]
+    def dropped(self, state: Dispatched) -> Tensor:
+        return state.ends[-1]
 
 
 def _stream(x: Tensor, own_stream: bool) -> AbstractContextManager[None]:

@@ -1,0 +1,144 @@
+"""Specs: the facts of a component, declared once and looked up by name.
+
+A spec holds all that configuration, `--help`, layers, the planner, the layout check and CUDA graph scopes
+need to know about an activation, a norm or a token dispatcher (`fastmp.config.dispatchers`). Register a spec,
+and its name is a choice everywhere:
+
+    NORMS.register(NormSpec("scale", "my_package.norms:ScaleNorm", ("weight",), saved_per_token=1))
+
+Implementations are named by "module:name" and imported when a layer is built, so that plans never import
+torch. Standard library only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import reduce
+from importlib import import_module
+from typing import Any, Protocol, TypeVar, cast
+
+__all__ = ["ACTIVATIONS", "NORMS", "ActivationSpec", "NormSpec", "Registry", "Spec", "load"]
+
+
+class Spec(Protocol):
+    """A named component, with the phrase that `--help` shows for it."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def help(self) -> str: ...
+
+
+SpecT = TypeVar("SpecT", bound=Spec)
+
+
+class Registry(Mapping[str, SpecT]):
+    """Specs of one kind by name, in the order of registration.
+
+    Looking up an unknown name raises ValueError with the known ones; there is no default.
+    """
+
+    def __init__(self, kind: str, *specs: SpecT) -> None:
+        self.kind = kind
+        self._specs: dict[str, SpecT] = {}
+        for spec in specs:
+            self.register(spec)
+
+    def register(self, spec: SpecT) -> SpecT:
+        """Add `spec` and return it. Raises ValueError if its name is taken."""
+        if spec.name in self._specs:
+            raise ValueError(f"{self.kind} {spec.name!r} is registered already: choose another name")
+        self._specs[spec.name] = spec
+        return spec
+
+    def __getitem__(self, name: str) -> SpecT:
+        if name not in self._specs:
+            known = ", ".join(self._specs)
+            raise ValueError(f"unknown {self.kind} {name!r}: expected one of {known}, or register its spec")
+        return self._specs[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._specs
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._specs)
+
+    def __len__(self) -> int:
+        return len(self._specs)
+
+    @property
+    def help(self) -> str:
+        """The choices for `--help`: "a (what a is), b (what b is)"."""
+        return ", ".join(f"{spec.name} ({spec.help})" for spec in self.values())
+
+
+def load(target: str | Callable[..., Any]) -> Callable[..., Any]:
+    """Return the implementation that a spec names: a callable, or "module:name" to import."""
+    if not isinstance(target, str):
+        return target
+    module, _, path = target.partition(":")
+    found: Any = import_module(module)
+    return cast("Callable[..., Any]", reduce(getattr, path.split("."), found))
+
+
+@dataclass(frozen=True)
+class ActivationSpec:
+    """The activation of an MLP and of experts.
+
+    op: a function (..., num_projections * F), bias= -> (..., F); callable or "module:name".
+    form: the function as fused kernels name it ("gelu" exact, "gelu_tanh", "silu"), which the grouped GEMM of
+        experts applies in its epilogue; None: `op` runs after the GEMM.
+    num_gates: 1 for a gated linear unit, whose first projection makes [gate | up] and which returns
+        form(gate) * up; 0 for form(up).
+    """
+
+    name: str
+    op: str | Callable[..., Any]
+    form: str | None = None
+    num_gates: int = 0
+    help: str = ""
+
+    @property
+    def num_projections(self) -> int:
+        """The ffn-wide projections that the first GEMM makes: [up] or [gate | up]."""
+        return 1 + self.num_gates
+
+
+@dataclass(frozen=True)
+class NormSpec:
+    """The norm of hidden states.
+
+    make: a module class, called as make(size, group=, eps=, sequence_parallel=, device=, dtype=).
+    parameters: the names of its parameters, each of shape (hidden,).
+    saved_per_token: float32 statistics of a row that autograd keeps for backward, besides the input.
+    """
+
+    name: str
+    make: str | Callable[..., Any]
+    parameters: tuple[str, ...]
+    saved_per_token: int
+    help: str = ""
+
+    @property
+    def params_per_hidden(self) -> int:
+        """Parameters over the hidden size."""
+        return len(self.parameters)
+
+
+_OPS = "fastmp.nn.activation:"
+ACTIVATIONS: Registry[ActivationSpec] = Registry(
+    "activation",
+    ActivationSpec("gelu", _OPS + "gelu", "gelu", help="exact, with erf"),
+    ActivationSpec("gelu_tanh", _OPS + "gelu_tanh", "gelu_tanh", help="tanh form, as in GPT-2"),
+    ActivationSpec("swiglu", _OPS + "swiglu", "silu", num_gates=1, help="gated SiLU, as in Llama"),
+    ActivationSpec("geglu", _OPS + "geglu", "gelu_tanh", num_gates=1, help="gated, tanh form, as in Gemma"),
+    ActivationSpec("geglu_erf", _OPS + "geglu_erf", "gelu", num_gates=1, help="gated, exact"),
+)
+
+NORMS: Registry[NormSpec] = Registry(
+    "norm",
+    NormSpec("layernorm", "fastmp.nn.replicated:LayerNorm", ("weight", "bias"), 2, help="mean and variance"),
+    NormSpec("rmsnorm", "fastmp.nn.replicated:RMSNorm", ("weight",), 1, help="root mean square, as in Llama"),
+)
