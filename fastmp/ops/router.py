@@ -32,7 +32,7 @@ from torch import Tensor
 from fastmp.ops.core import checks
 from fastmp.ops.core.registry import compute_dtype, register
 from fastmp.ops.core.rowwise import sum_rows
-from fastmp.ops.router_triton import launch, launch_backward
+from fastmp.ops.router_triton import check_bias, launch, launch_backward
 from fastmp.profiling import traced
 
 _SCORES = ("softmax", "sigmoid")
@@ -128,6 +128,7 @@ def reference(
 
     summed: how many of its best experts a group is as good as together; 0: by the rule of DeepSeek's papers.
     """
+    check_bias(logits, expert_bias)
     x = logits.to(compute_dtype(logits.dtype))
     scores = x.sigmoid() if score == "sigmoid" else x.softmax(-1)
     indices = _choose(x.detach(), scores.detach(), expert_bias, k, score, num_groups, group_topk, summed)

@@ -412,6 +412,20 @@ def plan(
     return num_strips * num_sequences, length, numbers, constants
 
 
+def check_bias(logits: Tensor, expert_bias: Tensor | None) -> None:
+    """Raise the RuntimeError of the C++ implementation unless a raw call's bias has its dtype and size."""
+    wide, experts = compute_dtype(logits.dtype), logits.shape[-1]
+    if expert_bias is not None and (expert_bias.dtype, expert_bias.numel()) != (wide, experts):
+        wanted, got = (
+            torch.empty(0, dtype=dtype).type().removeprefix("torch.").removesuffix("Tensor")
+            for dtype in (wide, expert_bias.dtype)
+        )
+        raise RuntimeError(
+            f"topk_router: expert_bias must have {experts} numbers of {wanted}, got {expert_bias.numel()} of "
+            f"{got}"
+        )
+
+
 def launch(
     logits: Tensor,
     expert_bias: Tensor | None,
@@ -423,6 +437,7 @@ def launch(
     scale: float,
     balance: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    check_bias(logits, expert_bias)
     shape, dtype = logits.shape, logits.dtype
     chosen, sums = (*shape[:-1], k), shape[1:]
     indices = logits.new_empty(size=chosen, dtype=torch.int32)

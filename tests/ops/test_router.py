@@ -377,6 +377,18 @@ def test_wrong_dtypes():
         topk_router(torch.zeros(2, 3), 1, expert_bias=torch.zeros(3).long())
 
 
+@pytest.mark.parametrize("dtype", (torch.float64, torch.bfloat16, torch.int64))
+@pytest.mark.parametrize("implementation", ("reference", "triton", "registered"))
+def test_a_raw_call_takes_no_bias_of_another_dtype_or_size(implementation, dtype):
+    """Whatever serves it: C++ where it is built, else the reference."""
+    op, logits, options = OPS["topk_router"], torch.randn(4, 8), (2, "softmax", 1, 1, False, 1.0, True)
+    run = op.implementations.get(implementation, op.overload)
+    name = {torch.float64: "Double", torch.bfloat16: "BFloat16", torch.int64: "Long"}[dtype]
+    for bias, got in ((torch.zeros(8, dtype=dtype), f"8 of {name}"), (torch.zeros(7), "7 of Float")):
+        with pytest.raises(RuntimeError, match=f"expert_bias must have 8 numbers of Float, got {got}"):
+            run(logits, bias, *options)
+
+
 def test_cost_formulas():
     logits = torch.zeros(10, 8, dtype=torch.bfloat16)
     options = ("softmax", 1, 1, False, 1.0, False)

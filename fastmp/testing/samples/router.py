@@ -42,7 +42,8 @@ def samples(op: str, dtype: torch.dtype, generator: torch.Generator) -> Iterator
             yield logits, bias, k, score, groups, opened, normalize, scale, balance
             continue
         route = OPS["topk_router"].implementations["reference"]
-        indices = route(logits.double(), bias, k, score, groups, opened, normalize, scale, False)[0]
+        wide_bias = None if bias is None else bias.double()
+        indices = route(logits.double(), wide_bias, k, score, groups, opened, normalize, scale, False)[0]
         grads = [
             torch.randn(size, generator=generator, dtype=torch.float64).to(wide)
             for size in ((*lead, k), logits.shape[1:], ())
