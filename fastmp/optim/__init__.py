@@ -9,7 +9,9 @@ __getattr__, __dir__, __all__ = exports(
     {
         "flat_layout": "bucket_layout shard_ranges",
         "grad_buffers": "GradBuffer",
-        "adamw": "AdamW ParameterGroup clip_coefficient global_grad_norm",
+        "grad_norm": "clip_coefficient global_grad_norm",
+        "optimizer": "Optimizer ParameterGroup",
+        "adamw": "AdamW",
         "muon": "Muon update_cost",
         "loss_scaler": "LossScale LossScaler next_loss_scale",
         "lr_schedule": "learning_rate",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 from torch import nn
@@ -12,11 +11,14 @@ from torch.nn import Parameter
 
 from fastmp.config import OptimizerConfig
 from fastmp.distributed.groups import ParallelGroups
-from fastmp.optim.adamw import AdamW, ParameterGroup
+from fastmp.optim.adamw import AdamW
 from fastmp.optim.grad_buffers import GradBuffer
 from fastmp.optim.loss_scaler import LossScaler
 from fastmp.optim.muon import Muon, update_cost
 from fastmp.optim.named_params import named_parameters
+from fastmp.optim.optimizer import Optimizer, ParameterGroup
+
+_OPTIMIZERS: dict[str, type[AdamW]] = {"adamw": AdamW, "muon": Muon}
 
 __all__ = ["make_grads", "make_optimizer", "make_scaler"]
 
@@ -43,18 +45,9 @@ def make_optimizer(
     config: OptimizerConfig,
     groups: ParallelGroups,
     group: Callable[[str, Parameter], ParameterGroup] | None = None,
-) -> AdamW:
-    """Make the optimizer of `grads`; `group` as of `AdamW`.
-
-    A rank whose stages have no matrices for Muon has AdamW alone.
-    """
-    options: dict[str, Any] = {
-        name: getattr(config, name) for name in ("lr", "betas", "eps", "weight_decay", "states")
-    }
-    options["group"] = group
-    if any(flat.plan.whole for flat in grads.flats):
-        return Muon(grads, tp_group=groups.tp, etp_group=groups.etp, momentum=config.momentum, **options)
-    return AdamW(grads, **options)
+) -> Optimizer:
+    """Make the optimizer of `grads`; `group` as of `Optimizer`."""
+    return _OPTIMIZERS[config.name].from_config(grads, config, groups, group=group)
 
 
 def make_scaler(config: OptimizerConfig, device: torch.device) -> LossScaler:

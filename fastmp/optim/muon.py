@@ -27,12 +27,15 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 
+from fastmp.config import OptimizerConfig
 from fastmp.distributed.collectives import all_to_all, group_rank, group_size
-from fastmp.optim.adamw import AdamW, ParameterGroup, check_range
+from fastmp.distributed.groups import ParallelGroups
+from fastmp.optim.adamw import AdamW, adamw_options
 from fastmp.optim.flat_layout import matrix_cost, owner_ranks
 from fastmp.optim.flat_params import FlatState
 from fastmp.optim.grad_buffers import FlatBuffer, GradBuffer
 from fastmp.optim.newton_schulz import orthogonalize
+from fastmp.optim.optimizer import Optimizer, ParameterGroup, check_range
 from fastmp.tensor_parallel.attributes import ParallelAttributes, parallel_attributes
 
 __all__ = ["Muon", "is_hidden_matrix", "update_cost"]
@@ -136,8 +139,8 @@ class Muon(AdamW):
         check_range(self.name, below=1.0, momentum=momentum)
         self.momentum = momentum
         teams: dict[Any, tuple[dist.ProcessGroup | None, list[At]]] = {}
-        for at in self._order:
-            flat = self._flats[at[0]]
+        for at in self.order:
+            flat = self.flats[at[0]]
             if isinstance(flat, _MuonFlat):
                 group = etp_group if flat.grads.plan.experts else tp_group
                 together = flat.ranks_of_slices(group)
@@ -149,24 +152,32 @@ class Muon(AdamW):
             )
         self._teams = []
         for group, places in teams.values():
-            members = [(flat, j) for i, j in places if isinstance(flat := self._flats[i], _MuonFlat)]
+            members = [(flat, j) for i, j in places if isinstance(flat := self.flats[i], _MuonFlat)]
             self._teams.append((places, _Team(members, group)))
 
-    def _make_flat(
-        self, grads: FlatBuffer, group_of: Mapping[str, ParameterGroup], states: str, origin: int
-    ) -> FlatState:
-        if grads.plan.whole:
-            return _MuonFlat(grads, self.name, group_of, states)
-        return super()._make_flat(grads, group_of, states, origin)
+    @classmethod
+    def from_config(
+        cls, grads: GradBuffer, config: OptimizerConfig, groups: ParallelGroups, **options: Any
+    ) -> Optimizer:
+        """Make the optimizer of a recipe; AdamW on a rank whose stages have no hidden matrices."""
+        if not any(flat.plan.whole for flat in grads.flats):
+            return AdamW.from_config(grads, config, groups, **options)
+        tp = {"tp_group": groups.tp, "etp_group": groups.etp}
+        return cls(grads, momentum=config.momentum, **tp, **adamw_options(config), **options)
 
-    def _update(self, skip: Tensor | None, inv_scale: Tensor | None, clip_coefficient: Tensor | None) -> None:
-        super()._update(skip, inv_scale, clip_coefficient)
+    def make_state(self, grads: FlatBuffer, number: int) -> FlatState:
+        if grads.plan.whole:
+            return _MuonFlat(grads, self.name, self.group_of, self.states)
+        return super().make_state(grads, number)
+
+    def update(self, skip: Tensor | None, inv_scale: Tensor | None, clip_coefficient: Tensor | None) -> None:
+        super().update(skip, inv_scale, clip_coefficient)
         factors = [each for each in (inv_scale, clip_coefficient) if each is not None]
         factor = math.prod(factors[1:], start=factors[0]) if factors else None
         for places, team in self._teams:
             team.step(self.lr, self.momentum, factor, skip)
             for at in places:
-                self._gather(at)
+                self.start_gather(at)
 
 
 def _orthogonal_dtype(main: torch.dtype, device: torch.device) -> torch.dtype:

@@ -20,8 +20,9 @@ from fastmp.distributed.collectives import group_rank, group_size
 from fastmp.distributed.groups import ParallelGroups
 from fastmp.distributed.rng import RngTracker
 from fastmp.nn import gpt_stages, sum_tied_gradients
-from fastmp.optim.adamw import AdamW, global_grad_norm
+from fastmp.optim.adamw import AdamW
 from fastmp.optim.grad_buffers import GradBuffer
+from fastmp.optim.grad_norm import global_grad_norm
 from fastmp.pipeline.executor import Pipeline, PipelineResult
 from fastmp.pipeline.schedule import Schedule
 from fastmp.tensor_parallel.context import cut_sequence

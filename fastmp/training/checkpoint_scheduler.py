@@ -14,9 +14,9 @@ from torch import nn
 from fastmp.config import CheckpointConfig
 from fastmp.distributed.groups import ParallelGroups
 from fastmp.distributed.rng import RngTracker
-from fastmp.optim.adamw import AdamW
 from fastmp.optim.grad_buffers import GradBuffer
 from fastmp.optim.loss_scaler import LossScaler
+from fastmp.optim.optimizer import Optimizer
 from fastmp.profiling import phase
 from fastmp.training.checkpoint.checkpointer import Checkpointer, Loaded, described
 from fastmp.training.checkpoint.state import TrainingState
@@ -39,7 +39,7 @@ class CheckpointScheduler:
         config: CheckpointConfig,
         chunks: Sequence[nn.Module],
         grads: GradBuffer,
-        optimizer: AdamW,
+        optimizer: Optimizer,
         *,
         groups: ParallelGroups,
         scaler: LossScaler | None,

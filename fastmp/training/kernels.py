@@ -32,8 +32,8 @@ from fastmp.ops.warm import (
     recording,
     require_compilation,
 )
-from fastmp.optim.adamw import clip_coefficient, global_grad_norm
 from fastmp.optim.factory import make_grads, make_optimizer
+from fastmp.optim.grad_norm import clip_coefficient, global_grad_norm
 from fastmp.pipeline.executor import StageOutput
 from fastmp.plan.layout import make_grid
 from fastmp.training.language import model_and_loss

@@ -15,9 +15,10 @@ from torch import Tensor, nn
 
 from fastmp.distributed.collectives import sum_over_
 from fastmp.distributed.groups import ParallelGroups
-from fastmp.optim.adamw import AdamW, clip_coefficient, global_grad_norm
 from fastmp.optim.grad_buffers import GradBuffer
+from fastmp.optim.grad_norm import clip_coefficient, global_grad_norm
 from fastmp.optim.loss_scaler import LossScaler
+from fastmp.optim.optimizer import Optimizer
 from fastmp.profiling import phase
 from fastmp.training.microbatches import Batch, PipelineRunner, SingleStageRunner, Sums
 
@@ -71,7 +72,7 @@ class TrainStep:
 
     runner: SingleStageRunner | PipelineRunner
     grads: GradBuffer
-    optimizer: AdamW
+    optimizer: Optimizer
     scaler: LossScaler | None
     groups: ParallelGroups
     routers: Sequence[nn.Module]

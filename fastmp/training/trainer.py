@@ -57,7 +57,7 @@ from fastmp.training.validation import Evaluation, evaluate
 
 if TYPE_CHECKING:
     from fastmp.distributed.rng import RngTracker
-    from fastmp.optim.adamw import ParameterGroup
+    from fastmp.optim.optimizer import ParameterGroup
     from fastmp.training.metrics import TrainLog
 
 __all__ = ["ExpertStats", "StepResult", "TrainData", "Trainer"]

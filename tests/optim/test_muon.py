@@ -18,11 +18,12 @@ from fastmp.distributed.groups import ParallelGroups
 from fastmp.nn import Placement
 from fastmp.nn.stages import gpt_stages
 from fastmp.optim import muon
-from fastmp.optim.adamw import AdamW, ParameterGroup
+from fastmp.optim.adamw import AdamW
 from fastmp.optim.grad_buffers import GradBuffer
 from fastmp.optim.muon import Muon, is_hidden_matrix, update_cost
 from fastmp.optim.named_params import named_parameters
 from fastmp.optim.newton_schulz import A, B, C, orthogonalize
+from fastmp.optim.optimizer import ParameterGroup
 from fastmp.tensor_parallel.attributes import local_shard, parallel_attributes
 from fastmp.testing.parallel import count_collectives, full_tensor
 from fastmp.testing.ranks import run_ranks

@@ -13,8 +13,10 @@ from marks import full
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fastmp.optim.adamw import AdamW, ParameterGroup, clip_coefficient, global_grad_norm
+from fastmp.optim.adamw import AdamW
 from fastmp.optim.grad_buffers import GradBuffer
+from fastmp.optim.grad_norm import clip_coefficient, global_grad_norm
+from fastmp.optim.optimizer import ParameterGroup
 from fastmp.testing.ranks import run_ranks
 
 

@@ -19,9 +19,11 @@ from torch import nn
 from fastmp.distributed.collectives import reduce_scatter_
 from fastmp.optim import grad_buffers as grads_module
 from fastmp.optim import param_all_gather as gather_module
-from fastmp.optim.adamw import AdamW, ParameterGroup, clip_coefficient, global_grad_norm
+from fastmp.optim.adamw import AdamW
 from fastmp.optim.flat_layout import Bucket, BucketLayout
 from fastmp.optim.grad_buffers import GradBuffer
+from fastmp.optim.grad_norm import clip_coefficient, global_grad_norm
+from fastmp.optim.optimizer import ParameterGroup
 from fastmp.testing.parallel import late_gathers
 from fastmp.testing.ranks import run_ranks
 
@@ -269,7 +271,7 @@ def test_a_norm_of_parts_is_refused():
     def rank_main(rank, world):
         grads = GradBuffer(Model().named_parameters(), dp_group=dist.group.WORLD, shard=True)
         with pytest.raises(
-            ValueError, match=r"gradients are divided over ranks, .* give all ranks as world_group"
+            ValueError, match=r"gradients are sharded, .* pass the group of all ranks as world_group"
         ):
             global_grad_norm(grads)
 

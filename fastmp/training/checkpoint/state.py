@@ -17,10 +17,10 @@ from torch.nn import Parameter
 from fastmp.distributed.collectives import group_rank, group_size
 from fastmp.distributed.groups import ParallelGroups
 from fastmp.distributed.rng import RngTracker
-from fastmp.optim.adamw import AdamW
 from fastmp.optim.grad_buffers import GradBuffer
 from fastmp.optim.loss_scaler import LossScaler
 from fastmp.optim.named_params import named_buffers, named_parameters
+from fastmp.optim.optimizer import Optimizer
 from fastmp.tensor_parallel.attributes import parallel_attributes
 from fastmp.training.checkpoint.chunks import (
     Cut,
@@ -46,7 +46,7 @@ class TrainingState:
         self,
         chunks: Sequence[nn.Module],
         grads: GradBuffer,
-        optimizer: AdamW,
+        optimizer: Optimizer,
         *,
         groups: ParallelGroups,
         scaler: LossScaler | None,
