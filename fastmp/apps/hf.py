@@ -15,7 +15,7 @@ from fastmp.config import GPTConfig
 from fastmp.config.command_line import Parser
 from fastmp.config.files import read_file, write_synced
 from fastmp.config.recipe import model_from
-from fastmp.hf.families import family_of
+from fastmp.hf.config_json import family_of
 from fastmp.hf.stored import CONFIG, is_transformers, read_config
 from fastmp.hf.verify import verify
 from fastmp.hf.weights import FILE_BYTES, TransformersReader, export_weights, json_bytes
@@ -97,7 +97,8 @@ def import_command(options: Namespace) -> None:
     size = sum(each.bytes(full_chunk(each.shape)) for each in reader.manifest.tensors.values())
     checkpoint = write_again(reader, _pieces(reader), out, files=max(1, -(-size // FILE_BYTES)))
     write_synced(out / "recipe.toml", recipe_text(reader.config, source, checkpoint).encode())
-    print(f"{checkpoint}: {reader.kind}, {len(reader.manifest.tensors)} tensors, {size / 2**30:.2f} GiB")
+    count = len(reader.manifest.tensors)
+    print(f"{checkpoint}: {reader.model_type}, {count} tensors, {size / 2**30:.2f} GiB")
     print(f"to train on: fastmp train --recipe {out / 'recipe.toml'}")
 
 

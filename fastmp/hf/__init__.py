@@ -1,6 +1,6 @@
-"""transformers on both sides: their models with fastmp's parts, and weights in and out.
+"""Interoperability with Hugging Face transformers: `accelerate` their models, import and export weights.
 
-Names are imported when first used; of other libraries, transformers alone is imported, by what needs it.
+Names are imported on first use. transformers is imported by the functions that need it.
 """
 
 from __future__ import annotations

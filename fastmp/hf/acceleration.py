@@ -1,17 +1,16 @@
-"""`accelerate(model)`: a model of transformers computes the same with fastmp's ops, and `restore(model)`
-undoes it.
+"""`accelerate(model)` replaces modules of a transformers model by fastmp ops, and `restore(model)` undoes it.
 
-A family says which part takes the place of which class, and how its modules are divided over a group. The
-plan is made first, without touching the model: it finds the modules, checks that they have what the parts
-read, and says what stays and why. Only a whole plan is carried out.
+A family's record names the patch of each class and its tensor-parallel plan. The complete plan is made first,
+without modifying the model: find the modules, check that they have the attributes that the patches read, and
+note which ones are kept and why.
 """
 
 from __future__ import annotations
 
 import importlib
 from collections import Counter
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
 
@@ -19,139 +18,25 @@ from torch import nn
 from torch.distributed import ProcessGroup
 
 from fastmp.hf import experts, varlen
-from fastmp.hf.heads import (
-    CausalLM,
-    CausalLMWithCrossAttention,
-    CausalLMWithRouters,
-    LossHead,
-    MaskedLM,
-    MoeCausalLM,
-)
-from fastmp.hf.patches import (
-    GELU,
-    Attention,
-    GatedMLP,
-    GroupedRouter,
-    LatentAttention,
-    LayerNorm,
-    Part,
-    RMSNorm,
-    RMSNormOfItsDtype,
-    class_with,
-)
-from fastmp.hf.tp_modules import (
-    Columns,
-    EnteredColumns,
-    ExpertsOfRank,
-    FusedColumns,
-    Heads,
-    LatentHeads,
-    Region,
-    Rows,
-    Summed,
-)
+from fastmp.hf.families import ACCELERATIONS
+from fastmp.hf.heads import CausalLM, LossHead
+from fastmp.hf.patches import ModulePatch, patched_class
 from fastmp.hf.tp_plan import (
-    Share,
-    Table,
+    ModulePlan,
     agree,
-    divide,
+    count_modules,
     group_of,
-    join,
-    plan_division,
-    rows_of,
+    plan_tensor_parallel,
+    shard_model,
+    unshard_model,
 )
 
-_PLAN = "_fastmp_accelerated"  # the attribute of a model that has the plan it was accelerated by
+_PLAN = "_fastmp_accelerated"  # attribute of an accelerated model: its `Accelerated`
 
 
 @dataclass(frozen=True)
-class Family:
-    """Which parts take the places of a family's classes, by the names that transformers gives them."""
-
-    file: str
-    parts: Mapping[str, type[Part]]
-    experts: str | None = None  # the class of its experts
-    divided: Mapping[str, Table] = field(default_factory=dict)  # its classes, over a group
-
-
-_QKV = dict.fromkeys(("q_proj", "k_proj", "v_proj"), Columns)
-_HEADS: Table = {"": Heads, **_QKV, "o_proj": Rows, "q_norm": Summed, "k_norm": Summed}
-_LATENT: Table = {
-    "": LatentHeads,
-    **dict.fromkeys(("q_proj", "q_b_proj"), EnteredColumns),
-    **{"kv_b_proj": Columns, "o_proj": Rows},
-    **dict.fromkeys(("q_a_proj", "q_a_layernorm", "kv_a_proj_with_mqa", "kv_a_layernorm")),
-}
-_MLP: Table = {"": Region, "gate_proj": Columns, "up_proj": Columns, "down_proj": Rows}
-_EXPERTS: Table = {"": ExpertsOfRank}
-
-
-def _like_llama(file: str, prefix: str, head: type[Part] = CausalLM, **others: type[Part]) -> Family:
-    """The family of a decoder whose classes are named as Llama's are."""
-    parts: dict[str, type[Part]] = {"RMSNorm": RMSNorm, "Attention": Attention, "MLP": GatedMLP}
-    parts |= {"ForCausalLM": head, **others}
-    divided = {f"{prefix}Attention": _HEADS, f"{prefix}MLP": _MLP}
-    return Family(file, {f"{prefix}{name}": part for name, part in parts.items()}, divided=divided)
-
-
-def _with_experts(file: str, prefix: str, *, dense: bool = False, norm: type[Part] = RMSNorm) -> Family:
-    """The family of a decoder with experts; `dense`: some layers have none."""
-    like = _like_llama(file, prefix, MoeCausalLM, RMSNorm=norm)
-    parts, divided = dict(like.parts), {**like.divided, f"{prefix}Experts": _EXPERTS}
-    if not dense:
-        del parts[f"{prefix}MLP"], divided[f"{prefix}MLP"]
-    return Family(file, parts, f"{prefix}Experts", divided=divided)
-
-
-_GELUS = {"NewGELUActivation": GELU, "GELUActivation": GELU, "GELUTanh": GELU}
-FAMILIES = {
-    "bert": Family(
-        "bert",
-        {"LayerNorm": LayerNorm, **_GELUS, "BertForMaskedLM": MaskedLM},
-        divided={
-            "BertSelfAttention": {"": Heads, "query": Columns, "key": Columns, "value": Columns},
-            "BertSelfOutput": {"dense": Rows, "LayerNorm": None},
-            "BertIntermediate": {"dense": EnteredColumns},
-            "BertOutput": {"dense": Rows, "LayerNorm": None},
-        },
-    ),
-    "gpt2": Family(
-        "gpt2",
-        {"LayerNorm": LayerNorm, **_GELUS, "GPT2LMHeadModel": CausalLMWithCrossAttention},
-        divided={
-            "GPT2Attention": {"": Heads, "c_attn": FusedColumns, "c_proj": Rows},
-            "GPT2MLP": {"c_fc": EnteredColumns, "c_proj": Rows},
-        },
-    ),
-    "llama": _like_llama("llama", "Llama"),
-    "mistral": _like_llama("mistral", "Mistral"),
-    "qwen2": _like_llama("qwen2", "Qwen2"),
-    "qwen3": _like_llama("qwen3", "Qwen3"),
-    "mixtral": _with_experts("mixtral", "Mixtral"),
-    "qwen3_moe": _with_experts("qwen3_moe", "Qwen3Moe", dense=True),
-    "gpt_oss": _with_experts("gpt_oss", "GptOss", norm=RMSNormOfItsDtype),
-    "deepseek_v3": Family(
-        "deepseek_v3",
-        _like_llama(
-            "deepseek_v3",
-            "DeepseekV3",
-            CausalLMWithRouters,
-            Attention=LatentAttention,
-            TopkRouter=GroupedRouter,
-        ).parts,
-        experts="DeepseekV3Experts",
-        divided={
-            "DeepseekV3Attention": _LATENT,
-            "DeepseekV3MLP": _MLP,
-            "DeepseekV3Experts": _EXPERTS,
-        },
-    ),
-}
-
-
-@dataclass(frozen=True)
-class Row:
-    """Modules of one class: who computes them now, or why they stay as they are."""
+class ReplacedModule:
+    """Modules of one class: the ops that replace them, or the reason why they are kept."""
 
     name: str
     count: int
@@ -161,118 +46,130 @@ class Row:
 
 @dataclass(frozen=True)
 class Accelerated:
-    """What `accelerate` replaced in a model, and what not; printed, a table."""
+    """Table of the modules that `accelerate` replaced, kept and sharded; `print` it."""
 
     model: str
-    rows: tuple[Row, ...]
+    modules: tuple[ReplacedModule, ...]
     experts_before: str | None = None
     ranks: int = 1
-    shares: tuple[Row, ...] = ()  # of several ranks
+    tp_modules: tuple[ReplacedModule, ...] = ()  # with a group
 
     @property
     def replaced(self) -> dict[str, str]:
-        """{class: who computes it}."""
-        return {row.name: row.by for row in self.rows if row.by is not None}
+        """Return {class: the ops that replace it}."""
+        return {row.name: row.by for row in self.modules if row.by is not None}
 
     @property
     def kept(self) -> dict[str, str]:
-        """{class: why it stays}."""
-        return {row.name: row.why for row in self.rows if row.why is not None}
+        """Return {class: the reason why it is kept}."""
+        return {row.name: row.why for row in self.modules if row.why is not None}
 
     @property
-    def divided(self) -> dict[str, str]:
-        """{module: how it is divided over the ranks of the group}."""
-        return {row.name: row.by for row in self.shares if row.by is not None}
+    def sharded(self) -> dict[str, str]:
+        """Return {module: the dimension that is sharded over the ranks of the group}."""
+        return {row.name: row.by for row in self.tp_modules if row.by is not None}
+
+    divided = sharded  # the name in 0.2
 
     def __str__(self) -> str:
-        text = [self.model, *_lines(self.rows, "kept")]
-        if self.shares:
-            text += [f"divided over {self.ranks} ranks", *_lines(self.shares, "whole")]
+        text = [self.model, *_lines(self.modules, "kept: ")]
+        if self.tp_modules:
+            text += [f"sharded over {self.ranks} ranks", *_lines(self.tp_modules, "")]
         return "\n".join(text)
 
 
-def _lines(rows: tuple[Row, ...], stays: str) -> list[str]:
-    cells = [(row.name, str(row.count), row.by or f"{stays}: {row.why}") for row in rows]
+def _lines(rows: tuple[ReplacedModule, ...], kept: str) -> list[str]:
+    cells = [(row.name, str(row.count), row.by or f"{kept}{row.why}") for row in rows]
     widths = [max(len(cell[i]) for cell in cells) for i in (0, 1)]
     return [f"{name:{widths[0]}}  {count:>{widths[1]}}  {what}" for name, count, what in cells]
 
 
 def accelerate(model: nn.Module, *, group: ProcessGroup | None = None) -> Accelerated:
-    """Let a model of transformers compute with fastmp's ops, in place: what it computes stays the same.
+    """Replace modules of a transformers model by fastmp ops, in place; outputs and gradients are the same.
 
     Norms, activations, rotary embeddings, experts, and the head with its loss are replaced. In training with
-    labels the logits of the output are computed when something reads them; they are made as before in
-    evaluation and without labels. Names in the state_dict, parameters and hooks stay. Call it before
-    `fully_shard`, DDP, PEFT or torch.compile, though only the first needs it.
+    labels, `outputs.logits` is lazy: the logits are computed when they are first read. Parameters, hooks and
+    names in the state_dict are unchanged. Call it before `fully_shard`; DDP, PEFT and torch.compile may come
+    before or after.
 
-    With a group, its ranks divide the model: attention by heads, MLPs by columns and rows, embedding and head
-    by the vocabulary, experts by their number. All ranks call this with the same whole model, and the model
-    then with the same tokens. They get the same loss, logits and gradients of what each has whole. Parameters
-    that are divided keep their names, and have this rank's part of their shape.
+    With a group, the model is sharded over its ranks (tensor parallelism): attention by heads, MLPs by
+    columns and rows, embedding and head by the vocabulary, experts by their number. All ranks call this with
+    the same model, and then the model with the same tokens; they get the same loss, logits and gradients of
+    replicated parameters. Sharded parameters keep their names and have the shape of this rank's shard.
 
     Args:
-        model: a model of transformers, or a module that holds one, such as PEFT's. Families: `FAMILIES`.
-        group: the ranks that divide it; None: this rank alone.
+        model: a transformers model, or a module that holds one, such as a PEFT model. Its family must be in
+            `fastmp.hf.families.ACCELERATIONS`.
+        group: the tensor-parallel process group; None: no sharding.
 
     Returns:
-        What was replaced, by what, and what stays and why: `print` it. A second call returns the same.
+        The table of replaced and kept modules. A second call returns the same table.
 
     Raises:
-        ValueError: no model of transformers or several, one of another family, one with shards (DTensor),
-            or one whose classes lack an attribute (another version of transformers). With a group, also, and
-            then the same on all ranks: sizes that they do not divide, dropout, weights that differ between
-            them or are not there, an adapter of PEFT, a model inside another module, such as DDP, and one
-            that was accelerated for other ranks. It is untouched then.
+        ValueError: there is no transformers model or several, its family is not supported, it is sharded
+            already (DTensor), or its classes lack an attribute (another version of transformers). With a
+            group, on all ranks: sizes not divisible by the number of ranks, dropout, weights that differ
+            between ranks or are on the meta device, a PEFT adapter, a model wrapped by another module
+            (DDP), or a model accelerated for another group. The model is not modified then.
+
+    Example:
+        >>> model = AutoModelForCausalLM.from_pretrained("Qwen/Qwen3-0.6B")
+        >>> print(fastmp.accelerate(model))
+        >>> model.train()(input_ids=tokens, labels=tokens).loss.backward()
     """
     if group is not None and not isinstance(group, ProcessGroup):  # dist.new_group gives other ranks a number
         raise ValueError(
-            f"accelerate: group is {group!r}, not a ProcessGroup that this rank is in; of a DeviceMesh, give "
+            f"accelerate: expected a ProcessGroup that this rank is in, got {group!r}; of a DeviceMesh, pass "
             "mesh.get_group()"
         )
     if group is not None and group.size() == 1:
         group = None
-    pretrained, plan, changes, shares = _agreed_plan(model, group)
+    pretrained, table, changes, plans = _agreed_plan(model, group)
     if _PLAN in pretrained.__dict__:
-        return plan
-    if plan.experts_before is not None:
+        return table
+    if table.experts_before is not None:
         pretrained.set_experts_implementation(experts.NAME)
     for module, replacement in changes:
         module.__class__ = replacement
     if group is not None:
-        divide(pretrained, shares, group)
-    pretrained.__dict__[_PLAN] = plan
-    return plan
+        shard_model(pretrained, plans, group)
+    pretrained.__dict__[_PLAN] = table
+    return table
 
 
 def restore(model: nn.Module) -> None:
-    """Undo `accelerate`: every module has its own class again.
+    """Undo `accelerate`: give every module its original class.
 
-    A divided model is whole again, to the bit, without the gradients of what was divided; all ranks of its
-    group call this.
+    The weights of a sharded model are gathered, bitwise as before; gradients of sharded parameters are
+    dropped. All ranks of its group call this.
+
+    Args:
+        model: a model after `accelerate`.
 
     Raises:
-        ValueError: the model is not accelerated, or something has replaced its classes since (`fully_shard`).
+        ValueError: the model is not accelerated, or its classes were replaced since (`fully_shard`).
     """
     pretrained = _pretrained("restore", model)
-    plan = pretrained.__dict__.get(_PLAN)
-    if plan is None:
+    table = pretrained.__dict__.get(_PLAN)
+    if table is None:
         raise ValueError(f"restore: {type(pretrained).__name__} is not accelerated")
     for module in pretrained.modules():
-        if isinstance(module, Part) and "original" not in vars(type(module)):
+        if isinstance(module, ModulePatch) and "original" not in vars(type(module)):
             raise ValueError(
-                f"restore: the class {type(module).__name__} was made since, of an accelerated one"
+                f"restore: the class {type(module).__name__} was derived from an accelerated one, as "
+                "fully_shard does; restore is not supported then"
             )
-    join(pretrained)
-    replaced: list[Any] = [module for module in pretrained.modules() if isinstance(module, Part)]
+    unshard_model(pretrained)
+    replaced: list[Any] = [module for module in pretrained.modules() if isinstance(module, ModulePatch)]
     for module in replaced:
         module.__class__ = type(module).original
-    if plan.experts_before is not None:
-        pretrained.set_experts_implementation(plan.experts_before)
+    if table.experts_before is not None:
+        pretrained.set_experts_implementation(table.experts_before)
     del pretrained.__dict__[_PLAN]
 
 
 def _pretrained(caller: str, model: nn.Module) -> Any:
-    """The outermost model of transformers in `model`."""
+    """Return the outermost transformers model in `model`. Raises ValueError if there is none or several."""
     try:
         import transformers
     except ModuleNotFoundError as error:
@@ -282,40 +179,41 @@ def _pretrained(caller: str, model: nn.Module) -> Any:
     name = type(model).__name__
     found = [module for module in model.modules() if isinstance(module, transformers.PreTrainedModel)]
     if not found:
-        raise ValueError(f"{caller}: {name} is not a model of transformers and holds none")
+        raise ValueError(f"{caller}: expected a transformers model or a module that holds one, got {name}")
     if set(found) - set(found[0].modules()):
-        raise ValueError(f"{caller}: {name} holds several models of transformers; {caller} each")
+        raise ValueError(f"{caller}: {name} holds several transformers models; {caller} each")
     return found[0]
 
 
-_Plan = tuple[Accelerated, list[tuple[Any, type]], list[Share]]
+# the table, (module, new class) pairs, and with a group the modules that are sharded
+_Plan = tuple[Accelerated, list[tuple[Any, type]], list[ModulePlan]]
 
 
 def _agreed_plan(model: nn.Module, group: ProcessGroup | None) -> tuple[Any, *_Plan]:
-    """The model of transformers and its `_plan`, or on all ranks of the group the error that one of them has.
+    """Return the transformers model and its `_plan`, with nothing to change if it is accelerated already.
 
-    Of a model that is accelerated already, what it was accelerated by.
+    An error of one rank is raised on all ranks of the group.
     """
     error = None
     try:
         pretrained = _pretrained("accelerate", model)
         if group is not None and pretrained is not model:
             raise ValueError(
-                f"accelerate: ranks divide a model before a {type(model).__name__} is made of it; give the "
-                "model"
+                f"accelerate: expected the transformers model with a group, got a {type(model).__name__}; "
+                "accelerate the model before wrapping it"
             )
         if _PLAN in pretrained.__dict__:
             if group is None or group is group_of(pretrained):
                 return pretrained, pretrained.__dict__[_PLAN], [], []
             raise ValueError(
-                f"accelerate: {type(pretrained).__name__} is accelerated for other ranks; restore it first"
+                f"accelerate: {type(pretrained).__name__} is accelerated for another group; restore it first"
             )
         plan = _plan(pretrained, 1 if group is None else group.size())
         if plan[0].experts_before is not None:
             _require(pretrained, ("set_experts_implementation",))
             experts.register()
         varlen.register()
-    except (AttributeError, ImportError) as missing:  # of what transformers has beside its models
+    except (AttributeError, ImportError) as missing:  # of transformers outside its models
         error = _changed(type(pretrained), f"attribute or function as fastmp knows it ({missing})")
     except ValueError as found:
         error = found
@@ -327,19 +225,21 @@ def _agreed_plan(model: nn.Module, group: ProcessGroup | None) -> tuple[Any, *_P
 
 
 def _plan(model: Any, ranks: int) -> _Plan:
-    """What is returned, the new classes of modules, and what is divided over ranks. Changes nothing."""
+    """Plan the changes of a transformers model without modifying it."""
     from transformers import PreTrainedModel
 
-    name, kind = type(model).__name__, model.config.model_type
-    if kind not in FAMILIES:
+    name, model_type = type(model).__name__, model.config.model_type
+    if model_type not in ACCELERATIONS:
         raise ValueError(
-            f"accelerate: no family for {name} (model_type {kind!r}); there are {', '.join(FAMILIES)}"
+            f"accelerate: {name} (model_type {model_type!r}) is not supported; expected one of "
+            f"{', '.join(ACCELERATIONS)}"
         )
-    _refuse_shards(model)
-    family = FAMILIES[kind]
-    classes = _classes(family, [*family.parts, *([family.experts] if family.experts else [])])
+    _check_unsharded(model)
+    family = ACCELERATIONS[model_type]
+    names = [*family.patches, *([family.experts] if family.experts else [])]
+    classes = _classes(model_type, names)
     changes: list[tuple[Any, type]] = []
-    found: Counter[tuple[str, str | None, str | None]] = Counter()
+    found: Counter[tuple[str, str | None, str | None]] = Counter()  # of (class, ops, reason)
     for module in model.modules():
         named = type(module).__name__
         if classes.get(named) is not type(module):
@@ -347,47 +247,47 @@ def _plan(model: Any, ranks: int) -> _Plan:
             if known:
                 found[named, None, f"a subclass of {known[0]}, which may compute something else"] += 1
             elif isinstance(module, PreTrainedModel) and module.base_model is not module:
-                found[named, None, "there is no part for its head and its loss"] += 1
+                found[named, None, "its head and loss have no patch"] += 1
             continue
         if named == family.experts:
             _require(module, experts.FLAGS)
             _require(module, experts.reads(module))
             found[named, experts.by(module), None] += 1
-        elif why := _why_not(part := family.parts[named], module):
+        elif why := _why_not(patch := family.patches[named], module):
             found[named, None, why] += 1
         else:
-            found[named, part.by, None] += 1
-            changes.append((module, _replacement(type(module), part)))
-            if issubclass(part, CausalLM):
-                head = part.head(module)
-                changes.append((head, class_with(type(head), LossHead)))
+            found[named, patch.by, None] += 1
+            changes.append((module, _replacement(type(module), patch)))
+            if issubclass(patch, CausalLM):
+                head = patch.head(module)
+                changes.append((head, patched_class(type(head), LossHead)))
     found["attention", None, f"transformers' interface, {model.config._attn_implementation}"] += 1
-    rows = tuple(Row(named, count, by, why) for (named, by, why), count in found.items())
+    rows = tuple(ReplacedModule(named, count, by, why) for (named, by, why), count in found.items())
     has_experts = any(row.name == family.experts for row in rows)
     before = model.config._experts_implementation if has_experts else None
     if ranks == 1:
         return Accelerated(name, rows, before), changes, []
-    tables = {cls: family.divided[named] for named, cls in _classes(family, family.divided).items()}
-    shares = plan_division(model, tables, ranks, dict(changes))
-    cells = [
-        Row(label, count, how, None if how else "every rank computes it alike")
-        for label, count, how in rows_of(model, shares)
-    ]
-    return Accelerated(name, rows, before, ranks, tuple(cells)), changes, shares
+    tables = {cls: family.tp_plan[named] for named, cls in _classes(model_type, family.tp_plan).items()}
+    plans = plan_tensor_parallel(model, tables, ranks, dict(changes))
+    tp_rows = tuple(
+        ReplacedModule(label, count, by, None if by else "replicated")
+        for label, count, by in count_modules(model, plans)
+    )
+    return Accelerated(name, rows, before, ranks, tp_rows), changes, plans
 
 
-def _why_not(part: type[Part], module: Any) -> str | None:
-    """The reason why a module stays as it is, if there is one."""
-    if "forward" in vars(module):  # as hooks of Accelerate leave it: the class's forward is not called
+def _why_not(patch: type[ModulePatch], module: Any) -> str | None:
+    """Return the reason why a module is kept, or None."""
+    if "forward" in vars(module):  # hooks of Accelerate set it, and the class's forward is not called
         return "has a forward of its own, set on the module"
-    _require(module, part.needs)
-    if issubclass(part, CausalLM):
-        _require(module, (module.base_model_prefix,))  # without it, `base_model` is the module itself
-    return part.why_not(module)
+    _require(module, patch.needs)
+    if issubclass(patch, CausalLM):
+        _require(module, (module.base_model_prefix,))  # without it, `base_model` returns the module itself
+    return patch.why_not(module)
 
 
-def _refuse_shards(model: Any) -> None:
-    """A sharded head would make the loss of its own ids, and classes of FSDP2 cannot be replaced."""
+def _check_unsharded(model: Any) -> None:
+    """Raise ValueError for a sharded model: its head would compute the loss of local ids only."""
     from torch.distributed.tensor import DTensor
 
     sharded = any(type(module).__name__.startswith("FSDP") for module in model.modules())
@@ -398,11 +298,11 @@ def _refuse_shards(model: Any) -> None:
         )
 
 
-def _classes(family: Family, names: Iterable[str]) -> dict[str, Any]:
-    """The classes of these names, from transformers' file, its activations, or torch."""
+def _classes(model_type: str, names: Iterable[str]) -> dict[str, Any]:
+    """Return the classes of these names, from transformers' file of the family, its activations, or torch."""
     import transformers
 
-    file = f"transformers.models.{family.file}.modeling_{family.file}"
+    file = f"transformers.models.{model_type}.modeling_{model_type}"
     places = importlib.import_module(file), importlib.import_module("transformers.activations"), nn
     classes = {name: next((vars(p)[name] for p in places if name in vars(p)), None) for name in names}
     for name, found in classes.items():
@@ -414,7 +314,7 @@ def _classes(family: Family, names: Iterable[str]) -> dict[str, Any]:
 
 
 def _require(module: Any, attributes: tuple[str, ...]) -> None:
-    """Raise ValueError where the module lacks one of these attributes; a dot goes on in that attribute."""
+    """Raise ValueError if the module lacks one of these attributes ("a.b": b of its attribute a)."""
     for attribute in attributes:
         try:
             attrgetter(attribute)(module)
@@ -422,10 +322,10 @@ def _require(module: Any, attributes: tuple[str, ...]) -> None:
             raise _changed(type(module), attribute) from None
 
 
-def _replacement(original: type[Any], part: type[Part]) -> type[Any]:
+def _replacement(original: type[Any], patch: type[ModulePatch]) -> type[Any]:
     try:
-        return class_with(original, part)
-    except AttributeError as error:  # the part says what its methods are made from
+        return patched_class(original, patch)
+    except AttributeError as error:  # `ModulePatch.members` names the attribute
         raise _changed(original, str(error)) from None
 
 

@@ -1,7 +1,7 @@
-"""The experts of a model of transformers by fastmp's grouped products, behind transformers' own interface.
+"""Grouped-GEMM experts for transformers models, as an implementation of transformers' interface.
 
-`register` adds the implementation "fastmp" to those that `model.set_experts_implementation` chooses from. It
-takes what the interface describes: gated or not, with biases, weights either way round, gates of any kind.
+`register` adds "fastmp" to the implementations of `model.set_experts_implementation`. Gated and plain MLPs,
+biases, transposed weights and custom gates are supported.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from fastmp.ops import clamped_swiglu, grouped_mlp_in, grouped_mm, permutation, 
 from fastmp.ops.core.registry import compute_dtype
 
 NAME = "fastmp"
-# what a module of experts says of itself
+# attributes that describe a module of experts
 FLAGS = ("has_gate", "has_bias", "is_transposed", "is_concatenated")
 
 
 def reads(module: Any) -> tuple[str, ...]:
-    """The attributes that the implementation reads of a module of experts with these flags."""
+    """Return the attributes that the implementation reads from a module of experts."""
     first = "gate_up_proj" if module.has_gate else "up_proj"
     names: tuple[str, ...] = ("num_experts", "_apply_gate", first, "down_proj")
     if module.has_bias:
@@ -30,11 +30,11 @@ def reads(module: Any) -> tuple[str, ...]:
     return (*names, "act_fn") if plain else names
 
 
-_CLAMPED: set[Any] = set()  # the `_apply_gate`s that were found to be clamped_swiglu
+_CLAMPED: set[Any] = set()  # the `_apply_gate`s that compute clamped_swiglu
 
 
 def by(module: Any) -> str:
-    """What computes a module of experts, for the table; remembers whether its gate is `clamped_swiglu`."""
+    """Return the ops of a module of experts, for the table; record a gate that is `clamped_swiglu`."""
     gate = type(module)._apply_gate
     if gate is _default_gate() or not module.has_gate:
         return "fastmp.ops.grouped_mm, grouped_mlp_in, permute"
@@ -45,7 +45,7 @@ def by(module: Any) -> str:
 
 
 def _is_clamped(module: Any) -> bool:
-    """Whether the module's gate computes `clamped_swiglu` on numbers inside and outside of its limits."""
+    """Return True if the module's gate equals `clamped_swiglu` on values inside and outside of its limits."""
     values = torch.linspace(-1.5, 1.5, 12, dtype=torch.float64, device="cpu") * module.limit
     pairs = torch.cartesian_prod(values, values).flatten()
     ours = clamped_swiglu(pairs, alpha=module.alpha, limit=module.limit)
@@ -55,7 +55,7 @@ def _is_clamped(module: Any) -> bool:
 def _default_gate() -> Any:
     from transformers.integrations import moe
 
-    return getattr(moe, "_default_apply_gate", None)  # without it every gate is an op of its own
+    return getattr(moe, "_default_apply_gate", None)  # None: no gate is the default one
 
 
 def register() -> None:
@@ -82,24 +82,36 @@ def experts(
     usual_gate: bool,
     clamped: bool,
 ) -> Tensor:
-    """The experts' outputs of tokens (T, H), weighted and added up: (T, H) of their dtype.
+    """Compute the experts' outputs, weighted and summed for each token.
 
-    top_k_index, top_k_weights: (T, k), the experts of a token and their weights. An index beyond the last
-    expert, as expert parallelism gives tokens of other ranks, adds nothing.
+    Args:
+        self: the module of experts.
+        hidden_states: (T, H).
+        top_k_index: (T, k), the experts of each token; an index of `num_experts`, which expert parallelism
+            gives to experts of other ranks, adds nothing.
+        top_k_weights: (T, k).
+        usual_gate: the gate is transformers' default.
+        clamped: the gate is `clamped_swiglu`.
+
+    Returns:
+        (T, H) of the dtype of `hidden_states`.
     """
+    # 1. Permute (token, expert) assignments so that the rows of each expert are contiguous.
     row_of, offsets = permutation(top_k_index.to(torch.int32), self.num_experts)
     rows = permute(hidden_states, row_of, row_of.numel())
-    out = _first_product(self, rows, offsets, usual_gate, clamped)
+    # 2. Two grouped GEMMs with the activation between them.
+    out = _first_linear(self, rows, offsets, usual_gate, clamped)
     bias = self.down_proj_bias if self.has_bias else None
     out = grouped_mm(out, self.down_proj, offsets, transposed=self.is_transposed, bias=bias)
     if getattr(self, "has_post_expert_norm", False):
         out = self.post_expert_norm(out)
+    # 3. Weight each row and sum the rows of each token.
     out = unpermute(out, row_of, top_k_weights.to(compute_dtype(out.dtype)))
     return out.to(hidden_states.dtype)
 
 
-def _first_product(self: Any, rows: Tensor, offsets: Tensor, usual_gate: bool, clamped: bool) -> Tensor:
-    """The first product of the experts' MLPs, with its activation."""
+def _first_linear(self: Any, rows: Tensor, offsets: Tensor, usual_gate: bool, clamped: bool) -> Tensor:
+    """Compute the first linear layer of the experts' MLPs and the activation."""
     weight = self.gate_up_proj if self.has_gate else self.up_proj
     bias = None
     if self.has_bias:

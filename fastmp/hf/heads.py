@@ -1,11 +1,10 @@
-"""Heads over the vocabulary that make the loss without logits.
+"""Output heads with a fused cross-entropy loss, which never materialises all logits.
 
-A training step with labels needs the loss alone. The model then calls its decoder as transformers does, and
-its head with hidden states and labels: `linear_cross_entropy` holds the logits of one chunk of tokens at a
-time, and the output has `LazyLogits`. The head computes the loss inside its own call, so that whoever hooks
-on it (a sharded head that gathers its weight) is right. Without labels, in evaluation, for some tokens only
-(`logits_to_keep`), with a loss function of the user's own, or with another module in the head's place
-(LoRA's), the model's own `forward` runs and returns logits.
+In a training step with labels, the model calls its decoder as transformers does, and its head with hidden
+states and labels: `linear_cross_entropy` holds the logits of one chunk of tokens at a time, and the output
+has `LazyLogits`. The loss is computed inside the head's own call, so hooks on the head (FSDP gathers its
+weight in one) run as usual. transformers' `forward` runs and returns logits in evaluation, without labels,
+with `logits_to_keep`, with a custom loss function, and if another module (LoRA's) has replaced the head.
 """
 
 from __future__ import annotations
@@ -20,13 +19,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastmp.hf.logits import lazy_logits
-from fastmp.hf.patches import Part, class_with, of_numbers
+from fastmp.hf.patches import ModulePatch, patched_class, why_not_weight
 from fastmp.ops import linear_cross_entropy
 from fastmp.ops.core.registry import compute_dtype
 
 
-class LossHead(Part):
-    """The last linear layer: logits, or with labels their loss."""
+class LossHead(ModulePatch):
+    """Output layer that returns logits, or their loss if it gets labels."""
 
     by = "fastmp.ops.linear_cross_entropy"
     needs = ("weight", "bias")
@@ -34,9 +33,16 @@ class LossHead(Part):
     def forward(
         self: Any, input: Tensor, labels: Tensor | None = None, num_items: Any = None, **options: Any
     ) -> Any:
-        """Logits (..., V) of hidden states (..., H), or with labels (...) their mean loss, float32 (float64).
+        """Return logits, or with labels their loss.
 
-        num_items: what the sum of the losses is divided by, instead of the number of labels that count.
+        Args:
+            input: hidden states (..., H).
+            labels: (...); None: return logits (..., V).
+            num_items: divisor of the summed losses; None: the number of labels that are not ignored.
+            options: of `linear_cross_entropy`, such as `ignore_index`.
+
+        Returns:
+            The loss is a scalar of float32, or float64 for float64 hidden states.
         """
         if labels is None:
             return super().forward(input)  # type: ignore[misc]
@@ -45,7 +51,7 @@ class LossHead(Part):
         labels = labels.reshape(-1).to(hidden.device)
         if num_items is None:
             return self.cross_entropy(hidden, weight, labels, reduction="mean", **options)
-        # as weights of tokens, not as a factor of the sum: gradients are then rounded once
+        # weights of tokens instead of a factor of the sum: gradients are rounded once
         if isinstance(num_items, Tensor):
             num_items = num_items.to(hidden.device)
         weights = hidden.new_ones(labels.shape, dtype=compute_dtype(hidden.dtype)) / num_items
@@ -55,8 +61,8 @@ class LossHead(Part):
         return linear_cross_entropy(hidden, weight, labels, **options)
 
 
-class CausalLM(Part):
-    """A model whose tokens predict the next ones."""
+class CausalLM(ModulePatch):
+    """Causal language model."""
 
     by = "fastmp.ops.linear_cross_entropy"
     needs: tuple[str, ...] = ("loss_function", "lm_head")
@@ -69,7 +75,7 @@ class CausalLM(Part):
             return "its head has a forward of its own, set on the module"
         if not isinstance(head, nn.Linear) or type(head).__name__ != "Linear":
             return f"its head is {type(head).__name__}, not nn.Linear"
-        if why := of_numbers(head):
+        if why := why_not_weight(head):
             return f"of its head, {why}"
         return cls.why_not_loss(module)
 
@@ -113,10 +119,10 @@ class CausalLM(Part):
         return module.lm_head
 
     def set_output_embeddings(self: Any, new_embeddings: Any) -> None:
-        """Put another head in its place, as `resize_token_embeddings` does: it makes the loss, too."""
+        """Replace the head, as `resize_token_embeddings` does; the new head also computes the loss."""
         super().set_output_embeddings(new_embeddings)  # type: ignore[misc]
         if type(new_embeddings) is nn.Linear:
-            new_embeddings.__class__ = class_with(nn.Linear, LossHead)
+            new_embeddings.__class__ = patched_class(nn.Linear, LossHead)
 
     def wants_loss_alone(self: Any, given: dict[str, Any]) -> bool:
         keep = given.get("logits_to_keep")
@@ -129,9 +135,13 @@ class CausalLM(Part):
         )
 
     def loss_of(self: Any, given: dict[str, Any]) -> tuple[Tensor, Any, dict[str, Any]]:
-        """The loss, what the decoder returned, and other fields of the output.
+        """Run the decoder and the head.
 
-        `given` are the arguments of `forward`; all but labels go on to the decoder, as in transformers.
+        Args:
+            given: arguments of `forward`; all but the labels are passed to the decoder, as in transformers.
+
+        Returns:
+            The loss, the decoder's output and further fields of the model's output.
         """
         labels, ignored = given.pop("labels"), given.get("ignore_index", -100)
         given.pop("logits_to_keep", None)
@@ -146,23 +156,25 @@ class CausalLM(Part):
 
 
 class CausalLMWithCrossAttention(CausalLM):
+    """Causal language model whose output has a field for cross-attention: GPT-2."""
+
     output = "CausalLMOutputWithCrossAttentions"
 
 
 class CausalLMWithRouters(CausalLM):
-    """The same with the logits of its routers, where they are asked for."""
+    """Causal language model that returns router logits on request: DeepSeek-V3."""
 
     output = "MoeCausalLMOutputWithPast"
 
 
 class MoeCausalLM(CausalLMWithRouters):
-    """The same with the balancing loss of its routers, which transformers' own function computes."""
+    """Causal language model with a load-balancing loss, computed by transformers' function."""
 
     needs = (
         *(*CausalLM.needs, "config.output_router_logits"),
         *("router_aux_loss_coef", "num_experts", "num_experts_per_tok"),
     )
-    balancing_loss: Any  # the function of transformers' file
+    balancing_loss: Any  # `load_balancing_loss_func` of transformers
 
     @classmethod
     def members(cls, original: Any) -> dict[str, Any]:
@@ -185,7 +197,7 @@ class MoeCausalLM(CausalLMWithRouters):
 
 
 class MaskedLM(CausalLM):
-    """A model that fills masked places: BERT."""
+    """Masked language model: BERT."""
 
     needs = ("cls.predictions.transform", "cls.predictions.decoder")
     output = "MaskedLMOutput"

@@ -1,7 +1,7 @@
-"""Logits of a training step that are computed when something reads them.
+"""Logits of a training step that are computed on first access.
 
-A fused head makes the loss without logits. `LazyLogits` stands for them in the output of the model: it holds
-the hidden states and the head, and every function of torch that needs values gets the logits from it.
+A fused head computes the loss without logits. `LazyLogits` takes their place in the model's output: it holds
+the hidden states and the head, and torch functions that read its values compute the logits.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch.utils.hooks import RemovableHandle
 
 __all__ = ["LazyLogits", "lazy_logits"]
 
-# functions that need no values: shape, dtype and device are known before the logits
+# functions that read no values: shape, dtype and device are known before the logits
 _METADATA = {
     *(vars(torch._C.TensorBase)[name].__get__ for name in ("shape", "dtype", "device", "ndim", "layout")),
     *(vars(torch._C.TensorBase)[name].__get__ for name in ("is_cuda", "is_meta", "is_sparse", "itemsize")),
@@ -34,12 +34,15 @@ _CASTS = {
 }
 
 
-class _How(NamedTuple):
-    """How logits follow from hidden states.
+class _HeadCall(NamedTuple):
+    """Settings of the head for computing logits from hidden states.
 
-    head: the module, called with hidden states; None in a compiled graph, which has the weight and the bias.
-    autocast: whether the forward pass ran under autocast, and its dtype. recorded: whether in grad mode.
-    columns, dtype: of the result.
+    Args:
+        head: the module, called with hidden states; None in a compiled graph, which has weight and bias.
+        autocast: (enabled, dtype) of autocast in the forward pass.
+        recorded: the forward pass ran in grad mode.
+        columns: size of the vocabulary.
+        dtype: of the logits.
     """
 
     head: nn.Module | None
@@ -50,31 +53,36 @@ class _How(NamedTuple):
 
 
 class LazyLogits(Tensor):
-    """Logits (..., V) of hidden states (..., H), computed on the first access to their values.
+    """Logits (..., V) of hidden states (..., H), computed on first access to their values.
 
-    Casts, copies and gradient hooks are kept for that moment, too: DDP, FSDP and Accelerate apply them to
-    every output. In grad mode the logits have the gradient that those of a forward pass have; logits of a
-    compiled graph have none, and a backward pass through them raises RuntimeError.
+    Casts, copies and gradient hooks, which DDP, FSDP and Accelerate apply to every output, are deferred as
+    well. In grad mode the logits have a gradient, as if computed in the forward pass; logits of a compiled
+    graph have none, and a backward pass through them raises RuntimeError.
+
+    Example:
+        >>> outputs = accelerated_model(input_ids=tokens, labels=tokens)
+        >>> outputs.logits.shape  # known without computing the logits
+        >>> outputs.logits.argmax(-1)  # computes them, once
     """
 
     hidden: Tensor
     weight: Tensor
     bias: Tensor | None
-    how: _How
+    call: _HeadCall
 
     @staticmethod
-    def __new__(cls, hidden: Tensor, weight: Tensor, bias: Tensor | None, how: _How) -> LazyLogits:
-        shape = (*hidden.shape[:-1], how.columns)
-        return Tensor._make_wrapper_subclass(cls, shape, dtype=how.dtype, device=hidden.device)
+    def __new__(cls, hidden: Tensor, weight: Tensor, bias: Tensor | None, call: _HeadCall) -> LazyLogits:
+        shape = (*hidden.shape[:-1], call.columns)
+        return Tensor._make_wrapper_subclass(cls, shape, dtype=call.dtype, device=hidden.device)
 
-    def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, how: _How) -> None:
-        self.hidden, self.weight, self.bias, self.how = hidden, weight, bias, how
+    def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, call: _HeadCall) -> None:
+        self.hidden, self.weight, self.bias, self.call = hidden, weight, bias, call
         self.computed: Tensor | None = None
         self._hooks: OrderedDict[int, Any] = OrderedDict()
-        self._of_weight = None if weight.is_inference() else weight._version
+        self._weight_version = None if weight.is_inference() else weight._version
 
     def value(self) -> Tensor:
-        """Return the logits; in grad mode with their gradient, unless their graph has none.
+        """Return the logits, with a gradient in grad mode unless they belong to a compiled graph.
 
         Raises:
             RuntimeError: the head's weight has changed since the forward pass, or is sharded again.
@@ -88,12 +96,12 @@ class LazyLogits(Tensor):
         return self.computed
 
     def _has_grad(self) -> bool:
-        trained = self.how.head is None or self.hidden.requires_grad or self.weight.requires_grad
-        return self.how.recorded and trained
+        trained = self.call.head is None or self.hidden.requires_grad or self.weight.requires_grad
+        return self.call.recorded and trained
 
     def _compute(self) -> Tensor:
-        head, (enabled, dtype) = self.how.head, self.how.autocast
-        if self._of_weight is not None and self._of_weight != self.weight._version:
+        head, (enabled, dtype) = self.call.head, self.call.autocast
+        if self._weight_version is not None and self._weight_version != self.weight._version:
             raise RuntimeError(
                 "logits: the weight of the head has changed since the forward pass; read outputs.logits "
                 "before optimizer.step()"
@@ -108,18 +116,18 @@ class LazyLogits(Tensor):
             torch.set_grad_enabled(recorded),
         ):
             if head is not None:
-                return head(self.hidden).to(self.how.dtype)
-            logits = F.linear(self.hidden, self.weight, self.bias).to(self.how.dtype)
+                return head(self.hidden).to(self.call.dtype)
+            logits = F.linear(self.hidden, self.weight, self.bias).to(self.call.dtype)
             return _Detached.apply(logits.requires_grad_()) if recorded else logits
 
     def _like(self, dtype: torch.dtype) -> LazyLogits:
-        other = LazyLogits(self.hidden, self.weight, self.bias, self.how._replace(dtype=dtype))
-        other._of_weight, other._hooks = self._of_weight, self._hooks.copy()
+        other = LazyLogits(self.hidden, self.weight, self.bias, self.call._replace(dtype=dtype))
+        other._weight_version, other._hooks = self._weight_version, self._hooks.copy()
         return other
 
     def _is_traced(self) -> bool:
         """Return True inside torch.compile, whose own tensors have no values."""
-        return self.how.head is None and type(self.hidden) is not Tensor
+        return self.call.head is None and type(self.hidden) is not Tensor
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         """Show the values if they are computed already: a sharded head gathers its weight to compute them."""
@@ -150,7 +158,7 @@ class LazyLogits(Tensor):
             if func in _HISTORY:
                 return None
             if func in (Tensor.clone, torch.clone):
-                return first._like(first.how.dtype)
+                return first._like(first.call.dtype)
             if func is Tensor.to and len(args) == 2 and not kwargs and isinstance(args[1], torch.dtype):
                 return first._like(args[1])
             if func in _CASTS:
@@ -162,24 +170,24 @@ class LazyLogits(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Below autograd, where functions in C++ arrive that know no subclass."""
+        """Compute the logits for functions that reach this point below autograd, such as those in C++."""
         args, kwargs = tree_map_only(LazyLogits, lambda lazy: lazy.value().detach(), (args, kwargs or {}))
         return func(*args, **kwargs)
 
-    # What a compiled graph returns of it, and makes it from.
+    # torch.compile: the tensors a compiled graph returns in its place, and its reconstruction from them.
 
-    def __tensor_flatten__(self) -> tuple[list[str], _How]:
-        return ["hidden", "weight", *([] if self.bias is None else ["bias"])], self.how
+    def __tensor_flatten__(self) -> tuple[list[str], _HeadCall]:
+        return ["hidden", "weight", *([] if self.bias is None else ["bias"])], self.call
 
     @staticmethod
     def __tensor_unflatten__(
-        inner: dict[str, Tensor], how: _How, outer_size: Any, outer_stride: Any
+        inner: dict[str, Tensor], call: _HeadCall, outer_size: Any, outer_stride: Any
     ) -> LazyLogits:
-        return LazyLogits(inner["hidden"], inner["weight"], inner.get("bias"), how)
+        return LazyLogits(inner["hidden"], inner["weight"], inner.get("bias"), call)
 
 
 class _Detached(torch.autograd.Function):
-    """Let a backward pass fail that would lose a gradient in silence."""
+    """Raise an error in a backward pass that would silently lose a gradient."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor) -> Tensor:
@@ -188,8 +196,8 @@ class _Detached(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> None:
         raise RuntimeError(
-            "logits: those of a compiled training step have no gradient; set model.loss_function = "
-            "model.loss_function before torch.compile to have them made in the forward pass"
+            "logits: logits of a compiled training step have no gradient; set model.loss_function = "
+            "model.loss_function before torch.compile to compute them in the forward pass"
         )
 
 
@@ -198,15 +206,15 @@ def _in_graph(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, columns: int, enabled: bool, dtype: torch.dtype,
     recorded: bool,
 ) -> Tensor:  # fmt: skip
-    how = _How(None, (enabled, dtype), recorded, columns, dtype if enabled else hidden.dtype)
-    return LazyLogits(hidden, weight, bias, how)
+    call = _HeadCall(None, (enabled, dtype), recorded, columns, dtype if enabled else hidden.dtype)
+    return LazyLogits(hidden, weight, bias, call)
 
 
 def lazy_logits(head: Any, hidden: Tensor) -> Tensor | None:
-    """Return the logits that `head`, a linear layer, gives of `hidden`, computed when something reads them.
+    """Return lazy logits of `head`, a linear layer, for hidden states (..., H), or None.
 
-    None for a head divided over a group: its logits are gathered, and a rank that reads them alone would
-    hang. In a compiled graph, also None for the head of a sharded model, whose weight is not there later.
+    None for a vocabulary-parallel head: gathering its logits on one rank alone would hang. In a compiled
+    graph, also None for the head of an FSDP model, whose weight is freed before the logits could be read.
     """
     if getattr(head, "group", None) is not None:
         return None
@@ -214,8 +222,8 @@ def lazy_logits(head: Any, hidden: Tensor) -> Tensor | None:
     enabled, dtype = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
     recorded, columns = torch.is_grad_enabled(), head.out_features
     if not torch.compiler.is_compiling():
-        how = _How(head, (enabled, dtype), recorded, columns, dtype if enabled else hidden.dtype)
-        return LazyLogits(hidden, head.weight, head.bias, how)
+        call = _HeadCall(head, (enabled, dtype), recorded, columns, dtype if enabled else hidden.dtype)
+        return LazyLogits(hidden, head.weight, head.bias, call)
     if len(head.weight) != columns or getattr(head, "_is_fsdp_managed_module", False):
         return None
     bias = None if head.bias is None else head.bias.detach()

@@ -1,13 +1,12 @@
-"""Parts: what takes the place of a module of transformers, and computes the same with ops of fastmp.
+"""Mixins that override methods of transformers modules with fastmp ops.
 
-A part is a mixin. `class_with(cls, part)` is a subclass of the module's own class with the part before it,
-and a module is replaced by giving it that class: parameters, buffers, hooks and names in the state_dict
-stay, `isinstance` holds, and `copy.deepcopy`, `torch.compile` and `fully_shard` see a usual module. What a
-part does not do, such as mixed dtypes that the op does not take, goes to the method of the module's own
-class.
+`patched_class(cls, patch)` returns a subclass of the module's class with the mixin first, and a module is
+replaced by assigning that class to `__class__`. Parameters, buffers, hooks and names in the state_dict are
+unchanged, `isinstance` holds, and `copy.deepcopy`, `torch.compile` and `fully_shard` see a regular module.
+Inputs that an op does not support, such as mixed dtypes, go to `super()`, transformers' method.
 
-The ops are called below autocast (`torch.ops.fastmp`): an input that autocast leaves in float32 is not
-rounded before a norm, as it is not in transformers.
+Ops are called below autocast (`torch.ops.fastmp`), as transformers' norms compute an input that autocast
+left in float32 without rounding it first.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from fastmp.ops import rope_qk, topk_router
 from fastmp.ops.core.checks import FLOATING
 from fastmp.ops.core.registry import compute_dtype
 
-FORMS = {  # activations by their classes in transformers and torch: the form that fastmp's ops call them
+FORMS = {  # {class of an activation in transformers or torch: `form` of fastmp's gated and grouped ops}
     "SiLUActivation": "silu",
     "SiLU": "silu",
     "GELUActivation": "gelu",
@@ -36,50 +35,56 @@ FORMS = {  # activations by their classes in transformers and torch: the form th
 }
 
 
-class Part:
-    """What a class has beside its module's own methods; subclasses define the methods."""
+class ModulePatch:
+    """Mixin that overrides methods of a transformers module.
 
-    by: str  # what computes, for the table of what was replaced
-    needs: tuple[str, ...] = ()  # attributes of the module, and of those in it, that the methods read
+    Attributes:
+        by: the ops, for the table that `accelerate` returns.
+        needs: attributes of the module that the methods read; a dot goes on in that attribute.
+        original: the module's own class (set by `patched_class`).
+    """
+
+    by: str
+    needs: tuple[str, ...] = ()
     original: type[nn.Module]
 
     @classmethod
     def why_not(cls, module: nn.Module) -> str | None:
-        """The reason why this module keeps its class, if there is one."""
+        """Return the reason why this module is not supported, or None."""
         return None
 
     @classmethod
     def members(cls, original: type[nn.Module]) -> dict[str, Any]:
-        """Methods that are made from those of the module's class."""
+        """Return methods derived from those of the module's class. Raises AttributeError if it lacks them."""
         return {}
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return _new, (type(self).original, type(self).__mro__[1]), self.__getstate__()
 
 
-def _new(original: type[nn.Module], part: type[Part]) -> Any:
-    return object.__new__(class_with(original, part))
+def _new(original: type[nn.Module], patch: type[ModulePatch]) -> Any:
+    return object.__new__(patched_class(original, patch))
 
 
-_MADE: dict[tuple[type[nn.Module], type[Part]], type[Any]] = {}
+_PATCHED: dict[tuple[type[nn.Module], type[ModulePatch]], type[Any]] = {}
 
 
-def class_with(original: type[nn.Module], part: type[Part]) -> type[Any]:
-    """The subclass of `original` with the methods of `part`; it has the name of `original`.
+def patched_class(original: type[nn.Module], patch: type[ModulePatch]) -> type[Any]:
+    """Return the subclass of `original` with the methods of `patch`, under the name of `original`.
 
-    transformers goes by names: that of the model stands in its config.json, those of layers in lists of what
-    to shard or to keep on one device.
+    transformers looks classes up by name: the model's in config.json, layers' in lists of what to shard or to
+    keep on one device.
     """
-    if (original, part) not in _MADE:
+    if (original, patch) not in _PATCHED:
         same = {name: getattr(original, name) for name in ("__module__", "__qualname__", "__doc__")}
-        members = {**same, "original": original, **part.members(original)}
-        bases: Any = (part, original)
-        _MADE[original, part] = type(original.__name__, bases, members)
-    return _MADE[original, part]
+        members = {**same, "original": original, **patch.members(original)}
+        bases: Any = (patch, original)
+        _PATCHED[original, patch] = type(original.__name__, bases, members)
+    return _PATCHED[original, patch]
 
 
-def of_numbers(module: Any, epsilon: float = 0.0) -> str | None:
-    """Return why an op of fastmp does not take a module's weight and epsilon, or None."""
+def why_not_weight(module: Any, epsilon: float = 0.0) -> str | None:
+    """Return the reason why ops of fastmp do not support a module's weight or epsilon, or None."""
     if type(module.weight) not in (Tensor, nn.Parameter):
         return f"its weight is a {type(module.weight).__name__}, which may be quantized"
     if module.weight.dtype not in FLOATING:
@@ -87,13 +92,15 @@ def of_numbers(module: Any, epsilon: float = 0.0) -> str | None:
     return None if epsilon >= 0 else f"its epsilon is {epsilon}"
 
 
-class RMSNorm(Part):
+class RMSNorm(ModulePatch):
+    """RMSNorm whose output has the wider dtype of input and weight."""
+
     by = "fastmp.ops.rms_norm"
     needs = ("weight", "variance_epsilon")
 
     @classmethod
     def why_not(cls, module: Any) -> str | None:
-        return of_numbers(module, module.variance_epsilon)
+        return why_not_weight(module, module.variance_epsilon)
 
     def forward(self: Any, hidden_states: Tensor) -> Tensor:
         return self.normalised(hidden_states, self.weight)
@@ -105,14 +112,16 @@ class RMSNorm(Part):
         return torch.ops.fastmp.rms_norm(hidden_states, None, weight, self.variance_epsilon)[0]
 
 
-class RMSNormOfItsDtype(RMSNorm):
-    """The norm of GPT-OSS, whose result has the dtype of the input, whatever that of the weight."""
+class RMSNormInInputDtype(RMSNorm):
+    """RMSNorm whose output has the dtype of the input, regardless of the weight's: GPT-OSS."""
 
     def normalised(self: Any, hidden_states: Tensor, weight: Tensor) -> Tensor:
         return super().normalised(hidden_states, weight).to(hidden_states.dtype)
 
 
-class LayerNorm(Part):
+class LayerNorm(ModulePatch):
+    """Layer norm over the last dimension."""
+
     by = "fastmp.ops.layer_norm"
     needs = ("weight", "bias", "eps", "normalized_shape")
 
@@ -120,17 +129,19 @@ class LayerNorm(Part):
     def why_not(cls, module: Any) -> str | None:
         if module.weight is None or len(module.normalized_shape) != 1:
             return "has no weight, or normalises over several dimensions"
-        return of_numbers(module, module.eps)
+        return why_not_weight(module, module.eps)
 
     def forward(self: Any, input: Tensor) -> Tensor:
-        # autocast of a GPU makes layer norms in float32, and torch has its own rules for mixed dtypes
+        # CUDA autocast runs layer norms in float32, and torch has its own promotion of mixed dtypes
         promoted = input.is_cuda and torch.is_autocast_enabled("cuda") and input.dtype != torch.float32
         if promoted or input.dtype != self.weight.dtype:
             return super().forward(input)  # type: ignore[misc]
         return torch.ops.fastmp.layer_norm(input, None, self.weight, self.bias, self.eps)[0]
 
 
-class GELU(Part):
+class GELU(ModulePatch):
+    """GELU, exact or by its tanh approximation."""
+
     by = "fastmp.ops.bias_gelu"
 
     def forward(self: Any, input: Tensor) -> Tensor:
@@ -138,8 +149,11 @@ class GELU(Part):
         return torch.ops.fastmp.bias_gelu(input, None, "none" if form == "gelu" else "tanh")
 
 
-class GatedMLP(Part):
-    """down(activation(gate(x)) * up(x)): the activation and its product are one op over both tensors."""
+GELUS = {"NewGELUActivation": GELU, "GELUActivation": GELU, "GELUTanh": GELU}
+
+
+class GatedMLP(ModulePatch):
+    """Gated MLP, down(activation(gate(x)) * up(x)), with the activation and the product in one op."""
 
     by = "fastmp.ops.swiglu, geglu"
     needs = ("gate_proj", "up_proj", "down_proj", "act_fn")
@@ -157,8 +171,8 @@ class GatedMLP(Part):
         return self.down_proj(torch.ops.fastmp.gated_activation(gate, None, form, up))
 
 
-class GroupedRouter(Part):
-    """The router of DeepSeek-V3: sigmoids, groups of experts, and a bias for the choice alone."""
+class GroupedRouter(ModulePatch):
+    """Router of DeepSeek-V3: sigmoid scores, group-limited top-k, a bias that only affects the choice."""
 
     by = "fastmp.ops.topk_router"
     needs = (
@@ -195,10 +209,14 @@ class GroupedRouter(Part):
 
 
 def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
-    """The rotary embedding of queries (B, N, S, D) and keys (B, G, S, D), as `apply_rotary_pos_emb` has it.
+    """Apply rotary embeddings to queries and keys: transformers' `apply_rotary_pos_emb`.
 
-    With `unsqueeze_dim` 2 they are (B, S, N, D) and (B, S, G, D). cos and sin: (B or 1, S, D or D / 2) of
-    hidden states' dtype; what lies beyond D / 2 is a repetition.
+    Args:
+        q: (B, N, S, D), or (B, S, N, D) with `unsqueeze_dim` 2.
+        k: (B, G, S, D), or (B, S, G, D) with `unsqueeze_dim` 2.
+        cos: (B or 1, S, D or D / 2) of the hidden states' dtype; columns from D / 2 on repeat the first half.
+        sin: as `cos`.
+        unsqueeze_dim: the dimension of heads.
     """
     return _rotate(q, k, cos, sin, unsqueeze_dim, interleaved=False)
 
@@ -206,10 +224,10 @@ def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 
 def rotate_neighbours(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, position_ids: Any = None, unsqueeze_dim: int = 1
 ) -> tuple[Tensor, Tensor]:
-    """`rotate` of pairs of neighbours, as `apply_rotary_pos_emb_interleave` has it but for one thing.
+    """Apply rotary embeddings to interleaved pairs: transformers' `apply_rotary_pos_emb_interleave`.
 
-    That also moves the even elements before the odd ones. Here all stay in their places: products of queries
-    and keys have the same terms, and a cache only ever meets this order.
+    That function also moves the even elements before the odd ones. Here they stay in place: the dot products
+    of queries and keys have the same terms, and a KV cache only ever sees this order.
     """
     return _rotate(q, k, cos, sin, unsqueeze_dim, interleaved=True)
 
@@ -231,7 +249,7 @@ def _rotate(
 
 
 def _or_else(ours: Any, theirs: Any) -> Any:
-    """Return a function that calls `ours` with tensors that `rope_qk` takes, and `theirs` with others."""
+    """Return a function that calls `ours` with tensors that `rope_qk` supports, and `theirs` with others."""
 
     def rotate_either(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *args: Any, **kwargs: Any) -> Any:
         usual = (
@@ -240,18 +258,18 @@ def _or_else(ours: Any, theirs: Any) -> Any:
             and cos.dim() == 3
             and cos.shape == sin.shape
             and kwargs.get("unsqueeze_dim", 1) in (1, 2)
-            and not (cos.requires_grad or sin.requires_grad)  # positions that are learnt
+            and not (cos.requires_grad or sin.requires_grad)  # learnt positions
         )
         return (ours if usual else theirs)(q, k, cos, sin, *args, **kwargs)
 
     return rotate_either
 
 
-class Attention(Part):
-    """Attention whose queries and keys fastmp rotates: its own `forward`, in which a function is another.
+class Attention(ModulePatch):
+    """Attention with fastmp's rotary embedding.
 
-    The function is a global of transformers' file. `forward` gets globals of its own, so that no other model
-    in this process changes.
+    transformers' `forward` calls a global function of its file for that. The patched `forward` is the same
+    code with a copy of the globals, so that other models in the process are unaffected.
     """
 
     by = "fastmp.ops.rope_qk"
@@ -266,7 +284,7 @@ class Attention(Part):
             given, wanted = (list(signature(f).parameters) for f in (forward.__globals__[name], ours))
             if given != wanted:
                 raise AttributeError(f"{name} of {', '.join(wanted)}")
-        # without __name__ a compiler looks globals up in this dict, not in the file of that name
+        # without __name__, torch.compile looks globals up in this dict and not in the module of that name
         scope = {name: value for name, value in forward.__globals__.items() if name != "__name__"}
         scope |= {name: _or_else(ours, scope[name]) for name, ours in cls.functions.items()}
         made = types.FunctionType(
@@ -278,7 +296,7 @@ class Attention(Part):
 
 
 class LatentAttention(Attention):
-    """The attention of DeepSeek-V3, which rotates a part of each head, as its configuration says how."""
+    """Multi-head latent attention of DeepSeek-V3, which rotates a part of each head."""
 
     functions = MappingProxyType(
         {**Attention.functions, "apply_rotary_pos_emb_interleave": rotate_neighbours}

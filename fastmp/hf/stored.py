@@ -1,6 +1,6 @@
-"""The files of a model of transformers, which somebody else wrote: what they say is checked before use.
+"""Files of a transformers model: untrusted input, validated before use.
 
-`stored_tensors` reads nothing but headers of safetensors files.
+`stored_tensors` reads only the headers of safetensors files.
 """
 
 from __future__ import annotations
@@ -16,26 +16,26 @@ from reprlib import repr as short
 from typing import Any, NamedTuple
 
 from fastmp.config.files import open_regular, read_file
-from fastmp.hf.families import ALSO
-from fastmp.hf.tables import FAMILIES
+from fastmp.hf.config_json import ALIASES
+from fastmp.hf.families import CONVERSIONS
 from fastmp.training.checkpoint.files import OpenFile
 from fastmp.training.checkpoint.format import DTYPES
 
 CONFIG, INDEX, ALONE = "config.json", "model.safetensors.index.json", "model.safetensors"
 _MAX_CONFIG, _MAX_INDEX, _MAX_HEADER = 1 << 20, 1 << 26, 1 << 27  # bytes
-_SIZES = {  # values of config.json that are sizes of tensors
+_SIZES = {  # values of config.json that are dimensions of tensors
     *("vocab_size", "hidden_size", "ffn_hidden_size", "num_layers", "num_heads", "num_kv_heads"),
     *("head_size", "max_seq_len", "moe.num_experts", "moe.top_k", "moe.expert_ffn_hidden_size"),
     *("bert.num_token_types", "n_shared_experts"),
 }
 _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,200}\.safetensors")
-# tables that old files hold
+# buffers in files of old versions
 NOT_WEIGHTS = re.compile(r"rotary_emb\.inv_freq$|\.attn\.(masked_)?bias$|embeddings\.position_ids$")
 Shape = tuple[int, ...]
 
 
 class Stored(NamedTuple):
-    """A tensor in a file of theirs: where its bytes begin."""
+    """A tensor in a safetensors file; its bytes begin at `start`."""
 
     file: str
     dtype: str
@@ -44,12 +44,12 @@ class Stored(NamedTuple):
 
 
 def is_transformers(path: Path) -> bool:
-    """Whether `path` is a directory of a model of transformers."""
+    """Return True if `path` is the directory of a transformers model."""
     return (path / CONFIG).is_file()
 
 
 def read_json(path: Path, limit: int) -> dict[str, Any]:
-    """The object in a JSON file that somebody else wrote; ValueError naming the file where there is none."""
+    """Return the object in a JSON file of at most `limit` bytes. Raises ValueError naming the file."""
     try:
         content = json.loads(read_file(path, limit))
     except OSError as error:
@@ -62,32 +62,33 @@ def read_json(path: Path, limit: int) -> dict[str, Any]:
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """The config.json of the model in the directory `path`; ValueError naming it where there is none."""
+    """Return the config.json in the directory `path`. Raises ValueError naming the file."""
     return read_json(path / CONFIG, _MAX_CONFIG)
 
 
 def check_sizes(path: Path, content: Mapping[str, Any], stored: Mapping[str, Stored]) -> None:
-    """Raise ValueError for a size in config.json that no file bears out, before a model is made of it.
+    """Raise ValueError for a size in config.json beyond the stored tensors, before a model is allocated.
 
-    Every size of a model is a dimension of a tensor; layers, and experts of their own, are tensors.
+    Every size is a dimension of a tensor, or counts tensors (layers, separately stored experts).
     """
-    family = FAMILIES.get(str(content.get("model_type")))
+    family = CONVERSIONS.get(str(content.get("model_type")))
     if family is None:
         return
     longest = max((max(each.shape, default=0) for each in stored.values()), default=0)
     for key, value in content.items():
-        ours = family.fields.get(ALSO.get(key, key))
+        ours = family.fields.get(ALIASES.get(key, key))
         name = key if ours is None else ours.ours
-        if name == "max_seq_len" and "position_embedding.weight" not in family.ends:
+        if name == "max_seq_len" and "position_embedding.weight" not in family.model_weights:
             continue
-        most = len(stored) if name == "num_layers" else max(longest, len(stored))
-        if name in _SIZES and type(value) is int and value > most:
-            what = f"{most} tensors" if name == "num_layers" else f"dimensions of up to {longest}"
+        limit = len(stored) if name == "num_layers" else max(longest, len(stored))
+        if name in _SIZES and type(value) is int and value > limit:
+            what = f"{limit} tensors" if name == "num_layers" else f"dimensions of up to {longest}"
             raise ValueError(f"{path / CONFIG}: {key} is {short(value)}, but the files have {what}")
 
 
 @contextmanager
 def opened(path: Path) -> Iterator[OpenFile]:
+    """Open a file for reading. Raises ValueError naming the file."""
     try:
         descriptor = open_regular(path)
     except OSError as error:
@@ -99,7 +100,7 @@ def opened(path: Path) -> Iterator[OpenFile]:
 
 
 def stored_tensors(path: Path) -> dict[str, Stored]:
-    """All tensors of a directory."""
+    """Return the tensors of a directory by name. Raises ValueError for damaged or inconsistent files."""
     if not (path / INDEX).exists():
         if not (path / ALONE).exists():
             pickled = any(path.glob("*.bin")) or any(path.glob("*.pt*"))
@@ -125,7 +126,7 @@ def stored_tensors(path: Path) -> dict[str, Stored]:
 
 
 def _header(path: Path, name: str) -> dict[str, Stored]:
-    """The tensors of a safetensors file, whose header is checked: parts in order, and nothing but them."""
+    """Return the tensors of a safetensors file, after checking that they cover its bytes exactly."""
     with opened(path / name) as file:
         size = os.fstat(file.descriptor).st_size
         length = int.from_bytes(os.pread(file.descriptor, 8, 0), "little")
@@ -151,9 +152,9 @@ def _header(path: Path, name: str) -> dict[str, Stored]:
 
 
 def _entries(text: bytes) -> list[tuple[str, str, Shape, tuple[int, int]]]:
-    """(name, dtype, shape, (start, end)) of each tensor in a header, in their order in the file.
+    """Return (name, dtype, shape, (start, end)) of each tensor in a header, in file order.
 
-    Errors of many kinds where it has something else: bytes that nothing describes would be lost.
+    Invalid headers raise errors of various types.
     """
     if text[:1] != b"{" or text.rstrip(b" ")[-1:] != b"}":
         raise ValueError("other bytes than JSON and spaces")

@@ -1,12 +1,12 @@
-"""Parts of a model of transformers that is divided over a group: what a rank has of a module, and sends.
+"""Tensor-parallel modules for transformers models.
 
-All ranks of the group compute the same tokens. Linear layers are divided by outputs, then by inputs (Shoeybi
-et al. 2019), attention thereby by heads, embedding and head by the vocabulary, experts by their number.
-Inside such a region ranks differ; outside, tensors and their gradients are the same on all of them, to the
-bit. What enters a region is copied (its gradient is summed over the group), what leaves it is summed or
-gathered.
+All ranks of the group have the same tokens. Linear layers are column-parallel, then row-parallel (Shoeybi et
+al. 2019), which shards attention by heads; embedding and head are sharded by the vocabulary, experts by their
+number. Between a column- and a row-parallel layer (the tensor-parallel region) activations differ between
+ranks; outside, tensors and gradients are bitwise identical on all of them. Entering the region copies the
+tensor and all-reduces its gradient; leaving it all-reduces or gathers.
 
-These parts come on top of those that compute: `class_with` is applied twice.
+These mixins come before those that replace ops: `patched_class` is applied twice.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from fastmp.distributed.collectives import all_gather, copy_to_group, gather_from_group, reduce_from_group_
-from fastmp.hf.patches import Part
+from fastmp.hf.patches import ModulePatch
 from fastmp.ops.core.registry import can_read_values
 from fastmp.tensor_parallel.attributes import (
     ParallelAttributes,
@@ -36,87 +36,92 @@ _OUTPUTS, _INPUTS = ParallelAttributes(True, 0), ParallelAttributes(True, 1)
 _LINEAR = ("torch.nn.modules.linear.Linear", "transformers.pytorch_utils.Conv1D")
 
 
-class Divided(Part, ParallelModule):
-    """A module of which a rank has a part, or through which tensors enter or leave a region.
+class TPModule(ModulePatch, ParallelModule):
+    """Sharded module, or one through which tensors enter or leave the tensor-parallel region.
 
-    As with every `ParallelModule`, parameters have marks that say how they are cut, copies work in the same
-    group, and torch.distributed.checkpoint takes `sharded_state_dict` alone.
+    As in every `ParallelModule`, parameters carry `ParallelAttributes`, copies use the same group, and
+    torch.distributed.checkpoint needs `sharded_state_dict`.
+
+    Attributes:
+        by: the sharded dimension, for the table that `accelerate` returns; "": not in the table.
+        supported: the classes that can be sharded; empty: any.
+        sizes: attributes of the module that `shard_` divides by the number of ranks.
+        padded: the rows are padded with zeros if they are not divisible by the number of ranks.
+        shard_attributes: {parameter: its sharding}, set by `shard_`.
     """
 
-    by = ""  # how it is divided, for the table, where it says something
-    of: tuple[str, ...] = ()  # the classes that it divides; any, where there are none
-    counts: tuple[str, ...] = ()  # attributes that count what is divided
-    padded = False  # whether zeros fill the last parts where ranks do not divide the rows
-    division: Mapping[str, ParallelAttributes]
+    by = ""
+    supported: tuple[str, ...] = ()
+    sizes: tuple[str, ...] = ()
+    padded = False
+    shard_attributes: Mapping[str, ParallelAttributes]
 
     @classmethod
     def why_not(cls, module: nn.Module) -> str | None:
         kind = f"{type(module).__module__}.{type(module).__qualname__}"
-        if cls.of and kind not in cls.of:
-            return f"is {kind}, not {cls.of[0]}"
+        if cls.supported and kind not in cls.supported:
+            return f"is {kind}, not {cls.supported[0]}"
         return "has a forward of its own, set on the module" if "forward" in vars(module) else None
 
     @classmethod
-    def cut(cls, module: nn.Module) -> dict[str, ParallelAttributes]:
-        """How the module's own parameters are divided; those that are not there stay whole."""
+    def sharding(cls, module: nn.Module) -> dict[str, ParallelAttributes]:
+        """Return {parameter: its sharding}; the other parameters of the module are replicated."""
         return {}
 
-    def divide_(self: Any, group: ProcessGroup) -> None:
-        """Keep this rank's parts of a module that is whole, and has this class already."""
-        division, size = type(self).cut(self), group.size()
+    def shard_(self: Any, group: ProcessGroup) -> None:
+        """Keep this rank's shards of an unsharded module that has this class already."""
+        sharding, size = type(self).sharding(self), group.size()
         rows = (parallel_attributes(self.weight).num_valid_rows or len(self.weight)) if self.padded else 0
         self.__dict__.update(
-            group=group, tp_size=size, tp_rank=group.rank(), num_valid_rows=rows, division=division
+            group=group, tp_size=size, tp_rank=group.rank(), num_valid_rows=rows, shard_attributes=sharding
         )
-        for name in self._counts():
+        for name in self._own_sizes():
             setattr(self, name, getattr(self, name) // size)
-        for name, marks in division.items():
+        for name, attributes in sharding.items():
             parameter = getattr(self, name)
-            if not parallel_attributes(parameter).tensor_model_parallel:  # a tied one may be a part already
-                _put(parameter, self._part_of(parameter.data, marks))
+            if not parallel_attributes(parameter).tensor_model_parallel:  # a tied one may be sharded already
+                _set_data(parameter, self._local_shard(parameter.data, attributes))
         self._mark()
 
-    def join_(self: Any) -> None:
-        """Gather the parts again, in this module and in those it shares them with; its class is as before."""
-        for name, marks in self.division.items():
+    def unshard_(self: Any) -> None:
+        """Gather the shards and restore the class; tied parameters are gathered once."""
+        for name, attributes in self.shard_attributes.items():
             parameter = getattr(self, name)
             if parallel_attributes(parameter).tensor_model_parallel:
-                _put(parameter, self.whole(parameter.data, marks))
-                for mark in ParallelAttributes._fields:
-                    delattr(parameter, mark)
-        for name in self._counts():
+                _set_data(parameter, self.gather(parameter.data, attributes))
+                for field in ParallelAttributes._fields:
+                    delattr(parameter, field)
+        for name in self._own_sizes():
             setattr(self, name, getattr(self, name) * self.tp_size)
-        for name in ("group", "tp_size", "tp_rank", "num_valid_rows", "division"):
+        for name in ("group", "tp_size", "tp_rank", "num_valid_rows", "shard_attributes"):
             del self.__dict__[name]
         self.__class__ = type(self).original
 
-    def whole(self: Any, part: Tensor, marks: ParallelAttributes) -> Tensor:
-        """The tensor of which all ranks of the group give their parts."""
-        parts = all_gather(part[None], self.group)[0].unbind()
-        joined = join_shards(parts, marks.partition_dim, marks.partition_stride)
-        return joined[: self.num_valid_rows].clone() if self.num_valid_rows else joined
+    def gather(self: Any, shard: Tensor, attributes: ParallelAttributes) -> Tensor:
+        """Return the full tensor of all ranks' shards. Collective."""
+        shards = all_gather(shard[None], self.group)[0].unbind()
+        full = join_shards(shards, attributes.partition_dim, attributes.partition_stride)
+        return full[: self.num_valid_rows].clone() if self.num_valid_rows else full
 
-    def _part_of(self: Any, whole: Tensor, marks: ParallelAttributes) -> Tensor:
+    def _local_shard(self: Any, full: Tensor, attributes: ParallelAttributes) -> Tensor:
         if not self.num_valid_rows:
-            shard = local_shard(
-                whole, marks.partition_dim, marks.partition_stride, self.tp_size, self.tp_rank
-            )
-            return shard.contiguous()
+            dim, stride = attributes.partition_dim, attributes.partition_stride
+            return local_shard(full, dim, stride, self.tp_size, self.tp_rank).contiguous()
         rows = -(-self.num_valid_rows // self.tp_size)
-        own = whole[self.tp_rank * rows :][:rows]
-        return torch.cat((own, own.new_zeros(rows - len(own), *own.shape[1:])))
+        local = full[self.tp_rank * rows :][:rows]
+        return torch.cat((local, local.new_zeros(rows - len(local), *local.shape[1:])))
 
-    def _counts(self) -> list[str]:
-        return [name for name in self.counts if name in vars(self)]
+    def _own_sizes(self) -> list[str]:
+        return [name for name in self.sizes if name in vars(self)]
 
     def _marks(self) -> dict[str, ParallelAttributes]:
-        return dict(self.division)
+        return dict(self.shard_attributes)
 
 
-def _put(parameter: nn.Parameter, data: Tensor) -> None:
-    """Give a parameter data of another shape, and no gradient.
+def _set_data(parameter: nn.Parameter, data: Tensor) -> None:
+    """Replace a parameter's data by a tensor of another shape, and drop its gradient.
 
-    While a loss of before is alive, autograd keeps the shape that gradients had; another dtype ends that.
+    While an earlier loss is alive, autograd keeps the gradient's shape; assigning another dtype resets it.
     """
     parameter.grad = None
     another = torch.float16 if data.dtype == torch.bfloat16 else torch.bfloat16
@@ -124,8 +129,8 @@ def _put(parameter: nn.Parameter, data: Tensor) -> None:
     parameter.data = data
 
 
-class Region(Divided):
-    """A module whose input enters a region: every rank computes its part of it."""
+class CopyToTPRegion(TPModule):
+    """Module whose input enters the tensor-parallel region: copy forward, all-reduce backward."""
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         if args:
@@ -135,21 +140,22 @@ class Region(Divided):
         return super().forward(*args, **kwargs)
 
 
-class Heads(Region):
-    """Attention over this rank's heads; its own parameters are one for each head, as sinks are."""
+class Heads(CopyToTPRegion):
+    """Attention over this rank's heads; parameters of the module itself (sinks) have one value a head."""
 
     by = "heads"
-    counts = ("split_size",)
+    sizes = ("split_size",)
 
     @classmethod
-    def cut(cls, module: nn.Module) -> dict[str, ParallelAttributes]:
+    def sharding(cls, module: nn.Module) -> dict[str, ParallelAttributes]:
         return dict.fromkeys(module._parameters, _OUTPUTS)
 
 
-class LatentHeads(Divided):
-    """Attention of DeepSeek-V3 over this rank's heads, which share latent keys and values.
+class LatentHeads(TPModule):
+    """Multi-head latent attention of DeepSeek-V3 over this rank's heads.
 
-    What is latent is whole on every rank. It enters the region where it is expanded to heads.
+    Latent keys and values are replicated; they enter the tensor-parallel region where they are expanded to
+    heads.
     """
 
     by = "heads"
@@ -162,44 +168,44 @@ class LatentHeads(Divided):
 
 
 def _is_transposed(linear: nn.Module) -> bool:
-    """Whether the weight of a linear layer is (in, out)."""
+    """Return True if the weight of a linear layer is (in, out)."""
     return type(linear).__name__ == "Conv1D"
 
 
-class Columns(Divided):
-    """A linear layer that makes this rank's outputs, inside a region."""
+class ColumnParallel(TPModule):
+    """Column-parallel linear; the input is already in the tensor-parallel region."""
 
     by = "outputs"
-    of: tuple[str, ...] = _LINEAR
-    counts = ("nf",)
-    blocks = 1
+    supported: tuple[str, ...] = _LINEAR
+    sizes = ("nf",)
+    blocks = 1  # stacked weights, each of which is sharded by itself
 
     @classmethod
-    def cut(cls, module: Any) -> dict[str, ParallelAttributes]:
+    def sharding(cls, module: Any) -> dict[str, ParallelAttributes]:
         weight = ParallelAttributes(True, int(_is_transposed(module)), cls.blocks)
         bias = {"bias": ParallelAttributes(True, 0, cls.blocks)} if module.bias is not None else {}
         return {"weight": weight, **bias}
 
 
-class FusedColumns(Columns):
-    """Queries, keys and values in one: each is divided by itself."""
+class FusedColumnParallel(ColumnParallel):
+    """Column-parallel linear of stacked queries, keys and values, each of which is sharded by heads."""
 
     by = "outputs, in 3 blocks"
     blocks = 3
 
 
-class EnteredColumns(Columns, Region):
-    """A linear layer that makes this rank's outputs, and whose input is that of no other."""
+class ColumnParallelWithCopy(ColumnParallel, CopyToTPRegion):
+    """Column-parallel linear that copies its own input into the tensor-parallel region."""
 
 
-class Rows(Divided):
-    """A linear layer over this rank's inputs, whose output is summed; the bias is added once."""
+class RowParallel(TPModule):
+    """Row-parallel linear: all-reduce the output, then add the bias."""
 
     by = "inputs"
-    of = _LINEAR
+    supported = _LINEAR
 
     @classmethod
-    def cut(cls, module: nn.Module) -> dict[str, ParallelAttributes]:
+    def sharding(cls, module: nn.Module) -> dict[str, ParallelAttributes]:
         return {"weight": _OUTPUTS if _is_transposed(module) else _INPUTS}
 
     def forward(self: Any, input: Tensor) -> Tensor:
@@ -208,71 +214,72 @@ class Rows(Divided):
         return output if self.bias is None else output + self.bias.to(output.dtype)
 
 
-class Summed(Divided):
-    """A norm of single heads: every rank has its weight, and the gradient of its own heads."""
+class PerHeadNorm(TPModule):
+    """Replicated norm of queries or keys; the gradient of its weight is all-reduced over the heads."""
 
-    by = "whole; its gradient is summed"
+    by = "replicated; its gradient is all-reduced"
     needs = ("normalised",)
 
     def forward(self: Any, hidden_states: Tensor) -> Tensor:
         return self.normalised(hidden_states, copy_to_group(self.weight, self.group))
 
 
-class ExpertsOfRank(Divided):
-    """This rank's experts; every rank routes all tokens, and the experts' sums are added over the group."""
+class ExpertParallel(TPModule):
+    """This rank's experts: every rank routes all tokens, and the outputs are all-reduced."""
 
     by = "experts"
-    counts = ("num_experts",)
+    sizes = ("num_experts",)
 
     @classmethod
-    def cut(cls, module: nn.Module) -> dict[str, ParallelAttributes]:
+    def sharding(cls, module: nn.Module) -> dict[str, ParallelAttributes]:
         return dict.fromkeys(module._parameters, _OUTPUTS)
 
     def forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        own = top_k_index - self.tp_rank * self.num_experts
-        own = own.where((own >= 0) & (own < self.num_experts), self.num_experts)  # those of no expert here
+        # 1. local expert indices; num_experts, which no expert has, for experts of other ranks
+        local = top_k_index - self.tp_rank * self.num_experts
+        local = local.where((local >= 0) & (local < self.num_experts), self.num_experts)
+        # 2. enter the tensor-parallel region, compute, and all-reduce the experts' outputs
         hidden_states, top_k_weights = (copy_to_group(x, self.group) for x in (hidden_states, top_k_weights))
-        output = super().forward(hidden_states, own, top_k_weights)
+        output = super().forward(hidden_states, local, top_k_weights)
         return reduce_from_group_(output, self.group)
 
 
-class VocabularyRows(Divided, VocabParallelEmbedding):
-    """This rank's rows of the embedding; ids of other rows give zeros, which are added up over the group.
+class TPEmbedding(TPModule, VocabParallelEmbedding):
+    """Vocabulary-parallel embedding: ids of other ranks give zeros, and the outputs are all-reduced.
 
-    DDP and the Trainer take ranks for replicas where nobody says otherwise, and begin by giving all of them
-    the parameters and buffers of the first one. `part` is a buffer that would tell: it is looked at in the
-    first call, and on a CPU in each. Other tokens on each rank would give numbers without a meaning, so the
-    first call compares those, too.
+    DDP and the Trainer assume that all ranks are data-parallel replicas and broadcast the parameters and
+    buffers of the first one. The buffer `part` detects that: it is checked in the first call, and on a CPU
+    in every call. The first call also checks that all ranks have the same tokens.
     """
 
     by = "vocabulary"
-    of = ("torch.nn.modules.sparse.Embedding",)
+    supported = ("torch.nn.modules.sparse.Embedding",)
     padded = True
 
     @classmethod
-    def cut(cls, module: nn.Module) -> dict[str, ParallelAttributes]:
+    def sharding(cls, module: nn.Module) -> dict[str, ParallelAttributes]:
         return {"weight": _OUTPUTS}
 
-    def divide_(self: Any, group: ProcessGroup) -> None:
-        super().divide_(group)
+    def shard_(self: Any, group: ProcessGroup) -> None:
+        super().shard_(group)
         rows = len(self.weight)
         start = self.tp_rank * rows
         self.__dict__.update(vocab_start=start, vocab_end=start + rows, sequence_parallel=False, seen=False)
         part = torch.tensor(self.tp_rank, device=self.weight.device)
         self.register_buffer("part", part, persistent=False)
 
-    def join_(self: Any) -> None:
+    def unshard_(self: Any) -> None:
         for name in ("vocab_start", "vocab_end", "sequence_parallel", "seen", "part"):
             delattr(self, name)
-        super().join_()
+        super().unshard_()
 
     def forward(self: Any, ids: Tensor) -> Tensor:
         first = not (self.seen or torch.compiler.is_compiling())
         if can_read_values(ids) or first:
             if (part := int(self.part)) != self.tp_rank:
                 raise ValueError(
-                    f"accelerate: part {self.tp_rank} of the model is overwritten by part {part}, as by "
-                    "DDP; give DDP, as its process_group, the ranks that have the same part"
+                    f"accelerate: shard {self.tp_rank} of the model is overwritten by shard {part}, as by "
+                    "DDP; pass DDP the group of ranks with the same shard (process_group=)"
                 )
         if first:
             self.seen = True
@@ -280,21 +287,21 @@ class VocabularyRows(Divided, VocabParallelEmbedding):
         return super().forward(ids)
 
     def _compare(self: Any, ids: Tensor) -> None:
-        """Raise ValueError, on all ranks, where one has other tokens."""
+        """Raise ValueError on all ranks if one of them has other tokens. Collective."""
         sums = all_gather(checksum(ids)[None], self.group)[0].tolist()
         other = next((rank for rank, found in enumerate(sums) if found != sums[0]), None)
         if other is not None:
             raise ValueError(
-                f"accelerate: rank {other} of the group has other tokens than rank 0; ranks that divide a "
-                "model take the same batches (a DistributedSampler of them counts the groups, not all ranks)"
+                f"accelerate: rank {other} of the group has other tokens than rank 0; all ranks of the group "
+                "need the same batches (let a DistributedSampler count the groups, not all ranks)"
             )
 
 
-class VocabularyColumns(Columns):
-    """This rank's rows of the head: logits are gathered, and the loss is made without gathering any."""
+class TPHead(ColumnParallel):
+    """Vocabulary-parallel head: logits are gathered; the loss is computed without gathering."""
 
     by = "vocabulary"
-    of = _LINEAR[:1]
+    supported = _LINEAR[:1]
     padded = True
 
     def forward(self: Any, input: Tensor, *loss: Any, **options: Any) -> Any:
@@ -309,18 +316,20 @@ class VocabularyColumns(Columns):
         )
 
 
-class DividedModel(Part, GroupModule):
-    """The model itself, without what would take one rank's part for the whole."""
+class TPModel(ModulePatch, GroupModule):
+    """Sharded model; raises an error in methods that would take this rank's shards for full tensors."""
 
     group: ProcessGroup
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise TypeError(
-            f"{type(self).__name__} is divided over ranks and cannot be pickled: restore it first"
+            f"{type(self).__name__} is sharded over ranks and cannot be pickled; call fastmp.restore first"
         )
 
     def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> NoReturn:
-        raise ValueError(f"resize_token_embeddings: {type(self).__name__} is divided; restore it first")
+        raise ValueError(
+            f"resize_token_embeddings: {type(self).__name__} is sharded over ranks; call fastmp.restore first"
+        )
 
     def save_pretrained(self: Any, *args: Any, state_dict: Any = None, **kwargs: Any) -> None:
         if state_dict is None or any(
@@ -329,8 +338,8 @@ class DividedModel(Part, GroupModule):
             if name in state_dict
         ):
             raise ValueError(
-                f"save_pretrained: this rank has one of {self.group.size()} parts of {type(self).__name__}; "
-                "call whole_state_dict(model) on all ranks, and give save_pretrained its result as state_dict"
+                f"save_pretrained: this rank has one of {self.group.size()} shards of {type(self).__name__}; "
+                "call whole_state_dict(model) on all ranks, and pass the result as state_dict"
             )
         super().save_pretrained(*args, state_dict=state_dict, **kwargs)  # type: ignore[misc]
 
@@ -340,4 +349,4 @@ class DividedModel(Part, GroupModule):
 
     @peft_config.setter
     def peft_config(self, value: Any) -> NoReturn:
-        raise ValueError(f"{type(self).__name__} is divided over ranks, and takes no adapter of PEFT")
+        raise ValueError(f"{type(self).__name__} is sharded over ranks; PEFT adapters are not supported")

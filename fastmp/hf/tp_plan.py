@@ -1,8 +1,8 @@
-"""The division of a model of transformers over a group: planned, agreed on by its ranks, made and undone.
+"""Tensor parallelism of a transformers model: plan it, check it on all ranks, apply it and undo it.
 
-A family's tables say which part each module gets. transformers has plans of its own for tensor parallelism;
-they cover six of the ten families, and their words change from version to version. A module of which a table
-does not name all parameters is refused: one that is forgotten could have a part of its gradient only.
+A family's `tp_plan` names the class of each module. transformers has tensor-parallel plans as well; they
+cover six of the ten families, and their vocabulary changes between versions. A table must name all parameters
+of its module, otherwise planning raises ValueError: a parameter left out might get a partial gradient.
 """
 
 from __future__ import annotations
@@ -19,40 +19,46 @@ from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
 from fastmp.distributed.collectives import all_reduce_
-from fastmp.hf.patches import class_with
+from fastmp.hf.families.base import TPTable
+from fastmp.hf.patches import patched_class
 from fastmp.hf.tp_modules import (
-    Divided,
-    DividedModel,
-    Summed,
-    VocabularyColumns,
-    VocabularyRows,
+    PerHeadNorm,
+    TPEmbedding,
+    TPHead,
+    TPModel,
+    TPModule,
 )
 from fastmp.tensor_parallel.attributes import ParallelAttributes
 from fastmp.training.replicas import checksum
 
-# {name of a child, "" for the module itself: its part, None where it stays whole}
-Table = Mapping[str, type[Divided] | None]
 _RANDOM = ("attention_dropout", "jitter_noise")
-_AROUND = {"DistributedDataParallel": "module", "OptimizedModule": "_orig_mod"}  # classes, and what they hold
-_LOOKED_AT = 4096  # elements of a tensor, which tell weights from others
+_WRAPPERS = {"DistributedDataParallel": "module", "OptimizedModule": "_orig_mod"}  # {class: its model}
+_CHECKSUM_ELEMENTS = 4096  # of a tensor, to compare the weights of ranks
 
 
 @dataclass(frozen=True)
-class Share:
-    """A module and the part that it gets; `label` is its line in what `accelerate` returns."""
+class ModulePlan:
+    """A module, its name in the model, its tensor-parallel class, and its label in `Accelerated`'s table."""
 
     module: Any
-    part: type[Divided]
+    mixin: type[TPModule]
     name: str
     label: str
 
 
-def plan_division(
-    model: Any, tables: Mapping[type, Table], size: int, replaced: Mapping[nn.Module, type]
-) -> list[Share]:
-    """The modules that are divided, and how; `replaced`: what classes modules will have before.
+def plan_tensor_parallel(
+    model: Any, tables: Mapping[type, TPTable], size: int, replaced: Mapping[nn.Module, type]
+) -> list[ModulePlan]:
+    """Plan the sharding of a model; the model is not modified.
 
-    Changes nothing. ValueError for what cannot be divided.
+    Args:
+        model: the transformers model.
+        tables: {class: the tensor-parallel classes of its children}.
+        size: the number of ranks.
+        replaced: {module: the class that `accelerate` gives it before}.
+
+    Raises:
+        ValueError: a module cannot be sharded over `size` ranks, or has no tensor-parallel plan.
     """
     for name in ("num_attention_heads", "num_key_value_heads"):
         count = getattr(model.config, name, None)
@@ -62,162 +68,184 @@ def plan_division(
         for attribute in _RANDOM if not isinstance(module, nn.Dropout) else ("p",):
             if value := getattr(module, attribute, 0.0):
                 raise ValueError(
-                    f"accelerate: {name}.{attribute} is {value}, and ranks that divide a model do not draw "
-                    "random numbers alike; make the model with 0 there"
+                    f"accelerate: {name}.{attribute} is {value}; dropout and jitter are not supported with a "
+                    "group, whose ranks draw different random numbers; make the model with 0"
                 )
     if any(parameter.is_meta for parameter in model.parameters()):
         raise ValueError(
-            f"accelerate: {type(model).__name__} is on the meta device and has no weights of which ranks "
-            "could keep parts; load them before"
+            f"accelerate: {type(model).__name__} is on the meta device and has no weights to shard; load "
+            "them first"
         )
     if hasattr(model, "peft_config"):
         raise ValueError(
-            f"accelerate: {type(model).__name__} has an adapter of PEFT, which ranks do not divide"
+            f"accelerate: {type(model).__name__} has a PEFT adapter, which is not supported with a group"
         )
-    shares = list(_shares(model, tables))
-    for share in shares:
-        if why := share.part.why_not(share.module):
-            raise ValueError(f"accelerate: {share.name} {why}, which is not divided over ranks")
-        for attribute in share.part.needs:
-            if not hasattr(replaced.get(share.module, type(share.module)), attribute):
+    plans = list(_module_plans(model, tables))
+    for plan in plans:
+        if why := plan.mixin.why_not(plan.module):
+            raise ValueError(f"accelerate: {plan.name} {why}, which has no tensor-parallel form")
+        for attribute in plan.mixin.needs:
+            if not hasattr(replaced.get(plan.module, type(plan.module)), attribute):
                 raise ValueError(
-                    f"accelerate: {share.name} is a {type(share.module).__name__} without {attribute}, which "
-                    "is not divided over ranks"
+                    f"accelerate: {plan.name} is a {type(plan.module).__name__} without {attribute}, which "
+                    "has no tensor-parallel form"
                 )
-        _check_sizes(share, size)
-    return shares
+        _check_divisible(plan, size)
+    return plans
 
 
-def _shares(model: Any, tables: Mapping[type, Table]) -> Iterator[Share]:
+def _module_plans(model: Any, tables: Mapping[type, TPTable]) -> Iterator[ModulePlan]:
     vocabulary = {
-        model.get_input_embeddings(): VocabularyRows,
-        model.get_output_embeddings(): VocabularyColumns,
+        model.get_input_embeddings(): TPEmbedding,
+        model.get_output_embeddings(): TPHead,
     }
     for name, module in model.named_modules():
         if module in vocabulary:
-            yield Share(module, vocabulary[module], name, name)
+            yield ModulePlan(module, vocabulary[module], name, name)
         table, label = tables.get(type(module)), type(module).__name__
         if table is None:
             continue
-        for child, part in {"": module, **dict(module.named_children())}.items():
+        for child, child_module in {"": module, **dict(module.named_children())}.items():
             if child not in table:
-                for parameter, _ in part.named_parameters(recurse=bool(child)):
+                for parameter, _ in child_module.named_parameters(recurse=bool(child)):
                     where = f"{name}.{child}.{parameter}".replace("..", ".")
-                    raise ValueError(f"accelerate: how to divide {where} over ranks is not known")
-            elif (style := table[child]) is not None:
-                yield Share(part, style, f"{name}.{child}".strip("."), f"{label}.{child}".strip("."))
+                    raise ValueError(f"accelerate: no tensor-parallel plan for {where}")
+            elif (mixin := table[child]) is not None:
+                path, row = (f"{prefix}.{child}".strip(".") for prefix in (name, label))
+                yield ModulePlan(child_module, mixin, path, row)
 
 
-def _check_sizes(share: Share, size: int) -> None:
-    for name, marks in share.part.cut(share.module).items():
-        dim, blocks = marks.partition_dim, marks.partition_stride
-        length = getattr(share.module, name).shape[dim]
-        if length % (size * blocks) and not share.part.padded:
-            cut = f"{length} in {blocks} blocks" if blocks > 1 else str(length)
+def _check_divisible(plan: ModulePlan, size: int) -> None:
+    for name, attributes in plan.mixin.sharding(plan.module).items():
+        dim, blocks = attributes.partition_dim, attributes.partition_stride
+        length = getattr(plan.module, name).shape[dim]
+        if length % (size * blocks) and not plan.mixin.padded:
+            sizes = f"{length} in {blocks} blocks" if blocks > 1 else str(length)
             raise ValueError(
-                f"accelerate: dimension {dim} of {share.name}.{name}, {cut}, is not divisible by the {size} "
+                f"accelerate: dimension {dim} of {plan.name}.{name}, {sizes}, is not divisible by the {size} "
                 "ranks of the group"
             )
 
 
 def agree(model: nn.Module, group: ProcessGroup, error: ValueError | None) -> None:
-    """Raise, on all ranks, the `error` of one, or that they do not have the same weights. Collective."""
+    """Raise the `error` of one rank on all ranks, or an error if their weights differ. Collective."""
     sums = {
-        name: int(checksum(tensor.reshape(-1)[:_LOOKED_AT]))
+        name: int(checksum(tensor.reshape(-1)[:_CHECKSUM_ELEMENTS]))
         for name, tensor in ({} if error else model.state_dict()).items()
     }
-    everyones: list[Any] = [None] * group.size()
-    dist.all_gather_object(everyones, (None if error is None else str(error), sums), group=group)
+    all_ranks: list[Any] = [None] * group.size()
+    dist.all_gather_object(all_ranks, (None if error is None else str(error), sums), group=group)
     if error is not None:
         raise error
-    for rank, (problem, others) in enumerate(everyones):
+    for rank, (problem, others) in enumerate(all_ranks):
         if problem is not None:
             raise ValueError(f"{problem} (on rank {rank} of the group)")
-        for name in everyones[0][1]:
-            if others.get(name) != everyones[0][1][name]:
+        for name in all_ranks[0][1]:
+            if others.get(name) != all_ranks[0][1][name]:
                 raise ValueError(
-                    f"accelerate: {name} of rank {rank} of the group is not that of rank 0; load the same "
-                    "weights on every rank, or seed all of them alike before the model is made"
+                    f"accelerate: {name} of rank {rank} of the group differs from that of rank 0; load the "
+                    "same weights on every rank, or seed all ranks with the same number before making the "
+                    "model"
                 )
 
 
-def divide(model: Any, shares: list[Share], group: ProcessGroup) -> None:
-    """Give every module its part."""
-    for share in shares:
-        share.module.__class__ = class_with(type(share.module), share.part)
-        share.module.divide_(group)
-    model.__class__ = class_with(type(model), DividedModel)
+def shard_model(model: Any, plans: list[ModulePlan], group: ProcessGroup) -> None:
+    """Give every module its tensor-parallel class and keep this rank's shards."""
+    for plan in plans:
+        plan.module.__class__ = patched_class(type(plan.module), plan.mixin)
+        plan.module.shard_(group)
+    model.__class__ = patched_class(type(model), TPModel)
     model.group = group
 
 
-def join(model: Any) -> None:
-    """Undo `divide`: gather all parts again. Collective; does nothing to a model that is not divided."""
-    if isinstance(model, DividedModel):
+def unshard_model(model: Any) -> None:
+    """Undo `shard_model` by gathering all shards. Collective; returns if the model is not sharded."""
+    if isinstance(model, TPModel):
         del model.group
         model.__class__ = type(model).original  # type: ignore[assignment]
         for module in list(model.modules()):
-            if isinstance(module, Divided):
-                module.join_()
+            if isinstance(module, TPModule):
+                module.unshard_()
 
 
-def rows_of(model: nn.Module, shares: list[Share]) -> list[tuple[str, int, str | None]]:
-    """What is divided: (label, number of modules, how); and the classes of what stays whole, with None."""
-    cut = {id(getattr(share.module, name)) for share in shares for name in share.part.cut(share.module)}
-    cut |= {id(p) for share in shares if share.part is Summed for p in share.module.parameters()}
-    found = Counter((share.label, share.part.by) for share in shares if share.part.by)
-    whole = Counter(
+def count_modules(model: nn.Module, plans: list[ModulePlan]) -> list[tuple[str, int, str | None]]:
+    """Return (label, number of modules, sharded dimension); the dimension is None for replicated classes."""
+    handled = {id(getattr(plan.module, name)) for plan in plans for name in plan.mixin.sharding(plan.module)}
+    handled |= {id(p) for plan in plans if plan.mixin is PerHeadNorm for p in plan.module.parameters()}
+    found = Counter((plan.label, plan.mixin.by) for plan in plans if plan.mixin.by)
+    replicated = Counter(
         type(module).__name__
         for module in model.modules()
-        if any(id(parameter) not in cut for parameter in module.parameters(recurse=False))
+        if any(id(parameter) not in handled for parameter in module.parameters(recurse=False))
     )
     return [
         *((label, count, how) for (label, how), count in found.items()),
-        *((label, count, None) for label, count in whole.items()),
+        *((label, count, None) for label, count in replicated.items()),
     ]
 
 
 def whole_state_dict(model: nn.Module) -> dict[str, Any]:
-    """The `state_dict` of a divided model as it is undivided, on the CPU: for `save_pretrained`, for example.
+    """Gather the `state_dict` of a sharded model on the CPU, for `save_pretrained` for example. Collective.
 
-    All ranks of the group call it. The first one gets the tensors, the others an empty dict; one tensor at a
-    time is gathered. Names are those without DDP and torch.compile around the model. A model that is not
-    divided, as with a group of one rank, is its own first rank.
+    One tensor is gathered at a time. A model that is not sharded is copied.
+
+    Args:
+        model: a model after `accelerate(model, group=group)`; prefixes of DDP and torch.compile are removed.
+
+    Returns:
+        Full tensors on the first rank of the group, an empty dict on the others.
+
+    Example:
+        >>> state = whole_state_dict(model)  # on all ranks of the group
+        >>> if runtime.rank == 0:
+        ...     model.save_pretrained("trained", state_dict=state)
     """
-    while (around := _AROUND.get(type(model).__name__)) is not None:
+    while (around := _WRAPPERS.get(type(model).__name__)) is not None:
         model = getattr(model, around)
-    group, divided = group_of(model), _divided(model)
+    group, sharded = group_of(model), _sharded_parameters(model)
     first = group is None or group.rank() == 0
     names = {name: id(p) for name, p in model.named_parameters(remove_duplicate=False)}
     found, gathered = dict[str, Any](), dict[int, Tensor]()
     for name, tensor in model.state_dict().items():
         key = names.get(name)
-        if key in gathered:  # tied ones stay one tensor
+        if key in gathered:  # tied parameters stay one tensor
             found[name] = gathered[key]
             continue
-        whole = _unsharded(tensor)
-        if key in divided:
-            module, marks = divided[key]
-            whole = module.whole(whole, marks)
-        found[name] = whole.cpu() if first else whole.new_empty(0)
+        full = _without_fsdp(tensor)
+        if key in sharded:
+            module, attributes = sharded[key]
+            full = module.gather(full, attributes)
+        found[name] = full.cpu() if first else full.new_empty(0)
         if key is not None:
             gathered[key] = found[name]
     return found if first else {}
 
 
 def clip_grad_norm_(model: nn.Module, max_norm: float) -> Tensor:
-    """Scale the gradients of a divided model so that the 2-norm of all of them is at most `max_norm`.
+    """Clip the 2-norm of a sharded model's gradients at `max_norm`. Collective.
 
-    As `torch.nn.utils.clip_grad_norm_`, which would give ranks different norms. Returns the norm before, the
-    same on every rank; all ranks of the group call it. Of a model that is not divided it is torch's own norm.
+    `torch.nn.utils.clip_grad_norm_` would compute a different norm on every rank.
+
+    Args:
+        model: a model after `accelerate(model, group=group)`, or any other model.
+        max_norm: the largest norm.
+
+    Returns:
+        The norm before clipping, the same on every rank.
+
+    Example:
+        >>> model(input_ids=tokens, labels=tokens).loss.backward()
+        >>> grad_norm = clip_grad_norm_(model, 1.0)
+        >>> optimizer.step()
     """
-    group, divided = group_of(model), _divided(model)
+    group, sharded = group_of(model), _sharded_parameters(model)
     with_grad = [parameter for parameter in model.parameters() if parameter.grad is not None]
     grads: dict[bool, list[Tensor]] = {True: [], False: []}
     for parameter in with_grad:
         assert parameter.grad is not None
-        grads[id(parameter) in divided].append(parameter.grad)
-    device = next(model.parameters()).device  # where the norm of no gradients is not
-    norms = (_unsharded(nn.utils.get_total_norm(grads[part])) for part in (True, False))
+        grads[id(parameter) in sharded].append(parameter.grad)
+    device = next(model.parameters()).device  # the norm of an empty list is on the CPU
+    norms = (_without_fsdp(nn.utils.get_total_norm(grads[is_sharded])) for is_sharded in (True, False))
     squares = [norm.to(device, torch.float64).square() for norm in norms]
     if group is not None:
         all_reduce_(squares[0], group)
@@ -226,21 +254,21 @@ def clip_grad_norm_(model: nn.Module, max_norm: float) -> Tensor:
     return norm
 
 
-def _divided(model: nn.Module) -> dict[int, tuple[Any, ParallelAttributes]]:
-    """The modules and marks of the parameters that are divided, by their ids."""
+def _sharded_parameters(model: nn.Module) -> dict[int, tuple[Any, ParallelAttributes]]:
+    """Return {id of a sharded parameter: (its module, its sharding)}."""
     return {
-        id(getattr(module, name)): (module, marks)
+        id(getattr(module, name)): (module, attributes)
         for module in model.modules()
-        if isinstance(module, Divided)
-        for name, marks in module.division.items()
+        if isinstance(module, TPModule)
+        for name, attributes in module.shard_attributes.items()
     }
 
 
-def _unsharded(tensor: Tensor) -> Tensor:
-    """What `fully_shard` has divided over other ranks."""
+def _without_fsdp(tensor: Tensor) -> Tensor:
+    """Return `tensor`, gathered if `fully_shard` has sharded it over other ranks."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def group_of(model: nn.Module) -> ProcessGroup | None:
-    """The group over which a model is divided, or one that it holds."""
-    return next((module.group for module in model.modules() if isinstance(module, DividedModel)), None)
+    """Return the group over which `model`, or a model inside it, is sharded, or None."""
+    return next((module.group for module in model.modules() if isinstance(module, TPModel)), None)

@@ -1,8 +1,8 @@
-"""Attention of packed documents in models of transformers, behind transformers' own interface.
+"""Variable-length attention for transformers models, as an implementation of transformers' interface.
 
-`register` adds the implementation "fastmp_varlen" to those that `model.set_attn_implementation` chooses from.
-It takes batches as `DataCollatorWithFlattening(return_flash_attn_kwargs=True)` makes them: one row, and the
-borders of its documents. No mask of all pairs is made.
+`register` adds "fastmp_varlen" to the implementations of `model.set_attn_implementation`. It takes batches of
+`DataCollatorWithFlattening(return_flash_attn_kwargs=True)`: one row of packed documents and their cumulative
+lengths. No (T, T) mask is materialised.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ NAME = "fastmp_varlen"
 
 
 def register() -> None:
-    """Register the implementation with transformers, which makes no masks for one that it does not know."""
+    """Register "fastmp_varlen" with transformers, which makes no masks for custom implementations."""
     from transformers import AttentionInterface
 
     AttentionInterface.register(NAME, attention)
@@ -42,11 +42,30 @@ def attention(
     softcap: float | None = None,
     **ignored: Any,
 ) -> tuple[Tensor, None]:
-    """The attention (1, T, N, D) of queries (1, N, T, D) to keys and values (1, G, E, D), and None.
+    """Compute attention within documents: transformers' attention interface.
 
-    cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k: as `fastmp.ops.attention.Borders` has them.
+    Args:
+        module: the attention module; its `is_causal` is the default of `is_causal`.
+        query: (1, N, T, D).
+        key: (1, G, E, D).
+        value: (1, G, E, D).
+        attention_mask: must be None.
+        scaling: of the scores; None: 1 / sqrt(D).
+        dropout: probability for attention weights.
+        is_causal: queries attend to earlier keys of their document only.
+        sliding_window: number of keys that a causal query attends to; None: all.
+        cu_seq_lens_q: cumulative lengths of documents, (documents + 1,) int32.
+        cu_seq_lens_k: as `cu_seq_lens_q`, of keys.
+        max_length_q: length of the longest document.
+        max_length_k: as `max_length_q`, of keys.
+        s_aux: attention sinks; must be None.
+        softcap: of the scores; must be None.
 
-    ValueError without them, for several rows, and for a mask, sinks or a soft cap, which it does not know.
+    Returns:
+        The output (1, T, N, D), and None for the attention weights.
+
+    Raises:
+        ValueError: lengths of documents are missing, or there are several rows, a mask, sinks or a soft cap.
     """
     if cu_seq_lens_q is None or cu_seq_lens_k is None or max_length_q is None or max_length_k is None:
         raise ValueError(
@@ -57,7 +76,7 @@ def attention(
     unknown = [name for name, given in others.items() if given is not None]
     if len(query) != 1 or unknown:
         raise ValueError(
-            f"{NAME}: it takes one row of packed documents and nothing beside it, got {len(query)} rows"
+            f"{NAME}: expected one row of packed documents, got {len(query)} rows"
             f"{''.join(f', {name}' for name in unknown)}; set_attn_implementation('sdpa' or 'eager')"
         )
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal

@@ -1,4 +1,4 @@
-"""Both models run on a few tokens: that a translation is right is measured rather than believed."""
+"""Comparison of a converted model's logits with transformers' own."""
 
 from __future__ import annotations
 
@@ -18,23 +18,33 @@ from fastmp.training.checkpoint.weights import load_weights
 __all__ = ["verify"]
 
 BATCH, LENGTH = 2, 16
-BOUNDS = {torch.float32: 1e-4, torch.float64: 1e-5}  # of the largest logit; float64 has float32 in it there
-BERT_BOUND = 1e-9  # of a BERT in float64, which has none in it
+# relative to the largest logit; transformers' float64 decoders use float32 in norms, its BERT does not
+BOUNDS = {torch.float32: 1e-4, torch.float64: 1e-5}
+BERT_BOUND = 1e-9  # in float64
 
 
 def verify(path: Path, reader: CheckpointReader, config: GPTConfig) -> str:
-    """Compare the logits of transformers' model in the directory `path` with fastmp's, loaded by `reader`.
+    """Compare the logits of transformers' model and of fastmp's on a few random tokens.
 
-    Both compute in float32, of float64 weights in float64, on the CPU. Of a BERT, which sees two types of
-    tokens and padding, the logits are those of tokens and of the order of sentences. One model is in memory
-    at a time. Returns a line with the largest error.
+    Both compute on the CPU in float32, or in float64 for float64 weights. A BERT gets all token types and
+    padding, and its logits include those of the order of sentences. One model is in memory at a time.
 
-    ValueError where it is too large, keys are missing or left over, or transformers is not installed.
+    Args:
+        path: the directory of the transformers model.
+        reader: of the same weights for fastmp's model.
+        config: of fastmp's model.
+
+    Returns:
+        A line with the largest error.
+
+    Raises:
+        ValueError: the error is too large, transformers reports missing or unexpected keys, or it is not
+            installed.
     """
     if find_spec("transformers") is None:
         raise ValueError(
-            "verifying needs transformers, which is not installed (pip install transformers); "
-            "--no-verify goes on without"
+            "verifying needs transformers, which is not installed; pip install transformers, or pass "
+            "--no-verify"
         )
     import transformers
 
@@ -49,7 +59,7 @@ def verify(path: Path, reader: CheckpointReader, config: GPTConfig) -> str:
     try:
         make = getattr(transformers, f"AutoModelFor{auto}").from_pretrained
         theirs, report = make(str(path), dtype=dtype, **options)
-    except Exception as error:  # of any kind: it is theirs
+    except Exception as error:  # transformers raises errors of any type
         what = f"{type(error).__name__}: {error}".splitlines()[0]
         raise ValueError(f"{path}: transformers cannot load it: {what}") from None
     for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
@@ -75,7 +85,7 @@ def verify(path: Path, reader: CheckpointReader, config: GPTConfig) -> str:
 
 
 def _theirs(model: Any, encoder: BertConfig | None, tokens_BS: Tensor) -> Tensor:
-    """All logits of transformers' model; of a BERT those of tokens that are no padding, and of the order."""
+    """Return the flattened logits of transformers' model; a BERT's without padding, then its order logits."""
     if encoder is None:
         return model(tokens_BS).logits.flatten()
     types_BS, padding_BS = _types_and_padding(encoder, tokens_BS)
@@ -86,7 +96,7 @@ def _theirs(model: Any, encoder: BertConfig | None, tokens_BS: Tensor) -> Tensor
 
 
 def _ours(model: GPT | Bert, tokens_BS: Tensor) -> Tensor:
-    """The same logits of our model."""
+    """Return the logits of fastmp's model in the order of `_theirs`."""
     if isinstance(model, GPT):
         return model(tokens_BS)[..., : model.config.vocab_size].transpose(0, 1).flatten()
     types_BS, padding_BS = _types_and_padding(model.encoder, tokens_BS)
@@ -99,7 +109,7 @@ def _ours(model: GPT | Bert, tokens_BS: Tensor) -> Tensor:
 
 
 def _types_and_padding(encoder: BertConfig, tokens_BS: Tensor) -> tuple[Tensor, Tensor]:
-    """Types of tokens, all that there are, and padding: the last quarter of the second row."""
+    """Return token types (B, S), all that the model has, and padding (B, S): the last quarter of row 1."""
     B, S = tokens_BS.shape
     types_BS = torch.arange(S).expand(B, S) % encoder.num_token_types
     return types_BS, torch.arange(S) >= S - S // 4 * torch.arange(B).view(B, 1)

@@ -1,9 +1,9 @@
-"""Weights of `transformers` models as checkpoints of fastmp, and checkpoints as their weights.
+"""Import and export of weights of transformers models.
 
-Where each element of our tensors lies in theirs is worked out once, from a family's table of names, as
-`Link`s between boxes. `TransformersReader` reads a directory of theirs through them as if it were a
-checkpoint, so that everything that takes a checkpoint takes it, in any layout; `export_weights` goes the
-other way. One tensor at a time is in memory, of experts one expert.
+`NameMapping`s between chunks of our tensors and chunks of theirs are derived from a family's weight names.
+`TransformersReader` reads a directory of transformers through them as a checkpoint, so everything that reads
+a checkpoint, in any parallel layout, also reads transformers weights; `export_weights` is the inverse. One
+tensor (or one expert) is in memory at a time.
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ from torch import Tensor
 
 from fastmp.config import GPTConfig
 from fastmp.config.files import sync_directory, write_synced
-from fastmp.hf.families import family_of, from_transformers, to_transformers
+from fastmp.hf.config_json import family_of, from_transformers, to_transformers
+from fastmp.hf.families import CONVERSIONS
+from fastmp.hf.families.decoder import FUSED_EXPERT_WEIGHTS
 from fastmp.hf.stored import (
     CONFIG,
     INDEX,
@@ -36,7 +38,6 @@ from fastmp.hf.stored import (
     read_config,
     stored_tensors,
 )
-from fastmp.hf.tables import FAMILIES, FUSED
 from fastmp.nn import GPT, Bert, Placement
 from fastmp.tensor_parallel.attributes import parallel_attributes
 from fastmp.training.checkpoint.checkpointer import described
@@ -48,14 +49,20 @@ from fastmp.training.checkpoint.storage import CheckpointReader, ShardedTensorRe
 
 __all__ = ["TransformersReader", "check_family", "export_weights", "own_tensors"]
 
-FILE_BYTES = 5 << 30  # after which a file is full
-_PIECE = 1 << 24  # bytes that are compared at a time
+FILE_BYTES = 5 << 30  # largest size of a file with several tensors
+_CHUNK_BYTES = 1 << 24  # compared at a time
 
 
-class Link(NamedTuple):
-    """A box of one of our tensors, and of theirs the one with the same elements.
+class NameMapping(NamedTuple):
+    """A chunk (box) of one of our tensors and the chunk of theirs with the same elements.
 
-    squeezed: theirs lacks our first dimension, which is that of experts. transposed: it has columns for rows.
+    Args:
+        ours: the chunk in our tensor.
+        name: their tensor.
+        shape: of their tensor.
+        theirs: the chunk in their tensor.
+        squeezed: their tensor lacks our first dimension, experts.
+        transposed: their tensor has (columns, rows).
     """
 
     ours: TensorChunk
@@ -66,21 +73,21 @@ class Link(NamedTuple):
     transposed: bool = False
 
     def view(self, ours: Tensor) -> Tensor:
-        """A tensor of the sizes of a box of ours, as theirs has it."""
+        """Return a tensor with the sizes of our chunk in the layout of theirs."""
         ours = ours.squeeze(0) if self.squeezed else ours
         return ours.t() if self.transposed else ours
 
-    def inside(self, box: TensorChunk) -> TensorChunk:
-        """Where `box`, counted from our box, lies in their tensor."""
+    def inside(self, chunk: TensorChunk) -> TensorChunk:
+        """Return the chunk in their tensor of `chunk`, which is relative to our chunk."""
         first = 1 if self.squeezed else 0
-        offsets, sizes = box.offsets[first:], box.sizes[first:]
+        offsets, sizes = chunk.offsets[first:], chunk.sizes[first:]
         if self.transposed:
             offsets, sizes = offsets[::-1], sizes[::-1]
         return TensorChunk(tuple(a + b for a, b in zip(self.theirs.offsets, offsets)), sizes)
 
 
 def own_tensors(config: GPTConfig) -> dict[str, Shape]:
-    """{name: shape} of what a checkpoint holds of a model, without the padding of its vocabulary."""
+    """Return {name: shape} of a model's tensors in a checkpoint, without padding of the vocabulary."""
     found = {}
     made = (GPT if config.bert is None else Bert)(config, Placement(device="meta"))
     for name, tensor in made.state_dict(keep_vars=True).items():
@@ -89,42 +96,51 @@ def own_tensors(config: GPTConfig) -> dict[str, Shape]:
     return found
 
 
-def links(kind: str, config: GPTConfig, name: str, shape: Shape, *, fused: bool = False) -> Iterator[Link]:
-    """Where the elements of our tensor `name` are in a model of the family `kind`.
+def name_mappings(
+    model_type: str, config: GPTConfig, name: str, shape: Shape, *, fused: bool = False
+) -> Iterator[NameMapping]:
+    """Yield the mappings of our tensor `name` to the tensors of a family.
 
-    fused: experts are all in one tensor, as transformers 5 has them in memory. ValueError where the family
-    has no such parameter.
+    Args:
+        model_type: of the family.
+        config: of the model.
+        name: of our tensor.
+        shape: of our tensor.
+        fused: the experts of a layer are stacked in one tensor, as transformers 5 has them in memory.
+
+    Raises:
+        ValueError: the family has no such parameter.
     """
-    family = FAMILIES[kind]
+    family = CONVERSIONS[model_type]
     prefix, number, own = "", "", name
     if name.startswith("layers."):
         _, number, own = name.split(".", 2)
-        prefix = f"{family.base}.{number}."
-    table = {**family.names, **FUSED} if fused else family.names
-    found = table.get(own) if number else family.ends.get(name)
+        prefix = f"{family.layers}.{number}."
+    table = {**family.layer_weights, **FUSED_EXPERT_WEIGHTS} if fused else family.layer_weights
+    found = table.get(own) if number else family.model_weights.get(name)
     if found is None:
-        raise ValueError(f"{kind} has no parameter for {name}")
+        raise ValueError(f"{model_type} has no parameter for {name}")
     names = [prefix + each for each in found.split()]
-    transposed = family.conv1d and bool(number) and len(shape) == 2
+    transposed = family.transposed_linears and bool(number) and len(shape) == 2
     if own.startswith("attention.qkv."):
         yield from _attention(config, names, shape, transposed)
     elif "{e}" in found:
         rows = shape[1] // len(names)
         for e in range(shape[0]):
             for i, each in enumerate(names):
-                box = TensorChunk((e, i * rows, 0), (1, rows, shape[2]))
+                chunk = TensorChunk((e, i * rows, 0), (1, rows, shape[2]))
                 their: Shape = (rows, shape[2])
-                yield Link(box, each.format(e=e), their, full_chunk(their), squeezed=True)
+                yield NameMapping(chunk, each.format(e=e), their, full_chunk(their), squeezed=True)
     else:
         rows = shape[0] // len(names)
         for i, each in enumerate(names):
-            box = TensorChunk((i * rows, *(0,) * (len(shape) - 1)), (rows, *shape[1:]))
-            their = box.sizes[::-1] if transposed else box.sizes
-            yield Link(box, each, their, full_chunk(their), transposed=transposed)
+            chunk = TensorChunk((i * rows, *(0,) * (len(shape) - 1)), (rows, *shape[1:]))
+            their = chunk.sizes[::-1] if transposed else chunk.sizes
+            yield NameMapping(chunk, each, their, full_chunk(their), transposed=transposed)
 
 
-def _attention(config: GPTConfig, names: list[str], shape: Shape, transposed: bool) -> Iterator[Link]:
-    """Queries, keys and values: three tensors of theirs, or one after the other in one."""
+def _attention(config: GPTConfig, names: list[str], shape: Shape, transposed: bool) -> Iterator[NameMapping]:
+    """Yield the mappings of queries, keys and values: three tensors of theirs, or stacked in one."""
     D, groups, rest = config.head_dim, config.kv_heads, shape[1:]
     queries, zero = config.num_heads // groups, (0,) * (len(shape) - 1)
     before = 0
@@ -134,23 +150,32 @@ def _attention(config: GPTConfig, names: list[str], shape: Shape, transposed: bo
         for g in range(groups):
             ours = TensorChunk(((g * (queries + 2) + start) * D, *zero), (rows, *rest))
             at = ((before if len(names) == 1 else 0) + g * rows, *zero)
-            box = TensorChunk(at[::-1], ours.sizes[::-1]) if transposed else TensorChunk(at, ours.sizes)
+            chunk = TensorChunk(at[::-1], ours.sizes[::-1]) if transposed else TensorChunk(at, ours.sizes)
             their = whole[::-1] if transposed else whole
-            yield Link(ours, names[i % len(names)], their, box, transposed=transposed)
+            yield NameMapping(ours, names[i % len(names)], their, chunk, transposed=transposed)
         before += groups * rows
 
 
 class TransformersReader(CheckpointReader):
-    """Reads a directory of a `transformers` model as a checkpoint of its weights alone.
+    """Reader of a transformers directory as a checkpoint of weights.
 
-    directory: with config.json and safetensors files, several with an index. Links to files are followed, as
-        caches of downloads have them; an index may name files of this directory only.
-    ignored: keys of config.json that are not looked at.
+    Args:
+        directory: with config.json and safetensors files, several with an index. Symbolic links are followed,
+            as in the cache of downloads; an index may only name files of this directory.
+        ignored: keys of config.json that are skipped.
 
-    Attributes: `kind`, the model type; `config`, our configuration of the model.
+    Attributes:
+        model_type: the family.
+        config: the model as a `GPTConfig`.
 
-    ValueError, one line, where the model is of another family, or the files do not hold its tensors: missing,
-    unexpected, or in other shapes. Nothing but their headers has been read then, and a head that is tied.
+    Raises:
+        ValueError: the family is not supported, or tensors are missing, unexpected or of other shapes; one
+            line. Only headers are read before, and a head that is tied.
+
+    Example:
+        >>> reader = TransformersReader("Qwen3-0.6B")
+        >>> model = GPT(reader.config, Placement())
+        >>> load_weights(reader, reader.config, [model], ParallelGroups.alone())
     """
 
     def __init__(self, directory: str | Path, *, ignored: Sequence[str] = ()) -> None:
@@ -159,15 +184,15 @@ class TransformersReader(CheckpointReader):
         self._stored = stored_tensors(path)
         check_sizes(path, content, self._stored)
         try:
-            self.kind, self.config = from_transformers(content, ignored)
+            self.model_type, self.config = from_transformers(content, ignored)
         except ValueError as error:
             raise ValueError(f"{path / CONFIG}: " + "; ".join(str(error).splitlines())) from None
         except (TypeError, ArithmeticError) as error:
             raise ValueError(f"{path / CONFIG}: a value that makes no sense: {error}") from None
-        if (bert := self.config.bert) is not None:  # config.json may name a model of fewer heads
-            order = FAMILIES[self.kind].ends["sentence_head.order.weight"] in self._stored
+        if (bert := self.config.bert) is not None:  # config.json may name an architecture with fewer heads
+            order = CONVERSIONS[self.model_type].model_weights["sentence_head.order.weight"] in self._stored
             self.config = replace(self.config, bert=replace(bert, sentence_order=order))
-        self._links: dict[tuple[str, Shape], Link] = {}
+        self._mappings: dict[tuple[str, Shape], NameMapping] = {}
         try:
             own = own_tensors(self.config)
         except (RuntimeError, ValueError) as error:
@@ -182,48 +207,49 @@ class TransformersReader(CheckpointReader):
         super().__init__(path, manifest)
 
     def _tensor(self, path: Path, name: str, shape: Shape) -> SavedTensor:
-        found = list(links(self.kind, self.config, name, shape))
-        if self._find(found[0].name) is None and name.split(".", 2)[-1] in FUSED:
-            fused = list(links(self.kind, self.config, name, shape, fused=True))
+        found = list(name_mappings(self.model_type, self.config, name, shape))
+        if self._find(found[0].name) is None and name.split(".", 2)[-1] in FUSED_EXPERT_WEIGHTS:
+            fused = list(name_mappings(self.model_type, self.config, name, shape, fused=True))
             found = fused if self._find(fused[0].name) is not None else found
         parts, dtypes = [], set()
-        for link in found:
-            stored = self._find(link.name)
+        for mapping in found:
+            stored = self._find(mapping.name)
             if stored is None:
-                raise ValueError(f"{path}: {link.name} is missing, which {self.kind} has")
-            if stored.shape != link.shape:
+                raise ValueError(f"{path}: {mapping.name} is missing, which {self.model_type} has")
+            if stored.shape != mapping.shape:
                 raise ValueError(
-                    f"{path}: {link.name} has shape {list(stored.shape)}, {CONFIG} says {list(link.shape)}"
+                    f"{path}: {mapping.name} has shape {list(stored.shape)}, "
+                    f"{CONFIG} says {list(mapping.shape)}"
                 )
             dtypes.add(stored.dtype)
-            parts.append(SavedShard(link.ours, stored.file, stored.start, 0))
-            self._links[f"model/{name}", link.ours.offsets] = link
+            parts.append(SavedShard(mapping.ours, stored.file, stored.start, 0))
+            self._mappings[f"model/{name}", mapping.ours.offsets] = mapping
         if len(dtypes) > 1:
             raise ValueError(f"{path}: {', '.join(sorted(dtypes))} in what is one tensor here, {name}")
         return SavedTensor(dtypes.pop(), shape, tuple(parts))
 
     def _find(self, name: str) -> Stored | None:
-        """A tensor; early files leave out a part of GPT-2's names, and have TensorFlow's norms in BERT's."""
+        """Return a stored tensor by its name, or by its name in early GPT-2 and BERT files."""
         early = name.removeprefix("transformer.")
         for kind, first in (("weight", "gamma"), ("bias", "beta")):
             early = early.replace(f"LayerNorm.{kind}", f"LayerNorm.{first}")
         return self._stored.get(name) or self._stored.get(early)
 
     def _check_all_used(self, path: Path) -> None:
-        used = {id(self._find(link.name)) for link in self._links.values()}
+        used = {id(self._find(mapping.name)) for mapping in self._mappings.values()}
         tied = self._tied()
         for name, stored in self._stored.items():
             if id(stored) not in used and name not in tied and not NOT_WEIGHTS.search(name):
-                raise ValueError(f"{path}: unexpected {short(name)}, which {self.kind} has not")
+                raise ValueError(f"{path}: unexpected {short(name)}, which {self.model_type} has not")
 
     def _tied(self) -> dict[str, str]:
-        """What the files may hold a second time, and its first name."""
-        family = FAMILIES[self.kind]
-        head, table = (family.ends[f"{each}.weight"] for each in ("output_layer", "word_embedding"))
-        return {**family.tied, **({head: table} if self.config.tie_embeddings else {})}
+        """Return {parameter that files may repeat: the parameter it is tied to}."""
+        family = CONVERSIONS[self.model_type]
+        head, table = (family.model_weights[f"{each}.weight"] for each in ("output_layer", "word_embedding"))
+        return {**family.tied_weights, **({head: table} if self.config.tie_embeddings else {})}
 
     def _check_tied(self, path: Path) -> None:
-        """What is tied may be stored, too; another one would be lost, where transformers unties it."""
+        """Raise ValueError if a tied parameter is stored with other values, which would be lost."""
         for name, first in self._tied().items():
             again, stored = self._find(name), self._find(first)
             if again and stored and not _same_bytes(path, again, stored):
@@ -234,21 +260,21 @@ class TransformersReader(CheckpointReader):
         with opened(self.directory / file) as source:
             reader = ChunkReader(source)
             for shard, item in wanted:
-                name, box = (
+                name, chunk = (
                     item.storage_index.fqn,
                     TensorChunk(tuple(item.storage_offsets), tuple(item.lengths)),
                 )
-                link = self._links[name, shard.chunk.offsets]
-                there = link.inside(box)
+                mapping = self._mappings[name, shard.chunk.offsets]
+                there = mapping.inside(chunk)
                 out = planner.resolve_tensor(item).detach()
                 own = torch.empty(there.sizes, dtype=DTYPES[self.manifest.tensors[name].dtype])
-                reader.read(shard.start, link.shape, there, own)
-                link.view(out).copy_(own)
+                reader.read(shard.start, mapping.shape, there, own)
+                mapping.view(out).copy_(own)
                 planner.commit_tensor(item, out)
 
 
 def _same_bytes(path: Path, one: Stored, other: Stored) -> bool:
-    """Whether two tensors of a directory are equal to the bit, of one dtype and shape."""
+    """Return True if two tensors of a directory are bitwise equal, with the same dtype and shape."""
     if (one.dtype, one.shape) != (other.dtype, other.shape):
         return False
     size = prod(one.shape) * DTYPES[one.dtype].itemsize
@@ -256,13 +282,13 @@ def _same_bytes(path: Path, one: Stored, other: Stored) -> bool:
         return all(
             os.pread(first.descriptor, length, one.start + at)
             == os.pread(second.descriptor, length, other.start + at)
-            for at in range(0, size, _PIECE)
-            for length in (min(_PIECE, size - at),)
+            for at in range(0, size, _CHUNK_BYTES)
+            for length in (min(_CHUNK_BYTES, size - at),)
         )
 
 
 def check_family(config: GPTConfig) -> str:
-    """The family of `transformers` that computes the model; ValueError where none does."""
+    """Return the transformers family of a model. Raises ValueError naming checkpoint.weights_interval."""
     try:
         return family_of(config)
     except ValueError as error:
@@ -272,25 +298,39 @@ def check_family(config: GPTConfig) -> str:
 def export_weights(
     checkpoint: Path, config: GPTConfig, out: Path, *, check: Callable[[Path], None] | None = None
 ) -> Path:
-    """Write the weights of `checkpoint` to the new directory `out`, whole or not at all; returns it.
+    """Write the weights of a checkpoint as a transformers directory, atomically.
 
-    check: called with the directory before it gets its name, to add files, too; where it raises, nothing is
-        left.
+    Args:
+        checkpoint: the directory of the checkpoint.
+        config: the model.
+        out: the directory to write; an existing one is replaced.
+        check: called with the staging directory before it is renamed to `out`; may add files. If it raises,
+            nothing is left.
+
+    Returns:
+        `out`.
+
+    Raises:
+        ValueError: no transformers family computes the model, or the checkpoint lacks its tensors.
+
+    Example:
+        >>> config = load_recipe("runs/gpt/recipe.toml").model
+        >>> export_weights(Path("runs/gpt/checkpoints/step-1000"), config, Path("gpt-hf"))
     """
-    reader, kind = CheckpointReader(checkpoint), family_of(config)
-    theirs = _their_tensors(reader, kind, config)
-    forms = [TensorSpec(name, DTYPES[dtype], shape) for name, (dtype, shape, _) in theirs.items()]
+    reader, model_type = CheckpointReader(checkpoint), family_of(config)
+    theirs = _their_tensors(reader, model_type, config)
+    specs = [TensorSpec(name, DTYPES[dtype], shape) for name, (dtype, shape, _) in theirs.items()]
     staging = out.with_name(f"{out.name}.staging")
     shutil.rmtree(staging, ignore_errors=True)
     staging.mkdir(parents=True)
     try:
-        names = _write(staging, forms, lambda form: _read(reader, form, theirs[form.name][2]))
+        names = _write(staging, specs, lambda spec: _read(reader, spec, theirs[spec.name][2]))
         if len(set(names.values())) > 1:
-            index = {"metadata": {"total_size": sum(form.bytes for form in forms)}, "weight_map": names}
+            index = {"metadata": {"total_size": sum(spec.bytes for spec in specs)}, "weight_map": names}
             write_synced(staging / INDEX, json_bytes(index))
         table = reader.manifest.tensors["model/word_embedding.weight"]
         dtype = str(DTYPES[table.dtype]).removeprefix("torch.")
-        write_synced(staging / CONFIG, json_bytes(to_transformers(kind, config, dtype)))
+        write_synced(staging / CONFIG, json_bytes(to_transformers(model_type, config, dtype)))
         if check is not None:
             check(staging)
         sync_directory(staging)
@@ -304,66 +344,70 @@ def export_weights(
     return out
 
 
-_Pieces = list[tuple[str, Link]]
+_Sources = list[tuple[str, NameMapping]]  # our tensors with the chunks of one of theirs
 
 
 def _their_tensors(
-    reader: CheckpointReader, kind: str, config: GPTConfig
-) -> dict[str, tuple[str, Shape, _Pieces]]:
-    """{name: (dtype, shape, our tensors and where they are in it)} of the model in transformers."""
-    found: dict[str, tuple[str, Shape, _Pieces]] = {}
+    reader: CheckpointReader, model_type: str, config: GPTConfig
+) -> dict[str, tuple[str, Shape, _Sources]]:
+    """Return {name: (dtype, shape, sources)} of the model in transformers."""
+    found: dict[str, tuple[str, Shape, _Sources]] = {}
     saved = reader.manifest.tensors
     for name, shape in own_tensors(config).items():
         tensor = saved.get(f"model/{name}")
         if tensor is None or tensor.shape != shape:
             theirs = "nothing" if tensor is None else list(tensor.shape)
             raise ValueError(f"{reader.directory}: {name} is {theirs}, the model has {list(shape)}")
-        for link in links(kind, config, name, shape):
-            found.setdefault(link.name, (tensor.dtype, link.shape, []))[2].append((f"model/{name}", link))
+        for mapping in name_mappings(model_type, config, name, shape):
+            found.setdefault(mapping.name, (tensor.dtype, mapping.shape, []))[2].append(
+                (f"model/{name}", mapping)
+            )
     return found
 
 
 def _write(
-    directory: Path, forms: Sequence[TensorSpec], read: Callable[[TensorSpec], Tensor]
+    directory: Path, specs: Sequence[TensorSpec], read: Callable[[TensorSpec], Tensor]
 ) -> dict[str, str]:
-    """Write tensors to files of at most `FILE_BYTES`, or of one tensor; returns the file of each."""
-    groups, names = _in_files(forms), dict[str, str]()
+    """Write tensors to files of at most `FILE_BYTES` or a single tensor, and return {tensor: file}."""
+    groups, names = _in_files(specs), dict[str, str]()
     for number, group in enumerate(groups):
         of = f"-{number + 1:05d}-of-{len(groups):05d}" if len(groups) > 1 else ""
-        file, own = f"model{of}.safetensors", [forms[i] for i in group]
+        file, own = f"model{of}.safetensors", [specs[i] for i in group]
         write_tensors(directory / file, own, partial(_nth, own, read), metadata={"format": "pt"})
-        names |= {form.name: file for form in own}
+        names |= {spec.name: file for spec in own}
     return names
 
 
-def _nth(forms: Sequence[TensorSpec], read: Callable[[TensorSpec], Tensor], number: int) -> Tensor:
-    return read(forms[number])
+def _nth(specs: Sequence[TensorSpec], read: Callable[[TensorSpec], Tensor], number: int) -> Tensor:
+    return read(specs[number])
 
 
-def _in_files(forms: Sequence[TensorSpec]) -> list[list[int]]:
+def _in_files(specs: Sequence[TensorSpec]) -> list[list[int]]:
     groups, left = [list[int]()], FILE_BYTES
-    for i, form in enumerate(forms):
-        if groups[-1] and form.bytes > left:
+    for i, spec in enumerate(specs):
+        if groups[-1] and spec.bytes > left:
             groups.append([])
             left = FILE_BYTES
         groups[-1].append(i)
-        left -= form.bytes
+        left -= spec.bytes
     return groups
 
 
-def _read(reader: CheckpointReader, form: TensorSpec, pieces: _Pieces) -> Tensor:
-    """One tensor of theirs, put together from boxes of ours."""
-    out = torch.empty(tuple(form.shape), dtype=form.dtype)
+def _read(reader: CheckpointReader, spec: TensorSpec, sources: _Sources) -> Tensor:
+    """Assemble one tensor of theirs from chunks of ours."""
+    out = torch.empty(tuple(spec.shape), dtype=spec.dtype)
     of_ours: dict[str, list[tuple[Shape, Tensor]]] = {}
-    for name, link in pieces:
-        view = out[tuple(slice(at, at + size) for at, size in zip(*link.theirs))]
-        view = view.t() if link.transposed else view
-        of_ours.setdefault(name, []).append((link.ours.offsets, view.unsqueeze(0) if link.squeezed else view))
+    for name, mapping in sources:
+        view = out[tuple(slice(at, at + size) for at, size in zip(*mapping.theirs))]
+        view = view.t() if mapping.transposed else view
+        of_ours.setdefault(name, []).append(
+            (mapping.ours.offsets, view.unsqueeze(0) if mapping.squeezed else view)
+        )
     for name, parts in of_ours.items():
-        fill_shards(reader, name, ShardedTensorRef(reader.manifest.tensors[name].shape, form.dtype, parts))
+        fill_shards(reader, name, ShardedTensorRef(reader.manifest.tensors[name].shape, spec.dtype, parts))
     return out
 
 
 def json_bytes(content: Mapping[str, Any]) -> bytes:
-    """The content of a JSON file as transformers writes them."""
+    """Return the bytes of a JSON file in transformers' formatting."""
     return (json.dumps(content, indent=2, sort_keys=True) + "\n").encode()

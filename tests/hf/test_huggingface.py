@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import contextlib
 import json
 import math
@@ -29,8 +28,8 @@ from fastmp.distributed.collectives import group_rank
 from fastmp.distributed.grid import RankGrid
 from fastmp.distributed.groups import ParallelGroups
 from fastmp.distributed.rng import RngTracker
-from fastmp.hf.families import family_of, from_transformers, to_transformers
-from fastmp.hf.tables import FAMILIES
+from fastmp.hf.config_json import family_of, from_transformers, to_transformers
+from fastmp.hf.families import CONVERSIONS, FAMILIES
 from fastmp.hf.weights import TransformersReader
 from fastmp.nn import GPT, Placement, bert_stages, gpt_stages
 from fastmp.optim.named_params import named_parameters
@@ -53,19 +52,9 @@ def files_of(path):
     return {name: tensor for file in path.glob("*.safetensors") for name, tensor in load_file(file).items()}
 
 
-@pytest.mark.parametrize("file", ["tables", "acceleration"])
-def test_a_family_is_a_table_of_at_most_thirty_lines(file):
-    tree = ast.parse((ROOT / "fastmp" / "hf" / f"{file}.py").read_text())
-    (tables,) = (
-        node.value
-        for node in tree.body
-        if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "FAMILIES"
-    )
-    lengths = {
-        ast.literal_eval(name): table.end_lineno - name.lineno + 1
-        for name, table in zip(tables.keys, tables.values, strict=True)
-    }
-    assert "gpt2" in lengths and max(lengths.values()) <= 30, lengths
+def test_the_registry_lists_every_module_of_a_family():
+    modules = {path.stem for path in (ROOT / "fastmp" / "hf" / "families").glob("*.py")}
+    assert modules == {*FAMILIES, "__init__", "base", "decoder"}
 
 
 @needs_transformers
@@ -109,12 +98,12 @@ SMALL = {"num_layers": 2, "hidden_size": 16, "num_heads": 4, "num_kv_heads": Non
 
 def written(name, path):
     """A directory of transformers as fastmp writes it, of random numbers, without that package."""
-    from fastmp.hf.weights import links, own_tensors
+    from fastmp.hf.weights import name_mappings, own_tensors
 
     config = replace(CONFIGS[name], **SMALL, max_seq_len=32)
     generator, tensors = torch.Generator().manual_seed(3), {}
     for ours, shape in own_tensors(config).items():
-        for link in links(name, config, ours, shape):
+        for link in name_mappings(name, config, ours, shape):
             tensors.setdefault(link.name, torch.randn(link.shape, generator=generator))
     path.mkdir()
     save_file(tensors, path / "model.safetensors")
@@ -213,8 +202,8 @@ def test_a_bert_in_float64_is_held_to_its_own_bound(name, tmp_path, capsys, monk
     arguments = ["import", str(tmp_path / "model"), "--out"]
     assert main([*arguments, str(tmp_path / "ours")]) == 0
     assert float(re.search(r"largest error of logits (\S+),", capsys.readouterr().out)[1]) < 1e-12
-    other = FAMILIES["bert"].fields["layer_norm_eps"]._replace(default=1e-7)
-    monkeypatch.setitem(FAMILIES["bert"].fields, "layer_norm_eps", other)
+    other = CONVERSIONS["bert"].fields["layer_norm_eps"]._replace(default=1e-7)
+    monkeypatch.setitem(CONVERSIONS["bert"].fields, "layer_norm_eps", other)
     assert main([*arguments, str(tmp_path / "others")]) == 2
     assert "fastmp does not compute this model" in capsys.readouterr().err
 
@@ -280,9 +269,9 @@ TABLES = ("model.embed_tokens.weight", "lm_head.weight")
 WRONG = {
     "unknown family": (
         lambda p: edit(p / "config.json", model_type="gemma"),
-        "is no family that fastmp reads",
+        "is not supported; expected one of gpt2",
     ),
-    "no family": (lambda p: edit(p / "config.json", model_type=3), "model_type 3 is no family"),
+    "no family": (lambda p: edit(p / "config.json", model_type=3), "model_type 3 is not supported"),
     "newer": (
         lambda p: edit(p / "config.json", logit_cap=5),
         "unknown 'logit_cap' in a configuration of llama",
@@ -438,9 +427,9 @@ def test_a_key_that_is_ignored_and_a_directory_that_is_there(tmp_path, capsys):
 def test_a_model_that_computes_something_else_is_refused(tmp_path, capsys, monkeypatch):
     save("llama 3.1", tmp_path / "model")
     edit(tmp_path / "model" / "config.json")
-    from fastmp.hf import families
+    from fastmp.hf import config_json
 
-    monkeypatch.setattr(families, "_rope", lambda *_: {"rope_base": 5e5})  # forgets the scaling
+    monkeypatch.setattr(config_json, "_rope", lambda *_: {"rope_base": 5e5})  # forgets the scaling
     assert main(["import", str(tmp_path / "model")]) == 2
     assert "fastmp does not compute this model" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["model"]

@@ -9,8 +9,8 @@ import torch
 from safetensors.torch import save_file
 
 from fastmp.config import GPTConfig, MoEConfig
-from fastmp.hf.families import family_of, to_transformers
-from fastmp.hf.weights import TransformersReader, links, own_tensors
+from fastmp.hf.config_json import family_of, to_transformers
+from fastmp.hf.weights import TransformersReader, name_mappings, own_tensors
 
 SIZES = {"num_layers": 2, "hidden_size": 16, "num_heads": 4, "vocab_size": 40, "max_seq_len": 32}
 ROPE = {
@@ -49,7 +49,7 @@ def written(kind, path):
     tensors = {
         link.name: torch.zeros(link.shape)
         for name, shape in own_tensors(config).items()
-        for link in links(kind, config, name, shape)
+        for link in name_mappings(kind, config, name, shape)
     }
     save_file(tensors, path / "model.safetensors")
     (path / "config.json").write_text(json.dumps(to_transformers(kind, config, "float32")))

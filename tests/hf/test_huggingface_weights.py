@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 from fastmp.config import GPTConfig, MoEConfig, RopeScaling
 from fastmp.hf import weights as transformers_weights
-from fastmp.hf.families import to_transformers
+from fastmp.hf.config_json import to_transformers
 from fastmp.hf.weights import check_family, export_weights
 from fastmp.training.checkpoint.checkpointer import Checkpointer
 from fastmp.training.checkpoint.storage import ShardedTensorRef

@@ -141,7 +141,7 @@ def test_a_compiled_graph_returns_them_without_their_gradient():
     torch._dynamo.reset()
     output = torch.compile(step, backend="aot_eager", fullgraph=True)(hidden)
     torch.testing.assert_close(output["logits"], head(hidden))
-    with pytest.raises(RuntimeError, match="logits: those of a compiled training step have no gradient"):
+    with pytest.raises(RuntimeError, match="logits: logits of a compiled training step have no gradient"):
         (output["loss"] + output["logits"].sum()).backward()
     output["loss"].backward()
     assert torch.equal(output["logits"].argmax(-1), head(hidden).argmax(-1))

@@ -18,7 +18,7 @@ import fastmp
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 if not hasattr(transformers, "Qwen3MoeConfig"):  # a version before the interface of experts
     pytest.skip(f"transformers {transformers.__version__} is too old", allow_module_level=True)
-from fastmp.hf import patches as parts  # noqa: E402
+from fastmp.hf import patches  # noqa: E402
 
 HEADS = "fastmp.ops.linear_cross_entropy"
 MOST = ["llama", "qwen3_moe", *full(family for family in CONFIGS if family not in ("llama", "qwen3_moe"))]
@@ -239,7 +239,7 @@ def test_attention_by_borders_refuses_what_it_does_not_know():
     model.set_attn_implementation("fastmp_varlen")
     with pytest.raises(ValueError, match="fastmp_varlen: the batch does not say where documents begin; take"):
         model(**batch_of("llama"))
-    with pytest.raises(ValueError, match=r"one row of packed documents .* got 2 rows; set_attn"):
+    with pytest.raises(ValueError, match=r"one row of packed documents, got 2 rows; set_attn"):
         rows = {name: batch[name].view(2, 8) for name in ("input_ids", "labels", "position_ids")}
         model(**{**batch, **rows})
     model = model_of("gpt_oss", use_cache=False)
@@ -563,20 +563,20 @@ def untouched(model, message, call=fastmp.accelerate):
 
 
 def test_unknown_models_are_refused():
-    untouched(torch.nn.Linear(2, 2), "accelerate: Linear is not a model of transformers")
+    untouched(torch.nn.Linear(2, 2), "accelerate: expected a transformers model or .*, got Linear")
     config = transformers.OPTConfig(
         vocab_size=16, hidden_size=16, num_hidden_layers=1, ffn_dim=16, num_attention_heads=2
     )
     untouched(
         transformers.OPTForCausalLM(config),
-        "no family for OPTForCausalLM .model_type 'opt'.; there are bert, ",
+        "OPTForCausalLM .model_type 'opt'. is not supported; expected one of gpt2, ",
     )
     untouched(model_of("llama"), "restore: LlamaForCausalLM is not accelerated", fastmp.restore)
 
 
 def test_several_models_in_a_module_are_refused():
     both = torch.nn.ModuleList([model_of("llama"), model_of("qwen3")])
-    untouched(both, "accelerate: ModuleList holds several models of transformers; accelerate each")
+    untouched(both, "accelerate: ModuleList holds several transformers models; accelerate each")
 
 
 def rename(module, name):
@@ -630,7 +630,7 @@ def test_a_function_that_another_version_renames(monkeypatch):
     def forward(self, hidden_states):
         return rotate_differently(hidden_states)  # noqa: F821
 
-    monkeypatch.setattr(parts, "_MADE", {})
+    monkeypatch.setattr(patches, "_PATCHED", {})
     monkeypatch.setattr(transformers.models.llama.modeling_llama.LlamaAttention, "forward", forward)
     untouched(model_of("llama"), "LlamaAttention of .* has no forward that calls apply_rotary_pos_emb")
 
@@ -661,7 +661,7 @@ ELSEWHERE = [  # what is not the model's: its place, and what takes it
 @pytest.mark.parametrize(("family", "place", "instead", "message"), ELSEWHERE)
 def test_what_else_another_version_changes(family, place, instead, message, monkeypatch):
     model = model_of(family)
-    monkeypatch.setattr(parts, "_MADE", {})
+    monkeypatch.setattr(patches, "_PATCHED", {})
     if instead is None:
         monkeypatch.delattr(f"transformers.{place}")
     else:

@@ -14,9 +14,8 @@ from marks import full
 from torch.nn.parallel import DistributedDataParallel
 
 import fastmp
-from fastmp.hf import acceleration as accelerated
-from fastmp.hf import tp_plan as division
-from fastmp.hf.tp_modules import Columns, Rows, Summed
+from fastmp.hf import acceleration, tp_plan
+from fastmp.hf.tp_modules import ColumnParallel, PerHeadNorm, RowParallel
 from fastmp.hf.tp_plan import clip_grad_norm_, whole_state_dict
 from fastmp.testing.parallel import count_collectives
 from fastmp.testing.ranks import run_ranks
@@ -30,7 +29,7 @@ MOST = ["llama", "qwen3_moe"]
 
 def kinds(model):
     """The class of every module, and what it says of its own sizes."""
-    names = ("num_experts", "nf", "split_size", "group", "division")
+    names = ("num_experts", "nf", "split_size", "group", "shard_attributes")
     return [(type(module), [vars(module).get(name) for name in names]) for module in model.modules()]
 
 
@@ -77,7 +76,7 @@ def assert_divided_is_whole(family, ranks, given=None, **options):
 )
 def test_two_ranks_compute_what_the_whole_model_computes(family):
     table, share = assert_divided_is_whole(family, 2)
-    assert "divided over 2 ranks" in table and share < 0.8  # tables of positions, norms and routers are whole
+    assert "sharded over 2 ranks" in table and share < 0.8  # tables of positions, norms and routers are whole
 
 
 @pytest.mark.full
@@ -129,12 +128,12 @@ def test_the_table_names_what_is_divided_and_what_is_whole():
     def run(rank, world_size):
         table = fastmp.accelerate(model := model_of("qwen3_moe"), group=dist.group.WORLD)
         assert fastmp.accelerate(model, group=dist.group.WORLD) is table and fastmp.accelerate(model) is table
-        assert table.divided["Qwen3MoeExperts"] == "experts" and table.divided["lm_head"] == "vocabulary"
-        assert "Qwen3MoeTopKRouter        1  whole: every rank computes it alike" in str(table)
+        assert table.sharded["Qwen3MoeExperts"] == "experts" and table.sharded["lm_head"] == "vocabulary"
+        assert "Qwen3MoeTopKRouter        1  replicated" in str(table)
         alone = fastmp.accelerate(
             model_of("llama"), group=dist.new_group([rank], use_local_synchronization=True)
         )
-        assert not alone.divided
+        assert not alone.sharded
 
     run_ranks(run, 2)
 
@@ -217,7 +216,7 @@ def test_ranks_train_the_same_model(family, tmp_path):
             model.save_pretrained(tmp_path, state_dict=state)
         for given in ({}, {"state_dict": model.state_dict()}):
             with pytest.raises(
-                ValueError, match=r"save_pretrained: this rank has one of 2 parts of .*; call whole"
+                ValueError, match=r"save_pretrained: this rank has one of 2 shards of .*; call whole"
             ):
                 model.save_pretrained(tmp_path / "none", **given)
 
@@ -289,9 +288,9 @@ def test_a_body_with_another_head_is_divided_too():
 def test_tables_agree_with_the_plans_that_transformers_has(family):
     """Where it has one; it divides single experts there, which here are divided by their number."""
     model = model_of(family)
-    parts = {re.sub(r"\d+", "*", share.name): share.part for share in accelerated._plan(model, 2)[2]}
+    parts = {re.sub(r"\d+", "*", share.name): share.mixin for share in acceleration._plan(model, 2)[2]}
     plan = {f"model.{name}": style for name, style in (model.config.base_model_tp_plan or {}).items()}
-    meant = {"colwise": Columns, "rowwise": Rows, "replicated_with_grad_allreduce": Summed}
+    meant = {"colwise": ColumnParallel, "rowwise": RowParallel, "replicated_with_grad_allreduce": PerHeadNorm}
     found = {re.sub(r"\d+", "*", name) for name, _ in model.named_modules()}
     for name in found & plan.keys():
         if not name.endswith(".experts"):
@@ -325,10 +324,10 @@ def test_tables_agree_with_the_plans_that_transformers_has(family):
             {"num_experts": 3},
             "of model.layers.1.mlp.experts.gate_up_proj, 3, is not div",
         ),
-        ("gpt2", {"attn_pdrop": 0.1}, "transformer.h.0.attn.attn_dropout.p is 0.1, and ranks"),
+        ("gpt2", {"attn_pdrop": 0.1}, "transformer.h.0.attn.attn_dropout.p is 0.1; dropout and jitter"),
         ("llama", {"attention_dropout": 0.1}, "model.layers.0.self_attn.attention_dropout is 0.1"),
         ("mixtral", {"router_jitter_noise": 0.1}, "model.layers.0.mlp.jitter_noise is 0.1"),
-        ("gpt2", {"add_cross_attention": True}, "how to divide transformer.h.0.crossattention"),
+        ("gpt2", {"add_cross_attention": True}, "no tensor-parallel plan for transformer.h.0.crossattention"),
     ],
 )
 def test_what_ranks_do_not_divide(family, options, message):
@@ -363,7 +362,7 @@ def test_ranks_that_differ_and_modules_that_are_not_known():
         model = model_of("llama")
         model.model.layers[0].self_attn.scale = torch.nn.Parameter(torch.ones(3))
         model.model.layers[0].mlp.extra_proj = torch.nn.Linear(2, 2)
-        untouched(model, "how to divide model.layers.0.mlp.extra_proj.weight over ranks is not known")
+        untouched(model, "no tensor-parallel plan for model.layers.0.mlp.extra_proj.weight")
         model = model_of("llama")
         model.model.layers[0].mlp.up_proj = torch.nn.Bilinear(2, 2, 2)
         untouched(
@@ -373,27 +372,25 @@ def test_ranks_that_differ_and_modules_that_are_not_known():
             model = model_of("llama")
         untouched(model, "LlamaForCausalLM is on the meta device and has no weights of which ranks")
         wrapped = DistributedDataParallel(model_of("llama"))
-        with pytest.raises(
-            ValueError, match="before a DistributedDataParallel is made of it; give the model"
-        ):
+        with pytest.raises(ValueError, match="got a DistributedDataParallel; accelerate the model before"):
             fastmp.accelerate(wrapped, group=dist.group.WORLD)
         fastmp.accelerate(model := model_of("llama"))
         with pytest.raises(
-            ValueError, match="LlamaForCausalLM is accelerated for other ranks; restore it first"
+            ValueError, match="LlamaForCausalLM is accelerated for another group; restore it first"
         ):
             fastmp.accelerate(model, group=dist.group.WORLD)
         fastmp.restore(model)
         if rank == 1:
             fastmp.accelerate(model)
-        with pytest.raises(ValueError, match="LlamaForCausalLM is accelerated for other ranks"):
+        with pytest.raises(ValueError, match="LlamaForCausalLM is accelerated for another group"):
             fastmp.accelerate(model, group=dist.group.WORLD)
-        with pytest.raises(ValueError, match="Sequential is made of it; give the model"):
+        with pytest.raises(ValueError, match="with a group, got a Sequential"):
             fastmp.accelerate(
                 torch.nn.Sequential(model_of("llama")) if rank else model_of("llama"), group=dist.group.WORLD
             )
         first = dist.new_group([0])
         with (
-            pytest.raises(ValueError, match="group is -100, not a ProcessGroup that this rank is in")
+            pytest.raises(ValueError, match="expected a ProcessGroup that this rank is in, got -100")
             if rank
             else nullcontext()
         ):
@@ -428,7 +425,7 @@ def test_one_rank_trains_and_saves_as_several_do(tmp_path):
 def test_norms_are_summed_where_the_model_is_also_where_all_that_is_divided_is_frozen(monkeypatch):
     def run(rank, world_size):
         devices = []
-        monkeypatch.setattr(division, "all_reduce_", lambda tensor, group: devices.append(tensor.device.type))
+        monkeypatch.setattr(tp_plan, "all_reduce_", lambda tensor, group: devices.append(tensor.device.type))
         model = divided("llama").to("meta")
         model.model.norm.weight.grad = torch.ones_like(model.model.norm.weight)
         assert clip_grad_norm_(model, 1.0).device.type == "meta"
@@ -444,7 +441,7 @@ def test_ranks_with_other_tokens_are_noticed_in_the_first_call(longer):
 
     def run(rank, world_size):
         model, ids = divided("llama"), torch.arange(6 + longer * rank).reshape(1, -1)
-        with pytest.raises(ValueError, match="rank 1 of the group has other tokens than rank 0; ranks that"):
+        with pytest.raises(ValueError, match="rank 1 of the group has other tokens than rank 0; all ranks"):
             model(input_ids=ids + rank, labels=ids)
 
     run_ranks(run, 2)

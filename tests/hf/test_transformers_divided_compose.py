@@ -43,9 +43,9 @@ def test_compiled_and_recomputed_and_copied(family):
             grads = whole_gradients(getattr(other, "_orig_mod", other), dist.group.WORLD)
             for name, grad in wanted.items():
                 torch.testing.assert_close(grads[name], grad)
-        with pytest.raises(TypeError, match="divided over ranks and cannot be pickled: restore it first"):
+        with pytest.raises(TypeError, match="sharded over ranks and cannot be pickled"):
             torch.save(model, "/dev/null")
-        with pytest.raises(ValueError, match=r"resize_token_embeddings: .* is divided; restore it first"):
+        with pytest.raises(ValueError, match=r"resize_token_embeddings: .* is sharded over ranks; call"):
             model.resize_token_embeddings(140)
 
     torch._dynamo.reset()
@@ -125,7 +125,7 @@ def test_ranks_that_are_taken_for_replicas_are_noticed():
     def run(rank, world_size):
         model = DistributedDataParallel(divided("llama"))
         if rank == 1:
-            with pytest.raises(ValueError, match="part 1 of the model is overwritten by part 0, as by DDP"):
+            with pytest.raises(ValueError, match="shard 1 of the model is overwritten by shard 0, as by DDP"):
                 model.module(**batch_of("llama"))
 
     run_ranks(run, 2)
@@ -159,11 +159,11 @@ def test_adapters_of_peft_are_refused():
     def run(rank, world_size):
         config = peft.LoraConfig(r=2, target_modules=["c_attn", "c_proj"], fan_in_fan_out=True)
         with pytest.raises(
-            ValueError, match="GPT2LMHeadModel is divided over ranks, and takes no adapter of PEFT"
+            ValueError, match="GPT2LMHeadModel is sharded over ranks; PEFT adapters are not supported"
         ):
             peft.get_peft_model(divided("gpt2"), config)
         with pytest.raises(
-            ValueError, match="GPT2LMHeadModel has an adapter of PEFT, which ranks do not divide"
+            ValueError, match="GPT2LMHeadModel has a PEFT adapter, which is not supported with a group"
         ):
             model = peft.get_peft_model(model_of("gpt2"), config).get_base_model()
             fastmp.accelerate(model, group=dist.group.WORLD)

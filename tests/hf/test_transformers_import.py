@@ -15,7 +15,7 @@ from transformers_models import ENCODERS, MODELS, SIZES, save
 from fastmp.apps.hf import main
 from fastmp.config import DataConfig
 from fastmp.distributed.groups import ParallelGroups
-from fastmp.hf.families import from_transformers
+from fastmp.hf.config_json import from_transformers
 from fastmp.hf.weights import TransformersReader
 from fastmp.nn import GPT, Placement
 from fastmp.training.checkpoint.weights import load_weights

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import fastmp
-from fastmp.hf import patches as parts
+from fastmp.hf import patches
 from fastmp.hf.heads import CausalLM
 from fastmp.hf.patches import GroupedRouter, LayerNorm, RMSNorm, rotate
 
@@ -120,5 +120,5 @@ def test_tables_of_rotary_positions_in_any_dtype(dtypes):
 )
 def test_rotary_positions_of_another_form_are_left_to_transformers(change):
     given = heads_and_angles(SINGLE, SINGLE, SINGLE)
-    either = parts._or_else(rotate, lambda *args: "theirs")
+    either = patches._or_else(rotate, lambda *args: "theirs")
     assert either(*given) != "theirs" and either(*change(*given)) == "theirs"

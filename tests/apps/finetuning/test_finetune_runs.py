@@ -22,8 +22,8 @@ from fastmp.apps.finetuning.recipe import load_finetune
 from fastmp.apps.finetuning.tasks import TASKS
 from fastmp.config import BertConfig, OptimizerConfig, TrainConfig
 from fastmp.distributed.runtime import Runtime
-from fastmp.hf.families import to_transformers
-from fastmp.hf.weights import links, own_tensors
+from fastmp.hf.config_json import to_transformers
+from fastmp.hf.weights import name_mappings, own_tensors
 from fastmp.nn import Bert
 from fastmp.testing.ranks import run_ranks
 from fastmp.training.checkpoint.compare import differences
@@ -283,7 +283,7 @@ def test_a_run_of_fastmp_train_is_fine_tuned_with_its_own_tokenizer(tmp_path, ca
 def test_a_model_of_transformers_is_fine_tuned_with_the_tokenizer_beside_it(folder, capsys):
     config, tensors = replace(PRE, vocab_size=40, max_seq_len=20, bert=BertConfig(post_norm=True)), {}
     for ours, shape in own_tensors(config).items():
-        for link in links("bert", config, ours, shape):
+        for link in name_mappings("bert", config, ours, shape):
             tensors.setdefault(link.name, torch.randn(link.shape) / 10)
     theirs = folder / "theirs"
     theirs.mkdir()

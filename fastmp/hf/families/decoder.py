@@ -1,0 +1,114 @@
+"""Entries that families of Llama-like decoders share."""
+
+from __future__ import annotations
+
+from fastmp.hf.families.base import Acceleration, Field, TPTable
+from fastmp.hf.heads import CausalLM, MoeCausalLM
+from fastmp.hf.patches import Attention, GatedMLP, ModulePatch, RMSNorm
+from fastmp.hf.tp_modules import (
+    ColumnParallel,
+    CopyToTPRegion,
+    ExpertParallel,
+    Heads,
+    PerHeadNorm,
+    RowParallel,
+)
+
+LAYERS = "model.layers"
+MODEL_WEIGHTS = {
+    "word_embedding.weight": "model.embed_tokens.weight",
+    "final_norm.weight": "model.norm.weight",
+    "output_layer.weight": "lm_head.weight",
+}
+LAYER_WEIGHTS = {
+    "attention_norm.weight": "input_layernorm.weight",
+    "attention.qkv.weight": "self_attn.q_proj.weight self_attn.k_proj.weight self_attn.v_proj.weight",
+    "attention.proj.weight": "self_attn.o_proj.weight",
+    "mlp_norm.weight": "post_attention_layernorm.weight",
+    "mlp.up.weight": "mlp.gate_proj.weight mlp.up_proj.weight",
+    "mlp.down.weight": "mlp.down_proj.weight",
+}
+QK_NORM_WEIGHTS = {
+    "attention.q_norm.weight": "self_attn.q_norm.weight",
+    "attention.k_norm.weight": "self_attn.k_norm.weight",
+}
+EXPERT_WEIGHTS = {
+    "moe.router.weight": "mlp.gate.weight",
+    "moe.experts.fc1": "mlp.experts.{e}.gate_proj.weight mlp.experts.{e}.up_proj.weight",
+    "moe.experts.fc2": "mlp.experts.{e}.down_proj.weight",
+}
+# the experts of a layer stacked in one tensor: in memory since transformers 5, and in some files
+FUSED_EXPERT_WEIGHTS = {
+    "moe.router.weight": "mlp.gate.weight",
+    "moe.experts.fc1": "mlp.experts.gate_up_proj",
+    "moe.experts.fc2": "mlp.experts.down_proj",
+}
+GATED = {"silu": "swiglu", "gelu_pytorch_tanh": "geglu", "gelu_new": "geglu", "gelu": "geglu_erf"}
+FIELDS = {
+    "vocab_size": Field("vocab_size"),
+    "hidden_size": Field("hidden_size"),
+    "intermediate_size": Field("ffn_hidden_size"),
+    "num_hidden_layers": Field("num_layers"),
+    "num_attention_heads": Field("num_heads"),
+    "num_key_value_heads": Field("num_kv_heads", 32),
+    "max_position_embeddings": Field("max_seq_len"),
+    "rms_norm_eps": Field("layernorm_epsilon", 1e-6),
+    "initializer_range": Field("init_std", 0.02),
+    "attention_dropout": Field("attention_dropout", 0.0),
+    "tie_word_embeddings": Field("tie_embeddings", False),
+    "hidden_act": Field("activation", "silu", GATED),
+}
+HEAD_DIM = {"head_dim": Field("head_size", None)}
+EXPERT_FIELDS = {
+    "num_experts_per_tok": Field("moe.top_k"),
+    "moe_intermediate_size": Field("moe.expert_ffn_hidden_size"),
+    "norm_topk_prob": Field("moe.normalize_topk", False),
+}
+MODEL = {"norm": "rmsnorm", "position": "rope", "linear_bias": False}
+NO_BIAS = {"attention_bias": (False,), "mlp_bias": (False,)}
+
+ATTENTION_PLAN: TPTable = {
+    "": Heads,
+    **dict.fromkeys(("q_proj", "k_proj", "v_proj"), ColumnParallel),
+    "o_proj": RowParallel,
+    "q_norm": PerHeadNorm,
+    "k_norm": PerHeadNorm,
+}
+MLP_PLAN: TPTable = {
+    "": CopyToTPRegion,
+    "gate_proj": ColumnParallel,
+    "up_proj": ColumnParallel,
+    "down_proj": RowParallel,
+}
+EXPERTS_PLAN: TPTable = {"": ExpertParallel}
+
+
+def dense(prefix: str, head: type[ModulePatch] = CausalLM, **others: type[ModulePatch]) -> Acceleration:
+    """Return the replacements of a decoder whose classes are Llama's with another prefix.
+
+    Args:
+        prefix: of the classes, such as "Llama" of `LlamaAttention`.
+        head: the patch of `<prefix>ForCausalLM`.
+        others: patches of further classes, without the prefix, or other patches of Llama's.
+    """
+    patches = {"RMSNorm": RMSNorm, "Attention": Attention, "MLP": GatedMLP, "ForCausalLM": head, **others}
+    return Acceleration(
+        {f"{prefix}{name}": patch for name, patch in patches.items()},
+        tp_plan={f"{prefix}Attention": ATTENTION_PLAN, f"{prefix}MLP": MLP_PLAN},
+    )
+
+
+def mixture(prefix: str, *, dense_layers: bool = False, norm: type[ModulePatch] = RMSNorm) -> Acceleration:
+    """Return the replacements of a decoder with experts.
+
+    Args:
+        prefix: of the classes, as in `dense`.
+        dense_layers: some layers have an MLP of class `<prefix>MLP`.
+        norm: the patch of its RMSNorm.
+    """
+    like = dense(prefix, MoeCausalLM, RMSNorm=norm)
+    experts = f"{prefix}Experts"
+    left_out = () if dense_layers else (f"{prefix}MLP",)
+    patches = {name: patch for name, patch in like.patches.items() if name not in left_out}
+    plan = {name: table for name, table in like.tp_plan.items() if name not in left_out}
+    return Acceleration(patches, experts, {**plan, experts: EXPERTS_PLAN})

@@ -1,0 +1,60 @@
+"""dots.llm1: DeepSeek-V3's router and shared experts, multi-head attention. `accelerate` is not supported."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from fastmp.config import GPTConfig
+from fastmp.hf.families import decoder
+from fastmp.hf.families.base import Conversion, Family, Field, Window, optional_int
+
+_SHARED = "mlp.shared_experts"
+
+
+def _read(content: Mapping[str, Any], model: dict[str, Any]) -> None:
+    shared = optional_int(content, "n_shared_experts", None) or 0
+    model["moe"]["shared_expert_ffn_hidden_size"] = shared * model["moe"]["expert_ffn_hidden_size"]
+
+
+def _write(config: GPTConfig) -> dict[str, Any]:
+    moe = config.moe
+    assert moe is not None
+    return {
+        "first_k_dense_replace": len(config.dense_layers),
+        "n_shared_experts": moe.shared_expert_ffn_hidden_size // moe.expert_ffn_hidden_size,
+    }
+
+
+FAMILY = Family(
+    "dots1",
+    Conversion(
+        architecture="Dots1ForCausalLM",
+        layers=decoder.LAYERS,
+        model_weights=decoder.MODEL_WEIGHTS,
+        layer_weights=decoder.LAYER_WEIGHTS
+        | decoder.QK_NORM_WEIGHTS
+        | decoder.EXPERT_WEIGHTS
+        | {
+            "moe.router.expert_bias": "mlp.gate.e_score_correction_bias",
+            "moe.shared_experts.mlp.up.weight": f"{_SHARED}.gate_proj.weight {_SHARED}.up_proj.weight",
+            "moe.shared_experts.mlp.down.weight": f"{_SHARED}.down_proj.weight",
+        },
+        fields=decoder.FIELDS
+        | decoder.HEAD_DIM
+        | decoder.EXPERT_FIELDS
+        | {
+            "n_routed_experts": Field("moe.num_experts"),
+            "routed_scaling_factor": Field("moe.routed_scale", 1.0),
+            "n_group": Field("moe.num_groups", 1),
+            "topk_group": Field("moe.group_topk", 1),
+        },
+        model=decoder.MODEL | {"qk_norm": True},
+        moe={"score": "sigmoid", "expert_bias": True},
+        supported=decoder.NO_BIAS,
+        aux_loss=None,
+        window=Window(4096, first_layer=62),
+        read=_read,
+        write=_write,
+    ),
+)

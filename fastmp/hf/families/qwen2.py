@@ -1,0 +1,22 @@
+"""Qwen2: Llama with biases of queries, keys and values."""
+
+from __future__ import annotations
+
+from fastmp.hf.families import decoder
+from fastmp.hf.families.base import Conversion, Family, Window
+
+_BIAS = {"attention.qkv.bias": "self_attn.q_proj.bias self_attn.k_proj.bias self_attn.v_proj.bias"}
+
+FAMILY = Family(
+    "qwen2",
+    Conversion(
+        architecture="Qwen2ForCausalLM",
+        layers=decoder.LAYERS,
+        model_weights=decoder.MODEL_WEIGHTS,
+        layer_weights=decoder.LAYER_WEIGHTS | _BIAS,
+        fields=decoder.FIELDS,
+        model=decoder.MODEL | {"qkv_bias": True},
+        window=Window(4096, first_layer=28, opt_in=True, per_layer=True),
+    ),
+    decoder.dense("Qwen2"),
+)
