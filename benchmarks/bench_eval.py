@@ -17,7 +17,7 @@ import torch
 
 from benchmarks.against_transformers import read_options
 from benchmarks.measure import cpu_ms, event_ms, in_turn, speedup
-from fastmp.apps.evaluation.scoring import Row, Scorer
+from fastmp.apps.evaluation.scoring import ScoredText, Scorer
 from fastmp.config import GPTConfig
 from fastmp.distributed.groups import ParallelGroups
 from fastmp.nn import GPT, Placement
@@ -43,7 +43,7 @@ def runs_of(model: GPT) -> dict[str, Callable[[], float]]:
         return -float(log_probs_SV.gather(1, targets[:, None])[-STRIDE:].double().sum())
 
     def scored(number: int) -> float:
-        return -scorer([Row(ids.numpy(), number)])[0].log_prob
+        return -scorer([ScoredText(ids.numpy(), number)])[0].log_prob
 
     return {ALL: partial(scored, length), LAST: partial(scored, STRIDE), LOGITS: by_logits}
 

@@ -15,7 +15,7 @@ from fastmp.config import MAX_LAYERS, GPTConfig
 from fastmp.config.model import function_of
 from fastmp.config.recipe import model_from
 from fastmp.hf.families import CONVERSIONS
-from fastmp.hf.families.base import Conversion, Window, optional_int
+from fastmp.hf.families.base import Conversion, SlidingWindow, optional_int
 
 __all__ = ["ALIASES", "family_of", "from_transformers", "to_transformers"]
 
@@ -165,7 +165,11 @@ _ATTENTION = ("full_attention", "sliding_attention")
 
 
 def _window(
-    model_type: str, window: Window | None, content: Mapping[str, Any], num_layers: int, max_seq_len: int
+    model_type: str,
+    window: SlidingWindow | None,
+    content: Mapping[str, Any],
+    num_layers: int,
+    max_seq_len: int,
 ) -> dict[str, Any]:
     """Return the sliding window and the layers without it, as entries of [model]; empty without a window.
 
@@ -175,7 +179,7 @@ def _window(
     kinds = content.get("layer_types")
     if kinds is not None and not (isinstance(kinds, list) and all(each in _ATTENTION for each in kinds)):
         raise ValueError(f"layer_types is {short(kinds)}, fastmp computes {' and '.join(_ATTENTION)}")
-    usual = window or Window(None)
+    usual = window or SlidingWindow(None)
     size = optional_int(content, "sliding_window", usual.size)
     first = optional_int(content, "max_window_layers", usual.first_layer) or 0
     if usual.opt_in and not content.get("use_sliding_window"):
@@ -199,7 +203,7 @@ def _window(
     return {"sliding_window": size, "full_attention_layers": full}
 
 
-def _window_keys(window: Window, config: GPTConfig) -> dict[str, Any]:
+def _window_keys(window: SlidingWindow, config: GPTConfig) -> dict[str, Any]:
     """Return the keys of config.json that select sliding-window layers."""
     if not window.opt_in:
         return {"sliding_window": config.sliding_window}

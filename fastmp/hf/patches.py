@@ -92,7 +92,7 @@ def why_not_weight(module: Any, epsilon: float = 0.0) -> str | None:
     return None if epsilon >= 0 else f"its epsilon is {epsilon}"
 
 
-class RMSNorm(ModulePatch):
+class RMSNormPatch(ModulePatch):
     """RMSNorm whose output has the wider dtype of input and weight."""
 
     by = "fastmp.ops.rms_norm"
@@ -112,14 +112,14 @@ class RMSNorm(ModulePatch):
         return torch.ops.fastmp.rms_norm(hidden_states, None, weight, self.variance_epsilon)[0]
 
 
-class RMSNormInInputDtype(RMSNorm):
+class RMSNormInInputDtype(RMSNormPatch):
     """RMSNorm whose output has the dtype of the input, regardless of the weight's: GPT-OSS."""
 
     def normalised(self: Any, hidden_states: Tensor, weight: Tensor) -> Tensor:
         return super().normalised(hidden_states, weight).to(hidden_states.dtype)
 
 
-class LayerNorm(ModulePatch):
+class LayerNormPatch(ModulePatch):
     """Layer norm over the last dimension."""
 
     by = "fastmp.ops.layer_norm"

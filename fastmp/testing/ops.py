@@ -22,7 +22,7 @@ DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
-class Result:
+class OpAccuracy:
     """An op's largest error over its outputs and samples, relative (see `relative_error`), and its bound.
 
     `error` is infinite where NaN or infinity stand in the wrong places.
@@ -131,7 +131,7 @@ def check_op(
     backend: str | None = None,
     seed: int = 0,
     dtypes: Sequence[torch.dtype] = DTYPES,
-) -> list[Result]:
+) -> list[OpAccuracy]:
     """Run all samples of an op on `device` in each of `dtypes`; one result a dtype.
 
     Args:
@@ -152,5 +152,5 @@ def check_op(
                 if a.dtype != torch.int16  # the lower halves of numbers, of which float64 knows nothing
             ]
         error, bound = max(pairs, key=lambda pair: pair[0] / pair[1])
-        results.append(Result(op, str(dtype).removeprefix("torch."), error, bound))
+        results.append(OpAccuracy(op, str(dtype).removeprefix("torch."), error, bound))
     return results

@@ -517,7 +517,7 @@ def test_models_with_other_heads_keep_these_and_get_the_rest(family, auto):
     assert grads.keys() == wanted.keys() and grads
     for name, grad in wanted.items():
         torch.testing.assert_close(grads[name], grad, rtol=1e-9, atol=1e-9, msg=name)
-    assert table.kept[type(model).__name__] == "there is no part for its head and its loss"
+    assert table.kept[type(model).__name__] == "its head and loss have no patch"
     assert any("norm" in by for by in table.replaced.values()) and HEADS not in table.replaced.values()
 
 

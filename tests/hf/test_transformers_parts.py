@@ -12,7 +12,7 @@ from torch import nn
 import fastmp
 from fastmp.hf import patches
 from fastmp.hf.heads import CausalLM
-from fastmp.hf.patches import GroupedRouter, LayerNorm, RMSNorm, rotate
+from fastmp.hf.patches import GroupedRouter, LayerNormPatch, RMSNormPatch, rotate
 
 
 @pytest.mark.parametrize("call", [fastmp.accelerate, fastmp.restore])
@@ -50,8 +50,8 @@ class Quantized(torch.Tensor):
 @pytest.mark.parametrize(
     ("part", "module"),
     [
-        (RMSNorm, SimpleNamespace(variance_epsilon=1e-6)),
-        (LayerNorm, SimpleNamespace(eps=1e-6, normalized_shape=(4,))),
+        (RMSNormPatch, SimpleNamespace(variance_epsilon=1e-6)),
+        (LayerNormPatch, SimpleNamespace(eps=1e-6, normalized_shape=(4,))),
         (CausalLM, None),
     ],
 )
@@ -69,7 +69,7 @@ def test_weights_that_are_no_numbers_stay(part, module):
     assert "its weight is torch.int8, which" in why(weight.to(torch.int8))
     assert "its weight is a Quantized, which may be quantized" in why(weight.as_subclass(Quantized))
     if part is not CausalLM:
-        name = "eps" if part is LayerNorm else "variance_epsilon"
+        name = "eps" if part is LayerNormPatch else "variance_epsilon"
         assert why(weight, **{name: -1.0}) == "its epsilon is -1.0"
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from fastmp.apps.finetuning.losses import model_and_loss
-from fastmp.apps.finetuning.samples import Row, Sample, TaskData
+from fastmp.apps.finetuning.samples import Sample, TaskData, TokenPair
 from fastmp.config import BertConfig, GPTConfig, OptimizerConfig, ParallelConfig, TrainConfig
 from fastmp.distributed.collectives import group_rank
 from fastmp.distributed.grid import RankGrid
@@ -37,8 +37,8 @@ def samples(head: str, number: int) -> list[Sample]:
     """Of several lengths, with labels that a model must guess."""
     draw = np.random.default_rng(11)
 
-    def row() -> Row:
-        return Row(*(draw.integers(3, 37, size=draw.integers(1, 5)).astype(np.int32) for _ in range(2)))
+    def row() -> TokenPair:
+        return TokenPair(*(draw.integers(3, 37, size=draw.integers(1, 5)).astype(np.int32) for _ in range(2)))
 
     made = []
     for _ in range(number):

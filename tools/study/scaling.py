@@ -28,7 +28,7 @@ _NEEDS = (("cpu",), ("cores",), ("rows",))  # of a measurement
 
 
 @dataclass(frozen=True)
-class Row:
+class ScalingPoint:
     """A published number beside the predicted one; what is `calibrated` is not predicted."""
 
     what: str
@@ -95,42 +95,46 @@ def efficiency(recipe: Recipe, gpus: int) -> float:
     return speed(recipe, gpus) / speed(TABLE_1[0].recipe(), 1)
 
 
-def paper_rows() -> Iterator[Row]:
+def paper_rows() -> Iterator[ScalingPoint]:
     """Yield what Megatron-LM published of scaling in 2019, beside the prediction."""
     small, large = TABLE_1[0], TABLE_1[-1]
-    yield Row("1.2 B on 1 GPU, FLOP/s", BASELINE / 1e12, rate(small.recipe(), 1) / 1e12, " T", True)
-    yield Row("8.3 B on 8 GPUs, weak scaling", published.MODEL_PARALLEL, efficiency(large.recipe(), 8), "%")
+    yield ScalingPoint("1.2 B on 1 GPU, FLOP/s", BASELINE / 1e12, rate(small.recipe(), 1) / 1e12, " T", True)
+    yield ScalingPoint(
+        "8.3 B on 8 GPUs, weak scaling", published.MODEL_PARALLEL, efficiency(large.recipe(), 8), "%"
+    )
     gpus = 8 * REPLICAS
     hybrid = efficiency(large.recipe(batch=8 * REPLICAS), gpus)
-    yield Row("8.3 B on 512 GPUs (section 5.1)", published.HYBRID, hybrid, "%")
-    yield Row("8.3 B on 512 GPUs (abstract)", published.HYBRID_IN_ABSTRACT, hybrid, "%")
+    yield ScalingPoint("8.3 B on 512 GPUs (section 5.1)", published.HYBRID, hybrid, "%")
+    yield ScalingPoint("8.3 B on 512 GPUs (abstract)", published.HYBRID_IN_ABSTRACT, hybrid, "%")
     in_flops = rate(large.recipe(batch=8 * REPLICAS), gpus) * gpus
-    yield Row("8.3 B on 512 GPUs, FLOP/s", published.HYBRID_FLOPS / 1e15, in_flops / 1e15, " P")
+    yield ScalingPoint("8.3 B on 512 GPUs, FLOP/s", published.HYBRID_FLOPS / 1e15, in_flops / 1e15, " P")
     for heads, found in published.OF_HEADS.items():
-        yield Row(
+        yield ScalingPoint(
             f"8.3 B on 8 GPUs, {heads} heads (Table 7)", found, efficiency(large.recipe(heads=heads), 8), "%"
         )
     alone = step_time(small.recipe(), 1, V100, UNFUSED).seconds
     for n, found in published.SPEEDUP.items():
         faster = alone / step_time(small.recipe(tp=n), n, V100, UNFUSED).seconds
         if n > 1:
-            yield Row(f"1.2 B on {n} GPUs, times as fast (Table 8)", found, faster, "x", n == 2)
+            yield ScalingPoint(f"1.2 B on {n} GPUs, times as fast (Table 8)", found, faster, "x", n == 2)
 
 
-def other_rows() -> Iterator[Row]:
+def other_rows() -> Iterator[ScalingPoint]:
     """Yield what else was published, on other hardware or with other kernels; nothing is adjusted to it."""
     for shape, gpus, days in published.TRAINED:
         seconds = step_time(shape.recipe(batch=512), gpus, V100, UNFUSED).seconds
-        yield Row(f"V100 x {gpus}, {shape.name}: days of an epoch", days, seconds * published.EPOCH / 86400)
+        yield ScalingPoint(
+            f"V100 x {gpus}, {shape.name}: days of an epoch", days, seconds * published.EPOCH / 86400
+        )
     for name, run in [*published.case_runs(), *(("a100", run) for run in published.a100_runs())]:
         seconds = step_time(run.recipe, run.gpus, GPUS[name], FUSED).seconds
         found = counted_flops(run.recipe) / seconds / run.gpus / 1e12
-        yield Row(f"{name.upper()} x {run.gpus}, {run.name}: TFLOP/s of a GPU", run.tflops, found)
+        yield ScalingPoint(f"{name.upper()} x {run.gpus}, {run.name}: TFLOP/s of a GPU", run.tflops, found)
     for run in published.h100_runs():
         tokens = run.recipe.train.global_batch_size * run.recipe.data.seq_len
         flops = tokens * flops_per_token(run.recipe.model, causal=True)
         found = flops / step_time(run.recipe, run.gpus, GPUS["h100"]).seconds / run.gpus / 1e12
-        yield Row(f"H100 x {run.gpus}, {run.name}: TFLOP/s of a GPU", run.tflops, found)
+        yield ScalingPoint(f"H100 x {run.gpus}, {run.name}: TFLOP/s of a GPU", run.tflops, found)
 
 
 def hardware_rows() -> dict[str, list[tuple[int, StepTime, float]]]:
@@ -156,7 +160,7 @@ def hardware_rows() -> dict[str, list[tuple[int, StepTime, float]]]:
 
 
 def page(
-    rows: list[Row],
+    rows: list[ScalingPoint],
     modern: dict[str, list[tuple[int, StepTime, float]]],
     measured: dict[str, Any] | None = None,
 ) -> str:

@@ -11,9 +11,9 @@ __getattr__, __dir__, __all__ = exports(
         "lambada": "Example read_examples",
         "loop": "evaluate",
         "report": "read_result table",
-        "scoring": "Row Score Scorer",
-        "tasks": "Task heldout_task lambada_task wikitext_task",
+        "scoring": "ScoredText Score Scorer",
+        "tasks": "EvalTask heldout_task lambada_task wikitext_task",
         "wikitext": "count_words detokenize tokenize",
-        "windows": "Window Windows",
+        "windows": "ScoringWindow ScoringWindows",
     },
 )

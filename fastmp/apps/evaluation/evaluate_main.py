@@ -15,8 +15,8 @@ import torch.distributed as dist
 import fastmp
 from fastmp.apps.evaluation.journal import Journal
 from fastmp.apps.evaluation.loop import evaluate
-from fastmp.apps.evaluation.report import Progress, table
-from fastmp.apps.evaluation.tasks import Task, heldout_task, lambada_task, wikitext_task
+from fastmp.apps.evaluation.report import ProgressLine, table
+from fastmp.apps.evaluation.tasks import EvalTask, heldout_task, lambada_task, wikitext_task
 from fastmp.apps.generation.load import load_model, make_groups, model_tokenizer, open_weights
 from fastmp.apps.generation.on_ranks import run_on_ranks
 from fastmp.config import GPTConfig
@@ -69,7 +69,7 @@ def _evaluate(options: Namespace, runtime: Runtime) -> dict[str, Any]:
         sequence_parallel=options.sequence_parallel,
     )
     finished = len(journal.finished) * options.batch_size if journal else 0
-    progress = Progress(task.name, task.unit, len(task.rows), min(finished, len(task.rows)))
+    progress = ProgressLine(task.name, task.unit, len(task.rows), min(finished, len(task.rows)))
     backend = make_backend(None, runtime.device) if options.graphs else None
     try:
         figures = evaluate(
@@ -93,7 +93,7 @@ def _evaluate(options: Namespace, runtime: Runtime) -> dict[str, Any]:
     return result
 
 
-def _task(options: Namespace, reader: CheckpointReader, config: GPTConfig) -> Task:
+def _task(options: Namespace, reader: CheckpointReader, config: GPTConfig) -> EvalTask:
     """The task that the command line asks for, with the model's tokenizer."""
     if options.task == "lambada":
         tokenizer = model_tokenizer(options, reader)

@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 
 from fastmp.apps.evaluation.journal import Journal, Values
-from fastmp.apps.evaluation.scoring import Row, Score, Scorer
-from fastmp.apps.evaluation.tasks import Task
+from fastmp.apps.evaluation.scoring import Score, ScoredText, Scorer
+from fastmp.apps.evaluation.tasks import EvalTask
 from fastmp.cuda_graphs.backends.base import Backend
 from fastmp.distributed.collectives import all_gather, communication_device, group_rank, group_size
 from fastmp.distributed.groups import ParallelGroups
@@ -27,7 +27,7 @@ __all__ = ["evaluate"]
 
 
 def evaluate(
-    task: Task,
+    task: EvalTask,
     model: GPT,
     *,
     groups: ParallelGroups = ParallelGroups.alone(),
@@ -102,7 +102,7 @@ def _from_journal(
     return everyones[0]
 
 
-def _rows(scorer: Scorer, task: Task, numbers: Sequence[int]) -> list[Row]:
+def _rows(scorer: Scorer, task: EvalTask, numbers: Sequence[int]) -> list[ScoredText]:
     rows = [task.rows[number] for number in numbers]
     scorer.check(rows)
     return rows

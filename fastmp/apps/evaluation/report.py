@@ -11,7 +11,7 @@ from typing import Any
 
 from fastmp.config.files import read_file
 
-__all__ = ["Progress", "read_result", "table"]
+__all__ = ["ProgressLine", "read_result", "table"]
 
 COLUMNS = {
     "wikitext": ("perplexity", "perplexity_per_token", "nats", "num_words", "num_tokens"),
@@ -21,7 +21,7 @@ COLUMNS = {
 _LIMIT = 1 << 20  # bytes of a result
 
 
-class Progress:
+class ProgressLine:
     """Prints on stderr how far an evaluation is: in place on a terminal, else a line every ten seconds.
 
     total: rows of the task. done: those that need not be done again.

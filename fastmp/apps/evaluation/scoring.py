@@ -32,12 +32,12 @@ from fastmp.tensor_parallel.context import cut_sequence, join_sequence
 from fastmp.tensor_parallel.linear import parallel_logits
 from fastmp.tensor_parallel.linear_loss import vocab_parallel_linear_log_probs
 
-__all__ = ["Row", "Score", "Scorer"]
+__all__ = ["ScoredText", "Score", "Scorer"]
 
 MICROBATCHES = 4  # of a batch for each stage of a pipeline, where it has as many rows
 
 
-class Row(NamedTuple):
+class ScoredText(NamedTuple):
     """Token ids (S + 1,), of which the last `scored` are targets, each predicted from all before it."""
 
     ids: npt.NDArray[np.int64]
@@ -109,7 +109,7 @@ class Scorer:
                 loss=lambda hidden, batch: (hidden.new_zeros(()), self._score(hidden, batch)),
             )
 
-    def check(self, rows: Sequence[Row]) -> None:
+    def check(self, rows: Sequence[ScoredText]) -> None:
         """Raise ValueError for a row with more tokens than the model has positions, or with ids it lacks."""
         most, vocab_size = self.model.config.max_seq_len, self.model.config.vocab_size
         for ids, _ in rows:
@@ -125,7 +125,7 @@ class Scorer:
                 )
 
     @torch.no_grad()
-    def __call__(self, rows: Sequence[Row]) -> list[Score]:
+    def __call__(self, rows: Sequence[ScoredText]) -> list[Score]:
         """The scores of `rows`, which `check` has nothing against; NaN where logits are not finite."""
         length = self._length(rows)
         values = self._stages(rows, length) if self._pipeline else self._whole(rows, length)
@@ -136,7 +136,7 @@ class Scorer:
             scores.append(Score(math.fsum(log_probs[own]), self.likeliest and all(likeliest[own])))
         return scores
 
-    def expect(self, rows: Sequence[Row]) -> None:
+    def expect(self, rows: Sequence[ScoredText]) -> None:
         """Have room for batches no larger than `rows`, the same on all ranks, where experts share memory."""
         length = self._length(rows) // group_size(self.groups.cp)
         if self.model.sequence_parallel:
@@ -145,10 +145,10 @@ class Scorer:
             if isinstance(layer, MoELayer):
                 layer.reserve(length, self._at_once(rows))
 
-    def _length(self, rows: Sequence[Row]) -> int:
+    def _length(self, rows: Sequence[ScoredText]) -> int:
         return self._padded(max(len(row.ids) - 1 for row in rows))
 
-    def _at_once(self, rows: Sequence[Row]) -> int:
+    def _at_once(self, rows: Sequence[ScoredText]) -> int:
         """The number of rows that go through the model at once."""
         size = group_size(self.groups.pp)
         return len(rows) if size == 1 else -(-len(rows) // (MICROBATCHES * size))
@@ -157,7 +157,7 @@ class Scorer:
         """The length that ranks can divide along the sequence."""
         return -(-length // self.multiple) * self.multiple
 
-    def _batch(self, rows: Sequence[Row], length: int) -> _Batch:
+    def _batch(self, rows: Sequence[ScoredText], length: int) -> _Batch:
         tokens_BS = torch.zeros(len(rows), length, dtype=torch.int64)
         positions, numbers, targets = [], [], []
         for number, (ids, scored) in enumerate(rows):
@@ -169,18 +169,18 @@ class Scorer:
         parts = (tokens_BS, *(torch.cat(each) for each in (positions, numbers, targets)))
         return _Batch(*(part.to(self.device) for part in parts))
 
-    def _whole(self, rows: Sequence[Row], length: int) -> Tensor:
+    def _whole(self, rows: Sequence[ScoredText], length: int) -> Tensor:
         return self._scored(self._batch(rows, length))
 
     def _score_of_batch(self, batch: _Batch) -> Tensor:
         return self._score(self.model.hidden(cut_sequence(batch.tokens_BS, self.groups.cp)), batch)
 
-    def _stages(self, rows: Sequence[Row], length: int) -> Tensor:
+    def _stages(self, rows: Sequence[ScoredText], length: int) -> Tensor:
         """`_score` of all rows on all ranks of the pipeline, the rows in microbatches of one shape."""
         pipeline, size = self._pipeline, group_size(self.groups.pp)
         assert pipeline is not None
         at_once = self._at_once(rows)
-        rows = [*rows, *[Row(np.zeros(2, np.int64), 0)] * (-len(rows) % at_once)]
+        rows = [*rows, *[ScoredText(np.zeros(2, np.int64), 0)] * (-len(rows) % at_once)]
         batches = [self._batch(rows[i : i + at_once], length) for i in range(0, len(rows), at_once)]
         if self._shape != (at_once, length):
             pipeline.forget_shapes()

@@ -17,21 +17,21 @@ import numpy as np
 import numpy.typing as npt
 
 from fastmp.apps.evaluation.lambada import Example, read_examples
-from fastmp.apps.evaluation.scoring import Row, Score
+from fastmp.apps.evaluation.scoring import Score, ScoredText
 from fastmp.apps.evaluation.wikitext import count_words, detokenize
-from fastmp.apps.evaluation.windows import Windows
+from fastmp.apps.evaluation.windows import ScoringWindows
 from fastmp.config.data_files import is_megatron
 from fastmp.config.files import read_file
 from fastmp.training.data.tokenfile import open_split, open_tokenizer, read_index
 from fastmp.training.data.tokenize import TokenIds, Tokenizer
 
-__all__ = ["Task", "heldout_task", "lambada_task", "wikitext_task"]
+__all__ = ["EvalTask", "heldout_task", "lambada_task", "wikitext_task"]
 
 _LIMIT = 1 << 32  # bytes of a text
 
 
 @dataclass(frozen=True)
-class Task:
+class EvalTask:
     """Rows to be scored, and what follows from the scores.
 
     name: of the command. unit: what a row is, in the plural. rows: made when they are asked for.
@@ -43,7 +43,7 @@ class Task:
 
     name: str
     unit: str
-    rows: Sequence[Row]
+    rows: Sequence[ScoredText]
     order: Sequence[int]
     settings: dict[str, Any]
     summarize: Callable[[Sequence[Score]], dict[str, Any]]
@@ -51,28 +51,30 @@ class Task:
 
 
 @dataclass(frozen=True)
-class _WindowRows(Sequence[Row]):
+class _WindowRows(Sequence[ScoredText]):
     """The windows of a text, read when they are asked for; read(a, b) gives its tokens a to b - 1."""
 
-    windows: Windows
+    windows: ScoringWindows
     read: Callable[[int, int], npt.NDArray[Any]]
 
     def __len__(self) -> int:
         return len(self.windows)
 
     @overload
-    def __getitem__(self, number: int) -> Row: ...
+    def __getitem__(self, number: int) -> ScoredText: ...
     @overload
-    def __getitem__(self, number: slice) -> Sequence[Row]: ...
-    def __getitem__(self, number: int | slice) -> Row | Sequence[Row]:
+    def __getitem__(self, number: slice) -> Sequence[ScoredText]: ...
+    def __getitem__(self, number: int | slice) -> ScoredText | Sequence[ScoredText]:
         if isinstance(number, slice):
             return [self[each] for each in range(len(self))[number]]
         window = self.windows[number]
         ids = self.read(window.begin, window.end + 1)
-        return Row(ids.astype(np.int64), window.scored)
+        return ScoredText(ids.astype(np.int64), window.scored)
 
 
-def wikitext_task(path: str | Path, tokenizer: Tokenizer, *, window: int = 1024, stride: int = 32) -> Task:
+def wikitext_task(
+    path: str | Path, tokenizer: Tokenizer, *, window: int = 1024, stride: int = 32
+) -> EvalTask:
     """Perplexity per original word of a file of WikiText, which is detokenized first.
 
     With the sum of -log P over the T tokens of the detokenized text in nats, it is exp(nats / T_o), where T_o
@@ -91,7 +93,7 @@ def wikitext_task(path: str | Path, tokenizer: Tokenizer, *, window: int = 1024,
         raise ValueError(f"{path}: there is no word in it")
     content = detokenize(text).encode()
     ids, lossless = _with_beginning(content, tokenizer)
-    windows = Windows(len(ids) - 1, window, stride)
+    windows = ScoringWindows(len(ids) - 1, window, stride)
 
     def summarize(scores: Sequence[Score]) -> dict[str, Any]:
         nats = _nats(scores)
@@ -109,7 +111,7 @@ def wikitext_task(path: str | Path, tokenizer: Tokenizer, *, window: int = 1024,
 
 def heldout_task(
     path: str | Path, tokenizer: Tokenizer | None, *, window: int = 1024, stride: int | None = None
-) -> Task:
+) -> EvalTask:
     """Loss per token and per byte of the validation split of a token directory, or of any text file.
 
     tokenizer: the model's; None only for a directory, which then is taken to be of the same one.
@@ -132,12 +134,12 @@ def heldout_task(
         ids, lossless = _with_beginning(raw, tokenizer)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
-    windows = Windows(len(ids) - 1, window, stride)
+    windows = ScoringWindows(len(ids) - 1, window, stride)
     summarize = _per_token_and_byte(windows.num_targets, len(raw), lossless)
     return _of_windows("heldout", path, _crc32([ids]), windows, lambda a, b: ids[a:b], summarize)
 
 
-def _of_split(directory: Path, tokenizer: Tokenizer | None, window: int, stride: int) -> Task:
+def _of_split(directory: Path, tokenizer: Tokenizer | None, window: int, stride: int) -> EvalTask:
     index = read_index(directory)
     if "validation" not in index.splits:
         raise ValueError(f"{directory}: no text was held out (validation_fraction 0)")
@@ -149,7 +151,7 @@ def _of_split(directory: Path, tokenizer: Tokenizer | None, window: int, stride:
             f"--tokenizer {directory} says so"
         )
     split = open_split(directory, index, "validation")
-    windows = Windows(split.info.num_tokens - 1, window, stride)
+    windows = ScoringWindows(split.info.num_tokens - 1, window, stride)
     summarize = _per_token_and_byte(windows.num_targets, split.info.num_bytes, split.info.num_changed == 0)
     return _of_windows("heldout", directory, split.info.checksums_crc32, windows, split.read, summarize)
 
@@ -176,7 +178,7 @@ def _per_token_and_byte(
     return summarize
 
 
-def lambada_task(path: str | Path, tokenizer: Tokenizer, *, max_seq_len: int) -> Task:
+def lambada_task(path: str | Path, tokenizer: Tokenizer, *, max_seq_len: int) -> EvalTask:
     """How often the last word of a passage of LAMBADA is the likeliest, and its perplexity.
 
     A word is right if each of its tokens is the likeliest after the right ones before it. It is tokenized
@@ -204,7 +206,7 @@ def lambada_task(path: str | Path, tokenizer: Tokenizer, *, max_seq_len: int) ->
             )
         ids = np.concatenate((beginning, context, word))
         num_truncated += len(ids) > most
-        rows.append(Row(ids[-most:].astype(np.int64), len(word)))
+        rows.append(ScoredText(ids[-most:].astype(np.int64), len(word)))
 
     def summarize(scores: Sequence[Score]) -> dict[str, Any]:
         nats, correct = _nats(scores), sum(score.likeliest for score in scores)
@@ -220,7 +222,7 @@ def lambada_task(path: str | Path, tokenizer: Tokenizer, *, max_seq_len: int) ->
 
     settings = {"data": str(path), "crc32": _crc32([row.ids for row in rows])}
     longest_first = sorted(range(len(rows)), key=lambda number: -len(rows[number].ids))
-    return Task("lambada", "examples", rows, longest_first, settings, summarize, likeliest=True)
+    return EvalTask("lambada", "examples", rows, longest_first, settings, summarize, likeliest=True)
 
 
 def _tokens_of(example: Example, tokenizer: Tokenizer) -> tuple[TokenIds, TokenIds]:
@@ -240,12 +242,12 @@ def _of_windows(
     name: str,
     path: str | Path,
     crc32: int,
-    windows: Windows,
+    windows: ScoringWindows,
     read: Callable[[int, int], npt.NDArray[Any]],
     summarize: Callable[[Sequence[Score]], dict[str, Any]],
-) -> Task:
+) -> EvalTask:
     settings = {"data": str(path), "crc32": crc32, "window": windows.length, "stride": windows.stride}
-    return Task(name, "windows", _WindowRows(windows, read), range(len(windows)), settings, summarize)
+    return EvalTask(name, "windows", _WindowRows(windows, read), range(len(windows)), settings, summarize)
 
 
 def _read(path: str | Path) -> bytes:

@@ -13,11 +13,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import overload
 
-__all__ = ["Window", "Windows"]
+__all__ = ["ScoringWindow", "ScoringWindows"]
 
 
 @dataclass(frozen=True)
-class Window:
+class ScoringWindow:
     """A window that reads tokens `begin` to `end` - 1, whose targets are the tokens one further.
 
     The last `scored` of these targets count.
@@ -29,7 +29,7 @@ class Window:
 
 
 @dataclass(frozen=True)
-class Windows(Sequence[Window]):
+class ScoringWindows(Sequence[ScoringWindow]):
     """The windows over a sequence of `num_targets` + 1 tokens, of at most `length` tokens each.
 
     A stride of `length` cuts the sequence into pieces without overlap. ValueError for a sequence without a
@@ -52,13 +52,13 @@ class Windows(Sequence[Window]):
         return 1 + -(-max(self.num_targets - self.length, 0) // self.stride)
 
     @overload
-    def __getitem__(self, number: int) -> Window: ...
+    def __getitem__(self, number: int) -> ScoringWindow: ...
     @overload
-    def __getitem__(self, number: slice) -> Sequence[Window]: ...
-    def __getitem__(self, number: int | slice) -> Window | Sequence[Window]:
+    def __getitem__(self, number: slice) -> Sequence[ScoringWindow]: ...
+    def __getitem__(self, number: int | slice) -> ScoringWindow | Sequence[ScoringWindow]:
         if isinstance(number, slice):
             return [self[each] for each in range(len(self))[number]]
         begin = range(len(self))[number] * self.stride
         end = min(begin + self.length, self.num_targets)
         seen = begin - self.stride + self.length if begin else 0
-        return Window(begin, end, end - seen)
+        return ScoringWindow(begin, end, end - seen)

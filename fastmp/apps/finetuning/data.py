@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from fastmp.apps.finetuning.recipe import FinetuneConfig
-from fastmp.apps.finetuning.samples import Sample, Window, encode
+from fastmp.apps.finetuning.samples import ContextWindow, Sample, encode
 from fastmp.apps.finetuning.tasks import TASKS
 from fastmp.config import GPTConfig
 from fastmp.training.data.masked import SpecialTokens
@@ -24,7 +24,7 @@ class Split:
     name: str
     examples: list[Any]
     samples: Sequence[Sample]
-    windows: Sequence[Window]
+    windows: Sequence[ContextWindow]
 
 
 @dataclass(frozen=True)

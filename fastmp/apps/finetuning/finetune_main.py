@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from fastmp.apps.finetuning.data import prepare, vocab_size_of
 from fastmp.apps.finetuning.recipe import FinetuneRecipe, run_recipe
-from fastmp.apps.finetuning.results import Result, check_same, write_results
+from fastmp.apps.finetuning.results import FinetuneResult, check_same, write_results
 from fastmp.apps.finetuning.runs import Runs, on_first
 from fastmp.apps.finetuning.tasks import TASKS
 from fastmp.apps.first_rank import let_rank0_report_first
@@ -43,7 +43,9 @@ def run(task: str, recipe: FinetuneRecipe, *, grid: bool) -> int:
     return main_guard(job)
 
 
-def finetune(task: str, recipe: FinetuneRecipe, runtime: Runtime, *, grid: bool = False) -> list[Result]:
+def finetune(
+    task: str, recipe: FinetuneRecipe, runtime: Runtime, *, grid: bool = False
+) -> list[FinetuneResult]:
     """Do the runs of `task` that have not ended yet, and report all of them; all ranks call it.
 
     grid: at every point of Table 6, else at that of the recipe. Returns the runs that have ended: fewer than
@@ -66,7 +68,7 @@ def finetune(task: str, recipe: FinetuneRecipe, runtime: Runtime, *, grid: bool 
     on_first(runtime, lambda: check_same(directory / "finetune.json", _identity(task, recipe, model)))
     runs = Runs(task, recipe, model, reader, prepared, groups, runtime, directory)
     seeds = range(recipe.finetune.seed, recipe.finetune.seed + recipe.finetune.seeds)
-    results: list[Result] = []
+    results: list[FinetuneResult] = []
     with claimed(directory) if runtime.rank == 0 else nullcontext():
         _say(runtime, *prepared.notes)
         for point, seed in ((point, seed) for point in points for seed in seeds):

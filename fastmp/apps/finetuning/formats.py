@@ -19,7 +19,7 @@ from fastmp.config.files import open_regular, read_file
 
 __all__ = [
     "Answer",
-    "Choice",
+    "MultipleChoice",
     "Examples",
     "Pair",
     "Question",
@@ -75,7 +75,7 @@ class Question:
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class MultipleChoice:
     """A question about an article, four options, and the number of the right one."""
 
     group: str
@@ -85,7 +85,7 @@ class Choice:
     label: int
 
 
-Example = TypeVar("Example", Pair, Question, Choice)
+Example = TypeVar("Example", Pair, Question, MultipleChoice)
 
 
 @dataclass(frozen=True)
@@ -235,7 +235,7 @@ def _question(entry: dict[str, Any], context: str, at: str, impossible: bool) ->
     return Question(_text(entry, "id", at), _text(entry, "question", at), context, tuple(answers))
 
 
-def read_race(path: str | Path) -> Examples[Choice]:
+def read_race(path: str | Path) -> Examples[MultipleChoice]:
     """The questions of a split of RACE: of the files *.txt in its directories middle and high.
 
     A file holds one JSON object: an article, questions, four options for each, and the letters of answers.
@@ -251,7 +251,7 @@ def read_race(path: str | Path) -> Examples[Choice]:
     return found.done()
 
 
-def _choices(file: Path, group: str) -> Iterator[Choice]:
+def _choices(file: Path, group: str) -> Iterator[MultipleChoice]:
     content = _json(file, LINE_LIMIT)
     article = _text(content, "article", str(file))
     questions, options, answers = (content.get(key) for key in ("questions", "options", "answers"))
@@ -266,7 +266,9 @@ def _choices(file: Path, group: str) -> Iterator[Choice]:
             raise ValueError(f"{at}: needs {len(OPTIONS)} options, which are texts, got {_shown(four)}")
         if not isinstance(letter, str) or len(letter) != 1 or letter not in OPTIONS:
             raise ValueError(f"{at}: the answer must be one of {', '.join(OPTIONS)}, got {_shown(letter)}")
-        yield Choice(group, article, question, (four[0], four[1], four[2], four[3]), OPTIONS.index(letter))
+        yield MultipleChoice(
+            group, article, question, (four[0], four[1], four[2], four[3]), OPTIONS.index(letter)
+        )
 
 
 def _by_number(file: Path) -> tuple[int, str]:

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from fastmp.apps.finetuning.formats import Choice, Question
+from fastmp.apps.finetuning.formats import MultipleChoice, Question
 from fastmp.apps.finetuning.metrics import accuracy, binary_f1, squad1_scores, squad2_scores
-from fastmp.apps.finetuning.samples import Window
+from fastmp.apps.finetuning.samples import ContextWindow
 from fastmp.apps.finetuning.windows import best_span, place_of
 
 __all__ = ["answers_of", "evaluate_classes", "evaluate_questions"]
@@ -21,14 +21,14 @@ Scores = npt.NDArray[np.floating]
 def evaluate_classes(examples: Sequence[Any], scores: Scores) -> tuple[dict[str, float], list[int]]:
     """The metrics and predictions of examples with labels, from the scores (examples, classes or options).
 
-    "accuracy"; with two classes also "f1"; of `Choice`s also that of each group.
+    "accuracy"; with two classes also "f1"; of `MultipleChoice`s also that of each group.
     """
     predictions: list[int] = scores.argmax(1).tolist()
     labels = [example.label for example in examples]
     metrics = {"accuracy": accuracy(predictions, labels)}
     if scores.shape[1] == 2:
         metrics["f1"] = binary_f1(predictions, labels)
-    for group in dict.fromkeys(each.group for each in examples if isinstance(each, Choice)):
+    for group in dict.fromkeys(each.group for each in examples if isinstance(each, MultipleChoice)):
         inside = [i for i, each in enumerate(examples) if each.group == group]
         metrics[f"{group}_accuracy"] = accuracy([predictions[i] for i in inside], [labels[i] for i in inside])
     return metrics, predictions
@@ -36,7 +36,7 @@ def evaluate_classes(examples: Sequence[Any], scores: Scores) -> tuple[dict[str,
 
 def evaluate_questions(
     examples: Sequence[Question],
-    windows: Sequence[Window],
+    windows: Sequence[ContextWindow],
     scores: Scores,
     *,
     max_length: int,
@@ -56,7 +56,7 @@ def evaluate_questions(
 
 
 def answers_of(
-    examples: Sequence[Question], windows: Sequence[Window], scores: Scores, *, max_length: int
+    examples: Sequence[Question], windows: Sequence[ContextWindow], scores: Scores, *, max_length: int
 ) -> tuple[dict[str, str], dict[str, float]]:
     """For each question the best answer in its context, and by how much no answer is the better one.
 

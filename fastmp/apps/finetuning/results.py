@@ -20,13 +20,13 @@ from typing import Any
 from fastmp.apps.finetuning.selection import Point, Scored, choose, median_run
 from fastmp.config.files import read_file, write_whole
 
-__all__ = ["Result", "check_same", "read_result", "write_json", "write_results"]
+__all__ = ["FinetuneResult", "check_same", "read_result", "write_json", "write_results"]
 
 LIMIT = 1 << 20  # bytes of a file that says what was done
 
 
 @dataclass(frozen=True)
-class Result:
+class FinetuneResult:
     """A run that has ended: the point, the seed, and its metrics; None where it diverged."""
 
     point: Point
@@ -64,7 +64,7 @@ def _differing(one: Any, other: Any, name: str) -> list[str]:
     ]
 
 
-def read_result(path: Path, point: Point, seed: int, metric: str) -> Result | None:
+def read_result(path: Path, point: Point, seed: int, metric: str) -> FinetuneResult | None:
     """The result of the run at `path`; None where it has not ended. ValueError where it is of another run."""
     if not path.exists():
         return None
@@ -74,11 +74,11 @@ def read_result(path: Path, point: Point, seed: int, metric: str) -> Result | No
         raise ValueError(f"{path}: is not the result of {point} with seed {seed}")
     if metrics is not None and not (isinstance(metrics, dict) and isinstance(metrics.get(metric), float)):
         raise ValueError(f"{path}: has no metric {metric}")
-    return Result(point, seed, metrics)
+    return FinetuneResult(point, seed, metrics)
 
 
 def write_results(
-    directory: Path, task: str, metric: str, grid: Sequence[Point], results: Sequence[Result]
+    directory: Path, task: str, metric: str, grid: Sequence[Point], results: Sequence[FinetuneResult]
 ) -> str:
     """Write results.json and results.md of the runs that have ended; returns the table.
 

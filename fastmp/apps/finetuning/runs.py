@@ -19,7 +19,7 @@ from fastmp.apps.finetuning.data import Prepared, Split
 from fastmp.apps.finetuning.losses import model_and_loss, score_samples
 from fastmp.apps.finetuning.predictions import evaluate_classes, evaluate_questions
 from fastmp.apps.finetuning.recipe import FinetuneRecipe, run_recipe
-from fastmp.apps.finetuning.results import Result, read_result, write_json
+from fastmp.apps.finetuning.results import FinetuneResult, read_result, write_json
 from fastmp.apps.finetuning.samples import TaskData
 from fastmp.apps.finetuning.selection import Point
 from fastmp.apps.finetuning.tasks import TASKS
@@ -60,7 +60,7 @@ class Runs:
     runtime: Runtime
     directory: Path
 
-    def result(self, point: Point, seed: int) -> Result | None:
+    def result(self, point: Point, seed: int) -> FinetuneResult | None:
         """The result of a run, done now if it is not there yet; None where a signal has stopped it."""
         data = self._data(point, seed)
         recipe = run_recipe(self.recipe, self.model, point, seed, data.steps)
@@ -81,7 +81,7 @@ class Runs:
             write_json(path, {"point": asdict(point), "seed": seed, "metrics": metrics})
         del run
         gc.collect()  # modules and their hooks refer to each other; the next run needs the memory
-        return Result(point, seed, metrics)
+        return FinetuneResult(point, seed, metrics)
 
     def _data(self, point: Point, seed: int) -> TaskData:
         given = self.recipe.finetune

@@ -20,13 +20,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from fastmp.apps.finetuning.formats import Choice, Pair, Question
+from fastmp.apps.finetuning.formats import MultipleChoice, Pair, Question
 from fastmp.apps.finetuning.windows import Places, most_context, span_of, window_ranges
 from fastmp.training.data.masked import SpecialTokens
 from fastmp.training.data.sampling import epoch_key, permute
 from fastmp.training.data.tokenize import Tokenizer
 
-__all__ = ["IGNORE_LABEL", "Row", "Sample", "TaskData", "Window", "encode"]
+__all__ = ["IGNORE_LABEL", "TokenPair", "Sample", "TaskData", "ContextWindow", "encode"]
 
 IGNORE_LABEL = -100  # of samples that only fill a batch
 OPTION_LENGTH = 128  # tokens, as Megatron-LM has it
@@ -38,7 +38,7 @@ _GAP = re.compile("_+")
 Ids = npt.NDArray[np.int32]
 
 
-class Row(NamedTuple):
+class TokenPair(NamedTuple):
     """The ids of two texts that go into a row."""
 
     first: Ids
@@ -48,11 +48,11 @@ class Row(NamedTuple):
 class Sample(NamedTuple):
     """One row, or one for each option, with the label: a class, an option, or the first and last token."""
 
-    rows: tuple[Row, ...]
+    rows: tuple[TokenPair, ...]
     labels: tuple[int, ...]
 
 
-class Window(NamedTuple):
+class ContextWindow(NamedTuple):
     """Which tokens of whose context a sample has: to read an answer out of its scores.
 
     question: the number of the example. tokens: of its context. begins: for each, whether an answer may begin
@@ -72,7 +72,7 @@ class Encoded:
     """Samples, and for questions the window of each; `left_out` questions have no answer to train on."""
 
     samples: list[Sample]
-    windows: list[Window]
+    windows: list[ContextWindow]
     left_out: int = 0
 
 
@@ -95,7 +95,7 @@ def encode(
         raise ValueError(f"fastmp finetune: seq_len {seq_len} has no room for 3 special tokens and two texts")
     if isinstance(examples[0], Pair):
         return Encoded(list(_pairs(examples, tokenizer, room)), [])
-    if isinstance(examples[0], Choice):
+    if isinstance(examples[0], MultipleChoice):
         return Encoded(list(_choices(examples, tokenizer, room)), [])
     return _questions(examples, tokenizer, room, stride, training)
 
@@ -105,10 +105,10 @@ def _pairs(examples: Sequence[Pair], tokenizer: Tokenizer, room: int) -> Iterato
     seconds = _ids(tokenizer, (pair.second for pair in examples))
     for pair, first, second in zip(examples, firsts, seconds, strict=True):
         kept = max(min(len(first), room - len(second)), min(len(first), -(-room // 2)))
-        yield Sample((Row(first[:kept], second[: room - kept]),), (pair.label,))
+        yield Sample((TokenPair(first[:kept], second[: room - kept]),), (pair.label,))
 
 
-def _choices(examples: Sequence[Choice], tokenizer: Tokenizer, room: int) -> Iterator[Sample]:
+def _choices(examples: Sequence[MultipleChoice], tokenizer: Tokenizer, room: int) -> Iterator[Sample]:
     """Questions about one article, which follow each other, share its ids."""
     options = _ids(tokenizer, (_asked(each.question, option) for each in examples for option in each.options))
     article, ids = None, np.empty(0, np.int32)
@@ -119,7 +119,7 @@ def _choices(examples: Sequence[Choice], tokenizer: Tokenizer, room: int) -> Ite
         rows = []
         for _ in choice.options:
             asked = next(options)[: min(OPTION_LENGTH, room)]
-            rows.append(Row(asked, ids[: room - len(asked)]))
+            rows.append(TokenPair(asked, ids[: room - len(asked)]))
         yield Sample(tuple(rows), (choice.label,))
 
 
@@ -131,7 +131,7 @@ def _questions(
     examples: Sequence[Question], tokenizer: Tokenizer, room: int, stride: int, training: bool
 ) -> Encoded:
     samples: list[Sample] = []
-    windows: list[Window] = []
+    windows: list[ContextWindow] = []
     left_out = 0
     asked = _ids(tokenizer, (each.question for each in examples))
     context, ids = None, np.empty(0, np.int32)
@@ -156,8 +156,8 @@ def _questions(
             if span is not None and span[0] in tokens and span[1] in tokens:
                 labels = span[0] - tokens.start + ahead, span[1] - tokens.start + ahead
             begins = owners[tokens.start : tokens.stop] == window
-            samples.append(Sample((Row(question, ids[tokens.start : tokens.stop]),), labels))
-            windows.append(Window(number, tokens, begins, ahead, places))
+            samples.append(Sample((TokenPair(question, ids[tokens.start : tokens.stop]),), labels))
+            windows.append(ContextWindow(number, tokens, begins, ahead, places))
     return Encoded(samples, windows, left_out)
 
 
@@ -245,7 +245,7 @@ class TaskData:
         import torch  # here, so that reading files does not wait for it
 
         template = self.train[0]
-        empty = Row(np.empty(0, np.int32), np.empty(0, np.int32))
+        empty = TokenPair(np.empty(0, np.int32), np.empty(0, np.int32))
         filler = Sample((empty,) * len(template.rows), (IGNORE_LABEL,) * len(template.labels))
         filled = [filler if sample is None else sample for sample in samples]
         rows = [row for sample in filled for row in sample.rows]

@@ -15,13 +15,13 @@ from fastmp.apps.finetuning import formats
 from fastmp.apps.finetuning.formats import Examples
 from fastmp.apps.finetuning.selection import Point
 
-__all__ = ["HEADS", "TASKS", "Task"]
+__all__ = ["HEADS", "TASKS", "FinetuneTask"]
 
 HEADS = ("classes", "span", "choices")
 
 
 @dataclass(frozen=True)
-class Task:
+class FinetuneTask:
     """A task as its published files have it.
 
     read: the examples of a file, or of a directory. train, dev: where they are below the directory of the
@@ -52,7 +52,7 @@ def _rows(*rows: tuple[int, float]) -> dict[str, Point]:
 
 
 TASKS = {
-    "mnli": Task(
+    "mnli": FinetuneTask(
         read=formats.read_mnli,
         train="train.tsv",
         dev="dev_matched.tsv",
@@ -63,7 +63,7 @@ TASKS = {
         epochs=10,
         points=_rows((128, 1e-5), (128, 1e-5), (128, 1e-5)),
     ),
-    "qqp": Task(
+    "qqp": FinetuneTask(
         read=formats.read_qqp,
         train="train.tsv",
         dev="dev.tsv",
@@ -73,7 +73,7 @@ TASKS = {
         epochs=12,
         points=_rows((128, 5e-5), (128, 3e-5), (256, 4e-5)),
     ),
-    "squad1": Task(
+    "squad1": FinetuneTask(
         read=formats.read_squad1,
         train="train-v1.1.json",
         dev="dev-v1.1.json",
@@ -82,7 +82,7 @@ TASKS = {
         epochs=2,
         points=_rows((64, 3e-5), (48, 3e-5), (48, 1e-5)),
     ),
-    "squad2": Task(
+    "squad2": FinetuneTask(
         read=formats.read_squad2,
         train="train-v2.0.json",
         dev="dev-v2.0.json",
@@ -91,7 +91,7 @@ TASKS = {
         epochs=2,
         points=_rows((48, 3e-5), (64, 3e-5), (48, 1e-5)),
     ),
-    "race": Task(
+    "race": FinetuneTask(
         read=formats.read_race,
         train="train",
         dev="dev",

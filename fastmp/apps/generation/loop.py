@@ -120,9 +120,9 @@ def generate(
     size = -(-len(prompts) // group_size(groups.dp))
     own = range(group_rank(groups.dp) * size, (group_rank(groups.dp) + 1) * size)
     rows = [
-        Row(prompts[i], max_new_tokens, tokenizer, tuple(stop), frozenset(ends or ()))
+        Completion(prompts[i], max_new_tokens, tokenizer, tuple(stop), frozenset(ends or ()))
         if i < len(prompts)
-        else Row(prompts[0][:1], 0)  # so that all ranks have equally many
+        else Completion(prompts[0][:1], 0)  # so that all ranks have equally many
         for i in own
     ]
     for layer in model.modules():
@@ -175,7 +175,7 @@ def _points(rows: range, number: int, seed: int) -> Tensor:
 
 
 @dataclass
-class Row:
+class Completion:
     """A row of the batch, which takes tokens until it has ended; `taken` counts those until then."""
 
     prompt: Sequence[int]
@@ -240,7 +240,7 @@ class Row:
 
 def _run(
     decoder: Decoder,
-    rows: Sequence[Row],
+    rows: Sequence[Completion],
     longest: int,
     points_BN: Tensor,
     dp: dist.ProcessGroup | None,

@@ -15,7 +15,7 @@ from fastmp.config import GPTConfig
 from fastmp.hf.patches import ModulePatch
 from fastmp.hf.tp_modules import TPModule
 
-__all__ = ["Acceleration", "Conversion", "Family", "Field", "TPTable", "Window", "optional_int"]
+__all__ = ["Acceleration", "Conversion", "Family", "Field", "TPTable", "SlidingWindow", "optional_int"]
 
 # {name of a child, "" for the module itself: its class under tensor parallelism, None if replicated}
 TPTable = Mapping[str, type[TPModule] | None]
@@ -35,7 +35,7 @@ class Field(NamedTuple):
     values: Mapping[str, Any] | None = None
 
 
-class Window(NamedTuple):
+class SlidingWindow(NamedTuple):
     """Sliding-window attention of a family.
 
     Args:
@@ -91,7 +91,7 @@ class Conversion:
     transposed_linears: bool = False
     rope_base: float = 1e4
     aux_loss: float | None = 0.001
-    window: Window | None = None
+    window: SlidingWindow | None = None
     read: Callable[[Mapping[str, Any], dict[str, Any]], None] = lambda content, model: None
     write: Callable[[GPTConfig], dict[str, Any]] = lambda config: {}
 

@@ -8,7 +8,7 @@ from typing import Any
 from fastmp.config import GPTConfig
 from fastmp.hf.families.base import Acceleration, Conversion, Family, Field
 from fastmp.hf.heads import MaskedLM
-from fastmp.hf.patches import GELUS, LayerNorm
+from fastmp.hf.patches import GELUS, LayerNormPatch
 from fastmp.hf.tp_modules import ColumnParallel, ColumnParallelWithCopy, Heads, RowParallel
 
 _MASKED_ALONE = ["BertForMaskedLM"]  # without the head for the order of sentences
@@ -89,7 +89,7 @@ FAMILY = Family(
         write=_write,
     ),
     Acceleration(
-        {"LayerNorm": LayerNorm, **GELUS, "BertForMaskedLM": MaskedLM},
+        {"LayerNorm": LayerNormPatch, **GELUS, "BertForMaskedLM": MaskedLM},
         tp_plan={
             "BertSelfAttention": {
                 "": Heads,

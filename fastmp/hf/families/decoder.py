@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fastmp.hf.families.base import Acceleration, Field, TPTable
 from fastmp.hf.heads import CausalLM, MoeCausalLM
-from fastmp.hf.patches import Attention, GatedMLP, ModulePatch, RMSNorm
+from fastmp.hf.patches import Attention, GatedMLP, ModulePatch, RMSNormPatch
 from fastmp.hf.tp_modules import (
     ColumnParallel,
     CopyToTPRegion,
@@ -91,14 +91,22 @@ def dense(prefix: str, head: type[ModulePatch] = CausalLM, **others: type[Module
         head: the patch of `<prefix>ForCausalLM`.
         others: patches of further classes, without the prefix, or other patches of Llama's.
     """
-    patches = {"RMSNorm": RMSNorm, "Attention": Attention, "MLP": GatedMLP, "ForCausalLM": head, **others}
+    patches = {
+        "RMSNorm": RMSNormPatch,
+        "Attention": Attention,
+        "MLP": GatedMLP,
+        "ForCausalLM": head,
+        **others,
+    }
     return Acceleration(
         {f"{prefix}{name}": patch for name, patch in patches.items()},
         tp_plan={f"{prefix}Attention": ATTENTION_PLAN, f"{prefix}MLP": MLP_PLAN},
     )
 
 
-def mixture(prefix: str, *, dense_layers: bool = False, norm: type[ModulePatch] = RMSNorm) -> Acceleration:
+def mixture(
+    prefix: str, *, dense_layers: bool = False, norm: type[ModulePatch] = RMSNormPatch
+) -> Acceleration:
     """Return the replacements of a decoder with experts.
 
     Args:

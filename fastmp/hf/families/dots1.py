@@ -7,7 +7,7 @@ from typing import Any
 
 from fastmp.config import GPTConfig
 from fastmp.hf.families import decoder
-from fastmp.hf.families.base import Conversion, Family, Field, Window, optional_int
+from fastmp.hf.families.base import Conversion, Family, Field, SlidingWindow, optional_int
 
 _SHARED = "mlp.shared_experts"
 
@@ -53,7 +53,7 @@ FAMILY = Family(
         moe={"score": "sigmoid", "expert_bias": True},
         supported=decoder.NO_BIAS,
         aux_loss=None,
-        window=Window(4096, first_layer=62),
+        window=SlidingWindow(4096, first_layer=62),
         read=_read,
         write=_write,
     ),

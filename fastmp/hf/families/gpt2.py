@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fastmp.hf.families.base import Acceleration, Conversion, Family, Field
 from fastmp.hf.heads import CausalLMWithCrossAttention
-from fastmp.hf.patches import GELUS, LayerNorm
+from fastmp.hf.patches import GELUS, LayerNormPatch
 from fastmp.hf.tp_modules import ColumnParallelWithCopy, FusedColumnParallel, Heads, RowParallel
 
 _MODULES = {  # of a layer
@@ -57,7 +57,7 @@ FAMILY = Family(
         transposed_linears=True,
     ),
     Acceleration(
-        {"LayerNorm": LayerNorm, **GELUS, "GPT2LMHeadModel": CausalLMWithCrossAttention},
+        {"LayerNorm": LayerNormPatch, **GELUS, "GPT2LMHeadModel": CausalLMWithCrossAttention},
         tp_plan={
             "GPT2Attention": {"": Heads, "c_attn": FusedColumnParallel, "c_proj": RowParallel},
             "GPT2MLP": {"c_fc": ColumnParallelWithCopy, "c_proj": RowParallel},

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fastmp.hf.families import decoder
-from fastmp.hf.families.base import Conversion, Family, Field, Window
+from fastmp.hf.families.base import Conversion, Family, Field, SlidingWindow
 
 FAMILY = Family(
     "mistral",
@@ -14,7 +14,7 @@ FAMILY = Family(
         layer_weights=decoder.LAYER_WEIGHTS,
         fields=decoder.FIELDS | decoder.HEAD_DIM | {"num_key_value_heads": Field("num_kv_heads", 8)},
         model=decoder.MODEL,
-        window=Window(4096),
+        window=SlidingWindow(4096),
     ),
     decoder.dense("Mistral"),
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fastmp.hf.families import decoder
-from fastmp.hf.families.base import Conversion, Family, Field, Window
+from fastmp.hf.families.base import Conversion, Family, Field, SlidingWindow
 
 _EXPERTS = "block_sparse_moe.experts.{e}"
 
@@ -32,7 +32,7 @@ FAMILY = Family(
         moe={"normalize_topk": True},
         supported={"router_jitter_noise": (0.0, 0)},
         rope_base=1e6,
-        window=Window(None),
+        window=SlidingWindow(None),
     ),
     decoder.mixture("Mixtral"),
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fastmp.hf.families import decoder
-from fastmp.hf.families.base import Conversion, Family, Window
+from fastmp.hf.families.base import Conversion, Family, SlidingWindow
 
 _BIAS = {"attention.qkv.bias": "self_attn.q_proj.bias self_attn.k_proj.bias self_attn.v_proj.bias"}
 
@@ -16,7 +16,7 @@ FAMILY = Family(
         layer_weights=decoder.LAYER_WEIGHTS | _BIAS,
         fields=decoder.FIELDS,
         model=decoder.MODEL | {"qkv_bias": True},
-        window=Window(4096, first_layer=28, opt_in=True, per_layer=True),
+        window=SlidingWindow(4096, first_layer=28, opt_in=True, per_layer=True),
     ),
     decoder.dense("Qwen2"),
 )

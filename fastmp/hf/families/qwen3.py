@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fastmp.hf.families import decoder
-from fastmp.hf.families.base import Conversion, Family, Field, Window
+from fastmp.hf.families.base import Conversion, Family, Field, SlidingWindow
 
 FAMILY = Family(
     "qwen3",
@@ -15,7 +15,7 @@ FAMILY = Family(
         fields=decoder.FIELDS | {"head_dim": Field("head_size", 128)},
         model=decoder.MODEL | {"qk_norm": True},
         supported=decoder.NO_BIAS,
-        window=Window(4096, first_layer=28, opt_in=True, per_layer=True),
+        window=SlidingWindow(4096, first_layer=28, opt_in=True, per_layer=True),
     ),
     decoder.dense("Qwen3"),
 )

@@ -6,7 +6,7 @@ from typing import Any
 
 from fastmp.config import GPTConfig
 from fastmp.hf.families import decoder
-from fastmp.hf.families.base import Conversion, Family, Field, Window
+from fastmp.hf.families.base import Conversion, Family, Field, SlidingWindow
 
 
 def _write(config: GPTConfig) -> dict[str, Any]:
@@ -30,7 +30,7 @@ FAMILY = Family(
         model=decoder.MODEL | {"qk_norm": True},
         moe={},
         supported=decoder.NO_BIAS,
-        window=Window(4096, opt_in=True),
+        window=SlidingWindow(4096, opt_in=True),
         write=_write,
     ),
     decoder.mixture("Qwen3Moe", dense_layers=True),

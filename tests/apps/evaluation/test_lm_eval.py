@@ -84,14 +84,14 @@ def test_rolling_log_likelihood(folder, theirs):
 def test_overlapping_windows(folder, theirs):
     """The windows of `wikitext`, each as a continuation of the tokens that it does not score."""
     from fastmp.apps.evaluation.wikitext import detokenize
-    from fastmp.apps.evaluation.windows import Windows
+    from fastmp.apps.evaluation.windows import ScoringWindows
 
     words = "".join(f" The {i} @-@ th dog 's end , and {i} @,@ 000 mats . \n" for i in range(9))
     (folder / "wiki.tokens").write_text(words)
     tokenizer = load_tokenizer(folder / "tokenizer")
     ids = [tokenizer.end_of_text, *tokenizer.encode(detokenize(words)).tolist()]
     requests = []
-    for window in Windows(len(ids) - 1, LENGTH, 5):
+    for window in ScoringWindows(len(ids) - 1, LENGTH, 5):
         middle = window.end + 1 - window.scored
         requests.append((None, ids[window.begin : middle], ids[middle : window.end + 1]))
     expected = sum(log_prob for log_prob, _ in theirs._loglikelihood_tokens(requests))

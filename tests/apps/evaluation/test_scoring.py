@@ -14,9 +14,9 @@ from marks import full
 
 from fastmp.apps.evaluation.journal import Journal
 from fastmp.apps.evaluation.loop import evaluate
-from fastmp.apps.evaluation.scoring import Row, Scorer
-from fastmp.apps.evaluation.tasks import Task, _WindowRows
-from fastmp.apps.evaluation.windows import Windows
+from fastmp.apps.evaluation.scoring import ScoredText, Scorer
+from fastmp.apps.evaluation.tasks import EvalTask, _WindowRows
+from fastmp.apps.evaluation.windows import ScoringWindows
 from fastmp.cuda_graphs.backends.recording import RecordingBackend
 from fastmp.distributed.collectives import group_rank
 from fastmp.distributed.grid import RankGrid
@@ -36,10 +36,11 @@ CONFIGS = {
     ),
 }
 IDS = np.random.default_rng(3).integers(SMALL.vocab_size, size=74)
-WINDOWS = Windows(len(IDS) - 1, 16, 5)  # the last one is shorter, and scores 2
+WINDOWS = ScoringWindows(len(IDS) - 1, 16, 5)  # the last one is shorter, and scores 2
 ROWS = _WindowRows(WINDOWS, lambda begin, end: IDS[begin:end])
 UNEVEN = [
-    Row(IDS[i : i + n], scored) for i, (n, scored) in enumerate([(2, 1), (17, 3), (9, 8), (5, 2), (17, 16)])
+    ScoredText(IDS[i : i + n], scored)
+    for i, (n, scored) in enumerate([(2, 1), (17, 3), (9, 8), (5, 2), (17, 16)])
 ]
 
 
@@ -58,7 +59,7 @@ def summarized(scores):
 
 
 def task_of(rows=ROWS, order=None):
-    return Task("windows", "windows", rows, order or range(len(rows)), {}, summarized, likeliest=True)
+    return EvalTask("windows", "windows", rows, order or range(len(rows)), {}, summarized, likeliest=True)
 
 
 @pytest.mark.full
@@ -80,7 +81,7 @@ def test_a_target_that_is_the_likeliest_is_found():
         with torch.no_grad():
             ids.append(int(model(torch.tensor([ids]))[-1, 0, : model.config.vocab_size].argmax()))
     wrong = [*ids[:-1], (ids[-1] + 1) % model.config.vocab_size]
-    rows = [Row(np.array(each), scored) for each in (ids, wrong) for scored in (1, 3)]
+    rows = [ScoredText(np.array(each), scored) for each in (ids, wrong) for scored in (1, 3)]
     scores = Scorer(model, ParallelGroups.alone(), likeliest=True)(rows)
     assert [score.likeliest for score in scores] == [True, True, False, False]
 
@@ -308,18 +309,18 @@ def test_batches_that_do_not_fit_and_scores_that_are_not_finite(tmp_path):
 def wrong_on_one(rank, world):
     groups = ParallelGroups.create(RankGrid(world_size=world))
     model = make_gpt(CONFIGS["learned"], groups).eval()
-    rows = [*ROWS[:3], Row(np.array([1, SMALL.vocab_size]), 1)]
+    rows = [*ROWS[:3], ScoredText(np.array([1, SMALL.vocab_size]), 1)]
     with pytest.raises(ValueError, match="token id 131 is outside the model's vocabulary of 131"):
         evaluate(task_of(rows), model, groups=groups, batch_size=2)
     if world > 1:
         groups = ParallelGroups.create(RankGrid(world_size=world, cp=world))
         model = make_gpt(replace(CONFIGS["learned"], max_seq_len=18), groups).eval()
         with pytest.raises(ValueError, match="a window of 18 tokens, 20 as the layout divides it, is longer"):
-            evaluate(task_of([Row(IDS[:19], 1)]), model, groups=groups)
+            evaluate(task_of([ScoredText(IDS[:19], 1)]), model, groups=groups)
 
 
 @pytest.mark.parametrize("ranks", [1, *full([2])])
 def test_rows_that_a_model_cannot_take(ranks):
     run_ranks(wrong_on_one, ranks) if ranks > 1 else wrong_on_one(0, 1)
     with pytest.raises(ValueError, match="a window of 29 tokens is longer than the model's 20 positions"):
-        evaluate(task_of([Row(IDS[:30], 1)]), make_gpt(CONFIGS["learned"]).eval())
+        evaluate(task_of([ScoredText(IDS[:30], 1)]), make_gpt(CONFIGS["learned"]).eval())

@@ -6,13 +6,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fastmp.apps.evaluation.windows import Window, Windows
+from fastmp.apps.evaluation.windows import ScoringWindow, ScoringWindows
 
 
 @st.composite
 def windows(draw):
     length = draw(st.integers(1, 40))
-    return Windows(draw(st.integers(1, 300)), length, draw(st.integers(1, length)))
+    return ScoringWindows(draw(st.integers(1, 300)), length, draw(st.integers(1, length)))
 
 
 @given(windows())
@@ -25,7 +25,7 @@ def test_every_target_is_scored_once_in_order(windows):
 @given(windows())
 def test_each_window_begins_a_stride_later_and_scores_its_last_targets(windows):
     first, *others = windows
-    assert first == Window(0, min(windows.length, windows.num_targets), first.end)
+    assert first == ScoringWindow(0, min(windows.length, windows.num_targets), first.end)
     for number, window in enumerate(others, 1):
         assert window.begin == number * windows.stride
         assert window.end - window.begin <= windows.length and 1 <= window.scored <= windows.stride
@@ -35,10 +35,10 @@ def test_each_window_begins_a_stride_later_and_scores_its_last_targets(windows):
 
 def test_the_papers_windows():
     """1024 tokens, 32 of them new: of 270,329 targets the first window scores 1024, the last one 25."""
-    windows = Windows(270_329, 1024, 32)
+    windows = ScoringWindows(270_329, 1024, 32)
     assert len(windows) == 1 + 8416
-    assert windows[:2] == [Window(0, 1024, 1024), Window(32, 1056, 32)]
-    assert windows[-1] == Window(269_312, 270_329, 25)
+    assert windows[:2] == [ScoringWindow(0, 1024, 1024), ScoringWindow(32, 1056, 32)]
+    assert windows[-1] == ScoringWindow(269_312, 270_329, 25)
 
 
 @pytest.mark.parametrize(
@@ -47,4 +47,4 @@ def test_the_papers_windows():
 )
 def test_mistakes(arguments, named):
     with pytest.raises(ValueError, match=named):
-        Windows(*arguments)
+        ScoringWindows(*arguments)

@@ -9,7 +9,7 @@ from finetune_files import MNLI_COLUMNS, QQP_COLUMNS, mnli, qqp, race, squad, wr
 
 from fastmp.apps.finetuning.formats import (
     Answer,
-    Choice,
+    MultipleChoice,
     Pair,
     read_mnli,
     read_qqp,
@@ -181,7 +181,7 @@ def test_the_files_of_race_are_read_in_the_order_of_their_numbers(tmp_path):
         path.parent.mkdir(exist_ok=True)
         path.write_text(json.dumps({**RACE, "article": str(number)}))
     assert [choice.article for choice in read_race(tmp_path).examples] == ["2", "9", "10"]
-    assert read_race(tmp_path).examples[0] == Choice("middle", "2", "q", ("1", "2", "3", "4"), 2)
+    assert read_race(tmp_path).examples[0] == MultipleChoice("middle", "2", "q", ("1", "2", "3", "4"), 2)
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,8 @@ from finetune_tokenizer import word_tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fastmp.apps.finetuning.formats import Answer, Choice, Pair, Question
-from fastmp.apps.finetuning.samples import IGNORE_LABEL, Row, Sample, TaskData, encode
+from fastmp.apps.finetuning.formats import Answer, MultipleChoice, Pair, Question
+from fastmp.apps.finetuning.samples import IGNORE_LABEL, Sample, TaskData, TokenPair, encode
 from fastmp.apps.finetuning.windows import place_of
 from fastmp.training.data.masked import SpecialTokens
 from fastmp.training.data.tokenize import ByteTokenizer
@@ -38,8 +38,8 @@ def test_pairs_lose_the_ends_of_the_longer_text_first(first, second, room):
 
 def test_an_option_goes_into_the_gap_or_behind_the_question():
     choices = [
-        Choice("high", "An article.", "It is __ here.", ("1", "2", r"\1", "_"), 2),
-        Choice("high", "An article.", "Which?", ("1", "2", "3", "4"), 0),
+        MultipleChoice("high", "An article.", "It is __ here.", ("1", "2", r"\1", "_"), 2),
+        MultipleChoice("high", "An article.", "Which?", ("1", "2", "3", "4"), 0),
     ]
     gap, behind = encoded(choices, 64).samples
     assert [text(row.first) for row in gap.rows][1:] == ["It is 2 here.", r"It is \1 here.", "It is _ here."]
@@ -48,9 +48,9 @@ def test_an_option_goes_into_the_gap_or_behind_the_question():
 
 
 def test_options_are_cut_before_the_article_is_left_out():
-    (sample,) = encoded([Choice("high", "x" * 500, "y" * 300, ("a", "b", "c", "d"), 1)], 203).samples
+    (sample,) = encoded([MultipleChoice("high", "x" * 500, "y" * 300, ("a", "b", "c", "d"), 1)], 203).samples
     assert [(len(row.first), len(row.second)) for row in sample.rows] == [(128, 72)] * 4
-    (sample,) = encoded([Choice("high", "x", "y" * 300, ("a", "b", "c", "d"), 1)], 23).samples
+    (sample,) = encoded([MultipleChoice("high", "x", "y" * 300, ("a", "b", "c", "d"), 1)], 23).samples
     assert [(len(row.first), len(row.second)) for row in sample.rows] == [(20, 0)] * 4
 
 
@@ -114,7 +114,7 @@ def test_places_are_those_of_the_text_as_it_was_given():
 
 
 def test_rows_are_laid_out_as_bert_has_them():
-    one = Sample((Row(np.array([1, 2], np.int32), np.array([3], np.int32)),), (2,))
+    one = Sample((TokenPair(np.array([1, 2], np.int32), np.array([3], np.int32)),), (2,))
     data = TaskData(
         [one], [one], special=SPECIAL, seq_len=8, micro_batch_size=2, batch_size=2, epochs=1, seed=0
     )
@@ -126,7 +126,9 @@ def test_rows_are_laid_out_as_bert_has_them():
 
 
 def counted(number, **changes):
-    samples = [Sample((Row(np.array([i], np.int32), np.empty(0, np.int32)),), (i,)) for i in range(number)]
+    samples = [
+        Sample((TokenPair(np.array([i], np.int32), np.empty(0, np.int32)),), (i,)) for i in range(number)
+    ]
     options = {"seq_len": 5, "micro_batch_size": 2, "batch_size": 4, "epochs": 3, "seed": 7, **changes}
     return TaskData(samples, samples, special=SPECIAL, **options)
 

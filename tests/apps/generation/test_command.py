@@ -15,7 +15,7 @@ from train_tools import ROOT, arguments
 
 from fastmp.apps.cli import main
 from fastmp.apps.generation.load import ends_of, load_model, open_weights, tokenizer_beside
-from fastmp.apps.generation.loop import Row, generate
+from fastmp.apps.generation.loop import Completion, generate
 from fastmp.distributed.groups import ParallelGroups
 from fastmp.hf.weights import export_weights
 from fastmp.training.checkpoint.directory import checkpoint_at
@@ -193,7 +193,7 @@ def test_texts_go_on_where_prompts_end(kind, tmp_path):
     text = "the dog is on the mat, the end"
     ids = tokenizer.encode_prompt(text)
     for border in range(2, len(ids)):
-        row = Row(ids[:border], len(ids) - border, tokenizer, ("he e",))
+        row = Completion(ids[:border], len(ids) - border, tokenizer, ("he e",))
         row.take(ids[border:])
         whole = tokenizer.decode(ids[:border]) + row.continuation().text
         assert whole == (text[:-6] if "he e" in text[len(tokenizer.decode(ids[:border])) :] else text)

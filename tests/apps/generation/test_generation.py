@@ -10,7 +10,7 @@ import torch
 from marks import full
 
 from fastmp.apps.generation import loop
-from fastmp.apps.generation.loop import Row, generate
+from fastmp.apps.generation.loop import Completion, generate
 from fastmp.cuda_graphs.backends.recording import RecordingBackend
 from fastmp.cuda_graphs.function_graph import FunctionGraph
 from fastmp.distributed.collectives import group_rank
@@ -143,7 +143,7 @@ class Counts(ByteTokenizer):
 
 def test_long_texts_are_not_decoded_again_for_each_token():
     tokenizer = Counts()
-    row = Row([1], 2000, tokenizer, ("two", "three"))
+    row = Completion([1], 2000, tokenizer, ("two", "three"))
     row.take([*b"one " * 499, *b"two"])
     assert row.continuation() == ([*b"one " * 499, *b"two"], "one " * 499, "stop string")
     assert tokenizer.decoded < 100 * 2000
@@ -158,7 +158,7 @@ def test_stop_strings_are_found_as_soon_as_they_are_there(seed):
     pieces = [b"a", b"b", b"ab" * 5, *characters, *(each[:2] for each in characters)]
     ids = [i for _ in range(300) for i in (*generator.choice(pieces), *[256] * generator.choice([0, 0, 9]))]
     ids += stop[0].encode()
-    row = Row([1], len(ids), tokenizer, stop)
+    row = Completion([1], len(ids), tokenizer, stop)
     for number, token in enumerate(ids, 1):
         row.take([token])
         text = tokenizer.decode(ids[:number])
