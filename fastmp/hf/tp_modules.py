@@ -28,7 +28,8 @@ from fastmp.tensor_parallel.attributes import (
     local_shard,
     parallel_attributes,
 )
-from fastmp.tensor_parallel.layers import GroupModule, ParallelModule, VocabParallelEmbedding
+from fastmp.tensor_parallel.embedding import VocabParallelEmbedding
+from fastmp.tensor_parallel.layers import GroupModule, ParallelModule
 from fastmp.tensor_parallel.linear_loss import vocab_parallel_linear_cross_entropy
 from fastmp.training.replicas import checksum
 

@@ -31,7 +31,8 @@ from fastmp.nn.segment import LayerChain, Tensors
 from fastmp.nn.transformer import TransformerLayer
 from fastmp.ops.core.registry import can_read_values
 from fastmp.tensor_parallel.attributes import parallel_attributes
-from fastmp.tensor_parallel.layers import ColumnParallelLinear, VocabParallelEmbedding
+from fastmp.tensor_parallel.embedding import VocabParallelEmbedding
+from fastmp.tensor_parallel.layers import ColumnParallelLinear
 
 __all__ = ["LanguageModel", "Part"]
 

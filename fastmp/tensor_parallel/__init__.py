@@ -7,7 +7,8 @@ from fastmp._lazy import exports
 __getattr__, __dir__, __all__ = exports(
     __name__,
     {
-        "layers": "ColumnParallelLinear RowParallelLinear VocabParallelEmbedding",
+        "embedding": "VocabParallelEmbedding",
+        "layers": "ColumnParallelLinear RowParallelLinear",
         "linear": "parallel_logits",
         "loss": "vocab_parallel_cross_entropy",
         "linear_loss": "vocab_parallel_linear_cross_entropy vocab_parallel_linear_log_probs",

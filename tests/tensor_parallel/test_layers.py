@@ -16,9 +16,10 @@ from fastmp.distributed.collectives import gather_from_group
 from fastmp.distributed.rng import RngTracker
 from fastmp.ops.wgrad import WgradQueue, defer_wgrad
 from fastmp.optim.grad_buffers import GradBuffer
-from fastmp.tensor_parallel import layers
+from fastmp.tensor_parallel import embedding
 from fastmp.tensor_parallel.attributes import local_shard, parallel_attributes
-from fastmp.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
+from fastmp.tensor_parallel.embedding import VocabParallelEmbedding
+from fastmp.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from fastmp.tensor_parallel.linear import parallel_logits
 from fastmp.testing.parallel import count_collectives, full_gradient, full_tensor
 from fastmp.testing.ranks import run_ranks
@@ -357,9 +358,9 @@ def check_example(rank, tp):
     """Ids 2 7 1 5 on the shard [0, 3): looked up as 2 0 1 0, the rows of 7 and 5 contribute zeros."""
     table = VocabParallelEmbedding(9, 4, group=dist.group.WORLD)
     looked_up, summed = [], []
-    lookup, reduce = F.embedding, layers.reduce_from_group_
+    lookup, reduce = F.embedding, embedding.reduce_from_group_
     F.embedding = lambda ids, weight, padding: looked_up.append(ids) or lookup(ids, weight, padding)
-    layers.reduce_from_group_ = lambda x, group: summed.append(x.clone()) or reduce(x, group)
+    embedding.reduce_from_group_ = lambda x, group: summed.append(x.clone()) or reduce(x, group)
     y = table(torch.tensor([2, 7, 1, 5]))
     return table.vocab_start, looked_up[0].tolist(), summed[0].abs().sum(-1).ne(0).tolist(), y.tolist()
 
@@ -592,7 +593,7 @@ def check_errors(rank, tp):
             ),
         ),
         (
-            'init is "full" or "sharded", not \'half\'',
+            'expected init "full" or "sharded", got \'half\'',
             lambda: ColumnParallelLinear(4, 4, group=group, init="half"),
         ),
         (

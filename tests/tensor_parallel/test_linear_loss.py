@@ -12,7 +12,7 @@ from loss_tools import OPTIONS
 from marks import full
 
 from fastmp.optim.grad_buffers import GradBuffer
-from fastmp.tensor_parallel.layers import VocabParallelEmbedding
+from fastmp.tensor_parallel.embedding import VocabParallelEmbedding
 from fastmp.tensor_parallel.linear import parallel_logits
 from fastmp.tensor_parallel.linear_loss import vocab_parallel_linear_cross_entropy
 from fastmp.tensor_parallel.loss import vocab_parallel_cross_entropy

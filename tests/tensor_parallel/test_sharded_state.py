@@ -20,7 +20,8 @@ from fastmp.distributed.grid import RankGrid
 from fastmp.distributed.groups import ParallelGroups
 from fastmp.nn import Placement
 from fastmp.nn.moe.layer import MoELayer
-from fastmp.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
+from fastmp.tensor_parallel.embedding import VocabParallelEmbedding
+from fastmp.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from fastmp.tensor_parallel.sharded_state import sharded_state_dict
 from fastmp.testing.ranks import run_ranks
 

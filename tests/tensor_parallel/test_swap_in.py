@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from fastmp.distributed.collectives import group_size
-from fastmp.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
+from fastmp.tensor_parallel.embedding import VocabParallelEmbedding
+from fastmp.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from fastmp.tensor_parallel.loss import vocab_parallel_cross_entropy
 from fastmp.testing.parallel import count_collectives, full_gradient
 from fastmp.testing.ranks import run_ranks
