@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
 import uuid
 from contextlib import ExitStack
+from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
@@ -14,10 +17,11 @@ import torch.distributed as dist
 from fastmp.watchdog.channel import REPORTER, Channel
 from fastmp.watchdog.collector import Collector
 from fastmp.watchdog.heartbeat import heartbeat
-from fastmp.watchdog.inspector import _stat, host_id
+from fastmp.watchdog.inspector import ProcessInspector, _stat, host_id, process_state
 from fastmp.watchdog.leader import Leader
 from fastmp.watchdog.node import Node
 from fastmp.watchdog.records import RankRecord, pack_ranks, unpack_ranks
+from fastmp.watchdog.watchdog import Watchdog
 
 SILENCE, INTERVAL = 2.0, 1.0
 
@@ -34,11 +38,11 @@ class Process:
         self.channel._store = store
         self.leader = Leader(self.node, self.channel, world_size, INTERVAL)
 
-    def beat(self, now, looks=True, **changes):
+    def beat(self, now, looks=True, away=False, **changes):
         """Leave a heartbeat; as the leader of the machine, send its message too. Return True if it led."""
         self.number += 1
         record = RankRecord(self.rank, "host", self.child.pid, step=7, begun={"world": 5}, **changes)
-        said, groups = {"looks": looks, "away": False}, {"world": [[0, 1, 4]]}
+        said, groups = {"looks": looks, "away": away}, {"world": [[0, 1, 4]]}
         self.node.beat(heartbeat(record, groups, self.number, self.node.machine, **said), now)
         leads = self.node.leads(now)
         if leads:
@@ -78,6 +82,25 @@ def test_the_first_rank_of_a_machine_that_lives_leads_it(job):
     assert [rank.beat(1.0) for rank in (job[0], job[1], job[3])] == [True, False, True]
     # A leader that lives, but whose heartbeat does not change: it is cut off, or holds the interpreter.
     assert [job[1].beat(1.0 + time) for time in (0.0, SILENCE, 2 * SILENCE)] == [False, False, True]
+
+
+@pytest.mark.parametrize("away", (False, True))
+def test_the_leader_kills_a_rank_that_cannot_leave_but_none_that_has_left(job, tmp_path, away):
+    """One that is stopped after it has left the watch may be saving, or is a debugger's."""
+    leader, other = job[0], job[1]
+    watch = Watchdog(tmp_path, 0, 4, 300.0)
+    watch._node = watch._collector.node = leader.node
+    watch._leads, watch._lost_at = True, 0.0  # else it would end this process
+    other.beat(0.0, away=away)
+    os.kill(other.child.pid, signal.SIGSTOP)
+    while process_state(other.child.pid, other.start) == "running":
+        pass
+    with open(tmp_path / "stacks", "w") as watch._stacks:
+        watch._end("Rank 3 is gone")
+    if away:
+        assert process_state(other.child.pid, other.start) == "stopped"
+    else:
+        assert other.child.wait(10) == -signal.SIGKILL
 
 
 def test_the_records_of_all_ranks_survive_the_loss_of_a_leader(job, tmp_path):
@@ -133,6 +156,32 @@ def test_one_directory_is_left_by_nobody_and_swept_where_all_were_killed(job):
     new.leave(0.0)
     assert not other.exists()
     job[0].node.join("again"), job[1].node.join("again")
+
+
+def test_groups_are_read_while_the_main_thread_makes_one(monkeypatch):
+    """torch names a group in one table before it has ranks in the other, and either grows at any time."""
+    groups = [SimpleNamespace(group_desc=f"fastmp:{name}", group_name="0") for name in ("tp", "dp", "pp")]
+
+    class Filling(dict):
+        def get(self, key, default=None):
+            names.setdefault(id(groups[2]), groups[2])
+            return super().get(id(key), default)
+
+    class Names(dict):
+        def __iter__(self):
+            return iter(self.values())
+
+    names = Names({id(group): group for group in groups[:2]})
+    ranks = Filling({id(groups[0]): {0: 0, 1: 1}})
+    monkeypatch.setattr(
+        dist.distributed_c10d, "_world", SimpleNamespace(pg_names=names, pg_group_ranks=ranks)
+    )
+    inspector = ProcessInspector()
+    inspector.update()
+    assert set(inspector.groups) == {"fastmp:tp 0", "fastmp:tp 0/nccl"}
+    ranks[id(groups[1])] = {0: 0, 2: 1}
+    inspector.update()
+    assert unpack_ranks(inspector.groups["fastmp:dp 0"]) == (0, 2)
 
 
 @pytest.mark.parametrize(
