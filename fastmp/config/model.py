@@ -21,7 +21,7 @@ __all__ = [
     "GPTConfig",
     "MoEConfig",
     "RopeScaling",
-    "function_of",
+    "canonical_config",
 ]
 
 
@@ -337,7 +337,7 @@ _OF_TRAINING_EXPERTS = {
 }
 
 
-def function_of(config: GPTConfig) -> dict[str, Any]:
+def canonical_config(config: GPTConfig) -> dict[str, Any]:
     """What decides what a trained model computes, the same for configurations that say it in other words."""
     facts = {key: value for key, value in asdict(config).items() if key not in _OF_TRAINING}
     facts |= {"num_kv_heads": config.kv_heads, "head_size": config.head_dim, "qkv_bias": config.has_qkv_bias}

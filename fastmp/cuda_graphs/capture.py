@@ -16,7 +16,7 @@ from fastmp.cuda_graphs.hooks import suspended_hooks
 from fastmp.cuda_graphs.partition import CapturedSpan
 from fastmp.cuda_graphs.replay import add_gradients
 from fastmp.cuda_graphs.restore import repeatable_backward
-from fastmp.nn.segment import Link, Tensors
+from fastmp.nn.segment import BoundSegment, Tensors
 from fastmp.ops.wgrad import WgradQueue, current_queue, defer_wgrad
 from fastmp.pipeline.schedule import BACKWARD
 
@@ -45,7 +45,7 @@ class Capture:
         queue = None if current_queue() is None else WgradQueue()
         versions = [buffer._version for buffer in static]
         renew_accumulators(span.parameters)
-        begun: list[Link] = []
+        begun: list[BoundSegment] = []
         with (
             _explained(slot, begun),
             torch.enable_grad(),
@@ -140,7 +140,7 @@ class Capture:
 
 
 @contextmanager
-def _explained(slot: ReplaySlot, begun: Sequence[Link] = ()) -> Iterator[None]:
+def _explained(slot: ReplaySlot, begun: Sequence[BoundSegment] = ()) -> Iterator[None]:
     """Turn whatever a capture raises into a CaptureError that says where; `begun`: the segments until then.
 
     Autocast's cache of weights is emptied before and after: a cached weight would belong to the graph.

@@ -21,7 +21,7 @@ from fastmp.cuda_graphs.partition import CapturedSpan, EagerSpan
 from fastmp.cuda_graphs.position import Position
 from fastmp.cuda_graphs.replay import Replay
 from fastmp.cuda_graphs.restore import SpanSnapshot, random_states, restore_random_states
-from fastmp.nn.segment import Tensors, run_links
+from fastmp.nn.segment import Tensors, run_segments
 from fastmp.ops.wgrad import WgradQueue, current_queue
 from fastmp.pipeline.schedule import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD
 from fastmp.profiling import region
@@ -93,7 +93,7 @@ class StepExecutor:
     def run_captured_span(
         self, chunk: int, number: int, span: CapturedSpan, tensors: Tensors, overwritten: set[int]
     ) -> tuple[Tensors, Tensors]:
-        """What span `number` of a chunk hands on, and what its layers return besides, as `run_links`.
+        """What span `number` of a chunk hands on, and what its layers return besides, as `run_segments`.
 
         overwritten: gets the addresses of storages that later replays write to.
         """
@@ -151,7 +151,7 @@ class StepExecutor:
             out = slot.static[0].detach()
             overwritten.add(out.untyped_storage().data_ptr())
         with self.unshared(span.name, tensors):
-            return run_links(span.links, tensors, span.call, shared=shared, out=out)
+            return run_segments(span.links, tensors, span.call, shared=shared, out=out)
 
     @property
     def aliased(self) -> bool:

@@ -269,7 +269,7 @@ class FunctionGraph:
 def _eager_segments(modules: Iterable[nn.Module]) -> dict[str, str]:
     """The names of segments that must run eagerly as their layers are now, and why."""
     chains = [each for root in modules for each in root.modules() if isinstance(each, LayerChain)]
-    links = [link for chain in chains for link in chain.links()]
+    links = [link for chain in chains for link in chain.bound_segments()]
     return {link.segment.name: link.segment.reason for link in links if not link.segment.capturable}
 
 

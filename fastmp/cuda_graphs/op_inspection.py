@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from fastmp.nn.segment import run_links
+from fastmp.nn.segment import run_segments
 
 __all__ = ["StorageInspector", "OpInspector", "line_in", "where"]
 
@@ -27,7 +27,7 @@ _BETWEEN = (  # files that stand between an op and the line to blame
         str(_GRAPHS / name)
         for name in ("op_inspection.py", "backends/recording.py", "explanation/tracing.py")
     ),
-    *(run_links.__code__.co_filename, contextlib.__file__),
+    *(run_segments.__code__.co_filename, contextlib.__file__),
 )
 _aten = torch.ops.aten
 _INDEXING = (_aten.index.Tensor, _aten.index_put_.default, _aten._index_put_impl_.default)

@@ -22,7 +22,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_structure, tree_unf
 from fastmp.cuda_graphs.buffer_plan import TensorSpec
 from fastmp.cuda_graphs.scope import captured_segments, layer_groups
 from fastmp.cuda_graphs.skipped_hooks import merge_hooked_layers
-from fastmp.nn.segment import Call, LayerChain, Link, Tensors, run_links
+from fastmp.nn.segment import BoundSegment, Call, LayerChain, Tensors, run_segments
 
 __all__ = [
     "CapturedSpan", "EagerSpan", "Shared", "Span", "SpanTrace", "called_modules", "made_by",
@@ -41,7 +41,7 @@ class Span:
     """
 
     name: str
-    links: list[Link]
+    links: list[BoundSegment]
     begins: list[nn.Module]
     call: Call | None
 
@@ -68,15 +68,15 @@ class CapturedSpan(Span):
     """
 
     def through(
-        self, inputs: Tensors, shared: TreeSpec, begun: list[Link] | None = None
+        self, inputs: Tensors, shared: TreeSpec, begun: list[BoundSegment] | None = None
     ) -> tuple[Tensors, Tensors]:
-        """Run the segments, as `run_links` does.
+        """Run the segments, as `run_segments` does.
 
         shared: what layers share, without its tensors, which are the last of `inputs`.
         """
         first = len(inputs) - (shared.num_leaves if self.reads_shared else 0)
         keywords = tree_unflatten(inputs[first:], shared) if first < len(inputs) else {}
-        return run_links(self.links, inputs[:first], self.call, shared=keywords, begun=begun)
+        return run_segments(self.links, inputs[:first], self.call, shared=keywords, begun=begun)
 
 
 class EagerSpan(Span):
@@ -132,7 +132,7 @@ def partition(chain: LayerChain, scope: Sequence[str] | None, span_size: int | N
 
     A layer with a hook that a replay would skip is eager as a whole. ValueError as `captured_segments`.
     """
-    links = chain.links()
+    links = chain.bound_segments()
     kind_of = _kinds(links, scope, span_size)
     links, called = merge_hooked_layers(links)
     return _spans(links, kind_of, [*called], chain.call)
@@ -140,7 +140,7 @@ def partition(chain: LayerChain, scope: Sequence[str] | None, span_size: int | N
 
 def partition_sections(
     chain: LayerChain,
-    sections: Sequence[Sequence[Link]],
+    sections: Sequence[Sequence[BoundSegment]],
     scope: Sequence[str] | None,
     span_size: int | None = None,
 ) -> list[list[Span]]:
@@ -148,7 +148,7 @@ def partition_sections(
 
     A layer with a hook that a replay would skip is eager, but not as a whole: nobody calls it.
     """
-    links = chain.links()
+    links = chain.bound_segments()
     kind_of = _kinds(links, scope, span_size, {link.segment.name for link in links if link.segment.exchanges})
     _, called = merge_hooked_layers(links)
     begins = {link.layer for own in sections for link in own if link.first}
@@ -160,8 +160,11 @@ def partition_sections(
 
 
 def _kinds(
-    links: Sequence[Link], scope: Sequence[str] | None, span_size: int | None, beside: Collection[str] = ()
-) -> Callable[[Link], tuple[bool, int]]:
+    links: Sequence[BoundSegment],
+    scope: Sequence[str] | None,
+    span_size: int | None,
+    beside: Collection[str] = (),
+) -> Callable[[BoundSegment], tuple[bool, int]]:
     """A function of a segment that says whether it is captured, and in which group of layers."""
     eager = {link.segment.name for link in links if not link.segment.capturable}
     able = {link.segment.name: link.segment.name not in eager for link in links}
@@ -170,7 +173,7 @@ def _kinds(
     sizes = [sum(p.numel() for p in layer.parameters() if p.requires_grad) for layer in layers_of.values()]
     group_of = dict(zip(layers_of, layer_groups(sizes, span_size), strict=True))
 
-    def kind_of(link: Link) -> tuple[bool, int]:
+    def kind_of(link: BoundSegment) -> tuple[bool, int]:
         captured = _captures(link, scope, chosen)
         return captured, group_of[link.name] if captured else -1
 
@@ -178,8 +181,8 @@ def _kinds(
 
 
 def _spans(
-    links: Sequence[Link],
-    kind_of: Callable[[Link], tuple[bool, int]],
+    links: Sequence[BoundSegment],
+    kind_of: Callable[[BoundSegment], tuple[bool, int]],
     begun: list[nn.Module],
     call: Call | None,
 ) -> list[Span]:
@@ -196,7 +199,7 @@ def _spans(
     return spans
 
 
-def _captures(link: Link, scope: Sequence[str] | None, chosen: set[str]) -> bool:
+def _captures(link: BoundSegment, scope: Sequence[str] | None, chosen: set[str]) -> bool:
     """Without a scope, a segment whose namesakes in other layers are eager is captured all the same."""
     name = link.segment.name
     return link.segment.capturable and (name in chosen or (scope is None and name != "shared_experts"))

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn.modules import module as of_all
 
-from fastmp.nn.segment import LayerChain, Link, Segment, SegmentedLayer, Tensors
+from fastmp.nn.segment import BoundSegment, LayerChain, Segment, SegmentedLayer, Tensors
 from fastmp.tensor_parallel.attributes import hook_traits
 
 __all__ = ["HookSnapshot", "SkippedHook", "merge_hooked_layers", "find_skipped_hook"]
@@ -33,12 +33,14 @@ class SkippedHook(NamedTuple):
     hook: Callable
 
 
-def merge_hooked_layers(links: Iterable[Link]) -> tuple[list[Link], dict[nn.Module, SkippedHook]]:
+def merge_hooked_layers(
+    links: Iterable[BoundSegment],
+) -> tuple[list[BoundSegment], dict[nn.Module, SkippedHook]]:
     """Join the links of each layer that has a hook which a replay would skip into one link that calls it.
 
     Returns the links, and these layers with the hook.
     """
-    every: list[Link] = []
+    every: list[BoundSegment] = []
     called: dict[nn.Module, SkippedHook] = {}
     for _, group in groupby(links, attrgetter("name")):
         own = list(group)

@@ -22,7 +22,7 @@ from fastmp.cuda_graphs.partition import (
     may_alias_grads,
     spec_of,
 )
-from fastmp.nn.segment import Tensors, run_links
+from fastmp.nn.segment import Tensors, run_segments
 from fastmp.pipeline.schedule import FORWARD, Step
 
 __all__ = ["WarmupTrace"]
@@ -74,7 +74,7 @@ class WarmupTrace:
                 may_alias |= any(t is each for t in (*tensors, *more) for each in given)
                 number += 1
             else:
-                tensors, more = run_links(span.links, tensors, span.call, shared=shared.keywords)
+                tensors, more = run_segments(span.links, tensors, span.call, shared=shared.keywords)
                 may_alias |= may_alias_grads(span, given, tensors)
             others += more
         return tensors, others

@@ -27,7 +27,7 @@ from fastmp.cuda_graphs.graph_set import GraphSet
 from fastmp.cuda_graphs.manager import GraphManager
 from fastmp.cuda_graphs.partition import CapturedSpan, EagerSpan
 from fastmp.distributed.rng import RngTracker
-from fastmp.nn.segment import LayerChain, Tensors, run_links
+from fastmp.nn.segment import LayerChain, Tensors, run_segments
 from fastmp.pipeline.schedule import BACKWARD, FORWARD, Step
 
 __all__ = ["Arguments", "TransformerEngineManager", "arguments"]
@@ -188,7 +188,7 @@ class _Replays:
         shared: Mapping[str, Any],
         overwritten: set[int],
     ) -> tuple[Tensors, Tensors]:
-        return run_links(span.links, tensors, span.call, shared=shared)
+        return run_segments(span.links, tensors, span.call, shared=shared)
 
     def skip(self, chunk: int) -> None:
         self._forwards.update((own, span) for own, span in _all_runs(self._graph_set) if own == chunk)

@@ -12,7 +12,7 @@ from reprlib import repr as short
 from typing import Any
 
 from fastmp.config import MAX_LAYERS, GPTConfig
-from fastmp.config.model import function_of
+from fastmp.config.model import canonical_config
 from fastmp.config.recipe import model_from
 from fastmp.hf.families import CONVERSIONS
 from fastmp.hf.families.base import Conversion, SlidingWindow, optional_int
@@ -150,7 +150,7 @@ def family_of(config: GPTConfig) -> str:
                 there = from_transformers(to_transformers(model_type, config, "float32"))[1]
             except ValueError:
                 continue
-            if function_of(there) == function_of(config):
+            if canonical_config(there) == canonical_config(config):
                 return model_type
     raise ValueError(
         f"no family of transformers computes this model; weights are written of {', '.join(CONVERSIONS)}"

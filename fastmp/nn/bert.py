@@ -68,7 +68,7 @@ class Bert(LanguageModel):
             )
         super().__init__(config, on, **options)
         encoder, self.placement = config.bert, on
-        first, _, last = self.part
+        first, _, last = self.stage_spec
         self.token_type_embedding: TokenTypeEmbedding | None = None
         if encoder.num_token_types:
             self.token_type_embedding = self._own(
@@ -276,7 +276,7 @@ class BertStage(Bert):
     def forward(  # type: ignore[override]  # no logits
         self, x: Tensor, token_types_BS: Tensor | None = None, *, documents: Documents | None = None
     ) -> Tensor:
-        hidden_SBH = self.embed(x, token_types_BS) if self.part.first else x
+        hidden_SBH = self.embed(x, token_types_BS) if self.stage_spec.first else x
         return self._run_layers(hidden_SBH, documents)[0]
 
 

@@ -83,7 +83,7 @@ class BertForTask(BertStage):
         def make() -> ClassHead | SpanHead:
             return SpanHead(config, on) if head == "span" else ClassHead(config, on, num_outputs)
 
-        self.task_head = self._own(self.part.last, make)
+        self.task_head = self._own(self.stage_spec.last, make)
 
     def scores(self, hidden_SBH: Tensor) -> Tensor:
         """The scores of a batch from the last layer's hidden states, equal on all TP ranks.
@@ -109,7 +109,7 @@ def task_stages(
     """
     stages = stages_of(BertForTask, config, on, vpp=vpp, layers=layers, **options)
     for stage in stages:
-        if not stage.part.first:
+        if not stage.stage_spec.first:
             stage.word_embedding = None
     return stages
 

@@ -34,13 +34,13 @@ from fastmp.tensor_parallel.attributes import parallel_attributes
 from fastmp.tensor_parallel.embedding import VocabParallelEmbedding
 from fastmp.tensor_parallel.layers import ColumnParallelLinear
 
-__all__ = ["LanguageModel", "Part"]
+__all__ = ["LanguageModel", "StageSpec"]
 
 Module = TypeVar("Module", bound=nn.Module)
 
 
-class Part(NamedTuple):
-    """The part of a model in a stage: embeddings if `first`, layers, final norm and output if `last`."""
+class StageSpec(NamedTuple):
+    """The modules of a pipeline stage: embeddings if `first`, layers, final norm and output if `last`."""
 
     first: bool
     layers: range
@@ -57,8 +57,8 @@ class LanguageModel(nn.Module):
         recompute: keep only the input of every layer for backward; where graphs hold parts of a layer, the
             inputs of its parts.
         shard_recompute_input: keep 1/TP of that input on each rank (sequence parallelism does so by itself).
-        part: make this part only, see `fastmp.nn.stages`. With init="full" the rest is made, one module at a
-            time, and dropped: its weights are those of the whole model.
+        stage_spec: make the modules of this pipeline stage only, see `fastmp.nn.stages`. With init="full" the
+            rest is made, one module at a time, and dropped, so that the weights are those of the full model.
 
     Raises ValueError where TP does not divide heads, key/value heads or ffn size, for dropout over several
     ranks without `on.rng`, and as `MoELayer` does.
@@ -71,7 +71,7 @@ class LanguageModel(nn.Module):
         *,
         recompute: bool = False,
         shard_recompute_input: bool = False,
-        part: Part | None = None,
+        stage_spec: StageSpec | None = None,
     ) -> None:
         super().__init__()
         self._kind = type(self).__name__.removesuffix("Stage")
@@ -84,8 +84,10 @@ class LanguageModel(nn.Module):
         self.group, self.cp_group = on.groups.tp, on.groups.cp
         self.sequence_parallel = on.sequence_parallel
         self.recompute, self.shard_recompute_input = recompute, shard_recompute_input
-        self.part = Part(True, range(config.num_layers), True) if part is None else part
-        first, own_layers, last = self.part
+        self.stage_spec = (
+            StageSpec(True, range(config.num_layers), True) if stage_spec is None else stage_spec
+        )
+        first, own_layers, last = self.stage_spec
         rows, draw = pad_vocab(config.vocab_size, group_size(self.group)), self._init_words
         tied, encoder = config.tie_embeddings, config.bert
         self.word_embedding = self._own(
@@ -123,7 +125,7 @@ class LanguageModel(nn.Module):
         self._clear_padding()
 
     def _own(self, wanted: bool, make: Callable[[], Module]) -> Module | None:
-        """Make what this part has; make and drop the rest, so that every part draws the same numbers."""
+        """Make a module of this stage; make and drop others, so that every stage draws the same numbers."""
         module = make() if wanted or self.init == "full" else None
         return module if wanted else None
 

@@ -26,7 +26,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from fastmp.distributed.streams import exchange_stream
-from fastmp.nn.segment import LayerChain, Link, Tensors, run_links
+from fastmp.nn.segment import BoundSegment, LayerChain, Tensors, run_segments
 from fastmp.ops.wgrad import WgradQueue, defer_wgrad
 from fastmp.pipeline.stream_schedule import (
     Launch,
@@ -63,7 +63,7 @@ class OverlappedLayers:
         if any(chain.call is not None for chain in chains):
             raise ValueError("overlap_experts: layers are run in parts, which recompute=True does not know")
         self.chains = list(chains)
-        parts = [_cut(chain.links()) for chain in chains]
+        parts = [_cut(chain.bound_segments()) for chain in chains]
         self._links = [[links for links, _ in own] for own in parts]
         self.sections = [[section for _, section in own] for own in parts]
         self._live: dict[Key, _Microbatch] = {}
@@ -78,19 +78,19 @@ class OverlappedLayers:
         """Whether any of the layers exchanges rows with other ranks; a stage of a pipeline may have none."""
         return any(section.exchange for own in self.sections for section in own)
 
-    def links(self, chunk: int, part: int) -> list[Link]:
+    def links(self, chunk: int, part: int) -> list[BoundSegment]:
         """The segments of a part."""
         return self._links[chunk][part]
 
     def run_part(
         self, chunk: int, part: int, tensors: Tensors, shared: Mapping[str, Any]
     ) -> tuple[Tensors, Tensors]:
-        """Run the segments of a part, with the hooks that nobody else calls; the results of `run_links`."""
+        """Run the segments of a part, with the forward hooks of layers; returns as `run_segments` does."""
         links = self.links(chunk, part)
         for layer in (link.layer for link in links if link.first):
             for hook in _replayed_hooks(layer):
                 hook(layer, ())
-        return run_links(links, tensors, shared=shared)
+        return run_segments(links, tensors, shared=shared)
 
     def begin_step(self) -> None:
         """Forget what a step that failed has left."""
@@ -157,7 +157,7 @@ class OverlappedLayers:
         return self._orders[chunk, other]
 
 
-def _cut(links: Sequence[Link]) -> list[tuple[list[Link], SegmentCost]]:
+def _cut(links: Sequence[BoundSegment]) -> list[tuple[list[BoundSegment], SegmentCost]]:
     """Cut a chain where segments begin or cease to exchange."""
     segments = [(link.full_name, link.segment.exchanges, link.segment.capturable) for link in links]
     return [([links[i] for i in own], section) for own, section in partition_segments(segments)]

@@ -24,7 +24,7 @@ from torch import nn
 from fastmp.distributed.deferred import finish_all, finishing
 from fastmp.profiling import region
 
-__all__ = ["LayerChain", "Link", "Segment", "SegmentedLayer", "SingleSegment", "run_links"]
+__all__ = ["LayerChain", "BoundSegment", "Segment", "SegmentedLayer", "SingleSegment", "run_segments"]
 
 Tensors = tuple[torch.Tensor, ...]
 Call = Callable[..., torch.Tensor | Tensors]
@@ -113,7 +113,7 @@ class LayerChain(nn.ModuleList):
         """The state of a copy, without a forward that a graph manager has put in place of this one."""
         return {name: value for name, value in vars(self).items() if name != "forward"}
 
-    def links(self) -> list[Link]:
+    def bound_segments(self) -> list[BoundSegment]:
         """The segments of all layers in order, for a graph manager, whose runs may cross layers."""
         links = []
         for name, layer in self._modules.items():  # a layer may be there twice
@@ -122,11 +122,11 @@ class LayerChain(nn.ModuleList):
             first, last = segments[0], segments[-1]
             for each in segments:
                 title = f"fastmp.segment.{type(layer).__name__}.{each.name}"
-                links.append(Link(name, layer, each, each is first, each is last, title))
+                links.append(BoundSegment(name, layer, each, each is first, each is last, title))
         return links
 
 
-class Link(NamedTuple):
+class BoundSegment(NamedTuple):
     """A segment of a layer of a chain. The next layer takes the first tensor that the `last` one returns.
 
     first: it takes what all layers share as keywords.
@@ -145,14 +145,14 @@ class Link(NamedTuple):
         return f"{self.name}.{self.segment.name}"
 
 
-def run_links(
-    links: Sequence[Link],
+def run_segments(
+    links: Sequence[BoundSegment],
     tensors: Tensors,
     call: Call | None = None,
     *,
     shared: Mapping[str, Any] = MappingProxyType({}),
     out: torch.Tensor | None = None,
-    begun: list[Link] | None = None,
+    begun: list[BoundSegment] | None = None,
 ) -> tuple[Tensors, Tensors]:
     """Run segments; return the tensors of the last one, and further tensors of the layers that ended.
 
@@ -162,7 +162,7 @@ def run_links(
     """
     writer = links[-1] if out is not None and links[-1].segment.accepts_out else None
     if call is None:
-        return _run_links(links, tensors, shared, writer, out, begun)
+        return _run_segments(links, tensors, shared, writer, out, begun)
     others: Tensors = ()
     for _, own in groupby(links, attrgetter("name")):
         part = _Part(list(own), shared, writer, out, begun)
@@ -172,13 +172,13 @@ def run_links(
     return tensors, others
 
 
-def _run_links(
-    links: Sequence[Link],
+def _run_segments(
+    links: Sequence[BoundSegment],
     tensors: Tensors,
     shared: Mapping[str, Any],
-    writer: Link | None = None,
+    writer: BoundSegment | None = None,
     out: torch.Tensor | None = None,
-    begun: list[Link] | None = None,
+    begun: list[BoundSegment] | None = None,
 ) -> tuple[Tensors, Tensors]:
     others: Tensors = ()
     with finishing():
@@ -197,12 +197,12 @@ def _run_links(
 class _Part:
     """Some segments of a layer as a function. Called again, to recompute, it makes new tensors throughout."""
 
-    def __init__(self, links: list[Link], shared: Mapping[str, Any], *options: Any) -> None:
+    def __init__(self, links: list[BoundSegment], shared: Mapping[str, Any], *options: Any) -> None:
         self.links, self.shared, self.options = links, shared, options
 
     def __call__(self, *tensors: torch.Tensor) -> Tensors:
         options, self.options = self.options, ()
-        tensors, others = _run_links(self.links, tensors, self.shared, *options)
+        tensors, others = _run_segments(self.links, tensors, self.shared, *options)
         return *tensors, *others
 
 

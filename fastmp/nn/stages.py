@@ -19,7 +19,7 @@ from fastmp.config import GPTConfig
 from fastmp.distributed.collectives import all_reduce_, group_rank, group_size
 from fastmp.distributed.groups import ParallelGroups
 from fastmp.nn.documents import Documents
-from fastmp.nn.language_model import LanguageModel, Part
+from fastmp.nn.language_model import LanguageModel, StageSpec
 from fastmp.nn.models import GPT
 from fastmp.nn.placement import Placement
 from fastmp.optim.grad_buffers import GradBuffer
@@ -43,7 +43,7 @@ class GPTStage(GPT):
     def forward(  # type: ignore[override]  # no logits
         self, x: torch.Tensor, documents: Documents | None = None
     ) -> torch.Tensor | StageOutput:
-        hidden_SBH = self.embed(x, documents) if self.part.first else x
+        hidden_SBH = self.embed(x, documents) if self.stage_spec.first else x
         hidden_SBH, aux, counts = self._run_layers(hidden_SBH, documents)
         if not aux:
             return hidden_SBH
@@ -116,8 +116,8 @@ def stages_of(
     restart = _restart(on)
     for stage in range(rank, len(ranges), size):
         restart()
-        part = Part(stage == 0, ranges[stage], stage == last)
-        stages.append(kind(config, on, part=part, **options))
+        spec = StageSpec(stage == 0, ranges[stage], stage == last)
+        stages.append(kind(config, on, stage_spec=spec, **options))
     if config.tie_embeddings and size == 1:  # both are here: one parameter
         stages[-1].word_embedding = stages[0].word_embedding
     elif config.tie_embeddings:
@@ -129,7 +129,7 @@ def stages_of(
 def _share_embedding(stages: Sequence[LanguageModel], groups: ParallelGroups) -> None:
     for stage in stages:
         if stage.word_embedding is not None:
-            stage.word_embedding.mark_pipeline_shared(replica=stage.part.last)
+            stage.word_embedding.mark_pipeline_shared(replica=stage.stage_spec.last)
             dist.broadcast(stage.word_embedding.weight, group=groups.embedding, group_src=0)
 
 

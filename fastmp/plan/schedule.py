@@ -7,11 +7,11 @@ import sys
 from collections.abc import Iterator, Sequence
 
 from fastmp.config.command_line import Parser
+from fastmp.config.training import SCHEDULES
 from fastmp.pipeline.schedule import (
     BACKWARD_INPUT,
     BACKWARD_WEIGHT,
     FORWARD,
-    SCHEDULES,
     Schedule,
     Step,
     integers,

@@ -178,7 +178,7 @@ def differences(
         found["gradients"] = max(difference(g, part_of(whole.grads[name], p, groups)) for name, p, g in grads)
     optimizer.step()
     found["parameters"] = max(difference(p, part_of(whole.updated[name], p, groups)) for _, name, p in named)
-    if stages[-1].part.last:
+    if stages[-1].stage_spec.last:
         found["loss"] = difference(total(result.loss, groups.dp_cp), whole.loss)
     if config.moe is not None:
         found.update(_of_experts(groups, stages, result, whole))
@@ -198,7 +198,7 @@ def _of_experts(
     alike = True
     for chunk, stage in enumerate(stages):
         with_experts = [layer for layer in range(stage.config.num_layers) if stage.config.layers[layer].moe]
-        rows = [row for row, layer in enumerate(with_experts) if layer in stage.part.layers]
+        rows = [row for row, layer in enumerate(with_experts) if layer in stage.stage_spec.layers]
         for microbatch, counts in enumerate(whole.counts if rows else ()):
             own = total(result.stats[microbatch, chunk], groups.tp_cp_dp)
             alike &= torch.equal(own, counts[rows])

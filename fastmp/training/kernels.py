@@ -211,10 +211,10 @@ def _microbatch(
             length, micro_batch_size, chunk.config.hidden_size, dtype=parameter.dtype, device=_META,
             requires_grad=torch.is_grad_enabled(),
         )  # fmt: skip
-        given = loss.inputs(batch) if chunk.part.first else hidden
+        given = loss.inputs(batch) if chunk.stage_spec.first else hidden
         out = chunk(*(given if isinstance(given, tuple) else (given,)), **loss.shared(batch))
         results = [out.tensors, out.loss] if isinstance(out, StageOutput) else [out]
-        if chunk.part.last:
+        if chunk.stage_spec.last:
             results[0] = loss.loss(results[0], batch)[0]
         _backward(*results)
 

@@ -10,7 +10,7 @@ from fastmp.cuda_graphs import executor as step
 from fastmp.cuda_graphs import graph_set, manager, replay_program
 from fastmp.cuda_graphs.executor import StepExecutor
 from fastmp.cuda_graphs.graph_set import copy_together
-from fastmp.nn.segment import run_links
+from fastmp.nn.segment import run_segments
 
 SOME = ("attn", "moe_router", "moe_preprocess")
 HIDDEN = (8, 2, 32)
@@ -75,9 +75,9 @@ def test_without_landing_and_in_place_reading_there_are_more(copies, monkeypatch
     copies["into graphs"].clear()
 
     def nowhere(links, tensors, call, out=None, **options):
-        return run_links(links, tensors, call, **options)
+        return run_segments(links, tensors, call, **options)
 
-    monkeypatch.setattr(step, "run_links", nowhere)
+    monkeypatch.setattr(step, "run_segments", nowhere)
     monkeypatch.setattr(StepExecutor, "_left_by_graphs", lambda self, slot, grads: {})
     many = sum(map(len, of_last_microbatch(copies, MOE, scope=SOME)))
     assert many == few + 2 * (MOE.num_layers - 1)

@@ -88,7 +88,7 @@ def test_a_module_that_cannot_be_captured_runs_between_graphs():
     manager = GraphManager([chain], Schedule(1, 2).order(0), backend=RecordingBackend())
     assert_equal(train(chain, manager), train(model))
     assert manager.plan.num_graphs == 4
-    assert [(link.segment.name, link.segment.reason) for link in chain.links()] == [
+    assert [(link.segment.name, link.segment.reason) for link in chain.bound_segments()] == [
         *(("Block", ""), ("Thresholded", "reads a value"), ("Block", "")),
     ]
 

@@ -22,7 +22,7 @@ from transformers_models import ENCODERS, MODELS, save
 
 from fastmp.apps.hf import main
 from fastmp.config import BertConfig, GPTConfig, MoEConfig, RopeScaling
-from fastmp.config.model import function_of
+from fastmp.config.model import canonical_config
 from fastmp.config.recipe import load_recipe
 from fastmp.distributed.collectives import group_rank
 from fastmp.distributed.grid import RankGrid
@@ -80,7 +80,7 @@ def test_there_and_back(name, dtype, tmp_path, capsys):
     assert main(["import", str(tmp_path / "again"), "--no-verify", "--out", str(tmp_path / "third")]) == 0
     assert not list(differences(kept, checkpoint_at(tmp_path / "third")))
     third = load_recipe(tmp_path / "third" / "recipe.toml")
-    assert function_of(third.model) == function_of(recipe.model)
+    assert canonical_config(third.model) == canonical_config(recipe.model)
 
 
 CONFIGS = {

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fastmp.nn import LayerChain, Segment, SegmentedLayer, TransformerLayer
-from fastmp.nn.segment import run_links
+from fastmp.nn.segment import run_segments
 from fastmp.testing.models import SMALL
 
 
@@ -89,16 +89,16 @@ def test_segments_of_a_layer_that_follow_each_other_are_called_as_one():
 
     chain, x = LayerChain([Routed(), Routed()], call=twice), torch.tensor([[1.0, 3.0, 2.0]])
     plain = LayerChain(list(chain))
-    links, asked = chain.links(), []
+    links, asked = chain.bound_segments(), []
     assert [link.full_name for link in links] == [
         f"{i}.{name}" for i in (0, 1) for name in ("router", "dispatch", "combine")
     ]
     for start, stop, sizes in ((0, 6, [1, 1]), (1, 4, [2, 1]), (0, 1, [1])):
-        part, given = links[start:stop], run_links(links[:start], (x,))[0]
-        expected = run_links(part, given)
+        part, given = links[start:stop], run_segments(links[:start], (x,))[0]
+        expected = run_segments(part, given)
         called.clear()
         asked.clear()
-        seen = run_links(part, given, chain.call, begun=asked)
+        seen = run_segments(part, given, chain.call, begun=asked)
         assert called == sizes and asked == part
         assert all(torch.equal(a, b) for a, b in zip(seen[0], expected[0], strict=True))
     assert torch.equal(chain(x)[0], plain(x)[0])
@@ -120,7 +120,7 @@ def test_only_the_first_call_of_a_segment_writes_where_it_may_land():
 
     out, x = torch.empty(2), torch.ones(2)
     chain = LayerChain([Lands(), Lands()], call=twice)
-    (last,), _ = run_links(chain.links(), (x,), chain.call, out=out)
+    (last,), _ = run_segments(chain.bound_segments(), (x,), chain.call, out=out)
     assert last is out and out.tolist() == [4.0, 4.0]
     assert [tensor is out for tensor in made] == [False, False, True, False]
 

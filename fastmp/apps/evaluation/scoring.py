@@ -186,7 +186,7 @@ class Scorer:
             pipeline.forget_shapes()
             self._shape = at_once, length
         stats = pipeline.evaluate(batches).stats
-        if self.model.part.last:
+        if self.model.stage_spec.last:
             values = torch.cat([stats[number, 1] for number in range(len(batches))], 1)
         else:
             scored = sum(row.scored for row in rows)

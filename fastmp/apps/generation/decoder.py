@@ -22,7 +22,7 @@ from fastmp.distributed.collectives import gather_from_group, group_rank, group_
 from fastmp.distributed.groups import ParallelGroups
 from fastmp.nn.cache import KeyValueCache
 from fastmp.nn.models import GPT
-from fastmp.nn.segment import Link, Tensors
+from fastmp.nn.segment import BoundSegment, Tensors
 
 __all__ = ["NO_TOKEN", "Decoder"]
 
@@ -84,10 +84,10 @@ class Decoder:
         self._tokens_B, self._positions_B = torch.zeros_like(lengths_B), lengths_B.clone()
         self._points_B, self._longest = points_B.clone(), S
         self._hidden = self._buffer(1, B)
-        given = self._receive(self._buffer(S, B)) if not self.model.part.first else None
+        given = self._receive(self._buffer(S, B)) if not self.model.stage_spec.first else None
         hidden_SBH = self.model.embed(prompts_BS, cache=self.cache) if given is None else given
         hidden_SBH, *_ = self.model.layers(hidden_SBH, cache=self.cache)
-        if self.model.part.last:
+        if self.model.stage_spec.last:
             rows_B = torch.arange(B, device=lengths_B.device)
             hidden_SBH = hidden_SBH[lengths_B - 1, rows_B].unsqueeze(0)
         return self._hand_on(*self._end(hidden_SBH, advance=False))
@@ -97,7 +97,7 @@ class Decoder:
         """The next token (B,) of each row, in the tensor that the step after this one overwrites."""
         self._points_B.copy_(points_B)
         self._longest += 1
-        if not self.model.part.first:
+        if not self.model.stage_spec.first:
             self._receive(self._hidden)
         if self.backend is None:
             hidden_1BH, *_ = self.model.layers(*self._begin(self._longest), cache=self.cache)
@@ -110,17 +110,17 @@ class Decoder:
     def _begin(self, columns: int | None = None) -> Tensors:
         """The hidden states of the last tokens in front of this stage's layers."""
         self.cache.follow(self._positions_B, columns)
-        if not self.model.part.first:
+        if not self.model.stage_spec.first:
             return (self._hidden,)
         return (self.model.embed(self._tokens_B.clamp(min=0).unsqueeze(1), cache=self.cache),)
 
-    def _layer(self, link: Link, first: bool, *tensors: Tensor) -> Tensors:
+    def _layer(self, link: BoundSegment, first: bool, *tensors: Tensor) -> Tensors:
         made = link.segment.run(*tensors, **({"cache": self.cache} if first else {}))
         return made[:1] if link.last else made
 
     def _end(self, hidden_1BH: Tensor, advance: bool = True) -> Tensors:
         """Choose tokens on the last stage, and move on to the next position."""
-        if self.model.part.last:
+        if self.model.stage_spec.last:
             logits_BV = gather_from_group(self.model.head(hidden_1BH).squeeze(0), self.tp)
             logits_BV = logits_BV[:, : self.vocab_size]
             chosen_B = self.choose(logits_BV, self._points_B)
@@ -131,7 +131,7 @@ class Decoder:
 
     def _cut(self, backend: Backend) -> Iterator[Work]:
         """The parts of a step: as much as a graph can hold in a row, and what runs between graphs."""
-        links = self.model.layers.links()
+        links = self.model.layers.bound_segments()
         begins = [True, *(link.last for link in links[:-1])]
         work: list[tuple[bool, Work]] = [
             (True, self._begin),
@@ -147,7 +147,7 @@ class Decoder:
 
     def _buffer(self, S: int, B: int) -> Tensor:
         """A tensor for the hidden states (S, B, H) of the stage before this one; nothing on the first."""
-        if self.model.part.first:
+        if self.model.stage_spec.first:
             return torch.empty(0)
         like = next(self.model.parameters())
         return like.new_empty(S, B, self.model.config.hidden_size)
@@ -159,7 +159,7 @@ class Decoder:
     def _hand_on(self, hidden_SBH: Tensor) -> Tensor:
         """Send hidden states to the next stage; the tokens that the last one chose, on all of them."""
         if self.pp is not None:
-            if not self.model.part.last:
+            if not self.model.stage_spec.last:
                 dist.send(hidden_SBH.contiguous(), group=self.pp, group_dst=group_rank(self.pp) + 1)
             dist.broadcast(self._tokens_B, group=self.pp, group_src=group_size(self.pp) - 1)
         return self._tokens_B

@@ -20,7 +20,7 @@ from fastmp.distributed.grid import RankGrid
 from fastmp.distributed.groups import ParallelGroups
 from fastmp.hf.stored import is_transformers, read_json
 from fastmp.hf.weights import TransformersReader
-from fastmp.nn.language_model import Part
+from fastmp.nn.language_model import StageSpec
 from fastmp.nn.models import GPT
 from fastmp.nn.placement import Placement
 from fastmp.nn.stages import GPTStage, layers_of_stages
@@ -95,11 +95,11 @@ def load_model(
     if size > config.num_layers:
         raise ValueError(f"{config.num_layers} layers are too few for {size} pipeline stages")
     of_each = [(config.num_layers + i) // size for i in range(size)]
-    part = Part(rank == 0, layers_of_stages(config.num_layers, size, of_each)[rank], rank == size - 1)
+    spec = StageSpec(rank == 0, layers_of_stages(config.num_layers, size, of_each)[rank], rank == size - 1)
     moe = None if config.moe is None else replace(config.moe, jitter=0.0)  # else it would need generators
     config = replace(config, dropout=0.0, attention_dropout=0.0, moe=moe)
     kind = GPT if groups.pp is None else GPTStage
-    model = kind(config, Placement(groups, sequence_parallel, device="meta", dtype=dtype), part=part)
+    model = kind(config, Placement(groups, sequence_parallel, device="meta", dtype=dtype), stage_spec=spec)
     model.to_empty(device=device)
     with torch.no_grad():
         for param in model.parameters():  # files lack the padding of the vocabulary

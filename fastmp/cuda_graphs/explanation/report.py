@@ -28,7 +28,7 @@ from fastmp.cuda_graphs.explanation.tracing import Event, Problem, Trace, key, l
 from fastmp.cuda_graphs.op_inspection import line_in
 from fastmp.cuda_graphs.partition import made_by
 from fastmp.cuda_graphs.skipped_hooks import SkippedHook, merge_hooked_layers
-from fastmp.nn.segment import Call, LayerChain, Link, SingleSegment, Tensors, run_links
+from fastmp.nn.segment import BoundSegment, Call, LayerChain, SingleSegment, Tensors, run_segments
 
 __all__ = ["Problem", "Report", "SegmentReport", "explain"]
 
@@ -121,8 +121,8 @@ class _Watcher:
         self.traces: dict[str, list[Trace]] = {name: [] for name in self.links}
         self.error = ""
 
-    def _links(self, chain: LayerChain, name: str = "") -> dict[str, Link]:
-        links, hooks = merge_hooked_layers(chain.links())
+    def _links(self, chain: LayerChain, name: str = "") -> dict[str, BoundSegment]:
+        links, hooks = merge_hooked_layers(chain.bound_segments())
         self.hooks |= hooks
         return {f"{name}.{link.full_name}".lstrip("."): link for link in links}
 
@@ -137,7 +137,7 @@ class _Watcher:
                 self.error = str(stopped)
 
     @contextmanager
-    def _instead(self, chain: LayerChain, links: dict[str, Link]) -> Iterator[None]:
+    def _instead(self, chain: LayerChain, links: dict[str, BoundSegment]) -> Iterator[None]:
         """Lets a chain run through this, also where a manager of graphs has replaced its forward."""
         before = vars(chain).get("forward")
         chain.forward = lambda *tensors, **shared: self.through(links, tensors, shared, chain.call)  # type: ignore[method-assign]
@@ -150,7 +150,7 @@ class _Watcher:
 
     def through(
         self,
-        links: dict[str, Link],
+        links: dict[str, BoundSegment],
         tensors: tuple[Any, ...],
         shared: dict[str, Any],
         call: Call | None = None,
@@ -160,12 +160,12 @@ class _Watcher:
             if link.segment.capturable:
                 tensors, more = self._watched(name, link, tensors, shared if link.first else {}, call)
             else:
-                tensors, more = run_links([link], tensors, call, shared=shared)
+                tensors, more = run_segments([link], tensors, call, shared=shared)
             others += more
         return *tensors, *others
 
     def _watched(
-        self, name: str, link: Link, given: tuple[Any, ...], shared: dict[str, Any], call: Call | None
+        self, name: str, link: BoundSegment, given: tuple[Any, ...], shared: dict[str, Any], call: Call | None
     ) -> tuple[Tensors, Tensors]:
         leaves, form = tree_flatten(shared)
         num_given, given = len(given), (*given, *leaves)
@@ -188,7 +188,7 @@ class _Watcher:
             anomaly = torch.autograd.set_detect_anomaly(True, check_nan=False)
             with anomaly, trace.running():
                 keywords = tree_unflatten(inputs[num_given:], form)
-                tensors, others = run_links([link], inputs[:num_given], call, shared=keywords)
+                tensors, others = run_segments([link], inputs[:num_given], call, shared=keywords)
                 _backward(link, inputs, (*tensors, *others))
         except Exception as error:
             if not trace.problems:
@@ -234,7 +234,7 @@ def _chains(model: nn.Module) -> list[tuple[str, LayerChain]]:
     return found
 
 
-def _backward(link: Link, inputs: tuple[Any, ...], outputs: Tensors) -> None:
+def _backward(link: BoundSegment, inputs: tuple[Any, ...], outputs: Tensors) -> None:
     """Gradients of a segment, for none to keep: nothing is accumulated, and no hook of a parameter runs."""
     ends = [t for t in made_by(outputs, inputs) if t.requires_grad]
     leaves = [x for x in inputs if isinstance(x, Tensor) and x.requires_grad]

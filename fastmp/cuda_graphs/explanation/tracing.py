@@ -20,11 +20,11 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten
 
 from fastmp.cuda_graphs.op_inspection import OpInspector, line_in, where
-from fastmp.nn.segment import run_links
+from fastmp.nn.segment import run_segments
 
 __all__ = ["Event", "Problem", "Trace"]
 
-_OPS = str(Path(run_links.__code__.co_filename).parents[1] / "ops")
+_OPS = str(Path(run_segments.__code__.co_filename).parents[1] / "ops")
 _READS = {"cpu", "tolist", "numpy", "__array__", "__repr__", "__format__", "__bool__", "item", "is_nonzero"}
 _READS |= {"__int__", "__float__", "__index__", "__complex__", "__contains__"}
 _FROM_PYTHON = {"tensor", "as_tensor", "asarray", "new_tensor"}

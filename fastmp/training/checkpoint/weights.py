@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from fastmp.config import GPTConfig
-from fastmp.config.model import function_of
+from fastmp.config.model import canonical_config
 from fastmp.config.recipe import model_from
 from fastmp.distributed.groups import ParallelGroups
 from fastmp.optim.named_params import named_buffers, named_parameters
@@ -56,7 +56,7 @@ def load_weights(
 def check_same_function(reader: CheckpointReader, config: GPTConfig) -> None:
     """Raise CheckpointError where the checkpoint describes a model that computes something else."""
     try:
-        saved, current = function_of(model_from(reader.manifest.description)), function_of(config)
+        saved, current = canonical_config(model_from(reader.manifest.description)), canonical_config(config)
     except ValueError as error:
         raise CheckpointError(
             f"checkpoint {reader.directory}: no model is described in it: {error}"
