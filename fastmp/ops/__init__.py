@@ -1,11 +1,11 @@
-"""Local tensor maths as torch ops (`torch.ops.fastmp.*`); knows no ranks and no modules.
+"""Fused tensor ops (`torch.ops.fastmp.*`) of one device; they know neither ranks nor modules.
 
-Importing this package registers every op.
+Importing this package registers every op. `backends()` lists the kernel that serves each op on each device.
 """
 
 from __future__ import annotations
 
-import fastmp.ops.exchange  # noqa: F401  # ops for dispatchers, which call them by their module
+import fastmp.ops.exchange  # noqa: F401  # ops of token dispatchers, which import the module
 from fastmp.ops.activation import bias_gelu
 from fastmp.ops.adamw import adamw_
 from fastmp.ops.blocks import block_rows
@@ -28,7 +28,17 @@ from fastmp.ops.warm import warm_up
 
 
 def backends() -> dict[str, dict[str, tuple[str, str]]]:
-    """Who serves each op on each device, and why: {op: {"cpu": (backend, reason), "cuda": ...}}."""
+    """Return the backend of each op on each device, and the reason for the choice.
+
+    Returns:
+        {op: {"cpu": (backend, reason), "cuda": (backend, reason)}}; backends are "c++", "triton", "cuda" and
+        "reference".
+
+    Example:
+
+        backend, reason = backends()["bias_gelu"]["cpu"]
+        print(f"bias_gelu on a CPU: {backend} ({reason})")
+    """
     return {
         name: {device: (op.serving[device], op.reasons[device]) for device in op.serving}
         for name, op in OPS.items()

@@ -1,8 +1,8 @@
 """bias_gelu: y = gelu(x + bias), and its backward with the bias gradient in the same pass.
 
-Only x and bias are saved; the backward recomputes the activation from them. The tanh form is
-h * sigmoid(2u), which is one exp2 and one reciprocal. The bias gradient is a column sum: each program sums
-its strip of rows in fp32, a second kernel adds the strips in order, so results do not vary between runs.
+Only x and bias are saved; the backward recomputes the activation. The tanh form is h * sigmoid(2u) with u =
+sqrt(2/pi) (h + 0.044715 h^3): one exp2 and one reciprocal. The bias gradient is a column sum: each program
+sums its strip of rows in float32, and a second kernel adds the strips in order, so results are reproducible.
 GeLU: Hendrycks and Gimpel 2016 (arXiv 1606.08415).
 """
 
@@ -27,26 +27,29 @@ def _pre_activation(x: Tensor, bias: Tensor | None) -> Tensor:
     return h if bias is None else h + bias.to(h.dtype)
 
 
-# The references use no fused function of torch, for those of torch on a CPU (gelu and its backward) round
-# differently where a thread's share ends, and float32 gelu is NaN at infinity.
+# The references avoid torch's fused gelu: on a CPU it rounds differently at the borders between threads, and
+# in float32 it is NaN at infinity.
 
 
 def _twice_u(h: Tensor) -> Tensor:
+    """Return 2u = 2 sqrt(2/pi) (h + 0.044715 h^3)."""
     return (h * h).mul_(0.071354816272600265).add_(1.5957691216057308).mul_(h)
 
 
 def _cdf(h: Tensor) -> Tensor:
+    """Return the standard normal distribution function."""
     return (h * math.sqrt(0.5)).erf_().mul_(0.5).add_(0.5)
 
 
 def reference(x: Tensor, bias: Tensor | None, approximate: str) -> Tensor:
-    """gelu(x + bias), rounded once."""
+    """Return gelu(x + bias), rounded once."""
     h = _pre_activation(x, bias)
     y = h / _twice_u(h).neg_().exp_().add_(1) if approximate == "tanh" else _cdf(h).mul_(h)
     return y.to(x.dtype).contiguous()
 
 
 def gelu_slope(h: Tensor, approximate: str) -> Tensor:
+    """Return the derivative of gelu at h."""
     if approximate == "none":
         density = (h * h).mul_(-0.5).exp_().mul_(1 / math.sqrt(2 * math.pi))
         return _cdf(h).add_(density.mul_(h))
@@ -61,7 +64,7 @@ def gelu_slope(h: Tensor, approximate: str) -> Tensor:
 def reference_backward(
     grad: Tensor, x: Tensor, bias: Tensor | None, approximate: str
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of x and bias; the second is empty without a bias."""
+    """Return gradients of x and bias; the second is empty without a bias."""
     h = _pre_activation(x, bias)
     dh = gelu_slope(h, approximate).mul_(grad).contiguous()
     dbias = x.new_empty(0) if bias is None else sum_rows(dh.unsqueeze(0).flatten(0, -2)).to(x.dtype)
@@ -70,6 +73,7 @@ def reference_backward(
 
 @jit
 def gelu(h, TANH: tl.constexpr):
+    """Return gelu(h), in the tanh or the exact form."""
     if TANH:
         t = h * (-2.302208198144325 - 0.1029432395800235 * h * h)  # -2u log2(e)
         return h * (1.0 / (1.0 + tl.exp2(t)))
@@ -79,7 +83,7 @@ def gelu(h, TANH: tl.constexpr):
 
 @jit
 def gelu_parts(h, TANH: tl.constexpr):
-    """(p, q) of gelu(h) = h p, whose slope is p + h q."""
+    """Return (p, q) with gelu(h) = h p and gelu'(h) = p + h q."""
     if TANH:
         e = tl.exp2(-tl.abs(h) * (2.302208198144325 + 0.1029432395800235 * h * h))
         r = 1.0 / (1.0 + e)  # sigmoid(|2u|); e r^2 = sigmoid (1 - sigmoid) without cancellation
@@ -93,19 +97,25 @@ def gelu_parts(h, TANH: tl.constexpr):
 @limits(num_vectors=MAX_SIZE)
 @jit
 def bias_gelu_kernel(
-    x, bias, y, num_rows, num_vectors, x_pitch,
+    x,  # (num_rows, num_cols), rows x_pitch vectors apart
+    bias,  # (num_cols,) or None
+    y,  # (num_rows, num_cols), contiguous
+    num_rows, num_vectors, x_pitch,
     HAS_BIAS: tl.constexpr, TANH: tl.constexpr, COMPUTE: tl.constexpr, VECTOR: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """One tile of y. Row length and pitch count vectors of VECTOR elements, which proves their alignment."""
-    # Which tile: column blocks vary fastest, so that neighbours read neighbouring memory.
+    """Compute one tile (BLOCK_M, BLOCK_N) of y = gelu(x + bias).
+
+    num_vectors and x_pitch count vectors of VECTOR elements, which proves alignment to the compiler.
+    """
+    # 1. Locate the tile; column blocks vary fastest, so neighbouring programs read neighbouring memory.
     num_cols = num_vectors * VECTOR
     column_blocks = tl.cdiv(num_cols, BLOCK_N)
     pid = tl.program_id(0)
     rows = (pid // column_blocks).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     cols = (pid % column_blocks) * BLOCK_N + tl.arange(0, BLOCK_N)
     mask = (rows < num_rows)[:, None] & (cols < num_cols)[None, :]
-    # Load, add the bias, activate and store: each element once.
+    # 2. Load x, add the bias, apply gelu, store: every element is read and written once.
     h = tl.load(x + rows[:, None] * x_pitch * VECTOR + cols[None, :], mask=mask, other=0.0).to(COMPUTE)
     if HAS_BIAS:
         h += tl.load(bias + cols, mask=cols < num_cols, other=0.0).to(COMPUTE)[None, :]
@@ -115,12 +125,16 @@ def bias_gelu_kernel(
 @limits(num_vectors=MAX_SIZE, rows_per_strip=MAX_STRIP)
 @jit
 def bias_gelu_backward_kernel(
-    grad, x, bias, dx, partials, num_rows, rows_per_strip, num_vectors, grad_pitch, x_pitch,
+    grad, x,  # (num_rows, num_cols), rows grad_pitch and x_pitch vectors apart
+    bias,  # (num_cols,) or None
+    dx,  # (num_rows, num_cols), contiguous
+    partials,  # (num_strips, num_cols) in COMPUTE, or None without a bias
+    num_rows, rows_per_strip, num_vectors, grad_pitch, x_pitch,
     HAS_BIAS: tl.constexpr, TANH: tl.constexpr, COMPUTE: tl.constexpr, VECTOR: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """dx of one strip of rows and one block of columns, and that strip's row of `partials`."""
-    # Which strip of rows and which columns; the bias stays in registers.
+    """Compute dx of one strip of rows and BLOCK_N columns, and the strip's row of `partials`."""
+    # 1. Locate the strip and the columns; the bias stays in registers.
     num_cols = num_vectors * VECTOR
     column_blocks = tl.cdiv(num_cols, BLOCK_N)
     pid = tl.program_id(0)
@@ -130,7 +144,7 @@ def bias_gelu_backward_kernel(
     if HAS_BIAS:
         shift = tl.load(bias + cols, mask=cols < num_cols, other=0.0).to(COMPUTE)
     total = tl.zeros([BLOCK_M, BLOCK_N], COMPUTE)
-    # Walk down the strip: dx is stored, and summed for the gradient of the bias.
+    # 2. Walk down the strip in blocks of BLOCK_M rows: dx = grad gelu'(x + bias), stored and summed.
     for step in range(0, rows_per_strip, BLOCK_M):
         rows = strip * rows_per_strip + step + tl.arange(0, BLOCK_M)
         mask = (rows < num_rows)[:, None] & (cols < num_cols)[None, :]
@@ -142,7 +156,7 @@ def bias_gelu_backward_kernel(
         tl.store(dx + rows[:, None] * num_vectors * VECTOR + cols[None, :], dh, mask=mask)
         total += dh
     if HAS_BIAS:
-        # A row of partial sums for each strip, which `sum_strips` adds in order.
+        # 3. Store the strip's column sums; `sum_strips` adds the strips in order.
         tl.store(partials + strip * num_cols + cols, tl.sum(total, 0), mask=cols < num_cols)
 
 
@@ -190,19 +204,26 @@ _bias_gelu = register(
 
 @traced("fastmp.bias_gelu")
 def bias_gelu(x: Tensor, bias: Tensor | None = None, *, approximate: str = "tanh") -> Tensor:
-    """gelu(x + bias), fused; differentiable once in x and bias. Under autocast, in its dtype.
+    """Return gelu(x + bias), fused. Differentiable once in x and bias.
 
     Args:
         x: (..., N), float64, float32, bfloat16 or float16, any strides (last stride 1 avoids a copy).
-        bias: (N,) of the same dtype and device, or None.
+        bias: (N,), of x's dtype and device, or None.
         approximate: "tanh" or "none" (the exact form with erf).
 
     Returns:
-        A new contiguous tensor of x's shape and dtype. Arithmetic is in float32 (float64 for float64 inputs)
-        and rounded once; the bias gradient is accumulated in the same precision.
+        A new contiguous tensor of x's shape and dtype; under autocast, of the autocast dtype. Arithmetic is
+        in float32 (float64 for float64 inputs) and rounded once; so is the accumulated bias gradient.
 
     Raises:
-        ValueError: shapes, dtypes or devices do not fit, or `approximate` is neither of the two.
+        ValueError: shapes, dtypes or devices do not match, or `approximate` is unknown.
+
+    Example:
+
+        x = torch.randn(8, 16, requires_grad=True)
+        bias = torch.zeros(16, requires_grad=True)
+        y = fastmp.ops.bias_gelu(x, bias)
+        y.sum().backward()
 
     Hendrycks and Gimpel, "Gaussian Error Linear Units", 2016.
     """

@@ -15,12 +15,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fastmp.cuda_graphs import replay_program
 from fastmp.nn import LayerChain
 from fastmp.ops import permute, unpermute
-from fastmp.ops.core import registry
+from fastmp.ops.core import backends
 from fastmp.optim.grad_buffers import GradBuffer
 from fastmp.testing.silent import SilentBackend
 
 pytestmark = pytest.mark.skipif(
-    replay_program.REPLAY is None or bool(registry._AUTOGRAD_ABSENT), reason="not compiled for this torch"
+    replay_program.REPLAY is None or bool(backends.AUTOGRAD_ABSENT), reason="not compiled for this torch"
 )
 ROW_OF = torch.tensor([[4, 0], [1, -1], [3, 2]], dtype=torch.int32)
 PROBS = torch.tensor([[0.25, 2.0], [1.0, 3.0], [0.5, 0.0]], dtype=torch.float64)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fastmp.ops import cross_entropy_triton, norm_triton
-from fastmp.ops.core import built, registry
+from fastmp.ops.core import backends, built
 
 HOPPER, AMPERE, CONSUMER = 228 << 10, 164 << 10, 100 << 10  # shared memory of a multiprocessor
 
@@ -72,7 +72,7 @@ def compiled_for(monkeypatch):
 
 def test_calls_go_to_the_kernel_that_the_arguments_prefer(compiled_for):
     compiled_for(["9.0"])
-    serve = registry._by_bytes(lambda x: len(x) > 2, lambda x: "cuda", lambda x: "triton")
+    serve = backends._cuda_or_triton(lambda x: len(x) > 2, lambda x: "cuda", lambda x: "triton")
     assert [serve(torch.empty(2)), serve(torch.empty(3))] == ["triton", "cuda"]
 
 
@@ -108,7 +108,7 @@ def test_which_code_runs_on_which_gpu(archs, capability, expected):
 )
 def test_cuda_is_preferred_only_on_gpus_it_is_compiled_for(archs, capability, served, compiled_for):
     compiled_for(archs, capability)
-    serve = registry._by_bytes(lambda x: True, lambda x: "cuda", lambda x: "triton")
+    serve = backends._cuda_or_triton(lambda x: True, lambda x: "cuda", lambda x: "triton")
     assert serve(torch.empty(2)) == served
 
 
@@ -129,12 +129,12 @@ def test_only_calls_without_a_named_backend_are_decided(exported, requested, com
     served = {}
     library = SimpleNamespace(impl=lambda name, kernel, key: served.update({key: kernel}))
     ours = SimpleNamespace(rms_norm_backward=SimpleNamespace(default=lambda x: "cuda"))
-    monkeypatch.setattr(registry, "_REQUESTED", requested)
-    monkeypatch.setattr(registry, "_CUDA_ABSENT", "" if exported else "not built")
-    monkeypatch.setattr(registry, "LIBRARY", library)
+    monkeypatch.setattr(backends, "_REQUESTED", requested)
+    monkeypatch.setattr(backends, "CUDA_ABSENT", "" if exported else "not built")
+    monkeypatch.setattr(backends, "LIBRARY", library)
     monkeypatch.setattr(torch.ops, "fastmp_cuda", ours, raising=False)
     given = {"triton": lambda x: "triton"}
-    backend, reason = registry._serve_cuda("rms_norm_backward", given, lambda x: len(x) > 8192)
+    backend, reason = backends.serve_cuda("rms_norm_backward", given, lambda x: len(x) > 8192)
     decided = exported and not requested
     assert backend == "triton" and ("fewer bytes" in reason) == decided
     assert served["CUDA"](torch.empty(8192)) == "triton"

@@ -1,8 +1,8 @@
-"""Philox-4x32-10, random words that are computed from a key and a counter (Salmon et al. 2011).
+"""Philox-4x32-10, a counter-based random number generator (Salmon et al. 2011).
 
-A call makes four 32-bit words of a key of 64 bits (the seed) and a counter, whose lower 64 bits count calls
-and whose next 32 bits may number independent streams. What is made of them depends neither on layout, block
-sizes, threads, dtype nor on who serves an op: plain torch, Triton (both here) or C++ (csrc/cpu/philox.h).
+A call maps a 64-bit key (the seed) and a counter to four 32-bit words. The lower 64 bits of the counter count
+calls, the next 32 bits number independent streams. Words depend on nothing else: not on layout, block sizes,
+threads, dtype, or backend (plain torch and Triton here, C++ in csrc/cpu/philox.h).
 """
 
 from __future__ import annotations
@@ -16,9 +16,14 @@ _WORD = 0xFFFFFFFF
 
 
 def philox(seed: Tensor | int, counter: Tensor, stream: Tensor | int = 0) -> Tensor:
-    """Return (..., 4) words in int64 for int64 counters (...), in plain torch.
+    """Return the words (..., 4), as int64, of int64 counters (...), in plain torch.
 
-    Of a product of two 32-bit numbers int64 keeps all 64 bits, the topmost as its sign.
+    int64 holds all 64 bits of a 32 x 32-bit product, the highest as its sign.
+
+    Example:
+
+        words = philox(seed=1, counter=torch.arange(2))
+        assert words.shape == (2, 4) and 0 <= words.min() and words.max() < 2**32
     """
     k0, k1 = seed & _WORD, (seed >> 32) & _WORD
     c0, c1 = counter & _WORD, (counter >> 32) & _WORD
@@ -34,14 +39,17 @@ def philox(seed: Tensor | int, counter: Tensor, stream: Tensor | int = 0) -> Ten
 
 @jit
 def four_words(seed, counter, stream=None):
-    """Return the words of int64 counters, as uint32. A 32x32-bit product is one instruction if both halves
-    come from it: tl.randint4x, which has the same words, takes two."""
+    """Return the four words of int64 counters, as uint32.
+
+    Both halves of a 32 x 32-bit product come from one instruction here; tl.randint4x, which returns the same
+    words, uses two.
+    """
     k0 = seed.to(tl.uint32)
     k1 = (seed >> 32).to(tl.uint32)
-    a = counter.to(tl.uint32).to(tl.uint64) * 0xD2511F53  # first round, where c3 is 0
+    a = counter.to(tl.uint32).to(tl.uint64) * 0xD2511F53  # first of ten rounds, with c3 = 0
     c0 = (counter >> 32).to(tl.uint32) ^ k0
     c1 = tl.zeros_like(c0)
-    if stream is not None:  # it is c2, else 0
+    if stream is not None:  # c2; 0 without
         b = stream.to(tl.uint32).to(tl.uint64) * 0xCD9E8D57
         c0 ^= (b >> 32).to(tl.uint32)
         c1 += b.to(tl.uint32)
@@ -61,8 +69,10 @@ def four_words(seed, counter, stream=None):
 
 @jit
 def word_of(seed, index, stream=None):
-    """Return word index % 4 of counter index // 4, for int64 indices. For four neighbours that is four times
-    the work of `four_words`; they may begin anywhere."""
+    """Return word index % 4 of counter index // 4, for int64 indices.
+
+    Four neighbours cost four times the work of `four_words`, but may start at any index.
+    """
     a0, a1, a2, a3 = four_words(seed, index >> 2, stream)
     low = tl.where(index & 1 == 0, a0, a1)
     return tl.where(index & 2 == 0, low, tl.where(index & 1 == 0, a2, a3))

@@ -1,23 +1,17 @@
-"""Registration of local ops under `torch.ops.fastmp`, and the choice of what serves each of them.
+"""Registration of ops under `torch.ops.fastmp`: schema, kernels, autograd formula and costs in one call.
 
-One default per (op, device). CPU: the compiled kernel where `_C_cpu` brings one, else the reference in
-plain torch. CUDA: the Triton kernel, else the reference. The CUDA C++ kernels that `_C_cuda` exports under
-`torch.ops.fastmp_cuda` serve calls for which their op prefers them, and all where FASTMP_OPS names them:
-`FASTMP_OPS=cuda`, or per op
-`FASTMP_OPS=bias_gelu=cuda,cross_entropy_stats=reference`. Under TRITON_INTERPRET=1, `FASTMP_OPS=triton` lets
-the Triton kernels serve the CPU, interpreted.
+`register` declares an op, `OPS` lists them, and `Op.__call__` runs one and records its backward. Public
+functions start with `autocast` and the checks in `checks.py`.
 """
 
 from __future__ import annotations
 
 import importlib
 import sys
-import warnings
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 from typing import Any, TypeVarTuple
 
 import torch
@@ -27,32 +21,39 @@ from torch.autograd import Function
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import register_flop_formula
 
-from fastmp.config import Environment
-from fastmp.ops.core import _triton
-from fastmp.ops.core.built import build_record, has_code_for
+from fastmp.ops.core import _triton, backends
+from fastmp.ops.core.backends import LIBRARY
 from fastmp.ops.core.formulas import AutogradFormula, encode
-from fastmp.ops.core.versions import untested
 from fastmp.profiling import traced
 
-LIBRARY = torch.library.Library("fastmp", "DEF")
-_PACKAGE = Path(__file__).resolve().parents[2]
-# asked once: torch.compile before torch 2.12 does not know the question
+# evaluated once: torch.compile before torch 2.12 cannot trace the query
 _AUTOCAST_DEVICES = {d for d in ("cpu", "cuda", "xpu", "hpu", "mps") if torch.amp.is_autocast_available(d)}
-_REQUESTED = Environment.read().ops
 Tensors = TypeVarTuple("Tensors")  # each a Tensor or None
 
 
 class Differentiable:
     """A function with a backward, for autograd, torch.func.grad and torch.compile.
 
-    An `autograd.Function` around an op costs a third of the host time of a backward registered within it.
+    An `autograd.Function` around an op has a third of the CPU overhead of a backward registered with
+    `torch.library.register_autograd`.
 
     Args:
-        name: what the node is called in autograd's graph.
+        name: name of the node in the autograd graph.
         forward: takes positional arguments and returns a tensor or a tuple of tensors.
-        setup: takes (ctx, inputs, output) and keeps what the backward needs. `ctx.save_for_backward` takes
-            inputs and outputs only: with anything else a second derivative would silently be missing.
+        setup: takes (ctx, inputs, output) and saves what the backward needs. Pass only inputs and outputs to
+            `ctx.save_for_backward`: with anything else a second derivative would silently be wrong.
         backward: takes (ctx, *gradients) and returns one gradient, or None, for each argument.
+
+    Example:
+
+        square = Differentiable(
+            "square",
+            forward=lambda x: x * x,
+            setup=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
+            backward=lambda ctx, grad: 2 * grad * ctx.saved_tensors[0],
+        )
+        x = torch.ones(3, requires_grad=True)
+        square(x).sum().backward()
     """
 
     def __init__(self, name: str, forward: Callable, setup: Callable, backward: Callable) -> None:
@@ -66,7 +67,8 @@ class Differentiable:
 
         self.forward = forward
         self.function = function(forward=recorded, backward=backward)
-        # torch.func needs the set-up apart; `apply` then binds arguments by inspection, which takes longer
+        # torch.func requires a separate setup_context; `apply` then binds arguments by inspection, which is
+        # slow
         self.function_of_func = function(forward=forward, setup_context=setup, backward=backward)
         self.record = super(Function, self.function).apply  # type: ignore[misc]
 
@@ -84,11 +86,13 @@ class Differentiable:
 
 @dataclass(frozen=True)
 class Op:
-    """One registered op: its overload, implementations by backend name and cost formulas.
+    """A registered op; calling it runs the op and records its backward if an argument requires grad.
 
-    Calling it runs the op and records its backward where an argument requires grad. `flops` and `traffic`
-    take the op's own arguments and return floating-point operations and the fewest bytes that must cross
-    device memory.
+    implementations: by backend name: "reference", "triton", "cuda".
+    serving, reasons: the backend of each device, and why.
+    flops: floating-point operations, from the op's arguments.
+    traffic: the fewest bytes that must cross device memory, from the op's arguments.
+    call: what `__call__` runs: the overload, with DTensor rules registered on demand.
     """
 
     name: str
@@ -105,9 +109,9 @@ class Op:
         return self.call(*arguments)
 
     def validates_args(self, *tensors: Tensor) -> bool:
-        """Whether the kernel for these tensors looks at its arguments by itself, as those in C++ do.
+        """Return True if the selected kernel validates its own arguments, as C++ kernels do.
 
-        Then a public function may call it first, and look at them only where it fails, for words to say it.
+        A public function may then call it without checks, and run them for their message only if it raises.
         """
         for tensor in tensors:
             if type(tensor) not in _PLAIN or not tensor.is_cpu:
@@ -116,7 +120,7 @@ class Op:
 
     @property
     def family(self) -> str:
-        """Name of the file in fastmp/ops that defines the op, and of its tests, samples and benchmark."""
+        """Name of the module in fastmp/ops that defines the op, and of its tests, samples and benchmark."""
         module = self.implementations["reference"].__module__.rpartition(".")[2]
         return module.removesuffix("_reference")  # a family may keep its references in a file of their own
 
@@ -126,147 +130,67 @@ _PLAIN = (Tensor, torch.nn.Parameter)
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
-    """What kernels compute and accumulate in: float64 for float64, else float32."""
+    """Return the dtype in which kernels compute and accumulate: float64 for float64, else float32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def autocast(*tensors: *Tensors) -> tuple[*Tensors]:
-    """The tensors as torch.autocast wants them: where it is on for their device, in its dtype.
+    """Cast floating-point tensors to the autocast dtype if autocast is enabled for their device.
 
-    None and float64 stay as they are, as in torch's own rules. Public functions call it first: their kernels
-    compute in float32 whatever the storage, so the narrow dtype costs one rounding.
+    None, float64 and integer tensors are returned unchanged, as in torch's own rules. Public functions call
+    it first; kernels compute in float32 anyway, so the narrow dtype costs one rounding.
+
+    Example:
+
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            x, bias = autocast(torch.ones(3), None)
+        assert x.dtype == torch.bfloat16 and bias is None
     """
     if not (torch._C._is_any_autocast_enabled() or torch.compiler.is_compiling()):
         return tensors
-    given: tuple[Any, ...] = tensors
-    device = next((t.device.type for t in given if t is not None), "cpu")
+    inputs: tuple[Any, ...] = tensors
+    device = next((t.device.type for t in inputs if t is not None), "cpu")
     if device not in _AUTOCAST_DEVICES or not torch.is_autocast_enabled(device):
         return tensors
     dtype = torch.get_autocast_dtype(device)
-    narrowed: Any = tuple(
+    cast: Any = tuple(
         t if t is None or t.dtype == torch.float64 or not t.is_floating_point() else t.to(dtype)
-        for t in given
+        for t in inputs
     )
-    return narrowed
+    return cast
 
 
 def without_autocast(device: str) -> AbstractContextManager:
-    """A context in which products and sums keep the dtype of their operands."""
+    """Return a context with autocast disabled: GEMMs keep the dtype of their operands."""
     return torch.autocast(device, enabled=False) if device in _AUTOCAST_DEVICES else nullcontext()
 
 
 @cache
 def shared_memory(device: int) -> int:
-    """Return the bytes of shared memory of a multiprocessor of the GPU of this index."""
+    """Return the bytes of shared memory per multiprocessor of the GPU with index `device`."""
     return torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor
 
 
 def can_read_values(x: torch.Tensor) -> bool:
-    """Whether values of `x` may be read to check them: no device is waited for, and nobody records ops, as a
-    compiler or the capture of a graph does, which would keep what was read."""
+    """Return True if the host may read values of `x`, to check them.
+
+    It must not cause a host-device synchronisation, nor happen under a tracer, which would bake the value in.
+    """
     return type(x) is Tensor and x.is_cpu and not _is_recorded()
 
 
 def _is_recorded() -> bool:
-    """Whether a compiler, a recorder or a transformation of torch.func is at work, not eager torch alone."""
+    """Return True under a compiler, a dispatch mode or a functorch transform."""
     if torch.compiler.is_compiling():
         return True
     return torch._C._len_torch_dispatch_stack() > 0 or torch._C._are_functorch_transforms_active()
 
 
-def _load(library: str, wanted: bool, otherwise: str) -> str:
-    """Load a compiled library; "" on success, else the reason why its kernels are absent."""
-    path = _PACKAGE / f"{library}.so"
-    if not wanted:
-        return otherwise
-    if not path.exists():
-        part = {"_C_cpu": "cpp", "_C_autograd": "autograd", "_C_cuda": "cuda"}[library]
-        return str(build_record().get(part, f"{path.name} was not built"))
-    if library == "_C_autograd" and (built_for := build_record().get("torch")) != torch.__version__:
-        return f"{path.name} is compiled for torch {built_for}, this is {torch.__version__}"
-    try:
-        torch.ops.load_library(str(path))
-    except OSError as error:
-        return f"{path.name} does not load: {error}"
-    return ""
-
-
-for _package, _version in (("torch", torch.__version__), ("triton", _triton.VERSION)):
-    if _warning := untested(_package, _version):
-        warnings.warn(_warning, RuntimeWarning, stacklevel=2)
-_CPU_ABSENT = _load("_C_cpu", True, "")
-if _CPU_ABSENT and _CPU_ABSENT != "FASTMP_CPP=0":  # that is how to ask for it; pip shows no other sign
-    warnings.warn(
-        f"fastmp has no C++ kernels here ({_CPU_ABSENT}): on a CPU its ops are plain torch, several times "
-        "slower. Install again where torch and a C++ compiler are, or with FASTMP_CPP=0 to leave them out.",
-        RuntimeWarning,
-        stacklevel=2,
-    )
-_AUTOGRAD_ABSENT = _load("_C_autograd", True, "")
-_CUDA_ABSENT = _load("_C_cuda", torch.version.cuda is not None, "this torch is built without CUDA")
-
-
-def _requested(name: str) -> str | None:
-    """The backend that FASTMP_OPS asks for this op, if any."""
-    choice = None
-    for item in filter(None, _REQUESTED.split(",")):
-        op, _, backend = item.rpartition("=")
-        if op in ("", name):
-            choice = backend
-    return choice
-
-
-def _serve_cpu(name: str, implementations: dict[str, Callable]) -> tuple[str, str]:
-    compiled = torch._C._dispatch_has_kernel_for_dispatch_key(f"fastmp::{name}", "CPU")
-    choice = _requested(name)
-    if choice == "reference" or (choice == "triton" and _triton.INTERPRETED and choice in implementations):
-        LIBRARY.impl(name, implementations[choice], "CPU", allow_override=compiled)
-        return choice, "named by FASTMP_OPS"
-    if compiled:
-        return "c++", "compiled kernel"
-    LIBRARY.impl(name, implementations["reference"], "CPU")
-    return "reference", _CPU_ABSENT or "no compiled kernel for this op"
-
-
-def _serve_cuda(
-    name: str, implementations: dict[str, Callable], prefers_cuda: Callable[..., bool] | None
-) -> tuple[str, str]:
-    exported = not _CUDA_ABSENT and hasattr(torch.ops.fastmp_cuda, name)
-    if exported:
-        implementations["cuda"] = getattr(torch.ops.fastmp_cuda, name).default
-    choice = _requested(name)
-    if choice in implementations:
-        backend, reason = str(choice), "named by FASTMP_OPS"
-    elif "triton" in implementations:
-        backend, reason = "triton", "default on CUDA"
-    else:
-        backend, reason = "reference", _triton.ABSENT or "no Triton kernel for this op"
-    if choice not in (None, backend):
-        absent = _CUDA_ABSENT if choice == "cuda" else _triton.ABSENT if choice == "triton" else ""
-        reason += f"; FASTMP_OPS names {choice}: {absent or 'not known here'}"
-    serve = implementations[backend]
-    if choice is None and backend == "triton" and exported and prefers_cuda is not None:
-        serve = _by_bytes(prefers_cuda, implementations["cuda"], implementations["triton"])
-        reason += "; CUDA C++ for shapes of which it moves fewer bytes, on GPUs it is compiled for"
-    LIBRARY.impl(name, serve, "CUDA")
-    return backend, reason
-
-
-def _by_bytes(prefers_cuda: Callable[..., bool], by_cuda: Callable, by_triton: Callable) -> Callable:
-    """Return a kernel that calls one of two, by the arguments and the GPU of the first, a tensor."""
-
-    def serve(*arguments: Any) -> Any:
-        by_cuda_here = prefers_cuda(*arguments) and has_code_for(arguments[0].get_device())
-        return (by_cuda if by_cuda_here else by_triton)(*arguments)
-
-    return serve
-
-
 def _bump_versions(overload: torch._ops.OpOverload) -> Callable:
-    """Kernel for ADInplaceOrView: run below autograd, then bump the version of what was written.
+    """Return the ADInplaceOrView kernel of a mutating op: run it, then bump the versions of what it wrote.
 
-    A kernel over the stable ABI does not bump it by itself; without this a tensor saved by autograd and
-    overwritten here would go unnoticed.
+    Kernels on torch's stable ABI do not bump versions; autograd could not detect that a saved tensor was
+    overwritten.
     """
     written = [i for i, a in enumerate(overload._schema.arguments) if a.alias_info and a.alias_info.is_write]
 
@@ -299,25 +223,25 @@ def raise_if_create_graph(op: str) -> None:
 
 
 def _caller(overload: torch._ops.OpOverload) -> Callable:
-    """What public functions call: the overload, which learns how DTensors are sharded when it gets one."""
-    run = overload._op  # what calling the overload does
+    """Return a callable of the op that registers DTensor sharding rules on the first DTensor argument."""
+    run = overload._op  # the C++ callable behind OpOverload.__call__
 
     def call(*arguments: Any) -> Any:
         if torch.compiler.is_compiling():
-            _learn_dtensors()
+            _register_dtensor_rules()
             return overload(*arguments)
-        try:  # costs nothing while nothing is raised
+        try:  # costs nothing unless it raises
             return run(*arguments)
         except NotImplementedError:
-            if not _learn_dtensors():
+            if not _register_dtensor_rules():
                 raise
         return run(*arguments)
 
     return call
 
 
-def _learn_dtensors() -> bool:
-    """Register how ops are sharded, if DTensors may be about and it is not known yet; whether that was so."""
+def _register_dtensor_rules() -> bool:
+    """Import the sharding rules if the program uses DTensors and has not yet. Return True if it did."""
     rules = "fastmp.ops.core.dtensor"
     if rules in sys.modules or "torch.distributed.tensor" not in sys.modules:
         return False
@@ -325,7 +249,8 @@ def _learn_dtensors() -> bool:
     return True
 
 
-_learn_dtensors._dynamo_marked_constant = True  # type: ignore[attr-defined]  # called while compilers trace
+# Dynamo calls it while tracing instead of tracing it.
+_register_dtensor_rules._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _differentiable(overload: torch._ops.OpOverload, formula: AutogradFormula | None) -> Callable:
@@ -338,7 +263,7 @@ def _differentiable(overload: torch._ops.OpOverload, formula: AutogradFormula | 
     name = overload._opname
     error = _no_derivative(name, formula is not None)
     # 1. C++: hand over the formula, and call the overload.
-    if not _AUTOGRAD_ABSENT:
+    if not backends.AUTOGRAD_ABSENT:
         node = "".join(part.capitalize() for part in name.split("_")) + "Backward"
         ops, differentiable, code = encode(formula) if formula else ([], [], [])
         torch.ops.fastmp_autograd.declare(name, node, error, ops, differentiable, code)
@@ -388,8 +313,8 @@ def _raise_in_backward(error: str) -> Callable:
 
 
 def _moved_once(overload: torch._ops.OpOverload) -> Callable[..., int]:
-    """The bytes of every tensor of the schema, twice if it is changed, as one called "...out" is not."""
-    changed = [
+    """Return the default traffic: each tensor once, and twice if it is mutated and not named "...out"."""
+    mutated = [
         bool(a.alias_info and a.alias_info.is_write and not a.name.endswith("out"))
         for a in overload._schema.arguments
     ]
@@ -399,7 +324,7 @@ def _moved_once(overload: torch._ops.OpOverload) -> Callable[..., int]:
         moved = [
             *arguments,
             *tree_leaves(outputs),
-            *(a for a, again in zip(arguments, changed, strict=False) if again),
+            *(a for a, twice in zip(arguments, mutated, strict=False) if twice),
         ]
         return sum(t.numel() * t.element_size() for t in moved if isinstance(t, Tensor))
 
@@ -407,18 +332,19 @@ def _moved_once(overload: torch._ops.OpOverload) -> Callable[..., int]:
 
 
 def _on_one_device(overload: torch._ops.OpOverload, fake: Callable) -> Callable:
-    """`fake` for tensors of one device only.
+    """Wrap a fake kernel so that it raises if its tensors are on several devices.
 
-    One meta tensor among others brings a raw call here: it would return memory that nobody has written.
+    A raw call with one meta tensor among real ones is dispatched to the fake kernel, which would return
+    uninitialised memory.
     """
     names = [argument.name for argument in overload._schema.arguments]
 
     def checked(*arguments: Any) -> Any:
-        given = [(n, a.device) for n, a in zip(names, arguments) if isinstance(a, Tensor)]
-        for name, device in given:
-            if device != given[0][1]:
+        devices = [(n, a.device) for n, a in zip(names, arguments) if isinstance(a, Tensor)]
+        for name, device in devices:
+            if device != devices[0][1]:
                 raise ValueError(
-                    f"{overload._opname}: {given[0][0]} is on {given[0][1]}, but {name} is on {device}"
+                    f"{overload._opname}: {devices[0][0]} is on {devices[0][1]}, but {name} is on {device}"
                 )
         return fake(*arguments)
 
@@ -436,7 +362,7 @@ def register(
     traffic: Callable[..., int] | None = None,
     prefers_cuda: Callable[..., bool] | None = None,
 ) -> Op:
-    """Declare an op: define `schema` in the `fastmp` namespace and give every device one implementation.
+    """Register an op: define `schema` in the `fastmp` namespace, with one kernel per device.
 
     Args:
         schema: e.g. "bias_gelu(Tensor x, Tensor? bias, str approximate) -> Tensor".
@@ -445,16 +371,26 @@ def register(
         flops: floating-point operations, from the op's arguments.
         autograd_formula: the op's backward, in the grammar of `formulas.py`. Default: no derivative; asking
             for one raises RuntimeError.
-        fake: shapes and dtypes only, for torch.compile and meta tensors. Default: the reference, run on
-            tensors without data; needed where that reads values or loops over a size.
-        traffic: bytes, from the op's arguments. Default: every tensor is read or written once, and one that
-            the op changes is both, unless its name ends in "out": then nothing is read from it.
-        prefers_cuda: from the op's arguments, True if the CUDA C++ kernel serves this call where FASTMP_OPS
-            names no backend and `_C_cuda` exports the op and is compiled for the GPU. Default: the Triton
-            kernel serves all calls.
+        fake: shapes and dtypes only, for torch.compile and meta tensors. Default: the reference on fake
+            tensors; pass one for a reference that reads values or loops over a size.
+        traffic: bytes of device memory, from the op's arguments. Default: every tensor is read or written
+            once; a mutated tensor both, unless its name ends in "out", which is only written.
+        prefers_cuda: True, from the op's arguments, if CUDA C++ should serve the call. It does if `_C_cuda`
+            exports the op, is compiled for the GPU, and FASTMP_OPS names no backend. Default: Triton serves
+            all calls.
 
     Returns:
-        The op; public functions call it rather than `torch.ops.fastmp.<name>`, which takes longer.
+        The op. Public functions call it rather than `torch.ops.fastmp.<name>`, which is slower.
+
+    Example:
+
+        register("halve_backward(Tensor grad) -> Tensor", reference=lambda grad: grad / 2)
+        halve = register(
+            "halve(Tensor x) -> Tensor",
+            reference=lambda x: x / 2,
+            autograd_formula="halve_backward(grad) -> x",
+        )
+        halve(torch.ones(3, requires_grad=True)).sum().backward()
     """
     name = schema.partition("(")[0]
     LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
@@ -463,10 +399,10 @@ def register(
     if triton is not None and not _triton.ABSENT:
         implementations["triton"] = triton
     serving, reasons = {}, {}
-    serving["cpu"], reasons["cpu"] = _serve_cpu(name, implementations)
-    serving["cuda"], reasons["cuda"] = _serve_cuda(name, implementations, prefers_cuda)
+    serving["cpu"], reasons["cpu"] = backends.serve_cpu(name, implementations)
+    serving["cuda"], reasons["cuda"] = backends.serve_cuda(name, implementations, prefers_cuda)
     torch.library.register_fake(f"fastmp::{name}", _on_one_device(overload, fake or reference), lib=LIBRARY)
-    if overload._schema.is_mutable and _AUTOGRAD_ABSENT:
+    if overload._schema.is_mutable and backends.AUTOGRAD_ABSENT:
         LIBRARY.impl(name, _bump_versions(overload), "ADInplaceOrView", with_keyset=True)
     elif overload._schema.is_mutable:
         torch.ops.fastmp_autograd.declare_writes(name)

@@ -1,7 +1,10 @@
-"""Tensors seen as rows of their last dimension, and sums over rows: what the element-wise families share.
+"""Row-wise tiling for element-wise ops: a tensor (..., N) is M rows of N columns, cut into tiles.
 
-A backward kernel that also needs column sums takes one strip of rows a program, writes the strip's sums to a
-row of fp32 partial sums, and `sum_strips` adds those rows in order: no atomics, the same result every run.
+`launch` starts one program per tile (BLOCK_M, BLOCK_N).
+
+`launch_with_sums` also computes column sums, such as a bias gradient, without atomics and with the same
+result in every run: one program per strip of rows writes the strip's sums to a row of float32 `partials`, and
+`sum_strips` adds these rows in order.
 """
 
 from __future__ import annotations
@@ -23,12 +26,12 @@ _NUM_PROGRAMS = 1024
 
 
 def sum_rows(rows: Tensor) -> Tensor:
-    """Column sums by halving: as accurate as pairwise summation, and the same on any number of threads.
+    """Return column sums of rows (M, ...) by halving.
 
-    Tensor.sum adds a column in an order that depends on where the columns are split between the threads.
-    While torch.compile asks for shapes alone, a number of rows that is not known has no halves.
+    As accurate as pairwise summation, and independent of the number of threads; the order in which Tensor.sum
+    adds a column depends on how columns are split between threads.
     """
-    if not isinstance(rows.shape[0], int):
+    if not isinstance(rows.shape[0], int):  # a symbolic size, traced for shapes only
         return rows.sum(0)
     while len(rows) > 1:
         half = len(rows) // 2
@@ -40,10 +43,10 @@ def sum_rows(rows: Tensor) -> Tensor:
 
 
 def as_rows(x: Tensor) -> tuple[Tensor, int]:
-    """Return x, and how many elements lie from one row of its last dimension to the next.
+    """Return x and its row pitch: the number of elements from one row of the last dimension to the next.
 
-    It is a copy only where rows lie at different distances, or their elements apart. Kernels need no view of
-    two dimensions, which would take longer to make than all that is asked here.
+    Copies x only if one pitch cannot describe its rows, or if the last dimension is not contiguous. Returns
+    no (M, N) view: kernels do not need it, and making it costs more than this function.
     """
     if x.is_contiguous():
         return x, x.shape[-1]
@@ -60,26 +63,26 @@ def as_rows(x: Tensor) -> tuple[Tensor, int]:
 
 
 def empty_like(x: Tensor) -> Tensor:
-    """Return an empty contiguous tensor of x's shape and dtype, in half the time of `torch.empty`."""
+    """Return an empty contiguous tensor of x's shape and dtype; takes half as long as `torch.empty`."""
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
 def arithmetic(dtype: torch.dtype) -> Any:
-    """Return the type that kernels compute in: `compute_dtype` as they name it."""
+    """Return `compute_dtype` as a Triton type."""
     return tl.float64 if dtype == torch.float64 else tl.float32
 
 
-def vector_width(itemsize: int, *distances: int) -> int:
-    """Elements of the widest access, up to 16 bytes, of which the row length and all pitches are multiples.
+def vector_width(itemsize: int, *lengths: int) -> int:
+    """Return the elements of the widest access of at most 16 bytes that divides all `lengths`.
 
-    Every row is aligned to it if the first one is.
+    lengths: row length and pitches, in elements. If the first row is aligned to it, all rows are.
     """
-    return math.gcd(16 // itemsize, *distances)
+    return math.gcd(16 // itemsize, *lengths)
 
 
 @cache
 def block_shape(num_cols: int, itemsize: int) -> tuple[int, int]:
-    """(BLOCK_M, BLOCK_N): each thread has four 16-byte loads in flight, and few columns are padding."""
+    """Return (BLOCK_M, BLOCK_N) with four 16-byte loads in flight per thread and little column padding."""
     per_row = 32 * NUM_WARPS * 16 // itemsize
     block_n = min((per_row, per_row // 2, per_row // 4), key=lambda n: (cdiv(num_cols, n) * n, -n))
     block_n = min(block_n, max(16, next_power_of_2(num_cols)))
@@ -87,7 +90,10 @@ def block_shape(num_cols: int, itemsize: int) -> tuple[int, int]:
 
 
 def strip_shape(num_rows: int, num_cols: int, block_m: int, block_n: int) -> tuple[int, int]:
-    """(number of strips, rows a strip): whole blocks of rows, about 1024 programs (two waves on 132 SMs)."""
+    """Return (number of strips, rows per strip).
+
+    A strip is a multiple of BLOCK_M rows; the grid has about 1024 programs, two waves on 132 SMs.
+    """
     wanted = max(1, _NUM_PROGRAMS // cdiv(num_cols, block_n))
     rows_per_strip = cdiv(cdiv(num_rows, wanted), block_m) * block_m
     return cdiv(num_rows, rows_per_strip), rows_per_strip
@@ -96,7 +102,8 @@ def strip_shape(num_rows: int, num_cols: int, block_m: int, block_n: int) -> tup
 @limits(num_cols=MAX_SIZE * 16, num_strips=MAX_WALKING)
 @jit
 def sum_strips_kernel(partials, sums, num_strips, num_cols, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Column sums of `partials` (num_strips, num_cols), always in the same order."""
+    """Sum columns of `partials` (num_strips, num_cols) in a fixed order: a program per BLOCK_N columns."""
+    # 1. Add blocks of BLOCK_M rows from top to bottom.
     cols = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     total = tl.zeros([BLOCK_M, BLOCK_N], partials.dtype.element_ty)
     for start in range(0, num_strips, BLOCK_M):
@@ -104,13 +111,16 @@ def sum_strips_kernel(partials, sums, num_strips, num_cols, BLOCK_M: tl.constexp
         mask = (strips < num_strips)[:, None] & (cols < num_cols)[None, :]
         offsets = strips[:, None].to(tl.int64) * num_cols + cols[None, :]
         total += tl.load(partials + offsets, mask=mask, other=0.0)
+    # 2. Reduce the block of running sums to one row.
     tl.store(sums + cols, tl.sum(total, 0), mask=cols < num_cols)
 
 
 def sum_strips(partials: Tensor, sums: Tensor) -> None:
-    """Launch: sums = the rows of `partials` (num_strips, num_cols) added up, in the dtype of `sums`.
+    """Launch `sum_strips_kernel`: sums = column sums of `partials`.
 
-    sums: contiguous, num_cols numbers.
+    Args:
+        partials: (num_strips, num_cols), contiguous, float32 or float64.
+        sums: num_cols elements, contiguous, of any floating-point dtype; written.
     """
     num_strips, num_cols = partials.shape
     launcher.launch(
@@ -124,10 +134,7 @@ def sum_strips(partials: Tensor, sums: Tensor) -> None:
 def _plan(
     num_cols: int, dtype: torch.dtype, pitches: tuple[int, ...], block_m: int, block_n: int
 ) -> tuple[tuple[int, ...], dict[str, Any]]:
-    """Return the sizes and the constants of a kernel's tiles.
-
-    The sizes are vectors in a row, then from row to row of each tensor.
-    """
+    """Return (num_vectors, pitch of each tensor in vectors) and the kernel's constants."""
     vector = vector_width(dtype.itemsize, num_cols, *pitches)
     constants = {
         "COMPUTE": arithmetic(dtype),
@@ -142,7 +149,7 @@ def _plan(
 def _tiles(
     tensors: Sequence[Tensor], num_cols: int, blocks: Callable[[int, int], tuple[int, int]] | None
 ) -> tuple[Sequence[Tensor], tuple[int, ...], dict[str, Any]]:
-    """Return the tensors as rows, and what `_plan` says of them."""
+    """Return the tensors as rows, with their `_plan`."""
     dtype = tensors[0].dtype
     rows, pitches = zip(*[as_rows(t) for t in tensors], strict=True)
     return rows, *_plan(num_cols, dtype, pitches, *(blocks or block_shape)(num_cols, dtype.itemsize))
@@ -158,17 +165,18 @@ def launch(
     columns: int | None = None,
     **constants: Any,
 ) -> None:
-    """Launch `kernel` with one program for each tile of BLOCK_M rows and BLOCK_N columns.
+    """Launch `kernel` with one program per tile of BLOCK_M rows and BLOCK_N columns.
 
-    Its parameters are the tensors, the others, num_rows, num_vectors, the pitch of each tensor, and the
-    numbers. num_vectors and pitches count vectors of VECTOR elements, which proves their alignment to the
-    compiler.
+    The kernel's parameters, in order: the tensors, the others, num_rows, num_vectors, the pitch of each
+    tensor, the numbers; then the constants COMPUTE, VECTOR, BLOCK_M, BLOCK_N and its own. num_vectors and
+    pitches count vectors of VECTOR elements, which proves their alignment to the compiler.
 
     Args:
         tensors: (..., N), not empty, read as rows; the first has the widest dtype.
-        others: passed as they are: what is not read as rows, what is written.
-        blocks: (BLOCK_M, BLOCK_N) for N columns of elements of so many bytes; default `block_shape`.
-        columns: N, where the first tensor's rows are longer than what a kernel computes of them.
+        others: tensors passed on unchanged: outputs, and inputs not read as rows.
+        numbers: further integers.
+        blocks: function of (columns, itemsize) that returns (BLOCK_M, BLOCK_N); default `block_shape`.
+        columns: number of columns of a tile row, if the rows of the first tensor are longer.
         constants: further `tl.constexpr` parameters.
     """
     first = tensors[0]
@@ -189,10 +197,10 @@ def launch_with_sums(
     blocks: Callable[[int, int], tuple[int, int]] | None = None,
     **constants: Any,
 ) -> None:
-    """Launch `kernel` with one program for each strip of rows and block of columns, and add up column sums.
+    """Launch `kernel` with one program per strip of rows and block of columns, then `sum_strips`.
 
-    Its parameters are those of `launch`, with `partials` after the others and rows_per_strip after num_rows.
-    `partials` has a row of sums in fp32 (fp64) for each strip; `sums` gets their sum. Both may be None.
+    The kernel's parameters are those of `launch`, with `partials` after the others and rows_per_strip after
+    num_rows. `partials` (num_strips, sums.numel()) is float32 (float64); it is None if `sums` is None.
     """
     num_cols = tensors[0].shape[-1]
     num_rows = tensors[0].numel() // num_cols

@@ -1,4 +1,4 @@
-"""Tensor maps of the TMA unit (Hopper and later): who may have one, and maps of rows of any number."""
+"""Tensor maps of the TMA unit (Hopper and later): requirements, and maps of ragged matrices."""
 
 from __future__ import annotations
 
@@ -10,32 +10,42 @@ from torch import Tensor
 from fastmp.ops.core import launcher
 from fastmp.ops.core._triton import TensorDescriptor, jit, tl
 
-MAX_ROWS = 1 << 30  # of a matrix that `ragged` describes
+MAX_ROWS = 1 << 30  # rows of a matrix for `ragged`
 
 
 def use_tma(arch: int, itemsize: int, aligned: bool, *strides: int) -> bool:
-    """Say whether tensors can be described to the GPU's TMA unit.
+    """Return True if the TMA unit can read tensors with these row strides.
 
-    aligned: whether their addresses are multiples of 16 bytes, as the strides of all rows must be, too.
-    Triton's own maps let Blackwell's unit read 128 KiB from the address, however little memory is there.
+    On Blackwell only with fastmp's own tensor maps: Triton's let the unit read 128 KiB beyond the address,
+    however small the allocation.
+
+    Args:
+        arch: compute capability as one number (90 is 9.0).
+        itemsize: bytes of an element; 2 is supported.
+        aligned: the addresses are multiples of 16 bytes.
+        strides: row strides in elements; multiples of 16 bytes are supported.
     """
     served = arch >= 90 and (arch < 100 or launcher.SETS_TENSOR_MAPS)
     return aligned and served and itemsize == 2 and all(n > 0 and n % 8 == 0 for n in strides)
 
 
 def descriptor(tensor: Tensor, shape: Sequence[int], strides: Sequence[int], *block: int) -> Any:
-    """Make a TensorDescriptor without its checks: `use_tma` has made those that can fail."""
+    """Return a TensorDescriptor without running its checks, which `use_tma` replaces."""
     described = object.__new__(TensorDescriptor)
     described.base, described.shape, described.strides, described.block_shape = tensor, shape, strides, block
     return described
 
 
 def ragged(tensor: Tensor, pitch: int, columns: int, *block: int) -> Any:
-    """Describe a matrix, for `load_ragged`, so that the TMA unit puts zeros behind any of its rows.
+    """Return a descriptor of a matrix for `load_ragged`, which zero-fills beyond any chosen row.
 
-    Its rows begin `pitch` elements apart. Two more dimensions move them by any number, forward or (for
-    addresses are 64 bits that wrap around) backward, against the limit of the third. As in
-    triton.tools.ragged_tma.
+    The bound of a TMA dimension is fixed, so two extra dimensions shift the rows against the bound of the
+    third: one forward, one backward (64-bit addresses wrap around). As in triton.tools.ragged_tma.
+
+    Args:
+        tensor: at most `MAX_ROWS` rows, `pitch` elements apart.
+        columns: number of columns.
+        block: rows and columns of a load.
     """
     shape = (0x7FFF0000, 0x7FFF0000, MAX_ROWS, columns)
     return descriptor(tensor, shape, ((1 << 34) - pitch, pitch, pitch, 1), 1, 1, *block)
@@ -43,7 +53,7 @@ def ragged(tensor: Tensor, pitch: int, columns: int, *block: int) -> Any:
 
 @jit
 def load_ragged(data, row, first, length, end, BLOCK_R: tl.constexpr, BLOCK: tl.constexpr):
-    """Load BLOCK_R rows from the `row`-th of the `length` before `end` on; zeros behind. See `ragged`."""
+    """Load BLOCK_R rows, from row `row` of the `length` rows that end at row `end`; zeros beyond `end`."""
     limit: tl.constexpr = 1 << 30
     remaining = length - row
     return data.load([limit, end, limit - remaining, first]).reshape(BLOCK_R, BLOCK)
