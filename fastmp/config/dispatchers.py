@@ -21,7 +21,7 @@ __all__ = [
     "DispatchSizes",
     "DispatcherSpec",
     "TensorFact",
-    "Transfer",
+    "RingTransfer",
     "capturable_dispatchers",
     "row_capacity",
     "select_dispatcher",
@@ -80,7 +80,7 @@ class DispatchSizes:
         return {"ep": self.ep, "etp": self.etp, "etp-ep": self.ranks}[group]
 
 
-class Transfer(NamedTuple):
+class RingTransfer(NamedTuple):
     """A collective of the forward, counted as a ring; `nbytes` is the larger side.
 
     gradient: the backward sends as many bytes. kept: autograd keeps tensors after it, so that recomputation
@@ -139,7 +139,7 @@ class DispatcherSpec:
 
     name: str
     make: str | Callable[..., Any]
-    traffic: Callable[[DispatchSizes], tuple[Transfer, ...]]
+    traffic: Callable[[DispatchSizes], tuple[RingTransfer, ...]]
     saved_bytes: Callable[[DispatchSizes], int]
     prepared: Callable[[DispatchSizes], Tensors]
     dispatched: Callable[[DispatchSizes], Tensors] | None = None
@@ -199,14 +199,14 @@ LOCAL = DispatcherSpec(
 # Expert tensor parallelism without expert parallelism: the ranks of an etp group gather all their tokens.
 
 
-def _gather_traffic(group: str, sizes: DispatchSizes) -> tuple[Transfer, ...]:
+def _gather_traffic(group: str, sizes: DispatchSizes) -> tuple[RingTransfer, ...]:
     """Return what gathering tokens, probabilities and choices sends, with a reduce-scatter of the outputs."""
     tokens = float(sizes.tokens * sizes.ranks)
     return (
-        Transfer(group, tokens * sizes.row),
-        Transfer(group, tokens * sizes.row, kept=False),
-        Transfer(group, tokens * sizes.top_k * _PROBABILITY),
-        Transfer(group, tokens * sizes.top_k * _INDEX, gradient=False),
+        RingTransfer(group, tokens * sizes.row),
+        RingTransfer(group, tokens * sizes.row, kept=False),
+        RingTransfer(group, tokens * sizes.top_k * _PROBABILITY),
+        RingTransfer(group, tokens * sizes.top_k * _INDEX, gradient=False),
     )
 
 
@@ -267,8 +267,8 @@ ALLTOALL = DispatcherSpec(
     "fastmp.nn.moe.dispatchers.alltoall:AllToAllDispatcher.create",
     traffic=lambda sizes: (
         (
-            Transfer("ep", sizes.pairs * sizes.row),
-            Transfer("etp", sizes.pairs * sizes.row * sizes.etp),
+            RingTransfer("ep", sizes.pairs * sizes.row),
+            RingTransfer("etp", sizes.pairs * sizes.row * sizes.etp),
         )
         * 2
     ),
@@ -349,7 +349,7 @@ SYMMETRIC = DispatcherSpec(
     "symmetric",
     "fastmp.nn.moe.dispatchers.symmetric:SymmetricDispatcher.create",
     # stores to other ranks' memory, and loads from it
-    traffic=lambda sizes: (Transfer("etp-ep", sizes.pairs * sizes.row * sizes.etp),) * 2,
+    traffic=lambda sizes: (RingTransfer("etp-ep", sizes.pairs * sizes.row * sizes.etp),) * 2,
     # rows come back unsorted, and are weighted where they arrive
     saved_bytes=lambda sizes: sizes.choices * (_INDEX + _PROBABILITY + sizes.row),
     prepared=lambda sizes: {
@@ -367,14 +367,14 @@ SYMMETRIC = DispatcherSpec(
 )
 
 
-def _deepep_traffic(sizes: DispatchSizes) -> tuple[Transfer, ...]:
+def _deepep_traffic(sizes: DispatchSizes) -> tuple[RingTransfer, ...]:
     """Return what DeepEP sends: each token once to each rank that it reaches, with all its choices."""
     tokens, choices = sizes.tokens * sizes.reached, sizes.top_k * sizes.etp
     return (
-        Transfer("etp-ep", tokens * sizes.row),
-        Transfer("etp-ep", tokens * sizes.row),
-        Transfer("etp-ep", tokens * choices * _PROBABILITY),
-        Transfer("etp-ep", tokens * choices * _DEEPEP_INDEX, gradient=False),
+        RingTransfer("etp-ep", tokens * sizes.row),
+        RingTransfer("etp-ep", tokens * sizes.row),
+        RingTransfer("etp-ep", tokens * choices * _PROBABILITY),
+        RingTransfer("etp-ep", tokens * choices * _DEEPEP_INDEX, gradient=False),
     )
 
 

@@ -18,10 +18,10 @@ from functools import reduce
 from importlib import import_module
 from typing import Any, Protocol, TypeVar, cast
 
-__all__ = ["ACTIVATIONS", "NORMS", "ActivationSpec", "NormSpec", "Registry", "Spec", "load"]
+__all__ = ["ACTIVATIONS", "NORMS", "ActivationSpec", "NormSpec", "Registry", "NamedSpec", "load"]
 
 
-class Spec(Protocol):
+class NamedSpec(Protocol):
     """A named component, with the phrase that `--help` shows for it."""
 
     @property
@@ -31,7 +31,7 @@ class Spec(Protocol):
     def help(self) -> str: ...
 
 
-SpecT = TypeVar("SpecT", bound=Spec)
+SpecT = TypeVar("SpecT", bound=NamedSpec)
 
 
 class Registry(Mapping[str, SpecT]):

@@ -25,13 +25,13 @@ from fastmp.plan.parameters import stage_layers
 from fastmp.plan.recipe import fitting_recipe, recipe_parser, table
 from fastmp.plan.segments import (
     all_segments,
+    captured_spans,
+    compute_spans,
     exchange_segments,
-    runs,
-    runs_apart,
-    sections,
+    full_scope_spans,
     segments,
+    stage_segment_costs,
     step_inputs,
-    whole_runs,
 )
 from fastmp.plan.shapes import Shapes, shapes_of
 
@@ -131,7 +131,9 @@ def _of_runs(recipe: Recipe, shapes: Shapes) -> list[dict[str, Any]]:
     if layout.overlap_experts:
         return _of_parts(recipe, shapes, stages, span_size)
     of_stages = [
-        whole_runs(shapes, stage, len(stages), own) if whole else [runs(shapes, own, scope, span_size)]
+        full_scope_spans(shapes, stage, len(stages), own)
+        if whole
+        else [captured_spans(shapes, own, scope, span_size)]
         for stage, own in enumerate(stages)
     ]
     found, schedule = [], make_schedule(layout, shapes.num_microbatches)
@@ -151,9 +153,10 @@ def _of_parts(
     schedule = make_schedule(layout, shapes.num_microbatches)
     for rank in range(layout.pp):
         own = stages[rank :: layout.pp]
-        parts = [runs_apart(shapes, stage, scope, span_size) for stage in own]
+        parts = [compute_spans(shapes, stage, scope, span_size) for stage in own]
         order = graph_order(
-            schedule.together(rank), [[each for _, each in sections(shapes, stage)] for stage in own]
+            schedule.together(rank),
+            [[each for _, each in stage_segment_costs(shapes, stage)] for stage in own],
         )
         peak = schedule.peak_in_flight(rank)
         facts = _rank_facts(order, [*chain(*parts)], peak, shapes.num_microbatches)

@@ -20,41 +20,44 @@ from fastmp.plan.parameters import layer_size
 from fastmp.plan.shapes import Shapes
 
 
-class Tensor:
+class CrossingTensor:
     """A tensor that crosses: what is handed on unchanged is the same object."""
 
     def __init__(self, shape: Sequence[int], dtype: str, grad: bool = False) -> None:
         self.spec, self.grad = TensorSpec(tuple(shape), dtype), grad
 
 
-Tensors = tuple[Tensor, ...]
+CrossingTensors = tuple[CrossingTensor, ...]
 
 
-class Segment(NamedTuple):
+class PlannedSegment(NamedTuple):
     name: str
     capturable: bool
-    run: Callable[..., Tensors]
+    run: Callable[..., CrossingTensors]
     exchanges: bool = False
 
 
-def segments(shapes: Shapes) -> list[Segment]:
+def segments(shapes: Shapes) -> list[PlannedSegment]:
     """The segments of one layer; it has experts where the model of `shapes` does."""
     parts = _Parts(shapes)
-    found = [Segment("attention", True, parts.new_hidden)]
+    found = [PlannedSegment("attention", True, parts.new_hidden)]
     if shapes.model.moe is None:
-        found.append(Segment("mlp", True, parts.new_hidden))
+        found.append(PlannedSegment("mlp", True, parts.new_hidden))
     else:
         spec = shapes.dispatcher
-        front: dict[str, Callable[..., Tensors]] = {"router": parts.router, "preprocess": parts.preprocess}
+        front: dict[str, Callable[..., CrossingTensors]] = {
+            "router": parts.router,
+            "preprocess": parts.preprocess,
+        }
         if shapes.model.moe.shared_expert_ffn_hidden_size:
             front["shared_experts"] = parts.shared
-        back: dict[str, Callable[..., Tensors]] = {
+        back: dict[str, Callable[..., CrossingTensors]] = {
             "dispatch": parts.dispatch,
             "experts": parts.experts,
             "combine": parts.combine,
         }
         found += [
-            Segment(name, name not in spec.eager, run, name in spec.exchanges)
+            PlannedSegment(name, name not in spec.eager, run, name in spec.exchanges)
             for name, run in (*front.items(), *back.items())
         ]
     return found
@@ -70,13 +73,13 @@ def exchange_segments(shapes: Shapes, layers: range | None = None) -> list[str]:
     return list(dict.fromkeys(each.name for each in _of_kinds(shapes, layers) if each.exchanges))
 
 
-def _of_kinds(shapes: Shapes, layers: range | None) -> list[Segment]:
+def _of_kinds(shapes: Shapes, layers: range | None) -> list[PlannedSegment]:
     """Return the segments of each kind of layer."""
     own = shapes.model.layers if layers is None else shapes.model.layers[layers.start : layers.stop]
     return [each for kind in dict.fromkeys(own) for each in segments(replace(shapes, model=kind))]
 
 
-def runs(
+def captured_spans(
     shapes: Shapes, layers: range, scope: Sequence[str] | None = None, span_size: int | None = None
 ) -> list[SpanSpec]:
     """The runs of a stage with these layers, over the borders of layers, up to `span_size` parameters.
@@ -84,10 +87,10 @@ def runs(
     ValueError as `captured_segments`.
     """
     chosen = captured_segments(scope, all_segments(shapes, layers))
-    return _runs(shapes, layers, chosen, span_size)[0]
+    return _spans(shapes, layers, chosen, span_size)[0]
 
 
-def sections(shapes: Shapes, layers: range) -> list[tuple[range, SegmentCost]]:
+def stage_segment_costs(shapes: Shapes, layers: range) -> list[tuple[range, SegmentCost]]:
     """The parts of a stage with these layers where two microbatches run at once: their segments, by place."""
     links = [(layer, each) for layer in layers for each in segments(shapes.of_layer(layer))]
     return partition_segments(
@@ -95,7 +98,7 @@ def sections(shapes: Shapes, layers: range) -> list[tuple[range, SegmentCost]]:
     )
 
 
-def runs_apart(
+def compute_spans(
     shapes: Shapes, layers: range, scope: Sequence[str] | None = None, span_size: int | None = None
 ) -> list[list[SpanSpec]]:
     """The runs of each part that computes, of a stage with these layers whose exchanges no graph holds.
@@ -104,12 +107,12 @@ def runs_apart(
     """
     able = all_segments(shapes, layers)
     chosen = captured_segments(scope, able, exchange_segments(shapes, layers))
-    parts = sections(shapes, layers)
-    found = _runs(shapes, layers, chosen, span_size, [own for own, _ in parts])
+    parts = stage_segment_costs(shapes, layers)
+    found = _spans(shapes, layers, chosen, span_size, [own for own, _ in parts])
     return [runs for runs, (_, section) in zip(found, parts, strict=True) if not section.exchange]
 
 
-def _runs(
+def _spans(
     shapes: Shapes,
     layers: range,
     chosen: Collection[str],
@@ -121,11 +124,11 @@ def _runs(
     links = [(layer, segment) for layer in layers for segment in own[layer]]
     parts = [range(len(links))] if parts is None else parts
     found: list[list[SpanSpec]] = []
-    tensors: Tensors = (_Parts(shapes).hidden(),)
+    tensors: CrossingTensors = (_Parts(shapes).hidden(),)
     groups = layer_groups([layer_size(shapes, layer) for layer in layers], span_size)
     group_of = dict(zip(layers, groups, strict=True))
 
-    def kind_of(link: tuple[int, Segment]) -> tuple[bool, int]:
+    def kind_of(link: tuple[int, PlannedSegment]) -> tuple[bool, int]:
         captured = link[1].name in chosen
         return captured, group_of[link[0]] if captured else -1
 
@@ -133,7 +136,7 @@ def _runs(
         found.append([])
         for (captured, _), part in groupby((links[place] for place in places), kind_of):
             given, run = tensors, list(part)
-            others: Tensors = ()
+            others: CrossingTensors = ()
             for layer, segment in run:
                 tensors = segment.run(*tensors)
                 if segment is own[layer][-1]:
@@ -153,7 +156,7 @@ def _runs(
     return found
 
 
-def whole_runs(shapes: Shapes, stage: int, num_stages: int, layers: range) -> list[list[SpanSpec]]:
+def full_scope_spans(shapes: Shapes, stage: int, num_stages: int, layers: range) -> list[list[SpanSpec]]:
     """Under scope "full" the runs of a stage with these layers, and of the loss function if it is the last.
 
     ValueError as `captured_segments`.
@@ -204,43 +207,48 @@ class _Parts:
         """Whether experts have losses of their own."""
         return bool(self.moe.aux_loss or self.moe.sequence_aux_loss or self.moe.z_loss)
 
-    def hidden(self) -> Tensor:
+    def hidden(self) -> CrossingTensor:
         batch = self.shapes.tokens // self.shapes.length
-        return Tensor(
+        return CrossingTensor(
             (self.shapes.rows // batch, batch, self.shapes.model.hidden_size), self.dtype, grad=True
         )
 
-    def documents(self) -> Tensors:
+    def documents(self) -> CrossingTensors:
         """What all layers share of packed documents: positions, and borders."""
         shapes, batch = self.shapes, self.shapes.tokens // self.shapes.length
-        positions = Tensor((batch, shapes.length * shapes.grid.cp), "int64")
-        return (positions, Tensor((shapes.documents + 1,), "int32")) if shapes.documents else ()
+        positions = CrossingTensor((batch, shapes.length * shapes.grid.cp), "int64")
+        return (positions, CrossingTensor((shapes.documents + 1,), "int32")) if shapes.documents else ()
 
-    def new_hidden(self, *_: Tensor) -> Tensors:
+    def new_hidden(self, *_: CrossingTensor) -> CrossingTensors:
         return (self.hidden(),)
 
-    def router(self, hidden: Tensor) -> Tensors:
+    def router(self, hidden: CrossingTensor) -> CrossingTensors:
         shapes, moe = self.shapes, self.moe
         choices = (shapes.routed, moe.top_k)
-        tokens = Tensor((shapes.routed, shapes.model.hidden_size), self.dtype, grad=True)
-        indices, probs = Tensor(choices, "int32"), Tensor(choices, "float32", grad=True)
-        aux, counts = Tensor((), "float32", grad=self.balanced), Tensor((moe.num_experts,), "int32")
-        given = Tensor(hidden.spec.shape, self.dtype, grad=bool(moe.shared_expert_ffn_hidden_size))
+        tokens = CrossingTensor((shapes.routed, shapes.model.hidden_size), self.dtype, grad=True)
+        indices, probs = CrossingTensor(choices, "int32"), CrossingTensor(choices, "float32", grad=True)
+        aux, counts = (
+            CrossingTensor((), "float32", grad=self.balanced),
+            CrossingTensor((moe.num_experts,), "int32"),
+        )
+        given = CrossingTensor(hidden.spec.shape, self.dtype, grad=bool(moe.shared_expert_ffn_hidden_size))
         return tokens, indices, probs, aux, counts, given, hidden
 
-    def preprocess(self, tokens: Tensor, indices: Tensor, probs: Tensor, *rest: Tensor) -> Tensors:
+    def preprocess(
+        self, tokens: CrossingTensor, indices: CrossingTensor, probs: CrossingTensor, *rest: CrossingTensor
+    ) -> CrossingTensors:
         shapes, moe = self.shapes, self.moe
         if moe.capacity_factor is not None:
             choices = (shapes.routed, moe.top_k)
-            indices, probs = Tensor(choices, "int32"), Tensor(choices, "float32", grad=True)
+            indices, probs = CrossingTensor(choices, "int32"), CrossingTensor(choices, "float32", grad=True)
         earlier = {"indices": indices, "probs": probs}
         return tokens, *_named(shapes.dispatcher.prepared(shapes.dispatch_sizes), earlier).values(), *rest
 
-    def shared(self, *tensors: Tensor) -> Tensors:
+    def shared(self, *tensors: CrossingTensor) -> CrossingTensors:
         *before, _, residual = tensors
         return *before, self.hidden(), residual
 
-    def dispatch(self, tokens: Tensor, *tensors: Tensor) -> Tensors:
+    def dispatch(self, tokens: CrossingTensor, *tensors: CrossingTensor) -> CrossingTensors:
         """Returns what it would where it can be captured; elsewhere nobody asks."""
         spec, sizes = self.shapes.dispatcher, self.shapes.dispatch_sizes
         prepared, rest = spec.prepared(sizes), tensors[-4:]
@@ -248,14 +256,18 @@ class _Parts:
             return tokens, tokens, *rest
         return *_named(spec.dispatched(sizes), dict(zip(prepared, tensors))).values(), *rest
 
-    def experts(self, rows: Tensor, offsets: Tensor, *rest: Tensor) -> Tensors:
-        return Tensor(rows.spec.shape, self.dtype, grad=True), *rest
+    def experts(
+        self, rows: CrossingTensor, offsets: CrossingTensor, *rest: CrossingTensor
+    ) -> CrossingTensors:
+        return CrossingTensor(rows.spec.shape, self.dtype, grad=True), *rest
 
-    def combine(self, *tensors: Tensor) -> Tensors:
+    def combine(self, *tensors: CrossingTensor) -> CrossingTensors:
         aux, counts, _, _ = tensors[-4:]
         return self.hidden(), aux, counts
 
 
-def _named(facts: Mapping[str, TensorFact | None], earlier: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _named(
+    facts: Mapping[str, TensorFact | None], earlier: Mapping[str, CrossingTensor]
+) -> dict[str, CrossingTensor]:
     """Return the tensors that a spec declares; those without a fact are the `earlier` ones of their names."""
-    return {name: earlier[name] if fact is None else Tensor(*fact) for name, fact in facts.items()}
+    return {name: earlier[name] if fact is None else CrossingTensor(*fact) for name, fact in facts.items()}

@@ -204,20 +204,20 @@ def _layer(shapes: Shapes, links: _Links, kernels: Kernels, recompute: bool) -> 
     return found
 
 
-def layer_sections(shapes: Shapes, gpu: GPU, kernels: Kernels = FASTMP) -> tuple[SegmentCost, ...]:
+def layer_segment_costs(shapes: Shapes, gpu: GPU, kernels: Kernels = FASTMP) -> tuple[SegmentCost, ...]:
     """Return the times of a layer's segments for one microbatch: what exchanges rows, and what computes.
 
     They add up to those of the layer. A layer that exchanges nothing is one section.
     """
-    return _sections(shapes, _Links(gpu, shapes), kernels)
+    return _segment_costs(shapes, _Links(gpu, shapes), kernels)
 
 
-def _sections(shapes: Shapes, links: _Links, kernels: Kernels) -> tuple[SegmentCost, ...]:
+def _segment_costs(shapes: Shapes, links: _Links, kernels: Kernels) -> tuple[SegmentCost, ...]:
     gpu, moe, itemsize = links.gpu, shapes.model.moe, shapes.itemsize
     layer = _layer(shapes, links, kernels, recompute=False)
     whole = [layer.total(name) for name in (FORWARD, INPUT, WEIGHT)]
     if moe is None or shapes.grid.ep * shapes.grid.etp == 1:
-        return (_section("layer", whole),)
+        return (_segment_cost("layer", whole),)
     sent, rate = traffic.layer(shapes), _bandwidth(gpu, kernels)
     sorted_rows = 4 * shapes.pairs * shapes.grid.etp * shapes.model.hidden_size * itemsize / rate
     travel = [_communication(shapes, links, each, kernels.late) for each in (sent.forward, sent.backward)]
@@ -236,14 +236,14 @@ def _sections(shapes: Shapes, links: _Links, kernels: Kernels) -> tuple[SegmentC
     experts = [time + number * ffn for time, number in zip(experts, passes, strict=True)]
     rest = [time - own - 2 * sent for time, own, sent in zip(whole, experts, (*half, 0.0), strict=True)]
     return (
-        _section("attention", rest),
-        _section("dispatch", (*half, 0.0), exchange=True, waits=shapes.dispatcher.host_syncs),
-        _section("experts", experts),
-        _section("combine", (*half, 0.0), exchange=True),
+        _segment_cost("attention", rest),
+        _segment_cost("dispatch", (*half, 0.0), exchange=True, waits=shapes.dispatcher.host_syncs),
+        _segment_cost("experts", experts),
+        _segment_cost("combine", (*half, 0.0), exchange=True),
     )
 
 
-def _section(
+def _segment_cost(
     name: str, times: Sequence[float], *, exchange: bool = False, waits: bool = False
 ) -> SegmentCost:
     forward, inputs, weights = times
@@ -256,16 +256,16 @@ def _hidden(recipe: Recipe, shapes: Shapes, links: _Links, kernels: Kernels) -> 
     It is the least of all stages; embeddings and losses have nothing beside them.
     """
     model, layers = recipe.model, stage_layers(recipe)
-    of_kinds = {kind: _sections(replace(shapes, model=kind), links, kernels) for kind in set(model.layers)}
+    of_kinds = {
+        kind: _segment_costs(replace(shapes, model=kind), links, kernels) for kind in set(model.layers)
+    }
     stages = {model.layers[sum(layers[:i]) : sum(layers[: i + 1])] for i in range(len(layers))}
     return min(hidden_by_overlap([part for kind in kinds for part in of_kinds[kind]]) for kinds in stages)
 
 
-def hidden_by_overlap(sections: Sequence[SegmentCost]) -> float:
+def hidden_by_overlap(costs: Sequence[SegmentCost]) -> float:
     """Return how much shorter a forward and a backward of a chunk are at once, in the order of training."""
-    chains, known = (
-        (forward_ops(own), backward_ops(own, defer=True)) for own in (sections, unit_cost(sections))
-    )
+    chains, known = ((forward_ops(own), backward_ops(own, defer=True)) for own in (costs, unit_cost(costs)))
     apart = sum(part.time for chain in chains for part in chain)
     return max(0.0, apart - simulate_streams([interleave(*known)], [chains]).makespan)
 

@@ -35,7 +35,7 @@ from fastmp.pipeline.schedule import Schedule
 from fastmp.plan.graphs import graph_facts
 from fastmp.plan.layout import make_grid, problems
 from fastmp.plan.memory import stage_layers
-from fastmp.plan.segments import runs, runs_apart, whole_runs
+from fastmp.plan.segments import captured_spans, compute_spans, full_scope_spans
 from fastmp.plan.shapes import shapes_of
 from fastmp.testing.ranks import run_ranks
 from fastmp.training.graphing import make_graphs
@@ -190,11 +190,11 @@ def runs_of(made, size, rank, scope):
     for stage in range(rank, len(layers), made.parallel.pp):
         own = range(sum(layers[:stage]), sum(layers[: stage + 1]))
         if scope == ["full"]:
-            found += whole_runs(shapes, stage, len(layers), own)
+            found += full_scope_spans(shapes, stage, len(layers), own)
         elif made.parallel.overlap_experts:
-            found += runs_apart(shapes, own, scope, span_size)
+            found += compute_spans(shapes, own, scope, span_size)
         else:
-            found.append(runs(shapes, own, scope, span_size))
+            found.append(captured_spans(shapes, own, scope, span_size))
     return found
 
 

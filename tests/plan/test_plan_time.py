@@ -30,7 +30,7 @@ from fastmp.plan.step_time import (
     REPEATED,
     _other_kernels,
     hidden_by_overlap,
-    layer_sections,
+    layer_segment_costs,
     step_time,
 )
 
@@ -137,7 +137,7 @@ def test_with_overlap_the_parts_are_the_step_and_exchanges_are_less(layout, disp
     model = replace(EXPERTS, moe=replace(EXPERTS.moe, dispatcher=dispatcher))
     own = recipe(model, batch=64, **layout)
     shapes = shapes_of(own, 16)
-    of_layer = layer_sections(replace(shapes, model=model.layers[0]), H100)
+    of_layer = layer_segment_costs(replace(shapes, model=model.layers[0]), H100)
     before = step_time(own, 16, H100)
     after = step_time(recipe(model, batch=64, overlap_experts=True, **layout), 16, H100)
     for each in (before, after):
@@ -160,7 +160,7 @@ def test_the_sections_of_a_layer_are_all_of_it():
         once = recipe(EXPERTS, **layout)
         twice = replace(once, model=replace(EXPERTS, num_layers=16))
         shapes = replace(shapes_of(once, 8), model=EXPERTS.layers[0])
-        own = sum(sum(section[3:]) for section in layer_sections(shapes, H100))
+        own = sum(sum(section[3:]) for section in layer_segment_costs(shapes, H100))
         work = [
             sum(took for (phase, _), took in step_time(each, 8, H100).parts.items() if phase != ONCE)
             for each in (once, twice)

@@ -11,7 +11,7 @@ from typing import Self
 from torch import Tensor
 
 from fastmp.config import DISPATCHERS, DispatcherSpec, MoEConfig
-from fastmp.config.dispatchers import DispatchSizes, TensorFact, Tensors, Transfer
+from fastmp.config.dispatchers import DispatchSizes, RingTransfer, TensorFact, Tensors
 from fastmp.distributed.collectives import all_gather, gather_sequence, group_rank, reduce_scatter_sequence
 from fastmp.distributed.groups import ParallelGroups
 from fastmp.nn.moe import Dispatcher, DispatchState
@@ -21,14 +21,14 @@ MAX_TOKENS = 1 << 20
 
 
 @dataclass(slots=True)
-class Prepared(DispatchState):
+class StaticPrepared(DispatchState):
     probs: Tensor
     row_of: Tensor
     offsets: Tensor
 
 
 @dataclass(slots=True)
-class Dispatched(DispatchState):
+class StaticDispatched(DispatchState):
     probs: Tensor
     row_of: Tensor
 
@@ -56,7 +56,7 @@ def _problems(sizes: DispatchSizes):
 STATIC = DispatcherSpec(
     "static",
     "toy_dispatcher:StaticDispatcher.create",
-    traffic=lambda sizes: (Transfer("etp-ep", sizes.ranks * sizes.tokens * sizes.row),) * 2,
+    traffic=lambda sizes: (RingTransfer("etp-ep", sizes.ranks * sizes.tokens * sizes.row),) * 2,
     saved_bytes=lambda sizes: 1000 * sizes.tokens,
     prepared=_prepared,
     dispatched=_dispatched,
@@ -66,9 +66,9 @@ STATIC = DispatcherSpec(
 )
 
 
-class StaticDispatcher(Dispatcher[Prepared, Dispatched]):
+class StaticDispatcher(Dispatcher[StaticPrepared, StaticDispatched]):
     spec = STATIC
-    prepared, dispatched = Prepared, Dispatched
+    prepared, dispatched = StaticPrepared, StaticDispatched
 
     def __init__(self, moe: MoEConfig, groups: ParallelGroups) -> None:
         super().__init__(moe.num_experts)
@@ -79,16 +79,18 @@ class StaticDispatcher(Dispatcher[Prepared, Dispatched]):
     def create(cls, moe: MoEConfig, groups: ParallelGroups) -> Self:
         return cls(moe, groups)
 
-    def preprocess(self, indices: Tensor, probs: Tensor, max_tokens: int, rejected: bool = False) -> Prepared:
+    def preprocess(
+        self, indices: Tensor, probs: Tensor, max_tokens: int, rejected: bool = False
+    ) -> StaticPrepared:
         row_of, offsets = permutation(all_gather(indices, self.group)[0] - self.first, self.num_local)
-        return Prepared(probs, row_of, offsets)
+        return StaticPrepared(probs, row_of, offsets)
 
-    def dispatch(self, tokens: Tensor, state: Prepared) -> tuple[Tensor, Tensor, Dispatched]:
+    def dispatch(self, tokens: Tensor, state: StaticPrepared) -> tuple[Tensor, Tensor, StaticDispatched]:
         tokens, probs = (gather_sequence(each, self.group) for each in (tokens, state.probs))
         rows = permute(tokens, state.row_of, state.row_of.numel())
-        return rows, state.offsets, Dispatched(probs, state.row_of)
+        return rows, state.offsets, StaticDispatched(probs, state.row_of)
 
-    def combine(self, outputs: Tensor, state: Dispatched) -> Tensor:
+    def combine(self, outputs: Tensor, state: StaticDispatched) -> Tensor:
         return reduce_scatter_sequence(unpermute(outputs, state.row_of, state.probs), self.group)
 
 

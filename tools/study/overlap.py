@@ -22,7 +22,7 @@ from fastmp.pipeline.stream_schedule import (
 )
 from fastmp.plan.hardware import GPUS
 from fastmp.plan.shapes import shapes_of
-from fastmp.plan.step_time import layer_sections, step_time
+from fastmp.plan.step_time import layer_segment_costs, step_time
 from tools.study.page import parser, table, write
 
 LAYERS, SHARES = 8, (0.25, 0.5, 1.0, 2.0)
@@ -167,7 +167,7 @@ def _recipe(name: str, layout: dict[str, int], overlapped: bool = False) -> Reci
 def _sections(name: str, ranks: int, layout: dict[str, int]) -> tuple[SegmentCost, ...]:
     recipe = _recipe(name, layout)
     shapes = replace(shapes_of(recipe, ranks), model=recipe.model.layers[0])
-    return layer_sections(shapes, GPUS["h100"])
+    return layer_segment_costs(shapes, GPUS["h100"])
 
 
 def _model_rows() -> Iterator[list[str]]:

@@ -21,35 +21,39 @@ __all__ = ["AllGatherDispatcher"]
 
 
 @dataclass(slots=True)
-class Prepared(DispatchState):
+class AllGatherPrepared(DispatchState):
     indices: Tensor  # (T, k)
     probs: Tensor  # (T, k)
     counts: Tensor  # (R, E + 1), on its way to the host
 
 
 @dataclass(slots=True)
-class Dispatched(DispatchState):
+class AllGatherDispatched(DispatchState):
     probs: Tensor  # (R * longest, k), of all ranks
     row_of: Tensor  # (R * longest, k), the row of each pair here, or -1
     numbers: Tensor  # on the host: the longest, this rank's tokens, and the rows of each of its experts
 
 
-class AllGatherDispatcher(CountedDispatcher[Prepared, Dispatched]):
+class AllGatherDispatcher(CountedDispatcher[AllGatherPrepared, AllGatherDispatched]):
     """All-gather the tokens of the etp-ep group; reduce-scatter the outputs."""
 
     spec = ALLGATHER
-    prepared, dispatched = Prepared, Dispatched
+    prepared, dispatched = AllGatherPrepared, AllGatherDispatched
 
-    def preprocess(self, indices: Tensor, probs: Tensor, max_tokens: int, rejected: bool = False) -> Prepared:
+    def preprocess(
+        self, indices: Tensor, probs: Tensor, max_tokens: int, rejected: bool = False
+    ) -> AllGatherPrepared:
         # One place more, for dropped pairs; bincount would wait to know how many places there are.
         counts = indices.new_zeros(self.num_experts + 1, dtype=torch.int32)
         counts.index_add_(
             0, indices.flatten() % (self.num_experts + 1), torch.ones_like(counts[:1]).expand(indices.numel())
         )
         matrix_RX = self._all_rank_counts(counts[:-1], indices.shape[0], max_tokens, rejected)
-        return Prepared(indices, probs, self.copies.start(matrix_RX))
+        return AllGatherPrepared(indices, probs, self.copies.start(matrix_RX))
 
-    def dispatch(self, tokens: Tensor, state: Prepared) -> tuple[Tensor, Tensor, Dispatched]:
+    def dispatch(
+        self, tokens: Tensor, state: AllGatherPrepared
+    ) -> tuple[Tensor, Tensor, AllGatherDispatched]:
         numbers = self._received_counts(state.counts)  # waits for the device
         longest, _, *of_experts = self._values(numbers)
         # all-gathers over etp-ep, padded to the longest rank: (R * longest, H) and (R * longest, k)
@@ -61,12 +65,12 @@ class AllGatherDispatcher(CountedDispatcher[Prepared, Dispatched]):
         indices = all_gather(pad_rows(state.indices, longest, -1), self.etp_ep_group)[0]
         row_of, offsets = permutation(indices - self.ep_rank * self.num_local, self.num_local)
         rows = permute(tokens, row_of, sum(of_experts))
-        return rows, offsets, Dispatched(probs, row_of, numbers)
+        return rows, offsets, AllGatherDispatched(probs, row_of, numbers)
 
-    def sizes(self, state: Dispatched) -> list[int]:
+    def sizes(self, state: AllGatherDispatched) -> list[int]:
         return self._values(state.numbers)[-self.num_local :]
 
-    def combine(self, outputs: Tensor, state: Dispatched) -> Tensor:
+    def combine(self, outputs: Tensor, state: AllGatherDispatched) -> Tensor:
         partial = unpermute(outputs, state.row_of, state.probs)
         own = self._values(state.numbers)[1]
         # reduce-scatter over etp-ep: each rank gets the sums of its own tokens

@@ -24,7 +24,7 @@ __all__ = ["AllToAllDispatcher"]
 
 
 @dataclass(slots=True)
-class Prepared(DispatchState):
+class AllToAllPrepared(DispatchState):
     probs: Tensor  # (T, k)
     row_of: Tensor  # (T, k), the row of each pair as it is sent
     row_of_received: Tensor  # (at most, 1), the row at the experts of each row received
@@ -35,20 +35,22 @@ class Prepared(DispatchState):
 
 
 @dataclass(slots=True)
-class Dispatched(DispatchState):
+class AllToAllDispatched(DispatchState):
     probs: Tensor  # (T, k)
     row_of: Tensor  # (T, k)
     row_of_received: Tensor  # (received, 1)
     numbers: Tensor  # on the host: `_numbers`
 
 
-class AllToAllDispatcher(CountedDispatcher[Prepared, Dispatched]):
+class AllToAllDispatcher(CountedDispatcher[AllToAllPrepared, AllToAllDispatched]):
     """Send each pair to its expert with an all-to-all over `ep`, then gather the rows of the `etp` ranks."""
 
     spec = ALLTOALL
-    prepared, dispatched = Prepared, Dispatched
+    prepared, dispatched = AllToAllPrepared, AllToAllDispatched
 
-    def preprocess(self, indices: Tensor, probs: Tensor, max_tokens: int, rejected: bool = False) -> Prepared:
+    def preprocess(
+        self, indices: Tensor, probs: Tensor, max_tokens: int, rejected: bool = False
+    ) -> AllToAllPrepared:
         row_of, offsets = permutation(indices, self.num_experts)
         counts = torch.diff(offsets, prepend=offsets.new_zeros(1))
         matrix_RX = self._all_rank_counts(counts, indices.shape[0], max_tokens, rejected)
@@ -57,9 +59,9 @@ class AllToAllDispatcher(CountedDispatcher[Prepared, Dispatched]):
         # The places of all rows that can be received, unless a rank has more than `max_tokens` tokens.
         most = self.etp * self.ep * max_tokens * min(indices.shape[1], self.num_local)
         row_of_received = block_rows(starts, places, most)
-        return Prepared(probs, row_of, row_of_received, starts, places, offsets, copy_RX)
+        return AllToAllPrepared(probs, row_of, row_of_received, starts, places, offsets, copy_RX)
 
-    def dispatch(self, tokens: Tensor, state: Prepared) -> tuple[Tensor, Tensor, Dispatched]:
+    def dispatch(self, tokens: Tensor, state: AllToAllPrepared) -> tuple[Tensor, Tensor, AllToAllDispatched]:
         rows = permute(tokens, state.row_of, state.row_of.numel())  # while the copy is on its way
         numbers = self._received_counts(state.counts)  # waits for the device
         sent, received, by_etp = self._splits(numbers)
@@ -73,21 +75,21 @@ class AllToAllDispatcher(CountedDispatcher[Prepared, Dispatched]):
             row_of_received = block_rows(state.starts, state.places, len(rows))
         row_of_received = first_rows(row_of_received, len(rows))
         rows = permute(rows, row_of_received, sum(by_etp))
-        return rows, state.offsets, Dispatched(state.probs, state.row_of, row_of_received, numbers)
+        return rows, state.offsets, AllToAllDispatched(state.probs, state.row_of, row_of_received, numbers)
 
-    def sizes(self, state: Dispatched) -> list[int]:
+    def sizes(self, state: AllToAllDispatched) -> list[int]:
         return self._values(state.numbers)[-self.num_local :]
 
-    def combine(self, outputs: Tensor, state: Dispatched) -> Tensor:
+    def combine(self, outputs: Tensor, state: AllToAllDispatched) -> Tensor:
         return unpermute(self._returned(outputs, state), state.row_of, state.probs)
 
     def combine_onto(
-        self, residual: Tensor, out: Tensor | None, outputs: Tensor, state: Dispatched
+        self, residual: Tensor, out: Tensor | None, outputs: Tensor, state: AllToAllDispatched
     ) -> Tensor | None:
         rows = self._returned(outputs, state)
         return unpermute(rows, state.row_of, state.probs, residual=residual, out=out)
 
-    def _returned(self, outputs: Tensor, state: Dispatched) -> Tensor:
+    def _returned(self, outputs: Tensor, state: AllToAllDispatched) -> Tensor:
         """Send the outputs back: reduce-scatter over etp, then all-to-all over ep."""
         sent, received, by_etp = self._splits(state.numbers)
         rows = unpermute(outputs, state.row_of_received, None)

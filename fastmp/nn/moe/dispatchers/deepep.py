@@ -36,13 +36,13 @@ _MAX_CHOICES = 32  # of a token: a warp of DeepEP's kernels has a lane for each
 
 
 @dataclass(slots=True)
-class Prepared(DispatchState):
+class DeepEPPrepared(DispatchState):
     indices: Tensor  # (T, k)
     probs: Tensor  # (T, k)
 
 
 @dataclass(slots=True)
-class Dispatched(DispatchState):
+class DeepEPDispatched(DispatchState):
     weights: Tensor  # (N, k)
     row_of: Tensor  # (N, k), the row of each choice here, or -1
     counts: Tensor  # (L,), on the host
@@ -57,7 +57,7 @@ class Dispatched(DispatchState):
         return cls(weights, row_of, counts, tuple(handle))
 
 
-class DeepEPDispatcher(Dispatcher[Prepared, Dispatched]):
+class DeepEPDispatcher(Dispatcher[DeepEPPrepared, DeepEPDispatched]):
     """Send tokens to their experts through `groups.deepep`, whose ranks divide them.
 
     Raises ValueError where the ranks do not divide the experts, and where a token has more choices than
@@ -65,7 +65,7 @@ class DeepEPDispatcher(Dispatcher[Prepared, Dispatched]):
     """
 
     spec = DEEPEP
-    prepared, dispatched = Prepared, Dispatched
+    prepared, dispatched = DeepEPPrepared, DeepEPDispatched
 
     def __init__(self, moe: MoEConfig, groups: ParallelGroups) -> None:
         super().__init__(moe.num_experts)
@@ -93,13 +93,15 @@ class DeepEPDispatcher(Dispatcher[Prepared, Dispatched]):
     def check(self, rows: Tensor) -> None:
         self.buffer.check(rows)
 
-    def preprocess(self, indices: Tensor, probs: Tensor, max_tokens: int, rejected: bool = False) -> Prepared:
+    def preprocess(
+        self, indices: Tensor, probs: Tensor, max_tokens: int, rejected: bool = False
+    ) -> DeepEPPrepared:
         if rejected:
             raise ValueError(
                 f"MoELayer: the {len(indices)} tokens of this rank are too few: its experts would have a "
                 "capacity of less than one token"
             )
-        return Prepared(indices, probs)
+        return DeepEPPrepared(indices, probs)
 
     def _parts(self, indices: Tensor) -> Tensor:
         """Number the parts (T, D x k) of experts, those of the first rank of the group first."""
@@ -109,13 +111,13 @@ class DeepEPDispatcher(Dispatcher[Prepared, Dispatched]):
         parts = [first + d * self.num_local * etp_step for d in range(self.etp)]
         return torch.cat([part.masked_fill(indices < 0, -1) for part in parts], 1)
 
-    def dispatch(self, tokens: Tensor, state: Prepared) -> tuple[Tensor, Tensor, Dispatched]:
+    def dispatch(self, tokens: Tensor, state: DeepEPPrepared) -> tuple[Tensor, Tensor, DeepEPDispatched]:
         indices, probs = state.indices, state.probs
         if self.etp > 1:
             indices, probs = self._parts(indices), probs.repeat(1, self.etp)
         buffer = self.buffer.reserve(tokens)
         # all ranks of etp-ep exchange layouts, then tokens, on DeepEP's stream; its host waits for the sizes
-        received, weights, chosen, counts, *handle = _Dispatch.apply(
+        received, weights, chosen, counts, *handle = _DeepEPDispatch.apply(
             tokens.contiguous(),
             probs.to(compute_dtype(tokens.dtype)).contiguous(),
             indices.to(self.buffer.index_dtype).contiguous(),
@@ -124,18 +126,18 @@ class DeepEPDispatcher(Dispatcher[Prepared, Dispatched]):
         )
         row_of, offsets = permutation(chosen.to(torch.int32), self.num_local)
         rows = permute(received, row_of, int(counts.sum()))
-        return rows, offsets, Dispatched(weights, row_of, counts, tuple(handle))
+        return rows, offsets, DeepEPDispatched(weights, row_of, counts, tuple(handle))
 
-    def sizes(self, state: Dispatched) -> list[int]:
+    def sizes(self, state: DeepEPDispatched) -> list[int]:
         return state.counts.tolist()
 
-    def combine(self, outputs: Tensor, state: Dispatched) -> Tensor:
+    def combine(self, outputs: Tensor, state: DeepEPDispatched) -> Tensor:
         sums = unpermute(outputs, state.row_of, state.weights)
-        total: Tensor = _Combine.apply(sums, self.buffer.reserve(sums), *state.handle)
+        total: Tensor = _DeepEPCombine.apply(sums, self.buffer.reserve(sums), *state.handle)
         return total
 
 
-class _Dispatch(Function):
+class _DeepEPDispatch(Function):
     """Tokens (T, H), probabilities (T, k) and choices (T, k) to those that this rank receives.
 
     Returns tokens (N, H), probabilities (N, k), choices (N, k) among this rank's experts or -1, the number of
@@ -171,7 +173,7 @@ class _Dispatch(Function):
         return dtokens, dprobs, None, None, None
 
 
-class _Combine(Function):
+class _DeepEPCombine(Function):
     """Rows (N, H) to the ranks that sent these tokens, which add up the rows of each: (T, H)."""
 
     @staticmethod

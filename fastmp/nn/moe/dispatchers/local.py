@@ -13,39 +13,41 @@ from fastmp.distributed.groups import ParallelGroups
 from fastmp.nn.moe.dispatchers.base import Dispatcher, DispatchState
 from fastmp.ops import permutation, permute, unpermute
 
-__all__ = ["Dispatched", "LocalDispatcher", "Prepared"]
+__all__ = ["LocalDispatched", "LocalDispatcher", "LocalPrepared"]
 
 
 @dataclass(slots=True)
-class Prepared(DispatchState):
+class LocalPrepared(DispatchState):
     probs: Tensor  # (T, k)
     row_of: Tensor  # (T, k), the row of each pair
     offsets: Tensor  # (E,), where each expert's rows end
 
 
 @dataclass(slots=True)
-class Dispatched(DispatchState):
+class LocalDispatched(DispatchState):
     probs: Tensor  # (T, k)
     row_of: Tensor  # (T, k)
 
 
-class LocalDispatcher(Dispatcher[Prepared, Dispatched]):
+class LocalDispatcher(Dispatcher[LocalPrepared, LocalDispatched]):
     """Sort the rows of one rank by expert. Nothing waits, and every shape is static."""
 
     spec = LOCAL
-    prepared, dispatched = Prepared, Dispatched
+    prepared, dispatched = LocalPrepared, LocalDispatched
 
     @classmethod
     def create(cls, moe: MoEConfig, groups: ParallelGroups) -> Self:
         return cls(moe.num_experts)
 
-    def preprocess(self, indices: Tensor, probs: Tensor, max_tokens: int, rejected: bool = False) -> Prepared:
+    def preprocess(
+        self, indices: Tensor, probs: Tensor, max_tokens: int, rejected: bool = False
+    ) -> LocalPrepared:
         row_of, offsets = permutation(indices, self.num_experts)
-        return Prepared(probs, row_of, offsets)
+        return LocalPrepared(probs, row_of, offsets)
 
-    def dispatch(self, tokens: Tensor, state: Prepared) -> tuple[Tensor, Tensor, Dispatched]:
+    def dispatch(self, tokens: Tensor, state: LocalPrepared) -> tuple[Tensor, Tensor, LocalDispatched]:
         rows = permute(tokens, state.row_of, state.row_of.numel())
-        return rows, state.offsets, Dispatched(state.probs, state.row_of)
+        return rows, state.offsets, LocalDispatched(state.probs, state.row_of)
 
-    def combine(self, outputs: Tensor, state: Dispatched) -> Tensor:
+    def combine(self, outputs: Tensor, state: LocalDispatched) -> Tensor:
         return unpermute(outputs, state.row_of, state.probs)

@@ -19,7 +19,7 @@ from fastmp.config.dispatchers import SHARING, SHARING_SEQUENCES
 from fastmp.distributed.collectives import all_gather, gather_sequence, group_size, reduce_scatter_sequence
 from fastmp.distributed.groups import ParallelGroups
 from fastmp.nn.moe.dispatchers.base import encode_rejection, pad_rows, raise_if_rejected
-from fastmp.nn.moe.dispatchers.local import Dispatched, LocalDispatcher, Prepared
+from fastmp.nn.moe.dispatchers.local import LocalDispatched, LocalDispatcher, LocalPrepared
 
 __all__ = ["SharingDispatcher", "is_within"]
 
@@ -59,7 +59,9 @@ class SharingDispatcher(LocalDispatcher):
             own_stream=moe.shared_expert_ffn_hidden_size > 0,
         )
 
-    def preprocess(self, indices: Tensor, probs: Tensor, max_tokens: int, rejected: bool = False) -> Prepared:
+    def preprocess(
+        self, indices: Tensor, probs: Tensor, max_tokens: int, rejected: bool = False
+    ) -> LocalPrepared:
         if not self.one_sequence:  # the etp hosts agree on the longest
             count = encode_rejection(max_tokens, rejected)
             max_tokens = max(raise_if_rejected(_of_all_ranks(count, self.etp_group)))
@@ -67,16 +69,16 @@ class SharingDispatcher(LocalDispatcher):
         all_indices = all_gather(pad_rows(indices, max_tokens, -1), self.etp_group)[0]
         return super().preprocess(all_indices, probs, max_tokens)
 
-    def dispatch(self, tokens: Tensor, state: Prepared) -> tuple[Tensor, Tensor, Dispatched]:
+    def dispatch(self, tokens: Tensor, state: LocalPrepared) -> tuple[Tensor, Tensor, LocalDispatched]:
         max_tokens = state.row_of.shape[0] // group_size(self.etp_group)
         # all-gather of tokens and probabilities over etp; their gradients are reduce-scattered
         tokens, probs = (
             gather_sequence(pad_rows(part, max_tokens), self.etp_group, own_stream=self.own_stream)
             for part in (tokens, state.probs)
         )
-        return super().dispatch(tokens, Prepared(probs, state.row_of, state.offsets))
+        return super().dispatch(tokens, LocalPrepared(probs, state.row_of, state.offsets))
 
-    def combine(self, outputs: Tensor, state: Dispatched) -> Tensor:
+    def combine(self, outputs: Tensor, state: LocalDispatched) -> Tensor:
         partial = super().combine(outputs, state)
         # reduce-scatter of the partial sums over etp
         return reduce_scatter_sequence(partial, self.etp_group, own_stream=self.own_stream)

@@ -45,7 +45,7 @@ __all__ = ["SymmetricDispatcher"]
 
 
 @dataclass(slots=True)
-class Prepared(DispatchState):
+class SymmetricPrepared(DispatchState):
     probs: Tensor  # (T, k)
     indices: Tensor  # (T, k)
     row_of: Tensor  # (T, k), the row of each pair among those of this rank
@@ -53,13 +53,13 @@ class Prepared(DispatchState):
 
 
 @dataclass(slots=True)
-class Dispatched(DispatchState):
+class SymmetricDispatched(DispatchState):
     probs: Tensor  # (T, k)
     where: Tensor  # (T, k), the row of each pair at the rank of its expert, or -1
     ends: Tensor  # (L + 1,), where each local expert's rows end, and how many pairs were dropped
 
 
-class SymmetricDispatcher(Dispatcher[Prepared, Dispatched]):
+class SymmetricDispatcher(Dispatcher[SymmetricPrepared, SymmetricDispatched]):
     """Exchange rows through the symmetric memory of `exchange`, whose group divides the experts.
 
     moe: its `symmetric_capacity` is the room over what comes in balance. `exchange` reserves the memory at
@@ -71,7 +71,7 @@ class SymmetricDispatcher(Dispatcher[Prepared, Dispatched]):
     """
 
     spec = SYMMETRIC
-    prepared, dispatched = Prepared, Dispatched
+    prepared, dispatched = SymmetricPrepared, SymmetricDispatched
 
     def __init__(self, moe: MoEConfig, exchange: SymmetricExchange, *, own_stream: bool = False) -> None:
         super().__init__(moe.num_experts)
@@ -91,12 +91,16 @@ class SymmetricDispatcher(Dispatcher[Prepared, Dispatched]):
     def reserve(self, max_tokens: int) -> None:
         self.exchange.request(max_tokens)
 
-    def preprocess(self, indices: Tensor, probs: Tensor, max_tokens: int, rejected: bool = False) -> Prepared:
+    def preprocess(
+        self, indices: Tensor, probs: Tensor, max_tokens: int, rejected: bool = False
+    ) -> SymmetricPrepared:
         row_of, ends = permutation(indices, self.num_experts)
-        return Prepared(probs, indices, row_of, ends)
+        return SymmetricPrepared(probs, indices, row_of, ends)
 
     @no_compile
-    def dispatch(self, tokens: Tensor, state: Prepared) -> tuple[Tensor, Tensor, Dispatched]:
+    def dispatch(
+        self, tokens: Tensor, state: SymmetricPrepared
+    ) -> tuple[Tensor, Tensor, SymmetricDispatched]:
         views = self.exchange.reserve(
             tokens, top_k=self.moe.top_k, experts=self.num_experts, factor=self.moe.symmetric_capacity
         )
@@ -108,21 +112,21 @@ class SymmetricDispatcher(Dispatcher[Prepared, Dispatched]):
             where, offsets, dropped = exchange_places(
                 state.row_of, state.indices, matrix_RE, views.rank, self.exchange.ep, views.capacity
             )
-        rows = _Dispatch.apply(tokens, where, offsets, views, self.own_stream)
+        rows = _SymmetricDispatch.apply(tokens, where, offsets, views, self.own_stream)
         # The experts do not return their offsets: combine has its own.
         ends = torch.cat((offsets, dropped.view(1)))
-        return rows, offsets, Dispatched(state.probs, where, ends)
+        return rows, offsets, SymmetricDispatched(state.probs, where, ends)
 
     @no_compile
-    def combine(self, outputs: Tensor, state: Dispatched) -> Tensor:
+    def combine(self, outputs: Tensor, state: SymmetricDispatched) -> Tensor:
         views = self.exchange.views
         outputs = outputs.to(views.rows.dtype)
-        total: Tensor = _Combine.apply(
+        total: Tensor = _SymmetricCombine.apply(
             outputs, state.probs, state.where, state.ends[:-1], views, self.own_stream
         )
         return total
 
-    def dropped(self, state: Dispatched) -> Tensor:
+    def dropped(self, state: SymmetricDispatched) -> Tensor:
         return state.ends[-1]
 
 
@@ -135,7 +139,7 @@ def _barrier(views: ExchangeViews) -> None:
     exchange_barrier(views.epochs, views.peer_offsets, views.rank, views.timeout)
 
 
-class _Dispatch(Function):
+class _SymmetricDispatch(Function):
     """Tokens (T, H) to the rows (C, H) of this rank's experts; a token's gradient is the sum of its rows'."""
 
     @staticmethod
@@ -160,7 +164,7 @@ class _Dispatch(Function):
         return total, None, None, None, None
 
 
-class _Combine(Function):
+class _SymmetricCombine(Function):
     """Outputs (C, H) of this rank's experts to the weighted sums (T, H) of each token's."""
 
     @staticmethod
