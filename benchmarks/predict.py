@@ -40,7 +40,7 @@ from fastmp.ops import OPS
 from fastmp.ops import linear_cross_entropy_chunks as chunks
 from fastmp.ops.core import launcher
 from fastmp.ops.cross_entropy_triton import loss_grad_bytes, loss_grad_prefers_cuda
-from fastmp.ops.grouped_mm_tiles import ROWS_EACH, overlaps_tiles, product_blocks, row_class
+from fastmp.ops.grouped_mm_tiles import ROW_CLASSES, gemm_tiles, overlaps_tiles, row_class
 from fastmp.ops.norm_triton import backward_prefers_cuda
 
 RESULTS = Path(__file__).parent / "results"
@@ -77,7 +77,7 @@ class Expected:
     least_us: float = 0.0
 
 
-def _product(x: Tensor, w: Tensor, *rest: Any, gated: bool = False) -> float:
+def _gemm(x: Tensor, w: Tensor, *rest: Any, gated: bool = False) -> float:
     """Return the share of grouped GEMMs, by the rows of an expert, the tile, and how long a sum is (K).
 
     A multiprocessor of Hopper multiplies 2048 pairs of numbers a cycle. A tile costs some cycles outside of
@@ -89,15 +89,15 @@ def _product(x: Tensor, w: Tensor, *rest: Any, gated: bool = False) -> float:
     if rows <= 256:
         return 0.72 if num_terms >= 1024 else 0.8
     columns = w.shape[1] * w.shape[2] // num_terms // (1 + gated)
-    tile = product_blocks(row_class(ROWS_EACH, len(x), len(w)), columns, num_terms, 2, _ARCH, gated)
-    each_step = tile.rows * tile.columns * (1 + gated) * tile.terms / 2048
-    cycles = each_step * -(-num_terms // tile.terms)
+    tile = gemm_tiles(row_class(ROW_CLASSES, len(x), len(w)), columns, num_terms, 2, _ARCH, gated)
+    each_step = tile.block_m * tile.block_n * (1 + gated) * tile.block_k / 2048
+    cycles = each_step * -(-num_terms // tile.block_k)
     outside = _OVERLAPPED if overlaps_tiles(_ARCH, "silu" if gated else "none", gated, False) else _EXPOSED
     return 0.84 * cycles / (cycles + outside)
 
 
 def _mlp_in(x: Tensor, w: Tensor, bias: Any, offsets: Tensor, form: str, gated: bool, *rest: Any) -> float:
-    return _product(x, w, gated=gated)
+    return _gemm(x, w, gated=gated)
 
 
 def _weight_gradient(grad: Tensor, x: Tensor, offsets: Tensor, added: bool = False) -> float:
@@ -159,8 +159,8 @@ EXPECTED = {
     "gated_activation": Expected(0.93),
     "gated_activation_backward": Expected(0.91),
     "grouped_mlp_in": Expected(_mlp_in),
-    "grouped_mm": Expected(_product),
-    "grouped_mm_bias": Expected(_product),
+    "grouped_mm": Expected(_gemm),
+    "grouped_mm_bias": Expected(_gemm),
     "grouped_mm_wgrad": Expected(_weight_gradient),
     "grouped_mm_wgrad_": Expected(lambda total, *rest: _weight_gradient(*rest, added=True)),
     "layer_norm": Expected(0.9),

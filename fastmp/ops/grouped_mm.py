@@ -1,11 +1,13 @@
-"""grouped_mm: one product for each expert, over rows that lie in the order of the experts; and its gradients.
+"""Grouped GEMM: one GEMM for each expert, over rows in the order of the experts; and its gradients.
 
-Where an expert's rows end is known to the device only: kernels walk over `offsets` there, nothing is padded
-and no host waits. Rows from the last offset on belong to nobody; they are zeros in every result.
-`grouped_mlp_in` has the activation of the first product in the epilogue of the product, and keeps what its
-argument was (the pre-activation) for the backward pass. The gradient of the weights is summed in fp32 (fp64
-for fp64), and added to `w.main_grad` where there is one, rounded once to the dtype of that; each tile of it
-has one producer, so runs do not vary.
+Only the device knows where an expert's rows end: kernels read `offsets` there, so nothing is padded and
+there is no host-device synchronisation. Rows after the last offset belong to no expert and are zeros in every
+result.
+
+`grouped_mlp_in` fuses the activation into the epilogue of the first GEMM, and keeps the pre-activation for
+the backward pass. The wgrad is summed in fp32 (fp64 for fp64), and added to `w.main_grad` where there is one,
+rounded once to its dtype. Each tile of it has one producer, so results are deterministic.
+
 M rows, E experts, N x K the weight of one.
 """
 
@@ -20,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastmp.ops import gated as gated_activation
-from fastmp.ops import grouped_mm_triton
+from fastmp.ops import grouped_mm_launch
 from fastmp.ops.activation import bias_gelu
 from fastmp.ops.activation import reference as bias_gelu_reference
 from fastmp.ops.core import checks
@@ -33,16 +35,15 @@ from fastmp.ops.core.registry import (
     register,
     without_autocast,
 )
+from fastmp.ops.grouped_mm_tiles import grouped_mm_choice
 from fastmp.ops.wgrad import deferral, leaf_of
 from fastmp.profiling import traced
 
-_APPROXIMATE = {"gelu_tanh": "tanh", "gelu": "none"}  # what torch calls the forms of GELU
-# Tiles of 128 x 256 that every product of a loop must have: about two for each multiprocessor of an H200.
-_TILES_OF_A_LOOP = 256
+_APPROXIMATE = {"gelu_tanh": "tanh", "gelu": "none"}  # torch's names of the forms of GELU
 
 
 def spans(offsets: Tensor, num_rows: int) -> list[tuple[int, int]]:
-    """Return (start, end) of each expert's rows; an end before its start, or beyond all rows, is moved."""
+    """Return (start, end) of each expert's rows; ends are clamped to be monotonic and within the rows."""
     found, start = [], 0
     for end in offsets.tolist():
         end = max(start, min(end, num_rows))
@@ -51,7 +52,7 @@ def spans(offsets: Tensor, num_rows: int) -> list[tuple[int, int]]:
     return found
 
 
-def _product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
+def _mm_in(dtype: torch.dtype, a: Tensor, b: Tensor) -> Tensor:
     """Multiply a by b in `dtype`."""
     return torch.mm(a.to(dtype), b.to(dtype))
 
@@ -68,8 +69,8 @@ def reference_bias(x: Tensor, w: Tensor, bias: Tensor | None, offsets: Tensor, t
     with without_autocast(x.device.type):
         for expert, (start, end) in enumerate(spans(offsets, len(x))):
             if start < end:
-                product = _product(x[start:end], w[expert] if transposed else w[expert].t(), dtype)
-                y[start:end] = product if bias is None else product + bias[expert]
+                h = _mm_in(dtype, x[start:end], w[expert] if transposed else w[expert].t())
+                y[start:end] = h if bias is None else h + bias[expert]
     y[end:] = 0
     return y
 
@@ -81,7 +82,7 @@ def reference_wgrad(grad: Tensor, x: Tensor, offsets: Tensor) -> Tensor:
     with without_autocast(x.device.type):
         for total, (start, end) in zip(dw, spans(offsets, len(x)), strict=True):
             if start < end:
-                total.copy_(_product(grad[start:end].t(), x[start:end], dtype))
+                total.copy_(_mm_in(dtype, grad[start:end].t(), x[start:end]))
     return dw
 
 
@@ -105,7 +106,7 @@ def _activated(h: Tensor, form: str, gated: bool) -> Tensor:
 
 
 def _activation_backward(grad: Tensor, h: Tensor, form: str, gated: bool) -> Tensor:
-    """Make the gradient of h from that of activation(h)."""
+    """Return the gradient of h, given that of activation(h)."""
     if gated:
         return torch.ops.fastmp.gated_activation_backward(grad, h, None, form)[0]
     if form == "silu":
@@ -124,7 +125,7 @@ def reference_mlp_in(
         for expert, (start, end) in enumerate(spans(offsets, len(x))):
             if start == end:
                 continue
-            part = _product(x[start:end], w[expert].t(), dtype)
+            part = _mm_in(dtype, x[start:end], w[expert].t())
             if bias is not None:
                 part += bias[expert]
             y[start:end] = _activated(part, form, gated)
@@ -143,7 +144,7 @@ def _fake_mlp_in(
     return x.new_empty(x.shape[0], w.shape[1] // (1 + gated)), x.new_empty(kept)
 
 
-# Costs are those of rows that all belong to an expert; where they end only the device knows.
+# Costs assume that every row belongs to an expert; only the device knows the real number.
 
 
 def _flops(x: Any, w: Any, *_: Any) -> int:
@@ -158,28 +159,28 @@ register(
     "grouped_mm(Tensor x, Tensor w, Tensor offsets, bool transposed) -> Tensor",
     reference=reference,
     fake=lambda x, w, offsets, transposed: x.new_empty(x.shape[0], w.shape[2 if transposed else 1]),
-    triton=grouped_mm_triton.launch,
+    triton=grouped_mm_launch.launch,
     flops=_flops,
 )
 register(
     "grouped_mm_bias(Tensor x, Tensor w, Tensor bias, Tensor offsets, bool transposed) -> Tensor",
     reference=reference_bias,
     fake=lambda x, w, bias, offsets, transposed: x.new_empty(x.shape[0], bias.shape[1]),
-    triton=grouped_mm_triton.launch_bias,
+    triton=grouped_mm_launch.launch_bias,
     flops=_flops,
 )
 register(
     "grouped_mm_wgrad(Tensor grad, Tensor x, Tensor offsets) -> Tensor",
     reference=reference_wgrad,
     fake=lambda grad, x, offsets: x.new_empty(offsets.shape[0], grad.shape[1], x.shape[1]),
-    triton=grouped_mm_triton.launch_wgrad,
+    triton=grouped_mm_launch.launch_wgrad,
     flops=_flops_wgrad,
 )
 register(
     "grouped_mm_wgrad_(Tensor(a!) total, Tensor grad, Tensor x, Tensor offsets) -> ()",
     reference=reference_wgrad_,
     fake=lambda total, grad, x, offsets: None,
-    triton=grouped_mm_triton.launch_wgrad_,
+    triton=grouped_mm_launch.launch_wgrad_,
     flops=lambda total, grad, x, offsets: _flops_wgrad(grad, x, offsets),
 )
 register(
@@ -187,29 +188,9 @@ register(
     " -> (Tensor, Tensor)",
     reference=reference_mlp_in,
     fake=_fake_mlp_in,
-    triton=grouped_mm_triton.launch_mlp_in,
+    triton=grouped_mm_launch.launch_mlp_in,
     flops=_flops,
 )
-
-
-def grouped_mm_choice(sizes: Sequence[int], n: int, k: int, dtype: torch.dtype, arch: int) -> str:
-    """Say "loop" where one product of torch after another is the better grouped_mm, else "grouped".
-
-    A loop starts and ends a kernel for each expert, so every one must keep the whole GPU busy for a while: it
-    is for few large experts. There, torch's own kernel has the edge on Hopper and before, where one launch
-    for all saves little, and everywhere in float32 and float64, which the Triton kernels do without tensor
-    cores. On a CPU grouped_mm is a loop by itself. A model, not yet measured on every GPU.
-
-    Args:
-        sizes: rows of each expert.
-        n, k: of the weights (E, n, k); their order does not matter.
-        arch: compute capability as one number (90 is 9.0), 0 for a CPU.
-    """
-    there = [size for size in sizes if size > 0]
-    if not there or arch == 0 or (arch >= 100 and dtype.itemsize == 2):
-        return "grouped"
-    tiles = -(-min(there) // 128) * min(-(-n // 256), -(-k // 256))
-    return "loop" if tiles >= _TILES_OF_A_LOOP else "grouped"
 
 
 def _starts(sizes: Sequence[int]) -> Iterator[tuple[int, int]]:
@@ -218,7 +199,7 @@ def _starts(sizes: Sequence[int]) -> Iterator[tuple[int, int]]:
 
 
 def _mm(x: Tensor, w: Tensor, offsets: Tensor, transposed: bool, sizes: Sequence[int] | None) -> Tensor:
-    """Multiply by the op, or in a loop where `sizes` are given."""
+    """Multiply by the op, or with `sizes` in a loop."""
     if sizes is None:
         return torch.ops.fastmp.grouped_mm(x, w, offsets, transposed)
     y = x.new_empty(len(x), w.shape[2 if transposed else 1])
@@ -233,7 +214,7 @@ def _mm(x: Tensor, w: Tensor, offsets: Tensor, transposed: bool, sizes: Sequence
 def _wgrad(
     grad: Tensor, x: Tensor, offsets: Tensor, main_grad: Tensor | None, sizes: Sequence[int] | None = None
 ) -> Tensor | None:
-    """Make the gradient of the weights; None where it went to `main_grad`."""
+    """Return the gradient of the weights, or None after adding it to `main_grad`."""
     if sizes is None:
         if main_grad is None:
             return torch.ops.fastmp.grouped_mm_wgrad(grad, x, offsets)
@@ -259,7 +240,7 @@ def _wgrad_or_defer(defer: Callable[..., None] | None, *arguments: Any) -> Tenso
 
 
 def _column_sums(grad: Tensor, offsets: Tensor) -> Tensor:
-    """Sum each expert's rows: a product with a column of ones."""
+    """Sum each expert's rows: a wgrad with a column of ones."""
     return torch.ops.fastmp.grouped_mm_wgrad(grad, grad.new_ones(grad.shape[0], 1), offsets).squeeze(2)
 
 
@@ -378,7 +359,7 @@ def _sizes_of_a_loop(sizes: Sequence[int] | None, x: Tensor, w: Tensor) -> tuple
     """Return `sizes` where a loop is the better grouped_mm, else None."""
     if sizes is None:
         return None
-    arch = grouped_mm_triton.architecture(x) if x.is_cuda else 0
+    arch = grouped_mm_launch.architecture(x) if x.is_cuda else 0
     choice = grouped_mm_choice(sizes, w.shape[1], w.shape[2], x.dtype, arch)
     return tuple(sizes) if choice == "loop" else None
 
@@ -393,22 +374,22 @@ def grouped_mm(
     bias: Tensor | None = None,
     sizes: Sequence[int] | None = None,
 ) -> Tensor:
-    """Multiply rows of x by the weight of their expert: y[r] = w[e] @ x[r] + bias[e]; differentiable once.
+    """Grouped GEMM: y[r] = w[e] @ x[r] + bias[e] for each row r of expert e; differentiable once.
 
-    Under autocast, in its dtype. The gradient of w is summed in fp32 (fp64 for fp64); where the parameter has
-    a `main_grad`, a tensor of its shape, in the dtype of the sums or of x, it is added to that and rounded
-    once. Autograd then gets none: any backward pass through this op does so, also one that asks for the
+    Under autocast it runs in the autocast dtype. The gradient of w is summed in fp32 (fp64 for fp64). If the
+    parameter has a `main_grad` (its shape; fp32 or the dtype of x), the gradient is added to that and rounded
+    once, and autograd gets none. Every backward pass through this op does so, even one that asks for the
     gradient of x alone.
 
     Args:
         x: (M, K) float64, float32, bfloat16 or float16, rows in the order of the experts.
         w: (E, N, K) of the same dtype and device; contiguous avoids a copy.
-        offsets: (E,) int32 on the same device: where the rows of each expert end. They never fall, and the
-            last is at most M. Rows from there on are zeros in the result and in the gradient of x.
+        offsets: (E,) int32 on the same device: the end of each expert's rows, not decreasing, at most M. Rows
+            after the last one are zeros in the result and in the gradient of x.
         transposed: x is (M, N), and the result y[r] = x[r] @ w[e] + bias[e] is (M, K).
         bias: (E, N), or (E, K) if transposed, of the same dtype and device, or None.
-        sizes: rows of each expert, where the host knows them: lets `grouped_mm_choice` take one product after
-            another where that is faster, and there is no bias.
+        sizes: rows of each expert, if the host knows them: lets `grouped_mm_choice` use one GEMM per expert
+            where that is faster and there is no bias.
 
     Returns:
         (M, N), or (M, K) if transposed, contiguous, of x's dtype; sums are in float32 (float64 for float64
@@ -416,7 +397,13 @@ def grouped_mm(
 
     Raises:
         ValueError: shapes, dtypes, devices (also of `main_grad`) or sizes that do not fit; on the CPU also
-            offsets that fall or pass M (elsewhere they are taken as the nearest that do not).
+            offsets that decrease or exceed M (elsewhere they are clamped).
+
+    Example:
+        x = torch.randn(6, 16, requires_grad=True)  # 4 rows of expert 0, 2 of expert 1
+        w = torch.randn(2, 32, 16, requires_grad=True)
+        y = grouped_mm(x, w, torch.tensor([4, 6], dtype=torch.int32))  # (6, 32)
+        y.sum().backward()
 
     Gale et al., "MegaBlocks", 2022 (arXiv 2211.15841).
     """
@@ -436,8 +423,8 @@ def grouped_mm(
     return _grouped_mm(x, w, bias, offsets, main_grad, defer, transposed, loop)
 
 
-def _apply(h: Tensor, form: str, gated: bool) -> Tensor:
-    """Apply the activation as an op of its own."""
+def _apply_activation(h: Tensor, form: str, gated: bool) -> Tensor:
+    """Apply the activation as a separate op."""
     if form == "silu":
         return gated_activation.swiglu(h) if gated else F.silu(h)
     return (gated_activation.geglu if gated else bias_gelu)(h, approximate=_APPROXIMATE[form])
@@ -454,17 +441,17 @@ def grouped_mlp_in(
     bias: Tensor | None = None,
     sizes: Sequence[int] | None = None,
 ) -> Tensor:
-    """Compute the first product of an expert's MLP and its activation: activation(grouped_mm(x, w) + bias).
+    """First GEMM of the experts' MLPs with fused activation: activation(grouped_mm(x, w) + bias).
 
-    Under autocast, in its dtype; differentiable once in x, w and bias. The backward pass keeps the
-    pre-activation, which the same kernel writes; `main_grad` of w is treated as in `grouped_mm`.
+    Under autocast it runs in the autocast dtype; differentiable once in x, w and bias. The kernel also stores
+    the pre-activation for the backward pass; `main_grad` of w works as in `grouped_mm`.
 
     Args:
         x, w, offsets: as for `grouped_mm`, not transposed.
         form: the activation: "silu", "gelu" (exact, by the error function) or "gelu_tanh".
         gated: the rows of w[e] are [gate | up], and the result is form(gate) * up; else it is form(h).
         bias: (E, N) of the same dtype and device, or None.
-        sizes: as for `grouped_mm`: where a loop is faster, and there is no bias, the activation comes after.
+        sizes: as for `grouped_mm`; in a loop the activation is a separate op.
 
     Returns:
         (M, N / 2) if gated, else (M, N), contiguous, of x's dtype; rounded once. Rows from the last
@@ -474,6 +461,11 @@ def grouped_mlp_in(
         ValueError: as `grouped_mm`; another form, an odd number of rows of w[e] if gated, a bias that does
             not fit.
 
+    Example:
+        offsets = torch.tensor([4, 6], dtype=torch.int32)
+        w = torch.randn(2, 64, 16)  # 2 experts, rows [gate | up]
+        hidden = grouped_mlp_in(torch.randn(6, 16), w, offsets, form="silu", gated=True)  # (6, 32)
+
     Shazeer, "GLU Variants Improve Transformer", 2020; Gale et al., "MegaBlocks", 2022.
     """
     given, main_grad = (x, w), getattr(w, "main_grad", None)
@@ -482,7 +474,7 @@ def grouped_mlp_in(
     _check_mlp_in(x, w, offsets, main_grad, bias, form, gated)
     _check_rows("grouped_mlp_in", x, w, offsets, sizes)
     if bias is None and _sizes_of_a_loop(sizes, x, w) is not None:
-        return _apply(grouped_mm(*given, offsets, sizes=sizes), form, gated)
+        return _apply_activation(grouped_mm(*given, offsets, sizes=sizes), form, gated)
     if not (torch.is_grad_enabled() and any(t.requires_grad for t in (x, w, bias) if t is not None)):
         return torch.ops.fastmp.grouped_mlp_in(x, w, bias, offsets, form, gated, False)[0]
     defer = deferral(w)

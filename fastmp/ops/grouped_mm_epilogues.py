@@ -5,7 +5,7 @@ from __future__ import annotations
 from fastmp.ops.core._triton import jit, tl
 from fastmp.ops.gated import activate
 
-REDUCE_PARTS = 2  # of the columns of a tile that `reduce_sums` adds one after another
+REDUCE_PARTS = 2  # column blocks of a tile that `reduce_sums` adds one after another
 
 
 @jit
@@ -19,14 +19,14 @@ def store_sums(
     out, sums, ns, first_k, num_n, num_k, pitch, VECTOR: tl.constexpr, ACCUMULATE: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Store a tile of a weight's gradient, or add it to `out`, in PARTS turns: fewer registers hold `out`."""
+    """Store a tile of a weight's gradient, or add it to `out`, in PARTS column blocks to save registers."""
     if PARTS == 1:
         ks = first_k + tl.arange(0, BLOCK_K)
         places = out + ns[:, None].to(tl.int64) * pitch * VECTOR + ks[None, :]
         mask = (ns < num_n)[:, None] & (ks < num_k)[None, :]
         if ACCUMULATE:
             sums += tl.load(places, mask=mask, other=0.0).to(sums.dtype)
-            if BLOCK_N * BLOCK_K < 512:  # several threads may have read what one of them overwrites
+            if BLOCK_N * BLOCK_K < 512:  # several threads load an element that one of them overwrites
                 tl.debug_barrier()
         tl.store(places, sums, mask=mask)
     else:
@@ -56,10 +56,10 @@ def reduce_sums(
     out, sums, expert, first_n, first_k, INTERPRETED: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Add a tile of a weight's gradient to the matrices that `out` describes, in REDUCE_PARTS turns.
+    """Add a tile of a weight's gradient to the matrices of the descriptor `out`, in REDUCE_PARTS parts.
 
-    The TMA unit adds in the second-level cache, in float32 rounded to nearest; numbers below 2^-126 may
-    become zeros there. What lies outside of the matrix is left out.
+    The TMA unit adds in the second-level cache, in float32 rounded to nearest; numbers below 2^-126 may be
+    flushed to zero there. Elements outside of the matrix are not written.
     """
     HALF: tl.constexpr = BLOCK_K // 2
     left, right = _halves(sums, BLOCK_N, HALF)
@@ -73,21 +73,24 @@ def _store_activated(
     FORM: tl.constexpr, GATED: tl.constexpr, KEEP: tl.constexpr, HAS_BIAS: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Store columns from `first_n` on of y = form(h), times `up` if GATED, and of h if it is kept."""
+    """Store columns from `first_n` on of y = form(h), times `up` if GATED, and of h if KEEP."""
     cols = first_n + tl.arange(0, BLOCK_N)
     mask = (rows < end)[:, None] & (cols < width)[None, :]
     num_n = 2 * width if GATED else width
+    # 1. Add the bias of the expert.
     if HAS_BIAS:
         owned = (cols < width) & (expert < num_experts)
         shift = bias + expert.to(tl.int64) * num_n + cols
         acc += tl.load(shift, mask=owned, other=0.0).to(acc.dtype)[None, :]
         if GATED:
             up += tl.load(shift + width, mask=owned, other=0.0).to(acc.dtype)[None, :]
+    # 2. Store the pre-activation for the backward pass.
     if KEEP:
         kept = h + rows[:, None].to(tl.int64) * num_n + cols[None, :]
         tl.store(kept, acc, mask=mask)
         if GATED:
             tl.store(kept + width, up, mask=mask)
+    # 3. Activate, gate and store.
     if FORM != "none":
         acc = activate(acc, FORM)
     if GATED:
@@ -101,7 +104,7 @@ def store_parts(
     FORM: tl.constexpr, GATED: tl.constexpr, KEEP: tl.constexpr, HAS_BIAS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Call `_store_activated` in PARTS turns, so that what an activation needs fits into registers."""
+    """Call `_store_activated` for PARTS column blocks: the activation's temporaries fit into registers."""
     if PARTS == 1:
         _store_activated(
             y, h, bias, expert, num_experts, acc, up, rows, end, first_n, width, FORM, GATED, KEEP, HAS_BIAS,

@@ -1,115 +1,149 @@
-"""Tiles of the grouped products: a few classes by rows an expert, for the shapes of weights and a GPU.
+"""Tile configurations of the grouped GEMMs: a few classes by rows per expert, for weight shapes and a GPU.
 
-They are pure functions of sizes. Counts choose a class only, so that kernels are compiled beforehand for all.
+Pure functions of sizes. The number of rows selects a class only, so all kernels can be compiled beforehand.
 """
 
 from __future__ import annotations
 
 import math
 from bisect import bisect_left
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+
+import torch
 
 from fastmp.ops.core._triton import next_power_of_2
 
 
 @dataclass(frozen=True)
-class Blocks:
-    """Sizes of a tile: `rows` and `columns` of the result, `terms` at a time; and how a program runs."""
+class TileConfig:
+    """Tile of a GEMM: block_m x block_n of the result, block_k terms a step; and the launch of a program."""
 
-    rows: int
-    columns: int
-    terms: int
+    block_m: int
+    block_n: int
+    block_k: int
     num_warps: int
     num_stages: int
 
-    def fitting(self, num_columns: int, num_terms: int) -> Blocks:
-        """Return the same, no wider than the matrices."""
-        columns = min(self.columns, max(32, next_power_of_2(num_columns)))
-        return replace(self, columns=columns, terms=min(self.terms, max(16, next_power_of_2(num_terms))))
+    def clamped(self, num_columns: int, num_terms: int) -> TileConfig:
+        """Return the same tile, no wider than the matrices."""
+        block_n = min(self.block_n, max(32, next_power_of_2(num_columns)))
+        return replace(self, block_n=block_n, block_k=min(self.block_k, max(16, next_power_of_2(num_terms))))
 
-    def programs_each(self, itemsize: int, arch: int, pair: bool = False) -> int:
-        """Count the programs that a multiprocessor can hold, by shared memory and 255 registers a thread.
+    def programs_per_sm(self, itemsize: int, arch: int, gated: bool = False) -> int:
+        """Return the occupancy: programs per multiprocessor, by shared memory and 255 registers a thread.
 
         Triton holds a block of the operands for each stage; for `mma.sync`, which has its operands in
         registers, for one stage less. A program takes 1 KB more.
         """
-        columns = 2 * self.columns if pair else self.columns
-        held = self.num_stages - (self.rows < 64 or not _large(arch))
-        shared = held * (self.rows + columns) * self.terms * itemsize + (1 << 10)
-        return max(1, min(8 // self.num_warps, _shared_memory(arch) // shared))
+        columns = 2 * self.block_n if gated else self.block_n
+        held = self.num_stages - (self.block_m < 64 or not _has_large_smem(arch))
+        smem = held * (self.block_m + columns) * self.block_k * itemsize + (1 << 10)
+        return max(1, min(8 // self.num_warps, _shared_memory(arch) // smem))
 
 
-def _large(arch: int) -> bool:
-    """Say whether it has the shared memory of Hopper and of the Blackwell of data centres."""
+def _has_large_smem(arch: int) -> bool:
+    """Return True for Hopper and data-centre Blackwell, with 228 KB of shared memory."""
     return 90 <= arch < 120
 
 
 def _shared_memory(arch: int) -> int:
     """Return the bytes of shared memory of a multiprocessor."""
-    return (228 if _large(arch) else 164 if arch == 80 else 100) << 10
+    return (228 if _has_large_smem(arch) else 164 if arch == 80 else 100) << 10
 
 
-# The most rows an expert, on average, of each class that has a tile of its own in product_blocks.
-ROWS_EACH = (16, 32, 64, 127, math.inf)
+# Upper bounds of rows per expert, on average, of the classes that have a tile of their own in gemm_tiles.
+ROW_CLASSES = (16, 32, 64, 127, math.inf)
 
 
 @cache
-def product_blocks(
-    rows_each: float, num_columns: int, num_terms: int, itemsize: int, arch: int, pair: bool = False
-) -> Blocks:
-    """Choose the tile of a product with `rows_each` rows an expert; a `pair` has two blocks of its columns.
+def gemm_tiles(
+    rows_per_expert: float, num_columns: int, num_terms: int, itemsize: int, arch: int, gated: bool = False
+) -> TileConfig:
+    """Choose the tile of a grouped GEMM with so many rows per expert; a gated one has two column blocks.
 
     Half a tile's rows are wasted for each expert, so few rows get low tiles. The widest that 255 registers a
-    thread hold, 128 x 256, reads 0.6 times as much as 64 x 256 does for a product of 128 rows and more; one
-    to sixteen rows are bound by reading the weights, of which much must be under way.
+    thread hold, 128 x 256, reads 0.6 times as much as 64 x 256 does for a GEMM of 128 rows and more; one
+    to sixteen rows are bound by reading the weights, of which many loads must be in flight.
     """
-    if itemsize != 2:  # products without tensor cores, in fp32 or fp64
-        rows, num_warps = (16, 4) if rows_each <= 32 else (64, 8)
-        blocks = Blocks(rows, 64, 128 // itemsize, num_warps, 2)
-    elif rows_each <= 16:
-        blocks = Blocks(16, 128, 128, 4, 4) if _large(arch) else Blocks(16, 128, 64, 4, 4)
-    elif not _large(arch):
-        blocks = Blocks(64, 128, 64, 4, 3) if rows_each <= 64 else Blocks(128, 128, 64, 8, 3)
-    elif rows_each <= 64:
-        blocks = Blocks(64, 128, 64, 4, 4)
+    if itemsize != 2:  # fp32 and fp64, without tensor cores
+        block_m, num_warps = (16, 4) if rows_per_expert <= 32 else (64, 8)
+        tile = TileConfig(block_m, 64, 128 // itemsize, num_warps, 2)
+    elif rows_per_expert <= 16:
+        tile = TileConfig(16, 128, 128 if _has_large_smem(arch) else 64, 4, 4)
+    elif not _has_large_smem(arch):
+        tile = TileConfig(64, 128, 64, 4, 3) if rows_per_expert <= 64 else TileConfig(128, 128, 64, 8, 3)
+    elif rows_per_expert <= 64:
+        tile = TileConfig(64, 128, 64, 4, 4)
     else:
-        blocks = Blocks(64, 256, 64, 4, 4) if rows_each <= 127 else Blocks(128, 256, 64, 8, 4)
-    return (replace(blocks, columns=blocks.columns // 2) if pair else blocks).fitting(num_columns, num_terms)
+        tile = TileConfig(64, 256, 64, 4, 4) if rows_per_expert <= 127 else TileConfig(128, 256, 64, 8, 4)
+    return (replace(tile, block_n=tile.block_n // 2) if gated else tile).clamped(num_columns, num_terms)
 
 
 def overlaps_tiles(arch: int, form: str, gated: bool, bias_transposed: bool) -> bool:
-    """Return True if a product by TMA loads the next tile while it stores this one (one flattened loop).
+    """Return True if a GEMM by TMA loads the next tile while it stores this one (one flattened loop).
 
-    The epilogue then needs shared memory of its own beside the operands in flight, and registers beside the
-    accumulator. The former fits where `_large` does. On Hopper the activation of a tile of 256 columns leaves
-    no registers. On Blackwell the accumulator is doubled in tensor memory, and activations need a stack.
+    The epilogue then needs its own shared memory next to the operands in flight, and registers next to the
+    accumulator. The former fits on architectures with large shared memory. On Hopper the activation of a tile
+    of 256 columns leaves no registers. On Blackwell the accumulator is doubled in tensor memory, and
+    activations spill to a stack.
     """
-    if not _large(arch) or bias_transposed:  # with Triton 3.9, a bias of a transposed product takes a stack
+    if not _has_large_smem(arch) or bias_transposed:  # Triton 3.9 spills a bias of a transposed GEMM
         return False
     return form == "none" or (gated and arch < 100)
 
 
-# The same of wgrad_blocks.
-WGRAD_ROWS_EACH = (1024, math.inf)
+# The same of wgrad_tiles.
+WGRAD_ROW_CLASSES = (1024, math.inf)
 
 
 @cache
-def wgrad_blocks(rows_each: float, num_n: int, num_k: int, itemsize: int, arch: int) -> Blocks:
-    """Choose the tile of a weight's gradient: its rows, its columns, and rows of the operands at a time.
+def wgrad_tiles(rows_per_expert: float, num_n: int, num_k: int, itemsize: int, arch: int) -> TileConfig:
+    """Choose the tile of a grouped wgrad: num_n x num_k per expert, whose terms are the expert's rows.
 
-    Few rows an expert are bound by adding to the gradient: there one of two programs on a multiprocessor adds
-    while the other multiplies. Many are bound by multiplying, for which the widest tile reads the least.
+    Few rows per expert are bound by accumulating into the gradient: there one of two programs on a
+    multiprocessor accumulates while the other multiplies. Many rows are bound by the multiplication, for
+    which the widest tile reads the least.
     """
     if itemsize != 2:
-        blocks = Blocks(64, 64, 128 // itemsize, 4, 2)
-    elif not _large(arch):
-        blocks = Blocks(128, 128, 32, 8, 3)
+        tile = TileConfig(64, 64, 128 // itemsize, 4, 2)
+    elif not _has_large_smem(arch):
+        tile = TileConfig(128, 128, 32, 8, 3)
     else:
-        blocks = Blocks(128, 128, 64, 8, 3) if rows_each <= 1024 else Blocks(128, 256, 64, 8, 3)
-    return replace(blocks, rows=min(blocks.rows, max(16, next_power_of_2(num_n)))).fitting(num_k, 1 << 30)
+        tile = TileConfig(128, 128, 64, 8, 3) if rows_per_expert <= 1024 else TileConfig(128, 256, 64, 8, 3)
+    tile = replace(tile, block_m=min(tile.block_m, max(16, next_power_of_2(num_n))))
+    return tile.clamped(num_k, 1 << 30)
 
 
 def row_class(classes: tuple[float, ...], num_rows: int, num_experts: int) -> float:
-    """Find the class, in ROWS_EACH or WGRAD_ROWS_EACH, of so many rows of so many experts."""
+    """Return the class of ROW_CLASSES or WGRAD_ROW_CLASSES for so many rows of so many experts."""
     return classes[bisect_left(classes, num_rows / max(num_experts, 1))]
+
+
+# Tiles of 128 x 256 that every GEMM of a loop must have: about two for each multiprocessor of an H200.
+_TILES_OF_A_LOOP = 256
+
+
+def grouped_mm_choice(sizes: Sequence[int], n: int, k: int, dtype: torch.dtype, arch: int) -> str:
+    """Choose between one grouped kernel ("grouped") and a loop of one torch GEMM per expert ("loop").
+
+    A loop launches a kernel for each expert, so every GEMM must fill the GPU: it is for few large experts.
+    There torch's kernel is faster on Hopper and before, where one launch for all saves little, and on every
+    GPU in float32 and float64, which the Triton kernels do without tensor cores. On a CPU grouped_mm is a
+    loop by itself. A model, not yet measured on every GPU.
+
+    Args:
+        sizes: rows of each expert.
+        n, k: of the weights (E, n, k); their order does not matter.
+        arch: compute capability as one number (90 is 9.0), 0 for a CPU.
+
+    Example:
+        grouped_mm_choice([8192] * 8, 14336, 4096, torch.bfloat16, arch=90)  # "loop": few large experts
+        grouped_mm_choice([512] * 128, 1536, 4096, torch.bfloat16, arch=90)  # "grouped"
+    """
+    there = [size for size in sizes if size > 0]
+    if not there or arch == 0 or (arch >= 100 and dtype.itemsize == 2):
+        return "grouped"
+    tiles = -(-min(there) // 128) * min(-(-n // 256), -(-k // 256))
+    return "loop" if tiles >= _TILES_OF_A_LOOP else "grouped"

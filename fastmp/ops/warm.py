@@ -111,15 +111,15 @@ def _each_class(x: Tensor, classes: tuple[float, ...], num_experts: int) -> Iter
 
 
 def _rows_of_experts(x: Tensor, w: Tensor, *others: Any) -> Iterator[tuple]:
-    """Yield arguments with numbers of rows that a product of experts has all its tiles for."""
-    for rows in _each_class(x, grouped_mm_tiles.ROWS_EACH, w.shape[0]):
+    """Yield arguments with numbers of rows that a grouped GEMM has all its tiles for."""
+    for rows in _each_class(x, grouped_mm_tiles.ROW_CLASSES, w.shape[0]):
         yield rows, w, *others
 
 
 def _terms_of_experts(*arguments: Any) -> Iterator[tuple]:
-    """Yield arguments with numbers of rows that the gradient of experts' weights has all its tiles for."""
+    """Yield arguments with numbers of rows that a grouped wgrad has all its tiles for."""
     *total, grad, x, offsets = arguments
-    classes = grouped_mm_tiles.WGRAD_ROWS_EACH, offsets.shape[0]
+    classes = grouped_mm_tiles.WGRAD_ROW_CLASSES, offsets.shape[0]
     for grads, terms in zip(_each_class(grad, *classes), _each_class(x, *classes), strict=True):
         yield *total, grads, terms, offsets
 

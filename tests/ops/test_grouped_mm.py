@@ -262,7 +262,7 @@ class TestLoop:
         torch.testing.assert_close(*results, rtol=1e-12, atol=1e-12)
 
     @pytest.mark.parametrize("name", FUSED)
-    def test_first_product(self, name):
+    def test_first_gemm(self, name):
         """The activation comes after the loop; with a bias of each expert there is none."""
         sizes, spare = PATTERNS["first and last empty"]
         x, w, offsets, _ = problem(sizes, spare)
@@ -295,25 +295,25 @@ def test_choice():
         assert grouped_mm_choice([0, 0], 8192, 8192, torch.bfloat16, arch) == "grouped"
 
 
-def test_blocks_follow_the_tokens_of_an_expert():
+def test_tiles_follow_the_tokens_of_an_expert():
     def rows(each, arch=90, itemsize=2):
-        return tiles.product_blocks(each, 4096, 7168, itemsize, arch).rows
+        return tiles.gemm_tiles(each, 4096, 7168, itemsize, arch).block_m
 
     assert [rows(each) for each in (0, 1, 16, 64, 127, 128, 8192)] == [16, 16, 16, 64, 64, 128, 128]
     for arch in (80, 90, 100, 103, 120):
         limit = {80: 163, 120: 99}.get(arch, 227) << 10
         for itemsize in (2, 4, 8):
             for each in (1, 16, 17, 64, 65, 200, 1000, 1e6):
-                for pair in (False, True):
-                    blocks = tiles.product_blocks(each, 4096, 7168, itemsize, arch, pair)
-                    columns = blocks.columns * (2 if pair else 1)
-                    assert blocks.num_stages * (blocks.rows + columns) * blocks.terms * itemsize <= limit
-                    assert blocks.rows * columns <= 128 * blocks.num_warps * 32
-            for each in tiles.WGRAD_ROWS_EACH:
-                blocks = tiles.wgrad_blocks(each, 4096, 7168, itemsize, arch)
-                assert blocks.num_stages * (blocks.rows + blocks.columns) * blocks.terms * itemsize <= limit
-    small = tiles.product_blocks(1000, 40, 24, 2, 90)
-    assert (small.columns, small.terms) == (64, 32)
+                for gated in (False, True):
+                    tile = tiles.gemm_tiles(each, 4096, 7168, itemsize, arch, gated)
+                    columns = tile.block_n * (2 if gated else 1)
+                    assert tile.num_stages * (tile.block_m + columns) * tile.block_k * itemsize <= limit
+                    assert tile.block_m * columns <= 128 * tile.num_warps * 32
+            for each in tiles.WGRAD_ROW_CLASSES:
+                tile = tiles.wgrad_tiles(each, 4096, 7168, itemsize, arch)
+                assert tile.num_stages * (tile.block_m + tile.block_n) * tile.block_k * itemsize <= limit
+    small = tiles.gemm_tiles(1000, 40, 24, 2, 90)
+    assert (small.block_n, small.block_k) == (64, 32)
 
 
 ERRORS = {

@@ -9,7 +9,7 @@ import pytest
 import torch
 from marks import full
 
-from fastmp.ops import grouped_mm_triton as kernels
+from fastmp.ops import grouped_mm_launch as kernels
 from fastmp.ops.core import launcher
 from fastmp.ops.core.registry import OPS
 from fastmp.testing.ops import poisoned_memory
@@ -196,14 +196,14 @@ def test_offsets_that_no_rows_fit_are_taken_as_the_nearest_that_do():
 
 
 @pytest.mark.parametrize("programs", full([1, 3, 1000]))
-def test_any_number_of_programs_and_blocks(programs, monkeypatch):
+def test_any_number_of_programs_and_tiles(programs, monkeypatch):
     """Several rows and columns of tiles a group; the result does not depend on who makes a tile."""
-    blocks = kernels.Blocks(16, 16, 16, 4, 2)
-    monkeypatch.setattr(kernels, "product_blocks", lambda *arguments: blocks)
-    monkeypatch.setattr(kernels, "wgrad_blocks", lambda *arguments: blocks)
+    tile = kernels.TileConfig(16, 16, 16, 4, 2)
+    monkeypatch.setattr(kernels, "gemm_tiles", lambda *arguments: tile)
+    monkeypatch.setattr(kernels, "wgrad_tiles", lambda *arguments: tile)
     monkeypatch.setattr(kernels, "num_programs", lambda tensor, tiles, each: min(tiles, programs))
     monkeypatch.setattr(kernels, "_GROUP", 2)
-    for plan in ("_plan_product", "_plan_wgrad"):  # without what is kept for other blocks
+    for plan in ("_plan_gemm", "_plan_wgrad"):  # without the cache of other tiles
         monkeypatch.setattr(kernels, plan, getattr(kernels, plan).__wrapped__)
     for op, arguments in calls([37, 0, 15, 17], 20, 34, 33, torch.float32):
         check(op, arguments)

@@ -25,7 +25,7 @@ from every_op_tools import (
 from marks import full
 from torch import Tensor
 
-from fastmp.ops import OPS, dropout, finite, grouped_mm_triton, norm_triton
+from fastmp.ops import OPS, dropout, finite, grouped_mm_launch, norm_triton
 from fastmp.ops.core import rowwise as rows
 from fastmp.testing.ops import run, samples
 
@@ -128,7 +128,7 @@ def test_first_and_last_row_of_very_many(op, backend, more_than, monkeypatch):
     )
     monkeypatch.setattr(finite, "NUM_PROGRAMS", 1 << 40)
     # one tile a program, and no more than there are: room is left for one tile more of each of three experts
-    monkeypatch.setattr(grouped_mm_triton, "num_programs", lambda tensor, tiles, each: tiles - 2)
+    monkeypatch.setattr(grouped_mm_launch, "num_programs", lambda tensor, tiles, each: tiles - 2)
     with NothingWalksThrough(), only_ends_run():
         results = results_of(op, call, case.arguments)
     check_ends(op, results, case, 2e-3, monkeypatch)

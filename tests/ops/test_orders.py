@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fastmp.ops import OPS, grouped_mm_triton, norm_triton
+from fastmp.ops import OPS, grouped_mm_launch, norm_triton
 from fastmp.ops.core import launcher
 from fastmp.testing.functions import Draw, evaluate, functions
 from fastmp.testing.ops import run, samples
@@ -104,10 +104,10 @@ def test_wide_norms_read_their_sums_back(orders, monkeypatch):
 @pytest.mark.parametrize("op", ["grouped_mm", "grouped_mm_wgrad_", "grouped_mlp_in"])
 def test_grouped_products_by_descriptors(op, orders, monkeypatch):
     """As on a GPU that has a TMA unit; three programs walk over all tiles."""
-    describe = Mock(wraps=grouped_mm_triton.descriptor)
+    describe = Mock(wraps=grouped_mm_launch.descriptor)
     monkeypatch.setattr(launcher, "architecture_elsewhere", 90)
-    monkeypatch.setattr(grouped_mm_triton, "descriptor", describe)
-    monkeypatch.setattr(grouped_mm_triton, "num_programs", lambda tensor, tiles, each: min(tiles, 3))
+    monkeypatch.setattr(grouped_mm_launch, "descriptor", describe)
+    monkeypatch.setattr(grouped_mm_launch, "num_programs", lambda tensor, tiles, each: min(tiles, 3))
     implementation = OPS[op].implementations["triton"]
     for case in samples(op, device="cpu", dtype=torch.float16):
         describe.reset_mock()

@@ -17,12 +17,12 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 import torch
 
-from fastmp.ops import OPS, adamw, cross_entropy_triton, grouped_mm_triton
+from fastmp.ops import OPS, adamw, cross_entropy_triton, grouped_mm_launch
 from fastmp.ops.core import launcher
 from fastmp.testing.ops import samples
 from tools.cubins.accesses import unordered
 from tools.cubins.cases import ANY, CASES, ONE_DTYPE, ROUTERS, WARP
-from tools.cubins.check import TUNED, broken, broken_parameters, broken_product, check_case
+from tools.cubins.check import TUNED, broken, broken_gemm, broken_parameters, check_case
 from tools.cubins.compiled import REGISTERS, launches, meta
 from tools.cubins.facts import Facts
 
@@ -92,15 +92,15 @@ def test_a_kernel_with_another_number_of_parameters_is_found():
 
 def test_a_grouped_gemm_of_two_loops_does_not_overlap_its_tiles(monkeypatch):
     case, _ = CASES["grouped few"]
-    plan = grouped_mm_triton._plan_product.__wrapped__
-    monkeypatch.setattr(grouped_mm_triton, "_plan_product", plan)
-    monkeypatch.setattr(grouped_mm_triton, "overlaps_tiles", lambda *arguments: False)
+    plan = grouped_mm_launch._plan_gemm.__wrapped__
+    monkeypatch.setattr(grouped_mm_launch, "_plan_gemm", plan)
+    monkeypatch.setattr(grouped_mm_launch, "overlaps_tiles", lambda *arguments: False)
     (launch,) = launches(*case(meta(torch.bfloat16), torch.float32), 90)
-    assert [*broken_product(launch, narrow=False, apart=False)] == [
+    assert [*broken_gemm(launch, narrow=False, apart=False)] == [
         "not flattened, unlike the rule of `overlaps_tiles`"
     ]
     claimed = replace(launch, constants={**launch.constants, "FLAT": True})
-    assert [*broken_product(claimed, narrow=False, apart=False)] == [
+    assert [*broken_gemm(claimed, narrow=False, apart=False)] == [
         "the next tile's loads are not issued before the store of this one"
     ]
 

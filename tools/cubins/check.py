@@ -51,7 +51,7 @@ def check_case(name: str, dtype: torch.dtype, arch: int) -> list[tuple[Launch, l
         wrong = [*broken(launch, expected, wide == torch.float64)]
         wrong += broken_parameters(launch.compiled, launch.constants)
         if launch.kernel.startswith("grouped"):
-            wrong += broken_product(launch, narrow="decode" in name, apart="apart" in name)
+            wrong += broken_gemm(launch, narrow="decode" in name, apart="apart" in name)
         judged.append((launch, wrong))
     return judged
 
@@ -110,8 +110,8 @@ def broken_parameters(compiled: Any, constants: dict[str, Any]) -> Iterator[str]
         yield f"parameters of {wanted} bytes, a launch gives {sizes}"
 
 
-def broken_product(launch: Launch, *, narrow: bool, apart: bool) -> Iterator[str]:
-    """Yield what the code of a grouped product lacks.
+def broken_gemm(launch: Launch, *, narrow: bool, apart: bool) -> Iterator[str]:
+    """Yield what the code of a grouped GEMM lacks.
 
     That is the tensor cores of the architecture, except for tiles of 16 rows (`narrow`), and TMA, or
     asynchronous copies where rows lie `apart`.
@@ -138,10 +138,10 @@ def broken_product(launch: Launch, *, narrow: bool, apart: bool) -> Iterator[str
         yield "copies through the first-level cache"
     if launch.kernel == "grouped_mm_kernel":  # as many programs are launched as run at a time
         names = ("BLOCK_M", "BLOCK_N", "BLOCK_K", "num_warps", "num_stages")
-        blocks = grouped_mm_tiles.Blocks(*(launch.constants[name] for name in names))
-        each = blocks.programs_each(launch.itemsize, launch.arch, launch.constants["GATED"])
+        tile = grouped_mm_tiles.TileConfig(*(launch.constants[name] for name in names))
+        each = tile.programs_per_sm(launch.itemsize, launch.arch, launch.constants["GATED"])
         yield from _not_overlapped(launch)
-        if each != (fit := min(launch.resident, 8 // blocks.num_warps)):
+        if each != (fit := min(launch.resident, 8 // tile.num_warps)):
             yield f"{each} programs are launched for a multiprocessor, on which {fit} fit"
 
 

@@ -1,0 +1,278 @@
+"""Launches of the grouped GEMM kernels of `grouped_mm_triton`: a descriptor, its plan, and the launch.
+
+A launch is described by a `GemmDesc` or `WgradDesc`: everything but the number of rows, which enters as a
+class. A plan (tile, sizes and constants of the kernel) is made once for each descriptor.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fastmp.ops.core import launcher
+from fastmp.ops.core._triton import INTERPRETED, cdiv, check_count, next_power_of_2, tl
+from fastmp.ops.core.registry import compute_dtype
+from fastmp.ops.core.rowwise import vector_width
+from fastmp.ops.core.tma import MAX_ROWS, descriptor, ragged, use_tma
+from fastmp.ops.grouped_mm_epilogues import REDUCE_PARTS
+from fastmp.ops.grouped_mm_tiles import (
+    ROW_CLASSES,
+    WGRAD_ROW_CLASSES,
+    TileConfig,
+    gemm_tiles,
+    overlaps_tiles,
+    row_class,
+    wgrad_tiles,
+)
+from fastmp.ops.grouped_mm_triton import grouped_mm_kernel, grouped_wgrad_kernel
+
+_GROUP = 16  # row tiles in a group, walked over first, so that their block of the weight stays in L2
+
+
+@cache
+def _gpu(index: int) -> tuple[int, int]:
+    properties = torch.cuda.get_device_properties(index)
+    return properties.major * 10 + properties.minor, properties.multi_processor_count
+
+
+def architecture(tensor: Tensor) -> int:
+    """Return the compute capability of the tensor's GPU as one number (90 is 9.0)."""
+    return _gpu(tensor.device.index)[0] if tensor.is_cuda else launcher.architecture_elsewhere
+
+
+def _tile_architecture(arch: int, tma: bool) -> int:
+    """Return the architecture to choose tiles for: without TMA, addresses take registers of the widest."""
+    return arch if tma else 80
+
+
+def num_programs(tensor: Tensor, tiles: int, each: int) -> int:
+    """Return how many programs walk over `tiles`: at most as many as run at a time; interpreted, a few."""
+    return min(tiles, each * _gpu(tensor.device.index)[1] if tensor.is_cuda else 4)
+
+
+def _aligned(a: Tensor, b: Tensor) -> bool:
+    return not (a.data_ptr() | b.data_ptr()) & 15
+
+
+def _along_rows(tensor: Tensor) -> tuple[Tensor, tuple[int, ...]]:
+    """Return the tensor with unit column stride, copied only where it has another, and its strides."""
+    strides = tensor.stride()
+    if strides[-1] != 1:
+        tensor = tensor.contiguous()
+        strides = tensor.stride()
+    return tensor, strides
+
+
+def _block_e(num_experts: int) -> int:
+    """Return the length of a vector that holds all experts, and nobody."""
+    return max(16, next_power_of_2(num_experts + 1))
+
+
+class Epilogue(NamedTuple):
+    """What is stored of h = x w^T + bias: form(h), or form(gate) * up if gated; and h itself if kept."""
+
+    form: str = "none"
+    gated: bool = False
+    keep: bool = False
+
+
+_epilogue = cache(Epilogue)  # a hit costs less than a new tuple
+_STORE = Epilogue()
+
+
+class GemmDesc(NamedTuple):
+    """Everything a grouped GEMM's launch depends on, except the number of rows; the key of its plan."""
+
+    row_class: float  # of ROW_CLASSES
+    w_shape: tuple[int, int, int]  # (E, N, K)
+    w_strides: tuple[int, int, int]  # in elements; the last is 1
+    x_pitch: int  # elements from row to row
+    itemsize: int  # bytes
+    arch: int
+    aligned: bool  # x and w begin on 16 bytes
+    transposed: bool  # x w instead of x w^T
+    has_bias: bool
+    epilogue: Epilogue
+
+
+class WgradDesc(NamedTuple):
+    """Everything a grouped wgrad's launch depends on, except the number of rows; the key of its plan."""
+
+    row_class: float  # of WGRAD_ROW_CLASSES
+    shape: tuple[int, int, int]  # (E, N, K) of the gradient
+    strides: tuple[int, int, int]  # of the gradient, in elements; the last is 1
+    grad_pitch: int  # elements from row to row
+    x_pitch: int
+    itemsize: int  # bytes of the operands
+    arch: int
+    aligned: bool  # the operands begin on 16 bytes and fit TMA's ragged descriptors
+    accumulate: bool
+    reducible: bool  # the gradient is float32 on 16 bytes: the TMA unit can add to it
+
+
+class GemmPlan(NamedTuple):
+    """Launch parameters that follow from a descriptor."""
+
+    tile: TileConfig
+    num_tiles: int  # of a GEMM: side by side; of a wgrad: in all
+    programs_per_sm: int
+    sizes: tuple[int, ...]  # arguments of the kernel after num_rows
+    constants: dict[str, Any]
+
+
+def _constants(itemsize: int, tma: bool, num_experts: int, tile: TileConfig) -> dict[str, Any]:
+    """Return the constants that both kernels have."""
+    compute = tl.float64 if itemsize == 8 else tl.float32
+    return {
+        "TMA": tma, "COMPUTE": compute, "BLOCK_E": _block_e(num_experts), "GROUP": _GROUP,
+        "num_warps": tile.num_warps, "num_stages": tile.num_stages,
+    }  # fmt: skip
+
+
+@cache
+def _plan_gemm(*fields: Any) -> GemmPlan:
+    desc = GemmDesc(*fields)  # here, not at every launch: making it costs a microsecond
+    (num_experts, num_n, num_k), (w_jump, w_pitch, _) = desc.w_shape, desc.w_strides
+    (form, gated, keep), itemsize, arch, transposed = desc.epilogue, desc.itemsize, desc.arch, desc.transposed
+    tma = num_k > 0 and use_tma(arch, itemsize, desc.aligned, desc.x_pitch, w_jump, w_pitch)
+    # 1. The tile.
+    if transposed:
+        num_n, num_k = num_k, num_n
+    width = num_n // 2 if gated else num_n
+    tile = gemm_tiles(desc.row_class, width, num_k, itemsize, _tile_architecture(arch, tma), gated)
+    # 2. Sizes and pitches in vectors, which proves their alignment to the compiler.
+    w_vector = vector_width(itemsize, num_n if transposed else num_k, w_jump, w_pitch)
+    k_vector = vector_width(itemsize, num_k, desc.x_pitch, *(() if transposed else (w_jump, w_pitch)))
+    n_vector = vector_width(itemsize, width, *((w_jump, w_pitch) if transposed else ()))
+    sizes = (
+        num_experts, width // n_vector, num_k // k_vector, desc.x_pitch // k_vector, w_jump // w_vector,
+        w_pitch // w_vector,
+    )  # fmt: skip
+    # 3. Constants of the kernel.
+    constants = {
+        "FORM": form, "GATED": gated, "KEEP": keep, "HAS_BIAS": desc.has_bias, "TRANSPOSED": transposed,
+        "FLAT": tma and overlaps_tiles(arch, form, gated, desc.has_bias and transposed),
+        "N_VECTOR": n_vector, "K_VECTOR": k_vector, "W_VECTOR": w_vector, "BLOCK_M": tile.block_m,
+        "BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k,
+    }  # fmt: skip
+    constants |= _constants(itemsize, tma, num_experts, tile)
+    programs = tile.programs_per_sm(itemsize, arch, gated)
+    return GemmPlan(tile, cdiv(width, tile.block_n), programs, sizes, constants)
+
+
+def _gemm(
+    x: Tensor, w: Tensor, bias: Tensor | None, offsets: Tensor, transposed: bool, epilogue: Epilogue
+) -> tuple[Tensor, Tensor | None]:
+    """Launch the grouped GEMM; return what the epilogue stores, and h (None unless it is kept)."""
+    x_shape, w_shape = x.shape, w.shape
+    num_rows, num_experts, columns = x_shape[0], w_shape[0], w_shape[2 if transposed else 1]
+    y = x.new_empty(num_rows, columns // 2 if epilogue.gated else columns)
+    h = x.new_empty(num_rows, columns) if epilogue.keep else None
+    if y.numel() == 0:
+        return y, h
+    (x, x_strides), (w, w_strides) = _along_rows(x), _along_rows(w)
+    tile, tiles, programs, sizes, constants = _plan_gemm(  # the fields of GemmDesc
+        row_class(ROW_CLASSES, num_rows, num_experts), w_shape, w_strides, x_strides[0], x.element_size(),
+        architecture(x), _aligned(x, w), transposed, bias is not None, epilogue,
+    )  # fmt: skip
+    check_count("grouped_mm", "rows", num_rows)
+    tiles *= cdiv(num_rows, tile.block_m) + num_experts
+    check_count("grouped_mm", "tiles", tiles)
+    programs = num_programs(x, tiles, programs)
+    check_count("grouped_mm", "steps of a program", cdiv(tiles, programs) * cdiv(x_shape[1], tile.block_k))
+    if constants["TMA"]:
+        x = descriptor(x, x_shape, x_strides, tile.block_m, tile.block_k)
+        w_block = (tile.block_k, tile.block_n) if transposed else (tile.block_n, tile.block_k)
+        w = descriptor(w, w_shape, w_strides, 1, *w_block)
+    launcher.launch(
+        grouped_mm_kernel, programs,
+        (x, w, None if bias is None else bias.contiguous(), offsets.contiguous(), y, h, num_rows, *sizes),
+        constants,
+    )  # fmt: skip
+    return y, h
+
+
+def launch(x: Tensor, w: Tensor, offsets: Tensor, transposed: bool) -> Tensor:
+    return _gemm(x, w, None, offsets, transposed, _STORE)[0]
+
+
+def launch_bias(x: Tensor, w: Tensor, bias: Tensor, offsets: Tensor, transposed: bool) -> Tensor:
+    return _gemm(x, w, bias, offsets, transposed, _STORE)[0]
+
+
+def launch_mlp_in(
+    x: Tensor, w: Tensor, bias: Tensor | None, offsets: Tensor, form: str, gated: bool, keep: bool
+) -> tuple[Tensor, Tensor]:
+    y, h = _gemm(x, w, bias, offsets, False, _epilogue(form, gated, keep))
+    return y, x.new_empty(0) if h is None else h
+
+
+@cache
+def _plan_wgrad(*fields: Any) -> GemmPlan:
+    desc = WgradDesc(*fields)
+    (num_experts, num_n, num_k), (out_jump, out_pitch, _) = desc.shape, desc.strides
+    grad_pitch, x_pitch, itemsize = desc.grad_pitch, desc.x_pitch, desc.itemsize
+    tma = use_tma(desc.arch, itemsize, desc.aligned, grad_pitch, x_pitch)
+    # 1. The tile.
+    tile = wgrad_tiles(desc.row_class, num_n, num_k, itemsize, _tile_architecture(desc.arch, tma))
+    # 2. Sizes and pitches in vectors, which proves their alignment to the compiler.
+    n_vector = vector_width(itemsize, num_n, grad_pitch)
+    k_vector = vector_width(itemsize, num_k, x_pitch, out_jump, out_pitch)
+    sizes = (
+        num_n // n_vector, num_k // k_vector, grad_pitch // n_vector, x_pitch // k_vector,
+        out_jump // k_vector, out_pitch // k_vector,
+    )  # fmt: skip
+    # 3. Constants of the kernel. TMA reduces into the gradient if its matrices and rows lie on 16 bytes.
+    on_16_bytes = all(n > 0 and n % 4 == 0 for n in (out_jump, out_pitch))
+    constants = {
+        "ACCUMULATE": desc.accumulate,
+        "REDUCE": desc.accumulate and tma and desc.reducible and on_16_bytes,
+        "INTERPRETED": INTERPRETED, "N_VECTOR": n_vector, "K_VECTOR": k_vector, "BLOCK_N": tile.block_m,
+        "BLOCK_K": tile.block_n, "BLOCK_R": tile.block_k,
+    }  # fmt: skip
+    constants |= _constants(itemsize, tma, num_experts, tile)
+    tiles = num_experts * cdiv(num_n, tile.block_m) * cdiv(num_k, tile.block_n)
+    return GemmPlan(tile, tiles, 1, sizes, constants)
+
+
+def _wgrad(out: Tensor, grad: Tensor, x: Tensor, offsets: Tensor, accumulate: bool) -> None:
+    """Launch the grouped wgrad: out = grad^T x, or out += grad^T x, over each expert's rows."""
+    if out.numel() == 0:
+        return
+    (grad, (grad_pitch, _)), (x, (x_pitch, _)) = _along_rows(grad), _along_rows(x)
+    num_rows, shape = x.shape[0], out.shape
+    check_count("grouped_mm_wgrad", "rows", num_rows)
+    tile, tiles, _, sizes, constants = _plan_wgrad(  # the fields of WgradDesc
+        row_class(WGRAD_ROW_CLASSES, num_rows, shape[0]), shape, out.stride(), grad_pitch, x_pitch,
+        x.element_size(), architecture(x), 0 < num_rows <= MAX_ROWS and _aligned(grad, x), accumulate,
+        out.dtype == torch.float32 and out.data_ptr() & 15 == 0,
+    )  # fmt: skip
+    if constants["TMA"]:
+        grad = ragged(grad, grad_pitch, shape[1], tile.block_k, tile.block_m)
+        x = ragged(x, x_pitch, shape[2], tile.block_k, tile.block_n)
+    if constants["REDUCE"]:
+        out = descriptor(out, shape, out.stride(), 1, tile.block_m, tile.block_n // REDUCE_PARTS)
+    launcher.launch(
+        grouped_wgrad_kernel, tiles,
+        (grad, x, offsets.contiguous(), out, num_rows, *sizes),
+        constants,
+    )  # fmt: skip
+
+
+def launch_wgrad(grad: Tensor, x: Tensor, offsets: Tensor) -> Tensor:
+    out = x.new_empty(offsets.shape[0], grad.shape[1], x.shape[1])
+    _wgrad(out, grad, x, offsets, False)
+    return out
+
+
+def launch_wgrad_(out: Tensor, grad: Tensor, x: Tensor, offsets: Tensor) -> None:
+    if out.stride(2) == 1:
+        _wgrad(out, grad, x, offsets, True)
+        return
+    # A transposed gradient has no unit stride: sum in memory of its own, add in its dtype, round once.
+    sums = x.new_empty(out.shape, dtype=compute_dtype(x.dtype))
+    _wgrad(sums, grad, x, offsets, False)
+    out += sums
