@@ -173,7 +173,7 @@ class Job:
     """Simulated ranks of a large model over NCCL: what each would report."""
 
     def __init__(self, world_size: int) -> None:
-        self.world_size, self.machine = world_size, host_id()
+        self.world_size, self.host_id = world_size, host_id()
         self._groups: list[dict[str, list[list[int]]]] = [{} for _ in range(world_size)]
         grid, every = grid_of(world_size), list(range(world_size))
         kinds = {"default_pg": [every], "fastmp:checkpoint": [every]}
@@ -202,9 +202,9 @@ class Job:
             inside = None if late else next(c for c in calls[::-1] if c.group == "default_pg 0/nccl")
         record = RankRecord(
             rank, f"node{rank // MACHINE:05d}", os.getpid(), 100 + beat, "backward of microbatch 3 chunk 0",
-            "tensor_parallel/layers.py:210 in forward", inside, calls, begun, still=400.0 * stuck,
+            "tensor_parallel/layers.py:210 in forward", inside, calls, begun, stalled=400.0 * stuck,
         )  # fmt: skip
-        return heartbeat(record, groups, beat, self.machine, looks=stuck, away=False)
+        return heartbeat(record, groups, beat, self.host_id, investigating=stuck, away=False)
 
 
 @dataclass
@@ -221,7 +221,7 @@ def heartbeat_traffic(world_size: int, beats: int = 24) -> Traffic:
     """Run the ranks of the first machine for some heartbeats; count what their leader sends and polls."""
     job, store = Job(world_size), CountingStore()
     token, ranks = uuid4().hex, range(MACHINE)
-    nodes = [Node(rank, job.machine, 4 * INTERVAL) for rank in ranks]
+    nodes = [Node(rank, job.host_id, 4 * INTERVAL) for rank in ranks]
     channel = Channel(INTERVAL, 0, world_size)
     channel._store, channel.token = store, token
     leader = Leader(nodes[0], channel, world_size, INTERVAL)

@@ -38,7 +38,7 @@ def explain(directory: Path) -> str | None:
             return None
         last = max(time for time, _ in left)
         records = [
-            replace(record, silent=last - time, still=record.still + last - time) for time, record in left
+            replace(record, silent=last - time, stalled=record.stalled + last - time) for time, record in left
         ]
         report = diagnose(records, 1 + max(record.rank for record in records))
         said = f"no rank has written a hang report; by what they wrote last: {report.text}"
@@ -55,7 +55,7 @@ def _record(content: Any) -> tuple[float, RankRecord]:
     record = RankRecord.from_json(content["record"])
     if not 0 <= record.rank < MAX_RANKS:
         raise ValueError(f"rank {record.rank}")
-    return float(content["time"]), replace(record, silent=float(record.silent), still=float(record.still))
+    return float(content["time"]), replace(record, silent=float(record.silent), stalled=float(record.stalled))
 
 
 def _read(path: Path, part: Callable[[Any], T]) -> T:

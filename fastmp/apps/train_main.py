@@ -14,7 +14,7 @@ import shlex
 import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
 from itertools import count
 from pathlib import Path
@@ -58,7 +58,7 @@ from fastmp.training.sinks import Sinks, check_sinks
 from fastmp.training.stopping import StopRequests
 from fastmp.training.trainer import DTYPES, Trainer
 from fastmp.training.validation import Evaluation
-from fastmp.watchdog.watchdog import Watchdog
+from fastmp.watchdog.watchdog import Watchdog, watch
 
 SAMPLE_PROMPT = "The "
 SAMPLE_TOKENS = 240
@@ -245,7 +245,7 @@ def _run(
         with (
             _profiled(recipe, runtime, run_dir, log) as profiler,
             stop,
-            _watch(recipe, runtime, run_dir, log),
+            watch(run_dir / "hang", runtime, recipe.train.stall_seconds, note=log.note),
         ):
             evaluation = trainer.train(log, before_step=profiler, stop=stop)
         if stop.reason:
@@ -298,15 +298,6 @@ def _watch_start(recipe: Recipe, runtime: Runtime) -> Iterator[None]:
     except ValueError:  # a user's mistake, which all ranks find, leaves no files
         shutil.rmtree(directory, ignore_errors=True)
         raise
-
-
-def _watch(recipe: Recipe, runtime: Runtime, run_dir: Path, log: TrainLog) -> AbstractContextManager[Any]:
-    """What ends a job of several ranks that stands still, and says why."""
-    if runtime.world_size == 1 or not recipe.train.stall_seconds:
-        return nullcontext()
-    dist.barrier()  # the first rank has made the directory
-    seconds = recipe.train.stall_seconds
-    return Watchdog(run_dir / "hang", runtime.rank, runtime.world_size, seconds, note=log.note)
 
 
 def _next_command(recipe: Recipe, runtime: Runtime, arguments: Sequence[str]) -> str:

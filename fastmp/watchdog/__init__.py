@@ -8,6 +8,6 @@ __getattr__, __dir__, __all__ = exports(
     __name__,
     {
         "diagnosis": "RankRecord HangReport diagnose",
-        "watchdog": "PeerLost Watchdog",
+        "watchdog": "PeerLost Watchdog watch",
     },
 )

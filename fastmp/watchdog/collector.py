@@ -16,12 +16,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from fastmp.watchdog.channel import REPORTER, Channel
+from fastmp.watchdog.files import file_name
 from fastmp.watchdog.heartbeat import contents
 from fastmp.watchdog.inspector import crash, process_state
 from fastmp.watchdog.node import Node
 from fastmp.watchdog.records import Call, RankRecord
 
-__all__ = ["Collector", "Seen", "file_name"]
+__all__ = ["Collector", "Seen"]
 
 
 _CERTAIN = ("running", "silent", "stopped", "gone")  # the more certain, the further behind
@@ -36,7 +37,7 @@ class Seen(NamedTuple):
     record: RankRecord
     beat: int
     since: float
-    machine: tuple[str, int]  # and when the process started, in clock ticks after boot
+    host_id: tuple[str, int]  # and when the process started, in clock ticks after boot
     state: str = ""
 
 
@@ -84,7 +85,7 @@ class Collector:
             records = contents(self.channel.received.pop("message-0"), b"")
             if 0 in records:
                 record, content = records[0]
-                self.first = Seen(record, content["beat"], now, tuple(content["machine"]))
+                self.first = Seen(record, content["beat"], now, tuple(content["host_id"]))
 
     def sees_all(self) -> bool:
         """Return True if all ranks of the job are of this machine: no store is asked."""
@@ -129,23 +130,23 @@ class Collector:
             there = {*known, *self.node.ranks()}
             known |= self._read(rank for rank in range(self.world_size) if rank not in there)
         for rank, beat in self.node.hear(self.node.ranks(), now).items():
-            record, machine = RankRecord.from_json(beat.content["record"]), tuple(beat.content["machine"])
-            known[rank] = Seen(record, beat.content["beat"], beat.since, machine)
+            record, host = RankRecord.from_json(beat.content["record"]), tuple(beat.content["host_id"])
+            known[rank] = Seen(record, beat.content["beat"], beat.since, host)
         records = []
         for rank, seen in known.items():
             if rank == self.rank:
                 continue
             state, silent = self._state_of(seen, now), max(now - seen.since, 0.0)
-            record = replace(seen.record, silent=silent, still=seen.record.still + silent)
-            if state == "silent" and lost and seen.machine[0] != self.node.machine[0]:
+            record = replace(seen.record, silent=silent, stalled=seen.record.stalled + silent)
+            if state == "silent" and lost and seen.host_id[0] != self.node.host_id[0]:
                 state = "gone"  # its connections are closed, and nobody here can look
             if state == "gone":
-                record = self._crashed(replace(record, left=record.left or time.time() - silent))
+                record = self._crashed(replace(record, left_at=record.left_at or time.time() - silent))
             records.append(replace(record, state=state))
         if not self.sees_all():  # some have sent nothing, and files of other machines are not seen here
             if 0 not in known and self.first is not None:
                 state = self._state_of(self.first, now)
-                records.append(replace(self.first.record, state=state, silent=own.still))
+                records.append(replace(self.first.record, state=state, silent=own.stalled))
             heard = {self.rank, *(record.rank for record in records)}
             records += [RankRecord(r, state="unknown") for r in range(self.world_size) if r not in heard]
         return [*records, own]
@@ -155,8 +156,8 @@ class Collector:
         beat, seen = self.node.beats.get(rank), self.seen.get(rank)
         if beat is not None:
             return beat.process
-        if seen is not None and seen.machine[0] == self.node.machine[0]:
-            return seen.record.pid, seen.machine[1]
+        if seen is not None and seen.host_id[0] == self.node.host_id[0]:
+            return seen.record.pid, seen.host_id[1]
         return None
 
     def _read(self, ranks: Iterable[int]) -> dict[int, Seen]:
@@ -168,7 +169,7 @@ class Collector:
                 before = self.seen.get(rank)
                 if before is None or content["beat"] != before.beat:
                     record = RankRecord.from_json(content["record"])
-                    self.seen[rank] = Seen(record, content["beat"], now, tuple(content["machine"]))
+                    self.seen[rank] = Seen(record, content["beat"], now, tuple(content["host_id"]))
         return {rank: self.seen[rank] for rank in ranks if rank in self.seen}
 
     def _read_messages(self, now: float) -> dict[int, Seen]:
@@ -193,7 +194,7 @@ class Collector:
                 silent, state = content["silent"] + float(beat[3]) + late, content["seen"]
                 if state == "running" and late > limit:
                     state = "silent"  # as its leader is
-                seen = Seen(record, content["beat"], now - silent, tuple(content["machine"]), state)
+                seen = Seen(record, content["beat"], now - silent, tuple(content["host_id"]), state)
                 # Of two leaders of one machine, the one that has heard it last.
                 order = (seen.beat, sender.since, _CERTAIN.index(state))
                 if of not in found or order > found[of][0]:
@@ -220,8 +221,8 @@ class Collector:
         """Return the state in which the process of a rank is seen to be."""
         if seen.state:
             return seen.state
-        if seen.machine[0] == self.node.machine[0]:
-            state = process_state(seen.record.pid, seen.machine[1])
+        if seen.host_id[0] == self.node.host_id[0]:
+            state = process_state(seen.record.pid, seen.host_id[1])
             if state != "running":
                 return state
         return "silent" if now - seen.since > self.silence else "running"
@@ -233,10 +234,5 @@ class Collector:
             words, where, op = crash(stacks)
             if words:
                 inside = Call(op) if op else record.inside
-                return replace(record, words=words, where=where or record.where, inside=inside)
+                return replace(record, reason=words, where=where or record.where, inside=inside)
         return record
-
-
-def file_name(rank: int) -> str:
-    """Return the stem of the files of a rank."""
-    return f"rank-{rank:05d}"

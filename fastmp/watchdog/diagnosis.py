@@ -57,7 +57,7 @@ class _Job:
         self.everyone = everyone
         self.by_rank = {record.rank: record for record in everyone}
         self.members: dict[str, frozenset[int]] = {}
-        self.begun: dict[str, dict[int, int]] = {}
+        self.started: dict[str, dict[int, int]] = {}
         self.together: dict[tuple[str, int], dict[int, Call]] = {}
         self._inside: dict[str, set[int]] = {}
         self._behind: dict[tuple[str, int | None], frozenset[int]] = {}
@@ -66,8 +66,8 @@ class _Job:
             for name, ranks in record.groups.items():
                 if name not in self.members:
                     self.members[name] = frozenset(ranks)
-            for name, number in record.begun.items():
-                self.begun.setdefault(name, {})[rank] = number
+            for name, number in record.started.items():
+                self.started.setdefault(name, {})[rank] = number
             for call in record.calls:
                 if call.number is not None:
                     self.together.setdefault((call.group, call.number), {})[rank] = call
@@ -76,13 +76,13 @@ class _Job:
 
     def behind(self, record: RankRecord, group: str) -> frozenset[int]:
         """Return the ranks of a group that have begun fewer collectives in it than `record`."""
-        own = record.begun.get(group)
+        own = record.started.get(group)
         if (group, own) not in self._behind:
             members = self.members.get(group, frozenset())
             if own is None:  # a torch without a flight record: those that are in no call of the group
                 found = members - self._inside.get(group, set())
             else:
-                begun = self.begun.get(group, {})
+                begun = self.started.get(group, {})
                 found = frozenset(rank for rank in members if _is_before(group, begun.get(rank, 0), own))
             self._behind[group, own] = found
         found = self._behind[group, own]
@@ -109,7 +109,7 @@ class _Job:
             if other.inside is not None:
                 left_out = [other.inside]
             else:
-                left_out = [c for c in other.calls if c.number == record.begun.get(c.group, 0) + 1]
+                left_out = [c for c in other.calls if c.number == record.started.get(c.group, 0) + 1]
             for call in left_out:
                 if call.peer == record.rank or (
                     call.peer is None and record.rank in self.behind(other, call.group)
@@ -118,7 +118,7 @@ class _Job:
         # Who waits in one call and has not begun another, though it is in its group too, shows their order.
         begun_there = {
             name: {
-                other.begun.get(name, 0)
+                other.started.get(name, 0)
                 for other, _ in found
                 if name in other.groups and other.rank in self.members[name]
             }
@@ -166,7 +166,7 @@ def _usual(calls: Mapping[int, Call], job: _Job) -> Any:
 def _aborted(job: _Job) -> HangReport | None:
     """A rank that gloo aborted, as data of a size came that it did not expect; its own call is not known."""
     for record in job.everyone:
-        if record.state != "gone" or "Aborted" not in record.words or record.inside is None:
+        if record.state != "gone" or "Aborted" not in record.reason or record.inside is None:
             continue
         call = job.awaited(record)
         if call is None:
@@ -193,12 +193,12 @@ def _ended(job: _Job) -> HangReport | None:
     ended = [record for record in job.everyone if record.state in ("failed", "gone")]
     if not ended:
         return None
-    first = min(ended, key=lambda record: record.left)
+    first = min(ended, key=lambda record: record.left_at)
     call = job.awaited(first)
     if first.state == "failed":
-        text = f"{first} failed in {_place(first)}: {first.words}."
+        text = f"{first} failed in {_place(first)}: {first.reason}."
         return _report("failed", job, (first.rank,), text, call)
-    crash = f" ({first.words})" if first.words else ""
+    crash = f" ({first.reason})" if first.reason else ""
     ranks = tuple(record.rank for record in ended if record.state == "gone")
     others = f" ({_words(rank for rank in ranks if rank != first.rank)} too)" if len(ranks) > 1 else ""
     text = f"{first} is gone{others}: killed or crashed{crash}, last seen in {_place(first)}."
@@ -228,7 +228,8 @@ def _standstill(job: _Job) -> HangReport:
     waits = {record.rank: _nonempty([job.waits_for(record)]) for record in everyone}
     if not any(waits.values()):  # hosts that wait for a device are in no call: go by what they have begun
         waits = {
-            record.rank: _nonempty(job.behind(record, group) for group in record.begun) for record in everyone
+            record.rank: _nonempty(job.behind(record, group) for group in record.started)
+            for record in everyone
         }
     sets = {id(ranks): ranks for groups in waits.values() for ranks in groups}
     wanted = frozenset().union(*sets.values())
@@ -248,13 +249,13 @@ def _standstill(job: _Job) -> HangReport:
         else:
             kind, text = (
                 "hung",
-                f"{record} is alive, but for {record.still:.0f} s it has been in {_place(record)}.",
+                f"{record} is alive, but for {record.stalled:.0f} s it has been in {_place(record)}.",
             )
         return _report(kind, job, tuple(elsewhere), text, call)
     cycle = _cycle(waits)
     if cycle:
         return _deadlock(job, waits, cycle)
-    longest = max(everyone, key=lambda record: record.still)
+    longest = max(everyone, key=lambda record: record.stalled)
     text = f"no rank was seen to hold up the others. The longest still is {longest}, in {_place(longest)}."
     inside = longest.inside or (longest.calls[-1] if longest.calls else None)
     return _report("unknown", job, (longest.rank,), text, inside)

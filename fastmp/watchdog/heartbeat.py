@@ -49,14 +49,14 @@ def heartbeat(
     record: RankRecord,
     groups: Mapping[str, list[list[int]]],
     beat: int,
-    machine: tuple[str, int],
+    host_id: tuple[str, int],
     **said: bool,
 ) -> Content:
     """Return the heartbeat number `beat` of a rank, with its packed groups.
 
     said: whether the rank `looks` into a hang, and whether it is `away`, having left the watch.
     """
-    common = {"beat": beat, "time": time.time(), "machine": machine, **said}
+    common = {"beat": beat, "time": time.time(), "host_id": host_id, **said}
     return {**common, "record": record.as_json(groups)}
 
 
@@ -72,7 +72,7 @@ def node_message(heartbeats: Mapping[int, tuple[Content, str, float]]) -> dict[i
     """
     return {
         rank: {
-            **{key: content[key] for key in ("beat", "machine")},
+            **{key: content[key] for key in ("beat", "host_id")},
             "record": {key: part for key, part in content["record"].items() if key != "groups"},
             "seen": state,
             "silent": round(silent, 1),
@@ -85,7 +85,7 @@ def essence(sent: Mapping[int, Content]) -> str:
     """Return what of a message does not change by itself while its ranks stand still."""
     return json.dumps(
         {
-            rank: [{**content["record"], "still": 0}, content["seen"], content["machine"]]
+            rank: [{**content["record"], "stalled": 0}, content["seen"], content["host_id"]]
             for rank, content in sent.items()
         }
     )

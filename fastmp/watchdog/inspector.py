@@ -170,7 +170,7 @@ class ProcessInspector:
             where=self._where,
             inside=self._inside,
             calls=self._calls,
-            begun=dict(self._begun),
+            started=dict(self._begun),
             **said,
         )
 

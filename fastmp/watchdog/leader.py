@@ -31,7 +31,7 @@ class Leader:
         """
         node, channel, rank = self.node, self.channel, self.node.rank
         beats = node.hear(node.ranks(), now)
-        if any(each.content["looks"] for each in beats.values()):
+        if any(each.content["investigating"] for each in beats.values()):
             channel.send(INVESTIGATE, f"{rank} {beat}")
             self.asked = now
         self.asked = max(self.asked, channel.asked)

@@ -30,7 +30,7 @@ class Heartbeat(NamedTuple):
     since: float
 
     @property
-    def said(self) -> str:
+    def state(self) -> str:
         """The state that the rank itself has reported."""
         return self.content["record"]["state"]
 
@@ -41,7 +41,7 @@ class Heartbeat(NamedTuple):
 
     @property
     def process(self) -> tuple[int, int]:
-        return self.content["record"]["pid"], self.content["machine"][1]
+        return self.content["record"]["pid"], self.content["host_id"][1]
 
 
 class Node:
@@ -51,8 +51,8 @@ class Node:
     heartbeat does not change counts as silent.
     """
 
-    def __init__(self, rank: int, machine: tuple[str, int], silence: float) -> None:
-        self.rank, self.machine, self.silence = rank, machine, silence
+    def __init__(self, rank: int, host_id: tuple[str, int], silence: float) -> None:
+        self.rank, self.host_id, self.silence = rank, host_id, silence
         self.directory: Path | None = None
         self.beats: dict[int, Heartbeat] = {}
 
@@ -64,7 +64,7 @@ class Node:
         if place is None:
             return
         prefix = f"fastmp-watch-{os.getuid()}-"
-        suffix = f"-{zlib.crc32(self.machine[0].encode()):08x}"
+        suffix = f"-{zlib.crc32(self.host_id[0].encode()):08x}"
         _sweep(place, prefix, suffix)
         path = place / f"{prefix}{token}{suffix}"
         with contextlib.suppress(OSError):
@@ -135,7 +135,7 @@ class Node:
         """Remove the directory if this is the last rank of this machine."""
         others = self.hear([rank for rank in self.ranks() if rank != self.rank], now).values()
         last = all(
-            beat.said not in ("running", "lost") or process_state(*beat.process) == "gone" for beat in others
+            beat.state not in ("running", "lost") or process_state(*beat.process) == "gone" for beat in others
         )
         if self.directory is not None and last:
             shutil.rmtree(self.directory, ignore_errors=True)
@@ -153,6 +153,6 @@ def _sweep(place: Path, prefix: str, suffix: str) -> None:
     for path in place.glob(f"{prefix}*{suffix}"):
         with contextlib.suppress(OSError, ValueError, KeyError):
             left = [json.loads(file.read_text()) for file in path.glob("rank-*")]
-            alive = [process_state(each["record"]["pid"], each["machine"][1]) != "gone" for each in left]
+            alive = [process_state(each["record"]["pid"], each["host_id"][1]) != "gone" for each in left]
             if left and not any(alive):
                 shutil.rmtree(path, ignore_errors=True)

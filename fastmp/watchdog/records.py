@@ -140,13 +140,13 @@ class RankRecord:
     where: str = ""
     inside: Call | None = None
     calls: tuple[Call, ...] = ()
-    begun: Mapping[str, int] = field(default_factory=dict)
+    started: Mapping[str, int] = field(default_factory=dict)
     groups: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     state: str = "running"
-    words: str = ""
-    still: float = 0.0
+    reason: str = ""
+    stalled: float = 0.0
     silent: float = 0.0
-    left: float = 0.0
+    left_at: float = 0.0
 
     def __str__(self) -> str:
         return f"rank {self.rank} (host {self.host}, process {self.pid})"

@@ -32,13 +32,13 @@ def job(**changes):
         if rank == 2:
             earlier = call(number=4)
             record = replace(
-                record, inside=None, calls=(earlier,), begun={WORLD: 4}, phase="data", where="x.py:1 in f"
+                record, inside=None, calls=(earlier,), started={WORLD: 4}, phase="data", where="x.py:1 in f"
             )
-        records.append(replace(record, still=9.0, **changes.get(f"r{rank}", {})))
+        records.append(replace(record, stalled=9.0, **changes.get(f"r{rank}", {})))
     return records
 
 
-GONE, FAILED = {"state": "gone", "left": 5.0}, {"state": "failed", "left": 4.0, "words": "KeyError: 7"}
+GONE, FAILED = {"state": "gone", "left_at": 5.0}, {"state": "failed", "left_at": 4.0, "reason": "KeyError: 7"}
 
 
 @pytest.mark.parametrize(
@@ -51,8 +51,8 @@ GONE, FAILED = {"state": "gone", "left": 5.0}, {"state": "failed", "left": 4.0, 
         ({"r2": {"state": "finished"}}, "finished", (2,), "it has made fewer calls than others"),
         ({"r2": FAILED}, "failed", (2,), "failed in step 7, data, at x.py:1 in f: KeyError: 7"),
         # A second one, which may be a victim of the first: of its launcher, say.
-        ({"r2": GONE, "r3": {"state": "gone", "left": 6.0}}, "gone", (2, 3), "is gone (rank 3 too)"),
-        ({"r2": FAILED, "r1": {"state": "gone", "left": 6.0}}, "failed", (2,), "Ranks 0 and 3 waited"),
+        ({"r2": GONE, "r3": {"state": "gone", "left_at": 6.0}}, "gone", (2, 3), "is gone (rank 3 too)"),
+        ({"r2": FAILED, "r1": {"state": "gone", "left_at": 6.0}}, "failed", (2,), "Ranks 0 and 3 waited"),
         ({"r1": {"calls": (call(size=6, began=2.0),)}}, "mismatch", (1,), "[6] Float, where the others"),
         ({"r1": {"calls": (call("broadcast", began=2.0),)}}, "mismatch", (1,), "began broadcast number 5"),
     ],
@@ -130,7 +130,7 @@ def test_the_rank_that_stays_away_is_found_in_any_program(drawn):
     inside = {rank: calls[rank][-1] if len(calls[rank]) > made[rank] else None for rank in own}
     records = [
         RankRecord(
-            rank, inside=inside[rank], calls=tuple(calls[rank]), begun=begun[rank], groups=groups,
+            rank, inside=inside[rank], calls=tuple(calls[rank]), started=begun[rank], groups=groups,
             state="finished" if made[rank] == len(own[rank]) else "running",
         )
         for rank in own
@@ -160,16 +160,16 @@ def test_a_latecomer_is_named_with_its_delay():
 
 
 def test_without_a_flight_record_the_calls_that_ranks_are_in_have_to_do():
-    bare = {"calls": (), "begun": {}}
+    bare = {"calls": (), "started": {}}
     report = diagnose([replace(record, **bare) for record in job()], 4)
     assert (report.kind, report.ranks, report.waiting) == ("hung", (2,), (0, 1, 3))
 
 
 def test_hosts_that_wait_for_their_device_are_in_no_call_and_go_by_what_they_have_begun():
     """As over NCCL: ranks ran ahead until they read a number; one never came to its fifth collective."""
-    behind = {"begun": {WORLD: 4, TP[0]: 7, TP[1]: 7}}
+    behind = {"started": {WORLD: 4, TP[0]: 7, TP[1]: 7}}
     calls = (call(began=1.0), call(number=6, began=2.0))
-    ahead = {"inside": None, "calls": calls, "begun": {WORLD: 6, TP[0]: 7, TP[1]: 7}}
+    ahead = {"inside": None, "calls": calls, "started": {WORLD: 6, TP[0]: 7, TP[1]: 7}}
     records = [replace(record, **(behind if record.rank == 2 else ahead)) for record in job()]
     report = diagnose(records, 4)
     assert (report.kind, report.ranks) == ("hung", (2,))
@@ -182,7 +182,7 @@ def test_numbers_of_exchanges_wrap(number):
     group, last = "exchange:ep 5", (number - 1 + 2**31) % 2**32 - 2**31
 
     def record(rank, begun, inside=None):
-        return RankRecord(rank, inside=inside, begun={group: begun}, groups={group: (0, 1)})
+        return RankRecord(rank, inside=inside, started={group: begun}, groups={group: (0, 1)})
 
     for inside in (Call("exchange", group, number), None):
         report = diagnose([record(0, number, inside), record(1, last)], 2)
@@ -213,7 +213,7 @@ def large_record(rank, world_size, shared, tp=8, pp=16):
     begun = {call.group: call.number for call in calls}
     inside = None if late else next(call for call in calls[::-1] if call.group == "default_pg 0/nccl")
     return RankRecord(
-        rank, "host", rank, 9, "reduce", "x.py:1 in f", inside, calls, begun, groups, still=400.0
+        rank, "host", rank, 9, "reduce", "x.py:1 in f", inside, calls, begun, groups, stalled=400.0
     )
 
 

@@ -41,9 +41,9 @@ class Process:
     def beat(self, now, looks=True, away=False, **changes):
         """Leave a heartbeat; as the leader of the machine, send its message too. Return True if it led."""
         self.number += 1
-        record = RankRecord(self.rank, "host", self.child.pid, step=7, begun={"world": 5}, **changes)
-        said, groups = {"looks": looks, "away": away}, {"world": [[0, 1, 4]]}
-        self.node.beat(heartbeat(record, groups, self.number, self.node.machine, **said), now)
+        record = RankRecord(self.rank, "host", self.child.pid, step=7, started={"world": 5}, **changes)
+        said, groups = {"investigating": looks, "away": away}, {"world": [[0, 1, 4]]}
+        self.node.beat(heartbeat(record, groups, self.number, self.node.host_id, **said), now)
         leads = self.node.leads(now)
         if leads:
             self.leader.send(self.number, now, last=False)
@@ -90,13 +90,13 @@ def test_the_leader_kills_a_rank_that_cannot_leave_but_none_that_has_left(job, t
     leader, other = job[0], job[1]
     watch = Watchdog(tmp_path, 0, 4, 300.0)
     watch._node = watch._collector.node = leader.node
-    watch._leads, watch._lost_at = True, 0.0  # else it would end this process
+    watch._leads, watch._own.lost_at = True, 0.0  # else it would end this process
     other.beat(0.0, away=away)
     os.kill(other.child.pid, signal.SIGSTOP)
     while process_state(other.child.pid, other.start) == "running":
         pass
-    with open(tmp_path / "stacks", "w") as watch._stacks:
-        watch._end("Rank 3 is gone")
+    with open(tmp_path / "stacks", "w") as watch._files._stacks:
+        watch._end_job("Rank 3 is gone")
     if away:
         assert process_state(other.child.pid, other.start) == "stopped"
     else:

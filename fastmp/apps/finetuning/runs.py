@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -36,7 +35,7 @@ from fastmp.training.metrics import RunInfo, TrainLog
 from fastmp.training.microbatches import PipelineLoss
 from fastmp.training.stopping import StopRequests
 from fastmp.training.trainer import DTYPES, Trainer
-from fastmp.watchdog.watchdog import Watchdog
+from fastmp.watchdog.watchdog import watch
 
 __all__ = ["Runs", "on_first"]
 
@@ -167,7 +166,8 @@ class _Run:
             self.directory, info, log_interval=interval, start_step=self.trainer.step, rank=runtime.rank
         ) as log:
             log.note(f"{name}: " + ("step 0" if loaded is None else f"going on after step {loaded.step}"))
-            with stop, self._watch(log):
+            seconds = self.recipe.train.stall_seconds
+            with stop, watch(self.directory / "hang", self.of.runtime, seconds, note=log.note):
                 try:
                     self.trainer.train(log, before_step=lambda step: self._after_epoch(step, log), stop=stop)
                 except FloatingPointError as error:  # on all ranks: no peer is lost
@@ -176,14 +176,6 @@ class _Run:
             if stop.reason:
                 log.note(f"stopped after step {self.trainer.step} ({stop.reason}); the same command goes on")
         return not stop.reason, diverged
-
-    def _watch(self, log: TrainLog) -> AbstractContextManager[Any]:
-        """What ends a job of several ranks that stands still, and says why."""
-        runtime, seconds = self.of.runtime, self.recipe.train.stall_seconds
-        if runtime.world_size == 1 or not seconds:
-            return nullcontext()
-        dist.barrier()  # the first rank has made the directory
-        return Watchdog(self.directory / "hang", runtime.rank, runtime.world_size, seconds, note=log.note)
 
     def _after_epoch(self, step: int, log: TrainLog) -> None:
         """Note the metrics after `step` steps, if an epoch but the last has just ended."""
