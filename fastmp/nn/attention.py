@@ -1,18 +1,17 @@
-"""Self-attention with its heads divided over a tensor-parallel group (Shoeybi et al. 2019, section 3).
+"""Self-attention with heads sharded over a tensor-parallel group (Shoeybi et al. 2019, section 3).
 
-One fused projection makes queries, keys and values. Its rows are grouped by key/value head: the queries that
-share a head, then the head's key, then its value, and so on. So a plain contiguous split over TP gives every
-rank whole groups, for any number of query heads per group (GQA, Ainslie et al. 2023), and the full weight
-initialised at one TP size is, bit for bit, the weight of every other.
+One fused projection makes queries, keys and values. Its rows are grouped by key/value head: the query heads
+of a group, then its key, then its value. So a contiguous split over TP gives every rank complete groups, for
+multi-head and grouped-query attention (Ainslie et al. 2023) alike, and the full weight is bit for bit the
+same at every TP size.
 
-Rotary positions (Su et al. 2021) turn queries and keys in one launch, after their norms where there are any
+Rotary positions (Su et al. 2021) rotate queries and keys in one launch, after the QK norms if there are any
 (Dehghani et al. 2023, as in Qwen3).
 
 Over a context-parallel group each rank has the queries of two slices of the sequence
-(`tensor_parallel/context.py`) and gathers the keys and values of all (as Llama 3 does, arXiv 2407.21783,
-section 3.3.2). Keys are in order,
-so a slice sees a prefix of them, up to a diagonal: `ops.attention` finds a kernel that can do that. With a
-sliding window, what lies before the first token's window is cut off.
+(`tensor_parallel/context.py`) and all-gathers the keys and values (as Llama 3 does, arXiv 2407.21783, section
+3.3.2). Keys are in order, so a slice attends to a prefix of them, up to a diagonal, which `ops.attention` has
+kernels for. With a sliding window, keys before the first token's window are cut off.
 
 Shapes: S sequence (over CP ranks this rank's part of T), B batch, H hidden, G key/value heads of this rank, R
 query heads per key/value head, N = G * R query heads of this rank, D width of a head.
@@ -41,21 +40,28 @@ __all__ = ["SelfAttention"]
 
 
 class SelfAttention(GroupModule):
-    """Multi-head attention of a sequence with itself; one all-reduce forward and one backward.
+    """Multi-head or grouped-query self-attention; one all-reduce over TP in forward and one in backward.
 
-    Over CP ranks there are one all-gather of keys and values forward and one reduce-scatter backward, too.
+    Over CP ranks there is also an all-gather of keys and values in forward and a reduce-scatter in backward.
     The gathered keys and values, 2 * T * B * G * D elements, are kept for backward unless the layer is
     recomputed.
 
     Args:
         config: sizes, `attention_dropout`, `sliding_window`, and the spread of the initial weights.
-        on: heads are divided over `groups.tp`, the sequence over `groups.cp`. Dropout inside attention draws
-            from the stream of this TP and CP rank.
-        causal: a token sees only itself and the tokens before it.
-        rotary: the tables of `config.position` "rope", shared by layers; None makes one.
+        on: heads are sharded over `groups.tp`, the sequence over `groups.cp`. Attention dropout draws from
+            the random stream of this TP and CP rank.
+        causal: a token attends only to itself and the tokens before it.
+        rotary: the tables of `config.position` "rope", shared by layers; None: this layer makes its own.
 
-    Raises ValueError where the heads or key/value heads are not divisible by the TP size, for dropout over
-    several ranks without `on.rng`, and for a sliding window without causality.
+    Raises:
+        ValueError: heads or key/value heads are not divisible by the TP size, there is dropout over several
+            ranks without `on.rng`, or a sliding window without causality.
+
+    Example:
+        >>> attention = SelfAttention(GPTConfig(hidden_size=64, num_heads=4, num_kv_heads=2))
+        >>> output, bias = attention(torch.randn(8, 2, 64))
+        >>> output.shape
+        torch.Size([8, 2, 64])
     """
 
     def __init__(
@@ -123,50 +129,57 @@ class SelfAttention(GroupModule):
         documents: Documents | None = None,
         cache: KeyValueCache | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Returns the output (S, B, H) without the bias of its projection, and that bias (H,) or None.
+        """Return the output (S, B, H) without the projection's bias, and that bias (H,) or None.
 
-        `key_padding_mask_BT` is boolean, True for padding (as in `torch.nn.MultiheadAttention`), and covers
-        the undivided sequence also under sequence and context parallelism. A padding token is seen only by
-        itself: its output is finite and means nothing.
+        Args:
+            hidden_SBH: (S, B, H), or (S/TP, B, H) under sequence parallelism.
+            key_padding_mask_BT: bool, True for padding (as in `torch.nn.MultiheadAttention`), of the full
+                sequence also under sequence and context parallelism. A padding token attends only to itself:
+                its output is finite and means nothing.
+            documents: packed documents; a token attends only to its own document, and has its position there.
+            cache: stores the keys and values of these tokens. If it holds earlier tokens, S is 1, and the new
+                token attends to them as well. For evaluation mode, under `torch.no_grad()`.
 
-        documents: a token sees its own document only, and has its position there.
-
-        cache: gets the keys and values of these tokens. Where it holds those of earlier ones, S is 1, and the
-            tokens see them, too. It is for evaluation mode, under `torch.no_grad()`.
-
-        ValueError where a CP rank's tokens are not two equal slices, for padding beside documents, and for a
-        cache beside either of them, over CP ranks, or without causality.
+        Raises:
+            ValueError: a CP rank's tokens are not two equal slices; padding is combined with documents; a
+                cache is combined with either, with CP ranks, or with causal=False.
         """
         if key_padding_mask_BT is not None and documents is not None:
             raise ValueError(
-                "SelfAttention: give no key_padding_mask beside documents: padding is a document of its own"
+                "SelfAttention: expected key_padding_mask or documents, got both: padding is its own document"
             )
         if cache is not None:
             self._check_cached(hidden_SBH, cache, key_padding_mask_BT is not None or documents is not None)
+        # Column-parallel projection: (S, B, H) -> (S, B, G * (R + 2) * D); gathers a TP-sharded sequence
         qkv = self.qkv(hidden_SBH)
         S, B = qkv.shape[:2]
         G, R, D = self.num_kv_heads, self.queries_per_kv, self.head_dim
         q_SBGRD, k_SBG1D, v_SBG1D = qkv.view(S, B, G, R + 2, D).split((R, 1, 1), dim=3)
+        # QK norms over each head, then rotary positions: (S, B, G, R, D) and (S, B, G, 1, D)
         if self.q_norm is not None and self.k_norm is not None:
             q_SBGRD, k_SBG1D = self.q_norm(q_SBGRD), self.k_norm(k_SBG1D)
         if self.rotary is not None:
             positions = documents if cache is None else cache.positions
             q_SBGRD, k_SBG1D = rope_qk(q_SBGRD, k_SBG1D, *self.rotary(S, positions))
+        # Generation: append to the cache; one new token attends to all of it
         if cache is not None:
             k_BGTD, v_BGTD = cache.append(self, k_SBG1D.squeeze(3), v_SBG1D.squeeze(3))
             if cache.positions is not None:  # the queries of a group are rows of one product with its keys
                 seen, q_BGRD = cache.seen(self.window), q_SBGRD.squeeze(0)
                 context_BGRD = attend(q_BGRD, k_BGTD, v_BGTD, causal=False, mask=seen)
                 return self.proj(context_BGRD.reshape(S, B, G * R * D))
+        # All-gather keys and values over CP: (S, B, G, 2, D) -> (T, B, G, 2, D)
         if group_size(self.cp_group) > 1:
             kv_TBG2D = join_sequence(torch.cat((k_SBG1D, v_SBG1D), 3), self.cp_group, dim=0)
             k_TBG1D, v_TBG1D = kv_TBG2D.split(1, 3)
         else:
             k_TBG1D, v_TBG1D = k_SBG1D, v_SBG1D
+        # Fused attention wants (batch, heads, sequence, head); key/value heads are broadcast to R query heads
         q_BNSD = q_SBGRD.reshape(S, B, G * R, D).permute(1, 2, 0, 3)  # copied only where R > 1, as projected
         k_BGTD, v_BGTD = (x.squeeze(3).permute(1, 2, 0, 3) for x in (k_TBG1D, v_TBG1D))
         mask = None if key_padding_mask_BT is None else self._mask(key_padding_mask_BT, (B, k_BGTD.shape[2]))
         context_SBND = self._attend(q_BNSD, k_BGTD, v_BGTD, mask, documents)
+        # Row-parallel projection: (S, B, N * D) -> (S, B, H), summed over TP
         return self.proj(context_SBND.reshape(S, B, G * R * D))
 
     def _attend(
@@ -177,7 +190,7 @@ class SelfAttention(GroupModule):
         mask: torch.Tensor | None,
         documents: Documents | None,
     ) -> torch.Tensor:
-        """The attention (S, B, N, D) of the queries; over CP ranks, of one slice after the other."""
+        """Return attention's output (S, B, N, D); over CP ranks, of one slice of the queries at a time."""
         dropout, T = self.dropout if self.training else 0.0, k_BGTD.shape[2]
         size = T // (2 * group_size(self.cp_group))
         causal = self.causal and mask is None  # which says all
@@ -212,18 +225,18 @@ class SelfAttention(GroupModule):
             )
         if cache.positions is not None and len(hidden_SBH) != 1:
             raise ValueError(
-                f"SelfAttention: behind what a cache holds goes one token of each row, got {len(hidden_SBH)}"
+                f"SelfAttention: expected one new token per row after a filled cache, got {len(hidden_SBH)}"
             )
 
     def _keys(self, queries: range, length: int, causal: bool) -> range:
-        """The keys of all `length` that a query at one of these positions may see."""
+        """Return the keys, of `length`, that queries at these positions may attend to."""
         if not causal:
             return range(length)
         first = 0 if self.window is None else max(0, queries.start + 1 - self.window)
         return range(first, queries.stop)
 
     def _mask(self, padding_BT: torch.Tensor, expected: tuple[int, int]) -> torch.Tensor:
-        """The boolean mask (B, 1, S, T), True where a query may look at a key."""
+        """Return the boolean mask (B, 1, S, T), True where a query may attend to a key."""
         if padding_BT.dtype != torch.bool or tuple(padding_BT.shape) != expected:
             raise ValueError(
                 f"SelfAttention: key_padding_mask must be bool of shape (batch, sequence) {expected}, "

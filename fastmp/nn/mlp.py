@@ -1,9 +1,10 @@
-"""The MLP of a transformer layer over a tensor-parallel group (Shoeybi et al. 2019, section 3).
+"""The MLP of a transformer layer, tensor-parallel as in Megatron-LM (Shoeybi et al. 2019, section 3).
 
-The first product is split by columns, so each rank applies bias and activation to its own columns, in one
-fused op. The second is split by rows: there are one all-reduce forward and one backward, and none between the
-two products. Where the activation has a gate, the first product makes gate and up, and each rank has its part
-of one, then of the other.
+The first GEMM is column-parallel, so each rank applies bias and activation to its own columns in one fused
+op. The second is row-parallel: there is one all-reduce in forward and one in backward, and none between the
+GEMMs. A gated activation makes the first GEMM produce [gate | up]; each rank holds its shard of both.
+
+Shapes: S sequence, B batch, H hidden, F ffn units of this rank.
 """
 
 from __future__ import annotations
@@ -22,9 +23,16 @@ __all__ = ["MLP"]
 
 
 class MLP(nn.Module):
-    """An MLP hidden -> ffn -> hidden with the activation `config.activation`, divided over `on.groups.tp`.
+    """An MLP hidden -> ffn -> hidden with the activation `config.activation`, sharded over `on.groups.tp`.
 
-    Raises ValueError where the ffn size is not divisible by the TP size.
+    Raises:
+        ValueError: the ffn size is not divisible by the tensor-parallel size.
+
+    Example:
+        >>> mlp = MLP(GPTConfig(hidden_size=64, num_heads=4, activation="swiglu"))
+        >>> output, bias = mlp(torch.randn(8, 2, 64))
+        >>> output.shape, bias.shape
+        (torch.Size([8, 2, 64]), torch.Size([64]))
     """
 
     def __init__(self, config: GPTConfig, on: Placement = Placement()) -> None:
@@ -54,6 +62,10 @@ class MLP(nn.Module):
         )
 
     def forward(self, hidden_SBH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Returns the output (S, B, H) without the last bias, and that bias (H,) or None."""
+        """Return the output (S, B, H) without the last bias, and that bias (H,) or None."""
+        # Column-parallel GEMM: (S, B, H) -> (S, B, num_projections * F); gathers a TP-sharded sequence
         up_SBF, bias_F = self.up(hidden_SBH)
-        return self.down(self.activate(up_SBF, bias=bias_F))
+        # Bias and activation in one op: (S, B, num_projections * F) -> (S, B, F)
+        ffn_SBF = self.activate(up_SBF, bias=bias_F)
+        # Row-parallel GEMM: (S, B, F) -> (S, B, H), summed over TP; the caller fuses the bias with dropout
+        return self.down(ffn_SBF)

@@ -1,11 +1,13 @@
-"""A layer is an ordered list of segments, and that is all it says about how it may be run.
+"""Segments: a layer is an ordered list of steps, so that it can be stopped between any two of them.
 
-A segment takes and returns a fixed tuple of tensors: everything that crosses from one segment to the next is
-in that tuple, so whoever runs a layer can stop between any two of them. `capturable` says that a segment has
-no host synchronisation, no data-dependent shape and no side effect on the host: it may be recorded once and
-replayed. Eager forward runs the segments in order; a graph manager or an overlapping schedule does it from
-outside, and no layer mentions either. A layer with experts reads: attention, router, preprocess | dispatch,
-experts, combine, where the last three are not capturable if the host must know what other ranks send.
+A segment takes and returns a tuple of tensors, which holds everything that crosses to the next segment. A
+`capturable` segment has no host synchronisation, no data-dependent shape and no side effect on the host: a
+CUDA graph can record it once and replay it. `forward` runs the segments in order. A graph manager or an
+overlapping schedule runs them from outside, and layers know of neither. A layer with experts has the segments
+
+    attention, router, preprocess | dispatch, experts, combine
+
+of which the last three are not capturable if the host must know how many tokens other ranks send.
 """
 
 from __future__ import annotations
@@ -32,13 +34,15 @@ Call = Callable[..., torch.Tensor | Tensors]
 
 @dataclass(frozen=True)
 class Segment:
-    """One step of a layer: `run` takes the tensors that the segment before it returned.
+    """A step of a layer.
 
-    reason: why it is not `capturable`, in words.
-    exchanges: whether it is there to exchange rows with other ranks: it may run beside another microbatch's
-        compute.
-    accepts_out: whether `run` takes `out=`, None or a tensor without a gradient, and writes the first tensor
-        that it returns there, if that has its shape, dtype and device.
+    Attributes:
+        run: takes the tensors that the previous segment returned.
+        capturable: True if a CUDA graph can hold it.
+        reason: a phrase for messages if it is not capturable.
+        exchanges: True if it communicates with other ranks and can overlap another microbatch's compute.
+        accepts_out: True if `run` takes `out=`, None or a tensor without a gradient, and writes its first
+            result there if shape, dtype and device agree.
     """
 
     name: str
@@ -50,10 +54,17 @@ class Segment:
 
 
 class SegmentedLayer(nn.Module):
-    """A layer that consists of `segments()`; forward runs them in order, each a range for profilers.
+    """A layer made of `segments()`; forward runs them in order, each in a profiler range.
 
-    forward takes the tensors of the first segment as positional arguments and returns those of the last one,
-    a single tensor without its tuple. Keywords go to the first segment.
+    forward takes the tensors of the first segment as positional arguments and returns those of the last
+    segment, a single tensor without its tuple. Keywords go to the first segment.
+
+    Example:
+        >>> class Twice(SegmentedLayer):
+        ...     def segments(self):
+        ...         return Segment("double", lambda x: (2 * x,)), Segment("add", lambda x: (x + 1,))
+        >>> Twice()(torch.ones(2))
+        tensor([3., 3.])
     """
 
     def segments(self) -> tuple[Segment, ...]:
@@ -69,11 +80,12 @@ class SegmentedLayer(nn.Module):
 
 
 class SingleSegment(SegmentedLayer):
-    """A layer of one segment around any module: tensors in, a tensor or several out.
+    """A layer of one segment around any module that maps tensors to a tensor or several.
 
     The segment has the name of the module's class.
 
-    reason: why it cannot be captured, in words; empty: it can be, which `fastmp.cuda_graphs.explain` checks.
+    reason: a phrase that says why no graph can hold the module; empty: a graph can, which
+        `fastmp.cuda_graphs.explain` checks.
     """
 
     def __init__(self, module: nn.Module, *, reason: str = "") -> None:
@@ -86,15 +98,21 @@ class SingleSegment(SegmentedLayer):
 
 
 class LayerChain(nn.ModuleList):
-    """Layers one after the other: each takes the first tensor that the one before it returned.
+    """Layers in sequence: each takes the first tensor that the previous layer returned.
 
-    forward(*tensors) gives its tensors to the first layer and returns (x, *others): the first tensor of the
+    forward(*tensors) passes its tensors to the first layer and returns (x, *others): the first tensor of the
     last layer, and all further tensors of the layers, in order. Keywords go to every layer.
 
-    modules: the layers; a module that is not a `SegmentedLayer` becomes a `SingleSegment`.
-    call: called as `call(layer, x)` in place of layer(x), for recomputation for instance. A graph manager,
-        which runs a chain by segments, calls it as `call(function, *tensors)` for consecutive segments of a
-        layer.
+    Args:
+        modules: the layers; a module that is not a `SegmentedLayer` becomes a `SingleSegment`.
+        call: called as `call(layer, x)` in place of layer(x), for example to recompute activations. A graph
+            manager, which runs a chain by segments, calls `call(function, *tensors)` for consecutive segments
+            of a layer.
+
+    Example:
+        >>> chain = LayerChain([nn.Linear(4, 4), nn.GELU()])
+        >>> chain(torch.randn(2, 4))[0].shape
+        torch.Size([2, 4])
     """
 
     def __init__(self, modules: Iterable[nn.Module] = (), call: Call | None = None) -> None:
@@ -110,11 +128,11 @@ class LayerChain(nn.ModuleList):
         return *tensors, *others
 
     def __getstate__(self) -> dict[str, Any]:
-        """The state of a copy, without a forward that a graph manager has put in place of this one."""
+        """Return the state for a copy, without the forward of a graph manager."""
         return {name: value for name, value in vars(self).items() if name != "forward"}
 
     def bound_segments(self) -> list[BoundSegment]:
-        """The segments of all layers in order, for a graph manager, whose runs may cross layers."""
+        """Return the segments of all layers in order, for a graph manager, whose spans may cross layers."""
         links = []
         for name, layer in self._modules.items():  # a layer may be there twice
             assert isinstance(layer, SegmentedLayer)
@@ -127,10 +145,13 @@ class LayerChain(nn.ModuleList):
 
 
 class BoundSegment(NamedTuple):
-    """A segment of a layer of a chain. The next layer takes the first tensor that the `last` one returns.
+    """A segment with its layer and place in a chain.
 
-    first: it takes what all layers share as keywords.
-    region: its name for profilers.
+    Attributes:
+        name: the layer's name in the chain.
+        first, last: True for a layer's first segment, which takes the keywords shared by all layers, and for
+            its last, whose first tensor goes to the next layer.
+        region: the name of its profiler range.
     """
 
     name: str
@@ -156,9 +177,11 @@ def run_segments(
 ) -> tuple[Tensors, Tensors]:
     """Run segments; return the tensors of the last one, and further tensors of the layers that ended.
 
-    call: the `call` of the chain. shared: the keywords that it was called with.
-    out: where the last segment may leave its first tensor, see `Segment.accepts_out`.
-    begun: gets every link before it runs.
+    Args:
+        call: the `call` of the chain.
+        shared: the keywords that the chain was called with.
+        out: where the last segment may write its first tensor, see `Segment.accepts_out`.
+        begun: every segment is appended before it runs.
     """
     writer = links[-1] if out is not None and links[-1].segment.accepts_out else None
     if call is None:
@@ -195,7 +218,7 @@ def _run_segments(
 
 
 class _Part:
-    """Some segments of a layer as a function. Called again, to recompute, it makes new tensors throughout."""
+    """Segments of a layer as a function, which recomputation may call again: then `out` is not used."""
 
     def __init__(self, links: list[BoundSegment], shared: Mapping[str, Any], *options: Any) -> None:
         self.links, self.shared, self.options = links, shared, options

@@ -1,10 +1,10 @@
-"""The transformer layer as segments: attention and MLP, each normalised first and added back.
+"""The transformer layer as segments: attention, then an MLP or experts, each with a norm and a residual.
 
-A layer has four all-reduces, two forward and two backward. Under sequence parallelism each is a
-reduce-scatter and an all-gather (Korthikanti et al. 2022), and norms, dropout and residuals work on (S/TP, B,
-H). With experts in place of the MLP, their segments follow attention: the first normalises, the last adds
-back. In the order of the first BERT (post-LN), the sum is normalised instead: norms are the same modules, and
-segments have the same tensors between them.
+A layer has four all-reduces over TP, two in forward and two in backward. Under sequence parallelism each
+becomes a reduce-scatter and an all-gather (Korthikanti et al. 2022), and norms, dropout and residuals work on
+(S/TP, B, H). With experts in place of the MLP, the segments of `MoELayer` follow attention: the first applies
+the norm, the last adds the residual. Post-LN, the order of the original BERT, normalises the sums instead,
+with the same modules and the same tensors between segments.
 """
 
 from __future__ import annotations
@@ -29,20 +29,26 @@ __all__ = ["TransformerLayer"]
 
 
 class TransformerLayer(SegmentedLayer):
-    """x + dropout(attention(norm(x))), then x + dropout(mlp(norm(x))); or norm(x + dropout(part(x))) twice.
+    """A pre-LN transformer layer: x + dropout(attention(norm(x))), then x + dropout(mlp(norm(x))).
 
-    The second order is that of `config.bert.post_norm`.
+    With `config.bert.post_norm` it is post-LN: norm(x + dropout(attention(x))), then the same with the MLP.
 
-    forward(hidden_SBH) or forward(hidden_SBH, key_padding_mask_BT) returns hidden_SBH; either takes packed
-    `documents=`, the first a `cache=`, see `SelfAttention`.
-    Hidden states are (S, B, H), or (S/TP, B, H) under sequence parallelism; over CP ranks S counts this
-    rank's tokens.
+    forward(hidden_SBH) or forward(hidden_SBH, key_padding_mask_BT) returns hidden_SBH. Either form takes
+    packed `documents=`, the first also a `cache=`, see `SelfAttention`. Hidden states are (S, B, H), or
+    (S/TP, B, H) under sequence parallelism; over CP ranks S counts this rank's tokens.
 
-    Where `config.moe` describes experts, they take the place of the MLP, and forward returns (hidden_SBH,
-    aux, counts_E), with the auxiliary losses and the loads of the experts: see `MoELayer`.
+    With `config.moe`, experts replace the MLP, and forward returns (hidden_SBH, aux, counts_E), with the
+    auxiliary losses and the expert loads of `MoELayer`.
 
-    The arguments are those of `SelfAttention`; experts use the groups of the expert grid as well. ValueError
-    where a part of the layer raises it.
+    Args: as for `SelfAttention`; experts use the groups of the expert grid as well.
+
+    Raises:
+        ValueError: as attention, MLP or experts do.
+
+    Example:
+        >>> layer = TransformerLayer(GPTConfig(hidden_size=64, num_heads=4))
+        >>> layer(torch.randn(8, 2, 64)).shape
+        torch.Size([8, 2, 64])
     """
 
     def __init__(
@@ -89,8 +95,10 @@ class TransformerLayer(SegmentedLayer):
         documents: Documents | None = None,
         cache: KeyValueCache | None = None,
     ) -> Tensors:
+        # Pre-LN: normalise the input; post-LN: normalise the sum below
         input_SBH = hidden_SBH if self.post_norm else self.attention_norm(hidden_SBH)
         output_SBH, bias_H = self.attention(input_SBH, *key_padding_mask_BT, documents=documents, cache=cache)
+        # Bias, dropout and residual in one op
         total_SBH = self.dropout.add(output_SBH, bias_H, hidden_SBH)
         return (self.attention_norm(total_SBH) if self.post_norm else total_SBH,)
 
@@ -101,6 +109,7 @@ class TransformerLayer(SegmentedLayer):
         return (self.mlp_norm(total_SBH) if self.post_norm else total_SBH,)
 
     def _add_experts(self, combine: Segment, out: Tensor | None, *tensors: Tensor) -> Tensors:
+        """Run the segment `combine` and add the residual, in the same kernel if the dispatcher has one."""
         assert self.moe is not None
         added = None if self.dropout.drops else self.moe.combine_onto(out, *tensors)
         if added is not None:

@@ -177,6 +177,6 @@ def test_what_documents_do_not_go_with_is_refused():
         model(tokens_BS[:, :16], documents)
     with pytest.raises(ValueError, match="GPT: position 36 of documents is not in max_seq_len 32"):
         model(tokens_BS, Documents.from_position_ids(POSITIONS + 17))
-    with pytest.raises(ValueError, match="give no key_padding_mask beside documents"):
+    with pytest.raises(ValueError, match="expected key_padding_mask or documents, got both"):
         hidden_SBH = torch.zeros(32, 2, config.hidden_size, dtype=torch.float64)
         model.layers[0](hidden_SBH, POSITIONS > 0, documents=documents)
