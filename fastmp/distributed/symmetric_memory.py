@@ -52,7 +52,7 @@ class SymmetricMemory:
         ValueError: on all ranks, if their sizes differ or they run on several machines.
         RuntimeError: on all ranks, if one cannot allocate its buffer or map that of a peer.
 
-    Example:
+    Example (needs several ranks):
         >>> memory = SymmetricMemory(groups.etp_ep, 4096, "cpu")
         >>> memory.local[:8] = 1
         >>> offset = memory.addresses[1] - memory.addresses[0]

@@ -112,7 +112,7 @@ def accelerate(model: nn.Module, *, group: ProcessGroup | None = None) -> Accele
             between ranks or are on the meta device, a PEFT adapter, a model wrapped by another module
             (DDP), or a model accelerated for another group. The model is not modified then.
 
-    Example:
+    Example (needs a pretrained model):
         >>> model = AutoModelForCausalLM.from_pretrained("Qwen/Qwen3-0.6B")
         >>> print(fastmp.accelerate(model))
         >>> model.train()(input_ids=tokens, labels=tokens).loss.backward()

@@ -59,7 +59,7 @@ class LazyLogits(Tensor):
     well. In grad mode the logits have a gradient, as if computed in the forward pass; logits of a compiled
     graph have none, and a backward pass through them raises RuntimeError.
 
-    Example:
+    Example (needs a pretrained model):
         >>> outputs = accelerated_model(input_ids=tokens, labels=tokens)
         >>> outputs.logits.shape  # known without computing the logits
         >>> outputs.logits.argmax(-1)  # computes them, once

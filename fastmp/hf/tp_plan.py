@@ -195,7 +195,7 @@ def whole_state_dict(model: nn.Module) -> dict[str, Any]:
     Returns:
         Full tensors on the first rank of the group, an empty dict on the others.
 
-    Example:
+    Example (needs several ranks):
         >>> state = whole_state_dict(model)  # on all ranks of the group
         >>> if runtime.rank == 0:
         ...     model.save_pretrained("trained", state_dict=state)
@@ -233,7 +233,7 @@ def clip_grad_norm_(model: nn.Module, max_norm: float) -> Tensor:
     Returns:
         The norm before clipping, the same on every rank.
 
-    Example:
+    Example (needs several ranks):
         >>> model(input_ids=tokens, labels=tokens).loss.backward()
         >>> grad_norm = clip_grad_norm_(model, 1.0)
         >>> optimizer.step()

@@ -172,7 +172,7 @@ class TransformersReader(CheckpointReader):
         ValueError: the family is not supported, or tensors are missing, unexpected or of other shapes; one
             line. Only headers are read before, and a head that is tied.
 
-    Example:
+    Example (needs a pretrained model):
         >>> reader = TransformersReader("Qwen3-0.6B")
         >>> model = GPT(reader.config, Placement())
         >>> load_weights(reader, reader.config, [model], ParallelGroups.alone())
@@ -313,7 +313,7 @@ def export_weights(
     Raises:
         ValueError: no transformers family computes the model, or the checkpoint lacks its tensors.
 
-    Example:
+    Example (needs a checkpoint):
         >>> config = load_recipe("runs/gpt/recipe.toml").model
         >>> export_weights(Path("runs/gpt/checkpoints/step-1000"), config, Path("gpt-hf"))
     """

@@ -50,6 +50,7 @@ def global_grad_norm(
 
     Example:
         grads = GradBuffer(model.named_parameters())
+        optimizer = fastmp.optim.AdamW(grads, lr=3e-4)
         grads.zero()
         loss.backward()
         grads.reduce()
