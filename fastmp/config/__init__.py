@@ -15,8 +15,11 @@ from fastmp.config.model import MoEConfig as MoEConfig
 from fastmp.config.model import RopeScaling as RopeScaling
 from fastmp.config.specs import ACTIVATIONS as ACTIVATIONS
 from fastmp.config.specs import NORMS as NORMS
+from fastmp.config.specs import OPTIMIZERS as OPTIMIZERS
 from fastmp.config.specs import ActivationSpec as ActivationSpec
 from fastmp.config.specs import NormSpec as NormSpec
+from fastmp.config.specs import OptimizerSpec as OptimizerSpec
+from fastmp.config.specs import StateSpec as StateSpec
 from fastmp.config.training import SINKS as SINKS
 from fastmp.config.training import CheckpointConfig as CheckpointConfig
 from fastmp.config.training import DataConfig as DataConfig

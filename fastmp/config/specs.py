@@ -1,8 +1,8 @@
 """Specs: the facts of a component, declared once and looked up by name.
 
 A spec holds all that configuration, `--help`, layers, the planner, the layout check and CUDA graph scopes
-need to know about an activation, a norm or a token dispatcher (`fastmp.config.dispatchers`). Register a spec,
-and its name is a choice everywhere:
+need to know about an activation, a norm, an optimizer or a token dispatcher (`fastmp.config.dispatchers`).
+Register a spec, and its name is a choice everywhere:
 
     NORMS.register(NormSpec("scale", "my_package.norms:ScaleNorm", ("weight",), saved_per_token=1))
 
@@ -18,7 +18,10 @@ from functools import reduce
 from importlib import import_module
 from typing import Any, Protocol, TypeVar, cast
 
-__all__ = ["ACTIVATIONS", "NORMS", "ActivationSpec", "NormSpec", "Registry", "NamedSpec", "load"]
+__all__ = [
+    "ACTIVATIONS", "NORMS", "OPTIMIZERS", "ActivationSpec", "NamedSpec", "NormSpec", "OptimizerSpec",
+    "Registry", "StateSpec", "load",
+]  # fmt: skip
 
 
 class NamedSpec(Protocol):
@@ -127,6 +130,48 @@ class NormSpec:
         return len(self.parameters)
 
 
+@dataclass(frozen=True)
+class StateSpec:
+    """The optimizer state of a parameter.
+
+    moments: the names of its moments, each of one number an element, as checkpoints have them.
+    narrow: True if `optimizer.states = "small"` stores them in bfloat16, False if they stay float32.
+    """
+
+    moments: tuple[str, ...]
+    narrow: bool = False
+
+    def bytes(self, itemsize: int, small: bool) -> int:
+        """Return the bytes of state an element has: moments and, for 16-bit parameters, a master weight."""
+        master = 0 if itemsize >= 4 else 2 if small else 4
+        return len(self.moments) * (2 if small and self.narrow else 4) + master
+
+
+@dataclass(frozen=True)
+class OptimizerSpec:
+    """An optimizer of flat buffers (`fastmp.optim.Optimizer`).
+
+    make: called as make(grads, config, groups, group=) with the `GradBuffer`, the `OptimizerConfig` and the
+        `ParallelGroups` of a rank; returns the optimizer.
+    state: the state of a parameter whose elements are updated one by one.
+    matrix_state: the state of a parameter that is updated as a whole matrix by one data-parallel rank; None
+        if no update needs whole matrices.
+    matrix_cost: (name, parameter, tp_group=, etp_group=) -> the cost of such an update, 0 for a parameter
+        that is not updated as a matrix; a callable or "module:name".
+    """
+
+    name: str
+    make: str | Callable[..., Any]
+    state: StateSpec
+    matrix_state: StateSpec | None = None
+    matrix_cost: str | Callable[..., int] | None = None
+    help: str = ""
+
+    def state_of(self, matrix: bool) -> StateSpec:
+        """Return the state of a parameter; matrix: of one that is updated as a whole matrix."""
+        return self.matrix_state if matrix and self.matrix_state is not None else self.state
+
+
 _OPS = "fastmp.nn.activation:"
 ACTIVATIONS: Registry[ActivationSpec] = Registry(
     "activation",
@@ -141,4 +186,18 @@ NORMS: Registry[NormSpec] = Registry(
     "norm",
     NormSpec("layernorm", "fastmp.nn.replicated:LayerNorm", ("weight", "bias"), 2, help="mean and variance"),
     NormSpec("rmsnorm", "fastmp.nn.replicated:RMSNorm", ("weight",), 1, help="root mean square, as in Llama"),
+)
+
+_ADAM = StateSpec(("exp_avg", "exp_avg_sq"), narrow=True)
+OPTIMIZERS: Registry[OptimizerSpec] = Registry(
+    "optimizer",
+    OptimizerSpec("adamw", "fastmp.optim.adamw:AdamW.from_config", _ADAM, help="decoupled weight decay"),
+    OptimizerSpec(
+        "muon",
+        "fastmp.optim.muon:Muon.from_config",
+        _ADAM,
+        matrix_state=StateSpec(("momentum",)),
+        matrix_cost="fastmp.optim.muon:update_cost",
+        help="orthogonal updates of the matrices between hidden states, AdamW for all else",
+    ),
 )

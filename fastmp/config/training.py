@@ -17,6 +17,7 @@ from fractions import Fraction
 from fastmp.config.durations import duration_seconds
 from fastmp.config.model import GPTConfig
 from fastmp.config.options import Checked, option, unknown_choice
+from fastmp.config.specs import OPTIMIZERS
 
 _WEIGHT = re.compile(r"[0-9]{1,18}(\.[0-9]{1,18})?")
 SCHEDULES = ("1f1b", "zero_bubble")  # fastmp.pipeline.schedule makes them
@@ -164,11 +165,7 @@ class DataConfig(Checked):
 class OptimizerConfig(Checked):
     """AdamW, or Muon with AdamW, with decoupled weight decay; the learning rate as a function of the step."""
 
-    name: str = option(
-        "adamw",
-        "adamw, or muon: orthogonal updates of the matrices between hidden states, AdamW for all else",
-        ("adamw", "muon"),
-    )
+    name: str = option("adamw", "update rule", OPTIMIZERS)
     lr: float = option(1e-3, "highest learning rate")
     min_lr: float = option(1e-4, "learning rate that the run decays to; constant does not")
     schedule: str = option(

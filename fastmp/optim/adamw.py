@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from fastmp.config import OptimizerConfig
+from fastmp.config import OPTIMIZERS, OptimizerConfig
 from fastmp.distributed.groups import ParallelGroups
 from fastmp.ops import adamw_
 from fastmp.optim.flat_layout import ALIGNMENT
@@ -112,7 +112,7 @@ class _AdamWFlat(FlatState):
         states: str,
         origin: int,
     ) -> None:
-        super().__init__(grads, optimizer, states, ("exp_avg", "exp_avg_sq"), narrow=True)
+        super().__init__(grads, optimizer, states, OPTIMIZERS["adamw"].state)
         layout, main = grads.layout, main_dtype(self.params.dtype)
         table = _GroupTable(layout.size, layout.ranges, group_of, main, self.params.device)
         self.arguments, self.options = [], list[dict[str, Any]]()

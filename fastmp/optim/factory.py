@@ -9,23 +9,21 @@ import torch
 from torch import nn
 from torch.nn import Parameter
 
-from fastmp.config import OptimizerConfig
+from fastmp.config import OPTIMIZERS, OptimizerConfig
+from fastmp.config.specs import load
 from fastmp.distributed.groups import ParallelGroups
-from fastmp.optim.adamw import AdamW
 from fastmp.optim.grad_buffers import GradBuffer
 from fastmp.optim.loss_scaler import LossScaler
-from fastmp.optim.muon import Muon, update_cost
 from fastmp.optim.named_params import named_parameters
 from fastmp.optim.optimizer import Optimizer, ParameterGroup
-
-_OPTIMIZERS: dict[str, type[AdamW]] = {"adamw": AdamW, "muon": Muon}
 
 __all__ = ["make_grads", "make_optimizer", "make_scaler"]
 
 
 def make_grads(chunks: Sequence[nn.Module], config: OptimizerConfig, groups: ParallelGroups) -> GradBuffer:
     """Make the gradient buffer of this rank's chunks of a model."""
-    cost = partial(update_cost, tp_group=groups.tp, etp_group=groups.etp)
+    cost = OPTIMIZERS[config.name].matrix_cost
+    tp_groups = {"tp_group": groups.tp, "etp_group": groups.etp}
     return GradBuffer(
         named_parameters(chunks),
         dp_group=groups.dp_cp,
@@ -36,7 +34,7 @@ def make_grads(chunks: Sequence[nn.Module], config: OptimizerConfig, groups: Par
         bucket_unit=config.bucket_unit,
         grad_dtype=getattr(torch, config.grad_dtype),
         overlap=config.overlap,
-        cost=cost if config.name == "muon" else None,
+        cost=None if cost is None else partial(load(cost), **tp_groups),
     )
 
 
@@ -47,7 +45,8 @@ def make_optimizer(
     group: Callable[[str, Parameter], ParameterGroup] | None = None,
 ) -> Optimizer:
     """Make the optimizer of `grads`; `group` as of `Optimizer`."""
-    return _OPTIMIZERS[config.name].from_config(grads, config, groups, group=group)
+    made: Optimizer = load(OPTIMIZERS[config.name].make)(grads, config, groups, group=group)
+    return made
 
 
 def make_scaler(config: OptimizerConfig, device: torch.device) -> LossScaler:

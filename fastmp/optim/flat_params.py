@@ -6,12 +6,13 @@ a buffer, master weights of low-precision parameters, moments, and the state-dic
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from fastmp.config import StateSpec
 from fastmp.distributed.collectives import group_size
 from fastmp.ops.adamw import join_master, split_master
 from fastmp.optim.grad_buffers import FlatBuffer, main_dtype
@@ -27,8 +28,7 @@ class FlatState:
         optimizer: the name that error messages begin with.
         states: "classic" or "small", see `AdamW`; with small states bfloat16 parameters have a remainder in
             place of a master weight.
-        moments: the names of the other state tensors, one number for each element.
-        narrow: small moments are bfloat16.
+        spec: the moments, one number for each element.
 
     Attributes:
         params: (layout.size,), the buffer that parameters are views of.
@@ -39,17 +39,15 @@ class FlatState:
     """
 
     @torch.no_grad()
-    def __init__(
-        self, grads: FlatBuffer, optimizer: str, states: str, moments: Sequence[str], *, narrow: bool
-    ) -> None:
+    def __init__(self, grads: FlatBuffer, optimizer: str, states: str, spec: StateSpec) -> None:
         self.grads, self.optimizer = grads, optimizer
         layout, (name, first) = grads.layout, next(iter(grads.parameters.items()))
         main, small = main_dtype(first.dtype), _is_small(optimizer, states, name, first.dtype)
         self.sharded = layout.num_ranks > 1 and group_size(grads.group) > 1
         self.params = torch.zeros_like(grads.grad, dtype=first.dtype)
         empty = self.params.new_empty(layout.size // layout.num_ranks)
-        moment = torch.bfloat16 if small and narrow else main
-        self.moments = {name: torch.zeros_like(empty, dtype=moment) for name in moments}
+        moment = torch.bfloat16 if small and spec.narrow else main
+        self.moments = {name: torch.zeros_like(empty, dtype=moment) for name in spec.moments}
         self.master = torch.zeros_like(empty, dtype=main) if first.dtype != main and not small else None
         self.remainder = torch.zeros_like(empty, dtype=torch.int16) if first.dtype != main and small else None
         self.steps = torch.zeros(len(layout.buckets), dtype=torch.int64, device=first.device)

@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 
-from fastmp.config import OptimizerConfig
+from fastmp.config import OPTIMIZERS, OptimizerConfig
 from fastmp.distributed.collectives import all_to_all, group_rank, group_size
 from fastmp.distributed.groups import ParallelGroups
 from fastmp.optim.adamw import AdamW, adamw_options
@@ -190,7 +190,7 @@ class _MuonFlat(FlatState):
     def __init__(
         self, grads: FlatBuffer, optimizer: str, group_of: Mapping[str, ParameterGroup], states: str
     ) -> None:
-        super().__init__(grads, optimizer, states, ("momentum",), narrow=False)
+        super().__init__(grads, optimizer, states, OPTIMIZERS["muon"].state_of(matrix=True))
         self.dtype = _orthogonal_dtype(self.moments["momentum"].dtype, self.params.device)
         self._runs = [self._runs_of(shard, group_of) for shard in grads.shards]
 

@@ -39,7 +39,7 @@ class Optimizer(ABC):
     """An optimizer on the main gradients of a `GradBuffer`; subclasses add the update rule.
 
     A subclass implements `make_state` and `update`. It is a choice of `optimizer.name` once it is registered
-    as a `fastmp.config.optimizers.OptimizerSpec`.
+    as a `fastmp.config.OptimizerSpec`.
 
     Args:
         grads: the gradients. If they are sharded (ZeRO-1), a rank holds the state of its own shards and

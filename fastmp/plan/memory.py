@@ -1,10 +1,11 @@
 """Memory: the bytes that a rank of each pipeline stage holds at the fullest moment of a step, by kind.
 
 Parameters, gradients and the optimizer's state lie in flat buffers, whose padding counts. A rank has the
-state of its own shards: two averages and, for bfloat16 parameters, a master, 8 or 12 bytes a parameter; with
-small states, 4 or 6. A matrix that Muon updates has one average, in float32, and a master: 4 or 8 bytes a
-parameter; with small states, 4 or 6. Activations come and go in the order of the schedule. Gradients of
-activations and other short-lived tensors, communication buffers and what allocators waste are not counted.
+state of its own shards, as the `OptimizerSpec` says. AdamW's is two moments and, for bfloat16 parameters, a
+master weight: 8 or 12 bytes a parameter, with small states 4 or 6. A matrix that Muon updates has one float32
+moment and a master weight: 4 or 8 bytes a parameter, with small states 4 or 6. Activations come and go in the
+order of the schedule. Gradients of activations and other short-lived tensors, communication buffers and
+allocator overhead are not counted.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from fastmp.config import Recipe
+from fastmp.config import OPTIMIZERS, Recipe
 from fastmp.pipeline.schedule import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Step
 from fastmp.plan import activations
 from fastmp.plan.parameters import rank_buffers, rank_parameters, stage_layers
@@ -43,11 +44,9 @@ class Memory:
 
 
 def state_bytes(recipe: Recipe, shapes: Shapes, whole: bool = False) -> int:
-    """Return the bytes that the optimizer keeps for a parameter; whole: for one that Muon updates."""
-    small, wide = recipe.optimizer.states == "small", shapes.itemsize == _FLOAT32
-    if whole:  # a float32 average, and a master
-        return _FLOAT32 + (0 if wide else 2 if small else _FLOAT32)
-    return (2 if small else 4) * (2 if wide else 3)
+    """Return the bytes of optimizer state a parameter has; whole: one that is updated as a matrix."""
+    state = OPTIMIZERS[recipe.optimizer.name].state_of(matrix=whole)
+    return state.bytes(shapes.itemsize, recipe.optimizer.states == "small")
 
 
 def grad_bytes(recipe: Recipe, shapes: Shapes) -> int:

@@ -43,12 +43,13 @@ def optimizer_facts(recipe: Recipe, world_size: int, stage: int) -> dict[str, An
     return {
         "layout": str(shapes.grid),
         "stage": stage,
+        "optimizer": recipe.optimizer.name,
         "states": recipe.optimizer.states,
         "bytes": {
             "weight": shapes.itemsize,
             "gradient": grad_bytes(recipe, shapes),
             "state": state_bytes(recipe, shapes),
-            "matrix_state": state_bytes(recipe, shapes, whole=recipe.optimizer.name == "muon"),
+            "matrix_state": state_bytes(recipe, shapes, whole=True),
         },
         "shard": recipe.optimizer.shard,
         "buffers": [_of_buffer(recipe, shapes, buffer) for buffer in buffers],
@@ -80,7 +81,7 @@ def describe_optimizer(facts: dict[str, Any]) -> Iterator[str]:
     """Yield the lines that a person reads."""
     each = facts["bytes"]
     differs = each["matrix_state"] != each["state"]
-    of_matrix = f" (in matrices of muon {each['matrix_state']})" if differs else ""
+    of_matrix = f" (in matrices of {facts['optimizer']} {each['matrix_state']})" if differs else ""
     yield facts["layout"]
     yield (
         f"{facts['states']} states: a parameter has {each['weight']} bytes, a gradient {each['gradient']}, "

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from fastmp.config import NORMS, BertConfig, Recipe
+from fastmp.config import NORMS, OPTIMIZERS, BertConfig, Recipe
 from fastmp.optim.flat_layout import Buffer, ParamSpec, matrix_cost, plan_buffers
 from fastmp.plan.shapes import Shapes
 
@@ -29,7 +29,7 @@ def rank_parameters(recipe: Recipe, shapes: Shapes, rank: int) -> dict[str, Para
     for stage in own:
         before = sum(layers[:stage])
         found |= _stage(shapes, range(before, before + layers[stage]), stage == 0, stage == len(layers) - 1)
-    if recipe.optimizer.name == "muon":
+    if OPTIMIZERS[recipe.optimizer.name].matrix_state is not None:
         costs: dict[str, int] = {}
         for kind in set(shapes.model.layers):
             costs |= _update_costs(replace(shapes, model=kind))
