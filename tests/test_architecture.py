@@ -154,6 +154,8 @@ def test_pure_modules_use_the_standard_library_only(module):
         "eval wikitext --help",
         "finetune --help",
         "hang --help",
+        "checkpoint --help",
+        "hf import --help",
         "plan groups --world-size 8 --tp 2",
         "plan graphs configs/mixtral-8x7b.toml --world-size 64",
         "plan optimizer configs/mixtral-8x7b.toml --world-size 64",

@@ -1,4 +1,7 @@
-"""`fastmp checkpoint`: verify, inspect, reshard and diff, for checkpoints of any layout, in one process."""
+"""`fastmp checkpoint`: verify, inspect, reshard and compare checkpoints in one process.
+
+torch is imported by the commands, after the arguments are read.
+"""
 
 from __future__ import annotations
 
@@ -12,24 +15,21 @@ from pathlib import Path
 from typing import Any
 
 from fastmp.config.command_line import Parser
-from fastmp.training.checkpoint.compare import differences
-from fastmp.training.checkpoint.directory import by_age, checkpoint_at, whole_manifest
-from fastmp.training.checkpoint.files import verify
-from fastmp.training.checkpoint.format import DTYPES, MANIFEST, CheckpointError, read_manifest
-from fastmp.training.checkpoint.reshard import reshard
 
 __all__ = ["main"]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run `fastmp checkpoint` with the arguments `argv`; returns the exit status.
+    """Run `fastmp checkpoint` with the arguments `argv`; return the exit status.
 
-    1 is an answer, that a checkpoint is damaged or that two differ; 2 says that none could be given.
+    Status 1: a checkpoint is damaged, or two differ. Status 2: invalid arguments or unreadable files.
     """
     options = _parser().parse_args(argv)
+    from fastmp.training.checkpoint.format import CheckpointError  # imports torch
+
     try:
         status: int = options.run(options)
-    except BrokenPipeError:  # who reads has seen enough, which `fastmp.apps.cli` knows
+    except BrokenPipeError:  # handled by `fastmp.apps.cli`
         raise
     except (CheckpointError, OSError) as error:
         print(f"fastmp checkpoint: {error}", file=sys.stderr)
@@ -38,8 +38,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> Parser:
-    one = "a checkpoint, or the directory of a run, whose latest one is meant"
-    parser = Parser(prog="fastmp checkpoint", description="Look after checkpoints of any layout.")
+    one = "a checkpoint, or the directory of a run for its latest one"
+    parser = Parser(
+        prog="fastmp checkpoint",
+        description="Verify, inspect, reshard and compare checkpoints of any parallel layout.",
+    )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     def command(name: str, run: Callable[[Namespace], int], summary: str, more: str = "") -> Any:
@@ -48,26 +51,32 @@ def _parser() -> Parser:
         return made
 
     made = command("verify", verify_command, "check every byte of checkpoints", "Status 1 if one is damaged")
-    made.add_argument("paths", nargs="+", metavar="PATH", help="a checkpoint, or a run: all that it has")
-    made = command("inspect", inspect_command, "print what a checkpoint holds")
+    made.add_argument(
+        "paths", nargs="+", metavar="PATH", help="a checkpoint, or a run for all of its checkpoints"
+    )
+    made = command("inspect", inspect_command, "print the contents of a checkpoint")
     made.add_argument("path", metavar="PATH", help=one)
     made.add_argument(
-        "--tensors", metavar="TEXT", nargs="?", const="", help="list those with TEXT in their name"
+        "--tensors", metavar="TEXT", nargs="?", const="", help="list the tensors with TEXT in their name"
     )
     made = command(
         "reshard",
         reshard_command,
-        "write a checkpoint again, as whole tensors in a few files",
-        "A run needs no such thing: it loads a checkpoint of any layout as it is",
+        "rewrite a checkpoint with unsharded tensors in a few files",
+        "Not needed for training, which loads a checkpoint of any parallel layout",
     )
     made.add_argument("path", metavar="PATH", help=one)
-    made.add_argument("out", metavar="OUT", help="a directory for checkpoints, where it is made the latest")
-    made.add_argument("--files", type=_positive, default=1, metavar="N", help="files of about equal size (1)")
-    made.add_argument("--weights", action="store_true", help="leave out all that only training needs")
+    made.add_argument("out", metavar="OUT", help="a directory of checkpoints, in which it becomes the latest")
+    made.add_argument(
+        "--files", type=_positive, default=1, metavar="N", help="number of files, of about equal size (1)"
+    )
+    made.add_argument(
+        "--weights", action="store_true", help="write weights only, without optimizer and random states"
+    )
     made = command("diff", diff_command, "compare two checkpoints", "Status 1 if they differ")
     made.add_argument("first", metavar="PATH", help=one)
-    made.add_argument("second", metavar="OTHER", help="another one")
-    made.add_argument("--random", action="store_true", help="compare the random states of ranks, too")
+    made.add_argument("second", metavar="OTHER", help="another checkpoint")
+    made.add_argument("--random", action="store_true", help="also compare the random states of ranks")
     return parser
 
 
@@ -78,7 +87,11 @@ def _positive(text: str) -> int:
 
 
 def verify_command(options: Namespace) -> int:
-    """Check every byte of the checkpoints at the paths given, all those of a run."""
+    """Verify the checksums of the checkpoints at the given paths."""
+    from fastmp.training.checkpoint.directory import whole_manifest
+    from fastmp.training.checkpoint.files import verify
+    from fastmp.training.checkpoint.format import CheckpointError
+
     status = 0
     for given in options.paths:
         for path in _all_at(Path(given)):
@@ -91,11 +104,14 @@ def verify_command(options: Namespace) -> int:
                 continue
             finite = "" if manifest.finite else "; it holds numbers that are not finite"
             size = _size(sum(file.bytes for file in manifest.files.values()))
-            print(f"{path}: whole: step {manifest.step}, {len(manifest.tensors)} tensors, {size}{finite}")
+            print(f"{path}: intact: step {manifest.step}, {len(manifest.tensors)} tensors, {size}{finite}")
     return status
 
 
 def _all_at(path: Path) -> list[Path]:
+    from fastmp.training.checkpoint.directory import by_age, checkpoint_at
+    from fastmp.training.checkpoint.format import MANIFEST
+
     for directory in (path, path / "checkpoints"):
         if not (path / MANIFEST).exists() and (found := by_age(directory)):
             return [directory / str(saved.name) for saved in found]
@@ -103,7 +119,10 @@ def _all_at(path: Path) -> list[Path]:
 
 
 def inspect_command(options: Namespace) -> int:
-    """Print what a checkpoint holds, from its manifest alone."""
+    """Print the contents of a checkpoint, reading its manifest only."""
+    from fastmp.training.checkpoint.directory import checkpoint_at
+    from fastmp.training.checkpoint.format import DTYPES, read_manifest
+
     path = checkpoint_at(options.path)
     manifest = read_manifest(path)
     if options.tensors is not None:
@@ -131,21 +150,27 @@ def inspect_command(options: Namespace) -> int:
 
 
 def reshard_command(options: Namespace) -> int:
-    """Write a checkpoint again, of whole tensors in as many files as asked for."""
+    """Rewrite a checkpoint with unsharded tensors in the requested number of files."""
+    from fastmp.training.checkpoint.directory import checkpoint_at
+    from fastmp.training.checkpoint.reshard import reshard
+
     source = checkpoint_at(options.path)
     print(reshard(source, Path(options.out), files=options.files, weights=options.weights))
     return 0
 
 
 def diff_command(options: Namespace) -> int:
-    """Compare two checkpoints, whatever layouts saved them."""
+    """Compare two checkpoints of any parallel layouts."""
+    from fastmp.training.checkpoint.compare import differences
+    from fastmp.training.checkpoint.directory import checkpoint_at
+
     paths = checkpoint_at(options.first), checkpoint_at(options.second)
     lines = 0
     for line in differences(*paths, random=options.random):
         print(line)
         lines += 1
     if not lines:
-        print("equal, bit for bit")
+        print("bitwise equal")
     return 1 if lines else 0
 
 

@@ -1,35 +1,53 @@
-"""`fastmp eval`: its command line, which is read before torch is imported."""
+"""`fastmp eval`: evaluate a trained model on a task. torch is imported after the arguments are read."""
 
 from __future__ import annotations
 
+import json
 import sys
+import zlib
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from fastmp.apps.evaluation.report import read_result, table
-from fastmp.apps.generate import add_model_options, number, parse_on_ranks
+import fastmp
+from fastmp.apps.evaluation.journal import Journal
+from fastmp.apps.evaluation.report import ProgressLine, read_result, table
+from fastmp.apps.first_rank import only_rank0_prints
+from fastmp.apps.generate import add_model_options, number
+from fastmp.config import GPTConfig
 from fastmp.config.command_line import Parser
+from fastmp.config.files import write_whole
+
+if TYPE_CHECKING:
+    from fastmp.apps.evaluation.tasks import EvalTask
+    from fastmp.distributed.groups import ParallelGroups
+    from fastmp.distributed.runtime import Runtime
+    from fastmp.training.checkpoint.storage import CheckpointReader
 
 __all__ = ["main"]
 
 TASKS = {
     "wikitext": ("perplexity per original word of WikiText", "a file of words, such as wiki.test.tokens"),
-    "lambada": ("how often the last word of a passage is right", 'a file of lines {"text": "..."}'),
+    "lambada": ("accuracy of the last word of a passage", 'a file of lines {"text": "..."}'),
     "heldout": (
         "loss per token and per byte",
-        "a directory of token files with held-out text, or a text file",
+        "a directory of token files with a validation split, or a text file",
     ),
 }
+_WINDOW = 1024  # tokens
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run `fastmp eval` with the arguments `argv`; returns the exit status."""
-    options = parse_on_ranks(_parser(), argv)
+    """Run `fastmp eval` with the arguments `argv`; return the exit status (2: invalid arguments)."""
+    with only_rank0_prints():
+        options = _parser().parse_args(argv)
     if options.task == "table":
         return _table(options)
-    from fastmp.apps.evaluation.evaluate_main import run  # torch, which neither help nor a mistake waits for
+    from fastmp.apps.generation.on_ranks import run_on_ranks  # imports torch
 
-    return run(options)
+    return run_on_ranks("eval", partial(_evaluate, options), lambda result: print(table([result])))
 
 
 def _table(options: Namespace) -> int:
@@ -44,29 +62,133 @@ def _table(options: Namespace) -> int:
 def _parser() -> Parser:
     parser = Parser(
         prog="fastmp eval",
-        description="Evaluate a trained model, of any layout, on files of this machine. On several ranks: "
-        "fastmp launch -n N eval ...; ranks that are left share the batches.",
+        description="Evaluate a trained model on local files. On several ranks: fastmp launch -n N eval ...; "
+        "the remaining ranks form the data-parallel dimension and share the batches.",
     )
     commands = parser.add_subparsers(dest="task", required=True, metavar="TASK")
     for name, (summary, data) in TASKS.items():
         made = commands.add_parser(name, help=summary, description=f"{summary[0].upper()}{summary[1:]}.")
         made.add_argument("data", metavar="DATA", help=data)
         if name != "lambada":
-            text = "tokens that the model sees at once (1024, or its positions if they are fewer)"
+            text = "tokens of a window (1024, or the model's positions if fewer)"
             made.add_argument("--window", metavar="N", type=number(int, 1), help=text)
             stride, default = (32, "32") if name == "wikitext" else (None, "the window")
-            text = f"tokens that a window adds to the one before it, and scores ({default})"
+            text = f"tokens between the starts of two windows, which the second one scores ({default})"
             made.add_argument("--stride", metavar="N", type=number(int, 1), default=stride, help=text)
         add = made.add_argument
-        add("--batch-size", metavar="N", type=number(int, 1), default=8, help="rows that go together (8)")
-        text = "write the result there, as JSON; until it is done FILE.part, from which a killed one goes on"
+        add("--batch-size", metavar="N", type=number(int, 1), default=8, help="rows of a batch (8)")
+        text = "write the result as JSON; an interrupted evaluation resumes from FILE.part"
         add("--out", metavar="FILE", help=text)
         add_model_options(made, "of weights")
-        add("--cp", metavar="N", type=number(int, 1), default=1, help="ranks that divide each sequence (1)")
-        text = "what --tp leaves whole is divided along the sequence"
+        add("--cp", metavar="N", type=number(int, 1), default=1, help="context-parallel ranks (1)")
+        text = "shard activations outside of tensor-parallel regions along the sequence"
         add("--sequence-parallel", action="store_true", help=text)
-        add("--graphs", action="store_true", help="capture batches of one shape as a graph, and replay it")
-    text = "several results beside each other"
+        add("--graphs", action="store_true", help="replay batches of each shape as a CUDA graph")
+    text = "compare several results"
     made = commands.add_parser("table", help=text, description=f"{text[0].upper()}{text[1:]}.")
-    made.add_argument("results", metavar="FILE", nargs="+", help="what --out has written")
+    made.add_argument("results", metavar="FILE", nargs="+", help="a result written by --out")
     return parser
+
+
+def _evaluate(options: Namespace, runtime: Runtime) -> dict[str, Any]:
+    """Load the model on all ranks, evaluate the task, and return the result."""
+    import torch.distributed as dist
+
+    from fastmp.apps.evaluation.loop import evaluate
+    from fastmp.apps.generation.load import load_model, make_groups, open_weights
+    from fastmp.training.checkpoint.load import agree
+    from fastmp.training.graphing import make_backend
+    from fastmp.training.trainer import DTYPES
+
+    groups = make_groups(options, runtime.world_size, "eval")
+    world = dist.group.WORLD if runtime.world_size > 1 else None
+    reader, config = open_weights(options.checkpoint, options.hf, world, options.ignore)
+    task = agree(world, partial(_task, options, reader, config))
+    auto = "bfloat16" if runtime.device.type == "cuda" else "float32"
+    dtype = auto if options.dtype == "auto" else options.dtype
+    identity = {
+        "task": task.name,
+        **task.settings,
+        "model": str(reader.directory),
+        "weights": _weights_crc32(reader.directory),
+        "dtype": dtype,
+        "device": runtime.device.type,
+        "layout": _layout(groups, options.sequence_parallel),
+        "batch_size": options.batch_size,
+    }
+    out = Path(options.out) if options.out else None
+    journal = agree(world, partial(_journal, out, identity, runtime.rank))
+    model = load_model(
+        reader,
+        config,
+        groups,
+        device=runtime.device,
+        dtype=DTYPES[dtype],
+        sequence_parallel=options.sequence_parallel,
+    )
+    finished = len(journal.finished) * options.batch_size if journal else 0
+    progress = ProgressLine(task.name, task.unit, len(task.rows), min(finished, len(task.rows)))
+    backend = make_backend(None, runtime.device) if options.graphs else None
+    try:
+        figures = evaluate(
+            task,
+            model,
+            groups=groups,
+            batch_size=options.batch_size,
+            journal=journal,
+            report=progress.add if runtime.rank == 0 else lambda *of_rows: None,
+            backend=backend,
+        )
+    finally:
+        if backend is not None:
+            backend.reset()  # before the process groups, which graphs refer to, are destroyed
+    result = {**figures, **identity, "fastmp": fastmp.__version__}
+    if runtime.rank == 0:
+        progress.end()
+        if out is not None and journal is not None:
+            write_whole(out, json.dumps(result, indent=1) + "\n")
+            journal.remove()
+    return result
+
+
+def _task(options: Namespace, reader: CheckpointReader, config: GPTConfig) -> EvalTask:
+    """Return the task of the command line with the model's tokenizer."""
+    from fastmp.apps.evaluation.tasks import heldout_task, lambada_task, wikitext_task
+    from fastmp.apps.generation.load import model_tokenizer
+
+    if options.task == "lambada":
+        tokenizer = model_tokenizer(options, reader)
+        return lambada_task(options.data, tokenizer, max_seq_len=config.max_seq_len)
+    window = options.window or min(_WINDOW, config.max_seq_len)
+    try:
+        tokenizer = model_tokenizer(options, reader)
+    except ValueError:
+        if options.task == "wikitext" or options.tokenizer or not Path(options.data).is_dir():
+            raise
+        return heldout_task(options.data, None, window=window, stride=options.stride)
+    make = wikitext_task if options.task == "wikitext" else heldout_task
+    return make(options.data, tokenizer, window=window, stride=options.stride)
+
+
+def _journal(out: Path | None, identity: Mapping[str, Any], rank: int) -> Journal | None:
+    """Return the journal of finished batches; None on other ranks than 0 and without --out."""
+    if out is None or rank:
+        return None
+    if out.is_dir():
+        raise ValueError(f"--out {out}: is a directory; name a file")
+    return Journal(out.with_name(out.name + ".part"), identity)
+
+
+def _layout(groups: ParallelGroups, sequence_parallel: bool) -> str:
+    """Return the model-parallel layout; the number of data-parallel ranks does not affect the result."""
+    axes = [f"{axis} {groups.grid.size(axis)}" for axis in ("tp", "cp", "pp", "ep", "etp")]
+    return ", ".join([*axes, *(["sequence parallel"] if sequence_parallel else [])])
+
+
+def _weights_crc32(directory: Path) -> int:
+    """Return a checksum of the names, sizes and modification times of the weights' files."""
+    crc32 = 0
+    for path in sorted(directory.glob("*.safetensors")):
+        state = path.stat()
+        crc32 = zlib.crc32(f"{path.name} {state.st_size} {state.st_mtime_ns} ".encode(), crc32)
+    return crc32

@@ -1,57 +1,164 @@
-"""`fastmp finetune`: its command line, which is read before torch is imported."""
+"""`fastmp finetune`: fine-tune a BERT for a task. torch is imported after the arguments are read.
+
+All ranks run the same code; only rank 0 writes the files of results.
+"""
 
 from __future__ import annotations
 
-import io
-import sys
 from collections.abc import Sequence
-from contextlib import ExitStack, redirect_stderr, redirect_stdout
+from contextlib import nullcontext
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from fastmp.apps.finetuning.recipe import FinetuneRecipe, load_finetune
+from fastmp.apps.finetuning.recipe import FinetuneRecipe, load_finetune, run_recipe
+from fastmp.apps.finetuning.results import FinetuneResult, check_same, write_results
 from fastmp.apps.finetuning.tasks import TASKS
-from fastmp.apps.first_rank import let_rank0_report_first
-from fastmp.config import Environment
+from fastmp.apps.first_rank import let_rank0_report_first, only_rank0_prints
+from fastmp.config import Environment, GPTConfig
 from fastmp.config.command_line import Parser
 from fastmp.config.recipe import add_options, given_options
+from fastmp.plan.layout import check_layout, make_grid
 
-__all__ = ["main"]
+if TYPE_CHECKING:
+    from fastmp.distributed.runtime import Runtime
+    from fastmp.training.checkpoint.storage import CheckpointReader
+    from fastmp.training.data.tokenize import Tokenizer
+
+__all__ = ["finetune", "main"]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run `fastmp finetune` with the arguments `argv`; returns the exit status."""
-    arguments = list(argv or [])
-    try:
-        rank = Environment.read().rank or 0
-    except ValueError as error:
-        print(f"fastmp: {error}", file=sys.stderr)
-        return 2
-    with let_rank0_report_first(rank), ExitStack() as stack:
-        if rank:
-            stack.enter_context(redirect_stdout(io.StringIO()))
-            stack.enter_context(redirect_stderr(io.StringIO()))
+    """Run `fastmp finetune` with the arguments `argv`; return the exit status."""
+    with only_rank0_prints():
         parser = _parser()
-        options = parser.parse_args(arguments)
+        options = parser.parse_args(list(argv or []))
         try:
             recipe = load_finetune(options.task, options.recipe, given_options(options))
         except ValueError as error:
             parser.error(str(error))
-    from fastmp.apps.finetuning.finetune_main import run  # torch, which neither help nor a mistake waits for
+    from fastmp.distributed.runtime import init, main_guard  # imports torch
 
-    return run(options.task, recipe, grid=options.grid)
+    def job() -> int:
+        with let_rank0_report_first(Environment.read().rank or 0):
+            runtime = init()
+            finetune(options.task, recipe, runtime, grid=options.grid)
+        runtime.close()
+        return 0
+
+    return main_guard(job)
 
 
 def _parser() -> Parser:
     parser = Parser(
         prog="fastmp finetune",
         usage="fastmp finetune TASK --data DIR [--recipe FILE] [--init-from PATH] [--grid] [options]",
-        description="Fine-tune a BERT for a task with several seeds, and report the median on its "
-        "development set. What was interrupted goes on when it is started again. On several ranks: fastmp "
+        description="Fine-tune a BERT for a task with several seeds, and report the median score on the "
+        "development set. Run the same command again to resume an interrupted job. On several ranks: fastmp "
         "launch -n N finetune ...",
     )
     parser.add_argument("task", metavar="TASK", choices=tuple(TASKS), help=", ".join(TASKS))
     parser.add_argument("--recipe", metavar="FILE", help="TOML file, as in configs/finetune/")
     parser.add_argument(
-        "--grid", action="store_true", help="every batch size and learning rate of Table 6 for the task"
+        "--grid",
+        action="store_true",
+        help="run all batch sizes and learning rates of the paper's Table 6",
     )
     add_options(parser, FinetuneRecipe)
     return parser
+
+
+def finetune(
+    task: str, recipe: FinetuneRecipe, runtime: Runtime, *, grid: bool = False
+) -> list[FinetuneResult]:
+    """Do the unfinished runs of a task, one for each point and seed, and report all runs.
+
+    Args:
+        task: a name in `TASKS`.
+        recipe: of the runs.
+        runtime: all ranks call this.
+        grid: fine-tune at every point of the paper's Table 6 instead of the recipe's point.
+
+    Returns:
+        The finished runs; some are missing if a signal stopped the job.
+
+    Raises:
+        ValueError: the files are not the task's, the model is not a BERT or does not fit the tokenizer or the
+            ranks, or the run directory belongs to another recipe. Nothing is written then.
+    """
+    from fastmp.apps.finetuning.data import prepare, vocab_size_of
+    from fastmp.apps.finetuning.runs import Runs, on_first
+    from fastmp.apps.train_main import claimed
+    from fastmp.distributed.groups import ParallelGroups
+
+    points = TASKS[task].grid if grid else [recipe.point]
+    reader, model = _model(recipe, runtime)
+    tokenizer = _tokenizer(recipe, reader)
+    if not model.vocab_size:
+        model = replace(model, vocab_size=vocab_size_of(tokenizer))
+    examples = [run_recipe(recipe, model, point, seed=0, steps=1) for point in points]
+    for example in examples:
+        check_layout(example, runtime.world_size)
+    prepared = prepare(task, recipe.finetune, model, tokenizer)
+    groups = ParallelGroups.create(make_grid(examples[0], runtime.world_size))
+    directory = Path(recipe.finetune.run_dir) / recipe.finetune.name
+    on_first(runtime, lambda: check_same(directory / "finetune.json", _identity(task, recipe, model)))
+    runs = Runs(task, recipe, model, reader, prepared, groups, runtime, directory)
+    seeds = range(recipe.finetune.seed, recipe.finetune.seed + recipe.finetune.seeds)
+    results: list[FinetuneResult] = []
+    with claimed(directory) if runtime.rank == 0 else nullcontext():
+        _say(runtime, *prepared.notes)
+        for point, seed in ((point, seed) for point in points for seed in seeds):
+            result = runs.result(point, seed)
+            if result is None:
+                return results
+            results.append(result)
+            if runtime.rank == 0:
+                table = write_results(directory, task, TASKS[task].metric, points, results)
+        if runtime.rank == 0:
+            _say(runtime, "", f"{table}results in {directory / 'results.json'}")
+    return results
+
+
+def _say(runtime: Runtime, *lines: str) -> None:
+    if runtime.rank == 0:
+        print("\n".join(lines), flush=True)
+
+
+def _identity(task: str, recipe: FinetuneRecipe, model: GPTConfig) -> dict[str, Any]:
+    """Return the settings that all runs of one name share; points, seeds, layout and log may differ."""
+    own = {"batch_size", "micro_batch_size", "seeds", "seed", "name", "run_dir"}
+    own |= {"log_interval", "save_interval", "stall_seconds"}
+    shared = {key: value for key, value in asdict(recipe.finetune).items() if key not in own}
+    optimizer = {key: value for key, value in asdict(recipe.optimizer).items() if key != "lr"}
+    return {"task": task, "model": asdict(model), "finetune": shared, "optimizer": optimizer}
+
+
+def _model(recipe: FinetuneRecipe, runtime: Runtime) -> tuple[CheckpointReader | None, GPTConfig]:
+    """Return the reader of the initial weights, or None, and the model."""
+    import torch.distributed as dist
+
+    from fastmp.apps.generation.load import open_either
+
+    path, reader, model = recipe.finetune.init_from, None, recipe.model
+    if path:
+        reader, saved = open_either(path, dist.group.WORLD if runtime.world_size > 1 else None)
+        model = saved if model is None else replace(model, vocab_size=model.vocab_size or saved.vocab_size)
+    assert model is not None, "load_finetune asks for one of the two"
+    if model.bert is None:
+        raise ValueError("the model to fine-tune is a GPT; it must be a BERT, with a table [model.bert]")
+    return reader, model
+
+
+def _tokenizer(recipe: FinetuneRecipe, reader: CheckpointReader | None) -> Tokenizer:
+    from fastmp.apps.generation.load import tokenizer_beside
+    from fastmp.training.data.tokenize import load_tokenizer
+
+    if recipe.finetune.tokenizer is not None:
+        return load_tokenizer(recipe.finetune.tokenizer)
+    if reader is None:
+        raise ValueError("there is no tokenizer: give finetune.tokenizer")
+    try:
+        return tokenizer_beside(reader.directory.absolute())
+    except ValueError as error:
+        raise ValueError(f"{error}; name the model's tokenizer by finetune.tokenizer") from None

@@ -1,23 +1,46 @@
-"""Errors that all ranks find alike are reported by rank 0 alone. Standard library only."""
+"""Output of several ranks: errors that all ranks find are printed by rank 0 only. Standard library only."""
 
 from __future__ import annotations
 
+import io
+import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
 
-PATIENCE = 3.0  # seconds in which the first rank may report what all ranks found wrong
+from fastmp.config import Environment
+
+GRACE_SECONDS = 3.0  # for rank 0 to report an error that all ranks found
 
 
 @contextmanager
 def let_rank0_report_first(rank: int) -> Iterator[None]:
-    """Give the first rank time to report what all ranks find alike, such as a user's mistake.
+    """Delay an error of another rank than 0, so that rank 0 reports an error that all ranks found.
 
-    The launcher then ends the others together with it, and there is one message.
+    The launcher then ends the other ranks, and there is one message.
     """
     try:
         yield
     except (ValueError, ArithmeticError, SystemExit) as error:
         if rank and not (isinstance(error, SystemExit) and int(error.code or 0) > 128):  # by a signal
-            time.sleep(PATIENCE)
+            time.sleep(GRACE_SECONDS)
         raise
+
+
+@contextmanager
+def only_rank0_prints() -> Iterator[None]:
+    """Let only rank 0 print while the command line is parsed; the other ranks fail after it.
+
+    Raises:
+        SystemExit: the variables of the launcher (RANK, WORLD_SIZE, ...) are invalid; status 2.
+    """
+    try:
+        rank = Environment.read().rank or 0
+    except ValueError as error:
+        print(f"fastmp: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+    with let_rank0_report_first(rank), ExitStack() as stack:
+        if rank:
+            stack.enter_context(redirect_stdout(io.StringIO()))
+            stack.enter_context(redirect_stderr(io.StringIO()))
+        yield

@@ -1,90 +1,101 @@
-"""`fastmp generate`: its command line, which is read before torch is imported."""
+"""`fastmp generate`: continue prompts with a trained model; torch is imported after parsing the arguments."""
 
 from __future__ import annotations
 
 import argparse
-import io
+import sys
+from argparse import Namespace
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, redirect_stderr, redirect_stdout
-from typing import Any
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
 
-from fastmp.apps.first_rank import let_rank0_report_first
-from fastmp.config import Environment
+from fastmp.apps.first_rank import only_rank0_prints
 from fastmp.config.command_line import Parser
 
-__all__ = ["add_model_options", "main", "number", "parse_on_ranks"]
+if TYPE_CHECKING:
+    from fastmp.apps.generation.loop import Generated
+    from fastmp.distributed.runtime import Runtime
 
-LARGEST = 1 << 62  # above which a seed is none
+__all__ = ["add_model_options", "main", "number"]
+
+LARGEST = 1 << 62  # exclusive bound of numbers, such as seeds
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run `fastmp generate` with the arguments `argv`; returns the exit status."""
-    options = parse_on_ranks(_parser(), argv)
-    from fastmp.apps.generation.generate_main import run  # torch, which neither help nor a mistake waits for
+    """Run `fastmp generate` with the arguments `argv`; return the exit status (2: invalid arguments)."""
+    with only_rank0_prints():
+        options = _parser().parse_args(argv)
+    from fastmp.apps.generation.on_ranks import run_on_ranks  # imports torch
 
-    return run(options)
-
-
-def parse_on_ranks(parser: Parser, argv: Sequence[str] | None) -> argparse.Namespace:
-    """What `argv` says; of several ranks only the first one prints help, or what is wrong."""
-    rank = Environment.read().rank or 0
-    with let_rank0_report_first(rank), ExitStack() as stack:
-        if rank:
-            stack.enter_context(redirect_stdout(io.StringIO()))
-            stack.enter_context(redirect_stderr(io.StringIO()))
-        return parser.parse_args(argv)
+    return run_on_ranks("generate", partial(_generate, options), partial(_print, options.prompt))
 
 
 def _parser() -> Parser:
     parser = Parser(
         prog="fastmp generate",
-        description="Continue prompts with a trained model, all of them at once. On several ranks: fastmp "
-        "launch -n N generate ...; ranks that are left divide the prompts among them.",
+        description="Continue prompts with a trained model, as one batch. On several ranks: fastmp launch "
+        "-n N generate ...; the remaining ranks form the data-parallel dimension and share the prompts.",
     )
-    again: dict[str, Any]
-    add, again = parser.add_argument, {"metavar": "TEXT", "action": "append"}
-    add("--prompt", **again, required=True, help="what is continued; may be given again")
-    tokens = number(int, 1)
-    text = "of each prompt (128, or as many as the model has positions for)"
-    add("--max-new-tokens", metavar="N", type=tokens, help=text)
-    text = "what logits are divided by; 0: the likeliest token (1)"
-    add("--temperature", metavar="T", type=number(float, 0), default=1.0, help=text)
-    add("--top-k", metavar="K", type=number(int, 0), default=0, help="of the K likeliest; 0: of all (0)")
-    text = "of the likeliest whose shares add up to P (1)"
-    add("--top-p", metavar="P", type=number(float, 0), default=1.0, help=text)
-    text = "ends a text before it; may be given again"
-    add("--stop", **again, type=_text, default=[], help=text)
-    text = "prompt i draws from seed N + i, from i = 0 on (0)"
-    add("--seed", metavar="N", type=number(int, 0), default=0, help=text)
-    add_model_options(parser, "of weights, keys and values")
+    add = parser.add_argument
+    add(
+        "--prompt", metavar="TEXT", action="append", required=True,
+        help="text to continue; may be repeated",
+    )  # fmt: skip
+    add(
+        "--max-new-tokens", metavar="N", type=number(int, 1),
+        help="new tokens for each prompt (128, or as many as fit the model's positions)",
+    )  # fmt: skip
+    add(
+        "--temperature", metavar="T", type=number(float, 0), default=1.0,
+        help="divisor of the logits; 0: greedy decoding (1)",
+    )  # fmt: skip
+    add(
+        "--top-k", metavar="K", type=number(int, 0), default=0,
+        help="sample among the K most likely tokens; 0: all tokens (0)",
+    )  # fmt: skip
+    add(
+        "--top-p", metavar="P", type=number(float, 0), default=1.0,
+        help="sample among the most likely tokens with total probability P [nucleus sampling] (1)",
+    )  # fmt: skip
+    add(
+        "--stop", metavar="TEXT", action="append", type=_text, default=[],
+        help="end a continuation before this text; may be repeated",
+    )  # fmt: skip
+    add(
+        "--seed", metavar="N", type=number(int, 0), default=0,
+        help="random seed; prompt i uses N + i, from i = 0 (0)",
+    )  # fmt: skip
+    add_model_options(parser, "of weights and KV cache")
     return parser
 
 
 def add_model_options(parser: Parser, of_dtype: str) -> None:
-    """Add the options that say which trained model is meant, and how it is divided over ranks."""
+    """Add the options that select a trained model, its dtype and its parallel layout."""
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument(
-        "--checkpoint", metavar="DIR", help="a checkpoint, or a run, whose latest one is meant"
+        "--checkpoint", metavar="DIR", help="a checkpoint, or the directory of a run for its latest one"
     )
     source.add_argument("--hf", metavar="DIR", help="a transformers model: config.json and safetensors files")
     add = parser.add_argument
     add(
-        "--tokenizer",
-        metavar="FILE",
-        help="byte, a tokenizer.json, or the directory of one (that of the run or of the model)",
-    )
-    text = f"{of_dtype}; auto: bfloat16 on a GPU, else float32"
-    add("--dtype", choices=("auto", "float32", "bfloat16", "float16"), default="auto", help=text)
-    for axis, what in (("tp", "each layer"), ("pp", "the layers"), ("ep", "the experts")):
-        text = f"ranks that divide {what} (1)"
+        "--tokenizer", metavar="FILE",
+        help="byte, a tokenizer.json, or its directory (the tokenizer of the run or of the model)",
+    )  # fmt: skip
+    add(
+        "--dtype", choices=("auto", "float32", "bfloat16", "float16"), default="auto",
+        help=f"{of_dtype}; auto: bfloat16 on a GPU, float32 on a CPU",
+    )  # fmt: skip
+    for axis, what in (("tp", "tensor"), ("pp", "pipeline"), ("ep", "expert")):
+        text = f"{what}-parallel ranks (1)"
         add(f"--{axis}", metavar="N", type=number(int, 1), default=1, help=text)
-    add("--etp", metavar="N", type=number(int, 1), help="ranks that divide each expert (those of --tp)")
-    text = "go on without this key of config.json"
+    add("--etp", metavar="N", type=number(int, 1), help="tensor-parallel ranks of each expert (--tp)")
+    text = "ignore this unknown key of config.json; may be repeated"
     add("--ignore", metavar="NAME", action="append", default=[], help=text)
 
 
 def number(kind: type[int] | type[float], least: int) -> Callable[[str], float]:
-    """What reads the value of an option: a number of this kind, `least` or more."""
+    """Return a parser of option values: a number of this type that is `least` or more."""
 
     def read(text: str) -> float:
         try:
@@ -103,3 +114,63 @@ def _text(text: str) -> str:
     if not text:
         raise argparse.ArgumentTypeError("must not be empty")
     return text
+
+
+def _generate(options: Namespace, runtime: Runtime) -> Generated:
+    """Load the model on all ranks and continue the prompts."""
+    import torch
+    import torch.distributed as dist
+
+    from fastmp.apps.generation.load import (
+        eos_token_ids,
+        load_model,
+        make_groups,
+        model_tokenizer,
+        open_weights,
+    )
+    from fastmp.apps.generation.loop import check_prompts, generate
+    from fastmp.apps.generation.sample_text import check_choice
+    from fastmp.training.checkpoint.load import agree
+    from fastmp.training.trainer import DTYPES
+
+    check_choice(options.temperature, options.top_k, options.top_p)
+    groups = make_groups(options, runtime.world_size, "generate")
+    world = dist.group.WORLD if runtime.world_size > 1 else None
+    reader, config = open_weights(options.checkpoint, options.hf, world, options.ignore)
+    tokenizer = agree(world, partial(model_tokenizer, options, reader))
+    ids = [tokenizer.encode_prompt(prompt) for prompt in options.prompt]
+    positions_left = config.max_seq_len + 1 - max(map(len, ids))
+    new = options.max_new_tokens or max(min(128, positions_left), 1)
+    check_prompts(config, ids, new, min(config.vocab_size, tokenizer.vocab_size))
+    auto = torch.bfloat16 if runtime.device.type == "cuda" else torch.float32
+    dtype = DTYPES.get(options.dtype, auto)
+    model = load_model(reader, config, groups, device=runtime.device, dtype=dtype)
+    return generate(
+        model,
+        ids,
+        max_new_tokens=new,
+        tokenizer=tokenizer,
+        stop=options.stop,
+        ends={tokenizer.end_of_text} | (eos_token_ids(Path(options.hf)) if options.hf else set()),
+        temperature=options.temperature,
+        top_k=options.top_k,
+        top_p=options.top_p,
+        seed=options.seed,
+        groups=groups,
+    )
+
+
+def _print(prompts: list[str], generated: Generated) -> None:
+    """Print all texts, and the speed on stderr; characters that stdout cannot encode are escaped."""
+    encoding = sys.stdout.encoding or "utf-8"
+    for number, (prompt, row) in enumerate(zip(prompts, generated.rows), 1):
+        text = f"== prompt {number}: {row.reason}\n" * (len(prompts) > 1) + prompt + row.text
+        print(text.encode(encoding, "backslashreplace").decode(encoding))
+    sys.stdout.flush()
+    prompt_tokens, new = generated.prompt_tokens, generated.decoded_tokens
+    prefill, decode = generated.prefill_seconds, generated.decode_seconds
+    print(
+        f"prompts: {prompt_tokens} tokens in {prefill:.3f} s, {prompt_tokens / prefill:.1f} tokens/s; after "
+        f"the first new tokens: {new} in {decode:.3f} s, {new / max(decode, 1e-9):.1f} tokens/s",
+        file=sys.stderr,
+    )

@@ -1,4 +1,7 @@
-"""`fastmp hf`: models of transformers become checkpoints and recipes, and checkpoints such models."""
+"""`fastmp hf`: import transformers models as checkpoints and recipes, and export checkpoints.
+
+torch is imported by the commands, after the arguments are read.
+"""
 
 from __future__ import annotations
 
@@ -9,32 +12,26 @@ from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fastmp.config import GPTConfig
 from fastmp.config.command_line import Parser
 from fastmp.config.files import read_file, write_synced
 from fastmp.config.recipe import model_from
-from fastmp.hf.config_json import family_of
-from fastmp.hf.stored import CONFIG, is_transformers, read_config
-from fastmp.hf.verify import verify
-from fastmp.hf.weights import FILE_BYTES, TransformersReader, export_weights, json_bytes
 from fastmp.training.checkpoint.chunks import TensorChunk, full_chunk
-from fastmp.training.checkpoint.directory import checkpoint_at, whole_manifest
-from fastmp.training.checkpoint.files import verify as verify_files
-from fastmp.training.checkpoint.reshard import write_again
-from fastmp.training.checkpoint.storage import CheckpointReader
-from fastmp.training.data.tokenize import TOKENIZER_LIMIT
+
+if TYPE_CHECKING:
+    from fastmp.training.checkpoint.storage import CheckpointReader
 
 __all__ = ["main", "recipe_text"]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run `fastmp hf` with the arguments `argv`; returns the exit status."""
+    """Run `fastmp hf` with the arguments `argv`; return the exit status."""
     options = _parser().parse_args(argv)
     try:
         options.run(options)
-    except BrokenPipeError:  # who reads has seen enough, which `fastmp.apps.cli` knows
+    except BrokenPipeError:  # handled by `fastmp.apps.cli`
         raise
     except (ValueError, OSError) as error:
         print(f"fastmp hf: {error}", file=sys.stderr)
@@ -43,32 +40,36 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> Parser:
-    parser = Parser(prog="fastmp hf", description="Weights of transformers models in and out.")
+    parser = Parser(prog="fastmp hf", description="Import and export weights of transformers models.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     made = commands.add_parser(
         "import",
-        help="write the weights of a model as a checkpoint, and its configuration as a recipe",
-        description="Write the weights of a transformers model as a checkpoint, which any layout loads, and "
-        "its configuration as a recipe, which starts from them.",
+        help="convert a transformers model into a checkpoint and a recipe",
+        description="Convert a transformers model into a checkpoint, which any parallel layout loads, and a "
+        "recipe, which starts from it.",
     )
     made.add_argument("path", metavar="DIR", help="a directory with config.json and safetensors files")
-    made.add_argument("--out", metavar="DIR", help="the new directory (DIR-fastmp)")
+    made.add_argument("--out", metavar="DIR", help="new directory (DIR-fastmp)")
     made.add_argument(
-        "--ignore", metavar="NAME", action="append", default=[], help="go on without this key of config.json"
+        "--ignore",
+        metavar="NAME",
+        action="append",
+        default=[],
+        help="ignore this unknown key of config.json; may be repeated",
     )
     made.set_defaults(run=import_command)
     _add_verify(made)
     made = commands.add_parser(
         "export",
-        help="write the weights of a checkpoint of any layout for transformers",
-        description="Write the weights of a checkpoint of any layout as a directory for from_pretrained.",
+        help="convert a checkpoint into a transformers model",
+        description="Convert a checkpoint of any parallel layout into a directory for from_pretrained.",
     )
-    made.add_argument("path", metavar="CHECKPOINT", help="a checkpoint, or a run, whose latest one is meant")
-    made.add_argument("out", metavar="DIR", help="the new directory")
+    made.add_argument("path", metavar="CHECKPOINT", help="a checkpoint, or a run for its latest one")
+    made.add_argument("out", metavar="DIR", help="new directory")
     made.add_argument(
         "--like",
         metavar="DIR",
-        help="a model of transformers whose tokenizer and generation settings go with it",
+        help="copy tokenizer and generation settings of this transformers model",
     )
     made.set_defaults(run=export_command)
     _add_verify(made)
@@ -80,12 +81,16 @@ def _add_verify(parser: Any) -> None:
         "--no-verify",
         dest="verify",
         action="store_false",
-        help="do not run both models on a few tokens to compare their logits",
+        help="skip comparing logits with transformers' model on a few tokens",
     )
 
 
 def import_command(options: Namespace) -> None:
-    """Verify a model, then write it; nothing is written of one that cannot be read."""
+    """Verify a transformers model, then convert it; nothing is written if that fails."""
+    from fastmp.hf.verify import verify
+    from fastmp.hf.weights import FILE_BYTES, TransformersReader
+    from fastmp.training.checkpoint.reshard import write_again
+
     source = Path(options.path)
     out = (
         Path(options.out) if options.out else source.absolute().with_name(f"{source.absolute().name}-fastmp")
@@ -95,7 +100,7 @@ def import_command(options: Namespace) -> None:
     if options.verify:
         print(verify(source, reader, reader.config))
     size = sum(each.bytes(full_chunk(each.shape)) for each in reader.manifest.tensors.values())
-    checkpoint = write_again(reader, _pieces(reader), out, files=max(1, -(-size // FILE_BYTES)))
+    checkpoint = write_again(reader, _chunks(reader), out, files=max(1, -(-size // FILE_BYTES)))
     write_synced(out / "recipe.toml", recipe_text(reader.config, source, checkpoint).encode())
     count = len(reader.manifest.tensors)
     print(f"{checkpoint}: {reader.model_type}, {count} tensors, {size / 2**30:.2f} GiB")
@@ -103,7 +108,15 @@ def import_command(options: Namespace) -> None:
 
 
 def export_command(options: Namespace) -> None:
-    """Write the weights of a checkpoint whose every byte is right."""
+    """Verify the checksums of a checkpoint, then convert it."""
+    from fastmp.hf.config_json import family_of
+    from fastmp.hf.stored import CONFIG, read_config
+    from fastmp.hf.verify import verify
+    from fastmp.hf.weights import export_weights, json_bytes
+    from fastmp.training.checkpoint.directory import checkpoint_at, whole_manifest
+    from fastmp.training.checkpoint.files import verify as verify_files
+    from fastmp.training.checkpoint.storage import CheckpointReader
+
     checkpoint, out = checkpoint_at(options.path), Path(options.out)
     _check_new(out)
     manifest = whole_manifest(checkpoint)
@@ -112,7 +125,7 @@ def export_command(options: Namespace) -> None:
         family_of(config)
     except ValueError as error:
         raise ValueError(f"{checkpoint}: {error}") from None
-    files, tokens = _beside(Path(options.like)) if options.like else ({}, {})
+    files, tokens = _tokenizer_files(Path(options.like)) if options.like else ({}, {})
     verify_files(checkpoint, manifest, manifest.files)
     reader = CheckpointReader(checkpoint, manifest)
 
@@ -126,8 +139,8 @@ def export_command(options: Namespace) -> None:
     print(export_weights(checkpoint, config, out, check=check))
 
 
-# what generation needs beside weights, of those that a model may have
-_BESIDE = (
+# files of a model that generation needs besides weights
+_TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
     *("vocab.json", "vocab.txt", "merges.txt", "tokenizer.model"),
     *("chat_template.jinja", "generation_config.json"),
@@ -135,9 +148,16 @@ _BESIDE = (
 _TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")  # of config.json
 
 
-def _beside(source: Path) -> tuple[dict[str, bytes], dict[str, Any]]:
-    """A model's tokenizer and generation settings: files by name, and what its config.json says of them."""
-    files = {name: read_file(source / name, TOKENIZER_LIMIT) for name in _BESIDE if (source / name).exists()}
+def _tokenizer_files(source: Path) -> tuple[dict[str, bytes], dict[str, Any]]:
+    """Return a model's tokenizer and generation files by name, and the special tokens of its config.json."""
+    from fastmp.hf.stored import is_transformers, read_config
+    from fastmp.training.data.tokenize import TOKENIZER_LIMIT
+
+    files = {
+        name: read_file(source / name, TOKENIZER_LIMIT)
+        for name in _TOKENIZER_FILES
+        if (source / name).exists()
+    }
     if not files:
         raise ValueError(f"{source} has no tokenizer and no generation configuration")
     content = read_config(source) if is_transformers(source) else {}
@@ -149,8 +169,8 @@ def _check_new(out: Path) -> None:
         raise ValueError(f"{out} exists already; name a new directory")
 
 
-def _pieces(reader: CheckpointReader) -> Iterator[tuple[str, TensorChunk]]:
-    """All tensors whole, but for those of experts, which are large: one expert at a time."""
+def _chunks(reader: CheckpointReader) -> Iterator[tuple[str, TensorChunk]]:
+    """Yield the chunks to write: full tensors, and those of experts one expert at a time."""
     for name, tensor in reader.manifest.tensors.items():
         if ".experts." not in name:
             yield name, full_chunk(tensor.shape)
@@ -160,7 +180,7 @@ def _pieces(reader: CheckpointReader) -> Iterator[tuple[str, TensorChunk]]:
 
 
 def recipe_text(config: GPTConfig, source: Path, checkpoint: Path) -> str:
-    """A recipe that trains the model on, from the weights in `checkpoint`."""
+    """Return a recipe in TOML that trains the model from the weights in `checkpoint`."""
     tables: dict[str, Mapping[str, Any]] = {"model": _given(config)}
     for name in ("moe", "rope_scaling", "bert"):
         if getattr(config, name) is not None:
@@ -170,14 +190,14 @@ def recipe_text(config: GPTConfig, source: Path, checkpoint: Path) -> str:
     if config.bert is not None:
         tables["data.masked_lm"] = {}
     tables["checkpoint"] = {"init_from": str(checkpoint.absolute())}
-    lines = [f"# {source.absolute().name}, as fastmp hf import has read it"]
+    lines = [f"# {source.absolute().name}, converted by fastmp hf import"]
     for table, values in tables.items():
         lines += ["", f"[{table}]", *(f"{key} = {json.dumps(value)}" for key, value in values.items())]
     return "\n".join(lines) + "\n"
 
 
 def _given(config: Any) -> dict[str, Any]:
-    """The values of a table that are not the default ones."""
+    """Return the values of a table that differ from the defaults."""
     values = asdict(config)
     return {
         each.name: list(values[each.name]) if isinstance(values[each.name], tuple) else values[each.name]

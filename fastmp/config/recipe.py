@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import difflib
 import functools
-import io
 import math
 import re
 import reprlib
@@ -24,7 +23,6 @@ import tomllib
 import types
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, redirect_stderr, redirect_stdout
 from dataclasses import Field, fields, is_dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -81,11 +79,11 @@ SWITCHED = {
 }
 
 
-def parse_arguments(argv: Sequence[str], *, quiet: bool = False) -> Recipe:
-    """The recipe that `argv` describes: the file of `--recipe`, if one is named, under the other options.
+def parse_arguments(argv: Sequence[str]) -> Recipe:
+    """Return the recipe of a command line: the file of `--recipe`, overridden by the other options.
 
-    What is wrong on the command line or in the file ends the program with status 2, after a message on stderr
-    (none if `quiet`: the first of several ranks is enough).
+    Raises:
+        SystemExit: the command line or the file is invalid; status 2, after a message on stderr.
     """
     parser = Parser(
         prog="fastmp train",
@@ -94,25 +92,19 @@ def parse_arguments(argv: Sequence[str], *, quiet: bool = False) -> Recipe:
     )
     parser.add_argument("--recipe", metavar="FILE", help="TOML file of the run, as in configs/")
     add_options(parser)
-    with ExitStack() as stack:
-        if quiet:
-            stack.enter_context(redirect_stdout(io.StringIO()))
-            stack.enter_context(redirect_stderr(io.StringIO()))
-        options = parser.parse_args(argv)
-        given = given_options(options)
-        try:
-            recipe = load_recipe(options.recipe, given)
-        except ValueError as error:
-            parser.error(str(error))
-        for switch, names in SWITCHED.items():
-            table, _, name = switch.partition(".")
-            own = given.get(table, {})
-            idle = [_option(f"{table}.{each}") for each in names if own.get(each) is not None]
-            if idle and not getattr(getattr(recipe, table), name):
-                parser.error(
-                    f"{', '.join(idle)} would do nothing without {SHORT.get(switch, _option(switch))}"
-                )
-        return recipe
+    options = parser.parse_args(argv)
+    given = given_options(options)
+    try:
+        recipe = load_recipe(options.recipe, given)
+    except ValueError as error:
+        parser.error(str(error))
+    for switch, names in SWITCHED.items():
+        table, _, name = switch.partition(".")
+        own = given.get(table, {})
+        idle = [_option(f"{table}.{each}") for each in names if own.get(each) is not None]
+        if idle and not getattr(getattr(recipe, table), name):
+            parser.error(f"{', '.join(idle)} would do nothing without {SHORT.get(switch, _option(switch))}")
+    return recipe
 
 
 def add_options(parser: argparse.ArgumentParser, kind: type = Recipe) -> None:

@@ -52,7 +52,9 @@ def test_verify_checks_every_byte_of_all_that_a_run_has(tmp_path, capsys):
     paths = [save(directory, step) for step in (1, 2)]
     assert main(["checkpoint", "verify", str(tmp_path / "run")]) == 0
     said = capsys.readouterr().out.splitlines()
-    assert said == [f"{path}: whole: step {step}, 3 tensors, 432 bytes" for step, path in enumerate(paths, 1)]
+    assert said == [
+        f"{path}: intact: step {step}, 3 tensors, 432 bytes" for step, path in enumerate(paths, 1)
+    ]
     file = paths[0] / "rank-00000.safetensors"
     content = bytearray(file.read_bytes())
     for place in range(0, len(content), 37):
@@ -86,7 +88,7 @@ def test_shards_written_again_as_whole_tensors_are_equal(tmp_path, files, capsys
         len(tensor.shards) == 1 for tensor in manifest.tensors.values()
     )
     assert main(["checkpoint", "diff", str(source), str(path), "--random"]) == 0
-    assert capsys.readouterr().out == "equal, bit for bit\n"
+    assert capsys.readouterr().out == "bitwise equal\n"
     assert main(["checkpoint", "diff", str(source), str(save(tmp_path / "whole"))]) == 0, (
         "random states aside"
     )
@@ -114,9 +116,11 @@ def test_a_reader_that_has_seen_enough_is_no_mistake(command, monkeypatch, capfd
     def closed(*_, **__):
         raise BrokenPipeError
 
-    for name in ("checkpoint.checkpoint_at", "data._report"):
-        monkeypatch.setattr(f"fastmp.apps.{name}", closed)
-    monkeypatch.setattr("fastmp.apps.hf.TransformersReader", closed)
+    for name in (
+        *("apps.data._report", "hf.weights.TransformersReader"),
+        "training.checkpoint.directory.checkpoint_at",
+    ):
+        monkeypatch.setattr(f"fastmp.{name}", closed)
     monkeypatch.setattr("os.dup2", lambda *_: None)
     assert main([*command.split(), "somewhere"]) == 1
     assert not capfd.readouterr().err

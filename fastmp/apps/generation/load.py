@@ -34,7 +34,7 @@ from fastmp.training.data.tokenfile import open_tokenizer, read_index
 from fastmp.training.data.tokenize import Tokenizer, load_tokenizer
 
 __all__ = [
-    *("ends_of", "load_model", "make_groups", "model_tokenizer", "open_either", "open_weights"),
+    *("eos_token_ids", "load_model", "make_groups", "model_tokenizer", "open_either", "open_weights"),
     "tokenizer_beside",
 ]
 
@@ -160,7 +160,7 @@ def _tokenizer_of(data: DataConfig, cache_dir: Path) -> Tokenizer:
     return open_tokenizer(directory, read_index(directory))
 
 
-def ends_of(hf: Path) -> set[int]:
+def eos_token_ids(hf: Path) -> set[int]:
     """The ids that end a text, as the files of a transformers model say."""
     for name in _SAY_ENDS:
         if (hf / name).is_file():

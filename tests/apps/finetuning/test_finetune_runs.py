@@ -16,8 +16,8 @@ from marks import full
 from safetensors.torch import save_file
 
 from fastmp.apps.cli import main
+from fastmp.apps.finetune import finetune
 from fastmp.apps.finetuning import runs as runs_module
-from fastmp.apps.finetuning.finetune_main import finetune
 from fastmp.apps.finetuning.recipe import load_finetune
 from fastmp.apps.finetuning.tasks import TASKS
 from fastmp.config import BertConfig, OptimizerConfig, TrainConfig

@@ -14,7 +14,7 @@ from marks import full
 from train_tools import ROOT, arguments
 
 from fastmp.apps.cli import main
-from fastmp.apps.generation.load import ends_of, load_model, open_weights, tokenizer_beside
+from fastmp.apps.generation.load import eos_token_ids, load_model, open_weights, tokenizer_beside
 from fastmp.apps.generation.loop import Completion, generate
 from fastmp.distributed.groups import ParallelGroups
 from fastmp.hf.weights import export_weights
@@ -201,6 +201,6 @@ def test_texts_go_on_where_prompts_end(kind, tmp_path):
 
 def test_several_tokens_may_end_a_text(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": 5}))
-    assert ends_of(tmp_path) == {5}
+    assert eos_token_ids(tmp_path) == {5}
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 8]}))
-    assert ends_of(tmp_path) == {7, 8}
+    assert eos_token_ids(tmp_path) == {7, 8}
