@@ -1,4 +1,4 @@
-"""The `fastmp` command: one line a subcommand, each imported only when it is asked for."""
+"""The `fastmp` command: a lazy table of subcommands, each of which is imported when it runs."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ COMMANDS = {
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one subcommand and return its exit status; 2 means that what the user gave was wrong."""
+    """Run one subcommand and return its exit status; 2: invalid arguments."""
     arguments = sys.argv[1:] if argv is None else argv
     if arguments[:1] == ["--version"]:
         print(fastmp.__version__)

@@ -1,4 +1,4 @@
-"""The `fastmp data` command: text becomes token files, which it describes and checks."""
+"""`fastmp data`: turn text into token files, describe and check them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from fastmp.training.data.tokenfile import open_split, open_tokenizer, read_inde
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The subcommands of `fastmp data`."""
+    """Add the subcommands of `fastmp data`."""
     commands = parser.add_subparsers(dest="command", required=True)
     make = commands.add_parser("build", help="turn text files into token files")
     make.add_argument(
@@ -83,7 +83,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run `fastmp data ...`; returns the exit status, with one line on stderr if it is 2."""
+    """Run `fastmp data` with the arguments `argv`; return the exit status (2: one line on stderr)."""
     parser = Parser(prog="fastmp data", description="Turn text into token files.")
     add_arguments(parser)
     options = parser.parse_args(argv)

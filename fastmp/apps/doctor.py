@@ -1,4 +1,4 @@
-"""`fastmp doctor`: what is installed, which implementation serves each op and why, and whether it is right.
+"""`fastmp doctor`: print versions, devices and the implementation of each op, and check the ops' accuracy.
 
 Nothing is probed that a user could not see: versions, devices, the record that the build left behind.
 """
@@ -49,7 +49,7 @@ def _build(record: dict[str, Any]) -> list[str]:
 
 
 def connections(value: str, major: int) -> str:
-    """Say what CUDA_DEVICE_MAX_CONNECTIONS does on a GPU of compute capability `major`; "" is not set.
+    """Return the advice on CUDA_DEVICE_MAX_CONNECTIONS ("": not set) for a GPU of compute capability `major`.
 
     With one hardware queue, kernels of all streams start in the order of their launches: a collective before
     the product that is to hide it. Until Hopper only that makes it so.
@@ -98,7 +98,7 @@ _GROUPED = {
 
 
 def _grouped() -> list[str]:
-    """Lines with the choices of `grouped_mm_choice` on each architecture, for sizes that the host knows."""
+    """Return lines with the grouped-GEMM implementation of known model sizes on each architecture."""
     import torch
 
     from fastmp.ops import grouped_mm_choice
@@ -119,7 +119,7 @@ _FLASH_MODULES = {"FA3": "flash_attn_interface", "FA4": "flash_attn.cute"}  # wh
 
 
 def _attention() -> list[str]:
-    """Lines with the backend of attention for some calls on each device, and which others are installed."""
+    """Return lines with the attention backend of sample calls on each device, and other backends."""
     import torch
 
     from fastmp.ops.attention import active_flash, choose, describe
@@ -149,7 +149,7 @@ def _attention() -> list[str]:
 
 
 def _serving(table: Mapping[str, tuple[str, str]]) -> list[str]:
-    """Lines that say which implementation serves which ops, from {op: (implementation, reason)}.
+    """Return lines that group ops by (implementation, reason).
 
     The implementation that serves most of them comes first and without their names.
     """

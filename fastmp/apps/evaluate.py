@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import fastmp
 from fastmp.apps.evaluation.journal import Journal
-from fastmp.apps.evaluation.report import ProgressLine, read_result, table
+from fastmp.apps.evaluation.report import EvalProgress, read_result, table
 from fastmp.apps.first_rank import only_rank0_prints
 from fastmp.apps.generate import add_model_options, number
 from fastmp.config import GPTConfig
@@ -127,7 +127,7 @@ def _evaluate(options: Namespace, runtime: Runtime) -> dict[str, Any]:
         sequence_parallel=options.sequence_parallel,
     )
     finished = len(journal.finished) * options.batch_size if journal else 0
-    progress = ProgressLine(task.name, task.unit, len(task.rows), min(finished, len(task.rows)))
+    progress = EvalProgress(task.name, task.unit, len(task.rows), min(finished, len(task.rows)))
     backend = make_backend(None, runtime.device) if options.graphs else None
     try:
         figures = evaluate(

@@ -1,4 +1,4 @@
-"""`fastmp hang`: why a job stood still or lost a rank, from the files in the directory of its run."""
+"""`fastmp hang`: explain why a job hung or lost a rank, from the files in its run directory."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LIMIT = 1 << 26  # bytes of a file: a report has the records of hundreds of rank
 
 
 def explain(directory: Path) -> str | None:
-    """Return the report that a job left, else one on what its ranks left; None if there is nothing.
+    """Return the hang report of a job, or a diagnosis of its ranks' records; None if there are none.
 
     directory: of a run, or its `hang`. ValueError for a file that cannot be read.
     """
@@ -51,7 +51,7 @@ def _text(content: Any) -> str:
 
 
 def _record(content: Any) -> tuple[float, RankRecord]:
-    """What a rank wrote of itself, and when."""
+    """Return a rank's record and the time of writing."""
     record = RankRecord.from_json(content["record"])
     if not 0 <= record.rank < MAX_RANKS:
         raise ValueError(f"rank {record.rank}")
@@ -59,7 +59,7 @@ def _record(content: Any) -> tuple[float, RankRecord]:
 
 
 def _read(path: Path, part: Callable[[Any], T]) -> T:
-    """The part of a file that is wanted; ValueError where somebody else wrote it, or it was cut off."""
+    """Return `part` of a file's JSON. Raises ValueError for a foreign or truncated file."""
     try:
         return part(json.loads(read_file(path, LIMIT)))
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
@@ -67,7 +67,7 @@ def _read(path: Path, part: Callable[[Any], T]) -> T:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run `fastmp hang` with the arguments `argv`; return 1 where there is nothing to say, else 0."""
+    """Run `fastmp hang` with the arguments `argv`; return 1 if there is nothing to report, else 0."""
     parser = Parser(
         prog="fastmp hang",
         description="Print why a job stood still or lost a rank: which one, where it was, who waited.",

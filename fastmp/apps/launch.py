@@ -74,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _all_ended_well(error: SignalException) -> bool:
-    """Whether all ranks of this machine ended with 0 after the signal, as torchrun's agent saw."""
+    """Return True if torchrun's agent saw all ranks of this machine exit with 0 after the signal."""
     for frame, _ in walk_tb(error.__traceback__):
         ranks = getattr(getattr(frame.f_locals.get("agent"), "_pcontext", None), "subprocess_handlers", {})
         if ranks:
@@ -83,7 +83,9 @@ def _all_ended_well(error: SignalException) -> bool:
 
 
 def _read_options(argv: list[str]) -> Namespace:
-    """torchrun's options, with our defaults where `argv` and torchrun's own variables (PET_*) say nothing."""
+    """Return torchrun's options, with fastmp's defaults unless `argv` or torchrun's variables (PET_*) set
+    them.
+    """
     parser = get_args_parser()
     parser.prog = "fastmp launch"
     parser.description = (

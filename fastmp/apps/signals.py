@@ -1,4 +1,4 @@
-"""Signals in the seconds before a program handles them itself: one line, and the status that shells give.
+"""Handling of signals before a program installs its own handlers: one line, and the shell's exit status.
 
 Python runs a handler in the main thread, between two of its own instructions. While a program imports torch
 or waits for other ranks in C++, that can take minutes. So a thread reads the number of the signal as the C

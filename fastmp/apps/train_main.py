@@ -1,4 +1,4 @@
-"""A training job: one recipe, one model, from text to a loss curve and a sample of what a GPT has learnt.
+"""`fastmp train` after the command line is read: build groups, data and model, and train.
 
 `fastmp.apps.train` reads the command line and calls `run`, which calls the parts in turn: groups, random
 streams, data, model, Trainer.
@@ -67,7 +67,7 @@ _starts = count()  # every start has a directory of its own
 
 
 def run(recipe: Recipe, arguments: Sequence[str]) -> int:
-    """Train `recipe` as this process's whole program; returns the exit status.
+    """Train `recipe` as the whole program of this process; return the exit status.
 
     Nsight runs `fastmp train` once more, with these `arguments`.
     """
@@ -90,7 +90,7 @@ def _job(recipe: Recipe, arguments: Sequence[str]) -> int:
 def train(
     recipe: Recipe, runtime: Runtime, *, restarted: bool = False, arguments: Sequence[str] = ()
 ) -> Evaluation | None:
-    """Train the model of `recipe` on this rank of the job; all ranks call it. Returns the last evaluation.
+    """Train the model of `recipe` on this rank and return the last evaluation. All ranks call it.
 
     A job that a launcher has restarted, as any of its ranks knows, goes on from its latest checkpoint,
     whatever the recipe says. A run that is stopped, by a signal or `recipe.train.max_time`, is saved, says
@@ -159,7 +159,9 @@ def make_trainer(recipe: Recipe, runtime: Runtime) -> tuple[Recipe, Trainer]:
 
 
 def weights_at(path: str, runtime: Runtime) -> CheckpointReader:
-    """What reads the weights at `path`, of transformers or of a checkpoint, of which a share is checked."""
+    """Open `path` (transformers directory or checkpoint) for reading; each rank verifies a share of the
+    files.
+    """
     if is_transformers(Path(path)):
         return TransformersReader(path)
     found = checkpoint_at(path)
@@ -169,7 +171,7 @@ def weights_at(path: str, runtime: Runtime) -> CheckpointReader:
 
 
 def _on_any_rank(flag: bool, runtime: Runtime) -> bool:
-    """Whether the `flag` of any rank is set: only the torchrun whose rank died counts a restart."""
+    """Return True if `flag` is set on any rank; only the torchrun whose rank died counts a restart."""
     number = torch.tensor(int(flag))
     if runtime.world_size > 1:
         number = number.to(communication_device())
@@ -178,7 +180,7 @@ def _on_any_rank(flag: bool, runtime: Runtime) -> bool:
 
 
 def _weights_writer(recipe: Recipe) -> Callable[[Path, int], str] | None:
-    """What writes the weights of checkpoints for transformers; ValueError where that has no such model."""
+    """Return a callback that exports each checkpoint to HF format. Raises ValueError for models HF lacks."""
     interval = recipe.checkpoint.weights_interval
     if not interval:
         return None
@@ -259,7 +261,7 @@ def _run(
 
 
 def _sample(recipe: Recipe, trainer: Trainer) -> str:
-    """A text that the model writes; all ranks call it."""
+    """Return a text that the model continues. All ranks call it."""
     grid = trainer.groups.grid
     with evaluation_mode(trainer.runner.chunks):
         return generate_text(
@@ -278,7 +280,7 @@ def _sample(recipe: Recipe, trainer: Trainer) -> str:
 
 @contextmanager
 def _watch_start(recipe: Recipe, runtime: Runtime) -> Iterator[None]:
-    """Watch over a job of several ranks that is starting.
+    """Run the hang watchdog while a job of several ranks starts.
 
     Ranks that make process groups wait in C++ for the address of a rank that is gone, up to the timeout of
     the group. The run's directory is not there yet, so the ranks of a machine share a temporary one.
@@ -301,7 +303,7 @@ def _watch_start(recipe: Recipe, runtime: Runtime) -> Iterator[None]:
 
 
 def _next_command(recipe: Recipe, runtime: Runtime, arguments: Sequence[str]) -> str:
-    """Say what to type to go on with a run that was started with these `arguments`."""
+    """Return the command that resumes a run started with `arguments`."""
     resume = [] if recipe.checkpoint.resume == "auto" else ["--resume", "auto"]
     launcher = "" if runtime.world_size == 1 else " under the same launcher"
     return f"to go on{launcher}: {shlex.join(['fastmp', 'train', *arguments, *resume])}"
@@ -317,7 +319,7 @@ def _next_logits(trainer: Trainer) -> Callable[[Tensor, int], Tensor]:
 def _profiled(
     recipe: Recipe, runtime: Runtime, run_dir: Path, log: TrainLog
 ) -> Iterator[StepProfiler | None]:
-    """The first rank's profiler of the steps that the recipe names; None where nothing is to be profiled."""
+    """Yield rank 0's profiler of the recipe's steps; None without profiling."""
     if recipe.train.profile == "none" or runtime.rank:
         yield None
         return
@@ -329,7 +331,7 @@ def _profiled(
 
 
 def make_groups(recipe: Recipe, runtime: Runtime) -> ParallelGroups:
-    """The process groups of `recipe` in this job; ValueError where its layout does not fit the world."""
+    """Return the process groups of `recipe`. Raises ValueError if its layout does not fit the world size."""
     layout = recipe.parallel
     for name in ("tp", "cp", "pp", "ep", "etp"):
         size = getattr(layout, name)
@@ -348,7 +350,7 @@ def make_groups(recipe: Recipe, runtime: Runtime) -> ParallelGroups:
 def build_model(
     recipe: Recipe, groups: ParallelGroups, rng: RngTracker, device: torch.device
 ) -> ModelAndLoss:
-    """The model of `recipe` on `device`, whole or this rank's stages of it, and its loss.
+    """Return the model of `recipe` on `device`, or this rank's pipeline stages, and its loss.
 
     dtype "auto" is bfloat16 on a GPU and float32 elsewhere. The weights are the same on every layout; what is
     drawn later differs from stage to stage.
@@ -363,13 +365,13 @@ def build_model(
 
 
 def _streams(groups: ParallelGroups) -> dict[str, int]:
-    """The options of RngTracker that choose this rank's random streams."""
+    """Return the options of RngTracker that select this rank's random streams."""
     cp = {} if groups.cp is None else {"cp_rank": group_rank(groups.cp)}
     return {"tp_rank": group_rank(groups.tp), **cp}
 
 
 def open_data(recipe: Recipe, runtime: Runtime) -> TokenDataset | BlendedDataset | MaskedDataset:
-    """The token files of `recipe`: the first rank of every machine builds them, the others wait for it."""
+    """Return the token files of `recipe`; the first rank of each machine builds them, the others wait."""
     cache_dir = Path(recipe.train.run_dir) / "data"
     if recipe.train.name == cache_dir.name:
         raise ValueError(f"{cache_dir} is for token files; choose another name for the run")
@@ -409,7 +411,7 @@ def claimed(run_dir: Path) -> Iterator[None]:
 
 
 def _move_aside(run_dir: Path) -> Path:
-    """Rename what an earlier run of this name left; a new run never mixes with it nor deletes it."""
+    """Rename the directory of an earlier run of this name, so that a new run does not mix with it."""
     other = next(p for i in count(1) if not (p := run_dir.with_name(f"{run_dir.name}.{i}")).exists())
     return run_dir.rename(other)
 
@@ -432,7 +434,7 @@ def _describe(recipe: Recipe, runtime: Runtime, trainer: Trainer) -> str:
 
 
 def _describe_loads(last: dict[str, Any]) -> str:
-    """The load of the experts in the last steps of the run, a number a layer, from their record."""
+    """Return the expert load (max/mean) of each layer in the last recorded steps."""
     highest, lowest = (", ".join(f"{load:.2f}" for load in last[key]) for key in ("max_load", "min_load"))
     return f"load of the experts over the mean, layer by layer: busiest {highest}; idlest {lowest}"
 

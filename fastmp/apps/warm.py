@@ -1,4 +1,4 @@
-"""`fastmp warm`: compile a recipe's Triton kernels before training, for a GPU that need not be there."""
+"""`fastmp warm`: compile a recipe's Triton kernels before training; the GPU need not be present."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fastmp.plan.recipe import fitting_recipe
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run `fastmp warm` with the arguments `argv`; returns the exit status."""
+    """Run `fastmp warm` with the arguments `argv`; return the exit status."""
     parser = Parser(
         prog="fastmp warm",
         usage="fastmp warm FILE [--arch CC] [options]",
@@ -42,6 +42,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def fewest_ranks(recipe: Recipe) -> int:
-    """The fewest ranks that `recipe` fits; more would be replicas, with the same kernels."""
+    """Return the smallest world size that `recipe` fits; more ranks are replicas with the same kernels."""
     layout = recipe.parallel
     return layout.pp * math.lcm(layout.tp * layout.cp, layout.ep * (layout.etp or layout.tp))

@@ -1,4 +1,4 @@
-"""Common parts of fastmp's commands: choosing one by name, and a parser that suggests what may be meant."""
+"""Command dispatch and a parser that suggests close matches. Standard library only."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from typing import Any, NoReturn
 
 
 def run_command(prog: str, commands: Mapping[str, tuple[str, str]], arguments: Sequence[str]) -> int:
-    """Call `main` of the module that `arguments` name first, with the others; return its exit status.
+    """Import the module of the command `arguments[0]` and call its `main` with the rest; return the exit
+    status.
 
     `commands` maps a name to its module, which is imported only then, and to a summary. The list of commands
     is printed on request (status 0), and on stderr where the name is wrong or missing (status 2).
@@ -34,14 +35,14 @@ def run_command(prog: str, commands: Mapping[str, tuple[str, str]], arguments: S
 
 
 def did_you_mean(name: str, known: Mapping[str, Any] | Sequence[str]) -> str:
-    """The end of a message about an unknown `name`: the known one that is most like it, or nothing."""
+    """Return "; did you mean X?" with the known names closest to an unknown `name`, or ""."""
     ends = [each for each in known if each.endswith("." + name.lstrip("-"))]
     close = ends or difflib.get_close_matches(name, known, n=1)
     return f"; did you mean {' or '.join(close)}?" if close else ""
 
 
 class _Formatter(argparse.HelpFormatter):
-    """Help with all names of an option before its value, which is written once."""
+    """Help formatter that prints the value of an option once, after all of its names."""
 
     def __init__(self, prog: str) -> None:
         super().__init__(prog, max_help_position=34)
@@ -54,7 +55,7 @@ class _Formatter(argparse.HelpFormatter):
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse with a mistake in one line, which suggests what may be meant; `--a_b` is `--a-b`."""
+    """argparse parser with one-line errors and suggestions; `--a_b` is accepted for `--a-b`."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(allow_abbrev=False, formatter_class=_Formatter, **options)

@@ -16,7 +16,7 @@ MASKED_LM_TOKENS = 4  # [CLS], [SEP], [MASK] and [PAD], which these do not have
 
 
 def expected_vocab_size(data: DataConfig) -> int:
-    """The size of the vocabulary that `data` will have; 0 if only its tokenizer's file says it.
+    """Return the vocabulary size of `data`; 0 if only its tokenizer's file defines it.
 
     Of the special tokens of masked samples, a tokenizer.json is taken to have all, as BERT's has.
     """
@@ -36,11 +36,11 @@ def expected_vocab_size(data: DataConfig) -> int:
 
 
 def is_megatron(path: str | Path) -> bool:
-    """Whether a corpus of Megatron-LM has this prefix, which may also be given with .bin or .idx."""
+    """Return True if a Megatron-LM corpus has this prefix, which may end with .bin or .idx."""
     return megatron_file(path, ".idx").is_file() and not Path(path).is_dir()
 
 
 def megatron_file(path: str | Path, suffix: str) -> Path:
-    """PREFIX.bin or PREFIX.idx of a path that is PREFIX, which may have dots, or one of the two."""
+    """Return PREFIX.bin or PREFIX.idx for a prefix, which may contain dots, or for either file."""
     path = Path(path)
     return path.with_suffix(suffix) if path.suffix in (".bin", ".idx") else path.with_name(path.name + suffix)

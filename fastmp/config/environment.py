@@ -15,7 +15,7 @@ __all__ = ["Environment", "set_default_variables", "with_variables"]
 
 @dataclass(frozen=True)
 class Environment(Place):
-    """What fastmp reads from environment variables, and the only place that reads them.
+    """Environment variables that fastmp reads; no other module reads any.
 
     A `Place` is what launchers say. `agent_store` says that torchrun's agent already serves a store at
     `master_addr:master_port` (else rank 0 does). `ops` is FASTMP_OPS (which implementation serves an op),
@@ -54,11 +54,11 @@ class Environment(Place):
 
 
 def set_default_variables(**variables: str) -> None:
-    """Set those `variables` of this process, and of all that it starts, that are not set."""
+    """Set the `variables` of this process and its children that are not set."""
     for name, value in variables.items():
         os.environ.setdefault(name, value)
 
 
 def with_variables(**variables: str) -> dict[str, str]:
-    """The variables of this process with `variables` over them, for a process that it starts."""
+    """Return the environment of this process, overridden by `variables`, for a child process."""
     return {**os.environ, **variables}

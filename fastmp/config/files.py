@@ -67,14 +67,14 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def sync_and_close(file: Any) -> None:
-    """Force to disk what was written to an open file, and close it."""
+    """Flush an open file to disk and close it."""
     file.flush()
     os.fsync(file.fileno())
     file.close()
 
 
 def sync_directory(path: Path) -> None:
-    """Force to disk which files a directory has."""
+    """Flush the entries of a directory to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -73,7 +73,7 @@ def read_place(variables: Mapping[str, str]) -> Place:
 
 
 def integer(variables: Mapping[str, str], name: str, default: int) -> int:
-    """The variable `name` as a number; ValueError names it where it is none."""
+    """Return the variable `name` as an integer. Raises ValueError naming it."""
     text = variables.get(name, str(default))
     try:
         return int(text)
@@ -82,7 +82,7 @@ def integer(variables: Mapping[str, str], name: str, default: int) -> int:
 
 
 def first_host(nodes: str) -> str:
-    """The first host of a list of nodes in Slurm's notation, such as "rack[1-2]node[007-099,3],login".
+    """Return the first host of a Slurm node list, such as "rack[1-2]node[007-099,3],login".
 
     ValueError where `nodes` is no such list.
     """
@@ -95,7 +95,7 @@ def first_host(nodes: str) -> str:
 def _launched(
     variables: Mapping[str, str], launcher: str, rank: str, size: str, local_rank: str, extent: str
 ) -> Place:
-    """The place that `launcher` gave, by the names of its variables."""
+    """Return the rank and world given by the variables of `launcher`."""
     world_size, address, missing = integer(variables, size, 1), variables.get("MASTER_ADDR", ""), ""
     one_machine = integer(variables, extent, 0) == (1 if launcher == "srun" else world_size)
     if not address and one_machine:
@@ -122,7 +122,7 @@ def _launched(
 
 
 def _port(variables: Mapping[str, str], launcher: str) -> int:
-    """A port from the job's name, so that two jobs on one machine do not meet at one."""
+    """Return a port derived from the job's name, so that two jobs on one machine use different ports."""
     if launcher == "srun":
         job = f"{variables.get('SLURM_JOB_ID')}.{variables.get('SLURM_STEP_ID')}"
     elif "PMIX_NAMESPACE" in variables:

@@ -15,18 +15,18 @@ __all__ = ["Checked", "help_of", "option", "unknown_choice"]
 
 
 def option(default: Any, text: str, choices: Collection[str] = ()) -> Any:
-    """A field with this default, the `text` that `--help` shows for it, and the only values it may have."""
+    """Return a dataclass field with a default, the help text of its option, and its choices."""
     return field(default=default, metadata={"help": text, "choices": choices})
 
 
 def help_of(option: Field[Any]) -> str:
-    """Return the help of an option; where its choices are a registry, with what each of them is."""
+    """Return the help of an option, including descriptions of registered choices."""
     text, choices = option.metadata["help"], option.metadata["choices"]
     return f"{text}: {choices.help}" if isinstance(choices, Registry) else text
 
 
 def unknown_choice(name: str, value: Any, choices: Collection[Any]) -> str:
-    """The message where the option `name` has a value that is none of its choices."""
+    """Return the error message for a value of option `name` that is not one of its choices."""
     return f"{name} must be one of {', '.join(map(str, choices))}, got {value!r}"
 
 
@@ -45,7 +45,7 @@ class Checked:
                 yield unknown_choice(each.name, value, choices)
 
     def _problems(self) -> Iterator[str]:
-        """What is wrong, each with its field and value; relations only between values that make sense."""
+        """Yield the errors of a configuration, each with its field and value."""
         raise NotImplementedError
 
     def _not_positive(self, *names: str) -> Iterator[str]:

@@ -124,7 +124,7 @@ def add_options(parser: argparse.ArgumentParser, kind: type = Recipe) -> None:
 
 
 def given_options(options: argparse.Namespace) -> dict[str, Any]:
-    """What parsed `options` say of a recipe, in the form of a file: {"model": {"norm": "rmsnorm"}, ...}."""
+    """Return parsed `options` in the form of a file: {"model": {"norm": "rmsnorm"}, ...}."""
     content: dict[str, Any] = {}
     for path, value in vars(options).items():
         *tables, name = path.split(".")
@@ -137,7 +137,7 @@ def given_options(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _tables(cls: type, table: str) -> Iterator[tuple[str, type]]:
-    """Every dataclass below `cls` with the name of its table, those that hold others before them."""
+    """Yield (table name, dataclass) of every dataclass below `cls`, parents first."""
     hints = _hints(cls)
     for field in fields(cls):
         if below := _table_of(hints[field.name]):
@@ -147,7 +147,7 @@ def _tables(cls: type, table: str) -> Iterator[tuple[str, type]]:
 
 
 def _add_option(group: argparse._ArgumentGroup, path: str, field: Field[Any], hint: Any) -> None:
-    """The option of the field at `path`, absent from what is parsed where it is not given."""
+    """Add the option of the field at `path`; it is absent from the parsed options unless it is given."""
     table, _, name = path.replace("_", "-").rpartition(".")
     names = [_option(path), *([SHORT[path]] if path in SHORT else [])]
     text = help_of(field).replace("%", "%%")
@@ -203,7 +203,7 @@ class _Steps(argparse.Action):
 
 
 class Reading(NamedTuple):
-    """What a file says: `recipe`, all that is wrong in it, and the fields whose values could not be used.
+    """Result of reading a file: the recipe, all errors, and the fields whose values were not used.
 
     Those have their defaults in `recipe`, as "table.field".
     """
@@ -214,7 +214,7 @@ class Reading(NamedTuple):
 
 
 def load_recipe(path: str | Path | None, options: Mapping[str, Any] | None = None) -> Recipe:
-    """The recipe in the TOML file `path`: a table per dataclass; fields left out keep their defaults.
+    """Return the recipe in the TOML file `path`: one table a dataclass; missing fields keep their defaults.
 
     `options`, of the same form as the file's content, go over it; they are all where there is no file.
     ValueError naming the file, and the key, the type or the value that is wrong: all of them, one a line.
@@ -225,7 +225,7 @@ def load_recipe(path: str | Path | None, options: Mapping[str, Any] | None = Non
 def load_as(
     kind: type[T], path: str | Path | None, options: Mapping[str, Any] | None = None, **defaults: Any
 ) -> T:
-    """As `load_recipe`, an object of another dataclass whose fields are tables.
+    """Return another dataclass of tables from a TOML file, as `load_recipe`.
 
     defaults: of the form of the file's content, which goes over them.
     """
@@ -239,7 +239,7 @@ def load_as(
 
 
 def read_recipe(path: str | Path | None, options: Mapping[str, Any] | None = None) -> Reading:
-    """The recipe of the TOML file `path` under `options`, as far as it can be read, and what is wrong in it.
+    """Return the recipe of a TOML file overridden by `options`, as far as it can be read, and all errors.
 
     ValueError where there is no such file, or it is not TOML.
     """
@@ -249,7 +249,7 @@ def read_recipe(path: str | Path | None, options: Mapping[str, Any] | None = Non
 
 
 def _content(path: str | Path | None) -> dict[str, Any]:
-    """The content of a recipe's file; none where there is no file."""
+    """Return the content of a recipe's file; empty without a file."""
     try:
         return {} if path is None else _parse(read_file(path, LIMIT).decode())
     except OSError as error:
@@ -261,7 +261,7 @@ def _content(path: str | Path | None) -> dict[str, Any]:
 
 
 def model_from(description: Mapping[str, Any]) -> GPTConfig:
-    """The model that a checkpoint describes; ValueError with what is wrong in `description`, in one line."""
+    """Return the model that a checkpoint describes. Raises ValueError with all errors in one line."""
     errors: list[str] = []
     content = {
         key: _over(value, {}) if isinstance(value, Mapping) else value for key, value in description.items()
@@ -273,7 +273,7 @@ def model_from(description: Mapping[str, Any]) -> GPTConfig:
 
 
 def _parse(text: str) -> dict[str, Any]:
-    """The content of a TOML file.
+    """Return the content of a TOML file.
 
     A key of very many parts is refused before tomllib takes memory by the square of their number.
     """
@@ -283,7 +283,7 @@ def _parse(text: str) -> dict[str, Any]:
 
 
 def _over(content: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
-    """`content` with the values of `options` in its tables; None leaves a key out."""
+    """Return `content` with its tables overridden by `options`; None removes a key."""
     merged = dict(content)
     for key, value in options.items():
         if isinstance(value, Mapping):
@@ -296,7 +296,9 @@ def _over(content: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, A
 
 
 def _build(cls: type, content: dict[str, Any], table: str, errors: list[str], unused: set[str]) -> Any:
-    """An object of `cls` from a table; what is wrong goes to `errors`, fields left out for it to `unused`."""
+    """Return an object of `cls` from a table; errors are added to `errors`, fields left at defaults to
+    `unused`.
+    """
     hints = _hints(cls)
     known = [field.name for field in fields(cls)]
     values: dict[str, Any] = {}
@@ -353,7 +355,7 @@ def _without_none(hint: Any) -> Any:
 
 
 def _convert(value: Any, hint: Any, name: str) -> Any:
-    """`value`, if it is of type `hint` (int, float, str, bool, tuple of these)."""
+    """Return `value` as type `hint` (int, float, str, bool or a tuple of them), or raise ValueError."""
     if typing.get_origin(hint) is tuple:
         items = typing.get_args(hint)
         if not isinstance(value, list) or (items[-1] is not ... and len(value) != len(items)):

@@ -10,7 +10,7 @@ from fastmp.cuda_graphs.buffer_plan import BufferPlan, Lease, ReplayStep
 
 
 def problems(plan: BufferPlan) -> Iterator[str]:
-    """Whatever would corrupt a result: a buffer that two hold at once, or that is used by one who does not.
+    """Return the errors of a buffer plan: a buffer held by two replays, or used by one that does not hold it.
 
     Nothing for what `plan` makes; for plans that were made, or changed, by others.
     """
@@ -34,7 +34,7 @@ def problems(plan: BufferPlan) -> Iterator[str]:
 
 
 def _ends(replays: Sequence[ReplayStep]) -> list[int]:
-    """The last replay of the same span of the same microbatch, for each replay."""
+    """Return the last replay of the same span and microbatch, for each replay."""
     ends: dict[tuple[int, int, int], int] = {}
     for i, replay in enumerate(replays):
         ends[replay.step.microbatch, replay.step.chunk, replay.span] = i

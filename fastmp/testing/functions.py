@@ -56,11 +56,11 @@ class Draw:
         return self.source.random() < 0.5
 
     def size(self, most: int = 64, least: int = 0) -> int:
-        """An awkward size: none, one, primes, powers of two and their neighbours."""
+        """Draw an edge-case size: zero, one, primes, powers of two and their neighbours."""
         return self.choice([size for size in _SIZES if least <= size <= most])
 
     def tensor(self, *shape: int, scale: float = 1.0, grad: bool = True) -> Tensor:
-        """Normal numbers in an awkward layout, a leaf that requires grad unless told otherwise."""
+        """Draw normal numbers with unusual strides, as a leaf that requires grad by default."""
         values = torch.randn(shape, generator=self.generator, dtype=torch.float64) * scale
         if self.special and values.numel() and self.flag():
             for _ in range(3):
@@ -69,7 +69,7 @@ class Draw:
         return tensor.requires_grad_() if grad else tensor
 
     def ids(self, *shape: int, below: int) -> Tensor:
-        """int64 numbers in [0, below)."""
+        """Draw int64 numbers in [0, below)."""
         return torch.randint(below, shape, generator=self.generator).to(self.device)
 
     def _laid_out(self, values: Tensor) -> Tensor:
@@ -102,7 +102,7 @@ class Function:
 
 
 def functions() -> dict[str, Function]:
-    """All public functions by name."""
+    """Return all public functions by name."""
     found: dict[str, Function] = {}
     for module in pkgutil.iter_modules(fastmp.testing.samples.__path__):
         family = importlib.import_module(f"fastmp.testing.samples.{module.name}")
@@ -115,7 +115,7 @@ def as_tuple(result: Any) -> tuple[Tensor, ...]:
 
 
 def converted(arguments: Any, dtype: torch.dtype) -> Any:
-    """The arguments with floating tensors as fresh leaves of `dtype`, in the same layouts."""
+    """Return the arguments with floating tensors as new leaves of `dtype`, with the same strides."""
     if isinstance(arguments, Tensor):
         if not arguments.is_floating_point():
             return arguments
@@ -129,7 +129,7 @@ def converted(arguments: Any, dtype: torch.dtype) -> Any:
 
 
 def leaves(arguments: Any) -> list[Tensor]:
-    """The tensors among the arguments that require grad, in order."""
+    """Return the tensors among the arguments that require grad, in order."""
     if isinstance(arguments, Tensor):
         return [arguments] if arguments.requires_grad else []
     if isinstance(arguments, dict):
@@ -142,14 +142,14 @@ def leaves(arguments: Any) -> list[Tensor]:
 
 
 def gradients_for(outputs: Sequence[Tensor], seed: int = 0) -> list[Tensor]:
-    """Gradients to send back from the outputs that have one: the same numbers for every dtype."""
+    """Return upstream gradients for the differentiable outputs, the same numbers for every dtype."""
     generator = torch.Generator().manual_seed(seed)
     drawn = [torch.randn(out.shape, generator=generator, dtype=torch.float64) for out in outputs]
     return [g.to(out.device, out.dtype) for g, out in zip(drawn, outputs, strict=True)]
 
 
 def evaluate(call: Callable, positional: tuple, keywords: dict) -> list[Tensor]:
-    """The outputs, then the gradients of all leaves among the arguments (zeros where none arrives)."""
+    """Return the outputs, then the gradients of all leaves among the arguments (zeros if there is none)."""
     outputs = as_tuple(call(*positional, **keywords))
     inputs = leaves((positional, keywords))
     differentiable = [out for out in outputs if out.requires_grad]

@@ -54,7 +54,7 @@ class Race(Exception):
 
 @dataclass
 class Turns:
-    """What has been scheduled: launches, how many programs the largest had, and changes of turn."""
+    """Counts of a schedule: launches, programs of the largest launch, and switches between programs."""
 
     launches: int = 0
     programs: int = 0
@@ -63,7 +63,7 @@ class Turns:
 
 @contextlib.contextmanager
 def interleaved(seed: int, *, late: bool = False) -> Iterator[Turns]:
-    """Run the programs of all kernels that are launched inside in the order that `seed` draws.
+    """Run the programs of all kernels launched inside in a random order drawn from `seed`.
 
     Args:
         late: stores become visible no sooner than a GPU promises (see the module).
@@ -113,7 +113,7 @@ def interleaved(seed: int, *, late: bool = False) -> Iterator[Turns]:
 def together(
     seed: int, programs: Sequence[Callable[[], Any]], *, shared: Tensor, late: bool = False
 ) -> list[Any]:
-    """Call `programs`, the ranks of a group, in turns that `seed` draws; what they return, in their order.
+    """Run `programs`, the ranks of a group, interleaved by `seed`; return their results in order.
 
     Kernels that one of them launches run one after the other, beside those of all others. See `interleaved`.
 
@@ -159,7 +159,7 @@ class _Rank(greenlet):
 
 @contextlib.contextmanager
 def _patched_once() -> Iterator[None]:
-    """Triton's language stays as kernels need it until the end: launches that overlap would undo it."""
+    """Patch Triton's language once: overlapping launches would undo each other's patch."""
     patch, scopes = interpreter._patch_lang, []
 
     def patched(fn: Any) -> Any:
@@ -176,7 +176,7 @@ def _patched_once() -> Iterator[None]:
 
 
 def _stopping(original: Callable, access: Callable) -> Callable:
-    """Wrap a method of the interpreter's builder, by which all accesses of that kind are made."""
+    """Wrap a method of the interpreter's builder through which all accesses of one kind go."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
         program = getcurrent()
@@ -211,7 +211,7 @@ class _Store:
         return known[place] == pointers, self.values[self.mask][place]
 
     def by_same_threads(self, pointers: np.ndarray, threads: int) -> np.ndarray:
-        """Return where a tile of pointers has the thread that stored there."""
+        """Return a mask of the pointers in a tile that the same thread stored to before."""
         if pointers.shape != self.pointers.shape or pointers.size < threads:
             return np.zeros(pointers.shape, bool)
         return (pointers == self.pointers) & self.mask
@@ -227,7 +227,7 @@ class _Store:
 
 
 class _Memory:
-    """What the accesses of a launch's programs do, and its late stores.
+    """Memory accesses of a launch's programs, with delayed stores.
 
     Methods named after those of the interpreter's builder get the program, that method and its arguments.
     """
@@ -302,7 +302,7 @@ class _Memory:
             store.fenced |= store.program is program
 
     def synchronize(self, program: _Program, pointers: Any, sem: Any) -> None:
-        """Flush what an atomic releases, and what its program stored to the same places."""
+        """Flush stores released by an atomic, and the program's earlier stores to its addresses."""
         self.flush_some()
         releases = sem.name in ("RELEASE", "ACQUIRE_RELEASE")
         for store in self.of(program):
@@ -310,11 +310,11 @@ class _Memory:
                 self.flush(store)
 
     def of(self, program: _Program) -> list[_Store]:
-        """The stores of a program, and those that kernels before it on its rank have left."""
+        """Return the pending stores of a program, and of earlier kernels of its rank."""
         return [s for s in self.stores if s.program is program or s.program is program.rank]
 
     def leave(self, rank: _Rank) -> None:
-        """At the end of a rank's kernel: what it stored to shared memory is the rank's now."""
+        """Hand pending stores to shared memory over to the rank at the end of its kernel."""
         first, last = self.shared
         for store in [s for s in self.stores if isinstance(s.program, _Program) and s.program.rank is rank]:
             if ((store.pointers >= first) & (store.pointers < last) & store.mask).any():
@@ -323,7 +323,7 @@ class _Memory:
                 self.flush(store)
 
     def flush_some(self) -> None:
-        """Now and then, make a random part of a random store visible."""
+        """Make a random part of a random store visible, with some probability."""
         if self.stores and self.random.random() < _FLUSHED:
             store = self.random.choice(self.stores)
             part = store.mask & (self.bits.random(store.mask.shape) < self.random.choice((0.5, 1.0)))
@@ -337,7 +337,7 @@ class _Memory:
         self.stores.remove(store)
 
     def flush_all(self) -> None:
-        """Make what is left visible, in an order that each program's barriers and threads allow."""
+        """Make all pending stores visible, in an order that barriers and threads allow."""
         while self.stores:
             self.flush(self.random.choice(self.stores))
 

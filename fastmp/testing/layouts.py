@@ -44,7 +44,7 @@ ADAMW = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-6, "weight_decay": 0.0}
 
 
 class Whole(NamedTuple):
-    """What one rank says: of the undivided model, losses summed over `number` microbatches.
+    """Reference results of the model on a single rank, with losses summed over `number` microbatches.
 
     updated: the weights after a step of AdamW. evaluation: the loss of some microbatches with them.
     """
@@ -61,14 +61,14 @@ class Whole(NamedTuple):
 
 @cache
 def data_of(vocab_size: int, number: int) -> tuple[Tensor, ...]:
-    """Tokens and their successors (BATCH, SEQUENCE + 1) of each microbatch."""
+    """Return tokens and their successors (BATCH, SEQUENCE + 1) of each microbatch."""
     generator = torch.Generator().manual_seed(7)
     return tuple(torch.randint(vocab_size, (BATCH, SEQUENCE + 1), generator=generator) for _ in range(number))
 
 
 @cache
 def run_whole(config: GPTConfig, number: int) -> Whole:
-    """Made once in a process; ranks forked later find it."""
+    """Return the reference results, computed once in a process; ranks forked later share them."""
     model, data = make_gpt(config), data_of(config.vocab_size, max(number, EVALUATED))
     weights = {name: param.detach().clone() for name, param in model.named_parameters()}
     loss, aux = (torch.zeros((), dtype=torch.float64) for _ in range(2))
@@ -91,14 +91,14 @@ def run_whole(config: GPTConfig, number: int) -> Whole:
 
 
 def own_batches(config: GPTConfig, number: int, groups: ParallelGroups) -> list[tuple[Tensor, Tensor]]:
-    """This rank's (tokens, targets) of each microbatch: its sequences, its part of them."""
+    """Return this rank's (tokens, targets) of each microbatch: its sequences, and its slice of them."""
     dp, cp = groups.dp, groups.cp
     data = [ids.chunk(group_size(dp))[group_rank(dp)] for ids in data_of(config.vocab_size, number)]
     return [(cut_sequence(ids[:, :-1], cp), cut_sequence(ids[:, 1:], cp)) for ids in data]
 
 
 def total(tensor: Tensor, *groups: dist.ProcessGroup | None) -> Tensor:
-    """The sum of `tensor` over the groups, in place."""
+    """All-reduce `tensor` over the groups in place and return it."""
     for group in groups:
         if group is not None:
             dist.all_reduce(tensor, group=group)
@@ -106,7 +106,7 @@ def total(tensor: Tensor, *groups: dist.ProcessGroup | None) -> Tensor:
 
 
 def difference(found: Tensor, expected: Tensor) -> float:
-    """The largest |found - expected| / (1 + |expected|); infinite for another shape, dtype, or NaN."""
+    """Return the largest |found - expected| / (1 + |expected|); inf for another shape or dtype, or NaN."""
     if found.shape != expected.shape or found.dtype != expected.dtype:
         return torch.inf
     far = (found.detach() - expected).abs() / (1 + expected.abs())
@@ -125,7 +125,7 @@ def differences(
     shard: bool = False,
     **options: Any,
 ) -> dict[str, float]:
-    """The largest difference of this rank, of each kind of number, to the one rank of `run_whole`.
+    """Return the largest difference to `run_whole` on this rank, by kind of number.
 
     Kinds: "weights" as drawn, "order" of steps and memory held (0 or infinite), "gradients" with their
     "norm", "parameters" after a step of AdamW, "loss", "evaluation", and of experts "auxiliary loss" and

@@ -55,7 +55,7 @@ EXPERTS = replace(
 
 
 def placed(groups: ParallelGroups, **options: Any) -> tuple[Placement, dict[str, Any]]:
-    """Split `options` into a placement and those that are no fields of one."""
+    """Split `options` into a placement and the remaining options."""
     names = {each.name for each in fields(Placement)} & set(options)
     on = Placement(groups, **{name: options.pop(name) for name in names})
     return on, options
@@ -64,7 +64,7 @@ def placed(groups: ParallelGroups, **options: Any) -> tuple[Placement, dict[str,
 def make_gpt(
     config: GPTConfig, groups: ParallelGroups = ParallelGroups.alone(), dtype=torch.float64, **options
 ) -> GPT:
-    """The model from the seed of all tests: the same weights at every TP."""
+    """Return the model with the seed of all tests: the same weights at every tensor-parallel size."""
     rng = RngTracker(SEED, tp_rank=group_rank(groups.tp), cp_rank=group_rank(groups.cp))
     on, others = placed(groups, rng=rng, dtype=dtype, **options)
     return GPT(config, on, **others)
@@ -73,8 +73,9 @@ def make_gpt(
 def local_shard(
     full: torch.Tensor, param: torch.nn.Parameter, group: dist.ProcessGroup | None
 ) -> torch.Tensor:
-    """This rank's part of a full tensor; a vocabulary is padded with zeros, or cut, to the size of `param`
-    first."""
+    """Return this rank's shard of a full tensor; its vocabulary is padded or cut to the size of `param`
+    first.
+    """
     parallel, dim = param.tensor_model_parallel, param.partition_dim
     if not parallel:
         return full
@@ -86,7 +87,7 @@ def local_shard(
 
 
 def part_of(full: torch.Tensor, param: torch.nn.Parameter, groups: ParallelGroups) -> torch.Tensor:
-    """Cut like `local_shard`, also for the parameters of experts."""
+    """Return this rank's shard as `local_shard`, also for parameters of experts."""
     if not getattr(param, "expert_parallel", False):
         return local_shard(full, param, groups.tp)
     return local_shard(full.chunk(group_size(groups.ep))[group_rank(groups.ep)], param, groups.etp)

@@ -23,7 +23,7 @@ DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True)
 class OpAccuracy:
-    """An op's largest error over its outputs and samples, relative (see `relative_error`), and its bound.
+    """Error of an op in a dtype against float64, and its bound.
 
     `error` is infinite where NaN or infinity stand in the wrong places.
     """
@@ -40,7 +40,7 @@ class OpAccuracy:
 
 @contextlib.contextmanager
 def poisoned_memory() -> Iterator[None]:
-    """Fill what torch.empty and its kin return with NaN (integers: the largest), also for C++ kernels."""
+    """Fill new memory of torch.empty with NaN (integers: the largest value), also in C++ kernels."""
     deterministic = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
     fill = torch.utils.deterministic.fill_uninitialized_memory
@@ -59,7 +59,7 @@ def poisoned_memory() -> Iterator[None]:
 
 
 def samples(op: str, *, device: str | torch.device, dtype: torch.dtype, seed: int = 0) -> list[tuple]:
-    """Argument tuples for `torch.ops.fastmp.<op>`, the same values on every device; strides are part of them.
+    """Return argument tuples for `torch.ops.fastmp.<op>`, with the same values and strides on every device.
 
     Args:
         op: a name in `fastmp.ops.core.registry.OPS`.
@@ -73,7 +73,7 @@ def samples(op: str, *, device: str | torch.device, dtype: torch.dtype, seed: in
 
 
 def _like(tensor: Tensor, device: str | torch.device) -> Tensor:
-    """A copy on `device` that keeps the strides."""
+    """Return a copy on `device` with the same strides."""
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device).copy_(tensor)
 
 
@@ -86,7 +86,9 @@ def _in_float64(argument: Any) -> Any:
 
 
 def run(op: str, implementation: Any, arguments: tuple) -> tuple[Tensor, ...]:
-    """Outputs of one implementation, then what a mutating op wrote. The arguments stay as they are."""
+    """Return the outputs of an implementation, then the tensors that a mutating op wrote; arguments are not
+    modified.
+    """
     written = [
         i for i, a in enumerate(OPS[op].overload._schema.arguments) if a.alias_info and a.alias_info.is_write
     ]
@@ -98,7 +100,9 @@ def run(op: str, implementation: Any, arguments: tuple) -> tuple[Tensor, ...]:
 
 
 def relative_error(value: Tensor, truth: Tensor) -> float:
-    """2-norm of the difference over 2-norm of the truth, infinite where NaN or infinities are misplaced."""
+    """Return the 2-norm of the difference over that of the truth; infinite if NaN or infinities are
+    misplaced.
+    """
     value, truth = value.detach().cpu().double(), truth.detach().cpu().double()
     special = ~truth.isfinite()
     if value.shape != truth.shape or not torch.equal(special, ~value.isfinite()):
@@ -114,7 +118,8 @@ def relative_error(value: Tensor, truth: Tensor) -> float:
 
 
 def _bound(dtype: torch.dtype) -> float:
-    """Rounding once to 16 bits has an error of about a fifth of eps; wider types are also computed in.
+    """Return the error bound: rounding once to 16 bits costs about eps / 5; wider types also compute in their
+    dtype.
 
     Integers are exact; what is returned for them is not zero, so that it can divide.
     """

@@ -52,7 +52,7 @@ class Collectives:
 
     @property
     def counts(self) -> dict[str, int]:
-        """The number of calls of each collective that ran: {"all_reduce": 2, ...}."""
+        """Return the number of calls of each collective: {"all_reduce": 2, ...}."""
         return dict(Counter(name for name, _ in self.calls))
 
 
@@ -93,7 +93,7 @@ def full_tensor(
     etp_group: dist.ProcessGroup | None = None,
     ep_group: dist.ProcessGroup | None = None,
 ) -> torch.Tensor:
-    """The undivided tensor whose part on this rank is `shard`, by the marks of `param`.
+    """Return the full tensor of which `shard` is this rank's shard, by the attributes of `param`.
 
     Shards are put together over `group`; replicas stay as they are. Experts are put together over
     `etp_group`, then those of all ranks of `ep_group` joined.
@@ -108,14 +108,14 @@ def full_tensor(
 
 
 def _parts(shard: torch.Tensor, group: dist.ProcessGroup | None) -> list[torch.Tensor]:
-    """The shards of all ranks of `group`, in rank order."""
+    """Return the shards of all ranks of `group`, in rank order."""
     parts = [torch.empty_like(shard, memory_format=torch.contiguous_format) for _ in range(group_size(group))]
     dist.all_gather(parts, shard.contiguous(), group=group)
     return parts
 
 
 def full_gradient(param: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
-    """The gradient of the undivided parameter: shards put together, partial sums of replicas added up."""
+    """Return the full gradient of a parameter: shards are joined, partial sums of replicas added."""
     assert param.grad is not None, "the parameter has no gradient"
     grad = full_tensor(param.grad, param, group)
     if group_size(group) > 1 and parallel_attributes(param).sequence_parallel:
@@ -126,7 +126,7 @@ def full_gradient(param: torch.Tensor, group: dist.ProcessGroup | None) -> torch
 
 @contextmanager
 def late_gathers() -> Iterator[None]:
-    """Inside, what an optimizer's all-gather of parameters brings arrives when it is waited for.
+    """Delay the result of an optimizer's parameter all-gather until it is waited for.
 
     Until then the parts of other ranks are nan, so a parameter that is used too early makes the loss nan.
     """

@@ -30,7 +30,7 @@ class PeerViews:
 
 
 def shared_memory(num_bytes: int) -> Tensor:
-    """Zeroed bytes that this process shares with those it forks."""
+    """Return zeroed bytes that forked processes share."""
     return torch.frombuffer(mmap.mmap(-1, num_bytes), dtype=torch.uint8)
 
 
@@ -44,7 +44,7 @@ def virtual_ranks(
     dtype: torch.dtype = torch.float32,
     allocate: Callable[[int], Tensor] = lambda num_bytes: torch.zeros(num_bytes, dtype=torch.uint8),
 ) -> list[PeerViews]:
-    """Lay the memories of etp x ep ranks side by side in what `allocate` returns: zeroed bytes.
+    """Place the symmetric memory of etp x ep ranks side by side in zeroed bytes of `allocate`.
 
     The peer_offsets between them are as an etp-ep group would have them, etp ranks first.
     """

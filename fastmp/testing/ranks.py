@@ -125,7 +125,7 @@ def _fork(fn, rank, world_size, args, timeout, folder, release) -> _Child:
 
 
 def _child(fn, rank, world_size, args, timeout, folder, stack_path, parent, write_fd, release_fd) -> None:
-    """The life of a rank: join, run, report, wait for the others (peers may still read from it), leave."""
+    """Run one rank: join, run, report, wait for the others (peers may still read its memory), leave."""
     if _libc is not None:
         _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # a killed parent leaves no orphans
     if os.getppid() != parent:
@@ -204,7 +204,9 @@ def _reap(children: list[_Child]) -> None:
 
 
 def _raise(children: list[_Child], stacks: dict[int, str], timeout: float) -> None:
-    """Raise `RankError` for a rank that died without a word, else the first that raised, else the hung."""
+    """Raise `RankError` for a rank that died silently, else for the first that raised, else for the hung
+    ranks.
+    """
     dead = [c for c in children if c.done and c.outcome is None]
     wrong = sorted(
         (c for c in children if c.outcome is not None and c.outcome[0] == "error"), key=lambda c: c.outcome[1]

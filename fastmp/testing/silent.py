@@ -1,4 +1,4 @@
-"""Graphs that do nothing: under them all that is left of a replay is what the host does around it."""
+"""Graphs whose replay does nothing, which leaves the CPU launch overhead of a step."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 class SilentGraph:
-    """A graph whose capture is the work itself, and whose replay notes the time and does nothing."""
+    """Graph whose capture runs the work, and whose replay only records the time."""
 
     launched = 0  # ns, of the last replay of any
 

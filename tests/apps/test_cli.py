@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 import fastmp
-from fastmp.apps import cli, doctor
+from fastmp.apps import cli, doctor, first_rank
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -21,6 +21,18 @@ def test_help_lists_every_command(capsys):
     assert cli.main(["--help"]) == 0
     printed = capsys.readouterr().out
     assert all(name in printed for name in cli.COMMANDS)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_only_rank_0_prints_a_mistake(rank, capsys, monkeypatch):
+    monkeypatch.setattr(first_rank, "GRACE_SECONDS", 0.0)
+    for name, value in {"RANK": rank, "WORLD_SIZE": 2, "LOCAL_RANK": rank}.items():
+        monkeypatch.setenv(name, str(value))
+    with pytest.raises(SystemExit) as leaving:
+        cli.main(["train", "--optimizer.learning-rate", "1"])
+    assert leaving.value.code == 2
+    printed = capsys.readouterr()
+    assert printed.out == "" and ("there is no option" in printed.err) == (rank == 0)
 
 
 def test_no_command_is_a_usage_error(capsys):

@@ -1,1 +1,1 @@
-"""The code of every Triton kernel, compiled for GPUs that may be elsewhere, and what is expected of it."""
+"""Compiled code of every Triton kernel, for GPUs that need not be present, against expected facts."""

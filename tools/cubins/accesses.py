@@ -38,7 +38,7 @@ class Access:
 
 
 def accesses(ttgir: str) -> list[Access]:
-    """List the loads and stores of a kernel through pointers, and the argument each pointer came from."""
+    """Return the loads and stores of a kernel through pointers, and the argument of each pointer."""
     layouts = dict(re.findall(r"^(#\w+) = (#ttg\..*)$", ttgir, re.MULTILINE))
     source: dict[str, str] = {}
     found = []

@@ -1,4 +1,4 @@
-"""What is expected of the code of every Triton kernel: a table of cases, with the arguments of their ops."""
+"""Cases of every Triton kernel: arguments of its op, and facts expected of the compiled code."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ TMA, ASYNC_COPY = r"cp\.async\.bulk\.tensor", r"cp\.async\.c[ag]\.shared\.global
 
 
 def check_case(name: str, dtype: torch.dtype, arch: int) -> list[tuple[Launch, list[str]]]:
-    """The launches of a case of `CASES`, in order, each with what its code does not keep of its facts.
+    """Return the launches of a case of `CASES` in order, each with the facts that its code violates.
 
     arch: compute capability as one number (90 is 9.0).
     """
@@ -146,7 +146,7 @@ def broken_gemm(launch: Launch, *, narrow: bool, apart: bool) -> Iterator[str]:
 
 
 def _not_overlapped(launch: Launch) -> Iterator[str]:
-    """Yield what keeps a grouped GEMM from loading its next tile while it stores one, where it should."""
+    """Yield the reasons why a grouped GEMM does not load its next tile during the epilogue."""
     flat, code = launch.constants["FLAT"], launch.ttgir.splitlines()
     form, gated, has_bias, transposed = (
         launch.constants[name] for name in ("FORM", "GATED", "HAS_BIAS", "TRANSPOSED")

@@ -1,4 +1,4 @@
-"""What an op would launch on a GPU, compiled for that GPU without one.
+"""Compilation of an op's launches for a GPU that need not be present.
 
 An op's own launcher runs on meta tensors, so tiles, strides and alignment are those of the shapes that are
 named. Triton specialises each kernel, compiles it for the architecture, and does not start it.
@@ -32,12 +32,12 @@ REGISTERS = 64 << 10  # of a multiprocessor
 
 
 def tool(name: str) -> Path:
-    """The path of a program of NVIDIA's that ships with Triton, such as cuobjdump."""
+    """Return the path of an NVIDIA program that ships with Triton, such as cuobjdump."""
     return Path(_triton.triton.__file__).parent / "backends" / "nvidia" / "bin" / name
 
 
 def cuobjdump(option: str, code: bytes) -> str:
-    """What the program prints of a cubin."""
+    """Return the output of cuobjdump for a cubin."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "kernel.cubin"
         path.write_bytes(code)
@@ -54,7 +54,7 @@ def parameters_of(ptx: str) -> list[int]:
 
 @dataclass(frozen=True)
 class Launch:
-    """One launch of a kernel: the values of its constants and what the compiler made of it.
+    """Launch of a kernel: the values of its constants and the compiled code.
 
     storages: by the name of each argument that is a tensor, what tells its memory.
     limits: of the kernel's integer arguments, as `_triton.limits` declares them.
@@ -86,13 +86,13 @@ class Launch:
 
     @cached_property
     def usage(self) -> dict[str, int]:
-        """Registers (REG), bytes of stack (STACK) and spilled bytes (LOCAL) of a thread."""
+        """Return registers (REG), stack bytes (STACK) and spilled bytes (LOCAL) of a thread."""
         figures = re.findall(r"(REG|STACK|LOCAL):(\d+)", cuobjdump("-res-usage", self.compiled.asm["cubin"]))
         return {key: int(value) for key, value in figures}
 
     @property
     def shared(self) -> int:
-        """Bytes of shared memory of a program."""
+        """Return the bytes of shared memory of a program."""
         return self.compiled.metadata.shared
 
     @property
@@ -101,7 +101,7 @@ class Launch:
 
     @property
     def elements(self) -> float:
-        """Elements of a block that one thread has."""
+        """Return the elements of a block for each thread."""
         sizes = (
             v for k, v in self.constants.items() if k.startswith("BLOCK") or k in ("WIDTH", "ALL", "EACH")
         )
@@ -109,18 +109,20 @@ class Launch:
 
     @property
     def vectors(self) -> float:
-        """Accesses of 16 bytes that these elements take."""
+        """Return the number of 16-byte accesses for these elements."""
         return self.elements * self.itemsize / 16
 
     @property
     def resident(self) -> int:
-        """Programs that fit on a multiprocessor by shared memory and registers, which come in eights."""
+        """Return the programs resident on a multiprocessor by shared memory and registers, allocated by
+        eights.
+        """
         registers = -(-self.usage["REG"] // 8) * 8 * self.threads
         programs = min(REGISTERS // registers, 2048 // self.threads)
         return min(programs, (SHARED_LIMIT[self.arch] + SHARED_TAKEN) // (self.shared + SHARED_TAKEN))
 
     def count(self, *patterns: str) -> int:
-        """How often any of the patterns stands in the PTX code."""
+        """Return the number of matches of the patterns in the PTX code."""
         return sum(len(re.findall(pattern, self.ptx)) for pattern in patterns)
 
     @property
@@ -133,7 +135,7 @@ class Launch:
 
 
 def launches(op: str, arguments: tuple, arch: int, itemsize: int = 2) -> list[Launch]:
-    """The launches of one call of an op, in order.
+    """Return the launches of one call of an op, in order.
 
     Args:
         arguments: of the op, its tensors on the device "meta".
@@ -157,7 +159,7 @@ def launches(op: str, arguments: tuple, arch: int, itemsize: int = 2) -> list[La
 
 
 def kernel_names() -> list[str]:
-    """The names of all Triton kernels of fastmp.ops; other functions of theirs are parts of kernels."""
+    """Return the names of all Triton kernels of fastmp.ops, without the functions that they call."""
     names = [each.name for each in walk_packages(ops.__path__, f"{ops.__name__}.")]
     modules = [importlib.import_module(name) for name in names]
     functions = {name: value for module in modules for name, value in vars(module).items()}

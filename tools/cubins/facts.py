@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Facts:
-    """What is expected of a kernel.
+    """Facts expected of a kernel's compiled code.
 
     loads, stores, copies (to shared memory): accesses of 16 bytes, at least so many for each 16 bytes
     of a block that a thread has.

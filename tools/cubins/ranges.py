@@ -43,7 +43,7 @@ class _Operation:
 
 
 def _expand(results: str) -> list[str]:
-    """Expand the results `%a:2, %b` to `%a#0`, `%a#1`, `%b`."""
+    """Return the results `%a:2, %b` as `%a#0`, `%a#1`, `%b`."""
     found = []
     for name, count in re.findall(r"(%\w+)(?::(\d+))?", results):
         found += [f"{name}#{i}" for i in range(int(count))] if count else [name]
@@ -84,7 +84,7 @@ def _union(a: Interval, b: Interval) -> Interval:
 
 
 def _quotient(x: int, y: int) -> int:
-    """Divide as the hardware does: rounded towards zero."""
+    """Return the quotient rounded towards zero, as hardware does."""
     return abs(x) // abs(y) * (1 if (x < 0) == (y < 0) else -1)
 
 
@@ -116,7 +116,7 @@ def _maximum(a: Interval, b: Interval) -> Interval:
 
 
 def _masked(a: Interval, b: Interval) -> Interval:
-    """Combine bits: of two values that are not negative, neither `and` nor `or` nor `xor` needs more bits."""
+    """Return the range of a bitwise `and`, `or` or `xor`: non-negative operands do not gain bits."""
     if a is None or b is None or min(a[0], b[0]) < 0:
         return None
     return 0, (1 << max(a[1], b[1]).bit_length()) - 1
@@ -263,7 +263,7 @@ class _Kernel:
 
 
 def overflows(ttir: str, limits: Mapping[str, int]) -> list[str]:
-    """List the arithmetic of a kernel in i32, additions of loop counters included, that may overflow.
+    """Return the i32 arithmetic of a kernel, including loop counters, that may overflow.
 
     Args:
         ttir: text of the kernel, as `compiled.asm["ttir"]`.

@@ -62,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _in_a_process(name: str) -> Chapter:
-    """What the chapter found; where its process dies, that."""
+    """Return the chapter's findings, or a failed claim if its process dies."""
     with tempfile.TemporaryDirectory() as folder:
         file, begun = Path(folder) / "chapter.json", time.monotonic()
         command = [sys.executable, "-m", "tools.prove.run", name, str(file)]
@@ -77,7 +77,9 @@ def _in_a_process(name: str) -> Chapter:
 
 
 def _machine() -> Mapping[str, Any]:
-    """Versions and kind of machine, and a digest of the package's sources; nothing that names the machine."""
+    """Return versions, the kind of machine and a digest of the sources, without names that identify the
+    machine.
+    """
     packages = {"python": platform.python_version(), "fastmp": fastmp.__version__}
     for name in ("torch", "triton", "numpy"):
         try:

@@ -9,7 +9,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Claim:
-    """One statement, what was found, and the bound that decides.
+    """Statement with the measured figure and its bound.
 
     found, bound: a figure, or words. held: None where it cannot be shown here; `found` says why, and it never
     counts as held. source: where a fact that is not computed here was published.
@@ -23,17 +23,17 @@ class Claim:
 
     @classmethod
     def at_most(cls, says: str, found: float, bound: float) -> Claim:
-        """A figure that must not exceed its bound; NaN does."""
+        """Return the claim that a figure is at most its bound; NaN fails."""
         return cls(says, found, f"at most {bound:g}", found <= bound)
 
     @classmethod
     def more_than(cls, says: str, found: float, bound: float, source: str = "") -> Claim:
-        """A figure that must exceed its bound, as the error of something that is wrong does."""
+        """Return the claim that a figure exceeds its bound, for errors of deliberately broken code."""
         return cls(says, found, f"more than {bound:g}", found > bound, source)
 
     @classmethod
     def all_of(cls, says: str, good: int, total: int, wrong: Sequence[str] = ()) -> Claim:
-        """So many of all; of those that are wrong, the first are named. Nothing at all is not enough."""
+        """Return the claim that all items are right, naming the first wrong ones; an empty list fails."""
         named = "; ".join(wrong[:3]) + (f"; and {len(wrong) - 3} more" if len(wrong) > 3 else "")
         return cls(says, f"{good} of {total}" + (f": {named}" if named else ""), "all", 0 < total == good)
 
@@ -54,7 +54,7 @@ class Table:
 
 @dataclass
 class Chapter:
-    """What a chapter said, and how long it took."""
+    """Claims of a chapter and its duration."""
 
     name: str
     argument: str

@@ -29,7 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastmp.ops import grouped_mm
-from fastmp.pipeline.messages import Message, program
+from fastmp.pipeline.messages import Message, rank_program
 from fastmp.pipeline.schedule import FORWARD, Schedule
 from fastmp.tensor_parallel.loss import vocab_parallel_cross_entropy
 from fastmp.testing.ops import poisoned_memory
@@ -46,7 +46,7 @@ Product = Callable[[Tensor, Tensor, Tensor], Tensor]  # x (M, K), w (E, N, K), o
 
 
 def claims() -> Iterator[Claim | Table]:
-    """The three faults, each with the fault first."""
+    """Return the claims on three faults, each with the broken code first."""
     yield from _smoothing()
     yield from _rows()
     yield from _messages()
@@ -68,7 +68,7 @@ def _smoothing() -> Iterator[Claim | Table]:
 
 
 def smoothed(rank: int, world: int) -> tuple[float, float, Tensor]:
-    """On a rank: the error of the loss by its shard, that of ours, and its losses by its shard."""
+    """Return the loss error of a per-shard label smoothing, of fastmp's, and the losses of the former."""
     draw = torch.Generator().manual_seed(3)
     logits = torch.randn(TOKENS, VOCABULARY, generator=draw, dtype=torch.float64)
     target = torch.randint(VOCABULARY, (TOKENS,), generator=draw)
@@ -81,7 +81,7 @@ def smoothed(rank: int, world: int) -> tuple[float, float, Tensor]:
 
 
 def _smooth(part: Tensor, logs: Tensor, target: Tensor) -> Tensor:
-    """Smoothed losses where `part` of the log-probabilities is taken for the vocabulary."""
+    """Return smoothed losses over `part` of the log-probabilities instead of the vocabulary."""
     size = part.shape[-1]
     share = SMOOTHING * size / (size - 1)  # what a wrong word gets, spread over the right one too
     return -(1 - share) * logs.gather(-1, target[:, None])[:, 0] - share * part.mean(-1)
@@ -100,7 +100,7 @@ def _rows() -> Iterator[Claim | Table]:
 
 
 def nan_tokens(product: Product) -> int:
-    """How many of 8 tokens have a gradient with NaN in it, through an expert MLP that keeps 16 of 24 rows."""
+    """Return how many of 8 tokens get NaN gradients through an expert MLP that keeps 16 of 24 rows."""
     draw = torch.Generator().manual_seed(3)
     tokens = torch.randn(8, 16, generator=draw, requires_grad=True)
     up, down = (torch.randn(2, *shape, generator=draw) for shape in ((64, 16), (16, 32)))
@@ -125,7 +125,7 @@ def _messages() -> Iterator[Claim | Table]:
 
 
 def fixed_order(rank: int, world: int) -> int:
-    """How many messages of this rank are those of another kind, in exchanges of a fixed order."""
+    """Return the number of this rank's messages of the wrong kind in fixed-order exchanges."""
     peer, wrong = 1 - rank, 0
     gradient, activation = torch.tensor(-1.0), torch.tensor(1.0)
     for _ in range(_EXCHANGES):
@@ -139,8 +139,8 @@ def fixed_order(rank: int, world: int) -> int:
 
 
 def planned_order(rank: int, world: int) -> tuple[int, int]:
-    """Count the messages of a planned step that arrive in place of others, and those that this rank sends."""
-    plan = program(rank, Schedule(world, 8, 2).orders())
+    """Return the number of mismatched messages of a planned step, and of messages this rank sends."""
+    plan = rank_program(rank, Schedule(world, 8, 2).orders())
     works, arrived, sent = list[dist.Work | None](), list[tuple[Tensor, Tensor]](), 0
     for message in (message for posts in plan.posts for message in posts):
         content = _named(message)
@@ -156,5 +156,5 @@ def planned_order(rank: int, world: int) -> tuple[int, int]:
 
 
 def _named(message: Message) -> Tensor:
-    """What tells a message from all others."""
+    """Return an identifier of a message."""
     return torch.tensor([message.kind == FORWARD, message.stage, message.microbatch], dtype=torch.int64)

@@ -1,4 +1,4 @@
-"""A plan of CUDA graphs that is broken on purpose is caught three times, and harms where nobody looks.
+"""Proof chapter on buffer plans: a deliberately broken plan of CUDA graphs is detected in three ways.
 
 A captured graph knows addresses. Its input lies in a static buffer that nothing may overwrite until the
 backward of the same microbatch has run. Here two microbatches are in flight, and the plan is changed as if an
@@ -44,7 +44,7 @@ Planner = Callable[[Sequence[Step], Sequence[Sequence[SpanSpec]]], BufferPlan]
 
 
 def claims() -> Iterator[Claim | Table]:
-    """What catches the broken plan, and what it does where nothing does."""
+    """Return the claims on detecting the broken plan, and on its effect without detection."""
     chunks = [
         [SpanSpec("layers", (TensorSpec((8, 2, 32), "float64"),), (TensorSpec((8, 2, 32), "float64"),))]
     ]
@@ -68,7 +68,7 @@ def claims() -> Iterator[Claim | Table]:
 
 
 def one_buffer(order: Sequence[Step], chunks: Sequence[Sequence[SpanSpec]]) -> BufferPlan:
-    """Plan every replay in the first buffer of its spec: each but the last in flight is reused too early."""
+    """Return a plan in which every replay uses the first buffer of its spec, which is too early."""
     right = plan_buffers(order, chunks)
     first: dict[TensorSpec, int] = {}
     for number, spec in enumerate(right.buffers):
@@ -80,7 +80,7 @@ def one_buffer(order: Sequence[Step], chunks: Sequence[Sequence[SpanSpec]]) -> B
 
 
 def train(planner: Planner | None, *, verify_every: int = 0, autograd_sees: bool = True) -> list[Tensor]:
-    """The loss of each step of a small GPT, then its parameters.
+    """Return the loss of each step of a small GPT, then its parameters.
 
     Args:
         planner: makes the plan of the graphs; None: no graphs.
@@ -129,7 +129,7 @@ def _caught(says: str, message: str | None) -> Claim:
 
 
 def _refused(error: type[Exception], work: Callable[[], object]) -> str | None:
-    """The first sentence of the error that `work` raises."""
+    """Return the first sentence of the error that `work` raises."""
     try:
         work()
     except error as raised:
@@ -138,5 +138,5 @@ def _refused(error: type[Exception], work: Callable[[], object]) -> str | None:
 
 
 def _apart(numbers: Sequence[Tensor], others: Sequence[Tensor]) -> float:
-    """The largest difference of two tensors in the same place; what is no number is far."""
+    """Return the largest difference of two lists of tensors; infinite for NaN."""
     return max(float((a - b).abs().nan_to_num(nan=torch.inf).max()) for a, b in zip(numbers, others))

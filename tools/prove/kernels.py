@@ -59,7 +59,7 @@ class Compiled:
 
 
 def claims() -> Iterator[Claim | Table]:
-    """Compile all, on all cores; without Triton nothing is shown."""
+    """Return the claims on all compiled kernels; without Triton nothing is shown."""
     says = "every kernel of fastmp.ops compiles for sm_80, sm_90 and sm_100"
     if reason := nothing_is_compiled():
         yield Claim.not_shown(says, reason)
@@ -70,7 +70,7 @@ def claims() -> Iterator[Claim | Table]:
 
 
 def judged(found: Sequence[Compiled], says: str) -> Iterator[Claim | Table]:
-    """The claims that follow from the figures."""
+    """Return the claims that follow from the figures."""
     from tools.cubins.compiled import SHARED_LIMIT, kernel_names
 
     everything, seen = kernel_names(), {(each.kernel, each.arch) for each in found}
@@ -93,7 +93,7 @@ def judged(found: Sequence[Compiled], says: str) -> Iterator[Claim | Table]:
 
 
 def _by_kernel(found: Sequence[Compiled]) -> Iterator[list[object]]:
-    """A row for each kernel; figures of the architectures are divided by dots."""
+    """Yield a row for each kernel, with the figures of the architectures separated by dots."""
     launches: dict[str, list[Compiled]] = defaultdict(list)
     for each in found:
         launches[each.kernel].append(each)
@@ -110,7 +110,7 @@ def _by_kernel(found: Sequence[Compiled]) -> Iterator[list[object]]:
 
 
 def compiled(cases: Sequence[str], archs: Sequence[int] = ARCHS) -> list[Compiled]:
-    """Compile the cases by one process for each core."""
+    """Compile the cases with one process for each core."""
     work, context = [*product(archs, cases)], multiprocessing.get_context("spawn")
     workers = min(len(os.sched_getaffinity(0)), len(work))
     with ProcessPoolExecutor(workers, context, initializer=torch.set_num_threads, initargs=(1,)) as pool:

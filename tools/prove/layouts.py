@@ -41,7 +41,7 @@ class Layout:
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """Those of `differences`, without groups."""
+        """Return the arguments of `differences` without groups."""
         return {"config": self.config, "vpp": 1, "number": 2, **self.run}
 
 
@@ -74,7 +74,7 @@ LAYOUTS = (
 
 
 def claims() -> Iterator[Claim | Table]:
-    """One claim for each layout."""
+    """Return one claim for each parallel layout."""
     rows, kinds = [], dict[str, None]()
     for ranks in sorted({layout.ranks for layout in LAYOUTS}):
         own = [layout for layout in LAYOUTS if layout.ranks == ranks]
@@ -94,7 +94,7 @@ def claims() -> Iterator[Claim | Table]:
 
 
 def compared(layouts: Sequence[Layout], ranks: int) -> list[dict[str, float]]:
-    """For each of the layouts, all of `ranks` ranks, the largest difference of each kind on any rank."""
+    """Return the largest difference of each kind on any rank, for each layout of `ranks` ranks."""
     for layout in layouts:  # here, so that no rank has to
         run_whole(layout.config, layout.arguments["number"])
     found = run_ranks(_on_a_rank, ranks, layouts, timeout=TIMEOUT)

@@ -19,12 +19,12 @@ import torch
 
 from fastmp.ops.core import _triton
 from fastmp.ops.core.registry import OPS
-from fastmp.testing.ops import DTYPES, Result, check_op
+from fastmp.testing.ops import DTYPES, OpAccuracy, check_op
 from tools.prove.claims import Claim, Table
 
 
 def claims() -> Iterator[Claim | Table]:
-    """All ops on the CPU, then all kernels."""
+    """Return the claims on all ops on the CPU, then on all kernels."""
     kernels = [name for name, op in OPS.items() if "triton" in op.implementations]
     shown = not _triton.ABSENT and _triton.INTERPRETED
     work = [(name, None) for name in OPS] + [(name, "triton") for name in kernels if shown]
@@ -54,12 +54,12 @@ def _begin() -> None:
     warnings.simplefilter("ignore", RuntimeWarning)  # of numpy, where samples have infinities on purpose
 
 
-def _check(work: tuple[str, str | None]) -> list[Result]:
+def _check(work: tuple[str, str | None]) -> list[OpAccuracy]:
     name, backend = work
     return check_op(name, "cpu", backend=backend, dtypes=DTYPES if backend is None else (torch.float32,))
 
 
-def _judged(says: str, results: Sequence[Result]) -> Iterator[Claim]:
+def _judged(says: str, results: Sequence[OpAccuracy]) -> Iterator[Claim]:
     wrong = [f"{each.op} {each.dtype}: {each.error:.1e}" for each in results if not each.ok]
     yield Claim.all_of(
         f"{says}, within their bound of float64", len(results) - len(wrong), len(results), wrong
@@ -69,7 +69,7 @@ def _judged(says: str, results: Sequence[Result]) -> Iterator[Claim]:
     yield Claim.at_most(f"{says}, the largest error over its bound", worst, 1)
 
 
-def _error(results: Sequence[Result], name: str, dtype: torch.dtype) -> float | str:
-    """The error of an op in a dtype, if it was run."""
+def _error(results: Sequence[OpAccuracy], name: str, dtype: torch.dtype) -> float | str:
+    """Return the error of an op in a dtype, or None if it was not run."""
     kind = str(dtype).removeprefix("torch.")
     return next((each.error for each in results if (each.op, each.dtype) == (name, kind)), "")

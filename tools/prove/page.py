@@ -1,4 +1,4 @@
-"""The page that a person reads: Markdown made from what the chapters found. Standard library only."""
+"""Markdown page of the proof report. Standard library only."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ benchmarks.gpu_check` measures speed on a GPU, beside what was predicted."""
 
 
 def line(claim: Claim) -> str:
-    """A claim in one line of a terminal."""
+    """Return a claim as one line for a terminal."""
     bound = f" ({claim.bound})" if claim.bound else ""
     return f"{MARKS[claim.held]:<9}  {claim.says}: {_text(claim.found)}{bound}"
 
 
 def verdict(chapters: Sequence[Chapter]) -> str:
-    """How many claims held, did not, and could not be shown."""
+    """Return the numbers of claims that held, failed and could not be shown."""
     counts = [sum(chapter.count(held) for chapter in chapters) for held in MARKS]
     parts = [f"{number} {MARKS[held]}" for number, held in zip(counts, MARKS, strict=True) if number]
     return f"{sum(counts)} claims: {', '.join(parts) or 'none'}"
 
 
 def page(chapters: Sequence[Chapter], machine: Mapping[str, Any]) -> str:
-    """The whole page: verdict, machine, a section for each chapter, and what only a GPU could show."""
+    """Return the page: verdict, machine, a section for each chapter, and what only a GPU can show."""
     seconds = sum(chapter.seconds for chapter in chapters)
     described = ", ".join(f"{name} {value}" for name, value in machine.items())
     parts = [

@@ -30,7 +30,7 @@ _ROUNDED = 1e-3  # figures of the committed files have four digits
 
 
 class Floor(NamedTuple):
-    """What an op must move and compute in a case, and the least time of that on each of the GPUs."""
+    """Bytes and FLOPs of an op in a case, and its roofline time on each GPU."""
 
     case: str
     op: str
@@ -52,7 +52,7 @@ def claims() -> Iterator[Claim | Table]:
 
 
 def counted() -> Iterator[Floor]:
-    """The floor of each case, in bfloat16."""
+    """Return the roofline of each case in bfloat16."""
     for name, (case, _) in CASES.items():
         op, arguments = case(meta(torch.bfloat16), torch.float32)
         entry = OPS[op]

@@ -1,4 +1,4 @@
-"""One chapter in a process of its own: `python -m tools.prove.run NAME FILE` writes what it found as JSON.
+"""`python -m tools.prove.run NAME FILE`: run one chapter in its own process and write its findings as JSON.
 
 A chapter that cannot end well, by an error or a crash, is a claim that is not held.
 """
@@ -42,7 +42,7 @@ def _add(chapter: Chapter, said: Claim | Table) -> None:
 
 
 def main(argv: list[str]) -> int:
-    """Run the chapter that `argv` names first, into the file that it names next."""
+    """Run the chapter `argv[0]` and write its findings to the file `argv[1]`."""
     name, file = argv
     Path(file).write_text(json.dumps(asdict(run_chapter(name))))
     return 0

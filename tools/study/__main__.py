@@ -1,5 +1,4 @@
-"""`python -m tools.study`: what published tables and formulas say, beside what is predicted and measured
-here.
+"""`python -m tools.study`: compare published tables and formulas with predictions and measurements.
 
 Each study writes a page with pictures; the command that made it makes it again.
 """

@@ -1,4 +1,4 @@
-"""`python -m tools.study graphs`: what partial capture saves, by the launches that it removes."""
+"""`python -m tools.study graphs`: launches saved by partial CUDA graph capture."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def count() -> Counts:
 
 
 def measure() -> dict[str, Any]:
-    """Measure the host's microseconds of a layer and microbatch, eager and with each scope in graphs."""
+    """Measure CPU microseconds for a layer and microbatch, eager and with each graph scope."""
     from tools.study.launches import host_seconds
 
     found = {}

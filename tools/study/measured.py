@@ -106,7 +106,7 @@ class _Done:
 
 @contextmanager
 def _timed_collectives() -> Iterator[list[float]]:
-    """Yield a list that gets the seconds of each collective, which ends where it is called."""
+    """Yield a list that receives the seconds of each collective, which is waited for at once."""
     found: list[float] = []
 
     def timed(function: Callable[..., Any]) -> Callable[..., _Done]:

@@ -1,4 +1,4 @@
-"""`python -m tools.study overlap`: what is gained where exchanges run beside another microbatch's compute."""
+"""`python -m tools.study overlap`: gain of EP communication overlap between two microbatches."""
 
 from __future__ import annotations
 

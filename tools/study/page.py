@@ -27,7 +27,7 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def parser(study: str, description: str, *, measures: str = "") -> Parser:
-    """Return the parser of a study's command; measures: what its --measure takes, if it has that."""
+    """Return the parser of a study's command; `measures` is the help of --measure, if the study has it."""
     made = Parser(prog=f"python -m tools.study {study}", description=description)
     made.add_argument(
         "--out",
@@ -43,14 +43,14 @@ def parser(study: str, description: str, *, measures: str = "") -> Parser:
 
 
 def machine() -> dict[str, Any]:
-    """Return what a measurement says of where it was taken: processor, cores, torch."""
+    """Return processor, cores and torch version for a measurement."""
     names = re.findall(r"model name\s*: (.*)", _CPUINFO.read_text()) if _CPUINFO.exists() else []
     name = names[0] if names else platform.processor() or platform.machine()
     return {"cpu": name, "cores": os.cpu_count(), "torch": metadata.version("torch")}
 
 
 def measurement(prog: str, file: Path, needs: Iterable[tuple[str, ...]]) -> dict[str, Any] | None:
-    """Return what a file of measurements holds, None where there is none.
+    """Return the content of a measurement file; None if there is none.
 
     ValueError where it is not JSON, or lacks one of `needs`: keys from the outermost to the innermost.
     """

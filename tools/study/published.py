@@ -1,4 +1,4 @@
-"""What was published of training on GPUs: shapes, layouts and results, each with its source.
+"""Published results of training on GPUs: shapes, layouts and figures, each with its source.
 
 Megatron-LM is Shoeybi et al. 2019 (arXiv 1909.08053); its rows of 2020 are images/tables.tex of
 github.com/NVIDIA/Megatron-LM; pipelines of A100s are Table 1 of Narayanan et al. 2021 (arXiv 2104.04473);

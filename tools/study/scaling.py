@@ -29,7 +29,7 @@ _NEEDS = (("cpu",), ("cores",), ("rows",))  # of a measurement
 
 @dataclass(frozen=True)
 class ScalingPoint:
-    """A published number beside the predicted one; what is `calibrated` is not predicted."""
+    """Published figure and its prediction."""
 
     what: str
     published: float

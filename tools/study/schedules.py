@@ -37,7 +37,7 @@ class Cell:
 
     @property
     def bubble(self) -> float:
-        """The idle time over the work by formula, for free messages and as many microbatches as ranks."""
+        """Return idle time over work by formula, for free messages and as many microbatches as ranks."""
         forward, inputs, weights = (
             float(each)  # type: ignore[arg-type]
             for each in (self.costs.forward, self.costs.backward_input, self.costs.backward_weight)
@@ -48,7 +48,7 @@ class Cell:
 
     @property
     def peak(self) -> int:
-        """The most chunk activations that a rank holds, by formula."""
+        """Return the peak number of chunk activations on a rank, by formula."""
         pp, vpp = self.schedule.pp, self.schedule.vpp
         every = self.schedule.num_microbatches * vpp
         if self.schedule.splits_backwards or vpp == 1:

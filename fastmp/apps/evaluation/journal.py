@@ -1,4 +1,4 @@
-"""What an evaluation has finished, in a file of JSON lines, so that one that was killed can go on.
+"""Journal of an evaluation: finished batches as JSON lines, from which an interrupted evaluation resumes.
 
 The first line says which evaluation it is; every other one has the scores of a batch. Numbers are written so
 that the same bits are read. Standard library only.
@@ -25,7 +25,7 @@ Values = list[tuple[float, bool]]  # of each row of a batch: log-probability, wh
 
 
 class Journal:
-    """The file `path` of an evaluation that `identity` describes, and the batches that are `finished`.
+    """Journal at `path` of the evaluation described by `identity`, with its `finished` batches.
 
     It is made where there is none. A last line that is cut short, as by a kill, is cut off. ValueError for a
     file of another evaluation, one that another process writes, or one that is damaged or cannot be read or

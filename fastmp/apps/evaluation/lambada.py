@@ -1,4 +1,4 @@
-"""LAMBADA: passages whose last word a reader knows from all of what comes before it, and from nothing less.
+"""LAMBADA (Paperno et al. 2016): predict the last word of a passage.
 
 A file has one JSON object a line, {"text": "..."}, as published (Paperno et al. 2016, arXiv 1606.06031).
 Standard library only.
@@ -20,7 +20,7 @@ class Example(NamedTuple):
 
 
 def read_examples(content: bytes, name: str) -> list[Example]:
-    """The examples of a file of this content; empty lines are passed over.
+    """Return the examples of a file with this content; empty lines are skipped.
 
     ValueError, which begins with `name` and the line, for what is no such object, and for a text of less than
     two words.

@@ -36,7 +36,7 @@ def evaluate(
     report: Callable[[int, int, int], None] = lambda *of_rows: None,
     backend: Backend | None = None,
 ) -> dict[str, Any]:
-    """The figures of `task`, the same on all ranks.
+    """Evaluate a model on a task; return the same figures on all ranks.
 
     Args:
         model: a GPT in evaluation mode, or this rank's only stage of one
@@ -85,7 +85,7 @@ def evaluate(
 def _from_journal(
     journal: Journal | None, batches: Sequence[Sequence[int]], world: dist.ProcessGroup | None
 ) -> dict[int, Values]:
-    """What the first rank has in its journal, on all ranks."""
+    """Return the finished batches of rank 0's journal on all ranks."""
 
     def check() -> None:
         for number, values in finished.items():
@@ -109,7 +109,7 @@ def _rows(scorer: Scorer, task: EvalTask, numbers: Sequence[int]) -> list[Scored
 
 
 def _gather(scores: Sequence[Score], batch_size: int, group: dist.ProcessGroup | None) -> list[Values]:
-    """The scores of every rank of a group, with others behind them that fill up a batch."""
+    """Return the scores of each rank of a group, padded to `batch_size`."""
     if group is None:
         return [[(score.log_prob, score.likeliest) for score in scores]]
     values = torch.zeros(1, batch_size, 2, dtype=torch.float64)

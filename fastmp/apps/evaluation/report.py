@@ -11,7 +11,7 @@ from typing import Any
 
 from fastmp.config.files import read_file
 
-__all__ = ["ProgressLine", "read_result", "table"]
+__all__ = ["EvalProgress", "read_result", "table"]
 
 COLUMNS = {
     "wikitext": ("perplexity", "perplexity_per_token", "nats", "num_words", "num_tokens"),
@@ -21,8 +21,9 @@ COLUMNS = {
 _LIMIT = 1 << 20  # bytes of a result
 
 
-class ProgressLine:
-    """Prints on stderr how far an evaluation is: in place on a terminal, else a line every ten seconds.
+class EvalProgress:
+    """Progress of an evaluation on stderr: updated in place on a terminal, otherwise a line every ten
+    seconds.
 
     total: rows of the task. done: those that need not be done again.
     """
@@ -34,7 +35,7 @@ class ProgressLine:
         self.new = self.read = self.scored = 0
 
     def add(self, rows: int, read: int, scored: int) -> None:
-        """Count rows that were done, the tokens that the model read for them, and their targets."""
+        """Add finished rows, the tokens the model read for them, and the targets that were scored."""
         self.done, self.new = self.done + rows, self.new + rows
         self.read, self.scored = self.read + read, self.scored + scored
         now = time.perf_counter()
@@ -58,7 +59,7 @@ class ProgressLine:
 
 
 def read_result(path: str | Path) -> dict[str, Any]:
-    """A result as `fastmp eval ... --out` writes it.
+    """Return a result written by `fastmp eval ... --out`.
 
     ValueError, which names the file, where it is none or cannot be read.
     """
@@ -76,7 +77,7 @@ def read_result(path: str | Path) -> dict[str, Any]:
 
 
 def table(results: Iterable[Mapping[str, Any]]) -> str:
-    """The results as text, those of one task in one table, a line each."""
+    """Return the results as text, one table a task and one line a result."""
     of_tasks: dict[str, list[Mapping[str, Any]]] = {}
     for result in results:
         of_tasks.setdefault(result["task"], []).append(result)

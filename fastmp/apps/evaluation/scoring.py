@@ -45,7 +45,8 @@ class ScoredText(NamedTuple):
 
 
 class Score(NamedTuple):
-    """The sum of the log-probabilities of a row's targets, in nats, and whether each is the likeliest token.
+    """Sum of the log-probabilities of a row's targets in nats, and `likeliest`: each is the most likely
+    token.
 
     Without `likeliest` of a Scorer, that is False.
     """
@@ -110,7 +111,7 @@ class Scorer:
             )
 
     def check(self, rows: Sequence[ScoredText]) -> None:
-        """Raise ValueError for a row with more tokens than the model has positions, or with ids it lacks."""
+        """Raise ValueError for rows longer than the model's positions, or with ids outside its vocabulary."""
         most, vocab_size = self.model.config.max_seq_len, self.model.config.vocab_size
         for ids, _ in rows:
             if (length := self._padded(len(ids) - 1)) > most:
@@ -126,7 +127,7 @@ class Scorer:
 
     @torch.no_grad()
     def __call__(self, rows: Sequence[ScoredText]) -> list[Score]:
-        """The scores of `rows`, which `check` has nothing against; NaN where logits are not finite."""
+        """Return the scores of `rows` that passed `check`; NaN if logits are not finite."""
         length = self._length(rows)
         values = self._stages(rows, length) if self._pipeline else self._whole(rows, length)
         log_probs, likeliest = values.tolist()
@@ -149,12 +150,12 @@ class Scorer:
         return self._padded(max(len(row.ids) - 1 for row in rows))
 
     def _at_once(self, rows: Sequence[ScoredText]) -> int:
-        """The number of rows that go through the model at once."""
+        """Return the number of rows of a microbatch."""
         size = group_size(self.groups.pp)
         return len(rows) if size == 1 else -(-len(rows) // (MICROBATCHES * size))
 
     def _padded(self, length: int) -> int:
-        """The length that ranks can divide along the sequence."""
+        """Return `length` rounded up to a multiple that the ranks can shard along the sequence."""
         return -(-length // self.multiple) * self.multiple
 
     def _batch(self, rows: Sequence[ScoredText], length: int) -> _Batch:
@@ -176,7 +177,7 @@ class Scorer:
         return self._score(self.model.hidden(cut_sequence(batch.tokens_BS, self.groups.cp)), batch)
 
     def _stages(self, rows: Sequence[ScoredText], length: int) -> Tensor:
-        """`_score` of all rows on all ranks of the pipeline, the rows in microbatches of one shape."""
+        """Return `_score` of all rows on all pipeline ranks, in microbatches of one shape."""
         pipeline, size = self._pipeline, group_size(self.groups.pp)
         assert pipeline is not None
         at_once = self._at_once(rows)
@@ -195,7 +196,9 @@ class Scorer:
         return values
 
     def _score(self, hidden_SBH: Tensor, batch: _Batch) -> Tensor:
-        """(2, N) float64: the log-probability of each target, and 1 where it is the likeliest token."""
+        """Return (2, N) float64: the log-probability of each target, and 1 if the target is the most likely
+        token.
+        """
         model = self.model
         assert model.final_norm is not None
         if model.sequence_parallel:

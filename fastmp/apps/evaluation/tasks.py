@@ -1,4 +1,4 @@
-"""Tasks: which tokens of a file are scored, each seen from which others, and what their scores amount to.
+"""Evaluation tasks: the rows to score and the figures computed from their scores.
 
 A text begins with the token that the tokenizer's template puts there, or with end-of-text where there is no
 template: so its first token is a target as well, and T counts all of them.
@@ -32,7 +32,7 @@ _LIMIT = 1 << 32  # bytes of a text
 
 @dataclass(frozen=True)
 class EvalTask:
-    """Rows to be scored, and what follows from the scores.
+    """Rows to score, and a summary of their scores.
 
     name: of the command. unit: what a row is, in the plural. rows: made when they are asked for.
     order: the numbers of rows in the order in which batches take them, the longest first.
@@ -75,7 +75,7 @@ class _WindowRows(Sequence[ScoredText]):
 def wikitext_task(
     path: str | Path, tokenizer: Tokenizer, *, window: int = 1024, stride: int = 32
 ) -> EvalTask:
-    """Perplexity per original word of a file of WikiText, which is detokenized first.
+    """Return the WikiText task: perplexity per original word of a file, which is detokenized first.
 
     With the sum of -log P over the T tokens of the detokenized text in nats, it is exp(nats / T_o), where T_o
     counts the words and line ends of the file as it is (Shoeybi et al. 2019, arXiv 1909.08053, section 5.3).
@@ -112,7 +112,7 @@ def wikitext_task(
 def heldout_task(
     path: str | Path, tokenizer: Tokenizer | None, *, window: int = 1024, stride: int | None = None
 ) -> EvalTask:
-    """Loss per token and per byte of the validation split of a token directory, or of any text file.
+    """Return the held-out task: loss per token and per byte of a validation split or of a text file.
 
     tokenizer: the model's; None only for a directory, which then is taken to be of the same one.
     stride: None: that of `window`, as when the trainer evaluates.
@@ -179,7 +179,7 @@ def _per_token_and_byte(
 
 
 def lambada_task(path: str | Path, tokenizer: Tokenizer, *, max_seq_len: int) -> EvalTask:
-    """How often the last word of a passage of LAMBADA is the likeliest, and its perplexity.
+    """Return the LAMBADA task: accuracy and perplexity of the last word of a passage.
 
     A word is right if each of its tokens is the likeliest after the right ones before it. It is tokenized
     with the space before it, and the passage without the space behind it (the strict form). Of a passage that
@@ -226,7 +226,7 @@ def lambada_task(path: str | Path, tokenizer: Tokenizer, *, max_seq_len: int) ->
 
 
 def _tokens_of(example: Example, tokenizer: Tokenizer) -> tuple[TokenIds, TokenIds]:
-    """The tokens of the context, and of the last word with the space before it.
+    """Return the tokens of the context, and of the last word with its leading space.
 
     The word's are what it adds to the context. Tokenizers that put a space before every text would write two
     before a word on its own.
@@ -265,20 +265,20 @@ def _text(path: str | Path) -> str:
 
 
 def _with_beginning(content: bytes, tokenizer: Tokenizer) -> tuple[TokenIds, bool]:
-    """The ids of a text behind the token that it begins with, and whether they give it back."""
+    """Return the ids of a text after its begin token, and True if they decode to the same bytes."""
     ids = tokenizer.encode(content)
     beginning = _beginning(tokenizer) or [tokenizer.end_of_text]
     return np.concatenate((beginning, ids)), tokenizer.decode_bytes(ids) == content
 
 
 def _beginning(tokenizer: Tokenizer) -> list[int]:
-    """The token that the tokenizer's template begins a text with, if there is one."""
+    """Return the begin token of the tokenizer's template as a list; empty if there is none."""
     nothing, something = tokenizer.encode_prompt(""), tokenizer.encode_prompt("a")
     return nothing[:1] if nothing[:1] == something[:1] else []
 
 
 def _crc32(ids: Sequence[TokenIds]) -> int:
-    """That of all ids: another one where the file, the tokenizer or the detokenizer is another."""
+    """Return a checksum of all ids, which identifies file, tokenizer and detokenizer."""
     crc32 = 0
     for each in ids:
         crc32 = zlib.crc32(each.tobytes(), crc32)
@@ -286,7 +286,7 @@ def _crc32(ids: Sequence[TokenIds]) -> int:
 
 
 def _nats(scores: Sequence[Score]) -> float:
-    """- log P of all targets, correctly rounded: the same whichever order the sums of rows came in."""
+    """Return -log P of all targets, correctly rounded and thus independent of the order of rows."""
     return -math.fsum(score.log_prob for score in scores)
 
 

@@ -40,20 +40,20 @@ _ABBREVIATIONS = frozenset(
 
 
 def detokenize(text: str) -> str:
-    """The text of WikiText's words as people write it; `tokenize` undoes it, for any text."""
+    """Return the text of WikiText's words in usual writing; `tokenize` is the inverse for any text."""
     *lines, rest = text.split("\n")
     # what follows the last line end: nothing, as a rule, which no line stands for
     return "\n".join([*map(_line, lines), rest and (_line(rest) or " " + rest)])
 
 
 def tokenize(text: str) -> str:
-    """The words of WikiText that `detokenize` has made `text` of."""
+    """Return the words of WikiText that `detokenize` turned into `text`."""
     *lines, rest = text.split("\n")
     return "\n".join([*map(_original, lines), rest and _original(rest)])
 
 
 def count_words(text: str) -> int:
-    """How many words and line ends lie between the first and the last word of a text of WikiText.
+    """Return the number of words and line ends between the first and the last word of a WikiText file.
 
     This is the paper's T_o: 245,566 for the test set of WikiText-103.
     """
@@ -61,7 +61,7 @@ def count_words(text: str) -> int:
 
 
 def _line(line: str) -> str:
-    """A line without its end, detokenized; empty for " ", the empty line of WikiText."""
+    """Return a detokenized line without its end; empty for " ", WikiText's empty line."""
     if line == " ":
         return ""
     words = line[1:-1].split(" ")
@@ -82,7 +82,7 @@ def _original(line: str) -> str:
 
 
 def _chunks(words: list[str]) -> Iterator[str]:
-    """The chunks of a line; an empty one says that the next is a word as it is."""
+    """Yield the chunks of a line; an empty one marks the next word as unchanged."""
     style, at = _Style(), 0
     chunk = ""
     held: tuple[str, ...] = ()  # the words of the chunk; none where no other may join it
@@ -130,7 +130,7 @@ class _Style:
 
 @lru_cache(maxsize=1 << 16)
 def _split(chunk: str) -> tuple[str, ...]:
-    """The words that a chunk stands for; none for an empty one."""
+    """Return the words of a chunk; none for an empty one."""
     if chunk.strip("=") == "":  # around a heading
         return tuple(chunk)
     words, begin = [], 0
@@ -142,7 +142,7 @@ def _split(chunk: str) -> tuple[str, ...]:
 
 
 def _without_stop(run: str) -> list[str]:
-    """A run of characters that are no marks, with the full stop at its end as a word of its own.
+    """Return a run of non-punctuation characters, with a final full stop as a separate word.
 
     An abbreviation keeps its stop, as do initials and what has stops inside.
     """

@@ -1,4 +1,4 @@
-"""Windows over a sequence of tokens that is longer than a model's context: which targets each one scores.
+"""Sliding windows over a sequence longer than the model's context, and the targets that each one scores.
 
 Target i of a sequence is its token i + 1, predicted from tokens 0 to i. The first window scores all of its
 targets; every window after it begins `stride` tokens later and scores only its last targets, those that no
@@ -18,7 +18,7 @@ __all__ = ["ScoringWindow", "ScoringWindows"]
 
 @dataclass(frozen=True)
 class ScoringWindow:
-    """A window that reads tokens `begin` to `end` - 1, whose targets are the tokens one further.
+    """Window of tokens `begin` to `end` - 1; its targets are the tokens shifted by one.
 
     The last `scored` of these targets count.
     """

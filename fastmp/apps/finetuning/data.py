@@ -29,7 +29,7 @@ class Split:
 
 @dataclass(frozen=True)
 class Prepared:
-    """The data of a task. notes: lines for people on what was read and what was left out."""
+    """Data of a task; `notes` are lines to print about the files and left-out examples."""
 
     train: Sequence[Sample]
     dev: Split
@@ -39,7 +39,7 @@ class Prepared:
 
     @property
     def rows(self) -> int:
-        """Rows of a sample."""
+        """Return the rows of a sample."""
         return len(self.train[0].rows)
 
 
@@ -79,6 +79,6 @@ def prepare(task: str, config: FinetuneConfig, model: GPTConfig, tokenizer: Toke
 
 
 def vocab_size_of(tokenizer: Tokenizer) -> int:
-    """The ids of a tokenizer and of the special tokens that it lacks."""
+    """Return the number of ids of a tokenizer, including special tokens that it lacks."""
     ids: list[int] = [*vars(SpecialTokens.of(tokenizer)).values()]
     return max(tokenizer.vocab_size, 1 + max(ids))

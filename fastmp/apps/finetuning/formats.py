@@ -54,13 +54,13 @@ class Answer:
 
     @property
     def end(self) -> int:
-        """The character behind it."""
+        """Return the index of the character after it."""
         return self.start + len(self.text)
 
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A question about a text, with all answers that people gave; none where the text has no answer."""
+    """Question about a text, with all annotated answers; none if the text has no answer."""
 
     id: str
     question: str
@@ -69,7 +69,7 @@ class Question:
 
     @property
     def answer(self) -> Answer | None:
-        """The first answer that stands in the context where it says; None where there is none to train on."""
+        """Return the first answer that is in the context at its offset; None if there is none to train on."""
         inside = (a for a in self.answers if a.start >= 0 and self.context[a.start : a.end] == a.text)
         return next(inside, None)
 
@@ -100,13 +100,13 @@ class Examples(Generic[Example]):
     first: str = ""
 
     def notes(self) -> str:
-        """One line on what was left out; empty where that is nothing."""
+        """Return one line on left-out examples; empty if there are none."""
         counts = ", ".join(f"{number} {reason}" for reason, number in self.left_out.items())
         return f"left out: {counts}; the first at {self.first}" if counts else ""
 
 
 def read_mnli(path: str | Path) -> Examples[Pair]:
-    """The pairs of train.tsv, dev_matched.tsv or dev_mismatched.tsv of MNLI in GLUE.
+    """Return the pairs of train.tsv, dev_matched.tsv or dev_mismatched.tsv of MNLI in GLUE.
 
     Lines whose gold_label is "-", on which people did not agree, are left out.
     """
@@ -121,7 +121,7 @@ def read_mnli(path: str | Path) -> Examples[Pair]:
 
 
 def read_qqp(path: str | Path) -> Examples[Pair]:
-    """The pairs of train.tsv or dev.tsv of QQP in GLUE; label 1: the questions ask the same."""
+    """Return the pairs of train.tsv or dev.tsv of QQP in GLUE; label 1: the questions are duplicates."""
 
     def make(row: dict[str, str]) -> Pair | str:
         label = row["is_duplicate"]
@@ -138,7 +138,7 @@ def _read_pairs(
     make: Callable[[dict[str, str]], Pair | str],
     expected: str = "",
 ) -> Examples[Pair]:
-    """Pairs of the lines of a .tsv that has the columns `wanted`.
+    """Return the pairs of a .tsv file with the columns `wanted`.
 
     make: the pair of a line's columns, or why it has none. expected: the reason that may be as frequent as
     it likes.
@@ -168,7 +168,7 @@ def _read_pairs(
 
 
 def _lines(path: str | Path) -> Iterator[str]:
-    """The lines of a text file, which end with a newline and nothing else that Unicode knows."""
+    """Yield the lines of a text file; only a newline ends a line, no other Unicode separator."""
     try:
         with open(open_regular(path), "rb") as file:
             number = 0
@@ -186,12 +186,12 @@ def _lines(path: str | Path) -> Iterator[str]:
 
 
 def read_squad1(path: str | Path) -> Examples[Question]:
-    """The questions of train-v1.1.json or dev-v1.1.json of SQuAD 1.1, each of which has an answer."""
+    """Return the questions of train-v1.1.json or dev-v1.1.json of SQuAD 1.1; each has an answer."""
     return _read_squad(path, impossible=False)
 
 
 def read_squad2(path: str | Path) -> Examples[Question]:
-    """The questions of train-v2.0.json or dev-v2.0.json of SQuAD 2.0; impossible ones have no answers."""
+    """Return the questions of train-v2.0.json or dev-v2.0.json of SQuAD 2.0; some have no answer."""
     return _read_squad(path, impossible=True)
 
 
@@ -219,7 +219,7 @@ def _read_squad(path: str | Path, *, impossible: bool) -> Examples[Question]:
 
 
 def _question(entry: dict[str, Any], context: str, at: str, impossible: bool) -> Question | str:
-    """The question, or why it cannot be used."""
+    """Return the question, or the reason why it cannot be used."""
     answers = []
     for at_answer, answer in _items(entry, "answers", at):
         start, text = answer.get("answer_start"), _text(answer, "text", at_answer)
@@ -236,7 +236,7 @@ def _question(entry: dict[str, Any], context: str, at: str, impossible: bool) ->
 
 
 def read_race(path: str | Path) -> Examples[MultipleChoice]:
-    """The questions of a split of RACE: of the files *.txt in its directories middle and high.
+    """Return the questions of a split of RACE: of the files *.txt in its directories middle and high.
 
     A file holds one JSON object: an article, questions, four options for each, and the letters of answers.
     """
@@ -272,7 +272,7 @@ def _choices(file: Path, group: str) -> Iterator[MultipleChoice]:
 
 
 def _by_number(file: Path) -> tuple[int, str]:
-    """The order of files: by the first number in their names, high2.txt before high10.txt."""
+    """Return the sort key of a file: the first number in its name, so high2.txt precedes high10.txt."""
     number = re.search(r"\d{1,18}", file.name)
     return (int(number[0]) if number else -1), file.name
 
@@ -291,7 +291,7 @@ class _Found(Generic[Example]):
         self.first.setdefault(reason, where)
 
     def done(self) -> Examples[Any]:
-        """The examples; ValueError where there are none, or too much was left out."""
+        """Return the examples. Raises ValueError if there are none or too many were left out."""
         wrong = {reason: n for reason, n in self.left_out.items() if reason != self.expected}
         total = len(self.examples) + sum(self.left_out.values())
         if sum(wrong.values()) > max(1, total // 100):
@@ -318,7 +318,7 @@ def _json(path: str | Path, limit: int) -> dict[str, Any]:
 
 
 def _items(entry: dict[str, Any], key: str, at: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The objects of the list `entry[key]`, each behind what says where it is."""
+    """Yield (location for errors, object) of the list `entry[key]`."""
     items = entry.get(key)
     if not isinstance(items, list):
         raise ValueError(f"{at}: {key} must be a list, got {_shown(items)}")

@@ -39,7 +39,7 @@ def model_and_loss(
     num_outputs: int = 1,
     **options: Any,
 ) -> tuple[list[BertForTask], LossFunction | PipelineLoss]:
-    """The chunks of this rank of a Bert with a head, and its loss. options: others of `Placement`."""
+    """Return this rank's model chunks of a Bert with a task head, and its loss. options: of `Placement`."""
     on = Placement.of(groups, layout, **options)
     made: dict[str, Any] = {"head": head, "num_outputs": num_outputs, "recompute": layout.recompute}
     made["shard_recompute_input"] = layout.shard_recompute_input
@@ -57,7 +57,7 @@ def model_and_loss(
 
 
 def task_loss(model: Any, batch: Batch) -> tuple[Tensor, Tensor]:
-    """The sum of the losses of a batch's samples, and their number.
+    """Return the sum of the losses of a batch's samples, and the number of samples.
 
     A loss is a cross-entropy, in float32 for 16-bit scores: of the right class or option, or the mean of
     those of the first and of the last token of an answer, among the tokens that are no padding.
@@ -84,7 +84,7 @@ def _loss(scores: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
 
 
 def _inputs(model: BertForTask) -> Any:
-    """(batch) -> the tensors for the first stage: types where the model has a table of them."""
+    """Return a function from a batch to the first stage's inputs: tokens, and token types if embedded."""
     typed = bool(model.encoder.num_token_types)
     return lambda batch: (batch["tokens"], batch["token_types"]) if typed else (batch["tokens"],)
 
@@ -101,7 +101,7 @@ def score_samples(
     groups: ParallelGroups,
     device: torch.device,
 ) -> npt.NDArray[np.float32] | None:
-    """The scores of all `samples`, in their order, on the first rank of the job; None on the others.
+    """Return the scores of all `samples` in order on rank 0 of the job; None on other ranks.
 
     All ranks call it. Models are in evaluation mode inside.
     """
@@ -128,7 +128,7 @@ def score_samples(
 def _score_batches(
     chunks: Sequence[BertForTask], batches: Iterable[Batch], groups: ParallelGroups
 ) -> Iterable[npt.NDArray[np.float32]]:
-    """The scores of each batch where the last stage is; nothing on other ranks of a pipeline."""
+    """Yield the scores of each batch on the last pipeline stage, nothing on the others."""
     if group_size(groups.pp) * len(chunks) == 1:
         for batch in batches:
             yield _scores(chunks[0], batch).float().cpu().numpy()

@@ -30,13 +30,13 @@ _PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
 def accuracy(predictions: Sequence[int], labels: Sequence[int]) -> float:
-    """The share of predictions that are the label; ValueError where there are none, or another number."""
+    """Return the share of correct predictions. Raises ValueError if there are none, or numbers differ."""
     _check_counts("accuracy", predictions, labels)
     return sum(p == label for p, label in zip(predictions, labels, strict=True)) / len(labels)
 
 
 def binary_f1(predictions: Sequence[int], labels: Sequence[int]) -> float:
-    """F1 of label 1: 2 tp / (2 tp + fp + fn), 0 where no prediction and no label is 1."""
+    """Return F1 of label 1, 2 tp / (2 tp + fp + fn); 0 if no prediction and no label is 1."""
     _check_counts("binary_f1", predictions, labels)
     both = sum(p == 1 and label == 1 for p, label in zip(predictions, labels, strict=True))
     ones = sum(p == 1 for p in predictions) + sum(label == 1 for label in labels)
@@ -44,17 +44,17 @@ def binary_f1(predictions: Sequence[int], labels: Sequence[int]) -> float:
 
 
 def normalized(text: str) -> str:
-    """What SQuAD compares of an answer; see the top of this module."""
+    """Return an answer as SQuAD compares it; see the top of this module."""
     return " ".join(_ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split())
 
 
 def exact_match(prediction: str, answer: str) -> float:
-    """1 where the two are equal, normalized; else 0."""
+    """Return 1 if the two normalized answers are equal, else 0."""
     return float(normalized(prediction) == normalized(answer))
 
 
 def word_f1(prediction: str, answer: str, *, both_empty: float) -> float:
-    """F1 of the words of the two, each as often as it is there; `both_empty` where neither has a word."""
+    """Return F1 of the two bags of words; `both_empty` if neither has a word."""
     predicted, wanted = normalized(prediction).split(), normalized(answer).split()
     if not predicted and not wanted:
         return both_empty
@@ -66,7 +66,7 @@ def word_f1(prediction: str, answer: str, *, both_empty: float) -> float:
 
 
 def squad1_scores(predictions: Mapping[str, str], answers: Mapping[str, Sequence[str]]) -> dict[str, float]:
-    """ "exact" and "f1" of SQuAD 1.1: means over the questions, of which those without a prediction count 0.
+    """Return "exact" and "f1" of SQuAD 1.1: means over the questions; a missing prediction scores 0.
 
     Both map the id of a question, to a text and to all answers that people gave.
     """
@@ -85,7 +85,7 @@ def squad2_scores(
     no_answer_scores: Mapping[str, float],
     answers: Mapping[str, Sequence[str]],
 ) -> dict[str, float]:
-    """The metrics of SQuAD 2.0, where a question may have no answer: `answers` are empty for it.
+    """Return the metrics of SQuAD 2.0, in which `answers` are empty for unanswerable questions.
 
     predictions: what would be answered if there is an answer. no_answer_scores: how likely it is that there
         is none; above a threshold, none is predicted, which is right where there is none.
@@ -116,7 +116,7 @@ def best_threshold(
     no_answer_scores: Mapping[str, float],
     answers: Mapping[str, Sequence[str]],
 ) -> tuple[float, float]:
-    """The best mean of `scores` that a threshold reaches, and the lowest such threshold.
+    """Return the best mean of `scores` over thresholds, and the lowest threshold that reaches it.
 
     Questions are answered one after the other, from that which has most surely an answer; equal ones in the
     order of `no_answer_scores`, as in SQuAD's script: a threshold among them is not told apart. The threshold

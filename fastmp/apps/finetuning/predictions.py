@@ -19,7 +19,7 @@ Scores = npt.NDArray[np.floating]
 
 
 def evaluate_classes(examples: Sequence[Any], scores: Scores) -> tuple[dict[str, float], list[int]]:
-    """The metrics and predictions of examples with labels, from the scores (examples, classes or options).
+    """Return the metrics and predictions of labelled examples from scores (examples, classes or options).
 
     "accuracy"; with two classes also "f1"; of `MultipleChoice`s also that of each group.
     """
@@ -42,7 +42,7 @@ def evaluate_questions(
     max_length: int,
     impossible: bool,
 ) -> tuple[dict[str, float], dict[str, str]]:
-    """The metrics and answers of questions, from the scores (windows, S, 2) of first and last tokens.
+    """Return the metrics and answers of questions from scores (windows, S, 2) of first and last tokens.
 
     max_length: the most tokens of an answer. impossible: a question may have no answer (SQuAD 2.0): "" is
     predicted where that has the higher score.
@@ -58,7 +58,7 @@ def evaluate_questions(
 def answers_of(
     examples: Sequence[Question], windows: Sequence[ContextWindow], scores: Scores, *, max_length: int
 ) -> tuple[dict[str, str], dict[str, float]]:
-    """For each question the best answer in its context, and by how much no answer is the better one.
+    """Return the best answer to each question in its context, and the margin of the no-answer score.
 
     No answer is the first token of a row, [CLS], as first and last token; its score is the lowest of a
     question's windows (Devlin et al. 2019): where one holds an answer, no answer is unlikely there.

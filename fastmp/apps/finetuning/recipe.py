@@ -88,12 +88,12 @@ class FinetuneRecipe:
 
     @property
     def point(self) -> Point:
-        """The batch size and learning rate of a recipe that is not a whole grid."""
+        """Return the batch size and learning rate of a recipe without --grid."""
         return Point(self.finetune.batch_size, self.optimizer.lr)
 
 
 def load_finetune(task: str, path: str | Path | None, options: Mapping[str, Any]) -> FinetuneRecipe:
-    """The recipe of `task` in the file `path`, if there is one, under `options`.
+    """Return the recipe of `task` from the file `path`, if any, overridden by `options`.
 
     What neither says is Table 6's, for the smallest model, with a linear decay to 0 and the averages of Adam
     that Devlin et al. 2018 have. ValueError as `load_recipe`, and for a number of warm-up steps: here it is a
@@ -127,7 +127,7 @@ def load_finetune(task: str, path: str | Path | None, options: Mapping[str, Any]
 
 
 def run_recipe(recipe: FinetuneRecipe, model: GPTConfig, point: Point, seed: int, steps: int) -> Recipe:
-    """The recipe of one run of `steps`, as the trainer has it."""
+    """Return the trainer's recipe of one run of `steps`."""
     given = recipe.finetune
     rows = DataConfig(  # of two parts, with padding, as those of masked samples are
         seq_len=given.seq_len,

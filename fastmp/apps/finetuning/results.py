@@ -1,4 +1,4 @@
-"""What is on disk of fine-tuning: a file for each run that has ended, and all of them as JSON and as a table.
+"""Result files of fine-tuning: one file for each finished run, and a summary as JSON and as a table.
 
     NAME/finetune.json                 the task and the recipe, which every later start must equal
     NAME/batch32-lr2e-05-seed1234/     a run: its checkpoints, metrics.jsonl, and, once it has ended,
@@ -27,14 +27,14 @@ LIMIT = 1 << 20  # bytes of a file that says what was done
 
 @dataclass(frozen=True)
 class FinetuneResult:
-    """A run that has ended: the point, the seed, and its metrics; None where it diverged."""
+    """Finished run: its point, seed and metrics; None if it diverged."""
 
     point: Point
     seed: int
     metrics: Mapping[str, float] | None
 
     def scored(self, metric: str) -> Scored:
-        """The seed with the metric that decides."""
+        """Return the seed with the deciding metric."""
         return Scored(self.seed, None if self.metrics is None else self.metrics[metric])
 
 
@@ -65,7 +65,9 @@ def _differing(one: Any, other: Any, name: str) -> list[str]:
 
 
 def read_result(path: Path, point: Point, seed: int, metric: str) -> FinetuneResult | None:
-    """The result of the run at `path`; None where it has not ended. ValueError where it is of another run."""
+    """Return the result of the run at `path`; None if it is unfinished. Raises ValueError for another run's
+    file.
+    """
     if not path.exists():
         return None
     content = _read(path)
@@ -133,7 +135,7 @@ def _key(best: Mapping[str, Any]) -> tuple[int, float]:
 
 
 def _shown(value: float | None, name: str = "") -> str:
-    """A share in percent; a threshold as it is."""
+    """Return a share in percent; thresholds are not converted."""
     if value is None:
         return "diverged"
     return f"{value:.3f}" if name.endswith("threshold") else f"{100 * value:.2f}"

@@ -1,4 +1,4 @@
-"""One run after the other: a model with the head of a task is trained to the end, evaluated and written down.
+"""Runs of a fine-tuning job: train a model with the task's head, evaluate it and write the result.
 
 A run that was interrupted goes on from its latest checkpoint; one that has ended is read from its result.
 """
@@ -60,7 +60,7 @@ class Runs:
     directory: Path
 
     def result(self, point: Point, seed: int) -> FinetuneResult | None:
-        """The result of a run, done now if it is not there yet; None where a signal has stopped it."""
+        """Return the result of a run, training it if there is none yet; None if a signal stopped it."""
         data = self._data(point, seed)
         recipe = run_recipe(self.recipe, self.model, point, seed, data.steps)
         path = self.directory / recipe.train.name / "result.json"
@@ -129,7 +129,7 @@ class Runs:
         return trainer, chunks
 
     def _saved_as(self, name: str) -> str | None:
-        """The name of a parameter in the checkpoint of a Bert, which may have no pooler."""
+        """Return the name of a parameter in the checkpoint of a Bert, which may have no pooler."""
         assert self.model.bert is not None
         if name.startswith("task_head.") and not self.model.bert.sentence_order:
             return None
@@ -151,7 +151,7 @@ class _Run:
         return self.of.directory / self.recipe.train.name
 
     def train(self) -> tuple[bool, bool]:
-        """Train on to the last step. Whether no signal stopped it before that, and whether it diverged."""
+        """Train to the last step. Returns True if no signal stopped it, and True if it diverged."""
         loaded, runtime, name = self.trainer.resume(), self.of.runtime, self.recipe.train.name
         info = RunInfo(
             total_steps=self.recipe.train.steps,
@@ -178,7 +178,7 @@ class _Run:
         return not stop.reason, diverged
 
     def _after_epoch(self, step: int, log: TrainLog) -> None:
-        """Note the metrics after `step` steps, if an epoch but the last has just ended."""
+        """Record the metrics after `step` steps, at the end of each epoch but the last."""
         epoch = self.data.epochs_done(step)
         if not step or epoch in (self.data.epochs_done(step - 1), self.data.epochs):
             return
@@ -189,7 +189,7 @@ class _Run:
             log.note(f"epoch {epoch}/{self.data.epochs}: {shown}")
 
     def finish(self) -> Metrics:
-        """The metrics of all splits, on all ranks; the first one writes the predictions."""
+        """Return the metrics of all splits on all ranks; rank 0 writes the predictions."""
         found, predictions = self._evaluate(self.of.prepared.dev)
         for split in self.of.prepared.also:
             more, _ = self._evaluate(split)
@@ -202,7 +202,7 @@ class _Run:
         return metrics
 
     def _evaluate(self, split: Split) -> tuple[Metrics | None, Any]:
-        """The metrics and predictions of a split on the first rank; None on the others."""
+        """Return the metrics and predictions of a split on rank 0; None on the others."""
         self.trainer.optimizer.gather.wait()
         scores = score_samples(self.chunks, self.data, split.samples, self.of.groups, self.trainer.device)
         if scores is None:
@@ -219,7 +219,9 @@ class _Run:
 
 
 def on_first(runtime: Runtime, work: Callable[[], T]) -> T:
-    """What `work` gives on the first rank, on all ranks; a ValueError or OSError of it is one on all."""
+    """Run `work` on rank 0 and return its result on all ranks; its ValueError or OSError is raised on all
+    ranks.
+    """
     if runtime.world_size == 1:
         return work()
     told: list[Any] = [None, None]

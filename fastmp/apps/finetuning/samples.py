@@ -1,4 +1,4 @@
-"""Samples: the examples of a task as rows of token ids, of one shape, and the order in which a run sees them.
+"""Samples of a task: rows of token ids of one shape, and the order of training.
 
 A row is [CLS] first [SEP] second [SEP] and padding (Devlin et al. 2019). What is too long is cut:
 
@@ -39,7 +39,7 @@ Ids = npt.NDArray[np.int32]
 
 
 class TokenPair(NamedTuple):
-    """The ids of two texts that go into a row."""
+    """Token ids of the two texts of a row."""
 
     first: Ids
     second: Ids
@@ -53,7 +53,7 @@ class Sample(NamedTuple):
 
 
 class ContextWindow(NamedTuple):
-    """Which tokens of whose context a sample has: to read an answer out of its scores.
+    """Tokens of a context in a sample, used to read an answer from its scores.
 
     question: the number of the example. tokens: of its context. begins: for each, whether an answer may begin
     with it here, and not in another window that has more around it. ahead: tokens of the row before them.
@@ -84,7 +84,7 @@ def encode(
     stride: int,
     training: bool,
 ) -> Encoded:
-    """The samples of `examples`, all of one kind, in their order; rows have at most `seq_len` tokens.
+    """Return the samples of `examples`, all of one kind, in order; rows have at most `seq_len` tokens.
 
     stride: tokens between the beginnings of two windows of a context. training: samples of questions have the
     place of the answer, (0, 0) where their window does not hold all of it; else their labels mean nothing.
@@ -109,7 +109,7 @@ def _pairs(examples: Sequence[Pair], tokenizer: Tokenizer, room: int) -> Iterato
 
 
 def _choices(examples: Sequence[MultipleChoice], tokenizer: Tokenizer, room: int) -> Iterator[Sample]:
-    """Questions about one article, which follow each other, share its ids."""
+    """Yield the samples of multiple-choice questions; consecutive questions on one article share its ids."""
     options = _ids(tokenizer, (_asked(each.question, option) for each in examples for option in each.options))
     article, ids = None, np.empty(0, np.int32)
     for choice in examples:
@@ -173,7 +173,7 @@ def _ids(tokenizer: Tokenizer, texts: Iterable[str]) -> Iterator[Ids]:
 
 
 class TaskData:
-    """The samples of a run, as `fastmp.training.Trainer` takes them.
+    """Samples of a run, as `fastmp.training.Trainer` takes them.
 
     An epoch has every sample once, in an order of its own; the last step of the run is filled up with samples
     that are ignored. What a step has depends on the seed and the step alone, at any number of ranks.
@@ -201,17 +201,17 @@ class TaskData:
 
     @property
     def steps(self) -> int:
-        """The steps of a run, of which the last one may be filled up."""
+        """Return the number of steps of a run; the last one may be padded with ignored samples."""
         return -(-self.epochs * len(self.train) // self.batch_size)
 
     def epochs_done(self, step: int) -> int:
-        """How many epochs are over after `step` steps; all of them after the last step."""
+        """Return the number of finished epochs after `step` steps; all of them after the last step."""
         return min(step * self.batch_size // len(self.train), self.epochs)
 
     def batch(
         self, step: int, microbatch: int, num_microbatches: int, dp_rank: int, dp_size: int
     ) -> dict[str, Any]:
-        """The samples of one microbatch of one data-parallel rank."""
+        """Return the samples of one microbatch of one data-parallel rank."""
         slot = (step * num_microbatches + microbatch) * dp_size + dp_rank
         positions = np.arange(self.micro_batch_size) + slot * self.micro_batch_size
         samples: list[Sample | None] = []
@@ -224,14 +224,15 @@ class TaskData:
     def validation_batches(
         self, dp_rank: int = 0, dp_size: int = 1, *, max_batches: int | None = None
     ) -> Iterator[dict[str, Any]]:
-        """The development set, as `batches`."""
+        """Yield the development set, as `batches`."""
         for number, batch in enumerate(self.batches(self.dev, dp_rank, dp_size)):
             if number == max_batches:
                 return
             yield batch
 
     def batches(self, samples: Sequence[Sample], dp_rank: int, dp_size: int) -> Iterator[dict[str, Any]]:
-        """All `samples` once, in their order, over the ranks together; every rank gets equally many batches.
+        """Yield all `samples` once, in order, distributed over the ranks; every rank gets equally many
+        batches.
 
         Batch n of a rank begins with sample (n * dp_size + dp_rank) * micro_batch_size.
         """

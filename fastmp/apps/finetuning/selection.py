@@ -26,7 +26,7 @@ class Point:
 
 @dataclass(frozen=True)
 class Scored:
-    """A run that has ended: its seed, and its metric on the development set; None where it diverged."""
+    """Finished run: its seed and its metric on the development set; None if it diverged."""
 
     seed: int
     metric: float | None
@@ -41,7 +41,7 @@ class Chosen:
 
 
 def median_run(runs: Sequence[Scored]) -> Scored:
-    """The run with the median metric, which is that of a run also where their number is even: the lower one.
+    """Return the run with the median metric; of an even number of runs, the lower of the two.
 
     A run that diverged is below all others. Among runs with the median, it is that of the lowest seed.
     ValueError where there are no runs.
@@ -53,7 +53,7 @@ def median_run(runs: Sequence[Scored]) -> Scored:
 
 
 def choose(grid: Sequence[tuple[Point, Sequence[Scored]]]) -> Chosen:
-    """The point with the highest median, the first of equal ones; ValueError as `median_run`."""
+    """Return the first point with the highest median. Raises ValueError as `median_run`."""
     medians = [Chosen(point, median_run(runs)) for point, runs in grid]
     if not medians:
         raise ValueError("choose: the grid has no points")

@@ -1,4 +1,4 @@
-"""The tasks: their files, what is predicted, the metric that decides, and the paper's grid.
+"""Fine-tuning tasks: their files, the head, the deciding metric, and the paper's grid.
 
 TASKS has the rows of Table 6 of Shoeybi et al. 2019 (its "3.8B" is the model of 3.9 billion parameters).
 Standard library only.
@@ -22,7 +22,7 @@ HEADS = ("classes", "span", "choices")
 
 @dataclass(frozen=True)
 class FinetuneTask:
-    """A task as its published files have it.
+    """Fine-tuning task and the layout of its published files.
 
     read: the examples of a file, or of a directory. train, dev: where they are below the directory of the
         data. Of dev, the first decides which run is best; `also` are read where they are there.
@@ -43,7 +43,7 @@ class FinetuneTask:
 
     @property
     def grid(self) -> list[Point]:
-        """The different points of Table 6, in its order."""
+        """Return the distinct points of Table 6 in order."""
         return list(dict.fromkeys(self.points.values()))
 
 

@@ -1,4 +1,4 @@
-"""Windows of long contexts: which tokens of a context go with a question, and where its answer is in them.
+"""Windows over long contexts: the tokens of a context next to a question, and the answer's span in them.
 
 A context that has more tokens than there is room for is cut into windows that begin `stride` tokens apart and
 overlap (Devlin et al. 2019). Windows, spans and the way back to the text are functions of numbers alone: a
@@ -29,7 +29,7 @@ class Span(NamedTuple):
 
 
 def window_ranges(num_tokens: int, room: int, stride: int) -> list[range]:
-    """The tokens of each window of a context of `num_tokens`: as few windows as hold every token.
+    """Return the token range of each window of a context of `num_tokens`, with as few windows as possible.
 
     One without tokens for an empty context. ValueError unless 0 < stride <= room: a larger stride would leave
     tokens out.

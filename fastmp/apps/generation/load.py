@@ -1,4 +1,4 @@
-"""Trained models and tokenizers as commands take them: of a checkpoint and its run, or of transformers."""
+"""Loading of trained models and tokenizers from checkpoints, runs or transformers directories."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _SAY_ENDS = ("generation_config.json", "config.json")  # of transformers
 def open_weights(
     checkpoint: str | None, hf: str | None, world: dist.ProcessGroup | None, ignored: Sequence[str] = ()
 ) -> tuple[CheckpointReader, GPTConfig]:
-    """What reads the weights, and the model that they are of; each rank of `world` checks a share of files.
+    """Return a reader of weights and its model; each rank of `world` verifies a share of the files.
 
     checkpoint: one of fastmp's, or a run, whose latest one is meant. hf: a directory of transformers, of
         whose configuration the keys in `ignored` are not looked at.
@@ -60,7 +60,7 @@ def open_weights(
 
 
 def open_either(path: str, world: dist.ProcessGroup | None) -> tuple[CheckpointReader, GPTConfig]:
-    """`open_weights` of a path that is either of its two."""
+    """Return `open_weights` of a transformers directory, a checkpoint or a run."""
     return open_weights(None, path, world) if is_transformers(Path(path)) else open_weights(path, None, world)
 
 
@@ -84,7 +84,7 @@ def load_model(
     dtype: torch.dtype = torch.float32,
     sequence_parallel: bool = False,
 ) -> GPT:
-    """The model in evaluation mode, or this rank's stage of it, on `device`, without weights drawn before.
+    """Return the model, or this rank's pipeline stage, in evaluation mode on `device`.
 
     Layers are divided over `groups.pp` as evenly as can be. ValueError where that leaves a stage without a
     layer, for a BERT, and as `GPT` and `load_weights`.
@@ -109,7 +109,7 @@ def load_model(
 
 
 def make_groups(options: Namespace, world_size: int, command: str) -> ParallelGroups:
-    """The process groups of the layout that a command line asks for; `command` names it in an error.
+    """Return the process groups of a command line's parallel layout; `command` is named in errors.
 
     ValueError where the layout does not fit the ranks.
     """
@@ -126,7 +126,7 @@ def make_groups(options: Namespace, world_size: int, command: str) -> ParallelGr
 
 
 def model_tokenizer(options: Namespace, reader: CheckpointReader) -> Tokenizer:
-    """The tokenizer that `--tokenizer` names, or that of the model or of its run; ValueError without one."""
+    """Return the tokenizer of `--tokenizer`, of the model or of its run. Raises ValueError without one."""
     if options.tokenizer is not None:
         return load_tokenizer(options.tokenizer)
     try:
@@ -136,7 +136,7 @@ def model_tokenizer(options: Namespace, reader: CheckpointReader) -> Tokenizer:
 
 
 def tokenizer_beside(checkpoint: Path) -> Tokenizer:
-    """The tokenizer of the run that a checkpoint is of, or of the model that it is, or was imported from.
+    """Return the tokenizer of a checkpoint's run, of a transformers model, or of an imported model.
 
     ValueError where no recipe lies where a run has it, or what it names is gone.
     """
@@ -161,7 +161,7 @@ def _tokenizer_of(data: DataConfig, cache_dir: Path) -> Tokenizer:
 
 
 def eos_token_ids(hf: Path) -> set[int]:
-    """The ids that end a text, as the files of a transformers model say."""
+    """Return the end-of-text ids in the files of a transformers model."""
     for name in _SAY_ENDS:
         if (hf / name).is_file():
             said = read_json(hf / name, _MAX_JSON).get("eos_token_id")

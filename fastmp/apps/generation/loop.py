@@ -1,4 +1,4 @@
-"""Batches of prompts, continued until each of them has ended: what the host does beside a `Decoder`."""
+"""Batched generation: continue prompts with a `Decoder` until each one has ended."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ STEPS_AHEAD = 16  # of a GPU before the host reads what it has chosen
 
 
 class Continuation(NamedTuple):
-    """What came after a prompt.
+    """Continuation of a prompt.
 
     ids: the new tokens, without the one that ends a text, with those that make up a stop string.
     text: of these tokens, up to the stop string; "" without a tokenizer.
@@ -165,7 +165,7 @@ def check_prompts(
 
 
 def _points(rows: range, number: int, seed: int) -> Tensor:
-    """The random numbers (B, number) in [0, 1) of these rows, float64."""
+    """Return the random numbers (B, number) in [0, 1) of these rows, float64."""
     return torch.stack(
         [
             torch.rand(number, dtype=torch.float64, generator=torch.Generator().manual_seed(seed + i))
@@ -176,7 +176,7 @@ def _points(rows: range, number: int, seed: int) -> Tensor:
 
 @dataclass
 class Completion:
-    """A row of the batch, which takes tokens until it has ended; `taken` counts those until then."""
+    """Row of the batch that takes tokens until it ends; `taken` counts them."""
 
     prompt: Sequence[int]
     room: int
@@ -204,7 +204,7 @@ class Completion:
                 self.text = self._stopped() if self.stop else None
 
     def _stopped(self) -> str | None:
-        """The text before the first stop string in it; None where there is none.
+        """Return the text before the first stop string; None if there is none.
 
         The whole text is decoded only where the last tokens hold what the newest has completed. In front of
         the newest they have a longest stop string, and some more: characters cut in two, a space dropped.
@@ -227,7 +227,7 @@ class Completion:
         return Continuation(self.ids, self._text() if self.text is None else self.text, reason)
 
     def _text(self) -> str:
-        """What the new tokens add to the text of the last few before them.
+        """Return the text that the new tokens add to the last tokens of the prompt.
 
         Decoders may treat the beginning of a text otherwise, and drop its space.
         """
@@ -266,7 +266,7 @@ def _run(
 
 
 def _everywhere(flag: bool, group: dist.ProcessGroup | None) -> bool:
-    """Whether the `flag` of all ranks is set."""
+    """Return True if `flag` is set on all ranks."""
     if group is None:
         return flag
     number = torch.tensor(int(flag), device=communication_device())

@@ -1,4 +1,4 @@
-"""A command that works on all ranks together, and says what came of it on the first one."""
+"""Commands that run on all ranks and print their result on rank 0."""
 
 from __future__ import annotations
 

@@ -71,7 +71,7 @@ def generate(
 
 
 def generate_text(next_logits: NextLogits, text: str, *, tokenizer: Tokenizer, **options) -> str:
-    """The continuation of `text`, taken as the start of a document; options as for `generate`."""
+    """Return a continuation of `text` as the start of a document; options as for `generate`."""
     prompt = [tokenizer.end_of_text, *tokenizer.encode(text).tolist()]
     return tokenizer.decode(generate(next_logits, prompt, tokenizer=tokenizer, **options))
 
@@ -79,7 +79,8 @@ def generate_text(next_logits: NextLogits, text: str, *, tokenizer: Tokenizer, *
 def _logits(
     next_logits: NextLogits, window: list[int], length: int, padding: int, group: ProcessGroup | None
 ) -> tuple[torch.Tensor, torch.device]:
-    """Logits (V_padded,) of the token after `window`: float64, CPU, the same bits on all ranks of `group`.
+    """Return the logits (V_padded,) of the token after `window`: float64 on the CPU, bitwise equal on
+    `group`.
 
     Also the device that they came from.
     """
@@ -97,7 +98,7 @@ def choose_tokens(
     top_k: int = 0,
     top_p: float = 1.0,
 ) -> torch.Tensor:
-    """The next token of each row, (B,) int64, from logits (B, V) and random numbers (B,) in [0, 1).
+    """Return the next token of each row, (B,) int64, from logits (B, V) and random numbers (B,) in [0, 1).
 
     temperature: logits are divided by it; 0 takes the likeliest token (the first of equals).
     top_k: only the k likeliest tokens may be chosen (Fan et al. 2018); 0: all may.
