@@ -114,9 +114,9 @@ def test_cuda_kernels_on_a_cpu(preloaded, built):
 
 def test_replays(preloaded, built):
     """Of steps, also where a hook ends one, and what is noticed of a model before each."""
-    names = ("flat", "autograd", "aliasing", "copies", "hooks", "lifetime", "faults")
-    files = [*(f"test_graph_{name}.py" for name in names), "test_snapshot.py"]
-    paths = [ROOT / "tests" / "graphs" / file for file in files]
+    names = ("autograd", "aliasing", "copies", "hooks", "lifetime", "faults")
+    files = [*(f"test_graph_{name}.py" for name in names), "test_replay_program.py", "test_snapshot.py"]
+    paths = [ROOT / "tests" / "cuda_graphs" / file for file in files]
     succeed(preloaded, isas()[-1], *PYTEST, "--full", "-k", "not training and not thousand", *paths)
 
 

@@ -1,4 +1,4 @@
-"""Plans which graphs an order of steps needs, and which static buffer each reads. Standard library only.
+"""Plan the graphs of an order of steps, and the static buffers they read. Standard library only.
 
 A chunk is a list of captured spans with eager code between them. A step runs the graphs of its chunk's spans,
 forwards in order, backwards in reverse. A graph knows addresses only, so a buffer stays untouched until the
@@ -32,7 +32,7 @@ _ITEMSIZES = {
 class TensorSpec(NamedTuple):
     """The shape and dtype ("bfloat16") of a tensor; a buffer holds tensors of one spec in turn.
 
-    strides: for a tensor that is dense in another order of dimensions; None: it is contiguous.
+    strides: of a tensor that is dense in another order of dimensions; None: contiguous.
     """
 
     shape: tuple[int, ...]
@@ -41,16 +41,16 @@ class TensorSpec(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """ValueError for a dtype that is not known here."""
+        """The size in bytes. ValueError for an unknown dtype."""
         if self.dtype not in _ITEMSIZES:
             raise ValueError(f"graphs: unknown dtype {self.dtype!r}; choose from {', '.join(_ITEMSIZES)}")
         return math.prod(self.shape) * _ITEMSIZES[self.dtype]
 
 
 class SpanSpec(NamedTuple):
-    """The inputs of a captured span, and the gradients of its outputs, by their specs.
+    """Specs of the inputs of a captured span, and of the gradients of its outputs.
 
-    gradients: None where the span has no backward, because its layers are frozen.
+    gradients: None for a span without a backward, because its layers are frozen.
     """
 
     name: str
@@ -61,8 +61,8 @@ class SpanSpec(NamedTuple):
 class ReplayStep(NamedTuple):
     """One replay of a graph: span number `span` of a step.
 
-    buffers: those of the inputs in a forward, of the gradients in a backward.
-    graph: the number of the graph. Where the order has it first, it is captured.
+    buffers: of the inputs in a forward, of the output gradients in a backward.
+    graph: the number of the graph, which is captured at its first replay in the order.
     """
 
     step: Step
@@ -72,7 +72,7 @@ class ReplayStep(NamedTuple):
 
 
 class Lease(NamedTuple):
-    """A hold of a buffer from replay `first` to replay `last`, both included."""
+    """The lifetime of a value in `buffer`, from replay `first` to replay `last` inclusive."""
 
     buffer: int
     first: int
@@ -83,7 +83,7 @@ class Lease(NamedTuple):
 class BufferPlan:
     """The replays of one training step of a rank, in order, and the buffers that they share.
 
-    ends: how many replays are over each time that nothing is in flight.
+    ends: the number of finished replays at each point where nothing is in flight.
     """
 
     chunks: tuple[tuple[SpanSpec, ...], ...]
@@ -98,17 +98,17 @@ class BufferPlan:
 
     @property
     def nbytes(self) -> int:
-        """The bytes of the static buffers; those inside graphs are known only when these are captured."""
+        """The bytes of the static buffers; the pool inside graphs is known only after capture."""
         return sum(spec.nbytes for spec in self.buffers)
 
     def rounds(self) -> Iterator[range]:
-        """The replays of each round. Two rounds have all graphs in common, or none."""
+        """Yield the replays of each round. Two rounds have all graphs in common, or none."""
         for start, end in pairwise((0, *self.ends)):
             if start < end:
                 yield range(start, end)
 
     def inputs(self, spec: TensorSpec | None = None) -> int:
-        """How many buffers hold inputs of forwards; with `spec`, how many of that spec."""
+        """Return the number of buffers that hold inputs of forwards, of `spec` if it is passed."""
         held = {buffer for replay in self.replays if replay.step.kind == FORWARD for buffer in replay.buffers}
         return sum(spec is None or self.buffers[buffer] == spec for buffer in held)
 
@@ -121,8 +121,15 @@ def plan_buffers(order: Sequence[Step], chunks: Sequence[Sequence[SpanSpec]]) ->
     each forward is followed by its backward, 2 x num_microbatches where microbatches overlap; 3 in place of 2
     where backwards are split.
 
-    ValueError naming the step where a backward has no forward, or one is left without, and for a chunk that
-    `chunks` does not have.
+    Raises:
+        ValueError: a backward has no forward, a forward has no backward, or a chunk is not in `chunks`; the
+            message names the step.
+
+    Example:
+        >>> hidden = TensorSpec((8, 2, 32), "bfloat16")
+        >>> plan = plan_buffers(Schedule(1, 4).order(0), [[SpanSpec("layers", (hidden,), (hidden,))]])
+        >>> plan.num_graphs, plan.inputs(), plan.nbytes
+        (2, 1, 2048)
     """
     specs_of = tuple(tuple(SpanSpec(*span) for span in chunk) for chunk in chunks)
     pool, replays, leases, ends = _Pool(), list[ReplayStep](), list[Lease](), list[int]()
@@ -137,11 +144,11 @@ def plan_buffers(order: Sequence[Step], chunks: Sequence[Sequence[SpanSpec]]) ->
                 specs = spans[span].inputs if forward else spans[span].gradients
                 leases_of = held[step.microbatch, step.chunk, span]
                 now = len(replays)
-                if specs is None:  # outputs may be views of inputs: they are held for what has a backward
+                if specs is None:  # no backward; outputs may be views of inputs, whose leases go on
                     now -= 1
                 else:
                     if step.kind == BACKWARD_WEIGHT:
-                        specs = ()  # what the backward of the inputs got
+                        specs = ()  # it reads the gradients of the backward of the inputs
                     own = tuple(pool.take(spec, forward) for spec in specs)
                     leases_of += [Lease(buffer, now, now) for buffer in own]
                     replays.append(ReplayStep(step, span, own, graph))
@@ -155,7 +162,7 @@ def plan_buffers(order: Sequence[Step], chunks: Sequence[Sequence[SpanSpec]]) ->
 
 
 def _rounds(steps: Sequence[Step], num_chunks: int) -> Iterator[list[Step]]:
-    """Cut the order wherever nothing is in flight. ValueError naming a step that cannot be there."""
+    """Split the order wherever nothing is in flight. ValueError names a step that is out of order."""
     in_flight: dict[tuple[int, int], str] = {}  # the last step of it
     before = {BACKWARD: FORWARD, BACKWARD_INPUT: FORWARD, BACKWARD_WEIGHT: BACKWARD_INPUT}
     done: set[tuple[int, int]] = set()
@@ -187,15 +194,15 @@ def _rounds(steps: Sequence[Step], num_chunks: int) -> Iterator[list[Step]]:
 
 
 def _renumbered(steps: Sequence[Step]) -> tuple[Step, ...]:
-    """Number the microbatches as they come: rounds that can share graphs become equal."""
+    """Renumber microbatches by first appearance, so that rounds that can share graphs compare equal."""
     numbers: dict[int, int] = {}
     return tuple(s._replace(microbatch=numbers.setdefault(s.microbatch, len(numbers))) for s in steps)
 
 
 class _Pool:
-    """Hands out buffers by number. Buffers of inputs and of gradients are kept apart.
+    """Allocates buffers by number, inputs and gradients separately.
 
-    The first free one is handed out, so that equal rounds get equal buffers.
+    It returns the lowest free number, so that equal rounds get equal buffers.
     """
 
     def __init__(self) -> None:

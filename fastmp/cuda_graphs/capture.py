@@ -1,4 +1,4 @@
-"""Captures the graphs of spans while a training step goes on."""
+"""Capture the graphs of spans during a training step."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from fastmp.cuda_graphs.errors import CaptureError
 from fastmp.cuda_graphs.graph_set import Captured, Gradients, GraphSet, ReplaySlot
 from fastmp.cuda_graphs.hooks import suspended_hooks
 from fastmp.cuda_graphs.partition import CapturedSpan
-from fastmp.cuda_graphs.replay import add_gradients
 from fastmp.cuda_graphs.restore import repeatable_backward
 from fastmp.nn.segment import BoundSegment, Tensors
 from fastmp.ops.wgrad import WgradQueue, current_queue, defer_wgrad
@@ -24,11 +23,14 @@ __all__ = ["Capture", "renew_accumulators"]
 
 
 class Capture:
-    """Captures what a span does, and does it: each method returns what a replay would have.
+    """Captures forwards, backwards and weight gradients of spans, and does their work.
 
-    repeatable: a backward whose capture fails can be run eagerly after that. It keeps its autograd graph.
+    Captures are on the capture stream of the backend; each method returns what a replay would.
 
-    CaptureError, naming the span, the segment and the microbatch, for whatever a capture raises.
+    repeatable: keep the autograd graph of a backward, which can then run eagerly if its capture fails.
+
+    Raises:
+        CaptureError: a capture raised; the message names the span, the segment and the microbatch.
     """
 
     def __init__(
@@ -38,7 +40,7 @@ class Capture:
         self._repeatable = repeatable
 
     def forward(self, slot: ReplaySlot, static: list[Tensor]) -> Tensors:
-        """Capture the forward of a span over the static buffers that hold its inputs."""
+        """Capture the forward of a span over `static`, the buffers of its inputs; return the new outputs."""
         chunk, number = slot.step.chunk, slot.span
         span, trace = self._spans[chunk][number], self._graph_set.traces[chunk, number]
         inputs = [buffer.detach().requires_grad_(needs) for buffer, (_, needs) in zip(static, trace.inputs)]
@@ -81,7 +83,7 @@ class Capture:
         return tuple(output.detach() for output in made)
 
     def backward(self, slot: ReplaySlot, captured: Captured, grads: list[Tensor]) -> list[Tensor | None]:
-        """Capture the backward of a span; `grads` are the static buffers of `captured.grad_mask` outputs."""
+        """Capture the backward of a span over `grads`, the static buffers of its output gradients."""
 
         def work() -> None:
             captured.backpropagate(grads, keep=self._repeatable)
@@ -98,12 +100,12 @@ class Capture:
         own = [each.grad for each in captured.static]
         self._graph_set.live_grads = {grad.data_ptr(): grad for grad in own if grad is not None}
         gradients.inputs = [None if grad is None else self._backend.weak(grad) for grad in own]
-        captured.forget()  # a graph may hold on to what it reads
+        captured.forget()  # the graph itself holds what it reads
         captured.backward = gradients
         return own
 
     def weights(self, slot: ReplaySlot, captured: Captured, work: Callable[[], None]) -> None:
-        """Capture the deferred weight gradients of a span."""
+        """Capture `work`, which computes the deferred weight gradients of a span."""
         captured.weight = self._gradients(slot, captured.forward, work)
 
     @contextmanager
@@ -113,7 +115,7 @@ class Capture:
             yield graph
 
     def _gradients(self, slot: ReplaySlot, forward: Graph, work: Callable[[], None]) -> Gradients:
-        """The graph of `work`, which accumulates gradients of parameters."""
+        """Capture `work`, which accumulates gradients of parameters, in a graph of its own."""
         span = self._spans[slot.step.chunk][slot.span]
         before = [(param, param.grad) for param in span.parameters]
         for param in span.parameters:
@@ -134,16 +136,16 @@ class Capture:
                 param.grad = grad
         weak = [(param, self._backend.weak(grad)) for param, grad in made]
         gradients = Gradients(graph, [], weak, visited)
-        add_gradients(gradients)
+        gradients.accumulate()
         self._graph_set.done.add(slot.graph)
         return gradients
 
 
 @contextmanager
 def _explained(slot: ReplaySlot, begun: Sequence[BoundSegment] = ()) -> Iterator[None]:
-    """Turn whatever a capture raises into a CaptureError that says where; `begun`: the segments until then.
+    """Turn an exception inside into a CaptureError that names the slot and the last segment in `begun`.
 
-    Autocast's cache of weights is emptied before and after: a cached weight would belong to the graph.
+    The autocast weight cache is cleared before and after: a cached weight would lie in graph memory.
     """
     torch.clear_autocast_cache()
     try:
@@ -160,11 +162,11 @@ def _explained(slot: ReplaySlot, begun: Sequence[BoundSegment] = ()) -> Iterator
 
 @torch.no_grad()
 def renew_accumulators(params: Sequence[nn.Parameter]) -> None:
-    """Make autograd forget the nodes that accumulate the gradients of `params`.
+    """Replace the AccumulateGrad nodes of `params`.
 
-    Such a node runs on the stream on which it was made, and lives as long as any autograd graph that has it,
-    say that of an earlier loss; a captured backward needs nodes that were made in its own forward. Data of
-    another dtype, for a moment, drops the old node.
+    Such a node runs on the stream on which it was created, and lives as long as any autograd graph that
+    refers to it, such as that of an earlier loss. A captured backward needs nodes created in its own forward.
+    Assigning data of another dtype, for a moment, drops the old node.
     """
     for param in params:
         data = param.data

@@ -1,4 +1,4 @@
-"""Runs one training step through a graph set: captures what is not captured yet, and replays the rest."""
+"""Execute one training step in Python: capture graphs that are missing, and replay the others."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from fastmp.cuda_graphs.graph_set import Captured, GraphSet, Key, ReplaySlot, co
 from fastmp.cuda_graphs.hooks import ReplayedHooks, call_pre_hooks, suspended_hooks
 from fastmp.cuda_graphs.partition import CapturedSpan, EagerSpan
 from fastmp.cuda_graphs.position import Position
-from fastmp.cuda_graphs.replay import Replay
 from fastmp.cuda_graphs.restore import SpanSnapshot, random_states, restore_random_states
+from fastmp.cuda_graphs.verify import Verifier
 from fastmp.nn.segment import Tensors, run_segments
 from fastmp.ops.wgrad import WgradQueue, current_queue
 from fastmp.pipeline.schedule import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD
@@ -32,13 +32,11 @@ _BACKWARDS = (BACKWARD, BACKWARD_INPUT)
 
 
 class StepExecutor:
-    """One training step through graphs.
+    """Executes one training step through a graph set, on the current stream.
 
-    spans: the captured spans of each chunk. replay: what replays graphs, perhaps comparing results.
-    fallback: after a failed capture, whatever is not captured runs eagerly for the rest of the step. Without
-        it a failed capture is a CaptureError.
-
-    `failure`: the error of a failed capture.
+    spans: the captured spans of each chunk. verifier: compares replays with eager results.
+    fallback: after a failed capture, run everything that is not captured eagerly for the rest of the step,
+        and keep the error in `failure`. Without it a failed capture raises CaptureError.
     """
 
     def __init__(
@@ -46,25 +44,23 @@ class StepExecutor:
         graph_set: GraphSet,
         spans: Sequence[Sequence[CapturedSpan]],
         backend: Backend,
-        replay: Replay,
         *,
+        verifier: Verifier | None = None,
         fallback: bool = False,
     ) -> None:
-        self._graph_set, self._spans, self._backend, self._replay = graph_set, spans, backend, replay
+        self._graph_set, self._spans, self._backend, self._verifier = graph_set, spans, backend, verifier
         self._fallback, self.failure = fallback, None
-        self._anchor = torch.zeros((), requires_grad=True)  # gives a span a backward, if no input does
-        # The node that accumulates its gradient: it runs where those of parameters do.
+        self._anchor = torch.zeros((), requires_grad=True)  # an input with a gradient for spans without one
+        # Its AccumulateGrad node runs in a backward() if and only if those of parameters do.
         self._accumulates: Any = self._anchor.expand(()).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
-        self._position, self._capture = (
-            Position(graph_set, spans),
-            Capture(graph_set, spans, backend, fallback),
-        )
+        self._position = Position(graph_set, spans)
+        self._capture = Capture(graph_set, spans, backend, fallback)
         if graph_set.hooks is None:
             graph_set.hooks = ReplayedHooks(graph_set.traces, spans)
         else:
             graph_set.hooks.begin_step()
         self._hooks = graph_set.hooks
-        # What stands for all deferred gradients of the step in a queue.
+        # A stand-in parameter for all weight gradients that this step defers to a queue.
         hooks, self._deferred = self._hooks, torch.zeros((), requires_grad=True)
         self._deferred.register_post_accumulate_grad_hook(lambda _: hooks.call_deferred())
         self._in_flight: set[Key] = set()  # forwards whose backward has not begun
@@ -74,12 +70,12 @@ class StepExecutor:
     failure: CaptureError | None
 
     def end(self) -> None:
-        """End the step, perhaps before all of it has run."""
+        """End the step, which may be incomplete."""
         self._ended = True
         self._position.end()
 
     def replays(self, chunk: int) -> bool:
-        """Whether the next forward of a chunk is one of captured graphs."""
+        """Return True if the next forward of `chunk` is a pure replay."""
         slot = self._position.next_forward(chunk)
         return slot is not None and self._graph_set.graphs_of[slot.round] <= self._graph_set.done
 
@@ -93,9 +89,9 @@ class StepExecutor:
     def run_captured_span(
         self, chunk: int, number: int, span: CapturedSpan, tensors: Tensors, overwritten: set[int]
     ) -> tuple[Tensors, Tensors]:
-        """What span `number` of a chunk hands on, and what its layers return besides, as `run_segments`.
+        """Run captured span `number` of a chunk; return what `run_segments` returns.
 
-        overwritten: gets the addresses of storages that later replays write to.
+        overwritten: gets the addresses of storages that later replays overwrite.
         """
         graph_set = self._graph_set
         slot = self._position.expect(chunk, number, (FORWARD,))
@@ -140,10 +136,10 @@ class StepExecutor:
         shared: Mapping[str, Any],
         overwritten: set[int],
     ) -> tuple[Tensors, Tensors]:
-        """Run a part eagerly that comes before span `number`.
+        """Run the eager span before captured span `number`; return as `run_captured_span`.
 
-        It may write its first tensor into the static input of that span, if the span comes next in the plan:
-        then nobody holds the buffer.
+        If that captured span is the next replay, its static input is free, and the last eager segment may
+        write its first output there.
         """
         slot = self._next_forward(chunk)
         out = None
@@ -155,12 +151,12 @@ class StepExecutor:
 
     @property
     def aliased(self) -> bool:
-        """Whether outputs of the last span share storages."""
+        """True if outputs of the last captured span share storages."""
         return self._aliased
 
     @contextmanager
     def unshared(self, name: str, tensors: Tensors) -> Iterator[None]:
-        """Around eager code behind a span; GraphError where it writes to one of several views from there."""
+        """Guard eager code after a captured span: GraphError if it writes in place to aliased outputs."""
         versions = [tensor._version for tensor in tensors] if self.aliased else []
         yield
         if versions and versions != [tensor._version for tensor in tensors]:
@@ -173,15 +169,21 @@ class StepExecutor:
         return self._position.next_forward(chunk)
 
     def forward_graph(self, slot: ReplaySlot, inputs: Tensors) -> tuple[Tensors, Captured]:
-        """Capture or replay the forward of a span; what it makes of `inputs`."""
+        """Capture or replay the forward of a span over `inputs`; return the new outputs, not copied."""
         static = slot.fill(inputs)
         with region(slot.region):
             if self._position.capturing:
                 made = self._capture_forward(slot, static)
             else:
-                made = self._replay.forward(slot, self._graph_set.captured[slot.graph], static)
+                made = self._replay_forward(slot, static)
         self._in_flight.add(slot.key)
         return made, self._graph_set.captured[slot.graph]
+
+    def _replay_forward(self, slot: ReplaySlot, static: list[Tensor]) -> Tensors:
+        captured = self._graph_set.captured[slot.graph]
+        if self._verifier is None:
+            return captured.replay_forward()
+        return self._verifier.forward(slot, captured, static)
 
     def _capture_forward(self, slot: ReplaySlot, static: list[Tensor]) -> Tensors:
         if not self._fallback:
@@ -196,14 +198,14 @@ class StepExecutor:
             raise
 
     def _state(self, slot: ReplaySlot) -> SpanSnapshot | None:
-        """What a failed capture has to put back: nothing, if a capture does no work."""
+        """Return the state to restore after a failed capture; None if captures do no work."""
         return SpanSnapshot(self._run_of(slot)) if self._fallback and self._backend.runs_at_capture else None
 
     def _run_of(self, slot: ReplaySlot) -> CapturedSpan:
         return self._spans[slot.step.chunk][slot.span]
 
     def backward_graph(self, forward: ReplaySlot, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """The gradients of the inputs of a forward; those of its parameters are added where they belong."""
+        """Return the input gradients of a forward, not copied; accumulate those of parameters."""
         if torch.is_grad_enabled():
             raise GraphError(f"graphs: the backward of the {forward.name} cannot be differentiated again")
         if self._ended:
@@ -212,12 +214,12 @@ class StepExecutor:
             raise GraphError(f"graphs: the backward of the {forward.name} runs twice")
         captured = self._graph_set.captured[forward.graph]
         planned = self._graph_set.plan.chunks[forward.step.chunk][forward.span].gradients
-        if planned is None and all(grad is None for grad in grads):  # eager code has made none
+        if planned is None and all(grad is None for grad in grads):  # the span is frozen
             return [None] * len(forward.static)
         if captured.trained and not torch._C._will_engine_execute_node(self._accumulates):
             raise GraphError(
-                f"graphs: gradients of some tensors alone are asked for behind the {forward.name}, whose "
-                "graph makes those of all parameters; use backward() without inputs="
+                f"graphs: expected backward() without inputs= through the {forward.name}, whose graph "
+                "accumulates the gradients of all parameters"
             )
         self._in_flight.remove(forward.key)
         slot = self._position.expect(forward.step.chunk, forward.span, _BACKWARDS, forward.step.microbatch)
@@ -231,7 +233,7 @@ class StepExecutor:
         return own
 
     def _defer_weights(self, slot: ReplaySlot, captured: Captured) -> None:
-        """Put the gradients of the weights into the queue, where the backward is split."""
+        """Queue the weight gradients of a split backward."""
         if slot.kind != BACKWARD_INPUT:
             return
         queue = current_queue()
@@ -255,12 +257,16 @@ class StepExecutor:
             captured.backward.parameters or any(map(gt, grad_mask, captured.grad_mask))
         ):
             raise GraphError(
-                f"graphs: other outputs get a gradient in the {slot.name} than when it was captured; use "
-                "every output alike in all steps"
+                f"graphs: the set of outputs receiving gradients in the {slot.name} changed since capture, "
+                f"from {_numbers(captured.grad_mask)} to {_numbers(grad_mask)}; it must be the same in every "
+                "step"
             )
-        own = self._replay.backward(slot, captured, static)
+        if self._verifier is None:
+            own = captured.backward.replay()
+        else:
+            own = self._verifier.backward(slot, captured, static)
         self._hooks.after_gradients(slot.graph, slot.kind, captured.backward.visited)
-        if moved_inputs:  # others may read there what the other graph has left
+        if moved_inputs:  # other readers of that memory expect the gradient of the other graph
             copy_together([static[place] for place in moved_inputs], kept)
         return own
 
@@ -268,11 +274,11 @@ class StepExecutor:
     def _stage_gradients(
         slot: ReplaySlot, moved_inputs: Sequence[int], grads: Sequence[Tensor | None]
     ) -> tuple[list[Tensor | None], list[Tensor]]:
-        """Copy the gradients, which may lie where others have to go, and what lies there now."""
-        if slot.kind != BACKWARD:  # the backward of the weights reads there as well, later
+        """Return copies of `grads`, which may alias static buffers, and of the buffers that they replace."""
+        if slot.kind != BACKWARD:  # the weight gradients read the same memory later
             raise GraphError(
-                f"graphs: a gradient of the {slot.name} lies elsewhere than when the graph was captured; "
-                "where backwards are split, eager segments must treat gradients alike in all steps"
+                f"graphs: a gradient of the {slot.name} has moved since the graph was captured; with split "
+                "backwards, eager segments must pass gradients on in the same way in every step"
             )
         return [grad if grad is None else grad.clone() for grad in grads], [
             slot.static[place].clone() for place in moved_inputs
@@ -281,7 +287,7 @@ class StepExecutor:
     def _first_backward(
         self, slot: ReplaySlot, captured: Captured, grads: list[Tensor | None]
     ) -> list[Tensor | None]:
-        """Capture a backward; run it eagerly where that fails, or where another capture has failed."""
+        """Capture a backward; run it eagerly if that fails, or if another capture has failed."""
         captured.grad_mask = [grad is not None for grad in grads]
         if self.failure is not None:
             return self._backward_eagerly(slot, captured, list(slot.fill(grads)))
@@ -296,31 +302,31 @@ class StepExecutor:
             if state is not None:
                 state.restore()
             return self._backward_eagerly(slot, captured, static)
-        for place, grad in in_place.items():  # whose memory was kept so far
+        for place, grad in in_place.items():  # release the memory, which was held so far
             self._graph_set.read_in_place(slot.graph, place, self._backend.weak(grad)())
         assert captured.backward is not None
         self._hooks.after_gradients(slot.graph, slot.kind, captured.backward.visited)
         return own
 
     def _left_by_graphs(self, slot: ReplaySlot, grads: Sequence[Tensor | None]) -> dict[int, Tensor]:
-        """The gradients that came from another graph without a copy, through whatever runs eagerly."""
+        """Return the gradients that still lie where another graph left them, by position."""
         found, left = {}, self._graph_set.live_grads
         for place, (buffer, grad) in enumerate(zip(slot.static, grads, strict=True)):
             if grad is None or grad.data_ptr() not in left or grad.is_conj() or grad.is_neg():
                 continue
             if (grad.shape, grad.dtype, grad.stride()) == (buffer.shape, buffer.dtype, buffer.stride()):
-                del left[grad.data_ptr()]  # one reader: it is written to where a step differs
+                del left[grad.data_ptr()]  # one reader only: a step that differs overwrites it
                 found[place] = grad
         return found
 
     def _backward_eagerly(
         self, slot: ReplaySlot, captured: Captured, grads: list[Tensor]
     ) -> list[Tensor | None]:
-        """Run the backward of a captured forward: its collectives are those that other ranks replay."""
+        """Run the backward of a captured forward eagerly, with the collectives that other ranks replay."""
         for each in captured.static:
             each.grad = None
         if captured.queue is not None:
-            captured.queue.take()  # what a failed capture has deferred
+            captured.queue.take()  # drop the tasks of a failed capture
         with torch.enable_grad(), captured.forward.eager_backward():
             captured.backpropagate([grad.clone() for grad in grads])
         if captured.queue is not None and slot.kind == BACKWARD:
@@ -334,27 +340,37 @@ class StepExecutor:
         return self._position.expect(step.chunk, forward.span, (BACKWARD_WEIGHT,), step.microbatch)
 
     def _weight_graph(self, forward: ReplaySlot, captured: Captured) -> None:
+        """Compute the deferred weight gradients of `forward`: by a replay, a capture, or eagerly."""
         slot = self._next_weights(forward)
         with region(slot.region):
-            if captured.weight is not None:
-                self._replay.weights(slot, captured)
+            if captured.weight is None:
+                self._first_weights(slot, captured)
+            elif self._verifier is None:
+                captured.weight.replay()
             else:
-                assert captured.queue is not None
-                tasks = captured.queue.take()
-                if captured.backward is None:  # which ran eagerly
-                    WgradQueue.run(tasks)
-                    return
-                state = self._state(slot)
-                try:
-                    self._capture.weights(slot, captured, lambda: WgradQueue.run(list(tasks)))
-                except CaptureError as error:
-                    self._fail(error)
-                    if state is not None:
-                        state.restore()
-                    WgradQueue.run(tasks)
-                    return
-        assert captured.weight is not None
-        self._hooks.after_gradients(slot.graph, slot.kind, captured.weight.visited)
+                self._verifier.weights(slot, captured)
+        if captured.weight is not None:
+            self._hooks.after_gradients(slot.graph, slot.kind, captured.weight.visited)
+
+    def _first_weights(self, slot: ReplaySlot, captured: Captured) -> None:
+        """Capture deferred weight gradients; compute them eagerly where that fails or the backward did."""
+        assert captured.queue is not None
+        tasks = captured.queue.take()
+        if captured.backward is None:  # it ran eagerly
+            WgradQueue.run(tasks)
+            return
+        state = self._state(slot)
+        try:
+            self._capture.weights(slot, captured, lambda: WgradQueue.run(list(tasks)))
+        except CaptureError as error:
+            self._fail(error)
+            if state is not None:
+                state.restore()
+            WgradQueue.run(tasks)
+
+
+def _numbers(mask: Sequence[bool]) -> list[int]:
+    return [number for number, has in enumerate(mask) if has]
 
 
 class _Through(Function):
@@ -365,7 +381,7 @@ class _Through(Function):
         made, captured = step.forward_graph(slot, inputs)
         ctx.step, ctx.slot = step, slot
         ctx.set_materialize_grads(False)
-        # A leaf, or a parameter behind a view, would keep the gradient as its own.
+        # A leaf, or a parameter under a view, would keep the gradient without a copy.
         ctx.copied = range(len(inputs)) if copies else [i for i, each in enumerate(inputs) if each.is_leaf]
         if not all(captured.differentiable):
             ctx.mark_non_differentiable(*[t for t, has in zip(made, captured.differentiable) if not has])
@@ -380,5 +396,5 @@ class _Through(Function):
         return None, None, None, None, *own
 
 
-# `_Through.apply`, without its search of all arguments for tensors that torch.func has wrapped.
+# `_Through.apply`, without its search for torch.func wrappers among the arguments.
 _through = super(Function, _Through).apply

@@ -1,8 +1,8 @@
-"""A function of tensors as one graph: all of a training step, or a forward of an evaluation.
+"""Capture a function of tensors in one graph: a whole training step, or the forward of an evaluation.
 
-Under a `GraphManager` a step is many graphs, and between them the host does what no graph holds. Where there
-is nothing for it to do, one graph can hold all: every microbatch, the messages of a pipeline, the sums over
-ranks and the optimizer. Then a step costs the host a copy of its inputs and one launch.
+Under a `GraphManager` a step is many graphs, with host code between them. A step without host code can be one
+full-iteration graph: every microbatch, the messages of a pipeline, the all-reduces and the optimizer. A step
+then costs the host one copy of its inputs and one launch.
 """
 
 from __future__ import annotations
@@ -15,25 +15,24 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from fastmp.cuda_graphs.backends.base import Backend, Graph
+from fastmp.cuda_graphs.cache import GraphCache
 from fastmp.cuda_graphs.capture import renew_accumulators
 from fastmp.cuda_graphs.errors import CaptureError, GraphError
 from fastmp.cuda_graphs.op_inspection import StorageInspector
 from fastmp.cuda_graphs.partition import spec_of
 from fastmp.cuda_graphs.scope import must_run_eagerly
 from fastmp.cuda_graphs.skipped_hooks import find_skipped_hook
-from fastmp.cuda_graphs.snapshot import ModelSnapshot
 from fastmp.nn.segment import LayerChain, SingleSegment
 
 __all__ = ["FunctionGraph"]
 
-_MAX_GRAPHS = 4  # signatures that have one; each has static buffers of its own
-_MAX_WATCHED = 64  # signatures; those that never come again would fill memory
+_MAX_TRACED = 64  # signatures; those that never come again would fill memory
 _CONSTANTS = bool | int | float | complex | str | None
 _WRITTEN = "it writes to an argument, of which a replay has a copy; write to a copy"
 
 
 class _Gradient(NamedTuple):
-    """The `grad` of a parameter around a capture; dropped: it was replaced, whatever it was."""
+    """The `grad` of a parameter before and after a capture; dropped: the function replaced it."""
 
     param: nn.Parameter
     dropped: bool
@@ -41,10 +40,10 @@ class _Gradient(NamedTuple):
     after: Tensor | None
 
 
-class _Replayed(NamedTuple):
-    """A graph, the buffers that it reads, its results where it leaves them, and gradients that it makes.
+class _FunctionCapture(NamedTuple):
+    """A captured call: the graph, its static inputs, its results in graph memory, and the gradients it sets.
 
-    written: the addresses of storages from before it that it writes to.
+    written: the addresses of storages from before the capture that the graph writes to.
     """
 
     graph: Graph
@@ -55,29 +54,40 @@ class _Replayed(NamedTuple):
 
 
 class FunctionGraph:
-    """`function`, whose calls replay one graph for each signature of their arguments.
+    """Callable that replays one graph of `function` for each signature of its arguments.
 
-    function: takes and returns pytrees of tensors, which require no gradient, and does all of its work on the
-        device. What else it reads must stay where it is. Numbers, texts and None among its arguments are
-        part of the signature.
-    modules: those with the parameters and buffers that it uses.
-    what: its name in errors and logs. instead: what an error advises where it cannot be captured.
-    trains: whether it runs backwards. All random numbers of a recomputation are then those of its forward.
-    warmup: calls that run eagerly first. The first one with a new signature (shapes, dtypes, form, autocast,
-        whether there are gradients) always does, and so does every one beyond four signatures. The next one
-        is captured.
+    These calls run eagerly: the first `warmup` ones, the first one with a new signature (shapes, dtypes,
+    structure, autocast, grad mode), and all calls with a fifth or later signature. The second call with a
+    signature is captured. Results are copies. If a training mode, `requires_grad` or a hook has changed since
+    a capture, graphs are captured again. Call `remove` before process groups are destroyed.
 
-    Where the mode of a module, a hook or what is trained has changed since a capture, graphs are made anew.
-    Results are the caller's. Call `remove` before process groups are destroyed.
+    Args:
+        function: takes and returns pytrees of tensors that require no gradient, and does all of its work on
+            the device. Other tensors that it reads must keep their addresses. Numbers, strings and None among
+            the arguments are part of the signature.
+        modules: the modules with the parameters and buffers that `function` uses.
+        name: the function's name in errors and logs. advice: an alternative, for errors.
+        trains: `function` runs backwards; each recomputation then draws the random numbers of its forward.
+        warmup: calls that run eagerly first, at least one.
 
-    ValueError, when it is made, where a segment of a layer must run eagerly; when it is called, for another
-    argument, and for a result that requires a gradient. GraphError where a parameter, buffer or gradient has
-    moved since a capture, a module or parameter has a hook that a replay would skip, or an argument lies in
-    memory that the function writes to. CaptureError where the function cannot be captured: where a capture
-    computes (a CPU), part of the work has been done then.
+    Raises:
+        ValueError: a segment of a layer must run eagerly, an argument is not supported, or a result requires
+            a gradient.
+        GraphError: a parameter, buffer or gradient has moved since a capture, a module or parameter has a
+            hook that a replay would skip, or an argument lies in memory that `function` writes to.
+        CaptureError: the function cannot be captured. On a CPU, where a capture computes, part of the work is
+            done by then.
+
+    Example:
+        >>> layer = nn.Linear(8, 8)
+        >>> texts = {"name": "the forward", "advice": "run it eagerly"}
+        >>> forward = FunctionGraph(torch.no_grad()(layer), [layer], backend=RecordingBackend(), **texts)
+        >>> outputs = [forward(torch.randn(4, 8)) for _ in range(3)]  # eager, captured, replayed
+        >>> forward.num_graphs
+        1
     """
 
-    failure: str | None = None  # as of a `GraphManager`, which may go on without graphs
+    failure: str | None = None  # of the interface of `GraphManager`; a function graph has no fallback
 
     def __init__(
         self,
@@ -85,30 +95,26 @@ class FunctionGraph:
         modules: Sequence[nn.Module],
         *,
         backend: Backend,
-        what: str,
-        instead: str,
+        name: str,
+        advice: str,
         trains: bool = False,
         warmup: int = 1,
     ) -> None:
         self.function, self.backend, self.warmup = function, backend, max(warmup, 1)
-        self.what, self.instead, self.trains = what, instead, trains
+        self.name, self.advice, self.trains = name, advice, trains
         self._modules = list(modules)
         eager = _eager_segments(self._modules)
         if eager:
             reasons = "; ".join(dict.fromkeys(filter(None, eager.values())))
             raise ValueError(
-                f"graphs: {what} cannot be one graph, because {must_run_eagerly(list(eager), reasons)}; "
-                f"{instead}"
+                f"graphs: {name} cannot be one graph, because {must_run_eagerly(list(eager), reasons)}; "
+                f"{advice}"
             )
-        self._chains = [LayerChain([SingleSegment(module)]) for module in self._modules]
+        chains = [LayerChain([SingleSegment(module)]) for module in self._modules]
+        self._graphs = GraphCache[_FunctionCapture](chains, backend, every_hook=True)
+        self._draws_of: dict[Any, Any] = {}  # by signature: the random draws of an eager call
         self._calls = 0
         self._removed = False
-        self._forget()
-
-    def _forget(self) -> None:
-        self._snapshot: ModelSnapshot | None = None
-        self._draws_of: dict[Any, Any] = {}  # by signature: what an eager call has shown
-        self._graphs: dict[Any, _Replayed] = {}
 
     @property
     def num_graphs(self) -> int:
@@ -122,7 +128,7 @@ class FunctionGraph:
     def describe(self) -> str:
         """A line for a log."""
         return (
-            f"{self.num_graphs} {'graph' if self.num_graphs == 1 else 'graphs'} of {self.what}, "
+            f"{self.num_graphs} {'graph' if self.num_graphs == 1 else 'graphs'} of {self.name}, "
             f"{self.static_bytes / 1e6:.2f} MB of static buffers, "
             f"{self.backend.nbytes / 1e6:.2f} MB in a pool"
         )
@@ -130,12 +136,8 @@ class FunctionGraph:
     def remove(self) -> None:
         """Let go of the graphs; from now on all calls run eagerly."""
         self._removed = True
-        self._reset()
-
-    def _reset(self) -> None:
-        if self._graphs:
-            self._forget()
-            self.backend.reset()
+        self._draws_of.clear()
+        self._graphs.drop()
 
     def __call__(self, *arguments: Any) -> Any:
         self._calls += 1
@@ -145,10 +147,10 @@ class FunctionGraph:
         leaves, form = tree_flatten(arguments)
         signature = (form, *map(self._spec, leaves), *_modes())
         if signature not in self._graphs:
-            if len(self._graphs) == _MAX_GRAPHS:
+            if self._graphs.full:
                 return self.function(*arguments)
             if signature not in self._draws_of or self._calls <= self.warmup:
-                return self._watch(signature, arguments)
+                return self._warm_up(signature, arguments)
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         found = self._graphs.get(signature)
         if found is None:
@@ -158,24 +160,26 @@ class FunctionGraph:
         made, form = tree_flatten(found.made)
         return tree_unflatten([each.clone() if isinstance(each, Tensor) else each for each in made], form)
 
-    def _watch(self, signature: Any, arguments: tuple[Any, ...]) -> Any:
-        if self._snapshot is None:
-            self._snapshot = ModelSnapshot(self._chains, every_hook=True)
+    def _warm_up(self, signature: Any, arguments: tuple[Any, ...]) -> Any:
+        """Run a call eagerly, and trace its random draws for the capture."""
+        self._graphs.snapshot()
         with self.backend.trace_draws() as draws:
             made = self.function(*arguments)
         if any(isinstance(each, Tensor) and each.requires_grad for each in tree_leaves(made)):
             raise ValueError(
-                f"graphs: {self.what} returns a tensor that requires a gradient, which no replay does; "
+                f"graphs: {self.name} returns a tensor that requires a gradient, which no replay does; "
                 "return it detached, and run backwards inside"
             )
-        if len(self._draws_of) == _MAX_WATCHED:
+        if len(self._draws_of) == _MAX_TRACED:
             del self._draws_of[next(iter(self._draws_of))]
         self._draws_of[signature] = draws
         return made
 
-    def _capture(self, signature: Any, tensors: list[Tensor], leaves: list[Any], form: Any) -> _Replayed:
-        """Capture a call, and do its work."""
-        with torch.inference_mode(False):  # whose tensors have no versions
+    def _capture(
+        self, signature: Any, tensors: list[Tensor], leaves: list[Any], form: Any
+    ) -> _FunctionCapture:
+        """Capture a call, on the capture stream, and do its work."""
+        with torch.inference_mode(False):  # inference tensors have no version counters
             static = [_copy(_unexpanded(tensor)) for tensor in tensors]
         rest, versions = iter(static), [each._version for each in static]
         given = [next(rest).expand(leaf.shape) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
@@ -194,24 +198,24 @@ class FunctionGraph:
             if _lie_in(memory.used, [each.before for each in grads if each.dropped]):
                 raise CaptureError("it replaces a gradient that it has read; change it in place")
         except Exception as error:
-            raise CaptureError(f"graphs: capture of {self.what}: {error}; {self.instead}") from error
+            raise CaptureError(f"graphs: capture of {self.name}: {error}; {self.advice}") from error
         finally:
-            torch.clear_autocast_cache()  # what it has cast is its own
+            torch.clear_autocast_cache()  # weights cast inside lie in graph memory
         if not self.backend.runs_at_capture:
             graph.replay()
         del self._draws_of[signature]
         grads = [each._replace(before=None) if each.dropped else each for each in grads]
-        return _Replayed(graph, static, made, grads, memory.written)
+        return _FunctionCapture(graph, static, made, grads, memory.written)
 
-    def _replay(self, found: _Replayed, tensors: list[Tensor]) -> None:
+    def _replay(self, found: _FunctionCapture, tensors: list[Tensor]) -> None:
         if _lie_in(found.written, tensors):
-            raise GraphError(f"graphs: replay of {self.what}: {_WRITTEN}; {self.instead}")
+            raise GraphError(f"graphs: replay of {self.name}: {_WRITTEN}; {self.advice}")
         for param, dropped, before, _ in found.grads:
             if not dropped and not _same(param.grad, before):
                 names = (name for m in self._modules for name, each in m.named_parameters() if each is param)
                 raise GraphError(
                     f"graphs: the gradient of parameter {next(names)!r} is {_kept(param.grad)} now, and was "
-                    f"{_kept(before)} when {self.what} was captured, which goes by address; treat gradients "
+                    f"{_kept(before)} when {self.name} was captured, which goes by address; treat gradients "
                     "alike before each call"
                 )
         if tensors:
@@ -227,10 +231,10 @@ class FunctionGraph:
         return [param for module in self._modules for param in module.parameters() if param.requires_grad]
 
     def _spec(self, leaf: Any) -> Any:
-        """What the signature holds of an argument."""
+        """Return the part of the signature for one argument."""
         if isinstance(leaf, Tensor) and leaf.requires_grad:
             raise ValueError(
-                f"graphs: an argument of {self.what} requires a gradient, which a replay has no place for; "
+                f"graphs: an argument of {self.name} requires a gradient, which a replay has no place for; "
                 "detach it"
             )
         if isinstance(leaf, Tensor):
@@ -239,42 +243,34 @@ class FunctionGraph:
         if isinstance(leaf, _CONSTANTS):
             return type(leaf), repr(leaf)  # 1 is True, and -0.0 is 0.0
         raise ValueError(
-            f"graphs: an argument of {self.what} is of type {type(leaf).__name__}; it takes tensors, also in "
+            f"graphs: an argument of {self.name} is of type {type(leaf).__name__}; it takes tensors, also in "
             "tuples, lists and dicts"
         )
 
     def _check(self) -> None:
-        """Look for what has changed since the first call."""
-        if self._snapshot is not None:
-            changed, moved = self._snapshot.changed()
-            if moved and self._graphs:
-                raise GraphError(
-                    f"graphs: {moved} or its main gradient has moved since {self.what} was captured, which "
-                    "goes by address; change its values in place"
-                )
-            if not changed:
-                return
-            self._reset()
-            self._forget()
+        """Drop the graphs of a changed model; GraphError for hooks that a replay would skip."""
+        if self._graphs.check():
+            return
+        self._draws_of.clear()
         skipped = find_skipped_hook(self._modules, trains=self.trains)
         if skipped is not None:
             name = getattr(skipped.hook, "__qualname__", type(skipped.hook).__name__)
             raise GraphError(
-                f"graphs: {skipped.owner} has a hook, {name}, that a replay of {self.what} would skip; "
+                f"graphs: {skipped.owner} has a hook, {name}, that a replay of {self.name} would skip; "
                 f"remove it, or mark it with in_step = True if only what it does with tensors matters; "
-                f"{self.instead}"
+                f"{self.advice}"
             )
 
 
 def _eager_segments(modules: Iterable[nn.Module]) -> dict[str, str]:
-    """The names of segments that must run eagerly as their layers are now, and why."""
+    """Return {name: reason} of the segments that cannot be captured."""
     chains = [each for root in modules for each in root.modules() if isinstance(each, LayerChain)]
     links = [link for chain in chains for link in chain.bound_segments()]
     return {link.segment.name: link.segment.reason for link in links if not link.segment.capturable}
 
 
 def _unexpanded(tensor: Tensor) -> Tensor:
-    """What lies in memory of an expanded tensor."""
+    """Return the memory of an expanded tensor, with size 1 in expanded dimensions."""
     strides = tensor.stride()
     if 0 not in strides:
         return tensor
@@ -282,13 +278,13 @@ def _unexpanded(tensor: Tensor) -> Tensor:
 
 
 def _copy(tensor: Tensor) -> Tensor:
-    """A copy with the same strides: sums along them have the same bits."""
+    """Return a copy with the same strides, so that reductions have the same bits."""
     options: dict[str, Any] = {"dtype": tensor.dtype, "device": tensor.device}
     return torch.empty_strided(tensor.shape, tensor.stride(), **options).copy_(tensor.detach())
 
 
 def _gradients(params: Iterable[nn.Parameter], before: Iterable[Tensor | None]) -> Iterator[_Gradient]:
-    """What has become of gradients, where there were any or are now."""
+    """Yield the change of each gradient that exists before or after the capture."""
     for param, old in zip(params, before):
         new = param.grad
         if old is not None or new is not None:
@@ -297,7 +293,7 @@ def _gradients(params: Iterable[nn.Parameter], before: Iterable[Tensor | None]) 
 
 
 def _same(grad: Tensor | None, other: Tensor | None) -> bool:
-    """Whether two gradients are one, or the same view of one place."""
+    """Return True if two gradients are one tensor, or equal views of one storage."""
     if grad is None or other is None or grad is other:
         return grad is other
     return _view(grad) == _view(other)
@@ -312,7 +308,7 @@ def _lie_in(storages: set[int], tensors: Iterable[Tensor | None]) -> bool:
 
 
 def _modes() -> Iterator[Any]:
-    """What torch does beside the ops that are called."""
+    """Yield the torch modes that are part of a signature."""
     yield torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.get_default_dtype()
     for device in ("cpu", "cuda"):
         yield torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)

@@ -1,4 +1,4 @@
-"""The graphs of training steps whose inputs have one signature, and the static buffers that these read."""
+"""The graphs of training steps with one input signature, and the static buffers that they read."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ Key = tuple[int, int, int]  # microbatch, chunk, span
 
 @dataclass
 class Captured:
-    """The graphs of one forward and of its backward, and where their results lie.
+    """The graphs of one forward and of its backward, and the places of their results.
 
-    outputs: of the span, in order; a number is that of an input which is handed on. The first `num_tensors`
-        are for the next segment; the others are what layers return besides.
-    differentiable: for each output that the span makes itself, whether it has a gradient.
+    outputs: of the span, in order; an int is the number of an input that is passed on. The first
+        `num_tensors` are for the next segment, the others are auxiliary outputs of layers.
+    differentiable: for each new output, whether it has a gradient.
     live, kept, static: until the backward is captured, the outputs with a gradient, all outputs that the span
         makes (eager code may use any of them), and the inputs; each with its autograd graph.
     queue: the weight gradients that the backward defers.
     storages: the addresses of the storages of `kept`.
-    aliased: whether two outputs, or an output and an input, are views of one storage.
-    trained: whether parameters of the span require a gradient. needs: which of its inputs do.
-    grad_mask: which of the outputs in `live` got a gradient when the backward was captured.
+    aliased: two outputs, or an output and an input, are views of one storage.
+    trained: parameters of the span require a gradient. needs: for each input, whether it does.
+    grad_mask: for each output in `live`, whether it got a gradient when the backward was captured.
     """
 
     forward: Graph
@@ -53,16 +53,21 @@ class Captured:
     backward: Gradients | None = None
     weight: Gradients | None = None
 
-    def backpropagate(self, grads: Sequence[Tensor], keep: bool = False) -> None:
-        """Run the backward by autograd, for the gradients of the outputs in `grad_mask` among `grads`.
+    def replay_forward(self) -> tuple[Tensor, ...]:
+        """Replay the forward over its static buffers; return the new outputs, without copying them."""
+        self.forward.replay()
+        return tuple([output() for output in self.outputs if not isinstance(output, int)])
 
-        keep: the autograd graph may run again.
+    def backpropagate(self, grads: Sequence[Tensor], keep: bool = False) -> None:
+        """Run the backward by autograd, from the outputs in `grad_mask` with their `grads`.
+
+        keep: retain the autograd graph, so that the backward may run again.
         """
         roots = [i for i, has in enumerate(self.grad_mask) if has]
         torch.autograd.backward([self.live[i] for i in roots], [grads[i] for i in roots], retain_graph=keep)
 
     def forget(self) -> None:
-        """Let go of the autograd graph: the backward is captured, or done."""
+        """Release the autograd graph: the backward is captured, or done."""
         for each in self.static:
             each.grad = None
         self.live, self.kept, self.static = [], [], []
@@ -70,9 +75,10 @@ class Captured:
 
 @dataclass
 class Gradients:
-    """The graph of a backward, or of the deferred gradients of its weights.
+    """The graph of a backward, or of its deferred weight gradients.
 
-    parameters: those whose gradient the graph leaves in memory of its own. It adds the others to `main_grad`.
+    inputs: the gradients of the span's inputs; None: no gradient.
+    parameters: those whose gradient the graph leaves in its own memory; it adds the others to `main_grad`.
     visited: the parameters in the order in which their gradients were accumulated.
     """
 
@@ -81,12 +87,32 @@ class Gradients:
     parameters: list[tuple[nn.Parameter, Weak]]
     visited: list[nn.Parameter]
 
+    def replay(self) -> list[Tensor | None]:
+        """Replay the graph and accumulate parameter gradients; return the input gradients, not copied."""
+        self.graph.replay()
+        if self.parameters:
+            self.accumulate()
+        return [grad and grad() for grad in self.inputs]
+
+    @torch.no_grad()
+    def accumulate(self) -> None:
+        """Add copies of the gradients in the graph's memory to `param.grad`; a replay overwrites it."""
+        sums: tuple[list[Tensor], list[Tensor]] = [], []
+        for param, grad in self.parameters:
+            if param.grad is None:
+                param.grad = grad().clone()
+            else:
+                sums[0].append(param.grad)
+                sums[1].append(grad())
+        if sums[0]:
+            torch._foreach_add_(*sums)
+
 
 class ReplaySlot:
-    """A replay of the plan, and all that is asked about it in every step.
+    """A replay of the plan, with everything that is looked up in every step.
 
-    static: where the graph reads: buffers of the plan, except at the positions `in_place`, where it reads
-        what another graph writes.
+    static: the memory that the graph reads: buffers of the plan, except at the positions `in_place`, where it
+        reads the output of another graph.
     """
 
     __slots__ = (
@@ -105,9 +131,9 @@ class ReplaySlot:
         self.in_place: frozenset[int] = frozenset()
 
     def fill(self, tensors: Sequence[Tensor | None]) -> list[Tensor]:
-        """Copy those tensors together that are not in place yet; return the static buffers.
+        """Copy the tensors that are not in place yet, in one launch; return the static buffers.
 
-        A tensor that is None stands for zeros. Call it where autograd does not record.
+        None stands for zeros. Call it with autograd off.
         """
         late: list[Tensor] = []
         new: list[Tensor] = []
@@ -117,14 +143,14 @@ class ReplaySlot:
             elif not _lies_at(tensor, address, buffer.stride()):
                 late.append(buffer)
                 storages = [each.untyped_storage().data_ptr() for each in (tensor, buffer)]
-                moved = storages[0] == storages[1]  # another view of what was written there
+                moved = storages[0] == storages[1]  # another view of the same memory: copy it out first
                 new.append(tensor.clone() if moved else tensor)
         if late:
             copy_together(late, new)
         return self.static
 
     def moved_inputs(self, tensors: Sequence[Tensor | None]) -> list[int]:
-        """The positions of `in_place` whose tensor does not lie this time where the other graph leaves it."""
+        """Return the positions of `in_place` whose tensor is not where the other graph leaves it."""
         return [
             place
             for place in self.in_place
@@ -133,13 +159,13 @@ class ReplaySlot:
         ]
 
     def reads(self, place: int, tensor: Tensor, in_place: bool) -> None:
-        """From now on the graph reads `tensor`: a buffer of the plan, or what another graph writes."""
+        """Set the memory that the graph reads: a buffer of the plan, or the output of another graph."""
         self.static[place], self.addresses[place] = tensor, tensor.data_ptr()
         self.in_place = self.in_place | {place} if in_place else self.in_place - {place}
 
 
 def _lies_at(tensor: Tensor, address: int, stride: tuple[int, ...]) -> bool:
-    """Whether the values of a tensor are those in memory at an address."""
+    """Return True if the values of `tensor` are those in memory at `address`."""
     here = tensor.data_ptr() == address and tensor.stride() == stride
     return here and not (tensor.is_conj() or tensor.is_neg())
 
@@ -147,7 +173,7 @@ def _lies_at(tensor: Tensor, address: int, stride: tuple[int, ...]) -> bool:
 def copy_together(into: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
     """Copy `tensors` into others of the same shapes and dtypes, in one launch for all dtypes.
 
-    Tensors are copied as words of four bytes. Those that are no such words take one launch for each dtype.
+    They are copied as four-byte words; unaligned tensors take one launch for each dtype.
     """
     if len(into) == 1:
         into[0].copy_(tensors[0])
@@ -167,7 +193,7 @@ def copy_together(into: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
 
 
 def copies_of(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Copy `tensors` together."""
+    """Return copies of `tensors`, made in one launch."""
     if len(tensors) < 2:
         return [tensor.clone() for tensor in tensors]
     own = [torch.empty_like(tensor) for tensor in tensors]
@@ -182,14 +208,14 @@ def _is_words(tensor: Tensor) -> bool:
 
 
 class GraphSet:
-    """What belongs to training steps of one signature: the plan, the static buffers, the captured graphs.
+    """The plan, static buffers and captured graphs of training steps with one signature.
 
     traces: the warm-up trace of each span, by (chunk, span). autocast: the dtype that it cast to, or False.
-    shared: what all layers were given as keywords, without its tensors.
-    captured: by the number of the forward's graph. done: the numbers of all graphs that are captured.
+    shared: the structure of the keywords that all layers share, without its tensors.
+    captured: by the number of the forward's graph. done: the numbers of all captured graphs.
     program: the `replay_program.ReplayProgram` of the captured graphs, once a step has asked for it.
-    hooks: which hooks each graph replays, from the first step on.
-    drops: how many rounds were begun and could not be captured as a whole.
+    hooks: the hooks to call for each graph, from the first step on.
+    drops: the number of rounds whose capture began and was not completed.
     live_grads: gradients that captured backwards of this round have left, by address. They are held, as the
         memory of a replay is, so that autograd does not add to them in place.
     """
@@ -228,14 +254,14 @@ class GraphSet:
         self.expected = {place: [_expected(*each) for each in own.inputs] for place, own in traces.items()}
 
     def copies_out(self, tensor: Tensor) -> bool:
-        """Whether a tensor that a graph has made leaves the chain as a copy.
+        """Return True if a tensor in graph memory leaves the chain as a copy.
 
-        A graph also copies numbers to the host: whoever reads them waits for them where they lie.
+        Host tensors, such as token counts, do not: their reader waits for the graph's own copy to the host.
         """
         return tensor.device.type == self.device.type
 
     def matches(self, chunk: int, span: int, tensors: Sequence[Tensor]) -> bool:
-        """Whether the graphs of a span were captured for inputs like these."""
+        """Return True if `tensors` have the shapes, dtypes and strides that the span was captured for."""
         expected = self.expected[chunk, span]
         if len(expected) != len(tensors):
             return False
@@ -247,16 +273,16 @@ class GraphSet:
         return True
 
     def read_in_place(self, graph: int, place: int, weak: Tensor) -> None:
-        """Let the backward `graph` read a gradient where the graph that makes it leaves it.
+        """Let the backward `graph` read a gradient in the memory of the graph that computes it, at `weak`.
 
-        That holds in all its replays, because the graphs of a round follow each other as they were captured.
+        It holds for all its replays: the graphs of a round always follow each other as they were captured.
         """
         for slot in self.slots:
             if slot.graph == graph:
                 slot.reads(place, weak, in_place=True)
 
     def drop(self, number: int) -> None:
-        """Drop the graphs of a round, unless all of them are captured."""
+        """Drop the graphs of round `number`, unless all of them are captured."""
         graphs = self.graphs_of[number]
         if graphs <= self.done:
             return

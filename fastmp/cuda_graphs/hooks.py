@@ -1,11 +1,13 @@
-"""Decides what becomes of the hooks of modules and parameters where graphs are replayed.
+"""Call the hooks of modules and parameters for graph replays.
 
-A replay calls no module, and segments that run one by one call no layer, so most hooks would be skipped: a
-layer with such a hook runs eagerly as a whole. Two kinds of hooks are replayed, which means that they are
-called beside each replay: hooks before a forward with the mark `hook.replayed = True`, called as
-hook(module, ()), and hooks behind accumulated gradients, unless they are in the graph (`hook.in_graph`).
-The graph of a whole function or step, beside which nothing is called, takes hooks with the mark
-`hook.in_step = True` alone: what they do with tensors is in it, and the rest need not be done again.
+A replay calls no module, so most hooks would be skipped: a layer with such a hook runs eagerly as a whole.
+Two kinds of hooks are called by the host next to each replay:
+
+- forward pre-hooks with the mark `hook.replayed = True`, as hook(module, ());
+- hooks after accumulated gradients, unless they are in the graph (`hook.in_graph`).
+
+A function graph or full-iteration graph has no host code next to it. It accepts hooks with the mark
+`hook.in_step = True` alone: their work on tensors is captured, and the rest need not be repeated.
 """
 
 from __future__ import annotations
@@ -32,14 +34,14 @@ GradHook = tuple[Callable[[nn.Parameter], None], nn.Parameter]
 
 
 def call_pre_hooks(modules: Iterable[nn.Module]) -> None:
-    """Call the marked hooks before the forward of `modules`, as hook(module, ())."""
+    """Call the forward pre-hooks of `modules` as hook(module, ())."""
     for module in modules:
         for hook in module._forward_pre_hooks.values():
             hook(module, ())
 
 
 def replayed_hooks(params: Iterable[nn.Parameter]) -> list[GradHook]:
-    """The hooks behind accumulated gradients that are not in a graph, with their parameters."""
+    """Return the hooks after accumulated gradients that are not in a graph, with their parameters."""
     every = [(hook, p) for p in params for hook in (p._post_accumulate_grad_hooks or {}).values()]
     return [(hook, param) for hook, param in every if not hook_traits(hook).in_graph]
 
@@ -51,9 +53,9 @@ def call_grad_hooks(hooked: Iterable[GradHook]) -> None:
 
 @contextmanager
 def suspended_hooks(span: Span) -> Iterator[list[nn.Parameter]]:
-    """Suspend the replayed hooks of a part while it is captured or compared.
+    """Suspend the replayed hooks of a span while it is captured or verified.
 
-    Yields a list that collects the parameters whose gradients are accumulated meanwhile, in order.
+    Yields a list that collects the parameters whose gradients are accumulated inside, in order.
     """
     inside = (module for layer in span.layers for module in layer.modules())
     modules = [(module, module._forward_pre_hooks) for module in inside if module._forward_pre_hooks]
@@ -74,11 +76,11 @@ def suspended_hooks(span: Span) -> Iterator[list[nn.Parameter]]:
 
 
 class ReplayedHooks:
-    """Calls the hooks of training steps that are replayed.
+    """Calls the hooks of replayed training steps.
 
-    A hook behind an accumulated gradient is called once in a backward, and once where the gradients that it
-    has deferred are made: right after the replay, or, where another span may add to the gradient too, at the
-    end (a deferred hook). Which hooks a graph has is looked up once, until hooks are added or removed.
+    A hook after an accumulated gradient is called once in a backward, and once after its deferred weight
+    gradients: right after the replay, or, if another span may add to the gradient too, at the end of the
+    backward (a deferred hook). The hooks of each graph are looked up once, until hooks are added or removed.
 
     traces: the modules that each span calls, by (chunk, span).
     """
@@ -93,7 +95,7 @@ class ReplayedHooks:
         self.begin_step()
 
     def begin_step(self) -> None:
-        """Forget what a failed step has deferred, and all lists where a hook has been added or removed."""
+        """Drop the deferred hooks of a failed step, and all lists if a hook was added or removed."""
         self._deferred.clear()
         found = [
             *[tuple(module._forward_pre_hooks.values()) for module in self._every],
@@ -109,11 +111,11 @@ class ReplayedHooks:
             self._of_gradients: dict[int, tuple[list[nn.Parameter], list[GradHook], list[GradHook]]] = {}
 
     def before_forward(self, chunk: int, number: int) -> None:
-        """Call the marked hooks of the modules that a span calls."""
+        """Call the forward pre-hooks of the modules that a span calls."""
         call_pre_hooks(self.modules(chunk, number))
 
     def modules(self, chunk: int, number: int) -> list[nn.Module]:
-        """The modules that a span calls and that have hooks before their forward."""
+        """Return the modules with forward pre-hooks among those that a span calls."""
         modules = self._modules.get((chunk, number))
         if modules is None:
             modules = [module for module in self._called[chunk, number] if module._forward_pre_hooks]
@@ -121,7 +123,7 @@ class ReplayedHooks:
         return modules
 
     def after_gradients(self, graph: int, kind: str, visited: list[nn.Parameter]) -> None:
-        """Call the hooks behind the gradients that a graph has accumulated, or defer them."""
+        """Call the hooks after the gradients that a graph has accumulated, or defer them."""
         now, deferred = self.of_gradients(graph, visited)
         call_grad_hooks(now)
         if deferred:
@@ -130,7 +132,7 @@ class ReplayedHooks:
             self._deferred.update(dict.fromkeys(deferred))
 
     def of_gradients(self, graph: int, visited: list[nn.Parameter]) -> tuple[list[GradHook], list[GradHook]]:
-        """The hooks behind the gradients of a graph: those that are called at once, and those deferred."""
+        """Return the hooks after the gradients of a graph: (called right away, deferred)."""
         known = self._of_gradients.get(graph)
         if known is None or known[0] is not visited:  # the graph was captured again
             hooked = replayed_hooks(visited)
@@ -140,7 +142,7 @@ class ReplayedHooks:
         return known[1:]
 
     def call_deferred(self) -> None:
-        """Call the hooks that wait for the end."""
+        """Call the deferred hooks at the end of a backward."""
         deferred = list(self._deferred)
         self._deferred.clear()
         call_grad_hooks(deferred)

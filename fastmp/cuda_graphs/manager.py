@@ -1,14 +1,15 @@
-"""Captures the static parts of layers as graphs, and replays them in the order of a schedule.
+"""Capture the static spans of layer chains as CUDA graphs, and replay them in the order of a schedule.
 
-A chain of layers is cut into spans, which are captured, and eager spans between them. The first steps run
-eagerly, and show which tensors enter and leave each span; then `plan_buffers` says which graph reads which
-buffer when. One step is captured while it trains: each graph where it is first needed, so that graphs share
-memory exactly as the step itself would free and take it. After that a span is a copy into its static inputs
-and a replay, forward and backward.
+1. Partition: a layer chain is partitioned into captured spans and the eager spans between them.
+2. Warm up and trace: the first steps run eagerly; the last of them records the tensors that enter and leave
+   each span, and `plan_buffers` assigns static buffers to graphs.
+3. Capture: one step is captured while it trains, each graph where it is first needed, so that graphs share
+   pool memory exactly as the step itself would allocate and free it.
+4. Replay: a captured span is one copy into its static inputs and one graph launch, forward and backward.
 
-Values in graphs may be overwritten once the step has gone on, so what leaves a chain is a copy. Between two
-rounds of a step, where nothing is in flight, memory is free: the graphs of a round are captured in one pass,
-so that what one of them holds is never taken by another.
+Static buffers are reused within a step, so a chain returns copies. Between two rounds of a step nothing is in
+flight and all pool memory is free: the graphs of one round are captured in one pass, so that memory held by
+one of them is never taken by another.
 """
 
 from __future__ import annotations
@@ -28,41 +29,41 @@ from torch.utils._pytree import TreeSpec
 
 from fastmp.cuda_graphs.backends.base import Backend, Graph
 from fastmp.cuda_graphs.buffer_plan import BufferPlan, TensorSpec, plan_buffers
+from fastmp.cuda_graphs.cache import GraphCache
 from fastmp.cuda_graphs.errors import GraphError
 from fastmp.cuda_graphs.executor import StepExecutor
 from fastmp.cuda_graphs.graph_set import GraphSet, copies_of
 from fastmp.cuda_graphs.hooks import call_pre_hooks
 from fastmp.cuda_graphs.partition import CapturedSpan, EagerSpan, Shared, Span, partition, spec_of
-from fastmp.cuda_graphs.replay import Replay
 from fastmp.cuda_graphs.replay_program import ProgramExecutor, program_of
-from fastmp.cuda_graphs.snapshot import ModelSnapshot
 from fastmp.cuda_graphs.trace import WarmupTrace
-from fastmp.cuda_graphs.verify import VerifiedReplay
+from fastmp.cuda_graphs.verify import Verifier
 from fastmp.nn.segment import LayerChain, Tensors
 from fastmp.pipeline.schedule import Step
 
 __all__ = ["Backend", "Graph", "GraphError", "GraphManager", "StepRunner"]
 
 _MAX_DROPS = 4  # rounds that could not be captured in one pass, before their steps run eagerly
-_MAX_GRAPH_SETS = 4  # signatures that have graphs; each has static buffers of its own
 
-Signature = tuple[Any, ...]  # of the first inputs of a step: autocast, what layers share, and each tensor
+# Of the first inputs of a step: autocast dtype, structure of the shared keywords, and the spec of each
+# tensor.
+Signature = tuple[Any, ...]
 
 
 class StepRunner(Protocol):
-    """Runs the chains of one training step in which spans are graphs; see `GraphManager.begin_replays`.
+    """Interface of an object that runs one training step with graphs; see `GraphManager.begin_replays`.
 
-    Each method is called in the order in which the step runs. `overwritten` gets the addresses of storages
-    that later work writes to: the manager copies what leaves a chain from there. `shared` are the keywords
-    of all layers.
+    Methods are called in the order of the step, on the stream of compute. An implementation adds to
+    `overwritten` the addresses of storages that later work overwrites: the manager copies outputs that leave
+    a chain from there. `shared`: the keywords that all layers share.
     """
 
     def run_captured_span(
         self, chunk: int, number: int, span: CapturedSpan, tensors: Tensors, overwritten: set[int]
     ) -> tuple[Tensors, Tensors]:
-        """What span `number` of a chunk hands on, and what its layers return besides.
+        """Run captured span `number` of a chunk; return (hidden tensors, auxiliary outputs).
 
-        Where `span.reads_shared`, the last of `tensors` are those of what layers share.
+        If `span.reads_shared`, `tensors` end with the tensors of the shared keywords.
         """
 
     def run_eager_span(
@@ -74,64 +75,80 @@ class StepRunner(Protocol):
         shared: Mapping[str, Any],
         overwritten: set[int],
     ) -> tuple[Tensors, Tensors]:
-        """The same of the eager span before span `number`."""
+        """Run the eager span before captured span `number`; return (hidden tensors, auxiliary outputs)."""
 
     def skip(self, chunk: int) -> None:
-        """The next forward of a chunk runs eagerly, without this."""
+        """Leave out the next forward of a chunk, and its backward: the manager runs them eagerly."""
 
     def replays(self, chunk: int) -> bool:
-        """Whether the next forward of a chunk only replays."""
+        """Return True if the next forward of `chunk` is a pure replay."""
 
     def end(self) -> None:
-        """The step is over, perhaps before all of it has run."""
+        """End the step, which may be incomplete."""
 
     @property
     def failure(self) -> Exception | None:
-        """Why the step went on eagerly after a failed capture."""
+        """The error of a failed capture, after which the step continued eagerly; None: there was none."""
 
 
 class GraphManager:
-    """Runs the chains of a rank's chunks through graphs, once it has seen them run.
+    """Runs the layer chains of a rank through CUDA graphs, after some eager warm-up steps.
 
-    chains: a `LayerChain` for each chunk. Its forward is replaced until `remove`, or until nobody holds the
-        manager. Copies of a chain run by themselves.
-    order: the steps of this rank, from `Schedule.order(rank)`, for the number of microbatches of every
-        training step.
-    backend: `RecordingBackend` on a CPU, `CudaBackend` on a GPU; one for each manager, because graphs share
-        memory in the order of a step.
-    scope: what to capture (see `fastmp.cuda_graphs.scope.captured_segments`); None: all that can be.
-    span_size: parameters after which a span ends, for gradients and parameters that are communicated beside
-        replays (see `fastmp.cuda_graphs.scope.layer_groups`); None: a span goes on as long as it can.
-    warmup: training steps that run eagerly first, at least one; the last of them is traced.
-    verify_every: every so many steps, each span is compared with its segments, run eagerly on the same inputs
-        and random numbers, bit for bit; 0: never. All ranks must say the same: collectives run twice.
-    group: the ranks that segments have collectives with. In a step that is verified they agree before every
-        forward, and verify it if all of them replay it.
-    fallback: a failed capture makes the rest of its step, and all later ones, run eagerly; `failure` says
-        why. Without it, a failed capture raises CaptureError.
+    Call `begin_step()` before each training step. These run eagerly:
 
-    Call `begin_step()` before each training step. Forwards without gradients or in evaluation mode run
-    eagerly. A step whose first inputs have a new signature (shapes, dtypes, autocast) is traced, and has
-    graphs of its own from the next time on, up to four signatures. A microbatch with another signature than
-    the first one of its step runs eagerly. Where the mode of a module or what is trained has changed at the
-    first forward of a step, graphs are captured anew.
+    - forwards without gradients or in evaluation mode;
+    - a step whose first inputs have a new signature (shapes, dtypes, autocast): it is traced, and has graphs
+      of its own from the next time on, for up to four signatures;
+    - a microbatch whose signature differs from the first one of its step.
 
-    Hooks behind accumulated gradients are called at every replay, except those of a `GradBuffer`, which are
+    Where a training mode or `requires_grad` has changed at the first forward of a step, graphs are captured
+    again.
+
+    Hooks after accumulated gradients are called at every replay, except those of a `GradBuffer`, which are
     in the graph: once in a backward, at its end where several spans have the parameter, and once more where
-    an eager segment uses it too. Hooks of modules before their forward with the mark `replayed = True`
-    are called as hook(module, ()). A layer with any other hook runs eagerly as a whole. Hooks may be added
-    and removed between steps.
+    an eager segment uses it too. Forward pre-hooks with the mark `replayed = True` are called as
+    hook(module, ()). A layer with any other hook runs eagerly as a whole. Hooks may be added and removed
+    between steps.
 
-    What a chain gets as keywords for all layers goes by its tensors, which are inputs of every span in which
-    a layer begins; it must be a pytree of tensors. Packed documents have to be made with `max_documents`, so
-    that all microbatches have one signature.
+    Keywords that a chain passes to all layers must be a pytree of tensors; they are inputs of every span in
+    which a layer begins. Packed documents need `max_documents`, so that all microbatches have one signature.
 
-    A parameter of two spans, or of one and eager segments, gets two gradients, which eager autograd adds up
+    A parameter of two spans, or of a span and eager segments, gets two gradients, which eager autograd adds
     first: the last bits of the sum may differ, under autocast those of the dtype that it casts to.
 
-    ValueError for a scope that names no segment, and for the backend of another manager. GraphError where
-    forwards and backwards come in another order than planned, where a parameter has moved, and where a
-    verified span differs from its segments. CaptureError where a segment cannot be captured.
+    Args:
+        chains: a `LayerChain` for each chunk. Its forward is replaced until `remove`, or until the manager is
+            garbage-collected. Copies of a chain run eagerly.
+        order: the steps of this rank, from `Schedule.order(rank)`, for the number of microbatches of every
+            training step.
+        backend: `RecordingBackend` on a CPU, `CudaBackend` on a GPU; one for each manager, because graphs
+            share memory in the order of a step.
+        scope: the segments to capture (see `scope.captured_segments`); None: all that can be.
+        span_size: parameters after which a span ends, so that gradients and parameters are communicated
+            during other replays (see `scope.layer_groups`); None: no limit.
+        warmup: training steps that run eagerly first, at least one; the last of them is traced.
+        verify_every: in every so many steps, compare each replay bit by bit with its segments, run eagerly on
+            the same inputs and random numbers; 0: never. Must be equal on all ranks: collectives run twice.
+        group: the ranks that segments have collectives with. In a verified step they agree before every
+            forward, and verify it if all of them replay it.
+        fallback: after a failed capture, run the rest of the step and all later ones eagerly; `failure` holds
+            the reason. Without it, a failed capture raises CaptureError.
+
+    Raises:
+        ValueError: the scope names no segment, or the backend belongs to another manager.
+        GraphError: forwards and backwards come in another order than planned, a parameter has moved, or a
+            verified span differs from its segments.
+        CaptureError: a segment cannot be captured.
+
+    Example:
+        >>> chain = LayerChain([nn.Linear(8, 8), nn.ReLU()])
+        >>> manager = GraphManager([chain], Schedule(1, 2).order(0), backend=RecordingBackend())
+        >>> for _ in range(4):  # two eager steps, one that is captured, one that is replayed
+        ...     manager.begin_step()
+        ...     for _ in range(2):  # microbatches
+        ...         chain(torch.randn(4, 8))[0].sum().backward()
+        >>> manager.num_graphs
+        2
     """
 
     def __init__(
@@ -152,8 +169,8 @@ class GraphManager:
         self.scope, self.span_size = scope, span_size
         self.failure: str | None = None
         self._partition()
-        self._graph_sets: dict[Signature, GraphSet | None] = {}  # None: these steps run eagerly
-        self._snapshot: ModelSnapshot | None = None  # from the first step that is traced
+        # None: steps of this signature run eagerly. The snapshot is of the first step that is traced.
+        self._graph_sets = GraphCache[GraphSet | None](self.chains, backend)
         self._step = -1
         self._begin()
         owner = getattr(backend, "owner", None)
@@ -168,7 +185,7 @@ class GraphManager:
             setattr(owns, name, function)
 
     def _patches(self) -> list[tuple[Any, str, Callable[..., Any]]]:
-        """What stands in for which method of an object: for the forward of each chain."""
+        """Return (object, attribute, replacement) patches that route forwards through the graphs."""
         return [
             (chain, "forward", functools.partial(_managed, weakref.ref(self), chunk, weakref.ref(chain)))
             for chunk, chain in enumerate(self.chains)
@@ -186,7 +203,7 @@ class GraphManager:
         self._warmup_trace: WarmupTrace | None = None  # in a step that is traced
         self._graph_set: GraphSet | None = None
         self._runner: StepRunner | None = None
-        self._verifier: VerifiedReplay | None = None  # in a step that is verified
+        self._verifier: Verifier | None = None  # in a step that is verified
 
     @property
     def plan(self) -> BufferPlan | None:
@@ -195,7 +212,7 @@ class GraphManager:
 
     @property
     def num_graphs(self) -> int:
-        """How many graphs are captured."""
+        """The number of captured graphs."""
         return sum(len(each.done) for each in self._all())
 
     @property
@@ -205,7 +222,7 @@ class GraphManager:
 
     @property
     def pending(self) -> bool:
-        """Whether there are spans, and none of their signatures has all of its graphs yet."""
+        """True while there are captured spans, and no signature has all of its graphs yet."""
         complete = any(len(each.done) == each.plan.num_graphs for each in self._all())
         return any(self.captured_spans) and self.failure is None and not complete
 
@@ -213,7 +230,7 @@ class GraphManager:
         return [each for each in self._graph_sets.values() if each is not None]
 
     def describe(self) -> str:
-        """A line for a log."""
+        """Return a line for the log."""
         if self.failure is not None:
             return f"no graphs, all runs eagerly: {self.failure}"
         return (
@@ -224,7 +241,7 @@ class GraphManager:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Let the chains run by themselves inside, between two steps."""
+        """Run the chains eagerly inside; use it between two steps."""
         self.end_step()
         own = [(owns, name, vars(owns).pop(name, None)) for owns, name, _ in self._patched]
         try:
@@ -235,17 +252,16 @@ class GraphManager:
                     setattr(owns, name, function)
 
     def remove(self) -> None:
-        """Let the chains run by themselves again, and let go of the graphs.
+        """Restore the chains' forwards and release all graphs. A second call does nothing.
 
-        Call it before process groups are destroyed, because graphs hold on to communicators. A second call
-        does nothing.
+        Call it before process groups are destroyed: graphs hold references to communicators.
         """
         if self._runner is not None:
             self._runner.end()
         for owns, name, function in self._patched:
             if vars(owns).get(name) is function:
                 delattr(owns, name)
-        self._forget()
+        self._graph_sets.drop()
         self._begin()
         owner = self.backend.owner
         if owner is not None and owner() is self:
@@ -255,13 +271,6 @@ class GraphManager:
         """Run eagerly from now on, because of `reason`. Call it between steps."""
         self.failure = reason
         self.remove()
-
-    def _forget(self) -> None:
-        """Let go of all graphs and of what was traced; nothing is in flight."""
-        self._graph_set = self._snapshot = self._warmup_trace = None
-        if self._graph_sets:
-            self._graph_sets.clear()
-            self.backend.reset()
 
     def end_step(self) -> None:
         """End a training step, perhaps before all of it has run; `begin_step` does it too."""
@@ -278,43 +287,33 @@ class GraphManager:
     def begin_step(self) -> None:
         """Begin a training step.
 
-        GraphError where a parameter, buffer or main gradient is not where graphs would read or write it.
+        Raises:
+            GraphError: a parameter, buffer or main gradient is not where the graphs read or write it.
         """
         self.end_step()
         if self.failure is not None:
             return
-        if self._snapshot is not None:
-            self._check_snapshot(self._snapshot)
-        if self._warmup_trace is not None:
+        unchanged = self._graph_sets.check()
+        if self._warmup_trace is not None and unchanged:
             self._make_graph_set(self._warmup_trace)
         self._begin()
         self._step += 1
         if not self._graph_sets:
             self._partition()
 
-    def _check_snapshot(self, snapshot: ModelSnapshot) -> None:
-        changed, moved = snapshot.changed()
-        if moved and self._graph_sets:
-            raise GraphError(
-                f"graphs: {moved} or its main gradient has moved since graphs were captured, which go by "
-                "address; change its values in place, or make the manager afterwards"
-            )
-        if changed:
-            self._forget()
-
     def _make_graph_set(self, trace: WarmupTrace) -> None:
-        """Plan the graphs of the step that was traced, if it came to its end and was even."""
+        """Plan the graphs of the traced step, if it is complete and its microbatches have one signature."""
         chunks = trace.specs(self.order)
         if chunks is None or self._signature is None:
             return
-        if not trace.alike:
+        if not trace.same_signatures:
             self._graph_sets[self._signature] = None
             return
         plan = plan_buffers(self.order, chunks)
         self._graph_sets[self._signature] = GraphSet(plan, trace.spans, self._device, *self._signature[:2])
 
     def _first_forward(self, tensors: Tensors, shared: TreeSpec) -> Signature:
-        """Decide by a step's first inputs whether it runs eagerly, is traced, or goes through graphs."""
+        """Choose by the first inputs of a step if it runs eagerly, is traced, or goes through graphs."""
         if DistributedDataParallel._get_active_ddp_module() is not None:
             raise GraphError(
                 "graphs: DistributedDataParallel reduces gradients by hooks that replays do not run; use "
@@ -324,36 +323,31 @@ class GraphManager:
         signature = (_autocast(self._device.type), shared, *map(_spec_and_grad, tensors))
         self._signature = signature
         if self.verify_every > 0 and self._step % self.verify_every == 0:
-            self._verifier = VerifiedReplay(self.captured_spans, shared, self.backend.rng)
+            self._verifier = Verifier(self.captured_spans, shared, self.backend.rng)
         if self._step < self.warmup - 1:
             return signature
         if signature in self._graph_sets:
             graph_set = self._graph_sets[signature]
-            # A mode that has changed since `begin_step`: the step runs eagerly, the next one captures anew.
-            if graph_set is not None and not self._snapshot_of_chains().modes_changed():
+            # If a mode has changed since `begin_step`, run this step eagerly, and capture the next one again.
+            if graph_set is not None and not self._graph_sets.snapshot().modes_changed():
                 self._graph_set, self._runner = graph_set, self.begin_replays(graph_set)
-        elif len(self._graph_sets) < _MAX_GRAPH_SETS:
+        elif not self._graph_sets.full:
             self._warmup_trace = WarmupTrace(self._spans, self.backend)
-            self._snapshot_of_chains()
+            self._graph_sets.snapshot()
         return signature
 
-    def _snapshot_of_chains(self) -> ModelSnapshot:
-        if self._snapshot is None:
-            self._snapshot = ModelSnapshot(self.chains)
-        return self._snapshot
-
     def begin_replays(self, graph_set: GraphSet) -> StepRunner:
-        """Make what runs one training step through the graphs of `graph_set`.
+        """Return the object that runs one training step through the graphs of `graph_set`.
 
-        Override it, and nothing else, to have spans captured and replayed by another library: see
-        `fastmp.cuda_graphs.transformer_engine`.
+        Override this method alone to have another library capture and replay the spans, as
+        `fastmp.cuda_graphs.transformer_engine` does.
         """
         if len(graph_set.done) < graph_set.plan.num_graphs:
             self.backend.prepare()
         if self._verifier is None and (program := program_of(graph_set, self._spans)) is not None:
-            return ProgramExecutor(program, graph_set, self.captured_spans, self.backend, Replay())
-        replay = Replay() if self._verifier is None else self._verifier
-        return StepExecutor(graph_set, self.captured_spans, self.backend, replay, fallback=self.fallback)
+            return ProgramExecutor(program, graph_set, self.captured_spans, self.backend)
+        arguments = graph_set, self.captured_spans, self.backend
+        return StepExecutor(*arguments, verifier=self._verifier, fallback=self.fallback)
 
     def _chain_of(self, chunk: int) -> LayerChain:
         return self.chains[chunk]
@@ -361,7 +355,7 @@ class GraphManager:
     def _forward(
         self, chunk: int, tensors: Tensors, shared: Mapping[str, Any]
     ) -> tuple[Tensors, Tensors] | None:
-        """What a chain hands on, and what its layers return besides; None: it runs by itself."""
+        """Run a chain; return (hidden tensors, auxiliary outputs), or None to run it eagerly."""
         if self._step < 0 or not torch.is_grad_enabled() or not self._chain_of(chunk).training:
             return None
         common = Shared.of(shared)
@@ -418,7 +412,7 @@ class GraphManager:
         )
 
     def _all_replay(self, own: bool) -> bool:
-        """Whether all ranks of the group replay the next forward."""
+        """Return True if all ranks of `group` replay the next forward (an all-reduce, and a host sync)."""
         replay = torch.tensor(own, dtype=torch.int32, device=self._device)
         dist.all_reduce(replay, dist.ReduceOp.MIN, group=self.group)
         return bool(replay)
@@ -429,7 +423,7 @@ def _spec_and_grad(tensor: Tensor) -> tuple[TensorSpec, bool]:
 
 
 def _autocast(device: str) -> torch.dtype | bool:
-    """The dtype that autocast casts to on a device; False: it is off."""
+    """Return the dtype that autocast casts to on `device`, or False if it is off."""
     return torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
 
 
@@ -440,7 +434,7 @@ def _managed(
     *tensors: Tensor,
     **shared: Any,
 ) -> Tensors:
-    """Stand in for the forward of a chain, without keeping the manager and its graphs."""
+    """Replace the forward of a chain, without keeping the manager and its graphs alive."""
     own, layers = manager(), chain()
     assert layers is not None
     made = None if own is None else own._forward(chunk, tensors, shared)
@@ -456,7 +450,7 @@ def _copy_out(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
 
 
 class _CopyOut(Function):
-    """Copies of what graphs have made, in one launch."""
+    """Copies tensors out of graph memory in one launch, with autograd."""
 
     @staticmethod
     def forward(ctx, *tensors):

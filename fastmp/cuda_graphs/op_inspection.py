@@ -1,4 +1,4 @@
-"""Watches ops run: why a graph could not hold one, and which line called it."""
+"""Inspect ops as they run: the reason why a graph could not hold one, and the line that called it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = ["StorageInspector", "OpInspector", "line_in", "where"]
 
 _TORCH = str(Path(torch.__file__).parent)
 _GRAPHS = Path(__file__).parent
-_BETWEEN = (  # files that stand between an op and the line to blame
+_SKIPPED_FILES = (  # between an op and the line to report
     *(
         str(_GRAPHS / name)
         for name in ("op_inspection.py", "backends/recording.py", "explanation/tracing.py")
@@ -34,18 +34,18 @@ _INDEXING = (_aten.index.Tensor, _aten.index_put_.default, _aten._index_put_impl
 
 
 class OpInspector(TorchDispatchMode):
-    """A dispatch mode whose subclasses hear of each op why a graph could not hold it, and then run it."""
+    """Dispatch mode that reports each op a graph could not hold to `problem`, then runs it by `run`."""
 
     def problem(self, kind: str, message: str) -> None:
-        """Hear why the next op, which `message` names, could not be in a graph."""
+        """Handle a problem of the next op, which `message` names and explains."""
         raise NotImplementedError
 
     def run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Run an op; what this returns is its result."""
+        """Run an op and return its result."""
         raise NotImplementedError
 
     def on_device(self, tensor: Tensor) -> bool:
-        """Whether the host would wait for `tensor`: not for what it has made itself."""
+        """Return True if reading `tensor` synchronises with the device, as host-made tensors do not."""
         return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -71,9 +71,9 @@ class OpInspector(TorchDispatchMode):
 
 
 class StorageInspector(TorchDispatchMode):
-    """A dispatch mode that collects the addresses of storages that were there before it.
+    """Dispatch mode that collects the addresses of pre-existing storages.
 
-    used: those that ops read or write. written: those that ops may write to, a collective to all.
+    used: storages that ops read or write. written: storages that ops may write to; for a collective, all.
     """
 
     supports_higher_order_operators = True
@@ -100,7 +100,7 @@ class StorageInspector(TorchDispatchMode):
 
 
 def _written(func: Any, args: Any, kwargs: dict[str, Any]) -> list[Any]:
-    """The arguments that an op may write to."""
+    """Return the arguments that an op may write to."""
     schema = getattr(func, "_schema", None)
     if schema is None or func.namespace == "c10d":  # whose schemas do not say it
         return [args, kwargs]
@@ -109,13 +109,13 @@ def _written(func: Any, args: Any, kwargs: dict[str, Any]) -> list[Any]:
 
 
 def _storages(tree: Any) -> set[int]:
-    """The addresses of storages that have memory."""
+    """Return the addresses of all storages with memory."""
     tensors = [each for each in tree_leaves(tree) if isinstance(each, Tensor)]
     return {each.untyped_storage().data_ptr() for each in tensors} - {0}
 
 
 def _has_fixed_shapes(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
-    """Whether the results of an op have the same shapes at every replay."""
+    """Return True if the results of an op have the same shapes at every replay."""
     if func in _INDEXING:
         # Numbers of rows give as many rows; a mask does only where one value is put.
         masked = any(each is not None and each.dtype in (torch.bool, torch.uint8) for each in args[1])
@@ -126,15 +126,15 @@ def _has_fixed_shapes(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
 
 
 def where() -> str:
-    """The innermost line that is not torch's and not of graphs: "file:number, text".
+    """Return the innermost line outside torch and this package, as "file:number, text".
 
-    In a backward that has none it is the line of its forward, if autograd knows that.
+    A backward without such a line gets that of its forward, if autograd has recorded it.
     """
     frames: list[tuple[str, int]] = []
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         file = frame.f_code.co_filename
-        if file not in _BETWEEN:
+        if file not in _SKIPPED_FILES:
             if file.startswith(str(_GRAPHS)):
                 break  # what runs the model
             frames.append((file, frame.f_lineno))
@@ -146,7 +146,7 @@ def where() -> str:
     metadata: Any = {} if node is None else node.metadata
     for text in reversed(metadata.get("traceback_", [])):
         found = re.search(r'File "(.+)", line (\d+)', text)
-        if found and not found[1].startswith((_TORCH, str(_GRAPHS), *_BETWEEN)):
+        if found and not found[1].startswith((_TORCH, str(_GRAPHS), *_SKIPPED_FILES)):
             return f"backward of {line_in(found[1], int(found[2]))}"
     return line_in(*frames[0]) if frames and node is None else "a backward"
 

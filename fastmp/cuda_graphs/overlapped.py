@@ -1,4 +1,4 @@
-"""Graphs of what computes, where two microbatches run at once: exchanges run eagerly beside their replays.
+"""CUDA graphs with EP communication overlap: compute is captured, all-to-alls run eagerly next to replays.
 
 The parts of `fastmp.nn.overlap` that compute take the place of chains, and their order, which follows from
 the schedule alone, that of steps. So the gradients of weights have graphs of their own, as where a schedule

@@ -32,12 +32,12 @@ __all__ = [
 
 @dataclass(frozen=True, eq=False)
 class Span:
-    """Segments of a chain that follow each other; either a `CapturedSpan` or an `EagerSpan`.
+    """Consecutive segments of a chain: a `CapturedSpan` or an `EagerSpan`.
 
-    name: that of the first segment, and of the last one.
-    begins: layers whose first segment is here, and whose own forward nobody calls: the marked hooks before
-        their forward are replayed.
-    call: how the chain calls the segments of one layer (see `LayerChain`).
+    name: "first segment to last segment".
+    begins: layers whose first segment is here, and whose own forward is not called: their marked forward
+        pre-hooks are replayed.
+    call: the function by which the chain calls the segments of one layer (see `LayerChain`).
     """
 
     name: str
@@ -47,32 +47,29 @@ class Span:
 
     @cached_property
     def reads_shared(self) -> bool:
-        """Whether a layer begins here: it takes what all layers of the chain share."""
+        """True if a layer begins here: its first segment reads the shared keywords of the chain."""
         return any(link.first for link in self.links)
 
     @property
     def layers(self) -> list[nn.Module]:
-        """The layers that have segments here, each once."""
+        """The layers with segments here, each once."""
         return list(dict.fromkeys(link.layer for link in self.links))
 
     @property
     def parameters(self) -> list[nn.Parameter]:
-        """The parameters of these layers that require a gradient now."""
+        """The parameters of these layers that require a gradient at present."""
         return list(dict.fromkeys(p for layer in self.layers for p in layer.parameters() if p.requires_grad))
 
 
 class CapturedSpan(Span):
-    """Segments that one graph holds.
-
-    Where layers begin in it, its inputs end with the tensors of what all layers of the chain share.
-    """
+    """Segments in one graph. If a layer begins in it, its inputs end with the tensors of shared keywords."""
 
     def through(
         self, inputs: Tensors, shared: TreeSpec, begun: list[BoundSegment] | None = None
     ) -> tuple[Tensors, Tensors]:
-        """Run the segments, as `run_segments` does.
+        """Run the segments and return (hidden tensors, auxiliary outputs), as `run_segments`.
 
-        shared: what layers share, without its tensors, which are the last of `inputs`.
+        shared: the structure of the shared keywords; their tensors are the last of `inputs`.
         """
         first = len(inputs) - (shared.num_leaves if self.reads_shared else 0)
         keywords = tree_unflatten(inputs[first:], shared) if first < len(inputs) else {}
@@ -84,7 +81,7 @@ class EagerSpan(Span):
 
 
 class Shared(NamedTuple):
-    """What a chain gets as `keywords` for all layers: its tensors, and its form without them."""
+    """The keywords that a chain passes to all layers: their tensors, and their structure."""
 
     keywords: Mapping[str, Any]
     tensors: Tensors
@@ -92,13 +89,15 @@ class Shared(NamedTuple):
 
     @classmethod
     def of(cls, keywords: Mapping[str, Any]) -> Shared:
-        """Take it apart. ValueError where it holds something else than tensors."""
+        """Flatten `keywords`. ValueError if they hold anything but tensors."""
         if not keywords:
             return _NOTHING
         leaves, form = tree_flatten(keywords)
         for leaf in leaves:
             if not isinstance(leaf, Tensor):
-                raise ValueError(f"graphs: what all layers share must consist of tensors, got {leaf!r}")
+                raise ValueError(
+                    f"graphs: keywords shared by all layers must consist of tensors, got {leaf!r}"
+                )
         return cls(keywords, tuple(leaves), form)
 
     def append_to(self, tensors: Tensors, span: Span) -> Tensors:
@@ -110,12 +109,12 @@ _NOTHING = Shared({}, (), tree_structure({}))
 
 
 class SpanTrace(NamedTuple):
-    """What an eager step has shown of a span.
+    """A captured span as an eager warm-up step has run it.
 
-    inputs: their specs, and whether each requires a gradient. outputs: the specs of those that do.
+    inputs: (spec, requires_grad) of each. outputs: the specs of the differentiable ones.
     calls: the modules that the span calls, in order.
-    draws: what `Backend.trace_draws` has noted.
-    may_alias_grads: whether code before the span may keep the gradients of its inputs without copying them.
+    draws: the random draws, from `Backend.trace_draws`.
+    may_alias_grads: code before the span may keep the gradients of its inputs without copying them.
     """
 
     inputs: list[tuple[TensorSpec, bool]]
@@ -165,7 +164,7 @@ def _kinds(
     span_size: int | None,
     beside: Collection[str] = (),
 ) -> Callable[[BoundSegment], tuple[bool, int]]:
-    """A function of a segment that says whether it is captured, and in which group of layers."""
+    """Return a function that maps a segment to (captured, number of its layer group)."""
     eager = {link.segment.name for link in links if not link.segment.capturable}
     able = {link.segment.name: link.segment.name not in eager for link in links}
     chosen = captured_segments(scope, able, beside)
@@ -186,7 +185,7 @@ def _spans(
     begun: list[nn.Module],
     call: Call | None,
 ) -> list[Span]:
-    """The spans among `links`, and the eager spans between them; `begun` gets the layers that begin here."""
+    """Group `links` into captured and eager spans; add the layers that begin here to `begun`."""
     spans: list[Span] = []
     for (captured, _), own in groupby(links, kind_of):
         group = list(own)
@@ -200,15 +199,15 @@ def _spans(
 
 
 def _captures(link: BoundSegment, scope: Sequence[str] | None, chosen: set[str]) -> bool:
-    """Without a scope, a segment whose namesakes in other layers are eager is captured all the same."""
+    """Return True if `link` is captured; without a scope, even if its namesakes in other layers are eager."""
     name = link.segment.name
     return link.segment.capturable and (name in chosen or (scope is None and name != "shared_experts"))
 
 
 def spec_of(tensor: Tensor) -> TensorSpec:
-    """Describe `tensor`, with strides where it is dense in another order of dimensions.
+    """Return the spec of `tensor`, with strides if it is dense in another order of dimensions.
 
-    A product reads such a tensor in another order, and its last bits differ.
+    A GEMM reads such a tensor in another order, and the last bits of its result differ.
     """
     return TensorSpec(
         tuple(tensor.shape),
@@ -239,22 +238,22 @@ def called_modules() -> Iterator[list[nn.Module]]:
 
 
 def may_alias_grads(span: Span, inputs: Iterable[Tensor], outputs: Iterable[Tensor]) -> bool:
-    """Whether a leaf of `span` may keep a gradient that reaches it: a leaf without a `main_grad`.
+    """Return True if a leaf of `span` may keep its gradient without a copy: a leaf without a `main_grad`.
 
-    A parameter of the span counts even if this step did not use it. A leaf from elsewhere counts if it is
-    in the autograd graph between `inputs` and `outputs`.
+    Parameters of the span count even if this step did not use them, other leaves if they are in the autograd
+    graph between `inputs` and `outputs`.
     """
     leaves = [node.variable for node in nodes_behind(outputs, inputs) if hasattr(node, "variable")]
     return not all(hasattr(leaf, "main_grad") for leaf in (*span.parameters, *leaves))
 
 
 def made_by(outputs: Iterable[Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
-    """The outputs of a span that are not inputs which it hands on."""
+    """Return the outputs of a span except inputs that it passes on."""
     return [output for output in outputs if not any(output is given for given in inputs)]
 
 
 def nodes_behind(outputs: Iterable[Tensor], inputs: Iterable[Tensor] = ()) -> list[Node]:
-    """The nodes of the autograd graph from `outputs` back to those that made `inputs`, which are left out."""
+    """Return the autograd nodes from `outputs` back to those that produced `inputs`, exclusive."""
     left_out = {tensor.grad_fn for tensor in inputs}
     found: dict[Node, None] = {}
     nodes = [tensor.grad_fn for tensor in outputs]

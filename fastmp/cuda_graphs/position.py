@@ -1,4 +1,4 @@
-"""Keeps the place of a training step in its plan."""
+"""Track the position of a training step in its plan."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ __all__ = ["Position"]
 
 
 class Position:
-    """The next replay of a plan, while one training step goes through it.
+    """The next replay of a plan during one training step.
 
-    capturing: whether the graphs of the present round are captured now.
-    eager: forwards (microbatch, chunk, span) that run eagerly in this step, as do their backwards.
+    capturing: the graphs of the present round are being captured.
+    eager: forwards (microbatch, chunk, span) that run eagerly in this step, with their backwards.
     """
 
     def __init__(self, graph_set: GraphSet, spans: Sequence[Sequence[CapturedSpan]]) -> None:
@@ -26,21 +26,21 @@ class Position:
         self.eager: set[Key] = set()
 
     def peek(self) -> ReplaySlot | None:
-        """The next replay that is not left out; None at the end of the step."""
+        """Return the next replay that does not run eagerly; None at the end of the step."""
         slots = self._graph_set.slots
         while self._next < len(slots) and self.eager and slots[self._next].key in self.eager:
             self._next += 1
         return slots[self._next] if self._next < len(slots) else None
 
     def next_forward(self, chunk: int) -> ReplaySlot | None:
-        """The next replay, if it is a forward of `chunk`."""
+        """Return the next replay if it is a forward of `chunk`, else None."""
         slot = self.peek()
         return slot if slot is not None and slot.kind == FORWARD and slot.step.chunk == chunk else None
 
     def expect(
         self, chunk: int, span: int, kinds: tuple[str, ...], microbatch: int | None = None
     ) -> ReplaySlot:
-        """Advance to the next replay; GraphError if that is not the one which is about to run."""
+        """Advance to the next replay and return it; GraphError if another one is about to run."""
         slot = self.peek()
         if (
             slot is None
@@ -62,7 +62,7 @@ class Position:
         return slot
 
     def go_on(self, number: int) -> None:
-        """Go on at replay `number` of a step in which nothing was captured."""
+        """Continue at replay `number` of a step in which nothing was captured."""
         self._next = number
         self._round = self._graph_set.slots[number - 1].round if number else -1
 
@@ -75,7 +75,7 @@ class Position:
         graph_set.live_grads.clear()
 
     def end(self) -> None:
-        """End the step, perhaps before all of it has run."""
+        """End the step, which may be incomplete."""
         self._next = len(self._graph_set.slots)
         self._graph_set.live_grads.clear()
         if self._round >= 0:

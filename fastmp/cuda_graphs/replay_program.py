@@ -256,7 +256,8 @@ class ProgramExecutor(StepExecutor):
         slots = self._graph_set.slots
         slot, captured = slots[number], self._graph_set.captured[slots[forward].graph]
         assert captured.backward is not None
-        self._replay.accumulate(captured.backward)
+        if captured.backward.parameters:
+            captured.backward.accumulate()
         self._hooks.after_gradients(slot.graph, slot.kind, captured.backward.visited)
         self._defer_weights(slot, captured)
 

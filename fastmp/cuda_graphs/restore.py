@@ -1,4 +1,4 @@
-"""Puts back what running a run has changed: an eager run beside its graphs, or a capture that failed."""
+"""Restore the state that running a span has changed, for verification and failed captures."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ __all__ = ["SpanSnapshot", "random_states", "repeatable_backward", "restore_rand
 
 
 class SpanSnapshot:
-    """What running a part changes besides its outputs: buffers, and gradients of its parameters.
+    """Copies of the buffers and gradients that running a span may change.
 
-    parameters: those that it adds to; others may be on their way to other ranks. None: any of the part.
+    parameters: those whose gradients the span accumulates, as others may be in communication. None: all of
+        the span.
     """
 
     def __init__(self, span: Span, parameters: Sequence[nn.Parameter] | None = None) -> None:
@@ -31,16 +32,16 @@ class SpanSnapshot:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Restore the values, in the tensors that were there: these may be views of one that is reduced."""
+        """Restore the values in place: the tensors may be views of a buffer that is being reduced."""
         for param, grad in zip(self._parameters, self._grads, strict=True):
             param.grad = grad
         for name, tensor in self._held:
             value = self.values[name]
             if tensor is not None and value is not None:
-                tensor.data.copy_(value)  # autograd does not mind: other microbatches have saved it
+                tensor.data.copy_(value)  # no version bump: other microbatches have saved the tensor
 
     def now(self) -> dict[str, Tensor | None]:
-        """The present values, not copied."""
+        """Return the present values, not copied."""
         return dict(_held(self._part, self._parameters))
 
 
@@ -60,12 +61,12 @@ def _held(span: Span, parameters: Sequence[nn.Parameter]) -> list[tuple[str, Ten
 
 @contextmanager
 def repeatable_backward(outputs: Sequence[Tensor], does_work: bool) -> Iterator[None]:
-    """Run a backward of `outputs` inside, keeping its graph; if it raises, it can be run again.
+    """Keep a backward of `outputs` inside repeatable: if it raises, it can be run again.
 
-    Two things are in the way. Compiled code refuses, because its backward may write to what it has saved. A
-    loss whose forward makes the gradient allows one backward, and may scale the gradient in place.
+    Two cases need care. Compiled code donates saved buffers to its backward, so donation is turned off. A
+    fused loss, whose forward computes the gradient, allows one backward and may scale the gradient in place.
 
-    does_work: whether the backward inside computes, or is captured only.
+    does_work: the backward inside computes; otherwise it is only captured.
     """
     losses: list[Any] = [node for node in nodes_behind(outputs) if hasattr(node, "spent")]
     saved = tuple(tensor for loss in losses for tensor in loss.saved_tensors)
@@ -85,7 +86,7 @@ def repeatable_backward(outputs: Sequence[Tensor], does_work: bool) -> Iterator[
 
 
 def random_states(rng: RandomStreams | None) -> Mapping[str, Tensor]:
-    """The states of all random streams, or of torch's default generators."""
+    """Return the states of all random streams of `rng`, or of torch's default generators."""
     if rng is not None:
         return rng.states()
     cuda: dict[str, Any] = {"cuda": torch.cuda.get_rng_state()} if torch.cuda.is_initialized() else {}
@@ -93,6 +94,7 @@ def random_states(rng: RandomStreams | None) -> Mapping[str, Tensor]:
 
 
 def restore_random_states(rng: RandomStreams | None, states: Mapping[str, Tensor]) -> None:
+    """Restore states from `random_states`."""
     if rng is not None:
         rng.restore(dict(states))
         return

@@ -1,4 +1,4 @@
-"""Which segments of a layer a scope names, and which layers share a span. Standard library only."""
+"""Resolve capture scopes to segments, and group layers into spans. Standard library only."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from fastmp.config.dispatchers import capturable_dispatchers
 
 __all__ = ["captured_segments", "layer_groups", "must_run_eagerly"]
 
-# What a scope can name besides a single segment, which is a part by its own name.
-_PARTS = {
+# Scopes that name several segments; any other scope is the name of one segment.
+_SCOPES = {
     "attn": ("attention",),
     "moe_router": ("router",),
     "moe_preprocess": ("preprocess", "shared_experts"),
@@ -21,14 +21,14 @@ _WHOLE = ("full", "full_step")
 
 
 def captured_segments(
-    scope: Sequence[str] | None, segments: Mapping[str, bool], beside: Collection[str] = ()
+    scope: Sequence[str] | None, segments: Mapping[str, bool], overlapped: Collection[str] = ()
 ) -> set[str]:
-    """The names of the segments to capture. `segments`: {name: whether it can be captured}.
+    """Return the names of the segments to capture. segments: {name: True if it can be captured}.
 
     scope: attn, mlp, moe_router, moe_preprocess (with the shared experts), moe (everything in place of an
         MLP), full or full_step (everything), or segments by name. None captures all that can be, but no
         shared experts behind an eager preprocess, which would be a graph of their own.
-    beside: segments that run beside another microbatch's compute, which no graph of compute holds.
+    overlapped: segments that run next to another microbatch's compute, outside of its graphs.
 
     ValueError for a scope that names no segment, for a part of which a segment cannot be captured, and for
     dispatch, experts or combine without the shared experts: where these are eager, they run on a stream that
@@ -36,14 +36,14 @@ def captured_segments(
     eager dispatch: counts on their way to the host would be an input of their graph.
     """
     if scope is None:
-        chosen = {name for name, capturable in segments.items() if capturable and name not in beside}
+        chosen = {name for name, capturable in segments.items() if capturable and name not in overlapped}
         return chosen - {"shared_experts"} if not segments.get("preprocess", True) else chosen
-    parts = {name: segments if name in _WHOLE else _PARTS.get(name, (name,)) for name in scope}
+    parts = {name: segments if name in _WHOLE else _SCOPES.get(name, (name,)) for name in scope}
     found = {name: [part for part in own if part in segments] for name, own in parts.items()}
     if segments and not any(found.values()):
         raise ValueError(f"graphs: scope {list(scope)} names no segment; choose from {sorted(segments)}")
     for name, own in found.items():
-        if apart := [part for part in own if part in beside]:
+        if apart := [part for part in own if part in overlapped]:
             raise ValueError(
                 f"graphs: scope {name!r} has {', '.join(apart)}, which overlap_experts runs beside the "
                 "compute of another microbatch, outside of graphs; without a scope all else is captured"
@@ -64,7 +64,7 @@ def captured_segments(
 
 
 def must_run_eagerly(segments: Sequence[str], reason: str = "") -> str:
-    """Say in an error that these `segments` do, with the `reason`, or what lets graphs hold them."""
+    """Return the text of an error: `segments` must run eagerly, with the `reason` or an alternative."""
     said = f"{', '.join(segments)} must run eagerly"
     if reason:
         return f"{said} ({reason})"
@@ -75,8 +75,8 @@ def must_run_eagerly(segments: Sequence[str], reason: str = "") -> str:
 def layer_groups(sizes: Sequence[int], span_size: int | None) -> list[int]:
     """Give each layer of a chain the number of its group; layers of two groups are never in one span.
 
-    A graph is replayed as a whole: gradients of a span can be communicated behind all of it, and its
-    parameters must be there before. So spans are cut where buckets of gradients are, by the same rule.
+    A graph is replayed as a whole: gradients of a span can be communicated only after its replay, and its
+    parameters must have arrived before. So spans end where gradient buckets do, by the same rule.
 
     sizes: the parameters of each layer. span_size: parameters after which a group is full, counted from the
         last layer; None: all layers are in one group.

@@ -1,4 +1,4 @@
-"""Hooks of modules and parameters that a graph replay would skip, and whether they have changed."""
+"""Find hooks of modules and parameters that a graph replay would skip, and detect changes of hooks."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _behind_gradient = attrgetter("_post_accumulate_grad_hooks")
 
 
 class SkippedHook(NamedTuple):
-    """A hook that a replay would skip. owner: the module or parameter that has it, in words."""
+    """A hook that a replay would skip. owner: a description of its module or parameter."""
 
     owner: str
     hook: Callable
@@ -36,9 +36,9 @@ class SkippedHook(NamedTuple):
 def merge_hooked_layers(
     links: Iterable[BoundSegment],
 ) -> tuple[list[BoundSegment], dict[nn.Module, SkippedHook]]:
-    """Join the links of each layer that has a hook which a replay would skip into one link that calls it.
+    """Merge the links of each layer with a hook that a replay would skip into one link that calls the layer.
 
-    Returns the links, and these layers with the hook.
+    Returns the links, and {such a layer: its hook}.
     """
     every: list[BoundSegment] = []
     called: dict[nn.Module, SkippedHook] = {}
@@ -75,7 +75,7 @@ def _skipped(layer: nn.Module) -> SkippedHook | None:
 
 
 def find_skipped_hook(modules: Iterable[nn.Module], *, trains: bool) -> SkippedHook | None:
-    """A hook that the graph of a whole function would skip; `trains`: whether there are backwards in it."""
+    """Return a hook that a function graph would skip, or None. trains: the function runs backwards."""
     for root in modules:
         for module in root.modules():
             of_forward = (module._forward_pre_hooks, module._forward_hooks)
@@ -93,10 +93,10 @@ def _not_in_step(several: Iterable[_Hooks]) -> Iterator[Callable]:
 
 
 class HookSnapshot:
-    """Notices that hooks have been added or removed since it was made.
+    """Detects hooks that were added or removed since the snapshot.
 
-    every: all of them; else those that are not replayed. It is asked before every step, so its lists are
-    flat.
+    every: track all hooks, otherwise those that are not replayed. It is compared before every step, so its
+        lists are flat.
     """
 
     def __init__(self, chains: Iterable[LayerChain], every: bool = False) -> None:
@@ -123,7 +123,7 @@ class HookSnapshot:
         return self._now() != self._first
 
     def dicts(self) -> list[_Hooks]:
-        """What holds the hooks."""
+        """Return the dicts that hold the hooks."""
         return [*self._before, *self._others, *self._of_gradients()]
 
 

@@ -1,4 +1,4 @@
-"""Runs the chains of a training step eagerly, and notes what enters and leaves their spans."""
+"""Trace a warm-up step: run its chains eagerly, and record the inputs and outputs of their spans."""
 
 from __future__ import annotations
 
@@ -31,21 +31,22 @@ Place = tuple[int, int]  # chunk, span
 
 
 class WarmupTrace:
-    """What one eager step shows of the spans in `spans`, those of each chunk.
+    """Runs the spans of one warm-up step eagerly and traces them.
 
-    spans: the trace of each span, by (chunk, span). alike: whether all microbatches had the same signatures.
+    spans: the trace of each captured span, by (chunk, span).
+    same_signatures: all microbatches had the same signatures.
     """
 
     def __init__(self, spans: Sequence[Sequence[Span]], backend: Backend) -> None:
         self._spans, self._backend = spans, backend
         self.spans: dict[Place, SpanTrace] = {}
-        self.alike = True
+        self.same_signatures = True
         self._arrived: dict[Place, list[TensorSpec]] = {}  # the gradients of outputs, as they came
         self._forwards: Counter[Place] = Counter()
         self._reached: dict[Place, set[int]] = defaultdict(set)  # the forwards to which any gradient came
 
     def specs(self, order: Sequence[Step]) -> list[list[SpanSpec]] | None:
-        """The spans of each chunk, for a plan; None: the step has not come to the end of its `order`."""
+        """Return the captured spans of each chunk for `plan_buffers`; None if the step is incomplete."""
         spans = [[span for span in spans if isinstance(span, CapturedSpan)] for spans in self._spans]
         planned = Counter(step.chunk for step in order if step.kind == FORWARD)
         places = [(chunk, i) for chunk, own in enumerate(spans) for i in range(len(own))]
@@ -62,7 +63,7 @@ class WarmupTrace:
         return SpanSpec(span.name, tuple(spec for spec, _ in self.spans[place].inputs), gradients)
 
     def run_chain(self, chunk: int, tensors: Tensors, shared: Shared) -> tuple[Tensors, Tensors]:
-        """Run the parts of a chunk; what the chain hands on, and what its layers return besides."""
+        """Run the spans of a chunk eagerly; return (hidden tensors, auxiliary outputs)."""
         others: Tensors = ()
         number, may_alias = 0, False
         for span in self._spans[chunk]:
@@ -94,7 +95,7 @@ class WarmupTrace:
         inputs = [(spec_of(t), t.requires_grad) for t in tensors]
         now = SpanTrace(inputs, outputs, [*span.begins, *called], draws, may_alias)
         before = self.spans.get(place, now)
-        self.alike &= before[:3] == now[:3]
+        self.same_signatures &= before[:3] == now[:3]
         self.spans[place] = before._replace(may_alias_grads=before.may_alias_grads or may_alias)
         self._arrived.setdefault(place, list(outputs))
         for i, output in enumerate(made):

@@ -1,67 +1,66 @@
-"""Compares replays with their segments, run eagerly on the same inputs and random numbers, bit by bit."""
+"""Verify replays: compare them bit by bit with their segments, run eagerly on the same inputs and draws."""
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._pytree import TreeSpec
 
 from fastmp.cuda_graphs.backends.base import RandomStreams
 from fastmp.cuda_graphs.errors import GraphError
-from fastmp.cuda_graphs.graph_set import Captured, Key, ReplaySlot
+from fastmp.cuda_graphs.graph_set import Captured, Gradients, Key, ReplaySlot
 from fastmp.cuda_graphs.hooks import suspended_hooks
 from fastmp.cuda_graphs.partition import CapturedSpan, made_by
-from fastmp.cuda_graphs.replay import Replay
 from fastmp.cuda_graphs.restore import SpanSnapshot, random_states, restore_random_states
 from fastmp.nn.segment import Tensors
 from fastmp.ops.wgrad import WgradQueue, defer_wgrad
 from fastmp.pipeline.schedule import BACKWARD
 
-__all__ = ["VerifiedReplay"]
+__all__ = ["Verifier"]
 
 
-class _Eager(NamedTuple):
-    """What is left of an eager forward until its backward. outputs: those with a gradient."""
+class _SavedForward(NamedTuple):
+    """An eager forward kept for its backward. outputs: the differentiable ones."""
 
     inputs: list[Tensor]
     outputs: list[Tensor]
     queue: WgradQueue | None
 
 
-class VerifiedReplay(Replay):
-    """Replays graphs and compares what they make with what their segments make eagerly.
+class Verifier:
+    """Replays graphs, and compares outputs, gradients and state with an eager run of their segments.
 
-    shared: what layers share, without its tensors.
-    rng: the streams that segments draw from; None: torch's default generators.
+    Everything runs on the current stream. Replayed hooks are called once, after the comparison.
 
-    `wanted`: whether the next forward is compared; its backward is if the forward was.
+    Args:
+        spans: the captured spans of each chunk.
+        shared: the structure of the keywords that all layers share, without its tensors.
+        rng: the streams that segments draw from; None: torch's default generators.
 
-    GraphError naming the span, the microbatch and the first tensor that differs. Replayed hooks are called
-    once, after the comparison.
+    Set `wanted` to False to replay the next forward, and its backward, without a comparison.
+
+    Raises:
+        GraphError: a tensor differs; the message names the span, the microbatch and the tensor.
     """
 
     def __init__(
         self, spans: Sequence[Sequence[CapturedSpan]], shared: TreeSpec, rng: RandomStreams | None
     ) -> None:
         self._spans, self._shared, self._rng, self.wanted = spans, shared, rng, True
-        self._eager: dict[Key, _Eager] = {}
+        self._eager: dict[Key, _SavedForward] = {}
 
     def forward(self, slot: ReplaySlot, captured: Captured, static: Sequence[Tensor]) -> Tensors:
         if not self.wanted:
-            return super().forward(slot, captured, static)
-        span = self._run(slot)
+            return captured.replay_forward()
+        span = self._span(slot)
         _wait(static)
         inputs = [x.detach().clone().requires_grad_(needs) for x, needs in zip(static, captured.needs)]
         streams, before = random_states(self._rng), SpanSnapshot(span)
-        made = super().forward(slot, captured, static)
-        drawn, after = (
-            random_states(self._rng),
-            SpanSnapshot(span),
-        )  # a fused loss has gradients in its forward
+        made = captured.replay_forward()
+        drawn, after = random_states(self._rng), SpanSnapshot(span)  # a fused loss changes gradients too
         restore_random_states(self._rng, streams)
         before.restore()
         queue = None if captured.queue is None else WgradQueue()
@@ -74,55 +73,49 @@ class VerifiedReplay(Replay):
             _compare(slot, f"random stream {name!r}", drawn[name], state)
         _compare_states(slot, after)
         outputs = [output for output in expected if output.requires_grad]
-        self._eager[slot.key] = _Eager(inputs, outputs, queue)
+        self._eager[slot.key] = _SavedForward(inputs, outputs, queue)
         return made
 
     def backward(self, slot: ReplaySlot, captured: Captured, grads: Sequence[Tensor]) -> list[Tensor | None]:
         eager = self._eager.get(slot.key)
+        assert captured.backward is not None
         if eager is None:
-            return super().backward(slot, captured, grads)
+            return captured.backward.replay()
 
         def eagerly() -> None:
-            given = [grad for grad, there in zip(grads, captured.grad_mask) if there]
-            roots = [output for output, there in zip(eager.outputs, captured.grad_mask) if there]
-            torch.autograd.backward(roots, [grad.clone() for grad in given])
+            reached = [pair for pair, has in zip(zip(eager.outputs, grads), captured.grad_mask) if has]
+            torch.autograd.backward([out for out, _ in reached], [grad.clone() for _, grad in reached])
             if eager.queue is not None and slot.kind == BACKWARD:
                 WgradQueue.run(eager.queue.take())
 
-        assert captured.backward is not None
         _wait(grads)
-        visited = captured.backward.visited
-        replay = functools.partial(super().backward, slot, captured, grads)
-        own = self._both(slot, visited, replay, eagerly)
+        own = self._both(slot, captured.backward, eagerly)
         if slot.kind == BACKWARD or eager.queue is None:
             del self._eager[slot.key]
-        for i, (given, grad) in enumerate(zip(eager.inputs, own, strict=True)):
-            _compare(slot, f"the gradient of input {i}", grad, given.grad)
+        for i, (x, grad) in enumerate(zip(eager.inputs, own, strict=True)):
+            _compare(slot, f"the gradient of input {i}", grad, x.grad)
         return own
 
     def weights(self, slot: ReplaySlot, captured: Captured) -> None:
         eager = self._eager.pop(slot.key, None)
-        if eager is None or eager.queue is None:
-            super().weights(slot, captured)
-            return
         assert captured.weight is not None
-        tasks, replay = eager.queue.take(), functools.partial(super().weights, slot, captured)
-        self._both(slot, captured.weight.visited, lambda: replay() or [], lambda: WgradQueue.run(tasks))
+        if eager is None or eager.queue is None:
+            captured.weight.replay()
+            return
+        tasks = eager.queue.take()
+        self._both(slot, captured.weight, lambda: WgradQueue.run(tasks))
 
-    def _run(self, slot: ReplaySlot) -> CapturedSpan:
+    def _span(self, slot: ReplaySlot) -> CapturedSpan:
         return self._spans[slot.step.chunk][slot.span]
 
     def _both(
-        self,
-        slot: ReplaySlot,
-        visited: Sequence[nn.Parameter],
-        replay: Callable[[], list[Tensor | None]],
-        eagerly: Callable[[], None],
+        self, slot: ReplaySlot, gradients: Gradients, eagerly: Callable[[], None]
     ) -> list[Tensor | None]:
-        span = self._run(slot)
-        before = SpanSnapshot(span, visited)
-        own = replay()
-        after = SpanSnapshot(span, visited)
+        """Replay `gradients`, compute them again `eagerly` from the same state, and compare the state."""
+        span = self._span(slot)
+        before = SpanSnapshot(span, gradients.visited)
+        own = gradients.replay()
+        after = SpanSnapshot(span, gradients.visited)
         before.restore()
         with torch.enable_grad(), suspended_hooks(span):
             eagerly()
@@ -131,13 +124,13 @@ class VerifiedReplay(Replay):
 
 
 def _wait(tensors: Sequence[Tensor]) -> None:
-    """Wait for all streams: some may add to what is put back, such as counts in an exchange."""
+    """Synchronise the device: another stream may still add to the state that is restored."""
     if any(tensor.is_cuda for tensor in tensors):
         torch.cuda.synchronize()
 
 
 def _compare_states(slot: ReplaySlot, replayed: SpanSnapshot) -> None:
-    """Compare what a replay left with what is there now, and put the former back."""
+    """Compare the state after a replay with the present state, and restore the former."""
     for name, now in replayed.now().items():
         _compare(slot, name, replayed.values[name], now)
     replayed.restore()

@@ -106,8 +106,8 @@ def whole_step(
         function,
         chunks,
         backend=make_backend(rng, device),
-        what="the whole step",
-        instead="scope 'full' captures whole microbatches, and leaves the rest of a step to the host",
+        name="the whole step",
+        advice="scope 'full' captures whole microbatches, and leaves the rest of a step to the host",
         trains=True,
         warmup=config.warmup,
     )
@@ -126,8 +126,8 @@ def evaluation_graphs(
             runner.evaluated,
             runner.chunks,
             backend=make_backend(rng, device),
-            what="the evaluation",
-            instead="without graphs.evaluation it runs eagerly",
+            name="the evaluation",
+            advice="without graphs.evaluation it runs eagerly",
         )
     return graphs
 

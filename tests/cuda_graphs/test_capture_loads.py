@@ -108,7 +108,7 @@ def _in_one_graph(config, function, trains):
     model = GPT(config, Placement(rng=rng, dtype=torch.bfloat16))
     ids = torch.zeros(2, 8, dtype=torch.int64)
     graph = FunctionGraph(
-        lambda ids: function(model, ids), [model], backend=RecordingBackend(rng), what="it", instead="-",
+        lambda ids: function(model, ids), [model], backend=RecordingBackend(rng), name="it", advice="-",
         trains=trains,
     )  # fmt: skip
     _step(model, ids)

@@ -233,7 +233,7 @@ class Alternates(Base):
         return self.linear(x)
 
 
-@unsafe("constant", "in one run,")
+@unsafe("constant", "in one pass,")
 class Schedule(Base):
     def forward(self, x):
         SETTINGS["scale"] *= 0.99
@@ -360,9 +360,9 @@ def tokens(device=None):
 def test_models_are_captured_as_a_whole(config, segments, recompute):
     model = GPT(config, Placement(rng=RngTracker(1)), recompute=recompute)
     report = explain(model, tokens())
-    assert report.captured and report.runs == 1, report
+    assert report.captured and report.num_spans == 1, report
     assert len(report.segments) == 3 * segments
-    assert "layers.0.attention to layers.2.attention (3 alike): captured" in str(report)
+    assert "layers.0.attention to layers.2.attention (3 identical): captured" in str(report)
 
 
 @pytest.mark.parametrize("config", (DENSE, MOE), ids=("dense", "experts"))
@@ -387,13 +387,13 @@ def ranks_case(rank, world):
 
 def test_experts_over_ranks_are_captured_in_part():
     for report in run_ranks(ranks_case, 2):
-        assert report.runs == 3 and not report.captured
+        assert report.num_spans == 3 and not report.captured
         eager = ["dispatch", "experts", "combine"]
         for segment in report.segments:
             assert not segment.problems
             assert (segment.name.rpartition(".")[2] in eager) == bool(segment.reason), report
         reason = "not captured, sizes of what other ranks send are known at run time"
-        assert f"layers.0.dispatch to layers.2.dispatch (3 alike): {reason}" in str(report)
+        assert f"layers.0.dispatch to layers.2.dispatch (3 identical): {reason}" in str(report)
 
 
 class Turns(nn.Module):

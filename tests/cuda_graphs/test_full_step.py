@@ -65,7 +65,7 @@ def make(in_graph, microbatches=3, **options):
 
     if in_graph:
         options = {"backend": RecordingBackend(rng), "trains": True, "warmup": 2, **options}
-        return FunctionGraph(step, [model], what="the step", instead="do without", **options), model
+        return FunctionGraph(step, [model], name="the step", advice="do without", **options), model
     return step, model
 
 
@@ -134,7 +134,9 @@ def test_graphs_go_by_address():
     for step in range(4):
         function(*batches(step))
     model.first.weight.data = model.first.weight.data.clone()
-    with pytest.raises(GraphError, match=r"'0\.module\.first\.weight' of chunk 0 .* since the step was cap"):
+    with pytest.raises(
+        GraphError, match=r"'0\.module\.first\.weight' of chunk 0 .* since graphs were captured"
+    ):
         function(*batches(4))
     function.remove()
     function(*batches(4))
@@ -177,9 +179,7 @@ def test_what_no_graph_can_hold_is_named():
     def reads(x):
         return x / 2 if x.sum() > 1e9 else x * 2
 
-    function = FunctionGraph(
-        reads, [], backend=RecordingBackend(), what="a test", instead="use another scope"
-    )
+    function = FunctionGraph(reads, [], backend=RecordingBackend(), name="a test", advice="use another scope")
     x = torch.ones(3)
     assert torch.equal(function(x), x * 2)
     with pytest.raises(
@@ -190,7 +190,7 @@ def test_what_no_graph_can_hold_is_named():
 
 
 def test_more_signatures_than_have_graphs_run_eagerly():
-    function = FunctionGraph(torch.square, [], backend=RecordingBackend(), what="a test", instead="")
+    function = FunctionGraph(torch.square, [], backend=RecordingBackend(), name="a test", advice="")
     for _ in range(3):
         for rows in range(1, 8):
             assert torch.equal(function(torch.full((rows,), 3.0)), torch.full((rows,), 9.0))
@@ -202,7 +202,7 @@ def test_autocast_is_part_of_the_signature():
         return x @ x
 
     function, x = (
-        FunctionGraph(multiplied, [], backend=RecordingBackend(), what="a test", instead=""),
+        FunctionGraph(multiplied, [], backend=RecordingBackend(), name="a test", advice=""),
         torch.eye(3),
     )
     for _ in range(3):
@@ -216,7 +216,7 @@ def test_the_default_dtype_is_part_of_the_signature():
     def work():
         return torch.ones(3) / 10
 
-    function = FunctionGraph(work, [], backend=RecordingBackend(), what="a test", instead="")
+    function = FunctionGraph(work, [], backend=RecordingBackend(), name="a test", advice="")
     try:
         for _ in range(3):
             for dtype in (torch.float64, torch.float32):
@@ -234,7 +234,7 @@ def test_the_modes_of_torch_are_part_of_the_signature():
     def work():
         return (model(x) * (2 if torch.is_grad_enabled() else 1)).detach()
 
-    function = FunctionGraph(work, [model], backend=RecordingBackend(), what="a test", instead="")
+    function = FunctionGraph(work, [model], backend=RecordingBackend(), name="a test", advice="")
     modes = torch.no_grad, torch.inference_mode, torch.enable_grad, lambda: torch.autocast("cpu")
     for _ in range(3):
         for mode in modes:
@@ -260,7 +260,7 @@ def test_arguments_keep_their_strides(view):
     def work(x):
         return x.sum(), x.flatten().cumsum(0), x.is_contiguous()
 
-    function = FunctionGraph(work, [], backend=RecordingBackend(), what="a test", instead="")
+    function = FunctionGraph(work, [], backend=RecordingBackend(), name="a test", advice="")
     for number in range(8):
         x = view(torch.randn(257, 513))
         x = x.contiguous() if number > 3 else x
@@ -270,7 +270,7 @@ def test_arguments_keep_their_strides(view):
 
 
 def test_numbers_are_part_of_the_signature():
-    function = FunctionGraph(torch.mul, [], backend=RecordingBackend(), what="a test", instead="")
+    function = FunctionGraph(torch.mul, [], backend=RecordingBackend(), name="a test", advice="")
     for number in (1, True, 1.0, 0.0, -0.0):
         for _ in range(3):
             made, expected = function(torch.tensor(2), number), torch.mul(torch.tensor(2), number)
@@ -287,7 +287,7 @@ class Loop:
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01, momentum=0.9)
         self.function = self.gradients
         if in_graph:
-            options = {"backend": RecordingBackend(), "trains": True, "what": "a test", "instead": ""}
+            options = {"backend": RecordingBackend(), "trains": True, "name": "a test", "advice": ""}
             self.function = FunctionGraph(self.gradients, [self.model], **options)
 
     def gradients(self, x):
@@ -342,7 +342,7 @@ def test_a_gradient_that_is_read_and_replaced_is_refused(change):
                 for param in model.parameters():
                     param.grad = change(param.grad, 0.5)
 
-        options = {"backend": RecordingBackend(), "trains": True, "what": "a test", "instead": ""}
+        options = {"backend": RecordingBackend(), "trains": True, "name": "a test", "advice": ""}
         function = FunctionGraph(work, [model], **options) if in_graph else work
         for number in range(1, 5):
             function(torch.full((2, 4), float(number)))
@@ -379,7 +379,7 @@ def test_an_argument_in_memory_that_is_written_is_refused():
         return x * 2
 
     def made():
-        return FunctionGraph(work, [], backend=RecordingBackend(), what="a test", instead="")
+        return FunctionGraph(work, [], backend=RecordingBackend(), name="a test", advice="")
 
     function = made()
     assert torch.equal(function(weight.data), weight * 2)
@@ -420,14 +420,14 @@ WEIGHT = nn.Parameter(torch.ones(2))
 
 @pytest.mark.parametrize(("kind", "work", "x", "message"), REFUSED)
 def test_what_no_replay_would_do_is_refused(kind, work, x, message):
-    function = FunctionGraph(work, [], backend=RecordingBackend(), what="a test", instead="")
+    function = FunctionGraph(work, [], backend=RecordingBackend(), name="a test", advice="")
     with pytest.raises(kind, match=message):
         for _ in range(2):
             function(x)
 
 
 def test_shapes_that_never_come_again_leave_little():
-    function = FunctionGraph(torch.square, [], backend=RecordingBackend(), what="a test", instead="")
+    function = FunctionGraph(torch.square, [], backend=RecordingBackend(), name="a test", advice="")
     for rows in range(1000):
         function(torch.ones(rows))
     assert len(function._draws_of) < 100

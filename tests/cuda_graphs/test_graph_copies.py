@@ -6,8 +6,7 @@ import pytest
 import torch
 from graph_tools import DENSE, MOE, train
 
-from fastmp.cuda_graphs import executor as step
-from fastmp.cuda_graphs import graph_set, manager, replay_program
+from fastmp.cuda_graphs import executor, graph_set, manager, replay_program
 from fastmp.cuda_graphs.executor import StepExecutor
 from fastmp.cuda_graphs.graph_set import copy_together
 from fastmp.nn.segment import run_segments
@@ -31,7 +30,7 @@ def copies(monkeypatch):
     monkeypatch.setattr(graph_set, "copy_together", note)
     for name, module, function, copy in (
         ("out of chains", manager, "_copy_out", manager._copy_out),
-        ("to what keeps gradients", step, "copies_of", step.copies_of),
+        ("to what keeps gradients", executor, "copies_of", executor.copies_of),
     ):
 
         def named(tensors, name=name, copy=copy):
@@ -77,7 +76,7 @@ def test_without_landing_and_in_place_reading_there_are_more(copies, monkeypatch
     def nowhere(links, tensors, call, out=None, **options):
         return run_segments(links, tensors, call, **options)
 
-    monkeypatch.setattr(step, "run_segments", nowhere)
+    monkeypatch.setattr(executor, "run_segments", nowhere)
     monkeypatch.setattr(StepExecutor, "_left_by_graphs", lambda self, slot, grads: {})
     many = sum(map(len, of_last_microbatch(copies, MOE, scope=SOME)))
     assert many == few + 2 * (MOE.num_layers - 1)

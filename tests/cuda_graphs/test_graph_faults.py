@@ -10,10 +10,8 @@ import torch
 from layout_tools import DENSE_4, MOE_4, SOME, Layout, Training
 from torch import nn
 
-from fastmp.cuda_graphs import capture, graph_set, hooks, replay
+from fastmp.cuda_graphs import graph_set, hooks, partition, trace
 from fastmp.cuda_graphs import manager as managers
-from fastmp.cuda_graphs import partition as runs
-from fastmp.cuda_graphs import trace as observe
 from fastmp.cuda_graphs.backends.recording import Pool, RecordingBackend
 from fastmp.cuda_graphs.buffer_plan import Lease, SpanSpec, TensorSpec, plan_buffers
 from fastmp.cuda_graphs.errors import CaptureError, GraphError
@@ -139,8 +137,7 @@ def test_a_gradient_that_is_handed_out_without_a_copy(monkeypatch):
             else:
                 param.grad.add_(grad())
 
-    for module in (capture, replay):
-        monkeypatch.setattr(module, "add_gradients", torch.no_grad()(hand_out))
+    monkeypatch.setattr(graph_set.Gradients, "accumulate", torch.no_grad()(hand_out))
     assert two_microbatches() == (11, 20)
 
 
@@ -395,8 +392,8 @@ def turned(graphs):
 
 def test_inputs_in_another_order_of_dimensions(monkeypatch):
     """Products on them differ in bits from those on contiguous copies."""
-    eager, spec_of = turned(False), runs.spec_of
+    eager, spec_of = turned(False), partition.spec_of
     assert not differs(turned(True), eager)
-    for module in (managers, observe, runs, graph_set):
+    for module in (managers, trace, partition, graph_set):
         monkeypatch.setattr(module, "spec_of", lambda tensor: spec_of(tensor)._replace(strides=None))
     assert differs(turned(True), eager)

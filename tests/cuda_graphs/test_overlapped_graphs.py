@@ -15,9 +15,8 @@ from fastmp.cuda_graphs.backends.recording import RecordedGraph, RecordingBacken
 from fastmp.cuda_graphs.capture import Capture
 from fastmp.cuda_graphs.errors import CaptureError, GraphError
 from fastmp.cuda_graphs.executor import StepExecutor
-from fastmp.cuda_graphs.graph_set import GraphSet
+from fastmp.cuda_graphs.graph_set import Gradients, GraphSet
 from fastmp.cuda_graphs.overlapped import OverlappedGraphManager
-from fastmp.cuda_graphs.replay import Replay
 from fastmp.nn.overlap import OverlappedLayers
 from fastmp.nn.segment import LayerChain, Segment, SegmentedLayer
 from fastmp.ops.wgrad import linear
@@ -341,16 +340,20 @@ def test_an_exchange_that_writes_to_one_of_two_views_is_refused(monkeypatch):
 def test_a_verified_backward_leaves_gradients_of_others_alone(monkeypatch):
     """Those that have arrived may be on their way to other ranks, and change meanwhile."""
     graphed, plain = Trained(graphs=True, verify_every=1), Trained()
-    weight, weights = graphed.chain[0].norm.weight, Replay.weights
-
-    def arrives(self, slot, captured):
-        weights(self, slot, captured)
-        if slot.step.chunk == 0:
-            weight.grad += 1
-
+    weight, replay = graphed.chain[0].norm.weight, Gradients.replay
     graphed.steps(3)
     plain.steps(3)
-    monkeypatch.setattr(Replay, "weights", arrives)
+    graph_set = graphed.manager._graph_set
+    forwards = [slot for slot in graph_set.slots if slot.kind == FORWARD and slot.step.chunk == 0]
+    first = [graph_set.captured[slot.graph].weight for slot in forwards]
+
+    def arrives(gradients):
+        own = replay(gradients)
+        if any(gradients is each for each in first):
+            weight.grad += 1
+        return own
+
+    monkeypatch.setattr(Gradients, "replay", arrives)
     place = MICROBATCHES + [id(param) for param in graphed.parameters].index(id(weight))
     torch.manual_seed(4)
     seen = graphed.step()[place]

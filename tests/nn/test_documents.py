@@ -136,10 +136,12 @@ def test_borders_and_more_room_than_documents():
 def test_graphs_can_hold_them_where_there_is_more_room():
     model, (tokens_BS, _) = make_gpt(MODELS["window"]), text(MODELS["window"], batch=2, sequence=32)
     report = explain(model, tokens_BS, Documents.from_position_ids(POSITIONS, max_documents=9))
-    assert report.runs == 1 and all(segment.captured for segment in report.segments), report
+    assert report.num_spans == 1 and all(segment.captured for segment in report.segments), report
     manager = GraphManager([model.layers], Schedule(1, 1).order(0), backend=RecordingBackend(), warmup=1)
     manager.begin_step()
-    with pytest.raises(ValueError, match="graphs: what all layers share must consist of tensors, got 'abc'"):
+    with pytest.raises(
+        ValueError, match="shared by all layers must consist of tensors, got 'abc'"
+    ):
         model.layers(torch.zeros(32, 2, 32, dtype=torch.float64), documents="abc")
 
 

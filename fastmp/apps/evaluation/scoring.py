@@ -90,14 +90,14 @@ class Scorer:
         self.multiple = shards * (2 * group_size(groups.cp) if groups.cp is not None else 1)
         self._scored: Callable[[_Batch], Tensor] = self._score_of_batch
         if backend is not None:
-            instead = "leave out --graphs"
+            advice = "leave out --graphs"
             if groups.pp is not None:
                 raise ValueError(
                     f"graphs: the {group_size(groups.pp)} ranks of a pipeline agree on shapes while they "
-                    f"score, which no graph can hold; {instead}"
+                    f"score, which no graph can hold; {advice}"
                 )
             self._scored = FunctionGraph(
-                self._scored, [model], backend=backend, what="the scoring of a batch", instead=instead
+                self._scored, [model], backend=backend, name="the scoring of a batch", advice=advice
             )
         self._pipeline: Pipeline | None = None
         self._shape: tuple[int, int] | None = None

@@ -1,4 +1,4 @@
-"""The interface of a backend, which captures work for a `GraphManager` and replays it."""
+"""Interface of backends, which capture work for a `GraphManager` and replay it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Weak = Callable[[], Tensor]
 
 
 class RandomStreams(Protocol):
-    """Random streams that take turns in the default generator, as those of an `RngTracker`."""
+    """Random streams that swap with the default generator, as those of an `RngTracker`."""
 
     @property
     def current(self) -> str: ...
@@ -33,10 +33,10 @@ class RandomStreams(Protocol):
 
 
 class Graph(Protocol):
-    """`with graph.capture(): ...` notes the work inside; `replay()` does it again on the same memory.
+    """`with graph.capture(): ...` records the work inside; `replay()` repeats it on the same memory.
 
-    `launch` of a captured graph does what `replay` does, by as little Python as that takes. Inside
-    `eager_backward()` the backward of the work runs eagerly, after a replay or a capture that worked.
+    `launch` of a captured graph is `replay` with as little Python as possible. Inside `eager_backward()` the
+    backward of the work can run eagerly, after a replay or a successful capture.
     """
 
     def capture(self) -> AbstractContextManager[None]: ...
@@ -49,8 +49,8 @@ class Graph(Protocol):
 class Backend(Protocol):
     """Captures and replays graphs that share memory.
 
-    runs_at_capture: whether a capture also does the work, or only notes it.
-    owner: the manager that uses the backend; the manager sets it.
+    runs_at_capture: a capture also does the work, instead of only recording it.
+    owner: the manager that uses the backend; set by the manager.
     """
 
     runs_at_capture: bool
@@ -68,7 +68,7 @@ class Backend(Protocol):
         """Trace the random draws of eager work that will be captured later; yields `draws` for `graph`."""
 
     def prepare(self) -> None:
-        """Get ready to capture: called once in each step that captures, before its first capture."""
+        """Prepare for captures: called once in each step that captures, before its first capture."""
 
     def graph(self, forward: Any = None, draws: Any = None, has_backward: bool = False) -> Any:
         """Make a new `Graph`.
@@ -78,7 +78,7 @@ class Backend(Protocol):
         """
 
     def weak(self, tensor: Tensor) -> Weak:
-        """Return a function that gives `tensor` where it lies, without keeping its memory from others."""
+        """Return a function that returns an alias of `tensor`, without keeping its memory allocated."""
 
     def reset(self) -> None:
-        """Let go of all graphs; the next ones have a pool of their own."""
+        """Release all graphs; later ones get a new pool."""

@@ -1,1 +1,1 @@
-"""Finds what a graph could not hold in a model, with the line that does it: `fastmp.cuda_graphs.explain`."""
+"""Explain why segments of a model cannot be captured, line by line: `fastmp.cuda_graphs.explain`."""

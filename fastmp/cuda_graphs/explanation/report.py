@@ -1,12 +1,12 @@
-"""Says of every segment of a model whether a graph can hold it, and if not why, with the line.
+"""Report for each segment of a model if a graph can hold it, and otherwise the reason with its line.
 
-A model runs three times, segment by segment, each segment's forward followed by its backward; the first time
-is for what it makes on first use. What waits for the device, depends on data, or comes from the host is seen
-in one run (`tracing`). What Python changes is seen between two: ops that differ, numbers that differ, memory
-that is elsewhere, attributes that were set.
+The model runs three times, segment by segment, each forward followed by its backward. The first pass creates
+lazily initialised state. Host-device synchronisations, data-dependent shapes and host data show in one pass
+(`tracing`). Changes by Python show as differences between two passes: other ops, other numbers, other memory,
+attributes that were set.
 
-What is not seen: state that changes neither in these runs nor any attribute of a module, such as a branch
-that is taken every hundredth step.
+State that changes neither in these passes nor in any attribute of a module is not found, such as a branch
+taken every hundredth step.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ __all__ = ["Problem", "Report", "SegmentReport", "explain"]
 
 
 class SegmentReport(NamedTuple):
-    """`reason`: why it is not to be captured, as the layer itself says; `problems`: what was found."""
+    """The result for one segment. reason: why the layer declares it eager; problems: found by `explain`."""
 
     name: str
     reason: str
@@ -46,30 +46,30 @@ class SegmentReport(NamedTuple):
 
 
 class Report(NamedTuple):
-    """The segments of all chains of a model in order. `print` it."""
+    """The segments of all chains of a model in order; `print` shows it as text."""
 
     segments: tuple[SegmentReport, ...]
 
     @property
     def captured(self) -> bool:
-        """Whether all segments can be captured."""
+        """True if all segments can be captured."""
         return all(segment.captured for segment in self.segments)
 
     @property
-    def runs(self) -> int:
-        """How many runs the segments that can be captured make."""
+    def num_spans(self) -> int:
+        """The number of captured spans that these segments form."""
         return sum(captured for captured, _ in groupby(segment.captured for segment in self.segments))
 
     def __str__(self) -> str:
-        alike: dict[tuple, list[str]] = {}
+        identical: dict[tuple, list[str]] = {}
         for segment in self.segments:
             kind = segment.name.rpartition(".")[2]
-            alike.setdefault((kind, segment.reason, segment.problems), []).append(segment.name)
+            identical.setdefault((kind, segment.reason, segment.problems), []).append(segment.name)
         count = sum(segment.captured for segment in self.segments)
-        runs = "1 run" if self.runs == 1 else f"{self.runs} runs"
-        lines = [f"{count} of {len(self.segments)} segments can be captured, in {runs}"]
-        for (_, reason, problems), names in alike.items():
-            shown = names[0] if len(names) == 1 else f"{names[0]} to {names[-1]} ({len(names)} alike)"
+        spans = "1 span" if self.num_spans == 1 else f"{self.num_spans} spans"
+        lines = [f"{count} of {len(self.segments)} segments can be captured, in {spans}"]
+        for (_, reason, problems), names in identical.items():
+            shown = names[0] if len(names) == 1 else f"{names[0]} to {names[-1]} ({len(names)} identical)"
             if not reason and not problems:
                 lines.append(f"  {shown}: captured")
                 continue
@@ -80,33 +80,45 @@ class Report(NamedTuple):
 
 
 def explain(model: nn.Module, *inputs: Any) -> Report:
-    """Whether the segments of the chains of `model`, called with `inputs`, can be captured.
+    """Report which segments of `model`, called with `inputs`, can be captured, and why others cannot.
 
-    model: a model with `LayerChain`s inside, or one of these, a `SegmentedLayer`, an `nn.Sequential`, whose
-        modules are segments, or any other module, which is one segment. In training mode.
-    inputs: of one microbatch. Those of a segment are tensors: of others, graphs keep the value.
+    Call it on all ranks of the model's groups. Gradients, buffers and torch's generators are restored
+    afterwards; random streams of the model's own and its Python state are not. On the meta device nothing is
+    computed, and the model runs up to the first value that it reads.
 
-    Over several ranks, all call it. Gradients, buffers and torch's generators are afterwards what they were;
-    random streams of its own may have moved on, and so has what the model keeps in Python. A model on the
-    meta device, with inputs there, is looked at without computing anything, up to the first value it reads.
+    Args:
+        model: in training mode; a model with `LayerChain`s inside, a `LayerChain`, a `SegmentedLayer`, an
+            `nn.Sequential`, whose modules are segments, or any other module, which is one segment.
+        inputs: of one microbatch. Inputs of segments must be tensors: a graph would keep any other value.
 
-    ValueError in evaluation mode, which graphs do not serve, and if a chain does not run.
+    Returns:
+        A `Report`; print it, or read its `segments`.
+
+    Raises:
+        ValueError: the model is in evaluation mode, or a chain does not run.
+
+    Example:
+        >>> report = explain(nn.Sequential(nn.Linear(8, 8), nn.ReLU()), torch.randn(4, 8))
+        >>> print(report)
+        2 of 2 segments can be captured, in 1 span
+          0.Linear: captured
+          1.ReLU: captured
     """
     if not model.training:
         raise ValueError("explain: the model is in evaluation mode, where nothing is captured: model.train()")
-    watcher = _Watcher(model)
+    explainer = _Explainer(model)
     devices = [x.device for x in inputs if isinstance(x, Tensor) and x.is_cuda][:1]
     with torch.enable_grad(), _restored(model), fork_rng(devices):
-        watcher.run(inputs)
-    return watcher.report()
+        explainer.run(inputs)
+    return explainer.report()
 
 
 class _Stopped(Exception):
-    """A segment raised after something that explains it."""
+    """A segment raised an exception after a problem that explains it."""
 
 
-class _Watcher:
-    """Runs a model and watches its segments."""
+class _Explainer:
+    """Runs a model and traces its segments."""
 
     def __init__(self, model: nn.Module) -> None:
         named = _chains(model)
@@ -129,7 +141,7 @@ class _Watcher:
     def run(self, inputs: tuple[Any, ...]) -> None:
         with ExitStack() as stack:
             for chain, links in self.chains:
-                stack.enter_context(self._instead(chain, links))
+                stack.enter_context(self._patched(chain, links))
             try:
                 for _ in range(3):
                     self.call(*inputs)
@@ -137,8 +149,8 @@ class _Watcher:
                 self.error = str(stopped)
 
     @contextmanager
-    def _instead(self, chain: LayerChain, links: dict[str, BoundSegment]) -> Iterator[None]:
-        """Lets a chain run through this, also where a manager of graphs has replaced its forward."""
+    def _patched(self, chain: LayerChain, links: dict[str, BoundSegment]) -> Iterator[None]:
+        """Route the forward of `chain` through `through`, even if a graph manager has replaced it."""
         before = vars(chain).get("forward")
         chain.forward = lambda *tensors, **shared: self.through(links, tensors, shared, chain.call)  # type: ignore[method-assign]
         try:
@@ -158,13 +170,13 @@ class _Watcher:
         others: Tensors = ()
         for name, link in links.items():
             if link.segment.capturable:
-                tensors, more = self._watched(name, link, tensors, shared if link.first else {}, call)
+                tensors, more = self._traced(name, link, tensors, shared if link.first else {}, call)
             else:
                 tensors, more = run_segments([link], tensors, call, shared=shared)
             others += more
         return *tensors, *others
 
-    def _watched(
+    def _traced(
         self, name: str, link: BoundSegment, given: tuple[Any, ...], shared: dict[str, Any], call: Call | None
     ) -> tuple[Tensors, Tensors]:
         leaves, form = tree_flatten(shared)
@@ -172,7 +184,7 @@ class _Watcher:
         inputs = tuple(
             x.detach().requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x for x in given
         )
-        # Copies: what changes a leaf is an error, what changes an activation is not.
+        # Copies, as writing to a leaf in place is an error of autograd and writing to an activation is not.
         inputs = tuple(x.clone() if isinstance(x, Tensor) else x for x in inputs)
         layer = link.layer.module if isinstance(link.layer, SingleSegment) else link.layer
         names = {key(x): f"{what} {n}" for what, n, x in _named(layer)}
@@ -224,7 +236,7 @@ class _Watcher:
 
 
 def _chains(model: nn.Module) -> list[tuple[str, LayerChain]]:
-    """The chains of a model with their names, except those inside a layer of another chain."""
+    """Return (name, chain) of the chains of a model, except those inside a layer of another chain."""
     found: list[tuple[str, LayerChain]] = []
     inside: set[nn.Module] = set()
     for name, module in model.named_modules():
@@ -235,11 +247,11 @@ def _chains(model: nn.Module) -> list[tuple[str, LayerChain]]:
 
 
 def _backward(link: BoundSegment, inputs: tuple[Any, ...], outputs: Tensors) -> None:
-    """Gradients of a segment, for none to keep: nothing is accumulated, and no hook of a parameter runs."""
+    """Compute the gradients of a segment and drop them, without accumulation or parameter hooks."""
     ends = [t for t in made_by(outputs, inputs) if t.requires_grad]
     leaves = [x for x in inputs if isinstance(x, Tensor) and x.requires_grad]
     leaves += [param for param in link.layer.parameters() if param.requires_grad]
-    if ends and leaves:  # not torch.autograd.grad, inside of which no function mode sees anything
+    if ends and leaves:  # not torch.autograd.grad, which hides its calls from function modes
         grads, options = tuple(torch.ones_like(t) for t in ends), {"allow_unreachable": True}
         _engine_run_backward(
             tuple(ends), grads, False, False, tuple(leaves), accumulate_grad=False, **options
@@ -247,7 +259,7 @@ def _backward(link: BoundSegment, inputs: tuple[Any, ...], outputs: Tensors) -> 
 
 
 def _differences(first: Trace, second: Trace) -> list[Problem]:
-    """List what two runs did not do alike, up to the first op that only one of them has."""
+    """List the differences of two passes, up to the first op that only one of them has."""
     found: list[Problem] = []
     sent, again = ([e for e in trace.events if e.op.startswith("c10d")] for trace in (first, second))
     for one, other in zip_longest(sent, again, fillvalue=_NOTHING):
@@ -265,7 +277,7 @@ def _differences(first: Trace, second: Trace) -> list[Problem]:
         outside = all("from outside" in each for each in pair)
         kind = "outside" if outside else "constant"
         said = "replay would use the memory of the first" if outside else "replay would repeat the first"
-        message = f"{one.op} gets {pair[0]} in one run, {pair[1]} in the next: {said}"
+        message = f"{one.op} gets {pair[0]} in one pass, {pair[1]} in the next: {said}"
         found.append(Problem(kind, message, other.line))
     return found
 
@@ -274,7 +286,7 @@ _NOTHING = Event("nothing", (), "")
 
 
 def _branch(kind: str, one: Event, other: Event, line: str) -> Problem:
-    ops = f"{one.op} in one run, {other.op} in the next"
+    ops = f"{one.op} in one pass, {other.op} in the next"
     return Problem(kind, f"{ops}: what Python decides, a graph decides once, at capture", line)
 
 
@@ -286,7 +298,7 @@ def _named(layer: nn.Module) -> Iterator[tuple[str, str, Tensor]]:
 
 
 def _state(layer: nn.Module) -> dict[tuple[str, str], Any]:
-    """The state that Python could change: where parameters and buffers lie, and the attributes of modules."""
+    """Return the state that Python could change: storages of parameters and buffers, module attributes."""
     state: dict[tuple[str, str], Any] = {(what, name): key(x) for what, name, x in _named(layer)}
     for path, module in layer.named_modules():
         for name, value in vars(module).items():
@@ -320,7 +332,7 @@ def _compare_state(trace: Trace, layer: nn.Module, before: dict, after: dict) ->
 
 
 def _line_that_sets(module: nn.Module, attribute: str) -> str:
-    """The line of the class outside __init__ that assigns to self.attribute, or calls a method of it."""
+    """Return the line outside __init__ that assigns to self.attribute or calls a method of it."""
     sets = re.compile(rf"\bself\.{re.escape(attribute)}\b(\[.*\])*(\.\w+\(|\s*(:[^=]+|[-+*/%&|^@]+)?=(?!=))")
     for kind in type(module).__mro__:
         if kind.__module__.partition(".")[0] == "torch":
@@ -337,7 +349,7 @@ def _line_that_sets(module: nn.Module, attribute: str) -> str:
 
 @contextmanager
 def _restored(model: nn.Module) -> Iterator[None]:
-    """Buffers and the gradients that ops write to `main_grad` are afterwards what they were."""
+    """Restore buffers and main gradients at exit."""
     tensors = [*model.buffers(), *(p.main_grad for p in model.parameters() if hasattr(p, "main_grad"))]
     before = [(tensor, tensor.clone()) for tensor in tensors]
     try:

@@ -1,9 +1,9 @@
-"""Watches a segment run, and notes what a graph would not hold, with the line that did it.
+"""Trace a segment, and record everything that a graph would not hold, with its line.
 
-The segment runs as it is, on its own device, so everything is seen: all reads of values, not only the first,
-collectives with the other ranks, custom ops. On the meta device nothing is computed. A dispatch mode sees
-ops; a function mode sees what is no op on a CPU (`.cpu()`, `.tolist()`, printing, `torch.tensor`); what
-neither sees (`torch.from_numpy`, streams) is replaced while the trace lasts.
+The segment runs unchanged on its own device, so the trace sees all host reads, not only the first,
+collectives with other ranks, and custom ops. On the meta device nothing is computed. A dispatch mode sees
+ops; a function mode sees calls that are no op on a CPU (`.cpu()`, `.tolist()`, printing, `torch.tensor`);
+functions that neither sees (`torch.from_numpy`, streams) are patched during the trace.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _HOOKS = {"register_hook", "register_post_accumulate_grad_hook"}
 
 
 class Problem(NamedTuple):
-    """Something that a graph would not hold, or not do again. `line`: "file:number, text"."""
+    """Work that a graph would not hold or not repeat. line: "file:number, text"."""
 
     kind: str
     message: str
@@ -41,7 +41,7 @@ class Problem(NamedTuple):
 
 
 class Event(NamedTuple):
-    """An op: its name, each argument in words, and the line that called it."""
+    """An op: its name, a description of each argument, and the line that called it."""
 
     op: str
     arguments: tuple[str, ...]
@@ -49,10 +49,10 @@ class Event(NamedTuple):
 
 
 class Trace(OpInspector):
-    """`with trace.running(): ...` notes `events` and `problems` of what runs inside, forward and backward.
+    """`with trace.running(): ...` records the `events` and `problems` of a forward and backward inside.
 
-    names: storages that are there before, by address of the storage: {key: "parameter weight"}.
-    inputs: tensors that may not be changed.
+    names: {key of a pre-existing storage: its name, such as "parameter weight"}.
+    inputs: tensors that the segment may not write to.
     """
 
     def __init__(self, names: dict[int, str], inputs: Iterable[Tensor]) -> None:
@@ -63,14 +63,14 @@ class Trace(OpInspector):
         inputs = list(inputs)
         self.inputs = {key(x) for x in inputs}
         self.on_cpu = all(x.device.type == "cpu" for x in inputs)
-        self.held: list[Tensor] = []  # so that no address is used twice
-        self.inside_op = False  # where what Python does is the business of the op
+        self.held: list[Tensor] = []  # keeps storages alive, so that their keys are unique
+        self.inside_op = False  # Python code inside an op is not reported
         self._made = 0
         self._streams: list[tuple[object, str]] = []
 
     def problem(self, kind: str, message: str, line: str | None = None) -> None:
         found = Problem(kind, message, where() if line is None else line)
-        # The library's functions look at values on a CPU only, to refuse wrong ones.
+        # The library's functions read values on a CPU only, to validate them.
         trusted = self.on_cpu and found.line.startswith(_OPS)
         if (
             not trusted
@@ -115,7 +115,7 @@ class Trace(OpInspector):
 
         yield cuda.StreamContext, "__enter__", entered
         yield cuda.Stream, "wait_stream", waited
-        # What looks whether it is being captured does as it would then.
+        # Code that asks if it is being captured takes the branch of a capture.
         yield cuda, "is_current_stream_capturing", lambda: True
 
     def _noting(self, function: Callable, kind: str, message: str) -> Callable:
@@ -128,7 +128,7 @@ class Trace(OpInspector):
         return noted
 
     def on_device(self, tensor: Tensor) -> bool:
-        """Whether `tensor` is on the device: reading what the host made itself waits for nothing."""
+        """Return True if `tensor` is on the device: reading host-made tensors does not synchronise."""
         return tensor.device.type != "cpu" or key(tensor) in self.names
 
     def run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -200,11 +200,11 @@ class _Functions(TorchFunctionMode):
 
 
 def key(tensor: Tensor) -> int:
-    """Says which storage it is; while it is held no other one has the same."""
+    """Return an identifier of the tensor's storage, unique while the storage is alive."""
     return tensor.untyped_storage()._cdata
 
 
 def line_of(function: Any) -> str:
-    """Where a function begins."""
+    """Return the first line of a function, as "file:number, text"."""
     code = getattr(function, "__code__", None)
     return type(function).__name__ if code is None else line_in(code.co_filename, code.co_firstlineno)

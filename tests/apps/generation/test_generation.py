@@ -271,7 +271,7 @@ def longer(rank, world, layout, graphs):
                 room, before = before, groups.exchange.views.capacity
                 assert before > room or prompts is PROMPTS
     assert found[:4] == found[4:]
-    graph = FunctionGraph(model, [model], backend=RecordingBackend(), what="a forward", instead="")
+    graph = FunctionGraph(model, [model], backend=RecordingBackend(), name="a forward", advice="")
     with torch.no_grad():
         for _ in range(3):
             graph(torch.tensor(PROMPTS[:1]))

@@ -351,7 +351,7 @@ def test_a_compiled_layer_leaves_memory_where_peers_look():
 def explained_case(rank, world):
     groups = ParallelGroups.create(RankGrid(world_size=world, ep=world))
     report = explain(make_moe(with_moe(dispatcher="symmetric"), groups), hidden_states(4, 2).requires_grad_())
-    return report.captured, report.runs, len(report.segments), str(report)
+    return report.captured, report.num_spans, len(report.segments), str(report)
 
 
 def test_explain_finds_nothing_that_a_graph_could_not_hold():

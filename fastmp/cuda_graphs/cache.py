@@ -1,0 +1,67 @@
+"""Cache captured graphs by input signature; drop them when the model that they were captured from changes."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from typing import Generic, TypeVar
+
+from fastmp.cuda_graphs.backends.base import Backend
+from fastmp.cuda_graphs.errors import GraphError
+from fastmp.cuda_graphs.snapshot import ModelSnapshot
+from fastmp.nn.segment import LayerChain
+
+__all__ = ["MAX_SIGNATURES", "GraphCache"]
+
+MAX_SIGNATURES = 4  # that have graphs; each has static buffers of its own
+
+Captured = TypeVar("Captured")
+
+
+class GraphCache(dict[Hashable, Captured], Generic[Captured]):
+    """The graphs of a model: {input signature: captured graphs}, for up to `MAX_SIGNATURES` signatures.
+
+    Args:
+        chains: the layers whose parameters, buffers, modes and hooks the graphs rely on.
+        backend: holds the memory pool of the graphs, and is reset with them.
+        every_hook: also track replayed hooks, see `ModelSnapshot`.
+    """
+
+    def __init__(self, chains: Sequence[LayerChain], backend: Backend, *, every_hook: bool = False) -> None:
+        super().__init__()
+        self._chains, self._backend, self._every_hook = chains, backend, every_hook
+        self._snapshot: ModelSnapshot | None = None
+
+    @property
+    def full(self) -> bool:
+        return len(self) >= MAX_SIGNATURES
+
+    def snapshot(self) -> ModelSnapshot:
+        """Return the state of the model at the first call since the cache was empty."""
+        if self._snapshot is None:
+            self._snapshot = ModelSnapshot(self._chains, self._every_hook)
+        return self._snapshot
+
+    def check(self) -> bool:
+        """Return True if the model is as at `snapshot`; otherwise drop all graphs and return False.
+
+        Raises:
+            GraphError: a parameter, buffer or main gradient is not where the graphs read or write it.
+        """
+        if self._snapshot is None:
+            return False
+        changed, moved = self._snapshot.changed()
+        if moved and self:
+            raise GraphError(
+                f"graphs: {moved} or its main gradient has moved since graphs were captured, which "
+                "read it by address; change its values in place, or create the graphs after the change"
+            )
+        if changed:
+            self.drop()
+        return not changed
+
+    def drop(self) -> None:
+        """Release all graphs, their memory pool and the snapshot; nothing may be in flight."""
+        self._snapshot = None
+        if self:
+            self.clear()
+            self._backend.reset()
