@@ -1,15 +1,15 @@
-"""What lies where in flat buffers: parameters in buckets, and the part of each bucket that a rank owns.
+"""Layout of flat buffers: parameters in buckets, and the shard of each bucket that a rank owns.
 
-A layout is made from names and sizes alone. A buffer has parameters of one dtype whose replicas lie on the
-same ranks. They come in reverse order of the model, so that backward fills the buffer from its start, and
-each starts at a multiple of 64 elements. A bucket is what is communicated at once. Its size is a multiple of
-the number of ranks, each of which owns an equal part, and of 128. Elements between parameters, and between
+A layout depends on names and sizes alone. A buffer has parameters of one dtype whose replicas lie on the same
+ranks. They come in reverse order of the model, so that backward fills the buffer from its start, and each
+starts at a multiple of 64 elements. A bucket is communicated at once. Its size is a multiple of 128 and of
+the number of ranks, each of which owns an equal shard. Elements between parameters, and between
 the last one and the end of its bucket, are padding.
 
 Where an update needs whole matrices, each parameter has an owner rank and lies in that rank's shard of its
 bucket; all shards are as long as the longest.
 
-Ranges are (first, behind the last), in elements.
+Ranges are (first, one past the last), in elements.
 Rajbhandari et al., "ZeRO", 2020 (arXiv 1910.02054), stage 1.
 """
 
@@ -50,7 +50,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Bucket:
-    """A range of the buffer that is communicated at once, and the parameters in it."""
+    """A range of the buffer that one collective communicates, and the parameters in it."""
 
     start: int
     end: int
@@ -59,11 +59,15 @@ class Bucket:
 
 @dataclass(frozen=True)
 class BucketLayout:
-    """Where the parameters of one buffer lie, in buckets that `num_ranks` ranks share.
+    """The places of the parameters of one buffer, in buckets sharded over `num_ranks` ranks.
 
-    ranges: {name: range in the buffer}, in its order.
+    Attributes:
+        num_ranks: the ranks that share the buffer.
+        buckets: in the order of the buffer.
+        ranges: {name: range in the buffer}, in the same order.
 
-    Raises ValueError naming the parameter or bucket that does not fit.
+    Raises:
+        ValueError: a parameter or bucket that does not fit; the message names it.
     """
 
     num_ranks: int
@@ -90,11 +94,11 @@ class BucketLayout:
 
     @cached_property
     def size(self) -> int:
-        """Elements of the buffer, padding included; a rank owns this over the number of ranks."""
+        """Return the elements of the buffer, padding included; a rank owns size // num_ranks of them."""
         return self.buckets[-1].end if self.buckets else 0
 
     def shards(self, rank: int) -> list[Range]:
-        """Where in the buffer the part of each bucket lies that a rank owns."""
+        """Return the range of a rank's shard of each bucket."""
         found = []
         for bucket in self.buckets:
             each = (bucket.end - bucket.start) // self.num_ranks
@@ -102,9 +106,9 @@ class BucketLayout:
         return found
 
     def pieces(self, rank: int) -> dict[str, Piece]:
-        """What a rank owns of each parameter, in the order of the buffer; its parts follow one another.
+        """Return the piece of each parameter that a rank owns, in the order of the buffer.
 
-        A parameter lies in one bucket, of which a rank owns one part: so it has one piece or none.
+        A parameter lies in one bucket, of which a rank owns one shard, so it has one piece or none.
         """
         names = list(self.ranges)
         found = _pieces(list(self.ranges.values()), self.shards(rank))
@@ -134,9 +138,9 @@ class ParamSpec:
 
 @dataclass(frozen=True)
 class Buffer:
-    """A flat buffer: the kind of its parameters, as in `ParamSpec`, and where they lie.
+    """A flat buffer: the kind of its parameters, as in `ParamSpec`, and their layout.
 
-    whole: each of its parameters is owned by one rank.
+    whole: True if one rank owns each parameter, for updates that need whole matrices.
     """
 
     dtype: str
@@ -154,11 +158,11 @@ def plan_buffers(
     bucket_size: int = BUCKET_SIZE,
     unit: int = BUCKET_UNIT,
 ) -> tuple[Buffer, ...]:
-    """Plan a buffer for each kind of parameters.
+    """Return a buffer for each kind of parameters.
 
     Args:
-        parameters: {name: facts}, in the order of the model.
-        num_ranks, num_expert_ranks: how many ranks share the buffers of dense parameters, and of experts.
+        parameters: {name: spec}, in the order of the model.
+        num_ranks, num_expert_ranks: the ranks that share the buffers of dense parameters, and of experts.
         bucket_size, unit: see `bucket_layout`.
 
     Raises:
@@ -183,11 +187,15 @@ def plan_buffers(
 
 
 def fill_order(buffers: Sequence[Buffer], names: Sequence[str]) -> list[tuple[int, int]]:
-    """Order the buckets of all buffers by when backward has filled them, as (buffer, bucket).
+    """Return the buckets of all buffers in the order in which backward fills them, as (buffer, bucket).
 
-    All ranks communicate in this order, whatever comes first on one of them. Partial sums come last: they
-    are summed over tensor-parallel ranks before, which must not mix with what backward itself communicates.
-    `names` are those of all parameters in the order of the model.
+    All ranks communicate in this order, whichever bucket is full first on one of them. Buffers of partial
+    sums come last: they are all-reduced over tensor-parallel ranks first, and this must not interleave with
+    the collectives of backward itself.
+
+    Args:
+        buffers: the buffers of a rank.
+        names: all parameters in the order of the model.
     """
     place = {name: -number for number, name in enumerate(names)}
 
@@ -200,7 +208,7 @@ def fill_order(buffers: Sequence[Buffer], names: Sequence[str]) -> list[tuple[in
 
 
 def shard_ranges(sizes: Sequence[int], num_ranks: int) -> list[list[Piece]]:
-    """Divide parameters that lie side by side into equal parts, one a rank.
+    """Shard parameters that lie side by side into equal parts, one a rank.
 
     Args:
         sizes: elements of each parameter, in the order of the buffer, which is padded to a multiple of
@@ -275,14 +283,14 @@ def bucket_layout(
 
 
 def matrix_cost(rows: int, columns: int) -> int:
-    """Return what it costs to orthogonalise a matrix, in proportion to its products."""
+    """Return the cost of orthogonalising a matrix, in proportion to its GEMMs."""
     return max(rows, columns) * min(rows, columns) ** 2
 
 
 def owner_ranks(costs: Mapping[str, int], num_ranks: int) -> dict[str, int]:
     """Assign each of `costs` to an owner rank, balancing the sums of the ranks.
 
-    The dearest comes first, to the rank that has least: at most 4/3 of the best that can be (Graham,
+    The most expensive comes first, to the rank with the smallest sum: at most 4/3 of the optimum (Graham,
     "Bounds on Multiprocessing Timing Anomalies", 1969).
     """
     loads, owners = [0] * num_ranks, dict[str, int]()
@@ -300,10 +308,10 @@ def whole_layout(
     bucket_size: int = BUCKET_SIZE,
     unit: int = BUCKET_UNIT,
 ) -> BucketLayout:
-    """Lay parameters out so that each lies in the part of its bucket that its owner rank has.
+    """Lay parameters out so that each lies in its owner's shard of a bucket.
 
-    Owners are balanced by `costs` over all parameters. Padding is communicated, too: a bucket is full when it
-    has `bucket_size` elements, its longest part is at most a fiftieth above the mean, and the next parameter
+    Owners are balanced by `costs` over all parameters. Padding is communicated, too: a bucket is full when
+    it has `bucket_size` elements, its longest shard is at most 2 % above the mean, and the next parameter
     would not bring the two closer.
 
     Args:
@@ -360,9 +368,9 @@ def _up(number: int, multiple: int) -> int:
 
 
 def _pieces(places: Sequence[Range], owned: Sequence[Range]) -> Iterator[Piece]:
-    """Yield the pieces of parameters, at `places` in the buffer, that lie in ranges which a rank owns.
+    """Yield the intersections of parameters, at `places` in the buffer, with the ranges of a rank.
 
-    Both rise. A piece ends where either does.
+    Both are sorted.
     """
     before = 0  # elements that the rank owns in earlier ranges
     parameter = 0

@@ -1,12 +1,18 @@
-"""Gradients in contiguous buffers: what data parallelism reduces and what the optimizer reads.
+"""Main gradients in flat buffers, reduced over data-parallel ranks bucket by bucket during backward.
 
-Every parameter gets `param.main_grad`, a view of a flat buffer in which microbatches accumulate: in float32
-(float64 for float64 parameters), or in the parameters' own 16 bits if asked. The backward passes of linear
-layers, experts, routers and the fused loss add the gradients of their weights there by themselves, not
-rounded to the dtype of the weight. A hook adds every other gradient as soon as autograd has it and frees
-`param.grad`. Where parameters lie is planned by `fastmp.optim.flat_layout`: in buckets, in reverse order of
-the model. A bucket is reduced once a step, as soon as the last gradient in it has come: reduce-scattered, so
-that each rank has the sums of its own shard, or all-reduced.
+Every parameter gets `param.main_grad`, as in Megatron-LM: a view of a flat buffer in which microbatches
+accumulate, in float32 (float64 for float64 parameters) or, if asked, in the parameters' own 16 bits.
+
+1. The wgrad GEMMs of linear layers, experts, routers and the fused loss add to `main_grad` themselves, not
+   rounded to the dtype of the weight. A hook adds every other gradient when autograd has it, and frees
+   `param.grad`.
+2. A second hook counts. When the last gradient of a bucket has arrived, and all buckets before it in `order`
+   are sent, the bucket is sent: all-reduced over the tensor-parallel group if its gradients are partial sums,
+   then reduce-scattered (ZeRO-1) or all-reduced over the data-parallel group. That happens on a stream of its
+   own, which waits for all streams that compute gradients; compute does not wait.
+3. `reduce` sends the rest and makes the current stream wait for all buckets.
+
+`fastmp.optim.flat_layout` plans the places of parameters: in buckets, in reverse order of the model.
 """
 
 from __future__ import annotations
@@ -37,22 +43,22 @@ __all__ = ["FlatBuffer", "GradBuffer", "is_vector", "main_dtype", "main_grad", "
 
 
 def main_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which gradients accumulate and master weights live: float64 for float64, else float32."""
+    """Return the dtype of main gradients and master weights: float64 for float64, else float32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def main_grad(param: Parameter) -> Tensor:
-    """The view of its buffer in which the gradient of `param` accumulates."""
+    """Return the view of a flat buffer in which the gradient of `param` accumulates."""
     return param.main_grad  # type: ignore[attr-defined]
 
 
 def is_vector(param: Parameter) -> bool:
-    """Whether `param` is a vector or a scalar, like a bias; experts have a vector for each expert."""
+    """Return True for a vector or a scalar such as a bias; experts have one dimension more."""
     return param.ndim - parallel_attributes(param).expert_parallel < 2
 
 
 def param_spec(param: Parameter, tp_group: dist.ProcessGroup | None, cost: int = 0) -> ParamSpec:
-    """What decides where `param` lies, from its marks: tables that stages share have buckets of their own.
+    """Return the `ParamSpec` of `param`; tied embeddings of two stages have a bucket to themselves.
 
     cost: see `ParamSpec`.
     """
@@ -68,14 +74,20 @@ def param_spec(param: Parameter, tp_group: dist.ProcessGroup | None, cost: int =
 
 
 class FlatBuffer:
-    """The parameters of one kind and their gradients, in the places that a `Buffer` gives them.
+    """The main gradients of parameters of one kind, laid out by a `Buffer`.
 
-    plan: the plan. parameters: {name: parameter}. dtype: of the gradients. group: the ranks that share the
-    buffer, or hold it alike; None: this rank alone.
+    Args:
+        plan: the layout.
+        parameters: {name: parameter}.
+        dtype: of the gradients.
+        group: the ranks over which gradients are summed; None: this rank alone.
 
-    Attributes: `grad` (layout.size,), of which every `main_grad` is a view; `rank`, the number of this one
-    among those that share the buffer, 0 where all hold all of it; `shards`, where this rank's part of each
-    bucket lies; `pieces`, what it has of each parameter, and `own` {name: the gradient of that, flat}.
+    Attributes:
+        grad: (layout.size,), of which every `main_grad` is a view.
+        rank: this rank's number among those that share the buffer; 0 if the buffer is not sharded.
+        shards: the range of this rank's shard of each bucket.
+        pieces: {name: the piece of a parameter that this rank owns}.
+        own: {name: the gradient of that piece, flat}.
     """
 
     def __init__(
@@ -101,20 +113,20 @@ class FlatBuffer:
         return self.plan.layout
 
     def views(self, flat: Tensor) -> list[Tensor]:
-        """The view of `flat`, as large as the buffer, at each parameter's place, with its shape and strides.
+        """Return views of `flat` (layout.size,) at the place of each parameter, in its shape and strides.
 
-        Be they transposed or channels-last: fused kernels go by address.
+        Transposed or channels-last strides are kept, because fused kernels go by address.
         """
         ranges, params = self.layout.ranges, self.parameters
         return [flat[slice(*ranges[name])].as_strided(p.shape, p.stride()) for name, p in params.items()]
 
     def bucket(self, number: int) -> Tensor:
-        """The gradients of a bucket."""
+        """Return the gradients of a bucket, flat."""
         bucket = self.layout.buckets[number]
         return self.grad[bucket.start : bucket.end]
 
     def start_reduce(self, number: int) -> dist.Work | None:
-        """Start to sum a bucket over the group."""
+        """Start to reduce-scatter or all-reduce a bucket over the group; None if nothing is sent."""
         if group_size(self.group) == 1 or not self.bucket(number).numel():
             return None
         reduce = reduce_scatter_ if self.layout.num_ranks > 1 else all_reduce_
@@ -122,34 +134,48 @@ class FlatBuffer:
 
 
 class GradBuffer:
-    """Main gradients of `named_parameters` and their sums over ranks.
+    """The main gradients of a model and their sums over ranks.
 
-    named_parameters: (name, parameter) pairs, as from `module.named_parameters()`. Parameters that do not
-        require a gradient are left out; a parameter that appears twice (tied weights) has one place under
-        its first name.
-    dp_group: ranks that hold the same parameters and saw other tokens (data and context parallel); None for
-        this rank alone. Gradients are summed over it, except those of experts.
-    tp_group: the tensor-parallel group, over which parameters marked `sequence_parallel` are summed: each
-        rank saw its part of the sequence only, so its gradient of a replicated parameter is a partial sum.
-    edp_group: ranks that hold the same experts; parameters marked `expert_parallel` are summed over it.
-    shard: each rank of `dp_group` or `edp_group` gets the sums of its own part of each bucket (ZeRO-1); else
-        every rank gets all sums.
-    bucket_size: elements after which a bucket is full. bucket_unit: its size is a multiple of that.
-    grad_dtype: the dtype of gradients of 16-bit parameters; None: float32.
-    overlap: whether buckets are reduced while backward runs, see below.
-    cost: (name, parameter) -> the cost of its update where one rank must own all of it, 0 where it may be
-        cut. `Muon` needs one, `muon.update_cost`; None: all may be cut.
+    Args:
+        named_parameters: (name, parameter) pairs, as from `module.named_parameters()`. Parameters that do not
+            require a gradient are left out; a parameter that appears twice (tied weights) has one place,
+            under its first name.
+        dp_group: ranks that hold the same parameters and see other tokens (data and context parallel); None:
+            this rank alone. All gradients but those of experts are summed over it.
+        tp_group: the tensor-parallel group. Parameters marked `sequence_parallel` are summed over it: each
+            rank sees a part of the sequence, so its gradient of a replicated parameter is a partial sum.
+        edp_group: ranks that hold the same experts; parameters marked `expert_parallel` are summed over it.
+        shard: True: each rank of `dp_group` or `edp_group` gets the sums of its own shard of each bucket
+            (ZeRO-1); False: every rank gets all sums.
+        bucket_size: the number of elements at which a bucket is full.
+        bucket_unit: bucket sizes are multiples of it.
+        grad_dtype: the dtype of gradients of 16-bit parameters; None: float32.
+        overlap: True: buckets are reduced while backward runs, see below.
+        cost: (name, parameter) -> the cost of its update if one rank must own all of it, 0 if it may be
+            sharded anywhere; `Muon` needs `muon.update_cost`. None: all parameters may be sharded anywhere.
 
-    With `overlap`, a bucket is sent once its gradients are complete. How many arrive in a step for each
-    parameter is counted in the first step between `zero` and `reduce`, in which nothing overlaps; every
-    further step must have as many, so the number of microbatches cannot vary. Buckets are sent in one order,
-    the same on all ranks.
+    With `overlap`, the number of gradients that arrive for each parameter is counted in the first step, in
+    which nothing overlaps. Every further step must have as many, so the number of microbatches cannot vary.
+    Call `recount` before a step that has another number. Buckets are sent in the same order on all ranks.
 
-    Attributes: `parameters` {name: parameter}, `flats` the buffers, `order` in which backward fills their
-    buckets, as (buffer, bucket). A parameter without a gradient in a step keeps a main gradient of zero.
+    A parameter without a gradient in a step keeps a main gradient of zero.
 
-    Raises ValueError for a parameter that already has a GradBuffer or leaves gaps in memory, for parameters
-    of one kind on two devices, and for a `grad_dtype` that is neither float32 nor the parameters' own.
+    Attributes:
+        parameters: {name: parameter}.
+        flats: the buffers.
+        order: the order in which backward fills their buckets, as (buffer, bucket).
+
+    Raises:
+        ValueError: a parameter that is in another GradBuffer, is a DTensor or leaves gaps in memory;
+            parameters of one kind on two devices; a `grad_dtype` other than float32 or the parameters' own.
+
+    Example:
+        grads = GradBuffer(model.named_parameters())
+        grads.zero()
+        model(x).sum().backward()  # adds to param.main_grad
+        grads.reduce()
+        assert all(param.grad is None for param in model.parameters())
+        grads.remove_hooks()
     """
 
     def __init__(
@@ -194,12 +220,12 @@ class GradBuffer:
 
     @property
     def communicates(self) -> bool:
-        """Whether there are buckets to sum over ranks."""
+        """True if gradients are summed over more than this rank."""
         return any(group_size(flat.group) > 1 for flat in self.flats)
 
     def zero(self) -> None:
-        """Set all main gradients to zero: once at the start of a step."""
-        self._wait()  # for what a step that failed has left
+        """Set all main gradients to zero; call it once, at the start of a step."""
+        self._wait()  # for collectives that a failed step has left
         for flat in self.flats:
             flat.grad.zero_()
             if flat.grad.is_cuda:
@@ -207,17 +233,17 @@ class GradBuffer:
         self._readiness.begin(self.overlap)
 
     def _begin_on(self, device: torch.device) -> None:
-        """Note the stream of the step; a capture that holds all of it has to know those beside it, too."""
+        """Record the stream of the step, and make the streams next to it wait for it, also in captures."""
         self._compute[device] = torch.cuda.current_stream(device)
         for other in beside(device):
             other.wait_stream(self._compute[device])
 
     def recount(self) -> None:
-        """Count gradients anew in the next step: their number changes where a model is run in another way."""
+        """Count gradients again in the next step; call it if their number changes."""
         self._readiness.forget()
 
     def reduce(self) -> None:
-        """Sum over ranks, once a step after the last backward. Every rank of all groups calls it."""
+        """Sum over ranks; call it once a step, after the last backward, on every rank of all groups."""
         for at in self._readiness.end():
             self._start(at)
         self._wait()
@@ -231,19 +257,19 @@ class GradBuffer:
 
     def _start(self, at: tuple[int, int]) -> None:
         flat, number = self.flats[at[0]], at[1]
-        with self._behind_gradients(flat.grad.device):
+        with self._after_gradients(flat.grad.device):
             if flat.plan.partial and self.tp_group is not None:
                 all_reduce_(flat.bucket(number), self.tp_group)
             work = flat.start_reduce(number)
         if work is not None:
             self._works.append(work)
 
-    def _behind_gradients(self, device: torch.device) -> AbstractContextManager:
-        """Let what a GPU is given inside wait for all gradients so far, of every stream.
+    def _after_gradients(self, device: torch.device) -> AbstractContextManager:
+        """Return a context whose kernels wait for all gradients so far, on a stream for collectives.
 
-        Autograd makes the current stream wait for gradients that it is handed, but not for those that a
-        product on another stream has added to `main_grad` by itself; and the current stream, of the last
-        gradient, may be one beside compute. Compute itself does not wait here.
+        Autograd makes the current stream wait for gradients that it receives, but not for a wgrad GEMM on
+        another stream that has added to `main_grad`; and the current stream, that of the last gradient, may
+        be another than that of compute. Compute does not wait.
         """
         if device.type != "cuda":
             return nullcontext()
@@ -255,7 +281,7 @@ class GradBuffer:
         return torch.cuda.stream(stream)
 
     def own(self, param: Parameter) -> Tensor:
-        """The part of a parameter's main gradient that this rank has the sum of after `reduce`, flat."""
+        """Return the part of a main gradient, flat, that this rank has the sum of after `reduce`."""
         for flat in self.flats:
             for name, each in flat.parameters.items():
                 if each is param:
@@ -263,7 +289,7 @@ class GradBuffer:
         raise ValueError(f"GradBuffer.own: a parameter of shape {tuple(param.shape)} is not in the buffer")
 
     def first_not_finite(self, wanted: Tensor) -> Tensor:
-        """Find, where the flag `wanted` is set, the first element of each buffer that is not finite.
+        """Return the first non-finite element of each buffer, if the flag `wanted` is set.
 
         Call it after `reduce` and before `zero`. Returns (buffers,) int64 on the device, the argument of
         `first_nonfinite_param`.
@@ -271,10 +297,10 @@ class GradBuffer:
         return torch.stack([first_not_finite(flat.grad, wanted) for flat in self.flats])
 
     def first_nonfinite_param(self, places: list[int]) -> tuple[str, bool] | None:
-        """Name the parameter nearest to the loss among the `places` that `first_not_finite` has found.
+        """Return the parameter nearest to the loss among the `places` that `first_not_finite` returned.
 
-        Returns (name, whether this rank's own gradient was not finite): where the element lies in this rank's
-        shard, it is a sum over ranks, and another may be the cause. None: all were finite.
+        Returns (name, certain). `certain` is False if the element lies in this rank's shard: it is a sum over
+        ranks, and another rank may be the cause. None if all gradients were finite.
         """
         found = []
         for flat, place in zip(self.flats, places, strict=True):
@@ -286,7 +312,7 @@ class GradBuffer:
         return max(found, key=lambda each: order.index(each[0]), default=None)
 
     def remove_hooks(self) -> None:
-        """Take hooks and `param.main_grad` off the parameters: gradients go to `param.grad` again."""
+        """Remove the hooks and `param.main_grad`: gradients go to `param.grad` again."""
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
@@ -296,9 +322,9 @@ class GradBuffer:
 
 
 class GradReadiness:
-    """Counts the gradients that arrive in a step, and says which buckets are complete.
+    """Count the gradients that arrive in a step, and start each bucket when it is complete.
 
-    A bucket is started once all before it in `order` are, so that ranks agree on the order.
+    A bucket is started after all buckets before it in `order`, so that ranks agree on the order.
     """
 
     def __init__(
@@ -318,7 +344,7 @@ class GradReadiness:
         self._started = 0  # buckets of `order`
 
     def hooks(self) -> list[torch.utils.hooks.RemovableHandle]:
-        """Register a hook behind each accumulated gradient, also those that an op or a graph has added."""
+        """Register a hook after each accumulated gradient, including those added by an op or a graph."""
         return [
             param.register_post_accumulate_grad_hook(self._hook(name))
             for flat in self._flats
@@ -327,8 +353,8 @@ class GradReadiness:
 
     def _hook(self, name: str) -> Callable[[Parameter], None]:
         counts, at = self._counts, self._where[name]
-        # torch keeps hooks where no garbage collector looks: one that kept the buffer, which has the
-        # parameter, would keep both for ever.
+        # torch keeps hooks out of sight of the garbage collector: a strong reference to the buffer, which
+        # holds the parameter, would leak both.
         weak = weakref.ref(self)
 
         def arrived(param: Parameter) -> None:
@@ -340,11 +366,11 @@ class GradReadiness:
         return mark_hook(arrived, HookTraits(in_step=True))
 
     def forget(self) -> None:
-        """Expect nothing until a step has been counted again."""
+        """Forget the expected counts until a step has been counted again."""
         self._expected = {}
 
     def begin(self, overlap: bool) -> None:
-        """Begin a step."""
+        """Start a step; overlap: send buckets during its backward."""
         self._counts.update(dict.fromkeys(self._counts, 0))
         self._started, self._missing = 0, {}
         if overlap and self._expected:
@@ -356,16 +382,16 @@ class GradReadiness:
         self._missing[at] -= 1
         if self._counts[name] > self._expected[name]:
             raise ValueError(
-                f"GradBuffer: parameter {name!r} got its gradient number {self._counts[name]} of a step; the "
-                f"first step had {self._expected[name]}, after which it is sent. With overlap=True all steps "
-                "need as many; where they vary, use overlap=False (optimizer.overlap of a recipe)"
+                f"GradBuffer: expected {self._expected[name]} gradients of parameter {name!r} in a step, as "
+                f"in the first, got number {self._counts[name]} after its bucket was sent; call recount() "
+                "before such a step, or use overlap=False (optimizer.overlap of a recipe)"
             )
         while self._started < len(self._order) and not self._missing[self._order[self._started]]:
             self._started += 1
             self._start(self._order[self._started - 1])
 
     def end(self) -> list[tuple[int, int]]:
-        """End the step; the buckets that are still to be started."""
+        """End the step and return the buckets that are not started yet."""
         if not self._expected and any(self._counts.values()):
             self._expected = dict(self._counts)
         rest, self._started, self._missing = self._order[self._started :], 0, {}
@@ -384,7 +410,7 @@ mark_hook(_accumulate, HookTraits(in_graph=True, in_step=True))
 
 
 def _grad_dtype(members: dict[str, Parameter], wanted: torch.dtype | None) -> torch.dtype:
-    """The dtype of the gradients of parameters of one dtype, which must be on one device."""
+    """Return the dtype of the main gradients of `members`, which have one dtype. Checks their device."""
     (first_name, first), *others = members.items()
     for name, param in others:
         if param.device != first.device:

@@ -36,7 +36,7 @@ class LossScale(NamedTuple):
 def next_loss_scale(
     state: LossScale, found_inf: bool, *, growth_interval: int, hysteresis: int, min_scale: float
 ) -> LossScale:
-    """Return the state after a step whose gradients overflowed, or not.
+    """Return the state after a step; `found_inf`: its gradients overflowed.
 
     Each overflow takes one from the hysteresis tracker, and once that is at 0 halves the scale, but not below
     `min_scale`. Only a doubling gives `hysteresis` back, as in Megatron-LM: a scale that has begun to halve
@@ -52,19 +52,25 @@ def next_loss_scale(
 
 
 class LossScaler:
-    """The scale of the loss, in three tensors on `device` that `update` changes in place.
+    """The scale of a float16 loss, in three tensors on `device` that `update` changes in place.
 
-    init_scale, min_scale: powers of two; the scale starts at one and does not halve below the other.
-    growth_interval: steps in a row without overflow after which the scale doubles.
-    hysteresis: steps that may overflow before the scale halves; see `next_loss_scale`.
+    `update` launches kernels only, so a CUDA graph can contain it.
 
-    `update` launches kernels only, so a captured CUDA graph may hold it. ValueError for a value that makes no
-    sense.
+    Args:
+        init_scale, min_scale: powers of two, the first scale and the smallest one.
+        growth_interval: consecutive steps without overflow after which the scale doubles.
+        hysteresis: steps that may overflow before the scale halves; see `next_loss_scale`.
 
-        scaler = LossScaler(device="cuda")
+    Raises:
+        ValueError: a scale that is not a power of two in float32, or a number that is not positive.
+
+    Example:
+        scaler = LossScaler(init_scale=2.0**10)
         (loss * scaler.scale).backward()
-        optimizer.step(lr, grad_norm=grad_norm, inv_scale=scaler.inv_scale)  # the norm of scaled gradients
-        scaler.update(~torch.isfinite(grad_norm))
+        norm = sum(p.grad.square().sum() for p in model.parameters()).sqrt()  # of scaled gradients
+        for param in model.parameters():
+            param.grad *= scaler.inv_scale
+        scaler.update(~torch.isfinite(norm))
     """
 
     def __init__(
@@ -93,15 +99,19 @@ class LossScaler:
 
     @property
     def inv_scale(self) -> Tensor:
-        """The factor that undoes `scale`, exactly: a new 0-dim float32 tensor."""
+        """Return 1 / scale, which is exact, as a new 0-dim float32 tensor."""
         return self.scale.reciprocal()
 
     @torch.no_grad()
     def update(self, found_inf: Tensor) -> None:
         """Go to the next state; call it once a step, after the optimizer.
 
-        found_inf: 0-dim bool tensor on the scaler's device, whether a gradient of the step is not finite. All
-            ranks must pass the same value. ValueError for another shape, dtype or device.
+        Args:
+            found_inf: 0-dim bool tensor on the scaler's device, True if a gradient of the step is not finite;
+                the same on all ranks.
+
+        Raises:
+            ValueError: another shape, dtype or device.
         """
         if found_inf.dtype != torch.bool or found_inf.dim() or found_inf.device != self.scale.device:
             raise ValueError(
@@ -119,13 +129,13 @@ class LossScaler:
         self._hysteresis_tracker.copy_(left.masked_fill(doubles, self.hysteresis))
 
     def state_dict(self) -> dict[str, Tensor]:
-        """{"scale": float32, "growth_tracker", "hysteresis_tracker": int32}, 0-dim tensors, not copied."""
+        """Return {"scale": float32, "growth_tracker", "hysteresis_tracker": int32}, 0-dim, not copied."""
         trackers = {"growth_tracker": self._growth_tracker, "hysteresis_tracker": self._hysteresis_tracker}
         return {"scale": self.scale, **trackers}
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Copy `state_dict` (tensors or numbers) into the scaler; ValueError where its keys are others."""
+        """Copy `state_dict` (tensors or numbers) into the scaler. Raises ValueError for other keys."""
         mine = self.state_dict()
         if mine.keys() != state_dict.keys():
             raise ValueError(

@@ -1,12 +1,18 @@
 """Muon for hidden matrices, AdamW for the rest, on the flat buffers of `fastmp.optim.grad_buffers`.
 
-Muon averages the gradients of a matrix and moves it in the direction of the nearest orthogonal one
-(`newton_schulz.py`), which takes the whole matrix. So each parameter has an owner, the one data-parallel rank
-that has its state and updates it (`shards.whole_layout`). Where tensor-parallel ranks have slices of it,
-each averages its own; one exchange brings the slices of a matrix to one of these ranks, another brings the
-slices of the result back. That is two collectives a step for all matrices together, and two more for experts
-over their own tensor-parallel ranks. Fused matrices are several: queries, keys and values, gate and up, and
-every expert (`ParallelAttributes`).
+Muon keeps a moving average of the gradients of a matrix and steps in the direction of its nearest orthogonal
+matrix (`newton_schulz.py`), which needs the whole matrix. So one data-parallel rank owns each parameter, with
+its state and its update (`flat_layout.whole_layout`). A step on a rank:
+
+1. Average the gradients of this rank's shard; tensor-parallel ranks each average their own slices.
+2. An all-to-all over the tensor-parallel group brings the slices of a matrix to one of its ranks.
+3. Orthogonalise matrices of equal shape in batches.
+4. A second all-to-all brings the slices of the updates back.
+5. Update the master weights, round the parameters, and start the all-gather over data-parallel ranks.
+
+Steps 2 and 4 are two collectives for all dense matrices together, and two more for experts over their own
+tensor-parallel ranks. Fused weights are several matrices: query, key and value; gate and up; every expert
+(`ParallelAttributes`).
 
 Jordan et al., "Muon", 2024. The step of a matrix (R, C) has 0.2 sqrt(max(R, C)) times the learning rate: its
 mean square is then that of AdamW, and one learning rate and decay serve both. Liu et al., "Muon is Scalable
@@ -41,15 +47,16 @@ from fastmp.tensor_parallel.attributes import ParallelAttributes, parallel_attri
 __all__ = ["Muon", "is_hidden_matrix", "update_cost"]
 
 At = tuple[int, int]  # buffer, bucket
-_RMS = 0.2  # root mean square of an update of AdamW, about
-_BATCH = 1 << 26  # elements that are orthogonalised together
+_RMS = 0.2  # about the root mean square of an AdamW update
+_BATCH = 1 << 26  # elements of a batch of matrices
 _NOT_HIDDEN = re.compile(r"embed|(^|\.)(wte|wpe|lm_head|head|output_layer|classifier|router|gate)(\.|$)")
 
 
 def is_hidden_matrix(name: str, param: Parameter) -> bool:
-    """Whether Muon suits a parameter: a matrix, or a stack of experts' matrices, between hidden states.
+    """Return True for a matrix, or a stack of experts' matrices, between hidden states.
 
-    Embeddings, output layers and routers are told by their names, tables that stages share by their marks.
+    Embeddings, output layers and routers are recognised by their names, tied tables of two stages by their
+    marks.
     """
     marks = parallel_attributes(param)
     matrix = param.ndim == 2 + marks.expert_parallel and min(param.shape[-2:]) > 1
@@ -64,13 +71,17 @@ def update_cost(
     etp_group: dist.ProcessGroup | None = None,
     select: Callable[[str, Parameter], bool] = is_hidden_matrix,
 ) -> int:
-    """What Muon's update of a parameter costs all tensor-parallel ranks together; 0: it is AdamW's.
+    """Return the cost of Muon's update over all tensor-parallel ranks; 0 if AdamW updates the parameter.
 
-    The `cost` of a `GradBuffer`. tp_group: divides the parameter; etp_group: if it is of experts. select: the
-    parameters that Muon updates, by name and parameter.
+    It is the `cost` of a `GradBuffer`.
 
-    Raises ValueError for a selected parameter that is no matrix, nor a stack of experts' matrices, or whose
-    rows its `fused_rows` do not divide.
+    Args:
+        tp_group, etp_group: the group that a parameter is sharded over; etp_group for those of experts.
+        select: (name, parameter) -> True if Muon updates it.
+
+    Raises:
+        ValueError: a selected parameter that is neither a matrix nor a stack of experts' matrices, or whose
+            rows its `fused_rows` do not divide.
     """
     if not select(name, param):
         return 0
@@ -84,14 +95,14 @@ def update_cost(
 
 
 def _cut(marks: ParallelAttributes, ranks: int) -> int:
-    """The dimension, of (N, R, C), along which tensor-parallel ranks have slices; 0: each has all."""
+    """Return the dimension of (N, R, C) that is sharded over tensor-parallel ranks; 0 if replicated."""
     if ranks == 1 or not marks.tensor_model_parallel:
         return 0
     return 1 + marks.partition_dim - marks.expert_parallel
 
 
 def _blocks(name: str, tensor: Tensor, marks: ParallelAttributes) -> list[Tensor]:
-    """The fused matrices of a parameter, views (N, groups, rows of a group, C)."""
+    """Return the fused matrices of a parameter, as views (N, groups, rows of a group, C)."""
     if tensor.ndim != 2 + marks.expert_parallel:
         raise ValueError(
             f"Muon: parameter {name!r} of shape {tuple(tensor.shape)} is no matrix, nor a stack of experts' "
@@ -114,16 +125,28 @@ def _blocks(name: str, tensor: Tensor, marks: ParallelAttributes) -> list[Tensor
 class Muon(AdamW):
     """Muon on the parameters of a `GradBuffer` that have a cost, AdamW on the others.
 
-    grads: the gradients, made with `cost=update_cost`, which says who gets what.
-    tp_group, etp_group: tensor-parallel ranks, and those inside an expert, as `update_cost` got them.
-    momentum: the decay of the average of gradients; the update looks a step ahead (Nesterov).
-    adamw: the other options of `AdamW`. Learning rate, weight decay and groups are those of both. With small
-        states, a bfloat16 matrix has a remainder in place of a master and a float32 average: 6 bytes.
+    Args:
+        grads: the gradients, made with `cost=update_cost`, which selects the parameters of Muon.
+        tp_group, etp_group: the tensor-parallel groups of dense parameters and of experts, as passed to
+            `update_cost`.
+        momentum: the decay rate of the average of gradients, with Nesterov's look-ahead.
+        adamw: the other arguments of `AdamW`. Learning rate, weight decay and groups apply to both. With
+            small states, a bfloat16 matrix has a remainder and a float32 average: 6 bytes a parameter.
 
-    State: {"momentum"}, and "master" or "remainder". Matrices are orthogonalised in bfloat16 on a GPU, in
-    float32 on a CPU, and in float64 where they are float64.
+    Its state entries are "momentum" and "master" or "remainder". Matrices are orthogonalised in bfloat16 on a
+    GPU, in float32 on a CPU, and in float64 if they are float64.
 
-    Raises ValueError as `AdamW`, for a momentum outside [0, 1), and where no parameter has a cost.
+    Raises:
+        ValueError: as `AdamW`; a momentum outside [0, 1); or no parameter with a cost.
+
+    Example:
+        grads = GradBuffer(model.named_parameters(), cost=update_cost)
+        optimizer = Muon(grads, lr=2e-3, momentum=0.95)
+        grads.zero()
+        model(x).sum().backward()
+        grads.reduce()
+        optimizer.step()
+        grads.remove_hooks()
     """
 
     def __init__(
@@ -185,7 +208,7 @@ def _orthogonal_dtype(main: torch.dtype, device: torch.device) -> torch.dtype:
 
 
 class _MuonFlat(FlatState):
-    """A flat buffer of whole matrices. dtype: the one in which they are orthogonalised."""
+    """A flat buffer of whole matrices. dtype: of their orthogonalisation."""
 
     def __init__(
         self, grads: FlatBuffer, optimizer: str, group_of: Mapping[str, ParameterGroup], states: str
@@ -197,7 +220,7 @@ class _MuonFlat(FlatState):
     def _runs_of(
         self, shard: tuple[int, int], group_of: Mapping[str, ParameterGroup]
     ) -> list[tuple[int, int, ParameterGroup]]:
-        """Ranges of a shard whose parameters belong to one group, with the padding between them."""
+        """Return (first, end, group) of the longest ranges of a shard with one group, padding included."""
         runs: list[tuple[int, int, ParameterGroup]] = []
         for name, (first, last) in self.members(shard):
             start, group = first - shard[0], group_of[name]
@@ -207,7 +230,7 @@ class _MuonFlat(FlatState):
         return runs
 
     def members(self, shard: tuple[int, int]) -> list[tuple[str, tuple[int, int]]]:
-        """The parameters in this rank's shard of a bucket, and where they lie in the buffer."""
+        """Return the parameters in this rank's shard of a bucket, and their ranges in the buffer."""
         pieces = self.grads.pieces.items()
         return [
             (name, piece.global_range)
@@ -216,7 +239,7 @@ class _MuonFlat(FlatState):
         ]
 
     def ranks_of_slices(self, group: dist.ProcessGroup | None) -> tuple[int, ...]:
-        """The ranks that have slices of these matrices; none where each rank has all of them."""
+        """Return the ranks that hold slices of these matrices; () if they are replicated."""
         sliced = any(parallel_attributes(p).tensor_model_parallel for p in self.grads.parameters.values())
         if group is None or group_size(group) == 1 or not sliced:
             return ()
@@ -225,7 +248,7 @@ class _MuonFlat(FlatState):
     def average(
         self, number: int, out: Tensor, momentum: float, factor: Tensor | None, skip: Tensor | None
     ) -> None:
-        """Average this rank's gradients of a bucket, and write to `out` what is to be orthogonalised."""
+        """Update this rank's moments of a bucket, and write the matrices to orthogonalise to `out`."""
         average = self.moments["momentum"][self.local[number]]
         grad = self.grads.grad[slice(*self.grads.shards[number])].to(average.dtype)
         grad = grad if factor is None else grad * factor
@@ -245,10 +268,11 @@ class _MuonFlat(FlatState):
 
 
 class _Unit(NamedTuple):
-    """N matrices of one shape that go to one owner, as they lie among the updates of their team.
+    """N matrices of one shape with one owner, as a view of the updates of their team.
 
-    size, stride, offset: of the view (N, groups, rows of a group, C) of this rank's slices. cut: the
-    dimension, of (N, R, C), along which ranks have slices; 0: none. cost: of the whole matrices.
+    size, stride, offset: of the view (N, groups, rows of a group, C) of this rank's slices.
+    cut: the dimension of (N, R, C) that is sharded; 0: none.
+    cost: of the whole matrices.
     """
 
     size: torch.Size
@@ -262,13 +286,13 @@ class _Unit(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """(N, r, c) of this rank's slices."""
+        """Return (N, r, c) of this rank's slices."""
         n, groups, width, columns = self.size
         return n, groups * width, columns
 
 
 class _Team:
-    """Buckets whose matrices are updated at once. group: the ranks that have slices of them, if any have."""
+    """Buckets whose matrices are updated together. group: the ranks over which matrices are sharded."""
 
     def __init__(self, members: list[tuple[_MuonFlat, int]], group: dist.ProcessGroup | None) -> None:
         self._group, self._ranks, self._members = group, group_size(group), []
@@ -289,22 +313,25 @@ class _Team:
         self._mine = by_owner[group_rank(group)]
 
     def step(self, lr: float | Tensor, momentum: float, factor: Tensor | None, skip: Tensor | None) -> None:
-        """Update this rank's parts of all members."""
+        """Update this rank's shards of all members; the numbers are those of the module's docstring."""
+        # 1. Average, on the current stream as everything here.
         first = self._members[0][0]
         updates = first.params.new_empty(self._size, dtype=first.dtype)
         for flat, number, at in self._members:
             flat.average(number, updates[at], momentum, factor, skip)
+        # 2. and 3. Replicated matrices stay here; slices of the others go to their owners.
         own = [unit.of(updates) for unit in self._whole]
         matrices = [view.reshape(unit.shape) for view, unit in zip(own, self._whole, strict=True)]
         results = _orthogonalize_all(matrices + self._collect(updates))
         for view, result in zip(own, results):
             view.copy_(result.reshape(view.shape))
+        # 4. and 5. The updates come back as slices.
         self._return(results[len(own) :], updates)
         for flat, number, at in self._members:
             flat.apply(number, updates[at], lr, skip)
 
     def _collect(self, updates: Tensor) -> list[Tensor]:
-        """Send slices to their owners; the matrices (N, R, C) whose owner is this rank."""
+        """Send slices to their owners by all-to-all; return the matrices (N, R, C) that this rank owns."""
         if not self._sent:
             return []
         slices = torch.cat([unit.of(updates).reshape(-1) for unit in self._sent])
@@ -318,7 +345,7 @@ class _Team:
         return found
 
     def _return(self, results: Sequence[Tensor], updates: Tensor) -> None:
-        """Send the slices of results (N, R, C) back, and write those of this rank to `updates`."""
+        """Send slices of the results (N, R, C) back by all-to-all; write this rank's to `updates`."""
         if not self._sent:
             return
         mine = [self._sizes[group_rank(self._group)]] * self._ranks
@@ -334,14 +361,14 @@ class _Team:
             unit.of(updates).copy_(part.view(unit.size))
 
     def _parts(self, buffer: Tensor) -> list[Tensor]:
-        """The slices (T, N, r, c) of this rank's units, in a buffer that has all of a rank together."""
+        """Return the slices (T, N, r, c) of this rank's units in a buffer that is contiguous by rank."""
         sizes = [math.prod(unit.shape) for unit in self._mine]
         parts = buffer.view(self._ranks, -1).split(sizes, 1) if sizes else ()
         return [part.unflatten(1, unit.shape) for part, unit in zip(parts, self._mine, strict=True)]
 
 
 def _units(name: str, param: Parameter, offset: int, ranks: int) -> list[_Unit]:
-    """The matrices of a parameter that lies at `offset`; those of many experts divided among `ranks`."""
+    """Return the matrices of a parameter at `offset`; stacks of experts are split over `ranks`."""
     marks = parallel_attributes(param)
     cut, units = _cut(marks, ranks), []
     place = torch.empty(offset + param.numel(), dtype=torch.uint8, device="meta")
@@ -356,7 +383,7 @@ def _units(name: str, param: Parameter, offset: int, ranks: int) -> list[_Unit]:
 
 
 def _orthogonalize_all(stacks: Sequence[Tensor]) -> list[Tensor]:
-    """The update of every matrix in `stacks`, each (N, R, C); those of one shape are made together."""
+    """Return the updates of the matrices in `stacks`, each (N, R, C), batched by shape."""
     shapes: dict[torch.Size, list[list[int]]] = {}
     for number, stack in enumerate(stacks):
         batches = shapes.setdefault(stack.shape[1:], [[]])

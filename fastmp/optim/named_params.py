@@ -12,15 +12,15 @@ __all__ = ["named_buffers", "named_parameters"]
 
 
 def named_parameters(chunks: Sequence[nn.Module]) -> Iterator[tuple[str, Parameter]]:
-    """The parameters of all chunks, each once, by the names that their chunk gives them.
+    """Yield the parameters of all chunks, each once, with their names in the chunk.
 
-    Where two chunks give two parameters one name, the later one has the number of its chunk before it.
+    If a name occurs in two chunks, the second one is prefixed: "chunk1.norm.weight".
     """
     return _named(chunks, lambda chunk: chunk.named_parameters())
 
 
 def named_buffers(chunks: Sequence[nn.Module]) -> Iterator[tuple[str, Tensor]]:
-    """The buffers of all chunks that their modules save, named as in `named_parameters`."""
+    """Yield the persistent buffers of all chunks, named as in `named_parameters`."""
 
     def saved(chunk: nn.Module) -> Iterator[tuple[str, Tensor]]:
         persistent = chunk.state_dict(keep_vars=True)

@@ -1,13 +1,13 @@
 """All-gathers of updated parameters, bucket by bucket, and the hooks that wait for them.
 
-After a step of a sharded optimizer each rank has its own part of every bucket. The rest comes while the next
-forward runs: a hook before each module waits for the buckets of that module's own parameters, so that none
-is used before it is there, whatever the order of modules. In graphs, which call no module, the manager calls
-these hooks before a replay. A module may be used though nobody calls it, as an output layer is by a fused
-loss. Where another module that is called before it names it in a tuple `prefetch_next`, the hook of that one
-waits for both. Else this is found in the first step, and its buckets are waited for at once. What reads
-parameters before their module is called, or outside of any forward, calls `ParameterGather.wait` first; a
-module's state dict does.
+After a step of a sharded optimizer each rank has its own shard of every bucket. The rest arrives while the
+next forward runs: a pre-forward hook of each module makes the current stream wait for the buckets of that
+module's own parameters. CUDA graphs, which call no module, call these hooks before a replay.
+
+A module may be used without being called, as an output layer is by a fused loss. A module that is called
+before it can name it in the tuple `prefetch_next`: then its hook waits for both. Otherwise the first step
+finds it, and later steps wait for its buckets at once. Code that reads parameters before their module is
+called, or outside a forward, calls `ParameterGather.wait` first; a module's state dict does.
 """
 
 from __future__ import annotations
@@ -29,9 +29,12 @@ At = tuple[int, int]  # buffer, bucket
 
 
 class ParameterGather:
-    """Gathers buckets of the parameters of `flats` in the background.
+    """All-gather buckets of parameters in the background.
 
-    Without `attach` every gather is awaited at the end of the step.
+    Without `attach`, the end of a step waits for all of them.
+
+    Args:
+        flats: the gradient buffers, whose layouts are those of the parameters.
     """
 
     def __init__(self, flats: list[FlatBuffer]) -> None:
@@ -43,25 +46,25 @@ class ParameterGather:
         self._attached = False
         self._uncalled: dict[nn.Module, set[At]] = {}  # modules that no forward has called yet
         self._compiled: set[At] = set()
-        self._at_once: set[At] | None = None  # None: the first step is not over
+        self._eager: set[At] | None = None  # awaited when a step ends; None: the first step is not over
 
     def attach(self, modules: Iterable[nn.Module]) -> None:
-        """Let every module inside `modules` wait for its own parameters before its forward.
+        """Make every module inside `modules` wait for its own parameters before its forward.
 
-        It also waits for those of the modules in its attribute `prefetch_next`. A state dict of one of them
-        waits for all, and so does loading one. What `torch.compile` returned waits for all its parameters;
-        those of a module that was compiled in place, whose hooks would be compiled too, are awaited at the
-        end of a step. So compile before.
+        It also waits for those of the modules in its attribute `prefetch_next`. Saving or loading a state
+        dict waits for all. A module that `torch.compile` returned waits for all its parameters; those of a
+        module compiled in place, whose hooks would be compiled too, are awaited at the end of a step. So
+        compile before you call this.
         """
         self._attached = True
-        behind: set[nn.Module] = set()
+        prefetched: set[nn.Module] = set()
         for root in modules:
             for module in _outside_of_compiled(root):
                 if _is_compiled_in_place(module):
                     self._compiled |= self._buckets(module.parameters())
                     continue
                 more = getattr(module, "prefetch_next", ())
-                behind.update(more)
+                prefetched.update(more)
                 inside = _is_compiled(module)
                 own = self._buckets(p for each in (module, *more) for p in each.parameters(recurse=inside))
                 if own and module not in self._uncalled:
@@ -71,37 +74,37 @@ class ParameterGather:
             for module in root.modules():
                 module.register_state_dict_pre_hook(everything)
                 module.register_load_state_dict_pre_hook(everything)
-        for module in behind:
+        for module in prefetched:
             self._uncalled.pop(module, None)
 
     def _buckets(self, parameters: Iterable[Parameter]) -> set[At]:
         return {self._where[id(param)] for param in parameters if id(param) in self._where}
 
     def before(self, module: nn.Module, own: set[At]) -> None:
-        """Wait before the forward of a module, whose parameters lie in the buckets `own`."""
+        """Wait for the buckets `own` of a module's parameters, before its forward."""
         if self._works:
             self._wait(own)
-        if self._at_once is None and torch.is_grad_enabled():  # evaluation may use it otherwise
+        if self._eager is None and torch.is_grad_enabled():  # evaluation may call other modules
             self._uncalled.pop(module, None)
 
     def start(self, at: At, bucket: Tensor, group: dist.ProcessGroup) -> None:
-        """Start to gather a bucket, of which this rank has updated its part."""
+        """Start the all-gather of a bucket over `group`; this rank has updated its shard."""
         work = all_gather_(bucket, group, overlap=True)
         if work is not None:
             self._works[at] = work
 
     def end_step(self) -> None:
-        """End a step, in which all buckets have been started: wait for those that no hook waits for."""
+        """End a step that has started all buckets: wait for those that no hook waits for."""
         if not self._attached:
             self.wait()
             return
-        if self._at_once is None:
-            self._at_once = self._compiled.union(*self._uncalled.values())
+        if self._eager is None:
+            self._eager = self._compiled.union(*self._uncalled.values())
             self._uncalled = {}
-        self._wait(self._at_once)
+        self._wait(self._eager)
 
     def wait(self) -> None:
-        """Wait for all buckets: before parameters are read by other means than a module's forward."""
+        """Wait for all buckets; call it before you read parameters outside a module's forward."""
         self._wait(list(self._works))
 
     def _wait(self, some: Iterable[At]) -> None:
@@ -113,7 +116,7 @@ class ParameterGather:
 
 
 class _Wait:
-    """A hook that waits for buckets of parameters, or for all. In a pickled model it does nothing."""
+    """Hook: wait for some buckets of parameters, or all. In a pickled model it does nothing."""
 
     # `HookTraits`: graphs call it next to replays, but the graph of a whole step has nothing to wait for.
     replayed = in_step = True
@@ -134,7 +137,7 @@ class _Wait:
 
 
 def _outside_of_compiled(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield a module and those inside it, but none inside a compiled one."""
+    """Yield a module and its descendants, except those of compiled modules."""
     yield module
     if not _is_compiled(module):
         for child in module.children():
@@ -142,7 +145,7 @@ def _outside_of_compiled(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def _is_compiled(module: nn.Module) -> bool:
-    """Whether `torch.compile` has returned the module, or its `compile` was called."""
+    """Return True for a module from `torch.compile` or after `module.compile()`."""
     return _is_compiled_in_place(module) or type(module).__name__ == "OptimizedModule"
 
 

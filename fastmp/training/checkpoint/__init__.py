@@ -1,4 +1,4 @@
-"""Checkpoints that any layout can load, that survive a kill at any moment, and that hold no pickle."""
+"""Sharded checkpoints: resharding on load, atomic against kills, without pickle."""
 
 from __future__ import annotations
 

@@ -1,11 +1,22 @@
-"""Saving and loading the state of a run, on all of its ranks together.
+"""Save and load the state of a run, on all of its ranks together.
 
-A save has a thread and a process group of its own, so that training goes on. First it copies what the rank
-offers to memory of the host, in which no step changes it; before it changes anything, training waits for that
-copy and for nothing else. A save that fails is tried again, then given up; the next one is due later.
+A save runs in a thread, with a gloo process group of its own, while training continues:
 
-Loading reads every byte of a checkpoint twice. First the ranks divide its files among them and check them,
-and only if all is as it was written, they load what they need.
+1. `start_save` records events on the current stream and returns.
+2. The thread copies the state to host memory (`Staging`), from a GPU on a stream of its own. Training calls
+   `wait_staged` before it changes parameters: a GPU's stream waits for the copies, the host does not.
+3. All ranks send rank 0 the list of their shards, unless it is that of the last save; rank 0 checks that they
+   cover every tensor and assigns a writer to each chunk.
+4. Every rank writes its file into the staging directory, with checksums, and syncs it.
+5. Rank 0 writes the manifest, renames the directory, updates `latest`, and deletes old checkpoints.
+A save that fails is tried again, then given up; training continues and the next save is due as usual.
+
+A load reads every byte twice:
+
+1. Ranks meet in a barrier with a timeout; rank 0 lists the candidates, newest first, and broadcasts them.
+2. Ranks verify the files of a candidate, each its share, and agree; a damaged one is passed over.
+3. Every rank checks model, scalars and shapes against its own.
+4. Every rank reads the chunks that overlap its shards.
 """
 
 from __future__ import annotations
@@ -44,13 +55,13 @@ __all__ = ["Checkpointer", "Loaded", "Note", "described"]
 NO_SCALARS: Mapping[str, Any] = MappingProxyType({})
 PAUSE = 2.0  # seconds before a save is tried again
 _POLL = 0.1  # seconds between looks at a save that is waited for
-# For a collective of a save, not for making its group: ranks wait for the slowest disk. A lost rank ends it.
+# For collectives of a save, not for creating its group: ranks wait for the slowest disk. A lost rank ends it.
 PATIENCE = timedelta(days=1)
 _LAYOUT_AXES = ("world_size", "tp", "cp", "ep", "dp", "pp", "etp")
 
 
 class Note(NamedTuple):
-    """What has become of a save, for the log; whether it is a failure."""
+    """The outcome of a save, a line for the log. failed: it is a failure."""
 
     text: str
     failed: bool = False
@@ -58,10 +69,10 @@ class Note(NamedTuple):
 
 @dataclass(frozen=True)
 class Loaded:
-    """What was loaded besides tensors.
+    """A loaded checkpoint, without its tensors.
 
-    layout: the sizes of the grid that saved it. missing: optional tensors that the checkpoint has not, or in
-    another form.
+    layout: the sizes of the grid that saved it.
+    missing: optional tensors that the checkpoint lacks, or has in another shape or dtype.
     """
 
     path: Path
@@ -72,19 +83,32 @@ class Loaded:
 
 
 class Checkpointer:
-    """Saves and finds checkpoints in `directory`, which all ranks see.
+    """Save and load checkpoints in `directory`, which must be visible to all ranks.
 
-    groups: this rank's groups. Every method is called by all ranks together.
-    description: JSON-able facts about the model (its configuration). A checkpoint with others is refused.
-    defaults: the value of each fact that older checkpoints do not name.
-    keep, keep_every, keep_hours: which checkpoints stay, see `directory.to_delete`.
-    after: called on the first rank with each checkpoint that is in place and its step, in a thread; what it
-        returns is a note, and so is an error of it. Nothing is deleted meanwhile.
-    timeout: how long ranks wait for each other before they load.
-    attempts: at a save, before it is given up.
-    waiting: called every 0.1 s while a caller waits for a save, so that `notes` are reported as they come.
+    All ranks call every method together. `close` destroys the process group; the next save or load creates it
+    again.
 
-    Its process group goes with `close`, and comes back with the next save or load.
+    Args:
+        groups: this rank's process groups.
+        description: JSON-able facts about the model (its configuration). A checkpoint with other facts
+            raises CheckpointError.
+        defaults: the values of facts that older checkpoints do not have.
+        keep, keep_every, keep_hours: the checkpoints to keep, see `directory.to_delete`.
+        after: (checkpoint, step) -> a line for the log; called on rank 0, in a thread, after each save. Its
+            errors are lines for the log, too. Nothing is deleted while it runs.
+        timeout: how long ranks wait for each other before they load.
+        attempts: at a save, before it is given up.
+        waiting: called every 0.1 s while a caller waits for a save, so that `notes` are reported at once.
+
+    Example:
+        import tempfile
+
+        checkpointer = Checkpointer(tempfile.mkdtemp())
+        state = {name: ShardedTensorRef.whole(param) for name, param in model.named_parameters()}
+        checkpointer.save(100, state, {"tokens": 12_800})
+        loaded = checkpointer.load(state)
+        assert (loaded.step, loaded.scalars) == (100, {"tokens": 12_800})
+        checkpointer.close()
     """
 
     def __init__(
@@ -132,7 +156,7 @@ class Checkpointer:
 
         state: {name: this rank's shards of a tensor of the whole model}. Every element must be on some rank;
             ranks that have the same box have equal numbers in it. scalars: JSON-able, equal on all ranks.
-        alone: the caller does nothing before it has waited for the save.
+        alone: the caller waits for the save at once, so that tensors on the host need no copy.
 
         Waits for the save before. Before the process ends, wait for the last one, or `close`.
         """
@@ -145,20 +169,21 @@ class Checkpointer:
         self._saving = self._threads[0].submit(self._save, step, dict(scalars))
 
     def wait_staged(self) -> None:
-        """Wait until what is being saved may change. On a GPU its stream waits, and not the host."""
+        """Wait until the tensors being saved may change. On a GPU its stream waits, not the host."""
         if self._saving is not None:
             while not self._staging.wait(_POLL):
                 self._waiting()
 
     @property
     def is_staging(self) -> bool:
-        """Whether `wait_staged` would have to wait."""
+        """True if `wait_staged` would block."""
         return self._saving is not None and self._staging.is_busy
 
     def wait(self) -> Path | None:
-        """Wait for the save that was begun last; returns its directory, None where there was none.
+        """Wait for the last save and return its directory; None if there is none.
 
-        Raises OSError on all ranks if one of them could not write; earlier checkpoints are still there.
+        Raises:
+            OSError: on all ranks, if one of them could not write; earlier checkpoints are still there.
         """
         saving, self._saving = self._saving, None
         if saving is None:
@@ -171,21 +196,21 @@ class Checkpointer:
         return path
 
     def notes(self) -> list[Note]:
-        """What has happened since the last call: checkpoints that are in place, saves that failed."""
+        """Return and clear the notes since the last call: finished checkpoints and failed saves."""
         if self._saving is not None and self._saving.done():
             self.settle()
         notes, self._notes = self._notes, []
         return notes
 
     def save(self, step: int, state: Mapping[str, ShardedTensorRef], scalars: Mapping[str, Any]) -> Path:
-        """Save as `start_save`, and wait for it."""
+        """Save as `start_save` and wait; return the directory of the checkpoint."""
         self.start_save(step, state, scalars, alone=True)
         path = self.wait()
         assert path is not None
         return path
 
     def settle(self, *, must: bool = False) -> None:
-        """Wait for the last save. That it failed is a note; with `must`, OSError as well."""
+        """Wait for the last save. A failure is a note and, with `must`, an OSError."""
         try:
             self.wait()
         except OSError:
@@ -193,12 +218,12 @@ class Checkpointer:
                 raise
 
     def wait_following(self) -> None:
-        """Wait for what follows the checkpoints that are in place."""
+        """Wait for the `after` callbacks of finished checkpoints."""
         for each in list(self._following):
             each.result()
 
     def close(self) -> None:
-        """Wait for a save that is on its way and what follows it; end the threads and the process group."""
+        """Wait for the last save and its callback; end the threads and the process group."""
         self.settle()
         for thread in self._threads or ():
             thread.shutdown()
@@ -217,7 +242,7 @@ class Checkpointer:
             self._group = group
 
     def _save(self, step: int, scalars: dict[str, Any]) -> Path:
-        """Save in the thread, in at most `attempts`. All ranks see the same attempts fail."""
+        """Save, in the thread, with at most `attempts` attempts; the same attempts fail on all ranks."""
         try:
             for attempt in range(1, self._attempts + 1):
                 try:
@@ -273,7 +298,7 @@ class Checkpointer:
         return self.directory / str(metadata.storage_data)
 
     def _save_planned(self, writer: CheckpointWriter) -> Metadata:
-        """Save by the plan of the save before; by a new one where a rank has other shards now."""
+        """Save with the plan of the previous save, or with a new one if a rank has other shards now."""
         options: dict[str, Any] = {"storage_writer": writer, "planner": self._planner}
         options |= {"process_group": self._group, "no_dist": self._group is None}
         try:
@@ -292,20 +317,24 @@ class Checkpointer:
         optional: frozenset[str] = frozenset(),
         path: str | Path | None = None,
     ) -> Loaded | None:
-        """Read the latest valid checkpoint into the tensors of `state`, whatever layout it was saved with.
+        """Read the latest valid checkpoint, saved with any layout, into the tensors of `state`.
 
-        scalars: examples of the values that must be among those saved, each under its name and of its type.
-        optional: names in `state` that the checkpoint may lack, or have in another form; it may have others
-            that begin as they do, up to the first "/".
-        path: a checkpoint, or the directory of a run, whose latest valid one it means; None: of `directory`.
+        A damaged checkpoint, or one with values that are not finite, is passed over for an older one, with a
+        line on stderr. Nothing is read from a checkpoint before all of its files are verified.
 
-        None where `directory` has no checkpoint. A damaged checkpoint, or one with values that are not
-        finite, is passed over for an older one, with a line on stderr. Nothing is read of a checkpoint that
-        is not whole.
+        Args:
+            scalars: examples of the scalars that must have been saved, by name and type.
+            optional: names in `state` that the checkpoint may lack, or have in another shape or dtype; it
+                may have others with the same prefix, up to the first "/".
+            path: a checkpoint, or the directory of a run, for its latest valid one; None: `directory`.
 
-        Raises CheckpointError, the same on all ranks, naming both sides where the checkpoint belongs to
-        another model or has other scalars, and where there are checkpoints but none is whole; RuntimeError
-        naming the ranks that have not come to load when the timeout is over.
+        Returns:
+            the loaded checkpoint, or None if `directory` has none.
+
+        Raises:
+            CheckpointError: on all ranks, if the checkpoint belongs to another model or has other scalars
+                (the message names both sides), or if no checkpoint is intact.
+            RuntimeError: the timeout is over; the message names the ranks that have not called `load`.
         """
         self.settle()
         self._open()
@@ -329,7 +358,7 @@ class Checkpointer:
         return Loaded(chosen, manifest.step, manifest.layout, manifest.scalars, missing)
 
     def _candidates(self, path: str | Path | None) -> list[Path]:
-        """The checkpoints that the first rank sees, in the order in which they should be tried."""
+        """Return the checkpoints that rank 0 sees, in the order in which to try them; [] on other ranks."""
         if self._rank:
             return []
         if path is not None:
@@ -338,7 +367,7 @@ class Checkpointer:
 
 
 def _cause(error: CheckpointException, directory: Path) -> BaseException:
-    """What went wrong on the first rank where something did."""
+    """Return the error of the lowest rank that failed, as an OSError if the disk or memory is at fault."""
     rank, (cause, _) = min(error.failures.items())
     if isinstance(cause, MemoryError):
         cause = OSError(errno.ENOMEM, "there is no memory for a copy of what is saved")
@@ -348,7 +377,7 @@ def _cause(error: CheckpointException, directory: Path) -> BaseException:
 
 
 def described(config: Any) -> dict[str, dict[str, Any]]:
-    """The `description` and the `defaults` of a `Checkpointer` for a configuration, if it is of fastmp."""
+    """Return `description` and `defaults` of a `Checkpointer` for a configuration of fastmp, else {}."""
     if not is_dataclass(config) or isinstance(config, type) or not _is_own(config):
         return {}
     defaults: dict[str, Any] = {f.name: f.default for f in fields(config) if f.default is not MISSING}
@@ -364,7 +393,7 @@ def described(config: Any) -> dict[str, dict[str, Any]]:
 
 
 def _is_own(config: Any) -> bool:
-    """Others may hold what is no JSON, or changes with a version."""
+    """Return True for fastmp's own classes; others may not be JSON-able, or change with a version."""
     return type(config).__module__.startswith("fastmp.")
 
 

@@ -1,9 +1,9 @@
-"""Where in the whole model's tensors the elements lie that a rank has.
+"""Chunks of full tensors: the arithmetic of resharding.
 
-A checkpoint knows tensors of the whole model only, and chunks of them: a first index and a size in each
-dimension. A rank has a shard of a tensor, cut along some dimensions, or, of sharded optimizer state, a range
-of the shard's memory. Both are a few chunks, by arithmetic alone: nothing else has to know the layout that a
-checkpoint was saved with, or is loaded into.
+A checkpoint stores tensors of the whole model as chunks, each with offsets and sizes, as DCP does
+(torch.distributed.checkpoint). A rank holds a shard of a tensor, cut along some dimensions, or, of ZeRO-1
+optimizer state, a range of the shard's memory. Both are a few chunks, so nothing else depends on the layout
+that saved a checkpoint or loads it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Shape = tuple[int, ...]
 
 
 class TensorChunk(NamedTuple):
-    """A block of a tensor: its first index and its size in each dimension."""
+    """A block of a tensor: the first index and the size in each dimension."""
 
     offsets: Shape
     sizes: Shape
@@ -38,9 +38,9 @@ class TensorChunk(NamedTuple):
 
 
 class Cut(NamedTuple):
-    """How a shard was cut along one dimension: `blocks` equal blocks, each into `ranks` equal parts.
+    """The sharding of one dimension: `blocks` equal blocks, each split into `ranks` equal parts.
 
-    The shard is the part number `rank` of every block, one behind the other.
+    The shard is part `rank` of every block, one after another.
     """
 
     dim: int
@@ -50,12 +50,12 @@ class Cut(NamedTuple):
 
 
 def full_chunk(shape: Sequence[int]) -> TensorChunk:
-    """The chunk that is a whole tensor."""
+    """Return the chunk that covers a tensor."""
     return TensorChunk((0,) * len(shape), tuple(shape))
 
 
 def full_shape(shard: Sequence[int], cuts: Sequence[Cut]) -> Shape:
-    """The shape of the tensor that a shard of shape `shard` was cut from."""
+    """Return the shape of the full tensor of a shard of shape `shard`."""
     shape = list(shard)
     for cut in cuts:
         shape[cut.dim] *= cut.ranks
@@ -65,9 +65,9 @@ def full_shape(shard: Sequence[int], cuts: Sequence[Cut]) -> Shape:
 def chunks_of_range(
     shape: Sequence[int], start: int, end: int
 ) -> Iterator[tuple[TensorChunk, tuple[int, int]]]:
-    """Divide the elements from `start` to before `end` of a tensor in row-major order into chunks.
+    """Split elements `start` to `end` - 1 of a tensor, in row-major order, into as few chunks as possible.
 
-    Yields as few as there can be, each with its part of the range, counted from `start`.
+    Yields (chunk, its range of the elements, counted from `start`).
     """
     if not shape:
         yield from [(TensorChunk((), ()), (0, 1))] if start < end else []
@@ -76,7 +76,7 @@ def chunks_of_range(
     while at < end:
         first, skipped = divmod(at, row)
         rows = (end - at) // row
-        if skipped or not rows:  # a part of one row
+        if skipped or not rows:  # part of one row
             stop = min(end, (first + 1) * row)
             for chunk, (a, b) in chunks_of_range(shape[1:], skipped, skipped + stop - at):
                 yield (
@@ -95,9 +95,9 @@ def chunks_of_range(
 def chunks_of_shard(
     shard: Sequence[int], cuts: Sequence[Cut], chunk: TensorChunk | None = None
 ) -> Iterator[tuple[TensorChunk, TensorChunk]]:
-    """Divide `chunk` of a shard (None: all of it) into chunks that are chunks of the whole tensor, too.
+    """Split `chunk` of a shard (None: all of it) into chunks that are contiguous in the full tensor.
 
-    Yields both: where it lies in the shard, and where in the whole tensor.
+    Yields (chunk of the shard, the same elements as a chunk of the full tensor).
     """
     here = [full_chunk(shard) if chunk is None else chunk]
     for cut in cuts:
@@ -112,7 +112,7 @@ def chunks_of_shard(
 
 
 def _at_blocks(chunk: TensorChunk, dim: int, size: int) -> Iterator[TensorChunk]:
-    """Cut a chunk where one part of a block ends and the next begins."""
+    """Yield a chunk split at the borders of blocks of `size` along `dim`."""
     start, end = chunk.offsets[dim], chunk.offsets[dim] + chunk.sizes[dim]
     while start < end:
         stop = min(end, (start // size + 1) * size)
@@ -121,7 +121,7 @@ def _at_blocks(chunk: TensorChunk, dim: int, size: int) -> Iterator[TensorChunk]
 
 
 def split_in_two(chunk: TensorChunk, dim: int) -> tuple[TensorChunk, TensorChunk]:
-    """Cut a chunk in two along a dimension, the first half being the larger one."""
+    """Return the halves of a chunk along `dim`; the first is the larger one."""
     first = -(-chunk.sizes[dim] // 2)
     rest = TensorChunk(
         _with(chunk.offsets, dim, chunk.offsets[dim] + first),
@@ -131,7 +131,7 @@ def split_in_two(chunk: TensorChunk, dim: int) -> tuple[TensorChunk, TensorChunk
 
 
 def clip(chunk: TensorChunk, shape: Sequence[int]) -> TensorChunk | None:
-    """The part of `chunk` that lies in a tensor of shape `shape`; None where nothing does."""
+    """Return the intersection of `chunk` with a tensor of shape `shape`, or None if it is empty."""
     sizes = tuple(
         min(size, max(n - at, 0)) for at, size, n in zip(chunk.offsets, chunk.sizes, shape, strict=True)
     )

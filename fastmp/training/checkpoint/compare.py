@@ -1,4 +1,4 @@
-"""Checkpoints read as whole tensors, whatever layout saved them, and compared."""
+"""Read checkpoints of any layout as full tensors, and compare them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["differences", "fill_shards", "read_tensor"]
 
 
 def read_tensor(reader: CheckpointReader, name: str) -> Tensor:
-    """One tensor of a checkpoint, whole, on the CPU."""
+    """Return one full tensor of a checkpoint, on the CPU."""
     saved = reader.manifest.tensors[name]
     tensor = torch.empty(saved.shape, dtype=DTYPES[saved.dtype])
     fill_shards(reader, name, ShardedTensorRef.whole(tensor))
@@ -30,9 +30,9 @@ def fill_shards(reader: CheckpointReader, name: str, ref: ShardedTensorRef) -> N
 
 
 def differences(first: Path, second: Path, *, random: bool = False) -> Iterator[str]:
-    """Say in what two checkpoints differ, a line for each tensor; nothing if they are equal bit for bit.
+    """Yield a line for each tensor in which two checkpoints differ by a bit.
 
-    random: whether random states, which belong to ranks and not to the model, are compared, too.
+    random: True to compare random states, too, which belong to ranks and not to the model.
     """
     readers = CheckpointReader(first), CheckpointReader(second)
     both = [reader.manifest.tensors for reader in readers]

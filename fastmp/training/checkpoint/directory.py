@@ -1,10 +1,11 @@
-"""The directory of a run's checkpoints: which there are, which one is to be loaded, which may go.
+"""The directory of a run's checkpoints: publish, list, choose and prune.
 
-A checkpoint is written under a staging name, synced and renamed; then the file `latest` is replaced by one
-that points to it. A kill between any two steps leaves the old or the new one, whole.
+A checkpoint is published in three steps: its files are written in a staging directory and synced; the
+directory is renamed; the file `latest` is replaced. A kill between any two of them leaves the old or the new
+checkpoint intact.
 
-Checkpoints are ordered by when their manifests were written, not by their steps: a run that went back to an
-earlier step goes on beside later ones that it has given up.
+Checkpoints are ordered by the time of their manifests, not by step: a run that went back to an earlier step
+keeps the later checkpoints that it abandoned.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ _STAGING = ".staging"
 
 
 class CheckpointName(NamedTuple):
-    """The name of a checkpoint: its step, and a number where that step has been saved before."""
+    """The name of a checkpoint: its step, and a number if that step was saved before."""
 
     step: int
     attempt: int = 0
@@ -58,12 +59,12 @@ class CheckpointName(NamedTuple):
 
 
 def staging(directory: Path, step: int) -> Path:
-    """The name under which the checkpoint of a step is written."""
+    """Return the staging directory of a step's checkpoint."""
     return directory / f"{CheckpointName(step)}{_STAGING}"
 
 
 def remove_staging(directory: Path) -> None:
-    """Delete what writers that have been killed left."""
+    """Delete the staging directories of killed writers."""
     for leftover in directory.glob(f"step-*{_STAGING}"):
         if leftover.is_dir() and not leftover.is_symlink():
             shutil.rmtree(leftover)
@@ -72,14 +73,14 @@ def remove_staging(directory: Path) -> None:
 
 
 class CheckpointEntry(NamedTuple):
-    """A checkpoint, and when it was made, in nanoseconds; 0 where it has no manifest."""
+    """A checkpoint and the time of its manifest in nanoseconds; 0 if it has none."""
 
     made: int
     name: CheckpointName
 
 
 def by_age(directory: Path) -> list[CheckpointEntry]:
-    """The checkpoints of a run, oldest first; those made at one time by step and number."""
+    """Return the checkpoints of a run, oldest first; equal times are ordered by step and number."""
     found = os.listdir(directory) if directory.is_dir() else []
     names = [(entry, _NAME.fullmatch(entry)) for entry in found]
     parsed = [(entry, CheckpointName(int(match[1]), int(match[2] or 0))) for entry, match in names if match]
@@ -96,7 +97,7 @@ def _made(path: Path) -> int:
 
 
 def candidates(directory: Path) -> list[CheckpointName]:
-    """The checkpoints of a run, as they should be tried: the one pointed to, then the newest."""
+    """Return the checkpoints of a run in the order to try them: that of `latest`, then newest first."""
     newest_first = [saved.name for saved in reversed(by_age(directory))]
     try:
         pointed = read_file(directory / POINTER, 100).decode().strip()
@@ -106,9 +107,9 @@ def candidates(directory: Path) -> list[CheckpointName]:
 
 
 def checkpoints_at(path: str | Path) -> list[Path]:
-    """The checkpoint that `path` is; or, of the run whose directory it is, those that should be tried.
+    """Return [path] if it is a checkpoint, or the `candidates` of the run at `path`.
 
-    CheckpointError where there is none.
+    Raises CheckpointError if there are none.
     """
     path = Path(path)
     if (path / MANIFEST).exists():
@@ -120,23 +121,25 @@ def checkpoints_at(path: str | Path) -> list[Path]:
 
 
 def checkpoint_at(path: str | Path) -> Path:
-    """The checkpoint that `path` is, or the latest one of the run whose directory it is."""
+    """Return `path` if it is a checkpoint, or the latest checkpoint of the run at `path`."""
     return checkpoints_at(path)[0]
 
 
 def publish(written: Path, manifest: Manifest) -> Path:
-    """Put the manifest to the files in the staging directory `written`, and make them the latest checkpoint.
+    """Write the manifest into the staging directory `written`, and make it the latest checkpoint.
 
-    Where there is a checkpoint of this step already, the new one gets a suffix, so that nothing that is in
-    place is ever moved away.
+    If this step was saved before, the new checkpoint gets a suffix; published checkpoints are never moved.
     """
+    # 1. The files are on disk already; the manifest makes them a checkpoint.
     directory = written.parent
     write_synced(written / MANIFEST, write_manifest(manifest))
     sync_directory(written)
+    # 2. Rename to the first name that is free.
     names = (CheckpointName(manifest.step, attempt) for attempt in count())
     final = next(path for name in names if not os.path.lexists(path := directory / str(name)))
     written.rename(final)
     sync_directory(directory)
+    # 3. Point `latest` to it.
     write_synced(directory / f"{POINTER}.new", f"{final.name}\n".encode())
     os.replace(directory / f"{POINTER}.new", directory / POINTER)
     sync_directory(directory)
@@ -144,7 +147,7 @@ def publish(written: Path, manifest: Manifest) -> Path:
 
 
 def whole_manifest(path: Path) -> Manifest:
-    """The manifest of a checkpoint whose directory has what it says and nothing else."""
+    """Read the manifest of a checkpoint, and check the names and sizes of its files."""
     manifest = read_manifest(path)
     check_directory(path, manifest.files)
     for name, file in manifest.files.items():
@@ -165,11 +168,16 @@ def to_delete(
     keep_every: int = 0,
     keep_hours: float = 0.0,
 ) -> list[CheckpointName]:
-    """Choose the checkpoints to delete; `saved` are oldest first, and the last one has just been made.
+    """Return the checkpoints to delete.
 
-    keep: how many of the newest stay; 0: all. keep_every: those of steps that it divides stay, too.
-    keep_hours: so does one of every so many hours. The newest one that is `finite` always stays; newer ones
-    are asked first, and none that is older.
+    The newest checkpoint that is `finite` always stays.
+
+    Args:
+        saved: all checkpoints, oldest first; the last one is new.
+        finite: called newest first, until it returns True.
+        keep: how many of the newest stay; 0: all.
+        keep_every: checkpoints of steps that it divides stay, too; 0: none.
+        keep_hours: so does the first one of every so many hours; 0: none.
     """
     if not keep:
         return []
@@ -185,9 +193,9 @@ def to_delete(
 
 
 def prune(directory: Path, made: Path, *, keep: int, **others: Any) -> None:
-    """Delete the checkpoints `to_delete`, now that there is the one `made`.
+    """Delete the checkpoints that `to_delete` returns, after `made` was published.
 
-    A link to a checkpoint elsewhere does not count, and stays.
+    Symbolic links to checkpoints elsewhere are not counted, and stay.
     """
     if not keep:
         return

@@ -1,4 +1,4 @@
-"""Reading and writing safetensors files with checksums, in blocks, from several threads."""
+"""Read and write safetensors files with checksums, in blocks, from several threads."""
 
 from __future__ import annotations
 
@@ -31,31 +31,30 @@ __all__ = [
     "write_tensors",
 ]
 
-_BLOCK = 1 << 20  # bytes read at once: they stay in the cache until their checksum is taken
-_BUFFER = 16 << 20  # bytes read at once where they cannot go to where they belong
-_AHEAD = 4  # tensors that may be written before they have been looked at
-_SHARE = 64 << 20  # bytes that a thread verifies before it takes more
+_BLOCK = 1 << 20  # bytes read at once, few enough to be in the cache when their checksum is computed
+_BUFFER = 16 << 20  # bytes read at once into a buffer, if they cannot be read into place
+_AHEAD = 4  # tensors that may be written before their checksums are known
+_SHARE = 64 << 20  # bytes of a task of a thread that verifies
 THREADS = min(4, os.cpu_count() or 1)  # that verify
 READERS = 2  # threads that load, each with one buffer
 _CODES = {dtype: code for code, dtype in DTYPES.items()}
 
 
 def dtype_code(name: str, dtype: torch.dtype) -> str:
-    """The name that safetensors has for a dtype; ValueError naming the tensor where it has none."""
+    """Return the name of a dtype in safetensors. Raises ValueError, naming the tensor, if it has none."""
     if dtype not in _CODES:
         raise ValueError(f"checkpoint: {name} is {dtype}, which cannot be saved")
     return _CODES[dtype]
 
 
 def tensor_bytes(tensor: Tensor) -> memoryview:
-    """The memory of a contiguous CPU tensor."""
+    """Return the memory of a contiguous CPU tensor."""
     flat = tensor.detach().as_strided((tensor.numel(),), (1,))
     return memoryview(flat.view(torch.uint8).numpy())  # type: ignore[arg-type]
 
 
 class PlacedTensor(NamedTuple):
-    """Where the bytes of a tensor begin in a file that has been written, their CRC-32, and whether all its
-    numbers are finite."""
+    """A written tensor: the offset of its bytes in the file, their CRC-32, and if all numbers are finite."""
 
     start: int
     crc32: int
@@ -63,7 +62,7 @@ class PlacedTensor(NamedTuple):
 
 
 class TensorSpec(NamedTuple):
-    """A tensor before it is there."""
+    """The name, dtype and shape of a tensor to be written."""
 
     name: str
     dtype: torch.dtype
@@ -80,11 +79,21 @@ def write_tensors(
     tensor: Callable[[int], Tensor],
     metadata: Mapping[str, str] | None = None,
 ) -> tuple[File, list[PlacedTensor]]:
-    """Write contiguous CPU tensors to a new safetensors file, which is on disk when this returns.
+    """Write contiguous CPU tensors to a new safetensors file and sync it.
 
-    They lie there by size of their elements, largest first, then by name, as safetensors asks for.
-    `tensor(i)` is asked for one after the other, so that not all have to be in memory. They are looked at
-    beside writing. metadata: texts in the header. OSError where the file cannot be written.
+    As safetensors requires, tensors with the largest elements come first, then by name.
+
+    Args:
+        forms: the specs of the tensors.
+        tensor: i -> the tensor of forms[i]; called one after another, so that not all have to be in memory.
+        metadata: texts for the header.
+
+    Returns:
+        the file, and for each spec its place, checksum and finiteness, computed in a thread while the next
+        tensor is written.
+
+    Raises:
+        OSError: the file cannot be written.
     """
     order = sorted(range(len(forms)), key=lambda i: (-forms[i].dtype.itemsize, forms[i].name))
     header: dict[str, Any] = {} if metadata is None else {"__metadata__": dict(metadata)}
@@ -116,7 +125,7 @@ def _look_at(tensor: Tensor, start: int) -> PlacedTensor:
 
 
 def is_finite(tensor: Tensor) -> bool:
-    """Whether all numbers of a contiguous CPU tensor are finite."""
+    """Return True if all numbers of a contiguous CPU tensor are finite."""
     if not tensor.is_floating_point() or not tensor.numel():
         return True
     if HOST is not None:
@@ -139,7 +148,7 @@ class OpenFile(NamedTuple):
 
 @contextmanager
 def opened(path: Path) -> Iterator[OpenFile]:
-    """A file of a checkpoint, while it is open; CheckpointError where it cannot be read, or is a link."""
+    """Open a file of a checkpoint. Raises CheckpointError if it cannot be read or is a link."""
     try:
         descriptor = open_regular(path, links=False)
     except OSError as error:
@@ -151,7 +160,7 @@ def opened(path: Path) -> Iterator[OpenFile]:
 
 
 def verify(path: Path, manifest: Manifest, files: Iterable[str]) -> None:
-    """Check every byte of these files of the checkpoint `path`; CheckpointError says what is damaged."""
+    """Verify every byte of `files` of the checkpoint `path`. Raises CheckpointError for a damaged one."""
     of_files, work = manifest.shards_by_file(), list[tuple[Path, list[_ChecksumRange]]]()
     for name in files:
         file = manifest.files[name]
@@ -177,7 +186,7 @@ def verify(path: Path, manifest: Manifest, files: Iterable[str]) -> None:
 
 
 class _ChecksumRange(NamedTuple):
-    """A range of a file: what lies there, and its checksum."""
+    """A range of a file with a checksum. what: its name in errors."""
 
     what: str
     start: int
@@ -213,10 +222,16 @@ class ChunkReader:
         self._file, self._buffer = file, torch.empty(0, dtype=torch.uint8)
 
     def read(self, start: int, sizes: Sequence[int], chunk: TensorChunk, out: Tensor) -> None:
-        """Read a chunk of a tensor of shape `sizes`, whose bytes begin at `start`, into `out`, of its shape.
+        """Read a chunk of a saved tensor into `out`.
 
-        Where that is possible, the bytes go to the memory of `out`. Else all from the first element of the
-        chunk to its last are read into the buffer, or those of one half after the other.
+        A contiguous chunk is read into the memory of a contiguous CPU tensor `out`. Otherwise all bytes from
+        the first element to the last go through the buffer; a chunk too large for it is halved.
+
+        Args:
+            start: the offset of the saved tensor in the file.
+            sizes: its shape.
+            chunk: a chunk of it.
+            out: a tensor of the shape of the chunk.
         """
         if not chunk.numel:
             return

@@ -1,15 +1,17 @@
-"""What a checkpoint is on disk: safetensors files, and a manifest of them in JSON.
+"""The format of a checkpoint on disk: safetensors files, and their manifest in JSON.
 
     step-00000100/
-        manifest.json            all that is known of the checkpoint
-        rank-00000.safetensors   what rank 0 wrote, and so on
+        manifest.json            step, layout, model, scalars, files and tensors
+        rank-00000.safetensors   the shards that rank 0 wrote, and so on
 
-The manifest says what tensors of the whole model there are, and in which file the bytes of each shard of a
-tensor lie. It has a CRC-32 of itself, of the header of every file and of every shard: no byte of a checkpoint
-goes unchecked. That finds damage. It is no signature: who can write to a checkpoint can change it.
+The manifest lists the tensors of the whole model, and the file and offset of each of their shards. CRC-32
+checksums of the manifest, of the header of every file and of every shard cover all bytes of a checkpoint.
+They find damage; they are no signature against someone who can write to the checkpoint.
 
-Reading is strict. A name that is not one of a plain file here, a shard outside of its tensor or its file, two
-that overlap, bytes that belong to nothing: all are a `CheckpointError` that names the file.
+Reading is strict. These are a `CheckpointError` that names the file:
+- a name that is not that of a plain file in the directory;
+- a shard outside its tensor or its file, or two shards that overlap;
+- bytes that belong to no shard.
 """
 
 from __future__ import annotations
@@ -57,7 +59,7 @@ _CLOSING = b"}\n"
 
 
 class CheckpointError(ValueError):
-    """A checkpoint is damaged, or does not fit the run that loads it."""
+    """Raised for a checkpoint that is damaged or does not fit the run that loads it."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +72,7 @@ class File:
 
 
 class SavedShard(NamedTuple):
-    """A chunk of a tensor: where its bytes begin in which file, and their CRC-32."""
+    """A chunk of a tensor, with the file and offset of its bytes and their CRC-32."""
 
     chunk: TensorChunk
     file: str
@@ -92,10 +94,13 @@ class SavedTensor:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint holds.
+    """The contents of a checkpoint.
 
-    step: how many steps were done. finite: whether all numbers in it are. layout: the sizes of the grid that
-    wrote it, for the reader. description: the model. scalars: values that are not tensors.
+    step: the number of steps done.
+    finite: True if all numbers in it are finite.
+    layout: the sizes of the grid that wrote it, for information.
+    description: the model.
+    scalars: values that are not tensors.
     """
 
     step: int
@@ -118,12 +123,12 @@ class Manifest:
 
 
 def file_name(rank: int) -> str:
-    """The name of the file that a rank writes."""
+    """Return the name of the file that a rank writes."""
     return f"rank-{rank:05d}.safetensors"
 
 
 def write_manifest(manifest: Manifest) -> bytes:
-    """The content of the manifest's file, the same for equal manifests; ValueError if it is too large."""
+    """Return the bytes of a manifest, equal for equal manifests. Raises ValueError if it is too large."""
     files = {name: manifest.files[name] for name in sorted(manifest.files)}
     numbers = {name: number for number, name in enumerate(files)}
     opening = {
@@ -151,9 +156,9 @@ def write_manifest(manifest: Manifest) -> bytes:
 
 
 def read_manifest(path: Path) -> Manifest:
-    """Read the manifest of the checkpoint `path`, and check it as far as that goes without its files.
+    """Read and check the manifest of the checkpoint `path`, without its files.
 
-    It takes up to 40 times the memory that the file takes, which has at most 128 MiB.
+    Takes up to 40 times the memory of the file, which has at most 128 MiB.
     """
     file = path / MANIFEST
     try:
@@ -173,7 +178,7 @@ def read_manifest(path: Path) -> Manifest:
 
 @contextmanager
 def _no_collection() -> Iterator[None]:
-    """Keep the garbage collector away from many small objects, none of which is garbage: half of the time."""
+    """Pause the garbage collector, which would scan many small objects: it halves the time."""
     if not gc.isenabled():
         yield
         return
@@ -185,9 +190,9 @@ def _no_collection() -> Iterator[None]:
 
 
 def is_finite(path: Path) -> bool:
-    """Whether all numbers of the checkpoint `path` are finite, as its manifest says; False if it is damaged.
+    """Return the `finite` flag of the manifest of the checkpoint `path`; False if it is damaged.
 
-    Its tensors are not looked at, so that this takes little time.
+    Tensors are not read, so this is fast.
     """
     try:
         return _FINITE.match(_body(path / MANIFEST)) is not None
@@ -196,7 +201,7 @@ def is_finite(path: Path) -> bool:
 
 
 def _body(file: Path) -> memoryview:
-    """What a manifest's file says, without its checksum, which is right."""
+    """Return the body of a manifest after verifying its checksum."""
     try:
         content = read_file(file, LARGEST_MANIFEST, links=False)
     except OSError as error:
@@ -211,7 +216,7 @@ def _body(file: Path) -> memoryview:
 
 
 class _Wrong(ValueError):
-    """What is wrong in a manifest."""
+    """Raised for an entry of a manifest; the caller adds the name of the file."""
 
 
 _FIELDS = {"step": int, "finite": bool, "layout": dict, "description": dict, "scalars": dict}
@@ -313,17 +318,17 @@ def check_tiled(
     if len({offsets for offsets, _ in chunks}) < len(chunks):  # else an empty one could stand for another
         raise error(f"{name}: shards overlap or are empty where another one begins")
     if len(chunks) > 1 and there:
-        _check_apart(name, shape, chunks, error)
+        _check_tiling(name, shape, chunks, error)
 
 
-def _check_apart(
+def _check_tiling(
     name: str, shape: Sequence[int], chunks: Sequence[TensorChunk], error: type[ValueError]
 ) -> None:
-    """Count the corners of chunks, with the sign by which each adds to the number of chunks at a place.
+    """Raise `error` unless `chunks` tile the tensor, by summing the signed corners of chunks.
 
-    Chunks are the whole, each element once, if and only if all corners cancel but those of the whole. Corners
-    are made along one dimension after the other; where chunks meet they cancel at once, so that a grid takes
-    time in proportion to its chunks.
+    The chunks cover each element once if and only if all corners cancel except those of the tensor. Corners
+    are made one dimension after another and cancel where chunks meet, so a grid takes time in proportion to
+    its number of chunks.
     """
     cut = [dim for dim, n in enumerate(shape) if any(sizes[dim] != n for _, sizes in chunks)]
     counts: dict[tuple[Any, ...], int] = defaultdict(int)
@@ -346,7 +351,7 @@ def _check_apart(
 
 
 def check_types(where: str, saved: Mapping[str, Any], examples: Mapping[str, Any]) -> None:
-    """Check that `saved`, called `where` in errors, has values of the types of `examples`, at any depth."""
+    """Raise CheckpointError unless `saved` has the types of `examples`, at any depth; `where` names it."""
     for key, example in examples.items():
         found = saved.get(key)
         if type(found) is not type(example):
@@ -357,9 +362,9 @@ def check_types(where: str, saved: Mapping[str, Any], examples: Mapping[str, Any
 
 
 def check_directory(path: Path, files: Iterable[str]) -> None:
-    """Raise CheckpointError where the directory of a checkpoint has something else in it.
+    """Raise CheckpointError if the directory of a checkpoint contains other files.
 
-    Names that begin with a dot are passed over: network file systems leave such files.
+    Names that begin with a dot are ignored: network file systems leave such files.
     """
     known = {MANIFEST, *files}
     for entry in sorted(os.listdir(path)):

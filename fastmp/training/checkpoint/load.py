@@ -1,4 +1,4 @@
-"""Finding and reading a checkpoint on all ranks together, so that all read the same one or none does."""
+"""Choose, check and read a checkpoint on all ranks together: all read the same one, or none does."""
 
 from __future__ import annotations
 
@@ -28,22 +28,22 @@ from fastmp.training.checkpoint.storage import CheckpointReader, ShardedTensorRe
 __all__ = ["agree", "choose", "check", "read", "same_on_all"]
 
 T = TypeVar("T")
-# Symmetric memory is for one machine, so another layout may need another dispatcher.
+# Symmetric memory works within one machine, so another layout may need another dispatcher.
 _OF_LAYOUT = {f"moe.{name}" for name in EXCHANGE_OPTIONS}
 _MESSAGE = 1000  # bytes of a problem that ranks tell each other
 Group = dist.ProcessGroup | None
 
 
 def agree(group: Group, work: Callable[[], T]) -> T:
-    """Do the work of this rank; where that of one fails, raise CheckpointError on all."""
+    """Return work(); if it fails on one rank, raise CheckpointError on all (one all-gather)."""
     result, problem = None, ""
     try:
         result = work()
-    except ValueError as error:  # a mistake that speaks for itself, as a CheckpointError does
+    except ValueError as error:  # the message suffices, as that of a CheckpointError does
         problem = str(error) or "damaged"
     except OSError as error:
         problem = f"the checkpoint cannot be read: {error}"
-    except Exception as error:  # the others must not wait for this rank, whatever it was
+    except Exception as error:  # whatever it was, the others must not wait for this rank
         problem = f"{type(error).__name__}: {error}"
     if group is not None:
         text = problem.encode(errors="replace")[:_MESSAGE]
@@ -59,7 +59,7 @@ def agree(group: Group, work: Callable[[], T]) -> T:
 
 
 def same_on_all(group: Group, paths: Sequence[Path]) -> list[Path]:
-    """The paths that the first rank has, on all ranks."""
+    """Broadcast the paths of rank 0."""
     if group is None:
         return list(paths)
     text = b"\0".join(str(path).encode() for path in paths)
@@ -76,11 +76,19 @@ def same_on_all(group: Group, paths: Sequence[Path]) -> list[Path]:
 def choose(
     group: Group, paths: Sequence[Path], directory: Path | None = None
 ) -> tuple[Path, Manifest] | None:
-    """The first of `paths` that is whole and finite, else the first that is whole; all of it is checked.
+    """Return the first of `paths` that is intact and finite, else the first that is intact.
 
-    directory: where they were found, if they are all that there are.
+    Every byte of a checkpoint is verified, divided over the ranks. Rank 0 prints a line for each checkpoint
+    that is passed over.
 
-    None where there are no paths. What is passed over is said on stderr. CheckpointError where none is whole.
+    Args:
+        directory: the directory of which `paths` are all checkpoints, for error messages.
+
+    Returns:
+        (path, manifest), or None if there are no paths.
+
+    Raises:
+        CheckpointError: on all ranks, if no checkpoint is intact.
     """
     problems: dict[Path, str] = {}
     not_finite: list[tuple[Path, Manifest]] = []
@@ -111,7 +119,7 @@ def choose(
 
 
 def _verified(group: Group, path: Path) -> Manifest:
-    """Read the manifest of a checkpoint, and check this rank's share of its files."""
+    """Read the manifest of a checkpoint, and verify this rank's share of its files."""
     manifest = whole_manifest(path)
     verify(path, manifest, sorted(manifest.files)[group_rank(group) :: group_size(group)])
     return manifest
@@ -128,7 +136,7 @@ def check(
     scalars: Mapping[str, Any],
     optional: frozenset[str],
 ) -> None:
-    """Raise CheckpointError, on all ranks, where the checkpoint belongs to another model."""
+    """Raise CheckpointError, on all ranks, if the checkpoint belongs to another model."""
     saved = sorted(manifest.tensors)
     wanted = torch.tensor([name in state for name in saved], dtype=torch.uint8)
     if group is not None:
@@ -149,14 +157,14 @@ def check(
 
 
 def read(path: Path, manifest: Manifest, wanted: Mapping[str, ShardedTensorRef]) -> None:
-    """Read this rank's shards of the checkpoint `path`."""
+    """Read this rank's shards of the checkpoint `path` into `wanted`."""
     reader, planner = CheckpointReader(path, manifest), ShardLoadPlanner()
     planner.set_up_planner(dict(wanted), reader.read_metadata(wanted))
     reader.read_data(planner.create_local_plan(), planner)
 
 
 def _flat(facts: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return the entries of nested tables under their names with dots."""
+    """Return nested tables as one, with dotted names."""
     found: dict[str, Any] = {}
     for key, value in facts.items():
         inner = isinstance(value, Mapping) and value
@@ -165,7 +173,7 @@ def _flat(facts: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def form(tensor: SavedTensor | ShardedTensorRef | None) -> tuple[tuple[int, ...], torch.dtype] | str:
-    """Shape and dtype of a tensor of the whole model."""
+    """Return (shape, dtype) of a tensor of the whole model, or "nothing"."""
     if tensor is None:
         return "nothing"
     return tensor.shape, DTYPES[tensor.dtype] if isinstance(tensor, SavedTensor) else tensor.dtype

@@ -1,4 +1,4 @@
-"""A checkpoint written again, as whole tensors in a few files."""
+"""Rewrite a checkpoint as full tensors in a few files."""
 
 from __future__ import annotations
 
@@ -21,10 +21,16 @@ __all__ = ["reshard", "write_again"]
 
 
 def reshard(source: Path, directory: Path, *, files: int = 1, weights: bool = False) -> Path:
-    """Write the checkpoint `source` again into `directory`; returns the new one.
+    """Write the checkpoint `source` into `directory` as full tensors; return the new checkpoint.
 
-    files: how many, of about equal size. weights: the model alone. One tensor at a time is in memory, and one
-    shard that it is read from. CheckpointError where the checkpoint is damaged.
+    Memory holds one tensor and one shard at a time.
+
+    Args:
+        files: the number of files, of about equal size.
+        weights: True to copy the model alone.
+
+    Raises:
+        CheckpointError: the checkpoint is damaged.
     """
     manifest = whole_manifest(source)
     verify(source, manifest, manifest.files)
@@ -36,9 +42,9 @@ def reshard(source: Path, directory: Path, *, files: int = 1, weights: bool = Fa
 def write_again(
     reader: CheckpointReader, pieces: Iterable[tuple[str, TensorChunk]], directory: Path, *, files: int = 1
 ) -> Path:
-    """Write what `reader` reads into `directory` as a checkpoint of these chunks of tensors; returns it.
+    """Write `pieces`, chunks of tensors of `reader`, into `directory` as a checkpoint; return it.
 
-    One piece at a time is in memory, and one shard that it is read from.
+    Memory holds one piece and one shard at a time.
     """
     manifest = reader.manifest
     forms = {
@@ -78,7 +84,7 @@ def write_again(
 
 
 def _read(reader: CheckpointReader, name: str, chunk: TensorChunk) -> Tensor:
-    """A chunk of a tensor, on the CPU."""
+    """Return a chunk of a tensor, on the CPU."""
     saved = reader.manifest.tensors[name]
     tensor = torch.empty(chunk.sizes, dtype=DTYPES[saved.dtype])
     fill_shards(reader, name, ShardedTensorRef(saved.shape, tensor.dtype, [(chunk.offsets, tensor)]))

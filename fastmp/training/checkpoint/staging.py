@@ -1,4 +1,4 @@
-"""A copy of what is being saved, in memory of the host that is kept from save to save."""
+"""Staging: a copy of the state being saved, in host memory that is reused from save to save."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _ALIGNMENT = 64  # bytes
 
 
 class Staging:
-    """Copies a state for a thread that writes it, while another thread goes on.
+    """Copy a state in a writer thread while the training thread continues.
 
-    That one calls `begin`, and `wait` before it changes a tensor; the thread that writes calls `copy`, and
-    `end` when it is done. From a GPU, copies go to pinned memory, on a stream of their own. What lies on the
-    host is not copied where the other thread does `nothing` meanwhile.
+    The training thread calls `begin`, and `wait` before it changes a tensor. The writer thread calls `copy`,
+    and `end` when the save is over. From a GPU, copies go to pinned memory on a stream of their own. Tensors
+    on the host are not copied if the training thread does `nothing` meanwhile.
     """
 
     def __init__(self) -> None:
@@ -36,7 +36,7 @@ class Staging:
         self._copied: dict[torch.device, torch.cuda.Event] = {}
 
     def begin(self, state: Mapping[str, ShardedTensorRef], *, nothing: bool = False) -> None:
-        """Note that the tensors have the values to be copied once the work queued so far is done."""
+        """Record, on the current stream of each device, that the tensors have the values to copy."""
         self._state, self._copies, self._copied, self._nothing = state, None, {}, nothing
         self._staged.clear()
         devices = {tensor.device for tensor in self._tensors() if tensor.is_cuda}
@@ -45,7 +45,7 @@ class Staging:
             event.record(torch.cuda.current_stream(device))
 
     def copy(self) -> dict[str, ShardedTensorRef]:
-        """The state in contiguous tensors on the CPU; the same ones when a save is tried again."""
+        """Return the state in contiguous CPU tensors; the same ones at every attempt of a save."""
         if self._copies is not None:
             return self._copies
         tensors = self._tensors()
@@ -75,9 +75,9 @@ class Staging:
         return self._copies
 
     def wait(self, seconds: float | None = None) -> bool:
-        """Wait until the tensors may change: on a GPU its stream waits, and not the host.
+        """Wait until the tensors may change; on a GPU its current stream waits, not the host.
 
-        Return False where `seconds` are over before that.
+        Return False if that takes longer than `seconds`.
         """
         if not self._staged.wait(seconds):
             return False
@@ -87,16 +87,16 @@ class Staging:
 
     @property
     def is_busy(self) -> bool:
-        """Whether the copy has not been made yet."""
+        """True until the copies are queued."""
         return not self._staged.is_set()
 
     def end(self) -> None:
-        """Let go of the state, whether it was copied or not; the memory stays."""
+        """Release the state, copied or not; the memory stays."""
         self._state, self._copies = {}, None
         self._staged.set()
 
     def close(self) -> None:
-        """Let go of the memory, too."""
+        """Release the memory."""
         self._allocate(0)
 
     def _tensors(self) -> list[Tensor]:
@@ -121,7 +121,7 @@ class Staging:
         return views
 
     def _allocate(self, size: int) -> None:
-        """Get a new buffer, pinned for a GPU: by CUDA itself, as torch's own would be rounded up a lot."""
+        """Allocate a buffer, pinned for a GPU with cudaHostRegister: torch's allocator rounds sizes up."""
         if self._pinned:
             torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(self._buffer.data_ptr()))
         self._buffer, self._pinned = torch.empty(size, dtype=torch.uint8), bool(size and self._ready)

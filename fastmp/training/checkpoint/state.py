@@ -1,7 +1,7 @@
 """The state of a trainer as shards of the whole model's tensors, by the marks of parameters.
 
-Names are those of the undivided model: "model/layers.3.mlp.up.weight", and "optimizer/" with the parameter's
-name and that of the state. Which ranks held what is not in them.
+Names are those of a single-rank model: "model/layers.3.mlp.up.weight" and
+"optimizer/layers.3.mlp.up.weight/exp_avg". They do not depend on the layout.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ __all__ = ["TrainingState", "optimizer_shards", "param_shards"]
 
 
 class TrainingState:
-    """Everything that the next step of a trainer depends on, by names of the whole model.
+    """All state that the next step of a trainer depends on, by names of the whole model.
 
-    chunks, grads, optimizer, scaler, rng, device: those of the trainer; all ranks make this together.
+    The arguments are those of the trainer. All ranks construct it together.
     """
 
     def __init__(
@@ -62,9 +62,9 @@ class TrainingState:
         self._offered = _offered(named_parameters(chunks), groups, grads.shard)
 
     def to_save(self) -> dict[str, ShardedTensorRef]:
-        """The state as it is now, each element on one rank, but for buffers.
+        """Return the current state; each element is on one rank, except random states, which each rank has.
 
-        Parameters and optimizer state are not copied, all else is.
+        Parameters and optimizer state are not copied, everything else is.
         """
         state = self._large(self._offered)
         if group_rank(self._groups.dp_cp) == 0:  # replicas may have other buffers; those of the first count
@@ -74,7 +74,7 @@ class TrainingState:
         return state | {name: ShardedTensorRef.whole(tensor) for name, tensor in self._random().items()}
 
     def to_load(self) -> tuple[dict[str, ShardedTensorRef], dict[str, Tensor]]:
-        """Tensors to read a state into, and those among them that are random states, which it may lack."""
+        """Return the tensors to read a state into, and the random states among them, which are optional."""
         random = self._random()
         small = {**self._buffers(), **self._small(), **random}
         return {
@@ -83,7 +83,7 @@ class TrainingState:
         }, random
 
     def loaded(self, random: Mapping[str, Tensor], step: int, *, as_saved: bool) -> None:
-        """Go on from what has been read into `to_load`; random streams start anew unless `as_saved`."""
+        """Continue from the tensors of `to_load`; random streams restart unless `as_saved`."""
         self._optimizer.loaded()
         if as_saved:
             self._restore(random)
@@ -91,7 +91,7 @@ class TrainingState:
             self._rng.restart(step)
 
     def _large(self, offered: Offered | None) -> dict[str, ShardedTensorRef]:
-        """Parameters, and their optimizer state; of those that ranks hold alike only what is `offered`."""
+        """Return parameters and optimizer state; of replicated ones only those `offered` (None: all)."""
         state, entries = dict[str, ShardedTensorRef](), self._optimizer.state_dict()["state"]
         for name, param in named_parameters(self._chunks):
             key = self._prefix + name
@@ -114,7 +114,7 @@ class TrainingState:
         return small
 
     def _random(self) -> dict[str, Tensor]:
-        """This rank's random states: copies, on the CPU."""
+        """Return copies of this rank's random states, on the CPU."""
         states = {"cpu": torch.get_rng_state()}
         if self._device.type == "cuda":
             states["cuda"] = torch.cuda.get_rng_state(self._device)
@@ -132,16 +132,16 @@ class TrainingState:
 
 
 class Offered(NamedTuple):
-    """The names of the parameters that this rank saves, and of those whose state it saves."""
+    """The names of the parameters that this rank saves, and of those whose optimizer state it saves."""
 
     parameters: frozenset[str]
     states: frozenset[str]
 
 
 def _offered(named: Iterable[tuple[str, Parameter]], groups: ParallelGroups, shard: bool) -> Offered:
-    """Choose what this rank saves, so that no other rank saves the same and all have equally much to write.
+    """Return the parameters that this rank saves: each replica group balances bytes over its ranks.
 
-    All ranks that hold a parameter alike work out the same. shard: their states are sharded, not replicated.
+    All ranks that hold a replica compute the same choice. shard: optimizer states are sharded (ZeRO-1).
     """
     parameters, states = set[str](), set[str]()
     load: dict[tuple[bool, bool], list[int]] = {}
@@ -168,7 +168,7 @@ def _copied(tensor: Tensor) -> ShardedTensorRef:
 
 
 def cuts_of(param: Tensor, groups: ParallelGroups) -> list[Cut]:
-    """How this rank's `param` was cut from the whole model's."""
+    """Return the sharding of this rank's `param` over the ep and tp (or etp) groups."""
     marks, cuts = parallel_attributes(param), list[Cut]()
     if marks.expert_parallel and group_size(groups.ep) > 1:
         cuts.append(Cut(0, 1, group_rank(groups.ep), group_size(groups.ep)))
@@ -179,7 +179,7 @@ def cuts_of(param: Tensor, groups: ParallelGroups) -> list[Cut]:
 
 
 def param_shards(param: Tensor, groups: ParallelGroups) -> ShardedTensorRef:
-    """A parameter of this rank."""
+    """Return the shards of the full tensor that this rank's `param` is."""
     cuts = cuts_of(param, groups)
     return _shards_of(param, cuts, [(full_chunk(param.shape), param.detach())])
 
@@ -187,9 +187,9 @@ def param_shards(param: Tensor, groups: ParallelGroups) -> ShardedTensorRef:
 def optimizer_shards(
     param: Tensor, groups: ParallelGroups, state: Tensor, elements: tuple[int, int]
 ) -> ShardedTensorRef:
-    """What this rank has of a parameter's state.
+    """Return the shards of the full optimizer state that this rank holds.
 
-    state: for these `elements` of the parameter's memory, flat, or of the parameter's shape if it is whole.
+    state: flat, for these `elements` of the parameter's memory; or in the parameter's shape, if complete.
     """
     if state.numel() == param.numel():
         pieces = [(full_chunk(param.shape), state.detach().reshape(param.shape))]
@@ -229,10 +229,10 @@ def _shards_of(
 
 
 def _prefix_of_stages(named: Iterable[tuple[str, Tensor]], group: dist.ProcessGroup | None) -> str:
-    """What stands before the names of this rank's stages to make them names of the whole model.
+    """Return the prefix that makes names of this rank's stages names of the whole model.
 
-    Nothing, where no two ranks of the pipeline use one name, but for parameters that they share. Else the
-    stages of each rank are a model of their own, and its names say of which.
+    It is "" if no two pipeline ranks use the same name, except for parameters that they share. Otherwise the
+    stages of each rank are a model of their own, and the prefix names the rank.
     """
     own = {name: parallel_attributes(tensor).pipeline_shared for name, tensor in named}
     everyones: list[Any] = [own]

@@ -80,7 +80,7 @@ warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavai
 
 @dataclass(frozen=True)
 class ShardedTensorRef:
-    """A tensor of the whole model, and this rank's shards of it: (first index, tensor)."""
+    """A tensor of the whole model, and this rank's shards of it as (offsets, tensor)."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -88,17 +88,17 @@ class ShardedTensorRef:
 
     @classmethod
     def whole(cls, tensor: Tensor) -> ShardedTensorRef:
-        """All of a tensor, which every rank that names it has alike."""
+        """Return the reference to a full tensor, replicated on every rank that names it."""
         return cls(tuple(tensor.shape), tensor.dtype, [((0,) * tensor.ndim, tensor.detach())])
 
     def at(self, offsets: Sequence[int]) -> Tensor:
-        """The shard with this first index."""
+        """Return the shard at these offsets."""
         wanted = tuple(offsets)
         return next(tensor for first, tensor in self.shards if first == wanted)
 
 
 class PlansDiffer(ValueError):
-    """Some ranks save what they saved before, others do not: all have to plan again."""
+    """Raised if some ranks save the same shards as before and others do not: all must plan again."""
 
 
 # What a rank has of one tensor: its name, dtype and shape, and (first index, size) of each shard.
@@ -146,7 +146,7 @@ class ShardSavePlanner(SavePlanner):
         return SavePlan([], planner_data=self._number if unchanged else self._offer)
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        """Choose who writes each chunk. ValueError where ranks disagree, or nobody has some element."""
+        """Assign a writer to each chunk. Raises ValueError if ranks disagree, or no rank has an element."""
         offers = [plan.planner_data for plan in all_plans]
         if all(offer == self._number for offer in offers):
             return all_plans, Metadata(dict(self._tensors))
@@ -171,7 +171,7 @@ class ShardSavePlanner(SavePlanner):
 
 
 def _chunks_of(offer: Sequence[Offer]) -> Iterator[tuple[str, torch.dtype, Shape, Shape, Shape]]:
-    """Name, dtype and shape of the tensor, first index and size, for each shard of an offer."""
+    """Yield (name, dtype, shape, offsets, sizes) for each shard of an offer."""
     for name, dtype, shape, shards in offer:
         for offsets, sizes in shards:
             yield name, dtype, shape, offsets, sizes
@@ -180,9 +180,9 @@ def _chunks_of(offer: Sequence[Offer]) -> Iterator[tuple[str, torch.dtype, Shape
 def _choose_writers(
     offers: Sequence[Sequence[Offer]],
 ) -> tuple[dict[str, TensorStorageMetadata], list[bytearray]]:
-    """The tensors that all ranks offer together, and for each rank which of its chunks it writes.
+    """Return the tensors that all ranks offer, and for each rank a flag for each chunk that it writes.
 
-    ValueError where ranks disagree on the shape of a tensor, or its dtype.
+    Raises ValueError if ranks disagree on the shape or dtype of a tensor.
     """
     forms: dict[str, tuple[int, torch.dtype, Shape]] = {}
     ranks: dict[tuple[str, Shape], list[tuple[int, int]]] = {}  # who has a chunk, as which of its own
@@ -225,7 +225,7 @@ def _tensor_data(item: WriteItem) -> TensorWriteData:
 
 
 class Written(NamedTuple):
-    """A shard that has been written: in which file, and where."""
+    """The file and the place of a written shard."""
 
     file: str
     facts: File
@@ -233,12 +233,12 @@ class Written(NamedTuple):
 
 
 class CheckpointWriter(StorageWriter):
-    """Writes a checkpoint as `directory`, a new one, into which nothing else writes.
+    """Write a checkpoint into the new directory `directory`.
 
-    prepare: makes that directory; called on the first rank before any writes.
-    finish: called on the first rank when all ranks have written, with the manifest's tensors and files and
-        whether all numbers are finite; returns the name of the finished checkpoint, which all ranks get as
-        `storage_data` of the metadata.
+    Args:
+        prepare: creates the directory; called on rank 0 before any rank writes.
+        finish: (tensors, files, finite) -> the name of the finished checkpoint; called on rank 0 when all
+            ranks have written. All ranks get the name as `storage_data` of the metadata.
     """
 
     def __init__(
@@ -311,13 +311,13 @@ def _tensor(planner: SavePlanner, item: WriteItem) -> Tensor:
 
 
 def _part_name(item: WriteItem) -> str:
-    """The name of a shard in its file."""
+    """Return the name of a shard in its file."""
     data = _tensor_data(item)
     return shard_name(item.index.fqn, _tensor_chunk(data.chunk), data.size)
 
 
 def shard_name(name: str, chunk: TensorChunk, shape: Sequence[int]) -> str:
-    """The name in a file of a shard of the tensor `name`: with the range in each dimension unless whole."""
+    """Return the name of a chunk in a file: "name[0:4, 0:8]", or "name" for a full tensor."""
     if chunk.sizes == tuple(shape):
         return name
     ranges = (f"{at}:{at + size}" for at, size in zip(*chunk))
@@ -325,7 +325,7 @@ def shard_name(name: str, chunk: TensorChunk, shape: Sequence[int]) -> str:
 
 
 class ShardLoadPlanner(LoadPlanner):
-    """Plans to fill a state {name: ShardedTensorRef} from a checkpoint, whatever layout has saved it."""
+    """Plan the reads that fill a state {name: ShardedTensorRef} from a checkpoint of any layout."""
 
     def set_up_planner(
         self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
@@ -362,9 +362,9 @@ class ShardLoadPlanner(LoadPlanner):
 
 
 class CheckpointReader(StorageReader):
-    """Reads the checkpoint `directory`, of which `manifest` may be known already.
+    """Read the checkpoint `directory`. manifest: its manifest, if it has been read.
 
-    What is read is not checked once more: see `files.verify`.
+    Checksums are not verified here: see `files.verify`.
     """
 
     def __init__(self, directory: str | Path, manifest: Manifest | None = None) -> None:
@@ -375,7 +375,7 @@ class CheckpointReader(StorageReader):
         pass
 
     def read_metadata(self, names: Iterable[str] | None = None, **kwargs: Any) -> Metadata:
-        """What the library asks for; `names`: of these tensors alone."""
+        """Return the metadata of the tensors `names` (None: all)."""
         tensors: dict[str, Any] = {}
         for name in self.manifest.tensors if names is None else names:
             tensor = self.manifest.tensors[name]
@@ -440,7 +440,7 @@ class CheckpointReader(StorageReader):
 
 
 def _shares(wanted: Sequence[tuple[SavedShard, ReadItem]]) -> Iterator[Sequence[tuple[SavedShard, ReadItem]]]:
-    """Divide the reads of a file among threads."""
+    """Split the reads of a file over threads."""
     size = -(-len(wanted) // READERS)
     for start in range(0, len(wanted), size):
         yield wanted[start : start + size]

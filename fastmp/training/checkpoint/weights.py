@@ -1,4 +1,4 @@
-"""The weights of a checkpoint, and nothing else of it, as the start of another run."""
+"""Load only the weights of a checkpoint, to start another run."""
 
 from __future__ import annotations
 
@@ -27,12 +27,16 @@ def load_weights(
     *,
     name_of: Callable[[str], str | None] = lambda name: name,
 ) -> None:
-    """Fill the parameters and buffers of this rank's `chunks` of a model, before its optimizer is made.
+    """Load the parameters and buffers of this rank's `chunks`; call it before you make the optimizer.
 
-    name_of: what the checkpoint calls a parameter; None for one that it does not have, which stays as it is.
+    Dtypes may differ: numbers are rounded to the dtype of the parameters.
 
-    Dtypes may differ: numbers are rounded to those of the parameters. CheckpointError naming both sides where
-    the checkpoint is of a model that computes something else than `config`, or has other shapes.
+    Args:
+        name_of: parameter -> its name in the checkpoint; None for a parameter that keeps its values.
+
+    Raises:
+        CheckpointError: the checkpoint's model computes another function than `config`, or has other shapes;
+            the message names both sides.
     """
     check_same_function(reader, config)
     wanted = {
@@ -54,7 +58,7 @@ def load_weights(
 
 
 def check_same_function(reader: CheckpointReader, config: GPTConfig) -> None:
-    """Raise CheckpointError where the checkpoint describes a model that computes something else."""
+    """Raise CheckpointError if the model of the checkpoint computes another function than `config`."""
     try:
         saved, current = canonical_config(model_from(reader.manifest.description)), canonical_config(config)
     except ValueError as error:
