@@ -182,7 +182,7 @@ def test_a_pretended_world_has_the_groups_of_its_rank_alone():
             dist.destroy_process_group()
     (whole, all_counted), (local, counted) = found
     assert local == whole == expected(grid, 5)
-    assert counted <= 1 < 500 < all_counted
+    assert counted < 20 < 500 < all_counted  # torch 2.15 counts the groups of a rank, older ones none
 
 
 @pytest.mark.parametrize("backends", ("cpu:gloo,cuda:nccl", "gloo", "nccl"))

@@ -61,7 +61,7 @@ def test_torch_writes_a_trace_of_those_steps_and_says_what_they_took(tmp_path, c
     assert command.main(options.split()) == 0
     trace = json.loads((tmp_path / "tiny" / "profile-2-4.json").read_text())
     events = Counter(event["name"] for event in trace["traceEvents"] if event.get("ph") == "X")
-    assert events["fastmp.optim.factory"] == events["fastmp.training.clip"] == 2
+    assert events["fastmp.training.optimizer"] == events["fastmp.training.clip"] == 2
     assert events["fastmp.training.forward"] == events["fastmp.training.backward"] == 4  # two microbatches
     assert events["fastmp.segment.TransformerLayer.attention"] == 4
     assert events["fastmp.bias_gelu"] == events["fastmp.bias_gelu_backward"] == 4
