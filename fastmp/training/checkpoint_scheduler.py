@@ -1,4 +1,4 @@
-"""When a run is saved, what is said of it in the log, and how it goes on from a checkpoint."""
+"""Checkpoints of a training run: when to save, the lines of the log, and resuming."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ __all__ = ["CheckpointScheduler", "paused"]
 
 
 class CheckpointScheduler:
-    """The checkpoints of a trainer, in `directory`. All ranks make it, and call its methods, together.
+    """Save and load the checkpoints of a trainer in `directory`; all ranks call every method together.
 
-    chunks, grads, optimizer, groups, scaler, rng, device: those of the trainer. after: see `Checkpointer`.
+    chunks, grads, optimizer, groups, scaler, rng, device: of the trainer. after: see `Checkpointer`.
     """
 
     def __init__(
@@ -63,11 +63,11 @@ class CheckpointScheduler:
             chunks, grads, optimizer, groups=groups, scaler=scaler, rng=rng, device=device
         )
         self._log: TrainLog | None = None  # that of the last call
-        self._begun = -1  # the step that was saved last, or is being saved
+        self._begun = -1  # the step of the last save, finished or not
         self._is_first = groups.rank == 0
 
     def save(self, step: int) -> Path:
-        """Write a checkpoint of the state after `step` steps, and wait for it."""
+        """Write a checkpoint of the state after `step` steps, and wait for it; return its directory."""
         with phase("save"):
             self._begin(step, alone=True)
             path = self.checkpointer.wait()
@@ -82,7 +82,7 @@ class CheckpointScheduler:
         self.checkpointer.wait_staged()  # a GPU's stream
 
     def after_step(self, step: int, log: TrainLog | None) -> None:
-        """Begin to save where that is due, and note what has become of earlier saves."""
+        """Start a save if one is due, and log the outcome of earlier saves."""
         self._log = log
         if self.config.interval and step % self.config.interval == 0:
             if self.config.asynchronous:
@@ -95,7 +95,7 @@ class CheckpointScheduler:
         self._note(log)
 
     def end(self, step: int, log: TrainLog | None, *, save: bool) -> None:
-        """Wait for what is being saved, and `save` this last step if it is not; OSError where that fails."""
+        """Wait for the last save; with `save`, save this step, too. Raises OSError if that fails."""
         self._log = log
         with paused(log, self._device), phase("save"):
             self.checkpointer.settle()
@@ -108,9 +108,9 @@ class CheckpointScheduler:
                 self._note(log)
 
     def load(self, path: str | Path | None) -> Loaded | None:
-        """Load the latest checkpoint, or the one at `path`, at whatever layout; None where there is none.
+        """Load the latest checkpoint, or the one at `path`, saved with any layout; None if there is none.
 
-        Random streams go on where they were at the layout that saved them, and else start anew.
+        Random streams continue if the layout is the one that saved them, and restart otherwise.
         """
         self._optimizer.gather.wait()
         state, random = self.state.to_load()
@@ -135,7 +135,7 @@ class CheckpointScheduler:
 
 
 def paused(log: TrainLog | None, device: torch.device) -> AbstractContextManager[None]:
-    """Stops the log's clock, once the steps queued so far are done."""
+    """Return a context that stops the clock of the log, after the steps queued so far are done."""
     if log is None:
         return nullcontext()
     if device.type == "cuda":

@@ -1,8 +1,7 @@
-"""A function of a microbatch as a chain of one segment, for graphs that hold all of it, also the loss.
+"""A function of a microbatch as a layer chain of one segment, for graphs of scope "full".
 
-Graphs take and return tensors. A loss function or a stage also takes and returns dictionaries, `ExpertStats`
-and None around them. Their form must be the same for every microbatch; it is put around the tensors of a
-replay again.
+Graphs take and return tensors. A loss function or a stage also takes and returns pytrees of tensors:
+dictionaries, `ExpertStats`, None. Their structure must be the same for every microbatch.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ __all__ = ["FunctionChain"]
 
 
 class FunctionChain:
-    """A callable like `function`, which in training runs as the one segment of `chain`.
+    """A callable like `function` that runs, in training, as the only segment of `chain`.
 
     name: the segment's name.
     module: has the parameters and the mode of all that the function runs.
@@ -55,7 +54,7 @@ class _Layer(SegmentedLayer):
 
 
 class _Form:
-    """The form of a value around its tensors, learnt from the first one."""
+    """The pytree structure of a value, taken from the first one."""
 
     def __init__(self, what: str) -> None:
         self.what = what

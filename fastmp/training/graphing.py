@@ -1,4 +1,4 @@
-"""The graphs of a model in training: a manager over its layers or all of it, and what ranks agree on."""
+"""CUDA graphs in training: the manager of a model, and the agreement of ranks on captures."""
 
 from __future__ import annotations
 
@@ -203,7 +203,7 @@ def _chains(chunk: nn.Module) -> list[LayerChain]:
 
 
 def layers_of(chunks: Sequence[nn.Module], needed: str) -> list[LayerChain]:
-    """The layers of each chunk; where they are not one chain, the ValueError says what is `needed`."""
+    """Return the layer chain of each chunk. Raises ValueError, saying what is `needed`, without one."""
     for chunk in chunks:
         if len(_chains(chunk)) != 1:
             raise ValueError(f"Trainer: {needed}; {type(chunk).__name__} has {len(_chains(chunk))}")

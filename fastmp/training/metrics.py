@@ -1,4 +1,4 @@
-"""What a run shows and records: a line every few steps, and runs/NAME/metrics.jsonl.
+"""The log of a run: a line every few steps, and the records of runs/NAME/metrics.jsonl.
 
 metrics.jsonl has one JSON object a line; a number that is not finite is null. Every record has "kind" and
 "step" (the optimizer steps done). "run" opens it at each start: schema (1), total_steps, tokens_per_step,
@@ -39,7 +39,7 @@ PEAK_FLOPS = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "GH200": 989e12, "
 
 
 def peak_flops(device_name: str) -> float | None:
-    """Dense bf16 FLOP/s of the GPU of that name, None where it is not known."""
+    """Return the dense bf16 peak of a GPU in FLOP/s, or None if it is not known."""
     words = set(re.split(r"[^A-Za-z0-9]+", device_name))
     if words & {"NVL", "MIG"} or (words & {"PCIE", "PCIe"} and "A100" not in words):
         return None
@@ -48,7 +48,7 @@ def peak_flops(device_name: str) -> float | None:
 
 @dataclass(frozen=True)
 class RunInfo:
-    """What a log needs to know of a run. Tokens and FLOPs count all ranks, forward and backward.
+    """The facts of a run that its log needs. Tokens and FLOPs count all ranks, forward and backward.
 
     `bytes_per_token` turns the loss into nats per byte (TokenDataset.bytes_per_token; None if
     unknown); `device` is a torch device name such as "cuda:0".
@@ -74,19 +74,19 @@ class Experts(Protocol):
 
 
 def expert_loads(counts: list[list[int]]) -> list[list[float]]:
-    """Tokens of each expert over the mean of its layer; 0 in a layer that had none."""
+    """Return the tokens of each expert over the mean of its layer; 0 in a layer without tokens."""
     return [[count * len(layer) / max(sum(layer), 1) for count in layer] for layer in counts]
 
 
 class Display:
-    """Lines for people. On a terminal they fit its width and stand above the step that is being done."""
+    """Print log lines; on a terminal they fit its width, above a line for the current step."""
 
     def __init__(self, stream: TextIO, clock: Callable[[], float]) -> None:
         self._stream, self._clock = stream, clock
         self._terminal, self._shown = stream.isatty(), -math.inf
 
     def line(self, *fields: str, first_to_go: Sequence[str] = ()) -> None:
-        """Print `fields` on a line; where that is too long for a terminal, without some of `first_to_go`."""
+        """Print `fields` on a line, without some of `first_to_go` if it is too long for a terminal."""
         kept, leaving = list(fields), list(first_to_go)
         while self._terminal and len("  ".join(kept)) > shutil.get_terminal_size().columns and leaving:
             kept.remove(leaving.pop(0))
@@ -110,10 +110,10 @@ _CLEAR = "\r\x1b[K"  # to the beginning of the line, and erase it
 
 
 class TrainLog:
-    """Progress of one run. Every rank may hold one and call it alike; only rank 0 shows and writes anything.
+    """The log of one run. Every rank may have one and call it; only rank 0 prints and writes.
 
-    `step` reads the tensors it is given (a device sync) only where `due(step)` is true: every
-    `log_interval` steps, after the first and after the last. Use as a context manager, or call `close`.
+    `step` reads its tensors, a device synchronisation, only if `due(step)`: every `log_interval` steps, after
+    the first and after the last one. Use it as a context manager, or call `close`.
     """
 
     def __init__(
@@ -149,7 +149,7 @@ class TrainLog:
         self.record("run", start_step, schema=SCHEMA, **{**asdict(run), "device": name})
 
     def due(self, step: int) -> bool:
-        """Whether `step(step, ...)` will read its values; alike on every rank."""
+        """Return True if `step(step, ...)` will read its values; the same on every rank."""
         return step % self._interval == 0 or step in (1, self._run.total_steps)
 
     def progress(self, step: int) -> None:
@@ -292,10 +292,12 @@ class TrainLog:
 
 
 def read_metrics(path: str | Path) -> list[dict[str, Any]]:
-    """The records of a metrics.jsonl in order. A restart replaces what had been reported past its start.
+    """Return the records of a metrics.jsonl in order; a restart replaces the records after its start.
 
-    A last line cut short (a run killed while writing) is left out; ValueError names the file and any other
-    bad line.
+    An incomplete last line, of a run killed while writing, is left out.
+
+    Raises:
+        ValueError: the file cannot be read, or has another bad line; the message names it.
     """
     try:
         lines = read_file(path, METRICS_LIMIT).split(b"\n")
@@ -313,7 +315,7 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
 
 
 def _record(path: str | Path, number: int, line: bytes) -> dict[str, Any]:
-    """The record in line `number` of a metrics file."""
+    """Parse line `number` of a metrics file."""
     try:
         record = json.loads(line.decode())
         kind, step = record["kind"], record["step"]
@@ -326,14 +328,14 @@ def _record(path: str | Path, number: int, line: bytes) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> bool:
-    """Whether `value` is a finite number, null, or a list of these."""
+    """Return True for a finite number, null, or a list of these."""
     if isinstance(value, list):
         return not any(isinstance(item, list) for item in value) and all(map(_plain, value))
     return value is None or (isinstance(value, int | float) and abs(value) < math.inf)
 
 
 def _open_for_append(path: Path) -> TextIO:
-    """Open `path` behind its last whole line."""
+    """Open `path` for appending, after removing an incomplete last line."""
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.exists():
         with path.open("rb+") as file:

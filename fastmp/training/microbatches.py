@@ -1,8 +1,8 @@
-"""The microbatches of a step or an evaluation: through a whole model, or through the stages of a pipeline.
+"""Run the microbatches of a step or an evaluation: on a single-stage model, or through a pipeline.
 
-Both give the same sums, over the microbatches that this rank ran; the trainer adds those of other ranks. A
-pipeline's rank has its chunks only: the loss and the number of tokens arise on the last rank, the losses and
-loads of experts where the experts are.
+Both runners return the sums over the microbatches of this rank; the trainer adds those of other ranks. In a
+pipeline, losses and token counts arise on the last rank, auxiliary losses and loads of experts on the ranks
+of their layers.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ Evaluated = Callable[
 
 
 class ExpertStats(NamedTuple):
-    """Losses and loads of the experts of a model in one microbatch.
+    """Auxiliary losses and loads of the experts of a model in one microbatch.
 
-    `aux_loss` (): the sum of their losses over the tokens, to be added to the loss; as the loss, it is the
-    same on ranks of one tensor-parallel group. `counts` (layers, experts): how many of this rank's part of
-    the tokens chose each expert; integers.
+    aux_loss: (), the sum of auxiliary losses over the tokens, to be added to the loss; equal on the ranks of
+        a tensor-parallel group, as the loss is.
+    counts: (layers, experts), integers, the tokens of this rank that were routed to each expert.
     """
 
     aux_loss: Tensor
@@ -62,14 +62,14 @@ LossFunction = Callable[[nn.Module, Batch], tuple[Tensor, Tensor] | tuple[Tensor
 
 @dataclass(frozen=True)
 class PipelineLoss:
-    """The loss of a model in chunks, in place of a loss function, and the order of its steps.
+    """The loss function of a pipeline-parallel model, and its schedule.
 
     inputs: (batch) -> tensors for the first stage.
     shared: (batch) -> keywords for every stage.
     loss: (*tensors of the last stage, batch) -> (sum of the losses of the batch's tokens, number of tokens).
     schedule, group_size: `name` and `group_size` of the `fastmp.pipeline.schedule.Schedule`.
-    after_reduce: called on every rank, with the gradients of a step once they are summed over data-parallel
-        ranks: for parameters that several stages share. Later sums could give their copies different bits.
+    after_reduce: called on every rank with the gradients after the data-parallel reduction, for parameters
+        that several stages share. A sum before it could give their copies different bits.
 
     A stage with experts returns a `StageOutput` with their losses and, as stats, their counts (layers of the
     stage, experts), as in `ExpertStats`.
@@ -84,7 +84,7 @@ class PipelineLoss:
 
 
 class Sums(NamedTuple):
-    """Sums over the microbatches of a step that this rank ran, on the device.
+    """Sums over the microbatches that this rank ran in a step, on the device.
 
     totals (3,), float64: losses, number of tokens, losses of experts. counts (layers of the whole model,
     experts), int64: tokens of each expert, zeros for layers of other stages; None without experts.
@@ -95,11 +95,11 @@ class Sums(NamedTuple):
 
 
 class SingleStageRunner:
-    """A model that is not cut into stages: `loss_fn(model, batch)` for one microbatch after the other.
+    """Run a model that is not a pipeline: `loss_fn(model, batch)` for one microbatch after another.
 
-    `evaluated` gives the sums of batches that are evaluated at once, here of one.
+    `evaluated` returns the sums of the batches that are evaluated together, here of one.
 
-    overlap: runs the layers in parts, each forward but the first beside the backward of the one before.
+    overlap: runs the layers by segments, each forward but the first overlapped with the previous backward.
     """
 
     def __init__(
@@ -110,18 +110,18 @@ class SingleStageRunner:
         self.evaluated: Evaluated = self._evaluated
 
     def order(self, num_microbatches: int) -> Sequence[Step]:
-        """The steps of this rank in training."""
+        """Return the steps of this rank in training."""
         return self._schedule(num_microbatches).order(0)
 
     def concurrent(self, num_microbatches: int) -> Iterator[tuple[Step, ...]]:
-        """What this rank runs at once in training, in order."""
+        """Yield the steps of this rank in training; those that overlap come together."""
         return self._schedule(num_microbatches).together(0)
 
     def _schedule(self, num_microbatches: int) -> Schedule:
         return Schedule(1, num_microbatches, overlap=self.overlap is not None)
 
     def full_chains(self, num_microbatches: int) -> tuple[list[LayerChain], Sequence[Step]]:
-        """Chains for graphs of scope "full", which hold whole microbatches, and the order of their steps.
+        """Return layer chains for graphs of scope "full", one a microbatch, and the order of their steps.
 
         From now on, training runs through these chains.
         """
@@ -131,14 +131,14 @@ class SingleStageRunner:
     def train(
         self, fetch: Callable[[int], Batch], num_microbatches: int, loss_grad: Tensor | None = None
     ) -> Sums:
-        """Run forward and backward of the microbatches `fetch(0)`, `fetch(1)`, ...; gradients add up.
+        """Run forward and backward of the microbatches `fetch(0)`, `fetch(1)`, ...; gradients accumulate.
 
-        loss_grad: 0-dim, the gradient of every loss; None: 1. The sums of losses are as without it.
+        loss_grad: 0-dim, the upstream gradient of every loss (None: 1). Returned sums do not depend on it.
         """
         device = next(self.model.parameters()).device
         totals = torch.zeros(3, dtype=torch.float64, device=device)
         counts: Tensor | None = None
-        live: dict[int, Tensor] = {}  # losses whose backward has not begun
+        live: dict[int, Tensor] = {}  # losses whose backward has not started
         if self.overlap is not None:
             self.overlap.begin_step()
         for steps in self.concurrent(num_microbatches):
@@ -165,13 +165,13 @@ class SingleStageRunner:
         return Sums(totals, counts)
 
     def _beside(self, forward: int, backward: int | None) -> AbstractContextManager[None]:
-        """Around the forward of a microbatch, beside whose layers those of a backward run."""
+        """Return the context of a forward whose layers overlap those of a backward."""
         if self.overlap is None:
             return nullcontext()
         return self.overlap.forward((forward, 0), None if backward is None else (backward, 0))
 
     def evaluate(self, batches: Iterable[Batch]) -> Tensor | None:
-        """(sum of the losses, number of tokens) of all `batches`, float64; None if there are none."""
+        """Return (sum of losses, number of tokens) of all `batches`, (2,) float64; None without batches."""
         return _summed(self.evaluated([batch]) for batch in batches)
 
     def _evaluated(self, batches: Sequence[Batch]) -> Tensor:
@@ -179,22 +179,23 @@ class SingleStageRunner:
         return _stack(loss, num_tokens)
 
     def sum_shared_gradients(self, grads: GradBuffer) -> None:
-        """Sum the gradients of parameters that stages share, after the sum over data-parallel ranks."""
+        """All-reduce the gradients of parameters that stages share, after the data-parallel reduction."""
 
     def own_rows(self, counts: Tensor) -> Tensor:
-        """The rows of `Sums.counts` that belong to the experts of this rank."""
+        """Return the rows of `Sums.counts` of the layers of this rank."""
         return counts
 
 
 class PipelineRunner:
-    """This rank's chunks of a model that is cut into the stages of a pipeline.
+    """Run this rank's chunks of a pipeline-parallel model; all ranks construct it together.
 
-    `evaluated` gives the sums of batches that are evaluated at once, those of a step at most.
+    `evaluated` returns the sums of the batches that are evaluated together, as many as a step has at most.
 
-    overlap: runs their layers in parts, forwards beside backwards where the schedule has pairs of them.
+    overlap: runs the layers by segments; forwards overlap backwards that the schedule pairs with them.
 
-    All ranks make it together. ValueError, the same on all ranks of the pipeline, for an order that cannot be
-    run, and where a rank would have nothing to train.
+    Raises:
+        ValueError: on all ranks of the pipeline, for an order that cannot run, or a rank without trainable
+            parameters.
     """
 
     def __init__(
@@ -229,18 +230,18 @@ class PipelineRunner:
         self._shape = (0, 0)
 
     def order(self, num_microbatches: int) -> Sequence[Step]:
-        """The steps of this rank in training; `num_microbatches` is that of the schedule it was made for."""
+        """Return the steps of this rank; `num_microbatches` is that of the schedule."""
         return self.pipeline.orders[self.pipeline.rank]
 
     def concurrent(self, num_microbatches: int) -> Iterator[tuple[Step, ...]]:
-        """What this rank runs at once in training, in order."""
+        """Yield the steps of this rank in training; those that overlap come together."""
         pairs = self.pipeline.pairs[self.pipeline.rank] if self.pipeline.pairs else ()
         return together(self.order(num_microbatches), pairs)
 
     def full_chains(self, num_microbatches: int) -> tuple[list[LayerChain], Sequence[Step]]:
-        """A chain for each chunk, and on the last rank one for the loss function; see `SingleStageRunner`.
+        """Return a chain for each chunk and, on the last rank, one for the loss; see `SingleStageRunner`.
 
-        The loss function has the parameters of the last chunk. A stage that has no layers runs as it is.
+        The chain of the loss has the parameters of the last chunk. A stage without layers stays eager.
         """
         chains, pipeline, steps = [], self.pipeline, self.order(num_microbatches)
         for chunk, module in enumerate(self.chunks):
@@ -256,7 +257,7 @@ class PipelineRunner:
         return chains, steps
 
     def _hands_on(self, chunk: int) -> bool:
-        """Whether the stage returns its input: one behind the embedding that has no layers."""
+        """Return True for a stage without layers after the first one: it returns its input."""
         chains = [module for module in self.chunks[chunk].modules() if isinstance(module, LayerChain)]
         return bool(chains) and not any(map(len, chains)) and self._stages()[chunk] > 0
 
@@ -271,7 +272,7 @@ class PipelineRunner:
         return Sums(totals, self._count(result))
 
     def evaluate(self, batches: Iterable[Batch]) -> Tensor | None:
-        """Evaluate as many batches at once as in a step; the result is zeros on all ranks but the last."""
+        """Evaluate as many batches together as a step has; all ranks but the last return zeros."""
         at_once, rest = 1 + max(step.microbatch for step in self.pipeline.orders[0]), iter(batches)
         return _summed(map(self.evaluated, iter(lambda: list(islice(rest, at_once)), [])))
 
@@ -279,12 +280,12 @@ class PipelineRunner:
         return _stack(*self._loss_and_tokens(self.pipeline.evaluate(batches)))
 
     def sum_shared_gradients(self, grads: GradBuffer) -> None:
-        """Sum the gradients of parameters that stages share, after the sum over data-parallel ranks."""
+        """All-reduce the gradients of parameters that stages share, after the data-parallel reduction."""
         if self.functions.after_reduce is not None:
             self.functions.after_reduce(grads)
 
     def own_rows(self, counts: Tensor) -> Tensor:
-        """The rows of `Sums.counts` that belong to the experts of this rank."""
+        """Return the rows of `Sums.counts` of the layers of this rank."""
         rows = [] if self._rows is None else [self._rows[stage] for stage in self._stages()]
         return torch.cat([counts[:0], *(counts[each.start : each.stop] for each in rows)])
 
@@ -300,12 +301,12 @@ class PipelineRunner:
         return torch.zeros((), dtype=torch.float64, device=self.pipeline.device) if value is None else value
 
     def _stages(self) -> range:
-        """The numbers of this rank's stages."""
+        """Return the numbers of this rank's stages."""
         size = group_size(self.group)
         return range(group_rank(self.group), size * len(self.chunks), size)
 
     def _count(self, result: PipelineResult) -> Tensor | None:
-        """The counts of this rank's stages, summed over microbatches, in the rows of their layers."""
+        """Return the counts of this rank's stages, summed over microbatches, at the rows of their layers."""
         own: list[Tensor | None] = []
         for chunk in range(len(self.chunks)):
             seen = [counts for (_, number), counts in result.stats.items() if number == chunk]
@@ -321,7 +322,7 @@ class PipelineRunner:
         return counts
 
     def _agree_on_rows(self, own: Sequence[Tensor | None]) -> tuple[list[range], tuple[int, int]]:
-        """Agree in the first step, from shapes alone, on each stage's rows and the shape of all counts."""
+        """Return the rows of each stage and the shape of all counts; all-gathers shapes over the pipeline."""
         mine = [(0, 0) if part is None else tuple(part.shape) for part in own]
         everyones: list[Any] = [mine]
         if self.group is not None:
@@ -335,7 +336,7 @@ class PipelineRunner:
 
 @contextmanager
 def evaluation_mode(chunks: Sequence[nn.Module]) -> Iterator[None]:
-    """Modules in evaluation mode inside, afterwards each in the mode that it was in."""
+    """Set all modules to evaluation mode inside the context, and restore the mode of each afterwards."""
     before = [(chunk, chunk.training) for chunk in chunks]
     inside = [(module, module.training) for chunk in chunks for module in chunk.modules()]
     for chunk in chunks:

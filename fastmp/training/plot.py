@@ -1,4 +1,4 @@
-"""The pictures of a run: loss and load of its experts, from its metrics.jsonl, and its learning rate."""
+"""Plots of a run: loss and expert load from its metrics.jsonl, and its learning rate."""
 
 from __future__ import annotations
 

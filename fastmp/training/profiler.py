@@ -31,7 +31,7 @@ _TRACE = "profile-{0}-{1}.json"
 
 
 class StepProfiler:
-    """To be called with the number of steps done, before each step and after the last one.
+    """Profile some steps; call it with the number of steps done, before each step and after the last.
 
     Profiles from `first` on until `last` steps are done, or until `close`; a run that starts in between is
     profiled from there. `kind` is "torch", or "nsys" or "ncu" within a process under that tool. `log` is told
@@ -82,7 +82,7 @@ class StepProfiler:
 
 
 def ranges(profile: torch.profiler.profile) -> list[str]:
-    """Time of each of fastmp's ranges, the longest first: calls, and ms from start to end."""
+    """Return a line for each range of fastmp, longest first: calls and ms."""
     rows = [row for row in profile.key_averages() if row.key.startswith("fastmp.")]
     rows.sort(key=lambda row: -row.cpu_time_total)
     width = max((len(row.key) for row in rows), default=0)
@@ -90,7 +90,7 @@ def ranges(profile: torch.profiler.profile) -> list[str]:
 
 
 def nsight_command(tool: str, arguments: Sequence[str], recipe: Recipe) -> list[str]:
-    """The command that runs `fastmp train` with `arguments` under nsys or ncu."""
+    """Return the command that runs `fastmp train` with `arguments` under nsys or ncu."""
     first, last = recipe.train.profile_steps
     out = str(Path(recipe.train.run_dir) / f"{recipe.train.name}-profile-{first}-{last}")
     options = {
@@ -116,7 +116,7 @@ def nsight_command(tool: str, arguments: Sequence[str], recipe: Recipe) -> list[
 
 
 def run_under_nsight(arguments: Sequence[str], recipe: Recipe) -> None:
-    """Print the command and become it. ValueError where the tool or a GPU is missing."""
+    """Print the command and exec it. Raises ValueError if the tool or a GPU is missing."""
     tool = recipe.train.profile
     command = nsight_command(tool, arguments, recipe)
     print(shlex.join(command), flush=True)

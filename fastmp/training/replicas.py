@@ -1,9 +1,9 @@
-"""Whether the ranks that hold the same tensors hold the same bits: parameters, buffers and whole gradients.
+"""Compare replicas bit for bit: parameters, buffers and replicated gradients.
 
-A tensor's checksum is an integer sum of its bits, each times a weight of its own place: exact in any order
-of summation, and another one where a bit has changed or two elements have changed places. Which ranks hold
-the same follows from the groups: the largest and the smallest checksum of each tensor, by one all-reduce a
-group, show whether all are equal. Only where they are not, ranks exchange names and checksums.
+The checksum of a tensor is an integer sum of its bits, each times a weight of its position: exact in any
+order of summation, and different if a bit changed or two elements were swapped. Replicas follow from the
+process groups: one all-reduce a group of the largest and smallest checksum of each tensor shows if all are
+equal. Only if they are not, ranks exchange names and checksums.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Key = tuple[Any, ...]
 
 
 class ReplicaError(ArithmeticError):
-    """Ranks that should hold the same bits do not; the message says which rank differs, and in what."""
+    """Raised if replicas differ; the message names the rank and the tensor."""
 
 
 def checksum(tensor: Tensor) -> Tensor:
@@ -108,7 +108,7 @@ class Replicas:
         return different
 
     def _tensors(self) -> Iterator[tuple[Key, Tensor]]:
-        """What this rank holds: a name that all who hold the same have in common, and the tensor."""
+        """Yield (name, tensor) of this rank; replicas of a tensor have the same name on all ranks."""
         parameters = dict(named_parameters(self._chunks))
         for name, param in parameters.items():
             yield ("parameter", name, *self._place(param)), param
@@ -140,7 +140,7 @@ def _everyones(found: dict[Key, Tensor]) -> tuple[list[list[Key]], list[list[int
 
 
 def _difference(keys: Sequence[Sequence[Key]], sums: Sequence[Sequence[int]]) -> str:
-    """Say which ranks differ, and in what, from the names and checksums of all ranks."""
+    """Return which ranks differ in which tensor, from the names and checksums of all ranks."""
     held: dict[Key, dict[int, int]] = {}
     for rank, (names, own) in enumerate(zip(keys, sums, strict=True)):
         for key, value in zip(names, own, strict=True):

@@ -1,4 +1,4 @@
-"""Runs a step again whose tokens did not fit where other ranks leave them (`model.moe.symmetric_overflow`).
+"""Rerun a step whose tokens did not fit into symmetric memory (`model.moe.symmetric_overflow`).
 
 Whether they fit is known on the device only, so the host asks once a step, behind the backward of its last
 microbatch. Nothing has changed by then but gradients and random streams: the gradients are dropped, the
@@ -56,8 +56,8 @@ class Rerun:
             )
 
     def checked(self, run: Callable[[], Sums], fetch: Callable[[int], Batch]) -> Sums:
-        """Call `run`, forward and backward of a step's microbatches; again where pairs were dropped."""
-        if self._counted_eagerly:  # replays tell of gradients otherwise
+        """Call `run`, forward and backward of a step; rerun it by all-to-all if assignments were dropped."""
+        if self._counted_eagerly:  # graphs count gradients differently
             self.work.grads.recount()
             self._counted_eagerly = False
         states = random_states(self.rng)
@@ -67,7 +67,7 @@ class Rerun:
             return sums
         self.note = f"{number} pairs of a token and an expert did not fit: run again by all-to-all"
         grads = self.work.grads
-        grads.reduce()  # buckets that were on their way arrive, for nothing
+        grads.reduce()  # wait for buckets that were sent; their values are not used
         grads.recount()
         restore_random_states(self.rng, states)
         with ExitStack() as stack:

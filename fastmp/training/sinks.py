@@ -1,4 +1,4 @@
-"""Sinks: where a run's metrics go besides metrics.jsonl, which stays the record of it.
+"""Sinks for metrics besides metrics.jsonl: TensorBoard and Weights & Biases.
 
 A sink takes every number of the records as KIND/NAME over the optimizer steps, a list's as KIND/NAME/0 and so
 on. A run that resumes goes on in the same place: TensorBoard hides what was written past the start, Weights &
@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 
 def check_sinks(names: Collection[str]) -> None:
-    """ValueError, which names the extra, for a sink whose package is not installed."""
+    """Raise ValueError, naming the extra to install, if the package of a sink is missing."""
     for name in names:
         if importlib.util.find_spec(name) is None:
             raise ValueError(f"train.sinks: {name} is not installed: pip install 'fastmp[{name}]'")
@@ -91,7 +91,7 @@ class Sinks:
                 _leave_out(name, error)
 
     def write(self, kind: str, step: int, fields: Mapping[str, Any]) -> None:
-        """Give every sink the numbers of a record of metrics.jsonl."""
+        """Write the numbers of a record of metrics.jsonl to every sink."""
         numbers = dict(_numbers(kind, fields))
         self._each(lambda sink: sink.write(step, numbers))
 
@@ -117,7 +117,7 @@ def _leave_out(name: str, error: Exception) -> None:
 
 
 def _numbers(name: str, value: Any) -> Iterator[tuple[str, float]]:
-    """The numbers in a record by name; None, where one was not finite, is none."""
+    """Yield the numbers of a record by name, without None, which stands for non-finite numbers."""
     if isinstance(value, Mapping):
         for key, item in value.items():
             yield from _numbers(f"{name}/{key}", item)

@@ -1,4 +1,4 @@
-"""Why a run ends before its last step: a signal, a time limit, or gradients that are not finite."""
+"""Reasons to end a run before its last step: signals, a time limit, non-finite gradients."""
 
 from __future__ import annotations
 
@@ -81,11 +81,11 @@ def _name(number: int) -> str:
 
 
 class SkippedSteps:
-    """What the host reads of every step: whether its gradient was not finite, and whether a rank is to stop.
+    """The flags of every step that the host reads: skipped for its gradient, and requests to stop.
 
-    A step leaves a few numbers on the device. The host reads them one step later, when the next step is
-    queued, so the device never waits; on a CPU at once. All ranks read the same steps, and where one was
-    skipped, they find out together whose gradient it was.
+    The host reads the flags of a step from a GPU when the next step is queued, so the device never waits; on
+    a CPU at once. All ranks read the same steps; if one was skipped, they determine together whose gradient
+    it was.
 
     grads: the gradients of the trainer. world_size: ranks in the default process group. wait: called before
         parameters are looked at.
@@ -111,7 +111,7 @@ class SkippedSteps:
         self._unread.append((step, _HostCopy(torch.cat(numbers))))
 
     def read(self, *, all_steps: bool = False) -> list[str]:
-        """Read the steps that are due, or all; a line for each that was skipped. Every rank calls it."""
+        """Read the steps that are due, or all; return a line for each skipped one. Every rank calls it."""
         lines = []
         while self._unread and (all_steps or len(self._unread) > self._unread[0][1].steps_late):
             step, copy = self._unread.popleft()
@@ -124,7 +124,7 @@ class SkippedSteps:
         return lines
 
     def _cause(self, places: list[int]) -> str:
-        """Say whose gradient was not finite; all ranks call it."""
+        """Return whose gradient was not finite; all ranks call it (an all-gather of objects)."""
         self._wait()
         parameters = self._grads.parameters
         wrong = next((name for name, param in parameters.items() if not torch.isfinite(param).all()), None)
@@ -148,9 +148,9 @@ class SkippedSteps:
 
 
 class _HostCopy:
-    """Numbers of the device, copied to the host while it goes on.
+    """Numbers that are copied from the device without waiting.
 
-    `steps_late`: after how many further steps they are read, so that nothing is waited for.
+    steps_late: the number of further steps after which they are read.
     """
 
     def __init__(self, numbers: Tensor) -> None:

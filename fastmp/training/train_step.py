@@ -1,7 +1,17 @@
-"""What a training step does on the device: microbatches, sums over ranks, clipping, the update, the routers.
+"""The device work of a training step.
 
-The host reads none of its numbers, so that all of it can be one graph. What changes from step to step is in
-tensors: the batches, the scale of a float16 loss, and the counts of steps, which select the learning rate.
+1. Zero the main gradients.
+2. Run forward and backward of the microbatches. Buckets of gradients are reduced over the data-parallel group
+   meanwhile, on the stream of `GradBuffer`.
+3. Reduce the rest, and the gradients that pipeline stages share. Sum losses, token counts and stop requests
+   over the dp-cp and pp groups in one all-reduce, and the counts of experts over all ranks in another.
+4. Divide by the tokens of the global batch; compute the global gradient norm and the clip coefficient.
+5. Update this rank's shards and start to all-gather the parameters.
+6. Update the loss scale, and the biases of routers from the counts of their experts.
+
+The host reads no number of a step, so one CUDA graph can contain all of it. Values that change from step to
+step are in tensors: batches, the scale of a float16 loss, and the number of updates, which selects the
+learning rate.
 """
 
 from __future__ import annotations
@@ -26,10 +36,12 @@ __all__ = ["TrainStep", "ExpertWindow", "StepNumbers"]
 
 
 class StepNumbers(NamedTuple):
-    """The numbers of a step, 0-dim tensors; see `StepResult`.
+    """The numbers of a step, 0-dim tensors on the device; see `StepResult`.
 
-    skipped: whether the gradient was not finite. ends_run: whether a skipped step counts among those that end
-    a run; None: it does. requests: by how many ranks, see `TrainStep`. expert_counts: (layers, experts).
+    skipped: bool, the gradient was not finite.
+    ends_run: bool, a skipped step counts towards `train.max_skipped_steps`; None: it does.
+    requests: (reasons,), the ranks that were asked to stop, see `TrainStep`.
+    expert_counts: (layers, experts).
     """
 
     loss: Tensor
@@ -45,7 +57,7 @@ class StepNumbers(NamedTuple):
 
 
 class ExpertWindow(NamedTuple):
-    """Numbers of experts, summed over some steps; nothing of it has been read."""
+    """Sums of the expert statistics of some steps, on the device."""
 
     aux_loss: Tensor | float = 0.0
     counts: Tensor | int = 0
@@ -60,14 +72,18 @@ class ExpertWindow(NamedTuple):
 
 @dataclass(frozen=True)
 class TrainStep:
-    """A step of `runner` and `optimizer`, in two halves; `whole` is both.
+    """A training step in two halves, `backward` and `update`; `whole` is both.
 
-    routers: modules with `update_expert_bias`, see `Trainer`. dropped_pairs: what layers have counted, see
-    `fastmp.nn.moe.MoELayer`. clip_grad_norm: the norm to which gradients are clipped; 0: they are not.
-    num_microbatches: of a step. learning_rates: 1-dim float64 tensor on the device, the learning rate by the
-    number of updates made so far; after its end, the last one. requests: 1-dim float64 tensor on the device,
-    1 where this rank has been asked to stop for the reason of that place in `stopping.REASONS`. Requests are
-    summed with the losses: data- and pipeline-parallel ranks need no further collective, and no host waits.
+    Attributes:
+        routers: modules with `update_expert_bias`, see `Trainer`.
+        dropped_pairs: the counters of dropped tokens of layers, see `fastmp.nn.moe.MoELayer`.
+        clip_grad_norm: the largest gradient norm; 0: no clipping.
+        num_microbatches: of a step.
+        learning_rates: (updates,) float64 on the device, the learning rate by the number of updates made so
+            far; later updates have the last one.
+        requests: (reasons,) float64 on the device, 1 for a reason in `stopping.REASONS` that this rank was
+            asked to stop for. They are summed with the losses, which needs no further collective over data-
+            and pipeline-parallel ranks.
     """
 
     runner: SingleStageRunner | PipelineRunner
@@ -83,13 +99,13 @@ class TrainStep:
     requests: Tensor
 
     def whole(self, batches: Sequence[Batch]) -> StepNumbers:
-        """A step on the batches of its microbatches; other ranks' parameters have come at its end."""
+        """Run a step on the batches of its microbatches, and wait for the parameters of other ranks."""
         numbers = self.update(self.backward(batches.__getitem__))
         self.optimizer.gather.wait()
         return numbers
 
     def backward(self, fetch: Callable[[int], Batch]) -> Sums:
-        """Run forward and backward of the microbatches `fetch(0)`, ...; nothing is summed over ranks yet."""
+        """Run forward and backward of the microbatches `fetch(0)`, `fetch(1)`, ... (1. and 2.)."""
         self.grads.zero()
         if self.scaler is None:
             return self.runner.train(fetch, self.num_microbatches)
@@ -99,7 +115,7 @@ class TrainStep:
         )
 
     def update(self, sums: Sums, before_change: Callable[[], None] = lambda: None) -> StepNumbers:
-        """Sum over ranks and update parameters; `before_change` is called before anything of them changes."""
+        """Sum over ranks and update (3. to 6.); `before_change` is called before anything changes."""
         (totals, counts), dropped = sums, None
         with phase("reduce"):
             self.grads.reduce()
@@ -141,12 +157,12 @@ class TrainStep:
         )
 
     def learning_rate(self) -> Tensor:
-        """Return the learning rate of the next update, 0-dim; skipped steps do not advance it."""
+        """Return the learning rate of the next update, 0-dim; skipped steps do not advance the schedule."""
         updates = self.optimizer.counts()["steps"]
         return self.learning_rates.take(updates.clamp(max=len(self.learning_rates) - 1))
 
     def take_dropped(self) -> Tensor:
-        """The pairs that this rank has dropped since this was last asked, (); int64."""
+        """Return and reset the number of (token, expert) assignments that this rank has dropped, () int64."""
         numbers = [each.clone() for each in self.dropped_pairs]
         for each in self.dropped_pairs:
             each.zero_()
@@ -154,13 +170,13 @@ class TrainStep:
         return torch.stack([torch.zeros((), dtype=torch.int64, device=device), *numbers]).sum()
 
     def _of_all_ranks(self, counts: Tensor) -> tuple[Tensor, Tensor]:
-        """Sum the counts of experts over ranks and, in the same collectives, the pairs that were dropped."""
+        """Sum the counts of experts and of dropped tokens over all ranks, in the same collectives."""
         both = torch.cat((counts.flatten(), self.take_dropped().view(1)))
         sum_over_(both, self.groups.tp_cp_dp, self.groups.pp)
         return both[:-1].view_as(counts), both[-1]
 
     def _balance(self, counts: Tensor) -> None:
-        """Let every router see what its experts got: counts (layers, experts) of the global batch."""
+        """Pass every router the counts of its experts; counts: (layers, experts) of the global batch."""
         rows = self.runner.own_rows(counts)
         if self.routers and len(self.routers) != len(rows):
             raise ValueError(

@@ -1,11 +1,11 @@
-"""The training loop, for any torch module: fastmp's parallel models and plain ones, whole or as a pipeline.
+"""The training loop, for any torch module: parallel models of fastmp and plain ones, also pipelines.
 
-A step runs its microbatches, sums gradients and token counts over the data-parallel ranks, and divides by the
-number of tokens: a mean over the tokens of the global batch, exact whatever the layout and however unevenly
-tokens fall on microbatches. Nothing in a step waits for the device; numbers are read where a log line is due.
+A step (`train_step.py`) runs its microbatches, sums gradients and token counts over the data-parallel ranks,
+and divides by the number of tokens: an exact mean over the tokens of the global batch, for any layout and any
+number of tokens in a microbatch. No step waits for the device; numbers are read when a log line is due.
 
-A model with experts gives two things more: losses that keep the experts busy, which are minimised but not
-reported as the loss, and how many tokens each expert got, from which routers correct themselves.
+A model with experts also has auxiliary losses, which are minimised but not reported as the loss, and the
+counts of tokens of each expert, from which routers update their biases.
 """
 
 from __future__ import annotations
@@ -67,8 +67,11 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 
 class TrainData(Protocol):
-    """Data for the trainer. Batches are dicts of CPU tensors that depend on the arguments alone, and stay as
-    they are while others of their step are made; "documents" may be a `fastmp.nn.Documents`."""
+    """Data for the trainer.
+
+    Batches are dicts of CPU tensors, a pure function of the arguments, and not modified while other batches
+    of their step are made; "documents" may be a `fastmp.nn.Documents`.
+    """
 
     micro_batch_size: int
 
@@ -80,15 +83,16 @@ class TrainData(Protocol):
 
 @dataclass(frozen=True)
 class StepResult:
-    """The numbers of one step, as 0-dim tensors on the device: to read one is to wait for the step.
+    """The numbers of one step, 0-dim tensors on the device: reading one waits for the step.
 
-    `loss` is the mean over the `num_tokens` tokens of the global batch, `grad_norm` the norm of its
-    gradient before clipping (float64). Where that is not finite, the step was skipped. `lr` is the learning
-    rate of its update (float64); after a skipped step the next one has the same.
-
-    With experts: `aux_loss`, their losses per token, which `loss` does not hold, `expert_counts` (layers,
-    experts) of the global batch, int64, and `dropped_pairs`, how many pairs of a token and an expert did not
-    fit into memory that ranks share (`model.moe.symmetric_capacity`).
+    Attributes:
+        loss: the mean over the `num_tokens` tokens of the global batch.
+        grad_norm: before clipping, float64. The step was skipped if it is not finite.
+        lr: the learning rate of the update, float64; the step after a skipped one has the same.
+        aux_loss: with experts, their auxiliary losses per token, which `loss` does not include.
+        expert_counts: with experts, (layers, experts) int64, the tokens of the global batch.
+        dropped_pairs: with experts, the (token, expert) assignments that were dropped because they did not
+            fit into symmetric memory (`model.moe.symmetric_capacity`).
     """
 
     loss: Tensor
@@ -101,10 +105,10 @@ class StepResult:
 
 
 class Trainer:
-    """Trains `model` on `data`: `train()` for a whole run, or `train_step()` by hand.
+    """Train `model` on `data`: call `train()` for a whole run, or `train_step()` for single steps.
 
-    model: any module; under tensor parallelism, one made for `groups`. Replicas start equal: they get the
-        parameters of the first data-parallel rank. Of a pipeline, this rank's chunks (see `Pipeline`).
+    model: any module; under tensor parallelism, one made for `groups`. Replicas get the parameters of the
+        first data-parallel rank. In a pipeline, this rank's chunks (see `Pipeline`).
     data: see `TrainData`; `fastmp.training.TokenDataset` is one.
     loss_fn: (model, batch on the device) -> (sum of the losses of the batch's tokens, number of tokens),
         0-dim tensors. The trainer divides; a mean here would weigh microbatches wrongly. A model with experts
@@ -281,7 +285,7 @@ class Trainer:
             self._replicas.check(self.step)
 
     def close(self) -> None:
-        """Remove the graphs, and wait for a save that is on its way; training after that runs eagerly.
+        """Remove the graphs and wait for the last save; later steps run eagerly.
 
         Graphs of collectives hold on to communicators, and `Runtime.close` would wait for them.
         """
@@ -291,16 +295,16 @@ class Trainer:
         self.saving.checkpointer.close()
 
     def train_step(self) -> StepResult:
-        """One optimizer step on the next global batch. Queues work on the device and does not wait for it.
+        """Run one optimizer step on the next global batch; the host queues work and does not wait for it.
 
-        What goes wrong says in which step: a `PipelineError` in its message, any other error in a note.
+        Errors name the step: a `PipelineError` in its message, any other error in a note.
         """
         result = self._train_step()
-        self.optimizer.gather.wait()  # whoever calls this may read parameters next
+        self.optimizer.gather.wait()  # the caller may read parameters next
         return result
 
     def _train_step(self) -> StepResult:
-        """A step, after which parameters come while the next one runs."""
+        """Run a step; parameters are gathered while the next one runs."""
         process_status.step = self.step + 1
         with _step_named(process_status.step):
             return self._run_step()
@@ -332,25 +336,25 @@ class Trainer:
             return graph(batches)
 
     def _note_requests(self) -> None:
-        """Have the sums of this step tell all ranks what this one has been asked to stop for."""
+        """Put this rank's request to stop into the sums of this step, which all ranks get."""
         if wanted := self._stop.wanted():
             self._work.requests[REASONS.index(wanted)] = 1.0
 
     def _stops(self, log: TrainLog | None) -> bool:
-        """Save the step and return True if a rank had been asked to stop in a step that has been read."""
+        """Save the step and return True if a rank was asked to stop in a step that has been read."""
         self._stop.reason = self._skipped.stop_reason
         if self._stop.reason:
             self.saving.end(self.step, log, save=True)
         return bool(self._stop.reason)
 
     def _backward(self) -> Sums:
-        """Run forward and backward of this step's microbatches, again where their tokens did not fit."""
+        """Run forward and backward of this step's microbatches, and rerun them if tokens were dropped."""
         if self._rerun.wanted:
             return self._rerun.checked(self._microbatches, self._fetch)
         return self._microbatches()
 
     def _microbatches(self) -> Sums:
-        """Run forward and backward of this step's microbatches, layers or whole microbatches in graphs."""
+        """Run forward and backward of this step's microbatches, in graphs if there are any."""
         if not isinstance(self.graphs, GraphManager):
             return self._work.backward(self._fetch)
         if self._agreement.unsettled():
@@ -361,12 +365,12 @@ class Trainer:
         return sums
 
     def _graph_state(self) -> tuple[int, str | None]:
-        """How many graphs are captured, and why there will be none."""
+        """Return (number of captured graphs, the reason why there will be none, or None)."""
         return (0, None) if self.graphs is None else (self.graphs.num_graphs, self.graphs.failure)
 
     @traced("fastmp.training.eval")
     def evaluate(self, log: TrainLog | None = None, *, max_batches: int | None = None) -> Evaluation:
-        """Loss on the held-out data (its first `max_batches` batches), reported to `log`."""
+        """Return the loss on the held-out data (its first `max_batches` batches), and report it to `log`."""
         process_status.phase = "evaluate"
         self.optimizer.gather.wait()  # evaluation may use parameters otherwise than training
         with paused(log, self.device):
@@ -384,15 +388,16 @@ class Trainer:
         return evaluation
 
     def save(self) -> Path:
-        """Write a checkpoint of everything the next step depends on; returns its directory."""
+        """Write a checkpoint of all state that the next step depends on; return its directory."""
         return self.saving.save(self.step)
 
     def resume(self, path: str | Path | None = None) -> Loaded | None:
         """Continue from the latest checkpoint of this run, or from the one at `path`; None if there is none.
 
-        The layout may be another one than that which saved it. At the same layout the next steps are bitwise
-        those of the run that saved it; at another one, random streams start anew. CheckpointError where the
-        checkpoint is another model's.
+        The checkpoint may have been saved with another layout. With the same layout the next steps are
+        bitwise those of the run that saved it; with another one, random streams restart.
+
+        Raises CheckpointError for a checkpoint of another model.
         """
         loaded = self.saving.load(path)
         if loaded is not None:

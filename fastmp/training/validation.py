@@ -1,7 +1,7 @@
-"""Held-out loss: nats per token, and nats per byte of text next to the unigram entropy of that text.
+"""Held-out loss: nats per token, and nats per byte of text next to the unigram entropy of the text.
 
-A loss per byte compares across tokenizers. A model that knows only how often each byte occurs reaches the
-unigram entropy, so the distance between the two is what was learnt beyond that.
+A loss per byte is comparable across tokenizers. A model of byte frequencies alone reaches the unigram
+entropy, so the difference is what was learnt beyond that.
 """
 
 from __future__ import annotations
@@ -26,10 +26,11 @@ __all__ = ["Evaluation", "evaluate"]
 
 @dataclass(frozen=True)
 class Evaluation:
-    """`loss` in nats per token over `num_tokens` tokens.
+    """The loss of a model on held-out text.
 
-    `bytes_per_token` and `unigram_entropy` (nats per byte) describe the held-out text; None if unknown.
-    `source_losses`: of a blend, the loss of each source.
+    loss: nats per token, over `num_tokens` tokens.
+    bytes_per_token, unigram_entropy: of the held-out text, the latter in nats per byte; None if unknown.
+    source_losses: of a blend, the loss of each source.
     """
 
     loss: float
@@ -40,7 +41,7 @@ class Evaluation:
 
     @property
     def loss_per_byte(self) -> float | None:
-        """Nats per byte of text."""
+        """The loss in nats per byte of text; None if the bytes are unknown."""
         return None if self.bytes_per_token is None else self.loss / self.bytes_per_token
 
 
@@ -53,15 +54,19 @@ def evaluate(
     device: torch.device | str | None = None,
     max_batches: int | None = None,
 ) -> Evaluation:
-    """Loss of a model (in eval mode, then back in the mode it was in) on the held-out part of `data`.
+    """Return the loss of a model, in eval mode, on the held-out part of `data`; the same on every rank.
 
-    runner: runs the model, see `fastmp.training.microbatches`.
-    data: `validation_batches(dp_rank, dp_size, max_batches=...)` yields dicts of CPU tensors, equally many on
-        every rank. `data.validation.info`, where there is one, gives bytes_per_token and unigram_entropy.
-        A `BlendedDataset`'s sources are evaluated one by one, and their losses weighed by their shares.
-    max_batches: of each source.
+    Every rank calls it. The mode of the model is restored afterwards.
 
-    Every rank calls it and gets the same numbers. ValueError where there is not a single token.
+    Args:
+        runner: runs the model, see `fastmp.training.microbatches`.
+        data: `validation_batches(dp_rank, dp_size, max_batches=...)` yields dicts of CPU tensors, as many on
+            every rank. `data.validation.info`, if there is one, has bytes_per_token and unigram_entropy. The
+            sources of a `BlendedDataset` are evaluated one by one, and their losses weighed by their shares.
+        max_batches: of each source; None: all.
+
+    Raises:
+        ValueError: there are no held-out tokens.
     """
     if isinstance(data, BlendedDataset):
         options: dict[str, Any] = {"groups": groups, "device": device, "max_batches": max_batches}
@@ -79,7 +84,7 @@ def evaluate(
     total, num_tokens = sum_over_(totals, groups.dp_cp, groups.pp).tolist()
     if num_tokens == 0:
         raise ValueError("evaluate: the held-out batches hold no tokens")
-    # A loss of masked tokens is none of all bytes.
+    # The loss of masked tokens is not a loss of all bytes.
     info = (
         None if isinstance(data, MaskedDataset) else getattr(getattr(data, "validation", None), "info", None)
     )
@@ -92,9 +97,9 @@ def evaluate(
 
 
 def _blended(parts: list[tuple[str, float, Evaluation]]) -> Evaluation:
-    """The evaluation of a blend whose sources, with their shares, were evaluated as `parts`.
+    """Return the evaluation of a blend from those of its sources: (name, share, evaluation).
 
-    Its unigram entropy is what a model reaches that knows how often each byte occurs in each source.
+    Its unigram entropy is that of a model of the byte frequencies of each source.
     """
     sizes = [share * part.bytes_per_token for _, share, part in parts if part.bytes_per_token is not None]
     entropies = [part.unigram_entropy for *_, part in parts if part.unigram_entropy is not None]

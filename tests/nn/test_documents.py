@@ -139,9 +139,7 @@ def test_graphs_can_hold_them_where_there_is_more_room():
     assert report.num_spans == 1 and all(segment.captured for segment in report.segments), report
     manager = GraphManager([model.layers], Schedule(1, 1).order(0), backend=RecordingBackend(), warmup=1)
     manager.begin_step()
-    with pytest.raises(
-        ValueError, match="shared by all layers must consist of tensors, got 'abc'"
-    ):
+    with pytest.raises(ValueError, match="shared by all layers must consist of tensors, got 'abc'"):
         model.layers(torch.zeros(32, 2, 32, dtype=torch.float64), documents="abc")
 
 
