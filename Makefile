@@ -48,7 +48,7 @@ test:
 
 # What continuous integration runs after `make test`: the full set, then ops and layers again, as torch and our own kernels
 # compute on older processors, where last bits differ, and ops on the oldest.
-COMPUTE := tests/ops tests/nn $(addprefix tests/parallel/test_,layers.py linear_loss.py loss.py)
+COMPUTE := tests/ops tests/nn $(addprefix tests/tensor_parallel/test_,layers.py linear_loss.py loss.py)
 test-ci:
 	@$(SETUP) test
 	@status=0; export CUDA_VISIBLE_DEVICES=; pytest="$(VENV) -m pytest $(KEEP_GOING) $(WORKERS)"; \
