@@ -101,7 +101,7 @@ def codes_of_recipe(recipe: Recipe, world_size: int, arch: int) -> list[Code]:
     """
     grid = make_grid(recipe, world_size)
     stages = grid.ranks("pp")[0]
-    # Tensor-parallel ranks differ in the loss alone: in how much of their part of the vocabulary is padding.
+    # Tensor-parallel ranks differ only in the loss, by the padding in their shard of the vocabulary.
     last = next(ranks for ranks in grid.ranks("tp") if stages[-1] in ranks)
     found: dict[Code, None] = {}
     for rank in dict.fromkeys((*stages, *last)):
@@ -118,7 +118,7 @@ def codes_of_rank(recipe: Recipe, rank: int, world_size: int, arch: int) -> dict
 
 @contextmanager
 def _pretended(rank: int, world_size: int) -> Iterator[None]:
-    """A torch.distributed of which this process is one rank, and where collectives do nothing."""
+    """Initialise torch.distributed with the "fake" backend, whose collectives do nothing."""
     if world_size == 1:
         yield
         return
@@ -132,7 +132,7 @@ def _pretended(rank: int, world_size: int) -> Iterator[None]:
 
 
 class _HostReads(TorchDispatchMode):
-    """What a host reads of a meta tensor is one number everywhere, which passes for any of its counts.
+    """Return one number for every read of a meta tensor by the host, where counts are read.
 
     Collectives on meta tensors reach the pretended group as those on a CPU do: torch 2.10 has none for meta.
     """

@@ -87,7 +87,7 @@ class Replicas:
             raise ReplicaError(f"step {step}: {_difference(*_everyones(found))}")
 
     def _differ(self, found: dict[Key, Tensor]) -> Tensor:
-        """Whether a rank that holds one of these tensors has another checksum; 0-dim int64, on the device.
+        """Return a 0-dim int64 flag on the device: a replica of one of these tensors has another checksum.
 
         Over each group, one all-reduce of the largest and the smallest checksum of every tensor.
         """
@@ -102,7 +102,7 @@ class Replicas:
             places = [place for place, key in enumerate(found) if holds(key)]
             if group is not None and places:
                 own = sums[places]
-                extremes = torch.stack((own, ~own))  # ~ turns the order around, and nothing overflows
+                extremes = torch.stack((own, ~own))  # ~ reverses the order without overflow
                 dist.all_reduce(extremes, dist.ReduceOp.MAX, group=group)
                 different = torch.maximum(different, (extremes[0] != ~extremes[1]).any().long())
         return different
@@ -131,7 +131,7 @@ def _is_expert(key: Key) -> bool:
 
 
 def _everyones(found: dict[Key, Tensor]) -> tuple[list[list[Key]], list[list[int]]]:
-    """The names and checksums of all ranks, once some of them are known to differ."""
+    """All-gather the names and checksums of all ranks; called once some are known to differ."""
     own = list(found), [int(value) for value in found.values()]
     everyones: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyones, own)

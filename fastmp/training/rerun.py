@@ -28,14 +28,20 @@ __all__ = ["Rerun"]
 
 
 class Rerun:
-    """Looks at the steps of `work`, and runs those again in which a layer has dropped pairs.
+    """Rerun the steps of `work` in which a layer has dropped (token, expert) assignments.
 
-    graphs: what runs layers in graphs, which stands aside then. rng: the streams that layers draw from; None
-    takes torch's default generators. All ranks that train together make it together.
+    All ranks construct it together.
 
-    `wanted`: whether a layer of any stage asks for it; else `checked` is not to be called. `note`: what a log
-    says of the last step that was run again. ValueError where a whole step is one graph, within which no host
-    can ask.
+    Args:
+        graphs: the graph manager, which is paused during a rerun.
+        rng: the random streams of layers; None: torch's default generators.
+
+    Attributes:
+        wanted: True if a layer of any stage asks for reruns; only then call `checked`.
+        note: the line for the log about the last step that was rerun.
+
+    Raises:
+        ValueError: a whole step is one graph, which no host can interrupt.
     """
 
     def __init__(self, work: TrainStep, graphs: object, rng: RngTracker | None) -> None:

@@ -1,4 +1,4 @@
-"""Blends: the samples of a run come from several sources, in shares that hold at every point of the run.
+"""Blends: the samples of a run come from several sources, with shares that hold at any point.
 
 Shares are whole numbers of samples in a period, so that one period says all: sample i of the run is sample
 i mod period of it, and its source has given a known number of samples before. Neither depends on the length
@@ -34,7 +34,7 @@ LONGEST_PERIOD = 1 << 16  # samples; weights that would need a longer one are ro
 
 
 class Blend:
-    """Where each sample of a run comes from. `shares`: samples of each source in `period` samples."""
+    """The source of each sample of a run. shares: the samples of each source in `period` samples."""
 
     def __init__(self, weights: Sequence[Fraction | int]) -> None:
         """`weights` count relative to their sum; ValueError for one below half a part of LONGEST_PERIOD."""
@@ -78,7 +78,7 @@ class BlendedDataset:
 
     @property
     def bytes_per_token(self) -> float | None:
-        """Bytes of training text per token; None where a source does not know it."""
+        """Bytes of training text per token; None if a source does not know them."""
         known = [source.bytes_per_token for source in self.sources]
         parts = [share * each for share, each in zip(self.blend.shares, known) if each is not None]
         return sum(parts) / self.blend.period if len(parts) == len(known) else None
@@ -86,7 +86,7 @@ class BlendedDataset:
     def batch(
         self, step: int, microbatch: int, num_microbatches: int, dp_rank: int, dp_size: int
     ) -> dict[str, Any]:
-        """The microbatch of a rank, as `TokenDataset.batch` returns it."""
+        """Return the microbatch of a rank, as `TokenDataset.batch`."""
         first = first_sample(step, microbatch, num_microbatches, dp_rank, dp_size, self.micro_batch_size)
         sources, samples = self.blend.locate(first, self.micro_batch_size)
         windows = np.empty((self.micro_batch_size, self.seq_len + 1), np.int64)

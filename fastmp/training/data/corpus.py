@@ -1,4 +1,4 @@
-"""Token files are built from text: find the documents, hold some text out, tokenize, publish in one rename.
+"""Build token files from text: find documents, hold some out, tokenize, publish with one rename.
 
 Documents are put in a fixed pseudo-random order; the last `validation_fraction` of the bytes of that order is
 held out. The one document on the boundary is cut in two (at a line where possible), so the fraction is exact,
@@ -56,7 +56,7 @@ class DatasetExists(ValueError):
 
 @dataclass(frozen=True)
 class Document:
-    """A text that is read when it is needed: `begin:end` of what `load` returns (None: to its end)."""
+    """A text that is read on demand: `begin:end` of load() (None: to its end)."""
 
     name: str
     num_bytes: int
@@ -157,7 +157,7 @@ def _left(
     dedup_jaccard: float | None,
     progress: ProgressLine | None,
 ) -> tuple[list[Document], int, int]:
-    """The documents that are not left out for their text, and how many are excluded and near-duplicates."""
+    """Return the documents to keep, and the numbers of excluded ones and of near-duplicates."""
     if not exclude and dedup_jaccard is None:
         return list(documents), 0, 0
     files = hygiene.excluded_by(document.text() for document in exclude)
@@ -186,7 +186,7 @@ def _left(
 
 
 def find_documents(inputs: Sequence[str]) -> list[Document]:
-    """The documents of file patterns and built-in recipes, each file once, sorted within a pattern."""
+    """Return the documents of file patterns and built-in recipes, each file once, sorted in a pattern."""
     documents: dict[str, Document] = {}
     for pattern in inputs:
         if pattern == "pydoc":
@@ -205,7 +205,7 @@ def find_documents(inputs: Sequence[str]) -> list[Document]:
 
 
 def split_documents(documents: Sequence[Document], fraction: float) -> tuple[list[Document], list[Document]]:
-    """(training, held out): the tail of a shuffled order, the document on the boundary cut in two."""
+    """Return (training, held out): the tail of a shuffled order; the document at the boundary is split."""
     order = permute(np.arange(len(documents)), len(documents), SPLIT_KEY)
     train = [documents[i] for i in order]
     held_out: list[Document] = []
@@ -225,7 +225,7 @@ def _bytes_of(documents: Sequence[Document]) -> int:
 
 
 def _cut(text: bytes, near: int) -> int:
-    """The last line start within CUT_SEARCH bytes before `near`, else the start of the character there."""
+    """Return the last line start within CUT_SEARCH bytes before `near`, else that of the character."""
     line = text.rfind(b"\n", max(0, near - CUT_SEARCH), near) + 1
     if line > 0:
         return line
@@ -248,7 +248,7 @@ def _tokenizer(
 def _job(
     train: Sequence[Document], held_out: Sequence[Document], tokenizer: Tokenizer, source: dict[str, Any]
 ) -> str:
-    """A name for all that token files depend on: documents, tokenizer, options."""
+    """Return a hash of everything that token files depend on: documents, tokenizer, options."""
     digest = hashlib.sha256(json.dumps([FORMAT, source, tokenizer.to_json()]).encode())
     for documents in (train, held_out):
         for each in documents:
@@ -265,7 +265,7 @@ def _write(
     source: dict[str, Any],
     progress: ProgressLine | None,
 ) -> Index:
-    """Write all files, from a state that is there; short documents are counted in `source`."""
+    """Write all files, continuing from a saved state; `source` counts the short documents."""
     state = _read_state(stage) or {"splits": {}, "num_short": 0, "name": "", "done": 0, "writer": None}
     source["num_short"] = state["num_short"]
     splits = {name: SplitInfo(**info) for name, info in state["splits"].items()}
@@ -315,7 +315,7 @@ def _write(
 def _save_state(
     stage: Path, splits: dict[str, SplitInfo], num_short: int, name: str, done: int, writer: SplitWriter
 ) -> None:
-    """Save where a build is: the splits that are finished, and how many documents of the next are `done`."""
+    """Save the progress of a build: the finished splits, and the documents of the next that are `done`."""
     state = {
         "splits": {split: asdict(info) for split, info in splits.items()},
         "num_short": num_short,
@@ -328,14 +328,14 @@ def _save_state(
 
 
 def _read_state(stage: Path) -> dict[str, Any] | None:
-    """What a killed build had saved; what it had begun to save beside that is removed."""
+    """Return the saved state of an interrupted build, or None; delete a partially written state."""
     (stage / f"{STATE}.new").unlink(missing_ok=True)
     path = stage / STATE
     return json.loads(path.read_text()) if path.exists() else None
 
 
 def _add(writer: SplitWriter, group: Sequence[Document], tokenizer: Tokenizer, min_tokens: int) -> int:
-    """Write documents, but whole ones with fewer than `min_tokens` tokens; returns how many these are."""
+    """Write documents, except whole ones of fewer than `min_tokens` tokens; return their number."""
     texts = [document.text() for document in group]
     try:
         encoded = tokenizer.encode_batch(texts)
@@ -356,7 +356,7 @@ def _add(writer: SplitWriter, group: Sequence[Document], tokenizer: Tokenizer, m
 
 @contextmanager
 def _named(document: Document) -> Iterator[None]:
-    """A ValueError raised within names the document."""
+    """Add the name of the document to a ValueError."""
     try:
         yield
     except UnicodeDecodeError as error:
@@ -382,9 +382,9 @@ def _groups(documents: Sequence[Document]) -> Iterator[list[Document]]:
 
 
 def _matches(pattern: str) -> list[str]:
-    """Paths that `pattern` matches, without the directories that a wildcard matches on the way.
+    """Return the files that `pattern` matches.
 
-    What exists under that very name is meant, whatever wildcards are in the name ("notes[1].txt").
+    An existing file of that very name is taken literally ("notes[1].txt").
     """
     if os.path.lexists(pattern):
         return [pattern]

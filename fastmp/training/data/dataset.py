@@ -106,7 +106,7 @@ class TokenDataset:
 
     @classmethod
     def built(cls, config: DataConfig, cache_dir: str | Path) -> Path:
-        """What `from_config` opens, after a built-in text has been built there, if it was not."""
+        """Return the source that `from_config` opens, after building a built-in text if necessary."""
         source = cls.source(config, cache_dir)
         if config.path is None and not source.exists():
             with contextlib.suppress(DatasetExists):  # another process has just built it
@@ -120,7 +120,7 @@ class TokenDataset:
 
     @staticmethod
     def source(config: DataConfig, cache_dir: str | Path) -> Path:
-        """What `from_config` opens, of a blend the first source; a built-in text's may not be there yet."""
+        """Return the source that `from_config` opens (of a blend, the first), built or not."""
         if config.first_path is not None:
             return Path(config.first_path)
         tokenizer = config.tokenizer
@@ -133,21 +133,21 @@ class TokenDataset:
 
     @property
     def bytes_per_token(self) -> float | None:
-        """Bytes of training text per token; None where the text is not known."""
+        """Bytes of training text per token; None if the text is not known."""
         return self.train.info.bytes_per_token
 
     @property
     def holds_out(self) -> bool:
-        """Whether there is held-out text."""
+        """True if there is held-out text."""
         return self._validation is not None
 
     def held_out(self) -> list[tuple[str, float, TokenDataset]]:
-        """Its name, its share and itself, as of a `BlendedDataset`; ValueError if nothing is held out."""
+        """Return [(name, share, self)], as `BlendedDataset.held_out`. Raises ValueError without one."""
         return [(str(self.validation.path), 1.0, self)]
 
     @property
     def validation(self) -> TokenSplit | MegatronSplit:
-        """The held-out split; ValueError if the dataset has none."""
+        """The held-out split. Raises ValueError if there is none."""
         if self._validation is None:
             raise ValueError(f"{self.train.path.parent}: no text was held out (validation_fraction 0)")
         return self._validation
@@ -155,17 +155,20 @@ class TokenDataset:
     def batch(
         self, step: int, microbatch: int, num_microbatches: int, dp_rank: int, dp_size: int
     ) -> dict[str, Any]:
-        """The samples of one microbatch of one data-parallel rank: "tokens" and "targets", (B, S) int64, CPU.
+        """Return the microbatch of a data-parallel rank: "tokens" and "targets", (B, S) int64 on the CPU.
 
-        `first_sample` says which ones. targets[b, s] is the token after tokens[b, s].
+        targets[b, s] is the token after tokens[b, s]. `first_sample` selects the samples.
         """
         first = first_sample(step, microbatch, num_microbatches, dp_rank, dp_size, self.micro_batch_size)
         windows, begins = self.samples(first, self.micro_batch_size)
         return make_batch(windows[:, :-1].copy(), windows[:, 1:].copy(), begins, self.max_documents)
 
     def samples(self, first: int, count: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_] | None]:
-        """Samples `first` to `first` + `count` - 1 of the run: their tokens (count, seq_len + 1), and which
-        of all but the last ones begin documents (count, seq_len); None without document_masking.
+        """Return samples `first` to `first` + `count` - 1 of the run.
+
+        Returns:
+            tokens (count, seq_len + 1), and a mask (count, seq_len) of those that begin documents; None
+            without document_masking.
         """
         starts = sample_starts(self.seed, first, count, self.train.info.num_tokens, self.seq_len)
         windows = _windows(self.train, starts, self.seq_len)
@@ -209,7 +212,7 @@ class TokenDataset:
 
 
 class Corpus(NamedTuple):
-    """A source of samples: its tokenizer, and what is trained on and held out."""
+    """A source of samples: its tokenizer, and its training and held-out splits."""
 
     tokenizer: Tokenizer
     train: TokenSplit | MegatronSplit
@@ -219,7 +222,7 @@ class Corpus(NamedTuple):
 def open_corpora(
     source: str | Path, tokenizer: str, held_out: float, validation_source: str | Path | None
 ) -> Corpus:
-    """Open `source` as `open_corpus`; where there is a `validation_source`, that is what is held out."""
+    """Open `source` as `open_corpus`; its held-out split is `validation_source`, if given."""
     corpus = open_corpus(source, tokenizer, 0.0 if validation_source else held_out)
     if validation_source is None:
         return corpus
@@ -231,7 +234,7 @@ def open_corpora(
 def open_corpus(source: str | Path, tokenizer: str, held_out: float) -> Corpus:
     """Open a token directory, which has a tokenizer and held-out text of its own, or Megatron's files.
 
-    ValueError naming the file that is missing or damaged, and where there is neither of the two.
+    Raises ValueError if a file is missing or damaged, or `source` is neither of the two.
     """
     if is_megatron(source):
         if tokenizer == "bpe":
@@ -248,7 +251,7 @@ def open_corpus(source: str | Path, tokenizer: str, held_out: float) -> Corpus:
 
 
 def check_same_tokenizer(one: str | Path, its: Tokenizer, other: str | Path, others: Tokenizer) -> None:
-    """Raise a ValueError where ids of two sources do not mean the same."""
+    """Raise ValueError if two sources have different tokenizers."""
     for what, first, second in (
         ("tokenizer", its.name, others.name),
         ("tokens in the vocabulary", its.vocab_size, others.vocab_size),
@@ -268,7 +271,7 @@ def make_batch(
     begins: npt.NDArray[np.bool_] | None = None,
     max_documents: int | None = None,
 ) -> dict[str, Any]:
-    """A batch of `tokens` and `targets` (B, S); with `begins` (B, S), where documents begin, "documents"."""
+    """Return a batch of `tokens` and `targets` (B, S), with "documents" if `begins` (B, S) is given."""
     import torch  # here, so that building token files does not wait for it
 
     batch: dict[str, Any] = {"tokens": torch.from_numpy(tokens), "targets": torch.from_numpy(targets)}

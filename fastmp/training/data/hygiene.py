@@ -1,10 +1,12 @@
-"""Which documents of a corpus are left out: those that overlap other files, and near-duplicates.
+"""Filter documents of a corpus: contamination and near-duplicates.
 
-A document is excluded where a tenth or more of its n-grams of NGRAM words occur in the given files, as the
-pages do that a test set was taken from. Near-duplicates are found by MinHash signatures (Broder 1997) of the
-5-grams of words, put into bands that let 99 % of the pairs at the threshold meet (Indyk and Motwani 1998); of
-documents that meet, and whose signatures agree in a larger share of their slots than the threshold, the first
-stays. The share estimates the Jaccard similarity of the sets, with a standard deviation of 0.04.
+Contamination: a document is excluded if a tenth or more of its n-grams of NGRAM words occur in given files,
+such as the pages that a test set was taken from.
+
+Near-duplicates: MinHash signatures (Broder 1997) of word 5-grams are hashed by bands, so that 99 % of pairs
+at the threshold collide (LSH; Indyk and Motwani 1998). Of documents that collide and agree in more slots than
+the threshold, the first stays. The share of equal slots estimates the Jaccard similarity of the sets, with a
+standard deviation of 0.04.
 """
 
 from __future__ import annotations
@@ -29,18 +31,18 @@ Signatures = npt.NDArray[np.uint32]
 
 
 def excluded_by(texts: Iterable[bytes]) -> HashSet:
-    """The n-grams of the files that a corpus is to be free of."""
+    """Return the n-grams of the files that a corpus must not contain."""
     return HashSet(np.concatenate([np.empty(0, np.uint64), *map(ngram_hashes, texts)]))
 
 
 def is_excluded(text: bytes, files: HashSet) -> bool:
-    """Whether a tenth of the n-grams of `text` are in `files`. A text without n-grams is not."""
+    """Return True if a tenth of the n-grams of `text` are in `files`; False without n-grams."""
     hashes = ngram_hashes(text)
     return len(hashes) > 0 and len(files.find(hashes)) >= EXCLUDED_SHARE * len(hashes)
 
 
 def shingles(text: bytes) -> Hashes:
-    """The hashes whose set a signature is of; of a short text, all its words together, or its bytes."""
+    """Return the hashes of a signature: word 5-grams; of a short text, all its words, or its bytes."""
     for words in range(SHINGLE, 0, -1):
         if len(hashes := ngram_hashes(text, words)):
             return hashes
@@ -48,9 +50,9 @@ def shingles(text: bytes) -> Hashes:
 
 
 def signatures(sets: Iterable[Hashes]) -> Signatures:
-    """The signatures (number of sets, SLOTS) of sets of hashes; slots are equal as often as sets are alike.
+    """Return the MinHash signatures (number of sets, SLOTS) of sets of hashes.
 
-    ValueError where rensa is not installed.
+    Raises ValueError if rensa is not installed.
     """
     parts = [np.empty((0, SLOTS), np.uint32)]
     for group in _groups(sets):
@@ -61,9 +63,9 @@ def signatures(sets: Iterable[Hashes]) -> Signatures:
 
 
 def near_duplicates(signatures_NK: Signatures, jaccard: float) -> npt.NDArray[np.bool_]:
-    """Which rows resemble an earlier one that stays, in more than a share `jaccard` of their slots: (N,).
+    """Return a mask (N,) of rows that share more than `jaccard` of their slots with an earlier kept row.
 
-    Rows are looked at in their order, over all bands: one that resembles only such as are dropped stays.
+    Rows are visited in order: a row that resembles only dropped rows stays.
     """
     members, ends = [np.empty(0, np.int64)], [np.empty(0, np.int64)]  # of groups that meet; where these end
     rows, count = _rows_of_a_band(jaccard), 0
@@ -92,7 +94,7 @@ def near_duplicates(signatures_NK: Signatures, jaccard: float) -> npt.NDArray[np
 
 
 def _rows_of_a_band(jaccard: float) -> int:
-    """The most slots of a band with which 99 of 100 pairs of this similarity share a band."""
+    """Return the largest band size at which 99 % of pairs of this similarity collide."""
     for rows in (32, 16, 8, 4, 2):
         if (1 - jaccard**rows) ** (SLOTS // rows) <= 0.01:
             return rows
@@ -113,7 +115,7 @@ def _groups(sets: Iterable[Hashes]) -> Iterator[list[Hashes]]:
 
 
 def minhash() -> Any:
-    """What makes signatures; ValueError where rensa is not installed."""
+    """Return rensa's MinHash class. Raises ValueError if rensa is not installed."""
     try:
         import rensa
     except ImportError:

@@ -63,7 +63,7 @@ class SpecialTokens:
 
     @classmethod
     def of(cls, tokenizer: Tokenizer) -> SpecialTokens:
-        """Those of `tokenizer`, under the names that BERT or RoBERTa has; others behind its vocabulary."""
+        """Return the ids of BERT's or RoBERTa's names; missing ones come after the vocabulary."""
         behind = tokenizer.vocab_size
         ids = []
         for names in (("[CLS]", "<s>"), ("[SEP]", "</s>"), ("[MASK]", "<mask>"), ("[PAD]", "<pad>")):
@@ -138,7 +138,7 @@ class MaskedDataset:
 
     @property
     def bytes_per_token(self) -> None:
-        """Nothing: losses are of masked tokens, which are not all of the text."""
+        """None: losses of masked tokens do not cover the text."""
         return None
 
     def held_out(self) -> list[tuple[str, float, MaskedDataset]]:
@@ -223,7 +223,7 @@ class MaskedDataset:
     def _segments(
         self, windows: WindowIndex, samples: Ints, keys: Keys, draws: Draws
     ) -> tuple[Ints, Bools, Segments]:
-        """The text around each sample's window (n, K), which tokens of it begin words, and its halves."""
+        """Return the text around each window (n, K), a mask of word starts, and the segments."""
         grid = self._grid
         begins, lengths, starts = windows.find(samples, keys)
         origins = starts - grid.reach - LOOKBACK  # where in the document the text begins, even before it
@@ -249,7 +249,7 @@ class MaskedDataset:
         return text, words, cut(words, sentences, starts - origins, ends, sizes, grid.reach, chance)
 
     def _filled(self, batch: dict[str, npt.NDArray[Any]]) -> dict[str, npt.NDArray[Any]]:
-        """`batch` with as many rows of special tokens alone as a microbatch lacks."""
+        """Return `batch` padded to a microbatch with rows of special tokens only."""
         special, shape = self.special, (self.micro_batch_size - len(batch["tokens"]), self.seq_len)
         tokens = np.full(shape, special.pad, np.int64)
         tokens[:, :RESERVED] = special.cls, special.sep, special.sep
@@ -264,13 +264,13 @@ class MaskedDataset:
 
 
 class WindowIndex:
-    """All windows of the documents of a split, in their order; `count` is how many.
+    """An index of the windows of all documents of a split, in order; `count` is their number.
 
-    A table says how many are before every BLOCK documents; what is in a block is counted when it is needed.
+    A table has the number of windows before every BLOCK documents; a block is counted on demand.
     """
 
     def __init__(self, split: TokenSplit | MegatronSplit, grid: Grid) -> None:
-        """Count them; ValueError where the file that says where documents lie is damaged."""
+        """Count the windows. Raises ValueError if the offsets of documents are damaged."""
         self.split, self._grid = split, grid
         self._num_documents = split.info.num_documents
         counts = []
@@ -282,7 +282,7 @@ class WindowIndex:
         self.count = int(self._before[-1])
 
     def find(self, windows: Ints, keys: Keys) -> tuple[Ints, Ints, Ints]:
-        """The first token and the length of each window's document, and where in it the window (n,) begins.
+        """Return (first token, length) of each window's document and the window's start in it, each (n,).
 
         keys: of their epochs.
         """

@@ -1,4 +1,4 @@
-"""Samples of masked language modelling: which text, in which order, which tokens are to be predicted and how.
+"""Samples of masked language modelling: choose windows, segments and masked tokens.
 
 Pure functions of arrays, on a whole batch at once. All chance comes from `Draws`, a counter-based stream of
 each sample, so that a sample is the same whatever stands beside it.
@@ -123,7 +123,7 @@ def cut(
     last_sentence = np.maximum.accumulate(np.where(sentences, columns, -1), axis=1)
 
     def border(at: Ints, low: Ints) -> Ints:
-        """The last border from `low` to `at`; where there is none, `at`."""
+        """Return the last border from `low` to `at`, or `at` if there is none."""
         sentence, word = last_sentence[rows, at], last_word[rows, at]
         return np.where(sentence >= low, sentence, np.where(word >= low, word, at))
 
@@ -156,7 +156,7 @@ class Pairs:
 
 
 def arrange(segments: Segments, swapped: Bools, seq_len: int) -> Pairs:
-    """Where the tokens of samples are from; the segments change places where `swapped` (B,)."""
+    """Return the layout of samples; segments are swapped where `swapped` (B,)."""
     begin, middle, end = (each[:, None] for each in (segments.begin, segments.middle, segments.end))
     swap = swapped[:, None]
     first, second = np.where(swap, middle, begin), np.where(swap, begin, middle)
@@ -176,7 +176,7 @@ def arrange(segments: Segments, swapped: Bools, seq_len: int) -> Pairs:
 
 
 def budgets(lengths: Ints, fraction: float) -> Ints:
-    """How many of so many tokens are masked, at most: one at least."""
+    """Return the largest number of masked tokens for these lengths, at least one."""
     budget: Ints = np.maximum(1, np.rint(fraction * lengths)).astype(np.int64)
     return budget
 
@@ -184,7 +184,7 @@ def budgets(lengths: Ints, fraction: float) -> Ints:
 def choose_masked(
     words: Bools, text: Bools, segments: Bools, budget: Ints, max_ngram: int, draws: Draws, first: int
 ) -> Bools:
-    """Which tokens (B, S) are to be predicted: runs of whole words, of a row at most `budget` (B,) tokens.
+    """Return a mask (B, S) of the tokens to predict: runs of whole words, at most `budget` (B,) tokens a row.
 
     text: (B, S), which are no special tokens and no padding. words: which of these begin a word. segments:
     which of these begin a segment: no run goes past them. A word of more tokens than the budget is divided
@@ -222,7 +222,7 @@ def choose_masked(
 
 
 def _run_begins(chances: Floats, max_ngram: int) -> Bools:
-    """Which words (B, S) begin a run, if lengths are drawn one after another by `chances` (B, S)."""
+    """Return a mask of the words (B, S) that begin a run; `chances` (B, S) draw the lengths."""
     shares = 1.0 / np.arange(1, max_ngram + 1)
     lengths = 1 + np.searchsorted(np.cumsum(shares / shares.sum())[:-1], chances, side="right")
     begins = np.cumsum(lengths, axis=1) - lengths
@@ -232,7 +232,7 @@ def _run_begins(chances: Floats, max_ngram: int) -> Bools:
 
 
 def replace_masked(tokens: Ints, chosen: Bools, mask: int, ordinary: Ints, draws: Draws, first: int) -> Ints:
-    """The tokens (B, S) to be seen: of the chosen ones 80% are `mask` and 10% drawn from `ordinary`.
+    """Return the input tokens (B, S): 80% of the chosen ones are `mask`, 10% drawn from `ordinary`.
 
     Numbers `first` to `first + 2 S - 1` of `draws` decide.
     """

@@ -1,4 +1,4 @@
-"""Corpora of Megatron-LM as they are: PREFIX.bin holds token ids, PREFIX.idx says what lies where.
+"""Read corpora of Megatron-LM: PREFIX.bin holds token ids, PREFIX.idx their index.
 
 PREFIX.idx is little-endian and packed: b"MMIDIDX\\0\\0", uint64 version (1), uint8 dtype code, uint64 S,
 uint64 D; int32 lengths (S,) of the sequences in tokens, int64 offsets (S,) of these in PREFIX.bin in bytes,
@@ -62,11 +62,11 @@ class MegatronFiles:
         return len(self.documents) - 1
 
     def starts(self, first: int, last: int) -> npt.NDArray[np.int64]:
-        """Where documents `first` to `last` - 1 begin, in tokens; D - 1 stands for the end of the file."""
+        """Return the first tokens of documents `first` to `last` - 1; D - 1 is the end of the file."""
         return self.starts_of(np.arange(first, min(last, len(self.documents))))
 
     def starts_of(self, documents: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Where `documents` begin, as `starts`; of any shape."""
+        """Return the first tokens of `documents`, of any shape, as `starts`."""
         sequences = np.array(self.documents[documents])
         starts = np.full(sequences.shape, self.tokens.size, np.int64)
         inside = sequences < len(self.offsets)
@@ -74,14 +74,14 @@ class MegatronFiles:
         return starts
 
     def begins_between(self, begin: int, end: int) -> npt.NDArray[np.int64]:
-        """The tokens from `begin` to `end` - 1 with which documents begin, in ascending order."""
+        """Return the tokens from `begin` to `end` - 1 that begin documents, ascending."""
         itemsize = self.tokens.itemsize
         bounds = (bisect.bisect_left(self.offsets, token * itemsize) for token in (begin, end))
         first, last = (bisect.bisect_left(self.documents, sequence) for sequence in bounds)
         return self.starts(first, last)
 
     def largest_id(self) -> int:
-        """The largest token id, for which the whole file is read; ValueError where one is negative."""
+        """Return the largest token id, reading the whole file. Raises ValueError for a negative one."""
         largest = 0
         for begin in range(0, self.tokens.size, CHUNK):
             part = self.tokens[begin : begin + CHUNK]
@@ -263,7 +263,7 @@ def _check(
     documents: npt.NDArray[np.int64],
     tokens: npt.NDArray[Any],
 ) -> None:
-    """Sequences lie one after another and fill the file of tokens, and documents divide them."""
+    """Raise ValueError unless sequences are contiguous, fill the file, and documents partition them."""
     end = 0
     for begin, part in _chunks(lengths):
         if part.min() < 0:
@@ -292,7 +292,7 @@ def _check(
 
 
 def _chunks(array: npt.NDArray[Any]) -> Iterator[tuple[int, npt.NDArray[Any]]]:
-    """The pieces of an array, each with its first place, copied to where numpy is fast."""
+    """Yield (first index, copy) of the pieces of an array; numpy is fast on aligned copies."""
     for begin in range(0, len(array), CHUNK):
         yield begin, np.array(array[begin : begin + CHUNK])
 

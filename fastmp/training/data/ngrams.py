@@ -33,7 +33,7 @@ Texts = Callable[[], Iterable[bytes]]  # the documents, from the first one on at
 
 
 def ngram_hashes(text: bytes, n: int = NGRAM) -> Hashes:
-    """The hashes of all n-grams of `text` in order: (max(0, words - n + 1),) uint64.
+    """Return the hashes of all n-grams of `text` in order: (max(0, words - n + 1),) uint64.
 
     Bytes that are not UTF-8 separate words.
     """
@@ -47,14 +47,14 @@ def ngram_hashes(text: bytes, n: int = NGRAM) -> Hashes:
 
 
 def _words(text: bytes) -> bytes:
-    """The words of `text`, lower-cased, in UTF-8, with spaces and nothing else around them."""
+    """Return the words of `text`, lower-cased, in UTF-8, separated by spaces."""
     if text.isascii():
         return text.translate(_ASCII)
     return _NO_WORD.sub(" ", text.decode("utf-8", "replace").lower()).encode()
 
 
 def _word_hashes(words: bytes) -> Hashes:
-    """A hash of each word, which spaces separate."""
+    """Return a hash of each word; words are separated by spaces."""
     data = np.frombuffer(words, np.uint8)
     inside = np.concatenate([[False], data != 0x20, [False]])
     edges = np.flatnonzero(inside[1:] != inside[:-1])
@@ -76,7 +76,7 @@ def _powers(base: int, count: int) -> Hashes:
 
 
 class HashSet:
-    """A set of hashes to look many up in: they are sorted, and a table of bits sorts most others out."""
+    """A sorted set of hashes for bulk lookup; a table of prefixes rejects most misses."""
 
     def __init__(self, hashes: Hashes) -> None:
         self.values, self.counts = np.unique(hashes, return_counts=True)
@@ -84,7 +84,7 @@ class HashSet:
         self._table[self.values >> np.uint64(64 - _TABLE_BITS)] = True
 
     def find(self, hashes: Hashes) -> npt.NDArray[np.int64]:
-        """The places in `values` of those of `hashes` that are there, one for each."""
+        """Return the indices in `values` of the `hashes` that are in the set."""
         likely = hashes[self._table[hashes >> np.uint64(64 - _TABLE_BITS)]]
         places = np.searchsorted(self.values, likely)
         places[places == len(self.values)] = 0
@@ -93,7 +93,7 @@ class HashSet:
 
 @dataclass(frozen=True)
 class Overlap:
-    """How much of a text occurs in another: n-grams, different ones, and documents with any of them."""
+    """The overlap of two texts: n-grams, distinct n-grams, and documents with any of them."""
 
     ngrams: int
     ngrams_found: int
@@ -107,7 +107,7 @@ class Overlap:
 
 
 def overlap(a: Texts, b: Texts, n: int = NGRAM, *, hashes_at_once: int = HASHES_AT_ONCE) -> Overlap:
-    """How many n-grams of the documents `a` occur anywhere in the documents `b`; exact up to equal hashes.
+    """Count the n-grams of the documents `a` that occur in the documents `b`, up to hash collisions.
 
     Of `a` at most about `hashes_at_once` are held: where it has more, both texts are read several times, and
     each time hashes of one range are looked at. Of `b` a document is held.

@@ -1,4 +1,4 @@
-"""One line that says how far a command over documents has come."""
+"""A progress line for commands over documents."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from fastmp.training.data.tokenize import load_tokenizer
 
 
 def texts_of(source: str, tokenizer: str = "byte") -> Texts:
-    """What yields all documents of `source`: a file pattern, a token directory, or Megatron's files.
+    """Return a function that yields all documents of a file pattern, a token directory or Megatron's files.
 
     tokenizer: that of Megatron's files. ValueError names what is missing or damaged.
     """

@@ -1,4 +1,4 @@
-"""Token files: a directory that appears whole or not at all, and says what is wrong when it is damaged.
+"""Token files: a directory published with one rename, and checked as it is read.
 
 index.json          what is below, with its own checksum
 train.bin           token ids, little-endian uint16 or uint32; every document begins with end-of-text
@@ -41,7 +41,7 @@ DTYPES: dict[str, np.dtype[Any]] = {"uint16": np.dtype("<u2"), "uint32": np.dtyp
 
 @dataclass(frozen=True)
 class SplitInfo:
-    """What the index says of one split. `unigram_entropy` is the entropy of its bytes, in nats per byte.
+    """The index entry of a split. unigram_entropy: the entropy of its bytes, in nats per byte.
 
     num_changed: documents that their tokens do not give back byte for byte.
     """
@@ -107,11 +107,11 @@ class TokenSplit:
     def document_begins(
         self, starts: npt.NDArray[np.int64], tokens: npt.NDArray[np.int64]
     ) -> npt.NDArray[np.bool_]:
-        """Which of `tokens` (B, S), read from `starts` on around the ring, begin a document."""
+        """Return a mask of the `tokens` (B, S), read from `starts` (B,), that begin a document."""
         return tokens == self.end_of_text
 
     def max_documents(self, length: int) -> int:
-        """The most documents that `length` tokens in a row, also around the end, have a part of."""
+        """Return the largest number of documents in any `length` consecutive tokens of the ring."""
         return max_documents(
             lambda first, last: self.documents[first:last],
             self.info.num_documents,
@@ -171,7 +171,7 @@ def max_documents(
 
 
 def damaged(path: Path, what: str) -> ValueError:
-    """The error for a file of a token dataset that is not as it was written."""
+    """Return the error for a damaged file of a token dataset."""
     return ValueError(
         f"{path}: damaged: {what}; copy the dataset again, or build it again (fastmp data build)"
     )

@@ -48,9 +48,11 @@ TokenIds = npt.NDArray[np.int64]
 
 
 class TokenPiece(NamedTuple):
-    """What a token stands for: UTF-8 (none: a special token), with a space in front where a word begins.
+    """The text of a token.
 
-    Bytes may be part of a character. goes_on: the token is marked as inside of a word, as ## in WordPiece.
+    text: UTF-8, possibly part of a character, with a leading space if it begins a word; empty for a special
+        token.
+    goes_on: True if the token is marked as the continuation of a word, as ## in WordPiece.
     """
 
     text: bytes
@@ -58,7 +60,7 @@ class TokenPiece(NamedTuple):
 
 
 class Tokenizer(Protocol):
-    """A tokenizer as training needs it. `end_of_text` separates documents and stands for no text."""
+    """The interface of a tokenizer. `end_of_text` separates documents and has no text."""
 
     name: str
     vocab_size: int
@@ -117,7 +119,7 @@ class ByteTokenizer:
         return None
 
     def pieces(self) -> list[TokenPiece]:
-        """What each id stands for, in their order."""
+        """Return the text of each id."""
         return [*(TokenPiece(bytes([value])) for value in range(256)), TokenPiece(b"")]
 
     def special_id(self, *names: str) -> None:
@@ -206,7 +208,7 @@ class FileTokenizer:
         return self._description
 
     def pieces(self) -> list[TokenPiece]:
-        """What each id stands for, in their order; ids that no token has stand for nothing."""
+        """Return the text of each id; unused ids are empty."""
         made = [TokenPiece(b"")] * self.vocab_size
         if self._bytes is not None:
             for i, text in self._bytes.items():
@@ -299,7 +301,7 @@ def load_tokenizer(path_or_name: str | Path, *, end_of_text: str | None = None) 
 
 
 def _end_said_beside(path: Path) -> str | int | None:
-    """What the files beside a tokenizer.json say that ends a text: a token, an id, or None for nothing."""
+    """Return the end-of-text token or id in the files next to a tokenizer.json, or None."""
     for name, key in SAID_BESIDE:
         beside = path.with_name(name)
         if not beside.exists():
@@ -342,7 +344,7 @@ def unigram_entropy(counts: npt.NDArray[np.int64]) -> float:
 
 
 def _piece(token: str, kind: str, model: Any) -> TokenPiece:
-    """What a token of a vocabulary that is not byte-level stands for, by the marks that its `kind` has."""
+    """Return the text of a token of a vocabulary that is not byte-level; `kind` selects its marks."""
     if kind == "wordlevel":
         return TokenPiece(b" " + token.encode())
     prefix = getattr(model, "continuing_subword_prefix", None)
@@ -415,7 +417,7 @@ def _impossible(content: dict[str, Any]) -> str:
 
 
 def _max_ids(tokens: int) -> int:
-    """The highest number of ids that so many tokens may have: vocabularies have gaps, but not only these."""
+    """Return the largest number of ids accepted for this many tokens: vocabularies may have gaps."""
     return 2 * tokens + 1024
 
 

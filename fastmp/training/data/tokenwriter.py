@@ -1,7 +1,7 @@
-"""Token files are written: splits document by document, in a directory that appears whole or not at all.
+"""Write token files: splits document by document, in a directory that is published with one rename.
 
-`tokenfile` has their form and reads them. A builder that was killed leaves its directory, for the next one
-that is to do the same.
+`tokenfile` defines their format and reads them. A killed builder leaves its directory, from which the next
+build of the same job continues.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class _BlockChecksums:
                 self._end_block()
 
     def finish(self) -> bytes:
-        """The content of the file of checksums."""
+        """Return the content of the file of checksums."""
         if self._filled:
             self._end_block()
         return np.array(self._blocks, "<u4").tobytes()
@@ -64,7 +64,7 @@ class SplitWriter:
     def __init__(
         self, directory: Path, name: str, tokenizer: Tokenizer, saved: dict[str, Any] | None = None
     ) -> None:
-        """`saved`: what `save` returned in a process that was killed later; the files go on from there."""
+        """Continue from `saved`, the result of `save` in an interrupted process, if it is given."""
         self._directory, self._name, self._tokenizer = directory, name, tokenizer
         self._dtype = DTYPES[dtype_for(tokenizer.vocab_size)]
         self._file = (directory / f"{name}.bin").open("r+b" if saved else "wb")
@@ -91,7 +91,7 @@ class SplitWriter:
         }
 
     def _restore(self, saved: dict[str, Any]) -> None:
-        """Take files and counts back to what `saved` says; what was written behind that goes."""
+        """Restore files and counts to the state `saved`, truncating what was written later."""
         self._num_saved = saved["num_offsets"]
         offsets = np.fromfile(self._directory / f"{self._name}.documents", "<i8", self._num_saved)
         self._offsets = array.array("q", offsets.astype(np.int64).tobytes())
@@ -214,7 +214,7 @@ def staged(out: Path, *, replace: bool = False, job: str = "") -> Iterator[Path]
 
 
 def _job_of(stage: Path) -> str:
-    """What a builder that is gone was at; nothing where it had not said so."""
+    """Return the job of an interrupted build, or "" if it is unknown."""
     try:
         return read_file(stage / _JOB, 1 << 10).decode()
     except (OSError, ValueError):

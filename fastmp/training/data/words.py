@@ -1,4 +1,4 @@
-"""Where words and sentences begin among token ids, told by what each token stands for: no text is decoded.
+"""Find the starts of words and sentences in token ids, from the text of each token, without decoding.
 
 A token begins a word unless it goes on with the one before it: letters, digits and _ go on with such; blanks
 belong to what follows them, as in byte-level BPE; a line break, a CJK character and every other character
@@ -33,7 +33,7 @@ _STOPS, _CLOSES, _ENDS_ALONE, _BEGINS = (np.uint16(1 << bit) for bit in range(6,
 
 
 def _goes_on() -> npt.NDArray[np.bool_]:
-    """Whether a token that begins with the second kind goes on with a word that ends with the first one."""
+    """Return a table [last kind, first kind]: True if the second token continues the word of the first."""
     table = np.zeros((8, 8), np.bool_)
     table[:, INSIDE] = True
     table[LETTER, LETTER] = True
@@ -52,7 +52,7 @@ class WordTable:
         self._properties = np.array([_properties(piece) for piece in pieces], np.uint16)
 
     def starts(self, ids: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
-        """Which of `ids` (B, K) begin a word, and which of these a sentence: both (B, K).
+        """Return masks (B, K) of the `ids` that begin a word, and of those that begin a sentence.
 
         The first of a row begins a word. Whether others begin a sentence, the LOOKBACK before them say.
         """
@@ -96,7 +96,7 @@ def _properties(piece: TokenPiece) -> int:
 
 
 def _kind(byte: int) -> int:
-    """The kind of the character that begins with this byte of UTF-8."""
+    """Return the kind of the character that begins with this byte of UTF-8."""
     if byte == 0x0A:
         return LINE
     if byte in b" \t\r\v\f":
@@ -111,7 +111,7 @@ def _kind(byte: int) -> int:
 
 
 def _last_kind(text: bytes) -> int:
-    """The kind of the last character; of one that began with a token before, LETTER."""
+    """Return the kind of the last character; LETTER if it began in an earlier token."""
     begin = len(text) - 1
     while begin > 0 and text[begin] & 0xC0 == 0x80:
         begin -= 1
