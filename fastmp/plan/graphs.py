@@ -66,7 +66,7 @@ def _plot(facts: dict[str, Any], out: str) -> None:
     from fastmp.plan.graphs_plot import draw
 
     of_layer = {name: name in facts["captured"] for name in facts["layer"]}
-    ends = {run.rpartition(" to ")[2] for chunk in facts["ranks"][0]["runs"] for run in chunk}
+    ends = {span.rpartition(" to ")[2] for chunk in facts["ranks"][0]["spans"] for span in chunk}
     draw(of_layer, range(2), out, ends=ends, title=f"{facts['name']}: two layers of a microbatch")
 
 
@@ -110,7 +110,7 @@ def _of_whole_step(shapes: Shapes) -> dict[str, Any]:
     """The one graph of a rank under scope "full_step"."""
     inputs = step_inputs(shapes)
     return {
-        "runs": [["whole step"]],
+        "spans": [["whole step"]],
         "graphs": 1,
         "graphs_by_formula": 1,
         "inputs": len(inputs),
@@ -160,7 +160,7 @@ def _of_parts(
         )
         peak = schedule.peak_in_flight(rank)
         facts = _rank_facts(order, [*chain(*parts)], peak, shapes.num_microbatches)
-        found.append(facts | {"runs": [[run.name for part in stage for run in part] for stage in parts]})
+        found.append(facts | {"spans": [[span.name for part in stage for span in part] for stage in parts]})
     return found
 
 
@@ -177,7 +177,7 @@ def _rank_facts(
         buffer for replay in planned.replays if replay.step.kind == "forward" for buffer in replay.buffers
     }
     return {
-        "runs": [[run.name for run in chunk] for chunk in chunks],
+        "spans": [[span.name for span in chunk] for chunk in chunks],
         "graphs": planned.num_graphs,
         "graphs_by_formula": graphs * (1 if peak == 1 else num_microbatches),
         "inputs": len(inputs),
@@ -195,7 +195,7 @@ def _most_at_once(steps: Sequence[Step], chunks: Sequence[Sequence[SpanSpec]]) -
     now: Counter[TensorSpec] = Counter()
     most: Counter[TensorSpec] = Counter()
     for step in steps:
-        own = Counter(spec for run in chunks[step.chunk] for spec in run.inputs)
+        own = Counter(spec for span in chunks[step.chunk] for spec in span.inputs)
         if step.kind == FORWARD:
             now += own
             most |= now
@@ -219,13 +219,13 @@ def describe_graphs(facts: dict[str, Any]) -> Iterator[str]:
         size = f"{facts['exchange_bytes'] / 2**20:,.1f} MiB"
         yield f"exchange  {size} of a rank, in which its peers leave rows for its experts, beside the graphs"
     yield ""
-    header = ["pipeline rank", "runs", "graphs", "formula", "inputs", "formula", "MiB", "gradients", "MiB"]
+    header = ["pipeline rank", "spans", "graphs", "formula", "inputs", "formula", "MiB", "gradients", "MiB"]
     rows = []
     for rank, own in enumerate(facts["ranks"]):
         rows.append(
             [
                 str(rank),
-                "+".join(str(len(chunk)) for chunk in own["runs"]),
+                "+".join(str(len(chunk)) for chunk in own["spans"]),
                 f"{own['graphs']}",
                 f"{own['graphs_by_formula']}",
                 f"{own['inputs']}",

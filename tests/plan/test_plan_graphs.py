@@ -230,9 +230,9 @@ def test_the_plan_is_that_of_a_manager(made, dp, scope):
         assert [list(chunk) for chunk in chunks] == formula
         names = [[run.name for run in chunk] for chunk in formula]
         if made.parallel.overlap_experts:  # they are planned by parts, and told by chunks
-            assert [*chain(*names)] == [*chain(*own["runs"])] and len(own["runs"]) == made.parallel.vpp
+            assert [*chain(*names)] == [*chain(*own["spans"])] and len(own["spans"]) == made.parallel.vpp
         else:
-            assert names == own["runs"]
+            assert names == own["spans"]
         assert (graphs, inputs) == (own["graphs"], own["inputs"])
         assert nbytes == own["input_bytes"] + own["gradient_bytes"]
         assert own["graphs"] == own["graphs_by_formula"]
@@ -312,7 +312,7 @@ def test_people_and_programs_read_it(capsys, tmp_path):
     (rank,) = facts["ranks"]
     hidden = 256 * 8 * 192 * 4
     assert (rank["graphs"], rank["inputs"], rank["input_bytes"]) == (8, 4, 4 * hidden)
-    assert rank["runs"] == [["0.attention", "1.attention", "2.attention", "3.attention"]]
+    assert rank["spans"] == [["0.attention", "1.attention", "2.attention", "3.attention"]]
 
 
 @pytest.mark.full
