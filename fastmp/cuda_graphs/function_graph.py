@@ -215,8 +215,8 @@ class FunctionGraph:
                 names = (name for m in self._modules for name, each in m.named_parameters() if each is param)
                 raise GraphError(
                     f"graphs: the gradient of parameter {next(names)!r} is {_kept(param.grad)} now, and was "
-                    f"{_kept(before)} when {self.name} was captured, which goes by address; treat gradients "
-                    "alike before each call"
+                    f"{_kept(before)} when {self.name} was captured, which goes by address; set gradients "
+                    "to the same tensors before each call"
                 )
         if tensors:
             torch._foreach_copy_(found.static, list(map(_unexpanded, tensors)))

@@ -317,7 +317,7 @@ class GraphManager:
         if DistributedDataParallel._get_active_ddp_module() is not None:
             raise GraphError(
                 "graphs: DistributedDataParallel reduces gradients by hooks that replays do not run; use "
-                "fastmp's GradBuffer, or hooks behind accumulated gradients"
+                "fastmp's GradBuffer, or hooks after accumulated gradients"
             )
         self._device = tensors[0].device
         signature = (_autocast(self._device.type), shared, *map(_spec_and_grad, tensors))

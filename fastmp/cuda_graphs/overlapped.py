@@ -1,9 +1,9 @@
 """CUDA graphs with EP communication overlap: compute is captured, all-to-alls run eagerly next to replays.
 
-The parts of `fastmp.nn.overlap` that compute take the place of chains, and their order, which follows from
-the schedule alone, that of steps. So the gradients of weights have graphs of their own, as where a schedule
-splits backwards. What crosses from one part to the next is a copy, made on the stream of compute: a graph may
-write to its memory again while the stream of exchanges still reads.
+The compute parts of `fastmp.nn.overlap` take the place of chains, and their order, which follows from the
+schedule alone, that of steps. Weight gradients have graphs of their own, as with split backwards. Tensors
+that cross from one part to the next are copied on the compute stream, because a graph may overwrite its
+memory while the communication stream still reads.
 """
 
 from __future__ import annotations
@@ -25,11 +25,13 @@ __all__ = ["OverlappedGraphManager"]
 
 
 class OverlappedGraphManager(GraphManager):
-    """A `GraphManager` of layers that run in parts, whose exchanges no graph holds.
+    """A `GraphManager` of layers that run in parts, with the all-to-alls outside of its graphs.
 
-    overlap: what runs the layers. steps: what this rank runs at once, from `Schedule.together(rank)`. All
-    other arguments, errors and limits are those of `GraphManager`; where that says chunk, `order` and `plan`
-    have the number of a part that computes.
+    Args:
+        overlap: runs the layers.
+        steps: the steps that this rank overlaps, from `Schedule.together(rank)`.
+        options: all other arguments, errors and limits are those of `GraphManager`; its chunks are the
+            compute parts here, also in `order` and `plan`.
     """
 
     def __init__(self, overlap: OverlappedLayers, steps: Iterable[Sequence[Step]], **options: Any) -> None:
@@ -51,7 +53,7 @@ class OverlappedGraphManager(GraphManager):
     def run_part(
         self, chunk: int, part: int, tensors: Tensors, shared: Mapping[str, Any]
     ) -> tuple[Tensors, Tensors]:
-        """Run a part: what computes through graphs, an exchange beside them."""
+        """Run a part: compute through graphs, an all-to-all eagerly on its own stream."""
         run_eagerly = functools.partial(OverlappedLayers.run_part, self.overlap, chunk, part, tensors, shared)
         number = self._numbers.get((chunk, part))
         if number is not None:
@@ -74,7 +76,7 @@ def _managed(
     tensors: Tensors,
     shared: Mapping[str, Any],
 ) -> tuple[Tensors, Tensors]:
-    """Stand in for `OverlappedLayers.run_part`, without keeping the manager and its graphs."""
+    """Replace `OverlappedLayers.run_part`, without keeping the manager and its graphs alive."""
     own, layers = manager(), overlap()
     assert layers is not None
     if own is None:

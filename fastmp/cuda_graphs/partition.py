@@ -162,12 +162,12 @@ def _kinds(
     links: Sequence[BoundSegment],
     scope: Sequence[str] | None,
     span_size: int | None,
-    beside: Collection[str] = (),
+    overlapped: Collection[str] = (),
 ) -> Callable[[BoundSegment], tuple[bool, int]]:
     """Return a function that maps a segment to (captured, number of its layer group)."""
     eager = {link.segment.name for link in links if not link.segment.capturable}
     able = {link.segment.name: link.segment.name not in eager for link in links}
-    chosen = captured_segments(scope, able, beside)
+    chosen = captured_segments(scope, able, overlapped)
     layers_of = {link.name: link.layer for link in links}
     sizes = [sum(p.numel() for p in layer.parameters() if p.requires_grad) for layer in layers_of.values()]
     group_of = dict(zip(layers_of, layer_groups(sizes, span_size), strict=True))

@@ -27,7 +27,7 @@ def captured_segments(
 
     scope: attn, mlp, moe_router, moe_preprocess (with the shared experts), moe (everything in place of an
         MLP), full or full_step (everything), or segments by name. None captures all that can be, but no
-        shared experts behind an eager preprocess, which would be a graph of their own.
+        shared experts after an eager preprocess, which would be a graph of their own.
     overlapped: segments that run next to another microbatch's compute, outside of its graphs.
 
     ValueError for a scope that names no segment, for a part of which a segment cannot be captured, and for
@@ -43,9 +43,9 @@ def captured_segments(
     if segments and not any(found.values()):
         raise ValueError(f"graphs: scope {list(scope)} names no segment; choose from {sorted(segments)}")
     for name, own in found.items():
-        if apart := [part for part in own if part in overlapped]:
+        if outside := [part for part in own if part in overlapped]:
             raise ValueError(
-                f"graphs: scope {name!r} has {', '.join(apart)}, which overlap_experts runs beside the "
+                f"graphs: scope {name!r} has {', '.join(outside)}, which overlap_experts overlaps with the "
                 "compute of another microbatch, outside of graphs; without a scope all else is captured"
             )
         eager = [part for part in own if not segments[part]]
@@ -55,9 +55,9 @@ def captured_segments(
                 "without a scope everything else is captured"
             )
     chosen = {part for own in found.values() for part in own}
-    behind = [part for part in ("dispatch", "experts", "combine") if part in chosen]
-    if behind and "shared_experts" in segments and "shared_experts" not in chosen:
-        raise ValueError(f"graphs: a scope with {', '.join(behind)} needs 'shared_experts' as well")
+    exchange = [part for part in ("dispatch", "experts", "combine") if part in chosen]
+    if exchange and "shared_experts" in segments and "shared_experts" not in chosen:
+        raise ValueError(f"graphs: a scope with {', '.join(exchange)} needs 'shared_experts' as well")
     if "shared_experts" in chosen and "preprocess" not in chosen and not segments["dispatch"]:
         raise ValueError("graphs: a scope with shared_experts needs 'preprocess' as well")
     return chosen

@@ -1,11 +1,10 @@
-"""Captures and replays the spans of a `GraphManager` with Transformer Engine, where it is installed.
+"""Capture and replay the spans of a `GraphManager` with Transformer Engine, if it is installed.
 
-Its `make_graphed_callables` takes modules, samples of their inputs and the order of a pipeline. It captures
-everything at once and returns a callable for each forward, whose backward autograd finds. This module makes
-what it asks for: a module for each span, steps as numbers of chunks, and inputs by chunk, then microbatch,
-then span.
+Its `make_graphed_callables` takes modules, sample inputs and the order of a pipeline, captures everything at
+once, and returns a differentiable callable for each forward. This module provides its arguments: a module for
+each span, steps as chunk numbers, and inputs by chunk, then microbatch, then span.
 
-Gradients of parameters leave a replay as copies. Autograd accumulates them, and calls all hooks.
+Gradients of parameters leave a replay as copies; autograd accumulates them and calls all hooks.
 """
 
 from __future__ import annotations
@@ -37,11 +36,11 @@ _Callables: TypeAlias = "dict[_Place, tuple[_RunModule, Any]]"
 
 
 class Arguments(NamedTuple):
-    """A plan in the words of Transformer Engine.
+    """A plan as arguments of `make_graphed_callables`.
 
     order: chunk + 1 for a forward of a chunk, the negative of that for a backward.
-    layers: how many spans each chunk has.
-    samples: the (chunk, microbatch, span) that each sample is for, and the static buffers of its inputs.
+    layers: the number of spans of each chunk.
+    samples: {(chunk, microbatch, span): the static buffers of its sample inputs}.
     """
 
     order: list[int]
@@ -55,7 +54,7 @@ def arguments(plan: BufferPlan, order: Sequence[Step]) -> Arguments:
     codes = []
     for step in order:
         if step.kind not in (FORWARD, BACKWARD):
-            raise ValueError(f"graphs: Transformer Engine takes whole backwards, and there is a {step}")
+            raise ValueError(f"graphs: Transformer Engine does not support split backwards, got a {step}")
         if step.microbatch != seen[step.kind, step.chunk]:
             raise ValueError(
                 f"graphs: Transformer Engine takes the microbatches of a chunk in turn, and {step} comes "
@@ -72,12 +71,13 @@ def arguments(plan: BufferPlan, order: Sequence[Step]) -> Arguments:
 
 
 class TransformerEngineManager(GraphManager):
-    """A `GraphManager` whose spans are captured and replayed by Transformer Engine; arguments as there.
+    """A `GraphManager` whose spans are captured and replayed by Transformer Engine.
 
-    rng: the streams that the layers draw from.
+    rng: the streams that the layers draw from; the other arguments are those of `GraphManager`.
 
-    ValueError for layers that are recomputed, where the package is not installed, and for an order of steps
-    that it does not take.
+    Raises:
+        ValueError: layers use activation recomputation, the package is not installed, or it does not support
+            the order of steps.
     """
 
     backend: _Backend
@@ -94,7 +94,7 @@ class TransformerEngineManager(GraphManager):
     ) -> None:
         if any(chain.call is not None for chain in chains):
             raise ValueError(
-                "graphs: Transformer Engine captures nothing that is recomputed; use recompute=False, or "
+                "graphs: Transformer Engine does not support recomputed layers; use recompute=False, or "
                 "impl 'fastmp'"
             )
         self._make = _make_graphed_callables()
@@ -102,7 +102,7 @@ class TransformerEngineManager(GraphManager):
         super().__init__(chains, order, backend=backend, scope=scope, span_size=span_size, warmup=warmup)
 
     def begin_replays(self, graph_set: GraphSet) -> _Replays:
-        """A step of `graph_set`; the first one makes the callables of all its spans, or runs eagerly."""
+        """Begin a step of `graph_set`; the first one captures all its spans, or runs eagerly."""
         made = self.backend.made
         if graph_set not in made:
             self.backend.prepare()
@@ -176,7 +176,7 @@ class _Replays:
         made = call(*inputs)
         overwritten |= {each.untyped_storage().data_ptr() for each in made}
         new = iter(made)
-        outputs = [next(new) if given is None else tensors[given] for given in module.given]
+        outputs = [next(new) if source is None else tensors[source] for source in module.sources]
         return tuple(outputs[: module.num_tensors]), tuple(outputs[module.num_tensors :])
 
     def run_eager_span(
@@ -197,18 +197,18 @@ class _Replays:
         return False
 
     def end(self) -> None:
-        """Nothing is left of a step."""
+        """Do nothing: a step leaves no state."""
 
 
 def _all_runs(graph_set: GraphSet) -> Iterator[tuple[int, int]]:
-    """(chunk, span) of all spans of a plan."""
+    """Yield (chunk, span) of all spans of a plan."""
     for chunk, spans in enumerate(graph_set.plan.chunks):
         for span in range(len(spans)):
             yield chunk, span
 
 
 class _Backend:
-    """What the callables share, in place of a `fastmp.cuda_graphs.backends.base.Backend`."""
+    """The state that callables share, in place of a `fastmp.cuda_graphs.backends.base.Backend`."""
 
     runs_at_capture = False
     owner: Any = None
@@ -226,7 +226,7 @@ class _Backend:
         return nullcontext()
 
     def prepare(self) -> None:
-        """Free what eager steps have cached: a capture cannot."""
+        """Empty the allocator's cache, which a capture cannot do."""
         torch.cuda.empty_cache()
 
     def graph(self, forward: Any = None, draws: Any = None, has_backward: bool = False) -> Any:
@@ -237,7 +237,7 @@ class _Backend:
 
     @contextmanager
     def streams(self) -> Iterator[None]:
-        """Tell Transformer Engine of the random streams, and leave these where they were."""
+        """Register the random streams with Transformer Engine inside, and restore its own at exit."""
         from transformer_engine.pytorch import distributed
 
         before = distributed.get_all_rng_states()
@@ -257,14 +257,12 @@ class _Backend:
 
 
 class _RunModule(nn.Module):
-    """A span as a module: tensors in, a tuple of new tensors out, and the parameters that are trained."""
+    """A span as a module: tensors in, a tuple of new tensors out, and its trained parameters."""
 
     def __init__(self, span: CapturedSpan, shared: TreeSpec) -> None:
         super().__init__()
         self.span, self.shared = span, shared
-        self.given: list[
-            int | None
-        ] = []  # for each output: the number of the input that is handed on, or None
+        self.sources: list[int | None] = []  # for each output, the number of the input passed on, or None
         self.num_tensors = 0
         for i, param in enumerate(span.parameters):
             self.register_parameter(str(i), param)
@@ -272,8 +270,8 @@ class _RunModule(nn.Module):
     def forward(self, *inputs: Tensor) -> Tensors:
         tensors, others = self.span.through(inputs, self.shared)
         outputs, self.num_tensors = (*tensors, *others), len(tensors)
-        self.given = [next((i for i, own in enumerate(inputs) if own is o), None) for o in outputs]
-        return tuple(output for output, given in zip(outputs, self.given) if given is None)
+        self.sources = [next((i for i, own in enumerate(inputs) if own is o), None) for o in outputs]
+        return tuple(output for output, source in zip(outputs, self.sources) if source is None)
 
 
 class _CopiedGradient(Function):

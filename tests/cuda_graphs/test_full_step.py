@@ -324,7 +324,7 @@ def test_gradients_that_replays_would_miss_are_refused():
     for _ in range(3):
         loop.step(torch.ones(2, 4))
     loop.optimizer.zero_grad()
-    with pytest.raises(GraphError, match=r"gradient of parameter 'weight' is None now, .* treat gradients"):
+    with pytest.raises(GraphError, match=r"gradient of parameter 'weight' is None now, .* set gradients"):
         loop.function(torch.ones(2, 4))
 
 

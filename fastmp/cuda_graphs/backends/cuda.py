@@ -46,10 +46,10 @@ _NOT_ENDED: list[torch.cuda.CUDAGraph] = []  # torch's allocator of host memory 
 
 
 class DrawTrace(NamedTuple):
-    """What an eager forward has drawn.
+    """The random draws of an eager forward.
 
-    parts: for each part that will be recomputed, how far each stream had advanced when it began, of those
-        that it drew more from than seeds.
+    parts: for each recomputed part, the offset at its start of each stream that it draws more than seeds
+    from.
     moved: the names of the streams that the forward advanced.
     """
 
@@ -76,13 +76,13 @@ class CudaBackend:
         self._leave()
 
     def _leave(self) -> None:
-        """Forget the pool; the next capture gets another."""
+        """Forget the pool; the next capture creates another."""
         self.pool: Any = None
         self.made: set[int] = set()  # the addresses of storages in the pool
         self._first: CudaGraph | None = None  # holds the pool while there is no other graph
 
     def _begin(self, generators: Sequence[torch.Generator] = ()) -> None:
-        """Make a new pool, whose first capture registers `generators`."""
+        """Create a pool, whose first capture registers `generators`."""
         self.pool = torch.cuda.graph_pool_handle()
         first = CudaGraph(self, generators)
         torch.zeros(1, device=self.stream.device)  # the first time loads the kernel
@@ -91,7 +91,7 @@ class CudaBackend:
         self._first = first
 
     def prepare(self) -> None:
-        """Free the memory that eager steps have cached: torch cannot do so inside a capture."""
+        """Empty the allocator's cache, which torch cannot do inside a capture."""
         _reset_releases_pool(self.stream)
         torch.cuda.empty_cache()
 
@@ -117,7 +117,7 @@ class CudaBackend:
 
     @contextmanager
     def trace_draws(self) -> Iterator[DrawTrace]:
-        """Trace what eager work draws; what this yields is complete at its end."""
+        """Trace the random draws of eager work; the yielded `DrawTrace` is complete at exit."""
         draws, rng = DrawTrace([], set()), self.rng
         if rng is None:
             yield draws
@@ -149,7 +149,7 @@ class CudaBackend:
     def graph(
         self, forward: CudaGraph | None = None, draws: DrawTrace | None = None, has_backward: bool = False
     ) -> CudaGraph:
-        """Make a graph. It registers the streams that the traced work has advanced: each costs a wait."""
+        """Make a graph that registers the streams which the traced work has advanced (a sync for each)."""
         if self.pool is None:
             self._begin()
         streams = {} if self.rng is None else self.rng.generators()
@@ -172,7 +172,7 @@ class CudaBackend:
         return _without_memory(tensor).detach
 
     def reset(self) -> None:
-        """Let go of all graphs; none may be replayed after that. Replays that have begun are finished."""
+        """Release all graphs. Replays that have begun finish; later ones are not allowed."""
         for graph in (self._first, *self._graphs):
             if graph is not None:
                 graph.reset()
@@ -225,7 +225,7 @@ class CudaGraph:
 
     @contextmanager
     def _recorded(self) -> Iterator[None]:
-        """Begin and end the capture. After an error inside, ending fails too: that error says less."""
+        """Begin and end the capture. The error of a failed end is dropped if the work inside has raised."""
         try:
             self.graph.capture_begin(pool=self.backend.pool, capture_error_mode="thread_local")
             yield
@@ -243,7 +243,7 @@ class CudaGraph:
             raise
 
     def _kept(self) -> AbstractContextManager[None]:
-        """Give a recomputation the generators of its part, or in a backward those in use, as its states."""
+        """Have recomputed parts draw from their own generators, in a backward from the current ones."""
         rng = self.backend.rng
         if rng is None:
             return nullcontext()
@@ -272,19 +272,19 @@ class CudaGraph:
 
     @property
     def launch(self) -> Callable[[], None]:
-        """`replay` where generators are set or read before it; else torch's own, which is no Python."""
+        """`replay` if generators are set or read before it, otherwise torch's own C++ method."""
         if self._draws or (self.forward is not None and self.forward._draws):
             return self.replay
         return super(torch.cuda.CUDAGraph, self.graph).replay
 
     @property
     def _draws(self) -> bool:
-        """Whether a part that is recomputed draws more than seeds."""
+        """True if a recomputed part draws more than seeds."""
         return any(offsets for offsets, _ in self.parts)
 
     @contextmanager
     def eager_backward(self) -> Iterator[None]:
-        """Inside, what is recomputed draws what the last replay of this forward drew."""
+        """Have recomputations inside draw the random numbers of the last replay of this forward."""
         rng = self.backend.rng
         if rng is None or not self.parts:
             yield
@@ -340,7 +340,7 @@ def _storages(tree: Any) -> list[torch.UntypedStorage]:
 
 
 def _release_pool(stream: torch.cuda.Stream, pool: Any) -> None:
-    """Release the pool of a graph whose capture failed, where `reset` of the graph has not done so."""
+    """Release the pool of a graph whose capture failed, if `reset` of the graph has not."""
     place = stream.device.index, pool
     with suppress(RuntimeError):  # torch 2.13 has ended it already, and says so
         torch._C._cuda_endAllocateToPool(*place)
@@ -351,10 +351,10 @@ def _release_pool(stream: torch.cuda.Stream, pool: Any) -> None:
 
 @functools.cache
 def _reset_releases_pool(stream: torch.cuda.Stream) -> bool:
-    """Whether torch gives back the pool of a graph whose capture failed when that is reset.
+    """Return True if torch releases the pool of a failed capture when its graph is reset.
 
     Torch 2.10 to 2.13 do not, later ones may; a pool that is released twice breaks the allocator. So let one
-    small capture fail in a pool of its own, and look whether the pool is gone.
+    small capture fail in a pool of its own, and check if the pool is gone.
     """
     pool, graph = torch.cuda.graph_pool_handle(), torch.cuda.CUDAGraph()
     with suppress(RuntimeError), torch.cuda.stream(stream):
@@ -387,7 +387,7 @@ def _stream_of_captures(device: int) -> torch.cuda.Stream:
 
 
 def _without_memory(tensor: Tensor) -> Tensor:
-    """The same tensor by its address: it holds no memory."""
+    """Return an alias of `tensor` by address, which does not own the memory."""
     storage = tensor.untyped_storage()
     place: dict[str, Any] = {
         **{"nbytes": storage.nbytes(), "data_ptr": storage.data_ptr(), "device": tensor.device},

@@ -37,7 +37,7 @@ _SEEDED = "random stream {!r} has got a seed or a state, which replay would not 
 
 
 class _Block:
-    """Memory of the pool that tells when the tensor in it is gone."""
+    """A block of the pool, which reports when its tensor is garbage-collected."""
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
@@ -53,10 +53,10 @@ class _Block:
 
 
 class Pool:
-    """Memory that graphs share. Once the tensor in a block is gone, the block is free for one of its size.
+    """Memory that graphs share. A block is free for another tensor of its size once its own is gone.
 
-    `nbytes`: the bytes of all blocks. If graphs are captured in the order in which they run, a step needs as
-    many at once.
+    `nbytes`: the bytes of all blocks; the peak of a step, if graphs are captured in the order of their
+    replays.
     """
 
     def __init__(self) -> None:
@@ -81,7 +81,7 @@ class Pool:
         return self._blocks.get(tensor.untyped_storage().data_ptr())
 
     def memory_of(self, tensor: Tensor) -> Tensor:
-        """The whole block that a tensor of the pool lies in, as bytes."""
+        """Return the whole block of a tensor in the pool, as bytes."""
         return self._blocks[tensor.untyped_storage().data_ptr()].memory
 
     def _take(self, nbytes: int) -> torch.UntypedStorage:
@@ -97,7 +97,7 @@ class Pool:
 
 
 class _View(NamedTuple):
-    """How a tensor reads its storage. conj, neg: whether it is read as conjugate, as negative."""
+    """The view of a tensor on its storage. conj, neg: its lazy conjugate and negative bits."""
 
     dtype: torch.dtype
     offset: int
@@ -108,7 +108,7 @@ class _View(NamedTuple):
 
 
 class _InPool(NamedTuple):
-    """The place of a tensor, which is not held."""
+    """The place of a tensor in the pool, which is not kept alive."""
 
     memory: Tensor
     view: _View
@@ -128,7 +128,7 @@ class _Outside(NamedTuple):
 
 
 class _Draw(NamedTuple):
-    """The stream of a random op, and where it starts: with `repeats`, where an op of the forward did."""
+    """The stream of a random op and its start; with `repeats`, the start of the forward op it recomputes."""
 
     stream: str
     own: bytes
@@ -145,7 +145,7 @@ class _Op(NamedTuple):
 
 
 class RecordedGraph:
-    """`with graph.capture(): ...` does the work once and notes it; `replay()` does it again, in place.
+    """`with graph.capture(): ...` does the work once and records it; `replay()` repeats it in place.
 
     pool: holds the results; graphs that are captured in the order in which they run may share one.
     rng: the streams that the work draws from; None: torch's default generator only.
@@ -222,7 +222,7 @@ class RecordedGraph:
             return outputs
 
     def _places(self) -> dict[str, bytes]:
-        """Where each stream stands."""
+        """Return the present state of each stream, by name."""
         states = {"default": torch.get_rng_state()} if self.rng is None else self.rng.states()
         return {name: _place(name, state) for name, state in states.items()}
 
@@ -231,7 +231,7 @@ class RecordedGraph:
 
 
 class RecordingBackend:
-    """Captures and replays graphs over one pool, which draw from the streams of `rng`."""
+    """Captures and replays graphs on a CPU, over one pool, which draw from the streams of `rng`."""
 
     runs_at_capture = True
 
@@ -257,12 +257,12 @@ class RecordingBackend:
         return self.pool.place(tensor.detach()).tensor().detach
 
     def reset(self) -> None:
-        """Begin another pool; graphs go when nobody holds them."""
+        """Start a new pool; graphs are freed with their last reference."""
         self.pool = Pool()
 
 
 class _Recorder(OpInspector):
-    """Notes every op that passes, and puts what it makes into the pool."""
+    """Records every op, and moves its results into the pool."""
 
     def __init__(self, graph: RecordedGraph) -> None:
         super().__init__()
@@ -318,7 +318,7 @@ class _Recorder(OpInspector):
 
 
 class _Reads(TorchFunctionMode):
-    """Refuses what reads values and is no op on a CPU."""
+    """Raises CaptureError for functions that read values and are no op on a CPU."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", "")
@@ -331,7 +331,7 @@ class _Reads(TorchFunctionMode):
 
 
 def _place(stream: str, state: Tensor) -> bytes:
-    """Where a random stream stands."""
+    """Return an identifier of a stream's present state."""
     return stream.encode() + ctypes.string_at(state.data_ptr(), state.nbytes)
 
 
@@ -341,9 +341,9 @@ def _arguments(op: _Op) -> tuple[Any, Any]:
 
 
 def _finished(outputs: list[Any]) -> list[Any]:
-    """Wait for collectives among `outputs`, and put finished work in their place.
+    """Wait for collectives among `outputs`, and replace them by finished work.
 
-    What gloo does when a caller waits is part of the collective, and no op of its own.
+    Copies that gloo makes when a caller waits are part of the collective, not ops of their own.
     """
     works: list[Any] = [output for output in outputs if isinstance(output, torch.ScriptObject)]
     for work in works:
