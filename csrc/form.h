@@ -1,4 +1,4 @@
-// The activations of a gated or plain MLP.
+// Activations of a plain or gated MLP.
 #pragma once
 
 #include "stable.h"
@@ -9,7 +9,7 @@ namespace fastmp {
 
 enum class Form { kSilu, kGeluTanh, kGelu };
 
-// The form that Python calls `name`.
+// Returns the activation with this name in Python.
 inline Form form_of(const char* op, const std::string& name) {
   if (name == "silu") return Form::kSilu;
   if (name == "gelu_tanh") return Form::kGeluTanh;

@@ -1,7 +1,7 @@
-// What is common to all ops, around their kernels: checks of tensors, and errors that name the op.
+// Registration of kernels with the checks common to all ops, and errors that name the op.
 //
-// Raw calls of torch.ops.fastmp.* reach kernels without the checks of fastmp/ops. What a kernel itself has to check are
-// shapes, dtypes and indices.
+// Raw calls of torch.ops.fastmp.* bypass the checks of fastmp/ops. `FASTMP_IMPL` checks devices and overlapping memory;
+// kernels themselves check shapes, dtypes and indices.
 #pragma once
 
 #include "stable.h"
@@ -13,7 +13,7 @@
 #include <utility>
 #include <vector>
 
-// Torch's message for the last error in this thread, which does not cross its C interface. Null before torch 2.13.
+// Torch's message for the last error in this thread, which its C interface does not return. Null before torch 2.13.
 extern "C" __attribute__((weak, visibility("default"))) const char* torch_exception_get_what_without_backtrace();
 
 namespace fastmp {
@@ -23,7 +23,7 @@ inline bool same_sizes(const Tensor& a, const Tensor& b) {
   return std::equal(x.begin(), x.end(), y.begin(), y.end());
 }
 
-// "Float (2, 3)"
+// Returns e.g. "Float (2, 3)".
 inline std::string described(const Tensor& tensor) {
   std::string text = message(dtype_name(tensor.scalar_type()), " (");
   const auto sizes = tensor.sizes();
@@ -31,14 +31,14 @@ inline std::string described(const Tensor& tensor) {
   return text + ")";
 }
 
-// `tensor`, called `name`, has the dtype and the sizes of `like`, called `like_name`.
+// Checks that `tensor` has the dtype and sizes of `like`; the names are for the message.
 inline void check_same(const char* op, const char* name, const Tensor& tensor, const char* like_name,
                        const Tensor& like) {
   FASTMP_CHECK(tensor.scalar_type() == like.scalar_type() && same_sizes(tensor, like), op, ": ", like_name, " is ",
                described(like), " but ", name, " is ", described(tensor));
 }
 
-// `bias`, if there is one, has one number of x's dtype for each column of x.
+// Checks that `bias`, if present, has one element of x's dtype per column of x.
 inline void check_bias(const char* op, const std::optional<Tensor>& bias, const Tensor& x) {
   FASTMP_CHECK(!bias || (bias->scalar_type() == x.scalar_type() && bias->dim() == 1 &&
                          bias->size(0) == x.size(x.dim() - 1)),
@@ -50,8 +50,7 @@ inline bool same_layout(const Tensor& a, const Tensor& b) {
   return a.scalar_type() == b.scalar_type() && same_sizes(a, b) && std::equal(x.begin(), x.end(), y.begin(), y.end());
 }
 
-// Where the elements of a tensor lie: bytes [begin, end); `distinct` if no two elements share memory, `gapless` if
-// they also fill it.
+// The memory of a tensor: bytes [begin, end). `distinct`: no two elements share memory; `gapless`: they also fill it.
 struct Extent {
   const char *begin, *end;
   bool distinct, gapless;
@@ -77,21 +76,23 @@ struct Extent {
   }
 };
 
-// Whether two tensors share memory, or one has elements between those of the other.
+// Returns true if the byte ranges of two tensors intersect.
 inline bool overlaps(const Tensor& a, const Tensor& b) {
   const Extent x(a), y(b);
   return x.begin < y.end && y.begin < x.end;
 }
 
-// A tensor that an op is given, and whether the op writes to it.
+// An argument of an op, and whether the op writes to it.
 struct Argument {
-  const Tensor* tensor = nullptr;  // null: not a tensor, or None
+  const Tensor* tensor = nullptr;  // null if it is None or not a tensor
   bool written = false;
 };
 
-// What holds for all tensors of every op: they are on the device that the kernel runs on; what is written has no two
-// elements in one place, as an expanded tensor has, and shares memory with another tensor only where it is that very
-// tensor and not written as well. As in torch, tensors with gaps that reach into each other are not looked at closely.
+// Checks the tensors of an op:
+//   1. All are on the kernel's device.
+//   2. A written tensor has distinct elements (it is not expanded).
+//   3. A written tensor shares no memory with another one, unless that is the same view and not written.
+// As in torch, tensors with gaps that interleave are not examined further.
 inline void check_tensors(const char* op, const Argument* arguments, size_t count) {
 #ifdef __CUDACC__
   constexpr const char* kDevice = "one CUDA device";
@@ -137,8 +138,8 @@ Argument argument_of(const Other&, bool) {
   return {};
 }
 
-// A kernel takes a text as std::string. Torch hands over a handle; its own conversion (stableivalue_conversions.h of
-// 2.13) forgets to delete a copy of the text, 48 bytes a call.
+// Kernels take strings as std::string; torch passes a handle. Torch's own conversion (stableivalue_conversions.h of 2.13)
+// leaks a copy of the string, 48 bytes per call.
 template <class Parameter>
 using Boxed = std::conditional_t<std::is_same_v<Parameter, std::string>, StringHandle, Parameter>;
 
@@ -156,8 +157,8 @@ inline std::string unboxed(StringHandle& handle) {
   return text;
 }
 
-// `function` behind what is common to all ops: check_tensors, where parameters of type Tensor& or std::optional<Tensor>&
-// are what it writes to, and errors that name the op. An error of torch itself is thrown with torch's message.
+// Wraps `function` with check_tensors and errors that name the op. Parameters of type Tensor& or std::optional<Tensor>&
+// are written. An error of torch is rethrown with torch's message.
 template <const char* name, class Function, Function* function>
 struct Guarded;
 template <const char* name, class Result, class... Parameters, Result (*function)(Parameters...)>
@@ -187,7 +188,7 @@ struct Guarded<name, Result(Parameters...), function> {
 
 }  // namespace fastmp
 
-// Makes `function` the implementation of the op called `name`, in a STABLE_TORCH_LIBRARY_IMPL block.
+// Registers `function` as the kernel of `op`, in a STABLE_TORCH_LIBRARY_IMPL block.
 #define FASTMP_IMPL(library, op, function)                                                                    \
   do {                                                                                                        \
     static constexpr char kName[] = op;                                                                       \

@@ -1,5 +1,4 @@
-// A tensor (..., N) seen as rows of N neighbouring elements, for kernels over the last dimension, and ordered sums
-// over rows.
+// A tensor (..., N) as rows of N contiguous elements, and sums over rows in a fixed order.
 #pragma once
 
 #include "stable.h"
@@ -9,8 +8,7 @@
 
 namespace fastmp {
 
-// `pitch` elements lie from one row's start to the next. Copies only where no single pitch describes the tensor,
-// which must not be empty.
+// Rows start `pitch` elements apart. Copies the tensor, which must not be empty, only if one pitch cannot describe it.
 struct Rows {
   Tensor tensor;
   int64_t num_rows, num_cols, pitch;
@@ -33,12 +31,13 @@ struct Rows {
   }
 };
 
-// Where `element` lies, for kernels that learn the element type only inside.
+// Returns the address of an element whose type the caller does not know.
 inline const char* at(const void* base, int64_t element, int64_t itemsize) {
   return static_cast<const char*>(base) + element * itemsize;
 }
 
-// Sum of the rows of `partials` (strips, N), first to last, rounded to the dtype of `sums` (N,).
+// sums (N,) = sum of the rows of `partials` (strips, N), first to last, rounded to the dtype of `sums`. Threads share
+// blocks of kColumns columns.
 inline void sum_rows(const Tensor& partials, const Tensor& sums) {
   constexpr int64_t kColumns = 512;
   dispatch_float(sums.scalar_type(), "sum_rows", [&](auto tag) {

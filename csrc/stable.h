@@ -1,14 +1,16 @@
-// Everything the kernels use of torch: its stable ABI as of 2.10, wrapped once.
+// Wrapper of torch's stable ABI as of 2.10: the only part of torch that kernels use.
 //
-// One binary of a library built on this header runs on torch 2.10 and later and holds no Python symbol.
-// Kernels take and return `fastmp::Tensor`, check their arguments with FASTMP_CHECK, get outputs from
-// `fastmp::empty` and `fastmp::empty_like` (huge pages for large ones; qualified, for torch::stable has the same
-// names), run over torch's own threads with `parallel_for`, choose the element type with `dispatch_float`, and in
-// .cu files launch on `current_stream`. They are registered with FASTMP_IMPL of op.h.
+// A library built on this header runs on torch 2.10 and later and contains no Python symbol. Kernels
+//   - take and return `fastmp::Tensor`, and check arguments with FASTMP_CHECK;
+//   - allocate with `fastmp::empty` and `fastmp::empty_like` (huge pages for large tensors; qualify the names, for
+//     torch::stable has the same ones);
+//   - run on torch's threads with `parallel_for`, and in .cu files on `current_stream`;
+//   - select the element type with `dispatch_float`;
+//   - are registered with FASTMP_IMPL of op.h.
 //
-// A file in csrc/cpu is compiled once for each instruction set (see CMakeLists.txt): FASTMP_ISA names the
-// one at hand (`base`, `avx2`, `avx512`). Code that differs between them lives in `namespace fastmp::FASTMP_ISA`,
-// registration and choice at run time under `#ifdef FASTMP_ISA_BASE`.
+// A file in csrc/cpu is compiled once per instruction set (see CMakeLists.txt), which FASTMP_ISA names (`base`, `avx2`,
+// `avx512`). Code that differs between them is in `namespace fastmp::FASTMP_ISA`; registration and the choice at run
+// time are under `#ifdef FASTMP_ISA_BASE`.
 #pragma once
 
 #ifndef TORCH_TARGET_VERSION
@@ -54,7 +56,7 @@ using torch::headeronly::ScalarType;
 using torch::stable::Device;
 using torch::stable::Tensor;
 
-// What FASTMP_CHECK throws: its message is for users as it is.
+// The exception of FASTMP_CHECK; its message is for users.
 struct Error : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
@@ -68,11 +70,10 @@ std::string message(const Parts&... parts) {
 
 inline const char* dtype_name(ScalarType dtype) { return torch::headeronly::toString(dtype); }
 
-// Outputs from this size on ask for huge pages: filling fresh 4 KiB pages costs more than most kernels.
+// Minimum size of outputs on huge pages: faulting in fresh 4 KiB pages costs more than most kernels.
 constexpr int64_t kHugePageBytes = int64_t{4} << 20;
 
-// Asks the system to back a large CPU tensor with huge pages; a refusal is not an error. Call it before the
-// first write.
+// Advises the system to back a large CPU tensor with huge pages; failure is ignored. Call it before the first write.
 inline void advise_huge_pages(const Tensor& tensor) {
 #ifdef MADV_HUGEPAGE
   const int64_t bytes = tensor.numel() * static_cast<int64_t>(tensor.element_size());
@@ -87,16 +88,16 @@ inline void advise_huge_pages(const Tensor& tensor) {
 #endif
 }
 
-// Whether torch's dispatcher makes outputs. It fills them with NaN where torch.utils.deterministic asks for that, as tests
-// do (see memory.cpp), and takes 0.4 us longer.
+// If true, outputs are allocated through torch's dispatcher, which fills them with NaN under torch.utils.deterministic, as
+// tests need (see memory.cpp), and takes 0.4 us longer.
 inline std::atomic<bool> outputs_by_dispatcher{false};
 
-// Uninitialised and contiguous, on the device of `like`.
+// Returns an uninitialised contiguous tensor on the device of `like`.
 inline Tensor empty(IntHeaderOnlyArrayRef sizes, ScalarType dtype, const Tensor& like) {
 #ifndef __CUDACC__
-  constexpr size_t kMostDims = 8;
-  if (sizes.size() <= kMostDims && !outputs_by_dispatcher.load(std::memory_order_relaxed)) {
-    int64_t strides[kMostDims], step = 1;
+  constexpr size_t kMaxDims = 8;
+  if (sizes.size() <= kMaxDims && !outputs_by_dispatcher.load(std::memory_order_relaxed)) {
+    int64_t strides[kMaxDims], step = 1;
     for (size_t dim = sizes.size(); dim-- > 0;) {
       strides[dim] = step;
       step *= std::max<int64_t>(sizes[dim], 1);
@@ -117,7 +118,7 @@ inline Tensor empty(IntHeaderOnlyArrayRef sizes, ScalarType dtype, const Tensor&
   return out;
 }
 
-// Uninitialised, same shape, dtype and device.
+// Returns an uninitialised tensor of the same shape, dtype and device.
 inline Tensor empty_like(const Tensor& tensor) {
   if (tensor.is_contiguous()) return empty(tensor.sizes(), tensor.scalar_type(), tensor);
   Tensor out = torch::stable::empty_like(tensor);
@@ -127,8 +128,8 @@ inline Tensor empty_like(const Tensor& tensor) {
 
 inline int64_t num_threads() { return torch::stable::get_num_threads(); }
 
-// Calls body(begin, end) over torch's own threads on disjoint ranges of at least `grain` that cover
-// [begin, end). One of the exceptions that bodies throw is thrown again once all have ended.
+// Calls body(begin, end) on torch's threads for disjoint ranges of at least `grain` that cover [begin, end). If bodies
+// throw, one of the exceptions is rethrown after all have ended.
 template <class Body>
 void parallel_for(int64_t begin, int64_t end, int64_t grain, const Body& body) {
   std::exception_ptr thrown;
@@ -148,7 +149,7 @@ struct TypeTag {
   using type = T;
 };
 
-// What is computed, and accumulated, in: float64 stays, everything else is float32.
+// Returns the dtype of arithmetic and accumulation: float64 for float64, else float32.
 inline ScalarType compute_dtype(ScalarType dtype) {
   return dtype == ScalarType::Double ? ScalarType::Double : ScalarType::Float;
 }
@@ -178,14 +179,14 @@ auto dispatch_float(ScalarType dtype, const char* op, const Body& body) {
     FASTMP_CHECK(error_ == cudaSuccess, #call, ": ", cudaGetErrorString(error_)); \
   } while (0)
 
-// The stream torch is using on the tensor's device.
+// Returns torch's current stream on the tensor's device.
 inline cudaStream_t current_stream(const Tensor& tensor) {
   void* stream = nullptr;
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(tensor.get_device_index(), &stream));
   return static_cast<cudaStream_t>(stream);
 }
 
-// Makes the tensor's device current in this scope.
+// Makes the tensor's device current in a scope.
 class DeviceGuard {
  public:
   explicit DeviceGuard(const Tensor& tensor) : guard_(tensor.get_device_index()) {}

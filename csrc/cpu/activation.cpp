@@ -1,10 +1,9 @@
 // bias_gelu and its backward on the CPU.
 //
-// Both walk tiles of at most 64 rows and 8192 columns, which are spread over the threads. The backward adds a
-// tile's column sums up in one row of partial sums (32 KiB, which stays in the caches); the rows of
-// partial sums are then added in order. Tiles depend on the shape alone: results do not depend on the number of
-// threads. Half types are computed in fp32 and rounded once.
-// The semantics are those of the references in fastmp/ops/activation.py.
+// Threads share tiles of at most 64 rows and 8192 columns. In the backward each strip of rows sums its columns into one
+// row of partial sums (32 KiB per tile, which stays in cache), and `sum_rows` adds the strips in order. Tiles depend on
+// the shape alone, so results do not depend on the number of threads. 16-bit types are computed in fp32 and rounded
+// once. Reference: fastmp/ops/activation.py.
 #include "activations.h"
 #include "op.h"
 #include "rows.h"
@@ -18,13 +17,13 @@ namespace fastmp {
 constexpr int64_t kTileRows = 64;
 constexpr int64_t kTileCols = 8192;
 
-// A tile of (num_rows, num_cols); pitches are in elements. `bias` and `partials` may be null.
+// A tile (num_rows, num_cols) of all tensors; pitches are in elements.
 struct GeluTile {
-  const void* grad;
+  const void* grad;  // backward only
   const void* x;
-  const void* bias;
-  void* out;
-  void* partials;  // compute type
+  const void* bias;  // (num_cols,), or null
+  void* out;         // y or dx
+  void* partials;    // (num_cols,) in the compute type, or null without a bias
   int64_t num_rows, num_cols, grad_pitch, x_pitch, out_pitch;
   ScalarType dtype;
   bool tanh;
@@ -56,6 +55,7 @@ void bias_gelu_tile(const GeluTile& tile) {
       T* y = static_cast<T*>(tile.out) + row * tile.out_pitch;
       int64_t col = 0;
       for (; col + kStep <= tile.num_cols; col += kStep) {
+        // y = gelu(x + bias), one vector at a time
         prefetch(x + col);
         V h = load(x + col);
         if (bias) h += load(bias + col);
@@ -83,13 +83,16 @@ void bias_gelu_backward_tile(const GeluTile& tile) {
       T* dx = static_cast<T*>(tile.out) + row * tile.out_pitch;
       int64_t col = 0;
       for (; col + kStep <= tile.num_cols; col += kStep) {
+        // 1. h = x + bias.
         V h = load(x + col);
         if (bias) h += load(bias + col);
         prefetch(x + col);
         prefetch(grad + col);
+        // 2. dx = grad (p + h q), where gelu(h) = h p.
         const auto [p, q] = activation_parts<form>(h);
         const V dh = load(grad + col) * (p + h * q);
         store(dx + col, dh);
+        // 3. Add to the strip's column sums; its first row opens them.
         if (partials) store(partials + col, row == 0 ? dh : load(partials + col) + dh);
       }
       if (const int64_t rest = tile.num_cols - col; rest > 0) {
@@ -120,7 +123,7 @@ void check_arguments(const char* op, const Tensor& x, const std::optional<Tensor
   check_bias(op, bias, x);
 }
 
-// Calls kernel(tile) on every tile, over all threads. `partials` has one row for each strip of kTileRows rows.
+// Calls kernel(tile) on every tile, over all threads. `partials` has one row per strip of kTileRows rows.
 template <class Kernel>
 void for_tiles(const Kernel& kernel, const Rows* grad, const Rows& x, const Tensor* bias, const Tensor& out,
                const Tensor* partials, const std::string& approximate) {

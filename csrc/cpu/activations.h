@@ -1,5 +1,5 @@
-// SiLU and GELU on vectors. Each is h p(h), with slope p + h q: p is sigmoid(h), sigmoid(2u) with
-// u = sqrt(2/pi) (h + 0.044715 h^3), or the normal distribution's cdf(h).
+// SiLU and GeLU on vectors. Each is h p(h) with derivative p + h q, where p is sigmoid(h) (SiLU), sigmoid(2u) with
+// u = sqrt(2/pi) (h + 0.044715 h^3) (tanh form of GeLU), or the normal distribution function (exact GeLU).
 #pragma once
 
 #include "form.h"
@@ -24,7 +24,7 @@ struct Parts {
   V p, q;
 };
 
-// sigmoid(w) and its slope.
+// sigmoid(w) and its derivative.
 template <class V>
 FASTMP_INLINE Parts<V> sigmoid_parts(V w) {
   using S = std::remove_reference_t<decltype(w[0])>;

@@ -1,8 +1,7 @@
 // adamw_ on the CPU: one pass over flat buffers, in place.
 //
-// Every element is a function of its own numbers alone, so results depend neither on the number of threads nor on
-// where a slice begins. Numbers that are equal for all elements are computed once, in double.
-// The semantics, and those of the small state, are those of the reference in fastmp/ops/adamw.py.
+// Elements are independent, so results depend neither on the number of threads nor on where a slice begins. Scalars are
+// computed once, in double. Reference, and the layout of BF16 states: fastmp/ops/adamw.py.
 #include "op.h"
 #include "philox.h"
 #include "simd.h"
@@ -14,33 +13,33 @@
 
 namespace fastmp {
 
-// Elements from `begin` to `end` of all buffers; `decay` is 1 - lr * weight_decay.
+// Elements [begin, end) of all buffers; `decay` is 1 - lr * weight_decay.
 struct AdamwSpan {
   void* param;
   const void* grad;
   void* exp_avg;
   void* exp_avg_sq;
-  void* out;        // null, or a copy in `out_type`
-  void* remainder;  // null, or the lower halves of masters whose upper halves are `param`
+  void* out;        // copy of the parameters in `out_type`, or null
+  void* remainder;  // lower halves of the master weights, with their upper halves in `param`; or null
   int64_t begin, end;
-  ScalarType type, grad_type, average_type, out_type;  // `type` is that of the masters
+  ScalarType type, grad_type, average_type, out_type;  // `type`: of the master weights
   double factor, weight1, beta2, decay, step_size, inv_root, eps;
-  uint64_t seed;   // of the noise that averages in bfloat16 are rounded with
-  int64_t first;   // position of element 0 in the whole buffer
-  uint32_t count;  // of this step
+  uint64_t seed;   // of the stochastic rounding of bfloat16 moments
+  int64_t first;   // offset of element 0 in the whole buffer
+  uint32_t count;  // step count, this step included
 };
 
 FASTMP_DECLARE(void adamw_span(const AdamwSpan&);)
 
 namespace FASTMP_ISA {
 
-constexpr int kAhead = 2048;  // bytes: half a page serves four streams better than a page
+constexpr int kAhead = 2048;  // prefetch distance in bytes: half a page suits four streams better than a page
 
 typedef int32_t ints __attribute__((vector_size(kVectorBytes)));
 
-struct Remainder {};  // what is stored beside the parameters: the lower halves of masters
+struct Remainder {};  // tag: master weights are stored as parameters and remainders
 
-// The bits of float32 numbers; all NaNs have the same.
+// Returns the bits of float32 numbers, with one representation of NaN.
 FASTMP_INLINE words clean_bits(floats v) { return select(v == v, bits_of(v), words{} + 0x7fc00000u); }
 
 // Stores the upper halves of `bits`.
@@ -52,13 +51,13 @@ FASTMP_INLINE void store_upper(void* p, words bits, int64_t count) {
     copy_part(static_cast<BFloat16*>(p), reinterpret_cast<const BFloat16*>(&upper), count);
   }
 }
-// Loads 16-bit integers with their signs, which are kept where a load expects bfloat16.
+// Loads signed 16-bit integers, whose storage type is bfloat16 here.
 FASTMP_INLINE words load_signed(const BFloat16* p, int64_t count) {
   return (words)((ints)bits_of(load(p, count, 0)) >> 16);
 }
 
-// Calls step(i, count, noise) for the vectors of a span. Noise is a word for each element: for position j, word j % 4 of
-// the four that Philox makes of counter j / 4.
+// Calls step(i, count, noise) for the vectors of a span. noise has one random word per element: for offset j, word j % 4
+// of the Philox output for counter j / 4.
 template <class Step>
 FASTMP_INLINE void for_noisy_vectors(const AdamwSpan& span, const Step& step) {
   using Whole = std::integral_constant<int64_t, kFloats>;
@@ -84,8 +83,8 @@ FASTMP_INLINE void for_noisy_vectors(const AdamwSpan& span, const Step& step) {
   for (; i < span.end; i += kFloats) step(i, std::min<int64_t>(kFloats, span.end - i), made(i).first);
 }
 
-// T is the type of masters, G of gradients, A of averages, O of the parameters' copy. O is void without a copy, and
-// Remainder where parameters are upper halves of masters.
+// Updates a span. T: type of the master weights; G: of gradients; A: of the moments; O: of the parameters' copy, void
+// without a copy, Remainder if master weights are split.
 template <class T, class G, class A, class O>
 FASTMP_INLINE void update(const AdamwSpan& span) {
   using V = lanes_of<T>;
@@ -99,6 +98,7 @@ FASTMP_INLINE void update(const AdamwSpan& span) {
   const T factor = span.factor, weight1 = span.weight1, beta2 = span.beta2, weight2 = 1 - span.beta2;
   const T decay = span.decay, step_size = span.step_size, inv_root = span.inv_root, eps = span.eps;
   const auto step = [&](int64_t i, auto count, words noise) FASTMP_LAMBDA {
+    // 1. Load gradient, moments and master weights.
     prefetch<kAhead>(grad + i);
     prefetch<kAhead>(exp_avg + i);
     prefetch<kAhead>(exp_avg_sq + i);
@@ -106,10 +106,12 @@ FASTMP_INLINE void update(const AdamwSpan& span) {
     V g = load(grad + i, count, 0), m = load(exp_avg + i, count, 0), v = load(exp_avg_sq + i, count, 0);
     V p = load(param + i, count, 0);
     if constexpr (kSplit) p = floats_of(bits_of(p) + load_signed(remainder + i, count));
+    // 2. Moments, decoupled weight decay, update.
     g *= factor;
     m += weight1 * (g - m);
-    v = weight2 * g * g + beta2 * v;  // in this order the larger term enters the sum rounded once
+    v = weight2 * g * g + beta2 * v;  // in this order the larger term is rounded once
     p = p * decay - step_size * m / (sqrt(v) * inv_root + eps);
+    // 3. Store the moments, bfloat16 ones with stochastic rounding, then parameters and their copy or remainder.
     if constexpr (kNoisy) {
       store_upper(exp_avg + i, clean_bits(m) + (noise & 0xffffu), count);
       store_upper(exp_avg_sq + i, clean_bits(v) + (noise >> 16), count);
@@ -197,7 +199,7 @@ double number(const std::optional<Tensor>& tensor, const char* name, double othe
   return tensor ? number(*tensor, name) : otherwise;
 }
 
-// 1 - beta^count
+// Returns 1 - beta^count.
 double bias_correction(double beta, double count) { return beta > 0 ? -std::expm1(count * std::log(beta)) : 1; }
 
 void check_buffer(const Tensor& tensor, const char* name, const Tensor& param, bool type_fits) {
@@ -207,7 +209,7 @@ void check_buffer(const Tensor& tensor, const char* name, const Tensor& param, b
                dtype_name(tensor.scalar_type()));
 }
 
-// The groups of parameters: their factors of the learning rate and their weight decays.
+// Parameter groups: learning rate factor and weight decay of each.
 class Groups {
  public:
   struct Run {
@@ -236,7 +238,7 @@ class Groups {
                  lr_.size(), " groups");
   }
 
-  // The neighbours from `begin` on, before `end`, that are of one group.
+  // Returns the run of elements from `begin` on, before `end`, that share a group.
   Run run(int64_t begin, int64_t end) const {
     int64_t unit = (first_ + begin) / kUnit;
     const uint8_t group = groups_[unit];

@@ -1,5 +1,5 @@
-// block_rows on the CPU: rows in order, block after block. The semantics are those of the reference in
-// fastmp/ops/blocks.py; rows in front of the first block count as its own.
+// block_rows on the CPU: destinations of rows in order, block by block. Rows before the first block belong to it.
+// Reference: fastmp/ops/blocks.py.
 #include "op.h"
 #include "assignments.h"
 
@@ -26,6 +26,7 @@ Tensor block_rows(const Tensor& given_starts, const Tensor& given_places, int64_
   const auto* place = static_cast<const int32_t*>(places.const_data_ptr());
   auto* out = static_cast<int32_t*>(row_of.mutable_data_ptr());
   parallel_for(0, num_rows, kGrainBytes / 4, [&](int64_t row, int64_t last) {
+    // 1. The block of this thread's first row, by binary search. 2. From there block by block.
     int64_t block = std::max<int64_t>(std::upper_bound(begun, begun + num_blocks, row) - begun - 1, 0);
     for (; row < last; ++block) {
       const int64_t next = block + 1 < num_blocks ? begun[block + 1] : last;

@@ -1,7 +1,7 @@
-// clamped_swiglu and its backward on the CPU: pairs (gate, up) of neighbours, clamped.
+// clamped_swiglu and its backward on the CPU, with interleaved pairs (gate, up).
 //
-// Rows are spread over the threads and do not depend on each other. Half types are computed in fp32 and rounded once.
-// The semantics are those of the references in fastmp/ops/clamped_swiglu.py.
+// Threads share the rows, which are independent. 16-bit types are computed in fp32 and rounded once.
+// Reference: fastmp/ops/clamped_swiglu.py.
 #include "activations.h"
 #include "op.h"
 #include "rows.h"
@@ -11,12 +11,11 @@
 
 namespace fastmp {
 
-// `num_rows` rows of `num_pairs` pairs. `out` is y, or with a `grad` (else null) the gradient of x; its rows lie one
-// after the other. Pitches are in elements.
+// `num_rows` rows of `num_pairs` pairs; pitches are in elements.
 struct ClampedRows {
-  const void* grad;
-  const void* x;
-  void* out;
+  const void* grad;  // (num_rows, num_pairs), backward only
+  const void* x;     // (num_rows, 2 num_pairs)
+  void* out;         // y (num_rows, num_pairs) or dx (num_rows, 2 num_pairs), contiguous
   int64_t num_rows, num_pairs, grad_pitch, x_pitch;
   double alpha, limit;
   ScalarType dtype;
@@ -26,6 +25,7 @@ FASTMP_DECLARE(void clamped_swiglu_rows(const ClampedRows&); void clamped_swiglu
 
 namespace FASTMP_ISA {
 
+// (up + 1) gate sigmoid(alpha gate) of clamped gate and up, and its gradient.
 template <class T>
 struct ClampedGate {
   using V = lanes_of<T>;
@@ -111,7 +111,7 @@ void check_pairs(const char* op, const Tensor& x, double limit) {
   dispatch_float(x.scalar_type(), op, [](auto) {});
 }
 
-// Calls kernel(rows) on shares of the rows, over all threads.
+// Calls kernel(rows) on ranges of rows, over all threads.
 template <class Kernel>
 void for_rows(const Kernel& kernel, const Rows* grad, const Rows& x, const Tensor& out, double alpha, double limit) {
   const auto itemsize = static_cast<int64_t>(x.tensor.element_size());

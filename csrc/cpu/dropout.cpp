@@ -1,7 +1,7 @@
 // bias_dropout_add and its backward on the CPU.
 //
-// Both walk tiles of at most 64 rows and 8192 columns, which are spread over the threads; the bias gradient is summed
-// as in activation.cpp. The mask is that of fastmp/ops/dropout.py: word i % 4 of Philox(i / 4) for element i.
+// Threads share tiles of at most 64 rows and 8192 columns; the bias gradient is summed as in activation.cpp. The mask is
+// defined in fastmp/ops/dropout.py: word i % 4 of Philox(i / 4) for element i.
 #include "op.h"
 #include "philox.h"
 #include "rows.h"
@@ -15,17 +15,17 @@ namespace fastmp {
 constexpr int64_t kDropTileRows = 64;
 constexpr int64_t kDropTileCols = 8192;
 
-// A tile of (num_rows, num_cols); pitches are in elements. `bias` and `partials` may be null; `first` and `width` give
-// the number of an element in the whole tensor: first + row * width + col.
+// A tile (num_rows, num_cols) of all tensors; pitches are in elements. Element (row, col) has index
+// first + row * width + col in the whole tensor.
 struct DropTile {
   const void* x;  // null in the backward
-  const void* bias;
-  const void* residual;  // or the gradient
-  void* out;
-  void* partials;  // compute type
+  const void* bias;      // (num_cols,), or null
+  const void* residual;  // the gradient in the backward
+  void* out;             // y or dx
+  void* partials;        // (num_cols,) in the compute type, or null without a bias
   int64_t num_rows, num_cols, x_pitch, residual_pitch, out_pitch, first, width;
   ScalarType dtype;  // of x, bias and their gradients
-  bool wide;         // the residual is fp32, whatever x is
+  bool wide;         // the residual is fp32, x is 16-bit
   bool drops;
   uint64_t seed;
   uint32_t threshold;
@@ -36,7 +36,7 @@ FASTMP_DECLARE(void bias_dropout_add_tile(const DropTile&); void bias_dropout_ad
 
 namespace FASTMP_ISA {
 
-// Which lanes stay: those whose word is at least the threshold. Values elsewhere become zero.
+// Functions that zero dropped lanes: lanes whose word is at least the threshold are kept.
 struct Kept {
   words word;
   uint32_t threshold;
@@ -62,8 +62,8 @@ struct AllKept {
   }
 };
 
-// Calls body(col, count, kept) on the vectors of a row in turn, `count` being the lanes that exist. A row whose first
-// element is not the first of four has its first vector cut short.
+// Calls body(col, count, kept) for the vectors of a row, `count` lanes each. If the row starts inside a group of four
+// elements that share a Philox counter, the first vector is short.
 template <class V, bool kDrops, class Body>
 FASTMP_INLINE void for_vectors(const DropTile& tile, int64_t row, const Body& body) {
   constexpr int64_t kStep = num_lanes<V>;
@@ -73,6 +73,7 @@ FASTMP_INLINE void for_vectors(const DropTile& tile, int64_t row, const Body& bo
     if (col < tile.num_cols) body(col, tile.num_cols - col, AllKept{});
     return;
   }
+  // 1. Elements up to the next group of four. 2. Whole Philox blocks. 3. The rest.
   const auto index = static_cast<uint64_t>(tile.first + row * tile.width);
   const auto up_to = [&](int64_t end) __attribute__((always_inline)) {
     uint32_t made[kBlock + kFloats] = {};

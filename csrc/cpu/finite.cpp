@@ -1,4 +1,4 @@
-// first_not_finite on the CPU: a number is not finite where all bits of its exponent are set.
+// first_not_finite on the CPU: a number is not finite if all bits of its exponent are set.
 #include <atomic>
 
 #include "op.h"
@@ -9,14 +9,14 @@ namespace fastmp {
 namespace {
 
 constexpr const char* kOp = "first_not_finite";
-constexpr int64_t kBlock = 4096;  // elements between two looks at what other threads have found
+constexpr int64_t kBlock = 4096;  // elements searched between two reads of the other threads' result
 
-// The first of x[begin, end) that is not finite, or end.
+// Returns the index of the first non-finite element of x[begin, end), or end.
 template <class Bits, Bits kExponent>
 int64_t search(const void* data, int64_t begin, int64_t end) {
   const Bits* const x = static_cast<const Bits*>(data);
   bool found = false;
-  for (int64_t i = begin; i < end; ++i) found |= (x[i] & kExponent) == kExponent;  // without a branch: in vectors
+  for (int64_t i = begin; i < end; ++i) found |= (x[i] & kExponent) == kExponent;  // no branch, so it vectorises
   if (!found) return end;
   while ((x[begin] & kExponent) != kExponent) ++begin;
   return begin;
@@ -37,6 +37,7 @@ Tensor first_not_finite(const Tensor& x, const Tensor& wanted) {
   const int64_t size = x.numel();
   std::atomic<int64_t> first{size};
   if (*static_cast<const bool*>(wanted.const_data_ptr())) {
+    // Each thread searches its range block by block, and stops beyond the smallest index found by any thread.
     const void* const data = x.const_data_ptr();
     parallel_for(0, size, 16 * kBlock, [&](int64_t begin, int64_t end) {
       for (; begin < std::min(end, first.load(std::memory_order_relaxed)); begin += kBlock) {

@@ -1,10 +1,9 @@
 // swiglu and geglu and their backward on the CPU: y = activation(gate) * up, of two tensors or x + bias = [gate | up].
 //
-// Both walk tiles of at most 64 rows and 4096 columns of each half, which are spread over the threads. The backward
-// adds a tile's column sums up in one row of partial sums, which stays in the caches; the rows of partial sums are
-// then added in order. Tiles depend on the shape alone: results do not depend on the number of threads. Half types
-// are computed in fp32 and rounded once.
-// The semantics are those of the references in fastmp/ops/gated.py.
+// Threads share tiles of at most 64 rows and 4096 columns of each half. In the backward each strip of rows sums its
+// columns into one row of partial sums, which stays in cache, and `sum_rows` adds the strips in order. Tiles depend on
+// the shape alone, so results do not depend on the number of threads. 16-bit types are computed in fp32 and rounded
+// once. Reference: fastmp/ops/gated.py.
 #include "activations.h"
 #include "op.h"
 #include "rows.h"
@@ -19,16 +18,16 @@ namespace fastmp {
 constexpr int64_t kTileRows = 64;
 constexpr int64_t kTileCols = 4096;
 
-// A tile of (num_rows, num_cols). What belongs to `up` lies `half` elements after what belongs to the gate in bias and
-// partials. Pitches are in elements. `bias` and `partials` may be null.
+// A tile (num_rows, num_cols) of all tensors; pitches are in elements. In bias and partials, entries of up are `half`
+// elements after those of the gate.
 struct GatedTile {
-  const void* grad;
+  const void* grad;  // backward only
   const void* gate;
   const void* up;
-  const void* bias;
-  void* out;       // y, or the gradient of the gate
-  void* up_out;    // the gradient of up
-  void* partials;  // compute type
+  const void* bias;  // or null
+  void* out;         // y, or the gradient of the gate
+  void* up_out;      // the gradient of up
+  void* partials;    // in the compute type, or null without a bias
   int64_t num_rows, num_cols, half, grad_pitch, gate_pitch, up_pitch, out_pitch;
   ScalarType dtype;
   Form form;
@@ -61,6 +60,7 @@ void gated_tile(const GatedTile& tile) {
       const T* ups = static_cast<const T*>(tile.up) + row * tile.up_pitch;
       T* y = static_cast<T*>(tile.out) + row * tile.out_pitch;
       for_vectors<num_lanes<V>>(tile.num_cols, [&](int64_t col, auto count) FASTMP_LAMBDA {
+        // 1. Load gate and up, add their biases.
         prefetch(gates + col);
         prefetch(ups + col);
         V gate = load(gates + col, count, 0), up = load(ups + col, count, 0);
@@ -68,13 +68,14 @@ void gated_tile(const GatedTile& tile) {
           gate += load(bias + col, count, 0);
           up += load(bias + half + col, count, 0);
         }
+        // 2. y = activation(gate) up.
         store(y + col, activation<form>(gate) * up, count);
       });
     }
   });
 }
 
-// One row of a tile of the backward.
+// One row of a tile in the backward.
 template <typename T, Form form>
 struct BackwardRow {
   const T *grad, *gates, *ups, *bias;
@@ -90,7 +91,7 @@ struct BackwardRow {
         dups(static_cast<T*>(tile.up_out) + row * tile.out_pitch),
         half(tile.half) {}
 
-  // Writes a vector of both gradients, and returns the two.
+  // Computes and stores one vector of both gradients, and returns them for the column sums.
   template <class Count>
   FASTMP_INLINE Pair<lanes_of<T>> step(int64_t col, Count count) const {
     using V = lanes_of<T>;
@@ -102,6 +103,7 @@ struct BackwardRow {
       gate += load(bias + col, count, 0);
       up += load(bias + half + col, count, 0);
     }
+    // activation(gate) = gate p with derivative p + gate q: one exponential for both gradients
     const V g = load(grad + col, count, 0);
     const auto [p, q] = activation_parts<form>(gate);
     const V dgate = g * (up * (p + gate * q)), dup = g * (gate * p);
@@ -118,7 +120,7 @@ void gated_backward_tile(const GatedTile& tile) {
     constexpr int64_t kStep = num_lanes<lanes_of<T>>;
     auto* gate_sums = static_cast<scalar_of<T>*>(tile.partials);
     auto* up_sums = gate_sums ? gate_sums + tile.half : nullptr;
-    // Two rows at once halve the traffic of the sums.
+    // Two rows at a time halve the loads and stores of the sums.
     for (int64_t row = 0; row < tile.num_rows; row += 2) {
       const Row one(tile, row), two(tile, std::min(row + 1, tile.num_rows - 1));
       const bool alone = row + 1 == tile.num_rows;
@@ -149,12 +151,12 @@ void gated_backward_tile(const GatedTile& tile) {
 namespace fastmp {
 namespace {
 
-// gate and up as rows: two tensors, or the halves of one.
+// gate and up as rows, of two tensors or the halves of one.
 struct Parts {
   Rows gate;
   Rows up;
   int64_t num_cols;
-  int64_t up_start;  // column of `up` where the first column of up is
+  int64_t up_start;  // column of tensor `up` at which up begins
 
   Parts(const Tensor& x, const std::optional<Tensor>& given)
       : gate(x), up(given ? Rows(*given) : gate), num_cols(given ? gate.num_cols : gate.num_cols / 2),
@@ -173,14 +175,14 @@ void check_arguments(const char* op, const Tensor& x, const std::optional<Tensor
                op, ": gate and up are ", described(x), ", which does not fit a bias of ", described(*bias));
 }
 
-// Where a kernel writes: y, or the gradients of gate and up, both with this pitch.
+// Outputs of a kernel: y, or the gradients of gate and up, with one pitch.
 struct Outputs {
   char* gate;
   char* up;
   int64_t pitch;
 };
 
-// Calls kernel(tile) on every tile, over all threads. `partials` has one row for each strip of kTileRows rows.
+// Calls kernel(tile) on every tile, over all threads. `partials` has one row per strip of kTileRows rows.
 template <class Kernel>
 void for_tiles(const Kernel& kernel, const Rows* grad, const Parts& parts, const Tensor* bias, const Outputs& out,
                const Tensor* partials, Form form) {

@@ -1,4 +1,4 @@
-// Who makes the outputs of kernels; see `outputs_by_dispatcher`.
+// Switch of `outputs_by_dispatcher`: allocation of kernel outputs through torch's dispatcher.
 #include "stable.h"
 
 #ifdef FASTMP_ISA_BASE

@@ -1,10 +1,10 @@
 // rms_norm, layer_norm and their backward passes on the CPU.
 //
-// Rows are taken four at a time: their first pass keeps several places of memory busy, the later ones find them in the
-// caches, and weight, bias and partial sums are fetched once for four rows. The backward adds the weight and bias
-// gradients of a strip of rows up in one row of partial sums; those rows are then added in order. Strips depend on
-// the shape alone: results do not depend on the number of threads. Half types are computed in fp32 and rounded once.
-// The semantics are those of the references in fastmp/ops/norm.py.
+// Rows are processed four at a time: the first pass has several memory streams, later passes hit the caches, and weight,
+// bias and partial sums are loaded once per four rows. In the backward each strip of rows sums the weight and bias
+// gradients into one row of partial sums, and `sum_rows` adds the strips in order. Strips depend on the shape alone, so
+// results do not depend on the number of threads. 16-bit types are computed in fp32 and rounded once.
+// Reference: fastmp/ops/norm.py.
 #include "op.h"
 #include "rows.h"
 #include "simd.h"
@@ -18,11 +18,10 @@
 namespace fastmp {
 
 constexpr int64_t kStripRows = 64;
-constexpr int64_t kMostStrips = 256;
+constexpr int64_t kMaxStrips = 256;
 
-// A strip of rows; pitches are in elements. Tensors with a pitch are of `dtype`, total, y and dx are contiguous, all
-// others are of the type that it is computed in. `residual`, `bias`, `grad_total` may be null; `total` may be x itself
-// (forward, without a residual) and has a pitch backward.
+// A strip of rows; pitches are in elements. x, residual, grad, grad_total, total and y (or dx) are in `dtype`, all others
+// in the compute type. `residual`, `bias` and `grad_total` may be null. In the backward x is total and y is dx.
 struct NormStrip {
   const void *x, *residual, *grad, *grad_total;
   void *total, *y;
@@ -38,7 +37,7 @@ FASTMP_DECLARE(void norm_strip(const NormStrip&); void norm_backward_strip(const
 
 namespace FASTMP_ISA {
 
-// Calls body(first column, lanes that exist) for each vector of a row.
+// Calls body(first column, number of lanes) for each vector of a row.
 template <class V, class Body>
 FASTMP_INLINE void for_vectors(int64_t num_cols, const Body& body) {
   constexpr int64_t kStep = num_lanes<V>;
@@ -47,7 +46,7 @@ FASTMP_INLINE void for_vectors(int64_t num_cols, const Body& body) {
   if (col < num_cols) body(col, num_cols - col);
 }
 
-// y, total and statistics of kRows rows from the strip's row `row` on.
+// Computes y, total and the statistics of kRows rows, from row `row` of the strip on.
 template <class T, int kRows, bool kCentred, bool kResidual>
 void norm_rows(const NormStrip& strip, int64_t row) {
   using V = lanes_of<T>;
@@ -67,6 +66,7 @@ void norm_rows(const NormStrip& strip, int64_t row) {
       in[r] = total[r];
     }
   }
+  // 1. total = x + residual, rounded; sum for the mean, or squares in rms_norm.
   std::array<V, kRows> sums{};
   for_vectors<V>(n, [&](int64_t col, int64_t count) __attribute__((always_inline)) {
     for (int r = 0; r < kRows; ++r) {
@@ -82,6 +82,7 @@ void norm_rows(const NormStrip& strip, int64_t row) {
   });
   std::array<S, kRows> mean{}, rstd;
   for (int r = 0; r < kRows; ++r) mean[r] = kCentred ? sum(sums[r]) / S(n) : S(0);
+  // 2. layer_norm: squares of the centred rows.
   if constexpr (kCentred) {
     sums.fill(V{});
     for_vectors<V>(n, [&](int64_t col, int64_t count) __attribute__((always_inline)) {
@@ -91,11 +92,13 @@ void norm_rows(const NormStrip& strip, int64_t row) {
       }
     });
   }
+  // 3. Statistics.
   for (int r = 0; r < kRows; ++r) {
     rstd[r] = S(1) / std::sqrt(sum(sums[r]) / S(n) + S(strip.eps));
     static_cast<S*>(strip.rstd)[row + r] = rstd[r];
     if (kCentred) static_cast<S*>(strip.mean)[row + r] = mean[r];
   }
+  // 4. y = (total - mean) rstd weight + bias.
   for_vectors<V>(n, [&](int64_t col, int64_t count) __attribute__((always_inline)) {
     const V w = load(weight + col, count, 0);
     const V b = bias ? load(bias + col, count, 0) : V{};
@@ -107,7 +110,7 @@ void norm_rows(const NormStrip& strip, int64_t row) {
   });
 }
 
-// dx of kRows rows from the strip's row `row` on; their sums go to dweight and dbias, which they open where row is 0.
+// Computes dx of kRows rows, from row `row` of the strip on, and adds to dweight and dbias, which row 0 initialises.
 template <class T, int kRows, bool kCentred, bool kGradTotal>
 void norm_backward_rows(const NormStrip& strip, int64_t row) {
   using V = lanes_of<T>;
@@ -127,6 +130,7 @@ void norm_backward_rows(const NormStrip& strip, int64_t row) {
     rstd[r] = static_cast<const S*>(strip.rstd)[row + r];
     if (kCentred) mean[r] = static_cast<const S*>(strip.mean)[row + r];
   }
+  // 1. Row means of g w n (along) and g w (level), where n is the normalised row.
   std::array<V, kRows> alongs{}, levels{};
   for_vectors<V>(n, [&](int64_t col, int64_t count) __attribute__((always_inline)) {
     const V w = load(weight + col, count, 0);
@@ -146,6 +150,7 @@ void norm_backward_rows(const NormStrip& strip, int64_t row) {
     along[r] = sum(alongs[r]) / S(n);
     level[r] = sum(levels[r]) / S(n);
   }
+  // 2. Parameter gradients, and dx = rstd (g w - n along - level) + grad_total.
   for_vectors<V>(n, [&](int64_t col, int64_t count) __attribute__((always_inline)) {
     const V w = load(weight + col, count, 0);
     V dw = row == 0 ? V{} : load(dweight + col, count, 0);
@@ -168,7 +173,7 @@ void norm_backward_rows(const NormStrip& strip, int64_t row) {
   });
 }
 
-// Calls body(T, centred, further) for a strip's element type and form.
+// Calls body(T, centred, further) for a strip's element type and options.
 template <class Body>
 FASTMP_INLINE void dispatch_strip(const NormStrip& strip, bool further, const Body& body) {
   dispatch_float(strip.dtype, "norm", [&](auto tag) {
@@ -213,11 +218,11 @@ void check_parameter(const char* op, const char* name, const Tensor& parameter, 
 }
 
 int64_t strip_rows(int64_t num_rows) {
-  const int64_t wanted = (num_rows + kMostStrips - 1) / kMostStrips;
+  const int64_t wanted = (num_rows + kMaxStrips - 1) / kMaxStrips;
   return std::max(kStripRows, (wanted + 3) / 4 * 4);
 }
 
-// Contiguous, in the type that is computed in.
+// Returns a parameter contiguous and in the compute type.
 Tensor widened(const Tensor& parameter, ScalarType dtype) {
   const ScalarType compute = compute_dtype(dtype);
   return torch::stable::contiguous(parameter.scalar_type() == compute ? parameter
@@ -231,7 +236,7 @@ void* advance(void* base, int64_t elements, int64_t itemsize) {
   return const_cast<void*>(advance(static_cast<const void*>(base), elements, itemsize));
 }
 
-// Calls kernel(strip) on every strip of `all`, over all threads. `sums` elements of partial sums belong to a strip.
+// Calls kernel(strip) on every strip of `all`, over all threads; a strip has `sums` elements of partial sums.
 template <class Kernel>
 void for_strips(const Kernel& kernel, const NormStrip& all, int64_t sums) {
   const int64_t rows = strip_rows(all.num_rows), strips = (all.num_rows + rows - 1) / rows;
@@ -258,7 +263,7 @@ void for_strips(const Kernel& kernel, const NormStrip& all, int64_t sums) {
   });
 }
 
-// Places rstd and, behind it, the means.
+// Sets the addresses of rstd and mean in `stats`.
 void set_stats(NormStrip& all, const Tensor& stats) {
   all.rstd = stats.mutable_data_ptr();
   all.mean = advance(all.rstd, all.num_rows, static_cast<int64_t>(stats.element_size()));

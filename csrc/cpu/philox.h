@@ -1,8 +1,8 @@
-// Philox-4x32-10, random words that are computed from a key and a counter (Salmon et al. 2011). Key and counter are those
-// of fastmp/ops/core/philox.py.
+// Philox-4x32-10, a counter-based random number generator (Salmon et al. 2011). Key and counter as in
+// fastmp/ops/core/philox.py.
 //
-// A block of words is made in registers, one counter in each 64-bit lane, whose lower half feeds the 32x32-bit multiplier
-// as it is; the upper half holds what is left of a product and is ignored.
+// A block of words is computed in registers with one counter per 64-bit lane. The lower half of a lane is the operand of
+// the 32 x 32-bit multiplier; the upper half holds the rest of the last product and is ignored.
 #pragma once
 
 #include "simd.h"
@@ -11,7 +11,7 @@ namespace fastmp::FASTMP_ISA {
 
 typedef uint64_t longs __attribute__((vector_size(kVectorBytes)));
 constexpr int kLongs = kVectorBytes / 8;
-constexpr int kBlock = 4 * kLongs;  // words that one call of philox makes: two vectors of floats
+constexpr int kBlock = 4 * kLongs;  // words per call of philox: two vectors of floats
 
 // Products of the lower halves of a's lanes and b.
 FASTMP_INLINE longs mul_low(longs a, uint32_t b) {

@@ -1,8 +1,8 @@
-// rope on the CPU: pairs of elements of every row turned by the angle of the row's token.
+// rope on the CPU: rotates pairs of elements of every row by the angle of the row's token.
 //
-// Rows are spread over the threads; a thread walks its share in runs of rows that are evenly spaced in memory, whatever
-// the leading dimensions are. Rows do not depend on each other, nor on the number of threads. Half types are computed
-// in fp32 and rounded once. The semantics are those of the references in fastmp/ops/rope.py.
+// Threads share the rows; a thread processes runs of rows that are evenly spaced in memory, for any leading dimensions.
+// Rows are independent, so results do not depend on the number of threads. 16-bit types are computed in fp32 and
+// rounded once. Reference: fastmp/ops/rope.py.
 #include "op.h"
 #include "simd.h"
 
@@ -12,8 +12,8 @@
 
 namespace fastmp {
 
-// `num_rows` rows of which the first 2 * half elements turn; the rest, up to `num_cols`, is copied. Pitches are in
-// elements. x and y may be the same. cos and sin are of the compute type.
+// `num_rows` rows whose first 2 * half elements are rotated; the others, up to `num_cols`, are copied. Pitches are in
+// elements. x and y may be the same. cos and sin are in the compute type.
 struct RopeRun {
   const void* x;
   void* y;
@@ -28,11 +28,13 @@ FASTMP_DECLARE(void rope_run(const RopeRun&);)
 
 namespace FASTMP_ISA {
 
+// Rotates pairs (a, b) to (a c - b s, b c + a s).
 template <class V>
 FASTMP_INLINE Pair<V> turn(Pair<V> v, V c, V s) {
   return {v.first * c - v.second * s, v.second * c + v.first * s};
 }
 
+// Rotates one row: whole vectors of pairs, then the remaining pairs.
 template <class T, bool kInterleaved, bool kInverse>
 FASTMP_INLINE void rope_row(const T* x, T* y, const scalar_of<T>* cos, const scalar_of<T>* sin, int64_t half) {
   using V = lanes_of<T>;
@@ -99,7 +101,7 @@ struct Form {
   bool interleaved, inverse;
 };
 
-// A leading dimension of x, or several that single strides step through: of x, of the output, of cos and sin.
+// A leading dimension of x, or several that fold into one: its strides in x, in y, and in cos and sin.
 struct Level {
   int64_t size, x_stride, y_stride, turn_stride;
 };
@@ -145,7 +147,7 @@ char* at(const void* base, int64_t element, size_t itemsize) {
   return static_cast<char*>(const_cast<void*>(base)) + element * static_cast<int64_t>(itemsize);
 }
 
-// y = x rotated; x and y have unit stride in the last dimension and may be the same tensor.
+// Writes x rotated to y; both have unit stride in the last dimension and may be the same tensor.
 void rotate(const Tensor& x, const Tensor& y, const Tensor& cos, const Tensor& sin, Form form) {
   const std::vector<Level> found = levels(x, y, cos);
   const Level inner = found.back();

@@ -1,9 +1,8 @@
 // scaled_masked_softmax and its backward on the CPU.
 //
-// A thread takes whole rows, so results do not depend on the number of threads. A row is read from memory once; the
-// scaled scores, then their exponentials, stay in the caches, in the output itself where that is float32 or float64.
-// Half types are computed in fp32 and rounded once.
-// The semantics are those of the references in fastmp/ops/softmax.py.
+// A thread computes whole rows, so results do not depend on the number of threads. A row is read from memory once; the
+// scaled scores, then their exponentials, stay in cache, in the output itself if that is float32 or float64.
+// 16-bit types are computed in fp32 and rounded once. Reference: fastmp/ops/softmax.py.
 #include "op.h"
 #include "rows.h"
 #include "simd.h"
@@ -16,9 +15,9 @@
 
 namespace fastmp {
 
-// Bytes that are not 0 where a key is hidden, for rows of scores in order: broadcast dimensions have stride 0.
+// The mask of hidden keys (nonzero bytes) by rows of scores; broadcast dimensions have stride 0.
 struct MaskRows {
-  const uint8_t* data = nullptr;  // null: nothing is hidden
+  const uint8_t* data = nullptr;  // null: no mask
   std::vector<int64_t> sizes, strides;
   int64_t key_stride = 1;
 
@@ -30,12 +29,12 @@ struct MaskRows {
 };
 
 struct SoftmaxRow {
-  const void* x;          // or y, in the backward
+  const void* x;          // scores; y in the backward
   const void* grad;       // backward only
-  void* out;
-  void* scratch;          // num_keys numbers to compute in
-  const uint8_t* hidden;  // one byte a key, or null
-  int64_t end, num_keys;  // keys from `end` on are hidden
+  void* out;              // y or dx
+  void* scratch;          // num_keys numbers in the compute type
+  const uint8_t* hidden;  // one byte per key, or null
+  int64_t end, num_keys;  // keys from `end` on are hidden (causal)
   double scale;
 };
 
@@ -46,14 +45,14 @@ FASTMP_DECLARE(
 
 namespace FASTMP_ISA {
 
-// One byte, or one number, for each lane.
+// Vectors with one byte, or one 64-bit word, per lane.
 typedef uint8_t float_flags __attribute__((vector_size(kFloats)));
 typedef uint8_t double_flags __attribute__((vector_size(kDoubles)));
 typedef uint64_t long_words __attribute__((vector_size(kVectorBytes)));
 template <typename V>
 using flags_of = std::conditional_t<std::is_same_v<V, doubles>, double_flags, float_flags>;
 
-// `scores` where `hidden` is 0, -inf elsewhere and in the lanes from `count` on.
+// Returns `scores` with -inf where `hidden` is nonzero and in the lanes from `count` on.
 template <typename V>
 FASTMP_INLINE V visible(V scores, const uint8_t* hidden, int64_t count) {
   using S = std::remove_reference_t<decltype(scores[0])>;
@@ -81,6 +80,7 @@ void softmax_row(const SoftmaxRow& row) {
   const A scale = static_cast<A>(row.scale);
   const int64_t end = row.end;
   const uint8_t* hidden = row.hidden;
+  // 1. Scale and mask the scores; find the maximum.
   V top = broadcast<V>(kLowest);
   const auto read = [&](auto masked) {
     for_vectors<kStep>(end, [&](int64_t i, auto count) FASTMP_LAMBDA {
@@ -88,11 +88,12 @@ void softmax_row(const SoftmaxRow& row) {
       V lanes = load(x + i, count, 0) * scale;
       if constexpr (masked) lanes = visible(lanes, hidden + i, count);
       store(scores + i, lanes, count);
-      top = max(count < kStep ? load(scores + i, count, kLowest) : lanes, top);  // passes over NaN
+      top = max(count < kStep ? load(scores + i, count, kLowest) : lanes, top);  // ignores NaN
     });
   };
   hidden ? read(std::true_type{}) : read(std::false_type{});
   const A highest = max(top), shift = highest == kLowest ? 0 : highest;
+  // 2. Exponentials and their sum.
   V sums = {};
   for_vectors<kStep>(end, [&](int64_t i, auto count) FASTMP_LAMBDA {
     const V e = exp(load(scores + i, count, kLowest) - shift);
@@ -100,6 +101,7 @@ void softmax_row(const SoftmaxRow& row) {
     sums += e;
   });
   const A total = sum(sums);
+  // 3. Normalise; a row with NaN is NaN at its visible keys, a row without visible keys is 0.
   if (std::isnan(total)) [[unlikely]] {
     for (int64_t i = 0; i < end; ++i) y[i] = static_cast<T>(hidden && hidden[i] ? A(0) : total);
   } else {
@@ -121,6 +123,7 @@ void softmax_backward_row(const SoftmaxRow& row) {
   T* dx = static_cast<T*>(row.out);
   const A scale = static_cast<A>(row.scale);
   const V zero = {};
+  // 1. sum(grad y), in two chains.
   V sums[2] = {};
   for_vectors<kStep>(row.end, [&](int64_t i, auto count) FASTMP_LAMBDA {
     prefetch(y + i);
@@ -128,6 +131,7 @@ void softmax_backward_row(const SoftmaxRow& row) {
     const V weight = load(y + i, count, 0);
     sums[i / kStep % 2] += select(weight == 0, zero, load(grad + i, count, 0) * weight);
   });
+  // 2. dx = scale y (grad - sum).
   const A total = sum(sums[0] + sums[1]);
   for_vectors<kStep>(row.end, [&](int64_t i, auto count) FASTMP_LAMBDA {
     const V weight = load(y + i, count, 0);
@@ -154,7 +158,7 @@ FASTMP_INSTANTIATE(Half)
 namespace fastmp {
 namespace {
 
-constexpr int64_t kGrain = 16384;  // scores a thread should at least have
+constexpr int64_t kGrain = 16384;  // minimum number of scores per thread
 
 MaskRows mask_rows(const char* op, const Tensor& mask, const Tensor& x) {
   FASTMP_CHECK(mask.scalar_type() == ScalarType::Bool, op, ": mask must be bool, got ", dtype_name(mask.scalar_type()));
@@ -177,8 +181,8 @@ MaskRows mask_rows(const char* op, const Tensor& mask, const Tensor& x) {
   return rows;
 }
 
-// Calls kernel(row) on every row, over all threads. In causal order short and long rows alternate, which shares out
-// the work. `x` is y in the backward, where `grad` comes with it.
+// Calls kernel(row) on every row, over all threads. With a causal mask short and long rows alternate, to balance the
+// threads. In the backward `x` is y, and `grad` is passed.
 template <typename T, class Kernel>
 void for_rows(const Kernel& kernel, const Rows& x, const Rows* grad, const MaskRows& mask, const Tensor& out,
               double scale, bool causal) {

@@ -1,4 +1,4 @@
-// What the CUDA kernels share: element types, 16-byte vectors, exponentials, launches.
+// Shared by the CUDA kernels: element types, 16-byte vectors, exponentials, launches.
 //
 // Arithmetic is in fp32 (f64 for f64 elements); values are rounded once, when stored. Offsets are 64-bit.
 #pragma once
@@ -39,13 +39,13 @@ __device__ inline T narrow(Compute<T> x) {
   }
 }
 
-// Sixteen bytes of elements, or kWidth elements; in memory it must be aligned to its size.
+// kWidth elements, 16 bytes by default; in memory aligned to its size.
 template <class T, int kWidth = kLanes<T>>
 struct alignas(kWidth * sizeof(T)) Vector {
   T lane[kWidth];
 };
 
-// Sixteen bytes whole, not lane by lane.
+// Copies 16 bytes in one access, not lane by lane.
 template <class T, int kWidth>
 __device__ inline void copy_vector(Vector<T, kWidth>* to, const Vector<T, kWidth>* from) {
   if constexpr (kWidth * sizeof(T) == kVectorBytes) {
@@ -80,13 +80,13 @@ __device__ inline void store_vector(T* p, const Compute<T> (&value)[kWidth]) {
   copy_vector(reinterpret_cast<Vector<T, kWidth>*>(p), &out);
 }
 
-// Elements from p to the next 16-byte boundary.
+// Returns the number of elements from p to the next 16-byte boundary.
 template <class T>
 __device__ inline int64_t to_boundary(const T* p) {
   return (kVectorBytes - reinterpret_cast<uintptr_t>(p) % kVectorBytes) % kVectorBytes / sizeof(T);
 }
 
-// What plain C++ cannot say; tests/cuda_on_cpu has its own.
+// PTX and shared memory; tests/cuda_on_cpu has plain C++ versions.
 #ifdef __NVCC__
 // 2^x on the special function unit: relative error 2^-22, results below 2^-126 flushed to 0.
 __device__ inline float fast_exp2(float x) {
@@ -102,13 +102,13 @@ __device__ inline float fast_reciprocal(float x) {
   return y;
 }
 
-// Sixteen bytes to global memory; of an assignment, the compiler makes four stores now and then.
+// Stores 16 bytes to global memory; the compiler sometimes splits an assignment into four stores.
 __device__ inline void store_words(void* to, const unsigned (&words)[4]) {
   asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(words[0]), "r"(words[1]), "r"(words[2]),
                "r"(words[3]));
 }
 
-// The shared memory whose size the launch says.
+// Returns the dynamic shared memory, whose size the launch sets.
 template <class T>
 __device__ T* dynamic_shared() {
   extern __shared__ uint4 dynamic_bytes[];
@@ -116,12 +116,12 @@ __device__ T* dynamic_shared() {
 }
 #endif
 
-// e^x; in fp32 with the error of fast_exp2 and that of x * log2 e.
+// e^x; in fp32 with the errors of fast_exp2 and of x * log2(e).
 __device__ inline float fast_exp(float x) { return fast_exp2(x * 1.4426950408889634f); }
 __device__ inline double fast_exp(double x) { return exp(x); }
 __device__ inline double fast_reciprocal(double x) { return 1 / x; }
 
-// The shift that keeps e^(x - shift) finite for x <= top. A row of nothing but -inf has no finite maximum.
+// Returns a shift that keeps e^(x - shift) finite for x <= top: top, or 0 for a row of -inf only.
 template <class C>
 __device__ inline C finite_shift(C top) {
   return top == -INFINITY ? C(0) : top;
@@ -149,7 +149,7 @@ inline int device_attribute(cudaDeviceAttr attribute) {
   return value;
 }
 
-// What a launch consists of: `bytes` of dynamic shared memory a block, blocks in clusters of `cluster` along x.
+// Launch configuration: `bytes` of dynamic shared memory per block, clusters of `cluster` blocks along x.
 struct Grid {
   int64_t blocks, threads, bytes = 0, cluster = 1;
 };

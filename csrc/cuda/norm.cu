@@ -1,10 +1,11 @@
-// The backward pass of rms_norm and layer_norm in CUDA C++, for long rows: a row is spread over the blocks of a cluster.
+// Backward of rms_norm and layer_norm in CUDA C++ for long rows, with a row distributed over the blocks of a cluster.
 //
-// Each block of a cluster has a share of the columns and walks down the rows, kRows at a time. What it reads of a row
-// stays in its shared memory until the sums over the row are known: each block sends those of its share to all blocks
-// of the cluster (distributed shared memory), so every element crosses memory once. A thread adds up the gradients of
-// weight and bias for columns of its own, the clusters' sums are then added in order: results do not vary between runs.
-// The semantics are those of the references in fastmp/ops/norm.py.
+// Each block owns a slice of the columns and walks down the rows, kRows at a time:
+//   1. Load the slice into shared memory; sum g n and g for weight and bias, g w n and g w for the row means.
+//   2. Send the row sums to all blocks of the cluster (distributed shared memory) and synchronise.
+//   3. Compute dx from shared memory, so every element is read from device memory once.
+// Threads sum the gradients of weight and bias for their own columns, and a second kernel adds the clusters' sums in
+// order, so results are reproducible. Reference: fastmp/ops/norm.py.
 #include "common.cuh"
 #include "op.h"
 #include "rows.h"
@@ -16,16 +17,16 @@
 namespace fastmp {
 namespace {
 
-constexpr int kCluster = 8;       // the largest that every device with clusters has
-constexpr int kClusters = 32;     // two blocks on each multiprocessor; from shapes alone, so results are equal everywhere
+constexpr int kCluster = 8;       // the largest size that every device with clusters supports
+constexpr int kClusters = 32;     // two blocks per multiprocessor; independent of the GPU, so results are the same on all
 constexpr int kMaxThreads = 256;
 constexpr int kSumThreads = 128;
 
-// Rows in flight: 16 bytes a column of grad and total together, whatever their type.
+// Rows in flight: 16 bytes per column of grad and total together, for any type.
 template <class T>
 constexpr int kRows = 8 / sizeof(T);
 
-// The sums of `value` over the threads of the block, in a fixed order; they are valid in warp 0.
+// Sums `value` over the threads of the block in a fixed order; the result is valid in warp 0.
 template <class C, int kCount>
 __device__ void sum_block(C (&value)[kCount]) {
   __shared__ C warps[kMaxThreads / kWarp][kCount];
@@ -49,21 +50,21 @@ __device__ void sum_block(C (&value)[kCount]) {
 template <class T>
 struct Arguments {
   using C = Compute<T>;
-  const T *grad, *grad_total, *total;  // grad_total may be null
+  const T *grad, *grad_total, *total;  // (num_rows, num_cols), rows *_pitch elements apart; grad_total may be null
   int64_t grad_pitch, grad_total_pitch, total_pitch;
-  const C *weight, *rstd, *mean;  // mean is null in rms_norm
-  T* dx;
+  const C *weight, *rstd, *mean;  // (num_cols,), (num_rows,), (num_rows,); mean is null in rms_norm
+  T* dx;                          // (num_rows, num_cols), contiguous
   C* partials;  // (clusters, 1 or 2, num_cols)
-  int64_t num_rows, num_cols, share;  // share: columns of a block, a multiple of kWidth
+  int64_t num_rows, num_cols, share;  // share: columns per block, a multiple of kWidth
   bool with_bias;
 };
 
-// A block's columns, and its shared memory: kRows rows of grad and of total, the weight, the sums for weight and bias.
+// A block's columns and its shared memory: kRows rows of grad and total, weight, and the sums for weight and bias.
 template <class T, int kWidth>
 struct Share {
   using C = Compute<T>;
   using V = Vector<T, kWidth>;
-  int64_t size, begin, count;  // `count` of the columns from `begin` on exist, a multiple of kWidth as num_cols is
+  int64_t size, begin, count;  // `count` of the `size` columns from `begin` on exist, a multiple of kWidth
   V *grad, *total;
   C *weight, *dweight, *dbias;
 
@@ -80,7 +81,7 @@ struct Share {
   __device__ int64_t at(int row, int64_t column) const { return (row * size + column) / kWidth; }
 };
 
-// dx of kRows rows, from what is kept of them and the means over each: of g w n, and of g w.
+// Stores dx of kRows rows, from shared memory and the row means of g w n (along) and g w (level).
 template <class T, int kWidth, class C = Compute<T>>
 __device__ void store_rows(const Arguments<T>& a, const Share<T, kWidth>& mine, int64_t row, const C (&rstd)[kRows<T>],
                            const C (&mean)[kRows<T>], const C (&along)[kRows<T>], const C (&level)[kRows<T>]) {
@@ -117,7 +118,7 @@ __global__ void __launch_bounds__(kMaxThreads, 2) norm_backward_kernel(const Arg
   const Share<T, kWidth> mine(a, cluster.block_rank());
   __shared__ C sums[2][kCluster][2 * kRows<T>];  // of rows that follow each other, in turn
 
-  // From here on a thread meets only columns of its own, but for the sums over rows.
+  // Each thread works on its own columns from here on, except for the sums over rows.
   const int64_t first = threadIdx.x * kWidth, step = blockDim.x * kWidth;
   for (int64_t column = first; column < mine.count; column += step) {
 #pragma unroll
@@ -126,7 +127,7 @@ __global__ void __launch_bounds__(kMaxThreads, 2) norm_backward_kernel(const Arg
       mine.dweight[column + i] = mine.dbias[column + i] = 0;
     }
   }
-  cluster.sync();  // all blocks have started, and can be written to
+  cluster.sync();  // all blocks have started, so their shared memory can be written
 
   const int64_t num_clusters = gridDim.x / kCluster;
   int turn = 0;
@@ -139,6 +140,7 @@ __global__ void __launch_bounds__(kMaxThreads, 2) norm_backward_kernel(const Arg
       mean[r] = there && a.mean != nullptr ? a.mean[row + r] : C(0);
       sum[r] = sum[kRows<T> + r] = 0;
     }
+    // 1. Load kRows rows; sum over rows for weight and bias, over columns for the row means.
     for (int64_t column = first; column < mine.count; column += step) {
       V grad[kRows<T>]{}, total[kRows<T>]{};
 #pragma unroll
@@ -169,13 +171,14 @@ __global__ void __launch_bounds__(kMaxThreads, 2) norm_backward_kernel(const Arg
       }
     }
 
+    // 2. Send this block's row sums to every block of the cluster, then add all of them.
     sum_block(sum);
     if (threadIdx.x < kCluster) {
       C* theirs = cluster.map_shared_rank(sums[turn][cluster.block_rank()], threadIdx.x);
 #pragma unroll
       for (int i = 0; i < 2 * kRows<T>; ++i) theirs[i] = sum[i];
     }
-    cluster.sync();  // sums[turn] is there; it is written again in the turn after the next, behind another barrier
+    cluster.sync();  // sums[turn] is complete; it is overwritten two iterations later, after another barrier
     C along[kRows<T>], level[kRows<T>];
 #pragma unroll
     for (int r = 0; r < kRows<T>; ++r) {
@@ -187,9 +190,11 @@ __global__ void __launch_bounds__(kMaxThreads, 2) norm_backward_kernel(const Arg
       along[r] /= static_cast<C>(a.num_cols);
       level[r] = a.mean == nullptr ? C(0) : level[r] / static_cast<C>(a.num_cols);
     }
+    // 3. dx = rstd (g w - n along - level) + grad_total.
     store_rows<T, kWidth>(a, mine, row, rstd, mean, along, level);
   }
 
+  // 4. Store the cluster's sums for weight and bias.
   C* partials = a.partials + blockIdx.x / kCluster * a.num_cols * (a.with_bias ? 2 : 1) + mine.begin;
   for (int64_t column = first; column < mine.count; column += step) {
 #pragma unroll
@@ -199,11 +204,11 @@ __global__ void __launch_bounds__(kMaxThreads, 2) norm_backward_kernel(const Arg
     }
   }
 #else
-  __trap();  // PTX for a GPU without clusters, compiled for one that has them: an error, no silence
+  __trap();  // PTX for GPUs without clusters, compiled on one with clusters: fail instead of computing nothing
 #endif
 }
 
-// Column sums of `partials` (num_partials, num_cols).
+// sums (num_cols,) = column sums of `partials` (num_partials, num_cols), in order.
 template <class T>
 __global__ void __launch_bounds__(kSumThreads)
     sum_partials_kernel(const Compute<T>* __restrict__ partials, T* __restrict__ sums, int64_t num_partials,
@@ -215,7 +220,7 @@ __global__ void __launch_bounds__(kSumThreads)
   sums[column] = narrow<T>(sum);
 }
 
-// Whether all rows can be read 16 bytes at a time.
+// Returns true if all rows can be read in 16-byte vectors.
 bool is_aligned(const Rows& rows) {
   const int64_t lanes = kVectorBytes / static_cast<int64_t>(rows.tensor.element_size());
   const bool base = reinterpret_cast<uintptr_t>(rows.tensor.const_data_ptr()) % kVectorBytes == 0;
@@ -233,7 +238,7 @@ void launch_backward(const char* op, const Rows& grad, const std::optional<Rows>
   const int64_t num_clusters = std::min<int64_t>(kClusters, ceil_div(num_rows, kRows<T>));
   Grid grid{kCluster * num_clusters, kWarp, Share<T, 1>::bytes(share), kCluster};
   while (grid.threads < kMaxThreads && grid.threads * width < share) grid.threads *= 2;
-  const int64_t most = device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin) - 4096;  // a static part as well
+  const int64_t most = device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin) - 4096;  // less the static shared memory
   FASTMP_CHECK(grid.bytes <= most, op, ": rows of ", num_cols, " elements take ", grid.bytes,
                " bytes of shared memory a block, but there are ", most);
   const Tensor partials = fastmp::empty({num_clusters, dparams.numel()}, compute_dtype(dx.scalar_type()), dx);

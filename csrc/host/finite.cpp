@@ -1,5 +1,5 @@
-// Whether numbers in memory are finite (fastmp/training/checkpoint/files.py): in one thread, where torch would take all
-// cores from the training that goes on beside it.
+// is_finite for checkpoints (fastmp/training/checkpoint/files.py): single-threaded, so that it leaves the cores to the
+// training that runs at the same time, which torch's isfinite would not.
 
 #include <pybind11/pybind11.h>
 
@@ -21,8 +21,8 @@ bool all_finite(const char* bytes, size_t size, Bits exponent) {
   Bits block[kBlock];
   for (size_t first = 0; first < count; first += kBlock) {
     const size_t some = std::min(kBlock, count - first);
-    std::memcpy(block, bytes + first * sizeof(Bits), some * sizeof(Bits));  // which may lie anywhere
-    bool any = false;  // without a branch in the loop, which is then done in vectors
+    std::memcpy(block, bytes + first * sizeof(Bits), some * sizeof(Bits));  // unaligned
+    bool any = false;  // no branch in the loop, so it vectorises
     for (size_t i = 0; i < some; ++i) any |= (block[i] & exponent) == exponent;
     if (any) return false;
   }
@@ -45,5 +45,5 @@ bool is_finite(const py::buffer& numbers, const std::string& dtype) {
 
 void add_finite(py::module_& m) {
   m.def("is_finite", &is_finite, py::arg("numbers"), py::arg("dtype"),
-        "Whether all numbers in a contiguous buffer are finite; dtype is F64, F32, BF16 or F16.");
+        "Return True if all numbers in a contiguous buffer are finite; dtype is F64, F32, BF16 or F16.");
 }

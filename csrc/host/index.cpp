@@ -1,8 +1,7 @@
-// Sample order of a training run (fastmp/training/data/sampling.py defines it; this serves the same numbers, bit for bit).
+// Sample order of a training run, bit-identical to its definition in fastmp/training/data/sampling.py.
 //
-// Position p of an epoch goes through a Feistel network over splitmix64, walked until it lands below the number of
-// samples. No table is built: a micro-batch costs about a microsecond whatever the size of the data set, and resuming
-// at any sample is free.
+// Each epoch permutes its positions by a Feistel network over splitmix64, with cycle walking to the number of samples.
+// There is no table: a microbatch costs about a microsecond for any data set, and resuming at any sample is free.
 
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
@@ -25,6 +24,7 @@ uint64_t mix(uint64_t x) {
   return x ^ (x >> 31);
 }
 
+// A pseudorandom permutation of [0, size).
 class Permutation {
  public:
   Permutation(uint64_t size, uint64_t key) : size_(size) {

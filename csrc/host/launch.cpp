@@ -1,8 +1,8 @@
-// Launches of kernels that Triton has compiled (fastmp/ops/core/launcher.py), over the CUDA driver's own functions.
+// Keys and launches of compiled Triton kernels for fastmp/ops/core/launcher.py, through the CUDA driver API.
 //
-// The driver is found when Triton has compiled the first kernel, so the module needs no CUDA to be built or
-// imported. Both functions below run at every launch and are plain functions of Python's C interface: pybind11 would
-// look for an overload and convert the arguments, which takes as long as all that is done here.
+// The driver is loaded when Triton has compiled the first kernel, so the module is built and imported without CUDA.
+// `key` and `launch` run at every launch and are plain C functions of Python: overload resolution and argument
+// conversion in pybind11 would take as long as the functions themselves.
 
 #include <dlfcn.h>
 #include <pybind11/pybind11.h>
@@ -23,7 +23,7 @@ namespace py = pybind11;
 
 namespace {
 
-// What cuda.h says of the few functions that are called; a CUresult is an int.
+// Declarations from cuda.h of the functions used here; a CUresult is an int.
 struct Config {
   unsigned grid[3], block[3], shared;
   void* stream;
@@ -121,7 +121,7 @@ uint64_t address_of(PyObject* tensor) {
 
 int64_t device_of(PyObject* tensor) { return integer(taken(PyObject_CallMethodNoArgs(tensor, kGetDevice)).ptr()); }
 
-// The items of a list or tuple.
+// Items of a list or tuple.
 class Items {
  public:
   explicit Items(PyObject* sequence) : items_(taken(PySequence_Fast(sequence, "launcher: no list or tuple"))) {}
@@ -132,7 +132,7 @@ class Items {
   py::object items_;
 };
 
-// Calls `body`, whose exceptions become Python's.
+// Calls `body` and converts its exceptions to Python's.
 template <class Body>
 PyObject* guarded(const Body& body) {
   try {
@@ -147,7 +147,7 @@ PyObject* guarded(const Body& body) {
   return nullptr;
 }
 
-// The lowest byte of the first word that a key has of a value tells its kind, and so how many words follow.
+// Kinds of values in a key. The lowest byte of a value's first word is its kind, which implies the number of words.
 enum Kind : uint64_t { kNone, kFloat, kCount, kInteger, kTensor, kDescriptor, kText, kObject };
 
 uint64_t identity(PyObject* object) { return reinterpret_cast<uintptr_t>(object); }
@@ -181,7 +181,7 @@ void add_constant(std::vector<uint64_t>& key, PyObject* value) {
     key.insert(key.end(), {kInteger, static_cast<uint64_t>(integer(value))});
   } else if (PyFloat_CheckExact(value)) {
     key.insert(key.end(), {kFloat, std::bit_cast<uint64_t>(PyFloat_AS_DOUBLE(value))});
-  } else if (PyUnicode_CheckExact(value)) {  // the dispatcher makes a new one at each call
+  } else if (PyUnicode_CheckExact(value)) {  // by content: torch's dispatcher makes a new object at each call
     Py_ssize_t size;
     const char* text = PyUnicode_AsUTF8AndSize(value, &size);
     if (!text) throw py::error_already_set();
@@ -198,7 +198,7 @@ void expect(Py_ssize_t given, Py_ssize_t wanted) {
   if (given != wanted) throw std::runtime_error("launcher: called with " + std::to_string(given) + " arguments");
 }
 
-// key(kernel, arguments, constants). Objects count by identity: who keeps a key must keep them.
+// key(kernel, arguments, constants): bytes. Objects enter by address, so a plan must keep them alive with its key.
 PyObject* make_key(PyObject* descriptor, PyObject* const* given, Py_ssize_t count) {
   return guarded([&] {
     expect(count, 3);
@@ -215,10 +215,10 @@ PyObject* make_key(PyObject* descriptor, PyObject* const* given, Py_ssize_t coun
   });
 }
 
-// How the tensor map of an argument is encoded.
+// Encoding of a tensor map argument.
 struct Descriptor {
   int swizzle, item_size, dtype;
-  std::vector<uint32_t> block;  // from the last dimension to the first, as the driver has it
+  std::vector<uint32_t> block;  // from the last dimension to the first, as in the driver API
 };
 
 struct Plan {
@@ -231,9 +231,9 @@ struct Plan {
   py::object stream, device_number;
 };
 
-constexpr size_t kMostParameters = 96, kMostDescriptors = 8;
+constexpr size_t kMaxParameters = 96, kMaxDescriptors = 8;
 
-// The bytes of a tensor's memory, from its first element to the end of its last.
+// Returns the bytes from a tensor's first element to the end of its last.
 int64_t bytes_of(PyObject* tensor, int item_size) {
   const Items sizes(taken(PyObject_CallMethodNoArgs(tensor, kSize)).ptr()),
       strides(taken(PyObject_CallMethodNoArgs(tensor, kStride)).ptr());
@@ -242,11 +242,11 @@ int64_t bytes_of(PyObject* tensor, int item_size) {
   return elements * item_size;
 }
 
-// The memory of a launch's parameters, and where each of them lies.
+// Storage for the parameters of a launch, and their addresses.
 struct Parameters {
-  std::array<TensorMap, kMostDescriptors> maps;
-  std::array<uint64_t, kMostParameters> values;
-  std::array<void*, kMostParameters + kMostDescriptors> all;
+  std::array<TensorMap, kMaxDescriptors> maps;
+  std::array<uint64_t, kMaxParameters> values;
+  std::array<void*, kMaxParameters + kMaxDescriptors> all;
   size_t num_maps = 0, num_values = 0, size = 0;
 
   template <class T>
@@ -275,8 +275,8 @@ struct Parameters {
     driver().check(driver().encode(&map, how.dtype, rank, address, sizes, pitches + 1, how.block.data(), steps,
                                    kNoInterleave, how.swizzle, kPromotionTo128Bytes, fill_with_nan),
                    plan.name);
-    // On Blackwell, bit 85 makes the TMA unit read up to 128 KiB from the base address. Drivers decide by the shape:
-    // too late before CUDA 13.2 (release notes of 595.71.05), and a ragged map's shape says nothing of its memory.
+    // On Blackwell, bit 85 lets the TMA unit read up to 128 KiB from the base address, beyond a smaller tensor. Drivers
+    // clear it by the shape: not before CUDA 13.2 (release notes of 595.71.05), and wrongly for ragged maps.
     if (plan.architecture >= 100 && bytes_of(base.ptr(), how.item_size) < 128 * 1024)
       map.opaque[1] &= ~(uint64_t{1} << 21);
     all[size++] = &map;
@@ -302,7 +302,7 @@ struct Parameters {
   }
 };
 
-void enter_context(const Plan& plan) {  // a new thread has none
+void enter_context(const Plan& plan) {  // a new thread has no context
   void* context = nullptr;
   driver().check(driver().current_context(&context), plan.name);
   if (context) return;
@@ -310,7 +310,7 @@ void enter_context(const Plan& plan) {  // a new thread has none
   driver().check(driver().set_context(context), plan.name);
 }
 
-// launch(programs, arguments) of a plan.
+// launch(programs, arguments) of a plan: convert the arguments, launch on the current stream without the GIL.
 PyObject* launch(PyObject* self, PyObject* const* given, Py_ssize_t count) {
   return guarded([&]() -> PyObject* {
     expect(count, 2);
@@ -322,13 +322,13 @@ PyObject* launch(PyObject* self, PyObject* const* given, Py_ssize_t count) {
     enter_context(plan);
     Parameters parameters;
     for (Py_ssize_t i = 0; i < arguments.size(); ++i) parameters.add_argument(plan, plan.kinds[i], arguments[i]);
-    for (int i = 0; i < 2; ++i) parameters.add(uint64_t{0});  // Triton's scratch memory for a kernel, and a profiler
+    for (int i = 0; i < 2; ++i) parameters.add(uint64_t{0});  // scratch memory of Triton's kernel and profiler
     if (programs > 0) {
       const py::object stream = taken(PyObject_CallOneArg(plan.stream.ptr(), plan.device_number.ptr()));
       Config config{{static_cast<unsigned>(programs), 1, 1}, {plan.num_threads, 1, 1}, plan.shared,
                     reinterpret_cast<void*>(integer(stream.ptr())), nullptr, 0};
       int code;
-      Py_BEGIN_ALLOW_THREADS;  // a full queue makes the launch wait
+      Py_BEGIN_ALLOW_THREADS;  // a launch blocks while the stream's queue is full
       code = driver().launch(&config, plan.function, parameters.all.data(), nullptr);
       Py_END_ALLOW_THREADS;
       driver().check(code, plan.name);
@@ -346,9 +346,9 @@ py::object launch_keys(const py::object& descriptor) {
   return taken(PyCFunction_New(&key_definition, descriptor.ptr()));
 }
 
-// Whether the driver says that the plan's function takes the parameters that a launch gives; `unasked` where the driver
-// is too old to say.
-bool takes_what_is_given(const Plan& plan, bool unasked) {
+// Returns true if the driver reports exactly the parameters that a launch passes; `unasked` if the driver is too old to
+// report them.
+bool parameters_match(const Plan& plan, bool unasked) {
   if (!driver().parameter) return unasked;
   std::vector<size_t> sizes;
   auto descriptor = plan.descriptors.begin();
@@ -389,9 +389,9 @@ py::object planned(std::string name, uintptr_t function, int device, int archite
     plan->descriptors.push_back({swizzle, item_size, dtype, {block.rbegin(), block.rend()}});
     num_values += 2 * block.size();
   }
-  if (num_values > kMostParameters || descriptors.size() > kMostDescriptors)
+  if (num_values > kMaxParameters || descriptors.size() > kMaxDescriptors)
     throw std::invalid_argument(plan->name + ": the kernel has more parameters than a plan holds");
-  if (!takes_what_is_given(*plan, unasked)) return py::none();
+  if (!parameters_match(*plan, unasked)) return py::none();
   const py::capsule owner(plan.release(), [](void* plan) { delete static_cast<Plan*>(plan); });
   return taken(PyCFunction_New(&launch_definition, owner.ptr()));
 }
@@ -401,16 +401,15 @@ py::object planned(std::string name, uintptr_t function, int device, int archite
 void add_launches(py::module_& m) {
   m.attr("RELAXED") = kRelaxed;
   m.def("exchange_capture_mode", &exchange_capture_mode, py::arg("mode"),
-        "Set this thread's mode of stream captures, and return the one it had.");
+        "Set this thread's stream capture mode and return the previous one.");
   m.def("launch_keys", &launch_keys, py::arg("descriptor"),
-        "key(kernel, arguments, constants), for kernels that take TensorDescriptors of the class `descriptor`.");
+        "Return key(kernel, arguments, constants); `descriptor` is the class of tensor descriptors.");
   m.def("planned", &planned, py::arg("name"), py::arg("function"), py::arg("device"), py::arg("architecture"),
         py::arg("num_warps"),
         py::arg("shared"), py::arg("kinds"), py::arg("descriptors"), py::arg("stream"), py::arg("unasked"),
-        "launch(programs, arguments) of a function that the driver has loaded.\n\n"
-        "None where the driver says that the function takes other parameters, and not `unasked` where the driver\n"
-        "(before CUDA 12.4) cannot say.\n\n"
-        "kinds has a letter for each argument: as in the module struct, T for a descriptor, - for what is no\n"
-        "parameter. descriptors: swizzle, bytes of an element, the driver's dtype and block of each.\n"
-        "stream(device) is asked at each launch.");
+        "Return launch(programs, arguments) for a loaded function, or None if its parameters do not match.\n\n"
+        "unasked: the result of the comparison where the driver (before CUDA 12.4) cannot report parameters.\n"
+        "kinds: a letter per argument: P pointer, i int32, q int64, f float, d double, T tensor map, - none.\n"
+        "descriptors: (swizzle, itemsize, dtype number of the driver, block) of each tensor map.\n"
+        "stream: function of the device number, called at each launch.");
 }

@@ -1,4 +1,4 @@
-// The module _host: work on the host that Python is too slow for. There is no torch in it.
+// The module _host: functions on the host that are too slow in Python. It does not use torch.
 
 #include <pybind11/pybind11.h>
 
@@ -10,7 +10,7 @@ void add_samples(py::module_& m);
 void add_targets(py::module_& m);
 
 PYBIND11_MODULE(_host, m) {
-  m.doc() = "Host-side C++ of fastmp: samples in their order, looks at targets and numbers, launches of Triton's kernels.";
+  m.doc() = "Host-side C++ of fastmp: sample order, checks of targets and numbers, launches of Triton kernels.";
   add_finite(m);
   add_launches(m);
   add_samples(m);

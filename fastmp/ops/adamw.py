@@ -1,19 +1,20 @@
 """adamw_: one AdamW step over flat buffers, in one launch that reads and writes every number once.
 
-What varies from step to step may lie in memory of the device: the count of steps, the learning rate, the
-inverse of the loss scale, the clip coefficient and whether the step is dropped. So nothing waits for the
-host, and a captured CUDA graph stays right. AdamW: Loshchilov and Hutter 2019 (arXiv 1711.05101).
+Everything that changes between steps may be a tensor on the device: step count, learning rate, inverse loss
+scale, clip coefficient, and the flag that drops the step. So there is no host-device synchronisation, and a
+captured CUDA graph stays valid. AdamW: Loshchilov and Hutter 2019 (arXiv 1711.05101).
 
-Bytes read and written per parameter: 28 with everything in float32, 30 with a 16-bit copy of the parameters.
-The small state takes 18 with bfloat16 gradients, and 6 of memory beside the parameters:
+Bytes read and written per parameter: 28 with everything in float32, 30 with a 16-bit copy of the parameters,
+18 with BF16 optimizer states and gradients. BF16 states take 6 bytes of memory per parameter besides the
+parameter:
 
-- The float32 master is split into the bfloat16 parameter and a 16-bit remainder. With both as integers, the
-  remainder a signed one, the master has the bits (param << 16) + remainder. So the parameter is the master
-  rounded to the nearest bfloat16, in the middle between two away from zero: that rounding can be undone,
-  rounding to even could not.
-- Both averages are bfloat16, rounded up or down at random so that their mean is right. To nearest, changes of
-  less than half a unit in the last place would be lost at every step; with beta2 = 0.999 nearly all are.
-  The random bits are those of Philox for the seed, the position of the element and the count of steps.
+- The float32 master weight is split into the bfloat16 parameter and a 16-bit remainder. As integers (the
+  remainder signed), the master's bits are (param << 16) + remainder. The parameter is thus the master rounded
+  to nearest, ties away from zero, which can be inverted; ties to even could not.
+- Both moments are bfloat16 with stochastic rounding, so that their expectation is exact. Round-to-nearest
+would
+  lose every update below half a unit in the last place; with beta2 = 0.999 that is nearly all of them. The
+  random bits come from Philox, by seed, element position and step count.
 """
 
 from __future__ import annotations
@@ -31,11 +32,11 @@ from fastmp.ops.core.registry import register
 from fastmp.profiling import traced
 
 NUM_WARPS = 4
-UNIT = 64  # neighbours that belong to one group of parameters
+UNIT = 64  # consecutive elements that share a parameter group
 _MAX_GROUPS = 256
-_VECTORS = 4  # 16-byte accesses a thread makes in each array of the main dtype
+_VECTORS = 4  # 16-byte accesses per thread and array of the main dtype
 _FLOPS_PER_ELEMENT = 15
-_NAN = 0x7FC00000  # bits of the only NaN that is stored: other payloads may vanish in bfloat16
+_NAN = 0x7FC00000  # bits of the only stored NaN: other payloads may vanish in bfloat16
 _MAIN = (torch.float64, torch.float32)
 _NARROW = (torch.bfloat16, torch.float16)
 
@@ -43,7 +44,7 @@ _NARROW = (torch.bfloat16, torch.float16)
 def reference(
     param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, step: Tensor, *others: Any
 ) -> None:
-    """Writes what `adamw_` says; its scalars are float64 until they meet an element."""
+    """Update the buffers as `adamw_` documents; scalars are float64 until they meet an element."""
     low_precision_out, lr_tensor, *factors, found_inf = others[:5]
     lr, beta1, beta2, eps, weight_decay, groups, group_lr, group_decay, first, remainder, seed = others[5:]
     with torch.no_grad():
@@ -55,7 +56,7 @@ def reference(
         count = step + 1
         logs = (count.reshape(()) * (_log(beta) * one) for beta in (beta1, beta2))
         correction1, correction2 = (-torch.expm1(log) for log in logs)
-        split = remainder is not None and param.dtype == torch.bfloat16  # not where all is done in float64
+        split = remainder is not None and param.dtype == torch.bfloat16  # False if a test runs it in float64
         p = join_master(param, remainder) if split else param
         g, m, v = grad.to(p.dtype) * factor.to(p.dtype), exp_avg.to(p.dtype), exp_avg_sq.to(p.dtype)
         m = m + (1 - beta1) * (g - m)
@@ -82,18 +83,18 @@ def reference(
 
 
 def join_master(param: Tensor, remainder: Tensor) -> Tensor:
-    """Return the float32 masters that bfloat16 parameters and int16 remainders of one shape make up."""
+    """Return the float32 master weights of bfloat16 parameters and int16 remainders of one shape."""
     return ((param.view(torch.int16).to(torch.int32) << 16) + remainder).view(torch.float32)
 
 
 def split_master(master: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the bfloat16 parameters and int16 remainders of float32 masters; a NaN loses its payload."""
+    """Split float32 master weights into bfloat16 parameters and int16 remainders; NaNs lose their payload."""
     bits = master.view(torch.int32).masked_fill(master.isnan(), _NAN)
     return _upper(bits + 0x8000), bits.to(torch.int16)
 
 
 def _round(x: Tensor, noise: Tensor) -> Tensor:
-    """Round float32 to bfloat16: add 16 random bits, the noise, to those that are then cut off."""
+    """Round float32 to bfloat16 stochastically: add 16 random bits, the noise, to the 16 bits cut off."""
     bits = x.view(torch.int32) + noise.to(torch.int32)
     return _upper(bits.masked_fill(x.isnan(), _NAN))
 
@@ -108,7 +109,7 @@ def _log(beta: float) -> float:
 
 @jit
 def _bias_correction(count, log_beta, COMPUTE: tl.constexpr):
-    """1 - beta^count = -(e^x - 1), without the cancellation that beta near one would bring."""
+    """Return 1 - beta^count = -expm1(count log(beta)), without cancellation for beta near one."""
     x = count.to(COMPUTE) * log_beta
     series = tl.full((), 1.0, COMPUTE)
     for k in tl.static_range(15, 1, -1):
@@ -118,7 +119,7 @@ def _bias_correction(count, log_beta, COMPUTE: tl.constexpr):
 
 @jit
 def _bits(x):
-    """Return the bits of float32 numbers as uint32; all NaNs have the same."""
+    """Return the bits of float32 numbers as uint32, with one representation of NaN."""
     return tl.where(x == x, x.to(tl.uint32, bitcast=True), 0x7FC00000)
 
 
@@ -129,14 +130,14 @@ def _upper_half(bits):
 
 @jit
 def _spread(x, SPAN: tl.constexpr):
-    """Repeat each number for SPAN neighbours, which are of one thread, so nothing is exchanged."""
+    """Repeat each number SPAN times; the copies belong to one thread, so no data is exchanged."""
     return tl.broadcast_to(x[:, None], (x.shape[0], SPAN)).reshape(x.shape[0] * SPAN)
 
 
 @jit
 def _noise(seed, first, count, SPAN: tl.constexpr, BLOCK: tl.constexpr):
-    """Draw a word for each of BLOCK elements: from seed, count, and its position, `first` and up."""
-    if SPAN == 4:  # neighbours that share a counter are of one thread
+    """Return a random word for each of BLOCK elements, by seed, step count and position from `first` on."""
+    if SPAN == 4:  # four elements that share a Philox counter belong to one thread
         a0, a1, a2, a3 = four_words(seed, first // 4 + tl.arange(0, BLOCK // 4), count)
         return tl.join(tl.join(a0, a2), tl.join(a1, a3)).reshape(BLOCK)
     else:
@@ -145,37 +146,42 @@ def _noise(seed, first, count, SPAN: tl.constexpr, BLOCK: tl.constexpr):
 
 @jit
 def adamw_kernel(
-    param, grad, exp_avg, exp_avg_sq, step, low_precision_out, lr_tensor, inv_scale, clip_coefficient,
-    found_inf, groups, group_lr, group_decay, remainder, num_vectors, first_element: tl.int64,
+    param, grad, exp_avg, exp_avg_sq,  # (N,), contiguous
+    step,  # one int64: the count in its lower half, a ticket counter in its upper half
+    low_precision_out,  # (N,), bfloat16 or float16, or None
+    lr_tensor, inv_scale, clip_coefficient, found_inf,  # one number each, or None
+    groups, group_lr, group_decay,  # (units,) uint8, (G,), (G,), or None
+    remainder,  # (N,) int16 with a bfloat16 param, or None
+    num_vectors, first_element: tl.int64,
     noise_seed: tl.int64, lr: tl.float64, beta1: tl.float64, beta2: tl.float64, log_beta1: tl.float64,
     log_beta2: tl.float64, eps: tl.float64, weight_decay: tl.float64, VECTOR: tl.constexpr,
     SPAN: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One block of every array; the program that finishes last counts the step.
+    """Update BLOCK elements of every array; the program that finishes last increments the step count.
 
-    The upper half of `step` is scratch: each program adds one there when it is done. The last one to do so
-    writes the new count; until then nobody can see it, so all programs use the same. SPAN neighbours, from
-    element 0 on, are of one group, and of one call of Philox if there are four.
+    The upper half of `step` is a ticket counter: each program adds one when it is done. The last program
+    writes the new count, so all programs of a launch read the same one. SPAN consecutive elements share a
+    parameter group, and a call of Philox if SPAN is 4.
     """
     COMPUTE: tl.constexpr = tl.float32 if param.dtype.element_ty == tl.bfloat16 else param.dtype.element_ty
     TICKET: tl.constexpr = 1 << 32
-    # Load a block of the gradient, both averages and the parameters.
+    # 1. Load a block of the gradient, both moments and the parameters.
     start = tl.program_id(0).to(tl.int64) * BLOCK
     at = tl.arange(0, BLOCK)
-    left = tl.cast(num_vectors, tl.int64) * VECTOR - start  # a size of 2^31 is an int32 of vectors
+    left = tl.cast(num_vectors, tl.int64) * VECTOR - start  # int64: 2^31 elements are an int32 of vectors
     inside = at < left
-    # Four neighbours a thread in every array: a 16-bit one must not pull the others into another layout.
+    # Four elements per thread in every array: a 16-bit array must not impose its layout on the others.
     at = tl.max_contiguous(at, VECTOR)
     g = tl.load(grad + start + at, mask=inside, other=0.0).to(COMPUTE)
     m = tl.load(exp_avg + start + at, mask=inside, other=0.0).to(COMPUTE)
     v = tl.load(exp_avg_sq + start + at, mask=inside, other=0.0).to(COMPUTE)
     p = tl.load(param + start + at, mask=inside, other=0.0)
-    if remainder is not None:  # the master's lower half
+    if remainder is not None:  # the lower half of the master weight
         bits = p.to(tl.int16, bitcast=True).to(tl.int32) << 16
         bits += tl.load(remainder + start + at, mask=inside, other=0).to(tl.int32)
         p = bits.to(tl.float32, bitcast=True)
 
-    # Scalars, all of them on the device: the step that this one is, learning rate, scale, clipping.
+    # 2. Load the scalars: step count, learning rate, loss scale and clip coefficient, group tables.
     done = tl.load(step)
     count = (done & (TICKET - 1)) + 1
     rate = tl.full((), lr, COMPUTE) if lr_tensor is None else tl.load(lr_tensor).to(COMPUTE)
@@ -188,7 +194,7 @@ def adamw_kernel(
     inv_root = 1.0 / tl.sqrt(_bias_correction(count, tl.full((), log_beta2, COMPUTE), COMPUTE))
     if groups is None:
         keep = 1.0 - rate * tl.full((), weight_decay, COMPUTE)
-    else:  # the group of every SPAN neighbours
+    else:  # look up the group of every SPAN elements
         spans = tl.arange(0, BLOCK // SPAN) * SPAN
         units = (first_element % 64).to(tl.int32) + spans
         group = tl.load(groups + start // 64 + units // 64, mask=spans < left, other=0).to(tl.int32)
@@ -196,16 +202,16 @@ def adamw_kernel(
         keep = _spread(1.0 - rate * share * tl.load(group_decay + group).to(COMPUTE), SPAN)
         step_size = _spread(step_size * share, SPAN)
 
-    # Decoupled weight decay and the update (Loshchilov and Hutter 2019).
+    # 3. Moments, decoupled weight decay, and the update (Loshchilov and Hutter 2019).
     g *= factor.to(COMPUTE)
     m += tl.full((), 1.0 - beta1, COMPUTE) * (g - m)
     v = tl.full((), beta2, COMPUTE) * v + tl.full((), 1.0 - beta2, COMPUTE) * g * g
     p *= keep
     p -= step_size * m / (tl.sqrt(v) * inv_root + tl.full((), eps, COMPUTE))
 
-    # Store, unless the step is dropped, and with a copy in 16 bits where one is kept.
+    # 4. Round and store, unless the step is dropped.
     wanted = True
-    if found_inf is not None:  # the interpreter needs the detour over integers
+    if found_inf is not None:  # via integers for Triton's interpreter
         wanted = tl.where(tl.load(found_inf) == 0, 1, 0) > 0
     inside = inside & wanted
     if exp_avg.dtype.element_ty != COMPUTE:
@@ -220,14 +226,15 @@ def adamw_kernel(
         tl.store(remainder + start + at, low.to(tl.uint16).to(tl.int16, bitcast=True), mask=inside)
         p = _upper_half(low + 0x8000)
     tl.store(param + start + at, p, mask=inside)
-    # Every warp has used its count before the ticket is drawn, which orders the two: no fence is needed.
+    # 5. Draw a ticket; the last program increments the count. The barrier orders all reads of the count
+    # before the ticket, so no fence is needed.
     tl.debug_barrier()
     before = tl.atomic_add(step, TICKET, mask=wanted, sem="relaxed")
     tl.store(step, count, mask=wanted & (before >> 32 == tl.num_programs(0) - 1))
 
 
 def block_size(itemsize: int) -> int:
-    """Elements a program updates, of `itemsize` bytes each."""
+    """Return the elements that a program updates, of `itemsize` bytes each."""
     return 32 * NUM_WARPS * _VECTORS * 16 // itemsize
 
 
@@ -378,45 +385,56 @@ def adamw_(
     clip_coefficient: Tensor | None = None,
     found_inf: Tensor | None = None,
 ) -> None:
-    """One AdamW step in place, over any number of parameters that lie in flat buffers. As torch.optim.AdamW:
+    """Apply one AdamW step in place to flat buffers of any number of parameters.
+
+    As torch.optim.AdamW:
 
         t = step + 1;  g = grad * inv_scale * clip_coefficient
         m = m + (1 - beta1) (g - m);  v = beta2 v + (1 - beta2) g^2
         param = param (1 - lr weight_decay) - lr / (1 - beta1^t) * m / (sqrt(v / (1 - beta2^t)) + eps)
 
-    A slice of all buffers is updated as it is in the whole, so ranks may share the work. `first` says which
-    slice it is, where there are `groups` or averages in bfloat16.
+    Updating a slice of all buffers gives the same bits as updating the whole, so data-parallel ranks can
+    shard the work. Pass `first`, the slice's offset, with `groups` or bfloat16 moments.
 
     Args:
-        param: float32 or float64, contiguous, any shape; the master copy where training is in lower
-            precision. Or bfloat16, with a remainder. Updated.
+        param: float32 or float64, contiguous, any shape; the master weights in mixed-precision training. Or
+            bfloat16, with a remainder. Updated.
         grad: of the same shape, float64 for float64, else float32, bfloat16 or float16. Only read.
-        exp_avg, exp_avg_sq: m and v, of the same shape, float64 for float64, else both float32 or both
-            bfloat16, which are computed in float32 and rounded at random, so that their mean is right.
-            Updated.
-        step: int64, one number: how many updates there were. Counts this one.
-        low_precision_out: bfloat16 or float16, of the same shape: gets the new parameters, rounded.
-        lr: a number, or a tensor of one float32 or float64 element.
-        weight_decay: of all elements; None is 0.01 where there are no groups.
-        groups: uint8, contiguous, one dimension: the group of every 64 neighbours of the flat buffer that
-            `param` is a slice of. Its first entry is that of the 64 in which element 0 of `param` lies, so
-            element i has entry (first % 64 + i) // 64, a number below G. A GPU does not check it.
-        group_lr, group_decay: (G,) for at most 256 groups, float32 or float64, contiguous: the factor of the
-            learning rate, and the weight decay, of each group. Given with `groups`, or not at all.
-        first: position of element 0 of `param` in the whole flat buffer.
-        remainder: int16, of the same shape, for a bfloat16 `param`: the lower half of float32 masters, which
-            are updated exactly as a float32 `param` would be. With both as integers the master has the bits
-            (param << 16) + remainder; `param` is the master rounded to nearest, in the middle away from zero.
-            A NaN loses its payload. Updated.
-        seed: a number in [0, 2^63) for the rounding of averages in bfloat16. The random bits of an element
-            depend on it, on the element's position in the whole buffer and on the count of steps alone.
+        exp_avg, exp_avg_sq: the moments m and v, of the same shape, float64 for float64, else both float32 or
+            both bfloat16 with stochastic rounding. Updated.
+        step: int64, one number: the number of updates so far. Incremented.
+        low_precision_out: bfloat16 or float16, of the same shape: receives the new parameters, rounded.
+        lr: learning rate: a number, or a tensor of one float32 or float64 element.
+        betas: decay rates of the moments, in [0, 1).
+        eps: term added to the denominator (Adam epsilon).
+        weight_decay: of all elements. Default: 0.01 without groups.
+        groups: (units,) uint8, contiguous: the parameter group of every 64 consecutive elements of the flat
+            buffer. Entry 0 belongs to the unit that contains element 0 of `param`, so element i has entry
+            (first % 64 + i) // 64. Entries must be below G; a GPU does not check them.
+        group_lr, group_decay: (G,), G <= 256, float32 or float64, contiguous: learning rate factor and weight
+            decay of each group. Pass them together with `groups`.
+        first: offset of `param` in the flat buffer. remainder: int16, of the same shape, with a bfloat16
+        `param`: the lower half of float32 master weights,
+            which are updated exactly as a float32 `param` would be. As integers, the master's bits are
+            (param << 16) + remainder, so `param` is the master rounded to nearest, ties away from zero. NaNs
+            lose their payload. Updated.
+        seed: in [0, 2^63), for the stochastic rounding of bfloat16 moments. The random bits of an element
+            depend only on the seed, its offset in the flat buffer and the step count.
         inv_scale, clip_coefficient: factors of the gradient, tensors of one float32 or float64 element.
-        found_inf: a tensor of one element; where it is not zero, everything stays bitwise as it is, `step`
-            included.
+        found_inf: a tensor of one element; if it is not zero, the step is dropped: all buffers, `step`
+            included, keep their bits.
 
     Raises:
-        ValueError: shapes, dtypes or devices do not fit, a buffer is not contiguous, or a number is out of
+        ValueError: shapes, dtypes or devices do not match, a buffer is not contiguous, or a number is out of
             range.
+
+    Example:
+
+        param, grad = torch.ones(1000), torch.full((1000,), 0.1)
+        exp_avg, exp_avg_sq = torch.zeros(1000), torch.zeros(1000)
+        step = torch.zeros(1, dtype=torch.int64)
+        fastmp.ops.adamw_(param, grad, exp_avg, exp_avg_sq, step, lr=1e-3)
+        assert step.item() == 1 and (param < 1).all()
 
     Loshchilov and Hutter, "Decoupled Weight Decay Regularization", 2019.
     """

@@ -1,27 +1,26 @@
-"""Attention: one place that chooses the kernel of torch that computes it, and calls it.
+"""Attention by torch's kernels: `choose` selects a backend for a call, `attend` calls it.
 
-Queries are the last C of E tokens: query i sees keys up to E - C + i ("bottom-right"). For C = E that is
-plain causal attention, for a slice of a sequence its prefix, and for one new token all that is cached. With a
-window of W a token sees itself and the W - 1 tokens before it (Mistral, arXiv 2310.06825, section 2); of
-packed documents it sees its own only.
+Queries are the last C of E tokens: query i sees keys up to E - C + i (bottom-right aligned). C = E is plain
+causal attention; C < E serves sequence slices and decoding with a cache. With a sliding window of W a token
+sees itself and the W - 1 tokens before it (Mistral, arXiv 2310.06825, section 2). In packed documents a token
+sees its own document only.
 
-`choose` is pure: from a description of the call it says which backend serves it, and why. `attend` describes,
-chooses and calls.
+    backend    used for
+    sdpa       `scaled_dot_product_attention`, which chooses among its own kernels
+    flash      torch's flash operators: FA2, or the implementation that
+               `torch.nn.attention.activate_flash_attention_impl` activated; bottom-right aligned, with
+               windows and documents
+    merged     CPU, C < E: two calls of the flash kernel, on the earlier keys and on the causal square, merged
+               by their log-sum-exp; no mask, no wasted work
+    blocks     windows: blocks of queries, each with the keys in reach and a mask of one block
+    documents  CPU: one call per document
+    mask       sdpa with a (queries, keys) mask
 
-- sdpa: `scaled_dot_product_attention`, which chooses among its own kernels.
-- flash: torch's flash operators, FA2 or what `torch.nn.attention.activate_flash_attention_impl` has put in
-  its place. They count from the end, and know windows and documents.
-- merged: the keys before the queries' own, which every query sees, and their own, a causal square: two calls
-  of the CPU's flash kernel, whose results are weighed by their sums of exponentials. There is no mask then,
-  and no key that is looked at in vain.
-- blocks: for windows, blocks of queries with the keys that they may see, and a mask of one block.
-- documents: one document after the other; on a CPU, which may read their lengths.
-- mask: sdpa with a mask of queries x keys.
+`choose` is a pure function of an `AttentionCall`, so it answers for any machine. Kernels round their results;
+merging rounded parts has up to 1.4 times the error of one call, so on a CPU merged and blocks compute in
+float32 (float64).
 
-Kernels round what they return. Results and gradients that are put together of rounded parts have up to 1.4
-times the error of one call, so on a CPU merged and blocks compute in float32 (float64).
-
-Shapes: B batch, N query heads, G key/value heads, which divide N, C queries, E keys, D width of a head.
+Shapes: B batch, N query heads, G key/value heads (G divides N), C queries, E keys, D head dimension.
 """
 
 from __future__ import annotations
@@ -43,19 +42,19 @@ from fastmp.ops.core.registry import can_read_values, compute_dtype, without_aut
 __all__ = ["AttentionCall", "Borders", "Choice", "active_flash", "attend", "choose", "describe"]
 
 _16_BITS = ("bfloat16", "float16")
-# What flash attention needs: compute capabilities by major version, and the widest head.
+# Flash implementations: supported major compute capabilities, and the largest head dimension.
 _FLASH = {"FA2": (range(8, 100), 256), "FA3": ((9,), 256), "FA4": ((9, 10), 128)}
-_BLOCK = 128  # fewest queries of a block of windows: less makes more calls than it saves work
+_BLOCK = 128  # minimum queries per block of windows: smaller blocks cost more calls than they save work
 
 
 class Borders(NamedTuple):
-    """Where packed documents begin and end, among the rows of a batch laid one after the other.
+    """Borders of packed documents in the concatenated rows of a batch (`cu_seqlens`).
 
-    queries, keys: (n + 1,) int32, ascending from 0 to B * C and to B * E (`cu_seqlens`). The queries of
-        document i are queries[i] to queries[i + 1] - 1, and are the last of its keys. Documents may be empty:
-        entries that repeat let the number of documents vary under a fixed shape.
-    longest_queries, longest_keys: bounds of the length of a document.
-    static: nobody reads the borders on the host, also on a CPU, as in what graphs hold.
+    queries, keys: (n + 1,) int32, ascending from 0 to B * C and B * E. Document i has queries queries[i] to
+        queries[i + 1] - 1, which are the last of its keys. Documents may be empty: repeated entries keep the
+        shape fixed while the number of documents varies.
+    longest_queries, longest_keys: upper bounds of a document's length.
+    static: the host never reads the borders, even on a CPU, as required in a captured region.
     """
 
     queries: Tensor
@@ -67,14 +66,14 @@ class Borders(NamedTuple):
 
 @dataclass(frozen=True)
 class AttentionCall:
-    """What is asked of attention, and on what: all that the choice of its backend depends on.
+    """Description of an attention call: everything the choice of its backend depends on.
 
     device, capability: "cpu" or "cuda", and the GPU's compute capability.
-    dtype: of queries, as "bfloat16".
-    head_dim, value_dim: widths of a head of queries and keys, and of values.
-    flash: who serves torch's flash operators, "FA2", "FA3" or "FA4"; "" where they are disabled.
+    dtype: of the queries, e.g. "bfloat16".
+    head_dim, value_dim: head dimension of queries and keys, and of values (0: the same).
+    flash: implementation of torch's flash operators, "FA2", "FA3" or "FA4"; "" if disabled.
     cudnn_first: `scaled_dot_product_attention` prefers cuDNN on this GPU.
-    readable: the host may read where documents begin.
+    readable: the host may read the borders of documents.
     """
 
     device: str
@@ -95,29 +94,35 @@ class AttentionCall:
 
 
 class Choice(NamedTuple):
-    """The backend that serves a call, and why in words."""
+    """The backend of a call, and the reason in words."""
 
     backend: str
     reason: str
 
 
 def choose(call: AttentionCall) -> Choice:
-    """Say which backend serves `call`. Pure, so that it answers for any machine."""
-    refusal = _flash_refuses(call)
+    """Return the backend for `call`: a pure function, so it answers for any machine.
+
+    Example:
+
+        call = AttentionCall("cuda", "bfloat16", head_dim=128, queries=1, keys=512, capability=(9, 0))
+        assert choose(call) == ("sdpa", "one query sees all keys")
+    """
+    unsupported = _flash_requires(call)
     square = not call.causal or call.queries == call.keys
     if call.mask:
         return Choice("sdpa", "torch chooses among its kernels that take a mask")
     if call.documents:
-        if not refusal:
+        if not unsupported:
             return Choice("flash", f"{call.flash} takes documents by their borders")
         if call.device == "cpu" and call.readable:
             return Choice("documents", "a CPU knows their lengths")
-        return Choice("mask", f"flash attention takes {refusal}")
+        return Choice("mask", f"flash attention takes {unsupported}")
     if call.window:
-        if not refusal:
+        if not unsupported:
             return Choice("flash", f"{call.flash} knows windows")
-        return Choice("blocks", f"flash attention takes {refusal}")
-    if call.flash not in ("", "FA2") and not refusal:
+        return Choice("blocks", f"flash attention takes {unsupported}")
+    if call.flash not in ("", "FA2") and not unsupported:
         return Choice("flash", f"{call.flash} has been activated")
     if square:
         return Choice("sdpa", "torch chooses, " + ("cuDNN first" if call.cudnn_first else "flash first"))
@@ -128,13 +133,13 @@ def choose(call: AttentionCall) -> Choice:
         if not wrong:
             return Choice("merged", "two calls of the CPU's flash kernel need no mask")
         return Choice("mask", "the CPU's flash kernel has no dropout")
-    if not refusal:
+    if not unsupported:
         return Choice("flash", f"{call.flash} counts from the end, in one call")
-    return Choice("mask", f"flash attention takes {refusal}")
+    return Choice("mask", f"flash attention takes {unsupported}")
 
 
-def _flash_refuses(call: AttentionCall) -> str:
-    """What torch's flash operators take instead of this call, in words; "" where they take it."""
+def _flash_requires(call: AttentionCall) -> str:
+    """Return the requirement of torch's flash operators that the call does not meet; "" if it meets all."""
     if call.device != "cuda" or not call.flash:
         return "CUDA tensors only, where it is enabled"
     majors, widest = _FLASH.get(call.flash, _FLASH["FA2"])
@@ -161,24 +166,33 @@ def attend(
     dropout_p: float = 0.0,
     scale: float | None = None,
 ) -> Tensor:
-    """The attention (B, N, C, D) of the last C of E tokens, by the backend that `choose` names.
+    """Return the attention (B, N, C, D) of the last C of E tokens, by the backend of `choose`.
 
-    Layouts are strides only: transposed views are taken as they are. Query heads n * R to n * R + R - 1 share
-    key/value head n, where R = N / G. Differentiable once, in q, k and v.
+    Query heads n * R to n * R + R - 1 share key/value head n, where R = N / G. Differentiable once in q, k
+    and v.
 
     Args:
-        causal: query i sees keys 0 to E - C + i; else all.
-        window: it sees the last `window` of these, itself included; needs `causal`.
-        mask: boolean, True where a query sees a key, broadcastable to (B, N, C, E); in place of `causal`,
-            `window` and `documents`. A decode step over a cache of fixed size E is a call with C = 1 and a
-            mask of the E places that are filled, or with k and v cut to these and no mask.
-        documents: a token sees its own document only. With `cu_seq_lens_q`, `cu_seq_lens_k`, `max_length_q`
-            and `max_length_k` as transformers' attention interface has them it is `Borders(*these)`, and the
-            tensors are (1, heads, all tokens, width). On a GPU nothing waits for the borders' values.
-        dropout_p: drops probabilities, drawn from torch's default generator.
-        scale: of the products of queries and keys; None: D ** -0.5.
+        q_BNCD, k_BGED, v_BGED: queries, keys and values, of any strides: transposed views need no copy.
+        causal: query i sees keys 0 to E - C + i; else all keys. window: each query sees only the last
+        `window` of these keys, itself included; requires `causal`. mask: boolean, True where a query sees a
+        key, broadcastable to (B, N, C, E). Replaces `causal`, `window`
+            and `documents`. For a decoding step over a cache of fixed size E, pass C = 1 and a mask of the
+            filled entries, or slice k and v and pass no mask.
+        documents: tokens see their own document only. From transformers' `cu_seq_lens_q`, `cu_seq_lens_k`,
+            `max_length_q` and `max_length_k`, pass `Borders(*these)` with tensors (1, heads, tokens, D). On a
+            GPU the borders' values cause no host-device synchronisation.
+        dropout_p: dropout probability of attention weights, drawn from torch's default generator.
+        scale: factor of the scores. Default: D ** -0.5.
 
-    Raises ValueError for shapes that do not fit, a window without `causal`, and a mask beside one of these.
+    Raises:
+        ValueError: shapes do not match, `window` without `causal`, or `mask` with causal, window or
+        documents.
+
+    Example:
+
+        q = torch.randn(2, 8, 16, 64)  # (B, N, C, D)
+        k, v = torch.randn(2, 2, 16, 64), torch.randn(2, 2, 16, 64)  # (B, G, E, D)
+        assert attend(q, k, v).shape == (2, 8, 16, 64)
     """
     _check(q_BNCD, k_BGED, v_BGED, causal, window, mask, documents)
     E = k_BGED.shape[2]
@@ -204,9 +218,8 @@ def attend(
         q, k, v = (x.to(wide) for x in tensors)
         if window is None:
             return _Merged.apply(q, k, v, scale).to(dtype)
-        with (
-            nullcontext() if wide == dtype else without_autocast(call.device)
-        ):  # which would narrow them again
+        # autocast would cast the tensors back to 16 bits
+        with nullcontext() if wide == dtype else without_autocast(call.device):
             return _blocks(q, k, v, window, dropout_p, scale).to(dtype)
     if backend == "documents":
         assert documents is not None
@@ -216,7 +229,7 @@ def attend(
     elif backend == "mask":
         mask = _last_causal_mask(q_BNCD.shape[2], E, q_BNCD.device)
     kernels: Any = nullcontext()
-    if call.flash in ("FA3", "FA4") and call.dropout:  # which they refuse when they are called
+    if call.flash in ("FA3", "FA4") and call.dropout:  # not supported: they raise when called
         kernels = sdpa_kernel([SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
     with kernels:
         return F.scaled_dot_product_attention(
@@ -230,7 +243,7 @@ def attend(
 
 
 def describe(q_BNCD: Tensor, k_BGED: Tensor, v_BGED: Tensor, **asked: Any) -> AttentionCall:
-    """The `AttentionCall` of these tensors, with what torch and the device have; `asked`: other fields."""
+    """Return the `AttentionCall` of these tensors on this machine; `asked` sets the other fields."""
     flash, *capability, cudnn_first = _machine(q_BNCD.device.type, q_BNCD.device.index)
     return AttentionCall(
         device=q_BNCD.device.type,
@@ -247,16 +260,16 @@ def describe(q_BNCD: Tensor, k_BGED: Tensor, v_BGED: Tensor, **asked: Any) -> At
 
 
 def active_flash() -> str:
-    """Who serves torch's flash operators: "FA2", or the implementation that has been activated."""
+    """Return the implementation of torch's flash operators: "FA2", or the one that was activated."""
     active = getattr(attention, "current_flash_attention_impl", None)  # torch 2.11 and later
     return (active and active()) or "FA2"
 
 
 @torch.compiler.assume_constant_result
 def _machine(device: str, index: int | None) -> tuple[str, int, int, bool]:
-    """`flash`, the two numbers of `capability` and `cudnn_first` of an `AttentionCall`.
+    """Return `flash`, the two numbers of `capability`, and `cudnn_first` of an `AttentionCall`.
 
-    A compiler keeps those of its first trace.
+    torch.compile treats them as constants of its first trace.
     """
     flash = active_flash() if torch.backends.cuda.flash_sdp_enabled() else ""
     if device != "cuda":
@@ -267,9 +280,9 @@ def _machine(device: str, index: int | None) -> tuple[str, int, int, bool]:
 
 @lru_cache
 def _gpu(index: int | None) -> tuple[int, int, bool]:
-    """The compute capability of a GPU, and whether torch prefers cuDNN to flash attention on it.
+    """Return the compute capability of a GPU, and True if torch prefers cuDNN to flash attention on it.
 
-    torch settles its order of preference when it first chooses, so it is made to.
+    torch determines its order of preference at the first choice, hence the probe.
     """
     device = torch.device("cuda" if index is None else f"cuda:{index}")
     probe = torch.empty(1, 1, 64, 64, device=device, dtype=torch.float16)
@@ -316,7 +329,7 @@ def _flash(
     dropout_p: float,
     scale: float | None,
 ) -> Tensor:
-    """torch's flash operator, whose tokens come before heads; of documents, in one row."""
+    """Call torch's flash operator on (B, tokens, heads, D), or (tokens, heads, D) with documents."""
     B, C = q_BNCD.shape[0], q_BNCD.shape[2]
     q, k, v = (x.transpose(1, 2) for x in (q_BNCD, k_BGED, v_BGED))
     borders: tuple[Any, ...] = (None, None, C, k_BGED.shape[2])
@@ -339,22 +352,24 @@ def _flash(
 
 
 class _Merged(torch.autograd.Function):
-    """Attention of the last C of E > C tokens: all keys before them, then a causal square, merged.
+    """Attention of the last C of E > C tokens in two kernel calls: the earlier keys, then a causal square.
 
-    A part's output is the mean of values under weights that sum to one; with the logarithms of the sums of
-    exponentials that they were divided by, two parts make the whole. Asked for its derivative with the output
-    and the sum of the whole, a kernel returns its part's share of the whole's derivative.
+    Forward: each call returns an output normalised over its own keys, and its log-sum-exp (LSE). The outputs
+    are averaged with weights exp(LSE - LSE of all keys). Backward: a kernel called with the merged output and
+    LSE returns its part of the full gradient.
     """
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
         kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-        (early, early_lse), (own, own_lse) = (
+        # 1. Attention over the earlier keys, and over the causal square.
+        (early, early_lse), (late, late_lse) = (
             kernel(q, *keys_and_values, 0.0, causal, scale=scale)
             for *keys_and_values, causal in _parts(q, k, v)
         )
-        lse = torch.logaddexp(early_lse, own_lse)
-        output = torch.lerp(own, early, (early_lse - lse).exp().unsqueeze(-1))
+        # 2. Merge by the log-sum-exp.
+        lse = torch.logaddexp(early_lse, late_lse)
+        output = torch.lerp(late, early, (early_lse - lse).exp().unsqueeze(-1))
         ctx.scale = scale
         ctx.save_for_backward(q, k, v, output, lse)
         return output
@@ -364,16 +379,16 @@ class _Merged(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, output, lse = ctx.saved_tensors
         kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-        early, own = (
+        early, late = (
             kernel(grad, q, *keys_and_values, output, lse, 0.0, causal, scale=ctx.scale)
             for *keys_and_values, causal in _parts(q, k, v)
         )
-        keys, values = (torch.cat((early[i], own[i]), 2) for i in (1, 2))
-        return early[0] + own[0], keys, values, None
+        keys, values = (torch.cat((early[i], late[i]), 2) for i in (1, 2))
+        return early[0] + late[0], keys, values, None
 
 
 def _parts(q: Tensor, k: Tensor, v: Tensor) -> tuple[tuple[Tensor, Tensor, bool], ...]:
-    """Keys, values, and whether they are a causal square with the queries: the early ones, then these."""
+    """Return (keys, values, causal) of the earlier tokens and of the queries' own tokens."""
     first = k.shape[2] - q.shape[2]
     return (k[:, :, :first], v[:, :, :first], False), (k[:, :, first:], v[:, :, first:], True)
 
@@ -381,7 +396,7 @@ def _parts(q: Tensor, k: Tensor, v: Tensor) -> tuple[tuple[Tensor, Tensor, bool]
 def _blocks(
     q_BNCD: Tensor, k_BGED: Tensor, v_BGED: Tensor, window: int, dropout_p: float, scale: float | None
 ) -> Tensor:
-    """Windows: blocks of queries one after the other, each with the keys that one of its queries may see."""
+    """Compute windowed attention by blocks of queries, each with the keys in reach of its queries."""
     C, E, outputs = q_BNCD.shape[2], k_BGED.shape[2], []
     size = max(window // 4, _BLOCK)
     for first in range(0, C, size):
@@ -403,13 +418,14 @@ def _blocks(
 
 
 def _ages(queries: int, keys: int, device: torch.device) -> Tensor:
-    """How many tokens each key lies before each query (queries, keys), if both end at the same token."""
+    """Return the distances query - key (queries, keys) in tokens, if both end at the same token."""
     return (
         torch.arange(keys - queries, keys, device=device)[:, None] - torch.arange(keys, device=device)[None]
     )
 
 
 def _last_causal_mask(queries: int, keys: int, device: torch.device) -> Tensor:
+    """Return the bottom-right aligned causal mask (queries, keys)."""
     return torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)
 
 
@@ -423,11 +439,11 @@ def _one_by_one(
     dropout_p: float,
     scale: float | None,
 ) -> Tensor:
-    """Each document by a call of its own, as a batch of one."""
+    """Compute each document in a call of its own, as a batch of one."""
     B, _, C, _ = q_BNCD.shape
     q, k, v = (x.permute(1, 0, 2, 3).flatten(1, 2).unsqueeze(0) for x in (q_BNCD, k_BGED, v_BGED))
     sizes = [borders.diff().tolist() for borders in documents[:2]]
-    # one split, whose backward joins the gradients of parts; each slice would fill a gradient of the whole
+    # one split, whose backward concatenates; the backward of each slice would allocate a full gradient
     parts = (x.split(of, 2) for x, of in ((q, sizes[0]), (k, sizes[1]), (v, sizes[1])))
     outputs = [
         attend(*one, causal=causal, window=window, dropout_p=dropout_p, scale=scale)
@@ -440,11 +456,11 @@ def _one_by_one(
 def _document_mask(
     documents: Borders, q_shape: torch.Size, keys: int, causal: bool, window: int | None
 ) -> Tensor:
-    """The mask (B, 1, C, E): True for a key of the query's document that is not later than the query."""
+    """Return the mask (B, 1, C, E): True for visible keys of the query's document."""
     B, C = q_shape[0], q_shape[2]
 
     def places(borders: Tensor, length: int) -> tuple[Tensor, Tensor]:
-        """The document of each token (B, length), and how many tokens it lies before the document's end."""
+        """Return each token's document and distance to the document's end, both (B, length)."""
         index = torch.arange(B * length, device=borders.device, dtype=borders.dtype)
         number = torch.searchsorted(borders[1:], index, right=True)
         return number.view(B, length), (borders[number + 1] - index).view(B, length)

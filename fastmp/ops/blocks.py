@@ -1,8 +1,8 @@
-"""block_rows: where the rows of blocks go that lie one behind the other, each block to a place of its own.
+"""block_rows: destination of every row when consecutive blocks of rows are moved.
 
-What arrives from other ranks is sorted by source, then by expert; experts want it by expert. How many rows a
-block has is known on the device. One launch gives every row its place: a program looks up the blocks of its
-rows by halving, in a table that is a few kilobytes.
+Expert parallelism receives tokens sorted by source rank, then by expert; experts need them sorted by expert.
+Block sizes are known on the device only. One launch computes all destinations: each program finds the blocks
+of its rows by binary search in the table of block starts, a few kilobytes.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ BLOCK = 512  # rows of one program
 
 
 def reference(starts: Tensor, places: Tensor, num_rows: int) -> Tensor:
-    """Add to each row how far its block, the last one that starts there or before, is moved.
+    """Return for each row: destination of its block + offset within the block.
 
-    Rows before the first block count as rows of that block.
+    The block of a row is the last one that starts at or before it; rows before the first block belong to it.
     """
     rows = torch.arange(num_rows, dtype=torch.int32, device=starts.device)
     block = torch.searchsorted(starts, rows, right=True, out_int32=True) - 1
@@ -36,7 +36,8 @@ def reference(starts: Tensor, places: Tensor, num_rows: int) -> Tensor:
 def block_rows_kernel(
     starts, places, row_of, num_rows, num_blocks, HALVINGS: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Find for each row the block with starts[block] <= row < starts[block + 1], and where that moves it."""
+    """Compute the destinations of BLOCK rows."""
+    # 1. Binary search: the last block with starts[block] <= row, for all rows at once.
     rows = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     low = tl.zeros([BLOCK], tl.int32)
     high = low + num_blocks
@@ -45,6 +46,7 @@ def block_rows_kernel(
         begun = tl.load(starts + middle) <= rows
         low = tl.where(begun, middle, low)
         high = tl.where(begun, high, middle)
+    # 2. Destination of the block plus the offset within it; -1 for dropped blocks.
     place = tl.load(places + low)
     moved = place + rows - tl.load(starts + low)
     tl.store(row_of + rows, tl.where(place >= 0, moved, -1).to(tl.int32), mask=rows < num_rows)
@@ -71,20 +73,27 @@ _block_rows = register(
 
 @traced("fastmp.block_rows")
 def block_rows(starts: Tensor, places: Tensor, num_rows: int) -> Tensor:
-    """Number the places of rows that move in blocks, for `permute` and `unpermute`.
+    """Return the destination of every row when blocks of rows are moved, for `permute` and `unpermute`.
 
     Args:
-        starts: (N,) int32, the first row of each block, ascending from 0; a block ends where the next one
-            starts, the last one at `num_rows`. Blocks may be empty.
-        places: (N,) int32, where the first row of each block goes; below 0: its rows go nowhere.
-        num_rows: of all blocks.
+        starts: (N,) int32, first row of each block, ascending from 0; a block ends where the next one starts,
+            the last one at `num_rows`. Blocks may be empty.
+        places: (N,) int32, destination of the first row of each block; negative: the block is dropped.
+        num_rows: number of rows of all blocks.
 
     Returns:
-        row_of (num_rows, 1) int32, the place of each row or -1. The host does not wait for the device.
+        row_of (num_rows, 1) int32: the destination of each row, or -1. No host-device synchronisation.
 
     Raises:
-        ValueError: starts or places are no int32 vectors of one length, without a block there are rows, or
-            int32 cannot number them.
+        ValueError: starts and places are not int32 vectors of one length, num_rows exceeds int32, or there
+            are rows but no block.
+
+    Example:
+
+        starts = torch.tensor([0, 2], dtype=torch.int32)  # rows 0-1, rows 2-4
+        places = torch.tensor([3, 0], dtype=torch.int32)  # swap the two blocks
+        row_of = fastmp.ops.block_rows(starts, places, num_rows=5)
+        assert row_of.flatten().tolist() == [3, 4, 0, 1, 2]
     """
     for name, tensor in (("starts", starts), ("places", places)):
         if tensor.dtype != torch.int32 or tensor.dim() != 1:

@@ -1,7 +1,7 @@
 """clamped_swiglu: y = (up + 1) * gate * sigmoid(alpha * gate) with gate and up clamped, and its backward.
 
-The activation of GPT-OSS. gate and up are neighbours in x, columns 2i and 2i + 1, as its weights have them.
-gate is at most `limit`, up between -limit and limit; beyond, their gradients are zero. Only x is saved.
+The activation of GPT-OSS. gate and up are interleaved in x, columns 2i and 2i + 1, as in its weights. gate is
+clamped to at most `limit`, up to [-limit, limit]; clamped values have zero gradient. Only x is saved.
 GPT-OSS: OpenAI 2025 (arXiv 2508.10925).
 """
 
@@ -20,7 +20,7 @@ from fastmp.profiling import traced
 
 
 def _pairs(x: Tensor) -> tuple[Tensor, Tensor]:
-    """gate and up as they are, in the dtype of the arithmetic."""
+    """Return gate and up, not clamped, in the dtype of the arithmetic."""
     wide = x.to(compute_dtype(x.dtype))
     return wide[..., ::2], wide[..., 1::2]
 
@@ -31,7 +31,7 @@ def _check_limit(limit: float) -> None:
 
 
 def reference(x: Tensor, alpha: float, limit: float) -> Tensor:
-    """(up + 1) * gate * sigmoid(alpha * gate), rounded once."""
+    """Return (up + 1) * gate * sigmoid(alpha * gate) of clamped gate and up, rounded once."""
     _check_limit(limit)
     gate, up = _pairs(x)
     gate = gate.clamp(max=limit)
@@ -39,7 +39,7 @@ def reference(x: Tensor, alpha: float, limit: float) -> Tensor:
 
 
 def reference_backward(grad: Tensor, x: Tensor, alpha: float, limit: float) -> Tensor:
-    """The gradient of x."""
+    """Return the gradient of x."""
     _check_limit(limit)
     gate, up = _pairs(x)
     capped = gate.clamp(max=limit)
@@ -52,7 +52,7 @@ def reference_backward(grad: Tensor, x: Tensor, alpha: float, limit: float) -> T
 
 @jit
 def _tile(num_rows, num_cols, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Rows, columns of pairs and of both their elements in a program's tile, and which of each exist."""
+    """Return rows, columns of y, columns of x, and the masks of y and x of a program's tile."""
     column_blocks = tl.cdiv(num_cols, BLOCK_N)
     pid = tl.program_id(0)
     rows = ((pid // column_blocks).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M))[:, None]
@@ -65,7 +65,7 @@ def _tile(num_rows, num_cols, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
 
 @jit
 def _clamp(pairs, LIMIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """gate and up of BLOCK_N pairs a row, and both clamped; NaN stays NaN."""
+    """Split interleaved pairs. Return gate, up, and both clamped; NaN stays NaN."""
     gate, up = tl.split(tl.reshape(pairs, [BLOCK_M, BLOCK_N, 2]))
     capped = tl.where(gate > LIMIT, LIMIT, gate)
     return gate, up, capped, tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up))
@@ -74,15 +74,20 @@ def _clamp(pairs, LIMIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.conste
 @limits(num_vectors=MAX_SIZE)
 @jit
 def clamped_swiglu_kernel(
-    x, y, num_rows, num_vectors, x_pitch,
+    x,  # (num_rows, 2 num_cols), rows x_pitch vectors apart
+    y,  # (num_rows, num_cols), contiguous
+    num_rows, num_vectors, x_pitch,
     ALPHA: tl.constexpr, LIMIT: tl.constexpr, COMPUTE: tl.constexpr, VECTOR: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """One tile of y. Its row length and the pitch of x count vectors of VECTOR elements: both are aligned."""
+    """Compute one tile (BLOCK_M, BLOCK_N) of y; sizes and pitches count vectors of VECTOR elements."""
+    # 1. Locate the tile: BLOCK_N pairs of each row.
     num_cols = num_vectors * VECTOR
     rows, cols, both, stored, inside = _tile(num_rows, num_cols, BLOCK_M, BLOCK_N)
+    # 2. Load and clamp the pairs.
     pairs = tl.load(x + rows * x_pitch * VECTOR + both, mask=inside, other=0.0)
     _, _, gate, up = _clamp(pairs.to(COMPUTE), LIMIT, BLOCK_M, BLOCK_N)
+    # 3. sigmoid(alpha gate), combine and store.
     s = 1.0 / (1.0 + tl.exp2((-1.4426950408889634 * ALPHA) * gate))
     tl.store(y + rows * num_cols + cols, (up + 1.0) * (gate * s), mask=stored)
 
@@ -90,20 +95,25 @@ def clamped_swiglu_kernel(
 @limits(num_vectors=MAX_SIZE)
 @jit
 def clamped_swiglu_backward_kernel(
-    grad, x, dx, num_rows, num_vectors, grad_pitch, x_pitch,
+    grad,  # (num_rows, num_cols), rows grad_pitch vectors apart
+    x,  # (num_rows, 2 num_cols), rows x_pitch vectors apart
+    dx,  # (num_rows, 2 num_cols), contiguous
+    num_rows, num_vectors, grad_pitch, x_pitch,
     ALPHA: tl.constexpr, LIMIT: tl.constexpr, COMPUTE: tl.constexpr, VECTOR: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """One tile of the gradient of x: BLOCK_N pairs of a row. Sizes and pitches as in the forward."""
+    """Compute one tile (BLOCK_M, 2 BLOCK_N) of dx; sizes and pitches as in the forward."""
+    # 1. Locate the tile, load x and grad, clamp.
     num_cols = num_vectors * VECTOR
     rows, cols, both, stored, inside = _tile(num_rows, num_cols, BLOCK_M, BLOCK_N)
     pairs = tl.load(x + rows * x_pitch * VECTOR + both, mask=inside, other=0.0).to(COMPUTE)
     g = tl.load(grad + rows * grad_pitch * VECTOR + cols, mask=stored, other=0.0).to(COMPUTE)
     gate, up, capped, bounded = _clamp(pairs, LIMIT, BLOCK_M, BLOCK_N)
-    # The sigmoid and its slope by one exponential, without cancellation: e = exp(-|alpha gate|).
+    # 2. The sigmoid and its derivative from one exponential, without cancellation: e = exp(-|alpha gate|).
     e = tl.exp2(-1.4426950408889634 * tl.abs(ALPHA * capped))
     r = 1.0 / (1.0 + e)
     s = tl.where(ALPHA * capped > 0, r, e * r)
+    # 3. Gradients, zero where gate or up was clamped; interleave and store.
     dgate = tl.where(gate <= LIMIT, g * ((bounded + 1.0) * (s + capped * (e * r * r) * ALPHA)), 0.0)
     dup = tl.where(tl.abs(up) <= LIMIT, g * (capped * s), 0.0)
     both_grads = tl.reshape(tl.join(dgate, dup), [BLOCK_M, 2 * BLOCK_N])
@@ -111,7 +121,7 @@ def clamped_swiglu_backward_kernel(
 
 
 def block_shape(num_cols: int, itemsize: int) -> tuple[int, int]:
-    """(BLOCK_M, BLOCK_N) in pairs: half the rows keep as much in flight."""
+    """Return (BLOCK_M, BLOCK_N), counted in pairs: half the rows of `rowwise` load as much."""
     block_m, block_n = rows.block_shape(num_cols, itemsize)
     return block_m // 2, block_n
 
@@ -166,22 +176,29 @@ def _check(x: Tensor) -> None:
 
 @traced("fastmp.clamped_swiglu")
 def clamped_swiglu(x: Tensor, *, alpha: float = 1.702, limit: float = 7.0) -> Tensor:
-    """(up + 1) * gate * sigmoid(alpha * gate) of clamped pairs; differentiable once.
-
-    Under autocast, in its dtype.
+    """Return (up + 1) * gate * sigmoid(alpha * gate) with clamped gate and up. Differentiable once.
 
     Args:
-        x: (..., 2F), float64, float32, bfloat16 or float16, any strides (last stride 1 avoids a copy): gates
-            at 2i, ups at 2i + 1.
-        alpha: the slope of the sigmoid; 1.702 in GPT-OSS.
-        limit: gate is at most `limit`, up at most `limit` from zero; positive, 7 in GPT-OSS.
+        x: (..., 2F), float64, float32, bfloat16 or float16, any strides (last stride 1 avoids a copy); gate
+        in
+            columns 2i, up in columns 2i + 1.
+        alpha: slope of the sigmoid; 1.702 in GPT-OSS.
+        limit: gate is clamped to at most `limit`, up to [-limit, limit]; positive, 7 in GPT-OSS.
 
     Returns:
-        A new contiguous tensor (..., F) of x's dtype. Arithmetic is in float32 (float64 for float64 x) and
-        rounded once. Where gate or up is clamped, its gradient is zero; at the bound itself it is not.
+        A new contiguous tensor (..., F) of x's dtype; under autocast, of the autocast dtype. Arithmetic is in
+        float32 (float64 for float64 x) and rounded once. A clamped value has zero gradient; at the bound
+        itself the gradient passes.
 
     Raises:
-        ValueError: the last dimension is odd, the dtype another one, or `limit` not positive.
+        ValueError: the last dimension is odd, the dtype is not supported, or `limit` is not positive.
+
+    Example:
+
+        x = torch.randn(8, 2 * 16, requires_grad=True)
+        y = fastmp.ops.clamped_swiglu(x)
+        assert y.shape == (8, 16)
+        y.sum().backward()
 
     OpenAI, "gpt-oss-120b & gpt-oss-20b Model Card", 2025.
     """

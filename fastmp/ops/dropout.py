@@ -1,10 +1,10 @@
-"""bias_dropout_add: y = residual + dropout(x + bias), and its backward; the mask is computed, never stored.
+"""bias_dropout_add: y = residual + dropout(x + bias), and its backward; the mask is never stored.
 
-Element i, counted in row-major order of x's shape, is dropped where its 32-bit word is below p 2^32. The word
-is number i % 4 of the four that Philox-4x32-10 makes of the counter i / 4 under a 64-bit seed (Salmon et al.
-2011), so the mask depends on seed, p and shape alone: not on layout, block sizes, threads, dtype or who
-serves the op. The backward makes the words again and moves 4 bytes an element in bfloat16: a gradient in, a
-gradient out. All that is kept for it is the seed, a tensor of one element on the device of x.
+Element i, in row-major order of x's shape, is dropped if its random 32-bit word is below p 2^32. The word is
+number i % 4 of the Philox-4x32-10 output for counter i / 4 under a 64-bit seed (Salmon et al. 2011), so the
+mask depends only on seed, p and shape: not on layout, block sizes, threads, dtype or backend. The backward
+computes the words again; it saves only the seed, one element on x's device, and moves 4 bytes per element in
+bfloat16.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from fastmp.profiling import traced
 
 
 def _threshold(p: float) -> int:
-    """Words below it are dropped: none at p = 0, all at p = 1 only."""
+    """Return the bound below which words are dropped: 0 at p = 0, 2^32 at p = 1 only."""
     return 1 << 32 if p == 1 else min(round(p * 2**32), 2**32 - 1)
 
 
 def keep_mask(shape: tuple[int, ...], p: float, seed: Tensor) -> Tensor:
-    """Which elements of a tensor of `shape` stay, a bool tensor: the definition of the mask."""
+    """Return the bool mask of elements that are kept; defines the mask of all backends."""
     size = math.prod(shape)
     counters = torch.arange(cdiv(size, 4), device=seed.device)
     words = philox(seed.reshape(()), counters).flatten()[:size]
@@ -44,7 +44,7 @@ def _scale(p: float) -> float:
 
 
 def reference(x: Tensor, bias: Tensor | None, residual: Tensor, p: float, seed: Tensor | None) -> Tensor:
-    """residual + dropout(x + bias) in the dtype of the residual, rounded once."""
+    """Return residual + dropout(x + bias) in the residual's dtype, rounded once."""
     h = x.to(compute_dtype(x.dtype))
     h = h if bias is None else h + bias.to(h.dtype)
     if seed is not None:
@@ -53,14 +53,14 @@ def reference(x: Tensor, bias: Tensor | None, residual: Tensor, p: float, seed: 
 
 
 def reference_into(*arguments: Any) -> None:
-    """The same, into the last argument, which is there already."""
+    """Write the result of `reference` to the last argument."""
     arguments[-1].copy_(reference(*arguments[:-1]))
 
 
 def reference_backward(
     grad: Tensor, p: float, seed: Tensor, dtype: torch.dtype, with_bias: bool
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of x and bias in `dtype`; the second is empty without a bias."""
+    """Return gradients of x and bias in `dtype`; the second is empty without a bias."""
     dh = torch.where(keep_mask(grad.shape, p, seed), grad.to(compute_dtype(grad.dtype)) * _scale(p), 0)
     dbias = sum_rows(dh.unsqueeze(0).flatten(0, -2)) if with_bias else dh.new_empty(0)
     return dh.to(dtype).contiguous(), dbias.to(dtype)
@@ -68,11 +68,11 @@ def reference_backward(
 
 @jit
 def _words(seed, rows, first_col, num_cols, VECTOR: tl.constexpr, WHOLE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Words of the tile of `rows` (int64) that starts at `first_col`.
+    """Return the random words (rows, BLOCK_N) of a tile; rows (int64) start at column `first_col`.
 
-    WHOLE: a row is a multiple of four elements, so that no four that share a counter cross rows. Words are
-    then joined in the order in which one thread loads neighbouring elements, eight or four at a time: any
-    other order would make Triton exchange them through shared memory.
+    WHOLE: the row length is a multiple of four, so the four elements of a counter lie in one row. Words are
+    then joined in the order in which a thread loads its elements, eight or four at a time; in any other order
+    Triton would exchange them through shared memory.
     """
     if WHOLE and VECTOR == 8:
         groups = first_col // 4 + 2 * tl.arange(0, BLOCK_N // 8)
@@ -93,7 +93,7 @@ def _words(seed, rows, first_col, num_cols, VECTOR: tl.constexpr, WHOLE: tl.cons
 
 @jit
 def _dropout(h, words, threshold, scale):
-    """Zero where the word is below the threshold, else scaled; both as `_mask_constants` makes them."""
+    """Return h scaled, and 0 where the word is below the threshold (encoded by `_mask_constants`)."""
     factor = scale.to(tl.float64, bitcast=True).to(h.dtype)
     return tl.where(words >= threshold.to(tl.uint32), h * factor, 0.0)
 
@@ -101,12 +101,19 @@ def _dropout(h, words, threshold, scale):
 @limits(num_vectors=MAX_SIZE)
 @jit
 def bias_dropout_add_kernel(
-    residual, x, bias, y, seed, num_rows, num_vectors, residual_pitch, x_pitch, threshold, scale,
+    residual, x,  # (num_rows, num_cols), rows residual_pitch and x_pitch vectors apart
+    bias,  # (num_cols,) or None
+    y,  # (num_rows, num_cols), contiguous
+    seed,  # one int64, or None without dropout
+    num_rows, num_vectors, residual_pitch, x_pitch, threshold, scale,
     HAS_BIAS: tl.constexpr, DROPS: tl.constexpr, COMPUTE: tl.constexpr, VECTOR: tl.constexpr,
     WHOLE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """One tile of y. Row length and pitches count vectors of VECTOR elements: that proves alignment."""
-    # Which tile.
+    """Compute one tile (BLOCK_M, BLOCK_N) of y = residual + dropout(x + bias).
+
+    num_vectors and pitches count vectors of VECTOR elements, which proves alignment to the compiler.
+    """
+    # 1. Locate the tile.
     num_cols = num_vectors * VECTOR
     column_blocks = tl.cdiv(num_cols, BLOCK_N)
     pid = tl.program_id(0)
@@ -114,11 +121,12 @@ def bias_dropout_add_kernel(
     first_col = (pid % column_blocks) * BLOCK_N
     cols = first_col + tl.arange(0, BLOCK_N)
     mask = (rows < num_rows)[:, None] & (cols < num_cols)[None, :]
-    # x + bias, dropped by words of Philox that depend on the element's index alone, + residual.
+    # 2. Load x, the residual and the bias.
     h = tl.load(x + rows[:, None] * x_pitch * VECTOR + cols[None, :], mask=mask, other=0.0).to(COMPUTE)
     r = tl.load(residual + rows[:, None] * residual_pitch * VECTOR + cols[None, :], mask=mask, other=0.0)
     if HAS_BIAS:
         h += tl.load(bias + cols, mask=cols < num_cols, other=0.0).to(COMPUTE)[None, :]
+    # 3. Drop by Philox words of the elements' indices, add the residual, store.
     if DROPS:
         words = _words(tl.load(seed), rows, first_col, num_cols, VECTOR, WHOLE, BLOCK_N)
         h = _dropout(h, words, threshold, scale)
@@ -128,12 +136,16 @@ def bias_dropout_add_kernel(
 @limits(num_vectors=MAX_SIZE, rows_per_strip=MAX_STRIP)
 @jit
 def bias_dropout_add_backward_kernel(
-    grad, dx, seed, partials, num_rows, rows_per_strip, num_vectors, grad_pitch, threshold, scale,
+    grad,  # (num_rows, num_cols), rows grad_pitch vectors apart
+    dx,  # (num_rows, num_cols), contiguous
+    seed,  # one int64
+    partials,  # (num_strips, num_cols) in COMPUTE, or None without a bias
+    num_rows, rows_per_strip, num_vectors, grad_pitch, threshold, scale,
     HAS_BIAS: tl.constexpr, COMPUTE: tl.constexpr, VECTOR: tl.constexpr, WHOLE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """dx of one strip of rows and one block of columns, and that strip's row of `partials`."""
-    # Which strip of rows and which columns.
+    """Compute dx of one strip of rows and BLOCK_N columns, and the strip's row of `partials`."""
+    # 1. Locate the strip and the columns.
     num_cols = num_vectors * VECTOR
     column_blocks = tl.cdiv(num_cols, BLOCK_N)
     pid = tl.program_id(0)
@@ -142,7 +154,7 @@ def bias_dropout_add_backward_kernel(
     cols = first_col + tl.arange(0, BLOCK_N)
     key = tl.load(seed)
     total = tl.zeros([BLOCK_M, BLOCK_N], COMPUTE)
-    # Walk down the strip with the same words as forward; dx is summed for the gradient of the bias.
+    # 2. Walk down the strip: dx = grad under the mask of the forward, stored and summed.
     for step in range(0, rows_per_strip, BLOCK_M):
         rows = strip * rows_per_strip + step + tl.arange(0, BLOCK_M)
         mask = (rows < num_rows)[:, None] & (cols < num_cols)[None, :]
@@ -152,24 +164,25 @@ def bias_dropout_add_backward_kernel(
         tl.store(dx + rows[:, None] * num_vectors * VECTOR + cols[None, :], dh, mask=mask)
         total += dh
     if HAS_BIAS:
-        # A row of partial sums for each strip, which `sum_strips` adds in order.
+        # 3. Store the strip's column sums; `sum_strips` adds the strips in order.
         tl.store(partials + strip * num_cols + cols, tl.sum(total, 0), mask=cols < num_cols)
 
 
 @lru_cache(maxsize=64)
 def _mask_constants(p: float) -> tuple[int, int]:
-    """Threshold and scale as the kernels take them: numbers that need int64 for every p, so that a kernel is
-    compiled once. Bit 32 is added to the threshold; the scale is the bits of the float64 number, since the
-    launcher would pass a float as float32.
+    """Return threshold and scale as int64 kernel arguments, so that one kernel serves every p.
+
+    The threshold has bit 32 added, so that it is never an int32. The scale is the bits of a float64, since
+    the launcher would pass a float as float32.
     """
     (scale,) = struct.unpack("q", struct.pack("d", _scale(p)))
     return (1 << 32) | _threshold(p), scale
 
 
 def block_shape(num_cols: int, itemsize: int) -> tuple[int, int]:
-    """(BLOCK_M, BLOCK_N): fewer rows at a time where their length is no multiple of four.
+    """Return (BLOCK_M, BLOCK_N): a quarter of the rows if their length is no multiple of four.
 
-    Those cost four times the work and registers.
+    Each element then needs its own Philox call: four times the work and registers.
     """
     block_m, block_n = rows.block_shape(num_cols, itemsize)
     return block_m if num_cols % 4 == 0 else max(1, block_m // 4), block_n
@@ -221,7 +234,7 @@ def launch_backward(
 
 
 def _flops(x: Tensor, bias: Tensor | None, residual: Tensor, p: float, seed: Tensor | None) -> int:
-    """Two additions and the scale; the integers of the mask are none."""
+    """Count two additions and the scale; integer operations of the mask do not count."""
     return math.prod(x.shape) * (1 + (bias is not None) + (seed is not None))
 
 
@@ -275,10 +288,12 @@ def _check(x: Tensor, bias: Tensor | None, residual: Tensor, p: float, seed: Ten
 
 
 def _check_out(out: Tensor, residual: Tensor) -> None:
-    is_, wanted = (f"{tuple(t.shape)}, {t.dtype} on {t.device}" for t in (out, residual))
-    if is_ != wanted or out.requires_grad:
+    got, expected = (f"{tuple(t.shape)}, {t.dtype} on {t.device}" for t in (out, residual))
+    if got != expected or out.requires_grad:
         needs = f"requires_grad={out.requires_grad}"
-        raise ValueError(f"bias_dropout_add: out is {is_}, {needs}, but must be {wanted}, without a gradient")
+        raise ValueError(
+            f"bias_dropout_add: out is {got}, {needs}, but must be {expected}, without a gradient"
+        )
 
 
 @traced("fastmp.bias_dropout_add")
@@ -292,29 +307,37 @@ def bias_dropout_add(
     seed: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """residual + dropout(x + bias), fused; differentiable once in x, bias and residual.
+    """Return residual + dropout(x + bias), fused. Differentiable once in x, bias and residual.
 
-    With probability p an element of x + bias becomes zero, else it is divided by 1 - p; where it is dropped,
-    also NaN and infinity are. Arithmetic is in float32 (float64 for float64 inputs) and rounded once. Under
-    autocast x and bias take its dtype, the residual keeps its own.
+    Each element of x + bias is zeroed with probability p, NaN and infinity included, else divided by 1 - p.
+    Arithmetic is in float32 (float64 for float64 inputs) and rounded once. Autocast casts x and bias, not the
+    residual.
 
     Args:
         x: (..., N), float64, float32, bfloat16 or float16, any strides (last stride 1 avoids a copy).
         bias: (N,) of x's dtype and device, or None.
         residual: of x's shape, and of its dtype or float32.
-        p: probability of an element to be dropped, exact to 2^-32.
-        training: False is p = 0: the two additions in one pass.
-        seed: one int64 number on x's device, of which the mask is a pure function; None draws it from torch's
-            default generator of that device, so that torch.manual_seed, `RngTracker.fork` and recomputation
-            repeat the mask. Not read, nor drawn, where p is 0. DTensors need one, equal on all ranks.
-        out: where to write the result, a tensor of x's shape and the residual's dtype without a gradient; no
-            view where autograd records: pass out.detach().
+        p: dropout probability, exact to 2^-32.
+        training: False means p = 0: two additions in one pass.
+        seed: one int64 on x's device that determines the mask. Default: drawn from torch's default generator
+            of that device, so that torch.manual_seed, `RngTracker.fork` and activation recomputation
+            reproduce the mask. Neither read nor drawn if p is 0. DTensors require one, equal on all ranks.
+        out: tensor of x's shape and the residual's dtype to write to, without a gradient. If autograd
+        records,
+            it must not be a view: pass out.detach().
 
     Returns:
         `out`, or a new contiguous tensor of x's shape and the residual's dtype.
 
     Raises:
-        ValueError: shapes, dtypes or devices do not fit, or p is not a probability.
+        ValueError: shapes, dtypes or devices do not match, or p is not in [0, 1].
+
+    Example:
+
+        x, residual = torch.randn(8, 16, requires_grad=True), torch.randn(8, 16)
+        seed = torch.tensor(1234)
+        y = fastmp.ops.bias_dropout_add(x, None, residual, p=0.1, seed=seed)
+        assert torch.equal(y, fastmp.ops.bias_dropout_add(x, None, residual, p=0.1, seed=seed))
 
     Srivastava et al., "Dropout", 2014; Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", 2011.
     """
@@ -323,8 +346,8 @@ def bias_dropout_add(
     if not training or p == 0:
         p, seed = 0.0, None
     elif seed is None:
-        whole = not checks.is_dtensor(x)  # whose ranks would draw different seeds
-        checks.require(whole, "bias_dropout_add: x is a DTensor of shape {}: give it a seed", x.shape)
+        local = not checks.is_dtensor(x)  # ranks of a DTensor would draw different seeds
+        checks.require(local, "bias_dropout_add: x is a DTensor of shape {}: give it a seed", x.shape)
         seed = torch.randint(-(1 << 63), (1 << 63) - 1, (), device=x.device)
     if out is None:
         return _bias_dropout_add(x, bias, residual, float(p), seed)

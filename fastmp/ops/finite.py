@@ -1,9 +1,9 @@
-"""first_not_finite: where a buffer has its first number that is not finite, searched only on demand.
+"""first_not_finite: index of the first non-finite number of a buffer, searched only if a flag is set.
 
-The search follows a norm that was not finite. Until then a step costs the launch of a kernel that reads one
-flag and ends: nothing waits for the host to decide whether to search. In the search programs walk over the
-buffer side by side, each from block to block until its own first find, and agree by an atomic minimum, so the
-result does not depend on their order.
+The search follows a gradient norm that is not finite. In all other steps the op launches a kernel that reads
+one flag and exits, so the host never waits to decide. In a search each program walks over every
+num_programs-th block until its first find, and an atomic minimum combines them, so the result does not depend
+on their order.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from fastmp.ops.core.rowwise import arithmetic
 from fastmp.profiling import traced
 
 NUM_WARPS, BLOCK = 4, 4096
-NUM_PROGRAMS = 1056  # eight for each of 132 multiprocessors
+NUM_PROGRAMS = 1056  # 8 x 132 multiprocessors
 
 
 def reference(x: Tensor, wanted: Tensor) -> Tensor:
-    """Return what `first_not_finite` says, in plain torch."""
+    """Return the index of the first non-finite number, in plain torch."""
     size = x.numel()
     result = torch.full((), size, dtype=torch.int64, device=x.device)
     if size and bool(wanted):
@@ -33,18 +33,21 @@ def reference(x: Tensor, wanted: Tensor) -> Tensor:
 
 @jit
 def first_not_finite_kernel(x, wanted, first, size, COMPUTE: tl.constexpr, BLOCK: tl.constexpr):
-    """The blocks number program_id, program_id + num_programs, ... up to the first find."""
+    """Search blocks program_id, program_id + num_programs, ... of x until the first find."""
+    # 1. Without the flag the range is empty.
     end = tl.where(tl.load(wanted) != 0, size, 0).to(tl.int64)
     found = tl.cast(size, tl.int64)
     step = tl.num_programs(0).to(tl.int64) * BLOCK
     start = tl.program_id(0).to(tl.int64) * BLOCK
+    # 2. Walk over this program's blocks.
     while start < end:
         at = start + tl.arange(0, BLOCK)
         value = tl.load(x + at, mask=at < end, other=0.0).to(COMPUTE)
-        bad = (value - value) != 0.0  # infinity less itself is not a number, which differs from all
+        bad = (value - value) != 0.0  # inf - inf and NaN - NaN are NaN, which differs from 0
         here = tl.min(tl.where(bad, at, size), 0)
         found = tl.minimum(found, here)
         start = tl.where(here < size, end, start + step)
+    # 3. Combine the finds of all programs.
     if found < size:
         tl.atomic_min(first, found, sem="relaxed")
 
@@ -70,17 +73,22 @@ _first_not_finite = register(
 @torch.no_grad()
 @traced("fastmp.first_not_finite")
 def first_not_finite(x: Tensor, wanted: Tensor) -> Tensor:
-    """Find the first number of a flat buffer that is infinite or not a number.
+    """Return the index of the first infinity or NaN of a flat buffer, without host-device synchronisation.
 
     Args:
-        x: (n,), contiguous: float64, float32, bfloat16 or float16.
-        wanted: bool, one element, on x's device; where it is False nothing of x is read.
+        x: (n,), contiguous, float64, float32, bfloat16 or float16.
+        wanted: bool, one element, on x's device; if False, x is not read.
 
     Returns:
-        a 0-dim int64 tensor: the index; n where all are finite, or where `wanted` is False.
+        0-dim int64 tensor: the index; n if all numbers are finite, or if `wanted` is False.
 
     Raises:
-        ValueError: shapes, dtypes or devices do not fit, or x is not contiguous.
+        ValueError: shapes, dtypes or devices do not match, or x is not contiguous.
+
+    Example:
+
+        x = torch.tensor([1.0, float("inf"), float("nan")])
+        assert fastmp.ops.first_not_finite(x, torch.tensor(True)).item() == 1
     """
     require = checks.require
     fits = x.dim() == 1 and x.is_contiguous() and x.is_floating_point()

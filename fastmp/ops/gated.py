@@ -1,10 +1,10 @@
 """swiglu and geglu: y = activation(gate) * up, and its backward.
 
-gate and up are the halves of x + bias = [gate | up], or two tensors.
-Only the arguments are saved; the backward recomputes the activation from them. SiLU and the tanh form of GeLU
-are h * sigmoid(w(h)), one exp2 and one reciprocal, from which the activation and its slope follow. The bias
-gradient comes out of the same pass (see rows.py).
-Gated linear units: Dauphin et al. 2017 (arXiv 1612.08083); these two: Shazeer 2020 (arXiv 2002.05202).
+gate and up are the halves of x + bias = [gate | up], or two tensors. Only the arguments are saved; the
+backward recomputes the activation. SiLU and the tanh form of GeLU are h * sigmoid(w(h)): one exp2 and one
+reciprocal give both the activation and its derivative. The bias gradient comes from the same pass (see
+core/rowwise.py). Gated linear units: Dauphin et al. 2017 (arXiv 1612.08083); these two: Shazeer 2020 (arXiv
+2002.05202).
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ _FUNCTION = {"silu": "swiglu", "gelu_tanh": "geglu", "gelu": "geglu"}
 
 
 def _parts(x: Tensor, up: Tensor | None) -> tuple[Tensor, ...]:
-    """gate and up, as views."""
+    """Return gate and up as views."""
     half = x.shape[-1] // 2
     return (x[..., :half], x[..., half:]) if up is None else (x, up)
 
 
 def _shifted(x: Tensor, up: Tensor | None, bias: Tensor | None) -> list[Tensor]:
-    """gate and up with the bias, in the dtype of the arithmetic."""
+    """Return gate and up with the bias added, in the dtype of the arithmetic."""
     wide = [part.to(compute_dtype(x.dtype)) for part in _parts(x, up)]
     shifts = (None, None) if bias is None else bias.to(wide[0].dtype).chunk(2)
     return [h if shift is None else h + shift for h, shift in zip(wide, shifts, strict=True)]
@@ -56,7 +56,7 @@ def _slope(gate: Tensor, activation: str) -> Tensor:
 
 
 def reference(x: Tensor, bias: Tensor | None, activation: str, up: Tensor | None = None) -> Tensor:
-    """activation(gate) * up, rounded once; x is the gate where `up` is given, else [gate | up]."""
+    """Return activation(gate) * up, rounded once; x is [gate | up], or the gate if `up` is passed."""
     gate, factor = _shifted(x, up, bias)
     return _activated(gate, activation).mul_(factor).to(x.dtype).contiguous()
 
@@ -64,7 +64,7 @@ def reference(x: Tensor, bias: Tensor | None, activation: str, up: Tensor | None
 def reference_backward(
     grad: Tensor, x: Tensor, bias: Tensor | None, activation: str, up: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of x, up and bias; empty for what is not given."""
+    """Return gradients of x, up and bias; empty for an absent up or bias."""
     gate, factor = _shifted(x, up, bias)
     dgate = _slope(gate, activation).mul_(factor).mul_(grad)
     dup = _activated(gate, activation).mul_(grad)
@@ -77,6 +77,7 @@ def reference_backward(
 
 @jit
 def activate(h, FORM: tl.constexpr):
+    """Return the activation of h: "silu", "gelu_tanh" or "gelu"."""
     if FORM == "silu":
         return h * (1.0 / (1.0 + tl.exp2(-1.4426950408889634 * h)))
     else:
@@ -85,7 +86,7 @@ def activate(h, FORM: tl.constexpr):
 
 @jit
 def _factors(h, FORM: tl.constexpr):
-    """(p, q) of the activation h p, whose slope is p + h q."""
+    """Return (p, q) such that the activation is h p and its derivative p + h q."""
     if FORM == "silu":
         e = tl.exp2(-1.4426950408889634 * tl.abs(h))
         r = 1.0 / (1.0 + e)  # sigmoid(|h|)
@@ -97,15 +98,18 @@ def _factors(h, FORM: tl.constexpr):
 @limits(num_vectors=MAX_SIZE)
 @jit
 def gated_activation_kernel(
-    gates, ups, bias, y, num_rows, num_vectors, gate_pitch, up_pitch,
+    gates, ups,  # (num_rows, num_cols); JOINED: gates is x (num_rows, 2 num_cols), ups is unused
+    bias,  # (2 num_cols,) or None
+    y,  # (num_rows, num_cols), contiguous
+    num_rows, num_vectors, gate_pitch, up_pitch,
     JOINED: tl.constexpr, HAS_BIAS: tl.constexpr, FORM: tl.constexpr, COMPUTE: tl.constexpr,
     VECTOR: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """One tile of y. Its row length and the pitches count vectors of VECTOR elements: all are aligned.
+    """Compute one tile (BLOCK_M, BLOCK_N) of y = activation(gate) * up.
 
-    JOINED: gate and up are the halves of one tensor. `ups` and `up_pitch` are not used then.
+    num_vectors and pitches count vectors of VECTOR elements, which proves alignment to the compiler.
     """
-    # Which tile, and the same place in gate and up.
+    # 1. Locate the tile in gate and up.
     num_cols = num_vectors * VECTOR
     column_blocks = tl.cdiv(num_cols, BLOCK_N)
     pid = tl.program_id(0)
@@ -117,12 +121,13 @@ def gated_activation_kernel(
         ups = gates + num_cols
     else:
         ups += rows[:, None] * up_pitch * VECTOR + cols[None, :]
+    # 2. Load both, add the biases.
     gate = tl.load(gates, mask=mask, other=0.0).to(COMPUTE)
     up = tl.load(ups, mask=mask, other=0.0).to(COMPUTE)
     if HAS_BIAS:
         gate += tl.load(bias + cols, mask=cols < num_cols, other=0.0).to(COMPUTE)[None, :]
         up += tl.load(bias + num_cols + cols, mask=cols < num_cols, other=0.0).to(COMPUTE)[None, :]
-    # Activate the gate, multiply and store.
+    # 3. Activate the gate, multiply, store.
     out = y + rows[:, None] * num_vectors * VECTOR + cols[None, :]
     tl.store(out, activate(gate, FORM) * up, mask=mask)
 
@@ -130,17 +135,16 @@ def gated_activation_kernel(
 @limits(num_vectors=MAX_SIZE, rows_per_strip=MAX_STRIP)
 @jit
 def gated_activation_backward_kernel(
-    grad, gates, ups, bias, dgates, dups, partials, num_rows, rows_per_strip, num_vectors, grad_pitch,
-    gate_pitch, up_pitch,
+    grad, gates, ups,  # (num_rows, num_cols); JOINED: gates is x (num_rows, 2 num_cols), ups is unused
+    bias,  # (2 num_cols,) or None
+    dgates, dups,  # (num_rows, num_cols), contiguous; JOINED: dgates is dx, dups is unused
+    partials,  # (num_strips, 2 num_cols) in COMPUTE, or None without a bias
+    num_rows, rows_per_strip, num_vectors, grad_pitch, gate_pitch, up_pitch,
     JOINED: tl.constexpr, HAS_BIAS: tl.constexpr, FORM: tl.constexpr, COMPUTE: tl.constexpr,
     VECTOR: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Both gradients of one strip of rows and one block of columns, and their sums in `partials`.
-
-    JOINED: gate and up, and so their gradients, are the halves of one tensor. `ups`, `dups` and `up_pitch`
-    are not used then.
-    """
-    # Which strip of rows and which columns; both biases stay in registers.
+    """Compute both gradients of one strip of rows and BLOCK_N columns, and the strip's row of `partials`."""
+    # 1. Locate the strip and the columns; both biases stay in registers.
     num_cols = num_vectors * VECTOR
     column_blocks = tl.cdiv(num_cols, BLOCK_N)
     pid = tl.program_id(0)
@@ -156,19 +160,19 @@ def gated_activation_backward_kernel(
         up_bias = tl.load(bias + num_cols + cols, mask=inside, other=0.0).to(COMPUTE)
     gate_total = tl.zeros([BLOCK_M, BLOCK_N], COMPUTE)
     up_total = tl.zeros([BLOCK_M, BLOCK_N], COMPUTE)
-    # Walk down the strip: both gradients are stored, and summed for the gradient of the bias.
+    # 2. Walk down the strip: both gradients are stored, and summed for the bias gradient.
     for step in range(0, rows_per_strip, BLOCK_M):
         rows = strip * rows_per_strip + step + tl.arange(0, BLOCK_M)
         mask = (rows < num_rows)[:, None] & inside[None, :]
         g = tl.load(grad + rows[:, None] * grad_pitch * VECTOR + cols[None, :], mask=mask, other=0.0)
         gate_at = rows[:, None] * gate_pitch * VECTOR + cols[None, :]
-        # one set of offsets for both halves of a tensor: the exact GELU has no registers to spare
+        # one set of offsets for both halves: the exact GeLU has no registers to spare
         up_at = gate_at if JOINED else rows[:, None] * up_pitch * VECTOR + cols[None, :]
         gate = tl.load(gates + gate_at, mask=mask, other=0.0)
         up = tl.load(ups + up_at, mask=mask, other=0.0)
         g = g.to(COMPUTE)
         gate = gate.to(COMPUTE) + gate_bias[None, :]
-        # form(gate) = gate p, its slope p + gate q: one exponential for both.
+        # activation = gate p, derivative = p + gate q: one exponential for both
         p, q = _factors(gate, FORM)
         dgate = g * ((up.to(COMPUTE) + up_bias[None, :]) * (p + gate * q))
         dup = g * (gate * p)
@@ -178,20 +182,20 @@ def gated_activation_backward_kernel(
         gate_total += dgate
         up_total += dup
     if HAS_BIAS:
-        # A row of partial sums for each strip, which `sum_strips` adds in order.
+        # 3. Store the strip's column sums; `sum_strips` adds the strips in order.
         sums = partials + strip * 2 * num_cols + cols
         tl.store(sums, tl.sum(gate_total, 0), mask=inside)
         tl.store(sums + num_cols, tl.sum(up_total, 0), mask=inside)
 
 
 def backward_block_shape(num_cols: int, itemsize: int) -> tuple[int, int]:
-    """(BLOCK_M, BLOCK_N) of the backward: three tensors come in, so half the rows keep as much in flight."""
+    """Return (BLOCK_M, BLOCK_N) of the backward: half the rows, for it loads three tensors."""
     block_m, block_n = rows.block_shape(num_cols, itemsize)
     return block_m // 2, block_n
 
 
 def _shape(x: Tensor, up: Tensor | None) -> tuple[int, ...]:
-    """The shape of y."""
+    """Return the shape of y."""
     return tuple(x.shape) if up is not None else (*x.shape[:-1], x.shape[-1] // 2)
 
 
@@ -215,7 +219,7 @@ def launch(x: Tensor, bias: Tensor | None, activation: str, up: Tensor | None = 
 
 
 def _halves(x: Tensor, up: Tensor | None) -> tuple[tuple[Tensor, ...], tuple[None, ...], tuple[int, ...]]:
-    """Return what a kernel reads as rows, and what takes the places of `ups` and its pitch if x is both."""
+    """Return (row tensors, placeholder for `ups`, placeholder for its pitch) of a kernel call."""
     return ((x,), (None,), (0,)) if up is None else ((x, up), (), ())
 
 
@@ -282,21 +286,26 @@ def _gated(x: Tensor, up: Tensor | None, bias: Tensor | None, activation: str) -
 
 @traced("fastmp.swiglu")
 def swiglu(x: Tensor, up: Tensor | None = None, *, bias: Tensor | None = None) -> Tensor:
-    """silu(gate) * up, fused; differentiable once. Under autocast, in its dtype.
+    """Return silu(gate) * up, fused. Differentiable once.
 
     Args:
         x: (..., 2F) = [gate | up], float64, float32, bfloat16 or float16, any strides (last stride 1 avoids
-            a copy). With `up`, the gate alone (..., F).
-        up: of the shape, dtype and device of the gate, where the two are tensors of their own, as two
-            products make them.
-        bias: (2F,) of the same dtype and device, added to [gate | up] first, or None.
+            a copy); with `up`, the gate alone (..., F).
+        up: (..., F), of the gate's dtype and device, if gate and up come from two GEMMs.
+        bias: (2F,), of the same dtype and device, added to [gate | up] first, or None.
 
     Returns:
-        A new contiguous tensor (..., F) of x's dtype. Arithmetic is in float32 (float64 for float64 inputs)
-        and rounded once; the bias gradient is accumulated in the same precision.
+        A new contiguous tensor (..., F) of x's dtype; under autocast, of the autocast dtype. Arithmetic is in
+        float32 (float64 for float64 inputs) and rounded once; so is the accumulated bias gradient.
 
     Raises:
-        ValueError: shapes, dtypes or devices do not fit.
+        ValueError: shapes, dtypes or devices do not match.
+
+    Example:
+
+        x = torch.randn(8, 2 * 16, requires_grad=True)
+        gate, up = x.chunk(2, -1)
+        assert torch.equal(fastmp.ops.swiglu(x), fastmp.ops.swiglu(gate, up))
 
     Shazeer, "GLU Variants Improve Transformer", 2020.
     """
@@ -307,13 +316,23 @@ def swiglu(x: Tensor, up: Tensor | None = None, *, bias: Tensor | None = None) -
 def geglu(
     x: Tensor, up: Tensor | None = None, *, bias: Tensor | None = None, approximate: str = "tanh"
 ) -> Tensor:
-    """gelu(gate) * up, fused; differentiable once. Under autocast, in its dtype.
+    """Return gelu(gate) * up, fused. Differentiable once.
 
     Args:
         x, up, bias: as for `swiglu`.
         approximate: "tanh" or "none" (the exact form with erf).
 
-    Returns, raises: as `swiglu`; ValueError also where `approximate` is neither of the two.
+    Returns:
+        As for `swiglu`.
+
+    Raises:
+        ValueError: as for `swiglu`, or `approximate` is unknown.
+
+    Example:
+
+        x = torch.randn(8, 2 * 16, requires_grad=True)
+        y = fastmp.ops.geglu(x, approximate="none")
+        assert y.shape == (8, 16)
 
     Shazeer, "GLU Variants Improve Transformer", 2020.
     """

@@ -1,11 +1,13 @@
-"""rms_norm and layer_norm over the last dimension, with the residual addition before them in the same pass.
+"""rms_norm and layer_norm over the last dimension, fused with the preceding residual addition.
 
-What is normalised is `total`: x, or x + residual rounded to x's dtype, so that the result is that of the two
-steps. Saved are total, weight and one or two numbers a row: rstd = 1 / sqrt(variance + eps), then the mean.
-With n = (total - mean) rstd and h = grad weight, the gradient of total is
-rstd (h - n mean(h n) - mean(h)) + grad_total, where grad_total is what arrives from the residual stream; the
-means are over the row, and the last one, like `mean` itself, is absent in rms_norm.
-RMSNorm: Zhang and Sennrich 2019 (arXiv 1910.07467); LayerNorm: Ba, Kiros and Hinton 2016 (arXiv 1607.06450).
+    total = x, or x + residual rounded to x's dtype, so that the result equals that of two separate ops
+    n     = (total - mean) rstd,  rstd = 1 / sqrt(variance + eps)        rms_norm: mean = 0
+    y     = n weight + bias
+
+Saved are total, weight and, per row, rstd and the mean (layer_norm only). With h = grad_y weight, the
+gradient of total is rstd (h - n mean(h n) - mean(h)) + grad_total, where means are over the row, mean(h) is
+absent in rms_norm, and grad_total is the gradient of the residual stream. RMSNorm: Zhang and Sennrich 2019
+(arXiv 1910.07467); LayerNorm: Ba, Kiros and Hinton 2016 (arXiv 1607.06450).
 """
 
 from __future__ import annotations
@@ -25,14 +27,14 @@ _NARROW = (torch.bfloat16, torch.float16)
 
 
 def _mean(rows: Tensor) -> Tensor:
-    """Mean over the last dimension, kept, the same on any number of threads."""
+    """Return the mean over the last dimension (keepdim), independent of the number of threads."""
     return sum_rows(rows.movedim(-1, 0)).unsqueeze(-1).div_(rows.shape[-1])
 
 
 def _reference(
     centred: bool, x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """y, x + residual (empty without), and stats (1 or 2, ...): rstd, then the mean if `centred`."""
+    """Return y, total (empty without a residual), and stats (1 or 2, ...): rstd and, if `centred`, mean."""
     y, total, stats = _new_results(x, residual, centred)
     if x.numel() == 0:
         return y, total, stats.zero_()
@@ -55,7 +57,7 @@ def _reference_backward(
     centred: bool, grad: Tensor, grad_total: Tensor | None, total: Tensor, weight: Tensor, stats: Tensor,
     with_bias: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Gradients of total and, as rows of one tensor, of weight and bias."""
+    """Return the gradients of total and, as rows of one tensor, of weight and bias."""
     check_stats(centred, total, stats)
     dx, dparams = _new_gradients(total, weight, with_bias)
     if total.numel() == 0:
@@ -82,7 +84,7 @@ def _new_gradients(total: Tensor, weight: Tensor, with_bias: bool) -> tuple[Tens
     return total.new_empty(total.shape), weight.new_empty((2 if with_bias else 1, *weight.shape))
 
 
-# Rounded counts of operations.
+# Rounded operation counts.
 
 
 def _flops(x: Tensor, residual: Tensor | None, bias: Tensor | None, centred: bool) -> int:
@@ -93,8 +95,8 @@ def _flops_backward(grad_total: Tensor | None, total: Tensor, centred: bool, wit
     return math.prod(total.shape) * (9 + 3 * centred + (grad_total is not None) + with_bias)
 
 
-# The two ops differ in mean and bias alone: the first argument of their functions says which it is.
-
+# The two ops differ only in mean and bias: the first argument of the shared functions, `centred`, selects
+# one.
 
 register(
     "rms_norm_backward(Tensor grad, Tensor? grad_total, Tensor total, Tensor weight, Tensor stats)"
@@ -158,7 +160,7 @@ def _check(
 def _prepare(
     op: str, x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
-    """Return the tensors under the rules of autocast, checked."""
+    """Apply autocast and check the arguments. Return the tensors."""
     x, residual = autocast(x, residual)
     if weight.dtype not in (x.dtype, torch.float32):
         weight, bias = autocast(weight, bias)
@@ -170,23 +172,28 @@ def _prepare(
 def rms_norm(
     x: Tensor, weight: Tensor, *, eps: float = 1e-6, residual: Tensor | None = None
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """x / sqrt(mean(x^2) + eps) * weight over the last dimension; differentiable once in all tensors.
+    """Return x / sqrt(mean(x^2) + eps) * weight over the last dimension. Differentiable once in all tensors.
 
     Args:
-        x: (..., H), float64, float32, bfloat16 or float16, any strides (last stride 1 avoids a copy).
-        weight: (H,) of x's dtype, or float32 with a 16-bit x; its gradient has its dtype.
-        eps: added to the mean square.
-        residual: of x's shape and dtype: normalise s = x + residual, rounded once to x's dtype, instead.
+        x: (..., H), float64, float32, bfloat16 or float16, any strides (last stride 1 avoids a copy). weight:
+        (H,), of x's dtype, or float32 with a 16-bit x; its gradient has its dtype. eps: term added to the
+        mean square. residual: of x's shape and dtype; if passed, s = x + residual is normalised, rounded once
+        to x's dtype.
 
     Returns:
         y, or (y, s) with a residual: new contiguous tensors of x's shape and dtype. s is the new residual
-        stream; its gradient is added in the backward pass of the norm. Arithmetic, and sums over rows for the
-        gradient of weight, are in float32 (float64 for float64 inputs) and rounded once.
-
-    Under autocast x and residual, and so y and s, take its dtype; float32 weights stay as they are.
+        stream; the backward of the norm adds its gradient. Arithmetic and the weight gradient's sums are in
+        float32 (float64 for float64 inputs) and rounded once. Autocast casts x and residual, not float32
+        weights.
 
     Raises:
-        ValueError: shapes, dtypes or devices do not fit, or eps is negative.
+        ValueError: shapes, dtypes or devices do not match, or eps is negative.
+
+    Example:
+
+        x, residual, weight = torch.randn(4, 16), torch.randn(4, 16), torch.ones(16)
+        y, residual = fastmp.ops.rms_norm(x, weight, residual=residual)
+        assert torch.allclose(y, torch.nn.functional.rms_norm(residual, (16,), eps=1e-6), atol=1e-6)
 
     Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019.
     """
@@ -204,17 +211,27 @@ def layer_norm(
     eps: float = 1e-5,
     residual: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """(x - mean) / sqrt(variance + eps) * weight + bias over the last dimension; differentiable once.
+    """Return (x - mean) / sqrt(variance + eps) * weight + bias over the last dimension. Differentiable once.
 
-    The variance is that of the row itself (divided by H), computed from the centred row.
+    The variance is biased (divided by H) and computed from the centred row.
 
     Args:
         x, weight, residual: as in `rms_norm`.
-        bias: (H,) of weight's dtype, or None.
-        eps: added to the variance.
+        bias: (H,), of weight's dtype, or None.
+        eps: term added to the variance.
 
     Returns:
-        y, or (y, s) with a residual, as in `rms_norm`; so are dtypes, autocast and errors.
+        y, or (y, s) with a residual, as in `rms_norm`; the same dtypes and autocast rules apply.
+
+    Raises:
+        ValueError: as in `rms_norm`.
+
+    Example:
+
+        x = torch.randn(4, 16, requires_grad=True)
+        weight, bias = torch.ones(16), torch.zeros(16)
+        y = fastmp.ops.layer_norm(x, weight, bias)
+        assert torch.allclose(y, torch.nn.functional.layer_norm(x, (16,)), atol=1e-6)
 
     Ba, Kiros and Hinton, "Layer Normalization", 2016.
     """

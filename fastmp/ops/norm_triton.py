@@ -1,10 +1,12 @@
 """Triton kernels of rms_norm and layer_norm, and their launches.
 
-A program holds whole rows in registers, so each element is read once. Forward, a program is one block of
-rows. Backward, a fixed number of programs walk over the blocks, the next rows being on their way to shared
-memory, and each adds up its share of the weight and bias gradients; a second kernel adds the shares in order.
-Rows too long for registers are walked over in blocks of columns.
-`total` is what is normalised, x or x + residual; `stats` holds 1 / deviation of all rows, then their means.
+- Forward: one program per block of rows, which stay in registers, so each element is read once.
+- Backward: persistent programs walk over blocks of rows, with the next block prefetched to shared memory.
+Each
+  sums its part of the weight and bias gradients; `sum_strips` adds the programs' sums in order.
+- The "wide" kernels walk over blocks of columns, for rows too long for registers.
+
+`total` is the normalised tensor, x or x + residual; `stats` holds rstd of all rows, then their means.
 """
 
 from __future__ import annotations
@@ -31,40 +33,45 @@ from fastmp.ops.core.built import has_code_for
 from fastmp.ops.core.registry import compute_dtype, shared_memory
 from fastmp.ops.core.rowwise import arithmetic, as_rows, empty_like, sum_strips, vector_width
 
-# BLOCK_M, BLOCK_N and warps for rows too long for registers
+# (BLOCK_M, BLOCK_N, warps) of the wide kernels
 WIDE_BLOCK, WIDE_BACKWARD_BLOCK = (1, 4096, 8), (4, 2048, 16)
-_CLUSTER, _STATIC = 8, 5 << 10  # of the CUDA C++ kernel: blocks of a cluster, and shared memory left free
-_MULTIPROCESSORS = 132  # of an H200; a grid that a shape alone decides keeps results equal everywhere
+_CLUSTER, _STATIC = 8, 5 << 10  # CUDA C++ kernel: blocks per cluster, and bytes of shared memory kept free
+_MULTIPROCESSORS = 132  # of an H200; a grid that depends on the shape alone gives equal results on all GPUs
 
 
 @jit
 def _load_rows(data, rows, cols, pitch, mask, VECTOR: tl.constexpr, COMPUTE: tl.constexpr):
-    """Row length and pitches count vectors of VECTOR elements, which proves their alignment."""
+    """Load a tile of rows; `pitch` counts vectors of VECTOR elements, which proves their alignment."""
     return tl.load(data + rows[:, None] * pitch * VECTOR + cols[None, :], mask=mask, other=0.0).to(COMPUTE)
 
 
 @limits(num_vectors=MAX_SIZE)
 @jit
 def norm_kernel(
-    x, residual, weight, bias, y, total, stats, num_rows, num_vectors, x_pitch, residual_pitch,
+    x, residual,  # (num_rows, num_cols), rows x_pitch and residual_pitch vectors apart; residual or None
+    weight, bias,  # (num_cols,); bias or None
+    y, total,  # (num_rows, num_cols), contiguous; total is written only with a residual
+    stats,  # (2, num_rows): rstd, then mean if CENTRED
+    num_rows, num_vectors, x_pitch, residual_pitch,
     EPS: tl.constexpr, CENTRED: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_BIAS: tl.constexpr,
     COMPUTE: tl.constexpr, VECTOR: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """y, total and stats of one block of rows."""
+    """Compute y, total and stats of BLOCK_M rows; BLOCK_N covers a whole row."""
+    # 1. Locate the rows.
     num_cols = num_vectors * VECTOR
     rows = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     cols = tl.arange(0, BLOCK_N)
     there, here = rows < num_rows, cols < num_cols
     mask = there[:, None] & here[None, :]
     out = rows[:, None] * num_vectors * VECTOR + cols[None, :]
-    # x + residual, rounded as it is stored: what is normalised is what the next layer adds to.
+    # 2. total = x + residual, rounded before it is normalised: the next layer adds to the rounded value.
     h = _load_rows(x, rows, cols, x_pitch, mask, VECTOR, COMPUTE)
     if HAS_RESIDUAL:
         h += _load_rows(residual, rows, cols, residual_pitch, mask, VECTOR, COMPUTE)
         rounded = h.to(total.dtype.element_ty)
         tl.store(total + out, rounded, mask=mask)
         h = rounded.to(COMPUTE)
-    # Statistics of rows that stay in registers: the mean first, then squares of what is centred.
+    # 3. Statistics, with the rows in registers: the mean, then the variance of the centred row.
     w = tl.load(weight + cols, mask=here, other=0.0)
     if CENTRED:
         mean = tl.sum(h, 1) / num_cols
@@ -72,7 +79,7 @@ def norm_kernel(
         h = tl.where(here[None, :], h - mean[:, None], 0.0)
     rstd = tl.rsqrt(tl.sum(h * h, 1) / num_cols + EPS)
     tl.store(stats + rows, rstd, mask=there)
-    # Scale, shift and store.
+    # 4. Scale, shift and store.
     h = h * rstd[:, None] * w.to(COMPUTE)[None, :]
     if HAS_BIAS:
         h += tl.load(bias + cols, mask=here, other=0.0).to(COMPUTE)[None, :]
@@ -82,16 +89,20 @@ def norm_kernel(
 @limits(num_vectors=MAX_SIZE)
 @jit
 def norm_wide_kernel(
-    total, weight, bias, y, stats, num_rows, num_vectors, total_pitch,
+    total,  # (num_rows, num_cols), rows total_pitch vectors apart
+    weight, bias,  # (num_cols,); bias or None
+    y,  # (num_rows, num_cols), contiguous
+    stats,  # (2, num_rows): rstd, then mean if CENTRED
+    num_rows, num_vectors, total_pitch,
     EPS: tl.constexpr, CENTRED: tl.constexpr, HAS_BIAS: tl.constexpr, COMPUTE: tl.constexpr,
     VECTOR: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """y and stats of one row, read from memory once and then from the caches."""
+    """Compute y and stats of one row in three passes; the first reads memory, the others the caches."""
     num_cols = num_vectors * VECTOR
     row = tl.program_id(0).to(tl.int64)
     total += row * total_pitch * VECTOR
     y += row * num_vectors * VECTOR
-    # First pass: the mean.
+    # 1. First pass: the mean.
     mean = tl.zeros([], COMPUTE)
     if CENTRED:
         sums = tl.zeros([BLOCK_N], COMPUTE)
@@ -100,7 +111,7 @@ def norm_wide_kernel(
             sums += tl.load(total + cols, mask=cols < num_cols, other=0.0).to(COMPUTE)
         mean = tl.sum(sums, 0) / num_cols
         tl.store(stats + num_rows + row, mean)
-    # Second pass, from the caches: squares of what is centred.
+    # 2. Second pass: the variance of the centred row.
     squares = tl.zeros([BLOCK_N], COMPUTE)
     for start in range(0, num_cols, BLOCK_N):
         cols = start + tl.arange(0, BLOCK_N)
@@ -108,7 +119,7 @@ def norm_wide_kernel(
         h = tl.where(cols < num_cols, h - mean, 0.0)
         squares += h * h
     rstd = tl.rsqrt(tl.sum(squares, 0) / num_cols + EPS)
-    # Third pass: scale, shift and store.
+    # 3. Third pass: scale, shift and store.
     tl.store(stats + row, rstd)
     for start in range(0, num_cols, BLOCK_N):
         cols = start + tl.arange(0, BLOCK_N)
@@ -123,17 +134,21 @@ def norm_wide_kernel(
 @limits(num_vectors=MAX_SIZE, num_rows=MAX_COUNT, programs=MAX_WALKING)
 @jit
 def norm_backward_kernel(
-    grad, grad_total, total, weight, stats, dx, partials, num_rows, num_vectors, grad_pitch, grad_total_pitch,
-    total_pitch,
+    grad, grad_total, total,  # (num_rows, num_cols), rows *_pitch vectors apart; grad_total or None
+    weight,  # (num_cols,)
+    stats,  # (2, num_rows): rstd, then mean if CENTRED
+    dx,  # (num_rows, num_cols), contiguous
+    partials,  # (num_programs, 2, num_cols) in COMPUTE: dweight, then dbias if HAS_BIAS
+    num_rows, num_vectors, grad_pitch, grad_total_pitch, total_pitch,
     CENTRED: tl.constexpr, HAS_GRAD_TOTAL: tl.constexpr, HAS_BIAS: tl.constexpr, COMPUTE: tl.constexpr,
     VECTOR: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
-    """dx of every num_programs-th block of rows, and this program's row of `partials`."""
+    """Compute dx of every num_programs-th block of rows, and this program's row of `partials`."""
+    # 1. The weight and the sums of the parameter gradients stay in registers over all blocks.
     num_cols = num_vectors * VECTOR
     pid = tl.program_id(0)
     cols = tl.arange(0, BLOCK_N)
     here = cols < num_cols
-    # The weight and the sums of the parameters' gradients stay in registers over all blocks.
     w = tl.load(weight + cols, mask=here, other=0.0).to(COMPUTE)[None, :]
     dweight = tl.zeros([BLOCK_M, BLOCK_N], COMPUTE)
     dbias = tl.zeros([BLOCK_M, BLOCK_N], COMPUTE)
@@ -141,7 +156,7 @@ def norm_backward_kernel(
         rows = (block * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
         there = rows < num_rows
         mask = here[None, :] if BLOCK_M == 1 else there[:, None] & here[None, :]
-        # The normalised rows again, from the statistics.
+        # 2. Recompute the normalised rows from the statistics.
         g = _load_rows(grad, rows, cols, grad_pitch, mask, VECTOR, COMPUTE)
         h = _load_rows(total, rows, cols, total_pitch, mask, VECTOR, COMPUTE)
         rstd = tl.load(stats + rows, mask=there, other=0.0)[:, None]
@@ -151,7 +166,7 @@ def norm_backward_kernel(
         dweight += g * h
         if HAS_BIAS:
             dbias += g
-        # dx = (g w - the mean - the part along h) / deviation, then the gradient that came past the norm.
+        # 3. dx = rstd (g w - h mean(g w h) - mean(g w)) + grad_total.
         g *= w
         d = g - h * (tl.sum(g * h, 1) / num_cols)[:, None]
         if CENTRED:
@@ -160,7 +175,7 @@ def norm_backward_kernel(
         if HAS_GRAD_TOTAL:
             d += _load_rows(grad_total, rows, cols, grad_total_pitch, mask, VECTOR, COMPUTE)
         tl.store(dx + rows[:, None] * num_vectors * VECTOR + cols[None, :], d, mask=mask)
-    # This program's share of the parameters' gradients, added to the others' in order by `sum_strips`.
+    # 4. Store this program's sums of the parameter gradients; `sum_strips` adds the programs in order.
     partials += pid.to(tl.int64) * num_cols * (2 if HAS_BIAS else 1) + cols
     tl.store(partials, tl.sum(dweight, 0), mask=here)
     if HAS_BIAS:
@@ -170,15 +185,23 @@ def norm_backward_kernel(
 @limits(num_vectors=MAX_SIZE, num_rows=MAX_COUNT, programs=MAX_WALKING)
 @jit
 def norm_backward_wide_kernel(
-    grad, grad_total, total, weight, stats, dx, partials, num_rows, num_vectors, grad_pitch, grad_total_pitch,
-    total_pitch,
+    grad, grad_total, total,  # (num_rows, num_cols), rows *_pitch vectors apart; grad_total or None
+    weight,  # (num_cols,)
+    stats,  # (2, num_rows): rstd, then mean if CENTRED
+    dx,  # (num_rows, num_cols), contiguous
+    partials,  # (num_programs, 2, num_cols) in COMPUTE: dweight, then dbias if HAS_BIAS
+    num_rows, num_vectors, grad_pitch, grad_total_pitch, total_pitch,
     CENTRED: tl.constexpr, HAS_GRAD_TOTAL: tl.constexpr, HAS_BIAS: tl.constexpr, COMPUTE: tl.constexpr,
     VECTOR: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
-    """The same for rows of any length: grad and total are read twice, the second time from a cache, and the
-    partial sums live in memory, where a block of rows passes them once."""
+    """As `norm_backward_kernel` for rows of any length.
+
+    grad and total are read twice, the second time from a cache. The sums of the parameter gradients live in
+    `partials`, which each block of rows reads and writes once.
+    """
     num_cols = num_vectors * VECTOR
-    # Partial sums that are not aligned to 16 bytes are not stored by the threads that read them.
+    # If partial sums are not aligned to 16 bytes, threads load and store different elements: barriers are
+    # needed.
     STORED_BY_OTHERS: tl.constexpr = VECTOR * COMPUTE.primitive_bitwidth < 128
     pid = tl.program_id(0)
     partials += pid.to(tl.int64) * num_cols * (2 if HAS_BIAS else 1)
@@ -189,7 +212,7 @@ def norm_backward_wide_kernel(
         mean = tl.zeros([BLOCK_M, 1], COMPUTE)
         if CENTRED:
             mean = tl.load(stats + num_rows + rows, mask=there, other=0.0)[:, None]
-        # First pass over the columns: the mean of the gradient and its part along h, of each row.
+        # 1. First pass over the columns: mean(g w h) and mean(g w) of each row.
         along = tl.zeros([BLOCK_M, BLOCK_N], COMPUTE)
         level = tl.zeros([BLOCK_M, BLOCK_N], COMPUTE)
         for start in tl.range(0, num_cols, BLOCK_N, num_stages=NUM_STAGES):
@@ -201,7 +224,7 @@ def norm_backward_wide_kernel(
             g *= tl.load(weight + cols, mask=here, other=0.0).to(COMPUTE)[None, :]
             along += g * h
             level += g
-        # Second pass, grad and total from a cache: sums of the parameters' gradients in memory, and dx.
+        # 2. Second pass, grad and total from a cache: update the sums of the parameter gradients, store dx.
         along_row = (tl.sum(along, 1) / num_cols)[:, None]
         level_row = tl.zeros([BLOCK_M, 1], COMPUTE)
         if CENTRED:
@@ -212,7 +235,7 @@ def norm_backward_wide_kernel(
             mask = there[:, None] & here[None, :]
             g = _load_rows(grad, rows, cols, grad_pitch, mask, VECTOR, COMPUTE)
             h = (_load_rows(total, rows, cols, total_pitch, mask, VECTOR, COMPUTE) - mean) * rstd
-            later = here & (block != pid)  # the first block finds nothing to add to
+            later = here & (block != pid)  # the first block has nothing to add to
             if STORED_BY_OTHERS:
                 tl.debug_barrier()
             sums = tl.sum(g * h, 0) + tl.load(partials + cols, mask=later, other=0.0)
@@ -232,10 +255,10 @@ def norm_backward_wide_kernel(
 
 @cache
 def block_shape(num_cols: int, itemsize: int, *, backward: bool) -> tuple[int, int, int] | None:
-    """(BLOCK_M, BLOCK_N, number of warps) with whole rows in a block, None where they are too long.
+    """Return (BLOCK_M, BLOCK_N, num_warps) with whole rows in a block, or None if rows are too long.
 
-    Forward, a thread has four 16-byte loads in flight. Backward it has half as many of each tensor, for it
-    also holds partial sums: 128 registers, 16 warps on a multiprocessor.
+    Forward, a thread has four 16-byte loads in flight. Backward it has half as many per tensor, for it also
+    holds partial sums: 128 registers per thread, 16 warps per multiprocessor.
     """
     block_n = max(16, next_power_of_2(num_cols))
     if backward:
@@ -249,19 +272,19 @@ def block_shape(num_cols: int, itemsize: int, *, backward: bool) -> tuple[int, i
 
 
 def num_programs(num_rows: int, block_m: int, num_warps: int) -> int:
-    """Programs of the backward pass: as many as 132 multiprocessors run at once with 16 warps on each."""
+    """Return the grid of the backward: as many programs as 132 multiprocessors run with 16 warps each."""
     return min(cdiv(num_rows, block_m), _MULTIPROCESSORS * 16 // num_warps)
 
 
 def num_stages(itemsize: int) -> int:
-    """Copies of a block of rows under way to shared memory, plus one; 96 KiB a multiprocessor at most."""
+    """Return the pipeline stages of the backward: at most 96 KiB of shared memory per multiprocessor."""
     return 3 if itemsize == 2 else 2
 
 
 def launch(
     centred: bool, x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """y, x + residual (empty without), stats (2 or 1, ...), each of x's shape without the last dimension."""
+    """Return y, total (empty without a residual) and stats (2 or 1, *x.shape[:-1])."""
     shape, num_cols, itemsize = x.shape, x.shape[-1], x.element_size()
     y, total = empty_like(x), x.new_empty(0) if residual is None else empty_like(x)
     stats = x.new_empty(2 if centred else 1, *shape[:-1], dtype=compute_dtype(x.dtype))
@@ -303,10 +326,10 @@ def launch(
 
 
 def backward_bytes(num_cols: int, itemsize: int, has_grad_total: bool, centred: bool) -> dict[str, int]:
-    """Count the bytes a row that each kernel of long rows reads, from any memory, and writes.
+    """Return the bytes per row that each backward kernel for long rows moves, caches included.
 
-    The Triton kernel reads grad and total twice, and its partial sums are read and written for each block of
-    rows. The CUDA C++ kernel spreads a row over the shared memory of a cluster, which holds the sums as well.
+    The Triton kernel reads grad and total twice, and reads and writes its partial sums for each block of
+    rows. The CUDA C++ kernel keeps a row and the sums in the shared memory of a cluster.
     """
     row = num_cols * itemsize
     once = (4 if has_grad_total else 3) * row
@@ -316,9 +339,10 @@ def backward_bytes(num_cols: int, itemsize: int, has_grad_total: bool, centred: 
 
 @cache
 def backward_prefers_cuda(num_cols: int, itemsize: int, shared: int, arch: int) -> bool:
-    """Return True for rows that the Triton kernel reads twice and that a cluster holds (counted, unmeasured).
+    """Return True if Triton would read a row twice and a cluster can hold it (by byte count, not measured).
 
-    shared: bytes of a multiprocessor; a block of the cluster has an eighth of the columns and may take all.
+    shared: bytes of shared memory per multiprocessor; each block of the cluster holds an eighth of the
+    columns.
     """
     share = cdiv(cdiv(num_cols, _CLUSTER) * itemsize, 16) * 16 // itemsize
     held = share * (16 + 3 * max(itemsize, 4))
@@ -327,15 +351,15 @@ def backward_prefers_cuda(num_cols: int, itemsize: int, shared: int, arch: int) 
 
 
 def prefers_cuda(grad: Tensor, grad_total: Tensor | None, total: Tensor, weight: Tensor, *_: Any) -> bool:
-    """Return True if the CUDA C++ kernel serves these arguments of a backward op; see above."""
+    """Return True if the CUDA C++ kernel should serve these arguments of a backward op."""
     index, num_cols = total.device.index, total.shape[-1]
     shared, arch = shared_memory(index), 10 * torch.cuda.get_device_capability(index)[0]
-    # compiled for older GPUs, the kernel is empty: they have no clusters
+    # code for GPUs before 9.0, which have no clusters, is an empty kernel
     return backward_prefers_cuda(num_cols, total.element_size(), shared, arch) and has_code_for(index, 9.0)
 
 
 def check_stats(centred: bool, total: Tensor, stats: Tensor) -> None:
-    """Check that `stats` of a backward has the shape that its forward gives it."""
+    """Check that `stats` of a backward has the shape its forward returns."""
     expected = (2 if centred else 1, *total.shape[:-1])
     if stats.shape != expected:
         op = "layer_norm_backward" if centred else "rms_norm_backward"
@@ -346,7 +370,7 @@ def launch_backward(
     centred: bool, grad: Tensor, grad_total: Tensor | None, total: Tensor, weight: Tensor, stats: Tensor,
     with_bias: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Gradients of total and, as rows of one tensor, of weight and bias."""
+    """Return the gradients of total and, as rows of one tensor, of weight and bias."""
     check_stats(centred, total, stats)
     num_cols, itemsize = total.shape[-1], total.element_size()
     dx, dparams = empty_like(total), weight.new_empty(2 if with_bias else 1, num_cols)

@@ -1,7 +1,7 @@
-"""Sums and means of the losses of tokens, for the losses of this package.
+"""Reduction of per-token losses ("none", "sum", "mean"), shared by the loss ops.
 
-Where targets may be read, as on a CPU, a kernel of the loss divides the sum of its losses by a number and
-spreads the gradient of the result: neither is an op of its own.
+If the host may read the targets, as on a CPU, the loss kernel itself divides the sum of its losses by a
+number and expands the gradient, which saves two ops.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def check_reduction(op: str, reduction: str, loss_grad: Any = None) -> None:
 
 
 def number_of_targets(target: Tensor, token_weight: Tensor | None, ignore_index: int, dtype: Any) -> Tensor:
-    """The divisor of a mean, 0-dim: how many targets are not ignored, or the sum of their weights."""
+    """Return the divisor of a mean, 0-dim: number of targets not ignored, or the sum of their weights."""
     counted = target != ignore_index
     if token_weight is None:
         return counted.sum().to(dtype)
@@ -34,7 +34,7 @@ def number_of_targets(target: Tensor, token_weight: Tensor | None, ignore_index:
 def reduced(
     loss: Tensor, target: Tensor, token_weight: Tensor | None, ignore_index: int, reduction: str
 ) -> Tensor:
-    """The losses of tokens, or their sum or mean, a 0-dim tensor."""
+    """Return the per-token losses, or their sum or mean, a 0-dim tensor."""
     if reduction == "none":
         return loss
     total = loss.sum()
@@ -44,7 +44,7 @@ def reduced(
 
 
 def divisor_of(target: Tensor, ignore_index: int, reduction: str) -> float | None:
-    """The number that a kernel divides the sum of its losses by, if it makes one; reads targets on a CPU."""
+    """Return the divisor of the summed losses in a CPU kernel, None for "none"; reads the targets."""
     if reduction == "none":
         return None
     if reduction == "sum":
@@ -55,10 +55,10 @@ def divisor_of(target: Tensor, ignore_index: int, reduction: str) -> float | Non
 
 
 def divided(loss: Tensor, divisor: float | None) -> Tensor:
-    """The losses, or with a divisor their sum over it."""
+    """Return the losses, or with a divisor their sum divided by it."""
     return loss if divisor is None else loss.sum() / divisor
 
 
 def grad_of_each(grad_loss: Tensor, like: Tensor, divisor: float | None) -> Tensor:
-    """The gradient of each loss, of the shape of `like`, from that of what `divided` gives."""
+    """Return the gradient of each loss, in the shape of `like`, from the gradient of `divided`."""
     return grad_loss if divisor is None else (grad_loss / divisor).expand(like.shape)

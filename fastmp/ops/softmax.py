@@ -1,9 +1,8 @@
-"""scaled_masked_softmax: softmax(scale * x) over the keys a query may see, where SDPA does not serve.
+"""scaled_masked_softmax: softmax(scale * x) over the visible keys, for attention that SDPA does not support.
 
-Hidden keys (mask, causal) get exactly 0 and no gradient whatever their scores hold, and a row with nothing
-to see is 0, not NaN. The backward needs the output only: dx = scale * y * (dy - sum(dy * y)). Rows of up to
-16384 keys stay in registers: one read, one write. The mask is read by its strides: one that is broadcast is
-never made whole.
+Hidden keys (mask, causal) get exactly 0 and no gradient, whatever their scores; a row without visible keys is
+0, not NaN. The backward needs only the output: dx = scale * y * (dy - sum(dy * y)). Rows of up to 16384 keys
+stay in registers: one read, one write. A broadcast mask is read by its strides and never expanded.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from fastmp.profiling import traced
 
 
 def _hidden(x: Tensor, mask: Tensor | None, causal: bool) -> Tensor | None:
-    """True where a query may not see a key, broadcastable to x; None where it may see all."""
+    """Return the mask of hidden keys, broadcastable to x; None if all keys are visible."""
     if causal:
         queries, keys = x.shape[-2:]
         ahead = torch.ones(queries, keys, dtype=torch.bool, device=x.device).triu(keys - queries + 1)
@@ -42,7 +41,7 @@ def _hidden(x: Tensor, mask: Tensor | None, causal: bool) -> Tensor | None:
 
 
 def reference(x: Tensor, mask: Tensor | None, scale: float, causal: bool) -> Tensor:
-    """Softmax of the visible scores in float32 (float64), rounded once."""
+    """Return the softmax of the visible scores, computed in float32 (float64) and rounded once."""
     if x.numel() == 0:
         return torch.empty(x.shape, dtype=x.dtype, device=x.device)
     scores = x.to(compute_dtype(x.dtype)) * scale
@@ -55,7 +54,7 @@ def reference(x: Tensor, mask: Tensor | None, scale: float, causal: bool) -> Ten
 
 
 def reference_backward(grad: Tensor, y: Tensor, scale: float, causal: bool) -> Tensor:
-    """Gradient of x. Hidden keys, and keys where y is 0, have none, whatever `grad` and `y` hold there."""
+    """Return the gradient of x: 0 for hidden keys and where y is 0, whatever `grad` contains there."""
     wide = y.to(compute_dtype(y.dtype))
     if (hidden := _hidden(y, None, causal)) is not None:
         wide = wide.masked_fill(hidden, 0)
@@ -67,12 +66,13 @@ def reference_backward(grad: Tensor, y: Tensor, scale: float, causal: bool) -> T
 
 @jit
 def _exp(x):
+    """Return e^x by exp2."""
     return tl.exp2(x * 1.4426950408889634)
 
 
 @jit
 def _ends(query, num_queries, num_keys, CAUSAL: tl.constexpr):
-    """How many keys, from the first, each query may see before the mask; none beyond the last query."""
+    """Return the number of leading keys visible to each query before the mask; 0 beyond the last query."""
     end = tl.zeros_like(query) + num_keys
     if CAUSAL:
         end = tl.minimum(end, num_keys - tl.maximum(num_queries - 1 - query, 0))
@@ -84,9 +84,9 @@ def _scores(
     x, mask, keys, end, mask_key, scale,
     HAS_MASK: tl.constexpr, VECTOR: tl.constexpr,
 ):  # fmt: skip
-    """Scores times `scale` (rows, keys), -inf where hidden, and where they are not.
+    """Return scaled scores (rows, keys) with -inf for hidden keys, and the mask of visible keys.
 
-    Loads go by whole vectors: a mask that may end within one would split every access.
+    Loads are masked by whole vectors: a mask that may end inside a vector would split every access.
     """
     vectors = (keys // VECTOR * VECTOR)[None, :] < end[:, None]
     visible = keys[None, :] < end[:, None]
@@ -99,17 +99,21 @@ def _scores(
 @limits(num_vectors=MAX_SIZE, num_queries=MAX_COUNT)
 @jit
 def softmax_kernel(
-    x, mask, y, num_queries, num_vectors, x_pitch, num_inner, mask_outer, mask_inner, mask_query, mask_key,
+    x,  # (outer, inner, num_queries, num_keys), rows x_pitch vectors apart
+    mask,  # uint8, broadcast over x by its strides; or None
+    y,  # as x, contiguous
+    num_queries, num_vectors, x_pitch,
+    num_inner, mask_outer, mask_inner, mask_query, mask_key,  # inner size; strides of the mask
     scale: tl.float64,
     HAS_MASK: tl.constexpr, CAUSAL: tl.constexpr, COMPUTE: tl.constexpr, VECTOR: tl.constexpr,
     WHOLE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK_M queries of one (outer, inner) pair.
+    """Compute the softmax of BLOCK_M queries of one (outer, inner) pair.
 
-    Row length and pitch of x count vectors of VECTOR elements. WHOLE: a block holds whole rows; otherwise
-    they are read twice, block by block.
+    num_vectors and x_pitch count vectors of VECTOR elements. WHOLE: a block holds whole rows; otherwise rows
+    are read twice, block by block (online softmax).
     """
-    # Which queries, and where their rows of x, mask and y begin; `end`: the keys before it are visible.
+    # 1. Locate the queries and their rows of x, mask and y; keys before `end` are visible.
     num_keys = num_vectors * VECTOR
     blocks = tl.cdiv(num_queries, BLOCK_M)
     pair = (tl.program_id(0) // blocks).to(tl.int64)
@@ -124,17 +128,17 @@ def softmax_kernel(
     written = (query < num_queries)[:, None]
     scale = tl.full([1, 1], scale, COMPUTE)
     keys = tl.arange(0, BLOCK_N)
-    # A row in registers: maximum, exponentials, sum, and out.
+    # 2. Rows in registers: maximum, exponentials, sum, normalise.
     if WHOLE:
         scores, visible = _scores(x, mask, keys, end, mask_key, scale, HAS_MASK, VECTOR)
         top = tl.max(scores, 1)
         e = _exp(scores - tl.where(top == float("-inf"), 0.0, top)[:, None])
         total = tl.sum(e, 1)
         share = tl.where(total == 0, 0.0, 1.0 / total)[:, None]
-        out = tl.where(visible, e * share, 0.0)  # else a row with NaN would have it where it is hidden, too
+        out = tl.where(visible, e * share, 0.0)  # in a row with NaN, hidden keys stay 0
         tl.store(y + keys[None, :], out, mask=written & (keys < num_keys)[None, :])
     else:
-        # A long row: maximum and sum in one walk, rescaled as the maximum rises; a second walk writes.
+        # 2a. Long rows, online softmax: maximum and sum in one pass, the sum rescaled when the maximum rises.
         top = tl.full([BLOCK_M], float("-inf"), COMPUTE)
         total = tl.zeros([BLOCK_M], COMPUTE)
         for start in range(0, tl.max(end, 0), BLOCK_N):
@@ -143,6 +147,7 @@ def softmax_kernel(
             finite = tl.where(higher == float("-inf"), 0.0, higher)
             total = total * _exp(top - finite) + tl.sum(_exp(scores - finite[:, None]), 1)
             top = higher
+        # 2b. Second pass: normalise and store.
         finite = tl.where(top == float("-inf"), 0.0, top)[:, None]
         share = tl.where(total == 0, 0.0, 1.0 / total)[:, None]
         for start in range(0, num_keys, BLOCK_N):
@@ -153,7 +158,7 @@ def softmax_kernel(
 
 @jit
 def _load_pair(grad, y, keys, end, COMPUTE: tl.constexpr, VECTOR: tl.constexpr):
-    """Load (grad, y), both 0 where y is 0 or its key is hidden; whole vectors, as in `_scores`."""
+    """Load (grad, y), both 0 where y is 0 or its key is hidden; by whole vectors, as `_scores`."""
     vectors = (keys // VECTOR * VECTOR)[None, :] < end[:, None]
     weight = tl.load(y + keys[None, :], mask=vectors, other=0.0).to(COMPUTE)
     weight = tl.where(keys[None, :] < end[:, None], weight, 0.0)
@@ -164,11 +169,14 @@ def _load_pair(grad, y, keys, end, COMPUTE: tl.constexpr, VECTOR: tl.constexpr):
 @limits(num_vectors=MAX_SIZE, num_queries=MAX_COUNT)
 @jit
 def softmax_backward_kernel(
-    grad, y, dx, num_queries, num_vectors, grad_pitch, y_pitch, scale: tl.float64,
+    grad, y,  # (outer, inner, num_queries, num_keys), rows grad_pitch and y_pitch vectors apart
+    dx,  # the same shape, contiguous
+    num_queries, num_vectors, grad_pitch, y_pitch, scale: tl.float64,
     CAUSAL: tl.constexpr, COMPUTE: tl.constexpr, VECTOR: tl.constexpr,
     WHOLE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """dx of BLOCK_M queries, as in `softmax_kernel`."""
+    """Compute dx of BLOCK_M queries of one (outer, inner) pair; WHOLE as in `softmax_kernel`."""
+    # 1. Locate the queries and their rows.
     num_keys = num_vectors * VECTOR
     blocks = tl.cdiv(num_queries, BLOCK_M)
     pair = (tl.program_id(0) // blocks).to(tl.int64)
@@ -181,7 +189,7 @@ def softmax_backward_kernel(
     written = (query < num_queries)[:, None]
     scale = tl.full([1, 1], scale, COMPUTE)
     keys = tl.arange(0, BLOCK_N)
-    # dx = y (grad - sum(grad y)) scale; the sum of a long row takes a walk of its own.
+    # 2. dx = scale y (grad - sum(grad y)); for long rows the sum takes a pass of its own.
     if WHOLE:
         g, weight = _load_pair(grad, y, keys, end, COMPUTE, VECTOR)
         slope = (g - tl.sum(g * weight, 1)[:, None]) * (weight * scale)
@@ -199,9 +207,10 @@ def softmax_backward_kernel(
 
 
 def block_shape(num_queries: int, num_keys: int, itemsize: int) -> tuple[int, int, int, bool]:
-    """(BLOCK_M, BLOCK_N, num_warps, WHOLE): 32 elements a thread (float64: 16), a warp a row where it fits.
+    """Return (BLOCK_M, BLOCK_N, num_warps, WHOLE) with 32 elements per thread (float64: 16).
 
-    16 warps hold a row of 16384 keys (float64: 8192); longer ones are walked 4096 (2048) at a time.
+    Rows of up to 1024 keys take one warp. 16 warps hold a row of 16384 keys (float64: 8192); longer rows are
+    read in blocks of 4096 (2048).
     """
     per_warp = 1024 if itemsize < 8 else 512
     block_n = max(16, next_power_of_2(num_keys))
@@ -215,9 +224,9 @@ def block_shape(num_queries: int, num_keys: int, itemsize: int) -> tuple[int, in
 def _mask_strides(
     mask_shape: tuple[int, ...], mask_strides: tuple[int, ...], shape: tuple[int, ...]
 ) -> tuple[int, ...]:
-    """Return the inner size and the strides of a mask over x seen as (outer, inner, queries, keys).
+    """Return (inner size, strides of the mask) with x seen as (outer, inner, queries, keys).
 
-    () for a mask that is broadcast over leading dimensions in more than two alternating groups.
+    () if the mask is broadcast over the leading dimensions in more than two alternating groups.
     """
     sizes = (1,) * (len(shape) - len(mask_shape)) + mask_shape
     strides = (0,) * (len(shape) - len(mask_shape)) + mask_strides
@@ -238,11 +247,11 @@ def _mask_strides(
 
 @lru_cache(maxsize=1024)
 def _plan(
-    num_keys: int, most_queries: int, dtype: torch.dtype, causal: bool, *pitches: int
+    num_keys: int, max_queries: int, dtype: torch.dtype, causal: bool, *pitches: int
 ) -> tuple[tuple[int, ...], dict[str, Any]]:
-    """Return vectors in a row and from row to row, and constants; any number of queries up to the most."""
+    """Return (vectors per row, pitches in vectors) and the constants, for at most `max_queries` queries."""
     vector = vector_width(dtype.itemsize, num_keys, *pitches)
-    block_m, block_n, num_warps, whole = block_shape(most_queries, num_keys, dtype.itemsize)
+    block_m, block_n, num_warps, whole = block_shape(max_queries, num_keys, dtype.itemsize)
     constants = {
         "CAUSAL": causal,
         "COMPUTE": arithmetic(dtype),
@@ -262,7 +271,7 @@ def launch(x: Tensor, mask: Tensor | None, scale: float, causal: bool) -> Tensor
     (rows, pitch), shape = as_rows(x), x.shape
     num_keys = shape[-1]
     num_rows = num_elements // num_keys
-    plain = mask is None and not causal  # then all rows are alike
+    plain = mask is None and not causal  # all rows are independent of their position
     num_queries = num_rows if plain else shape[-2]
     check_count("softmax", "queries", num_queries)
     strides: tuple[int, ...] = (1, 0, 0, 0, 0)
@@ -303,9 +312,9 @@ def launch_backward(grad: Tensor, y: Tensor, scale: float, causal: bool) -> Tens
 
 
 def _seen(x: Tensor, causal: bool) -> int:
-    """Elements that may be seen before the mask."""
+    """Return the number of scores visible before the mask."""
     queries, keys = x.shape[-2:]
-    rows = min(queries, keys)  # the last of them see more than nothing
+    rows = min(queries, keys)  # only the last `keys` queries see any key
     return math.prod(x.shape[:-2]) * (rows * keys - rows * (rows - 1) // 2 if causal else queries * keys)
 
 
@@ -318,13 +327,13 @@ def _flops_backward(grad: Tensor, y: Tensor, scale: float, causal: bool) -> int:
 
 
 def _traffic(x: Tensor, mask: Tensor | None, scale: float, causal: bool) -> int:
-    """Read the scores that may be seen and what the mask has in memory, write y."""
+    """Read the visible scores and the stored elements of the mask, write y."""
     stored = 0 if mask is None else math.prod(n for n, s in zip(mask.shape, mask.stride(), strict=True) if s)
     return (_seen(x, causal) + x.numel()) * x.element_size() + stored
 
 
 def _traffic_backward(grad: Tensor, y: Tensor, scale: float, causal: bool) -> int:
-    """Read grad and y where they may be seen, write dx."""
+    """Read grad and y of visible keys, write dx."""
     return (2 * _seen(y, causal) + y.numel()) * y.element_size()
 
 
@@ -357,23 +366,29 @@ def _broadcastable(mask: Sequence[int], shape: Sequence[int]) -> bool:
 def scaled_masked_softmax(
     x: Tensor, mask: Tensor | None = None, *, scale: float = 1.0, causal: bool = False
 ) -> Tensor:
-    """Softmax over the last dimension of scale * x, hidden keys left out; differentiable once in x.
+    """Return the softmax of scale * x over the last dimension, without hidden keys. Differentiable once in x.
 
     Args:
         x: scores (..., queries, keys), float64, float32, bfloat16 or float16, any strides (last stride 1
             avoids a copy).
-        mask: bool, broadcastable to x's shape: True hides a key, as in Megatron-LM (in SDPA True shows it).
+        mask: bool, broadcastable to x's shape; True hides a key, as in Megatron-LM (SDPA: True shows it).
         scale: factor of the scores.
-        causal: query i sees keys up to i + keys - queries: aligned to the bottom right, so the last query
-            sees every key. Combines with `mask`.
+        causal: query i sees keys up to i + keys - queries (bottom-right aligned, so the last query sees every
+            key). Combines with `mask`.
 
     Returns:
-        A new contiguous tensor of x's shape and dtype, which autocast does not change. Arithmetic is in
-        float32 (float64 for float64 inputs) and rounded once. Hidden keys are exactly 0 and get no gradient.
-        A row that sees no key, or only scores of -inf, is 0 throughout, not NaN.
+        A new contiguous tensor of x's shape and dtype; autocast does not apply. Arithmetic is in float32
+        (float64 for float64 inputs) and rounded once. Hidden keys are exactly 0 and get no gradient. A row
+        without visible keys, or with scores of -inf only, is 0, not NaN.
 
     Raises:
-        ValueError: shapes, dtypes or devices do not fit.
+        ValueError: shapes, dtypes or devices do not match.
+
+    Example:
+
+        scores = torch.randn(2, 4, 8, 8)  # (batch, heads, queries, keys)
+        probs = fastmp.ops.scaled_masked_softmax(scores, scale=64**-0.5, causal=True)
+        assert (probs.triu(1) == 0).all()
 
     Vaswani et al., "Attention Is All You Need", 2017; fused with scale and mask: Shoeybi et al.,
     "Megatron-LM", 2019.

@@ -1,9 +1,12 @@
-"""Compile kernels before they are needed, for any GPU, without one, and load them where there is one.
+"""Precompile Triton kernels for any GPU, without needing one, and load them if there is one.
 
-Launchers run on tensors of the device "meta", which have shapes and no memory. What they would launch is
-written down as `Code`: all that Triton compiles for, and nothing else. Counts, which differ from batch to
-batch, are no part of it, and a few tile classes stand for all of them. So a list made from one batch has the
-kernels of all batches. Processes compile it into Triton's cache on disk, where training finds them.
+1. `recording` runs launchers on meta tensors and lists what they would launch, as `Code`.
+2. `compile_all` compiles the list in parallel processes into Triton's cache on disk.
+3. `load_all` loads the kernels on the current GPU.
+
+A `Code` contains everything Triton specialises on and nothing else. Counts that differ from batch to batch
+are not part of it, and ops whose tiles depend on counts have a few tile classes, all of which are listed. So
+a list made from one batch covers all batches.
 """
 
 from __future__ import annotations
@@ -26,14 +29,14 @@ from fastmp.ops import grouped_mm_tiles, router_triton
 from fastmp.ops.core import _triton, launcher
 from fastmp.ops.core.registry import OPS
 
-_WIDE = 1 << 32  # stands for all numbers that need 64 bits
+_WIDE = 1 << 32  # represents all integers that need 64 bits
 
 
 @dataclass(frozen=True)
 class Code:
-    """A kernel and all that Triton compiles it for, except the GPU; can be hashed, and sent to a process.
+    """A kernel with everything Triton specialises it on, except the GPU; hashable and picklable.
 
-    arguments: as `_class_of` makes them; constants: (name, value) in the order of the call.
+    arguments: classes from `_class_of`; constants: (name, value) in the order of the call.
     """
 
     module: str
@@ -47,12 +50,12 @@ class Code:
         return cls(kernel.fn.__module__, kernel.fn.__name__, classes, tuple(constants.items()))
 
     def call(self) -> tuple[Any, list[Any]]:
-        """Return the kernel, and arguments of the class for its `warmup`."""
+        """Return the kernel, and example arguments for its `warmup`."""
         return getattr(importlib.import_module(self.module), self.kernel), list(map(_example, self.arguments))
 
 
 def _class_of(argument: Any, counts: bool) -> Any:
-    """One value for all those that Triton compiles alike; what has memory, as a tuple."""
+    """Return a representative of all arguments with the same specialisation; pointers become tuples."""
     if isinstance(argument, _triton.TensorDescriptor):
         return "descriptor", argument.base.dtype, tuple(argument.block_shape)
     if isinstance(argument, Tensor):
@@ -68,7 +71,7 @@ def _class_of(argument: Any, counts: bool) -> Any:
 
 
 class _Pointer:
-    """What Triton looks at of a tensor."""
+    """The part of a tensor's interface that Triton reads."""
 
     def __init__(self, dtype: torch.dtype, aligned: bool) -> None:
         self.dtype, self._address = dtype, 0 if aligned else 1
@@ -78,7 +81,7 @@ class _Pointer:
 
 
 def _example(kind: Any) -> Any:
-    """An argument of the class that `_class_of` has named."""
+    """Return an argument of a class from `_class_of`."""
     if not isinstance(kind, tuple):
         return kind
     name, dtype, more = kind
@@ -88,13 +91,13 @@ def _example(kind: Any) -> Any:
 
 
 class AbsentGPU:
-    """Triton's view of a GPU of compute capability `arch` that is not there."""
+    """Triton driver for an absent GPU of compute capability `arch`."""
 
     def __init__(self, arch: int) -> None:
         self.arch = arch
 
     def get_current_device(self) -> int:
-        return self.arch  # what Triton compiles is kept apart by this number
+        return self.arch  # Triton's in-memory cache is per device number
 
     def get_current_stream(self, device: int) -> int:
         return 0
@@ -104,20 +107,20 @@ class AbsentGPU:
 
 
 def _each_class(x: Tensor, classes: tuple[float, ...], num_experts: int) -> Iterator[Tensor]:
-    """Yield x with other numbers of rows: one for each class of rows an expert."""
+    """Yield x with other numbers of rows, one for each class of rows per expert."""
     for each in classes:
         rows = num_experts * int(each if each < math.inf else 1 << 12)
         yield x.new_empty_strided((rows, x.shape[1]), x.stride())
 
 
 def _rows_of_experts(x: Tensor, w: Tensor, *others: Any) -> Iterator[tuple]:
-    """Yield arguments with numbers of rows that a grouped GEMM has all its tiles for."""
+    """Yield arguments of a grouped GEMM for each class of rows per expert."""
     for rows in _each_class(x, grouped_mm_tiles.ROW_CLASSES, w.shape[0]):
         yield rows, w, *others
 
 
 def _terms_of_experts(*arguments: Any) -> Iterator[tuple]:
-    """Yield arguments with numbers of rows that a grouped wgrad has all its tiles for."""
+    """Yield arguments of a grouped wgrad for each class of rows per expert."""
     *total, grad, x, offsets = arguments
     classes = grouped_mm_tiles.WGRAD_ROW_CLASSES, offsets.shape[0]
     for grads, terms in zip(_each_class(grad, *classes), _each_class(x, *classes), strict=True):
@@ -125,7 +128,7 @@ def _terms_of_experts(*arguments: Any) -> Iterator[tuple]:
 
 
 def _tokens_of_router(logits: Tensor, *others: Any) -> Iterator[tuple]:
-    """Numbers of tokens that a router has all its blocks for."""
+    """Yield arguments of a router for each class of token counts."""
     sequences = math.prod(logits.shape[1:-1])
     for tokens in router_triton.TOKENS:
         yield logits.new_empty(-(-tokens // sequences), *logits.shape[1:]), *others
@@ -141,7 +144,7 @@ def _tokens_of_router_backward(
         yield probs, grad_sums, grad_z, more, indices.new_empty(steps, *indices.shape[1:]), *others
 
 
-# Ops whose tiles depend on counts: from the arguments of one call, those of calls that have all their tiles.
+# Ops whose tile config depends on counts: functions from the arguments of one call to those of all classes.
 _TILE_CLASSES: dict[str, Callable[..., Iterator[tuple]]] = {
     "grouped_mm": _rows_of_experts,
     "grouped_mm_bias": _rows_of_experts,
@@ -153,8 +156,8 @@ _TILE_CLASSES: dict[str, Callable[..., Iterator[tuple]]] = {
 }
 
 
-class _ByTriton(TorchDispatchMode):
-    """Ops on meta tensors run their Triton launchers, once more for each of their tile classes."""
+class _TritonOnMeta(TorchDispatchMode):
+    """Run the Triton launchers of ops on meta tensors, once for each tile class."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func._schema.name.removeprefix("fastmp::")
@@ -172,12 +175,19 @@ def _on_meta(arguments: Iterable[Any]) -> bool:
 
 @contextmanager
 def recording(arch: int) -> Iterator[dict[Code, None]]:
-    """Inside, the kernels of ops on meta tensors are listed, in order, each once.
+    """Context that lists the kernels launched by ops on meta tensors, in order, each once.
 
-    arch: the compute capability, as one number, that tiles are chosen for.
+    arch: compute capability as one number (90 is 9.0), for which tile configs are chosen.
+
+    Example:
+
+        with recording(arch=90) as codes:
+            fastmp.ops.bias_gelu(torch.empty(8, 64, device="meta"))
+        assert [code.kernel for code in codes] == ["bias_gelu_kernel"]
     """
     found: dict[Code, None] = {}
-    with launcher.intercept_launches(lambda *launch: found.setdefault(Code.of(*launch)), arch), _ByTriton():
+    intercepted = launcher.intercept_launches(lambda *launch: found.setdefault(Code.of(*launch)), arch)
+    with intercepted, _TritonOnMeta():
         yield found
 
 
@@ -194,19 +204,20 @@ def compile_all(
     codes: Iterable[Code], arch: int, *, processes: int | None = None,
     progress: Callable[[int, int], None] = lambda done, of: None,
 ) -> None:  # fmt: skip
-    """Compile `codes` into Triton's cache; what is there already costs little.
+    """Compile `codes` into Triton's cache on disk; cached kernels cost little.
 
     Args:
+        codes: from `recording`.
         arch: compute capability as one number (90 is 9.0).
-        processes: how many compile at a time; default: one for each core.
-        progress: called with how many are done, of how many.
+        processes: number of compiling processes. Default: one per core.
+        progress: called with (kernels done, kernels in total).
     """
     codes = list(codes)
     workers = min(processes or len(os.sched_getaffinity(0)), len(codes))
     progress(0, len(codes))
     if not codes:
         return
-    context = multiprocessing.get_context("spawn")  # a fork would inherit threads' locks, and a GPU's context
+    context = multiprocessing.get_context("spawn")  # a fork would inherit locks and the CUDA context
     with ProcessPoolExecutor(workers, context, initializer=_become, initargs=(arch,)) as pool:
         compiled = [pool.submit(_compile, code) for code in codes]
         for done, each in enumerate(as_completed(compiled), start=1):
@@ -215,25 +226,25 @@ def compile_all(
 
 
 def load_all(codes: Iterable[Code]) -> None:
-    """Load kernels that `compile_all` has compiled on the current GPU, without launching them."""
+    """Load compiled kernels on the current GPU, without launching them."""
     for code in codes:
         kernel, arguments = code.call()
         launcher.load(kernel, arguments, dict(code.constants))
 
 
 def nothing_is_compiled() -> str:
-    """The reason why this process compiles no kernels, "" if it does."""
+    """Return the reason why this process cannot compile kernels, "" if it can."""
     return _triton.ABSENT or ("TRITON_INTERPRET=1 interprets them" if _triton.INTERPRETED else "")
 
 
 def require_compilation() -> None:
-    """ValueError where this process compiles no kernels."""
+    """Raise ValueError if this process cannot compile kernels."""
     if reason := nothing_is_compiled():
         raise ValueError(f"warm_up: nothing is compiled: {reason}")
 
 
 def current_architecture() -> int:
-    """Compute capability of the current GPU as one number (90 is 9.0); ValueError where there is none."""
+    """Return the compute capability of the current GPU as one number (90 is 9.0)."""
     if not torch.cuda.is_available():
         raise ValueError("warm_up: there is no GPU here: say which to compile for, as arch=90 or --arch 90")
     major, minor = torch.cuda.get_device_capability()
@@ -244,26 +255,28 @@ def warm_up(
     *calls: Callable[[], object], arch: int | None = None, processes: int | None = None,
     progress: Callable[[int, int], None] = lambda done, of: None,
 ) -> int:  # fmt: skip
-    """Compile all kernels that `calls` launch, so that none is compiled in mid-training or during a capture.
+    """Compile all kernels that `calls` launch, so that none is compiled during training or graph capture.
 
-    The calls use tensors and modules on the device "meta", which take no memory; they run backward as well:
-
-        layer = MLP(config, Placement(device="meta", dtype=torch.bfloat16))
-        x = torch.empty(4096, 1, 1024, dtype=torch.bfloat16, device="meta", requires_grad=True)
-        fastmp.ops.warm_up(lambda: layer(x).sum().backward())
-
-    Numbers of rows and tokens do not matter: their kernels are the same, or all of them are compiled. They
-    are loaded, without a launch, where the current GPU has the architecture; otherwise no GPU is used.
+    Write calls with tensors and modules on the device "meta", which take no memory, and include the backward.
+    The number of tokens does not matter. If the current GPU has the architecture, the kernels are also
+    loaded, without a launch; otherwise no GPU is used.
 
     Args:
-        arch: compute capability as one number (90 is 9.0); default: that of the current GPU.
+        calls: functions that run the ops.
+        arch: compute capability as one number (90 is 9.0). Default: that of the current GPU.
         processes, progress: see `compile_all`.
 
     Returns:
         The number of kernels.
 
     Raises:
-        ValueError: Triton is not installed or interprets, or there is neither a GPU nor `arch`.
+        ValueError: Triton is not installed or interprets kernels, or there is neither a GPU nor `arch`.
+
+    Example (compiles for seconds):
+
+        layer = MLP(config, Placement(device="meta", dtype=torch.bfloat16))
+        x = torch.empty(4096, 1, 1024, dtype=torch.bfloat16, device="meta", requires_grad=True)
+        fastmp.ops.warm_up(lambda: layer(x).sum().backward(), arch=90)
     """
     require_compilation()
     if arch is None:

@@ -9,7 +9,7 @@ import math
 import pytest
 import torch
 
-from fastmp.ops import OPS, rope, rope_cos_sin, rope_qk
+from fastmp.ops import OPS, rope, rope_cos_sin, rope_qk, rope_triton
 from fastmp.testing.functions import as_tuple
 
 module = importlib.import_module("fastmp.ops.rope")  # the name in the package is the function
@@ -358,14 +358,16 @@ def test_cost_formulas():
 def test_block_shapes():
     for itemsize in (2, 4, 8):
         for half in (1, 10, 32, 36, 64, 128, 256):
-            block_m, block_half = module.block_shape(half, itemsize)
+            block_m, block_half = rope_triton.block_shape(half, itemsize)
             assert block_half & (block_half - 1) == 0 and half <= block_half < max(2 * half, 16)
-            assert block_m * block_half * itemsize == 2 * 32 * module.NUM_WARPS * 16  # two loads of each half
-    assert module.block_shape(1 << 20, 2) == (1, 1 << 20)
+            assert block_m * block_half * itemsize == 2 * 32 * rope_triton.NUM_WARPS * 16  # two loads
+    assert rope_triton.block_shape(1 << 20, 2) == (1, 1 << 20)
 
 
 def _levels(tensors, cos):
-    return module.levels([t.shape for t in tensors], [t.stride() for t in tensors], cos.shape, cos.stride())
+    return rope_triton.levels(
+        [t.shape for t in tensors], [t.stride() for t in tensors], cos.shape, cos.stride()
+    )
 
 
 def test_leading_dimensions_fold():

@@ -8,6 +8,7 @@ import pytest
 import torch
 from marks import DTYPES
 
+from fastmp.ops import rope_triton
 from fastmp.testing.ops import poisoned_memory
 
 module = importlib.import_module("fastmp.ops.rope")  # the name in the package is the function
@@ -96,7 +97,7 @@ def test_more_dimensions_apart_than_levels():
     """Every second index of each of four leading dimensions: launched slice by slice."""
     x = _random(4, 4, 6, 4, 8, dtype=torch.float32, seed=8)[::2, ::2, ::2, ::2]
     cos, sin = _angles(2, 2, 3, dtype=torch.float32)
-    assert len(module.levels([x.shape], [x.stride()], cos.shape, cos.stride())) == 4
+    assert len(rope_triton.levels([x.shape], [x.stride()], cos.shape, cos.stride())) == 4
     _check(x, None, cos, sin, False)
     _check(x, None, *_angles(1, 2, 3, dtype=torch.float32), True)
     _check(x, x[:, :, 1:2], *_angles(2, 4, dtype=torch.float32), False)
@@ -105,5 +106,5 @@ def test_more_dimensions_apart_than_levels():
 def test_rows_beyond_one_step_of_the_grid():
     """Blocks of rows that end inside a token, and programs of keys after those of queries."""
     q, k = _random(37, 5, 64, dtype=torch.float16, seed=1), _random(37, 3, 64, dtype=torch.float16, seed=2)
-    assert module.block_shape(32, 2)[0] < 37 * 3
+    assert rope_triton.block_shape(32, 2)[0] < 37 * 3
     _check(q, k, *_angles(37, 32, dtype=torch.float16), False)
