@@ -1,13 +1,16 @@
-"""Cross-entropy over a vocabulary that may be sharded: three numbers a token, merged, then the gradient.
+"""Cross-entropy over a vocabulary that may be sharded: per-token statistics, merged over shards.
 
 Each shard reads its logits once and keeps three numbers per token: the maximum, the sum of exponentials and
-the target's logit. The statistics of all shards merge into the loss and the log-sum-exp (lse), and the
-gradient needs only the logits and the lse. So nothing else of size tokens x vocabulary exists, and the
-gradient may overwrite the logits.
+the target's logit. The statistics of all shards merge into the loss and the log-sum-exp (lse). The backward
+pass needs only the logits and the lse: no other tensor of size tokens x vocabulary exists, and the gradient
+may overwrite the logits.
+
 loss = w [(1 - a) (lse - x_t) + a / V sum_j (lse - x_j) + z lse^2], where V counts the whole vocabulary
 without padding, x_t is the target's logit, w the token's weight, a the label smoothing, z the z-loss.
-Where a rank holds the whole vocabulary and knows the gradient of each token's loss beforehand, one launch
-gives loss and gradient: a row is read from memory once and, still in a cache, turned into its gradient.
+
+If a rank holds the whole vocabulary and knows the upstream gradient of each token's loss (`loss_grad`), one
+launch computes loss and gradient: a row is read from memory once and turned into its gradient in the cache.
+
 N tokens, V columns of this shard (padding included), P shards.
 """
 
@@ -22,6 +25,15 @@ from torch import Tensor
 from fastmp.host import HOST
 from fastmp.ops.core import checks
 from fastmp.ops.core.registry import can_read_values, compute_dtype, register, shared_memory
+from fastmp.ops.cross_entropy_reference import (
+    reference,
+    reference_check_upstream_grad_,
+    reference_grad,
+    reference_grad_,
+    reference_loss_grad_,
+    reference_merge,
+    reference_stats,
+)
 from fastmp.ops.cross_entropy_triton import (
     launch_grad,
     launch_grad_into,
@@ -32,96 +44,8 @@ from fastmp.ops.cross_entropy_triton import (
     loss_grad_prefers_cuda,
     real_columns,
 )
-from fastmp.ops.reduction import check_reduction, divided, divisor_of, grad_of_each, reduced
+from fastmp.ops.reduction import check_reduction, divisor_of, reduced
 from fastmp.profiling import traced
-
-_NAN = float("nan")
-
-
-def _stats_reference(logits, target, vocab_start, vocab_size, with_sum):
-    real = real_columns(logits.shape[1], vocab_start, vocab_size)
-    x = logits[:, :real].to(compute_dtype(logits.dtype))
-    if real == 0:
-        empty = x.new_tensor([-torch.inf, 0, 0, 0][: 4 if with_sum else 3])
-        return empty.repeat(len(x), 1)
-    top = x.amax(1)
-    finite = top.masked_fill(top == -torch.inf, 0)
-    column = target - vocab_start
-    here = (column >= 0) & (column < real)
-    target_logit = x.gather(1, column.where(here, 0)[:, None])[:, 0].where(here, 0)
-    columns = [top, (x - finite[:, None]).exp().sum(1), target_logit]
-    return torch.stack(columns + [x.sum(1)] * with_sum, 1)
-
-
-def _merge_reference(stats, target, token_weight, vocab_size, ignore_index, label_smoothing, z_loss):
-    top = stats[..., 0].amax(0)
-    top = top.masked_fill(top == -torch.inf, 0)
-    lse = top + (stats[..., 1] * (stats[..., 0] - top).exp()).sum(0).log()
-    loss = (1 - label_smoothing) * (lse - stats[..., 2].sum(0)) + z_loss * lse * lse
-    if label_smoothing:
-        loss = loss + label_smoothing * (lse - stats[..., 3].sum(0) / vocab_size)
-    if token_weight is not None:
-        loss = loss * token_weight
-    loss = loss.where((target >= 0) & (target < vocab_size), _NAN)
-    return loss.masked_fill(target == ignore_index, 0), lse
-
-
-def _reference(
-    logits, target, stats, token_weight, vocab_start, vocab_size, ignore_index, label_smoothing, z_loss,
-    grad_in_place, divisor=None,
-):  # fmt: skip
-    """Loss and lse, of a whole vocabulary where no stats are given; with a divisor the sum over it."""
-    if stats is None:
-        stats = _stats_reference(logits, target, vocab_start, vocab_size, label_smoothing > 0)[None]
-    options = vocab_size, ignore_index, label_smoothing, z_loss
-    loss, lse = _merge_reference(stats, target, token_weight, *options)
-    return divided(loss, divisor), lse
-
-
-def _grad_reference(
-    logits, target, lse, grad_loss, token_weight, vocab_start, vocab_size, ignore_index, label_smoothing,
-    z_loss, divisor=None,
-):  # fmt: skip
-    grad_loss = grad_of_each(grad_loss, target, divisor)
-    real = real_columns(logits.shape[1], vocab_start, vocab_size)
-    scale = grad_loss if token_weight is None else grad_loss * token_weight
-    scale = scale.where((target >= 0) & (target < vocab_size), _NAN)[:, None]
-    probability = (logits[:, :real].to(lse.dtype) - lse[:, None]).exp()
-    is_target = torch.arange(vocab_start, vocab_start + real, device=target.device) == target[:, None]
-    grad = probability * (1 + 2 * z_loss * lse[:, None]) - label_smoothing / vocab_size
-    grad = scale * (grad - (1 - label_smoothing) * is_target.to(lse.dtype))
-    out = torch.zeros(logits.shape, dtype=logits.dtype, device=logits.device)
-    out[:, :real] = grad.masked_fill((target == ignore_index)[:, None], 0)
-    return out
-
-
-def _grad_reference_(logits, *options):
-    logits.copy_(_grad_reference(logits, *options))
-
-
-def _loss_grad_reference_(logits, target, loss_grad, token_weight, vocab_size, *options):
-    stats = _stats_reference(logits, target, 0, vocab_size, options[1] > 0)
-    loss, lse = _merge_reference(stats[None], target, token_weight, vocab_size, *options)
-    _grad_reference_(logits, target, lse, loss_grad, token_weight, 0, vocab_size, *options)
-    return loss
-
-
-def check_upstream_grad(op: str, grad_loss: Tensor, expected: Tensor, ignored: Tensor) -> None:
-    """Assert, without host-device synchronisation, that `grad_loss` equals `expected` up to rounding.
-
-    Raises:
-        RuntimeError: it does not, for a token that is not ignored.
-    """
-    same = (grad_loss - expected).abs() <= 8 * torch.finfo(expected.dtype).eps * expected.abs()
-    torch._assert_async(
-        (same | ignored).all(),
-        f"{op}: the loss received an upstream gradient other than the loss_grad passed to it",
-    )
-
-
-def _check_upstream_grad_reference_(grad, grad_loss, loss_grad, target, ignore_index):
-    checks.check_floating("cross_entropy_promise_", "grad", grad)
-    check_upstream_grad("cross_entropy", grad_loss, loss_grad, target == ignore_index)
 
 
 def _fake(
@@ -132,7 +56,7 @@ def _fake(
     return torch.empty_like(lse) if divisor is None else lse.new_empty(()), lse
 
 
-# Operations of each op: an exponential counts as one, and columns that are padding as none.
+# FLOPs of each op: an exponential counts as one; padding columns do not count.
 
 
 def _flops(logits, target, stats, token_weight, vocab_start, vocab_size, *options) -> int:
@@ -148,7 +72,7 @@ def _merge_flops(stats, *options) -> int:
 
 
 def _traffic(logits, target, stats, token_weight, *options) -> int:
-    """With stats the logits are not read."""
+    """Count the bytes moved; with stats the logits are not read."""
     read = [logits if stats is None else stats, target, *([] if token_weight is None else [token_weight])]
     moved = [*read, *_fake(logits, target, stats, token_weight, *options)]
     return sum(tensor.numel() * tensor.element_size() for tensor in moved)
@@ -161,7 +85,7 @@ def _grad_flops(logits, target, lse, grad_loss, token_weight, vocab_start, vocab
 register(
     "cross_entropy_stats(Tensor logits, Tensor target, int vocab_start, int vocab_size, bool with_sum)"
     " -> Tensor",
-    reference=_stats_reference,
+    reference=reference_stats,
     triton=launch_stats,
     fake=lambda logits, target, vocab_start, vocab_size, with_sum: logits.new_empty(
         (logits.shape[0], 4 if with_sum else 3), dtype=compute_dtype(logits.dtype)
@@ -173,7 +97,7 @@ register(
 register(
     "cross_entropy_merge(Tensor stats, Tensor target, Tensor? token_weight, int vocab_size, int ignore_index,"
     " float label_smoothing, float z_loss) -> (Tensor loss, Tensor lse)",
-    reference=_merge_reference,
+    reference=reference_merge,
     triton=launch_merge,
     fake=lambda stats, *options: (stats.new_empty(stats.shape[1]), stats.new_empty(stats.shape[1])),
     flops=_merge_flops,
@@ -184,14 +108,14 @@ _GRAD_OPTIONS = (
 )
 register(
     f"cross_entropy_grad(Tensor logits, {_GRAD_OPTIONS}) -> Tensor",
-    reference=_grad_reference,
+    reference=reference_grad,
     triton=launch_grad,
     fake=lambda logits, *options: logits.new_empty(logits.shape),
     flops=_grad_flops,
 )
 register(
     f"cross_entropy_grad_(Tensor(a!) logits, {_GRAD_OPTIONS}) -> ()",
-    reference=_grad_reference_,
+    reference=reference_grad_,
     triton=lambda logits, *options: launch_grad_into(logits, logits, *options),
     fake=lambda logits, *options: None,
     flops=_grad_flops,
@@ -199,7 +123,7 @@ register(
 register(
     "cross_entropy_promise_(Tensor(a!) grad, Tensor grad_loss, Tensor loss_grad, Tensor target,"
     " int ignore_index) -> ()",
-    reference=_check_upstream_grad_reference_,
+    reference=reference_check_upstream_grad_,
     fake=lambda *arguments: None,
     traffic=lambda grad, grad_loss, loss_grad, target, ignore_index: (
         grad_loss.nbytes + loss_grad.nbytes + target.nbytes
@@ -208,7 +132,7 @@ register(
 _loss_and_grad = register(
     "cross_entropy_loss_grad_(Tensor(a!) logits, Tensor target, Tensor loss_grad, Tensor? token_weight,"
     " int vocab_size, int ignore_index, float label_smoothing, float z_loss) -> Tensor",
-    reference=_loss_grad_reference_,
+    reference=reference_loss_grad_,
     triton=launch_loss_grad,
     fake=lambda logits, target, loss_grad, *options: loss_grad.new_empty(logits.shape[0]),
     flops=lambda logits, target, loss_grad, token_weight, vocab_size, ignore_index, smoothing, z_loss: (
@@ -226,7 +150,7 @@ _cross_entropy = register(
     "cross_entropy(Tensor logits, Tensor target, Tensor? stats, Tensor? token_weight, int vocab_start,"
     " int vocab_size, int ignore_index, float label_smoothing, float z_loss, bool grad_in_place,"
     " float? divisor=None) -> (Tensor loss, Tensor lse)",
-    reference=_reference,
+    reference=reference,
     triton=launch_loss,
     fake=_fake,
     flops=_flops,
@@ -241,13 +165,13 @@ _cross_entropy = register(
 
 
 def check_range(op: str, target: Tensor, vocab_size: int, ignore_index: int) -> None:
-    """Raise for ids outside the vocabulary where they may be looked at: eager CPU tensors."""
+    """Raise ValueError for ids outside the vocabulary, if they can be read: in eager CPU tensors."""
     if can_read_values(target):
         check_ids(op, target, vocab_size, ignore_index)
 
 
 def check_ids(op: str, target: Tensor, vocab_size: int, ignore_index: int) -> None:
-    """Raise for ids outside the vocabulary; reads them."""
+    """Raise ValueError for ids outside the vocabulary; reads the targets."""
     at = first_outside(target, vocab_size, ignore_index)
     if at >= 0:
         wrong = target.reshape(-1)[at].item()
@@ -258,7 +182,7 @@ def check_ids(op: str, target: Tensor, vocab_size: int, ignore_index: int) -> No
 
 
 def first_outside(target: Tensor, size: int, ignored: int) -> int:
-    """Where the first id lies that is neither in [0, size) nor `ignored`, in a CPU tensor of int64, or -1."""
+    """Return the index of the first id of a CPU tensor that is neither in [0, size) nor `ignored`, or -1."""
     if HOST is not None and target.is_contiguous():
         return HOST.first_outside(target.data_ptr(), target.numel(), size, ignored)
     flat = target.reshape(-1)
@@ -267,30 +191,33 @@ def first_outside(target: Tensor, size: int, ignored: int) -> int:
 
 
 def check_options(op: str, target: Tensor, label_smoothing: float, z_loss: float, **per_token: Any) -> None:
-    """Check what all losses of `target` take; of `per_token`, tensors alone."""
+    """Check the options that all losses have; `per_token` options only if they are tensors."""
     if target.dtype != torch.int64:
-        raise ValueError(f"{op}: target must be int64, got {target.dtype}")
+        raise ValueError(
+            f"{op}: expected int64 target, got {target.dtype}; class probabilities are not supported"
+        )
     if not 0 <= label_smoothing <= 1:
         raise ValueError(f"{op}: label_smoothing must lie in [0, 1], got {label_smoothing}")
     if z_loss < 0:
         raise ValueError(f"{op}: z_loss must not be negative, got {z_loss}")
     for name, given in per_token.items():
         if isinstance(given, Tensor):
-            fits, misfit = given.shape == target.shape, "{}: {} {} does not fit target {}"
-            checks.require(fits, misfit, op, name, given.shape, target.shape)
+            fits, misfit = given.shape == target.shape, "{}: expected {} of shape {}, like target, got {}"
+            checks.require(fits, misfit, op, name, target.shape, given.shape)
             checks.check_same_device(op, target=target, **{name: given})
             free = not given.requires_grad
-            checks.require(free, "{}: {} requires a gradient, but receives none", op, name)
+            checks.require(free, "{}: {} requires a gradient, but receives none; detach it", op, name)
 
 
 def _check(logits, target, vocab_start, vocab_size, label_smoothing, z_loss, **per_token) -> None:
     op, shape = "cross_entropy", logits.shape
     if not (logits.is_floating_point() and shape):
-        raise ValueError(f"{op}: logits {tuple(shape)} of {logits.dtype} are not floats")
+        raise ValueError(f"{op}: expected floating-point logits (..., V), got {logits.dtype} {tuple(shape)}")
     if target.device != logits.device:
         raise ValueError(f"{op}: logits is on {logits.device} but target is on {target.device}")
-    fits = target.shape == shape[:-1]
-    checks.require(fits, "{}: target {} does not fit logits {}", op, target.shape, shape)
+    fits = target.shape == shape[:-1] and target.dtype == torch.int64
+    expected = "{}: expected int64 target of shape {} for logits {}, got {} {}; class probabilities are not "
+    checks.require(fits, expected + "supported", op, shape[:-1], shape, target.dtype, target.shape)
     if vocab_size <= 0:
         raise ValueError(f"{op}: vocab_size must be positive, got {vocab_size} for logits {tuple(shape)}")
     if vocab_start < 0:
@@ -298,19 +225,21 @@ def _check(logits, target, vocab_start, vocab_size, label_smoothing, z_loss, **p
     check_options(op, target, label_smoothing, z_loss, **per_token)
 
 
-def _check_apart(name: str, rows: Tensor) -> None:
-    """Raise unless the rows can be written to one by one."""
-    here = not checks.is_dtensor(rows)
-    checks.require(here, "cross_entropy: {} overwrites logits, which may not be DTensors: leave it out", name)
+def _check_writable(name: str, rows: Tensor) -> None:
+    """Raise ValueError unless every row can be overwritten without changing another."""
+    local = not checks.is_dtensor(rows)
+    checks.require(
+        local, "cross_entropy: {} overwrites logits, which may not be DTensors: leave it out", name
+    )
     if rows.shape[0] > 1 and rows.stride(0) < rows.shape[1]:
         raise ValueError(
             f"cross_entropy: {name} needs rows that do not overlap, got {tuple(rows.shape)} "
-            f"with strides {rows.stride()}"
+            f"with strides {rows.stride()}; pass logits.contiguous()"
         )
 
 
 def _rows(logits: Tensor) -> Tensor:
-    """(..., V) as (N, V), neighbouring columns next to each other: a view if strides allow, else one copy."""
+    """Return (..., V) as (N, V) with unit column stride: a view if strides allow, else one copy."""
     rows = logits
     if logits.dim() != 2:
         rows = logits.reshape(math.prod(logits.shape[:-1]), logits.shape[-1])
@@ -335,20 +264,27 @@ def cross_entropy_from_stats(
     token_weight: Tensor | None = None,
     grad_in_place: bool = False,
 ) -> Tensor:
-    """Loss per token of one vocabulary shard, given the statistics of all shards.
+    """Cross-entropy per token from one vocabulary shard's logits and the statistics of all shards.
 
-    Differentiable in `logits` only. Arguments, result and errors as in `cross_entropy`, and
+    Differentiable in `logits` only. Other arguments, result and errors as in `cross_entropy`.
 
     Args:
         logits: (..., V) this shard's columns.
         target: (...) int64 ids in the whole vocabulary.
-        stats: (P, N, 3), or (P, N, 4) with label smoothing: what `torch.ops.fastmp.cross_entropy_stats` gave
-            for each of the P shards, in any order; N is the number of targets.
+        stats: (P, N, 3), or (P, N, 4) with label smoothing: the results of
+            `torch.ops.fastmp.cross_entropy_stats` of the P shards, in any order, for N targets.
         vocab_start: id of this shard's first column.
         vocab_size: number of ids of all shards together; columns beyond are padding.
 
     Returns:
-        (...) the loss of the whole vocabulary, the same on every shard.
+        (...) the loss over the whole vocabulary, the same on every shard.
+
+    Example:
+        logits, target = torch.randn(4, 100), torch.randint(100, (4,))
+        halves = [(0, logits[:, :50]), (50, logits[:, 50:])]
+        op = torch.ops.fastmp.cross_entropy_stats
+        stats = torch.stack([op(half, target, start, 100, False) for start, half in halves])
+        loss = cross_entropy_from_stats(halves[0][1], target, stats, vocab_start=0, vocab_size=100)  # (4,)
     """
     _check(logits, target, vocab_start, vocab_size, label_smoothing, z_loss, token_weight=token_weight)
     rows, targets = _rows(logits), _flat(target)
@@ -358,7 +294,7 @@ def cross_entropy_from_stats(
     shapes = (logits.shape, stats.dtype, stats.shape)
     checks.require(fits, "cross_entropy: " + wanted, dtype, *expected, *shapes)
     if grad_in_place:
-        _check_apart("grad_in_place", rows)
+        _check_writable("grad_in_place", rows)
     check_range("cross_entropy", targets, vocab_size, ignore_index)
     loss = _loss_of_rows(
         rows, targets, stats.detach(), token_weight, vocab_start, vocab_size, ignore_index, label_smoothing,
@@ -373,7 +309,7 @@ def _loss_of_rows(
 ) -> Tensor:  # fmt: skip
     if token_weight is not None:
         token_weight = _flat(token_weight).to(compute_dtype(rows.dtype))
-    # torch.func records every backward as if to differentiate it, which one in place refuses
+    # torch.func differentiates every backward, which an in-place one does not support
     if in_place and not torch.compiler.is_compiling():
         in_place = not torch._C._are_functorch_transforms_active()
     return _cross_entropy(
@@ -398,9 +334,9 @@ def cross_entropy(
 ) -> Tensor:
     """Cross-entropy over a whole vocabulary: per token, or its mean or sum.
 
-    The logits are read once forward and once backward. In between, the logits and at most three numbers a
-    token are kept, and nothing of their size is made but the gradient. Arithmetic is in float32 (float64 for
-    float64) from logits of any dtype, so torch.autocast changes nothing here and nothing need be cast.
+    The logits are read once forward and once backward. In between, the logits and at most three numbers per
+    token are saved; the gradient is the only other tensor of their size. Arithmetic is in float32 (float64
+    for float64) from logits of any dtype, so torch.autocast has no effect and no cast is needed.
 
     Args:
         logits: (..., V) float64, float32, bfloat16 or float16. Copied once if neighbouring columns are not
@@ -412,19 +348,18 @@ def cross_entropy(
             Chowdhery et al. 2022, section 5).
         ignore_index: tokens with this target have loss and gradient zero, whatever their logits.
         token_weight: (...) factor of each token's loss; receives no gradient.
-        vocab_size: columns from this one on are padding: they do not count, and their gradient is zero.
-            Default V.
+        vocab_size: number of ids; columns from this one on are padding, with a zero gradient. Default V.
         reduction: "none"; "sum"; or "mean", the sum divided by the number of targets that are not
             ignore_index, or by the sum of their `token_weight`. The mean of no targets is NaN, as in torch.
-            Neither costs a pass over the logits: what the loss receives enters the gradient's only kernel.
+            Neither costs a pass over the logits: the upstream gradient enters the gradient's only kernel.
         grad_in_place: let the backward pass write the gradient over `logits`, bitwise the same, which saves
-            memory of their size. A second backward pass, or one of anyone else who saved the logits, is then
-            a RuntimeError.
-        loss_grad: (...) the gradient each token's loss will receive, where it is known beforehand: ones for a
-            sum, 1 / N for a mean. Loss and gradient then come from one launch, and the gradient overwrites
-            `logits` during the forward pass (so take gradients of what made them, not of the logits); where
-            none is recorded, as under torch.no_grad, or by torch.func, nothing is overwritten. The backward
-            pass hands that memory out: once, and only if the losses of all tokens but ignored ones receive
+            memory of their size. A second backward pass, or that of another op that saved the logits, then
+            raises RuntimeError.
+        loss_grad: (...) the upstream gradient of each token's loss, if it is known in advance: ones for a
+            sum, 1 / N for a mean. One launch then computes loss and gradient, and the gradient overwrites
+            `logits` during the forward pass (so differentiate with respect to what made the logits, not the
+            logits). Without recording, as under torch.no_grad, or in torch.func, nothing is overwritten. The
+            backward pass returns that memory, once, and only if all tokens that are not ignored receive
             `loss_grad` as upstream gradient, to eight units in the last place.
 
     Returns:
@@ -432,12 +367,18 @@ def cross_entropy(
 
     Raises:
         ValueError: shapes, dtypes or options that do not fit; on the CPU (not under torch.compile) also a
-            target outside [0, vocab_size) that is not ignore_index. Elsewhere looking would make the device
-            wait: there such a token has loss and gradient NaN.
+            target outside [0, vocab_size) that is not ignore_index. Elsewhere the check would synchronise
+            with the device: there such a token has loss and gradient NaN.
         RuntimeError: in the backward pass, with `loss_grad`: another upstream gradient (on a GPU
             an assertion of the device, reported when it is next waited for), a second backward pass, or
             logits that something else needs, before or (unless they are a part of it) after they were
             overwritten.
+
+    Example:
+        logits = torch.randn(8, 64, requires_grad=True)
+        target = torch.randint(64, (8,))
+        loss = cross_entropy(logits, target, reduction="mean", z_loss=1e-4)
+        loss.backward()
     """
     columns = logits.shape[-1] if logits.dim() else 0
     vocab_size = columns if vocab_size is None else vocab_size
@@ -448,40 +389,56 @@ def cross_entropy(
 
     options = vocab_size, ignore_index, label_smoothing, z_loss
     recorded = logits.requires_grad and torch.is_grad_enabled()
-    at_once = recorded and not torch._C._are_functorch_transforms_active()
-    by_kernel = token_weight is None and logits.dim() == 2 and logits.is_contiguous()
-    if loss_grad is not None:
-        by_kernel = by_kernel and loss_grad.dim() == 1 and not loss_grad.requires_grad
-        by_kernel = by_kernel and loss_grad.dtype == compute_dtype(logits.dtype)
-    by_kernel = by_kernel and _cross_entropy.validates_args(logits, target)
+    fused = loss_grad is not None and recorded and not torch._C._are_functorch_transforms_active()
+    by_kernel = _is_validated_by_kernel(logits, target, token_weight, loss_grad)
+    # 1. Check the arguments; the C++ kernel checks its own.
     if not by_kernel:
         check()
     if not 0 < vocab_size <= columns:
         check()
-        raise ValueError(f"cross_entropy: vocab_size {vocab_size} exceeds the {columns} columns")
+        raise ValueError(
+            f"cross_entropy: vocab_size {vocab_size} exceeds the {columns} columns of logits; pass the number"
+            " of ids, at most logits.shape[-1]"
+        )
     if loss_grad is not None or reduction != "none":
         check_reduction("cross_entropy", reduction, loss_grad)
+    # 2. The C++ kernel reads and reduces these tensors as they are.
     if by_kernel:
         if target.dtype == torch.int64:
             check_ids("cross_entropy", target, vocab_size, ignore_index)
         try:
-            if loss_grad is not None and at_once:
+            if fused:
                 return _loss_and_grad(logits, target, loss_grad, None, *options)
             divisor = divisor_of(target, ignore_index, reduction)
             return _cross_entropy(logits, target, None, None, 0, *options, grad_in_place, divisor)[0]
         except RuntimeError:
-            check()
+            check()  # raises a ValueError that says what is wrong, if an argument is
             raise
+    # 3. Any other call: fold the leading dimensions, then reduce.
     rows, targets = _rows(logits), _flat(target)
     check_range("cross_entropy", targets, vocab_size, ignore_index)
-    if loss_grad is not None and at_once:
-        _check_apart("loss_grad", rows)
+    if fused:
+        _check_writable("loss_grad", rows)
         dtype = compute_dtype(logits.dtype)
         weight = None if token_weight is None else _flat(token_weight).to(dtype)
         loss = _loss_and_grad(rows, targets, _flat(loss_grad).to(dtype), weight, *options)
         return loss.reshape(target.shape)
     if grad_in_place:
-        _check_apart("grad_in_place", rows)
+        _check_writable("grad_in_place", rows)
     loss = _loss_of_rows(rows, targets, None, token_weight, 0, *options, grad_in_place)
     loss = loss if target.dim() == 1 else loss.reshape(target.shape)
     return reduced(loss, target, token_weight, ignore_index, reduction)
+
+
+def _is_validated_by_kernel(
+    logits: Tensor, target: Tensor, token_weight: Tensor | None, loss_grad: Tensor | None
+) -> bool:
+    """Return True if the C++ kernel takes the tensors as they are, and checks them itself."""
+    if token_weight is not None or logits.dim() != 2 or not logits.is_contiguous():
+        return False
+    if loss_grad is not None:
+        if loss_grad.dim() != 1 or loss_grad.requires_grad:
+            return False
+        if loss_grad.dtype != compute_dtype(logits.dtype):
+            return False
+    return _cross_entropy.validates_args(logits, target)

@@ -1,19 +1,21 @@
-"""Linear layer and cross-entropy in one: only the logits of one chunk of tokens exist at a time.
+"""Linear layer fused with cross-entropy: only the logits of one chunk of tokens exist at a time.
 
-Where the gradient of every token's loss is known beforehand (`loss_grad`), or up to a factor (a mean or sum),
-the logits of a chunk are made once: they give the loss, turn into their own gradient in place, and give both
-products of the backward pass. That is 6NVH operations in all. Where it is not known, the forward pass keeps
-the log-sum-exp of every token, and the backward pass makes the logits again (8NVH). If all tokens fit into
-one chunk, the forward pass keeps its logits instead, which are no larger than the workspace. The gradient of
-the weight is summed over the chunks in fp32 (fp64 for fp64), in `weight.main_grad` where there is one; where
-that is narrower, in memory of its own, so that it is rounded once.
-Compilers see one op, not the loop over chunks, so that a graph serves any number of tokens.
+If the upstream gradient of every token's loss is known (`loss_grad`), or known up to a factor (a mean or
+sum), the logits of a chunk are computed once: they give the loss, become their own gradient in place, and
+feed both GEMMs of the backward pass, for 6NVH FLOPs in all. Otherwise the forward pass saves the log-sum-exp
+of every token, and the backward pass recomputes the logits (8NVH). If one chunk holds all tokens, the forward
+pass saves its logits instead, which are no larger than the workspace.
+
+The wgrad is summed over the chunks in fp32 (fp64 for fp64), in `weight.main_grad` where there is one; if that
+is narrower, in separate memory, so that it is rounded once. Compilers see one op, not the loop over chunks,
+so that a graph serves any number of tokens.
+
 N tokens, H hidden size, V columns of this shard of the vocabulary (padding included), P shards.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -27,13 +29,11 @@ from fastmp.ops.core.registry import (
     raise_if_create_graph,
     without_autocast,
 )
-from fastmp.ops.cross_entropy import (
-    check_ids,
-    check_options,
-    check_upstream_grad,
-)
+from fastmp.ops.cross_entropy import check_ids, check_options
+from fastmp.ops.cross_entropy_reference import check_upstream_grad
 from fastmp.ops.linear_cross_entropy_chunks import (
     ALONE,
+    HeadCall,
     LossOptions,
     Shards,
     Tokens,
@@ -47,6 +47,7 @@ from fastmp.ops.linear_cross_entropy_chunks import (
     opaque,
     per_token,
     present,
+    split_options,
     taken,
 )
 from fastmp.ops.reduction import check_reduction, divisor_of, number_of_targets, reduced
@@ -54,7 +55,7 @@ from fastmp.ops.wgrad import linear
 from fastmp.profiling import traced
 
 _PLAIN = (Tensor, torch.nn.Parameter)
-_FEW_LOGITS = 1 << 20  # to take two ops for: 4 MiB in fp32
+_FEW_LOGITS = 1 << 20  # up to here by two ops: 4 MiB in fp32
 _WIDENED = 1 << 22  # elements of the logits' gradient that a CPU converts to fp32 at a time
 
 
@@ -67,66 +68,64 @@ _OPTIONS = (
 _WANTED = "bool want_hidden, bool want_weight"
 
 
+def _loss(hidden, weight, bias, target, token_weight, *options):
+    return make_loss(hidden, weight, bias, Tokens(target, token_weight), LossOptions(*options), ALONE, False)
+
+
+def _loss_gradients(hidden, weight, bias, target, token_weight, grad_loss, lse, main_grad, *more):
+    options, wanted = split_options(LossOptions, more)
+    tokens = Tokens(target, token_weight, grad_loss, lse)
+    grads = make_loss_gradients(hidden, weight, bias, tokens, main_grad, options, ALONE, wanted, None)
+    return present(hidden, grads)
+
+
+def _fake_loss_gradients(hidden, weight, bias, target, token_weight, grad_loss, lse, main_grad, *more):
+    return fake_gradients(hidden, weight, bias, main_grad, *split_options(LossOptions, more)[1])
+
+
+def _both(hidden, weight, bias, target, token_weight, grad_loss, main_grad, *more):
+    options, wanted = split_options(LossOptions, more)
+    tokens = Tokens(target, token_weight, grad_loss)
+    return present(hidden, make_both(hidden, weight, bias, tokens, main_grad, options, ALONE, wanted))
+
+
+def _fake_both(hidden, weight, bias, target, token_weight, grad_loss, main_grad, *more):
+    wanted = split_options(LossOptions, more)[1]
+    return per_token(hidden), *fake_gradients(hidden, weight, bias, main_grad, *wanted)
+
+
 _compiled_loss = opaque(
     "linear_cross_entropy_loss(Tensor hidden, Tensor weight, Tensor? bias, Tensor target,"
     f" Tensor? token_weight, {_OPTIONS}) -> (Tensor, Tensor)",
-    lambda hidden, weight, bias, target, token_weight, *options: make_loss(
-        hidden, weight, bias, Tokens(target, token_weight), LossOptions(*options), ALONE, False
-    ),
+    _loss,
     lambda hidden, *others: (per_token(hidden), per_token(hidden)),
 )
 _compiled_gradients = opaque(
     "linear_cross_entropy_gradients(Tensor hidden, Tensor weight, Tensor? bias, Tensor target,"
     " Tensor? token_weight, Tensor grad_loss, Tensor lse, Tensor(a!)? main_grad,"
     f" {_OPTIONS}, {_WANTED}) -> (Tensor, Tensor, Tensor)",
-    lambda hidden, weight, bias, target, token_weight, grad_loss, lse, main_grad, *more: present(
-        hidden,
-        make_loss_gradients(
-            hidden, weight, bias, Tokens(target, token_weight, grad_loss, lse), main_grad,
-            LossOptions(*more[:6]), ALONE, more[6:], None,
-        ),
-    ),
-    lambda hidden, weight, bias, target, token_weight, grad_loss, lse, main_grad, *more: fake_gradients(
-        hidden, weight, bias, main_grad, *more[6:]
-    ),
-)  # fmt: skip
+    _loss_gradients,
+    _fake_loss_gradients,
+)
 _compiled_both = opaque(
     "linear_cross_entropy_both(Tensor hidden, Tensor weight, Tensor? bias, Tensor target,"
     " Tensor? token_weight, Tensor grad_loss, Tensor(a!)? main_grad,"
     f" {_OPTIONS}, {_WANTED}) -> (Tensor, Tensor, Tensor, Tensor)",
-    lambda hidden, weight, bias, target, token_weight, grad_loss, main_grad, *more: present(
-        hidden,
-        make_both(
-            hidden, weight, bias, Tokens(target, token_weight, grad_loss), main_grad, LossOptions(*more[:6]),
-            ALONE, more[6:],
-        ),
-    ),
-    lambda hidden, weight, bias, target, token_weight, grad_loss, main_grad, *more: (
-        per_token(hidden),
-        *fake_gradients(hidden, weight, bias, main_grad, *more[6:]),
-    ),
-)  # fmt: skip
+    _both,
+    _fake_both,
+)
 
 
-class _Job(NamedTuple):
-    """What a call has beside its tensors; with a `reduction` the gradient is known up to a factor."""
-
-    options: LossOptions
-    shards: Shards
-    wanted: tuple[bool, bool]
-    reduction: str = "none"
-
-
-def _forward_unknown(hidden, weight, bias, target, token_weight, main_grad, job: _Job):
-    """Loss (N,) that can receive any gradient, the log-sum-exps, and what else backward wants to have."""
-    if is_opaque(job.shards):
-        return _compiled_loss(hidden, weight, bias, target, token_weight, *job.options)
+def _forward_unknown(hidden, weight, bias, target, token_weight, main_grad, call: HeadCall):
+    """Return the loss (N,) for any upstream gradient, the log-sum-exps, and tensors kept for backward."""
+    if is_opaque(call.shards):
+        return _compiled_loss(hidden, weight, bias, target, token_weight, *call.options)
     tokens = Tokens(target, token_weight)
-    return make_loss(hidden, weight, bias, tokens, job.options, job.shards, any(job.wanted))
+    return make_loss(hidden, weight, bias, tokens, call.options, call.shards, any(call.wanted))
 
 
 def _setup_unknown(ctx, inputs, output):
-    hidden, weight, bias, target, token_weight, ctx.main_grad, ctx.job = inputs
+    hidden, weight, bias, target, token_weight, ctx.main_grad, ctx.call = inputs
     _, lse, *kept = output
     ctx.mark_non_differentiable(*output[1:])
     ctx.set_materialize_grads(False)
@@ -141,37 +140,39 @@ def _backward_unknown(ctx, grad_loss, *_):
         return (None,) * 7
     raise_if_create_graph("linear_cross_entropy")
     hidden, weight, bias, target, token_weight, lse, kept = ctx.saved_tensors
-    job, main_grad = ctx.job, ctx.main_grad
-    if is_opaque(job.shards):
+    call, main_grad = ctx.call, ctx.main_grad
+    if is_opaque(call.shards):
         grads = _compiled_gradients(
-            hidden, weight, bias, target, token_weight, grad_loss, lse, main_grad, *job.options, *job.wanted
+            hidden, weight, bias, target, token_weight, grad_loss, lse, main_grad, *call.options, *call.wanted
         )
-        grads = taken(grads, job.wanted, main_grad, bias is not None)
+        grads = taken(grads, call.wanted, main_grad, bias is not None)
     else:
         tokens = Tokens(target, token_weight, grad_loss, lse)
         with without_autocast(hidden.device.type), torch.no_grad():
             kept = kept_logits(ctx, kept, hidden, weight, bias)
             grads = make_loss_gradients(
-                hidden, weight, bias, tokens, main_grad, job.options, job.shards, job.wanted, kept
+                hidden, weight, bias, tokens, main_grad, call.options, call.shards, call.wanted, kept
             )
     return (*grads, None, None, None, None)
 
 
-def _forward_known(hidden, weight, bias, target, token_weight, loss_grad, main_grad, job: _Job):
-    """Loss (N,), or reduced, and gradients of hidden, weight and bias, empty where there is none."""
-    if is_opaque(job.shards):
+def _forward_known(hidden, weight, bias, target, token_weight, loss_grad, main_grad, call: HeadCall):
+    """Return the loss (N,), or reduced, and gradients of hidden, weight and bias, empty if absent."""
+    if is_opaque(call.shards):
         loss, *grads = _compiled_both(
-            hidden, weight, bias, target, token_weight, loss_grad, main_grad, *job.options, *job.wanted
+            hidden, weight, bias, target, token_weight, loss_grad, main_grad, *call.options, *call.wanted
         )
     else:
         tokens = Tokens(target, token_weight, loss_grad)
-        loss, *grads = make_both(hidden, weight, bias, tokens, main_grad, job.options, job.shards, job.wanted)
+        loss, *grads = make_both(
+            hidden, weight, bias, tokens, main_grad, call.options, call.shards, call.wanted
+        )
         grads = present(hidden, tuple(grads))
-    return (reduced(loss, target, token_weight, job.options.ignore_index, job.reduction), *grads)
+    return (reduced(loss, target, token_weight, call.options.ignore_index, call.reduction), *grads)
 
 
 def _setup_known(ctx, inputs, output):
-    _, _, bias, target, _, loss_grad, ctx.main_grad, ctx.job = inputs
+    _, _, bias, target, _, loss_grad, ctx.main_grad, ctx.call = inputs
     ctx.has_bias, ctx.spent = bias is not None, False
     ctx.mark_non_differentiable(*output[1:])
     ctx.set_materialize_grads(False)
@@ -186,21 +187,21 @@ def _backward_known(ctx, grad_loss, *_):
     if ctx.spent:
         raise RuntimeError(_SPENT)
     target, loss_grad, *grads = ctx.saved_tensors
-    if ctx.job.reduction == "none":
+    if ctx.call.reduction == "none":
         check_upstream_grad(
-            "linear_cross_entropy", grad_loss, loss_grad, target == ctx.job.options.ignore_index
+            "linear_cross_entropy", grad_loss, loss_grad, target == ctx.call.options.ignore_index
         )
     else:
         grads = [_scaled(grad, grad_loss) for grad in grads]
     ctx.spent = True
     if torch.compiler.is_compiling():  # torch 2.10 cannot divide a graph whose backward returns what is saved
         grads = [grad.view_as(grad) for grad in grads]
-    grads = taken(grads, ctx.job.wanted, ctx.main_grad, ctx.has_bias)
+    grads = taken(grads, ctx.call.wanted, ctx.main_grad, ctx.has_bias)
     return *grads, None, None, None, None, None
 
 
 def _scaled(grad: Tensor, factor: Tensor) -> Tensor:
-    """grad * factor, 0-dim, whose product is rounded once; in the memory of `grad` where that is possible."""
+    """Multiply grad by a 0-dim factor, rounded once; in the memory of `grad` if possible."""
     if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
         return (grad.to(factor.dtype) * factor).to(grad.dtype)
     factor = factor.view(1)  # one without dimensions would be rounded to the dtype of `grad` first
@@ -223,7 +224,7 @@ def _of_each(loss_grad: Tensor | float, targets: Tensor, dtype: torch.dtype) -> 
 
 
 def _hand_out_once(node: Any) -> None:
-    """Let a second backward pass through `node` raise what it raises where logits are many."""
+    """Let a second backward pass through `node` raise the error of the chunked path."""
     spent: list[bool] = []
 
     def check(_: Any) -> None:
@@ -238,9 +239,10 @@ def _of_few_logits(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, ignore_index: int,
     label_smoothing: float, z_loss: float, reduction: str, loss_grad: Any,
 ) -> Tensor | None:  # fmt: skip
-    """The loss where its host takes longer than the device, by two ops: a product and a loss.
+    """Compute the loss of few logits by two ops, a GEMM and a loss: there CPU launch overhead dominates.
 
-    None if the logits are many or if anything is special, which includes all that is a mistake.
+    Returns:
+        The loss, or None if the logits are many or the arguments special, which includes invalid ones.
     """
     if not all(x is None or type(x) in _PLAIN for x in (hidden, weight, bias, target)):
         return None
@@ -307,7 +309,7 @@ def linear_cross_entropy_of(
     loss_grad: Tensor | float | None,
     workspace: int | None,
 ) -> Tensor:
-    """`linear_cross_entropy` of one of several shards of the weight; errors begin with `name`.
+    """Compute `linear_cross_entropy` from one of several shards of the weight; errors begin with `name`.
 
     `target` has the ids of all tokens, `hidden` the rows that `shards.gather_hidden` gathers.
     """
@@ -321,8 +323,8 @@ def linear_cross_entropy_of(
     dtype = compute_dtype(rows.dtype)
     if token_weight is not None:
         token_weight = token_weight.reshape(-1).to(dtype)
-    # Gradients can be made before their factor is known, except that float16 may not hold them without it,
-    # and that what was added to main_grad cannot be scaled any more.
+    # Gradients can be computed before their factor is known, except in float16, which may not hold them
+    # unscaled, and with main_grad, which cannot be scaled after they were added.
     early = reduction != "none" and main_grad is None and rows.dtype != torch.float16
     if early:
         loss_grad = torch.ones((), dtype=dtype, device=rows.device)
@@ -331,13 +333,13 @@ def linear_cross_entropy_of(
         loss_grad = loss_grad.expand(targets.shape)
     with without_autocast(rows.device.type):
         if loss_grad is not None and any(wanted):
-            job = _Job(options, shards, wanted, reduction)
+            call = HeadCall(options, shards, wanted, reduction)
             loss_grad = _of_each(loss_grad, targets, dtype)
-            loss = _known(rows, weight, bias, targets, token_weight, loss_grad, main_grad, job)[0]
+            loss = _known(rows, weight, bias, targets, token_weight, loss_grad, main_grad, call)[0]
             return loss if early else loss.reshape(target.shape)
-        loss = _unknown(rows, weight, bias, targets, token_weight, main_grad, _Job(options, shards, wanted))[
-            0
-        ]
+        loss = _unknown(
+            rows, weight, bias, targets, token_weight, main_grad, HeadCall(options, shards, wanted)
+        )[0]
         return reduced(loss, targets, token_weight, ignore_index, reduction).reshape(
             target.shape if reduction == "none" else ()
         )
@@ -359,11 +361,11 @@ def linear_cross_entropy(
     loss_grad: Tensor | float | None = None,
     workspace: int | None = None,
 ) -> Tensor:
-    """Cross-entropy of the logits hidden weight^T + bias, which never exist as a whole; or its mean or sum.
+    """Output projection fused with cross-entropy: the logits hidden weight^T + bias are never materialised.
 
-    Under autocast, in its dtype. The gradient of the weight is summed in fp32 (fp64 for fp64); where the
-    parameter has a `main_grad`, a tensor of its shape, in the dtype of the sums or of hidden, it is added to
-    that and rounded once. Autograd then gets none.
+    Under autocast it runs in the autocast dtype. The wgrad is summed in fp32 (fp64 for fp64). If the
+    parameter has a `main_grad` (its shape; fp32 or the dtype of hidden), the gradient is added to that and
+    rounded once, and autograd gets none.
 
     Args:
         hidden: (..., H) float64, float32, bfloat16 or float16.
@@ -371,17 +373,16 @@ def linear_cross_entropy(
         target: (...) int64 ids.
         bias: (V,) of the same dtype and device.
         label_smoothing, z_loss, ignore_index, token_weight, vocab_size: as in `cross_entropy`.
-        reduction: as in `cross_entropy`. With "mean" or "sum" the forward pass makes the gradients, as with
-            `loss_grad`, and the backward pass scales them by what the loss receives, once. In bfloat16 that
-            rounds them again unless it is a power of two. With a `main_grad`, or in float16, whose range
-            needs the scale first, the logits are made twice instead. A second backward pass then, or with
-            "none", makes them again.
-        loss_grad: the gradient that the loss of every token will receive, (...) or one number for all: 1
-            where the losses are summed. Then the forward pass makes the gradients too, for 3/4 of the
-            operations and no logits made twice, and adds to `main_grad` already (where logits are few, the
-            backward pass does). The backward pass hands them out, once, and another upstream gradient
-            is a RuntimeError (on a GPU a device-side assertion). Without it, the loss can
-            receive any gradient. Without gradients it has no effect.
+        reduction: as in `cross_entropy`. With "mean" or "sum" the forward pass computes the gradients, as
+            with `loss_grad`, and the backward pass scales them by the upstream gradient, once. In bfloat16
+            that rounds them again unless it is a power of two. With a `main_grad`, or in float16, whose range
+            needs the scale first, the logits are computed twice instead. A second backward pass then, or with
+            "none", recomputes them.
+        loss_grad: the upstream gradient of every token's loss, (...) or one number for all: 1 if the losses
+            are summed. The forward pass then computes the gradients too, for 3/4 of the FLOPs, and adds to
+            `main_grad` (with few logits the backward pass does). The backward pass returns them, once;
+            another upstream gradient raises RuntimeError (on a GPU a device-side assertion). Without
+            `loss_grad`, the loss can receive any gradient. Without recording it has no effect.
         workspace: bytes of logits at a time, from which the size of a chunk follows. Default 64 MiB on a CPU,
             1 GiB elsewhere.
 
@@ -392,6 +393,12 @@ def linear_cross_entropy(
         ValueError: shapes, dtypes or options that do not fit, those of a `main_grad` included; on the CPU
             also a target outside the vocabulary that is not ignore_index (elsewhere such a token has loss and
             gradient NaN).
+
+    Example:
+        hidden = torch.randn(8, 16, requires_grad=True)
+        weight = torch.randn(64, 16, requires_grad=True)
+        loss = linear_cross_entropy(hidden, weight, torch.randint(64, (8,)), reduction="mean")
+        loss.backward()
 
     Hsu et al., "Liger Kernel", 2024 (arXiv 2410.10989); Wijmans et al., "Cut Your Losses", 2024 (2411.09009).
     """

@@ -1,8 +1,9 @@
-"""The chunks of `linear_cross_entropy` and `linear_log_probs`: logits of some tokens at a time.
+"""Chunked output head of `linear_cross_entropy` and `linear_log_probs`: logits of some tokens at a time.
 
-`make_stats` reduces the logits of every chunk to a few numbers a token, `make_gradients` turns them into
-gradients of hidden states and weight; the ops say how. The shards of a vocabulary may lie on several ranks:
-`Shards` says how they come together.
+`make_stats` reduces the logits of every chunk to a few numbers per token, and `make_gradients` turns them
+into gradients of hidden states and weight, with kernels of the calling op. `Shards` is the interface through
+which the shards of a vocabulary on several ranks communicate; `fastmp.tensor_parallel` implements it.
+
 N tokens, H hidden size, V columns of this shard of the vocabulary (padding included), P shards.
 """
 
@@ -20,41 +21,42 @@ from fastmp.ops.core import checks
 from fastmp.ops.core.registry import LIBRARY, autocast, compute_dtype
 from fastmp.ops.cross_entropy import check_range
 
-# Bytes of logits that exist at a time. A GPU wants 4096 tokens or more a chunk, because the gradient of the
-# weight is read and written once a chunk: those of 128256 ids in bf16 fit. A CPU is as fast with 400 tokens.
+# Bytes of logits in memory at a time. A GPU needs 4096 tokens or more per chunk, because the gradient of the
+# weight is read and written once per chunk: logits of 128256 ids in bf16 fit. A CPU needs 400 tokens.
 WORKSPACE_CPU = 64 << 20
 WORKSPACE = 1 << 30
 
 
 def chunk_size(tokens: int, columns: int, itemsize: int, workspace: int) -> int:
-    """Tokens a chunk: the fewest chunks whose logits fit into `workspace` bytes, all but equal in size."""
-    most = max(1, workspace // max(1, columns * itemsize))
-    unit = 128 if most >= 1024 else 16 if most >= 128 else 1
-    chunks = max(1, -(-tokens // (most - most % unit)))
+    """Return the tokens per chunk: the fewest chunks that fit into `workspace` bytes, nearly equal."""
+    max_tokens = max(1, workspace // max(1, columns * itemsize))
+    unit = 128 if max_tokens >= 1024 else 16 if max_tokens >= 128 else 1
+    chunks = max(1, -(-tokens // (max_tokens - max_tokens % unit)))
     return min(tokens, -(-tokens // (chunks * unit)) * unit)
 
 
 class Shards:
-    """How the shards of one vocabulary come together; this class is the only shard and does nothing."""
+    """Communication between the shards of a vocabulary; this base class is a single shard without any."""
 
     rank, size = 0, 1
 
     def tokens(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Shape of all tokens, where this rank's hidden states have `shape`."""
+        """Return the shape of all tokens, given the shape of this rank's hidden states."""
         return shape[:-1]
 
     def gather_hidden(self, hidden: Tensor) -> Tensor:
-        """The hidden states (N, H) of all tokens from those this rank has."""
+        """All-gather the hidden states (N, H) of all tokens from this rank's."""
         return hidden
 
     def gather_stats(self, stats: Tensor) -> tuple[Tensor, Any]:
-        """Statistics (N, W) of this shard to those of all, (P, N, W), and the work to wait for."""
+        """All-gather the statistics (N, W) of the shards: (P, N, W), and the work to wait for, or None."""
         return stats[None], None
 
     def reduce_grad(self, grad: Tensor) -> tuple[Tensor, Any]:
-        """Sum the gradients (N, H) of the gathered hidden states over the shards.
+        """Reduce the gradients (N, H) of the gathered hidden states over the shards.
 
-        Returns the gradient of this rank's hidden states and the work to wait for, or None.
+        Returns:
+            The gradient of this rank's hidden states, and the work to wait for, or None.
         """
         return grad, None
 
@@ -63,7 +65,7 @@ ALONE = Shards()
 
 
 class LossOptions(NamedTuple):
-    """This shard and the kind of loss, in the order of the cross-entropy ops; then bytes for logits."""
+    """This shard and the kind of loss, in the order of the cross-entropy ops, and the bytes for logits."""
 
     vocab_start: int
     vocab_size: int
@@ -71,6 +73,29 @@ class LossOptions(NamedTuple):
     label_smoothing: float
     z_loss: float
     workspace: int
+
+    @property
+    def of_shard(self) -> tuple[int, int, int, float, float]:
+        """The arguments of ops on a shard's logits."""
+        return self[:5]
+
+    @property
+    def of_vocabulary(self) -> tuple[int, int, float, float]:
+        """The arguments of ops on merged statistics."""
+        return self[1:5]
+
+
+class HeadCall(NamedTuple):
+    """The arguments of a call that are not tensors.
+
+    options: of the op. wanted: if the hidden states and the weight want gradients. reduction: other than
+    "none" if the upstream gradient is known up to a factor.
+    """
+
+    options: Any
+    shards: Shards
+    wanted: tuple[bool, bool]
+    reduction: str = "none"
 
 
 class Tokens(NamedTuple):
@@ -86,8 +111,8 @@ class Tokens(NamedTuple):
         return Tokens(self.target[rows], weight, grad_loss, lse)
 
 
-class Chunks:
-    """The chunks of x (N, H), at least one, and memory for the logits of `num_buffers` of them."""
+class LogitChunks:
+    """The chunks of x (N, H), at least one, and buffers for the logits of `num_buffers` of them."""
 
     def __init__(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, workspace: int, num_buffers: int = 1
@@ -100,33 +125,29 @@ class Chunks:
         self.buffers: list[Tensor] = []
 
     def logits(self, number: int) -> Tensor:
-        """Logits of a chunk; chunks come in order. They take the memory of the chunk `num_buffers` before."""
+        """Compute the logits of a chunk, in order; they overwrite those of the chunk `num_buffers` before."""
         rows = self.rows[number]
         if number < self.num_buffers:
-            self.buffers.append(self._product(self.x[rows]))
+            self.buffers.append(self._gemm(self.x[rows]))
             return self.buffers[number]
-        return self._product(
-            self.x[rows], out=self.buffers[number % self.num_buffers][: rows.stop - rows.start]
-        )
+        return self._gemm(self.x[rows], out=self.buffers[number % self.num_buffers][: rows.stop - rows.start])
 
-    def _product(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+    def _gemm(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         if self.bias is None:
             return torch.mm(x, self.weight.t(), out=out)
         return torch.addmm(self.bias, x, self.weight.t(), out=out)
 
 
-class Gradients:
-    """Gradients of hidden and weight, where wanted, from the logits' gradients of one chunk after another.
-
-    That of a bias is their sum over tokens, made wherever there is a bias.
+class HeadGradients:
+    """Gradients of hidden states, weight and bias, accumulated from the logits' gradients chunk by chunk.
 
     The weight's gradient is added to `main_grad` if there is one; `results` then returns None for it. Over
-    several chunks it is summed in float32 (float64) also where it ends up narrower: if each chunk rounded,
-    errors would grow with their number.
+    several chunks it is summed in float32 (float64) even if its result is narrower: rounding each chunk would
+    let errors grow with their number.
     """
 
     def __init__(
-        self, chunks: Chunks, shards: Shards, wanted: tuple[bool, bool], main_grad: Tensor | None
+        self, chunks: LogitChunks, shards: Shards, wanted: tuple[bool, bool], main_grad: Tensor | None
     ) -> None:
         self.chunks, self.shards, self.want_weight, self.main_grad = chunks, shards, wanted[1], main_grad
         self.hidden = chunks.x.new_empty(chunks.x.shape) if wanted[0] else None
@@ -141,14 +162,14 @@ class Gradients:
                 self.total = main_grad.to(dtype)
 
     def add(self, number: int, grad: Tensor) -> None:
-        """Take the gradient of chunk `number`; chunks come in order."""
+        """Accumulate from the logits' gradient of chunk `number`; chunks come in order."""
         chunks, rows = self.chunks, self.chunks.rows[number]
         if self.hidden is not None:
             torch.mm(grad, chunks.weight, out=self.hidden[rows])
-            if number == len(chunks.rows) - 1:  # goes on behind the product that follows
+            if number == len(chunks.rows) - 1:  # overlaps with the wgrad GEMM below
                 self.hidden, self.work = self.shards.reduce_grad(self.hidden)
         if self.want_weight and self.total is None:
-            self.total = torch.mm(grad.t(), chunks.x[rows])  # of the only chunk, or one that is not rounded
+            self.total = torch.mm(grad.t(), chunks.x[rows])  # the only chunk, or one that is not rounded
         elif self.want_weight:
             torch.ops.fastmp.accumulate_weight_grad_(self.total, grad, chunks.x[rows])
         if chunks.bias is not None:
@@ -170,9 +191,9 @@ class Gradients:
 
 
 def _grad_(logits: Tensor, tokens: Tokens, options: LossOptions) -> None:
-    """Turn logits into their gradient."""
+    """Overwrite logits with their gradient."""
     torch.ops.fastmp.cross_entropy_grad_(
-        logits, tokens.target, tokens.lse, tokens.grad_loss, tokens.weight, *options[:5]
+        logits, tokens.target, tokens.lse, tokens.grad_loss, tokens.weight, *options.of_shard
     )
 
 
@@ -183,7 +204,7 @@ def _stats(logits: Tensor, tokens: Tokens, options: LossOptions) -> Tensor:
 
 
 def _merge(stats: Tensor, tokens: Tokens, options: LossOptions) -> tuple[Tensor, Tensor]:
-    return torch.ops.fastmp.cross_entropy_merge(stats, tokens.target, tokens.weight, *options[1:5])
+    return torch.ops.fastmp.cross_entropy_merge(stats, tokens.target, tokens.weight, *options.of_vocabulary)
 
 
 def joined(parts: list[Tensor]) -> Tensor:
@@ -191,12 +212,12 @@ def joined(parts: list[Tensor]) -> Tensor:
 
 
 def _loss_and_gradients(
-    chunks: Chunks, tokens: Tokens, options: LossOptions, shards: Shards, gradients: Gradients
+    chunks: LogitChunks, tokens: Tokens, options: LossOptions, shards: Shards, gradients: HeadGradients
 ) -> Tensor:
-    """Loss of all tokens, their gradients given to `gradients`.
+    """Return the loss of all tokens, and accumulate their gradients in `gradients`.
 
-    Alone, loss and gradient come from one launch. Between several shards, statistics are gathered while the
-    next chunk's logits are made, and the last ones while the chunk before has its gradients.
+    With one shard, one launch computes loss and gradient. With several, the all-gather of a chunk's
+    statistics overlaps with the GEMM of the next chunk's logits, or with the last chunks' gradients.
     """
     losses = []
     if shards.size == 1:
@@ -230,12 +251,13 @@ def make_stats(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, stats_of: Callable[[Tensor, slice], Tensor],
     workspace: int, shards: Shards, keep: bool,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """The statistics (P, N, W) of all tokens, gathered at once, from `stats_of(logits, rows)` of every chunk.
+    """Return the statistics (P, N, W) of all tokens, from `stats_of(logits, rows)` of every chunk.
 
-    If `keep` and one chunk holds them all, the logits follow, and the hidden states where they are gathered.
+    With `keep`, and if one chunk holds all tokens, the logits follow, and the hidden states if they were
+    gathered.
     """
     x = shards.gather_hidden(hidden)
-    chunks = Chunks(x, weight, bias, workspace)
+    chunks = LogitChunks(x, weight, bias, workspace)
     stats, work = shards.gather_stats(
         joined([stats_of(chunks.logits(i), rows) for i, rows in enumerate(chunks.rows)])
     )
@@ -249,10 +271,10 @@ def make_stats(
 def kept_logits(
     ctx: Any, kept: Tensor | None, hidden: Tensor, weight: Tensor, bias: Tensor | None
 ) -> Tensor | None:
-    """Return the logits that the forward pass kept, for one backward pass to overwrite; None if it kept none.
+    """Return the logits for a backward pass to overwrite; None if the forward pass kept none.
 
-    The first backward pass through `ctx` takes them, and every later one makes them again: `ctx.spent`, which
-    the forward pass sets to False, says which.
+    The first backward pass through `ctx` takes the kept logits, and later ones recompute them; `ctx.spent`,
+    False after the forward pass, tells them apart.
     """
     if kept is None:
         return None
@@ -267,12 +289,13 @@ def make_gradients(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, grad_: Callable[[Tensor, slice], None],
     main_grad: Tensor | None, workspace: int, shards: Shards, wanted: tuple[bool, bool], kept: Tensor | None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
-    """Gradients of hidden, weight and bias; from the logits `kept`, where there are any.
+    """Return the gradients of hidden, weight and bias, from the logits `kept` if there are any.
 
-    `grad_(logits, rows)` turns the logits of a chunk into their gradient.
+    `grad_(logits, rows)` overwrites the logits of a chunk with their gradient.
     """
-    chunks = Chunks(hidden if kept is not None else shards.gather_hidden(hidden), weight, bias, workspace)
-    gradients = Gradients(chunks, shards, wanted, main_grad)
+    x = hidden if kept is not None else shards.gather_hidden(hidden)
+    chunks = LogitChunks(x, weight, bias, workspace)
+    gradients = HeadGradients(chunks, shards, wanted, main_grad)
     for number, rows in enumerate(chunks.rows):
         logits = chunks.logits(number) if kept is None else kept.detach()
         grad_(logits, rows)
@@ -284,7 +307,7 @@ def make_loss(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, tokens: Tokens, options: LossOptions, shards: Shards,
     keep: bool,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """(loss, lse), followed by what `make_stats` keeps."""
+    """Return (loss, lse), followed by the tensors that `make_stats` keeps."""
     stats, *kept = make_stats(
         hidden, weight, bias, lambda logits, rows: _stats(logits, tokens.of(rows), options),
         options.workspace, shards, keep,
@@ -296,7 +319,7 @@ def make_loss_gradients(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, tokens: Tokens, main_grad: Tensor | None,
     options: LossOptions, shards: Shards, wanted: tuple[bool, bool], kept: Tensor | None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
-    """Gradients of hidden, weight and bias, of tokens whose `grad_loss` and `lse` are known."""
+    """Return the gradients of hidden, weight and bias, given the tokens' `grad_loss` and `lse`."""
     return make_gradients(
         hidden, weight, bias, lambda logits, rows: _grad_(logits, tokens.of(rows), options), main_grad,
         options.workspace, shards, wanted, kept,
@@ -307,18 +330,18 @@ def make_both(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, tokens: Tokens, main_grad: Tensor | None,
     options: LossOptions, shards: Shards, wanted: tuple[bool, bool],
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
-    """Loss, and gradients of hidden, weight and bias for tokens whose `grad_loss` is known."""
-    chunks = Chunks(shards.gather_hidden(hidden), weight, bias, options.workspace, 1 + (shards.size > 1))
-    gradients = Gradients(chunks, shards, wanted, main_grad)
+    """Return the loss, and the gradients of hidden, weight and bias, given the tokens' `grad_loss`."""
+    chunks = LogitChunks(shards.gather_hidden(hidden), weight, bias, options.workspace, 1 + (shards.size > 1))
+    gradients = HeadGradients(chunks, shards, wanted, main_grad)
     loss = _loss_and_gradients(chunks, tokens, options, shards, gradients)
     return (loss, *gradients.results())
 
 
-# What compilers see in place of the loops over chunks: one op each, whose absent results are empty.
+# Compilers see one op in place of a loop over chunks; absent results are empty tensors.
 
 
 def opaque(schema: str, function: Any, fake: Any) -> Any:
-    """An op that runs `function` on any device, for graphs of torch.compile only."""
+    """Define an op that runs `function` on any device, for torch.compile only."""
     name = schema.partition("(")[0]
     LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     LIBRARY.impl(name, function, "CompositeExplicitAutograd")
@@ -327,10 +350,18 @@ def opaque(schema: str, function: Any, fake: Any) -> Any:
 
 
 def is_opaque(shards: Shards) -> bool:
+    """Return True if a compiler traces the call, and shall see opaque ops."""
     return shards is ALONE and torch.compiler.is_compiling()
 
 
+def split_options(kind: type, values: tuple) -> tuple[Any, tuple]:
+    """Split the last arguments of an opaque op into options of a NamedTuple `kind` and the rest."""
+    count = len(kind._fields)
+    return kind(*values[:count]), values[count:]
+
+
 def present(like: Tensor, grads: tuple[Tensor | None, ...]) -> tuple[Tensor, ...]:
+    """Replace absent gradients by empty tensors, as ops return them."""
     return tuple(like.new_empty(0) if grad is None else grad for grad in grads)
 
 
@@ -349,20 +380,20 @@ def fake_gradients(
 def taken(
     grads: tuple[Tensor, ...], wanted: tuple[bool, bool], main_grad: Tensor | None, has_bias: bool = False
 ) -> tuple[Tensor | None, ...]:
-    """The gradients that `present` was given, None where it made an empty tensor."""
+    """Undo `present`: None for the gradients that are absent."""
     exist = (wanted[0], wanted[1] and main_grad is None, has_bias)
     return tuple(grad if there else None for grad, there in zip(grads, exist))
 
 
 def per_token(hidden: Tensor) -> Tensor:
-    """A number for each row of `hidden`, for a fake."""
+    """Return an empty tensor of one number per row of `hidden`, for a fake."""
     return hidden.new_empty(hidden.shape[0], dtype=compute_dtype(hidden.dtype))
 
 
 class Head(NamedTuple):
-    """Hidden states, output weight and bias as autocast wants them, and the weight's place in the vocabulary.
+    """Hidden states, output weight and bias after autocast, and the weight's position in the vocabulary.
 
-    wanted: whether the hidden states and the weight want gradients. main_grad: where the weight's goes.
+    wanted: if the hidden states and the weight want gradients. main_grad: receives the weight's gradient.
     """
 
     hidden: Tensor
@@ -379,8 +410,8 @@ def head_of(
     name: str, shards: Shards, hidden: Tensor, weight: Tensor, target: Tensor, ignore_index: int,
     vocab_size: int | None, workspace: int | None, bias: Tensor | None = None,
 ) -> Head:  # fmt: skip
-    """The head of a public function's arguments; ValueError, which begins with `name`, if they do not fit."""
-    main_grad = getattr(weight, "main_grad", None)  # of the parameter, not of what autocast makes of it
+    """Check the arguments of a public function; errors begin with `name`."""
+    main_grad = getattr(weight, "main_grad", None)  # of the parameter, not of its autocast copy
     hidden, weight, bias = autocast(hidden, weight, bias)
     wanted = (hidden.requires_grad, weight.requires_grad) if torch.is_grad_enabled() else (False, False)
     main_grad = main_grad if wanted[1] else None
@@ -398,7 +429,7 @@ def _check_head(
     name: str, shards: Shards, hidden: Tensor, weight: Tensor, target: Tensor, main_grad: Tensor | None,
     vocab_size: int, ignore_index: int, workspace: int,
 ) -> None:  # fmt: skip
-    """ValueError, which begins with `name`, unless hidden states, output weight and targets fit."""
+    """Raise ValueError unless hidden states, output weight and targets fit."""
 
     def require(condition: bool, message: str, *values: Any) -> None:
         checks.require(condition, f"{name}: " + message, *values)
@@ -406,16 +437,17 @@ def _check_head(
     checks.check_floating(name, "hidden", hidden)
     shape, columns = hidden.shape, weight.shape
     require(weight.dim() == 2, "weight must be (V, H), got shape {}", columns)
-    require(shape[-1:] == columns[1:], "hidden {} does not fit weight {}", shape, columns)
+    fits = shape[-1:] == columns[1:]
+    require(fits, "hidden {} does not fit weight {}: expected (..., H) and (V, H)", shape, columns)
     checks.check_same(name, hidden=hidden, weight=weight)
     checks.check_main_grad(name, main_grad, weight=weight)
     checks.check_same_device(name, hidden=hidden, target=target)
     tokens = shards.tokens(tuple(shape))
     fits = tuple(target.shape) == tokens
-    require(fits, "target {} does not fit the tokens {} of hidden {}", target.shape, tokens, shape)
+    require(fits, "expected target of shape {} for hidden {}, got {}", tokens, shape, target.shape)
     rows = shards.size * columns[0]
     within = 0 < vocab_size <= rows
     require(within, "vocab_size is {}, but weight has {} rows in {} shards", vocab_size, rows, shards.size)
     require(workspace >= 0, "workspace must not be negative, got {}", workspace)
-    require(target.dtype == torch.int64, "target must be int64, got {}", target.dtype)
+    require(target.dtype == torch.int64, "expected int64 target, got {}", target.dtype)
     check_range(name, target, vocab_size, ignore_index)

@@ -1,12 +1,13 @@
-"""Log-probabilities of chosen tokens, and entropies, from hidden states: no logits of all tokens exist.
+"""Log-probabilities of chosen tokens, and entropies, from hidden states, without materialising the logits.
 
 With x the logits, s the inverse temperature and p = softmax(s x), the log-probability of token t is log p_t
-and the entropy - sum_j p_j log p_j. A shard reads its logits once and keeps three numbers a token, four with
-the entropy: the maximum m, sum_j exp(s (x_j - m)), x_t, and the sum of these exponentials each times its
-logarithm. The backward pass makes the logits of a chunk again (or finds those of the only chunk) and turns
-them into their gradient in place: s (g [j = t] - p_j (g + e (log p_j + entropy))), where g is the gradient of
-log p_t and e that of the entropy.
-The chunks and the sums of gradients are those of `linear_cross_entropy`, of which log p_t is the negative.
+and the entropy - sum_j p_j log p_j. A shard reads its logits once and keeps three numbers per token, four
+with the entropy: the maximum m, sum_j exp(s (x_j - m)), x_t, and the sum of these exponentials each times its
+logarithm. The backward pass recomputes the logits of a chunk (or takes those of the only chunk) and turns
+them into their gradient in place: s (g [j = t] - p_j (g + e (log p_j + entropy))), with the upstream
+gradients g of log p_t and e of the entropy.
+
+Chunks and sums of gradients are shared with `linear_cross_entropy`, whose loss is - log p_t.
 N tokens, H hidden size, V columns of this shard of the vocabulary (padding included), P shards.
 """
 
@@ -30,6 +31,7 @@ from fastmp.ops.core.registry import (
 from fastmp.ops.cross_entropy_triton import real_columns
 from fastmp.ops.linear_cross_entropy_chunks import (
     ALONE,
+    HeadCall,
     Shards,
     fake_gradients,
     head_of,
@@ -40,6 +42,7 @@ from fastmp.ops.linear_cross_entropy_chunks import (
     opaque,
     per_token,
     present,
+    split_options,
     taken,
 )
 from fastmp.ops.linear_log_probs_triton import launch_grad, launch_stats
@@ -49,13 +52,13 @@ _NAN = float("nan")
 
 
 def _real(logits: Tensor, vocab_start: int, vocab_size: int) -> Tensor:
-    """The columns that are no padding, in the dtype of sums."""
+    """Return the columns that are no padding, in the dtype of sums."""
     real = real_columns(logits.shape[1], vocab_start, vocab_size)
     return logits[:, :real].to(compute_dtype(logits.dtype))
 
 
 def _scaled(x: Tensor, scale: Tensor | None) -> Tensor:
-    """x times the inverse temperature of its row, which is NaN unless it is positive."""
+    """Multiply x by the inverse temperature of its row, NaN unless that is positive."""
     return x if scale is None else x * scale.where(scale > 0, _NAN).view(-1, *[1] * (x.dim() - 1))
 
 
@@ -123,7 +126,7 @@ _grad_ = register(
 
 
 class _Options(NamedTuple):
-    """This shard, what is wanted, and bytes for logits."""
+    """This shard, the results, and the bytes for logits."""
 
     vocab_start: int
     vocab_size: int
@@ -135,10 +138,10 @@ class _Options(NamedTuple):
 def _merge(
     stats: Tensor, target: Tensor, scale: Tensor | None, options: _Options
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(log_prob, entropy, top, log_total), each (N,), from the statistics (P, N, 3 or 4) of all shards.
+    """Merge the statistics (P, N, 3 or 4) of all shards: (log_prob, entropy, top, log_total), each (N,).
 
-    Relative to the maximum until the end: a token that is all but certain has a log-probability close to 0.
-    Without entropy, that is an empty tensor.
+    Relative to the maximum until the end: an almost certain token has a log-probability close to 0. Without
+    entropy, that is an empty tensor.
     """
     top = stats[..., 0].amax(0)
     top = top.masked_fill(top == -torch.inf, 0)
@@ -163,7 +166,7 @@ def _make_log_probs(
     hidden: Tensor, weight: Tensor, target: Tensor, scale: Tensor | None, options: _Options, shards: Shards,
     keep: bool,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """(log_prob, entropy, top, log_total), followed by what `make_stats` keeps."""
+    """Return (log_prob, entropy, top, log_total), followed by the tensors that `make_stats` keeps."""
 
     def stats_of(logits: Tensor, rows: slice) -> Tensor:
         of_rows = None if scale is None else scale[rows]
@@ -179,7 +182,7 @@ def _make_gradients(
     hidden: Tensor, weight: Tensor, main_grad: Tensor | None, tokens: tuple[Tensor | None, ...],
     options: _Options, shards: Shards, wanted: tuple[bool, bool], kept: Tensor | None,
 ) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
-    """Gradients of hidden and weight; `tokens` are what `log_probs_grad_` takes of each."""
+    """Return the gradients of hidden and weight; `tokens` are arguments of `log_probs_grad_`."""
 
     def grad_(logits: Tensor, rows: slice) -> None:
         of_rows = [None if one is None else one[rows] for one in tokens]
@@ -191,54 +194,53 @@ def _make_gradients(
     return hidden_weight_bias[:2]
 
 
+def _log_probs(hidden, weight, target, scale, *options):
+    return _make_log_probs(hidden, weight, target, scale, _Options(*options), ALONE, False)
+
+
+def _fake_log_probs(hidden, weight, target, scale, *options):
+    entropy_rows = hidden if _Options(*options).with_entropy else hidden[:0]
+    return per_token(hidden), per_token(entropy_rows), per_token(hidden), per_token(hidden)
+
+
+def _gradients(hidden, weight, main_grad, *more):
+    tokens, (options, wanted) = more[:7], split_options(_Options, more[7:])
+    return present(hidden, _make_gradients(hidden, weight, main_grad, tokens, options, ALONE, wanted, None))
+
+
+def _fake_gradients(hidden, weight, main_grad, *more):
+    wanted = split_options(_Options, more[7:])[1]
+    return fake_gradients(hidden, weight, None, main_grad, *wanted)[:2]
+
+
 _SCHEMA = "int vocab_start, int vocab_size, int ignore_index, bool with_entropy, int workspace"
 _compiled_log_probs = opaque(
     f"linear_log_probs_forward(Tensor hidden, Tensor weight, Tensor target, Tensor? scale, {_SCHEMA})"
     " -> (Tensor, Tensor, Tensor, Tensor)",
-    lambda hidden, weight, target, scale, *options: _make_log_probs(
-        hidden, weight, target, scale, _Options(*options), ALONE, False
-    ),
-    lambda hidden, weight, target, scale, *options: (
-        per_token(hidden),
-        per_token(hidden if _Options(*options).with_entropy else hidden[:0]),
-        per_token(hidden),
-        per_token(hidden),
-    ),
+    _log_probs,
+    _fake_log_probs,
 )
 _compiled_gradients = opaque(
     "linear_log_probs_gradients(Tensor hidden, Tensor weight, Tensor(a!)? main_grad, Tensor target,"
     " Tensor top, Tensor log_total, Tensor grad_log_prob, Tensor? entropy, Tensor? grad_entropy,"
     f" Tensor? scale, {_SCHEMA}, bool want_hidden, bool want_weight) -> (Tensor, Tensor)",
-    lambda hidden, weight, main_grad, *more: present(
-        hidden,
-        _make_gradients(
-            hidden, weight, main_grad, more[:7], _Options(*more[7:12]), ALONE, more[12:], None
-        ),
-    ),
-    lambda hidden, weight, main_grad, *more: fake_gradients(hidden, weight, None, main_grad, *more[12:])[:2],
-)  # fmt: skip
+    _gradients,
+    _fake_gradients,
+)
 
 
-class _Job(NamedTuple):
-    """What a call has beside its tensors."""
-
-    options: _Options
-    shards: Shards
-    wanted: tuple[bool, bool]
-
-
-def _forward(hidden, weight, target, scale, main_grad, job: _Job):
-    if is_opaque(job.shards):
-        return _compiled_log_probs(hidden, weight, target, scale, *job.options)
-    # with two outputs, each with a backward of its own, the second would make them again
-    keep = any(job.wanted) and not job.options.with_entropy
-    return _make_log_probs(hidden, weight, target, scale, job.options, job.shards, keep)
+def _forward(hidden, weight, target, scale, main_grad, call: HeadCall):
+    if is_opaque(call.shards):
+        return _compiled_log_probs(hidden, weight, target, scale, *call.options)
+    # with two outputs, each with its own backward, the second would recompute the logits
+    keep = any(call.wanted) and not call.options.with_entropy
+    return _make_log_probs(hidden, weight, target, scale, call.options, call.shards, keep)
 
 
 def _setup(ctx, inputs, output):
-    hidden, weight, target, scale, ctx.main_grad, ctx.job = inputs
+    hidden, weight, target, scale, ctx.main_grad, ctx.call = inputs
     _, entropy, top, log_total, *kept = output
-    ctx.mark_non_differentiable(*output[1 + ctx.job.options.with_entropy :])
+    ctx.mark_non_differentiable(*output[1 + ctx.call.options.with_entropy :])
     ctx.set_materialize_grads(False)
     ctx.spent = False
     hidden = kept[1] if len(kept) > 1 else hidden
@@ -247,13 +249,13 @@ def _setup(ctx, inputs, output):
 
 @traced("fastmp.linear_log_probs_backward")
 def _backward(ctx, grad_log_prob, grad_entropy, *_):
-    if not ctx.job.options.with_entropy:
-        grad_entropy = None  # compilers make one of no elements
+    if not ctx.call.options.with_entropy:
+        grad_entropy = None  # compilers pass an empty tensor
     if grad_log_prob is None and grad_entropy is None:
         return (None,) * 6
     raise_if_create_graph("linear_log_probs")
     hidden, weight, target, scale, entropy, top, log_total, kept = ctx.saved_tensors
-    (options, shards, wanted), main_grad = ctx.job, ctx.main_grad
+    (options, shards, wanted), main_grad = ctx.call, ctx.main_grad
     if grad_log_prob is None:
         grad_log_prob = torch.zeros_like(top)
     entropy = None if grad_entropy is None else entropy
@@ -272,13 +274,14 @@ _linear_log_probs = Differentiable("linear_log_probs", _forward, _setup, _backwa
 
 
 def _scale_of(name: str, temperature: float | Tensor, target: Tensor, dtype: torch.dtype) -> Tensor | None:
-    """1 / temperature of every token (N,), None where it is 1."""
+    """Return 1 / temperature of every token, (N,), or None for a temperature of 1."""
     if isinstance(temperature, Tensor):
-        fits, misfit = temperature.shape == target.shape, "{}: temperature {} does not fit target {}"
-        checks.require(fits, misfit, name, temperature.shape, target.shape)
+        fits = temperature.shape == target.shape
+        misfit = "{}: expected temperature of shape {}, like target, got {}"
+        checks.require(fits, misfit, name, target.shape, temperature.shape)
         checks.check_same_device(name, target=target, temperature=temperature)
         constant = not temperature.requires_grad
-        checks.require(constant, "{}: temperature requires a gradient, but receives none", name)
+        checks.require(constant, "{}: temperature requires a gradient, but receives none; detach it", name)
         if can_read_values(temperature):
             lowest = temperature.min().item() if temperature.numel() else 1.0  # NaN where one is
             checks.require(lowest > 0, "{}: every temperature must be positive, got {}", name, lowest)
@@ -303,7 +306,7 @@ def linear_log_probs_of(
     vocab_size: int | None,
     workspace: int | None,
 ) -> Any:
-    """`linear_log_probs` of one of several shards of the weight; errors begin with `name`.
+    """Compute `linear_log_probs` from one of several shards of the weight; errors begin with `name`.
 
     `target` has the ids of all tokens, `hidden` the rows that `shards.gather_hidden` gathers.
     """
@@ -315,7 +318,7 @@ def linear_log_probs_of(
     rows = hidden.reshape(-1, hidden.shape[-1])
     with without_autocast(rows.device.type):
         log_prob, entropy, *_ = _linear_log_probs(
-            rows, weight, target.reshape(-1), scale, main_grad, _Job(options, shards, wanted)
+            rows, weight, target.reshape(-1), scale, main_grad, HeadCall(options, shards, wanted)
         )
     log_prob = log_prob.reshape(target.shape)
     return (log_prob, entropy.reshape(target.shape)) if return_entropy else log_prob
@@ -357,32 +360,38 @@ def linear_log_probs(
     vocab_size: int | None = None,
     workspace: int | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Log-probability of each target under softmax(hidden weight^T / temperature), and the entropy of that.
+    """Log-probability of each target under softmax(hidden weight^T / temperature), and its entropy.
 
-    The logits never exist as a whole: those of some tokens at a time give three or four numbers each. The
-    backward pass makes them again, for 8NVH operations in all; if all fit into `workspace` and no entropy is
-    asked for, it finds them (6NVH), and a second one makes them again. Arithmetic is in float32 (float64 for
-    float64) from logits in the dtype of hidden, which under autocast is its dtype. The gradient of the weight
-    goes where `linear_cross_entropy` leaves it: into the parameter's `main_grad` where there is one.
+    Logits are computed for a chunk of tokens at a time and never materialised as a whole. The backward pass
+    recomputes them, for 8NVH FLOPs in all; if all fit into `workspace` and no entropy is asked for, the first
+    backward pass reuses them (6NVH). Arithmetic is in float32 (float64 for float64) from logits in the dtype
+    of hidden, or of autocast. The gradient of the weight is added to the parameter's `main_grad` if there is
+    one, as in `linear_cross_entropy`.
 
     Args:
         hidden: (..., H) float64, float32, bfloat16 or float16.
         weight: (V, H) of the same dtype and device.
-        target: (...) int64 ids, as a rule the tokens that were sampled.
-        temperature: what the logits are divided by: positive, a number or one for each token (...).
-        return_entropy: also return the entropy, in nats; otherwise nothing is computed for it.
+        target: (...) int64 ids, usually the sampled tokens.
+        temperature: divisor of the logits: positive, one number or one per token (...).
+        return_entropy: also return the entropy, in nats; otherwise it costs nothing.
         ignore_index: tokens with this target have log-probability, entropy and gradient zero.
-        vocab_size: columns from this one on are padding: their probability is zero. Default V.
+        vocab_size: number of ids; columns from this one on are padding, with probability zero. Default V.
         workspace: bytes of logits at a time, as in `linear_cross_entropy`.
 
     Returns:
-        The log-probabilities (...), or they and the entropies (...), both differentiable in hidden and
+        The log-probabilities (...), or these and the entropies (...), both differentiable in hidden and
         weight; float64 for float64, else float32.
 
     Raises:
         ValueError: shapes, dtypes or options that do not fit; on the CPU also a target outside the vocabulary
             that is not ignore_index, or a temperature of a tensor that is not positive (elsewhere such a
             token has NaN).
+
+    Example:
+        hidden, weight = torch.randn(8, 16), torch.randn(64, 16, requires_grad=True)
+        sampled = torch.randint(64, (8,))
+        log_probs, entropy = linear_log_probs(hidden, weight, sampled, return_entropy=True)  # (8,), (8,)
+        (-log_probs.mean() - 0.01 * entropy.mean()).backward()
     """
     return linear_log_probs_of(
         ALONE, "linear_log_probs", hidden, weight, target, temperature=temperature,

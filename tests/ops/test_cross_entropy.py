@@ -354,14 +354,14 @@ def test_target_outside_the_vocabulary(wrong):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"target": torch.zeros(5, dtype=torch.int64)}, r"\(5,\).*\(4, 6\)"),
+        ({"target": torch.zeros(5, dtype=torch.int64)}, r"\(4, 6\).*\(5,\)"),
         ({"target": torch.zeros(4, dtype=torch.int32)}, "int64.*int32"),
         ({"logits": torch.zeros(4, 6, dtype=torch.int64)}, "float.*|int64"),
         ({"label_smoothing": 1.5}, "label_smoothing.*1.5"),
         ({"z_loss": -1.0}, "z_loss.*-1"),
         ({"vocab_size": 7}, "vocab_size 7.*6"),
         ({"vocab_size": 0}, "vocab_size.*0"),
-        ({"token_weight": torch.ones(3)}, r"\(3,\).*\(4,\)"),
+        ({"token_weight": torch.ones(3)}, r"\(4,\).*\(3,\)"),
         ({"token_weight": torch.ones(4, requires_grad=True)}, "token_weight.*gradient"),
         ({"logits": torch.zeros(1, 6).expand(4, 6), "grad_in_place": True}, "overlap.*|strides"),
     ],

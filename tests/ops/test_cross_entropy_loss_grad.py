@@ -207,7 +207,7 @@ def test_never_waits_for_the_device():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"loss_grad": torch.ones(3)}, r"loss_grad \(3,\) does not fit target \(4,\)"),
+        ({"loss_grad": torch.ones(3)}, r"expected loss_grad of shape \(4,\), like target, got \(3,\)"),
         ({"loss_grad": torch.ones(4, requires_grad=True)}, "loss_grad requires a gradient"),
         ({"logits": torch.zeros(1, 6, requires_grad=True).expand(4, 6)}, "loss_grad needs rows that do not"),
         ({"target": torch.tensor([0, 6, 0, 0])}, "target 6 is outside the vocabulary of 6"),

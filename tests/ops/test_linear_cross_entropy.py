@@ -377,9 +377,9 @@ def test_the_upstream_gradient_is_checked_without_synchronisation():
         ({"weight": torch.zeros(9, 8, device="meta")}, "hidden is on cpu but weight is on meta"),
         (
             {"target": torch.zeros(3).long()},
-            r"target \(3,\) does not fit the tokens \(4,\) of hidden \(4, 8\)",
+            r"expected target of shape \(4,\) for hidden \(4, 8\), got \(3,\)",
         ),
-        ({"target": torch.zeros(4).int()}, "target must be int64, got torch.int32"),
+        ({"target": torch.zeros(4).int()}, "expected int64 target, got torch.int32"),
         ({"target": torch.tensor([0, 1, 9, 2])}, "target 9 is outside the vocabulary of 9 ids"),
         ({"target": torch.tensor([0, 1, -1, 2])}, "target -1 is outside .* not ignore_index -100"),
         ({"target": torch.tensor([0, 8, 1, 2]), "vocab_size": 8}, "target 8 is outside the vocabulary of 8"),
@@ -387,9 +387,9 @@ def test_the_upstream_gradient_is_checked_without_synchronisation():
         ({"vocab_size": 0}, "vocab_size is 0, but weight has 9 rows"),
         ({"label_smoothing": 1.5}, r"label_smoothing must lie in \[0, 1\], got 1.5"),
         ({"z_loss": -1.0}, "z_loss must not be negative, got -1.0"),
-        ({"token_weight": torch.ones(3)}, r"token_weight \(3,\) does not fit target \(4,\)"),
+        ({"token_weight": torch.ones(3)}, r"expected token_weight of shape \(4,\), like target, got \(3,\)"),
         ({"token_weight": torch.ones(4, requires_grad=True)}, "token_weight requires a gradient"),
-        ({"loss_grad": torch.ones(2, 2)}, r"loss_grad \(2, 2\) does not fit target \(4,\)"),
+        ({"loss_grad": torch.ones(2, 2)}, r"expected loss_grad of shape \(4,\), like target, got \(2, 2\)"),
         ({"workspace": -1}, "workspace must not be negative, got -1"),
     ),
 )

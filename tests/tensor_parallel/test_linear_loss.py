@@ -217,11 +217,11 @@ def check_errors(rank, tp):
     hidden, weight, target = torch.zeros(4, H), torch.zeros(12, H), torch.tensor([1, 2, 3, 4])
     place, fits = {"group": group}, (hidden, weight, target)
     for message, arguments, options in (
-        ("target (3,) does not fit the tokens (4,) of hidden (4, 12)", (hidden, weight, target[:3]), {}),
-        ("target (4,) does not fit the tokens (8,) of hidden (4, 12)", fits, {"sequence_parallel": True}),
+        ("expected target of shape (4,) for hidden (4, 12), got (3,)", (hidden, weight, target[:3]), {}),
+        ("expected target of shape (8,) for hidden (4, 12), got (4,)", fits, {"sequence_parallel": True}),
         ("vocab_size is 25, but weight has 24 rows in 2 shards", fits, {"vocab_size": 25}),
         ("target 24 is outside the vocabulary of 24", (hidden, weight, target + 20), {}),
-        ("loss_grad (2,) does not fit target (4,)", fits, {"loss_grad": torch.ones(2)}),
+        ("expected loss_grad of shape (4,), like target, got (2,)", fits, {"loss_grad": torch.ones(2)}),
     ):
         with pytest.raises(ValueError) as caught:
             vocab_parallel_linear_cross_entropy(*arguments, **place, **options)
