@@ -195,7 +195,7 @@ class MatrixUnit {
   alignas(64) TileConfig before_;
 };
 
-// Pairs of neighbouring terms in lanes, and their products added to a total of lanes, as `Lanes` of product.cpp.
+// Pairs of neighbouring terms in lanes, and their products added to a total of lanes, as `Lanes` of gemm.cpp.
 struct Pairs {
   using Stored = BFloat16;
   using Terms = __m512i;

@@ -1,6 +1,6 @@
-// grouped_mm, the gradient of its weights, and the first product of an expert's MLP on the CPU, by product.cpp.
+// Grouped GEMM, its wgrad, and the first GEMM of the experts' MLPs with fused activation, on the CPU, by gemm.cpp.
 // The semantics are those of the references in fastmp/ops/grouped_mm.py.
-#include "product.h"
+#include "gemm.h"
 
 #include <algorithm>
 #include <string>
@@ -33,12 +33,12 @@ void zero(const Tensor& t, int64_t element, int64_t count) {
   if (count > 0) std::memset(place(t, element), 0, static_cast<size_t>(count) * t.element_size());
 }
 
-// Rows of x times the weight of their expert, through the epilogue; kept (or null): the pre-activation.
-Tensor product(const char* op, const Tensor& x, const Tensor& w, std::optional<Tensor> bias, const Tensor& offsets,
-               bool transposed, Epilogue epilogue, Form form, const Tensor* kept) {
-  const bool pair = epilogue == Epilogue::kGate;
-  const int64_t columns = w.size(transposed ? 2 : 1), cols = pair ? columns / 2 : columns;
-  FASTMP_CHECK(x.size(1) == w.size(transposed ? 1 : 2) && offsets.numel() == w.size(0) && (!pair || columns % 2 == 0),
+// Multiplies rows of x by the weight of their expert, through the epilogue; kept (or null): the pre-activation.
+Tensor grouped_gemm(const char* op, const Tensor& x, const Tensor& w, std::optional<Tensor> bias,
+                    const Tensor& offsets, bool transposed, Epilogue epilogue, Form form, const Tensor* kept) {
+  const bool gated = epilogue == Epilogue::kGate;
+  const int64_t columns = w.size(transposed ? 2 : 1), cols = gated ? columns / 2 : columns;
+  FASTMP_CHECK(x.size(1) == w.size(transposed ? 1 : 2) && offsets.numel() == w.size(0) && (!gated || columns % 2 == 0),
                op, ": shapes do not fit");
   FASTMP_CHECK(!bias || (bias->scalar_type() == x.scalar_type() && bias->dim() == 2 &&
                          bias->size(0) == w.size(0) && bias->size(1) == columns),
@@ -46,22 +46,22 @@ Tensor product(const char* op, const Tensor& x, const Tensor& w, std::optional<T
   Tensor y = fastmp::empty({x.size(0), cols}, x.scalar_type(), x);
   const Tensor left = along_rows(x), right = along_rows(w);
   if (bias) bias = torch::stable::contiguous(*bias);
-  std::vector<ProductJob> products;
+  std::vector<GemmDesc> gemms;
   const int64_t end = for_experts(op, offsets, x.size(0), [&](int64_t expert, int64_t first, int64_t rows) {
     if (rows == 0) return;
-    ProductJob job{};
-    job.a = {place(left, first * left.stride(0)), left.stride(0), 1};
-    job.b = {place(right, expert * right.stride(0)), right.stride(1), 1};
-    if (transposed) std::swap(job.b.outer, job.b.term);
-    if (pair) job.up = place(right, expert * right.stride(0) + cols * right.stride(1));
-    if (bias) job.bias = place(*bias, expert * columns);
-    if (kept) job.kept = place(*kept, first * columns);
-    job.rows = rows, job.cols = cols, job.terms = x.size(1);
-    job.out = place(y, first * cols), job.out_pitch = cols, job.kept_pitch = columns, job.up_offset = cols;
-    job.dtype = job.out_dtype = x.scalar_type(), job.epilogue = epilogue, job.form = form;
-    products.push_back(job);
+    GemmDesc gemm{};
+    gemm.a = {place(left, first * left.stride(0)), left.stride(0), 1};
+    gemm.b = {place(right, expert * right.stride(0)), right.stride(1), 1};
+    if (transposed) std::swap(gemm.b.outer, gemm.b.term);
+    if (gated) gemm.up = place(right, expert * right.stride(0) + cols * right.stride(1));
+    if (bias) gemm.bias = place(*bias, expert * columns);
+    if (kept) gemm.kept = place(*kept, first * columns);
+    gemm.rows = rows, gemm.cols = cols, gemm.terms = x.size(1);
+    gemm.out = place(y, first * cols), gemm.out_pitch = cols, gemm.kept_pitch = columns, gemm.up_offset = cols;
+    gemm.dtype = gemm.out_dtype = x.scalar_type(), gemm.epilogue = epilogue, gemm.form = form;
+    gemms.push_back(gemm);
   });
-  run_products(products, x, y);
+  run_gemms(gemms, x, y);
   zero(y, end * cols, (x.size(0) - end) * cols);
   if (kept) zero(*kept, end * columns, (x.size(0) - end) * columns);
   return y;
@@ -70,13 +70,13 @@ Tensor product(const char* op, const Tensor& x, const Tensor& w, std::optional<T
 Tensor grouped_mm(const Tensor& x, const Tensor& w, const Tensor& offsets, bool transposed) {
   constexpr const char* kOp = "grouped_mm";
   check_operands(kOp, x, w, 2, 3);
-  return product(kOp, x, w, std::nullopt, offsets, transposed, Epilogue::kStore, Form{}, nullptr);
+  return grouped_gemm(kOp, x, w, std::nullopt, offsets, transposed, Epilogue::kStore, Form{}, nullptr);
 }
 
 Tensor grouped_mm_bias(const Tensor& x, const Tensor& w, const Tensor& bias, const Tensor& offsets, bool transposed) {
   constexpr const char* kOp = "grouped_mm_bias";
   check_operands(kOp, x, w, 2, 3);
-  return product(kOp, x, w, bias, offsets, transposed, Epilogue::kStore, Form{}, nullptr);
+  return grouped_gemm(kOp, x, w, bias, offsets, transposed, Epilogue::kStore, Form{}, nullptr);
 }
 
 std::tuple<Tensor, Tensor> grouped_mlp_in(const Tensor& x, const Tensor& w, std::optional<Tensor> bias,
@@ -86,10 +86,10 @@ std::tuple<Tensor, Tensor> grouped_mlp_in(const Tensor& x, const Tensor& w, std:
   const int64_t columns = w.size(1);
   Tensor h = keep ? fastmp::empty({x.size(0), columns}, x.scalar_type(), x) : fastmp::empty({0}, x.scalar_type(), x);
   const Epilogue epilogue = gated ? Epilogue::kGate : Epilogue::kActivate;
-  return {product(kOp, x, w, bias, offsets, false, epilogue, form_of(kOp, form), keep ? &h : nullptr), h};
+  return {grouped_gemm(kOp, x, w, bias, offsets, false, epilogue, form_of(kOp, form), keep ? &h : nullptr), h};
 }
 
-void weight_gradient(const char* op, const Tensor& out, const Tensor& grad, const Tensor& x, const Tensor& offsets,
+void grouped_wgrad(const char* op, const Tensor& out, const Tensor& grad, const Tensor& x, const Tensor& offsets,
                      Epilogue epilogue) {
   check_operands(op, grad, x, 2, 2);
   FASTMP_CHECK(out.dim() == 3 && grad.size(0) == x.size(0) && out.size(0) == offsets.numel() &&
@@ -97,22 +97,22 @@ void weight_gradient(const char* op, const Tensor& out, const Tensor& grad, cons
                op, ": shapes do not fit");
   if (out.numel() == 0) return;
   const Tensor left = along_rows(grad), right = along_rows(x);
-  std::vector<ProductJob> products;
+  std::vector<GemmDesc> gemms;
   for_experts(op, offsets, x.size(0), [&](int64_t expert, int64_t first, int64_t rows) {
     const int64_t begin = expert * out.stride(0);
     if (rows == 0) {
       if (epilogue == Epilogue::kStore) zero(out, begin, out.size(1) * out.size(2));
       return;
     }
-    products.push_back(weight_gradient_of(left, right, first, rows, place(out, begin), out.stride(1),
-                                          out.scalar_type(), epilogue));
+    gemms.push_back(
+        wgrad_desc(left, right, first, rows, place(out, begin), out.stride(1), out.scalar_type(), epilogue));
   });
-  run_products(products, x, out);
+  run_gemms(gemms, x, out);
 }
 
 Tensor grouped_mm_wgrad(const Tensor& grad, const Tensor& x, const Tensor& offsets) {
   Tensor out = fastmp::empty({offsets.size(0), grad.size(1), x.size(1)}, x.scalar_type(), x);
-  weight_gradient("grouped_mm_wgrad", out, grad, x, offsets, Epilogue::kStore);
+  grouped_wgrad("grouped_mm_wgrad", out, grad, x, offsets, Epilogue::kStore);
   return out;
 }
 
@@ -120,9 +120,9 @@ void grouped_mm_wgrad_(Tensor& out, const Tensor& grad, const Tensor& x, const T
   constexpr const char* kOp = "grouped_mm_wgrad_";
   check_sum(kOp, out, x);
   if (out.numel() == 0) return;
-  if (out.stride(2) == 1) return weight_gradient(kOp, out, grad, x, offsets, Epilogue::kAdd);
-  const Tensor sums = torch::stable::contiguous(out);  // of a parameter that lies transposed
-  weight_gradient(kOp, sums, grad, x, offsets, Epilogue::kAdd);
+  if (out.stride(2) == 1) return grouped_wgrad(kOp, out, grad, x, offsets, Epilogue::kAdd);
+  const Tensor sums = torch::stable::contiguous(out);  // of a transposed parameter
+  grouped_wgrad(kOp, sums, grad, x, offsets, Epilogue::kAdd);
   Tensor target = out;
   torch::stable::copy_(target, sums);
 }

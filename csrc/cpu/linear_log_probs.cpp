@@ -2,7 +2,7 @@
 // (see fastmp/ops/linear_log_probs.py).
 //
 // A thread takes whole rows. The statistics read a row once: sums are relative to the highest logit so far, and rescaled
-// where a vector exceeds it, which is rare. Beside products of hidden states and weight these passes take little time,
+// where a vector exceeds it, which is rare. Next to the GEMMs of hidden states and weight these passes take little time,
 // so they walk a row in one place. Logits are scaled as differences, so that the highest is 0 exactly, fused or not.
 #include "cpu/simd.h"
 

@@ -1,6 +1,6 @@
 // The gradient of a linear layer's weight, added to a sum that goes on, and a linear layer of a few rows, on the CPU, by
-// product.cpp. The semantics are those of the references in fastmp/ops/wgrad.py.
-#include "product.h"
+// gemm.cpp. The semantics are those of the references in fastmp/ops/wgrad.py.
+#include "gemm.h"
 
 #ifdef FASTMP_ISA_BASE
 
@@ -18,7 +18,7 @@ void accumulate_weight_grad_(Tensor& total, const Tensor& grad, const Tensor& x)
   const bool swapped = total.stride(1) != 1 && total.stride(0) == 1;  // of a parameter that lies transposed
   const Tensor left = along_rows(swapped ? x : grad), right = along_rows(swapped ? grad : x);
   const Tensor sums = swapped || total.stride(1) == 1 ? total : torch::stable::contiguous(total);
-  run_products({weight_gradient_of(left, right, 0, grad.size(0), place(sums, 0), sums.stride(swapped ? 1 : 0),
+  run_gemms({wgrad_desc(left, right, 0, grad.size(0), place(sums, 0), sums.stride(swapped ? 1 : 0),
                                    sums.scalar_type(), Epilogue::kAdd)},
                x, sums);
   if (!swapped && total.stride(1) != 1) torch::stable::copy_(total, sums);
@@ -33,13 +33,13 @@ Tensor few_rows_linear(const Tensor& x, const Tensor& weight, std::optional<Tens
   Tensor y = fastmp::empty({x.size(0), weight.size(0)}, x.scalar_type(), x);
   if (y.numel() == 0) return y;
   const Tensor left = along_rows(x), right = along_rows(weight);
-  ProductJob job{};
-  if (bias) job.bias = place(*(bias = torch::stable::contiguous(*bias)), 0);
-  job.a = {place(left, 0), left.stride(0), 1}, job.b = {place(right, 0), right.stride(0), 1};
-  job.rows = y.size(0), job.cols = y.size(1), job.terms = x.size(1);
-  job.out = place(y, 0), job.out_pitch = job.cols;
-  job.dtype = job.out_dtype = x.scalar_type(), job.epilogue = Epilogue::kStore;
-  run_products({job}, x, y);
+  GemmDesc gemm{};
+  if (bias) gemm.bias = place(*(bias = torch::stable::contiguous(*bias)), 0);
+  gemm.a = {place(left, 0), left.stride(0), 1}, gemm.b = {place(right, 0), right.stride(0), 1};
+  gemm.rows = y.size(0), gemm.cols = y.size(1), gemm.terms = x.size(1);
+  gemm.out = place(y, 0), gemm.out_pitch = gemm.cols;
+  gemm.dtype = gemm.out_dtype = x.scalar_type(), gemm.epilogue = Epilogue::kStore;
+  run_gemms({gemm}, x, y);
   return y;
 }
 

@@ -1,4 +1,4 @@
-// The epilogue of an expert's first product: h = product + bias and y = form(h), or form(gate) * up where h is
+// The epilogue of an expert's first GEMM: h = x w^T + bias and y = form(h), or form(gate) * up where h is
 // [gate | up].
 #pragma once
 

@@ -1,4 +1,4 @@
-// grouped_mlp_in in CUDA C++, for sm_90a: grouped_mm with the activation in the epilogue of CUTLASS's product.
+// grouped_mlp_in in CUDA C++, for sm_90a: grouped_mm with the activation in the epilogue of CUTLASS's GEMM.
 //
 // It takes bf16 or fp16 with sizes, and a width of y, that are multiples of 8. For everything else there is a kernel
 // that is as right, and slow. The semantics are those of the reference in fastmp/ops/grouped_mm.py.

@@ -1,6 +1,6 @@
 // grouped_mm in CUDA C++, for sm_90a: CUTLASS multiplies, small kernels tell it on the device
 // which rows are whose, so that no host waits. The semantics are those of the reference in fastmp/ops/grouped_mm.py.
-#include "products.cuh"
+#include "grouped_gemm.cuh"
 
 namespace fastmp {
 namespace {

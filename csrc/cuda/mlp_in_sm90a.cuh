@@ -1,13 +1,13 @@
-// The first product of every expert's MLP with its activation, by CUTLASS, for sm_90a.
+// The first GEMM of every expert's MLP with fused activation, by CUTLASS, for sm_90a.
 //
-// The grouped kernel of product_sm90a.cuh with two parts of its own. A tile of the weights is 128 rows of gates and the
+// The grouped kernel of gemm_sm90a.cuh with two parts of its own. A tile of the weights is 128 rows of gates and the
 // 128 rows of ups that belong to them: of the two blocks that share it, each fetches one kind, so that this costs
 // nothing but another coordinate. A thread then has the gate and the up of a column among its sums, and the epilogue
 // needs no shared memory, which leaves more for the tiles under way.
 #pragma once
 
 #include "epilogue.cuh"
-#include "product_sm90a.cuh"
+#include "gemm_sm90a.cuh"
 
 namespace fastmp {
 

@@ -1,4 +1,4 @@
-// Grouped products: pointers and sizes of one product for each expert, made on the device from where the experts' rows
+// Grouped GEMMs: pointers and sizes of one GEMM for each expert, made on the device from where the experts' rows
 // end, and what else the ops around them share.
 #pragma once
 
@@ -45,7 +45,7 @@ __device__ inline Span span_of(const int* offsets, int64_t expert, int64_t num_r
   return {start, max(start, min(static_cast<int64_t>(offsets[expert]), num_rows))};
 }
 
-// m x n x k where rows are m, or n x k summed over rows. An expert without rows has no product.
+// m x n x k where rows are m, or n x k summed over rows. An expert without rows has no GEMM.
 static __global__ void make_problems_kernel(const Problems problems, const int* offsets, int64_t num_rows, Operand a,
                                             Operand b, Operand d, int n, int k, bool sum_rows) {
   const int64_t expert = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;

@@ -32,8 +32,8 @@ from fastmp.ops.core._triton import (
     next_power_of_2,
     tl,
 )
-from fastmp.ops.core.rowwise import NUM_WARPS, arithmetic, as_rows, empty_like, vector_width
-from fastmp.ops.permute_triton import BLOCK_ASSIGNMENTS, SLOTS, block_shape, index_vector
+from fastmp.ops.core.rowwise import NUM_WARPS, as_rows, empty_like, vector_width
+from fastmp.ops.permute_triton import BLOCK_ASSIGNMENTS, SLOTS, index_vector, row_tiles
 
 COPIED = 4  # 16-byte accesses of a thread that copies rows
 
@@ -378,20 +378,11 @@ def _plan_put(
     num_cols: int, dtype: torch.dtype, pitch: int, num_slots: int, copies: int, weighted: bool, dot: bool
 ) -> tuple[tuple[int, ...], dict[str, Any]]:
     """Return the arguments after `capacity`, and the constants, of `put_kernel`."""
-    block_m, block_n = block_shape(num_cols, dtype.itemsize, 4)
-    vector = vector_width(dtype.itemsize, num_cols, pitch)
-    constants = {
-        "COPIES": copies,
-        "WEIGHTED": weighted,
-        "DOT": dot,
-        "COMPUTE": arithmetic(dtype),
-        "INDEX_VECTOR": index_vector(num_slots),
-        "VECTOR": vector,
+    vector, constants = row_tiles(num_cols, dtype, 4, pitch)
+    constants |= {
+        "COPIES": copies, "WEIGHTED": weighted, "DOT": dot, "INDEX_VECTOR": index_vector(num_slots),
         "INT4": 16 // dtype.itemsize,
-        "BLOCK_M": block_m,
-        "BLOCK_N": block_n,
-        "num_warps": NUM_WARPS,
-    }
+    }  # fmt: skip
     return (num_cols // vector, pitch // vector), constants
 
 
@@ -430,21 +421,12 @@ def _plan_get(
     num_cols: int, dtype: torch.dtype, num_slots: int, copies: int, weighted: bool, keep: bool
 ) -> tuple[int, int, dict[str, Any]]:
     """Return blocks of columns, vectors of a row and the constants of `get_kernel`."""
-    block_m, block_n = block_shape(num_cols, dtype.itemsize, 2)
-    vector = vector_width(dtype.itemsize, num_cols)
-    constants = {
-        "COPIES": copies,
-        "WEIGHTED": weighted,
-        "KEEP": keep,
-        "COMPUTE": arithmetic(dtype),
-        "VECTOR": vector,
-        "INT4": 16 // dtype.itemsize,
+    vector, constants = row_tiles(num_cols, dtype, 2)
+    constants |= {
+        "COPIES": copies, "WEIGHTED": weighted, "KEEP": keep, "INT4": 16 // dtype.itemsize,
         "SLOTS": min(num_slots, SLOTS),
-        "BLOCK_M": block_m,
-        "BLOCK_N": block_n,
-        "num_warps": NUM_WARPS,
-    }
-    return cdiv(num_cols, block_n), num_cols // vector, constants
+    }  # fmt: skip
+    return cdiv(num_cols, constants["BLOCK_N"]), num_cols // vector, constants
 
 
 def launch_get(

@@ -298,23 +298,23 @@ def block_shape(num_cols: int, itemsize: int, accesses: int) -> tuple[int, int]:
     return accesses * per_row // block_n, block_n
 
 
+def row_tiles(num_cols: int, dtype: torch.dtype, accesses: int, *pitches: int) -> tuple[int, dict[str, Any]]:
+    """Return elements a vector, and constants of a kernel that moves tiles of rows (see `block_shape`)."""
+    block_m, block_n = block_shape(num_cols, dtype.itemsize, accesses)
+    vector = vector_width(dtype.itemsize, num_cols, *pitches)
+    return vector, {
+        "COMPUTE": arithmetic(dtype), "VECTOR": vector, "BLOCK_M": block_m, "BLOCK_N": block_n,
+        "num_warps": NUM_WARPS,
+    }  # fmt: skip
+
+
 @lru_cache(maxsize=1024)
 def _plan_scatter(
     num_cols: int, dtype: torch.dtype, pitch: int, y_pitch: int, num_slots: int, weighted: bool
 ) -> tuple[tuple[int, ...], dict[str, Any]]:
     """Return the arguments after `num_rows`, and the constants, of `scatter_kernel`."""
-    block_m, block_n = block_shape(num_cols, dtype.itemsize, 4)
-    vector = vector_width(dtype.itemsize, num_cols, pitch, y_pitch)
-    constants = {
-        "WEIGHTED": weighted,
-        "COMPUTE": arithmetic(dtype),
-        "INDEX_VECTOR": index_vector(num_slots),
-        "VECTOR": vector,
-        "BLOCK_M": block_m,
-        "BLOCK_N": block_n,
-        "ZERO_ROWS": ZERO_ROWS,
-        "num_warps": NUM_WARPS,
-    }
+    vector, constants = row_tiles(num_cols, dtype, 4, pitch, y_pitch)
+    constants |= {"WEIGHTED": weighted, "INDEX_VECTOR": index_vector(num_slots), "ZERO_ROWS": ZERO_ROWS}
     return (num_cols // vector, pitch // vector, y_pitch // vector), constants
 
 
@@ -361,19 +361,9 @@ def _plan_gather(
     num_cols: int, dtype: torch.dtype, pitch: int, num_slots: int, weighted: bool, added: bool
 ) -> tuple[int, tuple[int, ...], dict[str, Any]]:
     """Return blocks of columns, the arguments after `num_rows`, and the constants, of `gather_kernel`."""
-    block_m, block_n = block_shape(num_cols, dtype.itemsize, 2)
-    vector = vector_width(dtype.itemsize, num_cols, pitch)
-    constants = {
-        "WEIGHTED": weighted,
-        "ADDED": added,
-        "COMPUTE": arithmetic(dtype),
-        "VECTOR": vector,
-        "SLOTS": min(num_slots, SLOTS),
-        "BLOCK_M": block_m,
-        "BLOCK_N": block_n,
-        "num_warps": NUM_WARPS,
-    }
-    return cdiv(num_cols, block_n), (num_cols // vector, pitch // vector), constants
+    vector, constants = row_tiles(num_cols, dtype, 2, pitch)
+    constants |= {"WEIGHTED": weighted, "ADDED": added, "SLOTS": min(num_slots, SLOTS)}
+    return cdiv(num_cols, constants["BLOCK_N"]), (num_cols // vector, pitch // vector), constants
 
 
 def _gather(y: Tensor, row_of: Tensor, probs: Tensor | None, residual: Tensor | None, out: Tensor) -> None:

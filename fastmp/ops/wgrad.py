@@ -1,17 +1,15 @@
-"""Gradients of the weights of linear layers: added to `main_grad` in its dtype, and deferred where asked.
+"""Weight gradients of linear layers (wgrad): accumulated into `main_grad`, and deferred on request.
 
-Over the microbatches of a step a weight sums up its gradient in the `main_grad` of its parameter. For a
-16-bit weight that is float32, where no product is rounded, or as narrow as the weight: then an addition is
-made in float32 and rounded once. None needs a launch of its own.
+Over the microbatches of a step a weight accumulates its gradient in its parameter's `main_grad`. For a 16-bit
+weight that is float32, where no GEMM is rounded, or as narrow as the weight: then the sum is computed in
+float32 and rounded once. Neither needs a separate launch.
 
-Deferred: backward makes the gradient of the input now, and the weight's when it is asked. The pipeline
-stage before this one waits only for the former; the latter can fill a time in which this stage would idle
-(Qi et al. 2023, arXiv:2401.10241). Inside `defer_wgrad(queue)` the products with large weights (linear
-layers and those of experts) put the work of the weight's gradient into the queue. Everything else, biases
-and norms, gets its gradient in backward as ever.
+Deferred wgrad (Qi et al. 2023, arXiv:2401.10241): backward computes the dgrad at once and queues the wgrad.
+The previous pipeline stage waits only for the dgrad, so the wgrad can fill a pipeline bubble. Inside
+`defer_wgrad(queue)` the layers with large weights (linear layers and experts) put their wgrad into the queue.
+Everything else, biases and norms, gets its gradient in backward.
 
-Without any gradient, a product of a few rows takes as long as reading the weight. On a CPU a kernel of its
-own comes closer to that than the BLAS does.
+Without recording, a GEMM of a few rows on a CPU runs in a kernel that is bound by reading the weight.
 """
 
 from __future__ import annotations
@@ -35,13 +33,13 @@ __all__ = [
 ]  # fmt: skip
 
 Make = Callable[[], Tensor | None]
-_FEW = 8  # rows of a product, for which its kernel on a CPU packs nothing
-_WIDENED = 1 << 22  # elements of a gradient that plain torch on a CPU converts to fp32 at a time
+_FEW = 8  # rows of a GEMM up to which the CPU kernel packs nothing
+_WIDENED = 1 << 22  # elements of a gradient that the reference converts to fp32 at a time
 
 
 @contextmanager
 def _parts_in_float32(dtype: torch.dtype) -> Iterator[None]:
-    """Inside, torch's 16-bit products on a GPU add up the parts of a long sum in float32, not in `dtype`."""
+    """Make torch's 16-bit GEMMs on a GPU reduce split-K partial sums in float32, not in `dtype`."""
     option = f"allow_{'bf16' if dtype == torch.bfloat16 else 'fp16'}_reduced_precision_reduction"
     matmul = torch.backends.cuda.matmul
     allowed = getattr(matmul, option)
@@ -54,9 +52,9 @@ def _parts_in_float32(dtype: torch.dtype) -> Iterator[None]:
 
 
 def reference(total: Tensor, grad: Tensor, x: Tensor) -> None:
-    """Add grad^T x to the total (O, I), for grad (T, O) and x (T, I); it has their dtype or float32.
+    """Add grad^T x to the total (O, I), of their dtype or float32, for grad (T, O) and x (T, I).
 
-    The sum goes on from the total in float32 (float64 for float64): only what is stored is rounded.
+    The sum continues from the total in float32 (float64 for float64), and is rounded once, when stored.
     """
     wide = compute_dtype(grad.dtype)
     if total.is_cuda and total.dtype == grad.dtype:
@@ -88,13 +86,21 @@ register(
 
 
 class WgradQueue:
-    """The weight gradients that backward passes have deferred since the last `take`, in order."""
+    """Queue of the weight gradients that backward passes have deferred since the last `take`, in order.
+
+    Example:
+        queue = WgradQueue()
+        with defer_wgrad(queue):
+            loss = linear(x.requires_grad_(), model.weight).sum()
+            loss.backward()  # computes x.grad alone
+        WgradQueue.run(queue.take())  # computes model.weight.grad
+    """
 
     def __init__(self) -> None:
         self._tasks: list[tuple[Tensor, Make]] = []
 
     def put(self, weight: Tensor, make: Make) -> None:
-        """`make()` returns the gradient of the leaf `weight`, or None where it has added it itself."""
+        """Queue `make`, which returns the gradient of the leaf `weight`, or None after adding it itself."""
         self._tasks.append((weight, make))
 
     def take(self) -> list[tuple[Tensor, Make]]:
@@ -105,10 +111,10 @@ class WgradQueue:
     @staticmethod
     @torch.no_grad()
     def run(tasks: list[tuple[Tensor, Make]]) -> None:
-        """Make the gradients and add each to the weight's `main_grad` if it has one, else to its `grad`.
+        """Compute the gradients; add each to the weight's `main_grad` if it has one, else to its `grad`.
 
-        The hooks behind a weight's accumulated gradient are called once, as in a backward pass: after the
-        last of its gradients in `tasks`, also where an op has added that by itself.
+        A weight's post-accumulate-grad hooks are called once, as in a backward pass: after the last of its
+        gradients in `tasks`, also if an op has added that by itself.
         """
         left = Counter(id(weight) for weight, _ in tasks)
         while tasks:
@@ -133,10 +139,10 @@ _queue: WgradQueue | None = None
 
 @contextmanager
 def defer_wgrad(queue: WgradQueue | None) -> Iterator[None]:
-    """Inside, backward passes of what forward computes defer weight gradients to `queue`; None: they do not.
+    """Defer to `queue` the weight gradients of forwards run inside; with None, do not defer them.
 
-    A backward pass that recomputes forwards must run inside, too. The queue belongs to the process, not to a
-    thread, because autograd recomputes on threads of its own.
+    A backward pass with activation recomputation must run inside, too. The queue belongs to the process, not
+    to a thread, because autograd recomputes on its own threads.
     """
     global _queue
     before, _queue = _queue, queue
@@ -147,17 +153,17 @@ def defer_wgrad(queue: WgradQueue | None) -> Iterator[None]:
 
 
 def current_queue() -> WgradQueue | None:
-    """The queue of the innermost `defer_wgrad`, or None."""
+    """Return the queue of the innermost `defer_wgrad`, or None."""
     return _queue
 
 
 def deferral(weight: Tensor) -> Callable[[Make], None] | None:
-    """The function by which a backward pass defers the gradient of `weight`; None: it must not be deferred.
+    """Return the function that defers the gradient of `weight`, or None if it must not be deferred.
 
-    Call it in forward with the parameter itself: the saved tensor that backward gets may be another tensor
-    with the same values. The node takes `leaf_of` that in its place. The gradient of a weight that is
-    computed from others, as by autocast, cannot be deferred, because the rest of the backward pass needs it.
-    Compilers and torch.func get every gradient.
+    Call it in forward with the parameter itself: the saved tensor in backward may be another tensor with the
+    same values. The autograd node takes `leaf_of(weight)` instead. The gradient of a weight computed from
+    others, as by autocast, cannot be deferred, because the rest of the backward pass needs it. Compilers and
+    torch.func get every gradient.
     """
     if _queue is None or not (weight.is_leaf and weight.requires_grad) or _needs_every_gradient():
         return None
@@ -167,17 +173,17 @@ def deferral(weight: Tensor) -> Callable[[Make], None] | None:
 def leaf_of(weight: Tensor) -> Tensor:
     """Return the weight as another leaf, for a node that defers its gradient.
 
-    Autograd calls the hooks behind a leaf's gradient after every backward pass that reaches it. Those of the
-    weight have to wait until `WgradQueue.run` has made the gradient.
+    Autograd calls the post-accumulate-grad hooks of a leaf after every backward pass that reaches it. The
+    hooks of the weight have to wait until `WgradQueue.run` has computed the gradient.
     """
     return weight.detach().requires_grad_()
 
 
 def main_grad_of(weight: Tensor) -> Tensor | None:
-    """The `main_grad` of a weight, to which backward adds its gradient; None: autograd is to get that.
+    """Return the `main_grad` to which backward adds the gradient of `weight`; None leaves it to autograd.
 
-    Call it in forward with the parameter itself, as `deferral`. What a compiler or torch.func sees leaves the
-    gradient to autograd, and a `GradBuffer` adds it afterwards.
+    Call it in forward with the parameter itself, as `deferral`. Under a compiler or torch.func autograd gets
+    the gradient, and a `GradBuffer` adds it afterwards.
     """
     main_grad = getattr(weight, "main_grad", None)
     if main_grad is None or not weight.requires_grad:
@@ -186,34 +192,39 @@ def main_grad_of(weight: Tensor) -> Tensor | None:
 
 
 def _needs_every_gradient() -> bool:
-    """Whether a compiler or torch.func looks on: gradients are part of what they return."""
+    """Return True under a compiler or torch.func, whose results include the gradients."""
     return torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
 
 
 def weight_grad(grad_TO: Tensor, x_TI: Tensor, main_grad: Tensor | None) -> Tensor | None:
-    """The gradient (O, I) of a linear layer's weight; None where it has been added to `main_grad`.
+    """Return the gradient (O, I) of a linear layer's weight, or None after adding it to `main_grad`.
 
     The operands may be wider than the weight and its `main_grad`, as a router's are.
     """
     if main_grad is None:
         return grad_TO.t() @ x_TI
     if main_grad.dtype.itemsize < grad_TO.dtype.itemsize:
-        main_grad.add_(grad_TO.t() @ x_TI)  # in the dtype of the product, and rounded once
+        main_grad.add_(grad_TO.t() @ x_TI)  # in the dtype of the GEMM, and rounded once
     else:
         torch.ops.fastmp.accumulate_weight_grad_(main_grad, grad_TO, x_TI)
     return None
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`F.linear` whose weight's gradient goes to `weight.main_grad` where there is one, and can be deferred.
+    """Apply `F.linear`; its wgrad is added to `weight.main_grad` if there is one, and can be deferred.
 
-    The product is added to `main_grad`, a tensor of the weight's shape, in float32 (float64 for float64) and
-    rounded to the dtype of `main_grad`; autograd gets none. Any backward pass does so, also one that asks for
-    the gradient of x alone.
+    The wgrad is added to `main_grad`, a tensor of the weight's shape, in float32 (float64 for float64), and
+    rounded to its dtype; autograd gets none. Every backward pass does so, even one that asks for the gradient
+    of x alone.
 
     Raises:
-        ValueError: a `main_grad` of another shape or on another device than the weight, or one that has
-            neither the dtype of the product's operands nor, if that has 16 bits, float32.
+        ValueError: a `main_grad` of another shape or device than the weight, or that has neither the dtype of
+            the GEMM's operands nor, if these have 16 bits, float32.
+
+    Example:
+        weight = torch.nn.Parameter(torch.randn(8, 4))
+        weight.main_grad = torch.zeros(8, 4)
+        linear(torch.randn(2, 4), weight).sum().backward()  # adds to weight.main_grad
     """
     main_grad, defer = main_grad_of(weight), deferral(weight)
     if not torch.is_grad_enabled():
@@ -227,7 +238,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         except ValueError:
             checks.check_main_grad("linear", main_grad, weight=narrow[1])
             raise
-    if main_grad is None and narrow[1] is not weight:  # the rest of the backward pass needs the gradient
+    if main_grad is None and narrow[1] is not weight:  # autocast's copy: the backward of the cast needs it
         return F.linear(x, weight, bias)
     checks.check_main_grad("linear", main_grad, weight=narrow[1])
     if defer is not None:
@@ -237,10 +248,10 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def kept_operands(x: Tensor, weight: Tensor) -> tuple[Tensor, torch.autograd.graph.Node | None]:
-    """x for a product, and the node that has saved its operands, where a recomputation is under way.
+    """Return x, and during activation recomputation the node that has saved the GEMM's operands, else None.
 
-    A recomputation ends with the last tensor that is saved, so it leaves out a last product whose operands
-    are saved beforehand. Autograd saves those of a Function after its forward.
+    A recomputation ends with the last saved tensor, so saving the operands first leaves out a final GEMM.
+    Autograd saves those of a Function after its forward.
     """
     if torch._C._autograd._top_saved_tensors_default_hooks(False) is None or not x.requires_grad:
         return x, None
@@ -259,7 +270,7 @@ def _without_gradient(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 class _Kept(torch.autograd.Function):
-    """x, where the operands of the product that follows are saved, see `kept_operands`."""
+    """Return x and save the operands of the GEMM that follows; see `kept_operands`."""
 
     @staticmethod
     def forward(ctx, x, weight):
@@ -293,5 +304,5 @@ def _backward(ctx, grad):
 
 
 _linear = Differentiable("linear", _forward, _setup, _backward)
-# The same node in C++, csrc/autograd/linear.cpp, for what is not deferred; None where that is not built.
+# The same node in C++ (csrc/autograd/linear.cpp), without deferral; None if that library is not built.
 _in_cpp = getattr(torch.ops.fastmp_autograd, "linear", None) and torch.ops.fastmp_autograd.linear.default._op

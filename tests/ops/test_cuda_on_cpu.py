@@ -36,7 +36,7 @@ class Source:
     small: int = SHARED_BYTES
 
 
-CUTLASS = ("-include", str(HERE / "product.h"))
+CUTLASS = ("-include", str(HERE / "gemm.h"))
 SOURCES = {
     "cross_entropy": Source(("cross_entropy_loss_grad_",), small=16 << 10),
     "norm": Source(("rms_norm_backward", "layer_norm_backward"), small=128 << 10),

@@ -1,4 +1,4 @@
-// What product_sm90a.cuh and mlp_in_sm90a.cuh leave to CUTLASS, in loops. To be compiled with -include.
+// What gemm_sm90a.cuh and mlp_in_sm90a.cuh leave to CUTLASS, in loops. To be compiled with -include.
 #pragma once
 
 #include "ops.h"

@@ -1,15 +1,15 @@
-// Products of matrices on the CPU.
+// GEMMs on the CPU.
 //
-// A job is a block of rows and columns of one product. It packs the columns of the right operand once, in
+// A GEMM is split into blocks of rows and columns, each described by a GemmDesc of its own. A block packs the columns of the right operand once, in
 // the order in which they are used, and then strips of a few rows of the left one; a strip's sums are kept in fp32
-// (fp64 for fp64) and go through the epilogue while they are in the caches. Each job writes its own block, and an
-// element is summed in the same order in whatever block it lies: results do not depend on the number of threads. 16-bit
+// (fp64 for fp64) and go through the epilogue while they are in the caches. Blocks write disjoint memory, and an
+// element is summed in the same order in any block: results do not depend on the number of threads. 16-bit
 // types are widened when packed, except that bfloat16 stays as it is where a unit of bfloat16.h can multiply it; that
 // sums in fp32, too.
 //
-// A product of a few rows, as of one token at a time, takes as long as it takes to read the right operand: that is read
-// where it lies, and an element is summed in lanes.
-#include "product.h"
+// A GEMM of a few rows, as of one token at a time, is bound by reading the right operand: it is read in place, and an
+// element is summed in lanes.
+#include "gemm.h"
 
 #include "bfloat16.h"
 
@@ -38,7 +38,7 @@ struct Scratch {
   int64_t size = 0;
 };
 
-FASTMP_DECLARE(void product_job(const ProductJob&, Scratch&);)
+FASTMP_DECLARE(void gemm_block(const GemmDesc&, Scratch&);)
 
 namespace FASTMP_ISA {
 
@@ -144,14 +144,14 @@ struct VectorUnit {
   }
 };
 
-// One row of the epilogue: `sums`, and for kGate `up`, hold job.cols columns.
+// One row of the epilogue: `sums`, and for kGate `up`, hold gemm.cols columns.
 template <class T, class Out, Epilogue epilogue, Form form>
-FASTMP_INLINE void finish_row(const ProductJob& job, int64_t row, const scalar_of<T>* sums, const scalar_of<T>* up) {
+FASTMP_INLINE void finish_row(const GemmDesc& gemm, int64_t row, const scalar_of<T>* sums, const scalar_of<T>* up) {
   using V = lanes_of<T>;
-  Out* out = static_cast<Out*>(job.out) + row * job.out_pitch;
-  T* kept = job.kept ? static_cast<T*>(job.kept) + row * job.kept_pitch : nullptr;
-  const T* bias = static_cast<const T*>(job.bias);
-  for_vectors<num_lanes<V>>(job.cols, [&](int64_t col, auto count) FASTMP_LAMBDA {
+  Out* out = static_cast<Out*>(gemm.out) + row * gemm.out_pitch;
+  T* kept = gemm.kept ? static_cast<T*>(gemm.kept) + row * gemm.kept_pitch : nullptr;
+  const T* bias = static_cast<const T*>(gemm.bias);
+  for_vectors<num_lanes<V>>(gemm.cols, [&](int64_t col, auto count) FASTMP_LAMBDA {
     V v = load(sums + col, count, 0);
     if constexpr (epilogue == Epilogue::kAdd) v += load(out + col, count, 0);
     if (epilogue != Epilogue::kAdd && bias) v += load(bias + col, count, 0);
@@ -160,8 +160,8 @@ FASTMP_INLINE void finish_row(const ProductJob& job, int64_t row, const scalar_o
       v = activation<form>(v);
       if constexpr (epilogue == Epilogue::kGate) {
         V u = load(up + col, count, 0);
-        if (bias) u += load(bias + job.up_offset + col, count, 0);
-        if (kept) store(kept + job.up_offset + col, u, count);
+        if (bias) u += load(bias + gemm.up_offset + col, count, 0);
+        if (kept) store(kept + gemm.up_offset + col, u, count);
         v = v * u;
       }
     }
@@ -171,60 +171,60 @@ FASTMP_INLINE void finish_row(const ProductJob& job, int64_t row, const scalar_o
 
 // The epilogue of `rows` rows from `first` on, whose sums are `pitch` apart; those of up lie `up_offset` further.
 template <class T>
-void finish(const ProductJob& job, int64_t first, int64_t rows, const scalar_of<T>* sums, int64_t pitch,
+void finish(const GemmDesc& gemm, int64_t first, int64_t rows, const scalar_of<T>* sums, int64_t pitch,
             int64_t up_offset) {
   const auto all = [&](auto out, auto epilogue, auto form) {
     using Out = typename decltype(out)::type;
     for (int64_t i = 0; i < rows; ++i) {
-      finish_row<T, Out, epilogue.value, form.value>(job, first + i, sums + i * pitch, sums + i * pitch + up_offset);
+      finish_row<T, Out, epilogue.value, form.value>(gemm, first + i, sums + i * pitch, sums + i * pitch + up_offset);
     }
   };
   using Wide = TypeTag<scalar_of<T>>;
   using Same = TypeTag<T>;
   constexpr std::integral_constant<Form, Form::kSilu> silu{};
   const auto activated = [&](auto epilogue) {
-    switch (job.form) {
+    switch (gemm.form) {
       case Form::kSilu: return all(Same{}, epilogue, silu);
       case Form::kGeluTanh: return all(Same{}, epilogue, std::integral_constant<Form, Form::kGeluTanh>{});
       case Form::kGelu: return all(Same{}, epilogue, std::integral_constant<Form, Form::kGelu>{});
     }
   };
-  switch (job.epilogue) {
+  switch (gemm.epilogue) {
     case Epilogue::kStore: return all(Same{}, std::integral_constant<Epilogue, Epilogue::kStore>{}, silu);
     case Epilogue::kActivate: return activated(std::integral_constant<Epilogue, Epilogue::kActivate>{});
     case Epilogue::kGate: return activated(std::integral_constant<Epilogue, Epilogue::kGate>{});
     case Epilogue::kAdd: {
       constexpr std::integral_constant<Epilogue, Epilogue::kAdd> add{};
-      return job.out_dtype == job.dtype ? all(Same{}, add, silu) : all(Wide{}, add, silu);
+      return gemm.out_dtype == gemm.dtype ? all(Same{}, add, silu) : all(Wide{}, add, silu);
     }
   }
 }
 
 template <class Unit>
-void multiply_job(const ProductJob& job, Scratch& scratch) {
+void multiply_block(const GemmDesc& gemm, Scratch& scratch) {
   using T = typename Unit::Stored;
   using P = typename Unit::Packed;
   using S = scalar_of<T>;
   constexpr int64_t kRows = Unit::kRows, kCols = Unit::kCols;
   const auto round_up = [](int64_t n, int64_t unit) { return (n + unit - 1) / unit * unit; };
-  const bool pair = job.epilogue == Epilogue::kGate;
-  const int64_t width = round_up(job.cols, kCols), pitch = pair ? 2 * width : width;
-  const int64_t terms = round_up(job.terms, Unit::kTermUnit), strip_pitch = job.a.term == 1 ? terms : 0;
+  const bool pair = gemm.epilogue == Epilogue::kGate;
+  const int64_t width = round_up(gemm.cols, kCols), pitch = pair ? 2 * width : width;
+  const int64_t terms = round_up(gemm.terms, Unit::kTermUnit), strip_pitch = gemm.a.term == 1 ? terms : 0;
   const int64_t packed = (pitch + Unit::kStrips * kRows) * terms;
   P* columns = static_cast<P*>(scratch.get(packed * sizeof(P) + kRows * pitch * sizeof(S)));
   P* strips = columns + pitch * terms;
   S* sums = reinterpret_cast<S*>(columns + packed);
   const Unit unit{};
   const auto pack = [&](const void* b, P* out) {
-    unit.pack_columns(static_cast<const T*>(b), job.b.outer, job.b.term, job.cols, job.terms, out);
+    unit.pack_columns(static_cast<const T*>(b), gemm.b.outer, gemm.b.term, gemm.cols, gemm.terms, out);
   };
-  pack(job.b.data, columns);
-  if (pair) pack(job.up, columns + width * terms);
-  for (int64_t row = 0; row < job.rows; row += kRows) {
-    const int64_t left = job.rows - row, number = row / kRows % Unit::kStrips;
+  pack(gemm.b.data, columns);
+  if (pair) pack(gemm.up, columns + width * terms);
+  for (int64_t row = 0; row < gemm.rows; row += kRows) {
+    const int64_t left = gemm.rows - row, number = row / kRows % Unit::kStrips;
     if (number == 0) {
-      const T* a = static_cast<const T*>(job.a.data) + row * job.a.outer;
-      unit.pack_strips(a, job.a.outer, job.a.term, std::min(left, Unit::kStrips * kRows), job.terms, strips);
+      const T* a = static_cast<const T*>(gemm.a.data) + row * gemm.a.outer;
+      unit.pack_strips(a, gemm.a.outer, gemm.a.term, std::min(left, Unit::kStrips * kRows), gemm.terms, strips);
     }
     if (terms == 0) std::fill(sums, sums + kRows * pitch, S(0));
     for (int64_t begin = 0; begin < terms; begin += Unit::kTermBlock) {
@@ -234,7 +234,7 @@ void multiply_job(const ProductJob& job, Scratch& scratch) {
                       pitch);
       }
     }
-    finish<T>(job, row, std::min(kRows, left), sums, pitch, width);
+    finish<T>(gemm, row, std::min(kRows, left), sums, pitch, width);
   }
 }
 
@@ -273,49 +273,49 @@ FASTMP_INLINE void dot_products(const T* a, int64_t a_outer, const T* b, int64_t
   }
 }
 
-// A job whose operands both have neighbours for terms, and whose rows are few.
+// A gemm whose operands both have neighbours for terms, and whose rows are few.
 template <class L>
-void multiply_few(const ProductJob& job, Scratch& scratch) {
+void multiply_few(const GemmDesc& gemm, Scratch& scratch) {
   using T = typename L::Stored;
   using S = scalar_of<T>;
   constexpr int64_t kRows = 4, kCols = kVectorBytes == 64 ? 4 : 2;  // totals, which fill half of the registers
-  const int64_t pitch = (job.epilogue == Epilogue::kGate ? 2 : 1) * job.cols;
-  S* sums = static_cast<S*>(scratch.get(job.rows * pitch * sizeof(S)));
-  const T* a = static_cast<const T*>(job.a.data);
+  const int64_t pitch = (gemm.epilogue == Epilogue::kGate ? 2 : 1) * gemm.cols;
+  S* sums = static_cast<S*>(scratch.get(gemm.rows * pitch * sizeof(S)));
+  const T* a = static_cast<const T*>(gemm.a.data);
   const auto columns = [&](const void* data, S* into) {
     const T* b = static_cast<const T*>(data);
     const auto block = [&](int64_t col, auto width) {
       const auto rows = [&](int64_t row, auto height) {
-        dot_products<L, height.value, width.value>(a + row * job.a.outer, job.a.outer, b + col * job.b.outer,
-                                                   job.b.outer, job.terms, into + row * pitch + col, pitch);
+        dot_products<L, height.value, width.value>(a + row * gemm.a.outer, gemm.a.outer, b + col * gemm.b.outer,
+                                                   gemm.b.outer, gemm.terms, into + row * pitch + col, pitch);
       };
       int64_t row = 0;
-      for (; row + kRows <= job.rows; row += kRows) rows(row, std::integral_constant<int64_t, kRows>{});
-      for (; row < job.rows; ++row) rows(row, std::integral_constant<int64_t, 1>{});
+      for (; row + kRows <= gemm.rows; row += kRows) rows(row, std::integral_constant<int64_t, kRows>{});
+      for (; row < gemm.rows; ++row) rows(row, std::integral_constant<int64_t, 1>{});
     };
     int64_t col = 0;
-    for (; col + kCols <= job.cols; col += kCols) block(col, std::integral_constant<int64_t, kCols>{});
-    for (; col < job.cols; ++col) block(col, std::integral_constant<int64_t, 1>{});
+    for (; col + kCols <= gemm.cols; col += kCols) block(col, std::integral_constant<int64_t, kCols>{});
+    for (; col < gemm.cols; ++col) block(col, std::integral_constant<int64_t, 1>{});
   };
-  columns(job.b.data, sums);
-  if (job.epilogue == Epilogue::kGate) columns(job.up, sums + job.cols);
-  finish<T>(job, 0, job.rows, sums, pitch, job.cols);
+  columns(gemm.b.data, sums);
+  if (gemm.epilogue == Epilogue::kGate) columns(gemm.up, sums + gemm.cols);
+  finish<T>(gemm, 0, gemm.rows, sums, pitch, gemm.cols);
 }
 
-void product_job(const ProductJob& job, Scratch& scratch) {
-  if (job.few) {
+void gemm_block(const GemmDesc& gemm, Scratch& scratch) {
+  if (gemm.few) {
 #ifdef FASTMP_AMX
-    if (job.dtype == ScalarType::BFloat16 && has_dot_products()) return multiply_few<Pairs>(job, scratch);
+    if (gemm.dtype == ScalarType::BFloat16 && has_dot_products()) return multiply_few<Pairs>(gemm, scratch);
 #endif
-    return dispatch_float(job.dtype, "grouped_mm",
-                          [&](auto tag) { multiply_few<Lanes<typename decltype(tag)::type>>(job, scratch); });
+    return dispatch_float(gemm.dtype, "grouped_mm",
+                          [&](auto tag) { multiply_few<Lanes<typename decltype(tag)::type>>(gemm, scratch); });
   }
 #ifdef FASTMP_AMX
-  if (job.dtype == ScalarType::BFloat16 && has_amx()) return multiply_job<MatrixUnit>(job, scratch);
-  if (job.dtype == ScalarType::BFloat16 && has_dot_products()) return multiply_job<PairUnit>(job, scratch);
+  if (gemm.dtype == ScalarType::BFloat16 && has_amx()) return multiply_block<MatrixUnit>(gemm, scratch);
+  if (gemm.dtype == ScalarType::BFloat16 && has_dot_products()) return multiply_block<PairUnit>(gemm, scratch);
 #endif
-  dispatch_float(job.dtype, "grouped_mm",
-                 [&](auto tag) { multiply_job<VectorUnit<typename decltype(tag)::type>>(job, scratch); });
+  dispatch_float(gemm.dtype, "grouped_mm",
+                 [&](auto tag) { multiply_block<VectorUnit<typename decltype(tag)::type>>(gemm, scratch); });
 }
 
 }  // namespace FASTMP_ISA
@@ -328,68 +328,70 @@ namespace {
 
 int64_t divide_up(int64_t n, int64_t unit) { return (n + unit - 1) / unit; }
 
-// A sum that goes on in the dtype of the products takes them a block of terms at a time: what a job packs stays small.
-int64_t terms_at_a_time(const ProductJob& job) {
+// A sum that continues in the compute dtype takes a block of terms at a time, so that packed panels stay small.
+int64_t terms_at_a_time(const GemmDesc& gemm) {
   constexpr int64_t kTerms = 512;
-  const bool goes_on = job.epilogue == Epilogue::kAdd && job.out_dtype == compute_dtype(job.dtype);
-  return goes_on ? kTerms : std::max<int64_t>(1, job.terms);
+  const bool goes_on = gemm.epilogue == Epilogue::kAdd && gemm.out_dtype == compute_dtype(gemm.dtype);
+  return goes_on ? kTerms : std::max<int64_t>(1, gemm.terms);
 }
 
 // Whether reading the right operand takes longer than multiplying it.
-bool few(const ProductJob& whole) {
+bool few(const GemmDesc& whole) {
   constexpr int64_t kRows = 8;
   return whole.rows <= kRows && whole.a.term == 1 && whole.b.term == 1 && whole.epilogue != Epilogue::kAdd;
 }
 
 }  // namespace
 
-// Splits whole products into blocks of at most 1024 rows, and so many columns that those of the right operand stay
-// in the second-level cache; runs them over all threads. Where that makes few jobs, blocks have fewer rows.
-void run_products(const std::vector<ProductJob>& products, const Tensor& x, const Tensor& out) {
+// Splits GEMMs into blocks of at most 1024 rows, and so many columns that the right operand's stay in the second-level
+// cache; runs them over all threads. If that makes few blocks, they get fewer rows.
+void run_gemms(const std::vector<GemmDesc>& gemms, const Tensor& x, const Tensor& out) {
   const auto itemsize = static_cast<int64_t>(x.element_size()), out_size = static_cast<int64_t>(out.element_size());
   constexpr int64_t kRows = 1024, kRowUnit = 48, kUnit = 32, kBytes = 1 << 20;  // whole strips, or nearly so
   const auto move = [](auto& p, int64_t bytes) {
     if (p) p = const_cast<char*>(static_cast<const char*>(p)) + bytes;
   };
-  const auto columns = [&](const ProductJob& whole) {
+  const auto columns = [&](const GemmDesc& whole) {
     const int64_t terms = std::clamp<int64_t>(whole.terms, 1, terms_at_a_time(whole));
     const int64_t fit = kBytes / (terms * itemsize);
     return std::clamp<int64_t>(fit / kUnit * kUnit, 4 * kUnit, 16 * kUnit);
   };
+  // 1. Split.
   int64_t count = 0;
-  for (const ProductJob& whole : products) count += divide_up(whole.cols, columns(whole));
+  for (const GemmDesc& whole : gemms) count += divide_up(whole.cols, columns(whole));
   const int64_t wanted = divide_up(2 * num_threads(), std::max<int64_t>(1, count));
-  std::vector<ProductJob> jobs;
-  for (const ProductJob& whole : products) {
+  std::vector<GemmDesc> all_blocks;
+  for (const GemmDesc& whole : gemms) {
     const int64_t cols = columns(whole), blocks = std::max(wanted, divide_up(whole.rows, kRows));
     const int64_t rows = divide_up(divide_up(whole.rows, blocks), kRowUnit) * kRowUnit;
     for (int64_t col = 0; col < whole.cols; col += cols) {
       for (int64_t row = 0; row < whole.rows; row += rows) {
-        ProductJob job = whole;
-        job.few = few(whole);  // by the rows of all blocks: their number depends on that of threads
-        job.rows = std::min(rows, whole.rows - row);
-        job.cols = std::min(cols, whole.cols - col);
-        move(job.a.data, row * whole.a.outer * itemsize);
-        move(job.b.data, col * whole.b.outer * itemsize);
-        move(job.up, col * whole.b.outer * itemsize);
-        move(job.bias, col * itemsize);
-        move(job.out, (row * whole.out_pitch + col) * out_size);
-        move(job.kept, (row * whole.kept_pitch + col) * itemsize);
-        jobs.push_back(job);
+        GemmDesc block = whole;
+        block.few = few(whole);  // by the rows of all blocks: their number depends on that of threads
+        block.rows = std::min(rows, whole.rows - row);
+        block.cols = std::min(cols, whole.cols - col);
+        move(block.a.data, row * whole.a.outer * itemsize);
+        move(block.b.data, col * whole.b.outer * itemsize);
+        move(block.up, col * whole.b.outer * itemsize);
+        move(block.bias, col * itemsize);
+        move(block.out, (row * whole.out_pitch + col) * out_size);
+        move(block.kept, (row * whole.kept_pitch + col) * itemsize);
+        all_blocks.push_back(block);
       }
     }
   }
-  parallel_for(0, static_cast<int64_t>(jobs.size()), 1, [&](int64_t begin, int64_t end) {
+  // 2. Run the blocks; a continued sum, a block of terms at a time.
+  parallel_for(0, static_cast<int64_t>(all_blocks.size()), 1, [&](int64_t begin, int64_t end) {
     Scratch scratch;
     for (int64_t index = begin; index < end; ++index) {
-      const ProductJob& job = jobs[index];
-      const int64_t some = terms_at_a_time(job);
-      for (int64_t first = 0; first == 0 || first < job.terms; first += some) {
-        ProductJob part = job;
-        part.terms = std::min(some, job.terms - first);
-        move(part.a.data, first * job.a.term * itemsize);
-        move(part.b.data, first * job.b.term * itemsize);
-        FASTMP_BEST(product_job)(part, scratch);
+      const GemmDesc& block = all_blocks[index];
+      const int64_t some = terms_at_a_time(block);
+      for (int64_t first = 0; first == 0 || first < block.terms; first += some) {
+        GemmDesc part = block;
+        part.terms = std::min(some, block.terms - first);
+        move(part.a.data, first * block.a.term * itemsize);
+        move(part.b.data, first * block.b.term * itemsize);
+        FASTMP_BEST(gemm_block)(part, scratch);
       }
     }
   });

@@ -1,4 +1,4 @@
-// Products of matrices that grouped products and weight gradients share, with an epilogue.
+// GEMM with an epilogue, shared by grouped GEMMs and weight gradients.
 #pragma once
 
 #include "activations.h"
@@ -18,10 +18,10 @@ struct Operand {
 
 enum class Epilogue { kStore, kAdd, kActivate, kGate };
 
-// `cols` columns of the product, beginning where `b` does; kGate has as many again that begin at `up`. `out` is
-// where the block's first element goes, `kept` (or null) the same of the pre-activation, `bias` of the first column;
-// up's are `up_offset` elements further in `kept` and `bias`. `few`: nothing is packed, because so few rows would use it.
-struct ProductJob {
+// A GEMM of `rows` x `cols` with `terms`, beginning where `a` and `b` do; kGate has as many columns again, at `up`.
+// `out`, `kept` (or null; the pre-activation) and `bias` (or null) point to the first element or column; those of `up`
+// are `up_offset` elements further in `kept` and `bias`. `few`: too few rows to pack the right operand for.
+struct GemmDesc {
   Operand a, b;
   const void* up;
   const void* bias;
@@ -36,8 +36,8 @@ struct ProductJob {
 
 #ifdef FASTMP_ISA_BASE
 
-// Runs the products over all threads. `x` and `out` have the dtypes of operands and results.
-void run_products(const std::vector<ProductJob>& products, const Tensor& x, const Tensor& out);
+// Runs the GEMMs over all threads. `x` and `out` have the dtypes of operands and results.
+void run_gemms(const std::vector<GemmDesc>& gemms, const Tensor& x, const Tensor& out);
 
 // With unit last stride; copied only where it has another.
 inline Tensor along_rows(const Tensor& t) {
@@ -62,15 +62,15 @@ inline void check_sum(const char* op, const Tensor& sum, const Tensor& x) {
 }
 
 // out (N, K) = or += grad^T x, for `rows` rows of each from `first` on.
-inline ProductJob weight_gradient_of(const Tensor& grad, const Tensor& x, int64_t first, int64_t rows, void* out,
-                                     int64_t out_pitch, ScalarType out_dtype, Epilogue epilogue) {
-  ProductJob job{};
-  job.a = {place(grad, first * grad.stride(0)), 1, grad.stride(0)};
-  job.b = {place(x, first * x.stride(0)), 1, x.stride(0)};
-  job.rows = grad.size(1), job.cols = x.size(1), job.terms = rows;
-  job.out = out, job.out_pitch = out_pitch;
-  job.dtype = x.scalar_type(), job.out_dtype = out_dtype, job.epilogue = epilogue;
-  return job;
+inline GemmDesc wgrad_desc(const Tensor& grad, const Tensor& x, int64_t first, int64_t rows, void* out,
+                           int64_t out_pitch, ScalarType out_dtype, Epilogue epilogue) {
+  GemmDesc gemm{};
+  gemm.a = {place(grad, first * grad.stride(0)), 1, grad.stride(0)};
+  gemm.b = {place(x, first * x.stride(0)), 1, x.stride(0)};
+  gemm.rows = grad.size(1), gemm.cols = x.size(1), gemm.terms = rows;
+  gemm.out = out, gemm.out_pitch = out_pitch;
+  gemm.dtype = x.scalar_type(), gemm.out_dtype = out_dtype, gemm.epilogue = epilogue;
+  return gemm;
 }
 
 #endif  // FASTMP_ISA_BASE

@@ -1,9 +1,9 @@
-// The product of every expert: by CUTLASS, which takes bf16 or fp16 with sizes that are multiples of 8, or for
-// everything else by a kernel that is as right, and slow.
+// The GEMM of every expert: by CUTLASS for bf16 or fp16 with sizes that are multiples of 8, and by a simple, slow kernel
+// otherwise.
 #pragma once
 
 #ifdef __NVCC__  // tests/cuda_on_cpu has its own
-#include "product_sm90a.cuh"
+#include "gemm_sm90a.cuh"
 #endif
 #include "problems.cuh"
 
@@ -12,7 +12,7 @@ namespace fastmp {
 // d = a b, or d += a b, of every problem, one thread an element.
 template <class T, class Out>
 __global__ void __launch_bounds__(kThreads)
-    product_kernel(const Problems problems, bool columns_a, bool columns_b, bool accumulate) {
+    gemm_kernel(const Problems problems, bool columns_a, bool columns_b, bool accumulate) {
   const int64_t step = static_cast<int64_t>(gridDim.x) * blockDim.x;
   for (int expert = 0; expert < problems.count; ++expert) {
     const Problems::Shape shape = problems.shapes[expert];
@@ -43,7 +43,7 @@ void multiply_experts(const char* op, bool tma, ScalarType dtype, const Tensor& 
     if constexpr (sizeof(T) == 2) {
       if (tma) return multiply<T, kColumnsA, kColumnsB, Out, kAccumulate>(op, made.problems, offsets, stream);
     }
-    launch({kBlocks, kThreads}, stream, product_kernel<T, Out>, made.problems, kColumnsA, kColumnsB, kAccumulate);
+    launch({kBlocks, kThreads}, stream, gemm_kernel<T, Out>, made.problems, kColumnsA, kColumnsB, kAccumulate);
   });
 }
 

@@ -1,6 +1,6 @@
-// Products of bf16 or fp16 matrices whose pointers and sizes are on the device, by CUTLASS, for sm_90a.
+// Grouped GEMM of bf16 or fp16 matrices whose pointers and sizes are on the device, by CUTLASS, for sm_90a.
 //
-// One persistent launch for all of them: a warp group fetches tiles with TMA, multicast to the two blocks of a cluster,
+// One persistent launch for all problems: a warp group loads tiles with TMA, multicast to the two blocks of a cluster,
 // two others multiply 128 x 256 tiles and write them with TMA.
 #pragma once
 
@@ -17,7 +17,7 @@ namespace fastmp {
 
 using GroupedTile = cute::Shape<cute::_128, cute::_256, cute::_64>;
 using GroupedCluster = cute::Shape<cute::_2, cute::_1, cute::_1>;
-template <class T>  // what CUTLASS calls it
+template <class T>  // CUTLASS's name of T
 using GroupedElement = std::conditional_t<std::is_same_v<T, __nv_bfloat16>, cutlass::bfloat16_t,
                                           std::conditional_t<std::is_same_v<T, __half>, cutlass::half_t, T>>;
 template <bool kColumns>
@@ -38,7 +38,7 @@ Stride* grouped_strides(int64_t* numbers) {
   return reinterpret_cast<Stride*>(numbers);
 }
 
-// The products of all problems, each through the epilogue with these arguments.
+// Runs the GEMMs of all problems, each through the epilogue with these arguments.
 template <class Mainloop, class Epilogue>
 void run_grouped(const char* op, const Problems& problems, const typename Epilogue::Arguments& epilogue,
                  const Tensor& like, cudaStream_t stream) {
