@@ -1,10 +1,10 @@
-"""Triton kernels of the cross-entropy family and their launches; `cross_entropy` says what they compute.
+"""Triton kernels of the cross-entropy family and their launches; see `cross_entropy`.
 
-Each program has a row, which it walks in blocks of (BLOCK / VEC, VEC) elements. A thread holds VEC
-neighbours, 16 bytes. It takes their maximum first, then one exponential a logit, and one more a fragment to
-rescale its own sum. The lanes meet once, at the end of the row. A row that does not start on 16 bytes is
-walked from the last boundary before it. Only blocks that stick out of the row are masked, vector by vector: a
-mask that may end anywhere splits every access, so it is left to rows that do begin or end within a vector.
+A program processes one row, in blocks of (BLOCK / VEC, VEC) elements: a lane holds VEC neighbours, 16 bytes.
+Each lane keeps an online softmax of its own, one exponential a logit and one a block to rescale its sum; the
+lanes reduce once, at the end of the row. A row that does not start on 16 bytes is read from the last boundary
+before it. Only blocks that overlap the ends of the row are masked, vector by vector: a mask that may end
+anywhere splits every access, so only rows that do begin or end within a vector use one.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ def scaled(x, scale):
 
 @jit
 def finite_log(x):
-    """Keep the logarithm of a number, which may be zero, from making NaN of a product with it."""
+    """Clamp the logarithm of a number that may be zero, so that 0 * log 0 is 0, not NaN."""
     return tl.maximum(x, -1000.0)
 
 
 @jit
 def offsets(start, BLOCK: tl.constexpr, VEC: tl.constexpr):
-    """Return where a block's vectors begin (BLOCK / VEC, 1) and its elements are (BLOCK / VEC, VEC)."""
+    """Return the offsets of a block's vectors (BLOCK / VEC, 1) and elements (BLOCK / VEC, VEC)."""
     first = start + tl.arange(0, BLOCK // VEC)[:, None] * VEC
     return first, first + tl.arange(0, VEC)[None, :]
 
@@ -82,23 +82,24 @@ def row_stats(
     ACC: tl.constexpr, WITH_SUM: tl.constexpr, WITH_ENTROPY: tl.constexpr, BLOCK: tl.constexpr,
     VEC: tl.constexpr, EVICT: tl.constexpr,
 ):  # fmt: skip
-    """Compute maximum, sum of exponentials relative to it (to 0 if it is -inf) and sum of base[begin:end].
+    """Return maximum, sum of exponentials relative to it (to 0 if it is -inf) and sum of base[begin:end].
 
-    Exponentials are of differences times `scale`, where that is not None. For an entropy the last sum is
-    instead that of each exponential times its logarithm.
+    With a `scale`, exponentials are of scaled differences. WITH_ENTROPY replaces the last sum by that of each
+    exponential times its logarithm.
     """
     LANES: tl.constexpr = BLOCK // VEC
-    # Each lane has a running maximum and a sum of exponentials relative to it.
+    # Online softmax: each lane has a running maximum and a sum of exponentials relative to it.
     top = tl.full((LANES,), float("-inf"), ACC)
     total = tl.zeros((LANES,), ACC)
     plain = tl.zeros((LANES,), ACC)
     for start in range(0, end, BLOCK):
+        # 1. Load a block; mask it only at the ends of the row.
         first, at = offsets(start, BLOCK, VEC)
         if (start >= begin) & (start + BLOCK <= end):
             x = tl.load(base + at, eviction_policy=EVICT).to(ACC)
         else:
             x = load_edge(base, first, at, begin, end, float("-inf"), VEC, EVICT).to(ACC)
-        # Rescale the sum to the new maximum (0 in place of -inf: no inf - inf), then add this block.
+        # 2. Rescale the running sum to the new maximum (0 for -inf: no inf - inf), then add the block.
         higher = tl.maximum(top, tl.max(x, 1))
         finite = tl.where(higher == float("-inf"), 0.0, higher)
         gap, below = scaled(top - finite, scale), scaled(x - finite[:, None], scale)
@@ -110,7 +111,7 @@ def row_stats(
         top = higher
         if WITH_SUM:
             plain += tl.sum(tl.where((at >= begin) & (at < end), x, 0.0), 1)
-    # The lanes meet once: sums relative to the row's maximum.
+    # 3. Reduce over the lanes: sums relative to the row's maximum.
     row_top = tl.max(top, 0)
     finite = tl.where(row_top == float("-inf"), 0.0, row_top)
     gap = scaled(top - finite, scale)
@@ -122,7 +123,7 @@ def row_stats(
 
 @jit
 def row_start(logits, row, row_stride, VEC: tl.constexpr):
-    """Find the last 16-byte boundary before a row, and how far behind it the row begins."""
+    """Return the last 16-byte boundary before a row, and the row's offset from it in elements."""
     aligned = row * row_stride // VEC * VEC
     return logits + tl.multiple_of(aligned, VEC), (row * row_stride - aligned).to(tl.int32)
 
@@ -138,14 +139,19 @@ def _token_loss(row_lse, target_logit, plain, vocab_size, SMOOTHING: tl.constexp
 
 @jit
 def stats_kernel(
-    logits, target, out, row_stride, real, vocab_start,
+    logits,  # (N, V)
+    target,  # (N,) int64
+    out,  # (N, 3), or (N, 4) with WITH_SUM
+    row_stride, real, vocab_start,
     WITH_SUM: tl.constexpr, BLOCK: tl.constexpr, VEC: tl.constexpr,
 ):  # fmt: skip
+    """Compute the statistics of one row of a shard."""
     ACC: tl.constexpr = out.dtype.element_ty
     row = tl.program_id(0).to(tl.int64)
+    # 1. Maximum and sums of the row.
     base, begin = row_start(logits, row, row_stride, VEC)
     top, total, plain = row_stats(base, begin, begin + real, None, ACC, WITH_SUM, False, BLOCK, VEC, "")
-    # The target's logit, if this shard has that column; else 0, so that shards can be added.
+    # 2. The target's logit if this shard has that column, else 0, so that shards can be added.
     column = tl.load(target + row) - vocab_start
     here = (column >= 0) & (column < real)
     out += row * (4 if WITH_SUM else 3)
@@ -158,17 +164,23 @@ def stats_kernel(
 
 @jit
 def merge_kernel(
-    stats, target, token_weight, loss, lse, tokens, shards, vocab_size, ignore_index,
+    stats,  # (P, N, WIDTH)
+    target,  # (N,) int64
+    token_weight,  # (N,) or None
+    loss, lse,  # (N,)
+    tokens, shards, vocab_size, ignore_index,
     WIDTH: tl.constexpr, SMOOTHING: tl.constexpr, Z_LOSS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    """Merge the statistics of all shards into the loss and log-sum-exp of BLOCK tokens."""
     token = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = token < tokens
-    # The maximum over the shards, then all sums relative to it.
+    # 1. The maximum over the shards.
     top = tl.full((BLOCK,), float("-inf"), stats.dtype.element_ty)
     place = token
     for _ in range(shards):
         top = tl.maximum(top, tl.load(stats + place * WIDTH, mask=inside, other=0.0))
         place += tokens
+    # 2. All sums relative to it.
     top = tl.where(top == float("-inf"), 0.0, top)
     total = tl.zeros_like(top)
     target_logit = tl.zeros_like(top)
@@ -181,6 +193,7 @@ def merge_kernel(
         target_logit += tl.load(at + 2, mask=inside, other=0.0)
         if SMOOTHING > 0:
             plain += tl.load(at + 3, mask=inside, other=0.0)
+    # 3. The loss; NaN where the target is no column, 0 where it is ignored.
     row_lse = top + tl.log(total)
     value = _token_loss(row_lse, target_logit, plain, vocab_size, SMOOTHING, Z_LOSS)
     if token_weight is not None:
@@ -197,8 +210,8 @@ def _row_grad(
     SMOOTHING: tl.constexpr, Z_LOSS: tl.constexpr, BLOCK: tl.constexpr, VEC: tl.constexpr,
     EVICT: tl.constexpr,
 ):  # fmt: skip
-    """Write the gradient of source[begin:end] to sink, then zeros up to `columns`; the last block first."""
-    # d loss / d logit = probability * slope - shift, and - share at the target.
+    """Write the gradient of source[begin:end] to sink, and zeros up to `columns`; the last block first."""
+    # 1. d loss / d logit = probability * slope - shift, and - share at the target.
     slope = scale * (1 + 2 * Z_LOSS * row_lse)
     shift = scale * SMOOTHING / vocab_size
     share = scale * (1 - SMOOTHING)
@@ -207,12 +220,12 @@ def _row_grad(
         start = (blocks - 1 - block) * BLOCK
         first, at = offsets(start, BLOCK, VEC)
         whole = (start >= begin) & (start + BLOCK <= end)
-        # Blocks inside the row need no mask; ignored rows are not read.
+        # 2. Load a block; blocks inside the row need no mask, and ignored rows are not read.
         if whole:
             x = tl.load(source + at, mask=live, other=0.0, eviction_policy=EVICT)
         else:
             x = load_edge(source, first, at, begin, tl.where(live, end, 0), 0.0, VEC, EVICT)
-        # Probability of each column, from the row's log-sum-exp.
+        # 3. Probability of each column, from the row's log-sum-exp.
         grad = fast_exp(x.to(row_lse.dtype) - row_lse) * slope - shift
         grad -= tl.where(at == target_at, share, 0.0)
         grad = tl.where(live, grad, 0.0)
@@ -224,14 +237,18 @@ def _row_grad(
 
 @jit
 def grad_kernel(
-    logits, out, target, lse, grad_loss, token_weight, row_stride, out_stride, columns, real,
-    vocab_start, vocab_size, ignore_index,
+    logits, out,  # (N, V); may be the same memory
+    target,  # (N,) int64
+    lse, grad_loss,  # (N,)
+    token_weight,  # (N,) or None
+    row_stride, out_stride, columns, real, vocab_start, vocab_size, ignore_index,
     SMOOTHING: tl.constexpr, Z_LOSS: tl.constexpr, BLOCK: tl.constexpr, VEC: tl.constexpr,
 ):  # fmt: skip
+    """Compute the gradient of one row's logits."""
     row = tl.program_id(0).to(tl.int64)
     source, begin = row_start(logits, row, row_stride, VEC)
     sink = out + tl.multiple_of(row * out_stride - begin, VEC)
-    # The gradient of this row's loss is NaN where the target is no column, as the loss is.
+    # The upstream gradient becomes NaN where the target is no column, as the loss is.
     row_lse = tl.load(lse + row)
     wanted = tl.load(target + row)
     scale = tl.load(grad_loss + row)
@@ -248,7 +265,11 @@ def grad_kernel(
 
 @jit
 def loss_kernel(
-    logits, target, token_weight, loss, lse, row_stride, real, vocab_start, vocab_size, ignore_index,
+    logits,  # (N, V)
+    target,  # (N,) int64
+    token_weight,  # (N,) or None
+    loss, lse,  # (N,)
+    row_stride, real, vocab_start, vocab_size, ignore_index,
     SMOOTHING: tl.constexpr, Z_LOSS: tl.constexpr, BLOCK: tl.constexpr, VEC: tl.constexpr,
 ):  # fmt: skip
     """Compute the loss and the log-sum-exp of a row that holds the whole vocabulary."""
@@ -271,14 +292,18 @@ def loss_kernel(
 
 @jit
 def loss_grad_kernel(
-    logits, target, loss_grad, token_weight, loss, row_stride, columns, vocab_size, ignore_index,
+    logits,  # (N, V), overwritten by its gradient
+    target,  # (N,) int64
+    loss_grad,  # (N,), the upstream gradient of each loss
+    token_weight,  # (N,) or None
+    loss,  # (N,)
+    row_stride, columns, vocab_size, ignore_index,
     SMOOTHING: tl.constexpr, Z_LOSS: tl.constexpr, BLOCK: tl.constexpr, VEC: tl.constexpr,
 ):  # fmt: skip
-    """Compute the loss of a whole row, and write its gradient over it.
+    """Compute the loss of one row, and overwrite its logits with their gradient.
 
-    The second read finds the row in the caches. The sizes leave so few programs on a multiprocessor that the
-    rows they are at fit the second-level cache. The first read asks to keep the row there, the second one to
-    let it go.
+    The second read hits the second-level cache: the launch sizes leave so few programs on a multiprocessor
+    that the rows in flight fit there. The first read is marked evict_last, the second evict_first.
     """
     ACC: tl.constexpr = loss.dtype.element_ty
     row = tl.program_id(0).to(tl.int64)
@@ -286,9 +311,9 @@ def loss_grad_kernel(
     wanted = tl.load(target + row)
     live = wanted != ignore_index
     real = (wanted >= 0) & (wanted < vocab_size)
-    # Read before any thread writes: the sums below make all threads meet.
+    # 1. The target's logit, before any thread overwrites it: the reductions below are barriers.
     target_logit = tl.load(base + begin + wanted, mask=real, other=0.0).to(ACC)
-    # First read: statistics and loss of the row.
+    # 2. First read: statistics and loss of the row.
     end = begin + tl.where(live, vocab_size, 0).to(tl.int32)
     top, total, plain = row_stats(base, begin, end, None, ACC, SMOOTHING > 0, False, BLOCK, VEC, "evict_last")
     row_lse = tl.where(top == float("-inf"), 0.0, top) + tl.log(total)
@@ -301,7 +326,7 @@ def loss_grad_kernel(
     value = tl.where(real, value, float("nan"))
     scale = tl.where(real, scale, float("nan"))
     tl.store(loss + row, tl.where(live, value, 0.0))
-    # Second read: the gradient over the logits.
+    # 3. Second read: the gradient over the logits.
     target_at = tl.where(real, wanted + begin, -1).to(tl.int32)
     _row_grad(
         base, base, begin, begin + vocab_size, columns, live, row_lse, scale, vocab_size, target_at,
@@ -321,14 +346,14 @@ def launch_sizes(columns: int, itemsize: int) -> tuple[int, int, int]:
 
 
 def loss_grad_sizes(columns: int, itemsize: int) -> tuple[int, int, int]:
-    """Choose (BLOCK, VEC, num_warps) for loss and gradient at once: two loads a thread, but more warps.
+    """Choose (BLOCK, VEC, num_warps) of the fused loss and gradient: two loads a thread, but more warps.
 
-    Long rows get so many warps that few rows are on a multiprocessor. On average half of a row is live: that
-    of 132 multiprocessors takes 35 MB of the second-level cache at most, for rows of up to 512 KiB.
+    Long rows get so many warps that few rows are in flight on a multiprocessor. On average half of a row is
+    live: 132 multiprocessors take 35 MB of the second-level cache at most, for rows of up to 512 KiB.
     """
     vec = 16 // itemsize
-    most = 8 if columns * itemsize <= 64 << 10 else 16 if columns * itemsize <= 256 << 10 else 32
-    block = min(max(next_power_of_2(columns + vec - 1), 32 * vec), most * 64 * vec)
+    max_warps = 8 if columns * itemsize <= 64 << 10 else 16 if columns * itemsize <= 256 << 10 else 32
+    block = min(max(next_power_of_2(columns + vec - 1), 32 * vec), max_warps * 64 * vec)
     return block, vec, max(block // (64 * vec), 1)
 
 
@@ -336,7 +361,7 @@ _RESERVED = 2048  # bytes of shared memory that a block of the CUDA C++ kernel l
 
 
 def loss_grad_bytes(columns: int, itemsize: int, shared: int) -> dict[str, int]:
-    """Count the bytes a row that each kernel of loss and gradient at once reads, from any memory, and writes.
+    """Count the bytes per row that each kernel of the fused loss and gradient reads and writes.
 
     The Triton kernel reads a row twice, the second time mostly from the second-level cache. The CUDA C++
     kernel keeps the beginning of a row in shared memory; two blocks share a multiprocessor's `shared` bytes.
@@ -395,7 +420,7 @@ def launch_loss(
     logits, target, stats, token_weight, vocab_start, vocab_size, ignore_index, smoothing, z_loss,
     grad_in_place, divisor=None,
 ):  # fmt: skip
-    """(loss, lse), from the statistics of all shards or, without any, from the logits."""
+    """Compute (loss, lse) from the statistics of all shards or, without them, from the logits."""
     if stats is not None:
         options = vocab_size, ignore_index, smoothing, z_loss
         loss, lse = launch_merge(stats, target, token_weight, *options)

@@ -1,22 +1,22 @@
-"""topk_router: choose the experts of each token, and sum what the losses of a mixture of experts need.
+"""MoE router: top-k experts of each token, their probabilities, and the sums for the auxiliary losses.
 
-A token's E logits are read once and stay in registers: scores, k rounds of choosing the best expert, the
-probabilities of the chosen ones. The same launch sums what the balancing losses need: how many tokens each
-expert has (integers), the scores over all tokens and the squared log-sum-exps (fixed order). The backward
-saves logits and indices and computes the rest again.
+A token's E logits are read once and stay in registers: scores, k rounds of choosing the best expert, and the
+probabilities of the chosen experts. The same launch computes the sums of the auxiliary losses: the load of
+each expert (integers), the scores and the squared log-sum-exps over all tokens (in fixed order). The backward
+saves logits and indices and recomputes the rest.
 
 Balancing losses count the k best scores of each token, without bias and groups, as the sequence-wise balance
 loss of DeepSeek-V3 (arXiv 2412.19437, section 2.1.2) and Megatron-LM do: a bias that has evened out the loads
 must not hide from the loss that the scores are uneven. These are `balance_counts`; `counts` are the experts'
-real loads, which DeepSeek-V2's losses count, groups and all (arXiv 2405.04434, section 2.2.3, and its code).
+real loads, which DeepSeek-V2's losses count, with groups (arXiv 2405.04434, section 2.2.3, and its code).
 
 Choosing. A token chooses by its scores plus the expert's bias. Without a bias it compares the logits
-themselves, whose order is the same and which no rounding makes equal; so indices are the same whoever serves.
-Equal ones go to the lower expert, NaN counts as the largest (as in torch.sort), so indices are always k
-different experts. With groups, only experts of the `group_topk` best groups can be chosen; a group is as good
-as its best expert for softmax (DeepSeek-V2, arXiv 2405.04434) and as the sum of its two best for sigmoid
+themselves, which have the same order and no ties by rounding, so all backends choose the same indices.
+Ties go to the lower expert, NaN counts as the largest (as in torch.sort), so indices are always k
+different experts. With groups, only experts of the `group_topk` best groups can be chosen; a group's score
+is its best expert for softmax (DeepSeek-V2, arXiv 2405.04434) and the sum of its two best for sigmoid
 (DeepSeek-V3, arXiv 2412.19437). Megatron-LM's rule, the sum of its k // group_topk best for both, is the
-`group_score` "megatron"; where it is not one of these two, the reference in plain torch serves.
+`group_score` "megatron"; where it differs from these two, the reference in plain torch serves.
 
 T tokens, E experts, k chosen.
 """
@@ -60,7 +60,7 @@ class RouterOutput(NamedTuple):
     balance_counts: Tensor | None
 
 
-# Ops name what a token chooses by: "softmax", "sigmoid", or "logits" for a softmax after the choice.
+# Score names of the op: "softmax", "sigmoid", or "logits" for a softmax after the choice.
 
 
 def _first(keys: Tensor, count: int) -> Tensor:
@@ -71,7 +71,7 @@ def _first(keys: Tensor, count: int) -> Tensor:
 def _open_experts(
     keys: Tensor, values: Tensor, score: str, num_groups: int, group_topk: int, summed: int
 ) -> Tensor:
-    """Mark the experts of the best groups; `summed` as of `reference`."""
+    """Mark the experts of the best groups; for `summed` see `reference`."""
     if summed or score == "sigmoid":
         best = values.unflatten(-1, (num_groups, -1)).sort(dim=-1, descending=True).values
         group = best[..., : summed or 2].sum(-1)
@@ -126,7 +126,7 @@ def reference(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Compute the fields of `RouterOutput`; the last one is empty unless `balance`.
 
-    summed: how many of its best experts a group is as good as together; 0: by the rule of DeepSeek's papers.
+    summed: number of a group's best experts that are summed for its score; 0: the rule of DeepSeek's papers.
     """
     check_bias(logits, expert_bias)
     x = logits.to(compute_dtype(logits.dtype))
@@ -293,7 +293,7 @@ def topk_router(
     scale: float = 1.0,
     balance: bool = True,
 ) -> RouterOutput:
-    """Choose the k experts of each token with their probabilities, and sum for the balancing losses, at once.
+    """Top-k routing: the k experts of each token, their probabilities, and sums for the balancing losses.
 
     Differentiable once in `probs`, `score_sums` and `z_sum`; under autocast logits keep their dtype.
 
@@ -305,9 +305,9 @@ def topk_router(
             and the softmax is that of the k chosen ones. It has no effect on sigmoid.
         num_groups, group_topk: experts come in `num_groups` equal groups of neighbours, and a token chooses
             from its `group_topk` (default: all) best ones.
-        group_score: what a group is as good as. "deepseek": its best expert under softmax (DeepSeek-V2), its
-            two best together under sigmoid (DeepSeek-V3). "megatron": its k // group_topk best together.
-            Where that is another number than DeepSeek's, plain torch serves the call.
+        group_score: score of a group. "deepseek": its best expert under softmax (DeepSeek-V2), the sum of its
+            two best under sigmoid (DeepSeek-V3). "megatron": the sum of its k // group_topk best; if that
+            number differs from DeepSeek's, plain torch serves the call.
         expert_bias: (E,), added to the scores (logits if `pre_softmax` is off) for the choice only; no
             gradient.
         normalize: divide the k probabilities by their sum (softmax: exactly the softmax of the k logits).
@@ -321,6 +321,12 @@ def topk_router(
 
     Raises:
         ValueError: shapes, dtypes, devices or counts do not fit.
+
+    Example:
+        logits = torch.randn(16, 8, requires_grad=True)  # 16 tokens, 8 experts
+        routed = topk_router(logits, 2, normalize=True)
+        routed.indices, routed.probs  # (16, 2) each
+        balance_loss = 8 * (routed.balance_counts * routed.score_sums).sum() / (2 * 16 * 16)
 
     Shazeer et al. 2017 (arXiv 1701.06538); Switch, Fedus et al. 2021 (arXiv 2101.03961) for the sums; Wang et
     al. 2024 (arXiv 2408.15664) for the bias.

@@ -1,12 +1,13 @@
-"""Triton kernels of the router, and their launches; `router` says what they compute.
+"""Triton kernels of the router, and their launches; see `router`.
 
-A program takes a strip of one sequence's tokens, a few at a time, all of whose experts are in registers. Up
-to 512 experts of a token are in one warp, so that a step has few barriers. Scores are compared as integers
-in the same order, because a maximum of 32-bit integers over a warp is one instruction; those of 16-bit
-logits hold the expert as well, and a round takes one maximum where others take a maximum and a minimum. The
-k rounds only find indices; the chosen logits are then read again, all at once, from a cache. A strip's sums
-of scores go to a row of partial sums, which the program that comes last, whichever it is, adds in order;
-counts are integers, whose sum has no order.
+A program takes a strip of one sequence's tokens, a few at a time, with all their experts in registers. Up to
+512 experts of a token are in one warp, so a step has few barriers. Scores are compared as integers of the
+same order, because a maximum of 32-bit integers over a warp is one instruction. Integers of 16-bit logits
+hold the expert as well, so that a round takes one maximum instead of a maximum and a minimum. The k rounds
+only find indices; the chosen logits are read again afterwards, from a cache.
+
+A strip's sums of scores go to a row of partial sums, which the last program to finish adds in order; counts
+are integers, whose sum has no order.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from fastmp.ops.core._triton import MAX_STRIP, MAX_WALKING, cdiv, jit, limits, n
 from fastmp.ops.core.registry import compute_dtype
 from fastmp.ops.core.rowwise import arithmetic, as_rows, empty_like, strip_shape, vector_width
 
-_SUM_TILE = 8192  # partial sums in registers
+_SUM_TILE = 8192  # partial sums in registers of one program
 
 
 @jit
@@ -38,7 +39,7 @@ def _sigmoid(x):
 
 @jit
 def _sortable(x):
-    """Map x to integers in its order: NaN above all, -0 equal to 0, and many left below -inf."""
+    """Map x to integers of the same order: NaN above all, -0 equal to 0, with free values below -inf."""
     if x.dtype == tl.float64:
         bits = tl.where(x == 0, 0, x.to(tl.int64, bitcast=True))
         keys = tl.where(bits < 0, bits ^ 0x7FFFFFFFFFFFFFFF, bits)
@@ -73,9 +74,9 @@ def _softmax(x):
 
 @jit
 def _columns(places, GROUPS: tl.constexpr, SIZE: tl.constexpr, EACH: tl.constexpr):
-    """Return the expert of each place, and whether there is one.
+    """Return the expert of each column, and a mask of the columns that have one.
 
-    Each group has a power of two of places, so that keys can be reshaped; those left over are padding.
+    Each group is padded to a power of two of columns, so that keys can be reshaped.
     """
     if GROUPS > 1:  # a group begins every EACH places
         return places // EACH * SIZE + places % EACH, (places % EACH < SIZE) & (places // EACH < GROUPS)
@@ -85,9 +86,9 @@ def _columns(places, GROUPS: tl.constexpr, SIZE: tl.constexpr, EACH: tl.constexp
 
 @jit
 def _numbered(keys, places, LOWEST: tl.constexpr):
-    """Put the place, up to 8191, into 13 bits of each key that say nothing where numbers have 16 bits.
+    """Pack the column, up to 8191, into the low 13 bits of each key, which are unused for 16-bit logits.
 
-    Then no two keys are equal, and of those that were the first is the largest.
+    This makes keys unique, and among equal ones the first is the largest.
     """
     return tl.where(keys == LOWEST, LOWEST, (keys & -8192) | (8191 - places))
 
@@ -106,17 +107,16 @@ def _take_best(keys, places, TAKEN: tl.constexpr, END: tl.constexpr, NUMBERED: t
 @jit
 def _close_groups(
     keys, BLOCK_M: tl.constexpr, ALL: tl.constexpr, EACH: tl.constexpr, GROUPS: tl.constexpr,
-    SIZE: tl.constexpr, OPEN: tl.constexpr, PAIR: tl.constexpr, LOGITS: tl.constexpr, LOWEST: tl.constexpr,
+    SIZE: tl.constexpr, OPEN: tl.constexpr, TOP_TWO: tl.constexpr, LOGITS: tl.constexpr, LOWEST: tl.constexpr,
 ):  # fmt: skip
     """Set the keys (BLOCK_M, ALL * EACH) of experts outside the OPEN best groups to the lowest.
 
-    A group is as good as its best key. With PAIR it is as good as the sum of its two best, of their sigmoids
-    with LOGITS.
+    A group's score is its best key; with TOP_TWO the sum of its two best, of their sigmoids with LOGITS.
     """
     grouped = tl.reshape(keys, (BLOCK_M, ALL, EACH))
     first = tl.max(grouped, 2)
     groups = tl.arange(0, ALL)[None, :]
-    if PAIR:
+    if TOP_TWO:
         value = _unsorted(first)
         value = _sigmoid(value) if LOGITS else value
         if SIZE > 1:
@@ -133,11 +133,11 @@ def _close_groups(
 
 @jit
 def _sum_partials(partials, sums, num_rows, num_cols, ROWS: tl.constexpr, COLS: tl.constexpr):
-    """Add up the rows of `partials` (num_rows, num_cols), which others wrote just now, in order."""
+    """Sum the rows of `partials` (num_rows, num_cols), just written by other programs, in order."""
     for start in range(0, num_cols, COLS):
         cols = start + tl.arange(0, COLS)
         total = tl.zeros([ROWS, COLS], partials.dtype.element_ty)
-        for first in range(0, num_rows, 2 * ROWS):  # two tiles are on their way at once
+        for first in range(0, num_rows, 2 * ROWS):  # two tiles in flight at once
             rows = (first + tl.arange(0, ROWS))[:, None].to(tl.int64)
             here = (cols < num_cols)[None, :]
             at = partials + rows * num_cols + cols[None, :]
@@ -150,7 +150,7 @@ def _sum_partials(partials, sums, num_rows, num_cols, ROWS: tl.constexpr, COLS: 
 
 @jit
 def _copy(tally, counts, num_cols, COLS: tl.constexpr):
-    """Copy integers that programs have just added up."""
+    """Copy integers that other programs have just accumulated."""
     for start in range(0, num_cols, COLS):
         cols = start + tl.arange(0, COLS)
         here = cols < num_cols
@@ -187,7 +187,7 @@ def router_kernel(
     # Threads of a warp load a part of a token's logits at once: a token is not spread over warps.
     part = tl.arange(0, PARTS)[None, :, None] * (WIDTH // PARTS)
     part_cols, part_here = _columns(part + tl.arange(0, WIDTH // PARTS)[None, None, :], GROUPS, SIZE, EACH)
-    # This program's tokens: a strip of one sequence, BLOCK_M at a time.
+    # 1. This program's tokens: a strip of one sequence, BLOCK_M at a time.
     sequence = tl.program_id(0) % num_sequences
     strip = (tl.program_id(0) // num_sequences).to(tl.int64)
     slots = tl.arange(0, K_BLOCK)[None, :]
@@ -204,7 +204,7 @@ def router_kernel(
         there = step < num_steps
         tokens = (step * num_sequences + sequence)[:, None]
         row = logits + tokens * pitch * VECTOR
-        # Scores of all experts, and what the losses sum of them.
+        # 2. Scores of all experts, and the sums for the balancing losses.
         mask = there[:, None, None] & part_here
         x = tl.load(row[:, :, None] + part_cols, mask=mask, other=float("-inf"))
         x = tl.reshape(x, (BLOCK_M, WIDTH)).to(COMPUTE)
@@ -217,7 +217,7 @@ def router_kernel(
             shares = scores
         sums += tl.where(there[:, None], shares, 0.0)
         squares += tl.where(there, lse * lse, 0.0)
-        # What experts are chosen by, as integers in the same order: scores or logits, bias, closed groups.
+        # 3. Keys to choose by, as integers of the same order: scores or logits, bias, closed groups.
         keys = x
         if HAS_BIAS:
             keys = (x if AFTER else scores) + shift[None, :]
@@ -226,13 +226,14 @@ def router_kernel(
             keys = _close_groups(keys, BLOCK_M, ALL, EACH, GROUPS, SIZE, OPEN, SIGMOID, not HAS_BIAS, LOWEST)
         if NUMBERED:
             keys = _numbered(keys, places[None, :], LOWEST)
-        # K rounds: the best expert of each token, of equals the first, is taken out.
+        # 4. Top k in K rounds: take the best expert of each token, the first of equal ones.
         chosen = tl.zeros([BLOCK_M, K_BLOCK], tl.int32)
         for slot in range(K):
             best, keys = _take_best(keys, places[None, :], LOWEST + 1, WIDTH, NUMBERED)
             chosen = tl.where(slots == slot, best[:, None], chosen)
         loads += tl.where(there[:, None] & (keys == LOWEST + 1), 1, 0)
-        if balance_counts is not None:  # once more, without bias and groups
+        # 5. Once more without bias and groups, for the counts of the balancing losses.
+        if balance_counts is not None:
             keys = tl.where(here[None, :], _sortable(x), LOWEST)
             if ROOM:
                 keys = _numbered(keys, places[None, :], LOWEST)
@@ -241,7 +242,7 @@ def router_kernel(
             wishes += tl.where(there[:, None] & (keys == LOWEST + 1), 1, 0)
         if GROUPS > 1:
             chosen = chosen // EACH * SIZE + chosen % EACH
-        # Probabilities of the chosen experts, whose logits are read again from a cache.
+        # 6. Probabilities of the chosen experts, whose logits are read again, from a cache.
         out = there[:, None] & (slots < K)
         value = tl.load(row + chosen, mask=out, other=float("-inf")).to(COMPUTE)
         if SIGMOID:
@@ -255,7 +256,7 @@ def router_kernel(
             value = _exp(value - top[:, None]) / total[:, None]
         tl.store(indices + tokens * K + slots, chosen, mask=out)
         tl.store(probs + tokens * K + slots, value * factor, mask=out)
-    # Loads are integers, whose sum has no order; sums of scores go to this strip's row of partials.
+    # 7. Loads are integers, whose sum has no order; sums of scores go to this strip's row of partials.
     num_sums = num_sequences * EXPERTS
     num_strips = tl.num_programs(0) // num_sequences
     z_partials = partials + num_strips.to(tl.int64) * num_sums
@@ -266,8 +267,8 @@ def router_kernel(
         tl.atomic_add(wished, tl.sum(wishes, 0), mask=here, sem="relaxed")
     tl.store(partials + strip * num_sums + sequence * EXPERTS + cols, tl.sum(sums, 0), mask=here)
     tl.store(z_partials + tl.program_id(0), tl.sum(squares, 0))
-    tl.debug_barrier()  # what all threads of the program wrote is released by the one that counts
-    # The program that comes last adds the partial sums in order.
+    tl.debug_barrier()  # the thread that counts releases the writes of all threads
+    # 8. The last program to finish adds the partial sums in order.
     before = tl.atomic_add(tally, 1, sem="acq_rel")
     if before == tl.num_programs(0) - 1:
         _sum_partials(partials, score_sums, num_strips, num_sums, ROWS, COLS)
@@ -295,10 +296,10 @@ def router_backward_kernel(
     part = tl.arange(0, PARTS)[None, :, None] * (WIDTH // PARTS)
     part_cols = part + tl.arange(0, WIDTH // PARTS)[None, None, :]
     mask = there[:, None, None] & (part_cols < EXPERTS)
-    # A block of tokens: logits, and gradients of their probabilities where their experts are.
+    # 1. A block of tokens: logits, and upstream gradients of the probabilities, at their experts.
     x = tl.load(logits + (tokens * pitch * VECTOR)[:, None, None] + part_cols, mask=mask, other=float("-inf"))
     x = tl.reshape(x, (BLOCK_M, WIDTH)).to(COMPUTE)
-    given = tl.zeros([BLOCK_M, WIDTH], COMPUTE)  # gradients of the probabilities, at their experts
+    given = tl.zeros([BLOCK_M, WIDTH], COMPUTE)
     chosen = tl.zeros([BLOCK_M, WIDTH], tl.int1)
     if grad_probs is not None:
         factor = tl.full([1], scale, COMPUTE)
@@ -308,14 +309,14 @@ def router_backward_kernel(
             found = cols[None, :] == expert[:, None]
             given = tl.where(found, grad[:, None], given)
             chosen |= found
-    # `slope` becomes the gradient of the scores of all experts, which the balancing losses sum.
+    # 2. Gradient of the scores of all experts (`slope`), which the balancing losses sum.
     _, e, total, lse = _softmax(x)
     shares = e / total[:, None]
     scores = _sigmoid(x) if SIGMOID else shares
     slope = tl.zeros([BLOCK_M, WIDTH], COMPUTE)
     if grad_sums is not None:
         slope += tl.load(grad_sums + sequence * EXPERTS + cols, mask=here, other=0.0)[None, :]
-    # Through the scores, and the normalisation of the chosen ones, to the logits.
+    # 3. Backward through the normalisation of the chosen scores, and the scores, to the logits.
     if SIGMOID:
         if grad_sums is not None:
             norm = (tl.sum(scores, 1) + 1e-20)[:, None]
@@ -335,6 +336,7 @@ def router_backward_kernel(
     else:
         slope += given
         out = scores * (slope - tl.sum(scores * slope, 1)[:, None])
+    # 4. Z-loss.
     if grad_z is not None:
         out += shares * (2.0 * tl.load(grad_z) * lse)[:, None]
     out = tl.reshape(out, (BLOCK_M, PARTS, WIDTH // PARTS))
@@ -359,7 +361,7 @@ def block_shape(num_tokens: int, width: int, itemsize: int) -> tuple[int, int]:
 
 
 def parts(width: int, itemsize: int, vector: int, size: int) -> int:
-    """Count the parts in which a warp loads a token: 32 accesses each, of vectors that divide a group."""
+    """Return the number of parts in which a warp loads a token: 32 accesses of vectors within a group."""
     return max(1, width // (32 * math.gcd(16 // itemsize, vector, size)))
 
 
@@ -381,7 +383,7 @@ def plan(
     all_groups, each = next_power_of_2(groups), max(next_power_of_2(size), 16 if groups == 1 else 1)
     width = all_groups * each
     block_m, num_warps = block_shape(num_steps * num_sequences, width, wide.itemsize)
-    # a quarter of the usual number of strips, for one program adds them all
+    # a quarter of the usual number of strips, because one program adds them all
     num_strips, strip_steps = strip_shape(num_steps, 4 * num_sequences, block_m, 1)
     if num_sequences > MAX_WALKING:
         raise ValueError(
@@ -390,23 +392,12 @@ def plan(
     vector = vector_width(dtype.itemsize, experts, pitch)
     cols = min(next_power_of_2(experts), 256)
     constants = {
-        "K": k,
-        "K_BLOCK": next_power_of_2(k),
-        "GROUPS": groups,
-        "SIZE": size,
-        "OPEN": min(group_topk, groups),
-        "SIGMOID": score == "sigmoid",
-        "AFTER": score == "logits",
-        "NORMALIZE": normalize,
-        "VECTOR": vector,
-        "BLOCK_M": block_m,
-        "PARTS": parts(width, dtype.itemsize, vector, size),
-        "ALL": all_groups,
-        "EACH": each,
-        "ROWS": min(_SUM_TILE // cols, 64),
-        "COLS": cols,
-        "num_warps": num_warps,
-    }
+        "K": k, "K_BLOCK": next_power_of_2(k), "GROUPS": groups, "SIZE": size,
+        "OPEN": min(group_topk, groups), "SIGMOID": score == "sigmoid", "AFTER": score == "logits",
+        "NORMALIZE": normalize, "VECTOR": vector, "BLOCK_M": block_m,
+        "PARTS": parts(width, dtype.itemsize, vector, size), "ALL": all_groups, "EACH": each,
+        "ROWS": min(_SUM_TILE // cols, 64), "COLS": cols, "num_warps": num_warps,
+    }  # fmt: skip
     length = num_strips * num_sequences * (experts + 1) + 1 + 2 * num_sequences * experts
     numbers = num_steps, num_sequences, strip_steps, pitch // vector
     return num_strips * num_sequences, length, numbers, constants
@@ -472,17 +463,10 @@ def _plan_backward(
     block_m, num_warps = block_shape(num_steps * num_sequences, width, wide.itemsize)
     vector = vector_width(dtype.itemsize, experts, pitch)
     constants = {
-        "K": k,
-        "EXPERTS": experts,
-        "SIGMOID": score == "sigmoid",
-        "NORMALIZE": normalize,
-        "COMPUTE": arithmetic(dtype),
-        "VECTOR": vector,
-        "BLOCK_M": block_m,
-        "WIDTH": width,
-        "PARTS": parts(width, dtype.itemsize, vector, experts),
-        "num_warps": num_warps,
-    }
+        "K": k, "EXPERTS": experts, "SIGMOID": score == "sigmoid", "NORMALIZE": normalize,
+        "COMPUTE": arithmetic(dtype), "VECTOR": vector, "BLOCK_M": block_m, "WIDTH": width,
+        "PARTS": parts(width, dtype.itemsize, vector, experts), "num_warps": num_warps,
+    }  # fmt: skip
     return cdiv(num_steps, block_m) * num_sequences, (num_steps, num_sequences, pitch // vector), constants
 
 
