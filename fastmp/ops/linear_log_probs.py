@@ -255,7 +255,7 @@ def _backward(ctx, grad_log_prob, grad_entropy, *_):
         return (None,) * 6
     raise_if_create_graph("linear_log_probs")
     hidden, weight, target, scale, entropy, top, log_total, kept = ctx.saved_tensors
-    (options, shards, wanted), main_grad = ctx.call, ctx.main_grad
+    (options, shards, wanted, _), main_grad = ctx.call, ctx.main_grad
     if grad_log_prob is None:
         grad_log_prob = torch.zeros_like(top)
     entropy = None if grad_entropy is None else entropy
