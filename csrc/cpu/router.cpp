@@ -147,18 +147,20 @@ void rate_groups(const Router& router, const A* keys, const A* values, A* groups
   }
 }
 
-// Writes the k experts of a token.
+// Writes the k experts of a token, best first.
 template <typename A>
 void choose(const Router& router, const A* keys, const A* values, bool any_nan, Scratch<A>& scratch,
             int32_t* indices) {
   const int64_t size = router.num_experts / router.num_groups;
   const bool grouped = router.group_topk < router.num_groups;
+  // 1. Open the best groups.
   if (grouped) {
     rate_groups(router, keys, values, scratch.groups.data());
     sort_first(scratch.groups.data(), scratch.order.data(), router.num_groups, router.group_topk);
     std::fill(scratch.open.begin(), scratch.open.end(), 0);
     for (int64_t i = 0; i < router.group_topk; ++i) scratch.open[scratch.order[i]] = 1;
   }
+  // 2. Many experts to choose, or NaN: sort.
   if (any_nan || router.k > kInsert) {
     sort_first(keys, scratch.order.data(), router.num_experts, grouped ? router.num_experts : router.k);
     for (int64_t i = 0, filled = 0; filled < router.k; ++i) {
@@ -166,6 +168,7 @@ void choose(const Router& router, const A* keys, const A* values, bool any_nan, 
     }
     return;
   }
+  // 3. Few: insert into a sorted list of k.
   Best<A> best{scratch.best.data(), indices, router.k};
   if (!grouped) return best.offer(keys, 0, router.num_experts);
   for (int64_t group = 0; group < router.num_groups; ++group) {
@@ -209,14 +212,17 @@ void route(const Router& router, const RouterOut& out, int64_t begin, int64_t en
     const int64_t place = token % router.num_sequences * num_experts;
     int32_t* indices = out.indices + token * router.k;
     A* probs = static_cast<A*>(out.probs) + token * router.k;
+    // 1. Scores of all experts.
     const Row<A> row = read<T>(router, token, scratch);
     const A total = make_scores<T>(router, row, scratch);
     const A* values = router.score == Score::kLogits ? scratch.x.data() : scratch.scores.data();
     const A* keys = scratch.x.data();
+    // 2. Choice without bias and groups, for the counts of the balancing losses.
     if (out.balance_counts) {
       choose(ungrouped, keys, keys, std::isnan(row.top), scratch, scratch.chosen.data());
       for (const int32_t expert : scratch.chosen) ++out.balance_counts[place + expert];
     }
+    // 3. Keys to choose by: logits, or scores (logits) plus bias.
     bool any_nan = std::isnan(row.top);
     if (bias) {
       V nan = {};
@@ -228,12 +234,14 @@ void route(const Router& router, const RouterOut& out, int64_t begin, int64_t en
       any_nan = std::isnan(sum(nan));
       keys = values = scratch.keys.data();
     }
+    // 4. The k experts, their probabilities, and their loads.
     choose(router, keys, values, any_nan, scratch, indices);
     probabilities(router, scratch, indices, probs);
     for (int64_t j = 0; j < router.k; ++j) {
       probs[j] *= static_cast<A>(router.scale);
       ++out.counts[place + indices[j]];
     }
+    // 5. Sums for the auxiliary losses.
     const A share = router.score == Score::kSigmoid ? 1 / (total + static_cast<A>(kTiny)) : A(1);
     for_vectors<kStep>(num_experts, [&](int64_t i, auto count) FASTMP_LAMBDA {
       A* to = sums.data() + place + i;
@@ -260,11 +268,12 @@ void route_backward(const Router& router, const RouterOut& out, int64_t begin, i
   for (int64_t token = begin; token < end; ++token) {
     const int32_t* chosen = router.chosen + token * k;
     const A* sums = grad_sums ? grad_sums + token % router.num_sequences * num_experts : zeros.data();
+    // 1. Recompute the scores.
     const Row<A> row = read<T>(router, token, scratch);
     if (sigmoidal && grad_z) std::copy(scratch.scores.begin(), scratch.scores.end(), shares.begin());
     const A total = make_scores<T>(router, row, scratch) + (sigmoidal ? static_cast<A>(kTiny) : A(0));
     const A* scores = scratch.scores.data();
-    // `extra`: gradients of the chosen scores; of the chosen logits for a softmax over them
+    // 2. Gradients of the chosen scores (`extra`), or of the chosen logits for a softmax over them.
     const A* from = static_cast<const A*>(router.grad_probs);
     if (from) {
       probabilities(router, scratch, chosen, probs.data());
@@ -281,6 +290,7 @@ void route_backward(const Router& router, const RouterOut& out, int64_t begin, i
       }
     }
     const bool direct = router.normalize && !sigmoidal;  // `extra` belongs to the logits
+    // 3. Through the softmax, or the normalisation of sigmoids, to the logits.
     V dots = {};
     for_vectors<kStep>(num_experts, [&](int64_t i, auto count) FASTMP_LAMBDA {
       V slope = load(sums + i, count, 0);
@@ -334,7 +344,7 @@ Score score_of(const char* op, const std::string& name) {
   return Score::kSigmoid;
 }
 
-// Experts are places in a token's scratch: one that is not there would be read and written elsewhere.
+// Chosen experts index a token's scratch, so one out of range would access other memory.
 void check_chosen(const char* op, const int32_t* chosen, int64_t count, int64_t num_experts) {
   const int32_t* wrong = std::find_if(chosen, chosen + count, [&](int64_t i) { return i < 0 || i >= num_experts; });
   FASTMP_CHECK(wrong == chosen + count, op, ": indices must lie in [0, ", num_experts, "), got ", *wrong);

@@ -103,11 +103,13 @@ __device__ Statistics<Compute<T>, kWithSum> row_statistics(const T* row, int64_t
       if (first + u * step < num_kept) copy_vector(kept + first + u * step, loaded + u);
     }
   };
+  // 1. Whole vectors, kUnroll in flight at once, then one after another.
   int64_t v = threadIdx.x;
   for (; v + (kUnroll<T> - 1) * step < num_vectors; v += kUnroll<T> * step) {
     absorb(std::integral_constant<int, kUnroll<T>>{}, v);
   }
   for (; kUnroll<T> > 1 && v < num_vectors; v += step) absorb(std::integral_constant<int, 1>{}, v);
+  // 2. The elements before the first and after the last whole vector.
   if (threadIdx.x < head) {
     const C x[1] = {widen(row[threadIdx.x])};
     mine.absorb(x);
@@ -119,7 +121,7 @@ __device__ Statistics<Compute<T>, kWithSum> row_statistics(const T* row, int64_t
   return mine;
 }
 
-// What a token's loss depends on besides its logits.
+// Options of the loss.
 template <class C>
 struct Options {
   int64_t vocab_size, ignore_index;
@@ -142,7 +144,7 @@ struct RowGradient {
   int64_t num_cols;  // columns that exist
   bool ignored;
 
-  // `scale` is the gradient of the loss, times the token's weight.
+  // `scale` is the upstream gradient of the loss, times the token's weight.
   __device__ RowGradient(const Options<C>& options, int64_t id, int64_t num_cols, C lse, C scale)
       : lse(lse), target(id), num_cols(num_cols), ignored(id == options.ignore_index) {
     if (id < 0 || id >= options.vocab_size) scale = NAN;
@@ -174,9 +176,9 @@ __device__ void gradient_vector(const RowGradient<Compute<T>>& row, const Vector
   store_vector(out + column, value);
 }
 
-// One block a row of a whole vocabulary: its loss, then its gradient over it. The first `num_kept` vectors stay in shared
-// memory in between; the others, read last, are read again from the second-level cache. Columns from num_cols on are
-// padding.
+// Loss and gradient of one row of a whole vocabulary, a block a row; the gradient overwrites the logits. The first
+// `num_kept` vectors stay in shared memory in between; the others are read again, from the second-level cache. Columns
+// from num_cols on are padding.
 template <class T, bool kWithSum>
 __global__ void __launch_bounds__(kMaxThreads, kBlocks)
     loss_gradient_kernel(T* logits, int64_t row_stride, const int64_t* __restrict__ target,
@@ -191,6 +193,7 @@ __global__ void __launch_bounds__(kMaxThreads, kBlocks)
   const int64_t id = target[blockIdx.x];
   const C* weight = token_weight == nullptr ? nullptr : token_weight + blockIdx.x;
   const bool ignored = id == options.ignore_index;
+  // 1. Statistics of the row, reduced over the block, and its loss.
   if (!ignored) {
     auto mine = row_statistics<kWithSum>(row, num_cols, kept, num_kept);
     mine.merge_block();
@@ -199,14 +202,16 @@ __global__ void __launch_bounds__(kMaxThreads, kBlocks)
       shared_lse = finite_shift(mine.top) + log(mine.exps);
       loss[blockIdx.x] = options.loss(id, shared_lse, target_logit, mine.total, weight);
     }
-    __syncthreads();  // all have read the row, before anyone writes to it
+    __syncthreads();  // every thread has read the row before one writes to it
   } else if (threadIdx.x == 0) {
     loss[blockIdx.x] = 0;
   }
+  // 2. Coefficients of the gradient.
   C scale = loss_grad[blockIdx.x];
   if (weight != nullptr) scale *= *weight;
   const RowGradient<C> gradient(options, id, num_cols, ignored ? C(0) : shared_lse, scale);
 
+  // 3. The gradient, the last vectors first, which may still be in a cache; then the ends of the row.
   const int64_t boundary = to_boundary(row);
   const int64_t head = boundary < row_cols ? boundary : row_cols;
   const int64_t num_vectors = (row_cols - head) / kN;

@@ -354,7 +354,7 @@ def is_opaque(shards: Shards) -> bool:
     return shards is ALONE and torch.compiler.is_compiling()
 
 
-def split_options(kind: type, values: tuple) -> tuple[Any, tuple]:
+def split_options(kind: Any, values: tuple) -> tuple[Any, tuple]:
     """Split the last arguments of an opaque op into options of a NamedTuple `kind` and the rest."""
     count = len(kind._fields)
     return kind(*values[:count]), values[count:]
