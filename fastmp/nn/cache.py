@@ -1,8 +1,8 @@
-"""Keys and values of the tokens that a model has seen, for text that is made one token at a time.
+"""The key/value cache for autoregressive generation.
 
-The first forward takes prompts, as any sequences, and leaves keys and values here. Each later one takes a
-token of every row, at the row's own position, and attends to what is held. All shapes are fixed, so that such
-a step can be captured in a graph.
+The first forward takes prompts and stores their keys and values (prefill). Each later forward takes one token
+a row, at the row's position, and attends to everything stored (decode). All shapes are fixed, so that a CUDA
+graph can hold a decode step.
 
 Shapes: S sequence, B batch, T places of a row, G key/value heads of this rank, D width of a head.
 """
@@ -18,12 +18,22 @@ __all__ = ["KeyValueCache"]
 
 
 class KeyValueCache:
-    """The keys and values (B, T, G, D) of every attention that is called with `cache=`, in order of position.
+    """Keys and values (B, T, G, D) of every attention layer called with `cache=`, in order of position.
 
-    places: T. Prompts are padded on the right, so that a token's position is its column: what is held of
-        padding is never looked at, and later tokens take its place.
+    Args:
+        places: T, the most tokens of a row. Prompts are padded on the right, so that a token's position is
+            its column; entries of padding are never attended to, and later tokens overwrite them.
 
-    `positions` are those (B, 1) of the tokens of the next forward; None: prompts, from position 0 on.
+    Attributes:
+        positions: (B, 1) of the tokens of the next forward; None: prompts, from position 0 on.
+
+    Example:
+        >>> cache = KeyValueCache(16)
+        >>> attention = SelfAttention(GPTConfig(hidden_size=64, num_heads=4)).eval()
+        >>> with torch.no_grad():
+        ...     _ = attention(torch.randn(3, 2, 64), cache=cache)  # prompts of 3 tokens
+        ...     cache.follow(torch.tensor([3, 3]))
+        ...     output, _ = attention(torch.randn(1, 2, 64), cache=cache)  # the next token of each row
     """
 
     def __init__(self, places: int) -> None:
@@ -32,17 +42,17 @@ class KeyValueCache:
         self._held: dict[nn.Module, tuple[Tensor, Tensor]] = {}
 
     def follow(self, lengths_B: Tensor, columns: int | None = None) -> None:
-        """The next forward takes one token of each row, which has `lengths_B` (int64, below T) before it.
+        """Let the next forward take one token a row, after `lengths_B` (int64, below T) tokens of the row.
 
-        columns: no row has more tokens after that, so that attention may leave out other places; None: T.
+        columns: the most tokens of a row after that; attention skips other places. None: T.
         """
         self.positions = Positions(lengths_B.unsqueeze(1))
         self.columns = self.places if columns is None else columns
 
     def append(self, attention: nn.Module, k_SBGD: Tensor, v_SBGD: Tensor) -> tuple[Tensor, Tensor]:
-        """Hold the keys and values of new tokens; returns those of all columns, (B, G, columns, D).
+        """Store the keys and values of new tokens; return those of all columns, (B, G, columns, D).
 
-        ValueError for prompts longer than T.
+        Raises ValueError for prompts longer than T.
         """
         if self.positions is None:
             S, B, *heads = k_SBGD.shape
@@ -61,12 +71,12 @@ class KeyValueCache:
         return k_BGTD, v_BGTD
 
     def seen(self, window: int | None) -> Tensor:
-        """The boolean mask (B, 1, 1, columns) of the places that new tokens see, at most `window` of them."""
+        """Return the boolean mask (B, 1, 1, columns) of places to attend to, at most `window` of them."""
         assert self.positions is not None
         return self.positions.once(("seen", window), lambda: self._seen(window))
 
     def _own_places(self) -> Tensor:
-        """Where the new tokens (B,) go, of the places of all rows one after the other."""
+        """Return the flat places (B,) of the new tokens in (B * T,)."""
         assert self.positions is not None
         positions_B = self.positions.position_ids_BT.squeeze(1)
         return torch.arange(len(positions_B), device=positions_B.device) * self.places + positions_B

@@ -1,6 +1,6 @@
-"""Packed documents: rows of a batch that hold several documents, of which a token sees its own only.
+"""Packed documents: rows that hold several documents, with attention masked at their borders.
 
-Shapes: B batch, T the undivided sequence, n documents of a batch.
+Shapes: B batch, T the full sequence, n documents of a batch.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ Made = TypeVar("Made")
 class Positions:
     """The position of each token of a batch.
 
-    position_ids_BT: int64; they cover the undivided sequence also under sequence and context parallelism.
+    position_ids_BT: int64, of the full sequence also under sequence and context parallelism.
     """
 
     position_ids_BT: Tensor
     _made: dict[Hashable, Any] = field(default_factory=dict, repr=False, kw_only=True)
 
     def once(self, key: Hashable, make: Callable[[], Made]) -> Made:
-        """What `make` returned when it was first asked for under `key`: layers share it."""
+        """Return `make()`, computed once for each `key` and shared by layers."""
         if key not in self._made:
             self._made[key] = make()
         return self._made[key]
@@ -40,16 +40,20 @@ class Positions:
 
 @dataclass(frozen=True, eq=False)
 class Documents(Positions):
-    """Which document each token of a batch is in, and its position there; made by `from_position_ids`.
+    """The documents of a packed batch; made by `from_position_ids`.
 
-    position_ids_BT: from 0 in each document.
-    borders_n: (n + 1,) int32, where documents begin among the rows laid one after the other, and B * T
-        (`cu_seqlens`). The last entries may repeat.
-    longest: no document is longer.
-    static: borders have one shape and `longest` one value in all batches, and their values are read on the
-        device alone, as graphs need; so with `max_documents`.
+    position_ids_BT: positions, from 0 in each document.
+    borders_n: `cu_seqlens`, (n + 1,) int32: where documents begin in the flattened batch, and B * T. The last
+        entries may repeat.
+    longest: the most tokens of a document.
+    static: shapes and `longest` are the same in all batches and values are read only on the device, as CUDA
+        graphs need; True with `max_documents`.
 
-    It is a pytree: two tensors, and `longest` and `static` around them.
+    It is registered as a pytree of two tensors.
+
+    Example:
+        >>> Documents.from_position_ids(torch.tensor([[0, 1, 2, 0, 1]])).borders_n
+        tensor([0, 3, 5], dtype=torch.int32)
     """
 
     borders_n: Tensor
@@ -58,16 +62,19 @@ class Documents(Positions):
 
     @classmethod
     def from_position_ids(cls, position_ids_BT: Tensor, *, max_documents: int | None = None) -> Documents:
-        """Documents that begin where a position is 0, and with every row.
+        """Make documents that begin at each position 0 and at the start of each row.
 
-        Padding at the end of a row is documents of its own: any positions that start at 0.
+        Padding at the end of a row is a document: positions that start at 0.
 
-        max_documents: no batch has more, documents that begin with a row included. Needed for CUDA graphs,
-            where batches must be alike, and on a GPU, where counting documents would wait for it; else make
-            this on the CPU, where batches come from, and move it with `to`. Beyond this number documents
-            would be joined: a CPU raises, a GPU does not look.
+        Args:
+            position_ids_BT: integers (batch, sequence).
+            max_documents: the most documents of a batch. Required for CUDA graphs, which need fixed shapes,
+                and for position ids on a GPU, where counting would synchronise; otherwise build documents on
+                the CPU and move them with `to`. Surplus documents would be joined: a CPU raises, a GPU does
+                not check.
 
-        ValueError for other shapes, on a GPU without `max_documents`, and for more documents than that.
+        Raises:
+            ValueError: other shapes or dtypes, a GPU without `max_documents`, or more documents than that.
         """
         if position_ids_BT.dim() != 2 or not position_ids_BT.numel() or position_ids_BT.is_floating_point():
             raise ValueError(
@@ -95,12 +102,14 @@ class Documents(Positions):
 
     @classmethod
     def from_padding(cls, padding_BS: Tensor, *, static: bool = False) -> Documents:
-        """A document for every row, and one for the padding behind it, where positions go on.
+        """Make a document of each row's tokens, and one of the padding after them; positions continue.
 
-        padding_BS: bool, True for padding, which ends its row.
-        static: as graphs need it; on a CPU, attention then takes a mask in place of one row after the other.
+        Args:
+            padding_BS: bool, True for padding at the end of a row.
+            static: as CUDA graphs need; on a CPU, attention then uses a mask instead of a loop over rows.
 
-        ValueError for another dtype or shape, and on a CPU for padding that tokens follow.
+        Raises:
+            ValueError: another dtype or shape, or, on a CPU, tokens after padding.
         """
         if padding_BS.dtype != torch.bool or padding_BS.dim() != 2:
             raise ValueError(
@@ -117,15 +126,15 @@ class Documents(Positions):
         return cls(position_ids_BS, borders_n.int(), S, static)
 
     def anew(self) -> Documents:
-        """The same documents, of which `once` has made nothing yet: that lives as long as its user."""
+        """Return the same documents with an empty cache of `once`."""
         return self._each(lambda tensor: tensor)
 
     def to(self, device: torch.device | str, *, non_blocking: bool = True) -> Documents:
-        """These documents on `device`; a copy from pinned memory does not wait."""
+        """Return these documents on `device`; a copy from pinned memory is asynchronous."""
         return self._each(lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> Documents:
-        """These documents in pinned memory."""
+        """Return these documents in pinned memory."""
         return self._each(Tensor.pin_memory)
 
     def _each(self, change: Callable[[Tensor], Tensor]) -> Documents:
@@ -137,7 +146,7 @@ class Documents(Positions):
         )
 
     def borders(self, queries: range, keys: range) -> Borders:
-        """Those of the parts of documents in these positions of every row; made once for all layers."""
+        """Return the borders for queries and keys at these positions of every row, shared by all layers."""
 
         def part(positions: range) -> Tensor:
             T, length = self.position_ids_BT.shape[1], len(positions)

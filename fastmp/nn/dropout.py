@@ -1,9 +1,9 @@
-"""Dropout on ranks: the same mask on all TP ranks for replicas, others for shards and for tokens of CP ranks.
+"""Dropout over ranks: one mask for activations that TP ranks replicate, different masks for shards.
 
-Replicated activations draw from the default generator, which is alike on the ranks of a TP group; shards
-(heads of the attention, parts of the sequence) draw inside `rng.fork("tensor-parallel")`. CP ranks have other
-tokens: there each of the two has a stream of its own.
-torch.compile cannot take a fork into a graph: it breaks there, or raises under fullgraph=True.
+Replicated activations draw from the default generator, which is in the same state on the ranks of a TP group;
+shards (attention heads, slices of the sequence) draw inside `rng.fork("tensor-parallel")`. CP ranks hold
+different tokens, so each CP rank has its own stream for either. torch.compile breaks the graph at a fork, or
+raises under fullgraph=True.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ def require_rng(owner: str, probability: float, on: Placement, *, sharded: bool)
 def random_stream(
     rng: RngTracker | None, device: torch.device, *, sharded: bool, cp_group: ProcessGroup | None
 ) -> AbstractContextManager[None]:
-    """A context to draw on `device` for this rank's shard if `sharded`, else for a replica on all TP ranks.
+    """Return a context that draws on `device` for a TP shard if `sharded`, else for a TP replica.
 
-    In both cases the numbers are for the tokens of this CP rank. Without a tracker (on one rank) they come
-    from torch's own generator.
+    Either way the numbers are for the tokens of this CP rank. Without a tracker (on one rank) they come from
+    torch's generator.
     """
     parts = ("tensor",) * sharded + ("context",) * (group_size(cp_group) > 1)
     if rng is None or not parts:
@@ -52,7 +52,7 @@ def random_stream(
 
 
 class Dropout(GroupModule):
-    """Dropout of hidden states. Under sequence parallelism a TP rank has a part of them, else a replica."""
+    """Dropout of hidden states: TP shards under sequence parallelism, else TP replicas."""
 
     def __init__(self, probability: float, on: Placement = Placement()) -> None:
         super().__init__()
@@ -73,9 +73,9 @@ class Dropout(GroupModule):
         residual: torch.Tensor,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """residual + dropout(x + bias) in one pass; backward makes the mask again, so none is kept.
+        """Return residual + dropout(x + bias) from one kernel; backward regenerates the mask.
 
-        out: a tensor for the result, if it has its shape, dtype and device.
+        out: written with the result if shape, dtype and device agree.
         """
         if out is not None and (out.shape, out.dtype, out.device) != (x.shape, residual.dtype, x.device):
             out = None
@@ -91,7 +91,7 @@ class Dropout(GroupModule):
         return self.training and self.probability > 0.0
 
     def _stream(self, device: torch.device) -> AbstractContextManager[None]:
-        """The stream of masks; without dropout there is no fork, which would break a compiled graph."""
+        """Return the random stream of masks; without dropout none, as a fork breaks a compiled graph."""
         if not self.drops:
             return nullcontext()
         return random_stream(self.rng, device, sharded=self.sharded, cp_group=self.cp_group)

@@ -17,10 +17,10 @@ Init = Callable[[torch.Tensor], torch.Tensor]
 
 
 def normal(config: GPTConfig) -> Init:
-    """A function that draws a tensor from N(0, init_std), in place."""
+    """Return a function that draws a tensor from N(0, init_std), in place."""
     return partial(nn.init.normal_, mean=0.0, std=config.init_std)
 
 
 def residual_normal(config: GPTConfig) -> Init:
-    """`normal`, narrower by sqrt(2 N): each of the N layers adds two projections to the residual stream."""
+    """Return `normal` scaled by 1 / sqrt(2 N), for the two projections of N layers into the residual."""
     return partial(nn.init.normal_, mean=0.0, std=config.init_std / math.sqrt(2 * config.num_layers))

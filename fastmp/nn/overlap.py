@@ -1,14 +1,13 @@
-"""Layers in parts, so that a microbatch's exchanges of tokens run beside another one's compute.
+"""EP communication overlap: the all-to-all of one microbatch with the compute of another (DualPipe-style).
 
-`OverlappedLayers` stands in for the forward of the chunks' `LayerChain`s. It cuts a chain where segments
-begin or cease to exchange, and the graph of autograd at the same places, so a backward can be run part by
-part as well. A forward beside a backward runs its own parts and those of the backward in the order of
-`fastmp.pipeline.stream_schedule`. On a GPU exchanges have a stream of their own. Everything outside of the
-chains,
-embeddings and losses, is autograd as ever: its backward ends where a chain ends, and goes on where it begins.
+`OverlappedLayers` replaces the forward of the chunks' `LayerChain`s. It partitions a chain where segments
+begin or cease to communicate, and cuts the autograd graph at the same places, so that a backward also runs
+part by part. A forward that is overlapped with a backward interleaves the parts of both in the order of
+`fastmp.pipeline.stream_schedule`. On a GPU, communication runs on the exchange stream. Embeddings and losses
+outside the chains use plain autograd: their backward ends where a chain ends, and continues where it begins.
 
-Sums keep the order that they have without this: losses, gradients and random numbers are the same bit for
-bit. Only the gradients of a layer that is there twice are added up in another order.
+The order of sums does not change: losses, gradients and random numbers are bit for bit those of a run without
+overlap. Only a layer that occurs twice in a chain adds up its gradients in another order.
 """
 
 from __future__ import annotations
@@ -44,19 +43,22 @@ Key = tuple[int, int]  # microbatch, chunk
 
 
 class OverlappedLayers:
-    """What runs the layers of chunks in parts; `chains` has those of each chunk, `sections` its parts.
+    """Runs the layers of pipeline chunks in parts, so that two microbatches overlap.
 
     A forward is `with forward(key, beside): chunk(...)`, with a key (microbatch, chunk). Its backward begins
-    outside, with autograd's from the loss or the next stage, which ends at the last layer; `backward(key)`
-    does the rest. To run one beside a forward, begin it, give its key as `beside`, and call `backward` when
-    the forward is over: it has nothing left to do, where the chunks have layers.
+    with autograd's, from the loss or the next stage down to the last layer; `backward(key)` runs the rest. To
+    overlap a backward with a forward, begin the backward, pass its key as `beside`, and call `backward` when
+    the forward is over. Other calls of the chains, such as evaluation, run as usual. A graph manager may
+    replace `run_part`.
 
-    Other calls of the chains, in evaluation for instance, are as ever. Each part is run by `run_part`, in
-    whose place a graph manager may put its own.
+    Attributes:
+        chains: the layers of each chunk.
+        sections: the parts of each chunk.
 
-    ValueError for chains that are recomputed; in `begin_step` for a layer with hooks, which nobody would call
-    (those before a forward with the mark `hook.replayed = True` are); and in a forward for keywords with a
-    graph of their own, and where a chain is called again before its backward.
+    Raises:
+        ValueError: a chain recomputes activations; in `begin_step`, a layer has hooks that would be skipped
+            (a forward pre-hook with the trait `replayed` is called); in a forward, keywords have an autograd
+            graph, or a chain is called again before its backward.
     """
 
     def __init__(self, chains: Sequence[LayerChain]) -> None:
@@ -75,11 +77,11 @@ class OverlappedLayers:
 
     @property
     def exchanges(self) -> bool:
-        """Whether any of the layers exchanges rows with other ranks; a stage of a pipeline may have none."""
+        """True if a layer exchanges rows with other ranks; a pipeline stage may have none."""
         return any(section.exchange for own in self.sections for section in own)
 
     def links(self, chunk: int, part: int) -> list[BoundSegment]:
-        """The segments of a part."""
+        """Return the segments of a part."""
         return self._links[chunk][part]
 
     def run_part(
@@ -93,7 +95,7 @@ class OverlappedLayers:
         return run_segments(links, tensors, shared=shared)
 
     def begin_step(self) -> None:
-        """Forget what a step that failed has left."""
+        """Drop the state of a failed step, and check the hooks of layers."""
         self._live.clear()
         self._queue.take()
         for layer in (layer for chain in self.chains for layer in chain):
@@ -105,7 +107,7 @@ class OverlappedLayers:
 
     @contextmanager
     def forward(self, key: Key, beside: Key | None = None) -> Iterator[None]:
-        """The context in which chunk `key[1]` is called in training; `beside`: whose backward has begun."""
+        """Return the context to call chunk `key[1]` in; beside: the key of a backward that has begun."""
         self._now = key, beside
         try:
             yield
@@ -113,7 +115,7 @@ class OverlappedLayers:
             self._now = None
 
     def backward(self, key: Key) -> None:
-        """Run what is left of a backward, down to the chunk's input and parameters before its layers."""
+        """Run the rest of a backward, down to the chunk's input and the parameters before its layers."""
         if key in self._live:
             self._live.pop(key).finish()
 
@@ -148,7 +150,7 @@ class OverlappedLayers:
                 )
 
     def _order(self, chunk: int, other: int | None) -> tuple[Launch, ...]:
-        """The order of a forward, beside the backward of chunk `other`."""
+        """Return the launch order of a forward, overlapped with the backward of chunk `other`."""
         if (chunk, other) not in self._orders:
             chains = [forward_ops(self.sections[chunk])]
             if other is not None:
@@ -158,25 +160,25 @@ class OverlappedLayers:
 
 
 def _cut(links: Sequence[BoundSegment]) -> list[tuple[list[BoundSegment], SegmentCost]]:
-    """Cut a chain where segments begin or cease to exchange."""
+    """Partition a chain where segments begin or cease to communicate."""
     segments = [(link.full_name, link.segment.exchanges, link.segment.capturable) for link in links]
     return [([links[i] for i in own], section) for own, section in partition_segments(segments)]
 
 
 def _skipped_hook(layer: nn.Module) -> Callable[..., Any] | None:
-    """A hook of `layer` itself that is called where somebody calls the layer, and not here."""
+    """Return a hook of `layer` that running its segments would skip, or None."""
     before = [hook for hook in layer._forward_pre_hooks.values() if hook not in _replayed_hooks(layer)]
     others = (layer._forward_hooks, layer._backward_pre_hooks, layer._backward_hooks)
     return next(iter((*before, *(hook for hooks in others for hook in hooks.values()))), None)
 
 
 def _replayed_hooks(layer: nn.Module) -> list[Callable[..., Any]]:
-    """Hooks before the forward of `layer` that are called as hook(layer, ()) where nobody calls the layer."""
+    """Return the forward pre-hooks of `layer` that are called as hook(layer, ()) before its first segment."""
     return [hook for hook in layer._forward_pre_hooks.values() if hook_traits(hook).replayed]
 
 
 class _Gradient:
-    """The gradient of a tensor at a cut, as far as it has arrived."""
+    """The gradient accumulated so far for a tensor at a cut."""
 
     def __init__(self, lane: _Lane) -> None:
         self._lane = lane
@@ -188,22 +190,22 @@ class _Gradient:
         self.value = grad if self.value is None else self.value + grad
 
     def take(self) -> Tensor | None:
-        """The sum, which nothing in the graph of a loss holds any longer."""
+        """Return the sum and drop this reference to it."""
         value, self.value = self.value, None
         return value
 
 
 class _Held(NamedTuple):
-    """A tensor between two runs: without its graph, and with its gradient, where it needs one."""
+    """A detached tensor between two parts, and its gradient if it needs one."""
 
     tensor: Tensor
     gradient: _Gradient | None
 
     def given(self, exchange: bool) -> Tensor:
-        """The tensor as a run takes it.
+        """Return the tensor as input of a part.
 
-        Autograd runs a node on the stream on which it was made: each run makes its own, so that no part of a
-        backward has the other stream wait.
+        Autograd runs a node on the stream where it was created. Each part creates its own node, so that no
+        part of a backward makes the other stream wait.
         """
         if self.gradient is None:
             return self.tensor
@@ -214,7 +216,7 @@ Roots = list[tuple[GradientEdge, _Gradient]]
 
 
 class _Microbatch:
-    """The way of a microbatch through the runs of a chunk, forward and back."""
+    """The state of a microbatch in the parts of a chunk, from its forward to the end of its backward."""
 
     def __init__(
         self, sections: Sequence[SegmentCost], run: Callable[..., Any], tensors: Tensors, queue: WgradQueue
@@ -237,13 +239,13 @@ class _Microbatch:
         self._others += made[len(tensors) :]
 
     def outputs(self) -> Tensors:
-        """The results of the chain, once all of it has run."""
+        """Return the results of the chain after its last part."""
         made, self._held, self._others = [*self._held, *self._others], [], []
         self._lane.join([held.tensor for held in made])
         return tuple(held.given(False) for held in made)
 
     def backward(self, part: int) -> None:
-        """Run a part of the backward; weights of products have theirs in a part of its own."""
+        """Run a part of the backward: the dgrad of its segments, or deferred wgrad."""
         self._left.remove(part)
         which = self._parts[part]
         with self._not_of_a_forward():
@@ -255,7 +257,7 @@ class _Microbatch:
             self._deferred[which.first] = self._queue.take()
 
     def finish(self) -> None:
-        """Run the parts that are left, then the backward of what came before the chain."""
+        """Run the remaining parts, then the backward of everything before the chain."""
         while self._left:
             self.backward(self._left[0])
         with self._not_of_a_forward():
@@ -263,7 +265,7 @@ class _Microbatch:
         self._lane.end()
 
     def _not_of_a_forward(self) -> AbstractContextManager[Any]:
-        """The context of a backward inside of a forward, whose autocast is not for it."""
+        """Return a context without the autocast of the forward that this backward runs in."""
         device = self._device_type
         return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
 
@@ -278,12 +280,12 @@ class _Microbatch:
 
     @contextmanager
     def _on(self, part: int, exchange: bool, tensors: Sequence[Tensor], *, defers: bool) -> Iterator[None]:
-        """The context of a part: its stream, and where its gradients of weights go if it `defers` them."""
+        """Enter the stream of a part, and a queue for its wgrad GEMMs if it `defers` them."""
         with self._lane.on(part, exchange, tensors), defer_wgrad(self._queue if defers else None):
             yield
 
     def _hold(self, tensors: Tensors, given: Mapping[int, _Held]) -> list[_Held]:
-        """The results of a run; those that are what it was `given`, by their id, it has handed on."""
+        """Detach the results of a part; a tensor of `given`, by its id, was passed through unchanged."""
         roots, held = Roots(), []
         for tensor in tensors:
             gradient = None
@@ -300,7 +302,7 @@ class _Microbatch:
 
 
 class _Cut(Function):
-    """A tensor whose backward keeps its gradient, in place of going on."""
+    """The identity; backward stores the gradient and stops."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, value: Tensor, gradient: _Gradient) -> Tensor:
@@ -320,17 +322,17 @@ def _cut_at(anchor: Tensor, value: Tensor, gradient: _Gradient) -> Tensor:
 
 @functools.cache
 def _anchor(device: torch.device, exchange: bool) -> Tensor:
-    """What gives a cut tensor its backward. A leaf's node has a stream, too: each stream has its own leaf."""
+    """Return the leaf that gives cut tensors a backward; its node has a stream, so there is one a stream."""
     return torch.zeros((), device=device, requires_grad=True)
 
 
 class _Lane:
-    """The streams of a microbatch: each part runs behind the one before, on the stream for its kind.
+    """The streams of a microbatch: each part runs after the previous one, on the stream for its kind.
 
-    The allocator gives freed memory to the next tensor of the stream on which it was allocated, while the
-    other stream may still read it. `record_stream` prevents that. In a capture it would also keep the memory
-    from being used again until the capture ends, and a captured step holds all microbatches: there tensors
-    are held until the stream that they were allocated on has waited for the part that reads them.
+    The allocator reuses freed memory on the stream that allocated it, while the other stream may still read
+    it. `record_stream` prevents that. In a capture it would also keep the memory from being reused until the
+    capture ends, and a captured step holds all microbatches: there, references are held until the allocating
+    stream has waited for the part that reads them.
     """
 
     def __init__(self, x: Tensor) -> None:
@@ -343,15 +345,15 @@ class _Lane:
         self._taken: dict[int, list[StorageWeakRef]] = {}
 
     def on(self, part: int, exchange: bool, tensors: Sequence[Tensor]) -> AbstractContextManager[None]:
-        """The context in which work that takes `tensors` goes to its stream; on a CPU it does nothing."""
+        """Return a context on the stream of a part that reads `tensors`; a null context on a CPU."""
         return self._on(part, exchange, tensors) if self._device.type == "cuda" else nullcontext()
 
     @contextmanager
     def _on(self, part: int, exchange: bool, tensors: Sequence[Tensor]) -> Iterator[None]:
         current = torch.cuda.current_stream(self._device)
         stream = exchange_stream(self._device) if exchange else current
-        # 1. Wait for the part before, and let go of what parts on the other stream have read. Products of
-        #    weights read later than the compute part of a backward that defers them: that is held to the end.
+        # 1. Wait for the previous part, and release what parts on the other stream have read. Deferred wgrad
+        #    GEMMs read later than the compute part that defers them: their inputs are held to the end.
         if self._event is None:
             stream.wait_stream(current)
         else:
@@ -371,7 +373,7 @@ class _Lane:
         self._event = stream.record_event()
 
     def lend(self, tensors: Sequence[Tensor]) -> None:
-        """Keep the memory of tensors until the part that runs is done with them; some may be on the host."""
+        """Keep the memory of tensors until the running part is done with them; some may be on the host."""
         if self._device.type != "cuda":
             return
         if torch.cuda.is_current_stream_capturing():
@@ -382,7 +384,7 @@ class _Lane:
                 tensor.record_stream(torch.cuda.current_stream(self._device))
 
     def join(self, tensors: Sequence[Tensor]) -> None:
-        """Let the current stream have `tensors` behind the forward; what comes next waits for that stream."""
+        """Return `tensors` to the current stream after the forward."""
         self._exchange, self._returns = False, True
         if self._event is not None:
             torch.cuda.current_stream(self._device).wait_event(self._event)
@@ -390,7 +392,7 @@ class _Lane:
             self._event = None
 
     def end(self) -> None:
-        """End the microbatch: let go of all tensors, once both streams have waited for each other."""
+        """Release all tensors, once both streams have waited for each other."""
         if any(self._held.values()):
             current, exchanges = torch.cuda.current_stream(self._device), exchange_stream(self._device)
             exchanges.wait_stream(current)

@@ -1,4 +1,4 @@
-"""Placement of a model part: which ranks divide it, where its tensors are, and how its weights are drawn."""
+"""Placement of a module: the process groups that shard it, its device and dtype, and how weights are drawn."""
 
 from __future__ import annotations
 
@@ -16,18 +16,27 @@ __all__ = ["Placement"]
 
 @dataclass(frozen=True)
 class Placement:
-    """The second argument of every part of a model, after its configuration; the default is one rank alone.
+    """Where and how a module is built: its second argument, after the configuration; default: a single rank.
 
-    groups: process groups of this rank.
-    sequence_parallel: between tensor-parallel regions a rank has its part of the sequence, (S/TP, B, H).
-    overlap_rows: from so many rows on, products under sequence parallelism are fused with their
-        communication, see `ColumnParallelLinear`; None: never.
-    rng: generator states. Needed where ranks must draw different numbers: dropout and jitter over several
-        ranks, and init="sharded".
-    init: "full" (initial weights are bitwise the same on any layout) or "sharded" (a rank draws its part).
-    device, dtype: those of the parameters; None means torch's defaults.
+    Args:
+        groups: process groups of this rank.
+        sequence_parallel: between tensor-parallel regions a rank holds its slice of the sequence, (S/TP, B,
+            H).
+        rng: random streams, required where ranks must draw different numbers: dropout and jitter over several
+            ranks, and init="sharded".
+        init: "full" (initial weights are bitwise the same on any layout) or "sharded" (a rank draws its
+            shard).
+        device, dtype: of the parameters; None: torch's defaults.
+        overlap_rows: from this many rows on, GEMMs under sequence parallelism are fused with their
+            communication, see `ColumnParallelLinear`; None: never.
 
-    Raises ValueError for another `init`.
+    Raises:
+        ValueError: another `init`.
+
+    Example:
+        >>> on = Placement(dtype=torch.bfloat16, device="cpu")
+        >>> GPT(GPTConfig(vocab_size=64), on).output_weight.dtype
+        torch.bfloat16
     """
 
     groups: ParallelGroups = ParallelGroups.alone()
@@ -40,7 +49,7 @@ class Placement:
 
     @classmethod
     def of(cls, groups: ParallelGroups, layout: ParallelConfig, **options: Any) -> Placement:
-        """The placement that `layout` describes. options: the other fields."""
+        """Return the placement for the parallel layout `layout`. options: the other fields."""
         rows = layout.tp_overlap_rows if layout.tp_overlap else None
         return cls(groups, layout.sequence_parallel, overlap_rows=rows, **options)
 
@@ -55,7 +64,7 @@ class Placement:
 
     @property
     def layer_options(self) -> dict[str, Any]:
-        """Keywords for an embedding of `fastmp.parallel` that is divided over `groups.tp`."""
+        """Keywords for an embedding that is sharded over `groups.tp`."""
         return {
             "group": self.groups.tp,
             "sequence_parallel": self.sequence_parallel,
@@ -66,5 +75,5 @@ class Placement:
 
     @property
     def linear_options(self) -> dict[str, Any]:
-        """Keywords for linear layers of `fastmp.parallel` that are divided over `groups.tp`."""
+        """Keywords for linear layers that are sharded over `groups.tp`."""
         return {"overlap_rows": self.overlap_rows, **self.layer_options}

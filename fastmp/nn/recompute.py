@@ -1,9 +1,9 @@
-"""Activation recomputation: keep a layer's input, and run its forward again when backward needs the rest.
+"""Activation recomputation: keep a layer's input, and run its forward again in backward.
 
-All random streams start from where they stood, so masks are the same and gradients are equal bit for bit.
-Without sequence parallelism every TP rank holds the same input. On request each rank keeps 1/TP of it, and
-recomputation gathers it again: TP times less memory for one all-gather a layer (Korthikanti et al. 2022,
-section 5, has the memory of both).
+Random streams are rewound, so dropout masks and gradients are bit for bit the same. Without sequence
+parallelism every TP rank holds the same input. With `shard_over` each rank keeps 1/TP of it, and
+recomputation all-gathers it: TP times less memory for one all-gather a layer (Korthikanti et al. 2022,
+section 5).
 """
 
 from __future__ import annotations
@@ -34,16 +34,17 @@ def recompute(
     rng: RngTracker | None,
     shard_over: ProcessGroup | None = None,
 ) -> torch.Tensor | Tensors:
-    """Call `function(hidden, *others)`, and keep only its arguments for backward.
+    """Call `function(hidden, *others)` and keep only its arguments for backward.
 
     Args:
         function: a layer, or anything that computes the same when called twice.
         hidden: first argument, usually (S, B, H).
-        rng: the streams that `function` draws from; None: torch's default generators only.
+        rng: the random streams of `function`; None: torch's default generators only.
         shard_over: keep 1/P of `hidden`, which must be the same on all P ranks of this group, and all of
             `others`.
 
-    Raises ValueError where P does not divide the number of elements of `hidden`.
+    Raises:
+        ValueError: P does not divide the number of elements of `hidden`.
     """
     size = group_size(shard_over)
     if hidden.numel() % size:
@@ -60,7 +61,7 @@ def recompute(
 
 
 class _Gathering:
-    """A call of `function`: with the tensor itself the first time, then with one gathered from the shards."""
+    """Calls `function` with the tensor itself first, then with the tensor all-gathered from shards."""
 
     def __init__(
         self, function: Callable[..., torch.Tensor | Tensors], hidden: torch.Tensor, group: ProcessGroup
@@ -78,9 +79,9 @@ class _Gathering:
 
 
 def once(make: Callable[[], T]) -> T:
-    """Return `make()`, and in the recomputation of that forward the same result again.
+    """Return `make()`, and the same result when this forward is recomputed.
 
-    For small results of collectives, which need not run twice.
+    It saves small collectives from running twice.
     """
     if torch.compiler.is_compiling():
         return make()
@@ -89,7 +90,7 @@ def once(make: Callable[[], T]) -> T:
 
 
 def _contexts(rng: RngTracker | None) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    """The contexts of the forward, which starts now, and of its repetition."""
+    """Return the contexts of the forward, which starts now, and of its recomputation."""
     made: list[Any] = []
     seeds = None if rng is None else Seeds(rng.states())
     return _first(rng, seeds, made), _Replay(rng, seeds, made)
@@ -115,9 +116,9 @@ def _calling(call: Callable[[Callable[[], Any]], Any]) -> Iterator[None]:
 
 
 class _Replay:
-    """Starts random streams and the results of `once` over; it may be entered twice.
+    """Rewinds random streams and the results of `once`.
 
-    A graph that is kept can run backward again.
+    It may be entered twice, because a retained autograd graph can run backward again.
     """
 
     def __init__(self, rng: RngTracker | None, seeds: Seeds | None, made: list[Any]) -> None:

@@ -1,4 +1,4 @@
-"""Frequencies of rotary positions as `RopeScaling` describes them."""
+"""Frequencies of rotary positions for longer contexts, as configured by `RopeScaling`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["attention_factor", "scaled_frequencies"]
 
 
 def scaled_frequencies(scaling: RopeScaling, frequencies: Tensor, *, base: float) -> Tensor:
-    """The frequencies (D / 2,) in place of `frequencies`, base^(-2i / D) in float64: radians a token."""
+    """Scale `frequencies` (D / 2,), base^(-2i / D) in float64, in radians a token."""
     slow = frequencies / scaling.factor
     if scaling.kind == "linear":
         return slow
@@ -27,7 +27,7 @@ def scaled_frequencies(scaling: RopeScaling, frequencies: Tensor, *, base: float
 
 
 def attention_factor(scaling: RopeScaling) -> float:
-    """What the tables of cos and sin, and so both queries and keys, are multiplied by."""
+    """Return the factor of the cos and sin tables, and so of both queries and keys."""
     if scaling.kind != "yarn":
         return 1.0
     given = scaling.attention_factor
@@ -35,10 +35,10 @@ def attention_factor(scaling: RopeScaling) -> float:
 
 
 def _range(scaling: RopeScaling, dim: int, base: float) -> tuple[float, float]:
-    """The numbers of the frequencies between which yarn goes from the fast ones to the slow ones."""
+    """Return the indices of the frequencies between which YaRN blends from unscaled to scaled."""
 
     def number(turns: float) -> float:
-        """The number of the frequency that turns so often in a sequence of the original length."""
+        """Return the index of the frequency with this many turns in a sequence of the original length."""
         return dim * math.log(scaling.original_max_seq_len / (turns * 2 * math.pi)) / (2 * math.log(base))
 
     first, last = number(scaling.beta_fast), number(scaling.beta_slow)

@@ -1,10 +1,9 @@
-"""Models over the stages of a pipeline: embeddings in the first, then layers, final norm, loss in the last.
+"""Pipeline stages of a model: embeddings in the first, layers in all, final norm and loss in the last.
 
-A tied embedding is in the first and in the last stage, where it is marked as a replica; `sum_tied_gradients`
-adds the gradients of both once a step, so that they stay equal. Parameters are named as in the undivided
-model.
+A tied embedding is in the first stage and, marked as a replica, in the last; `sum_tied_gradients` all-reduces
+the gradients of both once a step, so that they stay equal. Parameters are named as in the full model.
 
-Shapes: S sequence, B batch, H hidden. Stages hand on (S, B, H), or (S/TP, B, H) under sequence parallelism.
+Shapes: S sequence, B batch, H hidden. Stages send (S, B, H), or (S/TP, B, H) under sequence parallelism.
 """
 
 from __future__ import annotations
@@ -31,13 +30,12 @@ Stage = TypeVar("Stage", bound=LanguageModel)
 
 
 class GPTStage(GPT):
-    """One stage of a GPT, for `fastmp.pipeline.Pipeline`, made by `gpt_stages`.
+    """A pipeline stage of a GPT, made by `gpt_stages` for `fastmp.pipeline.Pipeline`.
 
-    forward(tokens_BS) in the first stage, forward(hidden_SBH) in the others, gives hidden states; either
-    takes packed `documents=`, see `GPT.forward`, which every stage gets from its own batch. With experts in
-    its layers it gives a `StageOutput` with their auxiliary losses and, as stats, their counts
-    (layers of the stage with experts, experts), see `ExpertLosses`. `token_losses` of the last stage ends the
-    pipeline.
+    forward(tokens_BS) of the first stage, and forward(hidden_SBH) of the others, returns hidden states.
+    Either takes packed `documents=`, see `GPT.forward`, which every stage gets from its own batch. A stage
+    with experts returns a `StageOutput` with their auxiliary losses and, as stats, their counts (layers of
+    the stage with experts, experts), see `ExpertLosses`. `token_losses` of the last stage computes the loss.
     """
 
     def forward(  # type: ignore[override]  # no logits
@@ -51,9 +49,14 @@ class GPTStage(GPT):
 
 
 def layers_of_stages(num_layers: int, num_stages: int, layers: Sequence[int] | None = None) -> list[range]:
-    """The layers of every stage: the same number, or the numbers in `layers` (0 is allowed).
+    """Return the layers of every stage: the same number, or the numbers in `layers` (0 is allowed).
 
-    ValueError where stages do not divide the layers, or `layers` does not fit the two numbers.
+    Raises:
+        ValueError: stages do not divide the layers, or `layers` does not fit the two numbers.
+
+    Example:
+        >>> layers_of_stages(5, 2, [2, 3])
+        [range(0, 2), range(2, 5)]
     """
     if layers is None:
         if num_layers % num_stages:
@@ -79,7 +82,7 @@ def gpt_stages(
     recompute: bool = False,
     shard_recompute_input: bool = False,
 ) -> list[GPTStage]:
-    """The chunks of this rank of a GPT, see `stages_of`, whose arguments after `vpp` are those of `GPT`."""
+    """Return this rank's chunks of a GPT, see `stages_of`; arguments after `layers` are those of `GPT`."""
     kept = {"recompute": recompute, "shard_recompute_input": shard_recompute_input}
     return stages_of(GPTStage, config, on, vpp=vpp, layers=layers, **kept)
 
@@ -93,16 +96,18 @@ def stages_of(
     layers: Sequence[int] | None,
     **options: Any,
 ) -> list[Stage]:
-    """The `vpp` chunks of this rank of `on.groups.pp`: chunk i is stage i * PP + rank of a model.
+    """Return this rank's `vpp` chunks of a model: chunk i is stage i * PP + rank.
 
-    kind: the class of a stage, whose `options` are given to each.
-    layers: the number of layers of each of the PP * vpp stages, in order; None: the same number for all.
+    Every rank of `on.groups.pp` calls it: the last stage receives a tied embedding from the first. With
+    init="full" the weights are bitwise those of the full model if the default random streams of all ranks
+    start equal.
 
-    With init="full" the weights are bitwise those of the undivided model if all ranks' default random streams
-    start alike; the last stage takes a tied embedding from the first.
+    Args:
+        kind: the class of a stage; `options` are passed to each.
+        layers: the number of layers of each of the PP * vpp stages, in order; None: the same number for all.
 
-    Every rank calls it. ValueError where `layers_of_stages` or `GPT` raises it, and for a rank without
-    parameters.
+    Raises:
+        ValueError: as `layers_of_stages` and `GPT`, and for a rank without parameters.
     """
     rank, size = group_rank(on.groups.pp), group_size(on.groups.pp)
     ranges = layers_of_stages(config.num_layers, size * vpp, layers)
@@ -134,7 +139,7 @@ def _share_embedding(stages: Sequence[LanguageModel], groups: ParallelGroups) ->
 
 
 def _restart(on: Placement) -> Callable[[], None]:
-    """A function that sets random streams back to where they are now, if each chunk draws all of a model."""
+    """Return a function that rewinds random streams to their state now, if each chunk draws a full model."""
     if on.init != "full":
         return lambda: None
     rng = on.rng
@@ -151,12 +156,13 @@ def _restart(on: Placement) -> Callable[[], None]:
 def sum_tied_gradients(
     stages: Sequence[LanguageModel], groups: ParallelGroups, grads: GradBuffer | None = None
 ) -> None:
-    """Add up the gradients of a tied embedding, of which the first and the last stage each have a part.
+    """All-reduce the gradients of a tied embedding over the first and the last stage.
 
-    Every rank calls it once a step, after the sum over data-parallel ranks, whose order may depend on the
-    place in the buffer: so both tables get the same bits.
+    Every rank calls it once a step, after the data-parallel reduction, whose order of sums may depend on the
+    offset in
+    the buffer: so both tables get the same bits.
 
-    grads: the buffer of main gradients; each rank adds up what it has the sum of. None: `grad` is added up.
+    grads: the buffer of main gradients; each rank reduces its shard. None: `grad` is reduced.
     """
     group = groups.embedding
     if group is None or not stages[0].config.tie_embeddings:

@@ -1,11 +1,10 @@
-"""Experts: many small MLPs as two grouped products, and the shared expert that every token goes through.
+"""Experts: many small MLPs as two grouped GEMMs, and the shared expert of all tokens.
 
-An expert-parallel rank holds E / EP whole experts in a row; with expert tensor parallelism each of them is
-divided as an MLP is: the first product by columns, the second by rows, so outputs are partial sums over the
-ETP ranks. Experts have no biases.
+An expert-parallel rank holds E / EP consecutive experts. Expert tensor parallelism shards each of them as an
+MLP: the first GEMM by columns, the second by rows, so outputs are partial sums over the ETP ranks. Experts
+have no biases.
 
-M rows in the order of the experts, L experts of this rank, H hidden, F hidden units of an expert on this
-rank.
+M rows sorted by expert, L experts of this rank, H hidden, F hidden units of an expert on this rank.
 """
 
 from __future__ import annotations
@@ -33,18 +32,27 @@ __all__ = ["GroupedExperts", "SharedExperts"]
 
 
 class GroupedExperts(ParallelModule):
-    """This rank's experts: rows sorted by expert through two grouped products.
+    """This rank's experts: two grouped GEMMs over rows sorted by expert.
 
-    Parameters: `fc1` (L, F, H), or (L, 2F, H) where the activation has a gate: [gate | up]; `fc2` (L, H, F).
-    Both are marked `expert_parallel`: dim 0 is divided over the EP ranks, `partition_dim` over the ETP ranks.
+    Parameters: `fc1` (L, F, H), or (L, 2F, H) = [gate | up] with a gated activation; `fc2` (L, H, F). Both
+        are marked
+    `expert_parallel`: dim 0 is sharded over the EP ranks, `partition_dim` over the ETP ranks.
 
     Args:
         config: sizes, activation, the `moe` table, and the spread of the initial weights.
-        on: experts are divided over `groups.ep`, each of them over `groups.etp`. With init="full" an expert's
-            weights depend on its number only, and are bit for bit the same on any layout; with "sharded" an
-            ETP rank draws its own part. Either draws this rank's experts only.
+        on: experts are sharded over `groups.ep`, each of them over `groups.etp`. With init="full" the weights
+            of an expert depend only on its number, and are bit for bit the same on any layout; with "sharded"
+            an ETP rank draws its own shard. Only this rank's experts are drawn.
 
-    Raises ValueError where the ranks do not divide the experts, or their hidden units.
+    Raises:
+        ValueError: the ranks do not divide the experts or their hidden units.
+
+    Example:
+        >>> moe = MoEConfig(num_experts=2, top_k=1, expert_ffn_hidden_size=32)
+        >>> experts = GroupedExperts(GPTConfig(hidden_size=64, num_heads=4, moe=moe))
+        >>> offsets = torch.tensor([3, 5], dtype=torch.int32)  # rows 0-2, rows 3-4
+        >>> experts(torch.randn(5, 64), offsets).shape
+        torch.Size([5, 64])
     """
 
     def __init__(self, config: GPTConfig, on: Placement = Placement()) -> None:
@@ -82,9 +90,9 @@ class GroupedExperts(ParallelModule):
 
     @torch.no_grad()
     def _init(self, methods: dict[str, Init], whole: bool) -> None:
-        """Draw every expert from a seed of its own, after one draw from the default stream for all of them.
+        """Draw every expert from its own seed, after one draw from the default stream for all of them.
 
-        whole: draw undivided weights and take this rank's part.
+        whole: draw full weights and take this rank's shard.
         """
         device = self.fc1.device
         if self.fc1.is_meta:
@@ -107,11 +115,14 @@ class GroupedExperts(ParallelModule):
     def forward(
         self, rows_MH: torch.Tensor, offsets_L: torch.Tensor, sizes: Sequence[int] | None = None
     ) -> torch.Tensor:
-        """The outputs (M, H) for rows in the order of the experts: partial sums over the ETP ranks.
+        """Return the outputs (M, H) of rows sorted by expert: partial sums over the ETP ranks.
 
-        offsets_L: int32, where each expert's rows end; rows behind the last expert's give zeros. sizes: the
-        number of rows of each expert, where the host knows it.
+        Args:
+            rows_MH: (M, H).
+            offsets_L: int32, where each expert's rows end; rows after the last expert's give zeros.
+            sizes: the number of rows of each expert, if the host knows it.
         """
+        # grouped GEMM with the activation in its epilogue: (M, H) -> (M, F)
         if self.spec.form is None:  # no grouped GEMM has this activation in its epilogue
             ffn_MF = self.activate(grouped_mm(rows_MH, self.fc1, offsets_L, sizes=sizes))
         else:
@@ -119,6 +130,7 @@ class GroupedExperts(ParallelModule):
             ffn_MF = grouped_mlp_in(
                 rows_MH, self.fc1, offsets_L, form=self.spec.form, gated=gated, sizes=sizes
             )
+        # grouped GEMM: (M, F) -> (M, H)
         return grouped_mm(ffn_MF, self.fc2, offsets_L, sizes=sizes)
 
     def extra_repr(self) -> str:
@@ -130,9 +142,9 @@ class GroupedExperts(ParallelModule):
 
 
 class SharedExperts(ParallelModule):
-    """An MLP over the tensor-parallel group that every token goes through, times a sigmoid gate on request.
+    """The MLP that every token goes through, sharded over TP, optionally times a sigmoid gate.
 
-    The gate (1, H), as in Qwen's models, is the same on every rank. The arguments are those of `MLP`.
+    The gate (1, H), as in Qwen's models, is replicated. The arguments are those of `MLP`.
     """
 
     def __init__(self, config: GPTConfig, on: Placement = Placement()) -> None:

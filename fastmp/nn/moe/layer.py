@@ -1,18 +1,18 @@
-"""A mixture of experts in place of an MLP, as segments that a graph manager can run one by one.
+"""The mixture-of-experts layer, as segments that a graph manager can run one by one.
 
     router, preprocess, shared_experts | dispatch, experts, combine
 
-The first three have fixed shapes and never wait for the device. With experts on several ranks, `preprocess`
-starts the one copy to the host that tells how many rows go where, `dispatch` waits for it, and all shapes
-behind it depend on the data. With all experts on every rank, undivided or divided over a tensor-parallel
-group, and with experts on ranks that share memory (dispatcher "symmetric"), all six can be captured.
+The first three have fixed shapes and no host-device synchronisation. With expert parallelism by all-to-all,
+`preprocess` starts the copy of all ranks' counts to the host, `dispatch` waits for it, and every later shape
+depends on the data. With all experts on every rank, replicated or sharded over a tensor-parallel group, and
+with a capturable dispatcher such as "symmetric", a CUDA graph can hold all six.
 
-A dispatcher of limited capacity is for training. In evaluation mode tokens go by all-to-all in its place, so
-that what becomes of one depends neither on the others nor on the layout.
+Dropping tokens is for training. In evaluation mode a dispatcher that may drop tokens is replaced by an
+all-to-all, so that a token's output depends neither on other tokens nor on the parallel layout.
 
-Inside the layer, tokens are divided over the tensor-parallel group. Under sequence parallelism they already
-are; otherwise a rank takes its part of the sequence, the last ranks perhaps less, and the results are
-gathered. Attention is divided over tp-cp-dp, experts over etp-ep-edp, of the same ranks.
+Inside the layer, tokens are sharded over the tensor-parallel group. Under sequence parallelism they are
+already; otherwise each rank takes its slice of the sequence, the last ranks perhaps less, and the results are
+gathered. Attention is sharded over tp-cp-dp, experts over etp-ep-edp, of the same ranks.
 
 S sequence (of this rank under sequence parallelism), B batch, H hidden, T tokens of this rank, E experts, k
 chosen of each token.
@@ -49,7 +49,7 @@ __all__ = ["MoELayer"]
 
 
 class MoELayer(SegmentedLayer):
-    """The router, the experts and, on request, a shared expert: hidden states in, hidden states out.
+    """A router, experts and optionally a shared expert, in place of an MLP.
 
     forward(hidden_SBH) returns
 
@@ -66,18 +66,27 @@ class MoELayer(SegmentedLayer):
 
     Args:
         config: sizes, activation, the `moe` table, and the spread of the initial weights.
-        on: experts are divided over `groups.ep` and `groups.etp`, tokens and the shared expert over
+        on: experts are sharded over `groups.ep` and `groups.etp`, tokens and the shared expert over
             `groups.tp`. `rng` is for jitter, and for a shared expert with init="sharded".
 
     `capacity_factor` and `symmetric_capacity` hold while training; in evaluation mode nothing is dropped.
 
-    Attributes: `dropped_pairs` (), int64, pairs of a token and an expert of this rank that a dispatcher of
-    limited capacity did not send, in all microbatches whose gradient was computed; None where all are sent.
-    `dispatcher`: what sends tokens in the mode that the layer is in.
+    Attributes:
+        dropped_pairs: () int64, (token, expert) assignments of this rank that a dispatcher of limited
+            capacity did not send, in all microbatches whose gradient was computed; None if it sends all.
+        dispatcher: the dispatcher of the layer's mode, training or evaluation.
 
-    Raises ValueError where ranks do not divide the experts or their hidden units, where the ranks that share
-    experts have layers of another kind (the same error on all of them) or a dispatcher that cannot send their
-    rows, and in forward for a capacity of less than one token.
+    Raises:
+        ValueError: ranks do not divide the experts or their hidden units; ranks of an expert group have
+            layers of different kinds (the same error on all of them) or rows that the dispatcher does not
+            support; in forward, the capacity is less than one token.
+
+    Example:
+        >>> moe = MoEConfig(num_experts=8, top_k=2, expert_ffn_hidden_size=32)
+        >>> layer = MoELayer(GPTConfig(hidden_size=64, num_heads=4, moe=moe))
+        >>> output, aux, counts = layer(torch.randn(8, 2, 64))
+        >>> output.shape, int(counts.sum())
+        (torch.Size([8, 2, 64]), 32)
     """
 
     dropped_pairs: Tensor | None
@@ -138,8 +147,10 @@ class MoELayer(SegmentedLayer):
     # the shared expert replaces by its output), and what is carried.
 
     def _router(self, hidden_SBH: Tensor, *carried: Tensor) -> Tensors:
-        self._capacity(hidden_SBH)  # an error comes before the router's collectives
+        self._capacity(hidden_SBH)  # raises before the router's collectives
+        # this TP rank's tokens: (S, B, H), or a slice of S without sequence parallelism
         tokens_SBH = self._own_tokens(hidden_SBH)
+        # experts (T, k) and probabilities (T, k) of each token; the all-reduce of losses is deferred
         indices_Tk, probs_Tk, aux, counts_E = self.router(tokens_SBH, late=True)
         if self.shared_experts is None:  # only its shape is asked for
             hidden_SBH = hidden_SBH.detach()
@@ -156,7 +167,7 @@ class MoELayer(SegmentedLayer):
         *carried: Tensor,
     ) -> Tensors:
         max_tokens, capacity = self._max_tokens(hidden_SBH), self._capacity(hidden_SBH)
-        if capacity is not None:
+        if capacity is not None:  # drop tokens beyond the capacity of an expert: index -1
             indices_Tk, probs_Tk = apply_capacity(
                 indices_Tk, probs_Tk, self.moe.num_experts, max(capacity, 1), self.moe.drop_policy
             )
@@ -169,7 +180,7 @@ class MoELayer(SegmentedLayer):
         stream = side_stream(hidden_SBH)
         if stream is None:
             return *prepared, aux, counts_E, self.shared_experts(hidden_SBH), *carried
-        # On a stream of its own the shared expert fills the device while rows travel; `combine` joins it.
+        # The side stream runs the shared expert while dispatch communicates; `combine` waits for it.
         stream.wait_stream(torch.cuda.current_stream(hidden_SBH.device))
         with torch.cuda.stream(stream):
             output_SBH = self.shared_experts(hidden_SBH)
@@ -191,6 +202,7 @@ class MoELayer(SegmentedLayer):
         output_TH = self.dispatcher.combine(outputs_MH, state)
         if self.dropped_pairs is not None and self.dispatcher.may_drop:
             output_TH = _counted(output_TH, self.dispatcher.dropped(state), self.dropped_pairs)
+        # all-gather over TP, unless under sequence parallelism: (T, H) -> (S, B, H)
         output_SBH = self._all_tokens(output_TH, hidden_or_shared_SBH)
         if self.shared_experts is not None:
             shared_SBH = hidden_or_shared_SBH
@@ -232,9 +244,9 @@ class MoELayer(SegmentedLayer):
 
     @contextmanager
     def all_to_all(self) -> Iterator[None]:
-        """Send tokens as in evaluation mode inside, by all-to-all where the dispatcher may drop some.
+        """Enter a context that dispatches as in evaluation mode: by all-to-all if tokens may be dropped.
 
-        All ranks of the expert group do so together.
+        All ranks of the expert group enter it together.
         """
         own, self._dispatcher = self._dispatcher, self._dropless_dispatcher
         try:
@@ -243,10 +255,10 @@ class MoELayer(SegmentedLayer):
             self._dispatcher = own
 
     def _capacity(self, hidden_SBH: Tensor) -> int | None:
-        """The number of tokens that an expert takes from one rank, the same on all TP ranks; None: no limit.
+        """Return how many tokens an expert takes from one rank, the same on all TP ranks; None: no limit.
 
-        ValueError where it is less than one. Where ranks wait for each other it is 0 then, and all will
-        raise.
+        Raises ValueError if it is less than one; where ranks wait for each other it is 0, and all raise
+        later.
         """
         moe, tokens = self.moe, self._max_tokens(hidden_SBH)
         if not self.training or moe.capacity_factor is None or not hidden_SBH.numel():
@@ -254,7 +266,7 @@ class MoELayer(SegmentedLayer):
         share = moe.capacity_factor * tokens * moe.top_k / moe.num_experts
         if share >= 1.0:
             return math.ceil(share)
-        if self.dispatcher.spec.eager:  # ranks tell each other their counts next, and this with them
+        if self.dispatcher.spec.eager:  # ranks exchange counts next, and the rejection with them
             return 0
         raise ValueError(
             f"MoELayer: a capacity of {share:g} tokens is less than one: capacity_factor "
@@ -266,7 +278,7 @@ class MoELayer(SegmentedLayer):
         return self._part(hidden_SBH.shape[0]) * hidden_SBH.shape[1]
 
     def _part(self, S: int) -> int:
-        """The number of positions of a TP rank; where TP does not divide S, the last ranks have fewer."""
+        """Return the positions of a TP rank; if TP does not divide S, the last ranks have fewer."""
         return S if self.sequence_parallel else -(-S // group_size(self.groups.tp))
 
     def _own_tokens(self, hidden_SBH: Tensor) -> Tensor:
@@ -295,7 +307,7 @@ class MoELayer(SegmentedLayer):
 
 
 class _Counted(Function):
-    """The identity, which adds `number` to `total` in backward: once for a microbatch, recomputed or not."""
+    """The identity; backward adds `number` to `total`, once a microbatch, recomputed or not."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, number: Tensor, total: Tensor) -> Tensor:
@@ -315,9 +327,9 @@ _counted = no_compile(_Counted.apply)
 
 
 def side_stream(x: Tensor) -> torch.cuda.Stream | None:
-    """The stream for work beside the current one; None on a CPU, and where work is recorded for later.
+    """Return the stream for the shared expert; None on a CPU and while capturing or compiling.
 
-    A graph has to end with all its streams joined.
+    A CUDA graph has to end with all its streams joined.
     """
     if not x.is_cuda or torch.compiler.is_compiling() or torch.cuda.is_current_stream_capturing():
         return None
@@ -325,9 +337,9 @@ def side_stream(x: Tensor) -> torch.cuda.Stream | None:
 
 
 def _agree(config: GPTConfig, moe: MoEConfig, on: Placement) -> None:
-    """Raise ValueError, on all ranks that share experts, where their layers are of different kinds.
+    """Raise ValueError on all ranks of an expert group if their layers are of different kinds.
 
-    It comes before any rank waits for rows that will not come.
+    Otherwise a rank would wait for rows that are never sent.
     """
     group = on.groups.etp_ep
     if group is None:
