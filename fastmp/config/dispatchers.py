@@ -70,7 +70,7 @@ class DispatchSizes:
 
     @property
     def reached(self) -> float:
-        """The ranks that have experts of a token, the mean over all choices of `top_k` experts."""
+        """Ranks that a token is sent to: the mean over all choices of `top_k` experts."""
         elsewhere = self.num_experts - self.num_local
         missed = math.comb(elsewhere, self.top_k) / math.comb(self.num_experts, self.top_k)
         return self.ranks * (1.0 - missed)
@@ -395,9 +395,9 @@ DROPLESS = ALLTOALL.name  # which evaluations take where another one may drop to
 
 
 def select_dispatcher(name: str, *, ep: int, etp: int, one_sequence: bool) -> DispatcherSpec:
-    """Return the dispatcher of ranks that have chosen `name`, which matters with expert parallelism only.
+    """Return the dispatcher for a grid: `name` with expert parallelism, else a dispatcher of local experts.
 
-    one_sequence: the ranks of an etp group hold parts of the same sequence.
+    one_sequence: the ranks of an etp group hold slices of the same sequence.
     """
     if ep > 1:
         return DISPATCHERS[name]

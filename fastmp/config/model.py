@@ -27,11 +27,11 @@ __all__ = [
 
 @dataclass(frozen=True)
 class MoEConfig(Checked):
-    """A mixture of experts in place of the MLP of every layer, but for `GPTConfig.dense_layers`.
+    """A mixture of experts in place of the MLP of every layer except `GPTConfig.dense_layers`.
 
-    A router gives every token a score for each expert; the token goes to the `top_k` experts it chooses, and
-    their outputs are added up, weighted by the scores. Losses are coefficients: 0 leaves one out.
-    `fastmp.nn.moe.router` has their formulas, and how coefficients of other libraries convert.
+    A router scores every expert for each token; the token goes to its `top_k` experts, whose outputs are
+    added up, weighted by the scores. Losses are coefficients; 0 disables one. `fastmp.nn.moe.router` has
+    their formulas, and how coefficients of other libraries convert.
     """
 
     num_experts: int = option(8, "experts of a layer")
@@ -62,10 +62,10 @@ class MoEConfig(Checked):
     z_loss: float = option(0.0, "mean squared log-sum-exp of the router's logits")
     jitter: float = option(0.0, "in training, the router's input is multiplied by numbers in 1 +- jitter")
     capacity_factor: float | None = option(
-        None, "in training, most tokens of an expert over the mean of all experts; none: no limit"
+        None, "capacity factor: in training, max tokens of an expert over the mean; none: dropless"
     )
     drop_policy: str = option(
-        "probs", "tokens dropped beyond that: the least probable, or the last", ("probs", "position")
+        "probs", "tokens dropped beyond the capacity: the least probable, or the last", ("probs", "position")
     )
     dispatcher: str = option(
         "alltoall",
@@ -116,11 +116,11 @@ class MoEConfig(Checked):
 
     @property
     def sum_is_one(self) -> bool:
-        """Whether the weights of a token's experts add up to one; under softmax there are two ways to it."""
+        """True if the weights of a token's experts add up to one: normalised, or softmax over the chosen."""
         return self.normalize_topk or (self.score == "softmax" and not self.pre_softmax)
 
     def _choices(self) -> Iterator[str]:
-        """Which experts a token can reach."""
+        """Check the experts that a token can reach."""
         if self.num_experts % self.num_groups:
             yield f"num_experts {self.num_experts} is not divisible by num_groups {self.num_groups}"
         if self.group_topk > self.num_groups:
@@ -143,13 +143,14 @@ MAX_LAYERS = 1 << 16  # plans list them
 
 @dataclass(frozen=True)
 class RopeScaling(Checked):
-    """Slower rotary positions, with which a model reads longer sequences than those it was first trained on.
+    """Scaling of rotary frequencies, for sequences longer than those of pretraining.
 
-    "linear" divides all frequencies by `factor`. "llama3" divides those that turn less than
-    `low_freq_factor` times in `original_max_seq_len` tokens, leaves those that turn more than
-    `high_freq_factor` times, and goes from one to the other between (Llama 3.1). "yarn" does so by the number
-    of the frequency, from the one that turns `beta_fast` times to the one that turns `beta_slow` times, and
-    multiplies queries and keys by `attention_factor` (Peng et al. 2023, arXiv 2309.00071).
+    - "linear" divides all frequencies by `factor`. - "llama3" divides frequencies with fewer than
+    `low_freq_factor` turns in `original_max_seq_len` tokens, keeps
+      those with more than `high_freq_factor` turns, and interpolates between (Llama 3.1).
+    - "yarn" interpolates by the index of the frequency, from `beta_fast` turns to `beta_slow` turns, and
+    multiplies
+      queries and keys by `attention_factor` (Peng et al. 2023, arXiv 2309.00071).
     """
 
     kind: str = option("llama3", "which frequencies are divided", ("linear", "llama3", "yarn"))
@@ -166,7 +167,7 @@ class RopeScaling(Checked):
 
     @property
     def used(self) -> dict[str, Any]:
-        """The kind, and the values that it looks at."""
+        """The kind and the values that it uses."""
         of_kind: dict[str, tuple[str, ...]] = {
             "linear": (),
             "llama3": ("original_max_seq_len", "low_freq_factor", "high_freq_factor"),
@@ -186,11 +187,11 @@ class RopeScaling(Checked):
 
 @dataclass(frozen=True)
 class BertConfig(Checked):
-    """An encoder that fills in masked tokens (BERT): a token sees all tokens of its sample but padding.
+    """An encoder trained on masked tokens (BERT): attention is bidirectional, except for padding.
 
-    Without `post_norm` a layer is that of a GPT: norms at the inputs of attention and MLP, a residual stream
-    that is never normalised, and a norm behind the last layer (Shoeybi et al. 2019, figure 7b). With it, a
-    norm follows every residual addition and the sum of the embeddings (Devlin et al. 2018; figure 7a).
+    Without `post_norm` layers are pre-LN: norms at the inputs of attention and MLP, and a norm after the last
+    layer (Shoeybi et al. 2019, figure 7b). With it they are post-LN: a norm follows every residual addition
+    and the sum of the embeddings (Devlin et al. 2018; figure 7a).
     """
 
     num_token_types: int = option(
@@ -207,7 +208,13 @@ class BertConfig(Checked):
 
 @dataclass(frozen=True)
 class GPTConfig(Checked):
-    """The model: with its defaults GPT-2, with others Llama, Mixtral or Qwen3, with `bert` an encoder."""
+    """A model: by default GPT-2; other values give Llama, Mixtral or Qwen3, and `bert` an encoder.
+
+    Example:
+        >>> config = GPTConfig(hidden_size=64, num_heads=4, norm="rmsnorm", activation="swiglu")
+        >>> config.head_dim, config.ffn_size
+        (16, 256)
+    """
 
     num_layers: int = option(4, "transformer layers")
     hidden_size: int = option(192, "width of the residual stream")
@@ -278,7 +285,7 @@ class GPTConfig(Checked):
             yield "tie_embeddings must be on beside bert, whose output weight is the table of words"
 
     def _some_problems(self, name: str, of_others: str, with_what: str) -> Iterator[str]:
-        """Check the layers `name`, which do without what `of_others` gives all other layers."""
+        """Check `name`, the layers without the option `of_others` of all other layers."""
         chosen, layers = getattr(self, name), self.num_layers
         if not chosen:
             return
@@ -307,7 +314,7 @@ class GPTConfig(Checked):
 
     @cached_property
     def layers(self) -> tuple[GPTConfig, ...]:
-        """The configuration of each layer: a dense one has no experts, one with full attention no window."""
+        """The configuration of each layer: dense layers have no experts, full-attention layers no window."""
         kinds: dict[tuple[bool, bool], GPTConfig] = {(False, False): self}
         found, dense, full = [], frozenset(self.dense_layers), frozenset(self.full_attention_layers)
         for layer in range(self.num_layers):
@@ -338,7 +345,7 @@ _OF_TRAINING_EXPERTS = {
 
 
 def canonical_config(config: GPTConfig) -> dict[str, Any]:
-    """What decides what a trained model computes, the same for configurations that say it in other words."""
+    """Normalise `config` so that configurations of equivalent trained models compare equal."""
     facts = {key: value for key, value in asdict(config).items() if key not in _OF_TRAINING}
     facts |= {"num_kv_heads": config.kv_heads, "head_size": config.head_dim, "qkv_bias": config.has_qkv_bias}
     facts["ffn_hidden_size"] = config.ffn_size

@@ -44,7 +44,7 @@ class ParameterCounts:
 
     @property
     def active(self) -> int:
-        """The parameters that one token uses."""
+        """Parameters that a token uses."""
         return self.sharded + self.replicated + self.chosen
 
     def __add__(self, other: ParameterCounts) -> ParameterCounts:
@@ -54,12 +54,17 @@ class ParameterCounts:
         return ParameterCounts(*(number * count for count in astuple(self)))
 
     def per_rank(self, tp: int = 1, ep: int = 1, etp: int = 1) -> tuple[int, int]:
-        """The parameters on a rank, (of experts, all others), where the sizes divide."""
+        """Return the parameters of a rank, (experts, all others), if the sizes divide."""
         return self.experts // (ep * etp), self.sharded // tp + self.replicated
 
 
 def pad_vocab(vocab_size: int, tp: int, multiple: int = 128) -> int:
-    """The smallest multiple of `multiple` x `tp` that holds `vocab_size`: for 50,257 at TP 8 it is 51,200."""
+    """Return `vocab_size` rounded up to a multiple of `multiple` x `tp`.
+
+    Example:
+        >>> pad_vocab(50257, tp=8)
+        51200
+    """
     if vocab_size < 1 or tp < 1 or multiple < 1:
         raise ValueError(
             f"pad_vocab: sizes must be positive, got vocab_size {vocab_size}, tp {tp}, multiple {multiple}"
@@ -111,7 +116,7 @@ def count_parameters(config: GPTConfig, vocab_size: int | None = None) -> Parame
 
 
 def head_parameters(config: GPTConfig, vocab_size: int) -> ParameterCounts:
-    """Count the parameters that a BERT has beside those of a GPT: token types, and both of its heads."""
+    """Count the parameters of a BERT's token types and both of its heads; 0 without `bert`."""
     bert, h = config.bert, config.hidden_size
     if bert is None:
         return ParameterCounts(0, 0, 0, 0)
@@ -121,10 +126,16 @@ def head_parameters(config: GPTConfig, vocab_size: int) -> ParameterCounts:
 
 
 def num_parameters(config: GPTConfig, vocab_size: int | None = None, *, active: bool = False) -> int:
-    """The parameters of a model; 12Lh^2 + 13Lh + Vh + sh + 2h for a plain GPT (no GQA, ffn 4h).
+    """Return the parameters of a model; 12Lh^2 + 13Lh + Vh + sh + 2h for a plain GPT (no GQA, ffn 4h).
 
-    `vocab_size`: rows of the embedding counted, the real vocabulary by default. `active`: count only those
-    experts that a token goes to.
+    Args:
+        vocab_size: rows of the embedding to count; None: the unpadded vocabulary.
+        active: count only the experts that a token goes to.
+
+    Example:
+        >>> gpt2 = GPTConfig(num_layers=12, hidden_size=768, num_heads=12, max_seq_len=1024)
+        >>> num_parameters(gpt2, vocab_size=50257)
+        124439808
     """
     count = count_parameters(config, vocab_size)
     return count.active if active else count.total
@@ -138,13 +149,15 @@ def flops_per_token(
     vocab_size: int | None = None,
     predicted: int | None = None,
 ) -> float:
-    """The model FLOPs of training on one token, forward and backward (3 x forward), matrix products only.
+    """Return the model FLOPs of training on one token, forward and backward (3 x forward), GEMMs only.
 
-    A multiply-add is two. `causal=False` counts all of the S x S attention matrix, the convention of
-    published MFU figures; `causal=True` the keys that a token sees on average, (S + 1) / 2. With a sliding
-    window there are no others than its own, in either case. Only the experts that a token goes to count, and
-    recomputation does not. `vocab_size`: columns of the logits counted, the real vocabulary by default.
-    `predicted`: tokens of a sequence whose logits are needed, all by default: see `DataConfig.predicted`.
+    A multiply-add is two FLOPs. Experts count for the tokens that they get; recomputation does not count.
+
+    Args:
+        causal: False counts the full S x S attention matrix, the convention of published MFU figures; True
+            the keys that a token attends to on average, (S + 1) / 2. A sliding window limits either.
+        vocab_size: columns of the logits to count; None: the unpadded vocabulary.
+        predicted: tokens of a sequence with logits, see `DataConfig.predicted`; None: all.
     """
     S = config.max_seq_len if seq_len is None else seq_len
     V = config.vocab_size if vocab_size is None else vocab_size
@@ -159,7 +172,7 @@ def flops_per_token(
 def head_flops_per_token(
     config: GPTConfig, seq_len: int, columns: int, predicted: int
 ) -> tuple[float, float]:
-    """The forward FLOPs behind the layers, a token: (of the logits, of a BERT's heads before them).
+    """Return the forward FLOPs a token after the layers: (of the logits, of a BERT's heads before them).
 
     columns: of the logits. predicted: tokens of a sequence that go through the head.
     """
@@ -171,9 +184,9 @@ def head_flops_per_token(
 
 
 def layer_flops_per_token(config: GPTConfig, seq_len: int, *, causal: bool = False) -> tuple[float, float]:
-    """The forward FLOPs of one layer on one token: (of the weights, of attention's scores and values).
+    """Return the forward FLOPs of a layer on one token: (of the weights, of attention's scores and values).
 
-    A layer with experts, where `config` describes some; `config.layers` has the configuration of each.
+    It is a layer with experts if `config.moe` is set; `config.layers` has the configuration of each layer.
     """
     matrices = _attention(config) + (_projections(config) + 1) * config.hidden_size * _dense_ffn(config)
     if config.moe is not None:
@@ -193,7 +206,7 @@ def _attention(config: GPTConfig) -> int:
 
 
 def _router(config: GPTConfig) -> int:
-    """The elements of the router and of the shared expert's gate."""
+    """Return the elements of the router and of the shared expert's gate."""
     assert config.moe is not None
     return config.hidden_size * (config.moe.num_experts + config.moe.shared_expert_gate)
 
@@ -204,7 +217,7 @@ def _experts(config: GPTConfig, number: int) -> int:
 
 
 def _dense_ffn(config: GPTConfig) -> int:
-    """The hidden units of the MLP, or of the shared expert: what every token goes through."""
+    """Return the hidden units that every token goes through: of the MLP, or of the shared expert."""
     return config.ffn_size if config.moe is None else config.moe.shared_expert_ffn_hidden_size
 
 

@@ -73,7 +73,7 @@ class Registry(Mapping[str, SpecT]):
 
     @property
     def help(self) -> str:
-        """The choices for `--help`: "a (what a is), b (what b is)"."""
+        """Choices for `--help`, each with its phrase: "gelu (exact, with erf), ..."."""
         return ", ".join(f"{spec.name} ({spec.help})" for spec in self.values())
 
 
@@ -105,7 +105,7 @@ class ActivationSpec:
 
     @property
     def num_projections(self) -> int:
-        """The ffn-wide projections that the first GEMM makes: [up] or [gate | up]."""
+        """Number of ffn-wide projections of the first GEMM: 1 for [up], 2 for [gate | up]."""
         return 1 + self.num_gates
 
 

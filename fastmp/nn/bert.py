@@ -1,15 +1,15 @@
-"""BERT: a `LanguageModel` whose tokens see all of their sample, trained to fill in masked tokens.
+"""BERT: an encoder-only `LanguageModel` with bidirectional attention and the masked-token loss.
 
-Two orders of norms: see `fastmp.config.BertConfig`. Rows of a batch are padded at their ends; attention takes
-the padding of a row as a document of its own (`Documents.from_padding`), so that no mask of queries x keys is
-made where kernels know borders of documents, and shapes are static.
+Pre-LN or post-LN: see `fastmp.config.BertConfig`. Rows are padded at the end; attention treats a row's
+padding as a document (`Documents.from_padding`), so that shapes are static and kernels with document borders
+need no mask of queries x keys.
 
-The head for masked tokens (dense, GELU, norm; then the table of words and a bias divided by vocabulary) is
-the same on all tensor-parallel ranks, on all of the tokens or on the masked ones alone. Under sequence
-parallelism the last hidden states are gathered once, for both heads.
+The masked-LM head (dense, GELU, norm, then the tied embedding with a vocabulary-parallel bias) is replicated
+over TP, and runs on all tokens or on the masked ones only. Under sequence parallelism the last hidden states
+are all-gathered once for both heads.
 
-Shapes: S sequence, B batch, H hidden, V this rank's shard of the padded vocabulary, N tokens that the head
-looks at. Tokens come as (B, S); activations are (S, B, H), (S/TP, B, H) under sequence parallelism.
+Shapes: S sequence, B batch, H hidden, V this rank's shard of the padded vocabulary, N tokens of the masked-LM
+head. Tokens come as (B, S); activations are (S, B, H), (S/TP, B, H) under sequence parallelism.
 
 Devlin et al. 2018 (arXiv 1810.04805); Shoeybi et al. 2019 (arXiv 1909.08053), section 3; the sentence-order
 head: Lan et al. 2019 (ALBERT, arXiv 1909.11942).
@@ -45,8 +45,8 @@ __all__ = ["Bert", "BertLosses", "BertStage", "bert_stages"]
 class BertLosses(NamedTuple):
     """The losses of a batch, as `Bert.loss` returns them, equal on all TP ranks.
 
-    masked: (N,), cross-entropy of the tokens that the head looked at, zero where one has no target.
-    sentence: (B,), that of the order of each sample's parts; None without such a head or without targets.
+    masked: (N,), cross-entropy of the masked-LM head's tokens, zero for those without a target.
+    sentence: (B,), cross-entropy of each sample's sentence order; None without that head or without targets.
     """
 
     masked: Tensor
@@ -54,9 +54,16 @@ class BertLosses(NamedTuple):
 
 
 class Bert(LanguageModel):
-    """An encoder over the TP group of its placement; arguments and errors: see `LanguageModel`.
+    """An encoder-only language model; arguments and errors: see `LanguageModel`.
 
-    ValueError also for a configuration without `bert`, and over several CP ranks.
+    Raises:
+        ValueError: also for a configuration without `bert`, and over several CP ranks.
+
+    Example:
+        >>> config = GPTConfig(vocab_size=64, num_layers=2, bert=BertConfig(num_token_types=0))
+        >>> tokens = torch.randint(64, (2, 16))
+        >>> Bert(config).loss(tokens, tokens).masked.shape
+        torch.Size([32])
     """
 
     def __init__(self, config: GPTConfig, on: Placement = Placement(), **options: Any) -> None:
@@ -104,16 +111,19 @@ class Bert(LanguageModel):
     def forward(
         self, tokens_BS: Tensor, token_types_BS: Tensor | None = None, padding_BS: Tensor | None = None
     ) -> Tensor:
-        """The logits of this rank's vocabulary shard, (S, B, V), for int64 ids (B, S).
-
-        token_types_BS: (B, S) int64, given where and only where the model has a table of them.
-        padding_BS: bool, True for padding, which ends its row; None: there is none. Logits of padding are
-            finite and mean nothing.
+        """Return the logits of this rank's vocabulary shard, (S, B, V).
 
         Columns whose global id is `config.vocab_size` or more are padding of the vocabulary.
 
-        ValueError for a sequence longer than `max_seq_len`, one that TP does not divide under sequence
-        parallelism, and, on a CPU, for ids and types outside their tables and padding that tokens follow.
+        Args:
+            tokens_BS: int64 ids (B, S).
+            token_types_BS: (B, S) int64, required if and only if the model has token types.
+            padding_BS: bool, True for padding at the end of a row; None: no padding. Logits of padding are
+                finite and mean nothing.
+
+        Raises:
+            ValueError: a sequence is longer than `max_seq_len`, TP does not divide S under sequence
+                parallelism, or, on a CPU, ids or types are outside their tables or tokens follow padding.
         """
         head = self._head()
         rows_SBH = head(self.gathered(self.hidden(tokens_BS, token_types_BS, padding_BS)))
@@ -123,17 +133,20 @@ class Bert(LanguageModel):
     def hidden(
         self, tokens_BS: Tensor, token_types_BS: Tensor | None = None, padding_BS: Tensor | None = None
     ) -> Tensor:
-        """Hidden states (S, B, H), (S/TP, B, H) under sequence parallelism, behind the last layer."""
+        """Return the hidden states after the last layer, (S, B, H) or (S/TP, B, H)."""
         return self.encode(tokens_BS, token_types_BS, _documents(padding_BS))
 
     def encode(
         self, tokens_BS: Tensor, token_types_BS: Tensor | None = None, documents: Documents | None = None
     ) -> Tensor:
-        """`hidden` where the padding is given as `Documents.from_padding` makes it."""
+        """Return `hidden` for padding passed as `Documents.from_padding`."""
         return self._run_layers(self.embed(tokens_BS, token_types_BS), documents)[0]
 
     def embed(self, tokens_BS: Tensor, token_types_BS: Tensor | None = None) -> Tensor:
-        """Words, positions and token types, normalised under `post_norm`, then dropout: (S, B, H)."""
+        """Return the sum of word, position and token type embeddings, (S, B, H), after norm and dropout.
+
+        The norm is there with `post_norm` only.
+        """
         self._check(tokens_BS)
         table = self.token_type_embedding
         if (table is None) != (token_types_BS is None):
@@ -148,13 +161,13 @@ class Bert(LanguageModel):
         return self.dropout(words_SBH)
 
     def gathered(self, hidden_SBH: Tensor) -> Tensor:
-        """What the heads take: the last layer's hidden states, normalised without `post_norm`, (S, B, H)."""
+        """Return the input of the heads, (S, B, H), after final norm and sequence all-gather."""
         if self.final_norm is not None:
             hidden_SBH = self.final_norm(hidden_SBH)
         return gather_from_group(hidden_SBH, self.group, dim=0) if self.sequence_parallel else hidden_SBH
 
     def sentence_logits(self, gathered_SBH: Tensor) -> Tensor:
-        """The logits (B, 2) that a sample's parts are in order, or swapped."""
+        """Return the logits (B, 2) of a sample's parts being in order, or swapped."""
         assert self.sentence_head is not None, "the model has no head for the order of sentences"
         return self.sentence_head(gathered_SBH[0].clone())  # a view would keep all tokens
 
@@ -167,7 +180,7 @@ class Bert(LanguageModel):
         padding_BS: Tensor | None = None,
         **options: Any,
     ) -> BertLosses:
-        """The losses of a batch; backward can run once. The options are those of `losses`."""
+        """Return the losses of a batch; backward can run once. Options as for `losses`."""
         return self.losses(self.hidden(tokens_BS, token_types_BS, padding_BS), targets_BS, **options)
 
     def losses(
@@ -180,14 +193,15 @@ class Bert(LanguageModel):
         ignore_index: int = -100,
         loss_grad: Tensor | float | None = None,
     ) -> BertLosses:
-        """The losses of `loss` from the last layer's hidden states.
+        """Return the losses of `loss` from the last layer's hidden states.
 
-        targets_BS: int64 ids of masked tokens, `ignore_index` for all others.
-        sentence_order_B: int64, 0 for parts in order, 1 for swapped ones, or `ignore_index`.
-        max_masked: no batch has more targets: the head looks at so many tokens, N, in place of all. On a CPU
-            more are a ValueError; a GPU does not look, and leaves the last of them out.
-        loss_grad: the gradient that each of the masked losses will receive, a number or 0-dim, see
-            `vocab_parallel_linear_cross_entropy`.
+        Args:
+            targets_BS: int64 ids of masked tokens, `ignore_index` for all others.
+            sentence_order_B: int64, 0 for parts in order, 1 for swapped ones, or `ignore_index`.
+            max_masked: the most targets of a batch: the head then runs on N = max_masked tokens. More targets
+                raise ValueError on a CPU; on a GPU the last ones are ignored.
+            loss_grad: the upstream gradient of each masked loss if it is known, a number or 0-dim, see
+                `vocab_parallel_linear_cross_entropy`.
         """
         gathered_SBH = self.gathered(hidden_SBH)
         targets_N = targets_BS.t().reshape(-1)
@@ -222,7 +236,7 @@ def _documents(padding_BS: Tensor | None) -> Documents | None:
 
 
 def _masked_rows(rows: Tensor, targets: Tensor, most: int, ignore_index: int) -> tuple[Tensor, Tensor]:
-    """The `most` rows and targets that are not ignored; rows beyond their number are ignored copies."""
+    """Return the rows with targets, filled up to `most` rows with ignored copies."""
     masked = targets != ignore_index
     if can_read_values(targets) and (number := int(masked.sum())) > most:
         raise ValueError(f"Bert: the batch has {number} masked tokens, more than max_masked {most}")
@@ -232,9 +246,9 @@ def _masked_rows(rows: Tensor, targets: Tensor, most: int, ignore_index: int) ->
 
 
 class MaskedLMHead(ParallelModule):
-    """What masked tokens go through before the table of words: norm(gelu(dense(x))), (..., H).
+    """The masked-LM head before the output projection: norm(gelu(dense(x))), (..., H).
 
-    `bias` (V,) is this rank's part of what is added to the logits. Everything else is whole on every rank.
+    `bias` (V,) is this rank's shard of the logits' bias. All other parameters are replicated.
     """
 
     def __init__(self, config: GPTConfig, on: Placement) -> None:
@@ -254,7 +268,7 @@ class MaskedLMHead(ParallelModule):
 
 
 class SentenceHead(nn.Module):
-    """From the first token's hidden state (B, H) the logits (B, 2): dense, tanh, dense."""
+    """The sentence-order head: the first token's hidden state (B, H) through dense, tanh, dense to (B, 2)."""
 
     def __init__(self, config: GPTConfig, on: Placement) -> None:
         super().__init__()
@@ -266,11 +280,11 @@ class SentenceHead(nn.Module):
 
 
 class BertStage(Bert):
-    """One stage of a Bert, for `fastmp.pipeline.Pipeline`, made by `bert_stages`.
+    """A pipeline stage of a Bert, made by `bert_stages` for `fastmp.pipeline.Pipeline`.
 
-    forward(tokens_BS) or forward(tokens_BS, token_types_BS) in the first stage, forward(hidden_SBH) in the
-    others, gives hidden states; either takes `documents=`, those of `Documents.from_padding`. `losses` of the
-    last stage ends the pipeline.
+    forward(tokens_BS) or forward(tokens_BS, token_types_BS) of the first stage, and forward(hidden_SBH) of
+    the others, returns hidden states. Either takes `documents=` of `Documents.from_padding`. `losses` of the
+    last stage computes the losses.
     """
 
     def forward(  # type: ignore[override]  # no logits
@@ -288,5 +302,5 @@ def bert_stages(
     layers: Sequence[int] | None = None,
     **options: Any,
 ) -> list[BertStage]:
-    """The chunks of this rank of a Bert, see `stages_of`; `options`: recomputation, as of `LanguageModel`."""
+    """Return this rank's chunks of a Bert, see `stages_of`; `options` as for `LanguageModel`."""
     return stages_of(BertStage, config, on, vpp=vpp, layers=layers, **options)

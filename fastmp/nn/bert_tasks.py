@@ -1,7 +1,7 @@
-"""BERT with the head of a task in place of those of pretraining: classes, the span of an answer, or a choice.
+"""BERT with a task head for fine-tuning: classification, answer spans or multiple choice.
 
-A head is whole on every tensor-parallel rank, which all see the same hidden states. "classes" and "choices"
-look at the first token, [CLS]: dense, tanh, dropout, dense. "span" is one dense layer over all tokens.
+A head is replicated over tensor-parallel ranks. "classes" and "choices" read the first token, [CLS]: dense,
+tanh, dropout, dense. "span" is a dense layer over all tokens.
 
 Shapes: S sequence, B rows, H hidden, C outputs. Hidden states are (S, B, H), (S/TP, B, H) under sequence
 parallelism.
@@ -27,12 +27,12 @@ from fastmp.nn.stages import stages_of
 
 __all__ = ["NUM_OPTIONS", "BertForTask", "ClassHead", "SpanHead", "pretrained_name", "task_stages"]
 
-NUM_OPTIONS = 4  # of a choice: as many rows, one behind the other, are one sample
+NUM_OPTIONS = 4  # of a multiple choice: as many consecutive rows are one sample
 HEADS = ("classes", "span", "choices")
 
 
 class ClassHead(nn.Module):
-    """From the first token's hidden state (B, H) the scores (B, C): dense, tanh, dropout, dense."""
+    """The first token's hidden state (B, H) through dense, tanh, dropout, dense to scores (B, C)."""
 
     def __init__(self, config: GPTConfig, on: Placement, num_outputs: int) -> None:
         super().__init__()
@@ -56,13 +56,19 @@ class SpanHead(nn.Module):
 
 
 class BertForTask(BertStage):
-    """A Bert, or one stage of it, with the head of a task and none of pretraining.
+    """A Bert, or a pipeline stage of it, with a task head in place of the pretraining heads.
 
-    head: "classes", "span" or "choices". num_outputs: the number of classes. The other arguments and errors
-        are those of `Bert`. The weights of the Bert are drawn as those of a `Bert`, and those of the head
-        after them. ValueError for another head.
+    forward is that of `BertStage`; `scores` follows the last layer. The weights of the Bert are drawn first,
+    as in `Bert`.
 
-    forward is that of `BertStage`; `scores` follows the last layer.
+    Args:
+        head: "classes", "span" or "choices".
+        num_outputs: the number of classes.
+
+    The other arguments and errors are those of `Bert`.
+
+    Raises:
+        ValueError: another head.
     """
 
     def __init__(
@@ -86,7 +92,7 @@ class BertForTask(BertStage):
         self.task_head = self._own(self.stage_spec.last, make)
 
     def scores(self, hidden_SBH: Tensor) -> Tensor:
-        """The scores of a batch from the last layer's hidden states, equal on all TP ranks.
+        """Return the scores of a batch from the last layer's hidden states, equal on all TP ranks.
 
         "classes": (B, C). "span": (B, S, 2). "choices": (B / NUM_OPTIONS, NUM_OPTIONS).
         """
@@ -103,9 +109,9 @@ def task_stages(
     layers: Sequence[int] | None = None,
     **options: Any,
 ) -> list[BertForTask]:
-    """The chunks of this rank of a `BertForTask`, see `stages_of`; `options` are those of `BertForTask`.
+    """Return this rank's chunks of a `BertForTask`, see `stages_of`; `options` as for `BertForTask`.
 
-    The table of words is in the first stage alone: no head multiplies by it.
+    Only the first stage has the word embedding: no head uses it.
     """
     stages = stages_of(BertForTask, config, on, vpp=vpp, layers=layers, **options)
     for stage in stages:
@@ -115,9 +121,9 @@ def task_stages(
 
 
 def pretrained_name(name: str) -> str | None:
-    """What a `Bert` calls the parameter `name` of a `BertForTask`; None for what pretraining does not have.
+    """Return the name in `Bert` of a parameter of `BertForTask`; None if pretraining does not have it.
 
-    The pooler is that of the order of sentences.
+    The pooler is that of the sentence-order head.
     """
     if not name.startswith("task_head."):
         return name

@@ -1,8 +1,8 @@
-"""What GPT and BERT share: words divided by vocabulary over a tensor-parallel group, layers, output weight.
+"""The base of GPT and BERT: vocabulary-parallel embedding, layers, final norm and output weight.
 
 The vocabulary is padded to a multiple of 128 x TP, so that shards are equal and aligned. Padding rows start
-at zero, their columns take no part in the loss and get no gradient, so a model is the same function, with the
-same initial weights bit for bit (init="full"), at every TP.
+at zero, and their logits are masked in the loss and get no gradient. So a model is the same function, with
+bit for bit the same initial weights (init="full"), at every TP size.
 
 Shapes: S sequence, B batch, H hidden, V this rank's shard of the padded vocabulary. Tokens come as (B, S);
 activations are sequence-first, (S, B, H), (S/TP, B, H) under sequence parallelism.
@@ -48,20 +48,21 @@ class StageSpec(NamedTuple):
 
 
 class LanguageModel(nn.Module):
-    """Embeddings, layers, final norm and output weight of a `GPT` or a `Bert`, which make losses of them.
+    """Embeddings, layers, final norm and output weight of a `GPT` or a `Bert`, which add the losses.
 
     Args:
         config: sizes, dropout, initial spread.
-        on: the model is divided over `groups.tp`, `groups.cp` and those of experts. TP must divide S under
+        on: the model is sharded over `groups.tp`, `groups.cp` and those of experts. TP must divide S under
             sequence parallelism.
-        recompute: keep only the input of every layer for backward; where graphs hold parts of a layer, the
-            inputs of its parts.
-        shard_recompute_input: keep 1/TP of that input on each rank (sequence parallelism does so by itself).
+        recompute: keep only the input of every layer for backward (activation recomputation); where CUDA
+            graphs hold spans of a layer, the inputs of these spans.
+        shard_recompute_input: keep 1/TP of that input on each rank (sequence parallelism does so anyway).
         stage_spec: make the modules of this pipeline stage only, see `fastmp.nn.stages`. With init="full" the
             rest is made, one module at a time, and dropped, so that the weights are those of the full model.
 
-    Raises ValueError where TP does not divide heads, key/value heads or ffn size, for dropout over several
-    ranks without `on.rng`, and as `MoELayer` does.
+    Raises:
+        ValueError: TP does not divide heads, key/value heads or ffn size; dropout over several ranks lacks
+            `on.rng`; and as `MoELayer`.
     """
 
     def __init__(
@@ -131,18 +132,18 @@ class LanguageModel(nn.Module):
 
     @property
     def output_table(self) -> VocabParallelEmbedding | ColumnParallelLinear:
-        """The module with the weight that makes the logits."""
+        """The module that holds `output_weight`."""
         layer = self.word_embedding if self.output_layer is None else self.output_layer
         assert layer is not None, "a stage in the middle has no output layer"
         return layer
 
     @property
     def output_weight(self) -> nn.Parameter:
-        """This rank's shard (V, H) of the weight that makes the logits."""
+        """This rank's shard (V, H) of the output projection."""
         return self.output_table.weight
 
     def _init_words(self, weight_VH: torch.Tensor) -> torch.Tensor:
-        """Draw real rows only: how many padding rows follow must not move the generator."""
+        """Draw unpadded rows only, so that the generator's state does not depend on padding."""
         normal(self.config)(weight_VH[: self.config.vocab_size])
         return weight_VH
 
@@ -157,7 +158,7 @@ class LanguageModel(nn.Module):
     def _run_layers(
         self, hidden_SBH: torch.Tensor, documents: Documents | None = None
     ) -> tuple[torch.Tensor, list[torch.Tensor], list[torch.Tensor]]:
-        """The hidden states after the last layer, and every layer's auxiliary losses and loads of experts."""
+        """Return the last hidden states, and the auxiliary losses and expert loads of every layer."""
         shared = {} if documents is None else {"documents": documents}
         hidden_SBH, *others = self.layers(hidden_SBH, **shared)
         return hidden_SBH, others[0::2], others[1::2]
@@ -165,10 +166,10 @@ class LanguageModel(nn.Module):
     def _recomputed(
         self, function: Callable[..., torch.Tensor | Tensors], *tensors: torch.Tensor
     ) -> torch.Tensor | Tensors:
-        """Run a layer, or some segments of one, so that backward runs it again.
+        """Run a layer or segments of one with activation recomputation.
 
-        A single tensor is hidden states, the same on all TP ranks. The first of several may be this rank's
-        tokens, which are not shared out.
+        A single tensor is hidden states, replicated over TP unless under sequence parallelism. The first of
+        several may be this rank's tokens, which cannot be sharded.
         """
         shard_over = self.group if self.shard_recompute_input and len(tensors) == 1 else None
         return recompute(function, *tensors, rng=self.rng, shard_over=shard_over)
@@ -179,7 +180,7 @@ class LanguageModel(nn.Module):
         documents: Documents | None = None,
         cache: KeyValueCache | None = None,
     ) -> torch.Tensor:
-        """Words, plus learned positions: (S, B, H)."""
+        """Return word embeddings plus learned positions, (S, B, H)."""
         assert self.word_embedding is not None, "only the first stage has the embeddings"
         words_SBH = self.word_embedding(tokens_BS.t())
         if self.position_embedding is not None:

@@ -1,4 +1,4 @@
-"""GPT: a `LanguageModel` whose tokens see those before them, and whose loss is that of the next token.
+"""GPT: a decoder-only `LanguageModel` with causal attention and the next-token loss.
 
 Shapes: S sequence, B batch, H hidden, V this rank's shard of the padded vocabulary. Tokens come as (B, S);
 activations are sequence-first, (S, B, H), (S/TP, B, H) under sequence parallelism.
@@ -41,12 +41,19 @@ class ExpertLosses(NamedTuple):
 
 
 class GPT(LanguageModel):
-    """A language model over the TP and CP groups of its placement; arguments and errors: see `LanguageModel`.
+    """A decoder-only language model; arguments and errors: see `LanguageModel`.
 
-    Over CP ranks, tokens, targets, losses and logits are those of this rank's slices of the sequence, as
-    `fastmp.tensor_parallel.context.cut_sequence` cuts them: S below is the length of this part.
+    Over CP ranks, tokens, targets, losses and logits are those of this rank's slices of the sequence, see
+    `fastmp.tensor_parallel.context.cut_sequence`: S below is their length.
 
-    ValueError also for a configuration with `bert`.
+    Raises:
+        ValueError: also for a configuration with `bert`.
+
+    Example:
+        >>> model = GPT(GPTConfig(vocab_size=64, hidden_size=64, num_heads=4, num_layers=2))
+        >>> tokens = torch.randint(64, (2, 17))
+        >>> model.loss(tokens[:, :-1], tokens[:, 1:]).shape
+        torch.Size([2, 16])
     """
 
     def __init__(
@@ -62,27 +69,30 @@ class GPT(LanguageModel):
             self.final_norm.prefetch_next = (self.output_table,)  # type: ignore[assignment]
 
     def forward(self, tokens_BS: torch.Tensor, documents: Documents | None = None) -> torch.Tensor:
-        """The logits of this rank's vocabulary shard, (S, B, V), for int64 ids (B, S).
-
-        documents: the packed documents of the undivided sequences. A token sees its own only, and positions
-            start anew with each.
+        """Return the logits of this rank's vocabulary shard, (S, B, V).
 
         Columns whose global id is `config.vocab_size` or more are padding: cut them off before sampling.
 
-        Raises ValueError for a sequence longer than `max_seq_len` (over CP ranks, the sum of their parts),
-        for a CP rank's part that is not two slices, for one that TP does not divide under sequence
-        parallelism, and, on a CPU, for an id outside the vocabulary: a GPU would have to be waited for.
+        Args:
+            tokens_BS: int64 ids (B, S).
+            documents: the packed documents of the full sequences; a token attends only to its own document,
+                and positions restart with each.
+
+        Raises:
+            ValueError: a sequence is longer than `max_seq_len` (over CP ranks, in total), a CP rank's tokens
+                are not two slices, TP does not divide S under sequence parallelism, or, on a CPU, an id is
+                outside the vocabulary (on a GPU the check would synchronise).
         """
         return self.head(self.hidden(tokens_BS, documents))
 
     def hidden(self, tokens_BS: torch.Tensor, documents: Documents | None = None) -> torch.Tensor:
-        """Hidden states (S, B, H) behind the last layer, before the final norm."""
+        """Return the hidden states (S, B, H) after the last layer, before the final norm."""
         return self._through_layers(tokens_BS, documents)[0]
 
     def _through_layers(
         self, tokens_BS: torch.Tensor, documents: Documents | None
     ) -> tuple[torch.Tensor, list[torch.Tensor], list[torch.Tensor]]:
-        """The hidden states after the last layer, and every layer's auxiliary losses and loads of experts."""
+        """Return the last hidden states, and the auxiliary losses and expert loads of every layer."""
         return self._run_layers(self.embed(tokens_BS, documents), documents)
 
     def embed(
@@ -91,9 +101,9 @@ class GPT(LanguageModel):
         documents: Documents | None = None,
         cache: KeyValueCache | None = None,
     ) -> torch.Tensor:
-        """Words, plus learned positions, then dropout: hidden states (S, B, H).
+        """Return word embeddings plus learned positions after dropout, (S, B, H).
 
-        cache: the one that `layers` will be called with, whose positions tokens have then.
+        cache: the cache of the following call of `layers`, which has the positions of the tokens.
         """
         self._check(tokens_BS)
         if documents is not None:
@@ -101,7 +111,7 @@ class GPT(LanguageModel):
         return self.dropout(self._words(tokens_BS, documents, cache))
 
     def head(self, hidden_SBH: torch.Tensor) -> torch.Tensor:
-        """Final norm and the product with this rank's part of the output weight: logits (S, B, V)."""
+        """Apply the final norm and this rank's shard of the output weight: logits (S, B, V)."""
         assert self.final_norm is not None, "only the last stage has a head"
         return parallel_logits(
             self.final_norm(hidden_SBH),
@@ -122,16 +132,19 @@ class GPT(LanguageModel):
         loss_grad_BS: torch.Tensor | float | None = None,
         documents: Documents | None = None,
     ) -> torch.Tensor | ExpertLosses:
-        """The cross-entropy of every token (B, S), equal on all TP ranks. Backward can run once.
+        """Return the cross-entropy of every token (B, S), equal on all TP ranks; backward can run once.
 
-        A model with experts returns `ExpertLosses`, whose first entry it is.
+        A model with experts returns `ExpertLosses`, whose first entry it is. The loss is fused with the
+        output projection, so the logits of all tokens are never materialised.
 
-        The options are those of `vocab_parallel_linear_cross_entropy`, which never holds the logits of all
-        tokens. With `loss_grad_BS`, the gradient (B, S) that the losses will receive (1 where they are
-        summed), the gradients of the output layer are made in the forward pass.
+        Args:
+            tokens_BS, targets_BS: int64 ids (B, S).
+            loss_grad_BS: the upstream gradient (B, S) of the losses if it is known (1 if they are summed);
+                the gradients of the output layer are then computed in the forward pass.
+            documents: as for `forward`; the target of a document's last token comes from the data and may be
+                `ignore_index`. The sequence balancing loss covers all documents of a sequence.
 
-        `documents` are those of `forward`; the last token of one has the target that the data says, which may
-        be `ignore_index`. The balancing loss of a sequence is that of all its documents.
+        The other options are those of `vocab_parallel_linear_cross_entropy`.
         """
         hidden_SBH, aux, counts = self._through_layers(tokens_BS, documents)
         loss_BS = self.token_losses(
@@ -158,7 +171,7 @@ class GPT(LanguageModel):
         token_weight_BS: torch.Tensor | None = None,
         loss_grad_BS: torch.Tensor | float | None = None,
     ) -> torch.Tensor:
-        """The losses (B, S) of `loss` from the last layer's hidden states, with the options of `loss`."""
+        """Return the losses (B, S) of `loss` from the last layer's hidden states; options as for `loss`."""
         assert self.final_norm is not None, "only the last stage has a head"
         loss_SB = vocab_parallel_linear_cross_entropy(
             self.final_norm(hidden_SBH),
@@ -176,7 +189,7 @@ class GPT(LanguageModel):
         return loss_SB.t()
 
     def _sum_aux(self, aux: list[torch.Tensor]) -> torch.Tensor:
-        """Add up the losses of layers, then of TP ranks, each of which has those of its own tokens."""
+        """Add up the auxiliary losses of layers, then all-reduce over TP, as each rank has its own tokens."""
         total = torch.stack(aux).sum()
         return reduce_from_group(total, self.group) if self.training else total
 

@@ -1,4 +1,4 @@
-"""Placement of a module: the process groups that shard it, its device and dtype, and how weights are drawn."""
+"""Placement of a module: the process groups that shard it, its device and dtype, how weights are drawn."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class Placement:
 
     Args:
         groups: process groups of this rank.
-        sequence_parallel: between tensor-parallel regions a rank holds its slice of the sequence, (S/TP, B,
-            H).
+        sequence_parallel: between tensor-parallel regions a rank holds (S/TP, B, H), its slice of the
+            sequence.
         rng: random streams, required where ranks must draw different numbers: dropout and jitter over several
             ranks, and init="sharded".
         init: "full" (initial weights are bitwise the same on any layout) or "sharded" (a rank draws its

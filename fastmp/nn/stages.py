@@ -159,8 +159,7 @@ def sum_tied_gradients(
     """All-reduce the gradients of a tied embedding over the first and the last stage.
 
     Every rank calls it once a step, after the data-parallel reduction, whose order of sums may depend on the
-    offset in
-    the buffer: so both tables get the same bits.
+    offset in the buffer: so both tables get the same bits.
 
     grads: the buffer of main gradients; each rank reduces its shard. None: `grad` is reduced.
     """

@@ -107,7 +107,7 @@ def graph_facts(recipe: Recipe, world_size: int) -> dict[str, Any]:
 
 
 def _of_whole_step(shapes: Shapes) -> dict[str, Any]:
-    """The one graph of a rank under scope "full_step"."""
+    """Plan the full-iteration graph of a rank under scope "full_step"."""
     inputs = step_inputs(shapes)
     return {
         "spans": [["whole step"]],
@@ -122,7 +122,7 @@ def _of_whole_step(shapes: Shapes) -> dict[str, Any]:
 
 
 def _of_runs(recipe: Recipe, shapes: Shapes) -> list[dict[str, Any]]:
-    """The graphs of each pipeline rank, where runs are captured one by one."""
+    """Plan the graphs of each pipeline rank, where spans are captured one by one."""
     layout, scope, layers = recipe.parallel, recipe.graphs.scope, stage_layers(recipe)
     stages = [range(sum(layers[:i]), sum(layers[: i + 1])) for i in range(len(layers))]
     whole, grid = "full" in (scope or ()), shapes.grid
@@ -148,7 +148,7 @@ def _of_runs(recipe: Recipe, shapes: Shapes) -> list[dict[str, Any]]:
 def _of_parts(
     recipe: Recipe, shapes: Shapes, stages: Sequence[range], span_size: int | None
 ) -> list[dict[str, Any]]:
-    """The graphs of each pipeline rank, where two microbatches run at once: of the parts that compute."""
+    """Plan the graphs of each pipeline rank with EP communication overlap: those of the compute parts."""
     layout, scope, found = recipe.parallel, recipe.graphs.scope, []
     schedule = make_schedule(layout, shapes.num_microbatches)
     for rank in range(layout.pp):
@@ -191,7 +191,7 @@ def _rank_facts(
 
 
 def _most_at_once(steps: Sequence[Step], chunks: Sequence[Sequence[SpanSpec]]) -> int:
-    """The number of inputs in flight at most, counted for each shape by itself and added up."""
+    """Return the most inputs in flight at once, counted for each shape and added up."""
     now: Counter[TensorSpec] = Counter()
     most: Counter[TensorSpec] = Counter()
     for step in steps:
@@ -205,7 +205,7 @@ def _most_at_once(steps: Sequence[Step], chunks: Sequence[Sequence[SpanSpec]]) -
 
 
 def describe_graphs(facts: dict[str, Any]) -> Iterator[str]:
-    """The lines a person reads."""
+    """Yield the report's lines."""
     yield facts["layout"]
     yield f"{facts['name']}: {facts['schedule']}, {facts['microbatches']} microbatches"
     yield f"captured  {', '.join(facts['captured']) or 'nothing'}"

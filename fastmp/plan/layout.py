@@ -1,7 +1,6 @@
-"""A check of a recipe against a number of ranks, which finds everything that does not fit at once.
+"""The layout check of a recipe against a number of ranks: all problems at once, before processes start.
 
-Layers and the trainer refuse each of these mistakes as well, one at a time and once processes run.
-Standard library only.
+Layers and the trainer raise for each of these mistakes as well, one at a time. Standard library only.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ def make_grid(recipe: Recipe, world_size: int) -> RankGrid:
 
 
 def make_schedule(layout: ParallelConfig, num_microbatches: int) -> Schedule:
-    """The schedule of `layout`; ValueError where it has no order for so many microbatches."""
+    """Return the schedule of `layout`. Raises ValueError if it has no order for so many microbatches."""
     sizes = (layout.pp, num_microbatches, layout.vpp, layout.microbatch_group_size)
     return Schedule(*sizes, layout.schedule, layout.overlap_experts)
 
@@ -246,7 +245,7 @@ def _layer_problems(recipe: Recipe) -> Iterator[Problem]:
 
 
 def _overlap_problems(recipe: Recipe) -> Iterator[Problem]:
-    """Check that there are exchanges to overlap, and that layers may run in parts."""
+    """Check EP communication overlap: experts over several ranks, and layers that can run in parts."""
     layout = recipe.parallel
     if not layout.overlap_experts:
         return

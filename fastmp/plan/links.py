@@ -26,9 +26,9 @@ SUMMED = 0.6  # of a link, bytes of an all-reduce by a switch that adds: 265 to 
 
 @dataclass(frozen=True)
 class Link:
-    """What joins `ranks` ranks: the seconds of a hop, and the bytes a second that each rank can send.
+    """The interconnect of `ranks` ranks: seconds of a hop, and bytes a second that each rank can send.
 
-    sums: whether the switch between them adds up what they send.
+    sums: True if the switch reduces in the network.
     """
 
     ranks: int
@@ -65,12 +65,12 @@ class Link:
 
     @property
     def last(self) -> float:
-        """The standard deviations by which the last rank is expected behind the mean (Blom 1958)."""
+        """Expected delay of the last rank after the mean, in standard deviations (Blom 1958)."""
         return NormalDist().inv_cdf((self.ranks - 0.375) / (self.ranks + 0.25))
 
 
 def link(gpu: GPU, ranks: Sequence[int], *, exchange: bool = False) -> Link:
-    """Return what joins `ranks` of a job whose ranks fill one server after the other.
+    """Return the interconnect of `ranks` of a job that fills one server after the other.
 
     exchange: each rank sends each other one bytes of its own, so that those for other servers pass the door.
     """

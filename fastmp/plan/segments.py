@@ -1,7 +1,8 @@
-"""The segments of a recipe's layers by formula: which a graph can hold, and the tensors that cross them.
+"""The segments of a recipe's layers: which a CUDA graph can hold, and the tensors that cross them.
 
-What `fastmp.nn` makes of layers, told by shapes alone; a test holds the two together. Where ranks of a
-tensor-parallel group have unequal parts of a sequence, it is the first one's.
+Attention, MLP and router are described here by their shapes; dispatch and combine come from the
+`DispatcherSpec`. Tests hold the plan and the segments of `fastmp.nn` together. Where ranks of a
+tensor-parallel group have unequal slices of a sequence, the plan is the first rank's.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from fastmp.plan.shapes import Shapes
 
 
 class CrossingTensor:
-    """A tensor that crosses: what is handed on unchanged is the same object."""
+    """A tensor between two segments; passed through unchanged, it is the same object."""
 
     def __init__(self, shape: Sequence[int], dtype: str, grad: bool = False) -> None:
         self.spec, self.grad = TensorSpec(tuple(shape), dtype), grad
@@ -38,7 +39,7 @@ class PlannedSegment(NamedTuple):
 
 
 def segments(shapes: Shapes) -> list[PlannedSegment]:
-    """The segments of one layer; it has experts where the model of `shapes` does."""
+    """Return the segments of one layer; it has experts if the model of `shapes` does."""
     parts = _Parts(shapes)
     found = [PlannedSegment("attention", True, parts.new_hidden)]
     if shapes.model.moe is None:
@@ -82,16 +83,16 @@ def _of_kinds(shapes: Shapes, layers: range | None) -> list[PlannedSegment]:
 def captured_spans(
     shapes: Shapes, layers: range, scope: Sequence[str] | None = None, span_size: int | None = None
 ) -> list[SpanSpec]:
-    """The runs of a stage with these layers, over the borders of layers, up to `span_size` parameters.
+    """Return the captured spans of a stage with these layers; they cross layers up to `span_size` parameters.
 
-    ValueError as `captured_segments`.
+    Raises ValueError as `captured_segments`.
     """
     chosen = captured_segments(scope, all_segments(shapes, layers))
     return _spans(shapes, layers, chosen, span_size)[0]
 
 
 def stage_segment_costs(shapes: Shapes, layers: range) -> list[tuple[range, SegmentCost]]:
-    """The parts of a stage with these layers where two microbatches run at once: their segments, by place."""
+    """Return the parts of a stage with EP communication overlap: their segments by place, and their costs."""
     links = [(layer, each) for layer in layers for each in segments(shapes.of_layer(layer))]
     return partition_segments(
         [(f"{layer}.{own.name}", own.exchanges, own.capturable) for layer, own in links]
@@ -101,9 +102,9 @@ def stage_segment_costs(shapes: Shapes, layers: range) -> list[tuple[range, Segm
 def compute_spans(
     shapes: Shapes, layers: range, scope: Sequence[str] | None = None, span_size: int | None = None
 ) -> list[list[SpanSpec]]:
-    """The runs of each part that computes, of a stage with these layers whose exchanges no graph holds.
+    """Return the captured spans of each compute part of a stage with EP communication overlap.
 
-    ValueError as `captured_segments`.
+    Raises ValueError as `captured_segments`.
     """
     able = all_segments(shapes, layers)
     chosen = captured_segments(scope, able, exchange_segments(shapes, layers))
@@ -119,7 +120,7 @@ def _spans(
     span_size: int | None,
     parts: Sequence[range] | None = None,
 ) -> list[list[SpanSpec]]:
-    """The runs of `chosen` segments in each part, given by places of segments; None: there is one part."""
+    """Return the spans of `chosen` segments in each part, a range of places; None: a single part."""
     own = {layer: segments(shapes.of_layer(layer)) for layer in layers}
     links = [(layer, segment) for layer in layers for segment in own[layer]]
     parts = [range(len(links))] if parts is None else parts
@@ -157,9 +158,9 @@ def _spans(
 
 
 def full_scope_spans(shapes: Shapes, stage: int, num_stages: int, layers: range) -> list[list[SpanSpec]]:
-    """Under scope "full" the runs of a stage with these layers, and of the loss function if it is the last.
+    """Return the captured spans of a stage under scope "full", and of the loss if it is the last stage.
 
-    ValueError as `captured_segments`.
+    Raises ValueError as `captured_segments`.
     """
     captured_segments(("full",), all_segments(shapes))
     parts, experts = _Parts(shapes), any(shapes.model.layers[layer].moe is not None for layer in layers)
@@ -179,9 +180,9 @@ def full_scope_spans(shapes: Shapes, stage: int, num_stages: int, layers: range)
 
 
 def step_inputs(shapes: Shapes) -> list[TensorSpec]:
-    """The static inputs of every rank under scope "full_step": all batches of a step.
+    """Return the static inputs of every rank under scope "full_step": all batches of a step.
 
-    ValueError as `captured_segments`.
+    Raises ValueError as `captured_segments`.
     """
     captured_segments(("full_step",), all_segments(shapes))
     ids = TensorSpec((shapes.tokens // shapes.length, shapes.length * shapes.grid.cp), "int64")
@@ -192,7 +193,7 @@ def step_inputs(shapes: Shapes) -> list[TensorSpec]:
 
 
 class _Parts:
-    """The tensors that each segment returns; see the segments of `fastmp.nn.moe`."""
+    """The tensors that each segment returns, as those of `fastmp.nn`."""
 
     def __init__(self, shapes: Shapes) -> None:
         self.shapes, self.dtype = shapes, "float32" if shapes.itemsize == 4 else "bfloat16"
@@ -204,7 +205,7 @@ class _Parts:
 
     @property
     def balanced(self) -> bool:
-        """Whether experts have losses of their own."""
+        """True if the layer has auxiliary losses."""
         return bool(self.moe.aux_loss or self.moe.sequence_aux_loss or self.moe.z_loss)
 
     def hidden(self) -> CrossingTensor:
@@ -214,7 +215,7 @@ class _Parts:
         )
 
     def documents(self) -> CrossingTensors:
-        """What all layers share of packed documents: positions, and borders."""
+        """Return the tensors of packed documents that all layers share: positions and borders."""
         shapes, batch = self.shapes, self.shapes.tokens // self.shapes.length
         positions = CrossingTensor((batch, shapes.length * shapes.grid.cp), "int64")
         return (positions, CrossingTensor((shapes.documents + 1,), "int32")) if shapes.documents else ()
@@ -249,7 +250,7 @@ class _Parts:
         return *before, self.hidden(), residual
 
     def dispatch(self, tokens: CrossingTensor, *tensors: CrossingTensor) -> CrossingTensors:
-        """Returns what it would where it can be captured; elsewhere nobody asks."""
+        """Return the tensors of a capturable dispatch; an eager one crosses no graph."""
         spec, sizes = self.shapes.dispatcher, self.shapes.dispatch_sizes
         prepared, rest = spec.prepared(sizes), tensors[-4:]
         if spec.dispatched is None:

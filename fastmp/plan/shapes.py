@@ -54,7 +54,7 @@ class Shapes:
 
     @property
     def projections(self) -> int:
-        """The ffn-wide projections of an MLP's first GEMM: 2 with a gate."""
+        """Number of ffn-wide projections of an MLP's first GEMM: 2 with a gate."""
         return ACTIVATIONS[self.model.activation].num_projections
 
     @property
@@ -63,7 +63,7 @@ class Shapes:
 
     @property
     def dispatcher(self) -> DispatcherSpec:
-        """The token dispatcher of a layer with experts."""
+        """Facts of the token dispatcher of a layer with experts."""
         assert self.model.moe is not None
         etp, tp = (self.grid.ranks(axis)[0] for axis in ("etp", "tp"))
         return select_dispatcher(
@@ -72,7 +72,7 @@ class Shapes:
 
     @property
     def dispatch_sizes(self) -> DispatchSizes:
-        """The sizes that the facts of a dispatcher depend on."""
+        """Sizes that the facts of a dispatcher depend on."""
         moe = self.model.moe
         assert moe is not None
         return DispatchSizes(
@@ -89,7 +89,7 @@ class Shapes:
 
     @property
     def exchange(self) -> ExchangeLayout | None:
-        """The symmetric memory in which other ranks leave rows for this one's experts; None without it."""
+        """Layout of the symmetric memory for rows at this rank's experts; None without it."""
         if self.model.moe is None or not self.dispatcher.symmetric_memory:
             return None
         sizes = self.dispatch_sizes
@@ -99,7 +99,7 @@ class Shapes:
 
     @property
     def rows_at_experts(self) -> int:
-        """The rows that this rank's experts compute."""
+        """Rows that this rank's experts compute."""
         return self.dispatcher.rows(self.dispatch_sizes)
 
     @property

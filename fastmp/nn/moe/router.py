@@ -1,4 +1,4 @@
-"""The router: it chooses experts for a token, weighs them, and keeps their loads equal.
+"""The router: top-k expert choice, probabilities and load balancing.
 
 Losses are sums over tokens, as the loss of the model is, so adding up ranks and microbatches and dividing
 once by the number of tokens gives the mean. The Switch loss of a token set is
@@ -63,27 +63,29 @@ __all__ = ["Router", "moe_config"]
 
 
 def moe_config(owner: str, config: GPTConfig) -> MoEConfig:
-    """`config.moe`; ValueError where there is none."""
+    """Return `config.moe`. Raises ValueError if there is none."""
     if config.moe is None:
         raise ValueError(f"{owner}: the configuration describes no experts: GPTConfig.moe is None")
     return config.moe
 
 
 class Router(ParallelModule):
-    """Chooses `config.moe.top_k` experts for each token of this rank.
+    """The gate that chooses `config.moe.top_k` experts for each token of this rank.
 
-    The weight (E, H) is the same on every rank and sees this rank's tokens only: its gradient is partial on
-    each tensor-parallel rank, and it is marked `sequence_parallel`. Logits are float32 (float64 for float64
-    tokens) whatever the dtype of the tokens.
+    The weight (E, H) is replicated, but sees only this rank's tokens: its gradient is partial on each
+    tensor-parallel rank, and it is marked `sequence_parallel`. Logits are float32 (float64 for float64
+    tokens).
 
     Args:
         config: sizes, the `moe` table, and the spread of the initial weights.
         on: losses count over `groups.tp_cp` and `groups.tp_cp_dp`; jitter draws from the stream of this TP
             and CP rank.
 
-    Attributes: `expert_bias` (E,), a buffer in float32 or float64, None unless the configuration asks for it.
+    Attributes:
+        expert_bias: (E,), a buffer in float32 or float64; None without `moe.expert_bias`.
 
-    Raises ValueError for jitter over several TP or CP ranks without `on.rng`.
+    Raises:
+        ValueError: jitter over several TP or CP ranks without `on.rng`.
     """
 
     expert_bias: torch.Tensor | None
@@ -118,18 +120,20 @@ class Router(ParallelModule):
     def forward(
         self, tokens_SBH: torch.Tensor, *, late: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Returns indices (T, k) int32, probs (T, k), the loss of this rank's tokens (), and counts (E,).
+        """Return indices (T, k) int32, probs (T, k), the loss of this rank's tokens (), and counts (E,).
 
-        The loss is zero in evaluation mode, where ranks need not have equally many batches. counts, int32,
-        are this rank's tokens for each expert before anything is dropped.
+        The loss is zero in evaluation mode, where ranks may have different numbers of batches. counts, int32,
+        are this rank's tokens for each expert before any are dropped.
 
-        late: ranks exchange their counts in the background, and the value of the loss is there once
-        `fastmp.distributed.deferred.finish_all` has been called.
+        late: all-reduce counts in the background; the value of the loss is valid after
+            `fastmp.distributed.deferred.finish_all`.
         """
         moe = self.moe
+        # logits (S, B, E), or (T, E) where no loss needs sequences
         logits = router_logits(self._jittered(tokens_SBH), self.weight)
         if moe.sequence_aux_loss == 0.0:
             logits = logits.flatten(0, 1)
+        # scores, top-k and counts in one op: indices and probabilities (T, k)
         chosen = topk_router(
             logits,
             moe.top_k,
@@ -267,12 +271,12 @@ class _LateLoss(Function):
 
 
 def router_logits(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """The logits (..., E) of x (..., H) and weight (E, H), in float32 (float64), under autocast too.
+    """Return the logits (..., E) of x (..., H) and weight (E, H) in float32 (float64), also under autocast.
 
-    The wide copy of `x` is not kept: backward makes it again. The gradient of the weight goes to its
-    `main_grad` where there is one: float32 (float64), or in the dtype of the weight, rounded once.
+    The wide copy of `x` is not kept: backward makes it again. The weight's gradient is accumulated into its
+    `main_grad` if there is one: in float32 (float64), or in the dtype of the weight, rounded once.
 
-    ValueError for a `main_grad` of another shape, device or dtype.
+    Raises ValueError for a `main_grad` of another shape, device or dtype.
     """
     main_grad = main_grad_of(weight)
     checks.check_main_grad("router_logits", main_grad, weight=weight)
