@@ -1,4 +1,4 @@
-"""Token dispatchers by their facts: which segments a graph can hold, and what is sent, kept and handed on.
+"""Token dispatchers by their facts: segments that a graph can hold, traffic, saved bytes and states.
 
 `DISPATCHERS` are the choices of `moe.dispatcher`, for experts on several expert-parallel ranks. `LOCAL` and
 `SHARING` serve ranks that hold all experts or a slice of each; `select_dispatcher` decides. The classes are
@@ -101,9 +101,7 @@ class TensorFact(NamedTuple):
     grad: bool = False
 
 
-Tensors = dict[
-    str, TensorFact | None
-]  # by name, in order; None: the earlier tensor of that name is handed on
+Tensors = dict[str, TensorFact | None]  # by name, in order; None: the earlier tensor of that name, unchanged
 PASSED: None = None
 
 

@@ -74,13 +74,13 @@ class MoEConfig(Checked):
     )
     symmetric_capacity: float | None = option(
         None,
-        "of dispatcher symmetric, in training: rows that a rank has room for, over what comes if all experts "
-        "get equally many; none: for all tokens of all ranks",
+        "of dispatcher symmetric, in training: row capacity of a rank over a balanced load; none: for all "
+        "tokens of all ranks",
     )
     symmetric_overflow: str = option(
         "drop",
-        "pairs beyond that room: they are dropped and counted, or a training step that has some is run again "
-        "by all-to-all, for which the host waits once a step",
+        "tokens beyond that capacity: drop and count them, or rerun the training step by all-to-all, for "
+        "which the host waits once a step",
         ("drop", "rerun"),
     )
     shared_expert_ffn_hidden_size: int = option(
@@ -107,7 +107,7 @@ class MoEConfig(Checked):
                     f"{self.dispatcher!r}"
                 )
         if self.symmetric_overflow == "rerun" and self.symmetric_capacity is None:
-            yield 'symmetric_overflow "rerun" needs a symmetric_capacity; without one there is room for all'
+            yield 'symmetric_overflow "rerun" needs a symmetric_capacity; without one all tokens fit'
         if self.shared_expert_gate and self.shared_expert_ffn_hidden_size == 0:
             yield "shared_expert_gate needs a shared expert, got shared_expert_ffn_hidden_size 0"
         sizes = ("num_experts", "top_k", "expert_ffn_hidden_size", "num_groups", "group_topk")
@@ -153,14 +153,14 @@ class RopeScaling(Checked):
       queries and keys by `attention_factor` (Peng et al. 2023, arXiv 2309.00071).
     """
 
-    kind: str = option("llama3", "which frequencies are divided", ("linear", "llama3", "yarn"))
-    factor: float = option(8.0, "what slow frequencies are divided by")
-    original_max_seq_len: int = option(8192, "longest sequence before; linear ignores it")
-    low_freq_factor: float = option(1.0, "of llama3: turns up to which frequencies are divided")
-    high_freq_factor: float = option(4.0, "of llama3: turns from which on they stay")
-    beta_fast: float = option(32.0, "of yarn: turns from which on frequencies stay")
-    beta_slow: float = option(1.0, "of yarn: turns up to which they are divided")
-    truncate: bool = option(True, "of yarn: round the numbers of these two frequencies apart")
+    kind: str = option("llama3", "rule that selects the frequencies to scale", ("linear", "llama3", "yarn"))
+    factor: float = option(8.0, "divisor of the scaled frequencies")
+    original_max_seq_len: int = option(8192, "longest sequence of pretraining; linear ignores it")
+    low_freq_factor: float = option(1.0, "of llama3: frequencies with fewer turns are scaled")
+    high_freq_factor: float = option(4.0, "of llama3: frequencies with more turns are kept")
+    beta_fast: float = option(32.0, "of yarn: frequencies with more turns are kept")
+    beta_slow: float = option(1.0, "of yarn: frequencies with fewer turns are scaled")
+    truncate: bool = option(True, "of yarn: round the indices of these two frequencies outwards")
     attention_factor: float | None = option(
         None, "of yarn: factor of queries and keys; none: 0.1 ln(factor) + 1"
     )
@@ -194,13 +194,11 @@ class BertConfig(Checked):
     and the sum of the embeddings (Devlin et al. 2018; figure 7a).
     """
 
-    num_token_types: int = option(
-        2, "types of tokens, whose embeddings are added to words; 0: there are none"
-    )
+    num_token_types: int = option(2, "token types, whose embeddings are added to those of words; 0: none")
     post_norm: bool = option(
-        False, "norms behind residual additions, as in the first BERT; else before layers"
+        False, "post-LN, norms after residual additions as in the original BERT; else pre-LN"
     )
-    sentence_order: bool = option(True, "a head that tells whether the two parts of a sample were swapped")
+    sentence_order: bool = option(True, "a head that predicts if the two parts of a sample were swapped")
 
     def _problems(self) -> Iterator[str]:
         return self._negative("num_token_types")

@@ -31,7 +31,7 @@ def unknown_choice(name: str, value: Any, choices: Collection[Any]) -> str:
 
 
 class Checked:
-    """A configuration that refuses wrong values when it is made."""
+    """A configuration that raises ValueError for wrong values when it is made."""
 
     def __post_init__(self) -> None:
         found = [f"{type(self).__name__}: {message}" for message in (*self._unknown(), *self._problems())]

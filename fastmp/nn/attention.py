@@ -2,7 +2,7 @@
 
 One fused projection makes queries, keys and values. Its rows are grouped by key/value head: the query heads
 of a group, then its key, then its value. So a contiguous split over TP gives every rank complete groups, for
-multi-head and grouped-query attention (Ainslie et al. 2023) alike, and the full weight is bit for bit the
+both multi-head and grouped-query attention (Ainslie et al. 2023), and the full weight is bit for bit the
 same at every TP size.
 
 Rotary positions (Su et al. 2021) rotate queries and keys in one launch, after the QK norms if there are any

@@ -86,7 +86,7 @@ class Bert(LanguageModel):
         self.sentence_head: SentenceHead | None = None
         if encoder.sentence_order:
             self.sentence_head = self._own(last, lambda: SentenceHead(config, on))
-        if self.lm_head is not None:  # the table is used behind it, and nobody calls it then
+        if self.lm_head is not None:  # the output table is used after it, without a call of its module
             self.lm_head.prefetch_next = (self.output_table,)  # type: ignore[assignment]
 
     @property
@@ -95,9 +95,9 @@ class Bert(LanguageModel):
         return self.config.bert
 
     def add_token_types(self, number: int) -> None:
-        """Add a table of `number` token types to a model without one, drawn anew, before it is trained on.
+        """Add a newly drawn embedding of `number` token types to a model without one, before training.
 
-        ValueError where there is one. On a stage of a pipeline, call it on the first.
+        On a pipeline, call it on the first stage. Raises ValueError if the model has token types.
         """
         if self.encoder.num_token_types:
             raise ValueError(

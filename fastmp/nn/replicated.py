@@ -1,7 +1,7 @@
-"""Modules that every tensor-parallel rank holds undivided: norms, small tables, rotary angles, heads.
+"""Modules that are replicated over tensor-parallel ranks: norms, small embeddings, rotary tables, heads.
 
-Under sequence parallelism a rank uses them on its part of the sequence, so its gradient is a partial sum.
-Marks on the parameters say so; conversions and copies keep the marks.
+Under sequence parallelism a rank applies them to its slice of the sequence, so its gradient is a partial sum.
+The parameters are marked `sequence_parallel`; conversions and copies keep the marks.
 """
 
 from __future__ import annotations
@@ -50,10 +50,11 @@ class _Replicated(ParallelModule):
 
 
 class LayerNorm(_Replicated):
-    """Layer normalisation of (..., size), with weight (size,), which starts at one, and bias (size,).
+    """Layer normalisation over the last dimension, (..., size), with weight and bias (size,).
 
-    group: tensor-parallel group, None for this rank alone.
-    sequence_parallel: a rank has its part of the sequence only.
+    Args:
+        group: tensor-parallel group; None: a single rank.
+        sequence_parallel: the rank holds its slice of the sequence only.
     """
 
     def __init__(
@@ -80,10 +81,10 @@ class LayerNorm(_Replicated):
 
 
 class RMSNorm(_Replicated):
-    """Root mean square normalisation of (..., size), with weight (size,), which starts at one.
+    """Root mean square normalisation over the last dimension, (..., size), with weight (size,).
 
-    The arguments are those of `LayerNorm`. `sequence_parallel` is True also where `size` is the width of a
-    head, since a rank has only its own heads.
+    The arguments are those of `LayerNorm`. `sequence_parallel` is also True for norms of single heads, as a
+    rank has only its shard of the heads.
     """
 
     def __init__(
@@ -109,7 +110,7 @@ class RMSNorm(_Replicated):
 
 
 class Linear(_Replicated):
-    """y = x W^T + b for x (..., input_size), every rank with all of the weight and all of the tokens."""
+    """y = x W^T + b for x (..., input_size), with weight and tokens replicated over TP."""
 
     def __init__(self, input_size: int, output_size: int, config: GPTConfig, on: Placement) -> None:
         super().__init__(on.groups.tp, sequence_parallel=False)

@@ -1,16 +1,15 @@
-"""Copies of small tensors to the host that a graph can make: it starts them, and eager code waits for them.
+"""Device-to-host copies of small tensors that a CUDA graph starts and eager code waits for.
 
-A capture cannot wait, and a replay calls no Python. So a copy is two things, a tensor in pinned memory and an
-event behind the copy, which a graph holds as two nodes. Eager code has the tensor, by whose address the event
-is found. The event is external: inside a capture an ordinary one would only order the work of the graph.
+A capture cannot wait, and a replay calls no Python. So a copy consists of a tensor in pinned memory and an
+event recorded after the copy, two nodes of a graph. Eager code gets the tensor and finds the event by its
+address. The event is external: inside a capture an ordinary event would only order the work of the graph.
 
-Why an event and not a number in that memory which the host watches: a wait for an event ends with an error
-where the device fails, and lets go of the interpreter's lock. Nobody has to reset it, so a copy for which
-nobody waits, as in a recomputation, does no harm. The launch of a graph records its events anew, and a wait
-is for the last record.
+An event serves better than a flag in that memory that the host polls: waiting for it raises if the device
+fails, and releases the GIL. It needs no reset, so a copy without a waiter, as in a recomputation, does no
+harm. Each launch of a graph records its events again, and a wait is for the last record.
 
-Memory of a copy inside a graph is the graph's for as long as it lives. Torch 2.10 allocates no pinned memory
-in a capture: what captures take is laid aside before.
+The memory of a copy in a graph belongs to the graph. Torch 2.10 allocates no pinned memory during capture, so
+eager waits allocate it ahead.
 """
 
 from __future__ import annotations
@@ -23,10 +22,10 @@ __all__ = ["HostCopies"]
 
 
 class HostCopies:
-    """Copies of tensors of one shape and dtype to the host, each with memory of its own.
+    """Copies to the host of tensors of one shape and dtype, each in its own memory.
 
-    start(tensor) -> the copy, which eager code gives to `wait`, in the same step and before the next replay
-        of the graph that makes it. From a CPU it is a copy as well, which a recorded graph makes again.
+    start(tensor) -> the copy; eager code passes it to `wait` in the same step, before the next replay of its
+        graph. A CPU tensor is copied as well, so that a recorded graph repeats the copy.
     wait(copy) -> its values, in the memory of the copy.
     """
 
@@ -56,7 +55,7 @@ class HostCopies:
             event.synchronize()
             if not self._aside:
                 self._aside.append(_pinned(copy))
-        return copy.cpu().numpy()  # of a meta tensor, whoever makes up what hosts read gives the values
+        return copy.cpu().numpy()  # of a meta tensor, a dispatch mode supplies the values
 
 
 def _pinned(like: Tensor) -> Tensor:

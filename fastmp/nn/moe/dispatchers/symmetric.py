@@ -62,10 +62,11 @@ class SymmetricDispatched(DispatchState):
 class SymmetricDispatcher(Dispatcher[SymmetricPrepared, SymmetricDispatched]):
     """Exchange rows through the symmetric memory of `exchange`, whose group divides the experts.
 
-    moe: its `symmetric_capacity` is the room over what comes in balance. `exchange` reserves the memory at
-    the first dispatch, on all ranks together.
-    own_stream: exchange on the exchange stream, which has high priority, while the current stream waits: for
-        where a shared expert fills the GPU at the same time.
+    Args:
+        moe: `symmetric_capacity` is the row capacity over a balanced load.
+        exchange: allocates its memory at the first dispatch, on all ranks together.
+        own_stream: communicate on the exchange stream, which has high priority, while the current stream
+            waits; for layers whose shared expert fills the GPU at the same time.
 
     Raises ValueError where the ranks do not divide the experts, and as `SymmetricExchange.reserve`.
     """
@@ -131,7 +132,7 @@ class SymmetricDispatcher(Dispatcher[SymmetricPrepared, SymmetricDispatched]):
 
 
 def _stream(x: Tensor, own_stream: bool) -> AbstractContextManager[None]:
-    """The stream of an exchange, entered within nodes of autograd: they run on the current one themselves."""
+    """Enter the stream of an exchange; autograd nodes call it inside, as they run on the current stream."""
     return exchanging(x) if own_stream else nullcontext()
 
 
