@@ -125,7 +125,7 @@ class Documents(Positions):
         position_ids_BS = torch.arange(S, device=padding_BS.device).expand(B, S)
         return cls(position_ids_BS, borders_n.int(), S, static)
 
-    def anew(self) -> Documents:
+    def fresh(self) -> Documents:
         """Return the same documents with an empty cache of `once`."""
         return self._each(lambda tensor: tensor)
 

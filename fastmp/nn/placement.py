@@ -16,7 +16,7 @@ __all__ = ["Placement"]
 
 @dataclass(frozen=True)
 class Placement:
-    """Where and how a module is built: its second argument, after the configuration; default: a single rank.
+    """Process groups, device, dtype and initialisation of a module: its second argument; default: one rank.
 
     Args:
         groups: process groups of this rank.

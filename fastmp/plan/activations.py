@@ -71,7 +71,7 @@ def mlp(shapes: Shapes) -> int:
 
 
 def experts(shapes: Shapes) -> int:
-    """Return what the router and the routed experts keep, where all experts get equally many tokens."""
+    """Return what the router and the routed experts keep, with balanced expert loads."""
     moe, grid = shapes.model.moe, shapes.grid
     assert moe is not None
     row = shapes.model.hidden_size * shapes.itemsize
@@ -101,7 +101,7 @@ def embedding(shapes: Shapes) -> int:
 
 
 def loss(shapes: Shapes) -> int:
-    """Return what the last stage keeps behind its layers.
+    """Return what the last stage keeps after its layers.
 
     The final norm; the gradient of its output, which the loss makes in the forward pass; the targets; and the
     gradient of each token's loss. A BERT's heads keep their inputs instead.
@@ -112,14 +112,14 @@ def loss(shapes: Shapes) -> int:
 
 
 def _heads(shapes: Shapes, bert: BertConfig) -> int:
-    """Return what a BERT keeps behind its layers.
+    """Return what a BERT keeps after its layers.
 
-    The final norm; of the masked tokens, where they stand, and their rows before and behind a product and
-    behind GELU; and what the loss has made: the gradients of its rows and of its bias.
+    The final norm; the places of masked tokens, and their rows before and after a GEMM and after GELU; and
+    the gradients that the loss computes in forward, of its rows and of its bias.
     """
     row, few = shapes.model.hidden_size * shapes.itemsize, shapes.predicted
     kept = 0 if bert.post_norm else norm(shapes)
-    if bert.sentence_order:  # the first token, before and behind a product
+    if bert.sentence_order:  # the first token, before and after a GEMM
         kept += 2 * shapes.tokens // shapes.length * row
     places = 0 if few == shapes.tokens else few * _TARGET
     return kept + places + few * (4 * row + _TARGET + 3 * _STATISTIC) + shapes.vocab * shapes.itemsize

@@ -1,4 +1,4 @@
-"""Draws the segments of some layers in the order in which they run, and the graphs that hold them."""
+"""A plot of layers' segments in execution order, and the CUDA graphs around them."""
 
 from __future__ import annotations
 

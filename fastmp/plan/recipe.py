@@ -1,4 +1,4 @@
-"""`fastmp plan recipe`: whether a recipe fits a number of ranks, and what each holds, computes and sends."""
+"""`fastmp plan recipe`: the layout check, and the memory, FLOPs and traffic of each rank."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def fitting_recipe(prog: str, options: argparse.Namespace) -> Recipe | None:
 
 
 def recipe_facts(recipe: Recipe, world_size: int) -> dict[str, Any]:
-    """Return what `recipe`, which must fit `world_size` ranks, asks of each of them; sizes are in bytes."""
+    """Return the memory, FLOPs and traffic of each rank of a recipe that fits; sizes are in bytes."""
     model, layout, shapes = recipe.model, recipe.parallel, shapes_of(recipe, world_size)
     tokens = recipe.train.global_batch_size * recipe.data.seq_len
     sources = recipe.data.sources

@@ -81,7 +81,7 @@ def draw(timelines: Sequence[Iterable[Event]], out: str | Path, *, title: str = 
 
 
 def _height(event: Event, at_once: Collection[Event]) -> tuple[float, float]:
-    """The top and the bottom of a box."""
+    """Return the top and the bottom of a box."""
     top, bottom = event.rank - 0.42, event.rank + 0.42
     if event not in at_once:
         return top, bottom
@@ -100,6 +100,6 @@ def _boxes(axes: Any, events: list[Event], at_once: Collection[Event], colour: s
 
 
 def _mixed(first: str, last: str, share: float) -> str:
-    """A colour between two, #rrggbb."""
+    """Return a colour between two, #rrggbb."""
     pairs = ((int(first[i : i + 2], 16), int(last[i : i + 2], 16)) for i in (1, 3, 5))
     return "#" + "".join(f"{round(a + (b - a) * share):02x}" for a, b in pairs)

@@ -149,7 +149,7 @@ class _Links:
 
     @property
     def between_stages(self) -> Link:
-        """The slowest link between neighbours of a pipeline."""
+        """Slowest link between neighbours of a pipeline."""
         ranks = self._grid.ranks("pp")[0]
         return min((link(self.gpu, pair) for pair in pairwise(ranks)), key=lambda each: each.bandwidth)
 

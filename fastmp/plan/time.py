@@ -32,7 +32,7 @@ def main(arguments: list[str]) -> int:
 
 
 def time_facts(recipe: Recipe, world_size: int, hardware: str) -> dict[str, Any]:
-    """Return what a step of `recipe`, which must fit, would take on GPUs of that name; seconds and bytes."""
+    """Return the estimated step time of a fitting `recipe` on GPUs named `hardware`; seconds and bytes."""
     gpu, shapes = GPUS[hardware], shapes_of(recipe, world_size)
     found = step_time(recipe, world_size, gpu)
     orders = make_schedule(recipe.parallel, shapes.num_microbatches).orders()

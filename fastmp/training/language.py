@@ -176,7 +176,7 @@ def token_loss(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor] | tuple[
 
 def _documents(batch: Batch) -> dict[str, Documents]:
     """The keyword of models for the packed documents of a batch, if it has any."""
-    return {"documents": batch["documents"].anew()} if "documents" in batch else {}
+    return {"documents": batch["documents"].fresh()} if "documents" in batch else {}
 
 
 def _loss_grad(batch: Batch, targets_BS: Tensor) -> Tensor | float:

@@ -114,7 +114,11 @@ class AllToAllDispatcher(CountedDispatcher[AllToAllPrepared, AllToAllDispatched]
         return values[:ep], values[ep : 2 * ep], values[2 * ep : 2 * ep + self.etp]
 
     def _blocks(self, matrix_RX: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return where blocks of rows of one expert start as received, where they go, and where experts end.
+        """Return (starts, places, offsets) of the blocks of rows from one source for one expert.
+
+        starts: the first row of each block as received. places: its first row at the experts. offsets: the
+            end
+        of each expert's rows.
 
         After the rows of each etp rank comes a block of padding, which goes nowhere.
         """

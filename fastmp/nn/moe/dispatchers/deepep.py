@@ -1,11 +1,11 @@
-"""A dispatcher through DeepEP, for experts on ranks of several machines: each token goes to a rank once.
+"""The DeepEP dispatcher, also between machines: each token is sent to a rank once.
 
-A rank receives a token if one of its experts, at least, was chosen for it, with all choices and their
-probabilities. It sorts tokens by expert, and adds up what its experts make of one, weighted, before it sends
-that one row back. The token's rank adds up the rows of all ranks. The gradient of either exchange is the
-other one. DeepEP works out sizes itself; its host waits for them in `dispatch`.
+A rank receives a token if at least one of its experts was chosen, with all choices and their probabilities.
+It sorts the rows by expert, and returns one row, the weighted sum of its experts' outputs. The token's rank
+adds up the rows of all ranks. The gradient of dispatch is combine, and the reverse. DeepEP computes the
+sizes; the host waits for them in `dispatch`.
 
-With expert tensor parallelism each choice is `etp` choices, one of each part of the expert, on `etp` ranks.
+With expert tensor parallelism each choice becomes `etp` choices, one for each shard of the expert.
 
 T tokens of this rank, N received ones, k experts of each, H hidden, E experts, L experts of this rank, D etp
 ranks that divide an expert.
@@ -138,7 +138,7 @@ class DeepEPDispatcher(Dispatcher[DeepEPPrepared, DeepEPDispatched]):
 
 
 class _DeepEPDispatch(Function):
-    """Tokens (T, H), probabilities (T, k) and choices (T, k) to those that this rank receives.
+    """Dispatch tokens (T, H) with probabilities (T, k) and choices (T, k).
 
     Returns tokens (N, H), probabilities (N, k), choices (N, k) among this rank's experts or -1, the number of
     rows of each expert (L,), which is on the host, and the tensors of DeepEP's handle.
@@ -174,7 +174,7 @@ class _DeepEPDispatch(Function):
 
 
 class _DeepEPCombine(Function):
-    """Rows (N, H) to the ranks that sent these tokens, which add up the rows of each: (T, H)."""
+    """Return rows (N, H) to the ranks of their tokens, summed over ranks: (T, H)."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, buffer: Any, *handle: Tensor) -> Tensor:

@@ -1,14 +1,12 @@
-"""A dispatcher through memory that ranks share: the host never waits, and a graph can hold all of it.
+"""The symmetric-memory dispatcher: no host synchronisation, and a CUDA graph can hold all of it.
 
-A rank writes its tokens to the place that they have at their experts' rank, in one kernel, and reads the
-outputs from there, in another; one barrier of the kernels' own stands between what is written and read. Each
-rank gathers everybody's counts in the same way, and computes from them alone where its rows go, on the
-device. What arrives is sorted already, by expert, then by source: bit for bit the rows of an
-`AllToAllDispatcher`, with zeros behind them up to the capacity.
+One kernel puts a rank's tokens at their rows in the memory of the experts' rank, another gets the outputs
+from there; a device-side barrier separates writes and reads. Counts are exchanged the same way, and each rank
+computes the rows of its tokens from them, on the device. Received rows are sorted by expert, then by source:
+bit for bit the rows of an `AllToAllDispatcher`, followed by zeros up to the capacity.
 
-Rows beyond the capacity are not sent. A token whose pair is dropped gets nothing from that expert, and no
-gradient; the pairs are counted. Without a limit (`moe.symmetric_capacity` None) there is room for all tokens
-of all ranks at one of them.
+Rows beyond the capacity are dropped: the token gets nothing from that expert, and no gradient; dropped pairs
+are counted. Without `moe.symmetric_capacity` the capacity is all tokens of all ranks.
 
 T tokens of this rank, k experts of each, H hidden, E experts, L experts of this rank, C rows of capacity, R
 ranks of the etp-ep group.
