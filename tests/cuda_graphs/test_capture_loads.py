@@ -12,7 +12,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 import torch
 from capture_tools import new_in_capture
-from graph_tools import DENSE, MOE, train
+from graph_tools import DENSE, MOE, train_gpt
 from marks import full
 from test_graph_manager import SCOPES
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -86,7 +86,7 @@ def loads(monkeypatch):
 def test_training(config, scope, runs, recompute, loads):
     options = {"recompute": recompute, "steps": 3, "num_microbatches": 2, "dtype": torch.bfloat16}
     with loads:
-        train(config, graphs=True, scope=scope, **options)
+        train_gpt(config, graphs=True, scope=scope, **options)
     assert loads.captured
     assert loads.new == []
 

@@ -8,7 +8,7 @@ from collections import Counter
 import numpy as np
 import pytest
 import torch
-from small_tools import SHAPE, Parts, assert_same, linear, managed, total, train
+from small_tools import SHAPE, Parts, assert_same_as_eager, linear, managed, total, train_chain
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -76,7 +76,9 @@ def layer_of(mix):
 @pytest.mark.full
 @pytest.mark.parametrize("mix", (once, only, two_writers, a_view, a_hook, another_dtype))
 def test_the_bits_are_eager_ones(mix):
-    assert_same(lambda graphs: train(LayerChain([linear(), layer_of(mix), layer_of(mix)]), graphs))
+    assert_same_as_eager(
+        lambda graphs: train_chain(LayerChain([linear(), layer_of(mix), layer_of(mix)]), graphs)
+    )
 
 
 @pytest.mark.full
@@ -89,7 +91,9 @@ def test_a_hook_may_return_another_view_of_a_place(turn):
             x.register_hook(turn)
         return unpermute(experts(permute(x, row_of, 8)), row_of), probs
 
-    assert_same(lambda graphs: train(LayerChain([layer_of(mix), layer_of(mix)]), graphs, sizes=[4] * 6))
+    assert_same_as_eager(
+        lambda graphs: train_chain(LayerChain([layer_of(mix), layer_of(mix)]), graphs, sizes=[4] * 6)
+    )
 
 
 @pytest.mark.full
@@ -106,9 +110,9 @@ def test_gradients_outside_of_a_chain_may_be_kept(asks):
             kept.extend(torch.autograd.grad(total, output))
             return (output * kept[-1]).sum()
 
-        return [*train(chain, graphs, loss=loss), *kept]
+        return [*train_chain(chain, graphs, loss=loss), *kept]
 
-    assert_same(run)
+    assert_same_as_eager(run)
 
 
 class Launches(TorchDispatchMode):
@@ -162,7 +166,7 @@ def test_a_number_is_copied_once_for_all_layers_and_again_in_the_next_backward(w
     def loss(outputs, step=0):
         return auxiliary(outputs, weights) * (1 + step)
 
-    assert_same(lambda graphs: train(copy.deepcopy(chain), graphs, loss=loss))
+    assert_same_as_eager(lambda graphs: train_chain(copy.deepcopy(chain), graphs, loss=loss))
     counts = backward_of_the_last_step(chain, loss, silent=True)
     assert counts["copy_"] + counts["_foreach_copy_"] == (1 if weights is None else 3)
 
@@ -197,7 +201,7 @@ def test_another_number_in_the_same_memory_is_copied():
         first, last = (nn.Parameter(torch.linspace(0.5, to, 4, dtype=torch.float64)) for to in (1, 2))
         return Parts(("begin", True, begin), ("mix", False, mix), ("end", True, end), first=first, last=last)
 
-    assert_same(lambda graphs: train(LayerChain([layer() for _ in range(3)]), graphs))
+    assert_same_as_eager(lambda graphs: train_chain(LayerChain([layer() for _ in range(3)]), graphs))
 
 
 def numbers(layer, x):
@@ -215,7 +219,9 @@ def test_a_number_is_copied_that_a_replay_has_left_where_another_was():
         ("tanh", True, lambda layer, x: (torch.tanh(x),)),
         ("behind", False, lambda layer, x: (x * 1.0,)),
     )
-    assert_same(lambda graphs: train(LayerChain([linear(), *(Parts(*parts) for _ in range(2))]), graphs))
+    assert_same_as_eager(
+        lambda graphs: train_chain(LayerChain([linear(), *(Parts(*parts) for _ in range(2))]), graphs)
+    )
 
 
 @pytest.mark.parametrize("turn", (torch.Tensor.t, torch._neg_view))
@@ -244,7 +250,7 @@ def test_another_view_of_a_place_is_read_rightly_where_python_goes_on(turn):
         def keep(step, weight):
             seen.extend(param.main_grad.clone() for param in chain.parameters())
 
-        train(chain, graphs, sizes=[4] * 6, before=before, between=keep)
+        train_chain(chain, graphs, sizes=[4] * 6, before=before, between=keep)
         return seen
 
-    assert_same(run)
+    assert_same_as_eager(run)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from small_tools import SHAPE, Parts, assert_same, eager, linear, managed, total, train
+from small_tools import SHAPE, Parts, assert_same_as_eager, eager, linear, managed, total, train_chain
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -53,9 +53,11 @@ def test_gradients_that_come_otherwise_in_one_step(first, between):
             weight=nn.Parameter(torch.ones(4, dtype=torch.float64)),
             scale=nn.Parameter(torch.ones(4, dtype=torch.float64)),
         )
-        return train(LayerChain([layer]), graphs, before=lambda step: setattr(layer, "usual", step != 4))
+        return train_chain(
+            LayerChain([layer]), graphs, before=lambda step: setattr(layer, "usual", step != 4)
+        )
 
-    assert_same(run)
+    assert_same_as_eager(run)
 
 
 def test_gradients_that_are_conjugate_in_some_steps():
@@ -70,7 +72,7 @@ def test_gradients_that_are_conjugate_in_some_steps():
             ("last", True, lambda layer, x: (x * layer.two,)),
         )
         layer = Parts(*parts, one=one, two=two)
-        return train(
+        return train_chain(
             LayerChain([layer]),
             graphs,
             before=lambda step: setattr(layer, "usual", step != 4),
@@ -78,7 +80,7 @@ def test_gradients_that_are_conjugate_in_some_steps():
             loss=lambda outputs, step: outputs[0].abs().square().sum(),
         )
 
-    assert_same(run)
+    assert_same_as_eager(run)
 
 
 @pytest.mark.parametrize(
@@ -93,9 +95,9 @@ def test_a_run_whose_gradient_is_a_view_of_the_one_it_gets(last):
             ("last", True, last),
         )
         bias = nn.Parameter(torch.zeros(3, 2, 2, dtype=torch.float64))
-        return train(LayerChain([Parts(*parts, one=linear(), two=linear(), bias=bias)]), graphs)
+        return train_chain(LayerChain([Parts(*parts, one=linear(), two=linear(), bias=bias)]), graphs)
 
-    assert_same(run)
+    assert_same_as_eager(run)
 
 
 def add(layer, x, residual, out=None):
@@ -135,7 +137,7 @@ def test_outputs_stay_as_they_are_where_an_eager_segment_wrote_into_a_graph(last
             seen += [tensor.clone() for tensor in kept]
         return [*seen, *(param.grad for param in chain.parameters())]
 
-    assert_same(run)
+    assert_same_as_eager(run)
 
 
 @pytest.mark.parametrize("used", (lambda step, weight: step >= 4, lambda step, weight: weight == 10))
@@ -150,9 +152,9 @@ def test_a_leaf_that_an_eager_segment_uses_now_and_then(used):
         def between(step, weight):
             layer.used = used(step, weight)
 
-        return train(chain, graphs, between=between)
+        return train_chain(chain, graphs, between=between)
 
-    assert_same(run)
+    assert_same_as_eager(run)
 
 
 def test_a_leaf_that_is_handed_on_around_a_run():
@@ -164,9 +166,9 @@ def test_a_leaf_that_is_handed_on_around_a_run():
             ("last", True, lambda layer, x: (torch.relu(layer.two(x)),)),
         )
         weight = nn.Parameter(torch.ones(12, dtype=torch.float64))
-        return train(LayerChain([Parts(*parts, one=linear(), two=linear(), weight=weight)]), graphs)
+        return train_chain(LayerChain([Parts(*parts, one=linear(), two=linear(), weight=weight)]), graphs)
 
-    assert_same(run)
+    assert_same_as_eager(run)
 
 
 def test_a_step_that_fails_behind_frozen_layers():
@@ -200,7 +202,7 @@ def test_a_step_that_fails_behind_frozen_layers():
             seen += [param.grad.clone() for param in layer.parameters()]
         return seen
 
-    assert_same(run)
+    assert_same_as_eager(run)
 
 
 def test_a_run_that_gets_no_gradient_from_an_eager_function():
@@ -215,9 +217,9 @@ def test_a_run_that_gets_no_gradient_from_an_eager_function():
 
     def run(graphs):
         layer = Parts(("stop", False, lambda layer, x: (layer.one(Stop.apply(x)),)), one=linear())
-        return train(LayerChain([linear(), layer, linear()]), graphs)
+        return train_chain(LayerChain([linear(), layer, linear()]), graphs)
 
-    assert_same(run)
+    assert_same_as_eager(run)
 
 
 @pytest.mark.parametrize("what", ("a layer", "a module", "a bias"))
@@ -233,7 +235,7 @@ def test_what_is_added_is_noticed(what):
             chain[0].module[0].bias = nn.Parameter(torch.ones(4, dtype=torch.float64))
 
     with pytest.raises(GraphError, match="of chunk 0 or its main gradient has moved"):
-        train(chain, True, before=before)
+        train_chain(chain, True, before=before)
 
 
 def test_distributed_data_parallel_is_refused(tmp_path):

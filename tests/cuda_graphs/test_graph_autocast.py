@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from small_tools import assert_same, eager, managed
+from small_tools import assert_same_as_eager, eager, managed
 from torch import nn
 
 from fastmp.nn import LayerChain
@@ -47,7 +47,9 @@ def train(chain, graphs, context, call=None):
     ids=("switched off", "switched on", "another dtype", "within a step", "now and then"),
 )
 def test_autocast_that_changes(context):
-    assert_same(lambda graphs: train(LayerChain([nn.Linear(4, 4), nn.Linear(4, 4)]), graphs, context))
+    assert_same_as_eager(
+        lambda graphs: train(LayerChain([nn.Linear(4, 4), nn.Linear(4, 4)]), graphs, context)
+    )
 
 
 def test_a_weight_that_autocast_has_cast_before():
@@ -57,7 +59,7 @@ def test_a_weight_that_autocast_has_cast_before():
         chain = LayerChain([nn.Linear(4, 4)])
         return train(chain, graphs, lambda *_: narrow(), lambda x: chain[0](x).detach())
 
-    assert_same(run)
+    assert_same_as_eager(run)
 
 
 class Detached(nn.Module):
@@ -79,7 +81,7 @@ def test_a_weight_that_a_graph_and_an_eager_segment_use(layers):
         own = nn.Linear(4, 4)
         return train(LayerChain(layers(own, eager(Detached(own)))), graphs, lambda *_: narrow())
 
-    assert_same(run)
+    assert_same_as_eager(run)
 
 
 def test_a_weight_that_a_run_uses_twice():
@@ -89,4 +91,4 @@ def test_a_weight_that_a_run_uses_twice():
         own = nn.Linear(4, 4)
         return train(LayerChain([own, own]), graphs, lambda *_: narrow())
 
-    assert_same(run)
+    assert_same_as_eager(run)

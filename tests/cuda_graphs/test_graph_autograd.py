@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from small_tools import SHAPE, Parts, Plus, assert_same, eager, linear, managed, total, train
+from small_tools import SHAPE, Parts, Plus, assert_same_as_eager, eager, linear, managed, total, train_chain
 from torch import nn
 
 from fastmp.cuda_graphs.errors import GraphError
@@ -16,9 +16,9 @@ def test_a_parameter_that_is_trained_later():
     def run(graphs):
         chain = LayerChain([linear(), linear()])
         weight = chain[0].module.weight.requires_grad_(False)
-        return train(chain, graphs, 8, before=lambda step: weight.requires_grad_(step >= 4))
+        return train_chain(chain, graphs, 8, before=lambda step: weight.requires_grad_(step >= 4))
 
-    assert_same(run)
+    assert_same_as_eager(run)
 
 
 def test_a_parameter_that_comes_later():
@@ -37,9 +37,9 @@ def test_a_parameter_that_comes_later():
             if step == 4:
                 chain[0].module = Adapted(chain[0].module)
 
-        return train(chain, graphs, 8, before=before)
+        return train_chain(chain, graphs, 8, before=before)
 
-    assert_same(run, or_refused=True)
+    assert_same_as_eager(run, or_refused=True)
 
 
 SIZES = [3, 3, 3, 3, 2, 2, 3]  # graphs of 3 rows, then a step that shows 2, and a change before the next
@@ -48,9 +48,9 @@ SIZES = [3, 3, 3, 3, 2, 2, 3]  # graphs of 3 rows, then a step that shows 2, and
 def test_a_mode_that_changes_behind_a_step_that_shows_shapes():
     def run(graphs):
         chain = LayerChain([linear(), nn.Dropout(0.5), linear()])
-        return train(chain, graphs, 7, lambda step: chain[1].module.train(step < 5), sizes=SIZES)
+        return train_chain(chain, graphs, 7, lambda step: chain[1].module.train(step < 5), sizes=SIZES)
 
-    assert_same(run)
+    assert_same_as_eager(run)
 
 
 def test_a_parameter_that_moves_behind_a_step_that_shows_shapes():
@@ -61,15 +61,15 @@ def test_a_parameter_that_moves_behind_a_step_that_shows_shapes():
             chain[0].module.weight.data = chain[0].module.weight.data * 3
 
     with pytest.raises(GraphError, match="has moved"):
-        train(chain, True, 7, before, sizes=SIZES)
+        train_chain(chain, True, 7, before, sizes=SIZES)
 
 
 def test_a_mode_that_changes_between_microbatches():
     def run(graphs):
         chain = LayerChain([linear(), nn.Dropout(0.5), linear()])
-        return train(chain, graphs, between=lambda step, weight: chain[1].module.train(weight == 1))
+        return train_chain(chain, graphs, between=lambda step, weight: chain[1].module.train(weight == 1))
 
-    assert_same(run, or_refused=True)
+    assert_same_as_eager(run, or_refused=True)
 
 
 def test_a_layer_that_is_replaced_before_graphs_are_captured():
@@ -86,7 +86,7 @@ def test_a_layer_that_is_replaced_before_graphs_are_captured():
             seen.append(value.detach())
         return seen
 
-    assert_same(run, or_refused=True)
+    assert_same_as_eager(run, or_refused=True)
 
 
 def test_a_gradient_that_passes_through_an_eager_segment_to_a_leaf():
@@ -102,7 +102,7 @@ def test_a_gradient_that_passes_through_an_eager_segment_to_a_leaf():
             seen.append(leaf.grad)
         return seen
 
-    assert_same(run)
+    assert_same_as_eager(run)
 
 
 def test_an_output_without_gradient_that_an_eager_segment_keeps_in_some_steps():
@@ -119,9 +119,9 @@ def test_an_output_without_gradient_that_an_eager_segment_keeps_in_some_steps():
                 )
             ]
         )
-        return train(chain, graphs, before=lambda step: uses.append(step) if step == 4 else None)
+        return train_chain(chain, graphs, before=lambda step: uses.append(step) if step == 4 else None)
 
-    assert_same(run)
+    assert_same_as_eager(run)
 
 
 def test_an_output_that_is_used_in_some_steps():
@@ -137,9 +137,9 @@ def test_an_output_that_is_used_in_some_steps():
         def loss(outputs, step):
             return total(outputs if step % 2 == 0 else outputs[:1])
 
-        return train(LayerChain([layer]), graphs, loss=loss)
+        return train_chain(LayerChain([layer]), graphs, loss=loss)
 
-    assert_same(run, or_refused=True)
+    assert_same_as_eager(run, or_refused=True)
 
 
 def changed_in_place(layer, x):
@@ -168,9 +168,9 @@ def changed_in_place(layer, x):
 def test_writing_in_place(parts):
     def run(graphs):
         weight = nn.Parameter(torch.ones(SHAPE, dtype=torch.float64))
-        return train(LayerChain([Parts(*parts, weight=weight)]), graphs)
+        return train_chain(LayerChain([Parts(*parts, weight=weight)]), graphs)
 
-    assert_same(run, or_refused=True)
+    assert_same_as_eager(run, or_refused=True)
 
 
 def test_gradients_that_are_asked_for_do_not_accumulate():
@@ -185,7 +185,7 @@ def test_gradients_that_are_asked_for_do_not_accumulate():
                 seen += torch.autograd.grad(total(chain(x)), x)
         return [*seen, *(param.grad for param in chain.parameters())]
 
-    assert_same(run, or_refused=True)
+    assert_same_as_eager(run, or_refused=True)
 
 
 def test_a_backward_of_the_step_before_is_not_taken_for_one_of_this():
@@ -206,9 +206,9 @@ def test_a_run_that_has_no_backward(frozen):
     def run(graphs):
         first = linear().requires_grad_(not frozen)
         cut = Parts(("cut", False, lambda layer, x: (x.detach(),)))
-        return train(LayerChain([first, eager() if frozen else cut, linear()]), graphs)
+        return train_chain(LayerChain([first, eager() if frozen else cut, linear()]), graphs)
 
-    assert_same(run)
+    assert_same_as_eager(run)
 
 
 def test_gradients_are_there_after_a_capture_that_failed():
@@ -264,6 +264,6 @@ def test_gradients_in_another_order_of_dimensions_than_were_shown():
 def test_a_layer_that_is_there_twice():
     def run(graphs):
         layer = Parts(("twice", True, lambda layer, x: (layer.first(x), x.detach())), first=linear())
-        return train(LayerChain([layer, layer, SingleSegment(linear()), layer]), graphs)
+        return train_chain(LayerChain([layer, layer, SingleSegment(linear()), layer]), graphs)
 
-    assert_same(run)
+    assert_same_as_eager(run)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from graph_tools import DENSE, MOE, train
+from graph_tools import DENSE, MOE, train_gpt
 
 from fastmp.cuda_graphs import executor, graph_set, manager, replay_program
 from fastmp.cuda_graphs.executor import StepExecutor
@@ -46,7 +46,7 @@ def copies(monkeypatch):
 
 def of_last_microbatch(copies, config, **options):
     """What went into graphs; between the runs of a layer with experts there is eager code."""
-    train(config, graphs=True, num_microbatches=2, steps=4, **options)
+    train_gpt(config, graphs=True, num_microbatches=2, steps=4, **options)
     each = len(copies["into graphs"]) // (2 * 2)  # of two steps that had graphs, two microbatches
     return copies["into graphs"][-each:]
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from graph_tools import DENSE, MOE, assert_same, train
+from graph_tools import DENSE, MOE, assert_same_gpt, train_gpt
 from test_graph_manager import SCOPES
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -33,9 +33,9 @@ def _attention_whose_backward_has_an_order():
 @pytest.mark.parametrize("own_buffers", (True, False), ids=("main_grad", "grad"))
 @pytest.mark.parametrize(("config", "scope", "runs"), SCOPES)
 def test_training_is_that_of_the_layers_themselves(config, scope, runs, own_buffers):
-    eager = train(config, graphs=False, own_buffers=own_buffers, **CUDA)
-    graphed = train(config, graphs=True, scope=scope, own_buffers=own_buffers, **CUDA)
-    assert_same(graphed, eager)
+    eager = train_gpt(config, graphs=False, own_buffers=own_buffers, **CUDA)
+    graphed = train_gpt(config, graphs=True, scope=scope, own_buffers=own_buffers, **CUDA)
+    assert_same_gpt(graphed, eager)
     assert graphed[2].plan.num_graphs == 2 * runs
 
 
@@ -44,13 +44,13 @@ def test_training_is_that_of_the_layers_themselves(config, scope, runs, own_buff
 @pytest.mark.parametrize("config", (DENSE, MOE), ids=("dense", "experts"))
 def test_twenty_steps(config, recompute, dtype):
     options = {"steps": 20, "recompute": recompute, "dtype": dtype, **CUDA}
-    assert_same(train(config, graphs=True, **options), train(config, graphs=False, **options))
+    assert_same_gpt(train_gpt(config, graphs=True, **options), train_gpt(config, graphs=False, **options))
 
 
 @pytest.mark.parametrize(("config", "scope", "runs"), SCOPES)
 def test_layers_that_are_recomputed_in_parts(config, scope, runs):
-    graphed = train(config, graphs=True, scope=scope, recompute=True, **CUDA)
-    assert_same(graphed, train(config, graphs=False, recompute=True, **CUDA))
+    graphed = train_gpt(config, graphs=True, scope=scope, recompute=True, **CUDA)
+    assert_same_gpt(graphed, train_gpt(config, graphs=False, recompute=True, **CUDA))
     assert graphed[2].plan.num_graphs == 2 * runs
 
 

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from small_tools import assert_same, eager, linear, managed, total
+from small_tools import assert_same_as_eager, eager, linear, managed, total
 from torch import nn
 
 from fastmp.cuda_graphs.backends.recording import RecordedGraph, RecordingBackend
@@ -99,7 +99,7 @@ def overlapping(graphs, fails=None, steps=5, error=RuntimeError):
 
 @pytest.mark.parametrize("fails", range(8))  # four forwards, four backwards
 def test_a_step_whose_capture_fails_goes_on_eagerly(fails):
-    assert_same(lambda graphs: overlapping(graphs, fails))
+    assert_same_as_eager(lambda graphs: overlapping(graphs, fails))
 
 
 def split(graphs, fails=None):
@@ -130,11 +130,11 @@ def split(graphs, fails=None):
 
 @pytest.mark.parametrize("fails", range(6))
 def test_split_backwards_go_on_eagerly(fails):
-    assert_same(lambda graphs: split(graphs, fails))
+    assert_same_as_eager(lambda graphs: split(graphs, fails))
 
 
 def test_memory_that_runs_out_in_a_backward_ends_the_graphs_only():
-    assert_same(lambda graphs: overlapping(graphs, fails=5, error=torch.OutOfMemoryError))
+    assert_same_as_eager(lambda graphs: overlapping(graphs, fails=5, error=torch.OutOfMemoryError))
 
 
 def test_compiled_code_may_have_its_backward_captured():

@@ -8,7 +8,7 @@ from itertools import groupby
 import pytest
 import torch
 from layout_tools import MOE_4, Layout, Training
-from small_tools import SHAPE, Parts, assert_same, eager, linear, managed, total, train
+from small_tools import SHAPE, Parts, assert_same_as_eager, eager, linear, managed, total, train_chain
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook
 from torch.nn.utils import prune
@@ -69,9 +69,9 @@ def test_a_hook_that_changes_tensors(hook, of, segment):
     def run(graphs):
         chain = LayerChain([segment(linear()), linear()])
         hook(of(chain))
-        return train(chain, graphs)
+        return train_chain(chain, graphs)
 
-    assert_same(run)
+    assert_same_as_eager(run)
 
 
 @pytest.mark.filterwarnings("ignore:Full backward hook")
@@ -88,9 +88,9 @@ def test_a_hook_that_comes_and_goes(hook):
             if step in (2, 6):
                 handles.pop().remove()
 
-        return train(chain, graphs, 10, before, sizes=[3] * 7 + [2] * 3)
+        return train_chain(chain, graphs, 10, before, sizes=[3] * 7 + [2] * 3)
 
-    assert_same(run)
+    assert_same_as_eager(run)
 
 
 def test_a_hook_of_all_modules():
@@ -100,11 +100,11 @@ def test_a_hook_of_all_modules():
             lambda module, args, output: 2 * output if type(module) is nn.Linear else None
         )
         try:
-            return train(chain, graphs)
+            return train_chain(chain, graphs)
         finally:
             handle.remove()
 
-    assert_same(run)
+    assert_same_as_eager(run)
 
 
 def test_what_comes_between_the_segments_of_a_layer_with_a_hook():
@@ -117,18 +117,18 @@ def test_what_comes_between_the_segments_of_a_layer_with_a_hook():
             weight=linear(),
         )
         parts.register_forward_hook(lambda module, args, output: (output[0] * 3, *output[1:]))
-        return train(LayerChain([linear(), parts, linear()]), graphs)
+        return train_chain(LayerChain([linear(), parts, linear()]), graphs)
 
-    assert_same(run)
+    assert_same_as_eager(run)
 
 
 def test_a_layer_with_a_hook_that_is_there_twice():
     def run(graphs):
         layer = SingleSegment(linear())
         doubles_output(layer)
-        return train(LayerChain([layer, layer, linear()]), graphs)
+        return train_chain(LayerChain([layer, layer, linear()]), graphs)
 
-    assert_same(run)
+    assert_same_as_eager(run)
 
 
 @pytest.mark.parametrize("with_kwargs", (False, True))
@@ -138,10 +138,10 @@ def test_a_hook_before_forward_gets_its_arguments(with_kwargs):
         chain[0].module.register_forward_pre_hook(
             lambda module, args, *kwargs: seen.append(args[0].shape), with_kwargs=with_kwargs
         )
-        train(chain, graphs)
+        train_chain(chain, graphs)
         return seen
 
-    assert_same(run)
+    assert_same_as_eager(run)
 
 
 def deferring():
@@ -191,7 +191,7 @@ ORDERS = pytest.mark.parametrize("order", ("a|a", "ab|ba|b", "ab|a"))
 
 @ORDERS
 def test_a_hook_behind_a_gradient_that_several_runs_make_runs_once(order):
-    assert_same(marked(order))
+    assert_same_as_eager(marked(order))
 
 
 @ORDERS
@@ -200,7 +200,7 @@ def test_a_hook_behind_a_gradient_that_several_runs_make_runs_once(order):
 def test_a_hook_is_called_behind_exactly_the_gradients_that_there_are(order, split, main):
     """Once in a backward, and that of a deferred gradient once it is there; biases are not deferred."""
     run = marked(order, deferring, split, main)
-    assert_same(run)
+    assert_same_as_eager(run)
     calls = [(name, shape, late) for name, shape, late, _ in run(True)[-1]]
     shapes = ((4,), False), ((4, 4), split)
     assert calls == [(name, *each) for name in sorted({*order} - {"|"}) for each in shapes for _ in range(2)]
@@ -257,7 +257,7 @@ def test_a_hook_behind_a_gradient_that_moves_between_steps():
             assert manager.num_graphs == 4
         return seen
 
-    assert_same(run)
+    assert_same_as_eager(run)
 
 
 @pytest.mark.parametrize("schedule", (pytest.param("1f1b", marks=pytest.mark.full), "zero_bubble"))
@@ -298,9 +298,9 @@ def test_a_weight_that_a_hook_makes_before_forward(wrapped):
                 for param in chain.parameters():
                     param.mul_(0.9)
 
-        return train(chain, graphs, before=before)
+        return train_chain(chain, graphs, before=before)
 
-    assert_same(run)
+    assert_same_as_eager(run)
 
 
 @pytest.mark.parametrize("of", (layer, inside))

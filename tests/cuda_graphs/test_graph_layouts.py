@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from layout_tools import DENSE_4, MOE_4, SOME, STEPS, Layout, assert_same, train
+from layout_tools import DENSE_4, MOE_4, SOME, STEPS, Layout, assert_same_layout, train_layout
 from marks import full
 
 from fastmp.cuda_graphs.scope import layer_groups
@@ -52,11 +52,11 @@ def ranks_case(rank, world, grid, cases, steps):
     groups = ParallelGroups.create(RankGrid(world_size=world, **grid))
     collectives = []
     for layout, scopes in cases:
-        eager = train(layout, groups, graphs=False, steps=steps)
+        eager = train_layout(layout, groups, graphs=False, steps=steps)
         for scope in scopes:
-            graphed = train(layout, groups, graphs=True, scope=scope, steps=steps)
+            graphed = train_layout(layout, groups, graphs=True, scope=scope, steps=steps)
             in_turn = "recompute" in layout.options and not whole(scope, groups)  # part by part of a layer
-            assert_same(graphed, eager, in_order=not in_turn)
+            assert_same_layout(graphed, eager, in_order=not in_turn)
             check_counts(layout, scope, groups, graphed.manager)
             collectives.append([each.split()[0] for each in graphed.collectives])
     return group_rank(groups.pp), collectives
@@ -129,7 +129,9 @@ def test_steps_on_more_layouts(case):
 
 def memory_case(rank, world):
     groups = ParallelGroups.create(RankGrid(world_size=2, pp=2))
-    managers = [train(Layout(DENSE_4, m, vpp=2), groups, graphs=True, steps=4).manager for m in (8, 32)]
+    managers = [
+        train_layout(Layout(DENSE_4, m, vpp=2), groups, graphs=True, steps=4).manager for m in (8, 32)
+    ]
     return [(each.static_bytes, each.plan.nbytes, each.backend.nbytes) for each in managers]
 
 
@@ -152,9 +154,9 @@ def test_memory_follows_the_pipeline_and_not_the_microbatches():
 def test_a_layer_in_a_run_of_its_own_is_the_same_layer(layout):
     """As where gradients are communicated beside replays; with dropout, with recomputation too."""
     groups = ParallelGroups.alone()
-    eager = train(layout, groups, graphs=False, steps=4)
-    graphed = train(layout, groups, graphs=True, span_size=1, steps=4)
-    assert_same(graphed, eager)
+    eager = train_layout(layout, groups, graphs=False, steps=4)
+    graphed = train_layout(layout, groups, graphs=True, span_size=1, steps=4)
+    assert_same_layout(graphed, eager)
     assert [len(chunk) for chunk in graphed.manager.captured_spans] == [2] * layout.vpp
     assert all(len(run.layers) == 1 for chunk in graphed.manager.captured_spans for run in chunk)
 

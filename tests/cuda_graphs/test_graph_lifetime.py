@@ -9,7 +9,7 @@ import weakref
 
 import pytest
 import torch
-from small_tools import SHAPE, Parts, assert_same, linear, managed, total, train
+from small_tools import SHAPE, Parts, assert_same_as_eager, linear, managed, total, train_chain
 from torch import nn
 
 from fastmp.cuda_graphs.backends.recording import RecordingBackend
@@ -57,7 +57,7 @@ def test_a_copy_of_the_model_runs_by_itself(steps, copied):
                 param.mul_(2)
         return [step(other), step(chain, manager), step(other)]
 
-    assert_same(run)
+    assert_same_as_eager(run)
 
 
 def test_removed_twice_and_on_the_way():
@@ -128,9 +128,9 @@ def test_a_conjugate_that_crosses_from_a_graph_to_an_eager_segment():
 
         weight = nn.Parameter(torch.randn(4, 4, dtype=torch.complex128))
         last = ("real", False, lambda layer, z: (z.real + 2 * z.imag,))
-        return train(LayerChain([Parts(("first", True, first), last, weight=weight)]), graphs)
+        return train_chain(LayerChain([Parts(("first", True, first), last, weight=weight)]), graphs)
 
-    assert_same(run)
+    assert_same_as_eager(run)
 
 
 def test_a_conjugate_that_is_copied_into_a_graph_beside_other_dtypes():
@@ -140,9 +140,9 @@ def test_a_conjugate_that_is_copied_into_a_graph_beside_other_dtypes():
 
         weight = nn.Parameter(torch.randn(4, dtype=torch.complex128))
         last = ("real", True, lambda layer, z, x: (z.real + 2 * z.imag + x,))
-        return train(LayerChain([Parts(("spread", False, spread), last, weight=weight)]), graphs)
+        return train_chain(LayerChain([Parts(("spread", False, spread), last, weight=weight)]), graphs)
 
-    assert_same(run)
+    assert_same_as_eager(run)
 
 
 def test_two_managers_for_the_layers_of_two_models():
@@ -169,4 +169,4 @@ def test_two_managers_for_the_layers_of_two_models():
             seen += [param.grad.clone() for param in params]
         return seen
 
-    assert_same(run)
+    assert_same_as_eager(run)

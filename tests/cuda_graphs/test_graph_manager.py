@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from graph_tools import DENSE, MOE, assert_same, train
+from graph_tools import DENSE, MOE, assert_same_gpt, train_gpt
 from marks import full
 
 from fastmp.cuda_graphs.backends.recording import RecordingBackend
@@ -32,26 +32,26 @@ MOST = [SCOPES[0], SCOPES[-1], *full(SCOPES[1:-1])]
 @pytest.mark.parametrize("own_buffers", (True, *full([False])), ids=("main_grad", "grad"))
 @pytest.mark.parametrize(("config", "scope", "runs"), [*SCOPES[::2], *full(SCOPES[1::2])])
 def test_training_is_that_of_the_layers_themselves(config, scope, runs, own_buffers):
-    eager = train(config, graphs=False, own_buffers=own_buffers)
-    graphed = train(config, graphs=True, scope=scope, own_buffers=own_buffers)
-    assert_same(graphed, eager)
+    eager = train_gpt(config, graphs=False, own_buffers=own_buffers)
+    graphed = train_gpt(config, graphs=True, scope=scope, own_buffers=own_buffers)
+    assert_same_gpt(graphed, eager)
     manager = graphed[2]
     assert manager.plan.num_graphs == 2 * runs and manager.plan.inputs() == runs
 
 
 def test_two_runs_in_a_layer_of_which_one_needs_more_buffers():
     scope = ["attn", "moe_router", "shared_experts"]
-    graphed = train(MOE, graphs=True, scope=scope, steps=4)
-    assert_same(graphed, train(MOE, graphs=False, steps=4))
+    graphed = train_gpt(MOE, graphs=True, scope=scope, steps=4)
+    assert_same_gpt(graphed, train_gpt(MOE, graphs=False, steps=4))
     assert graphed[2].plan.num_graphs == 2 * 2 * MOE.num_layers
 
 
 @pytest.mark.parametrize(("config", "scope", "runs"), MOST)
 def test_recomputation_happens_inside_graphs(config, scope, runs):
     """And between them: eagerly, with the layers whole, it gives the same."""
-    graphed = train(config, graphs=True, scope=scope, recompute=True)
-    assert_same(graphed, train(config, graphs=False, recompute=True))
-    kept = train(config, graphs=True, scope=scope)[2]
+    graphed = train_gpt(config, graphs=True, scope=scope, recompute=True)
+    assert_same_gpt(graphed, train_gpt(config, graphs=False, recompute=True))
+    kept = train_gpt(config, graphs=True, scope=scope)[2]
     assert graphed[2].backend.pool.nbytes < 0.65 * kept.backend.pool.nbytes
     assert graphed[2].plan == kept.plan
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from layout_tools import MOE_4, Layout, Training
-from small_tools import SHAPE, assert_same, linear, managed, total, train
+from small_tools import SHAPE, assert_same_as_eager, linear, managed, total, train_chain
 from torch import nn
 
 from fastmp.cuda_graphs.backends.recording import RecordingBackend
@@ -23,9 +23,9 @@ from fastmp.testing.ranks import run_ranks
 def test_buffers_are_as_after_one_forward():
     def run(graphs):
         chain = LayerChain([linear(), nn.BatchNorm1d(4, dtype=torch.float64)])
-        return train(chain, graphs, verify_every=1)
+        return train_chain(chain, graphs, verify_every=1)
 
-    assert_same(run)
+    assert_same_as_eager(run)
 
 
 def test_buffers_where_microbatches_overlap():
@@ -47,15 +47,15 @@ def test_buffers_where_microbatches_overlap():
             seen += [param.grad.clone() for param in chain.parameters()]
         return [*seen, *(buffer.clone() for buffer in chain.buffers())]
 
-    assert_same(run)
+    assert_same_as_eager(run)
 
 
 def test_a_segment_that_updates_a_buffer_it_reads():
     def run(graphs):
         chain = LayerChain([nn.utils.parametrizations.spectral_norm(linear())])
-        return train(chain, graphs, verify_every=1)
+        return train_chain(chain, graphs, verify_every=1)
 
-    assert_same(run)
+    assert_same_as_eager(run)
 
 
 def test_gradients_stay_where_they_are():
@@ -76,7 +76,7 @@ def test_gradients_stay_where_they_are():
             seen.append(flat.clone())
         return seen
 
-    assert_same(run)
+    assert_same_as_eager(run)
 
 
 def test_eager_forwards_are_let_go_with_their_backward():

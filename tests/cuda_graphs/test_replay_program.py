@@ -11,10 +11,8 @@ from collections import Counter
 
 import pytest
 import torch
-from graph_tools import DENSE, MOE
-from graph_tools import assert_same as assert_same_training
-from graph_tools import train as train_gpt
-from small_tools import SHAPE, Parts, assert_same, eager, linear, managed, total, train
+from graph_tools import DENSE, MOE, assert_same_gpt, train_gpt
+from small_tools import SHAPE, Parts, assert_same_as_eager, eager, linear, managed, total, train_chain
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -114,7 +112,7 @@ def test_random_models(seed, both, in_python):
                 floating[:1]
             )
 
-        return train(chain, True, loss=loss, span_size=draw.choice((None, 1)))
+        return train_chain(chain, True, loss=loss, span_size=draw.choice((None, 1)))
 
     assert_alike(*both(run))
     assert in_python["C++"] == 0 and in_python["Python"] > 0
@@ -127,7 +125,7 @@ def test_training(config, own_buffers, both, in_python):
     """Dropout, several runs and eager parts; gradients in buffers of their own, or behind the replay."""
     scope = ("attn", "moe_router", "moe_preprocess") if config is MOE else None
     ours, theirs = both(lambda: train_gpt(config, graphs=True, own_buffers=own_buffers, scope=scope))
-    assert_same_training(ours, theirs)
+    assert_same_gpt(ours, theirs)
     assert in_python["C++"] == 0
 
 
@@ -245,9 +243,9 @@ def test_inputs_that_are_not_dense(in_python):
 
     def run(graphs):
         chain = LayerChain([linear(), Parts(("narrow", False, narrow)), linear()])
-        return train(chain, graphs)
+        return train_chain(chain, graphs)
 
-    assert_same(run)
+    assert_same_as_eager(run)
     assert in_python["Python"] == 4 and in_python["C++"] == 0
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from layout_tools import MOE_4, Layout, assert_same, train
+from layout_tools import MOE_4, Layout, assert_same_layout, train_layout
 from marks import full
 
 from fastmp.distributed.collectives import group_size
@@ -26,12 +26,12 @@ def shared(layout):
 
 def steps_case(rank, world, grid, layout, scopes, steps):
     groups = ParallelGroups.create(RankGrid(world_size=world, **grid))
-    ordinary = train(layout, groups, graphs=False, steps=steps)
-    eager = train(shared(layout), groups, graphs=False, steps=steps)
-    assert_same(eager, ordinary, in_order=False)
+    ordinary = train_layout(layout, groups, graphs=False, steps=steps)
+    eager = train_layout(shared(layout), groups, graphs=False, steps=steps)
+    assert_same_layout(eager, ordinary, in_order=False)
     for scope in scopes:
-        graphed = train(shared(layout), groups, graphs=True, scope=scope, steps=steps)
-        assert_same(graphed, eager)
+        graphed = train_layout(shared(layout), groups, graphs=True, scope=scope, steps=steps)
+        assert_same_layout(graphed, eager)
         assert not any("all_to_all" in each or "alltoall" in each for each in graphed.collectives)
         runs = 1 if scope is None else layout.config.num_layers // (group_size(groups.pp) * layout.vpp)
         assert [len(chunk) for chunk in graphed.manager.captured_spans] == [runs] * layout.vpp

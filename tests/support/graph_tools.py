@@ -27,7 +27,7 @@ MOE = GPTConfig(
 )
 
 
-def train(
+def train_gpt(
     config,
     *,
     graphs,
@@ -39,7 +39,7 @@ def train(
     dtype=torch.float64,
     **options,
 ):
-    """Losses, counts and evaluations of some steps, the parameters behind them, and the manager of graphs.
+    """Return losses, counts and evaluations of some steps, the final parameters, and the graph manager.
 
     The microbatches weigh 1, 2, ...: a gradient that one took from another would show.
     """
@@ -79,6 +79,16 @@ def train(
     return torch.stack(seen), [param.detach().clone() for param in model.parameters()], manager
 
 
-def assert_same(graphed, eager):
-    assert torch.equal(graphed[0], eager[0])
-    assert all(torch.equal(a, b) for a, b in zip(graphed[1], eager[1], strict=True))
+def assert_same_gpt(graphed, eager):
+    """Compare two results of `train_gpt`."""
+    assert_same_bits([graphed[0], *graphed[1]], [eager[0], *eager[1]])
+
+
+def assert_same_bits(graphed, eager):
+    """Compare numbers, tensors or None, one by one."""
+    for i, (got, want) in enumerate(zip(graphed, eager, strict=True)):
+        place = f"number {i} of {len(eager)}"
+        if isinstance(got, torch.Tensor) and isinstance(want, torch.Tensor):
+            assert torch.equal(got, want), f"{place}, shape {tuple(want.shape)}"
+        else:
+            assert got == want, f"{place}: {got}, eagerly {want}"
