@@ -1,16 +1,26 @@
-"""Communication at the borders of a tensor-parallel region, as pairs of conjugate autograd functions.
+"""Collectives of a tensor-parallel region, as pairs of conjugate autograd functions.
 
 The forward of one is the backward of the other (Shoeybi et al. 2019, f and g; Korthikanti et al. 2022 for the
-sequence-parallel pair): copy / reduce, split / gather, gather_sequence / reduce_scatter_sequence; all_to_all
-is its own conjugate. `group` is a ProcessGroup, or None for this rank alone: then, as for a group of one, a
-function returns its input. Nobody's tensor is modified, except by the functions whose name ends in an
-underscore. Tensors may have any layout: the buffers given to the backend are contiguous. The functions at the
-end are not differentiable and can run in the background. Each is a range for profilers, which ends with the
-call also where the work goes on.
+sequence-parallel pair):
+
+| forward | communication | backward |
+|---|---|---|
+| `copy_to_group` | none | all-reduce |
+| `reduce_from_group` | all-reduce | none |
+| `split_to_group` | none | all-gather |
+| `gather_from_group` | all-gather | none |
+| `gather_sequence` | all-gather | reduce-scatter |
+| `reduce_scatter_sequence` | reduce-scatter | all-gather |
+| `all_to_all` | all-to-all | all-to-all |
+
+`group` is a ProcessGroup, or None for this rank alone: then, as for a group of one, a function returns its
+input. No input is modified, except by functions whose name ends in an underscore. Tensors may have any
+layout; the buffers passed to the backend are contiguous. The functions at the end are not differentiable and
+can be asynchronous. Each is a range for profilers, which ends with the call even if the work is asynchronous.
 
 own_stream: run the collective, forward and backward, on the group's stream, and let the current stream wait
-for it. NCCL runs other collectives on the current stream, at its priority: set it where kernels of another
-stream fill the GPU at the same time, because the streams of `ParallelGroups` have high priority.
+for it. NCCL runs synchronous collectives on the current stream, at its priority: set own_stream if kernels of
+another stream fill the GPU at the same time, because the streams of `ParallelGroups` have high priority.
 """
 
 from __future__ import annotations
@@ -41,43 +51,45 @@ _RENAMED = hasattr(dist, "all_gather_single")
 
 
 def communication_device() -> str:
-    """The device of tensors for the default process group: the host where one of its backends takes them."""
+    """Return the device type for tensors of the default process group: "cpu" if it has gloo, else "cuda"."""
     return "cpu" if "gloo" in dist.get_backend_config() else "cuda"
 
 
 def group_size(group: dist.ProcessGroup | None) -> int:
-    """Number of ranks in `group`; 1 for None."""
+    """Return the number of ranks in `group`; 1 for None."""
     return 1 if group is None else group.size()
 
 
 def group_rank(group: dist.ProcessGroup | None) -> int:
-    """This process's rank in `group`; 0 for None."""
+    """Return this process's rank in `group`; 0 for None."""
     return 0 if group is None else group.rank()
 
 
 def copy_to_group(x: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
-    """f: the same tensor forward, the sum of the group's gradients backward. Any shape."""
+    """Return `x`; backward all-reduces its gradient (f of Shoeybi et al.). Any shape."""
     return x if group_size(group) == 1 else _Copy.apply(x, group)
 
 
 def reduce_from_group(x: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
-    """g: the sum over the group forward, the same gradient backward. Any shape."""
+    """All-reduce `x`; backward returns the gradient as it is (g of Shoeybi et al.). Any shape."""
     return x if group_size(group) == 1 else _Reduce.apply(x, group)
 
 
 def reduce_from_group_(x: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
-    """`reduce_from_group` that writes the sum into `x`: for a tensor the caller has just made and owns alone.
+    """All-reduce `x` in place; otherwise as `reduce_from_group`.
 
-    `x` is contiguous, is not needed by the backward of the op that made it, and is not a leaf that requires
-    grad.
+    Args:
+        x: contiguous, not saved for the backward of the op that produced it, and not a leaf that requires
+            grad.
     """
     return x if group_size(group) == 1 else _ReduceInPlace.apply(x, group)
 
 
 def split_to_group(x: torch.Tensor, group: dist.ProcessGroup | None, dim: int = -1) -> torch.Tensor:
-    """This rank's equal part of `x` along `dim` (a view of `x`); backward gathers the parts' gradients.
+    """Return this rank's equal part of `x` along `dim`, a view; backward all-gathers the gradient.
 
-    ValueError where the group does not divide the dimension.
+    Raises:
+        ValueError: the group does not divide the dimension.
     """
     size = group_size(group)
     if x.shape[dim] % size:
@@ -89,9 +101,9 @@ def split_to_group(x: torch.Tensor, group: dist.ProcessGroup | None, dim: int = 
 
 
 def gather_from_group(x: torch.Tensor, group: dist.ProcessGroup | None, dim: int = -1) -> torch.Tensor:
-    """The group's parts joined along `dim`, in rank order; backward takes this rank's part of the gradient.
+    """All-gather `x` along `dim`, in rank order; backward takes this rank's part of the gradient.
 
-    For a result that every rank then uses alike. Parts have equal shapes.
+    Use it if every rank then computes the same from the result. Parts have equal shapes.
     """
     return x if group_size(group) == 1 else _Gather.apply(x, group, dim)
 
@@ -99,9 +111,9 @@ def gather_from_group(x: torch.Tensor, group: dist.ProcessGroup | None, dim: int
 def gather_sequence(
     x: torch.Tensor, group: dist.ProcessGroup | None, *, own_stream: bool = False
 ) -> torch.Tensor:
-    """(S/P, ...) -> (S, ...): the sequence shards joined along dim 0; backward reduce-scatters the gradient.
+    """All-gather sequence shards along dim 0, (S/P, ...) -> (S, ...); backward reduce-scatters the gradient.
 
-    For a result that each rank then uses in its own way (a column-parallel product).
+    Use it if each rank then computes something else from the result, as a column-parallel GEMM does.
     """
     return x if group_size(group) == 1 else _GatherSequence.apply(x, group, own_stream)
 
@@ -109,9 +121,10 @@ def gather_sequence(
 def reduce_scatter_sequence(
     x: torch.Tensor, group: dist.ProcessGroup | None, *, own_stream: bool = False
 ) -> torch.Tensor:
-    """(S, ...) -> (S/P, ...): this rank's sequence shard of the sum over the group; backward all-gathers.
+    """Reduce-scatter `x` along dim 0, (S, ...) -> (S/P, ...); backward all-gathers the gradient.
 
-    ValueError where the group does not divide dim 0.
+    Raises:
+        ValueError: the group does not divide dim 0.
     """
     return x if group_size(group) == 1 else _ReduceScatterSequence.apply(x, group, own_stream)
 
@@ -125,16 +138,25 @@ def all_to_all(
     check: bool = True,
     own_stream: bool = False,
 ) -> torch.Tensor:
-    """Rows to every rank and rows from every rank, in rank order; backward sends the gradients back.
+    """Send rows to every rank and receive rows from every rank; backward sends the gradients back.
 
-    x (sum of send_sizes, ...): its first send_sizes[0] rows go to the group's first rank, and so on. Returns
-    (sum of receive_sizes, ...). Sizes may be zero. The other dimensions are equal on all ranks.
+    Args:
+        x: (sum of send_sizes, ...); the first send_sizes[0] rows go to the group's first rank, and so on. The
+            other dimensions are equal on all ranks.
+        send_sizes, receive_sizes: rows for and from each rank; they may be zero.
+        check: compare the sizes of all ranks first: an all-gather of 2P integers and, on a GPU, a
+            host-device synchronisation. Sizes that all ranks have from one source need no check.
 
-    check: compare the sizes of all ranks before rows are sent, which costs an exchange of 2P integers and, on
-    a GPU, a wait of the host. Sizes that all ranks have from one source need no check.
+    Returns:
+        (sum of receive_sizes, ...), in rank order.
 
-    ValueError, the same on every rank, where one sends more or fewer rows than the other expects; and for
-    sizes that are not those of `x` or the group.
+    Raises:
+        ValueError: the same on every rank, if one sends more or fewer rows than the other expects, or sizes
+            do not fit `x` or the group.
+
+    Example:
+        >>> all_to_all(torch.ones(3, 2), [3], [3], None).shape
+        torch.Size([3, 2])
     """
     size, send, receive = group_size(group), list(send_sizes), list(receive_sizes)
     problem = _size_problem(x, send, receive, size)
@@ -158,7 +180,7 @@ def _size_problem(x: torch.Tensor, send: list[int], receive: list[int], size: in
 
 
 def _first_problem(problem: str, send: list[int], receive: list[int], group: dist.ProcessGroup) -> str:
-    """The first problem that a rank has found, else the first pair of ranks whose sizes differ."""
+    """Return the first rank's problem, else the first pair of ranks whose sizes differ, else ""."""
     everyones: list[tuple[str, list[int], list[int]]] = [("", [], [])] * group.size()
     dist.all_gather_object(everyones, (problem, send, receive), group=group)
     for rank, (found, _, _) in enumerate(everyones):
@@ -175,8 +197,8 @@ def _first_problem(problem: str, send: list[int], receive: list[int], group: dis
     return ""
 
 
-# A forward returns what it has written to as `.detach()`: compiled by torch 2.11, the gradient of a Function
-# whose output was written in place is zero.
+# A forward returns tensors that it has written in place as `.detach()`: compiled by torch 2.11, the gradient
+# of a Function whose output was written in place is zero.
 
 
 class _Copy(Function):
@@ -278,7 +300,7 @@ class _AllToAll(Function):
 
 
 def _waited_for(started: tuple[torch.Tensor, dist.Work | None]) -> torch.Tensor:
-    """Let the current stream wait for a collective; its result."""
+    """Let the current stream wait for a collective, and return its result."""
     made, work = started
     if work is not None:
         work.wait()
@@ -297,10 +319,9 @@ def _exchange(
 
 @traced("fastmp.collective.all_reduce")
 def all_reduce_(x: torch.Tensor, group: dist.ProcessGroup, overlap: bool = False) -> dist.Work | None:
-    """Sum over the group into `x`, which is contiguous. With `overlap`, to be waited for by the returned
-    Work.
+    """All-reduce `x` in place; with `overlap`, asynchronously: wait for the returned Work.
 
-    Under torch.compile nothing is overlapped here (the compiler orders communication) and the result is None.
+    Under torch.compile the call is synchronous, as the compiler orders communication, and returns None.
     """
     if not x.is_contiguous():
         raise ValueError(
@@ -313,7 +334,7 @@ def all_reduce_(x: torch.Tensor, group: dist.ProcessGroup, overlap: bool = False
 
 
 def sum_over_(x: torch.Tensor, *groups: dist.ProcessGroup | None) -> torch.Tensor:
-    """Sum over one group after the other into `x`, which is contiguous, with the same bits on all ranks."""
+    """All-reduce contiguous `x` in place over one group after the other; all ranks get the same bits."""
     for group in groups:
         if group is not None:
             all_reduce_(x, group)
@@ -324,7 +345,7 @@ def sum_over_(x: torch.Tensor, *groups: dist.ProcessGroup | None) -> torch.Tenso
 def all_gather(
     x: torch.Tensor, group: dist.ProcessGroup, overlap: bool = False
 ) -> tuple[torch.Tensor, dist.Work | None]:
-    """(N, ...) -> (P*N, ...) in rank order, with the Work to wait for (None: it is there)."""
+    """All-gather (N, ...) -> (P*N, ...) in rank order; return it with the Work to wait for, or None."""
     joined = x.new_empty((group.size() * x.shape[0], *x.shape[1:]))
     gather = dist.all_gather_single if _RENAMED else dist.all_gather_into_tensor
     if overlap and not torch.compiler.is_compiling():
@@ -337,9 +358,10 @@ def all_gather(
 def reduce_scatter(
     x: torch.Tensor, group: dist.ProcessGroup, overlap: bool = False
 ) -> tuple[torch.Tensor, dist.Work | None]:
-    """(P*N, ...) -> (N, ...): this rank's rows of the sum, with the Work to wait for (None: it is there).
+    """Reduce-scatter (P*N, ...) -> (N, ...); return this rank's rows with the Work to wait for, or None.
 
-    ValueError where the group does not divide dim 0.
+    Raises:
+        ValueError: the group does not divide dim 0.
     """
     size = group.size()
     if x.shape[0] % size:
@@ -357,24 +379,24 @@ def reduce_scatter(
 
 @traced("fastmp.collective.reduce_scatter")
 def reduce_scatter_(x: torch.Tensor, group: dist.ProcessGroup, overlap: bool = False) -> dist.Work | None:
-    """Sum over the group each rank's part of `x` (P*N,), which is contiguous, into that rank's part.
+    """Reduce-scatter contiguous `x` (P*N,) in place: this rank's part is then the sum, the others undefined.
 
-    The other parts are then undefined. With `overlap`, to be waited for by the returned Work.
+    With `overlap`, asynchronously: wait for the returned Work.
     """
     scatter = dist.reduce_scatter_single if _RENAMED else dist.reduce_scatter_tensor
-    return scatter(_own_part(x, group), x, group=group, async_op=overlap)
+    return scatter(_local_part(x, group), x, group=group, async_op=overlap)
 
 
 @traced("fastmp.collective.all_gather")
 def all_gather_(x: torch.Tensor, group: dist.ProcessGroup, overlap: bool = False) -> dist.Work | None:
-    """Give all ranks the part of `x` (P*N,), which is contiguous, that each rank has.
+    """All-gather contiguous `x` (P*N,) in place, from each rank's own part.
 
-    With `overlap`, to be waited for by the returned Work.
+    With `overlap`, asynchronously: wait for the returned Work.
     """
     gather = dist.all_gather_single if _RENAMED else dist.all_gather_into_tensor
-    return gather(x, _own_part(x, group), group=group, async_op=overlap)
+    return gather(x, _local_part(x, group), group=group, async_op=overlap)
 
 
-def _own_part(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+def _local_part(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     part = x.numel() // group.size()
     return x[group.rank() * part : (group.rank() + 1) * part]

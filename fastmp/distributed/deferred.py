@@ -1,8 +1,9 @@
-"""Collectives whose results are needed at the end of a layer only, not by the segment that starts them.
+"""Deferred completion of asynchronous collectives, until the end of the layer that starts them.
 
-A segment starts the collective in the background and calls `finish_later`; whoever runs segments does so in
-`finishing()`, and calls `finish_all` at the end of every layer in it. Segments that raise leave nothing to a
-later layer: a capture that failed, and a recomputation, which ends a layer by an exception.
+1. A segment starts an asynchronous collective and calls `finish_later`.
+2. Code that runs segments does so inside `finishing()`, and calls `finish_all` at the end of every layer.
+3. If a segment raises, its pending work is dropped, so that it does not leak into a later layer: a failed
+   capture, and activation recomputation, which ends a layer with an exception.
 """
 
 from __future__ import annotations
@@ -13,25 +14,25 @@ from contextlib import contextmanager
 
 __all__ = ["finish_all", "finish_later", "finishing"]
 
-_LEFT: deque[Callable[[], None]] = deque()
+_PENDING: deque[Callable[[], None]] = deque()
 
 
 def finish_later(finish: Callable[[], None]) -> None:
-    """Have `finish`, which waits for a collective and uses its result, called at the end of the layer."""
-    _LEFT.append(finish)
+    """Call `finish`, which waits for a collective and uses its result, at the end of the layer."""
+    _PENDING.append(finish)
 
 
 def finish_all() -> None:
-    """Finish what segments have left, in order."""
-    while _LEFT:
-        _LEFT.popleft()()
+    """Finish pending collectives, in order."""
+    while _PENDING:
+        _PENDING.popleft()()
 
 
 @contextmanager
 def finishing() -> Iterator[None]:
-    """Finish what segments leave in the block at its end; drop it if the block raises."""
+    """Finish pending collectives at the end of the block; drop them if the block raises."""
     try:
         yield
         finish_all()
     finally:
-        _LEFT.clear()
+        _PENDING.clear()

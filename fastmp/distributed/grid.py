@@ -1,9 +1,8 @@
-"""The grid of ranks: arithmetic that says which rank belongs to which group.
+"""The parallel layout of ranks: which rank belongs to which group. Standard library only.
 
-The same ranks carry two grids: the dense one (tp, cp, dp, pp) for attention and dense layers, and the
+The same ranks form two grids: the dense one (tp, cp, dp, pp) for attention and dense layers, and the
 expert one (etp, ep, edp, pp) for mixture-of-experts layers. One `order` string arranges both: the leftmost
-axis varies fastest, so its groups are neighbouring ranks. Pure standard library: no torch, no process
-groups.
+axis varies fastest, so its groups are neighbouring ranks.
 """
 
 from __future__ import annotations
@@ -33,10 +32,16 @@ class RankGrid:
     `order` names the axes, fastest first. All but `ep` arrange the dense grid; all but `cp` arrange the
     expert grid, where tp is read as etp and dp as edp. An axis of size one in both grids may be left out.
 
-    Experts are divided over the ranks of tp, cp and dp: cp 8 with ep 8 needs 8 ranks, not 64.
+    Experts are sharded over the ranks of tp, cp and dp: cp 8 with ep 8 needs 8 ranks, not 64.
 
-    ValueError where the sizes do not multiply to world_size, for an order that misses an axis, and where the
-    grids put different ranks into a pipeline stage.
+    Raises:
+        ValueError: the sizes do not multiply to world_size, `order` misses an axis, or the grids put
+            different ranks into a pipeline stage.
+
+    Example:
+        >>> grid = RankGrid(world_size=8, tp=2, pp=2)
+        >>> grid.dp, grid.ranks("tp")
+        (2, [[0, 1], [2, 3], [4, 5], [6, 7]])
     """
 
     world_size: int
@@ -74,22 +79,22 @@ class RankGrid:
 
     @property
     def dense_axes(self) -> tuple[str, ...]:
-        """The axes of the dense grid, fastest first."""
+        """Axes of the dense grid, fastest first."""
         return tuple(axis for axis in self.order if axis in DENSE_AXES)
 
     @property
     def expert_axes(self) -> tuple[str, ...]:
-        """The axes of the expert grid, fastest first."""
+        """Axes of the expert grid, fastest first."""
         return tuple(_TO_EXPERT[axis] for axis in self.order if axis in _TO_EXPERT)
 
     @property
     def etp_varies_first(self) -> bool:
-        """Whether neighbours in an etp-ep group are ranks of one etp group, not of one ep group."""
+        """True if neighbours in an etp-ep group are ranks of one etp group, not of one ep group."""
         axes = self.expert_axes
         return "etp" not in axes or "ep" not in axes or axes.index("etp") < axes.index("ep")
 
     def size(self, axis: str) -> int:
-        """The number of ranks along one axis of either grid."""
+        """Return the number of ranks along one axis of either grid."""
         if axis not in DENSE_AXES + EXPERT_AXES:
             raise ValueError(
                 f"RankGrid: unknown axis {axis!r}; axes are {', '.join(DENSE_AXES + EXPERT_AXES[:-1])}"
@@ -98,7 +103,7 @@ class RankGrid:
         return size
 
     def ranks(self, axes: str) -> list[list[int]]:
-        """The groups along `axes`: every rank is in one list; lists and their members ascend.
+        """Return the groups along `axes`: every rank is in one list; lists and their members ascend.
 
         `axes` is one axis or several of the same grid joined by "-", in any order: "tp", "tp-dp", "ep",
         "etp-ep", "edp". "pp" is the same in both grids. "mp" is a model replica of the dense grid, "tp-pp".
@@ -178,7 +183,7 @@ def _parse_order(order: str, sizes: dict[str, int]) -> tuple[str, ...]:
 
 
 def _tokens(text: str, known: tuple[str, ...], place: str, hint: str) -> tuple[str, ...]:
-    """The axes that `text` joins by "-". ValueError for one that is not `known`, or comes twice."""
+    """Split `text` at "-" into axes. Raises ValueError for one that is not `known`, or repeated."""
     tokens = tuple(text.split("-"))
     for token in tokens:
         if token not in known:

@@ -1,4 +1,4 @@
-"""Streams of a GPU beside the current one: for shared experts, and for exchanges of tokens."""
+"""CUDA streams next to the current one: for shared experts, and for token exchanges."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ __all__ = ["beside", "exchange_stream", "exchanging", "side_stream"]
 
 @functools.cache
 def side_stream(device: torch.device) -> torch.cuda.Stream:
-    """The side stream of a GPU. Backwards of what ran there run there, too."""
+    """Return the side stream of a GPU; autograd runs backwards on the stream of their forward."""
     return torch.cuda.Stream(device)
 
 
 @functools.cache
 def exchange_stream(device: torch.device) -> torch.cuda.Stream:
-    """Return the stream of exchanges that run beside a shared expert or another microbatch's compute.
+    """Return the stream of exchanges that overlap a shared expert or another microbatch's compute.
 
     It has high priority: NCCL runs synchronous collectives on the current stream, and at normal priority
-    their blocks start behind the last wave of a GEMM that was launched before.
+    their blocks start after the last wave of a GEMM that was launched before.
     """
     return torch.cuda.Stream(device, priority=-1)
 
@@ -30,9 +30,9 @@ def exchange_stream(device: torch.device) -> torch.cuda.Stream:
 def exchanging(x: torch.Tensor) -> AbstractContextManager[None]:
     """Return a context on a GPU's exchange stream: it waits for the current stream, which waits for its end.
 
-    In a capture it forks and joins, so that each graph has both. Memory needs no `record_stream`: what was
-    allocated before is not used again ahead of the wait at the end, and what is allocated in the context is
-    used again in such a context only, behind the wait at its beginning. On a CPU it does nothing.
+    In a capture it forks and joins, so that each graph has both. Memory needs no `record_stream`: tensors
+    allocated before are not reused ahead of the wait at the end, and tensors allocated in the context are
+    reused in such a context only, after the wait at its start. On a CPU it does nothing.
     """
     return _exchanging(x.device) if x.is_cuda else nullcontext()
 
@@ -52,5 +52,5 @@ def _exchanging(device: torch.device) -> Iterator[None]:
 
 
 def beside(device: torch.device) -> tuple[torch.cuda.Stream, ...]:
-    """The streams of a GPU on which layers work beside the current one."""
+    """Return the streams of a GPU that layers use next to the current one."""
     return side_stream(device), exchange_stream(device)

@@ -33,7 +33,7 @@ from fastmp.nn.placement import Placement
 from fastmp.nn.replicated import RMSNorm, RotaryPositions
 from fastmp.ops import rope_qk
 from fastmp.ops.attention import attend
-from fastmp.tensor_parallel.context import join_sequence, own_positions, own_slices
+from fastmp.tensor_parallel.context import join_sequence, local_positions, local_slices
 from fastmp.tensor_parallel.layers import ColumnParallelLinear, GroupModule, RowParallelLinear
 
 __all__ = ["SelfAttention"]
@@ -195,7 +195,7 @@ class SelfAttention(GroupModule):
         size = T // (2 * group_size(self.cp_group))
         causal = self.causal and mask is None  # which says all
         window = self.window if causal else None
-        parts = [range(number * size, (number + 1) * size) for number in own_slices(self.cp_group)]
+        parts = [range(number * size, (number + 1) * size) for number in local_slices(self.cp_group)]
         if group_size(self.cp_group) == 1 or not (causal or documents is not None):
             parts = [range(T)]  # one call: queries see all keys, or those that the mask says
         contexts, rng = [], self.rng if dropout > 0.0 else None
@@ -243,7 +243,7 @@ class SelfAttention(GroupModule):
                 f"got {padding_BT.dtype} of shape {tuple(padding_BT.shape)}"
             )
         keys_T = torch.arange(expected[1], device=padding_BT.device)
-        queries_S1 = own_positions(expected[1], self.cp_group, padding_BT.device).unsqueeze(1)
+        queries_S1 = local_positions(expected[1], self.cp_group, padding_BT.device).unsqueeze(1)
         seen_BST = (keys_T == queries_S1) | ~padding_BT[:, None, :]
         if self.causal:
             seen_BST = seen_BST & (keys_T <= queries_S1)

@@ -1,9 +1,9 @@
-"""Context parallelism: every rank of a group holds an equal part of one sequence, with equal causal work.
+"""Context parallelism: every rank of a group holds an equal part of one sequence, with balanced causal work.
 
-The sequence is cut into 2 * CP equal slices, and rank r holds slices r and 2 * CP - 1 - r, in this order. A
-token attends to those before it, so slice i costs i + 1/2 squares, and the two slices of any rank 2 * CP.
-(With neighbouring slices the last rank would have 2 * CP - 1 times the work of the first.) Tokens, targets
-and tables of positions are cut alike.
+The sequence is split into 2 * CP equal slices, and rank r holds slices r and 2 * CP - 1 - r, in this order
+(CP 2: rank 0 has slices 0 and 3, rank 1 slices 1 and 2). A token attends to those before it, so slice i costs
+i + 1/2 squares, and the two slices of any rank 2 * CP. (With contiguous parts the last rank would have
+2 * CP - 1 times the work of the first.) Tokens, targets and position tables are split the same way.
 """
 
 from __future__ import annotations
@@ -13,30 +13,39 @@ from torch.distributed import ProcessGroup
 
 from fastmp.distributed.collectives import gather_sequence, group_rank, group_size
 
-__all__ = ["cut_sequence", "join_sequence", "own_positions", "own_slices"]
+__all__ = ["cut_sequence", "join_sequence", "local_positions", "local_slices"]
 
 
-def own_slices(group: ProcessGroup | None) -> tuple[int, int]:
-    """The numbers of this rank's two slices, of 2 * CP: (r, 2 * CP - 1 - r)."""
+def local_slices(group: ProcessGroup | None) -> tuple[int, int]:
+    """Return the indices of this rank's two slices out of 2 * CP: (r, 2 * CP - 1 - r)."""
     rank = group_rank(group)
     return rank, 2 * group_size(group) - 1 - rank
 
 
-def own_positions(
+def local_positions(
     length: int, group: ProcessGroup | None, device: torch.device | None = None
 ) -> torch.Tensor:
-    """The positions (length / CP,) int64 of this rank's tokens in a sequence of `length`, ascending.
+    """Return the positions (length / CP,) int64 of this rank's tokens in a sequence of `length`, ascending.
 
-    ValueError where 2 * CP does not divide `length`.
+    Raises:
+        ValueError: 2 * CP does not divide `length`.
     """
     return cut_sequence(torch.arange(length, device=device), group, dim=0)
 
 
 def cut_sequence(x: torch.Tensor, group: ProcessGroup | None, dim: int = 1) -> torch.Tensor:
-    """This rank's slices (.., S/CP, ..) of `x` (.., S, ..), whose dimension `dim` is the sequence.
+    """Return this rank's slices (.., S/CP, ..) of `x` (.., S, ..), whose dimension `dim` is the sequence.
 
-    All ranks have the same `x`: nothing is communicated. The result is a differentiable copy, or `x` itself
-    for a group of one. ValueError where 2 * CP does not divide the sequence.
+    All ranks have the same `x`, so nothing is communicated. The result is a differentiable copy, or `x`
+    itself for a group of one.
+
+    Raises:
+        ValueError: 2 * CP does not divide the sequence.
+
+    Example:
+        >>> tokens = torch.arange(8)[None]
+        >>> cut_sequence(tokens, group=None).shape  # with a group of 2: (1, 4)
+        torch.Size([1, 8])
     """
     size = group_size(group)
     if size == 1:
@@ -47,7 +56,7 @@ def cut_sequence(x: torch.Tensor, group: ProcessGroup | None, dim: int = 1) -> t
             f"cut_sequence: a sequence of {length} tokens is not divisible by 2 x the context-parallel size "
             f"{size}"
         )
-    first, second = own_slices(group)
+    first, second = local_slices(group)
     dim %= x.dim()
     index = [slice(None)] * x.dim()
     index[dim] = slice(first, second + 1, second - first)
@@ -55,10 +64,13 @@ def cut_sequence(x: torch.Tensor, group: ProcessGroup | None, dim: int = 1) -> t
 
 
 def join_sequence(x: torch.Tensor, group: ProcessGroup | None, dim: int = 1) -> torch.Tensor:
-    """The sequence (.., S, ..) from the slices (.., S/CP, ..) of all ranks: the inverse of `cut_sequence`.
+    """Gather the sequence (.., S, ..) from the slices (.., S/CP, ..) of all ranks, inverting `cut_sequence`.
 
-    Forward is one all-gather, backward one reduce-scatter, which adds up the gradients of all ranks: each of
-    them uses the result in its own way, as it does keys and values. ValueError for a part of odd length.
+    Forward is one all-gather. Backward is one reduce-scatter that sums the gradients of all ranks, as each
+    rank computes something else from the result, for instance from keys and values.
+
+    Raises:
+        ValueError: the part of this rank has odd length.
     """
     size = group_size(group)
     if size == 1:

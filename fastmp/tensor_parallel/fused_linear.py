@@ -1,15 +1,15 @@
-"""Products of sequence-parallel linear layers in one piece with their communication.
+"""Sequence-parallel GEMMs fused with their collectives (asynchronous tensor parallelism).
 
-torch.ops.symm_mem has an all-gather before a product and a reduce-scatter behind one that work in parts:
-while one part is multiplied, another travels over NVLink. Parts have a price, so products of few rows are
-slower that way, and `overlap_rows` says from how many on it is worth it.
+torch.ops.symm_mem has an all-gather before a GEMM and a reduce-scatter after one that work in chunks: while
+one chunk is multiplied, another travels over NVLink. Chunks have overhead, so GEMMs of few rows are slower
+that way; `overlap_rows` is the number of rows from which fusion pays.
 
-All such ops of a group share one workspace, so no two may be at work at once. On one stream they never are:
-each ends on the stream it began on. Beside the current stream layers work on those of
-`fastmp.distributed.streams` only, and there these ops are not used. torch frees the workspace of a group when
-an op needs a larger one. Captured graphs contain its address, so it does not grow while such a graph lives.
+All such ops of a group share one workspace, so no two may run concurrently. On one stream they never do: each
+ends on the stream it started on. Layers use the streams of `fastmp.distributed.streams` as well, and there
+these ops are not used. torch frees the workspace of a group when an op needs a larger one. Captured graphs
+contain its address, so it does not grow while such a graph lives.
 
-S sequence, P ranks of the group, I and O inputs and outputs of a product.
+S sequence, P ranks of the group, I and O inputs and outputs of a GEMM.
 """
 
 from __future__ import annotations
@@ -31,20 +31,21 @@ from fastmp.status import process_status
 
 __all__ = ["gather_matmul", "is_fused", "matmul_scatter"]
 
-_graphs: dict[str, weakref.WeakSet[object]] = {}  # of each group, those that contain its workspace's address
-_MULTICAST_ROWS = 2048  # of all ranks together: torch's own limit
+_graphs: dict[str, weakref.WeakSet[object]] = {}  # by group: graphs that contain the address of its workspace
+_MULTICAST_ROWS = 2048  # rows of all ranks up to which torch gathers by one multicast
 
 
 def is_fused(
     x: Tensor, weight: Tensor, group: dist.ProcessGroup | None, rows: int | None, *, gathers: bool
 ) -> bool:
-    """Whether a product of x with `weight` is to be one with its communication: alike on all ranks.
+    """Return True if the GEMM of x and `weight` is fused with its collective; the same on all ranks.
 
-    x: (S/P, ..., I) that is gathered, with `gathers`; else (S, ..., I), of whose product parts are scattered.
-    rows: how many (S times the dimensions between) it needs; None: no product has enough.
+    The first call for a group is a collective of hosts. False on devices without these kernels, if ranks are
+    on several machines, under compilers and torch.func, and on the streams of `fastmp.distributed.streams`.
 
-    The first call for a group is a collective of hosts. False on a device whose kernels are not there, where
-    ranks are on several machines, under compilers and torch.func, and on streams beside the current one.
+    Args:
+        x: (S/P, ..., I), to be gathered, with `gathers`; else (S, ..., I), whose GEMM is reduce-scattered.
+        rows: minimum number of rows (S times the dimensions between); None: never fused.
     """
     size = group_size(group)
     if rows is None or group is None or size == 1 or x.is_meta or x.dim() < 2 or x.dtype != weight.dtype:
@@ -63,8 +64,8 @@ def is_fused(
 def gather_matmul(
     x: Tensor, weight_IO: Tensor, group: dist.ProcessGroup, *, keep: bool
 ) -> tuple[Tensor | None, Tensor]:
-    """The parts (S/P, ..., I) of all ranks joined, with `keep`, and their product (S, ..., O)."""
-    # torch gathers few rows by one multicast, into a workspace that has room for those of all ranks.
+    """Return the gathered x (S, ..., I) if `keep`, else None, and its GEMM (S, ..., O)."""
+    # torch gathers few rows by one multicast, into a workspace with room for the rows of all ranks.
     multicast = not keep and math.prod(x.shape[:-1]) * group.size() <= _MULTICAST_ROWS
     _use_workspace(group, x, x.nbytes * (group.size() if multicast else 1))
     whole, products = torch.ops.symm_mem.fused_all_gather_matmul(
@@ -75,9 +76,9 @@ def gather_matmul(
 
 @traced("fastmp.collective.matmul_scatter")
 def matmul_scatter(x: Tensor, weight_IO: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """This rank's part (S/P, ..., O) of the sum over the group of products of x (S, ..., I)."""
+    """Return this rank's shard (S/P, ..., O) of the GEMM of x (S, ..., I), reduced over the group."""
     rows = math.prod(x.shape[:-1]) // group.size()
-    _use_workspace(group, x, 2 * rows * weight_IO.shape[1] * x.itemsize)  # two parts at a time
+    _use_workspace(group, x, 2 * rows * weight_IO.shape[1] * x.itemsize)  # two chunks at a time
     return torch.ops.symm_mem.fused_matmul_reduce_scatter(x, weight_IO, "sum", 0, group.group_name)
 
 
@@ -94,7 +95,7 @@ def _use_workspace(group: dist.ProcessGroup, x: Tensor, nbytes: int) -> None:
     graphs = _graphs.setdefault(group.group_name, weakref.WeakSet())
     grows = nbytes > workspace.nbytes
     if grows and graphs:
-        gc.collect()  # graphs that nobody replays any more
+        gc.collect()  # drops graphs that are no longer referenced
     if grows and graphs:
         raise RuntimeError(
             f"tp_overlap: the symmetric workspace of group {group.group_name} would grow from "
@@ -110,7 +111,7 @@ def _use_workspace(group: dist.ProcessGroup, x: Tensor, nbytes: int) -> None:
 
 @functools.cache
 def _can_fuse(group: dist.ProcessGroup, device: torch.device) -> bool:
-    """Whether the devices of all ranks can, on one machine."""
+    """Return True if all ranks are on one machine and their devices have the fused ops."""
     own = (socket.gethostname(), _has_kernels(device))
     everyones = [own] * group.size()
     dist.all_gather_object(everyones, own, group=group)
@@ -118,7 +119,7 @@ def _can_fuse(group: dist.ProcessGroup, device: torch.device) -> bool:
 
 
 def _has_kernels(device: torch.device) -> bool:
-    """Whether the ops have kernels for `device`; of GPUs, those whose switch reaches all of a machine."""
+    """Return True if the ops have kernels for `device`; GPUs need multicast by an NVSwitch."""
     from torch.distributed import _symmetric_memory as symmetric  # registers the ops
 
     names = ("fused_all_gather_matmul", "fused_matmul_reduce_scatter")

@@ -1,7 +1,7 @@
-"""The products of parallel linear layers as functions, with their communication behind other work.
+"""GEMMs of parallel linear layers as functions, with their collectives overlapped with other work.
 
-Under sequence parallelism that is the product itself, where `fastmp.tensor_parallel.fused_linear` finds that
-worth it.
+Under sequence parallelism a GEMM is fused with its own collective where `fastmp.tensor_parallel.fused_linear`
+supports it.
 
 T tokens (all leading dims), I this rank's inputs, O this rank's outputs, S sequence, B batch, H hidden, V
 vocabulary, P ranks of the group.
@@ -41,10 +41,17 @@ def parallel_logits(
     group: dist.ProcessGroup | None,
     sequence_parallel: bool = False,
 ) -> torch.Tensor:
-    """Logits (S, B, V/P) of this rank's part of the vocabulary, for an output embedding tied to the input's.
+    """Return the logits (S, B, V/P) of this rank's shard of the vocabulary, for a tied output embedding.
 
-    hidden (S, B, H), the same on every rank, or (S/P, B, H) with `sequence_parallel`; weight (V/P, H), the
-    shard of a VocabParallelEmbedding. The backward sums the gradient of `hidden` over the group.
+    Backward all-reduces (with `sequence_parallel` reduce-scatters) the gradient of `hidden`.
+
+    Args:
+        hidden: (S, B, H), the same on every rank, or (S/P, B, H) with `sequence_parallel`.
+        weight: (V/P, H), the shard of a `VocabParallelEmbedding`.
+
+    Example:
+        >>> parallel_logits(torch.zeros(4, 2, 8), torch.zeros(16, 8), group=None).shape
+        torch.Size([4, 2, 16])
     """
     return column_linear(hidden, weight, None, group, sequence_parallel)
 
@@ -57,17 +64,21 @@ def column_linear(
     sequence_parallel: bool,
     overlap_rows: int | None = None,
 ) -> torch.Tensor:
-    """This rank's outputs (..., O) for x (..., I), the same on every rank, and its weight (O, I), bias (O,).
+    """Return this rank's outputs (..., O) for x (..., I), the same on every rank.
 
-    With `sequence_parallel`, x is this rank's shard of the sequence, dimension 0; with `overlap_rows`, a
-    product of as many rows is fused with its all-gather, and in backward with the reduce-scatter. The shard
-    is what is kept: for the gradient of the weight it is gathered again, beside that product. The gradient
-    goes to `main_grad` where there is one, now or deferred, as in `fastmp.ops.wgrad.linear`, which serves a
-    group of one.
+    The weight gradient is added to `weight.main_grad` if there is one, now or deferred, as in
+    `fastmp.ops.wgrad.linear`, which serves a group of one.
+
+    Args:
+        weight, bias: this rank's shards (O, I) and (O,).
+        sequence_parallel: x is this rank's sequence shard along dim 0. Only the shard is saved: backward
+            gathers it again, overlapped with the dgrad GEMM.
+        overlap_rows: rows from which the GEMM is fused with its all-gather, and in backward with the
+            reduce-scatter. None: never.
     """
     if group_size(group) == 1 or not (torch.is_grad_enabled() or sequence_parallel):
         return linear(x, weight, bias)
-    # Autocast does not reach into the backward of a Function: cast outside it.
+    # Autocast does not apply inside the backward of a Function: cast outside it.
     x, narrow, bias = autocast(x, weight, bias)
     fused = sequence_parallel and is_fused(x, narrow, group, overlap_rows, gathers=True)
     narrow, main_grad, defer = _gradient_of("column_linear", weight, narrow)
@@ -77,11 +88,13 @@ def column_linear(
 def row_linear_scattered(
     x: torch.Tensor, weight: torch.Tensor, group: dist.ProcessGroup, overlap_rows: int | None = None
 ) -> torch.Tensor:
-    """This rank's shard (S/P, ..., O) of the sum of all ranks' products, of x (S, ..., I) and weight (O, I).
+    """Return this rank's shard (S/P, ..., O) of the reduce-scattered GEMM of x (S, ..., I) and weight (O, I).
 
-    With `overlap_rows`, a product of as many rows is fused with its reduce-scatter, and in backward with the
-    all-gather of the gradient, which the gradient of the weight takes as well; that goes where
-    `column_linear` says. ValueError where the group does not divide S.
+    From `overlap_rows` rows on the GEMM is fused with its reduce-scatter, and in backward the dgrad GEMM with
+    the all-gather of the gradient, which wgrad then uses as well.
+
+    Raises:
+        ValueError: the group does not divide S.
     """
     cast, narrow = autocast(x, weight)
     if not is_fused(cast, narrow, group, overlap_rows, gathers=False):
@@ -94,10 +107,10 @@ def row_linear_scattered(
 def _gradient_of(
     name: str, weight: torch.Tensor, narrow: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor | None, Defer | None]:
-    """The weight as a Function takes it, after autocast `narrow`; its main_grad, and how to defer."""
+    """Return the weight for a Function (`narrow`: after autocast), its main_grad, and how to defer wgrad."""
     main_grad, defer = main_grad_of(weight), deferral(weight)
     checks.check_main_grad(name, main_grad, weight=narrow)
-    if main_grad is None and narrow is not weight:  # the rest of the backward pass needs the gradient
+    if main_grad is None and narrow is not weight:  # autograd casts the gradient in this backward
         defer = None
     return narrow if defer is None else leaf_of(narrow), main_grad, defer
 
@@ -121,9 +134,11 @@ class _ColumnLinear(Function):
         need_x, need_weight, need_bias = ctx.needs_input_grad[:3]
         grad_x = grad_weight = grad_bias = x_work = grad_work = None
         need_now = need_weight and ctx.defer is None
+        # 1. All-gather x over the group for wgrad, on NCCL's stream, overlapped with the dgrad GEMM.
         if need_now and sequence_parallel:
             x, x_work = all_gather(x, group, overlap=True)
         grad_TO = grad.reshape(-1, grad.shape[-1])
+        # 2. dgrad, and its all-reduce or reduce-scatter, overlapped with the wgrad GEMM.
         if need_x and ctx.fused:
             grad_x = matmul_scatter(grad, weight, group)
         elif need_x:
@@ -134,6 +149,7 @@ class _ColumnLinear(Function):
                 grad_work = all_reduce_(grad_x, group, overlap=True)
         if need_bias:
             grad_bias = grad_TO.sum(0)
+        # 3. wgrad, now or deferred.
         if x_work is not None:
             x_work.wait()
         if need_now:
@@ -177,6 +193,6 @@ def _deferred(
     sequence_parallel: bool,
     main_grad: torch.Tensor | None,
 ) -> torch.Tensor | None:
-    """`weight_grad` where `_ColumnLinear` has left it for later."""
+    """Compute the weight gradient that `_ColumnLinear` has deferred; gathers x first."""
     x = all_gather(x, group)[0] if sequence_parallel else x
     return weight_grad(grad_TO, x.reshape(-1, x.shape[-1]), main_grad)

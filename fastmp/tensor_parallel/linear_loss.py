@@ -1,9 +1,9 @@
-"""Output layer and what follows in one, over a vocabulary that is sharded over a group.
+"""Fused output layer and loss, over a vocabulary that is sharded over a group.
 
-Collectives join the shards of `fastmp.ops.linear_cross_entropy` and `linear_log_probs`: the statistics of
-some tokens are gathered while the logits of the next ones are made, and the gradient of the hidden states is
-summed once, behind the last product. What is communicated does not grow with the vocabulary, and no rank ever
-holds the logits of all tokens.
+Collectives join the shards of `fastmp.ops.linear_cross_entropy` and `linear_log_probs`: the statistics of one
+chunk of tokens are all-gathered while the logits of the next chunk are computed, and the gradient of the
+hidden states is all-reduced once, after the last GEMM. Traffic does not grow with the vocabulary, and no rank
+materialises the logits of all tokens.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ __all__ = ["vocab_parallel_linear_cross_entropy", "vocab_parallel_linear_log_pro
 
 
 class _Group(Shards):
-    """The collectives between the shards of a group."""
+    """Collectives between the shards of a group."""
 
     def __init__(self, group: dist.ProcessGroup, sequence_parallel: bool) -> None:
         self.group, self.sequence_parallel = group, sequence_parallel
@@ -66,21 +66,28 @@ def vocab_parallel_linear_cross_entropy(
     loss_grad: torch.Tensor | float | None = None,
     workspace: int | None = None,
 ) -> torch.Tensor:
-    """The loss of every token (...), or its mean or sum (`reduction`), from hidden states and output weight.
+    """Return the cross-entropy of every token (...), or its mean or sum, without materialising logits.
 
-    The loss is the one of `parallel_logits` and `vocab_parallel_cross_entropy`, without the logits.
+    The loss is that of `parallel_logits` and `vocab_parallel_cross_entropy`.
 
-    hidden: (..., H), the same on every rank; with `sequence_parallel` this rank's part of it along dim 0.
-    weight: (V/P, H), this rank's shard of the output embedding, rank r's rows [r * V/P, (r+1) * V/P). Its
-        gradient is added to `weight.main_grad` where there is one: if `loss_grad` is given, in the forward
-        pass, so set main gradients to zero before it.
-    target: (...) int64 ids of all tokens in the whole vocabulary, the same on every rank.
-    bias: (V/P,), this rank's shard; its gradient goes to autograd.
-    loss_grad: the gradient that every token's loss will receive, the same on every rank, if it is known. The
-        gradients are then made in the forward pass, with no product done twice; the backward pass checks
-        that the upstream gradient is `loss_grad`, and can run once.
+    Args:
+        hidden: (..., H), the same on every rank; with `sequence_parallel` this rank's shard along dim 0.
+        weight: (V/P, H), this rank's shard of the output embedding, rows [r * V/P, (r+1) * V/P) on rank r.
+            Its gradient is added to `weight.main_grad` if there is one. With `loss_grad` that happens in the
+            forward, so zero main gradients before it.
+        target: (...) int64 ids of the full vocabulary for all tokens, the same on every rank.
+        bias: (V/P,), this rank's shard; its gradient goes to autograd.
+        loss_grad: upstream gradient of every token's loss, the same on every rank, if known. Gradients are
+            then computed in the forward, with no GEMM done twice; the backward checks the upstream gradient
+            and can run once.
 
-    The other options, the result and the errors: as in `fastmp.ops.linear_cross_entropy`.
+        The other options, the result and the errors are those of `fastmp.ops.linear_cross_entropy`.
+
+    Example:
+        >>> hidden, weight = torch.zeros(4, 2, 8), torch.zeros(16, 8)
+        >>> target = torch.zeros(4, 2, dtype=torch.int64)
+        >>> vocab_parallel_linear_cross_entropy(hidden, weight, target, group=None).shape
+        torch.Size([4, 2])
     """
     return linear_cross_entropy_of(
         _shards(group, sequence_parallel), "vocab_parallel_linear_cross_entropy", hidden, weight, target,
@@ -104,14 +111,16 @@ def vocab_parallel_linear_log_probs(
     vocab_size: int | None = None,
     workspace: int | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """The log-probability of every target (...), and on request the entropies, the same on every rank.
+    """Return the log-probability of every target (...), with `return_entropy` also the entropies.
 
-    Forward there is one collective, of three or four numbers a token; backward one, which sums the gradient
-    of hidden. Gradients that arrive must be the same on every rank.
+    The forward has one collective, an all-gather of three or four numbers a token, and the backward one, an
+    all-reduce of the gradient of `hidden`. Upstream gradients must be the same on every rank, as the results
+    are.
 
-    hidden, weight, target: as in `vocab_parallel_linear_cross_entropy`.
+    Args:
+        hidden, weight, target: as in `vocab_parallel_linear_cross_entropy`.
 
-    The other options, the result and the errors: as in `fastmp.ops.linear_log_probs`.
+        The other options, the result and the errors are those of `fastmp.ops.linear_log_probs`.
     """
     return linear_log_probs_of(
         _shards(group, sequence_parallel), "vocab_parallel_linear_log_probs", hidden, weight, target,

@@ -1,9 +1,10 @@
 """Cross-entropy over a vocabulary that is sharded over a group: local ops and one collective.
 
-Each rank reads its logits once and reduces them to three numbers a token (row maximum, sum of exponentials,
-the target's logit; the sum of logits as a fourth with label smoothing). These are gathered; from them every
-rank computes the same loss, to the bit, and the gradient of its own shard. The backward does not communicate,
-and what is communicated does not grow with the vocabulary.
+1. Each rank reads its logits once and reduces them to three numbers a token: row maximum, sum of exponentials
+   and the target's logit (with label smoothing the sum of logits as a fourth).
+2. These statistics are all-gathered over the group: traffic does not grow with the vocabulary.
+3. From them every rank computes the same loss, to the bit, and the gradient of its shard. The backward does
+   not communicate.
 """
 
 from __future__ import annotations
@@ -32,15 +33,28 @@ def vocab_parallel_cross_entropy(
     reduction: str = "none",
     grad_in_place: bool = False,
 ) -> torch.Tensor:
-    """The loss of every token (...), or its mean or sum (`reduction`), for logits sharded over `group`.
+    """Return the cross-entropy of every token (...), or its mean or sum, for logits sharded over `group`.
 
-    logits (..., V/P) are columns [r * V/P, (r+1) * V/P) of the vocabulary on rank r; target (...) holds ids
-    of the undivided vocabulary (int64), the same on every rank. The loss is fp32 (float64 for float64 logits)
-    and equal on all ranks. The options mean what they mean in `fastmp.ops.cross_entropy`: label smoothing is
-    over the undivided vocabulary, columns from `vocab_size` on are padding without a gradient, and with
-    `grad_in_place` the backward writes the gradient over the logits.
+    Args:
+        logits: (..., V/P), columns [r * V/P, (r+1) * V/P) of the vocabulary on rank r.
+        target: (...) int64 ids of the full vocabulary, the same on every rank.
+        label_smoothing: over the full vocabulary.
+        vocab_size: columns from here on are padding without a gradient. None: there is no padding.
+        reduction: "none", "mean" or "sum".
+        grad_in_place: let backward overwrite the logits with their gradient.
 
-    ValueError for shapes that do not match, and on a CPU for a target outside the vocabulary.
+        The others are those of `fastmp.ops.cross_entropy`.
+
+    Returns:
+        the loss in fp32 (float64 for float64 logits), equal on all ranks.
+
+    Raises:
+        ValueError: shapes do not match; on a CPU, a target is outside the vocabulary.
+
+    Example:
+        >>> logits, target = torch.zeros(2, 3, 8), torch.zeros(2, 3, dtype=torch.int64)
+        >>> vocab_parallel_cross_entropy(logits, target, group=None).shape
+        torch.Size([2, 3])
     """
     op = "vocab_parallel_cross_entropy"
     checks.check_floating(op, "logits", logits)
@@ -60,11 +74,14 @@ def vocab_parallel_cross_entropy(
     if rows_NV.stride(1) != 1:
         rows_NV = rows_NV.contiguous()
 
+    # 1. Statistics of this rank's columns: (P', N, 3 or 4).
     stats = torch.ops.fastmp.cross_entropy_stats(
         rows_NV.detach(), target_N, vocab_start, vocab_size, label_smoothing != 0
     ).unsqueeze(0)
+    # 2. All-gather them over the group, on the current stream.
     if size > 1:
         stats, _ = all_gather(stats, group)
+    # 3. The loss, and in backward the gradient of this rank's columns, from the statistics of all ranks.
     loss_N = ops.cross_entropy_from_stats(
         rows_NV, target_N, stats, vocab_start=vocab_start, vocab_size=vocab_size,
         label_smoothing=label_smoothing, z_loss=z_loss, ignore_index=ignore_index,

@@ -1,8 +1,8 @@
-"""The state of parallel layers as torch.distributed.checkpoint takes it: shards as DTensors.
+"""State dicts of parallel layers for torch.distributed.checkpoint (DCP), with shards as DTensors.
 
-The parameters of parallel layers are plain tensors, which that library takes for replicas: it would save one
-rank's shard as if it were the whole weight. Their plain `state_dict()` makes it refuse that (see `layers`);
-what is computed from an entry, such as a clone or a copy on another device, it cannot recognise.
+Parameters of parallel layers are plain tensors, which DCP takes for replicas: it would save one rank's shard
+as the whole weight. Entries of their plain `state_dict()` raise in DCP (see `layers`); tensors computed from
+an entry, such as a clone or a copy on another device, are not recognised.
 """
 
 from __future__ import annotations
@@ -24,11 +24,12 @@ __all__ = ["sharded_state_dict"]
 
 
 def sharded_state_dict(module: nn.Module) -> dict[str, Any]:
-    """`module.state_dict()` for `torch.distributed.checkpoint`, to save and to load in place.
+    """Return `module.state_dict()` with DTensors, for `torch.distributed.checkpoint` to save or load in
+    place.
 
     A shard of a tensor-parallel layer becomes a DTensor of its group, by the marks of its parameter (see
-    `parallel_attributes`). A weight of several fused blocks is one entry for each block, "qkv.weight[0]",
-    "qkv.weight[1]", and so on. What is replicated stays a plain tensor. All share memory with the parameters:
+    `parallel_attributes`). A weight of several fused blocks becomes one entry per block, "qkv.weight[0]",
+    "qkv.weight[1]", and so on. Replicated tensors stay plain. All share memory with the parameters:
 
         torch.distributed.checkpoint.save(sharded_state_dict(model), checkpoint_id=path)
         torch.distributed.checkpoint.load(sharded_state_dict(model), checkpoint_id=path)  # at any group size
@@ -38,8 +39,9 @@ def sharded_state_dict(module: nn.Module) -> dict[str, Any]:
         state = {name: tensor.clone() for name, tensor in sharded_state_dict(model).items()}
         torch.distributed.checkpoint.async_save(state, checkpoint_id=path)
 
-    ValueError for the parameters of experts, which are divided over another grid:
-    `fastmp.training.Checkpointer` saves those.
+    Raises:
+        ValueError: the module has experts, which are sharded over another grid; use
+            `fastmp.training.Checkpointer` for these.
     """
     state = module.state_dict()
     meshes: dict[ProcessGroup, DeviceMesh] = {}
@@ -53,8 +55,8 @@ def sharded_state_dict(module: nn.Module) -> dict[str, Any]:
         marks = parallel_attributes(param)
         if marks.expert_parallel:
             raise ValueError(
-                f"sharded_state_dict: {key} belongs to experts, which are divided over another grid; "
-                "fastmp.training.Checkpointer saves those"
+                f"sharded_state_dict: {key} belongs to experts, which are sharded over another grid; "
+                "use fastmp.training.Checkpointer"
             )
         if param not in groups or not marks.tensor_model_parallel:
             continue
@@ -68,7 +70,7 @@ def sharded_state_dict(module: nn.Module) -> dict[str, Any]:
 def _blocks(
     key: str, shard: torch.Tensor, marks: ParallelAttributes, mesh: DeviceMesh | None
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """The entries of one parameter: views of its fused blocks, each of which is cut by itself."""
+    """Yield the entries of one parameter: views of its fused blocks, each of which is sharded by itself."""
     dim, stride = marks.partition_dim, marks.partition_stride
     for i, block in enumerate(shard.chunk(stride, dim)):
         name = key if stride == 1 else f"{key}[{i}]"

@@ -32,7 +32,7 @@ from fastmp.nn.placement import Placement
 from fastmp.nn.stages import GPTStage, gpt_stages, sum_tied_gradients
 from fastmp.pipeline.executor import Pipeline
 from fastmp.pipeline.schedule import Schedule
-from fastmp.tensor_parallel.context import cut_sequence, own_positions
+from fastmp.tensor_parallel.context import cut_sequence, local_positions
 from fastmp.training.data.dataset import IGNORE_INDEX
 from fastmp.training.microbatches import Batch, ExpertStats, LossFunction, PipelineLoss
 
@@ -248,5 +248,5 @@ def pipeline_next_logits(
 
 def _logits_of(position: int, length: int, logits_SBV: Tensor, cp_group: dist.ProcessGroup | None) -> Tensor:
     """The row (V,) of a position of the whole sequence, in float64; zeros where another rank has it."""
-    own = own_positions(length, cp_group, logits_SBV.device) == position
+    own = local_positions(length, cp_group, logits_SBV.device) == position
     return logits_SBV[own, 0].double().sum(0)

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fastmp.tensor_parallel.context import cut_sequence, join_sequence, own_positions, own_slices
+from fastmp.tensor_parallel.context import cut_sequence, join_sequence, local_positions, local_slices
 from fastmp.testing.parallel import count_collectives
 from fastmp.testing.ranks import run_ranks
 
@@ -14,15 +14,15 @@ from fastmp.testing.ranks import run_ranks
 def test_one_rank_has_the_whole():
     x = torch.arange(7).view(1, 7)  # also an odd length
     assert cut_sequence(x, None) is x and join_sequence(x, None) is x
-    assert torch.equal(own_positions(7, None), x[0]) and own_slices(None) == (0, 1)
+    assert torch.equal(local_positions(7, None), x[0]) and local_slices(None) == (0, 1)
 
 
 def cut_case(rank, world):
     group, size = dist.group.WORLD, 3
     length = 2 * world * size
-    slices = own_slices(group)
+    slices = local_slices(group)
     positions = torch.cat([torch.arange(i * size, (i + 1) * size) for i in slices])
-    assert torch.equal(own_positions(length, group), positions)
+    assert torch.equal(local_positions(length, group), positions)
     whole = torch.randn(2, length, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
     for x, dim in ((whole, 1), (whole, -2), (whole.transpose(0, 1), 0), (whole[..., 0], 1), (whole.mT, 2)):
         with count_collectives() as seen:
@@ -53,7 +53,7 @@ def gradient_case(rank, world):
         (join_sequence(part, group) * weights[rank]).sum().backward()  # each rank uses the whole in its way
     assert seen.counts == {"all_gather": 1, "reduce_scatter": 1}
     expected = torch.zeros_like(whole)
-    expected[:, own_positions(8, group)] = cut_sequence(weights.sum(0), group)
+    expected[:, local_positions(8, group)] = cut_sequence(weights.sum(0), group)
     torch.testing.assert_close(leaf.grad, expected, rtol=1e-14, atol=1e-14)
 
 
