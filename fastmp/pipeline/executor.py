@@ -1,14 +1,21 @@
-"""The executor of pipelines: a loop over the steps of one rank, which posts messages between them.
+"""Pipeline executor: a loop over the steps of one rank that posts sends and receives between them.
 
-Before a step the rank posts the messages that its program lists (see `messages`), then waits for the one that
-the step needs. A message is addressed by its stage and microbatch, carries a tag, and is posted in the same
-order on both sides. So activations and gradients that cross between two ranks cannot be taken for each other,
-whether the backend reads tags (gloo) or order (NCCL). What two ranks of a group exchange, in both directions,
-NCCL moves one after the other: gradients have a group of their own, so that a late one holds up no activation
-that is ready. Shapes are sent once, ahead of the first activations.
+For each step of the rank:
 
-What a stage hands on is kept only until it has been sent: backward needs its edge of the graph, not its
-values. The loss is a graph of its own behind the last stage.
+1. Post the messages that the program lists before it (see `messages`): `isend` of outputs to the next rank
+   over `group`, of gradients to the previous rank over `backward_group`, and the matching `irecv`s. NCCL runs
+   them on the streams of these groups.
+2. Wait for the message that the step depends on.
+3. Run the forward or backward; its outputs go to the outbox until they are posted.
+
+A message is addressed by its stage and microbatch, carries a tag, and is posted in the same order on both
+sides. Activations and gradients that cross between two ranks are therefore never confused, whether the
+backend matches tags (gloo) or order (NCCL). NCCL serialises all messages between two ranks of a group, in
+both directions: gradients have a group of their own, so that a late gradient delays no activation that is
+ready. Specs (shapes and dtypes) are sent once, ahead of the first activations.
+
+Outputs of a stage are kept only until they have been sent: backward needs their autograd edge, not their
+values. The loss has an autograd graph of its own after the last stage.
 """
 
 from __future__ import annotations
@@ -37,19 +44,20 @@ __all__ = ["Pipeline", "PipelineError", "PipelineResult", "StageOutput"]
 Tensors = tuple[Tensor, ...]
 Outputs = Tensor | Sequence[Tensor]
 
-_MAX_SENDING = 2  # messages that may wait for their receiver before this rank waits with them
+_MAX_SENDING = 2  # pending sends; with more this rank waits for the oldest
 
 
 class PipelineError(RuntimeError):
-    """The failure of a step on this rank: the message names both, the cause is the exception of the step."""
+    """Failure of a step on this rank, both named in the message; the cause is the exception of the step."""
 
 
 class StageOutput(NamedTuple):
-    """A chunk's result where it is more than the tensors that the next stage gets.
+    """Result of a chunk that returns more than the tensors for the next stage.
 
-    tensors: for the next stage, or for the loss function.
-    loss: 0-dim, a loss that arises in this stage (the auxiliary losses of experts); its gradient is 1.
-    stats: anything, given to the caller as it is; it must not hold on to the graph.
+    Attributes:
+        tensors: for the next stage, or for the loss function.
+        loss: 0-dim, a loss of this stage (the auxiliary losses of experts); its gradient is 1.
+        stats: anything, returned to the caller; it must not hold the autograd graph.
     """
 
     tensors: Outputs
@@ -58,7 +66,7 @@ class StageOutput(NamedTuple):
 
 
 class Overlap(Protocol):
-    """What runs the layers of chunks in parts, see `fastmp.nn.overlap.OverlappedLayers`."""
+    """Runner of layers in ops that overlap two microbatches, see `fastmp.nn.overlap.OverlappedLayers`."""
 
     def begin_step(self) -> None: ...
     def forward(
@@ -68,15 +76,14 @@ class Overlap(Protocol):
 
 
 class PipelineResult(NamedTuple):
-    """The losses and the record of one training step or evaluation on this rank.
+    """Losses and trace of one training step or evaluation on this rank.
 
-    Losses are detached sums over microbatches.
-
-    loss: what the loss function returned; None except on the last rank.
-    stage_loss: the losses that chunks of this rank returned; None where none did.
-    stats: {(microbatch, chunk): what the chunk returned as stats}; the loss function is one more chunk.
-    trace: the steps in the order in which they were done.
-    peak: the most forwards whose backward was not over; 0 in evaluation.
+    Attributes:
+        loss: detached sum over microbatches of the loss function; None except on the last rank.
+        stage_loss: the same of losses that chunks of this rank returned; None if there are none.
+        stats: {(microbatch, chunk): stats of the chunk}; the loss function is one more chunk.
+        trace: the steps in the order in which they were run.
+        peak: peak number of forwards whose backward was not complete; 0 in evaluation.
     """
 
     loss: Tensor | None
@@ -87,7 +94,7 @@ class PipelineResult(NamedTuple):
 
 
 class _Live(NamedTuple):
-    """What a backward needs of its forward: tensors received, graph edges of tensors made, losses."""
+    """A forward kept for its backward: received tensors, autograd edges of its outputs, losses."""
 
     inputs: Tensors
     edges: tuple[GradientEdge, ...]
@@ -96,7 +103,7 @@ class _Live(NamedTuple):
 
 
 class _Message(NamedTuple):
-    """Tensors on their way to or from rank `peer` of `group`: `op` is "send" or "recv"."""
+    """Tensors in flight to or from rank `peer` of `group`; `op` is "send" or "recv"."""
 
     op: str
     group: dist.ProcessGroup | None
@@ -105,7 +112,7 @@ class _Message(NamedTuple):
     tensors: Tensors
 
     def wait(self) -> Tensors:
-        """Return the tensors once they have come or gone."""
+        """Wait for the transfer and return the tensors."""
         process_status.message = self
         for work in self.works:
             work.wait()
@@ -114,29 +121,41 @@ class _Message(NamedTuple):
 
 
 class Pipeline:
-    """This rank's chunks of a model that is cut into stages: chunk c of rank r of P is stage c * P + r.
+    """Pipeline-parallel runner of this rank's chunks: chunk c of rank r of P is stage c * P + r.
 
     A chunk is any `nn.Module`. Stage 0 is called as chunk(*inputs(batch)), every other one as chunk(*tensors
-    of the stage before it), and loss(*tensors of the last stage, batch) gives a 0-dim loss, or (loss, stats).
-    Keywords of every chunk are shared(batch): what all layers need of a batch and no stage hands on. A chunk
-    returns a tensor, a sequence of tensors or a `StageOutput`.
+    of the previous stage), and loss(*tensors of the last stage, batch) returns a 0-dim loss, or (loss,
+    stats). Every chunk gets the keywords shared(batch), for tensors that all layers use and no stage outputs.
+    A chunk returns a tensor, a sequence of tensors or a `StageOutput`.
 
-    chunks: this rank's modules, the same number on every rank.
-    orders: the steps of every rank, as `Schedule.orders()` gives them. Where backwards are split, the weights
-        of fastmp's linear layers and experts get their gradients in "backward_weight"; everything else,
-        modules of other kinds included, in "backward_input".
-    group: the pipeline's ranks; None for this rank alone.
-    backward_group: the same ranks in another group, over which gradients travel; None: over `group`, too.
-    inputs, loss: called on the first and last rank only. shared: on all ranks; None: there are no keywords.
-    pairs: for each rank the places of forwards in its order that run beside the backward behind them, as
-        `Schedule.all_pairs` gives them; they need `overlap`.
-    overlap: what runs the layers of all chunks in parts (`fastmp.nn.overlap.OverlappedLayers`); None: nothing
-        is cut.
-    device: where tensors that arrive are put; None: where the first parameter is, or the CPU.
+    All ranks create their `Pipeline` together.
 
-    All ranks make their `Pipeline` together. ValueError, the same on all of them, where they differ in orders
-    or number of chunks, where the orders deadlock or are not complete, and where the two groups differ in
-    their ranks.
+    Args:
+        chunks: this rank's modules, the same number on every rank.
+        orders: the steps of every rank, as from `Schedule.orders()`. With split backwards, the weights of
+            fastmp's linear layers and experts get their gradients in "backward_weight"; everything else,
+            including modules of other kinds, in "backward_input".
+        group: the pipeline's ranks; None for this rank alone.
+        backward_group: the same ranks in another group, for gradients. None: `group`.
+        inputs, loss: called on the first and last rank only.
+        shared: called on all ranks. None: there are no keywords.
+        pairs: for each rank, the positions of forwards that overlap with the next backward, as from
+            `Schedule.all_pairs`; they need `overlap`.
+        overlap: runner of layers in ops (`fastmp.nn.overlap.OverlappedLayers`). None: no overlap.
+        device: of received tensors. None: that of the first parameter, or the CPU.
+
+    Raises:
+        ValueError: the same on all ranks, if they differ in orders or number of chunks, if the orders
+            deadlock or are incomplete, or if the two groups differ in their ranks.
+
+    Example:
+        >>> from fastmp.pipeline import Schedule
+        >>> pipeline = Pipeline(
+        ...     [nn.Linear(4, 4)], Schedule(pp=1, num_microbatches=2).orders(), group=None,
+        ...     inputs=lambda batch: batch, loss=lambda y, batch: y.square().mean(),
+        ... )
+        >>> pipeline.train([torch.ones(2, 4)] * 2).loss.shape
+        torch.Size([])
     """
 
     def __init__(
@@ -160,7 +179,7 @@ class Pipeline:
         self.last_stage = self.size * len(self.chunks) - 1
         self.orders = tuple(tuple(Step(*step) for step in order) for order in orders)
         if any(len(own) for own in pairs) and overlap is None:
-            raise ValueError("Pipeline: steps run at once only with overlap=, which runs layers in parts")
+            raise ValueError("Pipeline: pairs of overlapped steps need overlap=, got None")
         self.pairs, self.overlap = pairs, overlap
         self._agree()
         self._program = rank_program(self.rank, self.orders, pairs=pairs)
@@ -170,15 +189,15 @@ class Pipeline:
         parameters = [p for chunk in self.chunks for p in chunk.parameters()]
         self.device = torch.device(device or (parameters[0].device if parameters else "cpu"))
         self._evaluations: dict[int, RankProgram] = {}
-        # {training: {stage: what it hands on}}
+        # {training: {stage: specs of its outputs}}
         self._specs: dict[bool, dict[int, tuple[Spec, ...]]] = {True: {}, False: {}}
-        # The first that NCCL gets to do in a group has to come from all of its ranks, as no message does.
+        # The first NCCL operation of a group needs all of its ranks, which a message does not have.
         for each in dict.fromkeys((self.group, self.backward_group)):
             if each is not None:
                 all_reduce_(torch.zeros(1, device=self.device), each)
 
     def _agree(self) -> None:
-        """Raise ValueError, the same on all ranks, where they were given different orders."""
+        """Raise ValueError on all ranks if they were given different orders."""
         if self.group is not None:
             own = self.orders, [list(pairs) for pairs in self.pairs]
             digest = hashlib.sha256(repr(own).encode()).digest()  # the orders may be megabytes
@@ -193,12 +212,19 @@ class Pipeline:
             raise ValueError(f"Pipeline: {len(self.orders)} orders for a group of {self.size} ranks")
 
     def train(self, batches: Sequence[Any], loss_grad: Tensor | None = None) -> PipelineResult:
-        """Run the forwards and backwards of one training step; gradients are left with the parameters.
+        """Run the forwards and backwards of one training step; gradients accumulate in the parameters.
 
-        Every rank of the group calls it. batches: one for each microbatch of the orders; without `shared`
-        only the first and the last rank look at them. loss_grad: 0-dim, the gradient of every loss, equal on
-        all ranks; None: 1, and the losses of the result are as without it. PipelineError names the step that
-        failed; ValueError for another number of batches.
+        Every rank of the group calls it.
+
+        Args:
+            batches: one per microbatch of the orders; without `shared` only the first and the last rank read
+                them.
+            loss_grad: 0-dim upstream gradient of every loss, equal on all ranks; returned losses are not
+                scaled. None: 1.
+
+        Raises:
+            PipelineError: naming the step that failed.
+            ValueError: another number of batches.
         """
         expected = 1 + max((step.microbatch for step in self.orders[0]), default=-1)
         if len(batches) != expected:
@@ -207,7 +233,7 @@ class Pipeline:
         return self._execute(self._program, batches, training=True)
 
     def evaluate(self, batches: Sequence[Any]) -> PipelineResult:
-        """Run forwards alone, without gradients, for one batch or more; all else is as in `train`.
+        """Run forwards only, without gradients, for one batch or more; otherwise as `train`.
 
         Modules are called in the mode that they are in: put them in evaluation mode first.
         """
@@ -219,7 +245,7 @@ class Pipeline:
             return self._execute(self._evaluations[number], batches, training=False)
 
     def forget_shapes(self) -> None:
-        """Let the next step or evaluation have batches of another size. Every rank calls it."""
+        """Allow batches of another size from the next step or evaluation on. Every rank calls it."""
         for specs in self._specs.values():
             specs.clear()
 
@@ -231,8 +257,8 @@ class Pipeline:
         self._outbox: dict[tuple[str, int, int], Tensors] = {}
         self._arriving: dict[tuple[str, int, int], _Message] = {}
         self._sending: deque[_Message] = deque()
-        self._deferred: dict[tuple[int, int], list[Any]] = {}  # gradients of weights
-        self._new_specs: dict[int, tuple[Spec, ...]] = {}  # which the next stage does not know yet
+        self._deferred: dict[tuple[int, int], list[Any]] = {}  # weight gradients
+        self._new_specs: dict[int, tuple[Spec, ...]] = {}  # not sent to the next stage yet
         self._losses: dict[str, Tensor] = {}
         self._stats: dict[tuple[int, int], Any] = {}
 
@@ -252,7 +278,7 @@ class Pipeline:
                 self._post(given.posts[len(trace)])
                 with region(name), defer_wgrad(self._queue if splits else None):
                     if step.kind == FORWARD:
-                        with self._beside(step, *beside):
+                        with self._overlapping(step, *beside):
                             self._forward(step, batches[step.microbatch])
                             peak = max(peak, len(self._live))
                     else:
@@ -308,8 +334,8 @@ class Pipeline:
         self._losses[name] = loss if before is None else before + loss
 
     @contextmanager
-    def _beside(self, step: Step, backward: Step | None = None) -> Iterator[None]:
-        """Around a forward: its layers may run in parts, beside those of a backward."""
+    def _overlapping(self, step: Step, backward: Step | None = None) -> Iterator[None]:
+        """Run a forward in the context of `overlap`, with the backward that it overlaps."""
         if self.overlap is None or not self._training:
             yield
         elif backward is None:
@@ -322,9 +348,10 @@ class Pipeline:
             self._end_backward(backward, *inputs)
 
     def _begin_backward(self, step: Step) -> Tensors:
-        """Run a backward down to the input of the chunk, or where layers run in parts, to the last of them.
+        """Run a backward down to the input of the chunk, or with `overlap` down to its last layer.
 
-        Returns the inputs, which get their gradients.
+        Returns:
+            the inputs, which get their gradients.
         """
         key = (step.microbatch, step.chunk)
         if step.kind not in (BACKWARD, BACKWARD_INPUT):
@@ -333,7 +360,7 @@ class Pipeline:
         stage, live = self._stage(step), self._live[key]
         if live.final is not None:
             grads = self._final_backward(*live.final)
-            live = live._replace(final=None)  # frees what the last stage made before its backward runs
+            live = live._replace(final=None)  # frees the outputs of the last stage before its backward
         else:
             grads = list(self._take(BACKWARD, stage + 1, step.microbatch))
         roots: list[Any] = list(live.edges)
@@ -346,7 +373,7 @@ class Pipeline:
         deferred = self._queue.take()
         if step.kind == BACKWARD_INPUT:
             self._deferred[key] = deferred
-        else:  # a backward that is not split, in an order that splits others
+        else:  # an unsplit backward in an order with split ones
             WgradQueue.run(deferred)
         return live.inputs
 
@@ -373,12 +400,12 @@ class Pipeline:
         return step.chunk * self.size + self.rank
 
     def _checked(self, stage: int, tensors: Tensors) -> Tensors:
-        """The tensors that a stage hands on, detached. ValueError for shapes that were not agreed on."""
+        """Return the outputs of a stage, detached. Raises ValueError if their specs have changed."""
         specs = tuple(Spec(tuple(t.shape), t.dtype, t.requires_grad) for t in tensors)
         known = self._known.get(stage, self._new_specs.get(stage))
         if known is not None and known != specs:
             raise ValueError(
-                f"stage {stage} hands on {in_words(specs)}, but {in_words(known)} before; "
+                f"stage {stage} outputs {in_words(specs)}, but {in_words(known)} before; "
                 "forget_shapes() on all ranks lets shapes change between steps"
             )
         if known is None:
@@ -386,7 +413,7 @@ class Pipeline:
         return tuple(t.detach() for t in tensors)
 
     def _take(self, kind: str, stage: int, microbatch: int) -> Tensors:
-        """Wait for the tensors of a message and return them."""
+        """Wait for a message and return its tensors."""
         if self.size == 1:
             tensors = self._outbox.pop((kind, stage, microbatch))
         else:
@@ -397,7 +424,7 @@ class Pipeline:
         return tensors
 
     def _post(self, messages: Sequence[Message]) -> None:
-        """Start sending and receiving, in order."""
+        """Start sends and receives, in order."""
         for message in messages:
             key, mine = message[3:], message.source == self.rank
             if message.kind == FORWARD and message.stage not in self._known:
@@ -414,7 +441,7 @@ class Pipeline:
         self._finish_sending(_MAX_SENDING)
 
     def _start(self, key: tuple[str, int, int], sends: bool, peer: int, tag: int, tensors: Tensors) -> None:
-        works: list[Any] = []  # one each: only a rank outside the group would get None
+        works: list[Any] = []  # never None: this rank is in the group
         group = self.backward_group if key[0] == BACKWARD else self.group
         if sends:
             works += [dist.isend(x, group=group, tag=tag, group_dst=peer) for x in tensors]
@@ -424,14 +451,14 @@ class Pipeline:
             self._arriving[key] = _Message("recv", group, peer, works, tensors)
 
     def _finish_sending(self, most: int) -> None:
-        """Free what has been sent; wait for the oldest messages until at most `most` are on their way."""
+        """Free sent tensors; wait for the oldest sends until at most `most` are pending."""
         queue = self._sending
         captured = self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-        while queue and (len(queue) > most or (not captured and _have_gone(queue[0]))):
+        while queue and (len(queue) > most or (not captured and _is_sent(queue[0]))):
             queue.popleft().wait()
 
     def _exchange_specs(self, message: Message) -> None:
-        """Send or receive the shapes that a stage hands on, ahead of its first activations."""
+        """Send or receive the specs of a stage, ahead of its first activations."""
         key, tag = ("specs", *message[4:]), 2 * self._tags[message] + 1
         if message.source == self.rank:
             specs = self._new_specs.pop(message.stage)
@@ -445,15 +472,15 @@ class Pipeline:
         self._known[message.stage] = specs
 
 
-def _have_gone(message: _Message) -> bool:
-    """Whether the host knows that nobody reads the tensors any more; of what is captured it may not ask."""
+def _is_sent(message: _Message) -> bool:
+    """Return True if a send is complete; not allowed during capture."""
     return all(work.is_completed() for work in message.works)
 
 
 def _same_ranks(
     group: dist.ProcessGroup | None, backward_group: dist.ProcessGroup | None
 ) -> dist.ProcessGroup | None:
-    """Return the group for gradients. ValueError where it has other ranks than that for activations."""
+    """Return the group for gradients. Raises ValueError if its ranks are not those of `group`."""
     if backward_group is None:
         return group
     ranks = [None if each is None else dist.get_process_group_ranks(each) for each in (group, backward_group)]

@@ -1,9 +1,9 @@
 """Pipeline schedules as data: the steps of each rank, in order. Standard library only.
 
-A model is cut into pp * vpp stages; stage chunk * pp + rank is chunk `chunk` of rank `rank`. An order is a
-tuple of `Step`s, which are simulated, drawn, and executed by ranks. Messages are not listed, since they
-follow: a forward needs the forward of the stage before, a backward the backward of the stage behind, with the
-same microbatch.
+A model is partitioned into pp * vpp stages; stage chunk * pp + rank is chunk `chunk` of rank `rank`. An order
+is a tuple of `Step`s, which are simulated, drawn, and executed by ranks. Messages are implied: a forward
+depends on the forward of the previous stage, a backward on the backward of the next stage, with the same
+microbatch.
 
 All schedules walk one table of (microbatch, chunk): `group_size` microbatches through one chunk, then through
 the next. Backwards walk the same table with the chunks reversed.
@@ -27,8 +27,8 @@ SPLIT_SCHEDULES = ("zero_bubble",)  # a backward is two steps, of inputs and of 
 class Step(NamedTuple):
     """One call of one chunk with one microbatch.
 
-    `kind` is "forward", "backward" (of inputs and weights at once), "backward_input" (what the stage before
-    waits for) or "backward_weight" (what can be deferred). `unit` is the word for what `chunk` numbers.
+    `kind` is "forward", "backward" (dgrad and wgrad), "backward_input" (dgrad, which the previous stage waits
+    for) or "backward_weight" (wgrad, which can be deferred).
     """
 
     kind: str
@@ -37,6 +37,7 @@ class Step(NamedTuple):
 
     @property
     def unit(self) -> str:
+        """Word in messages for the number in `chunk`."""
         return "chunk"
 
     def __str__(self) -> str:
@@ -45,25 +46,30 @@ class Step(NamedTuple):
 
 @dataclass(frozen=True)
 class Schedule:
-    """The orders in which the ranks of a pipeline run one training step.
-
-    pp: pipeline ranks.
-    num_microbatches: microbatches of one step.
-    vpp: chunks of the model on each rank.
-    group_size: microbatches that go through a chunk before the next chunk; None: pp. Ignored where vpp is 1.
-    name: one of `SCHEDULES`.
-    overlap: whether each forward between warm-up and end runs beside the backward that follows it, see
-        `pairs`, so that what one of them exchanges hides behind what the other computes. The warm-up is
-        longer then: no backward needs the forward beside it, nor keeps its neighbours waiting.
+    """Orders in which the ranks of a pipeline run one training step.
 
     "1f1b" with pp 1 is a forward and its backward for each microbatch; with vpp 1 it is 1F1B with a flush
     (Narayanan et al. 2020, arXiv:2006.09503); with more chunks it is interleaved 1F1B (Narayanan et al. 2021,
-    arXiv:2104.04473). "zero_bubble" splits backwards and defers those of weights to where 1F1B idles (ZB-H1
-    of Qi et al. 2023, arXiv:2401.10241, here with any vpp).
+    arXiv:2104.04473). "zero_bubble" splits backwards and defers wgrad to where 1F1B idles (ZB-H1 of Qi et al.
+    2023, arXiv:2401.10241, here with any vpp).
 
-    ValueError if a size is not positive, or if an interleaved order would deadlock or stall: group_size < pp,
-    or a last group of fewer than pp microbatches; and for `overlap` of a schedule that splits backwards. With
-    `check=False` orders that wait are made all the same, for a simulator to show why.
+    Args:
+        pp: pipeline ranks.
+        num_microbatches: microbatches of one step.
+        vpp: chunks of the model on each rank (virtual pipeline size).
+        group_size: microbatches that go through a chunk before the next chunk. None: pp. Ignored for vpp 1.
+        name: one of `SCHEDULES`.
+        overlap: overlap each forward between warm-up and cool-down with the backward after it, see `pairs`,
+            so that all-to-alls of one hide behind compute of the other. The warm-up is longer then.
+        check: raise for orders that deadlock or stall; False creates them, for a simulator to show why.
+
+    Raises:
+        ValueError: a size is not positive; an interleaved order would deadlock or stall, with group_size < pp
+            or a last group of fewer than pp microbatches; or `overlap` with a schedule that splits backwards.
+
+    Example:
+        >>> [str(step) for step in Schedule(pp=2, num_microbatches=2).order(1)][:2]
+        ['forward of microbatch 0 chunk 0', 'backward of microbatch 0 chunk 0']
     """
 
     pp: int
@@ -105,7 +111,7 @@ class Schedule:
             )
 
     def order(self, rank: int) -> tuple[Step, ...]:
-        """The steps of pipeline rank `rank`. ValueError for a rank outside the pipeline, here and below."""
+        """Return the steps of pipeline rank `rank`. Raises ValueError for a rank outside the pipeline."""
         forwards, first = self._steps(FORWARD), self.warmup(rank)
         both, rest = len(forwards) - first, forwards[first:]
         if not self.splits_backwards:
@@ -124,17 +130,17 @@ class Schedule:
         return (*out, *weights[max(len(weights) - delay, 0) :])
 
     def orders(self) -> tuple[tuple[Step, ...], ...]:
-        """The orders of all ranks."""
+        """Return the orders of all ranks."""
         return tuple(self.order(rank) for rank in range(self.pp))
 
     def warmup(self, rank: int) -> int:
-        """The number of forwards before a rank's first forward-backward pair.
+        """Return the number of forwards before a rank's first forward-backward pair.
 
-        They fill the time until the first backward comes up from the last stage. With interleaved 1F1B that
+        They fill the time until the first backward arrives from the last stage. With interleaved 1F1B that
         takes two forwards for each rank on the way, one while the microbatch goes down and one while its
-        gradient comes up: a rank that idled would keep those behind it waiting. So it does with `overlap`,
-        whatever vpp is, and the first backward runs beside one forward more. Where backwards of inputs are
-        steps of their own, they come up fast enough for one forward a rank.
+        gradient comes up: a rank that idled would delay the ranks after it. The same holds with `overlap`,
+        for any vpp, and the first backward is overlapped with one more forward. Split backwards arrive fast
+        enough for one forward a rank.
         """
         if not isinstance(rank, int) or isinstance(rank, bool) or not 0 <= rank < self.pp:
             raise ValueError(f"Schedule: rank must be in [0, {self.pp}), the pipeline ranks, got {rank!r}")
@@ -146,28 +152,29 @@ class Schedule:
         return min(behind, self.num_microbatches * self.vpp)
 
     def pairs(self, rank: int) -> range:
-        """The places in a rank's order of forwards that run beside the next step; none without `overlap`."""
+        """Return the positions of forwards overlapped with the next step; none without `overlap`."""
         first, every = self.warmup(rank), self.num_microbatches * self.vpp
         return range(first, 2 * every - first if self.overlap else first, 2)
 
     def all_pairs(self) -> tuple[range, ...]:
-        """The pairs of all ranks, as `simulate` takes them."""
+        """Return the pairs of all ranks, for `simulate`."""
         return tuple(self.pairs(rank) for rank in range(self.pp))
 
     def together(self, rank: int) -> Iterator[tuple[Step, ...]]:
-        """Yield what a rank runs at once, in order: a step, or a forward and the backward beside it."""
+        """Yield a rank's concurrent steps, in order: a step, or a forward and the backward it overlaps."""
         return together(self.order(rank), self.pairs(rank))
 
     def peak_in_flight(self, rank: int) -> int:
-        """The most chunk activations that a rank holds: forwards whose backward is not complete.
+        """Return the peak number of chunk activations on a rank: forwards whose backward is not complete.
 
-        1F1B: min(warm-up + 1, num_microbatches * vpp). Zero-bubble: the deferred backwards of weights, as
-        many as the number of the rank, come on top.
+        1F1B: min(warm-up + 1, num_microbatches * vpp). Zero-bubble adds the deferred wgrad steps, as many as
+        the number of the rank.
         """
         return min(self.warmup(rank) + 1 + self._delay(rank), self.num_microbatches * self.vpp)
 
     def table(self) -> tuple[tuple[int, int], ...]:
-        """(microbatch, chunk) of the k-th forward, the same for every rank. The last group may be short.
+        """Return (microbatch, chunk) of the k-th forward, the same for every rank. The last group may be
+        short.
 
         The k-th backward has the same microbatch, and chunk vpp - 1 - chunk.
         """
@@ -179,15 +186,15 @@ class Schedule:
 
     @property
     def splits_backwards(self) -> bool:
-        """Whether backwards of inputs and of weights are steps of their own."""
+        """True if dgrad and wgrad are separate steps."""
         return self.name in SPLIT_SCHEDULES
 
     def _delay(self, rank: int) -> int:
-        """The number of backwards of inputs by which a rank's backwards of weights lag behind.
+        """Return the number of dgrad steps by which wgrad steps of a rank are deferred.
 
         The lag grows with the rank, for the end of the step: the last rank runs out of other work first, and
-        rank 0 has backwards of weights between the last gradients that come up to it. The warm-up shrinks as
-        the lag grows, so every rank holds the same number of activations.
+        rank 0 has wgrad steps between the last gradients that arrive. The warm-up shrinks as the lag grows,
+        so every rank holds the same number of activations.
         """
         return rank if self.splits_backwards else 0
 
@@ -196,7 +203,7 @@ class Schedule:
 
 
 def together(order: Sequence[Step], pairs: Container[int] = ()) -> Iterator[tuple[Step, ...]]:
-    """Yield the steps of an order, with those at the places `pairs` the steps behind them."""
+    """Yield the steps of an order, those at positions `pairs` together with the next step."""
     i = 0
     while i < len(order):
         number = 2 if i in pairs else 1
@@ -205,9 +212,9 @@ def together(order: Sequence[Step], pairs: Container[int] = ()) -> Iterator[tupl
 
 
 def with_loss(steps: Iterable[Step], last: int) -> Iterator[Step]:
-    """The steps of the last rank, with the loss function as one more chunk behind chunk `last`, its last one.
+    """Yield the steps of the last rank, with the loss function as one more chunk after chunk `last`.
 
-    The backward of a loss is not split: the gradients of its weights come with those of its inputs.
+    The backward of a loss is not split.
     """
     for step in steps:
         if step.chunk != last or step.kind == BACKWARD_WEIGHT:
@@ -219,9 +226,10 @@ def with_loss(steps: Iterable[Step], last: int) -> Iterator[Step]:
 
 
 def integers(steps: Iterable[Step]) -> list[int]:
-    """The steps as numbers: chunk + 1 for a forward, -(chunk + 1) for a backward.
+    """Return the steps as integers: chunk + 1 for a forward, -(chunk + 1) for a backward.
 
-    ValueError naming the step if a backward is split.
+    Raises:
+        ValueError: naming the step, if a backward is split.
     """
     numbers = []
     for i, (kind, microbatch, chunk) in enumerate(steps):
@@ -244,7 +252,7 @@ def _table(num_microbatches: int, vpp: int, group_size: int) -> tuple[tuple[int,
 
 @lru_cache(maxsize=32)
 def _steps(kind: str, num_microbatches: int, vpp: int, group_size: int) -> tuple[Step, ...]:
-    """The table as steps of one kind, made once for all ranks."""
+    """Return the table as steps of one kind, cached for all ranks."""
     last = vpp - 1
     return tuple(
         Step(kind, microbatch, chunk if kind == FORWARD else last - chunk)

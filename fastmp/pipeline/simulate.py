@@ -1,8 +1,8 @@
-"""A simulator of orders: whether they end, idle time, memory, critical path. Standard library only.
+"""Simulator of pipeline orders: deadlocks, bubble, activation memory, critical path. Standard library only.
 
-Each rank does its steps in order. A step starts when the rank is free and what it needs has arrived: the
-forward of the stage before or the backward of the stage behind, `p2p` after it ended on another rank. Sends
-never block, so what deadlocks here deadlocks with any kind of communication.
+Each rank runs its steps in order. A step starts when the rank is free and its input has arrived: the output
+of the forward of the previous stage, or of the backward of the next stage, `p2p` after it ended on another
+rank. Sends never block, so an order that deadlocks here deadlocks with any kind of communication.
 """
 
 from __future__ import annotations
@@ -20,7 +20,12 @@ from fastmp.pipeline.schedule import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, 
 
 _MAX_LINKS = 8  # ranks of a deadlock that its message shows
 _NEVER = -1.0
-_HELD = {FORWARD: 1, BACKWARD_INPUT: 0, BACKWARD_WEIGHT: -1, BACKWARD: -1}  # activations more after a step
+_HELD = {
+    FORWARD: 1,
+    BACKWARD_INPUT: 0,
+    BACKWARD_WEIGHT: -1,
+    BACKWARD: -1,
+}  # held activations
 _ANY_BACKWARD, _THEN_WEIGHT = (BACKWARD, BACKWARD_INPUT), (BACKWARD_WEIGHT,)
 
 
@@ -35,13 +40,15 @@ class Event(NamedTuple):
 
 @dataclass(frozen=True)
 class Costs:
-    """The time of each kind of step for one chunk, and of a message between two ranks; any unit.
+    """Time of each kind of step for one chunk, and latency of a message between two ranks; any unit.
 
-    A time is a number, or one for each of the pp * vpp stages (first to last) where they differ: by an
-    embedding, a loss, unequal numbers of layers. A backward that is not split takes the time of both halves.
-    With recomputation, add the forward to `backward_input`. `p2p` is latency: neither rank is busy meanwhile.
-    `hidden` is the time by which a forward and a backward that run at once take less than one after the
-    other, though not less than the longer one.
+    A time is a number, or one per stage (pp * vpp, first to last) if they differ: by an embedding, a loss,
+    unequal numbers of layers. A backward that is not split takes the time of both halves. With activation
+    recomputation, add the forward to `backward_input`.
+
+    Attributes:
+        p2p: latency; neither rank is busy meanwhile.
+        hidden: time that an overlapped forward and backward save, at most down to the longer of the two.
     """
 
     forward: float | Sequence[float] = 1.0
@@ -51,7 +58,7 @@ class Costs:
     hidden: float = 0.0
 
     def by_kind(self, stages: int) -> dict[str, list[float]]:
-        """The costs of every stage. ValueError where they are negative, infinite, or not one for a stage."""
+        """Return the costs of every stage. Raises ValueError for negative, infinite or missing ones."""
         for name in ("p2p", "hidden"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise ValueError(f"simulate: cost {name} must be 0 or more, got {getattr(self, name)}")
@@ -71,25 +78,25 @@ class Costs:
 
 @dataclass(frozen=True)
 class Simulation:
-    """The times of all steps of `orders`, and what follows from them."""
+    """Simulated times of all steps of `orders`, and metrics derived from them."""
 
     orders: tuple[tuple[Step, ...], ...]
     costs: Costs
     vpp: int
     num_microbatches: int
-    peak_activations: tuple[int, ...]  # for each rank: the most forwards whose backward is not complete
+    peak_activations: tuple[int, ...]  # by rank: peak number of forwards whose backward is not complete
     starts: tuple[list[float], ...] = field(repr=False)
     ends: tuple[list[float], ...] = field(repr=False)
-    pairs: Sequence[Container[int]] = field(default=(), repr=False)  # as `simulate` got them
+    pairs: Sequence[Container[int]] = field(default=(), repr=False)  # as passed to `simulate`
 
     @cached_property
     def makespan(self) -> float:
-        """The time at which the last rank is done."""
+        """End of the last step of any rank."""
         return max((ends[-1] for ends in self.ends if ends), default=0.0)
 
     @cached_property
     def busy(self) -> tuple[float, ...]:
-        """The time that each rank works; where two steps run at once it counts once."""
+        """Busy time of each rank; overlapped steps count once."""
         rows = zip(self.starts, self.ends)
         return tuple(
             sum(end - max(start, before) for start, end, before in zip(starts, ends, (0.0, *ends)))
@@ -98,24 +105,24 @@ class Simulation:
 
     @property
     def bubble(self) -> float:
-        """The idle time of all ranks until the last is done, over their working time.
+        """Pipeline bubble: idle time of all ranks until the makespan, over their busy time.
 
-        It is (pp - 1) / (num_microbatches * vpp) for 1F1B with equal costs and free messages. The share of
-        the makespan that ranks idle is bubble / (1 + bubble).
+        It is (pp - 1) / (num_microbatches * vpp) for 1F1B with equal costs and free messages. The idle
+        fraction of the makespan is bubble / (1 + bubble).
         """
         work = sum(self.busy)
         return (len(self.orders) * self.makespan - work) / work if work else 0.0
 
     def timeline(self, rank: int) -> list[Event]:
-        """The steps of a rank with their times."""
+        """Return the steps of a rank with their times."""
         rows = zip(self.orders[rank], self.starts[rank], self.ends[rank])
         return [Event(rank, step, start, end) for step, start, end in rows]
 
     @cached_property
     def critical_path(self) -> tuple[Event, ...]:
-        """A chain of steps, each started by the end of the one before, that takes all of the makespan.
+        """Steps that determine the makespan, each started by the end of the one before.
 
-        Where the rank's own last step and a message came at the same time, the chain stays on the rank.
+        If the rank's previous step and a message arrive at the same time, the path stays on the rank.
         """
         pp = len(self.orders)
         p2p = self.costs.p2p if pp > 1 else 0.0
@@ -133,7 +140,7 @@ class Simulation:
             if i and self.ends[rank][i - 1] == start:
                 i -= 1
                 continue
-            for j in at_once:  # what either of two waited for
+            for j in at_once:  # inputs of either of two overlapped steps
                 other, needed = _needed(rank, self.orders[rank][j], pp, self.vpp)
                 found = self._ended(other, needed, start - p2p)
                 if found is not None:
@@ -143,7 +150,7 @@ class Simulation:
         return tuple(reversed(path))
 
     def _ended(self, rank: int, needed: Step, time: float) -> int | None:
-        """The place of the step of `rank` that gives `needed`, if it ended at that time."""
+        """Return the position of the step of `rank` that produces `needed`, if it ended at that time."""
         ends, steps = self.ends[rank], self.orders[rank]
         i = bisect_left(ends, time - 1e-9 * time)
         while i < len(ends) and ends[i] <= time + 1e-9 * time:
@@ -160,13 +167,24 @@ def simulate(
     forward_only: bool = False,
     pairs: Sequence[Container[int]] = (),
 ) -> Simulation:
-    """Simulate the orders of all ranks, `orders[rank]`.
+    """Simulate the orders of all ranks.
 
-    They must be complete: on every rank, every microbatch goes through every chunk once forward and once
-    backward (in one step, or of inputs and then of weights); with `forward_only`, forward alone, and nothing
-    is held for a backward. `pairs` has for each rank the places of forwards that start and end with the
-    backward behind them, as `Schedule.all_pairs` gives them. ValueError naming rank and step where one is
-    malformed, or where ranks wait for each other for ever.
+    Args:
+        orders: `orders[rank]`, complete: on every rank, every microbatch goes through every chunk once
+            forward and once backward (in one step, or dgrad and then wgrad).
+        costs: None: 1 for every kind of step, messages are free.
+        forward_only: the orders have forwards only, and no activations are held.
+        pairs: for each rank, the positions of forwards overlapped with the backward after them, as from
+            `Schedule.all_pairs`.
+
+    Raises:
+        ValueError: naming rank and step, if one is malformed, or if ranks deadlock.
+
+    Example:
+        >>> from fastmp.pipeline import Schedule
+        >>> schedule = Schedule(pp=4, num_microbatches=8)
+        >>> simulate(schedule.orders()).bubble  # (pp - 1) / num_microbatches
+        0.375
     """
     checked, num_microbatches, vpp = _checked(orders, forward_only)
     costs = costs or Costs()
@@ -182,9 +200,12 @@ def _times(
     num_microbatches: int,
     pairs: Sequence[Container[int]],
 ) -> tuple[tuple[list[float], ...], tuple[list[float], ...]]:
-    """The starts and ends of all steps. A rank goes on until an input is not there; its maker wakes it.
+    """Return the starts and ends of all steps.
 
-    A forward that runs beside the next step waits for what that one needs as well.
+    1. A rank runs until an input has not arrived.
+    2. The rank that produces the input wakes it.
+
+    A forward overlapped with the next step waits for the input of that one as well.
     """
     pp = len(orders)
     stages, last = pp * vpp, pp * vpp - 1
@@ -195,14 +216,16 @@ def _times(
     starts: tuple[list[float], ...] = tuple([] for _ in orders)
     ends: tuple[list[float], ...] = tuple([] for _ in orders)
     waits_for, stuck_at = [-1] * pp, [0] * pp
-    beside = [_backwards_beside(rank, orders[rank], pairs[rank] if pairs else ()) for rank in range(pp)]
+    overlapped = [
+        _overlapped_backwards(rank, orders[rank], pairs[rank] if pairs else ()) for rank in range(pp)
+    ]
     ready = deque(range(pp))
     while ready:
         rank = ready.popleft()
         rank_starts, rank_ends = starts[rank], ends[rank]
         now = rank_ends[-1] if rank_ends else 0.0
         waits_for[rank] = -1
-        steps, backwards = orders[rank], beside[rank]
+        steps, backwards = orders[rank], overlapped[rank]
         for i in range(len(rank_ends), len(steps)):
             kind, microbatch, chunk = steps[i]
             stage = chunk * pp + rank
@@ -249,15 +272,15 @@ def _times(
     return starts, ends
 
 
-def _backwards_beside(rank: int, steps: tuple[Step, ...], pairs: Container[int]) -> dict[int, int]:
-    """{the place of a forward that runs beside the step behind it: the chunk of that backward}."""
+def _overlapped_backwards(rank: int, steps: tuple[Step, ...], pairs: Container[int]) -> dict[int, int]:
+    """Return {position of a forward overlapped with the next step: chunk of that backward}."""
     found = {}
     for i, step in enumerate(steps):
         if i in pairs:
             other = steps[i + 1] if i + 1 < len(steps) else None
             if step.kind != FORWARD or other is None or other.kind != BACKWARD or other[1:] == step[1:]:
                 raise ValueError(
-                    f"simulate: rank {rank} step {i}, {step}, cannot run beside the next one, {other}: a "
+                    f"simulate: rank {rank} step {i}, {step}, cannot overlap with the next one, {other}: a "
                     "forward and the backward of another microbatch or chunk can"
                 )
             found[i] = other.chunk
@@ -265,19 +288,19 @@ def _backwards_beside(rank: int, steps: tuple[Step, ...], pairs: Container[int])
 
 
 def _needed(rank: int, step: Step, pp: int, vpp: int) -> tuple[int, Step]:
-    """The rank and the step that `step` of `rank` waits for."""
+    """Return the (rank, step) whose output `step` of `rank` waits for."""
     stage = step.chunk * pp + rank + (-1 if step.kind == FORWARD else 1)
     kind = FORWARD if step.kind == FORWARD else BACKWARD
     return stage % pp, Step(kind, step.microbatch, stage // pp)
 
 
 def _gives(kind: str, needed: str) -> bool:
-    """Whether a step of `kind` sends what a step that needs `needed`, a forward or backward, waits for."""
+    """Return True if a step of `kind` produces the output `needed`, of a forward or a backward."""
     return kind == FORWARD if needed == FORWARD else kind in (BACKWARD, BACKWARD_INPUT)
 
 
 def _deadlock(orders: tuple[tuple[Step, ...], ...], at: list[int], vpp: int) -> str:
-    """The message that says who waits for whom, around the circle that a stuck rank leads to."""
+    """Format the error for ranks that wait for each other in a cycle."""
     pp = len(orders)
     rank = next(r for r in range(pp) if at[r] < len(orders[r]))
     chain: list[int] = []
@@ -297,7 +320,7 @@ def _deadlock(orders: tuple[tuple[Step, ...], ...], at: list[int], vpp: int) -> 
 def _checked(
     orders: Sequence[Sequence[Step]], forward_only: bool
 ) -> tuple[tuple[tuple[Step, ...], ...], int, int]:
-    """The orders as Steps, the numbers of microbatches and of chunks. ValueError if they are not complete."""
+    """Return (orders of Steps, num_microbatches, vpp). Raises ValueError if they are not complete."""
     if not orders or not all(orders):
         empty = (
             f"rank {[bool(steps) for steps in orders].index(False)} has no steps" if orders else "no ranks"
@@ -327,7 +350,7 @@ def _checked(
 
 
 def _check_step(rank: int, i: int, given: Step, known: dict[Step, Step]) -> Step:
-    """The step as a `Step`, one object for all equal steps; ValueError if it is not a step."""
+    """Return `given` as a `Step`, one object for all equal steps. Raises ValueError if it is not a step."""
     try:
         return known[given]
     except (KeyError, TypeError):  # not seen yet, or not even hashable
@@ -344,7 +367,7 @@ def _check_step(rank: int, i: int, given: Step, known: dict[Step, Step]) -> Step
 
 
 def _check_lives(rank: int, steps: tuple[Step, ...], forward_only: bool) -> dict[tuple[int, int], int]:
-    """The places of a rank's forwards, by (microbatch, chunk). ValueError if one lacks its backwards."""
+    """Return the positions of a rank's forwards. Raises ValueError if a backward is missing."""
     forward_at: dict[tuple[int, int], int] = {}
     awaited: dict[tuple[int, int], tuple[str, ...]] = {}  # the kinds that may come next
     for i, (kind, *rest) in enumerate(steps):
@@ -379,5 +402,5 @@ def _out_of_turn(kind: str, wanted: tuple[str, ...], forward_ran: bool) -> str:
 
 
 def _peak(steps: tuple[Step, ...]) -> int:
-    """The most forwards whose backward is not complete."""
+    """Return the peak number of forwards whose backward is not complete."""
     return max(accumulate(_HELD[step[0]] for step in steps))

@@ -1,4 +1,4 @@
-"""Descriptions of the tensors that a stage of a pipeline hands on, in numbers that can be sent ahead."""
+"""Specs of the tensors that a pipeline stage outputs, encoded as integers to be sent ahead of them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 __all__ = ["HEADER", "Spec", "decode", "encode", "in_words"]
 
-HEADER = 64  # numbers that describe the tensors of a message
+HEADER = 64  # integers in a header
 _DTYPES = (
     *(torch.float32, torch.float64, torch.bfloat16, torch.float16),
     *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
@@ -17,7 +17,7 @@ _DTYPES = (
 
 
 class Spec(NamedTuple):
-    """The form of a tensor, and whether its gradient comes back."""
+    """Shape and dtype of a tensor, and True if its gradient is sent back."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -25,7 +25,7 @@ class Spec(NamedTuple):
 
 
 def encode(specs: Sequence[Spec]) -> list[int]:
-    """The `HEADER` numbers that describe `specs`. ValueError for other dtypes, and for too many tensors."""
+    """Return `specs` as `HEADER` integers. Raises ValueError for other dtypes, and for too many tensors."""
     numbers = [len(specs)]
     for shape, dtype, requires_grad in specs:
         if dtype not in _DTYPES:
@@ -37,7 +37,7 @@ def encode(specs: Sequence[Spec]) -> list[int]:
 
 
 def decode(numbers: Sequence[int]) -> tuple[Spec, ...]:
-    """The specs that `encode` has made `numbers` of."""
+    """Return the specs from the integers of `encode`."""
     rest, specs = iter(numbers), []
     for _ in range(next(rest)):
         dtype, requires_grad, dims = next(rest), next(rest), next(rest)
@@ -46,7 +46,7 @@ def decode(numbers: Sequence[int]) -> tuple[Spec, ...]:
 
 
 def in_words(specs: Sequence[Spec]) -> str:
-    """The specs as an error says them."""
+    """Format specs for an error message."""
     return " and ".join(
         f"{list(shape)} {str(dtype).removeprefix('torch.')}{'' if grad else ' without gradient'}"
         for shape, dtype, grad in specs

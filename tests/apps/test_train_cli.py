@@ -432,7 +432,7 @@ sys.exit(main(sys.argv[1:]))
         ),
         pytest.param(
             "shape",
-            r"fastmp: rank 0: .*step 2, pipeline rank 0, forward of microbatch 1 .*stage 0 hands on",
+            r"fastmp: rank 0: .*step 2, pipeline rank 0, forward of microbatch 1 .*stage 0 outputs",
             id="sends a wrong shape",
             marks=pytest.mark.exhaustive,
         ),

@@ -62,10 +62,10 @@ FORWARD, BACKWARD = "forward of microbatch 2 chunk 0: ", "backward of microbatch
     ("how", "message"),
     [
         ("raise", FORWARD + "FloatingPointError: too hot"),
-        ("shape", FORWARD + r"ValueError: stage 1 hands on \[1, 6\] float64, but \[3, 6\] float64 before"),
-        ("dtype", FORWARD + r"ValueError: stage 1 hands on \[3, 6\] float32, but"),
-        ("number", FORWARD + r"ValueError: stage 1 hands on \[3, 6\] float64 and \[3, 6\] float64, but"),
-        ("detached", FORWARD + r"ValueError: stage 1 hands on \[3, 6\] float64 without gradient, but"),
+        ("shape", FORWARD + r"ValueError: stage 1 outputs \[1, 6\] float64, but \[3, 6\] float64 before"),
+        ("dtype", FORWARD + r"ValueError: stage 1 outputs \[3, 6\] float32, but"),
+        ("number", FORWARD + r"ValueError: stage 1 outputs \[3, 6\] float64 and \[3, 6\] float64, but"),
+        ("detached", FORWARD + r"ValueError: stage 1 outputs \[3, 6\] float64 without gradient, but"),
         ("backward", BACKWARD + "FloatingPointError: too cold"),
     ],
 )

@@ -109,7 +109,7 @@ def test_with_overlap_every_order_ends_within_its_memory_and_no_later(sizes, hid
 
 def test_what_cannot_run_at_once_is_refused():
     with pytest.raises(
-        ValueError, match=r"rank 0 step 0, forward .* cannot run beside the next one, backward"
+        ValueError, match=r"rank 0 step 0, forward .* cannot overlap with the next one, backward"
     ):
         simulate([[F00, B00]], pairs=[[0]])
     orders = Schedule(2, 2, overlap=True).orders()

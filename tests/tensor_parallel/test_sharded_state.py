@@ -99,7 +99,7 @@ def test_entries_share_memory_with_parameters_and_blocks_have_names():
 
 def test_experts_are_refused():
     layer = MoELayer(GPTConfig(moe=MoEConfig()))
-    with pytest.raises(ValueError, match=r"experts\.fc1 belongs to experts, which are divided"):
+    with pytest.raises(ValueError, match=r"experts\.fc1 belongs to experts, which are sharded"):
         sharded_state_dict(layer)
 
 

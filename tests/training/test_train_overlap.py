@@ -214,6 +214,6 @@ def test_evaluation_is_as_ever_and_what_does_not_go_with_it_is_refused():
         Trainer(torch.nn.Linear(2, 2), Samples(4), token_loss, train, overlap_experts=True)
     with pytest.raises(ValueError, match="has no exchange to overlap: no layer sends rows"):
         Trainer(model, Samples(4), token_loss, train, overlap_experts=True)
-    with pytest.raises(ValueError, match="steps run at once only with overlap="):
+    with pytest.raises(ValueError, match="pairs of overlapped steps need overlap="):
         schedule = Schedule(1, 2, overlap=True)
         Pipeline([model], schedule.orders(), group=None, inputs=id, loss=id, pairs=schedule.all_pairs())

@@ -433,10 +433,10 @@ def fault(kind):
         (
             "shape",
             0,
-            r"step 2, pipeline rank 0, forward of microbatch 0 chunk 0: ValueError: stage 0 hands on",
+            r"step 2, pipeline rank 0, forward of microbatch 0 chunk 0: ValueError: stage 0 outputs",
         ),
     ],
-    ids=["raises", "hands on a wrong shape"],
+    ids=["raises", "outputs a wrong shape"],
 )
 def test_a_stage_that_goes_wrong_is_named(kind, rank, message):
     with pytest.raises(RankError, match=f"PipelineError: {message}") as error:
