@@ -1,4 +1,4 @@
-"""The compiled module `_host`, which has no torch in it, or None where it is not built."""
+"""The compiled module `_host`, which does not link torch, as `HOST`; None if it is not built."""
 
 from __future__ import annotations
 

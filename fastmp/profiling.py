@@ -1,7 +1,7 @@
 """Named ranges for profilers, around every op, segment, collective and phase of training.
 
-A range shows in torch.profiler while that records, and in Nsight after `enable_nvtx()`. Otherwise it costs
-less than a microsecond. Compiled code has no ranges, which would break its graph.
+Ranges show in torch.profiler while that records, and in Nsight after `enable_nvtx()`. Otherwise a range takes
+less than a microsecond. Compiled code has no ranges, as they would break its graph.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ _nvtx = False
 
 
 def enable_nvtx(on: bool = True) -> None:
-    """Let ranges of this process be NVTX ranges as well, for Nsight."""
+    """Emit NVTX ranges as well, for Nsight."""
     global _nvtx
     _nvtx = on
 
 
 def shows_in_nsight() -> bool:
-    """Whether ranges are NVTX ranges."""
+    """Return True if NVTX ranges are emitted."""
     return _nvtx
 
 
@@ -47,20 +47,20 @@ class _Range:
 
 
 def region(name: str) -> AbstractContextManager:
-    """A context whose range for profilers has this name, e.g. "fastmp.bias_gelu"."""
+    """Return a context that is a range for profilers with this name, e.g. "fastmp.bias_gelu"."""
     if torch.compiler.is_compiling() or not (_nvtx or profiler._is_profiler_enabled):
         return _OFF
     return _Range(name)
 
 
 def phase(name: str) -> AbstractContextManager:
-    """A phase of training, such as "forward": its range for profilers, and what other ranks see."""
+    """Return the range of a phase of training, such as "forward", and set it in `process_status`."""
     process_status.phase = name
     return region(f"fastmp.training.{name}")
 
 
 def traced(name: str) -> Callable[[Callable], Callable]:
-    """A decorator: every call of the function is a region of that name."""
+    """Return a decorator that makes every call of the function a range of that name."""
 
     def decorate(function: Callable) -> Callable:
         @functools.wraps(function)

@@ -1,9 +1,16 @@
-"""What node leaders leave for each other in the job's store, over a connection that may block.
+"""Messages between node leaders through the job's store, over a connection that may block.
 
-A leader keeps four keys: `message-R` with the records of the ranks of its machine, `beat-R` with a few bytes
-that say whether the message is new and its sender lives, `groups-R` with their process groups, and `calls-R`
-with recent collectives. `leaders` lists all ranks that have ever led. Only a few short keys are polled; the
-rest is read on demand, in one request for all machines.
+Keys of the leader with rank R:
+
+| key | content |
+|---|---|
+| `message-R` | records of the ranks of its machine |
+| `beat-R` | a few bytes: version of the message, sign of life |
+| `groups-R` | process groups of these ranks |
+| `calls-R` | recent collectives of these ranks |
+
+`leaders` lists all ranks that have ever led. Only a few short keys are polled; the rest is read on demand, in
+one request for all machines.
 """
 
 from __future__ import annotations
@@ -20,25 +27,30 @@ import torch.distributed as dist
 
 __all__ = ["ALARM", "REPORTER", "KINDS", "INVESTIGATE", "TOKEN", "REPORT", "Channel"]
 
-ALARM = "alarm"  # the key by which a rank calls on all to investigate a hang
-REPORT = "report"  # that under which a rank announces it, before it gives the alarm
-INVESTIGATE = "investigate"  # changes while any rank investigates a hang: leaders then send all they know
-REPORTER = "reporter"  # the rank that is to write the report, and the number of its heartbeat
-TOKEN = "token"  # names the directories in which the ranks of each machine meet
+ALARM = "alarm"  # set: all ranks are to investigate
+REPORT = "report"  # text of the hang report, set before the alarm
+INVESTIGATE = "investigate"  # changes while any rank investigates: leaders then send all they know
+REPORTER = "reporter"  # rank that is to write the report, and number of its heartbeat
+TOKEN = "token"  # in the name of the directory that the ranks of a machine share
 KINDS = ("message", "beat", "groups", "calls")  # of keys of a leader
 
 
 class Channel:
-    """A rank's connection to the store, in a thread of its own, which may block as long as it likes.
+    """Connection of a rank to the store, in a thread of its own, as it may block.
 
-    interval: seconds between two rounds, of which there have been `rounds`. A rank that is not `active` only
-    sends what it is told to send, and is not connected otherwise. One that `claims` announces in each round
-    that it is to write the report. `wanted` are the keys whose last values come into `received` at the next
-    round; those of `gathered` kinds come from all leaders. `alarm`, `report` and `token` are what ranks have
-    announced; `asked` is when one was last seen to investigate a hang.
+    The thread exchanges keys in rounds, `interval` seconds apart.
+
+    Attributes:
+        active: polls in every round. A rank that is not active connects only to send.
+        claims: announces in each round that this rank is to write the report.
+        wanted: keys to read in the next round, into `received`.
+        gathered: kinds of keys to read from all leaders.
+        alarm, report, token: as announced by ranks.
+        asked: when a rank was last seen to investigate a hang.
+        rounds: number of rounds so far.
     """
 
-    _made = count()  # every watch of a process has keys of its own
+    _made = count()  # every watchdog of a process has its own keys
 
     def __init__(self, interval: float, rank: int = 0, world_size: int = 1) -> None:
         self.interval, self.rank, self.world_size = interval, rank, world_size
@@ -57,13 +69,13 @@ class Channel:
         self._lock = threading.Lock()
         self._round, self._open = time.monotonic(), True
         self._wake, self._sent = threading.Event(), threading.Event()
-        self._thread = threading.Thread(target=self._run, name="fastmp-watch-channel", daemon=True)
-        self._prefix = f"fastmp-watch-{next(self._made)}"
+        self._thread = threading.Thread(target=self._run, name="fastmp-watchdog-channel", daemon=True)
+        self._prefix = f"fastmp-watchdog-{next(self._made)}"
         self._root: Any = None
         self._store: Any = None
 
     def start(self) -> None:
-        """Begin with the rounds, where there is a store."""
+        """Start the rounds, if there is a store."""
         with contextlib.suppress(Exception):  # a store that cannot be cloned: files have to do
             self._root = dist.distributed_c10d._get_default_store()
             self._connect()
@@ -72,19 +84,19 @@ class Channel:
             self._thread.start()
 
     def send(self, key: str, text: str | bytes) -> None:
-        """Leave `text` under `key` in the next round, after what was left before."""
+        """Set `key` to `text` in the next round, after the keys sent before."""
         with self._lock:
             self._out.pop(key, None)
             self._out[key] = text.encode() if isinstance(text, str) else text
         self._wake.set()
 
     def lead(self, rank: int) -> None:
-        """Have this rank listed as a leader, after the keys that were to be sent before."""
+        """List this rank as a leader in the next round, after the keys sent before."""
         with self._lock:
             self._leader = rank
 
     def answers(self, seconds: float) -> bool:
-        """Whether the store has answered within the last `seconds`, or is not asked."""
+        """Return True if the store has answered within `seconds`, or is not polled."""
         return self._open and (
             not self.active or time.monotonic() - self._round < seconds + 2 * self.interval
         )
@@ -126,7 +138,7 @@ class Channel:
             self._sent.set()
 
     def _exchange(self, out: dict[str, bytes], leader: int | None = None) -> None:
-        """Send, then read what is wanted; `ALARM` in every round: it tells whether the store answers."""
+        """Run a round: send, then read. `ALARM` is always read, as a check that the store answers."""
         store = self._store
         for key, text in out.items():
             store.set(key, text)

@@ -1,7 +1,7 @@
-"""What a node leader knows of all ranks while it investigates a hang, and whether it writes the hang report.
+"""Collection of the records of all ranks by a node leader that investigates a hang.
 
-Records come from the directory of this machine, from the messages of the leaders of other machines, and from
-files where the store does not answer.
+Records come from the directory of this machine, from messages of the leaders of other machines, and from
+files if the store does not answer.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from fastmp.watchdog.records import Call, RankRecord
 __all__ = ["Collector", "Seen"]
 
 
-_CERTAIN = ("running", "silent", "stopped", "gone")  # the more certain, the further behind
+_CERTAIN = ("running", "silent", "stopped", "gone")  # by increasing certainty
 
 
 class Seen(NamedTuple):
-    """A rank's last heartbeat, its number, and when it was seen to change.
+    """Last heartbeat of a rank, its number, and when that changed.
 
-    state: of the process, as its node leader sees it; empty where this process has to look for itself.
+    state: of the process, as its node leader sees it; empty if this process can look by itself.
     """
 
     record: RankRecord
@@ -42,7 +42,7 @@ class Seen(NamedTuple):
 
 
 class _Sender(NamedTuple):
-    """The leader of another machine: its last heartbeat, when this changed, and what it has sent."""
+    """Leader of another machine: its last heartbeat, when this changed, and its messages."""
 
     beat: bytes
     since: float
@@ -70,7 +70,7 @@ class Collector:
         self.restart()
 
     def restart(self) -> None:
-        """Forget what was read: it says nothing about who lives now."""
+        """Forget old messages: they do not show which ranks live now."""
         self.seen: dict[int, Seen] = {}  # ranks of which there are only files
         self._senders: dict[int, _Sender] = {}  # leaders of other machines
         self._reporter = 0  # without a store: the rank that is to write the report, as far as this one knows
@@ -80,7 +80,7 @@ class Collector:
         self.node.beats.clear()
 
     def meet(self, now: float) -> None:
-        """Take the first message of rank 0: there may be no other where the store goes with that rank."""
+        """Keep the first message of rank 0: if that rank serves the store, there may be no other."""
         if self.first is None and "message-0" in self.channel.received:
             records = contents(self.channel.received.pop("message-0"), b"")
             if 0 in records:
@@ -92,10 +92,10 @@ class Collector:
         return len(self.node.ranks()) == self.world_size
 
     def is_reporter(self, now: float, begun: float) -> bool:
-        """Return True if this leader is to write the report: the lowest that lives, on any machine.
+        """Return True if this leader is to write the report: the lowest live leader of the job.
 
-        Leaders announce themselves under one key. Who reads a lower rank there that goes on announcing itself
-        waits for its report; who is not contradicted for a while writes it.
+        Leaders announce themselves under one key. A leader that reads a lower rank there waits for its
+        report; one that is not contradicted for a while writes the report.
         """
         if self.sees_all():
             return True
@@ -206,19 +206,19 @@ class Collector:
         return {rank: seen for rank, (_, seen) in found.items()}
 
     def _lives(self, rank: int, now: float, begun: float) -> bool:
-        """Whether a rank may be expected to write the report; True until there is time enough to tell."""
+        """Return True if a rank may still write the report; always until it could have left a heartbeat."""
         seen = self._read([rank]).get(rank)
         if seen is None:
             return now - begun < self.silence
         return seen.record.state in ("running", "lost") and self._is_seen(seen, now) == "running"
 
     def _state_of(self, seen: Seen, now: float) -> str:
-        """Return the state of a rank: what it says itself, unless its process is seen to be in another."""
+        """Return the state of a rank: its own report, or the observed state of its process."""
         said = seen.record.state
         return self._is_seen(seen, now) if said == "running" else said
 
     def _is_seen(self, seen: Seen, now: float) -> str:
-        """Return the state in which the process of a rank is seen to be."""
+        """Return the observed state of the process of a rank."""
         if seen.state:
             return seen.state
         if seen.host_id[0] == self.node.host_id[0]:
@@ -228,7 +228,7 @@ class Collector:
         return "silent" if now - seen.since > self.silence else "running"
 
     def _crashed(self, record: RankRecord) -> RankRecord:
-        """Add to the record of a process that is gone what it wrote as it crashed, if it did."""
+        """Add the reason and place of a crash to the record of a process that is gone."""
         with contextlib.suppress(OSError):
             stacks = (self.directory / f"{file_name(record.rank)}.stacks").read_text()
             words, where, op = crash(stacks)

@@ -1,9 +1,15 @@
-"""What went wrong in a job that stands still or has lost a rank, from what its ranks were last seen doing.
+"""Diagnosis of a job that hangs or has lost a rank, from the last records of its ranks. Standard library
+only.
 
-`diagnose` looks for the first of these that explains it: a collective that ranks began differently, a rank
-that ended, a rank that shows no sign of life, a rank for which others wait while it is elsewhere, ranks that
-wait for each other. Everything is a frozen record and a pure function; `fastmp.watchdog.watchdog` collects
-the records. Standard library only.
+`diagnose` returns the first of these that explains the hang:
+
+1. a collective that ranks started with different ops, shapes or dtypes,
+2. a rank that failed or is gone,
+3. a rank that is stopped or silent,
+4. a rank that others wait for while it is elsewhere,
+5. ranks that wait for each other.
+
+Records are frozen and functions pure; `fastmp.watchdog.watchdog` collects the records.
 """
 
 from __future__ import annotations
@@ -17,16 +23,22 @@ from fastmp.watchdog.records import MESSAGES, Call, RankRecord, kind_of_group
 
 __all__ = ["Straggler", "HangReport", "diagnose", "stragglers"]
 
-LISTED = 8  # ranks, or calls, that a report names one by one
+LISTED = 8  # ranks or calls that a report names one by one; it counts the others
 
 
 @dataclass(frozen=True)
 class HangReport:
-    """Who held up the job: `kind`, the `ranks` that did, the `call` concerned, who is `waiting`, and a text.
+    """Cause of a hang.
 
-    Kinds: "mismatch" (of op, shape or dtype), "gone", "failed", "stopped", "silent", "finished" (before
-    others: uneven numbers of calls), "hung" (alive, but elsewhere), "order" (ranks wait for each other),
-    "message" (a message that nobody sends or receives), "unknown".
+    Attributes:
+        kind: "mismatch" (of op, shape or dtype), "gone", "failed", "stopped", "silent", "unseen" (never
+            seen), "finished" (before others: uneven numbers of calls), "hung" (alive, but elsewhere), "order"
+            (ranks wait for each other), "message" (without a matching send or receive), or "unknown".
+        ranks: that caused it.
+        text: the report in sentences.
+        step: in which it happened.
+        call: the collective or message concerned.
+        waiting: ranks that wait.
     """
 
     kind: str
@@ -38,7 +50,14 @@ class HangReport:
 
 
 def diagnose(records: Iterable[RankRecord], world_size: int) -> HangReport:
-    """Return the report on a job of `world_size` ranks, of some of which there may be no record."""
+    """Return the hang report of a job of `world_size` ranks; records of some ranks may be missing.
+
+    Example:
+        >>> records = [RankRecord(0), RankRecord(1, state="failed", reason="KeyError: 7")]
+        >>> report = diagnose(records, world_size=2)
+        >>> report.kind, report.ranks
+        ('failed', (1,))
+    """
     seen = {record.rank: record for record in records}
     missing = [RankRecord(rank, state="unseen") for rank in range(world_size) if rank not in seen]
     job = _Job(sorted([*seen.values(), *missing], key=lambda record: record.rank))
@@ -47,9 +66,9 @@ def diagnose(records: Iterable[RankRecord], world_size: int) -> HangReport:
 
 
 class _Job:
-    """The records of all ranks, with indices that are built once: no step compares all pairs of ranks.
+    """Records of all ranks, indexed once, so that no step compares all pairs of ranks.
 
-    members: ranks of each group. begun: numbers of collectives by group and rank. together: recent
+    members: ranks of each group. started: numbers of collectives by group and rank. together: recent
     collectives by (group, number) and rank.
     """
 
@@ -75,7 +94,7 @@ class _Job:
                 self._inside.setdefault(record.inside.group, set()).add(rank)
 
     def behind(self, record: RankRecord, group: str) -> frozenset[int]:
-        """Return the ranks of a group that have begun fewer collectives in it than `record`."""
+        """Return the ranks of a group that have started fewer collectives in it than `record`."""
         own = record.started.get(group)
         if (group, own) not in self._behind:
             members = self.members.get(group, frozenset())
@@ -89,7 +108,7 @@ class _Job:
         return found - {record.rank} if own is None and record.rank in found else found
 
     def waits_for(self, record: RankRecord) -> frozenset[int]:
-        """Return the ranks that have not joined the call that `record` is in."""
+        """Return the ranks that have not joined the call that `record` is blocked in."""
         call = record.inside
         if call is None or record.state == "finished":
             return frozenset()
@@ -101,7 +120,7 @@ class _Job:
         return self.behind(record, call.group)
 
     def awaited(self, record: RankRecord) -> Call | None:
-        """Return the call in which others wait for `record`: of several, the first that it would make."""
+        """Return the call in which other ranks wait for `record`; of several, the first in order."""
         found = []
         for other in self.everyone:
             if other.rank == record.rank:
@@ -115,7 +134,7 @@ class _Job:
                     call.peer is None and record.rank in self.behind(other, call.group)
                 ):
                     found.append((other, call))
-        # Who waits in one call and has not begun another, though it is in its group too, shows their order.
+        # A rank that waits in one call and has not started another of its groups shows their order.
         begun_there = {
             name: {
                 other.started.get(name, 0)
@@ -133,7 +152,7 @@ class _Job:
 
 
 def _mismatch(job: _Job) -> HangReport | None:
-    """The first collective that ranks of one group began differently."""
+    """Return a report if ranks of one group started a collective differently; the first one counts."""
     different = [calls for calls in job.together.values() if len({c.signature for c in calls.values()}) > 1]
     if not different:
         return _aborted(job)
@@ -148,7 +167,7 @@ def _mismatch(job: _Job) -> HangReport | None:
 
 
 def _usual(calls: Mapping[int, Call], job: _Job) -> Any:
-    """The signature that most of `calls` have; else most at this place in groups of this kind; else None."""
+    """Return the majority signature of `calls`, or of groups of the same kind; None without majority."""
     first = next(iter(calls.values()))
     of_kind = [
         call
@@ -164,7 +183,7 @@ def _usual(calls: Mapping[int, Call], job: _Job) -> Any:
 
 
 def _aborted(job: _Job) -> HangReport | None:
-    """A rank that gloo aborted, as data of a size came that it did not expect; its own call is not known."""
+    """Return a report if gloo aborted a rank that received data of unexpected size."""
     for record in job.everyone:
         if record.state != "gone" or "Aborted" not in record.reason or record.inside is None:
             continue
@@ -189,7 +208,7 @@ def _aborted(job: _Job) -> HangReport | None:
 
 
 def _ended(job: _Job) -> HangReport | None:
-    """The rank that failed or vanished first; those that left because they lost a peer are its victims."""
+    """Return a report if ranks failed or are gone; the first one is the cause, later ones may be victims."""
     ended = [record for record in job.everyone if record.state in ("failed", "gone")]
     if not ended:
         return None
@@ -223,7 +242,7 @@ def _silent(job: _Job) -> HangReport | None:
 
 
 def _standstill(job: _Job) -> HangReport:
-    """Every rank lives: find those for which others wait, and which wait for nobody."""
+    """Return a report if all ranks live: ranks that others wait for and that wait for nobody."""
     everyone, by_rank = job.everyone, job.by_rank
     waits = {record.rank: _nonempty([job.waits_for(record)]) for record in everyone}
     if not any(waits.values()):  # hosts that wait for a device are in no call: go by what they have begun
@@ -235,7 +254,7 @@ def _standstill(job: _Job) -> HangReport:
     wanted = frozenset().union(*sets.values())
     ends = [rank for rank in sorted(wanted) if not waits[rank]]
     if ends:
-        # Who is in no call at all is the one who is elsewhere; the others may only be late in the same call.
+        # A rank in no call at all is elsewhere; others may only be late for the same call.
         elsewhere = [rank for rank in ends if by_rank[rank].inside is None] or ends
         record = by_rank[elsewhere[0]]
         call = job.awaited(record)
@@ -269,7 +288,7 @@ def _nonempty(sets: Iterable[frozenset[int]]) -> tuple[frozenset[int], ...]:
 
 
 def _deadlock(job: _Job, waits: _Waits, cycle: Sequence[int]) -> HangReport:
-    """Ranks wait for each other: name the one whose call is unlike those of most others, else all of them."""
+    """Return a report of a cycle: the rank whose order deviates from the majority, else all of them."""
     before: dict[tuple[str, int], dict[int, Any]] = {}
     odd = tuple(rank for rank in cycle if _deviates(job.by_rank[rank], job, before))
     ranks = odd or tuple(sorted(cycle))
@@ -286,9 +305,9 @@ def _deadlock(job: _Job, waits: _Waits, cycle: Sequence[int]) -> HangReport:
 
 
 def _deviates(record: RankRecord, job: _Job, before: dict[tuple[str, int], dict[int, Any]]) -> bool:
-    """Whether most ranks that began the call of `record` had by then begun other numbers of other calls.
+    """Return True if most ranks had started other calls than `record` before its current call.
 
-    before: what each rank had begun before a call, by (group, number), filled as it is asked for.
+    before: cache of the calls that each rank had started before a call, by (group, number).
     """
     call = record.inside
     if call is None or call.number is None:
@@ -309,14 +328,14 @@ def _deviates(record: RankRecord, job: _Job, before: dict[tuple[str, int], dict[
 
 
 def _is_before(group: str, number: int, other: int) -> bool:
-    """Whether a collective of a group comes before another; the numbers of exchanges are int32 and wrap."""
+    """Return True if collective `number` comes before `other`; epochs of exchanges are int32 and wrap."""
     if group.startswith("exchange:"):
         return (number - other) % (1 << 32) >= 1 << 31
     return number < other
 
 
 def _report(kind: str, job: _Job, ranks: tuple[int, ...], text: str, call: Call | None) -> HangReport:
-    """Add to the text which step it was, and who waits where."""
+    """Make the report: add to the text the step, and the ranks that wait."""
     step, named = job.by_rank[ranks[0]].step, set(ranks)
     others = [r for r in job.everyone if r.rank not in named and r.state in ("running", "lost") and r.inside]
     waiting: dict[str, list[int]] = {}
@@ -349,7 +368,7 @@ def _words(ranks: Iterable[int]) -> str:
 
 
 def _list(parts: Iterable[str]) -> str:
-    """Join what is said of several ranks; of many, the first and the number of the others."""
+    """Join the parts with semicolons; of many, list the first and count the others."""
     parts = list(parts)
     if len(parts) > LISTED:
         parts = [*parts[: LISTED - 1], f"and so for {len(parts) - LISTED + 1} other ranks"]
@@ -357,7 +376,7 @@ def _list(parts: Iterable[str]) -> str:
 
 
 def _cycle(waits: _Waits) -> list[int]:
-    """Ranks each of which waits for the next, and the last for the first; none if there is no such ring."""
+    """Return a cycle of ranks, each of which waits for the next; empty if there is none."""
     first = {id(ranks): min(ranks) for groups in waits.values() for ranks in groups}
     checked: set[int] = set()
     for start in sorted(waits):
@@ -375,10 +394,12 @@ def _cycle(waits: _Waits) -> list[int]:
 
 @dataclass(frozen=True)
 class Straggler:
-    """A rank for which all others of a group wait.
+    """A rank that all others of a group wait for.
 
-    share: the part of the time in which they do. seconds: how much later it comes than the next to last, in
-        the mean over the collectives where it was last. op: the collective at which it was the latest.
+    Attributes:
+        share: fraction of the time in which they wait.
+        seconds: mean delay after the next to last rank, over the collectives that it joined last.
+        op: the collective with the longest delay.
     """
 
     rank: int
@@ -388,10 +409,10 @@ class Straggler:
 
 
 def stragglers(records: Sequence[RankRecord]) -> list[Straggler]:
-    """Ranks that alone keep others waiting for a quarter of the time, by 10 ms each time or more.
+    """Return the ranks that alone delay others for a quarter of the time, by 10 ms a collective or more.
 
-    Their arrival at the collectives that all ranks of a group still have on record is compared, where these
-    cover a second; the clocks of machines must agree better than the delays that are to be seen.
+    Arrivals at the collectives that all ranks of a group have on record are compared, if these span a second.
+    Clocks of machines must agree better than the delays to be seen.
     """
     arrivals: dict[str, dict[int, dict[int, Call]]] = {}
     for record in records:

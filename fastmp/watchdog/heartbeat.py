@@ -1,7 +1,7 @@
-"""What a node leader sends for the ranks of its machine, how often, and which collectives are compared.
+"""Heartbeat messages: their content, how often node leaders send them, and which collectives are compared.
 
-All of it is sized so that the process that serves the store moves less than a megabyte a second at 16,384
-ranks, and no rank spends a hundredth of its time on it. Pure functions; standard library only.
+Sizes and rates keep the traffic of the process that serves the store below 1 MB/s at 16,384 ranks, and the
+time that a rank spends below 1%. Pure functions; standard library only.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def pack(content: Any) -> bytes:
 
 
 def unpack(data: bytes) -> Any:
-    """Return what `pack` has packed; None for nothing."""
+    """Return the content of `pack`; None for no data."""
     return json.loads(zlib.decompress(data)) if data else None
 
 
@@ -54,7 +54,7 @@ def heartbeat(
 ) -> Content:
     """Return the heartbeat number `beat` of a rank, with its packed groups.
 
-    said: whether the rank `looks` into a hang, and whether it is `away`, having left the watch.
+    said: flags: `investigating` a hang, `away` after leaving the job.
     """
     common = {"beat": beat, "time": time.time(), "host_id": host_id, **said}
     return {**common, "record": record.as_json(groups)}
@@ -82,7 +82,7 @@ def node_message(heartbeats: Mapping[int, tuple[Content, str, float]]) -> dict[i
 
 
 def essence(sent: Mapping[int, Content]) -> str:
-    """Return what of a message does not change by itself while its ranks stand still."""
+    """Return the part of a message that changes only if its ranks make progress."""
     return json.dumps(
         {
             rank: [{**content["record"], "stalled": 0}, content["seen"], content["host_id"]]
@@ -92,7 +92,7 @@ def essence(sent: Mapping[int, Content]) -> str:
 
 
 def contents(data: bytes, groups: bytes) -> dict[int, tuple[RankRecord, Content]]:
-    """Return the records of a message, with the process groups that its leader has sent apart."""
+    """Return the records of a message, with the process groups that its leader sends separately."""
     of_ranks = unpack(groups) or {}
     found = {}
     for rank, content in (unpack(data) or {}).items():

@@ -1,8 +1,10 @@
-"""What this process is doing, as another thread of it can see: its line of Python and its collectives.
+"""Inspection of this process from the watchdog thread: line of Python, and collectives.
 
-Collectives come from torch's flight recorder, which counts them for every process group; messages, which the
-recorder of gloo leaves out, from the frames of the main thread or from `fastmp.status`; exchanges through
-shared memory from that memory.
+| call | source |
+|---|---|
+| collectives | torch's flight recorder, which counts them by process group |
+| messages | `fastmp.status` or frames of the main thread, as gloo's recorder omits them |
+| exchanges through symmetric memory | the epochs in that memory |
 """
 
 from __future__ import annotations
@@ -31,9 +33,9 @@ _TORCH = os.path.dirname(torch.__file__) + os.sep
 
 
 def flight_records(entries: bool = True) -> list[str]:
-    """The flight records of this process as JSON; without `entries`, only the numbers of each group.
+    """Return the flight records of this process as JSON; without `entries`, only the counts of each group.
 
-    torch has one for all backends but NCCL, and one for NCCL.
+    torch has one recorder for NCCL, and one for all other backends.
     """
     names = ("_dump_fr_trace_json", "_dump_nccl_trace_json")
     dumps = [getattr(torch._C._distributed_c10d, name, None) for name in names]
@@ -42,7 +44,7 @@ def flight_records(entries: bool = True) -> list[str]:
 
 
 def host_id() -> tuple[str, int]:
-    """What tells this machine and its space of process numbers from others; and this process's start."""
+    """Return (identity of this machine and its PID namespace, start of this process in clock ticks)."""
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
             boot = file.read().strip()
@@ -52,9 +54,9 @@ def host_id() -> tuple[str, int]:
 
 
 def process_state(pid: int, started: int) -> str:
-    """Say whether a process of this machine is "running", "stopped" or "gone".
+    """Return "running", "stopped" or "gone" for a process of this machine.
 
-    started: its start in clock ticks after boot, which tells it from a later one of the same number.
+    started: its start in clock ticks after boot; another process may have the same PID later.
     """
     try:
         state, start = _stat(pid)
@@ -72,10 +74,11 @@ def _stat(pid: int) -> tuple[str, int]:
 
 
 class ProcessInspector:
-    """Follows this process: `counts` is cheap, `update` reads the flight record and costs milliseconds.
+    """Inspector of this process; `counts` and `look` are cheap, `update` takes milliseconds.
 
-    `recorded` are all collectives of the flight record that was read last, `groups` the packed ranks of each
-    process group.
+    Attributes:
+        recorded: all collectives in the last flight record.
+        groups: packed ranks of each process group.
     """
 
     def __init__(self, world_size: int = 1) -> None:
@@ -89,12 +92,12 @@ class ProcessInspector:
         self._inside: Call | None = None
 
     def counts(self) -> list[str]:
-        """Change whenever a collective or an exchange is begun or done."""
+        """Return a value that changes whenever a collective or an exchange starts or ends."""
         exchange = process_status.exchange()
         return [*flight_records(entries=False), str(exchange and exchange.epochs())]
 
     def update(self, error: BaseException | None = None) -> None:
-        """See which collectives were begun, and what the main thread is doing, or was at an `error`."""
+        """Read the flight record, then `look`."""
         world = dist.distributed_c10d._world
         for group in list(world.pg_names):  # those that this rank is in
             ranks = world.pg_group_ranks.get(group)  # None while the main thread makes the group
@@ -115,7 +118,7 @@ class ProcessInspector:
         self.look(error)
 
     def look(self, error: BaseException | None = None) -> None:
-        """See what the main thread is doing, or was at an `error`; cheap."""
+        """Read the line and the call of the main thread, or those at which `error` was raised."""
         frames: list[tuple[FrameType, int]] = []  # innermost first
         if error is not None:
             frames = [(frame, line) for frame, line in walk_tb(error.__traceback__)][::-1]
@@ -149,7 +152,7 @@ class ProcessInspector:
             self._inside = self._calls[-1]
 
     def _exchange(self) -> Call | None:
-        """See how far this process has come in exchanges through shared memory, and which one it waits in."""
+        """Read the epochs of exchanges through symmetric memory; return the exchange that is running."""
         memory = process_status.exchange()
         if memory is None:
             return None
@@ -161,7 +164,7 @@ class ProcessInspector:
         return Call("exchange", name, begun) if begun != done else None
 
     def record(self, **said: Any) -> RankRecord:
-        """The record of this process without its groups, with what it says of itself."""
+        """Return the record of this process without its groups; `said` are the other fields."""
         return RankRecord(
             host=socket.gethostname(),
             pid=os.getpid(),
@@ -176,14 +179,14 @@ class ProcessInspector:
 
 
 def place(path: str, line: int, function: str) -> str:
-    """A line of a program in a few words."""
+    """Format a line of a program in a few words."""
     return f"{os.sep.join(path.split(os.sep)[-2:])}:{line} in {function}"
 
 
 def crash(stacks: str) -> tuple[str, str, str]:
-    """What faulthandler wrote as a process crashed: the reason, the line of its main thread, and the op.
+    """Parse the output of faulthandler: (reason of the crash, line of the main thread, torch.distributed op).
 
-    Empty words where it did not crash; the op is empty outside torch.distributed.
+    All are empty if there was no crash; the op is empty outside torch.distributed.
     """
     _, fatal, rest = stacks.partition("Fatal Python error: ")
     if not fatal:
@@ -216,12 +219,12 @@ def _key(group: dist.ProcessGroup, backend: str = "gloo") -> str:
 
 
 def _named(desc: str, name: str, backend: str) -> str:
-    """The name of a group in records; each of its backends counts collectives of its own."""
+    """Return the name of a group in records; its backends count collectives separately."""
     return f"{desc} {name}" + ("/nccl" if backend == "nccl" else "")
 
 
 def _in_frame(frame: FrameType) -> Call | None:
-    """The call that a frame of torch.distributed makes, from its arguments."""
+    """Return the call of a torch.distributed frame, from its arguments."""
     given, op = frame.f_locals, frame.f_code.co_name
     if "group" not in given or op.startswith("_"):
         return None

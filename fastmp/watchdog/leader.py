@@ -1,4 +1,4 @@
-"""Sends what the ranks of a machine are doing to the job's store, as their leader."""
+"""Node leader: sends the heartbeats of the ranks of its machine to the job's store."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ __all__ = ["Leader"]
 
 
 class Leader:
-    """What this rank has sent last for the ranks of its machine, if it is their leader.
+    """Sender of the messages of a machine, and state of the last one.
 
     asked: when a rank of the job was last seen to investigate a hang. While one does, messages are sent as
-    they change, and the ranks of this machine are told to say more.
+    they change, and the ranks of this machine include their collectives.
     """
 
     def __init__(self, node: Node, channel: Channel, world_size: int, interval: float) -> None:

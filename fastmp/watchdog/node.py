@@ -1,9 +1,9 @@
-"""Ranks of one machine, their heartbeats in a directory in memory, and the one that speaks for all of them.
+"""Ranks of one machine: heartbeats in a directory in memory, and their node leader.
 
-Ranks that share a machine write their heartbeats to a directory in memory that only they know of, instead of
-the job's store. The first of them that lives is the node leader: it alone sends their heartbeats to the
-store, and writes what it learns there into the directory. Nobody is elected: every rank reads the files of
-lower ranks, and leads where none of these lives. Two leaders for a moment do no harm.
+Ranks of a machine write their heartbeats to a private directory in memory instead of the job's store. The
+lowest live rank is the node leader: it alone sends heartbeats to the store, and writes the answers into the
+directory. There is no election: every rank reads the files of lower ranks, and leads if none of these lives.
+Two leaders for a moment do no harm.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ __all__ = ["Heartbeat", "Node"]
 
 
 class Heartbeat(NamedTuple):
-    """The last heartbeat of a rank of this machine, and when its number was seen to change."""
+    """Last heartbeat of a rank of this machine, and when its number changed."""
 
     content: dict[str, Any]
     since: float
 
     @property
     def state(self) -> str:
-        """The state that the rank itself has reported."""
+        """State that the rank itself has reported."""
         return self.content["record"]["state"]
 
     @property
     def away(self) -> bool:
-        """Whether the rank has left the watch."""
+        """True if the rank has left the job."""
         return self.content["away"]
 
     @property
@@ -45,10 +45,11 @@ class Heartbeat(NamedTuple):
 
 
 class Node:
-    """This rank's view of the ranks on its machine; a rank that has not joined any is alone.
+    """View of the ranks on this machine; a rank that has not joined sees itself only.
 
-    machine: identity of the machine, and the start of this process. silence: seconds after which a rank whose
-    heartbeat does not change counts as silent.
+    Args:
+        host_id: identity of the machine, and start of this process, see `host_id`.
+        silence: seconds without a new heartbeat after which a rank counts as silent.
     """
 
     def __init__(self, rank: int, host_id: tuple[str, int], silence: float) -> None:
@@ -57,13 +58,13 @@ class Node:
         self.beats: dict[int, Heartbeat] = {}
 
     def join(self, token: str) -> None:
-        """Meet the ranks of this machine that know `token`; without memory to meet in, stay alone."""
+        """Join the ranks of this machine that know `token`, if there is a directory that all can write to."""
         place = next(
             (p for p in (Path("/dev/shm"), Path(tempfile.gettempdir())) if os.access(p, os.W_OK)), None
         )
         if place is None:
             return
-        prefix = f"fastmp-watch-{os.getuid()}-"
+        prefix = f"fastmp-watchdog-{os.getuid()}-"
         suffix = f"-{zlib.crc32(self.host_id[0].encode()):08x}"
         _sweep(place, prefix, suffix)
         path = place / f"{prefix}{token}{suffix}"
@@ -73,7 +74,7 @@ class Node:
                 self.directory = path
 
     def post(self, name: str, text: str) -> None:
-        """Leave `text` for the other ranks of this machine, in place of what was there."""
+        """Replace the text under `name` for the ranks of this machine."""
         if self.directory is not None:
             temporary = self.directory / f".{name}.{self.rank}"
             with contextlib.suppress(OSError):
@@ -81,7 +82,7 @@ class Node:
                 os.replace(temporary, self.directory / name)
 
     def read(self, name: str) -> str | None:
-        """Return the text that was left under `name`; None if there is none."""
+        """Return the text under `name`; None if there is none."""
         if self.directory is not None:
             with contextlib.suppress(OSError):
                 return (self.directory / name).read_text()

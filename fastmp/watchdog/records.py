@@ -1,8 +1,7 @@
-"""Process records: what one rank was last seen doing, and their compact form as JSON.
+"""Records of ranks, and their compact form as JSON. Standard library only.
 
-A record's size must not grow with the world. Process groups are written as arithmetic progressions of ranks,
-and the recent collectives as a table of distinct operations with one short row per collective. Standard
-library only.
+The size of a record does not grow with the world: process groups are written as arithmetic progressions of
+ranks, and recent collectives as a table of distinct operations with one short row per collective.
 """
 
 from __future__ import annotations
@@ -86,11 +85,12 @@ def _unpacked(blocks: tuple[tuple[int, ...], ...]) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Call:
-    """A collective, or a message to or from `peer`, that a rank began.
+    """A collective that a rank started, or a message to or from `peer`.
 
-    group: name of the process group, the same on all of its ranks; groups of one kind differ in what follows
-        a space. number: how many collectives the rank began in this group, this one included; None for
-        messages. began: seconds since the epoch, 0 where unknown.
+    Attributes:
+        group: name of the process group, the same on all of its ranks: kind, space, number.
+        number: of collectives that the rank has started in this group, this one included; None for messages.
+        began: seconds since the epoch, 0 if unknown.
     """
 
     op: str
@@ -103,7 +103,7 @@ class Call:
 
     @property
     def signature(self) -> tuple[Any, ...]:
-        """What must be alike on all ranks of a group."""
+        """Properties that must be identical on all ranks of a group."""
         return (self.op,) if self.op in _UNEVEN else (self.op, self.sizes, self.dtypes)
 
     def __str__(self) -> str:
@@ -114,22 +114,28 @@ class Call:
 
     @property
     def shape(self) -> str:
-        """The sizes and dtypes of its tensors in words."""
+        """Sizes and dtypes of its tensors in words."""
         tensors = [f"{list(size)} {dtype}" for size, dtype in zip(self.sizes, self.dtypes)]
         return " and ".join(tensors) or "nothing"
 
 
 @dataclass(frozen=True)
 class RankRecord:
-    """What was last seen of one rank.
+    """Last known state of one rank.
 
-    step: the step it is in, from 1. phase: the part of it. where: the innermost line of Python of its main
-    thread outside torch. inside: the call that this thread is in; None where it is in none. calls: its last
-    collectives, oldest first. begun: how many it began in each group. groups: the ranks of its groups.
-    state: "running"; "stopped" or "gone", as a process of the same machine sees it; "silent", after no sign
-        of life; "finished", "failed" or "lost" (a peer), as it said itself when it left, with `words`.
-    still: seconds since anything changed. silent: seconds since its last sign of life. left: when it left, in
-        seconds since the epoch.
+    Attributes:
+        step, phase: where training is; steps count from 1.
+        where: innermost line of Python of the main thread outside torch.
+        inside: the call that the main thread is in, or None.
+        calls: last collectives, oldest first.
+        started: number of collectives started, by group.
+        groups: ranks of each process group.
+        state: "running"; "stopped" or "gone", as observed on the same machine; "silent" without heartbeats;
+            "finished", "failed" or "lost" (a peer), as reported when it left.
+        reason: error with which it left.
+        stalled: seconds without progress.
+        silent: seconds since its last heartbeat.
+        left_at: when it left, in seconds since the epoch.
     """
 
     rank: int
