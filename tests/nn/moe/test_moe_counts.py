@@ -44,9 +44,9 @@ def late_case(rank, world):
         hidden = hidden_states(4, 4)[:, 2 * rank : 2 * rank + 2].requires_grad_()
         output, aux, _ = run(hidden)
         log.append("layer ends")
-        assert not late._LEFT
+        assert not late._PENDING
         (output.square().sum() + aux).backward()
-        assert not late._LEFT  # a recomputation leaves nothing
+        assert not late._PENDING  # a recomputation leaves nothing
         return [output, aux, hidden.grad, *(param.grad for param in layer.parameters())]
 
     def at_once(hidden):
@@ -72,7 +72,7 @@ def late_case(rank, world):
             pytest.raises(RuntimeError, match="no rows"),
         ):
             layer(hidden_states(4, 4)[:, 2 * rank : 2 * rank + 2])
-        assert not late._LEFT
+        assert not late._PENDING
     return seen
 
 
