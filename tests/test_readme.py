@@ -11,8 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
-import yaml
-from pages import BLOCKS, PAGES, PROGRAMS, ROOT, Block
+from pages import BLOCKS, NAV, PAGES, PROGRAMS, ROOT, Block
 
 # what commands of the pages mean in a scratch directory
 COMMANDS = {
@@ -28,18 +27,8 @@ COMMANDS = {
 SMALL = {"hidden_size": 48, "expert_ffn_hidden_size": 32, "steps": 6, "eval_batches": 2}
 
 
-def in_nav(nav: object) -> list[str]:
-    """The files that a navigation names."""
-    if isinstance(nav, str):
-        return [nav]
-    return [file for part in (nav.values() if isinstance(nav, dict) else nav) for file in in_nav(part)]
-
-
-NAV = in_nav(yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"])
-
-
 def anchors(page: Path) -> set[str]:
-    """What `page.md#...` may name: headings in lower case, without punctuation, hyphens for spaces."""
+    """Return the anchors of a page: headings in lower case, without punctuation, hyphens for spaces."""
     text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
     headings = re.findall(r"^#+ (.*)", text, re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from test_readme import NAV
+from pages import NAV
 
 ROOT = Path(__file__).resolve().parent.parent
 

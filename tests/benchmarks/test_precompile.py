@@ -8,12 +8,12 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 import torch
 from marks import full
-from test_gpu_check import FAMILIES
 
-from benchmarks import gpu_rows, precompile
+from benchmarks import correct, gpu_rows, precompile
 from fastmp.ops import OPS
 from fastmp.testing.ops import DTYPES
 
+FAMILIES = [family for family in correct.families() if correct.functions(family)]
 SECONDS_A_KERNEL = 0.5  # to compile one and its launcher, in one process
 ARCH = 90
 

@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.distributed as dist
+from context_tools import MODELS, run_step
 from nn_tools import text
 
 from fastmp.distributed.collectives import group_rank, group_size
@@ -28,45 +29,12 @@ from fastmp.testing.parallel import count_collectives
 from fastmp.testing.ranks import run_ranks
 
 CLOSE = {"rtol": 1e-10, "atol": 1e-10}
-LLAMA = replace(QWEN, qk_norm=False)
-MODELS = {
-    "gpt2": replace(SMALL, max_seq_len=32),
-    "llama": replace(LLAMA, max_seq_len=32),
-    "qwen3": replace(QWEN, max_seq_len=32),
-    "moe": replace(EXPERTS, max_seq_len=32),
-    "window": replace(QWEN, max_seq_len=32, sliding_window=11),
-}
 
 
 def own_sequences(x_BS, groups):
     """This rank's slices of its sequences, from the sequences of all data-parallel ranks."""
     x_BS = x_BS.chunk(group_size(groups.dp))[group_rank(groups.dp)]
     return cut_sequence(x_BS, groups.cp)
-
-
-def run_step(model, batches, groups):
-    """Losses of every microbatch, sums of the auxiliary ones and of counts; gradients in `main_grad`."""
-    grads = GradBuffer(
-        model.named_parameters(), dp_group=groups.dp_cp, tp_group=groups.tp, edp_group=groups.edp
-    )
-    losses, aux, counts = [], torch.zeros((), dtype=torch.float64), 0
-    for tokens_BS, targets_BS, weight_BS in batches:
-        loss = model.loss(tokens_BS, targets_BS)
-        total = ((loss if model.config.moe is None else loss.tokens) * weight_BS).sum()
-        if model.config.moe is not None:
-            aux += loss.aux.detach()
-            counts = counts + loss.counts
-            total = total + loss.aux
-            loss = loss.tokens
-        total.backward()
-        losses.append(loss.detach())
-    grads.reduce()
-    if model.config.moe is not None:
-        if groups.dp_cp is not None:
-            dist.all_reduce(aux, group=groups.dp_cp)
-        if groups.tp_cp_dp is not None:
-            dist.all_reduce(counts, group=groups.tp_cp_dp)
-    return losses, aux, counts
 
 
 def whole_and_cut(rank, world, layout, name, options):
@@ -196,7 +164,7 @@ def test_one_gather_and_one_reduce_scatter_a_layer():
 
 
 def pairs_case(rank, world):
-    """How many (query, key) pairs this rank attends to."""
+    """Return the number of (query, key) pairs this rank attends to."""
     pairs, attend = [], attention_layer.attend
 
     def count(q, k, v, **options):

@@ -6,9 +6,9 @@ from itertools import product
 
 import pytest
 import torch
+from context_tools import MODELS, run_step
 from marks import full
 from nn_tools import text
-from test_context import MODELS, run_step
 
 from fastmp.cuda_graphs.backends.recording import RecordingBackend
 from fastmp.cuda_graphs.explanation.report import explain

@@ -20,8 +20,20 @@ import textwrap
 from dataclasses import dataclass
 from pathlib import Path
 
+import yaml
+
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
+
+
+def in_nav(nav: object) -> list[str]:
+    """Return the files of a navigation of mkdocs, from its first to its last."""
+    if isinstance(nav, str):
+        return [nav]
+    return [file for part in (nav.values() if isinstance(nav, dict) else nav) for file in in_nav(part)]
+
+
+NAV = in_nav(yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"])
 BLOCK = re.compile(
     r"(?P<notes>(?:^ *<!--(?:(?!-->).)*-->\n+)*)"
     r"^(?P<indent> *)```(?P<language>\w*)\n(?P<text>.*?)^(?P=indent)```$",
@@ -62,7 +74,7 @@ class Block:
 
     @property
     def shown(self) -> str:
-        """What a console block says that its command prints."""
+        """Return the output that a console block shows below its command."""
         return self.text.removeprefix(f"$ {self.command}\n")
 
 

@@ -12,10 +12,10 @@ from dataclasses import replace
 import deep_ep_stand_in
 import pytest
 import torch
+from dispatcher_tools import KINDS, E, K, dispatch_and_combine, routing
 from gpu_ranks import call_on_two_gpus
 from marks import full
 from moe_tools import hidden_states, make_moe, own_part, plain_moe, with_moe
-from test_symmetric import KINDS, E, K, routing, through
 from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
@@ -47,8 +47,10 @@ def routings_case(rank, world, layout, number, dtype):
         tokens, grad = (torch.randn(len(indices), H, generator=generator).to(dtype) for _ in range(2))
         probs_dtype = torch.promote_types(dtype, torch.float32)
         probs = torch.rand(len(indices), K, generator=generator, dtype=probs_dtype)
-        *found, rows, offsets = through(deepep, scales, tokens, indices, probs, grad)
-        *expected, expected_rows, expected_offsets = through(ordinary, scales, tokens, indices, probs, grad)
+        *found, rows, offsets = dispatch_and_combine(deepep, scales, tokens, indices, probs, grad)
+        *expected, expected_rows, expected_offsets = dispatch_and_combine(
+            ordinary, scales, tokens, indices, probs, grad
+        )
         for name, a, b in zip(("output", "tokens", "probs"), found, expected, strict=True):
             assert a.dtype is b.dtype
             assert_close(a, b, **near, msg=f"example {example}, {kind}: {name}")
@@ -170,8 +172,8 @@ def compare(runtime):
         )
         probs = torch.rand(len(indices), K, generator=generator).to(runtime.device)
         arguments = scales, tokens, indices.to(runtime.device), probs, grad
-        *found, rows, offsets = through(deepep, *arguments)
-        *expected, expected_rows, expected_offsets = through(ordinary, *arguments)
+        *found, rows, offsets = dispatch_and_combine(deepep, *arguments)
+        *expected, expected_rows, expected_offsets = dispatch_and_combine(ordinary, *arguments)
         for a, b in zip(found, expected, strict=True):
             assert_close(a, b)
         assert torch.equal(offsets, expected_offsets) and torch.equal(rows, expected_rows)

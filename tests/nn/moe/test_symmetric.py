@@ -10,6 +10,7 @@ from importlib import import_module
 import pytest
 import torch
 import torch.distributed as dist
+from dispatcher_tools import KINDS, MOST, E, K, dispatch_and_combine, routing
 from marks import full
 from moe_tools import hidden_states, make_moe, own_part, plain_moe, with_moe
 from torch.utils.checkpoint import checkpoint
@@ -21,36 +22,7 @@ from fastmp.nn.moe.dispatchers.factory import make_dispatcher
 from fastmp.nn.moe.dispatchers.symmetric import SymmetricDispatcher
 from fastmp.testing.ranks import run_ranks
 
-E, K, H, MOST = 8, 3, 6, 9  # experts, choices, width, tokens of a rank at most
-KINDS = ("any", "empty", "skewed", "one token", "all to one", "dropped before")
-
-
-def routing(kind: str, rank: int, generator: torch.Generator) -> torch.Tensor:
-    """Choices (T, K) int32 of a rank's tokens, of different experts each; -1 goes nowhere."""
-    tokens = {"empty": 0, "one token": int(rank == 1)}.get(kind)
-    if tokens is None:
-        tokens = int(torch.randint(MOST + 1, (), generator=generator))
-    likes = torch.rand(tokens, E, generator=generator)
-    if kind == "skewed":
-        likes += torch.linspace(1.0, 0.0, E)
-    elif kind == "all to one":
-        likes[:, 2] += 2.0
-    indices = likes.topk(K, 1).indices.to(torch.int32)
-    if kind == "dropped before":
-        indices[torch.rand(tokens, K, generator=generator) < 0.4] = -1
-    return indices
-
-
-def through(dispatcher, scales, tokens, indices, probs, grad):
-    """Output, gradients of tokens and probs, and the rows, which each expert multiplies by its scale."""
-    tokens, probs = tokens.clone().requires_grad_(), probs.clone().requires_grad_()
-    prepared = dispatcher.preprocess(indices, probs, MOST)
-    rows, offsets, state = dispatcher.dispatch(tokens, prepared)
-    places = torch.arange(len(rows), dtype=torch.int32, device=offsets.device)
-    expert = torch.searchsorted(offsets, places, right=True)
-    output = dispatcher.combine(rows * scales[expert.clamp(max=len(offsets) - 1), None], state)[: len(tokens)]
-    output.backward(grad)
-    return output.detach(), tokens.grad, probs.grad, rows.detach()[: offsets[-1]], offsets
+H = 6  # width
 
 
 def routings_case(rank, world, layout, number, dtype, capacity):
@@ -76,22 +48,22 @@ def routings_case(rank, world, layout, number, dtype, capacity):
             dropped_ever += dropped
             found, indices = found[:-1], kept
         else:
-            found = through(shared, scales, tokens, indices, probs, grad)
-        expected = through(ordinary, scales, tokens, indices, probs, grad)
+            found = dispatch_and_combine(shared, scales, tokens, indices, probs, grad)
+        expected = dispatch_and_combine(ordinary, scales, tokens, indices, probs, grad)
         for name, a, b in zip(("output", "tokens", "probs", "rows", "offsets"), found, expected, strict=True):
             assert torch.equal(a, b), f"example {example}, {kind}: {name} {a} {b}"
     return dropped_ever
 
 
 def through_counted(dispatcher, *arguments):
-    """What `through` returns, and the number of assignments that were dropped."""
+    """Return the results of `dispatch_and_combine`, and the number of dropped assignments."""
     seen = []
     combine = dispatcher.combine
     dispatcher.combine = lambda outputs, *kept: (
         seen.append(dispatcher.dropped(*kept)) or combine(outputs, *kept)
     )
     try:
-        return *through(dispatcher, *arguments), int(seen[0])
+        return *dispatch_and_combine(dispatcher, *arguments), int(seen[0])
     finally:
         del dispatcher.combine
 

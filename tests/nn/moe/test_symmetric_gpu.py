@@ -7,29 +7,21 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.distributed as dist
+from dispatcher_tools import KINDS, MOST, E, K, dispatch_and_combine, routing, train_moe_layer
 from gpu_ranks import call_on_two_gpus
-from moe_tools import SEED, plain_moe, with_moe
-from test_symmetric import KINDS, MOST, E, K, routing, through
+from moe_tools import plain_moe
 from torch.testing import assert_close
 
-from fastmp.cuda_graphs.backends.cuda import CudaBackend
-from fastmp.cuda_graphs.backends.recording import RecordingBackend
-from fastmp.cuda_graphs.manager import GraphManager
 from fastmp.distributed.grid import RankGrid
 from fastmp.distributed.groups import ParallelGroups
-from fastmp.distributed.rng import RngTracker
 from fastmp.distributed.runtime import Runtime
 from fastmp.distributed.symmetric_memory import SymmetricExchange, SymmetricMemory
-from fastmp.nn import LayerChain, Placement
 from fastmp.nn.moe.dispatchers.factory import make_dispatcher
 from fastmp.nn.moe.dispatchers.local import LocalDispatcher
 from fastmp.nn.moe.dispatchers.symmetric import SymmetricDispatcher
-from fastmp.nn.moe.layer import MoELayer
-from fastmp.optim.grad_buffers import GradBuffer
-from fastmp.pipeline.schedule import Schedule
 from fastmp.testing.ranks import run_ranks
 
-H, STEPS, MICROBATCHES = 32, 5, 2
+H = 32
 NEAR = {"rtol": 1e-9, "atol": 1e-9}  # in float64: sums over choices may be rounded otherwise
 
 
@@ -42,8 +34,8 @@ def compare_routings(shared, ordinary, local, rank, device):
         tokens, grad = (torch.randn(len(indices), H, generator=generator).double() for _ in range(2))
         probs = torch.rand(len(indices), K, generator=generator).double()
         given = scales, *(each.to(device) for each in (tokens, indices, probs, grad))
-        *found, rows, offsets = through(shared, *given)
-        *expected, expected_rows, expected_offsets = through(ordinary, *given)
+        *found, rows, offsets = dispatch_and_combine(shared, *given)
+        *expected, expected_rows, expected_offsets = dispatch_and_combine(ordinary, *given)
         assert torch.equal(rows, expected_rows) and torch.equal(offsets, expected_offsets), kind
         for name, a, b in zip(("output", "tokens", "probs"), found, expected, strict=True):
             assert_close(a, b, **NEAR, msg=f"{kind}: {name}")
@@ -81,30 +73,6 @@ def test_a_gpu_that_sends_to_itself():
         dist.destroy_process_group()
 
 
-def steps(dispatcher, groups, device, graphs):
-    """All that some steps of a layer with everything give, and the manager of its graphs."""
-    rng = RngTracker(SEED, device=device)
-    config = with_moe(dispatcher=dispatcher, jitter=0.1)
-    layer = MoELayer(config, Placement(groups, rng=rng, dtype=torch.float64, device=device))
-    chain = LayerChain([layer])
-    GradBuffer(chain.named_parameters())
-    manager = None
-    if graphs:
-        backend = CudaBackend(rng) if device.type == "cuda" else RecordingBackend(rng)
-        manager = GraphManager([chain], Schedule(1, MICROBATCHES).order(0), backend=backend)
-    generator, seen = torch.Generator().manual_seed(groups.rank), []
-    for _ in range(STEPS):
-        if manager is not None:
-            manager.begin_step()
-        for _ in range(MICROBATCHES):
-            hidden = torch.randn(6, 2, config.hidden_size, dtype=torch.float64, generator=generator)
-            hidden = hidden.to(device).requires_grad_()
-            output, aux, counts = chain(hidden)
-            (output.square().sum() + aux).backward()
-            seen += [output.detach(), aux.detach(), counts, hidden.grad]
-    return [*seen, *(param.main_grad for param in layer.parameters())], manager
-
-
 def compare(runtime):
     """Dispatcher "symmetric" against "alltoall": routings, then whole layers, eager and in graphs."""
     rank, world, device = runtime.rank, runtime.world_size, runtime.device
@@ -119,8 +87,8 @@ def compare(runtime):
     groups = ParallelGroups.create(RankGrid(world_size=world, ep=world))  # with memory of its own
     results = {}
     for dispatcher in ("alltoall", "symmetric"):
-        eager, _ = results[dispatcher] = steps(dispatcher, groups, device, graphs=False)
-        graphed, manager = steps(dispatcher, groups, device, graphs=True)
+        eager, _ = results[dispatcher] = train_moe_layer(dispatcher, groups, device, graphs=False)
+        graphed, manager = train_moe_layer(dispatcher, groups, device, graphs=True)
         assert manager.num_graphs == manager.plan.num_graphs > 0
         for number, (a, b) in enumerate(zip(graphed, eager, strict=True)):
             assert torch.equal(a, b), f"{dispatcher}, result {number}"

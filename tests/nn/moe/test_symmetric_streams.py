@@ -7,9 +7,9 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from dispatcher_tools import train_moe_layer
 from moe_tools import hidden_states, make_moe, plain_moe, with_moe
 from nn_tools import Clock
-from test_symmetric_gpu import steps
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -127,9 +127,9 @@ def graphs_case(rank, world):
     """Steps in graphs, captured on two streams, against eager ones on one."""
     groups = ParallelGroups.create(RankGrid(world_size=world, ep=world))
     device = torch.device("cpu")
-    eager, _ = steps("symmetric", groups, device, graphs=False)
+    eager, _ = train_moe_layer("symmetric", groups, device, graphs=False)
     with TwoStreams() as seen:
-        graphed, manager = steps("symmetric", groups, device, graphs=True)
+        graphed, manager = train_moe_layer("symmetric", groups, device, graphs=True)
     assert manager.num_graphs == manager.plan.num_graphs > 0
     assert ("push", "exchanges") in seen.exchanges
     for number, (a, b) in enumerate(zip(graphed, eager, strict=True)):
