@@ -245,7 +245,7 @@ def test_special_gradients_go_where_torch_sends_them(backend):
 @pytest.mark.parametrize("beta", (0.0, 0.5, 0.999, 0.9999999))
 @pytest.mark.parametrize("steps", (0, 9))
 def test_bias_correction_does_not_cancel(beta, steps, backend):
-    """One element, m = v = 0, g = 1: the update is known exactly, also for beta next to one."""
+    """The update of a single element from m = v = 0, g = 1 is known exactly, also for beta next to one."""
     context = decimal.Context(prec=50)
     exact = context.create_decimal_from_float(beta)
     correction = context.subtract(1, context.power(exact, steps + 1))

@@ -66,7 +66,7 @@ def test_masters_are_restored_bitwise(backend):
 @ON
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float16), ids=str)
 def test_masters_are_those_of_the_classic_state(dtype, backend):
-    """Where averages are float32, every step is bitwise the same; the parameter is the nearest bfloat16."""
+    """With float32 averages every step is bitwise the same; the parameter is the nearest bfloat16."""
     classic, small = (
         list(drawn(1031, dtype, steps=3, first=5, scalars=True, split=split, noisy=False))
         for split in (False, True)

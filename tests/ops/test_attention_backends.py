@@ -150,7 +150,7 @@ def test_flash_operators_are_called_as_they_are_meant(monkeypatch):
 
 
 def whole_call(q, k, v, seen):
-    """One call of torch: with a mask of what is seen, or over as many queries as there are keys."""
+    """Torch is called once: with a mask of what is seen, or over as many queries as there are keys."""
     if seen is not None:
         return F.scaled_dot_product_attention(q, k, v, attn_mask=seen, enable_gqa=True)
     queries, keys = q.shape[2], k.shape[2]
@@ -273,7 +273,7 @@ def test_one_graph_of_a_compiler():
 @pytest.mark.gpu
 @pytest.mark.parametrize("kv_heads", (4, 2))
 def test_kernels_of_a_gpu(kv_heads):
-    """What stands in for them above, by themselves; in bfloat16, beside float32."""
+    """The stand-ins of the tests above, by themselves; in bfloat16, beside float32."""
     lengths = ((0, 96), (64, 128), (64, 64), (128, 224))
     queries, keys = 128, 256
     wide = [x.float().cuda().detach().requires_grad_() for x in draw(queries, keys, kv_heads)]

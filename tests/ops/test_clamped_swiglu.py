@@ -1,4 +1,4 @@
-"""clamped_swiglu: kernels against the reference, threads, what is clamped, special values, errors, costs."""
+"""clamped_swiglu: kernels against the reference, threads, clamped values, special values, errors."""
 
 from __future__ import annotations
 
@@ -115,13 +115,6 @@ def test_what_is_clamped_has_no_gradient():
     assert (dx != 0).tolist() == [True, False, False, True, True, False, True, True]
 
 
-def test_saves_only_its_input():
-    x, saved = inputs((6, 8))[0].requires_grad_(), []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
-        clamped_swiglu(x)
-    assert {t.data_ptr() for t in saved} == {x.data_ptr()}
-
-
 @pytest.mark.parametrize(
     ("x", "options", "message"),
     [
@@ -135,12 +128,3 @@ def test_saves_only_its_input():
 def test_wrong_arguments(x, options, message):
     with pytest.raises(ValueError, match=f"clamped_swiglu: .*{message}"):
         clamped_swiglu(x, **options)
-
-
-def test_cost_formulas():
-    x, grad = inputs((6, 8), torch.bfloat16)
-    assert OPS["clamped_swiglu"].traffic(x, *FORM) == 2 * 3 * 24
-    assert OPS["clamped_swiglu_backward"].traffic(grad, x, *FORM) == 2 * 5 * 24
-    with torch.utils.flop_counter.FlopCounterMode(display=False) as counter:
-        clamped_swiglu(x)
-    assert counter.get_total_flops() == 12 * 24

@@ -26,7 +26,7 @@ def case(tokens: int = 9, columns: int = 33, dtype: torch.dtype = torch.float32)
 
 
 def draws_agree(source: random.Random, dtype: torch.dtype, loss_margin: float = 0.0, **options) -> None:
-    """One launch gives the loss of two, in C++ to the bit, and their gradient but for rounding."""
+    """A single launch gives the loss of two, in C++ to the bit, and their gradient but for rounding."""
     draw = Draw(source, dtype, **options)
     (logits, target), keywords = functions()["cross_entropy"].draw(draw)
     loss = cross_entropy(logits, target, **keywords)

@@ -1,4 +1,4 @@
-"""What nvcc made of csrc/cuda, with no GPU: architectures, resources, access widths, schemas."""
+"""The library nvcc made of csrc/cuda, without a GPU: architectures, resources, access widths, schemas."""
 
 from __future__ import annotations
 
@@ -173,7 +173,7 @@ print("same", len(exported))
 
 
 def test_cuda_library_exports_the_same_schemas(library, tmp_path):
-    """Where torch has no CUDA, a stand-in gives the library the one symbol it lacks, so that it loads."""
+    """Without CUDA in torch, a stand-in gives the library the one symbol it lacks, so that it loads."""
     compiler = shutil.which("g++") or shutil.which("c++")
     if compiler is None:
         pytest.skip("no C++ compiler for the stand-in")

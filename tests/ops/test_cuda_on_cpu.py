@@ -174,7 +174,7 @@ def without_barrier(file: str, folder: Path) -> list[Path]:
 
 
 def is_wrong(compiled: Kernels, name: str, monkeypatch: pytest.MonkeyPatch) -> bool:
-    """Whether a result is wrong in one of a few orders. In a child, for it may write anywhere, or hang."""
+    """Return True if a result is wrong in some order. In a child, for it may write anywhere, or hang."""
     child = os.fork()
     if child == 0:
         try:

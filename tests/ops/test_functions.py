@@ -1,4 +1,4 @@
-"""What holds for every public function of fastmp.ops: its plain-torch meaning is the truth.
+"""Properties of every public function of fastmp.ops, whose plain-torch meaning is the truth.
 
 A failure's seed is in the test's id or in hypothesis's output.
 """
@@ -9,16 +9,18 @@ import copy
 import ctypes
 import gc
 import random
+from collections.abc import Callable
+from itertools import compress
 
 import pytest
 import torch
+from dispatch_modes import NoDeviceWaits
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from marks import full
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export import Dim
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import fastmp.ops
 from fastmp.testing.functions import Draw, as_tuple, converted, evaluate, functions, gradients_for, leaves
@@ -291,17 +293,6 @@ def test_autocast(name):
         assert error < 2e-2
 
 
-class NoCopiesBetweenDevices(TorchDispatchMode):
-    """On meta tensors, what would make the host wait for a GPU is a copy to another device or a read."""
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func is torch.ops.aten._to_copy.default:
-            device = (kwargs or {}).get("device")
-            assert device is None or torch.device(device) == args[0].device, "a copy to another device"
-        assert func is not torch.ops.aten._local_scalar_dense.default, "the value of a tensor is read"
-        return func(*args, **(kwargs or {}))
-
-
 @EVERY
 def test_never_waits_for_the_device(name):
     positional, keywords = drawn(name, random.Random(3), torch.float32, large=True)
@@ -314,7 +305,7 @@ def test_never_waits_for_the_device(name):
         return mode.from_tensor(value.detach().to("meta")).requires_grad_(value.requires_grad)
 
     meta, named = [fake(v) for v in positional], {k: fake(v) for k, v in keywords.items()}
-    with mode, NoCopiesBetweenDevices():
+    with mode, NoDeviceWaits():
         outputs = [out for out in as_tuple(FUNCTIONS[name].call(*meta, **named)) if out.requires_grad]
         torch.autograd.grad(outputs, leaves((meta, named)), [torch.empty_like(o) for o in outputs])
 
@@ -328,6 +319,88 @@ def test_repeats_bitwise_and_leaves_its_inputs_alone(name, dtype):
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
     for now, then in zip(leaves((positional, keywords)), leaves(before), strict=True):
         assert torch.equal(now, then)
+
+
+def laid_out(tensor: torch.Tensor, layout: str) -> torch.Tensor:
+    """Return the numbers of `tensor` two elements apart, or its first index in the place of all others."""
+    if layout == "expanded":
+        return tensor[:1].expand(tensor.shape) if tensor.dim() > 1 else tensor
+    return torch.stack((tensor, tensor), -1)[..., 0]
+
+
+@EVERY
+@pytest.mark.parametrize("layout", ("every second", "expanded"))
+def test_strides_change_nothing(name, layout):
+    """Arguments and gradients that are strided, or share memory, give what contiguous copies give."""
+    with_strides = drawn(name, random.Random(8), rows=17)
+    inputs = leaves(with_strides)
+    strided = {id(leaf): laid_out(leaf.detach(), layout) for leaf in inputs}
+
+    def results(own: Callable[[torch.Tensor], torch.Tensor]) -> list[torch.Tensor]:
+        def put(value):
+            return own(strided[id(value)]).requires_grad_() if id(value) in strided else value
+
+        positional, keywords = with_strides
+        positional, keywords = [put(v) for v in positional], {k: put(v) for k, v in keywords.items()}
+        outputs = as_tuple(FUNCTIONS[name].call(*positional, **keywords))
+        trained = [out for out in outputs if out.requires_grad]
+        upstream = [own(laid_out(grad, layout)) for grad in gradients_for(trained)]
+        return [*outputs, *torch.autograd.grad(trained, leaves((positional, keywords)), upstream)]
+
+    found, wanted = results(lambda t: t.detach()), results(torch.Tensor.contiguous)
+    torch.testing.assert_close(found, wanted, rtol=1e-11, atol=1e-11)
+
+
+@EVERY
+def test_frozen_arguments(name):
+    """The gradient of one argument alone is the same as beside those of the others."""
+    for seed in range(4):
+        positional, keywords = drawn(name, random.Random(seed))
+        inputs = leaves((positional, keywords))
+        upstream = gradients_for(as_tuple(FUNCTIONS[name].call(*positional, **keywords)))
+
+        def gradients(wanted: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+            outputs = as_tuple(FUNCTIONS[name].call(*positional, **keywords))  # noqa: B023
+            trained = [out.requires_grad for out in outputs]
+            return torch.autograd.grad(
+                [*compress(outputs, trained)],
+                wanted,
+                [*compress(upstream, trained)],  # noqa: B023
+                materialize_grads=True,
+            )
+
+        together = gradients(inputs)
+        for leaf, want in zip(inputs, together, strict=True):
+            for other in inputs:
+                other.requires_grad_(other is leaf)
+            torch.testing.assert_close(gradients([leaf]), (want,), rtol=1e-11, atol=1e-11)
+
+
+LINEAR = {"permute", "rope", "rope_qk"}  # differentiated any number of times, which their own tests check
+
+
+@pytest.mark.parametrize("name", sorted(FUNCTIONS.keys() - LINEAR))
+def test_second_derivative_raises(name):
+    positional, keywords = drawn(name, random.Random(1), rows=17)
+    outputs = [out for out in as_tuple(FUNCTIONS[name].call(*positional, **keywords)) if out.requires_grad]
+    upstream = [grad.requires_grad_() for grad in gradients_for(outputs)]
+    with pytest.raises(RuntimeError, match=r"(not differentiable|no derivative) \(.*create_graph=True"):
+        grads = torch.autograd.grad(outputs, leaves((positional, keywords)), upstream, create_graph=True)
+        torch.autograd.grad(sum(grad.sum() for grad in grads if grad.requires_grad), upstream)
+
+
+@EVERY
+def test_autograd_keeps_no_copies(name):
+    """Arguments, results and a few numbers a row are saved for backward."""
+    positional, keywords = drawn(name, random.Random(1), torch.float32, large=True)
+    saved: list[torch.Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        outputs = as_tuple(FUNCTIONS[name].call(*positional, **keywords))
+    given = (*positional, *keywords.values(), *outputs)
+    known = {value.untyped_storage().data_ptr() for value in given if isinstance(value, torch.Tensor)}
+    others = [t for t in saved if t.untyped_storage().data_ptr() not in known]
+    kept = 1031 * 128 if name == "grouped_mlp_in" else 0  # what the activation is computed from
+    assert sum(t.numel() for t in others) <= kept + 4 * 2048, [tuple(t.shape) for t in others]
 
 
 @EVERY

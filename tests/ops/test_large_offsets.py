@@ -74,7 +74,7 @@ def test_rows_far_apart_interpreted(op, backend):
 
 
 def two_rows_of_many(op: str, case: Stretched, monkeypatch) -> tuple[Tensor, ...]:
-    """What the reference makes of the first and the last row; the dropout mask counts the rows between."""
+    """Return the reference of the first and the last row; the dropout mask counts the rows between."""
 
     def mask(shape, p, seed):
         columns = math.prod(shape) // 2

@@ -401,7 +401,7 @@ def test_mistakes_are_named_with_both_values(change, message):
 
 @pytest.mark.parametrize("shape", [(0,), (9,), (8, 9)], ids=str)
 def test_a_main_gradient_has_the_shape_of_its_weight(shape):
-    """One of no elements would lose the gradient without a word."""
+    """A `main_grad` of no elements would lose the gradient without a word."""
     weight = torch.nn.Parameter(torch.ones(9, 8))
     weight.main_grad = torch.zeros(shape)
     with pytest.raises(

@@ -7,11 +7,11 @@ import random
 import pytest
 import torch
 import torch.nn.functional as F
+from dispatch_modes import NoDeviceWaits
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastmp.ops import (
     apply_capacity,
@@ -104,23 +104,12 @@ def test_dropped_assignments_add_nothing_and_get_nothing():
     assert all(grad.isfinite().all() for grad in grads)
 
 
-class NoCopiesBetweenDevices(TorchDispatchMode):
-    """On meta tensors, what would make the host wait for a GPU is a copy to another device or a read."""
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func is torch.ops.aten._to_copy.default:
-            device = (kwargs or {}).get("device")
-            assert device is None or torch.device(device) == args[0].device, "a copy to another device"
-        assert func is not torch.ops.aten._local_scalar_dense.default, "the value of a tensor is read"
-        return func(*args, **(kwargs or {}))
-
-
 @pytest.mark.parametrize("capacity", (None, 40))
 @pytest.mark.parametrize("main_grad", (False, True))
 def test_the_host_never_waits(main_grad, capacity):
     """Forward and backward at a real size, where shapes are all that is known."""
     tokens, hidden, experts, k, ffn = 4096, 2048, 128, 8, 768
-    with FakeTensorMode(), NoCopiesBetweenDevices():
+    with FakeTensorMode(), NoDeviceWaits():
         shapes = (tokens, hidden), (experts, hidden), (experts, 2 * ffn, hidden), (experts, hidden, ffn)
         inputs = [torch.empty(s, dtype=torch.bfloat16, device="meta", requires_grad=True) for s in shapes]
         if main_grad:

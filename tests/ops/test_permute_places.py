@@ -18,7 +18,7 @@ def cases(backend):
 
 
 def check(op, backend):
-    """Where it is that argument, and where it lies between its rows, which have gaps."""
+    """Check `out` as that argument itself, and between the rows of an argument with gaps."""
     names = [argument.name for argument in OPS[op].overload._schema.arguments]
     shapes = {name: (TOKENS, 2 if name == "probs" else 4) for name in names}
     shapes["out"] = shapes["probs" if "grad" in names else "y"]

@@ -219,28 +219,6 @@ def test_saves_angles_only():
     assert {t.data_ptr() for t in saved if t.numel() > 1} == {cos.data_ptr(), sin.data_ptr()}
 
 
-def test_frozen_queries_or_keys_or_an_unused_output():
-    q, k = _random(3, 2, 6), _random(3, 1, 6, seed=1)
-    cos, sin = _angles(3, 6)
-    for trained in (0, 1):
-        leaves = [x.detach().requires_grad_(i == trained) for i, x in enumerate((q, k))]
-        out = rope_qk(*leaves, cos, sin)[trained]
-        (grad,) = torch.autograd.grad(out, leaves[trained], torch.ones_like(out))
-        torch.testing.assert_close(grad, rope(torch.ones_like(out), cos, -sin), **EXACT)
-
-
-@pytest.mark.full
-@FORMS
-@pytest.mark.parametrize("with_keys", (False, True), ids=("one", "two"))
-def test_opcheck(with_keys, interleaved):
-    q, k = _random(3, 2, 4, 6, dtype=torch.float32), _random(3, 2, 1, 8, dtype=torch.float32)[..., :6]
-    arguments = (*_angles(3, 4, torch.float32), interleaved, False)
-    k = k if with_keys else None
-    torch.library.opcheck(torch.ops.fastmp.rope_.default, (q, k, *arguments))
-    leaves = [None if x is None else x.detach().requires_grad_() for x in (q, k)]
-    torch.library.opcheck(torch.ops.fastmp.rope.default, (*leaves, *arguments))
-
-
 @pytest.mark.parametrize("backend", (None, "reference"))
 def test_results_do_not_depend_on_the_number_of_threads(backend):
     x = _random(301, 2, 7, 72, dtype=torch.float32)

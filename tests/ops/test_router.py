@@ -1,4 +1,4 @@
-"""What is the router's own: whom a token chooses, and what published routers make of the same logits."""
+"""Choices of the router, ties and groups, against published routers on the same logits."""
 
 from __future__ import annotations
 
@@ -330,13 +330,6 @@ def test_only_the_wanted_gradients_are_made():
     torch.testing.assert_close(sum(parts), both)
 
 
-def test_second_derivative_raises():
-    logits = _logits(3, 4).requires_grad_()
-    (grad,) = torch.autograd.grad(topk_router(logits, 2).z_sum, logits, create_graph=True)
-    with pytest.raises(RuntimeError, match="topk_router: its backward is not differentiable"):
-        grad.sum().backward()
-
-
 def test_autocast_keeps_the_dtype():
     with torch.autocast("cpu", torch.bfloat16):
         assert topk_router(torch.zeros(2, 3), 1).probs.dtype == torch.float32
@@ -387,19 +380,6 @@ def test_a_raw_call_takes_no_bias_of_another_dtype_or_size(implementation, dtype
     for bias, got in ((torch.zeros(8, dtype=dtype), f"8 of {name}"), (torch.zeros(7), "7 of Float")):
         with pytest.raises(RuntimeError, match=f"expert_bias must have 8 numbers of Float, got {got}"):
             run(logits, bias, *options)
-
-
-def test_cost_formulas():
-    logits = torch.zeros(10, 8, dtype=torch.bfloat16)
-    options = ("softmax", 1, 1, False, 1.0, False)
-    forward, backward = OPS["topk_router"], OPS["topk_router_backward"]
-    assert forward.traffic(logits, None, 2, *options) == 10 * 8 * 2 + 10 * 2 * (4 + 4) + 2 * 8 * 4 + 4
-    indices, probs = torch.zeros(10, 2, dtype=torch.int32), torch.zeros(10, 2)
-    arguments = (logits, indices, "softmax", False, 1.0)
-    assert backward.traffic(probs, None, None, *arguments) == 2 * 10 * 8 * 2 + 10 * 2 * (4 + 4)
-    with torch.utils.flop_counter.FlopCounterMode(display=False) as counter:
-        topk_router(logits, 2)
-    assert counter.get_total_flops() == 6 * 80
 
 
 @pytest.mark.parametrize("itemsize", (4, 8))

@@ -7,6 +7,7 @@ import sys
 import pytest
 import torch
 import torch.nn.functional as F
+from dispatch_modes import CalledOps
 from marks import full
 from torch._subclasses import FakeTensorMode
 from torch.autograd import forward_ad
@@ -408,13 +409,6 @@ def test_on_a_gpu_no_part_of_a_narrow_sum_is_rounded(dtype, allowed, monkeypatch
         setattr(matmul, option, before)
 
 
-def test_costs():
-    op = OPS["accumulate_weight_grad_"]
-    arguments = torch.zeros(6, 5), torch.zeros(4, 6).bfloat16(), torch.zeros(4, 5).bfloat16()
-    assert op.flops(*arguments) == 2 * 4 * 6 * 5
-    assert op.traffic(*arguments) == 2 * 6 * 5 * 4 + (4 * 6 + 4 * 5) * 2
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, *full([torch.float64, torch.bfloat16, torch.float16])])
 def test_a_few_rows_without_gradient(dtype):
     """Each row as by itself, to the last bit, and near float64; more rows, and all else, as ever."""
@@ -423,7 +417,7 @@ def test_a_few_rows_without_gradient(dtype):
     weight, bias = torch.nn.Parameter(weight.to(dtype)), bias.to(dtype)
     for shape in ((1, 1), (1, 5), (2, 4)):
         x = torch.randn(*shape, 1029, generator=generator).to(dtype)
-        with torch.no_grad(), Ops() as ops:
+        with torch.no_grad(), CalledOps() as ops:
             y = linear(x, weight, bias)
         assert ops.names == ["few_rows_linear"] and y.shape == (*shape, 37)
         expected = F.linear(x.double(), weight.detach().double(), bias.double())
@@ -438,23 +432,10 @@ def test_a_few_rows_without_gradient(dtype):
         (torch.ones(0, 1029, dtype=dtype), torch.no_grad()),
         (torch.ones(2, 1029, dtype=dtype), torch.enable_grad()),
     ):
-        with context, Ops() as ops:
+        with context, CalledOps() as ops:
             linear(x, weight)
         assert not ops.names
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         assert linear(torch.ones(2, 1029, dtype=dtype), weight).dtype == (
             dtype if dtype == torch.float64 else torch.bfloat16
         )
-
-
-class Ops(TorchDispatchMode):
-    """The names of fastmp's ops that were called."""
-
-    def __init__(self):
-        super().__init__()
-        self.names = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func.namespace == "fastmp":
-            self.names.append(func.overloadpacket.__name__)
-        return func(*args, **(kwargs or {}))

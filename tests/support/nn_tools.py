@@ -1,15 +1,13 @@
-"""Shared by the tests of fastmp.nn: a reference on any TP, activations in plain torch, ops counted."""
+"""Shared by the tests of fastmp.nn: a reference on any TP, activations in plain torch, clocks of streams."""
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable
 from functools import partial
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastmp.config import GPTConfig
 from fastmp.distributed.collectives import gather_from_group
@@ -44,7 +42,7 @@ def text(config: GPTConfig, batch: int = 3, sequence: int = 16) -> tuple[torch.T
 
 
 def sum_partial_gradients(params: Iterable[torch.nn.Parameter], group: dist.ProcessGroup | None) -> None:
-    """What GradBuffer does: replicated parameters that saw a part of the sequence have part of the
+    """Reduce as GradBuffer does: replicated parameters that saw a part of the sequence have part of the
     gradient."""
     for param in params:
         if param.sequence_parallel and group is not None:
@@ -84,19 +82,6 @@ def compare_with_reference(
         expected = part_of(reference["grads"][name], param, groups)
         error = (param.grad.double() - expected).abs().max()
         assert error <= tolerance * max(reference["grads"][name].abs().max(), 1.0), f"{name}: {error}"
-
-
-class Calls(TorchDispatchMode):
-    """Counts the calls of torch.ops.fastmp.*, by name."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.ops: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func.namespace == "fastmp":
-            self.ops[func.overloadpacket.__name__] += 1
-        return func(*args, **(kwargs or {}))
 
 
 class Clock:

@@ -67,7 +67,7 @@ KEYS = [launcher.key_in_python, *[launcher.key_of] * (HOST is not None)]
 @settings(max_examples=30, deadline=None)
 @given(calls=st.lists(st.tuples(st.integers(1, 9), ARGUMENTS, CONSTANTS), min_size=8, max_size=24))
 def test_calls_of_all_kinds_launch_what_triton_would(key, calls):
-    """One after another, with plans kept: dtypes, alignment, ones, multiples of 16, 64 bits, None."""
+    """Launches in a row, with plans kept: dtypes, alignment, ones, multiples of 16, 64 bits, None."""
     with recording() as found, mock.patch.object(launcher, "key_of", key):
         for programs, arguments, constants in calls:
             _kernel[(programs,)](*arguments, **constants)
