@@ -143,7 +143,7 @@ def _end_process(item: pytest.Item) -> None:
 
 
 def pytest_terminal_summary(terminalreporter, config: pytest.Config) -> None:
-    """What a whole run was, kept in the repository: tests/results/full.json."""
+    """Add counts, versions and fuzz draws of this run to the file of --record (tests/results/full.json)."""
     if not config.getoption("--record"):
         return
     import torch

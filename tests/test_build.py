@@ -1,4 +1,4 @@
-"""What gets installed: the wheel with its compiled parts, the pure-Python one, and the choices of setup.py.
+"""Installed files: the wheel with its compiled parts, the pure-Python one, and the choices of setup.py.
 
 Wheels are built from this checkout, whose CMake directory is warm after an editable install, and installed
 into bare environments that see torch and the rest through a .pth file. Everything about an installed fastmp

@@ -230,7 +230,7 @@ SKYPILOT_TASK = {
 
 
 def misfits(value, schema, at="") -> list[str]:
-    """What of `value` is not as `schema` says."""
+    """Return the parts of `value` that differ from `schema`."""
     if isinstance(schema, dict) and isinstance(value, dict):
         known = {name.rstrip("!"): each for name, each in schema.items()}
         missing = [

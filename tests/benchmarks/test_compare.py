@@ -1,4 +1,4 @@
-"""How the benchmarks measure: what is in a row of the table, on a CPU and at small sizes."""
+"""Measurements of the benchmarks and the rows of their tables, on a CPU and at small sizes."""
 
 from __future__ import annotations
 

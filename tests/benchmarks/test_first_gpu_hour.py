@@ -1,4 +1,4 @@
-"""What is prepared for a GPU machine without a network: with a stand-in for Python, and as it is."""
+"""Preparation of a GPU machine without a network: with a stand-in for Python, and as it is."""
 
 from __future__ import annotations
 

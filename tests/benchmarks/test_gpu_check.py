@@ -292,7 +292,7 @@ def test_adamw_of_the_largest_size_fits_into_the_memory_of_an_h100(monkeypatch, 
 
 
 def test_a_job_tells_what_it_does(ceilings):
-    """What an item prints, or raises, and that compiling alone makes no rows."""
+    """An item's output or error is in its row; compiling alone makes no rows."""
     from benchmarks import gpu_rows
 
     item = gpu_rows.Item("kernels", "activation", "bias_gelu", (16, 256))
@@ -329,7 +329,7 @@ with open(out, "w") as file:
 
 
 def test_rows_of_a_family_that_is_cut_are_kept(monkeypatch, tmp_path):
-    """Those of one that died as well; only a family that was cut is checked again by the next call."""
+    """Rows of a family that died are kept as well; the next call checks only a family that was cut."""
     from benchmarks import gpu_check
 
     monkeypatch.setattr(gpu_check, "CHECK", (sys.executable, "-c", CHECKER))

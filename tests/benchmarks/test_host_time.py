@@ -1,4 +1,4 @@
-"""What a call costs the host: which rows the table has, and what they mean."""
+"""CPU launch overhead of a call: the rows of its table, and their meaning."""
 
 import json
 

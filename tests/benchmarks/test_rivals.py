@@ -20,7 +20,7 @@ def tensors(result):
 
 
 def results(work, rival):
-    """What a rival leaves behind, on inputs of its own: some write over theirs."""
+    """Return the results of a rival on inputs of its own: some overwrite theirs."""
     case = work.case(work.tiny, torch.float32, "cpu")
     if "step" in work.directions:
         step = case.step(rival)

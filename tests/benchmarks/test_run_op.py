@@ -1,4 +1,4 @@
-"""One op for a profiler: what runs, and the Nsight command of `benchmarks/profile.sh`."""
+"""A single op for a profiler: its calls, and the Nsight command of `benchmarks/profile.sh`."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ def test_a_counting_store_counts_keys_and_values_both_ways():
 
 
 def test_the_page_holds_the_committed_results(tmp_path):
-    """What the table says is what was measured, at all sizes, with their growth."""
+    """The table holds the measurements at all sizes, with their growth."""
     committed = json.loads(scale.RESULTS.read_text())
     assert tuple(row["world_size"] for row in committed["rows"]) == scale.WORLDS
     assert committed["growth"] == pytest.approx(scale.exponents(committed["rows"]))

@@ -1,4 +1,4 @@
-"""One token after the other, behind a cache: the logits of a forward over the whole sequence."""
+"""Decoding token by token with a cache gives the logits of a forward over the whole sequence."""
 
 from __future__ import annotations
 

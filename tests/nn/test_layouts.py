@@ -63,7 +63,7 @@ def sizes(kind: str, world: int) -> Iterator[Layout]:
 
 
 def fits(layout: Layout) -> bool:
-    """Whether the options mean something for the sizes."""
+    """Return True if the options have a meaning for the sizes."""
     alone = layout["pp"] == 1 and layout["uneven"]
     without_group = layout["group"] != "pp" and (layout["vpp"] == 1 or layout["pp"] == 1)
     return not (alone or without_group or (layout["sequence_parallel"] and layout["tp"] == 1))

@@ -1,4 +1,4 @@
-"""Where the norms of a deep encoder stand decides whether it trains (Shoeybi et al. 2019, section 5.3)."""
+"""The order of norms decides whether a deep encoder trains (Shoeybi et al. 2019, section 5.3)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What does not fit between the tables of a recipe and the ranks: all of it, with fields and values."""
+"""Errors between the tables of a recipe and the ranks: all at once, with fields and values."""
 
 from __future__ import annotations
 

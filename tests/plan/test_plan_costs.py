@@ -176,7 +176,7 @@ class Kept:
 
 
 class _Saved:
-    """What autograd has in place of a tensor; it is gone with its graph."""
+    """A stand-in for a saved tensor, which is gone with its autograd graph."""
 
     def __init__(self, tensor, kept):
         self.tensor = tensor.detach()  # an output that its own node has saved would hold that node
@@ -206,7 +206,7 @@ def test_bytes_that_autograd_keeps(name, dtype):
 
 
 def on_cpu(shapes):
-    """What torch keeps on a CPU only: dropout's mask in the dtype of its input, where a GPU has bytes."""
+    """Return the bytes torch keeps on a CPU only: dropout's mask has the dtype of its input."""
     model = shapes.model
     return shapes.rows * model.hidden_size * (shapes.itemsize - 1) if model.dropout else 0
 
@@ -347,7 +347,7 @@ def run_step(rank, size, made):
 
 
 def bytes_of(tensors):
-    """What the memory holds in which the tensors lie."""
+    """Return the bytes of the memory in which the tensors lie."""
     storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in tensors}
     return sum(storage.nbytes() for storage in storages.values())
 

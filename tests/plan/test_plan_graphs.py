@@ -154,7 +154,7 @@ CASES = {
 
 
 def seen_case(rank, world, made, scope):
-    """What a manager has seen in a step: its runs, and the numbers of its plan."""
+    """Return the captured regions that a manager saw in a step, and the numbers of its plan."""
     deep_ep_stand_in.install()
     groups = ParallelGroups.create(make_grid(made, world))
     layout, number = made.parallel, shapes_of(made, world).num_microbatches

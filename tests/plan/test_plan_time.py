@@ -234,7 +234,7 @@ def test_late_ranks_cost_more_in_larger_groups():
 @pytest.mark.full
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_bytes_of_kernels_are_those_that_ops_count(name):
-    """What the ops of one more layer say that they read and write."""
+    """The plan's traffic of a layer is that of the ops of one more layer."""
     import torch
 
     from benchmarks.predict import Steps, without_data

@@ -46,7 +46,7 @@ UNHEARD = "finishes, and its last letter is lost"
 
 @dataclass(frozen=True)
 class Scenario:
-    """What one rank does in its sixth step, and the report on it.
+    """A rank's fault in its sixth step, and the expected report.
 
     kinds, ranks: of the report. op: of the call that it names. store: whose process serves the store, a
     "launcher" or "rank 0". limit: seconds without progress after which the job is ended. machines: that the
@@ -137,7 +137,7 @@ class Outcome:
     said: list[str]
 
     def problems(self, scenario: Scenario) -> list[str]:
-        """What is not as the scenario expects it."""
+        """Return the differences from the scenario's expectation."""
         found = [f"ranks {self.orphans} had to be killed"] if self.orphans else []
         if scenario.kinds in (("slow",), ("no report",)):
             warned = f"rank {scenario.rank} (" in self.said[0] and "is slow" in self.said[0]
@@ -306,7 +306,7 @@ def _fault(scenario: Scenario, rank: int, tp: dist.ProcessGroup, hang: Path) -> 
 
 
 def _records(hang: Path) -> list[dict]:
-    """What the ranks have written of themselves."""
+    """Return the states that the ranks have written."""
     return [json.loads(path.read_text())["record"] for path in hang.glob("rank-?????.json")]
 
 

@@ -356,7 +356,7 @@ class Audit:
 
 
 def run_case(inputs: Inputs, family: Family, number: int, folder: Path, audit: Audit) -> str:
-    """What is wrong with how case `number` was read; an empty text where nothing is."""
+    """Return the error in the reading of case `number`, or an empty text."""
     shutil.rmtree(folder)
     folder.mkdir()
     path = family.make(random.Random(f"{family.name} {number}"), folder)

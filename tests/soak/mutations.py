@@ -1,4 +1,4 @@
-"""How the soak run of damaged inputs changes bytes and JSON documents: at random, from a generator."""
+"""Random damage to bytes and JSON documents, for the soak run of damaged inputs."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ VALUES = {"nan": math.nan, "+inf": math.inf, "-inf": -math.inf, "overflow": 2.0}
 
 @dataclass(frozen=True)
 class Injection:
-    """What goes wrong: the parameter and the element are drawn as fractions of what `rank` has."""
+    """A non-finite value: its parameter and element are drawn as fractions of those of `rank`."""
 
     rank: int
     parameter: float
@@ -126,7 +126,7 @@ def changed(before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]) -> 
 
 
 def rank_main(rank: int, world_size: int, tokens: Path, home: Path, layout: str, cases: int) -> list[tuple]:
-    """What this rank saw of each case: finite, the log's line, what changed and should not, `begin`."""
+    """Return this rank's view of each case: finite, the log's line, unexpected changes, `begin`."""
     _, options, flags = CASES[layout]
     recipe = tiny.make_recipe(tokens, home, *flags, **options)
     trainer, found = tiny.make_trainer(recipe, tiny.make_runtime(rank, world_size)), []
@@ -156,7 +156,7 @@ def rank_main(rank: int, world_size: int, tokens: Path, home: Path, layout: str,
 
 
 def judge(layout: str, injection: Injection, seen: list[tuple]) -> str:
-    """What is wrong with a case, given what each rank saw; an empty text where nothing is."""
+    """Return the error of a case from the views of all ranks, or an empty text."""
     finite, lines, wrong, _, _ = zip(*seen)
     name, sharers = seen[injection.rank][3:]
     where = f"on rank {injection.rank} "

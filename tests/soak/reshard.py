@@ -140,7 +140,7 @@ def _run_model(name, options, layouts, follows, folder, outcome):
 
 
 def _ranks(function, world_size, *arguments):
-    """What the first rank returns."""
+    """Return the result of the first rank."""
     return run_ranks(function, world_size, *arguments, timeout=300)[0]
 
 

@@ -77,7 +77,7 @@ def train(rank: int, world_size: int, recipe: Recipe, said: Path, victim: int, d
 
 
 def curve(run: Path) -> list[tuple]:
-    """What metrics.jsonl has of each step, without times."""
+    """Return the rows of metrics.jsonl by step, without times."""
     records = [record for record in read_metrics(run / "metrics.jsonl") if record["kind"] == "train"]
     return [tuple(record[key] for key in ("step", "loss", "grad_norm", "lr")) for record in records]
 
@@ -173,7 +173,7 @@ def dies_at(point: str, home: Path) -> None:
 
 
 def rank_of_a_launcher(point: str, home: Path, arguments: list[str]) -> int:
-    """One rank of a job that `fastmp launch` starts: `fastmp train`, and its digest in a file."""
+    """Run a rank of a job of `fastmp launch`: `fastmp train`, with its digest in a file."""
     dies_at(point, home)
     with trainer_of_the_run() as made:
         status = train_command(arguments)
@@ -183,7 +183,7 @@ def rank_of_a_launcher(point: str, home: Path, arguments: list[str]) -> int:
 
 
 def launched_case(home: Path, point: str) -> str:
-    """What is wrong with the end of a job whose rank was killed at `point`."""
+    """Return the error at the end of a job whose rank was killed at `point`."""
     layout = "dp2" if point in ("first rank", "optimizer") else "tp2"
     seen = {}
     for name in ("undisturbed", point):

@@ -1,4 +1,4 @@
-"""What the soak scripts share; this docstring is their manual.
+"""Shared parts of the soak scripts; this docstring is their manual.
 
 A soak script repeats something so often that rare faults show: kills, restarts, damaged files.
 
@@ -36,7 +36,7 @@ RESULTS = Path(__file__).parent / "results"
 
 @dataclass
 class Outcome:
-    """What a soak run found. rows: the table, a dict a line. failures: a line for each case that failed."""
+    """Findings of a soak run. rows: the table, a dict a line. failures: a line for each case that failed."""
 
     rows: list[dict[str, Any]] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)

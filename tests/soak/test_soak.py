@@ -27,7 +27,7 @@ def test_damaged_and_hostile_inputs_are_refused_by_name():
 
 
 def test_a_reader_that_fails_is_reported_with_its_case(tmp_path, monkeypatch, capsys):
-    """One case is read wrongly, one dies and one hangs; the others go on."""
+    """A case is read wrongly, another dies and a third hangs; the others go on."""
     monkeypatch.setattr(soak, "RESULTS", tmp_path)
     monkeypatch.setattr(inputs, "SECONDS", 0.5)
 

@@ -1,4 +1,4 @@
-"""What fastmp hands to the CUDA driver equals, byte for byte, what Triton's own launchers hand to it.
+"""Launches of fastmp hand the CUDA driver the same bytes as Triton's own launchers.
 
 `test_launcher.py` runs these tests in a process that has fake_driver.c in place of the driver. All of
 Triton's path runs there, down to the launchers that it has a C compiler make. Most kernels are not compiled.
@@ -151,7 +151,7 @@ def _on_the_fake_driver(compiles: bool = False, arch: int = 90) -> Iterator[_Dev
 
 
 def by_the_driver() -> bool:
-    """Whether no plan calls a launcher of Triton's."""
+    """Return True if no plan calls a launcher of Triton's."""
     return all(type(plan.launch) is types.BuiltinFunctionType for plan in launcher._plans.values())
 
 

@@ -135,7 +135,7 @@ def zeros_on(device: str) -> Callable[..., Tensor]:
 
 
 def results_of(op: str, implementation: Callable, arguments: tuple) -> list[Tensor]:
-    """What an op returns, then the arguments it wrote."""
+    """Return an op's results, then the arguments it wrote."""
     returned = implementation(*arguments)
     schema = OPS[op].overload._schema.arguments
     written = [a for a, s in zip(arguments, schema, strict=True) if s.alias_info and s.alias_info.is_write]

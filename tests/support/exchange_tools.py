@@ -19,7 +19,7 @@ Run = Callable[..., object]  # run(op, *arguments)
 
 @dataclass(frozen=True)
 class Routing:
-    """What the ranks of an etp x ep group start with; a tensor for each rank.
+    """Inputs of an etp x ep group; a tensor for each rank.
 
     x (T, H), indices (T, k), probs (T, k), grad (T, H) of what comes back, outputs (C, H) of the experts and
     row_grads (C, H) of their inputs.
@@ -93,7 +93,7 @@ def routing(seed: int, dtype: torch.dtype, most_ranks: int, hidden: int | None) 
 
 @dataclass(frozen=True)
 class Results:
-    """What an expert layer's exchanges give a rank."""
+    """Results of an expert layer's exchanges on a rank."""
 
     matrix: Tensor
     where: Tensor

@@ -138,7 +138,7 @@ def step(model, **batch):
 
 
 def are_lazy(logits) -> bool:
-    """Whether logits of a training step are there, and not computed yet."""
+    """Return True if logits of a training step are there, and not computed yet."""
     return isinstance(logits, LazyLogits) and logits.computed is None
 
 
@@ -178,7 +178,7 @@ def divided(family: str, dtype: torch.dtype = torch.float64, group=None, **optio
 
 
 class Float64(TorchFunctionMode):
-    """What asks for float32 gets float64: norms, softmax, routers and losses of transformers ask for it."""
+    """Give float64 for float32, which norms, softmax, routers and losses of transformers ask for."""
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         def wide(value):

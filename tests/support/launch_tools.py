@@ -22,7 +22,7 @@ from fastmp.ops.warm import AbsentGPU
 
 @dataclass(frozen=True)
 class Called:
-    """One call of a compiled kernel's launcher; `code` is everything that the code was compiled for."""
+    """A call of a compiled kernel's launcher; `code` is everything that the code was compiled for."""
 
     code: tuple
     grid: tuple[int, int, int]
@@ -33,7 +33,7 @@ class Called:
 
 
 def comparable(value: Any) -> Any:
-    """What the C part of a launcher takes from an argument."""
+    """Return the part of an argument that the C part of a launcher reads."""
     if isinstance(value, torch.Tensor):
         return value.data_ptr(), value.dtype
     if isinstance(value, TensorDescriptor):

@@ -33,7 +33,7 @@ SOME = ("attention", "router", "preprocess")
 
 @dataclass(frozen=True)
 class Layout:
-    """How a model is trained: `microbatches` a step, in the order of `schedule`."""
+    """Options of a training run: `microbatches` a step, in the order of `schedule`."""
 
     config: GPTConfig
     microbatches: int = 4
@@ -45,7 +45,7 @@ class Layout:
 
 
 class Trained(NamedTuple):
-    """What there is to compare: of all steps and, at last, of every parameter."""
+    """Results to compare: of all steps and, at last, of every parameter."""
 
     numbers: list[Tensor]
     collectives: list[str]  # of the last step, in order
@@ -67,7 +67,7 @@ class _Collectives(TorchDispatchMode):
 
 
 class Training:
-    """One model on this rank with what trains it; `step()` by `step()`."""
+    """A model of this rank with its buffers, optimizer and schedule; `step()` by `step()`."""
 
     def __init__(
         self,

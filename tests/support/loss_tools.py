@@ -1,4 +1,4 @@
-"""What the tests of the two sharded losses share: the options of a loss, and targets and weights for them."""
+"""Options of the two sharded losses, and targets and weights for them."""
 
 from __future__ import annotations
 

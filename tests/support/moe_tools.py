@@ -145,8 +145,8 @@ def own_weight(full: torch.Tensor, param: torch.nn.Parameter, groups: ParallelGr
 
 
 def reduce_gradients(layer: MoELayer, groups: ParallelGroups) -> None:
-    """What the gradient buffers do once a step: experts over edp, everything else over dp-cp, and over tp
-    what saw a part of the tokens only."""
+    """Reduce gradients as the buffers do: experts over edp, everything else over dp-cp, and over tp
+    parameters that saw a part of the tokens only."""
     for param in layer.parameters():
         marks = parallel_attributes(param)
         over = [groups.edp] if marks.expert_parallel else [groups.dp_cp]

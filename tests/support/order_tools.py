@@ -16,7 +16,7 @@ _MESSAGES = ("send", "recv_")
 
 
 class Started(NamedTuple):
-    """One call that a rank started: a collective of `ranks`, or a point-to-point message.
+    """A call that a rank started: a collective of `ranks`, or a point-to-point message.
 
     Args:
         group: Name of the communicator.

@@ -1,4 +1,4 @@
-"""What tests/conftest.py sets for the processes that run tests."""
+"""Settings of tests/conftest.py for the processes that run tests."""
 
 from __future__ import annotations
 

@@ -140,7 +140,7 @@ def test_numbers_of_adamw_reach_the_kernel_in_float64():
 
 
 def test_one_kernel_of_adamw_serves_all_buckets():
-    """Where a bucket begins, which of the counts is its own, and the seed compile nothing anew."""
+    """The start of a bucket, its count and the seed compile nothing anew."""
     kept = {param.name for param in adamw.adamw_kernel.params if param.do_not_specialize}
     assert kept == {"first_element", "groups", "noise_seed", "step"}
 
