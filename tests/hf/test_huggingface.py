@@ -14,11 +14,12 @@ from importlib.util import find_spec
 from math import prod
 from pathlib import Path
 
+import hf_models
 import pytest
 import torch
+from hf_models import ENCODERS, MODELS, save
 from marks import full
 from safetensors.torch import load_file, save_file
-from transformers_models import ENCODERS, MODELS, save
 
 from fastmp.apps.hf import main
 from fastmp.config import BertConfig, GPTConfig, MoEConfig, RopeScaling
@@ -29,7 +30,7 @@ from fastmp.distributed.grid import RankGrid
 from fastmp.distributed.groups import ParallelGroups
 from fastmp.distributed.rng import RngTracker
 from fastmp.hf.config_json import family_of, from_transformers, to_transformers
-from fastmp.hf.families import CONVERSIONS, FAMILIES
+from fastmp.hf.families import ACCELERATIONS, CONVERSIONS, FAMILIES
 from fastmp.hf.weights import TransformersReader
 from fastmp.nn import GPT, Placement, bert_stages, gpt_stages
 from fastmp.optim.named_params import named_parameters
@@ -52,9 +53,11 @@ def files_of(path):
     return {name: tensor for file in path.glob("*.safetensors") for name, tensor in load_file(file).items()}
 
 
-def test_the_registry_lists_every_module_of_a_family():
+def test_every_family_is_registered_and_has_models_to_test():
     modules = {path.stem for path in (ROOT / "fastmp" / "hf" / "families").glob("*.py")}
     assert modules == {*FAMILIES, "__init__", "base", "decoder"}
+    assert hf_models.CONFIGS.keys() == ACCELERATIONS.keys()
+    assert {re.split("[ ,]", name)[0] for name in (*MODELS, *ENCODERS)} == CONVERSIONS.keys()
 
 
 @needs_transformers

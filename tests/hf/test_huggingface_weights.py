@@ -6,9 +6,9 @@ import json
 from dataclasses import replace
 
 import gpt2_reference
+import hf_models
 import pytest
 import torch
-import transformers_reference
 from marks import full
 from safetensors import safe_open
 from safetensors.torch import load_file
@@ -20,14 +20,14 @@ from fastmp.hf.weights import check_family, export_weights
 from fastmp.training.checkpoint.checkpointer import Checkpointer
 from fastmp.training.checkpoint.storage import ShardedTensorRef
 
-FAMILIES = {"gpt2": "GPT2", **{family.lower(): family for family in transformers_reference.FAMILIES}}
+FAMILIES = {"gpt2": "GPT2", **{family.lower(): family for family in hf_models.BUNDLED}}
 
 
 def load_reference(family):
     if family == "gpt2":
         return gpt2_reference.load_bundle(), gpt2_reference.BUNDLE
     name = FAMILIES[family]
-    return transformers_reference.load_bundle(name), transformers_reference.bundle_of(name)
+    return hf_models.load_bundle(name), hf_models.bundle_of(name)
 
 
 def export(family, tmp_path, variant=None):

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hf_models import Float64
-from transformers_models import ENCODERS, MODELS, SIZES, save
+from hf_models import ENCODERS, MODELS, SIZES, Float64, save
 
 from fastmp.apps.hf import main
 from fastmp.config import DataConfig

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 import torch
+from hf_models import to_fastmp
 from nn_tools import text
-from transformers_reference import to_fastmp
 
 from fastmp.config import GPTConfig
 from fastmp.nn import GPT, Placement, SelfAttention, flops_per_token

@@ -6,8 +6,8 @@ import sys
 
 import pytest
 import torch
+from hf_models import BUNDLED, DATA, bundle_of, from_tensors, load_bundle
 from nn_tools import compare_with_reference
-from transformers_reference import DATA, FAMILIES, bundle_of, from_tensors, load_bundle
 
 from fastmp.nn import GPT, Placement
 from fastmp.testing.models import local_shard
@@ -26,7 +26,7 @@ TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5}
         pytest.param(1, False, torch.float32, marks=pytest.mark.full),
     ),
 )
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", BUNDLED)
 def test_the_reference_bundles(family, tp, sequence_parallel, dtype):
     reference, tolerance = load_bundle(family), TOLERANCE[dtype]
     run_ranks(
@@ -44,7 +44,7 @@ def test_the_reference_bundles_with_experts_over_ranks(family, tp, sequence_para
     run_ranks(lambda rank, world: compare_with_reference(reference, tp, *options, **experts), tp)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", BUNDLED)
 def test_a_bundle_is_small_and_says_where_it_is_from(family):
     from safetensors import safe_open
 
@@ -80,7 +80,7 @@ def test_bf16_is_as_close_where_the_same_experts_are_chosen(family):
 
 
 @pytest.mark.parametrize("tp", (1, pytest.param(2, marks=pytest.mark.full)))
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", BUNDLED)
 def test_a_live_model(family, tp):
     """Other weights than the bundle's, from the `transformers` that is installed."""
     pytest.importorskip("transformers", reason="transformers is not installed: the bundle stands for it")

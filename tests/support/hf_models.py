@@ -1,14 +1,24 @@
-"""Tiny models of transformers with random weights, and transformers' own arithmetic in float64."""
+"""Models of transformers for tests: tiny random ones, in memory and on disk, and stored results.
+
+`model_of(family)` makes a model in memory, `save(name, path)` a directory as `save_pretrained` writes it, and
+`load_bundle(family)` reads what tests/data/make_transformers_reference.py has stored. `Float64` makes
+transformers compute in float64.
+"""
 
 from __future__ import annotations
 
 import copy
+import json
+from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from safetensors import safe_open
 from torch.overrides import TorchFunctionMode
 
 import fastmp
+from fastmp.config import GPTConfig, MoEConfig
 from fastmp.hf.logits import LazyLogits
 from fastmp.tensor_parallel.attributes import parallel_attributes
 from fastmp.testing.parallel import full_tensor
@@ -188,3 +198,199 @@ class Float64(TorchFunctionMode):
             function = torch.Tensor.double
         kwargs = {name: wide(value) for name, value in (kwargs or {}).items()}
         return function(*[wide(value) for value in args], **kwargs)
+
+
+# Directories, one for each form that a family has.
+
+SIZES = {
+    **{"hidden_size": 16, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2},
+    **{"intermediate_size": 24, "vocab_size": 131, "max_position_embeddings": 64},
+}
+EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 8, "head_dim": 6}
+LLAMA3 = {
+    **{"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0},
+    **{"high_freq_factor": 4.0, "original_max_position_embeddings": 32},
+}
+YARN = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 32}
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "gpt2": ("GPT2", {"n_embd": 16, "n_layer": 3, "n_head": 4, "vocab_size": 131, "n_positions": 64}),
+    "gpt2, exact": (
+        "GPT2",
+        {
+            **{"n_embd": 16, "n_layer": 3, "n_head": 4, "vocab_size": 131, "n_positions": 64, "n_inner": 40},
+            **{"activation_function": "gelu", "tie_word_embeddings": False},
+        },
+    ),
+    "llama": ("Llama", SIZES),
+    "llama 3.1": ("Llama", SIZES | {"rope_parameters": LLAMA3, "tie_word_embeddings": True}),
+    "llama, linear": (
+        "Llama",
+        SIZES | {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}},
+    ),
+    "llama, geglu": ("Llama", SIZES | {"hidden_act": "gelu_pytorch_tanh", "head_dim": 8}),
+    "llama, exact": ("Llama", SIZES | {"hidden_act": "gelu"}),
+    "mistral": ("Mistral", SIZES | {"sliding_window": None}),
+    "mistral, window": ("Mistral", SIZES | {"sliding_window": 5}),
+    "qwen2, window": (
+        "Qwen2",
+        SIZES | {"sliding_window": 7, "use_sliding_window": True, "max_window_layers": 0},
+    ),
+    "qwen2, window above": (
+        "Qwen2",
+        SIZES | {"sliding_window": 7, "use_sliding_window": True, "max_window_layers": 1},
+    ),
+    "qwen3, every second window": (
+        "Qwen3",
+        SIZES
+        | {"sliding_window": 7, "use_sliding_window": True, "head_dim": 6}
+        | {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+    ),
+    "qwen2": ("Qwen2", SIZES),
+    "qwen2, yarn": ("Qwen2", SIZES | {"rope_parameters": YARN, "tie_word_embeddings": True}),
+    "qwen3": ("Qwen3", SIZES | {"head_dim": 6}),
+    "mixtral": ("Mixtral", SIZES | {"num_local_experts": 4, "router_aux_loss_coef": 0.02}),
+    "qwen3_moe": ("Qwen3Moe", SIZES | EXPERTS | {"num_experts": 4, "norm_topk_prob": True}),
+    "qwen3_moe, some dense": (
+        "Qwen3Moe",
+        SIZES | EXPERTS | {"num_experts": 4, "mlp_only_layers": [2], "decoder_sparse_step": 1},
+    ),
+    "qwen3_moe, every second": ("Qwen3Moe", SIZES | EXPERTS | {"num_experts": 4, "decoder_sparse_step": 2}),
+    "qwen3_moe, window": (
+        "Qwen3Moe",
+        SIZES | EXPERTS | {"num_experts": 4, "sliding_window": 7, "use_sliding_window": True},
+    ),
+    "dots1": (
+        "Dots1",
+        {
+            **(SIZES | EXPERTS | {"n_routed_experts": 8, "n_shared_experts": 2, "first_k_dense_replace": 1}),
+            **{"n_group": 4, "topk_group": 2, "norm_topk_prob": True, "routed_scaling_factor": 2.5},
+        },
+    ),
+}
+_BERT = {
+    **{"hidden_size": 16, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 40},
+    **{"vocab_size": 131, "max_position_embeddings": 64},
+}
+ENCODERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "bert": ("BertForPreTraining", _BERT),
+    "bert, masked alone": ("BertForMaskedLM", _BERT | {"type_vocab_size": 3}),
+}
+
+
+def save(name: str, path: Path, dtype: torch.dtype = torch.float32, **options: Any) -> Any:
+    """Write the model to the directory `path`; returns it. options: of save_pretrained."""
+    import transformers
+
+    family, values = (MODELS | ENCODERS)[name]
+    kind = "GPT2LMHeadModel" if family == "GPT2" else f"{family}ForCausalLM"
+    if name in ENCODERS:
+        family, kind = "Bert", family
+    config = getattr(transformers, f"{family}Config")(**values)
+    torch.manual_seed(5)
+    model = getattr(transformers, kind)(config).to(dtype)
+    with torch.no_grad():
+        for tensor_name, tensor in model.state_dict().items():
+            if tensor.is_floating_point() and "inv_freq" not in tensor_name:
+                spread = 0.2 if tensor.ndim > 1 else 0.5
+                tensor.normal_(1.0 if "norm.weight" in tensor_name or "ln" in tensor_name else 0.0, spread)
+    model.save_pretrained(path, **options)
+    return model
+
+
+# Stored results, in fastmp's names and layout.
+
+DATA = Path(__file__).parent.parent / "data"
+BUNDLED = ("Llama", "Qwen3", "Mixtral", "Qwen3Moe")
+_BUNDLE_NAMES = {
+    "input_layernorm": "attention_norm",
+    "self_attn.o_proj": "attention.proj",
+    "self_attn.q_norm": "attention.q_norm",
+    "self_attn.k_norm": "attention.k_norm",
+    "post_attention_layernorm": "mlp_norm",
+    "mlp.down_proj": "mlp.down",
+    "mlp.gate": "moe.router",
+    "mlp.experts.gate_up_proj": "moe.experts.fc1",
+    "mlp.experts.down_proj": "moe.experts.fc2",
+}
+_BUNDLE_ENDS = {
+    "model.embed_tokens.weight": "word_embedding.weight",
+    "model.norm.weight": "final_norm.weight",
+    "lm_head.weight": "output_layer.weight",
+}
+
+
+def bundle_of(family: str) -> Path:
+    return DATA / f"transformers_{family.lower()}.safetensors"
+
+
+def to_fastmp(tensors: dict[str, torch.Tensor], config: GPTConfig) -> dict[str, torch.Tensor]:
+    """Parameters of a ...ForCausalLM, or their gradients, as full tensors of `fastmp.nn.GPT` on one rank."""
+    renamed = {_BUNDLE_ENDS[name]: tensor for name, tensor in tensors.items() if name in _BUNDLE_ENDS}
+    for i in range(config.num_layers):
+        prefix = f"model.layers.{i}."
+        layer = {
+            name.removeprefix(prefix).removesuffix(".weight"): tensor
+            for name, tensor in tensors.items()
+            if name.startswith(prefix)
+        }
+        q, k, v = (
+            layer.pop(f"self_attn.{x}_proj").unflatten(0, (config.kv_heads, -1, config.head_dim))
+            for x in "qkv"
+        )
+        renamed[f"layers.{i}.attention.qkv.weight"] = torch.cat([q, k, v], dim=1).flatten(0, 2)
+        if config.moe is None:
+            gate_up = [layer.pop(f"mlp.{part}_proj") for part in ("gate", "up")]
+            renamed[f"layers.{i}.mlp.up.weight"] = torch.cat(gate_up)
+        for name, tensor in layer.items():
+            suffix = "" if "experts" in name else ".weight"
+            renamed[f"layers.{i}.{_BUNDLE_NAMES[name]}{suffix}"] = tensor
+    return renamed
+
+
+def gpt_config(family: str, sizes: dict) -> GPTConfig:
+    return GPTConfig(
+        num_layers=sizes["num_hidden_layers"],
+        hidden_size=sizes["hidden_size"],
+        num_heads=sizes["num_attention_heads"],
+        num_kv_heads=sizes["num_key_value_heads"],
+        head_size=sizes.get("head_dim"),
+        ffn_hidden_size=sizes["intermediate_size"],
+        moe=moe_config(sizes),
+        vocab_size=sizes["vocab_size"],
+        max_seq_len=sizes["max_position_embeddings"],
+        layernorm_epsilon=sizes["rms_norm_eps"],
+        rope_base=sizes["rope_theta"],
+        norm="rmsnorm",
+        position="rope",
+        activation="swiglu",
+        linear_bias=False,
+        tie_embeddings=sizes["tie_word_embeddings"],
+        qk_norm=family.startswith("Qwen3"),
+    )
+
+
+def moe_config(sizes: dict) -> MoEConfig | None:
+    num_experts = sizes.get("num_local_experts", sizes.get("num_experts"))
+    if num_experts is None:
+        return None
+    return MoEConfig(
+        num_experts=num_experts,
+        top_k=sizes["num_experts_per_tok"],
+        expert_ffn_hidden_size=sizes.get("moe_intermediate_size", sizes["intermediate_size"]),
+        normalize_topk=sizes.get("norm_topk_prob", True),
+    )
+
+
+def from_tensors(family: str, sizes: dict, tensors: dict[str, torch.Tensor]) -> dict:
+    """config, weights and grads (full, fastmp's names), and the other tensors by their names."""
+    parts: dict = {"config": gpt_config(family, sizes)}
+    for kind in ("weight", "grad"):
+        chosen = {k.removeprefix(kind + "."): t for k, t in tensors.items() if k.startswith(kind + ".")}
+        parts[kind + "s"] = to_fastmp(chosen, parts["config"])
+    return parts | {name: tensor for name, tensor in tensors.items() if "." not in name}
+
+
+def load_bundle(family: str) -> dict:
+    with safe_open(bundle_of(family), "pt") as file:
+        sizes = json.loads(file.metadata()["sizes"])
+        return from_tensors(family, sizes, {name: file.get_tensor(name) for name in file.keys()})

@@ -39,17 +39,21 @@ def evaluate(
     """Evaluate a model on a task; return the same figures on all ranks.
 
     Args:
-        model: a GPT in evaluation mode, or this rank's only stage of one
-        (`fastmp.apps.generation.load_model`).
-        groups: those that the model is divided over; data-parallel ranks share the batches.
-        batch_size: rows of a batch. It decides about the shapes of products, and so about last bits.
-        journal: on the first rank, where finished batches are kept; those in it are not done again.
-        report: called with how many rows all ranks have just done, and how many tokens were read and scored
-            for them, if those of the others are like those of this rank.
-        backend: captures batches of one shape as a graph, see `Scorer`; None: all runs eagerly.
+        task: the rows to score, and their summary.
+        model: a GPT in evaluation mode, or this rank's pipeline stage (`fastmp.apps.generation.load_model`).
+        groups: process groups of the model; data-parallel ranks share the batches.
+        batch_size: rows of a batch; it determines GEMM shapes, and thus the last bits of the result.
+        journal: finished batches on rank 0, which are not evaluated again.
+        report: called with (rows, tokens read, targets scored) of all ranks after each batch, extrapolated
+            from this rank.
+        backend: captures batches of each shape as a graph, see `Scorer`; None: eager.
 
-    ValueError, on all ranks, for rows that the model cannot take, scores that are not finite, and a journal
-    whose batches do not fit the task.
+    Returns:
+        The figures of `task.summarize`.
+
+    Raises:
+        ValueError: on all ranks, if a row does not fit the model, scores are not finite, or the journal does
+            not fit the task.
     """
     if batch_size < 1:
         raise ValueError(f"batch_size must be positive, got {batch_size}")

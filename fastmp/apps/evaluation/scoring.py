@@ -65,15 +65,20 @@ class _Batch(NamedTuple):
 
 
 class Scorer:
-    """Scores batches of rows with a model in evaluation mode, whole or this rank's only stage of it.
+    """Scorer of batches of rows, with a model in evaluation mode.
 
-    groups: those that the model is divided over, but `dp`, whose ranks each score rows of their own.
-    likeliest: also say whether targets are the likeliest tokens, for which their logits are made whole.
-    backend: captures the scoring of batches of one shape as a graph; None: all runs eagerly. ValueError where
-        a graph cannot hold it: for a stage of a pipeline, and experts that exchange tokens with other ranks.
+    All ranks of a model call it with the same rows, and get the same scores. With pipeline parallelism the
+    rows of a batch form its microbatches.
 
-    All ranks of a model call it together, with the same rows, and get the same scores. On a pipeline the rows
-    of a batch are its microbatches.
+    Args:
+        model: a GPT, or this rank's pipeline stage.
+        groups: process groups of the model; data-parallel ranks score different rows.
+        likeliest: also compare targets with the most likely tokens, which gathers their logits.
+        backend: captures the scoring of batches of each shape as a graph; None: eager.
+
+    Raises:
+        ValueError: a graph cannot capture the scoring: pipeline stages, and experts that exchange tokens with
+            other ranks.
     """
 
     def __init__(

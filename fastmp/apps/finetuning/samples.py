@@ -86,9 +86,16 @@ def encode(
 ) -> Encoded:
     """Return the samples of `examples`, all of one kind, in order; rows have at most `seq_len` tokens.
 
-    stride: tokens between the beginnings of two windows of a context. training: samples of questions have the
-    place of the answer, (0, 0) where their window does not hold all of it; else their labels mean nothing.
-    ValueError where `seq_len` has no room for two texts, or for a window.
+    Args:
+        examples: pairs, multiple-choice questions, or questions about a text.
+        tokenizer: of the model.
+        seq_len: tokens of a row.
+        stride: tokens between the starts of two windows over a context.
+        training: label questions with the span of the answer, or (0, 0) if the window does not contain it;
+            without it the labels are unused.
+
+    Raises:
+        ValueError: `seq_len` is too short for two texts or a window.
     """
     room = seq_len - 3
     if room < 2:

@@ -47,10 +47,21 @@ def open_weights(
 ) -> tuple[CheckpointReader, GPTConfig]:
     """Return a reader of weights and its model; each rank of `world` verifies a share of the files.
 
-    checkpoint: one of fastmp's, or a run, whose latest one is meant. hf: a directory of transformers, of
-        whose configuration the keys in `ignored` are not looked at.
+    Args:
+        checkpoint: a checkpoint, or the directory of a run for its latest one; None with `hf`.
+        hf: the directory of a transformers model; None with `checkpoint`.
+        world: the group of all ranks; None on a single rank.
+        ignored: keys of config.json that are skipped.
 
-    CheckpointError, on all ranks, where there is no such model, or it is damaged.
+    Returns:
+        The reader and the model's configuration.
+
+    Raises:
+        CheckpointError: on all ranks, if there is no such model or it is damaged.
+
+    Example (needs a checkpoint):
+        >>> reader, config = open_weights("runs/gpt", None, None)
+        >>> model = load_model(reader, config, ParallelGroups.alone())
     """
     if hf is not None:
         reader = agree(world, partial(TransformersReader, hf, ignored=ignored))
@@ -86,8 +97,18 @@ def load_model(
 ) -> GPT:
     """Return the model, or this rank's pipeline stage, in evaluation mode on `device`.
 
-    Layers are divided over `groups.pp` as evenly as can be. ValueError where that leaves a stage without a
-    layer, for a BERT, and as `GPT` and `load_weights`.
+    Layers are distributed over `groups.pp` as evenly as possible.
+
+    Args:
+        reader: of the weights.
+        config: of the model.
+        groups: process groups of the parallel layout.
+        device: of the model.
+        dtype: of the weights.
+        sequence_parallel: shard activations along the sequence outside of tensor-parallel regions.
+
+    Raises:
+        ValueError: a stage would have no layer, the model is a BERT, or as `GPT` and `load_weights`.
     """
     if config.bert is not None:
         raise ValueError("the model is a BERT, which fills in masked tokens and does not tell the next one")

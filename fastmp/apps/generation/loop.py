@@ -33,9 +33,10 @@ STEPS_AHEAD = 16  # of a GPU before the host reads what it has chosen
 class Continuation(NamedTuple):
     """Continuation of a prompt.
 
-    ids: the new tokens, without the one that ends a text, with those that make up a stop string.
-    text: of these tokens, up to the stop string; "" without a tokenizer.
-    reason: why it ended, "end of text", "stop string" or "length".
+    Args:
+        ids: new tokens, including those of a stop string, without an end-of-text token.
+        text: of these tokens, up to the stop string; "" without a tokenizer.
+        reason: "end of text", "stop string" or "length".
     """
 
     ids: list[int]
@@ -44,11 +45,15 @@ class Continuation(NamedTuple):
 
 
 class Generated(NamedTuple):
-    """The continuations of all prompts, and how long they took, in seconds.
+    """Continuations of all prompts, and the time of prefill and decoding.
 
-    prompt_tokens: of all prompts, which took `prefill_seconds` together with a first new token of each.
-    decoded_tokens: further tokens of all rows, which took `decode_seconds`. Tokens behind the end of a row,
-        which its batch still computes, do not count.
+    Args:
+        rows: the continuations, in the order of the prompts.
+        prompt_tokens: of all prompts.
+        decoded_tokens: new tokens after the first one of each prompt; padding after the end of a row does not
+            count.
+        prefill_seconds: for the prompts and the first new token of each.
+        decode_seconds: for the decoded tokens.
     """
 
     rows: list[Continuation]
@@ -76,25 +81,35 @@ def generate(
     """Continue all `prompts` (token ids, of any lengths) at once, each by at most `max_new_tokens` tokens.
 
     Args:
-        model: a GPT in evaluation mode, or this rank's only stage of one.
-        tokenizer: makes texts of tokens. Ids beyond its vocabulary are not chosen.
-        stop: strings each of which ends the text that it would be in; they may lie across tokens.
-        ends: tokens each of which ends a text; None: the tokenizer's end-of-text, without one none.
-        temperature, top_k, top_p: see `fastmp.apps.generation.sample_text.choose_tokens`.
-        seed: row i draws from a generator of its own, seeded with seed + i: what a prompt becomes depends on
-            the others, and on the layout, by rounding alone.
-        groups: those that the model is divided over. Data-parallel ranks take turns at the rows, and all
-            return all of them.
-        backend: captures decode steps as graphs; None: CUDA graphs on a GPU, on a CPU none.
+        model: a GPT in evaluation mode, or this rank's pipeline stage.
+        prompts: token ids, at least one a prompt.
+        max_new_tokens: for each prompt.
+        tokenizer: decodes texts; ids beyond its vocabulary are not sampled.
+        stop: strings that end a text; they may span several tokens.
+        ends: end-of-text ids; None: that of the tokenizer, if any.
+        temperature: see `fastmp.apps.generation.sample_text.choose_tokens`.
+        top_k: as `temperature`.
+        top_p: as `temperature` (nucleus sampling, Holtzman et al. 2020).
+        seed: row i draws from its own generator with seed + i, so that other prompts and the parallel layout
+            affect a text by rounding only.
+        groups: process groups of the model. Data-parallel ranks share the rows; all return all of them.
+        backend: captures decode steps as graphs; None: CUDA graphs on a GPU, eager on a CPU.
 
-    On a CPU the host reads every token as it comes, on a GPU after every 16 steps.
+    Returns:
+        The continuations and timings. The host reads tokens after every step on a CPU and after 16 steps on a
+        GPU. KV cache and static shapes follow Pope et al. 2022, arXiv 2211.05102.
 
-    ValueError for an empty prompt, an id outside of the vocabulary, prompts that leave no room for
-    `max_new_tokens` within the model's positions, an empty stop string or one without a tokenizer, and as
-    `choose_tokens` and `Decoder`; nothing is computed then. ValueError, on all ranks, for logits that are not
-    finite.
+    Raises:
+        ValueError: a prompt is empty, has an id outside of the vocabulary, or leaves no positions for
+            `max_new_tokens`; a stop string is empty or there is no tokenizer; and as `choose_tokens` and
+            `Decoder`. On all ranks, also for logits that are not finite.
 
-    Source of top_p: Holtzman et al. 2020; of the cache and static shapes: Pope et al. 2022, arXiv 2211.05102.
+    Example (needs a checkpoint):
+        >>> reader, config = open_weights("runs/gpt", None, None)
+        >>> model = load_model(reader, config, ParallelGroups.alone())
+        >>> tokenizer = load_tokenizer("byte")
+        >>> ids = tokenizer.encode_prompt("The ")
+        >>> print(generate(model, [ids], max_new_tokens=20, tokenizer=tokenizer).rows[0].text)
     """
     check_choice(temperature, top_k, top_p)
     if not all(stop) or (stop and tokenizer is None):
@@ -122,7 +137,7 @@ def generate(
     rows = [
         Completion(prompts[i], max_new_tokens, tokenizer, tuple(stop), frozenset(ends or ()))
         if i < len(prompts)
-        else Completion(prompts[0][:1], 0)  # so that all ranks have equally many
+        else Completion(prompts[0][:1], 0)  # padding: equally many rows on all ranks
         for i in own
     ]
     for layer in model.modules():

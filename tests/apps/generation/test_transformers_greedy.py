@@ -6,8 +6,8 @@ from importlib.util import find_spec
 
 import pytest
 import torch
+from hf_models import MODELS, save
 from marks import full
-from transformers_models import MODELS, save
 
 from fastmp.apps.generation.load import load_model, open_weights
 from fastmp.apps.generation.loop import generate
