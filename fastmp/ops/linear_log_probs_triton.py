@@ -1,6 +1,6 @@
-"""Triton kernels of `linear_log_probs` and their launches: as in `cross_entropy_triton`, a program has a row.
+"""Triton kernels of `linear_log_probs` and their launches; one program a row, as in `cross_entropy_triton`.
 
-The gradient is written over the logits, the last block first: that one may still lie in a cache.
+The gradient overwrites the logits, the last block first, which may still be in a cache.
 """
 
 from __future__ import annotations
@@ -35,11 +35,14 @@ def stats_kernel(
     logits, target, scale, out, row_stride, real, vocab_start,
     WITH_ENTROPY: tl.constexpr, BLOCK: tl.constexpr, VEC: tl.constexpr,
 ):  # fmt: skip
+    """Compute the statistics (N, 3), or (N, 4) with WITH_ENTROPY, of one row of a shard."""
     ACC: tl.constexpr = out.dtype.element_ty
     row = tl.program_id(0).to(tl.int64)
+    # 1. The target's logit if this shard has that column, else 0.
     base, begin = row_start(logits, row, row_stride, VEC)
     column = tl.load(target + row) - vocab_start
     target_logit = tl.load(base + begin + column, mask=(column >= 0) & (column < real), other=0.0)
+    # 2. Maximum and sums of the scaled row.
     factor = None if scale is None else _load_scale(scale, row)
     top, total, weighted = row_stats(
         base, begin, begin + real, factor, ACC, False, WITH_ENTROPY, BLOCK, VEC, ""
@@ -57,6 +60,7 @@ def grad_kernel(
     logits, target, top, log_total, grad_log_prob, entropy, grad_entropy, scale, row_stride, columns, real,
     vocab_start, vocab_size, ignore_index, BLOCK: tl.constexpr, VEC: tl.constexpr,
 ):  # fmt: skip
+    """Overwrite one row of logits with their gradient."""
     row = tl.program_id(0).to(tl.int64)
     base, begin = row_start(logits, row, row_stride, VEC)
     end = begin + real
@@ -64,16 +68,18 @@ def grad_kernel(
     live = wanted != ignore_index
     row_top, row_log_total = tl.load(top + row), tl.load(log_total + row)
     factor = None if scale is None else _load_scale(scale, row)
-    # d / d logit = share [at the target] - p (share + by_entropy (log p + entropy)), all times the scale
+    # 1. d / d logit = share [at the target] - p (share + by_entropy (log p + entropy)), all times the scale.
     share = scaled(tl.load(grad_log_prob + row), factor)
     spread = share
     if entropy is not None:
         by_entropy = scaled(tl.load(grad_entropy + row), factor)
         spread += by_entropy * tl.load(entropy + row)
+    # 2. NaN for targets outside the vocabulary.
     outside = (wanted < 0) | (wanted >= vocab_size)
     spread = tl.where(outside, float("nan"), spread)
     column = wanted - vocab_start
     target_at = tl.where((column >= 0) & (column < real), column + begin, -1).to(tl.int32)
+    # 3. The gradient, block by block from the end; padding columns get zeros.
     blocks = tl.cdiv(begin + columns, BLOCK)
     for block in range(0, blocks):
         start = (blocks - 1 - block) * BLOCK
