@@ -26,6 +26,7 @@ another stream fill the GPU at the same time, because the streams of `ParallelGr
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -37,6 +38,7 @@ __all__ = [
     "all_to_all",
     "copy_to_group",
     "gather_from_group",
+    "gather_objects",
     "gather_sequence",
     "group_rank",
     "group_size",
@@ -45,6 +47,8 @@ __all__ = [
     "reduce_scatter_sequence",
     "split_to_group",
 ]
+
+T = TypeVar("T")
 
 # torch renamed these two; the old names warn where the new ones exist.
 _RENAMED = hasattr(dist, "all_gather_single")
@@ -63,6 +67,14 @@ def group_size(group: dist.ProcessGroup | None) -> int:
 def group_rank(group: dist.ProcessGroup | None) -> int:
     """Return this process's rank in `group`; 0 for None."""
     return 0 if group is None else group.rank()
+
+
+def gather_objects(value: T, group: dist.ProcessGroup | None) -> list[T]:
+    """Return the picklable `value` of every rank of `group`, in rank order; [value] for None."""
+    values = [value] * group_size(group)
+    if group is not None:
+        dist.all_gather_object(values, value, group=group)
+    return values
 
 
 def copy_to_group(x: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
@@ -181,8 +193,7 @@ def _size_problem(x: torch.Tensor, send: list[int], receive: list[int], size: in
 
 def _first_problem(problem: str, send: list[int], receive: list[int], group: dist.ProcessGroup) -> str:
     """Return the first rank's problem, else the first pair of ranks whose sizes differ, else ""."""
-    everyones: list[tuple[str, list[int], list[int]]] = [("", [], [])] * group.size()
-    dist.all_gather_object(everyones, (problem, send, receive), group=group)
+    everyones = gather_objects((problem, send, receive), group)
     for rank, (found, _, _) in enumerate(everyones):
         if found:
             return f"on rank {rank} of the group {found}"

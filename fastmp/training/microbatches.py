@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fastmp.distributed.collectives import group_rank, group_size
+from fastmp.distributed.collectives import gather_objects, group_rank, group_size
 from fastmp.nn.segment import LayerChain
 from fastmp.optim.named_params import named_parameters
 from fastmp.pipeline.executor import Pipeline, PipelineResult
@@ -324,10 +324,7 @@ class PipelineRunner:
     def _agree_on_rows(self, own: Sequence[Tensor | None]) -> tuple[list[range], tuple[int, int]]:
         """Return the rows of each stage and the shape of all counts; all-gathers shapes over the pipeline."""
         mine = [(0, 0) if part is None else tuple(part.shape) for part in own]
-        everyones: list[Any] = [mine]
-        if self.group is not None:
-            everyones = [None] * group_size(self.group)
-            dist.all_gather_object(everyones, mine, group=self.group)
+        everyones = gather_objects(mine, self.group)
         shapes = [shapes[chunk] for chunk in range(len(own)) for shapes in everyones]  # in order of stages
         ends = [sum(rows for rows, _ in shapes[: i + 1]) for i in range(len(shapes))]
         ranges = [range(end - rows, end) for end, (rows, _) in zip(ends, shapes, strict=True)]
@@ -352,11 +349,7 @@ def evaluation_mode(chunks: Sequence[nn.Module]) -> Iterator[None]:
 
 def _check_something_to_train(chunks: Sequence[nn.Module], group: dist.ProcessGroup | None) -> None:
     own = any(param.requires_grad for _, param in named_parameters(chunks))
-    everyones: list[Any] = [own]
-    if group is not None:
-        everyones = [None] * group_size(group)
-        dist.all_gather_object(everyones, own, group=group)
-    idle = [rank for rank, has in enumerate(everyones) if not has]
+    idle = [rank for rank, has in enumerate(gather_objects(own, group)) if not has]
     if idle:
         raise ValueError(f"Trainer: the stages of pipeline rank {idle[0]} have no parameter to train")
 

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fastmp.distributed.collectives import group_rank
+from fastmp.distributed.collectives import gather_objects, group_rank
 from fastmp.distributed.groups import ParallelGroups
 from fastmp.optim.grad_buffers import GradBuffer
 from fastmp.optim.named_params import named_buffers, named_parameters
@@ -133,9 +133,7 @@ def _is_expert(key: Key) -> bool:
 def _everyones(found: dict[Key, Tensor]) -> tuple[list[list[Key]], list[list[int]]]:
     """All-gather the names and checksums of all ranks; called once some are known to differ."""
     own = list(found), [int(value) for value in found.values()]
-    everyones: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyones, own)
-    keys, sums = zip(*everyones, strict=True)
+    keys, sums = zip(*gather_objects(own, dist.group.WORLD), strict=True)
     return list(keys), list(sums)
 
 

@@ -12,11 +12,9 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
-import torch.distributed as dist
-
 from fastmp.cuda_graphs.manager import GraphManager
 from fastmp.cuda_graphs.restore import random_states, restore_random_states
-from fastmp.distributed.collectives import group_size, sum_over_
+from fastmp.distributed.collectives import gather_objects, sum_over_
 from fastmp.nn.moe.layer import MoELayer
 from fastmp.training.microbatches import Batch, Sums
 from fastmp.training.train_step import TrainStep
@@ -50,11 +48,8 @@ class Rerun:
         self.layers = [layer for layer in layers if layer.moe.symmetric_overflow == "rerun"]
         self.work, self.rng, self.note, self._counted_eagerly = work, rng, "", False
         self.graphs = graphs if isinstance(graphs, GraphManager) else None
-        everyones = [bool(self.layers)]
-        if (pp := work.groups.pp) is not None:  # a stage may have no layer with experts
-            everyones *= group_size(pp)
-            dist.all_gather_object(everyones, bool(self.layers), group=pp)
-        self.wanted = any(everyones)
+        # A stage may have no layer with experts.
+        self.wanted = any(gather_objects(bool(self.layers), work.groups.pp))
         if self.wanted and graphs is not None and self.graphs is None:
             raise ValueError(
                 'Trainer: symmetric_overflow "rerun" looks at each step from the host, which graphs of scope '

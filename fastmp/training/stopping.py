@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fastmp.distributed.collectives import gather_objects
 from fastmp.optim.grad_buffers import GradBuffer
 
 __all__ = ["REASONS", "SkippedSteps", "StopRequests"]
@@ -129,10 +130,7 @@ class SkippedSteps:
         parameters = self._grads.parameters
         wrong = next((name for name, param in parameters.items() if not torch.isfinite(param).all()), None)
         own = wrong, self._grads.first_nonfinite_param(places)
-        everyones: list[Any] = [own]
-        if self._world_size > 1:
-            everyones = [None] * self._world_size
-            dist.all_gather_object(everyones, own)
+        everyones = gather_objects(own, dist.group.WORLD if self._world_size > 1 else None)
         for rank, (name, _) in enumerate(everyones):
             if name is not None:
                 return f"the values of {name} on rank {rank} are not finite"

@@ -7,14 +7,14 @@ Names are those of a single-rank model: "model/layers.3.mlp.up.weight" and
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from fastmp.distributed.collectives import group_rank, group_size
+from fastmp.distributed.collectives import gather_objects, group_rank, group_size
 from fastmp.distributed.groups import ParallelGroups
 from fastmp.distributed.rng import RngTracker
 from fastmp.optim.grad_buffers import GradBuffer
@@ -235,9 +235,7 @@ def _prefix_of_stages(named: Iterable[tuple[str, Tensor]], group: dist.ProcessGr
     stages of each rank are a model of their own, and the prefix names the rank.
     """
     own = {name: parallel_attributes(tensor).pipeline_shared for name, tensor in named}
-    everyones: list[Any] = [own]
-    if group is not None:
-        everyones = [None] * group_size(group)
-        dist.all_gather_object(everyones, own, group=group)
-    alone = [name for names in everyones for name, is_shared in names.items() if not is_shared]
+    alone = [
+        name for names in gather_objects(own, group) for name, is_shared in names.items() if not is_shared
+    ]
     return "" if len(set(alone)) == len(alone) else f"stages-{group_rank(group)}-of-{group_size(group)}."
