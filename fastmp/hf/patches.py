@@ -14,7 +14,7 @@ from __future__ import annotations
 import types
 from collections.abc import Mapping
 from functools import reduce
-from inspect import signature
+from inspect import signature, unwrap
 from types import MappingProxyType
 from typing import Any
 
@@ -277,7 +277,7 @@ class Attention(ModulePatch):
 
     @classmethod
     def members(cls, original: Any) -> dict[str, Any]:
-        forward = original.forward
+        forward = unwrap(original.forward)  # without decorators, such as those for renamed arguments
         for name, ours in cls.functions.items():
             if name not in getattr(getattr(forward, "__code__", None), "co_names", ()):
                 raise AttributeError(f"forward that calls {name}")

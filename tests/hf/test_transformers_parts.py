@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from functools import wraps
 from types import SimpleNamespace
 
 import pytest
@@ -122,3 +123,24 @@ def test_rotary_positions_of_another_form_are_left_to_transformers(change):
     given = heads_and_angles(SINGLE, SINGLE, SINGLE)
     either = patches._or_else(rotate, lambda *args: "theirs")
     assert either(*given) != "theirs" and either(*change(*given)) == "theirs"
+
+
+def test_a_decorated_forward_of_attention_is_patched_inside():
+    """transformers decorates forwards whose arguments were renamed."""
+
+    def apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=1):
+        raise AssertionError("the original is called")
+
+    scope = {"apply_rotary_pos_emb": apply_rotary_pos_emb, "__name__": "modeling"}
+    exec("def forward(self, q, k, cos, sin):\n    return apply_rotary_pos_emb(q, k, cos, sin)\n", scope)
+
+    class Original(nn.Module):
+        @wraps(scope["forward"])
+        def forward(self, *args, **kwargs):
+            return scope["forward"](self, *args, **kwargs)
+
+    patched = type("Patched", (patches.Attention, Original), patches.Attention.members(Original))
+    q, k = torch.randn(2, 1, 3, 4, 8).unbind()
+    cos, sin = torch.ones(1, 4, 8), torch.zeros(1, 4, 8)
+    rotated = patched().forward(q, k, cos, sin)
+    assert [torch.equal(*pair) for pair in zip(rotated, (q, k), strict=True)] == [True, True]
