@@ -46,7 +46,7 @@ def ended_by_signals() -> Iterator[None]:
         while numbers := reading.recv(64):
             for number in numbers:
                 if number in _SIGNALS and signal.getsignal(number) is end:
-                    end(number)
+                    end(number)  # type: ignore[call-arg]  # mypy narrows `end` to a handler of two arguments
 
     reading, writing = socket.socketpair()
     writing.setblocking(False)

@@ -16,7 +16,8 @@ from fastmp.ops.cross_entropy import cross_entropy, cross_entropy_from_stats
 from fastmp.ops.dropout import bias_dropout_add
 from fastmp.ops.finite import first_not_finite
 from fastmp.ops.gated import geglu, swiglu
-from fastmp.ops.grouped_mm import grouped_mlp_in, grouped_mm, grouped_mm_choice
+from fastmp.ops.grouped_mm import grouped_mlp_in, grouped_mm
+from fastmp.ops.grouped_mm_tiles import grouped_mm_choice
 from fastmp.ops.linear_cross_entropy import linear_cross_entropy
 from fastmp.ops.linear_log_probs import linear_log_probs
 from fastmp.ops.norm import layer_norm, rms_norm

@@ -418,6 +418,7 @@ def cross_entropy(
     rows, targets = _rows(logits), _flat(target)
     check_range("cross_entropy", targets, vocab_size, ignore_index)
     if fused:
+        assert loss_grad is not None
         _check_writable("loss_grad", rows)
         dtype = compute_dtype(logits.dtype)
         weight = None if token_weight is None else _flat(token_weight).to(dtype)

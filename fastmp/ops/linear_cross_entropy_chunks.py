@@ -18,7 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastmp.ops.core import checks
-from fastmp.ops.core.registry import LIBRARY, autocast, compute_dtype
+from fastmp.ops.core.backends import LIBRARY
+from fastmp.ops.core.registry import autocast, compute_dtype
 from fastmp.ops.cross_entropy import check_range
 
 # Bytes of logits in memory at a time. A GPU needs 4096 tokens or more per chunk, because the gradient of the

@@ -9,7 +9,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from fastmp.pipeline.schedule import SCHEDULES, Schedule
+from fastmp.config.training import SCHEDULES
+from fastmp.pipeline.schedule import Schedule
 from fastmp.pipeline.simulate import Costs, Simulation, simulate
 from fastmp.plan.hardware import GPUS
 from fastmp.plan.kernels import FUSED

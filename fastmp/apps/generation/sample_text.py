@@ -7,6 +7,7 @@ model does not see the padding, the shapes stay few, and sequence parallelism ge
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -58,7 +59,7 @@ def generate(
         length = min(max_seq_len, -(-len(window) // pad_multiple) * pad_multiple)
         logits_V, device = _logits(next_logits, window, length, end_of_text, group)
         points_1 = torch.rand(1, dtype=torch.float64, generator=generator)
-        choice = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
+        choice: dict[str, Any] = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
         token = int(choose_tokens(logits_V[:vocab_size].unsqueeze(0), points_1, **choice))
         if together is not None:
             drawn = torch.tensor([token], device=device)

@@ -91,7 +91,7 @@ def dense(prefix: str, head: type[ModulePatch] = CausalLM, **others: type[Module
         head: the patch of `<prefix>ForCausalLM`.
         others: patches of further classes, without the prefix, or other patches of Llama's.
     """
-    patches = {
+    patches: dict[str, type[ModulePatch]] = {
         "RMSNorm": RMSNormPatch,
         "Attention": Attention,
         "MLP": GatedMLP,
