@@ -79,7 +79,7 @@ class MoEConfig(Checked):
     )
     symmetric_overflow: str = option(
         "drop",
-        "tokens beyond that capacity: drop and count them, or rerun the training step by all-to-all, for "
+        "tokens beyond that capacity: drop and count them, or rerun the step with dispatcher alltoall, for "
         "which the host waits once a step",
         ("drop", "rerun"),
     )

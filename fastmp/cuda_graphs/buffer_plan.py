@@ -126,6 +126,7 @@ def plan_buffers(order: Sequence[Step], chunks: Sequence[Sequence[SpanSpec]]) ->
             message names the step.
 
     Example:
+        >>> from fastmp.pipeline import Schedule
         >>> hidden = TensorSpec((8, 2, 32), "bfloat16")
         >>> plan = plan_buffers(Schedule(1, 4).order(0), [[SpanSpec("layers", (hidden,), (hidden,))]])
         >>> plan.num_graphs, plan.inputs(), plan.nbytes

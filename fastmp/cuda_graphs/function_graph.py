@@ -79,6 +79,7 @@ class FunctionGraph:
             done by then.
 
     Example:
+        >>> from fastmp.cuda_graphs import RecordingBackend
         >>> layer = nn.Linear(8, 8)
         >>> texts = {"name": "the forward", "advice": "run it eagerly"}
         >>> forward = FunctionGraph(torch.no_grad()(layer), [layer], backend=RecordingBackend(), **texts)

@@ -141,6 +141,9 @@ class GraphManager:
         CaptureError: a segment cannot be captured.
 
     Example:
+        >>> from torch import nn
+        >>> from fastmp.cuda_graphs import RecordingBackend
+        >>> from fastmp.pipeline import Schedule
         >>> chain = LayerChain([nn.Linear(8, 8), nn.ReLU()])
         >>> manager = GraphManager([chain], Schedule(1, 2).order(0), backend=RecordingBackend())
         >>> for _ in range(4):  # two eager steps, one that is captured, one that is replayed

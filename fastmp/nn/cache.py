@@ -28,6 +28,8 @@ class KeyValueCache:
         positions: (B, 1) of the tokens of the next forward; None: prompts, from position 0 on.
 
     Example:
+        >>> from fastmp.config import GPTConfig
+        >>> from fastmp.nn import SelfAttention
         >>> cache = KeyValueCache(16)
         >>> attention = SelfAttention(GPTConfig(hidden_size=64, num_heads=4)).eval()
         >>> with torch.no_grad():

@@ -34,6 +34,8 @@ class Placement:
         ValueError: another `init`.
 
     Example:
+        >>> from fastmp.config import GPTConfig
+        >>> from fastmp.nn import GPT
         >>> on = Placement(dtype=torch.bfloat16, device="cpu")
         >>> GPT(GPTConfig(vocab_size=64), on).output_weight.dtype
         torch.bfloat16

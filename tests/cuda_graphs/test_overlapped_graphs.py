@@ -289,7 +289,7 @@ def test_exchanges_are_not_for_graphs_and_orders_are_checked(monkeypatch):
     for eager in (True, False):
         monkeypatch.setattr(Layer, "eager", eager)
         for scope in (["there"], ["full"]):
-            with pytest.raises(ValueError, match=r"has there.*, which overlap_experts runs beside"):
+            with pytest.raises(ValueError, match=r"has there.*, which overlap_experts overlaps with"):
                 Trained(graphs=True, scope=scope)
     monkeypatch.undo()
     graphed = Trained(graphs=True)

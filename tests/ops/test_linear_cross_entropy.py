@@ -405,6 +405,6 @@ def test_a_main_gradient_has_the_shape_of_its_weight(shape):
     weight = torch.nn.Parameter(torch.ones(9, 8))
     weight.main_grad = torch.zeros(shape)
     with pytest.raises(
-        ValueError, match=r"linear_cross_entropy: main_grad of shape .* weight of shape \(9, 8\)"
+        ValueError, match=r"expected main_grad of shape \(9, 8\) for weight of shape \(9, 8\)"
     ):
         linear_cross_entropy(torch.zeros(4, 8), weight, torch.zeros(4).long())

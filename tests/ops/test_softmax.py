@@ -157,11 +157,15 @@ def test_autocast_keeps_the_dtype():
         (torch.zeros(3), None, r"\(..., queries, keys\), got shape \(3,\)"),
         (torch.zeros(2, 3).int(), None, "got torch.int32"),
         (torch.zeros(2, 3), torch.zeros(2, 3), r"torch.bool \(True hides\), got torch.float32"),
-        (torch.zeros(2, 3), torch.zeros(3, 1).bool(), r"shape \(3, 1\) does not fit x of shape \(2, 3\)"),
+        (
+            torch.zeros(2, 3),
+            torch.zeros(3, 1).bool(),
+            r"mask of shape \(2, 3\) for x of .*, got \(3, 1\)",
+        ),
         (
             torch.zeros(2, 3),
             torch.zeros(1, 2, 3).bool(),
-            r"shape \(1, 2, 3\) does not fit x of shape \(2, 3\)",
+            r"for x of shape \(2, 3\), got \(1, 2, 3\)",
         ),
         (torch.zeros(2, 3), torch.zeros(3, device="meta").bool(), "x is on cpu but mask is on meta"),
     ],

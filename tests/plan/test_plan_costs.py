@@ -404,7 +404,7 @@ def test_deepep_sends_a_token_to_each_rank_of_its_experts_once(num_experts, top_
     shapes, local = shapes_of(made, ep * etp), num_experts // ep
     choices = list(combinations(range(num_experts), top_k))
     reached = sum(len({expert // local for expert in chosen}) for chosen in choices) / len(choices)
-    assert shapes.reached == pytest.approx(reached * etp)
+    assert shapes.dispatch_sizes.reached == pytest.approx(reached * etp)
     row, choice = shapes.model.hidden_size * shapes.itemsize, 8 + 4  # an int64, a float32
     away = shapes.routed * reached * etp * (1 - 1 / (ep * etp))
     found = traffic.layer(shapes)

@@ -48,6 +48,7 @@ class GroupedExperts(ParallelModule):
         ValueError: the ranks do not divide the experts or their hidden units.
 
     Example:
+        >>> from fastmp.config import MoEConfig
         >>> moe = MoEConfig(num_experts=2, top_k=1, expert_ffn_hidden_size=32)
         >>> experts = GroupedExperts(GPTConfig(hidden_size=64, num_heads=4, moe=moe))
         >>> offsets = torch.tensor([3, 5], dtype=torch.int32)  # rows 0-2, rows 3-4
