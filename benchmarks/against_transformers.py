@@ -1,4 +1,4 @@
-"""What the benchmarks beside transformers share: their options, and the file of their rows."""
+"""Shared parts of the benchmarks against transformers: options and the result file."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ __all__ = ["Asleep", "AsleepLayer", "AsleepModel", "OneSample", "Slept", "Times"
 
 
 class Slept(NamedTuple):
-    """When a module slept, in seconds of `time.perf_counter`, and in which kind of step."""
+    """An interval in which a module slept, in seconds of `time.perf_counter`, with the kind of step."""
 
     start: float
     end: float

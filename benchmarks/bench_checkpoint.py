@@ -1,4 +1,4 @@
-"""What checkpoints cost: saving beside raw writing, loading beside raw reading, a step that saves, memory.
+"""Cost of checkpoints: saving against raw writes, loading against raw reads, time of a saving step, memory.
 
 `python -m benchmarks.bench_checkpoint` saves and loads a state of `--gib` GiB in turn with a plain file of as
 many bytes, and with what else there is: torch's own distributed checkpoint, safetensors and torch.save. Every
@@ -171,7 +171,7 @@ def transfers(directory: Path, size: int, rounds: int) -> list[dict[str, Any]]:
 
 
 def steps(directory: Path, *, interval: int, count: int, asleep: bool) -> dict[str, Any]:
-    """Steps of a GPT that saves before every `interval`th, over those of one that does not.
+    """Time of GPT steps with a save before every `interval`th, relative to steps without saves.
 
     asleep: steps leave the cores alone for a second, as those of a GPU do; else they take all cores.
     """
@@ -205,7 +205,7 @@ def steps(directory: Path, *, interval: int, count: int, asleep: bool) -> dict[s
 
 
 def memory(directory: Path, size: int) -> dict[str, float]:
-    """Loading into two ranks what one has saved: what a rank takes beside its tensors, in whole tensors."""
+    """Peak memory of a rank while two ranks load a one-rank checkpoint, in units of all its tensors."""
     shape = (2048, size // (4 * 2048 * 8))
     names = [f"model/layers.{i}.weight" for i in range(8)]
     Checkpointer(directory).save(1, {name: ShardedTensorRef.whole(torch.randn(shape)) for name in names}, {})

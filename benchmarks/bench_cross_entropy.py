@@ -85,7 +85,7 @@ def cross_entropy_case(tokens: int, vocab: int, dtype: torch.dtype, device: str,
 
 
 def at_once_case(tokens: int, vocab: int, dtype: torch.dtype, device: str, seed: int = 0) -> Case:
-    """Make the case in which the gradients of the losses are known, so that logits are read only once."""
+    """Make the case with known loss gradients, in which logits are read only once."""
     case = _case("cross_entropy_at_once", RIVALS_AT_ONCE, tokens, vocab, dtype, device, seed)
     loss_and_grad = (case.leaves[0], None, case.grad, None, vocab, -100, 0.0, 0.0)
     both = OPS["cross_entropy_loss_grad_"].traffic(*loss_and_grad)

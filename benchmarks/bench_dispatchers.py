@@ -79,7 +79,7 @@ Step = Callable[[], Tensor]  # a step; returns the output of its last microbatch
 
 @dataclass(frozen=True)
 class Row:
-    """The least time of a step by one way, and the median of that time over that of an eager all-to-all."""
+    """Minimum step time of one dispatcher, and its median ratio to an eager all-to-all."""
 
     shape: Shape
     dtype: str
@@ -90,7 +90,7 @@ class Row:
 
 
 class _Torch(torch.nn.Module):
-    """The experts of a rank in plain torch: what is sent is sorted, and what arrives is sorted once more."""
+    """Expert parallelism in plain torch: rows are sorted before and after the all-to-all."""
 
     def __init__(self, layer: MoELayer, group: dist.ProcessGroup) -> None:
         super().__init__()

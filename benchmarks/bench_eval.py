@@ -29,7 +29,7 @@ ALL, LAST, LOGITS = "all targets", f"the last {STRIDE}", f"the last {STRIDE}, al
 
 
 def runs_of(model: GPT) -> dict[str, Callable[[], float]]:
-    """What each rival does with a window as long as the model takes it; returns - log P of what it scores."""
+    """Score one full-length window with each baseline and return -log P of the scored tokens."""
     length, generator = model.config.max_seq_len, torch.Generator().manual_seed(0)
     ids = torch.randint(model.config.vocab_size, (length + 1,), generator=generator)
     scorer = Scorer(model, ParallelGroups.alone())

@@ -100,7 +100,7 @@ def runs_of(theirs: Any, ours: GPT, rows: int, device: str) -> dict[str, Callabl
 
 
 def bytes_of_a_step(model: GPT, rows: int) -> int:
-    """What a step in the middle of the text reads: weights, and keys and values.
+    """Bytes that a decode step in the middle of the text reads: weights, keys and values.
 
     Of experts those that are chosen, if rows choose as differently as they can; of a table of words the rows
     of the tokens, unless the output shares it.

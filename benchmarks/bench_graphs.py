@@ -160,7 +160,7 @@ def _silent(chain: LayerChain, **options: Any) -> GraphManager:
 
 
 def _one_more_run(longer: int = 8) -> tuple[float, float]:
-    """What a replay adds to a chain of runs, forward and backward: entry to return, in us."""
+    """Host time that a replay adds to a chain, forward and backward, from entry to return, in us."""
     times = []
     for runs in (1, 1 + longer):
         chain = LayerChain([_Scale() for _ in range(runs)])
@@ -316,7 +316,7 @@ def test_graphs(compare, case, rival, direction):
 
 
 def checks_before_a_step(rounds: int = 2000) -> Iterator[str]:
-    """What it takes to see that a model is as it was when its graphs were captured."""
+    """Host time of checking that a model has not changed since its graphs were captured."""
     model = GPT(GPTConfig(num_layers=32, hidden_size=16, num_heads=2, vocab_size=32, max_seq_len=16))
     GradBuffer(model.named_parameters())
     chain = model.layers
@@ -385,7 +385,9 @@ def _timed(name: str, call: Callable[[], Any], rounds: int) -> str:
 
 
 def host_times_of_steps(rounds: int = 30) -> Iterator[str]:
-    """What is left of a step for the host where graphs do nothing: at each scope, what they do not hold."""
+    """Host time of a step with graphs that do nothing, at each scope: the cost of everything outside
+    graphs.
+    """
     yield f"training step of {MICROBATCHES} microbatches in ms, 4 layers of 64, graphs that do nothing"
     yield _timed("eager", _trainer(None).train_step, rounds)
     for name, scope in (("layers", None), ("full", ("full",)), ("full_step", ("full_step",))):

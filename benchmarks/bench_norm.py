@@ -33,7 +33,7 @@ pytestmark = pytest.mark.benchmark(timer=CLOCK)
 
 
 def _liger_rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, device: str) -> Callable | None:
-    """Not in place: that would overwrite the gradient that all rivals share."""
+    """Clone the gradient, which all baselines share."""
     if residual is None:
         found = peer(LIGER, "liger_kernel.ops.rms_norm:LigerRMSNormFunction", device)
         return found and (lambda: found.apply(x, weight, EPS, 0.0, "llama", False))

@@ -1,4 +1,4 @@
-"""How much of reduce-scatter and all-gather hides behind compute in a training step with a sharded optimizer.
+"""Overlap of reduce-scatter and all-gather with compute in a training step with a sharded optimizer.
 
 `python -m benchmarks.bench_overlap` trains on ranks whose collectives take as long as over a slow link
 (`benchmarks.slow_link`). It prints for each case the time of a step where the link takes no time, where
@@ -64,7 +64,8 @@ MODES = ("free", "overlapped", "at once")
 
 @dataclass(frozen=True)
 class Case:
-    """What is trained. proportion: see `LLAMA`. overlap: whether buckets are sent during backward."""
+    """The model of the
+    benchmark. proportion: see `LLAMA`. overlap: whether buckets are sent during backward."""
 
     name: str
     pp: int = 1
@@ -101,7 +102,7 @@ CASES = (
 
 @dataclass
 class Seen:
-    """What a rank has seen of one step, in seconds."""
+    """Times of one step on one rank, in seconds."""
 
     step: float
     communication: float

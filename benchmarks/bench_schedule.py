@@ -53,7 +53,7 @@ def bubbles() -> Iterator[str]:
 
 
 def speeds(rounds: int = 3) -> Iterator[str]:
-    """Return the CPU time that one rank's order takes, and that all orders take, checked and simulated."""
+    """Return the CPU times of making one rank's order, and of checking and simulating all orders."""
     yield "CPU time, the least of some rounds"
     yield f"{'pp':>4}{'vpp':>5}{'microbatches':>14}{'one order':>16}{'simulate all':>16}{'a step':>16}"
     for pp, vpp, num_microbatches in SPEEDS:

@@ -28,7 +28,7 @@ SECONDS, SECONDS_FULL = 2.0, 8.0  # of rounds for a case in one direction, after
 
 
 class Replay:
-    """The clock that pytest-benchmark reads; it advances by times that were measured before."""
+    """The clock of pytest-benchmark, advanced by times measured beforehand."""
 
     __name__ = "CUDA time" if DEVICE == "cuda" else "CPU time"
 

@@ -27,7 +27,7 @@ from benchmarks.measure import Ceilings, environment, measure_ceilings, write_js
 
 @dataclass(frozen=True)
 class Outcome:
-    """A goal beside what was measured; `compile` is None where torch.compile is not among the rivals."""
+    """A goal and its measurement; `compile` is None without torch.compile among the baselines."""
 
     goal: CpuGoal
     case: str

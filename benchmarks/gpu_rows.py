@@ -1,4 +1,4 @@
-"""The rows of the GPU check: what there is to time, in which order, and the process that times some of it.
+"""Rows of the GPU check: items to time, their order, and the process that times a part of them.
 
 `python -m benchmarks.gpu_rows` is such a process. It reads a job from its standard input. To its standard
 output it writes lines of JSON: {"begin": item}, {"row": row} and {"end": item} for each item. A kernel that
@@ -50,7 +50,9 @@ _FROM_REFERENCE, _FROM_TORCH, _TIES = torch.finfo(DTYPE).eps / 2, 0.1, 1e-3
 
 @dataclass(frozen=True)
 class Item:
-    """What is timed together: an op alone ("kernels"), or a public function and its rivals, at one shape."""
+    """Implementations timed together at one shape: an op alone ("kernels"), or a public function and its
+    baselines.
+    """
 
     phase: str
     family: str
@@ -104,7 +106,7 @@ def items(phases: Sequence[str] = PHASES, only: Sequence[str] = (), *, tiny: boo
 
 @dataclass(frozen=True)
 class Job:
-    """What a process does: times `items`, or only runs them once each, so that all is compiled.
+    """Work of one process: time `items`, or run each once to compile it.
 
     wrong: the (op, implementation) that are known to be wrong, which are not timed. tiny: timed briefly.
     """

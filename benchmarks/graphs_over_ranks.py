@@ -1,4 +1,4 @@
-"""What layers of experts over ranks leave to the host where graphs do nothing; `bench_graphs` prints it.
+"""Host time of expert-parallel layers whose graphs do nothing; `bench_graphs` prints it.
 
 Each layer is a run of its own, as where gradients are summed in buckets. With an all-to-all, the exchange and
 the experts run between two graphs: here with their compute, where the host of a GPU only launches it.
@@ -108,7 +108,7 @@ def layers_over_ranks(device: str, steps: int = 30) -> Iterator[str]:
 
 
 def sizes_on_the_host(ranks: int = 8, experts: int = 64, rounds: int = 2000) -> Iterator[str]:
-    """What an all-to-all takes the host besides its operations: to make sizes of the counts of all ranks."""
+    """Host time of an all-to-all besides its operations: turning the counts of all ranks into sizes."""
     dispatcher = AllToAllDispatcher(experts, ep_group=None, etp_group=None, etp_ep_group=None)
     dispatcher.ep, dispatcher.num_local = ranks, experts // ranks  # a rank of a group that nobody asks
     copy_RX = dispatcher.copies.start(torch.full((ranks, experts + 1), 7, dtype=torch.int32))

@@ -1,4 +1,4 @@
-"""What a call costs the host, beside torch's own: `python -m benchmarks.host_time [--out FILE]`.
+"""CPU launch overhead of a call, next to torch's own: `python -m benchmarks.host_time [--out FILE]`.
 
 Every workload runs at its smallest shape on one thread, where all of its time is that of the host: Python,
 checks, the dispatcher, autograd. Ours and torch eager's same function are called in turn; the least CPU time
@@ -145,7 +145,7 @@ class _Ready:
 
 
 def of_launch(name: str, number: int, rounds: int) -> HostTime:
-    """What is done before a launch of an op's Triton kernel, for sizes of Hopper's.
+    """Host work before the launch of an op's Triton kernel, for Hopper's tile sizes.
 
     On its largest sample of those that nothing is copied of: a copy would be a launch, too.
     """

@@ -207,7 +207,7 @@ def gemm_rate(device: str, size: int, dtype: torch.dtype) -> float:
 
 
 def extra_bytes(call: Call, device: str) -> int:
-    """Return the most memory that a call holds at once beyond what was there before and what it returns.
+    """Return the peak memory of a call beyond its inputs and its result.
 
     `call` returns everything that stays. On a GPU by the statistics of torch's allocator, on a CPU by what
     torch.profiler sees of it: every tensor that torch or a kernel of ours makes, freed or not; scratch that
@@ -275,7 +275,7 @@ def write_json(path: Path, content: Any) -> None:
 
 
 def environment(device: str) -> dict[str, Any]:
-    """Return the device, versions and commit that belong to a result, and nothing that names a machine."""
+    """Return the device, versions and commit of a result; nothing in it names a machine."""
     import fastmp
     from fastmp.ops.core import _triton
 

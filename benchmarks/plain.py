@@ -46,7 +46,7 @@ class PlainLayer(nn.Module):
         return self.proj(context.transpose(1, 2).reshape(B, S, H))
 
     def parts(self, ours: TransformerLayer) -> Iterator[tuple[nn.Module, nn.Module]]:
-        """Each part that has parameters, with the one of ours that does the same."""
+        """Yield each module with parameters and its equivalent of fastmp."""
         yield self.attention_norm, ours.attention_norm
         yield self.qkv, ours.attention.qkv
         yield self.proj, ours.attention.proj

@@ -71,7 +71,7 @@ MACHINES = {"h100": Machine("NVIDIA H100", 3000.0, 788.0), "h200": Machine("NVID
 
 @dataclass(frozen=True)
 class Expected:
-    """The share of its floor that a kernel reaches, from its arguments, and the least time that it takes."""
+    """Fraction of the roofline that a kernel reaches, from its arguments, and its minimum time."""
 
     share: float | Callable[..., float]
     least_us: float = 0.0
@@ -194,7 +194,7 @@ _PRODUCT, _ATTENTION, _OTHER = 0.95, 0.6, 0.9
 
 @dataclass(frozen=True)
 class Step:
-    """One op: what it costs, and what is expected of it."""
+    """Cost and prediction of an op."""
 
     name: str
     bytes: int
@@ -279,7 +279,7 @@ def without_data() -> Iterator[None]:
 
 
 def steps_of(item: Item) -> Iterator[tuple[dict[str, Any], tuple[int, int], list[Step]]]:
-    """Yield what `predictions` does of an item, without the columns that name it."""
+    """Yield the rows of `predictions` for an item, without the columns that name it."""
     if item.phase == "kernels":
         step = op_step(item.name, item.module.arguments(item.name, item.shape, DTYPE, "cpu", 0))
         yield {}, (step.bytes, step.flops), [step]

@@ -170,7 +170,7 @@ Values = Callable[[Sequence[Timing]], dict[str, float]]
 
 @dataclass(frozen=True)
 class GpuGoal:
-    """A bound that is wanted on an H200, in bfloat16, on every shape that was timed.
+    """A required bound on an H200 in bfloat16, for every timed shape.
 
     `values` returns {case: our best figure}. `wanted` bounds the figures from below, or from above if `most`.
     """
@@ -468,7 +468,7 @@ _NEAR = {"textcoords": "offset points"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print the tables, or write what --out names; 1, with one line on stderr, where that cannot be done."""
+    """Print the tables or write them to --out; return 1, with one line on stderr, on failure."""
     parser = Parser(prog="python -m benchmarks.report", description=__doc__.partition("\n")[0])
     parser.add_argument("files", nargs="+", metavar="FILE", help="JSON of the benchmarks")
     parser.add_argument(

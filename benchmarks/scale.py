@@ -1,4 +1,4 @@
-"""How control work grows with the number of ranks: start-up, heartbeats, a step, a checkpoint, a diagnosis.
+"""Growth of control work with the number of ranks: start-up, heartbeats, a step, a checkpoint, a diagnosis.
 
 `python -m benchmarks.scale` simulates jobs of 64 to 16,384 ranks in one process. Each part calls the
 product's own functions for one rank, for one machine, or for all ranks in turn, with torch's "fake" backend
@@ -209,7 +209,7 @@ class Job:
 
 @dataclass
 class Traffic:
-    """What heartbeats cost: of one rank, of one machine's message, of all machines through the store."""
+    """Cost of heartbeats: of one rank, of one machine's message, of all machines through the store."""
 
     heartbeat_bytes: float
     message_bytes: float
@@ -255,7 +255,7 @@ def heartbeat_traffic(world_size: int, beats: int = 24) -> Traffic:
 
 
 class _SmallCollectives(TorchDispatchMode):
-    """Counts collectives of at most 4 kB on each rank: those that steer, not those that move data."""
+    """Counts control collectives on each rank, which carry at most 4 kB."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -51,7 +51,7 @@ def common_seconds(first: Sequence[Interval | Transfer], second: Sequence[Interv
 
 
 class _Work:
-    """What a collective returns: to be waited for."""
+    """The handle of a collective."""
 
     def __init__(self, link: Link) -> None:
         self._link, self._done = link, threading.Event()

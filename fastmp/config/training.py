@@ -118,7 +118,7 @@ class DataConfig(Checked):
 
     @property
     def predicted(self) -> int:
-        """The most tokens of a sample whose logits are needed: all, or those that are masked."""
+        """Maximum tokens of a sample that need logits: all, or the masked ones."""
         return self.seq_len if self.masked_lm is None else self.masked_lm.max_masked(self.seq_len)
 
     def _problems(self) -> Iterator[str]:
@@ -276,7 +276,7 @@ class TrainConfig(Checked):
 
 @dataclass(frozen=True)
 class CheckpointConfig(Checked):
-    """What is saved of a run, and what it goes on from."""
+    """Checkpoints of a run: what to save, and where to resume from."""
 
     interval: int = option(0, "steps between two checkpoints; one more at the end; 0: none")
     keep: int = option(2, "newest checkpoints that stay; 0: all")

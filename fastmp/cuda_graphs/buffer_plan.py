@@ -195,7 +195,7 @@ def _rounds(steps: Sequence[Step], num_chunks: int) -> Iterator[list[Step]]:
 
 
 def _renumbered(steps: Sequence[Step]) -> tuple[Step, ...]:
-    """Renumber microbatches by first appearance, so that rounds that can share graphs compare equal."""
+    """Renumber microbatches by first appearance: rounds with shared graphs then compare equal."""
     numbers: dict[int, int] = {}
     return tuple(s._replace(microbatch=numbers.setdefault(s.microbatch, len(numbers))) for s in steps)
 

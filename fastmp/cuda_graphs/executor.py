@@ -274,7 +274,7 @@ class StepExecutor:
     def _stage_gradients(
         slot: ReplaySlot, moved_inputs: Sequence[int], grads: Sequence[Tensor | None]
     ) -> tuple[list[Tensor | None], list[Tensor]]:
-        """Return copies of `grads`, which may alias static buffers, and of the buffers that they replace."""
+        """Return copies of `grads` and of the replaced buffers, because static buffers are reused."""
         if slot.kind != BACKWARD:  # the weight gradients read the same memory later
             raise GraphError(
                 f"graphs: a gradient of the {slot.name} has moved since the graph was captured; with split "

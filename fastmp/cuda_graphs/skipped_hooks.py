@@ -36,7 +36,7 @@ class SkippedHook(NamedTuple):
 def merge_hooked_layers(
     links: Iterable[BoundSegment],
 ) -> tuple[list[BoundSegment], dict[nn.Module, SkippedHook]]:
-    """Merge the links of each layer with a hook that a replay would skip into one link that calls the layer.
+    """Merge the segments of each layer with a skipped hook into one segment: a call of the layer.
 
     Returns the links, and {such a layer: its hook}.
     """

@@ -129,7 +129,7 @@ class RankGrid:
         return [[first + offset for offset in member_offsets] for first in first_ranks]
 
     def _check_pipelines(self) -> None:
-        """Raise ValueError where the grids differ in who is in which stage: where their strides of pp do."""
+        """Raise ValueError unless both grids put every rank in the same pipeline stage."""
         if self.pp == 1:
             return
         grids = (self.dense_axes, self.expert_axes)

@@ -25,7 +25,7 @@ _CONTEXT_OFFSET = 1_000_000
 
 
 class Seeds:
-    """What `RngTracker.seed` draws in a part that will be recomputed, and that its repetition reads.
+    """Seeds drawn by `RngTracker.seed` in a recomputed region, read again by the recomputation.
 
     states: where the streams start in the repetition. Seeds of those that are not there are kept.
     drawn: {stream: seeds in order}; advanced: {stream: by how much they moved it on, where that was watched}.
@@ -155,7 +155,7 @@ class RngTracker:
 
     @contextmanager
     def noting(self, seeds: Seeds) -> Iterator[None]:
-        """Note in `seeds` what `seed` draws inside the block, which will be recomputed."""
+        """Record in `seeds` all draws of `seed` inside the block, a region to be recomputed."""
         self._noted.append(seeds)
         try:
             yield
@@ -254,7 +254,7 @@ class RngTracker:
         ended: Callable[[Seeds], None] | None = None,
         again: Callable[[], Mapping[str, torch.Generator] | None] | None = None,
     ) -> Iterator[None]:
-        """Let `states()` return what `keeper()` returns, unless that is None, inside the block.
+        """Inside the block, let `states()` return the result of `keeper()` unless it is None.
 
         ended: called with the seeds of each part that will be recomputed, when its forward has ended.
         again: in place of `keeper` for the states to which a repetition returns; None: `keeper`.

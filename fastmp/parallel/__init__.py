@@ -1,5 +1,4 @@
-"""Names of fastmp 0.2, which warn: each is now in one of the packages that took the place of
-`fastmp.parallel`.
+"""Deprecated names of fastmp 0.2's `fastmp.parallel`; each warns and names its new package.
 
 They go with the next release. `from fastmp.parallel import AdamW` becomes `from fastmp.optim import AdamW`.
 """

@@ -1,4 +1,4 @@
-"""Point-to-point messages of a pipeline: which rank sends and receives what, before which of its steps.
+"""Point-to-point messages of a pipeline: sends and receives of each rank, in order, by step.
 
 All ranks post their messages in the order of one clock, the simulator's: a message has the time at which the
 step that produces it ends there. Two ranks therefore agree on the order of all messages between them, also

@@ -162,7 +162,7 @@ def compute_ops(chunks: Sequence[Sequence[SegmentCost]]) -> list[tuple[int, int]
 def graph_order(
     steps: Iterable[Sequence[Step]], chunks: Sequence[Sequence[SegmentCost]]
 ) -> tuple[OpStep, ...]:
-    """Return the order in which the host launches compute ops, which is the order of graph replays.
+    """Return the host's launch order of compute ops, also the order of graph replays.
 
     Args:
         steps: concurrent steps, in order (`Schedule.together`).

@@ -133,7 +133,7 @@ def _layer(shapes: Shapes) -> Iterator[tuple[str, tuple[int, bool]]]:
 
 
 def _update_costs(shapes: Shapes) -> dict[str, int]:
-    """Return {name in its layer: what Muon's update of it costs}, for the weights that Muon updates."""
+    """Return the cost of Muon's update by parameter name in the layer."""
     model, h, d, moe = shapes.model, shapes.model.hidden_size, shapes.model.head_dim, shapes.model.moe
     query, key = matrix_cost(model.num_heads * d, h), matrix_cost(model.kv_heads * d, h)
     costs = {"attention.qkv.weight": query + 2 * key, "attention.proj.weight": query}

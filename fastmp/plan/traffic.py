@@ -128,7 +128,7 @@ def loss(shapes: Shapes) -> Traffic:
 
 
 def step(recipe: Recipe, shapes: Shapes) -> list[dict[str, int]]:
-    """Return what each pipeline rank sends in a step: {group: bytes}, without groups that send nothing.
+    """Return the traffic of each pipeline rank in a step: {group: bytes}, without idle groups.
 
     The groups are "tp", "cp", "ep", "etp" or "etp-ep", "pp" (activations and their gradients), "dp-cp" and
     "edp" (gradients of parameters), and "embedding" (the gradient of a tied table).

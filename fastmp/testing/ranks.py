@@ -204,9 +204,7 @@ def _reap(children: list[_Child]) -> None:
 
 
 def _raise(children: list[_Child], stacks: dict[int, str], timeout: float) -> None:
-    """Raise `RankError` for a rank that died silently, else for the first that raised, else for the hung
-    ranks.
-    """
+    """Raise `RankError` for a silently lost rank, else for the first exception, else for the hung ranks."""
     dead = [c for c in children if c.done and c.outcome is None]
     wrong = sorted(
         (c for c in children if c.outcome is not None and c.outcome[0] == "error"), key=lambda c: c.outcome[1]

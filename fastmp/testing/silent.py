@@ -1,4 +1,4 @@
-"""Graphs whose replay does nothing, which leaves the CPU launch overhead of a step."""
+"""Graphs with empty replays: a step is then its CPU launch overhead."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 class SilentGraph:
-    """Graph whose capture runs the work, and whose replay only records the time."""
+    """Graph that runs its work at capture and only records the time at replay."""
 
     launched = 0  # ns, of the last replay of any
 

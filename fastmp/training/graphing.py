@@ -172,7 +172,7 @@ class CaptureAgreement:
 
     @property
     def state(self) -> tuple[int, str | None]:
-        """How many graphs are captured, and why there will be none."""
+        """Return the number of captured graphs, and the reason if there will be none."""
         return self._manager.num_graphs, self._manager.failure
 
     def unsettled(self) -> bool:

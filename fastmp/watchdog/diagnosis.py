@@ -242,7 +242,7 @@ def _silent(job: _Job) -> HangReport | None:
 
 
 def _standstill(job: _Job) -> HangReport:
-    """Return a report if all ranks live: ranks that others wait for and that wait for nobody."""
+    """Return a report if all ranks are alive: the awaited ranks with nothing to wait for themselves."""
     everyone, by_rank = job.everyone, job.by_rank
     waits = {record.rank: _nonempty([job.waits_for(record)]) for record in everyone}
     if not any(waits.values()):  # hosts that wait for a device are in no call: go by what they have begun

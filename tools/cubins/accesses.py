@@ -1,4 +1,4 @@
-"""Which threads of a compiled kernel read and write the same memory, and what orders them.
+"""Memory that several threads of a compiled kernel access, and the barriers between their accesses.
 
 Triton distributes each tile over threads by a layout that it chooses. Where a kernel overwrites what it has
 read, or reads what it has written, nothing orders different threads of a program but a barrier. So either

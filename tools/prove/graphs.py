@@ -68,7 +68,7 @@ def claims() -> Iterator[Claim | Table]:
 
 
 def one_buffer(order: Sequence[Step], chunks: Sequence[Sequence[SpanSpec]]) -> BufferPlan:
-    """Return a plan in which every replay uses the first buffer of its spec, which is too early."""
+    """Return a broken plan: every replay uses the first buffer of its spec, too early."""
     right = plan_buffers(order, chunks)
     first: dict[TensorSpec, int] = {}
     for number, spec in enumerate(right.buffers):

@@ -1,4 +1,4 @@
-"""Which run is reported: the median over seeds at every point of a grid, and the point that is best by it.
+"""Selection of the reported run: the grid point with the best median over seeds.
 
 Shoeybi et al. 2019, section 5.3, tune batch size and learning rate on the development set, and report the
 median of its metric over five seeds. Standard library only.

@@ -172,7 +172,7 @@ def _in_turn(functions: Sequence[Work], *tensors: Tensor) -> Tensors:
 
 
 class _Graphed:
-    """Functions, each of which takes what the one before it returned: eagerly once, then as a graph.
+    """A chain of functions, each taking the previous result: eager once, then a graph.
 
     The first call loads kernels and makes what they keep. What the graph reads and returns stays where it is.
     """

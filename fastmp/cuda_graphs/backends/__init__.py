@@ -1,1 +1,1 @@
-"""What captures and replays: CUDA graphs on a GPU, recorded programs on a CPU."""
+"""Backends of capture and replay: CUDA graphs on a GPU, recorded programs on a CPU."""

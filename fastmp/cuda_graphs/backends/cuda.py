@@ -306,7 +306,7 @@ class CudaGraph:
 
 
 class _Reads(TorchDispatchMode):
-    """Collects in `outside` the storages that ops read or write and that no captured op has made.
+    """Collects in `outside` the storages accessed by captured ops but created before the capture.
 
     made: the addresses of those that captured ops have made on `device`; memory of the pool is nobody else's.
     """

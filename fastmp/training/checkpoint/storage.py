@@ -180,7 +180,7 @@ def _chunks_of(offer: Sequence[Offer]) -> Iterator[tuple[str, torch.dtype, Shape
 def _choose_writers(
     offers: Sequence[Sequence[Offer]],
 ) -> tuple[dict[str, TensorStorageMetadata], list[bytearray]]:
-    """Return the tensors that all ranks offer, and for each rank a flag for each chunk that it writes.
+    """Return the tensors of all ranks, and per rank a flag for every chunk it writes.
 
     Raises ValueError if ranks disagree on the shape or dtype of a tensor.
     """

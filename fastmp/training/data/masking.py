@@ -74,7 +74,7 @@ class Grid:
 
     @property
     def reach(self) -> int:
-        """How far a border may lie before the place that it is wanted for, in tokens."""
+        """Maximum distance of a border before its target position, in tokens."""
         return self.capacity // 8
 
     @property

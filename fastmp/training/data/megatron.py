@@ -149,7 +149,9 @@ class MegatronSplit:
 
     @functools.cached_property
     def with_end(self) -> bool:
-        """Whether documents end with end-of-text (`--append-eod`), as the first one that has a token does."""
+        """Return True if documents end with end-of-text (`--append-eod`), judged by the first non-empty
+        one.
+        """
 
         def end_of(number: int) -> int:
             following = self.first_document + number + 1
