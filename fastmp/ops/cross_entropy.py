@@ -284,7 +284,8 @@ def cross_entropy_from_stats(
         halves = [(0, logits[:, :50]), (50, logits[:, 50:])]
         op = torch.ops.fastmp.cross_entropy_stats
         stats = torch.stack([op(half, target, start, 100, False) for start, half in halves])
-        loss = cross_entropy_from_stats(halves[0][1], target, stats, vocab_start=0, vocab_size=100)  # (4,)
+        left = logits[:, :50]
+        loss = cross_entropy_from_stats(left, target, stats, vocab_start=0, vocab_size=100)  # (4,)
     """
     _check(logits, target, vocab_start, vocab_size, label_smoothing, z_loss, token_weight=token_weight)
     rows, targets = _rows(logits), _flat(target)

@@ -68,8 +68,9 @@ class Schedule:
             or a last group of fewer than pp microbatches; or `overlap` with a schedule that splits backwards.
 
     Example:
-        >>> [str(step) for step in Schedule(pp=2, num_microbatches=2).order(1)][:2]
-        ['forward of microbatch 0 chunk 0', 'backward of microbatch 0 chunk 0']
+        >>> first, second, *_ = Schedule(pp=2, num_microbatches=2).order(1)
+        >>> print(first, second, sep=", ")
+        forward of microbatch 0 chunk 0, backward of microbatch 0 chunk 0
     """
 
     pp: int
