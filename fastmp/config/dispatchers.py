@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from fastmp.config.specs import Registry
@@ -226,12 +226,10 @@ SHARING = DispatcherSpec(
     dispatched=_sharing_dispatched,
 )
 # The ranks hold different sequences, and their hosts tell each other how many tokens they have.
-SHARING_SEQUENCES = DispatcherSpec(
-    "sharing_sequences",
-    SHARING.make,
-    traffic=SHARING.traffic,
-    saved_bytes=SHARING.saved_bytes,
-    prepared=SHARING.prepared,
+SHARING_SEQUENCES = replace(
+    SHARING,
+    name="sharing_sequences",
+    dispatched=None,
     eager=("preprocess", "dispatch", "experts", "combine"),
 )
 
