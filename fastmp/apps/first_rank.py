@@ -15,7 +15,7 @@ GRACE_SECONDS = 3.0  # for rank 0 to report an error that all ranks found
 
 @contextmanager
 def let_rank0_report_first(rank: int) -> Iterator[None]:
-    """Delay an error of another rank than 0, so that rank 0 reports an error that all ranks found.
+    """Delay errors on ranks other than 0, so that rank 0 reports an error found by all ranks.
 
     The launcher then ends the other ranks, and there is one message.
     """

@@ -151,7 +151,7 @@ class _HostReads(TorchDispatchMode):
 
 
 def _count(recipe: Recipe) -> int:
-    """Return the count that the host reads everywhere: the tokens of a rank where they are padded, else 1."""
+    """Return the value of every count on the host: a rank's tokens if the dispatcher pads, else 1."""
     moe, layout = recipe.model.moe, recipe.parallel
     if moe is None or not DISPATCHERS[moe.dispatcher].host_counts_tokens:
         return 1

@@ -138,7 +138,7 @@ def _everyones(found: dict[Key, Tensor]) -> tuple[list[list[Key]], list[list[int
 
 
 def _difference(keys: Sequence[Sequence[Key]], sums: Sequence[Sequence[int]]) -> str:
-    """Return which ranks differ in which tensor, from the names and checksums of all ranks."""
+    """Return a message naming the ranks whose copy of a tensor differs, from all names and checksums."""
     held: dict[Key, dict[int, int]] = {}
     for rank, (names, own) in enumerate(zip(keys, sums, strict=True)):
         for key, value in zip(names, own, strict=True):

@@ -108,7 +108,7 @@ class _Job:
         return found - {record.rank} if own is None and record.rank in found else found
 
     def waits_for(self, record: RankRecord) -> frozenset[int]:
-        """Return the ranks that have not joined the call that `record` is blocked in."""
+        """Return the ranks missing from the call that blocks `record`."""
         call = record.inside
         if call is None or record.state == "finished":
             return frozenset()

@@ -58,7 +58,7 @@ class Node:
         self.beats: dict[int, Heartbeat] = {}
 
     def join(self, token: str) -> None:
-        """Join the ranks of this machine that know `token`, if there is a directory that all can write to."""
+        """Join the ranks of this machine with the same `token`, unless no directory is writable."""
         place = next(
             (p for p in (Path("/dev/shm"), Path(tempfile.gettempdir())) if os.access(p, os.W_OK)), None
         )

@@ -132,7 +132,7 @@ class TrainingState:
 
 
 class Offered(NamedTuple):
-    """The names of the parameters that this rank saves, and of those whose optimizer state it saves."""
+    """Names of the parameters and of the optimizer states saved by this rank."""
 
     parameters: frozenset[str]
     states: frozenset[str]

@@ -284,7 +284,7 @@ def make_batch(
 
 
 def _position_ids(begins: npt.NDArray[np.bool_]) -> npt.NDArray[np.int64]:
-    """The positions (B, S) in documents, which begin with every row and where `begins` (B, S) is True."""
+    """Return positions (B, S) in documents; one begins at each row and wherever `begins` (B, S) is True."""
     places = np.arange(begins.shape[1])
     return places - np.maximum.accumulate(np.where(begins, places, 0), axis=1)
 

@@ -68,7 +68,7 @@ class Draws:
 
 @dataclass(frozen=True)
 class Grid:
-    """Where windows of at most `capacity` tokens begin in documents, before they move to borders."""
+    """Nominal starts of windows of at most `capacity` tokens in documents, before they move to borders."""
 
     capacity: int
 

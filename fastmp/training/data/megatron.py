@@ -94,8 +94,9 @@ class MegatronFiles:
 
 @dataclass(frozen=True)
 class MegatronSplit:
-    """Documents of a corpus that lie one after another: `tokens` (num_tokens,), which are those of `files`
-    from `first` on. Of the same form as `fastmp.training.data.tokenfile.TokenSplit`.
+    """Consecutive documents of a corpus: `tokens` (num_tokens,) of `files`, from token `first` on.
+
+    Of the same form as `fastmp.training.data.tokenfile.TokenSplit`.
     """
 
     files: MegatronFiles
@@ -124,7 +125,7 @@ class MegatronSplit:
     def document_begins(
         self, starts: npt.NDArray[np.int64], tokens: npt.NDArray[np.int64]
     ) -> npt.NDArray[np.bool_]:
-        """Which of `tokens` (B, S), read from `starts` on around the ring, begin a document: its end-of-text.
+        """Return a mask of the `tokens` (B, S), read around the ring from `starts`, that begin a document.
 
         What the index says counts; end-of-text that is spelt out within a document does not.
         """

@@ -422,7 +422,7 @@ def _max_ids(tokens: int) -> int:
 
 
 def _without_markers(description: str, kind: str) -> str | None:
-    """A description in which no text spells a special token; None where it is not needed.
+    """Return the description with special tokens renamed so that no text spells one; None if none could.
 
     Models that look whole words or pieces up would find one that is in their vocabulary, as ALBERT's [MASK]
     is. There it gets a name that nobody can know; ids stay. The unknown token keeps its own.

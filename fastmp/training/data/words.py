@@ -52,7 +52,7 @@ class WordTable:
         self._properties = np.array([_properties(piece) for piece in pieces], np.uint16)
 
     def starts(self, ids: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
-        """Return masks (B, K) of the `ids` that begin a word, and of those that begin a sentence.
+        """Return two masks (B, K) of the `ids`: beginnings of words, and beginnings of sentences.
 
         The first of a row begins a word. Whether others begin a sentence, the LOOKBACK before them say.
         """
