@@ -237,7 +237,7 @@ def test_what_a_graph_copies_to_the_host_is_read_where_it_lies(monkeypatch):
     graphed = Trained(graphs=True)
     assert_same(graphed.steps(5), plain)
     (graph_set,) = graphed.manager._all()
-    in_graphs = set().union(*(captured.places for captured in graph_set.captured.values()))
+    in_graphs = set().union(*(captured.storages for captured in graph_set.captured.values()))
     replayed = noted[-2 * MICROBATCHES :]  # the layer that exchanges nothing is in graphs
     assert set(replayed) <= in_graphs and len(set(replayed)) == 2 * MICROBATCHES
 

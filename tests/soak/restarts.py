@@ -167,7 +167,7 @@ def dies_at(point: str, home: Path) -> None:
     elif point == "saving":
         os.fsync = dying(os.fsync, 9)  # data and index of the first checkpoint are synced by then
     elif point == "optimizer":
-        AdamW._update = dying(AdamW._update, 8)
+        AdamW.update = dying(AdamW.update, 8)
     elif point == "building data":
         tokenwriter.SplitWriter.finish = dying(tokenwriter.SplitWriter.finish, 1)
 
