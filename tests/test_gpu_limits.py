@@ -97,7 +97,7 @@ def test_make_runs_gpu_tests_in_workers_after_their_kernels_are_compiled(tmp_pat
     python = tmp_path / "python"
     python.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/said\n[ "$1" = -c ] && echo 1 || true\n')
     python.chmod(0o755)
-    settings = (f"VENV={python}", "SETUP=:", "WORKERS=-n many")
+    settings = (f"VENV={python}", "SETUP=:", "WORKERS=-n many", "PYTEST=")
     subprocess.run(["make", "-C", ROOT, *settings, "test"], check=True, capture_output=True)
     _, compiled, several, alone, *_ = (tmp_path / "said").read_text().splitlines()
     assert compiled == "-m benchmarks.precompile --phase correctness"
