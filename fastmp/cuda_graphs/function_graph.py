@@ -31,7 +31,7 @@ _CONSTANTS = bool | int | float | complex | str | None
 _WRITTEN = "it writes to an argument, of which a replay has a copy; write to a copy"
 
 
-class _Gradient(NamedTuple):
+class _GradientChange(NamedTuple):
     """The `grad` of a parameter before and after a capture; dropped: the function replaced it."""
 
     param: nn.Parameter
@@ -49,7 +49,7 @@ class _FunctionCapture(NamedTuple):
     graph: Graph
     static: list[Tensor]
     made: Any
-    grads: list[_Gradient]
+    grads: list[_GradientChange]
     written: set[int]
 
 
@@ -284,13 +284,13 @@ def _copy(tensor: Tensor) -> Tensor:
     return torch.empty_strided(tensor.shape, tensor.stride(), **options).copy_(tensor.detach())
 
 
-def _gradients(params: Iterable[nn.Parameter], before: Iterable[Tensor | None]) -> Iterator[_Gradient]:
+def _gradients(params: Iterable[nn.Parameter], before: Iterable[Tensor | None]) -> Iterator[_GradientChange]:
     """Yield the change of each gradient that exists before or after the capture."""
     for param, old in zip(params, before):
         new = param.grad
         if old is not None or new is not None:
             dropped = old is not None and new is not None and not _same(new, old)
-            yield _Gradient(param, dropped, old, new)
+            yield _GradientChange(param, dropped, old, new)
 
 
 def _same(grad: Tensor | None, other: Tensor | None) -> bool:

@@ -43,7 +43,7 @@ from fastmp.tensor_parallel.attributes import parallel_attributes
 from fastmp.training.checkpoint.checkpointer import described
 from fastmp.training.checkpoint.chunks import TensorChunk, full_chunk
 from fastmp.training.checkpoint.compare import fill_shards
-from fastmp.training.checkpoint.files import ChunkReader, TensorSpec, write_tensors
+from fastmp.training.checkpoint.files import ChunkReader, NamedTensorSpec, write_tensors
 from fastmp.training.checkpoint.format import DTYPES, Manifest, SavedShard, SavedTensor
 from fastmp.training.checkpoint.storage import CheckpointReader, ShardedTensorRef
 
@@ -319,7 +319,7 @@ def export_weights(
     """
     reader, model_type = CheckpointReader(checkpoint), family_of(config)
     theirs = _their_tensors(reader, model_type, config)
-    specs = [TensorSpec(name, DTYPES[dtype], shape) for name, (dtype, shape, _) in theirs.items()]
+    specs = [NamedTensorSpec(name, DTYPES[dtype], shape) for name, (dtype, shape, _) in theirs.items()]
     staging = out.with_name(f"{out.name}.staging")
     shutil.rmtree(staging, ignore_errors=True)
     staging.mkdir(parents=True)
@@ -366,7 +366,7 @@ def _their_tensors(
 
 
 def _write(
-    directory: Path, specs: Sequence[TensorSpec], read: Callable[[TensorSpec], Tensor]
+    directory: Path, specs: Sequence[NamedTensorSpec], read: Callable[[NamedTensorSpec], Tensor]
 ) -> dict[str, str]:
     """Write tensors to files of at most `FILE_BYTES` or a single tensor, and return {tensor: file}."""
     groups, names = _in_files(specs), dict[str, str]()
@@ -378,11 +378,11 @@ def _write(
     return names
 
 
-def _nth(specs: Sequence[TensorSpec], read: Callable[[TensorSpec], Tensor], number: int) -> Tensor:
+def _nth(specs: Sequence[NamedTensorSpec], read: Callable[[NamedTensorSpec], Tensor], number: int) -> Tensor:
     return read(specs[number])
 
 
-def _in_files(specs: Sequence[TensorSpec]) -> list[list[int]]:
+def _in_files(specs: Sequence[NamedTensorSpec]) -> list[list[int]]:
     groups, left = [list[int]()], FILE_BYTES
     for i, spec in enumerate(specs):
         if groups[-1] and spec.bytes > left:
@@ -393,7 +393,7 @@ def _in_files(specs: Sequence[TensorSpec]) -> list[list[int]]:
     return groups
 
 
-def _read(reader: CheckpointReader, spec: TensorSpec, sources: _Sources) -> Tensor:
+def _read(reader: CheckpointReader, spec: NamedTensorSpec, sources: _Sources) -> Tensor:
     """Assemble one tensor of theirs from chunks of ours."""
     out = torch.empty(tuple(spec.shape), dtype=spec.dtype)
     of_ours: dict[str, list[tuple[Shape, Tensor]]] = {}

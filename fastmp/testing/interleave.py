@@ -77,7 +77,7 @@ def interleaved(seed: int, *, late: bool = False) -> Iterator[Turns]:
     def scheduled(executor: Any, *args: Any, **kwargs: Any) -> None:
         kernel = executor.fn
         rank = getcurrent()
-        memory = rank.memory if isinstance(rank, _Rank) else _Memory(random_state, late)
+        memory = rank.memory if isinstance(rank, _RankHost) else _Memory(random_state, late)
         threads = 32 * kwargs.get("num_warps", 4)
         executor.fn = _Launch(kernel, builder, random_state, turns, memory, threads)
         try:
@@ -123,7 +123,7 @@ def together(
     """
     with interleaved(seed, late=late) as turns, _patched_once():
         memory = _Memory(random.Random(seed), late, shared)
-        ranks = [_Rank(program, memory) for program in programs]
+        ranks = [_RankHost(program, memory) for program in programs]
         draw, waiting, rank = random.Random(seed), [*ranks], None
         persistence = draw.choice(_PERSISTENCE)
         while waiting:
@@ -144,7 +144,7 @@ def together(
     return [rank.result for rank in ranks]
 
 
-class _Rank(greenlet):
+class _RankHost(greenlet):
     """A rank's host program, which stops at each launch until its kernel has ended."""
 
     def __init__(self, program: Callable[[], Any], memory: _Memory) -> None:
@@ -195,7 +195,7 @@ class _Store:
     program: whose it is; of a kernel that has ended, its rank.
     """
 
-    program: _Program | _Rank
+    program: _Program | _RankHost
     pointers: np.ndarray
     values: np.ndarray
     mask: np.ndarray
@@ -313,7 +313,7 @@ class _Memory:
         """Return the pending stores of a program, and of earlier kernels of its rank."""
         return [s for s in self.stores if s.program is program or s.program is program.rank]
 
-    def leave(self, rank: _Rank) -> None:
+    def leave(self, rank: _RankHost) -> None:
         """Hand pending stores to shared memory over to the rank at the end of its kernel."""
         first, last = self.shared
         for store in [s for s in self.stores if isinstance(s.program, _Program) and s.program.rank is rank]:
@@ -347,7 +347,7 @@ class _Program(greenlet):
 
     def __init__(self, run: Callable, place: tuple[int, int, int], memory: _Memory, threads: int) -> None:
         starter = getcurrent()
-        self.rank = starter if isinstance(starter, _Rank) else None
+        self.rank = starter if isinstance(starter, _RankHost) else None
         super().__init__(run, self.rank.parent if self.rank else starter)
         self.place, self.memory, self.threads = place, memory, threads
         self.reads: list[tuple[np.ndarray, np.ndarray]] = []  # (pointers, mask) since a barrier
@@ -381,7 +381,7 @@ class _Launch:
         self.turns.programs = max(self.turns.programs, len(self.programs))
         self.dims, self.persistence = self.builder.grid_dim, self.random.choice(_PERSISTENCE)
         rank = getcurrent()
-        if isinstance(rank, _Rank):
+        if isinstance(rank, _RankHost):
             rank.launch = self
             rank.parent.switch()  # comes back when all programs have ended
             return

@@ -56,7 +56,7 @@ class Collectives:
         return dict(Counter(name for name, _ in self.calls))
 
 
-class _Recorder(TorchDispatchMode):
+class _CollectiveRecorder(TorchDispatchMode):
     def __init__(self, seen: Collectives) -> None:
         super().__init__()
         self.seen = seen
@@ -81,7 +81,7 @@ def count_collectives() -> Iterator[Collectives]:
     this process in eager mode count, on any group; no process group is needed where there are none.
     """
     seen = Collectives()
-    with _Recorder(seen):
+    with _CollectiveRecorder(seen):
         yield seen
 
 

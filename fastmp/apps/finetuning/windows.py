@@ -14,13 +14,13 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Span", "best_span", "most_context", "place_of", "span_of", "window_ranges"]
+__all__ = ["AnswerSpan", "best_span", "most_context", "place_of", "span_of", "window_ranges"]
 
 Places = Sequence[tuple[int, int]]  # of tokens: first character, character behind the last
 Scores = npt.NDArray[np.floating]
 
 
-class Span(NamedTuple):
+class AnswerSpan(NamedTuple):
     """Tokens from `first` to `last`, both of them included, and the score of this answer."""
 
     first: int
@@ -76,7 +76,7 @@ def place_of(places: Places, first: int, last: int) -> tuple[int, int]:
 
 def best_span(
     starts: Scores, ends: Scores, allowed: npt.NDArray[np.bool_], *, max_length: int
-) -> Span | None:
+) -> AnswerSpan | None:
     """The span of at most `max_length` tokens with the highest sum of a start's and an end's score.
 
     starts, ends: the scores (T,) of the tokens of a window. allowed: (T,), tokens that a span may begin with.
@@ -89,4 +89,4 @@ def best_span(
     sums = np.lib.stride_tricks.sliding_window_view(padded, length) + starts[:, None]
     sums = np.where(allowed[:, None], sums, -np.inf)
     first, more = np.unravel_index(int(sums.argmax()), sums.shape)
-    return Span(int(first), int(first + more), float(sums[first, more]))
+    return AnswerSpan(int(first), int(first + more), float(sums[first, more]))

@@ -179,7 +179,7 @@ class RecordedGraph:
         if self._ops:
             raise CaptureError("graph: it is captured already; make another graph")
         self.ends = self._places()
-        with _Reads(), _Recorder(self), process_status.capturing(self):
+        with _ValueReads(), _Recorder(self), process_status.capturing(self):
             yield
         for stream, place in self._places().items():
             if place != self.ends[stream]:
@@ -317,7 +317,7 @@ class _Recorder(OpInspector):
         return _Draw(stream, own, None)
 
 
-class _Reads(TorchFunctionMode):
+class _ValueReads(TorchFunctionMode):
     """Raises CaptureError for functions that read values and are no op on a CPU."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -24,13 +24,13 @@ from torch.autograd.graph import _engine_run_backward
 from torch.random import fork_rng
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from fastmp.cuda_graphs.explanation.tracing import Event, Problem, Trace, key, line_of
+from fastmp.cuda_graphs.explanation.tracing import CaptureProblem, Trace, TracedOp, key, line_of
 from fastmp.cuda_graphs.op_inspection import line_in
 from fastmp.cuda_graphs.partition import made_by
 from fastmp.cuda_graphs.skipped_hooks import SkippedHook, merge_hooked_layers
 from fastmp.nn.segment import BoundSegment, Call, LayerChain, SingleSegment, Tensors, run_segments
 
-__all__ = ["Problem", "Report", "SegmentReport", "explain"]
+__all__ = ["CaptureProblem", "Report", "SegmentReport", "explain"]
 
 
 class SegmentReport(NamedTuple):
@@ -38,7 +38,7 @@ class SegmentReport(NamedTuple):
 
     name: str
     reason: str
-    problems: tuple[Problem, ...]
+    problems: tuple[CaptureProblem, ...]
 
     @property
     def captured(self) -> bool:
@@ -217,7 +217,7 @@ class _Explainer:
             if link.layer in self.hooks:
                 owner, hook = self.hooks[link.layer]
                 message = f"a hook of {owner}: replay would skip it, so the layer runs eagerly, as a whole"
-                reports.append(SegmentReport(name, "", (Problem("hook", message, line_of(hook)),)))
+                reports.append(SegmentReport(name, "", (CaptureProblem("hook", message, line_of(hook)),)))
             elif not link.segment.capturable:
                 reports.append(SegmentReport(name, reason or "the layer says so", ()))
             elif not traces and not self.error:
@@ -228,7 +228,7 @@ class _Explainer:
                 problems = [each for trace in traces for each in trace.problems]
                 if len(traces) == 2:
                     problems += _differences(*traces)
-                kept: dict[tuple[str, str], Problem] = {}
+                kept: dict[tuple[str, str], CaptureProblem] = {}
                 for each in problems:
                     kept.setdefault((each.kind, each.line.removeprefix("backward of ")), each)
                 reports.append(SegmentReport(name, "", tuple(kept.values())))
@@ -258,17 +258,17 @@ def _backward(link: BoundSegment, inputs: tuple[Any, ...], outputs: Tensors) -> 
         )
 
 
-def _differences(first: Trace, second: Trace) -> list[Problem]:
+def _differences(first: Trace, second: Trace) -> list[CaptureProblem]:
     """List the differences of two passes, up to the first op that only one of them has."""
-    found: list[Problem] = []
-    sent, again = ([e for e in trace.events if e.op.startswith("c10d")] for trace in (first, second))
+    found: list[CaptureProblem] = []
+    sent, again = ([e for e in trace.ops if e.op.startswith("c10d")] for trace in (first, second))
     for one, other in zip_longest(sent, again, fillvalue=_NOTHING):
         if one.op != other.op:
             found.append(_branch("collective", one, other, other.line or one.line))
             break
-    for i, (one, other) in enumerate(zip_longest(first.events, second.events, fillvalue=_NOTHING)):
+    for i, (one, other) in enumerate(zip_longest(first.ops, second.ops, fillvalue=_NOTHING)):
         if one.op != other.op or len(one.arguments) != len(other.arguments):
-            after = first.events[i + 1].op if i + 1 < len(first.events) else ""
+            after = first.ops[i + 1].op if i + 1 < len(first.ops) else ""
             line = one.line if after == other.op or not other.line else other.line  # of the one that is more
             return [*found, _branch("branch", one, other, line)]
         pair = next((p for p in zip(one.arguments, other.arguments) if p[0] != p[1]), None)
@@ -278,16 +278,16 @@ def _differences(first: Trace, second: Trace) -> list[Problem]:
         kind = "outside" if outside else "constant"
         said = "replay would use the memory of the first" if outside else "replay would repeat the first"
         message = f"{one.op} gets {pair[0]} in one pass, {pair[1]} in the next: {said}"
-        found.append(Problem(kind, message, other.line))
+        found.append(CaptureProblem(kind, message, other.line))
     return found
 
 
-_NOTHING = Event("nothing", (), "")
+_NOTHING = TracedOp("nothing", (), "")
 
 
-def _branch(kind: str, one: Event, other: Event, line: str) -> Problem:
+def _branch(kind: str, one: TracedOp, other: TracedOp, line: str) -> CaptureProblem:
     ops = f"{one.op} in one pass, {other.op} in the next"
-    return Problem(kind, f"{ops}: what Python decides, a graph decides once, at capture", line)
+    return CaptureProblem(kind, f"{ops}: what Python decides, a graph decides once, at capture", line)
 
 
 def _named(layer: nn.Module) -> Iterator[tuple[str, str, Tensor]]:

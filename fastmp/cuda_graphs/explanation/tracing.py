@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_flatten
 from fastmp.cuda_graphs.op_inspection import OpInspector, line_in, where
 from fastmp.nn.segment import run_segments
 
-__all__ = ["Event", "Problem", "Trace"]
+__all__ = ["TracedOp", "CaptureProblem", "Trace"]
 
 _OPS = str(Path(run_segments.__code__.co_filename).parents[1] / "ops")
 _READS = {"cpu", "tolist", "numpy", "__array__", "__repr__", "__format__", "__bool__", "item", "is_nonzero"}
@@ -32,7 +32,7 @@ _SET_DATA = vars(torch._C.TensorBase)["data"].__set__
 _HOOKS = {"register_hook", "register_post_accumulate_grad_hook"}
 
 
-class Problem(NamedTuple):
+class CaptureProblem(NamedTuple):
     """Work that a graph would not hold or not repeat. line: "file:number, text"."""
 
     kind: str
@@ -40,7 +40,7 @@ class Problem(NamedTuple):
     line: str
 
 
-class Event(NamedTuple):
+class TracedOp(NamedTuple):
     """An op: its name, a description of each argument, and the line that called it."""
 
     op: str
@@ -49,7 +49,7 @@ class Event(NamedTuple):
 
 
 class Trace(OpInspector):
-    """`with trace.running(): ...` records the `events` and `problems` of a forward and backward inside.
+    """`with trace.running(): ...` records the `ops` and `problems` of a forward and backward inside.
 
     names: {key of a pre-existing storage: its name, such as "parameter weight"}.
     inputs: tensors that the segment may not write to.
@@ -57,8 +57,8 @@ class Trace(OpInspector):
 
     def __init__(self, names: dict[int, str], inputs: Iterable[Tensor]) -> None:
         super().__init__()
-        self.events: list[Event] = []
-        self.problems: list[Problem] = []
+        self.ops: list[TracedOp] = []
+        self.problems: list[CaptureProblem] = []
         self.names = dict(names)
         inputs = list(inputs)
         self.inputs = {key(x) for x in inputs}
@@ -69,7 +69,7 @@ class Trace(OpInspector):
         self._streams: list[tuple[object, str]] = []
 
     def problem(self, kind: str, message: str, line: str | None = None) -> None:
-        found = Problem(kind, message, where() if line is None else line)
+        found = CaptureProblem(kind, message, where() if line is None else line)
         # The library's functions read values on a CPU only, to validate them.
         trusted = self.on_cpu and found.line.startswith(_OPS)
         if (
@@ -138,8 +138,8 @@ class Trace(OpInspector):
         finally:
             self.inside_op = False
         line, schema = where(), func._schema
-        self.events.append(
-            Event(str(func), tuple(self._words(each) for each in tree_flatten((args, kwargs))[0]), line)
+        self.ops.append(
+            TracedOp(str(func), tuple(self._words(each) for each in tree_flatten((args, kwargs))[0]), line)
         )
         for argument, value in zip(schema.arguments, args):
             written = argument.alias_info is not None and argument.alias_info.is_write

@@ -22,7 +22,7 @@ from fastmp.training.checkpoint.format import DTYPES, CheckpointError, File, Man
 
 __all__ = [
     "ChunkReader",
-    "TensorSpec",
+    "NamedTensorSpec",
     "PlacedTensor",
     "dtype_code",
     "opened",
@@ -61,7 +61,7 @@ class PlacedTensor(NamedTuple):
     finite: bool
 
 
-class TensorSpec(NamedTuple):
+class NamedTensorSpec(NamedTuple):
     """The name, dtype and shape of a tensor to be written."""
 
     name: str
@@ -75,7 +75,7 @@ class TensorSpec(NamedTuple):
 
 def write_tensors(
     path: Path,
-    forms: Sequence[TensorSpec],
+    forms: Sequence[NamedTensorSpec],
     tensor: Callable[[int], Tensor],
     metadata: Mapping[str, str] | None = None,
 ) -> tuple[File, list[PlacedTensor]]:

@@ -13,7 +13,7 @@ from torch import Tensor
 from fastmp.training.checkpoint.chunks import TensorChunk, full_chunk
 from fastmp.training.checkpoint.compare import fill_shards
 from fastmp.training.checkpoint.directory import publish, staging, whole_manifest
-from fastmp.training.checkpoint.files import TensorSpec, verify, write_tensors
+from fastmp.training.checkpoint.files import NamedTensorSpec, verify, write_tensors
 from fastmp.training.checkpoint.format import DTYPES, File, Manifest, SavedShard, file_name
 from fastmp.training.checkpoint.storage import CheckpointReader, ShardedTensorRef, shard_name
 
@@ -48,7 +48,7 @@ def write_again(
     """
     manifest = reader.manifest
     forms = {
-        (name, chunk): TensorSpec(
+        (name, chunk): NamedTensorSpec(
             shard_name(name, chunk, manifest.tensors[name].shape), _dtype(manifest, name), chunk.sizes
         )
         for name, chunk in pieces

@@ -45,8 +45,8 @@ from fastmp.training.checkpoint.chunks import TensorChunk
 from fastmp.training.checkpoint.files import (
     READERS,
     ChunkReader,
+    NamedTensorSpec,
     PlacedTensor,
-    TensorSpec,
     dtype_code,
     opened,
     write_tensors,
@@ -267,7 +267,7 @@ class CheckpointWriter(StorageWriter):
         items = sorted(plan.items, key=lambda item: (item.index.fqn, item.index.offset or ()))
         tensors = [_tensor(planner, item) for item in items]
         forms = [
-            TensorSpec(_part_name(item), tensor.dtype, tensor.shape)
+            NamedTensorSpec(_part_name(item), tensor.dtype, tensor.shape)
             for item, tensor in zip(items, tensors, strict=True)
         ]
         results = list[WriteResult]()

@@ -92,7 +92,7 @@ class HashSet:
 
 
 @dataclass(frozen=True)
-class Overlap:
+class NgramOverlap:
     """The overlap of two texts: n-grams, distinct n-grams, and documents with any of them."""
 
     ngrams: int
@@ -106,7 +106,7 @@ class Overlap:
         return {**vars(self), "share": self.ngrams_found / max(1, self.ngrams)}
 
 
-def overlap(a: Texts, b: Texts, n: int = NGRAM, *, hashes_at_once: int = HASHES_AT_ONCE) -> Overlap:
+def overlap(a: Texts, b: Texts, n: int = NGRAM, *, hashes_at_once: int = HASHES_AT_ONCE) -> NgramOverlap:
     """Count the n-grams of the documents `a` that occur in the documents `b`, up to hash collisions.
 
     Of `a` at most about `hashes_at_once` are held: where it has more, both texts are read several times, and
@@ -135,4 +135,4 @@ def overlap(a: Texts, b: Texts, n: int = NGRAM, *, hashes_at_once: int = HASHES_
         common = HashSet(known.values[seen])
         for document, text in enumerate(a()):
             touched[document] |= len(common.find(here(text))) > 0
-    return Overlap(total, found, different, different_found, documents, int(touched.sum()))
+    return NgramOverlap(total, found, different, different_found, documents, int(touched.sum()))
