@@ -13,6 +13,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import griffe
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
@@ -23,7 +24,24 @@ DOCS = ROOT / "docs"
 PAGES = {"README.md": "index.md"} | {
     f"{name}.md": f"{name.lower()}.md" for name in ("CHANGELOG", "CONTRIBUTING", "SECURITY")
 }
+EXAMPLE = re.compile(r"^Example( \(.+\))?:\n((?:\n|    .*\n?)+)", re.MULTILINE)  # as tests/test_examples.py
 LINK = re.compile(r"(?<=\]\()([^)#\s:]+)(?=[)#])")  # of [text](file#part): the file, which has no scheme
+
+
+class Examples(griffe.Extension):  # type: ignore[misc] # mkdocs.yml names it
+    """Show the `Example:` blocks of docstrings as code, not as admonitions."""
+
+    def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
+        """Write the blocks of `obj`'s docstring in the form that griffe takes for examples."""
+        if obj.docstring is not None:
+            obj.docstring.value = EXAMPLE.sub(_as_code, obj.docstring.value)
+
+
+def _as_code(example: re.Match[str]) -> str:
+    reason, code = example.groups()
+    if ">>>" not in code:
+        code = f"    ```python\n{code.rstrip()}\n    ```\n"
+    return f"Examples: Example{reason or ''}:\n{code}"
 
 
 def exported(package: Path) -> dict[str, str]:
