@@ -1,7 +1,7 @@
-"""The time that the pipeline's executor takes for a step, and how long its ranks idle.
+"""The time that the pipeline's runner takes for a step, and how long its ranks idle.
 
 `python -m benchmarks.bench_pipeline` prints three tables. The first has CPU times of chunks that do next to
-nothing on one rank, beside a bare loop over the same forwards and backwards; the difference is the executor.
+nothing on one rank, beside a bare loop over the same forwards and backwards; the difference is the runner.
 The second has the same for two ranks, with a message for each step. The third has the bubbles of four ranks
 that sleep through their steps, beside those of the simulator. There is no rival.
 """
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from fastmp.distributed.grid import RankGrid
 from fastmp.distributed.groups import ParallelGroups
 from fastmp.ops.wgrad import deferral
-from fastmp.pipeline.executor import Pipeline
+from fastmp.pipeline.runner import Pipeline
 from fastmp.pipeline.schedule import SCHEDULES, Schedule, Step
 from fastmp.pipeline.simulate import Costs, simulate
 from fastmp.testing.ranks import run_ranks
@@ -41,7 +41,7 @@ class _Shift(nn.Module):
 
 
 def make() -> tuple[Callable[[], object], Callable[[], object]]:
-    """Return a step of the executor, and the bare loop."""
+    """Return a step of the runner, and the bare loop."""
     chunks, data = [_Shift() for _ in range(CHUNKS)], [torch.zeros(1)] * MICROBATCHES
     order = Schedule(1, MICROBATCHES, CHUNKS).orders()
     pipeline = Pipeline(chunks, order, group=None, inputs=lambda x: x, loss=lambda y, _: y.sum())
@@ -73,7 +73,7 @@ def _least(call: Callable[[], object], rounds: int = 15) -> float:
 
 
 def between_ranks(rank: int, world: int) -> tuple[float, float]:
-    """Return the times of a step of two ranks that send to each other, by the executor and by a bare loop."""
+    """Return the times of a step of two ranks that send to each other, by the runner and by a bare loop."""
     group = ParallelGroups.create(RankGrid(world_size=world, pp=world)).pp
     chunk, data = _Shift(), [torch.zeros(1)] * MICROBATCHES
     options: dict[str, Any] = {"inputs": lambda x: x, "loss": lambda y, _: y.sum()}

@@ -16,7 +16,7 @@ from benchmarks.measure import name_of
 from benchmarks.plain import PlainGPT, plain_step
 from fastmp.config import GPTConfig, OptimizerConfig, TrainConfig
 from fastmp.nn import Placement
-from fastmp.nn.models import GPT, flops_per_token
+from fastmp.nn.gpt import GPT, flops_per_token
 from fastmp.training.language import token_loss
 from fastmp.training.trainer import Trainer
 

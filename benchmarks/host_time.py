@@ -25,7 +25,7 @@ import torch
 from benchmarks.cases import EAGER, OURS, TORCH, Workload
 from benchmarks.measure import environment, in_turn, write_json
 from fastmp.config import GPTConfig, MoEConfig
-from fastmp.nn.models import GPT
+from fastmp.nn.gpt import GPT
 from fastmp.ops import OPS
 from fastmp.ops.core import _triton, launcher
 from fastmp.testing.ops import samples

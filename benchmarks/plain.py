@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastmp.config import GPTConfig, OptimizerConfig
-from fastmp.nn.models import GPT
+from fastmp.nn.gpt import GPT
 from fastmp.nn.transformer import TransformerLayer
 
 

@@ -14,7 +14,7 @@ from torch.profiler import ProfilerActivity, profile
 from fastmp import profiling
 from fastmp.config import CheckpointConfig, GPTConfig, OptimizerConfig, TrainConfig
 from fastmp.distributed.collectives import gather_sequence, reduce_from_group, reduce_scatter_sequence
-from fastmp.nn.models import GPT
+from fastmp.nn.gpt import GPT
 from fastmp.nn.transformer import TransformerLayer
 from fastmp.ops import bias_gelu
 from fastmp.profiling import enable_nvtx, region, traced

@@ -37,7 +37,7 @@ from fastmp.distributed.rng import RngTracker
 from fastmp.distributed.runtime import Runtime, init, main_guard
 from fastmp.hf.stored import is_transformers
 from fastmp.hf.weights import TransformersReader, check_family, export_weights
-from fastmp.nn.models import flops_per_token, num_parameters
+from fastmp.nn.gpt import flops_per_token, num_parameters
 from fastmp.plan.layout import check_layout, make_grid, problems
 from fastmp.training.checkpoint.checkpointer import Loaded
 from fastmp.training.checkpoint.directory import checkpoint_at, whole_manifest

@@ -25,10 +25,10 @@ import torch
 
 from fastmp.config import GPTConfig
 from fastmp.distributed.collectives import group_size
-from fastmp.nn.cache import KeyValueCache
 from fastmp.nn.documents import Documents
 from fastmp.nn.dropout import random_stream, require_rng
 from fastmp.nn.init import normal, residual_normal
+from fastmp.nn.kv_cache import KeyValueCache
 from fastmp.nn.placement import Placement
 from fastmp.nn.replicated import RMSNorm, RotaryPositions
 from fastmp.ops import rope_qk

@@ -20,10 +20,10 @@ from torch import nn
 from fastmp.config import GPTConfig
 from fastmp.config.sizes import pad_vocab
 from fastmp.distributed.collectives import group_rank, group_size
-from fastmp.nn.cache import KeyValueCache
 from fastmp.nn.documents import Documents
 from fastmp.nn.dropout import Dropout
 from fastmp.nn.init import normal
+from fastmp.nn.kv_cache import KeyValueCache
 from fastmp.nn.placement import Placement
 from fastmp.nn.recompute import recompute
 from fastmp.nn.replicated import PositionEmbedding, RotaryPositions, make_norm

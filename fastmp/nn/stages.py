@@ -18,11 +18,11 @@ from fastmp.config import GPTConfig
 from fastmp.distributed.collectives import all_reduce_, group_rank, group_size
 from fastmp.distributed.groups import ParallelGroups
 from fastmp.nn.documents import Documents
+from fastmp.nn.gpt import GPT
 from fastmp.nn.language_model import LanguageModel, StageSpec
-from fastmp.nn.models import GPT
 from fastmp.nn.placement import Placement
 from fastmp.optim.grad_buffers import GradBuffer
-from fastmp.pipeline.executor import StageOutput
+from fastmp.pipeline.runner import StageOutput
 
 __all__ = ["GPTStage", "gpt_stages", "layers_of_stages", "stages_of", "sum_tied_gradients"]
 

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from fastmp.config import GPTConfig
 from fastmp.nn.attention import SelfAttention
-from fastmp.nn.cache import KeyValueCache
 from fastmp.nn.documents import Documents
 from fastmp.nn.dropout import Dropout
+from fastmp.nn.kv_cache import KeyValueCache
 from fastmp.nn.mlp import MLP
 from fastmp.nn.moe.layer import MoELayer
 from fastmp.nn.placement import Placement

@@ -1,4 +1,4 @@
-"""Pipeline parallelism: schedules as data, their simulation, and the executor of a rank.
+"""Pipeline parallelism: schedules as data, their simulation, and the runner of a rank.
 
 Names are imported when first used: schedules and costs never import torch.
 """
@@ -12,6 +12,6 @@ __getattr__, __dir__, __all__ = exports(
     {
         "schedule": "Schedule Step",
         "simulate": "Costs",
-        "executor": "Pipeline PipelineError PipelineResult StageOutput",
+        "runner": "Pipeline PipelineError PipelineResult StageOutput",
     },
 )

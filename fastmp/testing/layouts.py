@@ -23,7 +23,7 @@ from fastmp.nn import gpt_stages, sum_tied_gradients
 from fastmp.optim.adamw import AdamW
 from fastmp.optim.grad_buffers import GradBuffer
 from fastmp.optim.grad_norm import global_grad_norm
-from fastmp.pipeline.executor import Pipeline, PipelineResult
+from fastmp.pipeline.runner import Pipeline, PipelineResult
 from fastmp.pipeline.schedule import Schedule
 from fastmp.tensor_parallel.context import cut_sequence
 from fastmp.testing.models import EXPERTS, QWEN, SEED, SMALL, make_gpt, part_of, placed

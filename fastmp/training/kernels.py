@@ -32,9 +32,9 @@ from fastmp.ops.warm import (
     recording,
     require_compilation,
 )
-from fastmp.optim.factory import make_grads, make_optimizer
+from fastmp.optim.from_config import make_grads, make_optimizer
 from fastmp.optim.grad_norm import clip_coefficient, global_grad_norm
-from fastmp.pipeline.executor import StageOutput
+from fastmp.pipeline.runner import StageOutput
 from fastmp.plan.layout import make_grid
 from fastmp.training.language import model_and_loss
 from fastmp.training.microbatches import Batch, LossFunction, PipelineLoss, evaluation_mode

@@ -26,11 +26,11 @@ from fastmp.distributed.collectives import group_size, sum_over_
 from fastmp.distributed.groups import ParallelGroups
 from fastmp.nn.bert import Bert, BertStage, bert_stages
 from fastmp.nn.documents import Documents
+from fastmp.nn.gpt import GPT, ExpertLosses, pad_vocab
 from fastmp.nn.language_model import LanguageModel
-from fastmp.nn.models import GPT, ExpertLosses, pad_vocab
 from fastmp.nn.placement import Placement
 from fastmp.nn.stages import GPTStage, gpt_stages, sum_tied_gradients
-from fastmp.pipeline.executor import Pipeline
+from fastmp.pipeline.runner import Pipeline
 from fastmp.pipeline.schedule import Schedule
 from fastmp.tensor_parallel.context import cut_sequence, local_positions
 from fastmp.training.data.dataset import IGNORE_INDEX

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from fastmp.distributed.collectives import gather_objects, group_rank, group_size
 from fastmp.nn.segment import LayerChain
 from fastmp.optim.named_params import named_parameters
-from fastmp.pipeline.executor import Pipeline, PipelineResult
+from fastmp.pipeline.runner import Pipeline, PipelineResult
 from fastmp.pipeline.schedule import BACKWARD, FORWARD, Schedule, Step, together, with_loss
 from fastmp.profiling import phase
 from fastmp.training.function_chain import FunctionChain

@@ -26,9 +26,9 @@ from fastmp.cuda_graphs.manager import GraphManager
 from fastmp.distributed.collectives import group_rank, group_size
 from fastmp.distributed.groups import ParallelGroups
 from fastmp.nn.overlap import OverlappedLayers
-from fastmp.optim.factory import make_grads, make_optimizer, make_scaler
+from fastmp.optim.from_config import make_grads, make_optimizer, make_scaler
 from fastmp.optim.lr_schedule import learning_rates
-from fastmp.pipeline.executor import PipelineError
+from fastmp.pipeline.runner import PipelineError
 from fastmp.profiling import phase, traced
 from fastmp.status import process_status
 from fastmp.training.checkpoint.checkpointer import Loaded

@@ -19,7 +19,7 @@ from fastmp.cuda_graphs.graph_set import ReplaySlot
 from fastmp.distributed.groups import ParallelGroups
 from fastmp.nn.segment import LayerChain, Segment, SegmentedLayer
 from fastmp.ops.wgrad import WgradQueue
-from fastmp.pipeline.executor import PipelineError
+from fastmp.pipeline.runner import PipelineError
 from fastmp.pipeline.schedule import BACKWARD, FORWARD, Step
 from fastmp.testing.buffers import problems
 from tools.prove.graphs import ORDER as OVERLAPPING

@@ -18,7 +18,7 @@ from fastmp.distributed.collectives import gather_from_group, group_rank
 from fastmp.distributed.grid import RankGrid
 from fastmp.distributed.groups import ParallelGroups
 from fastmp.nn import GPT, Bert, Documents, Placement, bert_stages, sum_tied_gradients
-from fastmp.pipeline.executor import Pipeline
+from fastmp.pipeline.runner import Pipeline
 from fastmp.pipeline.schedule import Schedule
 from fastmp.testing.models import part_of, placed
 from fastmp.testing.ranks import run_ranks

@@ -21,7 +21,7 @@ from fastmp.nn import attention as attention_layer
 from fastmp.nn.dropout import Dropout
 from fastmp.nn.moe.router import Router
 from fastmp.optim.grad_buffers import GradBuffer
-from fastmp.pipeline.executor import Pipeline
+from fastmp.pipeline.runner import Pipeline
 from fastmp.pipeline.schedule import Schedule
 from fastmp.tensor_parallel.context import cut_sequence, join_sequence
 from fastmp.testing.models import EXPERTS, QWEN, SEED, SMALL, make_gpt, part_of

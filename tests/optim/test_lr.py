@@ -17,7 +17,7 @@ from fastmp.config import GPTConfig, GraphConfig, OptimizerConfig, TrainConfig
 from fastmp.distributed.groups import ParallelGroups
 from fastmp.distributed.rng import RngTracker
 from fastmp.nn import Placement
-from fastmp.nn.models import GPT
+from fastmp.nn.gpt import GPT
 from fastmp.optim.lr_schedule import learning_rate, learning_rates
 from fastmp.training.plot import plot_learning_rates
 from fastmp.training.trainer import Trainer

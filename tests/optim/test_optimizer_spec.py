@@ -13,7 +13,7 @@ from fastmp.config import OPTIMIZERS, DataConfig, GPTConfig, OptimizerConfig, Re
 from fastmp.config.recipe import parse_arguments
 from fastmp.distributed.grid import RankGrid
 from fastmp.distributed.groups import ParallelGroups
-from fastmp.optim.factory import make_grads, make_optimizer
+from fastmp.optim.from_config import make_grads, make_optimizer
 from fastmp.optim.grad_norm import clip_coefficient, global_grad_norm
 from fastmp.plan.memory import state_bytes
 from fastmp.plan.parameters import rank_buffers

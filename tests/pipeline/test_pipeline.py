@@ -16,7 +16,7 @@ from torch import nn
 
 from fastmp.distributed.grid import RankGrid
 from fastmp.distributed.groups import ParallelGroups
-from fastmp.pipeline.executor import Pipeline, StageOutput
+from fastmp.pipeline.runner import Pipeline, StageOutput
 from fastmp.pipeline.schedule import SCHEDULES, Schedule, Step
 from fastmp.tensor_parallel.layers import ColumnParallelLinear
 from fastmp.testing.parallel import count_collectives

@@ -28,12 +28,12 @@ from fastmp.distributed.collectives import group_rank
 from fastmp.distributed.groups import ParallelGroups
 from fastmp.distributed.rng import RngTracker
 from fastmp.nn import Bert, Placement, bert_stages, gpt_stages, sum_tied_gradients
-from fastmp.nn.models import ExpertLosses
+from fastmp.nn.gpt import ExpertLosses
 from fastmp.ops.wgrad import WgradQueue, defer_wgrad
-from fastmp.optim.factory import make_grads, make_optimizer
+from fastmp.optim.from_config import make_grads, make_optimizer
 from fastmp.optim.grad_buffers import param_spec
 from fastmp.optim.muon import update_cost
-from fastmp.pipeline.executor import Pipeline
+from fastmp.pipeline.runner import Pipeline
 from fastmp.pipeline.schedule import Schedule
 from fastmp.plan import activations, traffic
 from fastmp.plan.flops import hardware_flops

@@ -30,7 +30,7 @@ from fastmp.distributed.groups import ParallelGroups
 from fastmp.distributed.rng import RngTracker
 from fastmp.nn import Documents
 from fastmp.nn.overlap import OverlappedLayers
-from fastmp.optim.factory import make_grads
+from fastmp.optim.from_config import make_grads
 from fastmp.pipeline.schedule import Schedule
 from fastmp.plan.graphs import graph_facts
 from fastmp.plan.layout import make_grid, problems

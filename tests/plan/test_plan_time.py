@@ -238,7 +238,7 @@ def test_bytes_of_kernels_are_those_that_ops_count(name):
     import torch
 
     from benchmarks.predict import Steps, without_data
-    from fastmp.nn.models import GPT
+    from fastmp.nn.gpt import GPT
 
     gpt2 = GPTConfig(num_layers=8, hidden_size=1024, num_heads=8, vocab_size=1024, max_seq_len=512)
     model = replace({"llama": LLAMA, "gpt2": gpt2}[name], vocab_size=1024)

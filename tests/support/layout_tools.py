@@ -20,7 +20,7 @@ from fastmp.distributed.rng import RngTracker
 from fastmp.nn import Placement, gpt_stages, sum_tied_gradients
 from fastmp.optim.adamw import AdamW
 from fastmp.optim.grad_buffers import GradBuffer
-from fastmp.pipeline.executor import Pipeline
+from fastmp.pipeline.runner import Pipeline
 from fastmp.pipeline.schedule import Schedule
 
 STEPS = 20

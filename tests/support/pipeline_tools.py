@@ -1,4 +1,4 @@
-"""Shared by the tests of the executor: small stages, the undivided model, a step beside it."""
+"""Shared by the tests of the pipeline runner: small stages, the undivided model, a step beside it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import nn
 from fastmp.distributed.collectives import group_rank
 from fastmp.distributed.collectives import group_size as size_of
 from fastmp.ops.wgrad import deferral
-from fastmp.pipeline.executor import Pipeline
+from fastmp.pipeline.runner import Pipeline
 from fastmp.pipeline.schedule import Schedule
 
 CLOSE = {"rtol": 1e-10, "atol": 1e-10}

@@ -12,7 +12,7 @@ from fastmp.config import GPTConfig, MoEConfig, TrainConfig
 from fastmp.distributed.collectives import all_gather_
 from fastmp.distributed.rng import RngTracker
 from fastmp.nn import Documents, Placement
-from fastmp.nn.models import GPT
+from fastmp.nn.gpt import GPT
 from fastmp.training.language import token_loss
 from fastmp.training.metrics import read_metrics
 from fastmp.training.trainer import Trainer

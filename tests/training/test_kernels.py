@@ -24,7 +24,7 @@ from fastmp.config import (
     Recipe,
 )
 from fastmp.distributed.runtime import Runtime
-from fastmp.nn.models import GPT
+from fastmp.nn.gpt import GPT
 from fastmp.nn.placement import Placement
 from fastmp.ops.warm import recording
 from fastmp.training import kernels

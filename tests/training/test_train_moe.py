@@ -17,7 +17,7 @@ from fastmp.distributed.grid import RankGrid
 from fastmp.distributed.groups import ParallelGroups
 from fastmp.distributed.rng import RngTracker
 from fastmp.nn import Placement
-from fastmp.nn.models import GPT
+from fastmp.nn.gpt import GPT
 from fastmp.tensor_parallel.attributes import parallel_attributes
 from fastmp.testing.parallel import full_tensor
 from fastmp.testing.ranks import run_ranks

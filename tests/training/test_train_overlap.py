@@ -16,9 +16,9 @@ from fastmp.distributed.grid import RankGrid
 from fastmp.distributed.groups import ParallelGroups
 from fastmp.distributed.rng import RngTracker
 from fastmp.nn import overlap
-from fastmp.nn.models import GPT
+from fastmp.nn.gpt import GPT
 from fastmp.nn.segment import LayerChain
-from fastmp.pipeline.executor import Pipeline
+from fastmp.pipeline.runner import Pipeline
 from fastmp.pipeline.schedule import Schedule
 from fastmp.testing.ranks import run_ranks
 from fastmp.training.language import gpt_and_loss, token_loss

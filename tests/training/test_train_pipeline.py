@@ -21,7 +21,7 @@ from fastmp.nn import Placement
 from fastmp.nn.stages import gpt_stages
 from fastmp.optim.lr_schedule import learning_rate
 from fastmp.optim.named_params import named_parameters
-from fastmp.pipeline.executor import PipelineError
+from fastmp.pipeline.runner import PipelineError
 from fastmp.testing.parallel import count_collectives, full_tensor, late_gathers
 from fastmp.testing.ranks import RankError, run_ranks
 from fastmp.training.checkpoint.compare import differences

@@ -21,7 +21,7 @@ from fastmp.config import DataConfig, ParallelConfig, Recipe, TrainConfig
 from fastmp.config.sizes import flops_per_token
 from fastmp.distributed.groups import ParallelGroups
 from fastmp.nn import Placement, gpt_stages
-from fastmp.optim.factory import make_grads
+from fastmp.optim.from_config import make_grads
 from fastmp.plan.layout import make_grid
 from fastmp.testing.ranks import run_ranks
 from tools.study.page import machine

@@ -20,7 +20,7 @@ from fastmp.apps.evaluation.tasks import EvalTask
 from fastmp.cuda_graphs.backends.base import Backend
 from fastmp.distributed.collectives import all_gather, communication_device, group_rank, group_size
 from fastmp.distributed.groups import ParallelGroups
-from fastmp.nn.models import GPT
+from fastmp.nn.gpt import GPT
 from fastmp.training.checkpoint.load import agree
 
 __all__ = ["evaluate"]

@@ -24,9 +24,9 @@ from fastmp.cuda_graphs.backends.base import Backend
 from fastmp.cuda_graphs.function_graph import FunctionGraph
 from fastmp.distributed.collectives import gather_from_group, gather_sequence, group_size
 from fastmp.distributed.groups import ParallelGroups
-from fastmp.nn.models import GPT
+from fastmp.nn.gpt import GPT
 from fastmp.nn.moe.layer import MoELayer
-from fastmp.pipeline.executor import Pipeline
+from fastmp.pipeline.runner import Pipeline
 from fastmp.pipeline.schedule import Schedule
 from fastmp.tensor_parallel.context import cut_sequence, join_sequence
 from fastmp.tensor_parallel.linear import parallel_logits

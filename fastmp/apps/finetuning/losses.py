@@ -23,7 +23,7 @@ from fastmp.distributed.groups import ParallelGroups
 from fastmp.nn.bert_tasks import BertForTask, task_stages
 from fastmp.nn.documents import Documents
 from fastmp.nn.placement import Placement
-from fastmp.pipeline.executor import Pipeline
+from fastmp.pipeline.runner import Pipeline
 from fastmp.pipeline.schedule import Schedule
 from fastmp.training.microbatches import Batch, LossFunction, PipelineLoss, evaluation_mode
 

@@ -20,8 +20,8 @@ from torch import Tensor
 from fastmp.cuda_graphs.backends.base import Backend, Graph
 from fastmp.distributed.collectives import gather_from_group, group_rank, group_size
 from fastmp.distributed.groups import ParallelGroups
-from fastmp.nn.cache import KeyValueCache
-from fastmp.nn.models import GPT
+from fastmp.nn.gpt import GPT
+from fastmp.nn.kv_cache import KeyValueCache
 from fastmp.nn.segment import BoundSegment, Tensors
 
 __all__ = ["NO_TOKEN", "Decoder"]

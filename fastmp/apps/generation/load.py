@@ -20,8 +20,8 @@ from fastmp.distributed.grid import RankGrid
 from fastmp.distributed.groups import ParallelGroups
 from fastmp.hf.stored import is_transformers, read_json
 from fastmp.hf.weights import TransformersReader
+from fastmp.nn.gpt import GPT
 from fastmp.nn.language_model import StageSpec
-from fastmp.nn.models import GPT
 from fastmp.nn.placement import Placement
 from fastmp.nn.stages import GPTStage, layers_of_stages
 from fastmp.training.checkpoint.directory import checkpoint_at, whole_manifest

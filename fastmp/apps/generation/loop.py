@@ -19,7 +19,7 @@ from fastmp.cuda_graphs.backends.base import Backend
 from fastmp.cuda_graphs.backends.cuda import CudaBackend
 from fastmp.distributed.collectives import communication_device, group_rank, group_size
 from fastmp.distributed.groups import ParallelGroups
-from fastmp.nn.models import GPT
+from fastmp.nn.gpt import GPT
 from fastmp.nn.moe.layer import MoELayer
 from fastmp.training.data.tokenize import Tokenizer
 

@@ -10,7 +10,7 @@ __getattr__, __dir__, __all__ = exports(
         "router": "Router",
         "dispatchers.allgather": "AllGatherDispatcher",
         "dispatchers.alltoall": "AllToAllDispatcher",
-        "dispatchers.base": "Dispatcher DispatchState",
+        "dispatchers.dispatcher": "Dispatcher DispatchState",
         "dispatchers.factory": "make_dispatcher",
         "dispatchers.local": "LocalDispatcher",
         "dispatchers.symmetric": "SymmetricDispatcher",

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from fastmp.config.dispatchers import ALLGATHER
 from fastmp.distributed.collectives import all_gather, gather_sequence, reduce_scatter_sequence
-from fastmp.nn.moe.dispatchers.base import DispatchState, first_rows, pad_rows
 from fastmp.nn.moe.dispatchers.counted import CountedDispatcher, add_up
+from fastmp.nn.moe.dispatchers.dispatcher import DispatchState, first_rows, pad_rows
 from fastmp.ops import permutation, permute, unpermute
 
 __all__ = ["AllGatherDispatcher"]

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from fastmp.config.dispatchers import ALLTOALL
 from fastmp.distributed.collectives import all_to_all, gather_sequence, reduce_scatter_sequence
-from fastmp.nn.moe.dispatchers.base import DispatchState, first_rows, pad_rows
 from fastmp.nn.moe.dispatchers.counted import CountedDispatcher, add_up
+from fastmp.nn.moe.dispatchers.dispatcher import DispatchState, first_rows, pad_rows
 from fastmp.ops import block_rows, permutation, permute, unpermute
 
 __all__ = ["AllToAllDispatcher"]

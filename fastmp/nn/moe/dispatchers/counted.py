@@ -20,7 +20,7 @@ from torch.distributed import ProcessGroup
 from fastmp.config import MoEConfig
 from fastmp.distributed.collectives import all_gather, group_rank, group_size
 from fastmp.distributed.groups import ParallelGroups
-from fastmp.nn.moe.dispatchers.base import (
+from fastmp.nn.moe.dispatchers.dispatcher import (
     DispatchedT,
     Dispatcher,
     PreparedT,

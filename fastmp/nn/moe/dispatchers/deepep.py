@@ -25,7 +25,7 @@ from fastmp.config.dispatchers import DEEPEP
 from fastmp.distributed.collectives import group_size
 from fastmp.distributed.deepep_buffer import DeepEPBuffer
 from fastmp.distributed.groups import ParallelGroups
-from fastmp.nn.moe.dispatchers.base import Dispatcher, DispatchState
+from fastmp.nn.moe.dispatchers.dispatcher import Dispatcher, DispatchState
 from fastmp.nn.segment import Tensors
 from fastmp.ops import permutation, permute, unpermute
 from fastmp.ops.core.registry import compute_dtype

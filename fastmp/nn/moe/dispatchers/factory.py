@@ -9,7 +9,7 @@ from fastmp.config.dispatchers import select_dispatcher
 from fastmp.config.specs import load
 from fastmp.distributed.collectives import group_size
 from fastmp.distributed.groups import ParallelGroups
-from fastmp.nn.moe.dispatchers.base import Dispatcher
+from fastmp.nn.moe.dispatchers.dispatcher import Dispatcher
 from fastmp.nn.moe.dispatchers.sharing import is_within
 
 __all__ = ["make_dispatcher"]

@@ -10,7 +10,7 @@ from torch import Tensor
 from fastmp.config import MoEConfig
 from fastmp.config.dispatchers import LOCAL
 from fastmp.distributed.groups import ParallelGroups
-from fastmp.nn.moe.dispatchers.base import Dispatcher, DispatchState
+from fastmp.nn.moe.dispatchers.dispatcher import Dispatcher, DispatchState
 from fastmp.ops import permutation, permute, unpermute
 
 __all__ = ["LocalDispatched", "LocalDispatcher", "LocalPrepared"]

@@ -18,7 +18,7 @@ from fastmp.config import MoEConfig
 from fastmp.config.dispatchers import SHARING, SHARING_SEQUENCES
 from fastmp.distributed.collectives import all_gather, gather_sequence, group_size, reduce_scatter_sequence
 from fastmp.distributed.groups import ParallelGroups
-from fastmp.nn.moe.dispatchers.base import encode_rejection, pad_rows, raise_if_rejected
+from fastmp.nn.moe.dispatchers.dispatcher import encode_rejection, pad_rows, raise_if_rejected
 from fastmp.nn.moe.dispatchers.local import LocalDispatched, LocalDispatcher, LocalPrepared
 
 __all__ = ["SharingDispatcher", "is_within"]

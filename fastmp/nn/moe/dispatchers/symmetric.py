@@ -27,7 +27,7 @@ from fastmp.config.dispatchers import SYMMETRIC
 from fastmp.distributed.groups import ParallelGroups
 from fastmp.distributed.streams import exchanging
 from fastmp.distributed.symmetric_memory import ExchangeViews, SymmetricExchange
-from fastmp.nn.moe.dispatchers.base import Dispatcher, DispatchState, no_compile
+from fastmp.nn.moe.dispatchers.dispatcher import Dispatcher, DispatchState, no_compile
 from fastmp.ops import permutation
 from fastmp.ops.exchange import (
     exchange_barrier,

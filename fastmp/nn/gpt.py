@@ -13,8 +13,8 @@ import torch
 from fastmp.config import GPTConfig
 from fastmp.config.sizes import flops_per_token, num_parameters, pad_vocab
 from fastmp.distributed.collectives import group_size, reduce_from_group
-from fastmp.nn.cache import KeyValueCache
 from fastmp.nn.documents import Documents
+from fastmp.nn.kv_cache import KeyValueCache
 from fastmp.nn.language_model import LanguageModel
 from fastmp.nn.placement import Placement
 from fastmp.ops.core.registry import can_read_values

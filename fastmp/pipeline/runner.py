@@ -1,4 +1,4 @@
-"""Pipeline executor: a loop over the steps of one rank that posts sends and receives between them.
+"""Pipeline runner: a loop over the steps of one rank that posts sends and receives between them.
 
 For each step of the rank:
 
