@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fastmp.apps.finetuning.recipe import FinetuneConfig
+from fastmp.apps.finetuning.finetune_recipe import FinetuneConfig
 from fastmp.apps.finetuning.samples import ContextWindow, Sample, encode
 from fastmp.apps.finetuning.tasks import TASKS
 from fastmp.config import GPTConfig

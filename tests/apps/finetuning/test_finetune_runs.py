@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from fastmp.apps.cli import main
 from fastmp.apps.finetune import finetune
 from fastmp.apps.finetuning import runs as runs_module
-from fastmp.apps.finetuning.recipe import load_finetune
+from fastmp.apps.finetuning.finetune_recipe import load_finetune
 from fastmp.apps.finetuning.tasks import TASKS
 from fastmp.config import BertConfig, OptimizerConfig, TrainConfig
 from fastmp.distributed.runtime import Runtime
