@@ -86,8 +86,8 @@ def finetune(
         ValueError: the files are not the task's, the model is not a BERT or does not fit the tokenizer or the
             ranks, or the run directory belongs to another recipe. Nothing is written then.
     """
-    from fastmp.apps.finetuning.data import prepare, vocab_size_of
     from fastmp.apps.finetuning.runs import Runs, on_first
+    from fastmp.apps.finetuning.splits import prepare, vocab_size_of
     from fastmp.apps.train_main import claimed
     from fastmp.distributed.groups import ParallelGroups
 
