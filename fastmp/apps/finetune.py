@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fastmp.apps.finetuning.finetune_recipe import FinetuneRecipe, load_finetune, run_recipe
+from fastmp.apps.finetuning.finetune_tasks import TASKS
 from fastmp.apps.finetuning.results import FinetuneResult, check_same, write_results
-from fastmp.apps.finetuning.tasks import TASKS
 from fastmp.apps.first_rank import let_rank0_report_first, only_rank0_prints
 from fastmp.config import Environment, GPTConfig
 from fastmp.config.command_line import Parser

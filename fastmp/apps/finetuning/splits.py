@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from fastmp.apps.finetuning.finetune_recipe import FinetuneConfig
+from fastmp.apps.finetuning.finetune_tasks import TASKS
 from fastmp.apps.finetuning.samples import ContextWindow, Sample, encode
-from fastmp.apps.finetuning.tasks import TASKS
 from fastmp.config import GPTConfig
 from fastmp.training.data.masked import SpecialTokens
 from fastmp.training.data.tokenize import Tokenizer

@@ -19,7 +19,7 @@ from fastmp.apps.cli import main
 from fastmp.apps.finetune import finetune
 from fastmp.apps.finetuning import runs as runs_module
 from fastmp.apps.finetuning.finetune_recipe import load_finetune
-from fastmp.apps.finetuning.tasks import TASKS
+from fastmp.apps.finetuning.finetune_tasks import TASKS
 from fastmp.config import BertConfig, OptimizerConfig, TrainConfig
 from fastmp.distributed.runtime import Runtime
 from fastmp.hf.config_json import to_transformers

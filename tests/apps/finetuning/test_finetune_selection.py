@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from fastmp.apps.finetuning.finetune_tasks import HEADS, TASKS
 from fastmp.apps.finetuning.selection import Point, Scored, choose, median_run
-from fastmp.apps.finetuning.tasks import HEADS, TASKS
 
 
 def runs(*metrics):
