@@ -48,7 +48,7 @@ STDLIB_ONLY = """
     fastmp.distributed.exchange_layout fastmp.watchdog.heartbeat fastmp.watchdog.records
     fastmp.watchdog.diagnosis fastmp.cuda_graphs.buffer_plan fastmp.cuda_graphs.scope
     fastmp.training.checkpoint.chunks fastmp.apps.cli fastmp.apps.plan fastmp.apps.signals
-    fastmp.apps.first_rank fastmp.apps.finetuning.formats fastmp.apps.finetuning.metrics
+    fastmp.apps.first_rank fastmp.apps.finetuning.formats fastmp.apps.finetuning.answer_metrics
     fastmp.apps.finetuning.results fastmp.apps.finetuning.selection fastmp.apps.finetuning.finetune_tasks
     fastmp.apps.evaluation.journal fastmp.apps.evaluation.lambada fastmp.apps.evaluation.report
     fastmp.apps.evaluation.wikitext fastmp.apps.evaluation.windows tools.prove.claims tools.prove.__main__

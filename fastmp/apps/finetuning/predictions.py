@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from fastmp.apps.finetuning.answer_metrics import accuracy, binary_f1, squad1_scores, squad2_scores
 from fastmp.apps.finetuning.formats import MultipleChoice, Question
-from fastmp.apps.finetuning.metrics import accuracy, binary_f1, squad1_scores, squad2_scores
 from fastmp.apps.finetuning.samples import ContextWindow
 from fastmp.apps.finetuning.windows import best_span, place_of
 
