@@ -51,7 +51,7 @@ STDLIB_ONLY = """
     fastmp.apps.first_rank fastmp.apps.finetuning.formats fastmp.apps.finetuning.answer_metrics
     fastmp.apps.finetuning.results fastmp.apps.finetuning.selection fastmp.apps.finetuning.finetune_tasks
     fastmp.apps.evaluation.journal fastmp.apps.evaluation.lambada fastmp.apps.evaluation.report
-    fastmp.apps.evaluation.wikitext fastmp.apps.evaluation.windows tools.prove.claims tools.prove.__main__
+    fastmp.apps.evaluation.wikitext fastmp.apps.evaluation.sliding_windows tools.prove.claims tools.prove.__main__
     tools.prove.page tools.prove.run tools.study.__main__ tools.study.overlap tools.study.page
     tools.study.published tools.study.schedules
 """.split()

@@ -14,6 +14,6 @@ __getattr__, __dir__, __all__ = exports(
         "scoring": "ScoredText Score Scorer",
         "tasks": "EvalTask heldout_task lambada_task wikitext_task",
         "wikitext": "count_words detokenize tokenize",
-        "windows": "ScoringWindow ScoringWindows",
+        "sliding_windows": "ScoringWindow ScoringWindows",
     },
 )

@@ -18,8 +18,8 @@ import numpy.typing as npt
 
 from fastmp.apps.evaluation.lambada import Example, read_examples
 from fastmp.apps.evaluation.scoring import Score, ScoredText
+from fastmp.apps.evaluation.sliding_windows import ScoringWindows
 from fastmp.apps.evaluation.wikitext import count_words, detokenize
-from fastmp.apps.evaluation.windows import ScoringWindows
 from fastmp.config.data_files import is_megatron
 from fastmp.config.files import read_file
 from fastmp.training.data.tokenfile import open_split, open_tokenizer, read_index
