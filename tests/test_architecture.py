@@ -50,7 +50,7 @@ STDLIB_ONLY = """
     fastmp.training.checkpoint.chunks fastmp.apps.cli fastmp.apps.plan fastmp.apps.signals
     fastmp.apps.first_rank fastmp.apps.finetuning.formats fastmp.apps.finetuning.answer_metrics
     fastmp.apps.finetuning.results fastmp.apps.finetuning.selection fastmp.apps.finetuning.finetune_tasks
-    fastmp.apps.evaluation.journal fastmp.apps.evaluation.lambada fastmp.apps.evaluation.report
+    fastmp.apps.evaluation.journal fastmp.apps.evaluation.lambada fastmp.apps.evaluation.result_tables
     fastmp.apps.evaluation.wikitext fastmp.apps.evaluation.sliding_windows tools.prove.claims tools.prove.__main__
     tools.prove.page tools.prove.run tools.study.__main__ tools.study.overlap tools.study.page
     tools.study.published tools.study.schedules

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import fastmp
 from fastmp.apps.evaluation.journal import Journal
-from fastmp.apps.evaluation.report import EvalProgress, read_result, table
+from fastmp.apps.evaluation.result_tables import EvalProgress, read_result, table
 from fastmp.apps.first_rank import only_rank0_prints
 from fastmp.apps.generate import add_model_options, number
 from fastmp.config import GPTConfig

@@ -17,7 +17,7 @@ from train_tools import ROOT, arguments
 
 from fastmp.apps.cli import main
 from fastmp.apps.evaluation.lambada import read_examples
-from fastmp.apps.evaluation.report import read_result
+from fastmp.apps.evaluation.result_tables import read_result
 from fastmp.apps.evaluation.scoring import Score
 from fastmp.apps.evaluation.tasks import heldout_task, lambada_task, wikitext_task
 from fastmp.apps.evaluation.wikitext import detokenize
