@@ -94,7 +94,7 @@ def _evaluate(options: Namespace, runtime: Runtime) -> dict[str, Any]:
     """Load the model on all ranks, evaluate the task, and return the result."""
     import torch.distributed as dist
 
-    from fastmp.apps.evaluation.loop import evaluate
+    from fastmp.apps.evaluation.batches import evaluate
     from fastmp.apps.generation.load import load_model, make_groups, open_weights
     from fastmp.training.checkpoint.load import agree
     from fastmp.training.graphing import make_backend

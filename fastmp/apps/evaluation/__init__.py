@@ -9,7 +9,7 @@ __getattr__, __dir__, __all__ = exports(
     {
         "journal": "Journal",
         "lambada": "Example read_examples",
-        "loop": "evaluate",
+        "batches": "evaluate",
         "result_tables": "read_result table",
         "scoring": "ScoredText Score Scorer",
         "tasks": "EvalTask heldout_task lambada_task wikitext_task",

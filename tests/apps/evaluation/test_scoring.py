@@ -12,8 +12,8 @@ import pytest
 import torch
 from marks import full
 
+from fastmp.apps.evaluation.batches import evaluate
 from fastmp.apps.evaluation.journal import Journal
-from fastmp.apps.evaluation.loop import evaluate
 from fastmp.apps.evaluation.scoring import ScoredText, Scorer
 from fastmp.apps.evaluation.sliding_windows import ScoringWindows
 from fastmp.apps.evaluation.tasks import EvalTask, _WindowRows
