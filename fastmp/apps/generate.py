@@ -14,7 +14,7 @@ from fastmp.apps.first_rank import only_rank0_prints
 from fastmp.config.command_line import Parser
 
 if TYPE_CHECKING:
-    from fastmp.apps.generation.loop import Generated
+    from fastmp.apps.generation.batched import Generated
     from fastmp.distributed.runtime import Runtime
 
 __all__ = ["add_model_options", "main", "number"]
@@ -121,6 +121,7 @@ def _generate(options: Namespace, runtime: Runtime) -> Generated:
     import torch
     import torch.distributed as dist
 
+    from fastmp.apps.generation.batched import check_prompts, generate
     from fastmp.apps.generation.load import (
         eos_token_ids,
         load_model,
@@ -128,7 +129,6 @@ def _generate(options: Namespace, runtime: Runtime) -> Generated:
         model_tokenizer,
         open_weights,
     )
-    from fastmp.apps.generation.loop import check_prompts, generate
     from fastmp.apps.generation.sample_text import check_choice
     from fastmp.training.checkpoint.load import agree
     from fastmp.training.trainer import DTYPES

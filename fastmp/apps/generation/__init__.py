@@ -9,6 +9,6 @@ __getattr__, __dir__, __all__ = exports(
     {
         "decoder": "Decoder",
         "load": "load_model open_weights",
-        "loop": "Continuation Generated generate",
+        "batched": "Continuation Generated generate",
     },
 )

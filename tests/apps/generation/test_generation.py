@@ -9,8 +9,8 @@ import pytest
 import torch
 from marks import full
 
-from fastmp.apps.generation import loop
-from fastmp.apps.generation.loop import Completion, generate
+from fastmp.apps.generation import batched as loop
+from fastmp.apps.generation.batched import Completion, generate
 from fastmp.cuda_graphs.backends.recording import RecordingBackend
 from fastmp.cuda_graphs.function_graph import FunctionGraph
 from fastmp.distributed.collectives import group_rank
@@ -123,7 +123,7 @@ class Spells:
 def test_stop_strings_lie_across_tokens(stop, first, second, monkeypatch):
     """Bytes are tokens here: every string of two characters lies across a border."""
     tokens = [[*b"ab. cd. ef", 256, 0], [*b"abababab", 0xC3, 0xC3, *b"xy"], [256] * 12]
-    monkeypatch.setattr("fastmp.apps.generation.loop.choose_tokens", Spells(tokens))
+    monkeypatch.setattr("fastmp.apps.generation.batched.choose_tokens", Spells(tokens))
     model = make_gpt(replace(SMALL, vocab_size=257)).eval()
     generated = generate(model, PROMPTS, tokenizer=ByteTokenizer(), stop=stop, max_new_tokens=11)
     assert [(row.text, row.reason) for row in generated.rows] == [first, second, ("", "end of text")]
@@ -170,7 +170,7 @@ def test_stop_strings_are_found_as_soon_as_they_are_there(seed):
 
 @pytest.mark.full
 def test_ids_hold_the_whole_stop_string(monkeypatch):
-    monkeypatch.setattr("fastmp.apps.generation.loop.choose_tokens", Spells([[*b"one two three"]]))
+    monkeypatch.setattr("fastmp.apps.generation.batched.choose_tokens", Spells([[*b"one two three"]]))
     model = make_gpt(replace(SMALL, vocab_size=257)).eval()
     (row,) = generate(model, [[1]], tokenizer=ByteTokenizer(), stop=["two"], max_new_tokens=13).rows
     assert row == ([*b"one two"], "one ", "stop string")
