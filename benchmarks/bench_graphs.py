@@ -31,7 +31,7 @@ from benchmarks.conftest import CLOCK, DEVICE
 from benchmarks.graphs_over_ranks import layers_over_ranks, sizes_on_the_host
 from benchmarks.peers import peer, why_absent
 from benchmarks.report import NOT_MEASURED, size
-from fastmp.apps.generation.decoder import Decoder
+from fastmp.apps.generation.incremental import Decoder
 from fastmp.config import GPTConfig, GraphConfig, MoEConfig, TrainConfig
 from fastmp.cuda_graphs import replay_program
 from fastmp.cuda_graphs.backends.cuda import CudaBackend

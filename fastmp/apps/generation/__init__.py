@@ -7,7 +7,7 @@ from fastmp._lazy import exports
 __getattr__, __dir__, __all__ = exports(
     __name__,
     {
-        "decoder": "Decoder",
+        "incremental": "Decoder",
         "load": "load_model open_weights",
         "batched": "Continuation Generated generate",
     },

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fastmp.apps.generation.decoder import NO_TOKEN, Decoder
+from fastmp.apps.generation.incremental import NO_TOKEN, Decoder
 from fastmp.apps.generation.sample_text import check_choice, choose_tokens
 from fastmp.config import GPTConfig
 from fastmp.cuda_graphs.backends.base import Backend
