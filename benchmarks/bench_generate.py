@@ -22,7 +22,7 @@ import torch
 from benchmarks.against_transformers import read_options, write_rows
 from benchmarks.measure import cpu_ms, event_ms, in_turn, name_of
 from fastmp.apps.generation.batched import generate
-from fastmp.apps.generation.load import load_model, open_weights
+from fastmp.apps.generation.trained_models import load_model, open_weights
 from fastmp.distributed.groups import ParallelGroups
 from fastmp.nn import GPT
 

@@ -95,7 +95,7 @@ def _evaluate(options: Namespace, runtime: Runtime) -> dict[str, Any]:
     import torch.distributed as dist
 
     from fastmp.apps.evaluation.batches import evaluate
-    from fastmp.apps.generation.load import load_model, make_groups, open_weights
+    from fastmp.apps.generation.trained_models import load_model, make_groups, open_weights
     from fastmp.training.checkpoint.load import agree
     from fastmp.training.graphing import make_backend
     from fastmp.training.trainer import DTYPES
@@ -154,7 +154,7 @@ def _evaluate(options: Namespace, runtime: Runtime) -> dict[str, Any]:
 def _task(options: Namespace, reader: CheckpointReader, config: GPTConfig) -> EvalTask:
     """Return the task of the command line with the model's tokenizer."""
     from fastmp.apps.evaluation.tasks import heldout_task, lambada_task, wikitext_task
-    from fastmp.apps.generation.load import model_tokenizer
+    from fastmp.apps.generation.trained_models import model_tokenizer
 
     if options.task == "lambada":
         tokenizer = model_tokenizer(options, reader)

@@ -138,7 +138,7 @@ def _model(recipe: FinetuneRecipe, runtime: Runtime) -> tuple[CheckpointReader |
     """Return the reader of the initial weights, or None, and the model."""
     import torch.distributed as dist
 
-    from fastmp.apps.generation.load import open_either
+    from fastmp.apps.generation.trained_models import open_either
 
     path, reader, model = recipe.finetune.init_from, None, recipe.model
     if path:
@@ -151,7 +151,7 @@ def _model(recipe: FinetuneRecipe, runtime: Runtime) -> tuple[CheckpointReader |
 
 
 def _tokenizer(recipe: FinetuneRecipe, reader: CheckpointReader | None) -> Tokenizer:
-    from fastmp.apps.generation.load import tokenizer_beside
+    from fastmp.apps.generation.trained_models import tokenizer_beside
     from fastmp.training.data.tokenize import load_tokenizer
 
     if recipe.finetune.tokenizer is not None:

@@ -122,14 +122,14 @@ def _generate(options: Namespace, runtime: Runtime) -> Generated:
     import torch.distributed as dist
 
     from fastmp.apps.generation.batched import check_prompts, generate
-    from fastmp.apps.generation.load import (
+    from fastmp.apps.generation.sample_text import check_choice
+    from fastmp.apps.generation.trained_models import (
         eos_token_ids,
         load_model,
         make_groups,
         model_tokenizer,
         open_weights,
     )
-    from fastmp.apps.generation.sample_text import check_choice
     from fastmp.training.checkpoint.load import agree
     from fastmp.training.trainer import DTYPES
 

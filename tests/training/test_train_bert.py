@@ -9,7 +9,7 @@ import torch
 from marks import full
 from train_tools import arguments
 
-from fastmp.apps.generation.load import load_model
+from fastmp.apps.generation.trained_models import load_model
 from fastmp.apps.train import main
 from fastmp.config import (
     BertConfig,

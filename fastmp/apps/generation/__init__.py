@@ -8,7 +8,7 @@ __getattr__, __dir__, __all__ = exports(
     __name__,
     {
         "incremental": "Decoder",
-        "load": "load_model open_weights",
+        "trained_models": "load_model open_weights",
         "batched": "Continuation Generated generate",
     },
 )

@@ -21,7 +21,7 @@ from fastmp.apps.evaluation.result_tables import read_result
 from fastmp.apps.evaluation.scoring import Score
 from fastmp.apps.evaluation.tasks import heldout_task, lambada_task, wikitext_task
 from fastmp.apps.evaluation.wikitext import detokenize
-from fastmp.apps.generation.load import open_weights
+from fastmp.apps.generation.trained_models import open_weights
 from fastmp.config import BertConfig
 from fastmp.hf.weights import export_weights
 from fastmp.training.checkpoint.directory import checkpoint_at
@@ -328,7 +328,7 @@ def test_what_a_file_or_model_refuses_is_one_line(trained, files, tmp_path, chan
 def test_encoders_are_refused(trained, files, monkeypatch, capsys):
     _, config = open_weights(str(trained), None, None)
     encoder = replace(config, bert=BertConfig())
-    monkeypatch.setattr("fastmp.apps.generation.load.model_from", lambda description: encoder)
+    monkeypatch.setattr("fastmp.apps.generation.trained_models.model_from", lambda description: encoder)
     asked = ["heldout", str(files / "text.txt"), "--checkpoint", str(trained)]
     test_a_mistake_is_one_line_and_status_2(asked, "is a BERT, which fills in masked tokens", capsys)
 

@@ -15,7 +15,7 @@ from train_tools import ROOT, arguments
 
 from fastmp.apps.cli import main
 from fastmp.apps.generation.batched import Completion, generate
-from fastmp.apps.generation.load import eos_token_ids, load_model, open_weights, tokenizer_beside
+from fastmp.apps.generation.trained_models import eos_token_ids, load_model, open_weights, tokenizer_beside
 from fastmp.distributed.groups import ParallelGroups
 from fastmp.hf.weights import export_weights
 from fastmp.training.checkpoint.directory import checkpoint_at

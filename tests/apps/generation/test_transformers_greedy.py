@@ -10,7 +10,7 @@ from hf_models import MODELS, save
 from marks import full
 
 from fastmp.apps.generation.batched import generate
-from fastmp.apps.generation.load import load_model, open_weights
+from fastmp.apps.generation.trained_models import load_model, open_weights
 from fastmp.distributed.groups import ParallelGroups
 
 pytestmark = pytest.mark.skipif(find_spec("transformers") is None, reason="transformers is not installed")
