@@ -43,17 +43,16 @@ FLOOR_OF = {name: number for number, names in enumerate(FLOORS) for name in name
 # Besides everything in config: modules that torch is never imported for.
 STDLIB_ONLY = """
     fastmp fastmp._lazy fastmp.status fastmp.config fastmp.plan fastmp.pipeline.schedule
-    fastmp.pipeline.simulate
-    fastmp.pipeline.messages fastmp.pipeline.stream_schedule fastmp.optim.flat_layout fastmp.distributed.grid
-    fastmp.distributed.exchange_layout fastmp.watchdog.heartbeat fastmp.watchdog.records
-    fastmp.watchdog.diagnosis fastmp.cuda_graphs.buffer_plan fastmp.cuda_graphs.scope
+    fastmp.pipeline.simulate fastmp.pipeline.messages fastmp.pipeline.stream_schedule fastmp.optim.flat_layout
+    fastmp.distributed.grid fastmp.distributed.exchange_layout fastmp.watchdog.heartbeat
+    fastmp.watchdog.records fastmp.watchdog.diagnosis fastmp.cuda_graphs.buffer_plan fastmp.cuda_graphs.scope
     fastmp.training.checkpoint.chunks fastmp.apps.cli fastmp.apps.plan fastmp.apps.signals
     fastmp.apps.first_rank fastmp.apps.finetuning.formats fastmp.apps.finetuning.answer_metrics
     fastmp.apps.finetuning.results fastmp.apps.finetuning.selection fastmp.apps.finetuning.finetune_tasks
     fastmp.apps.evaluation.journal fastmp.apps.evaluation.lambada fastmp.apps.evaluation.result_tables
-    fastmp.apps.evaluation.wikitext fastmp.apps.evaluation.sliding_windows tools.prove.claims tools.prove.__main__
-    tools.prove.page tools.prove.run tools.study.__main__ tools.study.overlap tools.study.page
-    tools.study.published tools.study.schedules
+    fastmp.apps.evaluation.wikitext fastmp.apps.evaluation.sliding_windows tools.prove.claims
+    tools.prove.__main__ tools.prove.page tools.prove.run tools.study.__main__ tools.study.overlap
+    tools.study.page tools.study.published tools.study.schedules
 """.split()
 INTERPRETS = "fastmp.testing.interleave"
 MODULES = sorted([*PACKAGE.rglob("*.py"), *(ROOT / "tools").rglob("*.py")])

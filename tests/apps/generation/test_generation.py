@@ -9,7 +9,7 @@ import pytest
 import torch
 from marks import full
 
-from fastmp.apps.generation import batched as loop
+from fastmp.apps.generation import batched
 from fastmp.apps.generation.batched import Completion, generate
 from fastmp.cuda_graphs.backends.recording import RecordingBackend
 from fastmp.cuda_graphs.function_graph import FunctionGraph
@@ -84,7 +84,7 @@ def test_steps_in_a_graph_on_a_gpu_are_the_same(name, options, monkeypatch):
     for prompts in (PROMPTS, PROMPTS[:1]):
         graphed = ids_of(generate(model, prompts, **options))
         with monkeypatch.context() as patch:
-            patch.setattr(loop, "CudaBackend", lambda: None)
+            patch.setattr(batched, "CudaBackend", lambda: None)
             assert ids_of(generate(model, prompts, **options)) == graphed
 
 
