@@ -54,7 +54,7 @@ STDLIB_ONLY = """
     tools.prove.__main__ tools.prove.page tools.prove.run tools.study.__main__ tools.study.overlap
     tools.study.page tools.study.published tools.study.schedules
 """.split()
-INTERPRETS = "fastmp.testing.interleave"
+INTERPRETS = "tools.interleave"
 MODULES = sorted([*PACKAGE.rglob("*.py"), *(ROOT / "tools").rglob("*.py")])
 
 

@@ -113,7 +113,7 @@ class Memory:
 
 def in_turns(run, seed: int, late: bool, times: int = 2) -> None:
     """Steps of two or three ranks, in an order that `seed` draws; what each gets is what it should."""
-    from fastmp.testing.interleave import together
+    from tools.interleave import together
 
     given, allocate = routing(SEEDS[seed % len(SEEDS)], torch.float32, 3, 4), Memory()
     ranks, wanted = memories(given, torch.float32, allocate=allocate), expected(reference, given)

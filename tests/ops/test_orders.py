@@ -42,7 +42,7 @@ def same_bits(call: Callable[[], Sequence[Tensor]], seeds: Sequence[int]) -> int
 
     Every other order has late stores.
     """
-    from fastmp.testing.interleave import interleaved
+    from tools.interleave import interleaved
 
     want, programs = bits(call()), 0
     for seed in seeds:

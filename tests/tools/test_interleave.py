@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fastmp.ops.core._triton import TensorDescriptor, jit, tl
-from fastmp.testing import interleave
+from tools import interleave
 
 pytestmark = pytest.mark.interpret
 ORDERS = 20
