@@ -21,9 +21,8 @@ from fastmp.nn.segment import LayerChain, Segment, SegmentedLayer
 from fastmp.ops.wgrad import WgradQueue
 from fastmp.pipeline.runner import PipelineError
 from fastmp.pipeline.schedule import BACKWARD, FORWARD, Step
-from fastmp.testing.buffers import problems
 from tools.prove.graphs import ORDER as OVERLAPPING
-from tools.prove.graphs import one_buffer
+from tools.prove.graphs import one_buffer, problems
 
 DENSE, EXPERTS = (replace(config, num_layers=2) for config in (DENSE_4, MOE_4))
 LAYOUT = Layout(DENSE, microbatches=2)

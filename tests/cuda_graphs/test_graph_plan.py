@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from fastmp.cuda_graphs.buffer_plan import Lease, SpanSpec, TensorSpec, plan_buffers
 from fastmp.cuda_graphs.scope import captured_segments
 from fastmp.pipeline.schedule import BACKWARD, FORWARD, Schedule, Step
-from fastmp.testing.buffers import problems
+from tools.prove.graphs import problems
 
 HIDDEN = TensorSpec((4, 2, 8), "bfloat16")
 INDICES = TensorSpec((8, 2), "int32")

@@ -14,11 +14,22 @@ import time
 import pytest
 import torch
 from every_op_tools import implementation, op_backends
-from exchange_tools import all_steps, assert_same, expected, far_away, one_after_the_other, routing, routings
+from exchange_tools import (
+    PeerViews,
+    all_steps,
+    assert_same,
+    expected,
+    far_away,
+    one_after_the_other,
+    routing,
+    routings,
+    shared_memory,
+    side_by_side,
+    virtual_ranks,
+)
 from marks import full
 
 from fastmp.ops import OPS, exchange
-from fastmp.testing.peers import PeerViews, shared_memory, side_by_side, virtual_ranks
 from fastmp.testing.ranks import run_ranks
 from fastmp.testing.samples.exchange import samples
 

@@ -4,7 +4,18 @@ from __future__ import annotations
 
 import pytest
 import torch
-from exchange_tools import Routing, all_steps, expected, far_away, one_after_the_other, routing, routings
+from exchange_tools import (
+    PeerViews,
+    Routing,
+    all_steps,
+    expected,
+    far_away,
+    one_after_the_other,
+    routing,
+    routings,
+    shared_memory,
+    virtual_ranks,
+)
 from marks import full
 from torch import Tensor
 from torch.utils._pytree import tree_map
@@ -13,7 +24,6 @@ from fastmp.ops import OPS, exchange_triton
 from fastmp.ops.core import launcher
 from fastmp.ops.core._triton import jit, tl
 from fastmp.testing.ops import samples
-from fastmp.testing.peers import PeerViews, shared_memory, virtual_ranks
 from fastmp.testing.ranks import run_ranks
 
 pytestmark = [pytest.mark.interpret, pytest.mark.filterwarnings("ignore:overflow", "ignore:invalid value")]

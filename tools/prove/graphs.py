@@ -11,10 +11,11 @@ goes on, with wrong numbers and no error. With the plan as it was, it has the bi
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from itertools import islice
+from itertools import islice, pairwise
 from typing import Any
 from unittest import mock
 
@@ -24,7 +25,7 @@ from torch import Tensor
 from fastmp.config import GPTConfig
 from fastmp.cuda_graphs import manager as managers
 from fastmp.cuda_graphs.backends.recording import RecordingBackend
-from fastmp.cuda_graphs.buffer_plan import BufferPlan, SpanSpec, TensorSpec, plan_buffers
+from fastmp.cuda_graphs.buffer_plan import BufferPlan, Lease, ReplayStep, SpanSpec, TensorSpec, plan_buffers
 from fastmp.cuda_graphs.errors import CaptureError, GraphError
 from fastmp.cuda_graphs.graph_set import ReplaySlot
 from fastmp.distributed.rng import RngTracker
@@ -32,7 +33,6 @@ from fastmp.nn import GPT, Placement
 from fastmp.optim.adamw import AdamW
 from fastmp.optim.grad_buffers import GradBuffer
 from fastmp.pipeline.schedule import BACKWARD, FORWARD, Step
-from fastmp.testing.buffers import problems
 from tools.prove.claims import Claim, Table
 
 # Both microbatches go forward before the first goes backward.
@@ -65,6 +65,43 @@ def claims() -> Iterator[Claim | Table]:
     losses = islice(zip(eager, graphed, unseen), STEPS)
     rows = [[step, *(f"{float(loss):.12f}" for loss in each)] for step, each in enumerate(losses)]
     yield Table("Losses of each step", ("step", "no graphs", "graphs", "broken plan, unchecked"), rows)
+
+
+def problems(plan: BufferPlan) -> Iterator[str]:
+    """Return the errors of a buffer plan: a buffer held by two replays, or used by one that does not hold it.
+
+    Nothing for what `plan` makes; for plans that were made, or changed, by others.
+    """
+    by_buffer: dict[int, list[Lease]] = defaultdict(list)
+    for lease in plan.leases:
+        by_buffer[lease.buffer].append(lease)
+    for buffer, own in by_buffer.items():
+        own.sort(key=lambda lease: lease.first)
+        for before, after in pairwise(own):
+            if after.first <= before.last:
+                yield (
+                    f"buffer {buffer} is still needed by {_name(plan, before.last)} when "
+                    f"{_name(plan, after.first)} writes to it"
+                )
+    first = {(lease.buffer, lease.first): lease.last for lease in plan.leases}
+    ends = _ends(plan.replays)
+    for i, replay in enumerate(plan.replays):
+        for buffer in replay.buffers:
+            if first.get((buffer, i), -1) < ends[i]:
+                yield f"buffer {buffer} is not held from {_name(plan, i)} to {_name(plan, ends[i])}"
+
+
+def _ends(replays: Sequence[ReplayStep]) -> list[int]:
+    """Return the last replay of the same span and microbatch, for each replay."""
+    ends: dict[tuple[int, int, int], int] = {}
+    for i, replay in enumerate(replays):
+        ends[replay.step.microbatch, replay.step.chunk, replay.span] = i
+    return [ends[replay.step.microbatch, replay.step.chunk, replay.span] for replay in replays]
+
+
+def _name(plan: BufferPlan, i: int) -> str:
+    replay = plan.replays[i]
+    return f"the {replay.step}, span {plan.chunks[replay.step.chunk][replay.span].name!r}"
 
 
 def one_buffer(order: Sequence[Step], chunks: Sequence[Sequence[SpanSpec]]) -> BufferPlan:
