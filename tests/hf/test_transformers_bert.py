@@ -10,8 +10,8 @@ from bert_reference import POST, full_weights, make_bert, sample  # noqa: E402
 from nn_tools import sum_partial_gradients, tp_groups  # noqa: E402
 
 from fastmp.distributed.collectives import gather_from_group  # noqa: E402
-from fastmp.testing.models import part_of  # noqa: E402
 from fastmp.testing.ranks import run_ranks  # noqa: E402
+from tools.small_models import part_of  # noqa: E402
 
 pytestmark = [pytest.mark.full, pytest.mark.usefixtures("one_thread")]
 

@@ -15,8 +15,8 @@ from fastmp.distributed.collectives import group_rank
 from fastmp.distributed.groups import ParallelGroups
 from fastmp.distributed.rng import RngTracker
 from fastmp.nn import Placement, RotaryPositions, SelfAttention
-from fastmp.testing.models import QWEN, SEED, SMALL, local_shard, placed
 from fastmp.testing.ranks import run_ranks
+from tools.small_models import QWEN, SEED, SMALL, local_shard, placed
 
 S, B = 10, 3
 CLOSE = {"rtol": 1e-10, "atol": 1e-10}

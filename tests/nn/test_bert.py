@@ -20,8 +20,8 @@ from fastmp.distributed.groups import ParallelGroups
 from fastmp.nn import GPT, Bert, Documents, Placement, bert_stages, sum_tied_gradients
 from fastmp.pipeline.runner import Pipeline
 from fastmp.pipeline.schedule import Schedule
-from fastmp.testing.models import part_of, placed
 from fastmp.testing.ranks import run_ranks
+from tools.small_models import part_of, placed
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -24,9 +24,9 @@ from fastmp.optim.grad_buffers import GradBuffer
 from fastmp.pipeline.runner import Pipeline
 from fastmp.pipeline.schedule import Schedule
 from fastmp.tensor_parallel.context import cut_sequence, join_sequence
-from fastmp.testing.models import EXPERTS, QWEN, SEED, SMALL, make_gpt, part_of
 from fastmp.testing.parallel import count_collectives
 from fastmp.testing.ranks import run_ranks
+from tools.small_models import EXPERTS, QWEN, SEED, SMALL, make_gpt, part_of
 
 CLOSE = {"rtol": 1e-10, "atol": 1e-10}
 

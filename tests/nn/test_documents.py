@@ -18,8 +18,8 @@ from fastmp.distributed.groups import ParallelGroups
 from fastmp.nn import Documents, Placement, SelfAttention
 from fastmp.pipeline.schedule import Schedule
 from fastmp.tensor_parallel.context import cut_sequence
-from fastmp.testing.models import make_gpt, part_of
 from fastmp.testing.ranks import run_ranks
+from tools.small_models import make_gpt, part_of
 
 CLOSE = {"rtol": 1e-10, "atol": 1e-10}
 LENGTHS = ((5, 1, 9, 17), (20, 12))  # of the documents of two rows of 32 tokens

@@ -20,8 +20,8 @@ from fastmp.config.sizes import count_parameters
 from fastmp.distributed.groups import ParallelGroups
 from fastmp.distributed.rng import RngTracker
 from fastmp.nn import GPT, Bert, Placement, flops_per_token, num_parameters, pad_vocab
-from fastmp.testing.models import EXPERTS, QWEN, SEED, SMALL, make_gpt, part_of
 from fastmp.testing.ranks import run_ranks
+from tools.small_models import EXPERTS, QWEN, SEED, SMALL, make_gpt, part_of
 
 RECIPES = sorted((Path(__file__).parents[2] / "configs").glob("*.toml"))
 CLOSE = {"rtol": 1e-10, "atol": 1e-10}

@@ -12,8 +12,8 @@ from nn_tools import text, tp_groups
 
 from fastmp.config import RopeScaling
 from fastmp.nn import Documents, KeyValueCache, SelfAttention
-from fastmp.testing.models import EXPERTS, QWEN, SMALL, make_gpt
 from fastmp.testing.ranks import run_ranks
+from tools.small_models import EXPERTS, QWEN, SMALL, make_gpt
 
 CLOSE = {"rtol": 1e-10, "atol": 1e-10}
 LENGTHS = (7, 1, 4)  # of the prompts of three rows

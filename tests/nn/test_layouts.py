@@ -19,7 +19,8 @@ from marks import full
 
 from fastmp.distributed.grid import RankGrid
 from fastmp.distributed.groups import ParallelGroups
-from fastmp.testing.layouts import (
+from fastmp.testing.ranks import run_ranks
+from tools.prove.parity import (
     BATCH,
     CLOSE,
     GPT2,
@@ -30,7 +31,6 @@ from fastmp.testing.layouts import (
     differences,
     run_whole,
 )
-from fastmp.testing.ranks import run_ranks
 
 Layout = dict[str, Any]
 

@@ -20,9 +20,9 @@ from fastmp.nn import GPT, MLP, Placement
 from fastmp.nn.activation import activation_function
 from fastmp.nn.moe.experts import GroupedExperts
 from fastmp.plan.shapes import shapes_of
-from fastmp.testing.models import QWEN, SEED, SMALL, local_shard
 from fastmp.testing.parallel import count_collectives
 from fastmp.testing.ranks import run_ranks
+from tools.small_models import QWEN, SEED, SMALL, local_shard
 
 CLOSE = {"rtol": 1e-10, "atol": 1e-10}
 

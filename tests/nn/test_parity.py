@@ -13,9 +13,9 @@ from nn_tools import sum_partial_gradients, text, tp_groups
 from fastmp.distributed.collectives import group_rank
 from fastmp.distributed.grid import RankGrid
 from fastmp.distributed.groups import ParallelGroups
-from fastmp.testing.models import EXPERTS, QWEN, SMALL, local_shard, make_gpt, part_of
 from fastmp.testing.parallel import count_collectives
 from fastmp.testing.ranks import run_ranks
+from tools.small_models import EXPERTS, QWEN, SMALL, local_shard, make_gpt, part_of
 
 CLOSE = {"rtol": 1e-10, "atol": 1e-10}
 VARIANTS = {

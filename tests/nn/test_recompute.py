@@ -13,9 +13,9 @@ from nn_tools import text, tp_groups
 from fastmp.distributed.rng import RngTracker
 from fastmp.nn import Placement, TransformerLayer
 from fastmp.nn.recompute import recompute
-from fastmp.testing.models import SEED, SMALL, make_gpt
 from fastmp.testing.parallel import count_collectives
 from fastmp.testing.ranks import run_ranks
+from tools.small_models import SEED, SMALL, make_gpt
 
 DROPOUT = replace(SMALL, dropout=0.2, attention_dropout=0.3)
 

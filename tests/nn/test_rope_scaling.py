@@ -12,7 +12,7 @@ import torch
 from fastmp.config import RopeScaling
 from fastmp.nn import RotaryPositions
 from fastmp.nn.rope import attention_factor, scaled_frequencies
-from fastmp.testing.models import QWEN
+from tools.small_models import QWEN
 
 BASE, DIM = 500_000.0, 64
 PLAIN = BASE ** -(torch.arange(0, DIM, 2, dtype=torch.float64) / DIM)

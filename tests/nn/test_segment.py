@@ -9,7 +9,7 @@ import torch
 
 from fastmp.nn import LayerChain, Segment, SegmentedLayer, TransformerLayer
 from fastmp.nn.segment import run_segments
-from fastmp.testing.models import SMALL
+from tools.small_models import SMALL
 
 
 class Routed(SegmentedLayer):

@@ -13,7 +13,7 @@ from fastmp.config import GPTConfig
 from fastmp.nn import GPT, Placement, SelfAttention, flops_per_token
 from fastmp.nn.attention import attend
 from fastmp.ops.attention import _ages
-from fastmp.testing.models import QWEN, make_gpt
+from tools.small_models import QWEN, make_gpt
 
 WINDOWED = replace(QWEN, max_seq_len=24, sliding_window=5)
 

@@ -12,9 +12,9 @@ from fastmp.distributed.groups import ParallelGroups
 from fastmp.nn import Placement, gpt_stages
 from fastmp.nn.stages import layers_of_stages
 from fastmp.tensor_parallel.attributes import parallel_attributes
-from fastmp.testing.layouts import CLOSE, GPT2, LLAMA, MIXTRAL, TIED, differences
-from fastmp.testing.models import make_gpt
 from fastmp.testing.ranks import run_ranks
+from tools.prove.parity import CLOSE, GPT2, LLAMA, MIXTRAL, TIED, differences
+from tools.small_models import make_gpt
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -18,9 +18,9 @@ from fastmp.distributed.rng import RngTracker
 from fastmp.nn import Placement, TransformerLayer
 from fastmp.nn.dropout import Dropout
 from fastmp.tensor_parallel.attributes import parallel_attributes
-from fastmp.testing.models import EXPERTS, SEED, SMALL, placed
 from fastmp.testing.parallel import count_collectives
 from fastmp.testing.ranks import run_ranks
+from tools.small_models import EXPERTS, SEED, SMALL, placed
 
 S, B, H = 8, 3, SMALL.hidden_size
 CLOSE = {"rtol": 1e-10, "atol": 1e-10}

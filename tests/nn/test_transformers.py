@@ -10,8 +10,8 @@ from hf_models import BUNDLED, DATA, bundle_of, from_tensors, load_bundle
 from nn_tools import compare_with_reference
 
 from fastmp.nn import GPT, Placement
-from fastmp.testing.models import local_shard
 from fastmp.testing.ranks import run_ranks
+from tools.small_models import local_shard
 
 MOE_FAMILIES = ("Mixtral", "Qwen3Moe")
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5}

@@ -14,7 +14,7 @@ from fastmp.distributed.collectives import group_rank
 from fastmp.distributed.groups import ParallelGroups
 from fastmp.distributed.rng import RngTracker
 from fastmp.nn import Bert
-from fastmp.testing.models import SEED, placed
+from tools.small_models import SEED, placed
 
 PRE = GPTConfig(
     num_layers=4,

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from fastmp.optim.grad_buffers import GradBuffer
-from fastmp.testing.models import EXPERTS, QWEN, SMALL
+from tools.small_models import EXPERTS, QWEN, SMALL
 
 LLAMA = replace(QWEN, qk_norm=False)
 MODELS = {

@@ -14,7 +14,7 @@ from fastmp.distributed.collectives import gather_from_group
 from fastmp.distributed.grid import RankGrid
 from fastmp.distributed.groups import ParallelGroups
 from fastmp.nn import GPT, Placement
-from fastmp.testing.models import part_of
+from tools.small_models import part_of
 
 
 def _gated(function: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:

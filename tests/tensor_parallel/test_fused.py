@@ -28,8 +28,8 @@ from fastmp.status import process_status
 from fastmp.tensor_parallel import fused_linear as fused
 from fastmp.tensor_parallel.fused_linear import is_fused
 from fastmp.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
-from fastmp.testing.models import SMALL
 from fastmp.testing.ranks import run_ranks
+from tools.small_models import SMALL
 
 S, B, I, O = 8, 3, 12, 24  # sequence, batch, inputs, outputs
 GATHER, SCATTER = "fused_all_gather_matmul", "fused_matmul_reduce_scatter"

@@ -8,9 +8,9 @@ from collections import Counter
 import pytest
 import torch
 
-from fastmp.testing.layouts import Pipeline, difference
 from tools.prove import layouts
 from tools.prove.claims import Claim
+from tools.prove.parity import Pipeline, difference
 
 
 def held():

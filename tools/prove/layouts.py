@@ -18,9 +18,9 @@ from typing import Any
 from fastmp.config import GPTConfig
 from fastmp.distributed.grid import RankGrid
 from fastmp.distributed.groups import ParallelGroups
-from fastmp.testing.layouts import CLOSE, GPT2, LLAMA, MIXTRAL, SOME_DENSE, differences, run_whole
 from fastmp.testing.ranks import run_ranks
 from tools.prove.claims import Claim, Table
+from tools.prove.parity import CLOSE, GPT2, LLAMA, MIXTRAL, SOME_DENSE, differences, run_whole
 
 TIMEOUT = 240.0  # seconds, for all layouts of so many ranks
 

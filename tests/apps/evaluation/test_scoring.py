@@ -23,8 +23,8 @@ from fastmp.distributed.grid import RankGrid
 from fastmp.distributed.groups import ParallelGroups
 from fastmp.distributed.rng import RngTracker
 from fastmp.nn import Placement, gpt_stages
-from fastmp.testing.models import EXPERTS, QWEN, SEED, SMALL, make_gpt
 from fastmp.testing.ranks import run_ranks
+from tools.small_models import EXPERTS, QWEN, SEED, SMALL, make_gpt
 
 CONFIGS = {
     "learned": replace(SMALL, init_std=0.5),

@@ -18,9 +18,9 @@ from fastmp.distributed.grid import RankGrid
 from fastmp.distributed.groups import ParallelGroups
 from fastmp.distributed.rng import RngTracker
 from fastmp.nn import GPT, Placement, gpt_stages
-from fastmp.testing.models import EXPERTS, QWEN, SEED, SMALL, make_gpt
 from fastmp.testing.ranks import run_ranks
 from fastmp.training.data.tokenize import ByteTokenizer
+from tools.small_models import EXPERTS, QWEN, SEED, SMALL, make_gpt
 
 PROMPTS = [[5, 9, 2, 77, 30], [11], [64, 64, 3]]
 GREEDY = {"max_new_tokens": 9, "temperature": 0.0}

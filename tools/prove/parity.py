@@ -26,7 +26,7 @@ from fastmp.optim.grad_norm import global_grad_norm
 from fastmp.pipeline.runner import Pipeline, PipelineResult
 from fastmp.pipeline.schedule import Schedule
 from fastmp.tensor_parallel.context import cut_sequence
-from fastmp.testing.models import EXPERTS, QWEN, SEED, SMALL, make_gpt, part_of, placed
+from tools.small_models import EXPERTS, QWEN, SEED, SMALL, make_gpt, part_of, placed
 
 CLOSE = 1e-10  # of `differences`
 GPT2, LLAMA, MIXTRAL = (replace(config, num_layers=4) for config in (SMALL, QWEN, EXPERTS))
