@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from fastmp.watchdog.channel import REPORTER, Channel
-from fastmp.watchdog.files import file_name
 from fastmp.watchdog.heartbeat import contents
 from fastmp.watchdog.inspector import crash, process_state
 from fastmp.watchdog.node import Node
+from fastmp.watchdog.rank_files import file_name
 from fastmp.watchdog.records import Call, RankRecord
 
 __all__ = ["Collector", "Seen"]
