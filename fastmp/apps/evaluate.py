@@ -18,7 +18,7 @@ from fastmp.apps.first_rank import only_rank0_prints
 from fastmp.apps.generate import add_model_options, number
 from fastmp.config import GPTConfig
 from fastmp.config.command_line import Parser
-from fastmp.config.files import write_whole
+from fastmp.config.file_access import write_whole
 
 if TYPE_CHECKING:
     from fastmp.apps.evaluation.tasks import EvalTask

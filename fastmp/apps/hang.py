@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from fastmp.config.command_line import Parser
-from fastmp.config.files import read_file
+from fastmp.config.file_access import read_file
 from fastmp.watchdog.diagnosis import diagnose
 from fastmp.watchdog.records import MAX_RANKS, RankRecord
 

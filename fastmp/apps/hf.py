@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from fastmp.config import GPTConfig
 from fastmp.config.command_line import Parser
-from fastmp.config.files import read_file, write_synced
+from fastmp.config.file_access import read_file, write_synced
 from fastmp.config.recipe import model_from
 from fastmp.training.checkpoint.chunks import TensorChunk, full_chunk
 
@@ -87,8 +87,8 @@ def _add_verify(parser: Any) -> None:
 
 def import_command(options: Namespace) -> None:
     """Verify a transformers model, then convert it; nothing is written if that fails."""
-    from fastmp.hf.verify import verify
-    from fastmp.hf.weights import FILE_BYTES, TransformersReader
+    from fastmp.hf.logit_check import verify
+    from fastmp.hf.weight_io import FILE_BYTES, TransformersReader
     from fastmp.training.checkpoint.reshard import write_again
 
     source = Path(options.path)
@@ -110,9 +110,9 @@ def import_command(options: Namespace) -> None:
 def export_command(options: Namespace) -> None:
     """Verify the checksums of a checkpoint, then convert it."""
     from fastmp.hf.config_json import family_of
+    from fastmp.hf.logit_check import verify
     from fastmp.hf.stored import CONFIG, read_config
-    from fastmp.hf.verify import verify
-    from fastmp.hf.weights import export_weights, json_bytes
+    from fastmp.hf.weight_io import export_weights, json_bytes
     from fastmp.training.checkpoint.directory import checkpoint_at, whole_manifest
     from fastmp.training.checkpoint.files import verify as verify_files
     from fastmp.training.checkpoint.storage import CheckpointReader

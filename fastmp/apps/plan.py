@@ -8,11 +8,11 @@ from fastmp.config.command_line import run_command
 
 COMMANDS = {
     "recipe": (
-        "fastmp.plan.recipe",
+        "fastmp.plan.resources",
         "whether a recipe fits a number of ranks; what each holds, computes, sends",
     ),
     "graphs": ("fastmp.plan.graphs", "which CUDA graphs and static buffers each pipeline rank would have"),
-    "groups": ("fastmp.plan.groups", "which ranks form which groups"),
+    "groups": ("fastmp.plan.rank_groups", "which ranks form which groups"),
     "optimizer": (
         "fastmp.plan.optimizer",
         "where parameters lie in flat buffers and buckets, and what a rank owns of them",

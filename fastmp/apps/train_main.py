@@ -36,7 +36,7 @@ from fastmp.distributed.groups import ParallelGroups
 from fastmp.distributed.rng import RngTracker
 from fastmp.distributed.runtime import Runtime, init, main_guard
 from fastmp.hf.stored import is_transformers
-from fastmp.hf.weights import TransformersReader, check_family, export_weights
+from fastmp.hf.weight_io import TransformersReader, check_family, export_weights
 from fastmp.nn.gpt import flops_per_token, num_parameters
 from fastmp.plan.layout import check_layout, make_grid, problems
 from fastmp.training.checkpoint.checkpointer import Loaded

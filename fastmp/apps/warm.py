@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from fastmp.config import Recipe
 from fastmp.config.command_line import Parser
 from fastmp.config.recipe import add_options
-from fastmp.plan.recipe import fitting_recipe
+from fastmp.plan.resources import fitting_recipe
 
 
 def main(argv: Sequence[str] | None = None) -> int:

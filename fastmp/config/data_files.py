@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from fastmp.config.files import read_file
+from fastmp.config.file_access import read_file
 from fastmp.config.training import DataConfig
 
 __all__ = ["INDEX_LIMIT", "expected_vocab_size", "is_megatron", "megatron_file"]

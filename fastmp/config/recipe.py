@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from fastmp.config.command_line import Parser
-from fastmp.config.files import read_file
+from fastmp.config.file_access import read_file
 from fastmp.config.model import GPTConfig
 from fastmp.config.options import help_of
 from fastmp.config.training import Recipe

@@ -17,7 +17,7 @@ from typing import Any
 from torch import nn
 from torch.distributed import ProcessGroup
 
-from fastmp.hf import experts, varlen
+from fastmp.hf import experts_interface, varlen
 from fastmp.hf.families import ACCELERATIONS
 from fastmp.hf.heads import CausalLM, LossHead
 from fastmp.hf.patches import ModulePatch, patched_class
@@ -128,7 +128,7 @@ def accelerate(model: nn.Module, *, group: ProcessGroup | None = None) -> Accele
     if _PLAN in pretrained.__dict__:
         return table
     if table.experts_before is not None:
-        pretrained.set_experts_implementation(experts.NAME)
+        pretrained.set_experts_implementation(experts_interface.NAME)
     for module, replacement in changes:
         module.__class__ = replacement
     if group is not None:
@@ -211,7 +211,7 @@ def _agreed_plan(model: nn.Module, group: ProcessGroup | None) -> tuple[Any, *_P
         plan = _plan(pretrained, 1 if group is None else group.size())
         if plan[0].experts_before is not None:
             _require(pretrained, ("set_experts_implementation",))
-            experts.register()
+            experts_interface.register()
         varlen.register()
     except (AttributeError, ImportError) as missing:  # of transformers outside its models
         error = _changed(type(pretrained), f"attribute or function as fastmp knows it ({missing})")
@@ -250,9 +250,9 @@ def _plan(model: Any, ranks: int) -> _Plan:
                 found[named, None, "its head and loss have no patch"] += 1
             continue
         if named == family.experts:
-            _require(module, experts.FLAGS)
-            _require(module, experts.reads(module))
-            found[named, experts.by(module), None] += 1
+            _require(module, experts_interface.FLAGS)
+            _require(module, experts_interface.reads(module))
+            found[named, experts_interface.by(module), None] += 1
         elif why := _why_not(patch := family.patches[named], module):
             found[named, None, why] += 1
         else:

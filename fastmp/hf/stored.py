@@ -15,7 +15,7 @@ from pathlib import Path
 from reprlib import repr as short
 from typing import Any, NamedTuple
 
-from fastmp.config.files import open_regular, read_file
+from fastmp.config.file_access import open_regular, read_file
 from fastmp.hf.config_json import ALIASES
 from fastmp.hf.families import CONVERSIONS
 from fastmp.training.checkpoint.files import OpenFile

@@ -22,7 +22,7 @@ from fastmp.pipeline.schedule import (
 from fastmp.pipeline.stream_schedule import graph_order
 from fastmp.plan.layout import make_schedule
 from fastmp.plan.parameters import stage_layers
-from fastmp.plan.recipe import fitting_recipe, recipe_parser, table
+from fastmp.plan.resources import fitting_recipe, recipe_parser, table
 from fastmp.plan.segments import (
     all_segments,
     captured_spans,

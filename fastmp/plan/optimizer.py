@@ -11,7 +11,7 @@ from fastmp.config import Recipe
 from fastmp.optim.flat_layout import Buffer, fill_order
 from fastmp.plan.memory import grad_bytes, state_bytes
 from fastmp.plan.parameters import rank_buffers, rank_parameters
-from fastmp.plan.recipe import fitting_recipe, recipe_parser, table
+from fastmp.plan.resources import fitting_recipe, recipe_parser, table
 from fastmp.plan.shapes import Shapes, shapes_of
 
 

@@ -10,7 +10,7 @@ from fastmp.config import Recipe
 from fastmp.plan.hardware import GPUS
 from fastmp.plan.layout import make_schedule
 from fastmp.plan.memory import memory
-from fastmp.plan.recipe import fitting_recipe, recipe_parser, table
+from fastmp.plan.resources import fitting_recipe, recipe_parser, table
 from fastmp.plan.shapes import shapes_of
 from fastmp.plan.step_time import FORWARD, INPUT, ONCE, REPEATED, WEIGHT, step_time
 

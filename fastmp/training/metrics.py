@@ -28,7 +28,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, TextIO
 
-from fastmp.config.files import read_file
+from fastmp.config.file_access import read_file
 from fastmp.training.sinks import Sinks
 
 SCHEMA = 1

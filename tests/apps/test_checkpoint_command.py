@@ -117,7 +117,7 @@ def test_a_reader_that_has_seen_enough_is_no_mistake(command, monkeypatch, capfd
         raise BrokenPipeError
 
     for name in (
-        *("apps.data_main._report", "hf.weights.TransformersReader"),
+        *("apps.data_main._report", "hf.weight_io.TransformersReader"),
         "training.checkpoint.directory.checkpoint_at",
     ):
         monkeypatch.setattr(f"fastmp.{name}", closed)

@@ -31,7 +31,7 @@ from fastmp.distributed.groups import ParallelGroups
 from fastmp.distributed.rng import RngTracker
 from fastmp.hf.config_json import family_of, from_transformers, to_transformers
 from fastmp.hf.families import ACCELERATIONS, CONVERSIONS, FAMILIES
-from fastmp.hf.weights import TransformersReader
+from fastmp.hf.weight_io import TransformersReader
 from fastmp.nn import GPT, Placement, bert_stages, gpt_stages
 from fastmp.optim.named_params import named_parameters
 from fastmp.testing.ranks import run_ranks
@@ -101,7 +101,7 @@ SMALL = {"num_layers": 2, "hidden_size": 16, "num_heads": 4, "num_kv_heads": Non
 
 def written(name, path):
     """A directory of transformers as fastmp writes it, of random numbers, without that package."""
-    from fastmp.hf.weights import name_mappings, own_tensors
+    from fastmp.hf.weight_io import name_mappings, own_tensors
 
     config = replace(CONFIGS[name], **SMALL, max_seq_len=32)
     generator, tensors = torch.Generator().manual_seed(3), {}
@@ -440,9 +440,9 @@ def test_a_model_that_computes_something_else_is_refused(tmp_path, capsys, monke
 
 def test_verifying_needs_transformers(tmp_path, capsys, monkeypatch):
     written("llama", tmp_path / "model")
-    from fastmp.hf import verify
+    from fastmp.hf import logit_check
 
-    monkeypatch.setattr(verify, "find_spec", lambda name: None)
+    monkeypatch.setattr(logit_check, "find_spec", lambda name: None)
     assert main(["import", str(tmp_path / "model")]) == 2
     assert "transformers, which is not installed" in capsys.readouterr().err
 

@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 
 from fastmp.config import GPTConfig, MoEConfig
 from fastmp.hf.config_json import family_of, to_transformers
-from fastmp.hf.weights import TransformersReader, name_mappings, own_tensors
+from fastmp.hf.weight_io import TransformersReader, name_mappings, own_tensors
 
 SIZES = {"num_layers": 2, "hidden_size": 16, "num_heads": 4, "vocab_size": 40, "max_seq_len": 32}
 ROPE = {

@@ -14,9 +14,9 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from fastmp.config import GPTConfig, MoEConfig, RopeScaling
-from fastmp.hf import weights as transformers_weights
+from fastmp.hf import weight_io as transformers_weights
 from fastmp.hf.config_json import to_transformers
-from fastmp.hf.weights import check_family, export_weights
+from fastmp.hf.weight_io import check_family, export_weights
 from fastmp.training.checkpoint.checkpointer import Checkpointer
 from fastmp.training.checkpoint.storage import ShardedTensorRef
 

@@ -15,7 +15,7 @@ from fastmp.apps.hf import main
 from fastmp.config import DataConfig
 from fastmp.distributed.groups import ParallelGroups
 from fastmp.hf.config_json import from_transformers
-from fastmp.hf.weights import TransformersReader
+from fastmp.hf.weight_io import TransformersReader
 from fastmp.nn import GPT, Placement
 from fastmp.training.checkpoint.weights import load_weights
 from fastmp.training.data.dataset import TokenDataset

@@ -38,7 +38,7 @@ from fastmp.config import Recipe
 from fastmp.config.data_files import expected_vocab_size
 from fastmp.config.recipe import load_recipe
 from fastmp.plan.layout import problems
-from fastmp.plan.recipe import recipe_facts
+from fastmp.plan.resources import recipe_facts
 from fastmp.training.data.corpus import build
 from fastmp.training.data.tokenfile import open_split, open_tokenizer, read_index, verify
 from fastmp.training.data.tokenize import load_tokenizer

@@ -14,7 +14,7 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
-from fastmp.config.files import read_file
+from fastmp.config.file_access import read_file
 
 __all__ = ["Journal"]
 

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fastmp.config.files import read_file
+from fastmp.config.file_access import read_file
 
 __all__ = ["EvalProgress", "read_result", "table"]
 

@@ -21,7 +21,7 @@ from fastmp.apps.evaluation.scoring import Score, ScoredText
 from fastmp.apps.evaluation.sliding_windows import ScoringWindows
 from fastmp.apps.evaluation.wikitext import count_words, detokenize
 from fastmp.config.data_files import is_megatron
-from fastmp.config.files import read_file
+from fastmp.config.file_access import read_file
 from fastmp.training.data.tokenfile import open_split, open_tokenizer, read_index
 from fastmp.training.data.tokenize import TokenIds, Tokenizer
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from fastmp.config.files import open_regular, read_file
+from fastmp.config.file_access import open_regular, read_file
 
 __all__ = [
     "Answer",

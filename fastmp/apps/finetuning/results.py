@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from fastmp.apps.finetuning.selection import Point, Scored, choose, median_run
-from fastmp.config.files import read_file, write_whole
+from fastmp.config.file_access import read_file, write_whole
 
 __all__ = ["FinetuneResult", "check_same", "read_result", "write_json", "write_results"]
 

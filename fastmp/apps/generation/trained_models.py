@@ -19,7 +19,7 @@ from fastmp.distributed.collectives import group_rank, group_size
 from fastmp.distributed.grid import RankGrid
 from fastmp.distributed.groups import ParallelGroups
 from fastmp.hf.stored import is_transformers, read_json
-from fastmp.hf.weights import TransformersReader
+from fastmp.hf.weight_io import TransformersReader
 from fastmp.nn.gpt import GPT
 from fastmp.nn.language_model import StageSpec
 from fastmp.nn.placement import Placement

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fastmp.hf.families import decoder
+from fastmp.hf.families import llama_like
 from fastmp.hf.families.base import Acceleration, Family, TPTable
 from fastmp.hf.heads import CausalLMWithRouters
 from fastmp.hf.patches import GroupedRouter, LatentAttention
@@ -20,14 +20,14 @@ _ATTENTION_PLAN: TPTable = {
 FAMILY = Family(
     "deepseek_v3",
     acceleration=Acceleration(
-        decoder.dense(
+        llama_like.dense(
             "DeepseekV3", CausalLMWithRouters, Attention=LatentAttention, TopkRouter=GroupedRouter
         ).patches,
         experts="DeepseekV3Experts",
         tp_plan={
             "DeepseekV3Attention": _ATTENTION_PLAN,
-            "DeepseekV3MLP": decoder.MLP_PLAN,
-            "DeepseekV3Experts": decoder.EXPERTS_PLAN,
+            "DeepseekV3MLP": llama_like.MLP_PLAN,
+            "DeepseekV3Experts": llama_like.EXPERTS_PLAN,
         },
     ),
 )

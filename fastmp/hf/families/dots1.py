@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from fastmp.config import GPTConfig
-from fastmp.hf.families import decoder
+from fastmp.hf.families import llama_like
 from fastmp.hf.families.base import Conversion, Family, Field, SlidingWindow, optional_int
 
 _SHARED = "mlp.shared_experts"
@@ -30,28 +30,28 @@ FAMILY = Family(
     "dots1",
     Conversion(
         architecture="Dots1ForCausalLM",
-        layers=decoder.LAYERS,
-        model_weights=decoder.MODEL_WEIGHTS,
-        layer_weights=decoder.LAYER_WEIGHTS
-        | decoder.QK_NORM_WEIGHTS
-        | decoder.EXPERT_WEIGHTS
+        layers=llama_like.LAYERS,
+        model_weights=llama_like.MODEL_WEIGHTS,
+        layer_weights=llama_like.LAYER_WEIGHTS
+        | llama_like.QK_NORM_WEIGHTS
+        | llama_like.EXPERT_WEIGHTS
         | {
             "moe.router.expert_bias": "mlp.gate.e_score_correction_bias",
             "moe.shared_experts.mlp.up.weight": f"{_SHARED}.gate_proj.weight {_SHARED}.up_proj.weight",
             "moe.shared_experts.mlp.down.weight": f"{_SHARED}.down_proj.weight",
         },
-        fields=decoder.FIELDS
-        | decoder.HEAD_DIM
-        | decoder.EXPERT_FIELDS
+        fields=llama_like.FIELDS
+        | llama_like.HEAD_DIM
+        | llama_like.EXPERT_FIELDS
         | {
             "n_routed_experts": Field("moe.num_experts"),
             "routed_scaling_factor": Field("moe.routed_scale", 1.0),
             "n_group": Field("moe.num_groups", 1),
             "topk_group": Field("moe.group_topk", 1),
         },
-        model=decoder.MODEL | {"qk_norm": True},
+        model=llama_like.MODEL | {"qk_norm": True},
         moe={"score": "sigmoid", "expert_bias": True},
-        supported=decoder.NO_BIAS,
+        supported=llama_like.NO_BIAS,
         aux_loss=None,
         window=SlidingWindow(4096, first_layer=62),
         read=_read,

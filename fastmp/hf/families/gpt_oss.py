@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from fastmp.hf.families import decoder
+from fastmp.hf.families import llama_like
 from fastmp.hf.families.base import Family
 from fastmp.hf.patches import RMSNormInInputDtype
 
-FAMILY = Family("gpt_oss", acceleration=decoder.mixture("GptOss", norm=RMSNormInInputDtype))
+FAMILY = Family("gpt_oss", acceleration=llama_like.mixture("GptOss", norm=RMSNormInInputDtype))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from fastmp.config import GPTConfig
-from fastmp.hf.families import decoder
+from fastmp.hf.families import llama_like
 from fastmp.hf.families.base import Conversion, Family, Field, SlidingWindow
 
 
@@ -17,21 +17,21 @@ FAMILY = Family(
     "qwen3_moe",
     Conversion(
         architecture="Qwen3MoeForCausalLM",
-        layers=decoder.LAYERS,
-        model_weights=decoder.MODEL_WEIGHTS,
-        layer_weights=decoder.LAYER_WEIGHTS | decoder.QK_NORM_WEIGHTS | decoder.EXPERT_WEIGHTS,
-        fields=decoder.FIELDS
-        | decoder.HEAD_DIM
-        | decoder.EXPERT_FIELDS
+        layers=llama_like.LAYERS,
+        model_weights=llama_like.MODEL_WEIGHTS,
+        layer_weights=llama_like.LAYER_WEIGHTS | llama_like.QK_NORM_WEIGHTS | llama_like.EXPERT_WEIGHTS,
+        fields=llama_like.FIELDS
+        | llama_like.HEAD_DIM
+        | llama_like.EXPERT_FIELDS
         | {
             "num_key_value_heads": Field("num_kv_heads", 4),
             "num_experts": Field("moe.num_experts"),
         },
-        model=decoder.MODEL | {"qk_norm": True},
+        model=llama_like.MODEL | {"qk_norm": True},
         moe={},
-        supported=decoder.NO_BIAS,
+        supported=llama_like.NO_BIAS,
         window=SlidingWindow(4096, opt_in=True),
         write=_write,
     ),
-    decoder.mixture("Qwen3Moe", dense_layers=True),
+    llama_like.mixture("Qwen3Moe", dense_layers=True),
 )

@@ -18,7 +18,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fastmp.config.files import read_file, sync_directory, write_synced
+from fastmp.config.file_access import read_file, sync_directory, write_synced
 from fastmp.training.checkpoint.format import (
     MANIFEST,
     CheckpointError,

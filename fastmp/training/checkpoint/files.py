@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fastmp.config.files import open_regular
+from fastmp.config.file_access import open_regular
 from fastmp.host import HOST
 from fastmp.training.checkpoint.chunks import TensorChunk, split_in_two
 from fastmp.training.checkpoint.format import DTYPES, CheckpointError, File, Manifest

@@ -32,7 +32,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fastmp.config.files import read_file
+from fastmp.config.file_access import read_file
 from fastmp.training.checkpoint.chunks import TensorChunk
 
 __all__ = [

@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 
-from fastmp.config.files import write_synced
+from fastmp.config.file_access import write_synced
 from fastmp.training.data import hygiene
 from fastmp.training.data.ngrams import Hashes
 from fastmp.training.data.progress import ProgressLine

@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fastmp.config.data_files import INDEX_LIMIT
-from fastmp.config.files import read_file
+from fastmp.config.file_access import read_file
 from fastmp.training.data.tokenize import (
     TOKENIZER_LIMIT,
     ByteTokenizer,

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from fastmp.config.files import read_file
+from fastmp.config.file_access import read_file
 
 if TYPE_CHECKING:
     import tokenizers

@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from fastmp.config.files import read_file, sync_and_close, sync_directory, write_synced
+from fastmp.config.file_access import read_file, sync_and_close, sync_directory, write_synced
 from fastmp.training.data.tokenfile import BLOCK_BYTES, DTYPES, SplitInfo, dtype_for
 from fastmp.training.data.tokenize import TokenIds, Tokenizer, unigram_entropy
 

@@ -23,7 +23,7 @@ from fastmp.apps.evaluation.tasks import heldout_task, lambada_task, wikitext_ta
 from fastmp.apps.evaluation.wikitext import detokenize
 from fastmp.apps.generation.trained_models import open_weights
 from fastmp.config import BertConfig
-from fastmp.hf.weights import export_weights
+from fastmp.hf.weight_io import export_weights
 from fastmp.training.checkpoint.directory import checkpoint_at
 from fastmp.training.data.corpus import build
 from fastmp.training.data.tokenize import ByteTokenizer, load_tokenizer

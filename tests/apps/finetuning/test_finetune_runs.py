@@ -23,7 +23,7 @@ from fastmp.apps.finetuning.finetune_tasks import TASKS
 from fastmp.config import BertConfig, OptimizerConfig, TrainConfig
 from fastmp.distributed.runtime import Runtime
 from fastmp.hf.config_json import to_transformers
-from fastmp.hf.weights import name_mappings, own_tensors
+from fastmp.hf.weight_io import name_mappings, own_tensors
 from fastmp.nn import Bert
 from fastmp.testing.ranks import run_ranks
 from fastmp.training.checkpoint.compare import differences

@@ -17,7 +17,7 @@ from fastmp.apps.cli import main
 from fastmp.apps.generation.batched import Completion, generate
 from fastmp.apps.generation.trained_models import eos_token_ids, load_model, open_weights, tokenizer_beside
 from fastmp.distributed.groups import ParallelGroups
-from fastmp.hf.weights import export_weights
+from fastmp.hf.weight_io import export_weights
 from fastmp.training.checkpoint.directory import checkpoint_at
 from fastmp.training.data.corpus import build
 from fastmp.training.data.tokenize import load_tokenizer

@@ -17,7 +17,7 @@ from fastmp.apps.data import main
 from fastmp.apps.train import main as train
 from fastmp.config import DataConfig
 from fastmp.config.data_files import expected_vocab_size
-from fastmp.plan.recipe import main as plan
+from fastmp.plan.resources import main as plan
 from fastmp.training.data.blend import LONGEST_PERIOD, Blend, BlendedDataset, open_dataset
 from fastmp.training.data.corpus import build
 from fastmp.training.data.dataset import TokenDataset

@@ -16,7 +16,7 @@ from fastmp.apps.data import main
 from fastmp.apps.train import main as train
 from fastmp.config import DataConfig
 from fastmp.config.data_files import expected_vocab_size, is_megatron
-from fastmp.plan.recipe import main as plan
+from fastmp.plan.resources import main as plan
 from fastmp.training.data.corpus import build
 from fastmp.training.data.dataset import IGNORE_INDEX, TokenDataset
 from fastmp.training.data.megatron import open_files, open_splits

@@ -23,10 +23,10 @@ import torch
 from torch import Tensor
 
 from fastmp.config import GPTConfig
-from fastmp.config.files import sync_directory, write_synced
+from fastmp.config.file_access import sync_directory, write_synced
 from fastmp.hf.config_json import family_of, from_transformers, to_transformers
 from fastmp.hf.families import CONVERSIONS
-from fastmp.hf.families.decoder import FUSED_EXPERT_WEIGHTS
+from fastmp.hf.families.llama_like import FUSED_EXPERT_WEIGHTS
 from fastmp.hf.stored import (
     CONFIG,
     INDEX,
