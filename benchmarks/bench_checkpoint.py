@@ -38,8 +38,8 @@ from fastmp.distributed.groups import ParallelGroups
 from fastmp.nn import GPT
 from fastmp.testing.ranks import run_ranks
 from fastmp.training.checkpoint.checkpointer import Checkpointer
-from fastmp.training.checkpoint.files import tensor_bytes
 from fastmp.training.checkpoint.storage import ShardedTensorRef
+from fastmp.training.checkpoint.tensor_files import tensor_bytes
 from fastmp.training.language import token_loss
 from fastmp.training.trainer import Trainer
 

@@ -89,8 +89,8 @@ def _positive(text: str) -> int:
 def verify_command(options: Namespace) -> int:
     """Verify the checksums of the checkpoints at the given paths."""
     from fastmp.training.checkpoint.directory import whole_manifest
-    from fastmp.training.checkpoint.files import verify
     from fastmp.training.checkpoint.format import CheckpointError
+    from fastmp.training.checkpoint.tensor_files import verify
 
     status = 0
     for given in options.paths:
@@ -161,7 +161,7 @@ def reshard_command(options: Namespace) -> int:
 
 def diff_command(options: Namespace) -> int:
     """Compare two checkpoints of any parallel layouts."""
-    from fastmp.training.checkpoint.compare import differences
+    from fastmp.training.checkpoint.diff import differences
     from fastmp.training.checkpoint.directory import checkpoint_at
 
     paths = checkpoint_at(options.first), checkpoint_at(options.second)

@@ -96,7 +96,7 @@ def _evaluate(options: Namespace, runtime: Runtime) -> dict[str, Any]:
 
     from fastmp.apps.evaluation.batches import evaluate
     from fastmp.apps.generation.trained_models import load_model, make_groups, open_weights
-    from fastmp.training.checkpoint.load import agree
+    from fastmp.training.checkpoint.collective_load import agree
     from fastmp.training.graphing import make_backend
     from fastmp.training.trainer import DTYPES
 

@@ -130,7 +130,7 @@ def _generate(options: Namespace, runtime: Runtime) -> Generated:
         model_tokenizer,
         open_weights,
     )
-    from fastmp.training.checkpoint.load import agree
+    from fastmp.training.checkpoint.collective_load import agree
     from fastmp.training.trainer import DTYPES
 
     check_choice(options.temperature, options.top_k, options.top_p)

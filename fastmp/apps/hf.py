@@ -114,8 +114,8 @@ def export_command(options: Namespace) -> None:
     from fastmp.hf.stored import CONFIG, read_config
     from fastmp.hf.weight_io import export_weights, json_bytes
     from fastmp.training.checkpoint.directory import checkpoint_at, whole_manifest
-    from fastmp.training.checkpoint.files import verify as verify_files
     from fastmp.training.checkpoint.storage import CheckpointReader
+    from fastmp.training.checkpoint.tensor_files import verify as verify_files
 
     checkpoint, out = checkpoint_at(options.path), Path(options.out)
     _check_new(out)

@@ -41,18 +41,18 @@ from fastmp.nn.gpt import flops_per_token, num_parameters
 from fastmp.plan.layout import check_layout, make_grid, problems
 from fastmp.training.checkpoint.checkpointer import Loaded
 from fastmp.training.checkpoint.directory import checkpoint_at, whole_manifest
-from fastmp.training.checkpoint.files import verify
+from fastmp.training.checkpoint.model_weights import load_weights
 from fastmp.training.checkpoint.storage import CheckpointReader
-from fastmp.training.checkpoint.weights import load_weights
+from fastmp.training.checkpoint.tensor_files import verify
 from fastmp.training.data.blend import BlendedDataset, open_dataset
 from fastmp.training.data.dataset import TokenDataset
 from fastmp.training.data.masked import MaskedDataset
 from fastmp.training.heap import map_large_blocks
-from fastmp.training.kernels import warm_up_ranks
 from fastmp.training.language import ModelAndLoss, model_and_loss, next_logits, pipeline_next_logits
 from fastmp.training.metrics import RunInfo, TrainLog, read_metrics
 from fastmp.training.microbatches import PipelineLoss, SingleStageRunner, evaluation_mode
 from fastmp.training.plot import plot_loads, plot_loss
+from fastmp.training.precompile import warm_up_ranks
 from fastmp.training.profiler import NSIGHT, StepProfiler, run_under_nsight
 from fastmp.training.sinks import Sinks, check_sinks
 from fastmp.training.stopping import StopRequests

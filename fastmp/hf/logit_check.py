@@ -12,8 +12,8 @@ from torch import Tensor
 from fastmp.config import BertConfig, GPTConfig
 from fastmp.distributed.groups import ParallelGroups
 from fastmp.nn import GPT, Bert, Placement
+from fastmp.training.checkpoint.model_weights import load_weights
 from fastmp.training.checkpoint.storage import CheckpointReader
-from fastmp.training.checkpoint.weights import load_weights
 
 __all__ = ["verify"]
 

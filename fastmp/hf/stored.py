@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 from fastmp.config.file_access import open_regular, read_file
 from fastmp.hf.config_json import ALIASES
 from fastmp.hf.families import CONVERSIONS
-from fastmp.training.checkpoint.files import OpenFile
 from fastmp.training.checkpoint.format import DTYPES
+from fastmp.training.checkpoint.tensor_files import OpenFile
 
 CONFIG, INDEX, ALONE = "config.json", "model.safetensors.index.json", "model.safetensors"
 _MAX_CONFIG, _MAX_INDEX, _MAX_HEADER = 1 << 20, 1 << 26, 1 << 27  # bytes

@@ -42,10 +42,9 @@ from fastmp.nn import GPT, Bert, Placement
 from fastmp.tensor_parallel.attributes import parallel_attributes
 from fastmp.training.checkpoint.checkpointer import described
 from fastmp.training.checkpoint.chunks import TensorChunk, full_chunk
-from fastmp.training.checkpoint.compare import fill_shards
-from fastmp.training.checkpoint.files import ChunkReader, NamedTensorSpec, write_tensors
 from fastmp.training.checkpoint.format import DTYPES, Manifest, SavedShard, SavedTensor
 from fastmp.training.checkpoint.storage import CheckpointReader, ShardedTensorRef
+from fastmp.training.checkpoint.tensor_files import ChunkReader, NamedTensorSpec, write_tensors
 
 __all__ = ["TransformersReader", "check_family", "export_weights", "own_tensors"]
 
@@ -404,7 +403,7 @@ def _read(reader: CheckpointReader, spec: NamedTensorSpec, sources: _Sources) ->
             (mapping.ours.offsets, view.unsqueeze(0) if mapping.squeezed else view)
         )
     for name, parts in of_ours.items():
-        fill_shards(reader, name, ShardedTensorRef(reader.manifest.tensors[name].shape, spec.dtype, parts))
+        reader.read({name: ShardedTensorRef(reader.manifest.tensors[name].shape, spec.dtype, parts)})
     return out
 
 

@@ -102,7 +102,7 @@ class CheckpointScheduler:
             try:
                 if save and (self._begun != step or self.checkpointer.failed):
                     self._begin(step, alone=True)
-                    self.checkpointer.settle(must=True)
+                    self.checkpointer.wait()
                 self.checkpointer.wait_following()
             finally:
                 self._note(log)

@@ -36,10 +36,10 @@ from fastmp.nn import GPT, Placement, bert_stages, gpt_stages
 from fastmp.optim.named_params import named_parameters
 from fastmp.testing.ranks import run_ranks
 from fastmp.training.checkpoint.checkpointer import Checkpointer, described
-from fastmp.training.checkpoint.compare import differences, read_tensor
+from fastmp.training.checkpoint.diff import differences
 from fastmp.training.checkpoint.directory import checkpoint_at
+from fastmp.training.checkpoint.model_weights import load_weights
 from fastmp.training.checkpoint.state import param_shards
-from fastmp.training.checkpoint.weights import load_weights
 from fastmp.training.metrics import read_metrics
 
 ROOT = Path(__file__).parents[2]
@@ -140,7 +140,7 @@ def test_experts_of_a_layer_may_be_in_one_tensor(tmp_path):
     (tmp_path / "fused" / "config.json").write_text((tmp_path / "model" / "config.json").read_text())
     readers = [TransformersReader(tmp_path / each) for each in ("model", "fused")]
     for name in readers[0].manifest.tensors:
-        assert torch.equal(*(read_tensor(reader, name) for reader in readers)), name
+        assert torch.equal(*(reader.tensor(name) for reader in readers)), name
 
 
 def test_early_files_of_bert_have_other_names_and_more_in_them(tmp_path):
@@ -163,7 +163,7 @@ def test_early_files_of_bert_have_other_names_and_more_in_them(tmp_path):
     assert early.config == model.config and early.config.bert.sentence_order
     assert early.manifest.tensors.keys() == model.manifest.tensors.keys()
     for name in model.manifest.tensors:
-        assert torch.equal(read_tensor(early, name), read_tensor(model, name)), name
+        assert torch.equal(early.tensor(name), model.tensor(name)), name
     file = tmp_path / "early" / "model.safetensors"
     for name in ("cls.predictions.decoder.bias", "cls.predictions.decoder.weight"):
         stored = load_file(file)
@@ -481,7 +481,7 @@ def test_a_tied_head_that_is_stored_twice_is_read(tmp_path):
     file = tmp_path / "model" / "model.safetensors"
     change_tensors(file, lambda stored: stored.update({TABLES[1]: stored[TABLES[0]].clone()}))
     reader = TransformersReader(tmp_path / "model")
-    assert torch.equal(read_tensor(reader, "model/word_embedding.weight"), tensors[TABLES[0]])
+    assert torch.equal(reader.tensor("model/word_embedding.weight"), tensors[TABLES[0]])
 
 
 def test_an_export_may_have_the_tokenizer_of_another_model(tmp_path, capsys):

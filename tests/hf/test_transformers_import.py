@@ -17,7 +17,7 @@ from fastmp.distributed.groups import ParallelGroups
 from fastmp.hf.config_json import from_transformers
 from fastmp.hf.weight_io import TransformersReader
 from fastmp.nn import GPT, Placement
-from fastmp.training.checkpoint.weights import load_weights
+from fastmp.training.checkpoint.model_weights import load_weights
 from fastmp.training.data.dataset import TokenDataset
 from fastmp.training.metrics import read_metrics
 

@@ -17,7 +17,7 @@ import torch.distributed.checkpoint  # here, so that no forked rank has to impor
 from soak import Outcome, Progress, main
 
 from fastmp.testing.ranks import run_ranks
-from fastmp.training.checkpoint.compare import differences
+from fastmp.training.checkpoint.diff import differences
 
 STEPS = 5
 BOUND = 1e-4  # of the losses of these steps, in nats

@@ -17,7 +17,7 @@ import reshard
 import restarts
 import soak
 
-from fastmp.training.checkpoint import load
+from fastmp.training.checkpoint import collective_load
 
 
 def test_damaged_and_hostile_inputs_are_refused_by_name():
@@ -167,6 +167,6 @@ def test_a_reader_that_checks_nothing_is_found_out(tmp_path, monkeypatch):
     made = damaged.Checkpoints(tmp_path)
     (tmp_path / "case").mkdir()
     flipped = next(each for each in made.families() if each.name == "one bit")
-    monkeypatch.setattr(load, "verify", lambda path, manifest, names: None)
+    monkeypatch.setattr(collective_load, "verify", lambda path, manifest, names: None)
     _, failures = inputs.run_family(None, flipped, 30, tmp_path / "case")
     assert failures and all("a bit that was flipped was not found" in failure for failure in failures)

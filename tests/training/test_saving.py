@@ -18,7 +18,7 @@ from fastmp.distributed.grid import RankGrid
 from fastmp.distributed.groups import ParallelGroups
 from fastmp.testing.ranks import run_ranks
 from fastmp.training.checkpoint import checkpointer
-from fastmp.training.checkpoint.compare import differences, read_tensor
+from fastmp.training.checkpoint.diff import differences
 from fastmp.training.checkpoint.storage import CheckpointReader
 from fastmp.training.microbatches import PipelineLoss
 from fastmp.training.stopping import StopRequests
@@ -207,7 +207,7 @@ def test_what_is_changed_before_a_step_is_not_in_the_checkpoint_before(tmp_path,
 
     trainer.train(Log(), before_step=before_step)
     for path in checkpoints(tmp_path, "run"):
-        saved = read_tensor(CheckpointReader(path), "model/0.weight")
+        saved = CheckpointReader(path).tensor("model/0.weight")
         assert torch.equal(saved, seen[int(path.name[5:])])
 
 

@@ -24,7 +24,7 @@ from fastmp.optim.named_params import named_parameters
 from fastmp.pipeline.runner import PipelineError
 from fastmp.testing.parallel import count_collectives, full_tensor, late_gathers
 from fastmp.testing.ranks import RankError, run_ranks
-from fastmp.training.checkpoint.compare import differences
+from fastmp.training.checkpoint.diff import differences
 from fastmp.training.data.tokenize import ByteTokenizer
 from fastmp.training.language import (
     gpt_and_loss,

@@ -21,7 +21,7 @@ from fastmp.cuda_graphs.backends.base import Backend
 from fastmp.distributed.collectives import all_gather, communication_device, group_rank, group_size
 from fastmp.distributed.groups import ParallelGroups
 from fastmp.nn.gpt import GPT
-from fastmp.training.checkpoint.load import agree
+from fastmp.training.checkpoint.collective_load import agree
 
 __all__ = ["evaluate"]
 

@@ -29,8 +29,8 @@ from fastmp.distributed.groups import ParallelGroups
 from fastmp.distributed.rng import RngTracker
 from fastmp.distributed.runtime import Runtime
 from fastmp.nn.bert_tasks import BertForTask, pretrained_name
+from fastmp.training.checkpoint.model_weights import load_weights
 from fastmp.training.checkpoint.storage import CheckpointReader
-from fastmp.training.checkpoint.weights import load_weights
 from fastmp.training.metrics import RunInfo, TrainLog
 from fastmp.training.microbatches import PipelineLoss
 from fastmp.training.stopping import StopRequests

@@ -24,11 +24,11 @@ from fastmp.nn.gpt import GPT
 from fastmp.nn.language_model import StageSpec
 from fastmp.nn.placement import Placement
 from fastmp.nn.stages import GPTStage, layers_of_stages
+from fastmp.training.checkpoint.collective_load import agree
 from fastmp.training.checkpoint.directory import checkpoint_at, whole_manifest
-from fastmp.training.checkpoint.files import verify
-from fastmp.training.checkpoint.load import agree
+from fastmp.training.checkpoint.model_weights import load_weights
 from fastmp.training.checkpoint.storage import CheckpointReader
-from fastmp.training.checkpoint.weights import load_weights
+from fastmp.training.checkpoint.tensor_files import verify
 from fastmp.training.data.dataset import TokenDataset
 from fastmp.training.data.tokenfile import open_tokenizer, read_index
 from fastmp.training.data.tokenize import Tokenizer, load_tokenizer

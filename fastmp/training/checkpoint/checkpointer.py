@@ -39,11 +39,12 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
 
 from fastmp.distributed.groups import ParallelGroups
+from fastmp.training.checkpoint import collective_load as loading
 from fastmp.training.checkpoint import directory as names
-from fastmp.training.checkpoint import load as loading
 from fastmp.training.checkpoint.format import File, Manifest, SavedTensor
 from fastmp.training.checkpoint.staging import Staging
 from fastmp.training.checkpoint.storage import (
+    CheckpointReader,
     CheckpointWriter,
     PlansDiffer,
     ShardedTensorRef,
@@ -209,13 +210,10 @@ class Checkpointer:
         assert path is not None
         return path
 
-    def settle(self, *, must: bool = False) -> None:
-        """Wait for the last save. A failure is a note and, with `must`, an OSError."""
-        try:
+    def settle(self) -> None:
+        """Wait for the last save; a failure is only a note."""
+        with contextlib.suppress(OSError):
             self.wait()
-        except OSError:
-            if must:
-                raise
 
     def wait_following(self) -> None:
         """Wait for the `after` callbacks of finished checkpoints."""
@@ -353,7 +351,7 @@ class Checkpointer:
             for name, ref in state.items()
             if name not in optional or loading.form(manifest.tensors.get(name)) == loading.form(ref)
         }
-        loading.agree(self._group, lambda: loading.read(chosen, manifest, wanted))
+        loading.agree(self._group, lambda: CheckpointReader(chosen, manifest).read(wanted))
         missing = frozenset(state.keys() - wanted.keys())
         return Loaded(chosen, manifest.step, manifest.layout, manifest.scalars, missing)
 

@@ -23,7 +23,6 @@ from fastmp.training.checkpoint.format import (
     MANIFEST,
     CheckpointError,
     Manifest,
-    check_directory,
     is_finite,
     read_manifest,
     write_manifest,
@@ -147,9 +146,15 @@ def publish(written: Path, manifest: Manifest) -> Path:
 
 
 def whole_manifest(path: Path) -> Manifest:
-    """Read the manifest of a checkpoint, and check the names and sizes of its files."""
+    """Read the manifest of a checkpoint, and check the names and sizes of the files in its directory.
+
+    Names that begin with a dot are ignored: network file systems leave such files.
+    """
     manifest = read_manifest(path)
-    check_directory(path, manifest.files)
+    known = {MANIFEST, *manifest.files}
+    for entry in sorted(os.listdir(path)):
+        if entry not in known and not entry.startswith("."):
+            raise CheckpointError(f"{path / entry} is no part of the checkpoint; take it away")
     for name, file in manifest.files.items():
         try:
             size = os.lstat(path / name).st_size

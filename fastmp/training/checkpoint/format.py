@@ -18,11 +18,10 @@ from __future__ import annotations
 
 import gc
 import json
-import os
 import re
 import zlib
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
@@ -37,7 +36,7 @@ from fastmp.training.checkpoint.chunks import TensorChunk
 
 __all__ = [
     "DTYPES", "MANIFEST", "CheckpointError", "File", "Manifest", "SavedShard", "SavedTensor",
-    "check_directory", "check_tiled", "check_types", "file_name", "is_finite", "read_manifest",
+    "check_tiled", "check_types", "file_name", "is_finite", "read_manifest",
     "write_manifest",
 ]  # fmt: skip
 
@@ -359,14 +358,3 @@ def check_types(where: str, saved: Mapping[str, Any], examples: Mapping[str, Any
             raise CheckpointError(f"{where}.{key} must be of type {type(example).__name__}, got {what}")
         if isinstance(found, dict) and isinstance(example, dict):
             check_types(f"{where}.{key}", found, example)
-
-
-def check_directory(path: Path, files: Iterable[str]) -> None:
-    """Raise CheckpointError if the directory of a checkpoint contains other files.
-
-    Names that begin with a dot are ignored: network file systems leave such files.
-    """
-    known = {MANIFEST, *files}
-    for entry in sorted(os.listdir(path)):
-        if entry not in known and not entry.startswith("."):
-            raise CheckpointError(f"{path / entry} is no part of the checkpoint; take it away")

@@ -7,15 +7,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
 from fastmp.training.checkpoint.chunks import TensorChunk, full_chunk
-from fastmp.training.checkpoint.compare import fill_shards
 from fastmp.training.checkpoint.directory import publish, staging, whole_manifest
-from fastmp.training.checkpoint.files import NamedTensorSpec, verify, write_tensors
-from fastmp.training.checkpoint.format import DTYPES, File, Manifest, SavedShard, file_name
-from fastmp.training.checkpoint.storage import CheckpointReader, ShardedTensorRef, shard_name
+from fastmp.training.checkpoint.format import DTYPES, File, SavedShard, file_name
+from fastmp.training.checkpoint.storage import CheckpointReader, shard_name
+from fastmp.training.checkpoint.tensor_files import NamedTensorSpec, verify, write_tensors
 
 __all__ = ["reshard", "write_again"]
 
@@ -47,9 +45,10 @@ def write_again(
     Memory holds one piece and one shard at a time.
     """
     manifest = reader.manifest
+    tensors = manifest.tensors
     forms = {
         (name, chunk): NamedTensorSpec(
-            shard_name(name, chunk, manifest.tensors[name].shape), _dtype(manifest, name), chunk.sizes
+            shard_name(name, chunk, tensors[name].shape), DTYPES[tensors[name].dtype], chunk.sizes
         )
         for name, chunk in pieces
     }
@@ -66,30 +65,18 @@ def write_again(
             file = file_name(number)
 
             def read(i: int, own: Sequence[tuple[str, TensorChunk]] = own) -> Tensor:
-                return _read(reader, *own[i])
+                return reader.tensor(*own[i])
 
             written[file], placed = write_tensors(target / file, [forms[piece] for piece in own], read)
             for (name, chunk), place in zip(own, placed, strict=True):
                 shards.setdefault(name, []).append(SavedShard(chunk, file, place.start, place.crc32))
                 finite = finite and place.finite
-        tensors = {
-            name: replace(manifest.tensors[name], shards=tuple(sorted(own, key=lambda shard: shard.chunk)))
+        resharded = {
+            name: replace(tensors[name], shards=tuple(sorted(own, key=lambda shard: shard.chunk)))
             for name, own in shards.items()
         }
         finite = manifest.finite and finite
-        return publish(target, replace(manifest, finite=finite, files=written, tensors=tensors))
+        return publish(target, replace(manifest, finite=finite, files=written, tensors=resharded))
     except BaseException:
         shutil.rmtree(target, ignore_errors=True)
         raise
-
-
-def _read(reader: CheckpointReader, name: str, chunk: TensorChunk) -> Tensor:
-    """Return a chunk of a tensor, on the CPU."""
-    saved = reader.manifest.tensors[name]
-    tensor = torch.empty(chunk.sizes, dtype=DTYPES[saved.dtype])
-    fill_shards(reader, name, ShardedTensorRef(saved.shape, tensor.dtype, [(chunk.offsets, tensor)]))
-    return tensor
-
-
-def _dtype(manifest: Manifest, name: str) -> torch.dtype:
-    return DTYPES[manifest.tensors[name].dtype]

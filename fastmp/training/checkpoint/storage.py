@@ -41,16 +41,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from fastmp.training.checkpoint.chunks import TensorChunk
-from fastmp.training.checkpoint.files import (
-    READERS,
-    ChunkReader,
-    NamedTensorSpec,
-    PlacedTensor,
-    dtype_code,
-    opened,
-    write_tensors,
-)
+from fastmp.training.checkpoint.chunks import TensorChunk, full_chunk
 from fastmp.training.checkpoint.format import (
     DTYPES,
     CheckpointError,
@@ -61,6 +52,15 @@ from fastmp.training.checkpoint.format import (
     check_tiled,
     file_name,
     read_manifest,
+)
+from fastmp.training.checkpoint.tensor_files import (
+    READERS,
+    ChunkReader,
+    NamedTensorSpec,
+    PlacedTensor,
+    dtype_code,
+    opened,
+    write_tensors,
 )
 
 __all__ = [
@@ -370,6 +370,20 @@ class CheckpointReader(StorageReader):
     def __init__(self, directory: str | Path, manifest: Manifest | None = None) -> None:
         self.directory = Path(directory)
         self.manifest = read_manifest(self.directory) if manifest is None else manifest
+
+    def read(self, wanted: Mapping[str, ShardedTensorRef]) -> None:
+        """Read the shards of `wanted`, {name: reference}."""
+        planner = ShardLoadPlanner()
+        planner.set_up_planner(dict(wanted), self.read_metadata(wanted))
+        self.read_data(planner.create_local_plan(), planner)
+
+    def tensor(self, name: str, chunk: TensorChunk | None = None) -> Tensor:
+        """Return a full tensor, or a chunk of it, on the CPU."""
+        saved = self.manifest.tensors[name]
+        chunk = full_chunk(saved.shape) if chunk is None else chunk
+        tensor = torch.empty(chunk.sizes, dtype=DTYPES[saved.dtype])
+        self.read({name: ShardedTensorRef(saved.shape, tensor.dtype, [(chunk.offsets, tensor)])})
+        return tensor
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         pass

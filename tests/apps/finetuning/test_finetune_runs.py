@@ -26,7 +26,7 @@ from fastmp.hf.config_json import to_transformers
 from fastmp.hf.weight_io import name_mappings, own_tensors
 from fastmp.nn import Bert
 from fastmp.testing.ranks import run_ranks
-from fastmp.training.checkpoint.compare import differences
+from fastmp.training.checkpoint.diff import differences
 from fastmp.training.checkpoint.directory import checkpoint_at
 from fastmp.training.metrics import read_metrics
 from fastmp.training.stopping import StopRequests

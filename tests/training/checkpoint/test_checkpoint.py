@@ -28,12 +28,12 @@ from fastmp.distributed.groups import ParallelGroups
 from fastmp.testing.ranks import run_ranks
 from fastmp.training.checkpoint import checkpointer as checkpointer_module
 from fastmp.training.checkpoint import directory as directory_module
-from fastmp.training.checkpoint import files
-from fastmp.training.checkpoint import load as load_module
+from fastmp.training.checkpoint import tensor_files
 from fastmp.training.checkpoint.checkpointer import Checkpointer, Note, described
 from fastmp.training.checkpoint.directory import CheckpointEntry, CheckpointName, to_delete
 from fastmp.training.checkpoint.format import CheckpointError, read_manifest
 from fastmp.training.checkpoint.storage import CheckpointReader, ShardedTensorRef
+from fastmp.training.checkpoint.tensor_files import is_finite
 
 
 @pytest.fixture(autouse=True)
@@ -280,20 +280,20 @@ def test_without_any_finite_checkpoint_the_newest_is_loaded(tmp_path, capfd):
     assert load(checkpointer)[0].step == 3
 
 
-@pytest.mark.parametrize("host", [files.HOST, None])
+@pytest.mark.parametrize("host", [tensor_files.HOST, None])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 def test_a_number_that_is_not_finite_is_found_wherever_it_is(monkeypatch, dtype, host):
-    monkeypatch.setattr(files, "HOST", host)
+    monkeypatch.setattr(tensor_files, "HOST", host)
     numbers = torch.full((5001,), torch.finfo(dtype).max, dtype=dtype)  # whose sum overflows
     numbers[::2] = torch.finfo(dtype).smallest_normal
-    assert files.is_finite(numbers) and files.is_finite(-numbers) and files.is_finite(numbers[:0])
+    assert is_finite(numbers) and is_finite(-numbers) and is_finite(numbers[:0])
     for place in (0, 1, 4095, 4096, 5000):
         for bad in (math.inf, -math.inf, math.nan):
             worse = numbers.clone()
             worse[place] = bad
-            assert not files.is_finite(worse)
-            assert files.is_finite(worse[place + 1 :]) and files.is_finite(worse[:place])
-    assert files.is_finite(torch.tensor([1 << 62]))
+            assert not is_finite(worse)
+            assert is_finite(worse[place + 1 :]) and is_finite(worse[:place])
+    assert is_finite(torch.tensor([1 << 62]))
 
 
 def damage(path, how):
@@ -681,7 +681,7 @@ def test_an_error_of_any_kind_on_one_rank_is_one_on_all(tmp_path):
             def out_of_memory(*arguments):
                 raise MemoryError("no room for a buffer")
 
-            load_module.read = out_of_memory
+            CheckpointReader.read = out_of_memory
         with pytest.raises(CheckpointError, match="MemoryError: no room for a buffer"):
             checkpointer.load(own)
         return said

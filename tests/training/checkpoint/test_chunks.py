@@ -15,8 +15,8 @@ from torch import nn
 from fastmp.distributed.groups import ParallelGroups
 from fastmp.optim.flat_layout import shard_ranges
 from fastmp.tensor_parallel.attributes import ParallelAttributes, local_shard
-from fastmp.training.checkpoint import files
 from fastmp.training.checkpoint import state as state_module
+from fastmp.training.checkpoint import tensor_files
 from fastmp.training.checkpoint.chunks import (
     Cut,
     TensorChunk,
@@ -177,9 +177,9 @@ def test_a_box_is_read_as_it_is_through_a_buffer_of_any_size(shape, data):
     chunk = TensorChunk(offsets, tuple(data.draw(st.integers(1, n - at)) for n, at in zip(shape, offsets)))
     out = torch.zeros(chunk.sizes[::-1]).permute(*reversed(range(len(shape))))
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(files, "_BUFFER", data.draw(st.sampled_from([0, 16, 1 << 20])))
+        patch.setattr(tensor_files, "_BUFFER", data.draw(st.sampled_from([0, 16, 1 << 20])))
         (Path(folder) / "file").write_bytes(b"head" + numbers.numpy().tobytes())
         for each in (out, out.contiguous()):
-            with files.opened(Path(folder) / "file") as file:
-                files.ChunkReader(file).read(4, shape, chunk, each)
+            with tensor_files.opened(Path(folder) / "file") as file:
+                tensor_files.ChunkReader(file).read(4, shape, chunk, each)
             assert torch.equal(each, view(numbers, chunk))

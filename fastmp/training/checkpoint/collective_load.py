@@ -1,4 +1,4 @@
-"""Choose, check and read a checkpoint on all ranks together: all read the same one, or none does."""
+"""Choose and check a checkpoint on all ranks together: all read the same one, or none does."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ import torch.distributed as dist
 from fastmp.config import EXCHANGE_OPTIONS
 from fastmp.distributed.collectives import group_rank, group_size
 from fastmp.training.checkpoint.directory import whole_manifest
-from fastmp.training.checkpoint.files import verify
 from fastmp.training.checkpoint.format import (
     DTYPES,
     MANIFEST,
@@ -23,9 +22,10 @@ from fastmp.training.checkpoint.format import (
     SavedTensor,
     check_types,
 )
-from fastmp.training.checkpoint.storage import CheckpointReader, ShardedTensorRef, ShardLoadPlanner
+from fastmp.training.checkpoint.storage import ShardedTensorRef
+from fastmp.training.checkpoint.tensor_files import verify
 
-__all__ = ["agree", "choose", "check", "read", "same_on_all"]
+__all__ = ["agree", "choose", "check", "same_on_all"]
 
 T = TypeVar("T")
 # Symmetric memory works within one machine, so another layout may need another dispatcher.
@@ -154,13 +154,6 @@ def check(
                 raise CheckpointError(f"checkpoint {path}: another model: {name} is {theirs}, here {ours}")
 
     agree(group, own)
-
-
-def read(path: Path, manifest: Manifest, wanted: Mapping[str, ShardedTensorRef]) -> None:
-    """Read this rank's shards of the checkpoint `path` into `wanted`."""
-    reader, planner = CheckpointReader(path, manifest), ShardLoadPlanner()
-    planner.set_up_planner(dict(wanted), reader.read_metadata(wanted))
-    reader.read_data(planner.create_local_plan(), planner)
 
 
 def _flat(facts: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -14,7 +14,7 @@ from fastmp.distributed.groups import ParallelGroups
 from fastmp.optim.named_params import named_buffers, named_parameters
 from fastmp.training.checkpoint.format import CheckpointError
 from fastmp.training.checkpoint.state import param_shards
-from fastmp.training.checkpoint.storage import CheckpointReader, ShardedTensorRef, ShardLoadPlanner
+from fastmp.training.checkpoint.storage import CheckpointReader, ShardedTensorRef
 
 __all__ = ["check_same_function", "load_weights"]
 
@@ -52,9 +52,7 @@ def load_weights(
             raise CheckpointError(
                 f"checkpoint {reader.directory}: another model: {name} is {theirs}, here {list(ref.shape)}"
             )
-    planner = ShardLoadPlanner()
-    planner.set_up_planner(dict(wanted), reader.read_metadata(wanted))
-    reader.read_data(planner.create_local_plan(), planner)
+    reader.read(wanted)
 
 
 def check_same_function(reader: CheckpointReader, config: GPTConfig) -> None:
