@@ -132,7 +132,7 @@ MISTAKES = {
     "none": ("", ""),
     "no release": ("memory_order_release", "memory_order_relaxed"),
     "no acquire": ("memory_order_acquire", "memory_order_relaxed"),
-    "one half": ("(number & 1) * bytes", "0 * bytes"),
+    "one half": ("(epoch & 1) * bytes", "0 * bytes"),
 }
 
 
@@ -147,7 +147,7 @@ def test_threads_that_exchange(mistake, tmp_path):
     code = changed.read_text()
     assert old in code
     changed.write_text(code.replace(old, new) if old else code)
-    program, source = tmp_path / "exchange_threads", ROOT / "tests" / "ops" / "exchange_threads.cpp"
+    program, source = tmp_path / "exchange_threads", ROOT / "tests/support/exchange_threads.cpp"
     package = Path(torch.__file__).parent
     libraries = package / "lib"
     done = subprocess.run(
@@ -169,5 +169,5 @@ def test_threads_that_exchange(mistake, tmp_path):
 
 
 def test_host_module(preloaded, built):
-    paths = [ROOT / "tests" / "train" / "test_sampling.py", ROOT / "tests" / "ops" / "test_launcher.py"]
+    paths = [ROOT / "tests/training/data/test_sampling.py", ROOT / "tests/ops/core/test_launcher.py"]
     succeed(preloaded, isas()[-1], *PYTEST, "-k", "not what_triton_would or driver", *paths)
