@@ -1,7 +1,7 @@
 // The k largest keys of a row, in order, with ties to the lower index.
 //
-// The best k so far are kept in order. A vector none of whose lanes beats the last of them is passed over, and that is
-// nearly every vector.
+// The best k so far are kept in order. A vector is skipped if none of its lanes beats the last of them, as in nearly all
+// vectors.
 #pragma once
 
 #include "simd.h"
@@ -36,6 +36,7 @@ struct Best {
 
   FASTMP_INLINE void offer(A key, int32_t expert) {
     if (filled == k && !(key > keys[k - 1])) return;
+    // Insertion: move the lower keys down. An equal key keeps its place, for it came first.
     int64_t place = filled < k ? filled++ : k - 1;
     for (; place > 0 && key > keys[place - 1]; --place) {
       keys[place] = keys[place - 1];
@@ -48,12 +49,15 @@ struct Best {
   FASTMP_INLINE void offer(const A* from, int64_t begin, int64_t end) {
     using V = std::conditional_t<std::is_same_v<A, double>, doubles, floats>;
     constexpr int64_t kStep = num_lanes<V>;
+    // 1. The first k keys, one by one.
     int64_t i = begin;
     for (; i < end && filled < k; ++i) offer(from[i], static_cast<int32_t>(i));
+    // 2. Whole vectors: one comparison, and single lanes only if one of them is among the best.
     for (; i + kStep <= end; i += kStep) {
       if (!any_greater(load(from + i), broadcast<V>(keys[k - 1]))) continue;
       for (int64_t lane = 0; lane < kStep; ++lane) offer(from[i + lane], static_cast<int32_t>(i + lane));
     }
+    // 3. The remaining keys.
     for (; i < end; ++i) offer(from[i], static_cast<int32_t>(i));
   }
 };

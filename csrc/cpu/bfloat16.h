@@ -1,7 +1,7 @@
-// What x86 processors multiply bfloat16 with as it is, summed in fp32: the matrix unit (AMX), in tiles of 16 x 16, and
-// dot products of pairs (AVX512_BF16). Both take numbers below 2^-126 for zero.
+// bfloat16 GEMM units of x86 processors, summed in fp32: the matrix unit (AMX), in tiles of 16 x 16, and dot products of
+// pairs (AVX512_BF16). Both flush numbers below 2^-126 to zero.
 //
-// Inline assembly, so no compiler flag is needed and nothing runs where `has_amx` and `has_dot_products` say no.
+// Inline assembly needs no compiler flag; `has_amx` and `has_dot_products` say at run time whether it may run.
 // FASTMP_AMX is defined where they can exist.
 #pragma once
 
@@ -53,6 +53,7 @@ inline bool has_dot_products() {
 // 16 x 16 transpose of 32-bit elements, in place. (With full masks: GCC warns of what its own plain forms leave open.)
 FASTMP_INLINE void transpose(__m512i (&r)[16]) {
   __m512i t[16];
+  // 1. Interleave the elements of neighbouring rows, then pairs of elements: 4 x 4 blocks are transposed.
 #pragma GCC unroll 8
   for (int i = 0; i < 8; ++i) {
     t[2 * i] = _mm512_maskz_unpacklo_epi32(0xffff, r[2 * i], r[2 * i + 1]);
@@ -65,6 +66,7 @@ FASTMP_INLINE void transpose(__m512i (&r)[16]) {
     r[4 * i + 2] = _mm512_maskz_unpacklo_epi64(0xff, t[4 * i + 1], t[4 * i + 3]);
     r[4 * i + 3] = _mm512_maskz_unpackhi_epi64(0xff, t[4 * i + 1], t[4 * i + 3]);
   }
+  // 2. Gather the 128-bit blocks of rows 4 apart, then 8 apart: the blocks are transposed.
 #pragma GCC unroll 4
   for (int i = 0; i < 4; ++i) {
     t[i] = _mm512_maskz_shuffle_i32x4(0xffff, r[i], r[4 + i], 0x88);
@@ -87,6 +89,7 @@ FASTMP_INLINE void transpose(__m512i (&r)[16]) {
 FASTMP_INLINE void pack_tile(const BFloat16* from, int64_t outer, int64_t term, int64_t outers, int64_t terms,
                              bool pairs_first, BFloat16* out, int64_t lines = 16, int64_t pitch = 32) {
   __m512i r[16];
+  // 1. Load 16 vectors of 32: an outer index each if terms are neighbours in memory, else a pair of terms each.
   if (term == 1) {
     const __mmask32 mask = terms >= 32 ? ~0u : (1u << terms) - 1;
 #pragma GCC unroll 16
@@ -104,6 +107,7 @@ FASTMP_INLINE void pack_tile(const BFloat16* from, int64_t outer, int64_t term, 
       r[p] = _mm512_or_si512(wide(2 * p), _mm512_maskz_slli_epi32(0xffff, wide(2 * p + 1), 16));
     }
   }
+  // 2. Transpose pairs of terms and outer indices, unless the loads have the order that is asked for; store.
   if ((term == 1) == pairs_first) transpose(r);
 #pragma GCC unroll 16
   for (int i = 0; i < 16; ++i) {
@@ -111,9 +115,9 @@ FASTMP_INLINE void pack_tile(const BFloat16* from, int64_t outer, int64_t term, 
   }
 }
 
-// 32 x 32 blocks of a product of bfloat16 operands: four tiles of sums, over 16 steps of 32 terms at the most, which
-// keeps a strip and a panel in L1. While it lives, the tiles are configured for it; others in this thread may count on
-// theirs, so it leaves them as they were.
+// 32 x 32 blocks of a GEMM of bfloat16 operands: four tiles of sums, over at most 16 steps of 32 terms, which keeps a
+// strip and a panel in L1. Its lifetime is that of its tile configuration; the one before, which other code of this
+// thread may rely on, is restored.
 class MatrixUnit {
  public:
   using Stored = BFloat16;
@@ -149,6 +153,7 @@ class MatrixUnit {
                        int64_t pitch) {
     float *low = sums + 16 * pitch, *corner = low + 16, *right = sums + 16;
     const int64_t stride = pitch * 4;
+    // 1. Tiles 0 to 3 hold the sums of the block's quadrants: zero, or those of the terms before.
     if (begin == 0) {
       FASTMP_TILE_ZERO(0);
       FASTMP_TILE_ZERO(1);
@@ -160,6 +165,7 @@ class MatrixUnit {
       FASTMP_TILE_LOAD(2, low, stride);
       FASTMP_TILE_LOAD(3, corner, stride);
     }
+    // 2. 32 terms a step: tiles 4 and 5 of the strip, 6 and 7 of the panel, and their four products.
     const BFloat16 *a = strip + begin * kRows, *b = panel + begin * kCols;
     for (int64_t t = 0; t < terms; t += kTermUnit, a += 2 * kTile, b += 2 * kTile) {
       FASTMP_TILE_LOAD(4, a, 64);
@@ -171,6 +177,7 @@ class MatrixUnit {
       FASTMP_TILE_DOT(2, 5, 6);
       FASTMP_TILE_DOT(3, 5, 7);
     }
+    // 3. Store the sums.
     FASTMP_TILE_STORE(0, sums, stride);
     FASTMP_TILE_STORE(1, right, stride);
     FASTMP_TILE_STORE(2, low, stride);
@@ -180,7 +187,7 @@ class MatrixUnit {
  private:
   static constexpr int64_t kTile = 512;  // elements
 
-  // 32 outer indices as [32 terms][2 tiles]; returns where they end.
+  // Packs 32 outer indices as [32 terms][2 tiles]; returns the end of what it wrote.
   static BFloat16* pack(const BFloat16* from, int64_t outer, int64_t term, int64_t outers, int64_t terms,
                         bool pairs_first, BFloat16* out) {
     for (int64_t t = 0; t < terms; t += kTermUnit) {
@@ -235,14 +242,16 @@ struct PairUnit {
   static void pack_strips(const BFloat16* a, int64_t outer, int64_t term, int64_t rows, int64_t terms, BFloat16* out) {
     constexpr int64_t kAll = kStrips * kRows;
     const int64_t width = (terms + 1) / 2 * 2;
+    // 1. Terms are neighbours in memory: copy rows; zeros fill odd terms and missing rows.
     if (term == 1) {
       for (int64_t i = 0; i < rows; ++i, out += width) {
-        std::copy_n(a + i * outer, terms, out);  // of no terms there may be no memory, which memcpy takes amiss
+        std::copy_n(a + i * outer, terms, out);  // without terms the pointers may be null, which memcpy forbids
         std::fill(out + terms, out + width, BFloat16(0));
       }
       std::fill(out, out + (kAll - rows) * width, BFloat16(0));
       return;
     }
+    // 2. Rows are neighbours in memory: interleave two terms of kRows rows, strip by strip.
     const __m512i pairs = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8,  //
                                            23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
     for (int64_t t = 0; t < terms; t += 2, out += 2 * kRows) {
@@ -273,6 +282,7 @@ struct PairUnit {
   template <bool kRowsApart, int... kRow>
   static void multiply_rows(const BFloat16* a, int64_t a_pitch, const BFloat16* b, int64_t terms, float* sums,
                             int64_t pitch, bool first, std::integer_sequence<int, kRow...>) {
+    // 1. A pair of terms of each row, in all lanes, times 32 columns: the sums of the block stay in registers.
     floats left[kRows] = {}, right[kRows] = {};
     for (int64_t t = 0; t < terms; t += 2, b += 2 * kCols) {
       const __m512i b_left = _mm512_load_si512(b), b_right = _mm512_load_si512(b + kCols);
@@ -285,6 +295,7 @@ struct PairUnit {
       };
       (row(left[kRow], right[kRow], kRowsApart ? a + kRow * a_pitch + t : a + t * kRows + 2 * kRow), ...);
     }
+    // 2. Add them to the sums of the terms before.
     const auto add = [&](float* sum, floats l, floats r) FASTMP_LAMBDA {
       store(sum, first ? l : load(sum) + l);
       store(sum + kFloats, first ? r : load(sum + kFloats) + r);

@@ -101,6 +101,7 @@ A stats_row(const T* x, int64_t real, A* out, A* kept) {
   using V = lanes_of<T>;
   constexpr int kLanes = num_lanes<V>;
   RowStats<V, A> row;
+  // 1. Groups of one pair of vectors from each stream: raise the maximum, then add the exponentials.
   const int64_t stream = real / (2 * kLanes * kStreams) * (2 * kLanes);  // elements of one
   for (int64_t i = 0; i < stream; i += 2 * kLanes) {
     Pair<V> group[kStreams];
@@ -119,6 +120,7 @@ A stats_row(const T* x, int64_t real, A* out, A* kept) {
       if constexpr (kWithSum) row.plain[1] += group[k].second;
     }
   }
+  // 2. The rest, vector by vector; lanes beyond the row hold -inf, whose exponential is 0.
   for (int64_t i = kStreams * stream; i < real; i += kLanes) {
     const V lanes = load(x + i, real - i, RowStats<V, A>::kLowest);
     row.admit(lanes);
@@ -127,6 +129,7 @@ A stats_row(const T* x, int64_t real, A* out, A* kept) {
     if constexpr (kKeep) store(kept + i, exponentials);
     if constexpr (kWithSum) row.plain[0] += load(x + i, real - i, 0);
   }
+  // 3. Reduce over the lanes.
   out[0] = row.maximum();
   out[1] = row.sum_of_exp();
   if constexpr (kWithSum) out[3] = sum(row.plain[0] + row.plain[1]);
@@ -203,16 +206,19 @@ void grad(const T* logits, T* out, const int64_t* target, const A* lse, const A*
     const T* x = logits + row * shard.row_stride;
     T* to = out + row * out_stride;
     const bool ignored = target[row] == options.ignore_index;
+    // 1. Zeros for padding columns, and for the whole row of an ignored token.
     const int64_t live = ignored ? 0 : shard.real;
     std::fill(to + live, to + shard.columns, T(0));
     if (ignored) continue;
+    // 2. The row's constants; the target's logit is read before it may be overwritten.
     A scale = token_weight == nullptr ? grad_loss[row] : grad_loss[row] * token_weight[row];
     if (target[row] < 0 || target[row] >= options.vocab_size) scale = std::numeric_limits<A>::quiet_NaN();
     const A slope = 1 + 2 * static_cast<A>(options.z_loss) * lse[row];
     const int64_t column = shard.column_of(target[row]);
     const A target_logit = column < 0 ? 0 : value_at(x, column);
     const Row<A> row_constants{lse[row], slope, shift, scale};
-    // exp(x - lse) is finite where x is, so that NaN needs no care in a row of finite constants.
+    // 3. The gradient but for the target's share. exp(x - lse) is finite where x is: with finite constants no lane is
+    // NaN.
     const bool finite = std::isfinite(lse[row]) && std::isfinite(scale) && std::isfinite(slope);
     if (finite && kept != nullptr && !std::isnan(kept->references[row])) {
       grad_row_kept(kept->values + row * kept->stride, to, live, row_constants, kept->references[row]);
@@ -221,6 +227,7 @@ void grad(const T* logits, T* out, const int64_t* target, const A* lse, const A*
     } else {
       grad_row<true>(x, to, live, row_constants);
     }
+    // 4. The target's column once more, with its share.
     if (column >= 0) {
       const V there = row_constants.gradient(broadcast<V>(target_logit));
       store(to + column, there - target_share * scale, 1);
@@ -274,9 +281,11 @@ void merge_tokens(const A* stats, int64_t shards, int64_t tokens, bool with_sum,
   const int64_t width = with_sum ? 4 : 3;
   const A smoothing = options.label_smoothing;
   for (int64_t i = begin; i < end; ++i) {
+    // 1. The maximum over the shards; 0 if it is -inf.
     A top = -std::numeric_limits<A>::infinity();
     for (int64_t p = 0; p < shards; ++p) top = std::max(top, stats[(p * tokens + i) * width]);
     if (top == -std::numeric_limits<A>::infinity()) top = 0;
+    // 2. All sums relative to it.
     A sum = 0, target_logit = 0, plain = 0;
     for (int64_t p = 0; p < shards; ++p) {
       const A* shard = stats + (p * tokens + i) * width;
@@ -284,6 +293,7 @@ void merge_tokens(const A* stats, int64_t shards, int64_t tokens, bool with_sum,
       target_logit += shard[2];
       if (with_sum) plain += shard[3];
     }
+    // 3. The loss; NaN where the target is no column, 0 where it is ignored.
     lse[i] = top + std::log(sum);
     loss[i] = (1 - smoothing) * (lse[i] - target_logit) + static_cast<A>(options.z_loss) * lse[i] * lse[i];
     if (smoothing > 0) loss[i] += smoothing * (lse[i] - plain / options.vocab_size);
@@ -475,6 +485,7 @@ Tensor cross_entropy_loss_grad_(Tensor& logits, Tensor target, Tensor loss_grad,
         const int64_t rows = std::min(group, end - first);
         T* some = x + first * shard.row_stride;
         const A* weights = weight == nullptr ? nullptr : weight + first;
+        // First pass over the group, from memory; second pass, from the cache.
         stats_of(some, ids + first, own, shard, with_sum, kept, 0, rows);
         merge_tokens(own, 1, rows, with_sum, ids + first, weights, options, losses + first, lse, 0, rows);
         grad_of(some, some, ids + first, lse, upstream + first, weights, shard, shard.row_stride, options, kept, 0, rows);

@@ -14,7 +14,7 @@
 
 namespace fastmp {
 
-// What the gradient of a row is made of, one number a token each; null: 1 for the scale, none of entropies.
+// Arguments of the gradient, one number a token each. Null scale: 1; null entropy: only log-probabilities have a gradient.
 template <typename A>
 struct LogProbRows {
   const int64_t* target;
@@ -50,6 +50,7 @@ void log_prob_stats_row(const T* x, int64_t real, A scale, A* out) {
   A highest = kLowest;
   V total{}, weighted{};
   const auto take = [&](V logits) FASTMP_LAMBDA {
+    // 1. A logit exceeds the highest so far: rescale both sums. In `weighted` every term changes by gap * exponential.
     if (any_greater(logits, broadcast<V>(highest))) [[unlikely]] {
       const A higher = max(max(logits, broadcast<V>(highest)));
       if (highest != kLowest) {
@@ -60,6 +61,7 @@ void log_prob_stats_row(const T* x, int64_t real, A scale, A* out) {
       }
       highest = higher;
     }
+    // 2. Add the exponentials, and each times its logarithm.
     const V below = (logits - (highest == kLowest ? 0 : highest)) * scale;
     const V exponentials = exp(below);
     total += exponentials;
@@ -98,13 +100,14 @@ void log_prob_grad(T* logits, LogProbRows<A> rows, Shard shard, int64_t begin, i
     T* x = logits + row * shard.row_stride;
     const int64_t target = rows.target[row];
     const bool ignored = target == rows.ignore_index;
+    // 1. Zeros for padding columns, and for the whole row of an ignored token.
     const int64_t live = ignored ? 0 : shard.real;
     std::fill(x + live, x + shard.columns, T(0));
     if (ignored) continue;
     const A scale = scale_of(rows.scale, row);
     A share = scale * rows.grad_log_prob[row];
     if (target < 0 || target >= rows.vocab_size) share = std::numeric_limits<A>::quiet_NaN();
-    // d / d logit = share [at the target] - p (share + by_entropy (log p + entropy))
+    // 2. d / d logit = share [at the target] - p (share + by_entropy (log p + entropy))
     const A by_entropy = rows.entropy == nullptr ? 0 : scale * rows.grad_entropy[row];
     const A base = rows.entropy == nullptr ? share : share + by_entropy * rows.entropy[row];
     const A top = rows.top[row], log_total = rows.log_total[row];
@@ -112,6 +115,7 @@ void log_prob_grad(T* logits, LogProbRows<A> rows, Shard shard, int64_t begin, i
       const V log_p = (logit - top) * scale - log_total;
       return -exp(log_p) * (base + by_entropy * max(log_p, broadcast<V>(A(kNothing))));
     };
+    // 3. The target's gradient is computed before its logit is overwritten, and stored last.
     const int64_t column = shard.column_of(target);
     const V there = column < 0 ? V{} : gradient(broadcast<V>(static_cast<A>(x[column]))) + share;
     int64_t i = 0;

@@ -225,7 +225,7 @@ FASTMP_INLINE void store(Half* p, floats v) {
   std::memcpy(p, &packed, sizeof packed);
 }
 
-// Asks for the line a page ahead, which may lie beyond the data: the hardware's own look-ahead ends with the page.
+// Prefetches the line a page ahead, which may lie beyond the data: the hardware prefetcher stops at the end of a page.
 // 5 to 15 % of the time where two threads read from memory.
 template <int kBytes = 4096, class T>
 FASTMP_INLINE void prefetch(const T* p) {
@@ -362,11 +362,14 @@ FASTMP_INLINE void for_vectors(int64_t num_cols, const Step& step) {
 // two is put together from the bits of n: adding 1.5 * 2^23 leaves n in the low bits of the sum.
 FASTMP_INLINE floats exp(floats x) {
   constexpr float kMagic = 12582912.0f;
+  // 1. Clamp to where the result is zero or infinity; NaN stays.
   x = max(broadcast<floats>(-87.5f), x);
   x = min(broadcast<floats>(89.0f), x);
+  // 2. n and r.
   const floats shifted = x * 1.44269504f + kMagic;
   const floats n = shifted - kMagic;
   const floats r = (x - n * 0.693145752f) - n * 1.42860677e-6f;
+  // 3. 2e^r, times 2^(n-1).
   floats q = r * 0.00276286281f + 0.0167377014f;
   q = q * r + 0.0833367795f;
   q = q * r + 0.333330393f;
@@ -404,9 +407,11 @@ struct Normal {
   V cdf, pdf;
 };
 FASTMP_INLINE Normal<floats> normal(floats x) {
+  // 1. The density's exponential, and t.
   const floats a = abs(x);
   const floats e = exp(-0.5f * x * x);
   const floats t = reciprocal(1.0f + 0.27f * a);
+  // 2. q(t) by Horner's rule, then the tail 1 - cdf(a).
   floats q = t * 0.02882686630f - 0.1258091182f;
   q = q * t + 0.1683309972f;
   q = q * t - 0.06747164577f;

@@ -9,7 +9,7 @@
 
 namespace fastmp {
 
-// d = a b, or d += a b, of every problem, one thread an element.
+// d = a b, or d += a b, of every problem, one thread an element; for operands that CUTLASS does not support.
 template <class T, class Out>
 __global__ void __launch_bounds__(kThreads)
     gemm_kernel(const Problems problems, bool columns_a, bool columns_b, bool accumulate) {

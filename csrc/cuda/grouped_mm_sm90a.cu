@@ -1,5 +1,5 @@
-// grouped_mm in CUDA C++, for sm_90a: CUTLASS multiplies, small kernels tell it on the device
-// which rows are whose, so that no host waits. The semantics are those of the reference in fastmp/ops/grouped_mm.py.
+// grouped_mm in CUDA C++, for sm_90a: a grouped GEMM of CUTLASS, whose problems a small kernel computes on the device,
+// without host-device synchronisation. The semantics are those of the reference in fastmp/ops/grouped_mm.py.
 #include "grouped_gemm.cuh"
 
 namespace fastmp {

@@ -5,7 +5,7 @@
 namespace fastmp {
 namespace {
 
-// Sums of experts without rows; `num_blocks` blocks for each expert.
+// Writes zeros to the sums of experts without rows, which have no GEMM; `num_blocks` blocks for each expert.
 template <class Unit>
 __global__ void __launch_bounds__(kThreads)
     zero_empty_kernel(Unit* sums, int64_t expert_units, const int* offsets, int64_t num_blocks, int64_t num_rows) {
@@ -63,7 +63,7 @@ void wgrad_in_place(Tensor& total, const Tensor& grad, const Tensor& x, const Te
   if (total.numel() == 0 || x.size(0) == 0) return;
   const DeviceGuard guard(x);
   Tensor sums = total;
-  if (!wide) {  // it goes on in a wider copy, and is rounded once
+  if (!wide) {  // accumulate in a wider copy, which is rounded once
     sums = fastmp::empty(total.sizes(), dtype, x);
     torch::stable::copy_(sums, total);
   }

@@ -1,5 +1,5 @@
-// Grouped GEMMs: pointers and sizes of one GEMM for each expert, made on the device from where the experts' rows
-// end, and what else the ops around them share.
+// Grouped GEMMs: pointers and sizes of one GEMM for each expert, computed on the device from the ends of the experts'
+// rows, and helpers that the ops of grouped GEMMs share.
 #pragma once
 
 #include "common.cuh"
@@ -50,10 +50,12 @@ static __global__ void make_problems_kernel(const Problems problems, const int* 
                                             Operand b, Operand d, int n, int k, bool sum_rows) {
   const int64_t expert = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
   if (expert >= problems.count) return;
+  // 1. The expert's rows give the sizes of its GEMM.
   const Span span = span_of(offsets, expert, num_rows);
   const int rows = static_cast<int>(span.end - span.start);
   problems.shapes[expert] = {0, 0, 0};
   if (rows > 0) problems.shapes[expert] = sum_rows ? Problems::Shape{n, k, rows} : Problems::Shape{rows, n, k};
+  // 2. Addresses and strides of its operands.
   problems.a[expert] = a.of(span.start, expert);
   problems.b[expert] = b.of(span.start, expert);
   problems.d[expert] = d.of(span.start, expert);
@@ -63,7 +65,7 @@ static __global__ void make_problems_kernel(const Problems problems, const int* 
   problems.starts[expert] = span.start;
 }
 
-// Rows of y (num_rows, row_units) that belong to nobody.
+// Writes zeros to the rows of y (num_rows, row_units) after those of the last expert.
 template <class Unit>
 __global__ void __launch_bounds__(kThreads)
     zero_rest_kernel(Unit* y, int64_t row_units, const int* offsets, int64_t num_experts, int64_t num_rows) {
@@ -106,7 +108,7 @@ inline Rows aligned_rows(const Tensor& tensor) {
   return Rows(copy);
 }
 
-// Whether CUTLASS can do it.
+// Whether CUTLASS supports these operands: 16-bit, with rows of a multiple of 16 bytes.
 inline bool suits_tma(const Tensor& x, int64_t n, int64_t k) {
   const bool half = x.scalar_type() == ScalarType::BFloat16 || x.scalar_type() == ScalarType::Half;
   return half && n % kLanes<__half> == 0 && k % kLanes<__half> == 0;
