@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import stat
 from pathlib import Path
+from reprlib import repr as short
 from typing import Any
 
-__all__ = ["open_regular", "read_file", "sync_and_close", "sync_directory", "write_synced", "write_whole"]
+__all__ = [
+    "open_regular",
+    "read_file",
+    "read_json",
+    "sync_and_close",
+    "sync_directory",
+    "write_synced",
+    "write_whole",
+]
 
 
 def open_regular(path: str | os.PathLike[str], *, links: bool = True) -> int:
@@ -43,6 +53,19 @@ def read_file(path: str | os.PathLike[str], limit: int, *, links: bool = True) -
         content = file.read(limit + 1) if size <= limit else b""
         if size > limit or len(content) > limit:
             raise OSError(errno.EFBIG, f"larger than any file of its kind, {limit} bytes")
+    return content
+
+
+def read_json(path: str | os.PathLike[str], limit: int) -> dict[str, Any]:
+    """Return the object in a JSON file of at most `limit` bytes. Raises ValueError naming the file."""
+    try:
+        content = json.loads(read_file(path, limit))
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be read ({error.strerror})") from None
+    except (ValueError, RecursionError):  # also of bytes that are not UTF-8
+        raise ValueError(f"{path}: not JSON") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"{path}: must be a JSON object, got {short(content)}")
     return content
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from reprlib import repr as short
 from typing import Any, NamedTuple
 
-from fastmp.config.file_access import open_regular, read_file
+from fastmp.config.file_access import open_regular, read_json
 from fastmp.hf.config_json import ALIASES
 from fastmp.hf.families import CONVERSIONS
 from fastmp.training.checkpoint.format import DTYPES
@@ -46,19 +46,6 @@ class Stored(NamedTuple):
 def is_transformers(path: Path) -> bool:
     """Return True if `path` is the directory of a transformers model."""
     return (path / CONFIG).is_file()
-
-
-def read_json(path: Path, limit: int) -> dict[str, Any]:
-    """Return the object in a JSON file of at most `limit` bytes. Raises ValueError naming the file."""
-    try:
-        content = json.loads(read_file(path, limit))
-    except OSError as error:
-        raise ValueError(f"{path} cannot be read ({error.strerror})") from None
-    except (ValueError, RecursionError):
-        raise ValueError(f"{path} is not JSON") from None
-    if not isinstance(content, dict):
-        raise ValueError(f"{path} must be an object, got {short(content)}")
-    return content
 
 
 def read_config(path: Path) -> dict[str, Any]:

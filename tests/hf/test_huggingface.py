@@ -325,7 +325,7 @@ WRONG = {
         lambda p: edit(p / "config.json", layer_types=["linear_attention", "full_attention"]),
         "layer_types is ['linear_attention', 'full_attention'], fastmp computes full_attention and",
     ),
-    "no JSON": (lambda p: (p / "config.json").write_text("{"), "config.json is not JSON"),
+    "no JSON": (lambda p: (p / "config.json").write_text("{"), "config.json: not JSON"),
     "padded": (
         lambda p: edit(p / "config.json", vocab_size=100),
         "model.embed_tokens.weight has shape [131, 16], config.json says [100, 16]",

@@ -8,14 +8,13 @@ with the first line or entry that is wrong.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from fastmp.config.file_access import open_regular, read_file
+from fastmp.config.file_access import open_regular, read_json
 
 __all__ = [
     "Answer",
@@ -196,7 +195,7 @@ def read_squad2(path: str | Path) -> Examples[Question]:
 
 
 def _read_squad(path: str | Path, *, impossible: bool) -> Examples[Question]:
-    content = _json(path, JSON_LIMIT)
+    content = read_json(path, JSON_LIMIT)
     found = _Found(str(path), "question")
     ids: set[str] = set()
     has_impossible = False
@@ -252,7 +251,7 @@ def read_race(path: str | Path) -> Examples[MultipleChoice]:
 
 
 def _choices(file: Path, group: str) -> Iterator[MultipleChoice]:
-    content = _json(file, LINE_LIMIT)
+    content = read_json(file, LINE_LIMIT)
     article = _text(content, "article", str(file))
     questions, options, answers = (content.get(key) for key in ("questions", "options", "answers"))
     lists = [each for each in (questions, options, answers) if isinstance(each, list)]
@@ -303,18 +302,6 @@ class _Found(Generic[Example]):
         if not self.examples:
             raise ValueError(f"{self.path}: has no {self.what} that can be used")
         return Examples(self.examples, self.left_out, next(iter(self.first.values()), ""))
-
-
-def _json(path: str | Path, limit: int) -> dict[str, Any]:
-    try:
-        content = json.loads(read_file(path, limit))
-    except OSError as error:
-        raise ValueError(f"{path}: cannot be read ({error.strerror})") from None
-    except (ValueError, RecursionError):  # also of bytes that are not UTF-8
-        raise ValueError(f"{path}: not JSON") from None
-    if not isinstance(content, dict):
-        raise ValueError(f"{path}: must be a JSON object, got {_shown(content)}")
-    return content
 
 
 def _items(entry: dict[str, Any], key: str, at: str) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from fastmp.apps.finetuning.selection import Point, Scored, choose, median_run
-from fastmp.config.file_access import read_file, write_whole
+from fastmp.config.file_access import read_json, write_whole
 
 __all__ = ["FinetuneResult", "check_same", "read_result", "write_json", "write_results"]
 
@@ -44,7 +44,7 @@ def check_same(path: Path, content: Mapping[str, Any]) -> None:
     if not path.exists():
         write_json(path, content)
         return
-    earlier = _read(path)
+    earlier = read_json(path, LIMIT)
     differing = sorted(_differing(earlier, content, ""))
     if differing:
         raise ValueError(
@@ -70,7 +70,7 @@ def read_result(path: Path, point: Point, seed: int, metric: str) -> FinetuneRes
     """
     if not path.exists():
         return None
-    content = _read(path)
+    content = read_json(path, LIMIT)
     metrics = content.get("metrics")
     if content.get("point") != asdict(point) or content.get("seed") != seed:
         raise ValueError(f"{path}: is not the result of {point} with seed {seed}")
@@ -145,15 +145,3 @@ def write_json(path: Path, content: Any) -> None:
     """Write `content` so that the file is there whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
     write_whole(path, json.dumps(content, indent=1) + "\n")
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(read_file(path, LIMIT))
-    except OSError as error:
-        raise ValueError(f"{path}: cannot be read ({error.strerror})") from None
-    except (ValueError, RecursionError):
-        raise ValueError(f"{path}: not JSON") from None
-    if not isinstance(content, dict):
-        raise ValueError(f"{path}: must be a JSON object")
-    return content

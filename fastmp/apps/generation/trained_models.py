@@ -14,11 +14,12 @@ import torch.distributed as dist
 
 from fastmp.config import DataConfig, GPTConfig
 from fastmp.config.data_files import is_megatron
+from fastmp.config.file_access import read_json
 from fastmp.config.recipe import load_recipe, model_from
 from fastmp.distributed.collectives import group_rank, group_size
 from fastmp.distributed.grid import RankGrid
 from fastmp.distributed.groups import ParallelGroups
-from fastmp.hf.stored import is_transformers, read_json
+from fastmp.hf.stored import is_transformers
 from fastmp.hf.weight_io import TransformersReader
 from fastmp.nn.gpt import GPT
 from fastmp.nn.language_model import StageSpec
