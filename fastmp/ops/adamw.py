@@ -12,9 +12,8 @@ parameter:
   remainder signed), the master's bits are (param << 16) + remainder. The parameter is thus the master rounded
   to nearest, ties away from zero, which can be inverted; ties to even could not.
 - Both moments are bfloat16 with stochastic rounding, so that their expectation is exact. Round-to-nearest
-would
-  lose every update below half a unit in the last place; with beta2 = 0.999 that is nearly all of them. The
-  random bits come from Philox, by seed, element position and step count.
+  would lose every update below half a unit in the last place; with beta2 = 0.999 that is nearly all of them.
+  The random bits come from Philox, by seed, element position and step count.
 """
 
 from __future__ import annotations
@@ -413,11 +412,11 @@ def adamw_(
             (first % 64 + i) // 64. Entries must be below G; a GPU does not check them.
         group_lr, group_decay: (G,), G <= 256, float32 or float64, contiguous: learning rate factor and weight
             decay of each group. Pass them together with `groups`.
-        first: offset of `param` in the flat buffer. remainder: int16, of the same shape, with a bfloat16
-        `param`: the lower half of float32 master weights,
-            which are updated exactly as a float32 `param` would be. As integers, the master's bits are
-            (param << 16) + remainder, so `param` is the master rounded to nearest, ties away from zero. NaNs
-            lose their payload. Updated.
+        first: offset of `param` in the flat buffer.
+        remainder: int16, of the same shape, with a bfloat16 `param`: the lower half of float32 master
+            weights, which are updated exactly as a float32 `param` would be. As integers, the master's bits
+            are (param << 16) + remainder, so `param` is the master rounded to nearest, ties away from zero.
+            NaNs lose their payload. Updated.
         seed: in [0, 2^63), for the stochastic rounding of bfloat16 moments. The random bits of an element
             depend only on the seed, its offset in the flat buffer and the step count.
         inv_scale, clip_coefficient: factors of the gradient, tensors of one float32 or float64 element.

@@ -173,11 +173,11 @@ def attend(
 
     Args:
         q_BNCD, k_BGED, v_BGED: queries, keys and values, of any strides: transposed views need no copy.
-        causal: query i sees keys 0 to E - C + i; else all keys. window: each query sees only the last
-        `window` of these keys, itself included; requires `causal`. mask: boolean, True where a query sees a
-        key, broadcastable to (B, N, C, E). Replaces `causal`, `window`
-            and `documents`. For a decoding step over a cache of fixed size E, pass C = 1 and a mask of the
-            filled entries, or slice k and v and pass no mask.
+        causal: query i sees keys 0 to E - C + i; else all keys.
+        window: each query sees only the last `window` of these keys, itself included; requires `causal`.
+        mask: boolean, True where a query sees a key, broadcastable to (B, N, C, E). Replaces `causal`,
+            `window` and `documents`. For a decoding step over a cache of fixed size E, pass C = 1 and a mask
+            of the filled entries, or slice k and v and pass no mask.
         documents: tokens see their own document only. From transformers' `cu_seq_lens_q`, `cu_seq_lens_k`,
             `max_length_q` and `max_length_k`, pass `Borders(*these)` with tensors (1, heads, tokens, D). On a
             GPU the borders' values cause no host-device synchronisation.
@@ -186,7 +186,7 @@ def attend(
 
     Raises:
         ValueError: shapes do not match, `window` without `causal`, or `mask` with causal, window or
-        documents.
+            documents.
 
     Example:
 

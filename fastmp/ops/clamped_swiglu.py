@@ -180,8 +180,7 @@ def clamped_swiglu(x: Tensor, *, alpha: float = 1.702, limit: float = 7.0) -> Te
 
     Args:
         x: (..., 2F), float64, float32, bfloat16 or float16, any strides (last stride 1 avoids a copy); gate
-        in
-            columns 2i, up in columns 2i + 1.
+            in columns 2i, up in columns 2i + 1.
         alpha: slope of the sigmoid; 1.702 in GPT-OSS.
         limit: gate is clamped to at most `limit`, up to [-limit, limit]; positive, 7 in GPT-OSS.
 

@@ -323,8 +323,7 @@ def bias_dropout_add(
             of that device, so that torch.manual_seed, `RngTracker.fork` and activation recomputation
             reproduce the mask. Neither read nor drawn if p is 0. DTensors require one, equal on all ranks.
         out: tensor of x's shape and the residual's dtype to write to, without a gradient. If autograd
-        records,
-            it must not be a view: pass out.detach().
+            records, it must not be a view: pass out.detach().
 
     Returns:
         `out`, or a new contiguous tensor of x's shape and the residual's dtype.

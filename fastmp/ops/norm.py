@@ -95,8 +95,7 @@ def _flops_backward(grad_total: Tensor | None, total: Tensor, centred: bool, wit
     return math.prod(total.shape) * (9 + 3 * centred + (grad_total is not None) + with_bias)
 
 
-# The two ops differ only in mean and bias: the first argument of the shared functions, `centred`, selects
-# one.
+# The two ops differ only in mean and bias: the first argument of shared functions, `centred`, selects.
 
 register(
     "rms_norm_backward(Tensor grad, Tensor? grad_total, Tensor total, Tensor weight, Tensor stats)"
@@ -175,10 +174,10 @@ def rms_norm(
     """Return x / sqrt(mean(x^2) + eps) * weight over the last dimension. Differentiable once in all tensors.
 
     Args:
-        x: (..., H), float64, float32, bfloat16 or float16, any strides (last stride 1 avoids a copy). weight:
-        (H,), of x's dtype, or float32 with a 16-bit x; its gradient has its dtype. eps: term added to the
-        mean square. residual: of x's shape and dtype; if passed, s = x + residual is normalised, rounded once
-        to x's dtype.
+        x: (..., H), float64, float32, bfloat16 or float16, any strides (last stride 1 avoids a copy).
+        weight: (H,), of x's dtype, or float32 with a 16-bit x; its gradient has its dtype.
+        eps: term added to the mean square.
+        residual: of x's shape and dtype; if passed, s = x + residual, rounded once, is normalised.
 
     Returns:
         y, or (y, s) with a residual: new contiguous tensors of x's shape and dtype. s is the new residual

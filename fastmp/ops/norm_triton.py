@@ -2,8 +2,7 @@
 
 - Forward: one program per block of rows, which stay in registers, so each element is read once.
 - Backward: persistent programs walk over blocks of rows, with the next block prefetched to shared memory.
-Each
-  sums its part of the weight and bias gradients; `sum_strips` adds the programs' sums in order.
+  Each sums its part of the weight and bias gradients; `sum_strips` adds the programs' sums in order.
 - The "wide" kernels walk over blocks of columns, for rows too long for registers.
 
 `total` is the normalised tensor, x or x + residual; `stats` holds rstd of all rows, then their means.
@@ -200,8 +199,7 @@ def norm_backward_wide_kernel(
     `partials`, which each block of rows reads and writes once.
     """
     num_cols = num_vectors * VECTOR
-    # If partial sums are not aligned to 16 bytes, threads load and store different elements: barriers are
-    # needed.
+    # Partial sums not aligned to 16 bytes are loaded and stored by different threads: barriers are needed.
     STORED_BY_OTHERS: tl.constexpr = VECTOR * COMPUTE.primitive_bitwidth < 128
     pid = tl.program_id(0)
     partials += pid.to(tl.int64) * num_cols * (2 if HAS_BIAS else 1)
@@ -341,8 +339,7 @@ def backward_bytes(num_cols: int, itemsize: int, has_grad_total: bool, centred: 
 def backward_prefers_cuda(num_cols: int, itemsize: int, shared: int, arch: int) -> bool:
     """Return True if Triton would read a row twice and a cluster can hold it (by byte count, not measured).
 
-    shared: bytes of shared memory per multiprocessor; each block of the cluster holds an eighth of the
-    columns.
+    shared: bytes of shared memory per multiprocessor; each block of a cluster holds an eighth of the columns.
     """
     share = cdiv(cdiv(num_cols, _CLUSTER) * itemsize, 16) * 16 // itemsize
     held = share * (16 + 3 * max(itemsize, 4))

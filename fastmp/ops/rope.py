@@ -184,9 +184,8 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False, in_p
             (S, B, N, D) with N heads. Queries and keys side by side in one view, as from a fused projection,
             need only one call.
         cos, sin: (..., R / 2), R <= D, float32 (float64 for float64 x), from `rope_cos_sin`; or in x's dtype,
-        as
-            transformers makes them, with their rounding error. Their leading dimensions align with the first
-            ones of x, each of the same size or 1:
+            as transformers makes them, with their rounding error. Their leading dimensions align with the
+            first ones of x, each of the same size or 1:
 
             - (S, R / 2) for sequence-first x (S, B, N, D)
             - (1, S, R / 2) for (B, S, N, D)
@@ -195,9 +194,9 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False, in_p
 
             Elements of x from R on are copied.
         interleaved: rotate elements 2i and 2i + 1 together (GPT-J); default: i and i + R / 2 (GPT-NeoX,
-        Llama). in_place: overwrite x and return it: half the memory, and only the rotated part is moved.
-        Raises if x is
-            a leaf that requires grad; autograd raises if it needs x elsewhere. If x is a view, autograd
+            Llama).
+        in_place: overwrite x and return it: half the memory, and only the rotated part is moved. Raises if x
+            is a leaf that requires grad; autograd raises if it needs x elsewhere. If x is a view, autograd
             copies the gradient of its base.
 
     Returns:
@@ -206,7 +205,7 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False, in_p
 
     Raises:
         ValueError: shapes, dtypes or devices do not match, cos or sin require grad, or x cannot be
-        overwritten.
+            overwritten.
 
     Example:
 
@@ -273,8 +272,7 @@ def rope_cos_sin(
         scaled: function of the inverse frequencies (dim / 2,), in float64, that returns scaled ones (see
             `fastmp.nn.rope`).
         dtype: float32, or float64 for float64 activations. Angles are computed in float64; in float32 they
-        are
-            off by 0.01 at position 100,000.
+            are off by 0.01 at position 100,000.
         device: device of the result; default: that of `positions`.
 
     Returns:
