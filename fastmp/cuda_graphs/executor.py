@@ -101,9 +101,8 @@ class StepExecutor:
             return self._eagerly(slot, span, tensors)
         self._hooks.before_forward(chunk, number)
         try:
-            made = _through(
-                self, slot, graph_set.traces[chunk, number].may_alias_grads, self._anchor, *tensors
-            )
+            may_alias_grads = graph_set.traces[chunk, number].may_alias_grads
+            made = _Through.apply(self, slot, may_alias_grads, self._anchor, *tensors)
         except CaptureError as error:
             self._fail(error)
             with suspended_hooks(span):  # those before the forward have been called
@@ -118,8 +117,8 @@ class StepExecutor:
 
     def _eagerly(self, slot: ReplaySlot, span: CapturedSpan, tensors: Tensors) -> tuple[Tensors, Tensors]:
         self._position.eager.add(slot.key)
-        in_buffers = [tensor.data_ptr() in slot.addresses for tensor in tensors]
-        tensors = tuple([t.clone() if inside else t for t, inside in zip(tensors, in_buffers)])
+        addresses = {buffer.data_ptr() for buffer in slot.static}
+        tensors = tuple([t.clone() if t.data_ptr() in addresses else t for t in tensors])
         return span.through(tensors, self._graph_set.shared)
 
     def _fail(self, error: CaptureError) -> None:
@@ -199,10 +198,9 @@ class StepExecutor:
 
     def _state(self, slot: ReplaySlot) -> SpanSnapshot | None:
         """Return the state to restore after a failed capture; None if captures do no work."""
-        return SpanSnapshot(self._run_of(slot)) if self._fallback and self._backend.runs_at_capture else None
-
-    def _run_of(self, slot: ReplaySlot) -> CapturedSpan:
-        return self._spans[slot.step.chunk][slot.span]
+        if not (self._fallback and self._backend.runs_at_capture):
+            return None
+        return SpanSnapshot(self._spans[slot.step.chunk][slot.span])
 
     def backward_graph(self, forward: ReplaySlot, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Return the input gradients of a forward, not copied; accumulate those of parameters."""
@@ -394,7 +392,3 @@ class _Through(Function):
         for i, copy in zip(copied, copies_of([own[i] for i in copied])):
             own[i] = copy
         return None, None, None, None, *own
-
-
-# `_Through.apply`, without its search for torch.func wrappers among the arguments.
-_through = super(Function, _Through).apply

@@ -115,11 +115,6 @@ class ReplaySlot:
         reads the output of another graph.
     """
 
-    __slots__ = (
-        *("addresses", "graph", "in_place", "key", "kind", "name", "region", "round", "span", "static"),
-        "step",
-    )
-
     def __init__(self, replay: ReplayStep, name: str, buffers: Sequence[Tensor], round: int) -> None:
         self.step, self.span, self.graph, self.round = replay.step, replay.span, replay.graph, round
         self.kind = replay.step.kind
@@ -127,7 +122,6 @@ class ReplaySlot:
         self.name = f"{replay.step}, span {name!r}"
         self.region = f"fastmp.graph.{self.name}"
         self.static = [buffers[buffer] for buffer in replay.buffers]
-        self.addresses = [buffer.data_ptr() for buffer in self.static]
         self.in_place: frozenset[int] = frozenset()
 
     def fill(self, tensors: Sequence[Tensor | None]) -> list[Tensor]:
@@ -137,10 +131,10 @@ class ReplaySlot:
         """
         late: list[Tensor] = []
         new: list[Tensor] = []
-        for buffer, address, tensor in zip(self.static, self.addresses, tensors, strict=True):
+        for buffer, tensor in zip(self.static, tensors, strict=True):
             if tensor is None:
                 buffer.zero_()
-            elif not _lies_at(tensor, address, buffer.stride()):
+            elif not _lies_in(tensor, buffer):
                 late.append(buffer)
                 storages = [each.untyped_storage().data_ptr() for each in (tensor, buffer)]
                 moved = storages[0] == storages[1]  # another view of the same memory: copy it out first
@@ -154,19 +148,18 @@ class ReplaySlot:
         return [
             place
             for place in self.in_place
-            if (tensor := tensors[place]) is None
-            or not _lies_at(tensor, self.addresses[place], self.static[place].stride())
+            if (tensor := tensors[place]) is None or not _lies_in(tensor, self.static[place])
         ]
 
     def reads(self, place: int, tensor: Tensor, in_place: bool) -> None:
         """Set the memory that the graph reads: a buffer of the plan, or the output of another graph."""
-        self.static[place], self.addresses[place] = tensor, tensor.data_ptr()
+        self.static[place] = tensor
         self.in_place = self.in_place | {place} if in_place else self.in_place - {place}
 
 
-def _lies_at(tensor: Tensor, address: int, stride: tuple[int, ...]) -> bool:
-    """Return True if the values of `tensor` are those in memory at `address`."""
-    here = tensor.data_ptr() == address and tensor.stride() == stride
+def _lies_in(tensor: Tensor, buffer: Tensor) -> bool:
+    """Return True if the values of `tensor` are those in the memory of `buffer`."""
+    here = tensor.data_ptr() == buffer.data_ptr() and tensor.stride() == buffer.stride()
     return here and not (tensor.is_conj() or tensor.is_neg())
 
 
@@ -233,10 +226,8 @@ class GraphSet:
         self.live_grads: dict[int, Tensor] = {}
         self.buffers = [
             torch.empty_strided(
-                spec.shape, spec.strides, dtype=getattr(torch, spec.dtype), device=device
+                spec.shape, _strides(spec), dtype=getattr(torch, spec.dtype), device=device
             ).zero_()
-            if spec.strides
-            else torch.zeros(spec.shape, dtype=getattr(torch, spec.dtype), device=device)
             for spec in plan.buffers
         ]
         self.captured: dict[int, Captured] = {}
@@ -296,6 +287,9 @@ class GraphSet:
                     slot.reads(place, self.buffers[buffer], in_place=False)
 
 
+def _strides(spec: TensorSpec) -> tuple[int, ...]:
+    return spec.strides or torch.empty(spec.shape, device="meta").stride()
+
+
 def _expected(spec: TensorSpec, needs: bool) -> tuple:
-    stride = spec.strides or torch.empty(spec.shape, device="meta").stride()
-    return torch.Size(spec.shape), getattr(torch, spec.dtype), stride, needs, spec
+    return torch.Size(spec.shape), getattr(torch, spec.dtype), _strides(spec), needs, spec

@@ -173,7 +173,10 @@ def _kinds(
     group_of = dict(zip(layers_of, layer_groups(sizes, span_size), strict=True))
 
     def kind_of(link: BoundSegment) -> tuple[bool, int]:
-        captured = _captures(link, scope, chosen)
+        name = link.segment.name
+        # Without a scope a segment is captured even if its namesakes in other layers are eager.
+        wanted = name in chosen or (scope is None and name != "shared_experts")
+        captured = link.segment.capturable and wanted
         return captured, group_of[link.name] if captured else -1
 
     return kind_of
@@ -196,12 +199,6 @@ def _spans(
         spans.append(kind(name, group, [layer for layer in layers if layer not in begun], call))
         begun += layers
     return spans
-
-
-def _captures(link: BoundSegment, scope: Sequence[str] | None, chosen: set[str]) -> bool:
-    """Return True if `link` is captured; without a scope, even if its namesakes in other layers are eager."""
-    name = link.segment.name
-    return link.segment.capturable and (name in chosen or (scope is None and name != "shared_experts"))
 
 
 def spec_of(tensor: Tensor) -> TensorSpec:

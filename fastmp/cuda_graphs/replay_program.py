@@ -223,21 +223,17 @@ class ProgramExecutor(StepExecutor):
         return super().aliased if self._program is None else bool(self._program.aliased)
 
     def _next_forward(self, chunk: int) -> ReplaySlot | None:
-        if self._program is None:
-            return super()._next_forward(chunk)
-        slots, number = self._graph_set.slots, self._program.next
-        slot = slots[number] if number < len(slots) else None
-        return slot if slot is not None and slot.kind == FORWARD and slot.step.chunk == chunk else None
+        if self._program is not None:
+            self._position.go_on(self._program.next)
+        return super()._next_forward(chunk)
 
     def _next_weights(self, forward: ReplaySlot) -> ReplaySlot:
-        if self._program is not None:
-            slots, number = self._graph_set.slots, self._program.next
-            slot = slots[number] if number < len(slots) else None
-            if slot is not None and slot.key == forward.key and slot.kind == BACKWARD_WEIGHT:
-                self._program.pass_over()
-                return slot
-            self._leave()
-        return super()._next_weights(forward)
+        if self._program is None:
+            return super()._next_weights(forward)
+        self._position.go_on(self._program.next)
+        slot = super()._next_weights(forward)
+        self._program.pass_over()
+        return slot
 
     # Callbacks of csrc/replay, by the number of a replay.
 

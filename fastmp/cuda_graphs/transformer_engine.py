@@ -191,20 +191,13 @@ class _Replays:
         return run_segments(span.links, tensors, span.call, shared=shared)
 
     def skip(self, chunk: int) -> None:
-        self._forwards.update((own, span) for own, span in _all_runs(self._graph_set) if own == chunk)
+        self._forwards.update((chunk, span) for span in range(len(self._graph_set.plan.chunks[chunk])))
 
     def replays(self, chunk: int) -> bool:
         return False
 
     def end(self) -> None:
         """Do nothing: a step leaves no state."""
-
-
-def _all_runs(graph_set: GraphSet) -> Iterator[tuple[int, int]]:
-    """Yield (chunk, span) of all spans of a plan."""
-    for chunk, spans in enumerate(graph_set.plan.chunks):
-        for span in range(len(spans)):
-            yield chunk, span
 
 
 class _Backend:
