@@ -1,8 +1,8 @@
-"""The buffer of DeepEP, through which ranks of several machines send each other tokens.
+"""DeepEP buffer: expert-parallel dispatch and combine across machines.
 
-DeepEP (https://github.com/deepseek-ai/DeepEP) has kernels that send a token once to each rank that has some
-of its experts: by NVLink within a machine, and between machines by RDMA. It is a package of its own, used
-where it is installed, through the class `deep_ep.Buffer` that its versions 1.2 and 2 both have.
+DeepEP (https://github.com/deepseek-ai/DeepEP) sends a token once to each rank that has some of its experts:
+over NVLink within a machine, over RDMA between machines. It is an optional package, used through the class
+`deep_ep.Buffer` of its versions 1.2 and 2.
 """
 
 from __future__ import annotations
@@ -20,9 +20,11 @@ _OF_A_MACHINE = 8  # ranks, which DeepEP takes to reach each other by NVLink
 
 
 class DeepEPBuffer:
-    """The `deep_ep.Buffer` of the ranks of an etp-ep group, once it is reserved; all layers share it.
+    """`deep_ep.Buffer` of an etp-ep group, made by the first `reserve` and shared by all layers.
 
-    device_types, dtypes: the rows that DeepEP sends. index_dtype: that of its numbers of experts.
+    Attributes:
+        device_types, dtypes: of the rows that DeepEP sends.
+        index_dtype: of its expert indices.
     """
 
     device_types: tuple[str, ...] = ("cuda",)
@@ -35,12 +37,16 @@ class DeepEPBuffer:
         self._reserved: tuple[Any, ...] = ()
 
     def __deepcopy__(self, memo: dict[int, object]) -> DeepEPBuffer:
-        return self  # the peers of a copy are the same
+        return self  # a copied layer has the same peers
 
     def check(self, rows: Tensor) -> None:
-        """Raise ValueError where DeepEP is not installed, or does not send `rows` (T, H) between these ranks.
+        """Check that DeepEP is installed and can send `rows` (T, H) between these ranks, without allocating.
 
-        Nothing is sent or allocated. Meta tensors pass anywhere.
+        Meta tensors always pass.
+
+        Raises:
+            ValueError: the device, the dtype, the bytes of a row or the number of ranks is not supported, or
+                DeepEP is not installed.
         """
         if rows.is_meta:
             return
@@ -68,9 +74,10 @@ class DeepEPBuffer:
             raise ValueError(f'{what} among {ranks} ranks, etp x ep: {error}; take "alltoall"') from None
 
     def reserve(self, rows: Tensor) -> Any:
-        """Return the buffer, for rows like `rows` (T, H); the first call, on all ranks together, makes it.
+        """Return the buffer for rows like `rows` (T, H); the first call is a collective and makes it.
 
-        ValueError for rows of another kind than before, and as `check`.
+        Raises:
+            ValueError: the hidden size, dtype or device differs from the first call; and as `check`.
         """
         if rows.is_meta:
             return _Shapes(self.group.size())
@@ -97,7 +104,7 @@ class DeepEPBuffer:
 
 
 class _Shapes:
-    """A buffer for meta tensors: each rank receives what it sends, and each of its experts one row."""
+    """Stand-in for meta tensors: each rank receives as many rows as it sends, and one for each expert."""
 
     def __init__(self, ranks: int) -> None:
         self.ranks = ranks

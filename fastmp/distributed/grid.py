@@ -1,4 +1,4 @@
-"""The parallel layout of ranks: which rank belongs to which group. Standard library only.
+"""Parallel layout: which rank belongs to which group. Standard library only.
 
 The same ranks form two grids: the dense one (tp, cp, dp, pp) for attention and dense layers, and the
 expert one (etp, ep, edp, pp) for mixture-of-experts layers. One `order` string arranges both: the leftmost
@@ -21,7 +21,7 @@ _TO_EXPERT = {"tp": "etp", "ep": "ep", "dp": "edp", "pp": "pp"}
 
 @dataclass(frozen=True, init=False)
 class RankGrid:
-    """The dense and the expert grid over ranks 0 .. world_size - 1.
+    """Dense and expert grid over ranks 0 .. world_size - 1.
 
     `tp`, `cp`, `ep`, `dp` and `pp` are the sizes of tensor, context, expert, data and pipeline parallelism;
     `etp` is the tensor parallelism inside an expert (None: the same as tp), `edp` the data parallelism of
@@ -154,9 +154,10 @@ class RankGrid:
 
 
 def _left_over(world_size: int, sizes: dict[str, int], name: str, size: int | None) -> int:
-    """The size of axis `name`: `size`, or where that is None the quotient of world_size and `sizes`.
+    """Return the size of axis `name`: `size`, or if that is None the quotient of world_size and `sizes`.
 
-    ValueError where all sizes do not multiply to world_size.
+    Raises:
+        ValueError: the sizes do not multiply to world_size.
     """
     known = math.prod(sizes.values())
     formula = " x ".join(f"{axis} {n}" for axis, n in sizes.items())

@@ -1,12 +1,12 @@
 """Process groups of a `RankGrid`, and the same groups as named device meshes.
 
-An object, not module state: a process may hold several, one per model. Every rank creates every group in
-the same order, including those it is not in, which is what torch.distributed asks for. A group of one rank
-is `None`: layers and collectives take `None` for "this rank alone" and communicate nothing.
+Groups are an object, not module state: a process may hold several, one per model. As torch.distributed
+requires, every rank creates every group in the same order, also groups it is not in. A group of one rank is
+`None`: layers and collectives take `None` for "this rank alone" and communicate nothing.
 
-Over NCCL, the groups whose collectives run beside compute kernels have streams of high priority: as
-multiprocessors come free, blocks of communication are placed before those of a product launched earlier. NCCL
-uses these streams for asynchronous collectives and messages; a synchronous one runs on the current stream.
+Over NCCL, groups whose collectives overlap with compute have streams of high priority: as multiprocessors
+come free, blocks of communication are placed before those of a GEMM launched earlier. NCCL uses these streams
+for asynchronous collectives and messages; a synchronous collective runs on the current stream.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from fastmp.distributed.runtime import CONNECTING
 from fastmp.distributed.symmetric_memory import SymmetricExchange
 
 DEFAULT_TIMEOUT = timedelta(minutes=10)
-# Axes with collectives that run beside compute: reductions of buckets, tensor-parallel ones behind a product,
-# the messages of pipelines, the exchange of tokens beside a shared expert.
+# Collectives that overlap with compute: reductions of gradient buckets, tensor-parallel collectives behind a
+# GEMM, pipeline messages, the all-to-all of tokens next to a shared expert.
 _OVERLAPPED = (*DENSE_AXES, *EXPERT_AXES, "cp-dp")
-# Groups that send tensors of the device only: gradients, parameters, norms. In a job with NCCL they have no
-# gloo, whose threads and descriptors would come with each.
+# Groups that send device tensors only: gradients, parameters, norms. In a job with NCCL they have no gloo,
+# which would add threads and descriptors to each.
 _DEVICE_ONLY = ("pp_backward", "edp", "dp_cp", "pp-tp", "ep-etp-pp", "ep-pp", "etp-pp")
 
 
 def _priority(backends: str, timeout: timedelta) -> Any:
-    """Return options for NCCL with streams of high priority; None where it is not among the backends.
+    """Return NCCL options with a high-priority stream, or None without NCCL.
 
-    `dist.new_group` gives them to NCCL alone, also where gloo serves CPU tensors in the same group. It writes
+    `dist.new_group` passes them to NCCL alone, also if gloo serves CPU tensors in the same group. It writes
     into them: each group needs its own.
     """
     if "nccl" not in backends:
@@ -50,25 +50,34 @@ def _priority(backends: str, timeout: timedelta) -> Any:
 
 @dataclass(frozen=True)
 class ParallelGroups:
-    """This rank's process groups; each is None where the group would have one rank.
+    """This rank's process groups; a group of one rank is None.
 
-    `tp`, `cp`, `dp`, `pp` are the dense axes, `etp`, `ep`, `edp` those of the experts. `pp_backward` has the
-    ranks of `pp`: gradients travel over it, and activations over `pp`, so that neither waits behind the
-    other. Buckets of gradients and parameters travel over `dp_cp`, or `edp` if they are of experts. No layer
-    communicates over these two, or it would wait behind buckets. `mp` (tp-pp) is one replica of the model,
-    `embedding` the first and last stage of a pipeline (None on the stages between). `expert_mp` (etp-ep-pp)
-    is one replica of all experts, and `mp` itself where the ranks are the same. In an expert layer, `tp_cp`
-    divides the tokens of one sequence, `tp_cp_dp` those of all microbatches that run at once, and `etp_ep`
-    holds all experts. Where only one of several axes has more than one rank, its own group serves, but for
-    `dp_cp`.
+    | group | ranks | use |
+    |---|---|---|
+    | `tp`, `cp`, `dp`, `pp` | an axis of the dense grid | activations over `pp` |
+    | `etp`, `ep`, `edp` | an axis of the expert grid | buckets of experts over `edp` |
+    | `pp_backward` | as `pp` | gradients, so that they do not wait behind activations |
+    | `dp_cp` | dp and cp | buckets of gradients and parameters |
+    | `mp` | tp-pp | a model replica |
+    | `expert_mp` | etp-ep-pp | a replica of all experts; is `mp` if the ranks are the same |
+    | `tp_cp` | tp and cp | the tokens of one sequence |
+    | `tp_cp_dp` | tp, cp and dp | the tokens of all microbatches that run at once |
+    | `etp_ep` | etp and ep | all experts of a layer |
+    | `embedding` | first and last stage of a pipeline | tied embeddings; None on other stages |
 
-    `exchange` is the memory through which ranks of `etp_ep` send each other rows where the dispatcher is
-    "symmetric", `deepep` the buffer for dispatcher "deepep"; None where one rank has all experts. Nothing is
-    allocated before it is used.
+    No layer communicates over `dp_cp` and `edp`: it would wait behind buckets. If only one of several axes
+    has more than one rank, its own group serves, except for `dp_cp`.
 
-    `mesh` has the dense axes by name and `expert_mesh` the expert axes, slowest first, axes of size one
-    included; their groups are the ones above. Both are None where torch.distributed is not initialised (a
-    world of one).
+    Attributes:
+        exchange: symmetric memory of `etp_ep` for dispatcher "symmetric"; None if one rank has all experts.
+        deepep: the buffer for dispatcher "deepep", likewise. Both allocate nothing before they are used.
+        mesh, expert_mesh: the axes of each grid by name, slowest first, axes of size one included, over the
+            groups above; None if torch.distributed is not initialised (a world of one).
+
+    Example:
+        >>> groups = ParallelGroups.create(RankGrid(world_size=1))
+        >>> groups.tp is None and groups.rank == 0
+        True
     """
 
     grid: RankGrid
@@ -94,18 +103,17 @@ class ParallelGroups:
     expert_mesh: DeviceMesh | None = None
 
     def __deepcopy__(self, memo: dict[int, object]) -> ParallelGroups:
-        """A copy of a layer works in the same groups."""
-        return self
+        return self  # a copied layer has the same groups
 
     @classmethod
     @cache
     def alone(cls) -> ParallelGroups:
-        """The groups of a process on its own: every group is None. The same object at every call."""
+        """Return the groups of a world of one, all None: the same object at every call."""
         return cls(grid=RankGrid(world_size=1), rank=0)
 
     @property
     def norm(self) -> dict[str, ProcessGroup | None]:
-        """The groups that `global_grad_norm` takes, by the names of its arguments."""
+        """Group arguments of `global_grad_norm`, by name."""
         of_experts = {"etp_group": self.etp, "expert_mp_group": self.expert_mp}
         world = dist.group.WORLD if self.grid.world_size > 1 else None
         return {"tp_group": self.tp, "mp_group": self.mp, **of_experts, "world_group": world}
@@ -114,17 +122,22 @@ class ParallelGroups:
     def create(
         cls, grid: RankGrid, *, timeout: timedelta = DEFAULT_TIMEOUT, local_only: bool = False
     ) -> ParallelGroups:
-        """Make the groups of `grid`; every rank calls this, in the same order as its other groups.
+        """Make the groups of `grid`; all ranks call this, in the same order as they make other groups.
 
-        The groups have the backends of the default group (`fastmp.init`: NCCL for CUDA tensors, gloo for
-        CPU tensors) and their own `timeout`, after which a collective that some rank never joined fails.
-        Beside NCCL, `pp_backward`, `edp`, `dp_cp`, `mp` and `expert_mp` have no gloo, unless the
-        group of an axis serves for them. A world of one works without torch.distributed. ValueError where the
-        grid and the running world differ in size.
+        The groups have the backends of the default group (`fastmp.init`: NCCL for CUDA tensors, gloo for CPU
+        tensors). Next to NCCL, `pp_backward`, `edp`, `dp_cp`, `mp` and `expert_mp` have no gloo, unless the
+        group of an axis serves for them. A world of one works without torch.distributed.
 
         A rank calls `dist.new_group` once for every group of several ranks, also those of other ranks, and
-        once for itself: for an axis of size n, world_size / n times. With `local_only` torch creates those of
-        this rank alone: where the other ranks are pretended (backend "fake"), nobody has to agree on names.
+        once for itself: for an axis of size n, world_size / n times.
+
+        Args:
+            timeout: after which a collective fails if a rank has not joined it.
+            local_only: create the groups of this rank alone, for a pretended world (backend "fake") whose
+                other ranks do not exist.
+
+        Raises:
+            ValueError: the grid and torch.distributed differ in the number of ranks.
         """
         initialised = dist.is_available() and dist.is_initialized()
         world_size = dist.get_world_size() if initialised else 1
@@ -134,8 +147,8 @@ class ParallelGroups:
         if not initialised:
             return cls(grid=grid, rank=0)
         rank, backends = dist.get_rank(), dist.get_backend_config()
-        # Gloo waits for the address of a rank that is gone as long as the group's timeout. A collective
-        # fails at once where a connection has closed; behind it all ranks make groups, and within a minute.
+        # 1. All-reduce over the world (gloo, host): it fails at once if a rank is gone. While groups connect,
+        #    gloo waits for the address of a lost rank as long as the timeout, hence `connecting`.
         connecting = timeout
         if "gloo" in backends and not local_only:
             dist.all_reduce(torch.zeros(1))
@@ -157,6 +170,7 @@ class ParallelGroups:
                             dist.distributed_c10d._set_pg_timeout(timeout, group)
             return own
 
+        # 2. One group for each axis, then the joined ones; axes of the same ranks share a group.
         groups = {axis: make(axis) for axis in dict.fromkeys(DENSE_AXES + EXPERT_AXES)}
         groups["pp_backward"] = make("pp", "pp_backward")
 
@@ -190,6 +204,7 @@ class ParallelGroups:
             deepep = DeepEPBuffer(etp_ep)
         same = grid.ranks("mp") == grid.ranks("etp-ep-pp")
         groups["expert_mp"] = groups["mp"] if same else join("etp", "ep", "pp")
+        # 3. Meshes over these groups; `alone` stands for axes of size one.
         alone = dist.new_group(
             [rank], timeout=timeout, use_local_synchronization=True, group_desc="fastmp:alone"
         )

@@ -1,11 +1,14 @@
-"""Random streams per rank: one that tensor-parallel ranks share, one that differs between them.
+"""Random streams of a rank: one equal across tensor-parallel ranks, one different on each.
 
-All ranks of a tensor-parallel group draw from the default generator, which starts equal on them, what they
-compute alike: residual dropout, weights drawn in full. Inside `fork("tensor-parallel")` each draws what is
-sharded: dropout of its heads, weights drawn as a shard. Equal masks or weights on different shards would be
-wrong and silent. Context-parallel ranks have equal weights and different tokens, so what acts on tokens draws
-from twins of the two streams that differ between them: "context-parallel" and "tensor-context-parallel".
-Data-parallel ranks have equal streams, pipeline stages different ones.
+| stream | differs across | draws |
+|---|---|---|
+| "default" | pp | residual dropout, replicated weights |
+| "tensor-parallel" | tp, pp | dropout of a rank's heads, sharded weights |
+| "context-parallel" | cp, pp | as "default", for tokens sharded over context-parallel ranks |
+| "tensor-context-parallel" | tp, cp, pp | as "tensor-parallel", for sharded tokens |
+
+Equal masks or weights on different shards would be wrong without an error. Data-parallel ranks have equal
+streams.
 """
 
 from __future__ import annotations
@@ -27,8 +30,10 @@ _CONTEXT_OFFSET = 1_000_000
 class Seeds:
     """Seeds drawn by `RngTracker.seed` in a recomputed region, read again by the recomputation.
 
-    states: where the streams start in the repetition. Seeds of those that are not there are kept.
-    drawn: {stream: seeds in order}; advanced: {stream: by how much they moved it on, where that was watched}.
+    Attributes:
+        states: of the streams at the start of the recomputation. Seeds of other streams are kept.
+        drawn: seeds of each stream, in order.
+        advanced: generator offset by which the draws moved each stream on, if it was observed.
     """
 
     def __init__(self, states: Mapping[str, torch.Tensor | torch.Generator]) -> None:
@@ -43,12 +48,17 @@ class Seeds:
 
 
 class RngTracker:
-    """The random streams of this rank; `current` is the one drawn from. Making one seeds torch's generators.
+    """Random streams of this rank; `current` is the stream that torch draws from.
 
-    Streams: "default", torch's default generator of `device`, seeded `seed + 100 * pp_rank`;
-    "tensor-parallel", seeded `seed + 2718 + tp_rank + 100 * pp_rank`. With a `cp_rank`, "context-parallel"
-    and "tensor-context-parallel" are seeded 1,000,000 * (1 + cp_rank) above these two. The default
-    generators of the other devices get the default seed.
+    The constructor seeds torch's generators: "default", the default generator of `device`, with
+    `seed + 100 * pp_rank`, and "tensor-parallel" with `seed + 2718 + tp_rank + 100 * pp_rank`. With a
+    `cp_rank`, "context-parallel" and "tensor-context-parallel" are seeded 1,000,000 * (1 + cp_rank) above
+    these two. The default generators of other devices get the default seed.
+
+    Example:
+        >>> rng = RngTracker(1234, tp_rank=0)
+        >>> with rng.fork("tensor-parallel"):
+        ...     weight = torch.randn(4, 4)
     """
 
     def __init__(
@@ -80,20 +90,24 @@ class RngTracker:
         self._keeper: Callable[[], Mapping[str, torch.Generator] | None] | None = None
         self._ended: Callable[[Seeds], None] | None = None
         self._outside: Callable[[], Mapping[str, torch.Generator] | None] | None = None
-        self._noted: list[Seeds] = []  # of the parts that are at work, each inside the one before
+        self._noted: list[Seeds] = []  # of the running regions, each nested in the one before
         self._repeated: dict[str, Iterator[torch.Tensor]] = {}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RngTracker:
-        """A copy of a model draws from the same streams: there is one default generator."""
-        return self
+        return self  # a copied model draws from the same streams: there is one default generator
 
     @contextmanager
     def fork(self, name: str = "tensor-parallel", *, device: torch.device | None = None) -> Iterator[None]:
-        """Draw from stream `name` inside the block; the next block of this stream goes on where it ended.
+        """Draw from stream `name` inside the block; the next block of this stream continues where it ended.
 
-        A block inside a block of the same stream changes nothing. ValueError for an unknown stream, and where
-        the block is about to draw on a `device` that is not the tracker's: equal numbers on all ranks would
-        go unnoticed.
+        A block inside a block of the same stream changes nothing.
+
+        Args:
+            device: on which the block draws.
+
+        Raises:
+            ValueError: the stream is unknown, or `device` is not the tracker's: all ranks would draw equal
+                numbers there.
         """
         if name not in self._streams:
             hint = "; make the tracker with cp_rank=" if "context" in name else ""
@@ -129,9 +143,9 @@ class RngTracker:
             own.set_state(state)
 
     def seed(self, device: torch.device) -> torch.Tensor:
-        """Draw one int64 number () of the current stream, on `device`: of it a mask can be a pure function.
+        """Draw an int64 seed () from the current stream, on `device`; a mask is then a pure function of it.
 
-        Where a captured recomputation says so (see `again`), return what the forward has drawn.
+        In a captured recomputation (see `again`), return the seed of the forward.
         """
         if self.current not in self._repeated:
             number, advance = self._draw(device)
@@ -148,7 +162,7 @@ class RngTracker:
         return number
 
     def _draw(self, device: torch.device) -> tuple[torch.Tensor, int]:
-        """A number of the current stream, and how far that was advanced if somebody wants to know."""
+        """Return a seed of the current stream, and the offset by which it moved (0 if nobody observes)."""
         before = 0 if self._ended is None else self._default.get_offset()
         number = torch.randint(-(1 << 63), (1 << 63) - 1, (), device=device)
         return number, 0 if self._ended is None else self._default.get_offset() - before
@@ -166,9 +180,9 @@ class RngTracker:
 
     @contextmanager
     def again(self, seeds: Seeds) -> Iterator[None]:
-        """Start the streams from `seeds.states` inside the block; behind it they are as before.
+        """Start the streams from `seeds.states` inside the block, and restore them after it.
 
-        Of a stream that is not there the block draws seeds alone, and it gets those of `seeds`.
+        From a stream without a state the block may only draw seeds, and gets those of `seeds`.
         """
         outside, repeated = self._states(self._outside), self._repeated
         self.restore({**outside, **seeds.states})
@@ -182,9 +196,9 @@ class RngTracker:
             self.restore(outside)
 
     def states(self) -> Mapping[str, torch.Tensor | torch.Generator]:
-        """The state of every stream, as uint8 tensors on the CPU, for a recomputation or a checkpoint.
+        """Return the state of every stream, as uint8 tensors on the CPU, for a recomputation or a checkpoint.
 
-        Each tensor-parallel rank saves its own.
+        The states differ across tensor-parallel ranks.
         """
         return self._states(self._keeper)
 
@@ -196,8 +210,13 @@ class RngTracker:
         return {name: generator.get_state() for name, generator in self._by_name().items()}
 
     def restore(self, states: Mapping[str, torch.Tensor | torch.Generator]) -> None:
-        """Set every stream to its entry in `states`: a tensor from `states()`, or on CUDA a generator from
-        `generators()`, which takes the stream's place. ValueError where the streams are not the same.
+        """Set every stream to its entry in `states`.
+
+        An entry is a tensor from `states()`, or on CUDA a generator from `generators()`, which takes the
+        stream's place.
+
+        Raises:
+            ValueError: `states` has other streams than this tracker, or a generator on a CPU.
         """
         streams = self._by_name()
         if set(states) != set(streams):
@@ -215,12 +234,12 @@ class RngTracker:
                 self._streams[self.current if name == "default" else name] = state
 
     def follow(self, other: RngTracker) -> None:
-        """Go on as `other` would, which has streams of the same names."""
+        """Continue as `other`, a tracker with the same streams."""
         self.restore(other.states())
         self._seeds = other._seeds
 
     def restart(self, step: int) -> None:
-        """Seed every stream anew, by its first seed and `step`: its state at that step is not known."""
+        """Seed every stream again from its first seed and `step`, whose state is not known."""
         numbers = {
             name: int.from_bytes(blake2b(f"{seed} {step}".encode(), digest_size=7).digest(), "little")
             for name, seed in self._seeds.items()
@@ -236,10 +255,12 @@ class RngTracker:
         return streams
 
     def generators(self) -> dict[str, torch.Generator]:
-        """A generator for each stream of a CUDA device, which moves on with the stream.
+        """Return a generator for each stream of a CUDA device, which moves on with the stream.
 
-        A graph registers them; while it is captured, when states cannot be read, `restore` takes them.
-        ValueError on a CPU, whose streams take turns in one generator by copies of their states.
+        A graph registers them; during capture, when states cannot be read, `restore` takes them.
+
+        Raises:
+            ValueError: the device is a CPU, whose streams take turns in one generator by copies of states.
         """
         if self._default.device.type == "cpu":
             raise ValueError("RngTracker.generators: the streams of cpu have states only; use states()")
@@ -254,10 +275,11 @@ class RngTracker:
         ended: Callable[[Seeds], None] | None = None,
         again: Callable[[], Mapping[str, torch.Generator] | None] | None = None,
     ) -> Iterator[None]:
-        """Inside the block, let `states()` return the result of `keeper()` unless it is None.
+        """Let `states()` return the result of `keeper()` inside the block, unless that is None.
 
-        ended: called with the seeds of each part that will be recomputed, when its forward has ended.
-        again: in place of `keeper` for the states to which a repetition returns; None: `keeper`.
+        Args:
+            ended: called with the seeds of each region to be recomputed, after its forward.
+            again: in place of `keeper` for the states restored after a recomputation; None: `keeper`.
         """
         before = self._keeper, self._ended, self._outside
         self._keeper, self._ended, self._outside = keeper, ended, keeper if again is None else again
@@ -269,7 +291,7 @@ class RngTracker:
 
 @contextmanager
 def seeded(seed: int, device: torch.device) -> Iterator[None]:
-    """Seed the default generator of `device` inside the block; behind it, it goes on as before."""
+    """Seed the default generator of `device` inside the block, and restore it after the block."""
     generator = _default_generator(device)
     state = generator.get_state()
     generator.manual_seed(seed)

@@ -28,6 +28,7 @@ import torch
 import torch.distributed as dist
 
 from fastmp.config import Environment, set_default_variables
+from fastmp.distributed.collectives import gather_objects
 
 LOOPBACK = "127.0.0.1"
 _POLL_SECONDS = 0.02
@@ -52,7 +53,8 @@ _LOST_PEER = (
 class Runtime:
     """This rank's place in the job and the device it computes on.
 
-    `owns_group`: `init` made the default process group, and `close` destroys it.
+    Attributes:
+        owns_group: `init` made the default process group, and `close` destroys it.
     """
 
     rank: int
@@ -62,9 +64,9 @@ class Runtime:
     owns_group: bool = False
 
     def close(self) -> None:
-        """Leave the job; calling it twice is harmless.
+        """Leave the job and destroy all process groups, unless another library made the default group.
 
-        All process groups are gone then. Nothing happens where somebody else made the default one.
+        A second call does nothing.
         """
         if self.owns_group and dist.is_initialized():
             dist.destroy_process_group()
@@ -77,27 +79,36 @@ def init(
 ) -> Runtime:
     """Join the job that the launcher describes and choose this rank's device.
 
-    With a GPU the device is `cuda:LOCAL_RANK`, CUDA tensors travel over NCCL and CPU tensors over gloo;
-    without one, or with `backend="gloo"`, all is on the CPU. `timeout_minutes` bounds every collective of the
-    default group, `join_seconds` the wait for ranks that are not there yet: as long as a collective under a
-    launcher that starts all ranks (torchrun, srun, mpirun, mpiexec), 5 by default elsewhere.
-
-    A launcher sets RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT, as torchrun does. Where RANK
-    is not set, the variables of srun, mpirun and mpiexec count: on one machine the ranks meet at localhost,
+    A launcher sets RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT, as torchrun does. If RANK is
+    not set, the variables of srun, mpirun and mpiexec count: on one machine the ranks meet at localhost,
     under srun on several at the first machine of the step, at a port made from the job's id. Without any of
-    these this is a world of one, and no process group is made.
+    these, this is a world of one, and no process group is made.
 
-    A default process group that is there already, such as that of Ray Train, Accelerate, Lightning or verl,
-    is adopted: rank and world size are its own, and `Runtime.close` leaves it alone. The device is the
-    current CUDA device where NCCL serves it, else the CPU. `local_rank` is LOCAL_RANK, or counts the ranks
-    with this host's name. All ranks call `init` then. `join_seconds` and `timeout_minutes` do nothing.
+    If another library (Ray Train, Accelerate, Lightning, verl) has made a default process group, that group
+    is adopted: all ranks call `init`, `join_seconds` and `timeout_minutes` have no effect, and
+    `Runtime.close` leaves the group alone. The device is the current CUDA device if NCCL serves it, else the
+    CPU. `local_rank` is LOCAL_RANK, or counts the ranks with the same host name.
 
-    Safe under `torchrun --max-restarts`: a restarted job never reads what dead workers left in the agent's
-    store.
+    A job restarted by `torchrun --max-restarts` never reads what dead workers left in the agent's store.
 
-    Raises ValueError for variables that contradict each other or the machine, for launchers that do not say
-    where ranks meet, and for an adopted group whose backends do not serve the device; RuntimeError where
-    ranks are missing when the time is up (they are named), and where another program has the port.
+    Args:
+        backend: "gloo" keeps everything on the CPU. None or "nccl": with a GPU the device is
+            `cuda:LOCAL_RANK`, with NCCL for CUDA tensors and gloo for CPU tensors.
+        join_seconds: how long to wait for ranks that are not there yet. None: `timeout_minutes` under a
+            launcher that starts all ranks (torchrun, srun, mpirun, mpiexec), else 5 seconds.
+        timeout_minutes: limit of every collective of the default group.
+
+    Raises:
+        ValueError: variables contradict each other or the machine, the launcher does not say where ranks
+            meet, or an adopted group does not serve the device.
+        RuntimeError: ranks are missing when the time is up (the message lists them), or another program has
+            the port.
+
+    Example:
+        >>> runtime = init(backend="gloo")
+        >>> runtime.rank, runtime.world_size
+        (0, 1)
+        >>> runtime.close()
     """
     if backend not in (None, "gloo", "nccl"):
         raise ValueError(f"fastmp.init: backend must be None, 'gloo' or 'nccl', got {backend!r}")
@@ -152,12 +163,16 @@ def init(
 def main_guard(main: Callable[[], int | None]) -> int:
     """Run `main()` as this rank's whole program and return its exit status (None counts as 0).
 
-    An exception becomes one line on stderr, `fastmp: rank R: Type: message`, and status 1; FASTMP_DEBUG=1
-    adds the traceback. A process alone has no rank in it. A ValueError is a user's mistake: its status is 2,
-    its line has no type in it, and indented lines are kept. In a job of several ranks the process then leaves
-    at once, without the interpreter's clean-up, which could wait for peers; torchrun or the closed
-    connections end the others within seconds. A crash in native code and a collective that NCCL aborts at its
-    timeout leave the Python stack on stderr.
+    An exception becomes one line on stderr, `fastmp: rank R: Type: message`, without the rank in a world of
+    one; FASTMP_DEBUG=1 adds the traceback. The status is 1, or 2 for a ValueError, a user's mistake, whose
+    line has no type and keeps indented lines. In a job of several ranks the process then leaves at once,
+    without the interpreter's clean-up, which could wait for peers; torchrun or the closed connections end the
+    other ranks within seconds. A crash in native code and a collective that NCCL aborts at its timeout leave
+    the Python stack on stderr.
+
+    Example:
+        >>> main_guard(lambda: 3)
+        3
     """
     try:
         env = Environment.read()
@@ -206,13 +221,13 @@ def _make_room_for_ranks(world_size: int) -> None:
 
 
 def _let_threads_end_first() -> None:
-    """Have this process wait a moment when its program has ended, before Python's own clean-up.
+    """Register a short wait at exit, before Python's own clean-up, in which gloo's threads come to an end.
 
-    A thread of gloo lets go of a collective's tensors after the caller has gone on, and takes the GIL for it.
-    A thread that asks for the GIL while the interpreter ends aborts the process (pytorch/pytorch#190489).
-    Nobody joins these threads where a layer or another library still holds its group.
+    A gloo thread frees a collective's tensors after the caller has gone on, and takes the GIL for it. A
+    thread that asks for the GIL while the interpreter ends aborts the process (pytorch/pytorch#190489).
+    Nothing joins these threads while a layer or another library still holds its group.
     """
-    atexit.unregister(_let_go)  # so that however many inits are one wait
+    atexit.unregister(_let_go)  # one wait, however many calls of `init`
     atexit.register(_let_go)
 
 
@@ -240,7 +255,11 @@ def _device(env: Environment, backend: str | None) -> torch.device:
 
 
 def _adopt(env: Environment, backend: str | None) -> Runtime:
-    """This rank's place in the default process group; ValueError where that does not serve the device."""
+    """Return this rank's place in the default process group.
+
+    Raises:
+        ValueError: the group has no backend for the device's tensors.
+    """
     rank, world_size, served = dist.get_rank(), dist.get_world_size(), dist.get_backend_config()
     has_nccl = "cuda:nccl" in served.split(",") and torch.cuda.is_available()
     device = torch.device("cpu")
@@ -256,22 +275,21 @@ def _adopt(env: Environment, backend: str | None) -> Runtime:
         )
     local_rank = env.local_rank
     if local_rank is None or (env.rank, env.world_size) != (rank, world_size):
-        hosts: list[str] = [""] * world_size
-        dist.all_gather_object(hosts, socket.gethostname())
+        hosts = gather_objects(socket.gethostname(), dist.group.WORLD)
         local_rank = hosts[:rank].count(hosts[rank])
     return Runtime(rank, world_size, local_rank, device)
 
 
 def loopback_listener(port: int = 0) -> socket.socket:
-    """Listen at the loopback address alone, for the `master_listen_fd` of a TCPStore; port 0 is any.
+    """Listen at the loopback address alone, for the `master_listen_fd` of a TCPStore; port 0 is any free one.
 
-    torch's own socket listens on every interface, whatever address it is told.
+    torch's own socket listens on every interface, whatever address it is given.
     """
     return socket.create_server((LOOPBACK, port))
 
 
 def _join_store(env: Environment, rank: int, timeout: timedelta) -> dist.Store:
-    """The store that rank 0, or torchrun's agent, serves at the master address."""
+    """Return the store that rank 0, or torchrun's agent, serves at the master address."""
     address, deadline = f"{env.master_addr}:{env.master_port}", time.monotonic() + timeout.total_seconds()
     host = LOOPBACK if env.master_addr == "localhost" else env.master_addr
     serves = rank == 0 and not env.agent_store
@@ -308,8 +326,10 @@ def _join_store(env: Environment, rank: int, timeout: timedelta) -> dist.Store:
 
 
 def _wait_for_listener(env: Environment, rank: int, deadline: float, timeout: timedelta) -> None:
-    """Return once something listens at the master address. torch's own wait for it takes twice as long as it
-    is told, and prints a traceback for each attempt."""
+    """Wait until something listens at the master address.
+
+    torch's own wait takes twice as long as it is told, and prints a traceback for each attempt.
+    """
     while True:
         try:
             left = max(deadline - time.monotonic(), 0.1)
@@ -326,10 +346,9 @@ def _wait_for_listener(env: Environment, rank: int, deadline: float, timeout: ti
 
 
 def _within(seconds: float, make: Callable[[], dist.Store]) -> dist.Store | None:
-    """Return or raise what `make` does; None where it takes longer than `seconds`.
+    """Call `make` and return its result, or None if it takes longer than `seconds`.
 
-    torch's client waits without end for the first answer of a store. It is left waiting in a thread that no
-    exit waits for.
+    torch's client waits without end for the first answer of a store. It is left waiting in a daemon thread.
     """
     done: list[dist.Store | BaseException] = []
 
@@ -350,19 +369,22 @@ def _within(seconds: float, make: Callable[[], dist.Store]) -> dist.Store | None
 
 
 def fresh_store(store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> dist.Store:
-    """A name space of `store` shared by the ranks of this incarnation of the job, new to all of them.
+    """Return a namespace of `store` that only the ranks of this start of the job use.
 
     torchrun keeps one store over all restarts, with the addresses of dead workers in it, and its restart
     counts are per node and may differ. So the ranks agree among themselves:
 
     1. Rank 0 publishes a name never used before, and every other rank counts itself in under that name.
-    2. When all are in, every rank confirms that it is still there: one may have died while others came. It
+    2. When all are in, every rank confirms that it is still there: a rank may have died in the meantime. It
        joins again under the same name if it is started again.
     3. Rank 0 opens the name when all have confirmed.
 
-    A rank that finds the name open already is misled by an earlier incarnation, and waits for the next name.
-    A name that is not open when its rank 0 dies stays so. Every rank moves a few hundred bytes, however many
-    ranks there are. RuntimeError, naming the ranks that did not come, when `timeout` is over.
+    A rank that finds a name open already has read that of an earlier start, and waits for the next name. A
+    name that is not open when its rank 0 dies stays so. Every rank moves a few hundred bytes, however many
+    ranks there are.
+
+    Raises:
+        RuntimeError: `timeout` is over; on rank 0, the message lists the missing ranks.
     """
     deadline = time.monotonic() + timeout.total_seconds()
     try:
@@ -402,7 +424,7 @@ def _follow(store: dist.Store, rank: int, world_size: int, deadline: float) -> s
         published = "fastmp/" + store.get("fastmp/leader").decode()
         if published != prefix:
             prefix, pause = published, _POLL_SECONDS
-            # 1. A name that is open already is that of an earlier incarnation.
+            # 1. A name that is open already belongs to an earlier start of the job.
             awaited = "" if store.check([f"{prefix}/open"]) else "full"
             if awaited:
                 _count(store, prefix, rank, world_size)
@@ -416,18 +438,18 @@ def _follow(store: dist.Store, rank: int, world_size: int, deadline: float) -> s
             _count(store, f"{prefix}/here", rank, world_size)
             awaited, pause = "open", _POLL_SECONDS
             continue
-        pause = min(2 * pause, _LONGEST_POLL_SECONDS)  # in case the name was that of an earlier incarnation
+        pause = min(2 * pause, _LONGEST_POLL_SECONDS)  # the name may belong to an earlier start
     return None
 
 
 def _count(store: dist.Store, prefix: str, rank: int, world_size: int) -> None:
-    """Count `rank` under `prefix`, once however often it is started, and say when all but rank 0 are."""
+    """Count `rank` under `prefix`, once however often it is started; the last one to come sets "full"."""
     if store.add(f"{prefix}/{rank}", 1) == 1 and store.add(f"{prefix}/joined", 1) == world_size - 1:
         store.set(f"{prefix}/full", "")
 
 
 def _appears(store: dist.Store, key: str, seconds: float) -> bool:
-    """Wait for `key`; False where it is not there after so many seconds."""
+    """Wait for `key`; return False if it is not there after so many seconds."""
     try:
         store.wait([key], timedelta(seconds=seconds))
     except dist.DistStoreError:
@@ -450,10 +472,9 @@ def lost_peer(error: BaseException) -> bool:
 
 
 def _summary(error: BaseException, env: Environment) -> str:
-    """One line; users' mistakes speak for themselves, anything else says how to see its traceback.
+    """Format an error as one line; for anything but a user's mistake, add how to see the traceback.
 
-    Mistakes that are listed, each on an indented line, stay a list. Notes on the error, as to the step of
-    training, come first.
+    Indented lines of a ValueError stay a list. Notes on the error, such as the training step, come first.
     """
     parts = str(error).split("\n  ") if isinstance(error, ValueError) else [str(error)]
     message = "\n  ".join(" ".join(part.split()) for part in parts)

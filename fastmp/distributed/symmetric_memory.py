@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from fastmp.config.dispatchers import row_capacity
+from fastmp.distributed.collectives import gather_objects
 from fastmp.distributed.exchange_layout import ExchangeLayout
 from fastmp.status import process_status
 
@@ -215,7 +216,7 @@ class SymmetricExchange:
             torch.cuda.synchronize(device)  # peers may still be reading the old buffers
         # 2. All ranks of the group agree on the size and kind of rows.
         own = max(len(tokens), self._requested), kind, bool(self._graphs)
-        everyones = [own] if device.type == "meta" else _gather(own, self.group)
+        everyones = [own] if device.type == "meta" else gather_objects(own, self.group)
         max_tokens = max(number for number, *_ in everyones)
         if any(held for *_, held in everyones):
             raise ValueError(
@@ -272,7 +273,7 @@ def _this_host() -> _Host:
 
 
 def _check_same_host(group: ProcessGroup, nbytes: int) -> None:
-    everyones = _gather((nbytes, _this_host()), group)
+    everyones = gather_objects((nbytes, _this_host()), group)
     sizes, hosts = [size for size, _ in everyones], [host for _, host in everyones]
     if nbytes < 1 or len(set(sizes)) > 1:
         raise ValueError(f"SymmetricMemory: expected the same number of bytes on all ranks, got {sizes}")
@@ -297,7 +298,7 @@ def _map_files(group: ProcessGroup, nbytes: int) -> list[Tensor]:
         problem = f"cannot make {nbytes} bytes of shared memory: {error}"
     try:
         # 2. Exchange process ids and descriptors; fail on all ranks together.
-        files = _gather((os.getpid(), own, problem), group)
+        files = gather_objects((os.getpid(), own, problem), group)
         _raise_first([problem for *_, problem in files])
         maps: list[Tensor] = []
         try:
@@ -306,7 +307,7 @@ def _map_files(group: ProcessGroup, nbytes: int) -> list[Tensor]:
         except RuntimeError as error:
             problem = f"cannot map the memory of rank {len(maps)}: {error}"
         # 3. Every rank has mapped every file: descriptors may be closed.
-        _raise_first(_gather(problem, group))
+        _raise_first(gather_objects(problem, group))
     finally:
         if own >= 0:
             os.close(own)
@@ -327,7 +328,7 @@ def _rendezvous(group: ProcessGroup, nbytes: int, device: torch.device) -> tuple
         local.zero_()
     except RuntimeError as error:
         problem = f"cannot allocate {nbytes} bytes of symmetric memory on {device}: {error}"
-    _raise_first(_gather(problem, group))
+    _raise_first(gather_objects(problem, group))
     # A rank that fails leaves its peers waiting in the store: they time out first, then all ranks agree.
     offset, started = 0, time.monotonic()
     store: Any = dist.distributed_c10d._get_process_group_store(group)  # `timeout` has no annotation
@@ -337,26 +338,19 @@ def _rendezvous(group: ProcessGroup, nbytes: int, device: torch.device) -> tuple
     try:
         handle = symmetric.rendezvous(local, group)
         starts = handle.buffer_ptrs
-        offset = (
-            local.data_ptr() - starts[group.rank()]
-        )  # the allocator may place several buffers in one block
+        # The allocator may place several buffers in one block.
+        offset = local.data_ptr() - starts[group.rank()]
         torch.cuda.synchronize(device)  # zeros are written before any peer may write
     except RuntimeError as error:
         problem = f"cannot reach the memory of its peers from {device}: {error}"
     finally:
         store.set_timeout(timeout)
     waited = time.monotonic() - started >= limit.total_seconds()
-    everyones = _gather((problem, waited, offset), group)
+    everyones = gather_objects((problem, waited, offset), group)
     _raise_first(["" if waited else problem for problem, waited, _ in everyones])
     _raise_first([problem for problem, *_ in everyones])
     offsets = [offset for *_, offset in everyones]
     return local, [start + offset for start, offset in zip(starts, offsets, strict=True)], handle
-
-
-def _gather(value: Any, group: ProcessGroup) -> list[Any]:
-    everyones: list[Any] = [value] * group.size()
-    dist.all_gather_object(everyones, value, group=group)
-    return everyones
 
 
 def _raise_first(problems: list[str]) -> None:

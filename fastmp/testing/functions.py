@@ -25,12 +25,13 @@ _SPECIAL = (math.nan, math.inf, -math.inf, 0.0, -0.0, 1e-40, 3e38, -6e4)
 
 
 class Draw:
-    """A source of arguments of one dtype and device.
+    """Source of arguments of one dtype and device.
 
-    special: tensors may hold NaN, infinities, subnormal and very large numbers.
-    large: one regular case of at least 100,000 elements is wanted, to estimate errors.
-    rows: that regular case is wanted with so many rows (tokens, queries), whatever its size.
-    small: a case for Triton's interpreter is wanted, which takes milliseconds a program.
+    Args:
+        special: tensors may hold NaN, infinities, subnormal and very large numbers.
+        large: draw a regular case of at least 100,000 elements, to estimate errors.
+        rows: draw that regular case with so many rows (tokens, queries), whatever its size.
+        small: draw a case for Triton's interpreter, which takes milliseconds a program.
     """
 
     def __init__(
@@ -87,11 +88,13 @@ class Draw:
 
 @dataclass(frozen=True)
 class Function:
-    """A public function, what a user would write for it in plain torch, and its arguments.
+    """Public function with its equivalent in plain torch, and a way to draw its arguments.
 
-    `eager` takes the same arguments as `call` and works in every dtype: in float64 it is the truth, in
-    bfloat16 the yardstick for errors. `draw` gives positional and keyword arguments. `interpret`: whether
-    its Triton kernels run in the interpreter.
+    Attributes:
+        eager: takes the arguments of `call` in every dtype: the truth in float64, the yardstick for errors in
+            bfloat16.
+        draw: returns positional and keyword arguments.
+        interpret: its Triton kernels run in the interpreter.
     """
 
     name: str

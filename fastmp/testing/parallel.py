@@ -1,4 +1,4 @@
-"""Helpers for tests of parallel code: a record of collectives, and sharded tensors put together."""
+"""Helpers for tests of parallel code: recorded collectives, full tensors from shards, delayed gathers."""
 
 from __future__ import annotations
 
@@ -42,9 +42,11 @@ _NAMES = {
 
 @dataclass
 class Collectives:
-    """The collectives that ran, in order: (name, shapes of its tensors, outputs first).
+    """Collectives that ran, in order.
 
-    `sizes`: the bytes of the larger side of each: an all-gather's output, a reduce-scatter's input.
+    Attributes:
+        calls: (name, shapes of the tensors, outputs first).
+        sizes: bytes of the larger side of each: an all-gather's output, a reduce-scatter's input.
     """
 
     calls: list[tuple[str, list[tuple[int, ...]]]] = field(default_factory=list)
@@ -126,9 +128,9 @@ def full_gradient(param: torch.Tensor, group: dist.ProcessGroup | None) -> torch
 
 @contextmanager
 def late_gathers() -> Iterator[None]:
-    """Delay the result of an optimizer's parameter all-gather until it is waited for.
+    """Delay the result of an optimizer's parameter all-gather until the wait for it.
 
-    Until then the parts of other ranks are nan, so a parameter that is used too early makes the loss nan.
+    Until then the shards of other ranks are NaN, so a parameter that is used too early makes the loss NaN.
     """
     real = gather.all_gather_
 

@@ -1,7 +1,7 @@
-"""A pool of ranks on one machine: gloo processes forked from the warm parent.
+"""Ranks on one machine: gloo processes forked from the warm parent.
 
 A forked child has torch and the test module already imported, so a case on four ranks costs a third of a
-second where spawning costs seconds. Rules that make it safe: the first act of a child is
+second, while spawning costs seconds. Rules that make it safe: the first act of a child is
 `torch.set_num_threads(1)` (the parent's thread pool does not survive the fork), the parent never holds a
 process group nor a CUDA context, and a child leaves through `os._exit`. Children never outlive the call:
 hung ones dump their stacks and are killed.
@@ -46,7 +46,7 @@ if not torch.cuda.is_available():
 
 
 class RankError(RuntimeError):
-    """A rank failed. `rank` is the one that failed first; the message holds its traceback or its stack."""
+    """Failure of a rank; `rank` failed first, and the message holds its traceback or its stack."""
 
     def __init__(self, rank: int, message: str) -> None:
         super().__init__(message)
@@ -68,13 +68,21 @@ class _Child:
 def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 60) -> list[Any]:
     """Run `fn(rank, world_size, *args)` on `world_size` forked ranks joined by gloo; results in rank order.
 
-    `fn` may be a closure; what it returns must be picklable. Each rank computes on one thread, starts from
-    the same seed, and finds `torch.distributed` initialised (no device-bound default group, loopback only).
-    `timeout` is in seconds for the whole call.
+    Each rank computes on one thread, starts from the same seed, and finds `torch.distributed` initialised (no
+    device-bound default group, loopback only).
 
-    Raises `RankError` naming the first rank that failed with its traceback, the rank that died with its
-    signal, or the ranks that hung with their stacks; `ValueError` for a world without ranks; `RuntimeError`
-    where the parent may not fork (it holds a process group or CUDA).
+    Args:
+        fn: may be a closure; its result must be picklable.
+        timeout: seconds for the whole call.
+
+    Raises:
+        RankError: a rank raised (with its traceback), died (with its signal) or hung (with its stack).
+        ValueError: `world_size` is below 1.
+        RuntimeError: the parent holds a process group or CUDA, and may not fork.
+
+    Example:
+        >>> run_ranks(lambda rank, world_size: (rank, world_size), 2)
+        [(0, 2), (1, 2)]
     """
     if world_size < 1:
         raise ValueError(f"run_ranks: world_size must be at least 1, got {world_size}")
@@ -159,7 +167,7 @@ def _child(fn, rank, world_size, args, timeout, folder, stack_path, parent, writ
 
 
 def _collect(children: list[_Child], deadline: float) -> bool:
-    """Read reports until all are in, or the time is up; return whether a rank failed, died or hung."""
+    """Read reports until all are in or the time is up; return True if a rank failed, died or hung."""
     failed = False
     with selectors.DefaultSelector() as selector:
         for child in children:
@@ -186,7 +194,7 @@ def _collect(children: list[_Child], deadline: float) -> bool:
 
 
 def _reap(children: list[_Child]) -> None:
-    """End and wait for every child, so that none is left, whatever happened."""
+    """Kill the children that have not reported, and wait for all."""
     for child in children:
         os.close(child.fd)
         if not child.done:
