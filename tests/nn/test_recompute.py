@@ -13,7 +13,6 @@ from nn_tools import text, tp_groups
 from fastmp.distributed.rng import RngTracker
 from fastmp.nn import Placement, TransformerLayer
 from fastmp.nn.recompute import recompute
-from fastmp.testing.parallel import count_collectives
 from fastmp.testing.ranks import run_ranks
 from tools.small_models import SEED, SMALL, make_gpt
 
@@ -86,27 +85,6 @@ def test_only_a_part_of_the_input_is_kept():
         output.sum().backward()
 
     run_ranks(case, 4)
-
-
-@pytest.mark.parametrize("shard", (False, True), ids=("whole", "sharded"))
-def test_communication_of_a_recomputed_layer(shard):
-    """Two all-reduces forward; two backward, one to recompute (the last sum of a layer is not needed
-    again)."""
-
-    def case(rank, world):
-        groups = tp_groups(world)
-        group = groups.tp
-        layer = TransformerLayer(SMALL, Placement(groups, rng=RngTracker(SEED, tp_rank=rank)))
-        x_SBH = torch.randn(8, 3, SMALL.hidden_size, requires_grad=True)
-        with count_collectives() as forward:
-            output = recompute(layer, x_SBH, rng=layer.attention.rng, shard_over=group if shard else None)
-        with count_collectives() as backward:
-            output.sum().backward()
-        return forward.counts, backward.counts
-
-    for forward, backward in run_ranks(case, 2):
-        assert forward == {"all_reduce": 2}
-        assert backward == ({"all_reduce": 3, "all_gather": 1} if shard else {"all_reduce": 3})
 
 
 def test_other_arguments_pass_through():

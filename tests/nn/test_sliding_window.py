@@ -1,4 +1,4 @@
-"""A token sees the last tokens of a window only: by the plain formula, and as in Mistral of transformers."""
+"""A token sees the last tokens of a window only, by the plain formula; tests/hf has Mistral."""
 
 from __future__ import annotations
 
@@ -6,11 +6,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hf_models import to_fastmp
 from nn_tools import text
 
-from fastmp.config import GPTConfig
-from fastmp.nn import GPT, Placement, SelfAttention, flops_per_token
+from fastmp.nn import Placement, SelfAttention, flops_per_token
 from fastmp.nn.attention import attend
 from fastmp.ops.attention import _ages
 from tools.small_models import QWEN, make_gpt
@@ -83,49 +81,3 @@ def test_flops_count_the_pairs_of_the_window(window):
     assert fewer == pytest.approx(of_a_key * hidden, rel=1e-12)
     fewer = flops_per_token(whole, 24) - flops_per_token(config, 24)
     assert fewer == pytest.approx(of_a_key * max(0, 24 - window), rel=1e-12)
-
-
-def test_mistral_of_transformers():
-    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
-    sizes = {"vocab_size": 131, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
-    own = {"intermediate_size": 48, "num_key_value_heads": 2, "head_dim": 8, "rms_norm_eps": 1e-5}
-    config = transformers.MistralConfig(
-        **sizes,
-        **own,
-        sliding_window=5,
-        max_position_embeddings=24,
-        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
-        tie_word_embeddings=False,
-        initializer_range=0.2,
-        attn_implementation="eager",
-    )
-    torch.manual_seed(3)
-    reference = transformers.MistralForCausalLM(config).double()
-    ours_config = GPTConfig(
-        num_layers=2,
-        hidden_size=32,
-        num_heads=4,
-        num_kv_heads=2,
-        ffn_hidden_size=48,
-        vocab_size=131,
-        max_seq_len=24,
-        norm="rmsnorm",
-        position="rope",
-        activation="swiglu",
-        linear_bias=False,
-        tie_embeddings=False,
-        sliding_window=5,
-    )
-    ours = GPT(ours_config, Placement(dtype=torch.float64))
-    weights = to_fastmp(dict(reference.named_parameters()), ours_config)
-    with torch.no_grad():
-        for name, param in ours.named_parameters():
-            param[: len(weights[name])] = weights[name]
-    tokens_BS, _ = text(ours_config, sequence=24)
-    expected_BSV = reference(tokens_BS).logits
-    logits_BSV = ours(tokens_BS).transpose(0, 1)[..., :131]
-    # transformers' norms and softmax compute in float32 whatever the model's dtype
-    torch.testing.assert_close(logits_BSV, expected_BSV, rtol=1e-5, atol=1e-5)
-    unlike = GPT(replace(ours_config, sliding_window=6), Placement(dtype=torch.float64))
-    unlike.load_state_dict(ours.state_dict())
-    assert (unlike(tokens_BS).transpose(0, 1)[..., :131] - expected_BSV).abs().max() > 1e-2

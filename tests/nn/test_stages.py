@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 
@@ -35,59 +33,21 @@ def test_chunks_of_one_rank():
         compare(config, ParallelGroups.alone(), 2, 2)
 
 
-DENSE = [
-    {"config": GPT2, "vpp": 1, "number": 4},
-    {"config": GPT2, "vpp": 2, "number": 4, "loss_grad": 1.0},
-    {"config": LLAMA, "vpp": 2, "number": 8, "schedule": "zero_bubble"},
-    {"config": GPT2, "vpp": 1, "number": 4, "schedule": "zero_bubble", "loss_grad": 1.0},
-    {"config": GPT2, "vpp": 2, "number": 4, "layers": (1, 0, 3, 0)},
-    {"config": LLAMA, "vpp": 1, "number": 4, "layers": (3, 1), "recompute": True},
-    {"config": TIED, "vpp": 2, "number": 4, "recompute": True, "schedule": "zero_bubble"},
-]
+# `test_layouts` draws all else.
 LAYOUTS = [
-    (2, {"pp": 2}, DENSE),
-    pytest.param(
-        4,
-        {"pp": 4},
-        [
-            {"config": replace(GPT2, num_layers=8), "vpp": 2, "number": 8},
-            {"config": LLAMA, "vpp": 1, "number": 8},
-            {"config": replace(GPT2, num_layers=8), "vpp": 2, "number": 8, "schedule": "zero_bubble"},
-        ],
-        marks=pytest.mark.full,
-    ),
-    pytest.param(
-        8,
-        {"pp": 4, "tp": 2},
-        [{"config": GPT2, "vpp": 1, "number": 4, "sequence_parallel": True}],
-        marks=pytest.mark.full,
-    ),
     (
-        4,
-        {"pp": 2, "tp": 2},
+        2,
+        {"pp": 2},
         [
-            {"config": GPT2, "vpp": 2, "number": 4},
-            {"config": LLAMA, "vpp": 2, "number": 4, "sequence_parallel": True},
-            {"config": LLAMA, "vpp": 1, "number": 4, "schedule": "zero_bubble", "sequence_parallel": True},
+            {"config": GPT2, "vpp": 2, "number": 4, "layers": (1, 0, 3, 0)},
+            {"config": TIED, "vpp": 2, "number": 4, "recompute": True, "schedule": "zero_bubble"},
         ],
     ),
-    pytest.param(
-        4,
-        {"pp": 2, "ep": 2},
-        [
-            {"config": MIXTRAL, "vpp": 1, "number": 4},
-            {"config": TIED, "vpp": 2, "number": 4},
-            {"config": MIXTRAL, "vpp": 1, "number": 4, "schedule": "zero_bubble"},
-        ],
-        marks=pytest.mark.full,
-    ),
+    (4, {"pp": 2, "tp": 2}, [{"config": LLAMA, "vpp": 2, "number": 4, "sequence_parallel": True}]),
     (
         4,
         {"pp": 2, "tp": 2, "ep": 2, "etp": 1},
-        [
-            {"config": MIXTRAL, "vpp": 2, "number": 4},
-            {"config": MIXTRAL, "vpp": 1, "number": 4, "schedule": "zero_bubble", "recompute": True},
-        ],
+        [{"config": MIXTRAL, "vpp": 1, "number": 4, "schedule": "zero_bubble", "recompute": True}],
     ),
 ]
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import copy
 from dataclasses import replace
 
 import pytest
 import torch
 import torch._dynamo  # imported before ranks are forked
-import torch.nn.functional as F
 from nn_tools import tp_groups
 
 from fastmp.distributed.collectives import group_rank
@@ -18,7 +16,6 @@ from fastmp.distributed.rng import RngTracker
 from fastmp.nn import Placement, TransformerLayer
 from fastmp.nn.dropout import Dropout
 from fastmp.tensor_parallel.attributes import parallel_attributes
-from fastmp.testing.parallel import count_collectives
 from fastmp.testing.ranks import run_ranks
 from tools.small_models import EXPERTS, SEED, SMALL, placed
 
@@ -36,17 +33,6 @@ def inputs():
     return torch.randn(S, B, H, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
 
 
-def test_a_layer_normalises_first_and_adds_back():
-    layer, x_SBH = make(), inputs()
-
-    def add(x_SBH, part, norm):
-        output, bias = part(F.layer_norm(x_SBH, (H,), norm.weight, norm.bias))
-        return x_SBH + output + bias
-
-    expected = add(add(x_SBH, layer.attention, layer.attention_norm), layer.mlp, layer.mlp_norm)
-    torch.testing.assert_close(layer(x_SBH), expected, **CLOSE)
-
-
 def test_experts_in_place_of_the_mlp():
     """Their segments between the norm and the addition, one after the other as a whole."""
     layer, x_SBH = make(EXPERTS), inputs()
@@ -60,38 +46,6 @@ def test_experts_in_place_of_the_mlp():
     output_SBH, aux, counts_E = layer.moe(layer.mlp_norm(after_SBH))
     for part, whole, expected in zip(tensors, layer(x_SBH), (after_SBH + output_SBH, aux, counts_E)):
         assert torch.equal(part, whole) and torch.equal(whole, expected)
-
-
-@pytest.mark.parametrize("tp", (2, 4))
-def test_two_all_reduces_forward_and_two_backward(tp):
-    def case(rank, world):
-        layer, x_SBH = make(groups=tp_groups(tp)), inputs().requires_grad_()
-        with count_collectives() as forward:
-            output = layer(x_SBH)
-        with count_collectives() as backward:
-            output.sum().backward()
-        return forward.counts, backward.counts
-
-    for forward, backward in run_ranks(case, tp):
-        assert forward == backward == {"all_reduce": 2}
-
-
-def test_sequence_parallel_has_gather_and_scatter_instead():
-    """Backward gathers each column-parallel input once more: it is not kept."""
-
-    def case(rank, world):
-        layer = make(groups=tp_groups(world), sequence_parallel=True)
-        x_SBH = inputs().chunk(world)[rank].requires_grad_()
-        with count_collectives() as forward:
-            output = layer(x_SBH)
-        with count_collectives() as backward:
-            output.sum().backward()
-        assert output.shape == (S // world, B, H)
-        return forward.counts, backward.counts
-
-    for forward, backward in run_ranks(case, 2):
-        assert forward == {"all_gather": 2, "reduce_scatter": 2}
-        assert backward == {"all_gather": 4, "reduce_scatter": 2}
 
 
 @pytest.mark.parametrize("sequence_parallel", (False, True))
@@ -113,11 +67,6 @@ def test_parameters_carry_their_partition(sequence_parallel):
         assert mark.partition_dim == divided.get(name, -1), name
         assert mark.sequence_parallel == (sequence_parallel and name not in divided), name
     assert len(marks) == 12
-
-
-def test_marks_survive_a_conversion_and_a_move():
-    layer = make(sequence_parallel=True, device="meta").to_empty(device="cpu").float()
-    assert all(parallel_attributes(param).sequence_parallel for param in layer.attention_norm.parameters())
 
 
 def test_both_outputs_are_dropped_with_their_bias_before_they_are_added():
@@ -223,11 +172,3 @@ def compare_compiled(layer, rank=0, tp=1):
         results.append([output.detach(), x_SBH.grad, *(param.grad for param in layer.parameters())])
     for eager, graph in zip(*results):
         torch.testing.assert_close(graph, eager, **CLOSE)
-
-
-def test_a_copy_keeps_weights_and_marks():
-    layer = make(sequence_parallel=True)
-    twin = copy.deepcopy(layer)
-    for param, other in zip(layer.parameters(), twin.parameters()):
-        assert param is not other and torch.equal(param, other)
-        assert parallel_attributes(param) == parallel_attributes(other)

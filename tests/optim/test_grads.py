@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from marks import full
+from optim_tools import Tied, make_model
 from torch import nn
 
 from fastmp.distributed.streams import exchange_stream, side_stream
@@ -18,23 +19,6 @@ from fastmp.optim import grad_buffers as grads_module
 from fastmp.optim.grad_buffers import GradBuffer
 from fastmp.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from fastmp.testing.ranks import run_ranks
-
-
-def make_model(dtype=torch.float64, seed=0):
-    torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(6, 5), nn.LayerNorm(5), nn.Tanh(), nn.Linear(5, 3)).to(dtype)
-
-
-class Tied(nn.Module):
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(1)
-        self.embedding = nn.Embedding(11, 4, dtype=torch.float64)
-        self.output = nn.Linear(4, 11, bias=False, dtype=torch.float64)
-        self.output.weight = self.embedding.weight
-
-    def forward(self, x):
-        return self.output(self.embedding(x))
 
 
 def test_parameters_lie_in_reverse_order_each_at_a_multiple_of_64():

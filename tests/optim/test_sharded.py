@@ -187,30 +187,6 @@ def test_a_late_wait_is_seen(monkeypatch):
         assert math.isfinite(first) and math.isnan(second)
 
 
-REAL_SHARDS = BucketLayout.shards
-
-
-def shifted(layout, rank):
-    """The first rank's shards lie one element behind where they should."""
-    return [(start + (rank == 0), end + (rank == 0)) for start, end in REAL_SHARDS(layout, rank)]
-
-
-def exchanged(layout, rank):
-    """The shards of another rank."""
-    return REAL_SHARDS(layout, layout.num_ranks - 1 - rank)
-
-
-@pytest.mark.parametrize("broken", [shifted, exchanged])
-def test_a_wrong_range_is_seen(plain, monkeypatch, broken):
-    def rank_main(rank, world):
-        monkeypatch.setattr(BucketLayout, "shards", broken)
-        return train(rank, world)
-
-    for params, _ in run_ranks(rank_main, 2):
-        with pytest.raises(AssertionError):
-            close(params, plain[0], 1e-7)
-
-
 @pytest.mark.parametrize(
     ("buckets", "message"),
     [

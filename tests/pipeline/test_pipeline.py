@@ -9,9 +9,20 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import assume, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
-from pipeline_tools import CLOSE, SIZE, Block, batches, check_parity, first, make, reference, square
+from pipeline_tools import (
+    CLOSE,
+    SIZE,
+    Block,
+    accepted_sizes,
+    batches,
+    check_parity,
+    first,
+    make,
+    reference,
+    square,
+)
 from torch import nn
 
 from fastmp.distributed.grid import RankGrid
@@ -45,9 +56,7 @@ def test_losses_gradients_trace_and_peak(world, microbatches):
 @st.composite
 def accepted(draw: st.DrawFn) -> tuple:
     """Arguments of `check_parity`, after the number of ranks: any that the orders accept."""
-    pp, vpp = draw(st.integers(1, 4)), draw(st.integers(1, 3))
-    group_size, number = draw(st.integers(pp, 2 * pp)), draw(st.integers(1, 3 * pp))
-    assume(vpp == 1 or not 0 < number % group_size < pp)
+    pp, number, vpp, group_size = draw(accepted_sizes(most_ranks=4, most_chunks=3))
     depths = draw(st.lists(st.integers(0, 2), min_size=pp * vpp, max_size=pp * vpp))
     return pp, (vpp, number, draw(st.sampled_from(SCHEDULES)), group_size, depths)
 

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 
 import torch
 import torch.fx.experimental.symbolic_shapes  # a first backward imports it: in every forked rank
+from hypothesis import assume
+from hypothesis import strategies as st
 from torch import nn
 
 from fastmp.distributed.collectives import group_rank
@@ -17,6 +19,15 @@ from fastmp.pipeline.schedule import Schedule
 
 CLOSE = {"rtol": 1e-10, "atol": 1e-10}
 SIZE = 6
+
+
+@st.composite
+def accepted_sizes(draw: st.DrawFn, most_ranks: int = 9, most_chunks: int = 4) -> tuple[int, int, int, int]:
+    """(pp, num_microbatches, vpp, group_size) that `Schedule` accepts, also with short last groups."""
+    pp, vpp = draw(st.integers(1, most_ranks)), draw(st.integers(1, most_chunks))
+    group_size, number = draw(st.integers(pp, 2 * pp + 2)), draw(st.integers(1, 3 * pp + 3))
+    assume(vpp == 1 or not 0 < number % group_size < pp)
+    return pp, number, vpp, group_size
 
 
 class Block(nn.Module):

@@ -11,10 +11,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from capture_tools import new_in_capture
+from dispatch_modes import NoDeviceWaits
 from moe_tools import hidden_states, make_moe, plain_moe, with_moe
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastmp.distributed.collectives import group_size
 from fastmp.distributed.grid import RankGrid
@@ -34,20 +34,10 @@ FRONT = ["router", "preprocess", "shared_experts"]
 BACK = ["dispatch", "experts", "combine"]
 
 
-class NeverWaits(TorchDispatchMode):
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func is torch.ops.aten._to_copy.default:
-            device = (kwargs or {}).get("device")
-            assert device is None or torch.device(device) == args[0].device, "a copy to another device"
-        reads = func is torch.ops.aten._local_scalar_dense.default and args[0].device.type != "cpu"
-        assert not reads, "the value of a tensor on the device is read"
-        return func(*args, **(kwargs or {}))
-
-
 def run_on_meta(config, groups=ParallelGroups.alone(), sequence_parallel=False):
     """Forward and backward with waiting refused; the shapes that cross each border."""
     mode, crossing = FakeTensorMode(), {}
-    with mode, NeverWaits():
+    with mode, NoDeviceWaits():
         layer = make_moe(
             config, groups, device="meta", dtype=torch.bfloat16, sequence_parallel=sequence_parallel
         )
