@@ -53,10 +53,6 @@ class ParameterCounts:
     def __mul__(self, number: int) -> ParameterCounts:
         return ParameterCounts(*(number * count for count in astuple(self)))
 
-    def per_rank(self, tp: int = 1, ep: int = 1, etp: int = 1) -> tuple[int, int]:
-        """Return the parameters of a rank, (experts, all others), if the sizes divide."""
-        return self.experts // (ep * etp), self.sharded // tp + self.replicated
-
 
 def pad_vocab(vocab_size: int, tp: int, multiple: int = 128) -> int:
     """Return `vocab_size` rounded up to a multiple of `multiple` x `tp`.

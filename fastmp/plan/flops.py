@@ -1,4 +1,4 @@
-"""Hardware FLOPs: the floating-point operations that a rank's matrix products and attention do in one step.
+"""Hardware FLOPs: the floating-point operations of a rank's GEMMs and attention in one step.
 
 Model FLOPs (`fastmp.config.sizes`) are those that the mathematics asks for. Hardware FLOPs also have the
 scores that fused attention computes again in its backward, the layers that recomputation runs again, and the
@@ -9,31 +9,26 @@ from __future__ import annotations
 
 from fastmp.config import GPTConfig, Recipe
 from fastmp.config.sizes import head_flops_per_token, layer_flops_per_token
-from fastmp.plan.parameters import stage_layers
+from fastmp.plan.parameters import stage_kinds
 from fastmp.plan.shapes import Shapes
 
-_ATTENTION_BACKWARD = 2.5  # backward over forward: five products for two
+_ATTENTION_BACKWARD = 2.5  # backward over forward: five GEMMs for two
 
 
 def hardware_flops(recipe: Recipe, shapes: Shapes, *, causal: bool = True) -> list[float]:
     """Return the FLOPs of one step for each pipeline rank; `causal` as in `flops_per_token`."""
-    model, grid, layers = recipe.model, shapes.grid, stage_layers(recipe)
+    model, grid = recipe.model, shapes.grid
     of_kinds = {kind: _layer(kind, recipe, causal) for kind in set(model.layers)}
-    of_layers = [of_kinds[kind] for kind in model.layers]
+    of_stages = [sum(of_kinds[kind] for kind in kinds) for kinds in stage_kinds(recipe)]
     rows = recipe.data.seq_len, shapes.vocab * grid.tp, recipe.data.predicted
     logits_of_all, before = head_flops_per_token(model, *rows)
     output = 3 * (logits_of_all + before * grid.tp)  # which every tensor-parallel rank does
     tokens = (
         recipe.data.seq_len * recipe.data.micro_batch_size * shapes.num_microbatches / (grid.tp * grid.cp)
     )
-    found = []
-    for rank in range(grid.pp):
-        own = range(rank, len(layers), grid.pp)
-        logits = output if len(layers) - 1 in own else 0.0
-        starts = [sum(layers[:stage]) for stage in own]
-        in_layers = sum(sum(of_layers[at : at + layers[stage]]) for at, stage in zip(starts, own))
-        found.append(tokens * (in_layers + logits))
-    return found
+    # the last stage is the last rank's
+    logits = [*[0.0] * (grid.pp - 1), output]
+    return [tokens * (sum(of_stages[rank :: grid.pp]) + logits[rank]) for rank in range(grid.pp)]
 
 
 def _layer(model: GPTConfig, recipe: Recipe, causal: bool) -> float:
@@ -44,9 +39,9 @@ def _layer(model: GPTConfig, recipe: Recipe, causal: bool) -> float:
 
 
 def not_repeated(model: GPTConfig) -> float:
-    """Return the FLOPs of a token in the last product of an MLP, where recomputation leaves it out.
+    """Return the FLOPs of a token in the last GEMM of an MLP, where recomputation leaves it out.
 
-    Recomputation stops once it has every tensor that is kept, and nothing is kept behind that product, unless
+    Recomputation stops once it has every tensor that is kept, and nothing is kept behind that GEMM, unless
     there is dropout or a norm.
     """
     if model.moe is not None or model.dropout or (model.bert is not None and model.bert.post_norm):

@@ -21,7 +21,7 @@ from fastmp.pipeline.schedule import (
 )
 from fastmp.pipeline.stream_schedule import graph_order
 from fastmp.plan.layout import make_schedule
-from fastmp.plan.parameters import stage_layers
+from fastmp.plan.parameters import stage_ranges
 from fastmp.plan.resources import fitting_recipe, recipe_parser, table
 from fastmp.plan.segments import (
     all_segments,
@@ -123,8 +123,7 @@ def _of_whole_step(shapes: Shapes) -> dict[str, Any]:
 
 def _of_runs(recipe: Recipe, shapes: Shapes) -> list[dict[str, Any]]:
     """Plan the graphs of each pipeline rank, where spans are captured one by one."""
-    layout, scope, layers = recipe.parallel, recipe.graphs.scope, stage_layers(recipe)
-    stages = [range(sum(layers[:i]), sum(layers[: i + 1])) for i in range(len(layers))]
+    layout, scope, stages = recipe.parallel, recipe.graphs.scope, stage_ranges(recipe)
     whole, grid = "full" in (scope or ()), shapes.grid
     reduces = max(grid.dp * grid.cp, 1 if recipe.model.moe is None else grid.edp) > 1
     span_size = recipe.optimizer.bucket_size if reduces else None

@@ -13,9 +13,9 @@ _GIB = 2**30
 
 @dataclass(frozen=True)
 class GPU:
-    """A GPU in its server. Rates are per second and in one direction; FLOPs are of dense products.
+    """A GPU in its server. Rates are per second and in one direction; FLOPs are of dense GEMMs.
 
-    half, single: FLOP/s of products of 16-bit and of float32 numbers. memory_bandwidth, nvlink, network:
+    half, single: FLOP/s of GEMMs of 16-bit and of float32 numbers. memory_bandwidth, nvlink, network:
     bytes a second of one GPU; the last is its share of its server's network cards. capacity: bytes of memory,
     of which the driver keeps about 1%; where data sheets write GB of it, it has GiB.
     switch_sums: whether the switch itself adds up what the GPUs of a server send (NVLink SHARP). compared: of
@@ -37,7 +37,7 @@ class GPU:
     compared: tuple[float, float] | None = None
 
     def peak(self, itemsize: int) -> float:
-        """Return the FLOP/s of products of numbers of `itemsize` bytes."""
+        """Return the FLOP/s of GEMMs of numbers of `itemsize` bytes."""
         return self.single if itemsize == 4 else self.half
 
 

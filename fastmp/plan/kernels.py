@@ -1,7 +1,7 @@
 """Kernels: how long the parts of a layer take on one GPU, from shapes, bytes, and shares of the GPU's peaks.
 
-Times are seconds. A matrix product is cut into tiles, one at a time on each multiprocessor. A wave of tiles
-takes the time of one: its sums at `PRODUCTS` of the peak, then the writing of its result at the
+Times are seconds. A GEMM is cut into tiles, one at a time on each multiprocessor. A wave of tiles
+takes the time of one: its sums at `GEMMS` of the peak, then the writing of its result at the
 multiprocessor's share of the memory's bandwidth. So few tiles, a last wave that is not full and short sums
 cost what they do on a GPU. All other kernels are bound by memory: bytes over a share of its bandwidth. Every
 kernel takes `LAUNCH` on top, in which its first loads and its last stores are alone.
@@ -16,19 +16,19 @@ from typing import NamedTuple
 
 from fastmp.plan.hardware import GPU
 
-# Of the peak, for large products of random numbers: 780 of 989 TFLOP/s on an H100 (gist.github.com/Chillee/
+# Of the peak, for large GEMMs of random numbers: 780 of 989 TFLOP/s on an H100 (gist.github.com/Chillee/
 # 2ec89696db8b7ed1c24461159e325405), 257 of 312 on an A100 (thonking.ai/p/strangely-matrix-multiplications).
-PRODUCTS = 0.8
+GEMMS = 0.8
 MEMORY = 0.83  # of the bandwidth: published for a V100, 750 of 900 GB/s (Jia et al. 2018, 1804.06826)
-ATTENTION = 0.6  # of what products reach, by fused attention; published: 0.5 to 0.75 (Dao 2023, 2307.08691)
+ATTENTION = 0.6  # of what GEMMs reach, by fused attention; published: 0.5 to 0.75 (Dao 2023, 2307.08691)
 LAUNCH = 4e-6
 _TILES = ((256, 128), (128, 256), (128, 128), (128, 64), (64, 128), (64, 64))
 _SPLITS = (1, 2, 4, 8)  # multiprocessors that share a sum
 _REUSE = 64  # multiply-adds for each number that a tile loads, from which on loads do not bound it
 
 
-class Product(NamedTuple):
-    """`batch` products of matrices (rows, sum) and (sum, columns).
+class Gemm(NamedTuple):
+    """`batch` GEMMs of matrices (rows, sum) and (sum, columns).
 
     adds: the result is added to float32 numbers that are there.
     """
@@ -39,23 +39,23 @@ class Product(NamedTuple):
     batch: int = 1
     adds: bool = False
 
-    def backward_input(self) -> Product:
-        """Return the product that gives the gradient of the matrix (rows, sum)."""
-        return Product(self.rows, self.sum, self.columns, self.batch)
+    def backward_input(self) -> Gemm:
+        """Return the GEMM of the gradient of the matrix (rows, sum), dgrad."""
+        return Gemm(self.rows, self.sum, self.columns, self.batch)
 
-    def backward_weight(self, adds: bool = False) -> Product:
-        """Return the product that gives the gradient of the matrix (sum, columns)."""
-        return Product(self.sum, self.columns, self.rows, self.batch, adds)
+    def backward_weight(self, adds: bool = False) -> Gemm:
+        """Return the GEMM of the gradient of the matrix (sum, columns), wgrad."""
+        return Gemm(self.sum, self.columns, self.rows, self.batch, adds)
 
 
 @lru_cache(maxsize=4096)
-def product_time(gpu: GPU, product: Product, itemsize: int) -> float:
-    """Return the seconds of a matrix product of numbers of `itemsize` bytes, by the best of a few tilings."""
-    m, n, k, batch, adds = product
+def gemm_time(gpu: GPU, gemm: Gemm, itemsize: int) -> float:
+    """Return the seconds of a GEMM of numbers of `itemsize` bytes, by the best of a few tilings."""
+    m, n, k, batch, adds = gemm
     if not m * n * k * batch:
         return 0.0
     bandwidth, result = MEMORY * gpu.memory_bandwidth, 8 if adds else itemsize
-    rate, writes = PRODUCTS * gpu.peak(itemsize) / gpu.processors, bandwidth / gpu.processors
+    rate, writes = GEMMS * gpu.peak(itemsize) / gpu.processors, bandwidth / gpu.processors
     best = math.inf
     for rows, columns in _TILES:
         tiles, area = batch * -(-m // rows) * -(-n // columns), rows * columns
@@ -74,7 +74,7 @@ def product_time(gpu: GPU, product: Product, itemsize: int) -> float:
 class Kernels:
     """An implementation of layers, by how often its kernels read or write each kind of tensor.
 
-    Pairs are of the forward and of the backward. Products count apart.
+    Pairs are (forward, backward). GEMMs count apart.
 
     hidden: passes over the hidden states between tensor-parallel regions. projected: over a rank's queries,
     keys and values. ffn: over the activations of an MLP, beyond the inputs and outputs of its activation
@@ -82,9 +82,9 @@ class Kernels:
     kernels of a layer. logits: bytes for each logit. state: bytes that an optimizer's step moves for each
     parameter, beyond reading and writing its state, reading the gradient twice and writing the parameter.
     tensor_launches: its kernels for each tensor. memory: the share of the bandwidth that they all reach.
-    overlap: whether tensor-parallel collectives of a backward run beside products. adds: whether products add
-    to float32 gradients. late: seconds by which a rank comes late to a collective of a layer, a standard
-    deviation; all wait for the last.
+    overlap: True if tensor-parallel collectives of the backward overlap GEMMs. adds: True if wgrads
+    accumulate in float32 gradients. late: seconds by which a rank comes late to a collective of a layer, a
+    standard deviation; all wait for the last.
     """
 
     hidden: tuple[float, float]
@@ -109,7 +109,7 @@ FASTMP = Kernels(
     overlap=True, adds=True,
 )  # fmt: skip
 # Megatron-LM as published in September 2019, op by op: two norms (2; 5, as weights' gradients take passes of
-# their own), and behind two products a bias (2; 1), dropout with a mask of bytes (2.5; 2.5) and the sum with
+# their own), and after two GEMMs a bias (2; 1), dropout with a mask of bytes (2.5; 2.5) and the sum with
 # the residual (3; 3). Of projections a bias (2; 1), copies that make heads contiguous (2.67; 2.67), and one
 # gradient (0; 2). Of the MLP a bias. Of scores a scale (2; 2), a mask (4; 2), softmax (2; 3) and dropout
 # (2.5; 2.5). The loss works on float32 logits. The optimizer looks for overflow, copies, unscales, clips and

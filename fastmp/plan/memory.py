@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from fastmp.config import OPTIMIZERS, Recipe
 from fastmp.pipeline.schedule import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Step
 from fastmp.plan import activations
-from fastmp.plan.parameters import rank_buffers, rank_parameters, stage_layers
+from fastmp.plan.parameters import rank_buffers, rank_parameters, stage_kinds
 from fastmp.plan.shapes import Shapes
 
 _FLOAT32 = 4  # bytes
@@ -60,9 +60,9 @@ def memory(recipe: Recipe, shapes: Shapes, orders: Sequence[Sequence[Step]]) -> 
 
 
 def _of_rank(recipe: Recipe, shapes: Shapes, rank: int, order: Sequence[Step]) -> Memory:
-    layers, pp, layout = stage_layers(recipe), shapes.grid.pp, recipe.parallel
-    last = len(layers) - 1
-    own = range(rank, len(layers), pp)
+    stages, layout = stage_kinds(recipe), recipe.parallel
+    last = len(stages) - 1
+    own = range(rank, len(stages), shapes.grid.pp)
     facts = rank_parameters(recipe, shapes, rank).values()
     experts, others = (sum(each.size for each in facts if each.experts is kind) for kind in (True, False))
     buffers = rank_buffers(recipe, shapes, rank)
@@ -76,11 +76,7 @@ def _of_rank(recipe: Recipe, shapes: Shapes, rank: int, order: Sequence[Step]) -
         kind: sum(activations.layer_parts(replace(shapes, model=kind)).values())
         for kind in set(recipe.model.layers)
     }
-    first = [sum(layers[:stage]) for stage in own]
-    whole_layers = [
-        [kept_by[kind] for kind in recipe.model.layers[start : start + layers[stage]]]
-        for stage, start in zip(own, first)
-    ]
+    whole_layers = [[kept_by[kind] for kind in stages[stage]] for stage in own]
     layer_input = activations.layer_input(shapes, layout.shard_recompute_input)
     ends = [
         (activations.embedding(shapes) if stage == 0 else 0)
@@ -88,18 +84,14 @@ def _of_rank(recipe: Recipe, shapes: Shapes, rank: int, order: Sequence[Step]) -
         for stage in own
     ]
     whole = [sum(of_layers) + end for of_layers, end in zip(whole_layers, ends)]
-    inputs = [layers[stage] * layer_input + end for stage, end in zip(own, ends)]
+    inputs = [len(stages[stage]) * layer_input + end for stage, end in zip(own, ends)]
     kept = _peak(order, whole, whole)
     recomputed = _peak(order, inputs, whole)
     if any(whole_layers):
         largest = max(max(of_layers, default=0) for of_layers in whole_layers)
         recomputed += largest - (0 if layout.shard_recompute_input else layer_input)
     loss = activations.loss_workspace(shapes, grad_bytes(recipe, shapes) < _FLOAT32) if last in own else 0
-    has_experts = any(
-        kind.moe is not None
-        for stage, start in zip(own, first)
-        for kind in recipe.model.layers[start : start + layers[stage]]
-    )
+    has_experts = any(kind.moe is not None for stage in own for kind in stages[stage])
     exchange = shapes.exchange.nbytes if has_experts and shapes.exchange is not None else 0
     total = weights + gradients + optimizer + (recomputed if layout.recompute else kept) + loss + exchange
     return Memory(experts, others, weights, gradients, optimizer, kept, recomputed, loss, exchange, total)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import accumulate, pairwise
 
-from fastmp.config import NORMS, OPTIMIZERS, BertConfig, Recipe
+from fastmp.config import NORMS, OPTIMIZERS, BertConfig, GPTConfig, Recipe
 from fastmp.optim.flat_layout import Buffer, ParamSpec, matrix_cost, plan_buffers
 from fastmp.plan.shapes import Shapes
 
-__all__ = ["layer_size", "rank_buffers", "rank_parameters", "stage_layers"]
+__all__ = ["layer_size", "rank_buffers", "rank_parameters", "stage_kinds", "stage_layers", "stage_ranges"]
 
 
 def stage_layers(recipe: Recipe) -> list[int]:
@@ -21,14 +22,23 @@ def stage_layers(recipe: Recipe) -> list[int]:
     return [recipe.model.num_layers // stages] * stages
 
 
+def stage_ranges(recipe: Recipe) -> list[range]:
+    """Return the layers of each stage, first to last."""
+    ends = [0, *accumulate(stage_layers(recipe))]
+    return [range(start, end) for start, end in pairwise(ends)]
+
+
+def stage_kinds(recipe: Recipe) -> list[tuple[GPTConfig, ...]]:
+    """Return the configuration of each layer of each stage."""
+    return [recipe.model.layers[stage.start : stage.stop] for stage in stage_ranges(recipe)]
+
+
 def rank_parameters(recipe: Recipe, shapes: Shapes, rank: int) -> dict[str, ParamSpec]:
     """Return {name: facts} of what a rank of pipeline rank `rank` has, in the order of its chunks."""
-    layers = stage_layers(recipe)
-    own = range(rank, len(layers), shapes.grid.pp)
+    stages = stage_ranges(recipe)
     found: dict[str, ParamSpec] = {}
-    for stage in own:
-        before = sum(layers[:stage])
-        found |= _stage(shapes, range(before, before + layers[stage]), stage == 0, stage == len(layers) - 1)
+    for stage in range(rank, len(stages), shapes.grid.pp):
+        found |= _stage(shapes, stages[stage], stage == 0, stage == len(stages) - 1)
     if OPTIMIZERS[recipe.optimizer.name].matrix_state is not None:
         costs: dict[str, int] = {}
         for kind in set(shapes.model.layers):

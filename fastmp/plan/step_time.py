@@ -1,12 +1,12 @@
 """Time: how long a training step of a recipe would take on named GPUs, and where it would go. Estimates.
 
-Products and memory-bound kernels come from `fastmp.plan.kernels`, bytes sent from `fastmp.plan.traffic` over
+GEMMs and memory-bound kernels come from `fastmp.plan.kernels`, bytes sent from `fastmp.plan.traffic` over
 the links of `fastmp.plan.links`, the pipeline's idle time from the simulator. Assumptions: the host is never
 late; all experts get equally many tokens; collectives within layers stop the compute, but for those of a
-backward that run beside a product (`Kernels.overlap`), and those of experts that run beside another
+backward that overlap a GEMM (`Kernels.overlap`), and those of experts that run beside another
 microbatch where a recipe overlaps them, in the order of training and as if neither slowed the other; sums
 of gradients run beside the last backward and gathers of parameters beside the next forward, except for one
-bucket each; Muon's products and what `tp_overlap` hides are not counted. Checkpoints, data and logging take
+bucket each; Muon's GEMMs and what `tp_overlap` hides are not counted. Checkpoints, data and logging take
 no time.
 """
 
@@ -30,21 +30,21 @@ from fastmp.pipeline.stream_schedule import (
 from fastmp.plan import traffic
 from fastmp.plan.flops import not_repeated
 from fastmp.plan.hardware import GPU
-from fastmp.plan.kernels import ATTENTION, FASTMP, LAUNCH, PRODUCTS, Kernels, Product, product_time
+from fastmp.plan.kernels import ATTENTION, FASTMP, GEMMS, LAUNCH, Gemm, Kernels, gemm_time
 from fastmp.plan.layout import make_schedule
 from fastmp.plan.links import Link, link
 from fastmp.plan.memory import grad_bytes, state_bytes
-from fastmp.plan.parameters import rank_buffers, rank_parameters, stage_layers
+from fastmp.plan.parameters import rank_buffers, rank_parameters, stage_kinds
 from fastmp.plan.shapes import Shapes, shapes_of
 
 FORWARD, REPEATED, INPUT, WEIGHT = "forward", "recomputation", "backward of inputs", "backward of weights"
 ONCE = "once a step"
 _EXCHANGES = ("ep", "etp", "etp-ep")  # groups over which rows of experts travel
-_FLASH_BACKWARD = 2.5  # five products for two
+_FLASH_BACKWARD = 2.5  # five GEMMs for two
 
 
 class Seconds(dict[str, float]):
-    """Seconds by what takes them: products, attention, other kernels, or a group that sends."""
+    """Seconds by consumer: "GEMMs", "attention", "other kernels", or the group that communicates."""
 
     def __missing__(self, what: str) -> float:
         return 0.0
@@ -156,51 +156,51 @@ class _Links:
 
 def _stages(recipe: Recipe, shapes: Shapes, links: _Links, kernels: Kernels) -> list[Phases]:
     """Return the time of a microbatch in each of the pipeline's stages."""
-    layout, model, layers = recipe.parallel, recipe.model, stage_layers(recipe)
     of_kinds = {
-        kind: _layer(replace(shapes, model=kind), links, kernels, layout.recompute)
-        for kind in set(model.layers)
+        kind: _layer(replace(shapes, model=kind), links, kernels, recipe.parallel.recompute)
+        for kind in set(recipe.model.layers)
     }
     found = []
-    for stage, number in enumerate(layers):
-        start = sum(layers[:stage])
-        total = Phases()
-        for kind in model.layers[start : start + number]:
-            total.add(of_kinds[kind])
-        if stage == 0:
-            total.add(_embedding(shapes, links, kernels))
-        if stage == len(layers) - 1:
-            total.add(_loss(shapes, links, kernels))
-        found.append(total)
+    for kinds in stage_kinds(recipe):
+        found.append(Phases())
+        for kind in kinds:
+            found[-1].add(of_kinds[kind])
+    found[0].add(_embedding(shapes, links, kernels))
+    found[-1].add(_loss(shapes, links, kernels))
     return found
+
+
+def _add_gemms(found: Phases, gpu: GPU, gemms: Sequence[Gemm], itemsize: int, adds: bool) -> None:
+    """Add the seconds of GEMMs, and of the two GEMMs of the backward of each."""
+    for each in gemms:
+        found.of[FORWARD]["GEMMs"] += gemm_time(gpu, each, itemsize)
+        found.of[INPUT]["GEMMs"] += gemm_time(gpu, each.backward_input(), itemsize)
+        found.of[WEIGHT]["GEMMs"] += gemm_time(gpu, each.backward_weight(adds), itemsize)
 
 
 def _layer(shapes: Shapes, links: _Links, kernels: Kernels, recompute: bool) -> Phases:
     """Return the time of a layer, of the kind that the model of `shapes` is, for one microbatch."""
     gpu, itemsize, found = links.gpu, shapes.itemsize, Phases()
-    forward, repeated, inputs, weights = (found.of[name] for name in (FORWARD, REPEATED, INPUT, WEIGHT))
-    column, row = _products(shapes)
-    for product in (*column, *row):
-        forward["products"] += product_time(gpu, product, itemsize)
-        inputs["products"] += product_time(gpu, product.backward_input(), itemsize)
-        weights["products"] += product_time(gpu, product.backward_weight(kernels.adds), itemsize)
+    forward, repeated, inputs = (found.of[name] for name in (FORWARD, REPEATED, INPUT))
+    column, row = _gemms(shapes)
+    _add_gemms(found, gpu, (*column, *row), itemsize, kernels.adds)
     forward["attention"], inputs["attention"] = _attention(shapes, gpu, kernels)
     forward["other kernels"], inputs["other kernels"] = _other_kernels(shapes, gpu, kernels)
     sent = traffic.layer(shapes)
     forward.add(_communication(shapes, links, sent.forward, kernels.late))
     backward = _communication(shapes, links, sent.backward, kernels.late)
-    if kernels.overlap:  # beside the weight gradients of column-parallel products, or the gradient of inputs
-        beside = sum(product_time(gpu, each.backward_weight(kernels.adds), itemsize) for each in column)
+    if kernels.overlap:  # with the wgrads of column-parallel layers, or with dgrads
+        beside = sum(gemm_time(gpu, each.backward_weight(kernels.adds), itemsize) for each in column)
         share = 1.0
         if shapes.sequence_parallel:
-            share, beside = 2 / 3, beside + inputs["products"] / 2
+            share, beside = 2 / 3, beside + inputs["GEMMs"] / 2
         backward["tp"] -= min(backward["tp"] * share, beside)
     inputs.add(backward)
     if recompute:
         repeated.add(forward)
         repeated.add(_communication(shapes, links, sent.forward - sent.repeated, kernels.late), -1.0)
         if not_repeated(shapes.model):
-            repeated["products"] -= product_time(gpu, row[-1], itemsize)
+            repeated["GEMMs"] -= gemm_time(gpu, row[-1], itemsize)
     return found
 
 
@@ -222,11 +222,11 @@ def _segment_costs(shapes: Shapes, links: _Links, kernels: Kernels) -> tuple[Seg
     sorted_rows = 4 * shapes.pairs * shapes.grid.etp * shapes.model.hidden_size * itemsize / rate
     travel = [_communication(shapes, links, each, kernels.late) for each in (sent.forward, sent.backward)]
     half = [(sorted_rows + sum(each[group] for group in _EXCHANGES)) / 2 for each in travel]
-    first, second = (part[-1] for part in _products(shapes))
+    first, second = (part[-1] for part in _gemms(shapes))
     ffn = shapes.pairs * moe.expert_ffn_hidden_size * itemsize / rate
     experts = [
-        sum(product_time(gpu, each, itemsize) for each in products)
-        for products in (
+        sum(gemm_time(gpu, each, itemsize) for each in gemms)
+        for gemms in (
             (first, second),
             (first.backward_input(), second.backward_input()),
             (first.backward_weight(kernels.adds), second.backward_weight(kernels.adds)),
@@ -255,11 +255,10 @@ def _hidden(recipe: Recipe, shapes: Shapes, links: _Links, kernels: Kernels) -> 
 
     It is the least of all stages; embeddings and losses have nothing beside them.
     """
-    model, layers = recipe.model, stage_layers(recipe)
     of_kinds = {
-        kind: _segment_costs(replace(shapes, model=kind), links, kernels) for kind in set(model.layers)
+        kind: _segment_costs(replace(shapes, model=kind), links, kernels) for kind in set(recipe.model.layers)
     }
-    stages = {model.layers[sum(layers[:i]) : sum(layers[: i + 1])] for i in range(len(layers))}
+    stages = set(stage_kinds(recipe))
     return min(hidden_by_overlap([part for kind in kinds for part in of_kinds[kind]]) for kinds in stages)
 
 
@@ -281,22 +280,22 @@ def _hide(parts: dict[tuple[str, str], float], seconds: float) -> None:
         seconds -= less
 
 
-def _products(shapes: Shapes) -> tuple[list[Product], list[Product]]:
-    """Return the products of a layer: column-parallel ones, and row-parallel ones."""
+def _gemms(shapes: Shapes) -> tuple[list[Gemm], list[Gemm]]:
+    """Return the GEMMs of a layer's linear layers: (column-parallel, row-parallel)."""
     model, grid, moe = shapes.model, shapes.grid, shapes.model.moe
     h, heads = model.hidden_size, shapes.heads * model.head_dim
-    column = [Product(shapes.tokens, heads + 2 * shapes.kv_heads * model.head_dim, h)]
-    row = [Product(shapes.tokens, h, heads)]
+    column = [Gemm(shapes.tokens, heads + 2 * shapes.kv_heads * model.head_dim, h)]
+    row = [Gemm(shapes.tokens, h, heads)]
     width = model.ffn_size if moe is None else moe.shared_expert_ffn_hidden_size
     if width:
-        column.append(Product(shapes.tokens, shapes.projections * width // grid.tp, h))
-        row.append(Product(shapes.tokens, h, width // grid.tp))
+        column.append(Gemm(shapes.tokens, shapes.projections * width // grid.tp, h))
+        row.append(Gemm(shapes.tokens, h, width // grid.tp))
     if moe is not None:
         own, expert = moe.num_experts // grid.ep, moe.expert_ffn_hidden_size // grid.etp
         rows = max(1, shapes.pairs * grid.etp // own)
-        column.append(Product(shapes.routed, moe.num_experts, h))
-        column.append(Product(rows, shapes.projections * expert, h, own))
-        row.append(Product(rows, h, expert, own))
+        column.append(Gemm(shapes.routed, moe.num_experts, h))
+        column.append(Gemm(rows, shapes.projections * expert, h, own))
+        row.append(Gemm(rows, h, expert, own))
     return column, row
 
 
@@ -306,19 +305,19 @@ def _attention(shapes: Shapes, gpu: GPU, kernels: Kernels) -> tuple[float, float
     if kernels.scores is None:
         _, flops = layer_flops_per_token(model, length, causal=True)
         flops *= shapes.tokens / shapes.grid.tp
-        forward = flops / (ATTENTION * PRODUCTS * gpu.peak(itemsize))
+        forward = flops / (ATTENTION * GEMMS * gpu.peak(itemsize))
         return LAUNCH + forward, 2 * LAUNCH + _FLASH_BACKWARD * forward
     batch = shapes.heads * shapes.tokens // shapes.length
-    products = (
-        Product(shapes.length, length, model.head_dim, batch),
-        Product(shapes.length, model.head_dim, length, batch),
+    gemms = (
+        Gemm(shapes.length, length, model.head_dim, batch),
+        Gemm(shapes.length, model.head_dim, length, batch),
     )
     element = batch * shapes.length * length * itemsize / _bandwidth(gpu, kernels)
-    backward = [each for of in products for each in (of.backward_input(), of.backward_weight())]
+    backward = [each for of in gemms for each in (of.backward_input(), of.backward_weight())]
     of_scores, of_gradients = kernels.scores
     return (
-        sum(product_time(gpu, each, itemsize) for each in products) + of_scores * element,
-        sum(product_time(gpu, each, itemsize) for each in backward) + of_gradients * element,
+        sum(gemm_time(gpu, each, itemsize) for each in gemms) + of_scores * element,
+        sum(gemm_time(gpu, each, itemsize) for each in backward) + of_gradients * element,
     )
 
 
@@ -358,19 +357,14 @@ def _embedding(shapes: Shapes, links: _Links, kernels: Kernels) -> Phases:
 
 def _loss(shapes: Shapes, links: _Links, kernels: Kernels) -> Phases:
     """Return the time of the output layer and the loss."""
-    found, gpu, itemsize = Phases(), links.gpu, shapes.itemsize
-    h = shapes.model.hidden_size
-    products = [Product(shapes.predicted, shapes.vocab, h)]
+    found, gpu, itemsize, h = Phases(), links.gpu, shapes.itemsize, shapes.model.hidden_size
+    gemms = [Gemm(shapes.predicted, shapes.vocab, h)]
     if shapes.model.bert is not None:  # on every tensor-parallel rank
-        products.append(Product(shapes.predicted, h, h))
-    forward, inputs, weights = (found.of[name] for name in (FORWARD, INPUT, WEIGHT))
-    for each in products:
-        forward["products"] += product_time(gpu, each, itemsize)
-        inputs["products"] += product_time(gpu, each.backward_input(), itemsize)
-        weights["products"] += product_time(gpu, each.backward_weight(kernels.adds), itemsize)
+        gemms.append(Gemm(shapes.predicted, h, h))
+    _add_gemms(found, gpu, gemms, itemsize, kernels.adds)
     nbytes = shapes.predicted * shapes.vocab * kernels.logits
-    forward["other kernels"] = nbytes / _bandwidth(gpu, kernels) + 8 * LAUNCH
-    inputs.add(_communication(shapes, links, traffic.loss(shapes).forward))
+    found.of[FORWARD]["other kernels"] = nbytes / _bandwidth(gpu, kernels) + 8 * LAUNCH
+    found.of[INPUT].add(_communication(shapes, links, traffic.loss(shapes).forward))
     return found
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 
 from fastmp.config import Recipe
 from fastmp.plan.memory import grad_bytes
-from fastmp.plan.parameters import rank_buffers, rank_parameters, stage_layers
+from fastmp.plan.parameters import rank_buffers, rank_parameters, stage_kinds
 from fastmp.plan.shapes import Shapes
 
 _STATISTICS = 12  # bytes a token: maximum, sum of exponentials, the target's logit
@@ -77,7 +77,7 @@ def layer(shapes: Shapes, *, shard_recompute_input: bool = False) -> Traffic:
 
 
 def _pair(found: Traffic, shapes: Shapes, *, last: bool) -> None:
-    """Count a column-parallel product and the row-parallel one that follows it."""
+    """Count a column-parallel linear layer and the row-parallel one that follows it."""
     total, tp = _whole(shapes), shapes.grid.tp
     if tp == 1:
         return
@@ -133,26 +133,23 @@ def step(recipe: Recipe, shapes: Shapes) -> list[dict[str, int]]:
     The groups are "tp", "cp", "ep", "etp" or "etp-ep", "pp" (activations and their gradients), "dp-cp" and
     "edp" (gradients of parameters), and "embedding" (the gradient of a tied table).
     """
-    layers, layout, grid = stage_layers(recipe), recipe.parallel, shapes.grid
+    stages, layout, grid = stage_kinds(recipe), recipe.parallel, shapes.grid
     of_kinds = {
         kind: layer(replace(shapes, model=kind), shard_recompute_input=layout.shard_recompute_input)
         for kind in set(recipe.model.layers)
     }
-    of_layers = [of_kinds[kind].sent(layout.recompute) for kind in recipe.model.layers]
     found = []
     for rank in range(grid.pp):
-        own = range(rank, len(layers), grid.pp)
         a_microbatch: Counter[str] = Counter()
-        for stage in own:
-            start = sum(layers[:stage])
-            for sent in of_layers[start : start + layers[stage]]:
-                a_microbatch.update(sent)
+        for stage in range(rank, len(stages), grid.pp):
+            for kind in stages[stage]:
+                a_microbatch.update(of_kinds[kind].sent(layout.recompute))
             if stage == 0:
                 a_microbatch += embedding(shapes).sent(False)
-            if stage == len(layers) - 1:
+            if stage == len(stages) - 1:
                 a_microbatch += loss(shapes).sent(False)
             if grid.pp > 1:
-                a_microbatch["pp"] += shapes.hidden * ((stage > 0) + (stage < len(layers) - 1))
+                a_microbatch["pp"] += shapes.hidden * ((stage > 0) + (stage < len(stages) - 1))
         total = Counter({group: shapes.num_microbatches * sent for group, sent in a_microbatch.items()})
         total += _gradients(recipe, shapes, rank)
         found.append({group: sent for group, sent in total.items() if sent})

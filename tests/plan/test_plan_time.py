@@ -1,4 +1,4 @@
-"""`fastmp plan time`: products, links and steps against what can be said by hand; bytes against counts."""
+"""`fastmp plan time`: GEMMs, links and steps against what can be said by hand; bytes against counts."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from fastmp.config import (
     TrainConfig,
 )
 from fastmp.plan.hardware import GPUS
-from fastmp.plan.kernels import FASTMP, LAUNCH, MEMORY, PRODUCTS, UNFUSED, Product, product_time
+from fastmp.plan.kernels import FASTMP, GEMMS, LAUNCH, MEMORY, UNFUSED, Gemm, gemm_time
 from fastmp.plan.links import NETWORK_HOP, NVLINK_HOP, REACHED, START, SUMMED, link
 from fastmp.plan.shapes import shapes_of
 from fastmp.plan.step_time import (
@@ -65,29 +65,27 @@ def test_capacities_are_just_above_what_cuda_reports():
 
 
 def test_a_product_takes_waves_of_tiles():
-    full = Product(256 * 8, 128 * 10, 4096)  # one for each multiprocessor
-    rate = PRODUCTS * V100.half / V100.processors
+    full = Gemm(256 * 8, 128 * 10, 4096)  # one for each multiprocessor
+    rate = GEMMS * V100.half / V100.processors
     tile = 2 * 256 * 128 * 4096 / rate + 256 * 128 * 2 / (MEMORY * V100.memory_bandwidth / V100.processors)
-    assert product_time(V100, full, 2) == pytest.approx(LAUNCH + tile)
-    assert product_time(V100, full._replace(rows=256 * 8 + 1), 2) > product_time(V100, full, 2) * 1.05
-    short = Product(8192, 1536, 192)  # the writing of tiles counts
-    assert rate_of(V100, short) < 0.6 * rate_of(V100, Product(8192, 1536, 6144)) < 0.6 * PRODUCTS * V100.half
+    assert gemm_time(V100, full, 2) == pytest.approx(LAUNCH + tile)
+    assert gemm_time(V100, full._replace(rows=256 * 8 + 1), 2) > gemm_time(V100, full, 2) * 1.05
+    short = Gemm(8192, 1536, 192)  # the writing of tiles counts
+    assert rate_of(V100, short) < 0.6 * rate_of(V100, Gemm(8192, 1536, 6144)) < 0.6 * GEMMS * V100.half
 
 
 def rate_of(gpu, product):
-    return 2 * product.rows * product.columns * product.sum * product.batch / product_time(gpu, product, 2)
+    return 2 * product.rows * product.columns * product.sum * product.batch / gemm_time(gpu, product, 2)
 
 
 @pytest.mark.parametrize("gpu", GPUS.values(), ids=GPUS)
 def test_no_product_beats_its_floors(gpu):
     for m in (8, 100, 1024, 8192):
         for k in (64, 1000, 8192):
-            each = Product(m, 4096, k)
+            each = Gemm(m, 4096, k)
             moved = (m * k + k * 4096 + m * 4096) * 2 / (MEMORY * gpu.memory_bandwidth)
-            assert product_time(gpu, each, 2) >= max(2 * m * k * 4096 / (PRODUCTS * gpu.half), moved)
-            assert product_time(gpu, each.backward_weight(True), 2) > product_time(
-                gpu, each.backward_weight(), 2
-            )
+            assert gemm_time(gpu, each, 2) >= max(2 * m * k * 4096 / (GEMMS * gpu.half), moved)
+            assert gemm_time(gpu, each.backward_weight(True), 2) > gemm_time(gpu, each.backward_weight(), 2)
 
 
 def test_links_know_the_doors_of_servers():
@@ -124,7 +122,7 @@ def test_the_parts_are_the_step(size, layout):
     assert sum(found.parts.values()) == pytest.approx(found.seconds)
     assert all(took > 0 for took in found.parts.values())
     assert any(phase == REPEATED for phase, _ in found.parts) == bool(layout.get("recompute"))
-    assert 0.0 < found.mfu < PRODUCTS
+    assert 0.0 < found.mfu < GEMMS
     assert step_time(recipe(batch=64, **layout), size, GPUS["b200"]).seconds < found.seconds
 
 
@@ -258,7 +256,7 @@ def test_bytes_of_kernels_are_those_that_ops_count(name):
                     loss.backward()
         finally:
             torch.set_default_dtype(torch.float32)
-        for step in forward.found + backward.found:  # products and attention aside
+        for step in forward.found + backward.found:  # GEMMs and attention aside
             if not any(part in step.name for part in ("mm", "matmul", "attention", "weight_grad")):
                 found["bytes"] += step.bytes
                 found["launches"] += step.launches

@@ -269,7 +269,7 @@ def _measured_rows(measured: dict[str, Any]) -> Iterator[list[str]]:
 
 
 _NAMES = {"tp": "all-reduces of layers"}
-_PARTS = ("products", "attention", "other kernels", "all-reduces of layers", "end of the step")
+_PARTS = ("GEMMs", "attention", "other kernels", "all-reduces of layers", "end of the step")
 
 
 def _share_rows() -> Iterator[list[str]]:
