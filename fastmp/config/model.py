@@ -145,12 +145,11 @@ MAX_LAYERS = 1 << 16  # plans list them
 class RopeScaling(Checked):
     """Scaling of rotary frequencies, for sequences longer than those of pretraining.
 
-    - "linear" divides all frequencies by `factor`. - "llama3" divides frequencies with fewer than
-    `low_freq_factor` turns in `original_max_seq_len` tokens, keeps
-      those with more than `high_freq_factor` turns, and interpolates between (Llama 3.1).
+    - "linear" divides all frequencies by `factor`.
+    - "llama3" divides frequencies with fewer than `low_freq_factor` turns in `original_max_seq_len` tokens,
+      keeps those with more than `high_freq_factor` turns, and interpolates between (Llama 3.1).
     - "yarn" interpolates by the index of the frequency, from `beta_fast` turns to `beta_slow` turns, and
-    multiplies
-      queries and keys by `attention_factor` (Peng et al. 2023, arXiv 2309.00071).
+      multiplies queries and keys by `attention_factor` (Peng et al. 2023, arXiv 2309.00071).
     """
 
     kind: str = option("llama3", "rule that selects the frequencies to scale", ("linear", "llama3", "yarn"))
