@@ -132,7 +132,7 @@ class AsleepModel(nn.Module):
 
 
 class OneSample:
-    """Data of one token, the same in every microbatch; see `fastmp.training.trainer.TrainData`."""
+    """Data of one token, the same in every microbatch; see `fastmp.training.microbatches.TrainData`."""
 
     micro_batch_size = 1
 

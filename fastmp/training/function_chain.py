@@ -19,13 +19,15 @@ __all__ = ["FunctionChain"]
 
 
 class FunctionChain:
-    """A callable like `function` that runs, in training, as the only segment of `chain`.
+    """Wrap `function` so that, in training, it runs as the only segment of `chain`.
 
-    name: the segment's name.
-    module: has the parameters and the mode of all that the function runs.
+    Args:
+        name: the segment's name.
+        module: has the parameters and the training mode of everything `function` runs.
 
-    Calls raise ValueError for arguments or results that hold something else than tensors and None, or whose
-    form is not that of the first call.
+    Raises:
+        ValueError: by a call whose arguments or results hold anything but tensors and None, or have another
+            pytree structure than in the first call.
     """
 
     def __init__(self, name: str, function: Callable[..., Any], module: nn.Module) -> None:

@@ -47,19 +47,21 @@ def make_graphs(
     span_size: int | None = None,
     manager: Callable[..., GraphManager] | None = None,
 ) -> GraphManager | None:
-    """Make a manager for what `runner` does with the microbatches of a step; None if `config` wants none.
+    """Return the graph manager for the microbatches of a step; None if graphs are disabled.
 
-    group: the ranks of a pipeline stage, which verify steps together.
-    span_size: parameters after which a span ends, see `GraphManager`.
-    manager: called as manager(chains, order, rng=, scope=, span_size=, warmup=) in place of `GraphManager`,
-        to have another library capture: `fastmp.cuda_graphs.transformer_engine.TransformerEngineManager`.
+    Under scope "full" the graphs hold model chunks and the loss function. Otherwise they hold segments of the
+    `LayerChain` of each chunk; with EP communication overlap, compute segments alone.
 
-    Under scope "full" it holds whole chunks and the loss function, else the one `LayerChain` of each chunk,
-    or where layers run in parts, those that compute.
+    Args:
+        group: the ranks of a pipeline stage, which verify steps together.
+        span_size: the number of parameters after which a captured span ends, see `GraphManager`.
+        manager: called as manager(chains, order, rng=, scope=, span_size=, warmup=), not `GraphManager`, for
+            capture by another library: `fastmp.cuda_graphs.transformer_engine.TransformerEngineManager`.
 
-    ValueError for a chunk with no or several chains, for layers in parts that would run whole, for a scope
-    that names no segment or one that cannot be captured, where the `manager` for `config.impl` is missing,
-    and where NCCL would read memory that torch's allocator has given back.
+    Raises:
+        ValueError: a chunk does not have exactly one chain; the scope names no segment, one that cannot be
+            captured, or whole chunks whose communication overlaps; `config.impl` needs a `manager`; or NCCL
+            would read memory that torch's allocator has released.
     """
     if not config.enabled:
         return None
@@ -96,9 +98,10 @@ def whole_step(
     rng: RngTracker | None,
     device: torch.device,
 ) -> FunctionGraph:
-    """Make one graph of `function`, a whole training step of the modules `chunks`.
+    """Return the full-iteration graph of `function`, a training step of the modules `chunks`.
 
-    ValueError for layers of which a segment cannot be captured, and as `make_graphs`.
+    Raises:
+        ValueError: a segment cannot be captured, or as `make_graphs` for NCCL.
     """
     _check_allocator(device)
     _check_scope(chunks, ("full_step",))
@@ -116,9 +119,10 @@ def whole_step(
 def evaluation_graphs(
     runner: SingleStageRunner | PipelineRunner, *, rng: RngTracker | None, device: torch.device
 ) -> FunctionGraph:
-    """Let `runner` evaluate by graphs: from now on the forward of batches of one form is one graph.
+    """Capture the evaluation forward of `runner`, one graph per input signature; return the graphs.
 
-    ValueError for layers of which a segment cannot be captured, and as `make_graphs`.
+    Raises:
+        ValueError: a segment cannot be captured, or as `make_graphs` for NCCL.
     """
     _check_allocator(device)
     with evaluation_mode(runner.chunks):  # in which layers may send tokens otherwise
@@ -133,7 +137,7 @@ def evaluation_graphs(
 
 
 def make_backend(rng: RngTracker | None, device: torch.device) -> Backend:
-    """Make the backend for graphs on `device`: of CUDA, or one that records."""
+    """Return the graph backend for `device`: CUDA, or a recording one on a CPU."""
     return CudaBackend(rng) if device.type == "cuda" else RecordingBackend(rng)
 
 
@@ -143,11 +147,13 @@ def _check_scope(chunks: Sequence[nn.Module], scope: Sequence[str]) -> None:
 
 
 def _check_allocator(device: torch.device) -> None:
-    """Have NCCL leave the buffers of captured collectives unregistered, unless NCCL_GRAPH_REGISTER is set.
+    """Disable NCCL's buffer registration for captured collectives, unless NCCL_GRAPH_REGISTER is set.
 
-    NCCL registers them by default, and for that meets the machine's other ranks on the host. A rank whose
-    capture has failed runs the same collective eagerly and never comes: all ranks would hang before they can
-    agree to do without graphs. ValueError where NCCL would read memory that torch's allocator has given back.
+    Registration synchronises the ranks of a machine on the host. A rank whose capture failed runs the same
+    collective eagerly and never joins, so all ranks would hang before they could agree to run without graphs.
+
+    Raises:
+        ValueError: NCCL would read memory that torch's allocator has released.
     """
     if device.type == "cuda":
         set_default_variables(NCCL_GRAPH_REGISTER="0")
@@ -160,10 +166,12 @@ def _check_allocator(device: torch.device) -> None:
 
 
 class CaptureAgreement:
-    """Lets all ranks give up their graphs together where a capture has failed on one of them.
+    """Make all ranks run eagerly if a capture fails on one of them.
 
-    group: all ranks that train together, or None; its collectives must run on CPU tensors too. The ranks
-    agree at the end of every step until each has captured its graphs, or one has failed.
+    The ranks agree at the end of every step, until all have captured their graphs or one has failed.
+
+    Args:
+        group: all ranks that train together, or None; its collectives must also take CPU tensors.
     """
 
     def __init__(self, manager: GraphManager, group: dist.ProcessGroup | None) -> None:
@@ -176,12 +184,12 @@ class CaptureAgreement:
         return self._manager.num_graphs, self._manager.failure
 
     def unsettled(self) -> bool:
-        """Whether the next step may run otherwise than the last: graphs are being captured, or just were."""
+        """Return True if graphs are being captured or just were: the next step may run differently."""
         before, self._last = self._last, self.state
         return self._manager.pending or before != self._last
 
     def end_step(self) -> None:
-        """End a step of the manager; after this, a failure on any rank is the `failure` of all managers."""
+        """End a step of the manager; a failure on any rank then becomes the `failure` of all managers."""
         self._manager.end_step()
         if self._settled:
             return

@@ -12,12 +12,12 @@ _M_MMAP_THRESHOLD = -3  # malloc.h
 
 
 def map_large_blocks() -> None:
-    """Make the C library map each block of `LARGE_BLOCK` bytes or more by itself, and unmap it when freed.
+    """Allocate blocks of `LARGE_BLOCK` bytes or more with mmap, and unmap them when freed.
 
-    glibc begins so, but raises that limit to 32 MiB as such blocks are freed. Then activations lie on the
-    heap, small blocks that stay between them fragment it, and it grows by about 1 MB a step without end.
-    Fresh pages cost about 6 % of the time of a step of configs/gpt-small.toml. Other C libraries are left
-    alone.
+    glibc starts with this threshold but raises it, up to 32 MiB, when such blocks are freed. Activations then
+    live on the heap, small allocations between them fragment it, and it grows by about 1 MB a step without
+    limit. Fresh pages cost about 6 % of the step time of configs/gpt-small.toml. Other C libraries are not
+    changed.
     """
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL("libc.so.6").mallopt(_M_MMAP_THRESHOLD, LARGE_BLOCK)

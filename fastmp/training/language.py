@@ -1,14 +1,15 @@
-"""A GPT or a BERT as the trainer and the generation of text take it: whole, or in the stages of a pipeline.
+"""Build a GPT or BERT with its loss, whole or as pipeline stages, for training and text generation.
 
-Batches hold whole sequences; here they are cut for context-parallel ranks. Where sequences are packed, a
-batch has their `Documents` as "documents", which go to all layers. S sequence, B batch, H hidden, V
-this rank's shard of the padded vocabulary.
+Batches hold full sequences, which are sharded here over the context-parallel ranks. With sequence packing a
+batch has its `Documents` as "documents", and every layer gets them.
 
-A step divides the sum of all losses by its number of tokens; of a BERT, that is the masked ones. In training,
-the sum also has each sample's loss of the order of sentences, times its number of masked tokens. So a step
-minimises mean + mean, as ALBERT (Lan et al. 2019) and Megatron-LM do, but the second mean weighs samples by
-their masked tokens: then it does not depend on how samples are divided over microbatches and ranks. In
-evaluation, the loss is that of masked tokens alone, whose exponential is the perplexity of Shoeybi et al.
+Dimensions: S sequence, B batch, H hidden, V this rank's shard of the padded vocabulary.
+
+The trainer divides the sum of the losses by the number of tokens; for a BERT, by the number of masked tokens.
+The training loss of a BERT adds the sentence-order loss of each sample times its number of masked tokens. A
+step therefore minimises the sum of two means, as in ALBERT (Lan et al. 2019) and Megatron-LM, but weighs
+samples in the second one by their masked tokens: the result does not depend on the split into microbatches
+and ranks. The validation loss covers masked tokens alone; its exponential is the perplexity of Shoeybi et al.
 2019, table 5.
 """
 
@@ -50,7 +51,10 @@ ModelAndLoss = tuple[GPT | Bert, LossFunction] | tuple[list[GPTStage] | list[Ber
 
 
 def model_and_loss(recipe: Recipe, groups: ParallelGroups, **options: Any) -> ModelAndLoss:
-    """The model of `recipe`, whole or this rank's stages of it, and its loss; options: of `Placement`."""
+    """Return the model of `recipe`, or this rank's pipeline stages, and its loss.
+
+    options: fields of `Placement`.
+    """
     model, data = recipe.model, recipe.data
     if model.bert is None:
         return gpt_and_loss(model, groups, recipe.parallel, **options)
@@ -73,13 +77,15 @@ def bert_and_loss(
     static_shapes: bool = False,
     **options: Any,
 ) -> tuple[Bert, LossFunction] | tuple[list[BertStage], PipelineLoss]:
-    """A BERT as `layout` says, whole or this rank's stages of it, and its loss.
+    """Return a BERT, or this rank's pipeline stages, and its loss (see the top of this module).
 
-    Batches have "tokens" and "targets" (B, S), and as the model wants them "token_types" (B, S),
-    "padding_mask" (B, S) and "sentence_order" (B,): see `Bert.losses`. The sum of losses and the number of
-    masked tokens: see the top of this module.
+    Batches have "tokens" and "targets" (B, S) and, if the model uses them, "token_types" (B, S),
+    "padding_mask" (B, S) and "sentence_order" (B,); see `Bert.losses`.
 
-    max_masked: as of `Bert.losses`. static_shapes: as graphs need them. options: others of `Placement`.
+    Args:
+        max_masked: see `Bert.losses`.
+        static_shapes: True for CUDA graphs: no shape depends on the padding.
+        options: other fields of `Placement`.
     """
 
     def inputs(batch: Batch) -> tuple[Tensor, ...]:
@@ -130,7 +136,7 @@ def _in_stages(
     loss: Callable[[Tensor, Batch], tuple[Tensor, Tensor]],
     shared: Callable[[Batch], dict[str, Documents]],
 ) -> PipelineLoss:
-    """The loss of a model in stages, whose tied tables get the same gradients."""
+    """Return the loss of pipeline stages; it sums the gradients of tied embeddings over their stages."""
     return PipelineLoss(
         inputs=inputs,
         loss=loss,
@@ -144,9 +150,9 @@ def _in_stages(
 def gpt_and_loss(
     config: GPTConfig, groups: ParallelGroups, layout: ParallelConfig, **options: Any
 ) -> tuple[GPT, LossFunction] | tuple[list[GPTStage], PipelineLoss]:
-    """A GPT as `layout` says, whole or this rank's stages of it, and its loss.
+    """Return a GPT, or this rank's pipeline stages, and its loss.
 
-    options: others of `Placement`.
+    options: other fields of `Placement`.
     """
     on = Placement.of(groups, layout, **options)
     kept = {"recompute": layout.recompute, "shard_recompute_input": layout.shard_recompute_input}
@@ -157,11 +163,16 @@ def gpt_and_loss(
 
 
 def token_loss(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor] | tuple[Tensor, Tensor, ExpertStats]:
-    """Sum of the cross-entropies of a batch of "tokens" and "targets" (B, S), and how many there are.
+    """Return the sum of the cross-entropies of a batch and the number of tokens.
 
-    Context-parallel ranks each take their part of the sequences. A model with experts also returns
-    `ExpertStats`. The gradient of the sum must be batch["loss_grad"], or 1 where a batch has none, as in the
-    Trainer: the output layer relies on it.
+    Each context-parallel rank computes its part of the sequences. The output layer computes its gradients in
+    the forward pass, so the upstream gradient of the sum must be batch["loss_grad"] (default 1).
+
+    Args:
+        batch: "tokens" and "targets" (B, S), and optionally "documents" and "loss_grad".
+
+    Returns:
+        (sum of losses, number of tokens), and `ExpertStats` for a model with experts.
     """
     tokens_BS, targets_BS = (cut_sequence(batch[name], model.cp_group) for name in ("tokens", "targets"))
     loss_grad_BS = _loss_grad(batch, targets_BS)
@@ -175,17 +186,17 @@ def token_loss(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor] | tuple[
 
 
 def _documents(batch: Batch) -> dict[str, Documents]:
-    """The keyword of models for the packed documents of a batch, if it has any."""
+    """Return the keyword argument for the packed documents of a batch; {} without any."""
     return {"documents": batch["documents"].fresh()} if "documents" in batch else {}
 
 
 def _loss_grad(batch: Batch, targets_BS: Tensor) -> Tensor | float:
-    """The gradient that the loss of every token gets."""
+    """Return the upstream gradient of every token's loss."""
     return batch["loss_grad"].expand(targets_BS.shape) if "loss_grad" in batch else 1.0
 
 
 def pipeline_loss(stages: Sequence[GPTStage], groups: ParallelGroups, layout: ParallelConfig) -> PipelineLoss:
-    """`token_loss` of a GPT in stages, which `gpt_stages` has made for `groups` and `layout`."""
+    """Return `token_loss` for the stages of `gpt_stages` with the same `groups` and `layout`."""
 
     def loss(hidden_SBH: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
         targets_BS = cut_sequence(batch["targets"], cp_group)
@@ -201,7 +212,7 @@ def pipeline_loss(stages: Sequence[GPTStage], groups: ParallelGroups, layout: Pa
 
 
 def next_logits(model: GPT) -> Callable[[Tensor, int], Tensor]:
-    """A function for `generate`: from tokens (1, S) and a position, the logits (V,) of the next token."""
+    """Return a function for `generate`: tokens (1, S) and a position -> logits (V,) of the next token."""
     device = next(model.parameters()).device
 
     def run(tokens_BS: Tensor, position: int) -> Tensor:
@@ -215,7 +226,7 @@ def next_logits(model: GPT) -> Callable[[Tensor, int], Tensor]:
 def pipeline_next_logits(
     stages: Sequence[GPTStage], groups: ParallelGroups
 ) -> Callable[[Tensor, int], Tensor]:
-    """`next_logits` for a GPT in stages; all ranks of the pipeline make and call it together."""
+    """Return `next_logits` for pipeline stages; all pipeline ranks construct and call it together."""
     group, cp_group = groups.pp, groups.cp
     pp, vpp, config = group_size(group), len(stages), stages[-1].config
 
@@ -247,6 +258,6 @@ def pipeline_next_logits(
 
 
 def _logits_of(position: int, length: int, logits_SBV: Tensor, cp_group: dist.ProcessGroup | None) -> Tensor:
-    """The row (V,) of a position of the whole sequence, in float64; zeros where another rank has it."""
+    """Return the logits (V,) at a position of the full sequence in float64; zeros if another rank has it."""
     own = local_positions(length, cp_group, logits_SBV.device) == position
     return logits_SBV[own, 0].double().sum(0)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import islice
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -35,6 +35,7 @@ __all__ = [
     "ExpertStats",
     "PipelineLoss",
     "Sums",
+    "TrainData",
     "SingleStageRunner",
     "evaluation_mode",
 ]
@@ -58,6 +59,21 @@ class ExpertStats(NamedTuple):
 
 
 LossFunction = Callable[[nn.Module, Batch], tuple[Tensor, Tensor] | tuple[Tensor, Tensor, ExpertStats | None]]
+
+
+class TrainData(Protocol):
+    """The interface of training data.
+
+    A batch is a dict of CPU tensors ("documents" may be a `fastmp.nn.Documents`), a pure function of the
+    arguments. It must not change while other batches of its step are made.
+    """
+
+    micro_batch_size: int
+
+    def batch(
+        self, step: int, microbatch: int, num_microbatches: int, dp_rank: int, dp_size: int
+    ) -> Batch: ...
+    def validation_batches(self, dp_rank: int, dp_size: int, *, max_batches: int | None) -> Any: ...
 
 
 @dataclass(frozen=True)

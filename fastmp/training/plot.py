@@ -17,11 +17,13 @@ CURVES = (TRAIN, HELD_OUT, "#5b8c5a", "#8a5aa8")
 
 
 def plot_loss(metrics: str | Path, out: str | Path, *, title: str = "") -> Path | None:
-    """Draw training and held-out loss over steps to the PNG `out`, which is replaced whole; returns its path.
+    """Plot training and held-out loss over steps to the PNG `out`; return its path.
 
-    In nats per byte with the unigram entropy of the held-out text where the run knows its bytes, else in
-    nats per token. Without matplotlib: one line on stderr, and None. ValueError if there is nothing to
-    draw.
+    The unit is nats per byte, next to the unigram entropy of the held-out text, if the run recorded bytes,
+    else nats per token. Without matplotlib, print a line on stderr and return None.
+
+    Raises:
+        ValueError: the metrics have no loss.
     """
     records = read_metrics(metrics)
     key = "loss_per_byte" if any(r.get("loss_per_byte") is not None for r in records) else "loss"
@@ -42,9 +44,9 @@ def plot_loss(metrics: str | Path, out: str | Path, *, title: str = "") -> Path 
 
 
 def plot_loads(metrics: str | Path, out: str | Path, *, title: str = "") -> Path | None:
-    """Draw the load of every layer's busiest and idlest expert over steps to the PNG `out`; as `plot_loss`.
+    """Plot the load of each layer's busiest and idlest expert over steps to the PNG `out`, as `plot_loss`.
 
-    The load of an expert is its tokens over the mean of its layer's experts.
+    The load of an expert is its number of tokens over the mean of its layer.
     """
     records = [r for r in read_metrics(metrics) if r["kind"] == "experts"]
     if not records:
@@ -53,9 +55,9 @@ def plot_loads(metrics: str | Path, out: str | Path, *, title: str = "") -> Path
 
 
 def plot_runs(runs: Mapping[str, str | Path], out: str | Path, *, title: str = "") -> Path | None:
-    """Draw the loss of several runs, {name: metrics.jsonl}, over steps to the PNG `out`; as `plot_loss`.
+    """Plot the loss of several runs, {name: metrics.jsonl}, over steps to the PNG `out`, as `plot_loss`.
 
-    Lines are training losses, smoothed; dots are losses on held-out data. In nats per token.
+    Lines are smoothed training losses, dots held-out losses, in nats per token.
     """
     curves = {name: read_metrics(metrics) for name, metrics in runs.items()}
 
@@ -75,7 +77,7 @@ def plot_runs(runs: Mapping[str, str | Path], out: str | Path, *, title: str = "
 def plot_learning_rates(
     optimizers: Mapping[str, OptimizerConfig], total_steps: int, out: str | Path, *, title: str = ""
 ) -> Path | None:
-    """Draw the learning rate of each of `optimizers`, by name, in a run of `total_steps`; as `plot_loss`."""
+    """Plot the learning rate of each of `optimizers`, {name: config}, to the PNG `out`, as `plot_loss`."""
 
     def draw(axes: Any) -> None:
         for number, (name, config) in enumerate(optimizers.items()):
@@ -120,7 +122,7 @@ def _points(records: list[dict[str, Any]], kind: str, key: str) -> list[tuple[in
 
 
 def _smooth(points: list[tuple[int, float]]) -> list[tuple[int, float]]:
-    """Mean over a window centred on each point (so it does not lag), about a twentieth of the run wide."""
+    """Return the means over windows centred on each point, about a twentieth of the run wide."""
     half, smooth = len(points) // 40, []
     for i, (step, _) in enumerate(points):
         reach = min(half, i, len(points) - 1 - i)

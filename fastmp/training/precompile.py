@@ -1,8 +1,8 @@
-"""The Triton kernels of a recipe: found without a GPU, and compiled before the first step.
+"""List the Triton kernels of a recipe without a GPU, and compile them before the first step.
 
-The model of every stage of the pipeline is made on the device "meta", in groups of ranks that are pretended.
-It runs a microbatch forward and backward, a step of the optimizer and an evaluation. Its launches are written
-down, see `fastmp.ops.warm`; those of other numbers of tokens are the same.
+Every pipeline stage is built on the device "meta" with fake process groups. It runs the forward and backward
+of a microbatch, an optimizer step and an evaluation, while `fastmp.ops.warm` records its launches. Other
+numbers of tokens launch the same kernels.
 """
 
 from __future__ import annotations
@@ -47,16 +47,16 @@ def warm_up_recipe(
     recipe: Recipe, world_size: int, arch: int, *, processes: int | None = None,
     progress: Callable[[int, int], None] = lambda done, of: None,
 ) -> int:  # fmt: skip
-    """Compile the kernels of `recipe` on so many ranks into Triton's cache, and return their number.
+    """Compile the kernels of `recipe` on `world_size` ranks into Triton's cache; return their number.
 
-    Call it in a process of its own: torch.distributed is initialised, and random generators are seeded.
+    Call it in a process of its own: it initialises torch.distributed and seeds random generators.
 
     Args:
-        recipe: one that fits the ranks, with `model.vocab_size`.
+        recipe: must fit the ranks and have `model.vocab_size`.
         arch, processes, progress: see `fastmp.ops.warm_up`.
 
     Raises:
-        ValueError: Triton is not installed, or interprets.
+        ValueError: Triton is not installed, or runs in interpreter mode.
     """
     require_compilation()
     codes = codes_of_recipe(recipe, world_size, arch)
@@ -65,10 +65,10 @@ def warm_up_recipe(
 
 
 def warm_up_ranks(recipe: Recipe, runtime: Runtime) -> None:
-    """Compile the kernels of `recipe` on every machine of a job, whose ranks all call this and wait.
+    """Compile the kernels of `recipe` on every machine of a job; all ranks call this and wait.
 
-    A process of its own does it, on behalf of a machine's first rank. Where it fails, training goes on, and
-    kernels are compiled when they are first needed.
+    The first rank of each machine starts a process for it. If that fails, training continues, and kernels are
+    compiled at their first launch.
     """
     if runtime.device.type != "cuda" or nothing_is_compiled():
         return
@@ -163,7 +163,7 @@ _ON_CPU = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
 
 
 def _run_once(recipe: Recipe, world_size: int) -> None:
-    """A step of training, and an evaluation of one batch."""
+    """Run a training step of one microbatch, and an evaluation of one batch."""
     layout = recipe.parallel
     groups = ParallelGroups.create(make_grid(recipe, world_size), local_only=True)
     cp = {} if groups.cp is None else {"cp_rank": group_rank(groups.cp)}
@@ -226,7 +226,7 @@ def _backward(*results: Tensor | None) -> None:
 
 
 def progress_line() -> Callable[[int, int], None]:
-    """A function for `warm_up(progress=)`: one line on stderr that grows on a terminal, else at the end."""
+    """Return a `progress` function for `warm_up`: a line on stderr, rewritten on a terminal."""
     start = "\r" if sys.stderr.isatty() else ""
 
     def say(done: int, of: int) -> None:

@@ -65,21 +65,21 @@ def make_equal(tensors: Iterable[Tensor], groups: ParallelGroups) -> None:
 
 
 class Replicas:
-    """Compares what ranks hold alike: all of them make it together, and call `check` together.
+    """Compare replicated tensors across ranks; all ranks construct it and call `check` together.
 
-    chunks: this rank's chunks of the model. grads: their gradients, which are compared where every rank has
-    them whole (they are not with ZeRO-1, `grads.shard`, where no other rank has the same part).
+    Replicas have the same name and the same place in the grid: parameters over data- and context-parallel
+    ranks, unsharded ones over tensor-parallel ranks, experts over `edp`, and tied embeddings over stages.
 
-    Ranks hold alike what has the same name and the same place: data- and context-parallel ranks their
-    parameters; tensor-parallel ranks those that are not cut; ranks of `edp` their experts; stages the tables
-    that they share.
+    Args:
+        chunks: this rank's chunks of the model.
+        grads: their gradients, compared unless ZeRO-1 shards them (`grads.shard`).
     """
 
     def __init__(self, chunks: Sequence[nn.Module], grads: GradBuffer, groups: ParallelGroups) -> None:
         self._chunks, self._grads, self._groups = chunks, grads, groups
 
     def check(self, step: int) -> None:
-        """Compare now. ReplicaError, the same on all ranks, names the ranks that most others contradict."""
+        """Raise the same ReplicaError on all ranks if replicas differ; it names the ranks in the minority."""
         found = {key: checksum(tensor) for key, tensor in self._tensors()}
         different = self._differ(found)
         dist.all_reduce(different, dist.ReduceOp.MAX)

@@ -1,9 +1,9 @@
 """Rerun a step whose tokens did not fit into symmetric memory (`model.moe.symmetric_overflow`).
 
-Whether they fit is known on the device only, so the host asks once a step, behind the backward of its last
-microbatch. Nothing has changed by then but gradients and random streams: the gradients are dropped, the
-streams set back, and the same microbatches run eagerly, with an all-to-all between the experts. What comes
-of it is bit for bit a step by all-to-all.
+Only the device knows if they fit, so the host reads a counter once a step, after the backward of the last
+microbatch. By then only gradients and random streams have changed. A rerun discards the gradients, restores
+the streams, and runs the same microbatches eagerly with the all-to-all dispatcher, bit for
+bit as a run that always uses it.
 """
 
 from __future__ import annotations

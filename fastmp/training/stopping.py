@@ -26,20 +26,20 @@ REASONS = ("Ctrl-C", "SIGUSR1", "SIGTERM", "time limit")  # where ranks have sev
 
 
 class StopRequests:
-    """Requests to stop training, by a signal or a time limit, which `Trainer.train` makes all ranks follow.
+    """Requests to stop training, by a signal or a time limit; `Trainer.train` makes all ranks follow.
 
-    Inside a `with` block the first Ctrl-C, SIGTERM or SIGUSR1 (which Slurm sends ahead of its time limit) is
-    a request, and the first rank says so on stderr. A second Ctrl-C or SIGTERM ends the process at once, by
-    KeyboardInterrupt or by SystemExit with the status that shells give to the signal.
+    Inside a `with` block the first Ctrl-C, SIGTERM or SIGUSR1 (sent by Slurm ahead of its time limit) is a
+    request, and rank 0 reports it on stderr. A second Ctrl-C or SIGTERM ends the process at once, by
+    KeyboardInterrupt or by SystemExit with the signal's shell status. Outside the main thread (as in Ray
+    Train) signals are not handled: Python allows it in the main thread only.
 
-    rank, world_size: this process in the default process group. In a job of several ranks, signals within
-        `SAME_PRESS` seconds are one: torchrun passes on what its ranks have got from the terminal, too.
-    deadline: the value of `time.monotonic()` at which the time limit is reached; None: there is none.
+    Args:
+        rank, world_size: of the default process group. With several ranks, signals within `SAME_PRESS`
+            seconds count once: torchrun forwards a signal that its ranks also received from the terminal.
+        deadline: the value of `time.monotonic()` at the time limit; None: no limit.
 
-    Signals are left alone in a thread that is not the main one, such as Ray Train's: only that one may
-    handle them.
-
-    `reason` says what all ranks have stopped for, one of `REASONS`; "" until then.
+    Attributes:
+        reason: the reason that all ranks have stopped for, one of `REASONS`; "" until then.
     """
 
     def __init__(self, rank: int = 0, world_size: int = 1, deadline: float | None = None) -> None:
@@ -82,17 +82,19 @@ def _name(number: int) -> str:
 
 
 class SkippedSteps:
-    """The flags of every step that the host reads: skipped for its gradient, and requests to stop.
+    """The flags of every step: skipped for a non-finite gradient, and requests to stop.
 
-    The host reads the flags of a step from a GPU when the next step is queued, so the device never waits; on
-    a CPU at once. All ranks read the same steps; if one was skipped, they determine together whose gradient
-    it was.
+    The host reads the flags of a step from a GPU once the next step is queued, so the device never waits; on
+    a CPU at once. All ranks read the same steps, and together find the non-finite gradient of a skipped one.
 
-    grads: the gradients of the trainer. world_size: ranks in the default process group. wait: called before
-        parameters are looked at.
+    Args:
+        grads: the gradients of the trainer.
+        world_size: the number of ranks in the default process group.
+        wait: called before parameters are read.
 
-    `in_a_row` counts the skipped steps up to the last one that was read. `stop_reason` is what a rank had
-    been asked to stop for by then, one of `REASONS`; "" for nothing.
+    Attributes:
+        in_a_row: the number of consecutive skipped steps up to the last one read.
+        stop_reason: the reason a rank was asked to stop for by then, one of `REASONS`; "" for none.
     """
 
     def __init__(self, grads: GradBuffer, world_size: int, wait: Callable[[], None] = lambda: None) -> None:
@@ -101,10 +103,12 @@ class SkippedSteps:
         self.in_a_row, self.stop_reason = 0, ""
 
     def add(self, step: int, skipped: Tensor, counts: Tensor | None, requests: Tensor) -> None:
-        """Note a step after its reductions; all tensors have the same values on all ranks.
+        """Record a step after its reductions; all tensors are equal on all ranks.
 
-        skipped: 0-dim bool tensor. counts: likewise, whether a skipped step counts in `in_a_row`; None: it
-        does. requests: (len(REASONS),), positive where ranks have been asked to stop for that reason.
+        Args:
+            skipped: () bool.
+            counts: () bool, True if a skipped step counts in `in_a_row`; None: it does.
+            requests: (len(REASONS),), positive for the reasons that ranks have been asked to stop for.
         """
         counted = skipped if counts is None else skipped & counts
         flags = torch.cat((torch.stack((skipped, counted)), requests > 0)).long()

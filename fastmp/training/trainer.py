@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -48,6 +48,7 @@ from fastmp.training.microbatches import (
     PipelineRunner,
     SingleStageRunner,
     Sums,
+    TrainData,
 )
 from fastmp.training.replicas import Replicas, make_equal
 from fastmp.training.rerun import Rerun
@@ -60,25 +61,10 @@ if TYPE_CHECKING:
     from fastmp.optim.optimizer import ParameterGroup
     from fastmp.training.metrics import TrainLog
 
-__all__ = ["ExpertStats", "StepResult", "TrainData", "Trainer"]
+__all__ = ["ExpertStats", "StepResult", "Trainer"]
 
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
-
-class TrainData(Protocol):
-    """Data for the trainer.
-
-    Batches are dicts of CPU tensors, a pure function of the arguments, and not modified while other batches
-    of their step are made; "documents" may be a `fastmp.nn.Documents`.
-    """
-
-    micro_batch_size: int
-
-    def batch(
-        self, step: int, microbatch: int, num_microbatches: int, dp_rank: int, dp_size: int
-    ) -> Batch: ...
-    def validation_batches(self, dp_rank: int, dp_size: int, *, max_batches: int | None) -> Any: ...
 
 
 @dataclass(frozen=True)
@@ -107,32 +93,35 @@ class StepResult:
 class Trainer:
     """Train `model` on `data`: call `train()` for a whole run, or `train_step()` for single steps.
 
-    model: any module; under tensor parallelism, one made for `groups`. Replicas get the parameters of the
-        first data-parallel rank. In a pipeline, this rank's chunks (see `Pipeline`).
-    data: see `TrainData`; `fastmp.training.TokenDataset` is one.
-    loss_fn: (model, batch on the device) -> (sum of the losses of the batch's tokens, number of tokens),
-        0-dim tensors. The trainer divides; a mean here would weigh microbatches wrongly. A model with experts
-        has an `ExpertStats` as the third; modules with a method `update_expert_bias(counts (experts,))` are
-        called in the order of its rows after the optimizer, with the counts of the global batch (zeros
-        after a step that was skipped). Of a pipeline, a `PipelineLoss`.
-    config, optimizer: the loop, and the optimizer with its learning rates and clipping.
-    checkpoint: when the run is saved, and what stays of that.
-    parameter_group: (name, parameter) -> the parameter's group, with its own learning rate and decay; None:
-        matrices are decayed, vectors are not.
-    groups: this rank's process groups.
-    rng: random streams that go into checkpoints; None takes torch's default generators.
-    device: where the model is moved; None leaves it where it is. A GPU becomes the current device.
-    graphs: whether layers, or under scope "full" whole microbatches, or under "full_step" whole steps, are
-        captured as graphs and replayed; None: they are not. Where the capture of a layer or a microbatch
-        fails on a rank, all ranks go on eagerly. With `evaluation`, forwards of evaluations are graphs, too.
-    graph_manager: what makes the manager where `graphs.impl` is another library, see `make_graphs`.
-    overlap_experts: whether layers run in parts, so that the exchanges of a microbatch's tokens with other
-        ranks run beside the compute of another one; see `fastmp.nn.overlap`.
-    after_save: called with each checkpoint, see `Checkpointer`.
+    A `config.dtype` other than "auto" casts the model first. The loss of float16 parameters is scaled by
+    `scaler`, a `LossScaler` whose state is in checkpoints.
 
-    `config.dtype` other than "auto" casts the model first. Where parameters are float16, the loss is scaled
-    by `scaler`, a `LossScaler`, whose state is in checkpoints. ValueError where microbatches and ranks do not
-    divide `config.global_batch_size`, and as `PipelineRunner`.
+    Args:
+        model: any module; under tensor parallelism, one made for `groups`; in a pipeline, this rank's chunks
+            (see `Pipeline`). Replicas get the parameters of the first data-parallel rank.
+        data: see `TrainData`, for example a `fastmp.training.TokenDataset`.
+        loss_fn: (model, batch on the device) -> (sum of the losses of the batch's tokens, number of tokens),
+            0-dim tensors. Do not take the mean: the trainer divides by the tokens of all batches. A model
+            with experts returns an `ExpertStats`, too; after the optimizer step, modules with a method
+            `update_expert_bias(counts (experts,))` are called in the order of its rows, with the counts of
+            the global batch (zeros after a skipped step). For a pipeline, a `PipelineLoss`.
+        config, optimizer: the training loop, and the optimizer with its learning rates and clipping.
+        checkpoint: when to save, and which checkpoints to keep.
+        parameter_group: (name, parameter) -> its group, with a learning rate and weight decay; None: weight
+            decay for matrices, none for vectors.
+        groups: this rank's process groups.
+        rng: random streams, saved in checkpoints; None: torch's default generators.
+        device: the device to move the model to; None: its own. A GPU becomes the current device.
+        graphs: CUDA graphs of layers, of microbatches (scope "full") or of steps ("full_step"); None: no
+            graphs. If capturing a layer or microbatch fails on a rank, all ranks run eagerly. With
+            `evaluation`, validation forwards are graphs, too.
+        graph_manager: makes the manager for another library in `graphs.impl`, see `make_graphs`.
+        overlap_experts: EP communication overlap: the all-to-all of a microbatch runs while another one
+            computes; see `fastmp.nn.overlap`.
+        after_save: called with each checkpoint, see `Checkpointer`.
+
+    Raises:
+        ValueError: microbatches and ranks do not divide `config.global_batch_size`, or as `PipelineRunner`.
     """
 
     def __init__(
@@ -225,14 +214,19 @@ class Trainer:
     ) -> Evaluation | None:
         """Train from `self.step` to `config.steps`, reporting to `log`.
 
-        before_step: called with the number of steps done before each step, and once after the last one. Other
-            ranks' parameters may be on their way: to read them, call `optimizer.gather.wait()` first.
-        stop: asked in each step. Where any rank has been asked to stop, all read it with that step's numbers
-            (on a GPU one step later), save the step they have done, and end the run there.
+        Args:
+            before_step: called with the number of steps done, before each step and after the last one. The
+                all-gather of parameters may be running: call `optimizer.gather.wait()` before reading them.
+            stop: asked in each step. Once any rank has been asked to stop, all ranks save the step they have
+                done (on a GPU the next one) and return.
 
-        Returns the last evaluation, over all of the held-out data; None if `config.eval_interval` is 0 or the
-        run was stopped. Raises FloatingPointError, on all ranks, after `config.max_skipped_steps` steps in a
-        row whose gradient was not finite; ReplicaError as `check_replicas`.
+        Returns:
+            the last evaluation, over all held-out data; None without one or if the run was stopped.
+
+        Raises:
+            FloatingPointError: on all ranks, after `config.max_skipped_steps` consecutive steps with a
+                non-finite gradient.
+            ReplicaError: as `check_replicas`.
         """
         config, evaluation = self.config, None
         self._read_skipped(log, all_steps=True)  # of steps before, which may have been told to stop
@@ -274,9 +268,10 @@ class Trainer:
         return evaluation
 
     def check_replicas(self) -> None:
-        """Compare, bit for bit, what ranks hold alike after a step; all ranks call it, and wait for the step.
+        """Compare replicated tensors bit for bit; all ranks call it, and wait for the step. See `Replicas`.
 
-        ReplicaError, on all ranks, names the rank and the tensor that differ. See `Replicas`.
+        Raises:
+            ReplicaError: on all ranks, naming the rank and the tensor that differ.
         """
         if self.groups.grid.world_size > 1:
             self.optimizer.gather.wait()
