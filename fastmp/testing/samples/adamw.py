@@ -21,7 +21,7 @@ def arguments(
     split: bool = False,
     noisy: bool = False,
 ) -> tuple:
-    """Arguments of `torch.ops.fastmp.adamw_` after `steps` updates, for gradients of `dtype`.
+    """Return arguments of `torch.ops.fastmp.adamw_` after `steps` updates, for gradients of `dtype`.
 
     A 16-bit dtype comes with a copy of the parameters in it. With `scalars`, learning rate and factors of
     the gradient are tensors. With `first`, the elements are of three groups, in runs of any length.

@@ -7,12 +7,12 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-#   blocks, most rows of one, how many of them go nowhere
+#   blocks, largest number of rows of a block, dropped blocks
 _CASES = ((33, 40, 0), (129, 9, 20), (1, 700, 0), (8, 0, 0), (17, 3, 17))
 
 
 def _tables(sizes: Tensor, order: Tensor, nowhere: Tensor) -> tuple[Tensor, Tensor, int]:
-    """starts, places and the number of rows of blocks that come to lie in `order`."""
+    """Return starts, places and the number of rows of blocks that move to `order`; `nowhere` are dropped."""
     starts = sizes.cumsum(0) - sizes
     places = torch.empty_like(starts)
     places[order] = sizes[order].cumsum(0) - sizes[order]

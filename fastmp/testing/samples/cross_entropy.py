@@ -15,7 +15,7 @@ from fastmp.testing.functions import Draw, Function
 
 
 def _cases(dtype: torch.dtype, generator: torch.Generator, with_nan: bool) -> Iterator[dict[str, Any]]:
-    """Rows apart in memory, padding, a shard of padding only, no tokens, one column, special values."""
+    """Yield rows with gaps, padding, a shard of padding, no tokens, one column, special values."""
     statistics = torch.float64 if dtype == torch.float64 else torch.float32
     #   tokens, columns, gap between rows, first id, vocabulary, smoothing, z-loss, weighted
     cases = (
@@ -50,12 +50,12 @@ def samples(op: str, dtype: torch.dtype, generator: torch.Generator) -> Iterator
     stats_of, merge = (
         OPS[f"cross_entropy_{name}"].implementations["reference"] for name in ("stats", "merge")
     )
-    # which maximum a row with NaN reports is left open: its sum is NaN, and so is what follows from it
+    # a row with NaN may report any maximum: its sum is NaN, and so are its loss and gradient
     for case in _cases(dtype, generator, with_nan=op != "cross_entropy_stats"):
         logits, target, options = case["logits"], case["target"], case["options"]
         with_sum = options[2] > 0
         if op == "cross_entropy_loss_grad_":
-            if case["shard"][0] == 0:  # it knows whole vocabularies only
+            if case["shard"][0] == 0:  # the op takes whole vocabularies only
                 yield logits, target, case["grad_loss"], case["weight"], *options
             continue
         if op == "cross_entropy_promise_":
@@ -86,7 +86,7 @@ def samples(op: str, dtype: torch.dtype, generator: torch.Generator) -> Iterator
 def _eager_cross_entropy(
     logits: Tensor, target: Tensor, *, label_smoothing, z_loss, ignore_index, token_weight, vocab_size
 ) -> Tensor:
-    """Tokens that are ignored are so whatever their logits: torch would let NaN through to their gradient."""
+    """Compute the loss by torch, but without NaN in the gradient of ignored tokens, whatever their logits."""
     ignored = target == ignore_index
     x = logits[..., :vocab_size].masked_fill(ignored[..., None], 0).flatten(0, -2)
     loss = F.cross_entropy(

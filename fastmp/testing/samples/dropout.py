@@ -12,7 +12,7 @@ from fastmp.testing.functions import Draw, Function
 
 
 def samples(op: str, dtype: torch.dtype, generator: torch.Generator) -> Iterator[tuple]:
-    """Rows of whole fours and others, the residual as it is and in float32; p = 0 comes without a seed."""
+    """Yield rows of multiples of four and others, residuals of two dtypes; without a seed p is 0."""
     for rows, columns, gap, p, with_bias in (
         (64, 512, 0, 0.1, True),
         (37, 129, 5, 0.5, True),
@@ -38,7 +38,7 @@ def samples(op: str, dtype: torch.dtype, generator: torch.Generator) -> Iterator
 
 
 def _eager_bias_dropout_add(x, bias, residual, *, p, training, seed):
-    """F.dropout with our mask. What is dropped is gone: where() also drops NaN, a product would not."""
+    """Compute F.dropout with the mask of fastmp; where() drops NaN, too, a product would not."""
     h = x if bias is None else x + bias
     if training and p:
         h = torch.where(keep_mask(x.shape, p, seed), h / (1 - p) if p < 1 else h * 0, 0)

@@ -25,7 +25,7 @@ _CASES = (
     (5, 2, 1, 5, 5, 8, 24, 0, -2),
     (2, 2, 1, 2, 2, 1, 1, 0, (1 << 31) - 2),
 )
-_TIMEOUT = 0.05  # seconds: nobody waits
+_TIMEOUT = 0.05  # seconds; no rank waits
 
 
 def samples(op: str, dtype: torch.dtype, generator: torch.Generator) -> Iterator[tuple]:

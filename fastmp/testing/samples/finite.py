@@ -9,7 +9,7 @@ import torch
 
 
 def samples(op: str, dtype: torch.dtype, generator: torch.Generator) -> Iterator[tuple]:
-    """Buffers of which none, one or some numbers are not finite, looked for or not."""
+    """Yield buffers with no, one or several non-finite numbers, searched or not."""
     for size, bad, wanted in (
         (5000, {}, True),
         (5000, {4999: math.nan}, True),

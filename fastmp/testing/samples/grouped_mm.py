@@ -24,7 +24,7 @@ _SHAPES = (
 
 
 def samples(op: str, dtype: torch.dtype, generator: torch.Generator) -> Iterator[tuple]:
-    """The first has its last row in the last expert, and one row in the first."""
+    """Yield all sizes; in the first the last row is the last expert's, and the first expert has one row."""
 
     def random(*shape: int, gap: int = 0) -> Tensor:
         shape = (*shape[:-1], shape[-1] + gap)
@@ -56,7 +56,7 @@ def samples(op: str, dtype: torch.dtype, generator: torch.Generator) -> Iterator
 
 
 def _of_each_row(offsets: Tensor, rows: int) -> Tensor:
-    """The expert of each row; one more than there are where it has none."""
+    """Return the expert of each row, or the number of experts for a row without one."""
     return torch.searchsorted(
         offsets, torch.arange(rows, dtype=torch.int32, device=offsets.device), right=True
     )
@@ -88,7 +88,7 @@ def _eager_grouped_mlp_in(
 
 
 def draw_offsets(draw: Draw, rows: int, experts: int) -> Tensor:
-    """Where experts end: all kinds of routing, also none at all and all rows to one."""
+    """Draw offsets of all kinds of routing, including no rows at all and all rows to one expert."""
     kind = draw.choice(["any", "equal", "one", "none", "all"])
     if kind == "equal":
         ends = [rows // experts * (expert + 1) for expert in range(experts)]
@@ -104,7 +104,7 @@ def draw_offsets(draw: Draw, rows: int, experts: int) -> Tensor:
 
 
 def _draw(draw: Draw) -> tuple[int, int, int, Tensor]:
-    """(M, N, K, offsets)"""
+    """Draw (M, N, K, offsets)."""
     if draw.large:
         rows = draw.rows or 1031
         ends = [rows * share // 100 for share in (30, 30, 31, 88, 97)]

@@ -16,7 +16,7 @@ from fastmp.testing.samples.linear_cross_entropy import draw_head
 
 
 def samples(op: str, dtype: torch.dtype, generator: torch.Generator) -> Iterator[tuple]:
-    """Rows apart in memory, padding, a shard of padding only, no tokens, one column, special values."""
+    """Yield rows with gaps, padding, a shard of padding, no tokens, one column, special values."""
     wide = compute_dtype(dtype)
     stats_of = OPS["log_probs_stats"].implementations["reference"]
     #   tokens, columns, gap between rows, first id, vocabulary, with a temperature, with the entropy
@@ -51,7 +51,7 @@ def _eager(
     hidden: Tensor, weight: Tensor, target: Tensor, *, temperature: Any, return_entropy: bool,
     ignore_index: int, vocab_size: int | None, workspace: int | None,
 ) -> Any:  # fmt: skip
-    """From all logits, in the dtype of sums; ignored tokens have no gradient whatever their logits."""
+    """Compute from all logits, in the dtype of sums, without a gradient for ignored tokens."""
     ignored = target == ignore_index
     logits = F.linear(hidden, weight)[..., :vocab_size].masked_fill(ignored[..., None], 0)
     logits = logits.to(compute_dtype(logits.dtype))

@@ -13,7 +13,7 @@ from fastmp.testing.functions import Draw, Function
 
 
 def samples(op: str, dtype: torch.dtype, generator: torch.Generator) -> Iterator[tuple]:
-    """Rows apart in memory, rows too long for registers, few columns, no rows, no columns.
+    """Yield rows with gaps between them, rows too long for registers, few columns, no rows, no columns.
 
     The sum of x and residual is exact, so that statistics can be held against those of float64.
     """
@@ -53,7 +53,7 @@ def _eager_rms_norm(x, weight, eps=1e-6, residual=None):
 
 
 def _layer_norm(x, weight, bias, eps):
-    """torch's own; in float64, where it is the truth, in steps: torch's backward cancels far from zero."""
+    """Compute F.layer_norm; in float64, the truth, in steps: torch's backward cancels far from zero."""
     if x.dtype != torch.float64:
         return F.layer_norm(x, weight.shape, weight, bias, eps)
     centred = x - x.mean(-1, keepdim=True)
@@ -69,7 +69,7 @@ def _eager_layer_norm(x, weight, bias=None, eps=1e-5, residual=None):
 
 
 def _parameter(draw: Draw, columns: int) -> torch.Tensor:
-    """Finite: with an infinite weight, formulas differ in which elements of a row's gradient become NaN."""
+    """Draw a finite parameter: with an infinite one, formulas differ in which gradients become NaN."""
     finite = Draw(draw.source, draw.dtype, device=str(draw.device), large=draw.large, small=draw.small)
     return finite.tensor(columns)
 

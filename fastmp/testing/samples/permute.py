@@ -11,7 +11,7 @@ from fastmp.ops import OPS, permute, unpermute
 from fastmp.ops.core.registry import compute_dtype
 from fastmp.testing.functions import Draw, Function
 
-#   tokens, slots, experts, columns, gap between rows, assignments dropped, rows that nothing maps to
+#   tokens, slots, experts, columns, gap between rows, assignments dropped, rows without an assignment
 _CASES = (
     (33, 2, 4, 512, 0, 0, 0),
     (37, 6, 61, 129, 5, 40, 17),
@@ -24,7 +24,7 @@ _CASES = (
 
 
 def _indices(tokens: int, slots: int, experts: int, dropped: int, generator: torch.Generator) -> Tensor:
-    """Different experts of each token; dropped assignments have an index out of range."""
+    """Draw different experts for each token; dropped assignments have an index out of range."""
     scores = torch.rand(tokens, experts, generator=generator)
     indices = scores.argsort(1)[:, :slots].to(torch.int32).contiguous()
     places = torch.randperm(indices.numel(), generator=generator)[:dropped]
@@ -61,7 +61,7 @@ def samples(op: str, dtype: torch.dtype, generator: torch.Generator) -> Iterator
 
 
 def _eager_permute(x: Tensor, row_of: Tensor, num_rows: int) -> Tensor:
-    """A last row takes what goes nowhere."""
+    """Scatter by index_copy; a spare last row takes dropped assignments."""
     rows = row_of.long().where((row_of >= 0) & (row_of < num_rows), num_rows)
     out = x.new_zeros(num_rows + 1, x.shape[1])
     return out.index_copy(0, rows.flatten(), x.repeat_interleave(row_of.shape[1], 0))[:num_rows]
@@ -70,7 +70,7 @@ def _eager_permute(x: Tensor, row_of: Tensor, num_rows: int) -> Tensor:
 def _eager_unpermute(
     y: Tensor, row_of: Tensor, probs: Tensor | None, residual: Tensor | None = None
 ) -> Tensor:
-    """A last row of zeros gives what comes from nowhere."""
+    """Gather by indexing; a spare last row of zeros stands for dropped assignments."""
     rows = row_of.long().where((row_of >= 0) & (row_of < len(y)), len(y))
     parts = torch.cat((y, y.new_zeros(1, y.shape[1])))[rows]
     if probs is not None:
@@ -80,7 +80,7 @@ def _eager_unpermute(
 
 
 def _draw_rows(draw: Draw) -> tuple[int, Tensor, int]:
-    """Columns, row_of and the number of rows."""
+    """Draw the number of columns, row_of and the number of rows."""
     if draw.large:
         tokens, slots, experts, columns = draw.rows or 192, 4, 8, 256
     else:

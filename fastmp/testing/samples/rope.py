@@ -12,7 +12,7 @@ from fastmp.testing.functions import Draw, Function
 
 
 def samples(op: str, dtype: torch.dtype, generator: torch.Generator) -> Iterator[tuple]:
-    """Heads of usual and odd widths, turned in part, apart in memory, with positions of each sample."""
+    """Yield heads of usual and odd widths, rotated in part, with gaps in memory, and positions per sample."""
 
     def random(*shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=generator, dtype=torch.float64)
@@ -36,7 +36,7 @@ def samples(op: str, dtype: torch.dtype, generator: torch.Generator) -> Iterator
 
 
 def _turned(x, cos, sin, interleaved):
-    """x cos + rotate_half(x) sin, in the dtype of x."""
+    """Compute x cos + rotate_half(x) sin, in the dtype of x."""
     half = cos.shape[-1]
     shape = (*cos.shape[:-1], *[1] * (x.dim() - cos.dim()), 2 * half)
     pairwise = [t.repeat_interleave(2, -1) if interleaved else torch.cat((t, t), -1) for t in (cos, sin)]

@@ -14,7 +14,7 @@ from fastmp.testing.functions import Draw, Function
 
 
 def _levels(*shape: int, generator: torch.Generator) -> Tensor:
-    """Sixteenths: exact in every dtype, often equal, never so close that only rounding decides."""
+    """Draw sixteenths: exact in every dtype, often equal, never so close that only rounding decides."""
     return (torch.randn(shape, generator=generator, dtype=torch.float64) * 24).round() / 16
 
 
@@ -54,7 +54,7 @@ def samples(op: str, dtype: torch.dtype, generator: torch.Generator) -> Iterator
 
 
 def _eager_router(logits, k, *, score, pre_softmax, num_groups, group_topk, expert_bias, normalize, scale):
-    """The choice by masks and stable sorts; a logit that is +inf or NaN leaves its token's sums undefined."""
+    """Choose by masks and stable sorts; a logit of +inf or NaN leaves its token's sums undefined."""
     scores = _sigmoid(logits) if score == "sigmoid" else logits.softmax(-1)
     after = score == "softmax" and not pre_softmax
     by = logits if after else scores
@@ -84,7 +84,7 @@ def _eager_router(logits, k, *, score, pre_softmax, num_groups, group_topk, expe
 
 
 def _sigmoid(logits):
-    """torch has another last bit for what is behind the last whole vector: equal logits would be no tie."""
+    """Pad to whole vectors: after the last one torch rounds differently, and equal logits would be no tie."""
     experts = logits.shape[-1]
     return F.pad(logits, (0, -experts % 64)).sigmoid()[..., :experts]
 

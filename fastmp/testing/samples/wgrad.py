@@ -8,12 +8,12 @@ import torch
 
 
 def samples(op: str, dtype: torch.dtype, generator: torch.Generator) -> Iterator[tuple]:
-    """Arguments of an op of the family `wgrad`."""
+    """Yield the arguments of an op of the family."""
     return _few_rows(dtype, generator) if op == "few_rows_linear" else _gradients(dtype, generator)
 
 
 def _few_rows(dtype: torch.dtype, generator: torch.Generator) -> Iterator[tuple]:
-    """More rows than a few, then few: with and without a rest of lanes, rows apart, and none of anything."""
+    """Yield many rows, then few: with and without a partial vector, gaps between rows, and empty sizes."""
     sizes = (
         (20, 24, 40, 0),
         (1, 48, 64, 0),
@@ -33,8 +33,7 @@ def _few_rows(dtype: torch.dtype, generator: torch.Generator) -> Iterator[tuple]
 
 
 def _gradients(dtype: torch.dtype, generator: torch.Generator) -> Iterator[tuple]:
-    """Arguments of accumulate_weight_grad_: a sum that goes on in fp32, or as narrow as the operands, and one
-    that lies transposed."""
+    """Yield sums in float32, as narrow as the operands, and transposed."""
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     sizes = ((64, 384, 128, 0), (37, 129, 65, 3), (700, 50, 40, 0), (0, 16, 8, 0), (5, 1, 1, 0))
     for number, (tokens, columns, hidden, gap) in enumerate(sizes):
