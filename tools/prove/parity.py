@@ -40,7 +40,7 @@ SOME_DENSE = replace(
 BATCH, SEQUENCE = 8, 16  # of a microbatch, over all ranks
 EVALUATED = 3  # microbatches
 # Some gradients are zero but for rounding (biases of keys); a smaller eps would make steps of that rounding.
-ADAMW = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-6, "weight_decay": 0.0}
+ADAMW: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-6, "weight_decay": 0.0}
 
 
 class Whole(NamedTuple):
@@ -148,8 +148,9 @@ def differences(
     buffers = None
     if groups.grid.world_size > 1:
         by_name = [(f"{i}.{name}", param) for i, name, param in named]
-        of = {"dp_group": groups.dp_cp, "tp_group": groups.tp, "edp_group": groups.edp}
-        buffers = GradBuffer(by_name, **of, shard=shard)
+        buffers = GradBuffer(
+            by_name, dp_group=groups.dp_cp, tp_group=groups.tp, edp_group=groups.edp, shard=shard
+        )
         optimizer: Any = AdamW(buffers, **ADAMW)
     else:
         optimizer = torch.optim.AdamW({param: None for _, _, param in named}, **ADAMW)  # each once
@@ -178,7 +179,7 @@ def differences(
         found["gradients"] = max(difference(g, part_of(whole.grads[name], p, groups)) for name, p, g in grads)
     optimizer.step()
     found["parameters"] = max(difference(p, part_of(whole.updated[name], p, groups)) for _, name, p in named)
-    if stages[-1].stage_spec.last:
+    if result.loss is not None:
         found["loss"] = difference(total(result.loss, groups.dp_cp), whole.loss)
     if config.moe is not None:
         found.update(_of_experts(groups, stages, result, whole))
