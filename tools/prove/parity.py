@@ -179,7 +179,8 @@ def differences(
         found["gradients"] = max(difference(g, part_of(whole.grads[name], p, groups)) for name, p, g in grads)
     optimizer.step()
     found["parameters"] = max(difference(p, part_of(whole.updated[name], p, groups)) for _, name, p in named)
-    if result.loss is not None:
+    if stages[-1].stage_spec.last:
+        assert result.loss is not None
         found["loss"] = difference(total(result.loss, groups.dp_cp), whole.loss)
     if config.moe is not None:
         found.update(_of_experts(groups, stages, result, whole))
