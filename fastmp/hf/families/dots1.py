@@ -7,7 +7,7 @@ from typing import Any
 
 from fastmp.config import GPTConfig
 from fastmp.hf.families import llama_like
-from fastmp.hf.families.base import Conversion, Family, Field, SlidingWindow, optional_int
+from fastmp.hf.families.base import Family, Field, SlidingWindow, optional_int
 
 _SHARED = "mlp.shared_experts"
 
@@ -28,20 +28,16 @@ def _write(config: GPTConfig) -> dict[str, Any]:
 
 FAMILY = Family(
     "dots1",
-    Conversion(
-        architecture="Dots1ForCausalLM",
-        layers=llama_like.LAYERS,
-        model_weights=llama_like.MODEL_WEIGHTS,
-        layer_weights=llama_like.LAYER_WEIGHTS
-        | llama_like.QK_NORM_WEIGHTS
+    llama_like.conversion(
+        "Dots1ForCausalLM",
+        layer_weights=llama_like.QK_NORM_WEIGHTS
         | llama_like.EXPERT_WEIGHTS
         | {
             "moe.router.expert_bias": "mlp.gate.e_score_correction_bias",
             "moe.shared_experts.mlp.up.weight": f"{_SHARED}.gate_proj.weight {_SHARED}.up_proj.weight",
             "moe.shared_experts.mlp.down.weight": f"{_SHARED}.down_proj.weight",
         },
-        fields=llama_like.FIELDS
-        | llama_like.HEAD_DIM
+        fields=llama_like.HEAD_DIM
         | llama_like.EXPERT_FIELDS
         | {
             "n_routed_experts": Field("moe.num_experts"),
@@ -49,7 +45,7 @@ FAMILY = Family(
             "n_group": Field("moe.num_groups", 1),
             "topk_group": Field("moe.group_topk", 1),
         },
-        model=llama_like.MODEL | {"qk_norm": True},
+        model={"qk_norm": True},
         moe={"score": "sigmoid", "expert_bias": True},
         supported=llama_like.NO_BIAS,
         aux_loss=None,

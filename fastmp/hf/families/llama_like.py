@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from fastmp.hf.families.base import Acceleration, Field, TPTable
+from collections.abc import Mapping
+from typing import Any
+
+from fastmp.hf.families.base import Acceleration, Conversion, Field, TPTable
 from fastmp.hf.heads import CausalLM, MoeCausalLM
 from fastmp.hf.patches import Attention, GatedMLP, ModulePatch, RMSNormPatch
 from fastmp.hf.tp_modules import (
@@ -81,6 +84,26 @@ MLP_PLAN: TPTable = {
     "down_proj": RowParallel,
 }
 EXPERTS_PLAN: TPTable = {"": ExpertParallel}
+
+
+def conversion(
+    architecture: str,
+    *,
+    layer_weights: Mapping[str, str] = {},
+    fields: Mapping[str, Field] = {},
+    model: Mapping[str, Any] = {},
+    **options: Any,
+) -> Conversion:
+    """Return the `Conversion` of a family: the tables of Llama, and these entries on top."""
+    return Conversion(
+        architecture,
+        LAYERS,
+        MODEL_WEIGHTS,
+        {**LAYER_WEIGHTS, **layer_weights},
+        {**FIELDS, **fields},
+        {**MODEL, **model},
+        **options,
+    )
 
 
 def dense(prefix: str, head: type[ModulePatch] = CausalLM, **others: type[ModulePatch]) -> Acceleration:

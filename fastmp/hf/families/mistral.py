@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 from fastmp.hf.families import llama_like
-from fastmp.hf.families.base import Conversion, Family, Field, SlidingWindow
+from fastmp.hf.families.base import Family, Field, SlidingWindow
 
 FAMILY = Family(
     "mistral",
-    Conversion(
-        architecture="MistralForCausalLM",
-        layers=llama_like.LAYERS,
-        model_weights=llama_like.MODEL_WEIGHTS,
-        layer_weights=llama_like.LAYER_WEIGHTS,
-        fields=llama_like.FIELDS | llama_like.HEAD_DIM | {"num_key_value_heads": Field("num_kv_heads", 8)},
-        model=llama_like.MODEL,
+    llama_like.conversion(
+        "MistralForCausalLM",
+        fields=llama_like.HEAD_DIM | {"num_key_value_heads": Field("num_kv_heads", 8)},
         window=SlidingWindow(4096),
     ),
     llama_like.dense("Mistral"),

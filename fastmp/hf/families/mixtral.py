@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 from fastmp.hf.families import llama_like
-from fastmp.hf.families.base import Conversion, Family, Field, SlidingWindow
+from fastmp.hf.families.base import Family, Field, SlidingWindow
 
 _EXPERTS = "block_sparse_moe.experts.{e}"
 
 FAMILY = Family(
     "mixtral",
-    Conversion(
-        architecture="MixtralForCausalLM",
-        layers=llama_like.LAYERS,
-        model_weights=llama_like.MODEL_WEIGHTS,
-        layer_weights=llama_like.LAYER_WEIGHTS
-        | {
+    llama_like.conversion(
+        "MixtralForCausalLM",
+        layer_weights={
             "moe.router.weight": "block_sparse_moe.gate.weight",
             "moe.experts.fc1": f"{_EXPERTS}.w1.weight {_EXPERTS}.w3.weight",
             "moe.experts.fc2": f"{_EXPERTS}.w2.weight",
         },
-        fields=llama_like.FIELDS
-        | llama_like.HEAD_DIM
+        fields=llama_like.HEAD_DIM
         | {
             "num_key_value_heads": Field("num_kv_heads", 8),
             "rms_norm_eps": Field("layernorm_epsilon", 1e-5),
@@ -28,7 +24,6 @@ FAMILY = Family(
             "num_local_experts": Field("moe.num_experts", 8),
             "num_experts_per_tok": Field("moe.top_k", 2),
         },
-        model=llama_like.MODEL,
         moe={"normalize_topk": True},
         supported={"router_jitter_noise": (0.0, 0)},
         rope_base=1e6,

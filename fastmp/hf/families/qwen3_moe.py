@@ -6,7 +6,7 @@ from typing import Any
 
 from fastmp.config import GPTConfig
 from fastmp.hf.families import llama_like
-from fastmp.hf.families.base import Conversion, Family, Field, SlidingWindow
+from fastmp.hf.families.base import Family, Field, SlidingWindow
 
 
 def _write(config: GPTConfig) -> dict[str, Any]:
@@ -15,19 +15,16 @@ def _write(config: GPTConfig) -> dict[str, Any]:
 
 FAMILY = Family(
     "qwen3_moe",
-    Conversion(
-        architecture="Qwen3MoeForCausalLM",
-        layers=llama_like.LAYERS,
-        model_weights=llama_like.MODEL_WEIGHTS,
-        layer_weights=llama_like.LAYER_WEIGHTS | llama_like.QK_NORM_WEIGHTS | llama_like.EXPERT_WEIGHTS,
-        fields=llama_like.FIELDS
-        | llama_like.HEAD_DIM
+    llama_like.conversion(
+        "Qwen3MoeForCausalLM",
+        layer_weights=llama_like.QK_NORM_WEIGHTS | llama_like.EXPERT_WEIGHTS,
+        fields=llama_like.HEAD_DIM
         | llama_like.EXPERT_FIELDS
         | {
             "num_key_value_heads": Field("num_kv_heads", 4),
             "num_experts": Field("moe.num_experts"),
         },
-        model=llama_like.MODEL | {"qk_norm": True},
+        model={"qk_norm": True},
         moe={},
         supported=llama_like.NO_BIAS,
         window=SlidingWindow(4096, opt_in=True),
