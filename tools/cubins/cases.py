@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -16,8 +16,8 @@ LATENCY = 29_000  # bytes: 4.8 TB/s times 0.8 us over 132 multiprocessors
 ELEMENTWISE = Facts(loads=1, stores=1)
 GATED = Facts(2, 1, exps=1, registers=128)  # one exponential, for the activation and its slope
 GATED_BACKWARD = Facts(3, 2, exps=1, registers=128)
+GATED_ERF = replace(GATED_BACKWARD, exps=None)
 WARP = r"redux\.sync"  # a token is reduced within a warp
-HALF = r"st\.global\S*\.v2\.b32|st\.global\S*\.v4\.b16"  # numbers of rows are loaded like this as well
 SORT = Facts(registers=128, lacks=(ATOMICS,))  # which would lose the order
 # what a rank has written is released to all devices, and what others have is acquired, or time is up
 MEETING = Facts(
@@ -28,6 +28,10 @@ MEETING = Facts(
     ),
 )
 ROPE = Facts(8, 4, registers=64, lacks=(NARROW,))
+# which rows do not need; the numbers of rows are loaded as narrow
+SHORT_STORES = (r"st\.global\S*\.v2\.b32|st\.global\S*\.v4\.b16",)
+MOVING = Facts(8, 1, threads=512, lacks=SHORT_STORES)  # eight rows in, one row out
+PUSH = Facts(1, 1, threads=1024, lacks=(*SHORT_STORES, ATOMICS))
 ADAMW = Facts(
     3, 3, threads=512, has=(r"atom\.global\.gpu\.relaxed\.add\.u64",), lacks=(r"(?:div|sqrt|fma)\.\S*f64",)
 )
@@ -41,12 +45,41 @@ TWO = Facts(threads=512)  # programs of eight warps
 ALONE = Facts(loads=1, stores=1, registers=128, lacks=(r"bar\.sync", r"\.shared"))  # threads exchange nothing
 
 
-def _case(arguments):
-    """Turn `arguments(*given, t, wide)` into a function of `given` and facts that returns (case, facts).
+@dataclass(frozen=True, eq=False)
+class T:
+    """A tensor argument: its shape, and its dtype ("wide": that of sums), by default that of the case."""
 
-    `case(t, wide)` returns an op and its arguments: tensors that `t` makes, in the dtype of the case unless
-    `t` is passed another, such as `wide`, that of sums. The facts are those of each kernel in turn.
+    shape: tuple[int, ...]
+    dtype: torch.dtype | str | None = None
+
+
+def _wide(*shape):
+    return T(shape, "wide")
+
+
+def _ids(*shape, dtype=torch.int32):
+    return T(shape, dtype)
+
+
+def _op(op, *given):
+    """Return (case, facts) of an op with these arguments, of which a `T` is made anew; facts come last.
+
+    `case(t, wide)` returns the op and its arguments: tensors that `t` makes, in the dtype of the case unless
+    `t` is passed another, such as `wide`. The facts are those of each kernel in turn.
     """
+
+    def case(t, wide):
+        dtypes = {None: t().dtype, "wide": wide}
+        tensors = dict.fromkeys(each for each in plain if isinstance(each, T))
+        made = {each: t(*each.shape, dtype=dtypes.get(each.dtype, each.dtype)) for each in tensors}
+        return op, tuple(made[each] if isinstance(each, T) else each for each in plain)
+
+    plain = [each for each in given if not isinstance(each, Facts)]
+    return case, tuple(each for each in given if isinstance(each, Facts))
+
+
+def _case(arguments):
+    """Turn `arguments(*given, t, wide)`, whose shapes depend on the dtype, into a function like `_op`."""
 
     def make(*given, **options):
         plain = [each for each in given if not isinstance(each, Facts)]
@@ -56,14 +89,8 @@ def _case(arguments):
     return make
 
 
-@_case
-def _gelu(form, t, wide):
-    return "bias_gelu", (t(4096, 8192), t(8192), form)
-
-
-@_case
-def _gelu_backward(form, t, wide):
-    return "bias_gelu_backward", (t(4096, 8192), t(4096, 8192), t(8192), form)
+_GELU = T((4096, 8192)), T((8192,))
+_GELU_BACKWARD = T((4096, 8192)), *_GELU
 
 
 @_case
@@ -84,15 +111,14 @@ def _norm_backward(op, columns, t, wide):
     return f"{op}_backward", (x, x, x, w, stats, *((True,) if op == "layer_norm" else ()))
 
 
-@_case
-def _softmax(keys, causal, t, wide):
-    mask = None if causal else t(2, 1, 4096, keys, dtype=torch.bool)
-    return "scaled_masked_softmax", (t(2, 8, 4096, keys), mask, 0.125, causal)
+def _softmax(keys, causal, *facts):
+    mask = None if causal else T((2, 1, 4096, keys), torch.bool)
+    return _op("scaled_masked_softmax", T((2, 8, 4096, keys)), mask, 0.125, causal, *facts)
 
 
-@_case
-def _softmax_backward(keys, causal, t, wide):
-    return "scaled_masked_softmax_backward", (t(2, 8, 4096, keys), t(2, 8, 4096, keys), 0.125, causal)
+def _softmax_backward(keys, causal, *facts):
+    x, grad = T((2, 8, 4096, keys)), T((2, 8, 4096, keys))
+    return _op("scaled_masked_softmax_backward", grad, x, 0.125, causal, *facts)
 
 
 @_case
@@ -124,82 +150,48 @@ def _adamw(t, wide, n=1 << 20, *, grouped=False, small=False):
     return "adamw_", (*state, copy, *scalars, t(dtype=torch.bool), *numbers, *table, *split)
 
 
-@_case
-def _finite(t, wide):
-    return "first_not_finite", (t(1 << 20), t(dtype=torch.bool))
+def _rope(width, rotated, interleaved, in_place, *facts):
+    q, k, angles = T((2048, 4, 32, width)), T((2048, 4, 8, width)), _wide(2048, rotated // 2)
+    return _op("rope_" if in_place else "rope", q, k, angles, angles, interleaved, True, *facts)
 
 
-@_case
-def _rope(width, rotated, interleaved, in_place, t, wide):
-    q, k = t(2048, 4, 32, width), t(2048, 4, 8, width)
-    angles = t(2048, rotated // 2, dtype=wide)
-    return "rope_" if in_place else "rope", (q, k, angles, angles, interleaved, True)
+_TARGET, _ONE = _ids(4096, dtype=torch.int64), _wide(4096)  # of each token
+_LOSS = (-100, 0.1, 1e-4)  # the ignored target, label smoothing, z-loss
 
 
-@_case
-def _stats(columns, with_sum, t, wide):
-    target = t(4096, dtype=torch.int64)
-    return "cross_entropy_stats", (t(4096, columns), target, 0, columns, with_sum)
+def _stats(columns, with_sum, *facts):
+    return _op("cross_entropy_stats", T((4096, columns)), _TARGET, 0, columns, with_sum, *facts)
 
 
-@_case
-def _loss(columns, t, wide):
-    target, weight = t(4096, dtype=torch.int64), t(4096, dtype=wide)
-    options = (columns, -100, 0.1, 1e-4, False)
-    return "cross_entropy", (t(4096, columns), target, None, weight, 0, *options)
+def _loss(columns, *facts):
+    logits = T((4096, columns))
+    return _op("cross_entropy", logits, _TARGET, None, _ONE, 0, columns, *_LOSS, False, *facts)
 
 
-@_case
-def _merge(t, wide):
-    target, weight = t(4096, dtype=torch.int64), t(4096, dtype=wide)
-    return "cross_entropy_merge", (t(8, 4096, 4, dtype=wide), target, weight, 128256, -100, 0.1, 1e-4)
+def _grad(columns, *facts):
+    logits = T((4096, columns))
+    return _op("cross_entropy_grad", logits, _TARGET, _ONE, _ONE, _ONE, 0, columns, *_LOSS, *facts)
 
 
-@_case
-def _grad(columns, t, wide):
-    target, one = t(4096, dtype=torch.int64), t(4096, dtype=wide)
-    return "cross_entropy_grad", (t(4096, columns), target, one, one, one, 0, columns, -100, 0.1, 1e-4)
+def _loss_grad(columns, *facts):
+    logits = T((4096, columns))
+    return _op("cross_entropy_loss_grad_", logits, _TARGET, _ONE, _ONE, columns, *_LOSS, *facts)
 
 
-@_case
-def _loss_grad(columns, t, wide):
-    target, one = t(4096, dtype=torch.int64), t(4096, dtype=wide)
-    return "cross_entropy_loss_grad_", (t(4096, columns), target, one, one, columns, -100, 0.1, 1e-4)
+def _log_probs_stats(columns, with_entropy, *facts):
+    logits = T((4096, columns))
+    return _op("log_probs_stats", logits, _TARGET, _wide(4096), 0, columns, with_entropy, *facts)
 
 
-@_case
-def _log_probs_stats(columns, with_entropy, t, wide):
-    target, scale = t(4096, dtype=torch.int64), t(4096, dtype=wide)
-    return "log_probs_stats", (t(4096, columns), target, scale, 0, columns, with_entropy)
+def _log_probs_grad(columns, with_entropy, *facts):
+    entropy = (_ONE, _ONE) if with_entropy else (None, None)
+    per_token = (_TARGET, _ONE, _ONE, _ONE, *entropy, _ONE)
+    return _op("log_probs_grad_", T((4096, columns)), *per_token, 0, columns, -100, *facts)
 
 
-@_case
-def _log_probs_grad(columns, with_entropy, t, wide):
-    target, one = t(4096, dtype=torch.int64), t(4096, dtype=wide)
-    entropy = (one, one) if with_entropy else (None, None)
-    per_token = (target, one, one, one, *entropy, one)
-    return "log_probs_grad_", (t(4096, columns), *per_token, 0, columns, -100)
-
-
-@_case
-def _gated(form, t, wide):
-    return "gated_activation", (t(4096, 2 * 14336), t(2 * 14336), form)
-
-
-@_case
-def _gated_backward(form, t, wide):
-    x = t(4096, 2 * 14336)
-    return "gated_activation_backward", (t(4096, 14336), x, t(2 * 14336), form)
-
-
-@_case
-def _clamped(t, wide):
-    return "clamped_swiglu", (t(8192, 2 * 2880), 1.702, 7.0)
-
-
-@_case
-def _clamped_backward(t, wide):
-    return "clamped_swiglu_backward", (t(8192, 2880), t(8192, 2 * 2880), 1.702, 7.0)
+_GATED = T((4096, 2 * 14336)), T((2 * 14336,))
+_GATED_BACKWARD = T((4096, 14336)), *_GATED
+_CLAMPED = T((8192, 2 * 2880)), 1.702, 7.0
 
 
 ROWS_EACH = {"decode": 1, "few": 48, "fine": 100, "large": 128}
@@ -252,53 +244,22 @@ ROUTERS = {
 }
 
 
-@_case
-def _router(name, t, wide):
+def _router(name, *facts):
     experts, k, score, groups, opened, with_bias, normalize = ROUTERS[name]
-    bias = t(experts, dtype=wide) if with_bias else None
+    bias = _wide(experts) if with_bias else None
     options = (k, score, groups, opened, normalize, 2.5, True)
-    return "topk_router", (t(8192, experts), bias, *options)
+    return _op("topk_router", T((8192, experts)), bias, *options, *facts)
 
 
-@_case
-def _router_backward(name, t, wide):
+def _router_backward(name, *facts):
     experts, k, score, _, _, _, normalize = ROUTERS[name]
-    grads = (t(8192, k, dtype=wide), t(experts, dtype=wide), t(dtype=wide))
-    indices = t(8192, k, dtype=torch.int32)
-    return "topk_router_backward", (*grads, t(8192, experts), indices, score, normalize, 2.5)
+    grads = (_wide(8192, k), _wide(experts), _wide())
+    inputs = T((8192, experts)), _ids(8192, k)
+    return _op("topk_router_backward", *grads, *inputs, score, normalize, 2.5, *facts)
 
 
-@_case
-def _permutation(experts, t, wide):
-    return "permutation", (t(8192, 8, dtype=torch.int32), experts)
-
-
-@_case
-def _block_rows(t, wide):
-    return "block_rows", (t(1024, dtype=torch.int32), t(1024, dtype=torch.int32), 32768)
-
-
-@_case
-def _permute(t, wide):
-    return "permute", (t(8192, 7168), t(8192, 8, dtype=torch.int32), 8192 * 8 + 100)
-
-
-@_case
-def _unpermute(weighted, t, wide):
-    probs = t(8192, 8, dtype=wide) if weighted else None
-    return "unpermute", (t(8192 * 8, 7168), t(8192, 8, dtype=torch.int32), probs)
-
-
-@_case
-def _unpermute_add(t, wide):
-    row_of, probs = t(8192, 8, dtype=torch.int32), t(8192, 8, dtype=wide)
-    return "unpermute_add", (t(8192 * 8, 7168), row_of, probs, t(8192, 7168))
-
-
-@_case
-def _unpermute_backward(t, wide):
-    y, row_of = t(8192 * 8 + 100, 7168), t(8192, 8, dtype=torch.int32)
-    return "unpermute_backward", (t(8192, 7168), y, row_of, t(8192, 8, dtype=wide))
+_X, _ROW_OF, _PROBS = T((8192, 7168)), _ids(8192, 8), _wide(8192, 8)  # eight experts for each token
+_ROWS, _MORE = T((8192 * 8, 7168)), T((8192 * 8 + 100, 7168))
 
 
 @_case
@@ -323,10 +284,10 @@ def _exchange(op, t, wide, etp=1, ep=8):
 
 
 CASES = {
-    "bias_gelu tanh": _gelu("tanh", Facts(1, 1, exps=1)),
-    "bias_gelu none": _gelu("none", ELEMENTWISE),
-    "bias_gelu_backward tanh": _gelu_backward("tanh", ELEMENTWISE, ANY),
-    "bias_gelu_backward none": _gelu_backward("none", ELEMENTWISE, ANY),
+    "bias_gelu tanh": _op("bias_gelu", *_GELU, "tanh", Facts(1, 1, exps=1)),
+    "bias_gelu none": _op("bias_gelu", *_GELU, "none", ELEMENTWISE),
+    "bias_gelu_backward tanh": _op("bias_gelu_backward", *_GELU_BACKWARD, "tanh", ELEMENTWISE, ANY),
+    "bias_gelu_backward none": _op("bias_gelu_backward", *_GELU_BACKWARD, "none", ELEMENTWISE, ANY),
     "norm rms": _norm("rms_norm", 8192, Facts(3, 2, threads=512)),
     "norm layer": _norm("layer_norm", 8192, Facts(4, 2)),
     "norm layer long": _norm("layer_norm", 16384, Facts(4, 2)),
@@ -350,7 +311,7 @@ CASES = {
     "dropout backward": _dropout_backward("", ELEMENTWISE, ANY),
     "dropout backward no bias": _dropout_backward("no bias", ALONE),
     "dropout backward wide": _dropout_backward("wide", Facts(1, 0.5, registers=128), ANY),
-    "first_not_finite": _finite(Facts(1)),
+    "first_not_finite": _op("first_not_finite", T((1 << 20,)), T((), torch.bool), Facts(1)),
     "adamw": _adamw(ADAMW),
     "adamw groups": _adamw(ADAMW, grouped=True),
     "adamw small": _adamw(ADAMW_SMALL, grouped=True, small=True),
@@ -367,7 +328,7 @@ CASES = {
     "cross_entropy stats odd": _stats(50257, True, STATS),
     "cross_entropy loss": _loss(128256, STATS),
     "cross_entropy loss odd": _loss(50257, STATS),
-    "cross_entropy merge": _merge(ANY),
+    "cross_entropy merge": _op("cross_entropy_merge", _wide(8, 4096, 4), _TARGET, _ONE, 128256, *_LOSS, ANY),
     "cross_entropy grad": _grad(8192, Facts(2, 2, exps=1, bytes=LATENCY)),
     "cross_entropy grad odd": _grad(50257, Facts(2, 2, exps=1, bytes=LATENCY)),
     "cross_entropy loss_grad": _loss_grad(128256, LOSS_GRAD),
@@ -377,14 +338,16 @@ CASES = {
     "log_probs stats entropy": _log_probs_stats(50257, True, STATS),
     "log_probs grad": _log_probs_grad(128256, False, Facts(2, 2, exps=1, bytes=LATENCY)),
     "log_probs grad entropy": _log_probs_grad(50257, True, Facts(2, 2, exps=1, bytes=LATENCY)),
-    "gated silu": _gated("silu", GATED),
-    "gated gelu": _gated("gelu", Facts(2, 1, registers=128, stack=8)),
-    "gated gelu_tanh": _gated("gelu_tanh", GATED),
-    "gated backward silu": _gated_backward("silu", GATED_BACKWARD, ANY),
-    "gated backward gelu": _gated_backward("gelu", Facts(3, 2, registers=128), ANY),
-    "gated backward gelu_tanh": _gated_backward("gelu_tanh", GATED_BACKWARD, ANY),
-    "clamped": _clamped(GATED),
-    "clamped backward": _clamped_backward(GATED_BACKWARD),
+    "gated silu": _op("gated_activation", *_GATED, "silu", GATED),
+    "gated gelu": _op("gated_activation", *_GATED, "gelu", Facts(2, 1, registers=128, stack=8)),
+    "gated gelu_tanh": _op("gated_activation", *_GATED, "gelu_tanh", GATED),
+    "gated backward silu": _op("gated_activation_backward", *_GATED_BACKWARD, "silu", GATED_BACKWARD, ANY),
+    "gated backward gelu": _op("gated_activation_backward", *_GATED_BACKWARD, "gelu", GATED_ERF, ANY),
+    "gated backward gelu_tanh": _op(
+        "gated_activation_backward", *_GATED_BACKWARD, "gelu_tanh", GATED_BACKWARD, ANY
+    ),
+    "clamped": _op("clamped_swiglu", *_CLAMPED, GATED),
+    "clamped backward": _op("clamped_swiglu_backward", T((8192, 2880)), *_CLAMPED, GATED_BACKWARD),
     "grouped decode": _grouped("decode", ANY),
     "grouped few": _grouped("few", ANY),
     "grouped fine": _grouped("fine", ANY),
@@ -420,26 +383,30 @@ CASES = {
     "router backward deepseek-v2": _router_backward("deepseek-v2", Facts(1, 1, exps=1, barriers=1)),
     "router backward deepseek-v3": _router_backward("deepseek-v3", Facts(1, 1, exps=2, barriers=5)),
     "router backward many": _router_backward("many", Facts(1, 1, exps=2, stack=8, barriers=9)),
-    "block rows": _block_rows(SORT),
-    "permutation 32": _permutation(32, SORT, SORT, SORT),
-    "permutation 256": _permutation(256, SORT, SORT, SORT),
-    "permutation 512": _permutation(512, SORT, SORT, SORT),
-    "permute": _permute(SORT, Facts(1, 2, threads=1024, lacks=(HALF,))),
-    "unpermute": _unpermute(False, Facts(8, 1, threads=512, lacks=(HALF,))),
-    "unpermute weighted": _unpermute(True, Facts(8, 1, threads=512, lacks=(HALF,))),
-    "unpermute weighted added": _unpermute_add(Facts(9, 1, threads=512, lacks=(HALF,))),
-    "unpermute backward": _unpermute_backward(SORT, Facts(2, 2, threads=512, lacks=(HALF,))),
+    "block rows": _op("block_rows", _ids(1024), _ids(1024), 32768, SORT),
+    "permutation 32": _op("permutation", _ids(8192, 8), 32, SORT, SORT, SORT),
+    "permutation 256": _op("permutation", _ids(8192, 8), 256, SORT, SORT, SORT),
+    "permutation 512": _op("permutation", _ids(8192, 8), 512, SORT, SORT, SORT),
+    "permute": _op(
+        "permute", _X, _ROW_OF, 8192 * 8 + 100, SORT, Facts(1, 2, threads=1024, lacks=SHORT_STORES)
+    ),
+    "unpermute": _op("unpermute", _ROWS, _ROW_OF, None, MOVING),
+    "unpermute weighted": _op("unpermute", _ROWS, _ROW_OF, _PROBS, MOVING),
+    "unpermute weighted added": _op("unpermute_add", _ROWS, _ROW_OF, _PROBS, _X, replace(MOVING, loads=9)),
+    "unpermute backward": _op(
+        "unpermute_backward", _X, _MORE, _ROW_OF, _PROBS, SORT, replace(MOVING, loads=2, stores=2)
+    ),
     "exchange barrier": _exchange("barrier", MEETING),
     "exchange counts": _exchange("counts", MEETING),
     "exchange places": _exchange("places", SORT),
-    "exchange push": _exchange("push", Facts(1, 1, threads=1024, lacks=(HALF, ATOMICS))),
-    "exchange push etp": _exchange("push", Facts(1, 2, threads=512, lacks=(HALF, ATOMICS)), etp=2),
-    "exchange push backward": _exchange("push backward", Facts(2, 1, threads=512, lacks=(HALF, ATOMICS))),
-    "exchange take": _exchange("take", Facts(1, 1, threads=1024, lacks=(HALF,))),
-    "exchange give": _exchange("give", Facts(1, 1, threads=1024, lacks=(HALF,))),
-    "exchange pull": _exchange("pull", Facts(8, 1, threads=512, lacks=(HALF, ATOMICS))),
-    "exchange pull kept": _exchange("pull kept", Facts(8, 9, threads=384, lacks=(HALF, ATOMICS))),
-    "exchange pull etp": _exchange("pull", Facts(16, 1, threads=256, lacks=(HALF, ATOMICS)), etp=2),
+    "exchange push": _exchange("push", PUSH),
+    "exchange push etp": _exchange("push", replace(PUSH, stores=2, threads=512), etp=2),
+    "exchange push backward": _exchange("push backward", replace(PUSH, loads=2, threads=512)),
+    "exchange take": _exchange("take", Facts(1, 1, threads=1024, lacks=SHORT_STORES)),
+    "exchange give": _exchange("give", Facts(1, 1, threads=1024, lacks=SHORT_STORES)),
+    "exchange pull": _exchange("pull", Facts(8, 1, threads=512, lacks=(*SHORT_STORES, ATOMICS))),
+    "exchange pull kept": _exchange("pull kept", Facts(8, 9, threads=384, lacks=(*SHORT_STORES, ATOMICS))),
+    "exchange pull etp": _exchange("pull", Facts(16, 1, threads=256, lacks=(*SHORT_STORES, ATOMICS)), etp=2),
 }
 WIDE = ("dropout wide", "dropout backward wide")
 # Those that take no other dtype, or mix bf16 with float32.
