@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from benchmarks.bench_graphs import host_times_without_gradients
+from benchmarks.graphs_over_ranks import DISPATCHERS, layers_over_ranks, sizes_on_the_host
+
 
 def row(line):
     """The name of a line of a table, and its numbers."""
@@ -13,8 +16,6 @@ def row(line):
 
 @pytest.mark.full
 def test_layers_over_ranks():
-    from benchmarks.graphs_over_ranks import DISPATCHERS, layers_over_ranks
-
     lines = [*layers_over_ranks("cpu", steps=2)]
     rows = [row(line) for line in (*lines[1:3], *lines[4:])]
     assert [name for name, _ in rows] == [*DISPATCHERS, *DISPATCHERS]
@@ -26,16 +27,12 @@ def test_layers_over_ranks():
 
 
 def test_sizes_on_the_host():
-    from benchmarks.graphs_over_ranks import sizes_on_the_host
-
     (line,) = sizes_on_the_host(rounds=2)
     assert line.startswith("all sizes of an all-to-all in us, 8 ranks, 64 experts: ")
     assert float(line.rpartition(" ")[2]) > 0
 
 
 def test_evaluations_and_generation():
-    from benchmarks.bench_graphs import host_times_without_gradients
-
     lines = [*host_times_without_gradients(rounds=2)]
     for title, eager, graph in (lines[:3], lines[3:]):
         assert title.endswith(("the same model", "two rows"))

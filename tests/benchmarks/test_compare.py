@@ -14,21 +14,30 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import report
+from benchmarks import cpu_goals, peers, report
+from benchmarks.bench_activation import WORKLOADS
+from benchmarks.cases import CpuGoal, Workload, families, is_first, sweep
+from benchmarks.conftest import is_quick
+from benchmarks.measure import (
+    Ceilings,
+    extra_bytes,
+    in_turn,
+    measure_ceilings,
+    num_copies,
+    num_rounds,
+    speedup,
+    summarize,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture
 def ceilings():
-    from benchmarks.measure import Ceilings
-
     return Ceilings(copy_gbs=10.0, gemm_tflops={"float32": 0.1})
 
 
 def test_statistics_of_times():
-    from benchmarks.measure import in_turn, num_copies, num_rounds, speedup, summarize
-
     assert summarize([3.0, 1.0, 2.0, 5.0, 4.0]) == {"ms": 3.0, "p20": 2.0, "p80": 4.0, "min": 1.0}
     assert speedup([1.0, 2.0, 1.0], [3.0, 2.0, 2.0]) == 2.0
     order = []
@@ -46,16 +55,12 @@ def test_a_floor_is_the_larger_of_two_times(ceilings):
 
 
 def test_ceilings_are_measured():
-    from benchmarks.measure import measure_ceilings
-
     measured = measure_ceilings("cpu", copy_bytes=1 << 22, gemm_size=64)
     assert measured.copy_gbs > 0 and set(measured.gemm_tflops) == {"float32", "bfloat16"}
     assert all(rate > 0 for rate in measured.gemm_tflops.values())
 
 
 def test_extra_bytes_are_what_a_call_holds_beyond_what_it_returns():
-    from benchmarks.measure import extra_bytes
-
     x = torch.ones(1 << 18)  # 1 MiB
     saved = x.clone().requires_grad_()
     for call, expected in (
@@ -98,8 +103,6 @@ def test_a_rival_that_raises_has_a_reason_in_place_of_a_row(tiny_case, ceilings)
 
 
 def test_peers_say_why_they_are_absent(monkeypatch):
-    from benchmarks import peers
-
     assert peers.peer(peers.LIGER, "liger_kernel.ops:X", "cpu") is None
     assert peers.why_absent(peers.LIGER) == "Liger runs on a GPU only"
     monkeypatch.setattr(peers, "installed", lambda name: None)
@@ -115,8 +118,6 @@ def test_peers_say_why_they_are_absent(monkeypatch):
 
 
 def test_only_the_first_shape_and_dtype_run_by_default():
-    from benchmarks.cases import Workload, is_first, sweep
-
     work = Workload("x", lambda *a: None, cpu=((1,), (2,)), cuda=((3,),), rivals=("fastmp", "torch eager"))
     cases = [parameter.values[0] for parameter in sweep((work,), "cpu")]
     assert len(cases) == 2 * 2 * 2 * 2 and sum(map(is_first, cases)) == 2 * 2
@@ -128,9 +129,6 @@ def test_only_the_first_shape_and_dtype_run_by_default():
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_the_default_set_has_every_family(device):
     """The first workload of each, with all of its rivals; a fifth of what `--full` runs at most."""
-    from benchmarks.cases import families, sweep
-    from benchmarks.conftest import is_quick
-
     quick, every = 0, 0
     for name, family in families().items():
         swept = sweep(family.WORKLOADS, device)
@@ -144,9 +142,6 @@ def test_the_default_set_has_every_family(device):
 
 
 def test_goals_are_those_of_the_page_size_and_of_memory(tiny_case, ceilings, tmp_path):
-    from benchmarks import cpu_goals
-    from benchmarks.cases import CpuGoal
-
     goal = CpuGoal("bias_gelu", "float32", "forward", "fastmp", 4.0, 2.0)
     tiny_case.rivals["torch.compile"] = tiny_case.rivals["torch eager"]
     for huge_pages, wanted in ((True, 4.0), (False, 2.0)):
@@ -171,9 +166,6 @@ def test_goals_are_those_of_the_page_size_and_of_memory(tiny_case, ceilings, tmp
 def test_goals_that_were_measured_are_kept_where_a_later_one_ends_the_process(
     tiny_case, ceilings, tmp_path, monkeypatch
 ):
-    from benchmarks import cpu_goals
-    from benchmarks.cases import CpuGoal, Workload
-
     measured = []
 
     def measure(case, goals, *rest):
@@ -313,9 +305,7 @@ def test_like_is_set_against_like_where_a_rival_cannot_be_captured(tiny_case, ce
 @pytest.mark.gpu
 @pytest.mark.alone
 def test_rivals_are_timed_in_graphs_on_a_gpu():
-    from benchmarks.bench_activation import WORKLOADS
     from benchmarks.compare import compare
-    from benchmarks.measure import measure_ceilings
 
     case = WORKLOADS[0].case((256, 1024, "tanh"), torch.bfloat16, "cuda")
     waits = case.rivals["torch eager"]

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import pytest
 
+from benchmarks.bench_dispatchers import BASE, WAYS, Shape, rows_of, run_shape, table
 from fastmp.testing.ranks import run_ranks
 
 
 @pytest.mark.full
 def test_all_ways_are_timed():
-    from benchmarks.bench_dispatchers import BASE, WAYS, Shape, rows_of, run_shape, table
-
     shape = Shape(tokens=64, hidden=16, experts=4, top_k=2, ffn=8)
     results = run_ranks(run_shape, 2, shape, 1)
     (_, absent), _ = results
@@ -23,8 +22,6 @@ def test_all_ways_are_timed():
 
 
 def test_a_step_takes_as_long_as_its_slowest_rank():
-    from benchmarks.bench_dispatchers import BASE, Shape, rows_of
-
     shape, other = Shape(1, 1, 1, 1, 1), ("symmetric", "eager")
     ranks = [{BASE: [4.0, 8.0, 6.0], other: [1.0, 4.0, 2.0]}, {BASE: [2.0, 8.0, 9.0], other: [2.0, 2.0, 3.0]}]
     rows = rows_of(shape, ranks, "cpu")

@@ -11,15 +11,16 @@ from dataclasses import replace
 import pytest
 import torch
 
-from benchmarks import correct, report
+from benchmarks import bench_adamw, compare, correct, gpu_check, gpu_rows, report, sanitizer
+from benchmarks.cases import Workload, families
+from benchmarks.measure import Ceilings, extra_bytes
 from fastmp.ops import OPS
 from fastmp.testing.ops import DTYPES
+from fastmp.testing.samples import activation
 
 
 @pytest.fixture
 def ceilings():
-    from benchmarks.measure import Ceilings
-
     return Ceilings(1.0, {"bfloat16": 1.0})
 
 
@@ -29,8 +30,6 @@ def described():
 
 
 def test_without_a_gpu_it_says_so(monkeypatch, capsys):
-    from benchmarks import gpu_check
-
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert gpu_check.main([]) == 2
     message = capsys.readouterr().err
@@ -40,8 +39,6 @@ def test_without_a_gpu_it_says_so(monkeypatch, capsys):
 @pytest.mark.full
 def test_a_whole_run(tmp_path, capsys):
     """The same code on a CPU: everything is right and has a CPU time, and a second run has nothing to do."""
-    from benchmarks import gpu_check
-
     out = tmp_path / "out.json"
     command = ["--device", "cpu", "--tiny", "--families", "activation", "--out", str(out), "--seconds", "200"]
     assert gpu_check.main(command) == 0
@@ -82,8 +79,6 @@ for item in job["items"]:
 
 def test_everything_is_compiled_before_by_several_processes(monkeypatch, described, tmp_path, ceilings):
     """The shapes of one op in one process, and what is timed first compiled first."""
-    from benchmarks import gpu_check, gpu_rows
-
     tells = "import sys; open(sys.argv[1], 'a').write(sys.stdin.read() + chr(10))"
     monkeypatch.setattr(gpu_check, "COMMAND", (sys.executable, "-c", tells, str(tmp_path / "jobs")))
     timing = gpu_check.Timing(gpu_check.begin(None, described), gpu_check.Budget(60), tmp_path, lambda: None)
@@ -102,8 +97,6 @@ def test_everything_is_compiled_before_by_several_processes(monkeypatch, describ
 @pytest.fixture
 def timer(monkeypatch):
     """Replaces the process that times: timer(dies at, hangs at)."""
-    from benchmarks import gpu_check
-
     return lambda *names: monkeypatch.setattr(gpu_check, "COMMAND", (sys.executable, "-c", TIMER, *names))
 
 
@@ -111,8 +104,6 @@ CHOSEN = {"phases": ["kernels"], "only": ["activation", "rope"], "tiny": True}
 
 
 def test_a_process_that_dies_costs_one_item(timer, described):
-    from benchmarks import gpu_check
-
     timer("bias_gelu_backward", "none")
     saved, result = [], gpu_check.begin(None, described)
     gpu_check.check("cpu", result, **CHOSEN, save=lambda: saved.append(json.dumps(result)))
@@ -132,8 +123,6 @@ def test_a_process_that_dies_costs_one_item(timer, described):
 
 @pytest.mark.full
 def test_what_there_is_no_time_for_is_left_and_made_by_the_next_call(timer, described, tmp_path, monkeypatch):
-    from benchmarks import gpu_check
-
     timer("none", "rope")
     out, result = tmp_path / "out.json", gpu_check.begin(None, described)
     start = time.monotonic()
@@ -164,8 +153,6 @@ def test_what_there_is_no_time_for_is_left_and_made_by_the_next_call(timer, desc
     "change", [{"device": "another"}, {"sources": "abd"}, {"versions": {"torch": "2.14"}}]
 )
 def test_rows_of_other_sources_or_devices_are_not_kept(change, described, tmp_path):
-    from benchmarks import gpu_check
-
     out = tmp_path / "out.json"
     gpu_check.write(gpu_check.begin(None, described) | {"done": ["kernels rope"]}, out)
     assert gpu_check.begin(out, described)["done"] == ["kernels rope"]
@@ -178,8 +165,6 @@ def test_rows_of_other_sources_or_devices_are_not_kept(change, described, tmp_pa
 
 
 def test_sources_are_those_of_the_product_and_the_benchmarks(tmp_path, monkeypatch):
-    from benchmarks import gpu_check
-
     (tmp_path / "fastmp").mkdir()
     (tmp_path / "fastmp" / "a.py").write_text("1")
     monkeypatch.setattr(gpu_check, "ROOT", tmp_path)
@@ -191,9 +176,6 @@ def test_sources_are_those_of_the_product_and_the_benchmarks(tmp_path, monkeypat
 
 
 def test_first_shapes_and_important_peers_come_first():
-    from benchmarks import gpu_rows
-    from benchmarks.cases import families
-
     listed = gpu_rows.items()
     assert len({item.key for item in listed}) == len(listed)
     firsts = [item for item in listed if item.shape == _shapes(item)[0]]
@@ -214,8 +196,6 @@ def _shapes(item) -> tuple:
 
 @pytest.mark.full
 def test_every_op_can_be_timed(ceilings):
-    from benchmarks import gpu_rows
-
     listed = gpu_rows.items(["kernels"], tiny=True)
     for item in listed:
         (row,) = gpu_rows.rows(item, gpu_rows.Job("cpu", (item,), ceilings, tiny=True))
@@ -224,8 +204,6 @@ def test_every_op_can_be_timed(ceilings):
 
 
 def test_a_kernel_that_is_wrong_at_the_timed_shape_is_not_timed(monkeypatch, ceilings):
-    from benchmarks import gpu_rows
-
     entry = OPS["bias_gelu"]
 
     def off(x, bias, form):
@@ -248,9 +226,6 @@ def test_a_kernel_that_is_wrong_at_the_timed_shape_is_not_timed(monkeypatch, cei
 
 
 def test_a_function_that_is_wrong_at_the_timed_shape_is_not_timed(monkeypatch, tiny_case, ceilings):
-    from benchmarks import gpu_rows
-    from benchmarks.cases import Workload
-
     rivals = dict(tiny_case.rivals)
     make = lambda dtype, device: replace(tiny_case, rivals=dict(rivals))  # noqa: E731
     work = Workload("tiny", make, ((),), ((),))
@@ -274,9 +249,6 @@ def test_a_function_that_is_wrong_at_the_timed_shape_is_not_timed(monkeypatch, t
 @pytest.mark.full
 def test_adamw_of_the_largest_size_fits_into_the_memory_of_an_h100(monkeypatch, ceilings):
     """At 1e9 elements, by the bytes an element takes: 60 of 80 GB, the rest is for torch and its caches."""
-    from benchmarks import bench_adamw, compare, gpu_rows
-    from benchmarks.measure import extra_bytes
-
     few, many = 1 << 16, 1_000_000_000
     item = gpu_rows.Item("functions", "adamw", "adamw", (few,))
     assert max(item.work.cuda) == (many,)
@@ -293,8 +265,6 @@ def test_adamw_of_the_largest_size_fits_into_the_memory_of_an_h100(monkeypatch, 
 
 def test_a_job_tells_what_it_does(ceilings):
     """An item's output or error is in its row; compiling alone makes no rows."""
-    from benchmarks import gpu_rows
-
     item = gpu_rows.Item("kernels", "activation", "bias_gelu", (16, 256))
     broken = gpu_rows.Item("kernels", "activation", "no such op", (16, 256))
     told: list[dict] = []
@@ -308,8 +278,6 @@ def test_a_job_tells_what_it_does(ceilings):
 
 @pytest.mark.full
 def test_a_family_that_dies_is_a_row_and_one_that_hangs_is_left(tmp_path):
-    from benchmarks import gpu_check
-
     ((family, (row,), ended),) = gpu_check.correctness("cpu", ["no_such_family"], 100, tmp_path)
     assert family == "no_such_family" and not row["ok"] and ended
     assert row["raised"].startswith("status 2: ") and "no_such_family" in row["raised"]
@@ -330,8 +298,6 @@ with open(out, "w") as file:
 
 def test_rows_of_a_family_that_is_cut_are_kept(monkeypatch, tmp_path):
     """Rows of a family that died are kept as well; the next call checks only a family that was cut."""
-    from benchmarks import gpu_check
-
     monkeypatch.setattr(gpu_check, "CHECK", (sys.executable, "-c", CHECKER))
     found = {
         name: rest for name, *rest in gpu_check.correctness("cpu", ["hangs", "dies", "ends"], 1, tmp_path)
@@ -344,8 +310,6 @@ def test_rows_of_a_family_that_is_cut_are_kept(monkeypatch, tmp_path):
 
 
 def test_a_family_that_was_cut_is_checked_again(monkeypatch, described):
-    from benchmarks import gpu_check
-
     rows = [{"family": "activation", "op": "bias_gelu", "ok": True}]
     monkeypatch.setattr(correct, "families", lambda: ["activation"])
     for ended, left in ((False, ["correctness activation"]), (True, [])):
@@ -361,8 +325,6 @@ def test_a_family_that_was_cut_is_checked_again(monkeypatch, described):
 
 
 def test_kernels_are_compiled_before_they_are_checked(monkeypatch, capfd, tmp_path):
-    from benchmarks import gpu_check
-
     tells = "import sys; print(sys.argv[1:], file=open(sys.argv[1], 'w'))"
     monkeypatch.setattr(gpu_check, "PRECOMPILE", (sys.executable, "-c", tells, str(tmp_path / "told")))
     gpu_check.compile_checks(["norm", "rope"], 60, tmp_path)
@@ -385,9 +347,6 @@ def test_a_wrong_implementation_is_told(monkeypatch):
 
 
 def test_a_wrong_function_is_told(monkeypatch):
-    from benchmarks import correct
-    from fastmp.testing.samples import activation
-
     (right,) = activation.FUNCTIONS
 
     def slightly_off(x, bias, approximate):
@@ -421,8 +380,6 @@ esac
 
 
 def test_the_sanitizer_is_run_and_understood(monkeypatch, tmp_path):
-    from benchmarks import sanitizer
-
     path = tmp_path / "compute-sanitizer"
     path.write_text(SANITIZER)
     path.chmod(0o755)

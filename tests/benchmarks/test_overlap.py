@@ -9,13 +9,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from benchmarks import bench_overlap
+from benchmarks.asleep import Times
+from benchmarks.bench_overlap import IN_GRAPHS, Case, run_case
+from benchmarks.slow_link import Link, common_seconds
 from fastmp.testing.ranks import run_ranks
 
 
 def served(rank, world):
     """Two collectives of a group in the background, then one that is waited for at once."""
-    from benchmarks.slow_link import Link, common_seconds
-
     with Link(rate=1e6).installed() as link:
         x, y = torch.full((2, 10_000), 1.0 + rank)
         works = [dist.all_reduce(each, async_op=True) for each in (x, y)]
@@ -38,9 +40,6 @@ def test_a_slow_link_serves_one_collective_after_the_other():
 
 def small_case(**options):
     """Four layers without tables, 30 ms forward, 60 ms backward; a reduce-scatter of a layer takes 30 ms."""
-    from benchmarks.asleep import Times
-    from benchmarks.bench_overlap import Case
-
     small = Case(
         "eager", microbatches=1, proportion=0.5, times=Times(0.03, 0.03, 0.03), num_layers=4, table=0.0
     )
@@ -49,8 +48,6 @@ def small_case(**options):
 
 def overlapped(case):
     """The hidden share in the better one of two steps, and the trace of the first stage in the last one."""
-    from benchmarks.bench_overlap import run_case
-
     results = run_ranks(run_case, case.world, case, 2, ("overlapped",))
     shares = [
         1 - min(each.exposed for each in step) / min(each.communication for each in step)
@@ -68,8 +65,6 @@ def test_known_times_give_the_hidden_share(graphs, hidden, tmp_path):
     bucket before, which began a quarter of a backward earlier. In graphs, where both begin behind the replay
     of the first layer, 1.19. Of all-gathers it is the same share.
     """
-    from benchmarks import bench_overlap
-
     found, trace = overlapped(small_case(**({"graphs": bench_overlap.IN_GRAPHS} if graphs else {})))
     assert found == pytest.approx(hidden, abs=0.12)
     kinds = [kind for kind, _, _ in trace]
@@ -82,8 +77,6 @@ def test_known_times_give_the_hidden_share(graphs, hidden, tmp_path):
 @pytest.mark.parametrize("graphs", [False, True])
 def test_overlap_that_is_broken_is_seen(graphs):
     """Reduce-scatters that begin behind backward are exposed; in a graph of all layers gathers are, too."""
-    from benchmarks.bench_overlap import IN_GRAPHS
-
     if graphs:
         case = small_case(graphs=replace(IN_GRAPHS, scope=("full",)))
     else:

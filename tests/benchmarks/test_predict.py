@@ -8,6 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks import gpu_rows, predict
+from benchmarks.cases import families
+from benchmarks.predict import MACHINES, NODE_US, Step
+from fastmp.ops import rms_norm
+
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
 AGAIN = "python -m benchmarks.predict, and commit benchmarks/results/predicted_*.json"
 
@@ -18,8 +23,6 @@ def committed_and_made(items):
     Another release of torch may run other kernels between our ops, and 2.10 cannot count attention where
     heads share keys: there only kernels alone are made and compared.
     """
-    from benchmarks import predict
-
     committed = [json.loads((RESULTS / f"predicted_{name}.json").read_text()) for name in predict.MACHINES]
     release = ".".join(torch.__version__.split(".")[:2])
     alike = all(there["predicted"]["torch"] == release for there in committed)
@@ -40,8 +43,6 @@ def committed_and_made(items):
 
 @pytest.mark.full
 def test_committed_predictions_are_those_of_this_tree():
-    from benchmarks import gpu_rows
-
     for there, made in committed_and_made(gpu_rows.items()):
         assert there == made and made, AGAIN
     names = {item.key for item in gpu_rows.items()}
@@ -50,16 +51,11 @@ def test_committed_predictions_are_those_of_this_tree():
 
 
 def test_every_op_that_is_timed_has_an_expectation():
-    from benchmarks import predict
-    from benchmarks.cases import families
-
     timed = {op for module in families().values() for op in getattr(module, "SHAPES", ())}
     assert timed <= predict.EXPECTED.keys() <= predict.OPS.keys()
 
 
 def test_a_prediction_is_the_floor_over_the_share_or_the_least_time():
-    from benchmarks.predict import MACHINES, NODE_US, Step
-
     machine = MACHINES["h200"]
     large = Step("large", 4_300_000_000, 0, 2, 0.5, 0.0)
     assert large.ms(machine) == pytest.approx(2.0)
@@ -70,9 +66,6 @@ def test_a_prediction_is_the_floor_over_the_share_or_the_least_time():
 
 
 def test_steps_are_our_ops_and_kernels_of_torch():
-    from benchmarks import predict
-    from fastmp.ops import rms_norm
-
     with predict.without_data():
         x, weight = torch.randn(64, 128, requires_grad=True), torch.ones(128, requires_grad=True)
         with predict.Steps() as counted:

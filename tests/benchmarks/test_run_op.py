@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks import run_op
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.parametrize("name", ["bias_gelu_backward", "bias_gelu"])
 def test_an_op_runs_between_start_and_stop(name, capsys):
-    from benchmarks import run_op
-
     options = ["--shape", "16", "256", "--dtype", "float32", "--times", "2", "--device", "cpu"]
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as seen:
         assert run_op.main([name, *options, "--backend", "reference"]) == 0
@@ -26,16 +26,12 @@ def test_an_op_runs_between_start_and_stop(name, capsys):
 
 
 def test_a_workload_runs_forward_and_backward():
-    from benchmarks import run_op
-
     call, shape = run_op.find("linear_cross_entropy", (8, 16, 64), torch.float32, "cpu", None)
     dhidden, dweight = call()
     assert shape == (8, 16, 64) and dhidden.shape == (8, 16) and dweight.shape == (64, 16)
 
 
 def test_an_unknown_op_names_the_known_ones(capsys):
-    from benchmarks import run_op
-
     with pytest.raises(SystemExit):
         run_op.main(["bias_glue"])
     assert "no op or workload 'bias_glue'; there are " in capsys.readouterr().err
