@@ -48,8 +48,35 @@ class _Replicated(ParallelModule):
     def _marks(self) -> dict[str, ParallelAttributes]:
         return dict.fromkeys(self._parameters, ParallelAttributes(sequence_parallel=self.sequence_parallel))
 
+    def extra_repr(self) -> str:
+        return f"{tuple(self.weight.shape)}, sequence_parallel={self.sequence_parallel}"
 
-class LayerNorm(_Replicated):
+
+class _Norm(_Replicated):
+    _has_bias: bool
+
+    def __init__(
+        self,
+        size: int,
+        *,
+        group: ProcessGroup | None,
+        eps: float = 1e-5,
+        sequence_parallel: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(group, sequence_parallel)
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(size, device=device, dtype=dtype))
+        if self._has_bias:
+            self.bias = nn.Parameter(torch.zeros(size, device=device, dtype=dtype))
+        self._mark()
+
+    def extra_repr(self) -> str:
+        return f"{self.weight.shape[0]}, eps={self.eps}, sequence_parallel={self.sequence_parallel}"
+
+
+class LayerNorm(_Norm):
     """Layer normalisation over the last dimension, (..., size), with weight and bias (size,).
 
     Args:
@@ -57,56 +84,23 @@ class LayerNorm(_Replicated):
         sequence_parallel: the rank holds its slice of the sequence only.
     """
 
-    def __init__(
-        self,
-        size: int,
-        *,
-        group: ProcessGroup | None,
-        eps: float = 1e-5,
-        sequence_parallel: bool = False,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__(group, sequence_parallel)
-        self.eps = eps
-        self.weight = nn.Parameter(torch.ones(size, device=device, dtype=dtype))
-        self.bias = nn.Parameter(torch.zeros(size, device=device, dtype=dtype))
-        self._mark()
+    _has_bias = True
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return layer_norm(x, self.weight, self.bias, eps=self.eps)
 
-    def extra_repr(self) -> str:
-        return f"{self.weight.shape[0]}, eps={self.eps}, sequence_parallel={self.sequence_parallel}"
 
-
-class RMSNorm(_Replicated):
+class RMSNorm(_Norm):
     """Root mean square normalisation over the last dimension, (..., size), with weight (size,).
 
     The arguments are those of `LayerNorm`. `sequence_parallel` is also True for norms of single heads, as a
     rank has only its shard of the heads.
     """
 
-    def __init__(
-        self,
-        size: int,
-        *,
-        group: ProcessGroup | None,
-        eps: float = 1e-5,
-        sequence_parallel: bool = False,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__(group, sequence_parallel)
-        self.eps = eps
-        self.weight = nn.Parameter(torch.ones(size, device=device, dtype=dtype))
-        self._mark()
+    _has_bias = False
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return rms_norm(x, self.weight, eps=self.eps)
-
-    def extra_repr(self) -> str:
-        return f"{self.weight.shape[0]}, eps={self.eps}, sequence_parallel={self.sequence_parallel}"
 
 
 class Linear(_Replicated):
@@ -210,11 +204,10 @@ class PositionEmbedding(_Replicated):
     def __init__(self, config: GPTConfig, on: Placement = Placement()) -> None:
         super().__init__(on.groups.tp, on.sequence_parallel)
         self.cp_group = on.groups.cp
-        self.weight = nn.Parameter(torch.empty(config.max_seq_len, config.hidden_size, **on.tensor_options))
+        size = config.max_seq_len, config.hidden_size
+        self.weight = nn.Parameter(torch.empty(size, **on.tensor_options))
         self._mark()
-        with torch.no_grad():  # from the default stream, equal on all ranks, drawn in at least float32
-            dtype = torch.promote_types(self.weight.dtype, torch.float32)
-            self.weight.copy_(normal(config)(torch.empty_like(self.weight, dtype=dtype)))
+        self._init_weight(size, normal(config), "full", None)  # equal on all ranks
 
     def forward(self, words_SBH: torch.Tensor, positions: Positions | None = None) -> torch.Tensor:
         S = words_SBH.shape[0]
@@ -224,9 +217,6 @@ class PositionEmbedding(_Replicated):
             return words_SBH + self.weight[position_ids_SB[first : first + S]]
         rows = cut_sequence(self.weight[: length * group_size(self.cp_group)], self.cp_group, dim=0)
         return words_SBH + rows[first : first + S].unsqueeze(1)
-
-    def extra_repr(self) -> str:
-        return f"{tuple(self.weight.shape)}, sequence_parallel={self.sequence_parallel}"
 
 
 class TokenTypeEmbedding(_Replicated):
@@ -252,6 +242,3 @@ class TokenTypeEmbedding(_Replicated):
         S = words_SBH.shape[0]
         first = self.tp_rank * S if self.sequence_parallel else 0
         return words_SBH + F.embedding(types_BS.t()[first : first + S], self.weight)
-
-    def extra_repr(self) -> str:
-        return f"{tuple(self.weight.shape)}, sequence_parallel={self.sequence_parallel}"
