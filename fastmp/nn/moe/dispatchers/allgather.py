@@ -30,7 +30,7 @@ class AllGatherPrepared(DispatchState):
 @dataclass(slots=True)
 class AllGatherDispatched(DispatchState):
     probs: Tensor  # (R * longest, k), of all ranks
-    row_of: Tensor  # (R * longest, k), the row of each pair here, or -1
+    row_of: Tensor  # (R * longest, k), the row of each assignment here, or -1
     numbers: Tensor  # on the host: the longest, this rank's tokens, and the rows of each of its experts
 
 
@@ -43,7 +43,7 @@ class AllGatherDispatcher(CountedDispatcher[AllGatherPrepared, AllGatherDispatch
     def preprocess(
         self, indices: Tensor, probs: Tensor, max_tokens: int, rejected: bool = False
     ) -> AllGatherPrepared:
-        # One place more, for dropped pairs; bincount would wait to know how many places there are.
+        # One place more, for dropped assignments; bincount would wait to know how many places there are.
         counts = indices.new_zeros(self.num_experts + 1, dtype=torch.int32)
         counts.index_add_(
             0, indices.flatten() % (self.num_experts + 1), torch.ones_like(counts[:1]).expand(indices.numel())
@@ -61,7 +61,7 @@ class AllGatherDispatcher(CountedDispatcher[AllGatherPrepared, AllGatherDispatch
             gather_sequence(pad_rows(part, longest), self.etp_ep_group, own_stream=self.own_stream)
             for part in (tokens, state.probs)
         )
-        # Outside [0, L) are experts of other ranks, dropped pairs and padding: they get no row.
+        # Outside [0, L) are experts of other ranks, dropped assignments and padding: they get no row.
         indices = all_gather(pad_rows(state.indices, longest, -1), self.etp_ep_group)[0]
         row_of, offsets = permutation(indices - self.ep_rank * self.num_local, self.num_local)
         rows = permute(tokens, row_of, sum(of_experts))

@@ -26,7 +26,7 @@ __all__ = ["AllToAllDispatcher"]
 @dataclass(slots=True)
 class AllToAllPrepared(DispatchState):
     probs: Tensor  # (T, k)
-    row_of: Tensor  # (T, k), the row of each pair as it is sent
+    row_of: Tensor  # (T, k), the row of each assignment as it is sent
     row_of_received: Tensor  # (at most, 1), the row at the experts of each row received
     starts: Tensor  # where each block of rows of one expert and source starts as received
     places: Tensor  # and where its rows go at the experts
@@ -43,7 +43,7 @@ class AllToAllDispatched(DispatchState):
 
 
 class AllToAllDispatcher(CountedDispatcher[AllToAllPrepared, AllToAllDispatched]):
-    """Send each pair to its expert with an all-to-all over `ep`, then gather the rows of the `etp` ranks."""
+    """Send each token to its experts by all-to-all over `ep`, then gather the rows of the `etp` ranks."""
 
     spec = ALLTOALL
     prepared, dispatched = AllToAllPrepared, AllToAllDispatched

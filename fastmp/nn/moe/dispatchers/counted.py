@@ -56,18 +56,12 @@ class CountedDispatcher(Dispatcher[PreparedT, DispatchedT]):
         etp_varies_first: bool = True,
         own_stream: bool = False,
     ) -> None:
-        super().__init__(num_experts)
-        self.ep, self.etp = group_size(ep_group), group_size(etp_group)
-        if num_experts % self.ep:
-            raise ValueError(
-                f"{type(self).__name__}: {num_experts} experts are not divisible by the expert-parallel size "
-                f"{self.ep}"
-            )
+        super().__init__(num_experts, group_size(ep_group))
+        self.etp = group_size(etp_group)
         self.ep_group, self.etp_group, self.etp_ep_group = ep_group, etp_group, etp_ep_group
         self.ep_rank, self.etp_rank = group_rank(ep_group), group_rank(etp_group)
         self.rank, self.etp_varies_first = group_rank(etp_ep_group), etp_varies_first
-        self.num_local, self.own_stream = num_experts // self.ep, own_stream
-        self.copies = HostCopies()
+        self.own_stream, self.copies = own_stream, HostCopies()
 
     @classmethod
     def create(cls, moe: MoEConfig, groups: ParallelGroups) -> Self:

@@ -68,21 +68,15 @@ class DeepEPDispatcher(Dispatcher[DeepEPPrepared, DeepEPDispatched]):
     prepared, dispatched = DeepEPPrepared, DeepEPDispatched
 
     def __init__(self, moe: MoEConfig, groups: ParallelGroups) -> None:
-        super().__init__(moe.num_experts)
+        super().__init__(moe.num_experts, group_size(groups.ep))
         assert groups.deepep is not None
         self.buffer: DeepEPBuffer = groups.deepep
-        self.ep, self.etp = group_size(groups.ep), group_size(groups.etp)
-        if moe.num_experts % self.ep:
-            raise ValueError(
-                f"DeepEPDispatcher: {moe.num_experts} experts are not divisible by the expert-parallel size "
-                f"{self.ep}"
-            )
+        self.etp = group_size(groups.etp)
         if moe.top_k * self.etp > _MAX_CHOICES:
             raise ValueError(
                 f"DeepEPDispatcher: top_k {moe.top_k} x etp {self.etp} are more than the {_MAX_CHOICES} "
                 'choices of a token that DeepEP sends; take "alltoall"'
             )
-        self.num_local = moe.num_experts // self.ep
         # How far apart in the group the ranks are that differ by one in etp, or in ep.
         self._steps = (1, self.etp) if groups.grid.etp_varies_first else (self.ep, 1)
 

@@ -1,10 +1,10 @@
 """The interface of token dispatchers, and what several of them share.
 
-A rank's (token, expert) assignments, in short pairs, are sorted by expert with a permutation made on the
-device, so that the pairs of one expert-parallel rank are consecutive rows. A dispatcher has three steps, one
-in each segment of an expert layer:
+A rank's (token, expert) assignments are sorted by expert with a permutation made on the device, so that those
+for one expert-parallel rank are consecutive rows. A dispatcher has three steps, one in each segment of an
+expert layer:
 
-    preprocess(indices, probs)  ->  Prepared         sort pairs, start to exchange counts
+    preprocess(indices, probs)  ->  Prepared         sort assignments, start to exchange counts
     dispatch(tokens, Prepared)  ->  rows, Dispatched  bring tokens to the ranks that hold their experts
     combine(outputs, Dispatched) -> tokens           bring outputs back, weighted by the probabilities
 
@@ -65,11 +65,14 @@ class Dispatcher(Generic[PreparedT, DispatchedT]):
     """Bring tokens to their experts and the outputs back; the base of all dispatchers.
 
     A subclass sets the class attributes and implements `create`, `preprocess`, `dispatch` and `combine`.
-    Pairs with index -1 go nowhere and count as zeros.
+    Assignments with index -1 go nowhere and count as zeros.
 
     spec: the facts of the dispatcher, of which `eager` and `exchanges` mark the segments of a layer.
     prepared, dispatched: the states between the segments.
-    may_drop: True if `dropped` counts pairs that were not sent.
+    may_drop: True if `dropped` counts assignments that were not sent.
+    num_local: the experts of a rank.
+
+    Raises ValueError where the `ep` expert-parallel ranks do not divide the experts.
     """
 
     spec: DispatcherSpec
@@ -77,8 +80,13 @@ class Dispatcher(Generic[PreparedT, DispatchedT]):
     dispatched: ClassVar[type[DispatchState]]
     may_drop = False
 
-    def __init__(self, num_experts: int) -> None:
-        self.num_experts = num_experts
+    def __init__(self, num_experts: int, ep: int = 1) -> None:
+        if num_experts % ep:
+            raise ValueError(
+                f"{type(self).__name__}: {num_experts} experts are not divisible by the expert-parallel size "
+                f"{ep}"
+            )
+        self.num_experts, self.ep, self.num_local = num_experts, ep, num_experts // ep
 
     @classmethod
     def create(cls, moe: MoEConfig, groups: ParallelGroups) -> Self:
@@ -97,7 +105,7 @@ class Dispatcher(Generic[PreparedT, DispatchedT]):
     def preprocess(
         self, indices: Tensor, probs: Tensor, max_tokens: int, rejected: bool = False
     ) -> PreparedT:
-        """Sort the pairs of indices (T, k) and probs (T, k), and start to exchange their counts.
+        """Sort the assignments, indices (T, k) and probs (T, k), and start to exchange their counts.
 
         max_tokens: the most tokens that a rank of the tensor-parallel group has, the same on all its ranks.
         rejected: this rank has too few tokens for the capacity; where other ranks wait for it, all raise
@@ -114,8 +122,8 @@ class Dispatcher(Generic[PreparedT, DispatchedT]):
         return None
 
     def dropped(self, state: DispatchedT) -> Tensor:
-        """Return the number () of this rank's pairs that were not sent."""
-        raise NotImplementedError(f"{type(self).__name__} sends all pairs")
+        """Return the number () of this rank's assignments that were not sent."""
+        raise NotImplementedError(f"{type(self).__name__} drops no tokens")
 
     def combine(self, outputs: Tensor, state: DispatchedT) -> Tensor:
         """Return the weighted sums (T, H), or (max_tokens, H), of the outputs (M, H) of each token."""

@@ -19,7 +19,7 @@ __all__ = ["LocalDispatched", "LocalDispatcher", "LocalPrepared"]
 @dataclass(slots=True)
 class LocalPrepared(DispatchState):
     probs: Tensor  # (T, k)
-    row_of: Tensor  # (T, k), the row of each pair
+    row_of: Tensor  # (T, k), the row of each assignment
     offsets: Tensor  # (E,), where each expert's rows end
 
 

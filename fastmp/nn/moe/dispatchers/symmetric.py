@@ -5,8 +5,8 @@ from there; a device-side barrier separates writes and reads. Counts are exchang
 computes the rows of its tokens from them, on the device. Received rows are sorted by expert, then by source:
 bit for bit the rows of an `AllToAllDispatcher`, followed by zeros up to the capacity.
 
-Rows beyond the capacity are dropped: the token gets nothing from that expert, and no gradient; dropped pairs
-are counted. Without `moe.symmetric_capacity` the capacity is all tokens of all ranks.
+Rows beyond the capacity are dropped: the token gets nothing from that expert, and no gradient; dropped
+assignments are counted. Without `moe.symmetric_capacity` the capacity is all tokens of all ranks.
 
 T tokens of this rank, k experts of each, H hidden, E experts, L experts of this rank, C rows of capacity, R
 ranks of the etp-ep group.
@@ -46,15 +46,15 @@ __all__ = ["SymmetricDispatcher"]
 class SymmetricPrepared(DispatchState):
     probs: Tensor  # (T, k)
     indices: Tensor  # (T, k)
-    row_of: Tensor  # (T, k), the row of each pair among those of this rank
+    row_of: Tensor  # (T, k), the row of each assignment among those of this rank
     ends: Tensor  # (E,), where each expert's rows end
 
 
 @dataclass(slots=True)
 class SymmetricDispatched(DispatchState):
     probs: Tensor  # (T, k)
-    where: Tensor  # (T, k), the row of each pair at the rank of its expert, or -1
-    ends: Tensor  # (L + 1,), where each local expert's rows end, and how many pairs were dropped
+    where: Tensor  # (T, k), the row of each assignment at the rank of its expert, or -1
+    ends: Tensor  # (L + 1,), where each local expert's rows end, and how many assignments were dropped
 
 
 class SymmetricDispatcher(Dispatcher[SymmetricPrepared, SymmetricDispatched]):
@@ -73,12 +73,7 @@ class SymmetricDispatcher(Dispatcher[SymmetricPrepared, SymmetricDispatched]):
     prepared, dispatched = SymmetricPrepared, SymmetricDispatched
 
     def __init__(self, moe: MoEConfig, exchange: SymmetricExchange, *, own_stream: bool = False) -> None:
-        super().__init__(moe.num_experts)
-        if moe.num_experts % exchange.ep:
-            raise ValueError(
-                f"SymmetricDispatcher: {moe.num_experts} experts are not divisible by the expert-parallel "
-                f"size {exchange.ep}"
-            )
+        super().__init__(moe.num_experts, exchange.ep)
         self.moe, self.exchange, self.own_stream = moe, exchange, own_stream
         self.may_drop = moe.symmetric_capacity is not None
 
@@ -147,6 +142,7 @@ class _SymmetricDispatch(Function):
     ) -> Tensor:
         ctx.save_for_backward(where, offsets)
         ctx.views, ctx.own_stream = views, own_stream
+        # 1. Put each token at its rows at the experts' ranks. 2. All ranks meet. 3. Take what has arrived.
         with _stream(tokens, own_stream):
             exchange_push(tokens, where, None, None, views.epochs, views.rows, views.peer_offsets)
             _barrier(views)
@@ -156,6 +152,7 @@ class _SymmetricDispatch(Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         views, (where, offsets) = ctx.views, ctx.saved_tensors
+        # 1. Offer this rank's row gradients. 2. All ranks meet. 3. Get each token's from its experts' ranks.
         with _stream(grad, ctx.own_stream):
             exchange_give(grad, offsets, views.epochs, views.rows)
             _barrier(views)
