@@ -258,6 +258,7 @@ class GradBuffer:
     def _start(self, at: tuple[int, int]) -> None:
         flat, number = self.flats[at[0]], at[1]
         with self._after_gradients(flat.grad.device):
+            # Over tensor-parallel ranks, which have partial sums, then over data-parallel ranks.
             if flat.plan.partial and self.tp_group is not None:
                 all_reduce_(flat.bucket(number), self.tp_group)
             work = flat.start_reduce(number)

@@ -432,7 +432,7 @@ class Pipeline:
             specs = self._known[message.stage - (message.kind == BACKWARD)]
             if message.kind == BACKWARD:
                 specs = tuple(spec for spec in specs if spec.requires_grad)
-            if mine:
+            if mine:  # to the next stage's rank, or a gradient to the previous stage's
                 tensors = tuple(t.contiguous() for t in self._outbox.pop(key))
             else:
                 tensors = tuple(torch.empty(s.shape, dtype=s.dtype, device=self.device) for s in specs)
@@ -442,6 +442,7 @@ class Pipeline:
 
     def _start(self, key: tuple[str, int, int], sends: bool, peer: int, tag: int, tensors: Tensors) -> None:
         works: list[Any] = []  # never None: this rank is in the group
+        # NCCL runs a message between two ranks on the stream of their group, after this stream's work so far.
         group = self.backward_group if key[0] == BACKWARD else self.group
         if sends:
             works += [dist.isend(x, group=group, tag=tag, group_dst=peer) for x in tensors]

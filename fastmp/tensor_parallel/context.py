@@ -79,6 +79,7 @@ def join_sequence(x: torch.Tensor, group: ProcessGroup | None, dim: int = 1) -> 
         raise ValueError(
             f"join_sequence: the {x.shape[dim]} tokens of this rank are not two equal slices of the sequence"
         )
+    # All ranks of the group, on the current stream; then put the slices of ranks 0, 1, ... in order.
     gathered = gather_sequence(x.movedim(dim, 0), group)
     slices = gathered.unflatten(0, (2 * size, -1)).unbind()  # 0, 2 * CP - 1, 1, 2 * CP - 2, ...
     return torch.cat(slices[::2] + slices[::-2]).movedim(0, dim)

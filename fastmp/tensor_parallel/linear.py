@@ -121,6 +121,7 @@ class _ColumnLinear(Function):
         ctx.group, ctx.sequence_parallel, ctx.fused = group, sequence_parallel, fused
         ctx.main_grad, ctx.defer = main_grad, defer
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
+        # Under sequence parallelism all-gather x over the group: fused with the GEMM, or before it.
         if fused:
             y = gather_matmul(x, weight.t(), group, keep=False)[1]
             return y if bias is None else y + bias
@@ -175,10 +176,12 @@ class _FusedRowLinear(Function):
         x, weight = (ctx.kept or ctx).saved_tensors
         need_x, need_weight = ctx.needs_input_grad[:2]
         grad_x = grad_weight = None
+        # 1. All-gather the gradient over the group, fused with dgrad if x needs one.
         if need_x:
             grad, grad_x = gather_matmul(grad, weight, ctx.group, keep=need_weight)
         else:
             grad = all_gather(grad, ctx.group)[0]
+        # 2. wgrad, now or deferred.
         if need_weight:
             grad_TO, x_TI = grad.reshape(-1, grad.shape[-1]), x.reshape(-1, x.shape[-1])
             make = functools.partial(weight_grad, grad_TO, x_TI, ctx.main_grad)

@@ -21,7 +21,7 @@ __all__ = ["vocab_parallel_linear_cross_entropy", "vocab_parallel_linear_log_pro
 
 
 class _Group(Shards):
-    """Collectives between the shards of a group."""
+    """Collectives between the shards of a group; those with a `Work` run on NCCL's stream."""
 
     def __init__(self, group: dist.ProcessGroup, sequence_parallel: bool) -> None:
         self.group, self.sequence_parallel = group, sequence_parallel
