@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 from dispatch_modes import CalledOps
-from nn_tools import sum_partial_gradients, tp_groups
+from nn_tools import assert_same_gradients, sum_partial_gradients, tp_groups
 
 from fastmp.distributed.collectives import group_rank
 from fastmp.distributed.groups import ParallelGroups
@@ -177,7 +177,7 @@ def test_heads_are_divided_over_tp(tp, sequence_parallel):
         sum_partial_gradients(many.parameters(), groups.tp)
         for (name, full), param in zip(one.named_parameters(), many.parameters()):
             assert torch.equal(local_shard(full.detach(), param, groups.tp), param), name
-            torch.testing.assert_close(param.grad, local_shard(full.grad, param, groups.tp), **CLOSE)
+        assert_same_gradients(many, one, groups)
 
     run_ranks(case, tp)
 

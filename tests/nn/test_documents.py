@@ -8,7 +8,7 @@ import pytest
 import torch
 from context_tools import MODELS, run_step
 from marks import full
-from nn_tools import text
+from nn_tools import assert_same_gradients, text
 
 from fastmp.cuda_graphs.backends.recording import RecordingBackend
 from fastmp.cuda_graphs.explanation.report import explain
@@ -19,7 +19,7 @@ from fastmp.nn import Documents, Placement, SelfAttention
 from fastmp.pipeline.schedule import Schedule
 from fastmp.tensor_parallel.context import cut_sequence
 from fastmp.testing.ranks import run_ranks
-from tools.small_models import make_gpt, part_of
+from tools.small_models import make_gpt
 
 CLOSE = {"rtol": 1e-10, "atol": 1e-10}
 LENGTHS = ((5, 1, 9, 17), (20, 12))  # of the documents of two rows of 32 tokens
@@ -73,11 +73,7 @@ def divided_case(rank, world, layout, name, options):
     expected = run_step(one, [batch], ParallelGroups.alone())
     actual = run_step(many, [[cut_sequence(x, groups.cp) for x in batch]], groups)
     torch.testing.assert_close(actual[0][0], cut_sequence(expected[0][0], groups.cp), **CLOSE)
-    for (path, whole), param in zip(one.named_parameters(), many.parameters(), strict=True):
-        expected_grad = part_of(whole.main_grad, param, groups)
-        torch.testing.assert_close(
-            param.main_grad, expected_grad, msg=lambda t, path=path: f"{path}: {t}", **CLOSE
-        )
+    assert_same_gradients(many, one, groups, "main_grad")
 
 
 SEQUENCE = {"sequence_parallel": True}

@@ -75,6 +75,13 @@ def train(root, part, dp, clip, **options):
     return first, {name: whole(param) for name, param in root.named_parameters()}
 
 
+def assert_same(found, expected):
+    for name, tensor in found.items():
+        torch.testing.assert_close(
+            tensor, expected[name], rtol=1e-10, atol=1e-12, msg=lambda said, name=name: f"{name}: {said}"
+        )
+
+
 def own_part(full, mine, groups):
     """This rank's experts of a tensor of all of them."""
     if full.shape == mine.shape:
@@ -90,14 +97,7 @@ def compare(rank, world_size, config, ep, recompute):
     shard(root, groups)
     assert all(isinstance(param, DTensor) for param in root.parameters())
     for got, right in zip(train(root, rank, world_size, clip_, foreach=True), expected, strict=True):
-        for name, tensor in got.items():
-            torch.testing.assert_close(
-                tensor,
-                own_part(right[name], tensor, groups),
-                rtol=1e-10,
-                atol=1e-12,
-                msg=lambda said, name=name: f"{name}: {said}",
-            )
+        assert_same(got, {name: own_part(right[name], tensor, groups) for name, tensor in got.items()})
 
 
 @pytest.mark.parametrize(
@@ -141,14 +141,7 @@ def with_a_root_of_its_own(rank, world_size):
         model.loss(tokens, targets)
     register_fsdp_forward_method(model, "loss")
     model.loss(tokens, targets).mean().backward()  # divided by 16 tokens, and by torch by the number of ranks
-    for name, param in model.named_parameters():
-        torch.testing.assert_close(
-            whole(param.grad),
-            expected[f"model.{name}"],
-            rtol=1e-10,
-            atol=1e-12,
-            msg=lambda said, name=name: f"{name}: {said}",
-        )
+    assert_same({f"model.{name}": whole(param.grad) for name, param in model.named_parameters()}, expected)
 
 
 def test_the_loss_of_a_gpt_that_is_the_root_itself():
@@ -189,10 +182,7 @@ def beside_tensor_parallelism(rank, world_size):
     shard(apart, groups)
     with pytest.raises(ValueError, match=r"sequence_parallel=True over 2 ranks, .* fully_shard"):
         gradients(apart, group_rank(groups.dp), 2)
-    for name in replicated:
-        torch.testing.assert_close(
-            got[name], expected[name], rtol=1e-10, atol=1e-12, msg=lambda said, name=name: f"{name}: {said}"
-        )
+    assert_same({name: got[name] for name in replicated}, expected)
 
 
 @pytest.mark.full
@@ -211,10 +201,7 @@ def under_a_graph_manager(rank, world_size):
         manager.begin_step()
         got = gradients(root, rank, world_size)
         manager.end_step()
-    for name, grad in got.items():
-        torch.testing.assert_close(
-            grad, expected[name], rtol=1e-10, atol=1e-12, msg=lambda said, name=name: f"{name}: {said}"
-        )
+    assert_same(got, expected)
     return manager.num_graphs
 
 

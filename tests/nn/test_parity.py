@@ -6,16 +6,11 @@ from collections import Counter
 
 import pytest
 import torch
-import torch.distributed as dist
-from moe_tools import reduce_gradients
-from nn_tools import sum_partial_gradients, text, tp_groups
+from nn_tools import assert_same_gradients, sum_partial_gradients, text, tp_groups
 
-from fastmp.distributed.collectives import group_rank
-from fastmp.distributed.grid import RankGrid
-from fastmp.distributed.groups import ParallelGroups
 from fastmp.testing.parallel import count_collectives
 from fastmp.testing.ranks import run_ranks
-from tools.small_models import EXPERTS, QWEN, SMALL, local_shard, make_gpt, part_of
+from tools.small_models import QWEN, SMALL, make_gpt
 
 CLOSE = {"rtol": 1e-10, "atol": 1e-10}
 VARIANTS = {
@@ -65,56 +60,15 @@ def test_loss_and_every_gradient_of_a_qwen(tp, variant):
 
 def compare(config, tp, variant, loss_options):
     def case(rank, world):
-        one, many = make_gpt(config), make_gpt(config, tp_groups(tp), **VARIANTS[variant])
+        groups = tp_groups(tp)
+        one, many = make_gpt(config), make_gpt(config, groups, **VARIANTS[variant])
         losses = step(one, upstream=False, **loss_options), step(many, upstream=tp == 4, **loss_options)
         torch.testing.assert_close(losses[1], losses[0], **CLOSE)
-        for (name, full), param in zip(one.named_parameters(), many.parameters()):
-            expected = local_shard(full.grad, param, many.group)
-            torch.testing.assert_close(
-                param.grad, expected, msg=lambda text, name=name: f"{name}: {text}", **CLOSE
-            )
+        assert_same_gradients(many, one, groups)
         return losses[1]
 
     losses = run_ranks(case, tp)
     assert all(torch.equal(loss, losses[0]) for loss in losses)  # the same bits on every rank
-
-
-@pytest.mark.parametrize(
-    "world, layout, variant",
-    (
-        (2, {"tp": 2, "ep": 2, "etp": 1}, "sequence-recompute"),
-        (4, {"tp": 2, "ep": 4, "etp": 1}, "sequence"),
-        (4, {"tp": 2, "ep": 2, "etp": 2}, "plain"),
-        (4, {"tp": 2, "ep": 2, "etp": 1}, "recompute-sharded"),
-    ),
-)
-def test_losses_and_every_gradient_of_a_model_with_experts(world, layout, variant):
-    """Data-parallel ranks have other sequences; the loads of all ranks are what balances the experts."""
-
-    def case(rank, world):
-        groups = ParallelGroups.create(RankGrid(world_size=world, **layout))
-        one, many = make_gpt(EXPERTS), make_gpt(EXPERTS, groups, **VARIANTS[variant])
-        tokens_BS, targets_BS = text(EXPERTS, batch=4)
-        part = slice(*(len(tokens_BS) // groups.grid.dp * (group_rank(groups.dp) + i) for i in (0, 1)))
-        whole = one.loss(tokens_BS, targets_BS)
-        (whole.tokens.sum() + whole.aux).backward()
-        loss = many.loss(tokens_BS[part], targets_BS[part], loss_grad_BS=1.0)
-        (loss.tokens.sum() + loss.aux).backward()
-        reduce_gradients(many, groups)
-        aux, counts = loss.aux.detach().clone(), loss.counts
-        if groups.dp is not None:
-            dist.all_reduce(aux, group=groups.dp)
-        dist.all_reduce(counts, group=groups.tp_cp_dp)
-        torch.testing.assert_close(loss.tokens, whole.tokens[part], **CLOSE)
-        torch.testing.assert_close(aux, whole.aux, **CLOSE)
-        assert torch.equal(counts, whole.counts)
-        for (name, full), param in zip(one.named_parameters(), many.named_parameters()):
-            expected = part_of(full.grad, param[1], groups)
-            torch.testing.assert_close(
-                param[1].grad, expected, msg=lambda text, name=name: f"{name}: {text}", **CLOSE
-            )
-
-    run_ranks(case, world)
 
 
 # (forward, backward) of L layers, with embedding and output layer around them; the loss gathers once,

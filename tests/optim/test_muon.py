@@ -24,9 +24,10 @@ from fastmp.optim.muon import Muon, is_hidden_matrix, update_cost
 from fastmp.optim.named_params import named_parameters
 from fastmp.optim.newton_schulz import A, B, C, orthogonalize
 from fastmp.optim.optimizer import ParameterGroup
-from fastmp.tensor_parallel.attributes import local_shard, parallel_attributes
+from fastmp.tensor_parallel.attributes import parallel_attributes
 from fastmp.testing.parallel import count_collectives, full_tensor
 from fastmp.testing.ranks import run_ranks
+from tools.small_models import part_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -171,16 +172,9 @@ def give_gradients(grads, groups, step):
         full = torch.zeros(shape, dtype=torch.float64)
         rows = full[: MODEL.vocab_size] if name == TABLE else full  # without the padding
         rows.copy_(torch.randn(rows.shape, generator=generator, dtype=torch.float64))
-        if marks.expert_parallel:
-            full = full.chunk(group_size(groups.ep))[group_rank(groups.ep)]
-        group = groups.etp if marks.expert_parallel else groups.tp
-        if marks.tensor_model_parallel:
-            full = local_shard(
-                full, marks.partition_dim, marks.partition_stride, group_size(group), group_rank(group)
-            )
         partial_sum = marks.sequence_parallel and group_rank(groups.tp) > 0
         if group_rank(groups.edp if marks.expert_parallel else groups.dp_cp) == 0 and not partial_sum:
-            param.main_grad.copy_(full)
+            param.main_grad.copy_(part_of(full, param, groups))
             if step == SKIPPED:
                 param.main_grad.view(-1)[0] = torch.inf
     grads.reduce()

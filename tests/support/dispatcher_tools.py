@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
-from moe_tools import SEED, with_moe
+from moe_tools import SEED, hidden_states, make_moe, own_part, with_moe
+from torch.testing import assert_close
+from torch.utils.checkpoint import checkpoint
 
 from fastmp.cuda_graphs.backends.cuda import CudaBackend
 from fastmp.cuda_graphs.backends.recording import RecordingBackend
@@ -33,6 +37,54 @@ def routing(kind: str, rank: int, generator: torch.Generator) -> torch.Tensor:
     if kind == "dropped before":
         indices[torch.rand(tokens, K, generator=generator) < 0.4] = -1
     return indices
+
+
+def routings(number: int, rank: int, width: int, dtype: torch.dtype, device="cpu") -> Iterator[tuple]:
+    """Each kind in turn, with the arguments of `dispatch_and_combine` after the scales."""
+    generator = torch.Generator().manual_seed(rank)
+    wide = torch.promote_types(dtype, torch.float32)
+    for example in range(number):
+        kind = KINDS[example % len(KINDS)]
+        indices = routing(kind, rank, generator)
+        tokens, grad = (torch.randn(len(indices), width, generator=generator).to(dtype) for _ in range(2))
+        probs = torch.rand(len(indices), K, generator=generator, dtype=wide)
+        yield f"example {example}, {kind}", *(each.to(device) for each in (tokens, indices, probs, grad))
+
+
+def compare_routings(dispatcher, ordinary, local, examples, *, same_rows=True, **near) -> None:
+    """Outputs and gradients are near those of `ordinary`, rows and offsets equal; of `local` experts.
+
+    same_rows: if not, the rows of an expert may come in another order.
+    """
+    for label, tokens, *given in examples:
+        scales = torch.linspace(0.5, 2.0, local, dtype=tokens.dtype, device=tokens.device)
+        (*found, rows, offsets), (*expected, expected_rows, expected_offsets) = (
+            dispatch_and_combine(each, scales, tokens, *given) for each in (dispatcher, ordinary)
+        )
+        for name, a, b in zip(("output", "tokens", "probs"), found, expected, strict=True):
+            assert_close(a, b, **near, msg=f"{label}: {name}")
+        assert torch.equal(offsets, expected_offsets), label
+        assert not same_rows or torch.equal(rows, expected_rows), label
+
+
+def results_of_layer(config, groups, sequence_parallel: bool, *, recomputed: bool = False) -> list:
+    """Output, losses, counts and gradients of a training step, then the output in evaluation mode.
+
+    recomputed: a second step, in which the forward is recomputed, adds its gradients.
+    """
+    layer = make_moe(config, groups, sequence_parallel=sequence_parallel)
+    parts = groups.grid.cp * groups.grid.tp
+    S = 2 * parts if sequence_parallel else 3 * groups.grid.cp  # 3 positions: TP does not divide them
+    hidden, weight = (
+        own_part(hidden_states(S, 2 * groups.grid.dp, seed=seed), groups, sequence_parallel).clone()
+        for seed in (5, 6)
+    )
+    hidden.requires_grad_()
+    for run in (layer, lambda x: checkpoint(layer, x, use_reentrant=False))[: 1 + recomputed]:
+        output, aux, counts = run(hidden)
+        ((output * weight).sum() + aux).backward()
+    gradients = [param.grad for param in layer.parameters()]
+    return [output, aux, counts, hidden.grad, *gradients, layer.eval()(hidden)[0]]
 
 
 def dispatch_and_combine(dispatcher, scales, tokens, indices, probs, grad):

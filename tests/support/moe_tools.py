@@ -15,7 +15,7 @@ from fastmp.distributed.groups import ParallelGroups
 from fastmp.distributed.rng import RngTracker
 from fastmp.nn import Placement
 from fastmp.nn.moe.layer import MoELayer
-from fastmp.tensor_parallel.attributes import local_shard, parallel_attributes
+from fastmp.tensor_parallel.attributes import parallel_attributes
 
 SEED = 4321
 MOE = MoEConfig(
@@ -129,19 +129,6 @@ def own_part(full_SBX: torch.Tensor, groups: ParallelGroups, sequence_parallel: 
     x = full_SBX.chunk(group_size(groups.dp), 1)[group_rank(groups.dp)]
     x = x.chunk(group_size(groups.cp), 0)[group_rank(groups.cp)]
     return x.chunk(group_size(groups.tp), 0)[group_rank(groups.tp)] if sequence_parallel else x
-
-
-def own_weight(full: torch.Tensor, param: torch.nn.Parameter, groups: ParallelGroups) -> torch.Tensor:
-    """The part of an undivided weight or gradient that `param` is on this rank."""
-    marks = parallel_attributes(param)
-    if marks.expert_parallel:
-        full = full.chunk(group_size(groups.ep), 0)[group_rank(groups.ep)]
-    group = groups.etp if marks.expert_parallel else groups.tp
-    if not marks.tensor_model_parallel:
-        return full
-    return local_shard(
-        full, marks.partition_dim, marks.partition_stride, group_size(group), group_rank(group)
-    )
 
 
 def reduce_gradients(layer: MoELayer, groups: ParallelGroups) -> None:

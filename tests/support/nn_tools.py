@@ -49,6 +49,20 @@ def sum_partial_gradients(params: Iterable[torch.nn.Parameter], group: dist.Proc
             dist.all_reduce(param.grad, group=group)
 
 
+def assert_same_gradients(
+    many: torch.nn.Module, one: torch.nn.Module, groups: ParallelGroups, gradient: str = "grad"
+) -> None:
+    """Each gradient ("grad" or "main_grad") of `many` is, to 1e-10, this rank's part of that of `one`."""
+    for (name, whole), param in zip(one.named_parameters(), many.parameters(), strict=True):
+        torch.testing.assert_close(
+            getattr(param, gradient),
+            part_of(getattr(whole, gradient), param, groups),
+            rtol=1e-10,
+            atol=1e-10,
+            msg=lambda text, name=name: f"{name}: {text}",
+        )
+
+
 def compare_with_reference(
     reference: dict,
     tp: int,

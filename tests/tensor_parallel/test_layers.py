@@ -17,7 +17,7 @@ from fastmp.distributed.rng import RngTracker
 from fastmp.ops.wgrad import WgradQueue, defer_wgrad
 from fastmp.optim.grad_buffers import GradBuffer
 from fastmp.tensor_parallel import embedding
-from fastmp.tensor_parallel.attributes import local_shard, parallel_attributes
+from fastmp.tensor_parallel.attributes import ParallelAttributes, local_shard, parallel_attributes
 from fastmp.tensor_parallel.embedding import VocabParallelEmbedding
 from fastmp.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from fastmp.tensor_parallel.linear import parallel_logits
@@ -460,7 +460,7 @@ def test_sharded_alone_draws_in_the_forked_stream():
 
 
 def marks(layer):
-    return {name: tuple(parallel_attributes(p)) for name, p in layer.named_parameters()}
+    return {name: parallel_attributes(p) for name, p in layer.named_parameters()}
 
 
 def check_marks(rank, tp):
@@ -471,11 +471,11 @@ def check_marks(rank, tp):
     table.mark_padding(V - 1)
     model = nn.ModuleDict({"column": column, "row": row, "table": table})
     expected = {
-        "column.weight": (True, 0, 3, False, False, False, False, (1, 1), 0),
-        "column.bias": (True, 0, 3, False, False, False, False, (1, 1), 0),
-        "row.weight": (True, 1, 1, False, False, False, False, (), 0),
-        "row.bias": (False, -1, 1, True, False, False, False, (), 0),
-        "table.weight": (True, 0, 1, False, False, False, False, (), V - 1),
+        "column.weight": ParallelAttributes(True, 0, 3, fused_rows=(1, 1)),
+        "column.bias": ParallelAttributes(True, 0, 3, fused_rows=(1, 1)),
+        "row.weight": ParallelAttributes(True, 1),
+        "row.bias": ParallelAttributes(sequence_parallel=True),
+        "table.weight": ParallelAttributes(True, 0, num_valid_rows=V - 1),
     }
     assert marks(model) == expected
     model.to_empty(device="cpu")
@@ -493,17 +493,7 @@ def check_marks(rank, tp):
 
 def test_marks_survive_conversion_and_copies():
     run_ranks(check_marks, 2)
-    assert tuple(parallel_attributes(nn.Linear(2, 2).weight)) == (
-        False,
-        -1,
-        1,
-        False,
-        False,
-        False,
-        False,
-        (),
-        0,
-    )
+    assert parallel_attributes(nn.Linear(2, 2).weight) == ParallelAttributes()
 
 
 class Conv1D(nn.Module):
@@ -534,7 +524,7 @@ def check_from(rank, tp):
         assert layer.weight.requires_grad and layer.bias.requires_grad == source.bias.requires_grad
         assert layer.training == source.training
         assert layer.weight.untyped_storage().data_ptr() != source.weight.untyped_storage().data_ptr()
-        assert marks(layer)["weight"][0] is True
+        assert marks(layer)["weight"].tensor_model_parallel
     layer = ColumnParallelLinear.from_linear(linear, group=group, gather_output=False, skip_bias_add=True)
     y, bias = layer(x)
     close(y + bias, linear(x).chunk(tp, -1)[rank])

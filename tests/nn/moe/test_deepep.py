@@ -12,12 +12,11 @@ from dataclasses import replace
 import deep_ep_stand_in
 import pytest
 import torch
-from dispatcher_tools import KINDS, E, K, dispatch_and_combine, routing
+from dispatcher_tools import KINDS, E, K, compare_routings, results_of_layer, routings
 from gpu_ranks import call_on_two_gpus
 from marks import full
-from moe_tools import hidden_states, make_moe, own_part, plain_moe, with_moe
+from moe_tools import hidden_states, make_moe, plain_moe, with_moe
 from torch.testing import assert_close
-from torch.utils.checkpoint import checkpoint
 
 from fastmp.distributed.deepep_buffer import DeepEPBuffer
 from fastmp.distributed.grid import RankGrid
@@ -37,26 +36,10 @@ def routings_case(rank, world, layout, number, dtype):
     ordinary = make_dispatcher(moe, groups)
     deepep = make_dispatcher(replace(moe, dispatcher="deepep"), groups)
     assert type(deepep) is DeepEPDispatcher and deepep.spec.eager == ordinary.spec.eager
-    generator = torch.Generator().manual_seed(rank)
-    scales = torch.linspace(0.5, 2.0, E // groups.grid.ep, dtype=dtype)
     # Sums of each rank's outputs are rounded before those of all ranks are added up.
     near = EXACT if dtype is torch.float64 else {}
-    for example in range(number):
-        kind = KINDS[example % len(KINDS)]
-        indices = routing(kind, rank, generator)
-        tokens, grad = (torch.randn(len(indices), H, generator=generator).to(dtype) for _ in range(2))
-        probs_dtype = torch.promote_types(dtype, torch.float32)
-        probs = torch.rand(len(indices), K, generator=generator, dtype=probs_dtype)
-        *found, rows, offsets = dispatch_and_combine(deepep, scales, tokens, indices, probs, grad)
-        *expected, expected_rows, expected_offsets = dispatch_and_combine(
-            ordinary, scales, tokens, indices, probs, grad
-        )
-        for name, a, b in zip(("output", "tokens", "probs"), found, expected, strict=True):
-            assert a.dtype is b.dtype
-            assert_close(a, b, **near, msg=f"example {example}, {kind}: {name}")
-        assert torch.equal(offsets, expected_offsets)
-        if groups.etp is None:  # else those of an expert come in another order
-            assert torch.equal(rows, expected_rows)
+    examples = routings(number, rank, H, dtype)
+    compare_routings(deepep, ordinary, E // groups.grid.ep, examples, same_rows=groups.etp is None, **near)
     (buffer,) = deep_ep_stand_in.Buffer.made
     assert buffer.calls == number * ["dispatch", "combine", "dispatch again", "combine"]
 
@@ -84,20 +67,10 @@ def layer_case(rank, world, layout, sequence_parallel):
     """With losses, a shared expert and dropped pairs; recomputed, and in evaluation mode."""
     deep_ep_stand_in.install()
     groups = ParallelGroups.create(RankGrid(world_size=world, **layout))
-    dp, parts = groups.grid.dp, groups.grid.tp
-    S = 2 * parts if sequence_parallel else 3  # 3 positions: TP does not divide them
-    results = []
-    for dispatcher in ("alltoall", "deepep"):
-        config = with_moe(dispatcher=dispatcher, capacity_factor=0.75)
-        layer = make_moe(config, groups, sequence_parallel=sequence_parallel)
-        assert copy.deepcopy(layer).dispatcher is layer.dispatcher
-        hidden = own_part(hidden_states(S, 2 * dp), groups, sequence_parallel).clone().requires_grad_()
-        weight = own_part(hidden_states(S, 2 * dp, seed=6), groups, sequence_parallel)
-        for run in (layer, lambda x: checkpoint(layer, x, use_reentrant=False)):  # noqa: B023
-            output, aux, counts = run(hidden)
-            ((output * weight).sum() + aux).backward()
-        gradients = [param.grad for param in layer.parameters()]
-        results.append([output, aux, counts, hidden.grad, *gradients, layer.eval()(hidden)[0]])
+    configs = [with_moe(dispatcher=each, capacity_factor=0.75) for each in ("alltoall", "deepep")]
+    layer = make_moe(configs[1], groups)
+    assert copy.deepcopy(layer).dispatcher is layer.dispatcher
+    results = [results_of_layer(config, groups, sequence_parallel, recomputed=True) for config in configs]
     for number, (ordinary, deepep) in enumerate(zip(*results, strict=True)):
         assert_close(deepep, ordinary, **EXACT, msg=f"result {number}")
     assert len(deep_ep_stand_in.Buffer.made) == 1
@@ -162,21 +135,8 @@ def compare(runtime):
     moe = plain_moe(top_k=K).moe
     ordinary = make_dispatcher(moe, groups)
     deepep = make_dispatcher(replace(moe, dispatcher="deepep"), groups)
-    generator = torch.Generator().manual_seed(runtime.rank)
-    scales = torch.linspace(0.5, 2.0, E // world, dtype=torch.bfloat16, device=runtime.device)
-    for kind in KINDS:
-        indices = routing(kind, runtime.rank, generator)
-        tokens, grad = (
-            torch.randn(len(indices), H, generator=generator).to(runtime.device, torch.bfloat16)
-            for _ in range(2)
-        )
-        probs = torch.rand(len(indices), K, generator=generator).to(runtime.device)
-        arguments = scales, tokens, indices.to(runtime.device), probs, grad
-        *found, rows, offsets = dispatch_and_combine(deepep, *arguments)
-        *expected, expected_rows, expected_offsets = dispatch_and_combine(ordinary, *arguments)
-        for a, b in zip(found, expected, strict=True):
-            assert_close(a, b)
-        assert torch.equal(offsets, expected_offsets) and torch.equal(rows, expected_rows)
+    examples = routings(len(KINDS), runtime.rank, H, torch.bfloat16, runtime.device)
+    compare_routings(deepep, ordinary, E // world, examples)
 
 
 @pytest.mark.gpu

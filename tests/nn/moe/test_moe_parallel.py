@@ -17,11 +17,11 @@ from moe_tools import (
     hidden_states,
     make_moe,
     own_part,
-    own_weight,
     plain_moe,
     reduce_gradients,
     with_moe,
 )
+from nn_tools import assert_same_gradients
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastmp.distributed.collectives import group_rank, reduce_from_group
@@ -32,6 +32,7 @@ from fastmp.nn.moe.dispatchers.sharing import SharingDispatcher
 from fastmp.nn.moe.router import Router
 from fastmp.testing.parallel import count_collectives
 from fastmp.testing.ranks import run_ranks
+from tools.small_models import part_of
 
 CLOSE = {"rtol": 1e-10, "atol": 1e-10}
 # World size, layout; etp is tp unless given.
@@ -84,8 +85,8 @@ def compare(rank, config, groups, S, B, sequence_parallel, variant):
     same("counts", result[2], counts)
     same("gradient of the input", mine.grad, own_part(whole.grad, groups, sequence_parallel))
     for (name, param), undivided in zip(many.named_parameters(), one.parameters(), strict=True):
-        assert torch.equal(param, own_weight(undivided, param, groups)), name
-        same(f"gradient of {name}", param.grad, own_weight(undivided.grad, param, groups))
+        assert torch.equal(param, part_of(undivided, param, groups)), name
+        same(f"gradient of {name}", param.grad, part_of(undivided.grad, param, groups))
 
 
 def layouts_case(rank, world, layout):
@@ -168,9 +169,7 @@ def forced_case(rank, world, layout, dispatcher, examples):
         torch.testing.assert_close(own_aux, aux, **CLOSE)
         assert torch.equal(own_counts, counts)
         torch.testing.assert_close(mine.grad, whole.grad.split(sizes)[rank], **CLOSE)
-        for (name, param), undivided in zip(many.named_parameters(), one.parameters(), strict=True):
-            expected = own_weight(undivided.grad, param, groups)
-            torch.testing.assert_close(param.grad, expected, msg=lambda t, name=name: f"{name}: {t}", **CLOSE)
+        assert_same_gradients(many, one, groups)
 
     case()
     return drawn
@@ -237,8 +236,7 @@ def dropping_case(rank, world):
                 torch.testing.assert_close(ours, alone, **CLOSE)
             for param in one.parameters():
                 dist.all_reduce(param.grad)
-            for param, undivided in zip(many.experts.parameters(), one.experts.parameters(), strict=True):
-                torch.testing.assert_close(param.grad, own_weight(undivided.grad, param, groups), **CLOSE)
+            assert_same_gradients(many.experts, one.experts, groups)
 
 
 def test_dropping_does_not_depend_on_where_experts_are():

@@ -10,9 +10,9 @@ from importlib import import_module
 import pytest
 import torch
 import torch.distributed as dist
-from dispatcher_tools import KINDS, MOST, E, K, dispatch_and_combine, routing
+from dispatcher_tools import MOST, E, K, dispatch_and_combine, results_of_layer, routing, routings
 from marks import full
-from moe_tools import hidden_states, make_moe, own_part, plain_moe, with_moe
+from moe_tools import hidden_states, make_moe, plain_moe, with_moe
 from torch.utils.checkpoint import checkpoint
 
 from fastmp.cuda_graphs.explanation.report import explain
@@ -32,15 +32,9 @@ def routings_case(rank, world, layout, number, dtype, capacity):
     shared = make_dispatcher(replace(moe, dispatcher="symmetric", symmetric_capacity=capacity), groups)
     assert type(shared) is SymmetricDispatcher and shared.spec.capturable
     groups.exchange.reserve(torch.empty(MOST, H, dtype=dtype), top_k=K, experts=E, factor=capacity)
-    generator = torch.Generator().manual_seed(rank)
-    probs_dtype = torch.promote_types(dtype, torch.float32)
     scales = torch.linspace(0.5, 2.0, E // groups.grid.ep, dtype=dtype)
     dropped_ever = 0
-    for example in range(number):
-        kind = KINDS[example % len(KINDS)]
-        indices = routing(kind, rank, generator)
-        tokens, grad = (torch.randn(len(indices), H, generator=generator).to(dtype) for _ in range(2))
-        probs = torch.rand(len(indices), K, generator=generator, dtype=probs_dtype)
+    for label, tokens, indices, probs, grad in routings(number, rank, H, dtype):
         if capacity is not None:
             kept, dropped = fitting(indices, groups, shared.exchange.views.capacity)
             found = through_counted(shared, scales, tokens, indices, probs, grad)
@@ -51,7 +45,7 @@ def routings_case(rank, world, layout, number, dtype, capacity):
             found = dispatch_and_combine(shared, scales, tokens, indices, probs, grad)
         expected = dispatch_and_combine(ordinary, scales, tokens, indices, probs, grad)
         for name, a, b in zip(("output", "tokens", "probs", "rows", "offsets"), found, expected, strict=True):
-            assert torch.equal(a, b), f"example {example}, {kind}: {name} {a} {b}"
+            assert torch.equal(a, b), f"{label}: {name} {a} {b}"
     return dropped_ever
 
 
@@ -121,20 +115,10 @@ def test_any_routing_is_bitwise_that_of_the_all_to_all(world, layout, number, dt
 
 def layer_case(rank, world, layout, variants):
     groups = ParallelGroups.create(RankGrid(world_size=world, **layout))
-    parts, dp = groups.grid.cp * groups.grid.tp, groups.grid.dp
     groups.exchange.reserve(torch.empty(64, 16, dtype=torch.float64), top_k=3, experts=8)
     for options, sequence_parallel in variants:
-        S = 2 * parts if sequence_parallel else 3 * groups.grid.cp  # 3 positions: TP does not divide them
-        results = []
-        for dispatcher in ("alltoall", "symmetric"):
-            config = with_moe(dispatcher=dispatcher, **options)
-            layer = make_moe(config, groups, sequence_parallel=sequence_parallel)
-            hidden = own_part(hidden_states(S, 2 * dp), groups, sequence_parallel).clone().requires_grad_()
-            output, aux, counts = layer(hidden)
-            weight = own_part(hidden_states(S, 2 * dp, seed=6), groups, sequence_parallel)
-            ((output * weight).sum() + aux).backward()
-            gradients = [param.grad for param in layer.parameters()]
-            results.append([output, aux, counts, hidden.grad, *gradients, layer.eval()(hidden)[0]])
+        configs = (with_moe(dispatcher=dispatcher, **options) for dispatcher in ("alltoall", "symmetric"))
+        results = [results_of_layer(config, groups, sequence_parallel) for config in configs]
         for number, (ordinary, shared) in enumerate(zip(*results, strict=True)):
             assert torch.equal(ordinary, shared), f"{options}, {sequence_parallel}: result {number}"
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.distributed as dist
-from dispatcher_tools import KINDS, MOST, E, K, dispatch_and_combine, routing, train_moe_layer
+from dispatcher_tools import KINDS, MOST, E, K, compare_routings, routings, train_moe_layer
 from gpu_ranks import call_on_two_gpus
 from moe_tools import plain_moe
 from torch.testing import assert_close
@@ -25,22 +25,6 @@ H = 32
 NEAR = {"rtol": 1e-9, "atol": 1e-9}  # in float64: sums over choices may be rounded otherwise
 
 
-def compare_routings(shared, ordinary, local, rank, device):
-    """Rows are equal bit for bit, outputs and gradients up to rounding; of `local` experts of this rank."""
-    generator = torch.Generator().manual_seed(rank)
-    scales = torch.linspace(0.5, 2.0, local, dtype=torch.float64, device=device)
-    for kind in KINDS:
-        indices = routing(kind, rank, generator)
-        tokens, grad = (torch.randn(len(indices), H, generator=generator).double() for _ in range(2))
-        probs = torch.rand(len(indices), K, generator=generator).double()
-        given = scales, *(each.to(device) for each in (tokens, indices, probs, grad))
-        *found, rows, offsets = dispatch_and_combine(shared, *given)
-        *expected, expected_rows, expected_offsets = dispatch_and_combine(ordinary, *given)
-        assert torch.equal(rows, expected_rows) and torch.equal(offsets, expected_offsets), kind
-        for name, a, b in zip(("output", "tokens", "probs"), found, expected, strict=True):
-            assert_close(a, b, **NEAR, msg=f"{kind}: {name}")
-
-
 def send_to_itself(device):
     """The memory of a group of one rank, and exchanges of this rank with itself through it."""
     memory = SymmetricMemory(dist.group.WORLD, 4096, device)
@@ -50,7 +34,8 @@ def send_to_itself(device):
     views = exchange.reserve(most, top_k=K, experts=E)
     assert views.rows.device == torch.device(device) and views.peer_offsets.tolist() == [[0]]
     moe = plain_moe(top_k=K, dispatcher="symmetric").moe
-    compare_routings(SymmetricDispatcher(moe, exchange), LocalDispatcher(E), E, 1, device)
+    examples = routings(len(KINDS), 1, H, torch.float64, device)
+    compare_routings(SymmetricDispatcher(moe, exchange), LocalDispatcher(E), E, examples, **NEAR)
     number = 5 * len(KINDS)  # exchanges: counts, rows and outputs, and the gradients of both
     assert exchange.epochs() == (number, number)
     assert not memory.local.any()
@@ -82,7 +67,7 @@ def compare(runtime):
     shared = make_dispatcher(replace(moe, dispatcher="symmetric"), groups)
     most = torch.empty(MOST, H, dtype=torch.float64, device=device)
     groups.exchange.reserve(most, top_k=K, experts=E)
-    compare_routings(shared, ordinary, E // world, rank, device)
+    compare_routings(shared, ordinary, E // world, routings(len(KINDS), rank, H, most.dtype, device), **NEAR)
 
     groups = ParallelGroups.create(RankGrid(world_size=world, ep=world))  # with memory of its own
     results = {}
