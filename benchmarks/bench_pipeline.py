@@ -189,18 +189,18 @@ def bubbles() -> Iterator[str]:
             yield f"{schedule:>12} vpp {vpp}{100 * measured:>10.2f}{100 * expected:>8.2f}"
 
 
-def test_executor(benchmark):
+def test_runner(benchmark):
     benchmark(make()[0])
 
 
 def main() -> int:
     torch.set_num_threads(1)
-    executor, bare = (_least(call) for call in make())
-    print(f"CPU time of a step: executor {executor:.1f} us, bare loop {bare:.1f} us")
-    print(f"cost of the executor: {executor - bare:.1f} us a step (goal: less than 50)")
-    executor, bare = max(run_ranks(between_ranks, 2), key=lambda times: times[0] - times[1])
-    cost = f"{executor - bare:.1f} us"
-    print(f"with a message each: executor {executor:.1f} us, bare loop {bare:.1f} us, cost {cost}")
+    runner, bare = (_least(call) for call in make())
+    print(f"CPU time of a step: runner {runner:.1f} us, bare loop {bare:.1f} us")
+    print(f"cost of the runner: {runner - bare:.1f} us a step (goal: less than 50)")
+    runner, bare = max(run_ranks(between_ranks, 2), key=lambda times: times[0] - times[1])
+    cost = f"{runner - bare:.1f} us"
+    print(f"with a message each: runner {runner:.1f} us, bare loop {bare:.1f} us, cost {cost}")
     for line in bubbles():
         print(line)
     return 0
