@@ -168,35 +168,14 @@ def _draw(
             axes.plot(*zip(*train), color=TRAIN, linewidth=0.8, alpha=0.3)
         axes.plot(*zip(*smooth), color=TRAIN, linewidth=1.8, label="training")
     if held_out:
-        axes.plot(
-            *zip(*held_out),
-            color=HELD_OUT,
-            linewidth=1.2,
-            marker="o",
-            markersize=5,
-            label="held-out",
-            zorder=3,
-        )
+        dots = {"marker": "o", "markersize": 5, "linewidth": 1.2, "zorder": 3}
+        axes.plot(*zip(*held_out), color=HELD_OUT, label="held-out", **dots)
         step, loss = held_out[-1]
-        axes.annotate(
-            f"{loss:.2f}",
-            (step, loss),
-            (6, 0),
-            textcoords="offset points",
-            va="center",
-            color=HELD_OUT,
-            fontsize=10,
-        )
+        place = {"xytext": (6, 0), "textcoords": "offset points", "va": "center"}
+        axes.annotate(f"{loss:.2f}", (step, loss), color=HELD_OUT, fontsize=10, **place)
     if entropy is not None:
         axes.axhline(entropy, color=ENTROPY, linewidth=1.2, linestyle=(0, (5, 4)))
-        axes.annotate(
-            f"unigram entropy of the held-out text, {entropy:.2f}",
-            (1.0, entropy),
-            (0, 5),
-            xycoords=("axes fraction", "data"),
-            textcoords="offset points",
-            ha="right",
-            color=ENTROPY,
-            fontsize=9,
-        )
+        text = f"unigram entropy of the held-out text, {entropy:.2f}"
+        place = {"xycoords": ("axes fraction", "data"), "xytext": (0, 5), "textcoords": "offset points"}
+        axes.annotate(text, (1.0, entropy), ha="right", color=ENTROPY, fontsize=9, **place)
     axes.legend(frameon=False, fontsize=9, loc="upper right", bbox_to_anchor=(1.0, 0.9), labelcolor=INK)

@@ -93,23 +93,11 @@ def nsight_command(tool: str, arguments: Sequence[str], recipe: Recipe) -> list[
     """Return the command that runs `fastmp train` with `arguments` under nsys or ncu."""
     first, last = recipe.train.profile_steps
     out = str(Path(recipe.train.run_dir) / f"{recipe.train.name}-profile-{first}-{last}")
+    nsys = "profile --capture-range=cudaProfilerApi --capture-range-end=stop --trace=cuda,nvtx,osrt"
+    ncu = "--profile-from-start=off --nvtx --set=full --target-processes=application-only"
     options = {
-        "nsys": [
-            "profile",
-            "--capture-range=cudaProfilerApi",
-            "--capture-range-end=stop",
-            "--trace=cuda,nvtx,osrt",
-            "--force-overwrite=true",
-            f"--output={out}",
-        ],
-        "ncu": [
-            "--profile-from-start=off",
-            "--nvtx",
-            "--set=full",
-            "--target-processes=application-only",
-            "--force-overwrite",
-            f"--export={out}",
-        ],
+        "nsys": [*nsys.split(), "--force-overwrite=true", f"--output={out}"],
+        "ncu": [*ncu.split(), "--force-overwrite", f"--export={out}"],
     }
     program = [sys.executable, "-m", "fastmp", "train", *arguments]
     return ["env", "FASTMP_PROFILED=1", tool, *options[tool], *program]

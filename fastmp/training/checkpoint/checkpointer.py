@@ -375,24 +375,23 @@ def _cause(error: CheckpointException, directory: Path) -> BaseException:
 
 
 def described(config: Any) -> dict[str, dict[str, Any]]:
-    """Return `description` and `defaults` of a `Checkpointer` for a configuration of fastmp, else {}."""
-    if not is_dataclass(config) or isinstance(config, type) or not _is_own(config):
+    """Return `description` and `defaults` of a `Checkpointer` for a configuration of fastmp, else {}.
+
+    Configurations of others may not be JSON-able, or change with a version.
+    """
+    own = type(config).__module__.startswith("fastmp.")
+    if not own or not is_dataclass(config) or isinstance(config, type):
         return {}
-    defaults: dict[str, Any] = {f.name: f.default for f in fields(config) if f.default is not MISSING}
-    for name, value in defaults.items():
-        defaults[name] = _plain(value)
+    defaults = {name: _plain(value) for name, value in _defaults(config).items()}
     for each in fields(config):  # of a table in it, by names with dots
         table = getattr(config, each.name)
         if is_dataclass(table):
-            defaults |= {
-                f"{each.name}.{f.name}": f.default for f in fields(table) if f.default is not MISSING
-            }
+            defaults |= {f"{each.name}.{name}": value for name, value in _defaults(table).items()}
     return {"description": _plain(config), "defaults": defaults}
 
 
-def _is_own(config: Any) -> bool:
-    """Return True for fastmp's own classes; others may not be JSON-able, or change with a version."""
-    return type(config).__module__.startswith("fastmp.")
+def _defaults(config: Any) -> dict[str, Any]:
+    return {field.name: field.default for field in fields(config) if field.default is not MISSING}
 
 
 def _plain(value: Any) -> Any:

@@ -218,12 +218,6 @@ def _write_item(name: str, dtype: torch.dtype, shape: Shape, offsets: Shape, siz
     return WriteItem(MetadataIndex(name, torch.Size(offsets)), WriteItemType.SHARD, tensor_data=data)
 
 
-def _tensor_data(item: WriteItem) -> TensorWriteData:
-    if item.tensor_data is None:
-        raise ValueError(f"checkpoint: {item.index.fqn} is no tensor; give other values as scalars")
-    return item.tensor_data
-
-
 class Written(NamedTuple):
     """The file and the place of a written shard."""
 
@@ -312,7 +306,8 @@ def _tensor(planner: SavePlanner, item: WriteItem) -> Tensor:
 
 def _part_name(item: WriteItem) -> str:
     """Return the name of a shard in its file."""
-    data = _tensor_data(item)
+    data = item.tensor_data
+    assert data is not None  # a tensor, see `_tensor`
     return shard_name(item.index.fqn, _tensor_chunk(data.chunk), data.size)
 
 
