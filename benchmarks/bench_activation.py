@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.cases import COMPILE, EAGER, OURS, Case, CpuGoal, Workload, compiled, sweep, title
-from benchmarks.conftest import CLOCK, DEVICE
+from benchmarks.cases import COMPILE, EAGER, OURS, Case, CpuGoal, Workload, compiled, title
 from fastmp.ops import OPS, bias_gelu
-
-pytestmark = pytest.mark.benchmark(timer=CLOCK)
 
 
 def bias_gelu_case(
@@ -71,6 +67,5 @@ def arguments(op: str, shape: tuple[int, int], dtype: torch.dtype, device: str, 
     return (x, x[0].clone(), "tanh") if op == "bias_gelu" else (grad, x, x[0].clone(), "tanh")
 
 
-@pytest.mark.parametrize(("case", "rival", "direction"), sweep(WORKLOADS, DEVICE))
 def test_bias_gelu(compare, case, rival, direction):
     compare(case(), rival, direction)

@@ -10,16 +10,13 @@ import math
 from collections.abc import Callable
 from functools import cache
 
-import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.cases import COMPILE, EAGER, OURS, TORCH, Case, CpuGoal, Workload, compiled, sweep, title
-from benchmarks.conftest import CLOCK, DEVICE
+from benchmarks.cases import COMPILE, EAGER, OURS, TORCH, Case, CpuGoal, Workload, compiled, title
 from fastmp.ops import OPS, adamw_
 from fastmp.testing.samples.adamw import arguments as sample_arguments
 
-pytestmark = pytest.mark.benchmark(timer=CLOCK)
 _LR, _BETA1, _BETA2, _EPS, _DECAY = 1e-3, 0.9, 0.95, 1e-8, 0.1
 _OPTIONS = {"lr": _LR, "betas": (_BETA1, _BETA2), "eps": _EPS, "weight_decay": _DECAY}
 
@@ -179,6 +176,5 @@ def arguments(op: str, shape: tuple[int, ...], dtype: torch.dtype, device: str, 
     return param, grad.to(param.dtype), *others
 
 
-@pytest.mark.parametrize(("case", "rival", "direction"), sweep(WORKLOADS, DEVICE))
 def test_adamw(compare, case, rival, direction):
     compare(case(), rival, direction)

@@ -23,7 +23,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
@@ -43,7 +42,6 @@ from fastmp.training.checkpoint.tensor_files import tensor_bytes
 from fastmp.training.language import token_loss
 from fastmp.training.trainer import Trainer
 
-pytestmark = pytest.mark.benchmark(timer=CLOCK)
 WORKLOADS = ()
 TENSORS = 32
 SAVING, LOADING, STEP = 0.7, 0.7, 1.1  # goals: of raw writing, of raw reading, of a step

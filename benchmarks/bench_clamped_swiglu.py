@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.cases import COMPILE, EAGER, OURS, Case, Workload, compiled, sweep, title
-from benchmarks.conftest import CLOCK, DEVICE
+from benchmarks.cases import COMPILE, EAGER, OURS, Case, Workload, compiled, title
 from fastmp.ops import OPS, clamped_swiglu
 
 ALPHA, LIMIT = 1.702, 7.0
-
-pytestmark = pytest.mark.benchmark(timer=CLOCK)
 
 
 def _eager(x: Tensor) -> Tensor:
@@ -59,6 +55,5 @@ def arguments(op: str, shape: tuple[int, int], dtype: torch.dtype, device: str, 
     return (x, ALPHA, LIMIT) if op == "clamped_swiglu" else (grad, x, ALPHA, LIMIT)
 
 
-@pytest.mark.parametrize(("case", "rival", "direction"), sweep(WORKLOADS, DEVICE))
 def test_clamped_swiglu(compare, case, rival, direction):
     compare(case(), rival, direction)

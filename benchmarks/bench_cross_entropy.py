@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -25,10 +24,8 @@ from benchmarks.cases import (
     CpuGoal,
     Workload,
     compiled,
-    sweep,
     title,
 )
-from benchmarks.conftest import CLOCK, DEVICE
 from benchmarks.peers import peer
 from fastmp.ops import OPS, cross_entropy
 
@@ -39,8 +36,6 @@ MEGATRON_COMPILED = "as Megatron, compiled"
 LIGER_MEGATRON = "Liger for Megatron"
 RIVALS = (OURS, IN_PLACE, EAGER, COMPILE, MEGATRON, MEGATRON_COMPILED, LIGER, LIGER_MEGATRON, QUACK)
 RIVALS_AT_ONCE = (AT_ONCE, IN_PLACE, EAGER, COMPILE, LIGER, LIGER_MEGATRON, QUACK)
-
-pytestmark = pytest.mark.benchmark(timer=CLOCK)
 
 
 def as_megatron(fuse: Callable[[Callable], Callable]) -> Callable[[Tensor, Tensor], Tensor]:
@@ -201,6 +196,5 @@ def arguments(op: str, shape: tuple[int, int], dtype: torch.dtype, device: str, 
     return logits, target, lse, torch.full_like(lse, 1 / tokens), None, 0, vocab, -100, 0.0, 0.0
 
 
-@pytest.mark.parametrize(("case", "rival", "direction"), sweep(WORKLOADS, DEVICE))
 def test_cross_entropy(compare, case, rival, direction):
     compare(case(), rival, direction)

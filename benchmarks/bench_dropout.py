@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.cases import COMPILE, EAGER, OURS, Case, CpuGoal, Workload, compiled, sweep, title
-from benchmarks.conftest import CLOCK, DEVICE
+from benchmarks.cases import COMPILE, EAGER, OURS, Case, CpuGoal, Workload, compiled, title
 from fastmp.ops import OPS, bias_dropout_add
-
-pytestmark = pytest.mark.benchmark(timer=CLOCK)
 
 
 def bias_dropout_add_case(
@@ -85,6 +81,5 @@ def arguments(op: str, shape: tuple[int, int], dtype: torch.dtype, device: str, 
     return (x, 0.1, key, dtype, True)
 
 
-@pytest.mark.parametrize(("case", "rival", "direction"), sweep(WORKLOADS, DEVICE))
 def test_bias_dropout_add(compare, case, rival, direction):
     compare(case(), rival, direction)

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.cases import EAGER, OURS, Case, Workload, sweep, title
-from benchmarks.conftest import CLOCK, DEVICE
+from benchmarks.cases import EAGER, OURS, Case, Workload, title
 from fastmp.ops import OPS, first_not_finite
-
-pytestmark = pytest.mark.benchmark(timer=CLOCK)
 
 
 def arguments(op: str, shape: tuple[int], dtype: torch.dtype, device: str, seed: int) -> tuple:
@@ -48,6 +44,5 @@ WORKLOADS = (
 SHAPES = {"first_not_finite": ((100_000_000,),)}
 
 
-@pytest.mark.parametrize(("case", "rival", "direction"), sweep(WORKLOADS, DEVICE))
 def test_first_not_finite(compare, case, rival, direction):
     compare(case(), rival, direction)

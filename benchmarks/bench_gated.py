@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.cases import COMPILE, EAGER, LIGER, OURS, Case, CpuGoal, Workload, compiled, sweep, title
-from benchmarks.conftest import CLOCK, DEVICE
+from benchmarks.cases import COMPILE, EAGER, LIGER, OURS, Case, CpuGoal, Workload, compiled, title
 from benchmarks.peers import peer
 from fastmp.ops import OPS, geglu, swiglu
 
@@ -20,8 +18,6 @@ _LIGER = {
     "geglu": "liger_kernel.ops.geglu:LigerGELUMulFunction",
 }
 ACTIVATION = {"swiglu": "silu", "geglu": "gelu_tanh"}
-
-pytestmark = pytest.mark.benchmark(timer=CLOCK)
 
 
 def _eager(name: str, x: Tensor, bias: Tensor | None) -> Tensor:
@@ -145,6 +141,5 @@ def arguments(op: str, shape: tuple[int, int], dtype: torch.dtype, device: str, 
     return (x, x[0].clone(), "silu") if op == "gated_activation" else (grad, x, x[0].clone(), "silu")
 
 
-@pytest.mark.parametrize(("case", "rival", "direction"), sweep(WORKLOADS, DEVICE))
 def test_gated(compare, case, rival, direction):
     compare(case(), rival, direction)

@@ -20,14 +20,13 @@ from types import ModuleType
 from typing import Any
 from unittest import mock
 
-import pytest
 import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks.cases import OURS, TE, Case, Workload, sweep, title
-from benchmarks.conftest import CLOCK, DEVICE
+from benchmarks.cases import OURS, TE, Case, Workload, title
+from benchmarks.conftest import DEVICE
 from benchmarks.graphs_over_ranks import layers_over_ranks, sizes_on_the_host
 from benchmarks.peers import peer, why_absent
 from benchmarks.report import NOT_MEASURED, size
@@ -49,8 +48,6 @@ from fastmp.testing.silent import SilentBackend, SilentGraph
 from fastmp.training import graphing
 from fastmp.training.language import token_loss
 from fastmp.training.trainer import Trainer
-
-pytestmark = pytest.mark.benchmark(timer=CLOCK)
 
 IN_GRAPHS, TORCH_GRAPHS = "fastmp in graphs", "torch make_graphed_callables"
 WARMUP = 5  # steps, after which all graphs are captured
@@ -310,7 +307,6 @@ WORKLOADS = (
 )
 
 
-@pytest.mark.parametrize(("case", "rival", "direction"), sweep(WORKLOADS, DEVICE))
 def test_graphs(compare, case, rival, direction):
     compare(case(), rival, direction)
 

@@ -11,13 +11,12 @@ from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
 from typing import Any
 
-import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.cases import EAGER, OURS, TORCH, Case, CpuGoal, Workload, sweep, title
-from benchmarks.conftest import CLOCK, DEVICE
+from benchmarks.cases import EAGER, OURS, TORCH, Case, CpuGoal, Workload, title
+from benchmarks.conftest import DEVICE
 from fastmp.ops import OPS, grouped_mlp_in, grouped_mm, swiglu
 from fastmp.ops.core.registry import compute_dtype
 
@@ -25,8 +24,6 @@ STREAMS = "loop over 4 streams"
 BMM = "torch.bmm"
 IN_TWO = "fastmp in two"
 TOLD = "fastmp told the sizes"
-
-pytestmark = pytest.mark.benchmark(timer=CLOCK)
 
 
 def sizes_of(experts: int, rows: int, routing: str) -> list[int]:
@@ -287,6 +284,5 @@ def arguments(op: str, shape: tuple[int, ...], dtype: torch.dtype, device: str, 
     return torch.zeros(w.shape, dtype=compute_dtype(dtype), device=device), grad, x, offsets
 
 
-@pytest.mark.parametrize(("case", "rival", "direction"), sweep(WORKLOADS, DEVICE))
 def test_grouped_mm(compare, case, rival, direction):
     compare(case(), rival, direction)

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.cases import COMPILE, EAGER, OURS, TE, Case, Workload, compiled, sweep, title
-from benchmarks.conftest import CLOCK, DEVICE
+from benchmarks.cases import COMPILE, EAGER, OURS, TE, Case, Workload, compiled, title
 from benchmarks.peers import peer
 from benchmarks.plain import PlainLayer
 from fastmp.config import GPTConfig
@@ -15,8 +13,6 @@ from fastmp.nn import Placement
 from fastmp.nn.transformer import TransformerLayer
 
 OURS_COMPILED = "fastmp compiled"
-
-pytestmark = pytest.mark.benchmark(timer=CLOCK)
 
 
 def layer_flops(config: GPTConfig, tokens: int, seq_len: int) -> int:
@@ -104,6 +100,5 @@ WORKLOADS = (
 )
 
 
-@pytest.mark.parametrize(("case", "rival", "direction"), sweep(WORKLOADS, DEVICE))
 def test_layer(compare, case, rival, direction):
     compare(case(), rival, direction)

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -27,10 +26,8 @@ from benchmarks.cases import (
     CpuGoal,
     Workload,
     compiled,
-    sweep,
     title,
 )
-from benchmarks.conftest import CLOCK, DEVICE
 from benchmarks.peers import peer
 from fastmp.ops import linear_cross_entropy
 
@@ -39,8 +36,6 @@ RECOMPUTED = "fastmp recomputed"
 MAIN_GRAD = "fastmp into main_grad"
 CCE_EXACT = f"{CCE} exact"
 RIVALS = (OURS, MEAN, RECOMPUTED, MAIN_GRAD, EAGER, COMPILE, TORCH, LIGER, CCE, CCE_EXACT, QUACK)
-
-pytestmark = pytest.mark.benchmark(timer=CLOCK)
 
 
 class _Case(Case):
@@ -155,6 +150,5 @@ GOALS = (
 )
 
 
-@pytest.mark.parametrize(("case", "rival", "direction"), sweep(WORKLOADS, DEVICE))
 def test_linear_cross_entropy(compare, case, rival, direction):
     compare(case(), rival, direction)

@@ -11,21 +11,17 @@ import argparse
 from collections.abc import Callable
 from functools import partial
 
-import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.cases import COMPILE, EAGER, LIGER, OURS, Case, Workload, compiled, sweep, title
-from benchmarks.conftest import CLOCK, DEVICE
+from benchmarks.cases import COMPILE, EAGER, LIGER, OURS, Case, Workload, compiled, title
 from benchmarks.measure import cpu_ms, extra_bytes, in_turn
 from benchmarks.peers import peer
 from fastmp.ops import linear_log_probs
 from fastmp.ops.core.registry import compute_dtype
 
 TEMPERATURE, BONUS = 0.8, 0.01
-
-pytestmark = pytest.mark.benchmark(timer=CLOCK)
 
 
 def linear_log_probs_case(
@@ -103,7 +99,6 @@ def arguments(op: str, shape: tuple[int, int], dtype: torch.dtype, device: str, 
     return logits, target, top, log_total, grad, entropy, BONUS * grad, scale, 0, vocab, -100
 
 
-@pytest.mark.parametrize(("case", "rival", "direction"), sweep(WORKLOADS, DEVICE))
 def test_linear_log_probs(compare, case, rival, direction):
     compare(case(), rival, direction)
 

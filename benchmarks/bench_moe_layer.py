@@ -11,13 +11,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks.cases import COMPILE, EAGER, LIGER, OURS, TE, TORCH, Case, Workload, compiled, sweep, title
-from benchmarks.conftest import CLOCK, DEVICE
+from benchmarks.cases import COMPILE, EAGER, LIGER, OURS, TE, TORCH, Case, Workload, compiled, title
 from benchmarks.peers import peer
 from fastmp.config import GPTConfig, MoEConfig
 from fastmp.nn import Placement
@@ -25,8 +23,6 @@ from fastmp.nn.moe.layer import MoELayer
 
 STREAMS = "loop on streams"
 NUM_STREAMS = 4
-
-pytestmark = pytest.mark.benchmark(timer=CLOCK)
 
 
 @dataclass
@@ -210,7 +206,6 @@ WORKLOADS = (
 )
 
 
-@pytest.mark.parametrize(("case", "rival", "direction"), sweep(WORKLOADS, DEVICE))
 def test_moe_layer(compare, case, rival, direction):
     compare(case(), rival, direction)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -20,16 +19,12 @@ from benchmarks.cases import (
     CpuGoal,
     Workload,
     compiled,
-    sweep,
     title,
 )
-from benchmarks.conftest import CLOCK, DEVICE
 from benchmarks.peers import peer
 from fastmp.ops import OPS, layer_norm, rms_norm
 
 EPS = 1e-5
-
-pytestmark = pytest.mark.benchmark(timer=CLOCK)
 
 
 def _liger_rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, device: str) -> Callable | None:
@@ -167,6 +162,5 @@ def arguments(op: str, shape: tuple[int, int], dtype: torch.dtype, device: str, 
     return grad, None, x, weight, stats, *(() if op.startswith("rms") else (True,))
 
 
-@pytest.mark.parametrize(("case", "rival", "direction"), sweep(WORKLOADS, DEVICE))
 def test_norm(compare, case, rival, direction):
     compare(case(), rival, direction)

@@ -25,7 +25,6 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
 
@@ -45,7 +44,6 @@ from fastmp.training.language import token_loss
 from fastmp.training.microbatches import PipelineLoss
 from fastmp.training.trainer import Trainer
 
-pytestmark = pytest.mark.benchmark(timer=CLOCK)
 WORKLOADS = ()
 # The time of a step's reduce-scatters (float32) over that of a microbatch's backward; gathers (bfloat16) are
 # half of it over the forward, which is half as long. Both by `fastmp plan recipe` for 64 H100s, 400 TFLOP/s

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.cases import COMPILE, EAGER, OURS, Case, CpuGoal, Workload, compiled, sweep, title
-from benchmarks.conftest import CLOCK, DEVICE
+from benchmarks.cases import COMPILE, EAGER, OURS, Case, CpuGoal, Workload, compiled, title
 from fastmp.ops import OPS, permutation, permute, unpermute
 from fastmp.ops.core.registry import compute_dtype
-
-pytestmark = pytest.mark.benchmark(timer=CLOCK)
 
 
 def _indices(tokens: int, slots: int, experts: int, device: str, generator: torch.Generator) -> Tensor:
@@ -179,6 +175,5 @@ def arguments(op: str, shape: tuple[int, int, int], dtype: torch.dtype, device: 
     }[op]
 
 
-@pytest.mark.parametrize(("case", "rival", "direction"), sweep(WORKLOADS, DEVICE))
 def test_permute(compare, case, rival, direction):
     compare(case(), rival, direction)

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.cases import COMPILE, EAGER, LIGER, OURS, Case, CpuGoal, Workload, compiled, sweep, title
-from benchmarks.conftest import CLOCK, DEVICE
+from benchmarks.cases import COMPILE, EAGER, LIGER, OURS, Case, CpuGoal, Workload, compiled, title
 from benchmarks.peers import peer
 from fastmp.ops import OPS, rope_cos_sin, rope_qk
 from fastmp.ops.core.registry import compute_dtype
 
 IN_PLACE = "fastmp in place"
-
-pytestmark = pytest.mark.benchmark(timer=CLOCK)
 
 
 class _Made(torch.autograd.Function):
@@ -111,6 +107,5 @@ def arguments(op: str, shape: tuple[int, int, int, int], dtype: torch.dtype, dev
     return q, k, *angles, False, False
 
 
-@pytest.mark.parametrize(("case", "rival", "direction"), sweep(WORKLOADS, DEVICE))
 def test_rope(compare, case, rival, direction):
     compare(case(), rival, direction)

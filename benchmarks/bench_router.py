@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.cases import COMPILE, EAGER, OURS, Case, CpuGoal, Workload, compiled, sweep, title
-from benchmarks.conftest import CLOCK, DEVICE
+from benchmarks.cases import COMPILE, EAGER, OURS, Case, CpuGoal, Workload, compiled, title
 from fastmp.ops import OPS, topk_router
 from fastmp.ops.core.registry import compute_dtype
-
-pytestmark = pytest.mark.benchmark(timer=CLOCK)
 
 GROUPS, OPEN, SCALE = 8, 4, 2.5  # of the sigmoid router, as DeepSeek-V3 has them
 
@@ -123,6 +119,5 @@ def arguments(op: str, shape: tuple[int, ...], dtype: torch.dtype, device: str, 
     return *grads, logits, indices.contiguous(), "sigmoid", True, SCALE
 
 
-@pytest.mark.parametrize(("case", "rival", "direction"), sweep(WORKLOADS, DEVICE))
 def test_router(compare, case, rival, direction):
     compare(case(), rival, direction)

@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import math
 
-import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.cases import COMPILE, EAGER, OURS, Case, CpuGoal, Workload, compiled, sweep, title
-from benchmarks.conftest import CLOCK, DEVICE
+from benchmarks.cases import COMPILE, EAGER, OURS, Case, CpuGoal, Workload, compiled, title
 from fastmp.ops import OPS, scaled_masked_softmax
-
-pytestmark = pytest.mark.benchmark(timer=CLOCK)
 
 SCALE = 0.125
 
@@ -93,6 +89,5 @@ def arguments(op: str, shape: tuple[int, ...], dtype: torch.dtype, device: str, 
     return x, torch.rand(shape[-1], device=device, generator=generator) < 0.25, SCALE, False
 
 
-@pytest.mark.parametrize(("case", "rival", "direction"), sweep(WORKLOADS, DEVICE))
 def test_softmax(compare, case, rival, direction):
     compare(case(), rival, direction)

@@ -6,12 +6,10 @@ parameters under autocast, which is what a user writes for the same precision.
 
 from __future__ import annotations
 
-import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.cases import COMPILE, EAGER, OURS, Case, Workload, compiled, sweep, title
-from benchmarks.conftest import CLOCK, DEVICE
+from benchmarks.cases import COMPILE, EAGER, OURS, Case, Workload, compiled, title
 from benchmarks.measure import name_of
 from benchmarks.plain import PlainGPT, plain_step
 from fastmp.config import GPTConfig, OptimizerConfig, TrainConfig
@@ -20,7 +18,6 @@ from fastmp.nn.gpt import GPT, flops_per_token
 from fastmp.training.language import token_loss
 from fastmp.training.trainer import Trainer
 
-pytestmark = pytest.mark.benchmark(timer=CLOCK)
 OPTIMIZER = OptimizerConfig(lr=1e-4, schedule="constant", warmup_steps=0)
 
 
@@ -98,6 +95,5 @@ WORKLOADS = (
 )
 
 
-@pytest.mark.parametrize(("case", "rival", "direction"), sweep(WORKLOADS, DEVICE))
 def test_train(compare, case, rival, direction):
     compare(case(), rival, direction)

@@ -7,15 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.cases import EAGER, OURS, Case, Workload, sweep, title
-from benchmarks.conftest import CLOCK, DEVICE
+from benchmarks.cases import EAGER, OURS, Case, Workload, title
 from fastmp.ops import OPS
-
-pytestmark = pytest.mark.benchmark(timer=CLOCK)
 
 
 def arguments(op: str, shape: tuple[int, int, int], dtype: torch.dtype, device: str, seed: int) -> tuple:
@@ -80,6 +76,5 @@ SHAPES = {
 }
 
 
-@pytest.mark.parametrize(("case", "rival", "direction"), sweep(WORKLOADS, DEVICE))
 def test_wgrad(compare, case, rival, direction):
     compare(case(), rival, direction)

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from benchmarks import peers
-from benchmarks.cases import EAGER, Case, is_first, is_ours
+from benchmarks.cases import EAGER, Case, is_first, is_ours, sweep
 from benchmarks.compare import Comparison, compare
 from benchmarks.measure import environment, measure_ceilings, write_json
 from benchmarks.report import size
@@ -69,10 +69,18 @@ def pytest_collect_file(file_path, parent):
     return None
 
 
+def pytest_generate_tests(metafunc):
+    """Parametrise the benchmark of a family by the workloads of its module."""
+    if "direction" in metafunc.fixturenames:
+        cases = sweep(metafunc.module.WORKLOADS, DEVICE)
+        metafunc.parametrize(("case", "rival", "direction"), cases)
+
+
 def pytest_collection_modifyitems(config, items):
     ours = [item for item in items if item.path.name.startswith("bench_")]
-    if config.pluginmanager.hasplugin("timeout"):
-        for item in ours:
+    for item in ours:
+        item.add_marker(pytest.mark.benchmark(timer=CLOCK))
+        if config.pluginmanager.hasplugin("timeout"):
             item.add_marker(pytest.mark.timeout(0))  # none: that of pyproject.toml would end the process
     if config.getoption("--full"):
         return
