@@ -6,18 +6,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.cases import COMPILE, EAGER, OURS, Case, CpuGoal, Workload, compiled, title
+from benchmarks.cases import COMPILE, EAGER, OURS, Case, CpuGoal, Workload, compiled, normal, title
 from fastmp.ops import OPS, bias_gelu
 
 
 def bias_gelu_case(
     rows: int, columns: int, approximate: str, dtype: torch.dtype, device: str, seed: int = 0
 ) -> Case:
-    generator = torch.Generator(device).manual_seed(seed)
-
-    def random(*shape: int) -> Tensor:
-        return torch.randn(shape, device=device, generator=generator).to(dtype)
-
+    random = normal(dtype, device, seed)
     x, bias, grad = (
         random(rows, columns).requires_grad_(),
         random(columns).requires_grad_(),
@@ -62,8 +58,8 @@ SHAPES = dict.fromkeys(("bias_gelu", "bias_gelu_backward"), ((8192, 16384), (204
 
 def arguments(op: str, shape: tuple[int, int], dtype: torch.dtype, device: str, seed: int) -> tuple:
     """Random arguments of `torch.ops.fastmp.<op>`."""
-    generator = torch.Generator(device).manual_seed(seed)
-    x, grad = (torch.randn(shape, device=device, generator=generator).to(dtype) for _ in range(2))
+    random = normal(dtype, device, seed)
+    x, grad = (random(*shape) for _ in range(2))
     return (x, x[0].clone(), "tanh") if op == "bias_gelu" else (grad, x, x[0].clone(), "tanh")
 
 

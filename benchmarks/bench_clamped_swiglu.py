@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from benchmarks.cases import COMPILE, EAGER, OURS, Case, Workload, compiled, title
+from benchmarks.cases import COMPILE, EAGER, OURS, Case, Workload, compiled, normal, title
 from fastmp.ops import OPS, clamped_swiglu
 
 ALPHA, LIMIT = 1.702, 7.0
@@ -48,10 +48,10 @@ SHAPES = dict.fromkeys(("clamped_swiglu", "clamped_swiglu_backward"), ((8192, 28
 
 def arguments(op: str, shape: tuple[int, int], dtype: torch.dtype, device: str, seed: int) -> tuple:
     """Random arguments of `torch.ops.fastmp.<op>`; shape is that of y."""
-    generator = torch.Generator(device).manual_seed(seed)
+    random = normal(dtype, device, seed)
     rows, width = shape
-    x = torch.randn(rows, 2 * width, device=device, generator=generator).to(dtype)
-    grad = torch.randn(shape, device=device, generator=generator).to(dtype)
+    x = random(rows, 2 * width)
+    grad = random(*shape)
     return (x, ALPHA, LIMIT) if op == "clamped_swiglu" else (grad, x, ALPHA, LIMIT)
 
 

@@ -6,18 +6,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.cases import COMPILE, EAGER, OURS, Case, CpuGoal, Workload, compiled, title
+from benchmarks.cases import COMPILE, EAGER, OURS, Case, CpuGoal, Workload, compiled, normal, title
 from fastmp.ops import OPS, bias_dropout_add
 
 
 def bias_dropout_add_case(
     rows: int, columns: int, p: float, dtype: torch.dtype, device: str, seed: int = 0
 ) -> Case:
-    generator = torch.Generator(device).manual_seed(seed)
-
-    def random(*shape: int) -> Tensor:
-        return torch.randn(shape, device=device, generator=generator).to(dtype)
-
+    random = normal(dtype, device, seed)
     x, bias, residual = (
         random(*shape).requires_grad_() for shape in ((rows, columns), (columns,), (rows, columns))
     )
@@ -71,8 +67,8 @@ SHAPES = dict.fromkeys(
 
 def arguments(op: str, shape: tuple[int, int], dtype: torch.dtype, device: str, seed: int) -> tuple:
     """Random arguments of `torch.ops.fastmp.<op>`."""
-    generator = torch.Generator(device).manual_seed(seed)
-    x, residual = (torch.randn(shape, device=device, generator=generator).to(dtype) for _ in range(2))
+    random = normal(dtype, device, seed)
+    x, residual = (random(*shape) for _ in range(2))
     key = torch.full((), seed, dtype=torch.int64, device=device)
     if op == "bias_dropout_add":
         return (x, x[0].clone(), residual, 0.1, key)

@@ -5,14 +5,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from benchmarks.cases import EAGER, OURS, Case, Workload, title
+from benchmarks.cases import EAGER, OURS, Case, Workload, normal, title
 from fastmp.ops import OPS, first_not_finite
 
 
 def arguments(op: str, shape: tuple[int], dtype: torch.dtype, device: str, seed: int) -> tuple:
     """Random arguments of `torch.ops.fastmp.first_not_finite`: all finite, and searched."""
-    generator = torch.Generator(device).manual_seed(seed)
-    x = torch.randn(*shape, device=device, generator=generator).to(dtype)
+    random = normal(dtype, device, seed)
+    x = random(*shape)
     return x, torch.tensor(True, device=device)
 
 

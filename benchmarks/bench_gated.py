@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.cases import COMPILE, EAGER, LIGER, OURS, Case, CpuGoal, Workload, compiled, title
+from benchmarks.cases import COMPILE, EAGER, LIGER, OURS, Case, CpuGoal, Workload, compiled, normal, title
 from benchmarks.peers import peer
 from fastmp.ops import OPS, geglu, swiglu
 
@@ -57,14 +58,10 @@ def _megatron_swiglu() -> Callable[[Tensor, Tensor | None], Tensor]:
 
 
 def _case(
-    name: str, rows: int, width: int, with_bias: bool, dtype: torch.dtype, device: str, seed: int
+    name: str, rows: int, width: int, with_bias: bool, dtype: torch.dtype, device: str, seed: int = 0
 ) -> Case:
     """x (rows, 2 width)."""
-    generator = torch.Generator(device).manual_seed(seed)
-
-    def random(*shape: int) -> Tensor:
-        return torch.randn(shape, device=device, generator=generator).to(dtype)
-
+    random = normal(dtype, device, seed)
     x, grad = random(rows, 2 * width).requires_grad_(), random(rows, width)
     bias = random(2 * width).requires_grad_() if with_bias else None
     ours = swiglu if name == "swiglu" else geglu
@@ -90,23 +87,11 @@ def _case(
     )
 
 
-def swiglu_case(
-    rows: int, width: int, with_bias: bool, dtype: torch.dtype, device: str, seed: int = 0
-) -> Case:
-    return _case("swiglu", rows, width, with_bias, dtype, device, seed)
-
-
-def geglu_case(
-    rows: int, width: int, with_bias: bool, dtype: torch.dtype, device: str, seed: int = 0
-) -> Case:
-    return _case("geglu", rows, width, with_bias, dtype, device, seed)
-
-
 # Rows are tokens; widths are those of Llama-3-8B, Qwen3-30B-A3B's and DeepSeek-V3's experts.
 WORKLOADS = (
     Workload(
         "swiglu",
-        swiglu_case,
+        partial(_case, "swiglu"),
         cpu=((4096, 4096, False), (4096, 4096, True)),
         cuda=((8192, 14336, False), (8192, 14336, True), (32768, 768, False), (32768, 2048, False)),
         rivals=(OURS, EAGER, COMPILE, MEGATRON, LIGER),
@@ -114,7 +99,7 @@ WORKLOADS = (
     ),
     Workload(
         "geglu",
-        geglu_case,
+        partial(_case, "geglu"),
         cpu=((4096, 4096, False),),
         cuda=((8192, 14336, False), (8192, 14336, True)),
         tiny=(6, 8, False),
@@ -134,10 +119,10 @@ SHAPES = dict.fromkeys(
 
 def arguments(op: str, shape: tuple[int, int], dtype: torch.dtype, device: str, seed: int) -> tuple:
     """Random arguments of `torch.ops.fastmp.<op>`; shape is that of y."""
-    generator = torch.Generator(device).manual_seed(seed)
+    random = normal(dtype, device, seed)
     rows, width = shape
-    x = torch.randn(rows, 2 * width, device=device, generator=generator).to(dtype)
-    grad = torch.randn(shape, device=device, generator=generator).to(dtype)
+    x = random(rows, 2 * width)
+    grad = random(*shape)
     return (x, x[0].clone(), "silu") if op == "gated_activation" else (grad, x, x[0].clone(), "silu")
 
 

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.cases import EAGER, OURS, TORCH, Case, CpuGoal, Workload, title
+from benchmarks.cases import EAGER, OURS, TORCH, Case, CpuGoal, Workload, normal, title
 from benchmarks.conftest import DEVICE
 from fastmp.ops import OPS, grouped_mlp_in, grouped_mm, swiglu
 from fastmp.ops.core.registry import compute_dtype
@@ -93,11 +93,7 @@ def _operands(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, list[int]]:
     """x, w, offsets, a gradient of the result, sizes."""
     experts, rows, n, k = shape
-    generator = torch.Generator(device).manual_seed(seed)
-
-    def random(*shape: int) -> Tensor:
-        return torch.randn(shape, device=device, generator=generator).to(dtype)
-
+    random = normal(dtype, device, seed)
     sizes = sizes_of(experts, rows, routing)
     offsets = torch.tensor(list(accumulate(sizes)), dtype=torch.int32, device=device)
     return random(rows, k), random(experts, n, k).mul_(k**-0.5), offsets, random(rows, n), sizes

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from benchmarks.cases import (
     CpuGoal,
     Workload,
     compiled,
+    normal,
     title,
 )
 from benchmarks.peers import peer
@@ -57,13 +59,9 @@ def _liger_layer_norm(
 
 
 def _case(
-    name: str, rows: int, columns: int, with_residual: bool, dtype: torch.dtype, device: str, seed: int
+    name: str, rows: int, columns: int, with_residual: bool, dtype: torch.dtype, device: str, seed: int = 0
 ) -> Case:
-    generator = torch.Generator(device).manual_seed(seed)
-
-    def random(*shape: int) -> Tensor:
-        return torch.randn(shape, device=device, generator=generator).to(dtype)
-
+    random = normal(dtype, device, seed)
     x, residual = (random(rows, columns).requires_grad_() for _ in range(2))
     parameters = [random(columns).requires_grad_() for _ in range(1 if name == "rms_norm" else 2)]
     theirs = F.rms_norm if name == "rms_norm" else F.layer_norm
@@ -103,18 +101,6 @@ def _case(
     )
 
 
-def rms_norm_case(
-    rows: int, columns: int, with_residual: bool, dtype: torch.dtype, device: str, seed: int = 0
-) -> Case:
-    return _case("rms_norm", rows, columns, with_residual, dtype, device, seed)
-
-
-def layer_norm_case(
-    rows: int, columns: int, with_residual: bool, dtype: torch.dtype, device: str, seed: int = 0
-) -> Case:
-    return _case("layer_norm", rows, columns, with_residual, dtype, device, seed)
-
-
 # Rows are tokens; hidden sizes are those of Llama-3-8B and Mixtral, Llama-3-70B, DeepSeek-V3, Qwen3-30B-A3B
 # and GPT-3; (8192 x 32, 128) are the query heads of Qwen3, each normalised by itself.
 _LLAMA_AND_DEEPSEEK = tuple(
@@ -123,7 +109,7 @@ _LLAMA_AND_DEEPSEEK = tuple(
 WORKLOADS = (
     Workload(
         "rms_norm",
-        rms_norm_case,
+        partial(_case, "rms_norm"),
         cpu=((4096, 8192, False), (4096, 8192, True)),
         cuda=(
             *_LLAMA_AND_DEEPSEEK,
@@ -135,7 +121,7 @@ WORKLOADS = (
     ),
     Workload(
         "layer_norm",
-        layer_norm_case,
+        partial(_case, "layer_norm"),
         cpu=((4096, 8192, False), (4096, 8192, True)),
         cuda=((8192, 4096, False), (8192, 8192, False), (8192, 8192, True), (2048, 12288, False)),
         tiny=(33, 129, True),
@@ -151,8 +137,8 @@ SHAPES = {f"{name}{way}": _SHAPES for name in ("rms_norm", "layer_norm") for way
 
 def arguments(op: str, shape: tuple[int, int], dtype: torch.dtype, device: str, seed: int) -> tuple:
     """Random arguments of `torch.ops.fastmp.<op>`, without a residual."""
-    generator = torch.Generator(device).manual_seed(seed)
-    x, grad = (torch.randn(shape, device=device, generator=generator).to(dtype) for _ in range(2))
+    random = normal(dtype, device, seed)
+    x, grad = (random(*shape) for _ in range(2))
     weight = x[0].clone()
     optional = () if op.startswith("rms") else (weight,)
     forward = x, None, weight, *optional, EPS

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from benchmarks.cases import COMPILE, EAGER, LIGER, OURS, Case, CpuGoal, Workload, compiled, title
+from benchmarks.cases import COMPILE, EAGER, LIGER, OURS, Case, CpuGoal, Workload, compiled, normal, title
 from benchmarks.peers import peer
 from fastmp.ops import OPS, rope_cos_sin, rope_qk
 from fastmp.ops.core.registry import compute_dtype
@@ -98,11 +98,8 @@ SHAPES = {"rope": _SHAPES, "rope_": _SHAPES}
 def arguments(op: str, shape: tuple[int, int, int, int], dtype: torch.dtype, device: str, seed: int) -> tuple:
     """Random arguments of `torch.ops.fastmp.<op>`; in place, q and k turn further call after call."""
     tokens, heads, kv_heads, width = shape
-    generator = torch.Generator(device).manual_seed(seed)
-    q, k = (
-        torch.randn(tokens, 1, n, width, device=device, generator=generator).to(dtype)
-        for n in (heads, kv_heads)
-    )
+    random = normal(dtype, device, seed)
+    q, k = (random(tokens, 1, n, width) for n in (heads, kv_heads))
     angles = rope_cos_sin(tokens, width, dtype=compute_dtype(dtype), device=device)
     return q, k, *angles, False, False
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from benchmarks.cases import EAGER, OURS, Case, Workload, title
+from benchmarks.cases import EAGER, OURS, Case, Workload, normal, title
 from fastmp.ops import OPS
 
 
@@ -18,12 +18,10 @@ def arguments(op: str, shape: tuple[int, int, int], dtype: torch.dtype, device: 
     """Random arguments of `torch.ops.fastmp.accumulate_weight_grad_`, or `few_rows_linear`, at a shape
     (tokens, inputs, outputs)."""
     tokens, inputs, outputs = shape
-    generator = torch.Generator(device).manual_seed(seed)
+    random = normal(dtype, device, seed)
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     left = (outputs, inputs) if op == "few_rows_linear" else (tokens, outputs)
-    other, x = (
-        torch.randn(size, device=device, generator=generator).to(dtype) for size in (left, (tokens, inputs))
-    )
+    other, x = (random(*size) for size in (left, (tokens, inputs)))
     if op == "few_rows_linear":
         return x, other, None
     return torch.zeros(outputs, inputs, dtype=wide, device=device), other, x

@@ -25,7 +25,7 @@ from benchmarks.peers import CCE, LIGER, QUACK, TE
 
 __all__ = [
     "CCE", "COMPILE", "EAGER", "LIGER", "OURS", "QUACK", "TE", "TORCH",
-    "Case", "CpuGoal", "Workload", "compiled", "families", "is_first", "is_ours", "sweep", "title",
+    "Case", "CpuGoal", "Workload", "compiled", "families", "is_first", "is_ours", "normal", "sweep", "title",
 ]  # fmt: skip
 
 OURS = "fastmp"
@@ -160,6 +160,12 @@ def compiled(function: Callable) -> Callable:
     """Return `function` under torch.compile with default options, specialised on its shapes."""
     torch.compiler.reset()  # else shapes after the eighth count as too many recompilations of one function
     return torch.compile(function, fullgraph=True, dynamic=False)
+
+
+def normal(dtype: torch.dtype, device: str, seed: int) -> Callable[..., Tensor]:
+    """Return a function that draws a tensor of a shape, other numbers in every call."""
+    generator = torch.Generator(device).manual_seed(seed)
+    return lambda *shape: torch.randn(shape, device=device, generator=generator).to(dtype)
 
 
 def title(name: str, shape: tuple, dtype: torch.dtype) -> str:
