@@ -1,4 +1,4 @@
-"""Files that somebody else may have written are read, and others written to disk. Standard library only."""
+"""Reading of untrusted files, and durable writes. Standard library only."""
 
 from __future__ import annotations
 
@@ -22,10 +22,14 @@ __all__ = [
 
 
 def open_regular(path: str | os.PathLike[str], *, links: bool = True) -> int:
-    """Open a regular file to read it; returns its descriptor. links: whether links to one are followed.
+    """Open a regular file for reading and return its descriptor.
 
-    OSError, whose `strerror` fits into a message, where that cannot be done. A pipe, which would be waited
-    for, and a device, which may never end, are refused.
+    Args:
+        path: of the file; a pipe, which would block, and a device, which may never end, are not supported.
+        links: follow symbolic links.
+
+    Raises:
+        OSError: the file cannot be opened; `strerror` is the reason, for a message.
     """
     try:
         flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | (0 if links else os.O_NOFOLLOW)
@@ -70,7 +74,7 @@ def read_json(path: str | os.PathLike[str], limit: int) -> dict[str, Any]:
 
 
 def write_synced(path: Path, data: bytes) -> None:
-    """Write a file, which is on disk when this returns."""
+    """Write a file and flush it to disk."""
     file = path.open("wb")
     try:
         file.write(data)
@@ -80,7 +84,7 @@ def write_synced(path: Path, data: bytes) -> None:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a file that has its whole content, on disk, from when it is there; it replaces an earlier one."""
+    """Write a file atomically and flush it to disk; an existing file is replaced."""
     staged = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         write_synced(staged, text.encode())

@@ -249,7 +249,7 @@ def _rotate(
 
 
 def _or_else(ours: Any, theirs: Any) -> Any:
-    """Return a function that calls `ours` with tensors that `rope_qk` supports, and `theirs` with others."""
+    """Return a function that calls `ours` if `rope_qk` supports the tensors, else `theirs`."""
 
     def rotate_either(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *args: Any, **kwargs: Any) -> Any:
         usual = (

@@ -90,7 +90,10 @@ def norm(shapes: Shapes) -> int:
 
 
 def embedding(shapes: Shapes) -> int:
-    """Return what the embedding keeps: ids, which of them are this rank's, dropout's mask; a norm's input."""
+    """Return the bytes that the embedding keeps.
+
+    These are the ids, the mask of this rank's ids, dropout's mask, and the input of a norm.
+    """
     kept, bert = shapes.tokens * _TARGET, shapes.model.bert
     if shapes.grid.tp > 1:
         kept += shapes.tokens

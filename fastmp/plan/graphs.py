@@ -37,7 +37,7 @@ from fastmp.plan.shapes import Shapes, shapes_of
 
 
 def main(arguments: list[str]) -> int:
-    """Print what graphs a recipe would have; 0, or 2 with all that does not fit on stderr."""
+    """Print the CUDA graphs of a recipe; return 0, or 2 with all errors on stderr."""
     parser = recipe_parser(
         "fastmp plan graphs",
         "The CUDA graphs and static buffers of each pipeline rank, before anything is captured.",

@@ -1,4 +1,4 @@
-"""`fastmp plan optimizer`: where parameters lie in flat buffers, and what each rank owns of them."""
+"""`fastmp plan optimizer`: the layout of flat buffers and buckets, and the shards of each rank."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fastmp.plan.shapes import Shapes, shapes_of
 
 
 def main(arguments: list[str]) -> int:
-    """Print the flat buffers of a recipe; return 0, or 2 with all that does not fit on stderr."""
+    """Print the flat buffers of a recipe; return 0, or 2 with all errors on stderr."""
     parser = recipe_parser(
         "fastmp plan optimizer",
         "Print where a recipe's parameters lie in flat buffers and buckets, and what a rank owns of them.",

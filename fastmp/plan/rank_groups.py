@@ -1,4 +1,4 @@
-"""`fastmp plan groups`: which ranks form which groups."""
+"""`fastmp plan groups`: the ranks of every process group of a layout."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _LINE_WIDTH, _MAX_RUNS = 80, 8  # longer lists are shortened for people, never i
 
 
 def main(arguments: list[str]) -> int:
-    """Print the groups of a layout; return 0, or 2 with one line on stderr where something does not fit."""
+    """Print the groups of a layout; return 0, or 2 with one line on stderr if it is invalid."""
     parser = Parser(prog="fastmp plan groups", description="Print which ranks of a layout form which groups.")
     _add_arguments(parser)
     options = vars(parser.parse_args(arguments))

@@ -24,7 +24,7 @@ from fastmp.plan.shapes import Shapes, shapes_of
 
 
 def main(arguments: list[str]) -> int:
-    """Print what each rank of a recipe would do; return 0, or 2 with all that does not fit on stderr."""
+    """Print the memory, FLOPs and traffic of each rank; return 0, or 2 with all errors on stderr."""
     parser = recipe_parser(
         "fastmp plan recipe",
         "Check a recipe for a number of ranks; print what each would hold, compute and send.",
@@ -49,7 +49,7 @@ def recipe_parser(prog: str, description: str) -> Parser:
 
 
 def fitting_recipe(prog: str, options: argparse.Namespace) -> Recipe | None:
-    """Return the recipe that `options` name; None, with all that does not fit on stderr, if it is wrong."""
+    """Return the recipe that `options` name, or None with all its errors on stderr."""
     try:
         found, errors, unused = read_recipe(options.file, given_options(options))
     except ValueError as error:
@@ -126,9 +126,9 @@ def recipe_facts(recipe: Recipe, world_size: int) -> dict[str, Any]:
 
 
 def _simulate(recipe: Recipe, shapes: Shapes) -> Simulation:
-    """Simulate the schedule. A layer's forward takes one unit of time, its backward two.
+    """Simulate the schedule with a unit of time for a layer's forward and two for its backward.
 
-    With recomputation the backward takes three. Two microbatches at once hide nothing of each other.
+    With recomputation the backward takes three. EP communication overlap hides nothing here.
     """
     layout, layers = recipe.parallel, stage_layers(recipe)
     costs = Costs(

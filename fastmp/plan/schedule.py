@@ -1,4 +1,4 @@
-"""`fastmp plan schedule`: what pipeline ranks do in which order, and how long they idle."""
+"""`fastmp plan schedule`: the order of steps on each pipeline rank, and the bubble."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _MAX_RANKS, _MAX_STEPS = 32, 128  # longer lists are shortened for people, never
 
 
 def main(arguments: list[str]) -> int:
-    """Print a schedule, and draw it on request; return 0, or 2 with one line on stderr if it is refused."""
+    """Print a schedule, and draw it on request; return 0, or 2 with one line on stderr if it is invalid."""
     parser = Parser(
         prog="fastmp plan schedule",
         description="Print what each pipeline rank does in one step, in which order, and what that costs.",

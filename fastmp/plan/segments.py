@@ -1,4 +1,4 @@
-"""The segments of a recipe's layers: which a CUDA graph can hold, and the tensors that cross them.
+"""The segments of a recipe's layers, with the tensors between them, and the captured spans.
 
 Attention, MLP and router are described here by their shapes; dispatch and combine come from the
 `DispatcherSpec`. Tests hold the plan and the segments of `fastmp.nn` together. Where ranks of a

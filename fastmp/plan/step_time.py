@@ -1,13 +1,15 @@
-"""Time: how long a training step of a recipe would take on named GPUs, and where it would go. Estimates.
+"""Estimate the time of a training step of a recipe on named GPUs, by phase and by consumer.
 
 GEMMs and memory-bound kernels come from `fastmp.plan.kernels`, bytes sent from `fastmp.plan.traffic` over
-the links of `fastmp.plan.links`, the pipeline's idle time from the simulator. Assumptions: the host is never
-late; all experts get equally many tokens; collectives within layers stop the compute, but for those of a
-backward that overlap a GEMM (`Kernels.overlap`), and those of experts that run beside another
-microbatch where a recipe overlaps them, in the order of training and as if neither slowed the other; sums
-of gradients run beside the last backward and gathers of parameters beside the next forward, except for one
-bucket each; Muon's GEMMs and what `tp_overlap` hides are not counted. Checkpoints, data and logging take
-no time.
+the links of `fastmp.plan.links`, the pipeline's idle time from the simulator. Assumptions:
+
+- The host is never late, and all experts get equally many tokens.
+- Collectives within layers stop the compute. Exceptions are those of a backward that overlap a GEMM
+  (`Kernels.overlap`), and with EP communication overlap the all-to-alls, in the order of training and as if
+  neither side slowed the other.
+- Reduce-scatters of gradients overlap the last backward and all-gathers of parameters the next forward,
+  except for one bucket each.
+- Muon's GEMMs, the savings of `tp_overlap`, checkpoints, data and logging are not counted.
 """
 
 from __future__ import annotations
@@ -50,18 +52,18 @@ class Seconds(dict[str, float]):
         return 0.0
 
     def add(self, other: Mapping[str, float], times: float = 1.0) -> None:
-        """Add what `other` has."""
+        """Add the seconds of `other`, `times` over."""
         for what, took in other.items():
             self[what] += took * times
 
     def total(self) -> float:
-        """Return all of them."""
+        """Return the sum over all consumers."""
         return sum(self.values())
 
 
 @dataclass(frozen=True)
 class Phases:
-    """The seconds of one microbatch, by phase and by what takes them."""
+    """The seconds of one microbatch, by phase and by consumer."""
 
     of: Mapping[str, Seconds] = field(
         default_factory=lambda: {name: Seconds() for name in (FORWARD, REPEATED, INPUT, WEIGHT)}
@@ -72,7 +74,7 @@ class Phases:
         return sum(self.of[name].total() for name in names)
 
     def add(self, other: Phases) -> None:
-        """Add what another part of the model takes."""
+        """Add the seconds of another part of the model."""
         for name, own in self.of.items():
             own.add(other.of[name])
 
@@ -205,9 +207,9 @@ def _layer(shapes: Shapes, links: _Links, kernels: Kernels, recompute: bool) -> 
 
 
 def layer_segment_costs(shapes: Shapes, gpu: GPU, kernels: Kernels = FASTMP) -> tuple[SegmentCost, ...]:
-    """Return the times of a layer's segments for one microbatch: what exchanges rows, and what computes.
+    """Return the times of a layer's communication and compute segments for one microbatch.
 
-    They add up to those of the layer. A layer that exchanges nothing is one section.
+    They add up to the time of the layer. A layer without an exchange is one segment.
     """
     return _segment_costs(shapes, _Links(gpu, shapes), kernels)
 
@@ -251,9 +253,9 @@ def _segment_cost(
 
 
 def _hidden(recipe: Recipe, shapes: Shapes, links: _Links, kernels: Kernels) -> float:
-    """Return by how much a forward and a backward at once are shorter than one after the other.
+    """Return the seconds that EP communication overlap hides of a forward and a backward.
 
-    It is the least of all stages; embeddings and losses have nothing beside them.
+    It is the minimum over the stages; embeddings and losses overlap nothing.
     """
     of_kinds = {
         kind: _segment_costs(replace(shapes, model=kind), links, kernels) for kind in set(recipe.model.layers)
@@ -263,7 +265,7 @@ def _hidden(recipe: Recipe, shapes: Shapes, links: _Links, kernels: Kernels) -> 
 
 
 def hidden_by_overlap(costs: Sequence[SegmentCost]) -> float:
-    """Return how much shorter a forward and a backward of a chunk are at once, in the order of training."""
+    """Return the seconds that overlapping a forward and a backward of a chunk saves, in training's order."""
     chains, known = ((forward_ops(own), backward_ops(own, defer=True)) for own in (costs, unit_cost(costs)))
     apart = sum(part.time for chain in chains for part in chain)
     return max(0.0, apart - simulate_streams([interleave(*known)], [chains]).makespan)
@@ -300,7 +302,7 @@ def _gemms(shapes: Shapes) -> tuple[list[Gemm], list[Gemm]]:
 
 
 def _attention(shapes: Shapes, gpu: GPU, kernels: Kernels) -> tuple[float, float]:
-    """Return the seconds of attention between its projections, forward and backward."""
+    """Return the seconds of attention between its projections, (forward, backward)."""
     model, itemsize, length = shapes.model, shapes.itemsize, shapes.length * shapes.grid.cp
     if kernels.scores is None:
         _, flops = layer_flops_per_token(model, length, causal=True)
@@ -322,7 +324,7 @@ def _attention(shapes: Shapes, gpu: GPU, kernels: Kernels) -> tuple[float, float
 
 
 def _other_kernels(shapes: Shapes, gpu: GPU, kernels: Kernels) -> tuple[float, float]:
-    """Return the seconds of the kernels that memory bounds, forward and backward."""
+    """Return the seconds of memory-bound kernels, (forward, backward)."""
     model, moe, projections = shapes.model, shapes.model.moe, shapes.projections
     projected = shapes.tokens * (shapes.heads + 2 * shapes.kv_heads) * model.head_dim * shapes.itemsize
     width = model.ffn_size if moe is None else moe.shared_expert_ffn_hidden_size
@@ -369,7 +371,7 @@ def _loss(shapes: Shapes, links: _Links, kernels: Kernels) -> Phases:
 
 
 def _communication(shapes: Shapes, links: _Links, sent: Mapping[str, int], late: float = 0.0) -> Seconds:
-    """Return the seconds in which a rank sends the bytes `sent` of a layer, by group."""
+    """Return the seconds of the collectives in which a rank sends the bytes `sent` of a layer, by group."""
     found = Seconds()
     whole = shapes.tokens * shapes.model.hidden_size * shapes.itemsize
     for group, nbytes in sent.items():
@@ -389,7 +391,7 @@ def _communication(shapes: Shapes, links: _Links, sent: Mapping[str, int], late:
 def _end_of_step(
     recipe: Recipe, shapes: Shapes, links: _Links, kernels: Kernels, rank: int, chunks: Sequence[Phases]
 ) -> Seconds:
-    """Return what a rank of a pipeline rank does once a step, as far as nothing else hides it."""
+    """Return the exposed seconds of the work that a pipeline rank does once a step."""
     optimizer, gpu = recipe.optimizer, links.gpu
     facts, grad = rank_parameters(recipe, shapes, rank).values(), grad_bytes(recipe, shapes)
     sums = gathers = pieces = 0.0

@@ -1,4 +1,4 @@
-"""`fastmp plan time`: how long a step of a recipe would take on named GPUs, and where the time would go."""
+"""`fastmp plan time`: an estimate of the time of a step on named GPUs, by phase and by consumer."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fastmp.plan.step_time import FORWARD, INPUT, ONCE, REPEATED, WEIGHT, step_t
 
 
 def main(arguments: list[str]) -> int:
-    """Print the estimated time of a recipe's step; 0, or 2 with all that does not fit on stderr."""
+    """Print the estimated time of a recipe's step; return 0, or 2 with all errors on stderr."""
     parser = recipe_parser(
         "fastmp plan time",
         "Estimate the time of a step on named GPUs in their servers, and say where it goes.",
@@ -81,7 +81,7 @@ def describe_time(facts: dict[str, Any]) -> Iterator[str]:
 
 
 def _error(compared: tuple[float, float] | None) -> str:
-    """Return the line that says how far estimates were from published runs."""
+    """Return the line on the error of estimates against published runs."""
     if compared is None:
         return "error     unknown: compared with no published run on these GPUs"
     least, most = compared

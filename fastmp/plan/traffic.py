@@ -31,7 +31,7 @@ class Traffic:
     def gather(self, group: str, total: float, ranks: int, *, last: bool = False) -> None:
         """Count an all-gather of `total` bytes whose backward is a reduce-scatter, or the other way round.
 
-        `last` says that no tensor is kept behind it, so that recomputation stops before it.
+        last: no tensor is kept after it, so that recomputation stops before it.
         """
         sent = _ring(total, ranks)
         self.forward[group] += sent
@@ -50,7 +50,7 @@ def _ring(total: float, ranks: int) -> int:
 
 
 def layer(shapes: Shapes, *, shard_recompute_input: bool = False) -> Traffic:
-    """Return what one layer sends for one microbatch; it has experts where the model of `shapes` does."""
+    """Return the traffic of one layer and microbatch; the layer has experts if the model of `shapes` does."""
     found, model, grid = Traffic(), shapes.model, shapes.grid
     if shard_recompute_input:
         found.repeated["tp"] += _ring(_whole(shapes), grid.tp)
@@ -108,7 +108,7 @@ def _whole(shapes: Shapes) -> int:
 
 
 def embedding(shapes: Shapes) -> Traffic:
-    """Return what the embedding sends for one microbatch."""
+    """Return the traffic of the embedding for one microbatch."""
     found, tp = Traffic(), shapes.grid.tp
     if shapes.sequence_parallel:
         found.gather("tp", _whole(shapes), tp)
@@ -118,7 +118,7 @@ def embedding(shapes: Shapes) -> Traffic:
 
 
 def loss(shapes: Shapes) -> Traffic:
-    """Return what the loss sends for one microbatch; its gradient is computed and summed in the forward."""
+    """Return the traffic of the loss for one microbatch; its gradient is all-reduced in the forward."""
     found, tp = Traffic(), shapes.grid.tp
     rows = shapes.predicted * shapes.model.hidden_size * shapes.itemsize
     found.forward["tp"] += _ring(shapes.predicted * _STATISTICS * tp, tp) + 2 * _ring(rows, tp)
@@ -157,10 +157,10 @@ def step(recipe: Recipe, shapes: Shapes) -> list[dict[str, int]]:
 
 
 def _gradients(recipe: Recipe, shapes: Shapes, rank: int) -> Counter[str]:
-    """Return what the sums of gradients and the gathers of parameters send in a step.
+    """Return the traffic of gradients and parameters in a step.
 
-    Where shards are, a ring's reduce-scatter and all-gather send what its all-reduce does, of other dtypes.
-    Slices of matrices that Muon updates go to their owners and come back.
+    With sharded optimizer state, a ring's reduce-scatter and all-gather send as much as an all-reduce, in
+    other dtypes. Slices of matrices that Muon updates go to their owners and come back.
     """
     grid, found, itemsize = shapes.grid, Counter[str](), grad_bytes(recipe, shapes)
     back = shapes.itemsize if recipe.optimizer.shard else itemsize
