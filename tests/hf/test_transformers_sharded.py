@@ -9,7 +9,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 import torch.distributed as dist
-from hf_models import CONFIGS, Float64, batch_of, divided, model_of, step, whole_gradients
+from hf_models import CONFIGS, Float64, batch_of, model_of, step, tp_model, whole_gradients
 from marks import full
 from torch.nn.parallel import DistributedDataParallel
 
@@ -143,7 +143,7 @@ def test_collectives_of_a_step():
     """One sum for a region, each way: two in a layer; one for the embedding, one for the head's input."""
 
     def run(rank, world_size):
-        model, batch = divided("llama"), batch_of("llama")
+        model, batch = tp_model("llama"), batch_of("llama")
         model(**batch)  # the first call also compares the ranks' tokens
         with count_collectives() as forward:
             loss = model(**batch).loss
@@ -174,7 +174,7 @@ def test_in_bfloat16_errors_are_those_of_transformers(family, options):
     _, theirs = step(model, **batch)
 
     def run(rank, world_size):
-        model = divided(family, torch.bfloat16, **options)
+        model = tp_model(family, torch.bfloat16, **options)
         step(model, **batch)
         return whole_gradients(model, dist.group.WORLD)
 
@@ -207,7 +207,7 @@ def test_ranks_train_the_same_model(family, tmp_path):
     wanted = train(whole, batch, lambda model: torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5))
 
     def run(rank, world_size):
-        model = divided(family, **options)
+        model = tp_model(family, **options)
         found = train(model, batch, lambda model: clip_grad_norm_(model, 0.5))
         assert found == pytest.approx(wanted, rel=1e-9)
         state = whole_state_dict(model)
@@ -234,7 +234,7 @@ def test_generation_gives_every_rank_the_same_tokens(family):
     expected = model_of(family, torch.float64).eval().generate(ids, **greedy)
 
     def run(rank, world_size):
-        return divided(family).eval().generate(ids, **greedy)
+        return tp_model(family).eval().generate(ids, **greedy)
 
     for found in run_ranks(run, 2):
         assert torch.equal(found, expected)
@@ -242,7 +242,7 @@ def test_generation_gives_every_rank_the_same_tokens(family):
 
 @pytest.mark.full
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt2"])
-def test_before_and_after_a_model_is_divided(family):
+def test_before_and_after_a_model_is_sharded(family):
     """It trains on, also while losses of before are kept."""
 
     def run(rank, world_size):
@@ -286,7 +286,7 @@ def test_a_body_with_another_head_is_divided_too():
 
 @pytest.mark.parametrize("family", CONFIGS)
 def test_tables_agree_with_the_plans_that_transformers_has(family):
-    """Where it has one; it divides single experts there, which here are divided by their number."""
+    """Where it has one; it shards single experts there, which here are sharded by their number."""
     model = model_of(family)
     parts = {re.sub(r"\d+", "*", share.name): share.mixin for share in acceleration._plan(model, 2)[2]}
     plan = {f"model.{name}": style for name, style in (model.config.base_model_tp_plan or {}).items()}
@@ -426,7 +426,7 @@ def test_norms_are_summed_where_the_model_is_also_where_all_that_is_divided_is_f
     def run(rank, world_size):
         devices = []
         monkeypatch.setattr(tp_plan, "all_reduce_", lambda tensor, group: devices.append(tensor.device.type))
-        model = divided("llama").to("meta")
+        model = tp_model("llama").to("meta")
         model.model.norm.weight.grad = torch.ones_like(model.model.norm.weight)
         assert clip_grad_norm_(model, 1.0).device.type == "meta"
         assert devices == ["meta"]
@@ -440,7 +440,7 @@ def test_ranks_with_other_tokens_are_noticed_in_the_first_call(longer):
     """A loader gives them that divides samples over all ranks, with batches of one length or of several."""
 
     def run(rank, world_size):
-        model, ids = divided("llama"), torch.arange(6 + longer * rank).reshape(1, -1)
+        model, ids = tp_model("llama"), torch.arange(6 + longer * rank).reshape(1, -1)
         with pytest.raises(ValueError, match="rank 1 of the group has other tokens than rank 0; all ranks"):
             model(input_ids=ids + rank, labels=ids)
 

@@ -1,4 +1,4 @@
-"""A divided model of transformers compiled, copied, saved, beside data-parallel ranks, and in other hands."""
+"""A sharded model of transformers compiled, copied, saved, beside data-parallel ranks, and in other hands."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
-from hf_models import Float64, batch_of, divided, model_of, step, whole_gradients
+from hf_models import Float64, batch_of, model_of, step, tp_model, whole_gradients
 from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -31,7 +31,7 @@ MOST = ["llama", "qwen3_moe"]
 @pytest.mark.parametrize("family", [*MOST, "deepseek_v3"])
 def test_compiled_and_recomputed_and_copied(family):
     def run(rank, world_size):
-        batch, model = batch_of(family), divided(family, use_cache=False)
+        batch, model = batch_of(family), tp_model(family, use_cache=False)
         step(model, **batch)
         wanted = whole_gradients(model, dist.group.WORLD)
         twin = copy.deepcopy(model)
@@ -90,7 +90,7 @@ def test_beside_data_parallel_ranks(family, prepare):
 
     def run(rank, world_size):
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
-        model = divided(family, group=mesh["tensor"].get_group(), **options)
+        model = tp_model(family, group=mesh["tensor"].get_group(), **options)
         shares = {name: x[mesh["data"].get_local_rank() :: 2] for name, x in batch.items()}
         prepared = prepare(model, mesh["data"])
         assert trained(prepared, shares, clip_grad_norm_) == pytest.approx(wanted, rel=1e-9)
@@ -105,7 +105,7 @@ def test_beside_data_parallel_ranks(family, prepare):
 @pytest.mark.parametrize("family", ["bert", "gpt2", "gpt_oss"])
 def test_checkpoints_of_torch_hold_all_parts(family, tmp_path):
     def run(rank, world_size):
-        model = divided(family, vocab_size=129)
+        model = tp_model(family, vocab_size=129)
         with pytest.raises(CheckpointException, match="give it sharded_state_dict"):
             dist.checkpoint.save(model.state_dict(), checkpoint_id=tmp_path / "none")
         dist.checkpoint.save(sharded_state_dict(model), checkpoint_id=tmp_path / "parts")
@@ -123,7 +123,7 @@ def test_ranks_that_are_taken_for_replicas_are_noticed():
     """DDP over the ranks that divide a model gives all of them the first one's part."""
 
     def run(rank, world_size):
-        model = DistributedDataParallel(divided("llama"))
+        model = DistributedDataParallel(tp_model("llama"))
         if rank == 1:
             with pytest.raises(ValueError, match="shard 1 of the model is overwritten by shard 0, as by DDP"):
                 model.module(**batch_of("llama"))
@@ -139,7 +139,7 @@ def test_log_probabilities_of_a_divided_model():
         expected.square().sum().backward()
 
     def run(rank, world_size):
-        model, group = divided("qwen3", vocab_size=129), dist.group.WORLD
+        model, group = tp_model("qwen3", vocab_size=129), dist.group.WORLD
         with Float64():
             hidden = model.model(ids).last_hidden_state
             found = vocab_parallel_linear_log_probs(
@@ -161,7 +161,7 @@ def test_adapters_of_peft_are_refused():
         with pytest.raises(
             ValueError, match="GPT2LMHeadModel is sharded over ranks; PEFT adapters are not supported"
         ):
-            peft.get_peft_model(divided("gpt2"), config)
+            peft.get_peft_model(tp_model("gpt2"), config)
         with pytest.raises(
             ValueError, match="GPT2LMHeadModel has a PEFT adapter, which is not supported with a group"
         ):

@@ -180,8 +180,8 @@ def whole_gradients(model, group):
     return found
 
 
-def divided(family: str, dtype: torch.dtype = torch.float64, group=None, **options):
-    """`model_of`, divided over a group, or over all ranks."""
+def tp_model(family: str, dtype: torch.dtype = torch.float64, group=None, **options):
+    """Return `model_of`, sharded over a group, by default over all ranks."""
     model = model_of(family, dtype, **options)
     fastmp.accelerate(model, group=dist.group.WORLD if group is None else group)
     return model
