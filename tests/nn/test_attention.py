@@ -43,7 +43,7 @@ def inputs():
     return torch.randn(S, B, SMALL.hidden_size, dtype=torch.float64, generator=generator)
 
 
-def plain(attention, config, x_SBH, causal, padding_BS):
+def plain(attention, config, x_SBH, causal=True, padding_BS=None, turned=lambda x_SD, norm: x_SD):
     """Softmax attention, head by head, with the documented order of the rows of qkv."""
     D, R = config.head_dim, config.num_heads // config.kv_heads
     out = torch.empty_like(x_SBH)
@@ -51,10 +51,11 @@ def plain(attention, config, x_SBH, causal, padding_BS):
         heads = []
         for g in range(config.kv_heads):
             rows = slice(g * (R + 2) * D, (g + 1) * (R + 2) * D)
-            parts = (x_SBH[:, b] @ attention.qkv.weight[rows].T + attention.qkv.bias[rows]).split(D, dim=1)
-            *queries, key, value = parts
+            bias = 0 if attention.qkv.bias is None else attention.qkv.bias[rows]
+            *queries, key, value = (x_SBH[:, b] @ attention.qkv.weight[rows].T + bias).split(D, dim=1)
+            key = turned(key, attention.k_norm)
             for query in queries:
-                score = query @ key.T / math.sqrt(D)
+                score = turned(query, attention.q_norm) @ key.T / math.sqrt(D)
                 for i in range(S):
                     for j in range(S):
                         if (causal and j > i) or (padding_BS is not None and padding_BS[b, j] and i != j):
@@ -96,33 +97,17 @@ def test_padding_tokens_do_not_reach_the_others():
     assert not torch.allclose(output, after)
 
 
-def plain_qwen(attention, config, x_SBH):
-    """`plain`, causal, with norms of every query and key and rotary positions, element by element."""
-    D, R = config.head_dim, config.num_heads // config.kv_heads
-
-    def turned(x_SD, weight_D):
-        x_SD = x_SD / (x_SD.square().mean(1, keepdim=True) + config.layernorm_epsilon).sqrt() * weight_D
-        out = torch.empty_like(x_SD)
-        for s in range(S):
-            for i in range(D // 2):
-                angle = s * config.rope_base ** (-2 * i / D)
-                a, b = x_SD[s, i], x_SD[s, i + D // 2]
-                out[s, i] = a * math.cos(angle) - b * math.sin(angle)
-                out[s, i + D // 2] = b * math.cos(angle) + a * math.sin(angle)
-        return out
-
-    out = torch.empty_like(x_SBH)
-    for b in range(B):
-        heads = []
-        for g in range(config.kv_heads):
-            rows = slice(g * (R + 2) * D, (g + 1) * (R + 2) * D)
-            *queries, key, value = (x_SBH[:, b] @ attention.qkv.weight[rows].T).split(D, dim=1)
-            key = turned(key, attention.k_norm.weight)
-            for query in queries:
-                score = turned(query, attention.q_norm.weight) @ key.T / math.sqrt(D)
-                score = score.masked_fill(torch.ones(S, S).triu(1).bool(), -math.inf)
-                heads.append(score.softmax(-1) @ value)
-        out[:, b] = torch.cat(heads, dim=1) @ attention.proj.weight.T
+def turned(x_SD, norm):
+    """The norm of every query or key and rotary positions of `QWEN`, element by element."""
+    D = x_SD.shape[1]
+    x_SD = x_SD / (x_SD.square().mean(1, keepdim=True) + QWEN.layernorm_epsilon).sqrt() * norm.weight
+    out = torch.empty_like(x_SD)
+    for s in range(S):
+        for i in range(D // 2):
+            angle = s * QWEN.rope_base ** (-2 * i / D)
+            a, b = x_SD[s, i], x_SD[s, i + D // 2]
+            out[s, i] = a * math.cos(angle) - b * math.sin(angle)
+            out[s, i + D // 2] = b * math.cos(angle) + a * math.sin(angle)
     return out
 
 
@@ -135,7 +120,7 @@ def test_rotary_attention_with_normalised_heads_is_the_plain_formula(kv_heads):
             norm.weight.uniform_(0.5, 1.5)
         with CalledOps() as calls:
             output, bias = attention(x_SBH)
-        torch.testing.assert_close(output, plain_qwen(attention, config, x_SBH), **CLOSE)
+        torch.testing.assert_close(output, plain(attention, config, x_SBH, turned=turned), **CLOSE)
     assert bias is None and Counter(calls.names) == {"rms_norm": 2, "rope": 1}
 
 

@@ -1,4 +1,4 @@
-"""Swapping fastmp's layers and loss into existing models leaves logits and gradients as they were."""
+"""Swapping fastmp's layers and loss into an existing model leaves logits and gradients as they were."""
 
 from __future__ import annotations
 
@@ -112,67 +112,3 @@ def test_plain_torch_model(tp, gather_logits):
             check_plain(0, 1, gather_logits)
     else:
         run_ranks(check_plain, tp, gather_logits)
-
-
-def gpt2():
-    transformers = pytest.importorskip("transformers", reason="transformers is not installed (extra: hf)")
-    dropout_off = {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
-    config = transformers.GPT2Config(
-        n_layer=2,
-        n_head=HEADS,
-        n_embd=H,
-        vocab_size=V,
-        n_positions=16,
-        bos_token_id=0,
-        eos_token_id=0,
-        **dropout_off,
-    )
-    torch.manual_seed(0)
-    model = transformers.GPT2LMHeadModel(config).double()
-    for param in model.parameters():
-        nn.init.normal_(param, std=0.2)
-    return model
-
-
-def swap_gpt2(model, group):
-    tp, body = group_size(group), model.transformer
-    body.wte = VocabParallelEmbedding.from_embedding(body.wte, group=group)
-    for block in body.h:
-        attention, mlp = block.attn, block.mlp
-        attention.num_heads //= tp
-        attention.split_size //= tp
-        attention.c_attn = ColumnParallelLinear.from_linear(
-            attention.c_attn, group=group, stride=3, gather_output=False
-        )
-        attention.c_proj = RowParallelLinear.from_linear(
-            attention.c_proj, group=group, input_is_parallel=True
-        )
-        mlp.c_fc = ColumnParallelLinear.from_linear(mlp.c_fc, group=group, gather_output=False)
-        mlp.c_proj = RowParallelLinear.from_linear(mlp.c_proj, group=group, input_is_parallel=True)
-    model.lm_head = ColumnParallelLinear.from_linear(model.lm_head, group=group)
-    model.lm_head.weight = body.wte.weight
-    return model
-
-
-def check_gpt2(rank, tp):
-    group = dist.group.WORLD if tp > 1 else None
-    plain = gpt2()
-    swapped = swap_gpt2(copy.deepcopy(plain), group)
-    tokens, targets = torch.randint(V, (2, B, S))
-    logits, ours = plain(tokens).logits, swapped(tokens).logits
-    compare(ours, logits, "logits")
-    for result in (logits, ours):
-        F.cross_entropy(result.flatten(0, 1), targets.flatten()).backward()
-    for (name, param), expected in zip(swapped.named_parameters(), plain.parameters(), strict=True):
-        conv = name.endswith(("c_attn.weight", "c_proj.weight", "c_fc.weight"))  # stored (in, out) in `plain`
-        compare(full_gradient(param, group), expected.grad.t() if conv else expected.grad, name)
-
-
-@pytest.mark.parametrize("tp", [1, 2])
-def test_transformers_gpt2(tp):
-    gpt2()  # imported in the parent, for the ranks
-    if tp == 1:
-        with torch.random.fork_rng():
-            check_gpt2(0, 1)
-    else:
-        run_ranks(check_gpt2, tp)
