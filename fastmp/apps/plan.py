@@ -14,14 +14,17 @@ COMMANDS = {
     "graphs": ("fastmp.plan.graphs", "which CUDA graphs and static buffers each pipeline rank would have"),
     "groups": ("fastmp.plan.rank_groups", "which ranks form which groups"),
     "optimizer": (
-        "fastmp.plan.optimizer",
+        "fastmp.plan.buffer_layout",
         "where parameters lie in flat buffers and buckets, and what a rank owns of them",
     ),
     "time": (
         "fastmp.plan.time",
         "how long a step would take on named GPUs, and where the time goes: estimates",
     ),
-    "schedule": ("fastmp.plan.schedule", "what pipeline ranks do in which order, and how long they idle"),
+    "schedule": (
+        "fastmp.plan.schedule_report",
+        "what pipeline ranks do in which order, and how long they idle",
+    ),
 }
 
 
