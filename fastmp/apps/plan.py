@@ -23,7 +23,7 @@ COMMANDS = {
     ),
     "schedule": (
         "fastmp.plan.schedule_report",
-        "what pipeline ranks do in which order, and how long they idle",
+        "the order of steps on each pipeline rank, and the bubble",
     ),
 }
 
