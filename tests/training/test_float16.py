@@ -7,11 +7,10 @@ from dataclasses import replace
 import pytest
 import torch
 from marks import full
-from test_train_pipeline import make_groups, make_trainer
 from train_tools import DENSE, EXPERTS
+from trainer_tools import make_groups, make_trainer
 
 from fastmp.config import ParallelConfig
-from fastmp.distributed.groups import ParallelGroups
 from fastmp.optim.loss_scaler import LossScaler
 from fastmp.optim.named_params import named_parameters
 from fastmp.testing.ranks import run_ranks
@@ -35,7 +34,7 @@ def train(trainer, steps):
 
 
 def compare(rank, world_size, layout, config):
-    groups = make_groups(world_size, layout) if world_size > 1 else ParallelGroups.alone()
+    groups = make_groups(world_size, layout)
     plain, scales = (make_trainer(groups, layout, config=config) for _ in range(2))
     scaled(scales, growth_interval=2)
     expected, got = train(plain, 4), train(scales, 4)

@@ -14,15 +14,10 @@ import torch.distributed as dist
 from marks import full
 from order_tools import OrderLog, Started, problems
 from train_tools import Samples
+from trainer_tools import make_groups, make_trainer
 
-from fastmp.config import GPTConfig, GraphConfig, MoEConfig, OptimizerConfig, ParallelConfig, TrainConfig
-from fastmp.distributed.collectives import group_rank
-from fastmp.distributed.grid import RankGrid
-from fastmp.distributed.groups import ParallelGroups
-from fastmp.distributed.rng import RngTracker
+from fastmp.config import GPTConfig, GraphConfig, MoEConfig, OptimizerConfig, ParallelConfig
 from fastmp.testing.ranks import run_ranks
-from fastmp.training.language import gpt_and_loss
-from fastmp.training.trainer import Trainer
 
 BUCKETS = OptimizerConfig(bucket_size=300)
 EXPERTS = MoEConfig(num_experts=4, expert_ffn_hidden_size=8, expert_bias=True, aux_loss=0.02)
@@ -109,18 +104,22 @@ def started_by(rank, world, layers, experts, layout, options):
     config = GPTConfig(
         num_layers=layers, hidden_size=16, num_heads=4, vocab_size=128, max_seq_len=16, moe=experts
     )
-    grid = {axis: layout[axis] for axis in ("tp", "cp", "pp", "ep", "etp") if axis in layout}
-    groups = ParallelGroups.create(RankGrid(world_size=world, **grid))
+    layout = ParallelConfig(**layout)
+    groups = make_groups(world, layout)
     exchange = () if groups.etp_ep is None else dist.get_process_group_ranks(groups.etp_ep)
     options = {name: option for name, option in options.items() if option is not None}
-    layout = ParallelConfig(**layout)
     with OrderLog(exchange) as log:
-        cp = {} if groups.cp is None else {"cp_rank": group_rank(groups.cp)}
-        rng = RngTracker(3, tp_rank=group_rank(groups.tp), **cp)
-        model, loss = gpt_and_loss(config, groups, layout, rng=rng, dtype=torch.float32)
-        recipe = TrainConfig(steps=40, global_batch_size=32, eval_interval=0)
-        overlap = {"overlap_experts": layout.overlap_experts}
-        trainer = Trainer(model, Samples(2), loss, recipe, groups=groups, rng=rng, **overlap, **options)
+        trainer = make_trainer(
+            groups,
+            layout,
+            config=config,
+            seed=3,
+            dtype=torch.float32,
+            data=Samples(2),
+            overlap_experts=layout.overlap_experts,
+            global_batch_size=32,
+            **options,
+        )
         for step in range(6):
             trainer.train_step()
             if step == 4:

@@ -11,16 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from marks import full
 from train_tools import DENSE, EXPERTS, Samples
+from trainer_tools import make_groups, make_trainer
 
-from fastmp.config import OptimizerConfig, ParallelConfig, TrainConfig
-from fastmp.distributed.grid import RankGrid
-from fastmp.distributed.groups import ParallelGroups
-from fastmp.distributed.rng import RngTracker
+from fastmp.config import OptimizerConfig, ParallelConfig
 from fastmp.optim.named_params import named_parameters
 from fastmp.testing.ranks import run_ranks
-from fastmp.training.language import gpt_and_loss
 from fastmp.training.replicas import ReplicaError, checksum
-from fastmp.training.trainer import Trainer
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.bool, torch.complex64]
@@ -51,22 +47,17 @@ def test_a_checksum_goes_on_over_blocks_and_tells_signs_of_zero(monkeypatch):
     assert checksum(torch.empty(0)) == 0
 
 
-def make_trainer(world_size, layout, *, model=DENSE, shard=True, **train):
-    grid = {name: size for name, size in layout.items() if name in ("tp", "pp", "ep", "etp")}
-    groups = ParallelGroups.create(RankGrid(world_size=world_size, **grid))
-    rng = RngTracker(5, tp_rank=0 if groups.tp is None else groups.tp.rank())
-    parallel = ParallelConfig(**layout)
-    gpt, loss = gpt_and_loss(
-        replace(model, num_layers=2),
-        groups,
-        parallel,
-        rng=rng,
-        device=torch.device("cpu"),
+def make(world_size, layout, model, shard):
+    return make_trainer(
+        make_groups(world_size, layout),
+        layout,
+        config=replace(model, num_layers=2),
+        seed=5,
         dtype=torch.float32,
+        data=Samples(1),
+        optimizer=OptimizerConfig(lr=1e-3, min_lr=1e-4, warmup_steps=1, shard=shard),
+        **{"steps": 4, "global_batch_size": 8, "check_replicas": 2},
     )
-    config = TrainConfig(steps=4, global_batch_size=8, eval_interval=0, check_replicas=2, **train)
-    optimizer = OptimizerConfig(lr=1e-3, min_lr=1e-4, warmup_steps=1, shard=shard)
-    return Trainer(gpt, Samples(1), loss, config, optimizer=optimizer, groups=groups, rng=rng)
 
 
 # World size, layout, model, whole gradients, and whose bit of which tensor is flipped; the message.
@@ -90,7 +81,7 @@ def test_the_rank_that_differs_is_named(world, layout, model, shard, culprit, na
     """A healthy run passes, and exchanges no names for that; then one bit of one rank is flipped."""
 
     def rank_main(rank, world_size):
-        trainer = make_trainer(world_size, layout, model=model, shard=shard)
+        trainer = make(world_size, ParallelConfig(**layout), model, shard)
         trainer.train()  # checks after steps 2 and 4
         trainer._replicas = None
         with pytest.MonkeyPatch.context() as patch:

@@ -10,12 +10,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from test_trainer import Cast, make_groups, make_trainer, plain_model, regression_loss
 from torch import nn
+from trainer_tools import Regression, make_groups, make_small, plain_model, regression_loss
 
 from fastmp.config import CheckpointConfig, OptimizerConfig, TrainConfig
-from fastmp.distributed.grid import RankGrid
-from fastmp.distributed.groups import ParallelGroups
 from fastmp.testing.ranks import run_ranks
 from fastmp.training.checkpoint import checkpointer
 from fastmp.training.checkpoint.diff import differences
@@ -59,10 +57,9 @@ def slow_disk(monkeypatch):
 
 
 def make_plain(tmp_path, name, config):
-    """A model with running averages, which forward changes."""
     train = TrainConfig(steps=4, global_batch_size=8, eval_interval=0, name=name, run_dir=str(tmp_path))
     options = {"optimizer": OptimizerConfig(warmup_steps=1), "checkpoint": config}
-    return Trainer(plain_model(), Cast("auto"), regression_loss, train, **options)
+    return Trainer(plain_model(), Regression(), regression_loss, train, **options)
 
 
 def checkpoints(tmp_path, name):
@@ -83,8 +80,8 @@ def test_what_is_written_slowly_is_the_step_that_it_says(tmp_path, slow_disk):
 def test_shards_of_ranks_are_written_slowly_as_they_were(tmp_path, slow_disk):
     def rank_main(rank, world_size):
         for name, config in (("later", EVERY_STEP), ("now", replace(EVERY_STEP, asynchronous=False))):
-            trainer = make_trainer(
-                make_groups(world_size, 1), steps=3, name=name, run_dir=str(tmp_path), checkpoint=config
+            trainer = make_small(
+                make_groups(world_size), steps=3, name=name, run_dir=str(tmp_path), checkpoint=config
             )
             trainer.train()
             trainer.close()
@@ -232,7 +229,7 @@ def test_odd_parameters_and_buffers_come_back(tmp_path):
         torch.manual_seed(seed)
         train = TrainConfig(steps=4, global_batch_size=8, eval_interval=0, run_dir=str(tmp_path))
         options = {"optimizer": OptimizerConfig(warmup_steps=1, clip_grad_norm=0.0)}
-        return Trainer(Odd(), Cast("auto"), regression_loss, train, **options)
+        return Trainer(Odd(), Regression(), regression_loss, train, **options)
 
     first = make(1)
     first.train_step()
@@ -258,12 +255,12 @@ def test_stages_with_buffers_of_one_name_are_kept_apart(tmp_path):
             return next(self.children())(x)
 
     def rank_main(rank, world_size):
-        groups = ParallelGroups.create(RankGrid(world_size=world_size, pp=2))
+        groups = make_groups(world_size, pp=2)
         loss = PipelineLoss(
             inputs=lambda batch: batch["x"], loss=lambda y, batch: (y.square().sum(), torch.tensor(y.numel()))
         )
         train = TrainConfig(steps=4, global_batch_size=8, eval_interval=0, run_dir=str(tmp_path))
-        data = Cast("auto")
+        data = Regression()
         data.batch = lambda *numbers: {"x": torch.ones(4, 6, dtype=torch.float64)}
         trainer = Trainer([Stage(rank)], data, loss, train, groups=groups)
         trainer.train_step()
@@ -295,6 +292,6 @@ def test_what_follows_a_checkpoint_is_told_of_it_and_may_fail(tmp_path):
     train = TrainConfig(steps=3, global_batch_size=8, eval_interval=0, run_dir=str(tmp_path))
     options = {"optimizer": OptimizerConfig(warmup_steps=1), "checkpoint": EVERY_STEP, "after_save": after}
     log = Log()
-    Trainer(plain_model(), Cast("auto"), regression_loss, train, **options).train(log)
+    Trainer(plain_model(), Regression(), regression_loss, train, **options).train(log)
     others = [note for note in log.notes if "saved" not in note]
     assert others == ["step 2: OSError: no room", "step 3: told of step-00000003"]

@@ -15,12 +15,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from marks import full
-from test_train_pipeline import DENSE
-from test_train_pipeline import make_groups as pipeline_groups
-from test_train_pipeline import make_trainer as make_pipeline
-from test_trainer import make_groups, make_trainer
 from torch import nn
-from train_tools import ROOT, arguments, losses
+from train_tools import DENSE, ROOT, arguments, losses
+from trainer_tools import make_groups, make_small, make_trainer
 
 from fastmp.apps.train import main
 from fastmp.apps.train_main import train
@@ -50,8 +47,8 @@ def poison(trainer, *, rank, first, last, name="layers.1.mlp.up.bias"):
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_run_whose_steps_are_all_skipped_stops_and_names_the_parameter_and_the_rank(tmp_path, world_size):
     def rank_main(rank, world_size):
-        trainer = make_trainer(
-            make_groups(world_size, 1),
+        trainer = make_small(
+            make_groups(world_size),
             steps=40,
             checkpoint=CheckpointConfig(interval=2),
             max_skipped_steps=5,
@@ -102,7 +99,7 @@ def test_whose_gradient_it_was_is_found_wherever_it_lies(shard):
 
 @pytest.mark.parametrize(("limit", "last"), [(5, 3), (0, 11)], ids=["fewer in a row", "no limit"])
 def test_skipped_steps_do_not_stop_a_run(limit, last):
-    trainer = make_trainer(steps=12, max_skipped_steps=limit)
+    trainer = make_small(steps=12, max_skipped_steps=limit)
     poison(trainer, rank=0, first=0, last=last)
     poison(trainer, rank=0, first=5, last=8)  # four, one that counts, four more
     trainer.train()
@@ -110,7 +107,7 @@ def test_skipped_steps_do_not_stop_a_run(limit, last):
 
 
 def test_weights_that_are_not_finite_are_said_to_be_and_the_last_good_checkpoint_stays(tmp_path):
-    trainer = make_trainer(
+    trainer = make_small(
         steps=40, checkpoint=CheckpointConfig(interval=1), max_skipped_steps=6, run_dir=str(tmp_path)
     )
     trainer.train_step()
@@ -119,7 +116,7 @@ def test_weights_that_are_not_finite_are_said_to_be_and_the_last_good_checkpoint
         trainer.grads.parameters["layers.0.mlp.up.weight"][0, 0] = math.inf
     with pytest.raises(FloatingPointError, match=r"values of layers\.0\.mlp\.up\.weight on rank 0 are not"):
         trainer.train()
-    again = make_trainer(run_dir=str(tmp_path))
+    again = make_small(run_dir=str(tmp_path))
     assert again.resume() and again.step == 1
     assert all(torch.isfinite(param).all() for param in again.model.parameters())
 
@@ -238,12 +235,12 @@ def test_a_request_of_any_rank_stops_all_of_them_without_a_collective_of_their_o
         for copies in (stopping._HostCopy, LateCopy):
             options = {"steps": 8, "name": copies.__name__, "run_dir": str(tmp_path)}
             if layout == {"tp": 1}:
-                trainer = make_trainer(make_groups(world_size, 1), **options)
+                trainer = make_small(make_groups(world_size), **options)
             else:
                 sizes = ParallelConfig(**layout)
                 graphs = None if layout else GraphConfig(enabled=True, scope=("full_step",))
-                groups = pipeline_groups(world_size, sizes)
-                trainer = make_pipeline(groups, sizes, config=DENSE, graphs=graphs, **options)
+                groups = make_groups(world_size, sizes)
+                trainer = make_trainer(groups, sizes, config=DENSE, graphs=graphs, **options)
             stop = StopRequests(rank, world_size)
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(stopping, "_HostCopy", copies)

@@ -8,9 +8,9 @@ from functools import partial
 import pytest
 import torch
 from marks import full
-from test_train_pipeline import case, make_groups, make_trainer, whole
 from torch._subclasses.fake_tensor import FakeTensorMode
 from train_tools import DENSE, EXPERTS, NoDeviceCopies, PackedSamples, arguments, gather_main_grads, losses
+from trainer_tools import case, make_groups, make_trainer, whole
 
 from fastmp.apps.train import main
 from fastmp.config import GraphConfig, ParallelConfig, TrainConfig
@@ -106,7 +106,7 @@ def steps_of(groups, layout, config, graphs, max_documents=12):
 
 def graphs_case(rank, world, cases):
     for config, layout, scope in cases:
-        groups = ParallelGroups.alone() if world == 1 else make_groups(world, layout)
+        groups = make_groups(world, layout)
         graphs = GraphConfig(enabled=True, scope=scope, verify_every=5)
         (graphed, manager), (eager, _) = (steps_of(groups, layout, config, each) for each in (graphs, None))
         assert manager.num_graphs == manager.plan.num_graphs, manager.describe()

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import io
 import math
-import zlib
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 from marks import full
 from torch import nn
 from train_tools import gather_main_grads, saved_tensors
+from trainer_tools import check_replicas, check_resume, checksums, make_groups, whole
 
 from fastmp.config import OptimizerConfig, TrainConfig
 from fastmp.distributed.collectives import (
@@ -28,11 +29,10 @@ from fastmp.distributed.collectives import (
     reduce_scatter_sequence,
     split_to_group,
 )
-from fastmp.distributed.grid import RankGrid
 from fastmp.distributed.groups import ParallelGroups
-from fastmp.tensor_parallel.attributes import local_shard, parallel_attributes
+from fastmp.tensor_parallel.attributes import local_shard
 from fastmp.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
-from fastmp.testing.parallel import count_collectives, full_tensor
+from fastmp.testing.parallel import count_collectives
 from fastmp.testing.ranks import run_ranks
 from fastmp.training.checkpoint.format import read_manifest
 from fastmp.training.metrics import RunInfo, TrainLog, read_metrics
@@ -156,10 +156,6 @@ def stats_loss_fn(model, batch):
     return *loss_fn(model, batch), ExpertStats(aux_loss, torch.stack([counts, counts.roll(1)]))
 
 
-def make_groups(world_size, tp, ep, etp):
-    return ParallelGroups.create(RankGrid(world_size=world_size, tp=tp, ep=ep, etp=etp))
-
-
 def make_trainer(groups=ParallelGroups.alone(), *, seed=5, clip=0.0, num_routers=0, buckets=10**6, **train):
     config = TrainConfig(global_batch_size=GLOBAL_BATCH, eval_interval=0, steps=40, **train)
     optimizer = OptimizerConfig(
@@ -170,24 +166,14 @@ def make_trainer(groups=ParallelGroups.alone(), *, seed=5, clip=0.0, num_routers
     return Trainer(model, Rows(), function, config, optimizer=optimizer, groups=groups)
 
 
-def whole(trainer, tensors):
-    """{name: tensor of the undivided parameter} for {name: what this rank has}."""
-    groups, params = trainer.groups, dict(trainer.model.named_parameters())
-    tp, etp, ep = groups.tp, groups.etp, groups.ep
-    return {
-        name: full_tensor(tensor.detach().clone(), params[name], tp, etp_group=etp, ep_group=ep)
-        for name, tensor in tensors.items()
-    }
-
-
 def train(trainer, steps=4):
     """Loss, norm and all gradients of the first step; then all parameters after `steps`."""
     first = trainer.train_step()
     gather_main_grads(trainer.grads)
-    grads = whole(trainer, {name: p.main_grad for name, p in trainer.model.named_parameters()})
+    grads = whole(trainer, lambda param: param.main_grad)
     results = [first, *(trainer.train_step() for _ in range(steps - 1))]
     curve = [(result.loss.item(), result.grad_norm.item()) for result in results]
-    return curve, grads, whole(trainer, dict(trainer.model.named_parameters()))
+    return curve, grads, whole(trainer, lambda param: param)
 
 
 @pytest.fixture(scope="module")
@@ -208,34 +194,27 @@ def test_every_layout_is_one_rank(one_rank, world, tp, ep, etp):
     """Loss, norm, every gradient and parameter to 1e-10, with clipping; replicas bitwise equal."""
 
     def rank_main(rank, world_size):
-        trainer = make_trainer(make_groups(world_size, tp, ep, etp), clip=1.0, buckets=100)
-        results = train(trainer)
-        bits = {}
-        for name, param in trainer.model.named_parameters():
-            marks, groups = parallel_attributes(param), trainer.groups
-            cut = groups.etp if marks.expert_parallel else groups.tp
-            place = [group_rank(groups.ep)] if marks.expert_parallel else []
-            place += [group_rank(cut)] if marks.tensor_model_parallel else []
-            bits[name, *place] = zlib.crc32(param.detach().numpy().tobytes())
-        return *results, bits
+        groups = make_groups(world_size, tp=tp, ep=ep, etp=etp)
+        trainer = make_trainer(groups, clip=1.0, buckets=100)
+        return *train(trainer), checksums(trainer)
 
     curve, grads, params = one_rank
     results = run_ranks(rank_main, world)
-    replicas = {}
-    for mine, my_grads, my_params, bits in results:
+    shards = check_replicas(bits for *_, bits in results)
+    for mine, my_grads, my_params, _ in results:
         assert mine == results[0][0], "bits differ between ranks"
         torch.testing.assert_close(torch.tensor(mine), torch.tensor(curve), rtol=0, atol=1e-10)
         for name in grads:
             torch.testing.assert_close(my_grads[name], grads[name], rtol=0, atol=1e-10, msg=name)
             torch.testing.assert_close(my_params[name], params[name], rtol=0, atol=1e-10, msg=name)
-        for place, checksum in bits.items():
-            assert replicas.setdefault(place, checksum) == checksum, f"{place} differs between its replicas"
-    assert len([place for place in replicas if place[0] == "experts.up"]) == ep * etp
+    assert len([place for place in shards if place[0] == "experts.up"]) == ep * etp
 
 
 def test_experts_and_the_rest_are_each_sent_once_to_their_own_replicas():
     def rank_main(rank, world_size):
-        trainer = make_trainer(make_groups(world_size, 2, 2, 1))  # dp 2, edp 2: other pairs of ranks
+        trainer = make_trainer(
+            make_groups(world_size, tp=2, ep=2, etp=1)
+        )  # dp 2, edp 2: other pairs of ranks
         with count_collectives() as seen:
             trainer.grads.reduce()
         sizes = {(f.plan.experts, f.plan.partial): f.layout.size for f in trainer.grads.flats}
@@ -250,8 +229,8 @@ def test_experts_and_the_rest_are_each_sent_once_to_their_own_replicas():
 def test_the_norm_is_one_collective():
     def rank_main(rank, world_size):
         counts = []
-        for layout in ((2, 2, 1), (2, 1, 2), (1, 1, 1), (4, 2, 1)):
-            groups = make_groups(world_size, *layout)
+        for tp, ep, etp in ((2, 2, 1), (2, 1, 2), (1, 1, 1), (4, 2, 1)):
+            groups = make_groups(world_size, tp=tp, ep=ep, etp=etp)
             trainer = make_trainer(groups)
             with count_collectives() as seen:
                 trainer.train_step()
@@ -275,7 +254,7 @@ def test_vectors_of_experts_are_not_decayed():
 
 def test_replicas_of_experts_start_equal_even_if_made_from_different_seeds():
     def rank_main(rank, world_size):
-        trainer = make_trainer(make_groups(world_size, 2, 2, 1), seed=rank)
+        trainer = make_trainer(make_groups(world_size, tp=2, ep=2, etp=1), seed=rank)
         return trainer.model.experts.up.detach(), trainer.model.up.weight.detach()
 
     experts, dense = zip(*run_ranks(rank_main, 4))
@@ -287,7 +266,7 @@ def test_replicas_of_experts_start_equal_even_if_made_from_different_seeds():
 @pytest.mark.parametrize("name", ["experts.up", *full(["experts.bias", "gate", "up.weight"])])
 def test_one_value_that_is_not_finite_skips_the_step_everywhere(name):
     def rank_main(rank, world_size):
-        trainer = make_trainer(make_groups(world_size, 2, 2, 1), clip=1.0)
+        trainer = make_trainer(make_groups(world_size, tp=2, ep=2, etp=1), clip=1.0)
         trainer.train_step()
         victims = [0]
         before = {key: tensor.detach().clone() for key, tensor in saved_tensors(trainer).items()}
@@ -314,21 +293,11 @@ def test_one_value_that_is_not_finite_skips_the_step_everywhere(name):
     [(2, 2, 2, 1), *full([(2, 1, 2, 1), (4, 2, 2, 1), (4, 2, 1, 2), (4, 1, 2, 2)])],
 )
 def test_resume_is_bitwise(tmp_path, world, tp, ep, etp):
-    """Three steps, a checkpoint, new objects from another seed, three more: the six of one run."""
+    """Each shard is saved once."""
 
     def rank_main(rank, world_size):
-        groups = make_groups(world_size, tp, ep, etp)
-        straight = make_trainer(groups, run_dir=str(tmp_path))
-        expected = [straight.train_step().loss.item() for _ in range(6)]
-        first = make_trainer(groups, run_dir=str(tmp_path))
-        losses = [first.train_step().loss.item() for _ in range(3)]
-        first.save()
-        second = make_trainer(groups, seed=99, run_dir=str(tmp_path))
-        assert second.resume() and second.step == 3
-        losses += [second.train_step().loss.item() for _ in range(3)]
-        assert losses == expected
-        for name, tensor in saved_tensors(straight).items():
-            assert torch.equal(tensor, saved_tensors(second)[name]), name
+        groups = make_groups(world_size, tp=tp, ep=ep, etp=etp)
+        check_resume(partial(make_trainer, groups, run_dir=str(tmp_path)))
 
     run_ranks(rank_main, world)
     (path,) = (tmp_path / "gpt" / "checkpoints").glob("step-*")
@@ -362,7 +331,7 @@ def test_routers_see_the_counts_of_the_whole_step_on_every_layout(world, tp, ep,
     assert batch["expert"].unique().numel() < E, "some expert is idle"
 
     def rank_main(rank, world_size):
-        return train_with_routers(make_groups(world_size, tp, ep, etp))
+        return train_with_routers(make_groups(world_size, tp=tp, ep=ep, etp=etp))
 
     for mine, my_gate, my_seen, my_biases in run_ranks(rank_main, world):
         torch.testing.assert_close(torch.tensor(mine), torch.tensor(curve), rtol=0, atol=1e-10)

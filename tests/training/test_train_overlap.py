@@ -9,19 +9,17 @@ import pytest
 import torch
 from marks import full
 from train_tools import EXPERTS, PackedSamples, Samples
+from trainer_tools import OPTIMIZER, make_groups
+from trainer_tools import make_trainer as make_any
 
-from fastmp.config import GraphConfig, OptimizerConfig, ParallelConfig, TrainConfig
-from fastmp.distributed.collectives import group_size
-from fastmp.distributed.grid import RankGrid
-from fastmp.distributed.groups import ParallelGroups
-from fastmp.distributed.rng import RngTracker
+from fastmp.config import GraphConfig, ParallelConfig, TrainConfig
 from fastmp.nn import overlap
 from fastmp.nn.gpt import GPT
 from fastmp.nn.segment import LayerChain
 from fastmp.pipeline.runner import Pipeline
 from fastmp.pipeline.schedule import Schedule
 from fastmp.testing.ranks import run_ranks
-from fastmp.training.language import gpt_and_loss, token_loss
+from fastmp.training.language import token_loss
 from fastmp.training.trainer import Trainer
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -63,15 +61,15 @@ def make_trainer(groups, layout, *, overlapped, dtype=torch.float32, documents=F
         tie_embeddings=options.get("tied", False),
         dense_layers=options.get("dense_layers", ()),
     )
-    rng = RngTracker(11, tp_rank=0 if groups.tp is None else groups.tp.rank())
-    model, loss = gpt_and_loss(config, groups, layout, rng=rng, dtype=dtype)
-    train = TrainConfig(steps=40, global_batch_size=4 * MICROBATCHES, eval_interval=0)
-    data = (PackedSamples if documents else Samples)(4 // group_size(groups.dp), strides=3)
     sizes = {"bucket_size": options["bucket"]} if "bucket" in options else {}
-    optimizer = OptimizerConfig(lr=3e-3, min_lr=1e-4, warmup_steps=2, **sizes)
-    return Trainer(
-        *(model, data, loss, train),
-        **{"optimizer": optimizer, "groups": groups, "rng": rng, "graphs": graphs},
+    return make_any(
+        groups,
+        layout,
+        config=config,
+        dtype=dtype,
+        samples=PackedSamples if documents else Samples,
+        optimizer=replace(OPTIMIZER, **sizes),
+        graphs=graphs,
         overlap_experts=overlapped,
     )
 
@@ -90,8 +88,7 @@ def test_every_bit_is_as_without(world, sizes, options):
 
     def rank_main(rank, world_size):
         deep_ep_stand_in.install()
-        grid = RankGrid(world_size=world_size, tp=layout.tp, pp=layout.pp, ep=layout.ep, etp=layout.etp)
-        groups = ParallelGroups.create(grid)
+        groups = make_groups(world_size, layout)
         (plain, params), (numbers, overlapped) = (
             run(make_trainer(groups, layout, overlapped=overlapped, **options))
             for overlapped in (False, True)
@@ -128,8 +125,7 @@ def test_what_computes_may_be_in_graphs(world, sizes, scope, options):
 
     def rank_main(rank, world_size):
         deep_ep_stand_in.install()
-        grid = RankGrid(world_size=world_size, tp=layout.tp, pp=layout.pp, ep=layout.ep, etp=layout.etp)
-        groups = ParallelGroups.create(grid)
+        groups = make_groups(world_size, layout)
         plain, params = run(make_trainer(groups, layout, overlapped=False, **options), 5)
         trainer = make_trainer(groups, layout, overlapped=True, graphs=graphs, **options)
         numbers, overlapped = run(trainer, 5)
@@ -163,7 +159,7 @@ def test_a_forward_runs_beside_the_backward_before_it():
                 super().backward(part)
 
         layout = ParallelConfig(ep=2)
-        groups = ParallelGroups.create(RankGrid(world_size=world_size, ep=2))
+        groups = make_groups(world_size, layout)
         trainer = make_trainer(groups, layout, overlapped=True)
         overlap._Microbatch = Recorded
         trainer.train_step()

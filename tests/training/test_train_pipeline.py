@@ -3,31 +3,42 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 from marks import full
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from train_tools import DENSE, EXPERTS, NoDeviceCopies, Samples, gather_main_grads, saved_tensors
+from train_tools import DENSE, EXPERTS, NoDeviceCopies, Samples
+from trainer_tools import (
+    BUCKETS,
+    MICRO_BATCH,
+    NUM_MICROBATCHES,
+    OPTIMIZER,
+    STEPS,
+    OnDevice,
+    case,
+    check_resume,
+    make_groups,
+    make_trainer,
+    run,
+    whole,
+)
 
 from fastmp.apps.generation.sample_text import generate
 from fastmp.config import GraphConfig, OptimizerConfig, ParallelConfig, TrainConfig
-from fastmp.distributed.collectives import group_rank, group_size
-from fastmp.distributed.grid import RankGrid
 from fastmp.distributed.groups import ParallelGroups
-from fastmp.distributed.rng import RngTracker
 from fastmp.nn import Placement
 from fastmp.nn.stages import gpt_stages
 from fastmp.optim.lr_schedule import learning_rate
 from fastmp.optim.named_params import named_parameters
 from fastmp.pipeline.runner import PipelineError
-from fastmp.testing.parallel import count_collectives, full_tensor, late_gathers
+from fastmp.testing.parallel import count_collectives, late_gathers
 from fastmp.testing.ranks import RankError, run_ranks
 from fastmp.training.checkpoint.diff import differences
 from fastmp.training.data.tokenize import ByteTokenizer
 from fastmp.training.language import (
-    gpt_and_loss,
     next_logits,
     pipeline_loss,
     pipeline_next_logits,
@@ -38,81 +49,10 @@ from fastmp.training.trainer import Trainer
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-OPTIMIZER = OptimizerConfig(lr=3e-3, min_lr=1e-4, warmup_steps=2)
-BUCKETS = replace(OPTIMIZER, bucket_size=2000)  # some for each layer
-MICRO_BATCH, NUM_MICROBATCHES, STEPS = 4, 4, 3  # samples of a microbatch, over all data-parallel ranks
-
-
-def make_groups(world_size, layout):
-    sizes = {axis: getattr(layout, axis) for axis in ("tp", "cp", "pp", "ep", "etp")}
-    return ParallelGroups.create(RankGrid(world_size=world_size, **sizes))
-
-
-def make_trainer(
-    groups=ParallelGroups.alone(),
-    layout=None,
-    *,
-    config=EXPERTS,
-    seed=11,
-    dtype=torch.float64,
-    micro_batch=MICRO_BATCH,
-    optimizer=OPTIMIZER,
-    graphs=None,
-    samples=Samples,
-    **train,
-):
-    """The whole model, or the stages of `layout`."""
-    cp = {} if groups.cp is None else {"cp_rank": group_rank(groups.cp)}
-    rng = RngTracker(seed, tp_rank=group_rank(groups.tp), **cp)
-    layout = ParallelConfig() if layout is None else layout
-    model, loss = gpt_and_loss(config, groups, layout, rng=rng, dtype=dtype)
-    dp = group_size(groups.dp)
-    train = {"steps": 40, "global_batch_size": MICRO_BATCH * NUM_MICROBATCHES, "eval_interval": 0, **train}
-    data = samples(micro_batch // dp, strides=3)
-    return Trainer(
-        model, data, loss, TrainConfig(**train), optimizer=optimizer, groups=groups, rng=rng, graphs=graphs
-    )
-
-
-def whole(trainer, tensor_of):
-    """{name: the undivided tensor} of this rank's parameters, padding of the vocabulary cut off."""
-    groups, full = trainer.groups, {}
-    tp, etp, ep = groups.tp, groups.etp, groups.ep
-    for name, param in named_parameters(trainer.runner.chunks):
-        tensor = full_tensor(tensor_of(param).detach().clone(), param, tp, etp_group=etp, ep_group=ep)
-        full[name] = tensor[: DENSE.vocab_size] if name == "word_embedding.weight" else tensor
-    return full
-
-
-def run(trainer):
-    """Numbers of each step, gradients of the first, and at the end parameters, biases, an evaluation."""
-    curve, counts = [], []
-    for step in range(STEPS):
-        result = trainer._train_step()  # whose parameters come while the next one runs
-        aux = 0.0 if result.aux_loss is None else result.aux_loss.item()
-        curve.append([result.loss.item(), result.num_tokens.item(), aux, result.grad_norm.item()])
-        counts.append(None if result.expert_counts is None else result.expert_counts.tolist())
-        if step == 0:
-            gather_main_grads(trainer.grads)
-            grads = whole(trainer, lambda param: param.main_grad)
-    biases = {
-        name: bias
-        for chunk in trainer.runner.chunks
-        for name, bias in chunk.named_buffers()
-        if name.endswith("expert_bias")
-    }
-    evaluation = trainer.evaluate()
-    trainer.optimizer.gather.wait()
-    return curve, counts, grads, whole(trainer, lambda param: param), biases, evaluation
-
 
 @pytest.fixture(scope="module")
 def one_rank():
     return {config: run(make_trainer(config=config)) for config in (DENSE, EXPERTS)}
-
-
-def case(config=DENSE, **layout):
-    return config, ParallelConfig(**layout)
 
 
 CASES = {
@@ -155,7 +95,7 @@ def test_every_layout_is_one_rank(one_rank, world):
     def rank_main(rank, world_size):
         runs = []
         for config, layout in CASES[world]:
-            groups = ParallelGroups.alone() if world == 1 else make_groups(world_size, layout)
+            groups = make_groups(world_size, layout)
             runs.append(run(make_trainer(groups, layout, config=config, optimizer=BUCKETS)))
         return runs
 
@@ -247,10 +187,6 @@ def test_gradients_are_summed_once_a_step():
 def test_a_step_never_waits_for_the_device(schedule, name):
     """The chunks of one rank on tensors without values, on a device that is not the host's."""
 
-    class OnDevice(Trainer):
-        def _to_device(self, batch):
-            return {name: torch.empty_like(tensor, device=self.device) for name, tensor in batch.items()}
-
     layout = ParallelConfig(vpp=2, schedule=schedule)
     with FakeTensorMode(allow_non_fake_inputs=True):
         stages = gpt_stages(EXPERTS, Placement(device="meta"), vpp=2)
@@ -267,24 +203,16 @@ DROPOUT = replace(EXPERTS, dropout=0.1, attention_dropout=0.1, moe=replace(EXPER
 
 @pytest.mark.full
 def test_resume_is_bitwise(tmp_path):
-    """Six steps, and three, a checkpoint, new objects from another seed, three more; dropout and jitter."""
+    """With dropout and jitter."""
 
     def rank_main(rank, world_size):
         layout = ParallelConfig(pp=2, vpp=2, ep=2)
         groups = make_groups(world_size, layout)
         options = {"config": DROPOUT, "dtype": torch.float32, "run_dir": str(tmp_path)}
-        straight = make_trainer(groups, layout, **options)
-        expected = [straight.train_step().loss.item() for _ in range(6)]
-        first = make_trainer(groups, layout, **options)
-        losses = [first.train_step().loss.item() for _ in range(3)]
-        first.save()
-        second = make_trainer(groups, replace(layout, stage_layers=(1, 1, 1, 1)), seed=99, **options)
-        assert second.resume() and second.step == 3
-        losses += [second.train_step().loss.item() for _ in range(3)]
-        assert losses == expected
-        tensors = saved_tensors(second)
-        for name, tensor in saved_tensors(straight).items():
-            assert torch.equal(tensor, tensors[name]), name
+        again = replace(layout, stage_layers=(1, 1, 1, 1))
+        tensors = check_resume(
+            partial(make_trainer, groups, layout, **options), partial(make_trainer, groups, again, **options)
+        )
         return sorted(name for name in tensors if name.endswith("expert_bias"))
 
     for rank, biases in enumerate(run_ranks(rank_main, 4, timeout=120)):
@@ -364,7 +292,7 @@ def test_stages_of_ones_own(tmp_path):
     expected = [whole.train_step().loss.item() for _ in range(4)], whole.evaluate()
 
     def rank_main(rank, world_size):
-        groups = ParallelGroups.create(RankGrid(world_size=world_size, pp=2))
+        groups = make_groups(world_size, pp=2)
         functions = PipelineLoss(inputs=lambda batch: batch["x"], loss=squares)
         options = {"optimizer": OPTIMIZER, "groups": groups}
         trainer = Trainer(four_parts()[rank::2], Numbers(), functions, config, **options)
@@ -548,7 +476,7 @@ def test_twenty_steps_are_those_of_torch(world, case, graphs):
     config = replace(config, moe=config.moe and replace(config.moe, expert_bias=False))
 
     def rank_main(rank, world_size):
-        groups = ParallelGroups.alone() if world_size == 1 else make_groups(world_size, layout)
+        groups = make_groups(world_size, layout)
         trainer = make_trainer(groups, layout, config=config, optimizer=BUCKETS, graphs=graphs)
         with late_gathers():  # what is used before it is waited for is nan
             for _ in range(TWENTY):

@@ -3,26 +3,34 @@
 from __future__ import annotations
 
 import math
-import zlib
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 from marks import full
-from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from train_tools import NoDeviceCopies, Samples, check_on_a_gpu, gather_main_grads, saved_tensors
+from trainer_tools import (
+    SMALL,
+    SMALL_OPTIMIZER,
+    OnDevice,
+    Regression,
+    check_replicas,
+    check_resume,
+    checksums,
+    make_groups,
+    make_small,
+    plain_model,
+    regression_loss,
+    whole,
+)
 
-from fastmp.config import CheckpointConfig, GPTConfig, OptimizerConfig, TrainConfig
-from fastmp.distributed.collectives import group_rank
-from fastmp.distributed.grid import RankGrid
-from fastmp.distributed.groups import ParallelGroups
-from fastmp.distributed.rng import RngTracker
+from fastmp.config import CheckpointConfig, OptimizerConfig, ParallelConfig, TrainConfig
 from fastmp.nn import Placement
 from fastmp.nn.gpt import GPT
 from fastmp.optim.optimizer import ParameterGroup
-from fastmp.tensor_parallel.attributes import parallel_attributes
-from fastmp.testing.parallel import count_collectives, full_tensor
+from fastmp.testing.parallel import count_collectives
 from fastmp.testing.ranks import run_ranks
 from fastmp.training.language import token_loss
 from fastmp.training.metrics import RunInfo, TrainLog, read_metrics
@@ -30,9 +38,6 @@ from fastmp.training.trainer import Trainer
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-CONFIG = GPTConfig(num_layers=2, hidden_size=32, num_heads=4, vocab_size=131, max_seq_len=32, init_std=0.1)
-OPTIMIZER = OptimizerConfig(lr=1e-3, min_lr=1e-4, warmup_steps=4)
-GLOBAL_BATCH = 8
 # (tp, dp, sequence_parallel)
 LAYOUTS = [
     (1, 2, False),
@@ -44,39 +49,13 @@ LAYOUTS = [
 ]
 
 
-def make_trainer(
-    groups=ParallelGroups.alone(),
-    *,
-    dtype=torch.float64,
-    micro_batch_size=2,
-    seed=11,
-    model=CONFIG,
-    sp=False,
-    optimizer=OPTIMIZER,
-    checkpoint=None,
-    **train,
-):
-    rng = RngTracker(seed, tp_rank=group_rank(groups.tp))
-    gpt = GPT(model, Placement(groups, sequence_parallel=sp, rng=rng, dtype=dtype))
-    config = TrainConfig(**{"steps": 40, "global_batch_size": GLOBAL_BATCH, "eval_interval": 0, **train})
-    options = {"optimizer": optimizer, "checkpoint": checkpoint}
-    return Trainer(gpt, Samples(micro_batch_size), token_loss, config, **options, groups=groups, rng=rng)
-
-
-def make_groups(world_size, tp):
-    return ParallelGroups.create(RankGrid(world_size=world_size, tp=tp))
-
-
 def gradients(trainer, num_tokens):
     """{name: gradient of the whole parameter}, padding rows of the vocabulary cut off.
 
     After a step the main gradients are those of the sum over all tokens; the optimizer scales as it reads.
     """
-    group = trainer.groups.tp
     gather_main_grads(trainer.grads)
-    full = {n: full_tensor(p.main_grad, p, group) for n, p in trainer.model.named_parameters()}
-    full["word_embedding.weight"] = full["word_embedding.weight"][: CONFIG.vocab_size]
-    return {name: grad / num_tokens for name, grad in full.items()}
+    return {name: grad / num_tokens for name, grad in whole(trainer, lambda param: param.main_grad).items()}
 
 
 def one_step(trainer):
@@ -85,14 +64,14 @@ def one_step(trainer):
     return result.loss.item(), result.grad_norm.item(), num_tokens, gradients(trainer, num_tokens)
 
 
-UNCLIPPED = OptimizerConfig(lr=1e-3, min_lr=1e-4, warmup_steps=4, clip_grad_norm=0.0)
+UNCLIPPED = replace(SMALL_OPTIMIZER, clip_grad_norm=0.0)
 
 
 @pytest.fixture(scope="module")
 def one_rank():
     """What one rank computes: the first step in float64, and the losses of 40 steps in float32."""
-    step = one_step(make_trainer(optimizer=UNCLIPPED))
-    trainer = make_trainer(dtype=torch.float32)
+    step = one_step(make_small(optimizer=UNCLIPPED))
+    trainer = make_small(dtype=torch.float32)
     return step, [trainer.train_step().loss.item() for _ in range(40)]
 
 
@@ -104,16 +83,13 @@ def test_every_layout_is_one_rank(one_rank, tp, dp, sp):
     """
 
     def rank_main(rank, world_size):
-        groups = make_groups(world_size, tp)
-        step = one_step(make_trainer(groups, sp=sp, optimizer=UNCLIPPED))
-        trainer = make_trainer(groups, sp=sp, dtype=torch.float32)
+        layout = ParallelConfig(tp=tp, sequence_parallel=sp)
+        groups = make_groups(world_size, layout)
+        step = one_step(make_small(groups, layout, optimizer=UNCLIPPED))
+        trainer = make_small(groups, layout, dtype=torch.float32)
         results = [trainer.train_step() for _ in range(40)]
         curve = [(r.loss.item().hex(), r.grad_norm.item().hex()) for r in results]
-        bits = {}
-        for name, param in trainer.model.named_parameters():
-            shard = f"@{group_rank(groups.tp)}" if parallel_attributes(param).tensor_model_parallel else ""
-            bits[name + shard] = zlib.crc32(param.detach().numpy().tobytes())
-        return step, curve, bits
+        return step, curve, checksums(trainer)
 
     (loss, norm, num_tokens, grads), curve = one_rank
     results = run_ranks(rank_main, tp * dp)
@@ -125,20 +101,17 @@ def test_every_layout_is_one_rank(one_rank, tp, dp, sp):
     assert all(result[1] == results[0][1] for result in results), "bits differ between ranks"
     for (mine, _), expected in zip(results[0][1], curve):
         assert abs(float.fromhex(mine) - expected) < 1e-4
-    replicas = {}
-    for _, _, bits in results:
-        for name, checksum in bits.items():
-            assert replicas.setdefault(name, checksum) == checksum, f"{name} differs between its replicas"
+    check_replicas(bits for _, _, bits in results)
     assert curve[-1] < 0.7 * curve[0], "the model must learn for this to mean anything"
 
 
 def test_step_is_exact_for_uneven_microbatches():
     """The mean over all tokens of the global batch, as plain autograd finds it for all of it at once."""
-    trainer = make_trainer(micro_batch_size=1, optimizer=UNCLIPPED)
-    reference = make_trainer()
+    trainer = make_small(micro_batch=1, optimizer=UNCLIPPED)
+    reference = make_small()
     reference.grads.remove_hooks()
     reference = reference.model
-    batch = Samples(GLOBAL_BATCH).batch(0, 0, 1, 0, 1)
+    batch = Samples(8).batch(0, 0, 1, 0, 1)
     losses = reference.loss(batch["tokens"], batch["targets"])
     counts = (batch["targets"] != -100).sum(1)
     assert counts.min() < counts.max() / 2
@@ -154,7 +127,7 @@ def test_step_is_exact_for_uneven_microbatches():
 def test_accumulation_does_not_change_the_training():
     runs = []
     for num_microbatches in (1, 2, 4):
-        trainer = make_trainer(micro_batch_size=GLOBAL_BATCH // num_microbatches)
+        trainer = make_small(micro_batch=8 // num_microbatches)
         assert trainer.num_microbatches == num_microbatches
         runs.append([trainer.train_step().loss.item() for _ in range(10)])
     for run in runs[1:]:
@@ -163,7 +136,7 @@ def test_accumulation_does_not_change_the_training():
 
 def test_a_step_sends_gradients_once_however_many_microbatches():
     def rank_main(rank, world_size):
-        trainer = make_trainer(make_groups(world_size, 1), micro_batch_size=1)
+        trainer = make_small(make_groups(world_size), micro_batch=1)
         with count_collectives() as seen:
             trainer.train_step()
         return trainer.num_microbatches, seen.calls, trainer.grads.flats[0].layout.size
@@ -177,14 +150,14 @@ def test_a_step_sends_gradients_once_however_many_microbatches():
 
 def test_replicas_start_equal_even_if_made_from_different_seeds():
     def rank_main(rank, world_size):
-        trainer = make_trainer(make_groups(world_size, 1), seed=rank)
+        trainer = make_small(make_groups(world_size), seed=rank)
         return torch.cat([p.detach().flatten() for p in trainer.model.parameters()])
 
     left, right = run_ranks(rank_main, 2)
     assert torch.equal(left, right)
 
 
-DROPOUT = GPTConfig(**{**CONFIG.__dict__, "dropout": 0.1, "attention_dropout": 0.1})
+DROPOUT = replace(SMALL, dropout=0.1, attention_dropout=0.1)
 
 
 @pytest.mark.parametrize(
@@ -195,29 +168,13 @@ DROPOUT = GPTConfig(**{**CONFIG.__dict__, "dropout": 0.1, "attention_dropout": 0
     ],
 )
 def test_resume_is_bitwise(tmp_path, world_size, tp, dtype):
-    """Six steps in one go, and three, a checkpoint, new objects from another seed, and three more.
-
-    The same losses, parameters and optimizer state; with dropout, so that random states matter.
-    """
+    """With dropout, so that random states matter."""
 
     def rank_main(rank, world_size):
-        groups = make_groups(world_size, tp)
-        options = {"model": DROPOUT, "dtype": dtype, "run_dir": str(tmp_path)}
-        straight = make_trainer(groups, **options)
-        expected = [straight.train_step().loss.item() for _ in range(6)]
-        assert not make_trainer(groups, **options, name="never-saved").resume()
-        first = make_trainer(groups, **options)
-        losses = [first.train_step().loss.item() for _ in range(3)]
-        first.save()
-        second = make_trainer(groups, seed=99, **options)
-        assert second.resume() and second.step == 3
-        losses += [second.train_step().loss.item() for _ in range(3)]
-        assert losses == expected
-        for (name, tensor), other in zip(
-            saved_tensors(straight).items(), saved_tensors(second).values(), strict=True
-        ):
-            assert torch.equal(tensor, other), name
-        return {name: tensor.detach() for name, tensor in saved_tensors(second).items()}
+        options = {"config": DROPOUT, "dtype": dtype, "run_dir": str(tmp_path)}
+        make = partial(make_small, make_groups(world_size, tp=tp), ParallelConfig(tp=tp), **options)
+        assert not make(name="never-saved").resume()
+        return {name: tensor.detach() for name, tensor in check_resume(make).items()}
 
     if world_size == 1:
         rank_main(0, 1)
@@ -233,7 +190,7 @@ def test_a_step_with_a_nan_on_one_rank_is_skipped_everywhere_and_noted(tmp_path)
             factor = math.nan if trainer.step == 2 and rank == 1 else 1.0
             return losses.sum() * factor, (batch["targets"] != -100).sum()
 
-        trainer = make_trainer(make_groups(world_size, 1), dtype=torch.float32)
+        trainer = make_small(make_groups(world_size), dtype=torch.float32)
         trainer.runner.loss_fn = poisoned
         for _ in range(2):
             trainer.train_step()
@@ -248,7 +205,7 @@ def test_a_step_with_a_nan_on_one_rank_is_skipped_everywhere_and_noted(tmp_path)
     assert left == right and math.isfinite(left)
 
 
-FLOAT16 = replace(OPTIMIZER, lr=3e-3, loss_scale=2.0**10)
+FLOAT16 = replace(SMALL_OPTIMIZER, lr=3e-3, loss_scale=2.0**10)
 
 
 @pytest.mark.parametrize("world", [1, *full([2])])
@@ -256,10 +213,10 @@ def test_float16_follows_float32(world):
     """Losses of 12 steps; a float32 master takes what float16 could not, and the scale cancels."""
 
     def rank_main(rank, world_size):
-        groups = make_groups(world_size, 1) if world_size > 1 else ParallelGroups.alone()
+        groups = make_groups(world_size)
         found = []
         for dtype in (torch.float32, torch.float16):
-            trainer = make_trainer(groups, dtype=dtype, optimizer=FLOAT16)
+            trainer = make_small(groups, dtype=dtype, optimizer=FLOAT16)
             found.append([trainer.train_step().loss.item() for _ in range(12)])
             assert trainer.optimizer.skipped_steps == 0
         assert next(trainer.model.parameters()).dtype == torch.float16
@@ -275,7 +232,7 @@ def test_a_scale_that_overflows_halves_and_its_steps_change_nothing(tmp_path):
     """From 2^40 every step overflows; with hysteresis 2 the second one halves, then each. It is saved."""
     optimizer = replace(FLOAT16, loss_scale=2.0**40, loss_scale_interval=5)
     options = {"dtype": torch.float16, "optimizer": optimizer, "run_dir": str(tmp_path)}
-    trainer = make_trainer(**options)
+    trainer = make_small(**options)
     before = {name: tensor.clone() for name, tensor in saved_tensors(trainer).items()}
     scales = []
     while not trainer.train_step().grad_norm.isfinite():
@@ -288,38 +245,16 @@ def test_a_scale_that_overflows_halves_and_its_steps_change_nothing(tmp_path):
         trainer.train_step()
     assert trainer.scaler.scale == 2 * scales[-1], "doubled after five good steps"
     trainer.save()
-    again = make_trainer(seed=99, **options)
+    again = make_small(seed=99, **options)
     assert again.resume() and again.scaler.scale == trainer.scaler.scale
     assert again.train_step().loss == trainer.train_step().loss
-
-
-class Regression:
-    """A user's own data for a user's own model: batches with other names than fastmp's."""
-
-    micro_batch_size = 4
-
-    def batch(self, step, microbatch, num_microbatches, dp_rank, dp_size):
-        generator = torch.Generator().manual_seed((step * num_microbatches + microbatch) * dp_size + dp_rank)
-        x = torch.randn(self.micro_batch_size, 6, generator=generator)
-        return {"x": x, "y": x.cumsum(1)[:, 3:]}
-
-    def validation_batches(self, dp_rank, dp_size, *, max_batches=None):
-        yield self.batch(10**6, 0, 1, dp_rank, dp_size)
-
-
-def regression_loss(model, batch):
-    error = model(batch["x"]) - batch["y"]
-    return error.square().sum(), torch.tensor(error.numel(), device=error.device)
-
-
-def plain_model():
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Linear(16, 3))
 
 
 @pytest.mark.parametrize("dtype", ["auto", "bfloat16"])
 def test_whole_run_of_a_plain_model(tmp_path, dtype):
     """`train()` logs, evaluates and saves when it should, and a second trainer picks up where it stopped."""
+    expected = torch.bfloat16 if dtype == "bfloat16" else torch.float32
+    data = Regression(expected)
     config = TrainConfig(
         steps=50,
         global_batch_size=8,
@@ -332,7 +267,7 @@ def test_whole_run_of_a_plain_model(tmp_path, dtype):
     optimizer = OptimizerConfig(lr=3e-2, min_lr=0.0, warmup_steps=5)
     trainer = Trainer(
         plain_model(),
-        Cast(dtype),
+        data,
         regression_loss,
         config,
         optimizer=optimizer,
@@ -348,19 +283,10 @@ def test_whole_run_of_a_plain_model(tmp_path, dtype):
     assert trainer.model.training
     saved = sorted(path.name for path in (tmp_path / "plain" / "checkpoints").iterdir())
     assert saved == ["latest", "step-00000040", "step-00000050"]
-    again = Trainer(plain_model(), Cast(dtype), regression_loss, config, optimizer=optimizer)
+    again = Trainer(plain_model(), data, regression_loss, config, optimizer=optimizer)
     assert again.resume() and again.step == 50
     assert again.evaluate().loss == final.loss  # the running statistics of the batch norm came back too
-    expected = torch.bfloat16 if dtype == "bfloat16" else torch.float32
     assert {p.dtype for p in again.model.parameters()} == {expected}
-
-
-class Cast(Regression):
-    def __init__(self, dtype):
-        self.dtype = torch.bfloat16 if dtype == "bfloat16" else torch.float32
-
-    def batch(self, *args):
-        return {name: tensor.to(self.dtype) for name, tensor in super().batch(*args).items()}
 
 
 def test_a_group_of_parameters_has_its_own_learning_rate_and_decay():
@@ -369,7 +295,7 @@ def test_a_group_of_parameters_has_its_own_learning_rate_and_decay():
 
     config, model = TrainConfig(steps=5, global_batch_size=8, eval_interval=0), plain_model()
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    trainer = Trainer(model, Cast("float32"), regression_loss, config, parameter_group=group)
+    trainer = Trainer(model, Regression(), regression_loss, config, parameter_group=group)
     trainer.train()
     for name, param in model.named_parameters():
         assert torch.equal(param, before[name]) == name.startswith("0."), name
@@ -377,7 +303,7 @@ def test_a_group_of_parameters_has_its_own_learning_rate_and_decay():
 
 def test_global_batch_must_divide():
     with pytest.raises(ValueError, match=r"global_batch_size 8 is not divisible by micro_batch_size 3 x 1"):
-        make_trainer(micro_batch_size=3)
+        make_small(micro_batch=3)
 
 
 def test_a_step_never_waits_for_the_device():
@@ -386,13 +312,9 @@ def test_a_step_never_waits_for_the_device():
     Whatever needs a value raises: .item(), branching on a tensor, a shape that depends on data.
     """
 
-    class OnDevice(Trainer):
-        def _to_device(self, batch):
-            return {name: torch.empty_like(tensor, device=self.device) for name, tensor in batch.items()}
-
     with FakeTensorMode(allow_non_fake_inputs=True):
-        model = GPT(CONFIG, Placement(device="meta"))
-        trainer = OnDevice(model, Samples(2), token_loss, TrainConfig(global_batch_size=GLOBAL_BATCH))
+        model = GPT(SMALL, Placement(device="meta"))
+        trainer = OnDevice(model, Samples(2), token_loss, TrainConfig(global_batch_size=8))
         with NoDeviceCopies():
             result = trainer.train_step()
             assert result.loss.device.type == "meta"
@@ -403,7 +325,7 @@ def test_a_step_never_waits_for_the_device():
 
 
 def test_an_error_says_in_which_step():
-    trainer = make_trainer()
+    trainer = make_small()
     trainer.train_step()
     trainer.grads.reduce = lambda: {}["gone"]
     with pytest.raises(KeyError) as error:
@@ -413,4 +335,4 @@ def test_an_error_says_in_which_step():
 
 @pytest.mark.gpu
 def test_on_a_gpu_in_bfloat16(tmp_path):
-    check_on_a_gpu(tmp_path, DROPOUT, Samples(2), OPTIMIZER, bound=0.7)
+    check_on_a_gpu(tmp_path, DROPOUT, Samples(2), SMALL_OPTIMIZER, bound=0.7)
