@@ -6,18 +6,12 @@ from dataclasses import replace
 
 import pytest
 import torch
+from graphed_trainers import CONFIG, make_graphed
 from marks import full
-from test_train_graphs import CONFIG
-from train_tools import Samples
+from trainer_tools import make_groups
 
-from fastmp.config import GraphConfig, ParallelConfig, TrainConfig
-from fastmp.distributed.collectives import group_rank
-from fastmp.distributed.grid import RankGrid
-from fastmp.distributed.groups import ParallelGroups
-from fastmp.distributed.rng import RngTracker
+from fastmp.config import GraphConfig, ParallelConfig
 from fastmp.testing.ranks import run_ranks
-from fastmp.training.language import gpt_and_loss
-from fastmp.training.trainer import Trainer
 
 STEPS = 6
 ROOM = {"dispatcher": "symmetric", "symmetric_capacity": 1.35, "symmetric_overflow": "rerun"}
@@ -26,10 +20,7 @@ ROOM = {"dispatcher": "symmetric", "symmetric_capacity": 1.35, "symmetric_overfl
 def run(groups, layout, graphs, **moe):
     """All numbers of some steps, which of these were run again, and the trainer."""
     config = replace(CONFIG, moe=replace(CONFIG.moe, **moe))
-    rng = RngTracker(3, tp_rank=group_rank(groups.tp))
-    model, loss = gpt_and_loss(config, groups, layout, rng=rng, dtype=torch.float64)
-    recipe = TrainConfig(steps=STEPS, global_batch_size=16, eval_interval=0)
-    trainer = Trainer(model, Samples(4), loss, recipe, groups=groups, rng=rng, graphs=graphs)
+    trainer = make_graphed(graphs, groups, layout, config, steps=STEPS)
     seen, again = [], []
     for _ in range(STEPS):
         result = trainer.train_step()
@@ -42,7 +33,7 @@ def run(groups, layout, graphs, **moe):
 
 
 def rerun_case(rank, world, layout, graphs):
-    groups = ParallelGroups.create(RankGrid(world_size=world, ep=2, pp=layout.pp))
+    groups = make_groups(world, layout)
     ordinary, never, _ = run(groups, layout, None)
     found, again, trainer = run(groups, layout, graphs, **ROOM)
     assert not any(never) and len(found) == len(ordinary) and all(map(torch.equal, found, ordinary))
@@ -69,7 +60,7 @@ def test_steps_that_do_not_fit_are_those_of_an_all_to_all(layout, graphs):
 
 
 def refused_case(rank, world):
-    groups = ParallelGroups.create(RankGrid(world_size=world, ep=2))
+    groups = make_groups(world, ep=2)
     whole = GraphConfig(enabled=True, scope=("full_step",))
     with pytest.raises(ValueError, match=r'symmetric_overflow "rerun" looks at each step .* "full_step"'):
         run(groups, ParallelConfig(ep=2), whole, **ROOM)

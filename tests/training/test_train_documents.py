@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 
 import pytest
 import torch
+from graphed_trainers import run_packed
 from marks import full
 from torch._subclasses.fake_tensor import FakeTensorMode
 from train_tools import DENSE, EXPERTS, NoDeviceCopies, PackedSamples, arguments, gather_main_grads, losses
@@ -95,20 +95,11 @@ def packed_on_one_rank(config):
     return trainer.evaluate().loss
 
 
-def steps_of(groups, layout, config, graphs, max_documents=12):
-    """All numbers of some steps, and the manager of graphs."""
-    samples = partial(PackedSamples, max_documents=max_documents)
-    trainer = make_trainer(groups, layout, config=config, samples=samples, graphs=graphs)
-    results = [trainer.train_step() for _ in range(6)]
-    seen = [number for result in results for number in (result.loss, result.grad_norm)]
-    return [*seen, *(p.detach().clone() for p in trainer.grads.parameters.values())], trainer.graphs
-
-
 def graphs_case(rank, world, cases):
     for config, layout, scope in cases:
         groups = make_groups(world, layout)
         graphs = GraphConfig(enabled=True, scope=scope, verify_every=5)
-        (graphed, manager), (eager, _) = (steps_of(groups, layout, config, each) for each in (graphs, None))
+        (graphed, manager), (eager, _) = (run_packed(groups, layout, config, each) for each in (graphs, None))
         assert manager.num_graphs == manager.plan.num_graphs, manager.describe()
         assert all(map(torch.equal, graphed, eager)), (layout, scope)
 
@@ -146,7 +137,7 @@ def test_graphs_read_where_documents_of_each_microbatch_begin(world, cases):
 @pytest.mark.full
 def test_documents_without_room_for_more_run_eagerly_where_their_number_differs():
     (graphed, _), (eager, _) = (
-        steps_of(ParallelGroups.alone(), None, LLAMA, graphs, None)
+        run_packed(ParallelGroups.alone(), None, LLAMA, graphs, None)
         for graphs in (GraphConfig(enabled=True), None)
     )
     torch.testing.assert_close(graphed, eager, **CLOSE)

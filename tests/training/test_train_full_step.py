@@ -6,21 +6,15 @@ from dataclasses import replace
 
 import pytest
 import torch
+from graphed_trainers import CONFIG, DENSE, EXPERTS, ONE, make_graphed, run, run_packed
 from marks import full
-from test_train_documents import steps_of
-from test_train_graphs import CONFIG, DENSE, EXPERTS, ONE, run
-from test_train_pipeline import make_trainer
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from train_tools import Samples
+from trainer_tools import make_groups, make_trainer
 
-from fastmp.config import GraphConfig, OptimizerConfig, ParallelConfig, TrainConfig
-from fastmp.distributed.collectives import group_rank
-from fastmp.distributed.grid import RankGrid
+from fastmp.config import GraphConfig, OptimizerConfig, ParallelConfig
 from fastmp.distributed.groups import ParallelGroups
-from fastmp.distributed.rng import RngTracker
 from fastmp.testing.ranks import run_ranks
-from fastmp.training.language import gpt_and_loss
-from fastmp.training.trainer import Trainer
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -56,7 +50,7 @@ def test_a_gpu_alone(config, layout, steps):
 
 
 def ranks_case(rank, world, grid, cases):
-    groups = ParallelGroups.create(RankGrid(world_size=world, **grid))
+    groups = make_groups(world, **grid)
     for config, layout, optimizer in cases:
         compare(groups, layout, config=config, optimizer=optimizer, overlap_experts=layout.overlap_experts)
 
@@ -132,9 +126,9 @@ def test_sixteen_bits(dtype):
 
 @pytest.mark.full
 def test_packed_documents():
-    graphed, graph = steps_of(ParallelGroups.alone(), None, EXPERTS, STEP)
+    graphed, graph = run_packed(ParallelGroups.alone(), None, EXPERTS, STEP)
     assert graph.num_graphs == 1
-    assert all(map(torch.equal, graphed, steps_of(ParallelGroups.alone(), None, EXPERTS, None)[0]))
+    assert all(map(torch.equal, graphed, run_packed(ParallelGroups.alone(), None, EXPERTS, None)[0]))
 
 
 def test_what_is_loaded_is_what_the_graph_reads(tmp_path):
@@ -156,7 +150,7 @@ def test_what_is_loaded_is_what_the_graph_reads(tmp_path):
 
 
 def exchange_case(rank, world):
-    groups = ParallelGroups.create(RankGrid(world_size=2, ep=2))
+    groups = make_groups(2, ep=2)
     with pytest.raises(
         ValueError, match="scope 'full_step' cannot be captured, because dispatch, experts, comb"
     ):
@@ -186,10 +180,7 @@ class HeldOut(Samples):
 
 def evaluated(graphs, groups=ParallelGroups.alone(), layout=ONE, config=DENSE, device="cpu"):
     """The losses of some evaluations and of the steps between them; the graphs of the evaluations."""
-    rng = RngTracker(3, tp_rank=group_rank(groups.tp), device=device)
-    model, loss = gpt_and_loss(config, groups, layout, rng=rng, dtype=torch.float64, device=device)
-    recipe = TrainConfig(steps=40, global_batch_size=16, eval_interval=0)
-    trainer = Trainer(model, HeldOut(4), loss, recipe, groups=groups, rng=rng, graphs=graphs)
+    trainer = make_graphed(graphs, groups, layout, config, device=device, data=HeldOut(4))
     losses = []
     for _ in range(3):
         losses += [trainer.evaluate().loss, trainer.train_step().loss.item()]
@@ -198,10 +189,7 @@ def evaluated(graphs, groups=ParallelGroups.alone(), layout=ONE, config=DENSE, d
 
 
 def evaluations_case(rank, world, grid, config, layout, shapes, device="cpu"):
-    groups = ParallelGroups.alone()
-    if world > 1:
-        groups = ParallelGroups.create(RankGrid(world_size=world, **grid))
-    given = groups, layout, config, device
+    given = make_groups(world, **grid), layout, config, device
     found, graphs = evaluated(EVALUATION, *given)
     assert graphs.num_graphs == shapes and "of the evaluation" in graphs.describe()
     assert found == evaluated(None, *given)[0]

@@ -10,16 +10,16 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from graphed_trainers import CONFIG, DENSE, EXPERTS, ONE, make_graphed, run
 from marks import full
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from train_tools import Samples
+from trainer_tools import make_groups
 
 from fastmp.apps import train_main as main
 from fastmp.config import (
-    GPTConfig,
     GraphConfig,
-    MoEConfig,
     OptimizerConfig,
     ParallelConfig,
     TrainConfig,
@@ -27,46 +27,19 @@ from fastmp.config import (
 from fastmp.config.recipe import parse_arguments
 from fastmp.cuda_graphs.backends.recording import RecordedGraph, RecordingBackend
 from fastmp.cuda_graphs.manager import GraphManager
-from fastmp.distributed.collectives import group_rank
-from fastmp.distributed.grid import RankGrid
 from fastmp.distributed.groups import ParallelGroups
-from fastmp.distributed.rng import RngTracker
 from fastmp.distributed.runtime import Runtime
 from fastmp.testing.parallel import late_gathers
 from fastmp.testing.ranks import run_ranks
 from fastmp.training import graphing
 from fastmp.training.data.corpus import build
 from fastmp.training.graphing import make_graphs
-from fastmp.training.language import gpt_and_loss
 from fastmp.training.metrics import read_metrics
 from fastmp.training.trainer import Trainer
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-CONFIG = GPTConfig(
-    **{"num_layers": 4, "hidden_size": 16, "num_heads": 4, "vocab_size": 131, "max_seq_len": 16},
-    dropout=0.1,
-    moe=MoEConfig(num_experts=4, expert_ffn_hidden_size=8, expert_bias=True, aux_loss=0.02, jitter=0.1),
-)
-ONE = ParallelConfig()
 ON = GraphConfig(enabled=True, verify_every=5)
-
-
-def run(graphs, groups=ParallelGroups.alone(), layout=ONE, config=CONFIG, steps=8, device="cpu", **more):
-    """All numbers of some steps and of an evaluation among them, and the manager."""
-    cp = {} if groups.cp is None else {"cp_rank": group_rank(groups.cp)}
-    rng = RngTracker(3, tp_rank=group_rank(groups.tp), **cp, device=device)
-    model, loss = gpt_and_loss(config, groups, layout, rng=rng, dtype=torch.float64, device=device)
-    recipe = TrainConfig(steps=40, global_batch_size=16, eval_interval=0)
-    trainer = Trainer(model, Samples(4), loss, recipe, groups=groups, rng=rng, graphs=graphs, **more)
-    seen = []
-    for step in range(steps):
-        result = trainer.train_step()
-        seen += [result.loss, result.aux_loss, result.grad_norm, result.expert_counts]
-        if step == 4:
-            seen.append(torch.tensor(trainer.evaluate().loss))
-    seen += [tensor.detach().clone() for tensor in trainer.model.state_dict().values()]
-    return [each for each in seen if each is not None], trainer.graphs
 
 
 def compare(groups=ParallelGroups.alone(), layout=ONE, graphs=ON, **options):
@@ -82,7 +55,7 @@ def test_a_whole_model():
 
 
 def pipelines_case(rank, world):
-    groups = ParallelGroups.create(RankGrid(world_size=2, pp=2))
+    groups = make_groups(2, pp=2)
     compare(groups, ParallelConfig(pp=2, vpp=2))
     compare(groups, ParallelConfig(pp=2, schedule="zero_bubble"))
 
@@ -93,17 +66,14 @@ def test_pipelines():
 
 
 def late_case(rank, world, grid, layout):
-    groups, found = ParallelGroups.create(RankGrid(world_size=world, **grid)), []
-    recipe = TrainConfig(steps=6, global_batch_size=16, eval_interval=0)
+    groups, found = make_groups(world, **grid), []
     on = GraphConfig(enabled=True)
     for gathers, graphs in (
         (nullcontext(), None), (late_gathers(), None), (late_gathers(), on),
         (late_gathers(), replace(on, scope=("full",))),
     ):  # fmt: skip
-        rng = RngTracker(3)
-        model, loss = gpt_and_loss(EXPERTS, groups, layout, rng=rng, dtype=torch.float64)
-        options = {"optimizer": OptimizerConfig(bucket_size=1), "rng": rng, "graphs": graphs}
-        trainer = Trainer(model, Samples(4), loss, recipe, groups=groups, **options)
+        options = {"optimizer": OptimizerConfig(bucket_size=1), "steps": 6}
+        trainer = make_graphed(graphs, groups, layout, EXPERTS, **options)
         with gathers:
             trainer.train()
         found.append([tensor.detach().clone() for tensor in trainer.model.state_dict().values()])
@@ -131,7 +101,7 @@ class FailsOnRankOne(RecordingBackend):
 
 
 def one_rank_fails_case(rank, world, grid, layout, of_backward, scope=None, config=CONFIG):
-    groups = ParallelGroups.create(RankGrid(world_size=world, **grid))
+    groups = make_groups(world, **grid)
     FailsOnRankOne.of_backward = of_backward
     with patch.object(graphing, "RecordingBackend", FailsOnRankOne):
         graphed, manager = run(GraphConfig(enabled=True, scope=scope), groups, layout, config)
@@ -207,8 +177,6 @@ def test_a_manager_of_ones_own_goes_on_eagerly():
     assert "on purpose" in manager.failure and all(map(torch.equal, graphed, eager))
 
 
-DENSE = replace(CONFIG, moe=None, num_layers=2, attention_dropout=0.1)
-EXPERTS = replace(CONFIG, num_layers=2, tie_embeddings=False)
 FULL = GraphConfig(enabled=True, scope=("full",), verify_every=8)
 
 
@@ -236,7 +204,7 @@ def test_whole_microbatches_on_a_gpu(config, layout):
 
 
 def full_on_ranks(rank, world, grid, *cases):
-    groups = ParallelGroups.create(RankGrid(world_size=world, **grid))
+    groups = make_groups(world, **grid)
     return [twenty_steps(groups, layout, config=config) for layout, config in cases]
 
 
@@ -299,7 +267,7 @@ def test_any_model_and_what_its_loss_may_take_and_return():
 
 
 def experts_on_ranks_case(rank, world):
-    groups = ParallelGroups.create(RankGrid(world_size=2, ep=2))
+    groups = make_groups(2, ep=2)
     with pytest.raises(
         ValueError, match="scope 'full' cannot be captured, because dispatch, experts, combine"
     ):
@@ -311,7 +279,7 @@ def test_experts_over_ranks_cannot_be_captured_whole():
 
 
 def shared_memory_case(rank, world):
-    groups = ParallelGroups.create(RankGrid(world_size=2, ep=2))
+    groups = make_groups(2, ep=2)
     config = replace(EXPERTS, moe=replace(EXPERTS.moe, dispatcher="symmetric"))
     return compare(groups, ParallelConfig(ep=2), FULL, config=config).num_graphs
 
