@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -39,6 +42,30 @@ def arguments(run_dir, tokens, name="tiny", **changes):
     options = {**TINY, "data.path": tokens, "train.run-dir": run_dir, "train.name": name}
     options |= {key.replace("__", ".").replace("_", "-"): value for key, value in changes.items()}
     return [part for key, value in options.items() for part in (f"--{key}", str(value))]
+
+
+def start(options, *launcher):
+    """Start `fastmp train` in a session of its own; its output and errors are one pipe."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    return subprocess.Popen(
+        [sys.executable, "-u", *launcher, "-m", "fastmp", "train", *options],
+        env=environment,
+        cwd=ROOT,
+        text=True,
+        start_new_session=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
+
+
+def read_until(process, sign):
+    """Read the output of a process up to a line with `sign`."""
+    lines = []
+    for line in process.stdout:
+        lines.append(line)
+        if sign in line:
+            return lines
+    raise AssertionError("".join(lines))
 
 
 def losses(run):

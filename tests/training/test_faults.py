@@ -6,15 +6,13 @@ import json
 import os
 import re
 import signal
-import subprocess
-import sys
 import tempfile
 import time
 
 import psutil
 import pytest
 import torch
-from train_tools import ROOT, arguments
+from train_tools import arguments, read_until, start
 
 from fastmp.apps import train_main as main
 from fastmp.apps.hang import explain
@@ -30,20 +28,8 @@ from fastmp.testing import ranks
 def test_a_rank_that_is_stopped_or_killed_ends_the_job_with_its_name(tmp_path, tokens, number, said):
     changes = {"train__steps": 100_000, "train__stall_seconds": 4, "parallel__pp": 2, "model__num_layers": 2}
     options = arguments(tmp_path, tokens, **changes)
-    launcher = ["-m", "fastmp", "launch", "--nproc-per-node", "2", "-m", "fastmp", "train"]
-    process = subprocess.Popen(
-        [sys.executable, *launcher, *options],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-        cwd=ROOT,
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-    )
-    lines = []
-    for line in process.stdout:
-        lines.append(line)
-        if "step     10/" in line:
-            break
+    process = start(options, "-m", "fastmp", "launch", "--nproc-per-node", "2")
+    read_until(process, "step     10/")
     records = [
         json.loads((tmp_path / "tiny" / "hang" / f"rank-{rank:05d}.json").read_text()) for rank in (0, 1)
     ]

@@ -11,18 +11,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from train_tools import arguments
 
 from fastmp import profiling
 from fastmp.apps import train as command
 from fastmp.apps import train_main
 from fastmp.config.recipe import parse_arguments
-from fastmp.training.data.corpus import build
 from fastmp.training.profiler import StepProfiler, nsight_command, run_under_nsight
-
-TINY = (
-    "--model.num-layers 1 --model.hidden-size 16 --model.num-heads 2 --model.max-seq-len 32 "
-    "--data.seq-len 32 --data.micro-batch-size 4"
-)
 
 
 @pytest.mark.parametrize("steps", [["--steps", "2:5"], ["--steps=2:5"], ["--train.profile-steps", "2", "5"]])
@@ -52,13 +47,9 @@ def test_a_range_that_is_none_or_outside_the_run_is_refused(options, message, ca
     assert message in capsys.readouterr().err
 
 
-def test_torch_writes_a_trace_of_those_steps_and_says_what_they_took(tmp_path, capsys):
-    text = tmp_path / "text.txt"
-    text.write_text("".join(f"{i} times {i} is {i * i}.\n" for i in range(400)))
-    tokens = build([str(text)], tmp_path / "tokens")
-    options = f"{TINY} --data.path {tokens} --train.run-dir {tmp_path} --name tiny"
-    options += " --train.eval-interval 0 --optimizer.warmup-steps 1 --steps 6 --profile torch --steps 2:4"
-    assert command.main(options.split()) == 0
+def test_torch_writes_a_trace_of_those_steps_and_says_what_they_took(tmp_path, tokens, capsys):
+    options = arguments(tmp_path, tokens, train__eval_interval=0, optimizer__warmup_steps=1)
+    assert command.main([*options, "--profile", "torch", "--steps", "2:4"]) == 0
     trace = json.loads((tmp_path / "tiny" / "profile-2-4.json").read_text())
     events = Counter(event["name"] for event in trace["traceEvents"] if event.get("ph") == "X")
     assert events["fastmp.training.optimizer"] == events["fastmp.training.clip"] == 2

@@ -108,14 +108,21 @@ def disk(monkeypatch):
     signal.signal(signal.SIGXFSZ, before)
 
 
+def filling(trainer, disk, is_full):
+    """Return a `before_step` that waits for the last save, and fills the disk if `is_full(step)`."""
+
+    def before_step(step):
+        trainer.saving.checkpointer.settle()
+        disk(is_full(step))
+
+    return before_step
+
+
 @pytest.mark.parametrize("asynchronous", [True, False])
 def test_a_save_that_fails_is_said_and_the_run_goes_on(tmp_path, disk, asynchronous):
     log = Log()
     trainer = make_plain(tmp_path, "run", replace(EVERY_STEP, asynchronous=asynchronous))
-
-    def before_step(step):
-        trainer.saving.checkpointer.settle()
-        disk(step == 1)  # while the second step is saved
+    before_step = filling(trainer, disk, lambda step: step == 1)  # while the second step is saved
 
     trainer.train(log, before_step=before_step)
     assert [int(path.name[5:]) for path in checkpoints(tmp_path, "run")] == [1, 3, 4]
@@ -142,10 +149,7 @@ def test_the_first_failure_is_said_at_once(tmp_path, disk, monkeypatch, asynchro
     config = replace(EVERY_STEP, asynchronous=asynchronous, attempts=4)
     trainer = make_plain(tmp_path, "run", config)
     monkeypatch.setattr(checkpointer.time, "sleep", pause)
-
-    def before_step(step):
-        trainer.saving.checkpointer.settle()
-        disk(step == 1)
+    before_step = filling(trainer, disk, lambda step: step == 1)
 
     trainer.train(log, before_step=before_step)
     assert seen == [1, 2, 3]
@@ -158,10 +162,7 @@ def test_the_first_failure_is_said_at_once(tmp_path, disk, monkeypatch, asynchro
 def test_a_last_save_that_fails_is_an_error(tmp_path, disk, asynchronous, interval):
     log = Log()
     trainer = make_plain(tmp_path, "run", replace(EVERY_STEP, interval=interval, asynchronous=asynchronous))
-
-    def before_step(step):
-        trainer.saving.checkpointer.settle()
-        disk(step >= 3)  # also while the fourth step is saved
+    before_step = filling(trainer, disk, lambda step: step >= 3)  # also while the fourth step is saved
 
     with pytest.raises(OSError, match=r"cannot write in .*File too large"):
         trainer.train(log, before_step=before_step)
@@ -172,10 +173,8 @@ def test_a_last_save_that_fails_is_an_error(tmp_path, disk, asynchronous, interv
 @pytest.mark.parametrize("asynchronous", [True, False])
 def test_a_last_save_that_failed_is_made_once_more(tmp_path, disk, asynchronous):
     trainer = make_plain(tmp_path, "run", replace(EVERY_STEP, asynchronous=asynchronous))
-
-    def before_step(step):
-        trainer.saving.checkpointer.settle()
-        disk(step == 3)  # while the fourth step is saved for the first time
+    # the disk is full while the fourth step is saved for the first time
+    before_step = filling(trainer, disk, lambda step: step == 3)
 
     trainer.train(Log(), before_step=before_step)
     assert [int(path.name[5:]) for path in checkpoints(tmp_path, "run")] == [1, 2, 3, 4]
@@ -183,10 +182,7 @@ def test_a_last_save_that_failed_is_made_once_more(tmp_path, disk, asynchronous)
 
 def test_without_a_log_failures_are_said_on_stderr(tmp_path, disk, capfd):
     trainer = make_plain(tmp_path, "run", EVERY_STEP)
-
-    def before_step(step):
-        trainer.saving.checkpointer.settle()
-        disk(step == 1)
+    before_step = filling(trainer, disk, lambda step: step == 1)
 
     trainer.train(before_step=before_step)
     said = capfd.readouterr().err.splitlines()

@@ -6,8 +6,6 @@ import math
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -16,7 +14,7 @@ import torch
 import torch.distributed as dist
 from marks import full
 from torch import nn
-from train_tools import DENSE, ROOT, arguments, losses
+from train_tools import DENSE, arguments, losses, read_until, start
 from trainer_tools import make_groups, make_small, make_trainer
 
 from fastmp.apps.train import main
@@ -260,28 +258,6 @@ def test_a_request_of_any_rank_stops_all_of_them_without_a_collective_of_their_o
 def test_a_time_limit_is_a_request_of_its_own():
     assert StopRequests(0, 1, time.monotonic() + 1e9).wanted() == ""
     assert StopRequests(0, 1, time.monotonic()).wanted() == "time limit"
-
-
-def start(options, *launcher):
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    return subprocess.Popen(
-        [sys.executable, "-u", *launcher, "-m", "fastmp", "train", *options],
-        env=environment,
-        cwd=ROOT,
-        text=True,
-        start_new_session=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-    )
-
-
-def read_until(process, sign):
-    lines = []
-    for line in process.stdout:
-        lines.append(line)
-        if sign in line:
-            return lines
-    raise AssertionError("".join(lines))
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, *full([signal.SIGTERM, signal.SIGUSR1])])

@@ -32,7 +32,6 @@ from fastmp.distributed.runtime import Runtime
 from fastmp.testing.parallel import late_gathers
 from fastmp.testing.ranks import run_ranks
 from fastmp.training import graphing
-from fastmp.training.data.corpus import build
 from fastmp.training.graphing import make_graphs
 from fastmp.training.metrics import read_metrics
 from fastmp.training.trainer import Trainer
@@ -290,12 +289,9 @@ def test_but_they_can_where_ranks_share_memory():
 
 
 @pytest.fixture
-def train_recipe(tmp_path, monkeypatch):
+def train_recipe(tmp_path, tokens, monkeypatch):
     """Five steps of the recipe with experts, as a rank of them, or by the command's own `run`."""
     monkeypatch.setattr("fastmp.apps.train_main.SAMPLE_TOKENS", 4)
-    text = tmp_path / "text.txt"
-    text.write_text("".join(f"{i} times {i} is {i * i}.\n" for i in range(400)))
-    tokens = build([str(text)], tmp_path / "tokens")
 
     def rank_main(rank, world_size, name, *more, command=False):
         arguments = [

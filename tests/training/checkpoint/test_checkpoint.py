@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import re
@@ -19,6 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from checkpoint_tools import refs, rewrite
 from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DeviceMesh, DTensor, Replicate, Shard
 
@@ -55,10 +55,6 @@ def tensors(seed, *, shape=(3, 4)):
     }
 
 
-def state(found):
-    return {name: ShardedTensorRef.whole(tensor) for name, tensor in found.items()}
-
-
 def assert_equal(left, right):
     assert left.keys() == right.keys()
     for name, tensor in left.items():
@@ -67,7 +63,7 @@ def assert_equal(left, right):
 
 def load(checkpointer, scalars=None):
     found = {name: torch.zeros_like(tensor) for name, tensor in tensors(0).items()}
-    return checkpointer.load(state(found), scalars or {}), found
+    return checkpointer.load(refs(found), scalars or {}), found
 
 
 def names(directory):
@@ -78,7 +74,7 @@ def test_round_trip_is_bitwise_and_prunes(tmp_path):
     checkpointer = Checkpointer(tmp_path / "ck", description={"hidden": 8, "betas": (0.9, 0.95)}, keep=2)
     assert load(checkpointer)[0] is None
     for step in (1, 2, 3):
-        path = checkpointer.save(step, state(tensors(step)), {"tokens": 10 * step})
+        path = checkpointer.save(step, refs(tensors(step)), {"tokens": 10 * step})
         assert path.name == f"step-{step:08d}"
     assert names(tmp_path / "ck") == ["latest", "step-00000002", "step-00000003"]
     loaded, found = load(checkpointer)
@@ -89,7 +85,7 @@ def test_round_trip_is_bitwise_and_prunes(tmp_path):
 
 def test_equal_states_are_equal_bytes(tmp_path):
     for name in ("a", "b"):
-        Checkpointer(tmp_path / name, description={"x": 1}).save(1, state(tensors(1)), {"tokens": 1})
+        Checkpointer(tmp_path / name, description={"x": 1}).save(1, refs(tensors(1)), {"tokens": 1})
     contents = [
         {path.name: path.read_bytes() for path in (tmp_path / name / "step-00000001").iterdir()}
         for name in "ab"
@@ -101,7 +97,7 @@ def test_equal_states_are_equal_bytes(tmp_path):
 def test_as_many_stay_as_asked_for(tmp_path, keep):
     checkpointer = Checkpointer(tmp_path, keep=keep)
     for step in range(1, 7):
-        checkpointer.save(step, state(tensors(step)), {})
+        checkpointer.save(step, refs(tensors(step)), {})
         first = max(1, step - keep + 1) if keep else 1
         assert names(tmp_path) == ["latest", *(f"step-{s:08d}" for s in range(first, step + 1))]
 
@@ -159,7 +155,7 @@ def test_every_shard_of_every_rank_comes_back(tmp_path, tp):
 
 def test_the_library_loads_it_into_dtensors(tmp_path):
     """Its own planner, with this storage: what FSDP2 has, from a checkpoint of one process."""
-    Checkpointer(tmp_path).save(1, state(tensors(1)), {})
+    Checkpointer(tmp_path).save(1, refs(tensors(1)), {})
 
     def rank_main(rank, world_size):
         mesh = DeviceMesh("cpu", list(range(world_size)))
@@ -193,7 +189,7 @@ def test_ranks_that_do_not_agree_and_holes_are_errors_that_name_the_tensor(tmp_p
 
 
 def test_another_model_is_refused_with_both_names(tmp_path):
-    Checkpointer(tmp_path, description={"num_layers": 2}).save(1, state(tensors(1)), {})
+    Checkpointer(tmp_path, description={"num_layers": 2}).save(1, refs(tensors(1)), {})
     with pytest.raises(CheckpointError, match=r"step-00000001.*num_layers=2; this run has num_layers=3"):
         load(Checkpointer(tmp_path, description={"num_layers": 3}))
     same = Checkpointer(tmp_path, description={"num_layers": 2})
@@ -203,59 +199,59 @@ def test_another_model_is_refused_with_both_names(tmp_path):
         load(Checkpointer(tmp_path, description={**later, "norm": "rmsnorm"}, defaults=later))
     found = tensors(1, shape=(4, 4))
     with pytest.raises(CheckpointError, match=r"model/weight is .*\(3, 4\).*here .*\(4, 4\)"):
-        same.load(state(found))
+        same.load(refs(found))
     found["model/weight"] = torch.zeros(3, 4, dtype=torch.bfloat16)
     with pytest.raises(CheckpointError, match=r"float32.*here.*bfloat16"):
-        same.load(state(found))
+        same.load(refs(found))
     del found["model/weight"]
     with pytest.raises(CheckpointError, match=r"model/weight is .*, here nothing"):
-        same.load(state(found))
+        same.load(refs(found))
     found = tensors(1) | {"model/more": torch.zeros(1)}
     with pytest.raises(CheckpointError, match=r"model/more is nothing, here"):
-        same.load(state(found))
+        same.load(refs(found))
 
 
 def test_random_states_may_be_missing_and_of_other_ranks(tmp_path):
-    Checkpointer(tmp_path).save(1, state(tensors(1)), {})
+    Checkpointer(tmp_path).save(1, refs(tensors(1)), {})
     found = tensors(2)
     found["random/other"] = found.pop("random/cpu")
-    loaded = Checkpointer(tmp_path).load(state(found), optional=frozenset({"random/other"}))
+    loaded = Checkpointer(tmp_path).load(refs(found), optional=frozenset({"random/other"}))
     assert loaded.missing == {"random/other"} and torch.equal(found["random/other"], tensors(2)["random/cpu"])
 
 
 def test_a_checkpoint_is_loaded_from_a_path(tmp_path):
     checkpointer = Checkpointer(tmp_path, keep=0)
-    paths = [checkpointer.save(step, state(tensors(step)), {}) for step in (1, 2)]
+    paths = [checkpointer.save(step, refs(tensors(step)), {}) for step in (1, 2)]
     found = tensors(0)
-    assert Checkpointer(tmp_path / "other").load(state(found), path=paths[0]).step == 1
+    assert Checkpointer(tmp_path / "other").load(refs(found), path=paths[0]).step == 1
     assert_equal(found, tensors(1))
     with pytest.raises(CheckpointError, match="elsewhere is no checkpoint, and no directory of a run"):
-        checkpointer.load(state(found), path=tmp_path / "elsewhere")
+        checkpointer.load(refs(found), path=tmp_path / "elsewhere")
 
 
 @pytest.mark.parametrize("scalars", [{}, {"optimizer": {}}, {"optimizer": {"step": "1"}}, {"optimizer": [1]}])
 def test_scalars_that_are_missing_or_of_another_type_are_named_and_nothing_is_read(tmp_path, scalars):
     checkpointer = Checkpointer(tmp_path)
-    checkpointer.save(1, state(tensors(1)), scalars)
+    checkpointer.save(1, refs(tensors(1)), scalars)
     found = {name: torch.zeros_like(tensor) for name, tensor in tensors(0).items()}
     with pytest.raises(
         CheckpointError, match=r"manifest\.json: scalars\.optimizer.* must be of type (dict|int), got"
     ):
-        checkpointer.load(state(found), {"optimizer": {"step": 0}})
+        checkpointer.load(refs(found), {"optimizer": {"step": 0}})
     assert not any(tensor.any() for tensor in found.values())
 
 
 def not_finite(seed):
     found = tensors(seed)
     found["model/half"][3] = math.inf
-    return state(found)
+    return refs(found)
 
 
 @pytest.mark.parametrize("keep", [1, 2])
 def test_the_last_finite_checkpoint_is_never_deleted_and_is_what_is_loaded(tmp_path, keep, capfd):
     checkpointer = Checkpointer(tmp_path, keep=keep)
-    checkpointer.save(1, state(tensors(1)), {})
-    checkpointer.save(2, state(tensors(2)), {})
+    checkpointer.save(1, refs(tensors(1)), {})
+    checkpointer.save(2, refs(tensors(2)), {})
     for step in range(3, 7):
         checkpointer.save(step, not_finite(step), {})
     newest = [f"step-{step:08d}" for step in range(7 - keep, 7)]
@@ -268,7 +264,7 @@ def test_the_last_finite_checkpoint_is_never_deleted_and_is_what_is_loaded(tmp_p
     assert all(
         re.search(r"step-0000000. is passed over: .*not finite; using step-00000002$", s) for s in said
     )
-    checkpointer.save(7, state(tensors(7)), {})
+    checkpointer.save(7, refs(tensors(7)), {})
     assert names(tmp_path)[1:] == sorted([*newest, "step-00000007"][-keep:])
 
 
@@ -339,8 +335,8 @@ DAMAGES = [
 @pytest.mark.parametrize("how", [*DAMAGES, "pointer gone", "pointer a pipe", "pointer outside"])
 def test_damaged_checkpoint_is_passed_over(tmp_path, how, capfd):
     checkpointer = Checkpointer(tmp_path)
-    checkpointer.save(1, state(tensors(1)), {"tokens": 1})
-    checkpointer.save(2, state(tensors(2)), {"tokens": 2})
+    checkpointer.save(1, refs(tensors(1)), {"tokens": 1})
+    checkpointer.save(2, refs(tensors(2)), {"tokens": 2})
     damage(tmp_path / "step-00000002", how)
     expected = 1 if how in DAMAGES else 2
     loaded, found = load(checkpointer)
@@ -354,11 +350,11 @@ def test_damaged_checkpoint_is_passed_over(tmp_path, how, capfd):
 
 def test_no_whole_checkpoint_is_an_error_and_nothing_is_read(tmp_path):
     checkpointer = Checkpointer(tmp_path)
-    checkpointer.save(1, state(tensors(1)), {})
+    checkpointer.save(1, refs(tensors(1)), {})
     damage(tmp_path / "step-00000001", "flipped bit")
     found = {name: torch.zeros_like(tensor) for name, tensor in tensors(0).items()}
     with pytest.raises(CheckpointError, match=r"none in .* is whole; .*checksum differs"):
-        checkpointer.load(state(found))
+        checkpointer.load(refs(found))
     assert not any(tensor.any() for tensor in found.values())
 
 
@@ -394,7 +390,7 @@ def test_kill_between_any_two_file_operations(tmp_path):
     for kill_at in range(100):
         directory = tmp_path / str(kill_at)
         checkpointer = Checkpointer(directory, keep=1)
-        checkpointer.save(1, state(tensors(1)), {"tokens": 1})
+        checkpointer.save(1, refs(tensors(1)), {"tokens": 1})
         checkpointer.close()
         child = os.fork()
         if child == 0:
@@ -412,14 +408,14 @@ def test_kill_between_any_two_file_operations(tmp_path):
 
             for owner, name in operations:
                 setattr(owner, name, counted(getattr(owner, name)))
-            Checkpointer(directory, keep=1).save(2, state(tensors(2)), {"tokens": 2})
+            Checkpointer(directory, keep=1).save(2, refs(tensors(2)), {"tokens": 2})
             os._exit(0)
         status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         loaded, found = load(Checkpointer(directory))
         assert_equal(found, tensors(loaded.scalars["tokens"]))
         outcomes.append(loaded.step)
         again = Checkpointer(directory, keep=1)
-        again.save(2, state(tensors(3)), {"tokens": 3})  # the same step, after a restart that trained it anew
+        again.save(2, refs(tensors(3)), {"tokens": 3})  # the same step, after a restart that trained it anew
         loaded, found = load(again)
         assert (loaded.step, loaded.scalars) == (2, {"tokens": 3})
         assert_equal(found, tensors(3))
@@ -439,7 +435,7 @@ def full_disk():
 
 def test_a_save_that_fails_is_tried_again_and_leaves_the_last_checkpoint(tmp_path):
     checkpointer = Checkpointer(tmp_path)
-    checkpointer.save(1, state(tensors(1)), {"tokens": 1})
+    checkpointer.save(1, refs(tensors(1)), {"tokens": 1})
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     before = signal.getsignal(signal.SIGXFSZ)
     full_disk()
@@ -447,7 +443,7 @@ def test_a_save_that_fails_is_tried_again_and_leaves_the_last_checkpoint(tmp_pat
         for failures in (1, 2):
             checkpointer.notes()
             with pytest.raises(OSError, match=r"cannot write in .*File too large"):
-                checkpointer.save(2, state(tensors(2)), {"tokens": 2})
+                checkpointer.save(2, refs(tensors(2)), {"tokens": 2})
             assert checkpointer.failed
             notes = [note.text for note in checkpointer.notes()]
             assert len(notes) == 3 and all("File too large; trying again" in note for note in notes[:2])
@@ -458,7 +454,7 @@ def test_a_save_that_fails_is_tried_again_and_leaves_the_last_checkpoint(tmp_pat
     assert names(tmp_path) == ["latest", "step-00000001"]
     loaded, _ = load(checkpointer)
     assert loaded.step == 1
-    path = checkpointer.save(3, state(tensors(3)), {})
+    path = checkpointer.save(3, refs(tensors(3)), {})
     assert checkpointer.notes() == [Note(f"step 3: saved {path}")] and not checkpointer.failed
 
 
@@ -472,7 +468,7 @@ def test_a_save_succeeds_at_its_second_attempt(tmp_path, monkeypatch):
         return write(*arguments)
 
     monkeypatch.setattr(os, "write", once)
-    path = checkpointer.save(1, state(tensors(1)), {})
+    path = checkpointer.save(1, refs(tensors(1)), {})
     first, second = checkpointer.notes()
     assert "Input/output error; trying again" in first.text and first.failed
     assert second == Note(f"step 1: saved {path}")
@@ -504,7 +500,7 @@ def test_what_is_saved_is_what_was_there_when_the_save_began(tmp_path, monkeypat
         return write(*arguments)
 
     monkeypatch.setattr(os, "write", slow)
-    checkpointer.start_save(1, state(found), {})
+    checkpointer.start_save(1, refs(found), {})
     checkpointer.wait_staged()
     for tensor in found.values():
         tensor.zero_()
@@ -525,13 +521,6 @@ def test_a_rank_that_does_not_come_to_load_is_named(tmp_path):
         return str(error.value)
 
     assert "Rank 1 failed to pass monitoredBarrier" in run_ranks(rank_main, 2)[0]
-
-
-def rewrite(path, change):
-    """A manifest whose checksum is right, whatever it says."""
-    manifest = json.loads((path / "manifest.json").read_text())["manifest"]
-    body = json.dumps(change(manifest) or manifest).encode()
-    (path / "manifest.json").write_bytes(b'{"crc32": %d, "manifest": ' % zlib.crc32(body) + body + b"}\n")
 
 
 def with_tensor(name, change):
@@ -598,8 +587,8 @@ def damage_manifest(path, how):
 @pytest.mark.parametrize("how", HOSTILE)
 def test_whatever_the_manifest_says_it_is_named_and_an_older_one_is_used(tmp_path, how, capfd):
     checkpointer = Checkpointer(tmp_path)
-    checkpointer.save(1, state(tensors(1)), {"tokens": 1})
-    checkpointer.save(2, state(tensors(2)), {"tokens": 2})
+    checkpointer.save(1, refs(tensors(1)), {"tokens": 1})
+    checkpointer.save(2, refs(tensors(2)), {"tokens": 2})
     HOSTILE[how](tmp_path / "step-00000002")
     loaded, found = load(checkpointer)
     assert (loaded.step, loaded.scalars) == (1, {"tokens": 1})
@@ -642,14 +631,14 @@ def test_all_ranks_load_what_the_first_one_finds(tmp_path):
     """A run that goes on saves another checkpoint while ranks look for the latest one."""
     checkpointer = Checkpointer(tmp_path, keep=0)
     for step in (1, 2):
-        checkpointer.save(step, state(tensors(step)), {})
+        checkpointer.save(step, refs(tensors(step)), {})
 
     def rank_main(rank, world_size):
         if rank == 1:
             directory_module.checkpoints_at = lambda path: [tmp_path / "step-00000001"]
         groups = ParallelGroups.create(RankGrid(world_size=world_size))
         found = {name: torch.zeros_like(tensor) for name, tensor in tensors(0).items()}
-        loaded = Checkpointer(tmp_path / "own", groups=groups).load(state(found), path=tmp_path)
+        loaded = Checkpointer(tmp_path / "own", groups=groups).load(refs(found), path=tmp_path)
         assert_equal(found, tensors(2))
         return loaded.path.name
 
@@ -659,10 +648,10 @@ def test_all_ranks_load_what_the_first_one_finds(tmp_path):
 def test_of_a_run_that_is_named_an_older_checkpoint_is_taken_for_a_damaged_one(tmp_path, capfd):
     checkpointer = Checkpointer(tmp_path / "run" / "checkpoints", keep=0)
     for step in (1, 2):
-        checkpointer.save(step, state(tensors(step)), {})
+        checkpointer.save(step, refs(tensors(step)), {})
     damage(tmp_path / "run" / "checkpoints" / "step-00000002", "flipped bit")
     found = tensors(0)
-    loaded = Checkpointer(tmp_path / "own").load(state(found), path=tmp_path / "run")
+    loaded = Checkpointer(tmp_path / "own").load(refs(found), path=tmp_path / "run")
     assert loaded.step == 1 and "step-00000002 is passed over" in capfd.readouterr().err
 
 
@@ -696,23 +685,23 @@ def test_no_memory_for_a_copy_is_a_save_that_fails(tmp_path, monkeypatch):
         raise MemoryError
 
     monkeypatch.setattr(checkpointer._staging, "_allocate", out_of_memory)
-    checkpointer.start_save(1, state(tensors(1)), {})
+    checkpointer.start_save(1, refs(tensors(1)), {})
     checkpointer.wait_staged()
     with pytest.raises(OSError, match="there is no memory for a copy"):
         checkpointer.wait()
 
 
 def test_a_tensor_is_converted_for_the_library_and_an_empty_one_comes_back(tmp_path):
-    path = Checkpointer(tmp_path).save(1, state(tensors(1)), {})
+    path = Checkpointer(tmp_path).save(1, refs(tensors(1)), {})
     wanted = {"model/weight": torch.zeros(3, 4, dtype=torch.bfloat16)}
     dcp.load(wanted, storage_reader=CheckpointReader(path), no_dist=True)
     assert torch.equal(wanted["model/weight"], tensors(1)["model/weight"].bfloat16())
 
 
 def test_an_optional_tensor_of_another_form_counts_as_missing(tmp_path):
-    Checkpointer(tmp_path).save(1, state(tensors(1)), {})
+    Checkpointer(tmp_path).save(1, refs(tensors(1)), {})
     found = tensors(0) | {"random/cpu": torch.zeros(16, dtype=torch.uint8)}
-    loaded = Checkpointer(tmp_path).load(state(found), optional=frozenset({"random/cpu"}))
+    loaded = Checkpointer(tmp_path).load(refs(found), optional=frozenset({"random/cpu"}))
     assert loaded.missing == {"random/cpu"} and torch.equal(found["model/weight"], tensors(1)["model/weight"])
 
 
@@ -725,9 +714,9 @@ def test_nothing_is_deleted_while_something_follows_a_checkpoint(tmp_path):
         return f"read {(path / 'manifest.json').stat().st_size > 0}"
 
     checkpointer = Checkpointer(tmp_path, keep=1, after=after)
-    checkpointer.save(1, state(tensors(1)), {})
+    checkpointer.save(1, refs(tensors(1)), {})
     assert at_work.wait(10)
-    checkpointer.save(2, state(tensors(2)), {})  # does not wait for it
+    checkpointer.save(2, refs(tensors(2)), {})  # does not wait for it
     assert names(tmp_path) == ["latest", "step-00000001", "step-00000002"]
     go_on.set()
     checkpointer.wait_following()
@@ -735,7 +724,7 @@ def test_nothing_is_deleted_while_something_follows_a_checkpoint(tmp_path):
         "step 1: read True",
         "step 2: read True",
     ]
-    checkpointer.save(3, state(tensors(3)), {})
+    checkpointer.save(3, refs(tensors(3)), {})
     assert names(tmp_path)[1] == "step-00000003"
 
 
@@ -777,24 +766,24 @@ MOE = GPTConfig(moe=MoEConfig(num_experts=4, dispatcher="symmetric", symmetric_c
 )
 def test_a_layout_may_need_another_dispatcher(tmp_path, changes, differ):
     """Symmetric memory is for one machine: the same run goes on over several by all-to-all."""
-    Checkpointer(tmp_path, **described(MOE)).save(1, state(tensors(1)), {})
+    Checkpointer(tmp_path, **described(MOE)).save(1, refs(tensors(1)), {})
     now = replace(MOE, moe=replace(MOE.moe, **changes))
     again = Checkpointer(tmp_path, **described(now))
     if not differ:
-        assert again.load(state(tensors(0))).step == 1
+        assert again.load(refs(tensors(0))).step == 1
         return
     with pytest.raises(CheckpointError, match=differ):
-        again.load(state(tensors(0)))
+        again.load(refs(tensors(0)))
 
 
 def test_a_table_that_has_grown_takes_its_defaults(tmp_path):
     """A checkpoint of before an option of experts was there is one with its default."""
     older = described(MOE)
     del older["description"]["moe"]["drop_policy"]
-    Checkpointer(tmp_path, **older).save(1, state(tensors(1)), {})
-    assert Checkpointer(tmp_path, **described(MOE)).load(state(tensors(0))).step == 1
+    Checkpointer(tmp_path, **older).save(1, refs(tensors(1)), {})
+    assert Checkpointer(tmp_path, **described(MOE)).load(refs(tensors(0))).step == 1
     other = replace(MOE, moe=replace(MOE.moe, capacity_factor=1.0, drop_policy="position"))
     with pytest.raises(
         CheckpointError, match=r"moe\.drop_policy=probs; this run has .*moe\.drop_policy=position"
     ):
-        Checkpointer(tmp_path, **described(other)).load(state(tensors(0)))
+        Checkpointer(tmp_path, **described(other)).load(refs(tensors(0)))
