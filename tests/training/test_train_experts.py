@@ -212,9 +212,8 @@ def test_every_layout_is_one_rank(one_rank, world, tp, ep, etp):
 
 def test_experts_and_the_rest_are_each_sent_once_to_their_own_replicas():
     def rank_main(rank, world_size):
-        trainer = make_trainer(
-            make_groups(world_size, tp=2, ep=2, etp=1)
-        )  # dp 2, edp 2: other pairs of ranks
+        groups = make_groups(world_size, tp=2, ep=2, etp=1)  # dp 2, edp 2: other pairs of ranks
+        trainer = make_trainer(groups)
         with count_collectives() as seen:
             trainer.grads.reduce()
         sizes = {(f.plan.experts, f.plan.partial): f.layout.size for f in trainer.grads.flats}
