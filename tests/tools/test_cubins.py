@@ -1,6 +1,6 @@
 """Facts about the code of every Triton kernel, compiled as its launcher would launch it.
 
-What is expected stands in fastmp/testing/cubins: of every kernel in check.py, of each one in cases.py.
+The expected facts are in tools/cubins: those of all kernels in check.py, those of each case in cases.py.
 """
 
 from __future__ import annotations
