@@ -18,6 +18,7 @@ CONFIGS = Path(__file__).parents[2] / "configs"
 LAYOUT = ["--world-size", "16", "--tp", "4", "--pp", "2"]
 DENSE = ["tp", "cp", "dp", "pp", "mp", "embedding"]
 EXPERT = ["etp", "ep", "edp", "pp"]
+SCHEDULE = ["schedule", "--pp", "4", "--vpp", "2", "--num-microbatches", "8"]
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
@@ -73,22 +74,40 @@ def test_a_large_world_stays_readable(capsys):
 @pytest.mark.parametrize(
     ("arguments", "part"),
     [
-        (["--world-size", "16", "--tp", "3"], "world_size 16 is not a multiple of tp 3 x cp 1 x pp 1 = 3"),
-        (["--world-size", "16", "--order", "tp-xp"], "unknown axis 'xp'"),
-        (["--tp", "2"], "--world-size"),
-        (["--world-size", "many"], "many"),
-        (["--world-size", "16", "--tq", "2"], "there is no option --tq; did you mean --tp?"),
-        (["--world-siez", "16"], "there is no option --world-siez; did you mean --world-size?"),
+        (
+            ["groups", "--world-size", "16", "--tp", "3"],
+            "world_size 16 is not a multiple of tp 3 x cp 1 x pp 1 = 3",
+        ),
+        (["groups", "--world-size", "16", "--order", "tp-xp"], "unknown axis 'xp'"),
+        (["groups", "--tp", "2"], "--world-size"),
+        (["groups", "--world-size", "many"], "many"),
+        (["groups", "--world-size", "16", "--tq", "2"], "there is no option --tq; did you mean --tp?"),
+        (["groups", "--world-siez", "16"], "there is no option --world-siez; did you mean --world-size?"),
+        (
+            ["schedule", "--pp", "4", "--vpp", "2", "--num-microbatches", "10"],
+            "schedule: num_microbatches 10 leaves a last",
+        ),
+        ([*SCHEDULE, "--group-size", "3"], "schedule: group_size 3 is less than pp 4"),
+        (
+            ["schedule", "--pp", "0", "--num-microbatches", "8"],
+            "schedule: pp must be a positive integer, got 0",
+        ),
+        ([*SCHEDULE, "--p2p", "-1"], "schedule: cost p2p must be 0 or more, got -1.0"),
+        ([*SCHEDULE, "--hidden", "0.5"], "schedule: hidden 0.5 is of two steps at once: add --overlap"),
+        ([*SCHEDULE, "--schedule", "gpipe"], "gpipe"),
+        (["schedule", "--num-microbatches", "8"], "--pp"),
+        ([*SCHEDULE, "--plot", "picture.xyz"], "xyz"),
+        ([*SCHEDULE, "--plot", "no/such/folder/a.png"], "no/such/folder/a.png"),
     ],
 )
 def test_a_mistake_is_one_line_and_status_2(capsys, arguments, part):
     try:
-        status = plan.main(["groups", *arguments])
+        status = plan.main(arguments)
     except SystemExit as leaving:
         status = leaving.code
     captured = capsys.readouterr()
     assert (status, captured.out) == (2, "")
-    assert captured.err.startswith("fastmp plan groups: ") and captured.err.count("\n") == 1
+    assert captured.err.startswith(f"fastmp plan {arguments[0]}: ") and captured.err.count("\n") == 1
     assert part in captured.err
 
 
@@ -260,12 +279,13 @@ def test_the_command_line_reaches_it(capsys):
     assert "16 ranks" in capsys.readouterr().out
 
 
-def test_planning_does_not_import_torch():
+@pytest.mark.parametrize("arguments", [["groups", *LAYOUT], SCHEDULE], ids=lambda arguments: arguments[0])
+def test_planning_imports_neither_torch_nor_matplotlib(arguments):
     code = (
         "import sys; from fastmp.apps.cli import main; main(sys.argv[1:]); "
-        "sys.exit(bool({'torch', 'numpy'} & set(sys.modules)))"
+        "sys.exit(bool({'torch', 'numpy', 'matplotlib'} & set(sys.modules)))"
     )
-    command = [sys.executable, "-c", code, "plan", "groups", *LAYOUT]
+    command = [sys.executable, "-c", code, "plan", *arguments]
     assert subprocess.run(command, stdout=subprocess.DEVNULL).returncode == 0
 
 

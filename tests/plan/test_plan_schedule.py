@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shlex
-import subprocess
 import sys
 from pathlib import Path
 
@@ -114,48 +113,11 @@ def test_steps_that_take_no_time_are_drawn(tmp_path):
         assert (tmp_path / "x.svg").stat().st_size > 1000
 
 
-@pytest.mark.parametrize(
-    ("arguments", "part"),
-    [
-        (
-            ["--pp", "4", "--vpp", "2", "--num-microbatches", "10"],
-            "schedule: num_microbatches 10 leaves a last",
-        ),
-        ([*EXAMPLE[1:], "--group-size", "3"], "schedule: group_size 3 is less than pp 4"),
-        (["--pp", "0", "--num-microbatches", "8"], "schedule: pp must be a positive integer, got 0"),
-        ([*EXAMPLE[1:], "--p2p", "-1"], "schedule: cost p2p must be 0 or more, got -1.0"),
-        ([*EXAMPLE[1:], "--hidden", "0.5"], "schedule: hidden 0.5 is of two steps at once: add --overlap"),
-        ([*EXAMPLE[1:], "--schedule", "gpipe"], "gpipe"),
-        (["--num-microbatches", "8"], "--pp"),
-        ([*EXAMPLE[1:], "--plot", "picture.xyz"], "xyz"),
-        ([*EXAMPLE[1:], "--plot", "no/such/folder/a.png"], "no/such/folder/a.png"),
-    ],
-)
-def test_a_mistake_is_one_line_and_status_2(capsys, arguments, part):
-    try:
-        status = plan.main(["schedule", *arguments])
-    except SystemExit as leaving:
-        status = leaving.code
-    captured = capsys.readouterr()
-    assert (status, captured.out) == (2, "")
-    assert captured.err.startswith("fastmp plan schedule: ") and captured.err.count("\n") == 1
-    assert part in captured.err
-
-
 def test_without_matplotlib_a_picture_is_refused_and_text_is_not(capsys, monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     assert plan.main([*EXAMPLE, "--plot", str(tmp_path / "a.png")]) == 2
     assert "matplotlib is missing" in capsys.readouterr().err
     assert run(capsys, *EXAMPLE).startswith("1f1b")
-
-
-def test_planning_imports_neither_torch_nor_matplotlib():
-    code = (
-        "import sys; from fastmp.apps.cli import main; main(sys.argv[1:]); "
-        "sys.exit(bool({'torch', 'numpy', 'matplotlib'} & set(sys.modules)))"
-    )
-    command = [sys.executable, "-c", code, "plan", *EXAMPLE]
-    assert subprocess.run(command, stdout=subprocess.DEVNULL).returncode == 0
 
 
 def test_the_page_on_pipelines_shows_what_is_printed(capsys):
