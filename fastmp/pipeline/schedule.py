@@ -25,7 +25,7 @@ SPLIT_SCHEDULES = ("zero_bubble",)  # a backward is two steps, of inputs and of 
 
 
 class Step(NamedTuple):
-    """One call of one chunk with one microbatch.
+    """Call of a chunk with a microbatch.
 
     `kind` is "forward", "backward" (dgrad and wgrad), "backward_input" (dgrad, which the previous stage waits
     for) or "backward_weight" (wgrad, which can be deferred).

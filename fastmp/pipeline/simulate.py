@@ -30,7 +30,7 @@ _ANY_BACKWARD, _THEN_WEIGHT = (BACKWARD, BACKWARD_INPUT), (BACKWARD_WEIGHT,)
 
 
 class Event(NamedTuple):
-    """One step of one rank, from `start` to `end`."""
+    """Simulated step of a rank, from `start` to `end`."""
 
     rank: int
     step: Step
@@ -150,7 +150,7 @@ class Simulation:
         return tuple(reversed(path))
 
     def _ended(self, rank: int, needed: Step, time: float) -> int | None:
-        """Return the position of the step of `rank` that produces `needed`, if it ended at that time."""
+        """Return the position on `rank` of the producer of `needed`; None if it ended at another time."""
         ends, steps = self.ends[rank], self.orders[rank]
         i = bisect_left(ends, time - 1e-9 * time)
         while i < len(ends) and ends[i] <= time + 1e-9 * time:

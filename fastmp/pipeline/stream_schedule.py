@@ -201,7 +201,7 @@ def predecessor(sequence: OpSequence, op: int) -> int | None:
 
 
 def interleave(*sequences: OpSequence) -> tuple[Launch, ...]:
-    """Return an order in which the host launches the ops of `sequences`, whose first inputs are there.
+    """Return a launch order for the ops of `sequences`, whose first inputs are available.
 
     The order is greedy: next comes the op that can start first. Ties are broken by
 

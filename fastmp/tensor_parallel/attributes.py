@@ -16,7 +16,7 @@ Hook = TypeVar("Hook", bound=Callable[..., Any])
 
 
 class ParallelAttributes(NamedTuple):
-    """How a parameter is sharded; `parallel_attributes` reads these marks from attributes of the same names.
+    """Sharding of a parameter, as `parallel_attributes` reads it from attributes of the same names.
 
     Attributes:
         tensor_model_parallel: it is a shard of the tensor-parallel group. False: replicated.
@@ -50,7 +50,7 @@ def parallel_attributes(param: torch.Tensor) -> ParallelAttributes:
 
 
 class HookTraits(NamedTuple):
-    """How CUDA graphs treat a hook of a module or parameter; a hook without traits runs in eager code only.
+    """Treatment of a module or parameter hook by CUDA graphs; without traits it runs in eager code only.
 
     Attributes:
         replayed: call it next to every replay, as hook(module, ()).
