@@ -12,6 +12,6 @@ __getattr__, __dir__, __all__ = exports(
     {
         "acceleration": "accelerate restore",
         "tp_plan": "clip_grad_norm_ whole_state_dict",
-        "weights": "TransformersReader export_weights",
+        "weight_io": "TransformersReader export_weights",
     },
 )
