@@ -134,7 +134,8 @@ class Bert(LanguageModel):
         self, tokens_BS: Tensor, token_types_BS: Tensor | None = None, padding_BS: Tensor | None = None
     ) -> Tensor:
         """Return the hidden states after the last layer, (S, B, H) or (S/TP, B, H)."""
-        return self.encode(tokens_BS, token_types_BS, _documents(padding_BS))
+        documents = None if padding_BS is None else Documents.from_padding(padding_BS)
+        return self.encode(tokens_BS, token_types_BS, documents)
 
     def encode(
         self, tokens_BS: Tensor, token_types_BS: Tensor | None = None, documents: Documents | None = None
@@ -229,10 +230,6 @@ class Bert(LanguageModel):
     def _head(self) -> MaskedLMHead:
         assert self.lm_head is not None, "only the last stage has a head"
         return self.lm_head
-
-
-def _documents(padding_BS: Tensor | None) -> Documents | None:
-    return None if padding_BS is None else Documents.from_padding(padding_BS)
 
 
 def _masked_rows(rows: Tensor, targets: Tensor, most: int, ignore_index: int) -> tuple[Tensor, Tensor]:

@@ -87,13 +87,7 @@ class GPT(LanguageModel):
 
     def hidden(self, tokens_BS: torch.Tensor, documents: Documents | None = None) -> torch.Tensor:
         """Return the hidden states (S, B, H) after the last layer, before the final norm."""
-        return self._through_layers(tokens_BS, documents)[0]
-
-    def _through_layers(
-        self, tokens_BS: torch.Tensor, documents: Documents | None
-    ) -> tuple[torch.Tensor, list[torch.Tensor], list[torch.Tensor]]:
-        """Return the last hidden states, and the auxiliary losses and expert loads of every layer."""
-        return self._run_layers(self.embed(tokens_BS, documents), documents)
+        return self._run_layers(self.embed(tokens_BS, documents), documents)[0]
 
     def embed(
         self,
@@ -146,7 +140,7 @@ class GPT(LanguageModel):
 
         The other options are those of `vocab_parallel_linear_cross_entropy`.
         """
-        hidden_SBH, aux, counts = self._through_layers(tokens_BS, documents)
+        hidden_SBH, aux, counts = self._run_layers(self.embed(tokens_BS, documents), documents)
         loss_BS = self.token_losses(
             hidden_SBH,
             targets_BS,

@@ -87,11 +87,16 @@ def update_cost(
         return 0
     marks = parallel_attributes(param)
     ranks = group_size(etp_group if marks.expert_parallel else tp_group)
-    cut, total = _cut(marks, ranks), 0
-    for n, groups, width, columns in (block.shape for block in _blocks(name, param, marks)):
-        rows = groups * width * (ranks if cut == 1 else 1)
-        total += n * matrix_cost(rows, columns * (ranks if cut == 2 else 1))
+    cut = _cut(marks, ranks)
+    total = sum(_cost(block.shape, cut, ranks) for block in _blocks(name, param, marks))
     return total if cut else total * ranks
+
+
+def _cost(shape: torch.Size, cut: int, ranks: int) -> int:
+    """Return the cost of the whole matrices of which a rank has slices (N, groups, rows of a group, c)."""
+    n, groups, width, columns = shape
+    rows = groups * width * (ranks if cut == 1 else 1)
+    return n * matrix_cost(rows, columns * (ranks if cut == 2 else 1))
 
 
 def _cut(marks: ParallelAttributes, ranks: int) -> int:
@@ -375,10 +380,8 @@ def _units(name: str, param: Parameter, offset: int, ranks: int) -> list[_Unit]:
     tensor = place.as_strided(param.shape, param.stride(), offset)
     for block in _blocks(name, tensor, marks):
         for part in block.tensor_split(min(ranks, len(block))) if cut else (block,):
-            n, groups, width, columns = part.shape
-            rows = groups * width * (ranks if cut == 1 else 1)
-            cost = n * matrix_cost(rows, columns * (ranks if cut == 2 else 1))
-            units.append(_Unit(part.shape, part.stride(), int(part.storage_offset()), cut, cost))
+            place_of_part = part.shape, part.stride(), int(part.storage_offset())
+            units.append(_Unit(*place_of_part, cut, _cost(part.shape, cut, ranks)))
     return units
 
 

@@ -175,10 +175,15 @@ class ParallelModule(GroupModule):
 
     @torch.no_grad()
     def _init_weight(
-        self, full_shape: tuple[int, int], init_method: InitMethod, init: str, rng: RngTracker | None
+        self,
+        full_shape: tuple[int, int],
+        init_method: InitMethod,
+        init: str,
+        rng: RngTracker | None,
+        parameter: str = "weight",
     ) -> None:
-        """Initialise `self.weight`: as a shard of the full weight (init "full") or by itself ("sharded")."""
-        name, weight, marks = type(self).__name__, self.weight, self._marks()["weight"]
+        """Initialise a parameter: as a shard of the full one (init "full") or by itself ("sharded")."""
+        name, weight, marks = type(self).__name__, getattr(self, parameter), self._marks()[parameter]
         if init not in ("full", "sharded"):
             raise ValueError(f'{name}: expected init "full" or "sharded", got {init!r}')
         if init == "sharded" and self.tp_size > 1:

@@ -11,10 +11,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+from dispatch_modes import CalledOps
 from gpu_ranks import call_on_two_gpus
 from marks import full
 from torch.distributed import _symmetric_memory as symmetric
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastmp.config import ParallelConfig
 from fastmp.cuda_graphs.backends.recording import Pool, RecordedGraph
@@ -43,19 +43,6 @@ def plain_versions():
     return library
 
 
-class Seen(TorchDispatchMode):
-    """Notes the ops of torch.ops.symm_mem in order."""
-
-    def __init__(self):
-        super().__init__()
-        self.names = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func.namespace == "symm_mem":
-            self.names.append(func.overloadpacket.__name__)
-        return func(*args, **(kwargs or {}))
-
-
 def close(actual, expected):
     if expected is None:
         assert actual is None
@@ -82,7 +69,7 @@ def result(layer, x, dy, kind):
         layer.weight.requires_grad_(False)
     buffer = GradBuffer(layer.named_parameters()) if kind in ("main", "main, deferred") else None
     queue = WgradQueue() if "deferred" in kind else None
-    with defer_wgrad(queue), Seen() as seen:
+    with defer_wgrad(queue), CalledOps("symm_mem") as seen:
         y = layer(x)
         y, bias = y if isinstance(y, tuple) else (y, None)
         forward, seen.names = seen.names, []
@@ -127,7 +114,7 @@ def compare_layers(rank, tp, name, device):
         for actual, expected in zip(*reversed(results), strict=True):
             close(actual, expected)
         counted[how] = ops
-        with Seen() as seen:  # one row too few
+        with CalledOps("symm_mem") as seen:  # one row too few
             layer.overlap_rows = S * B + 1
             layer(x)
         assert not seen.names
@@ -167,7 +154,7 @@ def model_case(rank, tp, recompute):
         torch.manual_seed(0)
         on = Placement(groups, sequence_parallel=True, overlap_rows=rows, dtype=torch.float64)
         model = GPT(replace(SMALL, dropout=0.0, attention_dropout=0.0), on, recompute=recompute)
-        with Seen() as seen:
+        with CalledOps("symm_mem") as seen:
             loss = model.loss(ids, ids).sum()
             loss.backward()
         results.append([loss.detach(), *(p.grad for p in model.parameters())])
@@ -190,7 +177,7 @@ def graph_case(rank, tp):
     x = torch.randn(S // tp, B, I)
     layer(x)  # hosts agree outside of a graph
     graph = RecordedGraph(Pool())
-    with graph.capture(), torch.no_grad(), Seen() as seen:
+    with graph.capture(), torch.no_grad(), CalledOps("symm_mem") as seen:
         y = layer(x)
     x.copy_(torch.randn(S // tp, B, I))
     graph.replay()

@@ -156,18 +156,13 @@ class SharedExperts(ParallelModule):
         self.mlp = MLP(replace(config, ffn_hidden_size=size, moe=None, dense_layers=()), on)
         self.gate: nn.Parameter | None = None
         if moe.shared_expert_gate:
-            self.gate = nn.Parameter(torch.empty(1, config.hidden_size, **on.tensor_options))
+            shape = 1, config.hidden_size
+            self.gate = nn.Parameter(torch.empty(shape, **on.tensor_options))
             self._mark()
-            self._init_gate(self.gate, normal(config))
+            self._init_weight(shape, normal(config), "full", None, "gate")  # equal on all ranks
 
     def _marks(self) -> dict[str, ParallelAttributes]:
         return {"gate": ParallelAttributes(sequence_parallel=self.sequence_parallel)}
-
-    @torch.no_grad()
-    def _init_gate(self, gate: nn.Parameter, method: Init) -> None:
-        if not gate.is_meta:  # from the default stream, equal on all ranks
-            dtype = torch.promote_types(gate.dtype, torch.float32)
-            gate.copy_(method(torch.empty_like(gate, dtype=dtype)))
 
     def forward(self, hidden_SBH: torch.Tensor) -> torch.Tensor:
         output_SBH, bias_H = self.mlp(hidden_SBH)
