@@ -183,45 +183,6 @@ def samples_of(columns: int) -> tuple[Tensor, Tensor, Tensor]:
     return logits, target, torch.randn(4, generator=generator)
 
 
-def distant_rows(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Three rows whose last one starts beyond 2^31 elements; only what is touched takes memory."""
-    columns, stride = 1009, 2**30 + 8
-    memory = torch.empty(2 * stride + columns, dtype=dtype)
-    rows = memory.as_strided((3, columns), (stride, 1))
-    rows.copy_(torch.randn(3, columns, generator=torch.Generator().manual_seed(0)))
-    return rows, torch.tensor([5, 1008, 0])
-
-
-def check_distant_rows(backend: str | None) -> None:
-    def implementation(op: str):
-        return OPS[op].overload if backend is None else OPS[op].implementations[backend]
-
-    rows, target = distant_rows(torch.float16)
-    near = rows.contiguous()
-    stats = implementation("cross_entropy_stats")(rows, target, 0, 1009, True)
-    expected = OPS["cross_entropy_stats"].implementations["reference"](near, target, 0, 1009, True)
-    assert relative_error(stats, expected) < 1e-6
-    options = (near.float().logsumexp(1), torch.ones(3), None, 0, 1009, -100, 0.0, 0.0)
-    expected = OPS["cross_entropy_grad"].implementations["reference"](near, target, *options)
-    assert relative_error(implementation("cross_entropy_grad")(rows, target, *options), expected) < 1e-3
-    again = rows.clone()
-    implementation("cross_entropy_grad_")(rows, target, *options)
-    assert relative_error(rows, expected) < 1e-3
-    rows.copy_(again)
-    implementation("cross_entropy_loss_grad_")(rows, target, torch.ones(3), None, 1009, -100, 0.0, 0.0)
-    assert relative_error(rows, expected) < 1e-3
-
-
-@pytest.mark.parametrize("backend", [None, "reference"])
-def test_more_than_two_to_the_31_elements(backend):
-    check_distant_rows(backend)
-
-
-@pytest.mark.interpret
-def test_triton_addresses_more_than_two_to_the_31_elements():
-    check_distant_rows("triton")
-
-
 @pytest.mark.full
 @pytest.mark.interpret
 @pytest.mark.parametrize("op", CROSS_ENTROPY)

@@ -143,12 +143,3 @@ def test_main_gradients_receive_what_the_loss_receives(reduction):
     assert inputs[1].grad is None
     torch.testing.assert_close(inputs[1].main_grad - 1, expected[2], **EXACT)
     torch.testing.assert_close(inputs[0].grad, expected[1], **EXACT)
-
-
-@REDUCED
-def test_gradients_made_in_the_forward_pass_are_handed_out_once(reduction):
-    inputs = problem()
-    loss = linear_cross_entropy(*inputs, reduction=reduction)
-    loss.backward(retain_graph=True)
-    with pytest.raises(RuntimeError, match="no second backward"):
-        loss.backward()

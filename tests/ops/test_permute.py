@@ -9,6 +9,7 @@ import torch
 from every_op_tools import implementation, op_backends
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kernel_tools import DTYPES, random
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fastmp.ops import OPS, permutation, permute, unpermute
@@ -17,11 +18,6 @@ from fastmp.testing.ops import poisoned_memory
 FAMILY = ("permutation", "permute", "unpermute", "unpermute_backward")
 REFERENCE = {name: OPS[name].implementations["reference"] for name in FAMILY}
 BACKENDS = [case for case in op_backends(("c++", "reference")) if case.values[0] == "permutation"]
-DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-
-
-def random(*shape: int, dtype: torch.dtype = torch.float64, seed: int = 0) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
 
 
 def by_hand(indices: list[list[int]], num_experts: int) -> tuple[list[list[int]], list[int]]:
@@ -94,43 +90,6 @@ def test_outputs_larger_than_the_caches(columns):
     wanted = REFERENCE["unpermute_backward"](x, y, row_of, probs)
     for value, want in zip(grads, wanted, strict=True):
         torch.testing.assert_close(value, want, rtol=1e-5, atol=1e-4)
-
-
-def test_there_and_back():
-    """A token that kept all its k rows comes back k times; dropped assignments take theirs along."""
-    x = random(6, 10)
-    indices = torch.tensor([[0, 1], [2, -1], [1, 2], [-1, -1], [2, 0], [0, 2]], dtype=torch.int32)
-    row_of, offsets = permutation(indices, 3)
-    rows = permute(x, row_of, 12)
-    assert torch.equal(rows[: offsets[0]], x[[0, 4, 5]])
-    assert torch.equal(rows[offsets[1] : offsets[2]], x[[1, 2, 4, 5]])
-    assert not rows[offsets[2] :].any()
-    assert torch.equal(unpermute(rows, row_of), x * (indices >= 0).sum(1, keepdim=True))
-    assert not unpermute(rows, row_of)[3].any()
-
-
-def test_all_experts_of_every_token():
-    """k = E: each expert has every token, in order."""
-    x = random(5, 3)
-    indices = torch.stack([torch.randperm(4, generator=torch.Generator().manual_seed(t)) for t in range(5)])
-    row_of, offsets = permutation(indices.to(torch.int32), 4)
-    assert offsets.tolist() == [5, 10, 15, 20]
-    assert torch.equal(permute(x, row_of, 20), x.repeat(4, 1))
-
-
-@pytest.mark.parametrize("num_rows", (0, 3))
-def test_no_tokens(num_rows):
-    row_of, offsets = permutation(torch.empty(0, 2, dtype=torch.int32), 3)
-    assert row_of.shape == (0, 2) and offsets.tolist() == [0, 0, 0]
-    x = torch.empty(0, 4, dtype=torch.float64, requires_grad=True)
-    rows = permute(x, row_of, num_rows)
-    assert rows.shape == (num_rows, 4) and not rows.any()
-    y = torch.ones(num_rows, 4, dtype=torch.float64, requires_grad=True)
-    probs = torch.empty(0, 2, dtype=torch.float64, requires_grad=True)
-    out = unpermute(y, row_of, probs)
-    assert out.shape == (0, 4)
-    dy, dprobs = torch.autograd.grad(out, (y, probs), torch.empty_like(out))
-    assert dy.shape == y.shape and not dy.any() and dprobs.shape == (0, 2)
 
 
 def test_nothing_is_kept():

@@ -2,53 +2,34 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from every_op_tools import BEYOND, NothingWalksThrough, only_ends_run, sparse
+from kernel_tools import check_kernel, random
 from marks import DTYPES
 
 from fastmp.ops import permute_triton as kernels
 from fastmp.ops.core.registry import OPS
-from fastmp.testing.ops import poisoned_memory, samples
+from fastmp.testing.ops import samples
 
 pytestmark = [
     pytest.mark.interpret,
     pytest.mark.filterwarnings("ignore:overflow", "ignore:invalid value"),
 ]
-REFERENCE = {name: OPS[name].implementations["reference"] for name in OPS}
-LAUNCH = {
-    "permutation": kernels.launch_permutation,
-    "permute": kernels.launch,
-    "unpermute": kernels.launch_unpermute,
-    "unpermute_backward": kernels.launch_unpermute_backward,
-}
-TOLERANCE = {
-    torch.float64: {"rtol": 1e-12, "atol": 1e-12},
-    torch.float32: {"rtol": 1e-5, "atol": 1e-5},
-    torch.bfloat16: {"rtol": 1e-2, "atol": 1e-5},
-    torch.float16: {"rtol": 1e-3, "atol": 1e-5},
-}
-
-
-def check(op: str, *arguments, **tolerance: float) -> None:
-    with poisoned_memory():
-        results = LAUNCH[op](*arguments)
-    wanted = REFERENCE[op](*arguments)
-    results, wanted = (r if isinstance(r, tuple) else (r,) for r in (results, wanted))
-    for value, want in zip(results, wanted, strict=True):
-        assert value.is_contiguous()
-        torch.testing.assert_close(value, want, equal_nan=True, **tolerance)
-
-
-def random(*shape: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+REFERENCE, LAUNCH = (
+    {op: OPS[op].implementations[backend] for op in OPS if backend in OPS[op].implementations}
+    for backend in ("reference", "triton")
+)
+check = partial(check_kernel, "triton")
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("op", ("permute", "unpermute", "unpermute_backward"))
 def test_equals_reference(op, dtype):
     for arguments in samples(op, device="cpu", dtype=dtype):
-        check(op, *arguments, **TOLERANCE[dtype])
+        check(op, *arguments)
 
 
 @pytest.mark.parametrize("experts", (1, 3, 32, 200, 257))
@@ -76,11 +57,10 @@ def test_columns(columns, shift):
     x, y = (random(n, columns + shift, dtype=torch.float32, seed=n)[:, shift:] for n in (5, 23))
     row_of, _ = REFERENCE["permutation"](torch.arange(20, dtype=torch.int32).view(5, 4) % 7, 6)
     probs = random(5, 4, dtype=torch.float32)
-    tolerance = TOLERANCE[torch.float32]
-    check("permute", x, row_of, 20, **tolerance)
-    check("unpermute", y, row_of, probs, **tolerance)
-    check("unpermute", y, row_of, None, **tolerance)
-    check("unpermute_backward", x, y, row_of, probs, rtol=1e-4, atol=1e-4)
+    check("permute", x, row_of, 20)
+    check("unpermute", y, row_of, probs)
+    check("unpermute", y, row_of, None)
+    check("unpermute_backward", x, y, row_of, probs, rtol=1e-4)
 
 
 def test_nan_of_a_dropped_assignment_stays_out():
@@ -115,7 +95,7 @@ def test_rows_without_an_assignment_are_found_whatever_the_memory_held(monkeypat
     monkeypatch.setattr(torch.Tensor, "new_empty", held)
     for _ in range(3):
         check("permute", x, row_of, 150, rtol=0, atol=0)
-        check("unpermute_backward", x, y, row_of, probs, **TOLERANCE[torch.float32])
+        check("unpermute_backward", x, y, row_of, probs)
 
 
 @pytest.mark.full

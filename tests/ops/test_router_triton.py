@@ -6,31 +6,25 @@ import math
 
 import pytest
 import torch
+from kernel_tools import check_kernel, random
 from marks import full
 from torch import Tensor
 
 from fastmp.ops import router, router_triton
 from fastmp.ops.core import rowwise as rows
-from fastmp.testing.ops import poisoned_memory
 
 pytestmark = [
     pytest.mark.interpret,
     pytest.mark.filterwarnings("ignore:overflow", "ignore:invalid value", "ignore:divide by zero"),
 ]
 
-TOLERANCE = {
-    torch.float64: {"rtol": 1e-12, "atol": 1e-13},
-    torch.float32: {"rtol": 2e-5, "atol": 1e-6},
-    torch.float16: {"rtol": 1e-3, "atol": 1e-5},
-    torch.bfloat16: {"rtol": 1e-2, "atol": 1e-5},
-}
+WIDE = {"rtol": 2e-5, "atol": 1e-6}  # of results in float32, whatever the logits
 SCORES = (("softmax", False), ("softmax", True), ("logits", True), ("sigmoid", False), ("sigmoid", True))
 
 
 def _random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
     """Sixteenths, many of them equal."""
-    generator = torch.Generator().manual_seed(seed)
-    return ((torch.randn(shape, generator=generator, dtype=torch.float64) * 24).round() / 16).to(dtype)
+    return random(*shape, seed=seed, scale=24.0).round().div(16).to(dtype)
 
 
 def _check(
@@ -38,23 +32,14 @@ def _check(
     each: bool = False,
 ) -> None:  # fmt: skip
     """Forward, and backward of all three gradients; with `each` also of one at a time and of none."""
-    wide = torch.float64 if logits.dtype == torch.float64 else torch.float32
-    options = (k, score, groups, opened, normalize, 1.5)
-    options = (*options, bias is not None or opened < groups)
-    expected = router.reference(logits, bias, *options)
-    with poisoned_memory():
-        results = router_triton.launch(logits, bias, *options)
-    for value, want in zip(results, expected, strict=True):
-        assert value.is_contiguous() and value.dtype == want.dtype
-        torch.testing.assert_close(value, want, equal_nan=True, **TOLERANCE[wide])
-    indices = expected[0]
-    grads = [_random(*t.shape, dtype=wide, seed=n) for n, t in enumerate((expected[1], *expected[3:5]))]
+    twice = bias is not None or opened < groups
+    options = (bias, k, score, groups, opened, normalize, 1.5, twice)
+    tolerance = {} if logits.dtype == torch.float64 else WIDE
+    indices, probs, _, sums, z_sum, _ = check_kernel("triton", "topk_router", logits, *options, **tolerance)
+    grads = [_random(*t.shape, dtype=t.dtype, seed=n) for n, t in enumerate((probs, sums, z_sum))]
     for given in (grads, [grads[0], None, None], [None, *grads[1:]], [None] * 3)[: 4 if each else 1]:
-        arguments = (*given, logits, indices, score, normalize, 1.5)
-        with poisoned_memory():
-            value = router_triton.launch_backward(*arguments)
-        want = router.reference_backward(*arguments)
-        torch.testing.assert_close(value, want, equal_nan=True, **TOLERANCE[logits.dtype])
+        options = (logits, indices, score, normalize, 1.5)
+        check_kernel("triton", "topk_router_backward", *given, *options)
 
 
 @pytest.mark.parametrize(("score", "normalize"), SCORES)
