@@ -1,4 +1,4 @@
-"""The transformer layer: its communication, its dropout, and one graph under torch.compile."""
+"""The transformer layer: its segments, its dropout, and one graph under torch.compile."""
 
 from __future__ import annotations
 

@@ -44,31 +44,6 @@ def test_autocast_leaves_the_logits_alone():
     assert logits.dtype == torch.float32 and torch.equal(logits, x @ weight.t())
 
 
-def test_equal_loads_have_the_least_loss():
-    """coefficient x k-independent: the loss of T tokens spread evenly is coefficient x T."""
-    router = make_router(plain_moe(aux_loss=0.7, sequence_aux_loss=0.2, top_k=1))
-    with torch.no_grad():
-        router.weight.copy_(torch.eye(8, 16) * 50)
-    hidden = torch.eye(8, 16, dtype=torch.float64).unsqueeze(1)  # token t goes to expert t
-    *_, aux, counts = router(hidden)
-    assert counts.tolist() == [1] * 8
-    torch.testing.assert_close(aux, torch.tensor(0.7 * 8 + 0.2 * 8).double())
-    *_, aux, _ = router(hidden[:1].expand(8, 1, 16))  # all to one expert: E times as much
-    torch.testing.assert_close(aux, torch.tensor(8 * (0.7 * 8 + 0.2 * 8)).double())
-
-
-def test_sequence_losses_see_what_the_whole_does_not():
-    """Two sequences, each on one expert of its own, are balanced together and not apart."""
-    router = make_router(plain_moe(num_experts=2, top_k=1, aux_loss=1.0))
-    apart = make_router(plain_moe(num_experts=2, top_k=1, sequence_aux_loss=1.0))
-    for each in (router, apart):
-        with torch.no_grad():
-            each.weight.copy_(torch.eye(2, 16) * 50)
-    hidden = torch.eye(2, 16, dtype=torch.float64).expand(6, 2, 16)  # (S, B): sequence b on expert b
-    torch.testing.assert_close(router(hidden)[2], torch.tensor(12.0).double())
-    torch.testing.assert_close(apart(hidden)[2], torch.tensor(24.0).double())
-
-
 def deepseek_v3_loss(scores_TE: torch.Tensor, k: int) -> torch.Tensor:
     """Equations 17 to 20 of arXiv 2412.19437 with alpha 1 for one sequence, times its tokens."""
     T, E = scores_TE.shape
