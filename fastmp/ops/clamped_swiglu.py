@@ -131,14 +131,9 @@ def launch(x: Tensor, alpha: float, limit: float) -> Tensor:
     y = x.new_empty(*x.shape[:-1], x.shape[-1] // 2)
     if y.numel():
         rows.launch(
-            clamped_swiglu_kernel,
-            (x,),
-            (y,),
-            columns=y.shape[-1],
-            blocks=block_shape,
-            ALPHA=alpha,
+            clamped_swiglu_kernel, (x,), (y,), columns=y.shape[-1], blocks=block_shape, ALPHA=alpha,
             LIMIT=limit,
-        )
+        )  # fmt: skip
     return y
 
 

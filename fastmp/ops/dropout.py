@@ -202,15 +202,10 @@ def launch_into(x: Tensor, bias: Tensor | None, residual: Tensor, p: float, seed
         y.copy_(launch(x, bias, residual, p, seed))
         return
     rows.launch(
-        bias_dropout_add_kernel,
-        (residual, x),
-        (None if bias is None else bias.contiguous(), y, seed),
-        _mask_constants(p),
-        blocks=block_shape,
-        HAS_BIAS=bias is not None,
-        DROPS=seed is not None,
+        bias_dropout_add_kernel, (residual, x), (None if bias is None else bias.contiguous(), y, seed),
+        _mask_constants(p), blocks=block_shape, HAS_BIAS=bias is not None, DROPS=seed is not None,
         WHOLE=x.shape[-1] % 4 == 0,
-    )
+    )  # fmt: skip
 
 
 def launch_backward(
@@ -221,15 +216,9 @@ def launch_backward(
     if grad.numel() == 0 or p == 1:
         return dx.zero_(), dbias.zero_()
     rows.launch_with_sums(
-        bias_dropout_add_backward_kernel,
-        (grad,),
-        (dx, seed),
-        dbias if with_bias else None,
-        _mask_constants(p),
-        blocks=block_shape,
-        HAS_BIAS=with_bias,
-        WHOLE=grad.shape[-1] % 4 == 0,
-    )
+        bias_dropout_add_backward_kernel, (grad,), (dx, seed), dbias if with_bias else None,
+        _mask_constants(p), blocks=block_shape, HAS_BIAS=with_bias, WHOLE=grad.shape[-1] % 4 == 0,
+    )  # fmt: skip
     return dx, dbias
 
 

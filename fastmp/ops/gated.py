@@ -206,15 +206,9 @@ def launch(x: Tensor, bias: Tensor | None, activation: str, up: Tensor | None = 
         bias = None if bias is None else bias.contiguous()
         tensors, absent, pitches = _halves(x, up)
         rows.launch(
-            gated_activation_kernel,
-            tensors,
-            (*absent, bias, y),
-            pitches,
-            columns=shape[-1],
-            JOINED=up is None,
-            HAS_BIAS=bias is not None,
-            FORM=activation,
-        )
+            gated_activation_kernel, tensors, (*absent, bias, y), pitches, columns=shape[-1],
+            JOINED=up is None, HAS_BIAS=bias is not None, FORM=activation,
+        )  # fmt: skip
     return y
 
 
@@ -234,16 +228,10 @@ def launch_backward(
     bias = None if bias is None else bias.contiguous()
     tensors, absent, pitches = _halves(x, up)
     rows.launch_with_sums(
-        gated_activation_backward_kernel,
-        (grad, *tensors),
-        (*absent, bias, dx, None if up is None else dup),
-        None if bias is None else dbias,
-        pitches,
-        blocks=backward_block_shape,
-        JOINED=up is None,
-        HAS_BIAS=bias is not None,
-        FORM=activation,
-    )
+        gated_activation_backward_kernel, (grad, *tensors),
+        (*absent, bias, dx, None if up is None else dup), None if bias is None else dbias, pitches,
+        blocks=backward_block_shape, JOINED=up is None, HAS_BIAS=bias is not None, FORM=activation,
+    )  # fmt: skip
     return dx, dup, dbias
 
 

@@ -296,12 +296,9 @@ def launch(
     residual, residual_pitch = (None, 0) if residual is None else as_rows(residual)
     vector = vector_width(itemsize, num_cols, pitch, residual_pitch)
     constants = {
-        "EPS": eps,
-        "CENTRED": centred,
-        "HAS_BIAS": bias is not None,
-        "COMPUTE": arithmetic(x.dtype),
+        "EPS": eps, "CENTRED": centred, "HAS_BIAS": bias is not None, "COMPUTE": arithmetic(x.dtype),
         "VECTOR": vector,
-    }
+    }  # fmt: skip
     parameters = weight.contiguous(), None if bias is None else bias.contiguous()
     sizes = num_rows, num_cols // vector, pitch // vector
     block_m, block_n, num_warps = block or WIDE_BLOCK

@@ -253,14 +253,9 @@ def _plan(
     vector = vector_width(dtype.itemsize, num_keys, *pitches)
     block_m, block_n, num_warps, whole = block_shape(max_queries, num_keys, dtype.itemsize)
     constants = {
-        "CAUSAL": causal,
-        "COMPUTE": arithmetic(dtype),
-        "VECTOR": vector,
-        "WHOLE": whole,
-        "BLOCK_M": block_m,
-        "BLOCK_N": block_n,
-        "num_warps": num_warps,
-    }
+        "CAUSAL": causal, "COMPUTE": arithmetic(dtype), "VECTOR": vector, "WHOLE": whole,
+        "BLOCK_M": block_m, "BLOCK_N": block_n, "num_warps": num_warps,
+    }  # fmt: skip
     return (num_keys // vector, *[pitch // vector for pitch in pitches]), constants
 
 

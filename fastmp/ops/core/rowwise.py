@@ -137,12 +137,9 @@ def _plan(
     """Return (num_vectors, pitch of each tensor in vectors) and the kernel's constants."""
     vector = vector_width(dtype.itemsize, num_cols, *pitches)
     constants = {
-        "COMPUTE": arithmetic(dtype),
-        "VECTOR": vector,
-        "BLOCK_M": block_m,
-        "BLOCK_N": block_n,
+        "COMPUTE": arithmetic(dtype), "VECTOR": vector, "BLOCK_M": block_m, "BLOCK_N": block_n,
         "num_warps": NUM_WARPS,
-    }
+    }  # fmt: skip
     return (num_cols // vector, *[pitch // vector for pitch in pitches]), constants
 
 
