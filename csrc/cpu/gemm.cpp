@@ -1,14 +1,15 @@
 // GEMMs on the CPU.
 //
-// A GEMM is split into blocks of rows and columns, each described by a GemmDesc of its own. A block packs the columns of the right operand once, in
-// the order in which they are used, and then strips of a few rows of the left one; a strip's sums are kept in fp32
-// (fp64 for fp64) and go through the epilogue while they are in the caches. Blocks write disjoint memory, and an
-// element is summed in the same order in any block: results do not depend on the number of threads. 16-bit
-// types are widened when packed, except that bfloat16 stays as it is where a unit of bfloat16.h can multiply it; that
-// sums in fp32, too.
+// A GEMM is split into blocks of rows and columns, each described by a GemmDesc:
+// 1. A block packs the columns of the right operand once, in the order of their use.
+// 2. It packs strips of a few rows of the left operand, and multiplies each strip by all columns.
+// 3. A strip's sums, in fp32 (fp64 for fp64), go through the epilogue while they are in the caches.
+// Blocks write disjoint memory, and an element is summed in the same order in any block: results do not depend on the
+// number of threads. 16-bit types are widened when packed, except bfloat16 for the units of bfloat16.h, which multiply
+// it as it is and sum in fp32.
 //
-// A GEMM of a few rows, as of one token at a time, is bound by reading the right operand: it is read in place, and an
-// element is summed in lanes.
+// A GEMM of a few rows, as in decoding, is bound by reading the right operand: it is read in place, and an element is
+// summed in lanes.
 #include "gemm.h"
 
 #include "bfloat16.h"
@@ -42,10 +43,10 @@ FASTMP_DECLARE(void gemm_block(const GemmDesc&, Scratch&);)
 
 namespace FASTMP_ISA {
 
-// A unit multiplies a strip of kRows rows and a panel of kCols columns, both packed, over up to kTermBlock terms; their
-// sums are added to those of the terms before. kStrips strips are packed at a time, and kTermUnit terms together, zeros
-// where rows, columns or terms are none. VectorUnit does that in lanes; of bfloat16, MatrixUnit in tiles and PairUnit by
-// pairs of terms (bfloat16.h).
+// A unit multiplies a strip of kRows rows and a panel of kCols columns, both packed, over up to kTermBlock terms, and
+// adds to the sums of the terms before. It packs kStrips strips at a time, and kTermUnit terms together; zeros pad rows,
+// columns and terms. VectorUnit multiplies in lanes; MatrixUnit (tiles) and PairUnit (pairs of terms) multiply bfloat16,
+// see bfloat16.h.
 // Operands come unpacked as a pointer and (outer, term), see Operand.
 template <class T>
 struct VectorUnit {
@@ -218,14 +219,17 @@ void multiply_block(const GemmDesc& gemm, Scratch& scratch) {
   const auto pack = [&](const void* b, P* out) {
     unit.pack_columns(static_cast<const T*>(b), gemm.b.outer, gemm.b.term, gemm.cols, gemm.terms, out);
   };
+  // 1. Pack all columns, those of gate and up one after the other.
   pack(gemm.b.data, columns);
   if (pair) pack(gemm.up, columns + width * terms);
   for (int64_t row = 0; row < gemm.rows; row += kRows) {
     const int64_t left = gemm.rows - row, number = row / kRows % Unit::kStrips;
+    // 2. Pack the next kStrips strips.
     if (number == 0) {
       const T* a = static_cast<const T*>(gemm.a.data) + row * gemm.a.outer;
       unit.pack_strips(a, gemm.a.outer, gemm.a.term, std::min(left, Unit::kStrips * kRows), gemm.terms, strips);
     }
+    // 3. Multiply the strip by all columns, kTermBlock terms at a time.
     if (terms == 0) std::fill(sums, sums + kRows * pitch, S(0));
     for (int64_t begin = 0; begin < terms; begin += Unit::kTermBlock) {
       const int64_t some = std::min(Unit::kTermBlock, terms - begin);
@@ -234,6 +238,7 @@ void multiply_block(const GemmDesc& gemm, Scratch& scratch) {
                       pitch);
       }
     }
+    // 4. The epilogue of the strip's rows.
     finish<T>(gemm, row, std::min(kRows, left), sums, pitch, width);
   }
 }
@@ -251,8 +256,8 @@ struct Lanes {
   static FASTMP_INLINE void add(Terms& total, Terms a, Terms b) { total += a * b; }
 };
 
-// sums (kRows, kCols), `pitch` apart, of rows of `a` and columns of `b` whose terms are neighbours. The columns behind
-// these are asked for meanwhile: memory is what this waits for.
+// Computes sums (kRows, kCols), `pitch` apart, of rows of `a` and columns of `b` whose terms are neighbours in memory.
+// The next columns are prefetched: the loop is bound by memory.
 template <class L, int64_t kRows, int64_t kCols, class T = typename L::Stored>
 FASTMP_INLINE void dot_products(const T* a, int64_t a_outer, const T* b, int64_t b_outer, int64_t terms,
                                 scalar_of<T>* sums, int64_t pitch) {
@@ -273,7 +278,7 @@ FASTMP_INLINE void dot_products(const T* a, int64_t a_outer, const T* b, int64_t
   }
 }
 
-// A gemm whose operands both have neighbours for terms, and whose rows are few.
+// A GEMM of few rows, whose operands both have their terms next to each other in memory.
 template <class L>
 void multiply_few(const GemmDesc& gemm, Scratch& scratch) {
   using T = typename L::Stored;

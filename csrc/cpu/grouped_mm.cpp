@@ -13,8 +13,8 @@
 namespace fastmp {
 namespace {
 
-// Calls body(expert, first row, rows) for each expert, and returns where the rows of nobody begin. An end before its
-// start, or beyond all rows, is moved there.
+// Calls body(expert, first row, rows) for each expert, and returns the first row after those of all experts. An end
+// before its start, or beyond all rows, is clamped.
 template <class Body>
 int64_t for_experts(const char* op, const Tensor& offsets, int64_t num_rows, const Body& body) {
   FASTMP_CHECK(offsets.dim() == 1 && offsets.scalar_type() == ScalarType::Int, op, ": offsets must be int32 (E,)");

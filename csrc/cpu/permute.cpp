@@ -1,8 +1,8 @@
 // permutation, permute and unpermute on the CPU: a stable counting sort, copies of rows, and weighted sums of rows.
 //
 // The sort counts the experts of blocks of assignments, sums the counts up, and gives out rows block by block: the
-// blocks follow from the shape alone, and the rows do not depend on them. Tokens are spread over the threads; a token's
-// rows belong to nobody else. Half types are computed in fp32 and rounded once. The semantics are those of the
+// blocks follow from the shape alone, and the rows do not depend on them. Tokens are spread over the threads; no
+// two tokens share a row. Half types are computed in fp32 and rounded once. The semantics are those of the
 // references in fastmp/ops/permute.py.
 #include "op.h"
 #include "assignments.h"

@@ -20,7 +20,7 @@ namespace fastmp {
 
 enum class Score { kSoftmax, kLogits, kSigmoid };
 
-// What all tokens have in common. Pointers to scores and gradients are of the type that is computed in.
+// Arguments that all tokens share. Scores and gradients are in the compute dtype.
 struct Router {
   const void* logits;
   const void* bias;  // or null
@@ -104,7 +104,7 @@ FASTMP_INLINE Row<A> read(const Router& router, int64_t token, Scratch<A>& scrat
   return {highest, total, highest == kInfinity ? kInfinity : shift + std::log(total)};
 }
 
-// Turns scratch.scores into scores: of softmax from its exponentials, of sigmoid anew. Returns their sum.
+// Turns scratch.scores into scores: of softmax from its exponentials, of sigmoid from the logits. Returns their sum.
 template <typename T, typename A = scalar_of<T>>
 FASTMP_INLINE A make_scores(const Router& router, const Row<A>& row, Scratch<A>& scratch) {
   using V = lanes_of<T>;

@@ -21,7 +21,7 @@ struct PairedMainloop : Mainloop {
   }
 
   // The layout (columns, terms, column tiles, term tiles, 1) of coordinates in the weights. Those of gates, or of ups,
-  // beyond `width` lead to numbers that nobody stores.
+  // beyond `width` lead to numbers that are not stored.
   template <class Layout, class Width>
   CUTE_HOST_DEVICE static constexpr auto paired(const Layout& tiled, Width width) {
     using Half = cute::Int<SumsTile::kColumns / 2>;
