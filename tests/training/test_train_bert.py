@@ -8,6 +8,7 @@ import pytest
 import torch
 from marks import full
 from train_tools import arguments
+from trainer_tools import make_groups
 
 from fastmp.apps.generation.trained_models import load_model
 from fastmp.apps.train import main
@@ -22,7 +23,6 @@ from fastmp.config import (
     TrainConfig,
 )
 from fastmp.distributed.collectives import group_rank
-from fastmp.distributed.grid import RankGrid
 from fastmp.distributed.groups import ParallelGroups
 from fastmp.distributed.rng import RngTracker
 from fastmp.plan.layout import problems
@@ -80,11 +80,11 @@ class Samples:
             yield self.rows(10_000 + (number * dp_size + dp_rank) * self.micro_batch_size)
 
 
-def train(config, groups=ALONE, layout=ONE, graphs=None, steps=5, dtype=torch.float64):
+def train(config, groups=ALONE, layout=ONE, graphs=None, steps=5, static=False):
     """Losses and gradient norms of some steps, the loss of an evaluation, and the trainer."""
     rng = RngTracker(3, tp_rank=group_rank(groups.tp))
-    options = {"max_masked": 4 * MAX_MASKED, "static_shapes": graphs is not None}
-    model, loss = bert_and_loss(config, groups, layout, **options, rng=rng, dtype=dtype)
+    options = {"max_masked": 4 * MAX_MASKED, "static_shapes": static}
+    model, loss = bert_and_loss(config, groups, layout, **options, rng=rng, dtype=torch.float64)
     recipe = TrainConfig(steps=40, global_batch_size=16, eval_interval=0)
     trainer = Trainer(model, Samples(), loss, recipe, groups=groups, rng=rng, graphs=graphs)
     results = [trainer.train_step() for _ in range(steps)]
@@ -95,8 +95,7 @@ def train(config, groups=ALONE, layout=ONE, graphs=None, steps=5, dtype=torch.fl
 
 def check_layout(rank, world, name, expected, options):
     layout = ParallelConfig(**options)
-    grid = RankGrid(world_size=world, tp=layout.tp, pp=layout.pp)
-    found, trainer = train(CONFIGS[name], ParallelGroups.create(grid), layout)
+    found, trainer = train(CONFIGS[name], make_groups(world, layout), layout)
     trainer.close()
     torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
 
@@ -126,15 +125,13 @@ def test_every_layout_trains_alike(name, world, options):
 @pytest.mark.parametrize("name", CONFIGS)
 def test_graphs_replay_what_eager_steps_compute(name, scope):
     config = replace(CONFIGS[name], dropout=0.1)
-    graphed, trainer = train(config, graphs=GraphConfig(enabled=True, scope=scope, verify_every=4), steps=6)
+    graphs = GraphConfig(enabled=True, scope=scope, verify_every=4)
+    options = {"steps": 6, "static": True}
+    graphed, trainer = train(config, graphs=graphs, **options)
+    eager, _ = train(config, **options)
     assert trainer.graphs.num_graphs >= 2
+    assert all(map(torch.equal, graphed, eager))
     trainer.close()
-    rng = RngTracker(3)
-    options = {"max_masked": 4 * MAX_MASKED, "static_shapes": True}
-    model, loss = bert_and_loss(config, ALONE, ONE, **options, rng=rng, dtype=torch.float64)
-    recipe = TrainConfig(steps=40, global_batch_size=16, eval_interval=0)
-    eager = Trainer(model, Samples(), loss, recipe, rng=rng)
-    assert all(torch.equal(graphed[2 * step], eager.train_step().loss.double()) for step in range(6))
 
 
 def test_a_step_minimises_the_mean_of_both_losses():
