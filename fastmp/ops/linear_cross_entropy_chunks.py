@@ -66,7 +66,11 @@ ALONE = Shards()
 
 
 class LossOptions(NamedTuple):
-    """This shard and the kind of loss, in the order of the cross-entropy ops, and the bytes for logits."""
+    """This shard and the kind of loss, in the order of the cross-entropy ops, and the bytes for logits.
+
+    Ops on a shard's logits take the first five, those on merged statistics all of them but the first. Callers
+    slice: a property of a NamedTuple cannot be traced by torch.compile in torch 2.10.
+    """
 
     vocab_start: int
     vocab_size: int
@@ -74,16 +78,6 @@ class LossOptions(NamedTuple):
     label_smoothing: float
     z_loss: float
     workspace: int
-
-    @property
-    def of_shard(self) -> tuple[int, int, int, float, float]:
-        """The arguments of ops on a shard's logits."""
-        return self[:5]
-
-    @property
-    def of_vocabulary(self) -> tuple[int, int, float, float]:
-        """The arguments of ops on merged statistics."""
-        return self[1:5]
 
 
 class HeadCall(NamedTuple):
@@ -194,7 +188,7 @@ class HeadGradients:
 def _grad_(logits: Tensor, tokens: Tokens, options: LossOptions) -> None:
     """Overwrite logits with their gradient."""
     torch.ops.fastmp.cross_entropy_grad_(
-        logits, tokens.target, tokens.lse, tokens.grad_loss, tokens.weight, *options.of_shard
+        logits, tokens.target, tokens.lse, tokens.grad_loss, tokens.weight, *options[:5]
     )
 
 
@@ -205,7 +199,7 @@ def _stats(logits: Tensor, tokens: Tokens, options: LossOptions) -> Tensor:
 
 
 def _merge(stats: Tensor, tokens: Tokens, options: LossOptions) -> tuple[Tensor, Tensor]:
-    return torch.ops.fastmp.cross_entropy_merge(stats, tokens.target, tokens.weight, *options.of_vocabulary)
+    return torch.ops.fastmp.cross_entropy_merge(stats, tokens.target, tokens.weight, *options[1:5])
 
 
 def joined(parts: list[Tensor]) -> Tensor:
