@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import tokenizer_tools
 from marks import full
-from train_tools import ROOT, arguments
+from train_tools import ROOT, arguments, run_fastmp
 
 from fastmp.apps.cli import main
 from fastmp.apps.evaluation.lambada import read_examples
@@ -216,14 +216,10 @@ def test_transformers_directories_and_tables(trained, files, tmp_path, capsys):
 def test_ranks_print_what_one_does(trained, files, tmp_path, layout):
     where = ("wikitext", files / "wiki.test.tokens", "--stride", 8, "--checkpoint", trained)
     expected = result_of(tmp_path / "1.json", *where)
-    command = ["launch", "-n", "2", "eval", *where, *layout, "--out", tmp_path / "2.json"]
-    done = subprocess.run(
-        [sys.executable, "-m", "fastmp", *map(str, command)], cwd=ROOT, capture_output=True, text=True
-    )
-    assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
+    printed = run_fastmp("launch", "-n", 2, "eval", *where, *layout, "--out", tmp_path / "2.json")
     made = json.loads((tmp_path / "2.json").read_text())
     assert made["nats"] == pytest.approx(expected["nats"], rel=1e-6)
-    assert len(done.stdout.splitlines()) == 2
+    assert len(printed.splitlines()) == 2
     if not layout:
         assert made == expected
 

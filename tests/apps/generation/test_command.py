@@ -11,7 +11,7 @@ import sys
 import pytest
 import tokenizer_tools
 from marks import full
-from train_tools import ROOT, arguments
+from train_tools import ROOT, arguments, run_fastmp
 
 from fastmp.apps.cli import main
 from fastmp.apps.generation.batched import Completion, generate
@@ -112,13 +112,8 @@ def test_one_prompt_is_the_text_alone_and_ends_before_a_stop_string(trained, cap
     ],
 )
 def test_ranks_print_what_one_does(trained, layout):
-    command = ["launch", "-n", "2", "generate", "--checkpoint", trained, *ASKED, *layout]
-    done = subprocess.run(
-        [sys.executable, "-m", "fastmp", *map(str, command)], cwd=ROOT, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == expected_of(trained)
-    assert "Traceback" not in done.stderr
+    printed = run_fastmp("launch", "-n", 2, "generate", "--checkpoint", trained, *ASKED, *layout)
+    assert printed == expected_of(trained)
 
 
 @pytest.mark.full
