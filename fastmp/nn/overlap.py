@@ -45,11 +45,11 @@ Key = tuple[int, int]  # microbatch, chunk
 class OverlappedLayers:
     """Runs the layers of pipeline chunks in parts, so that two microbatches overlap.
 
-    A forward is `with forward(key, beside): chunk(...)`, with a key (microbatch, chunk). Its backward begins
-    with autograd's, from the loss or the next stage down to the last layer; `backward(key)` runs the rest. To
-    overlap a backward with a forward, begin the backward, pass its key as `beside`, and call `backward` when
-    the forward is over. Other calls of the chains, such as evaluation, run as usual. A graph manager may
-    replace `run_part`.
+    A forward is `with forward(key, overlapped): chunk(...)`, with a key (microbatch, chunk). Its backward
+    begins with autograd's, from the loss or the next stage down to the last layer; `backward(key)` runs the
+    rest. To overlap a backward with a forward, begin the backward, pass its key as `overlapped`, and call
+    `backward` after the forward. Other calls of the chains, such as evaluation, run as usual. A graph manager
+    may replace `run_part`.
 
     Attributes:
         chains: the layers of each chunk.
@@ -101,14 +101,14 @@ class OverlappedLayers:
         for layer in (layer for chain in self.chains for layer in chain):
             if (hook := _skipped_hook(layer)) is not None:
                 raise ValueError(
-                    f"overlap_experts: layers are run in parts, so nobody calls {type(layer).__name__} and "
-                    f"its hook {hook}; put it on a module inside the layer"
+                    f"overlap_experts: layers are run in parts, so {type(layer).__name__} is not called, "
+                    f"nor its hook {hook}; put it on a module inside the layer"
                 )
 
     @contextmanager
-    def forward(self, key: Key, beside: Key | None = None) -> Iterator[None]:
-        """Return the context to call chunk `key[1]` in; beside: the key of a backward that has begun."""
-        self._now = key, beside
+    def forward(self, key: Key, overlapped: Key | None = None) -> Iterator[None]:
+        """Return the context to call chunk `key[1]` in; overlapped: the key of a backward that has begun."""
+        self._now = key, overlapped
         try:
             yield
         finally:
@@ -122,18 +122,18 @@ class OverlappedLayers:
     def _forward(self, chunk: int, *tensors: Tensor, **shared: Any) -> Tensors:
         if self._now is None or not torch.is_grad_enabled():
             return LayerChain.forward(self.chains[chunk], *tensors, **shared)
-        key, beside = self._now
+        key, overlapped = self._now
         self._check(key, shared)
-        other = None if beside is None else self._live.get(beside)
+        other = None if overlapped is None else self._live.get(overlapped)
         run = partial(self.run_part, chunk)
         own = self._live[key] = _Microbatch(self.sections[chunk], run, tensors, self._queue)
-        for launch in self._order(chunk, None if beside is None or other is None else beside[1]):
+        for launch in self._order(chunk, None if overlapped is None or other is None else overlapped[1]):
             if launch.sequence == 0:
                 own.forward(launch.op, shared)
             elif other is not None:
                 other.backward(launch.op)
-        if beside is not None:  # down to its input: the loss of this forward adds to gradients behind that
-            self.backward(beside)
+        if overlapped is not None:  # down to its input: the loss of this forward adds to gradients before it
+            self.backward(overlapped)
         return own.outputs()
 
     def _check(self, key: Key, shared: Mapping[str, Any]) -> None:

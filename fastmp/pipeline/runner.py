@@ -70,7 +70,7 @@ class Overlap(Protocol):
 
     def begin_step(self) -> None: ...
     def forward(
-        self, key: tuple[int, int], beside: tuple[int, int] | None = None
+        self, key: tuple[int, int], overlapped: tuple[int, int] | None = None
     ) -> AbstractContextManager[None]: ...
     def backward(self, key: tuple[int, int]) -> None: ...
 
@@ -271,14 +271,14 @@ class Pipeline:
         trace: list[Step] = []
         peak = 0
         for steps in together(given.steps, pairs):
-            step, *beside = steps
+            step, *overlapped = steps
             name = f"fastmp.pipeline.{step.kind}[microbatch {step.microbatch}, chunk {step.chunk}]"
             process_status.phase = step
             try:
                 self._post(given.posts[len(trace)])
                 with region(name), defer_wgrad(self._queue if splits else None):
                     if step.kind == FORWARD:
-                        with self._overlapping(step, *beside):
+                        with self._overlapping(step, *overlapped):
                             self._forward(step, batches[step.microbatch])
                             peak = max(peak, len(self._live))
                     else:

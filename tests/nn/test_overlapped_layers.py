@@ -165,7 +165,7 @@ def test_hooks_of_layers():
 
     chain[0].first.register_forward_pre_hook(hook)
     chain[1].register_forward_pre_hook(hook)
-    with pytest.raises(ValueError, match=r"nobody calls Layer and its hook <function .*hook"):
+    with pytest.raises(ValueError, match=r"Layer is not called, nor its hook <function .*hook"):
         layers.begin_step()
     hook.replayed = True
     layers.begin_step()
@@ -173,7 +173,7 @@ def test_hooks_of_layers():
         chain(torch.randn(5, 8, requires_grad=True))
     assert called == [chain[0].first, chain[1]]
     chain[0].register_forward_hook(lambda *given: None)
-    with pytest.raises(ValueError, match="nobody calls Layer and its hook"):
+    with pytest.raises(ValueError, match="Layer is not called, nor its hook"):
         layers.begin_step()
 
 
