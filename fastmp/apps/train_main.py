@@ -52,8 +52,8 @@ from fastmp.training.language import ModelAndLoss, model_and_loss, next_logits, 
 from fastmp.training.metrics import RunInfo, TrainLog, read_metrics
 from fastmp.training.microbatches import PipelineLoss, SingleStageRunner, evaluation_mode
 from fastmp.training.plot import plot_loads, plot_loss
-from fastmp.training.precompile import warm_up_ranks
 from fastmp.training.profiler import NSIGHT, StepProfiler, run_under_nsight
+from fastmp.training.recipe_kernels import warm_up_ranks
 from fastmp.training.sinks import Sinks, check_sinks
 from fastmp.training.stopping import StopRequests
 from fastmp.training.trainer import DTYPES, Trainer

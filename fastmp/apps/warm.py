@@ -29,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if recipe is None:
         return 2
     from fastmp.ops.warm import current_architecture  # torch, which no mistake above waits for
-    from fastmp.training.precompile import progress_line, warm_up_recipe
+    from fastmp.training.recipe_kernels import progress_line, warm_up_recipe
 
     try:
         arch, ranks = options.arch or current_architecture(), options.world_size or fewest_ranks(recipe)

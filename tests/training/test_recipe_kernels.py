@@ -27,7 +27,7 @@ from fastmp.distributed.runtime import Runtime
 from fastmp.nn.gpt import GPT
 from fastmp.nn.placement import Placement
 from fastmp.ops.warm import recording
-from fastmp.training import precompile
+from fastmp.training import recipe_kernels
 from fastmp.training.language import token_loss
 
 MODEL = GPTConfig(
@@ -42,7 +42,7 @@ EXPERTS = {"router_kernel", "grouped_mm_kernel", "grouped_wgrad_kernel", "scatte
 def names(model: GPTConfig, world_size: int = 1, documents: bool = False, **layout: object) -> set[str]:
     data = DataConfig(seq_len=64, document_masking=documents)
     recipe = replace(Recipe(), model=model, parallel=ParallelConfig(**layout), data=data)
-    codes = precompile.codes_of_recipe(recipe, world_size, 90)
+    codes = recipe_kernels.codes_of_recipe(recipe, world_size, 90)
     assert not dist.is_initialized()
     assert len(codes) == len(set(codes))
     return {code.kernel for code in codes}
@@ -99,8 +99,8 @@ def test_all_ranks_launch_what_is_listed(layout):
     layout = ParallelConfig(**layout)
     model = replace(MODEL, moe=MOE, num_layers=2)
     recipe = replace(Recipe(), model=model, parallel=layout, data=DataConfig(seq_len=64))
-    of_ranks = [precompile.codes_of_rank(recipe, rank, 4, 90) for rank in range(4)]
-    assert set().union(*of_ranks) == set(precompile.codes_of_recipe(recipe, 4, 90))
+    of_ranks = [recipe_kernels.codes_of_rank(recipe, rank, 4, 90) for rank in range(4)]
+    assert set().union(*of_ranks) == set(recipe_kernels.codes_of_recipe(recipe, 4, 90))
 
 
 @pytest.mark.full
@@ -109,7 +109,7 @@ def test_encoders(layout):
     model = replace(MODEL, norm="layernorm", position="learned", activation="gelu", bert=BertConfig())
     parallel, data = ParallelConfig(**layout), DataConfig(seq_len=64, masked_lm=MaskedLMConfig())
     recipe = replace(Recipe(), model=model, parallel=parallel, data=data)
-    found = {code.kernel for code in precompile.codes_of_recipe(recipe, parallel.tp * parallel.pp, 90)}
+    found = {code.kernel for code in recipe_kernels.codes_of_recipe(recipe, parallel.tp * parallel.pp, 90)}
     assert found >= {"norm_kernel", "norm_backward_kernel", "adamw_kernel"}
 
 
@@ -138,18 +138,18 @@ def test_batches_of_any_length_launch_what_is_listed():
 def test_training_compiles_in_a_process_of_its_own(tmp_path, monkeypatch):
     """Every kernel that is listed lies in the cache, once."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(precompile, "current_architecture", lambda: 90)
+    monkeypatch.setattr(recipe_kernels, "current_architecture", lambda: 90)
     recipe = replace(Recipe(), model=replace(MODEL, num_layers=1), data=DataConfig(seq_len=64))
-    precompile.warm_up_ranks(recipe, Runtime(0, 1, 0, torch.device("cuda")))
+    recipe_kernels.warm_up_ranks(recipe, Runtime(0, 1, 0, torch.device("cuda")))
     assert not dist.is_initialized()
-    assert len(list(tmp_path.rglob("*.cubin"))) == len(precompile.codes_of_recipe(recipe, 1, 90))
+    assert len(list(tmp_path.rglob("*.cubin"))) == len(recipe_kernels.codes_of_recipe(recipe, 1, 90))
 
 
 @pytest.mark.full
 def test_training_goes_on_without_what_cannot_be_listed(monkeypatch, capfd):
-    monkeypatch.setattr(precompile, "current_architecture", lambda: 90)
+    monkeypatch.setattr(recipe_kernels, "current_architecture", lambda: 90)
     recipe = replace(Recipe(), model=replace(MODEL, max_seq_len=8), data=DataConfig(seq_len=64))
-    precompile.warm_up_ranks(recipe, Runtime(0, 1, 0, torch.device("cuda")))
+    recipe_kernels.warm_up_ranks(recipe, Runtime(0, 1, 0, torch.device("cuda")))
     assert "kernels were not compiled beforehand, for the reason above" in capfd.readouterr().err
 
 
@@ -169,7 +169,7 @@ def test_command(tmp_path, capsys, monkeypatch):
     recipe, compiled = tmp_path / "recipe.toml", []
     recipe.write_text("[model]\nvocab_size = 257\n[parallel]\ntp = 2\n")
     monkeypatch.setattr(
-        precompile, "compile_all", lambda codes, arch, **options: compiled.append((codes, arch))
+        recipe_kernels, "compile_all", lambda codes, arch, **options: compiled.append((codes, arch))
     )
     assert main(["warm", str(recipe), "--arch", "90"]) == 0
     ((codes, arch),) = compiled
