@@ -58,7 +58,7 @@ def ranks_case(rank, world, grid, cases, steps):
             in_turn = "recompute" in layout.options and not whole(scope, groups)  # part by part of a layer
             assert_same_layout(graphed, eager, in_order=not in_turn)
             check_counts(layout, scope, groups, graphed.manager)
-            collectives.append([each.split()[0] for each in graphed.collectives])
+            collectives.append([name for name, _ in graphed.collectives])
     return group_rank(groups.pp), collectives
 
 

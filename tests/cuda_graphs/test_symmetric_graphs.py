@@ -32,7 +32,7 @@ def steps_case(rank, world, grid, layout, scopes, steps):
     for scope in scopes:
         graphed = train_layout(shared(layout), groups, graphs=True, scope=scope, steps=steps)
         assert_same_layout(graphed, eager)
-        assert not any("all_to_all" in each or "alltoall" in each for each in graphed.collectives)
+        assert not any(name == "all_to_all" for name, _ in graphed.collectives)
         runs = 1 if scope is None else layout.config.num_layers // (group_size(groups.pp) * layout.vpp)
         assert [len(chunk) for chunk in graphed.manager.captured_spans] == [runs] * layout.vpp
         assert graphed.manager.num_graphs == graphed.manager.plan.num_graphs > 0

@@ -8,8 +8,6 @@ from typing import Any, NamedTuple
 import torch
 from graph_tools import DENSE, MOE, assert_same_bits
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from fastmp.config import GPTConfig
 from fastmp.cuda_graphs.backends.recording import RecordingBackend
@@ -22,6 +20,7 @@ from fastmp.optim.adamw import AdamW
 from fastmp.optim.grad_buffers import GradBuffer
 from fastmp.pipeline.runner import Pipeline
 from fastmp.pipeline.schedule import Schedule
+from fastmp.testing.parallel import count_collectives
 
 STEPS = 20
 # Vocabulary and sequence are small: what is in graphs are the layers.
@@ -48,22 +47,8 @@ class Trained(NamedTuple):
     """Results to compare: of all steps and, at last, of every parameter."""
 
     numbers: list[Tensor]
-    collectives: list[str]  # of the last step, in order
+    collectives: list[tuple[str, list[tuple[int, ...]]]]  # names and shapes in the last step, in order
     manager: GraphManager | None
-
-
-class _Collectives(TorchDispatchMode):
-    """Notes the collectives of this rank with the shapes that they get, those of replays too."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "c10d" and "send" not in func.__name__ and "recv" not in func.__name__:
-            shapes = [tuple(each.shape) for each in tree_leaves(args) if isinstance(each, Tensor)]
-            self.seen.append(f"{func} {shapes}")
-        return func(*args, **(kwargs or {}))
 
 
 class Training:
@@ -159,10 +144,11 @@ def train_layout(
 ) -> Trained:
     training = Training(layout, groups, graphs=graphs, **options)
     numbers = [number for _ in range(steps - 1) for number in training.step()]
-    with _Collectives() as log:
+    with count_collectives() as seen:
         numbers += training.step()
     numbers += [param.detach().clone() for param in training.parameters.values()]
-    return Trained(numbers, log.seen, training.manager)
+    collectives = [call for call in seen.calls if call[0] not in ("send", "recv")]
+    return Trained(numbers, collectives, training.manager)
 
 
 def assert_same_layout(graphed: Trained, eager: Trained, *, in_order: bool = True) -> None:
