@@ -7,6 +7,8 @@ import os
 import signal
 import time
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -62,6 +64,26 @@ def expected(grid: RankGrid, rank: int) -> dict[str, list[int] | None]:
         (group,) = [ranks for ranks in grid.ranks(axes) if rank in ranks] or [[]]
         own[attribute] = group if len(group) > 1 else None
     return own
+
+
+@contextmanager
+def pretended_world(size: int, rank: int) -> Iterator[None]:
+    """A default group in which only this rank exists."""
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def noting(asked: list[tuple], make=dist.new_group):
+    """Return a `dist.new_group` that notes (name, number of ranks, backend, options of NCCL)."""
+
+    def new_group(ranks, *, group_desc, backend=None, pg_options=None, **options):
+        asked.append((group_desc.removeprefix("fastmp:"), len(ranks), backend, pg_options))
+        return make(ranks, group_desc=group_desc, **options)
+
+    return new_group
 
 
 def sums_and_meshes(rank: int, world_size: int, layout: dict) -> dict:
@@ -129,15 +151,10 @@ def test_nccl_is_asked_for_streams_of_high_priority(backends, monkeypatch):
 
 def prioritised(rank: int, world_size: int) -> dict[str, bool]:
     """Whether streams of high priority are asked for, by name of the group."""
-    asked = {}
-
-    def new_group(ranks, *, group_desc, pg_options=None, make=dist.new_group, **options):
-        asked[group_desc.removeprefix("fastmp:")] = pg_options is not None
-        return make(ranks, group_desc=group_desc, **options)
-
-    dist.new_group, module._priority = new_group, lambda *arguments: "options"
+    asked = []
+    dist.new_group, module._priority = noting(asked), lambda *arguments: "options"
     ParallelGroups.create(RankGrid(world_size=world_size, tp=2, pp=2, ep=2, etp=1))
-    return asked
+    return {name: options is not None for name, _, _, options in asked}
 
 
 def test_groups_that_communicate_beside_compute_have_streams_of_high_priority():
@@ -150,19 +167,12 @@ def test_groups_that_communicate_beside_compute_have_streams_of_high_priority():
 @pytest.mark.parametrize("layout", ({"tp": 8, "pp": 16, "ep": 64, "etp": 1}, {"tp": 4, "ep": 16, "etp": 1}))
 def test_new_groups_are_counted_and_a_rank_makes_one_for_itself(layout, monkeypatch):
     """At 1,024 ranks or more: those of an axis of size n are world_size / n, on every rank."""
-    grid, made = RankGrid(world_size=1024 * layout.get("pp", 4) // 4, **layout), []
-
-    def new_group(ranks, *, group_desc, make=dist.new_group, **options):
-        made.append((group_desc.removeprefix("fastmp:"), len(ranks)))
-        return make(ranks, group_desc=group_desc, **options)
-
-    monkeypatch.setattr(dist, "new_group", new_group)
-    dist.init_process_group("fake", store=FakeStore(), rank=5, world_size=grid.world_size)
-    try:
+    grid, asked = RankGrid(world_size=1024 * layout.get("pp", 4) // 4, **layout), []
+    monkeypatch.setattr(dist, "new_group", noting(asked))
+    with pretended_world(grid.world_size, 5):
         groups = ParallelGroups.create(grid)
         assert groups.mesh.get_local_rank("tp") == 5 % grid.tp
-    finally:
-        dist.destroy_process_group()
+    made = [(name, size) for name, size, *_ in asked]
     assert made.count(("alone", 1)) == 1 and [size for _, size in made].count(1) == 1
     of_name = Counter(name for name, _ in made)
     for name, size in dict(made).items():
@@ -174,12 +184,9 @@ def test_new_groups_are_counted_and_a_rank_makes_one_for_itself(layout, monkeypa
 def test_a_pretended_world_has_the_groups_of_its_rank_alone():
     grid, found = RankGrid(world_size=1024, tp=4, pp=4, ep=16, etp=1), []
     for local_only in (False, True):
-        dist.init_process_group("fake", store=FakeStore(), rank=5, world_size=grid.world_size)
-        try:
+        with pretended_world(grid.world_size, 5):
             created = describe(ParallelGroups.create(grid, local_only=local_only))
             found.append((created, dist.distributed_c10d._world.group_count))
-        finally:
-            dist.destroy_process_group()
     (whole, all_counted), (local, counted) = found
     assert local == whole == expected(grid, 5)
     assert counted < 20 < 500 < all_counted  # torch 2.15 counts the groups of a rank, older ones none
@@ -187,22 +194,15 @@ def test_a_pretended_world_has_the_groups_of_its_rank_alone():
 
 @pytest.mark.parametrize("backends", ("cpu:gloo,cuda:nccl", "gloo", "nccl"))
 def test_groups_of_device_tensors_have_no_gloo_beside_nccl(backends, monkeypatch):
-    grid, asked = RankGrid(world_size=32, tp=2, pp=2, cp=2, ep=2, etp=2), dict[str, str | None]()
-
-    def new_group(ranks, *, group_desc, backend=None, make=dist.new_group, **options):
-        asked[group_desc.removeprefix("fastmp:")] = backend
-        return make(ranks, group_desc=group_desc, **options)
-
-    monkeypatch.setattr(dist, "new_group", new_group)
+    grid, made = RankGrid(world_size=32, tp=2, pp=2, cp=2, ep=2, etp=2), []
+    monkeypatch.setattr(dist, "new_group", noting(made))
     monkeypatch.setattr(dist, "get_backend_config", lambda: backends)
     monkeypatch.setattr(module, "_priority", lambda *arguments: None)
     monkeypatch.setattr(dist.distributed_c10d, "_set_pg_timeout", lambda *arguments: None)
     monkeypatch.setattr(module.DeviceMesh, "from_group", lambda *arguments, **options: None)
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=grid.world_size)
-    try:
+    with pretended_world(grid.world_size, 0):
         ParallelGroups.create(grid)
-    finally:
-        dist.destroy_process_group()
+    asked = {name: backend for name, _, backend, _ in made}
     device_only = {"dp_cp", "edp", "ep-etp-pp", "pp-tp", "pp_backward"}
     assert {name for name, backend in asked.items() if backend == "nccl"} == (
         device_only if "nccl" in backends else set()

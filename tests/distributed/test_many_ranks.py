@@ -5,24 +5,18 @@ from __future__ import annotations
 import contextlib
 import os
 import resource
-import socket
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from gpu_ranks import free_port
 
 import fastmp
 from fastmp.distributed import runtime
 from fastmp.distributed.runtime import fresh_store, lost_peer
 from fastmp.testing.ranks import run_ranks
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 class CountedStore(dist.Store):

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from gpu_ranks import free_port
 
 import fastmp
 from fastmp.distributed import runtime as module
@@ -104,12 +105,6 @@ def worker(tmp_path: Path) -> Path:
     return path
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
 def child_environment(**variables: object) -> dict[str, str]:
     root = str(Path(fastmp.__file__).parents[1])
     kept = {name: value for name, value in os.environ.items() if name not in VARIABLES}
@@ -119,6 +114,28 @@ def child_environment(**variables: object) -> dict[str, str]:
 def torchrun(*arguments: object) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "torch.distributed.run", *map(str, arguments)]
     return subprocess.run(command, env=child_environment(), capture_output=True, text=True, timeout=120)
+
+
+def run_together(
+    commands: list[list[object]], environments: list[dict[str, str]], seconds: float
+) -> tuple[list[int], list[str]]:
+    """Run processes next to each other; return their statuses and errors. None is left when one hangs."""
+    running = [
+        subprocess.Popen(list(map(str, command)), env=environment, stderr=subprocess.PIPE, text=True)
+        for command, environment in zip(commands, environments, strict=True)
+    ]
+    try:
+        errors = [process.communicate(timeout=seconds)[1] for process in running]
+    finally:
+        for process in running:
+            process.kill()
+    return [process.returncode for process in running], errors
+
+
+def rank_environments(world_size: int) -> list[dict[str, str]]:
+    """The variables that a launcher gives to each rank."""
+    names = {"WORLD_SIZE": world_size, "MASTER_PORT": free_port()}
+    return [child_environment(RANK=rank, LOCAL_RANK=rank, **names) for rank in range(world_size)]
 
 
 def lines_of_ranks(text: str) -> list[str]:
@@ -280,18 +297,10 @@ def test_a_port_that_another_program_has_is_named_by_every_rank():
 @pytest.mark.full
 def test_a_job_without_one_of_its_ranks_ends(worker, tmp_path):
     """Nobody supervises the ranks, nothing is set: they end long before a collective's timeout, a minute."""
-    port = free_port()
     run = f"import runpy; print('here', flush=True); runpy.run_path({str(worker)!r}, run_name='__main__')"
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", "import fastmp.distributed; " + run, "plain", str(tmp_path)],
-            env=child_environment(RANK=rank, WORLD_SIZE=3, LOCAL_RANK=rank, MASTER_PORT=port),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
+    command = [sys.executable, "-c", "import fastmp.distributed; " + run, "plain", str(tmp_path)]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    ranks = [subprocess.Popen(command, env=environment, **pipes) for environment in rank_environments(3)[:2]]
     try:
         for process in ranks:
             assert process.stdout is not None and process.stdout.readline() == "here\n"
@@ -321,22 +330,8 @@ raise SystemExit(main_guard(lambda: fastmp.init(backend="gloo") and None))
 
 @pytest.mark.full
 def test_a_rank_that_is_lost_after_it_joined_is_missed_while_ranks_connect():
-    port = free_port()
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", LOST],
-            env=child_environment(RANK=rank, WORLD_SIZE=2, LOCAL_RANK=rank, MASTER_PORT=port),
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        errors = [process.communicate(timeout=60)[1] for process in ranks]
-    finally:
-        for process in ranks:
-            process.kill()
-    assert [process.returncode for process in ranks] == [1, 7]
+    statuses, errors = run_together([[sys.executable, "-c", LOST]] * 2, rank_environments(2), 60)
+    assert statuses == [1, 7]
     assert "rank 0: another rank is gone (RuntimeError: fastmp.init: all 2 ranks had joined" in errors[0]
     assert "could not connect to each of them in 2 s" in errors[0]
 
@@ -472,23 +467,9 @@ def test_a_malformed_variable_is_one_line(launcher, capsys):
 
 def test_an_exception_on_one_rank_ends_all(worker, tmp_path):
     """With nobody to supervise the ranks: the closed connection is what ends the other one."""
-    port = free_port()
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, str(worker), "raise", str(tmp_path)],
-            env=child_environment(RANK=rank, WORLD_SIZE=2, LOCAL_RANK=rank, MASTER_PORT=port),
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        _, first = ranks[1].communicate(timeout=60)
-        _, other = ranks[0].communicate(timeout=50)
-    finally:
-        for process in ranks:
-            process.kill()
-    assert [process.returncode for process in ranks] == [1, 1]
+    command = [sys.executable, worker, "raise", tmp_path]
+    statuses, (other, first) = run_together([command] * 2, rank_environments(2), 55)
+    assert statuses == [1, 1]
     assert lines_of_ranks(first) == [
         "fastmp: rank 1: KeyError: 'a shelf that is not there' (FASTMP_DEBUG=1 shows the traceback)"
     ]
@@ -523,16 +504,8 @@ def test_two_nodes_restart_together_though_their_counts_differ(worker, tmp_path)
     port = free_port()
     command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1"]
     command += ["--max-restarts=2", "--rdzv-backend=c10d", f"--rdzv-endpoint=localhost:{port}"]
-    command += [str(worker), "kill", str(tmp_path)]
-    agents = [
-        subprocess.Popen(command, env=child_environment(), stderr=subprocess.PIPE, text=True)
-        for _ in range(2)
-    ]
-    try:
-        errors = [agent.communicate(timeout=150)[1] for agent in agents]
-    finally:
-        for agent in agents:
-            agent.kill()
-    assert [agent.returncode for agent in agents] == [0, 0], "\n".join(errors)
+    command += [worker, "kill", tmp_path]
+    statuses, errors = run_together([command] * 2, [child_environment()] * 2, 150)
+    assert statuses == [0, 0], "\n".join(errors)
     right = sum(step + step + 1 for step in range(20))
     assert [json.loads((tmp_path / f"result-{rank}").read_text())[0] for rank in range(2)] == [right] * 2

@@ -1,8 +1,9 @@
-"""Tests on two GPUs: a function of a test's module, called on two ranks that a launcher starts."""
+"""Ranks that a launcher starts, and functions of a test's module called on two GPUs."""
 
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -24,6 +25,12 @@ from {module} import {name}
 
 
 SECONDS = 240.0  # less than a test may take: pytest would end its own process, and leave the ranks their GPUs
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
 
 
 def run_launcher(
