@@ -12,7 +12,6 @@ import os
 import random
 import shutil
 import sys
-import tempfile
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -20,7 +19,7 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint  # here, so that no case imports it
-from inputs import Family, run_family
+from inputs import Family, run_families
 from mutations import mutate_bytes, mutate_json
 from soak import Outcome, main
 
@@ -247,16 +246,7 @@ _CHANGES: list[Callable[[random.Random, Checkpoints, Path, Path], None]] = [
 
 
 def run(quick: bool) -> Outcome:
-    outcome = Outcome()
-    with tempfile.TemporaryDirectory() as home:
-        made, folder = Checkpoints(Path(home)), Path(home) / "case"
-        folder.mkdir()
-        for family in made.families():
-            row, failures = run_family(None, family, family.cases // (50 if quick else 1), folder)
-            outcome.rows.append(row)
-            outcome.failures += failures
-            print(row, flush=True)
-    return outcome
+    return run_families(Checkpoints, quick)
 
 
 if __name__ == "__main__":

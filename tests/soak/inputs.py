@@ -355,7 +355,7 @@ class Audit:
             self.seen.append(f"{event} {arguments}"[:200])
 
 
-def run_case(inputs: Inputs, family: Family, number: int, folder: Path, audit: Audit) -> str:
+def run_case(family: Family, number: int, folder: Path, audit: Audit) -> str:
     """Return the error in the reading of case `number`, or an empty text."""
     shutil.rmtree(folder)
     folder.mkdir()
@@ -375,9 +375,7 @@ def run_case(inputs: Inputs, family: Family, number: int, folder: Path, audit: A
     return wrong or ", ".join(audit.seen)
 
 
-def child(
-    inputs: Inputs, family: Family, first: int, last: int, folder: Path, state: mmap.mmap, report: Any
-) -> None:
+def child(family: Family, first: int, last: int, folder: Path, state: mmap.mmap, report: Any) -> None:
     """Run cases; `state` says which one is running, and the growth of resident memory in KiB."""
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -385,7 +383,7 @@ def child(
     audit = Audit(folder)
     for number in range(-1, last):  # one before, which imports what is imported late
         if number == -1 or number >= first:
-            wrong = run_case(inputs, family, number, folder, audit)
+            wrong = run_case(family, number, folder, audit)
             if number == -1:
                 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
                 continue
@@ -396,7 +394,7 @@ def child(
             state[:] = struct.pack("qq", number + 1, growth)
 
 
-def run_family(inputs: Inputs, family: Family, cases: int, folder: Path) -> tuple[dict[str, Any], list[str]]:
+def run_family(family: Family, cases: int, folder: Path) -> tuple[dict[str, Any], list[str]]:
     progress, failures, peak, first, began = Progress(family.name, cases), [], 0, 0, time.monotonic()
     with mmap.mmap(-1, 16) as state, tempfile.TemporaryFile("w+") as report:
         while first < cases:
@@ -406,7 +404,7 @@ def run_family(inputs: Inputs, family: Family, cases: int, folder: Path) -> tupl
                 with contextlib.suppress(BaseException):
                     with open(os.devnull, "w") as nowhere:
                         os.dup2(nowhere.fileno(), 2)  # what a Rust library says when it panics
-                    child(inputs, family, first, cases, folder, state, report)
+                    child(family, first, cases, folder, state, report)
                     os._exit(0)
                 os._exit(1)
             seen, since = first, time.monotonic()
@@ -433,17 +431,22 @@ def run_family(inputs: Inputs, family: Family, cases: int, folder: Path) -> tupl
     return {**row, "seconds": round(time.monotonic() - began, 1)}, failures
 
 
-def run(quick: bool) -> Outcome:
+def run_families(make: Callable[[Path], Any], quick: bool) -> Outcome:
+    """Run all cases of `make(home).families()`, or a fiftieth of them; return their table."""
     outcome = Outcome()
     with tempfile.TemporaryDirectory() as home:
-        inputs, folder = Inputs(Path(home)), Path(home) / "case"
+        families, folder = make(Path(home)).families(), Path(home) / "case"
         folder.mkdir()
-        for family in inputs.families():
-            row, failures = run_family(inputs, family, family.cases // (50 if quick else 1), folder)
+        for family in families:
+            row, failures = run_family(family, family.cases // (50 if quick else 1), folder)
             outcome.rows.append(row)
             outcome.failures += failures
             print(row, flush=True)
     return outcome
+
+
+def run(quick: bool) -> Outcome:
+    return run_families(Inputs, quick)
 
 
 if __name__ == "__main__":

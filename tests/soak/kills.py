@@ -59,9 +59,9 @@ def lines_of(path: Path) -> list[str]:
 
 
 def recipe_of(home: Path, layout: str, number: int) -> Any:
-    flags = () if number % 2 else ("--checkpoint.no-asynchronous",)
     options = {**tiny.LAYOUTS[layout][1], "train.steps": STEPS, "checkpoint.interval": 1}
-    return tiny.make_recipe(home / "tokens", home / layout, *flags, **options)
+    options |= {} if number % 2 else {"checkpoint.no-asynchronous": None}
+    return tiny.make_recipe(home / "tokens", home / layout, **options)
 
 
 def undisturbed(rank: int, world_size: int, home: Path, layout: str) -> tuple[list[str], float]:
@@ -116,14 +116,8 @@ def run_layout(home: Path, layout: str, kills: int) -> tuple[dict[str, Any], lis
     ranks = tiny.LAYOUTS[layout][0]
     reference = run_ranks(undisturbed, ranks, home, layout, timeout=120)
     expected, seconds = [each[0] for each in reference], max(each[1] for each in reference)
-    progress, failures, killed, resumed, number, began = (
-        Progress(layout, kills),
-        [],
-        0,
-        0,
-        0,
-        time.monotonic(),
-    )
+    progress, failures, began = Progress(layout, kills), [], time.monotonic()
+    killed = resumed = number = 0
     over = anew = True  # the run has come to its end, or it is the last one; nothing is to be gone on with
     while killed < kills or not over:
         if anew:

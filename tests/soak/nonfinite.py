@@ -24,19 +24,16 @@ from fastmp.tensor_parallel.attributes import parallel_attributes
 from fastmp.testing.ranks import run_ranks
 from fastmp.training.trainer import Trainer
 
-CASES = {  # layout: ranks, options, flags
-    "1 rank": (*tiny.LAYOUTS["1 rank"], ()),
-    "1 rank, float16": (1, {"train.dtype": "float16"}, ()),
-    "dp2, ZeRO shards": (*tiny.LAYOUTS["dp2"], ()),
-    "dp2, whole states": (*tiny.LAYOUTS["dp2"], ("--optimizer.no-shard",)),
-    "dp2, float16": (2, {"train.dtype": "float16"}, ()),
-    "dp2, muon": (2, {"optimizer.name": "muon"}, ()),
-    "tp2": (*tiny.LAYOUTS["tp2"], ()),
-    "tp2, sequence parallel": (*tiny.LAYOUTS["tp2"], ("--parallel.sequence-parallel",)),
-    "pp2": (*tiny.LAYOUTS["pp2"], ()),
-    "ep2": (*tiny.LAYOUTS["ep2"], ()),
-    "tp2 x dp2": (*tiny.LAYOUTS["tp2 x dp2"], ()),
-    "pp2 x ep2": (*tiny.LAYOUTS["pp2 x ep2"], ()),
+CASES = {  # layout: ranks, options
+    "1 rank": tiny.LAYOUTS["1 rank"],
+    "1 rank, float16": (1, {"train.dtype": "float16"}),
+    "dp2, ZeRO shards": tiny.LAYOUTS["dp2"],
+    "dp2, whole states": (2, {"optimizer.no-shard": None}),
+    "dp2, float16": (2, {"train.dtype": "float16"}),
+    "dp2, muon": (2, {"optimizer.name": "muon"}),
+    "tp2": tiny.LAYOUTS["tp2"],
+    "tp2, sequence parallel": (2, {"tp": 2, "parallel.sequence-parallel": None}),
+    **{layout: tiny.LAYOUTS[layout] for layout in ("pp2", "ep2", "tp2 x dp2", "pp2 x ep2")},
 }
 VALUES = {"nan": math.nan, "+inf": math.inf, "-inf": -math.inf, "overflow": 2.0}  # times the largest number
 
@@ -53,7 +50,7 @@ class Injection:
 
 
 def draw_injections(layout: str, cases: int) -> list[Injection]:
-    draw, (ranks, options, _) = random.Random(layout), CASES[layout]
+    draw, (ranks, options) = random.Random(layout), CASES[layout]
     values = list(VALUES)[: 4 if options.get("train.dtype") == "float16" else 3]
     batch = tiny.MODEL["train.global-batch-size"] // tiny.MODEL["data.micro-batch-size"]
     return [
@@ -127,8 +124,7 @@ def changed(before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]) -> 
 
 def rank_main(rank: int, world_size: int, tokens: Path, home: Path, layout: str, cases: int) -> list[tuple]:
     """Return this rank's view of each case: finite, the log's line, unexpected changes, `begin`."""
-    _, options, flags = CASES[layout]
-    recipe = tiny.make_recipe(tokens, home, *flags, **options)
+    recipe = tiny.make_recipe(tokens, home, **CASES[layout][1])
     trainer, found = tiny.make_trainer(recipe, tiny.make_runtime(rank, world_size)), []
     injector = Injector(trainer)
     for _ in range(3):
@@ -160,7 +156,7 @@ def judge(layout: str, injection: Injection, seen: list[tuple]) -> str:
     finite, lines, wrong, _, _ = zip(*seen)
     name, sharers = seen[injection.rank][3:]
     where = f"on rank {injection.rank} "
-    summed = "no-shard" in str(CASES[layout][2])
+    summed = "optimizer.no-shard" in CASES[layout][1]
     if any(finite) or any(wrong):
         return f"finite {finite}, changed {wrong}"
     if len(set(lines)) > 1:

@@ -89,9 +89,8 @@ def _run_model(name, options, layouts, follows, folder, outcome):
     tokens = tiny.make_tokens(folder)
 
     def trainer_of(rank, world_size, layout, run, seed):
-        flags = [f"--{key}" for key, value in {**options, **layout}.items() if value is None]
-        given = {key: value for key, value in {**options, **layout}.items() if value is not None}
-        recipe = tiny.make_recipe(tokens, folder / "runs", *flags, **given, train__name=run, train__seed=seed)
+        named = {**options, **layout, "train.name": run, "train.seed": seed}
+        recipe = tiny.make_recipe(tokens, folder / "runs", **named)
         return tiny.make_trainer(recipe, tiny.make_runtime(rank, world_size))
 
     def losses(trainer):

@@ -39,14 +39,14 @@ LAYOUTS = ("dp2", "tp2", "pp2", "ep2", "tp2 x dp2", "pp2 x ep2")
 POINTS = ("first rank", "last rank", "saving", "optimizer", "building data")
 
 
-def options_of(layout: str, home: Path, name: str) -> dict[str, Any]:
+def options_of(layout: str, name: str) -> dict[str, Any]:
     steps = {"train.steps": STEPS, "checkpoint.interval": INTERVAL, "train.log-interval": 1}
     return {**tiny.LAYOUTS[layout][1], **steps, "train.name": name}
 
 
 def recipe_of(layout: str, home: Path, name: str) -> Recipe:
-    options = options_of(layout, home, name)
-    return tiny.make_recipe(home / "tokens", home / layout, "--resume", "auto", **options)
+    options = options_of(layout, name)
+    return tiny.make_recipe(home / "tokens", home / layout, resume="auto", **options)
 
 
 @contextlib.contextmanager
@@ -189,14 +189,13 @@ def launched_case(home: Path, point: str) -> str:
     for name in ("undisturbed", point):
         folder = home / name.replace(" ", "-")
         folder.mkdir(exist_ok=True)
-        options = {**tiny.MODEL, **options_of(layout, home, "run"), "train.run-dir": folder}
+        options = {**tiny.MODEL, **options_of(layout, "run"), "train.run-dir": folder}
         options |= {} if point == "building data" else {"data.path": home / "tokens"}
-        arguments = [part for key, value in options.items() for part in (f"--{key}", str(value))]
-        launcher = ["-m", "fastmp", "launch", "--nproc-per-node", "2", "--max-restarts", "2"]
-        command = [sys.executable, *launcher, __file__, "--rank", name, str(folder), *arguments]
+        launcher = [sys.executable, "-m", "fastmp", "launch", "--nproc-per-node", "2", "--max-restarts", "2"]
+        own = [__file__, "--rank", name, str(folder), *tiny.arguments_of(options)]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
         done = subprocess.run(
-            command, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+            [*launcher, *own], env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
         )
         if done.returncode:
             return f"{name}: status {done.returncode}: {done.stdout[-2000:]}"

@@ -51,9 +51,8 @@ def test_a_reader_that_fails_is_reported_with_its_case(tmp_path, monkeypatch, ca
     family = inputs.Family("fake", 7, make, read)
     numbers = [str(random.Random(f"fake {number}").random()) for number in range(-1, 7)][1:]
     numbers.append(str(random.Random("fake -1").random()))
-    made = inputs.Inputs(tmp_path)
     (tmp_path / "case").mkdir()
-    row, failures = inputs.run_family(made, family, 7, tmp_path / "case")
+    row, failures = inputs.run_family(family, 7, tmp_path / "case")
     assert row["failures"] == 5
     assert sorted(failures) == [
         "fake 1: wrong",

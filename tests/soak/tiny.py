@@ -11,7 +11,7 @@ import signal
 import tempfile
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -68,12 +68,14 @@ def workshop() -> Iterator[Path]:
         yield home
 
 
-def make_recipe(tokens: Path, run_dir: Path, *flags: str, **options: object) -> Recipe:
-    """The tiny recipe under options of the command line, in which _ stands for - and __ for a dot."""
-    given = {key.replace("__", ".").replace("_", "-"): value for key, value in options.items()}
-    named = {**MODEL, "data.path": tokens, "train.run-dir": run_dir, **given}
-    arguments = [part for key, value in named.items() for part in (f"--{key}", str(value))]
-    return parse_arguments([*arguments, *flags])
+def arguments_of(options: Mapping[str, object]) -> list[str]:
+    """The command line of `options` by name; None is a flag without a value."""
+    pairs = ((f"--{name}", value) for name, value in options.items())
+    return [part for name, value in pairs for part in ((name,) if value is None else (name, str(value)))]
+
+
+def make_recipe(tokens: Path, run_dir: Path, **options: object) -> Recipe:
+    return parse_arguments(arguments_of({**MODEL, "data.path": tokens, "train.run-dir": run_dir, **options}))
 
 
 def make_runtime(rank: int, world_size: int) -> Runtime:
