@@ -1,4 +1,4 @@
-"""A scheduler for Triton's interpreter: the programs of a kernel take turns in a seeded random order.
+"""Scheduler for Triton's interpreter: the programs of a kernel take turns in a seeded random order.
 
 The interpreter runs one program after another, and a store is seen at once. So it shows no mistake of
 programs that meet in memory: a ticket, sums that several programs add to, a tensor that is read and

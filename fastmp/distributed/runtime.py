@@ -136,12 +136,16 @@ def init(
     timeout = timedelta(minutes=timeout_minutes)
     if join_seconds is None:
         join_seconds = timeout.total_seconds() if env.agent_store or env.launcher else _JOIN_SECONDS
+    # 1. Settings that torch, gloo and NCCL read when the group is made.
     _let_threads_end_first()
     set_default_variables(TORCH_FR_BUFFER_SIZE="256")  # the default, 2000, takes 150 ms to read
     _make_room_for_ranks(world_size)
     if device.type == "cuda":
         set_default_variables(NCCL_GRAPH_REGISTER="0")  # see docs/cuda-graphs.md; NCCL reads it once
-    store, connecting = _join_store(env, rank, timedelta(seconds=join_seconds)), min(timeout, CONNECTING)
+    # 2. All ranks meet in the store of rank 0 or of torchrun's agent.
+    store = _join_store(env, rank, timedelta(seconds=join_seconds))
+    # 3. Each rank connects to the others over gloo; NCCL connects at its first collective.
+    connecting = min(timeout, CONNECTING)
     try:
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",

@@ -1,7 +1,6 @@
-"""Diagnosis of a job that hangs or has lost a rank, from the last records of its ranks. Standard library
-only.
+"""Diagnosis of a job that hangs or has lost a rank, from the last records of its ranks.
 
-`diagnose` returns the first of these that explains the hang:
+Standard library only. `diagnose` returns the first of these that explains the hang:
 
 1. a collective that ranks started with different ops, shapes or dtypes,
 2. a rank that failed or is gone,
@@ -394,7 +393,7 @@ def _cycle(waits: _Waits) -> list[int]:
 
 @dataclass(frozen=True)
 class Straggler:
-    """A rank that all others of a group wait for.
+    """Rank that all others of a group wait for.
 
     Attributes:
         share: fraction of the time in which they wait.

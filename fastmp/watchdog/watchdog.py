@@ -94,7 +94,7 @@ class _Progress:
     def tick(self, now: float, signature: Any) -> bool:
         """Compare the signature with the last one; return True after a suspension of the whole process.
 
-        A job that is resumed counts anew.
+        A resumed job starts counting again.
         """
         suspended = now - self.ticked_at > self.silence
         if signature != self.signature or suspended:

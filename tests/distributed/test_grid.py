@@ -45,13 +45,6 @@ def test_sixteen_ranks_tp4_pp2_with_expert_parallelism_4():
     assert grid.ranks("tp-dp") == [list(range(8)), list(range(8, 16))]
 
 
-def test_512_ranks_of_8_way_model_and_64_way_data_parallelism():
-    grid = RankGrid(world_size=512, tp=8)
-    assert grid.ranks("mp")[0] == list(range(8))
-    assert grid.ranks("dp")[0] == list(range(0, 512, 8))  # counted from one: 1, 9, ..., 505
-    assert len(grid.ranks("mp")) * len(grid.ranks("dp")) == 512
-
-
 def test_what_is_left_over_is_data_parallel():
     assert RankGrid(world_size=1536, tp=8).dp == 192
     assert RankGrid(world_size=1536, tp=8, ep=16, etp=1).edp == 96

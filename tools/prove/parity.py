@@ -1,4 +1,4 @@
-"""A training step of GPT on any layout, held against one rank with the whole model, in float64.
+"""Training step of GPT on any parallel layout, compared in float64 with one rank that has the whole model.
 
 `differences` runs forward and backward of some microbatches, a step of AdamW, and an evaluation with the new
 weights. The reference (`run_whole`) is plain autograd on the undivided model and torch's own AdamW.
