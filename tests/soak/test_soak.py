@@ -167,5 +167,5 @@ def test_a_reader_that_checks_nothing_is_found_out(tmp_path, monkeypatch):
     (tmp_path / "case").mkdir()
     flipped = next(each for each in made.families() if each.name == "one bit")
     monkeypatch.setattr(collective_load, "verify", lambda path, manifest, names: None)
-    _, failures = inputs.run_family(None, flipped, 30, tmp_path / "case")
+    _, failures = inputs.run_family(flipped, 30, tmp_path / "case")
     assert failures and all("a bit that was flipped was not found" in failure for failure in failures)
