@@ -12,9 +12,8 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 import torch
 from capture_tools import new_in_capture
-from graph_tools import DENSE, MOE, train_gpt
+from graph_tools import DENSE, MOE, SCOPES, train_gpt
 from marks import full
-from test_graph_manager import SCOPES
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastmp.cuda_graphs.backends.recording import RecordedGraph, RecordingBackend

@@ -197,21 +197,6 @@ def test_more_signatures_than_have_graphs_run_eagerly():
     assert function.num_graphs == 4
 
 
-def test_autocast_is_part_of_the_signature():
-    def multiplied(x):
-        return x @ x
-
-    function, x = (
-        FunctionGraph(multiplied, [], backend=RecordingBackend(), name="a test", advice=""),
-        torch.eye(3),
-    )
-    for _ in range(3):
-        assert function(x).dtype == torch.float32
-        with torch.autocast("cpu"):
-            assert function(x).dtype == torch.bfloat16
-    assert function.num_graphs == 2
-
-
 def test_the_default_dtype_is_part_of_the_signature():
     def work():
         return torch.ones(3) / 10

@@ -8,8 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from graph_tools import DENSE, MOE, assert_same_gpt, train_gpt
-from test_graph_manager import SCOPES
+from graph_tools import DENSE, MOE, SCOPES, assert_same_gpt, train_gpt
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 

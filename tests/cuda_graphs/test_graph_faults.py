@@ -13,8 +13,8 @@ from torch import nn
 from fastmp.cuda_graphs import graph_set, hooks, partition, trace
 from fastmp.cuda_graphs import manager as managers
 from fastmp.cuda_graphs.backends.recording import Pool, RecordingBackend
-from fastmp.cuda_graphs.buffer_plan import Lease, SpanSpec, TensorSpec, plan_buffers
-from fastmp.cuda_graphs.errors import CaptureError, GraphError
+from fastmp.cuda_graphs.buffer_plan import SpanSpec, TensorSpec, plan_buffers
+from fastmp.cuda_graphs.errors import CaptureError
 from fastmp.cuda_graphs.graph_set import ReplaySlot
 from fastmp.distributed.groups import ParallelGroups
 from fastmp.nn.segment import LayerChain, Segment, SegmentedLayer
@@ -67,19 +67,13 @@ def test_a_buffer_reused_too_early(monkeypatch):
     monkeypatch.setattr(managers, "plan_buffers", one_buffer)
     with pytest.raises(CaptureError, match="has been modified by an inplace operation"):
         overlapping(True)  # autograd sees it in the step that is captured
-    specs = [SpanSpec("all", (TensorSpec((1,), "float32"),))]
-    assert any("is still needed by" in text for text in problems(one_buffer(OVERLAPPING, [specs])))
 
 
 def test_a_lease_that_is_dropped():
     specs = [SpanSpec("all", (TensorSpec((1,), "float32"),))]
     right = plan_buffers(OVERLAPPING, [specs])
-    short = [
-        Lease(right.leases[0].buffer, right.leases[0].first, right.leases[0].last - 1),
-        *right.leases[1:],
-    ]
-    for leases in (right.leases[1:], tuple(short)):
-        assert any("is not held from" in text for text in problems(replace(right, leases=leases)))
+    found = problems(replace(right, leases=right.leases[1:]))
+    assert any("is not held from" in text for text in found)
 
 
 def test_a_stale_input(monkeypatch):
@@ -236,14 +230,6 @@ def test_verification_sees_gradients():
         PipelineError, match=r"the main gradient of parameter '1.mlp_norm.weight' is up to 1 from what"
     ):
         training.step()
-        training.step()
-
-
-def test_a_parameter_that_has_moved_is_refused():
-    training = trained()
-    weight = training.stages[0].layers[1].mlp_norm.weight
-    weight.data = weight.data.clone()
-    with pytest.raises(GraphError, match=r"'1.mlp_norm.weight' of chunk 0 or its main gradient has moved"):
         training.step()
 
 

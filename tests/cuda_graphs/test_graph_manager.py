@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from graph_tools import DENSE, MOE, assert_same_gpt, train_gpt
+from graph_tools import DENSE, MOE, SCOPES, assert_same_gpt, train_gpt
 from marks import full
 
 from fastmp.cuda_graphs.backends.recording import RecordingBackend
@@ -14,17 +14,6 @@ from fastmp.cuda_graphs.manager import GraphError, GraphManager
 from fastmp.nn import GPT, Placement
 from fastmp.optim.grad_buffers import GradBuffer
 from fastmp.pipeline.schedule import BACKWARD, FORWARD, Schedule, Step
-
-SCOPES = [
-    (DENSE, None, 1),
-    (DENSE, ["attn"], 3),
-    (DENSE, ["mlp"], 3),
-    (DENSE, ["full"], 1),
-    (MOE, None, 1),
-    (MOE, ["moe"], 3),
-    (MOE, ["attn", "moe_router", "moe_preprocess"], 3),
-]
-
 
 MOST = [SCOPES[0], SCOPES[-1], *full(SCOPES[1:-1])]
 

@@ -25,6 +25,15 @@ MOE = GPTConfig(
         **{"aux_loss": 0.1, "z_loss": 0.01, "jitter": 0.1},
     ),
 )
+SCOPES = [  # with the captured spans of each
+    (DENSE, None, 1),
+    (DENSE, ["attn"], 3),
+    (DENSE, ["mlp"], 3),
+    (DENSE, ["full"], 1),
+    (MOE, None, 1),
+    (MOE, ["moe"], 3),
+    (MOE, ["attn", "moe_router", "moe_preprocess"], 3),
+]
 
 
 def train_gpt(
