@@ -6,15 +6,14 @@ torch is imported by the commands, after the arguments are read.
 from __future__ import annotations
 
 import json
-import sys
-from argparse import ArgumentTypeError, Namespace
+from argparse import Namespace
 from collections import Counter
 from collections.abc import Callable, Sequence
 from math import prod
 from pathlib import Path
 from typing import Any
 
-from fastmp.config.command_line import Parser
+from fastmp.config.command_line import Parser, exit_status, number
 
 __all__ = ["main"]
 
@@ -25,16 +24,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Status 1: a checkpoint is damaged, or two differ. Status 2: invalid arguments or unreadable files.
     """
     options = _parser().parse_args(argv)
-    from fastmp.training.checkpoint.format import CheckpointError  # imports torch
-
-    try:
-        status: int = options.run(options)
-    except BrokenPipeError:  # handled by `fastmp.apps.cli`
-        raise
-    except (CheckpointError, OSError) as error:
-        print(f"fastmp checkpoint: {error}", file=sys.stderr)
-        return 2
-    return status
+    return exit_status("fastmp checkpoint", lambda: options.run(options))
 
 
 def _parser() -> Parser:
@@ -68,7 +58,11 @@ def _parser() -> Parser:
     made.add_argument("path", metavar="PATH", help=one)
     made.add_argument("out", metavar="OUT", help="a directory of checkpoints, in which it becomes the latest")
     made.add_argument(
-        "--files", type=_positive, default=1, metavar="N", help="number of files, of about equal size (1)"
+        "--files",
+        type=number(int, 1),
+        default=1,
+        metavar="N",
+        help="number of files of about equal size (1)",
     )
     made.add_argument(
         "--weights", action="store_true", help="write weights only, without optimizer and random states"
@@ -78,12 +72,6 @@ def _parser() -> Parser:
     made.add_argument("second", metavar="OTHER", help="another checkpoint")
     made.add_argument("--random", action="store_true", help="also compare the random states of ranks")
     return parser
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise ArgumentTypeError(f"must be a positive number, got {text!r}")
-    return int(text)
 
 
 def verify_command(options: Namespace) -> int:

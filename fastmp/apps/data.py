@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import sys
 
-from fastmp.config.command_line import Parser
+from fastmp.config.command_line import Parser, exit_status
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -77,11 +76,4 @@ def main(argv: list[str] | None = None) -> int:
     options = parser.parse_args(argv)
     from fastmp.apps.data_main import run  # imports numpy
 
-    try:
-        print(run(options))
-    except BrokenPipeError:  # who reads has seen enough, which `fastmp.apps.cli` knows
-        raise
-    except (ValueError, OSError) as error:
-        print(f"fastmp data: {error}", file=sys.stderr)
-        return 2
-    return 0
+    return exit_status("fastmp data", lambda: print(run(options)))

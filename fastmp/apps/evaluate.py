@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 import zlib
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
@@ -15,9 +14,9 @@ import fastmp
 from fastmp.apps.evaluation.journal import Journal
 from fastmp.apps.evaluation.result_tables import EvalProgress, read_result, table
 from fastmp.apps.first_rank import only_rank0_prints
-from fastmp.apps.generate import add_model_options, number
+from fastmp.apps.generate import add_model_options
 from fastmp.config import GPTConfig
-from fastmp.config.command_line import Parser
+from fastmp.config.command_line import Parser, exit_status, number
 from fastmp.config.file_access import write_whole
 
 if TYPE_CHECKING:
@@ -44,19 +43,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     with only_rank0_prints():
         options = _parser().parse_args(argv)
     if options.task == "table":
-        return _table(options)
+        return exit_status("fastmp eval", lambda: print(table(map(read_result, options.results))))
     from fastmp.apps.generation.on_ranks import run_on_ranks  # imports torch
 
     return run_on_ranks("eval", partial(_evaluate, options), lambda result: print(table([result])))
-
-
-def _table(options: Namespace) -> int:
-    try:
-        print(table(map(read_result, options.results)))
-    except ValueError as error:
-        print(f"fastmp eval: {error}", file=sys.stderr)
-        return 2
-    return 0
 
 
 def _parser() -> Parser:

@@ -5,21 +5,19 @@ from __future__ import annotations
 import argparse
 import sys
 from argparse import Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fastmp.apps.first_rank import only_rank0_prints
-from fastmp.config.command_line import Parser
+from fastmp.config.command_line import Parser, number
 
 if TYPE_CHECKING:
     from fastmp.apps.generation.batched import Generated
     from fastmp.distributed.runtime import Runtime
 
-__all__ = ["add_model_options", "main", "number"]
-
-LARGEST = 1 << 62  # exclusive bound of numbers, such as seeds
+__all__ = ["add_model_options", "main"]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -94,22 +92,6 @@ def add_model_options(parser: Parser, of_dtype: str) -> None:
     add("--ignore", metavar="NAME", action="append", default=[], help=text)
 
 
-def number(kind: type[int] | type[float], least: int) -> Callable[[str], float]:
-    """Return a parser of option values: a number of this type that is `least` or more."""
-
-    def read(text: str) -> float:
-        try:
-            value = kind(text)
-        except ValueError:
-            value = -1
-        if not least <= value < LARGEST:
-            what = "a whole number" if kind is int else "a number"
-            raise argparse.ArgumentTypeError(f"must be {what}, {least} or more, got {text!r}")
-        return value
-
-    return read
-
-
 def _text(text: str) -> str:
     if not text:
         raise argparse.ArgumentTypeError("must not be empty")
@@ -163,8 +145,8 @@ def _generate(options: Namespace, runtime: Runtime) -> Generated:
 def _print(prompts: list[str], generated: Generated) -> None:
     """Print all texts, and the speed on stderr; characters that stdout cannot encode are escaped."""
     encoding = sys.stdout.encoding or "utf-8"
-    for number, (prompt, row) in enumerate(zip(prompts, generated.rows), 1):
-        text = f"== prompt {number}: {row.reason}\n" * (len(prompts) > 1) + prompt + row.text
+    for i, (prompt, row) in enumerate(zip(prompts, generated.rows), 1):
+        text = f"== prompt {i}: {row.reason}\n" * (len(prompts) > 1) + prompt + row.text
         print(text.encode(encoding, "backslashreplace").decode(encoding))
     sys.stdout.flush()
     prompt_tokens, new = generated.prompt_tokens, generated.decoded_tokens

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, fields
@@ -15,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fastmp.config import GPTConfig
-from fastmp.config.command_line import Parser
+from fastmp.config.command_line import Parser, exit_status
 from fastmp.config.file_access import read_file, write_synced
 from fastmp.config.recipe import model_from
 from fastmp.training.checkpoint.chunks import TensorChunk, full_chunk
@@ -29,14 +28,7 @@ __all__ = ["main", "recipe_text"]
 def main(argv: Sequence[str] | None = None) -> int:
     """Run `fastmp hf` with the arguments `argv`; return the exit status."""
     options = _parser().parse_args(argv)
-    try:
-        options.run(options)
-    except BrokenPipeError:  # handled by `fastmp.apps.cli`
-        raise
-    except (ValueError, OSError) as error:
-        print(f"fastmp hf: {error}", file=sys.stderr)
-        return 2
-    return 0
+    return exit_status("fastmp hf", lambda: options.run(options))
 
 
 def _parser() -> Parser:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from typing import Any, NoReturn
 
@@ -32,6 +32,33 @@ def run_command(prog: str, commands: Mapping[str, tuple[str, str]], arguments: S
         return 2
     status: int = import_module(commands[name][0]).main(rest)
     return status
+
+
+def exit_status(prog: str, work: Callable[[], int | None]) -> int:
+    """Return the status of `work`; 2 after printing its ValueError or OSError in one line on stderr."""
+    try:
+        return work() or 0
+    except BrokenPipeError:  # handled by `fastmp.apps.cli`
+        raise
+    except (ValueError, OSError) as error:
+        print(f"{prog}: {error}", file=sys.stderr)
+        return 2
+
+
+def number(kind: type[int] | type[float], least: int) -> Callable[[str], float]:
+    """Return a parser of option values: a number of this type, `least` or more and below 2^62."""
+
+    def read(text: str) -> float:
+        try:
+            value = kind(text)
+        except ValueError:
+            value = -1
+        if not least <= value < 1 << 62:
+            what = "a whole number" if kind is int else "a number"
+            raise argparse.ArgumentTypeError(f"must be {what}, {least} or more, got {text!r}")
+        return value
+
+    return read
 
 
 def did_you_mean(name: str, known: Mapping[str, Any] | Sequence[str]) -> str:

@@ -14,6 +14,7 @@ __all__ = [
     "open_regular",
     "read_file",
     "read_json",
+    "read_or_name",
     "sync_and_close",
     "sync_directory",
     "write_synced",
@@ -60,12 +61,19 @@ def read_file(path: str | os.PathLike[str], limit: int, *, links: bool = True) -
     return content
 
 
+def read_or_name(path: str | os.PathLike[str], limit: int, label: str = "") -> bytes:
+    """Read a file as `read_file`. Raises ValueError with `label`, the path and the reason."""
+    try:
+        return read_file(path, limit)
+    except OSError as error:
+        raise ValueError(f"{label}{path}: cannot be read ({error.strerror})") from None
+
+
 def read_json(path: str | os.PathLike[str], limit: int) -> dict[str, Any]:
     """Return the object in a JSON file of at most `limit` bytes. Raises ValueError naming the file."""
+    raw = read_or_name(path, limit)
     try:
-        content = json.loads(read_file(path, limit))
-    except OSError as error:
-        raise ValueError(f"{path}: cannot be read ({error.strerror})") from None
+        content = json.loads(raw)
     except (ValueError, RecursionError):  # also of bytes that are not UTF-8
         raise ValueError(f"{path}: not JSON") from None
     if not isinstance(content, dict):

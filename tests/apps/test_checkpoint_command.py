@@ -132,7 +132,7 @@ def test_a_reader_that_has_seen_enough_is_no_mistake(command, monkeypatch, capfd
         (["inspect", "nowhere"], 2, "nowhere is no checkpoint, and no directory of a run that has one"),
         (["verify", "nowhere"], 2, "nowhere is no checkpoint"),
         (["diff", "nowhere", "."], 2, "nowhere is no checkpoint"),
-        (["reshard", "nowhere", "out", "--files", "0"], 2, "must be a positive number, got '0'"),
+        (["reshard", "nowhere", "out", "--files", "0"], 2, "must be a whole number, 1 or more, got '0'"),
         (["examine"], 2, "invalid choice: 'examine'"),
         ([], 2, "required: COMMAND"),
     ],

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fastmp.config.file_access import read_file
+from fastmp.config.file_access import read_or_name
 
 __all__ = ["EvalProgress", "read_result", "table"]
 
@@ -63,12 +63,11 @@ def read_result(path: str | Path) -> dict[str, Any]:
 
     ValueError, which names the file, where it is none or cannot be read.
     """
+    raw = read_or_name(path, _LIMIT)
     try:
-        result = json.loads(read_file(path, _LIMIT))
+        result = json.loads(raw)
         known = all(isinstance(result[name], int | float) for name in COLUMNS[result["task"]])
         known = known and isinstance(result["model"], str)
-    except OSError as error:
-        raise ValueError(f"{path}: cannot be read ({error.strerror})") from None
     except (ValueError, TypeError, KeyError, RecursionError):
         known = False
     if not known:

@@ -21,7 +21,7 @@ from fastmp.apps.evaluation.scoring import Score, ScoredText
 from fastmp.apps.evaluation.sliding_windows import ScoringWindows
 from fastmp.apps.evaluation.wikitext import count_words, detokenize
 from fastmp.config.data_files import is_megatron
-from fastmp.config.file_access import read_file
+from fastmp.config.file_access import read_or_name
 from fastmp.training.data.tokenfile import open_split, open_tokenizer, read_index
 from fastmp.training.data.tokenize import TokenIds, Tokenizer
 
@@ -126,7 +126,7 @@ def heldout_task(
         return _of_split(place, tokenizer, window, stride)
     if is_megatron(place) or (place.suffix == ".bin" and (place.parent / "index.json").is_file()):
         raise ValueError(f"{path}: holds tokens, not text: give a directory of token files, or a text")
-    raw = _read(path)
+    raw = read_or_name(path, _LIMIT)
     if not raw:
         raise ValueError(f"{path}: there is no text in it")
     assert tokenizer is not None
@@ -190,7 +190,7 @@ def lambada_task(path: str | Path, tokenizer: Tokenizer, *, max_seq_len: int) ->
     """
     beginning = _beginning(tokenizer)
     rows, num_truncated, most = [], 0, max_seq_len + 1
-    content = _read(path)
+    content = read_or_name(path, _LIMIT)
     for example in read_examples(content, str(path)):
         try:
             context, word = _tokens_of(example, tokenizer)
@@ -250,16 +250,9 @@ def _of_windows(
     return EvalTask(name, "windows", _WindowRows(windows, read), range(len(windows)), settings, summarize)
 
 
-def _read(path: str | Path) -> bytes:
-    try:
-        return read_file(path, _LIMIT)
-    except OSError as error:
-        raise ValueError(f"{path}: cannot be read ({error.strerror})") from None
-
-
 def _text(path: str | Path) -> str:
     try:
-        return _read(path).decode()
+        return read_or_name(path, _LIMIT).decode()
     except UnicodeDecodeError as error:
         raise ValueError(f"{path}: not UTF-8 at byte {error.start}") from None
 

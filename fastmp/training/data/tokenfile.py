@@ -24,13 +24,8 @@ import numpy as np
 import numpy.typing as npt
 
 from fastmp.config.data_files import INDEX_LIMIT
-from fastmp.config.file_access import read_file
-from fastmp.training.data.tokenize import (
-    TOKENIZER_LIMIT,
-    ByteTokenizer,
-    FileTokenizer,
-    Tokenizer,
-)
+from fastmp.config.file_access import read_file, read_or_name
+from fastmp.training.data.tokenize import TOKENIZER_LIMIT, ByteTokenizer, FileTokenizer, Tokenizer
 
 FORMAT = "fastmp-tokens-3"
 BLOCK_BYTES = 1 << 16  # a token of random place costs one such read and CRC-32, once: about 50 us
@@ -234,10 +229,7 @@ def open_tokenizer(directory: Path, index: Index) -> Tokenizer:
     if index.tokenizer == "byte":
         return ByteTokenizer()
     path = directory / "tokenizer.json"
-    try:
-        raw = read_file(path, TOKENIZER_LIMIT)
-    except OSError as error:
-        raise ValueError(f"{path}: cannot be read ({error.strerror})") from None
+    raw = read_or_name(path, TOKENIZER_LIMIT)
     if zlib.crc32(raw) != index.tokenizer_crc32:
         raise damaged(path, "its checksum is not that of the tokenizer that the dataset was written with")
     tokenizer = FileTokenizer(raw, source=str(path), end_of_text=index.end_of_text)

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from fastmp.config.file_access import read_file
+from fastmp.config.file_access import read_or_name
 
 if TYPE_CHECKING:
     import tokenizers
@@ -292,10 +292,7 @@ def load_tokenizer(path_or_name: str | Path, *, end_of_text: str | None = None) 
                 f"tokenizer {directory}: has a tokenizer.model, but no tokenizer.json; transformers makes "
                 f"one: AutoTokenizer.from_pretrained({directory!r}).save_pretrained({directory!r})"
             )
-    try:
-        description = read_file(path, TOKENIZER_LIMIT)
-    except OSError as error:
-        raise ValueError(f"tokenizer {path}: cannot be read ({error.strerror})") from None
+    description = read_or_name(path, TOKENIZER_LIMIT, "tokenizer ")
     end = _end_said_beside(path) if end_of_text is None else end_of_text
     return FileTokenizer(description, source=f"tokenizer {path}", end_of_text=end)
 
@@ -306,10 +303,9 @@ def _end_said_beside(path: Path) -> str | int | None:
         beside = path.with_name(name)
         if not beside.exists():
             continue
+        raw = read_or_name(beside, TOKENIZER_LIMIT)
         try:
-            said = json.loads(read_file(beside, TOKENIZER_LIMIT))
-        except OSError as error:
-            raise ValueError(f"{beside}: cannot be read ({error.strerror})") from None
+            said = json.loads(raw)
         except (ValueError, RecursionError):
             raise ValueError(f"{beside}: not JSON, so it does not say which token ends a text") from None
         value = said.get(key) if isinstance(said, dict) else None
