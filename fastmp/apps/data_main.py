@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import sys
 from pathlib import Path
 
 from fastmp.config import DataConfig
@@ -30,7 +31,7 @@ def run(options: argparse.Namespace) -> str:
 
 
 def _build(options: argparse.Namespace) -> Path:
-    progress = ProgressLine()
+    progress = ProgressLine(sys.stderr)
     try:
         return build(
             options.input,

@@ -28,7 +28,7 @@ import numpy as np
 from fastmp.config.file_access import write_synced
 from fastmp.training.data import hygiene
 from fastmp.training.data.ngrams import Hashes
-from fastmp.training.data.progress import ProgressLine
+from fastmp.training.data.progress import ProgressLine, groups
 from fastmp.training.data.sampling import epoch_key, permute
 from fastmp.training.data.tokenfile import (
     FORMAT,
@@ -102,6 +102,7 @@ def build(
     dataset, without `overwrite`.
     """
     out = Path(out)
+    progress = progress or ProgressLine(None)
     if not 0.0 <= validation_fraction <= 0.5:
         raise ValueError(f"validation_fraction must be in [0, 0.5], got {validation_fraction}")
     if vocab_size is not None and tokenizer != "bpe":
@@ -155,7 +156,7 @@ def _left(
     documents: Sequence[Document],
     exclude: Sequence[Document],
     dedup_jaccard: float | None,
-    progress: ProgressLine | None,
+    progress: ProgressLine,
 ) -> tuple[list[Document], int, int]:
     """Return the documents to keep, and the numbers of excluded ones and of near-duplicates."""
     if not exclude and dedup_jaccard is None:
@@ -170,11 +171,9 @@ def _left(
                 kept.append(document)
                 if dedup_jaccard is not None:
                     yield hygiene.shingles(text)
-            if progress:
-                progress.add(document.num_bytes)
+            progress.add(document.num_bytes)
 
-    if progress:
-        progress.begin("looking for overlap and near-duplicates", _bytes_of(documents))
+    progress.begin("looking for overlap and near-duplicates", _bytes_of(documents))
     signatures = hygiene.signatures(sets())
     num_excluded = len(documents) - len(kept)
     if dedup_jaccard is not None:
@@ -263,7 +262,7 @@ def _write(
     held_out: Sequence[Document],
     tokenizer: Tokenizer,
     source: dict[str, Any],
-    progress: ProgressLine | None,
+    progress: ProgressLine,
 ) -> Index:
     """Write all files, continuing from a saved state; `source` counts the short documents."""
     state = _read_state(stage) or {"splits": {}, "num_short": 0, "name": "", "done": 0, "writer": None}
@@ -271,19 +270,17 @@ def _write(
     splits = {name: SplitInfo(**info) for name, info in state["splits"].items()}
     todo = {"train": train, "validation": held_out}
     todo = {name: documents for name, documents in todo.items() if documents and name not in splits}
-    if progress:
-        begun = todo[state["name"]][: state["done"]] if state["name"] else ()
-        progress.begin("tokenizing", sum(map(_bytes_of, todo.values())) - _bytes_of(begun))
+    begun = todo[state["name"]][: state["done"]] if state["name"] else ()
+    progress.begin("tokenizing", sum(map(_bytes_of, todo.values())) - _bytes_of(begun))
     for name, documents in todo.items():
         done, saved = (state["done"], state["writer"]) if name == state["name"] else (0, None)
         writer = SplitWriter(stage, name, tokenizer, saved)
         unsaved = 0
         try:
-            for group in _groups(documents[done:]):
+            for group in groups(documents[done:], GROUP_BYTES, lambda document: document.num_bytes):
                 source["num_short"] += _add(writer, group, tokenizer, source["min_tokens"])
-                if progress:
-                    for document in group:
-                        progress.add(document.num_bytes)
+                for document in group:
+                    progress.add(document.num_bytes)
                 done, unsaved = done + len(group), unsaved + _bytes_of(group)
                 if unsaved >= SAVED_BYTES:
                     _save_state(stage, splits, source["num_short"], name, done, writer)
@@ -366,19 +363,6 @@ def _named(document: Document) -> Iterator[None]:
         ) from None
     except ValueError as error:
         raise ValueError(f"{document.name}: {error}") from None
-
-
-def _groups(documents: Sequence[Document]) -> Iterator[list[Document]]:
-    group: list[Document] = []
-    size = 0
-    for document in documents:
-        group.append(document)
-        size += document.num_bytes
-        if size >= GROUP_BYTES:
-            yield group
-            group, size = [], 0
-    if group:
-        yield group
 
 
 def _matches(pattern: str) -> list[str]:

@@ -12,13 +12,14 @@ standard deviation of 0.04.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from fastmp.training.data.ngrams import Hashes, HashSet, ngram_hashes
+from fastmp.training.data.progress import groups
 from fastmp.training.data.sampling import mix
 
 EXCLUDED_SHARE = 0.1
@@ -55,7 +56,7 @@ def signatures(sets: Iterable[Hashes]) -> Signatures:
     Raises ValueError if rensa is not installed.
     """
     parts = [np.empty((0, SLOTS), np.uint32)]
-    for group in _groups(sets):
+    for group in groups(sets, HASHES_AT_ONCE, len):
         ends = np.cumsum([0, *map(len, group)]).astype(np.uint64)
         made = minhash().digest_matrix_from_flat_token_hashes(np.concatenate(group), ends, SLOTS, SEED)
         parts.append(np.array(made.to_rows(), np.uint32).reshape(-1, SLOTS))
@@ -99,19 +100,6 @@ def _rows_of_a_band(jaccard: float) -> int:
         if (1 - jaccard**rows) ** (SLOTS // rows) <= 0.01:
             return rows
     return 1
-
-
-def _groups(sets: Iterable[Hashes]) -> Iterator[list[Hashes]]:
-    group: list[Hashes] = []
-    size = 0
-    for hashes in sets:
-        group.append(hashes)
-        size += len(hashes)
-        if size >= HASHES_AT_ONCE:
-            yield group
-            group, size = [], 0
-    if group:
-        yield group
 
 
 def minhash() -> Any:

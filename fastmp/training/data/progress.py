@@ -1,28 +1,44 @@
-"""A progress line for commands over documents."""
+"""Progress of commands over documents, and their division into groups."""
 
 from __future__ import annotations
 
-import sys
 import time
-from typing import TextIO
+from collections.abc import Callable, Iterable, Iterator
+from typing import TextIO, TypeVar
 
-__all__ = ["ProgressLine"]
+__all__ = ["ProgressLine", "groups"]
+
+T = TypeVar("T")
 
 INTERVAL = 1.0  # seconds between two states of the line
 SLOW_INTERVAL = 30.0  # where each is a line of its own, as in the log of a batch job
 
 
-class ProgressLine:
-    """Documents and bytes that are done, their rate, and when all will be, on a line of `stream`."""
+def groups(items: Iterable[T], limit: int, size: Callable[[T], int]) -> Iterator[list[T]]:
+    """Yield consecutive items in lists, each of which ends when its sizes add up to `limit` or more."""
+    group: list[T] = []
+    total = 0
+    for item in items:
+        group.append(item)
+        total += size(item)
+        if total >= limit:
+            yield group
+            group, total = [], 0
+    if group:
+        yield group
 
-    def __init__(self, stream: TextIO | None = None) -> None:
-        self._stream = sys.stderr if stream is None else stream
-        self._line = self._stream.isatty()
+
+class ProgressLine:
+    """Finished documents and bytes, their rate and the time left, on a line of `stream`; None: silent."""
+
+    def __init__(self, stream: TextIO | None) -> None:
+        self._stream = stream
+        self._line = stream is not None and stream.isatty()
         self._what, self._total, self._documents, self._bytes = "", 0, 0, 0
         self._begin = self._shown = 0.0
 
     def begin(self, what: str, total_bytes: int) -> None:
-        """Start to count anew, of `total_bytes`."""
+        """Start to count again, of `total_bytes`."""
         self.end()
         self._what, self._total, self._documents, self._bytes = what, total_bytes, 0, 0
         self._begin = self._shown = time.monotonic()
@@ -32,7 +48,7 @@ class ProgressLine:
         self._documents += 1
         self._bytes += num_bytes
         now = time.monotonic()
-        if now - self._shown >= (INTERVAL if self._line else SLOW_INTERVAL):
+        if self._stream is not None and now - self._shown >= (INTERVAL if self._line else SLOW_INTERVAL):
             self._shown = now
             self._show(now)
 
