@@ -14,7 +14,7 @@ import shlex
 import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager, nullcontext
 from dataclasses import asdict, replace
 from itertools import count
 from pathlib import Path
@@ -28,22 +28,19 @@ from torch import Tensor, nn
 
 from fastmp.apps.first_rank import let_rank0_report_first
 from fastmp.apps.generation.sample_text import generate_text
+from fastmp.apps.generation.trained_models import open_either
 from fastmp.config import Environment, Recipe
 from fastmp.config.durations import duration_seconds
 from fastmp.cuda_graphs.transformer_engine import TransformerEngineManager
-from fastmp.distributed.collectives import communication_device, group_rank
+from fastmp.distributed.collectives import gather_objects, group_rank
 from fastmp.distributed.groups import ParallelGroups
 from fastmp.distributed.rng import RngTracker
 from fastmp.distributed.runtime import Runtime, init, main_guard
-from fastmp.hf.stored import is_transformers
-from fastmp.hf.weight_io import TransformersReader, check_family, export_weights
+from fastmp.hf.weight_io import check_family, export_weights
 from fastmp.nn.gpt import flops_per_token, num_parameters
 from fastmp.plan.layout import check_layout, make_grid, problems
 from fastmp.training.checkpoint.checkpointer import Loaded
-from fastmp.training.checkpoint.directory import checkpoint_at, whole_manifest
 from fastmp.training.checkpoint.model_weights import load_weights
-from fastmp.training.checkpoint.storage import CheckpointReader
-from fastmp.training.checkpoint.tensor_files import verify
 from fastmp.training.data.blend import BlendedDataset, open_dataset
 from fastmp.training.data.dataset import TokenDataset
 from fastmp.training.data.masked import MaskedDataset
@@ -114,7 +111,8 @@ def train(
         existed = runtime.rank == 0 and run_dir.exists()
         if existed:
             held.enter_context(claimed(run_dir))
-        loaded = _resume(recipe, trainer, _on_any_rank(restarted, runtime))
+        # Only the torchrun whose rank died counts a restart.
+        loaded = _resume(recipe, trainer, any(gather_objects(restarted, _world(runtime))))
         if loaded is None and recipe.checkpoint.init_from:
             notes.append(f"starting with the weights of {recipe.checkpoint.init_from}")
         if loaded is not None or recipe.checkpoint.resume:
@@ -140,7 +138,8 @@ def make_trainer(recipe: Recipe, runtime: Runtime) -> tuple[Recipe, Trainer]:
     model, loss = build_model(recipe, groups, rng, runtime.device)
     if recipe.checkpoint.init_from:
         chunks = [model] if isinstance(model, nn.Module) else model
-        load_weights(weights_at(recipe.checkpoint.init_from, runtime), recipe.model, chunks, groups)
+        reader, _ = open_either(recipe.checkpoint.init_from, _world(runtime))
+        load_weights(reader, recipe.model, chunks, groups)
     return recipe, Trainer(
         model,
         data,
@@ -158,25 +157,9 @@ def make_trainer(recipe: Recipe, runtime: Runtime) -> tuple[Recipe, Trainer]:
     )
 
 
-def weights_at(path: str, runtime: Runtime) -> CheckpointReader:
-    """Open `path` (transformers directory or checkpoint) for reading; each rank verifies a share of the
-    files.
-    """
-    if is_transformers(Path(path)):
-        return TransformersReader(path)
-    found = checkpoint_at(path)
-    manifest = whole_manifest(found)
-    verify(found, manifest, sorted(manifest.files)[runtime.rank :: runtime.world_size])
-    return CheckpointReader(found, manifest)
-
-
-def _on_any_rank(flag: bool, runtime: Runtime) -> bool:
-    """Return True if `flag` is set on any rank; only the torchrun whose rank died counts a restart."""
-    number = torch.tensor(int(flag))
-    if runtime.world_size > 1:
-        number = number.to(communication_device())
-        dist.all_reduce(number, dist.ReduceOp.MAX)
-    return bool(number)
+def _world(runtime: Runtime) -> dist.ProcessGroup | None:
+    """Return the group of all ranks; None on a single rank."""
+    return dist.group.WORLD if runtime.world_size > 1 else None
 
 
 def _weights_writer(recipe: Recipe) -> Callable[[Path, int], str] | None:
@@ -243,9 +226,12 @@ def _run(
             log.note(note)
         if runtime.rank == 0:
             (run_dir / "recipe.json").write_text(json.dumps(asdict(recipe), indent=1) + "\n")
+        profiled: Any = nullcontext()
+        if recipe.train.profile != "none" and runtime.rank == 0:
+            profiled = closing(StepProfiler(recipe.train.profile, recipe.train.profile_steps, run_dir, log))
         # A launcher that has lost a rank ends the others by SIGTERM: they say why first.
         with (
-            _profiled(recipe, runtime, run_dir, log) as profiler,
+            profiled as profiler,
             stop,
             watch(run_dir / "hang", runtime, recipe.train.stall_seconds, note=log.note),
         ):
@@ -313,21 +299,6 @@ def _next_logits(trainer: Trainer) -> Callable[[Tensor, int], Tensor]:
     if isinstance(trainer.runner, SingleStageRunner):
         return next_logits(trainer.model)
     return pipeline_next_logits(trainer.runner.chunks, trainer.groups)
-
-
-@contextmanager
-def _profiled(
-    recipe: Recipe, runtime: Runtime, run_dir: Path, log: TrainLog
-) -> Iterator[StepProfiler | None]:
-    """Yield rank 0's profiler of the recipe's steps; None without profiling."""
-    if recipe.train.profile == "none" or runtime.rank:
-        yield None
-        return
-    profiler = StepProfiler(recipe.train.profile, recipe.train.profile_steps, run_dir, log)
-    try:
-        yield profiler
-    finally:
-        profiler.close()
 
 
 def make_groups(recipe: Recipe, runtime: Runtime) -> ParallelGroups:

@@ -15,9 +15,7 @@ from fastmp.apps.finetuning import formats
 from fastmp.apps.finetuning.formats import Examples
 from fastmp.apps.finetuning.selection import Point
 
-__all__ = ["HEADS", "TASKS", "FinetuneTask"]
-
-HEADS = ("classes", "span", "choices")
+__all__ = ["TASKS", "FinetuneTask"]
 
 
 @dataclass(frozen=True)

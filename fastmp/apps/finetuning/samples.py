@@ -15,6 +15,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -169,13 +170,8 @@ def _questions(
 
 
 def _ids(tokenizer: Tokenizer, texts: Iterable[str]) -> Iterator[Ids]:
-    batch: list[str] = []
-    for text in texts:
-        batch.append(text)
-        if len(batch) == CHUNK:
-            yield from (ids.astype(np.int32) for ids, _ in tokenizer.encode_places(batch))
-            batch = []
-    if batch:
+    rest = iter(texts)
+    while batch := list(islice(rest, CHUNK)):
         yield from (ids.astype(np.int32) for ids, _ in tokenizer.encode_places(batch))
 
 
@@ -231,11 +227,8 @@ class TaskData:
     def validation_batches(
         self, dp_rank: int = 0, dp_size: int = 1, *, max_batches: int | None = None
     ) -> Iterator[dict[str, Any]]:
-        """Yield the development set, as `batches`."""
-        for number, batch in enumerate(self.batches(self.dev, dp_rank, dp_size)):
-            if number == max_batches:
-                return
-            yield batch
+        """Return an iterator over the development set, as `batches`."""
+        return islice(self.batches(self.dev, dp_rank, dp_size), max_batches)
 
     def batches(self, samples: Sequence[Sample], dp_rank: int, dp_size: int) -> Iterator[dict[str, Any]]:
         """Yield all `samples` once, in order, distributed over the ranks; every rank gets equally many

@@ -6,6 +6,7 @@ import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 from typing import NamedTuple, cast
 
 import torch
@@ -17,7 +18,7 @@ from fastmp.apps.generation.sample_text import check_choice, choose_tokens
 from fastmp.config import GPTConfig
 from fastmp.cuda_graphs.backends.base import Backend
 from fastmp.cuda_graphs.backends.cuda import CudaBackend
-from fastmp.distributed.collectives import communication_device, group_rank, group_size
+from fastmp.distributed.collectives import communication_device, gather_objects, group_rank, group_size
 from fastmp.distributed.groups import ParallelGroups
 from fastmp.nn.gpt import GPT
 from fastmp.nn.moe.layer import MoELayer
@@ -145,11 +146,7 @@ def generate(
             layer.reserve(longest, size)
     seconds = _run(decoder, rows, longest, _points(own, max_new_tokens, seed).to(device), groups.dp)
     found = [(row.continuation(), row.taken) for row in rows]
-    if groups.dp is not None:
-        everyones: list[list[tuple[Continuation, int]]] = [[]] * group_size(groups.dp)
-        dist.all_gather_object(everyones, found, group=groups.dp)
-        found = [each for one in everyones for each in one]
-    found = found[: len(prompts)]
+    found = list(chain.from_iterable(gather_objects(found, groups.dp)))[: len(prompts)]
     for number, (row, _) in enumerate(found, 1):
         if row.reason == LOST:
             raise ValueError(
