@@ -35,11 +35,6 @@ def test_only_rank_0_prints_a_mistake(rank, capsys, monkeypatch):
     assert printed.out == "" and ("there is no option" in printed.err) == (rank == 0)
 
 
-def test_no_command_is_a_usage_error(capsys):
-    assert cli.main([]) == 2
-    assert "usage" in capsys.readouterr().err
-
-
 def test_version(capsys):
     assert cli.main(["--version"]) == 0
     assert capsys.readouterr().out.strip() == fastmp.__version__
@@ -51,9 +46,13 @@ def test_a_reader_that_leaves_is_no_traceback():
     assert done.stdout == '{"dense": ' and not done.stderr
 
 
-def test_unknown_command_names_the_choices(capsys):
-    assert cli.main(["trian"]) == 2
-    assert "there is no command 'trian'; did you mean train?" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [([], "usage"), (["trian"], "there is no command 'trian'; did you mean train?")],
+)
+def test_a_missing_or_unknown_command_is_a_usage_error(arguments, named, capsys):
+    assert cli.main(arguments) == 2
+    assert named in capsys.readouterr().err
 
 
 # All but `fastmp launch --help`, which is torchrun's.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import io
 import json
 import os
 import re
@@ -14,7 +13,8 @@ import time
 import psutil
 import pytest
 import torch
-from train_tools import ROOT, arguments, losses
+from command_tools import Terminal, status_of
+from train_tools import ROOT, arguments, command_line, losses
 
 from fastmp.apps.train import main
 from fastmp.apps.train_main import build_model, make_groups, train
@@ -29,9 +29,8 @@ from fastmp.training.metrics import read_metrics
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-class Terminal(io.StringIO):
-    def isatty(self):
-        return True
+def on_cpu(rank, world_size):
+    return Runtime(rank=rank, world_size=world_size, local_rank=rank, device=torch.device("cpu"))
 
 
 def test_a_whole_run_then_more_of_it_then_anew(tmp_path, tokens, capsys):
@@ -41,12 +40,7 @@ def test_a_whole_run_then_more_of_it_then_anew(tmp_path, tokens, capsys):
     assert re.search(r"held-out loss \d\.\d+ nats per byte, .* unigram entropy of the same text, \d", said)
     assert "a sample:\nThe " in said
     assert (run / "loss.png").read_bytes().startswith(b"\x89PNG")
-    assert sorted(p.name for p in run.iterdir()) == [
-        "checkpoints",
-        "loss.png",
-        "metrics.jsonl",
-        "recipe.json",
-    ]
+    assert {p.name for p in run.iterdir()} == {"checkpoints", "loss.png", "metrics.jsonl", "recipe.json"}
     assert [step for step, _ in losses(run)] == [1, 2, 3, 4, 5, 6]
     first = losses(run)
 
@@ -76,9 +70,9 @@ def test_a_run_goes_on_from_a_path_at_another_layout(tmp_path, tokens, capsys):
     path = tmp_path / "tiny" / "checkpoints" / "step-00000003"
 
     def rank_main(rank, world_size):
-        runtime = Runtime(rank=rank, world_size=world_size, local_rank=rank, device=torch.device("cpu"))
         options = ["--resume", str(path), "--tp", "2"]
-        train(parse_arguments([*arguments(tmp_path, tokens, "second"), *options]), runtime)
+        recipe = parse_arguments([*arguments(tmp_path, tokens, "second"), *options])
+        train(recipe, on_cpu(rank, world_size))
 
     run_ranks(rank_main, 2)
     again = losses(tmp_path / "second")
@@ -195,9 +189,7 @@ def test_two_ranks_train_as_one(tmp_path, tokens, layout, model, flags):
     options = [*arguments(tmp_path, tokens, "two", **changes, **sizes), *flags]
 
     def rank_main(rank, world_size, extra):
-        recipe = parse_arguments([*options, *extra])
-        runtime = Runtime(rank=rank, world_size=world_size, local_rank=rank, device=torch.device("cpu"))
-        return train(recipe, runtime)
+        return train(parse_arguments([*options, *extra]), on_cpu(rank, world_size))
 
     evaluations = run_ranks(rank_main, 2, [])
     assert evaluations[0] == evaluations[1]
@@ -215,8 +207,7 @@ def test_ranks_go_on_together_though_one_alone_knows_of_the_restart(tmp_path, to
 
     def rank_main(rank, world_size, steps):
         recipe = parse_arguments(arguments(tmp_path, tokens, checkpoint__interval=2, train__steps=steps))
-        runtime = Runtime(rank=rank, world_size=world_size, local_rank=rank, device=torch.device("cpu"))
-        train(recipe, runtime, restarted=rank == 1 and steps == 3)
+        train(recipe, on_cpu(rank, world_size), restarted=rank == 1 and steps == 3)
 
     run_ranks(rank_main, 2, 2)
     run_ranks(rank_main, 2, 3, timeout=30)
@@ -228,7 +219,7 @@ def test_stages_have_the_weights_of_the_whole_and_random_numbers_of_their_own(tm
         recipe = parse_arguments(
             arguments(tmp_path, tokens, model__num_layers=2, model__vocab_size=257, **layout)
         )
-        runtime = Runtime(rank=rank, world_size=world_size, local_rank=rank, device=torch.device("cpu"))
+        runtime = on_cpu(rank, world_size)
         groups = make_groups(recipe, runtime)
         rng = RngTracker(recipe.train.seed)
         model, _ = build_model(recipe, groups, rng, runtime.device)
@@ -250,8 +241,7 @@ def test_stages_have_the_weights_of_the_whole_and_random_numbers_of_their_own(tm
 def test_the_recipes_of_make_train_train(tmp_path, tokens, recipe, capsys):
     options = {"data.path": tokens, "train.run-dir": tmp_path, "train.steps": 2, "train.eval-batches": 1}
     options |= {"data.micro-batch-size": 2, "train.global-batch-size": 2}
-    arguments = [part for key, value in options.items() for part in (f"--{key}", str(value))]
-    assert main(["--recipe", str(ROOT / "configs" / f"{recipe}.toml"), *arguments]) == 0
+    assert main(["--recipe", str(ROOT / "configs" / f"{recipe}.toml"), *command_line(options)]) == 0
     said = capsys.readouterr().out
     parameters = {
         "gpt-small": r"1\.84 M parameters in float32",
@@ -323,10 +313,8 @@ def test_what_does_not_fit_is_one_line_and_leaves_nothing(tmp_path, tokens, case
         changes = {"data__path": build([str(text)], tmp_path / "tokens", validation_fraction=0.0)}
     before = sorted(tmp_path.rglob("*"))
     capsys.readouterr()
-    try:
-        status = main(arguments(tmp_path, tokens, **changes) + (["--resume", "auto"] if resume else []))
-    except SystemExit as leaving:  # the command line itself is wrong
-        status = leaving.code
+    more = ["--resume", "auto"] if resume else []
+    status = status_of(["train", *arguments(tmp_path, tokens, **changes), *more])
     captured = capsys.readouterr()
     assert status == 2
     said = " ".join(captured.err.replace("│", " ").split())
@@ -338,8 +326,7 @@ def test_a_token_file_cut_short_ends_all_ranks(tmp_path, cut_tokens):
     options = arguments(tmp_path / "runs", cut_tokens)
 
     def rank_main(rank, world_size):
-        runtime = Runtime(rank=rank, world_size=world_size, local_rank=rank, device=torch.device("cpu"))
-        train(parse_arguments(options), runtime)
+        train(parse_arguments(options), on_cpu(rank, world_size))
 
     begin = time.monotonic()
     with pytest.raises(RankError, match=r"train\.bin") as error:
@@ -388,8 +375,7 @@ def test_torchrun_trains_over_two_ranks(tmp_path, tokens):
 def test_torchrun_trains_a_pipeline_of_experts_over_four_ranks(tmp_path, tokens):
     options = {"data.path": tokens, "train.run-dir": tmp_path, "data.micro-batch-size": 4}
     options |= {"train.eval-batches": 1, "train.log-interval": 1}
-    arguments = [part for key, value in options.items() for part in (f"--{key}", str(value))]
-    arguments += ["--recipe", str(ROOT / "configs" / "moe-small.toml"), "--steps", "2"]
+    arguments = [*command_line(options), "--recipe", str(ROOT / "configs" / "moe-small.toml"), "--steps", "2"]
     arguments += ["--tp", "1", "--pp", "2", "--vpp", "2", "--ep", "2"]
     status, output, _ = torchrun(arguments, str(tmp_path), ranks=4)
     assert status == 0, output
@@ -472,8 +458,8 @@ def test_experts_through_shared_memory_train_as_by_all_to_all(tmp_path, tokens):
     """By the command of `make train`: bit for bit, in graphs too; with little room pairs are dropped."""
     options = {"data.path": tokens, "train.run-dir": tmp_path, "train.steps": 3, "train.eval-batches": 1}
     options |= {"data.micro-batch-size": 2, "train.global-batch-size": 2, "train.log-interval": 1}
-    common = [part for key, value in options.items() for part in (f"--{key}", str(value))]
-    recipe = ["--recipe", str(ROOT / "configs" / "moe-small.toml"), *common, "--tp", "2", "--ep", "2"]
+    recipe = ["--recipe", str(ROOT / "configs" / "moe-small.toml"), *command_line(options)]
+    recipe += ["--tp", "2", "--ep", "2"]
     shared = ["--dispatcher", "symmetric"]
     runs = {
         "ordinary": ["--dispatcher", "alltoall"],
@@ -483,8 +469,7 @@ def test_experts_through_shared_memory_train_as_by_all_to_all(tmp_path, tokens):
     }
 
     def rank_main(rank, world_size, name):
-        runtime = Runtime(rank=rank, world_size=world_size, local_rank=rank, device=torch.device("cpu"))
-        train(parse_arguments([*recipe, *runs[name], "--name", name]), runtime)
+        train(parse_arguments([*recipe, *runs[name], "--name", name]), on_cpu(rank, world_size))
 
     for name in runs:
         run_ranks(rank_main, 2, name)

@@ -31,18 +31,8 @@ def mnli(folder: Path, *, train: int = 96, dev: int = 48) -> Path:
         label = number % 3
         first = f"the {draw.choice(NOUNS)} {draw.choice(VERBS)}"
         second = ("yes", "maybe", "no")[label] + f" the {draw.choice(NOUNS)} {draw.choice(VERBS)}"
-        marks = [
-            number,
-            number,
-            f"{number}p",
-            "fiction",
-            "( a )",
-            "( b )",
-            "(ROOT a)",
-            "(ROOT b)",
-            first,
-            second,
-        ]
+        parses = ("( a )", "( b )", "(ROOT a)", "(ROOT b)")
+        marks = [number, number, f"{number}p", "fiction", *parses, first, second]
         return [*marks, *[MNLI_LABELS[label]] * (columns - len(marks))]
 
     write_tsv(

@@ -41,6 +41,11 @@ TINY = {
 def arguments(run_dir, tokens, name="tiny", **changes):
     options = {**TINY, "data.path": tokens, "train.run-dir": run_dir, "train.name": name}
     options |= {key.replace("__", ".").replace("_", "-"): value for key, value in changes.items()}
+    return command_line(options)
+
+
+def command_line(options):
+    """Return `--KEY VALUE` for each entry of a table."""
     return [part for key, value in options.items() for part in (f"--{key}", str(value))]
 
 

@@ -12,6 +12,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import tokenizer_tools
+from command_tools import check_mistake
 from marks import full
 from train_tools import ROOT, arguments, run_fastmp
 
@@ -229,17 +230,8 @@ def test_a_killed_command_goes_on(trained, files, tmp_path, capsys):
     """All but two finished batches are taken from what the other one has left."""
     where = ("wikitext", files / "wiki.test.tokens", "--stride", 8, "--checkpoint", str(trained))
     out, part = tmp_path / "1.json", tmp_path / "1.json.part"
-    command = [
-        sys.executable,
-        "-m",
-        "fastmp",
-        "eval",
-        *map(str, where),
-        "--out",
-        str(out),
-        "--batch-size",
-        "1",
-    ]
+    command = [sys.executable, "-m", "fastmp", "eval", *map(str, where)]
+    command += ["--out", str(out), "--batch-size", "1"]
     with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.DEVNULL) as process:
         while process.poll() is None and (not part.exists() or part.read_bytes().count(b"\n") < 4):
             time.sleep(0.01)
@@ -269,13 +261,7 @@ def test_a_killed_command_goes_on(trained, files, tmp_path, capsys):
     ],
 )
 def test_a_mistake_is_one_line_and_status_2(changes, named, capsys):
-    try:
-        status = main(["eval", *changes])
-    except SystemExit as stopped:
-        status = stopped.code
-    said = capsys.readouterr()
-    assert status == 2 and not said.out
-    assert named in said.err and len(said.err.splitlines()) == 1 and said.err.startswith("fastmp eval")
+    check_mistake(["eval", *changes], named, capsys)
 
 
 @pytest.mark.full
@@ -317,7 +303,7 @@ def test_what_a_file_or_model_refuses_is_one_line(trained, files, tmp_path, chan
         places["LARGE"] = tokenizer_tools.llama_3(tmp_path / "LARGE")
     capsys.readouterr()
     asked = [*(str(places.get(each, each)) for each in changes), "--checkpoint", str(trained)]
-    test_a_mistake_is_one_line_and_status_2(asked, named, capsys)
+    check_mistake(["eval", *asked], named, capsys)
 
 
 @pytest.mark.full
@@ -325,8 +311,8 @@ def test_encoders_are_refused(trained, files, monkeypatch, capsys):
     _, config = open_weights(str(trained), None, None)
     encoder = replace(config, bert=BertConfig())
     monkeypatch.setattr("fastmp.apps.generation.trained_models.model_from", lambda description: encoder)
-    asked = ["heldout", str(files / "text.txt"), "--checkpoint", str(trained)]
-    test_a_mistake_is_one_line_and_status_2(asked, "is a BERT, which fills in masked tokens", capsys)
+    asked = ["eval", "heldout", str(files / "text.txt"), "--checkpoint", str(trained)]
+    check_mistake(asked, "is a BERT, which fills in masked tokens", capsys)
 
 
 @pytest.mark.parametrize(

@@ -25,12 +25,8 @@ def test_the_published_layouts_are_read(tmp_path):
     train, dev = (read_mnli(folder / f"{name}.tsv").examples for name in ("train", "dev_matched"))
     assert len(train) == 6 and [pair.label for pair in dev] == [0, 1, 2]
     assert train[1].second.startswith("maybe the ")
-    assert [pair.label for pair in read_qqp(qqp(tmp_path / "qqp", train=4) / "train.tsv").examples] == [
-        0,
-        1,
-        0,
-        1,
-    ]
+    pairs = read_qqp(qqp(tmp_path / "qqp", train=4) / "train.tsv").examples
+    assert [pair.label for pair in pairs] == [0, 1, 0, 1]
     first, *_, last = read_race(race(tmp_path / "race", train=24) / "train").examples
     assert (first.group, last.group, last.options[last.label][:4]) == ("middle", "high", "true")
     questions = read_squad2(squad(tmp_path / "squad", "2.0", train=6) / "train-v2.0.json").examples

@@ -18,24 +18,7 @@ from fastmp.apps.finetuning.answer_metrics import (
     word_f1,
 )
 
-WORDS = (
-    "the",
-    "The",
-    "a",
-    "an",
-    "cat",
-    "cats",
-    "Cat!",
-    "(dog)",
-    "U.S.A.",
-    "3,000",
-    "—",
-    "'s",
-    " ",
-    "\t",
-    "thé",
-    "",
-)
+WORDS = (*"the The a an cat cats Cat! (dog) U.S.A. 3,000 — 's".split(), " ", "\t", "thé", "")
 
 
 def text(draw: random.Random) -> str:

@@ -10,10 +10,12 @@ from pathlib import Path
 import finetune_files
 import pytest
 import torch
+from command_tools import status_of
 from finetune_models import PRE
 from finetune_tokenizer import tokenizer_json
 from marks import full
 from safetensors.torch import save_file
+from train_tools import command_line
 
 from fastmp.apps.cli import main
 from fastmp.apps.finetune import finetune
@@ -262,17 +264,11 @@ def test_a_run_of_fastmp_train_is_fine_tuned_with_its_own_tokenizer(tmp_path, ca
     train |= {"data.masked-lm.max-ngram": 2, "data.seq-len": 64, "data.micro-batch-size": 2, "steps": 2}
     train |= {"train.global-batch-size": 2, "train.run-dir": tmp_path / "runs", "train.name": "bert"}
     train |= {"train.eval-interval": 0, "checkpoint.interval": 2}
-    assert main(["train", *(part for key, value in train.items() for part in (f"--{key}", str(value)))]) == 0
+    assert main(["train", *command_line(train)]) == 0
     line = ["finetune", "race", "--recipe", str(ROOT / "configs" / "finetune" / "race.toml"), "--seeds", "1"]
     line += ["--data", str(tmp_path / "race"), "--init-from", str(tmp_path / "runs" / "bert")]
-    line += [
-        "--finetune.run-dir",
-        str(tmp_path / "runs"),
-        "--finetune.seq-len",
-        "64",
-        "--finetune.epochs",
-        "1",
-    ]
+    line += ["--finetune.run-dir", str(tmp_path / "runs")]
+    line += ["--finetune.seq-len", "64", "--finetune.epochs", "1"]
     assert main(line) == 0
     assert "| batch 32, lr 2e-05 | 1 |" in capsys.readouterr().out
     content = json.loads((tmp_path / "runs" / "race" / "finetune.json").read_text())
@@ -350,17 +346,10 @@ def test_ranks_go_on_with_the_next_run_where_one_diverges(folder):
 )
 def test_what_does_not_fit_is_one_line_and_status_2(folder, capsys, changes, message):
     WRITE["qqp"](folder / "qqp", train=16, dev=8)
-    assert status(["finetune", "qqp", *arguments(options(folder, "qqp", **changes))]) == 2
+    assert status_of(["finetune", "qqp", *arguments(options(folder, "qqp", **changes))]) == 2
     error = capsys.readouterr().err
     assert message in error and error.count("\n") == 1
     assert not (folder / "runs").exists()
-
-
-def status(line):
-    try:
-        return main(line)
-    except SystemExit as left:
-        return left.code
 
 
 def test_other_mistakes_are_one_line_and_status_2(folder, capsys):
@@ -378,7 +367,7 @@ def test_other_mistakes_are_one_line_and_status_2(folder, capsys):
         ),
         (["finetune", "squad1", *line], "train-v1.1.json: cannot be read"),
     ):
-        assert status(wrong) == 2
+        assert status_of(wrong) == 2
         error = capsys.readouterr().err
         assert message in error and error.count("\n") == 1, error
 
@@ -386,7 +375,7 @@ def test_other_mistakes_are_one_line_and_status_2(folder, capsys):
 def test_an_empty_development_set_is_refused(folder, capsys):
     path = WRITE["qqp"](folder / "qqp", train=16) / "dev.tsv"
     path.write_text(path.read_text().partition("\n")[0] + "\n")
-    assert status(["finetune", "qqp", *arguments(options(folder, "qqp"))]) == 2
+    assert status_of(["finetune", "qqp", *arguments(options(folder, "qqp"))]) == 2
     assert capsys.readouterr().err == f"fastmp: {path}: has no line that can be used\n"
 
 

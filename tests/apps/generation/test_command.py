@@ -10,6 +10,7 @@ import sys
 
 import pytest
 import tokenizer_tools
+from command_tools import check_mistake
 from marks import full
 from train_tools import ROOT, arguments, run_fastmp
 
@@ -145,11 +146,7 @@ def test_a_reader_that_leaves_and_one_that_knows_no_unicode(trained):
     ],
 )
 def test_a_mistake_is_one_line_and_status_2(changes, named, capsys):
-    with pytest.raises(SystemExit) as stopped:
-        main(["generate", "--prompt", "x", *changes])
-    said = capsys.readouterr()
-    assert stopped.value.code == 2 and not said.out
-    assert named in said.err and len(said.err.splitlines()) == 1 and said.err.startswith("fastmp generate: ")
+    check_mistake(["generate", "--prompt", "x", *changes], named, capsys)
 
 
 @pytest.mark.full

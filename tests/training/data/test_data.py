@@ -137,11 +137,7 @@ def test_batches_leave_every_generator_alone(directory):
     assert torch.equal(torch.get_rng_state(), before[0]) and (np.random.get_state()[1] == before[1]).all()
 
 
-@given(
-    seq_len=st.integers(1, 700),
-    micro_batch_size=st.integers(1, 5),
-    dp_size=st.integers(1, 4),
-)
+@given(seq_len=st.integers(1, 700), micro_batch_size=st.integers(1, 5), dp_size=st.integers(1, 4))
 def test_validation_covers_the_held_out_text_once(directory, seq_len, micro_batch_size, dp_size):
     data = dataset(directory, seq_len=seq_len, micro_batch_size=micro_batch_size)
     ranks = [list(data.validation_batches(rank, dp_size)) for rank in range(dp_size)]
@@ -206,11 +202,7 @@ def test_an_existing_tokenizer_file_can_be_used(directory, texts, tmp_path):
 
 @pytest.mark.parametrize(
     ("arguments", "named"),
-    [
-        ((-1, 0, 1, 0, 1), "step -1"),
-        ((0, 1, 1, 0, 1), "microbatch 1 of 1"),
-        ((0, 0, 1, 2, 2), "rank 2 of 2"),
-    ],
+    [((-1, 0, 1, 0, 1), "step -1"), ((0, 1, 1, 0, 1), "microbatch 1 of 1"), ((0, 0, 1, 2, 2), "rank 2 of 2")],
 )
 def test_batch_out_of_range(directory, arguments, named):
     with pytest.raises(ValueError, match=named):
@@ -392,12 +384,8 @@ def test_an_impossible_directory_is_one_line(texts, tmp_path, capsys):
 
 def test_command_line(texts, tmp_path, capsys):
     out = str(tmp_path / "d")
-    assert (
-        main(
-            ["build", "--input", f"{texts}/*.txt", "--out", out, "--tokenizer", "bpe", "--vocab-size", "300"]
-        )
-        == 0
-    )
+    more = ["--tokenizer", "bpe", "--vocab-size", "300"]
+    assert main(["build", "--input", f"{texts}/*.txt", "--out", out, *more]) == 0
     assert "bpe tokenizer, 300 tokens, uint16" in capsys.readouterr().out
     assert main(["check", out]) == 0
     assert "all checksums match" in capsys.readouterr().out

@@ -9,6 +9,7 @@ import sys
 
 import numpy as np
 import pytest
+from command_tools import Terminal
 
 from fastmp.apps.data import main
 from fastmp.training.data import hygiene
@@ -64,15 +65,8 @@ def counts(directory):
 
 
 def test_excluded_and_short_documents_are_left_out_and_counted(folder, tmp_path, capsys):
-    options = [
-        "build",
-        "--input",
-        f"{folder}/*.txt",
-        "--validation-fraction",
-        "0",
-        "--out",
-        str(tmp_path / "d"),
-    ]
+    options = ["build", "--input", f"{folder}/*.txt", "--out", str(tmp_path / "d")]
+    options += ["--validation-fraction", "0"]
     assert main([*options, "--exclude", f"{folder}/*.md", "--min-tokens", "14"]) == 0
     assert "left out   2 overlap excluded files, 2 have too few tokens" in capsys.readouterr().out
     left_out = {"d0.txt", "d1.txt", "e0.txt", "e1.txt"}
@@ -156,10 +150,6 @@ def test_mistakes(folder, tmp_path, monkeypatch):
 
 
 def test_progress_is_one_line_with_a_rate_and_the_time_left(monkeypatch):
-    class Terminal(io.StringIO):
-        def isatty(self):
-            return True
-
     now = [0.0]
     monkeypatch.setattr("time.monotonic", lambda: now[0])
     for stream, lines in ((Terminal(), 1), (io.StringIO(), 4)):

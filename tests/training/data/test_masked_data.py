@@ -327,32 +327,20 @@ def test_open_dataset_gives_what_the_configuration_asks_for(tmp_path, of_bytes):
 
 
 @pytest.mark.parametrize(
-    ("options", "named"),
+    ("config", "options", "named"),
     [
-        (
-            {"document_masking": True, "masked_lm": MaskedLMConfig()},
-            "document_masking and masked_lm exclude each other",
-        ),
-        ({"seq_len": 4, "masked_lm": MaskedLMConfig()}, "seq_len must be 5 or more with masked_lm.*got 4"),
+        (DataConfig, {"document_masking": True}, "document_masking and masked_lm exclude each other"),
+        (DataConfig, {"seq_len": 4}, "seq_len must be 5 or more with masked_lm.*got 4"),
+        (MaskedLMConfig, {"mask_fraction": 0.0}, "mask_fraction must be above 0"),
+        (MaskedLMConfig, {"mask_fraction": 0.6}, r"at most 0\.5, got 0\.6"),
+        (MaskedLMConfig, {"max_ngram": 0}, "max_ngram must be positive, got 0"),
+        (MaskedLMConfig, {"short_fraction": 1.5}, r"short_fraction must be from 0 to 1, got 1\.5"),
     ],
 )
-def test_configurations_that_do_not_fit_are_named(options, named):
+def test_configurations_that_do_not_fit_are_named(config, options, named):
+    masked = {"masked_lm": MaskedLMConfig()} if config is DataConfig else {}
     with pytest.raises(ValueError, match=named):
-        DataConfig(**options)
-
-
-@pytest.mark.parametrize(
-    ("options", "named"),
-    [
-        ({"mask_fraction": 0.0}, "mask_fraction must be above 0"),
-        ({"mask_fraction": 0.6}, r"at most 0\.5, got 0\.6"),
-        ({"max_ngram": 0}, "max_ngram must be positive, got 0"),
-        ({"short_fraction": 1.5}, r"short_fraction must be from 0 to 1, got 1\.5"),
-    ],
-)
-def test_masking_that_cannot_be_is_named(options, named):
-    with pytest.raises(ValueError, match=named):
-        MaskedLMConfig(**options)
+        config(**options, **masked)
 
 
 def test_arguments_that_do_not_fit_are_named(of_bytes):

@@ -8,6 +8,7 @@ import tracemalloc
 
 import numpy as np
 import pytest
+from command_tools import fork
 from marks import full
 
 from fastmp.apps.cli import main
@@ -31,15 +32,8 @@ def files_of(directory):
 
 
 def killed(action):
-    """Run `action` in a child; whether it was killed, else it has ended well."""
-    pid = os.fork()
-    if pid == 0:
-        try:
-            action()
-            os._exit(0)
-        except BaseException:
-            os._exit(1)
-    status = os.waitpid(pid, 0)[1]
+    """Run `action` in a child; return True if it was killed, and check that it ended well otherwise."""
+    status = os.waitpid(fork(action), 0)[1]
     assert os.WIFSIGNALED(status) or status == 0
     return os.WIFSIGNALED(status)
 

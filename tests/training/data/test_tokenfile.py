@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from command_tools import fork
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -43,6 +44,9 @@ def open_all(directory):
     return TokenDataset(directory, seq_len=8, micro_batch_size=2, seed=0)
 
 
+SPLIT_FILES = [f"{a}.{b}" for a in ("train", "validation") for b in ("bin", "documents", "checksums")]
+
+
 def make_fifo(path):
     os.mkfifo(path)
 
@@ -56,19 +60,7 @@ def extend(path):
 
 
 @pytest.mark.parametrize("change", [cut, extend, Path.unlink, lambda path: path.write_bytes(b"")])
-@pytest.mark.parametrize(
-    "name",
-    [
-        "train.bin",
-        "validation.bin",
-        "train.documents",
-        "validation.documents",
-        "train.checksums",
-        "validation.checksums",
-        "tokenizer.json",
-        "index.json",
-    ],
-)
+@pytest.mark.parametrize("name", [*SPLIT_FILES, "tokenizer.json", "index.json"])
 def test_a_damaged_file_is_named_when_opened(out, name, change, capsys):
     change(out / name)
     with pytest.raises(ValueError, match=name.replace(".", r"\.")) as caught:
@@ -219,6 +211,7 @@ def content_of(directory):
         (["end_of_text"], 270, "end_of_text 270"),
         (["splits", "train", "num_changed"], -1, "num_changed -1"),
         (["splits"], [], "objects"),
+        (["source", "inputs"], [["deep"]], "source must hold numbers and texts, and lists of these"),
         ([], [], "damaged"),
     ],
 )
@@ -236,14 +229,6 @@ def test_an_index_that_lies_is_refused(out, path, value, named):
     with pytest.raises(
         ValueError, match=rf"index\.json: damaged: .*{named}" if path else r"index\.json: damaged"
     ):
-        read_index(out)
-
-
-def test_notes_on_the_source_are_flat(out):
-    content = content_of(out)
-    content["source"]["inputs"] = [["deep"]]
-    rewrite(out, content)
-    with pytest.raises(ValueError, match=r"index\.json: damaged: source must hold numbers and texts, and li"):
         read_index(out)
 
 
@@ -409,13 +394,8 @@ def test_a_file_that_is_not_utf8_is_named_by_bpe_and_taken_by_bytes(texts, tmp_p
     (texts / "99.txt").write_bytes(b"fine\nuntil \xff here\n" * 10)
     for fraction in (0.0, 0.5):  # in training, and (file order is fixed) possibly held out
         with pytest.raises(ValueError, match=r"99\.txt: .*not UTF-8"):
-            build(
-                [f"{texts}/*.txt"],
-                tmp_path / "d",
-                tokenizer="bpe",
-                vocab_size=270,
-                validation_fraction=fraction,
-            )
+            options = {"vocab_size": 270, "validation_fraction": fraction}
+            build([f"{texts}/*.txt"], tmp_path / "d", tokenizer="bpe", **options)
     assert_nothing_built(tmp_path)
     assert open_all(build([f"{texts}/*.txt"], tmp_path / "d")).train.info.max_token == 256
 
@@ -544,17 +524,6 @@ def test_a_failure_at_any_point_leaves_nothing(texts, tmp_path, monkeypatch, cal
             shutil.rmtree(tmp_path / "d")
         assert_nothing_built(tmp_path)
     assert failing == {"fsync": 9, "rename": 1}[call]
-
-
-def fork(action):
-    pid = os.fork()
-    if pid == 0:
-        try:
-            action()
-            os._exit(0)
-        except BaseException:
-            os._exit(1)
-    return pid
 
 
 def test_what_a_killed_builder_left_is_removed_by_the_next(texts, tmp_path):
