@@ -58,11 +58,7 @@ def _parser() -> Parser:
     made.add_argument("path", metavar="PATH", help=one)
     made.add_argument("out", metavar="OUT", help="a directory of checkpoints, in which it becomes the latest")
     made.add_argument(
-        "--files",
-        type=number(int, 1),
-        default=1,
-        metavar="N",
-        help="number of files of about equal size (1)",
+        "--files", type=number(int, 1), default=1, metavar="N", help="number of files of about equal size (1)"
     )
     made.add_argument(
         "--weights", action="store_true", help="write weights only, without optimizer and random states"

@@ -14,10 +14,7 @@ COMMANDS = {
     "train": ("fastmp.apps.train", "train a model from a recipe; on several ranks: fastmp launch train"),
     "generate": ("fastmp.apps.generate", "continue prompts with a trained model, of any layout"),
     "eval": ("fastmp.apps.evaluate", "evaluate a model on WikiText, LAMBADA or held-out text"),
-    "finetune": (
-        "fastmp.apps.finetune",
-        "fine-tune a BERT for MNLI, QQP, SQuAD or RACE, over several seeds",
-    ),
+    "finetune": ("fastmp.apps.finetune", "fine-tune a BERT for MNLI, QQP, SQuAD or RACE, over several seeds"),
     "launch": ("fastmp.apps.launch", "start ranks: torchrun and its options, with one rank a GPU by default"),
     "data": ("fastmp.apps.data", "turn text into token files"),
     "warm": (

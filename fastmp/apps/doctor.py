@@ -15,15 +15,7 @@ from typing import Any
 import fastmp
 from fastmp.config.command_line import Parser
 
-_PACKAGES = (
-    "torch",
-    "triton",
-    "numpy",
-    "safetensors",
-    "tokenizers",
-    "matplotlib",
-    "transformer-engine",
-)
+_PACKAGES = ("torch", "triton", "numpy", "safetensors", "tokenizers", "matplotlib", "transformer-engine")
 
 
 def _versions() -> list[str]:

@@ -60,9 +60,7 @@ def _parser() -> Parser:
     parser.add_argument("task", metavar="TASK", choices=tuple(TASKS), help=", ".join(TASKS))
     parser.add_argument("--recipe", metavar="FILE", help="TOML file, as in configs/finetune/")
     parser.add_argument(
-        "--grid",
-        action="store_true",
-        help="run all batch sizes and learning rates of the paper's Table 6",
+        "--grid", action="store_true", help="run all batch sizes and learning rates of the paper's Table 6"
     )
     add_options(parser, FinetuneRecipe)
     return parser

@@ -59,9 +59,7 @@ def _parser() -> Parser:
     made.add_argument("path", metavar="CHECKPOINT", help="a checkpoint, or a run for its latest one")
     made.add_argument("out", metavar="DIR", help="new directory")
     made.add_argument(
-        "--like",
-        metavar="DIR",
-        help="copy tokenizer and generation settings of this transformers model",
+        "--like", metavar="DIR", help="copy tokenizer and generation settings of this transformers model"
     )
     made.set_defaults(run=export_command)
     _add_verify(made)

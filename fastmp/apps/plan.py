@@ -29,5 +29,5 @@ COMMANDS = {
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one of the commands above; 0, or 2 where something is wrong."""
+    """Run one of COMMANDS; return its exit status."""
     return run_command("fastmp plan", COMMANDS, sys.argv[1:] if argv is None else argv)

@@ -75,7 +75,7 @@ def ended_by_signals() -> Iterator[None]:
 
 
 def _is_first() -> bool:
-    """Return whether this is the first rank of its job, which alone speaks."""
+    """Return True on the first rank of a job, the only one that prints."""
     try:
         return not Environment.read().rank
     except ValueError:

@@ -179,7 +179,7 @@ def _weights_writer(recipe: Recipe) -> Callable[[Path, int], str] | None:
 
 
 def _resume(recipe: Recipe, trainer: Trainer, restarted: bool) -> Loaded | None:
-    """Load what the recipe says the run goes on from, if it does."""
+    """Load the checkpoint that the recipe resumes from, if any."""
     wanted, loaded = recipe.checkpoint.resume, None
     if restarted or wanted == "auto":
         loaded = trainer.resume()
@@ -206,7 +206,7 @@ def _run(
     stop: StopRequests,
     arguments: Sequence[str],
 ) -> Evaluation | None:
-    """Run it, into a directory that is this job's own; `notes` open its log."""
+    """Run the training loop in this job's `run_dir`; `notes` open its log."""
     data = trainer.data
     run = RunInfo(
         total_steps=recipe.train.steps,

@@ -82,12 +82,7 @@ class Scorer:
     """
 
     def __init__(
-        self,
-        model: GPT,
-        groups: ParallelGroups,
-        *,
-        likeliest: bool = False,
-        backend: Backend | None = None,
+        self, model: GPT, groups: ParallelGroups, *, likeliest: bool = False, backend: Backend | None = None
     ) -> None:
         self.model, self.groups, self.likeliest = model, groups, likeliest
         self.device = next(model.parameters()).device

@@ -39,8 +39,7 @@ class FinetuneConfig(Checked):
         "none: at random",
     )
     tokenizer: str | None = option(
-        None,
-        "tokenizer of the model: byte, a tokenizer.json, or its directory; none: that of init_from",
+        None, "tokenizer of the model: byte, a tokenizer.json, or its directory; none: that of init_from"
     )
     seq_len: int = option(512, "tokens of a row; longer texts are cut, long contexts go into several rows")
     stride: int = option(128, "tokens between the beginnings of two windows of a long context")
@@ -130,10 +129,7 @@ def run_recipe(recipe: FinetuneRecipe, model: GPTConfig, point: Point, seed: int
     """Return the trainer's recipe of one run of `steps`."""
     given = recipe.finetune
     rows = DataConfig(  # of two parts, with padding, as those of masked samples are
-        seq_len=given.seq_len,
-        micro_batch_size=given.micro_batch_size,
-        seed=seed,
-        masked_lm=MaskedLMConfig(),
+        seq_len=given.seq_len, micro_batch_size=given.micro_batch_size, seed=seed, masked_lm=MaskedLMConfig()
     )
     return Recipe(
         model=model,

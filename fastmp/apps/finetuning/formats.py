@@ -132,10 +132,7 @@ def read_qqp(path: str | Path) -> Examples[Pair]:
 
 
 def _read_pairs(
-    path: str | Path,
-    wanted: Sequence[str],
-    make: Callable[[dict[str, str]], Pair | str],
-    expected: str = "",
+    path: str | Path, wanted: Sequence[str], make: Callable[[dict[str, str]], Pair | str], expected: str = ""
 ) -> Examples[Pair]:
     """Return the pairs of a .tsv file with the columns `wanted`.
 

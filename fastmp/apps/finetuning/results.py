@@ -39,7 +39,7 @@ class FinetuneResult:
 
 
 def check_same(path: Path, content: Mapping[str, Any]) -> None:
-    """Write `content` to `path`; ValueError where an earlier start wrote something else."""
+    """Write `content` to `path`. Raises ValueError if an earlier start wrote something else."""
     content = json.loads(json.dumps(content))
     if not path.exists():
         write_json(path, content)
@@ -82,7 +82,7 @@ def read_result(path: Path, point: Point, seed: int, metric: str) -> FinetuneRes
 def write_results(
     directory: Path, task: str, metric: str, grid: Sequence[Point], results: Sequence[FinetuneResult]
 ) -> str:
-    """Write results.json and results.md of the runs that have ended; returns the table.
+    """Write results.json and results.md of the finished runs; return the table.
 
     The best point is named once every point has a run.
     """
@@ -108,10 +108,7 @@ def write_results(
 
 
 def _table(task: str, metric: str, content: Mapping[str, Any]) -> str:
-    lines = [
-        f"| {task} | seeds | {metric}, median | of all |",
-        "|---|---:|---:|---|",
-    ]
+    lines = [f"| {task} | seeds | {metric}, median | of all |", "|---|---:|---:|---|"]
     for row in content["points"]:
         every = [run["metrics"] and run["metrics"][metric] for run in row["runs"]]
         median = row["median"] and row["median"]["metric"]
@@ -142,6 +139,6 @@ def _shown(value: float | None, name: str = "") -> str:
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Write `content` so that the file is there whole or not at all."""
+    """Write `content` atomically, in a new directory if necessary."""
     path.parent.mkdir(parents=True, exist_ok=True)
     write_whole(path, json.dumps(content, indent=1) + "\n")

@@ -138,7 +138,7 @@ class Runs:
 
 @dataclass(frozen=True)
 class _Run:
-    """A run that is being done."""
+    """A run in progress."""
 
     of: Runs
     recipe: Recipe

@@ -78,12 +78,7 @@ class Encoded:
 
 
 def encode(
-    examples: Sequence[Any],
-    tokenizer: Tokenizer,
-    *,
-    seq_len: int,
-    stride: int,
-    training: bool,
+    examples: Sequence[Any], tokenizer: Tokenizer, *, seq_len: int, stride: int, training: bool
 ) -> Encoded:
     """Return the samples of `examples`, all of one kind, in order; rows have at most `seq_len` tokens.
 

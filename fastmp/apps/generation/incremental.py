@@ -76,9 +76,9 @@ class Decoder:
 
     @torch.no_grad()
     def prefill(self, prompts_BS: Tensor, lengths_B: Tensor, points_B: Tensor) -> Tensor:
-        """The first new token (B,) of each row, from prompts (B, S), int64, padded on the right.
+        """Return the first new token (B,) of each row, from prompts (B, S), int64, padded on the right.
 
-        lengths_B: int64, how long prompts are. points_B: random numbers, or anything that `choose` takes.
+        lengths_B: int64, of the prompts. points_B: random numbers, or anything that `choose` takes.
         """
         B, S = prompts_BS.shape
         self._tokens_B, self._positions_B = torch.zeros_like(lengths_B), lengths_B.clone()
@@ -94,7 +94,7 @@ class Decoder:
 
     @torch.no_grad()
     def step(self, points_B: Tensor) -> Tensor:
-        """The next token (B,) of each row, in the tensor that the step after this one overwrites."""
+        """Return the next token (B,) of each row; the next step overwrites the tensor."""
         self._points_B.copy_(points_B)
         self._longest += 1
         if not self.model.stage_spec.first:
@@ -108,7 +108,7 @@ class Decoder:
         return self._hand_on(*tensors)
 
     def _begin(self, columns: int | None = None) -> Tensors:
-        """The hidden states of the last tokens in front of this stage's layers."""
+        """Return the hidden states of the last tokens before this stage's layers."""
         self.cache.follow(self._positions_B, columns)
         if not self.model.stage_spec.first:
             return (self._hidden,)
@@ -130,7 +130,7 @@ class Decoder:
         return (hidden_1BH,)
 
     def _cut(self, backend: Backend) -> Iterator[Work]:
-        """The parts of a step: as much as a graph can hold in a row, and what runs between graphs."""
+        """Yield the parts of a step: consecutive capturable segments as graphs, the others eager."""
         links = self.model.layers.bound_segments()
         begins = [True, *(link.last for link in links[:-1])]
         work: list[tuple[bool, Work]] = [
@@ -146,7 +146,7 @@ class Decoder:
             yield _Graphed(functions, backend) if captured else partial(_in_turn, functions)
 
     def _buffer(self, S: int, B: int) -> Tensor:
-        """A tensor for the hidden states (S, B, H) of the stage before this one; nothing on the first."""
+        """Return a buffer (S, B, H) for the previous stage's hidden states; empty on the first stage."""
         if self.model.stage_spec.first:
             return torch.empty(0)
         like = next(self.model.parameters())
@@ -157,7 +157,7 @@ class Decoder:
         return hidden_SBH
 
     def _hand_on(self, hidden_SBH: Tensor) -> Tensor:
-        """Send hidden states to the next stage; the tokens that the last one chose, on all of them."""
+        """Send hidden states to the next stage; return the tokens of the last stage on all of them."""
         if self.pp is not None:
             if not self.model.stage_spec.last:
                 dist.send(hidden_SBH.contiguous(), group=self.pp, group_dst=group_rank(self.pp) + 1)

@@ -16,10 +16,10 @@ Result = TypeVar("Result")
 
 
 def run_on_ranks(command: str, work: Callable[[Runtime], Result], say: Callable[[Result], None]) -> int:
-    """Run `work` as this process's whole program, and `say` on the first rank what it returned.
+    """Run `work` as the whole program of this process; pass its result to `say` on rank 0.
 
-    Returns the exit status: 2 for a ValueError or OSError of `work`, what the user did wrong, which is one
-    line on the first rank. What `say` raises, as where nobody reads, passes through.
+    Returns the exit status: 2 for a ValueError or OSError of `work`, printed in one line on rank 0. Errors of
+    `say`, as of a closed pipe, pass through.
     """
     made: list[Result] = []
 

@@ -37,7 +37,7 @@ class Blend:
     """The source of each sample of a run. shares: the samples of each source in `period` samples."""
 
     def __init__(self, weights: Sequence[Fraction | int]) -> None:
-        """`weights` count relative to their sum; ValueError for one below half a part of LONGEST_PERIOD."""
+        """Scale `weights` to their sum. Raises ValueError for one below half a part of LONGEST_PERIOD."""
         self.shares = _shares(weights)
         self.period = sum(self.shares)
         self._source = np.array(list(_schedule(self.shares)), np.int64)
@@ -46,7 +46,7 @@ class Blend:
             self._before[self._source == source] = np.arange(share)
 
     def locate(self, first: int, count: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """Sources (count,) and their own samples (count,) of the samples `first` to `first` + `count` - 1."""
+        """Return the source and its sample number, each (count,), of samples `first` and after."""
         periods, places = np.divmod(np.arange(first, first + count), self.period)
         sources = self._source[places]
         return sources, periods * np.array(self.shares)[sources] + self._before[places]
@@ -101,7 +101,7 @@ class BlendedDataset:
         return make_batch(tokens, targets, begins if masked else None, self.max_documents)
 
     def held_out(self) -> list[tuple[str, float, TokenDataset]]:
-        """The sources that have held-out text, with their shares of it together; ValueError if none has."""
+        """Return (name, share, source) of sources with held-out text. Raises ValueError if none has."""
         having = [number for number, source in enumerate(self.sources) if source.holds_out]
         if not having:
             raise ValueError(f"{', '.join(self.names)}: no text was held out (validation_fraction 0)")
@@ -111,7 +111,7 @@ class BlendedDataset:
     def validation_batches(
         self, dp_rank: int = 0, dp_size: int = 1, *, max_batches: int | None = None
     ) -> Iterator[dict[str, Any]]:
-        """The held-out text of all sources, one after another; `max_batches` is of each."""
+        """Yield the held-out text of all sources in turn; `max_batches` is of each."""
         for _, _, source in self.held_out():
             yield from source.validation_batches(dp_rank, dp_size, max_batches=max_batches)
 
@@ -119,9 +119,9 @@ class BlendedDataset:
 def open_dataset(
     config: DataConfig, *, cache_dir: str | Path, static_shapes: bool = False
 ) -> TokenDataset | BlendedDataset | MaskedDataset:
-    """The dataset that `config` describes: as `TokenDataset.from_config`, the blend of several, or masked.
+    """Open the dataset of `config`: a `TokenDataset`, a blend of several, or a `MaskedDataset`.
 
-    The shapes of masked samples are static anyway.
+    Masked samples always have static shapes.
     """
     if config.masked_lm is not None:
         return MaskedDataset.from_config(config, cache_dir=cache_dir)
@@ -136,7 +136,7 @@ def open_dataset(
 
 
 def _shares(weights: Sequence[Fraction | int]) -> tuple[int, ...]:
-    """The smallest whole numbers in the proportions of `weights`, or near them with LONGEST_PERIOD as sum."""
+    """Return the smallest integers in the ratio of `weights`, rounded if they exceed LONGEST_PERIOD."""
     fractions = [Fraction(weight) for weight in weights]
     if not fractions or min(fractions) <= 0:
         raise ValueError(f"Blend: weights must be positive numbers, got {[str(each) for each in fractions]}")

@@ -51,12 +51,12 @@ _NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test", 
 
 
 class DatasetExists(ValueError):
-    """The directory that is to be built holds a token dataset already."""
+    """Raised if the directory to build holds a token dataset already."""
 
 
 @dataclass(frozen=True)
 class Document:
-    """A text that is read on demand: `begin:end` of load() (None: to its end)."""
+    """A text read on demand: `begin:end` of load() (None: to its end)."""
 
     name: str
     num_bytes: int
@@ -97,9 +97,9 @@ def build(
     A build that was killed or interrupted while it tokenized goes on where it last saved, every SAVED_BYTES
     of text, if it is started again with the same files and options.
 
-    ValueError names what is wrong: a pattern without a match, a file that is empty or cannot be read or
-    tokenized, too little text, an `out` that holds something else; DatasetExists for one that holds a token
-    dataset, without `overwrite`.
+    Raises ValueError for a pattern without a match, a file that is empty or cannot be read or tokenized, too
+    little text, or an `out` that holds something else; DatasetExists for a token dataset at `out`, without
+    `overwrite`.
     """
     out = Path(out)
     progress = progress or ProgressLine(None)
@@ -403,9 +403,9 @@ def _file(path: Path) -> Document:
 
 
 def _pydoc() -> list[Document]:
-    """Python's own documentation, a document a topic: about 0.4 MB in every CPython.
+    """Return Python's own documentation, one document a topic: about 0.4 MB in every CPython.
 
-    Topics repeat whole sections of each other; a paragraph is kept where it first stands, or a fifth of the
+    Topics repeat sections of each other; only the first copy of a paragraph is kept, or a fifth of the
     held-out text would be a copy of training text.
     """
     try:
@@ -424,7 +424,7 @@ def _pydoc() -> list[Document]:
 
 
 def _stdlib() -> list[Document]:
-    """The sources of the standard library, its tests left out: about 12 MB."""
+    """Return the sources of the standard library without its tests: about 12 MB."""
     root = Path(sysconfig.get_path("stdlib"))
     paths = (
         path for path in sorted(root.rglob("*.py")) if not _NOT_LIBRARY & set(path.relative_to(root).parts)
@@ -433,7 +433,7 @@ def _stdlib() -> list[Document]:
 
 
 def _check_free(out: Path, overwrite: bool) -> None:
-    """Look before working for minutes: `out` must not exist or be empty, or be a dataset to overwrite."""
+    """Raise ValueError unless `out` is absent, empty, or a dataset to overwrite."""
     if not out.exists() or (out.is_dir() and not any(out.iterdir())):
         return
     if not (out / "index.json").exists():

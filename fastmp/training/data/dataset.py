@@ -176,7 +176,7 @@ class TokenDataset:
         return windows, self.train.document_begins(starts, windows[:, :-1]) if masked else None
 
     def num_validation_batches(self, dp_size: int = 1) -> int:
-        """Batches that `validation_batches` yields on every rank."""
+        """Return the number of batches that `validation_batches` yields on every rank."""
         windows = -(-(self.validation.info.num_tokens - 1) // self.seq_len)
         return -(-windows // (self.micro_batch_size * dp_size))
 
@@ -292,7 +292,7 @@ def _position_ids(begins: npt.NDArray[np.bool_]) -> npt.NDArray[np.int64]:
 def _windows(
     split: TokenSplit | MegatronSplit, starts: npt.NDArray[np.int64], seq_len: int
 ) -> npt.NDArray[np.int64]:
-    """(len(starts), seq_len + 1) tokens of the ring from each start; ValueError where the file is damaged."""
+    """Return the tokens (len(starts), seq_len + 1) of the ring from each start."""
     total = split.info.num_tokens
     result = np.empty((len(starts), seq_len + 1), np.int64)
     for row, start in enumerate(starts.tolist()):

@@ -142,12 +142,12 @@ class MaskedDataset:
         return None
 
     def held_out(self) -> list[tuple[str, float, MaskedDataset]]:
-        """The one held-out set, in the form that `TokenDataset.held_out` has."""
+        """Return the held-out set, as `TokenDataset.held_out`."""
         return [(str(self.validation.path), 1.0, self)]
 
     @property
     def validation(self) -> TokenSplit | MegatronSplit:
-        """The held-out split; ValueError if the dataset has none."""
+        """The held-out split. Raises ValueError if there is none."""
         return self._held_out_windows.split
 
     @property
@@ -159,10 +159,7 @@ class MaskedDataset:
     def batch(
         self, step: int, microbatch: int, num_microbatches: int, dp_rank: int, dp_size: int
     ) -> dict[str, Any]:
-        """The samples of one microbatch of one data-parallel rank, see the top of this module; on the CPU.
-
-        `first_sample` says which ones.
-        """
+        """Return the samples of a rank's microbatch, on the CPU; `first_sample` selects them."""
         first = first_sample(step, microbatch, num_microbatches, dp_rank, dp_size, self.micro_batch_size)
         numbers = np.arange(first, first + self.micro_batch_size)
         epochs, samples = np.divmod(numbers, self.num_samples)
@@ -174,7 +171,7 @@ class MaskedDataset:
         return _tensors(self._samples(self._windows, samples, keys))
 
     def num_validation_batches(self, dp_size: int = 1) -> int:
-        """Batches that `validation_batches` yields on every rank."""
+        """Return the number of batches that `validation_batches` yields on every rank."""
         return -(-self._held_out_windows.count // (self.micro_batch_size * dp_size))
 
     def validation_batches(
@@ -193,7 +190,7 @@ class MaskedDataset:
             yield _tensors(self._filled(self._samples(windows, samples, keys)))
 
     def _samples(self, windows: WindowIndex, samples: Ints, keys: Keys) -> dict[str, npt.NDArray[Any]]:
-        """The `samples` (n,) of a split; keys: of their epochs."""
+        """Return the `samples` (n,) of a split; keys: of their epochs."""
         draws = Draws(mix(mix(keys) + samples.astype(np.uint64)))
         text, words, segments = self._segments(windows, samples, keys, draws)
         swapped = draws.uniform(SWAP) < 0.5

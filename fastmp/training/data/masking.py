@@ -57,12 +57,12 @@ class Draws:
     keys: Keys
 
     def uniform(self, counter: Any, rows: Any = slice(None)) -> Floats:
-        """Numbers in [0, 1), of the samples `rows`; `counter` broadcasts against them."""
+        """Return numbers in [0, 1) of the samples `rows`; `counter` broadcasts against them."""
         bits: Keys = mix(self.keys[rows] + np.asarray(counter, np.uint64))
         return (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
     def matrix(self, first: int, count: int) -> Floats:
-        """Numbers `first` to `first + count - 1` of every sample: (B, count)."""
+        """Return numbers `first` to `first + count - 1` of every sample: (B, count)."""
         return Draws(self.keys[:, None]).uniform(np.arange(first, first + count))
 
 
@@ -82,15 +82,15 @@ class Grid:
         return self.capacity - self.reach
 
     def count(self, lengths: Ints) -> Ints:
-        """Windows of documents of so many tokens: none of less than two, of which there are no halves."""
+        """Return the number of windows of documents of these lengths; 0 below two tokens."""
         several = -(-lengths // self.stride)
         return np.where(lengths > self.capacity, several, np.where(lengths < 2, 0, 1))
 
     def starts(self, lengths: Ints, windows: Ints, phases: Keys) -> Ints:
-        """The nominal starts of `windows` of documents; phases: any uint64, one for each document and epoch.
+        """Return the nominal starts of `windows`; phases: any uint64, one for each document and epoch.
 
-        The first is 0, the last ends with the document. The others are shifted by a phase of no more than
-        their strides exceed the document by: all starts stay a stride apart, or less.
+        The first is 0, the last ends with the document. The others are shifted by a phase, at most the
+        surplus of their strides over the document: all starts stay a stride apart, or less.
         """
         last = self.count(lengths) - 1
         slack = np.maximum((last + 1) * self.stride - lengths, 0)

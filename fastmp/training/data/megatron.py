@@ -111,7 +111,7 @@ class MegatronSplit:
         return self.files.path
 
     def read(self, begin: int, end: int) -> npt.NDArray[Any]:
-        """Tokens `begin` to `end` - 1; ValueError naming the file and an id that the tokenizer lacks."""
+        """Return tokens `begin` to `end` - 1. Raises ValueError for an id that the tokenizer lacks."""
         tokens = self.tokens[begin:end]
         if tokens.size and not 0 <= tokens.min() <= tokens.max() < self.tokenizer.vocab_size:
             place = int(np.argmax((tokens < 0) | (tokens >= self.tokenizer.vocab_size)))
@@ -141,18 +141,13 @@ class MegatronSplit:
         return begins
 
     def texts(self, documents: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """The first token and the number of tokens of `documents`, by number, without end-of-text.
-
-        Whether documents end with it, the first one of the split that has a token says.
-        """
+        """Return the first token and the number of tokens of `documents`, without end-of-text."""
         begins, ends = (self.files.starts_of(self.first_document + documents + i) for i in (0, 1))
         return begins - self.first, np.maximum(ends - begins - self.with_end, 0)
 
     @functools.cached_property
     def with_end(self) -> bool:
-        """Return True if documents end with end-of-text (`--append-eod`), judged by the first non-empty
-        one.
-        """
+        """True if the first non-empty document ends with end-of-text (`--append-eod`)."""
 
         def end_of(number: int) -> int:
             following = self.first_document + number + 1
@@ -162,7 +157,7 @@ class MegatronSplit:
         return int(self.files.tokens[end_of(number) - 1]) == self.tokenizer.end_of_text
 
     def max_documents(self, length: int) -> int:
-        """The most documents that `length` tokens in a row, also around the end, have a part of."""
+        """Return the largest number of documents in any `length` consecutive tokens of the ring."""
 
         def starts(first: int, last: int) -> npt.NDArray[np.int64]:
             return self.files.starts(self.first_document + first, self.first_document + last) - self.first
@@ -170,9 +165,9 @@ class MegatronSplit:
         return max_documents(starts, self.info.num_documents, self.info.num_tokens, length)
 
     def check_ends(self) -> None:
-        """Look at documents all over the split; ValueError where one does not end with end-of-text.
+        """Raise ValueError if one of PROBES documents does not end with end-of-text.
 
-        One of an empty text has no token, not even that: `preprocess_data.py` writes such.
+        `preprocess_data.py` writes no token, not even that, for an empty text.
         """
         count, end_of_text = self.info.num_documents, self.tokenizer.end_of_text
         for number in np.unique(np.linspace(0, count - 1, min(count, PROBES)).astype(np.int64)).tolist():
@@ -188,7 +183,7 @@ class MegatronSplit:
 def open_files(path: str | Path) -> MegatronFiles:
     """Map and check PREFIX.bin and PREFIX.idx.
 
-    ValueError naming the file that is missing, cut short, holds no tokens, or is not consistent.
+    Raises ValueError naming the file that is missing, cut short, empty or inconsistent.
     """
     index, path = megatron_file(path, ".idx"), megatron_file(path, ".bin")
     raw = _map(index, np.dtype("u1"))
@@ -224,11 +219,10 @@ def open_files(path: str | Path) -> MegatronFiles:
 def open_splits(
     path: str | Path, tokenizer: Tokenizer, held_out: float
 ) -> tuple[MegatronSplit, MegatronSplit | None]:
-    """The training split of a corpus, and the held-out one: its last documents, a share of their number.
+    """Return the training split of a corpus and the held-out one: its last documents, a share of all.
 
-    At least one document is held out unless the share is 0. ValueError as `open_files`, where a split would
-    have no document, or the held-out one no two tokens, and where one of the first tokens is not the
-    tokenizer's.
+    At least one document is held out unless the share is 0. Raises ValueError as `open_files`, if a split
+    has no document or the held-out one less than two tokens, or for another tokenizer's ids.
     """
     files = open_files(path)
     count = files.num_documents

@@ -66,7 +66,7 @@ def _word_hashes(words: bytes) -> Hashes:
 
 
 def _powers(base: int, count: int) -> Hashes:
-    """base^0 to base^(count - 1) modulo 2^64, from a table that grows."""
+    """Return base^0 to base^(count - 1) modulo 2^64, from a growing table."""
     powers = _powers_of.get(base, np.ones(1, np.uint64))
     while len(powers) < count:
         powers = np.concatenate([powers, powers * np.uint64(pow(base, len(powers), 1 << 64))])

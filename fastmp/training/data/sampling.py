@@ -21,7 +21,7 @@ _MASK = (1 << 64) - 1
 
 
 def mix(x: Any) -> Any:
-    """splitmix64's step and finaliser (Steele, Lea, Flood 2014) of a Python int or of a uint64 array."""
+    """Return splitmix64's step and finaliser (Steele, Lea, Flood 2014) of an int or a uint64 array."""
     x = (x + 0x9E3779B97F4A7C15) & _MASK
     x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK
@@ -29,12 +29,12 @@ def mix(x: Any) -> Any:
 
 
 def epoch_key(seed: int, epoch: int) -> int:
-    """64 bits that give an epoch its phase (mix(key)) and its round keys (mix(key + 1 + round))."""
+    """Return the 64-bit key of an epoch: its phase is mix(key), its round keys mix(key + 1 + round)."""
     return mix((mix(seed & _MASK) + epoch) & _MASK)
 
 
 def permute(positions: npt.NDArray[np.int64], size: int, key: int) -> npt.NDArray[np.int64]:
-    """The image of `positions` under the permutation of [0, size) named by `key`: same shape, int64."""
+    """Return the image of `positions` under permutation `key` of [0, size): same shape, int64."""
     half = max(1, ((size - 1).bit_length() + 1) // 2)
     low = (1 << half) - 1
     round_keys = [mix((key + 1 + r) & _MASK) for r in range(ROUNDS)]
@@ -54,7 +54,7 @@ def permute(positions: npt.NDArray[np.int64], size: int, key: int) -> npt.NDArra
 def reference_sample_starts(
     seed: int, first: int, count: int, num_tokens: int, seq_len: int
 ) -> npt.NDArray[np.int64]:
-    """`sample_starts` in numpy: the definition that the C++ version is tested against."""
+    """Return `sample_starts` computed in numpy, the definition for the C++ version."""
     _check(first, count, num_tokens, seq_len)
     size = num_tokens // seq_len
     samples = np.arange(first, first + count, dtype=np.int64)
@@ -69,9 +69,9 @@ def reference_sample_starts(
 
 
 def sample_starts(seed: int, first: int, count: int, num_tokens: int, seq_len: int) -> npt.NDArray[np.int64]:
-    """First tokens of samples first .. first + count - 1 of a run, epochs one after another: (count,) int64.
+    """Return the first tokens (count,) int64 of samples `first` to `first` + `count` - 1 of a run.
 
-    ValueError if the stream does not hold one sample of seq_len + 1 tokens.
+    Raises ValueError if the stream does not hold one sample of seq_len + 1 tokens.
     """
     if HOST is None:
         return reference_sample_starts(seed, first, count, num_tokens, seq_len)
@@ -82,10 +82,10 @@ def sample_starts(seed: int, first: int, count: int, num_tokens: int, seq_len: i
 def first_sample(
     step: int, microbatch: int, num_microbatches: int, dp_rank: int, dp_size: int, micro_batch_size: int
 ) -> int:
-    """The first of the samples in a row that a rank has in a microbatch, counted from the start of the run.
+    """Return the number of a rank's first sample in a microbatch, counted from the start of the run.
 
     A step takes num_microbatches * dp_size * micro_batch_size samples; their division over microbatches and
-    ranks depends on dp_size, the set does not. ValueError where an argument is out of range.
+    ranks depends on dp_size, the set does not. Raises ValueError if an argument is out of range.
     """
     if not (0 <= microbatch < num_microbatches and 0 <= dp_rank < dp_size and step >= 0):
         raise ValueError(

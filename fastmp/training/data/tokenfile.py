@@ -89,7 +89,7 @@ class TokenSplit:
     checked: npt.NDArray[np.bool_]
 
     def read(self, begin: int, end: int) -> npt.NDArray[Any]:
-        """Tokens `begin` to `end` - 1; ValueError naming file, block and bytes where they are damaged."""
+        """Return tokens `begin` to `end` - 1. Raises ValueError naming a damaged file, block and bytes."""
         size = self.tokens.itemsize
         for block in range(begin * size // BLOCK_BYTES, -(-end * size // BLOCK_BYTES)):
             if not self.checked[block]:
@@ -115,9 +115,9 @@ class TokenSplit:
         )
 
     def texts(self, documents: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """Of `documents` by number, without end-of-text: the first token and the number of tokens.
+        """Return the first token and the number of tokens of `documents`, without end-of-text.
 
-        ValueError where their offsets cannot be right.
+        Raises ValueError if their offsets are damaged.
         """
         offsets = np.asarray(self.documents)
         begins, ends = offsets[documents], offsets[documents + 1]
@@ -131,7 +131,7 @@ class TokenSplit:
         return begins + 1, ends - begins - 1
 
     def check(self, block: int) -> None:
-        """Read a block and compare its checksum; ValueError as `read`."""
+        """Read a block and compare its checksum. Raises ValueError as `read`."""
         begin = block * BLOCK_BYTES
         end = min(begin + BLOCK_BYTES, self.tokens.nbytes)
         data = self.tokens.data.cast("B")[begin:end]
@@ -148,9 +148,9 @@ class TokenSplit:
 def max_documents(
     starts: Callable[[int, int], npt.NDArray[np.int64]], count: int, num_tokens: int, length: int
 ) -> int:
-    """The most of `count` documents that `length` tokens in a row of a ring of `num_tokens` have a part of.
+    """Return the maximum number of documents, out of `count`, in `length` consecutive tokens of a ring.
 
-    starts: (i, j) -> the tokens with which documents i to j - 1 begin.
+    num_tokens: of the ring. starts: (i, j) -> the first tokens of documents i to j - 1.
     """
     most = 0
     for first in range(0, count, _DOCUMENTS_AT_ONCE):
@@ -158,9 +158,8 @@ def max_documents(
         begins = starts(first, min(last + length, count))  # no more of them begin in `length` tokens
         around = starts(0, min(length, count)) + num_tokens if last + length > count else begins[:0]
         here = begins[: last - first]
-        behind = np.searchsorted(
-            np.concatenate([begins, around]), here + (length - 1)
-        )  # of those that begin with one
+        # A window with the most documents begins with the last token before one.
+        behind = np.searchsorted(np.concatenate([begins, around]), here + (length - 1))
         most = max(most, 1 + int((behind - np.arange(len(here))).max()))
     return most
 
@@ -179,7 +178,7 @@ def dtype_for(vocab_size: int) -> str:
 
 
 def read_index(directory: Path) -> Index:
-    """Read and check `directory`/index.json; ValueError names the file and what is wrong with it."""
+    """Read and check `directory`/index.json. Raises ValueError naming the file and its fault."""
     path = directory / "index.json"
     try:
         raw = read_file(path, INDEX_LIMIT)
@@ -209,7 +208,7 @@ def read_index(directory: Path) -> Index:
 
 
 def open_split(directory: Path, index: Index, name: str) -> TokenSplit:
-    """Map one split; ValueError names the file that is missing, cut short or inconsistent with the index."""
+    """Map one split. Raises ValueError naming a file that is missing, cut short or unlike the index."""
     info, dtype = index.splits[name], DTYPES[index.dtype]
     path = directory / f"{name}.bin"
     tokens = _map(path, dtype, info.num_tokens)
@@ -225,7 +224,7 @@ def open_split(directory: Path, index: Index, name: str) -> TokenSplit:
 
 
 def open_tokenizer(directory: Path, index: Index) -> Tokenizer:
-    """The tokenizer the files were written with; ValueError if its file is missing or is another one."""
+    """Return the tokenizer of the files. Raises ValueError if its file is missing or is another one."""
     if index.tokenizer == "byte":
         return ByteTokenizer()
     path = directory / "tokenizer.json"
@@ -241,7 +240,7 @@ def open_tokenizer(directory: Path, index: Index) -> Tokenizer:
 
 
 def verify(split: TokenSplit) -> None:
-    """Read a whole split and compare checksums; ValueError names what is damaged (one bit is enough)."""
+    """Read a whole split and compare checksums. Raises ValueError naming the damaged file or block."""
     _compare(split.path.with_suffix(".documents"), split.documents, split.info.documents_crc32)
     for block in range(len(split.checksums)):
         split.check(block)
@@ -269,7 +268,7 @@ def _map(path: Path, dtype: np.dtype[Any], count: int) -> npt.NDArray[Any]:
 
 
 def _index_of(content: Any) -> Index:
-    """The Index of a parsed `content`; ValueError, TypeError or KeyError on anything unexpected."""
+    """Return the Index of parsed `content`. Raises ValueError, TypeError or KeyError for anything else."""
     vocab_size = _integer(content, "vocab_size", 1, 1 << 32)
     if content["dtype"] != dtype_for(vocab_size):
         raise ValueError(f"dtype {content['dtype']!r} does not go with a vocabulary of {vocab_size}")

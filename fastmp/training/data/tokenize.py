@@ -85,20 +85,20 @@ class ByteTokenizer:
     end_of_text = 256
 
     def encode(self, text: bytes | str) -> TokenIds:
-        """Token ids (num_bytes,) int64 of `text`."""
+        """Return the token ids (num_bytes,) int64 of `text`."""
         return np.frombuffer(_as_bytes(text), np.uint8).astype(np.int64)
 
     def encode_batch(self, texts: list[bytes]) -> list[TokenIds]:
         return [self.encode(text) for text in texts]
 
     def encode_prompt(self, text: str) -> list[int]:
-        """The ids of `text` as the beginning of a document."""
+        """Return the ids of `text` at the start of a document."""
         return [self.end_of_text, *self.encode(text).tolist()]
 
     def encode_places(self, texts: list[str]) -> list[tuple[TokenIds, list[tuple[int, int]]]]:
-        """The ids of each text, with the place of every token there: its first character, and the one behind.
+        """Return the ids of each text with the (first, end) characters of every token.
 
-        Bytes of one character have one place.
+        Bytes of one character share its place.
         """
         encoded = []
         for text in texts:
@@ -107,12 +107,12 @@ class ByteTokenizer:
         return encoded
 
     def decode_bytes(self, ids: Iterable[int]) -> bytes:
-        """The bytes that `ids` stand for (end-of-text: none). ValueError on an id beyond the vocabulary."""
+        """Return the bytes of `ids`; end-of-text has none. Raises ValueError beyond the vocabulary."""
         values = _checked(ids, self)
         return values[values != self.end_of_text].astype(np.uint8).tobytes()
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Text for people: bytes that are not UTF-8 (a character cut in two) become U+FFFD."""
+        """Return readable text: bytes outside UTF-8 (a character cut in two) become U+FFFD."""
         return self.decode_bytes(ids).decode("utf-8", errors="replace")
 
     def to_json(self) -> None:
@@ -123,7 +123,7 @@ class ByteTokenizer:
         return [*(TokenPiece(bytes([value])) for value in range(256)), TokenPiece(b"")]
 
     def special_id(self, *names: str) -> None:
-        """The id of a special token besides end-of-text: there is none."""
+        """Return None: bytes have no special token besides end-of-text."""
         return None
 
 
@@ -135,11 +135,7 @@ class FileTokenizer:
     """
 
     def __init__(
-        self,
-        description: str | bytes,
-        *,
-        source: str = "FileTokenizer",
-        end_of_text: str | int | None = None,
+        self, description: str | bytes, *, source: str = "FileTokenizer", end_of_text: str | int | None = None
     ) -> None:
         """`description` is JSON; `end_of_text` a token or an id, by default the first of USUAL_ENDS there.
 
@@ -178,7 +174,7 @@ class FileTokenizer:
         return [np.array(one.ids, np.int64) for one in encoded]
 
     def encode_prompt(self, text: str) -> list[int]:
-        """The ids of `text` as the library gives them: markers are tokens, and its template is applied."""
+        """Return the library's ids of `text`: markers are tokens, and its template is applied."""
         with _named(self._source):
             self._tokenizer.encode_special_tokens = False
             try:
@@ -187,13 +183,13 @@ class FileTokenizer:
                 self._tokenizer.encode_special_tokens = True
 
     def encode_places(self, texts: list[str]) -> list[tuple[TokenIds, list[tuple[int, int]]]]:
-        """As that of `ByteTokenizer`: places in the text as it was given, not as it was normalised."""
+        """Return ids and places as `ByteTokenizer`, in the text before normalisation."""
         with _named(self._source):
             encoded = self._of_text.encode_batch(texts, add_special_tokens=False)
         return [(np.array(one.ids, np.int64), one.offsets) for one in encoded]
 
     def decode_bytes(self, ids: Iterable[int]) -> bytes:
-        """The bytes that `ids` stand for, special tokens for none. ValueError beyond the vocabulary."""
+        """Return the bytes of `ids`; special tokens have none. Raises ValueError beyond the vocabulary."""
         values = _checked(ids, self).tolist()
         if self._bytes is not None:
             return b"".join(self._bytes.get(i, b"") for i in values)
@@ -201,7 +197,7 @@ class FileTokenizer:
             return self._tokenizer.decode(values, skip_special_tokens=True).encode()
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Text for people: bytes that are not UTF-8 (a character cut in two) become U+FFFD."""
+        """Return readable text: bytes outside UTF-8 (a character cut in two) become U+FFFD."""
         return self.decode_bytes(ids).decode("utf-8", errors="replace")
 
     def to_json(self) -> str:
@@ -224,13 +220,13 @@ class FileTokenizer:
         return made
 
     def special_id(self, *names: str) -> int | None:
-        """The id of the first of these that is a special token here; None if none is."""
+        """Return the id of the first of `names` that is a special token; None if none is."""
         added = self._tokenizer.get_added_tokens_decoder().items()
         ids = {token.content: i for i, token in added if token.special}
         return next((ids[name] for name in names if name in ids), None)
 
     def _bytes_of(self, ids: dict[str, int]) -> dict[int, bytes]:
-        """The bytes of each token of a byte-level vocabulary; special tokens stand for none."""
+        """Return the bytes of each token of a byte-level vocabulary; special tokens have none."""
         byte_of = {character: byte for byte, character in enumerate(_byte_characters())}
         added = {token.content: token for token in self._tokenizer.get_added_tokens_decoder().values()}
         pieces = {}
@@ -276,10 +272,10 @@ def train_bpe(documents: Iterable[bytes], vocab_size: int) -> FileTokenizer:
 
 
 def load_tokenizer(path_or_name: str | Path, *, end_of_text: str | None = None) -> Tokenizer:
-    """ "byte", or the path of a tokenizer.json, or of the directory of a model that has one.
+    """Load "byte", a tokenizer.json, or the tokenizer.json in the directory of a model.
 
-    The token that ends a text is `end_of_text`, or what files of transformers beside it say (SAID_BESIDE), or
-    one of USUAL_ENDS. ValueError naming the file that is missing, unreadable or damaged.
+    The token that ends a text is `end_of_text`, else that of transformers' files next to it (SAID_BESIDE),
+    else one of USUAL_ENDS. Raises ValueError naming the file that is missing, unreadable or damaged.
     """
     if path_or_name == "byte":
         return ByteTokenizer()
@@ -331,7 +327,7 @@ def _find_end(ids: dict[str, int], end_of_text: str | int | None, source: str) -
 
 
 def unigram_entropy(counts: npt.NDArray[np.int64]) -> float:
-    """Entropy in nats of the distribution that `counts` are the counts of; 0 for no counts."""
+    """Return the entropy, in nats, of the distribution with these counts; 0 without counts."""
     present = counts[counts > 0].astype(np.float64)
     if present.size == 0:
         return 0.0
@@ -371,7 +367,7 @@ def _library() -> Any:
 
 
 def _parse(description: str, source: str) -> tuple[tokenizers.Tokenizer, bool]:
-    """The library's tokenizer, and whether its decoder is the byte-level one."""
+    """Return the library's tokenizer, and True if its decoder is byte-level."""
     library = _library()
     try:
         content: dict[str, Any] = json.loads(description)
@@ -392,10 +388,10 @@ def _parse(description: str, source: str) -> tuple[tokenizers.Tokenizer, bool]:
 
 
 def _impossible(content: dict[str, Any]) -> str:
-    """Return what the library would die of, or take though it cannot be; "" for nothing.
+    """Return the fault on which the library would abort, or that it would not notice; "" if there is none.
 
-    An id far beyond the number of tokens, and a merge without the prefix that the library cuts off: it
-    aborts the process where that is no whole character.
+    Faults are an id far beyond the number of tokens, and a merge without the prefix that the library cuts
+    off: it aborts the process inside a character.
     """
     model, added = content["model"], content.get("added_tokens") or []
     vocab = model["vocab"]
@@ -448,7 +444,7 @@ def _without_markers(description: str, kind: str) -> str | None:
 
 @contextlib.contextmanager
 def _named(source: str) -> Iterator[None]:
-    """Turn what the library raises, Exception itself or a PanicException, into a ValueError with `source`."""
+    """Turn errors of the library, PanicException included, into a ValueError with `source`."""
     try:
         yield
     except (KeyboardInterrupt, SystemExit, MemoryError):
@@ -458,7 +454,7 @@ def _named(source: str) -> Iterator[None]:
 
 
 def _byte_characters() -> list[str]:
-    """The printable character that byte-level BPE writes for each byte value (GPT-2's table)."""
+    """Return the printable character of each byte value in byte-level BPE (GPT-2's table)."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = iter(range(0x100, 0x200))
     return [chr(byte if byte in printable else next(others)) for byte in range(256)]

@@ -104,7 +104,7 @@ class SplitWriter:
 
     @contextlib.contextmanager
     def _documents_file(self) -> Iterator[Any]:
-        """The file of offsets, with those that it did not have yet; flushed, not yet on disk."""
+        """Yield the file of offsets after appending the unsaved ones; flushed, not yet synced."""
         path = self._directory / f"{self._name}.documents"
         with path.open("r+b" if self._num_saved else "wb") as file:
             file.seek(8 * self._num_saved)
@@ -115,7 +115,7 @@ class SplitWriter:
         self._num_saved = len(self._offsets)
 
     def add(self, text: bytes, ids: TokenIds) -> None:
-        """Append a document. ValueError if ids leave the vocabulary."""
+        """Append a document. Raises ValueError if ids leave the vocabulary."""
         vocab_size = self._tokenizer.vocab_size
         if ids.size and not 0 <= int(ids.min()) <= int(ids.max()) < vocab_size:
             bad = int(ids.max()) if int(ids.max()) >= vocab_size else int(ids.min())
@@ -157,13 +157,14 @@ class SplitWriter:
 
 @contextlib.contextmanager
 def staged(out: Path, *, replace: bool = False, job: str = "") -> Iterator[Path]:
-    """Make a directory beside `out` that becomes `out` when the block ends, and vanishes if it raises.
+    """Make a directory next to `out`, rename it to `out` at the end of the block, or delete it on errors.
 
-    A killed builder leaves it, and so does an interrupted one that has saved a STATE; the next one with the
-    same `job`, which names all that the result depends on, gets it as it was. FileExistsError if something
-    stands at `out` by then: the first of several builders wins. With `replace`, that is moved away and
-    deleted. A builder holds a lock on its directory; one that nobody holds was left by a builder that is
-    gone, and the next one that has another job removes it.
+    A killed builder leaves its directory, and so does an interrupted one that has saved a STATE; the next
+    builder with the same `job`, which names all inputs of the result, continues in it, and one with another
+    job removes it. Builders lock their directories, so an unlocked one was left behind.
+
+    Raises FileExistsError if `out` exists by then (the first of several builders wins), unless `replace` is
+    set: then the old one is moved away and deleted.
     """
     prefix = f".{out.name}.building-"
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -223,9 +224,10 @@ def _job_of(stage: Path) -> str:
 
 @contextlib.contextmanager
 def _locked(directory: Path, flags: int = 0) -> Iterator[None]:
-    """Hold the lock of `directory`; with LOCK_NB, OSError if that cannot be had at once.
+    """Hold the lock of `directory`. Raises OSError with LOCK_NB if another process holds it.
 
-    A file system that cannot lock a directory (NFS) does without: then nobody takes it for a leftover either.
+    Without LOCK_NB a file system that cannot lock directories (NFS) is accepted: LOCK_NB fails there as well,
+    so no directory is taken for a leftover.
     """
     descriptor = os.open(directory, os.O_RDONLY)
     try:
