@@ -1,4 +1,4 @@
-"""Shared by the tests of commands: exit status, options from a table, a terminal, and a child process."""
+"""Shared by the tests of commands: exit status, mistakes, a terminal, and a child process."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def check_mistake(line, named, capsys):
     status, said = status_of(line), capsys.readouterr()
     assert status == 2 and not said.out
     assert named in said.err and len(said.err.splitlines()) == 1
-    assert said.err.startswith(f"fastmp {line[0]}")
+    assert said.err.startswith((f"fastmp {line[0]}: ", f"fastmp {' '.join(line[:2])}: "))
 
 
 def fork(action):
