@@ -101,6 +101,10 @@ EXPERTS = replace(
     ),
 )
 
+SHARED_EXPERT = replace(
+    EXPERTS, moe=replace(EXPERTS.moe, sequence_aux_loss=0.01, shared_expert_ffn_hidden_size=16)
+)
+
 
 def saved_tensors(trainer):
     """All that a checkpoint holds of this rank's model and optimizer."""

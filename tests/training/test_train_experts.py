@@ -305,38 +305,9 @@ def test_resume_is_bitwise(tmp_path, world, tp, ep, etp):
     assert len(tensors["model/up.weight"].shards) == tp
 
 
-def train_with_routers(groups):
-    """(loss, auxiliary loss, norm) of 3 steps, the gate's first gradient, what routers saw, their biases."""
-    trainer = make_trainer(groups, num_routers=2)
-    results, gates = [], []
-    for _ in range(3):
-        results.append(trainer.train_step())
-        gather_main_grads(trainer.grads)
-        gates.append(trainer.model.gate.main_grad.clone())
-    curve = [(r.loss.item(), r.aux_loss.item(), r.grad_norm.item()) for r in results]
-    routers = trainer.model.routers
-    assert [r.expert_counts.tolist() for r in results] == [list(s) for s in zip(*(r.seen for r in routers))]
-    return curve, gates[0], [router.seen for router in routers], [router.bias for router in routers]
-
-
-@pytest.mark.parametrize(("world", "tp", "ep", "etp"), [(2, 2, 2, 1), *full([(2, 1, 2, 1), (4, 2, 2, 2)])])
-def test_routers_see_the_counts_of_the_whole_step_on_every_layout(world, tp, ep, etp):
-    """The auxiliary loss is minimised, reported apart, and no more than the loss a matter of the layout."""
-    curve, gate, seen, biases = train_with_routers(ParallelGroups.alone())
-    batch = Rows().batch(0, 0, 1, 0, 1)
-    assert curve[0][0] == pytest.approx(make_trainer().train_step().loss.item(), abs=1e-12)
-    assert torch.tensor(seen).sum(-1).eq(GLOBAL_BATCH).all() and seen[1][0] != seen[0][0]
-    assert not torch.equal(biases[0], biases[1]) and biases[0].abs().max() > 1
-    assert batch["expert"].unique().numel() < E, "some expert is idle"
-
-    def rank_main(rank, world_size):
-        return train_with_routers(make_groups(world_size, tp=tp, ep=ep, etp=etp))
-
-    for mine, my_gate, my_seen, my_biases in run_ranks(rank_main, world):
-        torch.testing.assert_close(torch.tensor(mine), torch.tensor(curve), rtol=0, atol=1e-10)
-        torch.testing.assert_close(my_gate, gate, rtol=0, atol=1e-10)
-        assert my_seen == seen
-        assert all(torch.equal(a, b) for a, b in zip(my_biases, biases, strict=True))
+def test_auxiliary_losses_are_reported_apart():
+    plain, result = (make_trainer(num_routers=number).train_step() for number in (0, 2))
+    assert abs(result.loss - plain.loss) < 1e-12 and result.aux_loss > 0
 
 
 def test_a_skipped_step_moves_no_bias_and_biases_come_back(tmp_path):

@@ -9,7 +9,7 @@ import pytest
 import torch
 from marks import full
 from torch._subclasses.fake_tensor import FakeTensorMode
-from train_tools import EXPERTS, NoDeviceCopies, Samples, check_on_a_gpu
+from train_tools import SHARED_EXPERT, NoDeviceCopies, Samples, check_on_a_gpu
 from trainer_tools import (
     MICRO_BATCH,
     OPTIMIZER,
@@ -30,8 +30,8 @@ from fastmp.training.language import token_loss
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-MOE = replace(EXPERTS.moe, sequence_aux_loss=0.01, shared_expert_ffn_hidden_size=16)
-CONFIG = replace(EXPERTS, num_layers=2, moe=MOE)
+CONFIG = replace(SHARED_EXPERT, num_layers=2)
+MOE = CONFIG.moe
 SIZES = {"config": CONFIG, "global_batch_size": 2 * MICRO_BATCH}
 STEPS = 4
 # World size, tp, ep, etp, and what else

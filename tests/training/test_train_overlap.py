@@ -8,7 +8,7 @@ import deep_ep_stand_in
 import pytest
 import torch
 from marks import full
-from train_tools import EXPERTS, PackedSamples, Samples
+from train_tools import SHARED_EXPERT, PackedSamples, Samples
 from trainer_tools import OPTIMIZER, make_groups
 from trainer_tools import make_trainer as make_any
 
@@ -24,8 +24,7 @@ from fastmp.training.trainer import Trainer
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-MOE = replace(EXPERTS.moe, sequence_aux_loss=0.01, shared_expert_ffn_hidden_size=16)
-CONFIG = replace(EXPERTS, num_layers=4, moe=MOE, dropout=0.1)
+CONFIG = replace(SHARED_EXPERT, dropout=0.1)
 STEPS, MICROBATCHES = 2, 4
 # World size, layout, and what else
 CASES = [
@@ -49,7 +48,7 @@ CASES = [
 
 
 def make_trainer(groups, layout, *, overlapped, dtype=torch.float32, documents=False, graphs=None, **options):
-    moe = replace(MOE, dispatcher=options.get("dispatcher", "alltoall"))
+    moe = replace(CONFIG.moe, dispatcher=options.get("dispatcher", "alltoall"))
     moe = replace(moe, capacity_factor=options.get("capacity"))
     if "shared" in options:
         moe = replace(moe, shared_expert_ffn_hidden_size=options["shared"])
