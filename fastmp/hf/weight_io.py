@@ -13,6 +13,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from math import prod
 from pathlib import Path
 from reprlib import repr as short
@@ -371,9 +372,13 @@ def _write(
     for number, group in enumerate(groups):
         of = f"-{number + 1:05d}-of-{len(groups):05d}" if len(groups) > 1 else ""
         file, own = f"model{of}.safetensors", [specs[i] for i in group]
-        write_tensors(directory / file, own, lambda i, own=own: read(own[i]), metadata={"format": "pt"})
+        write_tensors(directory / file, own, partial(_nth, own, read), metadata={"format": "pt"})
         names |= {spec.name: file for spec in own}
     return names
+
+
+def _nth(specs: Sequence[NamedTensorSpec], read: Callable[[NamedTensorSpec], Tensor], number: int) -> Tensor:
+    return read(specs[number])
 
 
 def _in_files(specs: Sequence[NamedTensorSpec]) -> list[list[int]]:

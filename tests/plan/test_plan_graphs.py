@@ -34,7 +34,7 @@ from fastmp.optim.from_config import make_grads
 from fastmp.pipeline.schedule import Schedule
 from fastmp.plan.graphs import graph_facts
 from fastmp.plan.layout import make_grid, problems
-from fastmp.plan.memory import stage_layers
+from fastmp.plan.parameters import stage_layers
 from fastmp.plan.segments import captured_spans, compute_spans, full_scope_spans
 from fastmp.plan.shapes import shapes_of
 from fastmp.testing.ranks import run_ranks
