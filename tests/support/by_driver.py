@@ -30,8 +30,8 @@ from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from fastmp import ops
-from fastmp.ops import OPS
-from fastmp.ops.core import _triton, launcher, warm
+from fastmp.ops import OPS, warm
+from fastmp.ops.core import _triton, launcher
 from fastmp.ops.warm import AbsentGPU
 from fastmp.testing.ops import run, samples
 from tools.cubins.compiled import parameters_of
