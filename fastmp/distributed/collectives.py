@@ -325,7 +325,7 @@ def _exchange(
     arrived = x.new_empty((sum(receive), *x.shape[1:]))
     overlap = overlap and not torch.compiler.is_compiling()
     work = dist.all_to_all_single(arrived, x.contiguous(), receive, send, group=group, async_op=overlap)
-    return arrived, work
+    return arrived, work if overlap else None  # torch 2.10 returns a tensor where a program is exported
 
 
 @traced("fastmp.collective.all_reduce")
