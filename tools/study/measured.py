@@ -28,7 +28,9 @@ from tools.study.page import machine
 from tools.study.published import TABLE_1, Shape
 
 _SEQUENCE, _BATCH, _VOCABULARY, _STEPS = 128, 4, 1024, 8
-_COLLECTIVES = ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor")
+_RENAMED = ("all_gather_single", "reduce_scatter_single")  # their names in newer versions of torch
+_NAMES = _RENAMED if hasattr(dist, _RENAMED[0]) else ("all_gather_into_tensor", "reduce_scatter_tensor")
+_COLLECTIVES = ("all_reduce", *_NAMES)
 LAYOUTS = ((1, 1), (2, 1), (4, 1), (1, 2), (2, 2))  # (ranks that divide a model, replicas)
 
 
