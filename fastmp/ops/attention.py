@@ -369,7 +369,8 @@ class _Merged(torch.autograd.Function):
         )
         # 2. Merge by the log-sum-exp.
         lse = torch.logaddexp(early_lse, late_lse)
-        output = torch.lerp(late, early, (early_lse - lse).exp().unsqueeze(-1))
+        weight = (early_lse - lse).exp().to(late.dtype)  # torch 2.10 traces a float32 LSE of float64
+        output = torch.lerp(late, early, weight.unsqueeze(-1))
         ctx.scale = scale
         ctx.save_for_backward(q, k, v, output, lse)
         return output
