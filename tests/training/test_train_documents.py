@@ -181,7 +181,7 @@ def test_a_run_on_documents_goes_on_bitwise(tmp_path, documents, capsys):
     assert run("in-two", *masked, "--resume", "auto") == through and first == through[:3]
     assert "resumed after step 3" in capsys.readouterr().out
     graphed = run("graphed", *masked, "--graphs")
-    assert "graphs of 1 runs of segments" in capsys.readouterr().out
+    assert "graphs of 1 spans of segments" in capsys.readouterr().out
     assert [loss for _, loss in graphed] == pytest.approx([loss for _, loss in through], abs=1e-5)
     plain = run("plain")
     assert plain[0][1] != through[0][1] and abs(plain[0][1] - through[0][1]) < 0.1

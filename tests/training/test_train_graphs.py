@@ -315,7 +315,7 @@ def test_the_recipe_with_experts_has_the_same_losses_with_graphs(tmp_path, capfd
     run_ranks(train_recipe, 2, "eager")
     assert "graphs of" not in capfd.readouterr().out
     run_ranks(train_recipe, 2, "graphs", "--graphs", "--graphs.verify-every", "4")
-    assert "step 3: 8 graphs of 4 runs of segments" in capfd.readouterr().out
+    assert "step 3: 8 graphs of 4 spans of segments" in capfd.readouterr().out
     assert len(losses(tmp_path / "eager")) == 5
     assert losses(tmp_path / "graphs") == losses(tmp_path / "eager")
 
