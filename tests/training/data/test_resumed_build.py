@@ -134,7 +134,7 @@ def test_an_interrupted_build_goes_on_as_well(folder, tmp_path, monkeypatch, cap
 
 @pytest.mark.full
 def test_memory_does_not_follow_the_text(tmp_path, monkeypatch):
-    """Of 2 and of 8 MB in documents of 20 kB: what differs is less than 1.5 kB a document."""
+    """Of 2 and of 8 MB in documents of 20 kB: what differs is less than 2 kB a document."""
     monkeypatch.setattr(corpus, "GROUP_BYTES", 1 << 16)
     rng, peaks = np.random.default_rng(0), {}
     for number in (100, 400):
@@ -147,5 +147,5 @@ def test_memory_does_not_follow_the_text(tmp_path, monkeypatch):
         build([f"{folder}/*.txt"], tmp_path / f"d{number}")
         peaks[number] = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
-    assert peaks[400] - peaks[100] < 300 * 1500, peaks
+    assert peaks[400] - peaks[100] < 300 * 2000, peaks
     assert peaks[400] < 4_000_000, peaks
