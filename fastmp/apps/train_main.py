@@ -28,11 +28,11 @@ from torch import Tensor, nn
 
 from fastmp.apps.first_rank import let_rank0_report_first
 from fastmp.apps.generation.sample_text import generate_text
-from fastmp.apps.generation.trained_models import open_either
+from fastmp.apps.generation.trained_models import open_reader
 from fastmp.config import Environment, Recipe
 from fastmp.config.durations import duration_seconds
 from fastmp.cuda_graphs.transformer_engine import TransformerEngineManager
-from fastmp.distributed.collectives import gather_objects, group_rank
+from fastmp.distributed.collectives import communication_device, group_rank
 from fastmp.distributed.groups import ParallelGroups
 from fastmp.distributed.rng import RngTracker
 from fastmp.distributed.runtime import Runtime, init, main_guard
@@ -111,8 +111,7 @@ def train(
         existed = runtime.rank == 0 and run_dir.exists()
         if existed:
             held.enter_context(claimed(run_dir))
-        # Only the torchrun whose rank died counts a restart.
-        loaded = _resume(recipe, trainer, any(gather_objects(restarted, _world(runtime))))
+        loaded = _resume(recipe, trainer, _on_any_rank(restarted, _world(runtime)))
         if loaded is None and recipe.checkpoint.init_from:
             notes.append(f"starting with the weights of {recipe.checkpoint.init_from}")
         if loaded is not None or recipe.checkpoint.resume:
@@ -138,7 +137,7 @@ def make_trainer(recipe: Recipe, runtime: Runtime) -> tuple[Recipe, Trainer]:
     model, loss = build_model(recipe, groups, rng, runtime.device)
     if recipe.checkpoint.init_from:
         chunks = [model] if isinstance(model, nn.Module) else model
-        reader, _ = open_either(recipe.checkpoint.init_from, _world(runtime))
+        reader = open_reader(recipe.checkpoint.init_from, _world(runtime))
         load_weights(reader, recipe.model, chunks, groups)
     return recipe, Trainer(
         model,
@@ -160,6 +159,15 @@ def make_trainer(recipe: Recipe, runtime: Runtime) -> tuple[Recipe, Trainer]:
 def _world(runtime: Runtime) -> dist.ProcessGroup | None:
     """Return the group of all ranks; None on a single rank."""
     return dist.group.WORLD if runtime.world_size > 1 else None
+
+
+def _on_any_rank(flag: bool, world: dist.ProcessGroup | None) -> bool:
+    """Return True if `flag` is set on any rank; only the torchrun whose rank died counts a restart."""
+    if world is None:
+        return flag
+    number = torch.tensor(int(flag), device=communication_device())
+    dist.all_reduce(number, dist.ReduceOp.MAX, group=world)  # of one number, however many ranks there are
+    return bool(number)
 
 
 def _weights_writer(recipe: Recipe) -> Callable[[Path, int], str] | None:

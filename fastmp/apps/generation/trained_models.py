@@ -27,6 +27,7 @@ from fastmp.nn.placement import Placement
 from fastmp.nn.stages import GPTStage, layers_of_stages
 from fastmp.training.checkpoint.collective_load import agree
 from fastmp.training.checkpoint.directory import checkpoint_at, whole_manifest
+from fastmp.training.checkpoint.format import Manifest
 from fastmp.training.checkpoint.model_weights import load_weights
 from fastmp.training.checkpoint.storage import CheckpointReader
 from fastmp.training.checkpoint.tensor_files import verify
@@ -35,8 +36,8 @@ from fastmp.training.data.tokenfile import open_tokenizer, read_index
 from fastmp.training.data.tokenize import Tokenizer, load_tokenizer
 
 __all__ = [
-    *("eos_token_ids", "load_model", "make_groups", "model_tokenizer", "open_either", "open_weights"),
-    "tokenizer_beside",
+    *("eos_token_ids", "load_model", "make_groups", "model_tokenizer", "open_either"),
+    *("open_reader", "open_weights", "tokenizer_beside"),
 ]
 
 _MAX_JSON = 1 << 20  # bytes
@@ -76,6 +77,18 @@ def open_either(path: str, world: dist.ProcessGroup | None) -> tuple[CheckpointR
     return open_weights(None, path, world) if is_transformers(Path(path)) else open_weights(path, None, world)
 
 
+def open_reader(path: str, world: dist.ProcessGroup | None) -> CheckpointReader:
+    """Return the reader of `open_either`, also of a checkpoint without the description of a model."""
+    if is_transformers(Path(path)):
+        return agree(world, partial(TransformersReader, path))
+
+    def opened() -> CheckpointReader:
+        found = checkpoint_at(path)
+        return _verified(found, whole_manifest(found), world)
+
+    return agree(world, opened)
+
+
 def _checkpoint(path: str, world: dist.ProcessGroup | None) -> tuple[CheckpointReader, GPTConfig]:
     found = checkpoint_at(path)
     manifest = whole_manifest(found)
@@ -83,8 +96,13 @@ def _checkpoint(path: str, world: dist.ProcessGroup | None) -> tuple[CheckpointR
         config = model_from(manifest.description)
     except ValueError as error:
         raise ValueError(f"{found}: {error}") from None
+    return _verified(found, manifest, world), config
+
+
+def _verified(found: Path, manifest: Manifest, world: dist.ProcessGroup | None) -> CheckpointReader:
+    """Return a reader of a checkpoint after verifying this rank's share of the files."""
     verify(found, manifest, sorted(manifest.files)[group_rank(world) :: group_size(world)])
-    return CheckpointReader(found, manifest), config
+    return CheckpointReader(found, manifest)
 
 
 def load_model(
