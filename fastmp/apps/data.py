@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 
 from fastmp.config.command_line import Parser, exit_status
+from fastmp.config.data_files import NGRAM
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -53,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         commands.add_parser(name, help=summary).add_argument("dir", help="or the prefix of Megatron's files")
 
     share = commands.add_parser("overlap", help="the share of A's n-grams of words that occur in B")
-    share.add_argument("--ngram", type=int, default=8, metavar="N", help="words of an n-gram (8)")
+    share.add_argument("--ngram", type=int, default=NGRAM, metavar="N", help=f"words of an n-gram ({NGRAM})")
     share.add_argument("--tokenizer", default="byte", help="that of Megatron's files (byte)")
     share.add_argument("--json", action="store_true", help="print the numbers, as JSON")
     share.add_argument(

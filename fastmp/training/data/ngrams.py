@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from fastmp.config.data_files import NGRAM
 from fastmp.training.data.sampling import mix
 
-NGRAM = 8
 HASHES_AT_ONCE = 1 << 26  # n-grams held of the text that is looked up: 0.5 GiB, and as much to sort them
 _BYTE = 0x9E3779B97F4A7C15  # odd: it has an inverse modulo 2^64
 _WORD = np.uint64(0xD6E8FEB86659FD93)

@@ -27,9 +27,10 @@ def texts_of(source: str, tokenizer: str = "byte") -> Texts:
         documents = find_documents([source])
         return lambda: (document.text() for document in documents)
     corpus = open_corpus(source, tokenizer, 0.0)
+    splits = [corpus.train] if corpus.validation is None else [corpus.train, corpus.validation]
 
     def texts() -> Iterator[bytes]:
-        for split in filter(None, (corpus.train, corpus.validation)):
+        for split in splits:
             for number in range(split.info.num_documents):
                 (begin,), (length,) = split.texts(np.array([number]))
                 yield corpus.tokenizer.decode_bytes(split.read(int(begin), int(begin + length)))
