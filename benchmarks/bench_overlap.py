@@ -61,8 +61,7 @@ MODES = ("free", "overlapped", "at once")
 
 @dataclass(frozen=True)
 class Case:
-    """The model of the
-    benchmark. proportion: see `LLAMA`. overlap: whether buckets are sent during backward."""
+    """Model and layout of a run. proportion: see `LLAMA`. overlap: True if backward sends buckets."""
 
     name: str
     pp: int = 1

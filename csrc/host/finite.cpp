@@ -1,5 +1,5 @@
-// is_finite for checkpoints (fastmp/training/checkpoint/tensor_files.py): single-threaded, so that it leaves the cores to the
-// training that runs at the same time, which torch's isfinite would not.
+// is_finite for checkpoints (fastmp/training/checkpoint/tensor_files.py): single-threaded, so that it leaves the cores
+// to the training that runs at the same time, which torch's isfinite would not.
 
 #include <pybind11/pybind11.h>
 

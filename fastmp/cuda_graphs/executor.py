@@ -307,7 +307,7 @@ class StepExecutor:
         return own
 
     def _left_by_graphs(self, slot: ReplaySlot, grads: Sequence[Tensor | None]) -> dict[int, Tensor]:
-        """Return the gradients that still lie where another graph left them, by position."""
+        """Return the gradients still in the output buffers of other graphs, by position."""
         found, left = {}, self._graph_set.live_grads
         for place, (buffer, grad) in enumerate(zip(slot.static, grads, strict=True)):
             if grad is None or grad.data_ptr() not in left or grad.is_conj() or grad.is_neg():
@@ -351,7 +351,7 @@ class StepExecutor:
             self._hooks.after_gradients(slot.graph, slot.kind, captured.weight.visited)
 
     def _first_weights(self, slot: ReplaySlot, captured: Captured) -> None:
-        """Capture deferred weight gradients; compute them eagerly where that fails or the backward did."""
+        """Capture deferred weight gradients; compute them eagerly if that or the backward capture fails."""
         assert captured.queue is not None
         tasks = captured.queue.take()
         if captured.backward is None:  # it ran eagerly

@@ -144,7 +144,7 @@ class ReplaySlot:
         return self.static
 
     def moved_inputs(self, tensors: Sequence[Tensor | None]) -> list[int]:
-        """Return the positions of `in_place` whose tensor is not where the other graph leaves it."""
+        """Return the positions of `in_place` whose tensor has moved from the output of the other graph."""
         return [
             place
             for place in self.in_place

@@ -149,7 +149,7 @@ class CudaBackend:
     def graph(
         self, forward: CudaGraph | None = None, draws: DrawTrace | None = None, has_backward: bool = False
     ) -> CudaGraph:
-        """Make a graph that registers the streams which the traced work has advanced (a sync for each)."""
+        """Make a graph and register the random streams advanced by the traced work (a sync for each)."""
         if self.pool is None:
             self._begin()
         streams = {} if self.rng is None else self.rng.generators()

@@ -356,7 +356,7 @@ class Checkpointer:
         return Loaded(chosen, manifest.step, manifest.layout, manifest.scalars, missing)
 
     def _candidates(self, path: str | Path | None) -> list[Path]:
-        """Return the checkpoints that rank 0 sees, in the order in which to try them; [] on other ranks."""
+        """Return the checkpoints to try, in order, on rank 0; [] on other ranks."""
         if self._rank:
             return []
         if path is not None:

@@ -76,7 +76,7 @@ def same_on_all(group: Group, paths: Sequence[Path]) -> list[Path]:
 def choose(
     group: Group, paths: Sequence[Path], directory: Path | None = None
 ) -> tuple[Path, Manifest] | None:
-    """Return the first of `paths` that is intact and finite, else the first that is intact.
+    """Return the first intact checkpoint with finite values, else the first intact one, of `paths`.
 
     Every byte of a checkpoint is verified, divided over the ranks. Rank 0 prints a line for each checkpoint
     that is passed over.

@@ -58,7 +58,7 @@ _CLOSING = b"}\n"
 
 
 class CheckpointError(ValueError):
-    """Raised for a checkpoint that is damaged or does not fit the run that loads it."""
+    """Raised for a damaged checkpoint, or one that does not fit the loading run."""
 
 
 @dataclass(frozen=True)

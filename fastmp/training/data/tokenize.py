@@ -388,7 +388,7 @@ def _parse(description: str, source: str) -> tuple[tokenizers.Tokenizer, bool]:
 
 
 def _impossible(content: dict[str, Any]) -> str:
-    """Return the fault on which the library would abort, or that it would not notice; "" if there is none.
+    """Return a fault at which the library would abort, or which it would miss; "" without one.
 
     Faults are an id far beyond the number of tokens, and a merge without the prefix that the library cuts
     off: it aborts the process inside a character.

@@ -1,4 +1,4 @@
-"""The dispatcher that all-gathers tokens: every rank of the etp-ep group takes what is for its experts.
+"""All-gather dispatcher: every rank of the etp-ep group gets all tokens, and keeps those for its experts.
 
 A reduce-scatter adds up the outputs. It suits few experts a rank and many experts a token.
 """

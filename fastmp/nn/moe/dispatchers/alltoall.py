@@ -1,4 +1,4 @@
-"""The dispatcher that sends each row to its expert: an all-to-all over `ep` with sizes that vary.
+"""All-to-all dispatcher: rows go to the ranks of their experts over `ep`, in splits of any size.
 
 What a rank receives is sorted by source, then by expert, and is sorted once more. With expert tensor
 parallelism the ranks of an `etp` group, which hold other tokens and other slices of the same experts, share
