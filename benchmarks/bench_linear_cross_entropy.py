@@ -73,7 +73,7 @@ def linear_cross_entropy_case(
     def into_main_grad() -> Tensor:
         if not hasattr(trained, "main_grad"):
             trained.main_grad = torch.zeros(vocab, hidden, dtype=wide, device=device)
-        return linear_cross_entropy(x, trained, target, loss_grad=1 / tokens).mean()
+        return linear_cross_entropy(x, trained, target, loss_grad=1 / tokens, reduction="none").mean()
 
     def eager(x: Tensor, weight: Tensor) -> Tensor:
         return F.cross_entropy(F.linear(x, weight), target)
@@ -83,9 +83,9 @@ def linear_cross_entropy_case(
 
     with_compile = compiled(eager)
     rivals = {
-        OURS: lambda: linear_cross_entropy(x, weight, target, loss_grad=1 / tokens).mean(),
+        OURS: lambda: linear_cross_entropy(x, weight, target, loss_grad=1 / tokens, reduction="none").mean(),
         MEAN: lambda: linear_cross_entropy(x, weight, target, reduction="mean"),
-        RECOMPUTED: lambda: linear_cross_entropy(x, weight, target).mean(),
+        RECOMPUTED: lambda: linear_cross_entropy(x, weight, target, reduction="none").mean(),
         MAIN_GRAD: into_main_grad,
         EAGER: lambda: eager(x, weight),
         COMPILE: lambda: with_compile(x, weight),

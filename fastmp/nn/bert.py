@@ -225,7 +225,9 @@ class Bert(LanguageModel):
         if sentence_order_B is None or self.sentence_head is None:
             return BertLosses(masked_N, None)
         logits_B2 = self.sentence_logits(gathered_SBH)
-        return BertLosses(masked_N, cross_entropy(logits_B2, sentence_order_B, ignore_index=ignore_index))
+        return BertLosses(
+            masked_N, cross_entropy(logits_B2, sentence_order_B, ignore_index=ignore_index, reduction="none")
+        )
 
     def _head(self) -> MaskedLMHead:
         assert self.lm_head is not None, "only the last stage has a head"

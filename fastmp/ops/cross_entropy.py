@@ -321,47 +321,49 @@ def _loss_of_rows(
 
 @traced("fastmp.cross_entropy")
 def cross_entropy(
-    logits: Tensor,
+    input: Tensor,
     target: Tensor,
+    weight: Tensor | None = None,
     *,
+    ignore_index: int = -100,
+    reduction: str = "mean",
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
-    ignore_index: int = -100,
     token_weight: Tensor | None = None,
     vocab_size: int | None = None,
-    reduction: str = "none",
     grad_in_place: bool = False,
     loss_grad: Tensor | None = None,
 ) -> Tensor:
-    """Cross-entropy over a whole vocabulary: per token, or its mean or sum.
+    """Cross-entropy of logits and class ids, a replacement for `torch.nn.functional.cross_entropy`.
 
     The logits are read once forward and once backward. In between, the logits and at most three numbers per
     token are saved; the gradient is the only other tensor of their size. Arithmetic is in float32 (float64
     for float64) from logits of any dtype, so torch.autocast has no effect and no cast is needed.
 
     Args:
-        logits: (..., V) float64, float32, bfloat16 or float16. Copied once if neighbouring columns are not
-            next to each other in memory or the leading dimensions do not fold into one.
-        target: (...) int64 ids.
-        label_smoothing: in [0, 1]: this share of the target's weight is spread evenly over the vocabulary, as
-            in torch.nn.functional.cross_entropy.
+        input: logits (..., V), classes last, or (N, V, ...), classes second, as in torch: the shape of
+            `target` tells which. float64, float32, bfloat16 or float16. Copied once if neighbouring columns
+            are not next to each other in memory or the leading dimensions do not fold into one.
+        target: (...) int64 ids, or (N, ...). Class probabilities are not supported.
+        weight: (V,) factor of each class; receives no gradient. Not supported with `label_smoothing`.
+        ignore_index: tokens with this target have loss and gradient zero, whatever their logits.
+        reduction: "mean", the sum divided by the number of targets that are not ignore_index, or by the sum
+            of their weights; "sum"; or "none". The mean of no targets is NaN, as in torch. Neither costs a
+            pass over the logits: the upstream gradient enters the gradient's only kernel.
+        label_smoothing: in [0, 1]: this share of the target's weight is spread evenly over the vocabulary.
         z_loss: z >= 0 adds z * logsumexp(logits)^2 per token, which keeps the logits from drifting (PaLM,
             Chowdhery et al. 2022, section 5).
-        ignore_index: tokens with this target have loss and gradient zero, whatever their logits.
         token_weight: (...) factor of each token's loss; receives no gradient.
         vocab_size: number of ids; columns from this one on are padding, with a zero gradient. Default V.
-        reduction: "none"; "sum"; or "mean", the sum divided by the number of targets that are not
-            ignore_index, or by the sum of their `token_weight`. The mean of no targets is NaN, as in torch.
-            Neither costs a pass over the logits: the upstream gradient enters the gradient's only kernel.
-        grad_in_place: let the backward pass write the gradient over `logits`, bitwise the same, which saves
+        grad_in_place: let the backward pass write the gradient over `input`, bitwise the same, which saves
             memory of their size. A second backward pass, or that of another op that saved the logits, then
             raises RuntimeError.
-        loss_grad: (...) the upstream gradient of each token's loss, if it is known in advance: ones for a
-            sum, 1 / N for a mean. One launch then computes loss and gradient, and the gradient overwrites
-            `logits` during the forward pass (so differentiate with respect to what made the logits, not the
-            logits). Without recording, as under torch.no_grad, or in torch.func, nothing is overwritten. The
-            backward pass returns that memory, once, and only if all tokens that are not ignored receive
-            `loss_grad` as upstream gradient, to eight units in the last place.
+        loss_grad: (...) the upstream gradient of each token's loss, with reduction="none", if it is known in
+            advance: ones for a sum, 1 / N for a mean. One launch then computes loss and gradient, and the
+            gradient overwrites `input` during the forward pass (so differentiate with respect to what made
+            the logits, not the logits). Without recording, as under torch.no_grad, or in torch.func, nothing
+            is overwritten. The backward pass returns that memory, once, and only if all tokens that are not
+            ignored receive `loss_grad` as upstream gradient, to eight units in the last place.
 
     Returns:
         (...), or 0-dim if reduced; float64 for float64 logits, else float32. Ignored tokens count zero.
@@ -378,9 +380,12 @@ def cross_entropy(
     Example:
         logits = torch.randn(8, 64, requires_grad=True)
         target = torch.randint(64, (8,))
-        loss = cross_entropy(logits, target, reduction="mean", z_loss=1e-4)
+        loss = cross_entropy(logits, target, z_loss=1e-4)  # the mean, as in torch
         loss.backward()
     """
+    logits = input if input.dim() < 3 else _classes_last(input, target)
+    if weight is not None:
+        token_weight = _weight_of_targets(logits, target, weight, token_weight, label_smoothing)
     columns = logits.shape[-1] if logits.dim() else 0
     vocab_size = columns if vocab_size is None else vocab_size
 
@@ -430,6 +435,37 @@ def cross_entropy(
     loss = _loss_of_rows(rows, targets, None, token_weight, 0, *options, grad_in_place)
     loss = loss if target.dim() == 1 else loss.reshape(target.shape)
     return reduced(loss, target, token_weight, ignore_index, reduction)
+
+
+def _classes_last(logits: Tensor, target: Tensor) -> Tensor:
+    """Return logits of three or more dimensions as (..., V): torch has the classes in dimension 1."""
+    shape = logits.shape
+    second = target.shape == shape[:1] + shape[2:]
+    if second and target.shape == shape[:-1] and shape[1] > 1:
+        raise ValueError(
+            f"cross_entropy: classes may be dimension 1 or {logits.dim() - 1} of logits {tuple(shape)} with "
+            f"target {tuple(target.shape)}; pass logits.flatten(0, -2) and target.flatten(), classes last"
+        )
+    return logits.movedim(1, -1) if second else logits
+
+
+def _weight_of_targets(
+    logits: Tensor, target: Tensor, weight: Tensor, token_weight: Tensor | None, label_smoothing: float
+) -> Tensor:
+    """Return the factor of each token's loss: the weight of its target's class, times `token_weight`."""
+    op, classes = "cross_entropy", logits.shape[-1] if logits.dim() else 0
+    _check(logits, target, 0, classes, label_smoothing, 0.0, token_weight=token_weight)
+    if weight.shape != (classes,) or weight.device != logits.device:
+        raise ValueError(
+            f"{op}: expected weight of shape ({classes},) on {logits.device}, one factor a class, got "
+            f"{tuple(weight.shape)} on {weight.device}; factors of tokens are token_weight"
+        )
+    if weight.requires_grad:
+        raise ValueError(f"{op}: weight requires a gradient, but receives none; detach it")
+    if label_smoothing:
+        raise ValueError(f"{op}: class weights with label_smoothing {label_smoothing} are not supported")
+    factor = weight.to(compute_dtype(logits.dtype))[target.clamp(0, classes - 1)]
+    return factor if token_weight is None else factor * token_weight
 
 
 def _is_validated_by_kernel(

@@ -357,7 +357,7 @@ def linear_cross_entropy(
     ignore_index: int = -100,
     token_weight: Tensor | None = None,
     vocab_size: int | None = None,
-    reduction: str = "none",
+    reduction: str = "mean",
     loss_grad: Tensor | float | None = None,
     workspace: int | None = None,
 ) -> Tensor:
@@ -378,11 +378,11 @@ def linear_cross_entropy(
             that rounds them again unless it is a power of two. With a `main_grad`, or in float16, whose range
             needs the scale first, the logits are computed twice instead. A second backward pass then, or with
             "none", recomputes them.
-        loss_grad: the upstream gradient of every token's loss, (...) or one number for all: 1 if the losses
-            are summed. The forward pass then computes the gradients too, for 3/4 of the FLOPs, and adds to
-            `main_grad` (with few logits the backward pass does). The backward pass returns them, once;
-            another upstream gradient raises RuntimeError (on a GPU a device-side assertion). Without
-            `loss_grad`, the loss can receive any gradient. Without recording it has no effect.
+        loss_grad: the upstream gradient of every token's loss, with reduction="none", (...) or one number for
+            all: 1 if the losses are summed. The forward pass then computes the gradients too, for 3/4 of the
+            FLOPs, and adds to `main_grad` (with few logits the backward pass does). The backward pass returns
+            them, once; another upstream gradient raises RuntimeError (on a GPU a device-side assertion).
+            Without `loss_grad`, the loss can receive any gradient. Without recording it has no effect.
         workspace: bytes of logits at a time, from which the size of a chunk follows. Default 64 MiB on a CPU,
             1 GiB elsewhere.
 
@@ -397,7 +397,7 @@ def linear_cross_entropy(
     Example:
         hidden = torch.randn(8, 16, requires_grad=True)
         weight = torch.randn(64, 16, requires_grad=True)
-        loss = linear_cross_entropy(hidden, weight, torch.randint(64, (8,)), reduction="mean")
+        loss = linear_cross_entropy(hidden, weight, torch.randint(64, (8,)))  # the mean
         loss.backward()
 
     Hsu et al., "Liger Kernel", 2024 (arXiv 2410.10989); Wijmans et al., "Cut Your Losses", 2024 (2411.09009).

@@ -439,7 +439,13 @@ def _check_head(
     checks.check_same_device(name, hidden=hidden, target=target)
     tokens = shards.tokens(tuple(shape))
     fits = tuple(target.shape) == tokens
-    require(fits, "expected target of shape {} for hidden {}, got {}", tokens, shape, target.shape)
+    require(
+        fits,
+        "expected target of shape {} for hidden {}, got {}; arguments are (hidden, weight, target)",
+        tokens,
+        shape,
+        target.shape,
+    )
     rows = shards.size * columns[0]
     within = 0 < vocab_size <= rows
     require(within, "vocab_size is {}, but weight has {} rows in {} shards", vocab_size, rows, shards.size)

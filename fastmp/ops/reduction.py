@@ -19,7 +19,7 @@ REDUCTIONS = ("none", "mean", "sum")
 def check_reduction(op: str, reduction: str, loss_grad: Any = None) -> None:
     """Check the option, and that `loss_grad` comes with per-token losses."""
     checks.check_choice(op, "reduction", reduction, REDUCTIONS)
-    message = "{}: loss_grad is the gradient of each token's loss, which needs reduction='none', got {!r}"
+    message = "{}: loss_grad is the gradient of each token's loss: pass reduction='none' with it, got {!r}"
     checks.require(loss_grad is None or reduction == "none", message, op, reduction)
 
 

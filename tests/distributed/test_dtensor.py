@@ -62,7 +62,7 @@ CASES = {
         [_random(5, H, seed=1) > 1],
     ),
     "cross_entropy": (
-        lambda x, target: ops.cross_entropy(x, target, label_smoothing=0.1),
+        lambda x, target: ops.cross_entropy(x, target, label_smoothing=0.1, reduction="none"),
         lambda s: [_random(*s, H), _ids(*s)],
         [],
     ),
@@ -189,7 +189,7 @@ def _refused(rank, world_size):
         ops.topk_router(x, 2)
     for option in ({"grad_in_place": True}, {"loss_grad": _random(B)}):
         with pytest.raises(ValueError, match=f"{next(iter(option))} overwrites logits, which may not be DT"):
-            ops.cross_entropy(x.requires_grad_(), target, **option)
+            ops.cross_entropy(x.requires_grad_(), target, **option, reduction="none")
 
 
 def test_what_takes_no_sharded_tensors_says_so():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -32,6 +33,9 @@ def torch_loss(
     if z_loss:
         loss = loss + z_loss * logits.logsumexp(1).square().masked_fill(target == ignore_index, 0)
     return loss if token_weight is None else loss * token_weight
+
+
+per_token = partial(cross_entropy, reduction="none")
 
 
 def loss_and_grad(
@@ -116,14 +120,14 @@ def test_shards_without_finite_or_real_columns():
 
 def test_leading_dimensions():
     logits, target, weight, grad_loss = case(24, 11)
-    flat = loss_and_grad(cross_entropy, logits, target, grad_loss, token_weight=weight)
+    flat = loss_and_grad(per_token, logits, target, grad_loss, token_weight=weight)
     for shape in [(4, 6), (2, 3, 4)]:
         weighted = {"token_weight": weight.view(shape)}
         loss, grad = loss_and_grad(
-            cross_entropy, logits.view(*shape, 11), target.view(shape), grad_loss.view(shape), **weighted
+            per_token, logits.view(*shape, 11), target.view(shape), grad_loss.view(shape), **weighted
         )
         assert_close((loss.flatten(), grad.view(24, 11)), flat, rtol=0, atol=0)
-    alone = cross_entropy(logits[0], target[0])
+    alone = cross_entropy(logits[0], target[0], reduction="none")
     assert alone.shape == ()
     assert_close(alone, flat[0][0] / weight[0], rtol=1e-14, atol=0)
 
@@ -134,7 +138,7 @@ def test_padding_columns_do_not_exist(vocab_size):
     target = target % vocab_size
     logits[:, vocab_size:] = math.nan
     options = {"label_smoothing": 0.3, "z_loss": 0.1}
-    loss, grad = loss_and_grad(cross_entropy, logits, target, grad_loss, vocab_size=vocab_size, **options)
+    loss, grad = loss_and_grad(per_token, logits, target, grad_loss, vocab_size=vocab_size, **options)
     expected = loss_and_grad(torch_loss, logits[:, :vocab_size], target, grad_loss, **options)
     assert_close((loss, grad[:, :vocab_size]), expected, **EXACT)
     assert grad[:, vocab_size:].count_nonzero() == 0
@@ -144,7 +148,7 @@ def test_ignored_tokens_are_zero_whatever_their_logits():
     logits, target, _, grad_loss = case(4, 9)
     logits[0], target[0] = math.nan, 7
     logits[1], target[1] = -math.inf, 7
-    loss, grad = loss_and_grad(cross_entropy, logits, target.where(target == 7, 3), grad_loss, ignore_index=7)
+    loss, grad = loss_and_grad(per_token, logits, target.where(target == 7, 3), grad_loss, ignore_index=7)
     assert loss[:2].tolist() == [0, 0] and grad[:2].count_nonzero() == 0
     assert (loss[2:] > 0).all() and grad[2:].isfinite().all()
 
@@ -154,9 +158,9 @@ def test_gradient_in_place_is_bitwise_the_same(dtype):
     logits, target, weight, grad_loss = case(9, 1009, dtype)
     options = {"label_smoothing": 0.1, "z_loss": 1e-2, "token_weight": weight, "vocab_size": 1001}
     target = target.clamp(max=1000)
-    expected = loss_and_grad(cross_entropy, logits, target, grad_loss, **options)
+    expected = loss_and_grad(per_token, logits, target, grad_loss, **options)
     overwritten = logits.clone().requires_grad_()
-    loss = cross_entropy(overwritten, target, grad_in_place=True, **options)
+    loss = cross_entropy(overwritten, target, grad_in_place=True, **options, reduction="none")
     (grad,) = torch.autograd.grad(loss, overwritten, grad_loss.to(loss.dtype))
     assert grad.data_ptr() == overwritten.data_ptr()
     assert_close((loss, grad), expected, rtol=0, atol=0)
@@ -165,7 +169,7 @@ def test_gradient_in_place_is_bitwise_the_same(dtype):
 def test_after_a_gradient_in_place_nobody_reads_the_logits():
     logits, target, _, _ = case(5, 7)
     hidden = logits.requires_grad_()
-    loss = cross_entropy(hidden * 2, target, grad_in_place=True).sum()
+    loss = cross_entropy(hidden * 2, target, grad_in_place=True, reduction="none").sum()
     loss.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
@@ -173,7 +177,7 @@ def test_after_a_gradient_in_place_nobody_reads_the_logits():
     doubled = hidden * 2
     entropy = doubled.exp().sum()  # saves its result, not the logits
     other = doubled.square().sum()  # saves the logits
-    cross_entropy(doubled, target, grad_in_place=True).sum().backward(retain_graph=True)
+    cross_entropy(doubled, target, grad_in_place=True, reduction="none").sum().backward(retain_graph=True)
     entropy.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         other.backward()
@@ -184,8 +188,12 @@ def test_a_second_derivative_is_refused():
     logits.requires_grad_()
     for options in ({"grad_in_place": True}, {"loss_grad": torch.ones(3)}):
         with pytest.raises(RuntimeError, match="not differentiable"):
-            torch.autograd.grad(cross_entropy(logits, target, **options).sum(), logits, create_graph=True)
-    (grad,) = torch.autograd.grad(cross_entropy(logits, target).sum(), logits, create_graph=True)
+            torch.autograd.grad(
+                cross_entropy(logits, target, **options, reduction="none").sum(), logits, create_graph=True
+            )
+    (grad,) = torch.autograd.grad(
+        cross_entropy(logits, target, reduction="none").sum(), logits, create_graph=True
+    )
     with pytest.raises(RuntimeError, match="cross_entropy_grad: this op has no derivative"):
         grad.sum().backward()
 
@@ -196,7 +204,14 @@ def test_only_logits_and_three_numbers_a_token_are_kept(dtype):
     logits, target, weight, _ = case(tokens, columns, dtype)
     kept: list[Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
-        cross_entropy(logits.requires_grad_(), target, token_weight=weight, label_smoothing=0.1, z_loss=0.1)
+        cross_entropy(
+            logits.requires_grad_(),
+            target,
+            token_weight=weight,
+            label_smoothing=0.1,
+            z_loss=0.1,
+            reduction="none",
+        )
     assert sum(t.data_ptr() == logits.data_ptr() for t in kept) == 1
     others = [t for t in kept if t.data_ptr() != logits.data_ptr()]
     assert sum(t.numel() for t in others) <= 3 * tokens
@@ -209,7 +224,9 @@ def test_compiles_into_one_graph(in_place, options):
     weight = torch.randn(33, 33)
 
     def step(hidden, target):
-        return cross_entropy(hidden @ weight, target, grad_in_place=in_place, **options).sum()
+        return cross_entropy(
+            hidden @ weight, target, grad_in_place=in_place, **options, reduction="none"
+        ).sum()
 
     results = []
     for function in (step, torch.compile(step, fullgraph=True, backend="aot_eager")):
@@ -222,9 +239,11 @@ def test_compiles_into_one_graph(in_place, options):
 @pytest.mark.full
 def test_compiles_with_inductor():
     logits, target, _, _ = case(6, 33, torch.float32)
-    compiled = torch.compile(lambda x: cross_entropy(x * 2, target, grad_in_place=True).sum(), fullgraph=True)
+    compiled = torch.compile(
+        lambda x: cross_entropy(x * 2, target, grad_in_place=True, reduction="none").sum(), fullgraph=True
+    )
     results = []
-    for function in (compiled, lambda x: cross_entropy(x * 2, target).sum()):
+    for function in (compiled, lambda x: cross_entropy(x * 2, target, reduction="none").sum()):
         x = logits.clone().requires_grad_()
         results.append(torch.autograd.grad(function(x), x)[0])
     assert_close(results[0], results[1])
@@ -239,7 +258,7 @@ def test_autocast_changes_nothing(dtype, known):
     results = []
     for enabled in (False, True):
         with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
-            results.append(loss_and_grad(cross_entropy, logits.clone(), target, grad_loss, **options))
+            results.append(loss_and_grad(per_token, logits.clone(), target, grad_loss, **options))
     assert results[0][0].dtype == torch.float32 and results[0][1].dtype == dtype
     assert_close(results[1], results[0], rtol=0, atol=0)
 
@@ -250,7 +269,7 @@ def test_target_outside_the_vocabulary(wrong):
     target = target.clamp(max=9)
     target[2] = wrong
     with pytest.raises(ValueError, match=rf"cross_entropy.*{wrong}.*10"):
-        cross_entropy(logits, target, vocab_size=10)
+        cross_entropy(logits, target, vocab_size=10, reduction="none")
     stats = torch.ops.fastmp.cross_entropy_stats(logits, target, 0, 10, False)
     loss, lse = torch.ops.fastmp.cross_entropy_merge(stats[None], target, None, 10, -100, 0.0, 0.0)
     grad = torch.ops.fastmp.cross_entropy_grad(logits, target, lse, grad_loss, None, 0, 10, -100, 0.0, 0.0)
@@ -277,7 +296,7 @@ def test_target_outside_the_vocabulary(wrong):
 def test_bad_arguments_name_the_op_and_both_values(change, message):
     arguments = {"logits": torch.zeros(4, 6), "target": torch.zeros(4, dtype=torch.int64), **change}
     with pytest.raises(ValueError, match=f"cross_entropy.*({message})"):
-        cross_entropy(arguments.pop("logits"), arguments.pop("target"), **arguments)
+        cross_entropy(arguments.pop("logits"), arguments.pop("target"), **arguments, reduction="none")
 
 
 def test_statistics_of_another_shape_are_refused():

@@ -67,44 +67,52 @@ def test_rows_whose_logits_climb():
     target[2] = 4500
     truth = logits.double().requires_grad_()
     torch.nn.functional.cross_entropy(truth, target, reduction="sum").backward()
-    loss = cross_entropy(logits.requires_grad_(), target, loss_grad=torch.ones(4))
+    loss = cross_entropy(logits.requires_grad_(), target, loss_grad=torch.ones(4), reduction="none")
     (grad,) = torch.autograd.grad(loss.sum(), logits)
     assert_close(grad.double(), truth.grad, rtol=1e-5, atol=1e-7)
 
 
 def test_the_gradient_is_where_the_logits_were():
     logits, target = case(12)
-    expected = torch.autograd.grad(cross_entropy(logits.requires_grad_(), target).sum(), logits)[0]
+    expected = torch.autograd.grad(
+        cross_entropy(logits.requires_grad_(), target, reduction="none").sum(), logits
+    )[0]
     for shape in ((12, 33), (3, 4, 33)):
         for folded in (shape, (12, 33), (2, 6, 33)):
             hidden = logits.detach().view(shape).clone().requires_grad_()
             own = hidden * 1
             rows = own if folded == shape else own.view(folded)
-            loss = cross_entropy(rows, target.view(folded[:-1]), loss_grad=torch.ones(folded[:-1]))
+            loss = cross_entropy(
+                rows, target.view(folded[:-1]), loss_grad=torch.ones(folded[:-1]), reduction="none"
+            )
             (grad,) = torch.autograd.grad(loss.sum(), hidden)
             assert torch.equal(own, grad) and grad.shape == shape
             assert_close(grad.view(12, 33), expected, rtol=1e-5, atol=1e-7)
     leaf = logits.detach().clone().requires_grad_()
-    (grad,) = torch.autograd.grad(cross_entropy(leaf, target, loss_grad=torch.ones(12)).sum(), leaf)
+    (grad,) = torch.autograd.grad(
+        cross_entropy(leaf, target, loss_grad=torch.ones(12), reduction="none").sum(), leaf
+    )
     assert grad.data_ptr() == leaf.data_ptr()
 
 
 def test_logits_that_had_to_be_copied_stay():
     logits, target = case()
     apart = logits.t().contiguous().t().requires_grad_()
-    loss = cross_entropy(apart, target, loss_grad=torch.ones(9))
+    loss = cross_entropy(apart, target, loss_grad=torch.ones(9), reduction="none")
     torch.autograd.grad(loss.sum(), apart)
     assert torch.equal(apart, logits)
 
 
 def test_without_a_gradient_nothing_is_overwritten():
     logits, target = case()
-    expected = cross_entropy(logits, target)
+    expected = cross_entropy(logits, target, reduction="none")
     kept = logits.clone()
-    assert torch.equal(cross_entropy(logits, target, loss_grad=torch.ones(9)), expected)
+    assert torch.equal(cross_entropy(logits, target, loss_grad=torch.ones(9), reduction="none"), expected)
     with torch.no_grad():
         needing = logits.requires_grad_()
-        assert torch.equal(cross_entropy(needing, target, loss_grad=torch.ones(9)), expected)
+        assert torch.equal(
+            cross_entropy(needing, target, loss_grad=torch.ones(9), reduction="none"), expected
+        )
     assert torch.equal(logits, kept)
 
 
@@ -117,7 +125,7 @@ def backward_of(change, *, before: bool = False, after: bool = False, view: bool
     used = logits.square().sum() if before else 0.0
     rows = logits.view(3, 3, 33) if view else logits
     shape = rows.shape[:-1]
-    loss = cross_entropy(rows, target.view(shape), loss_grad=expected.view(shape))
+    loss = cross_entropy(rows, target.view(shape), loss_grad=expected.view(shape), reduction="none")
     used = used + (logits.square().sum() if after else 0.0)
     # (loss * x).sum() sends x back, and `used` its own gradient
     (loss.view(9) * change(expected.clone())).sum().add(used).backward()
@@ -153,7 +161,7 @@ def test_who_computes_with_the_overwritten_logits_is_told(view):
 @pytest.mark.parametrize("retain_graph", [False, True])
 def test_the_gradient_exists_once(retain_graph):
     hidden, target = case()
-    loss = cross_entropy(hidden.requires_grad_() * 2, target, loss_grad=torch.ones(9)).sum()
+    loss = cross_entropy(hidden.requires_grad_() * 2, target, loss_grad=torch.ones(9), reduction="none").sum()
     loss.backward(retain_graph=retain_graph)
     again = "modified by an inplace operation" if retain_graph else "backward through the graph a second time"
     with pytest.raises(RuntimeError, match=again):
@@ -165,7 +173,7 @@ def test_nothing_but_the_logits_and_two_numbers_a_token_are_kept():
     logits = logits.requires_grad_() * 1
     kept: list[Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
-        cross_entropy(logits, target, loss_grad=torch.ones(64), token_weight=torch.ones(64))
+        cross_entropy(logits, target, loss_grad=torch.ones(64), token_weight=torch.ones(64), reduction="none")
     own = [t for t in kept if t.data_ptr() != logits.data_ptr()]
     assert len(kept) == 3 and sum(t.numel() for t in own) == 2 * 64
 
@@ -177,7 +185,12 @@ def test_compiles_into_one_graph(backend):
 
     def step(hidden, target, factor):
         logits = hidden * 2
-        return cross_entropy(logits, target, loss_grad=expected, label_smoothing=0.1, z_loss=1e-3) * factor
+        return (
+            cross_entropy(
+                logits, target, loss_grad=expected, label_smoothing=0.1, z_loss=1e-3, reduction="none"
+            )
+            * factor
+        )
 
     torch.compiler.reset()
     compiled = torch.compile(step, fullgraph=True, backend=backend)
@@ -199,7 +212,7 @@ def test_never_waits_for_the_device():
         logits = torch.empty(4, 5, 100, dtype=torch.bfloat16, device="meta", requires_grad=True)
         target = torch.empty(4, 5, dtype=torch.int64, device="meta")
         loss_grad = torch.empty(4, 5, device="meta")
-        loss = cross_entropy(logits, target, loss_grad=loss_grad)
+        loss = cross_entropy(logits, target, loss_grad=loss_grad, reduction="none")
         (grad,) = torch.autograd.grad(loss, logits, loss_grad)
         assert grad.shape == logits.shape and grad.dtype == torch.bfloat16
 
@@ -221,7 +234,7 @@ def test_bad_arguments_are_named(change, message):
         **change,
     }
     with pytest.raises(ValueError, match=f"cross_entropy: {message}"):
-        cross_entropy(arguments.pop("logits"), arguments.pop("target"), **arguments)
+        cross_entropy(arguments.pop("logits"), arguments.pop("target"), **arguments, reduction="none")
 
 
 def test_costs_are_one_read_and_one_write():
@@ -240,7 +253,7 @@ def test_inductor_makes_one_buffer_of_the_size_of_the_logits():
     weight = torch.randn(16, 1000)
 
     def step(hidden):
-        return cross_entropy(hidden @ weight, target, loss_grad=torch.ones(64)).sum()
+        return cross_entropy(hidden @ weight, target, loss_grad=torch.ones(64), reduction="none").sum()
 
     torch.compiler.reset()
     compiled = torch.compile(step, fullgraph=True)

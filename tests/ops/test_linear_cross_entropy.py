@@ -59,11 +59,15 @@ def test_both_ways_equal_the_two_ops(name, chunks):
     hidden, weight, target, grad = problem(ignore_index=options.get("ignore_index", -100))
     if name == "everything":
         options = {**options, "token_weight": grad.abs()}
-    expected = run(lambda h, w: cross_entropy(F.linear(h, w), target, **options), hidden, weight, grad)
+    expected = run(
+        lambda h, w: cross_entropy(F.linear(h, w), target, **options, reduction="none"), hidden, weight, grad
+    )
     for upstream in ({}, {"loss_grad": grad}):
 
         def fused(h, w, upstream=upstream):
-            return linear_cross_entropy(h, w, target, **options, **upstream, workspace=CHUNKS[chunks])
+            return linear_cross_entropy(
+                h, w, target, **options, **upstream, workspace=CHUNKS[chunks], reduction="none"
+            )
 
         for ours, theirs in zip(run(fused, hidden, weight, grad), expected, strict=True):
             torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
@@ -77,12 +81,14 @@ def test_narrow_dtypes_in_chunks(dtype, known):
     upstream = {"loss_grad": grad} if known else {}
 
     def fused(h, w):
-        return linear_cross_entropy(h, w, target, **upstream, workspace=20 * V * dtype.itemsize)
+        return linear_cross_entropy(
+            h, w, target, **upstream, workspace=20 * V * dtype.itemsize, reduction="none"
+        )
 
     ours = run(fused, hidden, weight, grad)
-    plain = run(lambda h, w: cross_entropy(F.linear(h, w), target), hidden, weight, grad)
+    plain = run(lambda h, w: cross_entropy(F.linear(h, w), target, reduction="none"), hidden, weight, grad)
     wide = [t.detach().double().requires_grad_() for t in (hidden, weight)]
-    truth = run(lambda h, w: cross_entropy(F.linear(h, w), target), *wide, grad.double())
+    truth = run(lambda h, w: cross_entropy(F.linear(h, w), target, reduction="none"), *wide, grad.double())
     for value, peer, want in zip(ours, plain, truth, strict=True):
         assert value.dtype == peer.dtype
         error, yardstick = ((t.double() - want).norm().item() for t in (value, peer))
@@ -94,10 +100,10 @@ def test_narrow_dtypes_in_chunks(dtype, known):
 def test_only_one_gradient_is_wanted(chunks, known):
     hidden, weight, target, grad = problem()
     upstream = {"loss_grad": grad} if known else {}
-    both = run(lambda h, w: linear_cross_entropy(h, w, target), hidden, weight, grad)
+    both = run(lambda h, w: linear_cross_entropy(h, w, target, reduction="none"), hidden, weight, grad)
     for wanted in (0, 1):
         leaves = [t.detach().requires_grad_(i == wanted) for i, t in enumerate((hidden, weight))]
-        loss = linear_cross_entropy(*leaves, target, **upstream, workspace=CHUNKS[chunks])
+        loss = linear_cross_entropy(*leaves, target, **upstream, workspace=CHUNKS[chunks], reduction="none")
         loss.backward(grad)
         assert leaves[1 - wanted].grad is None
         torch.testing.assert_close(leaves[wanted].grad, both[1 + wanted], rtol=1e-12, atol=1e-12)
@@ -106,7 +112,9 @@ def test_only_one_gradient_is_wanted(chunks, known):
 @pytest.mark.parametrize("known", (False, True))
 def test_no_tokens(known):
     hidden, weight, target, grad = problem()
-    loss = linear_cross_entropy(hidden[:0], weight, target[:0], loss_grad=1.0 if known else None)
+    loss = linear_cross_entropy(
+        hidden[:0], weight, target[:0], loss_grad=1.0 if known else None, reduction="none"
+    )
     grads = torch.autograd.grad(loss, (hidden, weight), grad[:0])
     assert loss.shape == (0, 2) and not grads[0].any() and not grads[1].any()
 
@@ -121,7 +129,9 @@ class Tied(nn.Module):
         self.middle = nn.Linear(H, H, dtype=dtype)
 
     def forward(self, tokens, target, **options):
-        return linear_cross_entropy(self.middle(self.table(tokens)), self.table.weight, target, **options)
+        return linear_cross_entropy(
+            self.middle(self.table(tokens)), self.table.weight, target, **options, reduction="none"
+        )
 
 
 @pytest.mark.parametrize("known", (False, True), ids=("recomputed", "known"))
@@ -146,11 +156,11 @@ def test_main_gradients_are_summed_over_microbatches(chunks, known):
 
 def test_an_output_layer_of_its_own_gets_no_gradient_but_the_main_one():
     hidden, weight, target, grad = problem(torch.bfloat16)
-    expected = run(lambda h, w: linear_cross_entropy(h, w, target), hidden, weight, grad)
+    expected = run(lambda h, w: linear_cross_entropy(h, w, target, reduction="none"), hidden, weight, grad)
     for upstream in ({}, {"loss_grad": grad}):
         param = nn.Parameter(weight.detach().clone())
         GradBuffer([("output", param)])
-        loss = linear_cross_entropy(hidden, param, target, **upstream, workspace=4 * V * 2)
+        loss = linear_cross_entropy(hidden, param, target, **upstream, workspace=4 * V * 2, reduction="none")
         made = param.main_grad.any()
         assert made == bool(upstream)
         (dhidden,) = torch.autograd.grad(loss, hidden, grad)
@@ -162,11 +172,13 @@ def test_an_output_layer_of_its_own_gets_no_gradient_but_the_main_one():
 def test_under_autocast_the_gradient_reaches_the_parameter():
     hidden, weight, target, grad = problem(torch.float32)
     narrow = [t.detach().bfloat16().requires_grad_() for t in (hidden, weight)]
-    expected = run(lambda h, w: linear_cross_entropy(h, w, target), *narrow, grad)
+    expected = run(lambda h, w: linear_cross_entropy(h, w, target, reduction="none"), *narrow, grad)
     param = nn.Parameter(weight.detach().clone())
     GradBuffer([("output", param)])
     with torch.autocast("cpu", torch.bfloat16):
-        loss = linear_cross_entropy(hidden, param, target, loss_grad=grad, workspace=4 * V * 2)
+        loss = linear_cross_entropy(
+            hidden, param, target, loss_grad=grad, workspace=4 * V * 2, reduction="none"
+        )
         loss.backward(grad)
     assert torch.equal(loss, expected[0]) and hidden.grad.dtype == torch.float32
     torch.testing.assert_close(hidden.grad, expected[1].float())
@@ -179,28 +191,32 @@ def test_without_gradients_loss_grad_has_no_effect(chunks):
     param = nn.Parameter(weight.detach())
     GradBuffer([("output", param)])
     with torch.no_grad():
-        loss = linear_cross_entropy(hidden, param, target, loss_grad=grad, workspace=CHUNKS[chunks])
+        loss = linear_cross_entropy(
+            hidden, param, target, loss_grad=grad, workspace=CHUNKS[chunks], reduction="none"
+        )
     assert not param.main_grad.any() and not loss.requires_grad
-    detached = linear_cross_entropy(hidden.detach(), weight.detach(), target, loss_grad=1.0)
+    detached = linear_cross_entropy(hidden.detach(), weight.detach(), target, loss_grad=1.0, reduction="none")
     torch.testing.assert_close(detached, loss, rtol=1e-12, atol=1e-12)
 
 
 def test_the_expected_upstream_gradient():
     """Numbers, tensors, means; an ignored token may be given any gradient."""
     hidden, weight, target, _ = problem()
-    loss = linear_cross_entropy(hidden, weight, target, loss_grad=1 / N)
+    loss = linear_cross_entropy(hidden, weight, target, loss_grad=1 / N, reduction="none")
     grads = torch.autograd.grad(loss.mean(), (hidden, weight))
-    expected = torch.autograd.grad(linear_cross_entropy(hidden, weight, target).mean(), (hidden, weight))
+    expected = torch.autograd.grad(
+        linear_cross_entropy(hidden, weight, target, reduction="none").mean(), (hidden, weight)
+    )
     for ours, theirs in zip(grads, expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
     live = (target != -100).double()
-    loss = linear_cross_entropy(hidden, weight, target, loss_grad=live)
+    loss = linear_cross_entropy(hidden, weight, target, loss_grad=live, reduction="none")
     torch.testing.assert_close(torch.autograd.grad(loss.sum(), weight)[0], N * grads[1])
 
 
 def test_another_upstream_gradient():
     hidden, weight, target, _ = problem()
-    loss = linear_cross_entropy(hidden, weight, target, loss_grad=1.0)
+    loss = linear_cross_entropy(hidden, weight, target, loss_grad=1.0, reduction="none")
     with pytest.raises(RuntimeError, match="other than the loss_grad"):
         (2 * loss).sum().backward()
     with pytest.raises(RuntimeError, match="other than the loss_grad"):
@@ -213,7 +229,9 @@ def test_another_upstream_gradient():
 @pytest.mark.parametrize("known", (False, True))
 def test_a_second_derivative_is_refused(known):
     hidden, weight, target, _ = problem()
-    loss = linear_cross_entropy(hidden, weight, target, loss_grad=1.0 if known else None).sum()
+    loss = linear_cross_entropy(
+        hidden, weight, target, loss_grad=1.0 if known else None, reduction="none"
+    ).sum()
     with pytest.raises(RuntimeError, match="not differentiable"):
         torch.autograd.grad(loss, weight, create_graph=True)
 
@@ -224,8 +242,8 @@ ONCE = {"few": {}, **{name: {"workspace": size} for name, size in (("one", 1 << 
 @pytest.mark.parametrize("chunks", ONCE)
 @pytest.mark.parametrize(
     "options",
-    [{}, {"reduction": "mean"}, {"reduction": "sum"}, {"loss_grad": 1.0}],
-    ids=lambda o: "-".join(o),
+    [*({"reduction": name} for name in ("none", "mean", "sum")), {"reduction": "none", "loss_grad": 1.0}],
+    ids=lambda o: "-".join(map(str, o.values())),
 )
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16], ids=str)
 def test_a_second_backward_is_the_first_one_again_or_says_why_not(dtype, options, chunks):
@@ -233,7 +251,7 @@ def test_a_second_backward_is_the_first_one_again_or_says_why_not(dtype, options
     hidden, weight, target, _ = problem(dtype, tokens=(22,))
     loss = linear_cross_entropy(hidden, weight, target, **options, **ONCE[chunks]).sum()
     first = torch.autograd.grad(loss, (hidden, weight), retain_graph=True)
-    early = dtype != torch.float16 and "reduction" in options and chunks != "few"
+    early = dtype != torch.float16 and options["reduction"] != "none" and chunks != "few"
     if early or "loss_grad" in options:
         with pytest.raises(RuntimeError, match=r"linear_cross_entropy: .*: there is no second backward"):
             torch.autograd.grad(loss, (hidden, weight), retain_graph=True)
@@ -253,7 +271,7 @@ def test_operations(known, chunks, products):
     hidden, weight = torch.randn(16, H, requires_grad=True), torch.randn(V, H, requires_grad=True)
     options = {"loss_grad": 1.0 if known else None, "workspace": 16 // chunks * V * 4}
     with FlopCounterMode(display=False) as counter:
-        linear_cross_entropy(hidden, weight, torch.arange(16), **options).sum().backward()
+        linear_cross_entropy(hidden, weight, torch.arange(16), **options, reduction="none").sum().backward()
     counts = counter.get_flop_counts()["Global"]
     mine = sum(n for op, n in counts.items() if "fastmp.cross_entropy" not in str(op))
     assert mine == products * 16 * V * H
@@ -313,7 +331,12 @@ def test_extra_memory_is_a_tenth_of_plain_torch(known):
         return loss.detach(), *torch.autograd.grad(loss.sum(), (x, weight))
 
     ours = extra_bytes(
-        lambda: call(lambda: linear_cross_entropy(x, weight, target, loss_grad=1.0 if known else None)), "cpu"
+        lambda: call(
+            lambda: linear_cross_entropy(
+                x, weight, target, loss_grad=1.0 if known else None, reduction="none"
+            )
+        ),
+        "cpu",
     )
     plain = extra_bytes(
         lambda: call(lambda: F.cross_entropy(F.linear(x, weight), target, reduction="none")), "cpu"
@@ -327,7 +350,7 @@ def test_what_is_kept_for_the_backward(chunks):
     hidden, weight, target, _ = problem()
     kept = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
-        linear_cross_entropy(hidden, weight, target, workspace=CHUNKS[chunks])
+        linear_cross_entropy(hidden, weight, target, workspace=CHUNKS[chunks], reduction="none")
     mine = [t for t in kept if t.data_ptr() not in (hidden.data_ptr(), weight.data_ptr(), target.data_ptr())]
     assert sorted(t.numel() for t in mine) == ([N, N * V] if chunks == "one chunk" else [N])
 
@@ -341,7 +364,9 @@ class TestCompiled:
 
         def step(hidden):
             upstream = {"loss_grad": grad} if known else {}
-            return linear_cross_entropy(hidden, param, target, **upstream, workspace=4 * V * 4)
+            return linear_cross_entropy(
+                hidden, param, target, **upstream, workspace=4 * V * 4, reduction="none"
+            )
 
         results = []
         for function in (step, torch.compile(step, fullgraph=True, backend="aot_eager")):
@@ -355,14 +380,16 @@ class TestCompiled:
         hidden, weight, target, grad = problem(torch.float32)
         compiled = torch.compile(linear_cross_entropy, fullgraph=True, backend="aot_eager")
         with pytest.raises(RuntimeError, match="other than the loss_grad"):
-            compiled(hidden, weight, target, loss_grad=grad).backward(grad + 1)
+            compiled(hidden, weight, target, loss_grad=grad, reduction="none").backward(grad + 1)
 
 
 def test_the_upstream_gradient_is_checked_without_synchronisation():
     with FakeTensorMode():
         hidden, weight = (torch.empty(n, H, device="meta", requires_grad=True) for n in (N, V))
         target = torch.empty(N, dtype=torch.int64, device="meta")
-        loss = linear_cross_entropy(hidden, weight, target, loss_grad=1.0, workspace=4 * V * 4).sum()
+        loss = linear_cross_entropy(
+            hidden, weight, target, loss_grad=1.0, workspace=4 * V * 4, reduction="none"
+        ).sum()
         loss.backward()  # reading a value would raise: there is none
         assert hidden.grad.shape == (N, H)
 
@@ -396,7 +423,7 @@ def test_the_upstream_gradient_is_checked_without_synchronisation():
 def test_mistakes_are_named_with_both_values(change, message):
     arguments = {"hidden": torch.zeros(4, 8), "weight": torch.zeros(9, 8), "target": torch.zeros(4).long()}
     with pytest.raises(ValueError, match=f"linear_cross_entropy: {message}"):
-        linear_cross_entropy(**{**arguments, **change})
+        linear_cross_entropy(**{**arguments, **change}, reduction="none")
 
 
 @pytest.mark.parametrize("shape", [(0,), (9,), (8, 9)], ids=str)
@@ -407,4 +434,4 @@ def test_a_main_gradient_has_the_shape_of_its_weight(shape):
     with pytest.raises(
         ValueError, match=r"expected main_grad of shape \(9, 8\) for weight of shape \(9, 8\)"
     ):
-        linear_cross_entropy(torch.zeros(4, 8), weight, torch.zeros(4).long())
+        linear_cross_entropy(torch.zeros(4, 8), weight, torch.zeros(4).long(), reduction="none")

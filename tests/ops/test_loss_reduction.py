@@ -95,7 +95,7 @@ def test_all_ignored(ours, reduction):
 def test_weights_of_tokens_divide_the_mean(ours):
     inputs = problem()
     weight = torch.rand(inputs[2].shape, dtype=torch.float64)
-    losses = separate(*inputs)
+    losses = separate(*inputs, reduction="none")
     expected = (losses * weight).sum() / weight[inputs[2] != -100].sum()
     value = ours(*inputs, token_weight=weight, reduction="mean")
     torch.testing.assert_close(value, expected, **EXACT)
@@ -104,9 +104,9 @@ def test_weights_of_tokens_divide_the_mean(ours):
 
 
 @OURS
-def test_no_reduction_is_the_default(ours):
+def test_the_mean_is_the_default(ours):
     inputs = problem()
-    assert torch.equal(ours(*inputs), ours(*inputs, reduction="none"))
+    assert torch.equal(ours(*inputs), ours(*inputs, reduction="mean"))
 
 
 @OURS
@@ -115,7 +115,7 @@ def test_mistakes_are_named(ours):
     with pytest.raises(ValueError, match="reduction must be one of none, mean, sum, got 'average'"):
         ours(*inputs, reduction="average")
     upstream = torch.ones(inputs[2].shape, dtype=torch.float64)
-    with pytest.raises(ValueError, match=r"loss_grad .* needs reduction='none', got 'mean'"):
+    with pytest.raises(ValueError, match=r"loss_grad .* pass reduction='none' with it, got 'mean'"):
         ours(*inputs, reduction="mean", loss_grad=upstream)
 
 

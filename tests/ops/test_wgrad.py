@@ -228,10 +228,18 @@ def test_a_weight_that_lies_transposed():
 NARROW_PRODUCTS = {
     **PRODUCTS,
     "router": (router_logits, (5, 4)),
-    "loss, one chunk": (lambda x, w: linear_cross_entropy(x, w, torch.arange(8) % 5), (5, 4)),
-    "loss": (lambda x, w: linear_cross_entropy(x, w, torch.arange(8) % 5, workspace=40), (5, 4)),
+    "loss, one chunk": (
+        lambda x, w: linear_cross_entropy(x, w, torch.arange(8) % 5, reduction="none"),
+        (5, 4),
+    ),
+    "loss": (
+        lambda x, w: linear_cross_entropy(x, w, torch.arange(8) % 5, workspace=40, reduction="none"),
+        (5, 4),
+    ),
     "loss, known": (
-        lambda x, w: linear_cross_entropy(x, w, torch.arange(8) % 5, workspace=40, loss_grad=1.0),
+        lambda x, w: linear_cross_entropy(
+            x, w, torch.arange(8) % 5, workspace=40, loss_grad=1.0, reduction="none"
+        ),
         (5, 4),
     ),
 }
@@ -276,7 +284,7 @@ def test_sums_in_bfloat16_are_no_worse_than_those_of_torch(name):
         size = 1 << 30 if "one" in name else 1 << 13
 
         def product(x, w):
-            return linear_cross_entropy(x, w, target, workspace=size, **options)
+            return linear_cross_entropy(x, w, target, workspace=size, **options, reduction="none")
 
         shape = (4, 8)
     shape, draw = (*shape[:-2], 64 * shape[-2], 64 * shape[-1]), torch.Generator().manual_seed(0)

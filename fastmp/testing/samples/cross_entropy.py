@@ -84,13 +84,14 @@ def samples(op: str, dtype: torch.dtype, generator: torch.Generator) -> Iterator
 
 
 def _eager_cross_entropy(
-    logits: Tensor, target: Tensor, *, label_smoothing, z_loss, ignore_index, token_weight, vocab_size
-) -> Tensor:
+    logits: Tensor, target: Tensor, *, label_smoothing, z_loss, ignore_index, token_weight, vocab_size,
+    reduction,
+) -> Tensor:  # fmt: skip
     """Compute the loss by torch, but without NaN in the gradient of ignored tokens, whatever their logits."""
     ignored = target == ignore_index
     x = logits[..., :vocab_size].masked_fill(ignored[..., None], 0).flatten(0, -2)
     loss = F.cross_entropy(
-        x, target.flatten(), reduction="none", ignore_index=ignore_index, label_smoothing=label_smoothing
+        x, target.flatten(), reduction=reduction, ignore_index=ignore_index, label_smoothing=label_smoothing
     ).view(target.shape)
     if z_loss:
         loss = loss + z_loss * x.logsumexp(-1).square().view(target.shape).masked_fill(ignored, 0)
@@ -100,6 +101,7 @@ def _eager_cross_entropy(
 def _draw_cross_entropy(draw: Draw) -> tuple[tuple, dict]:
     tokens = draw.rows or 256 if draw.large else draw.size(17)
     columns = 512 if draw.large else draw.size(200 if draw.small else 1031, least=1)
+    columns += columns == tokens  # (2, n, n) may have its classes in either dimension
     shape = (tokens,) if draw.flag() else (2, tokens)
     vocabulary = draw.choice([None, columns, max(columns - 3, 1)])
     target = draw.ids(*shape, below=vocabulary or columns)
@@ -112,6 +114,7 @@ def _draw_cross_entropy(draw: Draw) -> tuple[tuple, dict]:
         "ignore_index": ignore_index,
         "token_weight": draw.tensor(*shape, grad=False).nan_to_num(1, 1, 1) if draw.flag() else None,
         "vocab_size": vocabulary,
+        "reduction": "none",
     }
 
 

@@ -14,7 +14,7 @@ from fastmp.testing.functions import Draw, Function
 def _eager(
     hidden: Tensor, weight: Tensor, target: Tensor, *, bias: Tensor | None, label_smoothing: float,
     z_loss: float, ignore_index: int, token_weight: Tensor | None, vocab_size: int | None,
-    workspace: int | None,
+    workspace: int | None, reduction: str,
 ) -> Tensor:  # fmt: skip
     """Ignored tokens have no gradient whatever their logits: torch would let NaN through."""
     ignored = (target == ignore_index).flatten()
@@ -22,7 +22,7 @@ def _eager(
     loss = F.cross_entropy(
         logits,
         target.flatten(),
-        reduction="none",
+        reduction=reduction,
         ignore_index=ignore_index,
         label_smoothing=label_smoothing,
     )
@@ -61,6 +61,7 @@ def _draw(draw: Draw) -> tuple[tuple, dict[str, Any]]:
         "label_smoothing": draw.choice([0.0, 0.1, 1.0]),
         "z_loss": draw.choice([0.0, 1e-2]),
         "token_weight": draw.tensor(*target.shape, grad=False).nan_to_num(1, 1, 1) if draw.flag() else None,
+        "reduction": "none",
     }
 
 
