@@ -400,7 +400,7 @@ def roofline(results: Sequence[Result], out: str | Path) -> Path:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError:
-        raise ValueError('a picture needs matplotlib: pip install "fastmp[viz]"') from None
+        raise ValueError("a picture needs matplotlib: pip install matplotlib") from None
     figure = Figure(figsize=(11.0, 5.6 * len(drawn)), dpi=130, layout="constrained")
     FigureCanvasAgg(figure)
     for axes, (result, points) in zip(figure.subplots(len(drawn), squeeze=False)[:, 0], drawn):

@@ -197,3 +197,17 @@ def test_every_file_it_names_is_there(page):
     assert paths
     for path in paths:
         assert (ROOT / path).exists(), path
+
+
+def test_nobody_is_told_to_install_another_projects_package():
+    """The name on Python's index belongs to another project: this one is installed from its source."""
+    folders = ("fastmp", "benchmarks", "tests", "tools", "scripts", "docs")
+    texts = [*ROOT.glob("*.md"), *(path for name in folders for path in (ROOT / name).rglob("*.*"))]
+    wrong = re.compile(r"pip\d* install [^\n`]*?(?<![\w./\-:])fastmp\b(?!\.\w)")
+    found = [
+        f"{path.relative_to(ROOT)}: {match[0]}"
+        for path in texts
+        if path.suffix in (".md", ".py", ".sh", ".yaml", ".yml")
+        for match in wrong.finditer(path.read_text())
+    ]
+    assert not found

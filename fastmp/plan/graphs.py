@@ -55,7 +55,7 @@ def main(arguments: list[str]) -> int:
         print(f"{parser.prog}: {error}", file=sys.stderr)
         return 2
     except ImportError:
-        what = 'no picture: matplotlib is missing (pip install "fastmp[viz]")'
+        what = "no picture: matplotlib is missing (pip install matplotlib)"
         print(f"{parser.prog}: {what}", file=sys.stderr)
         return 2
     print(json.dumps(facts) if options.json else "\n".join(describe_graphs(facts)))

@@ -68,7 +68,7 @@ def main(arguments: list[str]) -> int:
         print(f"fastmp plan schedule: {what}", file=sys.stderr)
         return 2
     except ImportError:
-        what = 'no picture: matplotlib is missing (pip install "fastmp[viz]")'
+        what = "no picture: matplotlib is missing (pip install matplotlib)"
         print(f"fastmp plan schedule: {what}", file=sys.stderr)
         return 2
     print(

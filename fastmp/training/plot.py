@@ -97,7 +97,7 @@ def _picture(name: str, draw: Callable[[Any], None], out: str | Path, title: str
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError:
-        print(f'fastmp: no {name} plot: matplotlib is missing (pip install "fastmp[viz]")', file=sys.stderr)
+        print(f"fastmp: no {name} plot: matplotlib is missing (pip install matplotlib)", file=sys.stderr)
         return None
     figure = Figure(figsize=(8.0, 4.5), dpi=160, layout="constrained")
     FigureCanvasAgg(figure)

@@ -16,10 +16,10 @@ from typing import Any, Protocol
 
 
 def check_sinks(names: Collection[str]) -> None:
-    """Raise ValueError, naming the extra to install, if the package of a sink is missing."""
+    """Raise ValueError, naming what to install, if the package of a sink is missing."""
     for name in names:
         if importlib.util.find_spec(name) is None:
-            raise ValueError(f"train.sinks: {name} is not installed: pip install 'fastmp[{name}]'")
+            raise ValueError(f"train.sinks: {name} is not installed: pip install {name}")
 
 
 class _Sink(Protocol):

@@ -80,7 +80,7 @@ def write(prog: str, out: str, name: str, text: str, pictures: Mapping[str, Draw
             draw(folder / file)
         (folder / f"{name}.md").write_text(text)
     except ImportError:
-        print(f'{prog}: no pictures: matplotlib is missing (pip install "fastmp[viz]")', file=sys.stderr)
+        print(f"{prog}: no pictures: matplotlib is missing (pip install matplotlib)", file=sys.stderr)
         return 2
     except OSError as error:
         print(f"{prog}: {error}", file=sys.stderr)

@@ -107,5 +107,5 @@ def minhash() -> Any:
     try:
         import rensa
     except ImportError:
-        raise ValueError('dedup_jaccard needs the rensa library: pip install "fastmp[data]"') from None
+        raise ValueError("dedup_jaccard needs the rensa library: pip install rensa") from None
     return rensa.RMinHash

@@ -361,7 +361,7 @@ def _library() -> Any:
         import tokenizers.trainers
     except ImportError:
         raise ValueError(
-            'tokenizers other than byte need the tokenizers library: pip install "fastmp[train]"'
+            "tokenizers other than byte need the tokenizers library: pip install tokenizers"
         ) from None
     return tokenizers
 

@@ -144,7 +144,7 @@ def test_mistakes(folder, tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="all 2 documents overlap the excluded files"):
         build([f"{folder}/d[01].txt"], tmp_path / "d", exclude=[f"{folder}/*.txt"])
     monkeypatch.setitem(sys.modules, "rensa", None)
-    with pytest.raises(ValueError, match=r'needs the rensa library: pip install "fastmp\[data\]"'):
+    with pytest.raises(ValueError, match=r"needs the rensa library: pip install rensa"):
         build(**build_, dedup_jaccard=0.7)
     assert not (tmp_path / "d").exists() and not list(tmp_path.glob(".d.*"))
 
