@@ -216,6 +216,7 @@ class GradBuffer:
             self._hooks += self._readiness.hooks()
         self._works: list[dist.Work] = []
         self._streams: dict[torch.device, torch.cuda.Stream] = {}  # from which buckets are sent
+        self._sending: set[torch.device] = set()  # whose stream the step has not waited for yet
         self._compute: dict[torch.device, torch.cuda.Stream] = {}  # on which the step runs
 
     @property
@@ -252,8 +253,9 @@ class GradBuffer:
         for work in self._works:
             work.wait()
         self._works = []
-        for device, stream in self._streams.items():
-            torch.cuda.current_stream(device).wait_stream(stream)
+        for device in self._sending:
+            torch.cuda.current_stream(device).wait_stream(self._streams[device])
+        self._sending.clear()
 
     def _start(self, at: tuple[int, int]) -> None:
         flat, number = self.flats[at[0]], at[1]
@@ -276,6 +278,7 @@ class GradBuffer:
             return nullcontext()
         if device not in self._streams:
             self._streams[device] = torch.cuda.Stream(device)
+        self._sending.add(device)
         stream, current = self._streams[device], torch.cuda.current_stream(device)
         for other in (self._compute.get(device, current), current, *beside(device)):
             stream.wait_stream(other)
