@@ -27,7 +27,7 @@ from torch import Tensor
 
 import fastmp.testing.samples
 from fastmp.ops import OPS
-from fastmp.testing.functions import Draw, Function, converted, evaluate
+from fastmp.testing.functions import Draw, Function, converted, evaluate, leaves
 from fastmp.testing.ops import DTYPES, check_op, poisoned_memory, relative_error, run, samples
 
 BACKENDS = ("triton", "cuda", "reference")
@@ -99,21 +99,29 @@ def _agrees(function: Function, dtype: torch.dtype, device: str, seed: int) -> b
     arguments = drawn(function, dtype, device, seed)
     with poisoned_memory():
         ours = evaluate(function.call, *arguments)
-    truth = evaluate(function.eager, *converted(arguments, torch.float64))
-    return all(_close(value, want, dtype) for value, want in zip(ours, truth, strict=True))
+    # on the CPU: of an infinite argument, torch's own functions may return NaN on a GPU
+    on_cpu = converted(arguments, torch.float64, "cpu")
+    truth = evaluate(function.eager, *on_cpu)
+    largest = max((_largest(leaf.detach()) for leaf in leaves(on_cpu)), default=0.0)
+    return all(_close(value.cpu(), want, dtype, largest) for value, want in zip(ours, truth, strict=True))
 
 
-def _close(value: Tensor, want: Tensor, dtype: torch.dtype) -> bool:
+def _largest(tensor: Tensor) -> float:
+    """Return the largest finite magnitude of a tensor, 0 if there is none."""
+    finite = tensor[tensor.isfinite()].abs()
+    return finite.max().item() if finite.numel() else 0.0
+
+
+def _close(value: Tensor, want: Tensor, dtype: torch.dtype, argument: float) -> bool:
     """Return whether each element is within the tolerance, relative to itself or to the largest one.
 
-    Sums that cancel have the error of their largest term.
+    Sums that cancel have the error of their largest term, of which the largest `argument` may be a factor.
     """
     value, want = value.double(), want.double()
     if value.shape != want.shape or not torch.equal(value.isnan(), want.isnan()):
         return False
-    finite = want[want.isfinite()].abs()
-    scale = max(1.0, finite.max().item()) if finite.numel() else 1.0
-    close = torch.isclose(value, want, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype] * scale, equal_nan=True)
+    within = max(TOLERANCE[dtype] * max(1.0, _largest(want)), 4 * torch.finfo(dtype).eps * argument)
+    close = torch.isclose(value, want, rtol=TOLERANCE[dtype], atol=within, equal_nan=True)
     overflows = want.abs() >= torch.finfo(dtype).max / 4  # there rounding decides
     return bool((close | overflows).all())
 
@@ -126,7 +134,8 @@ def _large_error(function: Function, dtype: torch.dtype, device: str) -> tuple[f
     theirs = evaluate(function.eager, *arguments)
     truth = evaluate(function.eager, *converted(arguments, torch.float64))
     eps = torch.finfo(dtype).eps
-    least = {torch.float64: 1e-11, torch.float32: 2 * eps}.get(dtype, eps / 8)
+    # float32: our weight gradients add their rows in order, where torch's GEMM splits them into parts
+    least = {torch.float64: 1e-11, torch.float32: 4 * eps}.get(dtype, eps / 8)
     pairs = [
         (relative_error(value, want), max(1.1 * relative_error(peer, want), least))
         for value, peer, want in zip(ours, theirs, truth, strict=True)

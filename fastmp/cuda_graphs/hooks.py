@@ -61,18 +61,22 @@ def suspended_hooks(span: Span) -> Iterator[list[nn.Parameter]]:
     modules = [(module, module._forward_pre_hooks) for module in inside if module._forward_pre_hooks]
     params = [(param, param._post_accumulate_grad_hooks) for param in span.parameters]
     visited: list[nn.Parameter] = []
+    watching: list[OrderedDict] = []
     try:
         for module, _ in modules:
             module._forward_pre_hooks = OrderedDict()
         for param, hooks in params:
             kept = {key: hook for key, hook in (hooks or {}).items() if hook_traits(hook).in_graph}
-            param._post_accumulate_grad_hooks = OrderedDict({**kept, -1: visited.append})
+            watching.append(OrderedDict({**kept, -1: visited.append}))
+            param._post_accumulate_grad_hooks = watching[-1]
         yield visited
     finally:
         for module, hooks in modules:
             module._forward_pre_hooks = hooks
         for param, hooks in params:
             param._post_accumulate_grad_hooks = hooks
+        for hooks in watching:  # C++ keeps these where a parameter had none, and with them the parameters
+            hooks.clear()
 
 
 class ReplayedHooks:

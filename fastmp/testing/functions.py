@@ -117,17 +117,21 @@ def as_tuple(result: Any) -> tuple[Tensor, ...]:
     return tuple(result) if isinstance(result, (tuple, list)) else (result,)
 
 
-def converted(arguments: Any, dtype: torch.dtype) -> Any:
-    """Return the arguments with floating tensors as new leaves of `dtype`, with the same strides."""
+def converted(arguments: Any, dtype: torch.dtype, device: str | None = None) -> Any:
+    """Return the arguments with floating tensors as new leaves of `dtype`, with the same strides.
+
+    device: of all tensors; None: where they are.
+    """
     if isinstance(arguments, Tensor):
         if not arguments.is_floating_point():
-            return arguments
-        copy = torch.empty_strided(arguments.shape, arguments.stride(), dtype=dtype, device=arguments.device)
+            return arguments.to(device)
+        place = arguments.device if device is None else device
+        copy = torch.empty_strided(arguments.shape, arguments.stride(), dtype=dtype, device=place)
         return copy.copy_(arguments.detach()).requires_grad_(arguments.requires_grad)
     if isinstance(arguments, dict):
-        return {name: converted(value, dtype) for name, value in arguments.items()}
+        return {name: converted(value, dtype, device) for name, value in arguments.items()}
     if isinstance(arguments, (tuple, list)):
-        return type(arguments)(converted(value, dtype) for value in arguments)
+        return type(arguments)(converted(value, dtype, device) for value in arguments)
     return arguments
 
 

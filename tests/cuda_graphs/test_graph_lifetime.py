@@ -121,6 +121,23 @@ def test_graphs_go_with_their_manager():
         gc.enable()
 
 
+def test_a_model_goes_after_its_graphs():
+    """Nothing that a capture has set on a parameter keeps it, nor is called in eager steps afterwards."""
+    chain = LayerChain([linear()])
+    manager = managed(chain, True, 1)
+    for _ in range(4):
+        step(chain, manager)
+    visited = [list(each.backward.visited) for each in manager._graph_set.captured.values()]
+    kept = [each.backward.visited for each in manager._graph_set.captured.values()]
+    manager.remove()
+    step(chain)
+    assert kept == visited and all(visited)
+    params = [weakref.ref(param) for param in chain.parameters()]
+    del chain, manager, kept, visited
+    gc.collect()
+    assert params and not any(param() is not None for param in params)
+
+
 def test_a_conjugate_that_crosses_from_a_graph_to_an_eager_segment():
     def run(graphs):
         def first(layer, x):
