@@ -26,6 +26,7 @@ from fastmp.ops import grouped_mm_launch
 from fastmp.ops.activation import bias_gelu
 from fastmp.ops.activation import reference as bias_gelu_reference
 from fastmp.ops.core import checks
+from fastmp.ops.core.built import has_code_for
 from fastmp.ops.core.registry import (
     Differentiable,
     autocast,
@@ -35,7 +36,7 @@ from fastmp.ops.core.registry import (
     register,
     without_autocast,
 )
-from fastmp.ops.grouped_mm_tiles import grouped_mm_choice
+from fastmp.ops.grouped_mm_tiles import grouped_mm_choice, prefers_cutlass
 from fastmp.ops.wgrad import deferral, leaf_of
 from fastmp.profiling import traced
 
@@ -155,6 +156,24 @@ def _flops_wgrad(grad: Any, x: Any, offsets: Any) -> int:
     return 2 * x.shape[0] * grad.shape[1] * x.shape[1]
 
 
+def _mlp_in_prefers_cuda(
+    x: Tensor, w: Tensor, bias: Any, offsets: Any, form: str, gated: bool, keep: bool
+) -> bool:
+    width = w.shape[1] // 2 if gated else w.shape[1]
+    arch = grouped_mm_launch.architecture(x)
+    return prefers_cutlass(len(x), len(w), width, x.shape[1], x.dtype, arch) and has_code_for(
+        x.get_device(), 9.0
+    )
+
+
+def _wgrad_prefers_cuda(total: Tensor, grad: Tensor, x: Tensor, offsets: Tensor) -> bool:
+    if total.dtype != torch.float32 or total.data_ptr() % 16:
+        return False
+    arch = grouped_mm_launch.architecture(x)
+    sizes = len(x), len(offsets), grad.shape[1], x.shape[1]
+    return prefers_cutlass(*sizes, x.dtype, arch) and has_code_for(x.get_device(), 9.0)
+
+
 register(
     "grouped_mm(Tensor x, Tensor w, Tensor offsets, bool transposed) -> Tensor",
     reference=reference,
@@ -182,6 +201,7 @@ register(
     fake=lambda total, grad, x, offsets: None,
     triton=grouped_mm_launch.launch_wgrad_,
     flops=lambda total, grad, x, offsets: _flops_wgrad(grad, x, offsets),
+    prefers_cuda=_wgrad_prefers_cuda,
 )
 register(
     "grouped_mlp_in(Tensor x, Tensor w, Tensor? bias, Tensor offsets, str form, bool gated, bool keep)"
@@ -190,6 +210,7 @@ register(
     fake=_fake_mlp_in,
     triton=grouped_mm_launch.launch_mlp_in,
     flops=_flops,
+    prefers_cuda=_mlp_in_prefers_cuda,
 )
 
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from fastmp.ops.core import checks
 from fastmp.ops.core.registry import autocast, compute_dtype, register
 from fastmp.ops.core.rowwise import sum_rows
-from fastmp.ops.norm_triton import check_stats, launch, launch_backward, prefers_cuda
+from fastmp.ops.norm_triton import check_stats, launch, launch_backward
 from fastmp.profiling import traced
 
 _NARROW = (torch.bfloat16, torch.float16)
@@ -103,7 +103,6 @@ register(
     reference=lambda *arguments: _reference_backward(False, *arguments),
     triton=lambda *arguments: launch_backward(False, *arguments),
     flops=lambda grad, grad_total, total, *others: _flops_backward(grad_total, total, False, False),
-    prefers_cuda=prefers_cuda,
 )
 register(
     "layer_norm_backward(Tensor grad, Tensor? grad_total, Tensor total, Tensor weight, Tensor stats,"
@@ -111,7 +110,6 @@ register(
     reference=lambda *arguments: _reference_backward(True, *arguments),
     triton=lambda *arguments: launch_backward(True, *arguments),
     flops=lambda grad, grad_total, total, *others: _flops_backward(grad_total, total, True, others[-1]),
-    prefers_cuda=prefers_cuda,
 )
 
 

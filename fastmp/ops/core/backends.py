@@ -104,7 +104,7 @@ def serve_cuda(
     serve = implementations[backend]
     if choice is None and backend == "triton" and exported and prefers_cuda is not None:
         serve = _cuda_or_triton(prefers_cuda, implementations["cuda"], implementations["triton"])
-        reason += "; CUDA C++ for shapes of which it moves fewer bytes, on GPUs it is compiled for"
+        reason += "; CUDA C++ for shapes at which it is faster, on GPUs it is compiled for"
     LIBRARY.impl(name, serve, "CUDA")
     return backend, reason
 
