@@ -56,7 +56,6 @@ from fastmp.profiling import traced
 
 _PLAIN = (Tensor, torch.nn.Parameter)
 _FEW_LOGITS = 1 << 20  # up to here by two ops: 4 MiB in fp32
-_WIDENED = 1 << 22  # elements of the logits' gradient that a CPU converts to fp32 at a time
 
 
 _SPENT = (
@@ -204,11 +203,10 @@ def _scaled(grad: Tensor, factor: Tensor) -> Tensor:
     """Multiply grad by a 0-dim factor, rounded once; in the memory of `grad` if possible."""
     if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
         return (grad.to(factor.dtype) * factor).to(grad.dtype)
-    factor = factor.view(1)  # one without dimensions would be rounded to the dtype of `grad` first
-    if not grad.is_cpu or grad.dtype == factor.dtype:
+    if grad.dtype == factor.dtype:
         return grad.mul_(factor)
-    for rows in grad.split(max(1, _WIDENED // max(1, grad.shape[-1]))):
-        rows.mul_(factor)
+    # torch.amp's gradient scaling rounds once; mul_ by a wider factor has a tenth of its speed on a CPU
+    torch._amp_foreach_non_finite_check_and_unscale_([grad], factor.new_empty(1), factor)
     return grad
 
 

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from fastmp.ops import cross_entropy_triton, norm_triton
+from fastmp.ops import cross_entropy_triton, grouped_mm_tiles, norm_triton
 from fastmp.ops.core import backends, built
 
 HOPPER, AMPERE, CONSUMER = 228 << 10, 164 << 10, 100 << 10  # shared memory of a multiprocessor
@@ -57,6 +57,23 @@ def test_backward_of_norms(columns, itemsize, gpu, arch, by_cuda):
     moved = norm_triton.backward_bytes(columns, itemsize, has_grad_total=True, centred=False)
     assert moved["cuda"] == 4 * columns * itemsize < moved["triton"]
     assert norm_triton.backward_prefers_cuda(columns, itemsize, gpu, arch) == by_cuda
+
+
+@pytest.mark.parametrize(
+    ("change", "served"),
+    [
+        ({}, True),
+        ({"arch": 100}, False),  # sm_90a is Hopper's alone
+        ({"num_rows": 127 * 8}, False),
+        ({"n": 1532}, False),  # rows that TMA cannot read
+        ({"k": 4100}, False),
+        ({"dtype": torch.float32}, False),
+        ({"dtype": torch.float16}, True),
+    ],
+)
+def test_grouped_gemms_of_cutlass(change, served):
+    usual = {"num_rows": 256 * 8, "num_experts": 8, "n": 1536, "k": 4096, "dtype": torch.bfloat16, "arch": 90}
+    assert grouped_mm_tiles.prefers_cutlass(**{**usual, **change}) is served
 
 
 @pytest.fixture

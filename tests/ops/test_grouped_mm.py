@@ -238,14 +238,15 @@ class TestLoop:
 
 
 def test_choice():
-    """Few large experts are worth a loop on Hopper, many small ones never."""
+    """Few large experts are worth a loop before Hopper and without tensor cores, many small ones never."""
     mixtral, qwen = ([2048] * 8, 28672, 4096), ([256] * 128, 1536, 2048)
-    assert grouped_mm_choice(*mixtral, torch.bfloat16, 90) == "loop"
-    assert grouped_mm_choice(*mixtral, torch.bfloat16, 100) == "grouped"
+    assert grouped_mm_choice(*mixtral, torch.bfloat16, 80) == "loop"
+    for arch in (90, 100):
+        assert grouped_mm_choice(*mixtral, torch.bfloat16, arch) == "grouped"
     assert grouped_mm_choice(*mixtral, torch.float32, 100) == "loop"
     assert grouped_mm_choice(*mixtral, torch.bfloat16, 0) == "grouped"
-    assert grouped_mm_choice([2048, 0, 1], *mixtral[1:], torch.bfloat16, 90) == "grouped"
-    assert grouped_mm_choice([2048, 0, 2048], *mixtral[1:], torch.bfloat16, 90) == "loop"
+    assert grouped_mm_choice([2048, 0, 1], *mixtral[1:], torch.bfloat16, 80) == "grouped"
+    assert grouped_mm_choice([2048, 0, 2048], *mixtral[1:], torch.bfloat16, 80) == "loop"
     for arch in (80, 90, 100):
         assert grouped_mm_choice(*qwen, torch.bfloat16, arch) == "grouped"
         assert grouped_mm_choice([0, 0], 8192, 8192, torch.bfloat16, arch) == "grouped"
