@@ -41,7 +41,6 @@ from fastmp.ops import linear_cross_entropy_chunks as chunks
 from fastmp.ops.core import launcher
 from fastmp.ops.cross_entropy_triton import loss_grad_bytes, loss_grad_prefers_cuda
 from fastmp.ops.grouped_mm_tiles import ROW_CLASSES, gemm_tiles, overlaps_tiles, row_class
-from fastmp.ops.norm_triton import backward_prefers_cuda
 
 RESULTS = Path(__file__).parent / "results"
 _LINEAR_LOSS = importlib.import_module("fastmp.ops.linear_cross_entropy")
@@ -118,9 +117,7 @@ def _loss_grad(logits: Tensor, *rest: Any) -> float:
 
 
 def _norm_backward(grad: Tensor, *rest: Any) -> float:
-    """Return the share of a norm's backward pass: Triton reads twice the rows that no cluster holds."""
-    if backward_prefers_cuda(grad.shape[-1], grad.element_size(), _SHARED, _ARCH):
-        return 0.8
+    """Return the share of a norm's backward pass: rows that registers do not hold are read twice."""
     return 0.84 if grad.shape[-1] <= 8192 else 0.45
 
 

@@ -149,26 +149,20 @@ inline int device_attribute(cudaDeviceAttr attribute) {
   return value;
 }
 
-// Launch configuration: `bytes` of dynamic shared memory per block, clusters of `cluster` blocks along x.
+// Launch configuration; `bytes` of dynamic shared memory per block.
 struct Grid {
-  int64_t blocks, threads, bytes = 0, cluster = 1;
+  int64_t blocks, threads, bytes = 0;
 };
 
 template <class... Parameters, class... Arguments>
 void launch(const Grid& grid, cudaStream_t stream, void (*kernel)(Parameters...), Arguments... arguments) {
   FASTMP_CUDA_CHECK(
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(grid.bytes)));
-  cudaLaunchAttribute attribute{};
-  attribute.id = cudaLaunchAttributeClusterDimension;
-  attribute.val.clusterDim.x = static_cast<unsigned>(grid.cluster);
-  attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
   cudaLaunchConfig_t config{};
   config.gridDim.x = static_cast<unsigned>(grid.blocks);
   config.blockDim.x = static_cast<unsigned>(grid.threads);
   config.dynamicSmemBytes = static_cast<size_t>(grid.bytes);
   config.stream = stream;
-  config.attrs = &attribute;
-  config.numAttrs = grid.cluster > 1;
   FASTMP_CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, static_cast<Parameters>(arguments)...));
 }
 

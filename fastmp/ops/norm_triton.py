@@ -11,7 +11,6 @@
 from __future__ import annotations
 
 from functools import cache
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,13 +27,11 @@ from fastmp.ops.core._triton import (
     next_power_of_2,
     tl,
 )
-from fastmp.ops.core.built import has_code_for
-from fastmp.ops.core.registry import compute_dtype, shared_memory
+from fastmp.ops.core.registry import compute_dtype
 from fastmp.ops.core.rowwise import arithmetic, as_rows, empty_like, sum_strips, vector_width
 
 # (BLOCK_M, BLOCK_N, warps) of the wide kernels
 WIDE_BLOCK, WIDE_BACKWARD_BLOCK = (1, 4096, 8), (4, 2048, 16)
-_CLUSTER, _STATIC = 8, 5 << 10  # CUDA C++ kernel: blocks per cluster, and bytes of shared memory kept free
 _MULTIPROCESSORS = 132  # of an H200; a grid that depends on the shape alone gives equal results on all GPUs
 
 
@@ -318,38 +315,6 @@ def launch(
         },
     )  # fmt: skip
     return y, total, stats
-
-
-def backward_bytes(num_cols: int, itemsize: int, has_grad_total: bool, centred: bool) -> dict[str, int]:
-    """Return the bytes per row that each backward kernel for long rows moves, caches included.
-
-    The Triton kernel reads grad and total twice, and reads and writes its partial sums for each block of
-    rows. The CUDA C++ kernel keeps a row and the sums in the shared memory of a cluster.
-    """
-    row = num_cols * itemsize
-    once = (4 if has_grad_total else 3) * row
-    partials = 2 * (2 if centred else 1) * num_cols * max(itemsize, 4) // WIDE_BACKWARD_BLOCK[0]
-    return {"triton": once + 2 * row + partials, "cuda": once}
-
-
-@cache
-def backward_prefers_cuda(num_cols: int, itemsize: int, shared: int, arch: int) -> bool:
-    """Return True if Triton would read a row twice and a cluster can hold it (by byte count, not measured).
-
-    shared: bytes of shared memory per multiprocessor; each block of a cluster holds an eighth of the columns.
-    """
-    share = cdiv(cdiv(num_cols, _CLUSTER) * itemsize, 16) * 16 // itemsize
-    held = share * (16 + 3 * max(itemsize, 4))
-    fits = arch >= 90 and held <= shared - _STATIC
-    return fits and block_shape(num_cols, itemsize, backward=True) is None
-
-
-def prefers_cuda(grad: Tensor, grad_total: Tensor | None, total: Tensor, weight: Tensor, *_: Any) -> bool:
-    """Return True if the CUDA C++ kernel should serve these arguments of a backward op."""
-    index, num_cols = total.device.index, total.shape[-1]
-    shared, arch = shared_memory(index), 10 * torch.cuda.get_device_capability(index)[0]
-    # code for GPUs before 9.0, which have no clusters, is an empty kernel
-    return backward_prefers_cuda(num_cols, total.element_size(), shared, arch) and has_code_for(index, 9.0)
 
 
 def check_stats(centred: bool, total: Tensor, stats: Tensor) -> None:

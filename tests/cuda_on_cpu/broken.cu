@@ -2,13 +2,10 @@
 // named by the first argument, or the sum of its results that are not NaN, for each of 20 seeds.
 #include "cuda_on_cpu.h"
 
-#include <cooperative_groups.h>
-
 #include <cstdio>
 
 using Kernel = void (*)(float*, int*);
 constexpr int kThreads = 64;
-const auto cluster = cooperative_groups::this_cluster();
 
 void barrier_for_some(float*, int*) {
   if (threadIdx.x < 16) __syncthreads();
@@ -52,17 +49,6 @@ void order_of_blocks(float* out, int* ticket) {
   if (threadIdx.x == 0) out[blockIdx.x] = static_cast<float>((blockIdx.x + 1) * (*ticket)++);
 }
 
-template <bool kStart, bool kEnd>
-void hand_on_in_cluster(float* out, int*) {
-  __shared__ float value;
-  if (kStart) cluster.sync();
-  const unsigned next = (cluster.block_rank() + 1) % cluster.num_blocks();
-  if (threadIdx.x == 0) *cluster.map_shared_rank(&value, next) = next;
-  cluster.sync();
-  if (threadIdx.x == 0) out[blockIdx.x] = value + *cluster.map_shared_rank(&value, next);
-  if (kEnd) cluster.sync();
-}
-
 int main(int, char** arguments) {
   const std::map<std::string, Kernel> kernels{
       {"barrier_for_some", barrier_for_some},
@@ -75,14 +61,9 @@ int main(int, char** arguments) {
       {"hand_on", hand_on<true>},
       {"hand_on_without_barrier", hand_on<false>},
       {"order_of_blocks", order_of_blocks},
-      {"cluster", hand_on_in_cluster<true, true>},
-      {"cluster_without_start", hand_on_in_cluster<false, true>},
-      {"cluster_without_end", hand_on_in_cluster<true, false>},
   };
   const std::string name = arguments[1];
-  cudaLaunchAttribute attribute{cudaLaunchAttributeClusterDimension, {{4, 1, 1}}};
-  const bool in_clusters = name.rfind("cluster", 0) == 0;
-  const cudaLaunchConfig_t config{{8}, {kThreads}, kThreads * sizeof(float), nullptr, &attribute, in_clusters};
+  const cudaLaunchConfig_t config{{8}, {kThreads}, kThreads * sizeof(float), nullptr};
   for (unsigned seed = 0; seed < 20; ++seed) {
     cuda_on_cpu_set(seed, 233472);
     alignas(16) float out[8 * kThreads] = {};

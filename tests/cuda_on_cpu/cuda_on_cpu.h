@@ -1,14 +1,13 @@
 // The CUDA language and runtime, as far as csrc/cuda uses them, on one thread of a CPU.
 //
 // g++ compiles a .cu file with this header before it (-include). A thread of a block is a fiber that runs until it
-// waits: at __syncthreads, at a shuffle, at a barrier of its cluster. Who goes on is drawn from a seed, and so is the
-// order of the clusters; the blocks of one cluster live together. What a barrier should have kept apart thus happens
-// in all orders of whole stretches between barriers, which is coarser than what a GPU does.
+// waits: at __syncthreads or at a shuffle. Who goes on is drawn from a seed, and so is the order of the blocks, which
+// run one after another. What a barrier should have kept apart thus happens in all orders of whole stretches between
+// barriers, which is coarser than what a GPU does.
 //
 // Errors, thrown by the launch: a barrier that some thread never reaches, or reaches elsewhere in the code; a write just
-// beyond the dynamic shared memory; shared memory of a block that has not started or has ended; more shared memory than
-// was asked for. Shared memory is NaN when a block starts. For static shared memory, alignment and all other accesses
-// compile with -fsanitize=address,undefined.
+// beyond the dynamic shared memory; more shared memory than was asked for. Shared memory is NaN when a block starts.
+// For static shared memory, alignment and all other accesses compile with -fsanitize=address,undefined.
 #pragma once
 
 #include <link.h>
@@ -22,7 +21,6 @@
 #include <cstring>
 #include <functional>
 #include <map>
-#include <memory>
 #include <mutex>
 #include <random>
 #include <source_location>
@@ -35,7 +33,7 @@
 #define __host__
 #define __launch_bounds__(...)
 // One block runs at a time, and its variables are those of the module's thread-local storage, which can be found as
-// one piece of memory, and put aside while another block of the cluster runs.
+// one piece of memory.
 #define __shared__ static thread_local
 
 struct dim3 {
@@ -61,13 +59,9 @@ struct Barrier {
 
 struct Block {
   dim3 index;
-  unsigned rank = 0;
-  size_t running = 0;
-  bool joined = false;  // has passed a barrier of its cluster
-  std::vector<char> dynamic_memory, static_memory;
+  std::vector<char> dynamic_memory;
   Barrier all;
   std::vector<Barrier> warps;
-  Fiber* fibers = nullptr;
 
   char* dynamic() { return dynamic_memory.data() + kZone; }
 };
@@ -77,7 +71,6 @@ struct Fiber {
   ucontext_t context;
   jmp_buf inside;
   bool started = false;
-  Block* block = nullptr;
   dim3 thread;
   unsigned number = 0;
   uint64_t exchanged[2];  // what it gives to a shuffle; those of two in a row
@@ -93,14 +86,12 @@ struct Machine {
   std::map<const void*, size_t> allowed;  // dynamic shared memory of a kernel
 
   std::vector<char*> stacks;
-  std::vector<std::unique_ptr<Block>> cluster;
+  Block block;
   std::vector<Fiber> fibers;
   std::vector<Fiber*> ready;
-  Barrier cluster_barrier;
   std::function<void()> body;
   jmp_buf outside;
   Fiber* fiber = nullptr;
-  Block* loaded = nullptr;  // whose static shared memory is in place
   std::string error;
 };
 inline Machine machine;
@@ -132,7 +123,7 @@ inline std::string described(const Fiber& fiber) {
   const auto text = [](const dim3& d) {
     return "(" + std::to_string(d.x) + ", " + std::to_string(d.y) + ", " + std::to_string(d.z) + ")";
   };
-  return "thread " + text(fiber.thread) + " of block " + text(fiber.block->index);
+  return "thread " + text(fiber.thread) + " of block " + text(machine.block.index);
 }
 inline std::string described(const std::source_location& where) {
   return std::string(where.file_name()) + ":" + std::to_string(where.line());
@@ -167,7 +158,6 @@ inline void wait(Barrier& barrier, const std::source_location& where) {
     for (Fiber* each : barrier.waiting) {
       each->at = nullptr;
       machine.ready.push_back(each);
-      if (&barrier == &machine.cluster_barrier) each->block->joined = true;
     }
     barrier.waiting.clear();
   }
@@ -177,7 +167,6 @@ inline void wait(Barrier& barrier, const std::source_location& where) {
 inline void run_fiber() {
   machine.body();
   machine.fiber->done = true;
-  --machine.fiber->block->running;
   to_scheduler();
 }
 
@@ -186,7 +175,7 @@ inline void run_fiber() {
 inline dim3 threadIdx, blockIdx, blockDim, gridDim;
 
 inline void __syncthreads(std::source_location where = std::source_location::current()) {
-  cuda_on_cpu::wait(cuda_on_cpu::machine.fiber->block->all, where);
+  cuda_on_cpu::wait(cuda_on_cpu::machine.block.all, where);
 }
 
 template <class T>
@@ -197,8 +186,8 @@ T __shfl_xor_sync(unsigned mask, T value, int distance, std::source_location whe
   if (mask != 0xffffffffu) fail(described(self) + " shuffles with a part of its warp, which is not known here");
   const unsigned turn = self.num_exchanges++ % 2;
   std::memcpy(&self.exchanged[turn], &value, sizeof(T));
-  wait(self.block->warps[self.number / kWarp], where);
-  std::memcpy(&value, &self.block->fibers[self.number ^ distance].exchanged[turn], sizeof(T));
+  wait(machine.block.warps[self.number / kWarp], where);
+  std::memcpy(&value, &machine.fibers[self.number ^ distance].exchanged[turn], sizeof(T));
   return value;
 }
 
@@ -206,51 +195,27 @@ namespace cuda_on_cpu {
 
 template <class T>
 T* dynamic_shared() {
-  return reinterpret_cast<T*>(machine.fiber->block->dynamic());
+  return reinterpret_cast<T*>(machine.block.dynamic());
 }
 
-// Where the block numbered `rank` in this cluster has what lies at `mine` in this block's shared memory.
-inline char* map_shared(char* mine, unsigned rank) {
-  Fiber& self = *machine.fiber;
-  Block& other = *machine.cluster.at(rank);
-  if (!self.block->joined || !other.joined || other.running == 0) {
-    fail(described(self) + " reaches for the shared memory of block " + std::to_string(rank) +
-         " of its cluster, which may not have started or has ended");
-  }
-  if (&other == self.block) return mine;
-  const auto [begin, size] = static_shared();
-  if (mine >= begin && mine < begin + size) return other.static_memory.data() + (mine - begin);
-  return other.dynamic() + (mine - self.block->dynamic());
-}
-
-// All blocks of one cluster, from start to end.
-inline void run_cluster(dim3 first, unsigned size, size_t dynamic_bytes) {
+// One block, from start to end.
+inline void run_block(dim3 index, size_t dynamic_bytes) {
   const auto [begin, static_bytes] = static_shared();
   const unsigned threads = blockDim.x * blockDim.y * blockDim.z;
-  machine.cluster.clear();
+  Block& block = machine.block;
+  block.index = blockIdx = index;
+  block.dynamic_memory.assign(dynamic_bytes + 2 * kZone, static_cast<char>(kPoison));
+  std::memset(begin, kPoison, static_bytes);
+  block.all = {threads, {}, {}};
+  block.warps.assign((threads + kWarp - 1) / kWarp, {kWarp, {}, {}});
   machine.ready.clear();
-  machine.fibers.assign(size_t{size} * threads, {});
-  machine.cluster_barrier = {machine.fibers.size(), {}, {}};
-  machine.loaded = nullptr;
+  machine.fibers.assign(threads, {});
   machine.error.clear();
-  for (unsigned rank = 0; rank < size; ++rank) {
-    auto& block = *machine.cluster.emplace_back(std::make_unique<Block>());
-    block.index = {first.x + rank, first.y, first.z};
-    block.rank = rank;
-    block.running = threads;
-    block.fibers = &machine.fibers[size_t{rank} * threads];
-    block.dynamic_memory.assign(dynamic_bytes + 2 * kZone, static_cast<char>(kPoison));
-    block.static_memory.assign(static_bytes, static_cast<char>(kPoison));
-    block.all.expected = threads;
-    block.warps.assign((threads + kWarp - 1) / kWarp, {});
-    for (auto& warp : block.warps) warp.expected = kWarp;
-    for (unsigned t = 0; t < threads; ++t) {
-      Fiber& fiber = block.fibers[t];
-      fiber.block = &block;
-      fiber.number = t;
-      fiber.thread = {t % blockDim.x, t / blockDim.x % blockDim.y, t / blockDim.x / blockDim.y};
-      machine.ready.push_back(&fiber);
-    }
+  for (unsigned t = 0; t < threads; ++t) {
+    Fiber& fiber = machine.fibers[t];
+    fiber.number = t;
+    fiber.thread = {t % blockDim.x, t / blockDim.x % blockDim.y, t / blockDim.x / blockDim.y};
+    machine.ready.push_back(&fiber);
   }
   while (machine.stacks.size() < machine.fibers.size()) {
     machine.stacks.push_back(static_cast<char*>(
@@ -268,33 +233,24 @@ inline void run_cluster(dim3 first, unsigned size, size_t dynamic_bytes) {
     std::swap(machine.ready[drawn], machine.ready.back());
     Fiber& fiber = *machine.ready.back();
     machine.ready.pop_back();
-    if (machine.loaded != fiber.block) {
-      if (machine.loaded) std::memcpy(machine.loaded->static_memory.data(), begin, static_bytes);
-      std::memcpy(begin, fiber.block->static_memory.data(), static_bytes);
-      machine.loaded = fiber.block;
-    }
     machine.fiber = &fiber;
     threadIdx = fiber.thread;
-    blockIdx = fiber.block->index;
     to_fiber(fiber);
   }
   for (const Fiber& fiber : machine.fibers) {
     if (!machine.error.empty() || fiber.done) continue;
-    const auto missing = std::find_if(machine.fibers.begin(), machine.fibers.end(), [&](const Fiber& other) {
-      return other.at != fiber.at && (other.block == fiber.block || fiber.at == &machine.cluster_barrier);
-    });
+    const auto missing = std::find_if(machine.fibers.begin(), machine.fibers.end(),
+                                      [&](const Fiber& other) { return other.at != fiber.at; });
     machine.error = described(fiber) + " waits for ever at " + described(fiber.at->where) +
                     (missing == machine.fibers.end() ? "" : ", where " + described(*missing) + " does not come");
   }
-  for (const auto& block : machine.cluster) {
-    const auto& memory = block->dynamic_memory;
-    const auto untouched = [&](size_t from) {
-      return std::all_of(memory.begin() + from, memory.begin() + from + kZone,
-                         [](char byte) { return byte == static_cast<char>(kPoison); });
-    };
-    if (machine.error.empty() && !(untouched(0) && untouched(memory.size() - kZone))) {
-      machine.error = "a block wrote beyond its " + std::to_string(dynamic_bytes) + " bytes of dynamic shared memory";
-    }
+  const auto& memory = block.dynamic_memory;
+  const auto untouched = [&](size_t from) {
+    return std::all_of(memory.begin() + from, memory.begin() + from + kZone,
+                       [](char byte) { return byte == static_cast<char>(kPoison); });
+  };
+  if (machine.error.empty() && !(untouched(0) && untouched(memory.size() - kZone))) {
+    machine.error = "a block wrote beyond its " + std::to_string(dynamic_bytes) + " bytes of dynamic shared memory";
   }
   if (!machine.error.empty()) throw std::logic_error(machine.error);
 }
@@ -308,31 +264,20 @@ enum cudaError_t { cudaSuccess, cudaErrorInvalidValue };
 enum cudaDeviceAttr {
   cudaDevAttrMaxSharedMemoryPerMultiprocessor,
   cudaDevAttrMaxSharedMemoryPerBlockOptin,
-  cudaDevAttrClusterLaunch,
   cudaDevAttrComputeCapabilityMajor
 };
 enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize };
-enum cudaLaunchAttributeID { cudaLaunchAttributeClusterDimension };
-struct cudaLaunchAttribute {
-  cudaLaunchAttributeID id;
-  struct {
-    dim3 clusterDim;
-  } val;
-};
 struct cudaLaunchConfig_t {
   dim3 gridDim, blockDim;
   size_t dynamicSmemBytes;
   cudaStream_t stream;
-  cudaLaunchAttribute* attrs;
-  unsigned numAttrs;
 };
 
 inline const char* cudaGetErrorString(cudaError_t) { return "invalid value"; }
 inline cudaError_t cudaGetDevice(int* device) { return *device = 0, cudaSuccess; }
 inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
   const int bytes = cuda_on_cpu::machine.shared_bytes;
-  *value = attribute == cudaDevAttrClusterLaunch                  ? 1
-           : attribute == cudaDevAttrComputeCapabilityMajor       ? 9
+  *value = attribute == cudaDevAttrComputeCapabilityMajor         ? 9
            : attribute == cudaDevAttrMaxSharedMemoryPerBlockOptin ? bytes - 1024
                                                                   : bytes;
   return cudaSuccess;
@@ -348,25 +293,23 @@ template <class... Parameters>
 cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(Parameters...), Parameters... arguments) {
   using namespace cuda_on_cpu;
   const std::lock_guard lock(machine.mutex);
-  const unsigned cluster = config->numAttrs ? config->attrs[0].val.clusterDim.x : 1;
   const dim3 grid = config->gridDim, block = config->blockDim;
   const size_t allowed = std::max<size_t>(48 << 10, machine.allowed[reinterpret_cast<const void*>(kernel)]);
   const unsigned threads = block.x * block.y * block.z;
-  if (grid.x == 0 || grid.y == 0 || grid.z == 0 || grid.y > 65535 || grid.z > 65535 || grid.x % cluster || cluster > 8 ||
-      threads == 0 || threads > 1024 || config->dynamicSmemBytes > allowed) {
+  if (grid.x == 0 || grid.y == 0 || grid.z == 0 || grid.y > 65535 || grid.z > 65535 || threads == 0 ||
+      threads > 1024 || config->dynamicSmemBytes > allowed) {
     return cudaErrorInvalidValue;
   }
   blockDim = block;
   gridDim = grid;
   machine.body = [&] { kernel(arguments...); };
-  std::vector<size_t> order(size_t{grid.x} / cluster * grid.y * grid.z);
+  std::vector<size_t> order(size_t{grid.x} * grid.y * grid.z);
   for (size_t i = 0; i < order.size(); ++i) order[i] = i;
   std::shuffle(order.begin(), order.end(), machine.random);
-  const unsigned clusters = grid.x / cluster;
   for (const size_t i : order) {
-    const dim3 first{static_cast<unsigned>(i % clusters) * cluster, static_cast<unsigned>(i / clusters % grid.y),
-                     static_cast<unsigned>(i / clusters / grid.y)};
-    run_cluster(first, cluster, config->dynamicSmemBytes);
+    const dim3 index{static_cast<unsigned>(i % grid.x), static_cast<unsigned>(i / grid.x % grid.y),
+                     static_cast<unsigned>(i / grid.x / grid.y)};
+    run_block(index, config->dynamicSmemBytes);
   }
   return cudaSuccess;
 }
@@ -374,7 +317,7 @@ cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(
 using std::max;
 using std::min;
 
-// The order of threads and clusters from now on, and the bytes of shared memory of a multiprocessor.
+// The order of threads and blocks from now on, and the bytes of shared memory of a multiprocessor.
 extern "C" __attribute__((used, visibility("default"))) inline void cuda_on_cpu_set(uint64_t seed, int shared_bytes) {
   cuda_on_cpu::machine.random.seed(seed);
   cuda_on_cpu::machine.shared_bytes = shared_bytes;

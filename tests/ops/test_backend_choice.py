@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from fastmp.ops import cross_entropy_triton, grouped_mm_tiles, norm_triton
+from fastmp.ops import cross_entropy_triton, grouped_mm_tiles
 from fastmp.ops.core import backends, built
 
 HOPPER, AMPERE, CONSUMER = 228 << 10, 164 << 10, 100 << 10  # shared memory of a multiprocessor
@@ -37,26 +37,6 @@ def test_loss_and_gradient_at_once(columns, itemsize, gpu, by_cuda):
 
 def test_a_row_that_shared_memory_holds_is_read_once():
     assert cross_entropy_triton.loss_grad_bytes(32_000, 2, HOPPER)["cuda"] == 2 * 64_000
-
-
-@pytest.mark.parametrize(
-    ("columns", "itemsize", "gpu", "arch", "by_cuda"),
-    [
-        (8192, 2, HOPPER, 90, False),  # Triton holds the row in registers
-        (12288, 2, HOPPER, 90, True),
-        (12288, 2, HOPPER, 100, True),
-        (12288, 2, AMPERE, 80, False),  # no clusters
-        (65_216, 2, HOPPER, 90, True),
-        (65_536, 2, HOPPER, 90, False),  # beyond the shared memory of eight blocks
-        (8192, 4, HOPPER, 90, True),
-        (27_648, 2, CONSUMER, 120, True),
-        (28_672, 2, CONSUMER, 120, False),
-    ],
-)
-def test_backward_of_norms(columns, itemsize, gpu, arch, by_cuda):
-    moved = norm_triton.backward_bytes(columns, itemsize, has_grad_total=True, centred=False)
-    assert moved["cuda"] == 4 * columns * itemsize < moved["triton"]
-    assert norm_triton.backward_prefers_cuda(columns, itemsize, gpu, arch) == by_cuda
 
 
 @pytest.mark.parametrize(
@@ -131,29 +111,25 @@ def test_cuda_is_preferred_only_on_gpus_it_is_compiled_for(archs, capability, se
     assert serve(torch.empty(2)) == served
 
 
-@pytest.mark.parametrize(("archs", "by_cuda"), [(["8.0+PTX"], False), (["8.0", "9.0+PTX"], True)])
-def test_norms_need_code_that_has_clusters(archs, by_cuda, compiled_for, monkeypatch):
-    """PTX of sm_80 runs on Hopper, but there the kernel compiled for it does nothing."""
+@pytest.mark.parametrize(("archs", "has_code"), [(["8.0+PTX"], False), (["8.0", "9.0+PTX"], True)])
+def test_code_for_older_gpus_does_not_count_where_a_kernel_needs_newer_ones(archs, has_code, compiled_for):
     compiled_for(archs, (9, 0))
-    monkeypatch.setattr(norm_triton, "shared_memory", lambda device: HOPPER)
-    device = SimpleNamespace(index=0)
-    total = SimpleNamespace(device=device, shape=(4, 12288), element_size=lambda: 2)
-    assert norm_triton.prefers_cuda(None, None, total, None) == by_cuda
+    assert built.has_code_for(0, 9.0) == has_code
 
 
 @pytest.mark.parametrize("exported", [False, True])
-@pytest.mark.parametrize("requested", ["", "rms_norm_backward=triton"])
+@pytest.mark.parametrize("requested", ["", "cross_entropy_loss_grad_=triton"])
 def test_only_calls_without_a_named_backend_are_decided(exported, requested, compiled_for, monkeypatch):
     compiled_for(["9.0"])
     served = {}
     library = SimpleNamespace(impl=lambda name, kernel, key: served.update({key: kernel}))
-    ours = SimpleNamespace(rms_norm_backward=SimpleNamespace(default=lambda x: "cuda"))
+    ours = SimpleNamespace(cross_entropy_loss_grad_=SimpleNamespace(default=lambda x: "cuda"))
     monkeypatch.setattr(backends, "_REQUESTED", requested)
     monkeypatch.setattr(backends, "CUDA_ABSENT", "" if exported else "not built")
     monkeypatch.setattr(backends, "LIBRARY", library)
     monkeypatch.setattr(torch.ops, "fastmp_cuda", ours, raising=False)
     given = {"triton": lambda x: "triton"}
-    backend, reason = backends.serve_cuda("rms_norm_backward", given, lambda x: len(x) > 8192)
+    backend, reason = backends.serve_cuda("cross_entropy_loss_grad_", given, lambda x: len(x) > 8192)
     decided = exported and not requested
     assert backend == "triton" and ("faster" in reason) == decided
     assert served["CUDA"](torch.empty(8192)) == "triton"

@@ -39,7 +39,6 @@ class Source:
 CUTLASS = ("-include", str(HERE / "gemm.h"))
 SOURCES = {
     "cross_entropy": Source(("cross_entropy_loss_grad_",), small=16 << 10),
-    "norm": Source(("rms_norm_backward", "layer_norm_backward"), small=128 << 10),
     "grouped_mm_sm90a": Source(("grouped_mm",), options=CUTLASS),
     "grouped_wgrad_sm90a": Source(("grouped_mm_wgrad", "grouped_mm_wgrad_"), options=CUTLASS),
     "grouped_mlp_in_sm90a": Source(("grouped_mlp_in",), options=CUTLASS),
@@ -151,17 +150,9 @@ def test_activated_products_of_many_tiles(gated, terms, dtype, built):
             torch.testing.assert_close(result.double(), right, rtol=torch.finfo(dtype).eps, atol=1e-4)
 
 
-@pytest.mark.full
-def test_norms_refuse_rows_that_do_not_fit_into_shared_memory(built):
-    built["norm"].set(0, 32 << 10)
-    grad, weight, stats = torch.ones(1, 17001), torch.ones(17001), torch.ones(1, 1)
-    with pytest.raises(RuntimeError, match=r"^rms_norm_backward: rows of 17001 elements take \d+ bytes"):
-        built["norm"].op("rms_norm_backward")(grad, None, grad, weight, stats)
-
-
 # Files with barriers, and a source that needs them.
-BARRIER = re.compile(r"(__syncthreads\(\)|cluster\.sync\(\));")
-NEEDS_BARRIERS = {"cross_entropy.cu": "cross_entropy", "norm.cu": "norm", "problems.cuh": "grouped_mm_sm90a"}
+BARRIER = re.compile(r"__syncthreads\(\);")
+NEEDS_BARRIERS = {"cross_entropy.cu": "cross_entropy", "problems.cuh": "grouped_mm_sm90a"}
 
 
 def without_barrier(file: str, folder: Path) -> list[Path]:
@@ -192,10 +183,8 @@ def is_wrong(compiled: Kernels, name: str, monkeypatch: pytest.MonkeyPatch) -> b
     return os.waitpid(child, 0)[1] != 0
 
 
-@pytest.mark.parametrize(
-    "file",
-    [*full(["cross_entropy.cu", "problems.cuh"]), pytest.param("norm.cu", marks=pytest.mark.exhaustive)],
-)
+@pytest.mark.full
+@pytest.mark.parametrize("file", NEEDS_BARRIERS)
 def test_no_barrier_can_be_left_out(file, built, tmp_path, monkeypatch):
     name = NEEDS_BARRIERS[file]
     assert not is_wrong(built[name], name, monkeypatch)
@@ -226,8 +215,6 @@ def test_wrong_kernels_are_found(broken):
         "write_beyond_dynamic": "wrote beyond its 256 bytes of dynamic shared memory",
         "write_beyond_static": "index 64 out of bounds",
         "read_unaligned_vector": "misaligned address",
-        "cluster_without_start": "shared memory of block . of its cluster, which may not have started",
-        "cluster_without_end": "which may not have started or has ended",
     }.items():
         status, _, text = outcome(broken, kernel)
         assert status != 0 and re.search(said, text), (kernel, text)
@@ -236,7 +223,6 @@ def test_wrong_kernels_are_found(broken):
 def test_races_differ_from_order_to_order(broken):
     for kernel, racy in (
         ("hand_on", False),
-        ("cluster", False),
         ("hand_on_without_barrier", True),
         ("order_of_blocks", True),
     ):
