@@ -415,7 +415,7 @@ def _describe(recipe: Recipe, runtime: Runtime, trainer: Trainer) -> str:
 def _describe_loads(last: dict[str, Any]) -> str:
     """Return the expert load (max/mean) of each layer in the last recorded steps."""
     highest, lowest = (", ".join(f"{load:.2f}" for load in last[key]) for key in ("max_load", "min_load"))
-    return f"load of the experts over the mean, layer by layer: busiest {highest}; idlest {lowest}"
+    return f"expert load by layer, max/mean: {highest}; min/mean: {lowest}"
 
 
 def _report(recipe: Recipe, run_dir: Path, evaluation: Evaluation | None, sample: str | None) -> None:
@@ -428,9 +428,10 @@ def _report(recipe: Recipe, run_dir: Path, evaluation: Evaluation | None, sample
         print(f"held-out loss {evaluation.loss:.4f} nats per token")
     elif evaluation is not None:
         below = evaluation.unigram_entropy - evaluation.loss_per_byte
+        side = "below" if below >= 0 else "above"
         print(
-            f"held-out loss {evaluation.loss_per_byte:.4f} nats per byte, {below:.2f} below the unigram "
-            f"entropy of the same text, {evaluation.unigram_entropy:.4f}"
+            f"held-out loss {evaluation.loss_per_byte:.4f} nats per byte, {abs(below):.2f} {side} the "
+            f"unigram entropy of the same text, {evaluation.unigram_entropy:.4f}"
         )
     metrics, title = run_dir / "metrics.jsonl", recipe.train.name
     pictures = {"loss plot": plot_loss(metrics, run_dir / "loss.png", title=title)}

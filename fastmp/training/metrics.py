@@ -191,7 +191,7 @@ class TrainLog:
             elapsed_seconds=now - self._begin,
         )
         self._eta = f"  ETA {_clock_time(eta)}"
-        norm, lr = f"norm {values['grad_norm']:.3f}", f"lr {values['lr']:.2e}"
+        norm, lr = f"grad_norm {values['grad_norm']:.3f}", f"lr {values['lr']:.2e}"
         speed, used = _speed(flops_per_second, mfu), f"{_scaled(memory)}B"
         loads = [] if experts is None else self._experts(step, experts)
         self._display.line(
@@ -201,13 +201,13 @@ class TrainLog:
         )
 
     def _experts(self, step: int, experts: Experts) -> list[str]:
-        """Record the load of the experts; for the line, that of the busiest of all layers."""
+        """Record the expert load; return its fields of the line: the highest of all layers, and drops."""
         loads = expert_loads(experts.counts.tolist())
         highest, lowest = [max(layer) for layer in loads], [min(layer) for layer in loads]
         numbers = {"aux_loss": float(experts.aux_loss), "dropped_pairs": int(experts.dropped)}
         self.record("experts", step, **numbers, max_load=highest, min_load=lowest)
         dropped = [f"dropped {numbers['dropped_pairs']}"] if numbers["dropped_pairs"] else []
-        return [f"max load {max(highest):.2f}", *dropped]
+        return [f"expert load {max(highest):.2f}", *dropped]
 
     def evaluation(
         self,

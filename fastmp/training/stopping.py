@@ -146,7 +146,7 @@ class SkippedSteps:
             rank, name, _ = found[0]
             cause = f" on rank {rank}" if self._grads.shard else ", summed over ranks,"
             return f"the gradient of {name}{cause} is not finite"
-        return "the norm of the gradient is not finite, though every number in it is"
+        return "the gradient norm overflowed to inf; all gradients are finite"
 
 
 class _HostCopy:

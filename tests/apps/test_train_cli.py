@@ -367,7 +367,7 @@ def test_torchrun_trains_over_two_ranks(tmp_path, tokens):
     status, output, _ = torchrun(options, str(tmp_path))
     assert status == 0, output
     assert "TP 2, DP 1; experts: EP 2, ETP 1, DP 1" in output and output.count("held-out loss") == 3
-    assert output.count("max load") == 6
+    assert output.count("expert load") == 6
     assert len(losses(tmp_path / "by-torchrun")) == 6
 
 
@@ -380,7 +380,7 @@ def test_torchrun_trains_a_pipeline_of_experts_over_four_ranks(tmp_path, tokens)
     status, output, _ = torchrun(arguments, str(tmp_path), ranks=4)
     assert status == 0, output
     assert "4 ranks: TP 1, PP 2 x VPP 2 (1f1b), DP 2; experts: EP 2, ETP 1, DP 1" in output
-    assert output.count("max load") == 2 and "a sample:\nThe " in output
+    assert output.count("expert load") == 2 and "a sample:\nThe " in output
     first, last = losses(tmp_path / "moe-small")
     assert abs(first[1] - 5.85) < 0.2 and last[1] < first[1]
 

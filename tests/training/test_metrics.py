@@ -79,7 +79,9 @@ def test_plain_lines(tmp_path):
     stream = io.StringIO()
     log_run(tmp_path, stream=stream)
     lines = stream.getvalue().splitlines()
-    assert lines[0].startswith("step  1/20  loss 8.0000  norm 0.500  lr 1.00e-03  500 tok/s  1 GFLOP/s  ")
+    assert lines[0].startswith(
+        "step  1/20  loss 8.0000  grad_norm 0.500  lr 1.00e-03  500 tok/s  1 GFLOP/s  "
+    )
     assert lines[0].endswith("B  ETA 0:38")
     assert lines[3] == "step 10/20  held-out loss 0.4000 nats/token  0.1000 nats/byte  unigram entropy 3.2500"
     assert len(lines) == 7 and "\x1b" not in stream.getvalue()
@@ -105,15 +107,15 @@ def test_a_terminal_keeps_a_line_of_every_report_above_the_step_that_is_done(tmp
 
 def test_a_line_fits_a_narrow_terminal(tmp_path, monkeypatch):
     _, lines = shown_on(64, tmp_path, monkeypatch)
-    assert len(lines) == 8 and lines[0] == "step  1/20  loss 8.0000  norm 0.500  500 tok/s  ETA 0:38"
+    assert len(lines) == 8 and lines[0] == "step  1/20  loss 8.0000  grad_norm 0.500  500 tok/s  ETA 0:38"
     assert lines[3] == "step 10/20  held-out loss 0.4000 nats/token  0.1000 nats/byte"
-    fields = ("step 1000/5000", "loss 3.6564", "max load 3.64", "norm 2.310", "lr 1.00e-03", "7.63 ktok/s")
-    fields += ("70 GFLOP/s", "415 MB", "ETA 1:06:00")
-    monkeypatch.setenv("COLUMNS", "80")
+    fields = ("step 1000/5000", "loss 3.6564", "expert load 3.64", "grad_norm 2.310", "lr 1.00e-03")
+    fields += ("7.63 ktok/s", "70 GFLOP/s", "415 MB", "ETA 1:06:00")
+    monkeypatch.setenv("COLUMNS", "90")
     Display(stream := Terminal(), lambda: 0.0).line(
         *fields, first_to_go=("70 GFLOP/s", "415 MB", "lr 1.00e-03")
     )
-    kept = "step 1000/5000  loss 3.6564  max load 3.64  norm 2.310  7.63 ktok/s  ETA 1:06:00"
+    kept = "step 1000/5000  loss 3.6564  expert load 3.64  grad_norm 2.310  7.63 ktok/s  ETA 1:06:00"
     assert stream.getvalue() == f"\r\x1b[K{kept}\n"
 
 

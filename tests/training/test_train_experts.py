@@ -353,6 +353,6 @@ def test_the_log_tells_the_load_of_a_window(tmp_path):
     assert lines[-1]["max_load"] == pytest.approx(loads.amax(1).tolist())
     assert lines[-1]["min_load"] == pytest.approx(loads.amin(1).tolist())
     assert lines[-1]["aux_loss"] > 0
-    assert f"max load {loads.max():.2f}" in stream.getvalue().splitlines()[-1]
+    assert f"expert load {loads.max():.2f}" in stream.getvalue().splitlines()[-1]
     picture = plot_loads(tmp_path / "gpt" / "metrics.jsonl", tmp_path / "load.png", title="load")
     assert picture.read_bytes().startswith(b"\x89PNG\r\n") and picture.stat().st_size > 10_000
