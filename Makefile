@@ -98,7 +98,7 @@ docs:
 	@[ -x .venv-docs/bin/python ] || $(PYTHON) -m venv .venv-docs
 	@.venv-docs/bin/python -m pip install --quiet --disable-pip-version-check \
 	    $$($(PYTHON) -c '$(DOCS_NEEDS); print(*project["optional-dependencies"]["docs"])')
-	.venv-docs/bin/mkdocs build --strict
+	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict
 
 # After a change in csrc/: compiles what changed and installs fastmp editable.
 build:

@@ -17,7 +17,6 @@ import griffe
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
-from pygments.formatters import HtmlFormatter
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
@@ -119,7 +118,6 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     for uri in in_nav(config.nav):
         if uri.startswith("api/"):
             add[uri] = api_page(uri.removeprefix("api/").removesuffix(".md"))
-    add["highlight.css"] = HtmlFormatter(style="friendly").get_style_defs(".highlight")
     for uri, content in add.items():
         files.append(File.generated(config, uri, content=content))
     return files
