@@ -12,6 +12,7 @@ import os
 import shlex
 import shutil
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -82,11 +83,27 @@ class StepProfiler:
 
 
 def ranges(profile: torch.profiler.profile) -> list[str]:
-    """Return a line for each range of fastmp, longest first: calls and ms."""
-    rows = [row for row in profile.key_averages() if row.key.startswith("fastmp.")]
-    rows.sort(key=lambda row: -row.cpu_time_total)
-    width = max((len(row.key) for row in rows), default=0)
-    return [f"  {row.key:<{width}} {row.count:5d} x {row.cpu_time_total / 1e3:10.3f} ms" for row in rows]
+    """Return a line for each range of fastmp, longest first: calls, ms on the host and, on a GPU, ms there.
+
+    A range on a GPU lasts from the start of its first kernel to the end of its last one.
+    """
+    calls: Counter[str] = Counter()
+    host: Counter[str] = Counter()  # microseconds
+    gpu: Counter[str] = Counter()
+    for row in profile.key_averages():
+        if not row.key.startswith("fastmp."):
+            continue
+        if row.device_type == torch.autograd.DeviceType.CPU:
+            calls[row.key] += row.count
+            host[row.key] += row.cpu_time_total
+        else:
+            gpu[row.key] += row.device_time_total
+    width = max(map(len, calls), default=0)
+    return [
+        f"  {name:<{width}} {calls[name]:5d} x {host[name] / 1e3:10.3f} ms"
+        + (f" {gpu[name] / 1e3:10.3f} ms on the GPU" if gpu else "")
+        for name in sorted(calls, key=lambda name: (-gpu[name], -host[name]))
+    ]
 
 
 def nsight_command(tool: str, arguments: Sequence[str], recipe: Recipe) -> list[str]:

@@ -17,7 +17,7 @@ from fastmp import profiling
 from fastmp.apps import train as command
 from fastmp.apps import train_main
 from fastmp.config.recipe import parse_arguments
-from fastmp.training.profiler import StepProfiler, nsight_command, run_under_nsight
+from fastmp.training.profiler import StepProfiler, nsight_command, ranges, run_under_nsight
 
 
 @pytest.mark.parametrize("steps", [["--steps", "2:5"], ["--steps=2:5"], ["--train.profile-steps", "2", "5"]])
@@ -139,3 +139,27 @@ def test_who_runs_under_nsight(variables, expected, monkeypatch, tmp_path):
     with pytest.raises(Stop):
         train_main._job(*reversed(recipe_for("nsys", tmp_path)))
     assert bool(asked) is expected
+
+
+def test_ranges_of_a_gpu_are_listed_by_their_time_there():
+    """torch's profiler has two rows for a range, one of the host and one of the device."""
+    cpu, gpu = torch.autograd.DeviceType.CPU, torch.autograd.DeviceType.CUDA
+    rows = [
+        SimpleNamespace(key=key, count=count, cpu_time_total=host, device_time_total=device, device_type=kind)
+        for key, count, host, device, kind in (
+            ("fastmp.a", 3, 5000.0, 0.0, cpu),
+            ("fastmp.b", 2, 1000.0, 0.0, cpu),
+            ("aten::mm", 9, 9000.0, 0.0, cpu),
+            ("fastmp.a", 3, 0.0, 2000.0, gpu),
+            ("fastmp.b", 2, 0.0, 7000.0, gpu),
+        )
+    ]
+    assert ranges(SimpleNamespace(key_averages=lambda: rows)) == [
+        "  fastmp.b     2 x      1.000 ms      7.000 ms on the GPU",
+        "  fastmp.a     3 x      5.000 ms      2.000 ms on the GPU",
+    ]
+    on_host = SimpleNamespace(key_averages=lambda: rows[:3])
+    assert [line.split() for line in ranges(on_host)] == [
+        ["fastmp.a", "3", "x", "5.000", "ms"],
+        ["fastmp.b", "2", "x", "1.000", "ms"],
+    ]
