@@ -227,10 +227,12 @@ def test_wrong_bias():
 
 @pytest.mark.parametrize("num_cols", (1, 100, 128, 2048, 4096, 7168, 8192, 12288, 16384, 20000))
 @pytest.mark.parametrize("itemsize", (2, 4, 8))
+@pytest.mark.parametrize("centred", (False, True))
 @pytest.mark.parametrize("backward", (False, True))
-def test_block_shapes(num_cols, itemsize, backward):
-    shape = norm_triton.block_shape(num_cols, itemsize, backward=backward)
-    longest = {(2, True): 8192, (2, False): 16384, (4, False): 16384}.get((itemsize, backward), 4096)
+def test_block_shapes(num_cols, itemsize, centred, backward):
+    shape = norm_triton.block_shape(num_cols, itemsize, centred, backward=backward)
+    forward = 8192 if centred else 16384
+    longest = {(2, True): 8192, (2, False): forward, (4, False): forward}.get((itemsize, backward), 4096)
     assert (shape is None) == (num_cols > longest)
     if shape is None:
         return

@@ -60,11 +60,11 @@ def test_equals_reference(dtype, with_residual, centred, with_bias):
 @pytest.mark.parametrize("with_residual", (True, False), ids=("residual", "alone"))
 def test_rows_too_long_for_registers(monkeypatch, with_residual, centred, with_bias):
     """Several blocks of columns, of rows a program, and a last one of each cut short."""
-    monkeypatch.setattr(module, "block_shape", lambda num_cols, itemsize, backward: None)
+    monkeypatch.setattr(module, "block_shape", lambda *_, backward: None)
     monkeypatch.setattr(module, "WIDE_BLOCK", (1, 32, 4))
-    monkeypatch.setattr(module, "WIDE_BACKWARD_BLOCK", (4, 32, 4))
+    monkeypatch.setattr(module, "WIDE_BACKWARD_BLOCK", (2, 32, 4))
     monkeypatch.setattr(
-        module, "num_programs", lambda num_rows, block_m, num_warps: min(2, -(-num_rows // 4))
+        module, "num_programs", lambda num_rows, block_m, num_warps: min(2, -(-num_rows // 2))
     )
     for shape in ((19, 75), (2, 32), (5, 3)):
         _case(shape, torch.float32, centred, with_bias, with_residual)
@@ -72,7 +72,7 @@ def test_rows_too_long_for_registers(monkeypatch, with_residual, centred, with_b
 
 @FORMS
 def test_several_blocks_a_program(monkeypatch, centred, with_bias):
-    monkeypatch.setattr(module, "block_shape", lambda num_cols, itemsize, backward: (2, 32, 4))
+    monkeypatch.setattr(module, "block_shape", lambda *_, backward: (2, 32, 4))
     monkeypatch.setattr(module, "num_programs", lambda num_rows, block_m, num_warps: 3)
     _case((23, 19), torch.float32, centred, with_bias, True)
 

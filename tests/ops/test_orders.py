@@ -92,7 +92,7 @@ def test_wide_norms_read_their_sums_back(orders, monkeypatch):
     """Two programs, whose partial sums pass through memory from one block of rows to the next."""
     monkeypatch.setattr(norm_triton, "num_programs", lambda *_: 2)
     columns = 4100
-    assert norm_triton.block_shape(columns, 4, backward=True) is None
+    assert norm_triton.block_shape(columns, 4, False, backward=True) is None
     x, grad = torch.randn(2, 9, columns, generator=torch.Generator().manual_seed(0))
     weight = torch.linspace(0.5, 1.5, columns)
     _, _, stats = norm_triton.launch(False, x, None, weight, None, 1e-5)
