@@ -17,7 +17,7 @@ import psutil
 import pytest
 import yaml
 
-from fastmp.apps import launch
+from fastmp.apps import launch_main
 from fastmp.config.recipe import parse_arguments
 from fastmp.plan.layout import check_layout
 from fastmp.training.data.corpus import build
@@ -293,7 +293,7 @@ def test_the_commands_in_these_files_are_ones_that_fastmp_takes(monkeypatch):
             "PET_NNODES", "2:2"
         )  # what the operator sets; SkyPilot's file has an option for it
         assert words[:2] == ["fastmp", "launch"]
-        args = launch._read_options(words[2:])
+        args = launch_main._read_options(words[2:])
         assert args.rdzv_backend != "loopback" and args.training_script_args[0] == "train"
         recipe = parse_arguments(args.training_script_args[1:])
         assert recipe.checkpoint.resume == "auto" and check_layout(recipe, 16) is None

@@ -36,11 +36,11 @@ def _parser() -> Parser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     def command(name: str, run: Callable[[Namespace], int], summary: str, more: str = "") -> Any:
-        made = commands.add_parser(name, help=summary, description=f"{summary}. {more}")
+        made = commands.add_parser(name, help=summary, description=f"{_sentence(summary)} {more}")
         made.set_defaults(run=run)
         return made
 
-    made = command("verify", verify_command, "check every byte of checkpoints", "Status 1 if one is damaged")
+    made = command("verify", verify_command, "check every byte of checkpoints", "Status 1 if one is damaged.")
     made.add_argument(
         "paths", nargs="+", metavar="PATH", help="a checkpoint, or a run for all of its checkpoints"
     )
@@ -53,7 +53,7 @@ def _parser() -> Parser:
         "reshard",
         reshard_command,
         "rewrite a checkpoint with unsharded tensors in a few files",
-        "Not needed for training, which loads a checkpoint of any parallel layout",
+        "Not needed for training, which loads a checkpoint of any parallel layout.",
     )
     made.add_argument("path", metavar="PATH", help=one)
     made.add_argument("out", metavar="OUT", help="a directory of checkpoints, in which it becomes the latest")
@@ -63,11 +63,15 @@ def _parser() -> Parser:
     made.add_argument(
         "--weights", action="store_true", help="write weights only, without optimizer and random states"
     )
-    made = command("diff", diff_command, "compare two checkpoints", "Status 1 if they differ")
+    made = command("diff", diff_command, "compare two checkpoints", "Status 1 if they differ.")
     made.add_argument("first", metavar="PATH", help=one)
     made.add_argument("second", metavar="OTHER", help="another checkpoint")
     made.add_argument("--random", action="store_true", help="also compare the random states of ranks")
     return parser
+
+
+def _sentence(summary: str) -> str:
+    return f"{summary[0].upper()}{summary[1:]}."
 
 
 def verify_command(options: Namespace) -> int:

@@ -8,27 +8,43 @@ from contextlib import nullcontext
 
 import fastmp
 from fastmp.apps.signals import ended_by_signals
-from fastmp.config.command_line import run_command
+from fastmp.config.command_line import TOML, run_command
 
 COMMANDS = {
-    "train": ("fastmp.apps.train", "train a model from a recipe; on several ranks: fastmp launch train"),
-    "generate": ("fastmp.apps.generate", "continue prompts with a trained model, of any layout"),
+    "train": ("fastmp.apps.train", "train a model from a recipe; on several GPUs: fastmp launch train"),
+    "generate": ("fastmp.apps.generate", "continue prompts with a trained model"),
     "eval": ("fastmp.apps.evaluate", "evaluate a model on WikiText, LAMBADA or held-out text"),
-    "finetune": ("fastmp.apps.finetune", "fine-tune a BERT for MNLI, QQP, SQuAD or RACE, over several seeds"),
-    "launch": ("fastmp.apps.launch", "start ranks: torchrun and its options, with one rank a GPU by default"),
-    "data": ("fastmp.apps.data", "turn text into token files"),
+    "finetune": ("fastmp.apps.finetune", "fine-tune a BERT on MNLI, QQP, SQuAD or RACE, with several seeds"),
+    "launch": ("fastmp.apps.launch", "start several processes with torchrun, by default one for each GPU"),
+    "data": ("fastmp.apps.data", "tokenize text into token files; inspect, blend and compare them"),
     "warm": (
         "fastmp.apps.warm",
-        "compile a recipe's kernels before training, for a GPU that may be elsewhere",
+        "compile the Triton kernels of a recipe ahead of time; needs no GPU",
     ),
     "checkpoint": ("fastmp.apps.checkpoint", "verify, inspect, reshard and compare checkpoints"),
-    "hf": ("fastmp.apps.hf", "weights of transformers models in and out"),
+    "hf": ("fastmp.apps.hf", "convert weights from and to Hugging Face models"),
     "plan": (
         "fastmp.apps.plan",
-        "what a layout means before it runs: groups, memory, traffic, schedules, graphs",
+        "estimate memory, step time and communication of a recipe, without a GPU",
     ),
-    "hang": ("fastmp.apps.hang", "why a job stood still or lost a rank, from what it left in its directory"),
-    "doctor": ("fastmp.apps.doctor", "versions, devices, and which implementation serves each op"),
+    "hang": ("fastmp.apps.hang", "explain why a job hung or lost a rank, from the files in its directory"),
+    "doctor": (
+        "fastmp.apps.doctor",
+        "print versions, devices and the implementation of each op; test the ops",
+    ),
+}
+
+SYNONYMS = {
+    TOML: "train",
+    **dict.fromkeys(("pretrain", "run", "fit"), "train"),
+    **dict.fromkeys(("evaluate", "test", "validate"), "eval"),
+    **dict.fromkeys(("sample", "inference", "infer", "chat", "complete"), "generate"),
+    **dict.fromkeys(("convert", "import", "export"), "hf"),
+    **dict.fromkeys(("torchrun", "mpirun", "start"), "launch"),
+    **dict.fromkeys(("compile", "precompile"), "warm"),
+    **dict.fromkeys(("preprocess", "tokenize", "prepare"), "data"),
+    **dict.fromkeys(("estimate", "memory"), "plan"),
+    **dict.fromkeys(("info", "env", "check", "version"), "doctor"),
 }
 
 
@@ -40,7 +56,7 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     try:
         with ended_by_signals() if arguments[:1] in (["train"], ["launch"]) else nullcontext():
-            status = run_command("fastmp", COMMANDS, arguments)
+            status = run_command("fastmp", COMMANDS, arguments, SYNONYMS)
         sys.stdout.flush()
         return status
     except KeyboardInterrupt:

@@ -11,7 +11,7 @@ from fastmp.config.data_files import NGRAM
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the subcommands of `fastmp data`."""
     commands = parser.add_subparsers(dest="command", required=True)
-    make = commands.add_parser("build", help="turn text files into token files")
+    make = commands.add_parser("build", help="tokenize text files into token files")
     make.add_argument(
         "--input", nargs="+", required=True, metavar="PATTERN", help="'docs/**/*.md', or pydoc, stdlib"
     )
@@ -48,12 +48,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="leave out documents that share a tenth of their 8-grams of words with these files",
     )
     for name, summary in (
-        ("stats", "what a directory holds"),
-        ("check", "compare all checksums, then stats"),
+        ("stats", "describe the token files of a directory"),
+        ("check", "verify all checksums, then stats"),
     ):
         commands.add_parser(name, help=summary).add_argument("dir", help="or the prefix of Megatron's files")
 
-    share = commands.add_parser("overlap", help="the share of A's n-grams of words that occur in B")
+    share = commands.add_parser(
+        "overlap", help="report the share of A's word n-grams found in B [contamination]"
+    )
     share.add_argument("--ngram", type=int, default=NGRAM, metavar="N", help=f"words of an n-gram ({NGRAM})")
     share.add_argument("--tokenizer", default="byte", help="that of Megatron's files (byte)")
     share.add_argument("--json", action="store_true", help="print the numbers, as JSON")
@@ -61,9 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "a", metavar="A", help="file pattern, directory of token files, or prefix of Megatron's"
     )
     share.add_argument("b", metavar="B", help="the same, of what A is looked up in")
-    mix = commands.add_parser(
-        "blend", help="how samples of several sources alternate, and how often each is read"
-    )
+    mix = commands.add_parser("blend", help="report the mixture of several sources, and the epochs of each")
     mix.add_argument("blend", nargs="+", metavar="'WEIGHT PATH'", help="as data.blend of a recipe has them")
     mix.add_argument("--tokens", type=float, metavar="N", help="tokens of the run (those of all sources)")
     mix.add_argument("--seq-len", type=int, default=4096, metavar="N", help="tokens of a sample (4096)")

@@ -175,8 +175,13 @@ def _print(title: str, lines: Sequence[str]) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     """Print the report; with --check run every op against float64 on every device and exit 1 on an error."""
-    parser = Parser(prog="fastmp doctor", description=__doc__.partition("\n")[0])
-    parser.add_argument("--check", action="store_true", help="run every op against float64 here")
+    parser = Parser(
+        prog="fastmp doctor",
+        description="Print versions, devices and the implementation of each op; with "
+        "--check, also test the accuracy of the ops on this machine (status 1 if one is wrong)."
+        "\n\n  fastmp doctor --check",
+    )
+    parser.add_argument("--check", action="store_true", help="compare every op with a float64 reference")
     options = parser.parse_args(argv)
 
     import torch
@@ -190,7 +195,7 @@ def main(argv: list[str] | None = None) -> int:
     _print("devices", _devices(build.get("archs", [])))
     for device in ("cpu", "cuda"):
         _print(f"ops on {device}", _serving({name: served[device] for name, served in backends().items()}))
-    _print("experts' products in one launch (grouped) or one after another (loop)", _grouped())
+    _print("grouped GEMMs of experts: one launch (grouped) or one GEMM after another (loop)", _grouped())
     _print("attention", _attention())
     if not options.check:
         return 0

@@ -17,7 +17,8 @@ from fastmp.apps.finetuning.results import FinetuneResult, check_same, write_res
 from fastmp.apps.first_rank import let_rank0_report_first, only_rank0_prints
 from fastmp.config import Environment, GPTConfig
 from fastmp.config.command_line import Parser
-from fastmp.config.recipe import add_options, given_options
+from fastmp.config.option_names import SYNONYMS
+from fastmp.config.recipe import add_options, add_recipe_option, given_options, parse_with_recipe
 from fastmp.plan.layout import check_layout, make_grid
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run `fastmp finetune` with the arguments `argv`; return the exit status."""
     with only_rank0_prints():
         parser = _parser()
-        options = parser.parse_args(list(argv or []))
+        options = parse_with_recipe(parser, list(argv or []))
         try:
             recipe = load_finetune(options.task, options.recipe, given_options(options))
         except ValueError as error:
@@ -52,17 +53,20 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> Parser:
     parser = Parser(
         prog="fastmp finetune",
-        usage="fastmp finetune TASK --data DIR [--recipe FILE] [--init-from PATH] [--grid] [options]",
+        usage="fastmp finetune TASK [FILE] --data DIR [--init-from PATH] [--grid] [options]",
+        synonyms=SYNONYMS,
         description="Fine-tune a BERT for a task with several seeds, and report the median score on the "
         "development set. Run the same command again to resume an interrupted job. On several ranks: fastmp "
-        "launch -n N finetune ...",
+        "launch -n N finetune ...\n\n  fastmp finetune mnli configs/finetune/mnli.toml --data "
+        "glue/MNLI --init-from runs/bert",
     )
     parser.add_argument("task", metavar="TASK", choices=tuple(TASKS), help=", ".join(TASKS))
-    parser.add_argument("--recipe", metavar="FILE", help="TOML file, as in configs/finetune/")
+    add_recipe_option(parser)
     parser.add_argument(
         "--grid", action="store_true", help="run all batch sizes and learning rates of the paper's Table 6"
     )
-    add_options(parser, FinetuneRecipe)
+    titles = ("fine-tuning", "parallelism", "optimizer and precision")
+    add_options(parser, FinetuneRecipe, titles)
     return parser
 
 

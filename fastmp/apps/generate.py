@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from fastmp.apps.first_rank import only_rank0_prints
 from fastmp.config.command_line import Parser, number
+from fastmp.config.options import DTYPES, dtype_name
 
 if TYPE_CHECKING:
     from fastmp.apps.generation.batched import Generated
@@ -81,7 +82,7 @@ def add_model_options(parser: Parser, of_dtype: str) -> None:
         help="byte, a tokenizer.json, or its directory (the tokenizer of the run or of the model)",
     )  # fmt: skip
     add(
-        "--dtype", choices=("auto", "float32", "bfloat16", "float16"), default="auto",
+        "--dtype", choices=DTYPES, type=dtype_name, default="auto",
         help=f"{of_dtype}; auto: bfloat16 on a GPU, float32 on a CPU",
     )  # fmt: skip
     for axis, what in (("tp", "tensor"), ("pp", "pipeline"), ("ep", "expert")):

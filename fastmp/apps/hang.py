@@ -70,13 +70,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run `fastmp hang` with the arguments `argv`; return 1 if there is nothing to report, else 0."""
     parser = Parser(
         prog="fastmp hang",
-        description="Print why a job stood still or lost a rank: which one, where it was, who waited.",
+        description="Explain why a job hung or lost a rank: which rank, in which call, who waited.",
     )
-    parser.add_argument("directory", metavar="DIR", type=Path, help="directory of the run, as runs/gpt")
+    parser.add_argument("directory", metavar="DIR", type=Path, help="directory of the run, such as runs/gpt")
     options = parser.parse_args(argv)
     try:
         said = explain(options.directory)
     except ValueError as error:
         parser.error(str(error))
-    print(said or f"nothing in {options.directory}: no job of several ranks has stood still there")
+    print(said or f"nothing in {options.directory}: no job of several ranks has hung there")
     return 0 if said else 1

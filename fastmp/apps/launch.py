@@ -1,128 +1,47 @@
-"""`fastmp launch`: torchrun with defaults for training, and without its tracebacks.
-
-Without options it starts one rank a GPU of this machine. They meet at the loopback address, and each restart
-gets a new store: torchrun's own is open to the network, and keeps what dead ranks have left in it.
-"""
+"""`fastmp launch`: print the help before torch is imported."""
 
 from __future__ import annotations
 
-import os
-import socket
-import sys
-from argparse import SUPPRESS, Namespace
+from argparse import REMAINDER
 from collections.abc import Sequence
-from traceback import walk_tb
 
-import torch
-from torch.distributed import TCPStore
-from torch.distributed.elastic.multiprocessing.api import SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.elastic.rendezvous import (
-    RendezvousError,
-    RendezvousInfo,
-    RendezvousParameters,
-    RendezvousStoreInfo,
-    rendezvous_handler_registry,
-)
-from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
-from torch.distributed.run import determine_local_world_size, get_args_parser, run
-
-from fastmp.config import Environment, set_default_variables
-from fastmp.distributed.runtime import LOOPBACK, loopback_listener
-
-__all__ = ["main"]
-
-SAVE_SECONDS = 120  # in which ranks that are told to stop may save, before they are killed
-
-
-class _Loopback(StaticTCPRendezvous):
-    """The rendezvous of one machine with itself: a new store on the loopback address for every attempt."""
-
-    def __init__(self, params: RendezvousParameters) -> None:
-        super().__init__(LOOPBACK, 0, 0, 1, params.run_id, 0)
-
-    def get_backend(self) -> str:
-        return "loopback"
-
-    def next_rendezvous(self) -> RendezvousInfo:
-        listener = loopback_listener()
-        port = listener.getsockname()[1]
-        self._store = TCPStore(
-            LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
-        )
-        return RendezvousInfo(self._store, 0, 1, RendezvousStoreInfo(LOOPBACK, port))
+from fastmp.config.command_line import Parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Start ranks with torchrun's options `argv`; return the exit status of the first rank that failed.
+    """Run `fastmp launch` with the arguments `argv`; return the exit status."""
+    arguments = list(argv or [])
+    if arguments[:1] in (["-h"], ["--help"]):
+        _parser().print_help()
+        return 0
+    from fastmp.apps.launch_main import main as launch  # imports torch
 
-    A signal, SIGUSR1 too, is passed on to the ranks, which have two minutes to save. The status is then 0
-    where all of them end with 0, else 128 and the signal's number, as in shells. 2: wrong options.
-    """
-    try:
-        run(_read_options(list(argv or [])))
-    except SignalException as error:
-        return 0 if _all_ended_well(error) else 128 + int(error.sigval)
-    except ChildFailedError as error:
-        rank, failure = error.get_first_failure()
-        print(f"fastmp launch: rank {rank} ended first, with status {failure.exitcode}", file=sys.stderr)
-        return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
-    except (ValueError, AssertionError, RendezvousError) as error:  # torchrun asserts what its options are
-        print(f"fastmp launch: {error}", file=sys.stderr)
-        return 1 if isinstance(error, RendezvousError) else 2
-    return 0
+    return launch(arguments)
 
 
-def _all_ended_well(error: SignalException) -> bool:
-    """Return True if torchrun's agent saw all ranks of this machine exit with 0 after the signal."""
-    for frame, _ in walk_tb(error.__traceback__):
-        ranks = getattr(getattr(frame.f_locals.get("agent"), "_pcontext", None), "subprocess_handlers", {})
-        if ranks:
-            return all(rank.proc.returncode == 0 for rank in ranks.values())
-    return False
-
-
-def _read_options(argv: list[str]) -> Namespace:
-    """Return torchrun's options, with fastmp's defaults unless `argv` or torchrun's variables (PET_*) set
-    them.
-    """
-    parser = get_args_parser()
-    parser.prog = "fastmp launch"
-    parser.description = (
-        "Start ranks by torchrun: one a GPU of this machine unless told otherwise. PROGRAM is a script, -m "
-        "and a module, or train, finetune, generate or eval: fastmp launch -n 4 train --recipe FILE"
+def _parser() -> Parser:
+    """Return a parser with the most used of torchrun's options, for the help only."""
+    parser = Parser(
+        prog="fastmp launch",
+        usage="fastmp launch [-n N] [options] PROGRAM [arguments]",
+        description="Start N processes of a program with torchrun, by default one for each GPU of this "
+        "machine. The exit status is that of the first rank that failed.\n\n"
+        "  fastmp launch -n 2 train configs/moe-small.toml --tp 2 --ep 2\n"
+        "  fastmp launch -n 8 script.py --its-option 1\n"
+        "  fastmp launch --nnodes 2 --node-rank 0 --master-addr HOST --master-port 29500 train FILE",
+        epilog="All other options of torchrun are accepted as well: torchrun --help",
     )
-    same = "same as --nproc-per-node"
-    parser.add_argument("-n", dest="nproc_per_node", metavar="N", default=SUPPRESS, help=same)
-    if not Environment.read().ranks_per_machine:
-        parser.set_defaults(nproc_per_node=None)
-    if signals := parser.get_default("signals_to_handle"):  # not every torch asks
-        parser.set_defaults(signals_to_handle=f"{signals},SIGUSR1")
-    args = parser.parse_args(argv)
-    programs = ("train", "finetune", "generate", "eval")
-    if args.training_script in programs and not (args.module or args.no_python):
-        args.training_script_args = [args.training_script, *args.training_script_args]
-        args.module, args.training_script = True, "fastmp"
-    if args.nproc_per_node is None:
-        args.nproc_per_node = str(torch.cuda.device_count() or 1)
-        if not torch.cuda.device_count():
-            print("fastmp launch: one rank, for want of a GPU; -n N starts N", file=sys.stderr)
-    ranks = determine_local_world_size(args.nproc_per_node)
-    threads = max(1, len(os.sched_getaffinity(0)) // ranks)
-    set_default_variables(OMP_NUM_THREADS=str(threads), TORCH_ELASTIC_SHUTDOWN_TIMEOUT=str(SAVE_SECONDS))
-    options = ("rdzv_backend", "rdzv_endpoint", "node_rank", "master_addr", "master_port")
-    if args.standalone or (
-        args.nnodes in ("1", "1:1")
-        and all(getattr(args, name) == parser.get_default(name) for name in options)
-    ):
-        _stay_on_this_machine(args)
-    return args
-
-
-def _stay_on_this_machine(args: Namespace) -> None:
-    """Let the ranks meet, and gloo's connections be, on the loopback interface."""
-    rendezvous_handler_registry.register("loopback", _Loopback)
-    args.standalone, args.rdzv_backend = False, "loopback"
-    args.rdzv_endpoint = LOOPBACK
-    if "lo" in (name for _, name in socket.if_nameindex()):
-        set_default_variables(GLOO_SOCKET_IFNAME="lo")
+    add = parser.add_argument
+    add("program", metavar="PROGRAM", help="train, finetune, generate, eval, or a script")
+    add("arguments", metavar="arguments", nargs=REMAINDER, help="options of the program")
+    add("-n", "--nproc-per-node", metavar="N", help="processes on this machine (one for each GPU; else 1)")
+    add("-m", "--module", action="store_true", help="PROGRAM is a Python module")
+    add("--nnodes", metavar="N", help="machines, or MIN:MAX of them in an elastic job (1)")
+    add("--node-rank", metavar="N", help="number of this machine, from 0 (0)")
+    add("--master-addr", metavar="HOST", help="address of machine 0")
+    add("--master-port", metavar="PORT", help="free port of machine 0")
+    add("--rdzv-backend", metavar="NAME", help="c10d for elastic jobs, with --rdzv-endpoint [rendezvous]")
+    add("--rdzv-endpoint", metavar="HOST:PORT", help="where the machines of an elastic job meet")
+    text = "restarts after a rank has failed; training resumes from its latest checkpoint (0)"
+    add("--max-restarts", metavar="N", help=text)
+    return parser

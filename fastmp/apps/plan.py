@@ -4,30 +4,37 @@ from __future__ import annotations
 
 import sys
 
-from fastmp.config.command_line import run_command
+from fastmp.config.command_line import TOML, run_command
 
 COMMANDS = {
     "recipe": (
         "fastmp.plan.resources",
-        "whether a recipe fits a number of ranks; what each holds, computes, sends",
+        "check a recipe against a number of ranks: memory, FLOPs and traffic of each",
     ),
-    "graphs": ("fastmp.plan.graphs", "which CUDA graphs and static buffers each pipeline rank would have"),
-    "groups": ("fastmp.plan.rank_groups", "which ranks form which groups"),
+    "graphs": ("fastmp.plan.graphs", "list the CUDA graphs and static buffers of each pipeline rank"),
+    "groups": ("fastmp.plan.rank_groups", "list the ranks of each process group"),
     "optimizer": (
         "fastmp.plan.buffer_layout",
-        "where parameters lie in flat buffers and buckets, and what a rank owns of them",
+        "show parameters in flat buffers and buckets, and the shard of a rank [ZeRO-1]",
     ),
     "time": (
         "fastmp.plan.time",
-        "how long a step would take on named GPUs, and where the time goes: estimates",
+        "estimate the time of a step on named GPUs, by phase and by kernel",
     ),
     "schedule": (
         "fastmp.plan.schedule_report",
-        "the order of steps on each pipeline rank, and the bubble",
+        "show the order of steps on each pipeline rank, and the bubble",
     ),
+}
+
+SYNONYMS = {
+    TOML: "recipe",
+    **dict.fromkeys(("memory", "layout", "flops", "traffic", "check"), "recipe"),
+    **dict.fromkeys(("speed", "throughput", "mfu", "step-time"), "time"),
+    **dict.fromkeys(("pipeline", "bubble"), "schedule"),
 }
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run one of COMMANDS; return its exit status."""
-    return run_command("fastmp plan", COMMANDS, sys.argv[1:] if argv is None else argv)
+    return run_command("fastmp plan", COMMANDS, sys.argv[1:] if argv is None else argv, SYNONYMS)

@@ -38,7 +38,7 @@ from fastmp.distributed.rng import RngTracker
 from fastmp.distributed.runtime import Runtime, init, main_guard
 from fastmp.hf.weight_io import check_family, export_weights
 from fastmp.nn.gpt import flops_per_token, num_parameters
-from fastmp.plan.layout import check_layout, make_grid, problems
+from fastmp.plan.layout import check_layout, make_grid
 from fastmp.training.checkpoint.checkpointer import Loaded
 from fastmp.training.checkpoint.model_weights import load_weights
 from fastmp.training.data.blend import BlendedDataset, open_dataset
@@ -311,17 +311,6 @@ def _next_logits(trainer: Trainer) -> Callable[[Tensor, int], Tensor]:
 
 def make_groups(recipe: Recipe, runtime: Runtime) -> ParallelGroups:
     """Return the process groups of `recipe`. Raises ValueError if its layout does not fit the world size."""
-    layout = recipe.parallel
-    for name in ("tp", "cp", "pp", "ep", "etp"):
-        size = getattr(layout, name)
-        if runtime.world_size == 1 and size is not None and size > 1:
-            dense, experts = layout.tp * layout.cp, layout.ep * (layout.etp or layout.tp)
-            ranks = layout.pp * math.lcm(dense, experts)
-            others = "".join(f"\n  {problem}" for problem in problems(recipe, ranks))
-            raise ValueError(
-                f"parallel.{name} is {size}, but world_size is 1; start the ranks with "
-                f"fastmp launch -n {ranks} train{others}"
-            )
     check_layout(recipe, runtime.world_size)
     return ParallelGroups.create(make_grid(recipe, runtime.world_size))
 

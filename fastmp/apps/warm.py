@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 import sys
 from collections.abc import Sequence
 
-from fastmp.config import Recipe
 from fastmp.config.command_line import Parser
+from fastmp.config.option_names import SYNONYMS
 from fastmp.config.recipe import add_options
+from fastmp.plan.layout import fewest_ranks
 from fastmp.plan.resources import fitting_recipe
 
 
@@ -17,13 +17,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = Parser(
         prog="fastmp warm",
         usage="fastmp warm FILE [--arch CC] [options]",
-        description="Compile a recipe's kernels into Triton's cache, as training does before its first step.",
+        description="Compile a recipe's kernels into Triton's cache, as before a first step.\n\n"
+        "  fastmp warm configs/moe-small.toml --arch 90 --tp 2 --ep 2",
+        synonyms=SYNONYMS,
     )
     parser.add_argument("file", metavar="FILE", help="TOML file of the run, as in configs/")
-    parser.add_argument("--arch", type=int, metavar="CC", help="compute capability, 90 for 9.0 (this GPU's)")
+    parser.add_argument(
+        "--arch",
+        type=int,
+        metavar="CC",
+        help="80 (A100), 90 (H100), 100 (B200) (that of this GPU)",
+    )
     parser.add_argument("--world-size", type=int, metavar="N", help="number of ranks (the fewest that fit)")
-    parser.add_argument("--processes", type=int, metavar="N", help="compile at a time (one for each core)")
-    add_options(parser)
+    parser.add_argument("--processes", type=int, metavar="N", help="compiler processes (one for each core)")
+    add_options(parser, first=("data", "parallelism", "optimizer and precision"))
     options = parser.parse_args(list(argv or []))
     recipe = fitting_recipe(parser.prog, options)
     if recipe is None:
@@ -36,12 +43,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         count = warm_up_recipe(recipe, ranks, arch, processes=options.processes, progress=progress_line())
     except ValueError as error:
         print(f"{parser.prog}: {error}", file=sys.stderr)
-        return 1
+        return 2
     print(f"{count} kernels for compute capability {arch / 10} are in Triton's cache")
     return 0
-
-
-def fewest_ranks(recipe: Recipe) -> int:
-    """Return the smallest world size that `recipe` fits; more ranks are replicas with the same kernels."""
-    layout = recipe.parallel
-    return layout.pp * math.lcm(layout.tp * layout.cp, layout.ep * (layout.etp or layout.tp))

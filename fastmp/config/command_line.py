@@ -4,18 +4,30 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import shlex
 import sys
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
+from itertools import pairwise
 from typing import Any, NoReturn
 
+TOML = "*.toml"  # stands for a recipe in the place of a command
 
-def run_command(prog: str, commands: Mapping[str, tuple[str, str]], arguments: Sequence[str]) -> int:
+
+def run_command(
+    prog: str,
+    commands: Mapping[str, tuple[str, str]],
+    arguments: Sequence[str],
+    synonyms: Mapping[str, str] | None = None,
+) -> int:
     """Import the module of the command `arguments[0]` and call its `main` with the rest; return the exit
     status.
 
     `commands` maps a name to its module, which is imported only then, and to a summary. The list of commands
-    is printed on request (status 0), and on stderr where the name is wrong or missing (status 2).
+    is printed on request (status 0), and on stderr where the name is missing or resembles none (status 2).
+    A name that resembles one is a line with the user's own command, mended. `synonyms` maps names of other
+    programs to commands, and `TOML` to the command that takes a recipe.
     """
     width = max(map(len, commands))
     listing = [f"  {name:<{width}}  {summary}" for name, (_, summary) in commands.items()]
@@ -25,13 +37,28 @@ def run_command(prog: str, commands: Mapping[str, tuple[str, str]], arguments: S
         print(usage)
         return 0
     if name not in commands:
-        said = (
-            f"there is no command {name!r}{did_you_mean(name, commands)}" if name else "a command is missing"
-        )
+        said = f"there is no command {name!r}" if name else "a command is missing"
+        if mended := _mended(name, commands, synonyms or {}):
+            print(
+                f"{prog}: {said}; did you mean: {shlex.join([*prog.split(), *mended, *rest])}",
+                file=sys.stderr,
+            )
+            return 2
+        if name.startswith("-"):
+            said = f"a command is missing before {name}"
         print(f"{prog}: {said}\n\n{usage}", file=sys.stderr)
         return 2
     status: int = import_module(commands[name][0]).main(rest)
     return status
+
+
+def _mended(name: str, commands: Mapping[str, Any], synonyms: Mapping[str, str]) -> list[str]:
+    """Return the words to put in the place of an unknown command `name`; none if it resembles nothing."""
+    if name.endswith(".toml"):
+        return [synonyms[TOML], name] if TOML in synonyms else []
+    if name in synonyms:
+        return [synonyms[name]]
+    return difflib.get_close_matches(name, commands, n=1)
 
 
 def exit_status(prog: str, work: Callable[[], int | None]) -> int:
@@ -74,6 +101,18 @@ class _Formatter(argparse.HelpFormatter):
     def __init__(self, prog: str) -> None:
         super().__init__(prog, max_help_position=34)
 
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        """Wrap paragraphs; the lines of one that begins with a space are left as they are."""
+        fill = super()._fill_text
+        return "\n\n".join(
+            paragraph if paragraph.startswith(" ") else fill(paragraph, width, indent)
+            for paragraph in text.split("\n\n")
+        )
+
+    def _split_lines(self, text: str, width: int) -> list[str]:
+        """Wrap the help of an option, and leave the names of options whole."""
+        return textwrap.wrap(" ".join(text.split()), width, break_on_hyphens=False)
+
     def _format_action_invocation(self, action: argparse.Action) -> str:
         if not action.option_strings or action.nargs == 0:
             return super()._format_action_invocation(action)
@@ -81,16 +120,60 @@ class _Formatter(argparse.HelpFormatter):
         return f"{', '.join(action.option_strings)} {value}"
 
 
-class Parser(argparse.ArgumentParser):
-    """argparse parser with one-line errors and suggestions; `--a_b` is accepted for `--a-b`."""
+class _HelpAll(argparse.Action):
+    """`--help-all`: print the help of every option."""
 
-    def __init__(self, **options: Any) -> None:
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        parser.first = {}
+        parser.print_help()
+        parser.exit()
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse parser with one-line errors and suggestions; `--a_b` is accepted for `--a-b`.
+
+    synonyms: what to type for an option of another program, {"--train-iters": "--steps"}.
+    """
+
+    def __init__(self, *, synonyms: Mapping[str, str] | None = None, **options: Any) -> None:
         super().__init__(allow_abbrev=False, formatter_class=_Formatter, **options)
+        self.synonyms = synonyms or {}
+        self.first: Mapping[str, Sequence[str]] = {}
+
+    def show_first(self, first: Mapping[str, Sequence[str]]) -> None:
+        """Limit --help to the options so far and those with the destinations `first`, by title.
+
+        --help-all, which this adds, prints every option.
+        """
+        self.first = first
+        text = "show every option, by the table of the recipe it belongs to"
+        self.add_argument("--help-all", action=_HelpAll, nargs=0, help=text)
+
+    def format_help(self) -> str:
+        if not self.first:
+            return super().format_help()
+        formatter = self._get_formatter()
+        formatter.add_usage(self.usage, self._actions, self._mutually_exclusive_groups)
+        formatter.add_text(self.description)
+        by_dest = {action.dest: action for action in reversed(self._actions)}
+        own = [action for action in self._actions if "." not in action.dest]
+        sections = {"arguments": own}
+        sections |= {
+            title: [by_dest[dest] for dest in dests if dest in by_dest] for title, dests in self.first.items()
+        }
+        for title, actions in sections.items():
+            formatter.start_section(title)
+            formatter.add_arguments(actions)
+            formatter.end_section()
+        formatter.add_text(self.epilog)
+        return formatter.format_help()
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         arguments = list(sys.argv[1:] if args is None else args)
         if self._subparsers is None:  # else the options are those of the command
             arguments = [self._known(argument) for argument in arguments]
+            for name, value in pairwise(arguments):
+                self._check_switch(name, value)
         return super().parse_known_args(arguments, namespace)
 
     def _known(self, argument: str) -> str:
@@ -99,9 +182,35 @@ class Parser(argparse.ArgumentParser):
             return argument
         name = name.replace("_", "-")
         if name not in self._option_string_actions:
-            self.error(f"there is no option {name}{did_you_mean(name, self._option_string_actions)}")
+            meant = f"; did you mean {self.synonyms[name]}?" if name in self.synonyms else ""
+            self.error(f"there is no option {name}{meant or did_you_mean(name, self._option_string_actions)}")
+        if equals:
+            self._check_switch(name, value)
         return name + equals + value
+
+    def _check_switch(self, name: str, value: str) -> None:
+        """Raise SystemExit for `--switch true`: an option without a value."""
+        action = self._option_string_actions.get(name)
+        if action is None or action.nargs != 0 or value.lower() not in _ANSWERS:
+            return
+        off = next(
+            (
+                other.option_strings[0]
+                for other in self._actions
+                if other.dest == action.dest and other.const is False
+            ),
+            "",
+        )
+        disable = f"write {off} instead" if off else f"leave {name} out"
+        meant = f"leave {value!r} out" if _ANSWERS[value.lower()] else disable
+        self.error(f"{name} takes no value: {meant}")
 
     def error(self, message: str) -> NoReturn:
         print(f"{self.prog}: {message}", file=sys.stderr)
         raise SystemExit(2)
+
+
+_ANSWERS = {
+    **dict.fromkeys(("true", "on", "yes", "1"), True),
+    **dict.fromkeys(("false", "off", "no", "0"), False),
+}

@@ -34,38 +34,55 @@ class MoEConfig(Checked):
     their formulas, and how coefficients of other libraries convert.
     """
 
-    num_experts: int = option(8, "experts of a layer")
-    top_k: int = option(2, "experts that a token goes to")
-    expert_ffn_hidden_size: int = option(512, "hidden units of an expert")
-    score: str = option("softmax", "function that turns logits into scores", ("softmax", "sigmoid"))
-    pre_softmax: bool = option(True, "take the softmax over all experts; else over the chosen ones")
+    num_experts: int = option(8, "routed experts of a layer")
+    top_k: int = option(2, "experts a token is routed to [router top-k]")
+    expert_ffn_hidden_size: int = option(512, "FFN hidden size of an expert")
+    score: str = option(
+        "softmax", "function from router logits to scores [router score function]", ("softmax", "sigmoid")
+    )
+    pre_softmax: bool = option(
+        True, "softmax over all experts, before top-k; disabled: over the chosen experts, after top-k"
+    )
     normalize_topk: bool = option(False, "divide the scores of the chosen experts by their sum")
-    routed_scale: float = option(1.0, "factor of the scores of the chosen experts")
-    num_groups: int = option(1, "equal groups of experts, of which a token may choose group_topk")
-    group_topk: int = option(1, "groups among whose experts a token chooses")
+    routed_scale: float = option(
+        1.0, "factor on the scores of the chosen experts [router top-k scaling factor]"
+    )
+    num_groups: int = option(1, "expert groups of equal size [group-limited routing]; 1: no groups")
+    group_topk: int = option(1, "groups a token may choose experts from")
     group_score: str = option(
         "deepseek",
-        "what a group is as good as: its best expert under softmax, its two best together under sigmoid "
-        "(deepseek), or its top_k / group_topk best together (megatron)",
+        "score of a group: deepseek = its best expert under softmax, the sum of its two best "
+        "under sigmoid; megatron = the sum of its top_k / group_topk best",
         ("deepseek", "megatron"),
     )
-    expert_bias: bool = option(False, "add a bias that moves the choice, not the scores, to idle experts")
+    expert_bias: bool = option(
+        False,
+        "add a bias to the scores for the choice of experts only, updated towards equal loads "
+        "[aux-loss-free load balancing]",
+    )
     bias_update_rate: float = option(1e-3, "change of that bias in a step")
-    aux_loss: float = option(0.0, "load-balancing loss of the Switch Transformer")
+    aux_loss: float = option(0.0, "coefficient of the load-balancing loss of Switch Transformer; 0: none")
     aux_loss_group: str = option(
         "tp_cp_dp",
-        "ranks whose tokens of a microbatch aux_loss counts together: all of a pipeline stage (tp_cp_dp), or "
-        "those of one data-parallel replica (tp_cp, as Megatron's aux_loss), which wait for no other replica",
+        "ranks over which aux_loss counts the tokens of a microbatch: tp_cp_dp = all ranks of a "
+        "pipeline stage; tp_cp = one data-parallel replica (Megatron's aux_loss), without waiting"
+        " for other replicas",
         ("tp_cp_dp", "tp_cp"),
     )
-    sequence_aux_loss: float = option(0.0, "load-balancing loss of each sequence")
-    z_loss: float = option(0.0, "mean squared log-sum-exp of the router's logits")
-    jitter: float = option(0.0, "in training, the router's input is multiplied by numbers in 1 +- jitter")
+    sequence_aux_loss: float = option(0.0, "coefficient of the load-balancing loss of each sequence; 0: none")
+    z_loss: float = option(
+        0.0, "coefficient of the mean squared log-sum-exp of the router logits [router z-loss]; 0: none"
+    )
+    jitter: float = option(
+        0.0, "in training, multiply the router input by random numbers in 1 +- jitter [input jitter]; 0: none"
+    )
     capacity_factor: float | None = option(
-        None, "capacity factor: in training, max tokens of an expert over the mean; none: dropless"
+        None, "in training, limit the tokens of an expert to this multiple of the mean; unset: dropless"
     )
     drop_policy: str = option(
-        "probs", "tokens dropped beyond the capacity: the least probable, or the last", ("probs", "position")
+        "probs",
+        "tokens to drop over capacity: probs = the least probable; position = the last",
+        ("probs", "position"),
     )
     dispatcher: str = option(
         "alltoall",
@@ -74,19 +91,21 @@ class MoEConfig(Checked):
     )
     symmetric_capacity: float | None = option(
         None,
-        "of dispatcher symmetric, in training: row capacity of a rank over a balanced load; none: for all "
-        "tokens of all ranks",
+        "dispatcher symmetric, training: receive capacity of a rank as a multiple of the balanced"
+        " load; unset: the worst case, dropless",
     )
     symmetric_overflow: str = option(
         "drop",
-        "tokens beyond that capacity: drop and count them, or rerun the step with dispatcher alltoall, for "
-        "which the host waits once a step",
+        "over that capacity: drop tokens and count them, or rerun the step with dispatcher "
+        "alltoall, which costs a host-device synchronisation a step",
         ("drop", "rerun"),
     )
     shared_expert_ffn_hidden_size: int = option(
-        0, "hidden units of an expert that every token goes to; 0: there is none"
+        0, "FFN hidden size of the shared expert, which every token passes through; 0: no shared expert"
     )
-    shared_expert_gate: bool = option(False, "multiply its output by a sigmoid gate of the token")
+    shared_expert_gate: bool = option(
+        False, "multiply the output of the shared expert by a sigmoid gate (Qwen2-MoE)"
+    )
 
     def _problems(self) -> Iterator[str]:
         yield from self._negative(
@@ -152,16 +171,26 @@ class RopeScaling(Checked):
       multiplies queries and keys by `attention_factor` (Peng et al. 2023, arXiv 2309.00071).
     """
 
-    kind: str = option("llama3", "rule that selects the frequencies to scale", ("linear", "llama3", "yarn"))
+    kind: str = option(
+        "llama3", "rule that selects the rotary frequencies to scale", ("linear", "llama3", "yarn")
+    )
     factor: float = option(8.0, "divisor of the scaled frequencies")
-    original_max_seq_len: int = option(8192, "longest sequence of pretraining; linear ignores it")
-    low_freq_factor: float = option(1.0, "of llama3: frequencies with fewer turns are scaled")
-    high_freq_factor: float = option(4.0, "of llama3: frequencies with more turns are kept")
-    beta_fast: float = option(32.0, "of yarn: frequencies with more turns are kept")
-    beta_slow: float = option(1.0, "of yarn: frequencies with fewer turns are scaled")
-    truncate: bool = option(True, "of yarn: round the indices of these two frequencies outwards")
+    original_max_seq_len: int = option(8192, "context length of pretraining, in tokens; linear ignores it")
+    low_freq_factor: float = option(
+        1.0, "llama3: frequencies with fewer rotations over the original context are divided by factor"
+    )
+    high_freq_factor: float = option(
+        4.0, "llama3: frequencies with more rotations over the original context stay unscaled"
+    )
+    beta_fast: float = option(
+        32.0, "yarn: frequencies with more rotations over the original context stay unscaled"
+    )
+    beta_slow: float = option(
+        1.0, "yarn: frequencies with fewer rotations over the original context are divided by factor"
+    )
+    truncate: bool = option(True, "yarn: round the indices of these two frequencies outwards")
     attention_factor: float | None = option(
-        None, "of yarn: factor of queries and keys; none: 0.1 ln(factor) + 1"
+        None, "yarn: factor on queries and keys; unset: 0.1 ln(factor) + 1 [mscale]"
     )
 
     @property
@@ -193,11 +222,13 @@ class BertConfig(Checked):
     and the sum of the embeddings (Devlin et al. 2018; figure 7a).
     """
 
-    num_token_types: int = option(2, "token types, whose embeddings are added to those of words; 0: none")
+    num_token_types: int = option(2, "token types (segments), which have embeddings of their own; 0: none")
     post_norm: bool = option(
-        False, "post-LN, norms after residual additions as in the original BERT; else pre-LN"
+        False, "post-LN: norms after the residual additions, as in the original BERT; disabled: pre-LN"
     )
-    sentence_order: bool = option(True, "a head that predicts if the two parts of a sample were swapped")
+    sentence_order: bool = option(
+        True, "add a head that predicts whether the two segments of a sample were swapped"
+    )
 
     def _problems(self) -> Iterator[str]:
         return self._negative("num_token_types")
@@ -214,40 +245,43 @@ class GPTConfig(Checked):
     """
 
     num_layers: int = option(4, "transformer layers")
-    hidden_size: int = option(192, "width of the residual stream")
+    hidden_size: int = option(192, "hidden size: width of the residual stream")
     num_heads: int = option(6, "attention heads")
-    vocab_size: int = option(0, "tokens of the vocabulary; 0: as many as the data has")
-    max_seq_len: int = option(256, "longest sequence, in tokens")
-    num_kv_heads: int | None = option(None, "heads of keys and values (GQA); none: num_heads")
-    ffn_hidden_size: int | None = option(None, "hidden units of the MLP; none: 4 x hidden_size")
-    dropout: float = option(0.0, "dropout of embeddings and of what layers add")
-    attention_dropout: float = option(0.0, "dropout of attention's probabilities")
-    layernorm_epsilon: float = option(1e-5, "epsilon of either norm")
+    vocab_size: int = option(0, "tokens of the vocabulary; 0: that of the data")
+    max_seq_len: int = option(256, "longest sequence, in tokens [max position embeddings]")
+    num_kv_heads: int | None = option(None, "heads of keys and values [GQA, query groups]; unset: num_heads")
+    ffn_hidden_size: int | None = option(None, "FFN hidden size of the MLP; unset: 4 x hidden_size")
+    dropout: float = option(0.0, "dropout of embeddings and of the outputs of attention and MLP; 0: none")
+    attention_dropout: float = option(0.0, "dropout of attention probabilities; 0: none")
+    layernorm_epsilon: float = option(1e-5, "epsilon of the norms")
     init_std: float = option(0.02, "standard deviation of the initial weights")
-    head_size: int | None = option(None, "width of a head; none: hidden_size / num_heads")
+    head_size: int | None = option(
+        None, "width of an attention head [KV channels]; unset: hidden_size / num_heads"
+    )
     norm: str = option("layernorm", "norm of every layer", NORMS)
-    position: str = option("learned", "positions: a learned table, or rotary", ("learned", "rope"))
-    rope_base: float = option(10000.0, "base of the angles of rotary positions")
+    position: str = option("learned", "position embeddings: learned, or rotary (rope)", ("learned", "rope"))
+    rope_base: float = option(10000.0, "base of the rotary frequencies [rope theta]")
     activation: str = option(
         "gelu_tanh",
         "activation of the MLP and of experts",
         ACTIVATIONS,
     )
-    linear_bias: bool = option(True, "give all projections a bias")
+    linear_bias: bool = option(True, "add biases to all linear layers")
     qkv_bias: bool | None = option(
-        None, "give that of queries, keys and values a bias (Qwen2); none: as linear_bias"
+        None, "add a bias to the projection of queries, keys and values (Qwen2); unset: as linear_bias"
     )
-    tie_embeddings: bool = option(True, "use the embedding table as the output layer's weight")
-    qk_norm: bool = option(False, "normalise every query and key over its head (Qwen3)")
+    tie_embeddings: bool = option(True, "share the weight of the word embedding with the output layer")
+    qk_norm: bool = option(False, "normalise queries and keys over each head (Qwen3)")
     sliding_window: int | None = option(
-        None, "tokens that a token sees, itself included (Mistral); none: all up to it"
+        None, "tokens of the attention window, the token itself included (Mistral); unset: full attention"
     )
     full_attention_layers: tuple[int, ...] = option(
         (),
-        "layers, from 0, in which a token sees all up to it where sliding_window gives the others a window",
+        "layers, from 0, with full attention where the others have sliding_window; unset: none",
     )
     dense_layers: tuple[int, ...] = option(
-        (), "layers, from 0, with an MLP of ffn_hidden_size where model.moe gives the others experts"
+        (),
+        "layers, from 0, with a dense MLP where the others have experts [MoE layer frequency]; unset: none",
     )
     moe: MoEConfig | None = None
     bert: BertConfig | None = None

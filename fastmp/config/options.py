@@ -5,18 +5,31 @@ Standard library only.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import Field, field, fields
 from typing import Any
 
+from fastmp.config.option_names import DTYPE_ALIASES
 from fastmp.config.specs import Registry
 
-__all__ = ["Checked", "help_of", "option", "unknown_choice"]
+__all__ = ["DTYPES", "Checked", "dtype_name", "help_of", "option", "unknown_choice"]
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")  # of weights
 
 
-def option(default: Any, text: str, choices: Collection[str] = ()) -> Any:
-    """Return a dataclass field with a default, the help text of its option, and its choices."""
-    return field(default=default, metadata={"help": text, "choices": choices})
+def option(
+    default: Any, text: str, choices: Collection[str] = (), aliases: Mapping[str, str] | None = None
+) -> Any:
+    """Return a dataclass field with a default, the help text of its option, and its choices.
+
+    aliases: other names of choices, which the field takes and replaces.
+    """
+    return field(default=default, metadata={"help": text, "choices": choices, "aliases": aliases or {}})
+
+
+def dtype_name(given: str) -> str:
+    """Return the full name of a dtype: "bfloat16" for "bf16"."""
+    return DTYPE_ALIASES.get(given, given)
 
 
 def help_of(option: Field[Any]) -> str:
@@ -34,6 +47,10 @@ class Checked:
     """A configuration that raises ValueError for wrong values when it is made."""
 
     def __post_init__(self) -> None:
+        for each in fields(self):  # type: ignore[arg-type]  # every subclass is a dataclass
+            if aliases := each.metadata.get("aliases"):
+                value = getattr(self, each.name)
+                object.__setattr__(self, each.name, aliases.get(value, value))
         found = [f"{type(self).__name__}: {message}" for message in (*self._unknown(), *self._problems())]
         if found:
             raise ValueError("\n".join(found))

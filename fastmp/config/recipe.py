@@ -1,14 +1,13 @@
 """Recipes: a TOML file in `configs/`, and options of the command line that go over it.
 
-    fastmp train --recipe configs/gpt-small.toml --tp 2 --optimizer.lr 1e-3
+    fastmp train configs/gpt-small.toml --tp 2 --optimizer.lr 1e-3
     fastmp train --recipe configs/moe-small.toml --tp 2 --ep 2 --model.moe.top-k 1
-    fastmp train --recipe configs/gpt-small.toml --pp 2 --vpp 2 --parallel.schedule zero_bubble
-    fastmp train --recipe configs/gpt-small.toml --profile torch --steps 10:13
+    fastmp train configs/gpt-small.toml --steps 20 --profile torch --profile-steps 10:13
     fastmp plan recipe configs/gpt-small.toml --world-size 2 --tp 2
 
-Every field is an option `--table.field`, those of experts `--model.moe.field`; the ones in `SHORT` have a
-short name too. `--steps 500` is how many there are, `--steps 10:13` which of them are profiled; both may be
-given. A key or option that does not exist is an error that says which one may have been meant.
+Every field is an option `--table.field`, those of experts `--model.moe.field`; those in
+`fastmp.config.option_names.SHORT` have a short name too. An unknown key or option is an error that suggests
+the closest one.
 """
 
 from __future__ import annotations
@@ -27,9 +26,10 @@ from dataclasses import Field, fields, is_dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from fastmp.config.command_line import Parser
+from fastmp.config.command_line import Parser, did_you_mean
 from fastmp.config.file_access import read_file
 from fastmp.config.model import GPTConfig
+from fastmp.config.option_names import FIRST, ORDER, SHORT, SWITCHED, SYNONYMS
 from fastmp.config.options import help_of
 from fastmp.config.training import Recipe
 
@@ -51,48 +51,30 @@ DEEPEST = 200  # dots of a line, which separate the parts of keys
 LONGEST = 4096  # characters of a text, which may be a path
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 
-SHORT = {
-    "parallel.tp": "--tp",
-    "parallel.cp": "--cp",
-    "parallel.pp": "--pp",
-    "parallel.vpp": "--vpp",
-    "parallel.ep": "--ep",
-    "parallel.etp": "--etp",
-    "model.moe.dispatcher": "--dispatcher",
-    "train.steps": "--steps",
-    "train.max_time": "--max-time",
-    "train.name": "--name",
-    "checkpoint.resume": "--resume",
-    "checkpoint.init_from": "--init-from",
-    "finetune.path": "--data",
-    "finetune.init_from": "--init-from",
-    "finetune.name": "--name",
-    "finetune.seeds": "--seeds",
-    "train.profile": "--profile",
-    "graphs.enabled": "--graphs",
-    "graphs.scope": "--scope",
-}
-# Options, by the switch without which a run does not look at them; in a file they may wait for it.
-SWITCHED = {
-    "graphs.enabled": ("impl", "scope", "warmup", "verify_every", "evaluation"),
-    "parallel.tp_overlap": ("tp_overlap_rows",),
-}
+
+EXAMPLES = """\
+  fastmp train configs/gpt-small.toml --steps 100 --name first
+  fastmp train configs/gpt-small.toml --name first --resume auto
+  fastmp launch -n 2 train configs/moe-small.toml --tp 2 --ep 2
+  fastmp train configs/gpt-small.toml --data.path data/web --train.dtype bf16"""
 
 
 def parse_arguments(argv: Sequence[str]) -> Recipe:
-    """Return the recipe of a command line: the file of `--recipe`, overridden by the other options.
+    """Return the recipe of a command line: its file, overridden by the options.
 
     Raises:
         SystemExit: the command line or the file is invalid; status 2, after a message on stderr.
     """
     parser = Parser(
         prog="fastmp train",
-        usage="fastmp train [--recipe FILE] [options]",
-        description="Train a GPT or a BERT; under torchrun on several ranks.",
+        usage="fastmp train [FILE] [options]",
+        description="Train a GPT or a BERT from a recipe, a TOML file as in configs/. On several GPUs: "
+        f"fastmp launch.\n\n{EXAMPLES}",
+        synonyms=SYNONYMS,
     )
-    parser.add_argument("--recipe", metavar="FILE", help="TOML file of the run, as in configs/")
+    add_recipe_option(parser)
     add_options(parser)
-    options = parser.parse_args(argv)
+    options = parse_with_recipe(parser, argv)
     given = given_options(options)
     try:
         recipe = load_recipe(options.recipe, given)
@@ -103,19 +85,42 @@ def parse_arguments(argv: Sequence[str]) -> Recipe:
         own = given.get(table, {})
         idle = [_option(f"{table}.{each}") for each in names if own.get(each) is not None]
         if idle and not getattr(getattr(recipe, table), name):
-            parser.error(f"{', '.join(idle)} would do nothing without {SHORT.get(switch, _option(switch))}")
+            parser.error(
+                f"{', '.join(idle)} would do nothing without {SHORT.get(switch, _option(switch))}: add it"
+            )
     return recipe
 
 
-def add_options(parser: argparse.ArgumentParser, kind: type = Recipe) -> None:
+def add_recipe_option(parser: Parser) -> None:
+    """Add `--recipe FILE`, which `parse_with_recipe` also reads without its name."""
+    text = "TOML file of the run, as in configs/; --recipe may be left out"
+    parser.add_argument("--recipe", metavar="FILE", help=text)
+
+
+def parse_with_recipe(parser: Parser, argv: Sequence[str]) -> argparse.Namespace:
+    """Parse `argv`, in which the recipe may stand without `--recipe`, anywhere."""
+    options, others = parser.parse_known_args(argv)
+    if any(other.startswith("-") for other in others):
+        parser.error(f"unrecognized arguments: {' '.join(others)}")
+    recipes = [*others, *([] if options.recipe is None else [options.recipe])]
+    if len(recipes) > 1:
+        parser.error(f"expected one recipe, got {' and '.join(recipes)}")
+    options.recipe = others[0] if others else options.recipe
+    return options  # type: ignore[no-any-return]
+
+
+def add_options(parser: Parser, kind: type = Recipe, first: Sequence[str] = tuple(FIRST)) -> None:
     """Add an option for every field of a recipe to `parser`; `given_options` reads them.
 
     kind: a dataclass whose fields are tables.
+    first: titles of the options that --help shows; --help-all shows all.
     """
-    parser.description = (
-        f"{parser.description} Options go over the file; in brackets is the value where neither gives one."
-    )
-    for table, cls in _tables(kind, ""):
+    sentence, _, examples = (parser.description or "").partition("\n\n")
+    note = "Options override the recipe; defaults are in parentheses, usual names in square brackets."
+    parser.description = "\n\n".join(filter(None, (f"{sentence} {note}", examples)))
+    parser.show_first({title: FIRST[title] for title in first})
+    tables = sorted(_tables(kind, ""), key=lambda each: ORDER.index(each[0].partition(".")[0]))
+    for table, cls in tables:
         group = parser.add_argument_group(f"[{table}]", (cls.__doc__ or "").partition("\n")[0])
         hints = _hints(cls)
         for field in fields(cls):
@@ -155,26 +160,29 @@ def _add_option(group: argparse._ArgumentGroup, path: str, field: Field[Any], hi
     kind = _without_none(hint)
     if kind is bool:
         off = f"--{table}.no-{name}"
-        text += f" (on; off: {off})" if field.default else ""
+        text += f" (enabled; disable: {off})" if field.default else ""
         group.add_argument(*names, action="store_true", help=text, **settings)
         group.add_argument(off, action="store_false", help=argparse.SUPPRESS, **settings)
         return
-    if field.default is not None:
+    if field.default not in (None, "", ()):
         values = field.default if isinstance(field.default, tuple) else (field.default,)
-        text += f" ({' '.join(map(str, values))})"
+        text += f" ({(':' if path == 'train.profile_steps' else ' ').join(map(str, values))})"
     settings["help"] = text
     optional = kind is not hint
     if typing.get_origin(kind) is tuple:
         items = typing.get_args(kind)
         settings["nargs"] = "+" if items[-1] is ... else len(items)
         kind = items[0]
-    if path == "train.steps":
-        group.add_argument(*names, action=_Steps, metavar="N|FIRST:LAST", **settings)
+    if path == "train.profile_steps":
+        settings["nargs"] = None
+        group.add_argument(*names, action=_ProfileSteps, metavar="FIRST:LAST", **settings)
     elif choices := field.metadata["choices"]:
-        group.add_argument(*names, choices=choices, **settings)
+        aliases = field.metadata["aliases"]
+        group.add_argument(*names, type=lambda name: aliases.get(name, name), choices=choices, **settings)
     else:
         metavar = {int: "N", float: "X"}.get(kind, "NAME")
-        group.add_argument(*names, type=_or_none(kind) if optional else kind, metavar=metavar, **settings)
+        convert = _steps if path == "train.steps" else _or_none(kind) if optional else kind
+        group.add_argument(*names, type=convert, metavar=metavar, **settings)
 
 
 def _option(path: str) -> str:
@@ -189,17 +197,21 @@ def _or_none(kind: type) -> Callable[[str], Any]:
     return convert
 
 
-class _Steps(argparse.Action):
-    """`--steps 500` is how many there are; `--steps 10:13` which of them are profiled."""
+def _steps(text: str) -> int:
+    if text.isdecimal() and len(text) < 20:
+        return int(text)
+    meant = f"; to profile these steps: --profile-steps {text}" if ":" in text else ""
+    raise argparse.ArgumentTypeError(f"expected a whole number of steps, got {text!r}{meant}")
+
+
+class _ProfileSteps(argparse.Action):
+    """`--profile-steps 10:13`: the first step to profile, and the one after the last."""
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
-        first, colon, last = values.partition(":")
-        if not all(part.isdecimal() and len(part) < 20 for part in ((first, last) if colon else (first,))):
-            parser.error(f"{option_string} needs a number, or two as in 10:13, got {values!r}")
-        if colon:
-            setattr(namespace, "train.profile_steps", [int(first), int(last)])
-        else:
-            setattr(namespace, self.dest, int(first))
+        parts = values.split(":")
+        if len(parts) != 2 or not all(part.isdecimal() and len(part) < 20 for part in parts):
+            parser.error(f"{option_string}: expected FIRST:LAST as in 10:13, got {values!r}")
+        setattr(namespace, self.dest, [int(part) for part in parts])
 
 
 class Reading(NamedTuple):
@@ -253,7 +265,13 @@ def _content(path: str | Path | None) -> dict[str, Any]:
     try:
         return {} if path is None else _parse(read_file(path, LIMIT).decode())
     except OSError as error:
-        raise ValueError(f"recipe {path}: cannot be read ({error.strerror})") from None
+        files = [
+            str(file)
+            for folder in {Path(path or "").parent, Path("configs")}
+            for file in folder.glob("*.toml")
+        ]
+        meant = did_you_mean(str(path), files) if isinstance(error, FileNotFoundError) else ""
+        raise ValueError(f"recipe {path}: cannot be read ({error.strerror}){meant}") from None
     except RecursionError:
         raise ValueError(f"recipe {path}: nested too deeply: a recipe has tables of values") from None
     except ValueError as error:  # also of bytes that are not UTF-8, and of numbers of thousands of digits

@@ -16,7 +16,8 @@ from fractions import Fraction
 
 from fastmp.config.durations import duration_seconds
 from fastmp.config.model import GPTConfig
-from fastmp.config.options import Checked, option, unknown_choice
+from fastmp.config.option_names import DTYPE_ALIASES
+from fastmp.config.options import DTYPES, Checked, option, unknown_choice
 from fastmp.config.specs import OPTIMIZERS
 
 _WEIGHT = re.compile(r"[0-9]{1,18}(\.[0-9]{1,18})?")
@@ -33,29 +34,47 @@ class ParallelConfig(Checked):
     Data parallelism takes the ranks that are left: world_size = tp x cp x dp x pp = etp x ep x edp x pp.
     """
 
-    tp: int = option(1, "tensor parallelism: ranks that divide attention and dense layers")
-    cp: int = option(1, "context parallelism: ranks that divide the sequence")
-    pp: int = option(1, "pipeline parallelism: ranks that divide the layers")
-    ep: int = option(1, "expert parallelism: ranks that divide the experts")
-    etp: int | None = option(None, "ranks that divide each expert; none: tp")
-    vpp: int = option(1, "chunks of layers of a pipeline rank")
-    schedule: str = option("1f1b", "order in which a pipeline rank works", SCHEDULES)
+    tp: int = option(1, "tensor parallelism: ranks that shard attention and dense layers")
+    cp: int = option(1, "context parallelism: ranks that shard the sequence")
+    pp: int = option(1, "pipeline parallelism: ranks that each hold consecutive layers")
+    ep: int = option(1, "expert parallelism: ranks that shard the experts of a layer")
+    etp: int | None = option(None, "expert tensor parallelism: ranks that shard each expert; unset: tp")
+    vpp: int = option(1, "model chunks of a pipeline rank [interleaved 1F1B, virtual pipeline stages]")
+    schedule: str = option(
+        "1f1b",
+        "pipeline schedule: 1f1b, or zero_bubble, which delays weight gradients (wgrad) to fill the bubble",
+        SCHEDULES,
+    )
     microbatch_group_size: int | None = option(
-        None, "microbatches through a chunk before the next chunk; none: pp"
+        None,
+        "microbatches that run through one chunk before the next chunk, with vpp; unset: pp "
+        "[microbatch group size per VP stage]",
     )
     overlap_experts: bool = option(
-        False, "exchange the tokens of experts beside the compute of another microbatch"
+        False,
+        "overlap MoE dispatch and combine with the compute of another microbatch [EP communication overlap]",
     )
     stage_layers: tuple[int, ...] | None = option(
-        None, "layers of each of the pp x vpp stages; none: equally many"
+        None, "layers of each of the pp x vpp stages, in order; unset: equal shares"
     )
-    sequence_parallel: bool = option(False, "divide norms and dropout over the tp ranks, by the sequence")
-    tp_overlap: bool = option(False, "fuse large products with their communication over tp, where GPUs can")
+    sequence_parallel: bool = option(
+        False, "shard the activations of norms, dropout and residuals over the tp ranks, along the sequence"
+    )
+    tp_overlap: bool = option(
+        False,
+        "overlap the collectives of tensor parallelism with large GEMMs [async TP]; needs GPUs "
+        "with symmetric memory",
+    )
     # In bfloat16 on H100s others have lost with 2048 rows (pytorch/pytorch#143160), and gained in training
     # Llama 3 70B (pytorch/pytorch#149990), with many more.
-    tp_overlap_rows: int = option(8192, "tokens of a microbatch from which on tp_overlap fuses products")
-    recompute: bool = option(False, "keep only the inputs of layers, and compute the rest again")
-    shard_recompute_input: bool = option(False, "divide those inputs over the tp ranks")
+    tp_overlap_rows: int = option(8192, "least tokens of a microbatch for which tp_overlap applies")
+    recompute: bool = option(
+        False,
+        "full activation recomputation: keep only the inputs of layers, and recompute the rest in backward",
+    )
+    shard_recompute_input: bool = option(
+        False, "shard the inputs that recompute keeps over the tp ranks [distribute saved activations]"
+    )
 
     def _problems(self) -> Iterator[str]:
         yield from self._not_positive("tp", "cp", "pp", "ep", "etp", "vpp", "microbatch_group_size")
@@ -74,9 +93,9 @@ class MaskedLMConfig(Checked):
     fastmp.training.data.masked.
     """
 
-    mask_fraction: float = option(0.15, "share of a sample's tokens that are to be predicted")
-    max_ngram: int = option(3, "words that are masked together, at most; n of them with probability ~ 1/n")
-    short_fraction: float = option(0.1, "share of samples that are shorter than seq_len by chance")
+    mask_fraction: float = option(0.15, "share of a sample's tokens to predict")
+    max_ngram: int = option(3, "longest n-gram of words to mask as a whole; length n has probability ~ 1/n")
+    short_fraction: float = option(0.1, "share of samples that are cut to a random length below seq_len")
 
     def max_masked(self, seq_len: int) -> int:
         """The most tokens of a sample that are to be predicted; three others are special tokens."""
@@ -94,26 +113,36 @@ class MaskedLMConfig(Checked):
 class DataConfig(Checked):
     """The text, and how it becomes samples."""
 
-    text: str = option("pydoc", "text that comes with Python, where no path is given", ("pydoc", "stdlib"))
+    text: str = option(
+        "pydoc",
+        "built-in text, if no path is set: pydoc (Python's documentation) or stdlib (its source)",
+        ("pydoc", "stdlib"),
+    )
     path: str | None = option(
-        None, "directory that `fastmp data build` made, or prefix of Megatron-LM's .bin and .idx; none: text"
+        None,
+        "token files: a directory of `fastmp data build`, or the prefix of Megatron-LM's .bin and"
+        " .idx; unset: text",
     )
     blend: tuple[str, ...] | None = option(
-        None, "instead of path: several, each behind its weight, as in '0.7 data/web' '0.3 data/books'"
+        None, "mix several paths, each after its weight: '0.7 data/web' '0.3 data/books'; unset: path"
     )
-    validation_path: str | None = option(None, "another one, to be held out; none: a part of path")
+    validation_path: str | None = option(None, "token files to evaluate on; unset: the held-out part of path")
     tokenizer: str = option(
         "byte",
-        "tokenizer of text, or that Megatron's files were made with: byte, bpe (learns 4096 tokens of text), "
-        "or the path of a tokenizer.json",
+        "tokenizer of text, or of Megatron's files: byte, bpe (learned from the text, 4096 "
+        "tokens), or a tokenizer.json",
     )
-    seq_len: int = option(256, "tokens of a sample")
+    seq_len: int = option(256, "sequence length: tokens of a sample")
     micro_batch_size: int = option(8, "samples of a microbatch on one rank")
     document_masking: bool = option(
-        False, "let a token see its own document only, and positions start anew with each document"
+        False,
+        "restrict attention to the document of a token, and restart positions at each document "
+        "[packed sequences]",
     )
-    validation_fraction: float = option(0.05, "share of text, or of Megatron's documents, that is held out")
-    seed: int = option(1234, "seed of the order of samples, and of what is masked")
+    validation_fraction: float = option(
+        0.05, "share of the text, or of Megatron's documents, held out for evaluation; 0: none"
+    )
+    seed: int = option(1234, "seed of the order of samples, and of masking")
     masked_lm: MaskedLMConfig | None = None
 
     @property
@@ -165,43 +194,56 @@ class DataConfig(Checked):
 class OptimizerConfig(Checked):
     """AdamW, or Muon with AdamW, with decoupled weight decay; the learning rate as a function of the step."""
 
-    name: str = option("adamw", "update rule", OPTIMIZERS)
-    lr: float = option(1e-3, "highest learning rate")
-    min_lr: float = option(1e-4, "learning rate that the run decays to; constant does not")
+    name: str = option("adamw", "optimizer", OPTIMIZERS)
+    lr: float = option(1e-3, "peak learning rate")
+    min_lr: float = option(1e-4, "final learning rate of a decaying schedule; constant ignores it")
     schedule: str = option(
         "cosine",
-        "learning rate after warm-up: down by half a cosine, down by a line, held and down at the end (wsd: "
-        "warm-up, stable, decay), or held for ever",
+        "learning rate after warm-up: cosine or linear decay to min_lr, wsd (warm-up, stable, "
+        "decay), or constant",
         ("cosine", "linear", "wsd", "constant"),
     )
-    warmup_steps: int = option(20, "steps in which the learning rate grows; a shorter run only warms up")
+    warmup_steps: int = option(20, "steps of linear warm-up from 0 to lr; 0: none")
     decay_steps: int | None = option(
-        None, "last steps, in which the learning rate of wsd falls; none: a fifth of the run"
+        None, "last steps, in which schedule wsd decays; unset: a fifth of the run"
     )
-    betas: tuple[float, float] = option((0.9, 0.95), "decay rates of the two moments")
-    momentum: float = option(0.95, "decay of the average of muon")
-    eps: float = option(1e-8, "added to the root of the second average")
-    weight_decay: float = option(0.01, "decoupled weight decay")
-    clip_grad_norm: float = option(1.0, "largest norm of all gradients together; 0: no clipping")
-    shard: bool = option(True, "divide its state over data-parallel ranks (ZeRO-1)")
+    betas: tuple[float, float] = option(
+        (0.9, 0.95), "decay rates of the first and the second moment [Adam betas]"
+    )
+    momentum: float = option(0.95, "decay rate of muon's momentum")
+    eps: float = option(1e-8, "term added to the denominator for numerical stability [Adam epsilon]")
+    weight_decay: float = option(0.01, "decoupled weight decay [AdamW]; 0: none")
+    clip_grad_norm: float = option(1.0, "clip the global gradient norm to this value; 0: no clipping")
+    shard: bool = option(
+        True, "shard the optimizer state over the data-parallel ranks [ZeRO-1, distributed optimizer]"
+    )
     states: str = option(
         "classic",
-        "moments and master weights: float32, or 16-bit with exact master weights (6 bytes a parameter)",
+        "precision of the optimizer state: classic = float32 moments and master weights; small = "
+        "bfloat16 moments and exact 16-bit master weights (6 bytes a parameter)",
         ("classic", "small"),
     )
     grad_dtype: str = option(
-        "float32", "dtype in which gradients of 16-bit parameters accumulate", ("float32", "bfloat16")
+        "float32",
+        "dtype in which gradients of 16-bit parameters are accumulated and reduced",
+        ("float32", "bfloat16"),
+        DTYPE_ALIASES,
     )
     overlap: bool = option(
-        True, "sum gradients and gather parameters beside compute; off: for gradients whose number varies"
+        True,
+        "overlap gradient reduction and parameter gathering with compute; disable it if the set "
+        "of parameters with a gradient changes between steps",
     )
-    bucket_size: int = option(BUCKET_SIZE, "gradients that are communicated at once")
-    bucket_unit: int = option(BUCKET_UNIT, "buckets are multiples of it; 65536 suits NCCL on many nodes")
-    loss_scale: float = option(
-        2.0**12, "first scale of a float16 loss (the sum over a microbatch's tokens), a power of two"
+    bucket_size: int = option(BUCKET_SIZE, "elements of a gradient bucket, which is communicated at once")
+    bucket_unit: int = option(
+        BUCKET_UNIT,
+        "round bucket sizes up to a multiple of this many elements; 65536 suits NCCL on many nodes",
     )
-    loss_scale_interval: int = option(2000, "steps without overflow after which the scale doubles")
-    loss_scale_hysteresis: int = option(2, "steps that may overflow before the scale halves")
+    loss_scale: float = option(2.0**12, "initial loss scale of float16 training, a power of two")
+    loss_scale_interval: int = option(
+        2000, "steps without overflow before the loss scale doubles [loss scale window]"
+    )
+    loss_scale_hysteresis: int = option(2, "steps with overflow before the loss scale halves [hysteresis]")
 
     def _problems(self) -> Iterator[str]:
         if self.schedule == "constant":  # which a lr below the default of min_lr suits as well
@@ -229,31 +271,49 @@ class TrainConfig(Checked):
     """The training loop. Intervals are in steps, and 0 means never."""
 
     steps: int = option(400, "optimizer steps of the run")
-    global_batch_size: int = option(8, "samples of a step, over all ranks")
+    global_batch_size: int = option(
+        8,
+        "samples of an optimizer step, over all ranks and microbatches [gradient accumulation "
+        "follows from it]",
+    )
     dtype: str = option(
         "auto",
-        "dtype of the parameters; auto: bfloat16 on a GPU, else float32; float16 scales the loss",
-        ("auto", "float32", "bfloat16", "float16"),
+        "dtype of parameters and compute; auto: bfloat16 on a GPU, float32 on a CPU; float16 scales the loss",
+        DTYPES,
+        DTYPE_ALIASES,
     )
-    seed: int = option(1234, "seed of weights, dropout and jitter")
+    seed: int = option(1234, "seed of weight initialisation, dropout and router jitter")
     log_interval: int = option(10, "steps between two lines of the log")
-    eval_interval: int = option(100, "steps between two evaluations on held-out text")
+    eval_interval: int = option(100, "steps between two evaluations on held-out text; 0: never")
     eval_batches: int = option(16, "batches of an evaluation")
-    max_skipped_steps: int = option(20, "skipped steps in a row that end the run; 0: none do")
-    name: str = option("gpt", "name of the run, and of its directory")
+    max_skipped_steps: int = option(
+        20, "end the run after this many consecutive steps skipped for a non-finite gradient; 0: never"
+    )
+    name: str = option("gpt", "name of the run, and of its directory below run_dir")
     run_dir: str = option("runs", "directory of all runs")
-    check_replicas: int = option(0, "steps between comparisons, bit for bit, of what ranks hold alike")
+    check_replicas: int = option(
+        0, "steps between bitwise comparisons of replicated tensors across ranks; 0: never"
+    )
     stall_seconds: float = option(
         300.0,
-        "no progress for so long ends the job with a hang report; in first steps and saves 4 times; 0: never",
+        "end the job with a hang report after this many seconds without progress (4 times as many"
+        " at start-up and while saving); 0: never [watchdog timeout]",
     )
     max_time: str = option(
-        "", "save and end at the first step after this time: minutes, [days-]hours:minutes:seconds"
+        "",
+        "save and stop at the first step after this time: minutes, or "
+        "[days-]hours:minutes:seconds; unset: no limit",
     )
-    join_seconds: float = option(0.0, "how long ranks wait for each other at first; 0: as fastmp.init")
-    sinks: tuple[str, ...] = option((), f"where metrics go besides metrics.jsonl: {', '.join(SINKS)}")
-    profile: str = option("none", "profiler of the first rank", ("none", "torch", "nsys", "ncu"))
-    profile_steps: tuple[int, int] = option((10, 13), "steps it looks at: from FIRST to before LAST")
+    join_seconds: float = option(
+        0.0, "seconds that ranks wait for each other at start-up; 0: as fastmp.init [rendezvous timeout]"
+    )
+    sinks: tuple[str, ...] = option((), "also send metrics to: tensorboard, wandb; unset: metrics.jsonl only")
+    profile: str = option(
+        "none",
+        "profile rank 0: torch (writes a trace), nsys or ncu (restart the command under Nsight)",
+        ("none", "torch", "nsys", "ncu"),
+    )
+    profile_steps: tuple[int, int] = option((10, 13), "steps to profile, from FIRST to before LAST")
 
     def _problems(self) -> Iterator[str]:
         yield from self._not_positive("steps", "global_batch_size", "log_interval", "eval_batches")
@@ -278,21 +338,24 @@ class TrainConfig(Checked):
 class CheckpointConfig(Checked):
     """Checkpoints of a run: what to save, and where to resume from."""
 
-    interval: int = option(0, "steps between two checkpoints; one more at the end; 0: none")
-    keep: int = option(2, "newest checkpoints that stay; 0: all")
-    keep_every: int = option(0, "those of steps that it divides stay, too; 0: none")
-    keep_hours: float = option(0.0, "so does one of every so many hours; 0: none")
-    asynchronous: bool = option(True, "go on with training while a checkpoint is written")
-    attempts: int = option(3, "attempts at a checkpoint, 2 s apart, before it is given up")
+    interval: int = option(0, "steps between two checkpoints; the last step is saved too; 0: no checkpoints")
+    keep: int = option(2, "newest checkpoints to keep; 0: all")
+    keep_every: int = option(0, "also keep checkpoints of steps divisible by this number; 0: none")
+    keep_hours: float = option(0.0, "also keep one checkpoint for every so many hours; 0: none")
+    asynchronous: bool = option(True, "write checkpoints in the background while training continues")
+    attempts: int = option(3, "attempts to write a checkpoint, 2 s apart, before it is given up")
     weights_interval: int = option(
-        0, "of checkpoints of steps that it divides, also write the weights for transformers; 0: none"
+        0, "also export Hugging Face weights with checkpoints of steps divisible by this number; 0: never"
     )
     init_from: str = option(
         "",
-        "begin with the weights, and nothing else, of a checkpoint or of a transformers model at this path",
+        "initialise the weights only, from a checkpoint, a run or a Hugging Face model at this "
+        "path; unset: random",
     )
     resume: str = option(
-        "", "go on from the latest checkpoint of this name, if there is one (auto), or from one at a path"
+        "",
+        "resume weights, optimizer, data and random state: auto (the latest checkpoint of this "
+        "run, if any) or a path; unset: start at step 0",
     )
 
     def _problems(self) -> Iterator[str]:
@@ -304,25 +367,23 @@ class CheckpointConfig(Checked):
 class GraphConfig(Checked):
     """CUDA graphs of the static parts of layers, see `fastmp.cuda_graphs`."""
 
-    enabled: bool = option(False, "capture graphs and replay them")
+    enabled: bool = option(False, "capture CUDA graphs of layers and replay them")
     impl: str = option(
         "fastmp",
-        "who captures and replays; transformer_engine takes nothing that is recomputed",
+        "graph implementation: fastmp, or transformer_engine (without recomputation)",
         ("fastmp", "transformer_engine"),
     )
     scope: tuple[str, ...] | None = option(
         None,
-        "what to capture: attn, mlp, moe_router, moe_preprocess, moe, or segments of layers by name; full: a "
-        "whole microbatch, from tokens to loss; full_step: a whole step, with the optimizer; none: all that "
-        "can be captured of the layers",
+        "parts to capture: attn, mlp, moe_router, moe_preprocess, moe, or segments of layers by "
+        "name; full: each microbatch, from tokens to loss; full_step: whole steps, with the "
+        "optimizer [full iteration]; unset: everything in the layers that can be captured",
     )
-    warmup: int = option(2, "first steps, which run eagerly")
+    warmup: int = option(2, "eager steps before capture")
     verify_every: int = option(
-        0, "steps between checks, bit for bit, of all graphs against eager runs; 0: never"
+        0, "steps between bitwise comparisons of all graphs with eager execution; 0: never"
     )
-    evaluation: bool = option(
-        False, "also capture evaluations: the forward of batches of one shape is a graph"
-    )
+    evaluation: bool = option(False, "capture evaluation as well: one graph for each shape of batch")
 
     def _problems(self) -> Iterator[str]:
         yield from self._not_positive("warmup")

@@ -235,8 +235,8 @@ class FunctionGraph:
         """Return the part of the signature for one argument."""
         if isinstance(leaf, Tensor) and leaf.requires_grad:
             raise ValueError(
-                f"graphs: an argument of {self.name} requires a gradient, which a replay has no place for; "
-                "detach it"
+                f"graphs: an argument of {self.name} requires grad, but a graph replay cannot return "
+                "gradients of inputs; pass x.detach()"
             )
         if isinstance(leaf, Tensor):
             spec = spec_of(leaf)

@@ -41,7 +41,10 @@ def captured_segments(
     parts = {name: segments if name in _WHOLE else _SCOPES.get(name, (name,)) for name in scope}
     found = {name: [part for part in own if part in segments] for name, own in parts.items()}
     if segments and not any(found.values()):
-        raise ValueError(f"graphs: scope {list(scope)} names no segment; choose from {sorted(segments)}")
+        groups = [name for name, own in _SCOPES.items() if any(part in segments for part in own)]
+        raise ValueError(
+            f"graphs: scope {list(scope)} names no segment; choose from {sorted({*segments, *groups})}"
+        )
     for name, own in found.items():
         if outside := [part for part in own if part in overlapped]:
             raise ValueError(

@@ -28,6 +28,7 @@ _SIZES = {  # values of config.json that are dimensions of tensors
     *("head_size", "max_seq_len", "moe.num_experts", "moe.top_k", "moe.expert_ffn_hidden_size"),
     *("bert.num_token_types", "n_shared_experts"),
 }
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")  # Qwen/Qwen3-0.6B
 _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,200}\.safetensors")
 # buffers in files of old versions
 NOT_WEIGHTS = re.compile(r"rotary_emb\.inv_freq$|\.attn\.(masked_)?bias$|embeddings\.position_ids$")
@@ -50,6 +51,11 @@ def is_transformers(path: Path) -> bool:
 
 def read_config(path: Path) -> dict[str, Any]:
     """Return the config.json in the directory `path`. Raises ValueError naming the file."""
+    if not path.is_dir():
+        download = ""
+        if _HUB_ID.fullmatch(str(path)):
+            download = f": hf download {path} --local-dir {path.name}, then pass {path.name}"
+        raise ValueError(f"{path}: not a local directory; fastmp downloads nothing{download}")
     return read_json(path / CONFIG, _MAX_CONFIG)
 
 

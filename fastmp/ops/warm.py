@@ -246,7 +246,7 @@ def require_compilation() -> None:
 def current_architecture() -> int:
     """Return the compute capability of the current GPU as one number (90 is 9.0)."""
     if not torch.cuda.is_available():
-        raise ValueError("warm_up: there is no GPU here: say which to compile for, as arch=90 or --arch 90")
+        raise ValueError("no GPU found: choose the target, as arch=90 (--arch 90, an H100)")
     major, minor = torch.cuda.get_device_capability()
     return 10 * major + minor
 

@@ -5,6 +5,7 @@ Layers and the trainer raise for each of these mistakes as well, one at a time. 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -16,6 +17,7 @@ from fastmp.pipeline.schedule import Schedule
 __all__ = [
     "Problem",
     "check_layout",
+    "fewest_ranks",
     "make_grid",
     "make_schedule",
     "problems",
@@ -48,6 +50,12 @@ def make_schedule(layout: ParallelConfig, num_microbatches: int) -> Schedule:
     return Schedule(*sizes, layout.schedule, layout.overlap_experts)
 
 
+def fewest_ranks(recipe: Recipe) -> int:
+    """Return the smallest world size that `recipe` fits; more ranks are data-parallel replicas."""
+    layout = recipe.parallel
+    return layout.pp * math.lcm(layout.tp * layout.cp, layout.ep * (layout.etp or layout.tp))
+
+
 def problems(recipe: Recipe, world_size: int | None) -> list[Problem]:
     """List all that keeps `recipe` from running on `world_size` ranks; None: on any number of ranks."""
     parts = (
@@ -62,10 +70,15 @@ def problems(recipe: Recipe, world_size: int | None) -> list[Problem]:
 
 def check_layout(recipe: Recipe, world_size: int | None) -> None:
     """Raise a ValueError with all `problems`, one a line."""
-    found = [str(problem) for problem in problems(recipe, world_size)]
+    found = problems(recipe, world_size)
     if found:
-        ranks = "" if world_size is None else f" does not fit {world_size} ranks"
-        raise ValueError(f"recipe {recipe.train.name!r}{ranks}: " + _listed(found))
+        alone = problems(recipe, None)  # these have nothing to do with the number of ranks
+        ranks = "" if len(found) == len(alone) else f" does not fit {_counted(world_size or 0, 'rank')}"
+        raise ValueError(f"recipe {recipe.train.name!r}{ranks}: " + _listed(list(map(str, found))))
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def _listed(messages: list[str]) -> str:

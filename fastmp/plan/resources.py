@@ -12,6 +12,7 @@ from typing import Any
 from fastmp.config import Recipe
 from fastmp.config.command_line import Parser
 from fastmp.config.data_files import expected_vocab_size
+from fastmp.config.option_names import SYNONYMS
 from fastmp.config.recipe import add_options, given_options, read_recipe
 from fastmp.config.sizes import count_parameters, flops_per_token
 from fastmp.pipeline.simulate import Costs, Simulation, simulate
@@ -40,11 +41,13 @@ def main(arguments: list[str]) -> int:
 
 def recipe_parser(prog: str, description: str) -> Parser:
     """Return a parser that takes a recipe file, a number of ranks, and the options of `fastmp train`."""
-    parser = Parser(prog=prog, usage=f"{prog} FILE --world-size N [options]", description=description)
+    usage = f"{prog} FILE --world-size N [options]"
+    example = f"  {prog} configs/mixtral-8x7b.toml --world-size 64 --tp 2"
+    parser = Parser(prog=prog, usage=usage, description=f"{description}\n\n{example}", synonyms=SYNONYMS)
     parser.add_argument("file", metavar="FILE", help="TOML file of the run, as in configs/")
     parser.add_argument("--world-size", type=int, required=True, metavar="N", help="number of ranks")
     parser.add_argument("--json", action="store_true", help="print the numbers, as JSON")
-    add_options(parser)
+    add_options(parser, first=("data", "parallelism", "optimizer and precision"))
     return parser
 
 

@@ -1,4 +1,4 @@
-"""Profiling some steps of a run: `fastmp train --profile torch|nsys|ncu --steps 10:13`.
+"""Profiling some steps of a run: `fastmp train --profile torch|nsys|ncu --profile-steps 10:13`.
 
 Steps are counted as in a slice: 10:13 are the three steps after the tenth. `torch` writes a trace for
 chrome://tracing or https://ui.perfetto.dev into the run's directory. For `nsys` and `ncu` the first rank runs

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 
-from fastmp.apps import launch
+from fastmp.apps import launch_main
 from fastmp.config import Environment
 
 SET = ("OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME", "PET_NPROC_PER_NODE", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT")
@@ -48,7 +48,15 @@ dist.destroy_process_group()
 
 
 @pytest.fixture
-def options(monkeypatch):
+def programs(monkeypatch, tmp_path):
+    """Make scripts in the current directory."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("train.py", "train", "x"):
+        (tmp_path / name).touch()
+
+
+@pytest.fixture
+def options(monkeypatch, programs):
     """Read options on a machine with so many GPUs and 8 cores; variables that it sets are put back."""
     for name in SET:
         monkeypatch.setenv(name, "")
@@ -57,7 +65,7 @@ def options(monkeypatch):
 
     def read(line: str, gpus: int = 0):
         monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-        return launch._read_options(line.split())
+        return launch_main._read_options(line.split())
 
     return read
 
@@ -66,7 +74,7 @@ def test_one_rank_a_gpu_is_started_unless_told_otherwise(options, monkeypatch, c
     assert options("train.py", gpus=4).nproc_per_node == "4"
     assert capsys.readouterr().err == ""
     assert options("train.py").nproc_per_node == "1"
-    assert capsys.readouterr().err == "fastmp launch: one rank, for want of a GPU; -n N starts N\n"
+    assert capsys.readouterr().err == "fastmp launch: no GPU found, starting 1 process; -n N starts N\n"
     for two in ("-n 2", "--nproc-per-node 2", "--nproc_per_node=2"):
         assert options(f"{two} train.py", gpus=4).nproc_per_node == "2"
     monkeypatch.setenv("PET_NPROC_PER_NODE", "1")
@@ -118,7 +126,7 @@ def test_a_rendezvous_that_is_asked_for_is_torchruns(options, line):
 
 
 def test_every_attempt_has_a_store_of_its_own():
-    handler = launch._Loopback(RendezvousParameters("loopback", "127.0.0.1", "none", 1, 1))
+    handler = launch_main._Loopback(RendezvousParameters("loopback", "127.0.0.1", "none", 1, 1))
     first, second = handler.next_rendezvous(), handler.next_rendezvous()
     first.store.set("who", "a rank that is dead")
     assert not second.store.check(["who"])
@@ -135,7 +143,7 @@ def test_every_attempt_has_a_store_of_its_own():
     ],
 )
 def test_a_number_that_is_none_is_one_line(options, capsys, line, name):
-    assert launch.main(line.split()) == 2
+    assert launch_main.main(line.split()) == 2
     err = capsys.readouterr().err
     assert err.startswith("fastmp launch: ") and name in err and err.count("\n") == 1
 
@@ -148,7 +156,7 @@ def launched(folder: Path, *line: str) -> subprocess.CompletedProcess[str]:
     worker = folder / "worker.py"
     worker.write_text(WORKER)
     environment = {name: value for name, value in os.environ.items() if name not in SET}
-    environment["PYTHONPATH"] = str(Path(launch.__file__).parents[1])
+    environment["PYTHONPATH"] = str(Path(launch_main.__file__).parents[1])
     command = [sys.executable, "-m", "fastmp", "launch", "-n", "2", *line]
     command[len(command) - 2 : len(command) - 2] = [str(worker)]
     return subprocess.run(

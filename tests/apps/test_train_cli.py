@@ -248,7 +248,7 @@ def test_the_recipes_of_make_train_train(tmp_path, tokens, recipe, capsys):
         "moe-small": r"3\.81 M parameters \(1\.45 M for a token\)",
     }
     assert re.search(parameters[recipe], said)
-    assert ("load of the experts" in said) == (recipe == "moe-small")
+    assert ("expert load by layer" in said) == (recipe == "moe-small")
     first, last = losses(tmp_path / recipe)
     assert abs(first[1] - 5.85) < 0.2 and last[1] < first[1]
 
@@ -265,15 +265,21 @@ def cut_tokens(tmp_path, tokens):
 
 
 BAD = {
-    "tp without ranks": ({"parallel__tp": 2}, r"tp is 2, but world_size is 1; .*fastmp launch -n 2 train"),
-    "pp without ranks": ({"parallel__pp": 2}, r"pp is 2, but world_size is 1; .*fastmp launch -n 2 train"),
+    "tp without ranks": (
+        {"parallel__tp": 2},
+        r"--tp 2 needs 2 processes, got 1; run: .* launch -n 2 train",
+    ),
+    "pp without ranks": (
+        {"parallel__pp": 2},
+        r"--pp 2 needs 2 processes, got 1; run: .* launch -n 2 train",
+    ),
     "pp without ranks, and layers that it does not divide": (
         {"parallel__pp": 2, "model__num_layers": 3},
         r"fastmp launch -n 2 train .*num_layers 3 is not divisible by pp 2 .* change parallel",
     ),
     "ep without ranks": (
         {"parallel__ep": 4, "parallel__etp": 1, "model.moe.num-experts": 4},
-        r"ep is 4, but world_size is 1; .*fastmp launch -n 4 train",
+        r"--ep 4 needs 4 processes, got 1; run: .* launch -n 4 train",
     ),
     "token ids beyond the vocabulary": ({"model__vocab_size": 200}, r"vocabulary of 257 .*vocab_size is 200"),
     "a run in the place of the data": ({"train__name": "data"}, r"/data is for token files"),

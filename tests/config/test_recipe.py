@@ -226,7 +226,7 @@ def test_experts_are_a_table_of_their_own(tmp_path):
         ),
         ("--stps 3", "there is no option --stps; did you mean --steps?"),
         ("--top-k 3", "there is no option --top-k; did you mean --model.moe.top-k?"),
-        ("--seed 3", "there is no option --seed; did you mean --data.seed or --train.seed?"),
+        ("--seed 3", "there is no option --seed; did you mean --train.seed or --data.seed?"),
         ("--optimizer.lr fast", "--optimizer.lr: invalid float value: 'fast'"),
         ("--model.norm batch", "--model.norm: invalid choice: 'batch' (choose from 'layernorm', 'rmsnorm')"),
         ("--tp 0", "tp must be positive, got 0"),
@@ -240,8 +240,13 @@ def test_experts_are_a_table_of_their_own(tmp_path):
         ),
         ("--graphs.evaluation", "--graphs.evaluation would do nothing without --graphs"),
         ("--parallel.tp-overlap-rows 9", "tp-overlap-rows would do nothing without --parallel.tp-overlap"),
-        (f"--steps {'9' * 5000}", "--steps needs a number, or two as in 10:13, got '999"),
-        ("--steps 3:x", "--steps needs a number, or two as in 10:13, got '3:x'"),
+        (f"--steps {'9' * 5000}", "--train.steps/--steps: expected a whole number of steps, got '999"),
+        ("--steps 3:5", "number of steps, got '3:5'; to profile these steps: --profile-steps 3:5"),
+        ("--profile-steps 3:x", "--profile-steps: expected FIRST:LAST as in 10:13, got '3:x'"),
+        ("--train-iters 3", "there is no option --train-iters; did you mean --steps?"),
+        ("--optimizer.shard false", "--optimizer.shard takes no value: write --optimizer.no-shard instead"),
+        ("--graphs=true", "--graphs takes no value: leave 'true' out"),
+        ("a.toml b.toml", "expected one recipe, got a.toml and b.toml"),
     ],
 )
 def test_a_mistake_on_the_command_line_ends_with_status_2(capsys, arguments, said):
@@ -254,7 +259,7 @@ def test_a_mistake_on_the_command_line_ends_with_status_2(capsys, arguments, sai
 
 def test_help_says_what_every_field_is_with_its_choices_and_default(capsys):
     with pytest.raises(SystemExit) as leaving:
-        parse_arguments(["--help"])
+        parse_arguments(["--help-all"])
     assert leaving.value.code == 0
     shown = " ".join(capsys.readouterr().out.split())
     tables = {
@@ -294,7 +299,7 @@ def test_the_page_for_users_of_megatron_names_fields_that_there_are(capsys):
     page = (Path(__file__).parents[2] / "docs" / "from-megatron.md").read_text()
     named = set(re.findall(r"`((?:model|parallel|data|optimizer|train|checkpoint)\.[a-z_.]+)`", page))
     with pytest.raises(SystemExit):
-        parse_arguments(["--help"])
+        parse_arguments(["--help-all"])
     options = set(re.findall(r"--[a-z][a-z.-]+", capsys.readouterr().out))
     assert len(named) > 60
     assert {"--" + name.replace("_", "-") for name in named} <= options

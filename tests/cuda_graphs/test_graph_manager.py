@@ -127,7 +127,7 @@ def test_other_shapes_run_eagerly():
 
 def test_a_scope_without_a_segment():
     with pytest.raises(
-        ValueError, match=r"scope \['moe'\] names no segment; choose from \['attention', 'mlp'\]"
+        ValueError, match=r"scope \['moe'\] names no segment; choose from \['attention', 'attn', 'mlp'\]"
     ):
         GraphManager(
             [GPT(DENSE).layers],

@@ -95,7 +95,7 @@ def test_kernels_are_compiled_into_the_cache_by_other_processes(tmp_path, monkey
 
 
 def test_mistakes_are_told(monkeypatch):
-    with pytest.raises(ValueError, match="warm_up: there is no GPU here"):
+    with pytest.raises(ValueError, match="no GPU found: choose the target"):
         ops.warm_up()
     monkeypatch.setattr("fastmp.ops.core._triton.INTERPRETED", True)
     with pytest.raises(ValueError, match="warm_up: nothing is compiled: TRITON_INTERPRET=1"):

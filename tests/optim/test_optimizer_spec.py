@@ -85,7 +85,7 @@ def test_it_trains_on_one_rank_and_sharded_over_two():
 
 def test_choices_help_and_plans_have_it(capsys):
     with pytest.raises(SystemExit):
-        parse_arguments(["--help"])
+        parse_arguments(["--help-all"])
     assert "sgd (momentum)" in " ".join(capsys.readouterr().out.split())
     with pytest.raises(ValueError, match="name must be one of adamw, muon, sgd, got 'other'"):
         OptimizerConfig(name="other")

@@ -115,8 +115,8 @@ def test_a_mistake_is_one_line_and_status_2(capsys, arguments, part):
     ("arguments", "said"),
     [
         ([], "a command is missing"),
-        (["grphs"], "there is no command 'grphs'; did you mean graphs?"),
-        (["--world-size", "16"], "there is no command '--world-size'"),
+        (["something"], "there is no command 'something'"),
+        (["--world-size", "16"], "a command is missing before --world-size"),
     ],
 )
 def test_no_plan_or_a_wrong_one_lists_them(capsys, arguments, said):

@@ -357,7 +357,7 @@ def test_the_page_shows_what_is_printed(capsys, tmp_path, monkeypatch):
         (
             ("--scope", "moe"),
             TRAIN,
-            "graphs: scope ['moe'] names no segment; choose from ['attention', 'mlp']",
+            "graphs: scope ['moe'] names no segment; choose from ['attention', 'attn', 'mlp']",
         ),
         (
             ("--scope", "full"),

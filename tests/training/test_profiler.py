@@ -20,9 +20,11 @@ from fastmp.config.recipe import parse_arguments
 from fastmp.training.profiler import StepProfiler, nsight_command, ranges, run_under_nsight
 
 
-@pytest.mark.parametrize("steps", [["--steps", "2:5"], ["--steps=2:5"], ["--train.profile-steps", "2", "5"]])
+@pytest.mark.parametrize(
+    "steps", [["--profile-steps", "2:5"], ["--profile-steps=2:5"], ["--train.profile_steps", "2:5"]]
+)
 @pytest.mark.parametrize("number", [[], ["--steps", "60"], ["--steps=60"]])
-def test_steps_with_a_colon_are_those_to_profile(steps, number):
+def test_profile_steps_are_a_range(steps, number):
     recipe = parse_arguments(["--profile", "torch", *steps, *number])
     assert recipe.train.profile_steps == (2, 5) and recipe.train.profile == "torch"
     assert recipe.train.steps == (60 if number else 400)
@@ -35,10 +37,10 @@ def test_nothing_is_profiled_unless_asked():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--steps", "10:"], "--steps needs a number, or two as in 10:13, got '10:'"),
-        (["--steps=a:b"], "--steps needs a number, or two as in 10:13, got 'a:b'"),
-        (["--steps", "13:10"], "must be a range within"),
-        (["--steps", "5", "--steps", "5:7"], "must be a range within"),
+        (["--profile-steps", "10:"], "--profile-steps: expected FIRST:LAST as in 10:13, got '10:'"),
+        (["--steps=a:b"], "expected a whole number of steps, got 'a:b'; to profile"),
+        (["--profile-steps", "13:10"], "must be a range within"),
+        (["--steps", "5", "--profile-steps", "5:7"], "must be a range within"),
     ],
 )
 def test_a_range_that_is_none_or_outside_the_run_is_refused(options, message, capsys):
@@ -49,7 +51,7 @@ def test_a_range_that_is_none_or_outside_the_run_is_refused(options, message, ca
 
 def test_torch_writes_a_trace_of_those_steps_and_says_what_they_took(tmp_path, tokens, capsys):
     options = arguments(tmp_path, tokens, train__eval_interval=0, optimizer__warmup_steps=1)
-    assert command.main([*options, "--profile", "torch", "--steps", "2:4"]) == 0
+    assert command.main([*options, "--profile", "torch", "--profile-steps", "2:4"]) == 0
     trace = json.loads((tmp_path / "tiny" / "profile-2-4.json").read_text())
     events = Counter(event["name"] for event in trace["traceEvents"] if event.get("ph") == "X")
     assert events["fastmp.training.optimizer"] == events["fastmp.training.clip"] == 2
@@ -87,7 +89,7 @@ def test_nsight_captures_between_start_and_stop(cuda_calls, tmp_path, first, las
 
 
 def recipe_for(tool, tmp_path):
-    arguments = ["--profile", tool, "--steps", "10:13", "--train.run-dir", str(tmp_path / "runs")]
+    arguments = ["--profile", tool, "--profile-steps", "10:13", "--train.run-dir", str(tmp_path / "runs")]
     return arguments, parse_arguments(arguments)
 
 

@@ -156,10 +156,8 @@ def test_training_goes_on_without_what_cannot_be_listed(monkeypatch, capfd):
 def test_mistakes_on_the_command_line(tmp_path, capsys):
     recipe = tmp_path / "recipe.toml"
     recipe.write_text("[model]\nvocab_size = 257\n")
-    assert main(["warm", str(recipe)]) == 1
-    assert (
-        "there is no GPU here: say which to compile for, as arch=90 or --arch 90" in capsys.readouterr().err
-    )
+    assert main(["warm", str(recipe)]) == 2
+    assert "no GPU found: choose the target, as arch=90 (--arch 90, an H100)" in capsys.readouterr().err
     assert main(["warm", str(recipe), "--arch", "90", "--tp", "4"]) == 2
     assert "num_heads 6 is not divisible by tp 4" in capsys.readouterr().err
 

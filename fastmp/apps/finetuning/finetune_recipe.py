@@ -22,7 +22,8 @@ from fastmp.config import (
     Recipe,
     TrainConfig,
 )
-from fastmp.config.options import Checked, option
+from fastmp.config.option_names import DTYPE_ALIASES
+from fastmp.config.options import DTYPES, Checked, option
 from fastmp.config.recipe import load_as
 
 __all__ = ["FinetuneConfig", "FinetuneRecipe", "load_finetune", "run_recipe"]
@@ -32,36 +33,45 @@ __all__ = ["FinetuneConfig", "FinetuneRecipe", "load_finetune", "run_recipe"]
 class FinetuneConfig(Checked):
     """The runs of a task: their data, how they are trained, and how many seeds the median is of."""
 
-    path: str = option("", "directory with the task's files as they are published")
+    path: str = option("", "directory with the files of the task as they are published; required")
     init_from: str = option(
         "",
-        "begin with the weights of a BERT: a checkpoint, the latest one of a run, or a transformers model; "
-        "none: at random",
+        "initialise the weights of the BERT from a checkpoint, a run (its latest checkpoint) or a"
+        " Hugging Face model; unset: random",
     )
     tokenizer: str | None = option(
-        None, "tokenizer of the model: byte, a tokenizer.json, or its directory; none: that of init_from"
+        None, "tokenizer of the model: byte, a tokenizer.json, or its directory; unset: that of init_from"
     )
-    seq_len: int = option(512, "tokens of a row; longer texts are cut, long contexts go into several rows")
-    stride: int = option(128, "tokens between the beginnings of two windows of a long context")
-    max_answer_length: int = option(30, "most tokens of an answer")
+    seq_len: int = option(
+        512, "sequence length in tokens; longer texts are truncated, long contexts become several windows"
+    )
+    stride: int = option(128, "tokens between the starts of two windows of a long context [document stride]")
+    max_answer_length: int = option(30, "longest answer, in tokens")
     micro_batch_size: int = option(8, "samples of a microbatch on one rank")
-    batch_size: int = option(32, "samples of a step, over all ranks (that of the task)")
-    epochs: int = option(3, "how often a run sees every sample (that of the task)")
-    warmup: float = option(0.06, "share of the steps in which the learning rate grows")
-    seeds: int = option(5, "runs, of which the median is reported")
+    batch_size: int = option(32, "samples of an optimizer step, over all ranks; unset: that of the task")
+    epochs: int = option(3, "passes over the training samples; unset: that of the task")
+    warmup: float = option(0.06, "share of the steps with linear learning rate warm-up [warmup ratio]")
+    seeds: int = option(5, "number of runs, each with another seed; the median is reported")
     seed: int = option(
-        1234, "seed of the first run's head, dropout and order of samples; the next ones follow"
+        1234, "seed of the first run (new head, dropout, order of samples); the next runs count up from it"
     )
     dtype: str = option(
         "auto",
-        "dtype of the parameters; auto: bfloat16 on a GPU, else float32; float16 scales the loss",
-        ("auto", "float32", "bfloat16", "float16"),
+        "dtype of parameters and compute; auto: bfloat16 on a GPU, float32 on a CPU; float16 scales the loss",
+        DTYPES,
+        DTYPE_ALIASES,
     )
-    name: str = option("", "name of all runs together, and of their directory (that of the task)")
-    run_dir: str = option("runs", "directory of all names")
+    name: str = option("", "name of the runs, and of their directory; unset: that of the task")
+    run_dir: str = option("runs", "directory of all runs")
     log_interval: int = option(50, "steps between two lines of the log")
-    save_interval: int = option(1000, "steps between two checkpoints; one more at the end; 0: none")
-    stall_seconds: float = option(300.0, "no progress for so long ends the job with a hang report; 0: never")
+    save_interval: int = option(
+        1000, "steps between two checkpoints; the last step is saved too; 0: no checkpoints"
+    )
+    stall_seconds: float = option(
+        300.0,
+        "end the job with a hang report after this many seconds without progress; 0: never "
+        "[watchdog timeout]",
+    )
 
     def _problems(self) -> Iterator[str]:
         yield from self._not_positive("seq_len", "stride", "max_answer_length", "micro_batch_size")

@@ -253,7 +253,7 @@ def test_a_killed_command_goes_on(trained, files, tmp_path, capsys):
         (["wiki"], "invalid choice: 'wiki'"),
         (["wikitext", "f"], "one of the arguments --checkpoint --hf is required"),
         (["wikitext", "f", "--checkpoint", "nowhere"], "nowhere is no checkpoint, and no directory of a run"),
-        (["lambada", "f", "--hf", "nowhere"], "nowhere/config.json: cannot be read"),
+        (["lambada", "f", "--hf", "nowhere"], "nowhere: not a local directory; fastmp downloads nothing"),
         (["lambada", "f", "--hf", "nowhere", "--stride", "8"], "there is no option --stride"),
         (["heldout", "f", "--hf", "nowhere", "--window", "0"], "--window: must be a whole number, 1 or more"),
         (["heldout", "f", "--hf", "n", "--tp", "2", "--cp", "2"], "fastmp launch -n 4 eval"),

@@ -133,7 +133,7 @@ def test_a_reader_that_leaves_and_one_that_knows_no_unicode(trained):
     ("changes", "named"),
     [
         (["--checkpoint", "nowhere"], "nowhere is no checkpoint, and no directory of a run that has one"),
-        (["--hf", "nowhere"], "nowhere/config.json: cannot be read (No such file or directory)"),
+        (["--hf", "nowhere"], "nowhere: not a local directory; fastmp downloads nothing"),
         (["--checkpoint", "a", "--hf", "b"], "not allowed with argument"),
         ([], "one of the arguments --checkpoint --hf is required"),
         (["--hf", "nowhere", "--top-p", "1.5"], "top_p must be above 0 and at most 1, got 1.5"),
