@@ -134,16 +134,6 @@ def _tokens_of_router(logits: Tensor, *others: Any) -> Iterator[tuple]:
         yield logits.new_empty(-(-tokens // sequences), *logits.shape[1:]), *others
 
 
-def _tokens_of_router_backward(
-    grad_probs: Tensor | None, grad_sums: Tensor | None, grad_z: Tensor | None, logits: Tensor,
-    indices: Tensor, *others: Any,
-) -> Iterator[tuple]:  # fmt: skip
-    for (more,) in _tokens_of_router(logits):
-        steps = more.shape[0]
-        probs = None if grad_probs is None else grad_probs.new_empty(steps, *grad_probs.shape[1:])
-        yield probs, grad_sums, grad_z, more, indices.new_empty(steps, *indices.shape[1:]), *others
-
-
 # Ops whose tile config depends on counts: functions from the arguments of one call to those of all classes.
 _TILE_CLASSES: dict[str, Callable[..., Iterator[tuple]]] = {
     "grouped_mm": _rows_of_experts,
@@ -152,7 +142,6 @@ _TILE_CLASSES: dict[str, Callable[..., Iterator[tuple]]] = {
     "grouped_mm_wgrad": _terms_of_experts,
     "grouped_mm_wgrad_": _terms_of_experts,
     "topk_router": _tokens_of_router,
-    "topk_router_backward": _tokens_of_router_backward,
 }
 
 

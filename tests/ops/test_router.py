@@ -380,6 +380,23 @@ def test_block_shapes(num_tokens, width, itemsize):
     assert num_strips <= 256 and (num_strips - 1) * steps < num_tokens <= num_strips * steps
 
 
+@pytest.mark.parametrize(
+    ("width", "itemsize", "block"),
+    [
+        (16, 4, (16, 2)),
+        (128, 4, (2, 2)),
+        (256, 4, (2, 2)),
+        (512, 4, (2, 2)),
+        (1024, 4, (1, 4)),
+        (16384, 4, (1, 16)),
+        (128, 8, (2, 2)),
+        (512, 8, (1, 4)),
+    ],
+)
+def test_backward_block_shapes(width, itemsize, block):
+    assert router_triton.backward_block_shape(width, itemsize) == block
+
+
 def test_reference_serves_where_nothing_else_does():
     """The op by its reference gives the tensors that the fake promises."""
     for arguments in ((_logits(5, 6), None, 2), (_logits(5, 3, 6), None, 2)):

@@ -81,7 +81,7 @@ def test_many_experts(k):
 def test_many_strips_are_added_in_order(monkeypatch):
     """More tokens than one step of a program, and more partial sums than are added at once."""
     monkeypatch.setattr(rows, "_NUM_PROGRAMS", 4 * 9)
-    monkeypatch.setattr(router_triton, "_SUM_TILE", 64)
+    monkeypatch.setattr(router_triton, "_SUM_BLOCK", (4, 8))
     monkeypatch.setattr(router_triton, "plan", router_triton.plan.__wrapped__)
     _check(_random(90, 20), 2, "softmax", False)
     _check(_random(30, 3, 16), 2, "softmax", False)

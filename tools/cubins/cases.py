@@ -42,6 +42,7 @@ STATS = Facts(2, exps=(1, 1.5), bytes=LATENCY)
 # the second read of a row asks the cache for it
 LOSS_GRAD = Facts(4, 2, exps=(2, 2.5), bytes=LATENCY, has=(r"L2::evict_last", r"L2::evict_first"))
 TWO = Facts(threads=512)  # programs of eight warps
+ROUTER_SUMS = Facts(3, registers=128, barriers=17, lacks=(ATOMICS,))
 ALONE = Facts(loads=1, stores=1, registers=128, lacks=(r"bar\.sync", r"\.shared"))  # threads exchange nothing
 
 
@@ -374,15 +375,17 @@ CASES = {
     "grouped wgrad accumulating narrow": _wgrad(4096, ANY, accumulate=True, narrow=True),
     "grouped wgrad accumulating narrow fine": _wgrad(1024, TWO, accumulate=True, narrow=True),
     # four barriers a step, where a token does not need two warps; the others are in the sums at the end
-    "router mixtral": _router("mixtral", Facts(exps=(1, 3), barriers=24)),
-    "router qwen3": _router("qwen3", Facts(1, exps=(1, 2), barriers=32)),
-    "router deepseek-v2": _router("deepseek-v2", Facts(1, exps=(1, 2), barriers=32, has=(WARP,))),
-    "router deepseek-v3": _router("deepseek-v3", Facts(1, exps=(2, 3), barriers=33, has=(WARP,))),
-    "router many": _router("many", Facts(1, exps=(1, 2), barriers=48, has=(WARP,))),
+    "router mixtral": _router("mixtral", Facts(exps=(1, 3), barriers=16), ANY),
+    "router qwen3": _router("qwen3", Facts(1, exps=(1, 2), barriers=22), ROUTER_SUMS),
+    "router deepseek-v2": _router("deepseek-v2", Facts(exps=(1, 2), barriers=22, has=(WARP,)), ROUTER_SUMS),
+    "router deepseek-v3": _router(
+        "deepseek-v3", Facts(1, exps=(2, 3), barriers=23, has=(WARP,)), ROUTER_SUMS
+    ),
+    "router many": _router("many", Facts(1, exps=(1, 2), barriers=38, has=(WARP,)), ROUTER_SUMS),
     "router backward mixtral": _router_backward("mixtral", Facts(exps=2, barriers=3)),
-    "router backward qwen3": _router_backward("qwen3", Facts(1, 1, exps=2, barriers=5)),
-    "router backward deepseek-v2": _router_backward("deepseek-v2", Facts(1, 1, exps=1, barriers=1)),
-    "router backward deepseek-v3": _router_backward("deepseek-v3", Facts(1, 1, exps=2, barriers=5)),
+    "router backward qwen3": _router_backward("qwen3", Facts(exps=2, barriers=5)),
+    "router backward deepseek-v2": _router_backward("deepseek-v2", Facts(1, 1, exps=1, barriers=3)),
+    "router backward deepseek-v3": _router_backward("deepseek-v3", Facts(1, 1, exps=2, barriers=7)),
     "router backward many": _router_backward("many", Facts(1, 1, exps=2, stack=8, barriers=9)),
     "block rows": _op("block_rows", _ids(1024), _ids(1024), 32768, SORT),
     "permutation 32": _op("permutation", _ids(8192, 8), 32, SORT, SORT, SORT),
