@@ -23,6 +23,12 @@ DOCS = ROOT / "docs"
 PAGES = {"README.md": "index.md"} | {
     f"{name}.md": f"{name.lower()}.md" for name in ("CHANGELOG", "CONTRIBUTING", "SECURITY")
 }
+BOOSTS = {  # of pages in the search; others have 1
+    "api/": 0.1,
+    **dict.fromkeys(("glossary", "reference/environment"), 1.6),
+    **dict.fromkeys(("studies/", "changelog", "contributing", "correctness"), 0.3),
+    **dict.fromkeys(("index", "benchmarks", "security"), 0.5),
+}
 EXAMPLE = re.compile(r"^Example( \(.+\))?:\n((?:\n|    .*\n?)+)", re.MULTILINE)  # as tests/test_examples.py
 LINK = re.compile(r"(?<=\]\()([^)#\s:]+)(?=[)#])")  # of [text](file#part): the file, which has no scheme
 
@@ -124,7 +130,10 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Point links at where the site has what they name."""
+    """Point links at where the site has what they name, and rank the page in the search."""
+    for start, boost in BOOSTS.items():
+        if page.file.src_uri.startswith(start):
+            page.meta["search"] = {"boost": boost}
     source = source_of(page.file.src_uri)
     if not source.exists():
         return markdown

@@ -28,10 +28,10 @@ SMALL = {"hidden_size": 48, "expert_ffn_hidden_size": 32, "steps": 6, "eval_batc
 
 
 def anchors(page: Path) -> set[str]:
-    """Return the anchors of a page: headings in lower case, without punctuation, hyphens for spaces."""
+    """Return the anchors of a page: `<a id>`, and headings in lower case, without punctuation."""
     text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
-    headings = re.findall(r"^#+ (.*)", text, re.MULTILINE)
-    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+    headings, named = re.findall(r"^#+ (.*)", text, re.MULTILINE), re.findall(r'<a id="([\w-]+)">', text)
+    return set(named) | {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 def test_every_page_is_in_the_navigation():
