@@ -3,7 +3,8 @@
 FASTMP_CPP (`_C_cpu`, `_C_autograd`, `_host` and `_replay`) and FASTMP_CUDA (`_C_cuda`) are auto (build where
 the tools are), 0 (do not) or 1 (fail rather than skip); auto leaves out `_C_cuda` with FASTMP_CPP=0, and
 where torch is built without CUDA. `_C_autograd` and `_replay` serve the version of torch that they are built
-against. FASTMP_ISA=native compiles `_C_cpu` for the oldest instruction set and this machine's best.
+against; scripts/build_wheels.py packs those of several. FASTMP_ISA=native compiles `_C_cpu` for the oldest
+instruction set and this machine's best.
 TORCH_CUDA_ARCH_LIST lists the GPU architectures, FASTMP_TORCH_DIR names the torch package to build against,
 FASTMP_CUTLASS_DIR the headers of CUTLASS 4.2 (default: those of the package nvidia-cutlass; without them the
 products for sm_90a are left out), CXX and CUDACXX the compilers, MAX_JOBS limits parallel compilation.
@@ -302,6 +303,24 @@ def write_record(plan: Plan, package: Path) -> None:
         print(f"fastmp: _C_cuda: no products for sm_90a, for want of CUTLASS ({advice})", file=sys.stderr)
 
 
+def run_cmake(plan: Plan, directory: Path, libraries: list[str]) -> None:
+    """Configure CMake in `directory` and compile `libraries` to `directory`/lib.
+
+    Raises:
+        BuildError: CMake or a compiler failed; its own output says why.
+    """
+    jobs = os.environ.get("MAX_JOBS") or str(len(os.sched_getaffinity(0)))
+    definitions = [f"-D{name}={value}" for name, value in plan.definitions.items()]
+    configure = [plan.cmake, "-S", str(ROOT), "-B", str(directory), "-G", "Ninja", *definitions]
+    build = [plan.cmake, "--build", str(directory), "--parallel", jobs, "--target"]
+    for command in (configure, [*build, *libraries]):
+        if subprocess.run(command, check=False).returncode:
+            raise BuildError(
+                f"failed: {' '.join(command[:5])} ... (FASTMP_CPP=0 installs without compiled code, "
+                "FASTMP_CUDA=0 without CUDA C++)"
+            )
+
+
 class BuildPy(build_py):
     """Copies the Python files; an install with nothing compiled gets its record here."""
 
@@ -333,21 +352,9 @@ class BuildExt(build_ext):
         self.cmake_dir.mkdir(parents=True, exist_ok=True)
         with open(self.cmake_dir / ".lock", "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)  # two builds in one tree take turns
-            self.build_with_cmake()
+            run_cmake(PLAN, self.cmake_dir, PLAN.libraries())
             super().run()
         write_record(PLAN, package)
-
-    def build_with_cmake(self) -> None:
-        jobs = os.environ.get("MAX_JOBS") or str(len(os.sched_getaffinity(0)))
-        definitions = [f"-D{name}={value}" for name, value in PLAN.definitions.items()]
-        configure = [PLAN.cmake, "-S", str(ROOT), "-B", str(self.cmake_dir), "-G", "Ninja", *definitions]
-        build = [PLAN.cmake, "--build", str(self.cmake_dir), "--parallel", jobs, "--target"]
-        for command in (configure, [*build, *PLAN.libraries()]):
-            if subprocess.run(command, check=False).returncode:
-                raise BuildError(
-                    f"failed: {' '.join(command[:5])} ... (FASTMP_CPP=0 installs without compiled code, "
-                    "FASTMP_CUDA=0 without CUDA C++)"
-                )
 
     def build_extension(self, ext: Extension) -> None:
         target = Path(self.get_ext_fullpath(ext.name))

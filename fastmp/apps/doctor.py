@@ -36,7 +36,14 @@ def _versions() -> list[str]:
 
 
 def _build(record: dict[str, Any]) -> list[str]:
+    """Return lines with what was built, and whether parts on torch's C++ interface serve this torch."""
+    from fastmp.cuda_graphs.replay_program import REPLAY_ABSENT
+    from fastmp.ops.core.backends import AUTOGRAD_ABSENT
+
     texts = {key: " ".join(value) if isinstance(value, list) else value for key, value in record.items()}
+    for part, absent in (("autograd", AUTOGRAD_ABSENT), ("replay", REPLAY_ABSENT)):
+        if texts.get(part) == "built":
+            texts[part] += f", not used: {absent}; Python serves" if absent else ", serves this torch"
     return [f"{key}: {text}" for key, text in texts.items() if text] or ["nothing was compiled"]
 
 

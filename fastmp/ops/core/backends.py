@@ -14,42 +14,39 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from fastmp.config import Environment
 from fastmp.ops.core import _triton
-from fastmp.ops.core.built import build_record, has_code_for
+from fastmp.ops.core.built import PACKAGE, build_record, has_code_for, library_of_this_torch
 from fastmp.ops.core.versions import untested
 
 LIBRARY = torch.library.Library("fastmp", "DEF")
-_PACKAGE = Path(__file__).resolve().parents[2]
 _REQUESTED = Environment.read().ops
 
 
-def _load(library: str, wanted: bool, otherwise: str) -> str:
+def _load(library: str, part: str) -> str:
     """Load a compiled library. Return "" on success, else the reason why its kernels are absent."""
-    path = _PACKAGE / f"{library}.so"
-    if not wanted:
-        return otherwise
-    if not path.exists():
-        part = {"_C_cpu": "cpp", "_C_autograd": "autograd", "_C_cuda": "cuda"}[library]
-        return str(build_record().get(part, f"{path.name} was not built"))
-    if library == "_C_autograd" and (built_for := build_record().get("torch")) != torch.__version__:
-        return f"{path.name} is compiled for torch {built_for}, this is {torch.__version__}"
+    if part == "autograd":
+        path, absent = library_of_this_torch(library, part, ".so")
+    else:
+        path = PACKAGE / f"{library}.so"
+        absent = "" if path.exists() else str(build_record().get(part, f"{path.name} was not built"))
+    if absent:
+        return absent
     try:
         torch.ops.load_library(str(path))
     except OSError as error:
-        return f"{path.name} does not load: {error}"
+        return f"{library} does not load: {error}"
     return ""
 
 
 for _package, _version in (("torch", torch.__version__), ("triton", _triton.VERSION)):
     if _warning := untested(_package, _version):
         warnings.warn(_warning, RuntimeWarning, stacklevel=2)
-CPU_ABSENT = _load("_C_cpu", True, "")
+CPU_ABSENT = _load("_C_cpu", "cpp")
 if CPU_ABSENT and CPU_ABSENT != "FASTMP_CPP=0":  # pip hides the build's output, so warn at import
     warnings.warn(
         f"fastmp has no C++ kernels here ({CPU_ABSENT}): on a CPU its ops are plain torch, several times "
@@ -57,8 +54,8 @@ if CPU_ABSENT and CPU_ABSENT != "FASTMP_CPP=0":  # pip hides the build's output,
         RuntimeWarning,
         stacklevel=2,
     )
-AUTOGRAD_ABSENT = _load("_C_autograd", True, "")
-CUDA_ABSENT = _load("_C_cuda", torch.version.cuda is not None, "this torch is built without CUDA")
+AUTOGRAD_ABSENT = _load("_C_autograd", "autograd")
+CUDA_ABSENT = _load("_C_cuda", "cuda") if torch.version.cuda else "this torch is built without CUDA"
 
 
 def _requested(name: str) -> str | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
@@ -10,12 +11,52 @@ from typing import Any
 
 import torch
 
-_RECORD = Path(__file__).resolve().parents[2] / "_build.json"
+PACKAGE = Path(__file__).resolve().parents[2]
+_RECORD = PACKAGE / "_build.json"
+_RELEASE = re.compile(r"(\d+)\.(\d+)(\.\d+)?(\+[\w.]+)?")  # not 2.14.0a0, not 2.14.0.dev20260101
 
 
 def build_record() -> dict[str, Any]:
     """Return the record setup.py wrote when it built the libraries, or {} if nothing was built."""
     return json.loads(_RECORD.read_text()) if _RECORD.exists() else {}
+
+
+def choose_library(library: str, built_for: str | Sequence[str], running: str) -> tuple[str, str]:
+    """Return (file name without suffix, "") of a library on torch's C++ interface, or ("", why none serves).
+
+    A library serves every release of the minor version of torch that it was compiled against; one that was
+    compiled against a pre-release serves that only.
+
+    Args:
+        library: `_C_autograd` or `_replay`.
+        built_for: a version of torch, where setup.py compiled `library`; several, where a release wheel has
+            a file such as `_C_autograd_torch2_13` for each.
+        running: the version of torch that is imported.
+    """
+    minor = _RELEASE.fullmatch(running)
+    for version in [built_for] if isinstance(built_for, str) else built_for:
+        built = _RELEASE.fullmatch(version)
+        if version == running or (built and minor and built.groups()[:2] == minor.groups()[:2]):
+            if isinstance(built_for, str):
+                return library, ""
+            return "{}_torch{}_{}".format(library, *version.split(".")[:2]), ""
+    versions = built_for if isinstance(built_for, str) else ", ".join(built_for)
+    return "", f"{library} is compiled for torch {versions}, this is {running}"
+
+
+def library_of_this_torch(library: str, part: str, suffix: str) -> tuple[Path, str]:
+    """Return (path, "") of the compiled library for this torch, or (a path, why there is none).
+
+    part: its name in the build record. suffix: of the file, ".so".
+    """
+    record = build_record()
+    name, reason = choose_library(library, record.get("torch", ""), torch.__version__)
+    path = PACKAGE / f"{name or library}{suffix}"
+    if record.get(part) != "built":
+        reason = str(record.get(part, f"{path.name} was not built"))
+    elif not reason and not path.exists():
+        reason = f"{path.name} is missing"
+    return path, reason
 
 
 def supports(archs: Sequence[str], capability: tuple[int, int]) -> bool:
