@@ -396,7 +396,7 @@ REFUSED = [
     (CaptureError, lambda x: x * float(x.numpy()[0]), torch.ones(2), "numpy"),
     (CaptureError, seeded, torch.ones(2), r"stream 'default' has got a seed or a state.*torch\.rand\(2\)"),
     (CaptureError, seeded_behind, torch.ones(2), "stream 'default' has got a seed or a state"),
-    (ValueError, torch.square, torch.ones(2, requires_grad=True), "argument of a test requires a gradient"),
+    (ValueError, torch.square, torch.ones(2, requires_grad=True), "argument of a test requires grad"),
     (ValueError, torch.as_tensor, torch.ones(2).numpy(), "is of type ndarray; it takes tensors"),
     (ValueError, lambda x: WEIGHT * x, torch.ones(2), "returns a tensor that requires a gradient"),
 ]
