@@ -149,7 +149,7 @@ def _tokenizer_files(source: Path) -> tuple[dict[str, bytes], dict[str, Any]]:
         if (source / name).exists()
     }
     if not files:
-        raise ValueError(f"{source} has no tokenizer and no generation configuration")
+        raise ValueError(f"{source} has no tokenizer and no generation configuration; leave --like out")
     content = read_config(source) if is_transformers(source) else {}
     return files, {key: content[key] for key in _TOKENS if key in content}
 

@@ -121,6 +121,9 @@ def _read_options(argv: list[str]) -> Namespace:
         args.nproc_per_node = str(torch.cuda.device_count() or 1)
         if not torch.cuda.device_count():
             print("fastmp launch: no GPU found, starting 1 process; -n N starts N", file=sys.stderr)
+    kinds = ("auto", "cpu", "gpu", "xpu")
+    if not args.nproc_per_node.isdecimal() and args.nproc_per_node not in kinds:
+        raise ValueError(f"-n: expected a number of processes, or gpu, got {args.nproc_per_node!r}")
     ranks = determine_local_world_size(args.nproc_per_node)
     threads = max(1, len(os.sched_getaffinity(0)) // ranks)
     set_default_variables(OMP_NUM_THREADS=str(threads), TORCH_ELASTIC_SHUTDOWN_TIMEOUT=str(SAVE_SECONDS))

@@ -90,7 +90,7 @@ def number(kind: type[int] | type[float], least: int) -> Callable[[str], float]:
 
 def did_you_mean(name: str, known: Mapping[str, Any] | Sequence[str]) -> str:
     """Return "; did you mean X?" with the known names closest to an unknown `name`, or ""."""
-    ends = [each for each in known if each.endswith("." + name.lstrip("-"))]
+    ends = [each for each in known if each.endswith((f".{name.lstrip('-')}", f"/{name}.toml"))]
     close = ends or difflib.get_close_matches(name, known, n=1)
     return f"; did you mean {' or '.join(close)}?" if close else ""
 
@@ -183,7 +183,8 @@ class Parser(argparse.ArgumentParser):
         name = name.replace("_", "-")
         if name not in self._option_string_actions:
             meant = f"; did you mean {self.synonyms[name]}?" if name in self.synonyms else ""
-            self.error(f"there is no option {name}{meant or did_you_mean(name, self._option_string_actions)}")
+            meant = meant or did_you_mean(name, self._option_string_actions)
+            self.error(f"there is no option {name}{meant or f' ({self.prog} --help)'}")
         if equals:
             self._check_switch(name, value)
         return name + equals + value
@@ -205,7 +206,18 @@ class Parser(argparse.ArgumentParser):
         meant = f"leave {value!r} out" if _ANSWERS[value.lower()] else disable
         self.error(f"{name} takes no value: {meant}")
 
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        """Raise ArgumentError for a value that is not a choice, with the closest one and all of them."""
+        if action.choices is not None and value not in action.choices:
+            choices = [str(choice) for choice in action.choices]
+            close = difflib.get_close_matches(str(value), choices, n=1, cutoff=0.7)
+            meant = f"; did you mean {close[0]}?" if close else ""
+            listed = ", ".join(map(repr, choices))
+            raise argparse.ArgumentError(action, f"invalid choice: {value!r} (choose from {listed}){meant}")
+
     def error(self, message: str) -> NoReturn:
+        if "required" in message:
+            message += f"; usage: {self.usage}" if self.usage else f" ({self.prog} --help)"
         print(f"{self.prog}: {message}", file=sys.stderr)
         raise SystemExit(2)
 

@@ -249,7 +249,7 @@ class OptimizerConfig(Checked):
         if self.schedule == "constant":  # which a lr below the default of min_lr suits as well
             yield from self._not_positive("lr")
         elif not (0.0 <= self.min_lr <= self.lr and self.lr > 0.0):
-            yield f"need 0 <= min_lr <= lr and lr > 0, got min_lr {self.min_lr} and lr {self.lr}"
+            yield f"need 0 <= min_lr <= lr and lr > 0, got min_lr {self.min_lr} and lr {self.lr}; set both"
         if self.decay_steps is not None and self.schedule != "wsd":
             yield (
                 f"decay_steps is of schedule 'wsd' only, got decay_steps {self.decay_steps} and schedule "
@@ -323,7 +323,7 @@ class TrainConfig(Checked):
         for sink in sorted(set(self.sinks) - set(SINKS)):
             yield unknown_choice("sinks", sink, SINKS)
         if self.name in ("", ".", "..") or "/" in self.name:
-            yield f"name must be the name of a directory, got {self.name!r}"
+            yield f"name must be the name of a directory, got {self.name!r}; its parent is run_dir"
         try:
             if self.max_time and not duration_seconds(self.max_time):
                 yield f"max_time must not be zero, got {self.max_time!r}"

@@ -51,12 +51,17 @@ def is_transformers(path: Path) -> bool:
 
 def read_config(path: Path) -> dict[str, Any]:
     """Return the config.json in the directory `path`. Raises ValueError naming the file."""
+    check_local(path)
+    return read_json(path / CONFIG, _MAX_CONFIG)
+
+
+def check_local(path: Path) -> None:
+    """Raise ValueError if `path` is no directory, with the command that downloads a model of that name."""
     if not path.is_dir():
         download = ""
-        if _HUB_ID.fullmatch(str(path)):
+        if _HUB_ID.fullmatch(str(path)) and not str(path).startswith("runs/"):
             download = f": hf download {path} --local-dir {path.name}, then pass {path.name}"
         raise ValueError(f"{path}: not a local directory; fastmp downloads nothing{download}")
-    return read_json(path / CONFIG, _MAX_CONFIG)
 
 
 def check_sizes(path: Path, content: Mapping[str, Any], stored: Mapping[str, Stored]) -> None:

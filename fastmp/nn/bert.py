@@ -68,7 +68,7 @@ class Bert(LanguageModel):
 
     def __init__(self, config: GPTConfig, on: Placement = Placement(), **options: Any) -> None:
         if config.bert is None:
-            raise ValueError("Bert: the configuration describes no encoder: GPTConfig.bert is None")
+            raise ValueError("Bert: GPTConfig.bert is None, which is no encoder; pass bert=BertConfig()")
         if (cp := group_size(on.groups.cp)) > 1:
             raise ValueError(
                 f"Bert: the sequence of an encoder cannot be divided over {cp} context-parallel ranks"

@@ -190,8 +190,9 @@ class LanguageModel(nn.Module):
 
     def _check(self, tokens_BS: torch.Tensor) -> None:
         kind = self._kind
-        if tokens_BS.dim() != 2:
-            raise ValueError(f"{kind}: tokens must be (batch, sequence), got shape {tuple(tokens_BS.shape)}")
+        if tokens_BS.dim() != 2 or tokens_BS.is_floating_point():
+            got = f"{tokens_BS.dtype} of shape {tuple(tokens_BS.shape)}"
+            raise ValueError(f"{kind}: tokens must be integers (batch, sequence), got {got}")
         assert self.word_embedding is not None
         words = self.word_embedding.weight
         if hasattr(words, "placements"):  # a DTensor

@@ -332,12 +332,14 @@ def _check(name: str, x: Tensor, w: Tensor, offsets: Tensor, columns: int, main_
     shape, weight = x.shape, w.shape
     require(len(shape) == 2, "x must be (M, K), got shape {}", shape)
     require(len(weight) == 3, "w must be (E, N, K), got shape {}", weight)
-    require(shape[1] == weight[columns], "x {} does not fit w {}", shape, weight)
+    misfit = "x {} does not fit w {}: expected {} in dimension {} of w"
+    require(shape[1] == weight[columns], misfit, shape, weight, shape[1], columns)
     checks.check_same(name, x=x, w=w)
     checks.check_main_grad(name, main_grad, w=w)
-    require(offsets.dtype == torch.int32, "offsets must be int32, got {}", offsets.dtype)
+    require(offsets.dtype == torch.int32, "offsets must be int32, got {}; pass offsets.int()", offsets.dtype)
     fits = offsets.shape == weight[:1]
-    require(fits, "offsets of shape {} do not fit the {} experts of w", offsets.shape, weight[0])
+    ends = "offsets of shape {} do not fit the {} experts of w: expected the end of the rows of each"
+    require(fits, ends, offsets.shape, weight[0])
     checks.check_same_device(name, x=x, offsets=offsets)
 
 

@@ -59,7 +59,8 @@ _FEW_LOGITS = 1 << 20  # up to here by two ops: 4 MiB in fp32
 
 
 _SPENT = (
-    "linear_cross_entropy: with loss_grad or a reduction gradients exist once: there is no second backward"
+    "linear_cross_entropy: with loss_grad or a reduction the forward computes the gradients, which one "
+    'backward consumes: there is no second backward; for two, pass reduction="none" and no loss_grad'
 )
 _OPTIONS = (
     "int vocab_start, int vocab_size, int ignore_index, float label_smoothing, float z_loss, int workspace"

@@ -258,7 +258,7 @@ def permute(x: Tensor, row_of: Tensor, num_rows: int) -> Tensor:
     """
     _check("permute", "x", x, row_of)
     fits = row_of.shape[0] == x.shape[0]
-    checks.require(fits, "permute: row_of {} does not fit x {}", row_of.shape, x.shape)
+    checks.require(fits, "permute: row_of {} does not fit x {} by tokens", row_of.shape, x.shape)
     countable = num_rows >= 0 and num_rows < 1 << 31
     checks.require(countable, "permute: num_rows must be from 0 to 2147483647, got {}", num_rows)
     return _permute(x, row_of, num_rows)

@@ -117,7 +117,11 @@ def _check_one(name: str, x: Tensor, cos: Tensor, sin: Tensor) -> None:
     rotates = "rope: cos {} rotates {} elements of a head, but {} {} has {}"
     require(turned <= width, rotates, cos.shape, turned, name, x.shape, width)
     fits = all(n in (1, m) for n, m in zip(cos.shape[:-1], x.shape, strict=False))
-    require(fits, "rope: cos {} does not fit the leading dimensions of {} {}", cos.shape, name, x.shape)
+    order = (
+        "; {} is (S, B, N, D): of (B, S, N, D) pass {}.transpose(0, 1); of (B, N, S, D), permute(2, 0, 1, 3)"
+    )
+    misfit = "rope: cos {} does not fit the leading dimensions of {} {}" + order
+    require(fits, misfit, cos.shape, name, x.shape, name, name)
     wanted = compute_dtype(x.dtype)
     for other, t in (("cos", cos), ("sin", sin)):
         if t.dtype not in (wanted, x.dtype):

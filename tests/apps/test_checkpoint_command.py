@@ -130,9 +130,9 @@ def test_a_reader_that_has_seen_enough_is_no_mistake(command, monkeypatch, capfd
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["inspect", "nowhere"], "nowhere is no checkpoint, and no directory of a run that has one"),
-        (["verify", "nowhere"], "nowhere is no checkpoint"),
-        (["diff", "nowhere", "."], "nowhere is no checkpoint"),
+        (["inspect", "nowhere"], "nowhere: no checkpoint found; expected a checkpoint, or"),
+        (["verify", "nowhere"], "nowhere: no checkpoint found"),
+        (["diff", "nowhere", "."], "nowhere: no checkpoint found"),
         (["reshard", "nowhere", "out", "--files", "0"], "must be a whole number, 1 or more, got '0'"),
         (["examine"], "invalid choice: 'examine'"),
         ([], "required: COMMAND"),

@@ -137,7 +137,7 @@ def test_every_attempt_has_a_store_of_its_own():
 @pytest.mark.parametrize(
     ("line", "name"),
     [
-        ("-n some train.py", "nproc_per_node"),
+        ("-n some train.py", "-n: expected a number of processes, or gpu, got 'some'"),
         ("-n 1 --nnodes 0 train.py", "nodes"),
         ("-n 1 --max-restarts -1 x", "restarts"),
     ],

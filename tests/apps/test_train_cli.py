@@ -83,7 +83,7 @@ def test_a_run_goes_on_from_a_path_at_another_layout(tmp_path, tokens, capsys):
     assert f"resumed after step 3 from {path}\n" in capsys.readouterr().out
     assert losses(tmp_path / "tiny") == expected[:4], "the run itself goes on from there"
     assert main([*arguments(tmp_path, tokens), "--resume", str(tmp_path / "nothing")]) == 2
-    assert "nothing is no checkpoint, and no directory of a run that has one" in capsys.readouterr().err
+    assert "nothing: no checkpoint found; expected a checkpoint" in capsys.readouterr().err
 
 
 def test_checkpoints_on_another_disk_stay_where_they_are(tmp_path, tokens, capsys):
@@ -284,7 +284,7 @@ BAD = {
     "token ids beyond the vocabulary": ({"model__vocab_size": 200}, r"vocabulary of 257 .*vocab_size is 200"),
     "a run in the place of the data": ({"train__name": "data"}, r"/data is for token files"),
     "no such data": ({"data__path": "/nowhere"}, r"/nowhere"),
-    "no such weights": ({"checkpoint__init_from": "/nowhere"}, r"/nowhere is no checkpoint"),
+    "no such weights": ({"checkpoint__init_from": "/nowhere"}, r"/nowhere: not a local directory"),
     "no package of a sink": ({"train__sinks": "wandb"}, r"wandb is not installed: pip install"),
     "sequence longer than positions": ({"data__seq_len": 64}, r"seq_len 64 .*max_seq_len 32"),
     "batch that does not divide": (

@@ -133,7 +133,7 @@ def test_all_mistakes_in_a_file_are_named_at_once(tmp_path):
         "  parallel.vpp must be of type int, got 2.0",
         "  ParallelConfig: tp must be positive, got 0",
         "  optimizer.betas must be a list of 2 values, got [0.9]",
-        "  OptimizerConfig: need 0 <= min_lr <= lr and lr > 0, got min_lr 0.0001 and lr -1.0",
+        "  OptimizerConfig: need 0 <= min_lr <= lr and lr > 0, got min_lr 0.0001 and lr -1.0; set both",
     ]
     read = read_recipe(path)
     assert {"model.hidden_size", "model.norm", "parallel.tp", "optimizer.lr"} <= read.unused

@@ -142,7 +142,7 @@ def test_wsd_is_the_same_in_runs_of_any_length_until_it_decays():
         ),
         (
             {"schedule": "linear", "min_lr": 2.0},
-            "need 0 <= min_lr <= lr and lr > 0, got min_lr 2.0 and lr 0.001",
+            "need 0 <= min_lr <= lr and lr > 0, got min_lr 2.0 and lr 0.001; set both",
         ),
         ({"schedule": "constant", "lr": 0.0}, "lr must be positive, got 0.0"),
     ],

@@ -178,7 +178,7 @@ def test_problems_of_an_encoder_are_named_beforehand():
 
 
 def test_an_encoder_writes_no_text():
-    with pytest.raises(ValueError, match="is a BERT, which fills in masked tokens"):
+    with pytest.raises(ValueError, match="got a BERT, which predicts masked tokens"):
         load_model(None, PRE, ALONE)
 
 

@@ -71,7 +71,7 @@ def read_result(path: str | Path) -> dict[str, Any]:
     except (ValueError, TypeError, KeyError, RecursionError):
         known = False
     if not known:
-        raise ValueError(f"{path}: is no result of fastmp eval")
+        raise ValueError(f"{path}: is no result of fastmp eval: expected a file of its --out")
     return dict(result)
 
 

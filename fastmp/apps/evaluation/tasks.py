@@ -142,7 +142,10 @@ def heldout_task(
 def _of_split(directory: Path, tokenizer: Tokenizer | None, window: int, stride: int) -> EvalTask:
     index = read_index(directory)
     if "validation" not in index.splits:
-        raise ValueError(f"{directory}: no text was held out (validation_fraction 0)")
+        raise ValueError(
+            f"{directory}: no text was held out (validation_fraction 0); "
+            "build it again with --validation-fraction 0.05"
+        )
     theirs = open_tokenizer(directory, index)
     if tokenizer is not None and _describe(theirs) != _describe(tokenizer):
         raise ValueError(

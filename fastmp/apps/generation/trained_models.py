@@ -19,7 +19,7 @@ from fastmp.config.recipe import load_recipe, model_from
 from fastmp.distributed.collectives import group_rank, group_size
 from fastmp.distributed.grid import RankGrid
 from fastmp.distributed.groups import ParallelGroups
-from fastmp.hf.stored import is_transformers
+from fastmp.hf.stored import check_local, is_transformers
 from fastmp.hf.weight_io import TransformersReader
 from fastmp.nn.gpt import GPT
 from fastmp.nn.language_model import StageSpec
@@ -74,11 +74,13 @@ def open_weights(
 
 def open_either(path: str, world: dist.ProcessGroup | None) -> tuple[CheckpointReader, GPTConfig]:
     """Return `open_weights` of a transformers directory, a checkpoint or a run."""
+    agree(world, partial(check_local, Path(path)))
     return open_weights(None, path, world) if is_transformers(Path(path)) else open_weights(path, None, world)
 
 
 def open_reader(path: str, world: dist.ProcessGroup | None) -> CheckpointReader:
     """Return the reader of `open_either`, also of a checkpoint without the description of a model."""
+    agree(world, partial(check_local, Path(path)))
     if is_transformers(Path(path)):
         return agree(world, partial(TransformersReader, path))
 
@@ -130,10 +132,10 @@ def load_model(
         ValueError: a stage would have no layer, the model is a BERT, or as `GPT` and `load_weights`.
     """
     if config.bert is not None:
-        raise ValueError("the model is a BERT, which fills in masked tokens and does not tell the next one")
+        raise ValueError("expected a GPT, got a BERT, which predicts masked tokens and not the next one")
     rank, size = group_rank(groups.pp), group_size(groups.pp)
     if size > config.num_layers:
-        raise ValueError(f"{config.num_layers} layers are too few for {size} pipeline stages")
+        raise ValueError(f"{config.num_layers} layers are too few for {size} pipeline stages; lower --pp")
     of_each = [(config.num_layers + i) // size for i in range(size)]
     spec = StageSpec(rank == 0, layers_of_stages(config.num_layers, size, of_each)[rank], rank == size - 1)
     moe = None if config.moe is None else replace(config.moe, jitter=0.0)  # else it would need generators

@@ -65,7 +65,7 @@ __all__ = ["Router", "moe_config"]
 def moe_config(owner: str, config: GPTConfig) -> MoEConfig:
     """Return `config.moe`. Raises ValueError if there is none."""
     if config.moe is None:
-        raise ValueError(f"{owner}: the configuration describes no experts: GPTConfig.moe is None")
+        raise ValueError(f"{owner}: GPTConfig.moe is None, which has no experts; pass moe=MoEConfig(...)")
     return config.moe
 
 

@@ -116,7 +116,9 @@ def checkpoints_at(path: str | Path) -> list[Path]:
     for directory in (path, path / "checkpoints"):
         if found := candidates(directory):
             return [directory / str(name) for name in found]
-    raise CheckpointError(f"{path} is no checkpoint, and no directory of a run that has one")
+    raise CheckpointError(
+        f"{path}: no checkpoint found; expected a checkpoint, or the directory of a run with checkpoints/"
+    )
 
 
 def checkpoint_at(path: str | Path) -> Path:

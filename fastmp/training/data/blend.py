@@ -104,7 +104,10 @@ class BlendedDataset:
         """Return (name, share, source) of sources with held-out text. Raises ValueError if none has."""
         having = [number for number, source in enumerate(self.sources) if source.holds_out]
         if not having:
-            raise ValueError(f"{', '.join(self.names)}: no text was held out (validation_fraction 0)")
+            raise ValueError(
+                f"{', '.join(self.names)}: no text was held out (validation_fraction 0); "
+                "set data.validation_path, or train.eval_interval 0"
+            )
         total = sum(self.blend.shares[number] for number in having)
         return [(self.names[n], self.blend.shares[n] / total, self.sources[n]) for n in having]
 

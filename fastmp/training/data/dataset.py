@@ -149,7 +149,10 @@ class TokenDataset:
     def validation(self) -> TokenSplit | MegatronSplit:
         """The held-out split. Raises ValueError if there is none."""
         if self._validation is None:
-            raise ValueError(f"{self.train.path.parent}: no text was held out (validation_fraction 0)")
+            raise ValueError(
+                f"{self.train.path.parent}: no text was held out (validation_fraction 0); "
+                "set data.validation_path, or train.eval_interval 0"
+            )
         return self._validation
 
     def batch(

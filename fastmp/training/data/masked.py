@@ -153,7 +153,10 @@ class MaskedDataset:
     @property
     def _held_out_windows(self) -> WindowIndex:
         if self._held_out is None:
-            raise ValueError(f"{self.train.path.parent}: no text was held out (validation_fraction 0)")
+            raise ValueError(
+                f"{self.train.path.parent}: no text was held out (validation_fraction 0); "
+                "set data.validation_path, or train.eval_interval 0"
+            )
         return self._held_out
 
     def batch(

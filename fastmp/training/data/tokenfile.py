@@ -184,7 +184,8 @@ def read_index(directory: Path) -> Index:
         raw = read_file(path, INDEX_LIMIT)
     except FileNotFoundError:
         raise ValueError(
-            f"{path}: not found, so {directory} is not a token dataset (fastmp data build)"
+            f"{directory}: no token files found (there is no {path.name}); make them: "
+            f"fastmp data build --input FILES --out {directory}"
         ) from None
     except OSError as error:
         raise ValueError(f"{path}: cannot be read ({error.strerror})") from None

@@ -252,7 +252,7 @@ def test_a_killed_command_goes_on(trained, files, tmp_path, capsys):
         ([], "the following arguments are required: TASK"),
         (["wiki"], "invalid choice: 'wiki'"),
         (["wikitext", "f"], "one of the arguments --checkpoint --hf is required"),
-        (["wikitext", "f", "--checkpoint", "nowhere"], "nowhere is no checkpoint, and no directory of a run"),
+        (["wikitext", "f", "--checkpoint", "nowhere"], "nowhere: no checkpoint found; expected a checkpoint"),
         (["lambada", "f", "--hf", "nowhere"], "nowhere: not a local directory; fastmp downloads nothing"),
         (["lambada", "f", "--hf", "nowhere", "--stride", "8"], "there is no option --stride"),
         (["heldout", "f", "--hf", "nowhere", "--window", "0"], "--window: must be a whole number, 1 or more"),
@@ -277,7 +277,7 @@ def test_a_mistake_is_one_line_and_status_2(changes, named, capsys):
         (["wikitext", "WINDOWS"], "WINDOWS: its lines end with a carriage return"),
         (["heldout", "BYTES"], "not UTF-8 at byte 1"),
         (["heldout", "SPLIT"], "validation.bin: holds tokens, not text: give a directory of token files"),
-        (["heldout", "."], "index.json: not found, so . is not a token dataset"),
+        (["heldout", "."], ".: no token files found (there is no index.json); make them"),
         (
             ["heldout", "TEXT", "--window", "33"],
             "a window of 33 tokens is longer than the model's 32 positions",
@@ -312,7 +312,7 @@ def test_encoders_are_refused(trained, files, monkeypatch, capsys):
     encoder = replace(config, bert=BertConfig())
     monkeypatch.setattr("fastmp.apps.generation.trained_models.model_from", lambda description: encoder)
     asked = ["eval", "heldout", str(files / "text.txt"), "--checkpoint", str(trained)]
-    check_mistake(asked, "is a BERT, which fills in masked tokens", capsys)
+    check_mistake(asked, "got a BERT, which predicts masked tokens", capsys)
 
 
 @pytest.mark.parametrize(

@@ -132,7 +132,7 @@ def test_a_reader_that_leaves_and_one_that_knows_no_unicode(trained):
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        (["--checkpoint", "nowhere"], "nowhere is no checkpoint, and no directory of a run that has one"),
+        (["--checkpoint", "nowhere"], "nowhere: no checkpoint found; expected a checkpoint, or"),
         (["--hf", "nowhere"], "nowhere: not a local directory; fastmp downloads nothing"),
         (["--checkpoint", "a", "--hf", "b"], "not allowed with argument"),
         ([], "one of the arguments --checkpoint --hf is required"),

@@ -225,7 +225,7 @@ def test_a_checkpoint_is_loaded_from_a_path(tmp_path):
     found = tensors(0)
     assert Checkpointer(tmp_path / "other").load(refs(found), path=paths[0]).step == 1
     assert_equal(found, tensors(1))
-    with pytest.raises(CheckpointError, match="elsewhere is no checkpoint, and no directory of a run"):
+    with pytest.raises(CheckpointError, match="elsewhere: no checkpoint found"):
         checkpointer.load(refs(found), path=tmp_path / "elsewhere")
 
 

@@ -75,7 +75,7 @@ def test_what_is_wrong_is_said(out):
     cut(out / "train.bin")
     with pytest.raises(ValueError, match=rf"cut short: {size - 1} bytes, the index says {size}"):
         open_all(out)
-    with pytest.raises(ValueError, match="is not a token dataset"):
+    with pytest.raises(ValueError, match="no token files found"):
         open_all(out.parent / "absent")
 
 
