@@ -39,7 +39,7 @@ fastmp train --recipe configs/gpt-small.toml --optimizer.lr 3e-4 --parallel.reco
 Conventions:
 
 - A switch takes no value. `--table.no-field` turns off a switch that is on by default.
-- `none` as a default means that the field is absent. Type `none` on the command line to unset a field.
+- Type `none` on the command line to unset a field that a file sets.
 - A list takes several values: `--optimizer.betas 0.9 0.98`.
 - An unknown key or a wrong value ends the command before any rank starts, with all errors at once.
 - The names of Megatron-LM's options are on [Move from Megatron-LM](../from-megatron.md).
@@ -58,7 +58,7 @@ def type_name(hint: Any) -> str:
 def default_of(value: Any) -> str:
     """Return a default as it stands in a recipe."""
     if value is None or value == ():
-        return "none"
+        return "unset"
     if isinstance(value, bool):
         return "on" if value else "off"
     if isinstance(value, tuple):
