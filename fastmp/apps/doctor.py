@@ -51,21 +51,19 @@ def connections(value: str, major: int) -> str:
     """Return the advice on CUDA_DEVICE_MAX_CONNECTIONS ("": not set) for a GPU of compute capability `major`.
 
     With one hardware queue, kernels of all streams start in the order of their launches: a collective before
-    the product that is to hide it. Until Hopper only that makes it so.
+    the GEMM that hides it. GPUs up to Hopper need that.
     """
     found = f"CUDA_DEVICE_MAX_CONNECTIONS is {value or 'not set'}"
     if major >= 10:
         advice = (
-            "leave it out: here it only makes streams wait for each other"
+            "unset it: on this GPU it only makes streams wait for each other"
             if value == "1"
-            else "as it should be here"
+            else "right for this GPU"
         )
     elif value == "1":
-        advice = "right for tensor parallelism; leave it out where experts' exchanges or FSDP2 overlap"
+        advice = "right for tensor parallelism; unset it if expert parallelism or FSDP2 overlap"
     else:
-        advice = (
-            "set it to 1 for tensor parallelism, whose collectives then start before products; else leave it"
-        )
+        advice = "set it to 1 for tensor parallelism, to launch collectives before the GEMMs that hide them"
     return f"{found}: {advice}"
 
 

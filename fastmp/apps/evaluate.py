@@ -14,7 +14,7 @@ import fastmp
 from fastmp.apps.evaluation.journal import Journal
 from fastmp.apps.evaluation.result_tables import EvalProgress, read_result, table
 from fastmp.apps.first_rank import only_rank0_prints
-from fastmp.apps.generate import add_model_options
+from fastmp.apps.generate import add_model_options, check_ranks
 from fastmp.config import GPTConfig
 from fastmp.config.command_line import Parser, exit_status, number
 from fastmp.config.file_access import write_whole
@@ -41,7 +41,10 @@ _WINDOW = 1024  # tokens
 def main(argv: Sequence[str] | None = None) -> int:
     """Run `fastmp eval` with the arguments `argv`; return the exit status (2: invalid arguments)."""
     with only_rank0_prints():
-        options = _parser().parse_args(argv)
+        parser = _parser()
+        options = parser.parse_args(argv)
+        if options.task != "table":
+            check_ranks(parser, "eval", options, list(argv or []))
     if options.task == "table":
         return exit_status("fastmp eval", lambda: print(table(map(read_result, options.results))))
     from fastmp.apps.generation.on_ranks import run_on_ranks  # imports torch
@@ -90,7 +93,7 @@ def _evaluate(options: Namespace, runtime: Runtime) -> dict[str, Any]:
     from fastmp.training.graphing import make_backend
     from fastmp.training.trainer import DTYPES
 
-    groups = make_groups(options, runtime.world_size, "eval")
+    groups = make_groups(options, runtime.world_size)
     world = dist.group.WORLD if runtime.world_size > 1 else None
     reader, config = open_weights(options.checkpoint, options.hf, world, options.ignore)
     task = agree(world, partial(_task, options, reader, config))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import math
+import shlex
 import sys
 from argparse import Namespace
 from collections.abc import Sequence
@@ -11,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fastmp.apps.first_rank import only_rank0_prints
+from fastmp.config import Environment
 from fastmp.config.command_line import Parser, number
 from fastmp.config.options import DTYPES, dtype_name
 
@@ -18,13 +21,15 @@ if TYPE_CHECKING:
     from fastmp.apps.generation.batched import Generated
     from fastmp.distributed.runtime import Runtime
 
-__all__ = ["add_model_options", "main"]
+__all__ = ["add_model_options", "check_ranks", "main"]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run `fastmp generate` with the arguments `argv`; return the exit status (2: invalid arguments)."""
     with only_rank0_prints():
-        options = _parser().parse_args(argv)
+        parser = _parser()
+        options = parser.parse_args(argv)
+        check_ranks(parser, "generate", options, list(argv or []))
     from fastmp.apps.generation.on_ranks import run_on_ranks  # imports torch
 
     return run_on_ranks("generate", partial(_generate, options), partial(_print, options.prompt))
@@ -93,6 +98,18 @@ def add_model_options(parser: Parser, of_dtype: str) -> None:
     add("--ignore", metavar="NAME", action="append", default=[], help=text)
 
 
+def check_ranks(parser: Parser, command: str, options: Namespace, arguments: Sequence[str]) -> None:
+    """Raise SystemExit with the command to type if the layout of `options` does not fit the world size."""
+    sizes = {axis: getattr(options, axis, None) or 1 for axis in ("tp", "cp", "pp", "ep", "etp")}
+    experts = sizes["ep"] * (options.etp or options.tp)
+    needed = sizes["pp"] * math.lcm(sizes["tp"] * sizes["cp"], experts)
+    world_size = Environment.read().world_size
+    if world_size % needed:
+        given = " ".join(f"--{axis} {size}" for axis, size in sizes.items() if size > 1)
+        command = shlex.join(["fastmp", "launch", "-n", str(needed), command, *arguments])
+        parser.error(f"{given} needs {needed} processes or a multiple, got {world_size}; run: {command}")
+
+
 def _text(text: str) -> str:
     if not text:
         raise argparse.ArgumentTypeError("must not be empty")
@@ -117,7 +134,7 @@ def _generate(options: Namespace, runtime: Runtime) -> Generated:
     from fastmp.training.trainer import DTYPES
 
     check_choice(options.temperature, options.top_k, options.top_p)
-    groups = make_groups(options, runtime.world_size, "generate")
+    groups = make_groups(options, runtime.world_size)
     world = dist.group.WORLD if runtime.world_size > 1 else None
     reader, config = open_weights(options.checkpoint, options.hf, world, options.ignore)
     tokenizer = agree(world, partial(model_tokenizer, options, reader))

@@ -5,7 +5,7 @@ Standard library only.
 
 from __future__ import annotations
 
-__all__ = ["DTYPE_ALIASES", "FIRST", "ORDER", "SHORT", "SWITCHED", "SYNONYMS"]
+__all__ = ["DTYPE_ALIASES", "FIRST", "METAVARS", "ORDER", "SHORT", "SWITCHED", "SYNONYMS"]
 
 SHORT = {
     "parallel.tp": "--tp",
@@ -60,6 +60,10 @@ FIRST = {
     "speed": ("graphs.enabled", "graphs.scope", "train.profile", "train.profile_steps"),
 }
 ORDER = ("finetune", "train", "data", "parallel", "optimizer", "checkpoint", "graphs", "model")  # of tables
+METAVARS = {
+    **dict.fromkeys(("path", "validation_path", "init_from", "tokenizer"), "PATH"),
+    **{"run_dir": "DIR", "max_time": "TIME", "resume": "auto|PATH", "blend": "'WEIGHT PATH'"},
+}  # of options that hold a text, by the name of the field
 DTYPE_ALIASES = {
     **{"bf16": "bfloat16", "fp16": "float16", "half": "float16"},
     **{"fp32": "float32", "float": "float32"},

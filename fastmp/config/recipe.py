@@ -29,7 +29,7 @@ from typing import Any, NamedTuple, TypeVar
 from fastmp.config.command_line import Parser, did_you_mean
 from fastmp.config.file_access import read_file
 from fastmp.config.model import GPTConfig
-from fastmp.config.option_names import FIRST, ORDER, SHORT, SWITCHED, SYNONYMS
+from fastmp.config.option_names import FIRST, METAVARS, ORDER, SHORT, SWITCHED, SYNONYMS
 from fastmp.config.options import help_of
 from fastmp.config.training import Recipe
 
@@ -180,7 +180,7 @@ def _add_option(group: argparse._ArgumentGroup, path: str, field: Field[Any], hi
         aliases = field.metadata["aliases"]
         group.add_argument(*names, type=lambda name: aliases.get(name, name), choices=choices, **settings)
     else:
-        metavar = {int: "N", float: "X"}.get(kind, "NAME")
+        metavar = {int: "N", float: "X"}.get(kind, METAVARS.get(field.name, "NAME"))
         convert = _steps if path == "train.steps" else _or_none(kind) if optional else kind
         group.add_argument(*names, type=convert, metavar=metavar, **settings)
 

@@ -40,14 +40,10 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         ("ep", "expert-parallel size"),
     ]:
         parser.add_argument(f"--{name}", type=int, default=1, metavar="N", help=text)
-    parser.add_argument("--dp", type=int, metavar="N", help="data-parallel size (default: what is left)")
-    parser.add_argument(
-        "--etp", type=int, metavar="N", help="tensor-parallel size inside an expert (default: tp)"
-    )
-    parser.add_argument(
-        "--order", default="tp-cp-ep-dp-pp", help="axes, fastest first (default: %(default)s)"
-    )
-    parser.add_argument("--json", action="store_true", help="every group, as JSON")
+    parser.add_argument("--dp", type=int, metavar="N", help="data-parallel size (the remaining ranks)")
+    parser.add_argument("--etp", type=int, metavar="N", help="tensor-parallel size of each expert (tp)")
+    parser.add_argument("--order", default="tp-cp-ep-dp-pp", help="axes, fastest first (%(default)s)")
+    parser.add_argument("--json", action="store_true", help="print every group as JSON")
 
 
 def groups(grid: RankGrid) -> dict[str, dict[str, list[list[int]]]]:

@@ -28,37 +28,39 @@ def main(arguments: list[str]) -> int:
         description="Print what each pipeline rank does in one step, in which order, and what that costs.",
     )
     parser.add_argument("--pp", type=int, required=True, metavar="N", help="pipeline stages")
-    parser.add_argument("--vpp", type=int, default=1, metavar="N", help="chunks of each rank (default: 1)")
+    parser.add_argument("--vpp", type=int, default=1, metavar="N", help="virtual stages of a rank (1)")
     parser.add_argument("--num-microbatches", type=int, required=True, metavar="N", help="of one step")
     parser.add_argument(
         "--group-size",
         type=int,
         metavar="N",
-        help="microbatches through a chunk before the next one (default: pp)",
+        help="microbatches that run through a chunk before the next chunk (pp)",
     )
-    parser.add_argument("--schedule", choices=SCHEDULES, default="1f1b", help="default: %(default)s")
+    parser.add_argument("--schedule", choices=SCHEDULES, default="1f1b", help="order of work (%(default)s)")
     parser.add_argument(
-        "--overlap", action="store_true", help="run a forward beside each backward that is not of the end"
+        "--overlap",
+        action="store_true",
+        help="run the forward of one microbatch with the backward of another [EP overlap]",
     )
     for name, text in [
-        ("forward", "time of a chunk's forward"),
-        ("backward-input", "time of a chunk's backward of its inputs"),
-        ("backward-weight", "time of a chunk's backward of its weights"),
-        ("p2p", "time of a message between two ranks"),
-        ("hidden", "time by which a forward and a backward at once are shorter, with --overlap"),
+        ("forward", "time of the forward of a chunk"),
+        ("backward-input", "time of the input gradients of a chunk [dgrad]"),
+        ("backward-weight", "time of the weight gradients of a chunk [wgrad]"),
+        ("p2p", "time of a send between two pipeline ranks"),
+        ("hidden", "time saved by running a forward and a backward together, with --overlap"),
     ]:
         default = 0.0 if name in ("p2p", "hidden") else 1.0
         parser.add_argument(
-            f"--{name}", type=float, default=default, metavar="X", help=f"{text} (default: {default:g})"
+            f"--{name}", type=float, default=default, metavar="X", help=f"{text} ({default:g})"
         )
-    parser.add_argument("--json", action="store_true", help="orders, warm-up, peaks and bubble, as JSON")
-    parser.add_argument("--plot", metavar="FILE", help="draw it: png, svg or pdf")
+    parser.add_argument("--json", action="store_true", help="print orders, warm-up, peaks and bubble as JSON")
+    parser.add_argument("--plot", metavar="FILE", help="draw the schedule into a png, svg or pdf")
     options = parser.parse_args(arguments)
     times = (options.forward, options.backward_input, options.backward_weight, options.p2p, options.hidden)
     sizes = (options.pp, options.num_microbatches, options.vpp, options.group_size, options.schedule)
     try:
         if options.hidden and not options.overlap:
-            raise ValueError(f"hidden {options.hidden:g} is of two steps at once: add --overlap")
+            raise ValueError(f"--hidden {options.hidden:g} has no effect without --overlap: add it")
         schedule = Schedule(*sizes, overlap=options.overlap)
         run = simulate(schedule.orders(), Costs(*times), pairs=schedule.all_pairs())
         if options.plot:

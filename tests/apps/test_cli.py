@@ -74,9 +74,9 @@ def test_help_takes_little_time_and_imports_neither_torch_nor_numpy(command):
     [
         ("", 9, r"is not set: set it to 1 for tensor parallelism"),
         ("8", 8, r"is 8: set it to 1 for tensor parallelism"),
-        ("1", 9, r"is 1: right for tensor parallelism; leave it out where .* FSDP2 overlap"),
-        ("1", 10, r"is 1: leave it out"),
-        ("", 10, r"is not set: as it should be here"),
+        ("1", 9, r"is 1: right for tensor parallelism; unset it if .* FSDP2 overlap"),
+        ("1", 10, r"is 1: unset it"),
+        ("", 10, r"is not set: right for this GPU"),
     ],
 )
 def test_doctor_says_what_the_number_of_queues_does(value, major, expected):

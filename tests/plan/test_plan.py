@@ -93,7 +93,7 @@ def test_a_large_world_stays_readable(capsys):
             "schedule: pp must be a positive integer, got 0",
         ),
         ([*SCHEDULE, "--p2p", "-1"], "schedule: cost p2p must be 0 or more, got -1.0"),
-        ([*SCHEDULE, "--hidden", "0.5"], "schedule: hidden 0.5 is of two steps at once: add --overlap"),
+        ([*SCHEDULE, "--hidden", "0.5"], "schedule: --hidden 0.5 has no effect without --overlap: add it"),
         ([*SCHEDULE, "--schedule", "gpipe"], "gpipe"),
         (["schedule", "--num-microbatches", "8"], "--pp"),
         ([*SCHEDULE, "--plot", "picture.xyz"], "xyz"),

@@ -69,6 +69,7 @@ fastmp plan graphs configs/moe-small.toml --world-size 1 --graphs.scope moe_expe
 fastmp generate --prompt hi
 fastmp generate --hf Qwen3-0.6B --checkpoint runs/gpt --prompt hi
 fastmp generate --checkpoint runs/gpt --prompt hi --temperature -1
+fastmp generate --checkpoint runs/gpt --prompt hi --tp 2 --pp 2
 fastmp eval mmlu questions.json --hf model
 fastmp eval wikitext
 fastmp finetune cola --data glue/CoLA

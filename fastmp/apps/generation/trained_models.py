@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import replace
@@ -150,20 +149,9 @@ def load_model(
     return model.eval()
 
 
-def make_groups(options: Namespace, world_size: int, command: str) -> ParallelGroups:
-    """Return the process groups of a command line's parallel layout; `command` is named in errors.
-
-    ValueError where the layout does not fit the ranks.
-    """
-    tp, pp, ep, cp = options.tp, options.pp, options.ep, getattr(options, "cp", 1)
-    etp = options.etp or tp
-    needed = pp * math.lcm(tp * cp, ep * etp)
-    if world_size % needed:
-        layout = f"tp {tp}, {f'cp {cp}, ' if cp > 1 else ''}pp {pp}, ep {ep} and etp {etp}"
-        raise ValueError(
-            f"{layout} need {needed} ranks or a multiple, there are {world_size}: fastmp launch -n {needed} "
-            f"{command} ..."
-        )
+def make_groups(options: Namespace, world_size: int) -> ParallelGroups:
+    """Return the process groups of a command line's parallel layout."""
+    tp, pp, ep, etp, cp = options.tp, options.pp, options.ep, options.etp, getattr(options, "cp", 1)
     return ParallelGroups.create(RankGrid(world_size=world_size, tp=tp, cp=cp, pp=pp, ep=ep, etp=etp))
 
 
