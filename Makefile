@@ -1,5 +1,5 @@
 # Everything runs in .venv, which .ci/environment.py makes and keeps up to date.
-# PYTHON: the interpreter .venv is made from (3.11 or later). ARGS: further options of `fastmp train`.
+# PYTHON: the interpreter .venv is made from (3.11 or later). ARGS: further options of `fastmp train`, or of a wheel.
 # PYTEST: further options of pytest.
 
 CANDIDATES := python3 python3.12 python3.11 python3.13
@@ -11,7 +11,7 @@ KEEP_GOING := --continue-on-collection-errors
 # One process for each core, eight at most.
 WORKERS := -n $(shell nproc | awk '{print $$1 < 8 ? $$1 : 8}') --dist worksteal
 
-.PHONY: train test test-ci test-full test-oldest test-newest sanitize lint docs build clean
+.PHONY: train test test-ci test-full test-oldest test-newest sanitize lint docs build wheel clean
 
 # Two GPUs or more: 2 ranks with NCCL. One GPU: 1 rank. None: 2 ranks with gloo that share the cores. The ranks
 # share attention (tensor parallelism) and have half of the experts each. RANKS and ARGS say otherwise.
@@ -104,6 +104,12 @@ docs:
 build:
 	@$(SETUP) test
 	@cat fastmp/_build.json
+
+# A wheel in dist/ that installs without a compiler, for the Python of .venv and torch 2.10 to 2.15, which pip downloads
+# once (4 GB). ARGS=--cuda: with CUDA C++.
+wheel:
+	@$(SETUP) train
+	$(VENV) scripts/build_wheels.py $(ARGS)
 
 # Leaves .venv and runs/ alone.
 clean:
