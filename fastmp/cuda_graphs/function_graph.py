@@ -168,8 +168,8 @@ class FunctionGraph:
             made = self.function(*arguments)
         if any(isinstance(each, Tensor) and each.requires_grad for each in tree_leaves(made)):
             raise ValueError(
-                f"graphs: {self.name} returns a tensor that requires a gradient, which no replay does; "
-                "return it detached, and run backwards inside"
+                f"graphs: {self.name} returns a tensor that requires grad, but a replay records no "
+                "autograd graph; return it detached, and call backward() inside"
             )
         if len(self._draws_of) == _MAX_TRACED:
             del self._draws_of[next(iter(self._draws_of))]

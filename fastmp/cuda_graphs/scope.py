@@ -60,9 +60,9 @@ def captured_segments(
     chosen = {part for own in found.values() for part in own}
     exchange = [part for part in ("dispatch", "experts", "combine") if part in chosen]
     if exchange and "shared_experts" in segments and "shared_experts" not in chosen:
-        raise ValueError(f"graphs: a scope with {', '.join(exchange)} needs 'shared_experts' as well")
+        raise ValueError(f"graphs: a scope with {', '.join(exchange)} needs 'shared_experts' as well; add it")
     if "shared_experts" in chosen and "preprocess" not in chosen and not segments["dispatch"]:
-        raise ValueError("graphs: a scope with shared_experts needs 'preprocess' as well")
+        raise ValueError("graphs: a scope with shared_experts needs 'preprocess' as well; add it")
     return chosen
 
 

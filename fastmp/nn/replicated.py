@@ -238,7 +238,9 @@ class TokenTypeEmbedding(_Replicated):
             low, high = (int(kind) for kind in types_BS.aminmax())
             if low < 0 or high >= len(self.weight):
                 wrong = low if low < 0 else high
-                raise ValueError(f"TokenTypeEmbedding: token type {wrong} is not one of {len(self.weight)}")
+                raise ValueError(
+                    f"TokenTypeEmbedding: token type {wrong} is not in 0 .. {len(self.weight) - 1}"
+                )
         S = words_SBH.shape[0]
         first = self.tp_rank * S if self.sequence_parallel else 0
         return words_SBH + F.embedding(types_BS.t()[first : first + S], self.weight)

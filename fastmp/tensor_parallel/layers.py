@@ -277,8 +277,8 @@ class _ParallelLinear(ParallelModule):
         weight, bias = getattr(linear, "weight", None), getattr(linear, "bias", None)
         if not isinstance(weight, torch.Tensor) or weight.dim() != 2 or not weight.is_floating_point():
             raise ValueError(
-                f"{cls.__name__}.from_linear: {type(linear).__name__} has no floating-point "
-                "matrix named weight"
+                f"{cls.__name__}.from_linear: expected an nn.Linear, got {type(linear).__name__}, "
+                "which has no floating-point matrix named weight"
             )
         if type(linear).__name__ == "Conv1D":
             weight = weight.t()

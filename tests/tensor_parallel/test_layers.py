@@ -579,7 +579,7 @@ def check_errors(rank, tp):
             lambda: VocabParallelEmbedding(V, 4, group=None)(torch.tensor([24])),
         ),
         (
-            "ColumnParallelLinear.from_linear: LayerNorm has no floating-point matrix",
+            "ColumnParallelLinear.from_linear: expected an nn.Linear, got LayerNorm",
             lambda: ColumnParallelLinear.from_linear(nn.LayerNorm(4), group=group),
         ),
         (

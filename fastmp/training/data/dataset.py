@@ -77,7 +77,7 @@ class TokenDataset:
         if self.train.info.num_tokens < seq_len + 1:
             raise ValueError(
                 f"{self.train.path}: {self.train.info.num_tokens} tokens do not hold one sample of "
-                f"seq_len + 1 = {seq_len + 1}"
+                f"seq_len + 1 = {seq_len + 1}; lower data.seq_len, or give more text"
             )
         self.max_documents: int | None = None
         if document_masking:
