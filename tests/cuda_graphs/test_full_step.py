@@ -398,7 +398,7 @@ REFUSED = [
     (CaptureError, seeded_behind, torch.ones(2), "stream 'default' has got a seed or a state"),
     (ValueError, torch.square, torch.ones(2, requires_grad=True), "argument of a test requires grad"),
     (ValueError, torch.as_tensor, torch.ones(2).numpy(), "is of type ndarray; it takes tensors"),
-    (ValueError, lambda x: WEIGHT * x, torch.ones(2), "returns a tensor that requires a gradient"),
+    (ValueError, lambda x: WEIGHT * x, torch.ones(2), "returns a tensor that requires grad"),
 ]
 WEIGHT = nn.Parameter(torch.ones(2))
 
