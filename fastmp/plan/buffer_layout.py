@@ -19,7 +19,7 @@ def main(arguments: list[str]) -> int:
     """Print the flat buffers of a recipe; return 0, or 2 with all errors on stderr."""
     parser = recipe_parser(
         "fastmp plan optimizer",
-        "Print where a recipe's parameters lie in flat buffers and buckets, and what a rank owns of them.",
+        "Print the flat buffers and buckets of a recipe's parameters, and the shard of each rank.",
     )
     parser.add_argument(
         "--stage", type=int, default=0, metavar="P", help="pipeline rank (default: the first)"

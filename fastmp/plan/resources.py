@@ -28,7 +28,7 @@ def main(arguments: list[str]) -> int:
     """Print the memory, FLOPs and traffic of each rank; return 0, or 2 with all errors on stderr."""
     parser = recipe_parser(
         "fastmp plan recipe",
-        "Check a recipe for a number of ranks; print what each would hold, compute and send.",
+        "Check a recipe against a number of ranks; print the memory, FLOPs and traffic of each.",
     )
     options = parser.parse_args(arguments)
     found = fitting_recipe(parser.prog, options)

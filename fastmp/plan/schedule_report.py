@@ -25,7 +25,7 @@ def main(arguments: list[str]) -> int:
     """Print a schedule, and draw it on request; return 0, or 2 with one line on stderr if it is invalid."""
     parser = Parser(
         prog="fastmp plan schedule",
-        description="Print what each pipeline rank does in one step, in which order, and what that costs.",
+        description="Print the order of forward and backward steps on each pipeline rank, and the bubble.",
     )
     parser.add_argument("--pp", type=int, required=True, metavar="N", help="pipeline stages")
     parser.add_argument("--vpp", type=int, default=1, metavar="N", help="virtual stages of a rank (1)")

@@ -19,7 +19,7 @@ def main(arguments: list[str]) -> int:
     """Print the estimated time of a recipe's step; return 0, or 2 with all errors on stderr."""
     parser = recipe_parser(
         "fastmp plan time",
-        "Estimate the time of a step on named GPUs in their servers, and say where it goes.",
+        "Estimate the time of a step on named GPUs in their servers, by phase and by consumer.",
     )
     parser.add_argument("--hardware", choices=GPUS, default="h100", help="the GPUs (default: %(default)s)")
     options = parser.parse_args(arguments)
