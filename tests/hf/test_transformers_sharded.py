@@ -353,7 +353,8 @@ def test_ranks_that_differ_and_modules_that_are_not_known():
         if rank == 1:
             model.model.layers[1].mlp.up_proj.weight.data += 1
         untouched(
-            model, "model.layers.1.mlp.up_proj.weight of rank 1 of the group differs from that of rank 0; load"
+            model,
+            "model.layers.1.mlp.up_proj.weight of rank 1 of the group differs from that of rank 0;",
         )
         model = model_of("llama", num_attention_heads=4 - 3 * rank, num_key_value_heads=1 + (1 - rank))
         untouched(
