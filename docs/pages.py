@@ -25,7 +25,7 @@ PAGES = {"README.md": "index.md"} | {
 }
 BOOSTS = {  # of pages in the search; others have 1
     "api/": 0.1,
-    **dict.fromkeys(("glossary", "reference/environment"), 1.6),
+    **dict.fromkeys(("glossary", "reference/environment", "from-megatron"), 1.6),
     **dict.fromkeys(("studies/", "changelog", "contributing", "correctness"), 0.3),
     **dict.fromkeys(("index", "benchmarks", "security"), 0.5),
 }
