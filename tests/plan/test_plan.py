@@ -154,10 +154,11 @@ def test_people_read_what_a_recipe_means(capsys):
 def test_pages_show_what_is_printed(capsys, monkeypatch, page, number):
     monkeypatch.chdir(CONFIGS.parent)
     page = (CONFIGS.parent / "docs" / page).read_text()
-    shown = re.findall(r"```\n\$ fastmp plan ((?:recipe|optimizer|time) configs/.*)\n((?:.*\n)*?)```", page)
+    command = r"(?:recipe|optimizer|time) configs/(?:.*\\\n)*.*"  # a long one continues on the next line
+    shown = re.findall(rf"```\n\$ fastmp plan ({command})\n((?:.*\n)*?)```", page)
     assert len(shown) == number
     for command, expected in shown:
-        assert run(capsys, *command.split()) == expected
+        assert run(capsys, *command.replace("\\\n", "").split()) == expected
 
 
 def test_ranks_of_a_pipeline_that_hold_the_same_share_a_line(capsys, tmp_path):
