@@ -39,7 +39,7 @@ FOUND = """() => [...document.querySelectorAll(".md-search-result__item > a")].m
 QUERIES = {
     "activation checkpointing": "planning.html",
     "activation recomputation": "cuda-graphs.html",
-    "BERT": "bert.html",
+    "pretrain BERT": "bert.html",
     "bubble": "pipeline.html",
     "checkpoint": "checkpoints.html",
     "command-line options": "reference/configuration.html",
