@@ -229,13 +229,13 @@ def test_torch_is_found_or_the_reason_given(build, monkeypatch, tmp_path):
     assert "2.9.1+cpu" in build.find_torch()[2]
 
 
-def test_the_changelog_and_the_readme_are_of_this_version():
+def test_the_changelog_and_the_citation_are_of_this_version():
     import fastmp
 
     versions = re.findall(r"^## \[(.*?)\]", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
     assert next(name for name in versions if name != "Unreleased") == fastmp.__version__
-    minor = fastmp.__version__.rpartition(".")[0]
-    assert f"## Not in {minor}\n" in (ROOT / "README.md").read_text()
+    cited = re.search(r"^version: (.*)$", (ROOT / "CITATION.cff").read_text(), re.MULTILINE)
+    assert cited is not None and cited[1] == fastmp.__version__
 
 
 def test_setting_names_a_wrong_value(build, monkeypatch):
