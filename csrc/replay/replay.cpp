@@ -385,7 +385,6 @@ PyObject* StepReplay::forward(const std::shared_ptr<StepReplay>& self, PyObject*
 
 PYBIND11_MODULE(_replay, m) {
   m.doc() = "Replay programs of training steps with C++ autograd nodes, and the guard of a model between steps.";
-  m.attr("torch_version") = TORCH_VERSION;
   py::class_<ModelGuard>(m, "ModelGuard")
       .def(py::init<const py::list&, const py::list&, const py::list&>(), py::arg("dicts"), py::arg("modes"),
            py::arg("tensors"))
