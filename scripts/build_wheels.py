@@ -102,12 +102,10 @@ def versioned(library: str, torch_version: str) -> str:
 
 def build_base(directory: Path, torch: Path) -> Path:
     """Build the wheel of one torch by setup.py and unpack it; returns the folder."""
-    pip = (sys.executable, "-m", "pip", "--disable-pip-version-check", "wheel", "--no-build-isolation")
     environment = {**os.environ, "FASTMP_TORCH_DIR": str(torch)}
-    command = [*pip, "--no-deps", "--no-index", "-w", str(directory), str(ROOT)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise fail(f"pip wheel\n{done.stdout}{done.stderr}")
+    code = f"from setuptools import build_meta; build_meta.build_wheel({str(directory)!r})"
+    if subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, check=False).returncode:
+        raise fail("setup.py failed; its output is above")
     (wheel,) = directory.glob("fastmp-*.whl")
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(directory / "unpacked")
