@@ -271,7 +271,10 @@ def test_loss_options_reach_the_loss():
         (torch.zeros(2, 21, dtype=torch.int64), "a sequence of 21 tokens is longer than max_seq_len 20"),
         (torch.full((2, 4), 131), "token id 131 is outside the vocabulary of 131"),
         (torch.full((2, 4), -1), "token id -1 is outside the vocabulary of 131"),
-        (torch.zeros(4, dtype=torch.int64), r"tokens must be \(batch, sequence\), got shape \(4,\)"),
+        (
+            torch.zeros(4, dtype=torch.int64),
+            r"tokens must be integers \(batch, sequence\), got torch.int64 of shape \(4,\)",
+        ),
     ),
 )
 def test_tokens_that_do_not_fit_are_refused(tokens, message):
