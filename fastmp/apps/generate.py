@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import math
-import shlex
 import sys
 from argparse import Namespace
 from collections.abc import Sequence
@@ -13,9 +11,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fastmp.apps.first_rank import only_rank0_prints
-from fastmp.config import Environment
+from fastmp.apps.launch import launch_instead
+from fastmp.config import Environment, ParallelConfig
 from fastmp.config.command_line import Parser, number
 from fastmp.config.options import DTYPES, dtype_name
+from fastmp.plan.layout import fewest_ranks
 
 if TYPE_CHECKING:
     from fastmp.apps.generation.batched import Generated
@@ -100,14 +100,11 @@ def add_model_options(parser: Parser, of_dtype: str) -> None:
 
 def check_ranks(parser: Parser, command: str, options: Namespace, arguments: Sequence[str]) -> None:
     """Raise SystemExit with the command to type if the layout of `options` does not fit the world size."""
-    sizes = {axis: getattr(options, axis, None) or 1 for axis in ("tp", "cp", "pp", "ep", "etp")}
-    experts = sizes["ep"] * (options.etp or options.tp)
-    needed = sizes["pp"] * math.lcm(sizes["tp"] * sizes["cp"], experts)
+    layout = ParallelConfig(tp=options.tp, pp=options.pp, ep=options.ep, etp=options.etp)
     world_size = Environment.read().world_size
-    if world_size % needed:
-        given = " ".join(f"--{axis} {size}" for axis, size in sizes.items() if size > 1)
-        command = shlex.join(["fastmp", "launch", "-n", str(needed), command, *arguments])
-        parser.error(f"{given} needs {needed} processes or a multiple, got {world_size}; run: {command}")
+    if world_size % fewest_ranks(layout):
+        processes = f"processes or a multiple, got {world_size}"
+        parser.error(launch_instead(layout, processes, command, arguments))
 
 
 def _text(text: str) -> str:

@@ -1,11 +1,14 @@
-"""`fastmp launch`: print the help before torch is imported."""
+"""`fastmp launch`: print the help, and the command that other programs need, before torch is imported."""
 
 from __future__ import annotations
 
+import shlex
 from argparse import REMAINDER
 from collections.abc import Sequence
 
+from fastmp.config import ParallelConfig
 from fastmp.config.command_line import Parser
+from fastmp.plan.layout import fewest_ranks
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -17,6 +20,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     from fastmp.apps.launch_main import main as launch  # imports torch
 
     return launch(arguments)
+
+
+def launch_instead(layout: ParallelConfig, processes: str, command: str, arguments: Sequence[str]) -> str:
+    """Return a message with the sizes that need more processes, and the command that starts these.
+
+    processes: the noun, and how many there are: "processes, got 1".
+    """
+    sizes = {axis: getattr(layout, axis) or 1 for axis in ("tp", "cp", "pp", "ep", "etp")}
+    given = " ".join(f"--{axis} {size}" for axis, size in sizes.items() if size > 1)
+    ranks = fewest_ranks(layout)
+    launched = shlex.join(["fastmp", "launch", "-n", str(ranks), command, *arguments])
+    return f"{given} needs {ranks} {processes}; run: {launched}"
 
 
 def _parser() -> Parser:

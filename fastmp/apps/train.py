@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import shlex
 import sys
 from collections.abc import Sequence
 
 from fastmp.apps.first_rank import only_rank0_prints
+from fastmp.apps.launch import launch_instead
 from fastmp.config import Environment, Recipe
 from fastmp.config.recipe import parse_arguments
 from fastmp.plan.layout import fewest_ranks, problems
@@ -26,12 +26,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _missing_ranks(recipe: Recipe, arguments: Sequence[str]) -> str:
-    """Return the command that starts the processes of `recipe`, which is run on one; "" if one is enough."""
-    ranks = fewest_ranks(recipe)
+    """Return the message of `launch_instead`, and all other problems; "" if one process is enough."""
+    ranks = fewest_ranks(recipe.parallel)
     if ranks == 1:
         return ""
-    axes = ("tp", "cp", "pp", "ep", "etp")
-    given = " ".join(f"--{axis} {size}" for axis in axes if (size := getattr(recipe.parallel, axis) or 1) > 1)
-    command = shlex.join(["fastmp", "launch", "-n", str(ranks), "train", *arguments])
     others = "".join(f"\n  {problem}" for problem in problems(recipe, ranks))
-    return f"{given} needs {ranks} processes, got 1; run: {command}{others}"
+    return launch_instead(recipe.parallel, "processes, got 1", "train", arguments) + others

@@ -39,7 +39,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     from fastmp.training.recipe_kernels import progress_line, warm_up_recipe
 
     try:
-        arch, ranks = options.arch or current_architecture(), options.world_size or fewest_ranks(recipe)
+        arch, ranks = (
+            options.arch or current_architecture(),
+            options.world_size or fewest_ranks(recipe.parallel),
+        )
         count = warm_up_recipe(recipe, ranks, arch, processes=options.processes, progress=progress_line())
     except ValueError as error:
         print(f"{parser.prog}: {error}", file=sys.stderr)

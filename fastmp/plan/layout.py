@@ -50,9 +50,8 @@ def make_schedule(layout: ParallelConfig, num_microbatches: int) -> Schedule:
     return Schedule(*sizes, layout.schedule, layout.overlap_experts)
 
 
-def fewest_ranks(recipe: Recipe) -> int:
-    """Return the smallest world size that `recipe` fits; more ranks are data-parallel replicas."""
-    layout = recipe.parallel
+def fewest_ranks(layout: ParallelConfig) -> int:
+    """Return the smallest world size that `layout` fits; more ranks are data-parallel replicas."""
     return layout.pp * math.lcm(layout.tp * layout.cp, layout.ep * (layout.etp or layout.tp))
 
 
