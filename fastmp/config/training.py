@@ -186,7 +186,7 @@ class DataConfig(Checked):
 
     @property
     def first_path(self) -> str | None:
-        """The path, or the first one of a blend, whose tokenizer is that of all."""
+        """The path, or the first path of a blend; all its sources share one tokenizer."""
         return self.sources[0][1] if self.blend else self.path
 
 

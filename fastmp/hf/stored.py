@@ -56,7 +56,7 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 def check_local(path: Path) -> None:
-    """Raise ValueError if `path` is no directory, with the command that downloads a model of that name."""
+    """Raise ValueError, with a download command, unless `path` is a directory."""
     if not path.is_dir():
         download = ""
         if _HUB_ID.fullmatch(str(path)) and not str(path).startswith("runs/"):

@@ -222,7 +222,7 @@ def _describe_traffic(facts: dict[str, Any]) -> Iterator[str]:
 
 
 def _runs(ranks: list[dict[str, Any]]) -> Iterator[tuple[int, int, dict[str, Any]]]:
-    """Yield (first, last, facts of one) for each run of neighbouring ranks that print alike."""
+    """Yield (first, last, facts) for each range of consecutive ranks with the same output."""
     shown = [{**rank, "sent": None, "flops": None, "peak_in_flight": None} for rank in ranks]
     first = 0
     for last in range(len(ranks)):

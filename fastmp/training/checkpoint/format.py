@@ -81,7 +81,7 @@ class SavedShard(NamedTuple):
 
 @dataclass(frozen=True)
 class SavedTensor:
-    """A tensor of the whole model; dtype is the name that safetensors has for it."""
+    """A tensor of the whole model; its dtype is named as in safetensors."""
 
     dtype: str
     shape: tuple[int, ...]

@@ -235,7 +235,7 @@ def open_corpora(
 
 
 def open_corpus(source: str | Path, tokenizer: str, held_out: float) -> Corpus:
-    """Open a token directory, which has a tokenizer and held-out text of its own, or Megatron's files.
+    """Open Megatron-LM's files, or a token directory with its own tokenizer and held-out text.
 
     Raises ValueError if a file is missing or damaged, or `source` is neither of the two.
     """

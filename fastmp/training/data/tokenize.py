@@ -388,7 +388,7 @@ def _parse(description: str, source: str) -> tuple[tokenizers.Tokenizer, bool]:
 
 
 def _impossible(content: dict[str, Any]) -> str:
-    """Return a fault at which the library would abort, or which it would miss; "" without one.
+    """Return a fault that the library would overlook, or abort at; "" for a sound file.
 
     Faults are an id far beyond the number of tokens, and a merge without the prefix that the library cuts
     off: it aborts the process inside a character.

@@ -28,8 +28,8 @@ esac
 
 @pytest.fixture
 def script():
-    path = ROOT / "scripts" / "prepare_gpu_machine.py"
-    spec = importlib.util.spec_from_file_location("prepare_gpu_machine", path)
+    path = ROOT / "scripts" / "first_gpu_hour.py"
+    spec = importlib.util.spec_from_file_location("first_gpu_hour", path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module

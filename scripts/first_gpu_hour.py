@@ -1,6 +1,6 @@
 """Prepare a run on a GPU machine that has no network, on a machine without a GPU.
 
-    python scripts/prepare_gpu_machine.py --out build/gpu-machine
+    python scripts/first_gpu_hour.py --out build/first-gpu-hour
 
 It makes in the folder OUT:
 
@@ -82,7 +82,7 @@ def run(*command: str | Path, cwd: Path, **variables: str) -> str:
             print(f"    {line}", end="", flush=True)
             printed.append(line)
     if process.returncode:
-        raise SystemExit(f"prepare_gpu_machine: status {process.returncode} of {' '.join(words)}")
+        raise SystemExit(f"first_gpu_hour: status {process.returncode} of {' '.join(words)}")
     return "".join(printed)
 
 
@@ -124,7 +124,7 @@ class Preparation:
             environment = {**os.environ, **variables}
             done = subprocess.run(command, cwd=self.tree, env=environment, check=False, **options)
             if done.returncode != 2 or "no GPU" not in done.stderr:
-                raise SystemExit(f"prepare_gpu_machine: {program} does not reach the GPU: {done.stderr}")
+                raise SystemExit(f"first_gpu_hour: {program} does not reach the GPU: {done.stderr}")
 
     def pack(self) -> None:
         """Pack the copy without what only this machine needs."""
@@ -148,10 +148,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        prog="prepare_gpu_machine.py",
+        prog="first_gpu_hour.py",
     )
     parser.add_argument(
-        "--out", type=Path, default=ROOT / "build" / "gpu-machine", help="default: %(default)s"
+        "--out", type=Path, default=ROOT / "build" / "first-gpu-hour", help="default: %(default)s"
     )
     parser.add_argument("--python", default="python3.12", help="a Python 3.12 (default: %(default)s)")
     options = parser.parse_args(arguments)
