@@ -100,7 +100,8 @@ def add_model_options(parser: Parser, of_dtype: str) -> None:
 
 def check_ranks(parser: Parser, command: str, options: Namespace, arguments: Sequence[str]) -> None:
     """Raise SystemExit with the command to type if the layout of `options` does not fit the world size."""
-    layout = ParallelConfig(tp=options.tp, pp=options.pp, ep=options.ep, etp=options.etp)
+    cp = getattr(options, "cp", 1)  # not an option of `generate`
+    layout = ParallelConfig(tp=options.tp, cp=cp, pp=options.pp, ep=options.ep, etp=options.etp)
     world_size = Environment.read().world_size
     if world_size % fewest_ranks(layout):
         processes = f"processes or a multiple, got {world_size}"
