@@ -14,7 +14,8 @@ import fastmp
 from fastmp.apps.evaluation.journal import Journal
 from fastmp.apps.evaluation.result_tables import EvalProgress, read_result, table
 from fastmp.apps.first_rank import only_rank0_prints
-from fastmp.apps.generate import add_model_options, check_ranks
+from fastmp.apps.generate import add_model_options, layout_of
+from fastmp.apps.launch import check_ranks
 from fastmp.config import GPTConfig
 from fastmp.config.command_line import Parser, exit_status, number
 from fastmp.config.file_access import write_whole
@@ -44,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser = _parser()
         options = parser.parse_args(argv)
         if options.task != "table":
-            check_ranks(parser, "eval", options, list(argv or []))
+            check_ranks(parser, layout_of(options), "eval", list(argv or []))
     if options.task == "table":
         return exit_status("fastmp eval", lambda: print(table(map(read_result, options.results))))
     from fastmp.apps.generation.on_ranks import run_on_ranks  # imports torch

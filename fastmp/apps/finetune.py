@@ -15,6 +15,7 @@ from fastmp.apps.finetuning.finetune_recipe import FinetuneRecipe, load_finetune
 from fastmp.apps.finetuning.finetune_tasks import TASKS
 from fastmp.apps.finetuning.results import FinetuneResult, check_same, write_results
 from fastmp.apps.first_rank import let_rank0_report_first, only_rank0_prints
+from fastmp.apps.launch import check_ranks
 from fastmp.config import Environment, GPTConfig
 from fastmp.config.command_line import Parser
 from fastmp.config.option_names import SYNONYMS
@@ -38,6 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             recipe = load_finetune(options.task, options.recipe, given_options(options))
         except ValueError as error:
             parser.error(str(error))
+        check_ranks(parser, recipe.parallel, "finetune", list(argv or []))
     from fastmp.distributed.runtime import init, main_guard  # imports torch
 
     def job() -> int:

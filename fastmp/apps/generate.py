@@ -11,17 +11,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fastmp.apps.first_rank import only_rank0_prints
-from fastmp.apps.launch import launch_instead
-from fastmp.config import Environment, ParallelConfig
+from fastmp.apps.launch import check_ranks
+from fastmp.config import ParallelConfig
 from fastmp.config.command_line import Parser, number
 from fastmp.config.options import DTYPES, dtype_name
-from fastmp.plan.layout import fewest_ranks
 
 if TYPE_CHECKING:
     from fastmp.apps.generation.batched import Generated
     from fastmp.distributed.runtime import Runtime
 
-__all__ = ["add_model_options", "check_ranks", "main"]
+__all__ = ["add_model_options", "layout_of", "main"]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -29,7 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     with only_rank0_prints():
         parser = _parser()
         options = parser.parse_args(argv)
-        check_ranks(parser, "generate", options, list(argv or []))
+        check_ranks(parser, layout_of(options), "generate", list(argv or []))
     from fastmp.apps.generation.on_ranks import run_on_ranks  # imports torch
 
     return run_on_ranks("generate", partial(_generate, options), partial(_print, options.prompt))
@@ -98,14 +97,10 @@ def add_model_options(parser: Parser, of_dtype: str) -> None:
     add("--ignore", metavar="NAME", action="append", default=[], help=text)
 
 
-def check_ranks(parser: Parser, command: str, options: Namespace, arguments: Sequence[str]) -> None:
-    """Raise SystemExit with the command to type if the layout of `options` does not fit the world size."""
+def layout_of(options: Namespace) -> ParallelConfig:
+    """Return the parallel layout of options that `add_model_options` has added."""
     cp = getattr(options, "cp", 1)  # not an option of `generate`
-    layout = ParallelConfig(tp=options.tp, cp=cp, pp=options.pp, ep=options.ep, etp=options.etp)
-    world_size = Environment.read().world_size
-    if world_size % fewest_ranks(layout):
-        processes = f"processes or a multiple, got {world_size}"
-        parser.error(launch_instead(layout, processes, command, arguments))
+    return ParallelConfig(tp=options.tp, cp=cp, pp=options.pp, ep=options.ep, etp=options.etp)
 
 
 def _text(text: str) -> str:

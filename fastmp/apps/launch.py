@@ -6,7 +6,7 @@ import shlex
 from argparse import REMAINDER
 from collections.abc import Sequence
 
-from fastmp.config import ParallelConfig
+from fastmp.config import Environment, ParallelConfig
 from fastmp.config.command_line import Parser
 from fastmp.plan.layout import fewest_ranks
 
@@ -32,6 +32,14 @@ def launch_instead(layout: ParallelConfig, processes: str, command: str, argumen
     ranks = fewest_ranks(layout)
     launched = shlex.join(["fastmp", "launch", "-n", str(ranks), command, *arguments])
     return f"{given} needs {ranks} {processes}; run: {launched}"
+
+
+def check_ranks(parser: Parser, layout: ParallelConfig, command: str, arguments: Sequence[str]) -> None:
+    """Raise SystemExit with the command to type if the world size is no multiple of what `layout` needs."""
+    world_size = Environment.read().world_size
+    if world_size % fewest_ranks(layout):
+        processes = f"processes or a multiple, got {world_size}"
+        parser.error(launch_instead(layout, processes, command, arguments))
 
 
 def _parser() -> Parser:

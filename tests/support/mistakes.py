@@ -75,6 +75,7 @@ fastmp eval wikitext
 fastmp finetune cola --data glue/CoLA
 fastmp finetune mnli --data glue/MNLI
 fastmp finetune mnli configs/finetune/mnli.toml
+fastmp finetune mnli configs/finetune/mnli.toml --data glue/MNLI --init-from runs/bert --tp 2
 fastmp hf import
 fastmp hf convert model out
 fastmp checkpoint verfy runs/gpt
