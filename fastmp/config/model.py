@@ -100,6 +100,15 @@ class MoEConfig(Checked):
         "alltoall, which costs a host-device synchronisation a step",
         ("drop", "rerun"),
     )
+    activation_stash: float = option(
+        1.2,
+        "dispatcher symmetric, training: load of the busiest rank over the mean for which the ring buffer of"
+        " expert activations is sized; a step that overflows it is rerun with dispatcher alltoall; 0: no "
+        "stash, keep all rows of the receive capacity [paged stash]",
+    )
+    stash_overflow: float = option(
+        1e-4, "probability that a step overflows that ring buffer, for which it is sized"
+    )
     shared_expert_ffn_hidden_size: int = option(
         0, "FFN hidden size of the shared expert, which every token passes through; 0: no shared expert"
     )
@@ -127,6 +136,10 @@ class MoEConfig(Checked):
                 )
         if self.symmetric_overflow == "rerun" and self.symmetric_capacity is None:
             yield 'symmetric_overflow "rerun" needs a symmetric_capacity; without one all tokens fit'
+        if self.activation_stash and self.activation_stash < 1.0:
+            yield f"activation_stash must be 0, or max/mean of a load, 1 or more, got {self.activation_stash}"
+        if not 0.0 < self.stash_overflow < 1.0:
+            yield f"stash_overflow must be a probability between 0 and 1, got {self.stash_overflow}"
         if self.shared_expert_gate and self.shared_expert_ffn_hidden_size == 0:
             yield "shared_expert_gate needs a shared expert, got shared_expert_ffn_hidden_size 0"
         sizes = ("num_experts", "top_k", "expert_ffn_hidden_size", "num_groups", "group_topk")
@@ -368,7 +381,11 @@ class GPTConfig(Checked):
 
 
 _OF_TRAINING = {"dropout", "attention_dropout", "init_std"}
-EXCHANGE_OPTIONS = ("dispatcher", "symmetric_capacity", "symmetric_overflow")  # of MoEConfig
+# of MoEConfig
+EXCHANGE_OPTIONS = (
+    *("dispatcher", "symmetric_capacity", "symmetric_overflow"),
+    *("activation_stash", "stash_overflow"),
+)
 _OF_TRAINING_EXPERTS = {
     *("bias_update_rate", "aux_loss", "aux_loss_group", "sequence_aux_loss", "z_loss", "jitter"),
     *("capacity_factor", "drop_policy", *EXCHANGE_OPTIONS),
