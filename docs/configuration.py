@@ -90,13 +90,14 @@ def page() -> str:
         hints = recipe._hints(cls)
         summary = " ".join((cls.__doc__ or "").partition("\n\n")[0].split())
         parts.append(f"## `[{table}]`\n\n{summary}\n")
+        parts.append('<div class="options" markdown>\n')  # a class of site.css: names do not wrap
         parts.append("| field | option | type | default | meaning |\n|---|---|---|---|---|")
         rows = [
             row(f"{table}.{field.name}", field, hints[field.name])
             for field in fields(cls)
             if recipe._table_of(hints[field.name]) is None and field.default is not MISSING
         ]
-        parts.append("\n".join(rows) + "\n")
+        parts.append("\n".join(rows) + "\n\n</div>\n")
     return "\n".join(parts)
 
 

@@ -7,6 +7,7 @@ import http.server
 import importlib.util
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -43,6 +44,7 @@ QUERIES = {
     "bubble": "pipeline.html",
     "checkpoint": "checkpoints.html",
     "command-line options": "reference/configuration.html",
+    "command line": "reference/command-line.html",
     "context parallelism": "glossary.html",
     "CUDA graphs": "cuda-graphs.html",
     "CUDA_DEVICE_MAX_CONNECTIONS": "reference/environment.html",
@@ -134,12 +136,40 @@ def address(site: Path) -> Iterator[str]:
     server.server_close()
 
 
-def test_the_configuration_page_is_current():
-    path = ROOT / "docs" / "configuration.py"
-    spec = importlib.util.spec_from_file_location("configuration_page", path)
+def load(script: str) -> Any:
+    """The module docs/`script`.py, which writes a page."""
+    spec = importlib.util.spec_from_file_location(f"{script}_page", ROOT / "docs" / f"{script}.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    assert module.PAGE.read_text() == module.page(), "run python docs/configuration.py"
+    return module
+
+
+@pytest.mark.parametrize("script", ["configuration", "command_line"])
+def test_a_generated_page_is_current(script):
+    module = load(script)
+    assert module.PAGE.read_text() == module.page(), f"run python docs/{script}.py"
+
+
+def test_every_command_has_an_example_that_its_parser_accepts():
+    module = load("command_line")
+    found = {command: parser for command, _, parser in module.parsers(module.cli.COMMANDS) if parser}
+    leaves = [command for command in found if not any(other.startswith(f"{command} ") for other in found)]
+    assert len(leaves) > 20
+    for command in leaves:
+        examples = module.examples(found[command])
+        assert examples, f"{command}: no example in its --help"
+        for example in examples:
+            words = shlex.split(example)
+            if words[1] == "launch":
+                words = [
+                    "fastmp",
+                    *words[next(i for i, word in enumerate(words) if word in ("train", "script.py")) :],
+                ]
+            if words[1] == "script.py":
+                continue
+            parser = found["fastmp train" if words[1] == "train" else command]
+            others = parser.parse_known_args(words[1 + command.count(" ") :])[1]
+            assert not any(other.startswith("-") for other in others) and len(others) < 2, example
 
 
 @pytest.mark.exhaustive

@@ -35,16 +35,22 @@ def _parser() -> Parser:
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
-    def command(name: str, run: Callable[[Namespace], int], summary: str, more: str = "") -> Any:
-        made = commands.add_parser(name, help=summary, description=f"{_sentence(summary)} {more}")
+    def command(
+        name: str, run: Callable[[Namespace], int], summary: str, example: str, more: str = ""
+    ) -> Any:
+        text = f"{_sentence(summary)}{more}\n\n  fastmp checkpoint {name} {example}"
+        made = commands.add_parser(name, help=summary, description=text)
         made.set_defaults(run=run)
         return made
 
-    made = command("verify", verify_command, "check every byte of checkpoints", "Status 1 if one is damaged.")
+    text = " Status 1 if one is damaged."
+    made = command("verify", verify_command, "check every byte of checkpoints", "runs/gpt", text)
     made.add_argument(
         "paths", nargs="+", metavar="PATH", help="a checkpoint, or a run for all of its checkpoints"
     )
-    made = command("inspect", inspect_command, "print the contents of a checkpoint")
+    made = command(
+        "inspect", inspect_command, "print the contents of a checkpoint", "runs/gpt --tensors norm"
+    )
     made.add_argument("path", metavar="PATH", help=one)
     made.add_argument(
         "--tensors", metavar="TEXT", nargs="?", const="", help="list the tensors with TEXT in their name"
@@ -53,7 +59,8 @@ def _parser() -> Parser:
         "reshard",
         reshard_command,
         "rewrite a checkpoint with unsharded tensors in a few files",
-        "Not needed for training, which loads a checkpoint of any parallel layout.",
+        "runs/gpt runs/gpt-weights --weights",
+        " Not needed for training, which loads a checkpoint of any parallel layout.",
     )
     made.add_argument("path", metavar="PATH", help=one)
     made.add_argument("out", metavar="OUT", help="a directory of checkpoints, in which it becomes the latest")
@@ -63,7 +70,8 @@ def _parser() -> Parser:
     made.add_argument(
         "--weights", action="store_true", help="write weights only, without optimizer and random states"
     )
-    made = command("diff", diff_command, "compare two checkpoints", "Status 1 if they differ.")
+    text = " Status 1 if they differ."
+    made = command("diff", diff_command, "compare two checkpoints", "runs/gpt runs/gpt-2", text)
     made.add_argument("first", metavar="PATH", help=one)
     made.add_argument("second", metavar="OTHER", help="another checkpoint")
     made.add_argument("--random", action="store_true", help="also compare the random states of ranks")

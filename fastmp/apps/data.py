@@ -55,31 +55,57 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="PATTERN",
         help="drop documents that share a tenth of their word 8-grams with these files [decontamination]",
     )
-    for name, summary in (
-        ("stats", "describe the token files of a directory"),
-        ("check", "verify all checksums, then stats"),
+    for name, summary, sentence in (
+        (
+            "stats",
+            "describe the token files of a directory",
+            "Print tokenizer, documents, tokens and entropy of token files.",
+        ),
+        (
+            "check",
+            "verify all checksums, then stats",
+            "Verify all checksums, then print what `fastmp data stats` prints.",
+        ),
     ):
-        commands.add_parser(name, help=summary).add_argument(
-            "dir", help="or the prefix of Megatron-LM's files"
+        made = commands.add_parser(
+            name, help=summary, description=f"{sentence}\n\n  fastmp data {name} data/docs"
+        )
+        made.add_argument(
+            "dir", metavar="DIR", help="directory of token files, or the prefix of Megatron-LM's files"
         )
 
     share = commands.add_parser(
-        "overlap", help="report the share of A's word n-grams found in B [contamination]"
+        "overlap",
+        help="report the share of A's word n-grams found in B [contamination]",
+        description="Report the share of A's word n-grams found in B [contamination].\n\n"
+        "  fastmp data overlap data/test data/train",
     )
     share.add_argument("--ngram", type=int, default=NGRAM, metavar="N", help=f"words of an n-gram ({NGRAM})")
     share.add_argument(
-        "--tokenizer", default="byte", metavar="PATH", help="that of Megatron-LM's files (byte)"
+        "--tokenizer", default="byte", metavar="PATH", help="tokenizer of Megatron-LM's files (byte)"
     )
     share.add_argument("--json", action="store_true", help="print the numbers, as JSON")
     share.add_argument(
         "a", metavar="A", help="file pattern, directory of token files, or prefix of Megatron's"
     )
     share.add_argument("b", metavar="B", help="the same; A is looked up in it")
-    mix = commands.add_parser("blend", help="report the mixture of several sources, and the epochs of each")
-    mix.add_argument("blend", nargs="+", metavar="'WEIGHT PATH'", help="as in --data.blend")
+    mix = commands.add_parser(
+        "blend",
+        help="report the mixture of several sources, and the epochs of each",
+        description="Report the mixture of several sources, and the epochs of each.\n\n"
+        "  fastmp data blend '0.7 data/web' '0.3 data/books' --tokens 1e9",
+    )
+    mix.add_argument(
+        "blend",
+        nargs="+",
+        metavar="'WEIGHT PATH'",
+        help="a weight and the path of a source, as in --data.blend",
+    )
     mix.add_argument("--tokens", type=float, metavar="N", help="tokens of the run (one epoch of all sources)")
     mix.add_argument("--seq-len", type=int, default=4096, metavar="N", help="tokens of a sample (4096)")
-    mix.add_argument("--tokenizer", default="byte", metavar="PATH", help="that of Megatron-LM's files (byte)")
+    mix.add_argument(
+        "--tokenizer", default="byte", metavar="PATH", help="tokenizer of Megatron-LM's files (byte)"
+    )
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -29,11 +29,20 @@ if TYPE_CHECKING:
 __all__ = ["main"]
 
 TASKS = {
-    "wikitext": ("perplexity per original word of WikiText", "a file of words, such as wiki.test.tokens"),
-    "lambada": ("accuracy of the last word of a passage", 'a file of lines {"text": "..."}'),
+    "wikitext": (
+        "perplexity per original word of WikiText",
+        "a file of words, such as wiki.test.tokens",
+        "wiki.test.tokens --hf Qwen3-0.6B",
+    ),
+    "lambada": (
+        "accuracy of the last word of a passage",
+        'a file of lines {"text": "..."}',
+        "lambada_test.jsonl --hf Qwen3-0.6B",
+    ),
     "heldout": (
         "loss per token and per byte",
         "a directory of token files with a validation split, or a text file",
+        "data/docs --checkpoint runs/gpt",
     ),
 }
 _WINDOW = 1024  # tokens
@@ -60,8 +69,9 @@ def _parser() -> Parser:
         "the remaining ranks form the data-parallel dimension and share the batches.",
     )
     commands = parser.add_subparsers(dest="task", required=True, metavar="TASK")
-    for name, (summary, data) in TASKS.items():
-        made = commands.add_parser(name, help=summary, description=f"{summary[0].upper()}{summary[1:]}.")
+    for name, (summary, data, example) in TASKS.items():
+        text = f"{summary[0].upper()}{summary[1:]}.\n\n  fastmp eval {name} {example}"
+        made = commands.add_parser(name, help=summary, description=text)
         made.add_argument("data", metavar="DATA", help=data)
         if name != "lambada":
             text = "tokens of a window (1024, or the model's positions if fewer)"
@@ -73,13 +83,14 @@ def _parser() -> Parser:
         add("--batch-size", metavar="N", type=number(int, 1), default=8, help="rows of a batch (8)")
         text = "write the result as JSON; an interrupted evaluation resumes from FILE.part"
         add("--out", metavar="FILE", help=text)
-        add_model_options(made, "of weights")
+        add_model_options(made, "dtype of weights")
         add("--cp", metavar="N", type=number(int, 1), default=1, help="context-parallel ranks (1)")
         text = "shard activations outside of tensor-parallel regions along the sequence"
         add("--sequence-parallel", action="store_true", help=text)
         add("--graphs", action="store_true", help="replay batches of each shape as a CUDA graph")
     text = "compare several results"
-    made = commands.add_parser("table", help=text, description=f"{text[0].upper()}{text[1:]}.")
+    example = "fastmp eval table step-1000.json step-2000.json"
+    made = commands.add_parser("table", help=text, description=f"Compare several results.\n\n  {example}")
     made.add_argument("results", metavar="FILE", nargs="+", help="a result written by --out")
     return parser
 

@@ -38,7 +38,8 @@ def _parser() -> Parser:
     parser = Parser(
         prog="fastmp generate",
         description="Continue prompts with a trained model, as one batch. On several ranks: fastmp launch "
-        "-n N generate ...; the remaining ranks form the data-parallel dimension and share the prompts.",
+        "-n N generate ...; the remaining ranks form the data-parallel dimension and share the prompts."
+        "\n\n  fastmp generate --checkpoint runs/gpt --prompt 'def main' --max-new-tokens 64",
     )
     add = parser.add_argument
     add(
@@ -69,7 +70,7 @@ def _parser() -> Parser:
         "--seed", metavar="N", type=number(int, 0), default=0,
         help="random seed; prompt i uses N + i, from i = 0 (0)",
     )  # fmt: skip
-    add_model_options(parser, "of weights and KV cache")
+    add_model_options(parser, "dtype of weights and KV cache")
     return parser
 
 

@@ -70,7 +70,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run `fastmp hang` with the arguments `argv`; return 1 if there is nothing to report, else 0."""
     parser = Parser(
         prog="fastmp hang",
-        description="Explain why a job hung or lost a rank: which rank, in which call, who waited.",
+        description="Explain why a job hung or lost a rank: which rank, in which call, and which ranks "
+        "waited.\n\n  fastmp hang runs/gpt",
     )
     parser.add_argument("directory", metavar="DIR", type=Path, help="directory of the run, such as runs/gpt")
     options = parser.parse_args(argv)

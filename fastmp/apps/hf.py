@@ -38,7 +38,7 @@ def _parser() -> Parser:
         "import",
         help="convert a transformers model into a checkpoint and a recipe",
         description="Convert a transformers model into a checkpoint, which any parallel layout loads, and a "
-        "recipe, which starts from it.",
+        "recipe, which starts from it.\n\n  fastmp hf import Qwen3-0.6B --out runs/qwen3",
     )
     made.add_argument("path", metavar="DIR", help="a directory with config.json and safetensors files")
     made.add_argument("--out", metavar="DIR", help="new directory (DIR-fastmp)")
@@ -54,7 +54,8 @@ def _parser() -> Parser:
     made = commands.add_parser(
         "export",
         help="convert a checkpoint into a transformers model",
-        description="Convert a checkpoint of any parallel layout into a directory for from_pretrained.",
+        description="Convert a checkpoint of any parallel layout into a directory for from_pretrained."
+        "\n\n  fastmp hf export runs/qwen3 qwen3-trained --like Qwen3-0.6B",
     )
     made.add_argument("path", metavar="CHECKPOINT", help="a checkpoint, or a run for its latest one")
     made.add_argument("out", metavar="DIR", help="new directory")

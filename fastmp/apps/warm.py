@@ -26,7 +26,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--arch",
         type=int,
         metavar="CC",
-        help="80 (A100), 90 (H100), 100 (B200) (that of this GPU)",
+        help="compute capability: 80 (A100), 90 (H100), 100 (B200) (that of this GPU)",
     )
     parser.add_argument("--world-size", type=int, metavar="N", help="number of ranks (the fewest that fit)")
     parser.add_argument("--processes", type=int, metavar="N", help="compiler processes (one for each core)")

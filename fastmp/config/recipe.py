@@ -52,6 +52,7 @@ LONGEST = 4096  # characters of a text, which may be a path
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 
 
+OPTIONS_NOTE = "Options override the recipe; defaults are in parentheses, usual names in square brackets."
 EXAMPLES = """\
   fastmp train configs/gpt-small.toml --steps 100 --name first
   fastmp train configs/gpt-small.toml --name first --resume auto
@@ -116,8 +117,7 @@ def add_options(parser: Parser, kind: type = Recipe, first: Sequence[str] = tupl
     first: titles of the options that --help shows; --help-all shows all.
     """
     sentence, _, examples = (parser.description or "").partition("\n\n")
-    note = "Options override the recipe; defaults are in parentheses, usual names in square brackets."
-    parser.description = "\n\n".join(filter(None, (f"{sentence} {note}", examples)))
+    parser.description = "\n\n".join(filter(None, (f"{sentence} {OPTIONS_NOTE}", examples)))
     parser.show_first({title: FIRST[title] for title in first})
     tables = sorted(_tables(kind, ""), key=lambda each: ORDER.index(each[0].partition(".")[0]))
     for table, cls in tables:

@@ -21,9 +21,7 @@ def main(arguments: list[str]) -> int:
         "fastmp plan optimizer",
         "Print the flat buffers and buckets of a recipe's parameters, and the shard of each rank.",
     )
-    parser.add_argument(
-        "--stage", type=int, default=0, metavar="P", help="pipeline rank (default: the first)"
-    )
+    parser.add_argument("--stage", type=int, default=0, metavar="P", help="pipeline rank (%(default)s)")
     options = parser.parse_args(arguments)
     found = fitting_recipe(parser.prog, options)
     if found is None:

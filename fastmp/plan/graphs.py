@@ -40,7 +40,7 @@ def main(arguments: list[str]) -> int:
     """Print the CUDA graphs of a recipe; return 0, or 2 with all errors on stderr."""
     parser = recipe_parser(
         "fastmp plan graphs",
-        "The CUDA graphs and static buffers of each pipeline rank, before anything is captured.",
+        "List the CUDA graphs and static buffers of each pipeline rank, before anything is captured.",
     )
     parser.add_argument("--plot", metavar="FILE", help="draw two layers and their graphs: png, svg or pdf")
     options = parser.parse_args(arguments)

@@ -18,7 +18,9 @@ _LINE_WIDTH, _MAX_RUNS = 80, 8  # longer lists are shortened for people, never i
 def main(arguments: list[str]) -> int:
     """Print the groups of a layout; return 0, or 2 with one line on stderr if it is invalid."""
     parser = Parser(
-        prog="fastmp plan groups", description="Print the ranks of each process group of a parallel layout."
+        prog="fastmp plan groups",
+        description="Print the ranks of each process group of a parallel layout."
+        "\n\n  fastmp plan groups --world-size 16 --tp 2 --pp 2 --ep 4",
     )
     _add_arguments(parser)
     options = vars(parser.parse_args(arguments))

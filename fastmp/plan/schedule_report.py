@@ -25,11 +25,14 @@ def main(arguments: list[str]) -> int:
     """Print a schedule, and draw it on request; return 0, or 2 with one line on stderr if it is invalid."""
     parser = Parser(
         prog="fastmp plan schedule",
-        description="Print the order of forward and backward steps on each pipeline rank, and the bubble.",
+        description="Print the order of forward and backward steps on each pipeline rank, and the bubble."
+        "\n\n  fastmp plan schedule --pp 4 --vpp 2 --num-microbatches 8",
     )
     parser.add_argument("--pp", type=int, required=True, metavar="N", help="pipeline stages")
     parser.add_argument("--vpp", type=int, default=1, metavar="N", help="virtual stages of a rank (1)")
-    parser.add_argument("--num-microbatches", type=int, required=True, metavar="N", help="of one step")
+    parser.add_argument(
+        "--num-microbatches", type=int, required=True, metavar="N", help="microbatches of one step"
+    )
     parser.add_argument(
         "--group-size",
         type=int,

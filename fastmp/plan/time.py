@@ -1,4 +1,4 @@
-"""`fastmp plan time`: an estimate of the time of a step on named GPUs, by phase and by consumer."""
+"""`fastmp plan time`: an estimate of the time of a step on named GPUs, by phase and by kernel."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ def main(arguments: list[str]) -> int:
     """Print the estimated time of a recipe's step; return 0, or 2 with all errors on stderr."""
     parser = recipe_parser(
         "fastmp plan time",
-        "Estimate the time of a step on named GPUs in their servers, by phase and by consumer.",
+        "Estimate the time of a step on named GPUs in their servers, by phase and by kernel.",
     )
-    parser.add_argument("--hardware", choices=GPUS, default="h100", help="the GPUs (default: %(default)s)")
+    parser.add_argument("--hardware", choices=GPUS, default="h100", help="GPUs of the servers (%(default)s)")
     options = parser.parse_args(arguments)
     found = fitting_recipe(parser.prog, options)
     if found is None:
