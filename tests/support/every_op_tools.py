@@ -58,6 +58,7 @@ INDEXED = (
     "block_rows", "permutation", "permute", "unpermute", "unpermute_into", "unpermute_add",
     "unpermute_add_into", "unpermute_backward", "unpermute_backward_into", "exchange_barrier",
     "exchange_counts", "exchange_give", "exchange_places", "exchange_pull", "exchange_push", "exchange_take",
+    "stash_pull", "stash_push", "stash_release", "stash_reserve",
 )  # fmt: skip
 
 

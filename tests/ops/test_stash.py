@@ -1,0 +1,118 @@
+"""The activation stash against a model, and by its rules: order of releases, the ring's end, overflow."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from stash_tools import Checked, ends, random_sequence
+
+from fastmp.ops import OPS
+from fastmp.ops.stash import (
+    HEAD,
+    HIGH_WATER,
+    OVERFLOWED,
+    TAIL,
+    new_state,
+    stash_pull,
+    stash_push,
+    stash_release,
+    stash_reserve,
+)
+
+
+def implementation(op: str):
+    return OPS[op].overload
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_every_entry_comes_back_as_it_was(seed):
+    checked = Checked(implementation, rows=(24, 40, 57, 200)[seed % 4], tickets=7)
+    random_sequence(checked, seed, steps=120, tickets=7)
+    assert checked.void == int(checked.state[OVERFLOWED])
+
+
+def test_small_rings_overflow_and_large_ones_do_not():
+    voids = []
+    for rows in (24, 7 * 12 * 4):
+        checked = Checked(implementation, rows, tickets=7)
+        random_sequence(checked, 3, steps=200, tickets=7)
+        voids.append(checked.void)
+    assert voids[0] > 0 == voids[1]
+
+
+def test_last_in_first_out_takes_no_more_than_what_is_in_use():
+    checked, generator = Checked(implementation, rows=20, tickets=4), torch.Generator()
+    for _ in range(50):
+        assert checked.store(0, 9, generator) and checked.store(1, 11, generator)
+        checked.load(1)
+        assert checked.store(2, 11, generator)
+        checked.load(2)
+        checked.load(0)
+    assert checked.state[HIGH_WATER] == 20
+
+
+def test_an_entry_begins_at_row_0_where_it_would_straddle_the_end():
+    state = new_state(4, "cpu")
+    for ticket, rows in ((0, 6), (1, 3)):
+        stash_reserve(ends(rows), state, 10, ticket)
+    stash_release(state, 0)
+    stash_reserve(ends(5), state, 10, 2)
+    assert state[8 : 8 + 3].tolist() == [-1, 6, 10] and state[OVERFLOWED] == 0
+    stash_reserve(ends(2), state, 10, 3)  # rows 5 and 6, but row 6 is in use
+    assert state[8 + 3] == -1 and state[OVERFLOWED] == 1
+    assert state[HIGH_WATER] == 11  # with what did not fit
+
+
+def test_a_ticket_in_use_makes_the_new_entry_void():
+    state, ring = new_state(2, "cpu"), torch.zeros(10, 4)
+    stash_reserve(ends(3), state, 10, 1)
+    stash_push(torch.ones(5, 4), state, ring, 1, 0)
+    stash_reserve(ends(3), state, 10, 1)
+    assert state[OVERFLOWED] == 1
+    assert not stash_pull(ring, state, 1, 0, 4, 5).any()
+    stash_release(state, 1)
+    stash_reserve(ends(10), state, 10, 0)
+    assert state[OVERFLOWED] == 1 and state[8] == 0  # its rows are free again
+
+
+def test_a_void_entry_writes_nothing():
+    state, ring = new_state(2, "cpu"), torch.zeros(4, 2)
+    stash_reserve(ends(5), state, 4, 0)
+    stash_push(torch.ones(6, 2), state, ring, 0, 0)
+    assert not ring.any() and not stash_pull(ring, state, 0, 0, 2, 6).any()
+    assert state[HIGH_WATER] == 5
+    stash_release(state, 0)
+    stash_reserve(ends(4), state, 4, 1)
+    assert state[OVERFLOWED] == 1 and state[HEAD] - state[TAIL] == 4
+
+
+def test_no_more_entries_than_tickets():
+    """Released entries below one in use keep their slot of the queue."""
+    state = new_state(2, "cpu")
+    for ticket in (0, 1):
+        stash_reserve(ends(1), state, 100, ticket)
+    stash_release(state, 0)
+    stash_reserve(ends(1), state, 100, 0)
+    assert state[OVERFLOWED] == 0
+    stash_release(state, 1)
+    stash_release(state, 0)
+    assert state[HEAD] == state[TAIL]
+
+
+STATE, RING = new_state(3, "cpu"), torch.zeros(4, 6)
+CALLS = {
+    "ticket must be below 3, got 3": lambda: stash_reserve(ends(1), STATE, 4, 3),
+    r"state must be contiguous int64 \(8 \+ 4 T,\)": lambda: stash_release(STATE.int(), 0),
+    "offsets must be int32": lambda: stash_reserve(ends(1).long(), STATE, 4, 0),
+    "size must be 1 or more, got 0": lambda: stash_reserve(ends(1), STATE, 0, 0),
+    r"columns 3 \+ 4 are not in the ring": lambda: stash_pull(RING, STATE, 0, 3, 4, 5),
+    r"x must be \(C, w\)": lambda: stash_push(torch.zeros(3), STATE, RING, 0, 0),
+    "ring must be contiguous": lambda: stash_pull(RING.t(), STATE, 0, 0, 1, 5),
+    "x is torch.float64 but ring is": lambda: stash_push(torch.zeros(3, 2, dtype=torch.float64), STATE, RING, 0, 0),
+}
+
+
+@pytest.mark.parametrize("message", CALLS)
+def test_mistakes(message):
+    with pytest.raises(ValueError, match=message):
+        CALLS[message]()

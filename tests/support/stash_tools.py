@@ -1,0 +1,76 @@
+"""Random sequences of stash operations, and a model that keeps each entry's rows in a dictionary."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import torch
+
+from fastmp.ops.stash import HEAD, OVERFLOWED, TAIL, new_state, state_size
+
+CAPACITY, WIDTH = 12, 8
+
+
+def ends(rows: int) -> torch.Tensor:
+    return torch.tensor([rows // 2, rows], dtype=torch.int32)
+
+
+class Checked:
+    """A ring whose every pull is compared with what was pushed; ops by name from `implementation(op)`.
+
+    The ring is poisoned with NaN: rows that nobody pushed would show.
+    """
+
+    def __init__(self, implementation: Callable[[str], Callable], rows: int, tickets: int) -> None:
+        self.reserve, self.push, self.pull, self.release = (
+            implementation(f"stash_{name}") for name in ("reserve", "push", "pull", "release")
+        )
+        self.state = new_state(tickets, "cpu")
+        assert self.state.shape == (state_size(tickets),)
+        self.ring = torch.full((rows, 3 * WIDTH), torch.nan)
+        self.kept: dict[int, torch.Tensor | None] = {}  # None: void
+        self.void = 0
+
+    def store(self, ticket: int, count: int, generator: torch.Generator) -> bool:
+        """Reserve and push; return False if the entry is void, which the counter of overflows must tell."""
+        before = int(self.state[OVERFLOWED])
+        self.reserve(ends(count), self.state, len(self.ring), ticket)
+        x = torch.randn(CAPACITY, 2 * WIDTH, generator=generator)
+        for column in (0, WIDTH):
+            self.push(x[:, column : column + WIDTH], self.state, self.ring, ticket, column + WIDTH)
+        void = int(self.state[OVERFLOWED]) > before
+        self.kept[ticket] = None if void else x[:count]
+        self.void += void
+        assert 0 <= int(self.state[HEAD] - self.state[TAIL]) <= len(self.ring)
+        return not void
+
+    def load(self, ticket: int) -> None:
+        """Pull, compare, and release."""
+        pulled = self.pull(self.ring, self.state, ticket, WIDTH, 2 * WIDTH, CAPACITY)
+        wanted, kept = torch.zeros(CAPACITY, 2 * WIDTH), self.kept.pop(ticket)
+        if kept is not None:
+            wanted[: len(kept)] = kept
+        assert torch.equal(pulled, wanted)
+        self.release(self.state, ticket)
+
+    def check_empty(self) -> None:
+        assert self.state[HEAD] == self.state[TAIL] and bool((self.state[8 : 8 + 4] < 0).all())
+
+
+def random_sequence(checked: Checked, seed: int, steps: int, tickets: int) -> None:
+    """Entries of random sizes that are released last in, first out, first in, first out, or at random."""
+    draw, generator = random.Random(seed), torch.Generator().manual_seed(seed)
+    order = draw.choice(("first", "last", "random"))
+    live: list[int] = []
+    for _ in range(steps):
+        if live and (len(live) == tickets or draw.random() < 0.45):
+            at = {"first": 0, "last": -1, "random": draw.randrange(len(live))}[order]
+            checked.load(live.pop(at))
+        else:
+            ticket = draw.choice([t for t in range(tickets) if t not in live])
+            checked.store(ticket, draw.choice((0, 1, 5, CAPACITY)), generator)
+            live.append(ticket)
+    for ticket in live:
+        checked.load(ticket)
+    checked.check_empty()
