@@ -63,14 +63,18 @@ def _held(span: Span, parameters: Sequence[nn.Parameter]) -> list[tuple[str, Ten
 def repeatable_backward(outputs: Sequence[Tensor], does_work: bool) -> Iterator[None]:
     """Keep a backward of `outputs` inside repeatable: if it raises, it can be run again.
 
-    Two cases need care. Compiled code donates saved buffers to its backward, so donation is turned off. A
+    Three cases need care. Compiled code donates saved buffers to its backward, so donation is turned off. A
     fused loss, whose forward computes the gradient, allows one backward and may scale the gradient in place.
+    Experts with an activation stash free and overwrite their part of the ring.
 
     does_work: the backward inside computes; otherwise it is only captured.
     """
-    losses: list[Any] = [node for node in nodes_behind(outputs) if hasattr(node, "spent")]
+    nodes: list[Any] = list(nodes_behind(outputs))
+    losses = [node for node in nodes if hasattr(node, "spent")]
     saved = tuple(tensor for loss in losses for tensor in loss.saved_tensors)
-    values = [tensor.clone() for tensor in saved] if does_work else []
+    rewinds = {id(each): each for node in nodes for each in getattr(node, "rewinds", ())}
+    changed = (*saved, *rewinds.values()) if does_work else ()
+    values = [tensor.clone() for tensor in changed]
     try:
         with (
             torch.autograd._unsafe_preserve_version_counter(saved),
@@ -80,7 +84,7 @@ def repeatable_backward(outputs: Sequence[Tensor], does_work: bool) -> Iterator[
     except BaseException:
         for loss in losses:
             loss.spent = False
-        for tensor, value in zip(saved, values):
+        for tensor, value in zip(changed, values, strict=True):
             tensor.data.copy_(value)
         raise
 

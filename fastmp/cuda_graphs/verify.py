@@ -15,6 +15,7 @@ from fastmp.cuda_graphs.graph_set import Captured, Gradients, Key, ReplaySlot
 from fastmp.cuda_graphs.hooks import suspended_hooks
 from fastmp.cuda_graphs.partition import CapturedSpan, made_by
 from fastmp.cuda_graphs.restore import SpanSnapshot, random_states, restore_random_states
+from fastmp.nn.moe.stash import without_stash
 from fastmp.nn.segment import Tensors
 from fastmp.ops.wgrad import WgradQueue, defer_wgrad
 from fastmp.pipeline.schedule import BACKWARD
@@ -64,7 +65,7 @@ class Verifier:
         restore_random_states(self._rng, streams)
         before.restore()
         queue = None if captured.queue is None else WgradQueue()
-        with torch.enable_grad(), suspended_hooks(span), defer_wgrad(queue):
+        with torch.enable_grad(), suspended_hooks(span), defer_wgrad(queue), without_stash():
             tensors, others = span.through(tuple(inputs), self._shared)
         expected = made_by((*tensors, *others), inputs)
         for i, pair in enumerate(zip(made, expected, strict=True)):

@@ -147,6 +147,12 @@ class SymmetricExchange:
         assert self._views is not None, "SymmetricExchange: nothing is reserved"
         return self._views
 
+    @property
+    def balanced_rows(self) -> int:
+        """The rows that a rank receives of the largest batch, if all experts get equally many tokens."""
+        assert self._kind is not None, "SymmetricExchange: nothing is reserved"
+        return self._max_tokens * self._kind.top_k * self.etp
+
     def epochs(self) -> tuple[int, int]:
         """Return the epochs of the last exchange that this rank has started and finished (CPU only)."""
         return int(self.views.epochs[self.rank]), int(self.views.epochs[-1])

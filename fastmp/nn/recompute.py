@@ -21,7 +21,7 @@ from fastmp.distributed.collectives import all_gather, group_rank, group_size
 from fastmp.distributed.rng import RngTracker, Seeds
 from fastmp.nn.segment import Tensors
 
-__all__ = ["once", "recompute"]
+__all__ = ["is_recomputed", "once", "recompute"]
 
 T = TypeVar("T")
 _forward = threading.local()  # `call`: how `once` calls a function in the forward that runs in this thread
@@ -87,6 +87,11 @@ def once(make: Callable[[], T]) -> T:
         return make()
     call = getattr(_forward, "call", None)
     return make() if call is None else call(make)
+
+
+def is_recomputed() -> bool:
+    """Return True inside a function that is recomputed, in its first forward and in the second."""
+    return getattr(_forward, "call", None) is not None
 
 
 def _contexts(rng: RngTracker | None) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:

@@ -106,7 +106,7 @@ def _activated(h: Tensor, form: str, gated: bool) -> Tensor:
     return F.silu(h) if form == "silu" else bias_gelu_reference(h, None, _APPROXIMATE[form])
 
 
-def _activation_backward(grad: Tensor, h: Tensor, form: str, gated: bool) -> Tensor:
+def activation_backward(grad: Tensor, h: Tensor, form: str, gated: bool) -> Tensor:
     """Return the gradient of h, given that of activation(h)."""
     if gated:
         return torch.ops.fastmp.gated_activation_backward(grad, h, None, form)[0]
@@ -232,7 +232,7 @@ def _mm(x: Tensor, w: Tensor, offsets: Tensor, transposed: bool, sizes: Sequence
     return y
 
 
-def _wgrad(
+def wgrad(
     grad: Tensor, x: Tensor, offsets: Tensor, main_grad: Tensor | None, sizes: Sequence[int] | None = None
 ) -> Tensor | None:
     """Return the gradient of the weights, or None after adding it to `main_grad`."""
@@ -255,8 +255,8 @@ def _wgrad(
 
 def _wgrad_or_defer(defer: Callable[..., None] | None, *arguments: Any) -> Tensor | None:
     if defer is None:
-        return _wgrad(*arguments)
-    defer(lambda: _wgrad(*arguments))
+        return wgrad(*arguments)
+    defer(lambda: wgrad(*arguments))
     return None
 
 
@@ -308,7 +308,7 @@ def _backward_mlp_in(ctx, grad, _):
         return (None,) * 8
     raise_if_create_graph("grouped_mlp_in")
     x, w, offsets, h = ctx.saved_tensors
-    dh = _activation_backward(grad, h, ctx.form, ctx.gated)
+    dh = activation_backward(grad, h, ctx.form, ctx.gated)
     dx = dw = dbias = None
     if ctx.needs_input_grad[0]:
         dx = torch.ops.fastmp.grouped_mm(dh, w, offsets, True)

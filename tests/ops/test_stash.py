@@ -99,7 +99,7 @@ def test_no_more_entries_than_tickets():
     assert state[HEAD] == state[TAIL]
 
 
-STATE, RING = new_state(3, "cpu"), torch.zeros(4, 6)
+STATE, RING, WIDE = new_state(3, "cpu"), torch.zeros(4, 6), torch.zeros(3, 2, dtype=torch.float64)
 CALLS = {
     "ticket must be below 3, got 3": lambda: stash_reserve(ends(1), STATE, 4, 3),
     r"state must be contiguous int64 \(8 \+ 4 T,\)": lambda: stash_release(STATE.int(), 0),
@@ -108,7 +108,9 @@ CALLS = {
     r"columns 3 \+ 4 are not in the ring": lambda: stash_pull(RING, STATE, 0, 3, 4, 5),
     r"x must be \(C, w\)": lambda: stash_push(torch.zeros(3), STATE, RING, 0, 0),
     "ring must be contiguous": lambda: stash_pull(RING.t(), STATE, 0, 0, 1, 5),
-    "x is torch.float64 but ring is": lambda: stash_push(torch.zeros(3, 2, dtype=torch.float64), STATE, RING, 0, 0),
+    "x is torch.float64 but ring is": lambda: stash_push(
+        torch.zeros(3, 2, dtype=torch.float64), STATE, RING, 0, 0
+    ),
 }
 
 

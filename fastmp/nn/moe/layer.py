@@ -41,6 +41,7 @@ from fastmp.nn.moe.dispatchers.dispatcher import Dispatcher, no_compile
 from fastmp.nn.moe.dispatchers.factory import make_dispatcher
 from fastmp.nn.moe.experts import GroupedExperts, SharedExperts
 from fastmp.nn.moe.router import Router, moe_config
+from fastmp.nn.moe.stash import ActivationStash, keeps_activations, stashed_experts
 from fastmp.nn.placement import Placement
 from fastmp.nn.segment import Segment, SegmentedLayer, Tensors
 from fastmp.ops import apply_capacity
@@ -75,6 +76,8 @@ class MoELayer(SegmentedLayer):
         dropped_pairs: () int64, (token, expert) assignments of this rank that a dispatcher of limited
             capacity did not send, in all microbatches whose gradient was computed; None if it sends all.
         dispatcher: the dispatcher of the layer's mode, training or evaluation.
+        stash: where experts keep their activations, if the dispatcher receives into symmetric memory; None:
+            autograd keeps them. Set by `Trainer`, which reruns the steps that overflow it.
 
     Raises:
         ValueError: ranks do not divide the experts or their hidden units; ranks of an expert group have
@@ -111,6 +114,7 @@ class MoELayer(SegmentedLayer):
             self._dropless_dispatcher = make_dispatcher(ordinary, on.groups)
             number = torch.zeros((), dtype=torch.int64, device=on.device)
         self.register_buffer("dropped_pairs", number, persistent=False)
+        self.stash: ActivationStash | None = None
 
     @property
     def dispatcher(self) -> Dispatcher[Any, Any]:
@@ -193,6 +197,11 @@ class MoELayer(SegmentedLayer):
         return rows_MH, offsets_L, *state.tensors(), *tensors[-tail:]
 
     def _experts(self, tail: int, rows_MH: Tensor, offsets_L: Tensor, *tensors: Tensor) -> Tensors:
+        stash, exchange = self.stash, self.groups.exchange
+        if self.dispatcher.spec.symmetric_memory and keeps_activations(self.experts):
+            if stash is not None and exchange is not None:
+                balanced = exchange.balanced_rows
+                return stashed_experts(self.experts, rows_MH, offsets_L, stash, balanced), *tensors
         state = self.dispatcher.dispatched.with_tensors(tensors[:-tail])
         return self.experts(rows_MH, offsets_L, self.dispatcher.sizes(state)), *tensors
 
