@@ -1,4 +1,4 @@
-"""Experts whose activations are in the stash compute what others do, bit for bit, whatever lies in the ring."""
+"""Experts with stashed activations compute what others do, bit for bit, whatever lies in the ring."""
 
 from __future__ import annotations
 
@@ -169,7 +169,7 @@ def other_width_case(rank, world):
     for options in ({}, {"expert_ffn_hidden_size": 8}):
         layer = layers_of(with_moe(**options), groups, "symmetric", stash)[0]
         if options:
-            with pytest.raises(ValueError, match="rows of one kind, expected .* columns of torch.float64"):
+            with pytest.raises(ValueError, match=r"rows of one kind, expected .* columns of torch.float64"):
                 layer(hidden(rank, 0))
         else:
             layer(hidden(rank, 0))
