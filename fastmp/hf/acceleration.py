@@ -176,6 +176,11 @@ def _pretrained(caller: str, model: nn.Module) -> Any:
         if error.name != "transformers":  # one of its own imports
             raise
         raise ValueError(f"{caller}: transformers is not installed; pip install 'transformers>=5'") from None
+    if isinstance(model, type | str):
+        make = f"AutoModelForCausalLM.from_pretrained({model!r})" if isinstance(model, str) else "an instance"
+        raise ValueError(f"{caller}: expected a transformers model, got {model!r}; pass {make}")
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"{caller}: expected a transformers model, got {type(model).__name__}")
     name = type(model).__name__
     found = [module for module in model.modules() if isinstance(module, transformers.PreTrainedModel)]
     if not found:

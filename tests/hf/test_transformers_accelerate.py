@@ -563,6 +563,16 @@ def untouched(model, message, call=fastmp.accelerate):
 
 
 def test_unknown_models_are_refused():
+    for wrong, message in (
+        (
+            "Qwen/Qwen3-0.6B",
+            r"got 'Qwen/Qwen3-0.6B'; pass AutoModelForCausalLM.from_pretrained\('Qwen/Qwen3-0.6B'\)",
+        ),
+        (transformers.Qwen3ForCausalLM, "pass an instance"),
+        (None, "expected a transformers model, got NoneType"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            fastmp.accelerate(wrong)
     untouched(torch.nn.Linear(2, 2), "accelerate: expected a transformers model or .*, got Linear")
     config = transformers.OPTConfig(
         vocab_size=16, hidden_size=16, num_hidden_layers=1, ffn_dim=16, num_attention_heads=2
