@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from fastmp.config import GPTConfig
 from fastmp.config.command_line import Parser, exit_status
+from fastmp.config.data_files import TOKENIZER_LIMIT
 from fastmp.config.file_access import read_file, write_synced
 from fastmp.config.recipe import model_from
 from fastmp.training.checkpoint.chunks import TensorChunk, full_chunk
@@ -142,7 +143,6 @@ _TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")  # of config.json
 def _tokenizer_files(source: Path) -> tuple[dict[str, bytes], dict[str, Any]]:
     """Return a model's tokenizer and generation files by name, and the special tokens of its config.json."""
     from fastmp.hf.stored import is_transformers, read_config
-    from fastmp.training.data.tokenize import TOKENIZER_LIMIT
 
     files = {
         name: read_file(source / name, TOKENIZER_LIMIT)

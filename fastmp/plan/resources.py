@@ -11,7 +11,7 @@ from typing import Any
 
 from fastmp.config import Recipe
 from fastmp.config.command_line import Parser
-from fastmp.config.data_files import expected_vocab_size
+from fastmp.config.data_files import expected_vocab_size, is_megatron
 from fastmp.config.option_names import SYNONYMS
 from fastmp.config.recipe import add_options, given_options, read_recipe
 from fastmp.config.sizes import count_parameters, flops_per_token
@@ -62,7 +62,11 @@ def fitting_recipe(prog: str, options: argparse.Namespace) -> Recipe | None:
         size = expected_vocab_size(found.data)
         found = replace(found, model=replace(found.model, vocab_size=size))
         if not size:
-            errors.append("model.vocab_size is not given, and the data does not say it: give it")
+            path, tokenizer = found.data.first_path, found.data.tokenizer
+            where = (
+                f"data.tokenizer {tokenizer}" if path is None or is_megatron(path) else f"data.path {path}"
+            )
+            errors.append(f"model.vocab_size is not set, and {where} has no vocabulary; set model.vocab_size")
     # Where a parallel size could not be read, nothing can be said about the number of ranks.
     sizes = {"parallel.tp", "parallel.cp", "parallel.pp", "parallel.ep", "parallel.etp"}
     known = options.world_size if unused.isdisjoint(sizes) else None

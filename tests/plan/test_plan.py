@@ -303,4 +303,4 @@ def test_a_plan_takes_the_vocabulary_from_the_data(capsys, tmp_path):
     assert (
         plan.main(["recipe", str(CONFIGS / "gpt-small.toml"), "--world-size", "1", "--data.path", "no"]) == 2
     )
-    assert "model.vocab_size is not given" in capsys.readouterr().err
+    assert "model.vocab_size is not set, and data.path no has no vocabulary" in capsys.readouterr().err

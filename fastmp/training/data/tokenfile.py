@@ -23,9 +23,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from fastmp.config.data_files import INDEX_LIMIT
+from fastmp.config.data_files import INDEX_LIMIT, TOKENIZER_LIMIT
 from fastmp.config.file_access import read_file, read_or_name
-from fastmp.training.data.tokenize import TOKENIZER_LIMIT, ByteTokenizer, FileTokenizer, Tokenizer
+from fastmp.training.data.tokenize import ByteTokenizer, FileTokenizer, Tokenizer
 
 FORMAT = "fastmp-tokens-3"
 BLOCK_BYTES = 1 << 16  # a token of random place costs one such read and CRC-32, once: about 50 us

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from fastmp.config.data_files import TOKENIZER_LIMIT
 from fastmp.config.file_access import read_or_name
 
 if TYPE_CHECKING:
@@ -40,7 +41,6 @@ SAID_BESIDE = (
     ("config.json", "eos_token_id"),
 )
 SMALLEST_BPE = 257  # 256 bytes and end-of-text
-TOKENIZER_LIMIT = 1 << 28  # bytes of a file; those of 256,000 tokens have about 35 MB
 
 _BYTE = re.compile("<0x[0-9A-F]{2}>")  # one that stands for a byte, of characters that have no token
 

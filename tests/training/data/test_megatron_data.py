@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -167,7 +168,8 @@ def test_a_tokenizer_of_a_file(tmp_path):
     data = dataset(prefix, tokenizer=str(tmp_path), document_masking=True)
     assert data.tokenizer.decode(data.train.tokens) == "".join(TEXTS[:38])
     config = DataConfig(path=str(prefix), tokenizer=str(tmp_path))
-    assert expected_vocab_size(config) == 0  # which would have to read the tokenizer
+    assert expected_vocab_size(config) == data.vocab_size
+    assert expected_vocab_size(replace(config, tokenizer=str(tmp_path / "none"))) == 0
     assert expected_vocab_size(DataConfig(path=str(prefix))) == 257
     assert expected_vocab_size(DataConfig(path=str(tmp_path / "nothing"))) == 0
 
