@@ -16,10 +16,12 @@ from fastmp.distributed.collectives import group_rank, group_size
 from fastmp.distributed.groups import ParallelGroups
 from fastmp.distributed.rng import RngTracker
 from fastmp.nn import Placement, gpt_stages, sum_tied_gradients
+from fastmp.nn.moe.layer import MoELayer
+from fastmp.nn.moe.stash import ActivationStash
 from fastmp.optim.adamw import AdamW
 from fastmp.optim.grad_buffers import GradBuffer
 from fastmp.pipeline.runner import Pipeline
-from fastmp.pipeline.schedule import Schedule
+from fastmp.pipeline.schedule import SPLIT_SCHEDULES, Schedule
 from fastmp.testing.parallel import count_collectives
 
 STEPS = 20
@@ -41,6 +43,7 @@ class Layout:
     sequence_parallel: bool = False
     options: dict[str, Any] = field(default_factory=dict)
     own_buffers: bool = True
+    stash: int = 0  # rows of a stash for the activations of experts
 
 
 class Trained(NamedTuple):
@@ -49,6 +52,7 @@ class Trained(NamedTuple):
     numbers: list[Tensor]
     collectives: list[tuple[str, list[tuple[int, ...]]]]  # names and shapes in the last step, in order
     manager: GraphManager | None
+    stash: ActivationStash | None = None
 
 
 class Training:
@@ -67,6 +71,13 @@ class Training:
         rng = RngTracker(1, tp_rank=group_rank(tp))
         on = Placement(groups, layout.sequence_parallel, rng=rng, dtype=torch.float64)
         self.stages = gpt_stages(config, on, vpp=layout.vpp, **layout.options)
+        self.stash = None
+        if layout.stash:
+            split = layout.schedule in SPLIT_SCHEDULES
+            self.stash = ActivationStash(lambda balanced, capacity: layout.stash, defers_wgrad=split)
+            for module in (module for stage in self.stages for module in stage.modules()):
+                if isinstance(module, MoELayer):
+                    module.stash = self.stash
         self.parameters = {
             f"{i}.{name}": param
             for i, stage in enumerate(self.stages)
@@ -113,7 +124,9 @@ class Training:
         return made
 
     def gradients(self, **options: Any) -> list[Tensor]:
-        """The losses, the statistics and the gradients of one step."""
+        """The losses, the statistics and the gradients of one step; before it nothing lies in the stash."""
+        if self.stash is not None and self.stash.ring is not None:
+            self.stash.ring.fill_(torch.nan)
         for param in self.parameters.values():
             param.grad = None
         if self.grads is not None:
@@ -148,7 +161,7 @@ def train_layout(
         numbers += training.step()
     numbers += [param.detach().clone() for param in training.parameters.values()]
     collectives = [call for call in seen.calls if call[0] not in ("send", "recv")]
-    return Trained(numbers, collectives, training.manager)
+    return Trained(numbers, collectives, training.manager, training.stash)
 
 
 def assert_same_layout(graphed: Trained, eager: Trained, *, in_order: bool = True) -> None:

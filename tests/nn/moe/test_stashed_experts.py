@@ -1,4 +1,4 @@
-"""Experts with stashed activations compute what others do, bit for bit, whatever lies in the ring."""
+"""Experts with a stash compute what others do, bit for bit, whatever lies in the ring."""
 
 from __future__ import annotations
 
