@@ -192,13 +192,14 @@ void check_barrier(const char* op, const Tensor& view, const int64_t* peer_offse
   FASTMP_CHECK(rank >= 0 && rank < num_ranks, op, ": rank must be one of the ", num_ranks, " ranks, got ", rank);
   FASTMP_CHECK(std::isfinite(timeout) && timeout > 0, op, ": timeout must be a positive number of seconds, got ",
                timeout);
-  FASTMP_CHECK(peer_offsets[rank] == 0, op, ": the offset of rank ", rank, ", this one, must be 0, got ",
+  FASTMP_CHECK(peer_offsets[rank] == 0, op, ": expected offset 0 for this rank, rank ", rank, ", got ",
                peer_offsets[rank]);
   const auto own = reinterpret_cast<uintptr_t>(view.const_data_ptr());
   const size_t bytes = view.numel() * view.element_size();
   for (int64_t other = 0; other < num_ranks; ++other) {
     FASTMP_CHECK(bytes == 0 || is_mapped(own + static_cast<uintptr_t>(peer_offsets[other]), bytes), op,
-                 ": there is no memory of rank ", other, " at its offset of ", peer_offsets[other], " bytes");
+                 ": there is no memory of rank ", other, " at its offset of ", peer_offsets[other],
+                 " bytes; expected the peer_offsets that belong to this symmetric buffer");
   }
 }
 
@@ -252,7 +253,7 @@ void signal_and_wait(const char* op, Tensor& epochs, const int64_t* peer_offsets
   // 1. The epoch of this exchange; a second attempt at it would find stale signals.
   const int32_t epoch = next_epoch(epochs);
   FASTMP_CHECK(own[rank] != epoch, op, ": exchange ", epoch,
-               " has failed on this rank before, and what other ranks made of it is unknown; make new process groups");
+               " has failed on this rank before, and its state on other ranks is unknown; make new process groups");
   // 2. Signal: store the epoch into this rank's slot at every rank.
   for (int64_t other = 0; other < num_ranks; ++other) {
     std::atomic_ref<int32_t>(*further(own + rank, peer_offsets[other])).store(epoch, std::memory_order_release);
@@ -265,7 +266,8 @@ void signal_and_wait(const char* op, Tensor& epochs, const int64_t* peer_offsets
     const int32_t reached = wait_for(own[other], epoch, deadline);
     FASTMP_CHECK(static_cast<int32_t>(static_cast<uint32_t>(reached) - static_cast<uint32_t>(epoch)) >= 0, op,
                  ": rank ", other, " has not come to exchange ", epoch, " within ", timeout,
-                 " s: the last one it came to is ", reached);
+                 " s: the last one it came to is ", reached,
+                 "; find out why rank ", other, " is late (fastmp hang RUN_DIR), or raise the timeout");
   }
   own[num_ranks] = epoch;  // the exchange is now the latest one
 }
@@ -408,9 +410,9 @@ Tensor exchange_push(const Tensor& x, const Tensor& given_where, std::optional<T
     return tensor.scalar_type() == run.dtype && tensor.size(0) == where.size(0) &&
            tensor.size(tensor.dim() - 1) == run.num_cols;
   };
-  FASTMP_CHECK(x.dim() == 2 && fits(x), kOp, ": x ", described(x), " fits neither rows ", described(rows),
-               " nor where ",
-               described(where));
+  FASTMP_CHECK(x.dim() == 2 && fits(x), kOp, ": expected x of ", dtype_name(run.dtype), " (", where.size(0),
+               ", ", run.num_cols, ") for rows ", described(rows), " and where ", described(where), ", got ",
+               described(x));
   FASTMP_CHECK(!y || (probs && y->dim() == 3 && y->size(1) == run.num_slots && fits(*y)), kOp, ": y ",
                y ? described(*y) : "", " does not fit rows ", described(rows), " and where ", described(where),
                ", or there are no probs");

@@ -218,7 +218,8 @@ def _check_contiguous(op: str, **views: Tensor) -> None:
     for name, view in views.items():
         if not view.is_contiguous():
             raise ValueError(
-                f"{op}: {name} must be contiguous, got strides {view.stride()} of {tuple(view.shape)}"
+                f"{op}: {name} must be contiguous, got shape {tuple(view.shape)} with strides "
+                f"{view.stride()}; pass views of the symmetric buffer as it was allocated"
             )
 
 
@@ -333,7 +334,9 @@ def exchange_push(
     _check_values(op, "x", x, (tokens, hidden), "(T, H)", rows)
     if y is not None:
         _check_values(op, "y", y, (tokens, slots, hidden), "(T, k, H)", rows)
-        checks.require(probs is not None, op + ": y {} comes with probs, which are None", y.shape)
+        checks.require(
+            probs is not None, op + ": y {} comes with probs, got None: pass both or neither", y.shape
+        )
     _check_contiguous(op, epochs=epochs, rows=rows, peer_offsets=peer_offsets)
     return _push(x, where, probs, y, epochs, rows, peer_offsets)
 

@@ -33,7 +33,8 @@ def _peer_view(view: Tensor, offset: int) -> Tensor:
         return view
     if not view.is_cpu:
         raise RuntimeError(
-            f"exchange: plain torch reaches the memory of other ranks on a CPU only, got {view.device}"
+            f"exchange: expected a symmetric buffer on the CPU, got {view.device}: plain torch cannot "
+            "reach the memory of other GPUs; remove FASTMP_OPS=reference to use the Triton kernels"
         )
     memory = (ctypes.c_char * (view.numel() * view.element_size())).from_address(view.data_ptr() + offset)
     return torch.frombuffer(memory, dtype=view.dtype).view(view.shape)
@@ -62,10 +63,13 @@ def _check_barrier(op: str, view: Tensor, peer_offsets: Tensor, rank: int, timeo
     if not 0 < timeout < math.inf:
         raise RuntimeError(f"{op}: timeout must be a positive number of seconds, got {timeout}")
     if table[rank] != 0:
-        raise RuntimeError(f"{op}: the offset of rank {rank}, this one, must be 0, got {table[rank]}")
+        raise RuntimeError(f"{op}: expected offset 0 for this rank, rank {rank}, got {table[rank]}")
     for other, offset in enumerate(table):
         if view.is_cpu and not _is_mapped(view.data_ptr() + offset, view.nbytes):
-            raise RuntimeError(f"{op}: there is no memory of rank {other} at its offset of {offset} bytes")
+            raise RuntimeError(
+                f"{op}: there is no memory of rank {other} at its offset of {offset} bytes; expected the "
+                "peer_offsets that belong to this symmetric buffer"
+            )
 
 
 def _is_mapped(address: int, num_bytes: int) -> bool:
@@ -87,7 +91,7 @@ def reference_barrier(
     epoch = _int32(int(epochs[-1]) + 1)
     if int(epochs[rank]) == epoch:
         raise RuntimeError(
-            f"{op}: exchange {epoch} has failed on this rank before, and what other ranks made of it is "
+            f"{op}: exchange {epoch} has failed on this rank before, and its state on other ranks is "
             "unknown; make new process groups"
         )
     # 2. Signal: store the epoch into this rank's slot at every rank.
@@ -100,7 +104,8 @@ def reference_barrier(
             if time.monotonic() > deadline:
                 raise RuntimeError(
                     f"{op}: rank {other} has not come to exchange {epoch} within {timeout:g} s: "
-                    f"the last one it came to is {reached}"
+                    f"the last one it came to is {reached}; find out why rank {other} is late "
+                    "(fastmp hang RUN_DIR), or raise the timeout"
                 )
             time.sleep(0)
     epochs[-1] = epoch

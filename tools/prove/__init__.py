@@ -1,5 +1,4 @@
-"""`python -m tools.prove`: what this library claims, shown by computations on the machine at hand, without a
-GPU.
+"""Proof report: the claims of fastmp, checked by computation on this machine, without a GPU.
 
-A chapter is a file whose docstring is its argument and whose `claims()` yields what was found.
+A chapter is a module: its docstring is the argument, its `claims()` yields the findings.
 """

@@ -1,5 +1,7 @@
-"""`python -m tools.prove`: every claim that a machine without a GPU can show, by one command in a few
-minutes.
+"""`python -m tools.prove`: check every claim of fastmp that needs no GPU, and write a report.
+
+Each chapter runs in a process of its own, with its own environment variables, so that a crash is a claim that
+does not hold.
 """
 
 from __future__ import annotations
@@ -38,10 +40,16 @@ _ALL = {"CUDA_VISIBLE_DEVICES": ""}  # ranks are forked, which a process that ha
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the chapters, write prove.json and prove.md; 0 if every claim that can be shown is held, else 1."""
-    parser = Parser(prog="python -m tools.prove", description=__doc__.partition("\n")[0])
-    parser.add_argument("--out", type=Path, default=Path("prove"), help="a directory (default: prove)")
-    parser.add_argument("--only", nargs="+", choices=CHAPTERS, metavar="CHAPTER", help=", ".join(CHAPTERS))
+    """Run the chapters, write prove.json and prove.md; return 1 if a claim does not hold, else 0."""
+    parser = Parser(
+        prog="python -m tools.prove",
+        description="Check every claim of fastmp that needs no GPU, in a few minutes, and write a report: "
+        "prove.md and its figures, prove.json. The exit status is 1 if a claim does not hold."
+        "\n\n  python -m tools.prove --only kernels graphs --out report",
+    )
+    out, only = "directory of the report (prove)", f"chapters to check, of {', '.join(CHAPTERS)} (all)"
+    parser.add_argument("--out", metavar="DIR", type=Path, default=Path("prove"), help=out)
+    parser.add_argument("--only", nargs="+", choices=CHAPTERS, metavar="CHAPTER", help=only)
     options = parser.parse_args(argv)
     try:
         options.out.mkdir(parents=True, exist_ok=True)
@@ -57,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     (options.out / "prove.json").write_text(json.dumps(found, indent=1) + "\n")
     (options.out / "prove.md").write_text(page(chapters, machine))
     print(f"{verdict(chapters)}, in {time.monotonic() - begun:.0f} s")
-    print(f"{options.out / 'prove.md'} is the page, {options.out / 'prove.json'} the figures")
+    print(f"report in {options.out / 'prove.md'}, figures in {options.out / 'prove.json'}")
     return 0 if good else 1
 
 
