@@ -39,6 +39,7 @@ from fastmp.distributed.runtime import Runtime, init, main_guard
 from fastmp.hf.weight_io import check_family, export_weights
 from fastmp.nn.gpt import flops_per_token, num_parameters
 from fastmp.plan.layout import check_layout, make_grid
+from fastmp.plan.parameters import expert_stages
 from fastmp.training.checkpoint.checkpointer import Loaded
 from fastmp.training.checkpoint.model_weights import load_weights
 from fastmp.training.data.blend import BlendedDataset, open_dataset
@@ -223,6 +224,8 @@ def _run(
         bytes_per_token=data.bytes_per_token,
         device=str(runtime.device),
         world_size=runtime.world_size,
+        ep=recipe.parallel.ep,
+        expert_stages=expert_stages(recipe),
     )
     options = {"log_interval": recipe.train.log_interval, "start_step": trainer.step, "rank": runtime.rank}
 

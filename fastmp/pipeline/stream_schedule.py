@@ -173,12 +173,17 @@ def graph_order(
     """
     numbers = {place: number for number, place in enumerate(compute_ops(chunks))}
     found = []
+    known: dict[tuple[tuple[bool, int], ...], tuple[list[OpSequence], tuple[Launch, ...]]] = {}
     for group in steps:
-        sequences = [
-            forward_ops(costs) if step.kind == FORWARD else backward_ops(costs, defer=True)
-            for step, costs in ((step, chunks[step.chunk]) for step in group)
-        ]
-        for sequence, number in launch_order(*sequences):
+        key = tuple((step.kind == FORWARD, step.chunk) for step in group)
+        if key not in known:
+            own = [
+                forward_ops(chunks[chunk]) if forward else backward_ops(chunks[chunk], defer=True)
+                for forward, chunk in key
+            ]
+            known[key] = own, launch_order(*own)
+        sequences, order = known[key]
+        for sequence, number in order:
             step, op = group[sequence], sequences[sequence][number]
             if not op.exchange:
                 kind = BACKWARD_WEIGHT if op.deferred else BACKWARD_INPUT

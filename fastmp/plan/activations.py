@@ -17,13 +17,15 @@ _TARGET = 8
 LOSS_WORKSPACE = 1 << 30  # bytes of logits that a GPU makes at a time
 
 
-def layer_parts(shapes: Shapes) -> dict[str, int]:
+def layer_parts(shapes: Shapes, recomputed: bool = False) -> dict[str, int]:
     """Return what one layer keeps: its attention and its MLP or experts, each with the norm before it.
 
     It has experts where the model of `shapes` describes some: see `Shapes.of_layer`. The first norm keeps
-    the input of the layer.
+    the input of the layer. The rows that experts keep in an activation stash are not counted, see
+    `fastmp.plan.stash`; with `recomputed`, layers are run again and do without the stash.
     """
-    return {"attention": attention(shapes), "mlp" if shapes.model.moe is None else "moe": mlp(shapes)}
+    part = "mlp" if shapes.model.moe is None else "moe"
+    return {"attention": attention(shapes), part: mlp(shapes, recomputed)}
 
 
 def layer_input(shapes: Shapes, shard: bool) -> int:
@@ -57,8 +59,8 @@ def attention(shapes: Shapes) -> int:
     return kept + q + shapes.heads * tokens * _STATISTIC
 
 
-def mlp(shapes: Shapes) -> int:
-    """Return what the MLP or the experts keep, with the norm before them."""
+def mlp(shapes: Shapes, recomputed: bool = False) -> int:
+    """Return what the MLP or the experts keep, with the norm before them; see `layer_parts`."""
     moe = shapes.model.moe
     kept = norm(shapes) + shapes.hidden
     if moe is None:
@@ -67,11 +69,11 @@ def mlp(shapes: Shapes) -> int:
         kept += _ffn(shapes, moe.shared_expert_ffn_hidden_size // shapes.grid.tp, shapes.tokens)
         if moe.shared_expert_gate:
             kept += shapes.hidden + shapes.rows * shapes.itemsize
-    return kept + experts(shapes)
+    return kept + experts(shapes, recomputed)
 
 
-def experts(shapes: Shapes) -> int:
-    """Return what the router and the routed experts keep, with balanced expert loads."""
+def experts(shapes: Shapes, recomputed: bool = False) -> int:
+    """Return what the router and the routed experts keep, with balanced expert loads; see `layer_parts`."""
     moe, grid = shapes.model.moe, shapes.grid
     assert moe is not None
     row = shapes.model.hidden_size * shapes.itemsize
@@ -79,7 +81,7 @@ def experts(shapes: Shapes) -> int:
     kept = shapes.routed * moe.num_experts * _STATISTIC + choices * _INDEX  # logits and choices
     if shapes.model.moe is not None and moe.jitter:
         kept += 2 * shapes.routed * row  # the tokens times noise, and the noise
-    arrived = shapes.rows_at_experts
+    arrived = 0 if shapes.stashes and not recomputed else shapes.rows_at_experts
     kept += arrived * row + _ffn(shapes, moe.expert_ffn_hidden_size // grid.etp, arrived)
     return kept + shapes.dispatcher.saved_bytes(shapes.dispatch_sizes)
 

@@ -20,9 +20,10 @@ from fastmp.pipeline.schedule import (
     with_loss,
 )
 from fastmp.pipeline.stream_schedule import graph_order
+from fastmp.plan.expert_load import MeasuredLoad
 from fastmp.plan.layout import make_schedule
 from fastmp.plan.parameters import stage_ranges
-from fastmp.plan.resources import fitting_recipe, recipe_parser, table
+from fastmp.plan.resources import add_load, fitting_recipe, measured_load, recipe_parser, table
 from fastmp.plan.segments import (
     all_segments,
     captured_spans,
@@ -34,6 +35,7 @@ from fastmp.plan.segments import (
     step_inputs,
 )
 from fastmp.plan.shapes import Shapes, shapes_of
+from fastmp.plan.stash import describe_stash, stash_facts
 
 
 def main(arguments: list[str]) -> int:
@@ -43,12 +45,13 @@ def main(arguments: list[str]) -> int:
         "List the CUDA graphs and static buffers of each pipeline rank, before anything is captured.",
     )
     parser.add_argument("--plot", metavar="FILE", help="draw two layers and their graphs: png, svg or pdf")
+    add_load(parser)
     options = parser.parse_args(arguments)
     found = fitting_recipe(parser.prog, options)
     if found is None:
         return 2
     try:
-        facts = graph_facts(found, options.world_size)
+        facts = graph_facts(found, options.world_size, measured_load(options, found))
         if options.plot:
             _plot(facts, options.plot)
     except (ValueError, OSError) as error:
@@ -70,7 +73,7 @@ def _plot(facts: dict[str, Any], out: str) -> None:
     draw(of_layer, range(2), out, ends=ends, title=f"{facts['name']}: two layers of a microbatch")
 
 
-def graph_facts(recipe: Recipe, world_size: int) -> dict[str, Any]:
+def graph_facts(recipe: Recipe, world_size: int, measured: MeasuredLoad | None = None) -> dict[str, Any]:
     """Plan the graphs of each pipeline rank of a recipe that fits; sizes are in bytes.
 
     ValueError as `fastmp.cuda_graphs.scope.captured_segments`.
@@ -95,6 +98,7 @@ def graph_facts(recipe: Recipe, world_size: int) -> dict[str, Any]:
         "layer": [segment.name for segment in segments(shapes)],
         "captured": ["embedding"] * whole + [name for name in able if name in captured] + behind,
         "exchange_bytes": 0 if shapes.exchange is None else shapes.exchange.nbytes,
+        "stash": stash_facts(recipe, shapes, measured),
         "eager": [name for name, can in able.items() if not can and name not in apart],
         "beside": [
             name
@@ -217,6 +221,8 @@ def describe_graphs(facts: dict[str, Any]) -> Iterator[str]:
     if facts["exchange_bytes"]:
         size = f"{facts['exchange_bytes'] / 2**20:,.1f} MiB"
         yield f"exchange  {size} of a rank, in which its peers leave rows for its experts, beside the graphs"
+    if facts["stash"] is not None:
+        yield from describe_stash(facts["stash"])
     yield ""
     header = ["pipeline rank", "spans", "graphs", "formula", "inputs", "formula", "MiB", "gradients", "MiB"]
     rows = []

@@ -12,12 +12,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from fastmp.config import OPTIMIZERS, Recipe
 from fastmp.pipeline.schedule import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Step
 from fastmp.plan import activations
+from fastmp.plan.expert_load import MeasuredLoad
 from fastmp.plan.parameters import rank_buffers, rank_parameters, stage_kinds
 from fastmp.plan.shapes import Shapes
+from fastmp.plan.stash import ring_of_rank
 
 _FLOAT32 = 4  # bytes
 
@@ -28,7 +31,8 @@ class Memory:
 
     `activations` are kept without recomputation. `recomputed` are kept with it, together with those of the
     largest layer, while it is run again. `total` has what the recipe asks for. `loss` is held while the loss
-    is computed. In `exchange`, all experts of the rank get their rows from other ranks.
+    is computed. In `exchange`, all experts of the rank get their rows from other ranks. `stash` is the
+    activation stash of experts, a part of `activations`.
     """
 
     expert_parameters: int
@@ -40,6 +44,7 @@ class Memory:
     recomputed: int
     loss: int
     exchange: int
+    stash: int
     total: int
 
 
@@ -54,12 +59,22 @@ def grad_bytes(recipe: Recipe, shapes: Shapes) -> int:
     return _FLOAT32 if recipe.optimizer.grad_dtype == "float32" else shapes.itemsize
 
 
-def memory(recipe: Recipe, shapes: Shapes, orders: Sequence[Sequence[Step]]) -> list[Memory]:
-    """Return the memory of each pipeline rank; rank i runs the steps `orders[i]`."""
-    return [_of_rank(recipe, shapes, rank, order) for rank, order in enumerate(orders)]
+def memory(
+    recipe: Recipe,
+    shapes: Shapes,
+    orders: Sequence[Sequence[Step]],
+    measured: MeasuredLoad | None = None,
+) -> list[Memory]:
+    """Return the memory of each pipeline rank; rank i runs the steps `orders[i]`.
+
+    measured: the load that sizes the activation stash; None: `moe.activation_stash`.
+    """
+    return [_of_rank(recipe, shapes, rank, order, measured) for rank, order in enumerate(orders)]
 
 
-def _of_rank(recipe: Recipe, shapes: Shapes, rank: int, order: Sequence[Step]) -> Memory:
+def _of_rank(
+    recipe: Recipe, shapes: Shapes, rank: int, order: Sequence[Step], measured: MeasuredLoad | None
+) -> Memory:
     stages, layout = stage_kinds(recipe), recipe.parallel
     last = len(stages) - 1
     own = range(rank, len(stages), shapes.grid.pp)
@@ -72,29 +87,41 @@ def _of_rank(recipe: Recipe, shapes: Shapes, rank: int, order: Sequence[Step]) -
         buffer.layout.size // buffer.layout.num_ranks * state_bytes(recipe, shapes, buffer.whole)
         for buffer in buffers
     )
-    kept_by = {
-        kind: sum(activations.layer_parts(replace(shapes, model=kind)).values())
-        for kind in set(recipe.model.layers)
-    }
-    whole_layers = [[kept_by[kind] for kind in stages[stage]] for stage in own]
+    whole_layers, again_layers = (
+        [[_of_layer(replace(shapes, model=kind), again) for kind in stages[stage]] for stage in own]
+        for again in (False, True)
+    )
     layer_input = activations.layer_input(shapes, layout.shard_recompute_input)
     ends = [
         (activations.embedding(shapes) if stage == 0 else 0)
         + (activations.loss(shapes) if stage == last else 0)
         for stage in own
     ]
-    whole = [sum(of_layers) + end for of_layers, end in zip(whole_layers, ends)]
+    whole, again = (
+        [sum(of_layers) + end for of_layers, end in zip(layers, ends)]
+        for layers in (whole_layers, again_layers)
+    )
     inputs = [len(stages[stage]) * layer_input + end for stage, end in zip(own, ends)]
     kept = _peak(order, whole, whole)
-    recomputed = _peak(order, inputs, whole)
-    if any(whole_layers):
-        largest = max(max(of_layers, default=0) for of_layers in whole_layers)
+    recomputed = _peak(order, inputs, again)
+    if any(again_layers):
+        largest = max(max(of_layers, default=0) for of_layers in again_layers)
         recomputed += largest - (0 if layout.shard_recompute_input else layer_input)
+    ring = ring_of_rank(recipe, shapes, rank, measured)
+    stash = 0 if ring is None else ring.nbytes
+    kept += stash
     loss = activations.loss_workspace(shapes, grad_bytes(recipe, shapes) < _FLOAT32) if last in own else 0
     has_experts = any(kind.moe is not None for stage in own for kind in stages[stage])
     exchange = shapes.exchange.nbytes if has_experts and shapes.exchange is not None else 0
     total = weights + gradients + optimizer + (recomputed if layout.recompute else kept) + loss + exchange
-    return Memory(experts, others, weights, gradients, optimizer, kept, recomputed, loss, exchange, total)
+    return Memory(
+        experts, others, weights, gradients, optimizer, kept, recomputed, loss, exchange, stash, total
+    )
+
+
+@lru_cache(maxsize=16)
+def _of_layer(shapes: Shapes, recomputed: bool) -> int:
+    return sum(activations.layer_parts(shapes, recomputed).values())
 
 
 def _peak(order: Sequence[Step], kept: Sequence[int], until_weights: Sequence[int]) -> int:

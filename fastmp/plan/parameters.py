@@ -10,7 +10,10 @@ from fastmp.config import NORMS, OPTIMIZERS, BertConfig, GPTConfig, Recipe
 from fastmp.optim.flat_layout import Buffer, ParamSpec, matrix_cost, plan_buffers
 from fastmp.plan.shapes import Shapes
 
-__all__ = ["layer_size", "rank_buffers", "rank_parameters", "stage_kinds", "stage_layers", "stage_ranges"]
+__all__ = [
+    *("expert_chunks", "expert_stages", "layer_size", "rank_buffers", "rank_parameters"),
+    *("stage_kinds", "stage_layers", "stage_ranges"),
+]
 
 
 def stage_layers(recipe: Recipe) -> list[int]:
@@ -31,6 +34,19 @@ def stage_ranges(recipe: Recipe) -> list[range]:
 def stage_kinds(recipe: Recipe) -> list[tuple[GPTConfig, ...]]:
     """Return the configuration of each layer of each stage."""
     return [recipe.model.layers[stage.start : stage.stop] for stage in stage_ranges(recipe)]
+
+
+def expert_stages(recipe: Recipe) -> tuple[int, ...]:
+    """Return the pipeline rank of each layer with experts."""
+    kinds, pp = stage_kinds(recipe), recipe.parallel.pp
+    return tuple(stage % pp for stage, own in enumerate(kinds) for kind in own if kind.moe is not None)
+
+
+def expert_chunks(recipe: Recipe, rank: int) -> list[range]:
+    """Return the layers of each chunk of pipeline rank `rank`, numbered among the layers with experts."""
+    numbers = [sum(kind.moe is not None for kind in own) for own in stage_kinds(recipe)]
+    ends = [0, *accumulate(numbers)]
+    return [range(start, end) for start, end in pairwise(ends)][rank :: recipe.parallel.pp]
 
 
 def rank_parameters(recipe: Recipe, shapes: Shapes, rank: int) -> dict[str, ParamSpec]:

@@ -16,12 +16,15 @@ from fastmp.config.option_names import SYNONYMS
 from fastmp.config.recipe import add_options, given_options, read_recipe
 from fastmp.config.sizes import count_parameters, flops_per_token
 from fastmp.pipeline.simulate import Costs, Simulation, simulate
-from fastmp.plan import activations, traffic
+from fastmp.plan import traffic
+from fastmp.plan.activations import layer_input, layer_parts
+from fastmp.plan.expert_load import MeasuredLoad
 from fastmp.plan.flops import hardware_flops
 from fastmp.plan.layout import make_schedule, problems
 from fastmp.plan.memory import memory
 from fastmp.plan.parameters import stage_layers
 from fastmp.plan.shapes import Shapes, shapes_of
+from fastmp.plan.stash import describe_stash, stash_facts
 
 
 def main(arguments: list[str]) -> int:
@@ -30,11 +33,16 @@ def main(arguments: list[str]) -> int:
         "fastmp plan recipe",
         "Check a recipe against a number of ranks; print the memory, FLOPs and traffic of each.",
     )
+    add_load(parser)
     options = parser.parse_args(arguments)
     found = fitting_recipe(parser.prog, options)
     if found is None:
         return 2
-    facts = recipe_facts(found, options.world_size)
+    try:
+        facts = recipe_facts(found, options.world_size, measured_load(options, found))
+    except ValueError as error:
+        print(f"{parser.prog}: {error}", file=sys.stderr)
+        return 2
     print(json.dumps(facts) if options.json else "\n".join(describe_recipe(facts)))
     return 0
 
@@ -49,6 +57,21 @@ def recipe_parser(prog: str, description: str) -> Parser:
     parser.add_argument("--json", action="store_true", help="print the numbers, as JSON")
     add_options(parser, first=("data", "parallelism", "optimizer and precision"))
     return parser
+
+
+def add_load(parser: Parser) -> None:
+    """Add the option that names the metrics of a run."""
+    parser.add_argument(
+        "--load",
+        metavar="FILE",
+        help="metrics.jsonl of a run, whose expert load sizes the activation stash (default: "
+        "model.moe.activation_stash)",
+    )
+
+
+def measured_load(options: argparse.Namespace, recipe: Recipe) -> MeasuredLoad | None:
+    """Return the load in the file that `options` name; None without one. Raises as `MeasuredLoad.read`."""
+    return None if options.load is None else MeasuredLoad.read(options.load, recipe)
 
 
 def fitting_recipe(prog: str, options: argparse.Namespace) -> Recipe | None:
@@ -80,7 +103,7 @@ def fitting_recipe(prog: str, options: argparse.Namespace) -> Recipe | None:
     return None if errors else found
 
 
-def recipe_facts(recipe: Recipe, world_size: int) -> dict[str, Any]:
+def recipe_facts(recipe: Recipe, world_size: int, measured: MeasuredLoad | None = None) -> dict[str, Any]:
     """Return the memory, FLOPs and traffic of each rank of a recipe that fits; sizes are in bytes."""
     model, layout, shapes = recipe.model, recipe.parallel, shapes_of(recipe, world_size)
     tokens = recipe.train.global_batch_size * recipe.data.seq_len
@@ -98,9 +121,11 @@ def recipe_facts(recipe: Recipe, world_size: int) -> dict[str, Any]:
             "flops": flops[rank],
             "sent": sent[rank],
         }
-        for rank, held in enumerate(memory(recipe, shapes, run.orders))
+        for rank, held in enumerate(memory(recipe, shapes, run.orders, measured))
     ]
-    count = count_parameters(model)
+    count, stash, parts = count_parameters(model), stash_facts(recipe, shapes, measured), layer_parts(shapes)
+    if stash is not None:
+        parts["moe"] += stash["entry_bytes"]
     return {
         "name": recipe.train.name,
         "layout": str(shapes.grid),
@@ -119,14 +144,15 @@ def recipe_facts(recipe: Recipe, world_size: int) -> dict[str, Any]:
         "dense_layers": len(model.dense_layers),
         "bubble": run.bubble,
         "layer": {
-            "activations": activations.layer_parts(shapes),
-            "input": activations.layer_input(shapes, layout.shard_recompute_input),
+            "activations": parts,
+            "input": layer_input(shapes, layout.shard_recompute_input),
             "sent": {
                 "forward": _positive(layer.forward),
                 "backward": _positive(layer.backward),
                 "recomputation": _positive(layer.repeated) if layout.recompute else {},
             },
         },
+        "stash": stash,
         "fullest": max(range(len(ranks)), key=lambda rank: ranks[rank]["total"]),
         "ranks": ranks,
     }
@@ -202,6 +228,8 @@ def _describe_memory(facts: dict[str, Any]) -> Iterator[str]:
     yield from table(header, rows)
     if exchange := max(rank["exchange"] for rank in ranks):
         yield f"of it {exchange / unit:.2f} {name_of_unit} are memory in which peers leave rows for experts"
+    if facts["stash"] is not None:
+        yield from describe_stash(facts["stash"])
     parts = facts["layer"]["activations"]
     with_experts = " with experts" if facts["dense_layers"] else ""
     yield (

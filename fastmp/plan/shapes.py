@@ -98,6 +98,12 @@ class Shapes:
         )
 
     @property
+    def stashes(self) -> bool:
+        """True if rows at the experts are kept in an activation stash, which all layers share."""
+        moe = self.model.moe
+        return moe is not None and self.dispatcher.symmetric_memory and moe.activation_stash > 0.0
+
+    @property
     def rows_at_experts(self) -> int:
         """Rows that this rank's experts compute."""
         return self.dispatcher.rows(self.dispatch_sizes)

@@ -2,14 +2,16 @@
 
 metrics.jsonl has one JSON object a line; a number that is not finite is null. Every record has "kind" and
 "step" (the optimizer steps done). "run" opens it at each start: schema (1), total_steps, tokens_per_step,
-flops_per_token, bytes_per_token, device, world_size. "train": loss, loss_per_byte, grad_norm, lr,
-tokens_per_second, flops_per_second, mfu, memory_bytes, eta_seconds, elapsed_seconds. "eval": loss,
-loss_per_byte, unigram_entropy, elapsed_seconds, and of a blend source_losses, a list of one number for each
-source that has held-out text. "experts" follows "train" where there are some: aux_loss
+flops_per_token, bytes_per_token, device, world_size, ep, expert_stages. "train": loss, loss_per_byte,
+grad_norm, lr, tokens_per_second, flops_per_second, mfu, memory_bytes, eta_seconds, elapsed_seconds. "eval":
+loss, loss_per_byte, unigram_entropy, elapsed_seconds, and of a blend source_losses, a list of one number for
+each source that has held-out text. "experts" follows "train" where there are some: aux_loss
 (their own losses, not part of loss), max_load and min_load, lists of one number a layer: tokens of its
-busiest and idlest expert over the mean of its experts, since the last record; dropped_pairs, pairs of a
-token and an expert that did not fit into the memory of a symmetric dispatcher, since then. Losses are nats
-per token or per byte; rates are those of all ranks together.
+busiest and idlest expert over the mean of its experts, since the last record; with expert parallelism
+rank_load, the same of the busiest rank of each layer, and stage_load, of each pipeline rank the load of its
+busiest rank in all its layers together; dropped_pairs, pairs of a token and an expert that did not fit into
+the memory of a symmetric dispatcher, since then. Losses are nats per token or per byte; rates are those of
+all ranks together.
 """
 
 from __future__ import annotations
@@ -28,11 +30,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, TextIO
 
-from fastmp.config.file_access import read_file
+from fastmp.config.metrics_file import read_metrics as read_metrics
 from fastmp.training.sinks import Sinks
 
 SCHEMA = 1
-METRICS_LIMIT = 1 << 31  # bytes of a file; a record has about 250
 # Dense bf16 peak of one device in FLOP/s (data sheets give twice that, with sparsity). Boards with
 # other clocks, such as the PCIe ones, are left out rather than guessed.
 PEAK_FLOPS = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "GH200": 989e12, "B200": 2250e12}
@@ -51,7 +52,8 @@ class RunInfo:
     """The facts of a run that its log needs. Tokens and FLOPs count all ranks, forward and backward.
 
     `bytes_per_token` turns the loss into nats per byte (TokenDataset.bytes_per_token; None if
-    unknown); `device` is a torch device name such as "cuda:0".
+    unknown); `device` is a torch device name such as "cuda:0". `ep` is the number of expert-parallel ranks,
+    `expert_stages` the pipeline rank of each layer with experts; empty: 0.
     """
 
     total_steps: int
@@ -60,6 +62,8 @@ class RunInfo:
     bytes_per_token: float | None = None
     device: str = "cpu"
     world_size: int = 1
+    ep: int = 1
+    expert_stages: tuple[int, ...] = ()
 
 
 class Experts(Protocol):
@@ -76,6 +80,21 @@ class Experts(Protocol):
 def expert_loads(counts: list[list[int]]) -> list[list[float]]:
     """Return the tokens of each expert over the mean of its layer; 0 in a layer without tokens."""
     return [[count * len(layer) / max(sum(layer), 1) for count in layer] for layer in counts]
+
+
+def rank_loads(counts: list[list[int]], ep: int) -> list[list[float]]:
+    """Return the tokens of each expert-parallel rank over the mean of its layer, as `expert_loads`."""
+    size = len(counts[0]) // ep if counts else 1
+    return expert_loads([[sum(own[i : i + size]) for i in range(0, len(own), size)] for own in counts])
+
+
+def stage_loads(loads: list[list[float]], stages: Sequence[int]) -> list[float]:
+    """Return the load of the busiest rank of each pipeline rank, in all its layers; 0 without layers.
+
+    stages: the pipeline rank of each layer of `loads`.
+    """
+    own = [[each for each, of in zip(loads, stages) if of == stage] for stage in range(max(stages) + 1)]
+    return [max((sum(rank) / len(layers) for rank in zip(*layers)), default=0.0) for layers in own]
 
 
 class Display:
@@ -202,10 +221,16 @@ class TrainLog:
 
     def _experts(self, step: int, experts: Experts) -> list[str]:
         """Record the expert load; return its fields of the line: the highest of all layers, and drops."""
-        loads = expert_loads(experts.counts.tolist())
+        counts, ep = experts.counts.tolist(), self._run.ep
+        loads = expert_loads(counts)
         highest, lowest = [max(layer) for layer in loads], [min(layer) for layer in loads]
         numbers = {"aux_loss": float(experts.aux_loss), "dropped_pairs": int(experts.dropped)}
-        self.record("experts", step, **numbers, max_load=highest, min_load=lowest)
+        of_ranks: dict[str, list[float]] = {}
+        if ep > 1:
+            by_rank = rank_loads(counts, ep)
+            of_ranks["rank_load"] = [max(layer) for layer in by_rank]
+            of_ranks["stage_load"] = stage_loads(by_rank, self._run.expert_stages or [0] * len(by_rank))
+        self.record("experts", step, **numbers, max_load=highest, min_load=lowest, **of_ranks)
         dropped = [f"dropped {numbers['dropped_pairs']}"] if numbers["dropped_pairs"] else []
         return [f"expert load {max(highest):.2f}", *dropped]
 
@@ -289,49 +314,6 @@ class TrainLog:
 
     def _per_byte(self, loss: float) -> float | None:
         return None if self._run.bytes_per_token is None else loss / self._run.bytes_per_token
-
-
-def read_metrics(path: str | Path) -> list[dict[str, Any]]:
-    """Return the records of a metrics.jsonl in order; a restart replaces the records after its start.
-
-    An incomplete last line, of a run killed while writing, is left out.
-
-    Raises:
-        ValueError: the file cannot be read, or has another bad line; the message names it.
-    """
-    try:
-        lines = read_file(path, METRICS_LIMIT).split(b"\n")
-    except OSError as error:
-        raise ValueError(f"{path}: cannot be read ({error.strerror})") from None
-    records = [_record(path, number, line) for number, line in enumerate(lines[:-1], start=1)]
-    kept, start = [], math.inf  # backwards: the earliest step from which a later run began
-    for record in reversed(records):
-        if record["kind"] == "run":
-            start = min(start, record["step"])
-        elif record["step"] > start:
-            continue
-        kept.append(record)
-    return kept[::-1]
-
-
-def _record(path: str | Path, number: int, line: bytes) -> dict[str, Any]:
-    """Parse line `number` of a metrics file."""
-    try:
-        record = json.loads(line.decode())
-        kind, step = record["kind"], record["step"]
-        others = [] if kind == "run" else [value for key, value in record.items() if key != "kind"]
-        if isinstance(kind, str) and type(step) is int and 0 <= step < 1 << 63 and all(map(_plain, others)):
-            return record
-    except (ValueError, TypeError, KeyError, RecursionError):
-        pass
-    raise ValueError(f"{path}: line {number} is not a metrics record")
-
-
-def _plain(value: Any) -> bool:
-    """Return True for a finite number, null, or a list of these."""
-    if isinstance(value, list):
-        return not any(isinstance(item, list) for item in value) and all(map(_plain, value))
-    return value is None or (isinstance(value, int | float) and abs(value) < math.inf)
 
 
 def _open_for_append(path: Path) -> TextIO:

@@ -61,8 +61,9 @@ LLAMA = replace(
 # Every token goes to every expert: the loads are equal, as the formulas take them to be.
 BALANCED = MoEConfig(num_experts=4, top_k=4, expert_ffn_hidden_size=64, aux_loss=0.01)
 SHARED = replace(BALANCED, shared_expert_ffn_hidden_size=96, shared_expert_gate=True)
-IN_BALANCE = replace(BALANCED, dispatcher="symmetric", symmetric_capacity=1.0)
-SYMMETRIC = replace(LLAMA, moe=replace(SHARED, top_k=2, dispatcher="symmetric"))
+# Layers alone have no activation stash: the trainer gives them one.
+IN_BALANCE = replace(BALANCED, dispatcher="symmetric", symmetric_capacity=1.0, activation_stash=0.0)
+SYMMETRIC = replace(LLAMA, moe=replace(SHARED, top_k=2, dispatcher="symmetric", activation_stash=0.0))
 MODELS = {
     "gpt2": GPT2,
     "gpt2, grouped": replace(GPT2, num_kv_heads=2),

@@ -8,6 +8,8 @@ import math
 import re
 import sys
 import time
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -166,6 +168,21 @@ def test_every_line_is_on_disk_at_once(tmp_path):
     with TrainLog(tmp_path, RUN, stream=io.StringIO()) as log:
         log.step(1, loss=1.0, grad_norm=1.0, lr=1.0)
         assert [record["kind"] for record in read_metrics(tmp_path / "metrics.jsonl")] == ["run", "train"]
+
+
+def test_the_load_of_ranks_is_of_layers_and_of_pipeline_ranks(tmp_path):
+    """Each layer has its busiest rank; a pipeline rank has one for all its layers together."""
+    counts = torch.tensor([[6, 0, 1, 1], [1, 1, 5, 1], [2, 2, 2, 2]])
+    experts = SimpleNamespace(aux_loss=0.0, counts=counts, dropped=0)
+    for run, of_stages in (
+        (replace(RUN, ep=2, expert_stages=(0, 0, 1)), [1.0, 1.0]),
+        (replace(RUN, ep=2), [1.0]),
+    ):
+        with TrainLog(tmp_path / str(len(of_stages)), run, stream=io.StringIO()) as log:
+            log.step(1, loss=1.0, grad_norm=1.0, lr=1.0, experts=experts)
+        opening, _, record = read_metrics(tmp_path / str(len(of_stages)) / "metrics.jsonl")
+        assert record["rank_load"] == [1.5, 1.5, 1.0] and record["stage_load"] == of_stages
+        assert (opening["ep"], opening["expert_stages"]) == (2, list(run.expert_stages))
 
 
 def test_a_restart_continues_the_file(tmp_path):
