@@ -32,6 +32,7 @@ ROPE = Facts(8, 4, registers=64, lacks=(NARROW,))
 SHORT_STORES = (r"st\.global\S*\.v2\.b32|st\.global\S*\.v4\.b16",)
 MOVING = Facts(8, 1, threads=512, lacks=SHORT_STORES)  # eight rows in, one row out
 PUSH = Facts(1, 1, threads=1024, lacks=(*SHORT_STORES, ATOMICS))
+SCALARS = Facts(registers=64, lacks=(ATOMICS,))  # one program, on which later launches wait
 ADAMW = Facts(
     3, 3, threads=512, has=(r"atom\.global\.gpu\.relaxed\.add\.u64",), lacks=(r"(?:div|sqrt|fma)\.\S*f64",)
 )
@@ -284,6 +285,19 @@ def _exchange(op, t, wide, etp=1, ep=8):
     return f"exchange_{name}", arguments[name]
 
 
+@_case
+def _stash(op, t, wide):
+    """A rank with 16 of 128 experts (Qwen3-30B-A3B); the projections of a row, or what came in."""
+    state, ring = t(8 + 4 * 4096, dtype=torch.int64), t(400_000, 2048 + 3 * 768)
+    arguments = {
+        "reserve": (t(16, dtype=torch.int32), state, 400_000, 17),
+        "push": (t(65536, 1536), state, ring, 17, 2048),
+        "pull": (ring, state, 17, 0, 2048, 65536),
+        "release": (state, 17),
+    }
+    return f"stash_{op}", arguments[op]
+
+
 CASES = {
     "bias_gelu tanh": _op("bias_gelu", *_GELU, "tanh", Facts(1, 1, exps=1)),
     "bias_gelu none": _op("bias_gelu", *_GELU, "none", ELEMENTWISE),
@@ -411,10 +425,14 @@ CASES = {
     "exchange pull": _exchange("pull", Facts(8, 1, threads=512, lacks=(*SHORT_STORES, ATOMICS))),
     "exchange pull kept": _exchange("pull kept", Facts(8, 9, threads=384, lacks=(*SHORT_STORES, ATOMICS))),
     "exchange pull etp": _exchange("pull", Facts(16, 1, threads=256, lacks=(*SHORT_STORES, ATOMICS)), etp=2),
+    "stash reserve": _stash("reserve", SCALARS),
+    "stash push": _stash("push", Facts(1, 1, threads=1024, lacks=SHORT_STORES)),
+    "stash pull": _stash("pull", Facts(1, 1, threads=1024, lacks=SHORT_STORES)),
+    "stash release": _stash("release", SCALARS),
 }
 WIDE = ("dropout wide", "dropout backward wide")
 # Those that take no other dtype, or mix bf16 with float32.
 ONE_DTYPE = (
     "adamw small", "block rows", "permutation", "cross_entropy merge", "exchange barrier", "exchange counts",
-    "exchange places", *WIDE,
+    "exchange places", "stash reserve", "stash release", *WIDE,
 )  # fmt: skip

@@ -1,0 +1,65 @@
+"""Attach an activation stash to the expert layers of a run, sized for its schedule and the stated load."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import nn
+
+from fastmp.distributed.groups import ParallelGroups
+from fastmp.nn.moe.layer import MoELayer
+from fastmp.nn.moe.stash import ActivationStash
+from fastmp.nn.segment import LayerChain
+from fastmp.pipeline.schedule import BACKWARD_WEIGHT
+from fastmp.pipeline.stream_schedule import graph_order
+from fastmp.plan.expert_load import Load
+from fastmp.plan.stash import experts_of_ops, live_entries, ring_rows
+from fastmp.training.microbatches import PipelineRunner, SingleStageRunner
+
+__all__ = ["attach_stash"]
+
+
+def attach_stash(
+    runner: SingleStageRunner | PipelineRunner, num_microbatches: int, groups: ParallelGroups
+) -> ActivationStash | None:
+    """Give the layers of `runner` that receive into symmetric memory one stash; return it.
+
+    None: there is no such layer, `model.moe.activation_stash` is 0, or all of them recompute activations,
+    which then live no longer than the backward of a layer.
+    """
+    counts = [len(_stashing(chunk)) for chunk in runner.chunks]
+    if not any(counts):
+        return None
+    # 1. The entries in use at a time, by the steps of this rank.
+    if runner.overlap is None:
+        order = list(runner.order(num_microbatches))
+    else:
+        sections = runner.overlap.sections
+        order = list(graph_order(runner.concurrent(num_microbatches), sections))
+        counts = experts_of_ops(sections)
+    live = live_entries(order, counts)
+    # 2. The rows that their load needs, once the first forward knows the number of tokens.
+    layers = [layer for chunk in runner.chunks for layer in _stashing(chunk)]
+    moe, grid = layers[0].moe, groups.grid
+
+    def size(balanced: int, capacity: int) -> int:
+        return ring_rows(
+            live, Load(moe.activation_stash), balanced=balanced, capacity=capacity, ep=grid.ep,
+            ranks=grid.world_size, overflow=moe.stash_overflow,
+        )  # fmt: skip
+
+    stash = ActivationStash(size, defers_wgrad=any(step.kind == BACKWARD_WEIGHT for step in order))
+    for layer in layers:
+        layer.stash = stash
+    return stash
+
+
+def _stashing(chunk: nn.Module) -> Sequence[MoELayer]:
+    """Return the layers of a chunk whose activations a stash would keep."""
+    chains = [module for module in chunk.modules() if isinstance(module, LayerChain)]
+    if any(chain.call is not None for chain in chains):
+        return []
+    layers = [module for module in chunk.modules() if isinstance(module, MoELayer)]
+    return [
+        layer for layer in layers if layer.moe.activation_stash and layer.dispatcher.spec.symmetric_memory
+    ]
