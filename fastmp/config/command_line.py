@@ -132,7 +132,7 @@ class _HelpAll(argparse.Action):
 class Parser(argparse.ArgumentParser):
     """argparse parser with one-line errors and suggestions; `--a_b` is accepted for `--a-b`.
 
-    synonyms: what to type for an option of another program, {"--train-iters": "--steps"}.
+    synonyms: what to type for an option of another program, {"--train-iters": "--steps"}, or why nothing.
     """
 
     def __init__(self, *, synonyms: Mapping[str, str] | None = None, **options: Any) -> None:
@@ -171,20 +171,32 @@ class Parser(argparse.ArgumentParser):
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         arguments = list(sys.argv[1:] if args is None else args)
         if self._subparsers is None:  # else the options are those of the command
-            arguments = [self._known(argument) for argument in arguments]
+            unknown = list(filter(None, map(self._unknown, arguments)))
+            if len(unknown) == 1:
+                self.error(f"there is no option {unknown[0]}")
+            if unknown:
+                self.error("\n  ".join(["there are no such options:", *unknown]))
+            arguments = [self._normalized(argument) for argument in arguments]
             for name, value in pairwise(arguments):
                 self._check_switch(name, value)
         return super().parse_known_args(arguments, namespace)
 
-    def _known(self, argument: str) -> str:
+    def _unknown(self, argument: str) -> str:
+        """Return "" for an option of this parser and for values, else its name and what to type instead."""
+        name = argument.partition("=")[0].replace("_", "-")
+        if not name.startswith("--") or name in ("--", *self._option_string_actions):
+            return ""
+        said = self.synonyms.get(name, "")
+        if said:
+            return f"{name}; did you mean {said}?" if said.startswith("--") else f"{name}: {said}"
+        return name + (did_you_mean(name, self._option_string_actions) or f" ({self.prog} --help)")
+
+    def _normalized(self, argument: str) -> str:
+        """Return the argument with hyphens for underscores in the name of an option."""
         name, equals, value = argument.partition("=")
         if not name.startswith("--") or name == "--":
             return argument
         name = name.replace("_", "-")
-        if name not in self._option_string_actions:
-            meant = f"; did you mean {self.synonyms[name]}?" if name in self.synonyms else ""
-            meant = meant or did_you_mean(name, self._option_string_actions)
-            self.error(f"there is no option {name}{meant or f' ({self.prog} --help)'}")
         if equals:
             self._check_switch(name, value)
         return name + equals + value

@@ -23,6 +23,8 @@ from fastmp.config import (
     RopeScaling,
     TrainConfig,
 )
+from fastmp.config.command_line import did_you_mean
+from fastmp.config.option_names import SYNONYMS
 from fastmp.config.recipe import load_recipe, parse_arguments, read_recipe
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.toml"))
@@ -307,3 +309,33 @@ def test_the_page_for_users_of_megatron_names_fields_that_there_are(capsys):
     assert len(names) > 25
     for name in names:
         assert hasattr(importlib.import_module(name.rpartition(".")[0]), name.rpartition(".")[2]), name
+
+
+def test_megatron_options_are_answered_as_on_the_page(capsys):
+    page = (Path(__file__).parents[2] / "docs" / "from-megatron.md").read_text()
+    page = page.partition("## Options")[2].partition("## Modules")[0]
+    with pytest.raises(SystemExit):
+        parse_arguments(["--help-all"])
+    options = set(re.findall(r"--[a-z][a-z.-]+", capsys.readouterr().out))
+    rows = [line.split("|")[1:3] for line in page.splitlines() if line.startswith("| `--")]
+    assert len(rows) > 60
+    fields: dict[str, set[str]] = {}
+    for theirs, ours in rows:
+        for option in re.findall(r"--[a-z0-9-]+", theirs):
+            fields.setdefault(option, set()).update(re.findall(r"`(?:\w+\.)+(\w+)", ours))
+    for option, names in fields.items():
+        said = SYNONYMS.get(option, "") or did_you_mean(option, options)
+        assert not names or any(name.replace("_", "-") in said for name in names), (option, said)
+    for said in SYNONYMS.values():
+        assert set(re.findall(r"--[a-z][a-z.-]+", said)) <= options, said
+
+
+def test_all_unknown_options_are_answered_at_once(capsys):
+    with pytest.raises(SystemExit):
+        parse_arguments(["--tensor-model-parallel-size", "2", "--moe-grouped-gemm", "--fp8-format=hybrid"])
+    assert capsys.readouterr().err == (
+        "fastmp train: there are no such options:\n"
+        "  --tensor-model-parallel-size; did you mean --tp?\n"
+        "  --moe-grouped-gemm: leave it out, fused kernels are always used\n"
+        "  --fp8-format: not supported\n"
+    )
