@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 __all__ = ["StepProfiler", "nsight_command", "run_under_nsight"]
 
-NSIGHT = ("nsys", "ncu")
+NSIGHT = {"nsys": "Nsight Systems", "ncu": "Nsight Compute"}
 _TRACE = "profile-{0}-{1}.json"
 
 
@@ -111,6 +111,8 @@ def nsight_command(tool: str, arguments: Sequence[str], recipe: Recipe) -> list[
     first, last = recipe.train.profile_steps
     out = str(Path(recipe.train.run_dir) / f"{recipe.train.name}-profile-{first}-{last}")
     nsys = "profile --capture-range=cudaProfilerApi --capture-range-end=stop --trace=cuda,nvtx,osrt"
+    if recipe.graphs.enabled:
+        nsys += " --cuda-graph-trace=node"  # else a replay is one bar without kernels
     ncu = "--profile-from-start=off --nvtx --set=full --target-processes=application-only"
     options = {
         "nsys": [*nsys.split(), "--force-overwrite=true", f"--output={out}"],
@@ -126,7 +128,9 @@ def run_under_nsight(arguments: Sequence[str], recipe: Recipe) -> None:
     command = nsight_command(tool, arguments, recipe)
     print(shlex.join(command), flush=True)
     if shutil.which(tool) is None:
-        raise ValueError(f"{tool} is not on the PATH; the command above runs where it is")
+        raise ValueError(
+            f"{tool} is not on the PATH; install {NSIGHT[tool]} on this machine, or use --profile torch"
+        )
     if not torch.cuda.is_available():
         raise ValueError(f"{tool} needs a GPU, and there is none; --profile torch does without")
     Path(recipe.train.run_dir).mkdir(parents=True, exist_ok=True)

@@ -7,6 +7,7 @@ import os
 import shutil
 from collections import Counter
 from contextlib import nullcontext
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -16,6 +17,7 @@ from train_tools import arguments
 from fastmp import profiling
 from fastmp.apps import train as command
 from fastmp.apps import train_main
+from fastmp.config import GraphConfig
 from fastmp.config.recipe import parse_arguments
 from fastmp.training.profiler import StepProfiler, nsight_command, ranges, run_under_nsight
 
@@ -100,6 +102,9 @@ def test_the_commands(tmp_path):
         assert command[:3] == ["env", "FASTMP_PROFILED=1", tool] and option in command
         assert command[-len(arguments) - 3 :] == ["-m", "fastmp", "train", *arguments]
         assert any(part.endswith(f"{tmp_path}/runs/gpt-profile-10-13") for part in command)
+        with_graphs = nsight_command(tool, arguments, replace(recipe, graphs=GraphConfig(enabled=True)))
+        added = {"nsys": {"--cuda-graph-trace=node"}, "ncu": set()}
+        assert set(with_graphs) - set(command) == added[tool]
 
 
 @pytest.mark.parametrize("tool", ["nsys", "ncu"])
