@@ -44,6 +44,8 @@ from fastmp.plan.shapes import shapes_of
 from fastmp.tensor_parallel.context import cut_sequence
 from fastmp.testing.parallel import count_collectives
 from fastmp.testing.ranks import run_ranks
+from fastmp.training.microbatches import SingleStageRunner
+from fastmp.training.stash import attach_stash
 
 CLOSE = 0.005  # of both; what is left out are a few numbers for each expert
 SMALL_CALL = 256  # bytes: counts of tokens and sums of losses
@@ -61,9 +63,9 @@ LLAMA = replace(
 # Every token goes to every expert: the loads are equal, as the formulas take them to be.
 BALANCED = MoEConfig(num_experts=4, top_k=4, expert_ffn_hidden_size=64, aux_loss=0.01)
 SHARED = replace(BALANCED, shared_expert_ffn_hidden_size=96, shared_expert_gate=True)
-# Layers alone have no activation stash: the trainer gives them one.
-IN_BALANCE = replace(BALANCED, dispatcher="symmetric", symmetric_capacity=1.0, activation_stash=0.0)
-SYMMETRIC = replace(LLAMA, moe=replace(SHARED, top_k=2, dispatcher="symmetric", activation_stash=0.0))
+IN_BALANCE = replace(BALANCED, dispatcher="symmetric", symmetric_capacity=1.0)
+SYMMETRIC = replace(LLAMA, moe=replace(SHARED, top_k=2, dispatcher="symmetric"))
+WITHOUT_STASH = replace(SYMMETRIC, moe=replace(SYMMETRIC.moe, activation_stash=0.0))
 MODELS = {
     "gpt2": GPT2,
     "gpt2, grouped": replace(GPT2, num_kv_heads=2),
@@ -227,6 +229,7 @@ LAYOUTS = {
     "ep, deepep": (recipe(replace(LLAMA, moe=replace(BALANCED, dispatcher="deepep")), ep=2, dp=2), 2),
     "ep, etp": (recipe(MODELS["qwen"], tp=2, ep=2, dp=2), 2),
     "ep, symmetric": (recipe(SYMMETRIC, ep=2, dp=2), 2),
+    "ep, symmetric, without a stash": (recipe(WITHOUT_STASH, ep=2, dp=2), 2),
     "ep, etp, symmetric": (recipe(replace(LLAMA, moe=IN_BALANCE), tp=2, ep=2, dp=2), 2),
     "dp": (recipe(GPT2, dp=2), 2),
     "dp, edp": (recipe(MODELS["shared"], dp=2), 2),
@@ -316,6 +319,8 @@ def run_step(rank, size, made):
     stages, buffer = make_stages(made, groups)
     shapes = shapes_of(made, size)
     tokens, targets = (cut_sequence(x, groups.cp) for x in batch(made))
+    alone = SingleStageRunner(stages[0], None)
+    stash = attach_stash(alone, shapes.num_microbatches, groups) if shapes.grid.pp == 1 else None
     optimizer = make_optimizer(buffer, made.optimizer, groups)  # which moves the parameters
     kept = Kept(*stages)
     with count_collectives() as seen:
@@ -339,6 +344,7 @@ def run_step(rank, size, made):
             if groups.exchange is None or groups.exchange.memory is None
             else [groups.exchange.memory.local]
         ),
+        "stash": 0 if stash is None else stash.nbytes,
     }
     facts = {}
     for name, param in buffer.parameters.items():
@@ -382,6 +388,8 @@ def test_bytes_on_ranks(made, dp):
     for rank, (sent, kept, owned, facts) in enumerate(results):
         stage = rank // (size // layout.pp)
         assert list(facts.items()) == list(rank_parameters(made, shapes, stage).items())
+        ring = owned.pop("stash")
+        assert ring == (0 if layout.recompute else held[stage].stash)
         assert owned == {name: getattr(held[stage], name) for name in owned}
         planned, total = sum(expected[stage].values()), sum(sent.values())
         if shapes.exchange is not None:  # stores and loads, which are no collectives
@@ -390,9 +398,10 @@ def test_bytes_on_ranks(made, dp):
             planned += planned - sum(adamw[stage].values())
             total = sum(sum(sent.values()) for sent, *_ in results) / size
         assert total == pytest.approx(planned, rel=CLOSE), sent
-        whole = held[stage].activations
+        whole = held[stage].activations - ring  # where autograd keeps nothing
         if layout.recompute:  # what is kept while a layer runs again, a checkpoint hides
-            parts = (activations.layer_parts(shapes.of_layer(i)) for i in range(made.model.num_layers))
+            layers = map(shapes.of_layer, range(made.model.num_layers))
+            parts = (activations.layer_parts(layer, recomputed=True) for layer in layers)
             whole = held[stage].recomputed - max(sum(each.values()) for each in parts)
             whole += 0 if layout.shard_recompute_input else activations.layer_input(shapes, False)
         assert kept == pytest.approx(whole + on_cpu(shapes), rel=CLOSE)

@@ -15,13 +15,21 @@ from fastmp.apps import plan
 from fastmp.config import GPTConfig, MoEConfig, ParallelConfig, Recipe, TrainConfig
 from fastmp.config.dispatchers import STASH_STATE, STASH_TICKETS
 from fastmp.config.recipe import load_recipe
+from fastmp.distributed.groups import ParallelGroups
+from fastmp.nn.overlap import OverlappedLayers
 from fastmp.ops.stash import NEXT, OLDEST, OVERFLOWED, new_state, stash_release, stash_reserve, state_size
 from fastmp.pipeline.schedule import BACKWARD, BACKWARD_WEIGHT, FORWARD, Schedule
 from fastmp.plan.expert_load import Load, MeasuredLoad
+from fastmp.plan.layout import make_grid
 from fastmp.plan.memory import memory
 from fastmp.plan.resources import recipe_facts
 from fastmp.plan.shapes import shapes_of
 from fastmp.plan.stash import LiveEntries, live_entries, ring_of_rank, ring_rows
+from fastmp.testing.ranks import run_ranks
+from fastmp.training.graphing import layers_of
+from fastmp.training.language import model_and_loss
+from fastmp.training.microbatches import PipelineRunner, SingleStageRunner
+from fastmp.training.stash import attach_stash
 
 QWEN = Path(__file__).resolve().parents[2] / "configs" / "qwen3-30b-a3b.toml"
 MODEL = GPTConfig(
@@ -174,7 +182,7 @@ def recipe(model=MODEL, microbatches=4, **layout):
     made = Recipe(model=model, parallel=ParallelConfig(**layout))
     size = made.data.micro_batch_size * microbatches
     dp = 4 // layout.get("pp", 1)
-    train = TrainConfig(global_batch_size=size * dp)
+    train = TrainConfig(global_batch_size=size * dp, dtype="float32")
     return replace(made, train=train, data=replace(made.data, seq_len=64))
 
 
@@ -195,6 +203,53 @@ def test_a_rank_keeps_its_rows_once():
     assert with_stash.total == without.total - saved and with_stash.stash == ring.nbytes
     assert with_stash.recomputed == without.recomputed  # layers that run again keep nothing in it
     assert without.stash == 0
+
+
+BALANCED_MODEL = replace(
+    MODEL, num_layers=4, moe=replace(MODEL.moe, num_experts=4, top_k=4, expert_ffn_hidden_size=16)
+)
+
+
+def run_layout(rank, size, made):
+    """Return the bytes of a rank's ring after a step, and the most rows in use."""
+    groups, count = ParallelGroups.create(make_grid(made, size)), 4
+    model, loss = model_and_loss(made, groups)
+    chunks = model if isinstance(model, list) else [model]
+    overlap = OverlappedLayers(layers_of(chunks, "")) if made.parallel.overlap_experts else None
+    if isinstance(model, list):
+        runner = PipelineRunner(chunks, loss, groups=groups, num_microbatches=count, overlap=overlap)
+    else:
+        runner = SingleStageRunner(model, loss, overlap)
+    stash = attach_stash(runner, count, groups)
+    tokens = torch.arange(65).repeat(made.data.micro_batch_size, 1)
+    runner.train(lambda number: {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}, count)
+    assert not int(stash.overflowed)
+    return stash.nbytes, int(stash.high_water)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {},
+        {"overlap_experts": True},
+        pytest.param({"pp": 2}, marks=pytest.mark.full),
+        pytest.param({"pp": 2, "vpp": 2}, marks=pytest.mark.full),
+        {"pp": 2, "schedule": "zero_bubble"},
+    ],
+    ids=str,
+)
+def test_the_plan_is_what_ranks_allocate(layout):
+    """All tokens choose all experts: every entry has the balanced rows."""
+    made, size = recipe(BALANCED_MODEL, ep=2, **layout), 2 * layout.get("pp", 1)
+    made = replace(made, train=replace(made.train, global_batch_size=8 * made.data.micro_batch_size))
+    shapes = shapes_of(made, size)
+    assert shapes.num_microbatches == 4
+    for rank, (nbytes, most) in enumerate(run_ranks(run_layout, size, made)):
+        ring = ring_of_rank(made, shapes, rank // 2)
+        assert nbytes == ring.nbytes
+        rows = shapes.dispatch_sizes.choices
+        assert ring.entries * rows <= most < (ring.entries + 1) * rows
+        assert most == ring.entries * rows or layout  # with older entries before newer ones, rows are skipped
 
 
 @pytest.mark.parametrize(
