@@ -32,7 +32,7 @@ __all__ = [
 _INDEX, _PROBABILITY, _DEEPEP_INDEX = 4, 4, 8  # bytes
 _MAX_ROWS = 1 << 31  # rows of symmetric memory are numbered in int32
 STASH_TICKETS = 4096  # forwards of experts in flight on a rank, each with an entry of the activation stash
-STASH_STATE = 8 + 4 * STASH_TICKETS  # int64 numbers: of the ring, and of each entry
+STASH_STATE = 8 + 3 * STASH_TICKETS  # int64 numbers: of the ring, and of each entry
 
 
 @dataclass(frozen=True)

@@ -1,11 +1,11 @@
 """Activation stash: a ring buffer in which experts keep what their backward needs, allocated on the device.
 
 With worst-case receive buffers only the device knows how many of C rows are real. These alone are kept: an
-entry is the rows of one layer and microbatch, contiguous in the ring (R, W). Its ticket, a number of the
-host, names it in a captured graph; where it lies is in `state`, which the kernels read and write.
+entry is the rows of one layer and microbatch, contiguous in each tensor (R, w) of the ring. Its ticket, a
+number of the host, names it in a captured graph; where it lies is in `state`, which two ops read and write.
 
-    stash_reserve   allocate an entry of offsets[-1] rows
-    stash_push      copy rows of a tensor (C, w) into columns of the entry
+    stash_reserve   allocate an entry of offsets[-1] rows: its first row, and the offsets of what is kept
+    stash_push      copy the real rows of a tensor (C, w) into the entry
     stash_pull      copy them back into a new tensor (C, w), with zeros after them
     stash_release   free the entry
 
@@ -15,10 +15,10 @@ the position of the oldest entry in use; head - tail never exceeds R, so no entr
 whatever the order of releases. Released entries at the head are given back at once, those at the tail as soon
 as all older ones are released; an empty ring begins at row 0 again.
 
-An entry that does not fit is void: nothing is pushed, zeros are pulled, and the overflow counter tells that
-the results of the step are.
+An entry that does not fit is void: its offsets are zeros, so that experts compute no row, and the overflow
+counter tells that the results of the step are void, too.
 
-C rows of capacity, w columns, T tickets.
+C rows of capacity, w columns, T tickets, L experts of the rank.
 """
 
 from __future__ import annotations
@@ -27,16 +27,25 @@ import torch
 from torch import Tensor
 
 from fastmp.ops.core import checks, launcher
-from fastmp.ops.core._triton import MAX_COUNT, MAX_SIZE, cdiv, jit, limits, next_power_of_2, tl
+from fastmp.ops.core._triton import (
+    MAX_COUNT,
+    MAX_EXPERTS,
+    MAX_SIZE,
+    cdiv,
+    jit,
+    limits,
+    next_power_of_2,
+    tl,
+)
 from fastmp.ops.core.registry import register
 from fastmp.ops.core.rowwise import NUM_WARPS, as_rows, vector_width
 from fastmp.profiling import traced
 
-# `state` int64 (8 + 4 T,): these numbers; then the position (-1: void or free) and the rows of each ticket's
-# entry; then the queue of entries from the tail to the head, used cyclically: their tickets, their positions.
+# `state` int64 (8 + 3 T,): these numbers; then the position of each ticket's entry (-1: void or free); then
+# the queue of entries from the tail to the head, used cyclically: their tickets, and their positions.
 HEAD, TAIL, OLDEST, NEXT, OVERFLOWED, HIGH_WATER = range(6)
 TABLES = tl.constexpr(8) if tl is not None else 8
-NUM_TABLES = 4
+NUM_TABLES = 3
 COPIED = 4  # 16-byte accesses of a thread that copies rows
 
 
@@ -50,7 +59,7 @@ class _State:
 
     def __init__(self, state: Tensor) -> None:
         self.state, self.numbers = state, state[:8].tolist()
-        self.positions, self.rows, self.queued, self.places = state[8:].view(NUM_TABLES, -1)
+        self.positions, self.queued, self.places = state[8:].view(NUM_TABLES, -1)
 
     def store(self) -> None:
         self.state[:8] = torch.tensor(self.numbers)
@@ -61,7 +70,7 @@ class _State:
         return int(self.positions[self.queued[slot]]) != int(self.places[slot])
 
 
-def reference_reserve(offsets: Tensor, state: Tensor, size: int, ticket: int) -> None:
+def reference_reserve(offsets: Tensor, state: Tensor, size: int, ticket: int) -> tuple[Tensor, Tensor]:
     """Allocate an entry at the head, in plain torch."""
     own, count = _State(state), max(int(offsets[-1]), 0)
     head, tail, oldest, following, overflowed, high_water = own.numbers[:6]
@@ -75,36 +84,30 @@ def reference_reserve(offsets: Tensor, state: Tensor, size: int, ticket: int) ->
     fits = used <= size and following - oldest < queue_size and int(own.positions[ticket]) < 0
     own.positions[ticket] = position if fits else -1
     if fits:
-        own.rows[ticket] = count
         own.queued[following % queue_size], own.places[following % queue_size] = ticket, position
         head, following = position + count, following + 1
     # 3. The high-water mark includes what did not fit.
     own.numbers[:6] = head, tail, oldest, following, overflowed + (not fits), max(high_water, used)
     own.store()
+    return state.new_tensor(position % size if fits else 0), offsets.clone() if fits else offsets * 0
 
 
-def _place(state: Tensor, ticket: int, size: int) -> tuple[int, int]:
-    """Return the first row of an entry and its number of rows; 0 rows for a void one."""
-    own = _State(state)
-    position = int(own.positions[ticket])
-    return (0, 0) if position < 0 else (position % size, int(own.rows[ticket]))
+def _kept_rows(start: Tensor, offsets: Tensor, capacity: int) -> slice:
+    """Return the rows of an entry in the ring."""
+    return slice(int(start), int(start) + min(max(int(offsets[-1]), 0), capacity))
 
 
-def reference_push(x: Tensor, state: Tensor, ring: Tensor, ticket: int, column: int) -> None:
+def reference_push(x: Tensor, ring: Tensor, start: Tensor, offsets: Tensor) -> None:
     """Copy the real rows of x into the entry, in plain torch."""
-    start, count = _place(state, ticket, len(ring))
-    count = min(count, len(x))
-    ring[start : start + count, column : column + x.shape[1]] = x[:count]
+    rows = _kept_rows(start, offsets, len(x))
+    ring[rows] = x[: rows.stop - rows.start]
 
 
-def reference_pull(
-    ring: Tensor, state: Tensor, ticket: int, column: int, width: int, capacity: int
-) -> Tensor:
+def reference_pull(ring: Tensor, start: Tensor, offsets: Tensor, capacity: int) -> Tensor:
     """Copy the rows of the entry out, and zeros after them, in plain torch."""
-    start, count = _place(state, ticket, len(ring))
-    count = min(count, capacity)
-    out = ring.new_zeros(capacity, width)
-    out[:count] = ring[start : start + count, column : column + width]
+    rows = _kept_rows(start, offsets, capacity)
+    out = ring.new_zeros(capacity, ring.shape[1])
+    out[: rows.stop - rows.start] = ring[rows]
     return out
 
 
@@ -125,14 +128,16 @@ def reference_release(state: Tensor, ticket: int) -> None:
     own.store()
 
 
-@limits(ticket=MAX_SIZE, tickets=MAX_SIZE, num_local=MAX_SIZE)
+@limits(ticket=MAX_SIZE, tickets=MAX_SIZE, num_local=MAX_EXPERTS)
 @jit
 def reserve_kernel(
     offsets,  # (L,) int32, the last of which is the number of rows
-    state,  # (8 + 4 T,) int64
+    state,  # (8 + 3 T,) int64
+    start,  # () int64, the first row of the entry
+    kept,  # (L,) int32, the offsets, or zeros
     size, num_local, ticket, tickets,
     HEAD: tl.constexpr, TAIL: tl.constexpr, OLDEST: tl.constexpr, NEXT: tl.constexpr,
-    OVERFLOWED: tl.constexpr, HIGH_WATER: tl.constexpr,
+    OVERFLOWED: tl.constexpr, HIGH_WATER: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Allocate an entry at the head; one program."""
     positions = state + TABLES
@@ -152,10 +157,9 @@ def reserve_kernel(
     tl.debug_barrier()  # all threads have read what one of them overwrites
     tl.store(positions + ticket, tl.where(fits, position, -1))
     if fits:
-        tl.store(positions + tickets + ticket, count)
         slot = following % tickets
-        tl.store(positions + 2 * tickets + slot, tl.cast(ticket, tl.int64))
-        tl.store(positions + 3 * tickets + slot, position)
+        tl.store(positions + tickets + slot, tl.cast(ticket, tl.int64))
+        tl.store(positions + 2 * tickets + slot, position)
         head = position + count
         following += 1
     # 3. The high-water mark includes what did not fit.
@@ -164,20 +168,25 @@ def reserve_kernel(
     tl.store(state + NEXT, following)
     tl.store(state + OVERFLOWED, overflowed)
     tl.store(state + HIGH_WATER, high_water)
+    # 4. What the experts compute with: no rows of a void entry.
+    tl.store(start, tl.where(fits, position % rows, 0))
+    experts = tl.arange(0, BLOCK)
+    mask = experts < num_local
+    tl.store(kept + experts, tl.where(fits, tl.load(offsets + experts, mask=mask), 0), mask=mask)
 
 
 @jit
 def _is_free(positions, tickets, slot, released):
     """Return True if the entry in a slot of the queue is free, or that of the ticket `released`."""
-    ticket = tl.load(positions + 2 * tickets + slot % tickets)
-    place = tl.load(positions + 3 * tickets + slot % tickets)
+    ticket = tl.load(positions + tickets + slot % tickets)
+    place = tl.load(positions + 2 * tickets + slot % tickets)
     return (ticket == released) | (tl.load(positions + ticket) != place)
 
 
 @limits(ticket=MAX_SIZE, tickets=MAX_SIZE)
 @jit
 def release_kernel(
-    state,  # (8 + 4 T,) int64
+    state,  # (8 + 3 T,) int64
     ticket, tickets,
     HEAD: tl.constexpr, TAIL: tl.constexpr, OLDEST: tl.constexpr, NEXT: tl.constexpr,
 ):  # fmt: skip
@@ -191,7 +200,7 @@ def release_kernel(
         free = _is_free(positions, tickets, following - 1, ticket)
     while free:
         following -= 1
-        head = tl.load(positions + 3 * tickets + following % tickets)
+        head = tl.load(positions + 2 * tickets + following % tickets)
         free = oldest < following
         if free:
             free = _is_free(positions, tickets, following - 1, ticket)
@@ -204,7 +213,7 @@ def release_kernel(
         tail = head
         free = oldest < following
         if free:
-            tail = tl.load(positions + 3 * tickets + oldest % tickets)
+            tail = tl.load(positions + 2 * tickets + oldest % tickets)
             free = _is_free(positions, tickets, oldest, ticket)
     # 3. All threads have read what one of them overwrites.
     tl.debug_barrier()
@@ -215,76 +224,78 @@ def release_kernel(
     tl.store(state + NEXT, following)
 
 
-@limits(size=MAX_COUNT, capacity=MAX_COUNT, ticket=MAX_SIZE, tickets=MAX_SIZE, num_vectors=MAX_SIZE)
+@limits(capacity=MAX_COUNT, num_local=MAX_EXPERTS, num_vectors=MAX_SIZE)
 @jit
 def copy_kernel(
     outside,  # (C, w), rows pitch vectors apart
-    state,  # (8 + 4 T,) int64
-    ring,  # (R, W), from the first column of the tensor
-    size, capacity, ticket, tickets, num_vectors, pitch, ring_pitch,
+    ring,  # (R, w)
+    start,  # () int64, the first row of the entry
+    offsets,  # (L,) int32, the last of which is the number of rows
+    capacity, num_local, num_vectors, pitch,
     PUSH: tl.constexpr, VECTOR: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Copy rows into the entry of a ticket, or out of it with zeros after them."""
+    """Copy rows into an entry, or out of it with zeros after them."""
     num_cols = num_vectors * VECTOR
-    position = tl.load(state + TABLES + ticket)
-    count = tl.where(position < 0, 0, tl.load(state + TABLES + tickets + ticket))
-    count = tl.minimum(count, capacity)
-    first = tl.maximum(position, 0) % tl.cast(size, tl.int64)
+    first, count = tl.load(start), tl.maximum(tl.load(offsets + num_local - 1), 0)
     blocks = tl.cdiv(num_cols, BLOCK_N)
     block = tl.program_id(0)
     rows = (block // blocks).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     cols = block % blocks * BLOCK_N + tl.arange(0, BLOCK_N)
-    real = (rows < count)[:, None] & (cols < num_cols)[None, :]
+    inside = (rows < capacity)[:, None] & (cols < num_cols)[None, :]
+    real = inside & (rows < count)[:, None]
     place = outside + rows[:, None] * pitch * VECTOR + cols[None, :]
-    kept = ring + (first + rows)[:, None] * ring_pitch * VECTOR + cols[None, :]
+    kept = ring + (first + rows)[:, None] * num_cols + cols[None, :]
     if PUSH:
         tl.store(kept, tl.load(place, mask=real), mask=real)
     else:
-        value = tl.load(kept, mask=real, other=0.0)
-        tl.store(place, value, mask=(rows < capacity)[:, None] & (cols < num_cols)[None, :])
+        tl.store(place, tl.load(kept, mask=real, other=0.0), mask=inside)
 
 
 _PLACES = {"HEAD": HEAD, "TAIL": TAIL, "OLDEST": OLDEST, "NEXT": NEXT}
 
 
-def launch_reserve(offsets: Tensor, state: Tensor, size: int, ticket: int) -> None:
+def launch_reserve(offsets: Tensor, state: Tensor, size: int, ticket: int) -> tuple[Tensor, Tensor]:
+    start, kept = state.new_empty(()), torch.empty_like(offsets, memory_format=torch.contiguous_format)
     launcher.launch(
         reserve_kernel, 1,
-        (offsets.contiguous(), state, size, offsets.numel(), ticket, _tickets(state)),
-        _PLACES | {"OVERFLOWED": OVERFLOWED, "HIGH_WATER": HIGH_WATER, "num_warps": 1},
+        (offsets.contiguous(), state, start, kept, size, offsets.numel(), ticket, _tickets(state)),
+        _PLACES | {
+            "OVERFLOWED": OVERFLOWED, "HIGH_WATER": HIGH_WATER, "BLOCK": next_power_of_2(offsets.numel()),
+            "num_warps": 1,
+        },
     )  # fmt: skip
+    return start, kept
 
 
 def launch_release(state: Tensor, ticket: int) -> None:
     launcher.launch(release_kernel, 1, (state, ticket, _tickets(state)), _PLACES | {"num_warps": 1})
 
 
-def _copy(push: bool, outside: Tensor, state: Tensor, ring: Tensor, ticket: int, column: int) -> None:
+def _copy(push: bool, outside: Tensor, ring: Tensor, start: Tensor, offsets: Tensor) -> None:
     outside, pitch = as_rows(outside)
     capacity, width = outside.shape
     if capacity * width == 0:
         return
-    columns = ring[:, column:]
-    vector = vector_width(ring.element_size(), width, pitch, ring.stride(0), column)
+    vector = vector_width(ring.element_size(), width, pitch)
     block_n = min(1024, next_power_of_2(width))
     block_m = max(1, COPIED * 32 * NUM_WARPS * vector // block_n)
     launcher.launch(
         copy_kernel, cdiv(capacity, block_m) * cdiv(width, block_n),
         (
-            outside, state, columns, len(ring), capacity, ticket, _tickets(state), width // vector,
-            pitch // vector, ring.stride(0) // vector,
+            outside, ring, start, offsets.contiguous(), capacity, offsets.numel(), width // vector,
+            pitch // vector,
         ),
         {"PUSH": push, "VECTOR": vector, "BLOCK_M": block_m, "BLOCK_N": block_n, "num_warps": NUM_WARPS},
     )  # fmt: skip
 
 
-def launch_push(x: Tensor, state: Tensor, ring: Tensor, ticket: int, column: int) -> None:
-    _copy(True, x, state, ring, ticket, column)
+def launch_push(x: Tensor, ring: Tensor, start: Tensor, offsets: Tensor) -> None:
+    _copy(True, x, ring, start, offsets)
 
 
-def launch_pull(ring: Tensor, state: Tensor, ticket: int, column: int, width: int, capacity: int) -> Tensor:
-    out = ring.new_empty(capacity, width)
-    _copy(False, out, state, ring, ticket, column)
+def launch_pull(ring: Tensor, start: Tensor, offsets: Tensor, capacity: int) -> Tensor:
+    out = ring.new_empty(capacity, ring.shape[1])
+    _copy(False, out, ring, start, offsets)
     return out
 
 
@@ -293,24 +304,24 @@ def _tickets(state: Tensor) -> int:
 
 
 _reserve = register(
-    "stash_reserve(Tensor offsets, Tensor(a!) state, int size, int ticket) -> ()",
+    "stash_reserve(Tensor offsets, Tensor(a!) state, int size, int ticket) -> (Tensor, Tensor)",
     reference=reference_reserve,
     triton=launch_reserve,
-    fake=lambda *arguments: None,
+    fake=lambda offsets, state, *rest: (state.new_empty(()), offsets.new_empty(offsets.shape)),
 )
 _push = register(
-    "stash_push(Tensor x, Tensor state, Tensor(a!) ring, int ticket, int column) -> ()",
+    "stash_push(Tensor x, Tensor(a!) ring, Tensor start, Tensor offsets) -> ()",
     reference=reference_push,
     triton=launch_push,
     fake=lambda *arguments: None,
     traffic=lambda x, *rest: 2 * x.numel() * x.element_size(),
 )
 _pull = register(
-    "stash_pull(Tensor ring, Tensor state, int ticket, int column, int width, int capacity) -> Tensor",
+    "stash_pull(Tensor ring, Tensor start, Tensor offsets, int capacity) -> Tensor",
     reference=reference_pull,
     triton=launch_pull,
-    fake=lambda ring, state, ticket, column, width, capacity: ring.new_empty(capacity, width),
-    traffic=lambda ring, state, ticket, column, width, capacity: 2 * capacity * width * ring.element_size(),
+    fake=lambda ring, start, offsets, capacity: ring.new_empty(capacity, ring.shape[1]),
+    traffic=lambda ring, start, offsets, capacity: 2 * capacity * ring.shape[1] * ring.element_size(),
 )
 _release = register(
     "stash_release(Tensor(a!) state, int ticket) -> ()",
@@ -324,7 +335,7 @@ _release = register(
 def _check_state(op: str, state: Tensor, ticket: int) -> None:
     checks.require(
         state.dtype == torch.int64 and state.dim() == 1 and state.shape[0] > 8 and state.is_contiguous(),
-        op + ": state must be contiguous int64 (8 + 4 T,), got {} {}",
+        op + ": state must be contiguous int64 (8 + 3 T,), got {} {}",
         state.dtype,
         state.shape,
     )
@@ -333,74 +344,81 @@ def _check_state(op: str, state: Tensor, ticket: int) -> None:
 
 
 @checks.memoized
-def _check_ring(op: str, ring: Tensor, state: Tensor, ticket: int, column: int, width: int) -> None:
-    _check_state(op, state, ticket)
+def _check_ring(op: str, ring: Tensor, start: Tensor, offsets: Tensor) -> None:
     checks.check_floating(op, "ring", ring)
     two = ring.dim() == 2 and ring.is_contiguous() and ring.shape[0] > 0
-    checks.require(two, op + ": ring must be contiguous (R, W), got {}", ring.shape)
-    inside = 0 <= column and column + width <= ring.shape[1]
-    checks.require(inside, op + ": columns {} + {} are not in the ring {}", column, width, ring.shape)
-    checks.check_same_device(op, ring=ring, state=state)
+    checks.require(two, op + ": ring must be contiguous (R, w), got {}", ring.shape)
+    one = start.dtype == torch.int64 and start.dim() == 0
+    checks.require(one, op + ": start must be int64 (), got {} {}", start.dtype, start.shape)
+    _check_offsets(op, offsets)
+    checks.check_same_device(op, ring=ring, start=start, offsets=offsets)
+
+
+def _check_offsets(op: str, offsets: Tensor) -> None:
+    fits = offsets.dtype == torch.int32 and offsets.dim() == 1 and offsets.shape[0] > 0
+    checks.require(fits, op + ": offsets must be int32 (L,), got {} {}", offsets.dtype, offsets.shape)
 
 
 @traced("fastmp.stash_reserve")
-def stash_reserve(offsets: Tensor, state: Tensor, size: int, ticket: int) -> None:
+def stash_reserve(offsets: Tensor, state: Tensor, size: int, ticket: int) -> tuple[Tensor, Tensor]:
     """Allocate the entry of `ticket`, of as many rows as the last offset says, without the host.
 
     Args:
         offsets: (L,) int32, where each expert's rows end.
-        state: (8 + 4 T,) int64, as `new_state` makes it; written to.
+        state: (8 + 3 T,) int64, as `new_state` makes it; written to.
         size: rows of the ring.
         ticket: below T; one whose entry is still in use loses it, and the new one is void.
+
+    Returns:
+        start () int64, the entry's first row in the ring; and the offsets (L,) int32, zeros if it is void.
 
     Raises:
         ValueError: shapes, dtypes or devices do not fit.
     """
     op = "stash_reserve"
     _check_state(op, state, ticket)
-    fits = offsets.dtype == torch.int32 and offsets.dim() == 1 and offsets.shape[0] > 0
-    checks.require(fits, op + ": offsets must be int32 (L,), got {} {}", offsets.dtype, offsets.shape)
+    _check_offsets(op, offsets)
     checks.require(size > 0, op + ": size must be 1 or more, got {}", size)
     checks.check_same_device(op, offsets=offsets, state=state)
-    _reserve(offsets, state, size, ticket)
+    return _reserve(offsets, state, size, ticket)
 
 
 @traced("fastmp.stash_push")
-def stash_push(x: Tensor, state: Tensor, ring: Tensor, ticket: int, column: int) -> None:
-    """Copy the first rows of x, as many as the entry of `ticket` has, into its columns from `column` on.
+def stash_push(x: Tensor, ring: Tensor, start: Tensor, offsets: Tensor) -> None:
+    """Copy the first offsets[-1] rows of x into an entry.
 
     Args:
         x: (C, w) of the ring's dtype, any strides (last stride 1 avoids a copy).
-        state: from `stash_reserve`.
-        ring: (R, W) contiguous; written to.
+        ring: (R, w) contiguous; written to.
+        start, offsets: from `stash_reserve`.
 
     Raises:
         ValueError: shapes, dtypes or devices do not fit.
     """
     op = "stash_push"
-    checks.require(x.dim() == 2, op + ": x must be (C, w), got {}", x.shape)
-    _check_ring(op, ring, state, ticket, column, x.shape[1])
+    _check_ring(op, ring, start, offsets)
+    fits = x.dim() == 2 and x.shape[1] == ring.shape[1]
+    checks.require(fits, op + ": x {} does not fit the ring {}", x.shape, ring.shape)
     checks.check_same(op, x=x, ring=ring)
-    _push(x, state, ring, ticket, column)
+    _push(x, ring, start, offsets)
 
 
 @traced("fastmp.stash_pull")
-def stash_pull(ring: Tensor, state: Tensor, ticket: int, column: int, width: int, capacity: int) -> Tensor:
-    """Copy the entry of `ticket` out of the ring.
+def stash_pull(ring: Tensor, start: Tensor, offsets: Tensor, capacity: int) -> Tensor:
+    """Copy an entry out of the ring.
 
     Args:
-        ring, state: as for `stash_push`.
-        column, width: which columns of the ring.
+        ring, start, offsets: as for `stash_push`.
         capacity: rows of the result.
 
     Returns:
-        (capacity, width): the rows of the entry, then zeros; zeros alone for a void entry.
+        (capacity, w): the rows of the entry, then zeros.
 
     Raises:
         ValueError: shapes, dtypes or devices do not fit.
     """
-    _check_ring("stash_pull", ring, state, ticket, column, width)
-    return _pull(ring, state, ticket, column, width, capacity)
+    _check_ring("stash_pull", ring, start, offsets)
+    return _pull(ring, start, offsets, capacity)
 
 
 @traced("fastmp.stash_release")
@@ -415,13 +433,14 @@ def stash_release(state: Tensor, ticket: int) -> None:
 
 
 def new_state(tickets: int, device: torch.device | str) -> Tensor:
-    """Return the state of an empty ring: (8 + 4 T,) int64.
+    """Return the state of an empty ring: (8 + 3 T,) int64.
 
     Example:
         state, ring = new_state(4, "cpu"), torch.empty(100, 16)
-        stash_reserve(torch.tensor([3, 5], dtype=torch.int32), state, len(ring), ticket=0)
-        stash_push(torch.ones(8, 16), state, ring, ticket=0, column=0)  # 5 rows
-        rows = stash_pull(ring, state, ticket=0, column=0, width=16, capacity=8)
+        offsets = torch.tensor([3, 5], dtype=torch.int32)
+        start, kept = stash_reserve(offsets, state, len(ring), ticket=0)
+        stash_push(torch.ones(8, 16), ring, start, kept)  # 5 rows
+        rows = stash_pull(ring, start, kept, capacity=8)
         stash_release(state, ticket=0)
     """
     state = torch.zeros(state_size(tickets), dtype=torch.int64, device=device)

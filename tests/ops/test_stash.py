@@ -64,12 +64,10 @@ def test_an_entry_begins_at_row_0_where_it_would_straddle_the_end():
 
 
 def test_a_ticket_in_use_makes_the_new_entry_void():
-    state, ring = new_state(2, "cpu"), torch.zeros(10, 4)
+    state = new_state(2, "cpu")
     stash_reserve(ends(3), state, 10, 1)
-    stash_push(torch.ones(5, 4), state, ring, 1, 0)
-    stash_reserve(ends(3), state, 10, 1)
-    assert state[OVERFLOWED] == 1
-    assert not stash_pull(ring, state, 1, 0, 4, 5).any()
+    _, offsets = stash_reserve(ends(3), state, 10, 1)
+    assert state[OVERFLOWED] == 1 and not offsets.any()
     stash_release(state, 1)
     stash_reserve(ends(10), state, 10, 0)
     assert state[OVERFLOWED] == 1 and state[8] == 0  # its rows are free again
@@ -77,9 +75,9 @@ def test_a_ticket_in_use_makes_the_new_entry_void():
 
 def test_a_void_entry_writes_nothing():
     state, ring = new_state(2, "cpu"), torch.zeros(4, 2)
-    stash_reserve(ends(5), state, 4, 0)
-    stash_push(torch.ones(6, 2), state, ring, 0, 0)
-    assert not ring.any() and not stash_pull(ring, state, 0, 0, 2, 6).any()
+    entry = stash_reserve(ends(5), state, 4, 0)
+    stash_push(torch.ones(6, 2), ring, *entry)
+    assert not ring.any() and not stash_pull(ring, *entry, 6).any()
     assert state[HIGH_WATER] == 5
     stash_release(state, 0)
     stash_reserve(ends(4), state, 4, 1)
@@ -99,18 +97,18 @@ def test_no_more_entries_than_tickets():
     assert state[HEAD] == state[TAIL]
 
 
-STATE, RING, WIDE = new_state(3, "cpu"), torch.zeros(4, 6), torch.zeros(3, 2, dtype=torch.float64)
+STATE, RING, WIDE = new_state(3, "cpu"), torch.zeros(4, 6), torch.zeros(3, 6, dtype=torch.float64)
+START, OFFSETS = torch.tensor(0), ends(2)
 CALLS = {
-    "ticket must be below 3, got 3": lambda: stash_reserve(ends(1), STATE, 4, 3),
-    r"state must be contiguous int64 \(8 \+ 4 T,\)": lambda: stash_release(STATE.int(), 0),
-    "offsets must be int32": lambda: stash_reserve(ends(1).long(), STATE, 4, 0),
-    "size must be 1 or more, got 0": lambda: stash_reserve(ends(1), STATE, 0, 0),
-    r"columns 3 \+ 4 are not in the ring": lambda: stash_pull(RING, STATE, 0, 3, 4, 5),
-    r"x must be \(C, w\)": lambda: stash_push(torch.zeros(3), STATE, RING, 0, 0),
-    "ring must be contiguous": lambda: stash_pull(RING.t(), STATE, 0, 0, 1, 5),
-    "x is torch.float64 but ring is": lambda: stash_push(
-        torch.zeros(3, 2, dtype=torch.float64), STATE, RING, 0, 0
-    ),
+    "ticket must be below 3, got 3": lambda: stash_reserve(OFFSETS, STATE, 4, 3),
+    r"state must be contiguous int64 \(8 \+ 3 T,\)": lambda: stash_release(STATE.int(), 0),
+    "stash_reserve: offsets must be int32": lambda: stash_reserve(OFFSETS.long(), STATE, 4, 0),
+    "size must be 1 or more, got 0": lambda: stash_reserve(OFFSETS, STATE, 0, 0),
+    r"x \(3, 5\) does not fit the ring \(4, 6\)": lambda: stash_push(WIDE[:, 1:], RING, START, OFFSETS),
+    "ring must be contiguous": lambda: stash_pull(RING.t(), START, OFFSETS, 5),
+    "start must be int64": lambda: stash_pull(RING, START.int(), OFFSETS, 5),
+    "stash_pull: offsets must be int32": lambda: stash_pull(RING, START, OFFSETS[0], 5),
+    "x is torch.float64 but ring is": lambda: stash_push(WIDE, RING, START, OFFSETS),
 }
 
 

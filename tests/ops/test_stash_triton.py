@@ -33,13 +33,13 @@ def test_the_last_rows_of_a_large_ring(elements):
     width = 1024
     size = elements // width + 64
     ring, state = sparse(size * width, torch.float16).view(size, width), new_state(2, "cpu")
-    state[:4] = torch.tensor([size * 5 - 9, size * 5 - 9 - 2, 0, 1])  # one entry of another ticket
+    state[:4] = torch.tensor([size * 5 - 9, size * 5 - 11, 0, 1])  # one entry of another ticket
     state[8 + 1] = size * 5 - 11
-    state[8 + 2 * 2], state[8 + 3 * 2] = 1, size * 5 - 11
+    state[8 + 2], state[8 + 2 * 2] = 1, size * 5 - 11
     x = torch.arange(CAPACITY * width, dtype=torch.float16).view(CAPACITY, width)
-    implementation("stash_reserve")(ends(9), state, size, 0)
-    assert state[8] == size * 5 - 9 and state[4] == 0
-    implementation("stash_push")(x, state, ring, 0, 0)
+    start, offsets = implementation("stash_reserve")(ends(9), state, size, 0)
+    assert state[8] == size * 5 - 9 and start == size - 9 and torch.equal(offsets, ends(9))
+    implementation("stash_push")(x, ring, start, offsets)
     assert torch.equal(ring[-9:], x[:9])
-    pulled = implementation("stash_pull")(ring, state, 0, 0, width, CAPACITY)
+    pulled = implementation("stash_pull")(ring, start, offsets, CAPACITY)
     assert torch.equal(pulled[:9], x[:9]) and not pulled[9:].any()

@@ -125,8 +125,8 @@ class Training:
 
     def gradients(self, **options: Any) -> list[Tensor]:
         """The losses, the statistics and the gradients of one step; before it nothing lies in the stash."""
-        if self.stash is not None and self.stash.ring is not None:
-            self.stash.ring.fill_(torch.nan)
+        for ring in () if self.stash is None else self.stash.rings:
+            ring.fill_(torch.nan)
         for param in self.parameters.values():
             param.grad = None
         if self.grads is not None:

@@ -28,30 +28,29 @@ class Checked:
         )
         self.state = new_state(tickets, "cpu")
         assert self.state.shape == (state_size(tickets),)
-        self.ring = torch.full((rows, 3 * WIDTH), torch.nan)
-        self.kept: dict[int, torch.Tensor | None] = {}  # None: void
+        self.ring = torch.full((rows, WIDTH), torch.nan)
+        self.kept: dict[int, tuple] = {}  # by ticket: the rows, and where they are
         self.void = 0
 
     def store(self, ticket: int, count: int, generator: torch.Generator) -> bool:
         """Reserve and push; return False if the entry is void, which the counter of overflows must tell."""
         before = int(self.state[OVERFLOWED])
-        self.reserve(ends(count), self.state, len(self.ring), ticket)
-        x = torch.randn(CAPACITY, 2 * WIDTH, generator=generator)
-        for column in (0, WIDTH):
-            self.push(x[:, column : column + WIDTH], self.state, self.ring, ticket, column + WIDTH)
+        start, offsets = self.reserve(ends(count), self.state, len(self.ring), ticket)
+        x = torch.randn(CAPACITY, 2 * WIDTH, generator=generator)[:, WIDTH:]
+        self.push(x, self.ring, start, offsets)
         void = int(self.state[OVERFLOWED]) > before
-        self.kept[ticket] = None if void else x[:count]
+        assert torch.equal(offsets, ends(0 if void else count))
+        self.kept[ticket] = x[: 0 if void else count], start, offsets
         self.void += void
         assert 0 <= int(self.state[HEAD] - self.state[TAIL]) <= len(self.ring)
         return not void
 
     def load(self, ticket: int) -> None:
         """Pull, compare, and release."""
-        pulled = self.pull(self.ring, self.state, ticket, WIDTH, 2 * WIDTH, CAPACITY)
-        wanted, kept = torch.zeros(CAPACITY, 2 * WIDTH), self.kept.pop(ticket)
-        if kept is not None:
-            wanted[: len(kept)] = kept
-        assert torch.equal(pulled, wanted)
+        kept, start, offsets = self.kept.pop(ticket)
+        wanted = torch.zeros(CAPACITY, WIDTH)
+        wanted[: len(kept)] = kept
+        assert torch.equal(self.pull(self.ring, start, offsets, CAPACITY), wanted)
         self.release(self.state, ticket)
 
     def check_empty(self) -> None:

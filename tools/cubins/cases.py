@@ -287,12 +287,13 @@ def _exchange(op, t, wide, etp=1, ep=8):
 
 @_case
 def _stash(op, t, wide):
-    """A rank with 16 of 128 experts (Qwen3-30B-A3B); the projections of a row, or what came in."""
-    state, ring = t(8 + 4 * 4096, dtype=torch.int64), t(400_000, 2048 + 3 * 768)
+    """A rank with 16 of 128 experts (Qwen3-30B-A3B); the rows that came in."""
+    state, ring = t(8 + 3 * 4096, dtype=torch.int64), t(400_000, 2048)
+    offsets, start = t(16, dtype=torch.int32), t(dtype=torch.int64)
     arguments = {
-        "reserve": (t(16, dtype=torch.int32), state, 400_000, 17),
-        "push": (t(65536, 1536), state, ring, 17, 2048),
-        "pull": (ring, state, 17, 0, 2048, 65536),
+        "reserve": (offsets, state, 400_000, 17),
+        "push": (t(65536, 2048), ring, start, offsets),
+        "pull": (ring, start, offsets, 65536),
         "release": (state, 17),
     }
     return f"stash_{op}", arguments[op]

@@ -5,8 +5,9 @@ the rows really received are copied into the ring of the rank, which all layers 
 backward copies them into scratch that lives no longer than the backward of one layer. The ring is allocated
 on the device (see `fastmp.ops.stash`), so all of it can be in CUDA graphs.
 
-A row of the ring is [rows (H) | pre-activation (P F) | activation (F)], P projections; where weight gradients
-are deferred, backward replaces the pre-activation by its gradient, and adds the gradient of the outputs (H).
+The ring has a tensor for each kind of activation: rows (H), pre-activation (P F, for P projections) and
+activation (F). Where weight gradients are deferred, backward replaces the pre-activation by its gradient, and
+there is one more, the gradient of the outputs (H).
 
 M rows of capacity, L experts of this rank, H hidden, F hidden units of an expert on this rank.
 """
@@ -15,8 +16,9 @@ from __future__ import annotations
 
 import heapq
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any
 
 import torch
@@ -44,6 +46,7 @@ from fastmp.status import process_status
 
 __all__ = ["ActivationStash", "stashed_experts", "without_stash"]
 
+_ROWS, _H, _Y, _GRAD = range(4)  # of the rings
 _enabled = True
 
 
@@ -56,7 +59,7 @@ class ActivationStash:
         defers_wgrad: weight gradients are deferred, which takes H columns more.
 
     Attributes:
-        ring: (rows, W); None before the first forward.
+        rings: (rows, w) for each kind of activation; none before the first forward.
         state: see `fastmp.ops.stash`.
 
     Example (the Trainer attaches one):
@@ -65,11 +68,11 @@ class ActivationStash:
         0
     """
 
-    ring: Tensor | None
+    rings: tuple[Tensor, ...]
     state: Tensor
 
     def __init__(self, size: Callable[[int, int], int], *, defers_wgrad: bool = False) -> None:
-        self.size, self.defers_wgrad, self.ring = size, defers_wgrad, None
+        self.size, self.defers_wgrad, self.rings = size, defers_wgrad, ()
         self._free = list(range(STASH_TICKETS))  # a heap
         self._grown = 0
 
@@ -79,53 +82,55 @@ class ActivationStash:
     @property
     def rows(self) -> int:
         """The rows of the ring."""
-        return 0 if self.ring is None else len(self.ring)
+        return len(self.rings[0]) if self.rings else 0
 
     @property
     def nbytes(self) -> int:
         """The bytes of the ring and of its state."""
-        return 0 if self.ring is None else self.ring.nbytes + self.state.nbytes
+        return sum(ring.nbytes for ring in self.rings) + self.state.nbytes if self.rings else 0
 
     @property
     def overflowed(self) -> Tensor | None:
         """() int64 on the device: entries that did not fit since `reset`; their steps are void."""
-        return None if self.ring is None else self.state[OVERFLOWED]
+        return self.state[OVERFLOWED] if self.rings else None
 
     @property
     def high_water(self) -> Tensor | None:
         """() int64 on the device: the most rows in use since `reset`, with those that did not fit."""
-        return None if self.ring is None else self.state[HIGH_WATER]
+        return self.state[HIGH_WATER] if self.rings else None
 
-    def allocate(self, like: Tensor, width: int, balanced: int, capacity: int) -> None:
-        """Allocate the ring, unless it is there already.
+    def allocate(self, like: Tensor, widths: Sequence[int], balanced: int, capacity: int) -> None:
+        """Allocate the ring, unless it is there already; `widths` of rows, pre-activation and activation.
 
         Raises:
-            ValueError: layers that share the ring have rows of another width or dtype.
+            ValueError: layers that share the ring have rows of other widths or another dtype.
             RuntimeError: a graph is being captured.
         """
-        if self.ring is None:
+        widths = (*widths, widths[0]) if self.defers_wgrad else tuple(widths)
+        if not self.rings:
             if process_status.graph is not None:
                 raise RuntimeError(
                     "ActivationStash: the ring cannot be allocated during capture; run one batch eagerly "
                     "first"
                 )
             rows = max(self._grown, self.size(balanced, capacity), 1)
-            self.ring = torch.empty(rows, width, dtype=like.dtype, device=like.device)
+            self.rings = tuple(like.new_empty(rows, width, requires_grad=False) for width in widths)
             self.state = new_state(STASH_TICKETS, like.device)
-        elif (self.ring.shape[1], self.ring.dtype) != (width, like.dtype):
+        own = tuple(ring.shape[1] for ring in self.rings), self.rings[0].dtype
+        if own != (widths, like.dtype):
             raise ValueError(
-                "ActivationStash: layers that share the ring have rows of one kind, expected "
-                f"{self.ring.shape[1]} columns of {self.ring.dtype}, got {width} of {like.dtype}"
+                "ActivationStash: layers that share the ring have activations of one kind, expected widths "
+                f"{own[0]} of {own[1]}, got {widths} of {like.dtype}"
             )
 
     def grow(self, rows: int) -> None:
         """Replace the ring by one of at least `rows`. Nothing may be in flight, and no graph may use it."""
         if rows > self.rows:
-            self.ring, self._grown = None, rows
+            self.rings, self._grown = (), rows
 
     def reset(self) -> None:
         """Free all entries, and zero the overflow counter and the high-water mark; between steps."""
-        if self.ring is not None:
+        if self.rings:
             self.state.copy_(new_state(STASH_TICKETS, self.state.device))
 
     def entry(self) -> StashEntry:
@@ -144,21 +149,14 @@ class StashEntry:
     """What one forward of experts keeps; the forward's graph, if it is captured, has the ticket for ever."""
 
     def __init__(self, stash: ActivationStash, ticket: int) -> None:
-        assert stash.ring is not None
         self.stash, self.ticket, self.released = stash, ticket, False
-        self.ring, self.state = stash.ring, stash.state  # `grow` may replace them
-        if process_status.graph is not None:
-            weakref.finalize(process_status.graph, stash.give_back, ticket)
+        self.rings, self.state = stash.rings, stash.state  # `grow` may replace them
         self.captured = process_status.graph is not None
+        if self.captured:
+            weakref.finalize(process_status.graph, stash.give_back, ticket)
 
-    def reserve(self, offsets: Tensor) -> None:
-        stash_reserve(offsets, self.state, len(self.ring), self.ticket)
-
-    def push(self, x: Tensor, column: int) -> None:
-        stash_push(x, self.state, self.ring, self.ticket, column)
-
-    def pull(self, column: int, width: int, capacity: int) -> Tensor:
-        return stash_pull(self.ring, self.state, self.ticket, column, width, capacity)
+    def reserve(self, offsets: Tensor) -> tuple[Tensor, Tensor]:
+        return stash_reserve(offsets, self.state, len(self.rings[0]), self.ticket)
 
     def release(self) -> None:
         """Free the rows."""
@@ -202,9 +200,8 @@ def stashed_experts(
     rows_MH, *weights = autocast(rows_MH, *_weights(experts))
     defer = [deferral(weight) for weight in weights]
     weights = [weight if each is None else leaf_of(weight) for weight, each in zip(weights, defer)]
-    hidden, (wide, narrow) = rows_MH.shape[1], (weights[0].shape[1], weights[1].shape[2])
-    width = hidden + wide + narrow + (hidden if stash.defers_wgrad else 0)
-    stash.allocate(rows_MH, width, balanced, len(rows_MH))
+    widths = rows_MH.shape[1], weights[0].shape[1], weights[1].shape[2]
+    stash.allocate(rows_MH, widths, balanced, len(rows_MH))
     output_MH: Tensor = _StashedExperts.apply(rows_MH, *weights, offsets_L, experts, stash, main_grads, defer)
     return output_MH
 
@@ -226,65 +223,62 @@ class _StashedExperts(Function):
         main_grads: list[Tensor | None],
         defer: list[Callable[..., None] | None],
     ) -> Tensor:
-        # 1. The MLP of each expert: (M, H) -> (M, P F) -> (M, F) -> (M, H).
-        spec, ops = experts.spec, torch.ops.fastmp
+        # 1. Where the real rows will lie; a void entry has none, and makes the step void.
+        entry, spec, ops = stash.entry(), experts.spec, torch.ops.fastmp
+        start, offsets_L = entry.reserve(offsets_L)
+        # 2. The MLP of each expert: (M, H) -> (M, P F) -> (M, F) -> (M, H).
         if spec.form is None:
             h = ops.grouped_mm(rows_MH, fc1, offsets_L, False)
             y = experts.activate(h)
         else:
             y, h = ops.grouped_mlp_in(rows_MH, fc1, None, offsets_L, spec.form, spec.num_gates > 0, True)
         output_MH: Tensor = ops.grouped_mm(y, fc2, offsets_L, False)
-        # 2. Keep the real rows.
-        entry = stash.entry()
-        entry.reserve(offsets_L)
-        column = 0
-        for kept in (rows_MH, h, y):
-            entry.push(kept, column)
-            column += kept.shape[1]
-        ctx.save_for_backward(fc1, fc2, offsets_L)
+        # 3. Keep the real rows.
+        for kept, ring in zip((rows_MH, h, y), entry.rings):
+            stash_push(kept, ring, start, offsets_L)
+        ctx.save_for_backward(fc1, fc2, start, offsets_L)
         ctx.experts, ctx.entry, ctx.main_grads, ctx.defer = experts, entry, main_grads, defer
-        ctx.widths = rows_MH.shape[1], h.shape[1], y.shape[1]
-        ctx.rewinds = entry.state, entry.ring  # what a backward changes: see cuda_graphs/restore.py
+        ctx.rewinds = entry.state, *entry.rings  # what a backward changes: see cuda_graphs/restore.py
         return output_MH
 
     @staticmethod
     @once_differentiable
     @traced("fastmp.stashed_experts_backward")
-    def backward(ctx: Any, grad_MH: Tensor) -> tuple[Tensor | None, ...]:
-        fc1, fc2, offsets_L = ctx.saved_tensors
-        entry, (hidden, wide, narrow), capacity = ctx.entry, ctx.widths, len(grad_MH)
-        mm = torch.ops.fastmp.grouped_mm
+    def backward(  # type: ignore[override]
+        ctx: Any, grad_MH: Tensor
+    ) -> tuple[Tensor | None, ...]:
+        fc1, fc2, start, offsets_L = ctx.saved_tensors
+        entry, main_grads, wanted = ctx.entry, ctx.main_grads, ctx.needs_input_grad[1:3]
+        capacity, mm = len(grad_MH), torch.ops.fastmp.grouped_mm
+
+        def pull(kept: int) -> Tensor:
+            return stash_pull(entry.rings[kept], start, offsets_L, capacity)
+
         # 1. The gradients of the rows: (M, H) -> (M, F) -> (M, P F) -> (M, H).
-        h = entry.pull(hidden, wide, capacity)
-        dh = _activation_backward(ctx.experts, mm(grad_MH, fc2, offsets_L, True), h)
+        dh = _activation_backward(ctx.experts, mm(grad_MH, fc2, offsets_L, True), pull(_H))
         grad_rows = mm(dh, fc1, offsets_L, True) if ctx.needs_input_grad[0] else None
         # 2. The gradients of the weights, now or from what is kept until later.
-        operands: tuple[Callable[[], tuple[Tensor, Tensor]], ...] = (
-            lambda: (dh, entry.pull(0, hidden, capacity)),
-            lambda: (grad_MH, entry.pull(hidden + wide, narrow, capacity)),
-        )
-        wanted = ctx.needs_input_grad[1:3]
+        left: list[Tensor | int] = [dh, grad_MH]
         if any(each is not None for each, needed in zip(ctx.defer, wanted) if needed):
-            end = hidden + wide + narrow
-            entry.push(dh, hidden)
-            entry.push(grad_MH, end)
-            operands = (
-                lambda: (entry.pull(hidden, wide, capacity), entry.pull(0, hidden, capacity)),
-                lambda: (entry.pull(end, hidden, capacity), entry.pull(hidden + wide, narrow, capacity)),
-            )
-        left, grads = sum(wanted), list[Tensor | None]()
+            for made, kept in ((dh, _H), (grad_MH, _GRAD)):
+                stash_push(made, entry.rings[kept], start, offsets_L)
+            left = [_H, _GRAD]
+        right, to_do = (_ROWS, _Y), sum(wanted)
 
         def weight_gradient(number: int) -> Tensor | None:
-            nonlocal left
-            grad = wgrad(*operands[number](), offsets_L, ctx.main_grads[number])
-            left -= 1
-            if not left:
+            nonlocal to_do
+            made = left[number]
+            made = pull(made) if isinstance(made, int) else made
+            grad = wgrad(made, pull(right[number]), offsets_L, main_grads[number])
+            to_do -= 1
+            if not to_do:
                 entry.release()
             return grad
 
+        grads: list[Tensor | None] = []
         for number, needed in enumerate(wanted):
             if needed and ctx.defer[number] is not None:
-                ctx.defer[number](lambda number=number: weight_gradient(number))
+                ctx.defer[number](partial(weight_gradient, number))
             grads.append(weight_gradient(number) if needed and ctx.defer[number] is None else None)
         if not any(wanted):
             entry.release()
