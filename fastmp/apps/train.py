@@ -9,7 +9,7 @@ from fastmp.apps.first_rank import only_rank0_prints
 from fastmp.apps.launch import launch_instead
 from fastmp.config import Environment, Recipe
 from fastmp.config.recipe import parse_arguments
-from fastmp.plan.layout import fewest_ranks, problems
+from fastmp.plan.layout import check_layout, fewest_ranks, problems
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -17,9 +17,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(argv or [])
     with only_rank0_prints():
         recipe = parse_arguments(arguments)
-        if Environment.read().world_size == 1 and (missing := _missing_ranks(recipe, arguments)):
+        world_size = Environment.read().world_size
+        if world_size == 1 and (missing := _missing_ranks(recipe, arguments)):
             print(f"fastmp train: {missing}", file=sys.stderr)
             return 2
+        try:
+            check_layout(recipe, world_size)
+        except ValueError as error:
+            print(f"fastmp train: {error}", file=sys.stderr)
+            raise SystemExit(2) from None
     from fastmp.apps.train_main import run  # imports torch
 
     return run(recipe, arguments)

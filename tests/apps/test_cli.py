@@ -35,6 +35,17 @@ def test_only_rank_0_prints_a_mistake(rank, capsys, monkeypatch):
     assert printed.out == "" and ("there is no option" in printed.err) == (rank == 0)
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_layout_that_does_not_fit_ends_before_ranks_meet(rank, capsys, monkeypatch):
+    monkeypatch.setattr(first_rank, "GRACE_SECONDS", 0.0)
+    for name, value in {"RANK": rank, "WORLD_SIZE": 3, "LOCAL_RANK": rank}.items():
+        monkeypatch.setenv(name, str(value))
+    with pytest.raises(SystemExit) as leaving:
+        cli.main(["train", str(ROOT / "configs" / "gpt-small.toml"), "--tp", "2"])
+    assert leaving.value.code == 2
+    assert ("does not fit 3 ranks" in capsys.readouterr().err) == (rank == 0)
+
+
 def test_version(capsys):
     assert cli.main(["--version"]) == 0
     assert capsys.readouterr().out.strip() == fastmp.__version__
