@@ -134,11 +134,15 @@ class FunctionGraph:
             f"{self.backend.nbytes / 1e6:.2f} MB in a pool"
         )
 
+    def recapture(self) -> None:
+        """Release the graphs between calls; they are captured again, because memory has moved."""
+        self._draws_of.clear()
+        self._graphs.drop()
+
     def remove(self) -> None:
         """Let go of the graphs; from now on all calls run eagerly."""
         self._removed = True
-        self._draws_of.clear()
-        self._graphs.drop()
+        self.recapture()
 
     def __call__(self, *arguments: Any) -> Any:
         self._calls += 1

@@ -254,6 +254,15 @@ class GraphManager:
                 if function is not None:
                     setattr(owns, name, function)
 
+    def recapture(self) -> None:
+        """Release all graphs between two steps; the next steps trace and capture them again.
+
+        Call it on all ranks after tensors that graphs read or write, and the model does not hold, have moved.
+        """
+        self.end_step()
+        self._graph_sets.drop()
+        self._begin()
+
     def remove(self) -> None:
         """Restore the chains' forwards and release all graphs. A second call does nothing.
 

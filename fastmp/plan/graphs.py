@@ -33,6 +33,7 @@ from fastmp.plan.segments import (
     segments,
     stage_segment_costs,
     step_inputs,
+    update_inputs,
 )
 from fastmp.plan.shapes import Shapes, shapes_of
 from fastmp.plan.stash import describe_stash, stash_facts
@@ -80,7 +81,7 @@ def graph_facts(recipe: Recipe, world_size: int, measured: MeasuredLoad | None =
     """
     layout, scope, shapes = recipe.parallel, recipe.graphs.scope, shapes_of(recipe, world_size)
     if "full_step" in (scope or ()):
-        ranks = [_of_whole_step(shapes)] * layout.pp
+        ranks = [_of_whole_step(recipe, shapes)] * layout.pp
     else:
         ranks = _of_runs(recipe, shapes)
     able = all_segments(shapes)
@@ -110,13 +111,19 @@ def graph_facts(recipe: Recipe, world_size: int, measured: MeasuredLoad | None =
     }
 
 
-def _of_whole_step(shapes: Shapes) -> dict[str, Any]:
-    """Plan the full-iteration graph of a rank under scope "full_step"."""
-    inputs = step_inputs(shapes)
+def _of_whole_step(recipe: Recipe, shapes: Shapes) -> dict[str, Any]:
+    """Plan the full-iteration graph of a rank under scope "full_step"; two graphs if a step may be void."""
+    inputs, spans, moe = step_inputs(shapes), ["whole step"], recipe.model.moe
+    if moe is not None and shapes.exchange is not None:
+        stashed = moe.activation_stash and not recipe.parallel.recompute
+        if stashed or moe.symmetric_overflow == "rerun":
+            layers = recipe.model.num_layers - len(recipe.model.dense_layers)
+            inputs += update_inputs(layers, moe.num_experts)
+            spans = ["step up to its sums", "update"]
     return {
-        "spans": [["whole step"]],
-        "graphs": 1,
-        "graphs_by_formula": 1,
+        "spans": [spans],
+        "graphs": len(spans),
+        "graphs_by_formula": len(spans),
         "inputs": len(inputs),
         "inputs_by_formula": len(inputs),
         "input_bytes": sum(spec.nbytes for spec in inputs),

@@ -192,6 +192,16 @@ def step_inputs(shapes: Shapes) -> list[TensorSpec]:
     return batch * shapes.num_microbatches
 
 
+def update_inputs(layers: int, experts: int) -> list[TensorSpec]:
+    """Return the static inputs of the graph of an update: the sums of a step, where the host reads some.
+
+    These are `fastmp.training.train_step.ReducedSums`, with one request for each reason to stop.
+    """
+    totals, requests = TensorSpec((3,), "float64"), TensorSpec((4,), "float64")
+    counts = TensorSpec((layers, experts), "int64")
+    return [totals, requests, counts, TensorSpec((), "int64"), TensorSpec((3,), "int64")]
+
+
 class _Parts:
     """The tensors that each segment returns, as those of `fastmp.nn`."""
 

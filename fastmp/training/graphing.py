@@ -17,15 +17,20 @@ from fastmp.cuda_graphs.function_graph import FunctionGraph
 from fastmp.cuda_graphs.manager import GraphManager
 from fastmp.cuda_graphs.overlapped import OverlappedGraphManager
 from fastmp.cuda_graphs.partition import partition
+from fastmp.nn.moe.lossless import LosslessForwards
 from fastmp.nn.segment import LayerChain
 from fastmp.training.microbatches import evaluation_mode
 
 if TYPE_CHECKING:
+    from fastmp.distributed.groups import ParallelGroups
     from fastmp.distributed.rng import RngTracker
     from fastmp.training.microbatches import PipelineRunner, SingleStageRunner
+    from fastmp.training.train_step import TrainStep
 
 __all__ = [
     "CaptureAgreement",
+    "CheckedStepGraphs",
+    "checked_step",
     "evaluation_graphs",
     "layers_of",
     "make_backend",
@@ -91,48 +96,103 @@ def make_graphs(
 
 
 def whole_step(
-    function: Callable[..., Any],
-    chunks: Sequence[nn.Module],
-    config: GraphConfig,
-    *,
-    rng: RngTracker | None,
-    device: torch.device,
+    work: TrainStep, config: GraphConfig, *, rng: RngTracker | None, device: torch.device
 ) -> FunctionGraph:
-    """Return the full-iteration graph of `function`, a training step of the modules `chunks`.
+    """Return the full-iteration graph of the steps of `work`.
 
     Raises:
         ValueError: a segment cannot be captured, or as `make_graphs` for NCCL.
     """
+    return _step_graph(work, work.whole, "the whole step", config, rng, device)
+
+
+class CheckedStepGraphs:
+    """Full-iteration graphs of steps that the host checks in between: up to their sums, and of the update.
+
+    Its interface is that of a `FunctionGraph`, but for two calls instead of one.
+    """
+
+    failure: str | None = None
+
+    def __init__(self, reduced: FunctionGraph, updated: FunctionGraph) -> None:
+        self.reduced, self.updated = reduced, updated
+
+    @property
+    def num_graphs(self) -> int:
+        return self.reduced.num_graphs + self.updated.num_graphs
+
+    @property
+    def static_bytes(self) -> int:
+        return self.reduced.static_bytes + self.updated.static_bytes
+
+    def describe(self) -> str:
+        return f"{self.reduced.describe()}; {self.updated.describe()}"
+
+    def recapture(self) -> None:
+        """Release the graph of the forwards and backwards; it is captured again by the next steps."""
+        self.reduced.recapture()
+
+    def remove(self) -> None:
+        self.reduced.remove()
+        self.updated.remove()
+
+
+def checked_step(
+    work: TrainStep, config: GraphConfig, *, rng: RngTracker | None, device: torch.device
+) -> CheckedStepGraphs:
+    """Return the two graphs of the steps of `work`; otherwise as `whole_step`."""
+    reduced = _step_graph(work, work.reduced, "the step up to its sums", config, rng, device)
+    updated = _step_graph(work, work.updated, "the update", config, rng, device, trains=False)
+    return CheckedStepGraphs(reduced, updated)
+
+
+def _step_graph(
+    work: TrainStep,
+    function: Callable[..., Any],
+    name: str,
+    config: GraphConfig,
+    rng: RngTracker | None,
+    device: torch.device,
+    trains: bool = True,
+) -> FunctionGraph:
     _check_allocator(device)
-    _check_scope(chunks, ("full_step",))
+    _check_scope(work.runner.chunks, ("full_step",))
     return FunctionGraph(
         function,
-        chunks,
+        work.runner.chunks,
         backend=make_backend(rng, device),
-        name="the whole step",
+        name=name,
         advice="scope 'full' captures whole microbatches, and leaves the rest of a step to the host",
-        trains=True,
+        trains=trains,
         warmup=config.warmup,
     )
 
 
 def evaluation_graphs(
-    runner: SingleStageRunner | PipelineRunner, *, rng: RngTracker | None, device: torch.device
+    runner: SingleStageRunner | PipelineRunner,
+    groups: ParallelGroups,
+    *,
+    rng: RngTracker | None,
+    device: torch.device,
 ) -> FunctionGraph:
     """Capture the evaluation forward of `runner`, one graph per input signature; return the graphs.
+
+    Experts keep a limited receive capacity; a batch that exceeds it is evaluated again by all-to-all.
 
     Raises:
         ValueError: a segment cannot be captured, or as `make_graphs` for NCCL.
     """
     _check_allocator(device)
-    with evaluation_mode(runner.chunks):  # in which layers may send tokens otherwise
-        runner.evaluated = graphs = FunctionGraph(
-            runner.evaluated,
+    lossless, evaluated = LosslessForwards(runner.chunks, groups), runner.evaluated
+    with evaluation_mode(runner.chunks), lossless.limited():  # in which layers may send tokens otherwise
+        graphs = FunctionGraph(
+            lossless.counted(evaluated) if lossless.needed else evaluated,
             runner.chunks,
             backend=make_backend(rng, device),
             name="the evaluation",
             advice="without graphs.evaluation it runs eagerly",
         )
+    runner.evaluated = lossless.checked(graphs, evaluated) if lossless.needed else graphs
     return graphs
 
 
@@ -182,6 +242,10 @@ class CaptureAgreement:
     def state(self) -> tuple[int, str | None]:
         """Return the number of captured graphs, and the reason if there will be none."""
         return self._manager.num_graphs, self._manager.failure
+
+    def restart(self) -> None:
+        """Agree again, because graphs are captured again on all ranks."""
+        self._steps, self._settled = 0, self._group is None
 
     def unsettled(self) -> bool:
         """Return True if graphs are being captured or just were: the next step may run differently."""

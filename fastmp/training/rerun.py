@@ -1,23 +1,27 @@
-"""Rerun a step whose tokens did not fit into symmetric memory (`model.moe.symmetric_overflow`).
+"""Rerun a void step: its tokens did not fit into symmetric memory, or its activations into the stash.
 
-Only the device knows if they fit, so the host reads a counter once a step, after the backward of the last
-microbatch. By then only gradients and random streams have changed. A rerun discards the gradients, restores
-the streams, and runs the same microbatches eagerly with the all-to-all dispatcher, bit for
-bit as a run that always uses it.
+Only the device knows if they fit (`model.moe.symmetric_overflow = "rerun"`, `model.moe.activation_stash`), so
+the host reads a count once a step, after gradients are reduced and before the update. By then only gradients
+and random streams have changed. A rerun discards the gradients, restores the streams, and runs the same
+microbatches eagerly with the all-to-all dispatcher, bit for bit as a run that always uses it.
+
+A stash that overflowed, or was nearly full, is grown at the same time: graphs that hold its address are
+released, and captured again by the next steps.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from fastmp.cuda_graphs.manager import GraphManager
 from fastmp.cuda_graphs.restore import random_states, restore_random_states
-from fastmp.distributed.collectives import gather_objects, sum_over_
-from fastmp.nn.moe.layer import MoELayer
-from fastmp.training.microbatches import Batch, Sums
-from fastmp.training.train_step import TrainStep
+from fastmp.nn.moe.stash import without_stash
+from fastmp.training.graphing import CaptureAgreement
+from fastmp.training.microbatches import Batch
+from fastmp.training.step_counters import StepCounters, VoidCounts
+from fastmp.training.train_step import ReducedSums, TrainStep
 
 if TYPE_CHECKING:
     from fastmp.distributed.rng import RngTracker
@@ -26,56 +30,76 @@ __all__ = ["Rerun"]
 
 
 class Rerun:
-    """Rerun the steps of `work` in which a layer has dropped (token, expert) assignments.
-
-    All ranks construct it together.
+    """Rerun steps whose counters say that they are void.
 
     Args:
-        graphs: the graph manager, which is paused during a rerun.
+        graphs: those of the steps: a manager is paused during a rerun, all are captured again after a stash
+            grew; None: steps run eagerly.
+        agreement: of the ranks on the captures of a manager.
         rng: the random streams of layers; None: torch's default generators.
 
     Attributes:
-        wanted: True if a layer of any stage asks for reruns; only then call `checked`.
-        note: the line for the log about the last step that was rerun.
-
-    Raises:
-        ValueError: a whole step is one graph, which no host can interrupt.
+        note: the line for the log about the last step, if it was rerun or its stash has grown.
     """
 
-    def __init__(self, work: TrainStep, graphs: object, rng: RngTracker | None) -> None:
-        modules = [module for chunk in work.runner.chunks for module in chunk.modules()]
-        layers = [module for module in modules if isinstance(module, MoELayer)]
-        self.layers = [layer for layer in layers if layer.moe.symmetric_overflow == "rerun"]
-        self.work, self.rng, self.note, self._counted_eagerly = work, rng, "", False
-        self.graphs = graphs if isinstance(graphs, GraphManager) else None
-        # A stage may have no layer with experts.
-        self.wanted = any(gather_objects(bool(self.layers), work.groups.pp))
-        if self.wanted and graphs is not None and self.graphs is None:
-            raise ValueError(
-                'Trainer: symmetric_overflow "rerun" looks at each step from the host, which graphs of scope '
-                '"full_step" leave out: use "drop", or another scope'
-            )
+    def __init__(self, graphs: Any, agreement: CaptureAgreement | None, rng: RngTracker | None) -> None:
+        self.manager = graphs if isinstance(graphs, GraphManager) else None
+        self.graphs, self.agreement, self.rng = graphs, agreement, rng
+        self.note = ""
+        self._counted_eagerly = False
 
-    def checked(self, run: Callable[[], Sums], fetch: Callable[[int], Batch]) -> Sums:
-        """Call `run`, forward and backward of a step; rerun it by all-to-all if assignments were dropped."""
+    def checked(
+        self, work: TrainStep, run: Callable[[], ReducedSums], fetch: Callable[[int], Batch]
+    ) -> ReducedSums:
+        """Call `run`, a step of `work` up to its sums; rerun it on the microbatches of `fetch` if it is void.
+
+        Waits for the device, unless no layer can make a step void.
+        """
+        self.note = ""
+        if not work.counters.checked:
+            return run()
         if self._counted_eagerly:  # graphs count gradients differently
-            self.work.grads.recount()
+            work.grads.recount()
             self._counted_eagerly = False
         states = random_states(self.rng)
-        sums, groups = run(), self.work.groups
-        dropped = sum_over_(self.work.take_dropped(), groups.tp_cp_dp, groups.pp)
-        if not (number := int(dropped)):
+        sums = run()
+        assert sums.void is not None
+        counts = VoidCounts(*sums.void.tolist())
+        if counts.overflowed or counts.crowded:
+            self._grow(work.counters, counts)
+        if not counts.void:
             return sums
-        self.note = f"{number} pairs of a token and an expert did not fit: run again by all-to-all"
-        grads = self.work.grads
-        grads.reduce()  # wait for buckets that were sent; their values are not used
-        grads.recount()
+        self._add_reasons(counts)
+        work.grads.recount()
         restore_random_states(self.rng, states)
-        with ExitStack() as stack:
-            if self.graphs is not None:
-                stack.enter_context(self.graphs.paused())
-            for layer in self.layers:
-                stack.enter_context(layer.all_to_all())
-            sums = self.work.backward(fetch)
-        self._counted_eagerly = self.graphs is not None
+        with without_stash(), ExitStack() as stack:
+            if self.manager is not None:
+                stack.enter_context(self.manager.paused())
+            for layer in work.counters.layers:
+                # A layer that is meant to drop tokens drops the same ones again.
+                if layer.dropped_pairs is None or layer.moe.symmetric_overflow == "rerun":
+                    stack.enter_context(layer.all_to_all())
+            sums = work.reduce(work.backward(fetch))
+        self._counted_eagerly = self.manager is not None
         return sums
+
+    def _grow(self, counters: StepCounters, counts: VoidCounts) -> None:
+        """Grow the stashes of all ranks; the host has just read a number, so the device is idle."""
+        grown = counters.grow(bool(counts.overflowed))
+        for before, rows in grown:
+            self._add_note(f"the activation stash grows from {before} to {rows} rows")
+        if grown and self.graphs is not None:
+            self.graphs.recapture()
+            if self.agreement is not None:
+                self.agreement.restart()
+            self._add_note("graphs are captured again")
+
+    def _add_reasons(self, counts: VoidCounts) -> None:
+        if counts.dropped:
+            self._add_note(f"{counts.dropped} (token, expert) assignments did not fit")
+        if counts.overflowed:
+            self._add_note(f"the activations of {counts.overflowed} forwards did not fit into the stash")
+        self._add_note("the step was rerun with dispatcher alltoall")
+
+    def _add_note(self, text: str) -> None:
+        self.note += f"; {text}" if self.note else text

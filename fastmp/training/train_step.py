@@ -9,9 +9,10 @@
 5. Update this rank's shards and start to all-gather the parameters.
 6. Update the loss scale, and the biases of routers from the counts of their experts.
 
-The host reads no number of a step, so one CUDA graph can contain all of it. Values that change from step to
-step are in tensors: batches, the scale of a float16 loss, and the number of updates, which selects the
-learning rate.
+The host reads no number of a step, so one CUDA graph can contain all of it. If experts can make a step void
+(see `rerun.py`), the host reads a count after 3., before anything but gradients has changed: a graph contains
+1. to 3., another one the rest. Values that change from step to step are in tensors: batches, the scale of a
+float16 loss, and the number of updates, which selects the learning rate.
 """
 
 from __future__ import annotations
@@ -31,8 +32,23 @@ from fastmp.optim.loss_scaler import LossScaler
 from fastmp.optim.optimizer import Optimizer
 from fastmp.profiling import phase
 from fastmp.training.microbatches import Batch, PipelineRunner, SingleStageRunner, Sums
+from fastmp.training.step_counters import StepCounters
 
-__all__ = ["TrainStep", "ExpertWindow", "StepNumbers"]
+__all__ = ["ExpertWindow", "ReducedSums", "StepNumbers", "TrainStep"]
+
+
+class ReducedSums(NamedTuple):
+    """The sums of a step over all ranks, on the device; gradients are reduced.
+
+    totals: (3,), see `Sums`. requests: as in `StepNumbers`. counts: (layers, experts), None without experts.
+    dropped: () int64, all dropped assignments. void: (3,) int64, `VoidCounts`.
+    """
+
+    totals: Tensor
+    requests: Tensor
+    counts: Tensor | None
+    dropped: Tensor | None
+    void: Tensor | None
 
 
 class StepNumbers(NamedTuple):
@@ -72,11 +88,11 @@ class ExpertWindow(NamedTuple):
 
 @dataclass(frozen=True)
 class TrainStep:
-    """A training step in two halves, `backward` and `update`; `whole` is both.
+    """A training step in three parts, `backward`, `reduce` and `update`; `whole` is all of them.
 
     Attributes:
         routers: modules with `update_expert_bias`, see `Trainer`.
-        dropped_pairs: the counters of dropped tokens of layers, see `fastmp.nn.moe.MoELayer`.
+        counters: of dropped tokens, and of what makes a step void.
         clip_grad_norm: the largest gradient norm; 0: no clipping.
         num_microbatches: of a step.
         learning_rates: (updates,) float64 on the device, the learning rate by the number of updates made so
@@ -92,7 +108,7 @@ class TrainStep:
     scaler: LossScaler | None
     groups: ParallelGroups
     routers: Sequence[nn.Module]
-    dropped_pairs: Sequence[Tensor]
+    counters: StepCounters
     clip_grad_norm: float
     num_microbatches: int
     learning_rates: Tensor
@@ -100,7 +116,15 @@ class TrainStep:
 
     def whole(self, batches: Sequence[Batch]) -> StepNumbers:
         """Run a step on the batches of its microbatches, and wait for the parameters of other ranks."""
-        numbers = self.update(self.backward(batches.__getitem__))
+        return self.updated(self.reduced(batches))
+
+    def reduced(self, batches: Sequence[Batch]) -> ReducedSums:
+        """Run a step on the batches of its microbatches up to its sums (1. to 3.)."""
+        return self.reduce(self.backward(batches.__getitem__))
+
+    def updated(self, sums: ReducedSums) -> StepNumbers:
+        """Run the rest of a step (4. to 6.), and wait for the parameters of other ranks."""
+        numbers = self.update(sums)
         self.optimizer.gather.wait()
         return numbers
 
@@ -114,9 +138,9 @@ class TrainStep:
             lambda number: {**fetch(number), "loss_grad": scale}, self.num_microbatches, scale
         )
 
-    def update(self, sums: Sums, before_change: Callable[[], None] = lambda: None) -> StepNumbers:
-        """Sum over ranks and update (3. to 6.); `before_change` is called before anything changes."""
-        (totals, counts), dropped = sums, None
+    def reduce(self, sums: Sums) -> ReducedSums:
+        """Sum gradients and all numbers of a step over ranks (3.)."""
+        totals, counts = sums
         with phase("reduce"):
             self.grads.reduce()
             self.runner.sum_shared_gradients(self.grads)
@@ -124,8 +148,19 @@ class TrainStep:
             totals, requests = numbers.split((len(totals), len(self.requests)))
             if self.groups.tp is not None:  # its ranks have equal sums, but a signal may reach one of them
                 requests = sum_over_(requests.clone(), self.groups.tp)
-            if counts is not None:
-                counts, dropped = self._of_all_ranks(counts)
+            if counts is None and not self.counters.checked:
+                return ReducedSums(totals, requests, None, None, None)
+            # Counts of experts and of dropped tokens, in the same collectives.
+            own = () if counts is None else (counts.flatten(),)
+            both = torch.cat((*own, self.counters.take()))
+            sum_over_(both, self.groups.tp_cp_dp, self.groups.pp)
+            dropped, void = both[-4], both[-3:]
+            counts = None if counts is None else both[:-4].view_as(counts)
+        return ReducedSums(totals, requests, counts, dropped, void)
+
+    def update(self, sums: ReducedSums, before_change: Callable[[], None] = lambda: None) -> StepNumbers:
+        """Update by reduced gradients (4. to 6.); `before_change` is called before anything changes."""
+        totals, requests, counts, dropped, _ = sums
         with phase("clip"):
             loss, num_tokens, aux_loss = totals.unbind()
             per_token = num_tokens.clamp(min=1).reciprocal()  # a batch without a token: loss and gradient 0
@@ -153,27 +188,13 @@ class TrainStep:
             ends_run=ends_run,
             aux_loss=None if counts is None else aux_loss * per_token,
             expert_counts=counts,
-            dropped_pairs=dropped,
+            dropped_pairs=None if counts is None else dropped,
         )
 
     def learning_rate(self) -> Tensor:
         """Return the learning rate of the next update, 0-dim; skipped steps do not advance the schedule."""
         updates = self.optimizer.counts()["steps"]
         return self.learning_rates.take(updates.clamp(max=len(self.learning_rates) - 1))
-
-    def take_dropped(self) -> Tensor:
-        """Return and reset the number of (token, expert) assignments that this rank has dropped, () int64."""
-        numbers = [each.clone() for each in self.dropped_pairs]
-        for each in self.dropped_pairs:
-            each.zero_()
-        device = next(iter(self.grads.parameters.values())).device
-        return torch.stack([torch.zeros((), dtype=torch.int64, device=device), *numbers]).sum()
-
-    def _of_all_ranks(self, counts: Tensor) -> tuple[Tensor, Tensor]:
-        """Sum the counts of experts and of dropped tokens over all ranks, in the same collectives."""
-        both = torch.cat((counts.flatten(), self.take_dropped().view(1)))
-        sum_over_(both, self.groups.tp_cp_dp, self.groups.pp)
-        return both[:-1].view_as(counts), both[-1]
 
     def _balance(self, counts: Tensor) -> None:
         """Pass every router the counts of its experts; counts: (layers, experts) of the global batch."""

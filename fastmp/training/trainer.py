@@ -17,11 +17,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from fastmp.config import CheckpointConfig, GraphConfig, OptimizerConfig, TrainConfig
-from fastmp.cuda_graphs.function_graph import FunctionGraph
 from fastmp.cuda_graphs.manager import GraphManager
 from fastmp.distributed.collectives import group_rank, group_size
 from fastmp.distributed.groups import ParallelGroups
@@ -29,16 +27,13 @@ from fastmp.nn.overlap import OverlappedLayers
 from fastmp.optim.from_config import make_grads, make_optimizer, make_scaler
 from fastmp.optim.lr_schedule import learning_rates
 from fastmp.pipeline.runner import PipelineError
-from fastmp.profiling import phase, traced
+from fastmp.profiling import traced
 from fastmp.status import process_status
 from fastmp.training.checkpoint.checkpointer import Loaded
 from fastmp.training.checkpoint_scheduler import CheckpointScheduler, paused
 from fastmp.training.graphing import (
-    CaptureAgreement,
     evaluation_graphs,
     layers_of,
-    make_graphs,
-    whole_step,
 )
 from fastmp.training.microbatches import (
     Batch,
@@ -47,13 +42,13 @@ from fastmp.training.microbatches import (
     PipelineLoss,
     PipelineRunner,
     SingleStageRunner,
-    Sums,
     TrainData,
 )
 from fastmp.training.replicas import Replicas, make_equal
-from fastmp.training.rerun import Rerun
+from fastmp.training.step_counters import StepCounters
+from fastmp.training.step_execution import StepExecution
 from fastmp.training.stopping import REASONS, SkippedSteps, StopRequests
-from fastmp.training.train_step import ExpertWindow, StepNumbers, TrainStep
+from fastmp.training.train_step import ExpertWindow, TrainStep
 from fastmp.training.validation import Evaluation, evaluate
 
 if TYPE_CHECKING:
@@ -164,14 +159,14 @@ class Trainer:
             self.optimizer.gather.attach(self.runner.chunks)
         dtypes = {param.dtype for param in self.grads.parameters.values()}
         self.scaler = make_scaler(self.optimizer_config, self.device) if torch.float16 in dtypes else None
-        self._work = TrainStep(
+        work = TrainStep(
             self.runner,
             self.grads,
             self.optimizer,
             self.scaler,
             groups,
             [m for m in self.model.modules() if callable(getattr(m, "update_expert_bias", None))],
-            [m.dropped_pairs for m in self.model.modules() if getattr(m, "dropped_pairs", None) is not None],
+            StepCounters(chunks, groups),
             self.optimizer_config.clip_grad_norm,
             self.num_microbatches,
             torch.tensor(
@@ -180,10 +175,17 @@ class Trainer:
             torch.zeros(len(REASONS), dtype=torch.float64, device=self.device),
         )
         graphs = GraphConfig() if graphs is None else graphs
-        self.graphs = self._make_graphs(graphs, graph_manager)
-        self._rerun = Rerun(self._work, self.graphs, rng)
+        self._steps = StepExecution(
+            work,
+            graphs,
+            graph_manager,
+            rng=rng,
+            device=self.device,
+            span_size=self.optimizer_config.bucket_size if self.grads.communicates else None,
+        )
+        self.graphs = self._steps.graphs
         self.evaluation_graphs = (
-            evaluation_graphs(self.runner, rng=rng, device=self.device)
+            evaluation_graphs(self.runner, groups, rng=rng, device=self.device)
             if graphs.enabled and graphs.evaluation
             else None
         )
@@ -231,7 +233,7 @@ class Trainer:
         config, evaluation = self.config, None
         self._read_skipped(log, all_steps=True)  # of steps before, which may have been told to stop
         self._stop, self._skipped.stop_reason = StopRequests() if stop is None else stop, ""
-        self._work.requests.zero_()
+        self._steps.work.requests.zero_()
         while self.step < config.steps:
             if before_step is not None:
                 self.saving.before_change()
@@ -240,9 +242,8 @@ class Trainer:
             result = self._train_step()
             if self.graphs is not None and log is not None and self._graph_state() != before:
                 log.note(f"step {self.step}: {self.graphs.describe()}")
-            if log is not None and self._rerun.note:
-                log.note(f"step {self.step}: {self._rerun.note}")
-            self._rerun.note = ""
+            if log is not None and self._steps.rerun.note:
+                log.note(f"step {self.step}: {self._steps.rerun.note}")
             if log is not None:
                 log.progress(self.step)
             if log is not None and log.due(self.step):
@@ -305,12 +306,7 @@ class Trainer:
             return self._run_step()
 
     def _run_step(self) -> StepResult:
-        if isinstance(self.graphs, FunctionGraph):
-            numbers = self._in_one_graph(self.graphs)
-        else:
-            sums = self._backward()
-            self._note_requests()
-            numbers = self._work.update(sums, self.saving.before_change)
+        numbers = self._steps.run(self._fetch, self._note_requests, self.saving.before_change)
         self.step += 1
         self._skipped.add(self.step, numbers.skipped, numbers.ends_run, numbers.requests)
         if numbers.expert_counts is not None:
@@ -321,19 +317,10 @@ class Trainer:
             *(numbers.aux_loss, numbers.expert_counts, numbers.dropped_pairs),
         )
 
-    def _in_one_graph(self, graph: FunctionGraph) -> StepNumbers:
-        with phase("data"):
-            batches = [self._fetch(number) for number in range(self.num_microbatches)]
-        self.saving.before_change()
-        self.optimizer.gather.wait()
-        self._note_requests()
-        with phase("step"):
-            return graph(batches)
-
     def _note_requests(self) -> None:
         """Put this rank's request to stop into the sums of this step, which all ranks get."""
         if wanted := self._stop.wanted():
-            self._work.requests[REASONS.index(wanted)] = 1.0
+            self._steps.work.requests[REASONS.index(wanted)] = 1.0
 
     def _stops(self, log: TrainLog | None) -> bool:
         """Save the step and return True if a rank was asked to stop in a step that has been read."""
@@ -341,23 +328,6 @@ class Trainer:
         if self._stop.reason:
             self.saving.end(self.step, log, save=True)
         return bool(self._stop.reason)
-
-    def _backward(self) -> Sums:
-        """Run forward and backward of this step's microbatches, and rerun them if tokens were dropped."""
-        if self._rerun.wanted:
-            return self._rerun.checked(self._microbatches, self._fetch)
-        return self._microbatches()
-
-    def _microbatches(self) -> Sums:
-        """Run forward and backward of this step's microbatches, in graphs if there are any."""
-        if not isinstance(self.graphs, GraphManager):
-            return self._work.backward(self._fetch)
-        if self._agreement.unsettled():
-            self.grads.recount()  # replays tell of gradients otherwise than eager steps
-        self.graphs.begin_step()
-        sums = self._work.backward(self._fetch)
-        self._agreement.end_step()
-        return sums
 
     def _graph_state(self) -> tuple[int, str | None]:
         """Return (number of captured graphs, the reason why there will be none, or None)."""
@@ -398,26 +368,6 @@ class Trainer:
         if loaded is not None:
             self.step = loaded.step
         return loaded
-
-    def _make_graphs(
-        self, config: GraphConfig, manager: Callable[..., GraphManager] | None
-    ) -> GraphManager | FunctionGraph | None:
-        if config.enabled and "full_step" in (config.scope or ()):
-            return whole_step(self._work.whole, self.runner.chunks, config, rng=self.rng, device=self.device)
-        graphs = make_graphs(
-            self.runner,
-            self.num_microbatches,
-            config,
-            rng=self.rng,
-            device=self.device,
-            group=self.groups.tp_cp_dp,
-            span_size=self.optimizer_config.bucket_size if self.grads.communicates else None,
-            manager=manager,
-        )
-        if graphs is not None:
-            world = dist.group.WORLD if self.groups.grid.world_size > 1 else None
-            self._agreement = CaptureAgreement(graphs, world)
-        return graphs
 
     def _count_microbatches(self) -> int:
         dp_size = group_size(self.groups.dp)

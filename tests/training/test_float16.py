@@ -20,7 +20,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 def scaled(trainer, **options):
     trainer.scaler = LossScaler(**options)
-    trainer._work = replace(trainer._work, scaler=trainer.scaler)
+    trainer._steps.work = replace(trainer._steps.work, scaler=trainer.scaler)
     return trainer
 
 

@@ -8,7 +8,8 @@ depends on the data. With all experts on every rank, replicated or sharded over 
 with a capturable dispatcher such as "symmetric", a CUDA graph can hold all six.
 
 Dropping tokens is for training. In evaluation mode a dispatcher that may drop tokens is replaced by an
-all-to-all, so that a token's output depends neither on other tokens nor on the parallel layout.
+all-to-all, so that a token's output depends neither on other tokens nor on the parallel layout. A caller that
+reads the number of dropped assignments and repeats such forwards keeps the dispatcher, see `lossless.py`.
 
 Inside the layer, tokens are sharded over the tensor-parallel group. Under sequence parallelism they are
 already; otherwise each rank takes its slice of the sequence, the last ranks perhaps less, and the results are
@@ -74,7 +75,8 @@ class MoELayer(SegmentedLayer):
 
     Attributes:
         dropped_pairs: () int64, (token, expert) assignments of this rank that a dispatcher of limited
-            capacity did not send, in all microbatches whose gradient was computed; None if it sends all.
+            capacity did not send, in all microbatches whose gradient was computed (inside
+            `limited_capacity`: in all forwards); None if it sends all.
         dispatcher: the dispatcher of the layer's mode, training or evaluation.
         stash: where experts keep their activations, if the dispatcher receives into symmetric memory; None:
             autograd keeps them. Set by `Trainer`, which reruns the steps that overflow it.
@@ -104,21 +106,28 @@ class MoELayer(SegmentedLayer):
         self.shared_experts: SharedExperts | None = None
         if self.moe.shared_expert_ffn_hidden_size:
             self.shared_experts = SharedExperts(config, on)
-        self._dispatcher = self._dropless_dispatcher = make_dispatcher(self.moe, on.groups)
+        self._dispatcher = make_dispatcher(self.moe, on.groups)
         self._dispatcher.check(torch.empty(0, config.hidden_size, **on.tensor_options))
+        self._all_to_all: Dispatcher[Any, Any] | None = None
+        self._limited = False  # in evaluation mode, too
         number: Tensor | None = None
         if self._dispatcher.may_drop:
-            ordinary = replace(
-                self.moe, dispatcher=DROPLESS, symmetric_capacity=None, symmetric_overflow="drop"
-            )
-            self._dropless_dispatcher = make_dispatcher(ordinary, on.groups)
+            self._all_to_all = self._make_all_to_all()
             number = torch.zeros((), dtype=torch.int64, device=on.device)
         self.register_buffer("dropped_pairs", number, persistent=False)
         self.stash: ActivationStash | None = None
 
+    def _make_all_to_all(self) -> Dispatcher[Any, Any]:
+        """Return the dispatcher of this layer with which nothing is dropped and nothing is reserved."""
+        ordinary = replace(self.moe, dispatcher=DROPLESS, symmetric_capacity=None, symmetric_overflow="drop")
+        return make_dispatcher(ordinary, self.groups)
+
     @property
     def dispatcher(self) -> Dispatcher[Any, Any]:
-        return self._dispatcher if self.training else self._dropless_dispatcher
+        if self.training or self._limited or not self._dispatcher.may_drop:
+            return self._dispatcher
+        assert self._all_to_all is not None
+        return self._all_to_all
 
     def segments(self, carried: int = 0) -> tuple[Segment, ...]:
         """Return the segments; each takes `carried` tensors after its own, and returns them."""
@@ -141,7 +150,7 @@ class MoELayer(SegmentedLayer):
     def _reason(self) -> str:
         """Return why segments must run eagerly."""
         if self.dispatcher is not self._dispatcher:
-            return "evaluations drop none, so with a symmetric_capacity they send by all-to-all: leave it out"
+            return "evaluations drop none, so with a symmetric_capacity they send by all-to-all"
         sizes = "sizes of what other ranks send are known at run time"
         if "preprocess" in self.dispatcher.spec.eager:
             return sizes
@@ -210,7 +219,8 @@ class MoELayer(SegmentedLayer):
         aux, counts_E, hidden_or_shared_SBH, *carried = tensors[-tail:]
         output_TH = self.dispatcher.combine(outputs_MH, state)
         if self.dropped_pairs is not None and self.dispatcher.may_drop:
-            output_TH = _counted(output_TH, self.dispatcher.dropped(state), self.dropped_pairs)
+            count = _counted if self.training else _counted_now
+            output_TH = count(output_TH, self.dispatcher.dropped(state), self.dropped_pairs)
         # all-gather over TP, unless under sequence parallelism: (T, H) -> (S, B, H)
         output_SBH = self._all_tokens(output_TH, hidden_or_shared_SBH)
         if self.shared_experts is not None:
@@ -253,15 +263,32 @@ class MoELayer(SegmentedLayer):
 
     @contextmanager
     def all_to_all(self) -> Iterator[None]:
-        """Enter a context that dispatches as in evaluation mode: by all-to-all if tokens may be dropped.
+        """Enter a context that dispatches by all-to-all in place of symmetric memory: nothing is dropped.
 
         All ranks of the expert group enter it together.
         """
-        own, self._dispatcher = self._dispatcher, self._dropless_dispatcher
+        own = self._dispatcher
+        if own.may_drop or own.spec.symmetric_memory:
+            if self._all_to_all is None:
+                self._all_to_all = self._make_all_to_all()
+            self._dispatcher = self._all_to_all
         try:
             yield
         finally:
             self._dispatcher = own
+
+    @contextmanager
+    def limited_capacity(self) -> Iterator[None]:
+        """Enter a context that keeps a dispatcher of limited capacity in evaluation mode.
+
+        `dropped_pairs` counts in the forward what it drops; if there is anything, the output is void. Call it
+        through `fastmp.nn.moe.lossless.LosslessForwards`, which repeats such forwards.
+        """
+        before, self._limited = self._limited, True
+        try:
+            yield
+        finally:
+            self._limited = before
 
     def _capacity(self, hidden_SBH: Tensor) -> int | None:
         """Return how many tokens an expert takes from one rank, the same on all TP ranks; None: no limit.
@@ -333,6 +360,13 @@ class _Counted(Function):
 
 
 _counted = no_compile(_Counted.apply)
+
+
+@no_compile
+def _counted_now(x: Tensor, number: Tensor, total: Tensor) -> Tensor:
+    """Return `x`, and add `number` to `total`."""
+    total.add_(number)
+    return x
 
 
 def side_stream(x: Tensor) -> torch.cuda.Stream | None:
