@@ -313,7 +313,9 @@ class TrainConfig(Checked):
         "profile rank 0: torch (writes a trace), nsys or ncu (restart the command under Nsight)",
         ("none", "torch", "nsys", "ncu"),
     )
-    profile_steps: tuple[int, int] = option((10, 13), "steps to profile, from FIRST to before LAST")
+    profile_steps: tuple[int, int] = option(
+        (10, 13), "steps to profile, from FIRST to before LAST; on the command line FIRST:LAST"
+    )
 
     def _problems(self) -> Iterator[str]:
         yield from self._not_positive("steps", "global_batch_size", "log_interval", "eval_batches")

@@ -155,7 +155,7 @@ GELUS = {"NewGELUActivation": GELU, "GELUActivation": GELU, "GELUTanh": GELU}
 class GatedMLP(ModulePatch):
     """Gated MLP, down(activation(gate(x)) * up(x)), with the activation and the product in one op."""
 
-    by = "fastmp.ops.swiglu, geglu"
+    by = "fastmp.ops.swiglu or geglu"
     needs = ("gate_proj", "up_proj", "down_proj", "act_fn")
 
     @classmethod
