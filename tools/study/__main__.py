@@ -11,7 +11,7 @@ from fastmp.config.command_line import run_command
 
 COMMANDS = {
     "scaling": ("tools.study.scaling", "model and data parallelism, as published, predicted, and measured"),
-    "graphs": ("tools.study.graphs", "what partial capture saves, by the launches that it removes"),
+    "graphs": ("tools.study.graphs", "CPU time saved by partial CUDA graph capture, by launches"),
     "schedules": ("tools.study.schedules", "idle time and memory of every pipeline schedule"),
     "overlap": ("tools.study.overlap", "exchanges of experts beside another microbatch's compute"),
 }

@@ -37,7 +37,7 @@ def main(arguments: list[str]) -> int:
     from tools.study.graphs_plot import draw_hosts
 
     made = parser(
-        "graphs", "What partial capture saves, by the launches that it removes.", measures="host times"
+        "graphs", "CPU time saved by partial CUDA graph capture, by launches.", measures="host times"
     )
     options = made.parse_args(arguments)
     try:
@@ -118,47 +118,58 @@ def page(counts: Counts, measured: dict[str, Any]) -> str:
     eager, partly = host["moe"]["eager"], host["moe"][PARTIAL]
     bound = [tokens for tokens, took in gpu.items() if took < eager]
     pace = ["tokens", "GPU us", "eager: slower is", "partial capture: slower is", "faster by"]
-    return f"""# Graphs
+    return f"""# CPU time saved by CUDA graphs
 
-`python -m tools.study graphs` wrote this page; `--measure` takes its host times anew. A replay launches a run
-of a layer at once, where eager code makes op after op. What that saves is the host's time, which matters
-where the host is slower than the GPU. Where tokens go to experts on other ranks by all-to-all, the host has
-to know how many, so part of a layer stays eager ([cuda-graphs.md](../cuda-graphs.md)); through memory that
-ranks share they travel inside the graph ([moe.md](../moe.md)).
+How much CPU time does graph capture save, and at which batch sizes does the saving shorten a step? The page
+is written by:
 
-## What a layer launches
+```sh
+python -m tools.study graphs --out docs/studies   # --measure: also take the CPU times again, on your machine
+```
 
-Ops that make a kernel, counted in a layer's forward and backward; some of fastmp's ops launch two. What is
-captured is what `fastmp plan graphs` says of Qwen3-30B-A3B with experts over 8 ranks, without a scope, by
-two dispatchers.
+Eager code launches op after op; a replay launches all captured segments of a layer at once. With an
+all-to-all dispatcher, the host has to know the number of received tokens, so dispatch,
+experts and combine stay eager (see [CUDA graphs](../cuda-graphs.md)). With the
+[symmetric dispatcher](../moe.md), the whole layer is captured.
+
+## Launches of a layer
+
+Kernel launches in the forward and backward pass of a layer; some of fastmp's ops launch two. The last two
+columns are the segments captured for Qwen3-30B-A3B with 8 expert-parallel ranks and an empty scope, by
+dispatcher. For your model, run `fastmp plan graphs`.
 
 {table(["segment", "forward", "backward", *_DISPATCHERS], [*_segment_rows(counts["moe"], captured)])}
 A dense layer launches {_total(counts["dense"])}: {_described(counts["dense"])}.
 
-## What capture saves
+## CPU time saved by capture
 
-Of a layer and microbatch, forward and backward. Launches that are left are those of eager segments, and one
-for each replay; static inputs that are not in place cost one more. Host times are measured: CPU time at the
-smallest shapes on one thread of {measured["cpu"]} (torch {measured["torch"]}), least of 320 microbatches,
-while other work ran. Graphs do nothing, so that only the host's work around a replay is left. The small
-kernels of the eager parts are in the times, the CUDA driver's calls are not.
+Launches and CPU time of a layer and microbatch, forward and backward:
+
+- **left**: launches of eager segments, and one per replay. Copying inputs into static buffers would cost
+  one more.
+- **host us**: measured CPU time at the smallest shapes, on one thread of {measured["cpu"]} (torch
+  {measured["torch"]}), least of 320 microbatches, while other work ran. Graphs are replaced by empty calls,
+  so only the CPU work around a replay counts. Small CPU kernels of eager segments are included, calls of
+  the CUDA driver are not.
 
 {table(["layer", "in graphs", "launches", "left", "host us", "saved"], [*_scope_rows(counts, host)])}
-A launch that is removed saves {_per_launch(counts, host):.0f} us of this host. With all experts on one rank
-a layer is captured whole, and so it is where ranks share memory; by all-to-all, partial capture still takes
-{(eager - partly) / eager:.0%} of the host's time away.
+Each removed launch saves {_per_launch(counts, host):.0f} us of CPU time on this machine. A layer is
+captured whole if all experts are on one rank, or with the symmetric dispatcher; with an all-to-all, partial
+capture still saves {(eager - partly) / eager:.0%} of the CPU time.
 
-![host time of a layer, eager and in graphs, beside the GPU's time](graphs-host.png)
+![CPU time of a layer, eager and in graphs, beside the GPU's time](graphs-host.png)
 
-## Where that matters
+## Batch sizes with a speed-up
 
-Predicted time of a layer of Qwen3-30B-A3B on an H100 (`fastmp plan time`, 8 GPUs, experts over them), by the
-tokens of a microbatch, beside the host times above. Where the GPU takes less than the host, the host sets the
-pace: with microbatches of {", ".join(f"{tokens:,}" for tokens in bound) or "none of these"} tokens.
+Predicted time of a layer of Qwen3-30B-A3B on an H100 (`fastmp plan time`, 8 GPUs, 8 expert-parallel ranks),
+by tokens of a microbatch, next to the CPU times above. Capture shortens a step if launching takes longer
+than the GPU's work, here with microbatches of
+{", ".join(f"{tokens:,}" for tokens in bound) or "none of these"} tokens.
 
 {table(pace, [*_pace_rows(gpu, host["moe"])])}
-These are estimates, from this host's times and a GPU's data sheet: a faster host or slower kernels move the
-border. `gpu_check` measures both on a GPU.
+These are estimates from this machine's CPU times and the GPU's data sheet: a faster CPU or slower kernels
+move the border. On your GPU, measure both with
+[`benchmarks.gpu_check`](../benchmarks.md#check-and-time-a-gpu).
 """
 
 

@@ -100,34 +100,47 @@ def drawn() -> list[tuple[str, list[tuple[str, bool, str, float, float]]]]:
 
 def page() -> str:
     """Return the study's page."""
-    return f"""# Two microbatches at once
+    return f"""# Gain of EP communication overlap
 
-`python -m tools.study overlap` wrote this page. Nothing of it was measured: times of segments are given, or
-those of `fastmp plan time`; orders are those of `fastmp.pipeline.stream_schedule`, and its `simulate_streams`
-times both streams ([pipeline.md](../pipeline.md#two-microbatches-at-once)). Neither stream slows the other
-here; on a GPU, kernels of collectives take some of its multiprocessors.
+How much time does training save if the dispatch and combine of one microbatch run during the compute of
+another ([EP communication overlap](../pipeline.md#two-microbatches-at-once))? The page is written by:
+
+```sh
+python -m tools.study overlap --out docs/studies
+```
+
+All times are simulated (`fastmp.pipeline.stream_schedule.simulate_streams`), from unit costs or from
+`fastmp plan time`. The simulation assumes that the streams don't slow each other down; on a GPU, collective
+kernels take some multiprocessors.
 
 ## Layers
 
-A forward and a backward through {LAYERS} layers. Forward, attention and experts take 1 each, and dispatch
-and combine what the first column says; backward, compute takes twice that. "Weights deferred" puts
-gradients of weights beside the next exchange of their own microbatch, which needs no second one. "At once"
-is the order in which training runs them, which is made without knowing these times; "planned" is made for
-them. The bound is the work of the longer stream.
+A forward and a backward through {LAYERS} layers. In the forward pass, attention and experts take 1 each,
+dispatch and combine the time in the first column; compute of the backward pass takes twice as long.
+
+- **weights deferred**: one microbatch; its wgrad GEMMs run during the next exchange.
+- **at once**: two microbatches, in the order used by training, made without knowing these times.
+- **planned**: two microbatches, in an order made for these times.
+- **bound**: the work of the longer stream.
 
 {table(_LAYER_HEADER, [*_layer_rows()])}
 ## Models
 
-Seconds of a step on H100s, 1 sequence of 4096 tokens a microbatch and 512 in a step, nothing recomputed.
-"Exchanges" is the share of dispatch and combine in the time of a layer, "hidden" how much of that is gone
-where a forward and a backward run at once. The warm-up and the end of a step have nothing beside them, and
-a pipeline's rank begins with more forwards: that is what microbatches in flight say of the first one.
+Seconds of a step on H100s, with 512 sequences of 4096 tokens in microbatches of one, without recomputation.
+
+- **exchanges**: share of dispatch and combine in the time of a layer.
+- **hidden**: share of the exchanges hidden while a forward and a backward run at once. Warm-up and
+  cool-down of a step hide nothing.
+- **in flight**: microbatches in flight on the first pipeline rank, without and with overlap.
+
+To enable it, add `--parallel.overlap-experts` to `fastmp train`: see [Overlap
+communication](../how-to/overlap.md).
 
 {table(_MODEL_HEADER, [*_model_rows()])}
 ![two streams of a rank, one microbatch after the other, and both at once](overlap-layers.png)
 
-{_DRAWN} layers of Qwen3 30B-A3B with experts over 32 ranks, in four servers: exchanges take longer than all
-else, so something of them is left.
+{_DRAWN} layers of Qwen3 30B-A3B with 32 expert-parallel ranks in four servers: exchanges take longer than
+compute, so a part of them stays exposed.
 """
 
 

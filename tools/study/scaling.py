@@ -170,69 +170,72 @@ def page(
     predicted = sum(not row.calibrated for row in rows)
     others = [*other_rows()]
     in_flops = rate(TABLE_1[-1].recipe(), 8) / rate(TABLE_1[0].recipe(), 1)
-    return f"""# Scaling
+    return f"""# Published scaling, predicted
 
-`python -m tools.study scaling` wrote this page. Published are the tables of Megatron-LM (Shoeybi et al. 2019,
-arXiv 1909.08053), of V100s in DGX-2H servers. Predicted is what the cost model of `fastmp plan time` says
-([planning.md](../planning.md#how-long-a-step-takes)). No GPU was used.
+How close do the predictions of `fastmp plan time` come to published measurements? The page compares its
+[cost model](../planning.md#how-long-a-step-takes) with Megatron-LM's tables (Shoeybi et al. 2019, arXiv
+1909.08053) of V100s in DGX-2H servers, and with later papers. No GPU was used. The page is written by:
+
+```sh
+python -m tools.study scaling --out docs/studies  # --measure: also train scaled-down models on your machine
+```
 
 ## The paper, predicted
 
 {table(header, [row.cells() for row in rows])}
-Of the {predicted} rows that are predicted, the largest residual is {worst:.1%}. A test holds all of
-them to {TOLERANCE:.0%}.
+The largest residual of the {predicted} predicted rows is {worst:.1%}; a test keeps all of them within
+{TOLERANCE:.0%}.
 
 ![published and predicted efficiencies](scaling-residuals.png)
 
-**Two numbers are calibrated**, each on one published number; there is none for a row.
+**Two numbers are calibrated**, each on one published number; no row has a number of its own.
 
 - Unfused 16-bit kernels of 2019 reach {UNFUSED.memory:.2f} of the memory's bandwidth. With that, one GPU
   computes the model of 1.2 B parameters at the published 39 TFLOP/s. Kernels that stream well reach 0.83.
-- A rank comes {UNFUSED.late * 1e3:.2f} ms (a standard deviation) late to each all-reduce of a layer, and all
-  wait for the last one. With that, two GPUs are 1.64 times as fast as one. Without it the model is too fast
-  wherever ranks meet. A lower bandwidth does not explain that: what is missing belongs to each all-reduce and
-  not to each byte, as the rows of 8 GPUs show, whose messages have 25 and 50 MB. What makes ranks late was
-  not published.
+- Ranks arrive late at each all-reduce of a layer, with a standard deviation of {UNFUSED.late * 1e3:.2f} ms,
+  and all wait for the last one. With this delay, two GPUs are 1.64 times as fast as one; without it, the
+  model is too fast for every tensor-parallel row. A lower bandwidth does not explain the difference: it is
+  a constant per all-reduce, not per byte, as the rows of 8 GPUs show with messages of 25 and 50 MB. The
+  cause was not published.
 
-All else are data sheets, published rates, and passes of kernels over tensors, counted in the published
-source.
+Everything else comes from data sheets, published rates, and kernel passes over tensors, counted in the
+published source.
 
 **74% or 76%.** Section 5.1 says 74% for 512 GPUs, the abstract 76%. 15.1 PFLOP/s / 512 / 39 TFLOP/s are
-{published.HYBRID_FLOPS / 512 / BASELINE:.1%}: the abstract follows from the totals, the section must come
-from a measurement of its own.
+{published.HYBRID_FLOPS / 512 / BASELINE:.1%}: the abstract follows from the totals; the section must have a
+measurement of its own.
 
-**How FLOPs and efficiency are counted** moves an efficiency, as models of different shapes are compared. The
-paper does not say. Its authors published both with the times of a step in 2020 (below). Those TFLOP/s are
-formula (3) of Narayanan et al. 2021, and "scaling" is there the ratio of parameters over that of times. So
-both are counted here. By FLOPs, 8.3 B on 8 GPUs would be at {in_flops:.0%} in place of
-{rows[1].predicted:.0%}, {1 - in_flops / rows[1].published:.1%} below the published number.
+**Definition of efficiency.** The models differ in shape, so the result depends on how FLOPs and efficiency
+are counted. The paper does not define either; its authors published both with step times in 2020 (below):
+TFLOP/s by formula (3) of Narayanan et al. 2021, and "scaling" as the ratio of parameters over the ratio of
+times. Both are counted here in the same way. By FLOPs, 8.3 B on 8 GPUs would be at {in_flops:.0%} instead
+of {rows[1].predicted:.0%}, {1 - in_flops / rows[1].published:.1%} below the published number.
 
-## Where the time of a step goes
+## Breakdown of a step
 
 Table 1's models on V100s with the kernels of 2019, {published.BATCH} sequences a replica: shares of a step.
 
 {table(["", "parameters", *_PARTS, "step"], [*_share_rows()])}
 ## Other published numbers
 
-Nothing was adjusted to these. They show where the model holds beyond the paper, and where it does not.
+Nothing was adjusted to these numbers; they show the limits of the model.
 
 {table(header, [row.cells() for row in others])}
-- Days of an epoch (Table 2) include validation and checkpoints, which the model leaves out.
-- 1.16 B to 8.67 B: tables of Megatron-LM's repository (images/tables.tex), of 2020. A replica has 8 sequences
-  on V100s and 16 on A100s; tensor parallelism is 1 to 8.
-- A100, 1.7 B and more: Table 1 of Narayanan et al. 2021 (arXiv 2104.04473). Microbatches of one sequence, and
-  2 or 3 chunks a rank, are assumed, as the table does not name them. Its numbers were compared with a source
-  only as far as shapes give parameters, and 1008 B on 3072 GPUs the 502 PFLOP/s of the abstract.
+- Days of an epoch (Table 2) include validation and checkpoints; the model leaves both out.
+- 1.16 B to 8.67 B: tables of Megatron-LM's repository (images/tables.tex), of 2020. A replica has 8
+  sequences on V100s and 16 on A100s; tensor parallelism is 1 to 8.
+- A100, 1.7 B and more: Table 1 of Narayanan et al. 2021 (arXiv 2104.04473). Microbatches of one sequence,
+  and 2 or 3 chunks a rank, are assumed; the table does not name them. Its numbers were checked only by
+  parameter counts of shapes, and 1008 B on 3072 GPUs by the 502 PFLOP/s of the abstract.
 - H100: Table 4 of Dubey et al. 2024 (arXiv 2407.21783), sequences of 8192 tokens. The model is a fifth to a
-  quarter too fast: it knows no GPU that slows down for power, no congestion between 1000 servers, and no
-  late rank.
+  quarter too fast: it has no power throttling, no congestion between 1000 servers, and no late ranks.
 
 ## Table 1 on other GPUs
 
-The same shapes with fastmp's own kernels (fused attention, sequence parallelism, nothing recomputed,
-ZeRO-1): weak scaling over one GPU of the same kind. It can exceed 100%, as 64 replicas divide the optimizer.
-The faster a GPU is beside its links, the more a division costs: these models are small for today's GPUs, and
-8 sequences a replica leave little to hide the sum of gradients behind.
+The same shapes with fastmp's own kernels (fused attention, sequence parallelism, no recomputation, ZeRO-1):
+weak scaling over one GPU of the same kind. It can exceed 100%, because 64 replicas shard the optimizer. The
+faster a GPU is relative to its links, the more communication costs: these models are small for today's
+GPUs, and 8 sequences a replica leave little compute to hide the gradient reduction.
 
 {table(["GPUs", *(name.upper() for name in modern)], [*_modern_rows(modern)])}
 ![efficiency of Table 1 on other GPUs](scaling-hardware.png)
@@ -246,9 +249,9 @@ def _measured_section(measured: dict[str, Any]) -> str:
 
 `python -m tools.study scaling --measure` trains Table 1's models on forked ranks, scaled down: widths an
 eighth, layers a tenth, 4 sequences of 128 tokens a replica, float32, one thread a rank, joined by gloo, on
-{measured["cores"]} cores of {measured["cpu"]}, which ranks and other work share. So times are CPU times of
-all ranks together, the best of 8 steps for each, and waiting is not in them: they say what a division costs
-in work, and not how fast ranks of their own, or a GPU, would be.
+{measured["cores"]} cores of {measured["cpu"]}, shared with other work. Times are therefore CPU times of all
+ranks together, the best of 8 steps, without waiting: they measure the work added by parallelism, not the
+speed of ranks on their own cores or of a GPU.
 
 {table(header, [*_measured_rows(measured)])}
 In brackets is the number of collectives: with tp above 1 four for each layer and two more around them, with

@@ -84,11 +84,18 @@ def page() -> str:
         f"![{name}, 4 ranks, chunks of a rank: {vpp}, 8 microbatches]({_picture(name, vpp)})\n"
         for name, vpp in _DRAWN
     )
-    return f"""# Schedules
+    return f"""# Bubble and memory of pipeline schedules
 
-`python -m tools.study schedules` wrote this page. Orders of steps are `fastmp.pipeline.schedule`'s, times the
-simulator's ([pipeline.md](../pipeline.md)). F, I and W are the times of a chunk's forward, of its backward of
-inputs and of its backward of weights; m microbatches go through pp ranks of v chunks each.
+Which pipeline schedule leaves the least idle time, and how many activations does it hold? The page is
+written by:
+
+```sh
+python -m tools.study schedules --out docs/studies
+```
+
+To simulate your own sizes, run `fastmp plan schedule`. Orders come from `fastmp.pipeline.schedule`, times
+from its [simulator](../pipeline.md). F, I and W are the times of a chunk's forward, dgrad and wgrad; m
+microbatches pass through pp ranks of v chunks each.
 
 | | idle time over work | chunk activations of a rank |
 |---|---|---|
@@ -96,25 +103,26 @@ inputs and of its backward of weights; m microbatches go through pp ranks of v c
 | `1f1b`, v > 1 (interleaved) | (pp - 1) / (m v) | 2 (pp - 1) + (v - 1) pp + 1 |
 | `zero_bubble` | (pp - 1) max(F, I, F + I - W) / (m v (F + I + W)) | v pp |
 
-A chunk has 1 / (pp v) of the layers. So one microbatch's activations of the whole model are what 1F1B holds
-on its first rank, whatever m is; interleaving holds up to half as much again, zero bubble no more than 1F1B.
+A chunk has 1 / (pp v) of the layers. The first rank of 1F1B therefore holds the activations of one
+microbatch of the whole model, for any m; interleaving holds up to 1.5 times as much, zero bubble no more
+than 1F1B.
 
 ![idle time over microbatches](schedules-bubbles.png)
 
-## Simulated, and by formula
+## Simulation and formula
 
-Idle time in percent of the work, where a chunk's forward takes 1, its backward of inputs 1 (2 with
-recomputation), of weights 1; under "messages" each takes 0.05, which no formula has. Memory is the fullest
-rank's, in activations of the whole model for one microbatch.
+Idle time in percent of the work, for F = I = W = 1 (**equal**) and I = 2 (**recomputed**). Under
+**messages**, each message takes 0.05; no formula covers them. Memory is the maximum over ranks, in
+activations of the whole model for one microbatch.
 
 {table(_header(), [*_rows()])}
 ## Orders
 
 {timelines}
-## What that means for a model
+## Step time of a 145.6 B model
 
-145.6 B parameters on 1536 A100s (Narayanan et al. 2021), tensor parallelism of 8 and pipelines of 8 ranks:
-seconds of a step as `fastmp plan time` predicts them, by schedule.
+145.6 B parameters on 1536 A100s (Narayanan et al. 2021) with tp 8 and pp 8: seconds of a step predicted by
+`fastmp plan time`, by schedule.
 
 {table(["schedule", "chunks", "idle over work", "seconds", "chunk activations"], [*_model_rows()])}"""
 
