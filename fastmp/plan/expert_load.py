@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -19,19 +20,35 @@ class Load:
     """The load of the busiest rank over the mean.
 
     spread: its standard deviation from step to step, the same for all entries of a step.
+    variance: of an entry over microbatches, and its covariance with the other layers; 0: what independent
+        choices of tokens give.
     """
 
     mean: float
     spread: float = 0.0
+    variance: float = 0.0
+
+
+class LoadRecord(NamedTuple):
+    """The lists of a record.
+
+    stages: the pipeline rank of each layer with experts.
+    layers: the load of each layer's busiest rank.
+    ranks: the load of the busiest rank of each pipeline rank, in all its layers together.
+    spreads: its standard deviation over microbatches.
+    """
+
+    stages: tuple[int, ...]
+    layers: list[float]
+    ranks: list[float]
+    spreads: list[float]
 
 
 class MeasuredLoad(NamedTuple):
     """The loads that a run has measured, in the "experts" records of its metrics.jsonl."""
 
     file: str
-    records: list[tuple[tuple[int, ...], list[float], list[float]]]
-    """The pipeline rank of each layer with experts, the load of the layer's busiest rank, and the load of the
-    busiest rank of each pipeline rank in all its layers together."""
+    records: list[LoadRecord]
 
     @classmethod
     def read(cls, file: str, recipe: Recipe) -> MeasuredLoad:
@@ -42,18 +59,20 @@ class MeasuredLoad(NamedTuple):
         """
         ep, layers = recipe.parallel.ep, len(expert_stages(recipe))
         run: Mapping[str, Any] = {}
-        found: list[tuple[tuple[int, ...], list[float], list[float]]] = []
+        found: list[LoadRecord] = []
         others: set[str] = set()
         for record in read_metrics(file):
             if record["kind"] == "run":
                 run = record
-            loads = record.get("rank_load"), record.get("stage_load"), run.get("expert_stages")
-            if record["kind"] == "experts" and all(map(_is_list_of_numbers, loads)):
-                own, of_stages, stages = loads
-                if (run.get("ep"), len(own)) == (ep, layers) and len(of_stages) > max(stages, default=0):
-                    found.append((tuple(stages) or (0,) * layers, own, of_stages))
+            lists = [record.get(name) for name in ("rank_load", "stage_load", "stage_spread")]
+            lists.insert(0, run.get("expert_stages"))
+            if record["kind"] == "experts" and all(map(_is_list_of_numbers, lists)):
+                own = LoadRecord(tuple(lists[0]) or (0,) * layers, *lists[1:])
+                fits = len(own.ranks) == len(own.spreads) > max(own.stages, default=0)
+                if fits and (run.get("ep"), len(own.layers)) == (ep, layers):
+                    found.append(own)
                 else:
-                    others.add(f"ep {run.get('ep')} and {len(own)} layers with experts")
+                    others.add(f"ep {run.get('ep')} and {len(own.layers)} layers with experts")
         if len(found) < 2:
             but = f", but of {' or '.join(sorted(others))}" if others else ""
             raise ValueError(
@@ -63,18 +82,28 @@ class MeasuredLoad(NamedTuple):
         return cls(file, found)
 
     def of_rank(self, recipe: Recipe, rank: int) -> Load:
-        """Return the load of pipeline rank `rank` in all its layers.
+        """Return the load of pipeline rank `rank`, if entries of all its layers are in the ring at once.
 
-        The loads of layers are added in each record, which measures how they correlate.
+        Loads of layers are added in each microbatch and record, which measures how they correlate.
         """
         stages, chunks = expert_stages(recipe), [own for own in expert_chunks(recipe, rank) if own]
-        if len(chunks) == 1 and all(of == stages for of, _, _ in self.records):
-            series = [[load[rank] for _, _, load in self.records]]
-        else:  # of another pipeline: as if the same rank were the busiest in all layers
-            series = [
-                [statistics.fmean(load[i] for i in own) for _, load, _ in self.records] for own in chunks
-            ]
-        return Load(max(map(statistics.fmean, series)), max(map(statistics.stdev, series)))
+        same = all(record.stages == stages for record in self.records)
+        if same and len(chunks) == 1:
+            series = [[record.ranks[rank] for record in self.records]]
+        else:  # of another pipeline: as if one rank were the busiest in all layers
+            layers = [record.layers for record in self.records]
+            series = [[statistics.fmean(loads[i] for i in own) for loads in layers] for own in chunks]
+        # The spread is of all layers together. Of n layers one has 1 / n of the variance of their sum, with
+        # its covariances; more layers than were measured together are assumed to correlate as much.
+        variances = []
+        for record in self.records:
+            numbers = Counter(record.stages)
+            of = [rank] if same else list(numbers)
+            variances.append(
+                max(max(numbers[stage], stages.count(rank)) * record.spreads[stage] ** 2 for stage in of)
+            )
+        mean, spread = max(map(statistics.fmean, series)), max(map(statistics.stdev, series))
+        return Load(mean, spread, statistics.fmean(variances))
 
 
 def _is_list_of_numbers(value: Any) -> bool:

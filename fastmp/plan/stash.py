@@ -118,7 +118,8 @@ def ring_rows(
     # 2. The tokens of ep ranks choose this one with probability `share`: mean and variance of all entries.
     share = min(load.mean / ep, 1.0)
     mean = balanced * ep * share
-    variance = mean * (1.0 - share) * variances + (entries * balanced * load.spread) ** 2
+    each = max(mean * (1.0 - share), balanced**2 * load.variance)
+    variance = each * variances + (entries * balanced * load.spread) ** 2
     # 3. The quantile for each time that any ring is fullest (union bound), of the normal distribution; the
     #    third term corrects it for the skewness of a binomial one (Cornish and Fisher 1938).
     chance = max(min(overflow / (ranks * live.peaks), 0.5), sys.float_info.min)

@@ -9,7 +9,8 @@ each source that has held-out text. "experts" follows "train" where there are so
 (their own losses, not part of loss), max_load and min_load, lists of one number a layer: tokens of its
 busiest and idlest expert over the mean of its experts, since the last record; with expert parallelism
 rank_load, the same of the busiest rank of each layer, and stage_load, of each pipeline rank the load of its
-busiest rank in all its layers together; dropped_pairs, pairs of a token and an expert that did not fit into
+busiest rank in all its layers together, and stage_spread, its standard deviation over microbatches;
+dropped_pairs, pairs of a token and an expert that did not fit into
 the memory of a symmetric dispatcher, since then. Losses are nats per token or per byte; rates are those of
 all ranks together.
 """
@@ -67,7 +68,11 @@ class RunInfo:
 
 
 class Experts(Protocol):
-    """Tensors: `aux_loss` (), `counts` (layers, experts), and `dropped` () or a number."""
+    """Tensors: `aux_loss` (), `counts` (layers, experts), and `dropped` () or a number.
+
+    moments: (pipeline ranks, 3, expert-parallel ranks), see `fastmp.training.train_step.load_moments`; None
+        without expert parallelism.
+    """
 
     @property
     def aux_loss(self) -> Any: ...
@@ -75,6 +80,8 @@ class Experts(Protocol):
     def counts(self) -> Any: ...
     @property
     def dropped(self) -> Any: ...
+    @property
+    def moments(self) -> Any: ...
 
 
 def expert_loads(counts: list[list[int]]) -> list[list[float]]:
@@ -88,13 +95,19 @@ def rank_loads(counts: list[list[int]], ep: int) -> list[list[float]]:
     return expert_loads([[sum(own[i : i + size]) for i in range(0, len(own), size)] for own in counts])
 
 
-def stage_loads(loads: list[list[float]], stages: Sequence[int]) -> list[float]:
-    """Return the load of the busiest rank of each pipeline rank, in all its layers; 0 without layers.
+def stage_loads(moments: list[list[list[float]]]) -> tuple[list[float], list[float]]:
+    """Return the load of each pipeline rank's busiest rank, and its standard deviation over microbatches.
 
-    stages: the pipeline rank of each layer of `loads`.
+    moments: see `Experts`. A pipeline rank without experts has a load of 0.
     """
-    own = [[each for each, of in zip(loads, stages) if of == stage] for stage in range(max(stages) + 1)]
-    return [max((sum(rank) / len(layers) for rank in zip(*layers)), default=0.0) for layers in own]
+    loads, spreads = [], []
+    for numbers, sums, squares in moments:
+        means = [total / max(number, 1) for number, total in zip(numbers, sums)]
+        busiest = max(range(len(means)), key=means.__getitem__)
+        variance = squares[busiest] / max(numbers[busiest], 1) - means[busiest] ** 2
+        loads.append(1.0 + means[busiest] if numbers[busiest] else 0.0)
+        spreads.append(math.sqrt(max(variance, 0.0)))
+    return loads, spreads
 
 
 class Display:
@@ -221,15 +234,14 @@ class TrainLog:
 
     def _experts(self, step: int, experts: Experts) -> list[str]:
         """Record the expert load; return its fields of the line: the highest of all layers, and drops."""
-        counts, ep = experts.counts.tolist(), self._run.ep
+        counts = experts.counts.tolist()
         loads = expert_loads(counts)
         highest, lowest = [max(layer) for layer in loads], [min(layer) for layer in loads]
         numbers = {"aux_loss": float(experts.aux_loss), "dropped_pairs": int(experts.dropped)}
         of_ranks: dict[str, list[float]] = {}
-        if ep > 1:
-            by_rank = rank_loads(counts, ep)
-            of_ranks["rank_load"] = [max(layer) for layer in by_rank]
-            of_ranks["stage_load"] = stage_loads(by_rank, self._run.expert_stages or [0] * len(by_rank))
+        if experts.moments is not None:
+            of_ranks["rank_load"] = [max(layer) for layer in rank_loads(counts, self._run.ep)]
+            of_ranks["stage_load"], of_ranks["stage_spread"] = stage_loads(experts.moments.tolist())
         self.record("experts", step, **numbers, max_load=highest, min_load=lowest, **of_ranks)
         dropped = [f"dropped {numbers['dropped_pairs']}"] if numbers["dropped_pairs"] else []
         return [f"expert load {max(highest):.2f}", *dropped]

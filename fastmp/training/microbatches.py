@@ -103,11 +103,13 @@ class Sums(NamedTuple):
     """Sums over the microbatches that this rank ran in a step, on the device.
 
     totals (3,), float64: losses, number of tokens, losses of experts. counts (layers of the whole model,
-    experts), int64: tokens of each expert, zeros for layers of other stages; None without experts.
+    experts), int64: tokens of each expert, zeros for layers of other stages; None without experts. loads
+    (microbatches, experts), int64: tokens of each expert in all layers of this rank; None without any.
     """
 
     totals: Tensor
     counts: Tensor | None
+    loads: Tensor | None = None
 
 
 class SingleStageRunner:
@@ -154,6 +156,7 @@ class SingleStageRunner:
         device = next(self.model.parameters()).device
         totals = torch.zeros(3, dtype=torch.float64, device=device)
         counts: Tensor | None = None
+        loads: list[Tensor] = []
         live: dict[int, Tensor] = {}  # losses whose backward has not started
         if self.overlap is not None:
             self.overlap.begin_step()
@@ -178,7 +181,8 @@ class SingleStageRunner:
                 if counts is None:
                     counts = torch.zeros(own_counts.shape, dtype=torch.int64, device=device)
                 counts += own_counts
-        return Sums(totals, counts)
+                loads.append(own_counts.sum(0))  # graphs overwrite them in the next microbatch
+        return Sums(totals, counts, torch.stack(loads) if loads else None)
 
     def _beside(self, forward: int, backward: int | None) -> AbstractContextManager[None]:
         """Return the context of a forward whose layers overlap those of a backward."""
@@ -285,7 +289,7 @@ class PipelineRunner:
             batches = [fetch(i) for i in range(num_microbatches)]
         result = self.pipeline.train(batches, loss_grad)
         totals = _stack(*self._loss_and_tokens(result), self._number(result.stage_loss))
-        return Sums(totals, self._count(result))
+        return Sums(totals, self._count(result), self._loads(result))
 
     def evaluate(self, batches: Iterable[Batch]) -> Tensor | None:
         """Evaluate as many batches together as a step has; all ranks but the last return zeros."""
@@ -336,6 +340,14 @@ class PipelineRunner:
             if part is not None:
                 counts[self._rows[stage].start : self._rows[stage].stop] = part
         return counts
+
+    def _loads(self, result: PipelineResult) -> Tensor | None:
+        """Return the tokens of each expert (microbatches, experts) in all layers of this rank."""
+        found: dict[int, Tensor] = {}
+        for (microbatch, chunk), counts in result.stats.items():
+            if chunk < len(self.chunks):
+                found[microbatch] = found.get(microbatch, 0) + counts.sum(0)
+        return torch.stack([*found.values()]) if found else None
 
     def _agree_on_rows(self, own: Sequence[Tensor | None]) -> tuple[list[range], tuple[int, int]]:
         """Return the rows of each stage and the shape of all counts; all-gathers shapes over the pipeline."""

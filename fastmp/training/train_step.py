@@ -24,7 +24,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fastmp.distributed.collectives import sum_over_
+from fastmp.distributed.collectives import group_rank, group_size, sum_over_
 from fastmp.distributed.groups import ParallelGroups
 from fastmp.optim.grad_buffers import GradBuffer
 from fastmp.optim.grad_norm import clip_coefficient, global_grad_norm
@@ -41,7 +41,7 @@ class ReducedSums(NamedTuple):
     """The sums of a step over all ranks, on the device; gradients are reduced.
 
     totals: (3,), see `Sums`. requests: as in `StepNumbers`. counts: (layers, experts), None without experts.
-    dropped: () int64, all dropped assignments. void: (3,) int64, `VoidCounts`.
+    dropped: () int64, all dropped assignments. void: (3,) int64, `VoidCounts`. moments: see `load_moments`.
     """
 
     totals: Tensor
@@ -49,6 +49,7 @@ class ReducedSums(NamedTuple):
     counts: Tensor | None
     dropped: Tensor | None
     void: Tensor | None
+    moments: Tensor | None
 
 
 class StepNumbers(NamedTuple):
@@ -58,6 +59,7 @@ class StepNumbers(NamedTuple):
     ends_run: bool, a skipped step counts towards `train.max_skipped_steps`; None: it does.
     requests: (reasons,), the ranks that were asked to stop, see `TrainStep`.
     expert_counts: (layers, experts).
+    load_moments: (pipeline ranks, 3, expert-parallel ranks), see `load_moments`.
     """
 
     loss: Tensor
@@ -70,6 +72,7 @@ class StepNumbers(NamedTuple):
     aux_loss: Tensor | None
     expert_counts: Tensor | None
     dropped_pairs: Tensor | None
+    load_moments: Tensor | None = None
 
 
 class ExpertWindow(NamedTuple):
@@ -78,11 +81,18 @@ class ExpertWindow(NamedTuple):
     aux_loss: Tensor | float = 0.0
     counts: Tensor | int = 0
     dropped: Tensor | int = 0
+    moments: Tensor | float | None = 0.0
     steps: int = 0
 
-    def add(self, aux_loss: Tensor, counts: Tensor, dropped: Tensor) -> ExpertWindow:
+    def add(self, numbers: StepNumbers) -> ExpertWindow:
+        """Add a step of a model with experts."""
+        moments = None if numbers.load_moments is None else self.moments + numbers.load_moments
         return ExpertWindow(
-            self.aux_loss + aux_loss, self.counts + counts, self.dropped + dropped, self.steps + 1
+            self.aux_loss + numbers.aux_loss,
+            self.counts + numbers.expert_counts,
+            self.dropped + numbers.dropped_pairs,
+            moments,
+            self.steps + 1,
         )
 
 
@@ -140,27 +150,31 @@ class TrainStep:
 
     def reduce(self, sums: Sums) -> ReducedSums:
         """Sum gradients and all numbers of a step over ranks (3.)."""
-        totals, counts = sums
+        totals, counts, loads = sums
         with phase("reduce"):
             self.grads.reduce()
             self.runner.sum_shared_gradients(self.grads)
-            numbers = sum_over_(torch.cat((totals, self.requests)), self.groups.dp_cp, self.groups.pp)
-            totals, requests = numbers.split((len(totals), len(self.requests)))
+            own = [totals, self.requests]
+            if self.groups.ep is not None and counts is not None:
+                own.append(load_moments(loads, self.groups, self.requests).flatten())
+            numbers = sum_over_(torch.cat(own), self.groups.dp_cp, self.groups.pp)
+            totals, requests, *more = numbers.split([*map(len, own)])
+            moments = more[0].view(-1, 3, group_size(self.groups.ep)) if more else None
             if self.groups.tp is not None:  # its ranks have equal sums, but a signal may reach one of them
                 requests = sum_over_(requests.clone(), self.groups.tp)
             if counts is None and not self.counters.checked:
-                return ReducedSums(totals, requests, None, None, None)
+                return ReducedSums(totals, requests, None, None, None, None)
             # Counts of experts and of dropped tokens, in the same collectives.
-            own = () if counts is None else (counts.flatten(),)
-            both = torch.cat((*own, self.counters.take()))
+            experts = () if counts is None else (counts.flatten(),)
+            both = torch.cat((*experts, self.counters.take()))
             sum_over_(both, self.groups.tp_cp_dp, self.groups.pp)
             dropped, void = both[-4], both[-3:]
             counts = None if counts is None else both[:-4].view_as(counts)
-        return ReducedSums(totals, requests, counts, dropped, void)
+        return ReducedSums(totals, requests, counts, dropped, void, moments)
 
     def update(self, sums: ReducedSums, before_change: Callable[[], None] = lambda: None) -> StepNumbers:
         """Update by reduced gradients (4. to 6.); `before_change` is called before anything changes."""
-        totals, requests, counts, dropped, _ = sums
+        totals, requests, counts, dropped, _, moments = sums
         with phase("clip"):
             loss, num_tokens, aux_loss = totals.unbind()
             per_token = num_tokens.clamp(min=1).reciprocal()  # a batch without a token: loss and gradient 0
@@ -189,6 +203,7 @@ class TrainStep:
             aux_loss=None if counts is None else aux_loss * per_token,
             expert_counts=counts,
             dropped_pairs=None if counts is None else dropped,
+            load_moments=moments,
         )
 
     def learning_rate(self) -> Tensor:
@@ -206,3 +221,21 @@ class TrainStep:
             )
         for router, own in zip(self.routers, rows):
             router.update_expert_bias(own)
+
+
+def load_moments(loads: Tensor | None, groups: ParallelGroups, like: Tensor) -> Tensor:
+    """Return how the loads of expert-parallel ranks spread over microbatches, to be summed over all ranks.
+
+    loads: (microbatches, experts), the tokens of this rank, see `Sums`; None: this rank has no experts. All
+    ranks of an expert group call it together.
+
+    Returns (pp, 3, ep): at this pipeline rank the number of microbatches, and for each expert-parallel rank
+    the sums of its load in all layers together (over the mean, minus 1) and of the squares.
+    """
+    pp, ep = group_size(groups.pp), group_size(groups.ep)
+    moments = like.new_zeros((pp, 3, ep), dtype=torch.float64)
+    if loads is not None:
+        tokens = sum_over_(loads.view(len(loads), ep, -1).sum(2), groups.etp_ep)
+        load = tokens.double() * ep / tokens.sum(1, keepdim=True).clamp(min=1) - 1.0
+        moments[group_rank(groups.pp)] = torch.stack((torch.ones_like(load), load, load.square())).sum(1)
+    return moments

@@ -311,7 +311,7 @@ class Trainer:
         self._skipped.add(self.step, numbers.skipped, numbers.ends_run, numbers.requests)
         if numbers.expert_counts is not None:
             window = self._window or ExpertWindow()
-            self._window = window.add(numbers.aux_loss, numbers.expert_counts, numbers.dropped_pairs)
+            self._window = window.add(numbers)
         return StepResult(
             *(numbers.loss, numbers.grad_norm, numbers.num_tokens, numbers.lr),
             *(numbers.aux_loss, numbers.expert_counts, numbers.dropped_pairs),

@@ -163,6 +163,38 @@ def test_steps_overflow_as_often_as_planned(name, spread):
     assert rows < 1.5 * load.mean * BALANCED * live.most
 
 
+def test_a_ring_sized_by_measured_loads_overflows_as_often(tmp_path):
+    """Tokens of a microbatch choose alike, in all layers: the spread of independent choices is too small."""
+    random, layers, count, chance = np.random.default_rng(5), 8, 4, 1e-2
+    made = recipe(replace(MODEL, moe=replace(MODEL.moe, stash_overflow=chance)), count // 2, ep=2)
+    shapes = shapes_of(made, 2)
+    balanced = shapes.dispatch_sizes.choices
+
+    def step():
+        """Rows of both ranks (2, microbatches, layers); the first is busier, in some microbatches more so."""
+        load = 0.1 + 0.01 * random.normal() + 0.03 * random.normal(size=(count, 1))
+        busy = random.binomial(2 * balanced, (1 + load) / 2, (count, layers))
+        return np.stack((busy, 2 * balanced - busy))
+
+    loads, spreads = [], []
+    for _ in range(100):
+        of_microbatches = step().mean(2) / balanced
+        loads.append(([1.1] * layers, [of_microbatches[0].mean()]))
+        spreads.append(of_microbatches[0].std())
+    file = write_metrics(tmp_path / "m", ep=2, stages=[], loads=loads, spread=float(np.mean(spreads)))
+    rows = ring_of_rank(made, shapes, 0, measured=MeasuredLoad.read(file, made)).rows
+    # Without pipeline parallelism the ring holds all layers of one microbatch.
+    overflows = sum(bool((step().sum(2) > rows).any()) for _ in range(2000))
+    assert overflows <= chance * 2000
+    independent = ring_rows(
+        live_entries(Schedule(1, count).order(0), [layers]),
+        Load(float(np.mean([each for _, (each,) in loads]))),
+        **{"balanced": balanced, "capacity": 2 * balanced, "ep": 2, "ranks": 2, "overflow": chance},
+    )
+    assert sum(bool((step().sum(2) > independent).any()) for _ in range(500)) > 5 * chance * 500
+    assert rows < 1.25 * 8 * balanced
+
+
 def test_rows_follow_probability_load_and_capacity():
     live = LiveEntries(48, 64)
     sizes = {"balanced": 8192, "capacity": 65536, "ep": 8, "ranks": 64, "overflow": 1e-4}
@@ -171,6 +203,8 @@ def test_rows_follow_probability_load_and_capacity():
     assert ring_rows(live, Load(1.2), **{**sizes, "overflow": 1e-8}) > rows
     assert ring_rows(live, Load(1.2, 0.01), **sizes) > rows
     assert ring_rows(live, Load(1.3), **sizes) > rows
+    assert ring_rows(live, Load(1.2, variance=1e-9), **sizes) == rows  # less than independent choices have
+    assert ring_rows(live, Load(1.2, variance=1e-2), **sizes) > 1.01 * rows
     assert ring_rows(live._replace(wraps=True), Load(1.2), **sizes) > rows + 1.2 * 8192
     assert ring_rows(live, Load(99.0), **sizes) == 48 * 65536  # no entry has more
     assert ring_rows(live, Load(1.2), **{**sizes, "capacity": 9000}) == 48 * 9000
@@ -280,10 +314,13 @@ def test_layers_without_experts_have_no_entries():
     assert ring_of_rank(alone, shapes_of(alone, 4), 0) is None
 
 
-def write_metrics(path, *, ep, stages, loads):
+def write_metrics(path, *, ep, stages, loads, spread=0.0):
     run = {"kind": "run", "step": 0, "ep": ep, "expert_stages": stages}
     lines = [run] + [
-        {"kind": "experts", "step": step, "rank_load": layers, "stage_load": ranks}
+        {
+            **{"kind": "experts", "step": step, "rank_load": layers, "stage_load": ranks},
+            "stage_spread": [spread] * len(ranks) if isinstance(ranks, list) else None,
+        }
         for step, (layers, ranks) in enumerate(loads, 1)
     ]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -299,8 +336,12 @@ def test_a_measured_load(tmp_path):
     assert measured.of_rank(made, 0).mean == pytest.approx(1.1)
     assert measured.of_rank(made, 0).spread == pytest.approx(0.1 / 2**0.5)
     assert measured.of_rank(made, 1).mean == pytest.approx(1.3)
+    file = write_metrics(tmp_path / "metrics.jsonl", ep=2, stages=stages, loads=loads, spread=0.1)
+    measured = MeasuredLoad.read(file, made)
+    assert measured.of_rank(made, 0).variance == pytest.approx(4 * 0.1**2)  # of the sum of 4: (4 x 0.1)^2
     other = recipe(ep=2)  # one stage: the busiest ranks of all layers may be one
     assert measured.of_rank(other, 0).mean == pytest.approx(1.3)
+    assert measured.of_rank(other, 0).variance == pytest.approx(8 * 0.1**2)
     shapes = shapes_of(made, 4)
     ring = ring_of_rank(made, shapes, 1, measured=measured)
     assert ring.load == measured.of_rank(made, 1)

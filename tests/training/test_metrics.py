@@ -173,16 +173,16 @@ def test_every_line_is_on_disk_at_once(tmp_path):
 def test_the_load_of_ranks_is_of_layers_and_of_pipeline_ranks(tmp_path):
     """Each layer has its busiest rank; a pipeline rank has one for all its layers together."""
     counts = torch.tensor([[6, 0, 1, 1], [1, 1, 5, 1], [2, 2, 2, 2]])
-    experts = SimpleNamespace(aux_loss=0.0, counts=counts, dropped=0)
-    for run, of_stages in (
-        (replace(RUN, ep=2, expert_stages=(0, 0, 1)), [1.0, 1.0]),
-        (replace(RUN, ep=2), [1.0]),
-    ):
-        with TrainLog(tmp_path / str(len(of_stages)), run, stream=io.StringIO()) as log:
-            log.step(1, loss=1.0, grad_norm=1.0, lr=1.0, experts=experts)
-        opening, _, record = read_metrics(tmp_path / str(len(of_stages)) / "metrics.jsonl")
-        assert record["rank_load"] == [1.5, 1.5, 1.0] and record["stage_load"] == of_stages
-        assert (opening["ep"], opening["expert_stages"]) == (2, list(run.expert_stages))
+    # Of three pipeline ranks, the first had loads 1.25 and 0.75, then 1.75 and 0.25; the last has no experts.
+    moments = torch.tensor([[[2, 2], [1.0, -1.0], [0.625, 0.625]], [[2, 2], [0, 0], [0, 0]], [[0, 0]] * 3])
+    experts = SimpleNamespace(aux_loss=0.0, counts=counts, dropped=0, moments=moments)
+    run = replace(RUN, ep=2, expert_stages=(0, 0, 1))
+    with TrainLog(tmp_path, run, stream=io.StringIO()) as log:
+        log.step(1, loss=1.0, grad_norm=1.0, lr=1.0, experts=experts)
+    opening, _, record = read_metrics(tmp_path / "metrics.jsonl")
+    assert (opening["ep"], opening["expert_stages"]) == (2, [0, 0, 1])
+    assert record["rank_load"] == [1.5, 1.5, 1.0]
+    assert (record["stage_load"], record["stage_spread"]) == ([1.5, 1.0, 0.0], [0.25, 0.0, 0.0])
 
 
 def test_a_restart_continues_the_file(tmp_path):

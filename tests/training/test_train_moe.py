@@ -94,6 +94,30 @@ def test_every_layout_is_one_rank(one_rank, world, tp, ep, etp, options):
             torch.testing.assert_close(my_params[name], params[name], rtol=0, atol=1e-9, msg=name)
 
 
+@pytest.mark.parametrize(("world", "tp", "ep"), [(2, 1, 2), *full([(4, 2, 2), (4, 1, 2)])])
+def test_moments_of_loads_are_those_of_microbatches(world, tp, ep):
+    """Ranks agree on the loads of expert-parallel ranks, whose mean is that of all counts."""
+    layout, size = ParallelConfig(tp=tp, ep=ep, etp=1), 3 * MICRO_BATCH * world // tp
+
+    def rank_main(rank, world_size):
+        groups = make_groups(world_size, layout)
+        trainer = make_trainer(groups, layout, **{**SIZES, "global_batch_size": size})
+        for _ in range(2):
+            trainer.train_step()
+        microbatches = trainer.num_microbatches * world_size // tp  # of all data-parallel ranks
+        return trainer._window.moments, trainer._window.counts, 2 * microbatches
+
+    results = run_ranks(rank_main, world)
+    (moments, counts, added), *others = results
+    numbers, sums, squares = moments[0]
+    assert all(torch.equal(each, moments) for each, *_ in others)
+    assert numbers.eq(added).all()
+    tokens = counts.sum(0).view(ep, -1).sum(1).double()
+    torch.testing.assert_close(sums / numbers, tokens / tokens.mean() - 1, rtol=0, atol=1e-12)
+    variance = squares / numbers - (sums / numbers).square()
+    assert (variance > 0).all() and (variance < 0.1).all()
+
+
 DROPOUT = replace(CONFIG, dropout=0.1, attention_dropout=0.1, moe=replace(MOE, jitter=0.1))
 
 
