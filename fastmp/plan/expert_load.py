@@ -64,7 +64,7 @@ class MeasuredLoad(NamedTuple):
         for record in read_metrics(file):
             if record["kind"] == "run":
                 run = record
-            lists = [record.get(name) for name in ("rank_load", "stage_load", "stage_spread")]
+            lists: list[Any] = [record.get(name) for name in ("rank_load", "stage_load", "stage_spread")]
             lists.insert(0, run.get("expert_stages"))
             if record["kind"] == "experts" and all(map(_is_list_of_numbers, lists)):
                 own = LoadRecord(tuple(lists[0]) or (0,) * layers, *lists[1:])

@@ -238,22 +238,22 @@ def stash_facts(
     """
     ranks = range(recipe.parallel.pp)
     rings = [ring_of_rank(recipe, shapes, rank, measured) for rank in ranks]
-    if not any(rings):
+    found = {rank: ring for rank, ring in enumerate(rings) if ring is not None}
+    if not found:
         return None
     assert recipe.model.moe is not None
-    largest = max((rank for rank in ranks if rings[rank]), key=lambda rank: rings[rank].nbytes)
-    stated = recipe.model.moe.activation_stash
+    largest, stated = max(found, key=lambda rank: found[rank].nbytes), recipe.model.moe.activation_stash
     if measured is not None:
         live = _live_of_rank(recipe, shapes, largest)
         loads = (hundredth / 100 for hundredth in count(100))
-        rows = rings[largest].rows
+        rows = found[largest].rows
         stated = next(load for load in loads if _ring(recipe, shapes, live, Load(load)).rows >= rows)
     return {
         "used": not recipe.parallel.recompute,
         "overflow": recipe.model.moe.stash_overflow,
         "file": None if measured is None else measured.file,
         "activation_stash": stated,
-        "entry_bytes": max(ring.nbytes_of_entry for ring in rings if ring is not None),
+        "entry_bytes": max(ring.nbytes_of_entry for ring in found.values()),
         "largest": largest,
         "ranks": [
             None

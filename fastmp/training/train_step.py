@@ -81,19 +81,18 @@ class ExpertWindow(NamedTuple):
     aux_loss: Tensor | float = 0.0
     counts: Tensor | int = 0
     dropped: Tensor | int = 0
-    moments: Tensor | float | None = 0.0
+    moments: Tensor | None = None
     steps: int = 0
 
     def add(self, numbers: StepNumbers) -> ExpertWindow:
         """Add a step of a model with experts."""
-        moments = None if numbers.load_moments is None else self.moments + numbers.load_moments
-        return ExpertWindow(
-            self.aux_loss + numbers.aux_loss,
-            self.counts + numbers.expert_counts,
-            self.dropped + numbers.dropped_pairs,
-            moments,
-            self.steps + 1,
-        )
+        aux_loss, counts, dropped = numbers.aux_loss, numbers.expert_counts, numbers.dropped_pairs
+        assert aux_loss is not None and counts is not None and dropped is not None
+        moments = numbers.load_moments
+        if moments is not None and self.moments is not None:
+            moments = self.moments + moments
+        sums = (self.aux_loss + aux_loss, self.counts + counts, self.dropped + dropped)
+        return ExpertWindow(*sums, moments, self.steps + 1)
 
 
 @dataclass(frozen=True)
