@@ -6,7 +6,8 @@ Importing this package registers every op. `backends()` lists the kernel that se
 from __future__ import annotations
 
 import fastmp.ops.exchange  # ops of token dispatchers, which import the module
-import fastmp.ops.stash  # noqa: F401  # ops of experts' activations, likewise
+import fastmp.ops.stash  # ops of experts, likewise
+import fastmp.ops.stashed_mlp  # noqa: F401
 from fastmp.ops.activation import bias_gelu
 from fastmp.ops.adamw import adamw_
 from fastmp.ops.blocks import block_rows

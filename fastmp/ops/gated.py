@@ -85,7 +85,7 @@ def activate(h, FORM: tl.constexpr):
 
 
 @jit
-def _factors(h, FORM: tl.constexpr):
+def gate_factors(h, FORM: tl.constexpr):
     """Return (p, q) such that the activation is h p and its derivative p + h q."""
     if FORM == "silu":
         e = tl.exp2(-1.4426950408889634 * tl.abs(h))
@@ -173,7 +173,7 @@ def gated_activation_backward_kernel(
         g = g.to(COMPUTE)
         gate = gate.to(COMPUTE) + gate_bias[None, :]
         # activation = gate p, derivative = p + gate q: one exponential for both
-        p, q = _factors(gate, FORM)
+        p, q = gate_factors(gate, FORM)
         dgate = g * ((up.to(COMPUTE) + up_bias[None, :]) * (p + gate * q))
         dup = g * (gate * p)
         out = rows[:, None] * ((2 if JOINED else 1) * num_vectors) * VECTOR + cols[None, :]

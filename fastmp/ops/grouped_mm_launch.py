@@ -163,15 +163,33 @@ def _plan_gemm(*fields: Any) -> GemmPlan:
     return GemmPlan(tile, cdiv(width, tile.block_n), programs, sizes, constants)
 
 
+class Ring(NamedTuple):
+    """Operands of a launch that lie in rings: their first rows, () int64; None: tensors of their own."""
+
+    x_start: Tensor | None = None
+    y_start: Tensor | None = None
+    y: Tensor | None = None  # (R, N), or (R, N / 2) if gated
+    h: Tensor | None = None  # (R, N), if it is kept
+    num_rows: int = 0  # of a result for an x in a ring
+
+
+_NO_RING = Ring()
+
+
 def _gemm(
-    x: Tensor, w: Tensor, bias: Tensor | None, offsets: Tensor, transposed: bool, epilogue: Epilogue
-) -> tuple[Tensor, Tensor | None]:
+    x: Tensor, w: Tensor, bias: Tensor | None, offsets: Tensor, transposed: bool, epilogue: Epilogue,
+    ring: Ring = _NO_RING,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Launch the grouped GEMM; return what the epilogue stores, and h (None unless it is kept)."""
     x_shape, w_shape = x.shape, w.shape
-    num_rows, num_experts, columns = x_shape[0], w_shape[0], w_shape[2 if transposed else 1]
-    y = x.new_empty(num_rows, columns // 2 if epilogue.gated else columns)
-    h = x.new_empty(num_rows, columns) if epilogue.keep else None
-    if y.numel() == 0:
+    num_rows = x_shape[0] if ring.x_start is None else ring.num_rows
+    num_experts, columns = w_shape[0], w_shape[2 if transposed else 1]
+    if ring.y is None:
+        y = x.new_empty(num_rows, columns // 2 if epilogue.gated else columns)
+        h = x.new_empty(num_rows, columns) if epilogue.keep else None
+    else:
+        y, h = ring.y, ring.h
+    if y.numel() == 0 or num_rows == 0:
         return y, h
     (x, x_strides), (w, w_strides) = _along_rows(x), _along_rows(w)
     tile, tiles, programs, sizes, constants = _plan_gemm(  # the fields of GemmDesc
@@ -189,7 +207,10 @@ def _gemm(
         w = descriptor(w, w_shape, w_strides, 1, *w_block)
     launcher.launch(
         grouped_mm_kernel, programs,
-        (x, w, None if bias is None else bias.contiguous(), offsets.contiguous(), y, h, num_rows, *sizes),
+        (
+            x, w, None if bias is None else bias.contiguous(), offsets.contiguous(), y, h, ring.x_start,
+            ring.y_start, num_rows, *sizes,
+        ),
         constants,
     )  # fmt: skip
     return y, h
@@ -208,6 +229,18 @@ def launch_mlp_in(
 ) -> tuple[Tensor, Tensor]:
     y, h = _gemm(x, w, bias, offsets, False, _epilogue(form, gated, keep))
     return y, x.new_empty(0) if h is None else h
+
+
+def launch_mlp_in_ring(
+    x: Tensor, w: Tensor, offsets: Tensor, start: Tensor, h: Tensor, y: Tensor, form: str
+) -> None:
+    _gemm(x, w, None, offsets, False, _epilogue(form, True, True), Ring(y_start=start, y=y, h=h))
+
+
+def launch_from_ring(
+    x: Tensor, w: Tensor, offsets: Tensor, start: Tensor, transposed: bool, capacity: int
+) -> Tensor:
+    return _gemm(x, w, None, offsets, transposed, _STORE, Ring(x_start=start, num_rows=capacity))[0]
 
 
 @cache
@@ -238,16 +271,23 @@ def _plan_wgrad(*fields: Any) -> GemmPlan:
     return GemmPlan(tile, tiles, 1, sizes, constants)
 
 
-def _wgrad(out: Tensor, grad: Tensor, x: Tensor, offsets: Tensor, accumulate: bool) -> None:
-    """Launch the grouped wgrad: out = grad^T x, or out += grad^T x, over each expert's rows."""
+def _wgrad(
+    out: Tensor, grad: Tensor, x: Tensor, offsets: Tensor, accumulate: bool,
+    grad_start: Tensor | None = None, x_start: Tensor | None = None, capacity: int | None = None,
+) -> None:  # fmt: skip
+    """Launch the grouped wgrad: out = grad^T x, or out += grad^T x, over each expert's rows.
+
+    grad_start, x_start: the first rows of operands in rings, of at most `capacity` rows.
+    """
     if out.numel() == 0:
         return
     (grad, (grad_pitch, _)), (x, (x_pitch, _)) = _along_rows(grad), _along_rows(x)
-    num_rows, shape = x.shape[0], out.shape
+    num_rows, shape = x.shape[0] if capacity is None else capacity, out.shape
+    most = max(len(grad), len(x))
     check_count("grouped_mm_wgrad", "rows", num_rows)
     tile, tiles, _, sizes, constants = _plan_wgrad(  # the fields of WgradDesc
         row_class(WGRAD_ROW_CLASSES, num_rows, shape[0]), shape, out.stride(), grad_pitch, x_pitch,
-        x.element_size(), architecture(x), 0 < num_rows <= MAX_ROWS and _aligned(grad, x), accumulate,
+        x.element_size(), architecture(x), 0 < num_rows <= most <= MAX_ROWS and _aligned(grad, x), accumulate,
         out.dtype == torch.float32 and out.data_ptr() & 15 == 0,
     )  # fmt: skip
     if constants["TMA"]:
@@ -257,22 +297,22 @@ def _wgrad(out: Tensor, grad: Tensor, x: Tensor, offsets: Tensor, accumulate: bo
         out = descriptor(out, shape, out.stride(), 1, tile.block_m, tile.block_n // REDUCE_PARTS)
     launcher.launch(
         grouped_wgrad_kernel, tiles,
-        (grad, x, offsets.contiguous(), out, num_rows, *sizes),
+        (grad, x, offsets.contiguous(), out, grad_start, x_start, num_rows, *sizes),
         constants,
     )  # fmt: skip
 
 
-def launch_wgrad(grad: Tensor, x: Tensor, offsets: Tensor) -> Tensor:
+def launch_wgrad(grad: Tensor, x: Tensor, offsets: Tensor, *ring: Any) -> Tensor:
     out = x.new_empty(offsets.shape[0], grad.shape[1], x.shape[1])
-    _wgrad(out, grad, x, offsets, False)
+    _wgrad(out, grad, x, offsets, False, *ring)
     return out
 
 
-def launch_wgrad_(out: Tensor, grad: Tensor, x: Tensor, offsets: Tensor) -> None:
+def launch_wgrad_(out: Tensor, grad: Tensor, x: Tensor, offsets: Tensor, *ring: Any) -> None:
     if out.stride(2) == 1:
-        _wgrad(out, grad, x, offsets, True)
+        _wgrad(out, grad, x, offsets, True, *ring)
         return
     # A transposed gradient has no unit stride: sum in memory of its own, add in its dtype, round once.
     sums = x.new_empty(out.shape, dtype=compute_dtype(x.dtype))
-    _wgrad(sums, grad, x, offsets, False)
+    _wgrad(sums, grad, x, offsets, False, *ring)
     out += sums

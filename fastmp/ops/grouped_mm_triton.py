@@ -36,10 +36,10 @@ def _maximum(a, b):
 
 
 @jit
-def _expert_ends(offsets, experts, num_experts, num_rows):
-    """Return where the rows of `experts` end; rows of no expert are those of `num_experts`, and end last."""
+def _expert_ends(offsets, experts, num_experts, num_rows, rest):
+    """Return where the rows of `experts` end; rows of no expert are those of `num_experts`, up to `rest`."""
     ends = tl.load(offsets + experts, mask=(experts >= 0) & (experts < num_experts), other=0)
-    ends = tl.where(experts < num_experts, ends, num_rows)
+    ends = tl.where(experts < num_experts, ends, rest)
     return tl.associative_scan(tl.maximum(tl.minimum(ends, num_rows), 0), 0, _maximum)
 
 
@@ -112,6 +112,7 @@ def grouped_mm_kernel(
     offsets,  # (E,) int32, where each expert's rows end
     y,  # (M, N), or (M, N / 2) if GATED
     h,  # (M, N), if KEEP
+    x_start, y_start,  # () int64: the first row in a ring that x lies in, and y and h; or None
     num_rows, num_experts, n_vectors, k_vectors, x_pitch, w_jump, w_pitch,
     FORM: tl.constexpr, GATED: tl.constexpr, KEEP: tl.constexpr, HAS_BIAS: tl.constexpr,
     TRANSPOSED: tl.constexpr, FLAT: tl.constexpr, TMA: tl.constexpr, COMPUTE: tl.constexpr,
@@ -125,9 +126,21 @@ def grouped_mm_kernel(
     """
     width, num_k = n_vectors * N_VECTOR, k_vectors * K_VECTOR
     num_n, experts = 2 * width if GATED else width, tl.arange(0, BLOCK_E)
+    # 0. In a ring, rows are counted from the start of an entry; those of no expert are another entry's.
+    x_row, rest = 0, num_rows
+    if x_start is not None:
+        if TMA:
+            x_row = tl.load(x_start).to(tl.int32)
+        else:
+            x += tl.load(x_start) * x_pitch * K_VECTOR
+    if y_start is not None:
+        y += tl.load(y_start) * width
+        if KEEP:
+            h += tl.load(y_start) * num_n
+        rest = 0
     # 1. Rows and tiles of every expert, from the offsets; last_tiles: where its tiles end.
-    ends = _expert_ends(offsets, experts, num_experts, num_rows)
-    starts = _expert_ends(offsets, experts - 1, num_experts, num_rows)
+    ends = _expert_ends(offsets, experts, num_experts, num_rows, rest)
+    starts = _expert_ends(offsets, experts - 1, num_experts, num_rows, rest)
     tiles_n = tl.cdiv(width, BLOCK_N)
     lengths = ends - starts
     tiles = tl.cdiv(lengths, BLOCK_M) * tiles_n
@@ -153,7 +166,7 @@ def grouped_mm_kernel(
                     tile, experts, ends, last_tiles, tiles_n, BLOCK_M, BLOCK_N, GROUP
                 )
             first_k = step * BLOCK_K
-            a = x.load([first_m, first_k])
+            a = x.load([x_row + first_m, first_k])
             b = _load_weight(
                 w, expert, first_n, first_k, num_n, num_k, w_jump, w_pitch, TMA, TRANSPOSED, W_VECTOR,
                 BLOCK_N, BLOCK_K,
@@ -186,7 +199,7 @@ def grouped_mm_kernel(
             for step in range(0, tl.where(expert < num_experts, steps, 0)):
                 first_k = step * BLOCK_K
                 if TMA:
-                    a = x.load([first_m, first_k])
+                    a = x.load([x_row + first_m, first_k])
                 else:
                     ks = first_k + tl.arange(0, BLOCK_K)
                     a = _load_block(x, rows[:, None], ks[None, :], end, num_k, x_pitch, K_VECTOR)
@@ -219,6 +232,7 @@ def grouped_wgrad_kernel(
     x,  # (M, K), rows x_pitch vectors apart, or a ragged TMA descriptor
     offsets,  # (E,) int32, where each expert's rows end
     out,  # (E, N, K), matrices out_jump, rows out_pitch vectors apart; a TMA descriptor if REDUCE
+    grad_start, x_start,  # () int64: the first rows in rings that grad and x lie in, or None
     num_rows, n_vectors, k_vectors, grad_pitch, x_pitch, out_jump, out_pitch,
     ACCUMULATE: tl.constexpr, REDUCE: tl.constexpr, INTERPRETED: tl.constexpr, TMA: tl.constexpr,
     COMPUTE: tl.constexpr, N_VECTOR: tl.constexpr, K_VECTOR: tl.constexpr, BLOCK_E: tl.constexpr,
@@ -248,12 +262,23 @@ def grouped_wgrad_kernel(
     first_n = tile_n * BLOCK_N
     first_k = tile_k * BLOCK_K
     ns, ks = first_n + tl.arange(0, BLOCK_N), first_k + tl.arange(0, BLOCK_K)
-    # 2. Accumulate over the rows in steps of BLOCK_R.
+    # 2. Accumulate over the rows in steps of BLOCK_R; in a ring they are counted from the start of an entry.
+    grad_end, x_end = end, end
+    if grad_start is not None:
+        if TMA:
+            grad_end += tl.load(grad_start).to(tl.int32)
+        else:
+            grad += tl.load(grad_start) * grad_pitch * N_VECTOR
+    if x_start is not None:
+        if TMA:
+            x_end += tl.load(x_start).to(tl.int32)
+        else:
+            x += tl.load(x_start) * x_pitch * K_VECTOR
     acc = tl.zeros([BLOCK_N, BLOCK_K], COMPUTE)
     for row in range(0, length, BLOCK_R):
         if TMA:
-            a = load_ragged(grad, row, first_n, length, end, BLOCK_R, BLOCK_N)
-            b = load_ragged(x, row, first_k, length, end, BLOCK_R, BLOCK_K)
+            a = load_ragged(grad, row, first_n, length, grad_end, BLOCK_R, BLOCK_N)
+            b = load_ragged(x, row, first_k, length, x_end, BLOCK_R, BLOCK_K)
             a = a.T  # after both loads: an op between them would give each load its own barrier
         else:  # load grad transposed: transposed later, it would not be prefetched on an A100
             rows = start + row + tl.arange(0, BLOCK_R)

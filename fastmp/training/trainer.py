@@ -45,6 +45,7 @@ from fastmp.training.microbatches import (
     TrainData,
 )
 from fastmp.training.replicas import Replicas, make_equal
+from fastmp.training.stash import attach_stash
 from fastmp.training.step_counters import StepCounters
 from fastmp.training.step_execution import StepExecution
 from fastmp.training.stopping import REASONS, SkippedSteps, StopRequests
@@ -151,6 +152,7 @@ class Trainer:
         self.optimizer_config = OptimizerConfig() if optimizer is None else optimizer
         self.num_microbatches = self._count_microbatches()
         self.runner = self._make_runner(chunks, loss_fn, overlap_experts)
+        attach_stash(self.runner, self.num_microbatches, groups)
         self.device = next(self.model.parameters()).device
         make_equal([*self.model.parameters(), *self.model.buffers()], groups)
         self.grads = make_grads(self.runner.chunks, self.optimizer_config, groups)

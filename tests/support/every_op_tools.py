@@ -58,7 +58,8 @@ INDEXED = (
     "block_rows", "permutation", "permute", "unpermute", "unpermute_into", "unpermute_add",
     "unpermute_add_into", "unpermute_backward", "unpermute_backward_into", "exchange_barrier",
     "exchange_counts", "exchange_give", "exchange_places", "exchange_pull", "exchange_push", "exchange_take",
-    "stash_pull", "stash_push", "stash_release", "stash_reserve",
+    "stash_gate_backward_", "stash_mlp_in", "stash_mm", "stash_pull", "stash_push", "stash_release",
+    "stash_reserve", "stash_wgrad", "stash_wgrad_",
 )  # fmt: skip
 
 

@@ -73,3 +73,7 @@ def random_sequence(checked: Checked, seed: int, steps: int, tickets: int) -> No
     for ticket in live:
         checked.load(ticket)
     checked.check_empty()
+
+
+def squared_relu(x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    return torch.relu(x if bias is None else x + bias).square()

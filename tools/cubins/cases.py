@@ -287,14 +287,20 @@ def _exchange(op, t, wide, etp=1, ep=8):
 
 @_case
 def _stash(op, t, wide):
-    """A rank with 16 of 128 experts (Qwen3-30B-A3B); the rows that came in."""
-    state, ring = t(8 + 3 * 4096, dtype=torch.int64), t(400_000, 2048)
-    offsets, start = t(16, dtype=torch.int32), t(dtype=torch.int64)
+    """A rank with 16 of 128 experts (Qwen3-30B-A3B), and room for 65,536 rows."""
+    state, rows = t(8 + 3 * 4096, dtype=torch.int64), t(400_000, 2048)
+    h, y, fc1, fc2 = t(400_000, 1536), t(400_000, 768), t(16, 1536, 2048), t(16, 2048, 768)
+    offsets, start, x = t(16, dtype=torch.int32), t(dtype=torch.int64), t(65536, 2048)
     arguments = {
         "reserve": (offsets, state, 400_000, 17),
-        "push": (t(65536, 2048), ring, start, offsets),
-        "pull": (ring, start, offsets, 65536),
+        "push": (x, rows, start, offsets),
+        "pull": (rows, start, offsets, 65536),
         "release": (state, 17),
+        "mlp_in": (x, fc1, offsets, start, h, y, "silu"),
+        "mm": (y, fc2, offsets, start, False, 65536),
+        "gate_backward_": (t(65536, 768), h, start, offsets, "silu"),
+        "wgrad": (x, y, offsets, None, start, 65536),
+        "wgrad_": (t(16, 1536, 2048, dtype=wide), h, rows, offsets, start, start, 65536),
     }
     return f"stash_{op}", arguments[op]
 
@@ -430,6 +436,11 @@ CASES = {
     "stash push": _stash("push", Facts(1, 1, threads=1024, lacks=SHORT_STORES)),
     "stash pull": _stash("pull", Facts(1, 1, threads=1024, lacks=SHORT_STORES)),
     "stash release": _stash("release", SCALARS),
+    "stash mlp_in": _stash("mlp_in", ANY),
+    "stash mm": _stash("mm", ANY),
+    "stash gate backward": _stash("gate_backward_", replace(GATED_BACKWARD, lacks=SHORT_STORES)),
+    "stash wgrad": _stash("wgrad", ANY),
+    "stash wgrad accumulating": _stash("wgrad_", ANY),
 }
 WIDE = ("dropout wide", "dropout backward wide")
 # Those that take no other dtype, or mix bf16 with float32.

@@ -30,7 +30,7 @@ from fastmp.nn.moe.dispatchers.dispatcher import no_compile
 from fastmp.nn.moe.experts import GroupedExperts
 from fastmp.nn.recompute import is_recomputed
 from fastmp.ops.core.registry import autocast
-from fastmp.ops.grouped_mm import activation_backward, wgrad
+from fastmp.ops.grouped_mm import activation_backward
 from fastmp.ops.stash import (
     HIGH_WATER,
     OVERFLOWED,
@@ -226,16 +226,21 @@ class _StashedExperts(Function):
         # 1. Where the real rows will lie; a void entry has none, and makes the step void.
         entry, spec, ops = stash.entry(), experts.spec, torch.ops.fastmp
         start, offsets_L = entry.reserve(offsets_L)
-        # 2. The MLP of each expert: (M, H) -> (M, P F) -> (M, F) -> (M, H).
-        if spec.form is None:
-            h = ops.grouped_mm(rows_MH, fc1, offsets_L, False)
-            y = experts.activate(h)
+        # 2. The MLP of each expert: (M, H) -> (M, P F) -> (M, F) -> (M, H), in the ring where it is gated.
+        rings = entry.rings
+        stash_push(rows_MH, rings[_ROWS], start, offsets_L)
+        if _in_ring(experts):
+            ops.stash_mlp_in(rows_MH, fc1, offsets_L, start, rings[_H], rings[_Y], spec.form)
+            output_MH: Tensor = ops.stash_mm(rings[_Y], fc2, offsets_L, start, False, len(rows_MH))
         else:
-            y, h = ops.grouped_mlp_in(rows_MH, fc1, None, offsets_L, spec.form, spec.num_gates > 0, True)
-        output_MH: Tensor = ops.grouped_mm(y, fc2, offsets_L, False)
-        # 3. Keep the real rows.
-        for kept, ring in zip((rows_MH, h, y), entry.rings):
-            stash_push(kept, ring, start, offsets_L)
+            if spec.form is None:
+                h = ops.grouped_mm(rows_MH, fc1, offsets_L, False)
+                y = experts.activate(h)
+            else:
+                y, h = ops.grouped_mlp_in(rows_MH, fc1, None, offsets_L, spec.form, False, True)
+            output_MH = ops.grouped_mm(y, fc2, offsets_L, False)
+            stash_push(h, rings[_H], start, offsets_L)
+            stash_push(y, rings[_Y], start, offsets_L)
         ctx.save_for_backward(fc1, fc2, start, offsets_L)
         ctx.experts, ctx.entry, ctx.main_grads, ctx.defer = experts, entry, main_grads, defer
         ctx.rewinds = entry.state, *entry.rings  # what a backward changes: see cuda_graphs/restore.py
@@ -249,27 +254,26 @@ class _StashedExperts(Function):
     ) -> tuple[Tensor | None, ...]:
         fc1, fc2, start, offsets_L = ctx.saved_tensors
         entry, main_grads, wanted = ctx.entry, ctx.main_grads, ctx.needs_input_grad[1:3]
-        capacity, mm = len(grad_MH), torch.ops.fastmp.grouped_mm
-
-        def pull(kept: int) -> Tensor:
-            return stash_pull(entry.rings[kept], start, offsets_L, capacity)
-
-        # 1. The gradients of the rows: (M, H) -> (M, F) -> (M, P F) -> (M, H).
-        dh = _activation_backward(ctx.experts, mm(grad_MH, fc2, offsets_L, True), pull(_H))
-        grad_rows = mm(dh, fc1, offsets_L, True) if ctx.needs_input_grad[0] else None
-        # 2. The gradients of the weights, now or from what is kept until later.
-        left: list[Tensor | int] = [dh, grad_MH]
+        rings, capacity = entry.rings, len(grad_MH)
+        # 1. The gradient of the pre-activation, in its place: (M, H) -> (M, F) -> (M, P F).
+        grad_y = torch.ops.fastmp.grouped_mm(grad_MH, fc2, offsets_L, True)
+        _activation_backward(ctx.experts, grad_y, rings[_H], start, offsets_L)
+        # 2. The gradient of the rows: (M, P F) -> (M, H).
+        grad_rows = None
+        if ctx.needs_input_grad[0]:
+            grad_rows = torch.ops.fastmp.stash_mm(rings[_H], fc1, offsets_L, start, True, capacity)
+        # 3. The gradients of the weights, now or from what is kept until later.
+        grad_output, output_start = grad_MH, None
         if any(each is not None for each, needed in zip(ctx.defer, wanted) if needed):
-            for made, kept in ((dh, _H), (grad_MH, _GRAD)):
-                stash_push(made, entry.rings[kept], start, offsets_L)
-            left = [_H, _GRAD]
-        right, to_do = (_ROWS, _Y), sum(wanted)
+            stash_push(grad_MH, rings[_GRAD], start, offsets_L)
+            grad_output, output_start = rings[_GRAD], start
+        operands = (rings[_H], rings[_ROWS], start), (grad_output, rings[_Y], output_start)
+        to_do = sum(wanted)
 
         def weight_gradient(number: int) -> Tensor | None:
             nonlocal to_do
-            made = left[number]
-            made = pull(made) if isinstance(made, int) else made
-            grad = wgrad(made, pull(right[number]), offsets_L, main_grads[number])
+            left, right, left_start = operands[number]
+            grad = _wgrad(main_grads[number], left, right, offsets_L, left_start, start, capacity)
             to_do -= 1
             if not to_do:
                 entry.release()
@@ -285,12 +289,33 @@ class _StashedExperts(Function):
         return grad_rows, *grads, None, None, None, None, None
 
 
-def _activation_backward(experts: GroupedExperts, grad: Tensor, h: Tensor) -> Tensor:
-    """Return the gradient of h, given that of the activation of h."""
+def _in_ring(experts: GroupedExperts) -> bool:
+    """Return True if kernels write the activations to the ring themselves: of fused gated units."""
+    return experts.spec.num_gates > 0 and experts.spec.form is not None
+
+
+def _activation_backward(
+    experts: GroupedExperts, grad: Tensor, h: Tensor, start: Tensor, offsets: Tensor
+) -> None:
+    """Replace the pre-activation in a ring by its gradient, given that of the activation."""
     spec = experts.spec
+    if _in_ring(experts):
+        torch.ops.fastmp.stash_gate_backward_(grad, h, start, offsets, spec.form)
+        return
+    pulled = stash_pull(h, start, offsets, len(grad))
     if spec.form is not None:
-        return activation_backward(grad, h, spec.form, spec.num_gates > 0)
-    with torch.enable_grad():
-        h = h.detach().requires_grad_()
-        (dh,) = torch.autograd.grad(experts.activate(h), h, grad)
-    return dh
+        dh = activation_backward(grad, pulled, spec.form, False)
+    else:
+        with torch.enable_grad():
+            pulled.requires_grad_()
+            (dh,) = torch.autograd.grad(experts.activate(pulled), pulled, grad)
+    stash_push(dh, h, start, offsets)
+
+
+def _wgrad(main_grad: Tensor | None, *operands: Any) -> Tensor | None:
+    """Return the gradient of the weights, or None after adding it to `main_grad`."""
+    if main_grad is None:
+        result: Tensor = torch.ops.fastmp.stash_wgrad(*operands)
+        return result
+    torch.ops.fastmp.stash_wgrad_(main_grad, *operands)
+    return None

@@ -10,6 +10,8 @@ import torch
 from marks import full
 from moe_tools import make_moe, with_moe
 
+from fastmp.config import ACTIVATIONS
+from fastmp.config.specs import ActivationSpec
 from fastmp.distributed.grid import RankGrid
 from fastmp.distributed.groups import ParallelGroups
 from fastmp.nn.moe.stash import ActivationStash, without_stash
@@ -85,12 +87,13 @@ CASES = {
     "deferred, main gradients": (SPLIT, {"deferred": True, "main_grad": True}),
     "recomputed": (PIPELINED, {"recomputed": True}),
 }
-ACTIVATIONS = {"swiglu": {"activation": "swiglu"}, "gelu": {"activation": "gelu"}}
 
 
-def bitwise_case(rank, world, layout, cases, options):
+def bitwise_case(rank, world, layout, cases, options, activation="swiglu"):
     groups = ParallelGroups.create(RankGrid(world_size=world, **layout))
-    config = with_moe(**options)
+    if activation not in ACTIVATIONS:  # one that no grouped GEMM has in its epilogue
+        ACTIVATIONS.register(ActivationSpec(activation, f"stash_tools:{activation}"))
+    config = replace(with_moe(**options), activation=activation)
     for name in cases:
         order, how = CASES[name]
         expected = run(layers_of(config, groups, "alltoall"), rank, order, **how)
@@ -132,6 +135,12 @@ LAYOUTS = [
 @pytest.mark.parametrize(("world", "layout", "options"), LAYOUTS, ids=str)
 def test_bitwise_that_of_an_all_to_all(world, layout, options):
     run_ranks(bitwise_case, world, layout, list(CASES), options)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("activation", ["geglu_erf", "gelu_tanh", "squared_relu"])
+def test_other_activations(activation):
+    run_ranks(bitwise_case, 2, {"ep": 2}, ["pipelined", "deferred, main gradients"], {}, activation)
 
 
 def overflow_case(rank, world):

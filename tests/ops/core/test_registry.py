@@ -178,7 +178,8 @@ def test_checkpoints_and_hooks_of_saved_tensors():
 OTHER_TRAFFIC = {
     "adamw_", "cross_entropy", "cross_entropy_promise_", "exchange_counts", "exchange_give", "exchange_pull",
     "exchange_push", "exchange_take", "rope_", "scaled_masked_softmax", "scaled_masked_softmax_backward",
-    "stash_pull", "stash_push",
+    "stash_gate_backward_", "stash_mlp_in", "stash_mm", "stash_pull", "stash_push", "stash_wgrad",
+    "stash_wgrad_",
 }  # fmt: skip
 # Operations of the first sample: of each element of its largest tensor, or of each term of its product.
 FLOPS = {
