@@ -39,6 +39,7 @@ from fastmp.distributed.grid import RankGrid
 from fastmp.distributed.groups import ParallelGroups
 from fastmp.nn import LayerChain, Placement
 from fastmp.nn.moe.layer import MoELayer
+from fastmp.nn.moe.stash import ActivationStash
 from fastmp.nn.overlap import OverlappedLayers
 from fastmp.optim.grad_buffers import GradBuffer
 from fastmp.pipeline.schedule import Schedule
@@ -47,7 +48,7 @@ from fastmp.testing.ranks import run_ranks
 WORKLOADS = ()
 MICROBATCHES, WARMUP = 4, 3  # in the third step all graphs are captured
 EAGER, GRAPHS, OVERLAPPED, BOTH = "eager", "in graphs", "two at once", "two at once, graphs"
-LOCAL, PLAIN, LIMITED = "local", "torch all-to-all", "symmetric, capacity"
+LOCAL, PLAIN, LIMITED, STASH = "local", "torch all-to-all", "symmetric, capacity", "symmetric, stash"
 CAPACITY = 1.5
 WAYS = (
     *((LOCAL, mode) for mode in (EAGER, GRAPHS)),
@@ -55,6 +56,7 @@ WAYS = (
     *(("allgather", mode) for mode in (EAGER, GRAPHS)),
     *(("symmetric", mode) for mode in (EAGER, GRAPHS, OVERLAPPED, BOTH)),
     *((LIMITED, mode) for mode in (EAGER, GRAPHS)),
+    *((STASH, mode) for mode in (EAGER, GRAPHS)),
     *(("deepep", mode) for mode in (EAGER, GRAPHS, OVERLAPPED, BOTH)),
     (PLAIN, EAGER),
 )
@@ -125,10 +127,13 @@ def _layer(dispatcher: str, config: GPTConfig, groups: ParallelGroups, on: Place
     if dispatcher == LIMITED:
         moe = replace(moe, dispatcher="symmetric", symmetric_capacity=CAPACITY)
     elif dispatcher not in (LOCAL, PLAIN):
-        moe = replace(moe, dispatcher=dispatcher)
+        moe = replace(moe, dispatcher="symmetric" if dispatcher == STASH else dispatcher)
     own = ParallelGroups.alone() if dispatcher == LOCAL else groups
     torch.manual_seed(1)
-    return MoELayer(replace(config, moe=moe), replace(on, groups=own))
+    layer = MoELayer(replace(config, moe=moe), replace(on, groups=own))
+    if dispatcher == STASH:  # of one layer, for the largest load
+        layer.stash = ActivationStash(lambda balanced, capacity: capacity)
+    return layer
 
 
 def _step(layer: torch.nn.Module, mode: str, x: Tensor, grad: Tensor) -> Step:

@@ -1,8 +1,8 @@
 """Experts with their activations in the stash, and the same experts with what autograd saves.
 
-The rows are those of an expert-parallel rank, all of them real: the stash then copies the most that it can.
-It costs what it moves, the rows twice in and twice out; what it saves is memory, which `fastmp plan recipe`
-states. The peers' paged stashes have no function to call.
+The rows are those of an expert-parallel rank, all of them real. The stash costs a copy of the rows that came
+in, and two small kernels that allocate and free; what it saves is memory, which `fastmp plan recipe` states.
+The peers' paged stashes have no function to call.
 """
 
 from __future__ import annotations

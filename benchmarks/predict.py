@@ -181,10 +181,17 @@ EXPECTED = {
     "rope_": Expected(0.92),
     "scaled_masked_softmax": Expected(0.92),
     "scaled_masked_softmax_backward": Expected(0.92),
+    "stash_gate_backward_": Expected(0.91),
+    "stash_mlp_in": Expected(lambda x, w, *rest: _gemm(x, w, gated=True)),
+    "stash_mm": Expected(lambda x, w, *rest: _gemm(x[: rest[-1]], w)),
     "stash_pull": Expected(0.9),
     "stash_push": Expected(0.9),
     "stash_release": Expected(0.5, least_us=3.0),
     "stash_reserve": Expected(0.5, least_us=3.0),
+    "stash_wgrad": Expected(lambda grad, x, offsets, *rest: _weight_gradient(x[: rest[-1]], x, offsets)),
+    "stash_wgrad_": Expected(
+        lambda total, grad, x, offsets, *rest: _weight_gradient(x[: rest[-1]], x, offsets, added=True)
+    ),
     # 33 and 21 us for 256 and 128 experts were measured while one program added all strips: less its part
     "topk_router": Expected(0.042, least_us=5.0),
     "topk_router_backward": Expected(0.145, least_us=3.0),  # 14.3 and 7.8 us, as measured
