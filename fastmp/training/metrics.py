@@ -10,9 +10,9 @@ each source that has held-out text. "experts" follows "train" where there are so
 busiest and idlest expert over the mean of its experts, since the last record; with expert parallelism
 rank_load, the same of the busiest rank of each layer, and stage_load, of each pipeline rank the load of its
 busiest rank in all its layers together, and stage_spread, its standard deviation over microbatches;
-dropped_pairs, pairs of a token and an expert that did not fit into
-the memory of a symmetric dispatcher, since then. Losses are nats per token or per byte; rates are those of
-all ranks together.
+dropped_pairs, pairs of a token and an expert that did not fit into the memory of a symmetric dispatcher,
+since then; stash_used and stash_rows, the most rows of the first rank's activation stash in use, since it was
+allocated, and all of them. Losses are nats per token or per byte; rates are those of all ranks together.
 """
 
 from __future__ import annotations
@@ -72,6 +72,7 @@ class Experts(Protocol):
 
     moments: (pipeline ranks, 3, expert-parallel ranks), see `fastmp.training.train_step.load_moments`; None
         without expert parallelism.
+    stash: rows of this rank's activation stash, the most that were in use and all; None without one.
     """
 
     @property
@@ -82,6 +83,8 @@ class Experts(Protocol):
     def dropped(self) -> Any: ...
     @property
     def moments(self) -> Any: ...
+    @property
+    def stash(self) -> tuple[Any, int] | None: ...
 
 
 def expert_loads(counts: list[list[int]]) -> list[list[float]]:
@@ -242,9 +245,15 @@ class TrainLog:
         if experts.moments is not None:
             of_ranks["rank_load"] = [max(layer) for layer in rank_loads(counts, self._run.ep)]
             of_ranks["stage_load"], of_ranks["stage_spread"] = stage_loads(experts.moments.tolist())
+        fields = [f"expert load {max(highest):.2f}"]
+        if numbers["dropped_pairs"]:
+            fields.append(f"dropped {numbers['dropped_pairs']}")
+        if experts.stash is not None:
+            used, rows = int(experts.stash[0]), experts.stash[1]
+            numbers |= {"stash_used": used, "stash_rows": rows}
+            fields.append(f"stash {used / rows:.0%}")
         self.record("experts", step, **numbers, max_load=highest, min_load=lowest, **of_ranks)
-        dropped = [f"dropped {numbers['dropped_pairs']}"] if numbers["dropped_pairs"] else []
-        return [f"expert load {max(highest):.2f}", *dropped]
+        return fields
 
     def evaluation(
         self,

@@ -81,6 +81,11 @@ class StepCounters:
             [torch.stack([zero, *each]).sum() for each in (dropped, void, overflowed, crowded)]
         )
 
+    def stash_use(self) -> tuple[Tensor, int] | None:
+        """Return the most rows in use of this rank's stash, and all its rows; None without one."""
+        stash = next(iter(self.stashes), None)
+        return None if stash is None or stash.high_water is None else (stash.high_water, stash.rows)
+
     def grow(self, overflowed: bool) -> list[tuple[int, int]]:
         """Grow the stashes after an overflow or a high-water mark above 90 %; nothing is in flight.
 

@@ -83,6 +83,7 @@ class ExpertWindow(NamedTuple):
     dropped: Tensor | int = 0
     moments: Tensor | None = None
     steps: int = 0
+    stash: tuple[Tensor, int] | None = None
 
     def add(self, numbers: StepNumbers) -> ExpertWindow:
         """Add a step of a model with experts."""

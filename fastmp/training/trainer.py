@@ -420,7 +420,10 @@ class Trainer:
 
     def _log_step(self, log: TrainLog, result: StepResult) -> None:
         window, self._window = self._window, None
-        experts = None if window is None else window._replace(aux_loss=window.aux_loss / window.steps)
+        experts = None
+        if window is not None:
+            mean, stash = window.aux_loss / window.steps, self._steps.work.counters.stash_use()
+            experts = window._replace(aux_loss=mean, stash=stash)
         log.step(self.step, loss=result.loss, grad_norm=result.grad_norm, lr=result.lr, experts=experts)
 
     def _read_skipped(self, log: TrainLog | None, *, all_steps: bool = False) -> None:

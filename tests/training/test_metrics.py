@@ -175,13 +175,14 @@ def test_the_load_of_ranks_is_of_layers_and_of_pipeline_ranks(tmp_path):
     counts = torch.tensor([[6, 0, 1, 1], [1, 1, 5, 1], [2, 2, 2, 2]])
     # Of three pipeline ranks, the first had loads 1.25 and 0.75, then 1.75 and 0.25; the last has no experts.
     moments = torch.tensor([[[2, 2], [1.0, -1.0], [0.625, 0.625]], [[2, 2], [0, 0], [0, 0]], [[0, 0]] * 3])
-    experts = SimpleNamespace(aux_loss=0.0, counts=counts, dropped=0, moments=moments)
+    experts = SimpleNamespace(aux_loss=0.0, counts=counts, dropped=0, moments=moments, stash=(3, 4))
     run = replace(RUN, ep=2, expert_stages=(0, 0, 1))
     with TrainLog(tmp_path, run, stream=io.StringIO()) as log:
         log.step(1, loss=1.0, grad_norm=1.0, lr=1.0, experts=experts)
     opening, _, record = read_metrics(tmp_path / "metrics.jsonl")
     assert (opening["ep"], opening["expert_stages"]) == (2, [0, 0, 1])
     assert record["rank_load"] == [1.5, 1.5, 1.0]
+    assert (record["stash_used"], record["stash_rows"]) == (3, 4)
     assert (record["stage_load"], record["stage_spread"]) == ([1.5, 1.0, 0.0], [0.25, 0.0, 0.0])
 
 
