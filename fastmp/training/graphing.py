@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -183,16 +184,15 @@ def evaluation_graphs(
         ValueError: a segment cannot be captured, or as `make_graphs` for NCCL.
     """
     _check_allocator(device)
-    lossless, evaluated = LosslessForwards(runner.chunks, groups), runner.evaluated
-    with evaluation_mode(runner.chunks), lossless.limited():  # in which layers may send tokens otherwise
-        graphs = FunctionGraph(
-            lossless.counted(evaluated) if lossless.needed else evaluated,
-            runner.chunks,
-            backend=make_backend(rng, device),
-            name="the evaluation",
-            advice="without graphs.evaluation it runs eagerly",
-        )
-    runner.evaluated = lossless.checked(graphs, evaluated) if lossless.needed else graphs
+    make = partial(
+        FunctionGraph,
+        modules=runner.chunks,
+        backend=make_backend(rng, device),
+        name="the evaluation",
+        advice="without graphs.evaluation it runs eagerly",
+    )
+    with evaluation_mode(runner.chunks):  # in which layers may send tokens otherwise
+        graphs, runner.evaluated = LosslessForwards(runner.chunks, groups).graphed(runner.evaluated, make)
     return graphs
 
 

@@ -21,6 +21,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 STEP = GraphConfig(enabled=True, scope=("full_step",))
 EVALUATION = GraphConfig(enabled=True, evaluation=True)
 BUCKETS = OptimizerConfig(bucket_size=200)
+PIPELINE = ParallelConfig(ep=2, pp=2)
 SHARED_MEMORY = replace(EXPERTS, moe=replace(EXPERTS.moe, dispatcher="symmetric"))
 
 
@@ -159,10 +160,6 @@ def exchange_case(rank, world):
         ValueError, match="the evaluation cannot be one graph, because dispatch, experts, combine"
     ):
         evaluated(EVALUATION, groups, ParallelConfig(ep=2), EXPERTS)
-    limited = replace(SHARED_MEMORY, moe=replace(SHARED_MEMORY.moe, symmetric_capacity=0.5))
-    message = r"evaluation cannot be one graph, .* symmetric_capacity .* leave it out\); without graphs\.eval"
-    with pytest.raises(ValueError, match=message):
-        evaluated(EVALUATION, groups, ParallelConfig(ep=2), limited)
 
 
 @pytest.mark.full
@@ -210,6 +207,23 @@ def evaluations_case(rank, world, grid, config, layout, shapes, device="cpu"):
 def test_evaluations(world, grid, config, layout, shapes):
     case = grid, config, layout, shapes
     run_ranks(evaluations_case, 2, *case) if world > 1 else evaluations_case(0, 1, *case)
+
+
+def overflowing_case(rank, world, grid, layout, capacity):
+    """Held-out batches that do not fit into symmetric memory are evaluated again, by all-to-all."""
+    groups, rerun = make_groups(world, **grid), {"symmetric_overflow": "rerun", "activation_stash": 0.0}
+    limited = replace(SHARED_MEMORY.moe, symmetric_capacity=capacity, **rerun)
+    found, graphs = evaluated(EVALUATION, groups, layout, replace(SHARED_MEMORY, moe=limited))
+    assert graphs.num_graphs > 0
+    assert found == evaluated(None, groups, layout, EXPERTS)[0]
+
+
+@pytest.mark.parametrize("capacity", [0.8, *full([1.2, 2.0])])
+@pytest.mark.parametrize(
+    ("grid", "layout"), [({"ep": 2}, ParallelConfig(ep=2)), *full([({"ep": 2, "pp": 2}, PIPELINE)])], ids=str
+)
+def test_evaluations_that_overflow_are_those_of_an_all_to_all(grid, layout, capacity):
+    run_ranks(overflowing_case, 2 * layout.pp, grid, layout, capacity, timeout=180)
 
 
 @pytest.mark.gpu

@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -26,6 +28,7 @@ from fastmp.distributed.collectives import gather_from_group, gather_sequence, g
 from fastmp.distributed.groups import ParallelGroups
 from fastmp.nn.gpt import GPT
 from fastmp.nn.moe.layer import MoELayer
+from fastmp.nn.moe.lossless import LosslessForwards
 from fastmp.pipeline.runner import Pipeline
 from fastmp.pipeline.schedule import Schedule
 from fastmp.tensor_parallel.context import cut_sequence, join_sequence
@@ -74,11 +77,12 @@ class Scorer:
         model: a GPT, or this rank's pipeline stage.
         groups: process groups of the model; data-parallel ranks score different rows.
         likeliest: also compare targets with the most likely tokens, which gathers their logits.
-        backend: captures the scoring of batches of each shape as a graph; None: eager.
+        backend: captures the scoring of batches of each shape as a graph; None: eager. In graphs, experts
+            keep a limited receive capacity; a batch that exceeds it is scored again by all-to-all.
 
     Raises:
         ValueError: a graph cannot capture the scoring: pipeline stages, and experts that exchange tokens with
-            other ranks.
+            other ranks by way of the host.
     """
 
     def __init__(
@@ -89,6 +93,7 @@ class Scorer:
         shards = group_size(groups.tp) if model.sequence_parallel else 1
         self.multiple = shards * (2 * group_size(groups.cp) if groups.cp is not None else 1)
         self._scored: Callable[[_Batch], Tensor] = self._score_of_batch
+        self._lossless: LosslessForwards | None = None
         if backend is not None:
             advice = "leave out --graphs"
             if groups.pp is not None:
@@ -96,9 +101,11 @@ class Scorer:
                     f"graphs: the {group_size(groups.pp)} ranks of a pipeline agree on shapes while they "
                     f"score, which no graph can hold; {advice}"
                 )
-            self._scored = FunctionGraph(
-                self._scored, [model], backend=backend, name="the scoring of a batch", advice=advice
+            make = partial(
+                FunctionGraph, modules=[model], backend=backend, name="the scoring of a batch", advice=advice
             )
+            self._lossless = LosslessForwards([model], groups)
+            _, self._scored = self._lossless.graphed(self._score_of_batch, make)
         self._pipeline: Pipeline | None = None
         self._shape: tuple[int, int] | None = None
         if groups.pp is not None:
@@ -142,9 +149,10 @@ class Scorer:
         length = self._length(rows) // group_size(self.groups.cp)
         if self.model.sequence_parallel:
             length //= group_size(self.groups.tp)
-        for layer in self.model.modules():
-            if isinstance(layer, MoELayer):
-                layer.reserve(length, self._at_once(rows))
+        with nullcontext() if self._lossless is None else self._lossless.limited():
+            for layer in self.model.modules():
+                if isinstance(layer, MoELayer):
+                    layer.reserve(length, self._at_once(rows))
 
     def _length(self, rows: Sequence[ScoredText]) -> int:
         return self._padded(max(len(row.ids) - 1 for row in rows))

@@ -21,7 +21,6 @@ from fastmp.cuda_graphs.backends.cuda import CudaBackend
 from fastmp.distributed.collectives import communication_device, gather_objects, group_rank, group_size
 from fastmp.distributed.groups import ParallelGroups
 from fastmp.nn.gpt import GPT
-from fastmp.nn.moe.layer import MoELayer
 from fastmp.training.data.tokenize import Tokenizer
 
 __all__ = ["Continuation", "Generated", "check_prompts", "generate"]
@@ -141,9 +140,7 @@ def generate(
         else Completion(prompts[0][:1], 0)  # padding: equally many rows on all ranks
         for i in own
     ]
-    for layer in model.modules():
-        if isinstance(layer, MoELayer):
-            layer.reserve(longest, size)
+    decoder.reserve(longest, size)
     seconds = _run(decoder, rows, longest, _points(own, max_new_tokens, seed).to(device), groups.dp)
     found = [(row.continuation(), row.taken) for row in rows]
     found = list(chain.from_iterable(gather_objects(found, groups.dp)))[: len(prompts)]
@@ -273,7 +270,7 @@ def _run(
         if _everywhere(all(row.done for row in rows), dp):
             return decoding - began, time.perf_counter() - decoding
         steps = range(done, min(done + interval, points_BN.shape[1]))
-        chosen_BN = torch.stack([decoder.step(points_BN[:, i]).clone() for i in steps], 1)
+        chosen_BN = decoder.steps(points_BN[:, steps.start : steps.stop])
         done = steps.stop
 
 

@@ -2,14 +2,16 @@
 
 The step is a function of tensors that stay where they are: last tokens, positions, random numbers, and the
 cache of keys and values. It never waits for the device, so its parts are captured as graphs; what no graph
-can hold, such as experts on several ranks, runs between them.
+can hold, such as an all-to-all of tokens, runs between them. Graphs of experts with a limited receive
+capacity may drop tokens: `steps` reads the count once, and repeats its steps by all-to-all.
 
 Shapes: S tokens of the longest prompt, B rows, H hidden, V vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from itertools import groupby
 
@@ -22,6 +24,8 @@ from fastmp.distributed.collectives import gather_from_group, group_rank, group_
 from fastmp.distributed.groups import ParallelGroups
 from fastmp.nn.gpt import GPT
 from fastmp.nn.kv_cache import KeyValueCache
+from fastmp.nn.moe.layer import MoELayer
+from fastmp.nn.moe.lossless import LosslessForwards
 from fastmp.nn.segment import BoundSegment, Tensors
 
 __all__ = ["NO_TOKEN", "Decoder"]
@@ -33,7 +37,7 @@ Work = Callable[..., Tensors]
 
 
 class Decoder:
-    """Continues the rows of one batch: `prefill` once, then `step` for each further token.
+    """Continues the rows of one batch: `prefill` once, then `steps` for further tokens.
 
     Args:
         model: a GPT in evaluation mode, or this rank's only stage of one, over `groups`.
@@ -72,7 +76,20 @@ class Decoder:
         self.vocab_size = model.config.vocab_size if vocab_size is None else vocab_size
         self.pp, self.tp = groups.pp, groups.tp
         self.cache = KeyValueCache(places)
-        self._parts = [] if backend is None else list(self._cut(backend))
+        self._parts: list[Work] = []  # of a step, some in graphs
+        self._eager_parts: list[Work] = []
+        self._lossless: LosslessForwards | None = None
+        if backend is not None:
+            self._lossless = LosslessForwards([model], groups)
+            with self._lossless.limited():
+                self._cut(backend)
+
+    def reserve(self, seq_len: int, rows: int) -> None:
+        """Grow the symmetric memory of experts to hold (seq_len, rows) tokens, if they use it."""
+        with nullcontext() if self._lossless is None else self._lossless.limited():
+            for layer in self.model.modules():
+                if isinstance(layer, MoELayer):
+                    layer.reserve(seq_len, rows)
 
     @torch.no_grad()
     def prefill(self, prompts_BS: Tensor, lengths_B: Tensor, points_B: Tensor) -> Tensor:
@@ -92,20 +109,43 @@ class Decoder:
             hidden_SBH = hidden_SBH[lengths_B - 1, rows_B].unsqueeze(0)
         return self._hand_on(*self._end(hidden_SBH, advance=False))
 
-    @torch.no_grad()
     def step(self, points_B: Tensor) -> Tensor:
-        """Return the next token (B,) of each row; the next step overwrites the tensor."""
+        """Return the next token (B,) of each row; the next step may overwrite the tensor."""
+        if self._lossless is None or not self._lossless.needed:
+            return self._step(points_B, self._parts)
+        return self.steps(points_B.unsqueeze(1)).squeeze(1)
+
+    @torch.no_grad()
+    def steps(self, points_BN: Tensor) -> Tensor:
+        """Return the next N tokens (B, N) of each row; the host waits only where experts may drop tokens."""
+        if self._lossless is None or not self._lossless.needed:
+            return self._steps(points_BN, self._parts)
+        state, longest = (self._tokens_B.clone(), self._positions_B.clone()), self._longest
+        with self._lossless.limited():
+            before = self._lossless.count()
+            chosen_BN = self._steps(points_BN, self._parts)
+            dropped = self._lossless.dropped_since(before)
+        if not int(dropped):
+            return chosen_BN
+        # Later keys and values overwrite those of the void steps.
+        self._tokens_B.copy_(state[0])
+        self._positions_B.copy_(state[1])
+        self._longest = longest
+        return self._steps(points_BN, self._eager_parts)
+
+    def _steps(self, points_BN: Tensor, parts: Sequence[Work]) -> Tensor:
+        return torch.stack([self._step(points_B, parts).clone() for points_B in points_BN.unbind(1)], 1)
+
+    @torch.no_grad()
+    def _step(self, points_B: Tensor, parts: Sequence[Work]) -> Tensor:
         self._points_B.copy_(points_B)
         self._longest += 1
         if not self.model.stage_spec.first:
             self._receive(self._hidden)
-        if self.backend is None:
+        if not parts:
             hidden_1BH, *_ = self.model.layers(*self._begin(self._longest), cache=self.cache)
             return self._hand_on(*self._end(hidden_1BH))
-        tensors: Tensors = ()
-        for part in self._parts:
-            tensors = part(*tensors)
-        return self._hand_on(*tensors)
+        return self._hand_on(*_in_turn(parts))
 
     def _begin(self, columns: int | None = None) -> Tensors:
         """Return the hidden states of the last tokens before this stage's layers."""
@@ -129,8 +169,8 @@ class Decoder:
             self._positions_B += 1
         return (hidden_1BH,)
 
-    def _cut(self, backend: Backend) -> Iterator[Work]:
-        """Yield the parts of a step: consecutive capturable segments as graphs, the others eager."""
+    def _cut(self, backend: Backend) -> None:
+        """Make the parts of a step: consecutive capturable segments as graphs, the others eager."""
         links = self.model.layers.bound_segments()
         begins = [True, *(link.last for link in links[:-1])]
         work: list[tuple[bool, Work]] = [
@@ -143,7 +183,8 @@ class Decoder:
         ]
         for captured, own in groupby(work, lambda each: each[0]):
             functions = [function for _, function in own]
-            yield _Graphed(functions, backend) if captured else partial(_in_turn, functions)
+            self._parts.append(_Graphed(functions, backend) if captured else partial(_in_turn, functions))
+            self._eager_parts += functions
 
     def _buffer(self, S: int, B: int) -> Tensor:
         """Return a buffer (S, B, H) for the previous stage's hidden states; empty on the first stage."""

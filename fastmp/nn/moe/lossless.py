@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -23,12 +23,13 @@ __all__ = ["LosslessForwards"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
+G = TypeVar("G", bound=Callable[..., Any])
 
 
 class LosslessForwards:
     """Run forwards of a model whose experts have a limited receive capacity, without dropping a token.
 
-    All ranks construct it together, and call the functions that it returns together.
+    All ranks construct it together, and call its methods and the functions that it returns together.
 
     Args:
         modules: the model in evaluation mode, or this rank's pipeline stages.
@@ -38,10 +39,9 @@ class LosslessForwards:
         needed: True if a layer of any rank may drop tokens; otherwise forwards run as they are.
 
     Example (needs a model and a graph backend):
-        >>> lossless = LosslessForwards([model], groups)
-        >>> with lossless.limited():
-        ...     graph = FunctionGraph(lossless.counted(scores), [model], backend=backend, name="", advice="")
-        >>> values = lossless.checked(graph, scores)(batch)
+        >>> texts = {"name": "the scoring", "advice": "run it eagerly"}
+        >>> make = partial(FunctionGraph, modules=[model], backend=backend, **texts)
+        >>> graphs, scores = LosslessForwards([model], groups).graphed(scores, make)
     """
 
     def __init__(self, modules: Iterable[nn.Module], groups: ParallelGroups) -> None:
@@ -63,46 +63,42 @@ class LosslessForwards:
                 stack.enter_context(layer.limited_capacity())
             yield
 
-    def counted(self, function: Callable[P, T]) -> Callable[P, tuple[T, Tensor]]:
-        """Return `function` under the limited capacity, for a graph.
+    def graphed(
+        self, function: Callable[P, T], make: Callable[[Callable[P, Any]], G]
+    ) -> tuple[G, Callable[P, T]]:
+        """Return the graphs `make(function)`, and a function that calls them and drops nothing.
 
-        Its result is (result, the number () of assignments that any rank has dropped, on the device).
+        make: called inside `limited`, with `function` or, if layers may drop tokens, with one that also
+            returns how many were dropped.
         """
+        if not self.needed:
+            graphs = make(function)
+            return graphs, graphs
 
-        def run(*args: P.args, **kwargs: P.kwargs) -> tuple[T, Tensor]:
+        def counted(*args: P.args, **kwargs: P.kwargs) -> tuple[T, Tensor]:
             with self.limited():
-                before = self._count()
+                before = self.count()
                 result = function(*args, **kwargs)
-                number = self._count() - before
-            # The counters go on to count what training drops.
-            for counter, value in zip(self._counters, before.unbind(), strict=True):
-                counter.copy_(value)
-            number = number.sum().view(1)
-            return result, sum_over_(number, self.groups.tp_cp_dp, self.groups.pp)[0]
+                return result, self.dropped_since(before)
 
-        return run
+        with self.limited():
+            graphs = make(counted)
 
-    def checked(
-        self,
-        counted: Callable[P, tuple[T, Tensor]],
-        function: Callable[P, T],
-        before_repeat: Callable[[], None] = lambda: None,
-    ) -> Callable[P, T]:
-        """Return a function that calls `counted`, and `function` eagerly if that has dropped a token.
+        def checked(*args: P.args, **kwargs: P.kwargs) -> T:
+            result, number = graphs(*args, **kwargs)
+            return function(*args, **kwargs) if int(number) else result
 
-        before_repeat: restores the state that a void call has changed.
-        """
+        return graphs, checked
 
-        def run(*args: P.args, **kwargs: P.kwargs) -> T:
-            result, number = counted(*args, **kwargs)
-            if not int(number):
-                return result
-            before_repeat()
-            return function(*args, **kwargs)
-
-        return run
-
-    def _count(self) -> Tensor:
+    def count(self) -> Tensor:
+        """Return the counters of this rank's layers (layers,)."""
         if self._counters:
             return torch.stack(self._counters)
         return torch.zeros(0, dtype=torch.int64, device=self._device)
+
+    def dropped_since(self, before: Tensor) -> Tensor:
+        """Return the number (1,) of assignments that all ranks dropped since `before`; forget them."""
+        number = (self.count() - before).sum().view(1)
+        for counter, value in zip(self._counters, before.unbind(), strict=True):
+            counter.copy_(value)  # what training drops is counted on from here
+        return sum_over_(number, self.groups.tp_cp_dp, self.groups.pp)

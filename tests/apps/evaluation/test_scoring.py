@@ -23,6 +23,7 @@ from fastmp.distributed.grid import RankGrid
 from fastmp.distributed.groups import ParallelGroups
 from fastmp.distributed.rng import RngTracker
 from fastmp.nn import Placement, gpt_stages
+from fastmp.nn.moe.layer import MoELayer
 from fastmp.testing.ranks import run_ranks
 from tools.small_models import EXPERTS, QWEN, SEED, SMALL, make_gpt
 
@@ -141,6 +142,33 @@ def test_graphs_score_with_the_same_bits(name, layout, options, world):
     )
 
 
+def overflowing_case(rank, world, layout):
+    """Batches that do not fit into symmetric memory are scored again, with the bits of an all-to-all."""
+    groups, scored = ParallelGroups.create(RankGrid(world_size=world, **layout)), []
+    ordinary, limited = (make_gpt(CONFIGS[name], groups).eval() for name in ("experts", "limited"))
+    score = Scorer._score_of_batch
+
+    def counted(self, batch):
+        scored.append([layer.dispatcher.may_drop for layer in layers])
+        return score(self, batch)
+
+    layers = [module for module in limited.modules() if isinstance(module, MoELayer)]
+    for rows in (ROWS, UNEVEN):
+        more = {"groups": groups, "batch_size": 3}
+        expected = evaluate(task_of(rows), ordinary, **more)
+        Scorer._score_of_batch = counted
+        assert evaluate(task_of(rows), limited, backend=RecordingBackend(), **more) == expected
+        Scorer._score_of_batch = score
+    assert all(layer.dropped_pairs == 0 for layer in layers)
+    return sum(not any(each) for each in scored), sum(all(each) for each in scored)
+
+
+@pytest.mark.parametrize("layout", [{"ep": 2}, *full([{"tp": 2, "ep": 2, "etp": 1}])], ids=str)
+def test_batches_that_overflow_are_scored_again(layout):
+    (again, eager_or_captured), _ = run_ranks(overflowing_case, 2, layout)
+    assert again > 0 < eager_or_captured
+
+
 def longer_case(rank, world, layout):
     groups = ParallelGroups.create(RankGrid(world_size=world, **layout))
     ordinary, shared = (make_gpt(CONFIGS[name], groups).eval() for name in ("experts", "shared"))
@@ -169,8 +197,6 @@ def test_what_no_graph_can_score_is_refused():
         "cannot be one graph, because dispatch, experts, combine must run eagerly .*; leave out --graphs"
     )
     run_ranks(refused_case, 2, "experts", {"ep": 2}, exchange)
-    limited = "with a symmetric_capacity they send by all-to-all: leave it out.*; leave out --graphs"
-    run_ranks(refused_case, 2, "limited", {"ep": 2}, limited)
     run_ranks(refused_case, 2, "learned", {"pp": 2}, "the 2 ranks of a pipeline agree on shapes .* --graphs")
 
 

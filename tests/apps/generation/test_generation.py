@@ -11,6 +11,7 @@ from marks import full
 
 from fastmp.apps.generation import batched
 from fastmp.apps.generation.batched import Completion, generate
+from fastmp.apps.generation.incremental import Decoder
 from fastmp.cuda_graphs.backends.recording import RecordingBackend
 from fastmp.cuda_graphs.function_graph import FunctionGraph
 from fastmp.distributed.collectives import group_rank
@@ -18,6 +19,7 @@ from fastmp.distributed.grid import RankGrid
 from fastmp.distributed.groups import ParallelGroups
 from fastmp.distributed.rng import RngTracker
 from fastmp.nn import GPT, Placement, gpt_stages
+from fastmp.nn.moe.layer import MoELayer
 from fastmp.testing.ranks import run_ranks
 from fastmp.training.data.tokenize import ByteTokenizer
 from tools.small_models import EXPERTS, QWEN, SEED, SMALL, make_gpt
@@ -257,6 +259,37 @@ def divided(rank, world, name, layout, graphs):
 def test_layouts_generate_what_one_rank_does(name, layout, world, graphs):
     expected = [ids_of(generate(model_of(name), PROMPTS, **options)) for options in (GREEDY, DRAWN)]
     assert run_ranks(divided, world, name, layout, graphs) == [expected] * world
+
+
+def overflowing(rank, world, layout, capacity):
+    """The ids of experts whose symmetric memory is too small for some steps, and how many steps ran twice."""
+    groups, found, repeated = ParallelGroups.create(RankGrid(world_size=world, **layout)), [], []
+    steps = Decoder._steps
+
+    def counted(self, points_BN, parts):
+        repeated.append(parts is self._eager_parts)
+        return steps(self, points_BN, parts)
+
+    limited = replace(CONFIGS["limited"], moe=replace(CONFIGS["limited"].moe, symmetric_capacity=capacity))
+    for config in (CONFIGS["experts"], limited):
+        model = make_gpt(config, groups).eval()
+        for options in (GREEDY, DRAWN):
+            Decoder._steps, repeated = counted, []
+            backend = RecordingBackend()
+            found.append(ids_of(generate(model, PROMPTS, groups=groups, backend=backend, **options)))
+        assert config is limited or not any(repeated)
+    layer = next(module for module in model.modules() if isinstance(module, MoELayer))
+    assert layer.dropped_pairs == 0
+    assert found[:2] == found[2:]
+    return repeated
+
+
+@pytest.mark.parametrize(
+    ("layout", "capacity"), [({"ep": 2}, 0.22), *full([({"tp": 2, "ep": 2, "etp": 1}, 0.17)])], ids=str
+)
+def test_steps_that_overflow_are_repeated(layout, capacity):
+    repeated, other = run_ranks(overflowing, 2, layout, capacity)
+    assert repeated == other and any(repeated)
 
 
 def longer(rank, world, layout, graphs):
