@@ -242,6 +242,11 @@ class GraphManager:
             f"{self.backend.nbytes / 1e6:.2f} MB in a pool"
         )
 
+    def raise_difference(self) -> None:
+        """Raise the GraphError of a verified step that is not void; call it after such a step."""
+        if self._verifier is not None and self._verifier.difference is not None:
+            raise self._verifier.difference
+
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Run the chains eagerly inside; use it between two steps."""

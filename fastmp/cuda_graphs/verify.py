@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
@@ -15,7 +16,7 @@ from fastmp.cuda_graphs.graph_set import Captured, Gradients, Key, ReplaySlot
 from fastmp.cuda_graphs.hooks import suspended_hooks
 from fastmp.cuda_graphs.partition import CapturedSpan, made_by
 from fastmp.cuda_graphs.restore import SpanSnapshot, random_states, restore_random_states
-from fastmp.nn.moe.stash import without_stash
+from fastmp.nn.moe.stash import has_stash, without_stash
 from fastmp.nn.segment import Tensors
 from fastmp.ops.wgrad import WgradQueue, defer_wgrad
 from fastmp.pipeline.schedule import BACKWARD
@@ -44,13 +45,15 @@ class Verifier:
     Set `wanted` to False to replay the next forward, and its backward, without a comparison.
 
     Raises:
-        GraphError: a tensor differs; the message names the span, the microbatch and the tensor.
+        GraphError: a tensor differs; the message names the span, the microbatch and the tensor. With an
+            activation stash the error is kept in `difference`, for a step that is not void.
     """
 
     def __init__(
         self, spans: Sequence[Sequence[CapturedSpan]], shared: TreeSpec, rng: RandomStreams | None
     ) -> None:
         self._spans, self._shared, self._rng, self.wanted = spans, shared, rng, True
+        self.difference: GraphError | None = None
         self._eager: dict[Key, _SavedForward] = {}
 
     def forward(self, slot: ReplaySlot, captured: Captured, static: Sequence[Tensor]) -> Tensors:
@@ -68,11 +71,13 @@ class Verifier:
         with torch.enable_grad(), suspended_hooks(span), defer_wgrad(queue), without_stash():
             tensors, others = span.through(tuple(inputs), self._shared)
         expected = made_by((*tensors, *others), inputs)
-        for i, pair in enumerate(zip(made, expected, strict=True)):
-            _compare(slot, f"output {i}", *pair)
-        for name, state in random_states(self._rng).items():
-            _compare(slot, f"random stream {name!r}", drawn[name], state)
-        _compare_states(slot, after)
+        with self._comparing(span):
+            for i, pair in enumerate(zip(made, expected, strict=True)):
+                _compare(slot, f"output {i}", *pair)
+            for name, state in random_states(self._rng).items():
+                _compare(slot, f"random stream {name!r}", drawn[name], state)
+            _compare_states(slot, after)
+        after.restore()
         outputs = [output for output in expected if output.requires_grad]
         self._eager[slot.key] = _SavedForward(inputs, outputs, queue)
         return made
@@ -93,8 +98,9 @@ class Verifier:
         own = self._both(slot, captured.backward, eagerly)
         if slot.kind == BACKWARD or eager.queue is None:
             del self._eager[slot.key]
-        for i, (x, grad) in enumerate(zip(eager.inputs, own, strict=True)):
-            _compare(slot, f"the gradient of input {i}", grad, x.grad)
+        with self._comparing(self._span(slot)):
+            for i, (x, grad) in enumerate(zip(eager.inputs, own, strict=True)):
+                _compare(slot, f"the gradient of input {i}", grad, x.grad)
         return own
 
     def weights(self, slot: ReplaySlot, captured: Captured) -> None:
@@ -105,6 +111,16 @@ class Verifier:
             return
         tasks = eager.queue.take()
         self._both(slot, captured.weight, lambda: WgradQueue.run(tasks))
+
+    @contextmanager
+    def _comparing(self, span: CapturedSpan) -> Iterator[None]:
+        """Keep the first difference inside where a stash, on any rank, may have made the step void."""
+        try:
+            yield
+        except GraphError as error:
+            if not has_stash({link.layer for link in span.links}):
+                raise
+            self.difference = self.difference or error
 
     def _span(self, slot: ReplaySlot) -> CapturedSpan:
         return self._spans[slot.step.chunk][slot.span]
@@ -120,7 +136,9 @@ class Verifier:
         before.restore()
         with torch.enable_grad(), suspended_hooks(span):
             eagerly()
-        _compare_states(slot, after)
+        with self._comparing(span):
+            _compare_states(slot, after)
+        after.restore()
         return own
 
 
@@ -131,10 +149,9 @@ def _wait(tensors: Sequence[Tensor]) -> None:
 
 
 def _compare_states(slot: ReplaySlot, replayed: SpanSnapshot) -> None:
-    """Compare the state after a replay with the present state, and restore the former."""
+    """Compare the state after a replay with the present state."""
     for name, now in replayed.now().items():
         _compare(slot, name, replayed.values[name], now)
-    replayed.restore()
 
 
 def _compare(slot: ReplaySlot, what: str, graph: Tensor | None, eager: Tensor | None) -> None:

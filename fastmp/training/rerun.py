@@ -68,6 +68,8 @@ class Rerun:
         if counts.overflowed or counts.crowded:
             self._grow(work.counters, counts)
         if not counts.void:
+            if self.manager is not None:
+                self.manager.raise_difference()
             return sums
         self._add_reasons(counts)
         work.grads.recount()

@@ -17,6 +17,7 @@ from marks import full
 from trainer_tools import make_groups
 
 from fastmp.config import GraphConfig, ParallelConfig
+from fastmp.cuda_graphs import GraphError, verify
 from fastmp.nn.moe.layer import MoELayer
 from fastmp.ops.stash import HEAD, TAIL
 from fastmp.testing.ranks import run_ranks
@@ -123,3 +124,17 @@ def test_any_load_trains_as_an_all_to_all(name):
 def test_two_hundred_sequences(name, first):
     world, *how = CASES[name]
     run_ranks(loads_case, world, *how, range(first, first + 25), 5, timeout=3000)
+
+
+def differing_case(rank, world):
+    def differs(slot, what, graph, eager):
+        raise GraphError(f"{what} differs")
+
+    verify._compare = differs
+    with pytest.raises(GraphError, match="output 0 differs"):
+        run(make_groups(world, ep=2), ParallelConfig(ep=2), VERIFIED, at_random(0), 6, dispatcher="symmetric")
+
+
+@pytest.mark.full
+def test_a_difference_in_a_step_that_is_not_void_is_an_error():
+    run_ranks(differing_case, 2)

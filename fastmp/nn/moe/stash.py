@@ -16,13 +16,13 @@ from __future__ import annotations
 
 import heapq
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import Function, once_differentiable
 
 from fastmp.config.dispatchers import STASH_TICKETS
@@ -44,7 +44,7 @@ from fastmp.ops.wgrad import deferral, leaf_of
 from fastmp.profiling import traced
 from fastmp.status import process_status
 
-__all__ = ["ActivationStash", "stashed_experts", "without_stash"]
+__all__ = ["ActivationStash", "has_stash", "stashed_experts", "without_stash"]
 
 _ROWS, _H, _Y, _GRAD = range(4)  # of the rings
 _enabled = True
@@ -170,6 +170,11 @@ class StashEntry:
         if not self.released and process_status.graph is None:
             with suppress(Exception):  # the interpreter may be ending
                 self.release()
+
+
+def has_stash(layers: Iterable[nn.Module]) -> bool:
+    """Return True if a module in `layers` keeps activations in a stash."""
+    return any(getattr(module, "stash", None) is not None for each in layers for module in each.modules())
 
 
 @contextmanager
