@@ -46,6 +46,7 @@ STDLIB_ONLY = """
     fastmp.pipeline.simulate fastmp.pipeline.messages fastmp.pipeline.stream_schedule fastmp.optim.flat_layout
     fastmp.distributed.grid fastmp.distributed.exchange_layout fastmp.watchdog.heartbeat
     fastmp.watchdog.records fastmp.watchdog.diagnosis fastmp.cuda_graphs.buffer_plan fastmp.cuda_graphs.scope
+    fastmp.cuda_graphs.lanes fastmp.cuda_graphs.errors
     fastmp.training.checkpoint.chunks fastmp.apps.cli fastmp.apps.plan fastmp.apps.signals
     fastmp.apps.first_rank fastmp.apps.finetuning.formats fastmp.apps.finetuning.answer_metrics
     fastmp.apps.finetuning.results fastmp.apps.finetuning.selection fastmp.apps.finetuning.finetune_tasks

@@ -22,7 +22,7 @@ class GraphCache(dict[Hashable, Captured], Generic[Captured]):
 
     Args:
         chains: the layers whose parameters, buffers, modes and hooks the graphs rely on.
-        backend: holds the memory pool of the graphs, and is reset with them.
+        backend: holds the memory pools of the graphs, and is reset with them.
         every_hook: also track replayed hooks, see `ModelSnapshot`.
     """
 
@@ -60,7 +60,7 @@ class GraphCache(dict[Hashable, Captured], Generic[Captured]):
         return not changed
 
     def drop(self) -> None:
-        """Release all graphs, their memory pool and the snapshot; nothing may be in flight."""
+        """Release all graphs, their memory pools and the snapshot; nothing may be in flight."""
         self._snapshot = None
         if self:
             self.clear()

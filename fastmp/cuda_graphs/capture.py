@@ -53,7 +53,7 @@ class Capture:
             torch.enable_grad(),
             suspended_hooks(span),
             defer_wgrad(queue),
-            self._captured(None, trace.draws) as graph,
+            self._captured(slot, None, trace.draws) as graph,
         ):
             tensors, others = span.through(tuple(inputs), self._graph_set.shared, begun)
             if versions != [buffer._version for buffer in static]:
@@ -99,6 +99,7 @@ class Capture:
             gradients = self._gradients(slot, captured.forward, work)
         own = [each.grad for each in captured.static]
         self._graph_set.live_grads = {grad.data_ptr(): grad for grad in own if grad is not None}
+        self._graph_set.live_grads_of = slot.readers
         gradients.inputs = [None if grad is None else self._backend.weak(grad) for grad in own]
         captured.forget()  # the graph itself holds what it reads
         captured.backward = gradients
@@ -109,8 +110,8 @@ class Capture:
         captured.weight = self._gradients(slot, captured.forward, work)
 
     @contextmanager
-    def _captured(self, forward: Graph | None, draws: Any = None) -> Iterator[Graph]:
-        graph = self._backend.graph(forward, draws)
+    def _captured(self, slot: ReplaySlot, forward: Graph | None, draws: Any = None) -> Iterator[Graph]:
+        graph = self._backend.graph(forward, draws, pool=slot.pool)
         with graph.capture():
             yield graph
 
@@ -125,7 +126,7 @@ class Capture:
                 _explained(slot),
                 torch.enable_grad(),
                 suspended_hooks(span) as visited,
-                self._captured(forward) as graph,
+                self._captured(slot, forward) as graph,
             ):
                 work()
             if not self._backend.runs_at_capture:

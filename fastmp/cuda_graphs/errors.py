@@ -1,4 +1,4 @@
-"""The errors of graphs."""
+"""The errors of graphs. Standard library only."""
 
 from __future__ import annotations
 

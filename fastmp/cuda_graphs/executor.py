@@ -77,7 +77,7 @@ class StepExecutor:
     def replays(self, chunk: int) -> bool:
         """Return True if the next forward of `chunk` is a pure replay."""
         slot = self._position.next_forward(chunk)
-        return slot is not None and self._graph_set.graphs_of[slot.round] <= self._graph_set.done
+        return slot is not None and self._graph_set.graphs_of[slot.bundle] <= self._graph_set.done
 
     def skip(self, chunk: int) -> None:
         """Leave out the next forward of a chunk, and its backward: they run eagerly."""
@@ -171,7 +171,7 @@ class StepExecutor:
         """Capture or replay the forward of a span over `inputs`; return the new outputs, not copied."""
         static = slot.fill(inputs)
         with region(slot.region):
-            if self._position.capturing:
+            if self._position.captures(slot):
                 made = self._capture_forward(slot, static)
             else:
                 made = self._replay_forward(slot, static)
@@ -308,6 +308,8 @@ class StepExecutor:
 
     def _left_by_graphs(self, slot: ReplaySlot, grads: Sequence[Tensor | None]) -> dict[int, Tensor]:
         """Return the gradients still in the output buffers of other graphs, by position."""
+        if self._graph_set.live_grads_of != slot.readers:
+            self._graph_set.live_grads = {}
         found, left = {}, self._graph_set.live_grads
         for place, (buffer, grad) in enumerate(zip(slot.static, grads, strict=True)):
             if grad is None or grad.data_ptr() not in left or grad.is_conj() or grad.is_neg():

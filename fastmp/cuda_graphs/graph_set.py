@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -111,15 +111,20 @@ class Gradients:
 class ReplaySlot:
     """A replay of the plan, with everything that is looked up in every step.
 
+    flight, lane, bundle: of the microbatch, by number (see `lanes.Flight`). pool: of the graph's memory.
+    readers: the backwards that may read in place what this one leaves in its pool.
     static: the memory that the graph reads: buffers of the plan, except at the positions `in_place`, where it
         reads the output of another graph.
     """
 
-    def __init__(self, replay: ReplayStep, name: str, buffers: Sequence[Tensor], round: int) -> None:
-        self.step, self.span, self.graph, self.round = replay.step, replay.span, replay.graph, round
+    def __init__(self, plan: BufferPlan, replay: ReplayStep, buffers: Sequence[Tensor]) -> None:
+        self.step, self.span, self.graph = replay.step, replay.span, replay.graph
+        _, self.lane, self.bundle = plan.flights[replay.flight]
+        self.flight, self.pool = replay.flight, plan.pool_of(replay)
+        self.readers = (self.flight, self.step.chunk if self.pool != self.lane else None)
         self.kind = replay.step.kind
         self.key = replay.step.microbatch, replay.step.chunk, replay.span
-        self.name = f"{replay.step}, span {name!r}"
+        self.name = f"{replay.step}, span {plan.chunks[replay.step.chunk][replay.span].name!r}"
         self.region = f"fastmp.graph.{self.name}"
         self.static = [buffers[buffer] for buffer in replay.buffers]
         self.in_place: frozenset[int] = frozenset()
@@ -206,11 +211,12 @@ class GraphSet:
     traces: the warm-up trace of each span, by (chunk, span). autocast: the dtype that it cast to, or False.
     shared: the structure of the keywords that all layers share, without its tensors.
     captured: by the number of the forward's graph. done: the numbers of all captured graphs.
+    graphs_of: the numbers of the graphs of each bundle.
     program: the `replay_program.ReplayProgram` of the captured graphs, once a step has asked for it.
     hooks: the hooks to call for each graph, from the first step on.
-    drops: the number of rounds whose capture began and was not completed.
-    live_grads: gradients that captured backwards of this round have left, by address. They are held, as the
-        memory of a replay is, so that autograd does not add to them in place.
+    drops: how often captures that had begun were given up.
+    live_grads: gradients that the last captured backward has left for `live_grads_of`, by address. They are
+        held, as the memory of a replay is, so that autograd does not add to them in place.
     """
 
     def __init__(
@@ -224,6 +230,7 @@ class GraphSet:
         self.plan, self.traces, self.device = plan, traces, device
         self.autocast, self.shared = autocast, shared
         self.live_grads: dict[int, Tensor] = {}
+        self.live_grads_of: tuple[int, int | None] | None = None
         self.buffers = [
             torch.empty_strided(
                 spec.shape, _strides(spec), dtype=getattr(torch, spec.dtype), device=device
@@ -235,13 +242,8 @@ class GraphSet:
         self.hooks: ReplayedHooks | None = None
         self.done: set[int] = set()
         self.drops = 0
-        rounds = list(plan.rounds())
-        self.graphs_of = [{plan.replays[i].graph for i in own} for own in rounds]
-        self.slots = [
-            ReplaySlot(replay, plan.chunks[replay.step.chunk][replay.span].name, self.buffers, number)
-            for number, own in enumerate(rounds)
-            for replay in plan.replays[own.start : own.stop]
-        ]
+        self.graphs_of = plan.bundles()
+        self.slots = [ReplaySlot(plan, replay, self.buffers) for replay in plan.replays]
         self.expected = {place: [_expected(*each) for each in own.inputs] for place, own in traces.items()}
 
     def copies_out(self, tensor: Tensor) -> bool:
@@ -266,17 +268,18 @@ class GraphSet:
     def read_in_place(self, graph: int, place: int, weak: Tensor) -> None:
         """Let the backward `graph` read a gradient in the memory of the graph that computes it, at `weak`.
 
-        It holds for all its replays: the graphs of a round always follow each other as they were captured.
+        It holds for all its replays: the graphs of a bundle always follow each other as they were captured.
         """
         for slot in self.slots:
             if slot.graph == graph:
                 slot.reads(place, weak, in_place=True)
 
-    def drop(self, number: int) -> None:
-        """Drop the graphs of round `number`, unless all of them are captured."""
-        graphs = self.graphs_of[number]
-        if graphs <= self.done:
+    def drop(self, bundles: Iterable[int]) -> None:
+        """Drop the graphs of the bundles that are not captured as a whole."""
+        incomplete = [own for own in (self.graphs_of[bundle] for bundle in bundles) if not own <= self.done]
+        if not incomplete:
             return
+        graphs = set().union(*incomplete)
         self.drops += 1
         self.done -= graphs
         for graph in graphs:

@@ -2,14 +2,14 @@
 
 1. Partition: a layer chain is partitioned into captured spans and the eager spans between them.
 2. Warm up and trace: the first steps run eagerly; the last of them records the tensors that enter and leave
-   each span, and `plan_buffers` assigns static buffers to graphs.
-3. Capture: one step is captured while it trains, each graph where it is first needed, so that graphs share
-   pool memory exactly as the step itself would allocate and free it.
+   each span, and `plan_buffers` assigns lanes to microbatches and static buffers to graphs.
+3. Capture: one step is captured while it trains, each graph where it is first needed, so that the graphs of a
+   lane share pool memory exactly as the microbatch itself would allocate and free it.
 4. Replay: a captured span is one copy into its static inputs and one graph launch, forward and backward.
 
-Static buffers are reused within a step, so a chain returns copies. Between two rounds of a step nothing is in
-flight and all pool memory is free: the graphs of one round are captured in one pass, so that memory held by
-one of them is never taken by another.
+Static buffers are reused within a step, so a chain returns copies. Between two microbatches of a lane all of
+its pool memory is free: its graphs are captured with one microbatch, so that memory held by one of them is
+never taken by another.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import TreeSpec
 
 from fastmp.cuda_graphs.backends.base import Backend, Graph
-from fastmp.cuda_graphs.buffer_plan import BufferPlan, TensorSpec, plan_buffers
+from fastmp.cuda_graphs.buffer_plan import BufferPlan, TensorSpec, check_plan, plan_buffers
 from fastmp.cuda_graphs.cache import GraphCache
 from fastmp.cuda_graphs.errors import GraphError
 from fastmp.cuda_graphs.executor import StepExecutor
@@ -43,7 +43,7 @@ from fastmp.pipeline.schedule import Step
 
 __all__ = ["Backend", "Graph", "GraphError", "GraphManager", "StepRunner"]
 
-_MAX_DROPS = 4  # rounds that could not be captured in one pass, before their steps run eagerly
+_MAX_DROPS = 4  # captures that were given up, before their steps run eagerly
 
 # Of the first inputs of a step: autocast dtype, structure of the shared keywords, and the spec of each
 # tensor.
@@ -327,6 +327,7 @@ class GraphManager:
             self._graph_sets[self._signature] = None
             return
         plan = plan_buffers(self.order, chunks)
+        check_plan(plan)
         self._graph_sets[self._signature] = GraphSet(plan, trace.spans, self._device, *self._signature[:2])
 
     def _first_forward(self, tensors: Tensors, shared: TreeSpec) -> Signature:

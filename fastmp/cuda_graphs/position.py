@@ -15,14 +15,14 @@ __all__ = ["Position"]
 class Position:
     """The next replay of a plan during one training step.
 
-    capturing: the graphs of the present round are being captured.
     eager: forwards (microbatch, chunk, span) that run eagerly in this step, with their backwards.
     """
 
     def __init__(self, graph_set: GraphSet, spans: Sequence[Sequence[CapturedSpan]]) -> None:
         self._graph_set, self._spans = graph_set, spans
-        self._next, self._round = 0, -1
-        self.capturing = False
+        self._next = 0
+        self._on_lane: dict[int, ReplaySlot] = {}  # a replay of the flight that is on each lane
+        self._capturing: set[int] = set()  # lanes whose flight is being captured
         self.eager: set[Key] = set()
 
     def peek(self) -> ReplaySlot | None:
@@ -56,27 +56,31 @@ class Position:
                 f"graphs: the {kinds[0]}{which} of {unit} {chunk}, span {self._spans[chunk][span].name!r}, "
                 f"is about to run, but {planned} was planned; run the steps in the `order` of the manager"
             )
-        if slot.round != self._round:
-            self._begin_round(slot.round)
+        before = self._on_lane.get(slot.lane)
+        if before is None or before.flight != slot.flight:
+            self._begin_flight(slot, before)
         self._next += 1
         return slot
+
+    def captures(self, slot: ReplaySlot) -> bool:
+        """Return True if the graphs of the flight that `slot` is of are being captured."""
+        return slot.lane in self._capturing
 
     def go_on(self, number: int) -> None:
         """Continue at replay `number` of a step in which nothing was captured."""
         self._next = number
-        self._round = self._graph_set.slots[number - 1].round if number else -1
 
-    def _begin_round(self, number: int) -> None:
+    def _begin_flight(self, slot: ReplaySlot, before: ReplaySlot | None) -> None:
         graph_set = self._graph_set
-        if self._round >= 0:
-            graph_set.drop(self._round)
-        self._round = number
-        self.capturing = not graph_set.graphs_of[number] <= graph_set.done
-        graph_set.live_grads.clear()
+        if before is not None:
+            graph_set.drop([before.bundle])
+        self._on_lane[slot.lane] = slot
+        self._capturing.discard(slot.lane)
+        if not graph_set.graphs_of[slot.bundle] <= graph_set.done:
+            self._capturing.add(slot.lane)
 
     def end(self) -> None:
         """End the step, which may be incomplete."""
         self._next = len(self._graph_set.slots)
         self._graph_set.live_grads.clear()
-        if self._round >= 0:
-            self._graph_set.drop(self._round)
+        self._graph_set.drop(slot.bundle for slot in self._on_lane.values())

@@ -222,7 +222,7 @@ class _Backend:
         """Empty the allocator's cache, which a capture cannot do."""
         torch.cuda.empty_cache()
 
-    def graph(self, forward: Any = None, draws: Any = None, has_backward: bool = False) -> Any:
+    def graph(self, forward: Any = None, draws: Any = None, has_backward: bool = False, pool: int = 0) -> Any:
         raise NotImplementedError("graphs: Transformer Engine makes its graphs itself")
 
     def weak(self, tensor: Tensor) -> Any:

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import json
 import sys
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import chain
 from typing import Any
 
 from fastmp.config import Recipe
-from fastmp.cuda_graphs.buffer_plan import SpanSpec, TensorSpec, plan_buffers
+from fastmp.cuda_graphs.buffer_plan import SpanSpec, plan_buffers
 from fastmp.cuda_graphs.scope import captured_segments
 from fastmp.pipeline.schedule import (
-    BACKWARD,
-    BACKWARD_WEIGHT,
     FORWARD,
     Step,
     with_loss,
@@ -122,10 +119,11 @@ def _of_whole_step(recipe: Recipe, shapes: Shapes) -> dict[str, Any]:
             spans = ["step up to its sums", "update"]
     return {
         "spans": [spans],
+        "in_flight": 1,
+        "lanes": 1,
         "graphs": len(spans),
-        "graphs_by_formula": len(spans),
+        "replays": len(spans),
         "inputs": len(inputs),
-        "inputs_by_formula": len(inputs),
         "input_bytes": sum(spec.nbytes for spec in inputs),
         "gradients": 0,
         "gradient_bytes": 0,
@@ -151,7 +149,7 @@ def _of_runs(recipe: Recipe, shapes: Shapes) -> list[dict[str, Any]]:
         chunks, steps = [*chain(*of_stages[rank :: layout.pp])], schedule.order(rank)
         if len(chunks) > layout.vpp:
             steps = tuple(with_loss(steps, layout.vpp - 1))
-        found.append(_rank_facts(steps, chunks, schedule.peak_in_flight(rank), shapes.num_microbatches))
+        found.append(_rank_facts(steps, chunks, schedule.peak_in_flight(rank)))
     return found
 
 
@@ -168,50 +166,30 @@ def _of_parts(
             schedule.together(rank),
             [[each for _, each in stage_segment_costs(shapes, stage)] for stage in own],
         )
-        peak = schedule.peak_in_flight(rank)
-        facts = _rank_facts(order, [*chain(*parts)], peak, shapes.num_microbatches)
+        facts = _rank_facts(order, [*chain(*parts)], schedule.peak_in_flight(rank))
         found.append(facts | {"spans": [[span.name for part in stage for span in part] for stage in parts]})
     return found
 
 
-def _rank_facts(
-    steps: Sequence[Step], chunks: Sequence[Sequence[SpanSpec]], peak: int, num_microbatches: int
-) -> dict[str, Any]:
+def _rank_facts(steps: Sequence[Step], chunks: Sequence[Sequence[SpanSpec]], peak: int) -> dict[str, Any]:
     """Plan the graphs of `steps`, in which `peak` microbatches are in flight at most."""
     planned = plan_buffers(steps, chunks)
-    kinds = [len({step.kind for step in steps if step.chunk == chunk}) for chunk in range(len(chunks))]
-    graphs = sum(
-        1 if run.gradients is None else own for runs, own in zip(chunks, kinds, strict=True) for run in runs
-    )
     inputs = {
-        buffer for replay in planned.replays if replay.step.kind == "forward" for buffer in replay.buffers
+        buffer for replay in planned.replays if replay.step.kind == FORWARD for buffer in replay.buffers
     }
+    sizes = [spec.nbytes for spec in planned.buffers]
+    input_bytes = sum(sizes[buffer] for buffer in inputs)
     return {
         "spans": [[span.name for span in chunk] for chunk in chunks],
+        "in_flight": peak,
+        "lanes": planned.num_lanes,
         "graphs": planned.num_graphs,
-        "graphs_by_formula": graphs * (1 if peak == 1 else num_microbatches),
+        "replays": len(planned.replays),
         "inputs": len(inputs),
-        "inputs_by_formula": _most_at_once(steps, chunks),
-        "input_bytes": sum(planned.buffers[buffer].nbytes for buffer in inputs),
-        "gradients": len(planned.buffers) - len(inputs),
-        "gradient_bytes": sum(
-            spec.nbytes for buffer, spec in enumerate(planned.buffers) if buffer not in inputs
-        ),
+        "input_bytes": input_bytes,
+        "gradients": len(sizes) - len(inputs),
+        "gradient_bytes": sum(sizes) - input_bytes,
     }
-
-
-def _most_at_once(steps: Sequence[Step], chunks: Sequence[Sequence[SpanSpec]]) -> int:
-    """Return the most inputs in flight at once, counted for each shape and added up."""
-    now: Counter[TensorSpec] = Counter()
-    most: Counter[TensorSpec] = Counter()
-    for step in steps:
-        own = Counter(spec for span in chunks[step.chunk] for spec in span.inputs)
-        if step.kind == FORWARD:
-            now += own
-            most |= now
-        elif step.kind in (BACKWARD, BACKWARD_WEIGHT):
-            now -= own
-    return most.total()
 
 
 def describe_graphs(facts: dict[str, Any]) -> Iterator[str]:
@@ -231,17 +209,17 @@ def describe_graphs(facts: dict[str, Any]) -> Iterator[str]:
     if facts["stash"] is not None:
         yield from describe_stash(facts["stash"])
     yield ""
-    header = ["pipeline rank", "spans", "graphs", "formula", "inputs", "formula", "MiB", "gradients", "MiB"]
+    header = ["pipeline rank", "spans", "lanes", "graphs", "replays", "inputs", "MiB", "gradients", "MiB"]
     rows = []
     for rank, own in enumerate(facts["ranks"]):
         rows.append(
             [
                 str(rank),
                 "+".join(str(len(chunk)) for chunk in own["spans"]),
+                f"{own['lanes']}",
                 f"{own['graphs']}",
-                f"{own['graphs_by_formula']}",
+                f"{own['replays']}",
                 f"{own['inputs']}",
-                f"{own['inputs_by_formula']}",
                 f"{own['input_bytes'] / 2**20:,.1f}",
                 f"{own['gradients']}",
                 f"{own['gradient_bytes'] / 2**20:,.1f}",

@@ -40,7 +40,9 @@ class SilentBackend:
     def prepare(self) -> None:
         """Do nothing."""
 
-    def graph(self, forward: Any = None, draws: Any = None, has_backward: bool = False) -> SilentGraph:
+    def graph(
+        self, forward: Any = None, draws: Any = None, has_backward: bool = False, pool: int = 0
+    ) -> SilentGraph:
         return SilentGraph()
 
     def weak(self, tensor: Tensor) -> Callable[[], Tensor]:

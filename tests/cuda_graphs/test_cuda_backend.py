@@ -213,7 +213,7 @@ def test_the_pool_of_a_capture_that_fails_is_released_once(calls, ends, releases
         with pytest.raises(RuntimeError, match="not permitted"), failed.capture():
             wait()
         pool = failed.graph.pool
-        assert backend.pool != pool and not allocator.routed
+        assert backend.pools[0].handle != pool and not allocator.routed
         assert allocator.uses[pool] == 2  # of the graph that is there, and of the first one
     backend.reset()
     cuda._reset_releases_pool.cache_clear()
@@ -238,7 +238,7 @@ def test_an_error_ends_the_capture_and_says_what_it_was(calls):
     calls.reset_mock()
     with pytest.raises(ValueError, match="a user's own"), graph.capture():
         raise ValueError("a user's own")
-    assert backend.pool == "a pool"
+    assert backend.pools[0].handle == "a pool"
 
 
 def test_a_device_that_is_lost_is_not_mended_for_ever(calls):

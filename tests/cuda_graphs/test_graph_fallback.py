@@ -26,8 +26,8 @@ class FailingBackend(RecordingBackend):
     def prepare(self):
         self.prepared += 1
 
-    def graph(self, forward=None, draws=None):
-        graph, self.made = Failing(self.pool, self.rng, forward), self.made + 1
+    def graph(self, forward=None, draws=None, pool=0):
+        graph, self.made = Failing(self.pools[pool], self.rng, forward), self.made + 1
         graph.error = self.error if self.made - 1 == self.fails else None
         return graph
 

@@ -14,7 +14,8 @@ from fastmp.cuda_graphs import graph_set, hooks, partition, trace
 from fastmp.cuda_graphs import manager as managers
 from fastmp.cuda_graphs.backends.recording import Pool, RecordingBackend
 from fastmp.cuda_graphs.buffer_plan import SpanSpec, TensorSpec, plan_buffers
-from fastmp.cuda_graphs.errors import CaptureError
+from fastmp.cuda_graphs.buffer_plan import plan_errors as problems
+from fastmp.cuda_graphs.errors import CaptureError, GraphError
 from fastmp.cuda_graphs.graph_set import ReplaySlot
 from fastmp.distributed.groups import ParallelGroups
 from fastmp.nn.segment import LayerChain, Segment, SegmentedLayer
@@ -22,7 +23,7 @@ from fastmp.ops.wgrad import WgradQueue
 from fastmp.pipeline.runner import PipelineError
 from fastmp.pipeline.schedule import BACKWARD, FORWARD, Step
 from tools.prove.graphs import ORDER as OVERLAPPING
-from tools.prove.graphs import one_buffer, problems
+from tools.prove.graphs import one_buffer
 
 DENSE, EXPERTS = (replace(config, num_layers=2) for config in (DENSE_4, MOE_4))
 LAYOUT = Layout(DENSE, microbatches=2)
@@ -65,6 +66,9 @@ def test_forwards_that_overlap_are_right():
 
 def test_a_buffer_reused_too_early(monkeypatch):
     monkeypatch.setattr(managers, "plan_buffers", one_buffer)
+    with pytest.raises(GraphError, match="plan is wrong: buffer 0 is still needed by the backward"):
+        overlapping(True)
+    monkeypatch.setattr(managers, "check_plan", lambda plan: None)
     with pytest.raises(CaptureError, match="has been modified by an inplace operation"):
         overlapping(True)  # autograd sees it in the step that is captured
 

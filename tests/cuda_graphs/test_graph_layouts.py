@@ -42,8 +42,8 @@ def check_counts(layout, scope, groups, manager):
     runs, plan = num_runs(layout, scope, groups), manager.plan
     peak = Schedule(pp, layout.microbatches, layout.vpp, None, layout.schedule).peak_in_flight(rank)
     kinds = 3 if layout.schedule == ZERO_BUBBLE else 2
-    turns = layout.microbatches * layout.vpp if peak > 1 else 1  # one after the other they share graphs
-    assert plan.num_graphs == kinds * runs * turns
+    assert plan.num_lanes == peak and (peak > 1 or plan.num_graphs == kinds * runs)
+    assert kinds * runs * peak <= plan.num_graphs <= kinds * runs * peak * layout.vpp
     assert plan.inputs() == peak * runs
     assert manager.static_bytes == plan.nbytes
 

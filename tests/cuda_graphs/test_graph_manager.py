@@ -41,7 +41,7 @@ def test_recomputation_happens_inside_graphs(config, scope, runs):
     graphed = train_gpt(config, graphs=True, scope=scope, recompute=True)
     assert_same_gpt(graphed, train_gpt(config, graphs=False, recompute=True))
     kept = train_gpt(config, graphs=True, scope=scope)[2]
-    assert graphed[2].backend.pool.nbytes < 0.65 * kept.backend.pool.nbytes
+    assert graphed[2].backend.nbytes < 0.65 * kept.backend.nbytes
     assert graphed[2].plan == kept.plan
 
 
@@ -50,14 +50,14 @@ FRONT = ["attention", "router", "preprocess", "shared_experts"]
 
 @pytest.mark.parametrize(
     ("shared", "scope", "times"),
-    [(16, FRONT, 4), (16, None, 4 / 3), *full([(0, FRONT, 3), (16, ["attn"], 2)])],
+    [(16, FRONT, 4), (16, None, 1), *full([(0, FRONT, 3), (16, ["attn"], 2)])],
 )
 def test_what_is_kept_of_layers_that_are_recomputed_in_parts(shared, scope, times):
-    """In inputs of a layer, for each microbatch in flight; of three in one run also the first one's."""
+    """In inputs of a layer, for one more microbatch in flight and one more layer."""
     config = replace(MOE, moe=replace(MOE.moe, shared_expert_ffn_hidden_size=shared))
 
-    def held(num_microbatches):
-        model = GPT(config, Placement(dtype=torch.float64), recompute=True)
+    def held(num_layers, num_microbatches):
+        model = GPT(replace(config, num_layers=num_layers), Placement(dtype=torch.float64), recompute=True)
         GradBuffer(model.named_parameters())
         manager = GraphManager(
             [model.layers],
@@ -75,7 +75,8 @@ def test_what_is_kept_of_layers_that_are_recomputed_in_parts(shared, scope, time
         return manager.static_bytes + manager.backend.nbytes
 
     one_input = 16 * 2 * config.hidden_size * 8
-    assert times <= (held(4) - held(2)) / 2 / config.num_layers / one_input < times + 0.15
+    more = held(3, 3) - held(3, 2) - held(2, 3) + held(2, 2)
+    assert times <= more / one_input < times + 0.15
 
 
 def managed():

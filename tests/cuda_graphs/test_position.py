@@ -25,10 +25,12 @@ def position(at=0):
         step = SimpleNamespace(chunk=chunk, microbatch=5, unit="chunk")
         name = f"{kind} of chunk {chunk}, span {span}"
         slots.append(
-            SimpleNamespace(kind=kind, span=span, step=step, name=name, round=0, key=(5, chunk, span))
+            SimpleNamespace(
+                kind=kind, span=span, step=step, name=name, key=(5, chunk, span), flight=0, lane=0, bundle=0
+            )
         )
     graph_set = SimpleNamespace(
-        slots=slots, graphs_of=[set()], done=set(), live_grads=set(), drop=lambda number: None
+        slots=slots, graphs_of=[set()], done=set(), live_grads={}, drop=lambda bundles: None
     )
     made = Position(graph_set, [[SimpleNamespace(name=f"span{span}") for span in (0, 1)]] * 2)
     for kind, chunk, span in PLAN[:at]:

@@ -93,10 +93,10 @@ class FailsOnRankOne(RecordingBackend):
 
     of_backward = False
 
-    def graph(self, forward=None, draws=None):
+    def graph(self, forward=None, draws=None, **pool):
         if torch.distributed.get_rank() == 1 and (forward is not None) == self.of_backward:
             raise RuntimeError("on purpose")
-        return super().graph(forward, draws)
+        return super().graph(forward, draws, **pool)
 
 
 def one_rank_fails_case(rank, world, grid, layout, of_backward, scope=None, config=CONFIG):
@@ -142,8 +142,8 @@ def goes_on_eagerly(results):
 class FailsInTheEnd(RecordingBackend):
     """The capture of a backward fails when its work is done."""
 
-    def graph(self, forward=None, draws=None):
-        graph = super().graph(forward, draws)
+    def graph(self, forward=None, draws=None, **pool):
+        graph = super().graph(forward, draws, **pool)
         if forward is not None:
             graph.capture = lambda: failing(RecordedGraph.capture(graph))
         return graph

@@ -1,21 +1,21 @@
-"""Proof chapter on buffer plans: a deliberately broken plan of CUDA graphs is detected in three ways.
+"""Proof chapter on buffer plans: a deliberately broken plan of CUDA graphs is detected in four ways.
 
 A captured graph knows addresses. Its input lies in a static buffer that nothing may overwrite until the
 backward of the same microbatch has run. Here two microbatches are in flight, and the plan is changed as if an
 input were dead once its forward has run: both use one buffer. A small GPT with dropout is trained through
 such graphs, recorded on a CPU with memory that is reused as CUDA's graphs reuse theirs. The checker of plans
-names the buffer and the replays; autograd refuses to capture; and with autograd's check taken away,
-`verify_every` stops the first replay that differs from its segments. With all three out of the way, training
-goes on, with wrong numbers and no error. With the plan as it was, it has the bits of training without graphs.
+names the buffer and the replays, and a manager captures nothing; without the checker, autograd raises during
+the capture; and with autograd's check taken away, `verify_every` stops the first replay that differs from its
+segments. With all of them out of the way, training goes on, with wrong numbers and no error. With the plan as
+it was, it has the bits of training without graphs.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from itertools import islice, pairwise
+from itertools import islice
 from typing import Any
 from unittest import mock
 
@@ -25,7 +25,7 @@ from torch import Tensor
 from fastmp.config import GPTConfig
 from fastmp.cuda_graphs import manager as managers
 from fastmp.cuda_graphs.backends.recording import RecordingBackend
-from fastmp.cuda_graphs.buffer_plan import BufferPlan, Lease, ReplayStep, SpanSpec, TensorSpec, plan_buffers
+from fastmp.cuda_graphs.buffer_plan import BufferPlan, SpanSpec, TensorSpec, plan_buffers, plan_errors
 from fastmp.cuda_graphs.errors import CaptureError, GraphError
 from fastmp.cuda_graphs.graph_set import ReplaySlot
 from fastmp.distributed.rng import RngTracker
@@ -50,14 +50,16 @@ def claims() -> Iterator[Claim | Table]:
     ]
     right, broken = plan_buffers(ORDER, chunks), one_buffer(ORDER, chunks)
     yield Claim.at_most("problems that the checker finds in the plan as it is made", _count(right), 0)
-    yield _caught("the checker names what the broken plan destroys", next(problems(broken), None))
-    yield _caught("capture is refused", _refused(CaptureError, lambda: train(one_buffer)))
+    yield _caught("the checker names what the broken plan destroys", next(plan_errors(broken), None))
+    yield _caught("a manager does not capture it", _refused(GraphError, lambda: train(one_buffer)))
+    says = "without the checker, autograd raises during the capture"
+    yield _caught(says, _refused(CaptureError, lambda: train(one_buffer, checked=False)))
     yield _caught(
         "verify_every stops at the first replay that is wrong",
-        _refused(GraphError, lambda: train(one_buffer, verify_every=1, autograd_sees=False)),
+        _refused(GraphError, lambda: train(one_buffer, verify_every=1, checked=False, autograd_sees=False)),
     )
     eager, graphed = train(None), train(plan_buffers)
-    unseen = train(one_buffer, autograd_sees=False)
+    unseen = train(one_buffer, checked=False, autograd_sees=False)
     says = f"numbers of {STEPS} steps that differ in any bit, graphs as planned beside no graphs"
     yield Claim.at_most(says, sum(not torch.equal(a, b) for a, b in zip(graphed, eager)), 0)
     says = "largest difference that the broken plan makes to a parameter, where nothing checks it"
@@ -65,43 +67,6 @@ def claims() -> Iterator[Claim | Table]:
     losses = islice(zip(eager, graphed, unseen), STEPS)
     rows = [[step, *(f"{float(loss):.12f}" for loss in each)] for step, each in enumerate(losses)]
     yield Table("Losses of each step", ("step", "no graphs", "graphs", "broken plan, unchecked"), rows)
-
-
-def problems(plan: BufferPlan) -> Iterator[str]:
-    """Return the errors of a buffer plan: a buffer held by two replays, or used by one that does not hold it.
-
-    Nothing for what `plan` makes; for plans that were made, or changed, by others.
-    """
-    by_buffer: dict[int, list[Lease]] = defaultdict(list)
-    for lease in plan.leases:
-        by_buffer[lease.buffer].append(lease)
-    for buffer, own in by_buffer.items():
-        own.sort(key=lambda lease: lease.first)
-        for before, after in pairwise(own):
-            if after.first <= before.last:
-                yield (
-                    f"buffer {buffer} is still needed by {_name(plan, before.last)} when "
-                    f"{_name(plan, after.first)} writes to it"
-                )
-    first = {(lease.buffer, lease.first): lease.last for lease in plan.leases}
-    ends = _ends(plan.replays)
-    for i, replay in enumerate(plan.replays):
-        for buffer in replay.buffers:
-            if first.get((buffer, i), -1) < ends[i]:
-                yield f"buffer {buffer} is not held from {_name(plan, i)} to {_name(plan, ends[i])}"
-
-
-def _ends(replays: Sequence[ReplayStep]) -> list[int]:
-    """Return the last replay of the same span and microbatch, for each replay."""
-    ends: dict[tuple[int, int, int], int] = {}
-    for i, replay in enumerate(replays):
-        ends[replay.step.microbatch, replay.step.chunk, replay.span] = i
-    return [ends[replay.step.microbatch, replay.step.chunk, replay.span] for replay in replays]
-
-
-def _name(plan: BufferPlan, i: int) -> str:
-    replay = plan.replays[i]
-    return f"the {replay.step}, span {plan.chunks[replay.step.chunk][replay.span].name!r}"
 
 
 def one_buffer(order: Sequence[Step], chunks: Sequence[Sequence[SpanSpec]]) -> BufferPlan:
@@ -116,11 +81,14 @@ def one_buffer(order: Sequence[Step], chunks: Sequence[Sequence[SpanSpec]]) -> B
     return replace(right, replays=replays, leases=leases)
 
 
-def train(planner: Planner | None, *, verify_every: int = 0, autograd_sees: bool = True) -> list[Tensor]:
+def train(
+    planner: Planner | None, *, verify_every: int = 0, checked: bool = True, autograd_sees: bool = True
+) -> list[Tensor]:
     """Return the loss of each step of a small GPT, then its parameters.
 
     Args:
         planner: makes the plan of the graphs; None: no graphs.
+        checked: the manager checks the plan.
         autograd_sees: whether static buffers count the writes to them, as they do until graphs are captured.
     """
     rng: Any = RngTracker(1)
@@ -134,6 +102,8 @@ def train(planner: Planner | None, *, verify_every: int = 0, autograd_sees: bool
             backend: Any = RecordingBackend(rng)
             manager = managers.GraphManager([model.layers], ORDER, backend=backend, verify_every=verify_every)
             stack.callback(manager.remove)
+        if not checked:
+            stack.enter_context(mock.patch.object(managers, "check_plan", lambda plan: None))
         if not autograd_sees:
             stack.enter_context(mock.patch.object(ReplaySlot, "fill", _fill_unseen))
         for _ in range(STEPS):
@@ -158,7 +128,7 @@ def _fill_unseen(slot: ReplaySlot, tensors: Sequence[Tensor | None]) -> list[Ten
 
 
 def _count(plan: BufferPlan) -> int:
-    return sum(1 for _ in problems(plan))
+    return sum(1 for _ in plan_errors(plan))
 
 
 def _caught(says: str, message: str | None) -> Claim:

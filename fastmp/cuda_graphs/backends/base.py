@@ -47,7 +47,7 @@ class Graph(Protocol):
 
 
 class Backend(Protocol):
-    """Captures and replays graphs that share memory.
+    """Captures and replays graphs that share memory, in a pool for each lane (see `lanes`).
 
     runs_at_capture: a capture also does the work, instead of only recording it.
     owner: the manager that uses the backend; set by the manager.
@@ -62,7 +62,7 @@ class Backend(Protocol):
 
     @property
     def nbytes(self) -> int:
-        """The bytes of the memory pool that the graphs share."""
+        """The bytes of all memory pools."""
 
     def trace_draws(self) -> AbstractContextManager[Any]:
         """Trace the random draws of eager work that will be captured later; yields `draws` for `graph`."""
@@ -70,15 +70,17 @@ class Backend(Protocol):
     def prepare(self) -> None:
         """Prepare for captures: called once in each step that captures, before its first capture."""
 
-    def graph(self, forward: Any = None, draws: Any = None, has_backward: bool = False) -> Any:
+    def graph(self, forward: Any = None, draws: Any = None, has_backward: bool = False, pool: int = 0) -> Any:
         """Make a new `Graph`.
 
         forward: the graph of the forward whose backward this one will hold. draws: from `trace_draws`.
         has_backward: the work runs forwards and their backwards, and so did the traced work.
+        pool: the number of the memory pool. A graph may overwrite what one of its pool has left, unless it is
+            held at the capture; graphs of two pools may be replayed in any order.
         """
 
     def weak(self, tensor: Tensor) -> Weak:
         """Return a function that returns an alias of `tensor`, without keeping its memory allocated."""
 
     def reset(self) -> None:
-        """Release all graphs; later ones get a new pool."""
+        """Release all graphs; later ones get new pools."""

@@ -1,4 +1,4 @@
-"""CUDA graphs for a `GraphManager`, over one memory pool and one stream of captures.
+"""CUDA graphs for a `GraphManager`, over memory pools by number and one stream of captures.
 
 Captures happen in the middle of training, where a wait for the device may become a wait for ranks that wait
 for this one. So only `prepare` waits; torch 2.12 and 2.13 also do, once for each generator that a capture
@@ -26,6 +26,7 @@ import gc
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -57,14 +58,22 @@ class DrawTrace(NamedTuple):
     moved: set[str]
 
 
+@dataclass
+class _Pool:
+    """A memory pool. first: a graph that holds it while there is no other."""
+
+    handle: Any
+    first: CudaGraph | None = None
+
+
 class CudaBackend:
     """Captures and replays graphs on the current device.
 
     rng: the streams that the work draws from; None: torch's default generator only, and no recomputation.
 
-    A capture takes memory that is free in the pool, and enlarges the pool where that is not enough. A graph
-    that nobody holds gives its memory back to the pool; `reset` frees the pool. After a failed capture the
-    next ones have a new pool.
+    A capture takes memory that is free in its pool, and enlarges the pool where that is not enough. A graph
+    that nobody holds gives its memory back to the pool; `reset` frees all pools. After a failed capture the
+    next ones have a new pool in place of its own.
     """
 
     runs_at_capture = False
@@ -73,22 +82,17 @@ class CudaBackend:
         self.rng = rng
         self.stream = _stream_of_captures(torch.cuda.current_device())
         self._graphs: weakref.WeakSet[CudaGraph] = weakref.WeakSet()
-        self._leave()
+        self.pools: dict[int, _Pool] = {}
+        self.made: set[int] = set()  # the addresses of storages in the pools
 
-    def _leave(self) -> None:
-        """Forget the pool; the next capture creates another."""
-        self.pool: Any = None
-        self.made: set[int] = set()  # the addresses of storages in the pool
-        self._first: CudaGraph | None = None  # holds the pool while there is no other graph
-
-    def _begin(self, generators: Sequence[torch.Generator] = ()) -> None:
+    def _begin(self, number: int, generators: Sequence[torch.Generator] = ()) -> None:
         """Create a pool, whose first capture registers `generators`."""
-        self.pool = torch.cuda.graph_pool_handle()
-        first = CudaGraph(self, generators)
+        pool = self.pools[number] = _Pool(torch.cuda.graph_pool_handle())
+        first = CudaGraph(self, generators, pool=number)
         torch.zeros(1, device=self.stream.device)  # the first time loads the kernel
         with first.capture():
             torch.zeros(1, device=self.stream.device)
-        self._first = first
+        pool.first = first
 
     def prepare(self) -> None:
         """Empty the allocator's cache, which torch cannot do inside a capture."""
@@ -102,18 +106,17 @@ class CudaBackend:
         on, until another one that registers them has ended.
         """
         _NOT_ENDED.append(failed.graph)
-        begun = self._first is not None
+        pool = self.pools.pop(failed.pool)
         failed.reset()
-        _release_pool(self.stream, self.pool)
-        self._leave()
-        if begun:
-            self._begin(failed.generators)
+        _release_pool(self.stream, pool.handle)
+        self.made.clear()
+        if pool.first is not None:
+            self._begin(failed.pool, failed.generators)
 
     @property
     def nbytes(self) -> int:
-        if self.pool is None:
-            return 0
-        return sum(segment["total_size"] for segment in torch.cuda.memory_snapshot(self.pool))
+        snapshots = [torch.cuda.memory_snapshot(pool.handle) for pool in self.pools.values()]
+        return sum(segment["total_size"] for segments in snapshots for segment in segments)
 
     @contextmanager
     def trace_draws(self) -> Iterator[DrawTrace]:
@@ -147,11 +150,15 @@ class CudaBackend:
         draws.moved.update(name for name, offset in advanced().items() if offset)
 
     def graph(
-        self, forward: CudaGraph | None = None, draws: DrawTrace | None = None, has_backward: bool = False
+        self,
+        forward: CudaGraph | None = None,
+        draws: DrawTrace | None = None,
+        has_backward: bool = False,
+        pool: int = 0,
     ) -> CudaGraph:
         """Make a graph and register the random streams advanced by the traced work (a sync for each)."""
-        if self.pool is None:
-            self._begin()
+        if pool not in self.pools:
+            self._begin(pool)
         streams = {} if self.rng is None else self.rng.generators()
         moved = draws.moved if draws is not None else set(streams) if forward is None else forward.moved
         drawn = [generator for name, generator in streams.items() if name in moved]
@@ -161,7 +168,7 @@ class CudaBackend:
         ]
         recomputed = parts if has_backward else [] if forward is None else forward.parts
         drawn += [part[name] for _, part in recomputed for name in part if name in moved]
-        graph = CudaGraph(self, drawn, forward)
+        graph = CudaGraph(self, drawn, forward, pool)
         graph.moved, graph.parts, graph.has_backward = moved, parts, has_backward
         self._graphs.add(graph)
         return graph
@@ -173,10 +180,11 @@ class CudaBackend:
 
     def reset(self) -> None:
         """Release all graphs. Replays that have begun finish; later ones are not allowed."""
-        for graph in (self._first, *self._graphs):
+        for graph in (*(pool.first for pool in self.pools.values()), *self._graphs):
             if graph is not None:
                 graph.reset()
-        self._leave()
+        self.pools.clear()
+        self.made.clear()
         with suppress(RuntimeError):  # of a device that is lost
             self.stream.wait_stream(torch.cuda.current_stream())  # to give back what replays may still read
 
@@ -184,7 +192,7 @@ class CudaBackend:
 class CudaGraph:
     """`with graph.capture(): ...` notes work and does none of it; `replay()` does it on the current stream.
 
-    generators: those that the work may draw from, besides torch's default one.
+    generators: those that the work may draw from, besides torch's default one. pool: its number.
     forward: the graph whose backward this is. `parts`: the recomputed parts, see `CudaBackend.trace_draws`,
         and the generators of each. `moved`: the names of the streams that the forward draws from.
         `has_backward`: the work runs forwards and their backwards.
@@ -193,9 +201,13 @@ class CudaGraph:
     """
 
     def __init__(
-        self, backend: CudaBackend, generators: Sequence[torch.Generator], forward: CudaGraph | None = None
+        self,
+        backend: CudaBackend,
+        generators: Sequence[torch.Generator],
+        forward: CudaGraph | None = None,
+        pool: int = 0,
     ) -> None:
-        self.backend, self.generators, self.forward = backend, list(generators), forward
+        self.backend, self.generators, self.forward, self.pool = backend, list(generators), forward, pool
         self.graph = torch.cuda.CUDAGraph()
         self.parts: list[tuple[Offsets, Generators]] = []
         self.moved: set[str] = set()
@@ -227,7 +239,8 @@ class CudaGraph:
     def _recorded(self) -> Iterator[None]:
         """Begin and end the capture. The error of a failed end is dropped if the work inside has raised."""
         try:
-            self.graph.capture_begin(pool=self.backend.pool, capture_error_mode="thread_local")
+            pool = self.backend.pools[self.pool].handle
+            self.graph.capture_begin(pool=pool, capture_error_mode="thread_local")
             yield
         except BaseException:
             with suppress(RuntimeError):

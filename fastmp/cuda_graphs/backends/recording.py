@@ -57,11 +57,13 @@ class Pool:
 
     `nbytes`: the bytes of all blocks; the peak of a step, if graphs are captured in the order of their
     replays.
+
+    blocks: of all pools of a backend, by address, because graphs of one pool read the memory of another.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, blocks: dict[int, _Block] | None = None) -> None:
         self.nbytes = 0
-        self._blocks: dict[int, _Block] = {}
+        self._blocks: dict[int, _Block] = {} if blocks is None else blocks
         self._free: dict[int, list[_Block]] = defaultdict(list)
 
     def keep(self, tensor: Tensor) -> Tensor:
@@ -231,16 +233,17 @@ class RecordedGraph:
 
 
 class RecordingBackend:
-    """Captures and replays graphs on a CPU, over one pool, which draw from the streams of `rng`."""
+    """Captures and replays graphs on a CPU, over pools by number, drawing from the streams of `rng`."""
 
     runs_at_capture = True
 
     def __init__(self, rng: RandomStreams | None = None) -> None:
-        self.rng, self.pool = rng, Pool()
+        self.rng = rng
+        self.reset()
 
     @property
     def nbytes(self) -> int:
-        return self.pool.nbytes
+        return sum(pool.nbytes for pool in self.pools.values())
 
     def trace_draws(self) -> AbstractContextManager[None]:
         return nullcontext()
@@ -249,16 +252,21 @@ class RecordingBackend:
         """Do nothing: on a CPU a pool takes memory like anything else."""
 
     def graph(
-        self, forward: RecordedGraph | None = None, draws: None = None, has_backward: bool = False
+        self,
+        forward: RecordedGraph | None = None,
+        draws: None = None,
+        has_backward: bool = False,
+        pool: int = 0,
     ) -> RecordedGraph:
-        return RecordedGraph(self.pool, self.rng, forward, has_backward)
+        return RecordedGraph(self.pools[pool], self.rng, forward, has_backward)
 
     def weak(self, tensor: Tensor) -> Callable[[], Tensor]:
-        return self.pool.place(tensor.detach()).tensor().detach
+        return self.pools[0].place(tensor.detach()).tensor().detach
 
     def reset(self) -> None:
-        """Start a new pool; graphs are freed with their last reference."""
-        self.pool = Pool()
+        """Start new pools; graphs are freed with their last reference."""
+        blocks: dict[int, _Block] = {}
+        self.pools: defaultdict[int, Pool] = defaultdict(lambda: Pool(blocks))
 
 
 class _Recorder(OpInspector):
