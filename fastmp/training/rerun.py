@@ -5,8 +5,8 @@ the host reads a count once a step, after gradients are reduced and before the u
 and random streams have changed. A rerun discards the gradients, restores the streams, and runs the same
 microbatches eagerly with the all-to-all dispatcher, bit for bit as a run that always uses it.
 
-A stash that overflowed, or was nearly full, is grown at the same time: graphs that hold its address are
-released, and captured again by the next steps.
+Stashes grow after an overflow, so that at most 90 % of their rows have been in use: graphs that hold their
+addresses are released, and captured again by the next steps.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ class Rerun:
         sums = run()
         assert sums.void is not None
         counts = VoidCounts(*sums.void.tolist())
-        if counts.overflowed or counts.crowded:
-            self._grow(work.counters, counts)
+        if counts.overflowed:
+            self._grow(work.counters)
         if not counts.void:
             if self.manager is not None:
                 self.manager.raise_difference()
@@ -85,9 +85,9 @@ class Rerun:
         self._counted_eagerly = self.manager is not None
         return sums
 
-    def _grow(self, counters: StepCounters, counts: VoidCounts) -> None:
+    def _grow(self, counters: StepCounters) -> None:
         """Grow the stashes of all ranks; the host has just read a number, so the device is idle."""
-        grown = counters.grow(bool(counts.overflowed))
+        grown = counters.grow()
         for before, rows in grown:
             self._add_note(f"the activation stash grows from {before} to {rows} rows")
         if grown and self.graphs is not None:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 __all__ = ["StepCounters", "VoidCounts"]
 
-CROWDED, FILLED = 0.9, 0.75  # shares of the rows of a stash: from which on it grows, and to which
+MOST_USED = 0.9  # of the rows of a stash, after it has grown
 
 
 class VoidCounts(NamedTuple):
@@ -26,12 +26,10 @@ class VoidCounts(NamedTuple):
 
     dropped: (token, expert) assignments that layers were not to drop (`symmetric_overflow = "rerun"`).
     overflowed: forwards whose activations did not fit into a stash.
-    crowded: ranks with a stash that was nearly full.
     """
 
     dropped: int
     overflowed: int
-    crowded: int
 
     @property
     def void(self) -> bool:
@@ -65,34 +63,29 @@ class StepCounters:
         self._device = next(param.device for chunk in chunks for param in chunk.parameters())
 
     def take(self) -> Tensor:
-        """Return and reset the counts of this rank, (4,) int64: all dropped assignments, and `VoidCounts`."""
+        """Return and reset the counts of this rank, (3,) int64: all dropped assignments, and `VoidCounts`."""
         zero = torch.zeros((), dtype=torch.int64, device=self._device)
         dropped = [each.clone() for each in self._dropped]
         void = [each for each, counts in zip(dropped, self._void, strict=True) if counts]
-        overflows, crowded = [], []
-        for stash in self.stashes:
-            if stash.overflowed is not None and stash.high_water is not None:  # else it has no ring yet
-                overflows.append(stash.overflowed)
-                crowded.append((stash.high_water > int(CROWDED * stash.rows)).long())
+        # a stash without a ring has no counter yet
+        overflows = [each.overflowed for each in self.stashes if each.overflowed is not None]
         overflowed = [each.clone() for each in overflows]
         for counter in (*self._dropped, *overflows):
             counter.zero_()
-        return torch.stack(
-            [torch.stack([zero, *each]).sum() for each in (dropped, void, overflowed, crowded)]
-        )
+        return torch.stack([torch.stack([zero, *each]).sum() for each in (dropped, void, overflowed)])
 
     def stash_use(self) -> tuple[Tensor, int] | None:
         """Return the most rows in use of this rank's stash, and all its rows; None without one."""
         stash = next(iter(self.stashes), None)
         return None if stash is None or stash.high_water is None else (stash.high_water, stash.rows)
 
-    def grow(self, overflowed: bool) -> list[tuple[int, int]]:
-        """Grow the stashes after an overflow or a high-water mark above 90 %; nothing is in flight.
+    def grow(self) -> list[tuple[int, int]]:
+        """Grow the stashes after an overflow on any rank; nothing is in flight.
 
         All ranks call it together. Returns (rows before, rows now) of each stash that has grown.
         """
         grown = []
-        wanted = [_rows_wanted(stash, overflowed) for stash in self.stashes]
+        wanted = [_rows_wanted(stash) for stash in self.stashes]
         # Ranks have equally many stashes or none; all get the size of the largest.
         for group in (self.groups.tp_cp_dp, self.groups.pp):
             everyones = gather_objects(wanted, group)
@@ -105,8 +98,11 @@ class StepCounters:
         return grown
 
 
-def _rows_wanted(stash: ActivationStash, overflowed: bool) -> int:
-    """Return the rows of which the most in use were a share of `FILLED`."""
+def _rows_wanted(stash: ActivationStash) -> int:
+    """Return rows of which at most `MOST_USED` have been in use, and a quarter more where they were too few.
+
+    The mark tells what the first entry would have needed that did not fit, not what all of them would.
+    """
     used = 0 if stash.high_water is None else int(stash.high_water)
-    least = stash.rows + stash.rows // 4 if overflowed else stash.rows
-    return max(math.ceil(used / FILLED), least)
+    least = stash.rows + stash.rows // 4 if used > stash.rows else stash.rows
+    return max(math.ceil(used / MOST_USED), least)

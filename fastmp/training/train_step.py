@@ -41,7 +41,7 @@ class ReducedSums(NamedTuple):
     """The sums of a step over all ranks, on the device; gradients are reduced.
 
     totals: (3,), see `Sums`. requests: as in `StepNumbers`. counts: (layers, experts), None without experts.
-    dropped: () int64, all dropped assignments. void: (3,) int64, `VoidCounts`. moments: see `load_moments`.
+    dropped: () int64, all dropped assignments. void: (2,) int64, `VoidCounts`. moments: see `load_moments`.
     """
 
     totals: Tensor
@@ -168,8 +168,8 @@ class TrainStep:
             experts = () if counts is None else (counts.flatten(),)
             both = torch.cat((*experts, self.counters.take()))
             sum_over_(both, self.groups.tp_cp_dp, self.groups.pp)
-            dropped, void = both[-4], both[-3:]
-            counts = None if counts is None else both[:-4].view_as(counts)
+            dropped, void = both[-3], both[-2:]
+            counts = None if counts is None else both[:-3].view_as(counts)
         return ReducedSums(totals, requests, counts, dropped, void, moments)
 
     def update(self, sums: ReducedSums, before_change: Callable[[], None] = lambda: None) -> StepNumbers:
