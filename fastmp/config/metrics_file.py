@@ -37,7 +37,7 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
 def _record(path: str | Path, number: int, line: bytes) -> dict[str, Any]:
     """Parse line `number` of a metrics file."""
     try:
-        record = json.loads(line.decode())
+        record: dict[str, Any] = json.loads(line.decode())
         kind, step = record["kind"], record["step"]
         others = [] if kind == "run" else [value for key, value in record.items() if key != "kind"]
         if isinstance(kind, str) and type(step) is int and 0 <= step < 1 << 63 and all(map(_plain, others)):

@@ -177,7 +177,7 @@ def graph_order(
     for group in steps:
         key = tuple((step.kind == FORWARD, step.chunk) for step in group)
         if key not in known:
-            own = [
+            own: list[OpSequence] = [
                 forward_ops(chunks[chunk]) if forward else backward_ops(chunks[chunk], defer=True)
                 for forward, chunk in key
             ]
