@@ -115,7 +115,7 @@ def _of_whole_step(recipe: Recipe, shapes: Shapes) -> dict[str, Any]:
         stashed = moe.activation_stash and not recipe.parallel.recompute
         if stashed or moe.symmetric_overflow == "rerun":
             layers = recipe.model.num_layers - len(recipe.model.dense_layers)
-            inputs += update_inputs(layers, moe.num_experts)
+            inputs += update_inputs(layers, moe.num_experts, recipe.parallel.pp, recipe.parallel.ep)
             spans = ["step up to its sums", "update"]
     return {
         "spans": [spans],

@@ -192,14 +192,14 @@ def step_inputs(shapes: Shapes) -> list[TensorSpec]:
     return batch * shapes.num_microbatches
 
 
-def update_inputs(layers: int, experts: int) -> list[TensorSpec]:
+def update_inputs(layers: int, experts: int, pp: int, ep: int) -> list[TensorSpec]:
     """Return the static inputs of the graph of an update: the sums of a step, where the host reads some.
 
     These are `fastmp.training.train_step.ReducedSums`, with one request for each reason to stop.
     """
     totals, requests = TensorSpec((3,), "float64"), TensorSpec((4,), "float64")
-    counts = TensorSpec((layers, experts), "int64")
-    return [totals, requests, counts, TensorSpec((), "int64"), TensorSpec((3,), "int64")]
+    counts, moments = TensorSpec((layers, experts), "int64"), TensorSpec((pp, 3, ep), "float64")
+    return [totals, requests, counts, TensorSpec((), "int64"), TensorSpec((2,), "int64"), moments]
 
 
 class _Parts:
