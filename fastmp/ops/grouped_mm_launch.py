@@ -163,7 +163,7 @@ def _plan_gemm(*fields: Any) -> GemmPlan:
     return GemmPlan(tile, cdiv(width, tile.block_n), programs, sizes, constants)
 
 
-class Ring(NamedTuple):
+class RingOperands(NamedTuple):
     """Operands of a launch that lie in rings: their first rows, () int64; None: tensors of their own."""
 
     x_start: Tensor | None = None
@@ -173,12 +173,12 @@ class Ring(NamedTuple):
     num_rows: int = 0  # of a result for an x in a ring
 
 
-_NO_RING = Ring()
+_NO_RING = RingOperands()
 
 
 def _gemm(
     x: Tensor, w: Tensor, bias: Tensor | None, offsets: Tensor, transposed: bool, epilogue: Epilogue,
-    ring: Ring = _NO_RING,
+    ring: RingOperands = _NO_RING,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Launch the grouped GEMM; return what the epilogue stores, and h (None unless it is kept)."""
     x_shape, w_shape = x.shape, w.shape
@@ -234,13 +234,13 @@ def launch_mlp_in(
 def launch_mlp_in_ring(
     x: Tensor, w: Tensor, offsets: Tensor, start: Tensor, h: Tensor, y: Tensor, form: str
 ) -> None:
-    _gemm(x, w, None, offsets, False, _epilogue(form, True, True), Ring(y_start=start, y=y, h=h))
+    _gemm(x, w, None, offsets, False, _epilogue(form, True, True), RingOperands(y_start=start, y=y, h=h))
 
 
 def launch_from_ring(
     x: Tensor, w: Tensor, offsets: Tensor, start: Tensor, transposed: bool, capacity: int
 ) -> Tensor:
-    return _gemm(x, w, None, offsets, transposed, _STORE, Ring(x_start=start, num_rows=capacity))[0]
+    return _gemm(x, w, None, offsets, transposed, _STORE, RingOperands(x_start=start, num_rows=capacity))[0]
 
 
 @cache
