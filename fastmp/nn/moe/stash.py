@@ -1,12 +1,13 @@
 """Experts whose activations lie in a ring buffer until their backward: the activation stash.
 
 With worst-case receive buffers, autograd would keep worst-case tensors for every layer and microbatch. Here
-the rows really received are copied into the ring of the rank, which all layers and microbatches share, and
-backward copies them into scratch that lives no longer than the backward of one layer. The ring is allocated
-on the device (see `fastmp.ops.stash`), so all of it can be in CUDA graphs.
+the ring of the rank, which all layers and microbatches share, has the rows really received. They are copied
+into it; what gated experts make of them is written there by their GEMMs, and read there by those of backward
+(see `fastmp.ops.stashed_mlp`). Entries are allocated on the device (see `fastmp.ops.stash`), so all of it can
+be in CUDA graphs.
 
 The ring has a tensor for each kind of activation: rows (H), pre-activation (P F, for P projections) and
-activation (F). Where weight gradients are deferred, backward replaces the pre-activation by its gradient, and
+activation (F). Backward replaces the pre-activation by its gradient. Where weight gradients are deferred,
 there is one more, the gradient of the outputs (H).
 
 M rows of capacity, L experts of this rank, H hidden, F hidden units of an expert on this rank.
@@ -73,7 +74,8 @@ class ActivationStash:
 
     def __init__(self, size: Callable[[int, int], int], *, defers_wgrad: bool = False) -> None:
         self.size, self.defers_wgrad, self.rings = size, defers_wgrad, ()
-        self._free = list(range(STASH_TICKETS))  # a heap
+        self._free = list(range(STASH_TICKETS))  # tickets, a heap
+        self._of_graphs = weakref.WeakKeyDictionary[object, list[int]]()  # free ones that a graph has
         self._grown = 0
 
     def __deepcopy__(self, memo: dict[int, object]) -> ActivationStash:
@@ -91,12 +93,12 @@ class ActivationStash:
 
     @property
     def overflowed(self) -> Tensor | None:
-        """() int64 on the device: entries that did not fit since `reset`; their steps are void."""
+        """() int64 on the device: entries that did not fit, until it is zeroed; their steps are void."""
         return self.state[OVERFLOWED] if self.rings else None
 
     @property
     def high_water(self) -> Tensor | None:
-        """() int64 on the device: the most rows in use since `reset`, with those that did not fit."""
+        """() int64 on the device: the most rows in use so far, with the first that did not fit."""
         return self.state[HIGH_WATER] if self.rings else None
 
     def allocate(self, like: Tensor, widths: Sequence[int], balanced: int, capacity: int) -> None:
@@ -108,7 +110,8 @@ class ActivationStash:
         """
         widths = (*widths, widths[0]) if self.defers_wgrad else tuple(widths)
         if not self.rings:
-            if process_status.graph is not None:
+            captures = like.is_cuda and torch.cuda.is_current_stream_capturing()
+            if captures or process_status.graph is not None:
                 raise RuntimeError(
                     "ActivationStash: the ring cannot be allocated during capture; run one batch eagerly "
                     "first"
@@ -128,41 +131,45 @@ class ActivationStash:
         if rows > self.rows:
             self.rings, self._grown = (), rows
 
-    def reset(self) -> None:
-        """Free all entries, and zero the overflow counter and the high-water mark; between steps."""
-        if self.rings:
-            self.state.copy_(new_state(STASH_TICKETS, self.state.device))
-
     def entry(self) -> StashEntry:
-        """Return a new entry, with a ticket that no entry and no captured graph has."""
-        if not self._free:
+        """Return a new entry, with a ticket that no entry in flight and no other captured graph has."""
+        graph = process_status.graph
+        free = self._free if graph is None else self._of_graphs.get(graph) or self._free
+        if not free:
             raise RuntimeError(f"ActivationStash: more than {STASH_TICKETS} entries in flight or in graphs")
-        ticket = heapq.heappop(self._free)
+        ticket = heapq.heappop(free)
+        if graph is not None and free is self._free:  # the graph has it as long as it lives
+            weakref.finalize(graph, heapq.heappush, self._free, ticket)
         return StashEntry(self, ticket)
 
-    def give_back(self, ticket: int) -> None:
-        """Let later entries have a ticket."""
-        heapq.heappush(self._free, ticket)
+    def give_back(self, ticket: int, graph: object | None) -> None:
+        """Let later entries have a ticket: those in the same graph, if it is one of a graph."""
+        free = self._free if graph is None else self._of_graphs.setdefault(graph, [])
+        heapq.heappush(free, ticket)
 
 
 class StashEntry:
-    """What one forward of experts keeps; the forward's graph, if it is captured, has the ticket for ever."""
+    """What one forward of experts keeps."""
 
     def __init__(self, stash: ActivationStash, ticket: int) -> None:
         self.stash, self.ticket, self.released = stash, ticket, False
         self.rings, self.state = stash.rings, stash.state  # `grow` may replace them
-        self.captured = process_status.graph is not None
-        if self.captured:
-            weakref.finalize(process_status.graph, stash.give_back, ticket)
+        graph = process_status.graph
+        self._graph = None if graph is None else weakref.ref(graph)
+        # Other code may capture, too: a ticket in its graph is never given back.
+        captures = self.state.is_cuda and torch.cuda.is_current_stream_capturing()
+        self._is_lost = graph is None and captures
 
     def reserve(self, offsets: Tensor) -> tuple[Tensor, Tensor]:
         return stash_reserve(offsets, self.state, len(self.rings[0]), self.ticket)
 
     def release(self) -> None:
-        """Free the rows."""
+        """Free the rows, and the ticket: of a captured forward in the same graph, if it has the backward."""
         stash_release(self.state, self.ticket)
-        if not self.released and not self.captured:
-            self.stash.give_back(self.ticket)
+        graph = process_status.graph
+        own = graph is None if self._graph is None else graph is not None and self._graph() is graph
+        if own and not self.released and not self._is_lost:
+            self.stash.give_back(self.ticket, graph)
         self.released = True
 
     def __del__(self) -> None:

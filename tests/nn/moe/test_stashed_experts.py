@@ -18,6 +18,7 @@ from fastmp.nn.moe.stash import ActivationStash, without_stash
 from fastmp.nn.recompute import recompute
 from fastmp.ops.stash import HEAD, TAIL
 from fastmp.ops.wgrad import WgradQueue, defer_wgrad
+from fastmp.status import process_status
 from fastmp.testing.ranks import run_ranks
 
 S, B, H = 6, 2, 16
@@ -165,12 +166,40 @@ def overflow_case(rank, world):
     with without_stash():
         (layers[0](hidden(rank, 1))[0].sum()).backward()
     assert torch.equal(stash.state, before)
-    stash.reset()
-    assert int(stash.high_water) == 0 < high
+    assert int(stash.high_water) == high
 
 
 def test_overflow_growth_and_forwards_without_backward():
     run_ranks(overflow_case, 2)
+
+
+def test_tickets_are_used_again_in_the_graph_that_has_them():
+    class Graph:
+        pass
+
+    stash = ActivationStash(lambda balanced, capacity: capacity)
+    stash.allocate(torch.empty(4, 2), (2, 2, 2), 4, 4)
+    graph, offsets = Graph(), torch.tensor([1], dtype=torch.int32)
+
+    def entry():
+        made = stash.entry()
+        made.reserve(offsets)
+        return made
+
+    eager = entry()
+    with process_status.capturing(graph):
+        first = entry()
+        first.release()
+        second = entry()
+        assert first.ticket == second.ticket != eager.ticket
+        kept = entry()
+    kept.release()  # by the backward of another graph, or eagerly
+    assert len({eager.ticket, second.ticket, kept.ticket, entry().ticket}) == 4
+    del graph, first, second, kept
+    gc.collect()
+    eager.release()
+    entries = [stash.entry() for _ in range(3)]
+    assert [each.ticket for each in entries] == [0, 1, 2]
 
 
 def other_width_case(rank, world):
