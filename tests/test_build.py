@@ -70,7 +70,9 @@ def test_compiled_libraries_load(installed, tmp_path):
     served = json.loads(succeed(installed, "-c", code, cwd=tmp_path))
     assert served
     if record["cpp"] == "built":
-        assert all(by["cpu"][0] == "c++" for by in served.values())
+        # those of the activation stash are copies, or call the others on a part of a tensor
+        others = {name for name, by in served.items() if by["cpu"][0] != "c++"}
+        assert others == {name for name in served if name.startswith("stash_")}
     if record["host"] == "built":
         succeed(installed, "-c", "import fastmp._host", cwd=tmp_path)
     if record["replay"] == "built":

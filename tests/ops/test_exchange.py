@@ -179,7 +179,7 @@ def test_a_rank_that_does_not_come_is_named(backend, op):
         ({"timeout": math.nan}, "timeout must be a positive number of seconds, got nan"),
         ({"timeout": math.inf}, "timeout must be a positive number of seconds, got inf"),
         ({"timeout": -1.0}, "timeout must be a positive number of seconds, got -1"),
-        ({0: 16}, "of rank 0, this one, must be 0, got 16"),
+        ({0: 16}, "expected offset 0 for this rank, rank 0, got 16"),
         ({1: -(1 << 63)}, "there is no memory of rank 1 at .* of -9223372036854775808 bytes"),
         ({1: 1 << 50}, "there is no memory of rank 1 at .* of 1125899906842624 bytes"),
     ],

@@ -32,7 +32,7 @@ from fastmp.testing.ops import run, samples
 # ops that take nothing else, or a copy
 CONTIGUOUS = (
     "adamw_", "block_rows", "cross_entropy_merge", "exchange_barrier", "exchange_counts", "exchange_take",
-    "first_not_finite",
+    "first_not_finite", "stash_release", "stash_reserve",
 )  # fmt: skip
 IN_TURN = ("rope", "rope_")  # the programs of keys follow those of queries
 SUMS_OVER_ROWS = ("grouped_mm_wgrad", "grouped_mm_wgrad_")

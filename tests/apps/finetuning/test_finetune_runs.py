@@ -331,7 +331,10 @@ def test_ranks_go_on_with_the_next_run_where_one_diverges(folder):
             "the tokenizer has 30 tokens, special ones included, the model a vocabulary of 20",
         ),
         ({"parallel__cp": 2}, "parallel.cp is 2: the sequence of a BERT is not divided"),
-        ({"parallel__tp": 2}, "world_size 1 is not a multiple of tp 2"),
+        (
+            {"parallel__tp": 2},
+            "--tp 2 needs 2 processes or a multiple, got 1; run: fastmp launch",
+        ),
         (
             {"optimizer__warmup_steps": 3},
             "optimizer.warmup_steps 3: the number of steps follows from the data",
