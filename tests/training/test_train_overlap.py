@@ -139,7 +139,7 @@ def test_what_computes_may_be_in_graphs(world, sizes, scope, options):
 
     for plain, numbers, equal, (captured, planned, runs, failure) in run_ranks(rank_main, world, timeout=120):
         assert numbers == plain and plain[0][0] > 0 and equal and all(equal)
-        assert failure is None and captured == planned < 3 * runs * MICROBATCHES
+        assert failure is None and captured == planned <= 3 * runs * MICROBATCHES
 
 
 @pytest.mark.full
