@@ -23,7 +23,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def launch_instead(layout: ParallelConfig, processes: str, command: str, arguments: Sequence[str]) -> str:
-    """Return a message with the sizes that need more processes, and the command that starts these.
+    """Return the error for too few processes: the sizes that need more, and the launch command.
 
     processes: the noun, and how many there are: "processes, got 1".
     """

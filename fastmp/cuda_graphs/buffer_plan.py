@@ -198,7 +198,7 @@ def plan_buffers(order: Sequence[Step], chunks: Sequence[Sequence[SpanSpec]]) ->
 
 
 def _check_order(steps: Sequence[Step], num_chunks: int) -> None:
-    """Raise ValueError that names a step that is out of order."""
+    """Raise ValueError for a step out of order; the message names it."""
     in_flight: dict[tuple[int, int], str] = {}  # the last step of it
     before = {BACKWARD: FORWARD, BACKWARD_INPUT: FORWARD, BACKWARD_WEIGHT: BACKWARD_INPUT}
     done: set[tuple[int, int]] = set()

@@ -85,7 +85,7 @@ def activate(h, FORM: tl.constexpr):
 
 
 @jit
-def gate_factors(h, FORM: tl.constexpr):
+def _factors(h, FORM: tl.constexpr):
     """Return (p, q) such that the activation is h p and its derivative p + h q."""
     if FORM == "silu":
         e = tl.exp2(-1.4426950408889634 * tl.abs(h))
@@ -93,6 +93,14 @@ def gate_factors(h, FORM: tl.constexpr):
         return tl.where(h > 0, r, e * r), e * r * r
     else:
         return gelu_parts(h, FORM == "gelu_tanh")
+
+
+@jit
+def gate_gradients(grad, gate, up, FORM: tl.constexpr):
+    """Return the gradients of gate and up; one exponential serves both."""
+    # activation = gate p, derivative = p + gate q
+    p, q = _factors(gate, FORM)
+    return grad * (up * (p + gate * q)), grad * (gate * p)
 
 
 @limits(num_vectors=MAX_SIZE)
@@ -172,10 +180,7 @@ def gated_activation_backward_kernel(
         up = tl.load(ups + up_at, mask=mask, other=0.0)
         g = g.to(COMPUTE)
         gate = gate.to(COMPUTE) + gate_bias[None, :]
-        # activation = gate p, derivative = p + gate q: one exponential for both
-        p, q = gate_factors(gate, FORM)
-        dgate = g * ((up.to(COMPUTE) + up_bias[None, :]) * (p + gate * q))
-        dup = g * (gate * p)
+        dgate, dup = gate_gradients(g, gate, up.to(COMPUTE) + up_bias[None, :], FORM)
         out = rows[:, None] * ((2 if JOINED else 1) * num_vectors) * VECTOR + cols[None, :]
         tl.store(dgates + out, dgate, mask=mask)
         tl.store(dups + out, dup, mask=mask)

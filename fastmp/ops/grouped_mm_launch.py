@@ -72,7 +72,7 @@ def _block_e(num_experts: int) -> int:
 
 
 class Epilogue(NamedTuple):
-    """What is stored of h = x w^T + bias: form(h), or form(gate) * up if gated; and h itself if kept."""
+    """Outputs for h = x w^T + bias: form(h), or form(gate) * up if gated; and h itself if kept."""
 
     form: str = "none"
     gated: bool = False

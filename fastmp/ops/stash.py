@@ -1,4 +1,4 @@
-"""Activation stash: a ring buffer in which experts keep what their backward needs, allocated on the device.
+"""Activation stash: a ring buffer for the activations of experts, allocated on the device.
 
 With worst-case receive buffers only the device knows how many of C rows are real. These alone are kept: an
 entry is the rows of one layer and microbatch, contiguous in each tensor (R, w) of the ring. Its ticket, a

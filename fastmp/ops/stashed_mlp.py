@@ -21,7 +21,7 @@ from fastmp.ops.core import launcher
 from fastmp.ops.core._triton import MAX_COUNT, MAX_EXPERTS, MAX_SIZE, cdiv, jit, limits, tl
 from fastmp.ops.core.registry import register
 from fastmp.ops.core.rowwise import NUM_WARPS, arithmetic, as_rows, vector_width
-from fastmp.ops.gated import backward_block_shape, gate_factors
+from fastmp.ops.gated import backward_block_shape, gate_gradients
 from fastmp.ops.grouped_mm_launch import launch_from_ring, launch_mlp_in_ring, launch_wgrad, launch_wgrad_
 
 
@@ -100,15 +100,15 @@ def gate_backward_kernel(
     count = tl.minimum(tl.load(offsets + num_local - 1), capacity)
     mask = (rows < count)[:, None] & (cols < num_cols)[None, :]
     gates = h + (tl.load(start) + rows)[:, None] * 2 * num_cols + cols[None, :]
-    # 2. Load gate and up; activation = gate p, derivative = p + gate q.
+    # 2. Load gate and up; compute their gradients.
     g = tl.load(grad + rows[:, None] * pitch * VECTOR + cols[None, :], mask=mask, other=0.0).to(COMPUTE)
     gate = tl.load(gates, mask=mask, other=0.0).to(COMPUTE)
     up = tl.load(gates + num_cols, mask=mask, other=0.0).to(COMPUTE)
-    p, q = gate_factors(gate, FORM)
+    dgate, dup = gate_gradients(g, gate, up, FORM)
     # 3. Store the gradients where all threads have loaded.
     tl.debug_barrier()
-    tl.store(gates, g * (up * (p + gate * q)), mask=mask)
-    tl.store(gates + num_cols, g * (gate * p), mask=mask)
+    tl.store(gates, dgate, mask=mask)
+    tl.store(gates + num_cols, dup, mask=mask)
 
 
 def launch_gate_backward_(grad: Tensor, h: Tensor, start: Tensor, offsets: Tensor, form: str) -> None:
@@ -131,25 +131,12 @@ def launch_gate_backward_(grad: Tensor, h: Tensor, start: Tensor, offsets: Tenso
     )  # fmt: skip
 
 
-def _launch_wgrad(
-    grad: Tensor, x: Tensor, offsets: Tensor, grad_start: Tensor | None, start: Tensor, capacity: int
-) -> Tensor:
-    return launch_wgrad(grad, x, offsets, grad_start, start, capacity)
-
-
-def _launch_wgrad_(
-    total: Tensor, grad: Tensor, x: Tensor, offsets: Tensor, grad_start: Tensor | None, start: Tensor,
-    capacity: int,
-) -> None:  # fmt: skip
-    launch_wgrad_(total, grad, x, offsets, grad_start, start, capacity)
-
-
 def _moved(*shapes: tuple[int, int], like: Tensor) -> int:
     return sum(rows * columns for rows, columns in shapes) * like.element_size()
 
 
 # Costs assume C rows, as those of grouped_mm; only the device knows the real number.
-stash_mlp_in = register(
+register(
     "stash_mlp_in(Tensor x, Tensor w, Tensor offsets, Tensor start, Tensor(a!) h, Tensor(b!) y, str form)"
     " -> ()",
     reference=reference_mlp_in,
@@ -161,7 +148,7 @@ stash_mlp_in = register(
         + _moved((len(x), x.shape[1]), (len(x), h.shape[1]), (len(x), y.shape[1]), like=x)
     ),
 )
-stash_mm = register(
+register(
     "stash_mm(Tensor x, Tensor w, Tensor offsets, Tensor start, bool transposed, int capacity) -> Tensor",
     reference=reference_mm,
     triton=launch_from_ring,
@@ -173,7 +160,7 @@ stash_mm = register(
         w.numel() * w.element_size() + _moved((capacity, w.shape[1]), (capacity, w.shape[2]), like=x)
     ),
 )
-stash_gate_backward_ = register(
+register(
     "stash_gate_backward_(Tensor grad, Tensor(a!) h, Tensor start, Tensor offsets, str form) -> ()",
     reference=reference_gate_backward_,
     triton=launch_gate_backward_,
@@ -187,20 +174,20 @@ def _wgrad_traffic(grad: Tensor, x: Tensor, offsets: Tensor, grad_start: Tensor 
     return sums + _moved((rest[-1], grad.shape[1]), (rest[-1], x.shape[1]), like=x)
 
 
-stash_wgrad = register(
+register(
     "stash_wgrad(Tensor grad, Tensor x, Tensor offsets, Tensor? grad_start, Tensor start, int capacity)"
     " -> Tensor",
     reference=reference_wgrad,
-    triton=_launch_wgrad,
+    triton=launch_wgrad,
     fake=lambda grad, x, offsets, *rest: x.new_empty(offsets.shape[0], grad.shape[1], x.shape[1]),
     flops=lambda grad, x, *rest: 2 * rest[-1] * grad.shape[1] * x.shape[1],
     traffic=_wgrad_traffic,
 )
-stash_wgrad_ = register(
+register(
     "stash_wgrad_(Tensor(a!) total, Tensor grad, Tensor x, Tensor offsets, Tensor? grad_start, Tensor start,"
     " int capacity) -> ()",
     reference=reference_wgrad_,
-    triton=_launch_wgrad_,
+    triton=launch_wgrad_,
     fake=lambda *arguments: None,
     flops=lambda total, grad, x, *rest: 2 * rest[-1] * grad.shape[1] * x.shape[1],
     traffic=lambda total, *rest: 2 * total.numel() * total.element_size() + _wgrad_traffic(*rest),

@@ -30,7 +30,7 @@ __all__ = ["Rerun"]
 
 
 class Rerun:
-    """Rerun steps whose counters say that they are void.
+    """Rerun void steps eagerly by all-to-all.
 
     Args:
         graphs: those of the steps: a manager is paused during a rerun, all are captured again after a stash

@@ -27,8 +27,9 @@ def attach_stash(
     None: there is no such layer, `model.moe.activation_stash` is 0, or all of them recompute activations,
     which then live no longer than the backward of a layer.
     """
-    counts = [len(_stashing(chunk)) for chunk in runner.chunks]
-    if not any(counts):
+    of_chunks = [_stashing(chunk) for chunk in runner.chunks]
+    layers, counts = [layer for own in of_chunks for layer in own], list(map(len, of_chunks))
+    if not layers:
         return None
     # 1. The entries in use at a time, by the steps of this rank.
     if runner.overlap is None:
@@ -39,7 +40,6 @@ def attach_stash(
         counts = experts_of_ops(sections)
     live = live_entries(order, counts)
     # 2. The rows that their load needs, once the first forward knows the number of tokens.
-    layers = [layer for chunk in runner.chunks for layer in _stashing(chunk)]
     moe, grid = layers[0].moe, groups.grid
 
     def size(balanced: int, capacity: int) -> int:

@@ -99,7 +99,7 @@ class StepCounters:
 
 
 def _rows_wanted(stash: ActivationStash) -> int:
-    """Return rows of which at most `MOST_USED` have been in use, and a quarter more where they were too few.
+    """Return the size of a ring of which at most `MOST_USED` is in use, a quarter more after an overflow.
 
     The mark tells what the first entry would have needed that did not fit, not what all of them would.
     """

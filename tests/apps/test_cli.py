@@ -23,11 +23,16 @@ def test_help_lists_every_command(capsys):
     assert all(name in printed for name in cli.COMMANDS)
 
 
+def become_rank(monkeypatch, rank, world_size):
+    """Set what a launcher sets for a rank, which does not wait for rank 0 to print."""
+    monkeypatch.setattr(first_rank, "GRACE_SECONDS", 0.0)
+    for name, value in {"RANK": rank, "WORLD_SIZE": world_size, "LOCAL_RANK": rank}.items():
+        monkeypatch.setenv(name, str(value))
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 def test_only_rank_0_prints_a_mistake(rank, capsys, monkeypatch):
-    monkeypatch.setattr(first_rank, "GRACE_SECONDS", 0.0)
-    for name, value in {"RANK": rank, "WORLD_SIZE": 2, "LOCAL_RANK": rank}.items():
-        monkeypatch.setenv(name, str(value))
+    become_rank(monkeypatch, rank, 2)
     with pytest.raises(SystemExit) as leaving:
         cli.main(["train", "--optimizer.learning-rate", "1"])
     assert leaving.value.code == 2
@@ -37,9 +42,7 @@ def test_only_rank_0_prints_a_mistake(rank, capsys, monkeypatch):
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_layout_that_does_not_fit_ends_before_ranks_meet(rank, capsys, monkeypatch):
-    monkeypatch.setattr(first_rank, "GRACE_SECONDS", 0.0)
-    for name, value in {"RANK": rank, "WORLD_SIZE": 3, "LOCAL_RANK": rank}.items():
-        monkeypatch.setenv(name, str(value))
+    become_rank(monkeypatch, rank, 3)
     with pytest.raises(SystemExit) as leaving:
         cli.main(["train", str(ROOT / "configs" / "gpt-small.toml"), "--tp", "2"])
     assert leaving.value.code == 2

@@ -149,7 +149,7 @@ class ActivationStash:
 
 
 class StashEntry:
-    """What one forward of experts keeps."""
+    """The rows and the ticket of one forward of experts in a stash."""
 
     def __init__(self, stash: ActivationStash, ticket: int) -> None:
         self.stash, self.ticket, self.released = stash, ticket, False
