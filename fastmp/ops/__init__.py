@@ -19,8 +19,10 @@ from fastmp.ops.dropout import bias_dropout_add
 from fastmp.ops.finite import first_not_finite
 from fastmp.ops.gated import geglu, swiglu
 from fastmp.ops.grouped_mm import grouped_mlp_in, grouped_mm
+from fastmp.ops.grouped_mm_fp8 import grouped_mm_fp8
 from fastmp.ops.grouped_mm_tiles import grouped_mm_choice
 from fastmp.ops.linear_cross_entropy import linear_cross_entropy
+from fastmp.ops.linear_fp8 import linear_fp8
 from fastmp.ops.linear_log_probs import linear_log_probs
 from fastmp.ops.norm import layer_norm, rms_norm
 from fastmp.ops.permute import permutation, permute, unpermute
@@ -64,8 +66,10 @@ __all__ = [
     "grouped_mlp_in",
     "grouped_mm",
     "grouped_mm_choice",
+    "grouped_mm_fp8",
     "layer_norm",
     "linear_cross_entropy",
+    "linear_fp8",
     "linear_log_probs",
     "permutation",
     "permute",

@@ -1,0 +1,116 @@
+"""Grouped GEMM of FP8 operands: `linear_fp8` for each expert, over rows in the order of the experts.
+
+As in `grouped_mm`, only the device knows where an expert's rows end: nothing is padded, and there is no
+host-device synchronisation. Rows after the last offset are zeros. Numbers, scales and their layouts are those
+of `linear_fp8`. M rows, L experts, N x K the weight of one.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastmp.ops.core import checks
+from fastmp.ops.core.registry import can_read_values, compute_dtype, register, without_autocast
+from fastmp.ops.grouped_mm import spans
+from fastmp.ops.linear_fp8 import check_operands, dequantized_rows, dequantized_weight
+from fastmp.profiling import traced
+
+
+def reference(
+    q: Tensor, s: Tensor, w: Tensor, w_scale: Tensor, offsets: Tensor, out_dtype: torch.dtype
+) -> Tensor:
+    """Multiply each expert's dequantised rows by its dequantised weight; rounded once."""
+    wide, end = compute_dtype(out_dtype), 0
+    y = q.new_empty(len(q), w.shape[1], dtype=out_dtype)
+    with without_autocast(q.device.type):
+        for expert, (start, end) in enumerate(spans(offsets, len(q))):
+            if start < end:
+                rows = dequantized_rows(q[start:end], s[start:end], wide)
+                y[start:end] = rows @ dequantized_weight(w[expert], w_scale[expert], wide).t()
+    y[end:] = 0
+    return y
+
+
+def _fake(
+    q: Tensor, s: Tensor, w: Tensor, w_scale: Tensor, offsets: Tensor, out_dtype: torch.dtype
+) -> Tensor:
+    return q.new_empty(q.shape[0], w.shape[1], dtype=out_dtype)
+
+
+# Assumes that every row belongs to an expert; only the device knows the real number.
+def _flops(q: Any, s: Any, w: Any, *_: Any) -> int:
+    return 2 * q.shape[0] * w.shape[1] * w.shape[2]
+
+
+_grouped_mm_fp8 = register(
+    "grouped_mm_fp8(Tensor q, Tensor s, Tensor w, Tensor w_scale, Tensor offsets, ScalarType out_dtype)"
+    " -> Tensor",
+    reference=reference,
+    fake=_fake,
+    flops=_flops,
+)
+
+
+@checks.memoized
+def _check(
+    name: str, q: Tensor, s: Tensor, w: Tensor, w_scale: Tensor, offsets: Tensor, out_dtype: torch.dtype
+) -> None:
+    def require(condition: bool, message: str, *values: Any) -> None:
+        checks.require(condition, f"{name}: " + message, *values)
+
+    check_operands(name, q, s, w, w_scale, out_dtype, True)
+    require(offsets.dtype == torch.int32, "offsets must be int32, got {}; pass offsets.int()", offsets.dtype)
+    ends = "offsets of shape {} do not fit the {} experts of w: expected the end of the rows of each"
+    require(offsets.shape == w.shape[:1], ends, offsets.shape, w.shape[0])
+    checks.check_same_device(name, q=q, offsets=offsets)
+
+
+def _check_offsets(name: str, q: Tensor, offsets: Tensor) -> None:
+    """Check the values of offsets where the host may read them."""
+    if can_read_values(offsets):
+        ends = [0, *offsets.tolist(), q.shape[0]]
+        message = f"{name}: offsets {{}} must not be negative, fall, or pass the {{}} rows of q"
+        checks.require(ends == sorted(ends), message, ends[1:-1], q.shape[0])
+
+
+@traced("fastmp.grouped_mm_fp8")
+def grouped_mm_fp8(
+    q: Tensor,
+    s: Tensor,
+    w: Tensor,
+    w_scale: Tensor,
+    offsets: Tensor,
+    *,
+    out_dtype: torch.dtype = torch.bfloat16,
+) -> Tensor:
+    """Multiply each quantised row by the quantised weight of its expert; no derivative, see `linear_fp8`.
+
+    Args:
+        q: (M, K) float8_e4m3fn or float8_e5m2, rows in the order of the experts.
+        s: (M, K / block), as for `linear_fp8`.
+        w: (L, N, K) float8_e4m3fn; last stride 1 avoids a copy.
+        w_scale: (L, N / block, K / block) of the dtype of s; any strides.
+        offsets: (L,) int32 on the same device: the end of each expert's rows, not decreasing, at most M.
+        out_dtype: bfloat16, float16, float32 or float64 (on a CPU).
+
+    Returns:
+        (M, N), contiguous, of `out_dtype`, summed in float32 (float64 for float64) and rounded once. Rows
+        after the last offset are zeros.
+
+    Raises:
+        ValueError: as `linear_fp8`; on the CPU also offsets that decrease or exceed M (elsewhere they are
+            clamped).
+
+    Example:
+        q, s = quantize_rows(torch.randn(6, 256))  # 4 rows of expert 0, 2 of expert 1
+        w, _, w_scale = quantize_weight(torch.randn(2, 128, 256))
+        y = grouped_mm_fp8(q, s, w, w_scale, torch.tensor([4, 6], dtype=torch.int32))  # (6, 128)
+
+    Zhao et al., "DeepGEMM: clean and efficient FP8 GEMM kernels", 2025.
+    """
+    _check("grouped_mm_fp8", q, s, w, w_scale, offsets, out_dtype)
+    _check_offsets("grouped_mm_fp8", q, offsets)
+    return _grouped_mm_fp8(q, s, w, w_scale, offsets, out_dtype)
