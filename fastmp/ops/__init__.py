@@ -26,6 +26,7 @@ from fastmp.ops.linear_fp8 import linear_fp8
 from fastmp.ops.linear_log_probs import linear_log_probs
 from fastmp.ops.norm import layer_norm, rms_norm
 from fastmp.ops.permute import permutation, permute, unpermute
+from fastmp.ops.quantize import dequantize_rows, quantize_rows, quantize_weight
 from fastmp.ops.rope import rope, rope_cos_sin, rope_qk
 from fastmp.ops.router import RouterOutput, topk_router
 from fastmp.ops.softmax import scaled_masked_softmax
@@ -61,6 +62,7 @@ __all__ = [
     "clamped_swiglu",
     "cross_entropy",
     "cross_entropy_from_stats",
+    "dequantize_rows",
     "first_not_finite",
     "geglu",
     "grouped_mlp_in",
@@ -73,6 +75,8 @@ __all__ = [
     "linear_log_probs",
     "permutation",
     "permute",
+    "quantize_rows",
+    "quantize_weight",
     "rms_norm",
     "rope",
     "rope_cos_sin",

@@ -80,7 +80,7 @@ def _like(tensor: Tensor, device: str | torch.device) -> Tensor:
 def _in_float64(argument: Any) -> Any:
     if isinstance(argument, Tensor) and argument.is_floating_point():
         return argument.detach().cpu().double()
-    if isinstance(argument, torch.dtype) and argument.is_floating_point:
+    if isinstance(argument, torch.dtype) and argument.is_floating_point and argument.itemsize > 1:
         return torch.float64
     return argument.cpu() if isinstance(argument, Tensor) else argument
 

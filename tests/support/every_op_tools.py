@@ -52,14 +52,14 @@ def apart(tensor: Tensor) -> Tensor:
     return flat.as_strided(tensor.shape, (stride, *tensor.stride()[1:])).copy_(tensor)
 
 
-# Ops whose rows lie where an index says: zeros in place of the index would send all rows to one. Their own
-# tests stretch them.
+# Ops whose rows lie where an index says (zeros in place of the index would send all rows to one), or come in
+# blocks. Their own tests stretch them.
 INDEXED = (
     "block_rows", "permutation", "permute", "unpermute", "unpermute_into", "unpermute_add",
     "unpermute_add_into", "unpermute_backward", "unpermute_backward_into", "exchange_barrier",
     "exchange_counts", "exchange_give", "exchange_places", "exchange_pull", "exchange_push", "exchange_take",
-    "stash_gate_backward_", "stash_mlp_in", "stash_mm", "stash_pull", "stash_push", "stash_release",
-    "stash_reserve", "stash_wgrad", "stash_wgrad_",
+    "quantize_weight", "stash_gate_backward_", "stash_mlp_in", "stash_mm", "stash_pull", "stash_push",
+    "stash_release", "stash_reserve", "stash_wgrad", "stash_wgrad_",
 )  # fmt: skip
 
 
