@@ -18,6 +18,7 @@ from fastmp.config.durations import duration_seconds
 from fastmp.config.model import GPTConfig
 from fastmp.config.option_names import DTYPE_ALIASES
 from fastmp.config.options import DTYPES, Checked, option, unknown_choice
+from fastmp.config.precision import FP8_BLOCKS, FP8_GRADS, PRECISIONS, Fp8Recipe
 from fastmp.config.specs import OPTIMIZERS
 
 _WEIGHT = re.compile(r"[0-9]{1,18}(\.[0-9]{1,18})?")
@@ -282,6 +283,18 @@ class TrainConfig(Checked):
         DTYPES,
         DTYPE_ALIASES,
     )
+    precision: str = option(
+        "dtype",
+        "GEMMs of attention, MLPs and experts: dtype = in train.dtype; fp8 = forward and dgrad in FP8, "
+        "wgrad in train.dtype",
+        PRECISIONS,
+    )
+    fp8_block: int | None = option(
+        None,
+        "elements that share an FP8 scale: 128 [blockwise], or 32 [MXFP8]; unset: 32 on Blackwell GPUs, "
+        "else 128",
+    )
+    fp8_grad: str = option("e4m3", "FP8 format of upstream gradients; the rest is e4m3", FP8_GRADS)
     seed: int = option(1234, "seed of weight initialisation, dropout and router jitter")
     log_interval: int = option(10, "steps between two lines of the log")
     eval_interval: int = option(100, "steps between two evaluations on held-out text; 0: never")
@@ -317,11 +330,19 @@ class TrainConfig(Checked):
         (10, 13), "steps to profile, from FIRST to before LAST; on the command line FIRST:LAST"
     )
 
+    def fp8(self, default_block: int = 128) -> Fp8Recipe | None:
+        """Return the recipe of FP8 GEMMs, None without them. default_block: the device's."""
+        if self.precision != "fp8":
+            return None
+        return Fp8Recipe(self.fp8_block or default_block, self.fp8_grad)
+
     def _problems(self) -> Iterator[str]:
         yield from self._not_positive("steps", "global_batch_size", "log_interval", "eval_batches")
         yield from self._negative(
             "eval_interval", "max_skipped_steps", "check_replicas", "join_seconds", "stall_seconds"
         )
+        if self.fp8_block not in (None, *FP8_BLOCKS):
+            yield f"fp8_block must be {' or '.join(map(str, FP8_BLOCKS))}, got {self.fp8_block}"
         for sink in sorted(set(self.sinks) - set(SINKS)):
             yield unknown_choice("sinks", sink, SINKS)
         if self.name in ("", ".", "..") or "/" in self.name:

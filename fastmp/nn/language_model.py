@@ -120,7 +120,7 @@ class LanguageModel(nn.Module):
                     bias=False,
                     gather_output=False,
                     init_method=draw,
-                    **on.linear_options,
+                    **on.linear_options | {"fp8": None},  # logits stay in the dtype of the model
                 ),
             )
         self._clear_padding()

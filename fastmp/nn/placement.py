@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from fastmp.config import ParallelConfig
+from fastmp.config.precision import Fp8Recipe
 from fastmp.distributed.groups import ParallelGroups
 from fastmp.distributed.rng import RngTracker
 
@@ -29,6 +30,8 @@ class Placement:
         device, dtype: of the parameters; None: torch's defaults.
         overlap_rows: from this many rows on, GEMMs under sequence parallelism are fused with their
             communication, see `ColumnParallelLinear`; None: never.
+        fp8: linear layers of attention and MLPs, and experts, multiply in FP8 by this recipe; None: in their
+            dtype.
 
     Raises:
         ValueError: another `init`.
@@ -48,6 +51,7 @@ class Placement:
     device: torch.device | str | None = None
     dtype: torch.dtype | None = None
     overlap_rows: int | None = None
+    fp8: Fp8Recipe | None = None
 
     @classmethod
     def of(cls, groups: ParallelGroups, layout: ParallelConfig, **options: Any) -> Placement:
@@ -78,4 +82,4 @@ class Placement:
     @property
     def linear_options(self) -> dict[str, Any]:
         """Keywords for linear layers that are sharded over `groups.tp`."""
-        return {"overlap_rows": self.overlap_rows, **self.layer_options}
+        return {"overlap_rows": self.overlap_rows, "fp8": self.fp8, **self.layer_options}

@@ -232,7 +232,7 @@ def _mm(x: Tensor, w: Tensor, offsets: Tensor, transposed: bool, sizes: Sequence
     return y
 
 
-def _wgrad(
+def weight_gradient(
     grad: Tensor, x: Tensor, offsets: Tensor, main_grad: Tensor | None, sizes: Sequence[int] | None = None
 ) -> Tensor | None:
     """Return the gradient of the weights, or None after adding it to `main_grad`."""
@@ -255,8 +255,8 @@ def _wgrad(
 
 def _wgrad_or_defer(defer: Callable[..., None] | None, *arguments: Any) -> Tensor | None:
     if defer is None:
-        return _wgrad(*arguments)
-    defer(lambda: _wgrad(*arguments))
+        return weight_gradient(*arguments)
+    defer(lambda: weight_gradient(*arguments))
     return None
 
 

@@ -40,7 +40,7 @@ def attention(shapes: Shapes) -> int:
     q, kv = shapes.heads * head, 2 * shapes.kv_heads * head
     rope, projected = model.position == "rope", q + kv
     grouped = shapes.kv_heads != shapes.heads
-    kept = norm(shapes) + shapes.hidden  # the norm, and its output, which the projection takes
+    kept = norm(shapes) + _projected(shapes)  # the norm, and its output, which the projection takes
     if model.qk_norm:
         kept += (shapes.heads + shapes.kv_heads) * tokens * _STATISTIC
     if model.qk_norm or cp == 1:  # the norms' inputs, and the values, are views of what was projected
@@ -56,16 +56,21 @@ def attention(shapes: Shapes) -> int:
         kept += (
             shapes.length * model.head_dim * _STATISTIC if rope else 0
         )  # this rank's part of the rotary tables
+    if shapes.fp8:  # the input of the output projection, beside the output of attention
+        kept += shapes.operand(shapes.heads * tokens * model.head_dim)
     return kept + q + shapes.heads * tokens * _STATISTIC
 
 
 def mlp(shapes: Shapes, recomputed: bool = False) -> int:
     """Return what the MLP or the experts keep, with the norm before them; see `layer_parts`."""
     moe = shapes.model.moe
-    kept = norm(shapes) + shapes.hidden
+    kept = norm(shapes)
     if moe is None:
-        return kept + _ffn(shapes, shapes.model.ffn_size // shapes.grid.tp, shapes.tokens)
+        width = shapes.model.ffn_size // shapes.grid.tp
+        return kept + _projected(shapes) + _ffn(shapes, width, shapes.tokens)
+    kept += shapes.hidden
     if moe.shared_expert_ffn_hidden_size:
+        kept += _projected(shapes) if shapes.fp8 else 0  # beside what the router takes
         kept += _ffn(shapes, moe.shared_expert_ffn_hidden_size // shapes.grid.tp, shapes.tokens)
         if moe.shared_expert_gate:
             kept += shapes.hidden + shapes.rows * shapes.itemsize
@@ -82,7 +87,8 @@ def experts(shapes: Shapes, recomputed: bool = False) -> int:
     if shapes.model.moe is not None and moe.jitter:
         kept += 2 * shapes.routed * row  # the tokens times noise, and the noise
     arrived = 0 if shapes.stashes and not recomputed else shapes.rows_at_experts
-    kept += arrived * row + _ffn(shapes, moe.expert_ffn_hidden_size // grid.etp, arrived)
+    kept += shapes.operand(arrived * shapes.model.hidden_size)
+    kept += _ffn(shapes, moe.expert_ffn_hidden_size // grid.etp, arrived)
     return kept + shapes.dispatcher.saved_bytes(shapes.dispatch_sizes)
 
 
@@ -148,4 +154,9 @@ def loss_workspace(shapes: Shapes, narrow_gradient: bool) -> int:
 
 def _ffn(shapes: Shapes, width: int, rows: int) -> int:
     """Return what an MLP keeps besides its input: the input of the activation, and its output."""
-    return (shapes.projections + 1) * width * rows * shapes.itemsize
+    return shapes.projections * width * rows * shapes.itemsize + shapes.operand(width * rows)
+
+
+def _projected(shapes: Shapes) -> int:
+    """Return what a column-parallel layer keeps of its input between tensor-parallel regions."""
+    return shapes.operand(shapes.rows * shapes.model.hidden_size)

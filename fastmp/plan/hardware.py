@@ -15,9 +15,10 @@ _GIB = 2**30
 class GPU:
     """A GPU in its server. Rates are per second and in one direction; FLOPs are of dense GEMMs.
 
-    half, single: FLOP/s of GEMMs of 16-bit and of float32 numbers. memory_bandwidth, nvlink, network:
-    bytes a second of one GPU; the last is its share of its server's network cards. capacity: bytes of memory,
-    of which the driver keeps about 1%; where data sheets write GB of it, it has GiB.
+    half, single, eight: FLOP/s of GEMMs of 16-bit, of float32 and of FP8 numbers (0: none).
+    memory_bandwidth, nvlink, network: bytes a second of one GPU; the last is its share of its server's
+    network cards. capacity: bytes of memory, of which the driver keeps about 1%; where data sheets write GB
+    of it, it has GiB.
     switch_sums: whether the switch itself adds up what the GPUs of a server send (NVLink SHARP). compared: of
     published runs on it, the least and the most of predicted over published FLOP/s (`python -m tools.study
     scaling`).
@@ -35,10 +36,11 @@ class GPU:
     source: str
     switch_sums: bool = False
     compared: tuple[float, float] | None = None
+    eight: float = 0.0
 
     def peak(self, itemsize: int) -> float:
         """Return the FLOP/s of GEMMs of numbers of `itemsize` bytes."""
-        return self.single if itemsize == 4 else self.half
+        return {1: self.eight, 4: self.single}.get(itemsize, self.half)
 
 
 GPUS = {
@@ -81,6 +83,7 @@ GPUS = {
         network=50e9,
         source="NVIDIA H100 architecture white paper; eight 400 Gbit/s cards a server: DGX H100 data sheet",
         switch_sums=True,
+        eight=1979e12,
         compared=(1.21, 1.25),
     ),
     "h200": GPU(
@@ -95,6 +98,7 @@ GPUS = {
         network=50e9,
         source="NVIDIA H200 data sheet; eight 400 Gbit/s cards a server: DGX H200 data sheet",
         switch_sums=True,
+        eight=1979e12,
     ),
     "b200": GPU(
         "B200 SXM 180 GB (DGX B200)",
@@ -108,5 +112,6 @@ GPUS = {
         network=50e9,
         source="NVIDIA DGX B200 data sheet: the server's figures over its eight GPUs, eight 400 Gbit/s cards",
         switch_sums=True,
+        eight=4500e12,
     ),
 }

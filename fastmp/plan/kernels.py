@@ -19,6 +19,7 @@ from fastmp.plan.hardware import GPU
 # Of the peak, for large GEMMs of random numbers: 780 of 989 TFLOP/s on an H100 (gist.github.com/Chillee/
 # 2ec89696db8b7ed1c24461159e325405), 257 of 312 on an A100 (thonking.ai/p/strangely-matrix-multiplications).
 GEMMS = 0.8
+FP8_GEMMS = 0.65  # with scales and FP32 promotion; DeepGEMM's page has up to 0.78 on an H800
 MEMORY = 0.83  # of the bandwidth: published for a V100, 750 of 900 GB/s (Jia et al. 2018, 1804.06826)
 ATTENTION = 0.6  # of what GEMMs reach, by fused attention; published: 0.5 to 0.75 (Dao 2023, 2307.08691)
 LAUNCH = 4e-6
@@ -30,7 +31,7 @@ _REUSE = 64  # multiply-adds for each number that a tile loads, from which on lo
 class Gemm(NamedTuple):
     """`batch` GEMMs of matrices (rows, sum) and (sum, columns).
 
-    adds: the result is added to float32 numbers that are there.
+    adds: the result is added to float32 numbers that are there. fp8: the matrices are quantised.
     """
 
     rows: int
@@ -38,24 +39,26 @@ class Gemm(NamedTuple):
     sum: int
     batch: int = 1
     adds: bool = False
+    fp8: bool = False
 
     def backward_input(self) -> Gemm:
         """Return the GEMM of the gradient of the matrix (rows, sum), dgrad."""
-        return Gemm(self.rows, self.sum, self.columns, self.batch)
+        return Gemm(self.rows, self.sum, self.columns, self.batch, fp8=self.fp8)
 
     def backward_weight(self, adds: bool = False) -> Gemm:
-        """Return the GEMM of the gradient of the matrix (sum, columns), wgrad."""
+        """Return the GEMM of the gradient of the matrix (sum, columns), wgrad, which is never in FP8."""
         return Gemm(self.sum, self.columns, self.rows, self.batch, adds)
 
 
 @lru_cache(maxsize=4096)
 def gemm_time(gpu: GPU, gemm: Gemm, itemsize: int) -> float:
     """Return the seconds of a GEMM of numbers of `itemsize` bytes, by the best of a few tilings."""
-    m, n, k, batch, adds = gemm
+    m, n, k, batch, adds, fp8 = gemm
     if not m * n * k * batch:
         return 0.0
+    peak = FP8_GEMMS * gpu.peak(1) if fp8 else GEMMS * gpu.peak(itemsize)
     bandwidth, result = MEMORY * gpu.memory_bandwidth, 8 if adds else itemsize
-    rate, writes = GEMMS * gpu.peak(itemsize) / gpu.processors, bandwidth / gpu.processors
+    rate, writes = peak / gpu.processors, bandwidth / gpu.processors
     best = math.inf
     for rows, columns in _TILES:
         tiles, area = batch * -(-m // rows) * -(-n // columns), rows * columns
@@ -66,7 +69,7 @@ def gemm_time(gpu: GPU, gemm: Gemm, itemsize: int) -> float:
             tile = 2 * area * -(-k // split) / (rate * fed) + area * written / writes
             joined = 0 if split == 1 else batch * m * n * (4 * split + result)
             best = min(best, waves * tile + joined / bandwidth)
-    least = batch * ((m + n) * k * itemsize + m * n * result)
+    least = batch * ((m + n) * k * (1 if fp8 else itemsize) + m * n * result)
     return LAUNCH + max(best, least / bandwidth)
 
 

@@ -61,6 +61,7 @@ def problems(recipe: Recipe, world_size: int | None) -> list[Problem]:
         *(_axis_problems, _sequence_problems, _schedule_problems, _layer_problems, _expert_problems),
         _overlap_problems,
         _dtype_problems,
+        _fp8_problems,
         _bert_problems,
     )
     found = [problem for part in parts for problem in part(recipe)]
@@ -292,6 +293,42 @@ def _dtype_problems(recipe: Recipe) -> Iterator[Problem]:
                 (f"optimizer.{name}", "train.dtype"),
                 f"optimizer.{name} {value!r} is for bfloat16 parameters, but train.dtype is {dtype!r}",
             )
+
+
+def _fp8_problems(recipe: Recipe) -> Iterator[Problem]:
+    """Check FP8 blocks against each rank's sizes of linear layers and experts, and features without FP8."""
+    model, layout, fp8 = recipe.model, recipe.parallel, recipe.train.fp8()
+    if fp8 is None:
+        return
+    kv = 2 * model.kv_heads * model.head_dim
+    heads = model.num_heads * model.head_dim
+    sizes = {
+        "hidden_size": model.hidden_size,
+        f"query, key and value rows / tp {layout.tp} =": (heads + kv) // layout.tp,
+        f"num_heads x head_dim / tp {layout.tp} =": heads // layout.tp,
+        f"ffn_hidden_size / tp {layout.tp} =": model.ffn_size // layout.tp,
+    }
+    if (moe := model.moe) is not None:
+        etp = layout.tp if layout.etp is None else layout.etp
+        if not model.dense_layers:
+            sizes.pop(f"ffn_hidden_size / tp {layout.tp} =")
+        if DISPATCHERS[moe.dispatcher].symmetric_memory and moe.activation_stash:
+            yield Problem(
+                ("model.moe.activation_stash", "train.precision"),
+                f"experts in FP8 have no activation stash: expected activation_stash 0, got "
+                f"{moe.activation_stash}",
+            )
+        sizes[f"expert_ffn_hidden_size / etp {etp} ="] = moe.expert_ffn_hidden_size // etp
+        if moe.shared_expert_ffn_hidden_size:
+            shared = moe.shared_expert_ffn_hidden_size // layout.tp
+            sizes[f"shared_expert_ffn_hidden_size / tp {layout.tp} ="] = shared
+    if wrong := fp8.misfit(sizes):
+        yield Problem(("train.fp8_block", "parallel.tp", "train.precision"), wrong)
+    if layout.tp_overlap:
+        yield Problem(
+            ("parallel.tp_overlap", "train.precision"),
+            "precision 'fp8' has no GEMMs that overlap their collective, but tp_overlap is on",
+        )
 
 
 def _bert_problems(recipe: Recipe) -> Iterator[Problem]:

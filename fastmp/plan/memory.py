@@ -18,7 +18,7 @@ from fastmp.config import OPTIMIZERS, Recipe
 from fastmp.pipeline.schedule import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Step
 from fastmp.plan import activations
 from fastmp.plan.expert_load import MeasuredLoad
-from fastmp.plan.parameters import rank_buffers, rank_parameters, stage_kinds
+from fastmp.plan.parameters import fp8_copies, rank_buffers, rank_parameters, stage_kinds
 from fastmp.plan.shapes import Shapes
 from fastmp.plan.stash import ring_of_rank
 
@@ -29,10 +29,10 @@ _FLOAT32 = 4  # bytes
 class Memory:
     """Bytes that one rank holds, and how many parameters it has.
 
-    `activations` are kept without recomputation. `recomputed` are kept with it, together with those of the
-    largest layer, while it is run again. `total` has what the recipe asks for. `loss` is held while the loss
-    is computed. In `exchange`, all experts of the rank get their rows from other ranks. `stash` is the
-    activation stash of experts, a part of `activations`.
+    `weights` include FP8 copies. `activations` are kept without recomputation. `recomputed` are kept with it,
+    together with those of the largest layer, while it is run again. `total` has what the recipe asks for.
+    `loss` is held while the loss is computed. In `exchange`, all experts of the rank get their rows from
+    other ranks. `stash` is the activation stash of experts, a part of `activations`.
     """
 
     expert_parameters: int
@@ -82,7 +82,8 @@ def _of_rank(
     experts, others = (sum(each.size for each in facts if each.experts is kind) for kind in (True, False))
     buffers = rank_buffers(recipe, shapes, rank)
     elements = sum(buffer.layout.size for buffer in buffers)
-    weights, gradients = elements * shapes.itemsize, elements * grad_bytes(recipe, shapes)
+    weights = elements * shapes.itemsize + fp8_copies(recipe, shapes, rank)
+    gradients = elements * grad_bytes(recipe, shapes)
     optimizer = sum(
         buffer.layout.size // buffer.layout.num_ranks * state_bytes(recipe, shapes, buffer.whole)
         for buffer in buffers

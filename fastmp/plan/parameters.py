@@ -76,6 +76,21 @@ def rank_buffers(recipe: Recipe, shapes: Shapes, rank: int) -> tuple[Buffer, ...
     )
 
 
+# Weights of linear layers and experts, which have FP8 copies where GEMMs are in FP8.
+_LINEAR = tuple(f"{name}.weight" for name in ("attention.qkv", "attention.proj", "mlp.up", "mlp.down"))
+_QUANTIZED = (*_LINEAR, "moe.experts.fc1", "moe.experts.fc2")
+
+
+def fp8_copies(recipe: Recipe, shapes: Shapes, rank: int) -> int:
+    """Return the bytes of the FP8 copies of weights, in both orientations, with their scales."""
+    fp8 = recipe.train.fp8()
+    if fp8 is None:
+        return 0
+    every = rank_parameters(recipe, shapes, rank).items()
+    sizes = [facts.size for name, facts in every if name.endswith(_QUANTIZED)]
+    return sum(2 * size + size // fp8.block**2 * (4 if fp8.block == 128 else 1) for size in sizes)
+
+
 def layer_size(shapes: Shapes, layer: int) -> int:
     """Return how many parameters a rank has of a layer."""
     return sum(facts.size for facts in _stage(shapes, [layer], first=False, last=False).values())

@@ -20,7 +20,8 @@ class Shapes:
     tensor-parallel regions (fewer under sequence parallelism), and `routed` go through its router. `length`
     is its part of a sequence. `itemsize` is the bytes of a parameter and of an activation. `documents` are
     those of a microbatch whose documents are masked, as if each sample were one; else 0. `predicted` are the
-    tokens of a microbatch whose logits this rank makes.
+    tokens of a microbatch whose logits this rank makes. With `fp8`, linear layers of attention, MLPs and
+    experts keep their inputs and a copy of their weights in FP8.
     """
 
     model: GPTConfig
@@ -34,6 +35,7 @@ class Shapes:
     routed: int
     documents: int = 0
     predicted: int = 0
+    fp8: bool = False
 
     def of_layer(self, layer: int) -> Shapes:
         """Return the same for one layer: its model describes no experts where the layer is dense."""
@@ -43,6 +45,10 @@ class Shapes:
     def hidden(self) -> int:
         """Bytes of the hidden states between tensor-parallel regions."""
         return self.rows * self.model.hidden_size * self.itemsize
+
+    def operand(self, elements: int) -> int:
+        """Return the bytes of a linear layer's input: FP8 with a scale for 128 elements, or their own."""
+        return elements + elements // 32 if self.fp8 else elements * self.itemsize
 
     @property
     def heads(self) -> int:
@@ -137,4 +143,5 @@ def shapes_of(recipe: Recipe, world_size: int) -> Shapes:
         routed=routed,
         documents=data.micro_batch_size if data.document_masking else 0,
         predicted=data.predicted // grid.cp * data.micro_batch_size,
+        fp8=recipe.train.fp8() is not None,
     )

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import pairwise
 
 from fastmp.config import Recipe
@@ -36,7 +37,7 @@ from fastmp.plan.kernels import ATTENTION, FASTMP, GEMMS, LAUNCH, Gemm, Kernels,
 from fastmp.plan.layout import make_schedule
 from fastmp.plan.links import Link, link
 from fastmp.plan.memory import grad_bytes, state_bytes
-from fastmp.plan.parameters import rank_buffers, rank_parameters, stage_kinds
+from fastmp.plan.parameters import fp8_copies, rank_buffers, rank_parameters, stage_kinds
 from fastmp.plan.shapes import Shapes, shapes_of
 
 FORWARD, REPEATED, INPUT, WEIGHT = "forward", "recomputation", "backward of inputs", "backward of weights"
@@ -46,7 +47,7 @@ _FLASH_BACKWARD = 2.5  # five GEMMs for two
 
 
 class Seconds(dict[str, float]):
-    """Seconds by consumer: "GEMMs", "attention", "other kernels", or the group that communicates."""
+    """Seconds by consumer: "GEMMs", "attention", "quantisers", "other kernels", or a group."""
 
     def __missing__(self, what: str) -> float:
         return 0.0
@@ -95,8 +96,14 @@ class StepTime:
 
 
 def step_time(recipe: Recipe, world_size: int, gpu: GPU, kernels: Kernels = FASTMP) -> StepTime:
-    """Return the time of a step of `recipe`, which must fit `world_size` ranks, one on each GPU."""
+    """Return the time of a step of `recipe`, which must fit `world_size` ranks, one on each GPU.
+
+    Raises:
+        ValueError: the recipe multiplies in FP8, and the GPU does not.
+    """
     shapes = shapes_of(recipe, world_size)
+    if shapes.fp8 and not gpu.eight:
+        raise ValueError(f"{gpu.name} has no FP8: expected --train.precision dtype, or a GPU from H100 on")
     made = _Links(gpu, shapes)
     stages = _stages(recipe, shapes, made, kernels)
     schedule = make_schedule(recipe.parallel, shapes.num_microbatches)
@@ -188,6 +195,8 @@ def _layer(shapes: Shapes, links: _Links, kernels: Kernels, recompute: bool) -> 
     _add_gemms(found, gpu, (*column, *row), itemsize, kernels.adds)
     forward["attention"], inputs["attention"] = _attention(shapes, gpu, kernels)
     forward["other kernels"], inputs["other kernels"] = _other_kernels(shapes, gpu, kernels)
+    if shapes.fp8:
+        forward["quantisers"], inputs["quantisers"] = _quantisers(shapes, gpu, kernels)
     sent = traffic.layer(shapes)
     forward.add(_communication(shapes, links, sent.forward, kernels.late))
     backward = _communication(shapes, links, sent.backward, kernels.late)
@@ -286,19 +295,33 @@ def _gemms(shapes: Shapes) -> tuple[list[Gemm], list[Gemm]]:
     """Return the GEMMs of a layer's linear layers: (column-parallel, row-parallel)."""
     model, grid, moe = shapes.model, shapes.grid, shapes.model.moe
     h, heads = model.hidden_size, shapes.heads * model.head_dim
-    column = [Gemm(shapes.tokens, heads + 2 * shapes.kv_heads * model.head_dim, h)]
-    row = [Gemm(shapes.tokens, h, heads)]
+    linear = partial(Gemm, fp8=shapes.fp8)
+    column = [linear(shapes.tokens, heads + 2 * shapes.kv_heads * model.head_dim, h)]
+    row = [linear(shapes.tokens, h, heads)]
     width = model.ffn_size if moe is None else moe.shared_expert_ffn_hidden_size
     if width:
-        column.append(Gemm(shapes.tokens, shapes.projections * width // grid.tp, h))
-        row.append(Gemm(shapes.tokens, h, width // grid.tp))
+        column.append(linear(shapes.tokens, shapes.projections * width // grid.tp, h))
+        row.append(linear(shapes.tokens, h, width // grid.tp))
     if moe is not None:
         own, expert = moe.num_experts // grid.ep, moe.expert_ffn_hidden_size // grid.etp
         rows = max(1, shapes.pairs * grid.etp // own)
         column.append(Gemm(shapes.routed, moe.num_experts, h))
-        column.append(Gemm(rows, shapes.projections * expert, h, own))
-        row.append(Gemm(rows, h, expert, own))
+        column.append(linear(rows, shapes.projections * expert, h, own))
+        row.append(linear(rows, h, expert, own))
     return column, row
+
+
+def _quantisers(shapes: Shapes, gpu: GPU, kernels: Kernels) -> tuple[float, float]:
+    """Return the seconds in which operands of FP8 GEMMs are quantised, (forward, backward).
+
+    Forward quantises inputs; backward quantises gradients, and dequantises inputs for wgrad.
+    """
+    gemms = [gemm for part in _gemms(shapes) for gemm in part if gemm.fp8]
+    inputs = sum(gemm.batch * gemm.rows * gemm.sum for gemm in gemms)
+    outputs = sum(gemm.batch * gemm.rows * gemm.columns for gemm in gemms)
+    moved = 1 + shapes.itemsize
+    rate, launches = _bandwidth(gpu, kernels), len(gemms) * LAUNCH
+    return moved * inputs / rate + launches, moved * (inputs + outputs) / rate + 2 * launches
 
 
 def _attention(shapes: Shapes, gpu: GPU, kernels: Kernels) -> tuple[float, float]:
@@ -408,6 +431,8 @@ def _end_of_step(
             sums += buckets * joined.all_reduce(size * grad / buckets)
         moved = 2 * state_bytes(recipe, shapes, buffer.whole) + 2 * grad + shapes.itemsize + kernels.state
         found["optimizer"] += moved * size / buffer.layout.num_ranks / _bandwidth(gpu, kernels)
+    if copies := fp8_copies(recipe, shapes, rank):  # two bytes a weight, from as many as a parameter has
+        found["quantisers"] += copies * (1 + shapes.itemsize / 2) / _bandwidth(gpu, kernels)
     found["optimizer"] += (4 + kernels.tensor_launches * len(facts)) * LAUNCH
     beside = {"gradients": (sums, (REPEATED, INPUT, WEIGHT)), "parameters": (gathers, (FORWARD,))}
     for what, (took, phases) in beside.items():

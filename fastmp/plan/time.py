@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -26,7 +27,11 @@ def main(arguments: list[str]) -> int:
     found = fitting_recipe(parser.prog, options)
     if found is None:
         return 2
-    facts = time_facts(found, options.world_size, options.hardware)
+    try:
+        facts = time_facts(found, options.world_size, options.hardware)
+    except ValueError as error:
+        print(f"{parser.prog}: {error}", file=sys.stderr)
+        return 2
     print(json.dumps(facts) if options.json else "\n".join(describe_time(facts)))
     return 0
 

@@ -28,16 +28,19 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from fastmp.config.precision import Fp8Recipe
 from fastmp.distributed.collectives import (
     gather_from_group,
     group_rank,
     group_size,
     reduce_from_group_,
+    reduce_scatter_sequence,
     split_to_group,
 )
 from fastmp.distributed.rng import RngTracker
 from fastmp.ops.wgrad import linear
 from fastmp.tensor_parallel.attributes import ParallelAttributes, local_shard
+from fastmp.tensor_parallel.fp8 import QuantizedWeight, fp8_linear, refresh_before_forward
 from fastmp.tensor_parallel.linear import column_linear, row_linear_scattered
 
 __all__ = [
@@ -65,6 +68,7 @@ class LinearOptions(TypedDict, total=False):
     rng: RngTracker | None
     device: torch.device | str | None
     dtype: torch.dtype | None
+    fp8: Fp8Recipe | None
 
 
 def _raise_in_dcp(name: str = "a tensor", *_: object) -> NoReturn:
@@ -243,6 +247,7 @@ class _ParallelLinear(ParallelModule):
         rng: RngTracker | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
+        fp8: Fp8Recipe | None = None,
     ) -> None:
         super().__init__(group)
         self.overlap_rows = overlap_rows
@@ -258,6 +263,24 @@ class _ParallelLinear(ParallelModule):
             std = math.sqrt(2.0 / (input_size + output_size))
             init_method = functools.partial(nn.init.normal_, std=std)
         self._init_weight((output_size, input_size), init_method, init, rng)
+        self.fp8: dict[str, QuantizedWeight] = {}
+        if fp8 is not None:
+            self.use_fp8(fp8)
+
+    def use_fp8(self, recipe: Fp8Recipe) -> None:
+        """Multiply in FP8 from now on: forward and dgrad, see `fastmp.tensor_parallel.fp8`.
+
+        Raises:
+            ValueError: the block does not divide this rank's sizes of the weight.
+        """
+        sizes = list(self.weight.shape)
+        sizes[self._shard_dim] //= self.stride
+        if wrong := recipe.misfit(dict(zip(("output_size", "input_size"), sizes, strict=True))):
+            raise ValueError(
+                f"{type(self).__name__}: {wrong} of this rank's shard; change the sizes or block"
+            )
+        self.fp8 = {"weight": QuantizedWeight(recipe)}
+        refresh_before_forward(self, "weight")
 
     @classmethod
     def from_linear(
@@ -319,9 +342,10 @@ class ColumnParallelLinear(_ParallelLinear):
             which must be in the same state on all ranks, and keeps the shard: the same bits for every P.
             "sharded" draws the shard only, from the tensor-parallel stream of `rng`, with an `init_method`
             that does not depend on the shape.
+        fp8: multiply in FP8 by this recipe; None: in the dtype of the layer.
 
     Raises:
-        ValueError: P times stride does not divide output_size.
+        ValueError: P times stride does not divide output_size, or the FP8 block this rank's sizes.
 
     Example:
         >>> up = ColumnParallelLinear(8, 32, group=None, gather_output=False)
@@ -351,10 +375,11 @@ class ColumnParallelLinear(_ParallelLinear):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor | None]:
         bias: torch.Tensor | None = self.bias
-        y = column_linear(
-            *(x, self.weight, None if self.skip_bias_add else bias, self.group, self.sequence_parallel),
-            self.overlap_rows,
-        )
+        fused = x, self.weight, None if self.skip_bias_add else bias
+        if self.fp8:
+            y = fp8_linear(*fused, self.fp8["weight"], self.group, self.sequence_parallel)
+        else:
+            y = column_linear(*fused, self.group, self.sequence_parallel, self.overlap_rows)
         if self.gather_output:
             y = self._join(y)
             if self.skip_bias_add and bias is not None:
@@ -410,18 +435,27 @@ class RowParallelLinear(_ParallelLinear):
     def forward(self, x: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor | None]:
         bias = None if self.skip_bias_add else self.bias
         if self.tp_size == 1:
-            y = linear(x, self.weight, bias)
+            y = self._multiply(x, bias)
         else:
             # 1. Each rank multiplies its slice of the inputs; 2. the partial sums are added over the group.
             x = x if self.input_is_parallel else self._split(x)
             if self.sequence_parallel:
                 assert self.group is not None
-                y = row_linear_scattered(x, self.weight, self.group, self.overlap_rows)
+                if self.fp8:
+                    y = reduce_scatter_sequence(self._multiply(x, None), self.group)
+                else:
+                    y = row_linear_scattered(x, self.weight, self.group, self.overlap_rows)
             else:
-                y = reduce_from_group_(linear(x, self.weight), self.group)
+                y = reduce_from_group_(self._multiply(x, None), self.group)
             if bias is not None:
                 y = y + bias.to(y.dtype)  # keep y's lower precision under autocast
         return (y, self.bias) if self.skip_bias_add else y
+
+    def _multiply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """Multiply this rank's inputs by its shard, in FP8 or in their dtype."""
+        if self.fp8:
+            return fp8_linear(x, self.weight, bias, self.fp8["weight"])
+        return linear(x, self.weight, bias)
 
     def _split(self, x: torch.Tensor) -> torch.Tensor:
         if self.stride > 1:  # order by rank, then by fused block

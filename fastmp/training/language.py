@@ -34,6 +34,7 @@ from fastmp.nn.stages import GPTStage, gpt_stages, sum_tied_gradients
 from fastmp.pipeline.runner import Pipeline
 from fastmp.pipeline.schedule import Schedule
 from fastmp.tensor_parallel.context import cut_sequence, local_positions
+from fastmp.tensor_parallel.fp8 import native_block
 from fastmp.training.data.dataset import IGNORE_INDEX
 from fastmp.training.microbatches import Batch, ExpertStats, LossFunction, PipelineLoss
 
@@ -56,6 +57,7 @@ def model_and_loss(recipe: Recipe, groups: ParallelGroups, **options: Any) -> Mo
     options: fields of `Placement`.
     """
     model, data = recipe.model, recipe.data
+    options["fp8"] = recipe.train.fp8(native_block(options.get("device")))
     if model.bert is None:
         return gpt_and_loss(model, groups, recipe.parallel, **options)
     return bert_and_loss(

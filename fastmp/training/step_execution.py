@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
+from torch.autograd.graph import increment_version
 
 from fastmp.config import GraphConfig
 from fastmp.cuda_graphs.function_graph import FunctionGraph
@@ -107,11 +108,15 @@ class StepExecution:
         note_requests()
         with phase("step"):
             if isinstance(self.graphs, FunctionGraph):
-                return self.graphs(batches)
-            reduced = partial(self.graphs.reduced, batches)
-            sums = self.rerun.checked(self.work, reduced, batches.__getitem__)
-            before_change()
-            return self.graphs.updated(sums)
+                numbers = self.graphs(batches)
+            else:
+                reduced = partial(self.graphs.reduced, batches)
+                sums = self.rerun.checked(self.work, reduced, batches.__getitem__)
+                before_change()
+                numbers = self.graphs.updated(sums)
+            # A replay changes parameters without their version counters, by which FP8 copies know of it.
+            increment_version(self.work.grads.parameters.values())
+            return numbers
 
     def _reduced(self, fetch: Callable[[int], Batch], note_requests: Callable[[], None]) -> ReducedSums:
         """Run a step up to its sums, through the graphs of a manager if there are any."""

@@ -207,3 +207,21 @@ def test_fields_are_those_of_the_recipe():
                 value = replace(made, model=EXPERTS) if name.startswith("model.moe") else made
                 for part in name.split("."):
                     value = getattr(value, part)
+
+
+def test_fp8_blocks_divide_the_sizes_of_a_rank():
+    model = GPTConfig(num_layers=2, hidden_size=256, num_heads=4, ffn_hidden_size=384)
+    train = TrainConfig(precision="fp8", dtype="bfloat16")
+    made = Recipe(model=model, train=train)
+    assert problems(made, 1) == []
+    wrong = replace(made, parallel=ParallelConfig(tp=2, tp_overlap=True, sequence_parallel=True))
+    first, second = map(str, problems(wrong, 2))
+    assert "FP8 blocks of 128 do not divide ffn_hidden_size / tp 2 = 192; change train.fp8_block" in first
+    assert "tp_overlap" in second
+    small = replace(wrong, parallel=ParallelConfig(tp=2), train=replace(train, fp8_block=32))
+    assert problems(small, 2) == []
+    moe = MoEConfig(num_experts=4, expert_ffn_hidden_size=128, dispatcher="symmetric")
+    (stash,) = map(str, problems(replace(made, model=replace(model, moe=moe)), 1))
+    assert "expected activation_stash 0, got 1.2" in stash
+    with pytest.raises(ValueError, match="fp8_block must be 128 or 32, got 64"):
+        replace(train, fp8_block=64)

@@ -9,6 +9,7 @@ from itertools import combinations, product
 import deep_ep_stand_in
 import pytest
 import torch
+from marks import full
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -39,7 +40,7 @@ from fastmp.plan import activations, traffic
 from fastmp.plan.flops import hardware_flops
 from fastmp.plan.layout import make_grid, problems
 from fastmp.plan.memory import memory
-from fastmp.plan.parameters import rank_parameters
+from fastmp.plan.parameters import fp8_copies, rank_parameters
 from fastmp.plan.shapes import shapes_of
 from fastmp.tensor_parallel.context import cut_sequence
 from fastmp.testing.parallel import count_collectives
@@ -85,7 +86,7 @@ MODELS = {
 CLASSIC = OptimizerConfig()
 
 
-def recipe(model=GPT2, *, dtype="float32", microbatches=1, dp=1, optimizer=CLASSIC, **layout):
+def recipe(model=GPT2, *, dtype="float32", microbatches=1, dp=1, optimizer=CLASSIC, train=(), **layout):
     made = Recipe(
         model=model,
         optimizer=optimizer,
@@ -95,7 +96,7 @@ def recipe(model=GPT2, *, dtype="float32", microbatches=1, dp=1, optimizer=CLASS
             micro_batch_size=2,
             masked_lm=None if model.bert is None else MaskedLMConfig(mask_fraction=0.25),
         ),
-        train=TrainConfig(global_batch_size=2 * microbatches * dp, dtype=dtype),
+        train=TrainConfig(global_batch_size=2 * microbatches * dp, dtype=dtype, **dict(train)),
     )
     return made
 
@@ -116,6 +117,7 @@ def make_stages(made, groups=ParallelGroups.alone()):
             sequence_parallel=layout.sequence_parallel,
             rng=RngTracker(1, tp_rank=group_rank(groups.tp)),
             dtype=getattr(torch, made.train.dtype),
+            fp8=made.train.fp8(),
         ),
         vpp=layout.vpp,
         layers=layout.stage_layers,
@@ -206,6 +208,39 @@ def test_bytes_that_autograd_keeps(name, dtype):
         loss_of(model, *batch(made))
     held = memory(made, shapes, Schedule(1, 1).orders())[0]
     assert kept.most == pytest.approx(held.activations + on_cpu(shapes), rel=CLOSE)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.full)])
+@pytest.mark.parametrize("name", ["some dense", *full([name for name in MODELS if name != "some dense"])])
+def test_bytes_that_autograd_keeps_in_fp8(name, dtype):
+    made = recipe(MODELS[name], dtype=dtype, train={"precision": "fp8", "fp8_block": 32})
+    shapes, ([model], _) = shapes_of(made, 1), make_stages(made)
+    x = torch.randn(64, 2, 128, dtype=getattr(torch, dtype), requires_grad=True)
+    for layer, chain in enumerate(model.layers):
+        with Kept(model) as kept:
+            out = chain(x)
+        expected = sum(activations.layer_parts(shapes.of_layer(layer)).values())
+        assert kept.bytes == pytest.approx(expected, rel=CLOSE), layer
+        del out
+
+
+@pytest.mark.parametrize("block", [32, 128])
+def test_bytes_of_fp8_copies(block):
+    model = replace(
+        LLAMA, hidden_size=256, ffn_hidden_size=384, moe=replace(SHARED, expert_ffn_hidden_size=128)
+    )
+    model = replace(model, moe=replace(model.moe, shared_expert_ffn_hidden_size=256), dense_layers=(0,))
+    made = recipe(model, dtype="bfloat16", train={"precision": "fp8", "fp8_block": block})
+    shapes, ([built], _) = shapes_of(made, world_size(made)), make_stages(made)
+    built.layers[0](torch.randn(64, 2, 256, dtype=torch.bfloat16))
+    built.layers[1](torch.randn(64, 2, 256, dtype=torch.bfloat16))
+    copies = [copy for m in built.modules() for copy in (getattr(m, "fp8", None) or {}).values()]
+    assert sum(copy.nbytes for copy in copies) == fp8_copies(made, shapes, 0) > 0
+    exact = replace(made, train=replace(made.train, precision="dtype"))
+    (with_copies,), (without,) = (
+        memory(each, shapes_of(each, 1), Schedule(1, 1).orders()) for each in (made, exact)
+    )
+    assert with_copies.weights - without.weights == fp8_copies(made, shapes, 0)
 
 
 def on_cpu(shapes):

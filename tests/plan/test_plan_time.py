@@ -26,8 +26,10 @@ from fastmp.plan.links import NETWORK_HOP, NVLINK_HOP, REACHED, START, SUMMED, l
 from fastmp.plan.shapes import shapes_of
 from fastmp.plan.step_time import (
     FORWARD,
+    INPUT,
     ONCE,
     REPEATED,
+    WEIGHT,
     _other_kernels,
     hidden_by_overlap,
     layer_segment_costs,
@@ -217,6 +219,21 @@ def test_a_faster_part_never_slows_a_step_and_more_work_never_speeds_it(
         replace(made, train=replace(made.train, global_batch_size=64)),
     ):
         assert step_time(more, 16, gpu, kernels).seconds >= seconds
+
+
+def test_fp8_has_faster_gemms_and_quantisers(capsys):
+    made, found = recipe(batch=64, micro=8), {}
+    for precision in ("dtype", "fp8"):
+        changed = replace(made, train=replace(made.train, precision=precision))
+        found[precision] = step_time(changed, 8, H100).parts
+    exact, fp8 = found["dtype"], found["fp8"]
+    for phase in (FORWARD, INPUT):
+        assert 0.4 * exact[phase, "GEMMs"] < fp8[phase, "GEMMs"] < 0.95 * exact[phase, "GEMMs"]
+        assert fp8[phase, "quantisers"] > 0 and (phase, "quantisers") not in exact
+    assert fp8[WEIGHT, "GEMMs"] == exact[WEIGHT, "GEMMs"] and fp8[ONCE, "quantisers"] > 0
+    options = ["--world-size", "64", "--hardware", "a100", "--train.precision", "fp8"]
+    assert cli.main(["plan", "time", "configs/llama-3-8b.toml", *options]) == 2
+    assert "A100 SXM4 80 GB (DGX A100) has no FP8" in capsys.readouterr().err
 
 
 def test_late_ranks_cost_more_in_larger_groups():

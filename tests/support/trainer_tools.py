@@ -54,13 +54,14 @@ def make_trainer(
     graphs=None,
     graph_manager=None,
     overlap_experts=False,
+    fp8=None,
     **train,
 ):
     """Return a trainer of the whole model, or of the stages of `layout`; train: fields of TrainConfig."""
     cp = {} if groups.cp is None else {"cp_rank": group_rank(groups.cp)}
     rng = RngTracker(seed, tp_rank=group_rank(groups.tp), **cp, device=device)
     layout = ParallelConfig() if layout is None else layout
-    model, loss = gpt_and_loss(config, groups, layout, rng=rng, dtype=dtype, device=device)
+    model, loss = gpt_and_loss(config, groups, layout, rng=rng, dtype=dtype, device=device, fp8=fp8)
     train = {"steps": 40, "global_batch_size": MICRO_BATCH * NUM_MICROBATCHES, "eval_interval": 0, **train}
     return Trainer(
         model,

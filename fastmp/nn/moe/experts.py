@@ -16,16 +16,19 @@ import torch
 from torch import nn
 
 from fastmp.config import ACTIVATIONS, GPTConfig
+from fastmp.config.precision import Fp8Recipe
 from fastmp.distributed.collectives import group_rank, group_size
 from fastmp.distributed.rng import seeded
 from fastmp.nn.activation import activation_function
 from fastmp.nn.init import Init, normal, residual_normal
 from fastmp.nn.mlp import MLP
+from fastmp.nn.moe.fp8 import fp8_experts
 from fastmp.nn.moe.router import moe_config
 from fastmp.nn.placement import Placement
 from fastmp.ops import grouped_mlp_in, grouped_mm
 from fastmp.ops.wgrad import linear
 from fastmp.tensor_parallel.attributes import ParallelAttributes, local_shard
+from fastmp.tensor_parallel.fp8 import QuantizedWeight, refresh_before_forward
 from fastmp.tensor_parallel.layers import ParallelModule
 
 __all__ = ["GroupedExperts", "SharedExperts"]
@@ -79,6 +82,21 @@ class GroupedExperts(ParallelModule):
         self.fc2 = nn.Parameter(torch.empty(L, H, F, **on.tensor_options))
         self._mark()
         self._init({"fc1": normal(config), "fc2": residual_normal(config)}, whole=on.init == "full")
+        self.fp8: dict[str, QuantizedWeight] = {}
+        if on.fp8 is not None:
+            self.use_fp8(on.fp8)
+
+    def use_fp8(self, recipe: Fp8Recipe) -> None:
+        """Multiply in FP8 from now on, see `fastmp.nn.moe.fp8`.
+
+        Raises:
+            ValueError: the block does not divide H or F.
+        """
+        _, hidden, ffn = self.fc2.shape
+        if wrong := recipe.misfit({"hidden_size": hidden, "expert_ffn_hidden_size": ffn}):
+            raise ValueError(f"GroupedExperts: {wrong} of this rank's experts; change the sizes or block")
+        self.fp8 = {name: QuantizedWeight(recipe) for name in ("fc1", "fc2")}
+        refresh_before_forward(self, "fc1", "fc2")
 
     def _marks(self) -> dict[str, ParallelAttributes]:
         return {
@@ -123,6 +141,9 @@ class GroupedExperts(ParallelModule):
             offsets_L: int32, where each expert's rows end; rows after the last expert's give zeros.
             sizes: the number of rows of each expert, if the host knows it.
         """
+        if self.fp8:
+            weights, copies = (self.fc1, self.fc2), (self.fp8["fc1"], self.fp8["fc2"])
+            return fp8_experts(rows_MH, offsets_L, weights, copies, self.activate, self.spec)
         # grouped GEMM with the activation in its epilogue: (M, H) -> (M, F)
         if self.spec.form is None:  # no grouped GEMM has this activation in its epilogue
             ffn_MF = self.activate(grouped_mm(rows_MH, self.fc1, offsets_L, sizes=sizes))
