@@ -17,8 +17,10 @@ from typing import Any
 from torch import nn
 from torch.distributed import ProcessGroup
 
-from fastmp.hf import experts_interface, varlen
+from fastmp.config.precision import Fp8Recipe
+from fastmp.hf import experts_interface, fp8, varlen
 from fastmp.hf.families import ACCELERATIONS
+from fastmp.hf.families.base import TPTable
 from fastmp.hf.heads import CausalLM, LossHead
 from fastmp.hf.patches import ModulePatch, patched_class
 from fastmp.hf.tp_plan import (
@@ -53,6 +55,7 @@ class Accelerated:
     experts_before: str | None = None
     ranks: int = 1
     tp_modules: tuple[ReplacedModule, ...] = ()  # with a group
+    fp8: Fp8Recipe | None = None
 
     @property
     def replaced(self) -> dict[str, str]:
@@ -84,7 +87,9 @@ def _lines(rows: tuple[ReplacedModule, ...], kept: str) -> list[str]:
     return [f"{name:{widths[0]}}  {count:>{widths[1]}}  {what}" for name, count, what in cells]
 
 
-def accelerate(model: nn.Module, *, group: ProcessGroup | None = None) -> Accelerated:
+def accelerate(
+    model: nn.Module, *, group: ProcessGroup | None = None, precision: str | Fp8Recipe = "dtype"
+) -> Accelerated:
     """Replace modules of a transformers model by fastmp ops, in place; outputs and gradients are the same.
 
     Norms, activations, rotary embeddings, experts, and the head with its loss are replaced. In training with
@@ -101,6 +106,9 @@ def accelerate(model: nn.Module, *, group: ProcessGroup | None = None) -> Accele
         model: a transformers model, or a module that holds one, such as a PEFT model. Its family must be in
             `fastmp.hf.families.ACCELERATIONS`.
         group: the tensor-parallel process group; None: no sharding.
+        precision: "fp8": linear layers of attention and MLPs, and experts, multiply in FP8, forward and
+            dgrad, see `fastmp.tensor_parallel.fp8`; an `Fp8Recipe` says how; "dtype": all GEMMs are in the
+            dtype of the weights. Without a group only, and outside `fully_shard`.
 
     Returns:
         The table of replaced and kept modules. A second call returns the same table.
@@ -124,13 +132,16 @@ def accelerate(model: nn.Module, *, group: ProcessGroup | None = None) -> Accele
         )
     if group is not None and group.size() == 1:
         group = None
-    pretrained, table, changes, plans = _agreed_plan(model, group)
+    pretrained, table, changes, plans, quantized = _agreed_plan(model, group, precision)
     if _PLAN in pretrained.__dict__:
         return table
     if table.experts_before is not None:
         pretrained.set_experts_implementation(experts_interface.NAME)
     for module, replacement in changes:
         module.__class__ = replacement
+    for module, names in quantized:
+        assert table.fp8 is not None
+        fp8.quantize(module, names, table.fp8)
     if group is not None:
         shard_model(pretrained, plans, group)
     pretrained.__dict__[_PLAN] = table
@@ -160,6 +171,8 @@ def restore(model: nn.Module) -> None:
                 "fully_shard does; restore is not supported then"
             )
     unshard_model(pretrained)
+    for module in pretrained.modules():
+        fp8.drop_copies(module)
     replaced: list[Any] = [module for module in pretrained.modules() if isinstance(module, ModulePatch)]
     for module in replaced:
         module.__class__ = type(module).original
@@ -190,11 +203,14 @@ def _pretrained(caller: str, model: nn.Module) -> Any:
     return found[0]
 
 
-# the table, (module, new class) pairs, and with a group the modules that are sharded
-_Plan = tuple[Accelerated, list[tuple[Any, type]], list[ModulePlan]]
+# the table, (module, new class) pairs, with a group the modules that are sharded, and (module, parameters)
+# that are quantised
+_Plan = tuple[Accelerated, list[tuple[Any, type]], list[ModulePlan], list[tuple[Any, tuple[str, ...]]]]
 
 
-def _agreed_plan(model: nn.Module, group: ProcessGroup | None) -> tuple[Any, *_Plan]:
+def _agreed_plan(
+    model: nn.Module, group: ProcessGroup | None, precision: str | Fp8Recipe
+) -> tuple[Any, *_Plan]:
     """Return the transformers model and its `_plan`, with nothing to change if it is accelerated already.
 
     An error of one rank is raised on all ranks of the group.
@@ -207,13 +223,22 @@ def _agreed_plan(model: nn.Module, group: ProcessGroup | None) -> tuple[Any, *_P
                 f"accelerate: expected the transformers model with a group, got a {type(model).__name__}; "
                 "accelerate the model before wrapping it"
             )
+        recipe = fp8.recipe_of(precision, pretrained)
+        if recipe is not None and group is not None:
+            raise ValueError('accelerate: precision "fp8" is not supported with a group; pass one of them')
         if _PLAN in pretrained.__dict__:
+            before = pretrained.__dict__[_PLAN]
+            if before.fp8 != recipe:
+                raise ValueError(
+                    f"accelerate: {type(pretrained).__name__} is accelerated with precision "
+                    f"{before.fp8 or 'dtype'}, got {precision!r}; restore it first"
+                )
             if group is None or group is group_of(pretrained):
-                return pretrained, pretrained.__dict__[_PLAN], [], []
+                return pretrained, before, [], [], []
             raise ValueError(
                 f"accelerate: {type(pretrained).__name__} is accelerated for another group; restore it first"
             )
-        plan = _plan(pretrained, 1 if group is None else group.size())
+        plan = _plan(pretrained, 1 if group is None else group.size(), recipe)
         if plan[0].experts_before is not None:
             _require(pretrained, ("set_experts_implementation",))
             experts_interface.register()
@@ -229,7 +254,7 @@ def _agreed_plan(model: nn.Module, group: ProcessGroup | None) -> tuple[Any, *_P
     return pretrained, *plan
 
 
-def _plan(model: Any, ranks: int) -> _Plan:
+def _plan(model: Any, ranks: int, recipe: Fp8Recipe | None) -> _Plan:
     """Plan the changes of a transformers model without modifying it."""
     from transformers import PreTrainedModel
 
@@ -267,18 +292,27 @@ def _plan(model: Any, ranks: int) -> _Plan:
                 head = patch.head(module)
                 changes.append((head, patched_class(type(head), LossHead)))
     found["attention", None, f"transformers' interface, {model.config._attn_implementation}"] += 1
+    tables: dict[type, TPTable] = {}
+    if recipe is not None or ranks > 1:
+        tables = {cls: family.tp_plan[named] for named, cls in _classes(model_type, family.tp_plan).items()}
+    quantized = []
+    for each in [] if recipe is None else fp8.plan(model, tables, family.experts, recipe):
+        found[each.label, None if each.why else each.by, each.why] += 1
+        if each.why is None:
+            quantized.append((each.module, each.parameters))
+            if each.patch is not None:
+                changes.append((each.module, patched_class(type(each.module), each.patch)))
     rows = tuple(ReplacedModule(named, count, by, why) for (named, by, why), count in found.items())
     has_experts = any(row.name == family.experts for row in rows)
     before = model.config._experts_implementation if has_experts else None
     if ranks == 1:
-        return Accelerated(name, rows, before), changes, []
-    tables = {cls: family.tp_plan[named] for named, cls in _classes(model_type, family.tp_plan).items()}
+        return Accelerated(name, rows, before, fp8=recipe), changes, [], quantized
     plans = plan_tensor_parallel(model, tables, ranks, dict(changes))
     tp_rows = tuple(
         ReplacedModule(label, count, by, None if by else "replicated")
         for label, count, by in count_modules(model, plans)
     )
-    return Accelerated(name, rows, before, ranks, tp_rows), changes, plans
+    return Accelerated(name, rows, before, ranks, tp_rows), changes, plans, quantized
 
 
 def _why_not(patch: type[ModulePatch], module: Any) -> str | None:

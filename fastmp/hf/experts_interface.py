@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastmp.hf.fp8 import experts_in_fp8
 from fastmp.hf.patches import FORMS
 from fastmp.ops import clamped_swiglu, grouped_mlp_in, grouped_mm, permutation, permute, unpermute
 from fastmp.ops.core.registry import compute_dtype
@@ -100,9 +101,11 @@ def experts(
     row_of, offsets = permutation(top_k_index.to(torch.int32), self.num_experts)
     rows = permute(hidden_states, row_of, row_of.numel())
     # 2. Two grouped GEMMs with the activation between them.
-    out = _first_linear(self, rows, offsets, usual_gate, clamped)
-    bias = self.down_proj_bias if self.has_bias else None
-    out = grouped_mm(out, self.down_proj, offsets, transposed=self.is_transposed, bias=bias)
+    out = experts_in_fp8(self, rows, offsets)
+    if out is None:
+        bias = self.down_proj_bias if self.has_bias else None
+        out = _first_linear(self, rows, offsets, usual_gate, clamped)
+        out = grouped_mm(out, self.down_proj, offsets, transposed=self.is_transposed, bias=bias)
     if getattr(self, "has_post_expert_norm", False):
         out = self.post_expert_norm(out)
     # 3. Weight each row and sum the rows of each token.
