@@ -53,7 +53,7 @@ FIRST = {
         *("parallel.ep", "parallel.etp", "model.moe.dispatcher", "parallel.recompute"),
     ),
     "optimizer and precision": (
-        *("train.dtype", "optimizer.name", "optimizer.lr", "optimizer.warmup_steps"),
+        *("train.dtype", "train.precision", "optimizer.name", "optimizer.lr", "optimizer.warmup_steps"),
         *("optimizer.schedule", "optimizer.clip_grad_norm"),
     ),
     "checkpoints": ("checkpoint.interval", "checkpoint.keep", "checkpoint.resume", "checkpoint.init_from"),
@@ -140,6 +140,8 @@ SYNONYMS = {
         "--optimizer.states small",
     ),
     "--bf16": "--train.dtype bfloat16",
+    "--fp8-format": "--train.precision fp8 (hybrid: also --train.fp8-grad e5m2)",
+    "--fp8-recipe": "--train.precision fp8 (blockwise: --train.fp8-block 128, mxfp8: 32)",
     "--fp16": "--train.dtype float16",
     "--dtype": "--train.dtype",
     # Data
@@ -227,7 +229,7 @@ SYNONYMS = {
     ),
     **dict.fromkeys(
         (
-            *("--data-parallel-sharding-strategy", "--fp4-format", "--fp8-format", "--fp8-recipe"),
+            *("--data-parallel-sharding-strategy", "--fp4-format"),
             *("--moe-router-force-load-balancing", "--mtp-num-layers", "--multi-latent-attention"),
             *("--optimizer-cpu-offload", "--rampup-batch-size", "--squared-relu"),
             *("--use-megatron-fsdp", "--use-torch-fsdp2", "--eod-mask-loss"),

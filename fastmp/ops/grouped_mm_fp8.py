@@ -105,9 +105,9 @@ def grouped_mm_fp8(
             clamped).
 
     Example:
-        q, s = quantize_rows(torch.randn(6, 256))  # 4 rows of expert 0, 2 of expert 1
-        w, _, w_scale = quantize_weight(torch.randn(2, 128, 256))
-        y = grouped_mm_fp8(q, s, w, w_scale, torch.tensor([4, 6], dtype=torch.int32))  # (6, 128)
+        q, s = fastmp.ops.quantize_rows(torch.randn(6, 256))  # 4 rows of expert 0, 2 of expert 1
+        w, _, w_scale = fastmp.ops.quantize_weight(torch.randn(2, 128, 256))
+        y = fastmp.ops.grouped_mm_fp8(q, s, w, w_scale, torch.tensor([4, 6], dtype=torch.int32))  # (6, 128)
 
     Zhao et al., "DeepGEMM: clean and efficient FP8 GEMM kernels", 2025.
     """

@@ -116,11 +116,11 @@ def linear_fp8(
             without FP8 tensor cores (below 8.9; below 10.0 for block 32).
 
     Example:
-        q, s = quantize_rows(torch.randn(8, 256))
-        w, w_t, w_scale = quantize_weight(torch.randn(128, 256))
-        y = linear_fp8(q, s, w, w_scale)  # (8, 128)
-        grad, grad_s = quantize_rows(torch.ones_like(y))
-        dx = linear_fp8(grad, grad_s, w_t, w_scale.transpose(-1, -2))  # (8, 256)
+        q, s = fastmp.ops.quantize_rows(torch.randn(8, 256))
+        w, w_t, w_scale = fastmp.ops.quantize_weight(torch.randn(128, 256))
+        y = fastmp.ops.linear_fp8(q, s, w, w_scale)  # (8, 128)
+        grad, grad_s = fastmp.ops.quantize_rows(torch.ones_like(y))
+        dx = fastmp.ops.linear_fp8(grad, grad_s, w_t, w_scale.transpose(-1, -2))  # (8, 256)
 
     DeepSeek-AI, "DeepSeek-V3 Technical Report", 2024 (arXiv 2412.19437), section 3.3.
     """

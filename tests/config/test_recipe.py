@@ -332,10 +332,10 @@ def test_megatron_options_are_answered_as_on_the_page(capsys):
 
 def test_all_unknown_options_are_answered_at_once(capsys):
     with pytest.raises(SystemExit):
-        parse_arguments(["--tensor-model-parallel-size", "2", "--moe-grouped-gemm", "--fp8-format=hybrid"])
+        parse_arguments(["--tensor-model-parallel-size", "2", "--moe-grouped-gemm", "--fp4-format=e2m1"])
     assert capsys.readouterr().err == (
         "fastmp train: there are no such options:\n"
         "  --tensor-model-parallel-size; did you mean --tp?\n"
         "  --moe-grouped-gemm: leave it out, fused kernels are always used\n"
-        "  --fp8-format: not supported\n"
+        "  --fp4-format: not supported\n"
     )

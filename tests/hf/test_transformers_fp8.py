@@ -50,9 +50,7 @@ def test_learns_and_can_be_restored():
     keys, classes = list(model.state_dict()), [type(module) for module in model.modules()]
     table = fastmp.accelerate(model, precision=FP8)
     assert fastmp.accelerate(model, precision=FP8) is table and list(model.state_dict()) == keys
-    with pytest.raises(
-        ValueError, match=r"with precision Fp8Recipe.* got 'dtype'; restore it"
-    ):
+    with pytest.raises(ValueError, match=r"with precision Fp8Recipe.* got 'dtype'; restore it"):
         fastmp.accelerate(model)
     optimizer, losses = torch.optim.AdamW(model.parameters(), lr=3e-3), []
     for _ in range(12):

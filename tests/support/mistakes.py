@@ -38,7 +38,7 @@ fastmp train configs/gpt-small.toml --tensor-model-parallel-size 2
 fastmp train configs/gpt-small.toml --batch-size 4
 fastmp train configs/gpt-small.toml --bf16
 fastmp train configs/gpt-small.toml --moe-grouped-gemm
-fastmp train configs/gpt-small.toml --num-experts 8 --moe-layer-freq 1 --fp8-format hybrid
+fastmp train configs/gpt-small.toml --num-experts 8 --moe-layer-freq 1 --fp4-format e2m1
 fastmp train configs/gpt-small.toml --optimizer.warmup-step 10
 fastmp train configs/gpt-small.toml --whatever 10
 fastmp train configs/gpt-small.toml --steps
