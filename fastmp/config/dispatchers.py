@@ -39,7 +39,8 @@ STASH_STATE = 8 + 3 * STASH_TICKETS  # int64 numbers: of the ring, and of each e
 class DispatchSizes:
     """The sizes of an expert layer and microbatch on one rank; all experts get equally many tokens.
 
-    tokens: of this rank. pairs: (token, expert) assignments that a capacity factor leaves.
+    tokens: of this rank. pairs: (token, expert) assignments that a capacity factor leaves. fp8: the experts
+    multiply in FP8, for which tokens may be sent quantised.
     """
 
     tokens: int
@@ -51,6 +52,12 @@ class DispatchSizes:
     ep: int
     etp: int
     symmetric_capacity: float | None = None
+    fp8: bool = False
+
+    @property
+    def sent_row(self) -> int:
+        """Bytes of a token's hidden state as it is sent to experts: in FP8 with scales, or as it is."""
+        return self.hidden_size + self.hidden_size // 32 if self.fp8 else self.row
 
     @property
     def row(self) -> int:
@@ -87,14 +94,15 @@ class DispatchSizes:
 class RingTransfer(NamedTuple):
     """A collective of the forward, counted as a ring; `nbytes` is the larger side.
 
-    gradient: the backward sends as many bytes. kept: autograd keeps tensors after it, so that recomputation
-    repeats it.
+    gradient: the backward sends as many bytes, or `backward` if that is another number. kept: autograd keeps
+    tensors after it, so that recomputation repeats it.
     """
 
     group: str
     nbytes: float
     gradient: bool = True
     kept: bool = True
+    backward: float | None = None
 
 
 class TensorFact(NamedTuple):
@@ -266,11 +274,9 @@ ALLTOALL = DispatcherSpec(
     "alltoall",
     "fastmp.nn.moe.dispatchers.alltoall:AllToAllDispatcher.create",
     traffic=lambda sizes: (
-        (
-            RingTransfer("ep", sizes.pairs * sizes.row),
-            RingTransfer("etp", sizes.pairs * sizes.row * sizes.etp),
-        )
-        * 2
+        RingTransfer("ep", sizes.pairs * sizes.sent_row, backward=sizes.pairs * sizes.row),
+        RingTransfer("ep", sizes.pairs * sizes.row),
+        *2 * (RingTransfer("etp", sizes.pairs * sizes.row * sizes.etp),),
     ),
     # both sides sort rows; the senders weight the results
     saved_bytes=lambda sizes: (

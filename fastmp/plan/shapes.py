@@ -91,6 +91,7 @@ class Shapes:
             ep=self.grid.ep,
             etp=self.grid.etp,
             symmetric_capacity=moe.symmetric_capacity,
+            fp8=self.fp8,
         )
 
     @property

@@ -82,9 +82,11 @@ def _pair(found: Traffic, shapes: Shapes, *, last: bool) -> None:
     if tp == 1:
         return
     if shapes.sequence_parallel:
-        found.gather("tp", total, tp)
+        gathered = _ring(shapes.operand(shapes.tokens * shapes.model.hidden_size), tp)
+        found.forward["tp"] += gathered
+        found.repeated["tp"] += gathered
         found.gather("tp", total, tp, last=last)
-        found.backward["tp"] += _ring(total, tp)  # gathered again: the gathered input is not kept
+        found.backward["tp"] += _ring(total, tp) + gathered  # again: the gathered input is not kept
         return
     sent = 2 * _ring(total, tp)
     found.forward["tp"] += sent
@@ -94,13 +96,13 @@ def _pair(found: Traffic, shapes: Shapes, *, last: bool) -> None:
 
 def _experts(found: Traffic, shapes: Shapes) -> None:
     sizes = shapes.dispatch_sizes
-    for group, nbytes, gradient, kept in shapes.dispatcher.traffic(sizes):
+    for group, nbytes, gradient, kept, backward in shapes.dispatcher.traffic(sizes):
         ranks = sizes.group_size(group)
-        if gradient:
-            found.gather(group, nbytes, ranks, last=not kept)
-            continue
         found.forward[group] += _ring(nbytes, ranks)
-        found.repeated[group] += _ring(nbytes, ranks)
+        if gradient:
+            found.backward[group] += _ring(nbytes if backward is None else backward, ranks)
+        if kept or not gradient:
+            found.repeated[group] += _ring(nbytes, ranks)
 
 
 def _whole(shapes: Shapes) -> int:

@@ -84,6 +84,7 @@ MODELS = {
 
 
 CLASSIC = OptimizerConfig()
+FP8 = {"precision": "fp8", "fp8_block": 32}
 
 
 def recipe(model=GPT2, *, dtype="float32", microbatches=1, dp=1, optimizer=CLASSIC, train=(), **layout):
@@ -213,7 +214,7 @@ def test_bytes_that_autograd_keeps(name, dtype):
 @pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.full)])
 @pytest.mark.parametrize("name", ["some dense", *full([name for name in MODELS if name != "some dense"])])
 def test_bytes_that_autograd_keeps_in_fp8(name, dtype):
-    made = recipe(MODELS[name], dtype=dtype, train={"precision": "fp8", "fp8_block": 32})
+    made = recipe(MODELS[name], dtype=dtype, train=FP8)
     shapes, ([model], _) = shapes_of(made, 1), make_stages(made)
     x = torch.randn(64, 2, 128, dtype=getattr(torch, dtype), requires_grad=True)
     for layer, chain in enumerate(model.layers):
@@ -234,8 +235,7 @@ def test_bytes_of_fp8_copies(block):
     shapes, ([built], _) = shapes_of(made, world_size(made)), make_stages(made)
     built.layers[0](torch.randn(64, 2, 256, dtype=torch.bfloat16))
     built.layers[1](torch.randn(64, 2, 256, dtype=torch.bfloat16))
-    copies = [copy for m in built.modules() for copy in (getattr(m, "fp8", None) or {}).values()]
-    assert sum(copy.nbytes for copy in copies) == fp8_copies(made, shapes, 0) > 0
+    assert bytes_of_copies([built]) == fp8_copies(made, shapes, 0) > 0
     exact = replace(made, train=replace(made.train, precision="dtype"))
     (with_copies,), (without,) = (
         memory(each, shapes_of(each, 1), Schedule(1, 1).orders()) for each in (made, exact)
@@ -250,6 +250,7 @@ def on_cpu(shapes):
 
 
 SMALL = OptimizerConfig(states="small", grad_dtype="bfloat16", bucket_size=5000, bucket_unit=1024)
+FP8_MODEL = replace(MODELS["some dense"], moe=replace(SHARED, shared_expert_ffn_hidden_size=128))
 LAYOUTS = {
     "tp": (recipe(GPT2, tp=2), 1),
     "tp, grouped": (recipe(LLAMA, tp=2), 1),
@@ -287,6 +288,11 @@ LAYOUTS = {
         ),
         2,
     ),
+    "fp8, tp, sp": (
+        recipe(FP8_MODEL, tp=2, sequence_parallel=True, etp=1, ep=2, train=FP8),
+        1,
+    ),
+    "fp8, ep": (recipe(MODELS["shared"], dtype="bfloat16", ep=2, dp=2, train=FP8), 2),
     "bert, tp": (recipe(MODELS["bert"], tp=2), 1),
     "bert, tp, sp": (recipe(MODELS["bert, post-norm"], tp=2, sequence_parallel=True), 1),
     "bert, pp": (recipe(MODELS["bert"], pp=2, microbatches=2), 1),
@@ -302,6 +308,7 @@ RECOMPUTED = {
     "tp, sp": (recipe(LLAMA, tp=2, recompute=True, sequence_parallel=True), 1),
     "tp, etp": (recipe(MODELS["shared"], tp=2, recompute=True), 1),
     "ep": (recipe(MODELS["qwen"], ep=2, dp=2, recompute=True), 2),
+    "fp8, ep": (recipe(MODELS["qwen"], ep=2, dp=2, recompute=True, train=FP8), 2),
     "ep, symmetric": (recipe(SYMMETRIC, ep=2, dp=2, recompute=True), 2),
     "ep, all-gather": (
         recipe(replace(LLAMA, moe=replace(BALANCED, dispatcher="allgather")), ep=2, dp=2, recompute=True),
@@ -326,6 +333,7 @@ QUICK = {
         "cp, qk-norm",
         "pp, vpp",
         "tp, sp, pp",
+        "fp8, tp, sp",
         "small, ep",
         "muon",
     ),
@@ -371,7 +379,7 @@ def run_step(rank, size, made):
         optimizer.step()
     state = optimizer.state_dict()["state"].values()
     held = {
-        "weights": bytes_of(buffer.parameters.values()),
+        "weights": bytes_of(buffer.parameters.values()) + bytes_of_copies(stages),
         "gradients": bytes_of(p.main_grad for p in buffer.parameters.values()),
         "optimizer": bytes_of(tensor for entries in state for tensor in entries.values()),
         "exchange": bytes_of(
@@ -392,6 +400,12 @@ def bytes_of(tensors):
     """Return the bytes of the memory in which the tensors lie."""
     storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in tensors}
     return sum(storage.nbytes() for storage in storages.values())
+
+
+def bytes_of_copies(stages):
+    """Return the bytes of the FP8 copies of weights."""
+    modules = (module for stage in stages for module in stage.modules())
+    return sum(copy.nbytes for m in modules for copy in (getattr(m, "fp8", None) or {}).values())
 
 
 def run_pipeline(made, shapes, groups, stages, tokens, targets):

@@ -106,7 +106,8 @@ class MoELayer(SegmentedLayer):
         self.shared_experts: SharedExperts | None = None
         if self.moe.shared_expert_ffn_hidden_size:
             self.shared_experts = SharedExperts(config, on)
-        self._dispatcher = make_dispatcher(self.moe, on.groups)
+        self._fp8 = on.fp8
+        self._dispatcher = self._make_dispatcher(self.moe)
         self._dispatcher.check(torch.empty(0, config.hidden_size, **on.tensor_options))
         self._all_to_all: Dispatcher[Any, Any] | None = None
         self._limited = False  # in evaluation mode, too
@@ -120,7 +121,12 @@ class MoELayer(SegmentedLayer):
     def _make_all_to_all(self) -> Dispatcher[Any, Any]:
         """Return the dispatcher of this layer with which nothing is dropped and nothing is reserved."""
         ordinary = replace(self.moe, dispatcher=DROPLESS, symmetric_capacity=None, symmetric_overflow="drop")
-        return make_dispatcher(ordinary, self.groups)
+        return self._make_dispatcher(ordinary)
+
+    def _make_dispatcher(self, moe: MoEConfig) -> Dispatcher[Any, Any]:
+        dispatcher = make_dispatcher(moe, self.groups)
+        dispatcher.fp8 = self._fp8
+        return dispatcher
 
     @property
     def dispatcher(self) -> Dispatcher[Any, Any]:

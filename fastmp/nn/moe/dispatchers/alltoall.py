@@ -19,6 +19,7 @@ from fastmp.distributed.collectives import all_to_all, gather_sequence, reduce_s
 from fastmp.nn.moe.dispatchers.counted import CountedDispatcher, add_up
 from fastmp.nn.moe.dispatchers.dispatcher import DispatchState, first_rows, pad_rows
 from fastmp.ops import block_rows, permutation, permute, unpermute
+from fastmp.tensor_parallel.fp8 import fp8_all_to_all
 
 __all__ = ["AllToAllDispatcher"]
 
@@ -66,7 +67,11 @@ class AllToAllDispatcher(CountedDispatcher[AllToAllPrepared, AllToAllDispatched]
         numbers = self._received_counts(state.counts)  # waits for the device
         sent, received, by_etp = self._splits(numbers)
         # all-to-all over ep, then all-gather over etp, padded to the longest of its ranks
-        rows = self._exchanged(first_rows(rows, sum(sent)), sent, received)
+        rows = first_rows(rows, sum(sent))
+        if self.fp8 is None or self.ep_group is None:
+            rows = self._exchanged(rows, sent, received)
+        else:
+            rows = fp8_all_to_all(rows, sent, received, self.ep_group, self.fp8, own_stream=self.own_stream)
         if self.etp > 1:
             rows = gather_sequence(pad_rows(rows, max(by_etp)), self.etp_group, own_stream=self.own_stream)
         # sort by expert

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from fastmp.config import MoEConfig
 from fastmp.config.dispatchers import DispatcherSpec
+from fastmp.config.precision import Fp8Recipe
 from fastmp.distributed.groups import ParallelGroups
 from fastmp.nn.segment import Tensors
 
@@ -70,6 +71,7 @@ class Dispatcher(Generic[PreparedT, DispatchedT]):
     spec: the facts of the dispatcher, of which `eager` and `exchanges` mark the segments of a layer.
     prepared, dispatched: the states between the segments.
     may_drop: True if `dropped` counts assignments that were not sent.
+    fp8: the recipe of experts in FP8, for which tokens may be sent quantised; gradients never are.
     num_local: the experts of a rank.
 
     Raises ValueError where the `ep` expert-parallel ranks do not divide the experts.
@@ -79,6 +81,7 @@ class Dispatcher(Generic[PreparedT, DispatchedT]):
     prepared: ClassVar[type[DispatchState]]
     dispatched: ClassVar[type[DispatchState]]
     may_drop = False
+    fp8: Fp8Recipe | None = None
 
     def __init__(self, num_experts: int, ep: int = 1) -> None:
         if num_experts % ep:
