@@ -13,6 +13,7 @@
 #include "gemm.h"
 
 #include "bfloat16.h"
+#include "fp8_operand.h"
 
 #include <algorithm>
 #include <cstdlib>
@@ -211,23 +212,37 @@ void multiply_block(const GemmDesc& gemm, Scratch& scratch) {
   const bool pair = gemm.epilogue == Epilogue::kGate;
   const int64_t width = round_up(gemm.cols, kCols), pitch = pair ? 2 * width : width;
   const int64_t terms = round_up(gemm.terms, Unit::kTermUnit), strip_pitch = gemm.a.term == 1 ? terms : 0;
-  const int64_t packed = (pitch + Unit::kStrips * kRows) * terms;
-  P* columns = static_cast<P*>(scratch.get(packed * sizeof(P) + kRows * pitch * sizeof(S)));
+  constexpr int64_t kAll = Unit::kStrips * kRows;
+  const bool fp8_rows = gemm.a.scales.data, fp8_cols = gemm.b.scales.data;
+  const int64_t packed = (pitch + kAll) * terms, plain = fp8_rows || fp8_cols ? std::max(kAll, kCols) * gemm.terms : 0;
+  P* columns = static_cast<P*>(scratch.get(packed * sizeof(P) + kRows * pitch * sizeof(S) + plain * sizeof(T)));
   P* strips = columns + pitch * terms;
   S* sums = reinterpret_cast<S*>(columns + packed);
+  T* dequantized = reinterpret_cast<T*>(sums + kRows * pitch);
   const Unit unit{};
-  const auto pack = [&](const void* b, P* out) {
-    unit.pack_columns(static_cast<const T*>(b), gemm.b.outer, gemm.b.term, gemm.cols, gemm.terms, out);
+  const auto pack = [&](const void* b, int64_t first, P* out) {
+    if (!fp8_cols) return unit.pack_columns(static_cast<const T*>(b), gemm.b.outer, gemm.b.term, gemm.cols, gemm.terms, out);
+    for (int64_t col = 0; col < gemm.cols; col += kCols) {
+      const int64_t here = std::min(kCols, gemm.cols - col);
+      dequantize(gemm.b, first + col, here, gemm.terms, dequantized);
+      unit.pack_columns(dequantized, gemm.terms, 1, here, gemm.terms, out + col * terms);
+    }
   };
   // 1. Pack all columns, those of gate and up one after the other.
-  pack(gemm.b.data, columns);
-  if (pair) pack(gemm.up, columns + width * terms);
+  pack(gemm.b.data, 0, columns);
+  if (pair) pack(gemm.up, gemm.up_offset, columns + width * terms);
   for (int64_t row = 0; row < gemm.rows; row += kRows) {
     const int64_t left = gemm.rows - row, number = row / kRows % Unit::kStrips;
     // 2. Pack the next kStrips strips.
     if (number == 0) {
-      const T* a = static_cast<const T*>(gemm.a.data) + row * gemm.a.outer;
-      unit.pack_strips(a, gemm.a.outer, gemm.a.term, std::min(left, Unit::kStrips * kRows), gemm.terms, strips);
+      const int64_t here = std::min(left, kAll);
+      if (fp8_rows) {
+        dequantize(gemm.a, row, here, gemm.terms, dequantized);
+        unit.pack_strips(dequantized, gemm.terms, 1, here, gemm.terms, strips);
+      } else {
+        const T* a = static_cast<const T*>(gemm.a.data) + row * gemm.a.outer;
+        unit.pack_strips(a, gemm.a.outer, gemm.a.term, here, gemm.terms, strips);
+      }
     }
     // 3. Multiply the strip by all columns, kTermBlock terms at a time.
     if (terms == 0) std::fill(sums, sums + kRows * pitch, S(0));
@@ -340,10 +355,11 @@ int64_t terms_at_a_time(const GemmDesc& gemm) {
   return goes_on ? kTerms : std::max<int64_t>(1, gemm.terms);
 }
 
-// Whether reading the right operand takes longer than multiplying it.
+// Whether reading the right operand takes longer than multiplying it, which can be read in place.
 bool few(const GemmDesc& whole) {
   constexpr int64_t kRows = 8;
-  return whole.rows <= kRows && whole.a.term == 1 && whole.b.term == 1 && whole.epilogue != Epilogue::kAdd;
+  const bool fp8 = whole.a.scales.data || whole.b.scales.data;
+  return !fp8 && whole.rows <= kRows && whole.a.term == 1 && whole.b.term == 1 && whole.epilogue != Epilogue::kAdd;
 }
 
 }  // namespace
@@ -375,9 +391,11 @@ void run_gemms(const std::vector<GemmDesc>& gemms, const Tensor& x, const Tensor
         block.few = few(whole);  // by the rows of all blocks: their number depends on that of threads
         block.rows = std::min(rows, whole.rows - row);
         block.cols = std::min(cols, whole.cols - col);
-        move(block.a.data, row * whole.a.outer * itemsize);
-        move(block.b.data, col * whole.b.outer * itemsize);
-        move(block.up, col * whole.b.outer * itemsize);
+        const int64_t row_size = whole.a.scales.data ? 1 : itemsize, col_size = whole.b.scales.data ? 1 : itemsize;
+        move(block.a.data, row * whole.a.outer * row_size);
+        move(block.b.data, col * whole.b.outer * col_size);
+        move(block.up, col * whole.b.outer * col_size);
+        block.a.scales.first += row, block.b.scales.first += col;
         move(block.bias, col * itemsize);
         move(block.out, (row * whole.out_pitch + col) * out_size);
         move(block.kept, (row * whole.kept_pitch + col) * itemsize);

@@ -9,18 +9,28 @@
 
 namespace fastmp {
 
-// Element (outer, term) lies at outer * `outer` + term * `term`; one of the two is 1. Outer are rows of the left
-// operand, columns of the right one.
+// Scales of blocks of an FP8 operand. That of element (outer, term) lies at (first + outer) / outer_block * outer_pitch +
+// term / term_block * term_pitch, and is a float32 for blocks of 128 terms, a biased exponent for blocks of 32.
+struct Scales {
+  const void* data = nullptr;  // null: the operand is not FP8
+  int64_t outer_pitch = 0, term_pitch = 0, outer_block = 1, term_block = 1, first = 0;
+  bool e5m2 = false;  // else e4m3
+};
+
+// Element (outer, term) lies at outer * `outer` + term * `term`; one of the two is 1, of FP8 the latter. Outer are rows
+// of the left operand, columns of the right one.
 struct Operand {
   const void* data;
   int64_t outer, term;
+  Scales scales{};
 };
 
 enum class Epilogue { kStore, kAdd, kActivate, kGate };
 
 // A GEMM of `rows` x `cols` with `terms`, beginning where `a` and `b` do; kGate has as many columns again, at `up`.
 // `out`, `kept` (or null; the pre-activation) and `bias` (or null) point to the first element or column; those of `up`
-// are `up_offset` elements further in `kept` and `bias`. `few`: too few rows to pack the right operand for.
+// are `up_offset` elements further in `kept` and `bias`. `few`: too few rows to pack the right operand for. FP8 operands
+// are dequantised to `dtype` before they are packed.
 struct GemmDesc {
   Operand a, b;
   const void* up;
@@ -36,7 +46,7 @@ struct GemmDesc {
 
 #ifdef FASTMP_ISA_BASE
 
-// Runs the GEMMs over all threads. `x` and `out` have the dtypes of operands and results.
+// Runs the GEMMs over all threads. `x` and `out` have the dtypes of (dequantised) operands and of results.
 void run_gemms(const std::vector<GemmDesc>& gemms, const Tensor& x, const Tensor& out);
 
 // With unit last stride; copied only where it has another.
@@ -53,6 +63,26 @@ inline void check_operands(const char* op, const Tensor& a, const Tensor& b, int
 
 inline void* place(const Tensor& t, int64_t element) {
   return const_cast<char*>(at(t.const_data_ptr(), element, static_cast<int64_t>(t.element_size())));
+}
+
+inline void zero(const Tensor& t, int64_t element, int64_t count) {
+  if (count > 0) std::memset(place(t, element), 0, static_cast<size_t>(count) * t.element_size());
+}
+
+// Calls body(expert, first row, rows) for each expert, and returns the first row after those of all experts. An end
+// before its start, or beyond all rows, is clamped.
+template <class Body>
+int64_t for_experts(const char* op, const Tensor& offsets, int64_t num_rows, const Body& body) {
+  FASTMP_CHECK(offsets.dim() == 1 && offsets.scalar_type() == ScalarType::Int, op, ": offsets must be int32 (E,)");
+  const Tensor ends = torch::stable::contiguous(offsets);
+  const auto* end = static_cast<const int32_t*>(ends.const_data_ptr());
+  int64_t start = 0;
+  for (int64_t expert = 0; expert < offsets.size(0); ++expert) {
+    const int64_t next = std::max(start, std::min<int64_t>(end[expert], num_rows));
+    body(expert, start, next - start);
+    start = next;
+  }
+  return start;
 }
 
 inline void check_sum(const char* op, const Tensor& sum, const Tensor& x) {

@@ -13,26 +13,6 @@
 namespace fastmp {
 namespace {
 
-// Calls body(expert, first row, rows) for each expert, and returns the first row after those of all experts. An end
-// before its start, or beyond all rows, is clamped.
-template <class Body>
-int64_t for_experts(const char* op, const Tensor& offsets, int64_t num_rows, const Body& body) {
-  FASTMP_CHECK(offsets.dim() == 1 && offsets.scalar_type() == ScalarType::Int, op, ": offsets must be int32 (E,)");
-  const Tensor ends = torch::stable::contiguous(offsets);
-  const auto* end = static_cast<const int32_t*>(ends.const_data_ptr());
-  int64_t start = 0;
-  for (int64_t expert = 0; expert < offsets.size(0); ++expert) {
-    const int64_t next = std::max(start, std::min<int64_t>(end[expert], num_rows));
-    body(expert, start, next - start);
-    start = next;
-  }
-  return start;
-}
-
-void zero(const Tensor& t, int64_t element, int64_t count) {
-  if (count > 0) std::memset(place(t, element), 0, static_cast<size_t>(count) * t.element_size());
-}
-
 // Multiplies rows of x by the weight of their expert, through the epilogue; kept (or null): the pre-activation.
 Tensor grouped_gemm(const char* op, const Tensor& x, const Tensor& w, std::optional<Tensor> bias,
                     const Tensor& offsets, bool transposed, Epilogue epilogue, Form form, const Tensor* kept) {

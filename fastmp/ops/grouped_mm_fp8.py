@@ -12,10 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastmp.ops import grouped_mm_fp8_launch
 from fastmp.ops.core import checks
 from fastmp.ops.core.registry import can_read_values, compute_dtype, register, without_autocast
 from fastmp.ops.grouped_mm import spans
-from fastmp.ops.linear_fp8 import check_operands, dequantized_rows, dequantized_weight
+from fastmp.ops.linear_fp8 import check_operands, dequantized_weight
+from fastmp.ops.quantize import reference_dequantize
 from fastmp.profiling import traced
 
 
@@ -28,7 +30,7 @@ def reference(
     with without_autocast(q.device.type):
         for expert, (start, end) in enumerate(spans(offsets, len(q))):
             if start < end:
-                rows = dequantized_rows(q[start:end], s[start:end], wide)
+                rows = reference_dequantize(q[start:end], s[start:end], wide)
                 y[start:end] = rows @ dequantized_weight(w[expert], w_scale[expert], wide).t()
     y[end:] = 0
     return y
@@ -45,11 +47,20 @@ def _flops(q: Any, s: Any, w: Any, *_: Any) -> int:
     return 2 * q.shape[0] * w.shape[1] * w.shape[2]
 
 
+def launch(
+    q: Tensor, s: Tensor, w: Tensor, w_scale: Tensor, offsets: Tensor, out_dtype: torch.dtype
+) -> Tensor:
+    if out_dtype == torch.float64:  # tensor cores accumulate FP8 in float32
+        return reference(q, s, w, w_scale, offsets, out_dtype)
+    return grouped_mm_fp8_launch.launch("grouped_mm_fp8", q, s, w, w_scale, offsets, out_dtype)
+
+
 _grouped_mm_fp8 = register(
     "grouped_mm_fp8(Tensor q, Tensor s, Tensor w, Tensor w_scale, Tensor offsets, ScalarType out_dtype)"
     " -> Tensor",
     reference=reference,
     fake=_fake,
+    triton=launch,
     flops=_flops,
 )
 

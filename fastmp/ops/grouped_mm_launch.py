@@ -29,7 +29,7 @@ from fastmp.ops.grouped_mm_tiles import (
 )
 from fastmp.ops.grouped_mm_triton import grouped_mm_kernel, grouped_wgrad_kernel
 
-_GROUP = 16  # row tiles in a group, walked over first, so that their block of the weight stays in L2
+GROUP = 16  # row tiles in a group, walked over first, so that their block of the weight stays in L2
 
 
 @cache
@@ -53,11 +53,12 @@ def num_programs(tensor: Tensor, tiles: int, each: int) -> int:
     return min(tiles, each * _gpu(tensor.device.index)[1] if tensor.is_cuda else 4)
 
 
-def _aligned(a: Tensor, b: Tensor) -> bool:
+def aligned(a: Tensor, b: Tensor) -> bool:
+    """Return True if both tensors begin on 16 bytes."""
     return not (a.data_ptr() | b.data_ptr()) & 15
 
 
-def _along_rows(tensor: Tensor) -> tuple[Tensor, tuple[int, ...]]:
+def along_rows(tensor: Tensor) -> tuple[Tensor, tuple[int, ...]]:
     """Return the tensor with unit column stride, copied only where it has another, and its strides."""
     strides = tensor.stride()
     if strides[-1] != 1:
@@ -66,7 +67,7 @@ def _along_rows(tensor: Tensor) -> tuple[Tensor, tuple[int, ...]]:
     return tensor, strides
 
 
-def _block_e(num_experts: int) -> int:
+def block_e(num_experts: int) -> int:
     """Return the length of a vector that holds all experts, and nobody."""
     return max(16, next_power_of_2(num_experts + 1))
 
@@ -127,7 +128,7 @@ def _constants(itemsize: int, tma: bool, num_experts: int, tile: TileConfig) -> 
     """Return the constants that both kernels have."""
     compute = tl.float64 if itemsize == 8 else tl.float32
     return {
-        "TMA": tma, "COMPUTE": compute, "BLOCK_E": _block_e(num_experts), "GROUP": _GROUP,
+        "TMA": tma, "COMPUTE": compute, "BLOCK_E": block_e(num_experts), "GROUP": GROUP,
         "num_warps": tile.num_warps, "num_stages": tile.num_stages,
     }  # fmt: skip
 
@@ -191,10 +192,10 @@ def _gemm(
         y, h = ring.y, ring.h
     if y.numel() == 0 or num_rows == 0:
         return y, h
-    (x, x_strides), (w, w_strides) = _along_rows(x), _along_rows(w)
+    (x, x_strides), (w, w_strides) = along_rows(x), along_rows(w)
     tile, tiles, programs, sizes, constants = _plan_gemm(  # the fields of GemmDesc
         row_class(ROW_CLASSES, num_rows, num_experts), w_shape, w_strides, x_strides[0], x.element_size(),
-        architecture(x), _aligned(x, w), transposed, bias is not None, epilogue,
+        architecture(x), aligned(x, w), transposed, bias is not None, epilogue,
     )  # fmt: skip
     check_count("grouped_mm", "rows", num_rows)
     tiles *= cdiv(num_rows, tile.block_m) + num_experts
@@ -281,13 +282,13 @@ def _wgrad(
     """
     if out.numel() == 0:
         return
-    (grad, (grad_pitch, _)), (x, (x_pitch, _)) = _along_rows(grad), _along_rows(x)
+    (grad, (grad_pitch, _)), (x, (x_pitch, _)) = along_rows(grad), along_rows(x)
     num_rows, shape = x.shape[0] if capacity is None else capacity, out.shape
     most = max(len(grad), len(x))
     check_count("grouped_mm_wgrad", "rows", num_rows)
     tile, tiles, _, sizes, constants = _plan_wgrad(  # the fields of WgradDesc
         row_class(WGRAD_ROW_CLASSES, num_rows, shape[0]), shape, out.stride(), grad_pitch, x_pitch,
-        x.element_size(), architecture(x), 0 < num_rows <= most <= MAX_ROWS and _aligned(grad, x), accumulate,
+        x.element_size(), architecture(x), 0 < num_rows <= most <= MAX_ROWS and aligned(grad, x), accumulate,
         out.dtype == torch.float32 and out.data_ptr() & 15 == 0,
     )  # fmt: skip
     if constants["TMA"]:

@@ -81,6 +81,19 @@ def gemm_tiles(
     return (replace(tile, block_n=tile.block_n // 2) if gated else tile).clamped(num_columns, num_terms)
 
 
+@cache
+def fp8_tiles(rows_per_expert: float, num_columns: int, block: int, gated: bool = False) -> TileConfig:
+    """Choose the tile of a grouped FP8 GEMM; a gated one has two column blocks.
+
+    A tile lies in one block of columns, whose scale is then one number, and a step in one block of terms.
+    With blocks of 128 the sum of a step needs registers next to the accumulator: 128 columns fill them.
+    Tensor cores that apply scales of 32 terms have 128 rows.
+    """
+    few = block == 128 and (rows_per_expert <= 64 or gated)
+    tile = TileConfig(64, 128, 128, 4, 4) if few else TileConfig(128, 128, 128, 8, 4)
+    return tile.clamped(num_columns, 1 << 30) if block == 32 else tile
+
+
 def overlaps_tiles(arch: int, form: str, gated: bool, bias_transposed: bool) -> bool:
     """Return True if a GEMM by TMA loads the next tile while it stores this one (one flattened loop).
 

@@ -36,10 +36,16 @@ def _maximum(a, b):
 
 
 @jit
-def _expert_ends(offsets, experts, num_experts, num_rows, rest):
-    """Return where the rows of `experts` end; rows of no expert are those of `num_experts`, up to `rest`."""
-    ends = tl.load(offsets + experts, mask=(experts >= 0) & (experts < num_experts), other=0)
-    ends = tl.where(experts < num_experts, ends, rest)
+def expert_ends(offsets, experts, num_experts, num_rows, rest):
+    """Return where the rows of `experts` end; rows of no expert are those of `num_experts`, up to `rest`.
+
+    Without offsets all rows are the first expert's.
+    """
+    if offsets is None:
+        ends = tl.where(experts >= 0, num_rows, 0)
+    else:
+        ends = tl.load(offsets + experts, mask=(experts >= 0) & (experts < num_experts), other=0)
+        ends = tl.where(experts < num_experts, ends, rest)
     return tl.associative_scan(tl.maximum(tl.minimum(ends, num_rows), 0), 0, _maximum)
 
 
@@ -53,7 +59,7 @@ def _tile_of(number, tiles_m, tiles_n, GROUP: tl.constexpr):
 
 
 @jit
-def _place_of(
+def place_of(
     tile, experts, ends, last_tiles, tiles_n, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     GROUP: tl.constexpr,
 ):  # fmt: skip
@@ -69,7 +75,7 @@ def _place_of(
 
 
 @jit
-def _load_block(data, rows, cols, num_rows, num_cols, pitch, VECTOR: tl.constexpr):
+def load_block(data, rows, cols, num_rows, num_cols, pitch, VECTOR: tl.constexpr):
     """Load data[rows, cols] of a matrix whose rows are `pitch` vectors apart; zeros outside of it.
 
     One of `rows` and `cols` lies along the block's rows, the other along its columns.
@@ -79,7 +85,7 @@ def _load_block(data, rows, cols, num_rows, num_cols, pitch, VECTOR: tl.constexp
 
 
 @jit
-def _load_weight(
+def load_weight(
     w, expert, first_n, first_k, num_n, num_k, w_jump, w_pitch,
     TMA: tl.constexpr, TRANSPOSED: tl.constexpr, W_VECTOR: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -93,9 +99,9 @@ def _load_weight(
     elif TMA:
         block = w.load([expert, first_n, first_k]).reshape(BLOCK_N, BLOCK_K).T
     elif TRANSPOSED:
-        block = _load_block(matrix, ks[:, None], ns[None, :], num_k, num_n, w_pitch, W_VECTOR)
+        block = load_block(matrix, ks[:, None], ns[None, :], num_k, num_n, w_pitch, W_VECTOR)
     else:
-        block = _load_block(matrix, ns[:, None], ks[None, :], num_n, num_k, w_pitch, W_VECTOR).T
+        block = load_block(matrix, ns[:, None], ks[None, :], num_n, num_k, w_pitch, W_VECTOR).T
     return block
 
 
@@ -139,8 +145,8 @@ def grouped_mm_kernel(
             h += tl.load(y_start) * num_n
         rest = 0
     # 1. Rows and tiles of every expert, from the offsets; last_tiles: where its tiles end.
-    ends = _expert_ends(offsets, experts, num_experts, num_rows, rest)
-    starts = _expert_ends(offsets, experts - 1, num_experts, num_rows, rest)
+    ends = expert_ends(offsets, experts, num_experts, num_rows, rest)
+    starts = expert_ends(offsets, experts - 1, num_experts, num_rows, rest)
     tiles_n = tl.cdiv(width, BLOCK_N)
     lengths = ends - starts
     tiles = tl.cdiv(lengths, BLOCK_M) * tiles_n
@@ -162,18 +168,18 @@ def grouped_mm_kernel(
             step = tl.where(step == steps - 1, 0, step + 1)
             if step == 0:
                 tile += programs
-                expert, end, first_m, first_n = _place_of(
+                expert, end, first_m, first_n = place_of(
                     tile, experts, ends, last_tiles, tiles_n, BLOCK_M, BLOCK_N, GROUP
                 )
             first_k = step * BLOCK_K
             a = x.load([x_row + first_m, first_k])
-            b = _load_weight(
+            b = load_weight(
                 w, expert, first_n, first_k, num_n, num_k, w_jump, w_pitch, TMA, TRANSPOSED, W_VECTOR,
                 BLOCK_N, BLOCK_K,
             )  # fmt: skip
             acc = tl.dot(a, b, acc, input_precision="ieee", out_dtype=COMPUTE)
             if GATED:
-                b = _load_weight(
+                b = load_weight(
                     w, expert, width + first_n, first_k, num_n, num_k, w_jump, w_pitch, TMA, TRANSPOSED,
                     W_VECTOR, BLOCK_N, BLOCK_K,
                 )  # fmt: skip
@@ -188,7 +194,7 @@ def grouped_mm_kernel(
         first_tile = owned + pid
     # 3. One tile after another. With FLAT only tiles of rows of no expert are left, which have no terms.
     for tile in range(first_tile, num_tiles, programs):
-        expert, end, first_m, first_n = _place_of(
+        expert, end, first_m, first_n = place_of(
             tile, experts, ends, last_tiles, tiles_n, BLOCK_M, BLOCK_N, GROUP
         )
         rows = first_m + tl.arange(0, BLOCK_M)
@@ -202,14 +208,14 @@ def grouped_mm_kernel(
                     a = x.load([x_row + first_m, first_k])
                 else:
                     ks = first_k + tl.arange(0, BLOCK_K)
-                    a = _load_block(x, rows[:, None], ks[None, :], end, num_k, x_pitch, K_VECTOR)
-                b = _load_weight(
+                    a = load_block(x, rows[:, None], ks[None, :], end, num_k, x_pitch, K_VECTOR)
+                b = load_weight(
                     w, expert, first_n, first_k, num_n, num_k, w_jump, w_pitch, TMA, TRANSPOSED, W_VECTOR,
                     BLOCK_N, BLOCK_K,
                 )  # fmt: skip
                 acc = tl.dot(a, b, acc, input_precision="ieee", out_dtype=COMPUTE)
                 if GATED:
-                    b = _load_weight(
+                    b = load_weight(
                         w, expert, width + first_n, first_k, num_n, num_k, w_jump, w_pitch, TMA, TRANSPOSED,
                         W_VECTOR, BLOCK_N, BLOCK_K,
                     )  # fmt: skip
@@ -282,8 +288,8 @@ def grouped_wgrad_kernel(
             a = a.T  # after both loads: an op between them would give each load its own barrier
         else:  # load grad transposed: transposed later, it would not be prefetched on an A100
             rows = start + row + tl.arange(0, BLOCK_R)
-            a = _load_block(grad, rows[None, :], ns[:, None], end, num_n, grad_pitch, N_VECTOR)
-            b = _load_block(x, rows[:, None], ks[None, :], end, num_k, x_pitch, K_VECTOR)
+            a = load_block(grad, rows[None, :], ns[:, None], end, num_n, grad_pitch, N_VECTOR)
+            b = load_block(x, rows[:, None], ks[None, :], end, num_k, x_pitch, K_VECTOR)
         acc = tl.dot(a, b, acc, input_precision="ieee", out_dtype=COMPUTE)
     # 3. Store the tile, or add it to the gradient.
     if REDUCE:

@@ -18,19 +18,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastmp.ops.core import checks
+from fastmp.ops import grouped_mm_fp8_launch
+from fastmp.ops.core import checks, fp8
 from fastmp.ops.core.registry import compute_dtype, register, without_autocast
+from fastmp.ops.quantize import reference_dequantize
 from fastmp.profiling import traced
 
-BLOCKS = {torch.float32: 128, torch.float8_e8m0fnu: 32}  # elements of a block, by the dtype of its scale
-ROW_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
-
-
-def dequantized_rows(q: Tensor, s: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return q (M, K) times its scales (M, K / block), in `dtype`."""
-    blocks = s.shape[-1]
-    scaled = q.to(dtype).reshape(len(q), blocks, q.shape[1] // max(blocks, 1)) * s.to(dtype)[:, :, None]
-    return scaled.reshape(q.shape)
+BLOCKS = {dtype: block for block, dtype in fp8.SCALE.items()}  # by the dtype of the scale
+ROW_DTYPES = (fp8.E4M3, fp8.E5M2)
 
 
 def dequantized_weight(w: Tensor, s: Tensor, dtype: torch.dtype) -> Tensor:
@@ -44,7 +39,7 @@ def reference(q: Tensor, s: Tensor, w: Tensor, w_scale: Tensor, out_dtype: torch
     """Multiply the dequantised operands in the compute dtype; rounded once."""
     wide = compute_dtype(out_dtype)
     with without_autocast(q.device.type):
-        y = dequantized_rows(q, s, wide) @ dequantized_weight(w, w_scale, wide).t()
+        y = reference_dequantize(q, s, wide) @ dequantized_weight(w, w_scale, wide).t()
     return y.to(out_dtype)
 
 
@@ -52,10 +47,17 @@ def _fake(q: Tensor, s: Tensor, w: Tensor, w_scale: Tensor, out_dtype: torch.dty
     return q.new_empty(q.shape[0], w.shape[0], dtype=out_dtype)
 
 
+def launch(q: Tensor, s: Tensor, w: Tensor, w_scale: Tensor, out_dtype: torch.dtype) -> Tensor:
+    if out_dtype == torch.float64:  # tensor cores accumulate FP8 in float32
+        return reference(q, s, w, w_scale, out_dtype)
+    return grouped_mm_fp8_launch.launch("linear_fp8", q, s, w[None], w_scale[None], None, out_dtype)
+
+
 _linear_fp8 = register(
     "linear_fp8(Tensor q, Tensor s, Tensor w, Tensor w_scale, ScalarType out_dtype) -> Tensor",
     reference=reference,
     fake=_fake,
+    triton=launch,
     flops=lambda q, s, w, w_scale, out_dtype: 2 * q.shape[0] * w.shape[0] * w.shape[1],
 )
 
@@ -80,7 +82,7 @@ def check_operands(
     (num_rows, k), (*lead, n, w_k) = q.shape, w.shape
     require(w_k == k, "q {} does not fit w {}: expected {} in the last dimension of w", q.shape, w.shape, k)
     for dimension, size in (("K", k), ("N", n)):
-        require(size % block == 0, "{} must be a multiple of the block {}, got {}", dimension, block, size)
+        fp8.check_multiple(name, dimension, size, block)
     checks.check_shape(name, (num_rows, k // block), to=("q", q), s=s)
     checks.check_shape(name, (*lead, n // block, k // block), to=("w", w), w_scale=w_scale)
     checks.check_same_device(name, q=q, s=s, w=w, w_scale=w_scale)

@@ -119,6 +119,12 @@ def _rows_of_experts(x: Tensor, w: Tensor, *others: Any) -> Iterator[tuple]:
         yield rows, w, *others
 
 
+def _fp8_rows_of_experts(q: Tensor, s: Tensor, w: Tensor, *others: Any) -> Iterator[tuple]:
+    """Yield arguments of an FP8 GEMM for each class of rows per expert."""
+    for rows in _each_class(q, grouped_mm_tiles.ROW_CLASSES, w.shape[0] if w.dim() == 3 else 1):
+        yield rows, s.new_empty_strided((rows.shape[0], s.shape[1]), (1, rows.shape[0])), w, *others
+
+
 def _terms_of_experts(*arguments: Any) -> Iterator[tuple]:
     """Yield arguments of a grouped wgrad for each class of rows per expert."""
     *total, grad, x, offsets = arguments
@@ -139,6 +145,8 @@ _TILE_CLASSES: dict[str, Callable[..., Iterator[tuple]]] = {
     "grouped_mm": _rows_of_experts,
     "grouped_mm_bias": _rows_of_experts,
     "grouped_mlp_in": _rows_of_experts,
+    "grouped_mm_fp8": _fp8_rows_of_experts,
+    "linear_fp8": _fp8_rows_of_experts,
     "grouped_mm_wgrad": _terms_of_experts,
     "grouped_mm_wgrad_": _terms_of_experts,
     "topk_router": _tokens_of_router,

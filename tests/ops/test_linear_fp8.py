@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import random
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from fastmp.ops import OPS, grouped_mm_fp8, linear_fp8
-from fastmp.ops.linear_fp8 import dequantized_rows, dequantized_weight
-from fastmp.testing.ops import poisoned_memory, relative_error
-from fastmp.testing.samples.linear_fp8 import E4M3, E5M2, quantized_rows, quantized_weight
+from fastmp.ops import OPS, dequantize_rows, grouped_mm_fp8, linear_fp8, quantize_rows, quantize_weight
+from fastmp.ops import grouped_mm_fp8_launch as kernels
+from fastmp.ops.core import launcher
+from fastmp.ops.core.fp8 import E4M3, E5M2
+from fastmp.ops.linear_fp8 import dequantized_weight
+from fastmp.testing.ops import poisoned_memory, relative_error, samples
 
 E8M0 = torch.float8_e8m0fnu
 BLOCKS = pytest.mark.parametrize("block", [128, 32])
@@ -22,7 +25,7 @@ def numbers(*shape, seed=0):
 
 
 def truth(q, s, w, w_scale):
-    return dequantized_rows(q, s, torch.float64) @ dequantized_weight(w, w_scale, torch.float64).t()
+    return dequantize_rows(q, s, torch.float64) @ dequantized_weight(w, w_scale, torch.float64).t()
 
 
 @BLOCKS
@@ -30,10 +33,10 @@ def truth(q, s, w, w_scale):
 @pytest.mark.parametrize("rows", [1, 70, 300])
 def test_both_directions_against_float64(rows, dtype, block):
     n, k = 3 * block, 5 * block
-    w, w_t, w_scale = quantized_weight(numbers(n, k), block)
+    w, w_t, w_scale = quantize_weight(numbers(n, k), block=block)
     for operands in (
-        (*quantized_rows(numbers(rows, k) * 5, block, dtype), w, w_scale),
-        (*quantized_rows(numbers(rows, n) * 1e-3, block, dtype), w_t, w_scale.t()),
+        (*quantize_rows(numbers(rows, k) * 5, block=block, dtype=dtype), w, w_scale),
+        (*quantize_rows(numbers(rows, n) * 1e-3, block=block, dtype=dtype), w_t, w_scale.t()),
     ):
         want = truth(*operands)
         for out_dtype, bound in (
@@ -54,10 +57,10 @@ def test_random_offsets_against_float64(seed, block):
     rows = source.choice([0, 3, 130, 200])
     ends = sorted(source.choice([0, rows // 2, source.randint(0, rows)]) for _ in range(experts))
     offsets = torch.tensor(ends, dtype=torch.int32)
-    w, w_t, w_scale = quantized_weight(numbers(experts, n, k, seed=seed), block)
+    w, w_t, w_scale = quantize_weight(numbers(experts, n, k, seed=seed), block=block)
     for operands in (
-        (*quantized_rows(numbers(rows, k), block), w, w_scale),
-        (*quantized_rows(numbers(rows, n), block, E5M2), w_t, w_scale.transpose(-1, -2)),
+        (*quantize_rows(numbers(rows, k), block=block), w, w_scale),
+        (*quantize_rows(numbers(rows, n), block=block, dtype=E5M2), w_t, w_scale.transpose(-1, -2)),
     ):
         q, s, weight, weight_scale = operands
         with poisoned_memory():
@@ -73,8 +76,8 @@ def test_random_offsets_against_float64(seed, block):
 def test_nan_of_a_block_stays_in_its_row_or_its_columns(call, block):
     x, weight = numbers(6, 2 * block), numbers(3 * block, 2 * block)
     x[2, block], weight[block, 3] = torch.inf, torch.nan
-    w, _, w_scale = quantized_weight(weight, block)
-    operands = (*quantized_rows(x, block), w, w_scale)
+    w, _, w_scale = quantize_weight(weight, block=block)
+    operands = (*quantize_rows(x, block=block), w, w_scale)
     if call is grouped_mm_fp8:
         offsets = torch.tensor([6], dtype=torch.int32)
         operands = (*operands[:2], w[None], w_scale[None], offsets)
@@ -83,9 +86,62 @@ def test_nan_of_a_block_stays_in_its_row_or_its_columns(call, block):
     assert torch.equal(call(*operands).isnan(), nan)
 
 
+@pytest.fixture(params=[80, 90], ids=["pointers", "descriptors"])
+def by_triton(request, monkeypatch):
+    """Interpreted launches, as on GPUs without and with a TMA unit."""
+    monkeypatch.setattr(launcher, "architecture_elsewhere", request.param)
+
+
+@pytest.mark.interpret
+@pytest.mark.parametrize("op", ["linear_fp8", "grouped_mm_fp8"])
+def test_triton_equals_reference(op, by_triton):
+    for out_dtype in (torch.float32, torch.float16):
+        for given in samples(op, device="cpu", dtype=out_dtype):
+            with poisoned_memory():
+                y = OPS[op].implementations["triton"](*given)
+            want = OPS[op].implementations["reference"](*given)
+            assert y.dtype == out_dtype and y.is_contiguous()
+            assert relative_error(y, want) <= (1e-6 if out_dtype == torch.float32 else 5e-4)
+
+
+@pytest.mark.interpret
+def test_every_tile_and_number_of_programs(monkeypatch, by_triton):
+    """Several experts, rows and columns of tiles a program; operands that no vector load can reach."""
+    offsets = torch.tensor([3, 3, 140, 150], dtype=torch.int32)
+    w, _, w_scale = quantize_weight(numbers(4, 256, 256))
+    q, s = quantize_rows(numbers(160, 256))
+    apart = torch.nn.functional.pad(q.view(torch.uint8), (0, 3)).view(E4M3)[:, :-3]
+    want = OPS["grouped_mm_fp8"].implementations["reference"](q, s, w, w_scale, offsets, torch.float32)
+    for programs in (1, 3, 1000):
+        monkeypatch.setattr(kernels, "num_programs", lambda tensor, tiles, each, n=programs: min(tiles, n))
+        for rows, scales in ((q, s), (apart, s.contiguous())):
+            y = kernels.launch("grouped_mm_fp8", rows, scales, w, w_scale, offsets, torch.float32)
+            assert relative_error(y, want) <= 1e-6
+
+
+@pytest.mark.interpret
+@pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=str)
+def test_triton_decodes_every_byte(dtype):
+    q = torch.zeros(256, 128, dtype=torch.uint8)
+    q[:, 0] = torch.arange(256)
+    q, one = q.view(dtype), torch.zeros(128, 128).fill_diagonal_(1).to(E4M3)
+    scales = torch.ones(256, 1), torch.ones(1, 1)
+    y = kernels.launch("linear_fp8", q, scales[0], one[None], scales[1][None], None, torch.float32)
+    finite = q[:, 0].float().isfinite()
+    assert torch.equal(y[finite, 0], q[finite, 0].float()) and (~y[~finite].isfinite()).any(1).all()
+
+
+@pytest.mark.parametrize(("block", "arch", "advice"), [(32, 90, "; quantise with block=128"), (128, 80, "")])
+def test_a_gpu_without_the_tensor_cores_is_named(block, arch, advice, monkeypatch):
+    monkeypatch.setattr(kernels, "architecture", lambda tensor: arch)
+    message = f"linear_fp8: block {block} needs a GPU of compute capability .*, got {arch / 10}{advice}$"
+    with pytest.raises(ValueError, match=message):
+        kernels._check_architecture("linear_fp8", SimpleNamespace(is_cuda=True), block)
+
+
 def test_layouts_of_operands_do_not_matter():
-    q, s = quantized_rows(numbers(21, 256))
-    w, _, w_scale = quantized_weight(numbers(128, 256))
+    q, s = quantize_rows(numbers(21, 256))
+    w, _, w_scale = quantize_weight(numbers(128, 256))
     y = linear_fp8(q, s, w, w_scale)
     wide = torch.cat((q.view(torch.uint8), q.view(torch.uint8)), -1).view(E4M3)
     for other in (
@@ -96,8 +152,8 @@ def test_layouts_of_operands_do_not_matter():
 
 
 def arguments():
-    w, _, w_scale = quantized_weight(numbers(2, 128, 256))
-    q, s = quantized_rows(numbers(8, 256))
+    w, _, w_scale = quantize_weight(numbers(2, 128, 256))
+    q, s = quantize_rows(numbers(8, 256))
     return {"q": q, "s": s, "w": w, "w_scale": w_scale, "offsets": torch.tensor([4, 6], dtype=torch.int32)}
 
 
@@ -114,11 +170,11 @@ ERRORS = {
     "q (8, 128) does not fit w (2, 128, 256): expected 128 in the last dimension of w": lambda a: {
         "q": a["q"][:, :128]
     },
-    "K must be a multiple of the block 128, got 192": lambda a: {
+    "K must be a multiple of block (128), got 192": lambda a: {
         "q": a["q"][:, :192],
         "w": a["w"][..., :192],
     },
-    "N must be a multiple of the block 128, got 96": lambda a: {"w": a["w"][:, :96]},
+    "N must be a multiple of block (128), got 96": lambda a: {"w": a["w"][:, :96]},
     "expected s of shape (8, 2) for q of shape (8, 256), got (8, 1)": lambda a: {"s": a["s"][:, :1]},
     "expected w_scale of shape (2, 1, 2) for w of shape (2, 128, 256), got (1, 1, 2)": lambda a: {
         "w_scale": a["w_scale"][:1]

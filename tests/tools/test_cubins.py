@@ -21,7 +21,7 @@ from fastmp.ops import OPS, adamw, cross_entropy_triton, grouped_mm_launch
 from fastmp.ops.core import launcher
 from fastmp.testing.ops import samples
 from tools.cubins.accesses import unordered
-from tools.cubins.cases import ANY, CASES, ONE_DTYPE, ROUTERS, WARP
+from tools.cubins.cases import ANY, CASES, ONE_DTYPE, ROUTERS, WARP, least_architecture
 from tools.cubins.check import TUNED, broken, broken_gemm, broken_parameters, check_case
 from tools.cubins.compiled import REGISTERS, launches, meta
 from tools.cubins.facts import Facts
@@ -31,11 +31,15 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, 
 
 
 def parameters():
-    """(case, dtype, arch): bf16 on Hopper; with --full on other GPUs; with --exhaustive in other dtypes."""
+    """(case, dtype, arch): bf16 on Hopper, or the first GPU that can run the case; with --full on other GPUs;
+    with --exhaustive in other dtypes.
+    """
     found = []
     for name, dtype, arch in itertools.product(CASES, DTYPES, ARCHS):
-        if dtype == "bf16" or not name.startswith(ONE_DTYPE):
-            marks = pytest.mark.exhaustive if dtype != "bf16" else pytest.mark.full if arch != 90 else ()
+        least = least_architecture(name)
+        if arch >= least and (dtype == "bf16" or not name.startswith(ONE_DTYPE)):
+            quick = arch == max(90, least)
+            marks = pytest.mark.exhaustive if dtype != "bf16" else () if quick else pytest.mark.full
             found.append(pytest.param(name, dtype, arch, id=f"{name}-{dtype}-sm_{arch}", marks=marks))
     return found
 

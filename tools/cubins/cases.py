@@ -7,6 +7,7 @@ from functools import partial
 
 import torch
 
+from fastmp.ops.core.fp8 import E4M3, E5M2, SCALE, scale_strides
 from tools.cubins.facts import Facts
 
 ANY = Facts()
@@ -33,6 +34,10 @@ SHORT_STORES = (r"st\.global\S*\.v2\.b32|st\.global\S*\.v4\.b16",)
 MOVING = Facts(8, 1, threads=512, lacks=SHORT_STORES)  # eight rows in, one row out
 PUSH = Facts(1, 1, threads=1024, lacks=(*SHORT_STORES, ATOMICS))
 SCALARS = Facts(registers=64, lacks=(ATOMICS,))  # one program, on which later launches wait
+# one product of a step with a sum of its own, which is then added in float32
+PROMOTED = Facts(has=(r"(?s)wgmma\.mma_async\S*k32\.f32\.e4m3\.e4m3|kind::f8f6f4",))
+PROMOTED_E5M2 = Facts(has=(r"wgmma\.mma_async\S*k32\.f32\.e5m2\.e4m3|kind::f8f6f4",))
+MXFP8 = Facts(has=(r"kind::mxf8f6f4\.block_scale",))
 ADAMW = Facts(
     3, 3, threads=512, has=(r"atom\.global\.gpu\.relaxed\.add\.u64",), lacks=(r"(?:div|sqrt|fma)\.\S*f64",)
 )
@@ -236,6 +241,18 @@ def _wgrad(each, t, wide, *, accumulate, apart=False, narrow=False):
     return "grouped_mm_wgrad", operands
 
 
+@_case
+def _fp8(op, rows, block, t, wide, *, n=N, e5m2=False, apart=False):
+    """rows of all experts; apart: rows of q lie where TMA cannot reach them."""
+    dtype = E5M2 if e5m2 else E4M3
+    experts = () if op == "linear_fp8" else (EXPERTS,)
+    q = t(rows, K, dtype=dtype, pitch=K + 8 if apart else None)
+    s = q.new_empty_strided((rows, K // block), scale_strides(rows, block), dtype=SCALE[block])
+    w, w_scale = t(*experts, n, K, dtype=E4M3), t(*experts, n // block, K // block, dtype=SCALE[block])
+    offsets = (_offsets(t),) if experts else ()
+    return op, (q, s, w, w_scale, *offsets, t().dtype)
+
+
 #                 experts, k, score, groups, of them open, bias, normalised
 ROUTERS = {
     "mixtral": (8, 2, "softmax", 1, 1, False, True),
@@ -388,6 +405,16 @@ CASES = {
     "grouped geglu large": _grouped_mlp_in("gelu", True, "large", ANY),
     "grouped gelu fine": _grouped_mlp_in("gelu_tanh", False, "fine", ANY),
     "grouped gelu large": _grouped_mlp_in("gelu_tanh", False, "large", ANY),
+    "fp8 linear": _fp8("linear_fp8", 8192, 128, PROMOTED),
+    "fp8 linear few": _fp8("linear_fp8", 48, 128, PROMOTED),
+    "fp8 grouped fine": _fp8("grouped_mm_fp8", 48 * EXPERTS, 128, PROMOTED),
+    "fp8 grouped large": _fp8("grouped_mm_fp8", 512 * EXPERTS, 128, PROMOTED),
+    "fp8 grouped e5m2": _fp8("grouped_mm_fp8", 512 * EXPERTS, 128, PROMOTED_E5M2, e5m2=True),
+    "fp8 grouped apart": _fp8("grouped_mm_fp8", 512 * EXPERTS, 128, PROMOTED, apart=True),
+    "mxfp8 linear": _fp8("linear_fp8", 8192, 32, MXFP8, n=4000),
+    "mxfp8 grouped fine": _fp8("grouped_mm_fp8", 48 * EXPERTS, 32, MXFP8),
+    "mxfp8 grouped large": _fp8("grouped_mm_fp8", 512 * EXPERTS, 32, MXFP8),
+    "mxfp8 grouped e5m2": _fp8("grouped_mm_fp8", 512 * EXPERTS, 32, MXFP8, e5m2=True),
     "grouped wgrad writing": _wgrad(4096, ANY, accumulate=False),
     "grouped wgrad writing fine": _wgrad(1024, TWO, accumulate=False),
     "grouped wgrad accumulating": _wgrad(4096, ANY, accumulate=True),
@@ -445,6 +472,12 @@ CASES = {
 WIDE = ("dropout wide", "dropout backward wide")
 # Those that take no other dtype, or mix bf16 with float32.
 ONE_DTYPE = (
+    "fp8", "mxfp8",
     "adamw small", "block rows", "permutation", "cross_entropy merge", "exchange barrier", "exchange counts",
     "exchange places", "stash reserve", "stash release", *WIDE,
 )  # fmt: skip
+
+
+def least_architecture(name: str) -> int:
+    """Return the compute capability, as one number, from which GPUs can run a case."""
+    return {"fp8": 90, "mxfp8": 100}.get(name.partition(" ")[0], 0)

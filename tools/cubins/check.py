@@ -117,7 +117,7 @@ def broken_gemm(launch: Launch, *, narrow: bool, apart: bool) -> Iterator[str]:
     asynchronous copies where rows lie `apart`.
     """
     loaded = {access.argument for access in accesses(launch.ttgir) if access.op == "tt.load"}
-    if ahead := loaded & {"x", "w", "grad"}:
+    if ahead := loaded & {"x", "q", "w", "grad"}:
         yield f"no program loads {', '.join(sorted(ahead))} ahead"
     if launch.itemsize != 2:
         return
@@ -136,11 +136,13 @@ def broken_gemm(launch: Launch, *, narrow: bool, apart: bool) -> Iterator[str]:
         yield f"not by {'TMA' if tma else 'asynchronous copies'} alone"
     if not (tma or apart) and launch.count(r"cp\.async\.ca"):
         yield "copies through the first-level cache"
-    if launch.kernel == "grouped_mm_kernel":  # as many programs are launched as run at a time
+    if launch.kernel in ("grouped_mm_kernel", "grouped_mm_fp8_kernel"):  # as many programs as run at a time
         names = ("BLOCK_M", "BLOCK_N", "BLOCK_K", "num_warps", "num_stages")
         tile = grouped_mm_tiles.TileConfig(*(launch.constants[name] for name in names))
-        each = tile.programs_per_sm(launch.itemsize, launch.arch, launch.constants["GATED"])
-        yield from _not_overlapped(launch)
+        fp8, gated = launch.kernel == "grouped_mm_fp8_kernel", launch.constants.get("GATED", False)
+        each = tile.programs_per_sm(1 if fp8 else launch.itemsize, launch.arch, gated)
+        if not fp8:
+            yield from _not_overlapped(launch)
         if each != (fit := min(launch.resident, 8 // tile.num_warps)):
             yield f"{each} programs are launched for a multiprocessor, on which {fit} fit"
 

@@ -111,7 +111,10 @@ def _by_kernel(found: Sequence[Compiled]) -> Iterator[list[object]]:
 
 def compiled(cases: Sequence[str], archs: Sequence[int] = ARCHS) -> list[Compiled]:
     """Compile the cases with one process for each core."""
-    work, context = [*product(archs, cases)], multiprocessing.get_context("spawn")
+    from tools.cubins.cases import least_architecture
+
+    work = [(arch, case) for arch, case in product(archs, cases) if arch >= least_architecture(case)]
+    context = multiprocessing.get_context("spawn")
     workers = min(len(os.sched_getaffinity(0)), len(work))
     with ProcessPoolExecutor(workers, context, initializer=torch.set_num_threads, initargs=(1,)) as pool:
         return [each for found in pool.map(_compile, work, chunksize=4) for each in found]

@@ -21,12 +21,13 @@ def use_tma(arch: int, itemsize: int, aligned: bool, *strides: int) -> bool:
 
     Args:
         arch: compute capability as one number (90 is 9.0).
-        itemsize: bytes of an element; 2 is supported.
+        itemsize: bytes of an element; 1 and 2 are supported.
         aligned: the addresses are multiples of 16 bytes.
         strides: row strides in elements; multiples of 16 bytes are supported.
     """
     served = arch >= 90 and (arch < 100 or launcher.SETS_TENSOR_MAPS)
-    return aligned and served and itemsize == 2 and all(n > 0 and n % 8 == 0 for n in strides)
+    sixteen = all(n > 0 and n * itemsize % 16 == 0 for n in strides)
+    return aligned and served and itemsize <= 2 and sixteen
 
 
 def descriptor(tensor: Tensor, shape: Sequence[int], strides: Sequence[int], *block: int) -> Any:

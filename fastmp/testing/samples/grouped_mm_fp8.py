@@ -7,7 +7,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from fastmp.testing.samples.linear_fp8 import E4M3, E5M2, quantized_rows, quantized_weight
+from fastmp.ops import quantize_rows, quantize_weight
+from fastmp.ops.core.fp8 import E4M3, E5M2
 
 # (rows, rows of a weight, columns of a weight, block, dtype of rows, where experts end)
 _SHAPES = (
@@ -30,7 +31,7 @@ def samples(op: str, dtype: torch.dtype, generator: torch.Generator) -> Iterator
         x, weight = random(rows, k) * 3, random(len(ends), n, k) * k**-0.5
         if rows == 28:
             x[2, 7], weight[0, 3, 5] = torch.inf, torch.nan
-        w, w_t, w_scale = quantized_weight(weight, block)
-        yield *quantized_rows(x, block, row_dtype), w, w_scale, offsets, dtype
+        w, w_t, w_scale = quantize_weight(weight, block=block)
+        yield *quantize_rows(x, block=block, dtype=row_dtype), w, w_scale, offsets, dtype
         transposed = w_scale.transpose(-1, -2)
-        yield *quantized_rows(random(rows, n), block, row_dtype), w_t, transposed, offsets, dtype
+        yield *quantize_rows(random(rows, n), block=block, dtype=row_dtype), w_t, transposed, offsets, dtype

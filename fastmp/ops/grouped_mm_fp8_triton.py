@@ -1,0 +1,196 @@
+"""Triton kernel of the FP8 GEMMs: q w[e]^T over each expert's rows, scaled block by block.
+
+Tiles, experts and loops are those of `grouped_mm_triton`. The tensor cores of Hopper accumulate FP8 products
+in some 14 bits, so the sum over a block of 128 terms is scaled and added in FP32 registers (promotion). Those
+of Blackwell apply the scales of blocks of 32 terms (MXFP8) and accumulate in FP32.
+
+Triton's interpreter has neither: operands come as bytes, are dequantised in integer code, and multiplied in
+float32, in which products of FP8 numbers are exact.
+"""
+
+from __future__ import annotations
+
+from fastmp.ops.core._triton import (
+    MAX_COUNT,
+    MAX_EXPERTS,
+    MAX_SIZE,
+    MAX_WALKING,
+    jit,
+    limits,
+    tl,
+)
+from fastmp.ops.grouped_mm_epilogues import store_parts
+from fastmp.ops.grouped_mm_triton import expert_ends, load_block, load_weight, place_of
+
+
+@jit
+def decode_fp8(block, E5M2: tl.constexpr):
+    """Return bytes of e4m3 or e5m2 numbers as float32, exactly; for the interpreter."""
+    MANTISSA: tl.constexpr = 2 if E5M2 else 3
+    REBIAS: tl.constexpr = (127 - 15 if E5M2 else 127 - 7) << 23
+    bits = block.to(tl.uint32)
+    magnitude = (bits & 0x7F) << (23 - MANTISSA)
+    normal = (magnitude + REBIAS).to(tl.float32, bitcast=True)
+    # a subnormal number is the excess over the least normal one
+    least = tl.full(magnitude.shape, REBIAS + (1 << 23), tl.uint32)
+    excess = (magnitude + least).to(tl.float32, bitcast=True) - least.to(tl.float32, bitcast=True)
+    value = tl.where(magnitude < (1 << 23), excess, normal)
+    SPECIAL: tl.constexpr = 0x1F << 23 if E5M2 else 0x7F << 20
+    special = (magnitude | 0x7F800000).to(tl.float32, bitcast=True)
+    value = tl.where(magnitude >= SPECIAL, special, value)
+    return tl.where((bits & 0x80) != 0, -value, value)
+
+
+@jit
+def decode_e8m0(exponents):
+    """Return 2^(exponent - 127) in float32: 0 stands for the subnormal 2^-127, 255 for NaN."""
+    bits = exponents.to(tl.uint32) << 23
+    bits = tl.where(exponents == 0, 0x400000, tl.where(exponents == 255, 0x7FC00000, bits)).to(tl.uint32)
+    return bits.to(tl.float32, bitcast=True)
+
+
+@jit
+def _load_scales(
+    scales, outer, first_k, num_outer, num_k, outer_pitch, term_pitch, BLOCK: tl.constexpr,
+    OUTER_BLOCK: tl.constexpr, EACH: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Load (outer, BLOCK_K / EACH) scales of terms from `first_k` on, one for each EACH terms of a block."""
+    ks = first_k + tl.arange(0, BLOCK_K // EACH) * EACH
+    mask = (outer < num_outer)[:, None] & (ks < num_k)[None, :]
+    along = (outer // OUTER_BLOCK).to(tl.int64)[:, None] * outer_pitch
+    return tl.load(scales + along + (ks // BLOCK).to(tl.int64)[None, :] * term_pitch, mask=mask, other=0)
+
+
+@jit
+def _multiply(
+    acc, a, b, s, w_scale, rows, end, first_n, first_k, num_n, num_k, s_row, s_pitch, w_scale_n, w_scale_k,
+    BLOCK: tl.constexpr, Q_E5M2: tl.constexpr, INTERPRETED: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Return acc + a b with the scales of both, for a (BLOCK_M, BLOCK_K) and b (BLOCK_K, BLOCK_N).
+
+    s, w_scale: the scales of all rows, and of this expert's weight.
+    """
+    if BLOCK == 128:
+        # 1. Promotion: the sum over this block of terms, times both scales, is added in FP32. A tile lies in
+        # one block of columns.
+        step = tl.cast(first_k // BLOCK, tl.int64)
+        row_scale = tl.load(s + rows.to(tl.int64) * s_row + step * s_pitch, mask=rows < end, other=0.0)
+        scale = tl.load(w_scale + tl.cast(first_n // BLOCK, tl.int64) * w_scale_n + step * w_scale_k)
+        if INTERPRETED:
+            a, b = decode_fp8(a, Q_E5M2), decode_fp8(b, False)
+        acc += tl.dot(a, b, input_precision="ieee") * (row_scale * scale)[:, None]
+    else:
+        # 2. MXFP8: the tensor cores take an exponent for each 32 terms.
+        EACH: tl.constexpr = 1 if INTERPRETED else BLOCK
+        ns = first_n + tl.arange(0, BLOCK_N)
+        row_scales = _load_scales(s, rows, first_k, end, num_k, s_row, s_pitch, BLOCK, 1, EACH, BLOCK_K)
+        scales = _load_scales(
+            w_scale, ns, first_k, num_n, num_k, w_scale_n, w_scale_k, BLOCK, BLOCK, EACH, BLOCK_K
+        )
+        if INTERPRETED:
+            a = decode_fp8(a, Q_E5M2) * decode_e8m0(row_scales)
+            b = decode_fp8(b, False) * decode_e8m0(scales).T
+            acc = tl.dot(a, b, acc, input_precision="ieee")
+        else:
+            FORMAT: tl.constexpr = "e5m2" if Q_E5M2 else "e4m3"
+            acc = tl.dot_scaled(a, row_scales, FORMAT, b, scales, "e4m3", acc)
+    return acc
+
+
+@limits(
+    n_vectors=MAX_SIZE, k_vectors=MAX_SIZE, num_experts=MAX_EXPERTS, num_rows=MAX_COUNT,
+    programs=MAX_WALKING, lengths=MAX_COUNT, tiles=MAX_COUNT, owned=MAX_COUNT, turns=MAX_COUNT,
+    group=MAX_SIZE, first_m=MAX_COUNT, first_n=16 * MAX_SIZE,
+)  # fmt: skip
+@jit
+def grouped_mm_fp8_kernel(
+    q,  # (M, K) FP8, rows q_pitch vectors apart, or a TMA descriptor
+    s,  # (M, K / BLOCK), the scales of q, float32 or exponents
+    w,  # (L, N, K) e4m3; matrices w_jump, rows w_pitch vectors apart; or a descriptor
+    w_scale,  # (L, N / BLOCK, K / BLOCK), the scales of w
+    offsets,  # (L,) int32, where each expert's rows end; None: one expert has all rows
+    y,  # (M, N)
+    num_rows, s_pitch, num_experts, n_vectors, k_vectors, q_pitch, w_jump, w_pitch, s_row, w_scale_jump,
+    w_scale_n, w_scale_k,
+    BLOCK: tl.constexpr, Q_E5M2: tl.constexpr, INTERPRETED: tl.constexpr, FLAT: tl.constexpr,
+    TMA: tl.constexpr, N_VECTOR: tl.constexpr, K_VECTOR: tl.constexpr, W_VECTOR: tl.constexpr,
+    BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    GROUP: tl.constexpr,
+):  # fmt: skip
+    """Store y = q w[e]^T, both scaled. Sizes and pitches count vectors, which proves alignment."""
+    num_n, num_k, experts = n_vectors * N_VECTOR, k_vectors * K_VECTOR, tl.arange(0, BLOCK_E)
+    # 1. Rows and tiles of every expert, from the offsets; last_tiles: where its tiles end.
+    ends = expert_ends(offsets, experts, num_experts, num_rows, num_rows)
+    starts = expert_ends(offsets, experts - 1, num_experts, num_rows, num_rows)
+    tiles_n = tl.cdiv(num_n, BLOCK_N)
+    lengths = ends - starts
+    tiles = tl.cdiv(lengths, BLOCK_M) * tiles_n
+    last_tiles = tl.cumsum(tiles, 0)
+    steps = tl.cdiv(num_k, BLOCK_K)
+    pid, programs, num_tiles = tl.program_id(0), tl.num_programs(0), tl.max(last_tiles, 0)
+    first_tile = pid
+    if FLAT:
+        # 2. One loop over the K steps of all tiles of experts, so that loads of the next tile are issued
+        # while this one is stored. A tile's last step stores it; the next step begins another tile.
+        owned = tl.sum(tl.where(experts < num_experts, tiles, 0), 0)
+        turns = tl.cdiv(tl.maximum(owned - pid, 0), programs) * steps
+        tile, step = pid - programs, steps - 1
+        expert, end, first_m, first_n = 0, 0, 0, 0
+        acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        for _ in range(0, turns):
+            step = tl.where(step == steps - 1, 0, step + 1)
+            if step == 0:
+                tile += programs
+                expert, end, first_m, first_n = place_of(
+                    tile, experts, ends, last_tiles, tiles_n, BLOCK_M, BLOCK_N, GROUP
+                )
+            first_k = step * BLOCK_K
+            rows = first_m + tl.arange(0, BLOCK_M)
+            a = q.load([first_m, first_k])
+            b = load_weight(
+                w, expert, first_n, first_k, num_n, num_k, w_jump, w_pitch, TMA, False, W_VECTOR, BLOCK_N,
+                BLOCK_K,
+            )  # fmt: skip
+            acc = _multiply(
+                acc, a, b, s, w_scale + tl.cast(expert, tl.int64) * w_scale_jump, rows, end, first_n,
+                first_k, num_n, num_k, s_row, s_pitch, w_scale_n, w_scale_k, BLOCK, Q_E5M2,
+                INTERPRETED, BLOCK_N, BLOCK_K,
+            )  # fmt: skip
+            if step == steps - 1:
+                store_parts(
+                    y, None, None, expert, num_experts, acc, acc, rows, end, first_n, num_n, "none", False,
+                    False, False, BLOCK_M, BLOCK_N, 1,
+                )  # fmt: skip
+                acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        first_tile = owned + pid
+    # 3. One tile after another. With FLAT only tiles of rows of no expert are left, which have no terms.
+    for tile in range(first_tile, num_tiles, programs):
+        expert, end, first_m, first_n = place_of(
+            tile, experts, ends, last_tiles, tiles_n, BLOCK_M, BLOCK_N, GROUP
+        )
+        rows = first_m + tl.arange(0, BLOCK_M)
+        # 3a. Accumulate over K in steps of BLOCK_K.
+        acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        if not FLAT:
+            for step in range(0, tl.where(expert < num_experts, steps, 0)):
+                first_k = step * BLOCK_K
+                if TMA:
+                    a = q.load([first_m, first_k])
+                else:
+                    ks = first_k + tl.arange(0, BLOCK_K)
+                    a = load_block(q, rows[:, None], ks[None, :], end, num_k, q_pitch, K_VECTOR)
+                b = load_weight(
+                    w, expert, first_n, first_k, num_n, num_k, w_jump, w_pitch, TMA, False, W_VECTOR,
+                    BLOCK_N, BLOCK_K,
+                )  # fmt: skip
+                acc = _multiply(
+                    acc, a, b, s, w_scale + tl.cast(expert, tl.int64) * w_scale_jump, rows, end, first_n,
+                    first_k, num_n, num_k, s_row, s_pitch, w_scale_n, w_scale_k, BLOCK, Q_E5M2,
+                    INTERPRETED, BLOCK_N, BLOCK_K,
+                )  # fmt: skip
+        # 3b. Store rows of this expert.
+        store_parts(
+            y, None, None, expert, num_experts, acc, acc, rows, end, first_n, num_n, "none", False, False,
+            False, BLOCK_M, BLOCK_N, 1,
+        )  # fmt: skip
