@@ -11,7 +11,7 @@ from graphed_trainers import run as run_graphed
 from marks import full
 from trainer_tools import MICRO_BATCH, check_replicas, checksums, make_groups, make_trainer, run
 
-from fastmp.config import GPTConfig, GraphConfig, MoEConfig, ParallelConfig
+from fastmp.config import CheckpointConfig, GPTConfig, GraphConfig, MoEConfig, ParallelConfig
 from fastmp.config.precision import Fp8Recipe
 from fastmp.cuda_graphs.function_graph import FunctionGraph
 from fastmp.testing.ranks import run_ranks
@@ -143,3 +143,41 @@ def test_a_replayed_update_makes_copies_stale(monkeypatch):
     trainer.train_step()
     copies.refresh(weight)
     assert before.any() and torch.equal(copies.forward.q.float(), -before)
+
+
+@pytest.mark.parametrize("saved_in", [None, FP8], ids=["dtype", "fp8"])
+def test_checkpoints_are_those_of_master_weights(saved_in, tmp_path):
+    """A run in one precision resumes in the other, with the numbers that it would have had."""
+    options = SIZES | {"checkpoint": CheckpointConfig(), "run_dir": str(tmp_path)}
+    first = make_trainer(**options | {"fp8": saved_in})
+    first.train_step()
+    first.save()
+    other = make_trainer(seed=99, **options | {"fp8": FP8 if saved_in is None else None})
+    assert other.resume() and other.step == 1
+    for name, tensor in first.model.state_dict().items():
+        assert torch.equal(tensor, other.model.state_dict()[name]), name
+    if saved_in is not None:  # the first trainer goes on in the other precision, too
+        for module in first.model.modules():
+            if getattr(module, "fp8", None):
+                module.fp8 = {}
+                module._forward_pre_hooks.clear()
+        first.optimizer.gather.wait()
+        assert first.train_step().loss == other.train_step().loss
+    else:
+        assert other.train_step().loss != first.train_step().loss
+
+
+def overlapped_case(rank, world):
+    layout = ParallelConfig(ep=2)
+    made = [
+        run(make_trainer(make_groups(world, layout), layout, overlap_experts=overlapped, **SIZES), 2)
+        for overlapped in (False, True)
+    ]
+    (curve, counts, grads, *_), (found, found_counts, found_grads, *_) = made
+    assert curve == found and counts == found_counts
+    assert all(torch.equal(found_grads[name], grads[name]) for name in grads)
+
+
+@pytest.mark.full
+def test_overlapped_exchanges_change_no_bit():
+    run_ranks(overlapped_case, 2, timeout=120)

@@ -90,7 +90,7 @@ def loads_case(rank, world, layout, graphs, overlap, sequences, steps):
     return reruns
 
 
-RANDOM, ADVERSARIAL = (0, 1), (to_one_rank, alternating, growing)
+RANDOM, ADVERSARIAL = (0,), (to_one_rank, alternating, growing)
 CASES = {
     "eager": (2, ParallelConfig(ep=2), None, False),
     "layers": (2, ParallelConfig(ep=2), LAYERS, False),
