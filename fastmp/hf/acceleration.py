@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributed import ProcessGroup
 
 from fastmp.config.precision import Fp8Recipe
-from fastmp.hf import experts_interface, fp8, varlen
+from fastmp.hf import experts_interface, fp8_modules, varlen
 from fastmp.hf.families import ACCELERATIONS
 from fastmp.hf.families.base import TPTable
 from fastmp.hf.heads import CausalLM, LossHead
@@ -107,8 +107,8 @@ def accelerate(
             `fastmp.hf.families.ACCELERATIONS`.
         group: the tensor-parallel process group; None: no sharding.
         precision: "fp8": linear layers of attention and MLPs, and experts, multiply in FP8, forward and
-            dgrad, see `fastmp.tensor_parallel.fp8`; an `Fp8Recipe` says how; "dtype": all GEMMs are in the
-            dtype of the weights. Without a group only, and outside `fully_shard`.
+            dgrad, see `fastmp.hf.fp8_modules`; an `Fp8Recipe` says how; "dtype": all GEMMs are in the dtype
+            of the weights. Without a group only, and outside `fully_shard`.
 
     Returns:
         The table of replaced and kept modules. A second call returns the same table.
@@ -141,7 +141,7 @@ def accelerate(
         module.__class__ = replacement
     for module, names in quantized:
         assert table.fp8 is not None
-        fp8.quantize(module, names, table.fp8)
+        fp8_modules.quantize(module, names, table.fp8)
     if group is not None:
         shard_model(pretrained, plans, group)
     pretrained.__dict__[_PLAN] = table
@@ -172,7 +172,7 @@ def restore(model: nn.Module) -> None:
             )
     unshard_model(pretrained)
     for module in pretrained.modules():
-        fp8.drop_copies(module)
+        fp8_modules.drop_copies(module)
     replaced: list[Any] = [module for module in pretrained.modules() if isinstance(module, ModulePatch)]
     for module in replaced:
         module.__class__ = type(module).original
@@ -223,7 +223,7 @@ def _agreed_plan(
                 f"accelerate: expected the transformers model with a group, got a {type(model).__name__}; "
                 "accelerate the model before wrapping it"
             )
-        recipe = fp8.recipe_of(precision, pretrained)
+        recipe = fp8_modules.recipe_of(precision, pretrained)
         if recipe is not None and group is not None:
             raise ValueError('accelerate: precision "fp8" is not supported with a group; pass one of them')
         if _PLAN in pretrained.__dict__:
@@ -296,7 +296,7 @@ def _plan(model: Any, ranks: int, recipe: Fp8Recipe | None) -> _Plan:
     if recipe is not None or ranks > 1:
         tables = {cls: family.tp_plan[named] for named, cls in _classes(model_type, family.tp_plan).items()}
     quantized = []
-    for each in [] if recipe is None else fp8.plan(model, tables, family.experts, recipe):
+    for each in [] if recipe is None else fp8_modules.plan(model, tables, family.experts, recipe):
         found[each.label, None if each.why else each.by, each.why] += 1
         if each.why is None:
             quantized.append((each.module, each.parameters))

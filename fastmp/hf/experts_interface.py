@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastmp.hf.fp8 import experts_in_fp8
+from fastmp.hf.fp8_modules import experts_in_fp8
 from fastmp.hf.patches import FORMS
 from fastmp.ops import clamped_swiglu, grouped_mlp_in, grouped_mm, permutation, permute, unpermute
 from fastmp.ops.core.registry import compute_dtype

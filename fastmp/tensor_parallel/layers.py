@@ -40,7 +40,7 @@ from fastmp.distributed.collectives import (
 from fastmp.distributed.rng import RngTracker
 from fastmp.ops.wgrad import linear
 from fastmp.tensor_parallel.attributes import ParallelAttributes, local_shard
-from fastmp.tensor_parallel.fp8 import QuantizedWeight, fp8_linear, refresh_before_forward
+from fastmp.tensor_parallel.fp8_linear import QuantizedWeight, fp8_linear, refresh_before_forward
 from fastmp.tensor_parallel.linear import column_linear, row_linear_scattered
 
 __all__ = [
@@ -268,7 +268,7 @@ class _ParallelLinear(ParallelModule):
             self.use_fp8(fp8)
 
     def use_fp8(self, recipe: Fp8Recipe) -> None:
-        """Multiply in FP8 from now on: forward and dgrad, see `fastmp.tensor_parallel.fp8`.
+        """Multiply in FP8 from now on: forward and dgrad, see `fastmp.tensor_parallel.fp8_linear`.
 
         Raises:
             ValueError: the block does not divide this rank's sizes of the weight.

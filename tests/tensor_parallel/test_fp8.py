@@ -13,7 +13,7 @@ from fastmp.config.precision import Fp8Recipe
 from fastmp.distributed.collectives import all_to_all
 from fastmp.ops import dequantize_rows, linear_fp8, quantize_rows, quantize_weight
 from fastmp.ops.wgrad import WgradQueue, defer_wgrad
-from fastmp.tensor_parallel.fp8 import QuantizedWeight, fp8_all_to_all, fp8_linear
+from fastmp.tensor_parallel.fp8_linear import QuantizedWeight, fp8_all_to_all, fp8_linear
 from fastmp.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from fastmp.testing.parallel import count_collectives, full_gradient
 from fastmp.testing.ranks import run_ranks

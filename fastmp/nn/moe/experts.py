@@ -22,13 +22,13 @@ from fastmp.distributed.rng import seeded
 from fastmp.nn.activation import activation_function
 from fastmp.nn.init import Init, normal, residual_normal
 from fastmp.nn.mlp import MLP
-from fastmp.nn.moe.fp8 import fp8_experts
+from fastmp.nn.moe.fp8_experts import fp8_experts
 from fastmp.nn.moe.router import moe_config
 from fastmp.nn.placement import Placement
 from fastmp.ops import grouped_mlp_in, grouped_mm
 from fastmp.ops.wgrad import linear
 from fastmp.tensor_parallel.attributes import ParallelAttributes, local_shard
-from fastmp.tensor_parallel.fp8 import QuantizedWeight, refresh_before_forward
+from fastmp.tensor_parallel.fp8_linear import QuantizedWeight, refresh_before_forward
 from fastmp.tensor_parallel.layers import ParallelModule
 
 __all__ = ["GroupedExperts", "SharedExperts"]
@@ -87,7 +87,7 @@ class GroupedExperts(ParallelModule):
             self.use_fp8(on.fp8)
 
     def use_fp8(self, recipe: Fp8Recipe) -> None:
-        """Multiply in FP8 from now on, see `fastmp.nn.moe.fp8`.
+        """Multiply in FP8 from now on, see `fastmp.nn.moe.fp8_experts`.
 
         Raises:
             ValueError: the block does not divide H or F.

@@ -1,8 +1,8 @@
 """FP8 linears and experts of transformers models: `accelerate(model, precision="fp8")`.
 
 The linear layers of attention and MLPs, which are those that the family's tensor-parallel plan shards by
-columns or rows, and experts multiply in FP8, see `fastmp.tensor_parallel.fp8`. Routers, norms, embeddings and
-the head do not. The copies in FP8 are no parameters: names in the state_dict stay as they are.
+columns or rows, and experts multiply in FP8, see `fastmp.tensor_parallel.fp8_linear`. Routers, norms,
+embeddings and the head do not. The copies in FP8 are no parameters: names in the state_dict stay as they are.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from fastmp.config.precision import Fp8Recipe
 from fastmp.hf.families.base import TPTable
 from fastmp.hf.patches import FORMS, ModulePatch
 from fastmp.hf.tp_modules import ColumnParallel, RowParallel
-from fastmp.nn.moe.fp8 import fp8_experts
-from fastmp.tensor_parallel.fp8 import QuantizedWeight, fp8_linear, native_block
+from fastmp.nn.moe.fp8_experts import fp8_experts
+from fastmp.tensor_parallel.fp8_linear import QuantizedWeight, fp8_linear, native_block
 
 _COPIES = "_fastmp_fp8"  # attribute of a module: {name of a parameter: its copies}
 

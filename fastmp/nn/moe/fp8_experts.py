@@ -26,7 +26,7 @@ from fastmp.ops.core import checks
 from fastmp.ops.core.registry import autocast
 from fastmp.ops.grouped_mm import activation_backward, weight_gradient
 from fastmp.ops.wgrad import deferral, leaf_of, main_grad_of
-from fastmp.tensor_parallel.fp8 import QuantizedWeight
+from fastmp.tensor_parallel.fp8_linear import QuantizedWeight
 
 __all__ = ["fp8_experts"]
 
