@@ -13,8 +13,18 @@ import math
 import torch
 from torch import Tensor
 
-from fastmp.ops.core import checks, fp8
-from fastmp.ops.core.fp8 import E4M3
+from fastmp.ops.core import checks, fp8, launcher
+from fastmp.ops.core import rowwise as rows
+from fastmp.ops.core._triton import MAX_SIZE, cdiv, jit, limits, next_power_of_2, tl
+from fastmp.ops.core.fp8 import (
+    E4M3,
+    block_factors,
+    fp8_bytes,
+    fp8_values,
+    quantize_tile,
+    scale_values,
+    store_scales,
+)
 from fastmp.ops.core.registry import compute_dtype, register
 from fastmp.profiling import traced
 
@@ -31,7 +41,7 @@ def reference_rows(x: Tensor, block: int, dtype: torch.dtype) -> tuple[Tensor, T
     q, s = fp8.empty_rows(x, tuple(x.shape), block, dtype)
     blocks = x.reshape(len(s), x.shape[-1] // block, block)
     values, scales = fp8.quantize_blocks(blocks, (-1,), block, dtype)
-    return q.copy_(values.view(q.shape)), s.copy_(scales.squeeze(-1))
+    return q.copy_(values.reshape(q.shape)), s.copy_(scales.squeeze(-1))
 
 
 def _check_dequantize(q: Tensor, s: Tensor, dtype: torch.dtype) -> int:
@@ -46,7 +56,7 @@ def reference_dequantize(q: Tensor, s: Tensor, dtype: torch.dtype) -> Tensor:
     block = _check_dequantize(q, s, dtype)
     wide = compute_dtype(dtype)
     blocks = q.to(wide).reshape(len(s), s.shape[1], block)
-    return (blocks * s.to(wide).unsqueeze(-1)).to(dtype).view(q.shape)
+    return (blocks * s.to(wide).unsqueeze(-1)).to(dtype).reshape(q.shape).contiguous()
 
 
 def _check_weight(w: Tensor, block: int) -> None:
@@ -63,7 +73,7 @@ def reference_weight(w: Tensor, block: int) -> tuple[Tensor, Tensor, Tensor]:
     rows, columns = w.shape[-2:]
     blocks = w.reshape(*w.shape[:-2], rows // block, block, columns // block, block)
     q, s = fp8.quantize_blocks(blocks, (-3, -1), block, E4M3)
-    q = q.view(w.shape)
+    q = q.reshape(w.shape).contiguous()
     return q, q.transpose(-1, -2).contiguous(), s.squeeze(-1).squeeze(-2).contiguous()
 
 
@@ -73,19 +83,175 @@ def _fake_weight(w: Tensor, block: int) -> tuple[Tensor, Tensor, Tensor]:
     return q, q_t, w.new_empty(*lead, rows // block, columns // block, dtype=fp8.SCALE[block])
 
 
+@limits(num_vectors=MAX_SIZE)
+@jit
+def quantize_rows_kernel(
+    x,  # (num_rows, num_cols), rows x_pitch vectors apart
+    q,  # (num_rows, num_cols) bytes, contiguous
+    s,  # (num_rows, num_cols / GROUP), M-major
+    num_rows, num_vectors, x_pitch,
+    GROUP: tl.constexpr, E5M2: tl.constexpr, NATIVE: tl.constexpr, COMPUTE: tl.constexpr,
+    VECTOR: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Quantise one tile (BLOCK_M, BLOCK_N), which holds whole blocks; x_pitch counts vectors of VECTOR."""
+    # 1. Locate the tile; rows are whole groups, which proves their alignment to the compiler.
+    num_cols = num_vectors * VECTOR // GROUP * GROUP
+    column_blocks = tl.cdiv(num_cols, BLOCK_N)
+    pid = tl.program_id(0)
+    rows = (pid // column_blocks).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    first = (pid % column_blocks) * BLOCK_N
+    cols = first + tl.arange(0, BLOCK_N)
+    mask = (rows < num_rows)[:, None] & (cols < num_cols)[None, :]
+    # 2. Load, quantise, store.
+    v = tl.load(x + rows[:, None] * x_pitch * VECTOR + cols[None, :], mask=mask, other=0.0)
+    values, scales = quantize_tile(v.to(tl.float32), GROUP, E5M2, NATIVE)
+    tl.store(q + rows[:, None] * num_cols + cols[None, :], values, mask=mask)
+    store_scales(s, scales, rows, first, num_rows, num_cols, GROUP)
+
+
+@limits(num_vectors=MAX_SIZE)
+@jit
+def dequantize_rows_kernel(
+    q,  # (num_rows, num_cols) bytes, rows q_pitch vectors apart
+    s,  # (num_rows, num_cols / GROUP), any strides
+    x,  # (num_rows, num_cols), contiguous
+    num_rows, num_vectors, q_pitch, s_row, s_pitch,
+    GROUP: tl.constexpr, E5M2: tl.constexpr, COMPUTE: tl.constexpr, VECTOR: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Compute one tile (BLOCK_M, BLOCK_N) of x = q * s."""
+    # 1. Locate the tile, load bytes and scales.
+    num_cols = num_vectors * VECTOR // GROUP * GROUP
+    column_blocks = tl.cdiv(num_cols, BLOCK_N)
+    pid = tl.program_id(0)
+    rows = (pid // column_blocks).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    first = (pid % column_blocks) * BLOCK_N
+    cols = first + tl.arange(0, BLOCK_N)
+    groups = (first // GROUP + tl.arange(0, BLOCK_N // GROUP)).to(tl.int64)
+    live = rows < num_rows
+    mask = live[:, None] & (cols < num_cols)[None, :]
+    b = tl.load(q + rows[:, None] * q_pitch * VECTOR + cols[None, :], mask=mask, other=0)
+    at = rows[:, None] * s_row + groups[None, :] * s_pitch
+    scales = scale_values(tl.load(s + at, mask=live[:, None] & (groups * GROUP < num_cols)[None, :], other=0))
+    # 2. Multiply block by block, store.
+    values = tl.reshape(fp8_values(b, E5M2), [BLOCK_M, BLOCK_N // GROUP, GROUP])
+    product = values.to(COMPUTE) * scales.to(COMPUTE)[:, :, None]
+    tl.store(x + rows[:, None] * num_cols + cols[None, :], tl.reshape(product, [BLOCK_M, BLOCK_N]), mask=mask)
+
+
+@limits(row_blocks=MAX_SIZE // 128, col_blocks=MAX_SIZE // 128)
+@jit
+def quantize_weight_kernel(
+    w,  # (matrices, num_rows, num_cols), rows w_pitch vectors apart
+    q,  # (matrices, num_rows, num_cols) bytes, contiguous
+    q_t,  # (matrices, num_cols, num_rows) bytes, contiguous
+    s,  # (matrices, row_blocks, col_blocks), contiguous
+    row_blocks, col_blocks, w_pitch,
+    GROUP: tl.constexpr, NATIVE: tl.constexpr, VECTOR: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Quantise one tile (BLOCK_M, BLOCK_N) of square blocks, and transpose it."""
+    # 1. Locate the tile and load it.
+    num_rows, num_cols = row_blocks * GROUP, col_blocks * GROUP
+    tiles_down, tiles_across = tl.cdiv(num_rows, BLOCK_M), tl.cdiv(num_cols, BLOCK_N)
+    pid = tl.program_id(0)
+    matrix = (pid // tiles_across // tiles_down).to(tl.int64)
+    first_row = pid // tiles_across % tiles_down * BLOCK_M
+    first_col = pid % tiles_across * BLOCK_N
+    rows, cols = first_row + tl.arange(0, BLOCK_M), first_col + tl.arange(0, BLOCK_N)
+    mask = (rows < num_rows)[:, None] & (cols < num_cols)[None, :]
+    row_of = matrix * num_rows + rows
+    v = tl.load(w + row_of[:, None] * w_pitch * VECTOR + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+    # 2. One scale for each square block.
+    DOWN: tl.constexpr = BLOCK_M // GROUP
+    ACROSS: tl.constexpr = BLOCK_N // GROUP
+    blocks = tl.reshape(v, [DOWN, GROUP, ACROSS, GROUP])
+    amax = tl.max(tl.max(blocks.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 3), 1)
+    first, second, scales = block_factors(amax, GROUP, False)
+    down, across = first_row // GROUP + tl.arange(0, DOWN), first_col // GROUP + tl.arange(0, ACROSS)
+    at = (matrix * row_blocks + down)[:, None] * col_blocks + across[None, :]
+    tl.store(s + at, scales, mask=(down < row_blocks)[:, None] & (across < col_blocks)[None, :])
+    # 3. Cast; store the tile and its transpose.
+    scaled = blocks * first[:, None, :, None] * second[:, None, :, None]
+    values = tl.where((amax < 0x7F800000)[:, None, :, None], fp8_bytes(scaled, False, NATIVE), 0x7F)
+    values = tl.reshape(values.to(tl.uint8), [BLOCK_M, BLOCK_N])
+    tl.store(q + row_of[:, None] * num_cols + cols[None, :], values, mask=mask)
+    col_of = matrix * num_cols + cols
+    tl.store(q_t + col_of[:, None] * num_rows + rows[None, :], tl.trans(values), mask=tl.trans(mask))
+
+
+def block_shape(num_cols: int, itemsize: int) -> tuple[int, int]:
+    """Return (BLOCK_M, BLOCK_N): 8 KB of the wide numbers, four 16-byte loads in flight per thread."""
+    block_n = min(128, next_power_of_2(num_cols))
+    return 8192 // itemsize // block_n, block_n
+
+
+def launch_rows(x: Tensor, block: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    _check_rows(x, block, dtype)
+    q, s = fp8.empty_rows(x, tuple(x.shape), block, dtype)
+    if x.numel():
+        rows.launch(
+            quantize_rows_kernel, (x,), (q.view(torch.uint8), fp8.scale_bytes(s)), blocks=block_shape,
+            GROUP=block, E5M2=dtype != E4M3, NATIVE=fp8.casts_natively(x),
+        )  # fmt: skip
+    return q, s
+
+
+def launch_dequantize(q: Tensor, s: Tensor, dtype: torch.dtype) -> Tensor:
+    block = _check_dequantize(q, s, dtype)
+    x = q.new_empty(q.shape, dtype=dtype)
+    if not x.numel():
+        return x
+    num_cols = q.shape[-1]
+    block_m, block_n = block_shape(num_cols, dtype.itemsize)
+    given, pitch = rows.as_rows(q.view(torch.uint8))
+    vector = rows.vector_width(1, num_cols, pitch)
+    launcher.launch(
+        dequantize_rows_kernel, cdiv(len(s), block_m) * cdiv(num_cols, block_n),
+        (given, fp8.scale_bytes(s), x, len(s), num_cols // vector, pitch // vector, *s.stride()),
+        {"GROUP": block, "E5M2": q.dtype != E4M3, "COMPUTE": rows.arithmetic(dtype), "VECTOR": vector,
+         "BLOCK_M": block_m, "BLOCK_N": block_n, "num_warps": rows.NUM_WARPS},
+    )  # fmt: skip
+    return x
+
+
+TILE = 128  # rows and columns of a program's part of a weight
+
+
+def launch_weight(w: Tensor, block: int) -> tuple[Tensor, Tensor, Tensor]:
+    _check_weight(w, block)
+    q, q_t, s = _fake_weight(w, block)
+    if w.numel():
+        num_rows, num_cols = w.shape[-2:]
+        given, pitch = rows.as_rows(w)
+        vector = rows.vector_width(w.element_size(), num_cols, pitch)
+        tiles = w.numel() // (num_rows * num_cols) * cdiv(num_rows, TILE) * cdiv(num_cols, TILE)
+        launcher.launch(
+            quantize_weight_kernel, tiles,
+            (given, q.view(torch.uint8), q_t.view(torch.uint8), fp8.scale_bytes(s), num_rows // block,
+             num_cols // block, pitch // vector),
+            {"GROUP": block, "NATIVE": fp8.casts_natively(w), "VECTOR": vector, "BLOCK_M": TILE,
+             "BLOCK_N": TILE, "num_warps": 8},
+        )  # fmt: skip
+    return q, q_t, s
+
+
 _quantize_rows = register(
     "quantize_rows(Tensor x, int block, ScalarType dtype) -> (Tensor, Tensor)",
     reference=reference_rows,
+    triton=launch_rows,
     fake=lambda x, block, dtype: fp8.empty_rows(x, tuple(x.shape), block, dtype),
 )
 _dequantize_rows = register(
     "dequantize_rows(Tensor q, Tensor s, ScalarType dtype) -> Tensor",
     reference=reference_dequantize,
+    triton=launch_dequantize,
     fake=lambda q, s, dtype: q.new_empty(q.shape, dtype=dtype),
 )
 _quantize_weight = register(
     "quantize_weight(Tensor w, int block) -> (Tensor, Tensor, Tensor)",
     reference=reference_weight,
+    triton=launch_weight,
     fake=_fake_weight,
 )
 _checked_rows, _checked_weight = checks.memoized(_check_rows), checks.memoized(_check_weight)

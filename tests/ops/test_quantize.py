@@ -6,10 +6,15 @@ import math
 
 import pytest
 import torch
+from every_op_tools import implementation
 from torch import Tensor
 
 from fastmp.ops import dequantize_rows, quantize_rows, quantize_weight
-from fastmp.ops.core.fp8 import E4M3, E5M2, LARGEST
+from fastmp.ops.core import launcher
+from fastmp.ops.core._triton import jit, tl
+from fastmp.ops.core.fp8 import E4M3, E5M2, LARGEST, fp8_bytes
+from fastmp.testing.ops import poisoned_memory, samples
+from fastmp.testing.samples.quantize import blocks
 
 FORMATS = pytest.mark.parametrize("form", [E4M3, E5M2], ids=("e4m3", "e5m2"))
 BLOCKS = pytest.mark.parametrize("block", [128, 32])
@@ -17,7 +22,129 @@ DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 def bits(tensor: Tensor) -> Tensor:
-    return tensor.contiguous().view(torch.uint8)
+    return tensor.contiguous().view(torch.uint8) if tensor.numel() else tensor.reshape(-1)
+
+
+def same_bits(ours, theirs) -> None:
+    """The same bytes, shapes and strides."""
+    ours, theirs = (each if isinstance(each, tuple) else (each,) for each in (ours, theirs))
+    for value, want in zip(ours, theirs, strict=True):
+        assert (value.dtype, value.shape, value.stride()) == (want.dtype, want.shape, want.stride())
+        if value.dtype in DTYPES:  # NaN has many bit patterns
+            torch.testing.assert_close(value, want, rtol=0, atol=0, equal_nan=True)
+        else:
+            assert torch.equal(bits(value), bits(want))
+
+
+@jit
+def cast_kernel(x, q, E5M2: tl.constexpr, BLOCK: tl.constexpr):
+    """The cast of all GPUs before compute capability 8.9."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(q + at, fp8_bytes(tl.load(x + at), E5M2, False))
+
+
+def cast(x: Tensor, form: torch.dtype, backend: str) -> Tensor:
+    """The bytes of x, of which there are a multiple of 65,536."""
+    if backend == "c++":
+        return bits(torch.ops.fastmp_fp8.cast(x, form))
+    q = torch.empty(x.shape, dtype=torch.uint8)
+    launcher.launch(cast_kernel, x.numel() >> 16, (x, q), {"E5M2": form == E5M2, "BLOCK": 1 << 16})
+    return q
+
+
+def by_torch(x: Tensor, form: torch.dtype) -> Tensor:
+    return bits(x.clamp(-LARGEST[form], LARGEST[form]).to(form))
+
+
+def dense(form: torch.dtype) -> Tensor:
+    """Every bfloat16 number; what FP8 represents, the ties between, and neighbours of each in float32."""
+    bfloat16 = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16).float()
+    numbers = torch.arange(256, dtype=torch.uint8).view(form).float()
+    numbers = numbers[numbers.isfinite()].unique()
+    ties = torch.cat((numbers, (numbers[1:] + numbers[:-1]) / 2)).view(torch.int32)
+    near = torch.cat([ties + step for step in range(-3, 4)]).view(torch.float32)
+    return torch.cat((bfloat16, near, near.new_zeros(-len(near) % (1 << 16))))
+
+
+BACKENDS = pytest.mark.parametrize("backend", ["c++", pytest.param("triton", marks=pytest.mark.interpret)])
+
+
+@BACKENDS
+@FORMATS
+def test_cast_equals_clamped_cast_of_torch(form, backend):
+    x = dense(form)
+    assert torch.equal(cast(x, form, backend), by_torch(x, form))
+
+
+@pytest.mark.exhaustive
+@BACKENDS
+@FORMATS
+def test_cast_equals_clamped_cast_of_torch_for_every_float32(form, backend):
+    chunk = torch.arange(1 << 22, dtype=torch.int64)
+    for start in range(-(1 << 31), 1 << 31, len(chunk)):
+        x = (chunk + start).to(torch.int32).view(torch.float32)
+        wrong = (cast(x, form, backend) != by_torch(x, form)).nonzero()
+        assert not len(wrong), x[wrong[0]]
+
+
+@BACKENDS
+@pytest.mark.parametrize("op", ["quantize_rows", "dequantize_rows", "quantize_weight"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_kernels_equal_reference(op, dtype, backend):
+    run = implementation(op, backend)
+    for arguments in samples(op, device="cpu", dtype=dtype):
+        with poisoned_memory():
+            ours = run(*arguments)
+        same_bits(ours, implementation(op, "reference")(*arguments))
+
+
+@BACKENDS
+@BLOCKS
+@FORMATS
+def test_kernels_equal_reference_on_special_values(form, block, backend):
+    values = [math.nan, -math.nan, math.inf, -math.inf, 0.0, -0.0, 1e-45, -1e-40, 3e38, -1.0, 448.0, 1e-38]
+    x = blocks(48, 256, generator=torch.Generator().manual_seed(0)).float()
+    for row, value in enumerate(values):
+        x[row, row * 17 % 256], x[row + 12] = value, value
+        x[row + 24] *= 2.0 ** (25 * (row % 5 - 2))  # to both ends of float32
+    for op in ("quantize_rows", "quantize_weight"):
+        run = implementation(op, backend)
+        given = (x, block, form) if op == "quantize_rows" else (torch.cat((x, x, x))[:128], block)
+        ours = run(*given)
+        same_bits(ours, implementation(op, "reference")(*given))
+    run = implementation("dequantize_rows", backend)
+    _, s = quantize_rows(x, block=block, dtype=form)
+    every = torch.arange(256, dtype=torch.uint8).view(form).repeat(48, 1)
+    for scales in (s, s.float().contiguous().to(s.dtype)):
+        given = (every, scales, torch.float32)
+        same_bits(run(*given), implementation("dequantize_rows", "reference")(*given))
+
+
+@BACKENDS
+def test_kernels_take_any_strides(backend):
+    x = blocks(64, 3, 256, generator=torch.Generator().manual_seed(0)).float()
+    for op in ("quantize_rows", "quantize_weight"):
+        run = implementation(op, backend)
+        for view in (x[:, 1], x[:, 1:].transpose(0, 1), x.permute(1, 2, 0), x[::2, 1, :64], x[:, 0].t()):
+            given = (view, 32, E4M3) if op == "quantize_rows" else (view, 32)
+            same_bits(run(*given), implementation(op, "reference")(*given))
+    run = implementation("dequantize_rows", backend)
+    q, s = quantize_rows(x[:, 0])
+    for rows, scales in ((q[3:50], s[3:50]), (q[::2], s.contiguous()[::2]), (q.t().contiguous().t(), s)):
+        same_bits(run(rows, scales, torch.bfloat16), dequantize_rows(rows.contiguous(), scales.clone()))
+
+
+@pytest.mark.gpu
+@BLOCKS
+@FORMATS
+def test_gpu_casts_the_same_bytes(form, block):
+    """The instruction of the GPU, where it has one, on what FP8 represents, the ties and their neighbours."""
+    x = dense(form)
+    x = x[x.abs() <= LARGEST[form]]
+    x = x[: len(x) // (block - 1) * (block - 1)].view(-1, block - 1)
+    x = torch.cat((x, torch.full((len(x), 1), LARGEST[form])), 1)  # makes the scale 1
+    q, s = quantize_rows(x.cuda(), block=block, dtype=form)
+    same_bits((q.cpu(), s.cpu()), implementation("quantize_rows", "reference")(x, block, form))
 
 
 def positive_bfloat16() -> Tensor:

@@ -49,6 +49,10 @@ STATS = Facts(2, exps=(1, 1.5), bytes=LATENCY)
 LOSS_GRAD = Facts(4, 2, exps=(2, 2.5), bytes=LATENCY, has=(r"L2::evict_last", r"L2::evict_first"))
 TWO = Facts(threads=512)  # programs of eight warps
 ROUTER_SUMS = Facts(3, registers=128, barriers=17, lacks=(ATOMICS,))
+# the narrow accesses are those of the scales
+QUANTIZE = Facts(1, 0.5, registers=128, lacks=(ATOMICS,))
+DEQUANTIZE = Facts(0.5, 1, registers=128, lacks=(ATOMICS,))
+QUANTIZE_WEIGHT = Facts(1, 0.5, registers=128, lacks=(ATOMICS,))
 ALONE = Facts(loads=1, stores=1, registers=128, lacks=(r"bar\.sync", r"\.shared"))  # threads exchange nothing
 
 
@@ -96,6 +100,9 @@ def _case(arguments):
     return make
 
 
+E8M0 = SCALE[32]
+_QUANTIZED = T((8192, 4096), E4M3), T((8192, 32), torch.float32)
+_QUANTIZED_32 = T((8192, 4096), E4M3), T((8192, 128), E8M0)
 _GELU = T((4096, 8192)), T((8192,))
 _GELU_BACKWARD = T((4096, 8192)), *_GELU
 
@@ -388,6 +395,13 @@ CASES = {
     ),
     "clamped": _op("clamped_swiglu", *_CLAMPED, GATED),
     "clamped backward": _op("clamped_swiglu_backward", T((8192, 2880)), *_CLAMPED, GATED_BACKWARD),
+    "quantize rows": _op("quantize_rows", T((8192, 4096)), 128, E4M3, QUANTIZE),
+    "quantize rows e5m2": _op("quantize_rows", T((8192, 4096)), 128, E5M2, QUANTIZE),
+    "quantize rows 32": _op("quantize_rows", T((8192, 4096)), 32, E4M3, QUANTIZE),
+    "dequantize rows": _op("dequantize_rows", *_QUANTIZED, torch.bfloat16, DEQUANTIZE),
+    "dequantize rows 32": _op("dequantize_rows", *_QUANTIZED_32, torch.bfloat16, DEQUANTIZE),
+    "quantize weight": _op("quantize_weight", T((8, 4096, 2048)), 128, QUANTIZE_WEIGHT),
+    "quantize weight 32": _op("quantize_weight", T((8, 4096, 2048)), 32, QUANTIZE_WEIGHT),
     "grouped decode": _grouped("decode", ANY),
     "grouped few": _grouped("few", ANY),
     "grouped fine": _grouped("fine", ANY),
@@ -474,7 +488,7 @@ WIDE = ("dropout wide", "dropout backward wide")
 ONE_DTYPE = (
     "fp8", "mxfp8",
     "adamw small", "block rows", "permutation", "cross_entropy merge", "exchange barrier", "exchange counts",
-    "exchange places", "stash reserve", "stash release", *WIDE,
+    "dequantize rows", "dequantize rows 32", "exchange places", "stash reserve", "stash release", *WIDE,
 )  # fmt: skip
 
 
