@@ -18,11 +18,15 @@ LIGER = "Liger"
 CCE = "cut-cross-entropy"
 QUACK = "quack"
 TE = "Transformer Engine"
+DEEPGEMM = "DeepGEMM"
+TORCHAO = "torchao"
 DISTRIBUTIONS = {
     LIGER: "liger-kernel",
     CCE: "cut-cross-entropy",
     QUACK: "quack-kernels",
     TE: "transformer-engine",
+    DEEPGEMM: "deep-gemm",
+    TORCHAO: "torchao",
 }
 ABSENT: dict[str, str] = {}  # peer: why the last look for it found nothing
 
