@@ -243,11 +243,11 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     checks.check_main_grad("linear", main_grad, weight=narrow[1])
     if defer is not None:
         narrow = narrow[0], leaf_of(narrow[1]), narrow[2]
-    x, kept = kept_operands(*narrow[:2])
+    x, kept = kept_operands(narrow[0], *narrow[:2])
     return _linear(x, *narrow[1:], kept, main_grad, defer)
 
 
-def kept_operands(x: Tensor, weight: Tensor) -> tuple[Tensor, torch.autograd.graph.Node | None]:
+def kept_operands(x: Tensor, *operands: Tensor) -> tuple[Tensor, torch.autograd.graph.Node | None]:
     """Return x, and during activation recomputation the node that has saved the GEMM's operands, else None.
 
     A recomputation ends with the last saved tensor, so saving the operands first leaves out a final GEMM.
@@ -255,7 +255,7 @@ def kept_operands(x: Tensor, weight: Tensor) -> tuple[Tensor, torch.autograd.gra
     """
     if torch._C._autograd._top_saved_tensors_default_hooks(False) is None or not x.requires_grad:
         return x, None
-    kept = _Kept.apply(x, weight)
+    kept = _Kept.apply(x, *operands)
     return kept, kept.grad_fn
 
 
@@ -273,13 +273,13 @@ class _Kept(torch.autograd.Function):
     """Return x and save the operands of the GEMM that follows; see `kept_operands`."""
 
     @staticmethod
-    def forward(ctx, x, weight):
-        ctx.save_for_backward(x, weight)
+    def forward(ctx, x, *operands):
+        ctx.save_for_backward(*operands)
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx, grad):
-        return grad, None
+        return grad, *(None for _ in ctx.needs_input_grad[1:])
 
 
 def _forward(x, weight, bias, kept, main_grad, defer):

@@ -33,11 +33,11 @@ from fastmp.distributed.collectives import (
 from fastmp.ops import dequantize_rows, linear_fp8, quantize_rows, quantize_weight
 from fastmp.ops.core import checks
 from fastmp.ops.core.registry import autocast
-from fastmp.ops.wgrad import deferral, leaf_of, main_grad_of, weight_grad
+from fastmp.ops.wgrad import deferral, kept_operands, leaf_of, main_grad_of, weight_grad
 from fastmp.tensor_parallel.attributes import HookTraits, mark_hook
 
 __all__ = [
-    "GRAD_DTYPES", "QuantizedWeight", "fp8_all_to_all", "fp8_linear", "native_block",
+    "GRAD_DTYPES", "QuantizedWeight", "block_of", "fp8_all_to_all", "fp8_linear", "native_block",
     "refresh_before_forward",
 ]  # fmt: skip
 
@@ -46,14 +46,17 @@ Defer = Callable[[Callable[[], Tensor | None]], None]
 
 
 def native_block(device: torch.device | str | None) -> int:
-    """Return the block of the FP8 GEMMs of a device: 32 (MXFP8) on Blackwell GPUs, else 128.
-
-    "meta" stands for the GPU of this process.
-    """
+    """Return the block of the FP8 GEMMs of a device: 32 (MXFP8) on Blackwell GPUs, else 128."""
     where = torch.device("cpu" if device is None else device)
-    if where.type == "meta" and torch.cuda.is_available():
-        where = torch.device("cuda")
-    return 32 if where.type == "cuda" and torch.cuda.get_device_capability(where) >= (10, 0) else 128
+    if where.type != "cuda":
+        return 128
+    major, minor = torch.cuda.get_device_capability(where)
+    return block_of(10 * major + minor)
+
+
+def block_of(arch: int) -> int:
+    """Return the block of the FP8 GEMMs of a compute capability, as one number (90 is 9.0)."""
+    return 32 if arch >= 100 else 128
 
 
 class Operand(NamedTuple):
@@ -185,7 +188,11 @@ def fp8_linear(
     narrow = weight if defer is None else leaf_of(weight)
     group = None if group_size(group) == 1 else group
     gathers = group is not None and sequence_parallel
-    y = _Fp8Linear.apply(x.reshape(-1, x.shape[-1]), narrow, bias, fp8, group, gathers, main_grad, defer)
+    # Quantise this rank's rows; while layers run again for backward, their copy is all that is needed.
+    x_TI = x.reshape(-1, x.shape[-1])
+    rows = quantize_rows(x_TI.detach(), block=fp8.recipe.block)
+    x_TI, kept = kept_operands(x_TI, *rows)
+    y = _Fp8Linear.apply(x_TI, *rows, narrow, bias, fp8, group, gathers, kept, main_grad, defer)
     lead = (len(x) * group_size(group), *x.shape[1:-1]) if gathers else x.shape[:-1]
     return y.view(*lead, y.shape[1])
 
@@ -246,13 +253,13 @@ def _gathered(
 
 class _Fp8Linear(Function):
     @staticmethod
-    def forward(ctx, x_TI, weight, bias, fp8, group, gathers, main_grad, defer):
-        ctx.fp8, ctx.group, ctx.gathers = fp8, group, gathers
+    def forward(ctx, x_TI, q, s, weight, bias, fp8, group, gathers, kept, main_grad, defer):
+        ctx.fp8, ctx.group, ctx.gathers, ctx.kept = fp8, group, gathers, kept
         ctx.main_grad, ctx.defer, ctx.dtype = main_grad, defer, x_TI.dtype
-        # 1. Quantise this rank's rows.
-        rows = quantize_rows(x_TI, block=fp8.recipe.block)
-        ctx.save_for_backward(*(rows if ctx.needs_input_grad[1] else ()))
-        # 2. All-gather them over the group, in FP8; multiply.
+        rows = q, s
+        if kept is None and ctx.needs_input_grad[3]:
+            ctx.save_for_backward(*rows)
+        # All-gather the rows over the group, in FP8; multiply.
         if gathers:
             rows, _ = _gathered(rows, group)
         y_TO = linear_fp8(*rows, *fp8.forward, out_dtype=x_TI.dtype)
@@ -262,9 +269,9 @@ class _Fp8Linear(Function):
     @once_differentiable
     def backward(ctx, grad_TO):
         fp8, group, gathers = ctx.fp8, ctx.group, ctx.gathers
-        need_x, need_weight, need_bias = ctx.needs_input_grad[:3]
+        need_x, need_weight, need_bias = (ctx.needs_input_grad[i] for i in (0, 3, 4))
         works: tuple[dist.Work | None, ...] = ()
-        rows, grad_work = ctx.saved_tensors, None
+        rows, grad_work = (ctx.kept or ctx).saved_tensors if need_weight else (), None
         grad_x = grad_weight = grad_bias = None
         need_now = need_weight and ctx.defer is None
         # 1. All-gather the saved rows for wgrad, overlapped with the dgrad GEMM.
@@ -289,7 +296,7 @@ class _Fp8Linear(Function):
             ctx.defer(functools.partial(_wgrad, grad_TO, rows, group if gathers else None, ctx.main_grad))
         if grad_work is not None:
             grad_work.wait()
-        return grad_x, grad_weight, grad_bias, None, None, None, None, None
+        return grad_x, None, None, grad_weight, grad_bias, None, None, None, None, None, None
 
 
 def _wgrad(

@@ -100,7 +100,7 @@ def row_linear_scattered(
     if not is_fused(cast, narrow, group, overlap_rows, gathers=False):
         return reduce_scatter_sequence(linear(x, weight), group)
     narrow, main_grad, defer = _gradient_of("row_linear", weight, narrow)
-    cast, kept = kept_operands(cast, narrow)
+    cast, kept = kept_operands(cast, cast, narrow)
     return _FusedRowLinear.apply(cast, narrow, group, kept, main_grad, defer)
 
 

@@ -57,7 +57,7 @@ def model_and_loss(recipe: Recipe, groups: ParallelGroups, **options: Any) -> Mo
     options: fields of `Placement`.
     """
     model, data = recipe.model, recipe.data
-    options["fp8"] = recipe.train.fp8(native_block(options.get("device")))
+    options.setdefault("fp8", recipe.train.fp8(native_block(options.get("device"))))
     if model.bert is None:
         return gpt_and_loss(model, groups, recipe.parallel, **options)
     return bert_and_loss(

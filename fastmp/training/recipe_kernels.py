@@ -36,6 +36,7 @@ from fastmp.optim.from_config import make_grads, make_optimizer
 from fastmp.optim.grad_norm import clip_coefficient, global_grad_norm
 from fastmp.pipeline.runner import StageOutput
 from fastmp.plan.layout import make_grid
+from fastmp.tensor_parallel.fp8_linear import block_of
 from fastmp.training.language import model_and_loss
 from fastmp.training.microbatches import Batch, LossFunction, PipelineLoss, evaluation_mode
 from fastmp.training.trainer import DTYPES
@@ -112,7 +113,7 @@ def codes_of_recipe(recipe: Recipe, world_size: int, arch: int) -> list[Code]:
 def codes_of_rank(recipe: Recipe, rank: int, world_size: int, arch: int) -> dict[Code, None]:
     """List the kernels of one rank, as the keys of a dictionary; see `codes_of_recipe`."""
     with _pretended(rank, world_size), recording(arch) as codes, _HostReads(_count(recipe)):
-        _run_once(recipe, world_size)
+        _run_once(recipe, world_size, arch)
     return codes
 
 
@@ -162,14 +163,15 @@ _HOST, _META = torch.device("cpu"), torch.device("meta")
 _ON_CPU = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
 
 
-def _run_once(recipe: Recipe, world_size: int) -> None:
+def _run_once(recipe: Recipe, world_size: int, arch: int) -> None:
     """Run a training step of one microbatch, and an evaluation of one batch."""
     layout = recipe.parallel
     groups = ParallelGroups.create(make_grid(recipe, world_size), local_only=True)
     cp = {} if groups.cp is None else {"cp_rank": group_rank(groups.cp)}
     rng = RngTracker(recipe.train.seed, tp_rank=group_rank(groups.tp), **cp)
     dtype = DTYPES.get(recipe.train.dtype, torch.bfloat16)
-    model, loss = model_and_loss(recipe, groups, rng=rng, device=_META, dtype=dtype)
+    fp8 = recipe.train.fp8(block_of(arch))
+    model, loss = model_and_loss(recipe, groups, rng=rng, device=_META, dtype=dtype, fp8=fp8)
     chunks = [model] if isinstance(model, nn.Module) else model
     grads = make_grads(chunks, recipe.optimizer, groups)
     optimizer = make_optimizer(grads, recipe.optimizer, groups)

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from marks import full
+from torch.utils.checkpoint import checkpoint
 
 from fastmp.config.precision import Fp8Recipe
 from fastmp.distributed.collectives import all_to_all
@@ -190,3 +191,17 @@ def check_all_to_all(rank, world, recipe, routings):
 @pytest.mark.parametrize("recipe", [Fp8Recipe(), *full([Fp8Recipe(32)])], ids=str)
 def test_rows_travel_in_fp8(world, recipe):
     run_ranks(check_all_to_all, world, recipe, 200 if world == 8 else 12, timeout=240)
+
+
+def test_recomputation_leaves_out_the_last_gemm():
+    x, weight, grad = operands()
+    fp8 = QuantizedWeight(Fp8Recipe())
+    fp8.refresh(weight)
+    fp8_linear(x, weight, None, fp8).backward(grad)
+    want, x.grad, weight.grad = (x.grad, weight.grad), None, None
+    y = checkpoint(lambda leaf: fp8_linear(leaf, weight, None, fp8), x, use_reentrant=False)
+    with torch.profiler.profile() as profile:
+        y.backward(grad)
+    counts = {event.key: event.count for event in profile.key_averages()}
+    assert counts["fastmp::linear_fp8"] == 1 and counts["fastmp::quantize_rows"] == 2  # dgrad alone
+    assert torch.equal(x.grad, want[0]) and torch.equal(weight.grad, want[1])

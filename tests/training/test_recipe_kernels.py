@@ -22,6 +22,7 @@ from fastmp.config import (
     MoEConfig,
     ParallelConfig,
     Recipe,
+    TrainConfig,
 )
 from fastmp.distributed.runtime import Runtime
 from fastmp.nn.gpt import GPT
@@ -39,10 +40,13 @@ ALWAYS = {"norm_kernel", "norm_backward_kernel", "rope_kernel", "adamw_kernel"}
 EXPERTS = {"router_kernel", "grouped_mm_kernel", "grouped_wgrad_kernel", "scatter_kernel", "gather_kernel"}
 
 
-def names(model: GPTConfig, world_size: int = 1, documents: bool = False, **layout: object) -> set[str]:
-    data = DataConfig(seq_len=64, document_masking=documents)
-    recipe = replace(Recipe(), model=model, parallel=ParallelConfig(**layout), data=data)
-    codes = recipe_kernels.codes_of_recipe(recipe, world_size, 90)
+def names(
+    model: GPTConfig, world_size: int = 1, documents: bool = False, precision: str = "dtype", arch: int = 90,
+    **layout: object,
+) -> set[str]:  # fmt: skip
+    data, train = DataConfig(seq_len=64, document_masking=documents), TrainConfig(precision=precision)
+    recipe = replace(Recipe(), model=model, parallel=ParallelConfig(**layout), data=data, train=train)
+    codes = recipe_kernels.codes_of_recipe(recipe, world_size, arch)
     assert not dist.is_initialized()
     assert len(codes) == len(set(codes))
     return {code.kernel for code in codes}
@@ -83,6 +87,16 @@ def test_experts(world_size, layout, dispatcher):
     sorted_once = dispatcher == "symmetric" and layout.get("ep", 1) > 1  # rows are sorted where they are sent
     own = EXPERTS - {"scatter_kernel", "gather_kernel"} if sorted_once else EXPERTS
     assert names(model, world_size, **layout) >= ALWAYS | own
+
+
+@pytest.mark.parametrize("arch", [90, *full([100])])
+def test_fp8(arch):
+    model = replace(
+        MODEL, ffn_hidden_size=256, moe=replace(MOE, expert_ffn_hidden_size=128), dense_layers=(0,)
+    )
+    found = names(model, 2, precision="fp8", arch=arch, ep=2)
+    quantisers = {"quantize_rows_kernel", "dequantize_rows_kernel", "quantize_weight_kernel"}
+    assert found >= ALWAYS | quantisers | {"grouped_mm_fp8_kernel"}
 
 
 @pytest.mark.full
