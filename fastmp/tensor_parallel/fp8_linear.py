@@ -271,7 +271,8 @@ class _Fp8Linear(Function):
         fp8, group, gathers = ctx.fp8, ctx.group, ctx.gathers
         need_x, need_weight, need_bias = (ctx.needs_input_grad[i] for i in (0, 3, 4))
         works: tuple[dist.Work | None, ...] = ()
-        rows, grad_work = (ctx.kept or ctx).saved_tensors if need_weight else (), None
+        rows: Any = (ctx.kept or ctx).saved_tensors if need_weight else ()
+        grad_work = None
         grad_x = grad_weight = grad_bias = None
         need_now = need_weight and ctx.defer is None
         # 1. All-gather the saved rows for wgrad, overlapped with the dgrad GEMM.

@@ -84,7 +84,7 @@ def differences(found: dict[str, Any], recipe: str, precision: str) -> list[floa
 
 def spread(found: dict[str, Any], recipe: str) -> float:
     """Return the largest less the smallest mean loss of the last steps, over the seeds in the dtype."""
-    means = [mean(own[-LAST:]) for own in found["runs"][recipe]["dtype"].values()]
+    means: list[float] = [mean(own[-LAST:]) for own in found["runs"][recipe]["dtype"].values()]
     return max(means) - min(means)
 
 
