@@ -64,14 +64,21 @@ def _losses(folder: str, steps: int, recipe: str, precision: str, seed: int) -> 
     """Return the losses of a run, step by step, rounded to a hundred thousandth."""
     name = f"{recipe}-{precision}-{seed}"
     command = [
-        *(sys.executable, "-m", "fastmp", "train", f"configs/{recipe}.toml", *PRECISIONS[precision]),
+        *(
+            "env",
+            "OMP_NUM_THREADS=1",
+            sys.executable,
+            "-m",
+            "fastmp",
+            "train",
+            f"configs/{recipe}.toml",
+            *PRECISIONS[precision],
+        ),
         *("--train.steps", str(steps), "--train.seed", str(seed), "--train.name", name),
         *("--train.run-dir", folder, "--train.log-interval", "1", "--train.eval-interval", "0"),
         *("--checkpoint.interval", "0"),
     ]
-    subprocess.run(
-        command, cwd=_ROOT, check=True, stdout=subprocess.DEVNULL, env={**os.environ, "OMP_NUM_THREADS": "1"}
-    )
+    subprocess.run(command, cwd=_ROOT, check=True, stdout=subprocess.DEVNULL)
     lines = read_metrics(Path(folder) / name / "metrics.jsonl")
     return [round(line["loss"], 5) for line in lines if line["kind"] == "train"]
 
