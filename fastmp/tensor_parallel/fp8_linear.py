@@ -154,6 +154,7 @@ def refresh_before_forward(module: nn.Module, *names: str) -> None:
     module.register_forward_pre_hook(mark_hook(_Refresh(names), HookTraits(replayed=True, in_step=True)))
 
 
+@torch.compiler.disable(reason="FP8 copies of weights are no tensors of the graph")
 def fp8_linear(
     x: Tensor,
     weight: Tensor,
@@ -197,6 +198,7 @@ def fp8_linear(
     return y.view(*lead, y.shape[1])
 
 
+@torch.compiler.disable(reason="FP8 copies of weights are no tensors of the graph")
 def fp8_all_to_all(
     x: Tensor,
     send_sizes: Sequence[int],

@@ -205,3 +205,17 @@ def test_recomputation_leaves_out_the_last_gemm():
     counts = {event.key: event.count for event in profile.key_averages()}
     assert counts["fastmp::linear_fp8"] == 1 and counts["fastmp::quantize_rows"] == 2  # dgrad alone
     assert torch.equal(x.grad, want[0]) and torch.equal(weight.grad, want[1])
+
+
+@pytest.mark.full
+def test_compiled_layers_are_eager_ones():
+    torch.manual_seed(0)
+    layer = ColumnParallelLinear(I, O, group=None, fp8=Fp8Recipe())
+    x = torch.randn(4, I, requires_grad=True)
+    compiled = torch.compile(layer, backend="eager")
+    for _ in range(2):
+        (grad,) = torch.autograd.grad(layer(x).sum(), x)
+        found = compiled(x)
+        assert torch.equal(found, layer(x)) and torch.equal(torch.autograd.grad(found.sum(), x)[0], grad)
+        with torch.no_grad():
+            layer.weight.mul_(2)

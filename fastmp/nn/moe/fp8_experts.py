@@ -31,6 +31,7 @@ from fastmp.tensor_parallel.fp8_linear import QuantizedWeight
 __all__ = ["fp8_experts"]
 
 
+@torch.compiler.disable(reason="FP8 copies of weights are no tensors of the graph")
 def fp8_experts(
     rows_MH: Tensor,
     offsets_L: Tensor,
