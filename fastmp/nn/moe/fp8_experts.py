@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.autograd.function import Function, once_differentiable
 
 from fastmp.config import ActivationSpec
+from fastmp.nn.moe.dispatchers.dispatcher import no_compile
 from fastmp.ops import dequantize_rows, grouped_mm_fp8, quantize_rows
 from fastmp.ops.core import checks
 from fastmp.ops.core.registry import autocast
@@ -31,7 +32,7 @@ from fastmp.tensor_parallel.fp8_linear import QuantizedWeight
 __all__ = ["fp8_experts"]
 
 
-@torch.compiler.disable(reason="FP8 copies of weights are no tensors of the graph")
+@no_compile
 def fp8_experts(
     rows_MH: Tensor,
     offsets_L: Tensor,
