@@ -88,7 +88,11 @@ def experts(shapes: Shapes, recomputed: bool = False) -> int:
         kept += 2 * shapes.routed * row  # the tokens times noise, and the noise
     arrived = 0 if shapes.stashes and not recomputed else shapes.rows_at_experts
     kept += shapes.operand(arrived * shapes.model.hidden_size)
-    kept += _ffn(shapes, moe.expert_ffn_hidden_size // grid.etp, arrived)
+    width = moe.expert_ffn_hidden_size // grid.etp
+    if shapes.fp8:  # which compute the output of the activation again
+        kept += shapes.projections * width * arrived * shapes.itemsize
+    else:
+        kept += _ffn(shapes, width, arrived)
     return kept + shapes.dispatcher.saved_bytes(shapes.dispatch_sizes)
 
 

@@ -4,8 +4,9 @@
     backward   quantise dO; dY = dO W2; wgrad of W2 from the dequantised Y
                dH from H; quantise dH; dX = dH W1; wgrad of W1 from the dequantised X
 
-X and Y are saved in FP8, H in the dtype of the layer, since the gradient of the activation needs it. Rows
-after the last expert's are zeros.
+X is saved in FP8; H in the dtype of the layer, since the gradient of the activation needs it. Y is computed
+from H again: a memory-bound kernel, in place of a tensor for each layer and microbatch. Rows after the last
+expert's are zeros.
 
 M rows sorted by expert, L experts of this rank, H hidden, F hidden units of an expert on this rank.
 """
@@ -81,19 +82,20 @@ class _Fp8Experts(Function):
         h = grouped_mm_fp8(*rows, *first.forward, offsets, out_dtype=x.dtype)
         # 2. The activation, quantised: (M, F). Grouped GEMM: (M, F) -> (M, H).
         y = quantize_rows(activate(h), block=second.recipe.block)
-        ctx.save_for_backward(*rows, h, *y, offsets)
+        ctx.save_for_backward(*rows, h, offsets)
         return grouped_mm_fp8(*y, *second.forward, offsets, out_dtype=x.dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        q, s, h, y_q, y_s, offsets = ctx.saved_tensors
+        q, s, h, offsets = ctx.saved_tensors
         first, second = ctx.fp8
         need_x, need_first, need_second = ctx.needs_input_grad[:3]
         grad_x = grad_first = grad_second = None
         # 1. dgrad of the second GEMM from the quantised gradient; its wgrad, now or deferred.
         if need_second:
-            grad_second = _wgrad(ctx, 1, grad, (y_q, y_s), offsets)
+            y = quantize_rows(ctx.activate(h), block=second.recipe.block)  # once more: the same bytes
+            grad_second = _wgrad(ctx, 1, grad, y, offsets)
         if need_x or need_first:
             dy = grouped_mm_fp8(*second.quantize_grad(grad), *second.dgrad, offsets, out_dtype=ctx.dtype)
             # 2. Backward through the activation; the same for the first GEMM.
