@@ -25,7 +25,15 @@ from every_op_tools import (
 from marks import full
 from torch import Tensor
 
-from fastmp.ops import OPS, dropout, finite, grouped_mm_launch, norm_triton, router_triton
+from fastmp.ops import (
+    OPS,
+    dropout,
+    finite,
+    grouped_mm_fp8_launch,
+    grouped_mm_launch,
+    norm_triton,
+    router_triton,
+)
 from fastmp.ops.core import rowwise as rows
 from fastmp.testing.ops import run, samples
 
@@ -143,7 +151,8 @@ def test_first_and_last_row_of_very_many(op, backend, more_than, monkeypatch):
     )
     monkeypatch.setattr(finite, "NUM_PROGRAMS", 1 << 40)
     # one tile a program, and no more than there are: room is left for one tile more of each of three experts
-    monkeypatch.setattr(grouped_mm_launch, "num_programs", lambda tensor, tiles, each: tiles - 2)
+    for launches in (grouped_mm_launch, grouped_mm_fp8_launch):
+        monkeypatch.setattr(launches, "num_programs", lambda tensor, tiles, each: tiles - 2)
     with NothingWalksThrough(), only_ends_run():
         results = results_of(op, call, case.arguments)
     check_ends(op, results, case, 2e-3, monkeypatch)

@@ -157,6 +157,12 @@ class NothingWalksThrough(TorchDispatchMode):
             dtype = kwargs.get("dtype") or (torch.get_default_dtype() if like is None else like.dtype)
             large = math.prod(shape) >= _WALKED
             return sparse(math.prod(shape), dtype).view(shape) if large else func(*args, **kwargs)
+        if name == "aten::new_empty_strided":
+            like, shape, strides = args
+            extent = 1 + sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True))
+            if extent < _WALKED:
+                return func(*args, **kwargs)
+            return sparse(extent, kwargs.get("dtype") or like.dtype).as_strided(shape, strides)
         large = [a for a in (*args, *kwargs.values()) if isinstance(a, Tensor) and a.numel() >= _WALKED]
         out = func(*args, **kwargs)
         for tensor in large:
