@@ -104,6 +104,17 @@ inline Tensor empty_row_scales(const char* op, int64_t num_rows, int64_t num_col
   return torch::stable::transpose(used, 0, 1);
 }
 
+// Rows [0, num_rows); pitches are in elements. `x` are the wide numbers, read or written.
+struct QuantizedRows {
+  void* x;
+  uint8_t* q;
+  void* s;
+  int64_t num_rows, num_cols, block, x_pitch, q_pitch, s_row, s_col;
+  ScalarType dtype, form;
+};
+
+FASTMP_DECLARE(void quantize_rows(const QuantizedRows&);)  // of quantize.cpp
+
 }  // namespace fastmp
 
 namespace fastmp::FASTMP_ISA {

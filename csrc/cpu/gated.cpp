@@ -5,6 +5,7 @@
 // the shape alone, so results do not depend on the number of threads. 16-bit types are computed in fp32 and rounded
 // once. Reference: fastmp/ops/gated.py.
 #include "activations.h"
+#include "fp8.h"
 #include "op.h"
 #include "rows.h"
 
@@ -241,6 +242,52 @@ Tensor gated_activation(const Tensor& x, std::optional<Tensor> bias, std::string
   return y;
 }
 
+// y in FP8: a few rows are computed into a buffer that stays in cache, and quantised from there.
+std::tuple<Tensor, Tensor> gated_activation_quantized(const Tensor& x, std::optional<Tensor> bias,
+                                                      std::string activation, std::optional<Tensor> up, int64_t block,
+                                                      ScalarType dtype) {
+  constexpr const char* kOp = "gated_activation_quantized";
+  check_arguments(kOp, x, up, bias);
+  dispatch_fp8(dtype, kOp, [](auto) {});
+  const Form form = form_of(kOp, activation);
+  std::vector<int64_t> sizes(x.sizes().begin(), x.sizes().end());
+  if (!up) sizes.back() /= 2;
+  const int64_t half = sizes.back(), num_rows = [&] {
+    int64_t rows = 1;
+    for (size_t dim = 0; dim + 1 < sizes.size(); ++dim) rows *= sizes[dim];
+    return rows;
+  }();
+  Tensor s = empty_row_scales(kOp, num_rows, half, block, x);
+  Tensor q = fastmp::empty(sizes, dtype, x);
+  if (x.numel() == 0) return {q, s};
+  if (bias) bias = torch::stable::contiguous(*bias);
+  const Parts parts(x, up);
+  const auto itemsize = static_cast<int64_t>(x.element_size()), s_size = static_cast<int64_t>(s.element_size());
+  const int64_t step = std::clamp<int64_t>(65536 / (half * itemsize), 1, kTileRows);
+  parallel_for(0, num_rows, std::max<int64_t>(1, 8192 / half), [&](int64_t begin, int64_t end) {
+    std::vector<double> buffer((step * half * itemsize + 7) / 8);
+    for (int64_t row = begin; row < end; row += step) {
+      // 1. y of these rows, rounded to x's dtype.
+      GatedTile tile{};
+      tile.num_rows = std::min(step, end - row), tile.num_cols = tile.half = tile.out_pitch = half;
+      tile.gate_pitch = parts.gate.pitch, tile.up_pitch = parts.up.pitch;
+      tile.gate = at(parts.gate.tensor.const_data_ptr(), row * parts.gate.pitch, itemsize);
+      tile.up = at(parts.up.tensor.const_data_ptr(), row * parts.up.pitch + parts.up_start, itemsize);
+      if (bias) tile.bias = bias->const_data_ptr();
+      tile.out = buffer.data(), tile.dtype = x.scalar_type(), tile.form = form;
+      FASTMP_BEST(gated_tile)(tile);
+      // 2. Quantise them.
+      QuantizedRows rows{};
+      rows.x = buffer.data(), rows.q = static_cast<uint8_t*>(q.mutable_data_ptr()) + row * half;
+      rows.s = static_cast<char*>(s.mutable_data_ptr()) + row * s_size;
+      rows.num_rows = tile.num_rows, rows.num_cols = rows.x_pitch = rows.q_pitch = half, rows.block = block;
+      rows.s_row = 1, rows.s_col = s.stride(1), rows.dtype = x.scalar_type(), rows.form = dtype;
+      FASTMP_BEST(quantize_rows)(rows);
+    }
+  });
+  return {q, s};
+}
+
 std::tuple<Tensor, Tensor, Tensor> gated_activation_backward(const Tensor& grad, const Tensor& x,
                                                              std::optional<Tensor> bias, std::string activation,
                                                              std::optional<Tensor> up) {
@@ -282,6 +329,7 @@ std::tuple<Tensor, Tensor, Tensor> gated_activation_backward(const Tensor& grad,
 STABLE_TORCH_LIBRARY_IMPL(fastmp, CPU, m) {
   FASTMP_IMPL(m, "gated_activation", fastmp::gated_activation);
   FASTMP_IMPL(m, "gated_activation_backward", fastmp::gated_activation_backward);
+  FASTMP_IMPL(m, "gated_activation_quantized", fastmp::gated_activation_quantized);
 }
 
 #endif  // FASTMP_ISA_BASE

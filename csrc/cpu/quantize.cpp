@@ -12,15 +12,6 @@
 
 namespace fastmp {
 
-// Rows [0, num_rows); pitches are in elements. `x` are the wide numbers, read or written.
-struct QuantizedRows {
-  void* x;
-  uint8_t* q;
-  void* s;
-  int64_t num_rows, num_cols, block, x_pitch, q_pitch, s_row, s_col;
-  ScalarType dtype, form;
-};
-
 // Square blocks [begin, end) of `num_rows` rows in all, of matrices of `rows` rows.
 struct QuantizedWeight {
   const void* x;
@@ -30,8 +21,7 @@ struct QuantizedWeight {
   ScalarType dtype;
 };
 
-FASTMP_DECLARE(void quantize_rows(const QuantizedRows&); void dequantize_rows(const QuantizedRows&);
-               void quantize_blocks(const QuantizedWeight&);
+FASTMP_DECLARE(void dequantize_rows(const QuantizedRows&); void quantize_blocks(const QuantizedWeight&);
                void cast_rows(const QuantizedRows&);)
 
 namespace FASTMP_ISA {

@@ -10,15 +10,18 @@ core/rowwise.py). Gated linear units: Dauphin et al. 2017 (arXiv 1612.08083); th
 from __future__ import annotations
 
 import math
+from typing import Literal, overload
 
 import torch
 from torch import Tensor
 
 from fastmp.ops import activation as gelu_family
+from fastmp.ops import quantize as quantizers
 from fastmp.ops.activation import gelu, gelu_parts
-from fastmp.ops.core import checks
+from fastmp.ops.core import checks, fp8
 from fastmp.ops.core import rowwise as rows
 from fastmp.ops.core._triton import MAX_SIZE, MAX_STRIP, jit, limits, tl
+from fastmp.ops.core.fp8 import quantize_tile, store_scales
 from fastmp.ops.core.registry import autocast, compute_dtype, register
 from fastmp.ops.core.rowwise import sum_rows
 from fastmp.profiling import traced
@@ -103,6 +106,25 @@ def gate_gradients(grad, gate, up, FORM: tl.constexpr):
     return grad * (up * (p + gate * q)), grad * (gate * p)
 
 
+@jit
+def _activated_tile(
+    gates, ups, bias, rows, cols, mask, num_cols, gate_pitch, up_pitch, JOINED: tl.constexpr,
+    HAS_BIAS: tl.constexpr, FORM: tl.constexpr, COMPUTE: tl.constexpr, VECTOR: tl.constexpr,
+):  # fmt: skip
+    """Load gate and up at rows and cols, add the biases, and return activation(gate) * up in COMPUTE."""
+    gates += rows[:, None] * gate_pitch * VECTOR + cols[None, :]
+    if JOINED:
+        ups = gates + num_cols
+    else:
+        ups += rows[:, None] * up_pitch * VECTOR + cols[None, :]
+    gate = tl.load(gates, mask=mask, other=0.0).to(COMPUTE)
+    up = tl.load(ups, mask=mask, other=0.0).to(COMPUTE)
+    if HAS_BIAS:
+        gate += tl.load(bias + cols, mask=cols < num_cols, other=0.0).to(COMPUTE)[None, :]
+        up += tl.load(bias + num_cols + cols, mask=cols < num_cols, other=0.0).to(COMPUTE)[None, :]
+    return activate(gate, FORM) * up
+
+
 @limits(num_vectors=MAX_SIZE)
 @jit
 def gated_activation_kernel(
@@ -124,20 +146,46 @@ def gated_activation_kernel(
     rows = (pid // column_blocks).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     cols = (pid % column_blocks) * BLOCK_N + tl.arange(0, BLOCK_N)
     mask = (rows < num_rows)[:, None] & (cols < num_cols)[None, :]
-    gates += rows[:, None] * gate_pitch * VECTOR + cols[None, :]
-    if JOINED:
-        ups = gates + num_cols
-    else:
-        ups += rows[:, None] * up_pitch * VECTOR + cols[None, :]
-    # 2. Load both, add the biases.
-    gate = tl.load(gates, mask=mask, other=0.0).to(COMPUTE)
-    up = tl.load(ups, mask=mask, other=0.0).to(COMPUTE)
-    if HAS_BIAS:
-        gate += tl.load(bias + cols, mask=cols < num_cols, other=0.0).to(COMPUTE)[None, :]
-        up += tl.load(bias + num_cols + cols, mask=cols < num_cols, other=0.0).to(COMPUTE)[None, :]
-    # 3. Activate the gate, multiply, store.
+    # 2. Compute and store.
     out = y + rows[:, None] * num_vectors * VECTOR + cols[None, :]
-    tl.store(out, activate(gate, FORM) * up, mask=mask)
+    value = _activated_tile(
+        gates, ups, bias, rows, cols, mask, num_cols, gate_pitch, up_pitch, JOINED, HAS_BIAS, FORM, COMPUTE,
+        VECTOR,
+    )  # fmt: skip
+    tl.store(out, value, mask=mask)
+
+
+@limits(num_vectors=MAX_SIZE)
+@jit
+def gated_quantized_kernel(
+    gates, ups,  # (num_rows, num_cols); JOINED: gates is x (num_rows, 2 num_cols), ups is unused
+    bias,  # (2 num_cols,) or None
+    q,  # (num_rows, num_cols) bytes, contiguous
+    s,  # (num_rows, num_cols / GROUP), M-major
+    num_rows, num_vectors, gate_pitch, up_pitch,
+    JOINED: tl.constexpr, HAS_BIAS: tl.constexpr, FORM: tl.constexpr, GROUP: tl.constexpr,
+    E5M2: tl.constexpr, NATIVE: tl.constexpr, COMPUTE: tl.constexpr, VECTOR: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Compute one tile (BLOCK_M, BLOCK_N) of y = activation(gate) * up in FP8."""
+    # 1. Locate the tile, which holds whole groups.
+    num_cols = num_vectors * VECTOR // GROUP * GROUP
+    column_blocks = tl.cdiv(num_cols, BLOCK_N)
+    pid = tl.program_id(0)
+    rows = (pid // column_blocks).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    first = (pid % column_blocks) * BLOCK_N
+    cols = first + tl.arange(0, BLOCK_N)
+    mask = (rows < num_rows)[:, None] & (cols < num_cols)[None, :]
+    # 2. Compute y and round it as the unquantised op does.
+    value = _activated_tile(
+        gates, ups, bias, rows, cols, mask, num_cols, gate_pitch, up_pitch, JOINED, HAS_BIAS, FORM, COMPUTE,
+        VECTOR,
+    )  # fmt: skip
+    value = tl.where(mask, value.to(gates.dtype.element_ty), 0.0).to(tl.float32)
+    # 3. Quantise and store.
+    values, scales = quantize_tile(value, GROUP, E5M2, NATIVE)
+    tl.store(q + rows[:, None] * num_cols + cols[None, :], values, mask=mask)
+    store_scales(s, scales, rows, first, num_rows, num_cols, GROUP)
 
 
 @limits(num_vectors=MAX_SIZE, rows_per_strip=MAX_STRIP)
@@ -217,6 +265,31 @@ def launch(x: Tensor, bias: Tensor | None, activation: str, up: Tensor | None = 
     return y
 
 
+def reference_quantized(
+    x: Tensor, bias: Tensor | None, activation: str, up: Tensor | None, block: int, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Return `quantize_rows` of activation(gate) * up."""
+    return quantizers.reference_rows(reference(x, bias, activation, up), block, dtype)
+
+
+def launch_quantized(
+    x: Tensor, bias: Tensor | None, activation: str, up: Tensor | None, block: int, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    shape = _shape(x, up)
+    fp8.check_multiple("gated_activation_quantized", "F", shape[-1], block)
+    q, s = fp8.empty_rows(x, shape, block, dtype)
+    if x.numel():
+        bias = None if bias is None else bias.contiguous()
+        tensors, absent, pitches = _halves(x, up)
+        rows.launch(
+            gated_quantized_kernel, tensors,
+            (*absent, bias, q.view(torch.uint8), fp8.scale_bytes(s)), pitches, blocks=quantizers.block_shape,
+            columns=shape[-1], JOINED=up is None, HAS_BIAS=bias is not None, FORM=activation, GROUP=block,
+            E5M2=dtype != fp8.E4M3, NATIVE=fp8.casts_natively(x),
+        )  # fmt: skip
+    return q, s
+
+
 def _halves(x: Tensor, up: Tensor | None) -> tuple[tuple[Tensor, ...], tuple[None, ...], tuple[int, ...]]:
     """Return (row tensors, placeholder for `ups`, placeholder for its pitch) of a kernel call."""
     return ((x,), (None,), (0,)) if up is None else ((x, up), (), ())
@@ -257,6 +330,14 @@ _gated_activation = register(
     flops=lambda x, bias, form, up=None: math.prod(_shape(x, up)) * _FLOPS_PER_ELEMENT[form][0],
     autograd_formula="gated_activation_backward(grad, x, bias, activation, up) -> x, up, bias",
 )
+_gated_activation_quantized = register(
+    "gated_activation_quantized(Tensor x, Tensor? bias, str activation, Tensor? up, int block,"
+    " ScalarType dtype) -> (Tensor, Tensor)",
+    reference=reference_quantized,
+    triton=launch_quantized,
+    fake=lambda x, bias, form, up, block, dtype: fp8.empty_rows(x, _shape(x, up), block, dtype),
+    flops=lambda x, bias, form, up, block, dtype: math.prod(_shape(x, up)) * _FLOPS_PER_ELEMENT[form][0],
+)
 
 
 @checks.memoized
@@ -277,8 +358,24 @@ def _gated(x: Tensor, up: Tensor | None, bias: Tensor | None, activation: str) -
     return _gated_activation(x, bias, activation, up)
 
 
+@overload
+def swiglu(
+    x: Tensor, up: Tensor | None = None, *, bias: Tensor | None = None, quantize: Literal[False] = False
+) -> Tensor: ...
+
+
+@overload
+def swiglu(
+    x: Tensor, up: Tensor | None = None, *, bias: Tensor | None = None, quantize: Literal[True],
+    block: int = 128, dtype: torch.dtype = fp8.E4M3,
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+
+
 @traced("fastmp.swiglu")
-def swiglu(x: Tensor, up: Tensor | None = None, *, bias: Tensor | None = None) -> Tensor:
+def swiglu(
+    x: Tensor, up: Tensor | None = None, *, bias: Tensor | None = None, quantize: bool = False,
+    block: int = 128, dtype: torch.dtype = fp8.E4M3,
+) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """Return silu(gate) * up, fused. Differentiable once.
 
     Args:
@@ -286,6 +383,9 @@ def swiglu(x: Tensor, up: Tensor | None = None, *, bias: Tensor | None = None) -
             a copy); with `up`, the gate alone (..., F).
         up: (..., F), of the gate's dtype and device, if gate and up come from two GEMMs.
         bias: (2F,), of the same dtype and device, added to [gate | up] first, or None.
+        quantize: return the FP8 numbers and scales that `quantize_rows(swiglu(x), block=block, dtype=dtype)`
+            returns, in one kernel; without a derivative.
+        block, dtype: of the FP8 blocks, as for `quantize_rows`; F must be a multiple of `block`.
 
     Returns:
         A new contiguous tensor (..., F) of x's dtype; under autocast, of the autocast dtype. Arithmetic is in
@@ -302,7 +402,13 @@ def swiglu(x: Tensor, up: Tensor | None = None, *, bias: Tensor | None = None) -
 
     Shazeer, "GLU Variants Improve Transformer", 2020.
     """
-    return _gated(x, up, bias, "silu")
+    if not quantize:
+        return _gated(x, up, bias, "silu")
+    x, up, bias = autocast(x, up, bias)
+    _check("swiglu", x, up, bias)
+    fp8.check_block("swiglu", block, dtype)
+    fp8.check_multiple("swiglu", "F", _shape(x, up)[-1], block)
+    return _gated_activation_quantized(x, bias, "silu", up, block, dtype)
 
 
 @traced("fastmp.geglu")

@@ -5,10 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from every_op_tools import implementation
 
-from fastmp.ops import OPS, bias_gelu, geglu, swiglu
+from fastmp.ops import OPS, bias_gelu, geglu, quantize_rows, swiglu
 from fastmp.ops import gated as module
 from fastmp.ops.core import rowwise as rows
+from fastmp.ops.core.fp8 import E4M3
 
 FORMS = ("silu", "gelu_tanh", "gelu")
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -158,3 +160,19 @@ def test_unknown_form():
 def test_backward_blocks(num_cols, itemsize):
     block_m, block_n = module.backward_block_shape(num_cols, itemsize)
     assert block_m >= 1 and block_m * block_n * itemsize == 2 * 32 * rows.NUM_WARPS * 16
+
+
+@pytest.mark.parametrize("backend", ["c++", pytest.param("triton", marks=pytest.mark.interpret)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_quantized_result_is_the_quantised_result(dtype, backend):
+    """Byte for byte, of one tensor or two, with a bias or without."""
+    x, bias, grad = _inputs((37, 512), dtype)
+    plain, quantized = (implementation(f"gated_activation{end}", backend) for end in ("", "_quantized"))
+    for gates, shift, up, block in ((x, bias, None, 128), (x[:, :256], None, grad, 32)):
+        q, s = quantized(gates, shift, "silu", up, block, E4M3)
+        want, scales = quantize_rows(plain(gates, shift, "silu", up), block=block)
+        assert torch.equal(q.view(torch.uint8), want.view(torch.uint8)) and torch.equal(
+            s.float(), scales.float()
+        )
+    with pytest.raises(ValueError, match=r"swiglu: F must be a multiple of block \(128\), got 100"):
+        swiglu(x[:, :200], quantize=True)

@@ -51,6 +51,7 @@ TWO = Facts(threads=512)  # programs of eight warps
 ROUTER_SUMS = Facts(3, registers=128, barriers=17, lacks=(ATOMICS,))
 # the narrow accesses are those of the scales
 QUANTIZE = Facts(1, 0.5, registers=128, lacks=(ATOMICS,))
+GATED_QUANTIZED = Facts(2, 0.5, exps=1, registers=128, lacks=(ATOMICS,))
 DEQUANTIZE = Facts(0.5, 1, registers=128, lacks=(ATOMICS,))
 QUANTIZE_WEIGHT = Facts(1, 0.5, registers=128, lacks=(ATOMICS,))
 ALONE = Facts(loads=1, stores=1, registers=128, lacks=(r"bar\.sync", r"\.shared"))  # threads exchange nothing
@@ -395,6 +396,7 @@ CASES = {
     ),
     "clamped": _op("clamped_swiglu", *_CLAMPED, GATED),
     "clamped backward": _op("clamped_swiglu_backward", T((8192, 2880)), *_CLAMPED, GATED_BACKWARD),
+    "gated quantized": _op("gated_activation_quantized", *_GATED, "silu", None, 128, E4M3, GATED_QUANTIZED),
     "quantize rows": _op("quantize_rows", T((8192, 4096)), 128, E4M3, QUANTIZE),
     "quantize rows e5m2": _op("quantize_rows", T((8192, 4096)), 128, E5M2, QUANTIZE),
     "quantize rows 32": _op("quantize_rows", T((8192, 4096)), 32, E4M3, QUANTIZE),

@@ -8,10 +8,14 @@ import torch
 import torch.nn.functional as F
 
 from fastmp.ops import geglu, swiglu
+from fastmp.ops.core.fp8 import E4M3, E5M2
 from fastmp.testing.functions import Draw, Function
 
 
 def samples(op: str, dtype: torch.dtype, generator: torch.Generator) -> Iterator[tuple]:
+    if op == "gated_activation_quantized":
+        yield from _quantized(dtype, generator)
+        return
     for rows, width, gap, with_bias, joined in (
         (64, 256, 0, True, True),
         (37, 65, 5, True, True),
@@ -27,6 +31,22 @@ def samples(op: str, dtype: torch.dtype, generator: torch.Generator) -> Iterator
             bias = torch.randn(2 * width, generator=generator).to(dtype) if with_bias else None
             arguments = (x, bias, activation, None if joined else up)
             yield arguments if op == "gated_activation" else (grad, *arguments)
+
+
+def _quantized(dtype: torch.dtype, generator: torch.Generator) -> Iterator[tuple]:
+    for rows, width, gap, with_bias, joined, block, form in (
+        (64, 256, 0, True, True, 128, E4M3),
+        (37, 128, 8, False, True, 128, E5M2),
+        (33, 64, 8, True, False, 32, E4M3),
+        (0, 128, 0, False, True, 128, E4M3),
+    ):
+        for activation in ("silu", "gelu_tanh", "gelu"):
+            x, up = (
+                (torch.randn(rows, columns + gap, generator=generator) * 2).to(dtype)[:, :columns]
+                for columns in ((2 if joined else 1) * width, width)
+            )
+            bias = torch.randn(2 * width, generator=generator).to(dtype) if with_bias else None
+            yield x, bias, activation, None if joined else up, block, form
 
 
 def _halves(x, up, bias):
