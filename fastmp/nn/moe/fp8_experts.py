@@ -81,7 +81,7 @@ class _Fp8Experts(Function):
         rows = quantize_rows(x, block=first.recipe.block)
         h = grouped_mm_fp8(*rows, *first.forward, offsets, out_dtype=x.dtype)
         # 2. The activation, quantised: (M, F). Grouped GEMM: (M, F) -> (M, H).
-        y = quantize_rows(activate(h), block=second.recipe.block)
+        y = _activated(h, activate, spec, second.recipe.block)
         ctx.save_for_backward(*rows, h, offsets)
         return grouped_mm_fp8(*y, *second.forward, offsets, out_dtype=x.dtype)
 
@@ -94,7 +94,7 @@ class _Fp8Experts(Function):
         grad_x = grad_first = grad_second = None
         # 1. dgrad of the second GEMM from the quantised gradient; its wgrad, now or deferred.
         if need_second:
-            y = quantize_rows(ctx.activate(h), block=second.recipe.block)  # once more: the same bytes
+            y = _activated(h, ctx.activate, ctx.spec, second.recipe.block)  # once more: the same bytes
             grad_second = _wgrad(ctx, 1, grad, y, offsets)
         if need_x or need_first:
             dy = grouped_mm_fp8(*second.quantize_grad(grad), *second.dgrad, offsets, out_dtype=ctx.dtype)
@@ -110,6 +110,18 @@ class _Fp8Experts(Function):
             if need_x:
                 grad_x = grouped_mm_fp8(*first.quantize_grad(dh), *first.dgrad, offsets, out_dtype=ctx.dtype)
         return grad_x, grad_first, grad_second, None, None, None, None, None, None
+
+
+def _activated(
+    h: Tensor, activate: Callable[[Tensor], Tensor], spec: ActivationSpec, block: int
+) -> tuple[Tensor, Tensor]:
+    """Return the quantised activation of h, of gated ones in one kernel."""
+    if spec.form is None or not spec.num_gates:
+        return quantize_rows(activate(h), block=block)
+    made: tuple[Tensor, Tensor] = torch.ops.fastmp.gated_activation_quantized(
+        h, None, spec.form, None, block, torch.float8_e4m3fn
+    )
+    return made
 
 
 def _wgrad(
