@@ -20,7 +20,7 @@ FLOATING = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _MAX_PASSED = 4096  # calls a check remembers; sizes that never repeat would fill memory
 
 
-def memoized(check: Callable[..., None]) -> Callable[..., None]:
+def memoized(check: Callable[..., object]) -> Callable[..., None]:
     """Memoize a check: arguments that have passed once cost a single set lookup.
 
     The check may read shapes, dtypes and devices of tensors, nothing else. Under a compiler, and for
