@@ -29,6 +29,7 @@ from benchmarks.measure import (
     extra_bytes,
     in_turn,
     measure_ceilings,
+    multiplied_in,
     name_of,
     num_copies,
     num_rounds,
@@ -170,7 +171,7 @@ def _kernel_rows(item: Item, job: Job) -> Iterator[dict[str, Any]]:
     extra = {b: extra_bytes(some[0], device) for b, some in calls.items()}
     rounds = num_rounds(copies * traffic) if job.on_gpu else 1
     runs = {b: runner(device)(some, rounds) for b, some in calls.items()}
-    floor_ms, floor_of = job.ceilings.floor(traffic, flops, DTYPE)
+    floor_ms, floor_of = job.ceilings.floor(traffic, flops, multiplied_in(op, DTYPE))
     for backend, times in in_turn(runs, 2 if job.tiny else 9).items():
         figures = summarize(times)
         yield {**item.what, "backend": backend, **figures} | {

@@ -163,6 +163,9 @@ def copy_bandwidth(device: str, num_bytes: int = 1 << 30) -> float:
     return 2 * num_bytes / (min(run() for _ in range(9 if on_gpu else 5)) * 1e-3)
 
 
+FP8 = torch.float8_e4m3fn
+
+
 @dataclass(frozen=True)
 class Ceilings:
     """The rates that this machine reaches, measured in this process; floors are made of them."""
@@ -176,6 +179,11 @@ class Ceilings:
         rate = self.gemm_tflops.get(name_of(dtype), math.inf)
         gemm_ms = flops / rate / 1e9
         return (gemm_ms, "matrix products") if gemm_ms > copy_ms else (copy_ms, "copy")
+
+
+def multiplied_in(name: str, dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype whose GEMMs set the roofline of an op or workload that computes in `dtype`."""
+    return FP8 if "_fp8" in name else dtype
 
 
 def name_of(dtype: torch.dtype) -> str:
@@ -193,6 +201,8 @@ def measure_ceilings(
     on_gpu = torch.device(device).type == "cuda"
     copy_bytes = copy_bytes or (1 << 30 if on_gpu else 1 << 28)
     gemm_size = gemm_size or (8192 if on_gpu else 1024)
+    if on_gpu and torch.cuda.get_device_capability(device) >= (8, 9):
+        dtypes = (*dtypes, FP8)
     rates = {name_of(dtype): gemm_rate(device, gemm_size, dtype) / 1e12 for dtype in dtypes}
     return Ceilings(copy_bandwidth(device, copy_bytes) / 1e9, rates)
 
@@ -201,7 +211,11 @@ def gemm_rate(device: str, size: int, dtype: torch.dtype) -> float:
     """Return the FLOP/s of a product of random square matrices, the best of several."""
     a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     on_gpu = torch.device(device).type == "cuda"
-    run = runner(device)([lambda: a @ b], rounds=4 if on_gpu else 1)
+    multiply = lambda: a @ b  # noqa: E731
+    if dtype == FP8:
+        one = torch.ones((), device=device)
+        multiply = lambda: torch._scaled_mm(a, b.t(), one, one, out_dtype=torch.bfloat16)  # noqa: E731
+    run = runner(device)([multiply], rounds=4 if on_gpu else 1)
     return 2 * size**3 / (min(run() for _ in range(9 if on_gpu else 5)) * 1e-3)
 
 

@@ -57,10 +57,11 @@ def counted() -> Iterator[Floor]:
         op, arguments = case(meta(torch.bfloat16), torch.float32)
         entry = OPS[op]
         moved, flops = entry.traffic(*arguments), entry.flops(*arguments) if entry.flops else 0
-        itemsize = 4 if name in WIDE else 2
-        least = (
-            1e6 * max(moved / GPUS[gpu].memory_bandwidth, flops / GPUS[gpu].peak(itemsize)) for gpu in NAMED
-        )
+        itemsize = 1 if "_fp8" in op else 4 if name in WIDE else 2
+        least = []
+        for gpu in map(GPUS.__getitem__, NAMED):
+            peak = gpu.peak(itemsize) or gpu.half  # a GPU without FP8
+            least.append(1e6 * max(moved / gpu.memory_bandwidth, flops / peak))
         yield Floor(name, op, moved, flops, tuple(least))
 
 
@@ -77,8 +78,9 @@ def _committed(folder: Path) -> Iterator[Claim]:
 
 def contradictions(rates: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     """Yield the item of each row whose floor, expected time and share of the floor do not fit together."""
-    flops_per_ms = rates["gemm_tflops"]["bfloat16"] * 1e9
     for row in rows:
+        multiplied = "float8_e4m3fn" if "_fp8" in row["item"] else "bfloat16"
+        flops_per_ms = rates["gemm_tflops"][multiplied] * 1e9
         floor_ms = max(row["bytes"] / (rates["copy_gbs"] * 1e6), row["flops"] / flops_per_ms)
         fits = abs(row["floor_ms"] - floor_ms) <= _ROUNDED * floor_ms
         share = abs(row["of_floor"] - row["floor_ms"] / row["ms"]) <= 2 * _ROUNDED
