@@ -8,6 +8,7 @@
 #include "stable.h"
 
 #include <algorithm>
+#include <tuple>
 #include <vector>
 
 namespace fastmp {
@@ -114,6 +115,9 @@ struct QuantizedRows {
 };
 
 FASTMP_DECLARE(void quantize_rows(const QuantizedRows&);)  // of quantize.cpp
+
+// Returns x in FP8 and its scales, as quantize_rows of fastmp/ops/quantize.py.
+std::tuple<Tensor, Tensor> quantize_rows(const Tensor& x, int64_t block, ScalarType dtype);
 
 }  // namespace fastmp
 

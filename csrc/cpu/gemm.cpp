@@ -224,7 +224,7 @@ void multiply_block(const GemmDesc& gemm, Scratch& scratch) {
     if (!fp8_cols) return unit.pack_columns(static_cast<const T*>(b), gemm.b.outer, gemm.b.term, gemm.cols, gemm.terms, out);
     for (int64_t col = 0; col < gemm.cols; col += kCols) {
       const int64_t here = std::min(kCols, gemm.cols - col);
-      dequantize(gemm.b, first + col, here, gemm.terms, dequantized);
+      dequantize_panel(gemm.b, first + col, here, gemm.terms, dequantized);
       unit.pack_columns(dequantized, gemm.terms, 1, here, gemm.terms, out + col * terms);
     }
   };
@@ -237,7 +237,7 @@ void multiply_block(const GemmDesc& gemm, Scratch& scratch) {
     if (number == 0) {
       const int64_t here = std::min(left, kAll);
       if (fp8_rows) {
-        dequantize(gemm.a, row, here, gemm.terms, dequantized);
+        dequantize_panel(gemm.a, row, here, gemm.terms, dequantized);
         unit.pack_strips(dequantized, gemm.terms, 1, here, gemm.terms, strips);
       } else {
         const T* a = static_cast<const T*>(gemm.a.data) + row * gemm.a.outer;
@@ -300,14 +300,21 @@ void multiply_few(const GemmDesc& gemm, Scratch& scratch) {
   using S = scalar_of<T>;
   constexpr int64_t kRows = 4, kCols = kVectorBytes == 64 ? 4 : 2;  // totals, which fill half of the registers
   const int64_t pitch = (gemm.epilogue == Epilogue::kGate ? 2 : 1) * gemm.cols;
-  S* sums = static_cast<S*>(scratch.get(gemm.rows * pitch * sizeof(S)));
-  const T* a = static_cast<const T*>(gemm.a.data);
-  const auto columns = [&](const void* data, S* into) {
-    const T* b = static_cast<const T*>(data);
+  const bool fp8_rows = gemm.a.scales.data, fp8_cols = gemm.b.scales.data;
+  const int64_t plain = (fp8_rows ? gemm.rows : 0) + (fp8_cols ? kCols : 0);
+  T* dequantized = static_cast<T*>(scratch.get(plain * gemm.terms * sizeof(T) + gemm.rows * pitch * sizeof(S)));
+  T* rows_of_a = dequantized + (fp8_cols ? kCols * gemm.terms : 0);
+  S* sums = reinterpret_cast<S*>(dequantized + plain * gemm.terms);
+  if (fp8_rows) dequantize_panel(gemm.a, 0, gemm.rows, gemm.terms, rows_of_a);
+  const T* a = fp8_rows ? rows_of_a : static_cast<const T*>(gemm.a.data);
+  const int64_t a_outer = fp8_rows ? gemm.terms : gemm.a.outer, b_outer = fp8_cols ? gemm.terms : gemm.b.outer;
+  const auto columns = [&](const void* data, int64_t first, S* into) {
     const auto block = [&](int64_t col, auto width) {
+      if (fp8_cols) dequantize_panel(gemm.b, first + col, width.value, gemm.terms, dequantized);
+      const T* b = fp8_cols ? dequantized : static_cast<const T*>(data) + col * b_outer;
       const auto rows = [&](int64_t row, auto height) {
-        dot_products<L, height.value, width.value>(a + row * gemm.a.outer, gemm.a.outer, b + col * gemm.b.outer,
-                                                   gemm.b.outer, gemm.terms, into + row * pitch + col, pitch);
+        dot_products<L, height.value, width.value>(a + row * a_outer, a_outer, b, b_outer, gemm.terms,
+                                                   into + row * pitch + col, pitch);
       };
       int64_t row = 0;
       for (; row + kRows <= gemm.rows; row += kRows) rows(row, std::integral_constant<int64_t, kRows>{});
@@ -317,8 +324,8 @@ void multiply_few(const GemmDesc& gemm, Scratch& scratch) {
     for (; col + kCols <= gemm.cols; col += kCols) block(col, std::integral_constant<int64_t, kCols>{});
     for (; col < gemm.cols; ++col) block(col, std::integral_constant<int64_t, 1>{});
   };
-  columns(gemm.b.data, sums);
-  if (gemm.epilogue == Epilogue::kGate) columns(gemm.up, sums + gemm.cols);
+  columns(gemm.b.data, 0, sums);
+  if (gemm.epilogue == Epilogue::kGate) columns(gemm.up, gemm.up_offset, sums + gemm.cols);
   finish<T>(gemm, 0, gemm.rows, sums, pitch, gemm.cols);
 }
 
@@ -355,11 +362,10 @@ int64_t terms_at_a_time(const GemmDesc& gemm) {
   return goes_on ? kTerms : std::max<int64_t>(1, gemm.terms);
 }
 
-// Whether reading the right operand takes longer than multiplying it, which can be read in place.
+// Whether reading the right operand takes longer than multiplying it.
 bool few(const GemmDesc& whole) {
   constexpr int64_t kRows = 8;
-  const bool fp8 = whole.a.scales.data || whole.b.scales.data;
-  return !fp8 && whole.rows <= kRows && whole.a.term == 1 && whole.b.term == 1 && whole.epilogue != Epilogue::kAdd;
+  return whole.rows <= kRows && whole.a.term == 1 && whole.b.term == 1 && whole.epilogue != Epilogue::kAdd;
 }
 
 }  // namespace

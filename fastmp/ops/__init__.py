@@ -19,7 +19,7 @@ from fastmp.ops.dropout import bias_dropout_add
 from fastmp.ops.finite import first_not_finite
 from fastmp.ops.gated import geglu, swiglu
 from fastmp.ops.grouped_mm import grouped_mlp_in, grouped_mm
-from fastmp.ops.grouped_mm_fp8 import grouped_mm_fp8
+from fastmp.ops.grouped_mm_fp8 import grouped_mlp_in_fp8, grouped_mm_fp8
 from fastmp.ops.grouped_mm_tiles import grouped_mm_choice
 from fastmp.ops.linear_cross_entropy import linear_cross_entropy
 from fastmp.ops.linear_fp8 import linear_fp8
@@ -66,6 +66,7 @@ __all__ = [
     "first_not_finite",
     "geglu",
     "grouped_mlp_in",
+    "grouped_mlp_in_fp8",
     "grouped_mm",
     "grouped_mm_choice",
     "grouped_mm_fp8",

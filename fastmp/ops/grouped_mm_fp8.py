@@ -12,12 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastmp.ops import gated as gated_activation
 from fastmp.ops import grouped_mm_fp8_launch
-from fastmp.ops.core import checks
+from fastmp.ops.core import checks, fp8
+from fastmp.ops.core._triton import INTERPRETED
 from fastmp.ops.core.registry import can_read_values, compute_dtype, register, without_autocast
 from fastmp.ops.grouped_mm import spans
-from fastmp.ops.linear_fp8 import check_operands, dequantized_weight
-from fastmp.ops.quantize import reference_dequantize
+from fastmp.ops.linear_fp8 import BLOCKS, check_operands, dequantized_weight
+from fastmp.ops.quantize import reference_dequantize, reference_rows
 from fastmp.profiling import traced
 
 
@@ -61,6 +63,49 @@ _grouped_mm_fp8 = register(
     reference=reference,
     fake=_fake,
     triton=launch,
+    flops=_flops,
+)
+
+
+def reference_mlp_in(
+    q: Tensor, s: Tensor, w: Tensor, w_scale: Tensor, offsets: Tensor, form: str, out_dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return form(gate) * up, quantised, its scales, and h = [gate | up]; all from one wide h."""
+    wide = compute_dtype(out_dtype)
+    h = reference(q, s, w, w_scale, offsets, wide)
+    block = q.shape[1] // max(s.shape[1], 1)
+    y = gated_activation.reference(h, None, form)
+    return *reference_rows(y, block, fp8.E4M3), h.to(out_dtype)
+
+
+def _fake_mlp_in(
+    q: Tensor, s: Tensor, w: Tensor, w_scale: Tensor, offsets: Tensor, form: str, out_dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
+    num_rows, num_n = q.shape[0], w.shape[1]
+    block = q.shape[1] // max(s.shape[1], 1)
+    h = q.new_empty(num_rows, num_n, dtype=out_dtype)
+    return *fp8.empty_rows(h, (num_rows, num_n // 2), block, fp8.E4M3), h
+
+
+def launch_mlp_in(
+    q: Tensor, s: Tensor, w: Tensor, w_scale: Tensor, offsets: Tensor, form: str, out_dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
+    if out_dtype == torch.float64:
+        return reference_mlp_in(q, s, w, w_scale, offsets, form, out_dtype)
+    if s.dtype != torch.float32 and not INTERPRETED:
+        # Triton 3.6 fails to compile a loop with two accumulators of dot_scaled: three kernels.
+        wide = launch(q, s, w, w_scale, offsets, torch.float32)
+        y = torch.ops.fastmp.gated_activation(wide, None, form)
+        return *torch.ops.fastmp.quantize_rows(y, BLOCKS[s.dtype], fp8.E4M3), wide.to(out_dtype)
+    return grouped_mm_fp8_launch.launch_mlp_in(q, s, w, w_scale, offsets, form, out_dtype)
+
+
+_grouped_mlp_in_fp8 = register(
+    "grouped_mlp_in_fp8(Tensor q, Tensor s, Tensor w, Tensor w_scale, Tensor offsets, str form,"
+    " ScalarType out_dtype) -> (Tensor, Tensor, Tensor)",
+    reference=reference_mlp_in,
+    fake=_fake_mlp_in,
+    triton=launch_mlp_in,
     flops=_flops,
 )
 
@@ -125,3 +170,52 @@ def grouped_mm_fp8(
     _check("grouped_mm_fp8", q, s, w, w_scale, offsets, out_dtype)
     _check_offsets("grouped_mm_fp8", q, offsets)
     return _grouped_mm_fp8(q, s, w, w_scale, offsets, out_dtype)
+
+
+@checks.memoized
+def _check_mlp_in(w: Tensor, s: Tensor, form: str) -> None:
+    checks.check_choice("grouped_mlp_in_fp8", "form", form, ("silu", "gelu", "gelu_tanh"))
+    block = BLOCKS[s.dtype]
+    odd = "grouped_mlp_in_fp8: gate and up must each have a multiple of block ({}) rows, got w {}"
+    checks.require(w.shape[1] % (2 * block) == 0, odd, block, w.shape)
+
+
+@traced("fastmp.grouped_mlp_in_fp8")
+def grouped_mlp_in_fp8(
+    q: Tensor,
+    s: Tensor,
+    w: Tensor,
+    w_scale: Tensor,
+    offsets: Tensor,
+    *,
+    form: str,
+    out_dtype: torch.dtype = torch.bfloat16,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """First FP8 GEMM of the experts' gated MLPs; the epilogue activates and quantises for the second one.
+
+    Args:
+        q, s, offsets: as for `grouped_mm_fp8`.
+        w, w_scale: (L, 2F, K) and its scales; the rows of w[e] are [gate | up], F a multiple of the block.
+        form: the activation of the gate: "silu", "gelu" (exact) or "gelu_tanh".
+        out_dtype: dtype of h.
+
+    Returns:
+        (y, y_scale, h): y (M, F) float8_e4m3fn and its scales, as `quantize_rows` of form(gate) * up
+        in float32; and the pre-activation h (M, 2F) for the backward pass. Rows after the last offset are
+        zeros.
+
+    Raises:
+        ValueError: as `grouped_mm_fp8`; another form, F not a multiple of the block.
+
+    Example:
+        q, s = quantize_rows(torch.randn(6, 256))
+        w, _, w_scale = quantize_weight(torch.randn(2, 256, 256))  # 2 experts, F = 128
+        offsets = torch.tensor([4, 6], dtype=torch.int32)
+        y, y_scale, h = grouped_mlp_in_fp8(q, s, w, w_scale, offsets, form="silu")  # y (6, 128)
+
+    Shazeer, "GLU Variants Improve Transformer", 2020; DeepSeek-AI, "DeepSeek-V3 Technical Report", 2024.
+    """
+    _check("grouped_mlp_in_fp8", q, s, w, w_scale, offsets, out_dtype)
+    _check_mlp_in(w, s, form)
+    _check_offsets("grouped_mlp_in_fp8", q, offsets)
+    return _grouped_mlp_in_fp8(q, s, w, w_scale, offsets, form, out_dtype)

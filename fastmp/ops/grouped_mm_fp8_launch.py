@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fastmp.ops.core import launcher
+from fastmp.ops.core import fp8, launcher
 from fastmp.ops.core._triton import INTERPRETED, cdiv, check_count
 from fastmp.ops.core.rowwise import vector_width
 from fastmp.ops.core.tma import descriptor, use_tma
@@ -39,32 +39,36 @@ class Fp8GemmDesc(NamedTuple):
     aligned: bool  # q and w begin on 16 bytes
     block: int  # 128 or 32
     e5m2: bool  # q is; else e4m3
+    form: str  # of the activation if gated, else "none"
 
 
 @cache
 def _plan(*fields: Any) -> GemmPlan:
     desc = Fp8GemmDesc(*fields)
     (num_experts, num_n, num_k), (w_jump, w_pitch, _) = desc.w_shape, desc.w_strides
+    gated = desc.form != "none"
+    width = num_n // 2 if gated else num_n
     tma = num_k > 0 and use_tma(desc.arch, 1, desc.aligned, desc.q_pitch, w_jump, w_pitch)
     # 1. The tile.
-    tile = fp8_tiles(desc.row_class, num_n, desc.block)
+    tile = fp8_tiles(desc.row_class, width, desc.block, gated)
     # 2. Sizes and pitches in vectors, which proves their alignment to the compiler.
     w_vector = vector_width(1, num_k, w_jump, w_pitch)
     k_vector = vector_width(1, num_k, desc.q_pitch, w_jump, w_pitch)
-    n_vector = vector_width(1, num_n)
+    n_vector = vector_width(1, width)
     sizes = (
-        num_experts, num_n // n_vector, num_k // k_vector, desc.q_pitch // k_vector, w_jump // w_vector,
+        num_experts, width // n_vector, num_k // k_vector, desc.q_pitch // k_vector, w_jump // w_vector,
         w_pitch // w_vector,
     )  # fmt: skip
     # 3. Constants of the kernel.
     constants = {
+        "FORM": desc.form, "GATED": gated, "NATIVE": not INTERPRETED and desc.arch >= 89,
         "BLOCK": desc.block, "Q_E5M2": desc.e5m2, "INTERPRETED": INTERPRETED, "FLAT": tma, "TMA": tma,
         "N_VECTOR": n_vector, "K_VECTOR": k_vector, "W_VECTOR": w_vector, "BLOCK_E": block_e(num_experts),
         "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k, "GROUP": GROUP,
         "num_warps": tile.num_warps, "num_stages": tile.num_stages,
     }  # fmt: skip
-    programs = tile.programs_per_sm(1, desc.arch)
-    return GemmPlan(tile, cdiv(num_n, tile.block_n), programs, sizes, constants)
+    programs = tile.programs_per_sm(1, desc.arch, gated)
+    return GemmPlan(tile, cdiv(width, tile.block_n), programs, sizes, constants)
 
 
 def _check_architecture(name: str, q: Tensor, block: int) -> None:
@@ -82,21 +86,20 @@ def _bytes(tensor: Tensor) -> Tensor:
     return tensor.view(torch.uint8) if exponents or (INTERPRETED and tensor.itemsize == 1) else tensor
 
 
-def launch(
-    name: str, q: Tensor, s: Tensor, w: Tensor, w_scale: Tensor, offsets: Tensor | None,
-    out_dtype: torch.dtype,
-) -> Tensor:  # fmt: skip
-    """Launch the GEMM of q (M, K) by w (L, N, K); without offsets all rows are the first expert's."""
-    num_rows, (num_experts, num_n, num_k) = q.shape[0], w.shape
-    y = q.new_empty(num_rows, num_n, dtype=out_dtype)
-    if y.numel() == 0:
-        return y
+def _gemm(
+    name: str, q: Tensor, s: Tensor, w: Tensor, w_scale: Tensor, offsets: Tensor | None, form: str,
+    out: tuple[Tensor, Tensor | None, Tensor | None],
+) -> None:  # fmt: skip
+    """Launch the GEMM of q (M, K) by w (L, N, K) into y, and if gated the scales of y, and h."""
+    num_rows, (num_experts, _, num_k) = q.shape[0], w.shape
+    if out[0].numel() == 0:
+        return
     block = 128 if s.dtype == torch.float32 else 32
     _check_architecture(name, q, block)
     (q, q_strides), (w, w_strides) = along_rows(q), along_rows(w)
     tile, tiles, programs, sizes, constants = _plan(  # the fields of Fp8GemmDesc
         row_class(ROW_CLASSES, num_rows, num_experts), tuple(w.shape), w_strides, q_strides[0],
-        architecture(q), aligned(q, w), block, q.dtype == torch.float8_e5m2,
+        architecture(q), aligned(q, w), block, q.dtype == torch.float8_e5m2, form,
     )  # fmt: skip
     check_count(name, "rows", num_rows)
     tiles *= cdiv(num_rows, tile.block_m) + num_experts
@@ -112,7 +115,31 @@ def launch(
     offsets = None if offsets is None else offsets.contiguous()
     launcher.launch(
         grouped_mm_fp8_kernel, programs,
-        (q_map, s, w_map, w_scale, offsets, y, num_rows, s.stride(1), *sizes, s.stride(0), *w_scale.stride()),
+        (
+            q_map, s, w_map, w_scale, offsets, *out, num_rows, s.stride(1), *sizes, s.stride(0),
+            *w_scale.stride(),
+        ),
         constants,
     )  # fmt: skip
+
+
+def launch(
+    name: str, q: Tensor, s: Tensor, w: Tensor, w_scale: Tensor, offsets: Tensor | None,
+    out_dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
+    """Multiply q (M, K) by w (L, N, K); without offsets all rows are the first expert's."""
+    y = q.new_empty(q.shape[0], w.shape[1], dtype=out_dtype)
+    _gemm(name, q, s, w, w_scale, offsets, "none", (y, None, None))
     return y
+
+
+def launch_mlp_in(
+    q: Tensor, s: Tensor, w: Tensor, w_scale: Tensor, offsets: Tensor, form: str, out_dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
+    num_rows, num_n = q.shape[0], w.shape[1]
+    block = 128 if s.dtype == torch.float32 else 32
+    y, y_scale = fp8.empty_rows(q, (num_rows, num_n // 2), block, fp8.E4M3)
+    h = q.new_empty(num_rows, num_n, dtype=out_dtype)
+    out = y.view(torch.uint8), fp8.scale_bytes(y_scale), h
+    _gemm("grouped_mlp_in_fp8", q, s, w, w_scale, offsets, form, out)
+    return y, y_scale, h

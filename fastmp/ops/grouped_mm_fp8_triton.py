@@ -19,6 +19,8 @@ from fastmp.ops.core._triton import (
     limits,
     tl,
 )
+from fastmp.ops.core.fp8 import quantize_tile, store_scales
+from fastmp.ops.gated import activate
 from fastmp.ops.grouped_mm_epilogues import store_parts
 from fastmp.ops.grouped_mm_triton import expert_ends, load_block, load_weight, place_of
 
@@ -63,14 +65,16 @@ def _load_scales(
 
 @jit
 def _multiply(
-    acc, a, b, s, w_scale, rows, end, first_n, first_k, num_n, num_k, s_row, s_pitch, w_scale_n, w_scale_k,
-    BLOCK: tl.constexpr, Q_E5M2: tl.constexpr, INTERPRETED: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
+    acc, a, s, w, w_scale, expert, rows, end, first_n, first_k, num_n, num_k, s_row, s_pitch, w_jump, w_pitch,
+    w_scale_jump, w_scale_n, w_scale_k,
+    BLOCK: tl.constexpr, Q_E5M2: tl.constexpr, INTERPRETED: tl.constexpr, TMA: tl.constexpr,
+    W_VECTOR: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Return acc + a b with the scales of both, for a (BLOCK_M, BLOCK_K) and b (BLOCK_K, BLOCK_N).
-
-    s, w_scale: the scales of all rows, and of this expert's weight.
-    """
+    """Return acc + a b, scaled, for a (BLOCK_M, BLOCK_K) and columns of w[e] from `first_n` on."""
+    b = load_weight(
+        w, expert, first_n, first_k, num_n, num_k, w_jump, w_pitch, TMA, False, W_VECTOR, BLOCK_N, BLOCK_K
+    )
+    w_scale += tl.cast(expert, tl.int64) * w_scale_jump
     if BLOCK == 128:
         # 1. Promotion: the sum over this block of terms, times both scales, is added in FP32. A tile lies in
         # one block of columns.
@@ -98,8 +102,37 @@ def _multiply(
     return acc
 
 
+@jit
+def _store(
+    y, y_scale, h, expert, num_experts, acc, up, rows, end, first_n, width, num_rows,
+    FORM: tl.constexpr, GATED: tl.constexpr, BLOCK: tl.constexpr, NATIVE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Store a tile of y; if GATED a tile of h = [gate | up], and y = form(gate) * up in FP8."""
+    if not GATED:
+        store_parts(
+            y, None, None, expert, num_experts, acc, acc, rows, end, first_n, width, "none", False, False,
+            False, BLOCK_M, BLOCK_N, 1,
+        )  # fmt: skip
+    else:
+        # 1. Store the pre-activation for the backward pass.
+        cols = first_n + tl.arange(0, BLOCK_N)
+        mask = (rows < end)[:, None] & (cols < width)[None, :]
+        wide_rows = rows.to(tl.int64)
+        kept = h + wide_rows[:, None] * 2 * width + cols[None, :]
+        tl.store(kept, acc, mask=mask)
+        tl.store(kept + width, up, mask=mask)
+        # 2. Activate and gate; columns beyond y add nothing to amax.
+        gated = tl.where((cols < width)[None, :], activate(acc, FORM) * up, 0.0)
+        # 3. Quantise the blocks of columns that the tile holds. Rows of other experts have scales elsewhere.
+        values, scales = quantize_tile(gated, BLOCK, False, NATIVE)
+        tl.store(y + wide_rows[:, None] * width + cols[None, :], values, mask=mask)
+        own = tl.where(rows < end, wide_rows, num_rows)
+        store_scales(y_scale, scales, own, first_n, num_rows, width, BLOCK)
+
+
 @limits(
-    n_vectors=MAX_SIZE, k_vectors=MAX_SIZE, num_experts=MAX_EXPERTS, num_rows=MAX_COUNT,
+    n_vectors=MAX_SIZE // 2, k_vectors=MAX_SIZE, num_experts=MAX_EXPERTS, num_rows=MAX_COUNT,
     programs=MAX_WALKING, lengths=MAX_COUNT, tiles=MAX_COUNT, owned=MAX_COUNT, turns=MAX_COUNT,
     group=MAX_SIZE, first_m=MAX_COUNT, first_n=16 * MAX_SIZE,
 )  # fmt: skip
@@ -110,20 +143,26 @@ def grouped_mm_fp8_kernel(
     w,  # (L, N, K) e4m3; matrices w_jump, rows w_pitch vectors apart; or a descriptor
     w_scale,  # (L, N / BLOCK, K / BLOCK), the scales of w
     offsets,  # (L,) int32, where each expert's rows end; None: one expert has all rows
-    y,  # (M, N)
+    y,  # (M, N); if GATED (M, N / 2) bytes of e4m3
+    y_scale,  # (M, N / 2 / BLOCK), M-major, if GATED
+    h,  # (M, N), if GATED
     num_rows, s_pitch, num_experts, n_vectors, k_vectors, q_pitch, w_jump, w_pitch, s_row, w_scale_jump,
     w_scale_n, w_scale_k,
-    BLOCK: tl.constexpr, Q_E5M2: tl.constexpr, INTERPRETED: tl.constexpr, FLAT: tl.constexpr,
-    TMA: tl.constexpr, N_VECTOR: tl.constexpr, K_VECTOR: tl.constexpr, W_VECTOR: tl.constexpr,
-    BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    GROUP: tl.constexpr,
+    FORM: tl.constexpr, GATED: tl.constexpr, NATIVE: tl.constexpr, BLOCK: tl.constexpr, Q_E5M2: tl.constexpr,
+    INTERPRETED: tl.constexpr, FLAT: tl.constexpr, TMA: tl.constexpr, N_VECTOR: tl.constexpr,
+    K_VECTOR: tl.constexpr, W_VECTOR: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """Store y = q w[e]^T, both scaled. Sizes and pitches count vectors, which proves alignment."""
-    num_n, num_k, experts = n_vectors * N_VECTOR, k_vectors * K_VECTOR, tl.arange(0, BLOCK_E)
+    """Store y = q w[e]^T, both scaled; or h, and y = form(gate) * up in FP8.
+
+    n_vectors counts columns of y. Sizes and pitches count vectors, which proves alignment.
+    """
+    width, num_k, experts = n_vectors * N_VECTOR, k_vectors * K_VECTOR, tl.arange(0, BLOCK_E)
+    num_n = 2 * width if GATED else width
     # 1. Rows and tiles of every expert, from the offsets; last_tiles: where its tiles end.
     ends = expert_ends(offsets, experts, num_experts, num_rows, num_rows)
     starts = expert_ends(offsets, experts - 1, num_experts, num_rows, num_rows)
-    tiles_n = tl.cdiv(num_n, BLOCK_N)
+    tiles_n = tl.cdiv(width, BLOCK_N)
     lengths = ends - starts
     tiles = tl.cdiv(lengths, BLOCK_M) * tiles_n
     last_tiles = tl.cumsum(tiles, 0)
@@ -138,6 +177,7 @@ def grouped_mm_fp8_kernel(
         tile, step = pid - programs, steps - 1
         expert, end, first_m, first_n = 0, 0, 0, 0
         acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        up = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
         for _ in range(0, turns):
             step = tl.where(step == steps - 1, 0, step + 1)
             if step == 0:
@@ -148,21 +188,24 @@ def grouped_mm_fp8_kernel(
             first_k = step * BLOCK_K
             rows = first_m + tl.arange(0, BLOCK_M)
             a = q.load([first_m, first_k])
-            b = load_weight(
-                w, expert, first_n, first_k, num_n, num_k, w_jump, w_pitch, TMA, False, W_VECTOR, BLOCK_N,
-                BLOCK_K,
-            )  # fmt: skip
             acc = _multiply(
-                acc, a, b, s, w_scale + tl.cast(expert, tl.int64) * w_scale_jump, rows, end, first_n,
-                first_k, num_n, num_k, s_row, s_pitch, w_scale_n, w_scale_k, BLOCK, Q_E5M2,
-                INTERPRETED, BLOCK_N, BLOCK_K,
+                acc, a, s, w, w_scale, expert, rows, end, first_n, first_k, num_n, num_k, s_row, s_pitch,
+                w_jump, w_pitch, w_scale_jump, w_scale_n, w_scale_k, BLOCK, Q_E5M2, INTERPRETED, TMA,
+                W_VECTOR, BLOCK_N, BLOCK_K,
             )  # fmt: skip
+            if GATED:
+                up = _multiply(
+                    up, a, s, w, w_scale, expert, rows, end, width + first_n, first_k, num_n, num_k, s_row,
+                    s_pitch, w_jump, w_pitch, w_scale_jump, w_scale_n, w_scale_k, BLOCK, Q_E5M2, INTERPRETED,
+                    TMA, W_VECTOR, BLOCK_N, BLOCK_K,
+                )  # fmt: skip
             if step == steps - 1:
-                store_parts(
-                    y, None, None, expert, num_experts, acc, acc, rows, end, first_n, num_n, "none", False,
-                    False, False, BLOCK_M, BLOCK_N, 1,
+                _store(
+                    y, y_scale, h, expert, num_experts, acc, up, rows, end, first_n, width, num_rows, FORM,
+                    GATED, BLOCK, NATIVE, BLOCK_M, BLOCK_N,
                 )  # fmt: skip
                 acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+                up = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
         first_tile = owned + pid
     # 3. One tile after another. With FLAT only tiles of rows of no expert are left, which have no terms.
     for tile in range(first_tile, num_tiles, programs):
@@ -172,6 +215,7 @@ def grouped_mm_fp8_kernel(
         rows = first_m + tl.arange(0, BLOCK_M)
         # 3a. Accumulate over K in steps of BLOCK_K.
         acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        up = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
         if not FLAT:
             for step in range(0, tl.where(expert < num_experts, steps, 0)):
                 first_k = step * BLOCK_K
@@ -180,17 +224,19 @@ def grouped_mm_fp8_kernel(
                 else:
                     ks = first_k + tl.arange(0, BLOCK_K)
                     a = load_block(q, rows[:, None], ks[None, :], end, num_k, q_pitch, K_VECTOR)
-                b = load_weight(
-                    w, expert, first_n, first_k, num_n, num_k, w_jump, w_pitch, TMA, False, W_VECTOR,
-                    BLOCK_N, BLOCK_K,
-                )  # fmt: skip
                 acc = _multiply(
-                    acc, a, b, s, w_scale + tl.cast(expert, tl.int64) * w_scale_jump, rows, end, first_n,
-                    first_k, num_n, num_k, s_row, s_pitch, w_scale_n, w_scale_k, BLOCK, Q_E5M2,
-                    INTERPRETED, BLOCK_N, BLOCK_K,
+                    acc, a, s, w, w_scale, expert, rows, end, first_n, first_k, num_n, num_k, s_row, s_pitch,
+                    w_jump, w_pitch, w_scale_jump, w_scale_n, w_scale_k, BLOCK, Q_E5M2, INTERPRETED, TMA,
+                    W_VECTOR, BLOCK_N, BLOCK_K,
                 )  # fmt: skip
+                if GATED:
+                    up = _multiply(
+                        up, a, s, w, w_scale, expert, rows, end, width + first_n, first_k, num_n, num_k,
+                        s_row, s_pitch, w_jump, w_pitch, w_scale_jump, w_scale_n, w_scale_k, BLOCK, Q_E5M2,
+                        INTERPRETED, TMA, W_VECTOR, BLOCK_N, BLOCK_K,
+                    )  # fmt: skip
         # 3b. Store rows of this expert.
-        store_parts(
-            y, None, None, expert, num_experts, acc, acc, rows, end, first_n, num_n, "none", False, False,
-            False, BLOCK_M, BLOCK_N, 1,
+        _store(
+            y, y_scale, h, expert, num_experts, acc, up, rows, end, first_n, width, num_rows, FORM, GATED,
+            BLOCK, NATIVE, BLOCK_M, BLOCK_N,
         )  # fmt: skip

@@ -89,8 +89,12 @@ def fp8_tiles(rows_per_expert: float, num_columns: int, block: int, gated: bool 
     With blocks of 128 the sum of a step needs registers next to the accumulator: 128 columns fill them.
     Tensor cores that apply scales of 32 terms have 128 rows.
     """
-    few = block == 128 and (rows_per_expert <= 64 or gated)
-    tile = TileConfig(64, 128, 128, 4, 4) if few else TileConfig(128, 128, 128, 8, 4)
+    if block == 128 and gated:
+        tile = TileConfig(64, 128, 128, 8, 4)
+    elif block == 128 and rows_per_expert <= 64:
+        tile = TileConfig(64, 128, 128, 4, 4)
+    else:
+        tile = TileConfig(128, 128, 128, 8, 3 if gated else 4)
     return tile.clamped(num_columns, 1 << 30) if block == 32 else tile
 
 

@@ -145,6 +145,7 @@ _TILE_CLASSES: dict[str, Callable[..., Iterator[tuple]]] = {
     "grouped_mm": _rows_of_experts,
     "grouped_mm_bias": _rows_of_experts,
     "grouped_mlp_in": _rows_of_experts,
+    "grouped_mlp_in_fp8": _fp8_rows_of_experts,
     "grouped_mm_fp8": _fp8_rows_of_experts,
     "linear_fp8": _fp8_rows_of_experts,
     "grouped_mm_wgrad": _terms_of_experts,

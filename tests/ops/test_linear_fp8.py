@@ -9,7 +9,16 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from fastmp.ops import OPS, dequantize_rows, grouped_mm_fp8, linear_fp8, quantize_rows, quantize_weight
+from fastmp.ops import (
+    OPS,
+    dequantize_rows,
+    gated,
+    grouped_mlp_in_fp8,
+    grouped_mm_fp8,
+    linear_fp8,
+    quantize_rows,
+    quantize_weight,
+)
 from fastmp.ops import grouped_mm_fp8_launch as kernels
 from fastmp.ops.core import launcher
 from fastmp.ops.core.fp8 import E4M3, E5M2
@@ -72,6 +81,25 @@ def test_random_offsets_against_float64(seed, block):
 
 
 @BLOCKS
+@pytest.mark.parametrize("form", ["silu", "gelu", "gelu_tanh"])
+def test_mlp_in_is_the_gemm_the_activation_and_the_quantiser(form, block):
+    """h is that of grouped_mm_fp8, and y what quantize_rows makes of the activation in float32."""
+    offsets = torch.tensor([10, 10, 60], dtype=torch.int32)
+    w, _, w_scale = quantize_weight(numbers(3, 4 * block, 2 * block) * 0.1, block=block)
+    operands = (*quantize_rows(numbers(64, 2 * block), block=block), w, w_scale, offsets)
+    with poisoned_memory():
+        y, y_scale, h = grouped_mlp_in_fp8(*operands, form=form)
+    assert h.dtype == torch.bfloat16 and torch.equal(h, grouped_mm_fp8(*operands))
+    wide = grouped_mm_fp8(*operands, out_dtype=torch.float32)
+    want = quantize_rows(gated.reference(wide, None, form), block=block)
+    assert y.dtype == E4M3 and (y_scale.dtype, y_scale.stride()) == (want[1].dtype, want[1].stride())
+    ours, theirs = dequantize_rows(y, y_scale), dequantize_rows(*want)
+    assert (ours != theirs).float().mean() < 1e-3  # a sum near the middle of two FP8 numbers
+    assert relative_error(ours, theirs) < 3e-3
+    assert (y[60:].float() == 0).all() and (y_scale[60:].float() == 1).all()
+
+
+@BLOCKS
 @pytest.mark.parametrize("call", [linear_fp8, grouped_mm_fp8])
 def test_nan_of_a_block_stays_in_its_row_or_its_columns(call, block):
     x, weight = numbers(6, 2 * block), numbers(3 * block, 2 * block)
@@ -102,6 +130,18 @@ def test_triton_equals_reference(op, by_triton):
             want = OPS[op].implementations["reference"](*given)
             assert y.dtype == out_dtype and y.is_contiguous()
             assert relative_error(y, want) <= (1e-6 if out_dtype == torch.float32 else 5e-4)
+
+
+@pytest.mark.interpret
+def test_mlp_in_by_triton_equals_reference(by_triton):
+    for given in samples("grouped_mlp_in_fp8", device="cpu", dtype=torch.float32):
+        with poisoned_memory():
+            results = OPS["grouped_mlp_in_fp8"].implementations["triton"](*given)
+        wanted = OPS["grouped_mlp_in_fp8"].implementations["reference"](*given)
+        assert [t.stride() for t in results] == [t.stride() for t in wanted]
+        assert torch.equal(results[0].view(torch.uint8), wanted[0].view(torch.uint8))
+        assert torch.equal(results[1].float().nan_to_num(-1), wanted[1].float().nan_to_num(-1))
+        assert relative_error(results[2], wanted[2]) <= 1e-6
 
 
 @pytest.mark.interpret
@@ -204,6 +244,18 @@ def test_errors(message):
         del changed["offsets"]
         with pytest.raises(ValueError, match="^linear_fp8: " + re.escape(message)):
             linear_fp8(**changed)
+
+
+@pytest.mark.parametrize(
+    ("message", "change"),
+    [
+        ("form must be", {"form": "relu"}),
+        ("gate and up must each have a multiple of block (128) rows, got w (2, 128, 256)", {}),
+    ],
+)
+def test_errors_of_mlp_in(message, change):
+    with pytest.raises(ValueError, match="^grouped_mlp_in_fp8: .*" + re.escape(message)):
+        grouped_mlp_in_fp8(**arguments() | {"form": "silu"} | change)
 
 
 def test_costs():

@@ -250,15 +250,16 @@ def _wgrad(each, t, wide, *, accumulate, apart=False, narrow=False):
 
 
 @_case
-def _fp8(op, rows, block, t, wide, *, n=N, e5m2=False, apart=False):
+def _fp8(op, rows, block, t, wide, *, n=N, e5m2=False, apart=False, form=None):
     """rows of all experts; apart: rows of q lie where TMA cannot reach them."""
     dtype = E5M2 if e5m2 else E4M3
     experts = () if op == "linear_fp8" else (EXPERTS,)
     q = t(rows, K, dtype=dtype, pitch=K + 8 if apart else None)
     s = q.new_empty_strided((rows, K // block), scale_strides(rows, block), dtype=SCALE[block])
     w, w_scale = t(*experts, n, K, dtype=E4M3), t(*experts, n // block, K // block, dtype=SCALE[block])
-    offsets = (_offsets(t),) if experts else ()
-    return op, (q, s, w, w_scale, *offsets, t().dtype)
+    more = (_offsets(t),) if experts else ()
+    more += (form,) if form else ()
+    return op, (q, s, w, w_scale, *more, t().dtype)
 
 
 #                 experts, k, score, groups, of them open, bias, normalised
@@ -427,6 +428,8 @@ CASES = {
     "fp8 grouped large": _fp8("grouped_mm_fp8", 512 * EXPERTS, 128, PROMOTED),
     "fp8 grouped e5m2": _fp8("grouped_mm_fp8", 512 * EXPERTS, 128, PROMOTED_E5M2, e5m2=True),
     "fp8 grouped apart": _fp8("grouped_mm_fp8", 512 * EXPERTS, 128, PROMOTED, apart=True),
+    "fp8 grouped swiglu": _fp8("grouped_mlp_in_fp8", 512 * EXPERTS, 128, PROMOTED, form="silu"),
+    "fp8 grouped geglu": _fp8("grouped_mlp_in_fp8", 512 * EXPERTS, 128, PROMOTED, form="gelu"),
     "mxfp8 linear": _fp8("linear_fp8", 8192, 32, MXFP8, n=4000),
     "mxfp8 grouped fine": _fp8("grouped_mm_fp8", 48 * EXPERTS, 32, MXFP8),
     "mxfp8 grouped large": _fp8("grouped_mm_fp8", 512 * EXPERTS, 32, MXFP8),

@@ -12,7 +12,7 @@ from fastmp.ops.core.fp8 import E4M3, E5M2
 
 # (rows, rows of a weight, columns of a weight, block, dtype of rows, where experts end)
 _SHAPES = (
-    (500, 128, 128, 128, E4M3, (1, 1, 500)),
+    (800, 128, 128, 128, E4M3, (1, 1, 800)),
     (97, 256, 128, 128, E5M2, (0, 40, 40, 41, 90)),
     (64, 64, 96, 32, E4M3, (64, 64)),
     (28, 128, 256, 128, E4M3, (2, 2, 20)),
@@ -31,6 +31,11 @@ def samples(op: str, dtype: torch.dtype, generator: torch.Generator) -> Iterator
         x, weight = random(rows, k) * 3, random(len(ends), n, k) * k**-0.5
         if rows == 28:
             x[2, 7], weight[0, 3, 5] = torch.inf, torch.nan
+        if op == "grouped_mlp_in_fp8":
+            w, _, w_scale = quantize_weight(random(len(ends), 2 * n, k) * k**-0.5, block=block)
+            form = ("silu", "gelu", "gelu_tanh")[rows % 3]
+            yield *quantize_rows(x, block=block, dtype=row_dtype), w, w_scale, offsets, form, dtype
+            continue
         w, w_t, w_scale = quantize_weight(weight, block=block)
         yield *quantize_rows(x, block=block, dtype=row_dtype), w, w_scale, offsets, dtype
         transposed = w_scale.transpose(-1, -2)
