@@ -208,10 +208,10 @@ def grouped_mlp_in_fp8(
         ValueError: as `grouped_mm_fp8`; another form, F not a multiple of the block.
 
     Example:
-        q, s = quantize_rows(torch.randn(6, 256))
-        w, _, w_scale = quantize_weight(torch.randn(2, 256, 256))  # 2 experts, F = 128
+        q, s = fastmp.ops.quantize_rows(torch.randn(6, 256))
+        w, _, w_scale = fastmp.ops.quantize_weight(torch.randn(2, 256, 256))  # 2 experts, F = 128
         offsets = torch.tensor([4, 6], dtype=torch.int32)
-        y, y_scale, h = grouped_mlp_in_fp8(q, s, w, w_scale, offsets, form="silu")  # y (6, 128)
+        y, y_scale, h = fastmp.ops.grouped_mlp_in_fp8(q, s, w, w_scale, offsets, form="silu")  # y (6, 128)
 
     Shazeer, "GLU Variants Improve Transformer", 2020; DeepSeek-AI, "DeepSeek-V3 Technical Report", 2024.
     """
