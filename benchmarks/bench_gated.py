@@ -113,7 +113,8 @@ GOALS = (
     CpuGoal("geglu", "float32", "both", OURS, 3.5, 2.0),
 )
 SHAPES = dict.fromkeys(
-    ("gated_activation", "gated_activation_backward"), ((8192, 14336), (32768, 768), (32768, 2048))
+    ("gated_activation", "gated_activation_backward", "gated_activation_quantized"),
+    ((8192, 14336), (32768, 768), (32768, 2048)),
 )
 
 
@@ -122,6 +123,8 @@ def arguments(op: str, shape: tuple[int, int], dtype: torch.dtype, device: str, 
     random = normal(dtype, device, seed)
     rows, width = shape
     x = random(rows, 2 * width)
+    if op == "gated_activation_quantized":
+        return x, x[0].clone(), "silu", None, 128, torch.float8_e4m3fn
     grad = random(*shape)
     return (x, x[0].clone(), "silu") if op == "gated_activation" else (grad, x, x[0].clone(), "silu")
 

@@ -60,7 +60,7 @@ WORKLOADS = (
     ),
 )
 GOALS = (CpuGoal("grouped_mm_fp8", "bfloat16", "forward", OURS, 0.75, 0.75, over=IN_BF16),)
-SHAPES = {"grouped_mm_fp8": (*LARGE, *FINE)}
+SHAPES = {"grouped_mm_fp8": (*LARGE, *FINE), "grouped_mlp_in_fp8": (LARGE[3], *FINE)}
 
 
 def arguments(op: str, shape: tuple, dtype: torch.dtype, device: str, seed: int) -> tuple:
@@ -70,7 +70,8 @@ def arguments(op: str, shape: tuple, dtype: torch.dtype, device: str, seed: int)
     q, s = quantize_rows(random(rows, k), block=BLOCK)
     w, _, w_scale = quantize_weight(random(experts, n, k).mul_(k**-0.5), block=BLOCK)
     ends = list(accumulate(sizes_of(experts, rows, routing)))
-    return q, s, w, w_scale, torch.tensor(ends, dtype=torch.int32, device=device), dtype
+    operands = q, s, w, w_scale, torch.tensor(ends, dtype=torch.int32, device=device)
+    return (*operands, "silu", dtype) if op == "grouped_mlp_in_fp8" else (*operands, dtype)
 
 
 def test_grouped_mm_fp8(compare, case, rival, direction):

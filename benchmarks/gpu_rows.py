@@ -46,6 +46,7 @@ PHASES = ("functions", "kernels")
 FIRST = ("grouped_mm", "linear_cross_entropy", "cross_entropy", "norm")
 # By how much outputs may differ, in the 2-norm: from an op's reference, and from a function in plain torch,
 # where routers may break ties in another way. The share of integers that may differ is that of such ties.
+_IN_BLOCKS = ("fp8", "quantize")  # in the names of ops that take whole blocks of 128 elements
 _FROM_REFERENCE, _FROM_TORCH, _TIES = torch.finfo(DTYPE).eps / 2, 0.1, 1e-3
 
 
@@ -95,7 +96,8 @@ def items(phases: Sequence[str] = PHASES, only: Sequence[str] = (), *, tiny: boo
         rank = FIRST.index(family) if family in FIRST else len(FIRST)
         for (phase, name), some in shapes.items():
             if tiny:
-                few = tuple(min(length, 16) for length in some[0]) if phase == "kernels" else tinies[name]
+                least = 256 if any(part in name for part in _IN_BLOCKS) else 16
+                few = tuple(min(length, least) for length in some[0]) if phase == "kernels" else tinies[name]
                 some = () if few is None else (few,)
             found += [
                 ((i > 0, rank, family, PHASES.index(phase), i), Item(phase, family, name, shape))
