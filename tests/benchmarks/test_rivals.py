@@ -26,7 +26,9 @@ def results(work, rival):
         step = case.step(rival)
         return [step().clone() for _ in range(3)]
     direction = "both" if "both" in work.directions else work.directions[0]
-    return [tensor.detach().clone() for tensor in tensors(case.results(rival, direction)())]
+    found = [tensor.detach() for tensor in tensors(case.results(rival, direction)())]
+    narrow = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu)
+    return [tensor.float() if tensor.dtype in narrow else tensor.clone() for tensor in found]
 
 
 QUICK = ("bench_cross_entropy", "bench_grouped_mm", "bench_norm")
