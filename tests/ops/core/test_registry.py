@@ -76,16 +76,25 @@ def test_an_environment_variable_names_who_serves():
     assert backend != "fast" and reason.endswith("; FASTMP_OPS names fast: not known here")
 
 
+NARROW = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu)
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("op", OPS)
 def test_opcheck(op):
-    """On the samples without NaN, which opcheck takes for a difference; traced in float32 only."""
+    """On the samples without NaN, which opcheck takes for a difference; traced in float32 only.
+
+    torch has no arithmetic of FP8 tensors, by which its checks of schemas and traces compare results.
+    """
     reference = OPS[op].implementations["reference"]
     eager = ("test_schema", "test_autograd_registration", "test_faketensor")
     checked = 0
     for dtype, tests in ((torch.float32, (*eager, "test_aot_dispatch_dynamic")), (torch.bfloat16, eager)):
         for arguments in samples(op, device="cpu", dtype=dtype):
-            if all(out.isfinite().all() for out in run(op, reference, arguments)):
+            results = run(op, reference, arguments)
+            if any(isinstance(t, torch.Tensor) and t.dtype in NARROW for t in (*arguments, *results)):
+                tests = ("test_autograd_registration", "test_faketensor")
+            if all(out.float().isfinite().all() for out in results):
                 torch.library.opcheck(OPS[op].overload, arguments, test_utils=tests)
                 checked += 1
     assert checked >= 6
