@@ -21,7 +21,7 @@ from fastmp.ops.activation import gelu, gelu_parts
 from fastmp.ops.core import checks, fp8
 from fastmp.ops.core import rowwise as rows
 from fastmp.ops.core._triton import MAX_SIZE, MAX_STRIP, jit, limits, tl
-from fastmp.ops.core.fp8 import quantize_tile, store_scales
+from fastmp.ops.core.fp8 import group_tile, quantize_tile, store_scales
 from fastmp.ops.core.registry import autocast, compute_dtype, register
 from fastmp.ops.core.rowwise import sum_rows
 from fastmp.profiling import traced
@@ -169,13 +169,7 @@ def gated_quantized_kernel(
 ):  # fmt: skip
     """Compute one tile (BLOCK_M, BLOCK_N) of y = activation(gate) * up in FP8."""
     # 1. Locate the tile, which holds whole groups.
-    num_cols = num_vectors * VECTOR // GROUP * GROUP
-    column_blocks = tl.cdiv(num_cols, BLOCK_N)
-    pid = tl.program_id(0)
-    rows = (pid // column_blocks).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
-    first = (pid % column_blocks) * BLOCK_N
-    cols = first + tl.arange(0, BLOCK_N)
-    mask = (rows < num_rows)[:, None] & (cols < num_cols)[None, :]
+    num_cols, rows, first, cols, mask = group_tile(num_rows, num_vectors, VECTOR, GROUP, BLOCK_M, BLOCK_N)
     # 2. Compute y and round it as the unquantised op does.
     value = _activated_tile(
         gates, ups, bias, rows, cols, mask, num_cols, gate_pitch, up_pitch, JOINED, HAS_BIAS, FORM, COMPUTE,

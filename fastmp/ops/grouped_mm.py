@@ -148,7 +148,7 @@ def _fake_mlp_in(
 # Costs assume that every row belongs to an expert; only the device knows the real number.
 
 
-def _flops(x: Any, w: Any, *_: Any) -> int:
+def grouped_flops(x: Any, w: Any, *_: Any) -> int:
     return 2 * x.shape[0] * w.shape[1] * w.shape[2]
 
 
@@ -179,14 +179,14 @@ register(
     reference=reference,
     fake=lambda x, w, offsets, transposed: x.new_empty(x.shape[0], w.shape[2 if transposed else 1]),
     triton=grouped_mm_launch.launch,
-    flops=_flops,
+    flops=grouped_flops,
 )
 register(
     "grouped_mm_bias(Tensor x, Tensor w, Tensor bias, Tensor offsets, bool transposed) -> Tensor",
     reference=reference_bias,
     fake=lambda x, w, bias, offsets, transposed: x.new_empty(x.shape[0], bias.shape[1]),
     triton=grouped_mm_launch.launch_bias,
-    flops=_flops,
+    flops=grouped_flops,
 )
 register(
     "grouped_mm_wgrad(Tensor grad, Tensor x, Tensor offsets) -> Tensor",
@@ -209,7 +209,7 @@ register(
     reference=reference_mlp_in,
     fake=_fake_mlp_in,
     triton=grouped_mm_launch.launch_mlp_in,
-    flops=_flops,
+    flops=grouped_flops,
     prefers_cuda=_mlp_in_prefers_cuda,
 )
 
@@ -323,6 +323,24 @@ _grouped_mm = Differentiable("grouped_mm", _forward, _setup, _backward)
 _grouped_mlp_in = Differentiable("grouped_mlp_in", _forward_mlp_in, _setup_mlp_in, _backward_mlp_in)
 
 
+def check_offsets(name: str, offsets: Tensor, w: Tensor) -> None:
+    """Check dtype and shape of the ends of the rows of each expert of w (E, N, K)."""
+    int32 = offsets.dtype == torch.int32
+    checks.require(int32, "{}: offsets must be int32, got {}; pass offsets.int()", name, offsets.dtype)
+    ends = "{}: offsets of shape {} do not fit the {} experts of w: expected the end of the rows of each"
+    checks.require(offsets.shape == w.shape[:1], ends, name, offsets.shape, w.shape[0])
+
+
+def check_ends(name: str, offsets: Tensor, **rows: Tensor) -> None:
+    """Check the values of offsets, where the host may read them, against the rows of the operand."""
+    if not can_read_values(offsets):
+        return
+    ((operand, tensor),) = rows.items()
+    ends = [0, *offsets.tolist(), len(tensor)]
+    wrong = "{}: offsets {} must not be negative, fall, or pass the {} rows of {}"
+    checks.require(ends == sorted(ends), wrong, name, ends[1:-1], len(tensor), operand)
+
+
 @checks.memoized
 def _check(name: str, x: Tensor, w: Tensor, offsets: Tensor, columns: int, main_grad: Tensor | None) -> None:
     def require(condition: bool, message: str, *values: Any) -> None:
@@ -336,10 +354,7 @@ def _check(name: str, x: Tensor, w: Tensor, offsets: Tensor, columns: int, main_
     require(shape[1] == weight[columns], misfit, shape, weight, shape[1], columns)
     checks.check_same(name, x=x, w=w)
     checks.check_main_grad(name, main_grad, w=w)
-    require(offsets.dtype == torch.int32, "offsets must be int32, got {}; pass offsets.int()", offsets.dtype)
-    fits = offsets.shape == weight[:1]
-    ends = "offsets of shape {} do not fit the {} experts of w: expected the end of the rows of each"
-    require(fits, ends, offsets.shape, weight[0])
+    check_offsets(name, offsets, w)
     checks.check_same_device(name, x=x, offsets=offsets)
 
 
@@ -368,14 +383,10 @@ def _check_rows(name: str, x: Tensor, w: Tensor, offsets: Tensor, sizes: Sequenc
         within = all(size >= 0 for size in sizes) and sum(sizes) <= num_rows
         wrong = "sizes {} must not be negative, nor sum to more than the {} rows of x"
         require(within, wrong, list(sizes), num_rows)
-    if not can_read_values(offsets):
-        return
-    num_rows, ends = x.shape[0], [0, *offsets.tolist()]
-    rising = all(start <= end for start, end in pairwise(ends)) and ends[-1] <= num_rows
-    require(rising, "offsets {} must not be negative, fall, or pass the {} rows of x", ends[1:], num_rows)
-    if sizes is not None:
-        same = list(accumulate(sizes)) == ends[1:]
-        require(same, "sizes {} do not add up to offsets {}", list(sizes), ends[1:])
+    check_ends(name, offsets, x=x)
+    if sizes is not None and can_read_values(offsets):
+        ends = offsets.tolist()
+        require(list(accumulate(sizes)) == ends, "sizes {} do not add up to offsets {}", list(sizes), ends)
 
 
 def _sizes_of_a_loop(sizes: Sequence[int] | None, x: Tensor, w: Tensor) -> tuple[int, ...] | None:

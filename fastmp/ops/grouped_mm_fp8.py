@@ -7,8 +7,6 @@ of `linear_fp8`. M rows, L experts, N x K the weight of one.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -16,9 +14,9 @@ from fastmp.ops import gated as gated_activation
 from fastmp.ops import grouped_mm_fp8_launch
 from fastmp.ops.core import checks, fp8
 from fastmp.ops.core._triton import INTERPRETED
-from fastmp.ops.core.registry import can_read_values, compute_dtype, register, without_autocast
-from fastmp.ops.grouped_mm import spans
-from fastmp.ops.linear_fp8 import BLOCKS, check_operands, dequantized_weight
+from fastmp.ops.core.registry import compute_dtype, register, without_autocast
+from fastmp.ops.grouped_mm import check_ends, check_offsets, grouped_flops, spans
+from fastmp.ops.linear_fp8 import check_operands, dequantized_weight
 from fastmp.ops.quantize import reference_dequantize, reference_rows
 from fastmp.profiling import traced
 
@@ -44,11 +42,6 @@ def _fake(
     return q.new_empty(q.shape[0], w.shape[1], dtype=out_dtype)
 
 
-# Assumes that every row belongs to an expert; only the device knows the real number.
-def _flops(q: Any, s: Any, w: Any, *_: Any) -> int:
-    return 2 * q.shape[0] * w.shape[1] * w.shape[2]
-
-
 def launch(
     q: Tensor, s: Tensor, w: Tensor, w_scale: Tensor, offsets: Tensor, out_dtype: torch.dtype
 ) -> Tensor:
@@ -63,7 +56,7 @@ _grouped_mm_fp8 = register(
     reference=reference,
     fake=_fake,
     triton=launch,
-    flops=_flops,
+    flops=lambda q, s, w, *rest: grouped_flops(q, w),
 )
 
 
@@ -96,7 +89,7 @@ def launch_mlp_in(
         # Triton 3.6 fails to compile a loop with two accumulators of dot_scaled: three kernels.
         wide = launch(q, s, w, w_scale, offsets, torch.float32)
         y = torch.ops.fastmp.gated_activation(wide, None, form)
-        return *torch.ops.fastmp.quantize_rows(y, BLOCKS[s.dtype], fp8.E4M3), wide.to(out_dtype)
+        return *torch.ops.fastmp.quantize_rows(y, fp8.BLOCKS[s.dtype], fp8.E4M3), wide.to(out_dtype)
     return grouped_mm_fp8_launch.launch_mlp_in(q, s, w, w_scale, offsets, form, out_dtype)
 
 
@@ -106,7 +99,7 @@ _grouped_mlp_in_fp8 = register(
     reference=reference_mlp_in,
     fake=_fake_mlp_in,
     triton=launch_mlp_in,
-    flops=_flops,
+    flops=lambda q, s, w, *rest: grouped_flops(q, w),
 )
 
 
@@ -114,22 +107,9 @@ _grouped_mlp_in_fp8 = register(
 def _check(
     name: str, q: Tensor, s: Tensor, w: Tensor, w_scale: Tensor, offsets: Tensor, out_dtype: torch.dtype
 ) -> None:
-    def require(condition: bool, message: str, *values: Any) -> None:
-        checks.require(condition, f"{name}: " + message, *values)
-
     check_operands(name, q, s, w, w_scale, out_dtype, True)
-    require(offsets.dtype == torch.int32, "offsets must be int32, got {}; pass offsets.int()", offsets.dtype)
-    ends = "offsets of shape {} do not fit the {} experts of w: expected the end of the rows of each"
-    require(offsets.shape == w.shape[:1], ends, offsets.shape, w.shape[0])
+    check_offsets(name, offsets, w)
     checks.check_same_device(name, q=q, offsets=offsets)
-
-
-def _check_offsets(name: str, q: Tensor, offsets: Tensor) -> None:
-    """Check the values of offsets where the host may read them."""
-    if can_read_values(offsets):
-        ends = [0, *offsets.tolist(), q.shape[0]]
-        message = f"{name}: offsets {{}} must not be negative, fall, or pass the {{}} rows of q"
-        checks.require(ends == sorted(ends), message, ends[1:-1], q.shape[0])
 
 
 @traced("fastmp.grouped_mm_fp8")
@@ -168,14 +148,14 @@ def grouped_mm_fp8(
     Zhao et al., "DeepGEMM: clean and efficient FP8 GEMM kernels", 2025.
     """
     _check("grouped_mm_fp8", q, s, w, w_scale, offsets, out_dtype)
-    _check_offsets("grouped_mm_fp8", q, offsets)
+    check_ends("grouped_mm_fp8", offsets, q=q)
     return _grouped_mm_fp8(q, s, w, w_scale, offsets, out_dtype)
 
 
 @checks.memoized
 def _check_mlp_in(w: Tensor, s: Tensor, form: str) -> None:
     checks.check_choice("grouped_mlp_in_fp8", "form", form, ("silu", "gelu", "gelu_tanh"))
-    block = BLOCKS[s.dtype]
+    block = fp8.BLOCKS[s.dtype]
     odd = "grouped_mlp_in_fp8: gate and up must each have a multiple of block ({}) rows, got w {}"
     checks.require(w.shape[1] % (2 * block) == 0, odd, block, w.shape)
 
@@ -217,5 +197,5 @@ def grouped_mlp_in_fp8(
     """
     _check("grouped_mlp_in_fp8", q, s, w, w_scale, offsets, out_dtype)
     _check_mlp_in(w, s, form)
-    _check_offsets("grouped_mlp_in_fp8", q, offsets)
+    check_ends("grouped_mlp_in_fp8", offsets, q=q)
     return _grouped_mlp_in_fp8(q, s, w, w_scale, offsets, form, out_dtype)

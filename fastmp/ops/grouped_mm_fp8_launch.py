@@ -94,7 +94,7 @@ def _gemm(
     num_rows, (num_experts, _, num_k) = q.shape[0], w.shape
     if out[0].numel() == 0:
         return
-    block = 128 if s.dtype == torch.float32 else 32
+    block = fp8.BLOCKS[s.dtype]
     _check_architecture(name, q, block)
     (q, q_strides), (w, w_strides) = along_rows(q), along_rows(w)
     tile, tiles, programs, sizes, constants = _plan(  # the fields of Fp8GemmDesc
@@ -137,7 +137,7 @@ def launch_mlp_in(
     q: Tensor, s: Tensor, w: Tensor, w_scale: Tensor, offsets: Tensor, form: str, out_dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
     num_rows, num_n = q.shape[0], w.shape[1]
-    block = 128 if s.dtype == torch.float32 else 32
+    block = fp8.BLOCKS[s.dtype]
     y, y_scale = fp8.empty_rows(q, (num_rows, num_n // 2), block, fp8.E4M3)
     h = q.new_empty(num_rows, num_n, dtype=out_dtype)
     out = y.view(torch.uint8), fp8.scale_bytes(y_scale), h

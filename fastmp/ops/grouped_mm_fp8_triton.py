@@ -19,36 +19,10 @@ from fastmp.ops.core._triton import (
     limits,
     tl,
 )
-from fastmp.ops.core.fp8 import quantize_tile, store_scales
+from fastmp.ops.core.fp8 import fp8_values, quantize_tile, scale_values, store_scales
 from fastmp.ops.gated import activate
 from fastmp.ops.grouped_mm_epilogues import store_parts
 from fastmp.ops.grouped_mm_triton import expert_ends, load_block, load_weight, place_of
-
-
-@jit
-def decode_fp8(block, E5M2: tl.constexpr):
-    """Return bytes of e4m3 or e5m2 numbers as float32, exactly; for the interpreter."""
-    MANTISSA: tl.constexpr = 2 if E5M2 else 3
-    REBIAS: tl.constexpr = (127 - 15 if E5M2 else 127 - 7) << 23
-    bits = block.to(tl.uint32)
-    magnitude = (bits & 0x7F) << (23 - MANTISSA)
-    normal = (magnitude + REBIAS).to(tl.float32, bitcast=True)
-    # a subnormal number is the excess over the least normal one
-    least = tl.full(magnitude.shape, REBIAS + (1 << 23), tl.uint32)
-    excess = (magnitude + least).to(tl.float32, bitcast=True) - least.to(tl.float32, bitcast=True)
-    value = tl.where(magnitude < (1 << 23), excess, normal)
-    SPECIAL: tl.constexpr = 0x1F << 23 if E5M2 else 0x7F << 20
-    special = (magnitude | 0x7F800000).to(tl.float32, bitcast=True)
-    value = tl.where(magnitude >= SPECIAL, special, value)
-    return tl.where((bits & 0x80) != 0, -value, value)
-
-
-@jit
-def decode_e8m0(exponents):
-    """Return 2^(exponent - 127) in float32: 0 stands for the subnormal 2^-127, 255 for NaN."""
-    bits = exponents.to(tl.uint32) << 23
-    bits = tl.where(exponents == 0, 0x400000, tl.where(exponents == 255, 0x7FC00000, bits)).to(tl.uint32)
-    return bits.to(tl.float32, bitcast=True)
 
 
 @jit
@@ -82,7 +56,7 @@ def _multiply(
         row_scale = tl.load(s + rows.to(tl.int64) * s_row + step * s_pitch, mask=rows < end, other=0.0)
         scale = tl.load(w_scale + tl.cast(first_n // BLOCK, tl.int64) * w_scale_n + step * w_scale_k)
         if INTERPRETED:
-            a, b = decode_fp8(a, Q_E5M2), decode_fp8(b, False)
+            a, b = fp8_values(a, Q_E5M2), fp8_values(b, False)
         acc += tl.dot(a, b, input_precision="ieee") * (row_scale * scale)[:, None]
     else:
         # 2. MXFP8: the tensor cores take an exponent for each 32 terms.
@@ -93,8 +67,8 @@ def _multiply(
             w_scale, ns, first_k, num_n, num_k, w_scale_n, w_scale_k, BLOCK, BLOCK, EACH, BLOCK_K
         )
         if INTERPRETED:
-            a = decode_fp8(a, Q_E5M2) * decode_e8m0(row_scales)
-            b = decode_fp8(b, False) * decode_e8m0(scales).T
+            a = fp8_values(a, Q_E5M2) * scale_values(row_scales)
+            b = fp8_values(b, False) * scale_values(scales).T
             acc = tl.dot(a, b, acc, input_precision="ieee")
         else:
             FORMAT: tl.constexpr = "e5m2" if Q_E5M2 else "e4m3"

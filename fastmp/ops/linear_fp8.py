@@ -24,7 +24,6 @@ from fastmp.ops.core.registry import compute_dtype, register, without_autocast
 from fastmp.ops.quantize import reference_dequantize
 from fastmp.profiling import traced
 
-BLOCKS = {dtype: block for block, dtype in fp8.SCALE.items()}  # by the dtype of the scale
 ROW_DTYPES = (fp8.E4M3, fp8.E5M2)
 
 
@@ -72,13 +71,15 @@ def check_operands(
 
     require(q.dtype in ROW_DTYPES, "q must have one of the dtypes {}, got {}", ROW_DTYPES, q.dtype)
     require(w.dtype == ROW_DTYPES[0], "w must be {}, got {}", ROW_DTYPES[0], w.dtype)
-    require(s.dtype in BLOCKS, "s must be float32 (block 128) or float8_e8m0fnu (block 32), got {}", s.dtype)
+    require(
+        s.dtype in fp8.BLOCKS, "s must be float32 (block 128) or float8_e8m0fnu (block 32), got {}", s.dtype
+    )
     require(w_scale.dtype == s.dtype, "s is {} but w_scale is {}", s.dtype, w_scale.dtype)
     require(out_dtype in checks.FLOATING, "out_dtype must be one of {}, got {}", checks.FLOATING, out_dtype)
     layout = "(L, N, K)" if experts else "(N, K)"
     require(q.dim() == 2, "q must be (M, K), got shape {}", q.shape)
     require(w.dim() == 2 + experts, f"w must be {layout}, got shape {{}}", w.shape)
-    block = BLOCKS[s.dtype]
+    block = fp8.BLOCKS[s.dtype]
     (num_rows, k), (*lead, n, w_k) = q.shape, w.shape
     require(w_k == k, "q {} does not fit w {}: expected {} in the last dimension of w", q.shape, w.shape, k)
     for dimension, size in (("K", k), ("N", n)):

@@ -21,6 +21,7 @@ from fastmp.ops.core.fp8 import (
     block_factors,
     fp8_bytes,
     fp8_values,
+    group_tile,
     quantize_tile,
     scale_values,
     store_scales,
@@ -93,15 +94,9 @@ def quantize_rows_kernel(
     GROUP: tl.constexpr, E5M2: tl.constexpr, NATIVE: tl.constexpr, COMPUTE: tl.constexpr,
     VECTOR: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Quantise one tile (BLOCK_M, BLOCK_N), which holds whole blocks; x_pitch counts vectors of VECTOR."""
-    # 1. Locate the tile; rows are whole groups, which proves their alignment to the compiler.
-    num_cols = num_vectors * VECTOR // GROUP * GROUP
-    column_blocks = tl.cdiv(num_cols, BLOCK_N)
-    pid = tl.program_id(0)
-    rows = (pid // column_blocks).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
-    first = (pid % column_blocks) * BLOCK_N
-    cols = first + tl.arange(0, BLOCK_N)
-    mask = (rows < num_rows)[:, None] & (cols < num_cols)[None, :]
+    """Quantise one tile (BLOCK_M, BLOCK_N) of whole blocks."""
+    # 1. Locate the tile.
+    num_cols, rows, first, cols, mask = group_tile(num_rows, num_vectors, VECTOR, GROUP, BLOCK_M, BLOCK_N)
     # 2. Load, quantise, store.
     v = tl.load(x + rows[:, None] * x_pitch * VECTOR + cols[None, :], mask=mask, other=0.0)
     values, scales = quantize_tile(v.to(tl.float32), GROUP, E5M2, NATIVE)
@@ -121,15 +116,9 @@ def dequantize_rows_kernel(
 ):  # fmt: skip
     """Compute one tile (BLOCK_M, BLOCK_N) of x = q * s."""
     # 1. Locate the tile, load bytes and scales.
-    num_cols = num_vectors * VECTOR // GROUP * GROUP
-    column_blocks = tl.cdiv(num_cols, BLOCK_N)
-    pid = tl.program_id(0)
-    rows = (pid // column_blocks).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
-    first = (pid % column_blocks) * BLOCK_N
-    cols = first + tl.arange(0, BLOCK_N)
+    num_cols, rows, first, cols, mask = group_tile(num_rows, num_vectors, VECTOR, GROUP, BLOCK_M, BLOCK_N)
     groups = (first // GROUP + tl.arange(0, BLOCK_N // GROUP)).to(tl.int64)
     live = rows < num_rows
-    mask = live[:, None] & (cols < num_cols)[None, :]
     b = tl.load(q + rows[:, None] * q_pitch * VECTOR + cols[None, :], mask=mask, other=0)
     at = rows[:, None] * s_row + groups[None, :] * s_pitch
     scales = scale_values(tl.load(s + at, mask=live[:, None] & (groups * GROUP < num_cols)[None, :], other=0))

@@ -21,6 +21,7 @@ from fastmp.ops.core._triton import INTERPRETED, jit, tl
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 LARGEST = {E4M3: 448.0, E5M2: 57344.0}  # both are 1.75 times a power of two
 SCALE = {128: torch.float32, 32: torch.float8_e8m0fnu}  # dtype of the scales, by size of block
+BLOCKS = {dtype: block for block, dtype in SCALE.items()}
 _LEAST = {128: -149, 32: -127}  # exponent of the smallest scale
 _NAN = 0x7F  # a NaN byte of both formats
 
@@ -45,7 +46,7 @@ def check_multiple(op: str, name: str, size: int, block: int) -> None:
 
 def block_of(op: str, columns: int, s: Tensor) -> int:
     """Return the size of the blocks of `columns` columns that have the scales `s` (rows, columns / block)."""
-    block = {scale: block for block, scale in SCALE.items()}.get(s.dtype)
+    block = BLOCKS.get(s.dtype)
     if s.dtype == torch.float64:  # a copy of either, for comparisons
         block = columns // max(s.shape[-1], 1)
     allowed = tuple(SCALE.values())
@@ -198,6 +199,24 @@ def block_factors(amax, BLOCK: tl.constexpr, E5M2: tl.constexpr):
         return first, second, tl.where(finite, power_of_two_(e), float("nan"))
     else:
         return first, second, tl.where(finite, e + 127, 255).to(tl.uint8)
+
+
+@jit
+def group_tile(
+    num_rows, num_vectors,
+    VECTOR: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Return columns, rows (int64), first column and columns of this program's tile of whole groups, a mask.
+
+    Columns are counted as whole groups, which proves their alignment to the compiler.
+    """
+    num_cols = num_vectors * VECTOR // GROUP * GROUP
+    column_blocks = tl.cdiv(num_cols, BLOCK_N)
+    pid = tl.program_id(0)
+    rows = (pid // column_blocks).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    first = (pid % column_blocks) * BLOCK_N
+    cols = first + tl.arange(0, BLOCK_N)
+    return num_cols, rows, first, cols, (rows < num_rows)[:, None] & (cols < num_cols)[None, :]
 
 
 @jit
