@@ -14,7 +14,7 @@ T tokens (all leading dims), I this rank's inputs, O this rank's outputs.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -31,18 +31,18 @@ from fastmp.distributed.collectives import (
     reduce_scatter,
 )
 from fastmp.ops import dequantize_rows, linear_fp8, quantize_rows, quantize_weight
-from fastmp.ops.core import checks
+from fastmp.ops.core.fp8 import E4M3, E5M2
 from fastmp.ops.core.registry import autocast
-from fastmp.ops.wgrad import deferral, kept_operands, leaf_of, main_grad_of, weight_grad
+from fastmp.ops.wgrad import kept_operands, weight_grad
 from fastmp.tensor_parallel.attributes import HookTraits, mark_hook
+from fastmp.tensor_parallel.linear import gradient_of
 
 __all__ = [
     "GRAD_DTYPES", "QuantizedWeight", "block_of", "fp8_all_to_all", "fp8_linear", "native_block",
-    "refresh_before_forward",
+    "quantized", "quantized_parameters",
 ]  # fmt: skip
 
-GRAD_DTYPES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
-Defer = Callable[[Callable[[], Tensor | None]], None]
+GRAD_DTYPES = {"e4m3": E4M3, "e5m2": E5M2}
 
 
 def native_block(device: torch.device | str | None) -> int:
@@ -93,15 +93,12 @@ class QuantizedWeight:
         if seen == self._seen:
             return
         made = quantize_weight(weight.detach(), block=self.recipe.block)
-        if (
-            self._made is None
-            or self._made[0].shape != made[0].shape
-            or self._made[0].device != made[0].device
-        ):
+        old = self._made
+        if old is None or (old[0].shape, old[0].device) != (weight.shape, weight.device):
             self._made = made
         else:
-            for old, new in zip(self._made, made, strict=True):
-                old.copy_(new)
+            for copy, new in zip(old, made, strict=True):
+                copy.copy_(new)
         self._seen = seen
 
     @property
@@ -146,12 +143,19 @@ class _Refresh:
             copies[name].refresh(getattr(module, name))
 
 
-def refresh_before_forward(module: nn.Module, *names: str) -> None:
-    """Quantise the parameters `names` of a module with a dict `fp8` before its forwards.
+def quantized(module: nn.Module, recipe: Fp8Recipe, *names: str) -> dict[str, QuantizedWeight]:
+    """Return copies of the parameters `names`, the dict `fp8` of a module, refreshed before its forwards.
 
     CUDA graphs of layers call the hook next to a replay; a full-iteration graph contains it.
     """
     module.register_forward_pre_hook(mark_hook(_Refresh(names), HookTraits(replayed=True, in_step=True)))
+    return {name: QuantizedWeight(recipe) for name in names}
+
+
+def quantized_parameters(modules: Iterable[nn.Module]) -> list[nn.Parameter]:
+    """Return the parameters inside `modules` that have FP8 copies."""
+    inside = (module for root in modules for module in root.modules())
+    return [getattr(module, name) for module in inside for name in getattr(module, "fp8", None) or ()]
 
 
 @torch.compiler.disable(reason="FP8 copies of weights are no tensors of the graph")
@@ -184,16 +188,14 @@ def fp8_linear(
         fp8_linear(torch.randn(4, 256), weight, None, fp8).sum().backward()
     """
     (x,) = autocast(x)
-    main_grad, defer = main_grad_of(weight), deferral(weight)
-    checks.check_main_grad("fp8_linear", main_grad, weight=weight)
-    narrow = weight if defer is None else leaf_of(weight)
+    leaf, main_grad, defer = gradient_of("fp8_linear", weight, weight)
     group = None if group_size(group) == 1 else group
     gathers = group is not None and sequence_parallel
     # Quantise this rank's rows; while layers run again for backward, their copy is all that is needed.
     x_TI = x.reshape(-1, x.shape[-1])
     rows = quantize_rows(x_TI.detach(), block=fp8.recipe.block)
     x_TI, kept = kept_operands(x_TI, *rows)
-    y = _Fp8Linear.apply(x_TI, *rows, narrow, bias, fp8, group, gathers, kept, main_grad, defer)
+    y = _Fp8Linear.apply(x_TI, *rows, leaf, bias, fp8, group, gathers, kept, main_grad, defer)
     lead = (len(x) * group_size(group), *x.shape[1:-1]) if gathers else x.shape[:-1]
     return y.view(*lead, y.shape[1])
 

@@ -40,7 +40,7 @@ from fastmp.distributed.collectives import (
 from fastmp.distributed.rng import RngTracker
 from fastmp.ops.wgrad import linear
 from fastmp.tensor_parallel.attributes import ParallelAttributes, local_shard
-from fastmp.tensor_parallel.fp8_linear import QuantizedWeight, fp8_linear, refresh_before_forward
+from fastmp.tensor_parallel.fp8_linear import QuantizedWeight, fp8_linear, quantized
 from fastmp.tensor_parallel.linear import column_linear, row_linear_scattered
 
 __all__ = [
@@ -279,8 +279,7 @@ class _ParallelLinear(ParallelModule):
             raise ValueError(
                 f"{type(self).__name__}: {wrong} of this rank's shard; change the sizes or block"
             )
-        self.fp8 = {"weight": QuantizedWeight(recipe)}
-        refresh_before_forward(self, "weight")
+        self.fp8 = quantized(self, recipe, "weight")
 
     @classmethod
     def from_linear(

@@ -29,7 +29,7 @@ from fastmp.ops.core.registry import autocast
 from fastmp.ops.wgrad import deferral, kept_operands, leaf_of, linear, main_grad_of, weight_grad
 from fastmp.tensor_parallel.fused_linear import gather_matmul, is_fused, matmul_scatter
 
-__all__ = ["column_linear", "parallel_logits", "row_linear_scattered"]
+__all__ = ["column_linear", "gradient_of", "parallel_logits", "row_linear_scattered"]
 
 Defer = Callable[[Callable[[], torch.Tensor | None]], None]
 
@@ -81,7 +81,7 @@ def column_linear(
     # Autocast does not apply inside the backward of a Function: cast outside it.
     x, narrow, bias = autocast(x, weight, bias)
     fused = sequence_parallel and is_fused(x, narrow, group, overlap_rows, gathers=True)
-    narrow, main_grad, defer = _gradient_of("column_linear", weight, narrow)
+    narrow, main_grad, defer = gradient_of("column_linear", weight, narrow)
     return _ColumnLinear.apply(x, narrow, bias, group, sequence_parallel, fused, main_grad, defer)
 
 
@@ -99,12 +99,12 @@ def row_linear_scattered(
     cast, narrow = autocast(x, weight)
     if not is_fused(cast, narrow, group, overlap_rows, gathers=False):
         return reduce_scatter_sequence(linear(x, weight), group)
-    narrow, main_grad, defer = _gradient_of("row_linear", weight, narrow)
+    narrow, main_grad, defer = gradient_of("row_linear", weight, narrow)
     cast, kept = kept_operands(cast, cast, narrow)
     return _FusedRowLinear.apply(cast, narrow, group, kept, main_grad, defer)
 
 
-def _gradient_of(
+def gradient_of(
     name: str, weight: torch.Tensor, narrow: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor | None, Defer | None]:
     """Return the weight for a Function (`narrow`: after autocast), its main_grad, and how to defer wgrad."""

@@ -28,7 +28,7 @@ from fastmp.nn.placement import Placement
 from fastmp.ops import grouped_mlp_in, grouped_mm
 from fastmp.ops.wgrad import linear
 from fastmp.tensor_parallel.attributes import ParallelAttributes, local_shard
-from fastmp.tensor_parallel.fp8_linear import QuantizedWeight, refresh_before_forward
+from fastmp.tensor_parallel.fp8_linear import QuantizedWeight, quantized
 from fastmp.tensor_parallel.layers import ParallelModule
 
 __all__ = ["GroupedExperts", "SharedExperts"]
@@ -95,8 +95,7 @@ class GroupedExperts(ParallelModule):
         _, hidden, ffn = self.fc2.shape
         if wrong := recipe.misfit({"hidden_size": hidden, "expert_ffn_hidden_size": ffn}):
             raise ValueError(f"GroupedExperts: {wrong} of this rank's experts; change the sizes or block")
-        self.fp8 = {name: QuantizedWeight(recipe) for name in ("fc1", "fc2")}
-        refresh_before_forward(self, "fc1", "fc2")
+        self.fp8 = quantized(self, recipe, "fc1", "fc2")
 
     def _marks(self) -> dict[str, ParallelAttributes]:
         return {

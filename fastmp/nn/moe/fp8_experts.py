@@ -24,11 +24,11 @@ from torch.autograd.function import Function, once_differentiable
 from fastmp.config import ActivationSpec
 from fastmp.nn.moe.dispatchers.dispatcher import no_compile
 from fastmp.ops import dequantize_rows, grouped_mm_fp8, quantize_rows
-from fastmp.ops.core import checks
+from fastmp.ops.core.fp8 import E4M3
 from fastmp.ops.core.registry import autocast
 from fastmp.ops.grouped_mm import activation_backward, weight_gradient
-from fastmp.ops.wgrad import deferral, leaf_of, main_grad_of
 from fastmp.tensor_parallel.fp8_linear import QuantizedWeight
+from fastmp.tensor_parallel.linear import gradient_of
 
 __all__ = ["fp8_experts"]
 
@@ -50,13 +50,8 @@ def fp8_experts(
         activate, spec: the activation between them.
     """
     (rows_MH,) = autocast(rows_MH)
-    leaves, main_grads, defers = [], [], []
-    for weight in weights:
-        main_grad, defer = main_grad_of(weight), deferral(weight)
-        checks.check_main_grad("fp8_experts", main_grad, weight=weight)
-        leaves.append(weight if defer is None else leaf_of(weight))
-        main_grads.append(main_grad)
-        defers.append(defer)
+    found = (gradient_of("fp8_experts", weight, weight) for weight in weights)
+    leaves, main_grads, defers = zip(*found, strict=True)
     return _Fp8Experts.apply(rows_MH, *leaves, offsets_L, fp8, activate, spec, main_grads, defers)
 
 
@@ -71,8 +66,8 @@ class _Fp8Experts(Function):
         fp8: tuple[QuantizedWeight, QuantizedWeight],
         activate: Callable[[Tensor], Tensor],
         spec: ActivationSpec,
-        main_grads: list[Tensor | None],
-        defers: list[Any],
+        main_grads: tuple[Tensor | None, ...],
+        defers: tuple[Any, ...],
     ) -> Tensor:
         ctx.fp8, ctx.activate, ctx.spec, ctx.dtype = fp8, activate, spec, x.dtype
         ctx.main_grads, ctx.defers = main_grads, defers
@@ -119,7 +114,7 @@ def _activated(
     if spec.form is None or not spec.num_gates:
         return quantize_rows(activate(h), block=block)
     made: tuple[Tensor, Tensor] = torch.ops.fastmp.gated_activation_quantized(
-        h, None, spec.form, None, block, torch.float8_e4m3fn
+        h, None, spec.form, None, block, E4M3
     )
     return made
 
