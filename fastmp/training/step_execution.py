@@ -18,6 +18,7 @@ from fastmp.config import GraphConfig
 from fastmp.cuda_graphs.function_graph import FunctionGraph
 from fastmp.cuda_graphs.manager import GraphManager
 from fastmp.profiling import phase
+from fastmp.tensor_parallel.fp8_linear import quantized_parameters
 from fastmp.training.graphing import (
     CaptureAgreement,
     CheckedStepGraphs,
@@ -62,6 +63,7 @@ class StepExecution:
         span_size: int | None = None,
     ) -> None:
         self.work = work
+        self._quantized = quantized_parameters(work.runner.chunks)
         self.graphs: GraphManager | FunctionGraph | CheckedStepGraphs | None
         self._agreement: CaptureAgreement | None = None
         if config.enabled and "full_step" in (config.scope or ()):
@@ -115,7 +117,7 @@ class StepExecution:
                 before_change()
                 numbers = self.graphs.updated(sums)
             # A replay changes parameters without their version counters, by which FP8 copies know of it.
-            increment_version(self.work.grads.parameters.values())
+            increment_version(self._quantized)
             return numbers
 
     def _reduced(self, fetch: Callable[[int], Batch], note_requests: Callable[[], None]) -> ReducedSums:
