@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+from fastmp.config.precision import row_bytes
 from fastmp.config.specs import Registry
 
 __all__ = [
@@ -57,7 +58,7 @@ class DispatchSizes:
     @property
     def sent_row(self) -> int:
         """Bytes of a token's hidden state as it is sent to experts: in FP8 with scales, or as it is."""
-        return self.hidden_size + self.hidden_size // 32 if self.fp8 else self.row
+        return row_bytes(self.hidden_size) if self.fp8 else self.row
 
     @property
     def row(self) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["FP8_BLOCKS", "FP8_GRADS", "PRECISIONS", "Fp8Recipe"]
+__all__ = ["FP8_BLOCKS", "FP8_GRADS", "PRECISIONS", "Fp8Recipe", "row_bytes"]
 
 PRECISIONS = ("dtype", "fp8")
 FP8_BLOCKS = (128, 32)
@@ -35,3 +35,12 @@ class Fp8Recipe:
         if not wrong:
             return None
         return f"FP8 blocks of {self.block} do not divide {', '.join(wrong)}"
+
+    def weight_bytes(self, elements: int) -> int:
+        """Return the bytes of both copies of a weight and of their scales."""
+        return 2 * elements + elements // self.block**2 * (4 if self.block == 128 else 1)
+
+
+def row_bytes(elements: int) -> int:
+    """Return the bytes of quantised rows: four of a scale for 128 elements are as many as one for 32."""
+    return elements + elements // 32

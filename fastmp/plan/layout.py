@@ -306,12 +306,11 @@ def _fp8_problems(recipe: Recipe) -> Iterator[Problem]:
         "hidden_size": model.hidden_size,
         f"query, key and value rows / tp {layout.tp} =": (heads + kv) // layout.tp,
         f"num_heads x head_dim / tp {layout.tp} =": heads // layout.tp,
-        f"ffn_hidden_size / tp {layout.tp} =": model.ffn_size // layout.tp,
     }
+    if model.moe is None or model.dense_layers:
+        sizes[f"ffn_hidden_size / tp {layout.tp} ="] = model.ffn_size // layout.tp
     if (moe := model.moe) is not None:
         etp = layout.tp if layout.etp is None else layout.etp
-        if not model.dense_layers:
-            sizes.pop(f"ffn_hidden_size / tp {layout.tp} =")
         if DISPATCHERS[moe.dispatcher].symmetric_memory and moe.activation_stash:
             yield Problem(
                 ("model.moe.activation_stash", "train.precision"),

@@ -87,8 +87,7 @@ def fp8_copies(recipe: Recipe, shapes: Shapes, rank: int) -> int:
     if fp8 is None:
         return 0
     every = rank_parameters(recipe, shapes, rank).items()
-    sizes = [facts.size for name, facts in every if name.endswith(_QUANTIZED)]
-    return sum(2 * size + size // fp8.block**2 * (4 if fp8.block == 128 else 1) for size in sizes)
+    return sum(fp8.weight_bytes(facts.size) for name, facts in every if name.endswith(_QUANTIZED))
 
 
 def layer_size(shapes: Shapes, layer: int) -> int:

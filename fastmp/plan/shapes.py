@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 from fastmp.config import ACTIVATIONS, GPTConfig, Recipe
 from fastmp.config.dispatchers import DispatcherSpec, DispatchSizes, select_dispatcher
+from fastmp.config.precision import row_bytes
 from fastmp.config.sizes import pad_vocab
 from fastmp.distributed.exchange_layout import ExchangeLayout
 from fastmp.distributed.grid import RankGrid
@@ -48,7 +49,7 @@ class Shapes:
 
     def operand(self, elements: int) -> int:
         """Return the bytes of a linear layer's input: FP8 with a scale for 128 elements, or their own."""
-        return elements + elements // 32 if self.fp8 else elements * self.itemsize
+        return row_bytes(elements) if self.fp8 else elements * self.itemsize
 
     @property
     def heads(self) -> int:
