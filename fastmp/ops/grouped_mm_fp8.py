@@ -46,7 +46,7 @@ def launch(
     q: Tensor, s: Tensor, w: Tensor, w_scale: Tensor, offsets: Tensor, out_dtype: torch.dtype
 ) -> Tensor:
     if out_dtype == torch.float64:  # tensor cores accumulate FP8 in float32
-        return reference(q, s, w, w_scale, offsets, out_dtype)
+        return (_fake if q.is_meta else reference)(q, s, w, w_scale, offsets, out_dtype)
     return grouped_mm_fp8_launch.launch("grouped_mm_fp8", q, s, w, w_scale, offsets, out_dtype)
 
 
@@ -84,7 +84,7 @@ def launch_mlp_in(
     q: Tensor, s: Tensor, w: Tensor, w_scale: Tensor, offsets: Tensor, form: str, out_dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
     if out_dtype == torch.float64:
-        return reference_mlp_in(q, s, w, w_scale, offsets, form, out_dtype)
+        return (_fake_mlp_in if q.is_meta else reference_mlp_in)(q, s, w, w_scale, offsets, form, out_dtype)
     if s.dtype != torch.float32 and not INTERPRETED:
         # Triton 3.6 fails to compile a loop with two accumulators of dot_scaled: three kernels.
         wide = launch(q, s, w, w_scale, offsets, torch.float32)

@@ -18,7 +18,14 @@ from fastmp.testing.ops import run, samples
 FUNCTIONS = functions()
 # torch's product sums in an order that depends on the threads
 WITH_MATMUL = {
-    *("grouped_mlp_in", "grouped_mm", "grouped_mm_bias"),
+    *(
+        "grouped_mlp_in",
+        "grouped_mm",
+        "grouped_mm_bias",
+        "linear_fp8",
+        "grouped_mm_fp8",
+        "grouped_mlp_in_fp8",
+    ),
     *("linear_cross_entropy", "linear_log_probs"),
 }
 ON_CPU = pytest.mark.parametrize(("op", "backend"), op_backends(("c++", "reference")))
@@ -61,6 +68,8 @@ def test_arguments_are_read_only(op, backend, dtype):
 @DTYPES
 @ON_CPU
 def test_results_do_not_depend_on_the_number_of_threads(op, backend, dtype, threads):
+    if backend == "reference" and op in WITH_MATMUL:
+        pytest.skip("torch's product sums in an order that depends on the threads")
     for arguments in samples(op, device="cpu", dtype=dtype):
         results = []
         for count in (1, 2):
