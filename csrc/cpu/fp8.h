@@ -116,8 +116,10 @@ struct QuantizedRows {
 
 FASTMP_DECLARE(void quantize_rows(const QuantizedRows&);)  // of quantize.cpp
 
-// Returns x in FP8 and its scales, as quantize_rows of fastmp/ops/quantize.py.
-std::tuple<Tensor, Tensor> quantize_rows(const Tensor& x, int64_t block, ScalarType dtype);
+// Returns activation(gate) * up in FP8 and its scales; the op of gated.cpp.
+std::tuple<Tensor, Tensor> gated_activation_quantized(const Tensor& x, std::optional<Tensor> bias,
+                                                      std::string activation, std::optional<Tensor> up, int64_t block,
+                                                      ScalarType dtype);
 
 }  // namespace fastmp
 

@@ -242,6 +242,8 @@ Tensor gated_activation(const Tensor& x, std::optional<Tensor> bias, std::string
   return y;
 }
 
+}  // namespace
+
 // y in FP8: a few rows are computed into a buffer that stays in cache, and quantised from there.
 std::tuple<Tensor, Tensor> gated_activation_quantized(const Tensor& x, std::optional<Tensor> bias,
                                                       std::string activation, std::optional<Tensor> up, int64_t block,
@@ -287,6 +289,8 @@ std::tuple<Tensor, Tensor> gated_activation_quantized(const Tensor& x, std::opti
   });
   return {q, s};
 }
+
+namespace {
 
 std::tuple<Tensor, Tensor, Tensor> gated_activation_backward(const Tensor& grad, const Tensor& x,
                                                              std::optional<Tensor> bias, std::string activation,

@@ -43,9 +43,6 @@ Operand fp8_operand(const Tensor& q, const Tensor& s, int64_t expert, int64_t fi
   return operand;
 }
 
-// The dtype of sums that `out_dtype` is rounded from: float16 has too few exponents for dequantised operands.
-ScalarType dtype_of_sums(ScalarType out_dtype) { return out_dtype == ScalarType::Half ? ScalarType::Float : out_dtype; }
-
 Tensor rounded(const Tensor& sums, ScalarType out_dtype) {
   if (sums.scalar_type() == out_dtype) return sums;
   Tensor narrow = fastmp::empty(sums.sizes(), out_dtype, sums);
@@ -53,13 +50,15 @@ Tensor rounded(const Tensor& sums, ScalarType out_dtype) {
   return narrow;
 }
 
-// Multiplies rows of q by the weight of their expert, or by the only weight if there are no offsets; `h`, for kGate: the
-// pre-activation.
+// Multiplies rows of q by the weight of their expert, or by the only weight if there are no offsets.
 Tensor fp8_gemms(const char* op, const Tensor& q, const Tensor& s, const Tensor& w, const Tensor& w_scale,
-                 const Tensor* offsets, ScalarType dtype, Form form, const Tensor* h) {
-  const int64_t num_rows = q.size(0), columns = w.size(w.dim() - 2), cols = h ? columns / 2 : columns;
+                 const Tensor* offsets, ScalarType out_dtype) {
+  check_fp8(op, q, s, w, w_scale, offsets, out_dtype);
+  const int64_t num_rows = q.size(0), cols = w.size(w.dim() - 2);
+  // float16 has too few exponents for dequantised operands
+  const ScalarType dtype = out_dtype == ScalarType::Half ? ScalarType::Float : out_dtype;
   Tensor y = fastmp::empty({num_rows, cols}, dtype, q);
-  if (y.numel() == 0) return y;
+  if (y.numel() == 0) return rounded(y, out_dtype);
   const Tensor left = along_rows(q), right = along_rows(w);
   std::vector<GemmDesc> gemms;
   const auto add = [&](int64_t expert, int64_t first, int64_t rows) {
@@ -69,8 +68,7 @@ Tensor fp8_gemms(const char* op, const Tensor& q, const Tensor& s, const Tensor&
     gemm.b = fp8_operand(right, w_scale, expert, 0, false);
     gemm.rows = rows, gemm.cols = cols, gemm.terms = q.size(1);
     gemm.out = place(y, first * cols), gemm.out_pitch = cols;
-    gemm.dtype = gemm.out_dtype = dtype, gemm.epilogue = h ? Epilogue::kGate : Epilogue::kStore, gemm.form = form;
-    if (h) gemm.kept = place(*h, first * columns), gemm.kept_pitch = columns, gemm.up_offset = cols;
+    gemm.dtype = gemm.out_dtype = dtype, gemm.epilogue = Epilogue::kStore;
     gemms.push_back(gemm);
   };
   int64_t end = num_rows;
@@ -81,36 +79,28 @@ Tensor fp8_gemms(const char* op, const Tensor& q, const Tensor& s, const Tensor&
   }
   run_gemms(gemms, y, y);
   zero(y, end * cols, (num_rows - end) * cols);
-  if (h) zero(*h, end * columns, (num_rows - end) * columns);
-  return y;
+  return rounded(y, out_dtype);
 }
 
 Tensor linear_fp8(const Tensor& q, const Tensor& s, const Tensor& w, const Tensor& w_scale, ScalarType out_dtype) {
-  constexpr const char* kOp = "linear_fp8";
-  check_fp8(kOp, q, s, w, w_scale, nullptr, out_dtype);
-  return rounded(fp8_gemms(kOp, q, s, w, w_scale, nullptr, dtype_of_sums(out_dtype), Form{}, nullptr), out_dtype);
+  return fp8_gemms("linear_fp8", q, s, w, w_scale, nullptr, out_dtype);
 }
 
 Tensor grouped_mm_fp8(const Tensor& q, const Tensor& s, const Tensor& w, const Tensor& w_scale, const Tensor& offsets,
                       ScalarType out_dtype) {
-  constexpr const char* kOp = "grouped_mm_fp8";
-  check_fp8(kOp, q, s, w, w_scale, &offsets, out_dtype);
-  return rounded(fp8_gemms(kOp, q, s, w, w_scale, &offsets, dtype_of_sums(out_dtype), Form{}, nullptr), out_dtype);
+  return fp8_gemms("grouped_mm_fp8", q, s, w, w_scale, &offsets, out_dtype);
 }
 
 std::tuple<Tensor, Tensor, Tensor> grouped_mlp_in_fp8(const Tensor& q, const Tensor& s, const Tensor& w,
                                                       const Tensor& w_scale, const Tensor& offsets, std::string form,
                                                       ScalarType out_dtype) {
   constexpr const char* kOp = "grouped_mlp_in_fp8";
-  check_fp8(kOp, q, s, w, w_scale, &offsets, out_dtype);
+  const Tensor h = fp8_gemms(kOp, q, s, w, w_scale, &offsets, out_dtype);
   const int64_t block = block_of(kOp, s);
   FASTMP_CHECK(w.size(1) % (2 * block) == 0, kOp, ": gate and up must each have a multiple of ", block, " rows, got w ",
                described(w));
-  const ScalarType dtype = compute_dtype(out_dtype);  // y is quantised from sums that nobody has rounded
-  const Tensor h = fastmp::empty({q.size(0), w.size(1)}, dtype, q);
-  const Tensor y = fp8_gemms(kOp, q, s, w, w_scale, &offsets, dtype, form_of(kOp, form), &h);
-  auto [values, scales] = quantize_rows(y, block, ScalarType::Float8_e4m3fn);
-  return {values, scales, rounded(h, out_dtype)};
+  auto [y, scales] = gated_activation_quantized(h, std::nullopt, form, std::nullopt, block, ScalarType::Float8_e4m3fn);
+  return {y, scales, h};
 }
 
 }  // namespace

@@ -144,8 +144,6 @@ void for_rows(const Kernel& kernel, const QuantizedRows& all, int64_t x_size, in
   });
 }
 
-}  // namespace
-
 std::tuple<Tensor, Tensor> quantize_rows(const Tensor& x, int64_t block, ScalarType dtype) {
   constexpr const char* kOp = "quantize_rows";
   const int64_t num_rows = rows_of(kOp, "x", x), num_cols = x.size(x.dim() - 1);
@@ -165,8 +163,6 @@ std::tuple<Tensor, Tensor> quantize_rows(const Tensor& x, int64_t block, ScalarT
            static_cast<int64_t>(s.element_size()));
   return {q, s};
 }
-
-namespace {
 
 Tensor dequantize_rows(const Tensor& q, const Tensor& s, ScalarType dtype) {
   constexpr const char* kOp = "dequantize_rows";

@@ -10,14 +10,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fastmp.ops import gated as gated_activation
-from fastmp.ops import grouped_mm_fp8_launch
+from fastmp.ops import gated, grouped_mm_fp8_launch
 from fastmp.ops.core import checks, fp8
 from fastmp.ops.core._triton import INTERPRETED
 from fastmp.ops.core.registry import compute_dtype, register, without_autocast
 from fastmp.ops.grouped_mm import check_ends, check_offsets, grouped_flops, spans
 from fastmp.ops.linear_fp8 import check_operands, dequantized_weight
-from fastmp.ops.quantize import reference_dequantize, reference_rows
+from fastmp.ops.quantize import reference_dequantize
 from fastmp.profiling import traced
 
 
@@ -63,12 +62,9 @@ _grouped_mm_fp8 = register(
 def reference_mlp_in(
     q: Tensor, s: Tensor, w: Tensor, w_scale: Tensor, offsets: Tensor, form: str, out_dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return form(gate) * up, quantised, its scales, and h = [gate | up]; all from one wide h."""
-    wide = compute_dtype(out_dtype)
-    h = reference(q, s, w, w_scale, offsets, wide)
-    block = q.shape[1] // max(s.shape[1], 1)
-    y = gated_activation.reference(h, None, form)
-    return *reference_rows(y, block, fp8.E4M3), h.to(out_dtype)
+    """Return form(gate) * up, quantised, its scales, and h = [gate | up]."""
+    h = reference(q, s, w, w_scale, offsets, out_dtype)
+    return *gated.reference_quantized(h, None, form, None, q.shape[1] // max(s.shape[1], 1), fp8.E4M3), h
 
 
 def _fake_mlp_in(
@@ -86,10 +82,10 @@ def launch_mlp_in(
     if out_dtype == torch.float64:
         return (_fake_mlp_in if q.is_meta else reference_mlp_in)(q, s, w, w_scale, offsets, form, out_dtype)
     if s.dtype != torch.float32 and not INTERPRETED:
-        # Triton 3.6 fails to compile a loop with two accumulators of dot_scaled: three kernels.
-        wide = launch(q, s, w, w_scale, offsets, torch.float32)
-        y = torch.ops.fastmp.gated_activation(wide, None, form)
-        return *torch.ops.fastmp.quantize_rows(y, fp8.BLOCKS[s.dtype], fp8.E4M3), wide.to(out_dtype)
+        # Triton 3.6 fails to compile a loop with two accumulators of dot_scaled: two kernels.
+        h = launch(q, s, w, w_scale, offsets, out_dtype)
+        op = torch.ops.fastmp.gated_activation_quantized
+        return *op(h, None, form, None, fp8.BLOCKS[s.dtype], fp8.E4M3), h
     return grouped_mm_fp8_launch.launch_mlp_in(q, s, w, w_scale, offsets, form, out_dtype)
 
 
@@ -180,9 +176,9 @@ def grouped_mlp_in_fp8(
         out_dtype: dtype of h.
 
     Returns:
-        (y, y_scale, h): y (M, F) float8_e4m3fn and its scales, as `quantize_rows` of form(gate) * up
-        in float32; and the pre-activation h (M, 2F) for the backward pass. Rows after the last offset are
-        zeros.
+        (y, y_scale, h): y (M, F) float8_e4m3fn and its scales; and the pre-activation h (M, 2F) for the
+        backward pass, of which `swiglu(h, quantize=True)` would make the same y. Rows after the last offset
+        are zeros.
 
     Raises:
         ValueError: as `grouped_mm_fp8`; another form, F not a multiple of the block.

@@ -96,8 +96,12 @@ def _store(
         kept = h + wide_rows[:, None] * 2 * width + cols[None, :]
         tl.store(kept, acc, mask=mask)
         tl.store(kept + width, up, mask=mask)
-        # 2. Activate and gate; columns beyond y add nothing to amax.
-        gated = tl.where((cols < width)[None, :], activate(acc, FORM) * up, 0.0)
+        # 2. Activate and gate what was stored, rounded to its dtype, as an op of its own would, so that the
+        # backward pass can compute y again. Columns beyond y add nothing to amax.
+        dtype = h.dtype.element_ty
+        acc, up = acc.to(dtype).to(tl.float32), up.to(dtype).to(tl.float32)
+        gated = (activate(acc, FORM) * up).to(dtype).to(tl.float32)
+        gated = tl.where((cols < width)[None, :], gated, 0.0)
         # 3. Quantise the blocks of columns that the tile holds. Rows of other experts have scales elsewhere.
         values, scales = quantize_tile(gated, BLOCK, False, NATIVE)
         tl.store(y + wide_rows[:, None] * width + cols[None, :], values, mask=mask)

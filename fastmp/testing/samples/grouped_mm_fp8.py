@@ -33,6 +33,8 @@ def samples(op: str, dtype: torch.dtype, generator: torch.Generator) -> Iterator
             x[2, 7], weight[0, 3, 5] = torch.inf, torch.nan
         if op == "grouped_mlp_in_fp8":
             w, _, w_scale = quantize_weight(random(len(ends), 2 * n, k) * k**-0.5, block=block)
+            # few distinct rows: where rounding lifts the largest number of a block, float64 has another scale
+            x = x[:19].repeat(-(-rows // 19), 1)[:rows]
             form = ("silu", "gelu", "gelu_tanh")[rows % 3]
             yield *quantize_rows(x, block=block, dtype=row_dtype), w, w_scale, offsets, form, dtype
             continue
