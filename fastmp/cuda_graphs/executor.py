@@ -102,7 +102,7 @@ class StepExecutor:
         self._hooks.before_forward(chunk, number)
         try:
             may_alias_grads = graph_set.traces[chunk, number].may_alias_grads
-            made = _Through.apply(self, slot, may_alias_grads, self._anchor, *tensors)
+            made = _through(self, slot, may_alias_grads, self._anchor, *tensors)
         except CaptureError as error:
             self._fail(error)
             with suspended_hooks(span):  # those before the forward have been called
@@ -394,3 +394,7 @@ class _Through(Function):
         for i, copy in zip(copied, copies_of([own[i] for i in copied])):
             own[i] = copy
         return None, None, None, None, *own
+
+
+# `_Through.apply` without its search for torch.func wrappers, which takes longer than a replay of a graph.
+_through = super(Function, _Through).apply

@@ -232,9 +232,11 @@ class ProgramExecutor(StepExecutor):
         return super().aliased if self._program is None else bool(self._program.aliased)
 
     def _next_forward(self, chunk: int) -> ReplaySlot | None:
-        if self._program is not None:
-            self._position.go_on(self._program.next)
-        return super()._next_forward(chunk)
+        if self._program is None:
+            return super()._next_forward(chunk)
+        slots, number = self._graph_set.slots, self._program.next
+        slot = slots[number] if number < len(slots) else None
+        return slot if slot is not None and slot.kind == FORWARD and slot.step.chunk == chunk else None
 
     def _next_weights(self, forward: ReplaySlot) -> ReplaySlot:
         if self._program is None:
