@@ -1,6 +1,6 @@
 """Experts in FP8: four grouped GEMMs of quantised rows, two of them in backward, and wgrads in their dtype.
 
-    forward    quantise X; H = X W1^T; Y = activation(H), quantised; output = Y W2^T
+    forward    quantise X; H = X W1^T, Y = activation(H) quantised in its epilogue; output = Y W2^T
     backward   quantise dO; dY = dO W2; wgrad of W2 from the dequantised Y
                dH from H; quantise dH; dX = dH W1; wgrad of W1 from the dequantised X
 
@@ -23,7 +23,7 @@ from torch.autograd.function import Function, once_differentiable
 
 from fastmp.config import ActivationSpec
 from fastmp.nn.moe.dispatchers.dispatcher import no_compile
-from fastmp.ops import dequantize_rows, grouped_mm_fp8, quantize_rows
+from fastmp.ops import dequantize_rows, grouped_mlp_in_fp8, grouped_mm_fp8, quantize_rows
 from fastmp.ops.core.fp8 import E4M3
 from fastmp.ops.core.registry import autocast
 from fastmp.ops.grouped_mm import activation_backward, weight_gradient
@@ -72,11 +72,14 @@ class _Fp8Experts(Function):
         ctx.fp8, ctx.activate, ctx.spec, ctx.dtype = fp8, activate, spec, x.dtype
         ctx.main_grads, ctx.defers = main_grads, defers
         first, second = ctx.fp8
-        # 1. Quantise the rows: (M, H). Grouped GEMM: (M, H) -> (M, 2F) or (M, F).
+        # 1. Quantise the rows: (M, H). Grouped GEMM and activation, quantised: (M, H) -> (M, F).
         rows = quantize_rows(x, block=first.recipe.block)
-        h = grouped_mm_fp8(*rows, *first.forward, offsets, out_dtype=x.dtype)
-        # 2. The activation, quantised: (M, F). Grouped GEMM: (M, F) -> (M, H).
-        y = _activated(h, activate, spec, second.recipe.block)
+        if _gated(spec):
+            *y, h = grouped_mlp_in_fp8(*rows, *first.forward, offsets, form=spec.form, out_dtype=x.dtype)
+        else:
+            h = grouped_mm_fp8(*rows, *first.forward, offsets, out_dtype=x.dtype)
+            y = quantize_rows(activate(h), block=second.recipe.block)
+        # 2. Grouped GEMM: (M, F) -> (M, H).
         ctx.save_for_backward(*rows, h, offsets)
         return grouped_mm_fp8(*y, *second.forward, offsets, out_dtype=x.dtype)
 
@@ -89,7 +92,7 @@ class _Fp8Experts(Function):
         grad_x = grad_first = grad_second = None
         # 1. dgrad of the second GEMM from the quantised gradient; its wgrad, now or deferred.
         if need_second:
-            y = _activated(h, ctx.activate, ctx.spec, second.recipe.block)  # once more: the same bytes
+            y = _activated(h, ctx.activate, ctx.spec, second.recipe.block)
             grad_second = _wgrad(ctx, 1, grad, y, offsets)
         if need_x or need_first:
             dy = grouped_mm_fp8(*second.quantize_grad(grad), *second.dgrad, offsets, out_dtype=ctx.dtype)
@@ -107,11 +110,16 @@ class _Fp8Experts(Function):
         return grad_x, grad_first, grad_second, None, None, None, None, None, None
 
 
+def _gated(spec: ActivationSpec) -> bool:
+    """Return True for activations that the epilogue of a GEMM and a quantising kernel know."""
+    return spec.form is not None and spec.num_gates > 0
+
+
 def _activated(
     h: Tensor, activate: Callable[[Tensor], Tensor], spec: ActivationSpec, block: int
 ) -> tuple[Tensor, Tensor]:
-    """Return the quantised activation of h, of gated ones in one kernel."""
-    if spec.form is None or not spec.num_gates:
+    """Return the quantised activation of h, of gated ones in one kernel: the bytes of forward."""
+    if not _gated(spec):
         return quantize_rows(activate(h), block=block)
     made: tuple[Tensor, Tensor] = torch.ops.fastmp.gated_activation_quantized(
         h, None, spec.form, None, block, E4M3
