@@ -61,7 +61,7 @@ def arguments(op: str, shape: tuple, dtype: torch.dtype, device: str, seed: int)
     rows, epochs = random(2, capacity, hidden), _epochs(_PEERS, device)
     if op in ("exchange_take", "exchange_give"):
         offsets = torch.full((1,), capacity, dtype=torch.int32, device=device)
-        given = (rows, epochs, offsets)
+        given = (rows, epochs, offsets, hidden)
         return given if op == "exchange_take" else (random(capacity, hidden), offsets, epochs, rows)
     numbers = torch.randperm(capacity, generator=generator, device=device)
     where = (numbers * _PEERS // capacity * capacity + numbers).to(torch.int32).view(tokens, slots)

@@ -23,8 +23,8 @@
 
 namespace fastmp {
 
-// Tokens [begin, end) with `num_slots` assignments each, whose rows are in the half `rows` (capacity, num_cols) of this
-// rank's buffer, and at the same place of the peers', `peer_offsets[d * num_peers + p]` bytes further. y (token, slot,
+// Tokens [begin, end) with `num_slots` assignments each, whose rows of `num_cols` elements are in the half `rows`
+// (capacity, row_pitch) of this rank's buffer, and at the same place of the peers', `peer_offsets[d * num_peers + p]` bytes further. y (token, slot,
 // num_cols) has no gaps; it, `probs` and `dprobs` may be null. `tokens` are read by a push, written by a pull.
 struct PeerRun {
   const int64_t* peer_offsets;
@@ -34,7 +34,7 @@ struct PeerRun {
   void* tokens;
   void* y;
   void* dprobs;
-  int64_t begin, end, num_slots, num_copies, num_peers, capacity, num_cols, token_pitch;
+  int64_t begin, end, num_slots, num_copies, num_peers, capacity, num_cols, row_pitch, token_pitch;
   ScalarType dtype;
   bool streamed;
 
@@ -45,7 +45,7 @@ struct PeerRun {
     if (number < 0 || number >= num_peers * capacity) return nullptr;
     const int64_t peer = number / capacity;
     char* half = static_cast<char*>(rows) + peer_offsets[copy * num_peers + peer];
-    return reinterpret_cast<T*>(half) + number % capacity * num_cols;
+    return reinterpret_cast<T*>(half) + number % capacity * row_pitch;
   }
 };
 
@@ -368,7 +368,7 @@ std::tuple<Tensor, Tensor, Tensor> exchange_places(const Tensor& given_rows, con
 
 // The run of all assignments, after checks. `where` and `probs` are without gaps.
 PeerRun run_of(const char* op, const Tensor& where, const std::optional<Tensor>& probs, const Tensor& epochs,
-               const Tensor& rows, const Tensor& peer_offsets) {
+               const Tensor& rows, const Tensor& peer_offsets, int64_t num_cols) {
   check_rows(op, rows, epochs);
   PeerRun run{};
   run.peer_offsets = checked_peer_offsets(op, epochs, peer_offsets);
@@ -383,7 +383,8 @@ PeerRun run_of(const char* op, const Tensor& where, const std::optional<Tensor>&
   run.num_copies = peer_offsets.size(0);
   run.num_peers = peer_offsets.size(1);
   run.capacity = rows.size(1);
-  run.num_cols = rows.size(2);
+  run.num_cols = num_cols;
+  run.row_pitch = rows.size(2);
   run.dtype = rows.scalar_type();
   run.streamed = where.numel() * run.num_cols * static_cast<int64_t>(rows.element_size()) >= kStreamedBytes;
   return run;
@@ -405,13 +406,13 @@ Tensor exchange_push(const Tensor& x, const Tensor& given_where, std::optional<T
   constexpr const char* kOp = "exchange_push";
   const Tensor where = torch::stable::contiguous(given_where);
   if (probs) probs = torch::stable::contiguous(*probs);
-  PeerRun run = run_of(kOp, where, probs, epochs, rows, peer_offsets);
+  PeerRun run = run_of(kOp, where, probs, epochs, rows, peer_offsets, x.size(x.dim() - 1));
   const auto fits = [&](const Tensor& tensor) {
     return tensor.scalar_type() == run.dtype && tensor.size(0) == where.size(0) &&
            tensor.size(tensor.dim() - 1) == run.num_cols;
   };
-  FASTMP_CHECK(x.dim() == 2 && fits(x), kOp, ": expected x of ", dtype_name(run.dtype), " (", where.size(0),
-               ", ", run.num_cols, ") for rows ", described(rows), " and where ", described(where), ", got ",
+  FASTMP_CHECK(x.dim() == 2 && fits(x) && run.num_cols <= run.row_pitch, kOp, ": expected x of ", dtype_name(run.dtype), " (", where.size(0),
+               ", at most ", run.row_pitch, ") for rows ", described(rows), " and where ", described(where), ", got ",
                described(x));
   FASTMP_CHECK(!y || (probs && y->dim() == 3 && y->size(1) == run.num_slots && fits(*y)), kOp, ": y ",
                y ? described(*y) : "", " does not fit rows ", described(rows), " and where ", described(where),
@@ -441,7 +442,7 @@ std::tuple<Tensor, Tensor> exchange_pull(const Tensor& rows, const Tensor& epoch
                                          const Tensor& given_where, std::optional<Tensor> probs, bool keep) {
   const Tensor where = torch::stable::contiguous(given_where);
   if (probs) probs = torch::stable::contiguous(*probs);
-  PeerRun run = run_of("exchange_pull", where, probs, epochs, rows, peer_offsets);
+  PeerRun run = run_of("exchange_pull", where, probs, epochs, rows, peer_offsets, rows.size(2));
   Tensor out = fastmp::empty({where.size(0), run.num_cols}, run.dtype, rows);
   const Tensor y = keep ? fastmp::empty({where.size(0), run.num_slots, run.num_cols}, run.dtype, rows)
                         : fastmp::empty({0}, run.dtype, rows);
@@ -471,15 +472,17 @@ void copy_rows(char* to, const void* from, int64_t count, int64_t num_cols, int6
   });
 }
 
-Tensor exchange_take(const Tensor& rows, const Tensor& epochs, const Tensor& offsets) {
+Tensor exchange_take(const Tensor& rows, const Tensor& epochs, const Tensor& offsets, int64_t num_cols) {
   constexpr const char* kOp = "exchange_take";
   check_rows(kOp, rows, epochs);
-  const int64_t filled = num_filled(kOp, offsets, rows), num_cols = rows.size(2);
+  FASTMP_CHECK(num_cols >= 0 && num_cols <= rows.size(2), kOp, ": rows have ", rows.size(2), " columns, got width ",
+               num_cols);
+  const int64_t filled = num_filled(kOp, offsets, rows);
   const int64_t row_bytes = num_cols * static_cast<int64_t>(rows.element_size());
   const Tensor out = fastmp::empty({rows.size(1), num_cols}, rows.scalar_type(), rows);
   if (out.numel() == 0) return out;
   char* to = static_cast<char*>(out.mutable_data_ptr());
-  copy_rows(to, latest_half(rows, epochs), filled, num_cols, num_cols, rows);
+  copy_rows(to, latest_half(rows, epochs), filled, num_cols, rows.size(2), rows);
   parallel_for(filled, rows.size(1), token_grain(1, row_bytes), [&](int64_t begin, int64_t end) {
     std::memset(to + begin * row_bytes, 0, (end - begin) * row_bytes);
   });

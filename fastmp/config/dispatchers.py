@@ -356,7 +356,14 @@ SYMMETRIC = DispatcherSpec(
     "symmetric",
     "fastmp.nn.moe.dispatchers.symmetric:SymmetricDispatcher.create",
     # stores to other ranks' memory, and loads from it
-    traffic=lambda sizes: (RingTransfer("etp-ep", sizes.pairs * sizes.row * sizes.etp),) * 2,
+    traffic=lambda sizes: (
+        RingTransfer(
+            "etp-ep",
+            sizes.pairs * sizes.etp * sizes.sent_row,
+            backward=sizes.pairs * sizes.etp * sizes.row,
+        ),
+        RingTransfer("etp-ep", sizes.pairs * sizes.etp * sizes.row),
+    ),
     # rows come back unsorted, and are weighted where they arrive
     saved_bytes=lambda sizes: sizes.choices * (_INDEX + _PROBABILITY + sizes.row),
     prepared=lambda sizes: {

@@ -11,7 +11,8 @@ to each peer's, so one table serves every view.
 The buffer starts as zeros. An exchange is an epoch; its lowest bit selects the half, and kernels read the
 epoch on the device, so captured launches can be replayed in any order. An exchange has one barrier.
 
-    put: `exchange_push` writes rows to the peers, barrier, `exchange_take` copies the received rows out.
+    put: `exchange_push` writes rows to the peers, barrier, `exchange_take` copies the received rows out. They
+    may be narrower than H, as rows in FP8 are: then the first columns of the buffer's rows hold them.
     get: `exchange_give` copies rows in, barrier, `exchange_pull` reads them from the peers.
     `exchange_counts` is a whole exchange: an all-gather of each rank's row of counts.
 
@@ -119,11 +120,11 @@ _barrier = register(
     fake=lambda *arguments: None,
 )
 _take = register(
-    "exchange_take(Tensor rows, Tensor epochs, Tensor offsets) -> Tensor",
+    "exchange_take(Tensor rows, Tensor epochs, Tensor offsets, int width) -> Tensor",
     reference=reference_take,
     triton=launch_take,
-    fake=lambda rows, *rest: rows.new_empty(rows.shape[1:]),
-    traffic=lambda rows, epochs, offsets: _bytes(rows),
+    fake=lambda rows, epochs, offsets, width: rows.new_empty(rows.shape[1], width),
+    traffic=lambda rows, epochs, offsets, width: 2 * rows.shape[1] * width * rows.element_size(),
 )
 _give = register(
     "exchange_give(Tensor given, Tensor offsets, Tensor epochs, Tensor(a!) rows) -> ()",
@@ -313,11 +314,12 @@ def exchange_push(
     With `probs` and `y` it is the backward of `exchange_pull`.
 
     Args:
-        x: (T, H) of rows' dtype, any strides (last stride 1 avoids a copy).
+        x: (T, W) of rows' dtype, W at most H, any strides (last stride 1 avoids a copy); it is written to the
+            first W columns.
         where: (T, k) int32 from `exchange_places`; an assignment outside [0, P C) is dropped. Two assignments
             with one row, which `exchange_places` never makes, race for it.
         probs: (T, k) float32 (float64 for float64 rows), factors of the token; or None.
-        y: (T, k, H) as `exchange_pull` kept it, or None; only with `probs`.
+        y: (T, k, W) as `exchange_pull` kept it, or None; only with `probs`.
         epochs, rows: this rank's symmetric buffer, contiguous; the peers' rows are written to.
         peer_offsets: (D, P) int64, see `exchange_counts`.
 
@@ -330,10 +332,11 @@ def exchange_push(
     """
     op = "exchange_push"
     _check_assignments(op, where, probs, rows, epochs, peer_offsets)
-    tokens, slots, hidden = *where.shape, rows.shape[2]
-    _check_values(op, "x", x, (tokens, hidden), "(T, H)", rows)
+    tokens, slots = where.shape
+    width = min(x.shape[-1], rows.shape[2])
+    _check_values(op, "x", x, (tokens, width), "(T, W), W at most H,", rows)
     if y is not None:
-        _check_values(op, "y", y, (tokens, slots, hidden), "(T, k, H)", rows)
+        _check_values(op, "y", y, (tokens, slots, width), "(T, k, W)", rows)
         checks.require(
             probs is not None, op + ": y {} comes with probs, got None: pass both or neither", y.shape
         )
@@ -354,22 +357,27 @@ def exchange_barrier(epochs: Tensor, peer_offsets: Tensor, rank: int, timeout: f
 
 
 @traced("fastmp.exchange_take")
-def exchange_take(rows: Tensor, epochs: Tensor, offsets: Tensor) -> Tensor:
+def exchange_take(rows: Tensor, epochs: Tensor, offsets: Tensor, width: int | None = None) -> Tensor:
     """Copy the rows that peers have put here in the latest exchange out of the symmetric buffer.
 
     Args:
         rows, epochs: this rank's symmetric buffer, contiguous.
         offsets: (E/P,) int32 from `exchange_places`; the last one is the number of received rows.
+        width: W, the columns that peers have put; None: all.
 
     Returns:
-        (C, H); rows beyond the received ones are zeros.
+        (C, W); rows beyond the received ones are zeros.
 
     Raises:
         ValueError: shapes, dtypes or devices do not fit.
     """
     _check_offsets("exchange_take", offsets, rows, epochs)
     _check_contiguous("exchange_take", rows=rows, epochs=epochs)
-    return _take(rows, epochs, offsets)
+    width = rows.shape[2] if width is None else width
+    checks.require(
+        0 <= width <= rows.shape[2], "exchange_take: rows have {} columns, got width {}", rows.shape[2], width
+    )
+    return _take(rows, epochs, offsets, width)
 
 
 @traced("fastmp.exchange_give")

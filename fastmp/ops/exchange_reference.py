@@ -162,7 +162,8 @@ def reference_push(
     for slot, tokens, places, members in _assignments(where, rows, peer_offsets):
         values = wide[tokens] if probs is None else wide[tokens] * probs[tokens, slot, None]
         for offset in members:
-            _peer_view(rows, offset)[half].index_copy_(0, places, values.to(x.dtype))
+            there = _peer_view(rows, offset)[half]
+            there[:, : x.shape[1]].index_copy_(0, places, values.to(x.dtype))
         if y is not None and x.shape[1]:
             dprobs[tokens, slot] = sum_rows((y[tokens, slot].to(wide.dtype) * wide[tokens]).t())
     return dprobs
@@ -178,11 +179,11 @@ def _num_filled(offsets: Tensor, capacity: int) -> int:
     return min(max(int(offsets[-1]), 0), capacity)
 
 
-def reference_take(rows: Tensor, epochs: Tensor, offsets: Tensor) -> Tensor:
+def reference_take(rows: Tensor, epochs: Tensor, offsets: Tensor, width: int) -> Tensor:
     """Copy the received rows of the latest exchange, as many as the offsets tell; zeros after them."""
     filled = _num_filled(offsets, rows.shape[1])
-    out = rows.new_zeros(rows.shape[1:])
-    out[:filled] = rows[int(epochs[-1]) & 1, :filled]
+    out = rows.new_zeros(rows.shape[1], width)
+    out[:filled] = rows[int(epochs[-1]) & 1, :filled, :width]
     return out
 
 

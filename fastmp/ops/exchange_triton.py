@@ -175,23 +175,23 @@ def places_kernel(
 
 
 @jit
-def _place(numbers, half, capacity, num_cols):
+def _place(numbers, half, capacity, pitch):
     """Return where the rows named p C + row begin in the own buffer, in elements."""
-    return (half.to(tl.int64) * capacity + numbers % capacity) * num_cols
+    return (half.to(tl.int64) * capacity + numbers % capacity) * pitch
 
 
-@limits(num_vectors=MAX_SIZE, num_places=(1 << 31) - 1)
+@limits(num_vectors=MAX_SIZE, row_pitch=MAX_SIZE, num_places=(1 << 31) - 1)
 @jit
 def put_kernel(
-    x,  # (T, H), rows x_pitch vectors apart
+    x,  # (T, W), rows x_pitch vectors apart
     where,  # (T, k) int32: p C + row, or -1
     probs,  # (T, k), if WEIGHTED
-    y,  # (T, k, H), if DOT
+    y,  # (T, k, W), if DOT
     epochs,  # (R + 1,) int32
     rows,  # (2, C, H), symmetric
     peer_offsets,  # (D, P) int64, bytes
     dprobs,  # (T, k), if DOT
-    index_vectors, num_slots, num_ranks, num_peers, capacity, num_vectors, x_pitch,
+    index_vectors, num_slots, num_ranks, num_peers, capacity, num_vectors, x_pitch, row_pitch,
     COPIES: tl.constexpr, WEIGHTED: tl.constexpr, DOT: tl.constexpr, COMPUTE: tl.constexpr,
     INDEX_VECTOR: tl.constexpr, VECTOR: tl.constexpr, INT4: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -209,7 +209,7 @@ def put_kernel(
     inside = (numbers >= 0) & (numbers < num_places)
     numbers = tl.where(inside, numbers, 0)
     # 2. Their addresses: the same place in this rank's buffer (next epoch's half), plus the peer's offset.
-    first = _place(numbers, (tl.load(epochs + num_ranks) + 1) & 1, capacity, num_cols)
+    first = _place(numbers, (tl.load(epochs + num_ranks) + 1) & 1, capacity, row_pitch * VECTOR)
     table = peer_offsets + numbers // capacity
     nearest = first + _elements(tl.load(table, mask=inside, other=0), INT4)
     tokens = assignments // num_slots
@@ -297,23 +297,34 @@ def get_kernel(
     tl.store(out + tokens[:, None] * num_cols + cols[None, :], total, mask=mask)
 
 
-@limits(num_vectors=MAX_SIZE, num_local=MAX_EXPERTS)
+@limits(num_vectors=MAX_SIZE, row_pitch=MAX_SIZE, num_local=MAX_EXPERTS)
 @jit
 def copy_kernel(
     source,  # (2, C, H) if TAKE, else (C, H)
     offsets,  # (E/P,) int32, the last of which is the number of rows
     epochs,  # (R + 1,) int32
-    out,  # (C, H) if TAKE, else (2, C, H)
-    num_local, num_ranks, capacity, num_vectors,
-    TAKE: tl.constexpr, VECTOR: tl.constexpr, BLOCK: tl.constexpr,
+    out,  # (C, W) if TAKE, else (2, C, H)
+    num_local, num_ranks, capacity, num_vectors, row_pitch,
+    TAKE: tl.constexpr, NARROW: tl.constexpr, VECTOR: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Copy rows out of the half of the latest exchange, and zeros after them, or into the next half."""
+    """Copy rows out of the half of the latest exchange, and zeros after them, or into the next half.
+
+    Only rows that are taken may be NARROW: W of H elements, row_pitch vectors apart.
+    """
     num_cols = num_vectors * VECTOR
     filled = tl.minimum(tl.maximum(tl.load(offsets + num_local - 1), 0), capacity).to(tl.int64) * num_cols
     places = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     size = tl.cast(capacity, tl.int64) * num_cols
     epoch = tl.load(epochs + num_ranks).to(tl.int64)
-    if TAKE:
+    if NARROW:
+        vectors = tl.program_id(0).to(tl.int64) * (BLOCK // VECTOR) + tl.arange(0, BLOCK // VECTOR)
+        gaps = vectors // num_vectors * (row_pitch - num_vectors)
+        begins = (epoch & 1) * capacity * row_pitch + vectors + gaps
+        within = tl.arange(0, VECTOR)[None, :]
+        places = vectors[:, None] * VECTOR + within
+        value = tl.load(source + begins[:, None] * VECTOR + within, mask=places < filled, other=0.0)
+        tl.store(out + places, value, mask=places < size)
+    elif TAKE:
         value = tl.load(source + (epoch & 1) * size + places, mask=places < filled, other=0.0)
         tl.store(out + places, value, mask=places < size)
     else:
@@ -375,15 +386,22 @@ def launch_places(
 
 @lru_cache(maxsize=1024)
 def _plan_put(
-    num_cols: int, dtype: torch.dtype, pitch: int, num_slots: int, copies: int, weighted: bool, dot: bool
+    num_cols: int,
+    dtype: torch.dtype,
+    pitch: int,
+    row_pitch: int,
+    num_slots: int,
+    copies: int,
+    weighted: bool,
+    dot: bool,
 ) -> tuple[tuple[int, ...], dict[str, Any]]:
     """Return the arguments after `capacity`, and the constants, of `put_kernel`."""
-    vector, constants = row_tiles(num_cols, dtype, 4, pitch)
+    vector, constants = row_tiles(num_cols, dtype, 4, pitch, row_pitch)
     constants |= {
         "COPIES": copies, "WEIGHTED": weighted, "DOT": dot, "INDEX_VECTOR": index_vector(num_slots),
         "INT4": 16 // dtype.itemsize,
     }  # fmt: skip
-    return (num_cols // vector, pitch // vector), constants
+    return (num_cols // vector, pitch // vector, row_pitch // vector), constants
 
 
 def launch_put(
@@ -402,7 +420,9 @@ def launch_put(
     if where.numel() == 0 or x.shape[1] == 0:
         return dprobs.zero_()
     x, pitch = as_rows(x)
-    numbers, constants = _plan_put(x.shape[-1], x.dtype, pitch, num_slots, copies, weighted, dot)
+    numbers, constants = _plan_put(
+        x.shape[-1], x.dtype, pitch, rows.shape[2], num_slots, copies, weighted, dot
+    )
     launcher.launch(
         put_kernel, cdiv(where.numel(), constants["BLOCK_M"]),
         (
@@ -453,25 +473,28 @@ def launch_get(
     return out, y
 
 
-def _copy(take: bool, source: Tensor, offsets: Tensor, epochs: Tensor, out: Tensor, rows: Tensor) -> None:
-    _, capacity, num_cols = rows.shape
+def _copy(take: bool, source: Tensor, offsets: Tensor, epochs: Tensor, out: Tensor, num_cols: int) -> None:
+    _, capacity, pitch = (source if take else out).shape
     if capacity * num_cols == 0:
         return
-    vector = vector_width(rows.element_size(), num_cols)
-    block = COPIED * 32 * NUM_WARPS * 16 // rows.element_size()
-    sizes = offsets.numel(), epochs.numel() - 1, capacity, num_cols // vector
+    vector = vector_width(out.element_size(), num_cols, pitch)
+    block = COPIED * 32 * NUM_WARPS * 16 // out.element_size()
+    sizes = offsets.numel(), epochs.numel() - 1, capacity, num_cols // vector, pitch // vector
     launcher.launch(
         copy_kernel, cdiv(capacity * num_cols, block),
         (source, offsets.contiguous(), epochs, out, *sizes),
-        {"TAKE": take, "VECTOR": vector, "BLOCK": block, "num_warps": NUM_WARPS},
+        {
+            "TAKE": take, "NARROW": num_cols < pitch, "VECTOR": vector, "BLOCK": block,
+            "num_warps": NUM_WARPS,
+        },
     )  # fmt: skip
 
 
-def launch_take(rows: Tensor, epochs: Tensor, offsets: Tensor) -> Tensor:
-    out = rows.new_empty(rows.shape[1:])
-    _copy(True, rows, offsets, epochs, out, rows)
+def launch_take(rows: Tensor, epochs: Tensor, offsets: Tensor, width: int) -> Tensor:
+    out = rows.new_empty(rows.shape[1], width)
+    _copy(True, rows, offsets, epochs, out, width)
     return out
 
 
 def launch_give(given: Tensor, offsets: Tensor, epochs: Tensor, rows: Tensor) -> None:
-    _copy(False, given.contiguous(), offsets, epochs, rows, rows)
+    _copy(False, given.contiguous(), offsets, epochs, rows, rows.shape[2])

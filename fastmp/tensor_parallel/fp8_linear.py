@@ -14,7 +14,7 @@ T tokens (all leading dims), I this rank's inputs, O this rank's outputs.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -26,7 +26,6 @@ from fastmp.config.precision import Fp8Recipe
 from fastmp.distributed.collectives import (
     all_gather,
     all_reduce_,
-    all_to_all,
     group_size,
     reduce_scatter,
 )
@@ -38,7 +37,7 @@ from fastmp.tensor_parallel.attributes import HookTraits, mark_hook
 from fastmp.tensor_parallel.linear import gradient_of
 
 __all__ = [
-    "GRAD_DTYPES", "QuantizedWeight", "block_of", "fp8_all_to_all", "fp8_linear", "native_block",
+    "GRAD_DTYPES", "QuantizedWeight", "block_of", "fp8_linear", "native_block",
     "quantized", "quantized_parameters",
 ]  # fmt: skip
 
@@ -201,49 +200,6 @@ def fp8_linear(
 
 
 @torch.compiler.disable(reason="FP8 copies of weights are no tensors of the graph")
-def fp8_all_to_all(
-    x: Tensor,
-    send_sizes: Sequence[int],
-    receive_sizes: Sequence[int],
-    group: dist.ProcessGroup,
-    recipe: Fp8Recipe,
-    *,
-    own_stream: bool = False,
-) -> Tensor:
-    """Send rows (M, H) as `all_to_all` does, quantised; backward sends their gradients in the dtype of x.
-
-    A row is H bytes and its scales: 0.52 of BF16. What arrives are the dequantised rows. Quantised again,
-    they are the same numbers, so an FP8 GEMM of them is bit for bit that of the rows that were sent.
-
-    Args:
-        send_sizes, receive_sizes, group, own_stream: as for `all_to_all`; sizes are not checked.
-        recipe: the block divides H.
-    """
-    return _Fp8AllToAll.apply(x, list(send_sizes), list(receive_sizes), group, recipe, own_stream)
-
-
-class _Fp8AllToAll(Function):
-    @staticmethod
-    def forward(ctx, x, send, receive, group, recipe, own_stream):
-        ctx.route = receive, send, group, own_stream
-        # 1. Quantise; the bytes of a row, then those of its scales.
-        q, s = quantize_rows(x, block=recipe.block)
-        scales = s.new_empty(s.shape).copy_(s)
-        rows = torch.cat((q.view(torch.uint8), scales.view(torch.uint8)), 1)
-        # 2. All-to-all over the group; dequantise.
-        rows = all_to_all(rows, send, receive, group, check=False, own_stream=own_stream)
-        width = q.shape[1]
-        arrived = rows[:, width:].contiguous().view(s.dtype)
-        return dequantize_rows(rows[:, :width].view(q.dtype), arrived, dtype=x.dtype)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad):
-        receive, send, group, own_stream = ctx.route
-        grad_x = all_to_all(grad.contiguous(), receive, send, group, check=False, own_stream=own_stream)
-        return grad_x, None, None, None, None, None
-
-
 def _gathered(
     rows: tuple[Tensor, Tensor], group: dist.ProcessGroup, overlap: bool = False
 ) -> tuple[tuple[Tensor, Tensor], tuple[dist.Work | None, ...]]:

@@ -112,7 +112,7 @@ def _stress(run, here: PeerViews, exchanges: int, seed: int) -> None:
         run("exchange_barrier", here.epochs, here.peer_offsets, here.rank, 30.0)
         if pace.random() < 0.1:
             time.sleep(pace.random() * 1e-3)
-        got = run("exchange_take", here.rows, here.epochs, offsets)
+        got = run("exchange_take", here.rows, here.epochs, offsets, here.rows.shape[2])
         assert torch.equal(got[:, 0], number * ranks + torch.arange(ranks, dtype=torch.float32)), number
     assert int(here.epochs[-1]) == exchanges
 
@@ -231,7 +231,7 @@ def test_rows_beyond_the_capacity_are_not_written(backend):
         offsets = torch.tensor([end], dtype=torch.int32)
         run("exchange_give", torch.ones(4, 8), offsets, here.epochs, here.rows)
         assert (here.rows[1, :filled] == 1).all() and (here.rows[1, filled:] == 7).all()
-        taken = run("exchange_take", here.rows, here.epochs, offsets)
+        taken = run("exchange_take", here.rows, here.epochs, offsets, here.rows.shape[2])
         assert (taken[:filled] == 7).all() and (taken[filled:] == 0).all()
 
 
@@ -278,7 +278,7 @@ def _arguments(op: str) -> list:
         ("exchange_places", 0, torch.zeros(33, 2), "row_of must be int32"),
         ("exchange_places", 4, 3, "3 peers do not divide 4 experts and 4 ranks"),
         ("exchange_places", 5, 1 << 30, "int32 cannot number 1073741824 rows"),
-        ("exchange_push", 0, torch.zeros(33, 511), "x must be torch.float32"),
+        ("exchange_push", 0, torch.zeros(33, 513), "x must be torch.float32"),
         ("exchange_push", 0, torch.zeros(33, 512).half(), "x must be torch.float32"),
         ("exchange_push", 2, torch.zeros(33, 2).double(), "probs must be torch.float32"),
         ("exchange_push", 2, None, "y .* comes with probs"),
@@ -286,6 +286,7 @@ def _arguments(op: str) -> list:
         ("exchange_push", 5, torch.zeros(512, 80, 2).transpose(0, 2), "rows must be contiguous"),
         ("exchange_barrier", 0, torch.zeros(3), "epochs must be torch.int32"),
         ("exchange_take", 2, torch.zeros(2), "offsets must be int32"),
+        ("exchange_take", 3, 513, "rows have 512 columns, got width 513"),
         ("exchange_give", 0, torch.zeros(79, 512), "given must be torch.float32"),
         ("exchange_pull", 3, torch.zeros(33), "where must be int32"),
     ],

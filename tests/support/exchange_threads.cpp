@@ -68,7 +68,7 @@ struct Rank {
     std::fill_n(values<float>(x), x.numel(), static_cast<float>(number + rank));
     exchange_push(x, where, std::nullopt, std::nullopt, epochs, rows, peer_offsets);
     barrier(epochs, peer_offsets, rank, kTimeout);
-    return exchange_take(rows, epochs, filled);
+    return exchange_take(rows, epochs, filled, rows.size(2));
   }
 
   Tensor by_pull(int32_t number) {

@@ -199,7 +199,7 @@ def steps(
         dprobs = run("exchange_push", x, where, weights, y, epochs, rows, peer_offsets)
         yield None
         run("exchange_barrier", epochs, peer_offsets, rank, timeout)
-        return run("exchange_take", rows, epochs, offsets), dprobs
+        return run("exchange_take", rows, epochs, offsets, rows.shape[2]), dprobs
 
     def pull(values: Tensor, weights: Tensor | None, keep: bool) -> Iterator[None]:
         run("exchange_give", values, offsets, epochs, rows)

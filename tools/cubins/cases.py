@@ -292,19 +292,23 @@ _ROWS, _MORE = T((8192 * 8, 7168)), T((8192 * 8 + 100, 7168))
 
 @_case
 def _exchange(op, t, wide, etp=1, ep=8):
-    """An op of a rank with 8 of 256 experts for each token; `op` may end with what a push is given."""
+    """An op of a rank with 8 of 256 experts for each token; `op` may end with what a push is given.
+
+    Tokens in FP8 are "narrow": their bytes and scales fill about half a row of the buffer.
+    """
     epochs, peer_offsets = t(etp * ep + 1, dtype=torch.int32), t(etp, ep, dtype=torch.int64)
     rows, where = t(2, 65536, 7168), t(8192, 8, dtype=torch.int32)
     name, _, form = op.partition(" ")
-    probs = t(8192, 8, dtype=wide) if form else None
+    width = 7392 // rows.element_size() if form == "narrow" else 7168
+    probs = t(8192, 8, dtype=wide) if form and form != "narrow" else None
     y = t(8192, 8, 7168) if form == "backward" else None
     counts, local = t(2, etp * ep, 256, dtype=torch.int32), t(256 // ep, dtype=torch.int32)
     arguments = {
         "barrier": (epochs, peer_offsets, 1, 60.0),
         "counts": (t(256, dtype=torch.int32), epochs, counts, peer_offsets, 1, 60.0),
         "places": (where, where, counts[0], 1, ep, 65536),
-        "push": (t(8192, 7168), where, probs, y, epochs, rows, peer_offsets),
-        "take": (rows, epochs, local),
+        "push": (t(8192, width), where, probs, y, epochs, rows, peer_offsets),
+        "take": (rows, epochs, local, width),
         "give": (t(65536, 7168), local, epochs, rows),
         "pull": (rows, epochs, peer_offsets, where, probs, form == "kept"),
     }
@@ -471,9 +475,11 @@ CASES = {
     "exchange counts": _exchange("counts", MEETING),
     "exchange places": _exchange("places", SORT),
     "exchange push": _exchange("push", PUSH),
+    "exchange push narrow": _exchange("push narrow", PUSH),
     "exchange push etp": _exchange("push", replace(PUSH, stores=2, threads=512), etp=2),
     "exchange push backward": _exchange("push backward", replace(PUSH, loads=2, threads=512)),
     "exchange take": _exchange("take", Facts(1, 1, threads=1024, lacks=SHORT_STORES)),
+    "exchange take narrow": _exchange("take narrow", Facts(1, 1, threads=1024, lacks=SHORT_STORES)),
     "exchange give": _exchange("give", Facts(1, 1, threads=1024, lacks=SHORT_STORES)),
     "exchange pull": _exchange("pull", Facts(8, 1, threads=512, lacks=(*SHORT_STORES, ATOMICS))),
     "exchange pull kept": _exchange("pull kept", Facts(8, 9, threads=384, lacks=(*SHORT_STORES, ATOMICS))),

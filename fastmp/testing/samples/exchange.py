@@ -72,8 +72,11 @@ def samples(op: str, dtype: torch.dtype, generator: torch.Generator) -> Iterator
             x, y = random(tokens), random(tokens, slots)
             for weights, outputs in ((probs, y), (probs, None), (None, None)):
                 yield x, where, weights, outputs, epochs, rows, peer_offsets
+            half = x[:, : x.shape[1] // 2]  # narrower than the rows of the buffer
+            yield half, where, probs, y[..., : half.shape[1]], epochs, rows, peer_offsets
         elif op == "exchange_take":
-            yield rows, epochs, ends
+            yield rows, epochs, ends, rows.shape[2]
+            yield rows, epochs, ends, rows.shape[2] // 2
         elif op == "exchange_give":
             yield random(capacity), ends, epochs, rows
         else:

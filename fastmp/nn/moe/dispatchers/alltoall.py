@@ -18,8 +18,8 @@ from fastmp.config.dispatchers import ALLTOALL
 from fastmp.distributed.collectives import all_to_all, gather_sequence, reduce_scatter_sequence
 from fastmp.nn.moe.dispatchers.counted import CountedDispatcher, add_up
 from fastmp.nn.moe.dispatchers.dispatcher import DispatchState, first_rows, pad_rows
+from fastmp.nn.moe.dispatchers.fp8_rows import fp8_all_to_all
 from fastmp.ops import block_rows, permutation, permute, unpermute
-from fastmp.tensor_parallel.fp8_linear import fp8_all_to_all
 
 __all__ = ["AllToAllDispatcher"]
 

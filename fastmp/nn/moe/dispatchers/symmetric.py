@@ -5,6 +5,8 @@ from there; a device-side barrier separates writes and reads. Counts are exchang
 computes the rows of its tokens from them, on the device. Received rows are sorted by expert, then by source:
 bit for bit the rows of an `AllToAllDispatcher`, followed by zeros up to the capacity.
 
+With experts in FP8 tokens are sent quantised (see `fp8_rows`), their gradients as they are.
+
 Rows beyond the capacity are dropped: the token gets nothing from that expert, and no gradient; dropped
 assignments are counted. Without `moe.symmetric_capacity` the capacity is all tokens of all ranks.
 
@@ -24,10 +26,12 @@ from torch.autograd.function import Function, once_differentiable
 
 from fastmp.config import MoEConfig
 from fastmp.config.dispatchers import SYMMETRIC
+from fastmp.config.precision import Fp8Recipe
 from fastmp.distributed.groups import ParallelGroups
 from fastmp.distributed.streams import exchanging
 from fastmp.distributed.symmetric_memory import ExchangeViews, SymmetricExchange
 from fastmp.nn.moe.dispatchers.dispatcher import Dispatcher, DispatchState, no_compile
+from fastmp.nn.moe.dispatchers.fp8_rows import packed, unpacked
 from fastmp.ops import permutation
 from fastmp.ops.exchange import (
     exchange_barrier,
@@ -40,6 +44,8 @@ from fastmp.ops.exchange import (
 )
 
 __all__ = ["SymmetricDispatcher"]
+
+_ALIGNED = 16  # bytes of an access: rows in FP8 are made multiples of it
 
 
 @dataclass(slots=True)
@@ -106,7 +112,7 @@ class SymmetricDispatcher(Dispatcher[SymmetricPrepared, SymmetricDispatched]):
             where, offsets, dropped = exchange_places(
                 state.row_of, state.indices, matrix_RE, views.rank, self.exchange.ep, views.capacity
             )
-        rows = _SymmetricDispatch.apply(tokens, where, offsets, views, self.own_stream)
+        rows = _SymmetricDispatch.apply(tokens, where, offsets, views, self.own_stream, self.fp8)
         # The experts do not return their offsets: combine has its own.
         ends = torch.cat((offsets, dropped.view(1)))
         return rows, offsets, SymmetricDispatched(state.probs, where, ends)
@@ -138,15 +144,24 @@ class _SymmetricDispatch(Function):
 
     @staticmethod
     def forward(
-        ctx: Any, tokens: Tensor, where: Tensor, offsets: Tensor, views: ExchangeViews, own_stream: bool
+        ctx: Any,
+        tokens: Tensor,
+        where: Tensor,
+        offsets: Tensor,
+        views: ExchangeViews,
+        own_stream: bool,
+        fp8: Fp8Recipe | None,
     ) -> Tensor:
         ctx.save_for_backward(where, offsets)
         ctx.views, ctx.own_stream = views, own_stream
-        # 1. Put each token at its rows at the experts' ranks. 2. All ranks meet. 3. Take what has arrived.
+        # 1. In FP8, a row is its bytes and scales, in the first columns of a row of the buffer.
+        sent = tokens if fp8 is None else packed(tokens, fp8, _ALIGNED).view(tokens.dtype)
+        # 2. Put each token at its rows at the experts' ranks. 3. All ranks meet. 4. Take what has arrived.
         with _stream(tokens, own_stream):
-            exchange_push(tokens, where, None, None, views.epochs, views.rows, views.peer_offsets)
+            exchange_push(sent, where, None, None, views.epochs, views.rows, views.peer_offsets)
             _barrier(views)
-            return exchange_take(views.rows, views.epochs, offsets)
+            rows = exchange_take(views.rows, views.epochs, offsets, sent.shape[1])
+        return rows if fp8 is None else unpacked(rows.view(torch.uint8), tokens.shape[1], fp8, tokens.dtype)
 
     @staticmethod
     @once_differentiable
@@ -157,7 +172,7 @@ class _SymmetricDispatch(Function):
             exchange_give(grad, offsets, views.epochs, views.rows)
             _barrier(views)
             total, _ = exchange_pull(views.rows, views.epochs, views.peer_offsets, where, None, False)
-        return total, None, None, None, None
+        return total, None, None, None, None, None
 
 
 class _SymmetricCombine(Function):
