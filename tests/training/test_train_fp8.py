@@ -9,11 +9,12 @@ import torch
 from graphed_trainers import CONFIG as GRAPHED
 from graphed_trainers import run as run_graphed
 from marks import full
-from trainer_tools import MICRO_BATCH, check_replicas, checksums, make_groups, make_trainer, run
+from trainer_tools import MICRO_BATCH, OPTIMIZER, check_replicas, checksums, make_groups, make_trainer, run
 
 from fastmp.config import CheckpointConfig, GPTConfig, GraphConfig, MoEConfig, ParallelConfig
 from fastmp.config.precision import Fp8Recipe
 from fastmp.cuda_graphs.function_graph import FunctionGraph
+from fastmp.distributed.groups import ParallelGroups
 from fastmp.testing.ranks import run_ranks
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -78,6 +79,27 @@ def test_every_layout_is_one_rank(one_rank, name):
         assert my_counts == counts
         for key, value in my_grads.items():
             torch.testing.assert_close(value, grads[key], rtol=0, atol=1e-10, msg=key)
+
+
+def muon_and_evaluation(layout, groups=ParallelGroups.alone()):
+    """Return the losses of two steps with Muon, then those of an evaluation and of a step after it."""
+    optimizer = replace(OPTIMIZER, name="muon")
+    trainer = make_trainer(groups, layout, **SIZES, optimizer=optimizer)
+    losses = [trainer.train_step().loss.item() for _ in range(STEPS)]
+    return [*losses, trainer.evaluate().loss, trainer.train_step().loss.item()]
+
+
+@pytest.mark.parametrize("sizes", [{"tp": 2}, *full([{}, {"pp": 2}, {"ep": 2}])], ids=str)
+def test_muon_and_evaluations_are_those_of_one_rank(sizes):
+    layout = ParallelConfig(**sizes)
+
+    def rank_main(rank, world_size):
+        return muon_and_evaluation(layout, make_groups(world_size, layout))
+
+    want = torch.tensor(muon_and_evaluation(ParallelConfig()))
+    assert want[-1] < want[0]
+    for found in run_ranks(rank_main, 2, timeout=120):
+        torch.testing.assert_close(torch.tensor(found), want, rtol=0, atol=1e-9)
 
 
 LAYERS = GraphConfig(enabled=True, warmup=1)
