@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -130,6 +131,17 @@ def _transformer_engine(weights: Weights, x: Tensor, k: int, device: str) -> tup
     return call, tuple(leaves)
 
 
+def moe_layer_of(
+    hidden: int, experts: int, k: int, ffn: int, dtype: torch.dtype, device: str, **options: Any
+) -> MoELayer:
+    """Return our layer; options: fields of `Placement`."""
+    moe = MoEConfig(num_experts=experts, top_k=k, expert_ffn_hidden_size=ffn, normalize_topk=True)
+    config = GPTConfig(
+        num_layers=1, hidden_size=hidden, num_heads=1, activation="swiglu", linear_bias=False, moe=moe
+    )
+    return MoELayer(config, Placement(device=device, dtype=dtype, **options))
+
+
 def moe_layer_case(
     tokens: int,
     hidden: int,
@@ -140,12 +152,8 @@ def moe_layer_case(
     device: str,
     seed: int = 0,
 ) -> Case:
-    moe = MoEConfig(num_experts=experts, top_k=k, expert_ffn_hidden_size=ffn, normalize_topk=True)
-    config = GPTConfig(
-        num_layers=1, hidden_size=hidden, num_heads=1, activation="swiglu", linear_bias=False, moe=moe
-    )
     torch.manual_seed(seed)
-    layer = MoELayer(config, Placement(device=device, dtype=dtype))
+    layer = moe_layer_of(hidden, experts, k, ffn, dtype, device)
     weights = Weights(layer.router.weight, layer.experts.fc1, layer.experts.fc2)
     with torch.no_grad():  # numbers of about one all the way, and a choice that is not a matter of rounding
         weights.router.normal_(std=hidden**-0.5)

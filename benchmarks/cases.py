@@ -48,7 +48,7 @@ class Case:
     `grad` is the gradient of what a rival returns, a tuple where that is one. `again(seed)` makes the same
     case with other numbers, for calls that must not find their inputs in the cache. `own_leaves` has the
     leaves of rivals that do not share `leaves`. A case that is not `capturable` does work on the host that no
-    CUDA graph can hold. Rivals of a `random` case draw numbers of their own, so their results differ.
+    CUDA graph can hold. Rivals of a `random` case draw numbers or round in their own way: results differ.
     `counterparts` has the steps of a form of ours in plain torch, where rivals take others; for host times.
     """
 
