@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from benchmarks.bench_quantize import BLOCK, plain_rows
 from benchmarks.cases import (
     COMPILE,
     EAGER,
@@ -24,9 +25,11 @@ from benchmarks.cases import (
     title,
 )
 from benchmarks.peers import peer
-from fastmp.ops import OPS, layer_norm, rms_norm
+from fastmp.ops import OPS, layer_norm, quantize_rows, rms_norm
+from fastmp.ops.core.fp8 import E4M3
 
 EPS = 1e-5
+IN_TURN = "fastmp in two ops"
 
 
 def _liger_rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, device: str) -> Callable | None:
@@ -101,6 +104,36 @@ def _case(
     )
 
 
+def quantized_case(
+    rows: int, columns: int, with_residual: bool, dtype: torch.dtype, device: str, seed: int = 0
+) -> Case:
+    random = normal(dtype, device, seed)
+    x, weight, residual = random(rows, columns), random(columns), random(rows, columns)
+    added = residual if with_residual else None
+
+    def in_turn() -> tuple[Tensor, ...]:
+        if added is None:
+            return quantize_rows(rms_norm(x, weight, eps=EPS))
+        y, total = rms_norm(x, weight, eps=EPS, residual=added)
+        return *quantize_rows(y), total
+
+    def eager(x: Tensor, residual: Tensor | None, weight: Tensor) -> tuple[Tensor, ...]:
+        total = x if residual is None else x + residual
+        rows = plain_rows(F.rms_norm(total, weight.shape, weight, EPS))
+        return rows if residual is None else (*rows, total)
+
+    with_compile = compiled(eager)
+    rivals = {
+        OURS: lambda: rms_norm(x, weight, eps=EPS, residual=added, quantize=True),
+        IN_TURN: in_turn,
+        EAGER: lambda: eager(x, added, weight),
+        COMPILE: lambda: with_compile(x, added, weight),
+    }
+    name = title(f"rms_norm quantized{' add' if with_residual else ''}", (rows, columns), dtype)
+    moved = OPS["rms_norm_quantized"].traffic(x, added, weight, EPS, BLOCK, E4M3)
+    return Case(name, (x,), x, rivals, moved, 0)
+
+
 # Rows are tokens; hidden sizes are those of Llama-3-8B and Mixtral, Llama-3-70B, DeepSeek-V3, Qwen3-30B-A3B
 # and GPT-3; (8192 x 32, 128) are the query heads of Qwen3, each normalised by itself.
 _LLAMA_AND_DEEPSEEK = tuple(
@@ -120,6 +153,16 @@ WORKLOADS = (
         tiny=(33, 129, True),
     ),
     Workload(
+        "rms_norm quantized",
+        quantized_case,
+        cpu=((4096, 8192, True),),
+        cuda=_LLAMA_AND_DEEPSEEK,
+        rivals=(OURS, IN_TURN, EAGER, COMPILE),
+        directions=("forward",),
+        dtypes=(torch.bfloat16,),
+        tiny=(33, 256, True),
+    ),
+    Workload(
         "layer_norm",
         partial(_case, "layer_norm"),
         cpu=((4096, 8192, False), (4096, 8192, True)),
@@ -133,6 +176,7 @@ GOALS = (
 )
 _SHAPES = ((8192, 4096), (8192, 8192), (4096, 7168), (2048, 12288))
 SHAPES = {f"{name}{way}": _SHAPES for name in ("rms_norm", "layer_norm") for way in ("", "_backward")}
+SHAPES |= {"rms_norm_quantized": _SHAPES}
 
 
 def arguments(op: str, shape: tuple[int, int], dtype: torch.dtype, device: str, seed: int) -> tuple:
@@ -142,6 +186,8 @@ def arguments(op: str, shape: tuple[int, int], dtype: torch.dtype, device: str, 
     weight = x[0].clone()
     optional = () if op.startswith("rms") else (weight,)
     forward = x, None, weight, *optional, EPS
+    if op == "rms_norm_quantized":
+        return *forward, BLOCK, E4M3
     if not op.endswith("_backward"):
         return forward
     stats = getattr(torch.ops.fastmp, op.removesuffix("_backward"))(*forward)[2]

@@ -5,8 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from benchmarks.bench_norm import IN_TURN
+from benchmarks.bench_quantize import BLOCK, plain_rows
 from benchmarks.cases import COMPILE, EAGER, OURS, Case, CpuGoal, Workload, compiled, title
-from fastmp.ops import OPS, permutation, permute, unpermute
+from fastmp.ops import OPS, permutation, permute, quantize_rows, unpermute
+from fastmp.ops.core.fp8 import E4M3
 from fastmp.ops.core.registry import compute_dtype
 
 
@@ -78,6 +81,28 @@ def permute_case(tokens: int, width: int, slots: int, dtype: torch.dtype, device
     )
 
 
+def quantized_case(
+    tokens: int, width: int, slots: int, dtype: torch.dtype, device: str, seed: int = 0
+) -> Case:
+    x, _, _, _, _, row_of, _, sources = _rows(tokens, width, slots, dtype, device, seed)
+    x, num_rows = x.detach(), tokens * slots
+
+    def eager(x: Tensor) -> tuple[Tensor, Tensor]:
+        q, s = plain_rows(x)
+        return q.view(torch.uint8).index_select(0, sources).view(E4M3), s.index_select(0, sources)
+
+    with_compile = compiled(eager)
+    rivals = {
+        OURS: lambda: permute(x, row_of, num_rows, quantize=True),
+        IN_TURN: lambda: quantize_rows(permute(x, row_of, num_rows)),
+        EAGER: lambda: eager(x),
+        COMPILE: lambda: with_compile(x),
+    }
+    name = title("permute quantized", (tokens, width, slots), dtype)
+    moved = OPS["permute_quantized"].traffic(x, None, row_of, num_rows, BLOCK, E4M3)
+    return Case(name, (x,), x, rivals, moved, 0)
+
+
 def unpermute_case(
     tokens: int, width: int, slots: int, dtype: torch.dtype, device: str, seed: int = 0
 ) -> Case:
@@ -127,6 +152,16 @@ WORKLOADS = (
         tiny=(6, 8, 2),
     ),
     Workload(
+        "permute quantized",
+        quantized_case,
+        cpu=((2048, 2048, 8),),
+        cuda=_CUDA,
+        rivals=(OURS, IN_TURN, EAGER, COMPILE),
+        directions=("forward",),
+        dtypes=(torch.bfloat16,),
+        tiny=(6, 128, 2),
+    ),
+    Workload(
         "unpermute",
         unpermute_case,
         cpu=((2048, 2048, 8),),
@@ -145,7 +180,17 @@ GOALS = (
 SHAPES = {
     "block_rows": ((8, 32, 65536), (64, 4, 65536)),  # rows of so many ranks for each of so many experts
     "permutation": ((8192, 8, 256), (8192, 8, 512)),
-    **dict.fromkeys(("permute", "unpermute", "unpermute_into", "unpermute_add", "unpermute_add_into"), _CUDA),
+    **dict.fromkeys(
+        (
+            "permute",
+            "permute_quantized",
+            "unpermute",
+            "unpermute_into",
+            "unpermute_add",
+            "unpermute_add_into",
+        ),
+        _CUDA,
+    ),
     **dict.fromkeys(("unpermute_backward", "unpermute_backward_into"), _CUDA),
 }
 
@@ -166,6 +211,7 @@ def arguments(op: str, shape: tuple[int, int, int], dtype: torch.dtype, device: 
     x, y, grad, _, probs, row_of, _, _ = _rows(*shape, dtype, device, seed)
     return {
         "permute": (x.detach(), row_of, len(y)),
+        "permute_quantized": (x.detach(), None, row_of, len(y), BLOCK, E4M3),
         "unpermute": (y.detach(), row_of, probs),
         "unpermute_into": (y.detach(), row_of, probs, torch.empty_like(grad)),
         "unpermute_add": (y.detach(), row_of, probs, grad),

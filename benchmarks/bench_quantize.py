@@ -19,7 +19,8 @@ def _scales(amax: Tensor) -> Tensor:
     return torch.exp2(torch.ceil(torch.log2(amax / LARGEST[E4M3]))).where(amax > 0, 1.0)
 
 
-def _rows(x: Tensor) -> tuple[Tensor, Tensor]:
+def plain_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Quantise rows in steps of torch."""
     blocks = x.float().view(len(x), -1, BLOCK)
     s = _scales(blocks.abs().amax(-1))
     return (blocks / s.unsqueeze(-1)).to(E4M3).view(x.shape), s
@@ -74,7 +75,7 @@ _SHAPES = {
     "quantize_weight": ((4096, 14336),),
 }
 _FUNCTIONS = {
-    "quantize_rows": (quantize_rows, _rows),
+    "quantize_rows": (quantize_rows, plain_rows),
     "dequantize_rows": (dequantize_rows, _back),
     "quantize_weight": (quantize_weight, _weight),
 }

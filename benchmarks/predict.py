@@ -191,10 +191,12 @@ EXPECTED = {
     "log_probs_stats": Expected(0.92),
     "permutation": Expected(0.5, least_us=12.0),
     "permute": Expected(0.84),
+    "permute_quantized": Expected(0.8),
     "quantize_rows": Expected(0.85),
     "quantize_weight": Expected(0.75),  # half of what is written is transposed in shared memory
     "rms_norm": Expected(0.9),
     "rms_norm_backward": Expected(_norm_backward(0.48)),
+    "rms_norm_quantized": Expected(0.85),
     "rope": Expected(0.92),
     "rope_": Expected(0.92),
     "scaled_masked_softmax": Expected(0.92),

@@ -93,6 +93,14 @@ inline int scale_exponent(uint32_t amax, int top, int least) {
   return std::max(e + static_cast<int>((amax + 0x1fffffu) >> 23), least);  // above 1.75 it carries
 }
 
+// Returns the number of rows of a tensor (..., K).
+inline int64_t num_rows_of(const char* op, const char* name, const Tensor& tensor) {
+  FASTMP_CHECK(tensor.dim() > 0, op, ": ", name, " must have at least one dimension");
+  int64_t rows = 1;
+  for (int64_t dim = 0; dim + 1 < tensor.dim(); ++dim) rows *= tensor.size(dim);
+  return rows;
+}
+
 // Returns uninitialised scales (num_rows, num_cols / block), M-major: columns are a multiple of 16 bytes apart.
 inline Tensor empty_row_scales(const char* op, int64_t num_rows, int64_t num_cols, int64_t block, const Tensor& like) {
   check_block(op, block);
@@ -112,7 +120,25 @@ struct QuantizedRows {
   void* s;
   int64_t num_rows, num_cols, block, x_pitch, q_pitch, s_row, s_col;
   ScalarType dtype, form;
+
+  // Returns rows [row, row + count), whose wide numbers are at `wide`.
+  QuantizedRows part(int64_t row, int64_t count, const void* wide) const {
+    QuantizedRows rows = *this;
+    rows.x = const_cast<void*>(wide), rows.num_rows = count;
+    rows.q += row * q_pitch;
+    rows.s = static_cast<char*>(s) + row * s_row * (block == 128 ? sizeof(float) : sizeof(uint8_t));
+    return rows;
+  }
 };
+
+// Returns the rows of q and of s (see `empty_row_scales`), to quantise numbers of `dtype` without gaps into.
+inline QuantizedRows rows_into(const Tensor& q, const Tensor& s, int64_t block, ScalarType dtype) {
+  QuantizedRows rows{};
+  rows.q = static_cast<uint8_t*>(q.mutable_data_ptr()), rows.s = s.mutable_data_ptr();
+  rows.num_rows = s.size(0), rows.num_cols = rows.x_pitch = rows.q_pitch = s.size(1) * block, rows.block = block;
+  rows.s_row = 1, rows.s_col = s.stride(1), rows.dtype = dtype, rows.form = q.scalar_type();
+  return rows;
+}
 
 FASTMP_DECLARE(void quantize_rows(const QuantizedRows&);)  // of quantize.cpp
 

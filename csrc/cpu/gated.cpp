@@ -254,17 +254,14 @@ std::tuple<Tensor, Tensor> gated_activation_quantized(const Tensor& x, std::opti
   const Form form = form_of(kOp, activation);
   std::vector<int64_t> sizes(x.sizes().begin(), x.sizes().end());
   if (!up) sizes.back() /= 2;
-  const int64_t half = sizes.back(), num_rows = [&] {
-    int64_t rows = 1;
-    for (size_t dim = 0; dim + 1 < sizes.size(); ++dim) rows *= sizes[dim];
-    return rows;
-  }();
+  const int64_t half = sizes.back(), num_rows = num_rows_of(kOp, "x", x);
   Tensor s = empty_row_scales(kOp, num_rows, half, block, x);
   Tensor q = fastmp::empty(sizes, dtype, x);
   if (x.numel() == 0) return {q, s};
   if (bias) bias = torch::stable::contiguous(*bias);
   const Parts parts(x, up);
-  const auto itemsize = static_cast<int64_t>(x.element_size()), s_size = static_cast<int64_t>(s.element_size());
+  const QuantizedRows out = rows_into(q, s, block, x.scalar_type());
+  const auto itemsize = static_cast<int64_t>(x.element_size());
   const int64_t step = std::clamp<int64_t>(65536 / (half * itemsize), 1, kTileRows);
   parallel_for(0, num_rows, std::max<int64_t>(1, 8192 / half), [&](int64_t begin, int64_t end) {
     std::vector<double> buffer((step * half * itemsize + 7) / 8);
@@ -279,12 +276,7 @@ std::tuple<Tensor, Tensor> gated_activation_quantized(const Tensor& x, std::opti
       tile.out = buffer.data(), tile.dtype = x.scalar_type(), tile.form = form;
       FASTMP_BEST(gated_tile)(tile);
       // 2. Quantise them.
-      QuantizedRows rows{};
-      rows.x = buffer.data(), rows.q = static_cast<uint8_t*>(q.mutable_data_ptr()) + row * half;
-      rows.s = static_cast<char*>(s.mutable_data_ptr()) + row * s_size;
-      rows.num_rows = tile.num_rows, rows.num_cols = rows.x_pitch = rows.q_pitch = half, rows.block = block;
-      rows.s_row = 1, rows.s_col = s.stride(1), rows.dtype = x.scalar_type(), rows.form = dtype;
-      FASTMP_BEST(quantize_rows)(rows);
+      FASTMP_BEST(quantize_rows)(out.part(row, tile.num_rows, buffer.data()));
     }
   });
   return {q, s};

@@ -5,6 +5,7 @@
 // gradients into one row of partial sums, and `sum_rows` adds the strips in order. Strips depend on the shape alone, so
 // results do not depend on the number of threads. 16-bit types are computed in fp32 and rounded once.
 // Reference: fastmp/ops/norm.py.
+#include "fp8.h"
 #include "op.h"
 #include "rows.h"
 #include "simd.h"
@@ -101,7 +102,7 @@ void norm_rows(const NormStrip& strip, int64_t row) {
   // 4. y = (total - mean) rstd weight + bias.
   for_vectors<V>(n, [&](int64_t col, int64_t count) __attribute__((always_inline)) {
     const V w = load(weight + col, count, 0);
-    const V b = bias ? load(bias + col, count, 0) : V{};
+    const V b = bias ? load(bias + col, count, 0) : broadcast<V>(S(-0.0));  // x + -0 is x, also where x is -0
     for (int r = 0; r < kRows; ++r) {
       V h = load(in[r] + col, count, 0);
       if constexpr (kCentred) h -= mean[r];
@@ -236,26 +237,33 @@ void* advance(void* base, int64_t elements, int64_t itemsize) {
   return const_cast<void*>(advance(static_cast<const void*>(base), elements, itemsize));
 }
 
+int64_t itemsize_of(ScalarType dtype) { return dtype == ScalarType::Double ? 8 : dtype == ScalarType::Float ? 4 : 2; }
+
+// Returns rows [row, row + num_rows) of `all`, or up to its last.
+NormStrip strip_of(const NormStrip& all, int64_t row, int64_t num_rows) {
+  const int64_t itemsize = itemsize_of(all.dtype), size = itemsize_of(compute_dtype(all.dtype));
+  NormStrip strip = all;
+  strip.num_rows = std::min(num_rows, all.num_rows - row);
+  strip.x = advance(all.x, row * all.x_pitch, itemsize);
+  strip.residual = advance(all.residual, row * all.residual_pitch, itemsize);
+  strip.grad = advance(all.grad, row * all.grad_pitch, itemsize);
+  strip.grad_total = advance(all.grad_total, row * all.grad_total_pitch, itemsize);
+  strip.total = advance(all.total, row * all.num_cols, itemsize);
+  strip.y = advance(all.y, row * all.num_cols, itemsize);
+  strip.rstd = advance(all.rstd, row, size);
+  strip.mean = advance(all.mean, row, size);
+  return strip;
+}
+
 // Calls kernel(strip) on every strip of `all`, over all threads; a strip has `sums` elements of partial sums.
 template <class Kernel>
 void for_strips(const Kernel& kernel, const NormStrip& all, int64_t sums) {
   const int64_t rows = strip_rows(all.num_rows), strips = (all.num_rows + rows - 1) / rows;
-  const int64_t size = all.dtype == ScalarType::Double ? 8 : 4;
-  const int64_t itemsize = all.dtype == ScalarType::Double ? 8 : all.dtype == ScalarType::Float ? 4 : 2;
+  const int64_t size = itemsize_of(compute_dtype(all.dtype));
   const int64_t grain = std::max<int64_t>(1, 16384 / std::max<int64_t>(1, std::min(rows, all.num_rows) * all.num_cols));
   parallel_for(0, strips, grain, [&](int64_t begin, int64_t end) {
     for (int64_t index = begin; index < end; ++index) {
-      const int64_t row = index * rows;
-      NormStrip strip = all;
-      strip.num_rows = std::min(rows, all.num_rows - row);
-      strip.x = advance(all.x, row * all.x_pitch, itemsize);
-      strip.residual = advance(all.residual, row * all.residual_pitch, itemsize);
-      strip.grad = advance(all.grad, row * all.grad_pitch, itemsize);
-      strip.grad_total = advance(all.grad_total, row * all.grad_total_pitch, itemsize);
-      strip.total = advance(all.total, row * all.num_cols, itemsize);
-      strip.y = advance(all.y, row * all.num_cols, itemsize);
-      strip.rstd = advance(all.rstd, row, size);
-      strip.mean = advance(all.mean, row, size);
+      NormStrip strip = strip_of(all, index * rows, rows);
       strip.dweight = advance(all.dweight, index * sums, size);
       strip.dbias = advance(all.dbias, index * sums, size);
       kernel(strip);
@@ -269,26 +277,23 @@ void set_stats(NormStrip& all, const Tensor& stats) {
   all.mean = advance(all.rstd, all.num_rows, static_cast<int64_t>(stats.element_size()));
 }
 
-std::tuple<Tensor, Tensor, Tensor> forward(const char* op, const Tensor& x, const std::optional<Tensor>& residual,
-                                           const Tensor& weight, const std::optional<Tensor>& bias, double eps,
-                                           bool centred) {
+// Returns total and the statistics; run(strip) computes them and y of all rows, of which there is at least one.
+template <class Run>
+std::tuple<Tensor, Tensor> forward(const char* op, const Tensor& x, const std::optional<Tensor>& residual,
+                                   const Tensor& weight, const std::optional<Tensor>& bias, double eps, bool centred,
+                                   const Run& run) {
   check_parameter(op, "weight", weight, x);
   if (bias) check_parameter(op, "bias", *bias, x);
   if (residual) check_same(op, "residual", *residual, "x", x);
   const ScalarType dtype = x.scalar_type();
   dispatch_float(dtype, op, [](auto) {});
-  int64_t num_rows = 1;
   std::vector<int64_t> stats_sizes{centred ? 2 : 1};
-  for (int64_t dim = 0; dim + 1 < x.dim(); ++dim) {
-    num_rows *= x.size(dim);
-    stats_sizes.push_back(x.size(dim));
-  }
-  Tensor y = fastmp::empty(x.sizes(), dtype, x);
+  for (int64_t dim = 0; dim + 1 < x.dim(); ++dim) stats_sizes.push_back(x.size(dim));
   Tensor total = residual ? fastmp::empty(x.sizes(), dtype, x) : fastmp::empty({0}, dtype, x);
   Tensor stats = fastmp::empty(stats_sizes, compute_dtype(dtype), x);
   if (x.numel() == 0) {
     if (stats.numel() > 0) torch::stable::zero_(stats);
-    return {y, total, stats};
+    return {total, stats};
   }
   const Rows rows(x), residual_rows(residual ? *residual : x);
   const Tensor wide_weight = widened(weight, dtype), wide_bias = widened(bias ? *bias : weight, dtype);
@@ -300,16 +305,26 @@ std::tuple<Tensor, Tensor, Tensor> forward(const char* op, const Tensor& x, cons
     all.residual_pitch = residual_rows.pitch;
     all.total = total.mutable_data_ptr();
   }
-  all.y = y.mutable_data_ptr();
   all.weight = wide_weight.const_data_ptr();
   all.bias = bias ? wide_bias.const_data_ptr() : nullptr;
-  all.num_rows = num_rows;
+  all.num_rows = rows.num_rows;
   all.num_cols = rows.num_cols;
   set_stats(all, stats);
   all.eps = eps;
   all.dtype = dtype;
   all.centred = centred;
-  for_strips(FASTMP_BEST(norm_strip), all, 0);
+  run(all);
+  return {total, stats};
+}
+
+std::tuple<Tensor, Tensor, Tensor> forward(const char* op, const Tensor& x, const std::optional<Tensor>& residual,
+                                           const Tensor& weight, const std::optional<Tensor>& bias, double eps,
+                                           bool centred) {
+  Tensor y = fastmp::empty(x.sizes(), x.scalar_type(), x);
+  const auto [total, stats] = forward(op, x, residual, weight, bias, eps, centred, [&](NormStrip& all) {
+    all.y = y.mutable_data_ptr();
+    for_strips(FASTMP_BEST(norm_strip), all, 0);
+  });
   return {y, total, stats};
 }
 
@@ -365,6 +380,35 @@ std::tuple<Tensor, Tensor, Tensor> rms_norm(const Tensor& x, std::optional<Tenso
   return forward("rms_norm", x, residual, weight, std::nullopt, eps, false);
 }
 
+// y in FP8: a few rows are computed into a buffer that stays in cache, and quantised from there.
+std::tuple<Tensor, Tensor, Tensor, Tensor> rms_norm_quantized(const Tensor& x, std::optional<Tensor> residual,
+                                                              const Tensor& weight, double eps, int64_t block,
+                                                              ScalarType dtype) {
+  constexpr const char* kOp = "rms_norm_quantized";
+  dispatch_fp8(dtype, kOp, [](auto) {});
+  check_parameter(kOp, "weight", weight, x);
+  Tensor s = empty_row_scales(kOp, num_rows_of(kOp, "x", x), weight.size(0), block, x);
+  Tensor q = fastmp::empty(x.sizes(), dtype, x);
+  const QuantizedRows out = rows_into(q, s, block, x.scalar_type());
+  const auto [total, stats] = forward(kOp, x, residual, weight, std::nullopt, eps, false, [&](const NormStrip& all) {
+    const int64_t row_bytes = all.num_cols * itemsize_of(all.dtype);
+    const int64_t step = std::clamp<int64_t>(65536 / row_bytes / 4 * 4, 4, kStripRows);
+    const int64_t steps = (all.num_rows + step - 1) / step, grain = std::max<int64_t>(1, 8192 / (step * all.num_cols));
+    parallel_for(0, steps, grain, [&](int64_t begin, int64_t end) {
+      std::vector<double> buffer((step * row_bytes + 7) / 8);
+      for (int64_t row = begin * step; row < std::min(end * step, all.num_rows); row += step) {
+        // 1. y of these rows, rounded to x's dtype.
+        NormStrip strip = strip_of(all, row, step);
+        strip.y = buffer.data();
+        FASTMP_BEST(norm_strip)(strip);
+        // 2. Quantise them.
+        FASTMP_BEST(quantize_rows)(out.part(row, strip.num_rows, buffer.data()));
+      }
+    });
+  });
+  return {q, s, total, stats};
+}
+
 std::tuple<Tensor, Tensor, Tensor> layer_norm(const Tensor& x, std::optional<Tensor> residual, const Tensor& weight,
                                               std::optional<Tensor> bias, double eps) {
   return forward("layer_norm", x, residual, weight, bias, eps, true);
@@ -386,6 +430,7 @@ std::tuple<Tensor, Tensor> layer_norm_backward(const Tensor& grad, std::optional
 
 STABLE_TORCH_LIBRARY_IMPL(fastmp, CPU, m) {
   FASTMP_IMPL(m, "rms_norm", fastmp::rms_norm);
+  FASTMP_IMPL(m, "rms_norm_quantized", fastmp::rms_norm_quantized);
   FASTMP_IMPL(m, "layer_norm", fastmp::layer_norm);
   FASTMP_IMPL(m, "rms_norm_backward", fastmp::rms_norm_backward);
   FASTMP_IMPL(m, "layer_norm_backward", fastmp::layer_norm_backward);

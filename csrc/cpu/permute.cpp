@@ -6,6 +6,7 @@
 // references in fastmp/ops/permute.py.
 #include "op.h"
 #include "assignments.h"
+#include "fp8.h"
 #include "rows.h"
 #include "simd.h"
 
@@ -178,8 +179,9 @@ void check_assignments(const char* op, const Tensor& tokens, const Tensor& row_o
                dtype_name(probs->scalar_type()), " of ", probs->numel(), " elements for ", row_of.numel());
 }
 
-// Clears the rows of `out` that no assignment maps to.
-void zero_unused(const Tensor& out, const int32_t* row_of, int64_t num_assignments) {
+// Clears the rows of `out` that no assignment maps to, and calls also(row) for each.
+template <class Also>
+void zero_unused(const Tensor& out, const int32_t* row_of, int64_t num_assignments, const Also& also) {
   const int64_t num_rows = out.size(0), bytes = out.size(1) * static_cast<int64_t>(out.element_size());
   std::vector<char> used(num_rows);
   for (int64_t assignment = 0; assignment < num_assignments; ++assignment) {
@@ -188,9 +190,14 @@ void zero_unused(const Tensor& out, const int32_t* row_of, int64_t num_assignmen
   char* base = static_cast<char*>(out.mutable_data_ptr());
   parallel_for(0, num_rows, token_grain(1, bytes), [&](int64_t begin, int64_t end) {
     for (int64_t row = begin; row < end; ++row) {
-      if (!used[row]) std::memset(base + row * bytes, 0, bytes);
+      if (used[row]) continue;
+      std::memset(base + row * bytes, 0, bytes);
+      also(row);
     }
   });
+}
+void zero_unused(const Tensor& out, const int32_t* row_of, int64_t num_assignments) {
+  zero_unused(out, row_of, num_assignments, [](int64_t) {});
 }
 
 // The run of all tokens with their rows in `rows`, on `row_of` without gaps.
@@ -217,12 +224,16 @@ void over_tokens(const Kernel& kernel, const PairRun& whole, int64_t num_tokens,
   });
 }
 
-Tensor permute(const Tensor& x, const Tensor& given, int64_t num_rows) {
-  check_assignments("permute", x, given, nullptr, x.scalar_type());
-  FASTMP_CHECK(num_rows <= std::numeric_limits<int32_t>::max(),
-               "permute: num_rows must be from 0 to 2147483647, got ", num_rows);
-  FASTMP_CHECK(given.size(0) == x.size(0) && num_rows >= 0, "permute: row_of of ", given.size(0),
+void check_permuted(const char* op, const Tensor& x, const Tensor& row_of, int64_t num_rows, ScalarType dtype) {
+  check_assignments(op, x, row_of, nullptr, dtype);
+  FASTMP_CHECK(num_rows <= std::numeric_limits<int32_t>::max(), op, ": num_rows must be from 0 to 2147483647, got ",
+               num_rows);
+  FASTMP_CHECK(row_of.size(0) == x.size(0) && num_rows >= 0, op, ": row_of of ", row_of.size(0),
                " tokens does not fit x of ", x.size(0), ", or num_rows is negative: ", num_rows);
+}
+
+Tensor permute(const Tensor& x, const Tensor& given, int64_t num_rows) {
+  check_permuted("permute", x, given, num_rows, x.scalar_type());
   const Tensor out = fastmp::empty({num_rows, x.size(1)}, x.scalar_type(), x);
   if (out.numel() == 0) return out;
   const Tensor row_of = torch::stable::contiguous(given);
@@ -235,6 +246,70 @@ Tensor permute(const Tensor& x, const Tensor& given, int64_t num_rows) {
   run.out = out.mutable_data_ptr();
   over_tokens([](const PairRun& part) { FASTMP_BEST(permute_run)(part); }, run, x.size(0), x.element_size());
   return out;
+}
+
+// Copies a row of FP8 numbers and its scales to row `to` of `out`.
+void copy_quantized(const QuantizedRows& from, const QuantizedRows& out, int64_t to) {
+  const QuantizedRows row = out.part(to, 1, nullptr);
+  std::memcpy(row.q, from.q, out.num_cols);
+  const auto copy = [&](auto tag) {
+    using Scale = typename decltype(tag)::type;
+    const auto* s = static_cast<const Scale*>(from.s);
+    for (int64_t i = 0; i < out.num_cols / out.block; ++i) static_cast<Scale*>(row.s)[i * out.s_col] = s[i * from.s_col];
+  };
+  out.block == 128 ? copy(TypeTag<float>{}) : copy(TypeTag<uint8_t>{});
+}
+
+// permute of rows that are FP8 numbers with `scales`, or become so: a token is quantised into its first row.
+std::tuple<Tensor, Tensor> permute_quantized(const Tensor& x, std::optional<Tensor> scales, const Tensor& given,
+                                             int64_t num_rows, int64_t block, ScalarType dtype) {
+  constexpr const char* kOp = "permute_quantized";
+  check_permuted(kOp, x, given, num_rows, scales ? ScalarType::Float : x.scalar_type());
+  dispatch_fp8(dtype, kOp, [](auto) {});
+  FASTMP_CHECK(!scales || (x.scalar_type() == dtype && block_of(kOp, *scales) == block && scales->dim() == 2 &&
+                           scales->size(0) == x.size(0) && scales->size(1) * block == x.size(1)),
+               kOp, ": x is ", described(x), ", which does not fit its scales, block ", block, " or ",
+               dtype_name(dtype));
+  Tensor s = empty_row_scales(kOp, num_rows, x.size(1), block, x);
+  Tensor q = fastmp::empty({num_rows, x.size(1)}, dtype, x);
+  if (q.numel() == 0) return {q, s};
+  const Tensor row_of = torch::stable::contiguous(given);
+  const auto* rows = static_cast<const int32_t*>(row_of.const_data_ptr());
+  const QuantizedRows out = rows_into(q, s, block, scales ? ScalarType::Float : x.scalar_type());
+  // 1. Rows that no assignment maps to: zeros, whose scales are one.
+  zero_unused(q, rows, row_of.numel(), [&](int64_t row) {
+    const QuantizedRows unused = out.part(row, 1, nullptr);
+    for (int64_t i = 0; i < out.num_cols / block; ++i) {
+      block == 128 ? void(static_cast<float*>(unused.s)[i * out.s_col] = 1.0f)
+                   : void(static_cast<uint8_t*>(unused.s)[i * out.s_col] = 127);
+    }
+  });
+  if (row_of.numel() == 0) return {q, s};
+  // 2. The rows of each token.
+  const Rows tokens(x);
+  QuantizedRows from = out;
+  if (scales) {
+    from.q = static_cast<uint8_t*>(const_cast<void*>(tokens.tensor.const_data_ptr())), from.q_pitch = tokens.pitch;
+    from.s = const_cast<void*>(scales->const_data_ptr()), from.s_row = scales->stride(0), from.s_col = scales->stride(1);
+  }
+  const int64_t num_slots = row_of.size(1), itemsize = static_cast<int64_t>(x.element_size());
+  parallel_for(0, x.size(0), token_grain(num_slots, out.num_cols), [&](int64_t begin, int64_t end) {
+    for (int64_t token = begin; token < end; ++token) {
+      std::optional<QuantizedRows> first;
+      if (scales) first = from.part(token, 1, nullptr);
+      for (int64_t slot = 0; slot < num_slots; ++slot) {
+        const int64_t row = rows[token * num_slots + slot];
+        if (row < 0 || row >= num_rows) continue;
+        if (first) {
+          copy_quantized(*first, out, row);
+        } else {
+          first = out.part(row, 1, at(tokens.tensor.const_data_ptr(), token * tokens.pitch, itemsize));
+          FASTMP_BEST(quantize_rows)(*first);
+        }
+      }
+    }
+  });
+  return {q, s};
 }
 
 // Sums into `out`, which has no gaps, onto `residual` (or null).
@@ -353,6 +428,7 @@ Tensor unpermute_backward_into(const Tensor& grad, const Tensor& y, const Tensor
 STABLE_TORCH_LIBRARY_IMPL(fastmp, CPU, m) {
   FASTMP_IMPL(m, "permutation", fastmp::permutation);
   FASTMP_IMPL(m, "permute", fastmp::permute);
+  FASTMP_IMPL(m, "permute_quantized", fastmp::permute_quantized);
   FASTMP_IMPL(m, "unpermute", fastmp::unpermute);
   FASTMP_IMPL(m, "unpermute_into", fastmp::unpermute_into);
   FASTMP_IMPL(m, "unpermute_add", fastmp::unpermute_add);

@@ -31,11 +31,10 @@ void quantize_rows(const QuantizedRows& rows) {
     using T = typename decltype(tag)::type;
     dispatch_fp8(rows.form, "quantize_rows", [&](auto form) {
       using Format = typename decltype(form)::type;
-      const auto itemsize = rows.block == 128 ? sizeof(float) : sizeof(uint8_t);
       for (int64_t row = 0; row < rows.num_rows; ++row) {
-        quantize_row<Format>(static_cast<const T*>(rows.x) + row * rows.x_pitch, rows.num_cols, rows.block,
-                             rows.q + row * rows.q_pitch, static_cast<char*>(rows.s) + row * rows.s_row * itemsize,
-                             rows.s_col);
+        const T* x = static_cast<const T*>(rows.x) + row * rows.x_pitch;
+        const QuantizedRows one = rows.part(row, 1, x);
+        quantize_row<Format>(x, rows.num_cols, rows.block, one.q, one.s, rows.s_col);
       }
     });
   });
@@ -124,49 +123,32 @@ namespace {
 
 constexpr int64_t kGrain = 16384;  // elements
 
-int64_t rows_of(const char* op, const char* name, const Tensor& tensor) {
-  FASTMP_CHECK(tensor.dim() > 0, op, ": ", name, " must have at least one dimension");
-  int64_t rows = 1;
-  for (int64_t dim = 0; dim + 1 < tensor.dim(); ++dim) rows *= tensor.size(dim);
-  return rows;
-}
-
 // Calls kernel(rows) on ranges of rows, over all threads.
 template <class Kernel>
-void for_rows(const Kernel& kernel, const QuantizedRows& all, int64_t x_size, int64_t s_size) {
+void for_rows(const Kernel& kernel, const QuantizedRows& all, int64_t x_size) {
   parallel_for(0, all.num_rows, std::max<int64_t>(1, kGrain / all.num_cols), [&](int64_t begin, int64_t end) {
-    QuantizedRows rows = all;
-    rows.num_rows = end - begin;
-    rows.x = static_cast<char*>(all.x) + begin * all.x_pitch * x_size;
-    rows.q = all.q + begin * all.q_pitch;
-    rows.s = static_cast<char*>(all.s) + begin * all.s_row * s_size;
-    kernel(rows);
+    kernel(all.part(begin, end - begin, at(all.x, begin * all.x_pitch, x_size)));
   });
 }
 
 std::tuple<Tensor, Tensor> quantize_rows(const Tensor& x, int64_t block, ScalarType dtype) {
   constexpr const char* kOp = "quantize_rows";
-  const int64_t num_rows = rows_of(kOp, "x", x), num_cols = x.size(x.dim() - 1);
+  const int64_t num_rows = num_rows_of(kOp, "x", x), num_cols = x.size(x.dim() - 1);
   dispatch_float(x.scalar_type(), kOp, [](auto) {});
   dispatch_fp8(dtype, kOp, [](auto) {});
   Tensor s = empty_row_scales(kOp, num_rows, num_cols, block, x);
   Tensor q = fastmp::empty(x.sizes(), dtype, x);
   if (x.numel() == 0) return {q, s};
   const Rows given(x);
-  QuantizedRows rows{};
-  rows.x = const_cast<void*>(given.tensor.const_data_ptr());
-  rows.q = static_cast<uint8_t*>(q.mutable_data_ptr()), rows.s = s.mutable_data_ptr();
-  rows.num_rows = num_rows, rows.num_cols = num_cols, rows.block = block;
-  rows.x_pitch = given.pitch, rows.q_pitch = num_cols, rows.s_row = 1, rows.s_col = s.stride(1);
-  rows.dtype = x.scalar_type(), rows.form = dtype;
-  for_rows(FASTMP_BEST(quantize_rows), rows, static_cast<int64_t>(x.element_size()),
-           static_cast<int64_t>(s.element_size()));
+  QuantizedRows rows = rows_into(q, s, block, x.scalar_type());
+  rows.x = const_cast<void*>(given.tensor.const_data_ptr()), rows.x_pitch = given.pitch;
+  for_rows(FASTMP_BEST(quantize_rows), rows, static_cast<int64_t>(x.element_size()));
   return {q, s};
 }
 
 Tensor dequantize_rows(const Tensor& q, const Tensor& s, ScalarType dtype) {
   constexpr const char* kOp = "dequantize_rows";
-  const int64_t num_rows = rows_of(kOp, "q", q), num_cols = q.size(q.dim() - 1);
+  const int64_t num_rows = num_rows_of(kOp, "q", q), num_cols = q.size(q.dim() - 1);
   dispatch_float(dtype, kOp, [](auto) {});
   dispatch_fp8(q.scalar_type(), kOp, [](auto) {});
   const int64_t block = block_of(kOp, s);
@@ -182,8 +164,7 @@ Tensor dequantize_rows(const Tensor& q, const Tensor& s, ScalarType dtype) {
   rows.num_rows = num_rows, rows.num_cols = num_cols, rows.block = block;
   rows.x_pitch = num_cols, rows.q_pitch = given.pitch, rows.s_row = s.stride(0), rows.s_col = s.stride(1);
   rows.dtype = dtype, rows.form = q.scalar_type();
-  for_rows(FASTMP_BEST(dequantize_rows), rows, static_cast<int64_t>(x.element_size()),
-           static_cast<int64_t>(s.element_size()));
+  for_rows(FASTMP_BEST(dequantize_rows), rows, static_cast<int64_t>(x.element_size()));
   return x;
 }
 

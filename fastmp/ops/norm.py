@@ -13,14 +13,16 @@ absent in rms_norm, and grad_total is the gradient of the residual stream. RMSNo
 from __future__ import annotations
 
 import math
+from typing import Literal, overload
 
 import torch
 from torch import Tensor
 
-from fastmp.ops.core import checks
+from fastmp.ops import quantize as quantizers
+from fastmp.ops.core import checks, fp8
 from fastmp.ops.core.registry import autocast, compute_dtype, register
 from fastmp.ops.core.rowwise import sum_rows
-from fastmp.ops.norm_triton import check_stats, launch, launch_backward
+from fastmp.ops.norm_triton import check_stats, launch, launch_backward, launch_quantized
 from fastmp.profiling import traced
 
 _NARROW = (torch.bfloat16, torch.float16)
@@ -51,6 +53,21 @@ def _reference(
     if bias is not None:
         h.add_(bias)
     return y.copy_(h), total, stats
+
+
+def _reference_quantized(
+    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, block: int, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return `quantize_rows` of y, and the other results of `rms_norm`."""
+    y, total, stats = _reference(False, x, residual, weight, None, eps)
+    return *quantizers.reference_rows(y, block, dtype), total, stats
+
+
+def _fake_quantized(
+    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, block: int, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    _, total, stats = _new_results(x, residual, False)
+    return *fp8.empty_rows(x, tuple(x.shape), block, dtype), total, stats
 
 
 def _reference_backward(
@@ -124,6 +141,14 @@ _rms_norm = register(
         "": "rms_norm_backward(grad_y, None, x, weight, stats) -> x, [weight]",
     },
 )
+_rms_norm_quantized = register(
+    "rms_norm_quantized(Tensor x, Tensor? residual, Tensor weight, float eps, int block, ScalarType dtype)"
+    " -> (Tensor q, Tensor s, Tensor total, Tensor stats)",
+    reference=_reference_quantized,
+    triton=launch_quantized,
+    fake=_fake_quantized,
+    flops=lambda x, residual, *others: _flops(x, residual, None, False),
+)
 _layer_norm = register(
     "layer_norm(Tensor x, Tensor? residual, Tensor weight, Tensor? bias, float eps)"
     " -> (Tensor y, Tensor total, Tensor stats)",
@@ -165,10 +190,30 @@ def _prepare(
     return x, residual, weight, bias
 
 
+@overload
+def rms_norm(
+    x: Tensor, weight: Tensor, *, eps: float = 1e-6, residual: None = None, quantize: Literal[False] = False
+) -> Tensor: ...
+
+
+@overload
+def rms_norm(
+    x: Tensor, weight: Tensor, *, eps: float = 1e-6, residual: Tensor, quantize: Literal[False] = False
+) -> tuple[Tensor, Tensor]: ...
+
+
+@overload
+def rms_norm(
+    x: Tensor, weight: Tensor, *, eps: float = 1e-6, residual: Tensor | None = None, quantize: Literal[True],
+    block: int = 128, dtype: torch.dtype = fp8.E4M3,
+) -> tuple[Tensor, ...]: ...  # fmt: skip
+
+
 @traced("fastmp.rms_norm")
 def rms_norm(
-    x: Tensor, weight: Tensor, *, eps: float = 1e-6, residual: Tensor | None = None
-) -> Tensor | tuple[Tensor, Tensor]:
+    x: Tensor, weight: Tensor, *, eps: float = 1e-6, residual: Tensor | None = None, quantize: bool = False,
+    block: int = 128, dtype: torch.dtype = fp8.E4M3,
+) -> Tensor | tuple[Tensor, ...]:  # fmt: skip
     """Return x / sqrt(mean(x^2) + eps) * weight over the last dimension. Differentiable once in all tensors.
 
     Args:
@@ -176,15 +221,19 @@ def rms_norm(
         weight: (H,), of x's dtype, or float32 with a 16-bit x; its gradient has its dtype.
         eps: term added to the mean square.
         residual: of x's shape and dtype; if passed, s = x + residual, rounded once, is normalised.
+        quantize: return in place of y the FP8 numbers and scales (q, scales) that `quantize_rows(y,
+            block=block, dtype=dtype)` returns, in one kernel (a second one for rows too long for registers,
+            of more than 16,384 columns); without a derivative.
+        block, dtype: of the FP8 blocks, as for `quantize_rows`; H must be a multiple of `block`.
 
     Returns:
-        y, or (y, s) with a residual: new contiguous tensors of x's shape and dtype. s is the new residual
-        stream; the backward of the norm adds its gradient. Arithmetic and the weight gradient's sums are in
-        float32 (float64 for float64 inputs) and rounded once. Autocast casts x and residual, not float32
-        weights.
+        y, or (y, s) with a residual: new contiguous tensors of x's shape and dtype; with `quantize`, (q,
+        scales) or (q, scales, s). s is the new residual stream; the backward of the norm adds its gradient.
+        Arithmetic and the weight gradient's sums are in float32 (float64 for float64 inputs) and rounded
+        once. Autocast casts x and residual, not float32 weights.
 
     Raises:
-        ValueError: shapes, dtypes or devices do not match, or eps is negative.
+        ValueError: shapes, dtypes or devices do not match, eps is negative, or `block` does not divide H.
 
     Example:
 
@@ -195,6 +244,11 @@ def rms_norm(
     Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019.
     """
     x, residual, weight, _ = _prepare("rms_norm", x, residual, weight, None, eps)
+    if quantize:
+        fp8.check_block("rms_norm", block, dtype)
+        fp8.check_multiple("rms_norm", "H", x.shape[-1], block)
+        q, s, total, _ = _rms_norm_quantized(x, residual, weight, eps, block, dtype)
+        return (q, s) if residual is None else (q, s, total)
     y, total, _ = _rms_norm(x, residual, weight, eps)
     return y if residual is None else (y, total)
 

@@ -3,6 +3,7 @@
 - Forward: one program per block of rows, which stay in registers, so each element is read once.
 - Backward: persistent programs walk over blocks of rows, with the next block prefetched to shared memory.
   Each sums its part of the weight and bias gradients; `sum_strips` adds the programs' sums in order.
+- `norm_quantized_kernel`: the forward of rms_norm with its result in FP8.
 - The "wide" kernels walk over blocks of columns, for rows too long for registers.
 
 `total` is the normalised tensor, x or x + residual; `stats` holds rstd of all rows, then their means.
@@ -15,7 +16,8 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from fastmp.ops.core import launcher
+from fastmp.ops import quantize
+from fastmp.ops.core import fp8, launcher
 from fastmp.ops.core._triton import (
     MAX_COUNT,
     MAX_SIZE,
@@ -27,6 +29,7 @@ from fastmp.ops.core._triton import (
     next_power_of_2,
     tl,
 )
+from fastmp.ops.core.fp8 import quantize_tile, store_scales
 from fastmp.ops.core.registry import compute_dtype
 from fastmp.ops.core.rowwise import arithmetic, as_rows, empty_like, sum_strips, vector_width
 
@@ -42,6 +45,33 @@ def _load_rows(data, rows, cols, pitch, mask, VECTOR: tl.constexpr, COMPUTE: tl.
     return tl.load(data + rows[:, None] * pitch * VECTOR + cols[None, :], mask=mask, other=0.0).to(COMPUTE)
 
 
+@jit
+def _normalized_tile(
+    x, residual, weight, total, stats, rows, cols, num_rows, num_cols, x_pitch, residual_pitch,
+    EPS: tl.constexpr, CENTRED: tl.constexpr, HAS_RESIDUAL: tl.constexpr, COMPUTE: tl.constexpr,
+    VECTOR: tl.constexpr,
+):  # fmt: skip
+    """Normalise whole rows and scale them; store total and stats. Return the tile in COMPUTE and its mask."""
+    there, here = rows < num_rows, cols < num_cols
+    mask = there[:, None] & here[None, :]
+    # a. total = x + residual, rounded before it is normalised: the next layer adds to the rounded value.
+    h = _load_rows(x, rows, cols, x_pitch, mask, VECTOR, COMPUTE)
+    if HAS_RESIDUAL:
+        h += _load_rows(residual, rows, cols, residual_pitch, mask, VECTOR, COMPUTE)
+        rounded = h.to(total.dtype.element_ty)
+        tl.store(total + rows[:, None] * num_cols + cols[None, :], rounded, mask=mask)
+        h = rounded.to(COMPUTE)
+    # b. Statistics, with the rows in registers: the mean, then the variance of the centred row.
+    w = tl.load(weight + cols, mask=here, other=0.0)
+    if CENTRED:
+        mean = tl.sum(h, 1) / num_cols
+        tl.store(stats + num_rows + rows, mean, mask=there)
+        h = tl.where(here[None, :], h - mean[:, None], 0.0)
+    rstd = tl.rsqrt(tl.sum(h * h, 1) / num_cols + EPS)
+    tl.store(stats + rows, rstd, mask=there)
+    return h * rstd[:, None] * w.to(COMPUTE)[None, :], mask
+
+
 @limits(num_vectors=MAX_SIZE)
 @jit
 def norm_kernel(
@@ -54,33 +84,48 @@ def norm_kernel(
     COMPUTE: tl.constexpr, VECTOR: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Compute y, total and stats of BLOCK_M rows; BLOCK_N covers a whole row."""
-    # 1. Locate the rows.
+    # 1. Locate the rows, normalise and scale them.
     num_cols = num_vectors * VECTOR
     rows = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     cols = tl.arange(0, BLOCK_N)
-    there, here = rows < num_rows, cols < num_cols
-    mask = there[:, None] & here[None, :]
-    out = rows[:, None] * num_vectors * VECTOR + cols[None, :]
-    # 2. total = x + residual, rounded before it is normalised: the next layer adds to the rounded value.
-    h = _load_rows(x, rows, cols, x_pitch, mask, VECTOR, COMPUTE)
-    if HAS_RESIDUAL:
-        h += _load_rows(residual, rows, cols, residual_pitch, mask, VECTOR, COMPUTE)
-        rounded = h.to(total.dtype.element_ty)
-        tl.store(total + out, rounded, mask=mask)
-        h = rounded.to(COMPUTE)
-    # 3. Statistics, with the rows in registers: the mean, then the variance of the centred row.
-    w = tl.load(weight + cols, mask=here, other=0.0)
-    if CENTRED:
-        mean = tl.sum(h, 1) / num_cols
-        tl.store(stats + num_rows + rows, mean, mask=there)
-        h = tl.where(here[None, :], h - mean[:, None], 0.0)
-    rstd = tl.rsqrt(tl.sum(h * h, 1) / num_cols + EPS)
-    tl.store(stats + rows, rstd, mask=there)
-    # 4. Scale, shift and store.
-    h = h * rstd[:, None] * w.to(COMPUTE)[None, :]
+    h, mask = _normalized_tile(
+        x, residual, weight, total, stats, rows, cols, num_rows, num_cols, x_pitch, residual_pitch,
+        EPS, CENTRED, HAS_RESIDUAL, COMPUTE, VECTOR,
+    )  # fmt: skip
+    # 2. Shift and store.
     if HAS_BIAS:
-        h += tl.load(bias + cols, mask=here, other=0.0).to(COMPUTE)[None, :]
-    tl.store(y + out, h, mask=mask)
+        h += tl.load(bias + cols, mask=cols < num_cols, other=0.0).to(COMPUTE)[None, :]
+    tl.store(y + rows[:, None] * num_cols + cols[None, :], h, mask=mask)
+
+
+@limits(num_vectors=MAX_SIZE)
+@jit
+def norm_quantized_kernel(
+    x, residual,  # (num_rows, num_cols), rows x_pitch and residual_pitch vectors apart; residual or None
+    weight,  # (num_cols,)
+    q,  # (num_rows, num_cols) bytes, contiguous
+    s,  # (num_rows, num_cols / GROUP), M-major
+    total,  # (num_rows, num_cols), contiguous, written only with a residual
+    stats,  # (1, num_rows): rstd
+    num_rows, num_vectors, x_pitch, residual_pitch,
+    EPS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, GROUP: tl.constexpr, E5M2: tl.constexpr,
+    NATIVE: tl.constexpr, COMPUTE: tl.constexpr, VECTOR: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Compute rms_norm of BLOCK_M rows in FP8, total and stats; BLOCK_N covers a whole row."""
+    # 1. Locate the rows, which are whole groups; normalise and scale them.
+    num_cols = num_vectors * VECTOR // GROUP * GROUP
+    rows = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    cols = tl.arange(0, BLOCK_N)
+    h, mask = _normalized_tile(
+        x, residual, weight, total, stats, rows, cols, num_rows, num_cols, x_pitch, residual_pitch,
+        EPS, False, HAS_RESIDUAL, COMPUTE, VECTOR,
+    )  # fmt: skip
+    # 2. Round as the unquantised op does; quantise and store.
+    h = tl.where(mask, h.to(x.dtype.element_ty), 0.0).to(tl.float32)
+    values, scales = quantize_tile(h, GROUP, E5M2, NATIVE)
+    tl.store(q + rows[:, None] * num_cols + cols[None, :], values, mask=mask)
+    store_scales(s, scales, rows, 0, num_rows, num_cols, GROUP)
 
 
 @limits(num_vectors=MAX_SIZE)
@@ -317,6 +362,38 @@ def launch(
         },
     )  # fmt: skip
     return y, total, stats
+
+
+def launch_quantized(
+    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, block: int, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return q, s, total (empty without a residual) and stats (1, *x.shape[:-1]) of rms_norm in FP8."""
+    num_cols, itemsize = x.shape[-1], x.element_size()
+    fp8.check_multiple("rms_norm_quantized", "H", num_cols, block)
+    tile = block_shape(num_cols, itemsize, False, backward=False)
+    if tile is None:  # rows too long for registers
+        y, total, stats = launch(False, x, residual, weight, None, eps)
+        return *quantize.launch_rows(y, block, dtype), total, stats
+    q, s = fp8.empty_rows(x, tuple(x.shape), block, dtype)
+    total = x.new_empty(0) if residual is None else empty_like(x)
+    stats = x.new_empty(1, *x.shape[:-1], dtype=compute_dtype(x.dtype))
+    if x.numel() == 0:
+        return q, s, total, stats.zero_()
+    x, pitch = as_rows(x)
+    residual, residual_pitch = (None, 0) if residual is None else as_rows(residual)
+    vector = vector_width(itemsize, num_cols, pitch, residual_pitch)
+    block_m, block_n, num_warps = tile
+    launcher.launch(
+        norm_quantized_kernel, cdiv(len(s), block_m),
+        (x, residual, weight.contiguous(), q.view(torch.uint8), fp8.scale_bytes(s), total, stats, len(s),
+         num_cols // vector, pitch // vector, residual_pitch // vector),
+        {
+            "EPS": eps, "HAS_RESIDUAL": residual is not None, "GROUP": block, "E5M2": dtype != fp8.E4M3,
+            "NATIVE": fp8.casts_natively(x), "COMPUTE": arithmetic(x.dtype), "VECTOR": vector,
+            "BLOCK_M": block_m, "BLOCK_N": block_n, "num_warps": num_warps,
+        },
+    )  # fmt: skip
+    return q, s, total, stats
 
 
 def check_stats(centred: bool, total: Tensor, stats: Tensor) -> None:

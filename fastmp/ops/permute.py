@@ -8,12 +8,16 @@ so there are no atomics. Rows without an assignment are zeros in results and gra
 
 from __future__ import annotations
 
+from typing import Literal, overload
+
 import torch
 from torch import Tensor
 
-from fastmp.ops.core import checks
+from fastmp.ops import quantize as quantizers
+from fastmp.ops.core import checks, fp8
 from fastmp.ops.core.registry import compute_dtype, register
 from fastmp.ops.core.rowwise import sum_rows
+from fastmp.ops.permute_quantized_triton import launch_quantized
 from fastmp.ops.permute_triton import (
     launch,
     launch_permutation,
@@ -49,6 +53,21 @@ def reference(x: Tensor, row_of: Tensor, num_rows: int) -> Tensor:
     for slot in rows.unbind(1):
         out.index_copy_(0, slot, x)
     return out[:num_rows]
+
+
+def reference_quantized(
+    x: Tensor, scales: Tensor | None, row_of: Tensor, num_rows: int, block: int, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Return `quantize_rows` of the rows, or rows of FP8 numbers and their scales: one for empty rows."""
+    if scales is None:
+        return quantizers.reference_rows(reference(x, row_of, num_rows), block, dtype)
+    q, s = (
+        reference(t.view(torch.uint8) if t.itemsize == 1 else t, row_of, num_rows).view(t.dtype)
+        for t in (x, scales)
+    )
+    used = reference(x.new_ones(len(x), 1, dtype=torch.bool), row_of, num_rows)
+    s = torch.where(used, fp8.scale_bytes(s), 127 if s.dtype == fp8.SCALE[32] else 1).view(s.dtype)
+    return q, s.new_empty_strided(s.shape, fp8.scale_strides(num_rows, block)).copy_(s)
 
 
 def _gathered(y: Tensor, rows: Tensor) -> Tensor:
@@ -142,6 +161,15 @@ _permute = register(
     triton=launch,
     autograd_formula="unpermute(grad, row_of, None) -> x!",
 )
+_permute_quantized = register(
+    "permute_quantized(Tensor x, Tensor? scales, Tensor row_of, SymInt num_rows, int block, ScalarType dtype)"
+    " -> (Tensor, Tensor)",
+    reference=reference_quantized,
+    fake=lambda x, scales, row_of, num_rows, block, dtype: fp8.empty_rows(
+        x, (num_rows, x.shape[1]), block, dtype
+    ),
+    triton=launch_quantized,
+)
 _unpermute = register(
     "unpermute(Tensor y, Tensor row_of, Tensor? probs) -> Tensor",
     reference=reference_unpermute,
@@ -195,8 +223,11 @@ def _check_assignments(op: str, name: str, tensor: Tensor) -> None:
         raise ValueError(f"{op}: {name} must be int32 (T, k), got {tensor.dtype} {tuple(tensor.shape)}")
 
 
-def _check(op: str, name: str, x: Tensor, row_of: Tensor) -> None:
-    checks.check_floating(op, name, x)
+def _check(op: str, name: str, x: Tensor, row_of: Tensor, scales: Tensor | None = None) -> None:
+    if scales is None:
+        checks.check_floating(op, name, x)
+    else:
+        checks.check_choice(op, f"{name}.dtype", x.dtype, tuple(fp8.LARGEST))
     if x.dim() != 2:
         raise ValueError(f"{op}: {name} must be a matrix, got shape {tuple(x.shape)}")
     _check_assignments(op, "row_of", row_of)
@@ -237,8 +268,26 @@ def permutation(indices: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
     return torch.ops.fastmp.permutation(indices, num_experts)
 
 
+@overload
+def permute(x: Tensor, row_of: Tensor, num_rows: int, *, quantize: Literal[False] = False) -> Tensor: ...
+
+
+@overload
+def permute(
+    x: Tensor, row_of: Tensor, num_rows: int, *, quantize: Literal[True], block: int = 128,
+    dtype: torch.dtype = fp8.E4M3,
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+
+
+@overload
+def permute(x: Tensor, row_of: Tensor, num_rows: int, *, scales: Tensor) -> tuple[Tensor, Tensor]: ...
+
+
 @traced("fastmp.permute")
-def permute(x: Tensor, row_of: Tensor, num_rows: int) -> Tensor:
+def permute(
+    x: Tensor, row_of: Tensor, num_rows: int, *, scales: Tensor | None = None, quantize: bool = False,
+    block: int = 128, dtype: torch.dtype = fp8.E4M3,
+) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """Copy each token to its rows, the experts' input. Differentiable in x, any number of times.
 
     Args:
@@ -246,22 +295,37 @@ def permute(x: Tensor, row_of: Tensor, num_rows: int) -> Tensor:
         row_of: (T, k) int32, the rows of each token, see `permutation`. A row outside [0, num_rows) drops the
             assignment. Two assignments with one row, which `permutation` never makes, leave it undefined.
         num_rows: M of the result.
+        scales: (T, H / block), if x is FP8 already (see `quantize_rows`); returned permuted as x is, without
+            a derivative.
+        quantize: return the FP8 numbers and scales that `quantize_rows(permute(x, row_of, num_rows),
+            block=block, dtype=dtype)` returns: each token is quantised once, while it is copied; without a
+            derivative.
+        block, dtype: of the FP8 blocks, as for `quantize_rows`; H must be a multiple of `block`.
 
     Returns:
         (M, H) of x's dtype; rows without an assignment are zeros. The gradient of a token is the sum over its
-        rows, in float32 (float64 for float64 x) in the order of the slots.
+        rows, in float32 (float64 for float64 x) in the order of the slots. With `scales` or `quantize`: (q,
+        s), q (M, H) in FP8 and s (M, H / block) M-major, one for rows without an assignment.
 
     Raises:
-        ValueError: shapes, dtypes or devices do not fit.
+        ValueError: shapes, dtypes or devices do not fit, or `block` does not divide H.
 
     Example: see `permutation`.
     """
-    _check("permute", "x", x, row_of)
+    _check("permute", "x", x, row_of, scales)
     fits = row_of.shape[0] == x.shape[0]
     checks.require(fits, "permute: row_of {} does not fit x {} by tokens", row_of.shape, x.shape)
     countable = num_rows >= 0 and num_rows < 1 << 31
     checks.require(countable, "permute: num_rows must be from 0 to 2147483647, got {}", num_rows)
-    return _permute(x, row_of, num_rows)
+    if scales is not None:
+        block, dtype = fp8.block_of("permute", x.shape[1], scales), x.dtype
+        checks.check_shape("permute", (len(x), x.shape[1] // block), to=("x", x), scales=scales)
+        checks.check_same_device("permute", x=x, scales=scales)
+    elif not quantize:
+        return _permute(x, row_of, num_rows)
+    fp8.check_block("permute", block, dtype)
+    fp8.check_multiple("permute", "H", x.shape[1], block)
+    return _permute_quantized(x, scales, row_of, num_rows, block, dtype)
 
 
 @traced("fastmp.unpermute")

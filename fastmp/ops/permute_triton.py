@@ -150,7 +150,7 @@ def mark_kernel(
 
 
 @jit
-def _unused(rows, row_of, assignment_of, num_assignments, num_rows):
+def unused_rows(rows, row_of, assignment_of, num_assignments, num_rows):
     """Mark the rows without an assignment: their entry is garbage or names one that has another row."""
     there = rows < num_rows
     assignments = tl.load(assignment_of + rows, mask=there, other=-1)
@@ -166,7 +166,7 @@ def zero_unused(
     """Write zeros to those of ROWS rows from `start` on that have no assignment; mostly there are none."""
     if (
         tl.max(
-            _unused(start + tl.arange(0, ROWS), row_of, assignment_of, num_assignments, num_rows).to(
+            unused_rows(start + tl.arange(0, ROWS), row_of, assignment_of, num_assignments, num_rows).to(
                 tl.int32
             ),
             0,
@@ -176,7 +176,9 @@ def zero_unused(
         zeros = tl.zeros([BLOCK_M, BLOCK_N], out.dtype.element_ty)
         for step in range(0, ROWS, BLOCK_M):
             rows = start + step + tl.arange(0, BLOCK_M)
-            unused = _unused(rows, row_of, assignment_of, num_assignments, tl.minimum(start + ROWS, num_rows))
+            unused = unused_rows(
+                rows, row_of, assignment_of, num_assignments, tl.minimum(start + ROWS, num_rows)
+            )
             for first in range(0, num_cols, BLOCK_N):
                 cols = first + tl.arange(0, BLOCK_N)
                 mask = unused[:, None] & (cols < num_cols)[None, :]
@@ -318,6 +320,19 @@ def _plan_scatter(
     return (num_cols // vector, pitch // vector, y_pitch // vector), constants
 
 
+def launch_mark(row_of: Tensor, num_rows: int) -> Tensor:
+    """Launch `mark_kernel` on row_of, contiguous and not empty; return its table (M,)."""
+    num_assignments, vector = row_of.numel(), index_vector(row_of.shape[1])
+    few = num_assignments < 1 << 31
+    assignment_of = row_of.new_empty(num_rows) if few else row_of.new_empty(num_rows, dtype=torch.int64)
+    launcher.launch(
+        mark_kernel, cdiv(num_assignments, MARKED),
+        (row_of, assignment_of, num_assignments // vector, num_rows),
+        {"INDEX_VECTOR": vector, "BLOCK": MARKED},
+    )  # fmt: skip
+    return assignment_of
+
+
 def _scatter(
     x: Tensor,
     row_of: Tensor,
@@ -332,15 +347,8 @@ def _scatter(
     y, y_pitch = (None, pitch) if y is None else as_rows(y)
     row_of, probs = row_of.contiguous(), None if probs is None else probs.contiguous()
     numbers, constants = _plan_scatter(num_cols, x.dtype, pitch, y_pitch, num_slots, y is not None)
-    vector = constants["INDEX_VECTOR"]
-    index_vectors = num_assignments // vector
-    few = num_assignments < 1 << 31
-    assignment_of = row_of.new_empty(num_rows) if few else row_of.new_empty(num_rows, dtype=torch.int64)
-    launcher.launch(
-        mark_kernel, cdiv(num_assignments, MARKED),
-        (row_of, assignment_of, index_vectors, num_rows),
-        {"INDEX_VECTOR": vector, "BLOCK": MARKED},
-    )  # fmt: skip
+    assignment_of = launch_mark(row_of, num_rows)
+    index_vectors = num_assignments // constants["INDEX_VECTOR"]
     launcher.launch(
         scatter_kernel, cdiv(num_assignments, constants["BLOCK_M"]) + cdiv(num_rows, ZERO_ROWS),
         (x, y, row_of, probs, assignment_of, out, dprobs, index_vectors, num_slots, num_rows, *numbers),

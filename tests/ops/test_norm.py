@@ -5,9 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from every_op_tools import implementation
 
-from fastmp.ops import OPS, layer_norm, norm_triton, rms_norm
+from fastmp.ops import OPS, layer_norm, norm_triton, quantize_rows, rms_norm
 from fastmp.ops import norm as module
+from fastmp.ops.core.fp8 import E4M3, E5M2
+from fastmp.testing.ops import poisoned_memory
 
 NAMES = ("rms_norm", "layer_norm")
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -246,6 +249,36 @@ def test_block_shapes(num_cols, itemsize, centred, backward):
         if backward:
             programs = norm_triton.num_programs(num_rows, block_m, num_warps)
             assert 1 <= programs <= min(-(-num_rows // block_m), 264)
+
+
+@pytest.mark.parametrize("backend", ["c++", pytest.param("triton", marks=pytest.mark.interpret)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_quantized_result_is_the_quantised_result(dtype, backend):
+    """Byte for byte, of rows in registers and of longer ones, with the residual stream and statistics."""
+    plain, quantized = (implementation(f"rms_norm{end}", backend) for end in ("", "_quantized"))
+    for rows, columns, block, form in ((37, 384, 128, E4M3), (70, 96, 32, E5M2), (2, 16512, 128, E4M3)):
+        x, residual, (weight, _), _, _ = _inputs(rows, columns, dtype)
+        for added in (None, residual):
+            with poisoned_memory():
+                q, s, *others = quantized(x, added, weight, 1e-5, block, form)
+            y, *wanted = plain(x, added, weight, 1e-5)
+            want, scales = quantize_rows(y, block=block, dtype=form)
+            assert torch.equal(q.view(torch.uint8), want.view(torch.uint8)) and q.is_contiguous()
+            assert torch.equal(s.float(), scales.float()) and s.stride() == scales.stride()
+            assert all(torch.equal(a, b) for a, b in zip(others, wanted, strict=True))
+
+
+def test_quantized_function():
+    x, residual, (weight, _), _, _ = _inputs(5, 256, torch.bfloat16)
+    y, total = rms_norm(x, weight, residual=residual)
+    q, scales, s = rms_norm(x, weight, residual=residual, quantize=True)
+    want = quantize_rows(y)
+    assert torch.equal(q.view(torch.uint8), want[0].view(torch.uint8)) and torch.equal(scales, want[1])
+    assert torch.equal(s, total) and len(rms_norm(x, weight, quantize=True)) == 2
+    with pytest.raises(ValueError, match=r"rms_norm: H must be a multiple of block \(128\), got 200"):
+        rms_norm(x[:, :200], weight[:200], quantize=True)
+    with pytest.raises(RuntimeError, match="this op has no derivative"):
+        rms_norm(x, weight.requires_grad_(), quantize=True, residual=residual)[2].sum().backward()
 
 
 def test_references_are_what_float64_torch_computes():

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from kernel_tools import DTYPES, random
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from fastmp.ops import OPS, permutation, permute, unpermute
+from fastmp.ops import OPS, permutation, permute, quantize_rows, unpermute
+from fastmp.ops.core.fp8 import E4M3, E5M2
 from fastmp.testing.ops import poisoned_memory
 
 FAMILY = ("permutation", "permute", "unpermute", "unpermute_backward")
@@ -90,6 +91,46 @@ def test_outputs_larger_than_the_caches(columns):
     wanted = REFERENCE["unpermute_backward"](x, y, row_of, probs)
     for value, want in zip(grads, wanted, strict=True):
         torch.testing.assert_close(value, want, rtol=1e-5, atol=1e-4)
+
+
+def same_bytes(ours: tuple[torch.Tensor, ...], wanted: tuple[torch.Tensor, ...]) -> None:
+    for value, want in zip(ours, wanted, strict=True):
+        assert (value.dtype, value.shape, value.stride()) == (want.dtype, want.shape, want.stride())
+        assert torch.equal(value.contiguous().view(torch.uint8), want.contiguous().view(torch.uint8))
+
+
+@pytest.mark.parametrize("backend", ["c++", pytest.param("triton", marks=pytest.mark.interpret)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_quantized_rows_are_the_quantised_rows(dtype, backend):
+    """Byte for byte, from wide tokens and from FP8 ones, with dropped assignments and empty rows."""
+    x = random(37, 400, dtype=dtype)[:, 8:392]
+    indices = torch.randint(-1, 9, (37, 3), generator=torch.Generator().manual_seed(2), dtype=torch.int32)
+    row_of, _ = permutation(indices, 7)
+    quantized = implementation("permute_quantized", backend)
+    for block, form, num_rows in ((128, E4M3, 150), (32, E5M2, 60), (32, E4M3, 0)):
+        options = {"block": block, "dtype": form}
+        wanted = quantize_rows(permute(x, row_of, num_rows), **options)
+        q, s = quantize_rows(x, **options)
+        apart = torch.cat((q.view(torch.uint8), q.view(torch.uint8)), 1).view(form)[:, :384]
+        with poisoned_memory():
+            same_bytes(quantized(x, None, row_of, num_rows, block, form), wanted)
+            same_bytes(quantized(q, s, row_of, num_rows, block, form), wanted)
+            same_bytes(quantized(apart, s.contiguous(), row_of, num_rows, block, form), wanted)
+
+
+def test_quantized_functions():
+    x, row_of = random(6, 256, dtype=torch.bfloat16), torch.tensor([[0], [4], [-1], [2], [1], [7]]).int()
+    wanted = quantize_rows(permute(x, row_of, 8))
+    same_bytes(permute(x, row_of, 8, quantize=True), wanted)
+    q, s = quantize_rows(x)
+    same_bytes(permute(q, row_of, 8, scales=s), wanted)
+    assert (wanted[1][3] == 1).all()
+    with pytest.raises(ValueError, match=r"permute: H must be a multiple of block \(128\), got 200"):
+        permute(x[:, :200], row_of, 8, quantize=True)
+    with pytest.raises(ValueError, match=r"permute: expected scales of shape \(6, 2\) .*, got \(5, 2\)"):
+        permute(q, row_of, 8, scales=s[:5])
+    with pytest.raises(ValueError, match=r"permute: x.dtype must be one of .*, got torch.bfloat16"):
+        permute(x, row_of, 8, scales=s)
 
 
 def test_nothing_is_kept():

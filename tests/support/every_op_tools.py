@@ -55,11 +55,11 @@ def apart(tensor: Tensor) -> Tensor:
 # Ops whose rows lie where an index says (zeros in place of the index would send all rows to one), or come in
 # blocks. Their own tests stretch them.
 INDEXED = (
-    "block_rows", "permutation", "permute", "unpermute", "unpermute_into", "unpermute_add",
-    "unpermute_add_into", "unpermute_backward", "unpermute_backward_into", "exchange_barrier",
-    "exchange_counts", "exchange_give", "exchange_places", "exchange_pull", "exchange_push", "exchange_take",
-    "quantize_weight", "stash_gate_backward_", "stash_mlp_in", "stash_mm", "stash_pull", "stash_push",
-    "stash_release", "stash_reserve", "stash_wgrad", "stash_wgrad_",
+    "block_rows", "permutation", "permute", "permute_quantized", "unpermute", "unpermute_into",
+    "unpermute_add", "unpermute_add_into", "unpermute_backward", "unpermute_backward_into",
+    "exchange_barrier", "exchange_counts", "exchange_give", "exchange_places", "exchange_pull",
+    "exchange_push", "exchange_take", "quantize_weight", "stash_gate_backward_", "stash_mlp_in", "stash_mm",
+    "stash_pull", "stash_push", "stash_release", "stash_reserve", "stash_wgrad", "stash_wgrad_",
 )  # fmt: skip
 
 

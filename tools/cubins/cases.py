@@ -52,6 +52,7 @@ ROUTER_SUMS = Facts(3, registers=128, barriers=17, lacks=(ATOMICS,))
 # the narrow accesses are those of the scales
 QUANTIZE = Facts(1, 0.5, registers=128, lacks=(ATOMICS,))
 GATED_QUANTIZED = Facts(2, 0.5, exps=1, registers=128, lacks=(ATOMICS,))
+NORM_QUANTIZED = Facts(2, 0.5, registers=128, lacks=(ATOMICS,))
 DEQUANTIZE = Facts(0.5, 1, registers=128, lacks=(ATOMICS,))
 QUANTIZE_WEIGHT = Facts(1, 0.5, registers=128, lacks=(ATOMICS,))
 ALONE = Facts(loads=1, stores=1, registers=128, lacks=(r"bar\.sync", r"\.shared"))  # threads exchange nothing
@@ -109,12 +110,12 @@ _GELU_BACKWARD = T((4096, 8192)), *_GELU
 
 
 @_case
-def _norm(op, columns, t, wide, residual=True):
+def _norm(op, columns, t, wide, residual=True, block=None):
     if wide == torch.float64 and columns <= 16384:
         columns = min(columns, 4096)
     x, w = t(4096, columns), t(columns)
     extra = (w,) if op == "layer_norm" else ()
-    return op, (x, x if residual else None, w, *extra, 1e-5)
+    return op, (x, x if residual else None, w, *extra, 1e-5, *((block, E4M3) if block else ()))
 
 
 @_case
@@ -286,7 +287,9 @@ def _router_backward(name, *facts):
     return _op("topk_router_backward", *grads, *inputs, score, normalize, 2.5, *facts)
 
 
+_X_FP8 = T((8192, 7168), E4M3), T((8192, 56), torch.float32)
 _X, _ROW_OF, _PROBS = T((8192, 7168)), _ids(8192, 8), _wide(8192, 8)  # eight experts for each token
+_PERMUTED = _ROW_OF, 8192 * 8 + 100
 _ROWS, _MORE = T((8192 * 8, 7168)), T((8192 * 8 + 100, 7168))
 
 
@@ -346,6 +349,11 @@ CASES = {
     "norm layer wide": _norm("layer_norm", 20480, Facts(5, 1), residual=False),
     "norm rms several rows": _norm("rms_norm", 128, ELEMENTWISE),
     "norm layer odd": _norm("layer_norm", 4095, Facts(lacks=(r"cp\.async",))),
+    "norm rms quantized": _norm(
+        "rms_norm_quantized", 8192, replace(NORM_QUANTIZED, loads=3, stores=1.5), block=128
+    ),
+    "norm rms quantized long": _norm("rms_norm_quantized", 16384, NORM_QUANTIZED, residual=False, block=128),
+    "norm rms quantized 32": _norm("rms_norm_quantized", 4096, NORM_QUANTIZED, residual=False, block=32),
     "norm rms backward": _norm_backward("rms_norm", 4096, Facts(stores=1, copies=3, threads=512), ANY),
     "norm layer backward": _norm_backward("layer_norm", 8192, Facts(stores=1, copies=3, threads=512), ANY),
     "norm rms backward wide": _norm_backward("rms_norm", 12288, Facts(stores=1, threads=512), ANY),
@@ -462,8 +470,11 @@ CASES = {
     "permutation 32": _op("permutation", _ids(8192, 8), 32, SORT, SORT, SORT),
     "permutation 256": _op("permutation", _ids(8192, 8), 256, SORT, SORT, SORT),
     "permutation 512": _op("permutation", _ids(8192, 8), 512, SORT, SORT, SORT),
-    "permute": _op(
-        "permute", _X, _ROW_OF, 8192 * 8 + 100, SORT, Facts(1, 2, threads=1024, lacks=SHORT_STORES)
+    "permute": _op("permute", _X, *_PERMUTED, SORT, Facts(1, 2, threads=1024, lacks=SHORT_STORES)),
+    "permute quantized": _op("permute_quantized", _X, None, *_PERMUTED, 128, E4M3, SORT, QUANTIZE),
+    "permute quantized 32": _op("permute_quantized", _X, None, *_PERMUTED, 32, E4M3, SORT, QUANTIZE),
+    "permute FP8": _op(
+        "permute_quantized", *_X_FP8, *_PERMUTED, 128, E4M3, SORT, replace(QUANTIZE, loads=0.5)
     ),
     "unpermute": _op("unpermute", _ROWS, _ROW_OF, None, MOVING),
     "unpermute weighted": _op("unpermute", _ROWS, _ROW_OF, _PROBS, MOVING),

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from fastmp.ops import layer_norm, rms_norm
+from fastmp.ops.core.fp8 import E4M3, E5M2
 from fastmp.ops.core.registry import OPS
 from fastmp.testing.functions import Draw, Function
 
@@ -17,6 +18,9 @@ def samples(op: str, dtype: torch.dtype, generator: torch.Generator) -> Iterator
 
     The sum of x and residual is exact, so that statistics can be held against those of float64.
     """
+    if op == "rms_norm_quantized":
+        yield from _quantized(dtype, generator)
+        return
     backward = op.endswith("_backward")
     name = op.removesuffix("_backward")
     forward = OPS[name].implementations["reference"]
@@ -43,6 +47,23 @@ def samples(op: str, dtype: torch.dtype, generator: torch.Generator) -> Iterator
         options = () if name == "rms_norm" else (with_bias,)
         total = total if with_residual else x
         yield grad, grad_total if with_residual else None, total, weight, stats, *options
+
+
+def _quantized(dtype: torch.dtype, generator: torch.Generator) -> Iterator[tuple]:
+    #    rows, columns, gap between rows, residual, float32 parameters, block, format
+    for rows, columns, gap, with_residual, wide, block, form in (
+        (64, 512, 0, True, False, 128, E4M3),
+        (33, 384, 8, False, True, 128, E5M2),
+        (37, 96, 3, True, False, 32, E4M3),
+        (3, 16512, 0, True, False, 128, E4M3),
+        (0, 128, 0, True, False, 128, E4M3),
+        (2, 0, 0, False, False, 32, E4M3),
+    ):
+        drawn = torch.randn(2, rows, columns + gap, generator=generator).mul(16).round().clamp(-63, 63) / 8
+        x, residual = drawn.to(dtype)[:, :, :columns]
+        kind = torch.float32 if wide and dtype.itemsize == 2 else dtype
+        weight = torch.randn(columns, generator=generator).to(kind)
+        yield x, residual if with_residual else None, weight, 1e-5, block, form
 
 
 def _eager_rms_norm(x, weight, eps=1e-6, residual=None):

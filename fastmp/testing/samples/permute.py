@@ -7,7 +7,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from fastmp.ops import OPS, permute, unpermute
+from fastmp.ops import OPS, permute, quantize_rows, unpermute
+from fastmp.ops.core.fp8 import E4M3, E5M2
 from fastmp.ops.core.registry import compute_dtype
 from fastmp.testing.functions import Draw, Function
 
@@ -33,7 +34,31 @@ def _indices(tokens: int, slots: int, experts: int, dropped: int, generator: tor
     return indices
 
 
+#   columns, gap, block, format, FP8 already; in turn
+_QUANTIZED = (
+    (512, 0, 128, E4M3, False),
+    (128, 8, 128, E5M2, True),
+    (96, 3, 32, E4M3, False),
+    (64, 16, 32, E4M3, True),
+)
+
+
+def _quantized(dtype: torch.dtype, generator: torch.Generator) -> Iterator[tuple]:
+    rows_of = OPS["permutation"].implementations["reference"]
+    for case, (tokens, slots, experts, _, _, dropped, spare) in enumerate(_CASES):
+        columns, gap, block, form, given = _QUANTIZED[case % len(_QUANTIZED)]
+        row_of = rows_of(_indices(tokens, slots, experts, dropped, generator), experts)[0]
+        x = torch.randn(tokens, columns + gap, generator=generator, dtype=torch.float64).to(dtype)
+        x, scales = x[:, :columns], None
+        if given:
+            x, scales = quantize_rows(x, block=block, dtype=form)
+        yield x, scales, row_of, tokens * slots - dropped + spare, block, form
+
+
 def samples(op: str, dtype: torch.dtype, generator: torch.Generator) -> Iterator[tuple]:
+    if op == "permute_quantized":
+        yield from _quantized(dtype, generator)
+        return
     rows_of = OPS["permutation"].implementations["reference"]
     for tokens, slots, experts, columns, gap, dropped, spare in _CASES:
         indices = _indices(tokens, slots, experts, dropped, generator)
