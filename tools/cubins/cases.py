@@ -50,11 +50,11 @@ LOSS_GRAD = Facts(4, 2, exps=(2, 2.5), bytes=LATENCY, has=(r"L2::evict_last", r"
 TWO = Facts(threads=512)  # programs of eight warps
 ROUTER_SUMS = Facts(3, registers=128, barriers=17, lacks=(ATOMICS,))
 # the narrow accesses are those of the scales
-QUANTIZE = Facts(1, 0.5, registers=128, lacks=(ATOMICS,))
-GATED_QUANTIZED = Facts(2, 0.5, exps=1, registers=128, lacks=(ATOMICS,))
-NORM_QUANTIZED = Facts(2, 0.5, registers=128, lacks=(ATOMICS,))
+QUANTIZE = Facts(1, 0.5, registers=128, quantizes=True, lacks=(ATOMICS,))
+GATED_QUANTIZED = Facts(2, 0.5, exps=1, registers=128, quantizes=True, lacks=(ATOMICS,))
+NORM_QUANTIZED = Facts(2, 0.5, registers=128, quantizes=True, lacks=(ATOMICS,))
 DEQUANTIZE = Facts(0.5, 1, registers=128, lacks=(ATOMICS,))
-QUANTIZE_WEIGHT = Facts(1, 0.5, registers=128, lacks=(ATOMICS,))
+QUANTIZE_WEIGHT = Facts(1, 0.5, registers=128, quantizes=True, lacks=(ATOMICS,))
 ALONE = Facts(loads=1, stores=1, registers=128, lacks=(r"bar\.sync", r"\.shared"))  # threads exchange nothing
 
 
@@ -510,7 +510,8 @@ WIDE = ("dropout wide", "dropout backward wide")
 ONE_DTYPE = (
     "fp8", "mxfp8",
     "adamw small", "block rows", "permutation", "cross_entropy merge", "exchange barrier", "exchange counts",
-    "dequantize rows", "dequantize rows 32", "exchange places", "stash reserve", "stash release", *WIDE,
+    "dequantize rows", "dequantize rows 32", "exchange places", "permute FP8", "stash reserve",
+    "stash release", *WIDE,
 )  # fmt: skip
 
 

@@ -69,7 +69,8 @@ def broken(launch: Launch, facts: Facts, wide: bool = False) -> Iterator[str]:
         yield f"nothing orders a load of {load.argument} and a store of {store.argument}"
     yield from _most("registers of a program", launch.usage["REG"] * launch.threads, REGISTERS)
     yield from _least("loads of 16 bytes", launch.wide_loads, facts.loads * vectors)
-    yield from _least("stores of 16 bytes", launch.wide_stores, facts.stores * vectors)
+    if not facts.quantizes or launch.itemsize == 2:
+        yield from _least("stores of 16 bytes", launch.wide_stores, facts.stores * vectors)
     yield from _least("copies of 16 bytes", launch.count(rf"{ASYNC_COPY}.*, 0x10"), facts.copies * vectors)
     if wide:
         return

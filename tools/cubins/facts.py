@@ -10,7 +10,7 @@ class Facts:
     """Facts expected of a kernel's compiled code.
 
     loads, stores, copies (to shared memory): accesses of 16 bytes, at least so many for each 16 bytes
-    of a block that a thread has.
+    of a block that a thread has. quantizes: results are FP8, whose stores are counted of 16-bit data alone.
     exps: exponentials for each of its elements, exactly (in a pair: the fewest, the most); not for float64.
     registers, stack: at most so many, and so many bytes, a thread.
     threads: at least so many fit on a multiprocessor (16-bit data).
@@ -28,5 +28,6 @@ class Facts:
     threads: int = 0
     bytes: int = 0
     barriers: int = 255
+    quantizes: bool = False
     has: tuple[str, ...] = ()
     lacks: tuple[str, ...] = ()
