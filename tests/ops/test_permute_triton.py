@@ -11,7 +11,10 @@ from kernel_tools import check_kernel, random
 from marks import DTYPES
 
 from fastmp.ops import permute_triton as kernels
+from fastmp.ops import quantize_rows
+from fastmp.ops.core.fp8 import E4M3
 from fastmp.ops.core.registry import OPS
+from fastmp.ops.quantize import block_shape
 from fastmp.testing.ops import samples
 
 pytestmark = [
@@ -122,6 +125,14 @@ def test_offsets_beyond_two_to_the_35():
     with NothingWalksThrough(), only_ends_run(1, also=[-(-many // block_m) - 1]):
         scattered = LAUNCH["permute"](tall, row_of, many)
         dy, dprobs = LAUNCH["unpermute_backward"](tall, other, row_of, weights)
+    block_m, block_n = block_shape(columns, 2)
+    last_tile = -(-many // block_m) * (columns // block_n) - 1
+    with NothingWalksThrough(), only_ends_run(1, also=[last_tile]):
+        q, s = LAUNCH["permute_quantized"](tall, None, row_of, many, 128, E4M3)
+    for row, part, block in ((many - 1, few[0, :128], 0), (many - 4, few[3, -128:], columns // 128 - 1)):
+        want, scale = quantize_rows(part.view(1, 128))
+        assert torch.equal(q[row].view(-1, 128)[block].view(torch.uint8), want[0].view(torch.uint8))
+        assert s[row, block] == scale
     assert torch.equal(scattered[many - 1], few[0]) and torch.equal(scattered[many - 4], few[3])
     assert torch.equal(dy[many - 1], few[0]) and torch.equal(dy[many - 4], 2 * few[3])
     sums = few[[0, 3]].float().sum(1)
