@@ -38,7 +38,11 @@ class Fp8Recipe:
 
     def weight_bytes(self, elements: int) -> int:
         """Return the bytes of both copies of a weight and of their scales."""
-        return 2 * elements + elements // self.block**2 * (4 if self.block == 128 else 1)
+        return 2 * elements + self.scale_bytes(elements // self.block**2)
+
+    def scale_bytes(self, blocks: int) -> int:
+        """Return the bytes of the scales of `blocks`."""
+        return blocks * (4 if self.block == 128 else 1)
 
 
 def row_bytes(elements: int) -> int:

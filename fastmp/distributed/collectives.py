@@ -329,7 +329,12 @@ def _exchange(
 
 
 @traced("fastmp.collective.all_reduce")
-def all_reduce_(x: torch.Tensor, group: dist.ProcessGroup, overlap: bool = False) -> dist.Work | None:
+def all_reduce_(
+    x: torch.Tensor,
+    group: dist.ProcessGroup,
+    overlap: bool = False,
+    op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
+) -> dist.Work | None:
     """All-reduce `x` in place; with `overlap`, asynchronously: wait for the returned Work.
 
     Under torch.compile the call is synchronous, as the compiler orders communication, and returns None.
@@ -339,8 +344,8 @@ def all_reduce_(x: torch.Tensor, group: dist.ProcessGroup, overlap: bool = False
             f"all_reduce_: a tensor of shape {tuple(x.shape)} and strides {x.stride()} is not contiguous"
         )
     if overlap and not torch.compiler.is_compiling():
-        return dist.all_reduce(x, group=group, async_op=True)
-    dist.all_reduce(x, group=group)
+        return dist.all_reduce(x, op, group=group, async_op=True)
+    dist.all_reduce(x, op, group=group)
     return None
 
 

@@ -1,10 +1,10 @@
 """Layout of flat buffers: parameters in buckets, and the shard of each bucket that a rank owns.
 
 A layout depends on names and sizes alone. A buffer has parameters of one dtype whose replicas lie on the same
-ranks. They come in reverse order of the model, so that backward fills the buffer from its start, and each
-starts at a multiple of 64 elements. A bucket is communicated at once. Its size is a multiple of 128 and of
-the number of ranks, each of which owns an equal shard. Elements between parameters, and between
-the last one and the end of its bucket, are padding.
+ranks; weights that only FP8 GEMMs read have buffers of their own. They come in reverse order of the model, so
+that backward fills the buffer from its start, and each starts at a multiple of 64 elements. A bucket is
+communicated at once. Its size is a multiple of 128 and of the number of ranks, each of which owns an equal
+shard. Elements between parameters, and between the last one and the end of its bucket, are padding.
 
 Where an update needs whole matrices, each parameter has an owner rank and lies in that rank's shard of its
 bucket; all shards are as long as the longest.
@@ -126,6 +126,7 @@ class ParamSpec:
         partial: its gradient is a partial sum over tensor-parallel ranks.
         own_bucket: it has a bucket to itself.
         cost: of its update, in any unit, where one rank must own all of it; 0: it may be sharded anywhere.
+        fp8: the block of its FP8 copies if only FP8 GEMMs read it; 0: others do.
     """
 
     size: int
@@ -134,6 +135,7 @@ class ParamSpec:
     partial: bool = False
     own_bucket: bool = False
     cost: int = 0
+    fp8: int = 0
 
 
 @dataclass(frozen=True)
@@ -141,6 +143,8 @@ class Buffer:
     """A flat buffer: the kind of its parameters, as in `ParamSpec`, and their layout.
 
     whole: True if one rank owns each parameter, for updates that need whole matrices.
+    fp8: the block of FP8 weights, whose bytes ranks gather if they share the buffer; 0: of other parameters,
+        and of whole ones, which are gathered in their dtype.
     """
 
     dtype: str
@@ -148,6 +152,26 @@ class Buffer:
     partial: bool
     layout: BucketLayout
     whole: bool = False
+    fp8: int = 0
+
+    @property
+    def gathers_fp8(self) -> bool:
+        """True if ranks that share the buffer gather FP8 bytes of its parameters."""
+        return self.fp8 > 0 and self.layout.num_ranks > 1
+
+    @cached_property
+    def tiles(self) -> Mapping[str, Range]:
+        """Return {name: range of its tiles of block x block elements}; each starts at a multiple of 16."""
+        found, end = dict[str, Range](), 0
+        for name, (first, last) in self.layout.ranges.items():
+            found[name] = end, end + (last - first) // self.fp8**2
+            end = _up(found[name][1], 16)  # scales have a byte or four
+        return found
+
+    @property
+    def num_tiles(self) -> int:
+        """Return the size of a buffer for `tiles`."""
+        return max((_up(last, 16) for _, last in self.tiles.values()), default=0)
 
 
 def plan_buffers(
@@ -168,11 +192,13 @@ def plan_buffers(
     Raises:
         ValueError: as `bucket_layout`.
     """
-    kinds: dict[tuple[str, bool, bool, bool], dict[str, ParamSpec]] = {}
+    kinds: dict[tuple[str, bool, bool, bool, int], dict[str, ParamSpec]] = {}
     for name, facts in parameters.items():
-        kinds.setdefault((facts.dtype, facts.experts, facts.partial, facts.cost > 0), {})[name] = facts
+        whole = facts.cost > 0
+        kind = facts.dtype, facts.experts, facts.partial, whole, 0 if whole else facts.fp8
+        kinds.setdefault(kind, {})[name] = facts
     buffers = []
-    for (dtype, experts, partial, whole), members in kinds.items():
+    for (dtype, experts, partial, whole, fp8), members in kinds.items():
         sizes = {name: facts.size for name, facts in members.items()}
         ranks = num_expert_ranks if experts else num_ranks
         if whole:
@@ -182,7 +208,7 @@ def plan_buffers(
             own_bucket = [name for name, facts in members.items() if facts.own_bucket]
             aligned = lcm(unit, ALIGNMENT * ranks)  # so that every rank's part is, as parameters are
             layout = bucket_layout(sizes, ranks, bucket_size=bucket_size, own_bucket=own_bucket, unit=aligned)
-        buffers.append(Buffer(dtype, experts, partial, layout, whole))
+        buffers.append(Buffer(dtype, experts, partial, layout, whole, fp8))
     return tuple(buffers)
 
 

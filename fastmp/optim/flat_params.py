@@ -15,6 +15,7 @@ from torch.nn import Parameter
 from fastmp.config import StateSpec
 from fastmp.distributed.collectives import group_size
 from fastmp.ops.adamw import join_master, split_master
+from fastmp.optim.fp8_gather import Fp8Shards
 from fastmp.optim.grad_buffers import FlatBuffer, main_dtype
 
 __all__ = ["FlatState", "check_separate"]
@@ -36,6 +37,7 @@ class FlatState:
         master, remainder: (layout.size / ranks,); both None where parameters are their own master weights.
         moments: {name: (layout.size / ranks,)}.
         steps: (buckets,) int64, the number of updates of each bucket.
+        fp8: FP8 copies that ranks gather in place of the parameters; None: they gather parameters.
     """
 
     @torch.no_grad()
@@ -61,6 +63,7 @@ class FlatState:
         if self.master is not None:
             for (first_element, end), at in zip(grads.shards, self.local, strict=True):
                 self.master[at].copy_(self.params[first_element:end])
+        self.fp8 = Fp8Shards(grads, self.params) if grads.copies else None
 
     def bucket(self, number: int) -> Tensor:
         """Return the parameters of a bucket, flat."""

@@ -16,6 +16,7 @@ from fastmp.optim.grad_buffers import GradBuffer
 from fastmp.optim.loss_scaler import LossScaler
 from fastmp.optim.named_params import named_parameters
 from fastmp.optim.optimizer import Optimizer, ParameterGroup
+from fastmp.tensor_parallel.fp8_linear import quantized_weights
 
 __all__ = ["make_grads", "make_optimizer", "make_scaler"]
 
@@ -35,6 +36,7 @@ def make_grads(chunks: Sequence[nn.Module], config: OptimizerConfig, groups: Par
         grad_dtype=getattr(torch, config.grad_dtype),
         overlap=config.overlap,
         cost=None if cost is None else partial(load(cost), **tp_groups),
+        fp8=quantized_weights(chunks),
     )
 
 

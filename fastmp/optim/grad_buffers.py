@@ -18,7 +18,7 @@ accumulate, in float32 (float64 for float64 parameters) or, if asked, in the par
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -38,6 +38,7 @@ from fastmp.optim.flat_layout import (
     plan_buffers,
 )
 from fastmp.tensor_parallel.attributes import HookTraits, mark_hook, parallel_attributes
+from fastmp.tensor_parallel.fp8_linear import QuantizedWeight
 
 __all__ = ["FlatBuffer", "GradBuffer", "is_vector", "main_dtype", "main_grad", "param_spec"]
 
@@ -57,10 +58,16 @@ def is_vector(param: Parameter) -> bool:
     return param.ndim - parallel_attributes(param).expert_parallel < 2
 
 
-def param_spec(param: Parameter, tp_group: dist.ProcessGroup | None, cost: int = 0) -> ParamSpec:
+def param_spec(
+    param: Parameter,
+    tp_group: dist.ProcessGroup | None,
+    cost: int = 0,
+    copies: QuantizedWeight | None = None,
+) -> ParamSpec:
     """Return the `ParamSpec` of `param`; tied embeddings of two stages have a bucket to themselves.
 
     cost: see `ParamSpec`.
+    copies: the FP8 copies of a weight that only FP8 GEMMs read.
     """
     marks = parallel_attributes(param)
     return ParamSpec(
@@ -70,6 +77,7 @@ def param_spec(param: Parameter, tp_group: dist.ProcessGroup | None, cost: int =
         partial=marks.sequence_parallel and group_size(tp_group) > 1,
         own_bucket=marks.pipeline_shared,
         cost=cost,
+        fp8=copies.recipe.block if copies is not None and param.is_contiguous() else 0,
     )
 
 
@@ -81,6 +89,7 @@ class FlatBuffer:
         parameters: {name: parameter}.
         dtype: of the gradients.
         group: the ranks over which gradients are summed; None: this rank alone.
+        copies: the FP8 copies of weights that only FP8 GEMMs read.
 
     Attributes:
         grad: (layout.size,), of which every `main_grad` is a view.
@@ -88,6 +97,8 @@ class FlatBuffer:
         shards: the range of this rank's shard of each bucket.
         pieces: {name: the piece of a parameter that this rank owns}.
         own: {name: the gradient of that piece, flat}.
+        copies: {name: FP8 copies} of weights that are gathered in FP8; empty for other buffers. After a step
+            such a parameter has its own numbers in this rank's piece, and dequantised ones elsewhere.
     """
 
     def __init__(
@@ -96,9 +107,11 @@ class FlatBuffer:
         parameters: dict[str, Parameter],
         dtype: torch.dtype,
         group: dist.ProcessGroup | None,
+        copies: Mapping[Parameter, QuantizedWeight],
     ) -> None:
         self.plan, self.parameters, self.group = plan, parameters, group
         self.rank = group_rank(group) if self.layout.num_ranks > 1 else 0
+        self.copies = {name: copies[param] for name, param in parameters.items()} if plan.gathers_fp8 else {}
         device = next(iter(parameters.values())).device
         self.grad = torch.zeros(self.layout.size, dtype=dtype, device=device)
         for view, param in zip(self.views(self.grad), parameters.values(), strict=True):
@@ -153,6 +166,8 @@ class GradBuffer:
         overlap: True: buckets are reduced while backward runs, see below.
         cost: (name, parameter) -> the cost of its update if one rank must own all of it, 0 if it may be
             sharded anywhere; `Muon` needs `muon.update_cost`. None: all parameters may be sharded anywhere.
+        fp8: {parameter: FP8 copies} of weights that only FP8 GEMMs read, see `quantized_weights`. A sharded
+            optimizer gathers their bytes, except for weights with a cost.
 
     With `overlap`, the number of gradients that arrive for each parameter is counted in the first step, in
     which nothing overlaps. Every further step must have as many, so the number of microbatches cannot vary.
@@ -191,12 +206,14 @@ class GradBuffer:
         grad_dtype: torch.dtype | None = None,
         overlap: bool = False,
         cost: Callable[[str, Parameter], int] | None = None,
+        fp8: Mapping[Parameter, QuantizedWeight] | None = None,
     ) -> None:
+        copies = {} if fp8 is None else fp8
         self.tp_group, self.shard, self.overlap = tp_group, shard, overlap
         self.parameters = _unique_trainable(named_parameters)
         plans = plan_buffers(
             {
-                name: param_spec(param, tp_group, 0 if cost is None else cost(name, param))
+                name: param_spec(param, tp_group, 0 if cost is None else cost(name, param), copies.get(param))
                 for name, param in self.parameters.items()
             },
             num_ranks=group_size(dp_group) if shard else 1,
@@ -208,7 +225,8 @@ class GradBuffer:
         for plan in plans:
             members = {name: self.parameters[name] for name in plan.layout.ranges}
             dtype = _grad_dtype(members, grad_dtype)
-            self.flats.append(FlatBuffer(plan, members, dtype, edp_group if plan.experts else dp_group))
+            group = edp_group if plan.experts else dp_group
+            self.flats.append(FlatBuffer(plan, members, dtype, group, copies))
         self.order = fill_order(plans, list(self.parameters))
         self._hooks = [p.register_post_accumulate_grad_hook(_accumulate) for p in self.parameters.values()]
         self._readiness = GradReadiness(self.flats, self.order, self._start)
@@ -223,6 +241,11 @@ class GradBuffer:
     def communicates(self) -> bool:
         """True if gradients are summed over more than this rank."""
         return any(group_size(flat.group) > 1 for flat in self.flats)
+
+    @property
+    def gathered_in_fp8(self) -> dict[str, QuantizedWeight]:
+        """Return {name: FP8 copies} of the weights that an optimizer gathers in FP8, see `FlatBuffer`."""
+        return {name: copies for flat in self.flats for name, copies in flat.copies.items()}
 
     def zero(self) -> None:
         """Set all main gradients to zero; call it once, at the start of a step."""

@@ -3,7 +3,8 @@
 A step has four parts:
     1. wait for the parameters of the last step that no forward has used (all-gathers of the dp group);
     2. update this rank's shard of each bucket on the current stream, in the order in which forward uses it;
-    3. start to all-gather a bucket as soon as its shards are updated, on the stream of the collectives;
+    3. start to all-gather a bucket as soon as its shards are updated, on the stream of the collectives; with
+       FP8 weights, whose scales all ranks need first, when all shards are updated (`fp8_gather`);
     4. wait for the buckets that no forward hook waits for.
 
 The host waits for nothing: norm, clip coefficient and the flag that skips a step are tensors on the device.
@@ -15,6 +16,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -101,6 +103,7 @@ class Optimizer(ABC):
         self.flats = [self.make_state(flat, number) for number, flat in enumerate(grads.flats)]
         self.order = grads.order[::-1]  # what forward uses first comes first
         self.gather = ParameterGather(grads.flats)
+        self._updated: list[tuple[int, int]] = []  # buckets whose all-gather waits for scales
         self.skipped_steps = torch.zeros_like(self.flats[0].steps[0])
 
     @abstractmethod
@@ -140,7 +143,9 @@ class Optimizer(ABC):
         self.gather.wait()  # for what no forward has used since the last step
         for flat in self.flats:
             flat.check()
+        self._updated = []  # a step that has failed may have left some
         self.update(skip, inv_scale, clip_coefficient)
+        self._start_updated()
         # The kernel counts a new version of its buffers, which parameters do not share.
         torch.autograd.graph.increment_version(self.parameters.values())
         if skip is not None:
@@ -148,10 +153,37 @@ class Optimizer(ABC):
         self.gather.end_step()
 
     def start_gather(self, at: tuple[int, int]) -> None:
-        """Start the all-gather of a bucket whose shard this rank has updated."""
+        """Start the all-gather of a bucket whose shard this rank has updated; with FP8 weights, note it."""
         flat = self.flats[at[0]]
-        if flat.sharded and flat.grads.group is not None:
+        if not flat.sharded or flat.grads.group is None:
+            return
+        if any(each.fp8 is not None for each in self.flats):
+            self._updated.append(at)
+        else:
             self.gather.start(at, flat.bucket(at[1]), flat.grads.group)
+
+    def _start_updated(self) -> None:
+        """Start the all-gathers that wait for the scales of FP8 weights."""
+        if not self._updated:
+            return
+        # 1. One all-reduce for each buffer of FP8 weights. No all-gather is before it on the stream of the
+        #    collectives, so that compute waits for the all-reduces alone.
+        shards = [flat.fp8 for flat in self.flats if flat.fp8 is not None]
+        for each, started in [(each, each.start_scales()) for each in shards]:
+            each.set_scales(*started)
+        # 2. Cast and gather bucket by bucket, in the order in which forward uses them.
+        for at in self._updated:
+            flat = self.flats[at[0]]
+            assert flat.grads.group is not None, "it is sharded"
+            if flat.fp8 is None:
+                self.gather.start(at, flat.bucket(at[1]), flat.grads.group)
+            else:
+                flat.fp8.cast(at[1])
+                arrived = partial(flat.fp8.arrived, at[1])
+                self.gather.start(at, flat.fp8.bucket(at[1]), flat.grads.group, arrived)
+        for each in shards:
+            each.end_cast()
+        self._updated = []
 
     def master(self, name: str) -> Tensor:
         """Return this rank's shard of a master weight, as in `state_dict`; a copy with small states."""
@@ -216,6 +248,7 @@ class Optimizer(ABC):
             flat.round()
             for j in range(len(flat.local)):
                 self.start_gather((i, j))
+        self._start_updated()
         self.gather.wait()
 
 

@@ -12,7 +12,7 @@ called, or outside a forward, calls `ParameterGather.wait` first; a module's sta
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -38,7 +38,7 @@ class ParameterGather:
     """
 
     def __init__(self, flats: list[FlatBuffer]) -> None:
-        self._works: dict[At, dist.Work] = {}
+        self._works: dict[At, tuple[dist.Work | None, Callable[[], None] | None]] = {}
         self._where: dict[int, At] = {}  # by the id of the parameter
         for i, flat in enumerate(flats):
             for j, bucket in enumerate(flat.layout.buckets):
@@ -87,11 +87,18 @@ class ParameterGather:
         if self._eager is None and torch.is_grad_enabled():  # evaluation may call other modules
             self._uncalled.pop(module, None)
 
-    def start(self, at: At, bucket: Tensor, group: dist.ProcessGroup) -> None:
-        """Start the all-gather of a bucket over `group`; this rank has updated its shard."""
-        work = all_gather_(bucket, group, overlap=True)
-        if work is not None:
-            self._works[at] = work
+    def start(
+        self,
+        at: At,
+        bucket: Tensor,
+        group: dist.ProcessGroup,
+        arrived: Callable[[], None] | None = None,
+    ) -> None:
+        """Start the all-gather of a bucket over `group`; this rank has updated its shard.
+
+        arrived: called when the bucket is there, on the stream that waits for it.
+        """
+        self._works[at] = all_gather_(bucket, group, overlap=True), arrived
 
     def end_step(self) -> None:
         """End a step that has started all buckets: wait for those that no hook waits for."""
@@ -109,9 +116,13 @@ class ParameterGather:
 
     def _wait(self, some: Iterable[At]) -> None:
         for at in some:
-            work = self._works.get(at)
-            if work is not None:
-                work.wait()
+            started = self._works.get(at)
+            if started is not None:
+                work, arrived = started
+                if work is not None:
+                    work.wait()
+                if arrived is not None:
+                    arrived()
                 self._works.pop(at, None)  # only now: another thread may be about to use the bucket, too
 
 

@@ -60,7 +60,7 @@ def _of_buffer(recipe: Recipe, shapes: Shapes, buffer: Buffer) -> dict[str, Any]
     held = sum(end - start for start, end in layout.ranges.values())
     return {
         "of": ("experts" if buffer.experts else "partial sums" if buffer.partial else "all others")
-        + (", matrices" if buffer.whole else ""),
+        + (", matrices" if buffer.whole else ", FP8 weights" if buffer.fp8 else ""),
         "dtype": buffer.dtype,
         "parameters": len(layout.ranges),
         "elements": layout.size,

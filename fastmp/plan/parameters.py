@@ -61,6 +61,9 @@ def rank_parameters(recipe: Recipe, shapes: Shapes, rank: int) -> dict[str, Para
             costs |= _update_costs(replace(shapes, model=kind))
         for name, facts in found.items():
             found[name] = replace(facts, cost=costs.get(name.partition(".")[2].partition(".")[2], 0))
+    if (fp8 := recipe.train.fp8()) is not None:
+        for name, facts in found.items():
+            found[name] = replace(facts, fp8=fp8.block if name.endswith(_QUANTIZED) else 0)
     return found
 
 
@@ -82,12 +85,21 @@ _QUANTIZED = (*_LINEAR, "moe.experts.fc1", "moe.experts.fc2")
 
 
 def fp8_copies(recipe: Recipe, shapes: Shapes, rank: int) -> int:
-    """Return the bytes of the FP8 copies of weights, in both orientations, with their scales."""
+    """Return the bytes of the FP8 copies of weights, in both orientations, with their scales.
+
+    Copies that ranks gather lie in a flat buffer, with its padding.
+    """
     fp8 = recipe.train.fp8()
     if fp8 is None:
         return 0
-    every = rank_parameters(recipe, shapes, rank).items()
-    return sum(fp8.weight_bytes(facts.size) for name, facts in every if name.endswith(_QUANTIZED))
+    facts, total = rank_parameters(recipe, shapes, rank), 0
+    for buffer in rank_buffers(recipe, shapes, rank):
+        sizes = [facts[name].size for name in buffer.layout.ranges if facts[name].fp8]
+        if buffer.gathers_fp8:
+            total += buffer.layout.size + sum(sizes) + fp8.scale_bytes(buffer.num_tiles)
+        else:
+            total += sum(map(fp8.weight_bytes, sizes))
+    return total
 
 
 def layer_size(shapes: Shapes, layer: int) -> int:

@@ -37,7 +37,7 @@ from fastmp.plan.kernels import ATTENTION, FASTMP, GEMMS, LAUNCH, Gemm, Kernels,
 from fastmp.plan.layout import make_schedule
 from fastmp.plan.links import Link, link
 from fastmp.plan.memory import grad_bytes, state_bytes
-from fastmp.plan.parameters import fp8_copies, rank_buffers, rank_parameters, stage_kinds
+from fastmp.plan.parameters import rank_buffers, rank_parameters, stage_kinds
 from fastmp.plan.shapes import Shapes, shapes_of
 
 FORWARD, REPEATED, INPUT, WEIGHT = "forward", "recomputation", "backward of inputs", "backward of weights"
@@ -426,13 +426,15 @@ def _end_of_step(
         if optimizer.shard:
             sent = size * (joined.ranks - 1) / joined.ranks
             sums += joined.passes(sent * grad, buckets)
-            gathers += joined.passes(sent * shapes.itemsize, buckets)
+            gathers += joined.passes(sent * (1 if buffer.gathers_fp8 else shapes.itemsize), buckets)
+            if buffer.gathers_fp8:  # the magnitudes of tiles, for which the step waits
+                found["parameters"] += joined.all_reduce(4 * buffer.num_tiles)
         else:
             sums += buckets * joined.all_reduce(size * grad / buckets)
         moved = 2 * state_bytes(recipe, shapes, buffer.whole) + 2 * grad + shapes.itemsize + kernels.state
         found["optimizer"] += moved * size / buffer.layout.num_ranks / _bandwidth(gpu, kernels)
-    if copies := fp8_copies(recipe, shapes, rank):  # two bytes a weight, from as many as a parameter has
-        found["quantisers"] += copies * (1 + shapes.itemsize / 2) / _bandwidth(gpu, kernels)
+    if shapes.fp8:
+        found["quantisers"] += _moved_by_copies(recipe, shapes, rank) / _bandwidth(gpu, kernels)
     found["optimizer"] += (4 + kernels.tensor_launches * len(facts)) * LAUNCH
     beside = {"gradients": (sums, (REPEATED, INPUT, WEIGHT)), "parameters": (gathers, (FORWARD,))}
     for what, (took, phases) in beside.items():
@@ -442,6 +444,21 @@ def _end_of_step(
         if each.own_bucket:
             found["tied embedding"] += links["embedding"].all_reduce(each.size * grad)
     return found
+
+
+def _moved_by_copies(recipe: Recipe, shapes: Shapes, rank: int) -> float:
+    """Return the bytes that the making of FP8 copies of weights reads and writes in a step."""
+    facts, each, moved = rank_parameters(recipe, shapes, rank), shapes.itemsize, 0.0
+    for buffer in rank_buffers(recipe, shapes, rank):
+        size = sum(facts[name].size for name in buffer.layout.ranges if facts[name].fp8)
+        if buffer.gathers_fp8:
+            # Of the shard: magnitudes, two products in float32, the cast, its mask, a copy.
+            moved += size / buffer.layout.num_ranks * (each + (each + 4) + 8 + 5 + 2 + 2)
+            # Of all: the transposed bytes, dequantised numbers, which are copied.
+            moved += size * (2 + (1 + each) + 2 * each)
+        else:
+            moved += size * (2 + each)
+    return moved
 
 
 def _bandwidth(gpu: GPU, kernels: Kernels) -> float:

@@ -17,6 +17,7 @@ from fastmp.plan.parameters import rank_buffers, rank_parameters, stage_kinds
 from fastmp.plan.shapes import Shapes
 
 _STATISTICS = 12  # bytes a token: maximum, sum of exponentials, the target's logit
+_MAGNITUDE = 4  # bytes of the largest magnitude of an FP8 tile
 _UPDATE = 2  # bytes of a number that Muon orthogonalises, on a GPU
 
 
@@ -162,13 +163,16 @@ def _gradients(recipe: Recipe, shapes: Shapes, rank: int) -> Counter[str]:
     """Return the traffic of gradients and parameters in a step.
 
     With sharded optimizer state, a ring's reduce-scatter and all-gather send as much as an all-reduce, in
-    other dtypes. Slices of matrices that Muon updates go to their owners and come back.
+    other dtypes; FP8 weights come back as bytes, after an all-reduce of their tiles' magnitudes. Slices of
+    matrices that Muon updates go to their owners and come back.
     """
     grid, found, itemsize = shapes.grid, Counter[str](), grad_bytes(recipe, shapes)
-    back = shapes.itemsize if recipe.optimizer.shard else itemsize
     for buffer in rank_buffers(recipe, shapes, rank):
         group, ranks = ("edp", grid.edp) if buffer.experts else ("dp-cp", grid.dp * grid.cp)
+        back = 1 if buffer.gathers_fp8 else shapes.itemsize if recipe.optimizer.shard else itemsize
         found[group] += _ring(buffer.layout.size * (itemsize + back), ranks)
+        if buffer.gathers_fp8:
+            found[group] += 2 * _ring(buffer.num_tiles * _MAGNITUDE, ranks)
         if buffer.whole:
             own = sum(end - start for start, end in buffer.layout.ranges.values()) / buffer.layout.num_ranks
             axis = "etp" if buffer.experts else "tp"

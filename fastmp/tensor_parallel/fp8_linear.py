@@ -14,7 +14,8 @@ T tokens (all leading dims), I this rank's inputs, O this rank's outputs.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -38,7 +39,7 @@ from fastmp.tensor_parallel.linear import gradient_of
 
 __all__ = [
     "GRAD_DTYPES", "QuantizedWeight", "block_of", "fp8_linear", "native_block",
-    "quantized", "quantized_parameters",
+    "quantized", "quantized_parameters", "quantized_weights",
 ]  # fmt: skip
 
 GRAD_DTYPES = {"e4m3": E4M3, "e5m2": E5M2}
@@ -100,10 +101,23 @@ class QuantizedWeight:
                 copy.copy_(new)
         self._seen = seen
 
+    def place(self, q: Tensor, q_t: Tensor, scale: Tensor) -> None:
+        """Keep the copies in these tensors from now on; the next `refresh` or the caller writes them."""
+        self._made, self._seen = (q, q_t, scale), None
+
+    def mark_fresh(self, weight: Tensor) -> None:
+        """Take the copies, which the caller has written, for those of the present version of `weight`."""
+        self._seen = weight.data_ptr(), weight._version
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """q, its transpose and their scales; () before they are made."""
+        return self._made or ()
+
     @property
     def nbytes(self) -> int:
         """Bytes of the copies and their scales."""
-        return 0 if self._made is None else sum(tensor.nbytes for tensor in self._made)
+        return sum(tensor.nbytes for tensor in self.tensors)
 
     @property
     def forward(self) -> Operand:
@@ -153,8 +167,22 @@ def quantized(module: nn.Module, recipe: Fp8Recipe, *names: str) -> dict[str, Qu
 
 def quantized_parameters(modules: Iterable[nn.Module]) -> list[nn.Parameter]:
     """Return the parameters inside `modules` that have FP8 copies."""
-    inside = (module for root in modules for module in root.modules())
-    return [getattr(module, name) for module in inside for name in getattr(module, "fp8", None) or ()]
+    return [param for param, _ in _pairs(modules)]
+
+
+def quantized_weights(modules: Iterable[nn.Module]) -> dict[nn.Parameter, QuantizedWeight]:
+    """Return the parameters inside `modules` that one module alone reads, by their FP8 copies."""
+    pairs = list(_pairs(modules))
+    readers = Counter(id(param) for param, _ in pairs)
+    return {param: copies for param, copies in pairs if readers[id(param)] == 1}
+
+
+def _pairs(modules: Iterable[nn.Module]) -> Iterator[tuple[nn.Parameter, QuantizedWeight]]:
+    for module in (module for root in modules for module in root.modules()):
+        copies = getattr(module, "fp8", None)
+        if isinstance(copies, dict):  # other libraries have flags of this name
+            for name, each in copies.items():
+                yield getattr(module, name), each
 
 
 @torch.compiler.disable(reason="FP8 copies of weights are no tensors of the graph")

@@ -28,6 +28,8 @@ _AT_ONCE = 1 << 22  # elements, which bounds the memory for their bits and weigh
 _ODD = 0x1E3779B97F4A7C15  # spreads the weights of places over 64 bits; odd, so that no bit is lost
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
+_COPIES = ("FP8 weight", "transposed FP8 weight", "FP8 scales of")
+
 Key = tuple[Any, ...]
 
 
@@ -68,7 +70,8 @@ class Replicas:
     """Compare replicated tensors across ranks; all ranks construct it and call `check` together.
 
     Replicas have the same name and the same place in the grid: parameters over data- and context-parallel
-    ranks, unsharded ones over tensor-parallel ranks, experts over `edp`, and tied embeddings over stages.
+    ranks, unsharded ones over tensor-parallel ranks, experts over `edp`, and tied embeddings over stages. Of
+    weights that are gathered in FP8 the FP8 copies are replicas.
 
     Args:
         chunks: this rank's chunks of the model.
@@ -109,9 +112,14 @@ class Replicas:
 
     def _tensors(self) -> Iterator[tuple[Key, Tensor]]:
         """Yield (name, tensor) of this rank; replicas of a tensor have the same name on all ranks."""
-        parameters = dict(named_parameters(self._chunks))
-        for name, param in parameters.items():
-            yield ("parameter", name, *self._place(param)), param
+        copies = self._grads.gathered_in_fp8
+        for name, param in named_parameters(self._chunks):
+            if name not in copies:
+                yield ("parameter", name, *self._place(param)), param
+                continue
+            copies[name].refresh(param)
+            for kind, tensor in zip(_COPIES, copies[name].tensors, strict=True):
+                yield (kind, name, *self._place(param)), tensor
         for name, buffer in named_buffers(self._chunks):
             yield ("buffer", name, *self._place(buffer)), buffer
         if not self._grads.shard:

@@ -63,7 +63,10 @@ class StepExecution:
         span_size: int | None = None,
     ) -> None:
         self.work = work
-        self._quantized = quantized_parameters(work.runner.chunks)
+        parameters, copies = work.grads.parameters, work.grads.gathered_in_fp8
+        self._gathered = [(each, parameters[name]) for name, each in copies.items()]
+        gathered, every = {id(p) for _, p in self._gathered}, quantized_parameters(work.runner.chunks)
+        self._quantized = [param for param in every if id(param) not in gathered]
         self.graphs: GraphManager | FunctionGraph | CheckedStepGraphs | None
         self._agreement: CaptureAgreement | None = None
         if config.enabled and "full_step" in (config.scope or ()):
@@ -107,6 +110,8 @@ class StepExecution:
         if isinstance(self.graphs, FunctionGraph):
             before_change()
         self.work.optimizer.gather.wait()
+        for copies, param in self._gathered:  # which a step makes at its end, not at its beginning
+            copies.refresh(param)
         note_requests()
         with phase("step"):
             if isinstance(self.graphs, FunctionGraph):
@@ -116,7 +121,8 @@ class StepExecution:
                 sums = self.rerun.checked(self.work, reduced, batches.__getitem__)
                 before_change()
                 numbers = self.graphs.updated(sums)
-            # A replay changes parameters without their version counters, by which FP8 copies know of it.
+            # A replay changes parameters without their version counters, by which FP8 copies know of it; not
+            # those whose copies it has gathered.
             increment_version(self._quantized)
             return numbers
 

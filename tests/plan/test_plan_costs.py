@@ -43,6 +43,7 @@ from fastmp.plan.memory import memory
 from fastmp.plan.parameters import fp8_copies, rank_parameters
 from fastmp.plan.shapes import shapes_of
 from fastmp.tensor_parallel.context import cut_sequence
+from fastmp.tensor_parallel.fp8_linear import quantized_weights
 from fastmp.testing.parallel import count_collectives
 from fastmp.testing.ranks import run_ranks
 from fastmp.training.microbatches import SingleStageRunner
@@ -293,6 +294,11 @@ LAYOUTS = {
         1,
     ),
     "fp8, ep": (recipe(MODELS["shared"], dtype="bfloat16", ep=2, dp=2, train=FP8), 2),
+    "fp8, dp": (recipe(FP8_MODEL, dtype="bfloat16", dp=2, train=FP8), 2),
+    "fp8, dp, float32, small buckets": (
+        recipe(FP8_MODEL, dp=2, train=FP8, optimizer=replace(CLASSIC, bucket_size=5000, bucket_unit=1)),
+        2,
+    ),
     "bert, tp": (recipe(MODELS["bert"], tp=2), 1),
     "bert, tp, sp": (recipe(MODELS["bert, post-norm"], tp=2, sequence_parallel=True), 1),
     "bert, pp": (recipe(MODELS["bert"], pp=2, microbatches=2), 1),
@@ -333,7 +339,7 @@ QUICK = {
         "cp, qk-norm",
         "pp, vpp",
         "tp, sp, pp",
-        "fp8, tp, sp",
+        *("fp8, tp, sp", "fp8, dp"),
         "small, ep",
         "muon",
     ),
@@ -389,10 +395,11 @@ def run_step(rank, size, made):
         ),
         "stash": 0 if stash is None else stash.nbytes,
     }
-    facts = {}
+    facts, copies = {}, quantized_weights(stages)
     for name, param in buffer.parameters.items():
         cost = update_cost(name, param, tp_group=groups.tp, etp_group=groups.etp)
-        facts[name] = param_spec(param, groups.tp, cost if made.optimizer.name == "muon" else 0)
+        whole = cost if made.optimizer.name == "muon" else 0
+        facts[name] = param_spec(param, groups.tp, whole, copies.get(param))
     return bytes_sent(seen), kept.most, held, facts
 
 
@@ -403,9 +410,8 @@ def bytes_of(tensors):
 
 
 def bytes_of_copies(stages):
-    """Return the bytes of the FP8 copies of weights."""
-    modules = (module for stage in stages for module in stage.modules())
-    return sum(copy.nbytes for m in modules for copy in (getattr(m, "fp8", None) or {}).values())
+    """Return the bytes of the FP8 copies of weights, and of the flat buffers that they are views of."""
+    return bytes_of(tensor for copies in quantized_weights(stages).values() for tensor in copies.tensors)
 
 
 def run_pipeline(made, shapes, groups, stages, tokens, targets):

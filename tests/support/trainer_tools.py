@@ -156,14 +156,18 @@ def run(trainer, steps=STEPS):
 
 
 def checksums(trainer):
-    """Return {(name, place of the shard): CRC-32} of this rank's parameters; replicas have the same keys."""
-    groups, found = trainer.groups, {}
+    """Return {(name, place of the shard): CRC-32} of this rank's parameters; replicas have the same keys.
+
+    Of weights that are gathered in FP8, the copies are replicas.
+    """
+    groups, found, copies = trainer.groups, {}, trainer.grads.gathered_in_fp8
     for name, param in named_parameters(trainer.runner.chunks):
         marks = parallel_attributes(param)
         place = [group_rank(groups.ep)] if marks.expert_parallel else []
         if marks.tensor_model_parallel:
             place.append(group_rank(groups.etp if marks.expert_parallel else groups.tp))
-        found[name, *place] = zlib.crc32(param.detach().numpy().tobytes())
+        tensors = copies[name].tensors if name in copies else (param.detach(),)
+        found[name, *place] = [zlib.crc32(t.view(torch.uint8).numpy().tobytes()) for t in tensors]
     return found
 
 

@@ -11,6 +11,7 @@ scales: the byte e + 127, 255 for NaN.
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,7 +24,7 @@ LARGEST = {E4M3: 448.0, E5M2: 57344.0}  # both are 1.75 times a power of two
 SCALE = {128: torch.float32, 32: torch.float8_e8m0fnu}  # dtype of the scales, by size of block
 BLOCKS = {dtype: block for block, dtype in SCALE.items()}
 _LEAST = {128: -149, 32: -127}  # exponent of the smallest scale
-_NAN = 0x7F  # a NaN byte of both formats
+NAN = 0x7F  # a NaN byte of both formats
 
 
 def largest_exponent(dtype: torch.dtype) -> int:
@@ -76,24 +77,41 @@ def power_of_two(e: Tensor) -> Tensor:
     )
 
 
+class BlockScales(NamedTuple):
+    """Scales of blocks: x / s is x * first * second, of which none overflows and the result is exact.
+
+    bad: blocks with NaN or infinity, whose bytes are `NAN`.
+    """
+
+    first: Tensor
+    second: Tensor
+    bad: Tensor
+    s: Tensor
+
+
+def block_scales(amax: Tensor, block: int, dtype: torch.dtype) -> BlockScales:
+    """Return the scales of blocks by the bits of their largest magnitudes (int32), of any shape."""
+    bad = amax >= 0x7F800000  # by bits, NaN and inf are larger than all numbers
+    e = exponents(torch.where(bad, 0, amax), block, dtype)
+    half = (-e) >> 1
+    if block == 32:
+        s = torch.where(bad, 255, e + 127).to(torch.uint8).view(SCALE[32])
+    else:
+        s = torch.where(bad, math.nan, power_of_two(e))
+    return BlockScales(power_of_two(half), power_of_two(-e - half), bad, s)
+
+
 def quantize_blocks(
     x: Tensor, dims: tuple[int, ...], block: int, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """Return (q, s) of blocks along `dims` of x; s has size 1 there."""
-    # 1. The largest magnitude of each block, by bits: NaN and inf are larger than all numbers.
     x = x.to(torch.float32)
-    amax = (x.view(torch.int32) & 0x7FFFFFFF).amax(dims, keepdim=True)
-    bad = amax >= 0x7F800000
-    e = exponents(torch.where(bad, 0, amax), block, dtype)
-    # 2. x / s as two multiplications, of which none overflows and the result is exact.
-    half = (-e) >> 1
-    scaled = x * power_of_two(half) * power_of_two(-e - half)
-    # 3. torch's cast rounds to nearest even, but does not saturate.
-    q = scaled.clamp(-LARGEST[dtype], LARGEST[dtype]).to(dtype).view(torch.uint8)
-    q = torch.where(bad, _NAN, q).view(dtype)
-    if block == 32:
-        return q, torch.where(bad, 255, e + 127).to(torch.uint8).view(SCALE[32])
-    return q, torch.where(bad, math.nan, power_of_two(e))
+    first, second, bad, s = block_scales(
+        (x.view(torch.int32) & 0x7FFFFFFF).amax(dims, keepdim=True), block, dtype
+    )
+    # torch's cast rounds to nearest even, but does not saturate.
+    q = (x * first * second).clamp(-LARGEST[dtype], LARGEST[dtype]).to(dtype).view(torch.uint8)
+    return torch.where(bad, NAN, q).view(dtype), s
 
 
 def scale_strides(num_rows: int, block: int) -> tuple[int, int]:

@@ -58,6 +58,7 @@ class TrainingState:
         self._elements = {
             name: piece.param_range for flat in grads.flats for name, piece in flat.pieces.items()
         }
+        self._in_pieces = frozenset(grads.gathered_in_fp8)
         self._prefix = _prefix_of_stages([*named_parameters(chunks), *named_buffers(chunks)], groups.pp)
         self._offered = _offered(named_parameters(chunks), groups, grads.shard)
 
@@ -91,11 +92,19 @@ class TrainingState:
             self._rng.restart(step)
 
     def _large(self, offered: Offered | None) -> dict[str, ShardedTensorRef]:
-        """Return parameters and optimizer state; of replicated ones only those `offered` (None: all)."""
+        """Return parameters and optimizer state; of replicated ones only those `offered` (None: all).
+
+        Of a parameter that is gathered in FP8, each rank offers the piece whose numbers it has.
+        """
         state, entries = dict[str, ShardedTensorRef](), self._optimizer.state_dict()["state"]
         for name, param in named_parameters(self._chunks):
             key = self._prefix + name
-            if offered is None or name in offered.parameters:
+            if offered is not None and name in self._in_pieces:
+                if name in offered.states and name in self._elements:
+                    own = param.detach().view(-1)[slice(*self._elements[name])]
+                    ref = optimizer_shards(param, self._groups, own, self._elements[name])
+                    state[f"model/{key}"] = ref
+            elif offered is None or name in offered.parameters:
                 state[f"model/{key}"] = param_shards(param, self._groups)
             if offered is not None and name not in offered.states:
                 continue
