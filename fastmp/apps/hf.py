@@ -173,7 +173,7 @@ def _chunks(reader: CheckpointReader) -> Iterator[tuple[str, TensorChunk]]:
 def recipe_text(config: GPTConfig, source: Path, checkpoint: Path) -> str:
     """Return a recipe in TOML that trains the model from the weights in `checkpoint`."""
     tables: dict[str, Mapping[str, Any]] = {"model": _given(config)}
-    for name in ("moe", "rope_scaling", "bert"):
+    for name in ("moe", "rope_scaling", "latent", "bert"):
         if getattr(config, name) is not None:
             tables[f"model.{name}"] = _given(getattr(config, name))
     if (source / "tokenizer.json").is_file():

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from fastmp.config.attention import AttentionSpec as AttentionSpec
+from fastmp.config.attention import LatentConfig as LatentConfig
+from fastmp.config.attention import Projection as Projection
 from fastmp.config.dispatchers import DISPATCHERS as DISPATCHERS
 from fastmp.config.dispatchers import DispatcherSpec as DispatcherSpec
 from fastmp.config.environment import Environment as Environment

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any
 
+from fastmp.config.attention import AttentionSpec, LatentConfig, latent_attention, multi_head_attention
 from fastmp.config.dispatchers import DISPATCHERS
 from fastmp.config.options import Checked, option
 from fastmp.config.specs import ACTIVATIONS, NORMS
@@ -205,6 +206,9 @@ class RopeScaling(Checked):
     attention_factor: float | None = option(
         None, "yarn: factor on queries and keys; unset: 0.1 ln(factor) + 1 [mscale]"
     )
+    mscale_all_dim: float = option(
+        0.0, "yarn, latent attention: multiply scores by (0.1 x this x ln(factor) + 1)^2; 0: by 1"
+    )
 
     @property
     def used(self) -> dict[str, Any]:
@@ -212,13 +216,17 @@ class RopeScaling(Checked):
         of_kind: dict[str, tuple[str, ...]] = {
             "linear": (),
             "llama3": ("original_max_seq_len", "low_freq_factor", "high_freq_factor"),
-            "yarn": ("original_max_seq_len", "beta_fast", "beta_slow", "truncate", "attention_factor"),
+            "yarn": (
+                *("original_max_seq_len", "beta_fast", "beta_slow", "truncate", "attention_factor"),
+                "mscale_all_dim",
+            ),
         }
         return {name: getattr(self, name) for name in ("kind", "factor", *of_kind[self.kind])}
 
     def _problems(self) -> Iterator[str]:
         yield from self._not_positive("original_max_seq_len", "low_freq_factor", "beta_slow")
         yield from self._not_positive("attention_factor")
+        yield from self._negative("mscale_all_dim")
         if self.factor < 1.0:
             yield f"factor must be 1 or more, got {self.factor}"
         for low, high in (("low_freq_factor", "high_freq_factor"), ("beta_slow", "beta_fast")):
@@ -274,6 +282,9 @@ class GPTConfig(Checked):
     norm: str = option("layernorm", "norm of every layer", NORMS)
     position: str = option("learned", "position embeddings: learned, or rotary (rope)", ("learned", "rope"))
     rope_base: float = option(10000.0, "base of the rotary frequencies [rope theta]")
+    rope_interleaved: bool = option(
+        False, "rotary pairs are neighbours (GPT-J, DeepSeek); disabled: half a head apart (Llama)"
+    )
     activation: str = option(
         "gelu_tanh",
         "activation of the MLP and of experts",
@@ -299,6 +310,7 @@ class GPTConfig(Checked):
     moe: MoEConfig | None = None
     bert: BertConfig | None = None
     rope_scaling: RopeScaling | None = None
+    latent: LatentConfig | None = None
 
     def _problems(self) -> Iterator[str]:
         for name in ("dropout", "attention_dropout"):
@@ -311,6 +323,10 @@ class GPTConfig(Checked):
             yield f"num_layers must be at most {MAX_LAYERS}, got {self.num_layers}"
         if self.rope_scaling is not None and self.position != "rope":
             yield f'rope_scaling needs position "rope", got {self.position!r}'
+        if self.latent is not None:
+            yield from self._latent_problems()
+        elif self.rope_scaling is not None and self.rope_scaling.mscale_all_dim:
+            yield "rope_scaling.mscale_all_dim scales the scores of latent attention, but latent is absent"
         if self.bert is not None:
             yield from self._bert_problems()
         sizes = ("num_layers", "hidden_size", "num_heads", "max_seq_len", "num_kv_heads")
@@ -328,6 +344,18 @@ class GPTConfig(Checked):
         if not self.tie_embeddings:
             yield "tie_embeddings must be on beside bert, whose output weight is the table of words"
 
+    def _latent_problems(self) -> Iterator[str]:
+        if self.position != "rope":
+            yield f'latent needs position "rope", got {self.position!r}'
+        if self.bert is not None:
+            yield "latent is for GPT: leave it out beside bert"
+        for name in ("linear_bias", "qkv_bias", "qk_norm"):
+            if getattr(self, name):
+                yield f"latent attention has no {name}: set it to false"
+        for name in ("head_size", "num_kv_heads"):
+            if getattr(self, name) is not None:
+                yield f"latent attention has sizes of its own: leave {name} out"
+
     def _some_problems(self, name: str, of_others: str, with_what: str) -> Iterator[str]:
         """Check `name`, the layers without the option `of_others` of all other layers."""
         chosen, layers = getattr(self, name), self.num_layers
@@ -341,12 +369,29 @@ class GPTConfig(Checked):
             yield f"{name} must leave a layer {with_what}, got all {layers}"
 
     def _head_problems(self) -> Iterator[str]:
+        if self.latent is not None:
+            return
         if self.head_size is None and self.hidden_size % self.num_heads:
             yield f"hidden_size {self.hidden_size} is not divisible by num_heads {self.num_heads}"
         elif self.position == "rope" and self.head_dim % 2:
             yield f'position "rope" needs heads of even size, got {self.head_dim}'
         if self.num_heads % self.kv_heads:
             yield f"num_heads {self.num_heads} is not divisible by num_kv_heads {self.kv_heads}"
+
+    @cached_property
+    def attention(self) -> AttentionSpec:
+        """The facts of the attention of every layer."""
+        if self.latent is not None:
+            return latent_attention(self.hidden_size, self.num_heads, self.latent)
+        return multi_head_attention(
+            self.hidden_size,
+            self.num_heads,
+            self.kv_heads,
+            self.head_dim,
+            qk_norm=self.qk_norm,
+            qkv_bias=self.has_qkv_bias,
+            bias=self.linear_bias,
+        )
 
     @property
     def kv_heads(self) -> int:
@@ -399,6 +444,7 @@ def canonical_config(config: GPTConfig) -> dict[str, Any]:
     facts["ffn_hidden_size"] = config.ffn_size
     if config.position != "rope":
         facts.pop("rope_base")
+        facts.pop("rope_interleaved")
     if config.rope_scaling is not None:
         facts["rope_scaling"] = config.rope_scaling.used
     if config.moe is not None:

@@ -71,14 +71,15 @@ def pad_vocab(vocab_size: int, tp: int, multiple: int = 128) -> int:
 
 def layer_parameters(config: GPTConfig) -> ParameterCounts:
     """Count the parameters of one layer; with experts, where `config` describes some."""
-    h, d, moe = config.hidden_size, config.head_dim, config.moe
-    qkv, ffn = (config.num_heads + 2 * config.kv_heads) * d, _dense_ffn(config)
-    sharded = _attention(config) + (_projections(config) + 1) * h * ffn
-    replicated = 2 * norm_parameters(config) + 2 * d * config.qk_norm
-    sharded += qkv * config.has_qkv_bias
-    if config.linear_bias:  # a bias after the sum over ranks is replicated; experts have none
+    h, ffn, moe, attention = config.hidden_size, _dense_ffn(config), config.moe, config.attention
+    sharded = (_projections(config) + 1) * h * ffn
+    replicated = 2 * norm_parameters(config) + sum(size for _, size in attention.norms)
+    for each in attention.projections:  # a bias after the sum over ranks is replicated
+        sharded += each.elements * (each.split != "") + each.outputs * (each.bias and each.split == "columns")
+        replicated += each.elements * (each.split == "") + each.outputs * (each.bias and each.split == "rows")
+    if config.linear_bias:  # experts have none
         sharded += _projections(config) * ffn
-        replicated += h + (h if ffn else 0)
+        replicated += h if ffn else 0
     experts = chosen = 0
     if moe is not None:
         replicated += _router(config)
@@ -191,14 +192,15 @@ def layer_flops_per_token(config: GPTConfig, seq_len: int, *, causal: bool = Fal
     keys: float = window
     if causal and config.bert is None:  # the first tokens see fewer
         keys *= 1 - (window - 1) / (2 * seq_len)
-    return 2.0 * matrices, 2.0 * 2 * config.num_heads * config.head_dim * keys
+    widths = config.attention.query_size + config.attention.value_size
+    return 2.0 * matrices, 2.0 * config.num_heads * widths * keys
 
 
 # Elements of the matrices of one layer.
 
 
 def _attention(config: GPTConfig) -> int:
-    return (2 * config.num_heads + 2 * config.kv_heads) * config.head_dim * config.hidden_size
+    return sum(each.elements for each in config.attention.projections)
 
 
 def _router(config: GPTConfig) -> int:

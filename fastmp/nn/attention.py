@@ -25,21 +25,21 @@ import torch
 
 from fastmp.config import GPTConfig
 from fastmp.distributed.collectives import group_size
+from fastmp.nn.core_attention import CoreAttention
 from fastmp.nn.documents import Documents
-from fastmp.nn.dropout import random_stream, require_rng
 from fastmp.nn.init import normal, residual_normal
 from fastmp.nn.kv_cache import KeyValueCache
 from fastmp.nn.placement import Placement
 from fastmp.nn.replicated import RMSNorm, RotaryPositions
 from fastmp.ops import rope_qk
 from fastmp.ops.attention import attend
-from fastmp.tensor_parallel.context import join_sequence, local_positions, local_slices
-from fastmp.tensor_parallel.layers import ColumnParallelLinear, GroupModule, RowParallelLinear
+from fastmp.tensor_parallel.context import join_sequence
+from fastmp.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
 __all__ = ["SelfAttention"]
 
 
-class SelfAttention(GroupModule):
+class SelfAttention(CoreAttention):
     """Multi-head or grouped-query self-attention; one all-reduce over TP in forward and one in backward.
 
     Over CP ranks there is also an all-gather of keys and values in forward and a reduce-scatter in backward.
@@ -72,23 +72,11 @@ class SelfAttention(GroupModule):
         causal: bool = True,
         rotary: RotaryPositions | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__(config, on, causal=causal)
         tp = group_size(on.groups.tp)
-        for name, heads in (("num_heads", config.num_heads), ("num_kv_heads", config.kv_heads)):
-            if heads % tp:
-                raise ValueError(
-                    f"SelfAttention: {name} {heads} is not divisible by the tensor-parallel size {tp}"
-                )
-        require_rng("SelfAttention", config.attention_dropout, on, sharded=True)
-        if config.sliding_window is not None and not causal:
-            raise ValueError(
-                f"SelfAttention: sliding_window {config.sliding_window} needs causal=True, got causal=False"
-            )
-        self.window, self.cp_group = config.sliding_window, on.groups.cp
         self.num_kv_heads = config.kv_heads // tp
         self.queries_per_kv = config.num_heads // config.kv_heads
         self.head_dim = config.head_dim
-        self.dropout, self.rng, self.causal = config.attention_dropout, on.rng, causal
         qkv_size = (config.num_heads + 2 * config.kv_heads) * config.head_dim
         self.qkv = ColumnParallelLinear(
             config.hidden_size,
@@ -144,12 +132,7 @@ class SelfAttention(GroupModule):
             ValueError: a CP rank's tokens are not two equal slices; padding is combined with documents; a
                 cache is combined with either, with CP ranks, or with causal=False.
         """
-        if key_padding_mask_BT is not None and documents is not None:
-            raise ValueError(
-                "SelfAttention: expected key_padding_mask or documents, got both: padding is its own document"
-            )
-        if cache is not None:
-            self._check_cached(hidden_SBH, cache, key_padding_mask_BT is not None or documents is not None)
+        self.check_given(hidden_SBH, key_padding_mask_BT, documents, cache)
         # Column-parallel projection: (S, B, H) -> (S, B, G * (R + 2) * D); gathers a TP-sharded sequence
         qkv = self.qkv(hidden_SBH)
         S, B = qkv.shape[:2]
@@ -160,7 +143,9 @@ class SelfAttention(GroupModule):
             q_SBGRD, k_SBG1D = self.q_norm(q_SBGRD), self.k_norm(k_SBG1D)
         if self.rotary is not None:
             positions = documents if cache is None else cache.positions
-            q_SBGRD, k_SBG1D = rope_qk(q_SBGRD, k_SBG1D, *self.rotary(S, positions))
+            q_SBGRD, k_SBG1D = rope_qk(
+                q_SBGRD, k_SBG1D, *self.rotary(S, positions), interleaved=self.rotary.interleaved
+            )
         # Generation: append to the cache; one new token attends to all of it
         if cache is not None:
             k_BGTD, v_BGTD = cache.append(self, k_SBG1D.squeeze(3), v_SBG1D.squeeze(3))
@@ -177,79 +162,9 @@ class SelfAttention(GroupModule):
         # Fused attention wants (batch, heads, sequence, head); key/value heads are broadcast to R query heads
         q_BNSD = q_SBGRD.reshape(S, B, G * R, D).permute(1, 2, 0, 3)  # copied only where R > 1, as projected
         k_BGTD, v_BGTD = (x.squeeze(3).permute(1, 2, 0, 3) for x in (k_TBG1D, v_TBG1D))
-        mask = None if key_padding_mask_BT is None else self._mask(key_padding_mask_BT, (B, k_BGTD.shape[2]))
-        context_SBND = self._attend(q_BNSD, k_BGTD, v_BGTD, mask, documents)
+        context_SBND = self.attend(q_BNSD, k_BGTD, v_BGTD, key_padding_mask_BT, documents)
         # Row-parallel projection: (S, B, N * D) -> (S, B, H), summed over TP
         return self.proj(context_SBND.reshape(S, B, G * R * D))
-
-    def _attend(
-        self,
-        q_BNSD: torch.Tensor,
-        k_BGTD: torch.Tensor,
-        v_BGTD: torch.Tensor,
-        mask: torch.Tensor | None,
-        documents: Documents | None,
-    ) -> torch.Tensor:
-        """Return attention's output (S, B, N, D); over CP ranks, of one slice of the queries at a time."""
-        dropout, T = self.dropout if self.training else 0.0, k_BGTD.shape[2]
-        size = T // (2 * group_size(self.cp_group))
-        causal = self.causal and mask is None  # which says all
-        window = self.window if causal else None
-        parts = [range(number * size, (number + 1) * size) for number in local_slices(self.cp_group)]
-        if group_size(self.cp_group) == 1 or not (causal or documents is not None):
-            parts = [range(T)]  # one call: queries see all keys, or those that the mask says
-        contexts, rng = [], self.rng if dropout > 0.0 else None
-        with random_stream(rng, q_BNSD.device, sharded=True, cp_group=self.cp_group):
-            slices = q_BNSD.chunk(2, 2) if len(parts) == 2 else (q_BNSD,)  # a chunk's gradient is copied
-            for q_BNCD, part in zip(slices, parts):
-                keys = self._keys(part, T, causal)
-                context_BNCD = attend(
-                    q_BNCD,
-                    k_BGTD[:, :, keys.start : keys.stop],
-                    v_BGTD[:, :, keys.start : keys.stop],
-                    causal=causal,
-                    window=window,
-                    mask=mask,
-                    documents=None if documents is None else documents.borders(part, keys),
-                    dropout_p=dropout,
-                )
-                contexts.append(context_BNCD.permute(2, 0, 1, 3))
-        return contexts[0] if len(contexts) == 1 else torch.cat(contexts)
-
-    def _check_cached(self, hidden_SBH: torch.Tensor, cache: KeyValueCache, others: bool) -> None:
-        if others or not self.causal or group_size(self.cp_group) > 1:
-            raise ValueError(
-                "SelfAttention: a cache needs causal=True, one context-parallel rank, and no padding or "
-                f"documents, got causal={self.causal}, {group_size(self.cp_group)} ranks"
-                f"{' and padding or documents' * others}"
-            )
-        if cache.positions is not None and len(hidden_SBH) != 1:
-            raise ValueError(
-                f"SelfAttention: expected one new token per row after a filled cache, got {len(hidden_SBH)}"
-            )
-
-    def _keys(self, queries: range, length: int, causal: bool) -> range:
-        """Return the keys, of `length`, that queries at these positions may attend to."""
-        if not causal:
-            return range(length)
-        first = 0 if self.window is None else max(0, queries.start + 1 - self.window)
-        return range(first, queries.stop)
-
-    def _mask(self, padding_BT: torch.Tensor, expected: tuple[int, int]) -> torch.Tensor:
-        """Return the boolean mask (B, 1, S, T), True where a query may attend to a key."""
-        if padding_BT.dtype != torch.bool or tuple(padding_BT.shape) != expected:
-            raise ValueError(
-                f"SelfAttention: key_padding_mask must be bool of shape (batch, sequence) {expected}, "
-                f"got {padding_BT.dtype} of shape {tuple(padding_BT.shape)}"
-            )
-        keys_T = torch.arange(expected[1], device=padding_BT.device)
-        queries_S1 = local_positions(expected[1], self.cp_group, padding_BT.device).unsqueeze(1)
-        seen_BST = (keys_T == queries_S1) | ~padding_BT[:, None, :]
-        if self.causal:
-            seen_BST = seen_BST & (keys_T <= queries_S1)
-        if self.window is not None:
-            seen_BST = seen_BST & (keys_T > queries_S1 - self.window)
-        return seen_BST.unsqueeze(1)
 
     def extra_repr(self) -> str:
         heads = self.num_kv_heads * self.queries_per_kv

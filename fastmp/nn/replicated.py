@@ -104,12 +104,24 @@ class RMSNorm(_Norm):
 
 
 class Linear(_Replicated):
-    """y = x W^T + b for x (..., input_size), with weight and tokens replicated over TP."""
+    """y = x W^T + b for x (..., input_size), with the weight replicated over TP.
 
-    def __init__(self, input_size: int, output_size: int, config: GPTConfig, on: Placement) -> None:
-        super().__init__(on.groups.tp, sequence_parallel=False)
+    sequence_parallel: the rank holds its slice of the sequence only; otherwise tokens are replicated, too.
+    """
+
+    def __init__(
+        self,
+        input_size: int,
+        output_size: int,
+        config: GPTConfig,
+        on: Placement,
+        *,
+        bias: bool = True,
+        sequence_parallel: bool = False,
+    ) -> None:
+        super().__init__(on.groups.tp, sequence_parallel)
         self.weight = nn.Parameter(torch.empty(output_size, input_size, **on.tensor_options))
-        self.bias = nn.Parameter(torch.zeros(output_size, **on.tensor_options))
+        self.bias = nn.Parameter(torch.zeros(output_size, **on.tensor_options)) if bias else None
         self._mark()
         self._init_weight((output_size, input_size), normal(config), "full", None)
 
@@ -150,7 +162,8 @@ class RotaryPositions(GroupModule):
     def __init__(self, config: GPTConfig, on: Placement = Placement()) -> None:
         super().__init__()
         self.cp_group = on.groups.cp
-        self.length, self.dim, self.base = config.max_seq_len, config.head_dim, config.rope_base
+        self.length, self.dim = config.max_seq_len, config.attention.rope_size
+        self.base, self.interleaved = config.rope_base, config.rope_interleaved
         self.scaling = config.rope_scaling
         for name, table in zip(("cos", "sin"), self._tables(torch.empty(0, **on.tensor_options))):
             self.register_buffer(name, table, persistent=False)

@@ -19,6 +19,7 @@ from fastmp.nn.attention import SelfAttention
 from fastmp.nn.documents import Documents
 from fastmp.nn.dropout import Dropout
 from fastmp.nn.kv_cache import KeyValueCache
+from fastmp.nn.latent_attention import LatentAttention
 from fastmp.nn.mlp import MLP
 from fastmp.nn.moe.layer import MoELayer
 from fastmp.nn.placement import Placement
@@ -61,7 +62,8 @@ class TransformerLayer(SegmentedLayer):
     ) -> None:
         super().__init__()
         self.attention_norm = make_norm(config, on)
-        self.attention = SelfAttention(config, on, causal=causal, rotary=rotary)
+        kind = SelfAttention if config.latent is None else LatentAttention
+        self.attention = kind(config, on, causal=causal, rotary=rotary)
         self.mlp_norm = make_norm(config, on)
         self.mlp: MLP | None = None
         self.moe: MoELayer | None = None

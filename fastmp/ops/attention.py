@@ -173,6 +173,7 @@ def attend(
 
     Args:
         q_BNCD, k_BGED, v_BGED: queries, keys and values, of any strides: transposed views need no copy.
+            Values may be narrower (B, G, E, V), and so is the result; most kernels then want them padded.
         causal: query i sees keys 0 to E - C + i; else all keys.
         window: each query sees only the last `window` of these keys, itself included; requires `causal`.
         mask: boolean, True where a query sees a key, broadcastable to (B, N, C, E). Replaces `causal`,
@@ -195,7 +196,12 @@ def attend(
         assert attend(q, k, v).shape == (2, 8, 16, 64)
     """
     _check(q_BNCD, k_BGED, v_BGED, causal, window, mask, documents)
-    E = k_BGED.shape[2]
+    (C, D), (E, V) = q_BNCD.shape[2:], v_BGED.shape[2:]
+    if V < D and (not q_BNCD.is_cuda or C != E or window is not None or documents is not None):
+        # only torch's own choice on a GPU knows narrower values, as latent attention has
+        options = {"causal": causal, "window": window, "mask": mask, "documents": documents}
+        wide = F.pad(v_BGED, (0, D - V))
+        return attend(q_BNCD, k_BGED, wide, **options, dropout_p=dropout_p, scale=scale)[..., :V]
     if window is not None and window >= E:
         window = None
     call = describe(

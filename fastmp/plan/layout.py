@@ -300,13 +300,13 @@ def _fp8_problems(recipe: Recipe) -> Iterator[Problem]:
     model, layout, fp8 = recipe.model, recipe.parallel, recipe.train.fp8()
     if fp8 is None:
         return
-    kv = 2 * model.kv_heads * model.head_dim
-    heads = model.num_heads * model.head_dim
-    sizes = {
-        "hidden_size": model.hidden_size,
-        f"query, key and value rows / tp {layout.tp} =": (heads + kv) // layout.tp,
-        f"num_heads x head_dim / tp {layout.tp} =": heads // layout.tp,
-    }
+    sizes = {"hidden_size": model.hidden_size}
+    for each in model.attention.projections:
+        if each.split == "columns":
+            sizes[f"inputs of attention.{each.name}"] = each.inputs
+            sizes[f"rows of attention.{each.name} / tp {layout.tp} ="] = each.outputs // layout.tp
+        elif each.split:
+            sizes[f"columns of attention.{each.name} / tp {layout.tp} ="] = each.inputs // layout.tp
     if model.moe is None or model.dense_layers:
         sizes[f"ffn_hidden_size / tp {layout.tp} ="] = model.ffn_size // layout.tp
     if (moe := model.moe) is not None:

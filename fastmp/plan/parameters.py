@@ -62,8 +62,10 @@ def rank_parameters(recipe: Recipe, shapes: Shapes, rank: int) -> dict[str, Para
         for name, facts in found.items():
             found[name] = replace(facts, cost=costs.get(name.partition(".")[2].partition(".")[2], 0))
     if (fp8 := recipe.train.fp8()) is not None:
+        split = (each.name for each in shapes.model.attention.projections if each.split)
+        quantized = (*(f"attention.{name}.weight" for name in split), *_QUANTIZED)
         for name, facts in found.items():
-            found[name] = replace(facts, fp8=fp8.block if name.endswith(_QUANTIZED) else 0)
+            found[name] = replace(facts, fp8=fp8.block if name.endswith(quantized) else 0)
     return found
 
 
@@ -80,8 +82,7 @@ def rank_buffers(recipe: Recipe, shapes: Shapes, rank: int) -> tuple[Buffer, ...
 
 
 # Weights of linear layers and experts, which have FP8 copies where GEMMs are in FP8.
-_LINEAR = tuple(f"{name}.weight" for name in ("attention.qkv", "attention.proj", "mlp.up", "mlp.down"))
-_QUANTIZED = (*_LINEAR, "moe.experts.fc1", "moe.experts.fc2")
+_QUANTIZED = ("mlp.up.weight", "mlp.down.weight", "moe.experts.fc1", "moe.experts.fc2")
 
 
 def fp8_copies(recipe: Recipe, shapes: Shapes, rank: int) -> int:
@@ -160,13 +161,9 @@ def _bert(
 def _layer(shapes: Shapes) -> Iterator[tuple[str, tuple[int, bool]]]:
     """Yield (name, (elements, whether the gradient is a partial sum)) of a layer."""
     model, split = shapes.model, shapes.sequence_parallel
-    h, d, moe = model.hidden_size, model.head_dim, model.moe
-    heads = shapes.heads * d
+    h, moe = model.hidden_size, model.moe
     yield from _norm(shapes, "attention_norm", h)
-    yield from _linear(shapes, "attention.qkv", h, heads + 2 * shapes.kv_heads * d, bias=model.has_qkv_bias)
-    yield from _linear(shapes, "attention.proj", heads, h, row=True)
-    if model.qk_norm:
-        yield from (("attention.q_norm.weight", (d, True)), ("attention.k_norm.weight", (d, True)))
+    yield from _attention(shapes)
     yield from _norm(shapes, "mlp_norm", h)
     ffn = model.ffn_size if moe is None else moe.shared_expert_ffn_hidden_size
     mlp = "mlp" if moe is None else "moe.shared_experts.mlp"
@@ -184,11 +181,27 @@ def _layer(shapes: Shapes) -> Iterator[tuple[str, tuple[int, bool]]]:
         yield from _linear(shapes, f"{mlp}.down", ffn // shapes.grid.tp, h, row=True)
 
 
+def _attention(shapes: Shapes) -> Iterator[tuple[str, tuple[int, bool]]]:
+    """Yield what the attention of a layer has, as `_layer` does."""
+    spec, tp, split = shapes.model.attention, shapes.grid.tp, shapes.sequence_parallel
+    for each in spec.projections:
+        name, own = f"attention.{each.name}", each.elements // (tp if each.split else 1)
+        yield f"{name}.weight", (own, split and not each.split)
+        if each.bias:
+            row = each.split == "rows"
+            yield f"{name}.bias", (each.outputs if row else each.outputs // tp, row and split)
+    yield from ((f"attention.{name}.weight", (size, spec.per_head or split)) for name, size in spec.norms)
+
+
 def _update_costs(shapes: Shapes) -> dict[str, int]:
     """Return the cost of Muon's update by parameter name in the layer."""
-    model, h, d, moe = shapes.model, shapes.model.hidden_size, shapes.model.head_dim, shapes.model.moe
-    query, key = matrix_cost(model.num_heads * d, h), matrix_cost(model.kv_heads * d, h)
-    costs = {"attention.qkv.weight": query + 2 * key, "attention.proj.weight": query}
+    model, h, moe = shapes.model, shapes.model.hidden_size, shapes.model.moe
+    costs = {
+        f"attention.{each.name}.weight": sum(
+            matrix_cost(rows, each.inputs) for rows in each.parts or (each.outputs,)
+        )
+        for each in model.attention.projections
+    }
     ffn = model.ffn_size if moe is None else moe.shared_expert_ffn_hidden_size
     mlp, each = "mlp" if moe is None else "moe.shared_experts.mlp", matrix_cost(ffn, h)
     costs |= {f"{mlp}.up.weight": shapes.projections * each, f"{mlp}.down.weight": each}

@@ -294,10 +294,15 @@ def _hide(parts: dict[tuple[str, str], float], seconds: float) -> None:
 def _gemms(shapes: Shapes) -> tuple[list[Gemm], list[Gemm]]:
     """Return the GEMMs of a layer's linear layers: (column-parallel, row-parallel)."""
     model, grid, moe = shapes.model, shapes.grid, shapes.model.moe
-    h, heads = model.hidden_size, shapes.heads * model.head_dim
-    linear = partial(Gemm, fp8=shapes.fp8)
-    column = [linear(shapes.tokens, heads + 2 * shapes.kv_heads * model.head_dim, h)]
-    row = [linear(shapes.tokens, h, heads)]
+    h, linear = model.hidden_size, partial(Gemm, fp8=shapes.fp8)
+    column, row = list[Gemm](), list[Gemm]()
+    for each in model.attention.projections:
+        if each.split == "rows":
+            row.append(linear(shapes.tokens, each.outputs, each.inputs // grid.tp))
+        elif each.split:
+            column.append(linear(shapes.tokens, each.outputs // grid.tp, each.inputs))
+        else:  # of this rank's hidden states
+            column.append(Gemm(shapes.rows, each.outputs, each.inputs))
     width = model.ffn_size if moe is None else moe.shared_expert_ffn_hidden_size
     if width:
         column.append(linear(shapes.tokens, shapes.projections * width // grid.tp, h))
@@ -334,8 +339,8 @@ def _attention(shapes: Shapes, gpu: GPU, kernels: Kernels) -> tuple[float, float
         return LAUNCH + forward, 2 * LAUNCH + _FLASH_BACKWARD * forward
     batch = shapes.heads * shapes.tokens // shapes.length
     gemms = (
-        Gemm(shapes.length, length, model.head_dim, batch),
-        Gemm(shapes.length, model.head_dim, length, batch),
+        Gemm(shapes.length, length, model.attention.query_size, batch),
+        Gemm(shapes.length, model.attention.value_size, length, batch),
     )
     element = batch * shapes.length * length * itemsize / _bandwidth(gpu, kernels)
     backward = [each for of in gemms for each in (of.backward_input(), of.backward_weight())]
@@ -349,7 +354,9 @@ def _attention(shapes: Shapes, gpu: GPU, kernels: Kernels) -> tuple[float, float
 def _other_kernels(shapes: Shapes, gpu: GPU, kernels: Kernels) -> tuple[float, float]:
     """Return the seconds of memory-bound kernels, (forward, backward)."""
     model, moe, projections = shapes.model, shapes.model.moe, shapes.projections
-    projected = shapes.tokens * (shapes.heads + 2 * shapes.kv_heads) * model.head_dim * shapes.itemsize
+    spec = model.attention
+    widths = (shapes.heads + shapes.kv_heads) * spec.query_size + shapes.kv_heads * spec.value_size
+    projected = shapes.tokens * widths * shapes.itemsize
     width = model.ffn_size if moe is None else moe.shared_expert_ffn_hidden_size
     ffn = shapes.tokens * width // shapes.grid.tp * shapes.itemsize
     rows = 0

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field, replace
 
-from fastmp.config import Recipe
+from fastmp.config import LatentConfig, Recipe
 from fastmp.plan.memory import grad_bytes
 from fastmp.plan.parameters import rank_buffers, rank_parameters, stage_kinds
 from fastmp.plan.shapes import Shapes
@@ -56,13 +56,18 @@ def layer(shapes: Shapes, *, shard_recompute_input: bool = False) -> Traffic:
     if shard_recompute_input:
         found.repeated["tp"] += _ring(_whole(shapes), grid.tp)
     if grid.cp > 1:
-        keys = shapes.tokens * grid.cp * 2 * shapes.kv_heads * model.head_dim * shapes.itemsize
-        found.gather("cp", keys, grid.cp)
+        width = model.attention.cached  # heads of this rank, or the latent that all ranks have
+        width //= grid.tp if model.latent is None else 1
+        found.gather("cp", shapes.tokens * grid.cp * width * shapes.itemsize, grid.cp)
     post_norm = model.bert is not None and model.bert.post_norm
     dropped = (
         bool(model.dropout) or post_norm
     )  # then a seed, or a norm's input, is kept behind the all-reduce
-    _pair(found, shapes, last=False)
+    if model.latent is None:
+        _column(found, shapes, model.hidden_size)
+    else:
+        _latents(found, shapes, model.latent)
+    _row(found, shapes, last=False)
     if model.moe is None:
         _pair(found, shapes, last=not dropped)
         return found
@@ -78,21 +83,49 @@ def layer(shapes: Shapes, *, shard_recompute_input: bool = False) -> Traffic:
 
 
 def _pair(found: Traffic, shapes: Shapes, *, last: bool) -> None:
-    """Count a column-parallel linear layer and the row-parallel one that follows it."""
-    total, tp = _whole(shapes), shapes.grid.tp
-    if tp == 1:
+    """Count a column-parallel linear layer of hidden states and the row-parallel one that follows it."""
+    _column(found, shapes, shapes.model.hidden_size)
+    _row(found, shapes, last=last)
+
+
+def _column(found: Traffic, shapes: Shapes, width: int) -> None:
+    """Count a column-parallel linear layer of inputs (tokens, width)."""
+    tp = shapes.grid.tp
+    sent = _ring(shapes.tokens * width * shapes.itemsize, tp)
+    if not shapes.sequence_parallel:
+        found.backward["tp"] += 2 * sent
         return
+    gathered = _ring(shapes.operand(shapes.tokens * width), tp)
+    found.forward["tp"] += gathered
+    found.repeated["tp"] += gathered
+    found.backward["tp"] += sent + gathered  # again: the gathered input is not kept
+
+
+def _row(found: Traffic, shapes: Shapes, *, last: bool) -> None:
+    """Count a row-parallel linear layer to hidden states."""
     if shapes.sequence_parallel:
-        gathered = _ring(shapes.operand(shapes.tokens * shapes.model.hidden_size), tp)
-        found.forward["tp"] += gathered
-        found.repeated["tp"] += gathered
-        found.gather("tp", total, tp, last=last)
-        found.backward["tp"] += _ring(total, tp) + gathered  # again: the gathered input is not kept
+        found.gather("tp", _whole(shapes), shapes.grid.tp, last=last)
         return
-    sent = 2 * _ring(total, tp)
+    sent = 2 * _ring(_whole(shapes), shapes.grid.tp)
     found.forward["tp"] += sent
-    found.backward["tp"] += sent
     found.repeated["tp"] += 0 if last else sent
+
+
+def _latents(found: Traffic, shapes: Shapes, latent: LatentConfig) -> None:
+    """Count the latents of attention, which enter the tensor-parallel region in place of hidden states."""
+    tp, cp, sent = shapes.grid.tp, shapes.grid.cp, shapes.sequence_parallel
+    _column(found, shapes, latent.q_rank or shapes.model.hidden_size)
+    if cp == 1:
+        _column(found, shapes, latent.kv_rank)
+        keys = _ring(shapes.tokens * latent.rope_size * shapes.itemsize, tp)
+        found.forward["tp"] += keys * sent
+        found.repeated["tp"] += keys * sent
+        found.backward["tp"] += keys if sent else 2 * keys
+        return
+    whole = _ring(shapes.tokens * (latent.kv_rank + latent.rope_size) * shapes.itemsize, tp)
+    found.forward["tp"] += whole * sent
+    found.repeated["tp"] += whole * sent
+    found.backward["tp"] += 2 * cp * whole  # an all-reduce of the tokens of all context-parallel ranks
 
 
 def _experts(found: Traffic, shapes: Shapes) -> None:

@@ -1,0 +1,83 @@
+"""Models with latent attention: the same numbers on every layout, in graphs and with packed documents."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from marks import full
+from trainer_tools import MICRO_BATCH, check_replicas, checksums, make_groups, make_trainer, run
+
+from fastmp.config import GPTConfig, LatentConfig, MoEConfig, ParallelConfig, RopeScaling
+from fastmp.testing.ranks import run_ranks
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+LATENT = LatentConfig(kv_rank=32, q_rank=48, nope_size=16, rope_size=8, value_size=16)
+CONFIG = GPTConfig(
+    **{"num_layers": 4, "hidden_size": 64, "num_heads": 4, "vocab_size": 131, "max_seq_len": 16},
+    **{"init_std": 0.1, "norm": "rmsnorm", "activation": "swiglu", "ffn_hidden_size": 96},
+    **{"linear_bias": False, "position": "rope", "rope_interleaved": True, "tie_embeddings": False},
+    rope_scaling=RopeScaling("yarn", factor=4.0, original_max_seq_len=4, mscale_all_dim=1.0),
+    latent=LATENT,
+    dense_layers=(0,),
+    moe=MoEConfig(
+        **{"num_experts": 4, "expert_ffn_hidden_size": 64, "shared_expert_ffn_hidden_size": 64},
+        **{"score": "sigmoid", "expert_bias": True, "num_groups": 2, "group_topk": 1},
+    ),
+)
+DIRECT = replace(CONFIG, latent=replace(LATENT, q_rank=None), rope_scaling=None, rope_interleaved=False)
+SIZES = {"global_batch_size": 2 * MICRO_BATCH}
+STEPS = 2
+LAYOUTS = {
+    "tp, sp, ep": (2, {"tp": 2, "ep": 2, "etp": 1, "sequence_parallel": True}),
+    "cp": (2, {"cp": 2}),
+    "tp": (2, {"tp": 2}),
+    "dp": (2, {}),
+    "pp, zero bubble": (2, {"pp": 2, "schedule": "zero_bubble"}),
+    "pp, vpp": (2, {"pp": 2, "vpp": 2}),
+    "ep": (2, {"ep": 2}),
+    "etp": (2, {"etp": 2}),
+    "recompute": (2, {"tp": 2, "recompute": True}),
+    "tp, cp": (4, {"tp": 2, "cp": 2}),
+    "tp, sp, cp": (4, {"tp": 2, "cp": 2, "sequence_parallel": True}),
+    "all": (8, {"tp": 2, "pp": 2, "ep": 2, "etp": 1, "sequence_parallel": True}),
+}
+QUICK = ("tp, sp, ep", "cp")
+
+
+@pytest.fixture(scope="module")
+def one_rank():
+    return {name: run(make_trainer(config=config, **SIZES), STEPS) for name, config in CONFIGS.items()}
+
+
+CONFIGS = {"q latent, yarn": CONFIG, "direct": DIRECT}
+
+
+@pytest.mark.parametrize(
+    ("config", "layout"),
+    [
+        *(("q latent, yarn", name) for name in QUICK),
+        *full([("q latent, yarn", name) for name in LAYOUTS if name not in QUICK]),
+        *full([("direct", name) for name in ("tp", "tp, sp, ep", "tp, sp, cp")]),
+    ],
+)
+def test_every_layout_is_one_rank(one_rank, config, layout):
+    """Losses, norm and every gradient to 1e-10, replicas bitwise equal."""
+    world, sizes = LAYOUTS[layout]
+    parallel = ParallelConfig(**sizes)
+
+    def rank_main(rank, world_size):
+        groups = make_groups(world_size, parallel)
+        trainer = make_trainer(groups, parallel, config=CONFIGS[config], **SIZES)
+        return *run(trainer, STEPS), checksums(trainer)
+
+    curve, counts, grads, *_ = one_rank[config]
+    results = run_ranks(rank_main, world, timeout=120)
+    check_replicas(bits for *_, bits in results)
+    for mine, my_counts, my_grads, *_ in results:
+        torch.testing.assert_close(torch.tensor(mine), torch.tensor(curve), rtol=0, atol=1e-10)
+        assert my_counts == counts
+        for key, value in my_grads.items():
+            torch.testing.assert_close(value, grads[key], rtol=0, atol=1e-10, msg=key)
