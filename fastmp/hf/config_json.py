@@ -60,7 +60,7 @@ def from_transformers(content: Mapping[str, Any], ignored: Sequence[str] = ()) -
     family = CONVERSIONS[model_type]
     names = {key: ALIASES[key] if ALIASES.get(key) in family.fields else key for key in content}
     content = {names[key]: value for key, value in content.items() if key not in ignored}
-    known = {*family.fields, *family.supported, *_SPECIAL, *_UNUSED}
+    known = {*family.fields, *family.supported, *family.read_keys, *_SPECIAL, *_UNUSED}
     unknown = sorted(key for key in content if key not in known)
     if unknown:
         raise ValueError(
@@ -76,7 +76,7 @@ def from_transformers(content: Mapping[str, Any], ignored: Sequence[str] = ()) -
         raise ValueError(f"the layers must be 1 to {MAX_LAYERS}, the positions a number")
     model |= _window(model_type, family.window, content, layers, longest)
     if model.get("position") == "rope":
-        model |= _rope(content, longest, family.rope_base)
+        model |= _rope(content, longest, family.rope_base, family.latent)
     if family.moe is not None:
         model["dense_layers"] = _dense_layers(content, layers)
     family.read(content, model)
@@ -95,6 +95,8 @@ def _fields(family: Conversion, content: Mapping[str, Any]) -> dict[str, Any]:
         model["moe"] = dict(family.moe)
     if family.bert is not None:
         model["bert"] = dict(family.bert)
+    if family.latent:
+        model["latent"] = {}
     for key, (ours, default, choices) in family.fields.items():
         value = content.get(key, default)
         if value is ...:
@@ -115,6 +117,7 @@ def to_transformers(model_type: str, config: GPTConfig, dtype: str) -> dict[str,
         "num_kv_heads": config.kv_heads, "head_size": config.head_dim, "ffn_hidden_size": config.ffn_size,
     }  # fmt: skip
     tables = {"": model, "bert": {} if bert is None else vars(bert)}
+    tables["latent"] = {} if config.latent is None else vars(config.latent)
     tables["moe"] = {} if moe is None else vars(moe) | {"normalize_topk": moe.sum_is_one}
     found: dict[str, Any] = {
         "architectures": [family.architecture],
@@ -145,7 +148,8 @@ def family_of(config: GPTConfig) -> str:
         ValueError: there is no such family.
     """
     for model_type, family in CONVERSIONS.items():
-        if (config.moe is None, config.bert is None) == (family.moe is None, family.bert is None):
+        own = config.moe is None, config.bert is None, config.latent is None
+        if own == (family.moe is None, family.bert is None, not family.latent):
             try:
                 there = from_transformers(to_transformers(model_type, config, "float32"))[1]
             except ValueError:
@@ -225,13 +229,13 @@ _SCALINGS = {  # {key of rope_parameters: our name}
         name: name
         for name in (
             *("factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "truncate"),
-            "attention_factor",
+            *("attention_factor", "mscale_all_dim"),
         )
     },
 }
 
 
-def _rope(content: Mapping[str, Any], max_seq_len: int, usual_base: float) -> dict[str, Any]:
+def _rope(content: Mapping[str, Any], max_seq_len: int, usual_base: float, latent: bool) -> dict[str, Any]:
     """Return the rotary embedding's entries of [model].
 
     transformers 5 writes the table `rope_parameters`; `rope_theta` and `rope_scaling` of version 4 are read
@@ -258,6 +262,8 @@ def _rope(content: Mapping[str, Any], max_seq_len: int, usual_base: float) -> di
     if kind == "yarn" and mscale and of_all and "attention_factor" not in scaling:
         high, low = (0.1 * each * math.log(scaling["factor"]) + 1.0 for each in (mscale, of_all))
         scaling["attention_factor"] = high / low
+    if kind == "yarn" and of_all and latent:  # then scores are scaled as well
+        scaling["mscale_all_dim"] = float(of_all)
     return {"rope_base": base, "rope_scaling": scaling}
 
 

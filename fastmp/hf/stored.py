@@ -26,7 +26,8 @@ _MAX_CONFIG, _MAX_INDEX, _MAX_HEADER = 1 << 20, 1 << 26, 1 << 27  # bytes
 _SIZES = {  # values of config.json that are dimensions of tensors
     *("vocab_size", "hidden_size", "ffn_hidden_size", "num_layers", "num_heads", "num_kv_heads"),
     *("head_size", "max_seq_len", "moe.num_experts", "moe.top_k", "moe.expert_ffn_hidden_size"),
-    *("bert.num_token_types", "n_shared_experts"),
+    *("bert.num_token_types", "n_shared_experts", "latent.kv_rank", "latent.q_rank"),
+    *("latent.nope_size", "latent.rope_size", "latent.value_size"),
 }
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")  # Qwen/Qwen3-0.6B
 _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,200}\.safetensors")

@@ -267,6 +267,28 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
+LATENT = {
+    **(SIZES | {"num_key_value_heads": 4, "num_experts_per_tok": 3, "moe_intermediate_size": 8}),
+    **{"q_lora_rank": 12, "kv_lora_rank": 10, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 5},
+    **{"n_routed_experts": 8, "n_shared_experts": 2, "first_k_dense_replace": 1},
+}
+GROUPS = {"n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5}
+MODELS |= {
+    "deepseek_v3": ("DeepseekV3", LATENT | GROUPS),
+    "deepseek_v3, yarn": (
+        "DeepseekV3",
+        (LATENT | GROUPS | {"rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}}),
+    ),
+    "deepseek_v3, halves": ("DeepseekV3", LATENT | GROUPS | {"rope_interleave": False, "q_lora_rank": None}),
+    "deepseek_v2": (
+        "DeepseekV2",
+        (
+            (LATENT | GROUPS | {"topk_method": "group_limited_greedy"})
+            | {"rope_parameters": YARN | {"mscale": 0.7, "mscale_all_dim": 1.2}}
+        ),
+    ),
+    "deepseek_v2, lite": ("DeepseekV2", LATENT | {"q_lora_rank": None, "topk_method": "greedy"}),
+}
 _BERT = {
     **{"hidden_size": 16, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 40},
     **{"vocab_size": 131, "max_position_embeddings": 64},

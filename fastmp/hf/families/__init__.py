@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from fastmp.hf.families import (
     bert,
+    deepseek_v2,
     deepseek_v3,
     dots1,
     gpt2,
@@ -22,7 +23,20 @@ from fastmp.hf.families.base import Acceleration, Conversion, Family
 
 __all__ = ["ACCELERATIONS", "CONVERSIONS", "FAMILIES", "Family"]
 
-_MODULES = (gpt2, llama, mistral, qwen2, qwen3, mixtral, qwen3_moe, dots1, gpt_oss, deepseek_v3, bert)
+_MODULES = (
+    gpt2,
+    llama,
+    mistral,
+    qwen2,
+    qwen3,
+    mixtral,
+    qwen3_moe,
+    dots1,
+    gpt_oss,
+    deepseek_v2,
+    deepseek_v3,
+    bert,
+)
 FAMILIES: dict[str, Family] = {module.FAMILY.model_type: module.FAMILY for module in _MODULES}
 # by model type, the families that can be imported and exported, and those that `accelerate` takes
 CONVERSIONS: dict[str, Conversion] = {

@@ -25,7 +25,7 @@ class Field(NamedTuple):
     """A value of config.json that `GPTConfig` has as well.
 
     Args:
-        ours: the name in `GPTConfig`; "moe." and "bert." prefix those of its tables.
+        ours: the name in `GPTConfig`; "moe.", "latent." and "bert." prefix those of its tables.
         default: of transformers' configuration class, for a missing key; ...: the key is required.
         values: {their value: our value}; None: the same values.
     """
@@ -68,12 +68,14 @@ class Conversion:
         model: constants of the recipe's [model].
         moe: constants of the recipe's [model.moe]; None: a family without experts.
         bert: constants of the recipe's [model.bert]; None: a decoder.
+        latent: the family has latent attention.
         supported: {key of config.json: the values that fastmp computes}; the first one is written.
         tied_weights: {parameter that files may repeat: the parameter it is tied to}.
         transposed_linears: linear layers are stored as (in, out).
         rope_base: `rope_theta` if config.json has none.
         aux_loss: `router_aux_loss_coef` if config.json has none; None: the family has no balancing loss.
         window: sliding-window attention; None: not supported in this family.
+        read_keys: keys of config.json that `read` reads, or that change nothing here.
         read: adds entries to the recipe's [model] from config.json that are no `Field`.
         write: returns such entries of config.json for a configuration.
     """
@@ -86,12 +88,14 @@ class Conversion:
     model: Mapping[str, Any] = field(default_factory=dict)
     moe: Mapping[str, Any] | None = None
     bert: Mapping[str, Any] | None = None
+    latent: bool = False
     supported: Mapping[str, Sequence[Any]] = field(default_factory=dict)
     tied_weights: Mapping[str, str] = field(default_factory=dict)
     transposed_linears: bool = False
     rope_base: float = 1e4
     aux_loss: float | None = 0.001
     window: SlidingWindow | None = None
+    read_keys: Sequence[str] = ()
     read: Callable[[Mapping[str, Any], dict[str, Any]], None] = lambda content, model: None
     write: Callable[[GPTConfig], dict[str, Any]] = lambda config: {}
 

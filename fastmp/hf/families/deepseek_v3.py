@@ -1,9 +1,9 @@
-"""DeepSeek-V3: multi-head latent attention, groups of experts. Import and export are not supported."""
+"""DeepSeek-V3: multi-head latent attention, groups of experts chosen by sigmoid scores and a bias."""
 
 from __future__ import annotations
 
-from fastmp.hf.families import llama_like
-from fastmp.hf.families.base import Acceleration, Family, TPTable
+from fastmp.hf.families import deepseek_like, llama_like
+from fastmp.hf.families.base import Acceleration, Family, Field, TPTable
 from fastmp.hf.heads import CausalLMWithRouters
 from fastmp.hf.patches import GroupedRouter, LatentAttention
 from fastmp.hf.tp_modules import ColumnParallel, ColumnParallelWithCopy, LatentHeads, RowParallel
@@ -19,7 +19,26 @@ _ATTENTION_PLAN: TPTable = {
 
 FAMILY = Family(
     "deepseek_v3",
-    acceleration=Acceleration(
+    deepseek_like.conversion(
+        "DeepseekV3ForCausalLM",
+        fields={
+            "rope_interleave": Field("rope_interleaved", True),
+            "norm_topk_prob": Field("moe.normalize_topk", True),
+            "routed_scaling_factor": Field("moe.routed_scale", 2.5),
+            "n_group": Field("moe.num_groups", 8),
+            "topk_group": Field("moe.group_topk", 4),
+        },
+        moe={"score": "sigmoid", "expert_bias": True},
+        supported={
+            "attention_bias": (False,),
+            "scoring_func": ("sigmoid",),
+            "topk_method": ("noaux_tc",),
+            "moe_layer_freq": (1,),
+        },
+        read=deepseek_like.read,
+        write=deepseek_like.write,
+    ),
+    Acceleration(
         llama_like.dense(
             "DeepseekV3", CausalLMWithRouters, Attention=LatentAttention, TopkRouter=GroupedRouter
         ).patches,

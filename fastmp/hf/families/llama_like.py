@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from fastmp.hf.families.base import Acceleration, Conversion, Field, TPTable
+from fastmp.config import GPTConfig
+from fastmp.hf.families.base import Acceleration, Conversion, Field, TPTable, optional_int
 from fastmp.hf.heads import CausalLM, MoeCausalLM
 from fastmp.hf.patches import Attention, GatedMLP, ModulePatch, RMSNormPatch
 from fastmp.hf.tp_modules import (
@@ -46,6 +47,12 @@ FUSED_EXPERT_WEIGHTS = {
     "moe.experts.fc1": "mlp.experts.gate_up_proj",
     "moe.experts.fc2": "mlp.experts.down_proj",
 }
+SHARED_EXPERT_WEIGHTS = {
+    "moe.shared_experts.mlp.up.weight": (
+        "mlp.shared_experts.gate_proj.weight mlp.shared_experts.up_proj.weight"
+    ),
+    "moe.shared_experts.mlp.down.weight": "mlp.shared_experts.down_proj.weight",
+}
 GATED = {"silu": "swiglu", "gelu_pytorch_tanh": "geglu", "gelu_new": "geglu", "gelu": "geglu_erf"}
 FIELDS = {
     "vocab_size": Field("vocab_size"),
@@ -66,6 +73,12 @@ EXPERT_FIELDS = {
     "num_experts_per_tok": Field("moe.top_k"),
     "moe_intermediate_size": Field("moe.expert_ffn_hidden_size"),
     "norm_topk_prob": Field("moe.normalize_topk", False),
+}
+GROUPED_EXPERT_FIELDS = EXPERT_FIELDS | {
+    "n_routed_experts": Field("moe.num_experts"),
+    "routed_scaling_factor": Field("moe.routed_scale", 1.0),
+    "n_group": Field("moe.num_groups", 1),
+    "topk_group": Field("moe.group_topk", 1),
 }
 MODEL = {"norm": "rmsnorm", "position": "rope", "linear_bias": False}
 NO_BIAS = {"attention_bias": (False,), "mlp_bias": (False,)}
@@ -104,6 +117,22 @@ def conversion(
         {**MODEL, **model},
         **options,
     )
+
+
+def read_shared_experts(content: Mapping[str, Any], model: dict[str, Any]) -> None:
+    """Read the shared experts of DeepSeek's models: as wide as so many routed experts."""
+    shared = optional_int(content, "n_shared_experts", None) or 0
+    model["moe"]["shared_expert_ffn_hidden_size"] = shared * model["moe"]["expert_ffn_hidden_size"]
+
+
+def write_shared_experts(config: GPTConfig) -> dict[str, Any]:
+    """Return the keys of shared experts, and of the dense layers before those with experts."""
+    moe = config.moe
+    assert moe is not None
+    return {
+        "first_k_dense_replace": len(config.dense_layers),
+        "n_shared_experts": moe.shared_expert_ffn_hidden_size // moe.expert_ffn_hidden_size,
+    }
 
 
 def dense(prefix: str, head: type[ModulePatch] = CausalLM, **others: type[ModulePatch]) -> Acceleration:

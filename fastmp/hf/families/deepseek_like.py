@@ -1,0 +1,71 @@
+"""Entries that the DeepSeek families share: multi-head latent attention, and shared experts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from fastmp.config import GPTConfig
+from fastmp.hf.families import llama_like
+from fastmp.hf.families.base import Conversion, Field, optional_int
+
+_LATENT_WEIGHTS = {
+    "attention.q.weight": "self_attn.q_proj.weight",
+    "attention.q_down.weight": "self_attn.q_a_proj.weight",
+    "attention.q_norm.weight": "self_attn.q_a_layernorm.weight",
+    "attention.q_up.weight": "self_attn.q_b_proj.weight",
+    "attention.kv_down.weight": "self_attn.kv_a_proj_with_mqa.weight",
+    "attention.kv_norm.weight": "self_attn.kv_a_layernorm.weight",
+    "attention.kv_up.weight": "self_attn.kv_b_proj.weight",
+}
+_LATENT_FIELDS = {
+    "kv_lora_rank": Field("latent.kv_rank", 512),
+    "q_lora_rank": Field("latent.q_rank", 1536),
+    "qk_nope_head_dim": Field("latent.nope_size", 128),
+    "qk_rope_head_dim": Field("latent.rope_size", 64),
+    "v_head_dim": Field("latent.value_size", 128),
+}
+_FIELDS = {
+    name: field for name, field in llama_like.FIELDS.items() if name != "num_key_value_heads"
+} | _LATENT_FIELDS
+# sizes that others imply; modules for further tokens, which the model itself does without; a loss of training
+_IMPLIED = (
+    *("num_key_value_heads", "head_dim", "qk_head_dim"),
+    *("num_nextn_predict_layers", "num_mtp_layers", "ep_size", "seq_aux", "aux_loss_alpha"),
+)
+
+
+def conversion(
+    architecture: str, *, fields: Mapping[str, Field] = {}, read_keys: tuple[str, ...] = (), **options: Any
+) -> Conversion:
+    """Return the `Conversion` of a family with latent attention and groups of experts."""
+    return Conversion(
+        architecture,
+        llama_like.LAYERS,
+        llama_like.MODEL_WEIGHTS,
+        llama_like.LAYER_WEIGHTS
+        | _LATENT_WEIGHTS
+        | llama_like.EXPERT_WEIGHTS
+        | llama_like.SHARED_EXPERT_WEIGHTS
+        | {"moe.router.expert_bias": "mlp.gate.e_score_correction_bias"},
+        {**_FIELDS, **llama_like.GROUPED_EXPERT_FIELDS, **fields},
+        {**llama_like.MODEL},
+        latent=True,
+        aux_loss=None,
+        read_keys=(*_IMPLIED, *read_keys),
+        **options,
+    )
+
+
+def read(content: Mapping[str, Any], model: dict[str, Any]) -> None:
+    """Read the shared experts; check that all heads have keys of their own."""
+    heads, keys = content["num_attention_heads"], optional_int(content, "num_key_value_heads", None)
+    if keys not in (None, heads):
+        raise ValueError(f"num_key_value_heads is {keys}, fastmp computes {heads}, as many as heads")
+    llama_like.read_shared_experts(content, model)
+
+
+def write(config: GPTConfig) -> dict[str, Any]:
+    """Return the keys of shared experts, and those that other keys imply."""
+    found = llama_like.write_shared_experts(config)
+    return found | {"num_key_value_heads": config.num_heads, "num_nextn_predict_layers": 0}
