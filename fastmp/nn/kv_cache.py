@@ -20,6 +20,8 @@ __all__ = ["KeyValueCache"]
 class KeyValueCache:
     """Keys and values (B, T, G, D) of every attention layer called with `cache=`, in order of position.
 
+    Layers with latent attention keep one latent (B, T, 1, C + P) for all heads.
+
     Args:
         places: T, the most tokens of a row. Prompts are padded on the right, so that a token's position is
             its column; entries of padding are never attended to, and later tokens overwrite them.
@@ -41,7 +43,7 @@ class KeyValueCache:
     def __init__(self, places: int) -> None:
         self.places, self.columns = places, places
         self.positions: Positions | None = None
-        self._held: dict[nn.Module, tuple[Tensor, Tensor]] = {}
+        self._held: dict[nn.Module, tuple[Tensor, ...]] = {}
 
     def follow(self, lengths_B: Tensor, columns: int | None = None) -> None:
         """Let the next forward take one token a row, after `lengths_B` (int64, below T) tokens of the row.
@@ -51,26 +53,25 @@ class KeyValueCache:
         self.positions = Positions(lengths_B.unsqueeze(1))
         self.columns = self.places if columns is None else columns
 
-    def append(self, attention: nn.Module, k_SBGD: Tensor, v_SBGD: Tensor) -> tuple[Tensor, Tensor]:
-        """Store the keys and values of new tokens; return those of all columns, (B, G, columns, D).
+    def append(self, attention: nn.Module, *new_SBGD: Tensor) -> tuple[Tensor, ...]:
+        """Store keys and values, or latents, of new tokens; return those of all columns (B, G, columns, D).
 
         Raises ValueError for prompts longer than T.
         """
         if self.positions is None:
-            S, B, *heads = k_SBGD.shape
+            S, B = new_SBGD[0].shape[:2]
             if S > self.places:
                 raise ValueError(f"KeyValueCache: prompts of {S} tokens do not fit {self.places} places")
-            held = k_SBGD.new_zeros(B, self.places, *heads), v_SBGD.new_zeros(B, self.places, *heads)
-            for whole, new in zip(held, (k_SBGD, v_SBGD)):
+            held = tuple(new.new_zeros(B, self.places, *new.shape[2:]) for new in new_SBGD)
+            for whole, new in zip(held, new_SBGD, strict=True):
                 whole[:, :S] = new.transpose(0, 1)
             self._held[attention] = held
         held = self._held[attention]
         if self.positions is not None:
             places_B = self.positions.once("places", self._own_places)
-            for whole, new in zip(held, (k_SBGD, v_SBGD)):
+            for whole, new in zip(held, new_SBGD, strict=True):
                 whole.flatten(0, 1).index_copy_(0, places_B, new.squeeze(0))
-        k_BGTD, v_BGTD = (whole[:, : self.columns].transpose(1, 2) for whole in held)
-        return k_BGTD, v_BGTD
+        return tuple(whole[:, : self.columns].transpose(1, 2) for whole in held)
 
     def seen(self, window: int | None) -> Tensor:
         """Return the boolean mask (B, 1, 1, columns) of places to attend to, at most `window` of them."""

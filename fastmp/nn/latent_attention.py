@@ -89,13 +89,12 @@ class LatentAttention(CoreAttention):
             )
 
         self.q_down: Linear | None = None
-        self.q_norm: RMSNorm | None = None
         if q_rank is None:
             self.q = up(hidden, heads * spec.query_size, on.sequence_parallel)
         else:
-            self.q_down, self.q_norm = down(q_rank), norm(q_rank)
+            self.q_down = down(q_rank)
             self.q_up = up(q_rank, heads * spec.query_size, on.sequence_parallel)
-        self.kv_down, self.kv_norm = down(kv_rank + self.sizes.rope_size), norm(kv_rank)
+        self.kv_down = down(kv_rank + self.sizes.rope_size)
         self.gathers_here = on.sequence_parallel and group_size(self.cp_group) > 1
         expanded = heads * (self.sizes.nope_size + self.sizes.value_size)
         self.kv_up = up(kv_rank, expanded, on.sequence_parallel and not self.gathers_here)
@@ -108,6 +107,8 @@ class LatentAttention(CoreAttention):
             init_method=residual_normal(config),
             **on.linear_options,
         )
+        self.q_norm = None if q_rank is None else norm(q_rank)
+        self.kv_norm = norm(kv_rank)
         self.rotary = RotaryPositions(config, on) if rotary is None else rotary
 
     def forward(
@@ -138,7 +139,7 @@ class LatentAttention(CoreAttention):
         # 4. Generation: append to the cache; one new token attends to all of it
         if cache is not None:
             held = torch.cat((self._whole(latent).unsqueeze(2), shared_SB1P), 3)
-            held_B1TE, _ = cache.append(self, held, held[..., :0])
+            (held_B1TE,) = cache.append(self, held)
             if cache.positions is not None:
                 return self.proj(self._absorbed(q_SBND.squeeze(0), held_B1TE, cache.seen(self.window)))
         # 5. All-gather latents and shared keys over CP; project up: (T, B, C) -> (T, B, N * (K + V))

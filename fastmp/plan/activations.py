@@ -8,7 +8,7 @@ one op only are not counted.
 
 from __future__ import annotations
 
-from fastmp.config import NORMS, BertConfig
+from fastmp.config import NORMS, BertConfig, LatentConfig
 from fastmp.plan.shapes import Shapes
 
 _STATISTIC = 4  # bytes: sums over rows, log-sum-exps and probabilities are float32
@@ -35,6 +35,8 @@ def layer_input(shapes: Shapes, shard: bool) -> int:
 
 def attention(shapes: Shapes) -> int:
     """Return what attention keeps, with the norm before it and both projections."""
+    if shapes.model.latent is not None:
+        return _latent_attention(shapes, shapes.model.latent)
     model, tokens, cp = shapes.model, shapes.tokens, shapes.grid.cp
     head = tokens * model.head_dim * shapes.itemsize  # one head
     q, kv = shapes.heads * head, 2 * shapes.kv_heads * head
@@ -59,6 +61,30 @@ def attention(shapes: Shapes) -> int:
     if shapes.fp8:  # the input of the output projection, beside the output of attention
         kept += shapes.operand(shapes.heads * tokens * model.head_dim)
     return kept + q + shapes.heads * tokens * _STATISTIC
+
+
+def _latent_attention(shapes: Shapes, latent: LatentConfig) -> int:
+    """Return what latent attention keeps, with the norm before it and all projections."""
+    spec, tokens, cp = shapes.model.attention, shapes.tokens, shapes.grid.cp
+    # 1. The norm, and its output, which projections to latents take in its dtype.
+    kept = norm(shapes) + shapes.hidden
+    if shapes.fp8 and latent.q_rank is None:
+        kept += _projected(shapes)
+    # 2. Latents before and after their norms, of this rank's tokens; over CP ranks all tokens' latents.
+    for rank in filter(None, (latent.q_rank, latent.kv_rank)):
+        kept += shapes.rows * (rank * shapes.itemsize + _STATISTIC)
+    kept += shapes.rows * latent.rope_size * shapes.itemsize  # shared keys, beside the latent
+    kept += shapes.operand(shapes.rows * (latent.q_rank or 0))
+    kept += shapes.operand((shapes.rows if cp == 1 else cp * tokens) * latent.kv_rank)
+    # 3. Queries; keys of every head, joined; keys and values as projected; the output.
+    each = tokens * shapes.heads * shapes.itemsize
+    kept += each * (spec.query_size * (1 + cp) + cp * (latent.nope_size + latent.value_size))
+    output = each * spec.value_size
+    if cp > 1:  # as two slices and as one tensor; this rank's part of the rotary tables
+        kept += output + shapes.length * latent.rope_size * _STATISTIC
+    if shapes.fp8:  # the input of the output projection, beside the output of attention
+        kept += shapes.operand(tokens * shapes.heads * spec.value_size)
+    return kept + output + shapes.heads * tokens * _STATISTIC
 
 
 def mlp(shapes: Shapes, recomputed: bool = False) -> int:

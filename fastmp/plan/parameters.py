@@ -194,14 +194,12 @@ def _attention(shapes: Shapes) -> Iterator[tuple[str, tuple[int, bool]]]:
 
 
 def _update_costs(shapes: Shapes) -> dict[str, int]:
-    """Return the cost of Muon's update by parameter name in the layer."""
+    """Return the cost of Muon's update, over all tensor-parallel ranks, by parameter name in the layer."""
     model, h, moe = shapes.model, shapes.model.hidden_size, shapes.model.moe
-    costs = {
-        f"attention.{each.name}.weight": sum(
-            matrix_cost(rows, each.inputs) for rows in each.parts or (each.outputs,)
-        )
-        for each in model.attention.projections
-    }
+    costs = {}
+    for proj in model.attention.projections:  # all ranks update what all of them have
+        whole = sum(matrix_cost(rows, proj.inputs) for rows in proj.parts or (proj.outputs,))
+        costs[f"attention.{proj.name}.weight"] = whole * (1 if proj.split else shapes.grid.tp)
     ffn = model.ffn_size if moe is None else moe.shared_expert_ffn_hidden_size
     mlp, each = "mlp" if moe is None else "moe.shared_experts.mlp", matrix_cost(ffn, h)
     costs |= {f"{mlp}.up.weight": shapes.projections * each, f"{mlp}.down.weight": each}

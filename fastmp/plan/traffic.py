@@ -200,6 +200,8 @@ def _gradients(recipe: Recipe, shapes: Shapes, rank: int) -> Counter[str]:
     matrices that Muon updates go to their owners and come back.
     """
     grid, found, itemsize = shapes.grid, Counter[str](), grad_bytes(recipe, shapes)
+    whole = (each.name for each in recipe.model.attention.projections if not each.split)
+    everywhere = tuple(f"attention.{name}.weight" for name in whole)
     for buffer in rank_buffers(recipe, shapes, rank):
         group, ranks = ("edp", grid.edp) if buffer.experts else ("dp-cp", grid.dp * grid.cp)
         back = 1 if buffer.gathers_fp8 else shapes.itemsize if recipe.optimizer.shard else itemsize
@@ -207,7 +209,9 @@ def _gradients(recipe: Recipe, shapes: Shapes, rank: int) -> Counter[str]:
         if buffer.gathers_fp8:
             found[group] += 2 * _ring(buffer.num_tiles * _MAGNITUDE, ranks)
         if buffer.whole:
-            own = sum(end - start for start, end in buffer.layout.ranges.values()) / buffer.layout.num_ranks
+            ranges = buffer.layout.ranges.items()
+            split = sum(end - start for name, (start, end) in ranges if not name.endswith(everywhere))
+            own = split / buffer.layout.num_ranks
             axis = "etp" if buffer.experts else "tp"
             found[axis] += 2 * _ring(own * _UPDATE, grid.size(axis))
         if buffer.partial:

@@ -10,7 +10,7 @@ import torch
 from marks import full
 from nn_tools import text, tp_groups
 
-from fastmp.config import RopeScaling
+from fastmp.config import LatentConfig, RopeScaling
 from fastmp.nn import Documents, KeyValueCache, SelfAttention
 from fastmp.testing.ranks import run_ranks
 from tools.small_models import EXPERTS, QWEN, SMALL, make_gpt
@@ -25,6 +25,11 @@ CONFIGS = {
     "some windows": replace(QWEN, sliding_window=5, full_attention_layers=(1,)),
     "scaled": replace(QWEN, rope_scaling=RopeScaling(kind="yarn", factor=4.0, original_max_seq_len=8)),
     "experts": EXPERTS,
+    "latent": replace(
+        QWEN,
+        **{"num_kv_heads": None, "head_size": None, "qk_norm": False, "rope_interleaved": True},
+        latent=LatentConfig(kv_rank=24, q_rank=16, nope_size=8, rope_size=4, value_size=6),
+    ),
     "one dense layer": replace(EXPERTS, dense_layers=(0,)),
 }
 
@@ -74,7 +79,7 @@ def on_ranks(rank, world, name):
     torch.testing.assert_close(cached_logits(model, tokens_BS), whole_logits(model, tokens_BS), **CLOSE)
 
 
-@pytest.mark.parametrize("name", full(["rope", "experts"]))
+@pytest.mark.parametrize("name", full(["rope", "experts", "latent"]))
 def test_ranks_hold_their_own_heads(name):
     run_ranks(on_ranks, 2, name)
 

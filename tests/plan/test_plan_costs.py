@@ -17,6 +17,7 @@ from fastmp.config import (
     BertConfig,
     DataConfig,
     GPTConfig,
+    LatentConfig,
     MaskedLMConfig,
     MoEConfig,
     OptimizerConfig,
@@ -68,6 +69,9 @@ SHARED = replace(BALANCED, shared_expert_ffn_hidden_size=96, shared_expert_gate=
 IN_BALANCE = replace(BALANCED, dispatcher="symmetric", symmetric_capacity=1.0)
 SYMMETRIC = replace(LLAMA, moe=replace(SHARED, top_k=2, dispatcher="symmetric"))
 WITHOUT_STASH = replace(SYMMETRIC, moe=replace(SYMMETRIC.moe, activation_stash=0.0))
+# values as wide as queries: a CPU pads narrower ones
+LATENT = LatentConfig(kv_rank=64, q_rank=96, nope_size=16, rope_size=16, value_size=32)
+OF_LATENTS = replace(LLAMA, num_kv_heads=None, latent=LATENT)
 MODELS = {
     "gpt2": GPT2,
     "gpt2, grouped": replace(GPT2, num_kv_heads=2),
@@ -79,6 +83,8 @@ MODELS = {
     "shared": replace(LLAMA, moe=SHARED),
     "some dense": replace(LLAMA, moe=SHARED, dense_layers=(0,), qkv_bias=True),
     "jitter": replace(GPT2, moe=replace(SHARED, jitter=0.1)),
+    "latent": replace(OF_LATENTS, moe=SHARED),
+    "latent, direct queries": replace(OF_LATENTS, latent=replace(LATENT, q_rank=None)),
     "bert": replace(GPT2, bert=BertConfig()),
     "bert, post-norm": replace(GPT2, bert=BertConfig(post_norm=True)),
 }
@@ -299,6 +305,15 @@ LAYOUTS = {
         recipe(FP8_MODEL, dp=2, train=FP8, optimizer=replace(CLASSIC, bucket_size=5000, bucket_unit=1)),
         2,
     ),
+    "latent, tp": (recipe(MODELS["latent"], tp=2, dp=2), 2),
+    "latent, tp, sp": (recipe(MODELS["latent"], tp=2, sequence_parallel=True), 1),
+    "latent, cp": (recipe(MODELS["latent"], cp=2), 1),
+    "latent, tp, cp": (recipe(OF_LATENTS, tp=2, cp=2), 1),
+    "latent, tp, sp, cp": (recipe(OF_LATENTS, tp=2, cp=2, sequence_parallel=True), 1),
+    "latent, direct, tp": (recipe(MODELS["latent, direct queries"], tp=2), 1),
+    "latent, direct, tp, sp": (recipe(MODELS["latent, direct queries"], tp=2, sequence_parallel=True), 1),
+    "latent, muon": (recipe(OF_LATENTS, tp=2, optimizer=OptimizerConfig(name="muon")), 1),
+    "latent, fp8": (recipe(OF_LATENTS, tp=2, sequence_parallel=True, train=FP8), 1),
     "bert, tp": (recipe(MODELS["bert"], tp=2), 1),
     "bert, tp, sp": (recipe(MODELS["bert, post-norm"], tp=2, sequence_parallel=True), 1),
     "bert, pp": (recipe(MODELS["bert"], pp=2, microbatches=2), 1),
@@ -326,6 +341,7 @@ RECOMPUTED = {
     ),
     "cp": (recipe(LLAMA, cp=2, recompute=True), 1),
     "tp, some dense": (recipe(MODELS["some dense"], tp=2, recompute=True), 1),
+    "latent": (recipe(MODELS["latent"], tp=2, recompute=True), 1),
     "bert": (recipe(MODELS["bert, post-norm"], tp=2, recompute=True), 1),
 }
 ALL = LAYOUTS | {f"recomputed: {name}": case for name, case in RECOMPUTED.items()}
@@ -340,6 +356,7 @@ QUICK = {
         "pp, vpp",
         "tp, sp, pp",
         *("fp8, tp, sp", "fp8, dp"),
+        "latent, tp, sp",
         "small, ep",
         "muon",
     ),

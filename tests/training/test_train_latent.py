@@ -6,10 +6,13 @@ from dataclasses import replace
 
 import pytest
 import torch
+from graphed_trainers import run as run_graphed
 from marks import full
+from train_tools import PackedSamples
 from trainer_tools import MICRO_BATCH, check_replicas, checksums, make_groups, make_trainer, run
 
-from fastmp.config import GPTConfig, LatentConfig, MoEConfig, ParallelConfig, RopeScaling
+from fastmp.config import GPTConfig, GraphConfig, LatentConfig, MoEConfig, ParallelConfig, RopeScaling
+from fastmp.config.precision import Fp8Recipe
 from fastmp.testing.ranks import run_ranks
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -81,3 +84,49 @@ def test_every_layout_is_one_rank(one_rank, config, layout):
         assert my_counts == counts
         for key, value in my_grads.items():
             torch.testing.assert_close(value, grads[key], rtol=0, atol=1e-10, msg=key)
+
+
+def graphs_case(rank, world, layout, graphs):
+    groups = make_groups(world, layout)
+    small = replace(CONFIG, num_layers=2)
+    (eager, _), (found, manager) = (run_graphed(each, groups, layout, small, 8) for each in (None, graphs))
+    assert len(eager) == len(found) and all(map(torch.equal, eager, found))
+    return manager is not None
+
+
+@pytest.mark.parametrize(
+    ("world", "sizes", "scope"),
+    [
+        (2, {"tp": 2, "ep": 2, "etp": 1, "sequence_parallel": True}, None),
+        *full([(1, {}, "full_step"), (2, {"cp": 2}, None), (2, {"pp": 2}, None)]),
+    ],
+)
+def test_graphs_are_bitwise_eager(world, sizes, scope):
+    graphs = GraphConfig(enabled=True, warmup=1, **({} if scope is None else {"scope": (scope,)}))
+    assert all(run_ranks(graphs_case, world, ParallelConfig(**sizes), graphs, timeout=120))
+
+
+def packed(groups, layout):
+    trainer = make_trainer(groups, layout, config=CONFIG, samples=PackedSamples)
+    return [trainer.train_step().loss.item(), trainer.evaluate().loss]
+
+
+@pytest.mark.parametrize("sizes", [{"cp": 2}, *full([{"tp": 2, "sequence_parallel": True}])], ids=str)
+def test_packed_documents(sizes):
+    layout = ParallelConfig(**sizes)
+    want = packed(make_groups(1, ParallelConfig()), ParallelConfig())
+    for found in run_ranks(lambda rank, world: packed(make_groups(world, layout), layout), 2, timeout=120):
+        torch.testing.assert_close(torch.tensor(found), torch.tensor(want), rtol=0, atol=1e-10)
+
+
+def test_trains_in_fp8_on_ranks_as_on_one():
+    latent = replace(LATENT, kv_rank=32, q_rank=64, rope_size=16)
+    config = replace(CONFIG, latent=latent, ffn_hidden_size=64, num_layers=2)
+
+    def losses(world, layout):
+        trainer = make_trainer(make_groups(world, layout), layout, config=config, fp8=Fp8Recipe(32), **SIZES)
+        return [trainer.train_step().loss.item() for _ in range(STEPS)]
+
+    layout, want = ParallelConfig(tp=2, sequence_parallel=True), losses(1, ParallelConfig())
+    for found in run_ranks(lambda rank, world: losses(world, layout), 2, timeout=120):
+        torch.testing.assert_close(torch.tensor(found), torch.tensor(want), rtol=0, atol=1e-9)
