@@ -193,6 +193,14 @@ SYNONYMS = {
     "--moe-layer-freq": "--model.dense-layers (the layers without experts)",
     "--moe-router-topk": "--model.moe.top-k",
     "--moe-router-topk-scaling-factor": "--model.moe.routed-scale",
+    "--multi-latent-attention": "--model.latent.kv-rank and the other sizes of [model.latent]",
+    "--kv-lora-rank": "--model.latent.kv-rank",
+    "--q-lora-rank": "--model.latent.q-rank",
+    "--qk-head-dim": "--model.latent.nope-size",
+    "--qk-pos-emb-head-dim": "--model.latent.rope-size",
+    "--v-head-dim": "--model.latent.value-size",
+    "--rotary-interleaved": "--model.rope-interleaved",
+    "--mscale-all-dim": "--model.rope-scaling.mscale-all-dim",
     "--moe-router-score-function": "--model.moe.score",
     "--moe-router-enable-expert-bias": "--model.moe.expert-bias",
     "--moe-router-load-balancing-type": "--model.moe.aux-loss-group tp_cp or --model.moe.sequence-aux-loss",
@@ -230,7 +238,7 @@ SYNONYMS = {
     **dict.fromkeys(
         (
             *("--data-parallel-sharding-strategy", "--fp4-format"),
-            *("--moe-router-force-load-balancing", "--mtp-num-layers", "--multi-latent-attention"),
+            *("--moe-router-force-load-balancing", "--mtp-num-layers"),
             *("--optimizer-cpu-offload", "--rampup-batch-size", "--squared-relu"),
             *("--use-megatron-fsdp", "--use-torch-fsdp2", "--eod-mask-loss"),
         ),

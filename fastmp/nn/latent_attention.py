@@ -21,6 +21,7 @@ P rope_size, K nope_size, D = K + P width of queries and keys, V value_size.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -78,7 +79,7 @@ class LatentAttention(CoreAttention):
             return Linear(hidden, rank, config, on, bias=False, sequence_parallel=on.sequence_parallel)
 
         def norm(rank: int) -> RMSNorm:
-            split = {"group": on.groups.tp, "sequence_parallel": on.sequence_parallel}
+            split: dict[str, Any] = {"group": on.groups.tp, "sequence_parallel": on.sequence_parallel}
             return RMSNorm(rank, eps=_EPSILON, **split, **on.tensor_options)
 
         def up(inputs: int, outputs: int, sequence_parallel: bool) -> ColumnParallelLinear:

@@ -199,9 +199,9 @@ def attend(
     (C, D), (E, V) = q_BNCD.shape[2:], v_BGED.shape[2:]
     if V < D and (not q_BNCD.is_cuda or C != E or window is not None or documents is not None):
         # only torch's own choice on a GPU knows narrower values, as latent attention has
-        options = {"causal": causal, "window": window, "mask": mask, "documents": documents}
-        wide = F.pad(v_BGED, (0, D - V))
-        return attend(q_BNCD, k_BGED, wide, **options, dropout_p=dropout_p, scale=scale)[..., :V]
+        seen: dict[str, Any] = {"causal": causal, "window": window, "mask": mask, "documents": documents}
+        wide_BGED = F.pad(v_BGED, (0, D - V))
+        return attend(q_BNCD, k_BGED, wide_BGED, **seen, dropout_p=dropout_p, scale=scale)[..., :V]
     if window is not None and window >= E:
         window = None
     call = describe(

@@ -10,7 +10,7 @@ import pytest
 from tools.study.published import TRAINED
 
 CONFIGS = Path(__file__).parents[2] / "configs"
-NOT_PUBLISHED = {"bert-small", "gpt-small", "gpt-small-stdlib", "moe-small"}
+NOT_PUBLISHED = {"bert-small", "gpt-small", "gpt-small-stdlib", "mla-small", "moe-small"}
 
 # GPT-2 by Shoeybi et al. 2019 (arXiv 1909.08053v4), compared with the paper's text. Section 4.2: dropout 0.1,
 # AdamW with decay 0.01, clipping at 1.0; 300,000 steps of 512 sequences of 1024 tokens; 1.5e-4 after 3,000
@@ -79,6 +79,24 @@ OTHERS = {
             "activation": "swiglu", "norm": "rmsnorm", "tie_embeddings": False,
         },
         "model.moe": {"num_experts": 128, "top_k": 8, "expert_ffn_hidden_size": 768, "normalize_topk": True},
+    },
+    "deepseek-v3": {  # arXiv 2412.19437, sections 3.2 and 4.2; of the first 14.3 T tokens
+        "model": {
+            "num_layers": 61, "hidden_size": 7168, "num_heads": 128, "ffn_hidden_size": 18432,
+            "vocab_size": 129280, "max_seq_len": 4096, "layernorm_epsilon": 1e-6, "init_std": 0.006,
+            "activation": "swiglu", "norm": "rmsnorm", "tie_embeddings": False, "dense_layers": [0, 1, 2],
+        },
+        "model.latent": {
+            "kv_rank": 512, "q_rank": 1536, "nope_size": 128, "rope_size": 64, "value_size": 128,
+        },
+        "model.moe": {
+            "num_experts": 256, "top_k": 8, "expert_ffn_hidden_size": 2048, "score": "sigmoid",
+            "shared_expert_ffn_hidden_size": 2048, "routed_scale": 2.5, "num_groups": 8, "group_topk": 4,
+            "bias_update_rate": 1e-3, "sequence_aux_loss": 1e-4, "normalize_topk": True,
+        },
+        "parallel": {"pp": 16, "ep": 64},
+        "optimizer": {"lr": 2.2e-4, "warmup_steps": 2000, "weight_decay": 0.1},
+        "train": {"global_batch_size": 15360},
     },
 }  # fmt: skip
 

@@ -80,7 +80,8 @@ def test_the_model_of_a_recipe_can_be_made(path):
     config = load_recipe(path).model
     config = replace(config, vocab_size=config.vocab_size or 257)  # 0: that of the data
     kind = GPT if config.bert is None else Bert
-    model = kind(replace(config, num_layers=1), Placement(device="meta", dtype=torch.bfloat16))
+    layers = max((-1, *config.dense_layers)) + 2  # one without experts, if there is any, and one with them
+    model = kind(replace(config, num_layers=layers), Placement(device="meta", dtype=torch.bfloat16))
     padded = pad_vocab(config.vocab_size, 1)
     assert sum(param.numel() for param in model.parameters()) == num_parameters(model.config, padded)
 

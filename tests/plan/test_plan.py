@@ -181,19 +181,22 @@ def test_ranks_of_a_pipeline_that_hold_the_same_share_a_line(capsys, tmp_path):
         ("llama-3-8b", 8_030_261_248, 8_030_261_248),
         ("mixtral-8x7b", 46_702_792_704, 12_879_925_248),
         ("qwen3-30b-a3b", 30_532_122_624, 3_353_032_704),
+        ("deepseek-v3", 671_026_404_352, 37_552_282_624),
     ],
 )
 def test_sizes_of_known_models(capsys, name, parameters, active):
-    facts = json.loads(run(capsys, "recipe", str(CONFIGS / f"{name}.toml"), "--world-size", "64", "--json"))
+    size = "2048" if name == "deepseek-v3" else "64"
+    facts = json.loads(run(capsys, "recipe", str(CONFIGS / f"{name}.toml"), "--world-size", size, "--json"))
     assert (facts["parameters"], facts["active_parameters"]) == (parameters, active)
     recipe, tokens = load_recipe(CONFIGS / f"{name}.toml"), facts["tokens_per_step"]
     model, keys = recipe.model, (recipe.data.seq_len + 1) / 2
-    # 6 FLOPs a token and parameter of a product (norms and the input table are none), 12 a layer, key and
-    # hidden unit of the heads for attention, of which a causal one sees half.
+    # 6 FLOPs a token and parameter of a product (norms and the input table are none), 6 a layer, key and
+    # hidden unit of the heads' keys and values for attention, of which a causal one sees half.
     norms = (2 * model.num_layers + 1) * model.hidden_size
-    norms += 2 * model.num_layers * model.head_dim * model.qk_norm
+    norms += model.num_layers * sum(width for _, width in model.attention.norms)
     products = active - model.vocab_size * model.hidden_size - norms
-    attention = 12 * model.num_layers * model.num_heads * model.head_dim * keys
+    widths = model.attention.query_size + model.attention.value_size
+    attention = 6 * model.num_layers * model.num_heads * widths * keys
     assert facts["model_flops"] == pytest.approx(tokens * (6 * products + attention), rel=1e-12)
 
 
