@@ -465,7 +465,7 @@ def test_experts_through_shared_memory_train_as_by_all_to_all(tmp_path, tokens):
     options = {"data.path": tokens, "train.run-dir": tmp_path, "train.steps": 3, "train.eval-batches": 1}
     options |= {"data.micro-batch-size": 2, "train.global-batch-size": 2, "train.log-interval": 1}
     recipe = ["--recipe", str(ROOT / "configs" / "moe-small.toml"), *command_line(options)]
-    recipe += ["--tp", "2", "--ep", "2"]
+    recipe += ["--tp", "2", "--ep", "2", "--model.num-layers", "2", "--model.hidden-size", "48"]
     shared = ["--dispatcher", "symmetric"]
     runs = {
         "ordinary": ["--dispatcher", "alltoall"],

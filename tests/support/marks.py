@@ -11,8 +11,17 @@ import torch
 
 def full(cases: Iterable[Any]) -> list[Any]:
     """The cases, in the full set only; a tuple has the values of several arguments."""
+    return _marked(cases, pytest.mark.full)
+
+
+def exhaustive(cases: Iterable[Any]) -> list[Any]:
+    """The cases, in the exhaustive set only, which continuous integration leaves out; as for `full`."""
+    return _marked(cases, pytest.mark.exhaustive)
+
+
+def _marked(cases: Iterable[Any], mark: Any) -> list[Any]:
     each = (case if isinstance(case, tuple) else (case,) for case in cases)
-    return [pytest.param(*values, marks=pytest.mark.full) for values in each]
+    return [pytest.param(*values, marks=mark) for values in each]
 
 
 # of kernels that are interpreted, where a dtype differs in its rounding only

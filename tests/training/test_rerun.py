@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from graphed_trainers import CONFIG, make_graphed
-from marks import full
+from marks import exhaustive, full
 from trainer_tools import make_groups
 
 from fastmp.config import GraphConfig, ParallelConfig
@@ -62,7 +62,7 @@ def rerun_case(rank, world, layout, graphs, capacity, steps):
     [(EP, None), *full([(EP, LAYERS), (EP, FULL), (EP, STEP), (PIPELINE, None), (PIPELINE, STEP)])],
     ids=("eager", "layers", "full", "full_step", "pipeline", "pipeline-full_step"),
 )
-@pytest.mark.parametrize(("capacity", "steps"), [(1.35, 6), *full([(0.9, 20)])], ids=("some", "all"))
+@pytest.mark.parametrize(("capacity", "steps"), [(1.35, 6), *exhaustive([(0.9, 20)])], ids=("some", "all"))
 def test_steps_that_do_not_fit_are_those_of_an_all_to_all(layout, graphs, capacity, steps):
     again = run_ranks(rerun_case, 2 * layout.pp, layout, graphs, capacity, steps, timeout=180)
     assert all(each == again[0] for each in again), again
@@ -105,8 +105,11 @@ def test_a_stash_that_overflows_grows(graphs):
     assert not any(notes[5:])
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("graphs", SCOPES, ids=lambda graphs: str(graphs and graphs.scope))
+@pytest.mark.parametrize(
+    "graphs",
+    [*full([STEP, None]), *exhaustive([LAYERS, FULL])],
+    ids=lambda graphs: str(graphs and graphs.scope),
+)
 def test_a_stash_that_always_overflows_leaves_all_steps_to_all_to_all(graphs):
     (notes, rows), other = run_ranks(stash_case, 2, graphs, False, 20, timeout=240)
     assert (notes, rows) == other and rows == 20

@@ -7,7 +7,7 @@ from dataclasses import replace
 import deep_ep_stand_in
 import pytest
 import torch
-from marks import full
+from marks import exhaustive, full
 from train_tools import SHARED_EXPERT, PackedSamples, Samples
 from trainer_tools import OPTIMIZER, make_groups
 from trainer_tools import make_trainer as make_any
@@ -110,6 +110,10 @@ GRAPHED = [
             (2, {"ep": 2}, None, {"dispatcher": "deepep"}),
             (4, {"pp": 2, "vpp": 2, "ep": 2}, None, {"dense_layers": (0,)}),
             (4, {"pp": 2, "ep": 2}, None, {"dispatcher": "symmetric", "verify": 2}),
+        ]
+    ),
+    *exhaustive(
+        [
             (4, {"ep": 2}, None, {"bucket": 3000}),
             (4, {"tp": 2, "ep": 2, "etp": 2, "sequence_parallel": True}, None, {}),
         ]

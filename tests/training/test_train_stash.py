@@ -13,7 +13,7 @@ from dataclasses import replace
 import pytest
 import torch
 from graphed_trainers import CONFIG, make_graphed
-from marks import full
+from marks import exhaustive, full
 from trainer_tools import make_groups
 
 from fastmp.config import GraphConfig, ParallelConfig
@@ -108,9 +108,11 @@ CASES = {
     "recompute": (2, ParallelConfig(ep=2, recompute=True), LAYERS, False),
 }
 QUICK = ("full_step", "zero bubble")
+FULL_SET = ("verified", "overlap, layers", "tp, sp", "vpp")
+OTHERS = [name for name in CASES if name not in QUICK + FULL_SET]
 
 
-@pytest.mark.parametrize("name", [*QUICK, *full([name for name in CASES if name not in QUICK])])
+@pytest.mark.parametrize("name", [*QUICK, *full(FULL_SET), *exhaustive(OTHERS)])
 def test_any_load_trains_as_an_all_to_all(name):
     world, *how = CASES[name]
     sequences = (*RANDOM, *ADVERSARIAL) if name not in QUICK else (0, alternating)

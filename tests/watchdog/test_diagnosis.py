@@ -218,7 +218,7 @@ def large_record(rank, world_size, shared, tp=8, pp=16):
 
 
 @pytest.mark.parametrize(
-    ("world_size", "seconds"), [(4096, 20.0), pytest.param(16_384, 60.0, marks=pytest.mark.full)]
+    ("world_size", "seconds"), [(4096, 20.0), pytest.param(16_384, 60.0, marks=pytest.mark.exhaustive)]
 )
 def test_thousands_of_ranks_are_diagnosed_in_seconds(world_size, seconds):
     """Limits are over ten times what it takes. To compare all pairs of ranks took 4 minutes at 4,096."""

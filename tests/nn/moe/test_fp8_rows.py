@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from dispatcher_tools import MOST, E, K, compare_routings, routings
-from marks import full
+from marks import exhaustive, full
 from moe_tools import plain_moe
 
 from fastmp.config.precision import Fp8Recipe
@@ -70,7 +70,7 @@ def check_all_to_all(rank, world, recipe, routings):
     assert calls.sizes == [2 * world * (H + H // 32)]  # 0.52 of BF16
 
 
-@pytest.mark.parametrize("world", [2, *full([8])])
+@pytest.mark.parametrize("world", [2, *exhaustive([8])])
 @RECIPES
 def test_rows_travel_in_fp8(world, recipe):
     run_ranks(check_all_to_all, world, recipe, 200 if world == 8 else 12, timeout=240)
@@ -99,7 +99,8 @@ def check_symmetric(rank, world, layout, recipe, number, dtype):
     ("world", "layout", "number", "dtype"),
     [
         (4, {"ep": 2, "etp": 2}, 12, torch.bfloat16),
-        *full([(8, {"ep": 8}, 200, torch.float32), (4, {"ep": 4}, 48, torch.float64)]),
+        *full([(4, {"ep": 4}, 48, torch.float64)]),
+        *exhaustive([(8, {"ep": 8}, 200, torch.float32)]),
     ],
     ids=str,
 )
