@@ -13,7 +13,7 @@ from fastmp.pipeline.simulate import Costs
 from fastmp.pipeline.stream_schedule import interleave
 from fastmp.testing.ranks import run_ranks
 from tools.study import __main__ as study
-from tools.study import graphs, launches, measured, overlap, published, scaling, schedules
+from tools.study import fp8, graphs, launches, measured, overlap, published, scaling, schedules
 
 STUDIES = Path(__file__).parents[2] / "docs" / "studies"
 MAX_BYTES = 150_000
@@ -172,3 +172,26 @@ def test_a_file_that_is_no_measurement_is_one_line(name, text, tmp_path, capsys)
     assert study.main([name, "--out", str(tmp_path)]) == 2
     said = capsys.readouterr().err
     assert "is no file of measurements" in said and said.count("\n") == 1
+
+
+def test_small_models_learn_in_fp8_as_in_their_dtype():
+    """As committed: mean differences within a hundredth of a nat, less than seeds differ."""
+    found = json.loads((STUDIES / "fp8.json").read_text())
+    assert found["steps"] == 500 and set(found["runs"]) == set(fp8.RECIPES)
+    for recipe, runs in found["runs"].items():
+        assert set(runs) == set(fp8.PRECISIONS)
+        for precision in ("e4m3", "e5m2"):
+            each = fp8.differences(found, recipe, precision)
+            assert len(each) == len(fp8.SEEDS) and any(each)
+            assert abs(sum(each) / len(each)) < fp8.GOAL < fp8.spread(found, recipe)
+
+
+@pytest.mark.exhaustive
+def test_the_command_trains_as_it_says(monkeypatch):
+    monkeypatch.setattr(fp8, "RECIPES", ("gpt-small",))
+    monkeypatch.setattr(fp8, "SEEDS", (1,))
+    monkeypatch.setattr(fp8, "PRECISIONS", {name: fp8.PRECISIONS[name] for name in ("dtype", "e4m3")})
+    found = fp8.measure(20)
+    losses = [runs["1"] for runs in found["runs"]["gpt-small"].values()]
+    assert [len(own) for own in losses] == [2, 2] and losses[0] != losses[1]
+    assert all(own[0] > own[1] > 2 for own in losses)

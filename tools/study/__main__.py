@@ -13,6 +13,7 @@ COMMANDS = {
     "scaling": ("tools.study.scaling", "model and data parallelism, as published, predicted, and measured"),
     "graphs": ("tools.study.graphs", "CPU time saved by partial CUDA graph capture, by launches"),
     "schedules": ("tools.study.schedules", "idle time and memory of every pipeline schedule"),
+    "fp8": ("tools.study.fp8", "losses of small models in FP8 and in their dtype"),
     "overlap": ("tools.study.overlap", "exchanges of experts beside another microbatch's compute"),
 }
 
