@@ -89,6 +89,7 @@ def multi_head_attention(
     kv_heads: int,
     size: int,
     *,
+    rope_size: int,
     qk_norm: bool,
     qkv_bias: bool,
     bias: bool,
@@ -109,7 +110,7 @@ def multi_head_attention(
         per_head=True,
         query_size=size,
         value_size=size,
-        rope_size=size,
+        rope_size=rope_size,
         kv_heads=kv_heads,
         cached=2 * kv_heads * size,
     )

@@ -285,6 +285,9 @@ class GPTConfig(Checked):
     rope_interleaved: bool = option(
         False, "rotary pairs are neighbours (GPT-J, DeepSeek); disabled: half a head apart (Llama)"
     )
+    rotary_fraction: float = option(
+        1.0, "share of each head that rotary positions turn, from its start [partial rotary factor]"
+    )
     activation: str = option(
         "gelu_tanh",
         "activation of the MLP and of experts",
@@ -323,6 +326,10 @@ class GPTConfig(Checked):
             yield f"num_layers must be at most {MAX_LAYERS}, got {self.num_layers}"
         if self.rope_scaling is not None and self.position != "rope":
             yield f'rope_scaling needs position "rope", got {self.position!r}'
+        if not 0.0 < self.rotary_fraction <= 1.0:
+            yield f"rotary_fraction must be above 0 and at most 1, got {self.rotary_fraction}"
+        elif self.rotary_fraction != 1.0 and self.position != "rope":
+            yield f'rotary_fraction needs position "rope", got {self.position!r}'
         if self.latent is not None:
             yield from self._latent_problems()
         elif self.rope_scaling is not None and self.rope_scaling.mscale_all_dim:
@@ -352,8 +359,8 @@ class GPTConfig(Checked):
         for name in ("linear_bias", "qkv_bias", "qk_norm"):
             if getattr(self, name):
                 yield f"latent attention has no {name}: set it to false"
-        for name in ("head_size", "num_kv_heads"):
-            if getattr(self, name) is not None:
+        for name, absent in (("head_size", None), ("num_kv_heads", None), ("rotary_fraction", 1.0)):
+            if getattr(self, name) != absent:
                 yield f"latent attention has sizes of its own: leave {name} out"
 
     def _some_problems(self, name: str, of_others: str, with_what: str) -> Iterator[str]:
@@ -375,6 +382,9 @@ class GPTConfig(Checked):
             yield f"hidden_size {self.hidden_size} is not divisible by num_heads {self.num_heads}"
         elif self.position == "rope" and self.head_dim % 2:
             yield f'position "rope" needs heads of even size, got {self.head_dim}'
+        elif self.position == "rope" and (self.rope_size % 2 or not self.rope_size):
+            turned = f"turns {self.rope_size} of {self.head_dim} elements of a head"
+            yield f"rotary_fraction {self.rotary_fraction} {turned}: expected an even number above 0"
         if self.num_heads % self.kv_heads:
             yield f"num_heads {self.num_heads} is not divisible by num_kv_heads {self.kv_heads}"
 
@@ -388,6 +398,7 @@ class GPTConfig(Checked):
             self.num_heads,
             self.kv_heads,
             self.head_dim,
+            rope_size=self.rope_size,
             qk_norm=self.qk_norm,
             qkv_bias=self.has_qkv_bias,
             bias=self.linear_bias,
@@ -424,6 +435,11 @@ class GPTConfig(Checked):
     def head_dim(self) -> int:
         return self.hidden_size // self.num_heads if self.head_size is None else self.head_size
 
+    @property
+    def rope_size(self) -> int:
+        """Elements of a head that rotary positions turn; latent attention has its own."""
+        return int(self.head_dim * self.rotary_fraction)
+
 
 _OF_TRAINING = {"dropout", "attention_dropout", "init_std"}
 # of MoEConfig
@@ -445,6 +461,7 @@ def canonical_config(config: GPTConfig) -> dict[str, Any]:
     if config.position != "rope":
         facts.pop("rope_base")
         facts.pop("rope_interleaved")
+        facts.pop("rotary_fraction")
     if config.rope_scaling is not None:
         facts["rope_scaling"] = config.rope_scaling.used
     if config.moe is not None:

@@ -200,6 +200,7 @@ SYNONYMS = {
     "--qk-pos-emb-head-dim": "--model.latent.rope-size",
     "--v-head-dim": "--model.latent.value-size",
     "--rotary-interleaved": "--model.rope-interleaved",
+    "--rotary-percent": "--model.rotary-fraction",
     "--mscale-all-dim": "--model.rope-scaling.mscale-all-dim",
     "--moe-router-score-function": "--model.moe.score",
     "--moe-router-enable-expert-bias": "--model.moe.expert-bias",
@@ -248,5 +249,4 @@ SYNONYMS = {
     "--make-vocab-size-divisible-by": "leave it out, the vocabulary is padded to a multiple of 128 x tp",
     "--profile-ranks": "leave it out, rank 0 is profiled",
     **dict.fromkeys(("--nnodes", "--nproc-per-node"), "an option of fastmp launch, before train"),
-    "--rotary-percent": "leave it out if it is 1, anything else is not supported",
 }

@@ -59,7 +59,7 @@ def from_transformers(content: Mapping[str, Any], ignored: Sequence[str] = ()) -
         )
     family = CONVERSIONS[model_type]
     names = {key: ALIASES[key] if ALIASES.get(key) in family.fields else key for key in content}
-    content = {names[key]: value for key, value in content.items() if key not in ignored}
+    content = {**family.defaults, **{names[key]: content[key] for key in content if key not in ignored}}
     known = {*family.fields, *family.supported, *family.read_keys, *_SPECIAL, *_UNUSED}
     unknown = sorted(key for key in content if key not in known)
     if unknown:
@@ -76,7 +76,7 @@ def from_transformers(content: Mapping[str, Any], ignored: Sequence[str] = ()) -
         raise ValueError(f"the layers must be 1 to {MAX_LAYERS}, the positions a number")
     model |= _window(model_type, family.window, content, layers, longest)
     if model.get("position") == "rope":
-        model |= _rope(content, longest, family.rope_base, family.latent)
+        model |= _rope(content, longest, family)
     if family.moe is not None:
         model["dense_layers"] = _dense_layers(content, layers)
     family.read(content, model)
@@ -235,7 +235,7 @@ _SCALINGS = {  # {key of rope_parameters: our name}
 }
 
 
-def _rope(content: Mapping[str, Any], max_seq_len: int, usual_base: float, latent: bool) -> dict[str, Any]:
+def _rope(content: Mapping[str, Any], max_seq_len: int, family: Conversion) -> dict[str, Any]:
     """Return the rotary embedding's entries of [model].
 
     transformers 5 writes the table `rope_parameters`; `rope_theta` and `rope_scaling` of version 4 are read
@@ -245,31 +245,36 @@ def _rope(content: Mapping[str, Any], max_seq_len: int, usual_base: float, laten
     if not isinstance(table, Mapping):
         raise ValueError(f"rope_parameters must be a table, got {short(table)}")
     given = {key: value for key, value in table.items() if value is not None}
-    base = given.pop("rope_theta", content.get("rope_theta", usual_base))
+    base = given.pop("rope_theta", content.get("rope_theta", family.rope_base))
     kind = given.pop("rope_type", given.get("type", "default"))
     given.pop("type", None)
-    if (part := given.pop("partial_rotary_factor", content.get("partial_rotary_factor", 1.0))) != 1.0:
-        raise ValueError(f"partial_rotary_factor is {short(part)}, fastmp turns whole heads")
+    part = given.pop("partial_rotary_factor", content.get("partial_rotary_factor"))
+    part = 1.0 if part is None else part
+    if part != 1.0 and not family.partial_rotary:
+        raise ValueError(f"partial_rotary_factor is {short(part)}, this family turns whole heads")
+    model: dict[str, Any] = {"rope_base": base, "rotary_fraction": part}
     mscale, of_all = given.pop("mscale", None), given.pop("mscale_all_dim", None)
     unknown = sorted(set(given) - set(_SCALINGS))
     if kind not in ("default", "linear", "llama3", "yarn") or unknown:
         what = f"has {', '.join(map(short, unknown))}" if unknown else f"is {short(kind)}"
         raise ValueError(f"rope_type {what}, fastmp computes default, linear, llama3 and yarn")
     if kind == "default":
-        return {"rope_base": base}
+        return model
     scaling = {"kind": kind, "original_max_seq_len": max_seq_len}
     scaling |= {_SCALINGS[key]: value for key, value in given.items()}
     if kind == "yarn" and mscale and of_all and "attention_factor" not in scaling:
         high, low = (0.1 * each * math.log(scaling["factor"]) + 1.0 for each in (mscale, of_all))
         scaling["attention_factor"] = high / low
-    if kind == "yarn" and of_all and latent:  # then scores are scaled as well
+    if kind == "yarn" and of_all and family.latent:  # then scores are scaled as well
         scaling["mscale_all_dim"] = float(of_all)
-    return {"rope_base": base, "rope_scaling": scaling}
+    return model | {"rope_scaling": scaling}
 
 
 def _rope_parameters(config: GPTConfig) -> dict[str, Any]:
     """Return the table `rope_parameters` of config.json."""
     found: dict[str, Any] = {"rope_type": "default", "rope_theta": config.rope_base}
+    if config.rotary_fraction != 1.0:
+        found["partial_rotary_factor"] = config.rotary_fraction
     if config.rope_scaling is None:
         return found
     used = config.rope_scaling.used

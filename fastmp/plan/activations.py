@@ -56,7 +56,7 @@ def attention(shapes: Shapes) -> int:
     if cp > 1:
         kept += cp * kv + q  # keys and values of all ranks; the output, as two slices and as one tensor
         kept += (
-            shapes.length * model.head_dim * _STATISTIC if rope else 0
+            shapes.length * model.attention.rope_size * _STATISTIC if rope else 0
         )  # this rank's part of the rotary tables
     if shapes.fp8:  # the input of the output projection, beside the output of attention
         kept += shapes.operand(shapes.heads * tokens * model.head_dim)

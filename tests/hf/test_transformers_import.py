@@ -121,6 +121,7 @@ ABSENT = {  # beside those of MODELS, values that decide what the absence of oth
     "mixtral": {"rope_parameters": SCALED},
     "qwen3_moe": {"sliding_window": 9, "use_sliding_window": True},
     "dots1": {"rope_parameters": SCALED | {"rope_theta": 5e5}},
+    "glm4_moe": {"rope_parameters": SCALED, "head_dim": 8},
 }
 
 

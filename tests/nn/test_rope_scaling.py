@@ -82,3 +82,23 @@ def test_tables_have_the_factor_and_a_cast_keeps_them_wide():
 def test_a_scaling_that_makes_no_sense_is_refused(fields, message):
     with pytest.raises(ValueError, match=f"RopeScaling: {message}"):
         RopeScaling(**fields)
+
+
+@pytest.mark.parametrize(
+    "fields, message",
+    (
+        ({"rotary_fraction": 0.0}, "rotary_fraction must be above 0 and at most 1, got 0.0"),
+        ({"rotary_fraction": 0.5}, "rotary_fraction 0.5 turns 3 of 6 elements of a head: expected an even"),
+        ({"rotary_fraction": 0.1}, "rotary_fraction 0.1 turns 0 of 6 elements of a head: expected an even"),
+        ({"rotary_fraction": 0.5, "position": "learned"}, 'rotary_fraction needs position "rope", got'),
+    ),
+)
+def test_a_share_of_a_head_that_cannot_turn_is_refused(fields, message):
+    with pytest.raises(ValueError, match=f"GPTConfig: {message}"):
+        replace(QWEN, **fields)
+
+
+def test_a_part_of_a_head_has_frequencies_of_its_own_size():
+    half = RotaryPositions(replace(QWEN, head_size=8, rotary_fraction=0.5))
+    whole = RotaryPositions(replace(QWEN, head_size=4))
+    assert half.dim == 4 and torch.equal(half.cos, whole.cos) and torch.equal(half.sin, whole.sin)

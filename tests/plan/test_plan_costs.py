@@ -79,6 +79,7 @@ MODELS = {
     "gpt2, dropout": replace(GPT2, dropout=0.1),
     "gpt2, experts": replace(GPT2, moe=BALANCED),
     "llama": LLAMA,
+    "llama, half turned": replace(LLAMA, rotary_fraction=0.5),
     "qwen": replace(LLAMA, qk_norm=True, moe=BALANCED),
     "shared": replace(LLAMA, moe=SHARED),
     "some dense": replace(LLAMA, moe=SHARED, dense_layers=(0,), qkv_bias=True),

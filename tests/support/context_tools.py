@@ -14,7 +14,7 @@ LLAMA = replace(QWEN, qk_norm=False)
 MODELS = {
     "gpt2": replace(SMALL, max_seq_len=32),
     "llama": replace(LLAMA, max_seq_len=32),
-    "qwen3": replace(QWEN, max_seq_len=32),
+    "qwen3": replace(QWEN, max_seq_len=32, head_size=8, rotary_fraction=0.5),
     "moe": replace(EXPERTS, max_seq_len=32),
     "window": replace(QWEN, max_seq_len=32, sliding_window=11),
 }

@@ -266,6 +266,21 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             **{"n_group": 4, "topk_group": 2, "norm_topk_prob": True, "routed_scaling_factor": 2.5},
         },
     ),
+    "glm4_moe": (
+        "Glm4Moe",
+        {
+            **(SIZES | EXPERTS | {"n_routed_experts": 8, "n_shared_experts": 2, "first_k_dense_replace": 1}),
+            **{"n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5, "head_dim": 8},
+            **{"use_qk_norm": True, "attention_bias": True},
+        },
+    ),
+    "glm4_moe, a quarter": (
+        "Glm4Moe",
+        SIZES
+        | EXPERTS
+        | {"n_routed_experts": 4, "head_dim": 8}
+        | {"rope_parameters": YARN | {"partial_rotary_factor": 0.25, "factor": 2.0}},
+    ),
 }
 LATENT = {
     **(SIZES | {"num_key_value_heads": 4, "num_experts_per_tok": 3, "moe_intermediate_size": 8}),

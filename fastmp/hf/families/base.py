@@ -73,6 +73,8 @@ class Conversion:
         tied_weights: {parameter that files may repeat: the parameter it is tied to}.
         transposed_linears: linear layers are stored as (in, out).
         rope_base: `rope_theta` if config.json has none.
+        partial_rotary: rotary positions may turn a part of each head, `partial_rotary_factor`.
+        defaults: values of keys without a `Field`, if config.json has none.
         aux_loss: `router_aux_loss_coef` if config.json has none; None: the family has no balancing loss.
         window: sliding-window attention; None: not supported in this family.
         read_keys: keys of config.json that `read` reads, or that change nothing here.
@@ -93,6 +95,8 @@ class Conversion:
     tied_weights: Mapping[str, str] = field(default_factory=dict)
     transposed_linears: bool = False
     rope_base: float = 1e4
+    partial_rotary: bool = False
+    defaults: Mapping[str, Any] = field(default_factory=dict)
     aux_loss: float | None = 0.001
     window: SlidingWindow | None = None
     read_keys: Sequence[str] = ()

@@ -32,6 +32,7 @@ LAYER_WEIGHTS = {
     "mlp.up.weight": "mlp.gate_proj.weight mlp.up_proj.weight",
     "mlp.down.weight": "mlp.down_proj.weight",
 }
+QKV_BIAS_WEIGHTS = {"attention.qkv.bias": "self_attn.q_proj.bias self_attn.k_proj.bias self_attn.v_proj.bias"}
 QK_NORM_WEIGHTS = {
     "attention.q_norm.weight": "self_attn.q_norm.weight",
     "attention.k_norm.weight": "self_attn.k_norm.weight",
