@@ -30,7 +30,7 @@ RECIPES = pytest.mark.parametrize("recipe", [Fp8Recipe(), *full([Fp8Recipe(32)])
 def test_bytes_there_and_back(recipe, multiple):
     x = torch.randn(5, 3 * recipe.block, dtype=torch.bfloat16)
     x[2] = 0
-    rows, used = packed(x, recipe, multiple), x.shape[1] * 33 // 32
+    rows, used = packed(*quantize_rows(x, block=recipe.block), multiple), x.shape[1] * 33 // 32
     assert rows.shape == (5, -(-used // multiple) * multiple)
     want = dequantize_rows(*quantize_rows(x, block=recipe.block))
     assert torch.equal(unpacked(rows, x.shape[1], recipe, x.dtype), want)
@@ -40,6 +40,13 @@ def test_bytes_there_and_back(recipe, multiple):
 def rounded(x, recipe):
     """Return x as FP8 keeps it."""
     return dequantize_rows(*quantize_rows(x, block=recipe.block), dtype=x.dtype)
+
+
+def sent_in_fp8(x, send, receive, group, recipe):
+    """Send rows, each of a token of its own."""
+    row_of = torch.arange(len(x), dtype=torch.int32).view(-1, 1)
+    rows = quantize_rows(x.detach(), block=recipe.block)
+    return fp8_all_to_all(x, row_of, rows, send, receive, group, recipe)
 
 
 def check_all_to_all(rank, world, recipe, routings):
@@ -56,7 +63,7 @@ def check_all_to_all(rank, world, recipe, routings):
         x = scale * torch.randn(sum(send), H, generator=torch.Generator().manual_seed(1000 * number + rank))
         dtype = (torch.float32, torch.bfloat16, torch.float64)[number % 3]
         x = x.to(dtype).requires_grad_()
-        arrived = fp8_all_to_all(x, send, receive, group, recipe)
+        arrived = sent_in_fp8(x, send, receive, group, recipe)
         exact = all_to_all(x.detach(), send, receive, group, check=False)
         assert torch.equal(arrived, rounded(exact, recipe))
         once, twice = (quantize_rows(rows, block=recipe.block) for rows in (exact, arrived.detach()))
@@ -66,7 +73,7 @@ def check_all_to_all(rank, world, recipe, routings):
         arrived.backward(grad)
         assert torch.equal(x.grad, all_to_all(grad, receive, send, group, check=False))
     with count_collectives() as calls:
-        fp8_all_to_all(torch.randn(2 * world, H), [2] * world, [2] * world, group, recipe)
+        sent_in_fp8(torch.randn(2 * world, H), [2] * world, [2] * world, group, recipe)
     assert calls.sizes == [2 * world * (H + H // 32)]  # 0.52 of BF16
 
 

@@ -63,15 +63,22 @@ class AllToAllDispatcher(CountedDispatcher[AllToAllPrepared, AllToAllDispatched]
         return AllToAllPrepared(probs, row_of, row_of_received, starts, places, offsets, copy_RX)
 
     def dispatch(self, tokens: Tensor, state: AllToAllPrepared) -> tuple[Tensor, Tensor, AllToAllDispatched]:
-        rows = permute(tokens, state.row_of, state.row_of.numel())  # while the copy is on its way
+        fp8, count = self.fp8 if self.ep_group is not None else None, state.row_of.numel()
+        # sort by rank and expert, while the copy is on its way
+        if fp8 is None:
+            rows = permute(tokens, state.row_of, count)
+        else:
+            quantized = permute(tokens.detach(), state.row_of, count, quantize=True, block=fp8.block)
         numbers = self._received_counts(state.counts)  # waits for the device
         sent, received, by_etp = self._splits(numbers)
-        # all-to-all over ep, then all-gather over etp, padded to the longest of its ranks
-        rows = first_rows(rows, sum(sent))
-        if self.fp8 is None or self.ep_group is None:
-            rows = self._exchanged(rows, sent, received)
+        # all-to-all over ep
+        if fp8 is None:
+            rows = self._exchanged(first_rows(rows, sum(sent)), sent, received)
         else:
-            rows = fp8_all_to_all(rows, sent, received, self.ep_group, self.fp8, own_stream=self.own_stream)
+            q, s = (first_rows(each, sum(sent)) for each in quantized)
+            route = sent, received, self.ep_group
+            rows = fp8_all_to_all(tokens, state.row_of, (q, s), *route, fp8, own_stream=self.own_stream)
+        # all-gather over etp, padded to the longest of its ranks
         if self.etp > 1:
             rows = gather_sequence(pad_rows(rows, max(by_etp)), self.etp_group, own_stream=self.own_stream)
         # sort by expert

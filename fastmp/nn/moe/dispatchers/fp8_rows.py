@@ -17,18 +17,17 @@ from torch.autograd.function import Function, once_differentiable
 
 from fastmp.config.precision import Fp8Recipe, row_bytes
 from fastmp.distributed.collectives import all_to_all
-from fastmp.ops import dequantize_rows, quantize_rows
+from fastmp.ops import dequantize_rows, unpermute
 from fastmp.ops.core.fp8 import E4M3
 
 __all__ = ["fp8_all_to_all", "packed", "unpacked"]
 
 
-def packed(x: Tensor, recipe: Fp8Recipe, multiple: int = 1) -> Tensor:
-    """Quantise rows (M, H); return them with their scales as bytes (M, W).
+def packed(q: Tensor, s: Tensor, multiple: int = 1) -> Tensor:
+    """Join quantised rows (M, H) and their scales to bytes (M, W).
 
     W is `row_bytes(H)`, made a multiple of `multiple` by bytes that nobody reads.
     """
-    q, s = quantize_rows(x, block=recipe.block)
     width, used = q.shape[1], row_bytes(q.shape[1])
     rows = q.new_empty(len(q), -(-used // multiple) * multiple, dtype=torch.uint8)
     rows[:, :width] = q.view(torch.uint8)
@@ -44,7 +43,9 @@ def unpacked(rows: Tensor, width: int, recipe: Fp8Recipe, dtype: torch.dtype) ->
 
 
 def fp8_all_to_all(
-    x: Tensor,
+    tokens: Tensor,
+    row_of: Tensor,
+    rows: tuple[Tensor, Tensor],
     send_sizes: Sequence[int],
     receive_sizes: Sequence[int],
     group: dist.ProcessGroup,
@@ -52,33 +53,40 @@ def fp8_all_to_all(
     *,
     own_stream: bool = False,
 ) -> Tensor:
-    """Send rows (M, H) as `all_to_all` does, in FP8: 0.52 of BF16's bytes. Gradients go back as they are.
+    """Send tokens' rows in FP8, 0.52 of BF16's bytes, and return those received, dequantised.
+
+    Gradients go back in the dtype of the tokens, and are summed over the rows of each.
 
     Args:
+        tokens: (T, H).
+        row_of: (T, k), their rows, as for `permute`.
+        rows: these rows, quantised: what `permute(tokens, row_of, M, quantize=True)` returns.
         send_sizes, receive_sizes, group, own_stream: as for `all_to_all`; sizes are not checked.
-        recipe: the block divides H.
+        recipe: whose block `rows` have.
     """
-    return _Fp8AllToAll.apply(x, list(send_sizes), list(receive_sizes), group, recipe, own_stream)
+    route = list(send_sizes), list(receive_sizes), group, own_stream
+    return _Fp8AllToAll.apply(tokens, row_of, *rows, recipe, route)
 
 
 class _Fp8AllToAll(Function):
     @staticmethod
     def forward(
         ctx: Any,
-        x: Tensor,
-        send: list[int],
-        receive: list[int],
-        group: dist.ProcessGroup,
+        tokens: Tensor,
+        row_of: Tensor,
+        q: Tensor,
+        s: Tensor,
         recipe: Fp8Recipe,
-        own_stream: bool,
+        route: tuple[Any, ...],
     ) -> Tensor:
-        ctx.route = receive, send, group, own_stream
-        rows = all_to_all(packed(x, recipe), send, receive, group, check=False, own_stream=own_stream)
-        return unpacked(rows, x.shape[1], recipe, x.dtype)
+        send, receive, group, own_stream = ctx.route = route
+        ctx.save_for_backward(row_of)
+        rows = all_to_all(packed(q, s), send, receive, group, check=False, own_stream=own_stream)
+        return unpacked(rows, tokens.shape[1], recipe, tokens.dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        receive, send, group, own_stream = ctx.route
-        grad_x = all_to_all(grad.contiguous(), receive, send, group, check=False, own_stream=own_stream)
-        return grad_x, None, None, None, None, None
+        (row_of,), (send, receive, group, own_stream) = ctx.saved_tensors, ctx.route
+        grad_rows = all_to_all(grad.contiguous(), receive, send, group, check=False, own_stream=own_stream)
+        return unpermute(grad_rows, row_of), None, None, None, None, None

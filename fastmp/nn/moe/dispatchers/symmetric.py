@@ -32,7 +32,7 @@ from fastmp.distributed.streams import exchanging
 from fastmp.distributed.symmetric_memory import ExchangeViews, SymmetricExchange
 from fastmp.nn.moe.dispatchers.dispatcher import Dispatcher, DispatchState, no_compile
 from fastmp.nn.moe.dispatchers.fp8_rows import packed, unpacked
-from fastmp.ops import permutation
+from fastmp.ops import permutation, quantize_rows
 from fastmp.ops.exchange import (
     exchange_barrier,
     exchange_counts,
@@ -155,7 +155,10 @@ class _SymmetricDispatch(Function):
         ctx.save_for_backward(where, offsets)
         ctx.views, ctx.own_stream = views, own_stream
         # 1. In FP8, a row is its bytes and scales, in the first columns of a row of the buffer.
-        sent = tokens if fp8 is None else packed(tokens, fp8, _ALIGNED).view(tokens.dtype)
+        sent = tokens
+        if fp8 is not None:
+            q, s = quantize_rows(tokens, block=fp8.block)
+            sent = packed(q, s, _ALIGNED).view(tokens.dtype)
         # 2. Put each token at its rows at the experts' ranks. 3. All ranks meet. 4. Take what has arrived.
         with _stream(tokens, own_stream):
             exchange_push(sent, where, None, None, views.epochs, views.rows, views.peer_offsets)
