@@ -71,6 +71,7 @@ class AttentionSpec:
         query_size: elements of a head's query and key. value_size: of its value.
         rope_size: those of a query and key that rotary positions turn.
         kv_heads: heads of keys and values. cached: elements of a token in a cache for generation.
+        sinks: learnt logits of its softmax, which are sharded with the heads; 0: none.
     """
 
     projections: tuple[Projection, ...]
@@ -81,6 +82,7 @@ class AttentionSpec:
     rope_size: int
     kv_heads: int
     cached: int
+    sinks: int = 0
 
 
 def multi_head_attention(
@@ -93,6 +95,7 @@ def multi_head_attention(
     qk_norm: bool,
     qkv_bias: bool,
     bias: bool,
+    sinks: bool,
 ) -> AttentionSpec:
     """Return the facts of multi-head or grouped-query attention, whose first projection is fused."""
     return AttentionSpec(
@@ -113,6 +116,7 @@ def multi_head_attention(
         rope_size=rope_size,
         kv_heads=kv_heads,
         cached=2 * kv_heads * size,
+        sinks=heads if sinks else 0,
     )
 
 

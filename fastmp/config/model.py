@@ -299,6 +299,9 @@ class GPTConfig(Checked):
     )
     tie_embeddings: bool = option(True, "share the weight of the word embedding with the output layer")
     qk_norm: bool = option(False, "normalise queries and keys over each head (Qwen3)")
+    attention_sinks: bool = option(
+        False, "a learnt logit of each head in the denominator of attention's softmax (GPT-OSS)"
+    )
     sliding_window: int | None = option(
         None, "tokens of the attention window, the token itself included (Mistral); unset: full attention"
     )
@@ -348,6 +351,8 @@ class GPTConfig(Checked):
         for name in ("moe", "sliding_window"):
             if getattr(self, name) is not None:
                 yield f"{name} is for GPT: leave it out beside bert"
+        if self.attention_sinks:
+            yield "attention_sinks is for GPT: leave it out beside bert"
         if not self.tie_embeddings:
             yield "tie_embeddings must be on beside bert, whose output weight is the table of words"
 
@@ -356,7 +361,7 @@ class GPTConfig(Checked):
             yield f'latent needs position "rope", got {self.position!r}'
         if self.bert is not None:
             yield "latent is for GPT: leave it out beside bert"
-        for name in ("linear_bias", "qkv_bias", "qk_norm"):
+        for name in ("linear_bias", "qkv_bias", "qk_norm", "attention_sinks"):
             if getattr(self, name):
                 yield f"latent attention has no {name}: set it to false"
         for name, absent in (("head_size", None), ("num_kv_heads", None), ("rotary_fraction", 1.0)):
@@ -402,6 +407,7 @@ class GPTConfig(Checked):
             qk_norm=self.qk_norm,
             qkv_bias=self.has_qkv_bias,
             bias=self.linear_bias,
+            sinks=self.attention_sinks,
         )
 
     @property

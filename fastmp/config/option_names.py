@@ -186,6 +186,7 @@ SYNONYMS = {
     "--untie-embeddings-and-output-weights": "--model.no-tie-embeddings",
     "--window-size": "--model.sliding-window (one more: the token itself counts)",
     "--window-attn-skip-freq": "--model.full-attention-layers",
+    "--softmax-type": "--model.attention-sinks (for learnable)",
     "--bert-no-binary-head": "--model.bert.no-sentence-order",
     # Mixture of experts
     "--num-experts": "--model.moe.num-experts",

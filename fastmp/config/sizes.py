@@ -72,7 +72,7 @@ def pad_vocab(vocab_size: int, tp: int, multiple: int = 128) -> int:
 def layer_parameters(config: GPTConfig) -> ParameterCounts:
     """Count the parameters of one layer; with experts, where `config` describes some."""
     h, ffn, moe, attention = config.hidden_size, _dense_ffn(config), config.moe, config.attention
-    sharded = (_projections(config) + 1) * h * ffn
+    sharded = (_projections(config) + 1) * h * ffn + attention.sinks
     replicated = 2 * norm_parameters(config) + sum(size for _, size in attention.norms)
     for each in attention.projections:  # a bias after the sum over ranks is replicated
         sharded += each.elements * (each.split != "") + each.outputs * (each.bias and each.split == "columns")

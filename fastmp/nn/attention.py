@@ -47,7 +47,8 @@ class SelfAttention(CoreAttention):
     recomputed.
 
     Args:
-        config: sizes, `attention_dropout`, `sliding_window`, and the spread of the initial weights.
+        config: sizes, `attention_dropout`, `sliding_window`, `attention_sinks`, and the spread of the initial
+            weights.
         on: heads are sharded over `groups.tp`, the sequence over `groups.cp`. Attention dropout draws from
             the random stream of this TP and CP rank.
         causal: a token attends only to itself and the tokens before it.
@@ -151,7 +152,8 @@ class SelfAttention(CoreAttention):
             k_BGTD, v_BGTD = cache.append(self, k_SBG1D.squeeze(3), v_SBG1D.squeeze(3))
             if cache.positions is not None:  # the queries of a group are rows of one product with its keys
                 seen, q_BGRD = cache.seen(self.window), q_SBGRD.squeeze(0)
-                context_BGRD = attend(q_BGRD, k_BGTD, v_BGTD, causal=False, mask=seen)
+                sinks_GR = None if self.sinks is None else self.sinks.view(G, R)
+                context_BGRD = attend(q_BGRD, k_BGTD, v_BGTD, causal=False, mask=seen, sinks=sinks_GR)
                 return self.proj(context_BGRD.reshape(S, B, G * R * D))
         # All-gather keys and values over CP: (S, B, G, 2, D) -> (T, B, G, 2, D)
         if group_size(self.cp_group) > 1:
@@ -169,4 +171,5 @@ class SelfAttention(CoreAttention):
     def extra_repr(self) -> str:
         heads = self.num_kv_heads * self.queries_per_kv
         window = "" if self.window is None else f", window={self.window}"
-        return f"heads={heads}, kv_heads={self.num_kv_heads}, causal={self.causal}{window}"
+        sinks = ", sinks" if self.sinks is not None else ""
+        return f"heads={heads}, kv_heads={self.num_kv_heads}, causal={self.causal}{window}{sinks}"

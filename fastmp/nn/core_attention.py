@@ -12,25 +12,30 @@ heads of this rank, D width of a head.
 from __future__ import annotations
 
 import torch
+from torch import nn
 
 from fastmp.config import GPTConfig
 from fastmp.distributed.collectives import group_size
 from fastmp.nn.documents import Documents
 from fastmp.nn.dropout import random_stream, require_rng
+from fastmp.nn.init import normal
 from fastmp.nn.kv_cache import KeyValueCache
 from fastmp.nn.placement import Placement
 from fastmp.ops.attention import attend
+from fastmp.tensor_parallel.attributes import ParallelAttributes
 from fastmp.tensor_parallel.context import local_positions, local_slices
-from fastmp.tensor_parallel.layers import GroupModule
+from fastmp.tensor_parallel.layers import ParallelModule
 
 __all__ = ["CoreAttention"]
 
 
-class CoreAttention(GroupModule):
+class CoreAttention(ParallelModule):
     """Base of attention modules: the attention of queries to keys and values, without projections.
 
+    With `config.attention_sinks` it has a parameter `sinks` (N,), a logit for each head of this rank.
+
     Args:
-        config: `attention_dropout`, `sliding_window`.
+        config: `attention_dropout`, `sliding_window`, `attention_sinks`.
         on: heads are sharded over `groups.tp`, the sequence over `groups.cp`. Attention dropout draws from
             the random stream of this TP and CP rank.
         causal: a token attends only to itself and the tokens before it.
@@ -42,8 +47,8 @@ class CoreAttention(GroupModule):
     """
 
     def __init__(self, config: GPTConfig, on: Placement, *, causal: bool, scale: float | None = None) -> None:
-        super().__init__()
-        name, tp = type(self).__name__, group_size(on.groups.tp)
+        super().__init__(on.groups.tp)
+        name, tp = type(self).__name__, self.tp_size
         for what, heads in (("num_heads", config.num_heads), ("num_kv_heads", config.attention.kv_heads)):
             if heads % tp:
                 raise ValueError(f"{name}: {what} {heads} is not divisible by the tensor-parallel size {tp}")
@@ -55,6 +60,14 @@ class CoreAttention(GroupModule):
         self.num_heads = config.num_heads // tp
         self.window, self.cp_group = config.sliding_window, on.groups.cp
         self.dropout, self.rng, self.causal, self.scale = config.attention_dropout, on.rng, causal, scale
+        self.sinks: nn.Parameter | None = None
+        if config.attention_sinks:
+            self.sinks = nn.Parameter(torch.empty(self.num_heads, **on.tensor_options))
+            self._mark()
+            self._init_weight((config.num_heads,), normal(config), on.init, on.rng, "sinks")
+
+    def _marks(self) -> dict[str, ParallelAttributes]:
+        return {"sinks": ParallelAttributes(True, 0)}
 
     def check_given(
         self,
@@ -102,6 +115,7 @@ class CoreAttention(GroupModule):
                     window=window,
                     mask=mask,
                     documents=None if documents is None else documents.borders(part, keys),
+                    sinks=self.sinks,
                     dropout_p=dropout,
                     scale=self.scale,
                 )

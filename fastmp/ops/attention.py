@@ -15,6 +15,10 @@ sees its own document only.
     blocks     windows: blocks of queries, each with the keys in reach and a mask of one block
     documents  CPU: one call per document
     mask       sdpa with a (queries, keys) mask
+    plain      attention sinks without one of the above: matrix products over all pairs
+
+Attention sinks join the results of flash, merged, blocks and documents by their log-sum-exp, see
+`attention_lse.py`.
 
 `choose` is a pure function of an `AttentionCall`, so it answers for any machine. Kernels round their results;
 merging rounded parts has up to 1.4 times the error of one call, so on a CPU merged and blocks compute in
@@ -25,7 +29,6 @@ Shapes: B batch, N query heads, G key/value heads (G divides N), C queries, E ke
 
 from __future__ import annotations
 
-import math
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
@@ -37,6 +40,8 @@ from torch import Tensor
 from torch.nn import attention
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from fastmp.ops.attention_lse import FlashCall, flash_with_sinks, merged, plain
+from fastmp.ops.attention_masks import Borders, ages_of, document_mask
 from fastmp.ops.core.registry import can_read_values, compute_dtype, without_autocast
 
 __all__ = ["AttentionCall", "Borders", "Choice", "active_flash", "attend", "choose", "describe"]
@@ -45,23 +50,6 @@ _16_BITS = ("bfloat16", "float16")
 # Flash implementations: supported major compute capabilities, and the largest head dimension.
 _FLASH = {"FA2": (range(8, 100), 256), "FA3": ((9,), 256), "FA4": ((9, 10), 128)}
 _BLOCK = 128  # minimum queries per block of windows: smaller blocks cost more calls than they save work
-
-
-class Borders(NamedTuple):
-    """Borders of packed documents in the concatenated rows of a batch (`cu_seqlens`).
-
-    queries, keys: (n + 1,) int32, ascending from 0 to B * C and B * E. Document i has queries queries[i] to
-        queries[i + 1] - 1, which are the last of its keys. Documents may be empty: repeated entries keep the
-        shape fixed while the number of documents varies.
-    longest_queries, longest_keys: upper bounds of a document's length.
-    static: the host never reads the borders, even on a CPU, as required in a captured region.
-    """
-
-    queries: Tensor
-    keys: Tensor
-    longest_queries: int
-    longest_keys: int
-    static: bool = False
 
 
 @dataclass(frozen=True)
@@ -87,6 +75,7 @@ class AttentionCall:
     documents: bool = False
     mask: bool = False
     dropout: bool = False
+    sinks: bool = False
     capability: tuple[int, int] = (0, 0)
     flash: str = "FA2"
     cudnn_first: bool = False
@@ -110,6 +99,8 @@ def choose(call: AttentionCall) -> Choice:
     """
     unsupported = _flash_requires(call)
     square = not call.causal or call.queries == call.keys
+    if call.sinks:
+        return _choose_with_sinks(call, unsupported)
     if call.mask:
         return Choice("sdpa", "torch chooses among its kernels that take a mask")
     if call.documents:
@@ -138,6 +129,20 @@ def choose(call: AttentionCall) -> Choice:
     return Choice("mask", f"flash attention takes {unsupported}")
 
 
+def _choose_with_sinks(call: AttentionCall, unsupported: str) -> Choice:
+    if not call.mask and not unsupported:
+        return Choice("flash", f"sinks join by the log-sum-exp of {call.flash}")
+    if call.device != "cpu":
+        return Choice("plain", f"flash attention takes {unsupported or 'no mask'}, and sinks its log-sum-exp")
+    if call.documents and call.readable:
+        return Choice("documents", "a CPU knows their lengths")
+    if call.dropout or not call.flash:
+        return Choice("plain", "the CPU's flash kernel has no dropout, and sinks its log-sum-exp")
+    if call.window and not call.documents:
+        return Choice("blocks", f"flash attention takes {unsupported}")
+    return Choice("merged", "sinks join by the log-sum-exp of the CPU's flash kernel")
+
+
 def _flash_requires(call: AttentionCall) -> str:
     """Return the requirement of torch's flash operators that the call does not meet; "" if it meets all."""
     if call.device != "cuda" or not call.flash:
@@ -163,13 +168,14 @@ def attend(
     window: int | None = None,
     mask: Tensor | None = None,
     documents: Borders | None = None,
+    sinks: Tensor | None = None,
     dropout_p: float = 0.0,
     scale: float | None = None,
 ) -> Tensor:
     """Return the attention (B, N, C, D) of the last C of E tokens, by the backend of `choose`.
 
-    Query heads n * R to n * R + R - 1 share key/value head n, where R = N / G. Differentiable once in q, k
-    and v.
+    Query heads n * R to n * R + R - 1 share key/value head n, where R = N / G. Differentiable once in q, k, v
+    and sinks.
 
     Args:
         q_BNCD, k_BGED, v_BGED: queries, keys and values, of any strides: transposed views need no copy.
@@ -182,6 +188,8 @@ def attend(
         documents: tokens see their own document only. From transformers' `cu_seq_lens_q`, `cu_seq_lens_k`,
             `max_length_q` and `max_length_k`, pass `Borders(*these)` with tensors (1, heads, tokens, D). On a
             GPU the borders' values cause no host-device synchronisation.
+        sinks: (N,) logits that only count in the denominators of the heads' softmax, as in GPT-OSS; with a
+            mask also (N, C), where heads are grouped as queries.
         dropout_p: dropout probability of attention weights, drawn from torch's default generator.
         scale: factor of the scores. Default: D ** -0.5.
 
@@ -196,12 +204,32 @@ def attend(
         assert attend(q, k, v).shape == (2, 8, 16, 64)
     """
     _check(q_BNCD, k_BGED, v_BGED, causal, window, mask, documents)
+    if sinks is not None:
+        sinks = _checked_sinks(sinks, q_BNCD, mask)
     (C, D), (E, V) = q_BNCD.shape[2:], v_BGED.shape[2:]
-    if V < D and (not q_BNCD.is_cuda or C != E or window is not None or documents is not None):
-        # only torch's own choice on a GPU knows narrower values, as latent attention has
-        seen: dict[str, Any] = {"causal": causal, "window": window, "mask": mask, "documents": documents}
-        wide_BGED = F.pad(v_BGED, (0, D - V))
-        return attend(q_BNCD, k_BGED, wide_BGED, **seen, dropout_p=dropout_p, scale=scale)[..., :V]
+    special = any(option is not None for option in (window, documents, sinks))
+    narrow = V < D and (not q_BNCD.is_cuda or C != E or special)
+    if narrow:  # only torch's own choice on a GPU knows narrower values, as latent attention has
+        v_BGED = F.pad(v_BGED, (0, D - V))
+    tensors = q_BNCD, k_BGED, v_BGED
+    output = _attend(*tensors, causal, window, mask, documents, sinks, dropout_p, scale)
+    return output[..., :V] if narrow else output
+
+
+def _attend(
+    q_BNCD: Tensor,
+    k_BGED: Tensor,
+    v_BGED: Tensor,
+    causal: bool,
+    window: int | None,
+    mask: Tensor | None,
+    documents: Borders | None,
+    sinks: Tensor | None,
+    dropout_p: float,
+    scale: float | None,
+) -> Tensor:
+    """Choose a backend and call it; sinks are (N, 1) or (N, C)."""
+    C, E = q_BNCD.shape[2], k_BGED.shape[2]
     if window is not None and window >= E:
         window = None
     call = describe(
@@ -214,26 +242,35 @@ def attend(
         readable=documents is None or (can_read_values(documents.queries) and not documents.static),
         mask=mask is not None,
         dropout=dropout_p > 0.0,
+        sinks=sinks is not None,
     )
     backend, tensors = choose(call).backend, (q_BNCD, k_BGED, v_BGED)
     if backend == "flash":
-        return _flash(*tensors, causal, window, documents, dropout_p, scale)
-    if backend in ("merged", "blocks"):
-        dtype = q_BNCD.dtype
-        wide = compute_dtype(dtype) if call.device == "cpu" else dtype
-        q, k, v = (x.to(wide) for x in tensors)
-        if window is None:
-            return _Merged.apply(q, k, v, scale).to(dtype)
-        # autocast would cast the tensors back to 16 bits
-        with nullcontext() if wide == dtype else without_autocast(call.device):
-            return _blocks(q, k, v, window, dropout_p, scale).to(dtype)
+        return _flash(*tensors, causal, window, documents, sinks, dropout_p, scale)
     if backend == "documents":
         assert documents is not None
-        return _one_by_one(*tensors, documents, causal, window, dropout_p, scale)
-    if backend == "mask" and documents is not None:
-        mask = _document_mask(documents, q_BNCD.shape, E, causal, window)
-    elif backend == "mask":
-        mask = _last_causal_mask(q_BNCD.shape[2], E, q_BNCD.device)
+        return _one_by_one(*tensors, documents, causal, window, sinks, dropout_p, scale)
+    # 1. A mask, for backends that know no documents, windows or bottom-right alignment
+    if backend in ("mask", "plain", "merged") and documents is not None:
+        mask, causal = document_mask(documents, q_BNCD.shape, E, causal, window), False
+    elif backend == "mask" or (backend == "plain" and causal):
+        ages = ages_of(C, E, q_BNCD.device)
+        mask, causal = (ages >= 0) & (ages < (E if window is None else window)), False
+    # 2. Kernels of a CPU; parts to be merged are in float32 or float64
+    if backend in ("merged", "blocks"):
+        dtype, parts = q_BNCD.dtype, backend == "blocks" or (causal and C != E)
+        wide = compute_dtype(dtype) if call.device == "cpu" and parts else dtype
+        q, k, v = (x.to(wide) for x in tensors)
+        # autocast would cast the tensors back to 16 bits
+        with nullcontext() if wide == dtype else without_autocast(call.device):
+            if backend == "merged":
+                return merged(q, k, v, causal=causal, mask=mask, sinks=sinks, scale=scale).to(dtype)
+            assert window is not None
+            return _blocks(q, k, v, window, sinks, dropout_p, scale).to(dtype)
+    if backend == "plain":
+        assert sinks is not None
+        return plain(*tensors, mask=mask, sinks=sinks, dropout_p=dropout_p, scale=scale)
+    # 3. torch's own choice
     kernels: Any = nullcontext()
     if call.flash in ("FA3", "FA4") and call.dropout:  # not supported: they raise when called
         kernels = sdpa_kernel([SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
@@ -242,7 +279,7 @@ def attend(
             *tensors,
             attn_mask=mask,
             dropout_p=dropout_p,
-            is_causal=causal and mask is None and q_BNCD.shape[2] == E,
+            is_causal=causal and mask is None and C == E,
             scale=scale,
             enable_gqa=q_BNCD.shape[1] != k_BGED.shape[1],
         )
@@ -325,6 +362,16 @@ def _check(
         raise ValueError("attend: a mask says all: give causal=False, and no window or documents beside it")
 
 
+def _checked_sinks(sinks: Tensor, q: Tensor, mask: Tensor | None) -> Tensor:
+    """Return sinks as (N, 1) or (N, C)."""
+    shapes = [(q.shape[1],), *([] if mask is None else [(q.shape[1], q.shape[2])])]
+    if tuple(sinks.shape) not in shapes:
+        raise ValueError(
+            f"attend: sinks must be {shapes[-1]}, a logit for each head, got {tuple(sinks.shape)}"
+        )
+    return sinks.unsqueeze(1) if sinks.dim() == 1 else sinks
+
+
 def _flash(
     q_BNCD: Tensor,
     k_BGED: Tensor,
@@ -332,6 +379,7 @@ def _flash(
     causal: bool,
     window: int | None,
     documents: Borders | None,
+    sinks: Tensor | None,
     dropout_p: float,
     scale: float | None,
 ) -> Tensor:
@@ -342,66 +390,28 @@ def _flash(
     if documents is not None:
         q, k, v = (x.flatten(0, 1) for x in (q, k, v))
         borders = documents[:4]
-    output = torch.ops.aten._flash_attention_forward(
-        q,
-        k,
-        v,
-        *borders,
-        dropout_p,
-        causal and window is None,
-        False,
-        scale=scale,
-        window_size_left=-1 if window is None else window - 1,
-        window_size_right=0 if causal else -1,
-    )[0]
+    options = {
+        "scale": scale,
+        "window_size_left": -1 if window is None else window - 1,
+        "window_size_right": 0 if causal else -1,
+    }
+    call = FlashCall(borders, dropout_p, causal and window is None, options)
+    if sinks is None:
+        arguments = (*call.borders, call.dropout_p, call.causal, False)
+        output = torch.ops.aten._flash_attention_forward(q, k, v, *arguments, **options)[0]
+    else:
+        output = flash_with_sinks(q, k, v, sinks, call)
     return (output if documents is None else output.unflatten(0, (B, C))).transpose(1, 2)
 
 
-class _Merged(torch.autograd.Function):
-    """Attention of the last C of E > C tokens in two kernel calls: the earlier keys, then a causal square.
-
-    Forward: each call returns an output normalised over its own keys, and its log-sum-exp (LSE). The outputs
-    are averaged with weights exp(LSE - LSE of all keys). Backward: a kernel called with the merged output and
-    LSE returns its part of the full gradient.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
-        kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-        # 1. Attention over the earlier keys, and over the causal square.
-        (early, early_lse), (late, late_lse) = (
-            kernel(q, *keys_and_values, 0.0, causal, scale=scale)
-            for *keys_and_values, causal in _parts(q, k, v)
-        )
-        # 2. Merge by the log-sum-exp.
-        lse = torch.logaddexp(early_lse, late_lse)
-        weight = (early_lse - lse).exp().to(late.dtype)  # torch 2.10 traces a float32 LSE of float64
-        output = torch.lerp(late, early, weight.unsqueeze(-1))
-        ctx.scale = scale
-        ctx.save_for_backward(q, k, v, output, lse)
-        return output
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, output, lse = ctx.saved_tensors
-        kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-        early, late = (
-            kernel(grad, q, *keys_and_values, output, lse, 0.0, causal, scale=ctx.scale)
-            for *keys_and_values, causal in _parts(q, k, v)
-        )
-        keys, values = (torch.cat((early[i], late[i]), 2) for i in (1, 2))
-        return early[0] + late[0], keys, values, None
-
-
-def _parts(q: Tensor, k: Tensor, v: Tensor) -> tuple[tuple[Tensor, Tensor, bool], ...]:
-    """Return (keys, values, causal) of the earlier tokens and of the queries' own tokens."""
-    first = k.shape[2] - q.shape[2]
-    return (k[:, :, :first], v[:, :, :first], False), (k[:, :, first:], v[:, :, first:], True)
-
-
 def _blocks(
-    q_BNCD: Tensor, k_BGED: Tensor, v_BGED: Tensor, window: int, dropout_p: float, scale: float | None
+    q_BNCD: Tensor,
+    k_BGED: Tensor,
+    v_BGED: Tensor,
+    window: int,
+    sinks: Tensor | None,
+    dropout_p: float,
+    scale: float | None,
 ) -> Tensor:
     """Compute windowed attention by blocks of queries, each with the keys in reach of its queries."""
     C, E, outputs = q_BNCD.shape[2], k_BGED.shape[2], []
@@ -409,31 +419,20 @@ def _blocks(
     for first in range(0, C, size):
         last = min(first + size, C)
         begin, end = max(0, E - C + first - window + 1), E - C + last
-        ages = _ages(last - first, end - begin, q_BNCD.device)
+        ages = ages_of(last - first, end - begin, q_BNCD.device)
+        seen = (ages >= 0) & (ages < window)
+        q = q_BNCD[:, :, first:last]
+        k, v = (x[:, :, begin:end] for x in (k_BGED, v_BGED))
+        if sinks is not None:
+            outputs.append(merged(q, k, v, causal=False, mask=seen, sinks=sinks, scale=scale))
+            continue
+        grouped = q_BNCD.shape[1] != k_BGED.shape[1]
         outputs.append(
             F.scaled_dot_product_attention(
-                q_BNCD[:, :, first:last],
-                k_BGED[:, :, begin:end],
-                v_BGED[:, :, begin:end],
-                attn_mask=(ages >= 0) & (ages < window),
-                dropout_p=dropout_p,
-                scale=scale,
-                enable_gqa=q_BNCD.shape[1] != k_BGED.shape[1],
+                q, k, v, attn_mask=seen, dropout_p=dropout_p, scale=scale, enable_gqa=grouped
             )
         )
     return torch.cat(outputs, 2) if len(outputs) != 1 else outputs[0]
-
-
-def _ages(queries: int, keys: int, device: torch.device) -> Tensor:
-    """Return the distances query - key (queries, keys) in tokens, if both end at the same token."""
-    return (
-        torch.arange(keys - queries, keys, device=device)[:, None] - torch.arange(keys, device=device)[None]
-    )
-
-
-def _last_causal_mask(queries: int, keys: int, device: torch.device) -> Tensor:
-    """Return the bottom-right aligned causal mask (queries, keys)."""
-    return torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)
 
 
 def _one_by_one(
@@ -443,6 +442,7 @@ def _one_by_one(
     documents: Borders,
     causal: bool,
     window: int | None,
+    sinks: Tensor | None,
     dropout_p: float,
     scale: float | None,
 ) -> Tensor:
@@ -453,28 +453,8 @@ def _one_by_one(
     # one split, whose backward concatenates; the backward of each slice would allocate a full gradient
     parts = (x.split(of, 2) for x, of in ((q, sizes[0]), (k, sizes[1]), (v, sizes[1])))
     outputs = [
-        attend(*one, causal=causal, window=window, dropout_p=dropout_p, scale=scale)
+        _attend(one[0], one[1], one[2], causal, window, None, None, sinks, dropout_p, scale)
         for one in zip(*parts, strict=True)
         if one[0].shape[2]
     ]
     return torch.cat(outputs, 2).squeeze(0).unflatten(1, (B, C)).transpose(0, 1)
-
-
-def _document_mask(
-    documents: Borders, q_shape: torch.Size, keys: int, causal: bool, window: int | None
-) -> Tensor:
-    """Return the mask (B, 1, C, E): True for visible keys of the query's document."""
-    B, C = q_shape[0], q_shape[2]
-
-    def places(borders: Tensor, length: int) -> tuple[Tensor, Tensor]:
-        """Return each token's document and distance to the document's end, both (B, length)."""
-        index = torch.arange(B * length, device=borders.device, dtype=borders.dtype)
-        number = torch.searchsorted(borders[1:], index, right=True)
-        return number.view(B, length), (borders[number + 1] - index).view(B, length)
-
-    (q_number, q_left), (k_number, k_left) = places(documents.queries, C), places(documents.keys, keys)
-    ages = k_left[:, None, :] - q_left[:, :, None]
-    seen = q_number[:, :, None] == k_number[:, None, :]
-    if causal:
-        seen = seen & (ages >= 0) & (ages < (math.inf if window is None else window))
-    return seen.unsqueeze(1)

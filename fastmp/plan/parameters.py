@@ -184,6 +184,8 @@ def _layer(shapes: Shapes) -> Iterator[tuple[str, tuple[int, bool]]]:
 def _attention(shapes: Shapes) -> Iterator[tuple[str, tuple[int, bool]]]:
     """Yield what the attention of a layer has, as `_layer` does."""
     spec, tp, split = shapes.model.attention, shapes.grid.tp, shapes.sequence_parallel
+    if spec.sinks:
+        yield "attention.sinks", (spec.sinks // tp, False)
     for each in spec.projections:
         name, own = f"attention.{each.name}", each.elements // (tp if each.split else 1)
         yield f"{name}.weight", (own, split and not each.split)

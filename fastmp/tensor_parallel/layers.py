@@ -180,7 +180,7 @@ class ParallelModule(GroupModule):
     @torch.no_grad()
     def _init_weight(
         self,
-        full_shape: tuple[int, int],
+        full_shape: tuple[int, ...],
         init_method: InitMethod,
         init: str,
         rng: RngTracker | None,

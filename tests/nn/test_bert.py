@@ -227,6 +227,7 @@ def test_what_does_not_fit_is_refused():
         Bert(replace(PRE, bert=None))
     for wrong, message in (
         ({"sliding_window": 4}, "sliding_window is for GPT: leave it out beside bert"),
+        ({"attention_sinks": True}, "attention_sinks is for GPT: leave it out beside bert"),
         ({"tie_embeddings": False}, "tie_embeddings must be on beside bert"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -23,6 +23,7 @@ CONFIGS = {
     "rope": QWEN,
     "partly turned": replace(QWEN, head_size=8, rotary_fraction=0.5),
     "window": replace(QWEN, sliding_window=5),
+    "sinks": replace(QWEN, sliding_window=5, full_attention_layers=(1,), attention_sinks=True),
     "some windows": replace(QWEN, sliding_window=5, full_attention_layers=(1,)),
     "scaled": replace(QWEN, rope_scaling=RopeScaling(kind="yarn", factor=4.0, original_max_seq_len=8)),
     "experts": EXPERTS,

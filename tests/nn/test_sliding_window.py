@@ -10,7 +10,7 @@ from nn_tools import text
 
 from fastmp.nn import Placement, SelfAttention, flops_per_token
 from fastmp.nn.attention import attend
-from fastmp.ops.attention import _ages
+from fastmp.ops.attention_masks import ages_of
 from tools.small_models import QWEN, make_gpt
 
 WINDOWED = replace(QWEN, max_seq_len=24, sliding_window=5)
@@ -24,14 +24,14 @@ def test_a_layer_is_one_with_a_mask_of_the_window(padded, monkeypatch):
     padding_BT = torch.arange(24) >= torch.tensor([[24], [15]])
     output = layer(x_SBH, padding_BT if padded else None)[0]
     [grad] = torch.autograd.grad(output.sin().sum(), x_SBH)
-    seen = (_ages(24, 24, x_SBH.device) >= 0) & (_ages(24, 24, x_SBH.device) < 5)
+    seen = (ages_of(24, 24, x_SBH.device) >= 0) & (ages_of(24, 24, x_SBH.device) < 5)
     if padded:
         seen = seen & (~padding_BT[:, None, None, :] | torch.eye(24, dtype=torch.bool))
 
     def with_mask(q, k, v, *, dropout_p, **_):
         return attend(q, k, v, causal=False, mask=seen, dropout_p=dropout_p)
 
-    monkeypatch.setattr("fastmp.nn.attention.attend", with_mask)
+    monkeypatch.setattr("fastmp.nn.core_attention.attend", with_mask)
     expected = layer(x_SBH)[0]
     [expected_grad] = torch.autograd.grad(expected.sin().sum(), x_SBH)
     torch.testing.assert_close((output, grad), (expected, expected_grad), rtol=1e-11, atol=1e-11)
@@ -64,7 +64,7 @@ def test_a_window_needs_causality_and_a_positive_size():
 @pytest.mark.parametrize("window", (1, 7, 24, 100))
 def test_flops_count_the_pairs_of_the_window(window):
     config, whole = replace(QWEN, sliding_window=window), replace(QWEN, sliding_window=None)
-    ages = _ages(24, 24, torch.device("cpu"))
+    ages = ages_of(24, 24, torch.device("cpu"))
     hidden = int(((ages >= 0) & (ages >= window)).sum()) / 24
     of_a_key = 3 * 4 * QWEN.num_layers * QWEN.num_heads * QWEN.head_dim
     fewer = flops_per_token(whole, 24, causal=True) - flops_per_token(config, 24, causal=True)

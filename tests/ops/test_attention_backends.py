@@ -39,10 +39,15 @@ def seen_by(queries, keys, causal=True, window=None):
     return seen if window is None else seen & (key > query - window)
 
 
-def plain(q, k, v, seen, scale=None):
+def plain(q, k, v, seen, scale=None, sinks=None):
+    """The formula; sinks are a further column of scores, which has no value (as in transformers' GPT-OSS)."""
     k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
     scores = q @ k.transpose(-1, -2) * (D**-0.5 if scale is None else scale)
-    return scores.masked_fill(~seen, -math.inf).softmax(-1) @ v
+    scores = scores.masked_fill(~seen, -math.inf)
+    if sinks is None:
+        return scores.softmax(-1) @ v
+    column = sinks.view(q.shape[1], -1, 1).expand(*scores.shape[:3], 1)
+    return torch.cat((scores, column), -1).softmax(-1)[..., :-1] @ v
 
 
 def same(ours, expected, leaves):
@@ -239,6 +244,16 @@ CPU = AttentionCall("cpu", "float32", 64, 1024, 4096)
         (replace(CPU, window=True), "blocks", "CUDA tensors only"),
         (replace(CPU, documents=True), "documents", "lengths"),
         (replace(CPU, documents=True, readable=False), "mask", "CUDA tensors"),
+        (replace(GPU, sinks=True), "flash", "log-sum-exp of FA2"),
+        (replace(GPU, sinks=True, queries=4096, window=True), "flash", "log-sum-exp of FA2"),
+        (replace(GPU, sinks=True, mask=True, causal=False), "plain", "no mask"),
+        (replace(GPU, sinks=True, dtype="float32"), "plain", "16-bit dtypes only"),
+        (replace(CPU, sinks=True, queries=4096), "merged", "sinks join"),
+        (replace(CPU, sinks=True, mask=True, causal=False), "merged", "sinks join"),
+        (replace(CPU, sinks=True, window=True), "blocks", "CUDA tensors only"),
+        (replace(CPU, sinks=True, documents=True, window=True), "documents", "lengths"),
+        (replace(CPU, sinks=True, documents=True, window=True, readable=False), "merged", "sinks join"),
+        (replace(CPU, sinks=True, dropout=True), "plain", "no dropout"),
     ],
 )
 def test_the_choice_and_its_reason(call, backend, reason):
@@ -255,6 +270,10 @@ def test_what_does_not_fit_is_refused():
         (lambda: attend(q, q, q, causal=False, window=2), "positive and causal, got 2 and causal=False"),
         (lambda: attend(q, q, q, window=0), "positive and causal, got 0"),
         (lambda: attend(q, q, q, mask=torch.ones(6, 6, dtype=torch.bool)), "a mask says all"),
+        (
+            lambda: attend(q, q, q, sinks=torch.zeros(3)),
+            r"sinks must be \(4,\), .* got \(3,\)",
+        ),
     ):
         with pytest.raises(ValueError, match=f"attend: .*{match}"):
             call()

@@ -86,6 +86,7 @@ MODELS = {
     "jitter": replace(GPT2, moe=replace(SHARED, jitter=0.1)),
     "latent": replace(OF_LATENTS, moe=SHARED),
     "latent, direct queries": replace(OF_LATENTS, latent=replace(LATENT, q_rank=None)),
+    "sinks": replace(LLAMA, attention_sinks=True, linear_bias=True),
     "bert": replace(GPT2, bert=BertConfig()),
     "bert, post-norm": replace(GPT2, bert=BertConfig(post_norm=True)),
 }
@@ -315,6 +316,7 @@ LAYOUTS = {
     "latent, direct, tp, sp": (recipe(MODELS["latent, direct queries"], tp=2, sequence_parallel=True), 1),
     "latent, muon": (recipe(OF_LATENTS, tp=2, optimizer=OptimizerConfig(name="muon")), 1),
     "latent, fp8": (recipe(OF_LATENTS, tp=2, sequence_parallel=True, train=FP8), 1),
+    "sinks, tp, sp": (recipe(MODELS["sinks"], tp=2, sequence_parallel=True), 1),
     "bert, tp": (recipe(MODELS["bert"], tp=2), 1),
     "bert, tp, sp": (recipe(MODELS["bert, post-norm"], tp=2, sequence_parallel=True), 1),
     "bert, pp": (recipe(MODELS["bert"], pp=2, microbatches=2), 1),

@@ -17,6 +17,9 @@ MODELS = {
     "qwen3": replace(QWEN, max_seq_len=32, head_size=8, rotary_fraction=0.5),
     "moe": replace(EXPERTS, max_seq_len=32),
     "window": replace(QWEN, max_seq_len=32, sliding_window=11),
+    "sinks": replace(
+        QWEN, max_seq_len=32, sliding_window=11, full_attention_layers=(1,), attention_sinks=True
+    ),
 }
 
 

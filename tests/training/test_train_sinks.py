@@ -1,0 +1,101 @@
+"""Models with attention sinks: the same numbers on every layout, in graphs and with packed documents."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from graphed_trainers import run as run_graphed
+from marks import full
+from train_tools import PackedSamples
+from trainer_tools import MICRO_BATCH, check_replicas, checksums, make_groups, make_trainer, run
+
+from fastmp.config import GPTConfig, GraphConfig, MoEConfig, ParallelConfig
+from fastmp.testing.ranks import run_ranks
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+CONFIG = GPTConfig(
+    **{"num_layers": 4, "hidden_size": 64, "num_heads": 4, "num_kv_heads": 2, "vocab_size": 131},
+    **{"max_seq_len": 16, "init_std": 0.1, "norm": "rmsnorm", "activation": "swiglu"},
+    **{"ffn_hidden_size": 96, "linear_bias": True, "position": "rope", "tie_embeddings": False},
+    **{"sliding_window": 5, "full_attention_layers": (1, 3), "attention_sinks": True},
+    moe=MoEConfig(num_experts=4, expert_ffn_hidden_size=64, pre_softmax=False),
+)
+SIZES = {"global_batch_size": 2 * MICRO_BATCH}
+STEPS = 2
+LAYOUTS = {
+    "tp, sp, ep": (2, {"tp": 2, "ep": 2, "etp": 1, "sequence_parallel": True}),
+    "cp": (2, {"cp": 2}),
+    "tp": (2, {"tp": 2}),
+    "dp": (2, {}),
+    "pp, zero bubble": (2, {"pp": 2, "schedule": "zero_bubble"}),
+    "pp, vpp": (2, {"pp": 2, "vpp": 2}),
+    "ep": (2, {"ep": 2}),
+    "etp": (2, {"etp": 2}),
+    "recompute": (2, {"tp": 2, "recompute": True}),
+    "tp, cp": (4, {"tp": 2, "cp": 2}),
+    "tp, sp, cp": (4, {"tp": 2, "cp": 2, "sequence_parallel": True}),
+    "all": (8, {"tp": 2, "pp": 2, "ep": 2, "etp": 1, "sequence_parallel": True}),
+}
+QUICK = ("tp, sp, ep", "cp")
+
+
+@pytest.fixture(scope="module")
+def one_rank():
+    return run(make_trainer(config=CONFIG, **SIZES), STEPS)
+
+
+@pytest.mark.parametrize("layout", [*QUICK, *full([name for name in LAYOUTS if name not in QUICK])])
+def test_every_layout_is_one_rank(one_rank, layout):
+    """Losses, norm and every gradient to 1e-10, replicas bitwise equal."""
+    world, sizes = LAYOUTS[layout]
+    parallel = ParallelConfig(**sizes)
+
+    def rank_main(rank, world_size):
+        groups = make_groups(world_size, parallel)
+        trainer = make_trainer(groups, parallel, config=CONFIG, **SIZES)
+        return *run(trainer, STEPS), checksums(trainer)
+
+    curve, counts, grads, *_ = one_rank
+    assert any("sinks" in str(key) and value.any() for key, value in grads.items())
+    results = run_ranks(rank_main, world, timeout=120)
+    check_replicas(bits for *_, bits in results)
+    for mine, my_counts, my_grads, *_ in results:
+        torch.testing.assert_close(torch.tensor(mine), torch.tensor(curve), rtol=0, atol=1e-10)
+        assert my_counts == counts
+        for key, value in my_grads.items():
+            torch.testing.assert_close(value, grads[key], rtol=0, atol=1e-10, msg=key)
+
+
+def graphs_case(rank, world, layout, graphs):
+    groups, small = make_groups(world, layout), replace(CONFIG, num_layers=2, full_attention_layers=(1,))
+    (eager, _), (found, manager) = (run_graphed(each, groups, layout, small, 8) for each in (None, graphs))
+    assert len(eager) == len(found) and all(map(torch.equal, eager, found))
+    return manager is not None
+
+
+@pytest.mark.parametrize(
+    ("world", "sizes", "scope"),
+    [
+        (2, {"tp": 2, "ep": 2, "etp": 1, "sequence_parallel": True}, None),
+        *full([(1, {}, "full_step"), (2, {"cp": 2}, None), (2, {"pp": 2}, None)]),
+    ],
+)
+def test_graphs_are_bitwise_eager(world, sizes, scope):
+    graphs = GraphConfig(enabled=True, warmup=1, **({} if scope is None else {"scope": (scope,)}))
+    assert all(run_ranks(graphs_case, world, ParallelConfig(**sizes), graphs, timeout=120))
+
+
+def packed(groups, layout):
+    trainer = make_trainer(groups, layout, config=CONFIG, samples=PackedSamples)
+    return [trainer.train_step().loss.item(), trainer.evaluate().loss]
+
+
+@pytest.mark.parametrize("sizes", [{"cp": 2}, *full([{"tp": 2, "sequence_parallel": True}])], ids=str)
+def test_packed_documents(sizes):
+    layout = ParallelConfig(**sizes)
+    want = packed(make_groups(1, ParallelConfig()), ParallelConfig())
+    for found in run_ranks(lambda rank, world: packed(make_groups(world, layout), layout), 2, timeout=120):
+        torch.testing.assert_close(torch.tensor(found), torch.tensor(want), rtol=0, atol=1e-10)
