@@ -229,9 +229,11 @@ class RopeScaling(Checked):
         yield from self._negative("mscale_all_dim")
         if self.factor < 1.0:
             yield f"factor must be 1 or more, got {self.factor}"
-        for low, high in (("low_freq_factor", "high_freq_factor"), ("beta_slow", "beta_fast")):
-            if getattr(self, low) >= getattr(self, high):
-                yield (f"{low} must be less than {high}, got {getattr(self, low)} and {getattr(self, high)}")
+        low, high = self.low_freq_factor, self.high_freq_factor
+        if low >= high:
+            yield f"low_freq_factor must be less than high_freq_factor, got {low} and {high}"
+        if self.beta_slow > self.beta_fast:
+            yield f"beta_slow must be at most beta_fast, got {self.beta_slow} and {self.beta_fast}"
 
 
 @dataclass(frozen=True)

@@ -98,6 +98,33 @@ OTHERS = {
         "optimizer": {"lr": 2.2e-4, "warmup_steps": 2000, "weight_decay": 0.1},
         "train": {"global_batch_size": 15360},
     },
+    "kimi-k2": {  # config.json of moonshotai/Kimi-K2-Instruct, in copies; arXiv 2507.20534
+        "model": {
+            "num_layers": 61, "hidden_size": 7168, "num_heads": 64, "ffn_hidden_size": 18432,
+            "vocab_size": 163840, "max_seq_len": 4096, "layernorm_epsilon": 1e-6, "rope_base": 50000.0,
+            "activation": "swiglu", "norm": "rmsnorm", "tie_embeddings": False, "dense_layers": [0],
+        },
+        "model.latent": {
+            "kv_rank": 512, "q_rank": 1536, "nope_size": 128, "rope_size": 64, "value_size": 128,
+        },
+        "model.moe": {
+            "num_experts": 384, "top_k": 8, "expert_ffn_hidden_size": 2048, "score": "sigmoid",
+            "shared_expert_ffn_hidden_size": 2048, "routed_scale": 2.827, "normalize_topk": True,
+        },
+        "parallel": {"pp": 16, "ep": 16},
+    },
+    "glm-4.5-air": {  # config.json of zai-org/GLM-4.5-Air, in copies; arXiv 2508.06471
+        "model": {
+            "num_layers": 46, "hidden_size": 4096, "num_heads": 96, "num_kv_heads": 8, "head_size": 128,
+            "ffn_hidden_size": 10944, "vocab_size": 151552, "layernorm_epsilon": 1e-5, "qkv_bias": True,
+            "rope_base": 1000000.0, "rotary_fraction": 0.5, "activation": "swiglu", "norm": "rmsnorm",
+            "tie_embeddings": False, "dense_layers": [0],
+        },
+        "model.moe": {
+            "num_experts": 128, "top_k": 8, "expert_ffn_hidden_size": 1408, "score": "sigmoid",
+            "shared_expert_ffn_hidden_size": 1408, "normalize_topk": True,
+        },
+    },
 }  # fmt: skip
 
 

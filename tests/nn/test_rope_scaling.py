@@ -22,6 +22,7 @@ KINDS = {
     "llama3, wide": RopeScaling("llama3", factor=32.0, low_freq_factor=2.0, high_freq_factor=9.0),
     "yarn": RopeScaling("yarn", factor=16.0, original_max_seq_len=4096),
     "yarn, given": RopeScaling("yarn", factor=4.0, beta_fast=20.0, truncate=False, attention_factor=1.25),
+    "yarn, kimi": RopeScaling("yarn", factor=32.0, original_max_seq_len=4096, beta_fast=1.0),
     "yarn, short": RopeScaling("yarn", factor=2.0, original_max_seq_len=32),
 }
 
@@ -76,6 +77,7 @@ def test_tables_have_the_factor_and_a_cast_keeps_them_wide():
     (
         ({"kind": "dynamic"}, "kind must be one of linear, llama3, yarn, got 'dynamic'"),
         ({"factor": 0.5}, "factor must be 1 or more, got 0.5"),
+        ({"beta_fast": 0.5}, "beta_slow must be at most beta_fast, got 1.0 and 0.5"),
         ({"high_freq_factor": 1.0}, "low_freq_factor must be less than high_freq_factor, got 1.0 and 1.0"),
     ),
 )

@@ -182,10 +182,12 @@ def test_ranks_of_a_pipeline_that_hold_the_same_share_a_line(capsys, tmp_path):
         ("mixtral-8x7b", 46_702_792_704, 12_879_925_248),
         ("qwen3-30b-a3b", 30_532_122_624, 3_353_032_704),
         ("deepseek-v3", 671_026_404_352, 37_552_282_624),
+        ("kimi-k2", 1_026_408_209_408, 32_861_477_888),
+        ("glm-4.5-air", 106_852_245_504, 13_424_123_904),
     ],
 )
 def test_sizes_of_known_models(capsys, name, parameters, active):
-    size = "2048" if name == "deepseek-v3" else "64"
+    size = "2048" if name in ("deepseek-v3", "kimi-k2") else "64"
     facts = json.loads(run(capsys, "recipe", str(CONFIGS / f"{name}.toml"), "--world-size", size, "--json"))
     assert (facts["parameters"], facts["active_parameters"]) == (parameters, active)
     recipe, tokens = load_recipe(CONFIGS / f"{name}.toml"), facts["tokens_per_step"]
@@ -194,7 +196,8 @@ def test_sizes_of_known_models(capsys, name, parameters, active):
     # hidden unit of the heads' keys and values for attention, of which a causal one sees half.
     norms = (2 * model.num_layers + 1) * model.hidden_size
     norms += model.num_layers * sum(width for _, width in model.attention.norms)
-    products = active - model.vocab_size * model.hidden_size - norms
+    biases = model.num_layers * sum(each.outputs for each in model.attention.projections if each.bias)
+    products = active - model.vocab_size * model.hidden_size - norms - biases
     widths = model.attention.query_size + model.attention.value_size
     attention = 6 * model.num_layers * model.num_heads * widths * keys
     assert facts["model_flops"] == pytest.approx(tokens * (6 * products + attention), rel=1e-12)

@@ -294,6 +294,12 @@ MODELS |= {
         "DeepseekV3",
         (LATENT | GROUPS | {"rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}}),
     ),
+    "deepseek_v3, kimi": (  # one group of experts; YaRN between two equal numbers of rotations
+        "DeepseekV3",
+        LATENT
+        | {"n_group": 1, "topk_group": 1, "routed_scaling_factor": 2.827}
+        | {"rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0, "beta_fast": 1.0}},
+    ),
     "deepseek_v3, halves": ("DeepseekV3", LATENT | GROUPS | {"rope_interleave": False, "q_lora_rank": None}),
     "deepseek_v2": (
         "DeepseekV2",

@@ -13,6 +13,7 @@ from fastmp.hf.families import (
     glm4_moe,
     gpt2,
     gpt_oss,
+    kimi_k2,
     llama,
     mistral,
     mixtral,
@@ -37,6 +38,7 @@ _MODULES = (
     gpt_oss,
     deepseek_v2,
     deepseek_v3,
+    kimi_k2,
     bert,
 )
 FAMILIES: dict[str, Family] = {module.FAMILY.model_type: module.FAMILY for module in _MODULES}

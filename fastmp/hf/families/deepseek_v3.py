@@ -17,27 +17,29 @@ _ATTENTION_PLAN: TPTable = {
     **dict.fromkeys(("q_a_proj", "q_a_layernorm", "kv_a_proj_with_mqa", "kv_a_layernorm")),
 }
 
+CONVERSION = deepseek_like.conversion(
+    "DeepseekV3ForCausalLM",
+    fields={
+        "rope_interleave": Field("rope_interleaved", True),
+        "norm_topk_prob": Field("moe.normalize_topk", True),
+        "routed_scaling_factor": Field("moe.routed_scale", 2.5),
+        "n_group": Field("moe.num_groups", 8),
+        "topk_group": Field("moe.group_topk", 4),
+    },
+    moe={"score": "sigmoid", "expert_bias": True},
+    supported={
+        "attention_bias": (False,),
+        "scoring_func": ("sigmoid",),
+        "topk_method": ("noaux_tc",),
+        "moe_layer_freq": (1,),
+    },
+    read_keys=("auto_map",),
+    read=deepseek_like.read,
+    write=deepseek_like.write,
+)
 FAMILY = Family(
     "deepseek_v3",
-    deepseek_like.conversion(
-        "DeepseekV3ForCausalLM",
-        fields={
-            "rope_interleave": Field("rope_interleaved", True),
-            "norm_topk_prob": Field("moe.normalize_topk", True),
-            "routed_scaling_factor": Field("moe.routed_scale", 2.5),
-            "n_group": Field("moe.num_groups", 8),
-            "topk_group": Field("moe.group_topk", 4),
-        },
-        moe={"score": "sigmoid", "expert_bias": True},
-        supported={
-            "attention_bias": (False,),
-            "scoring_func": ("sigmoid",),
-            "topk_method": ("noaux_tc",),
-            "moe_layer_freq": (1,),
-        },
-        read=deepseek_like.read,
-        write=deepseek_like.write,
-    ),
+    CONVERSION,
     Acceleration(
         llama_like.dense(
             "DeepseekV3", CausalLMWithRouters, Attention=LatentAttention, TopkRouter=GroupedRouter
