@@ -76,8 +76,10 @@ class AllToAllDispatcher(CountedDispatcher[AllToAllPrepared, AllToAllDispatched]
             rows = self._exchanged(first_rows(rows, sum(sent)), sent, received)
         else:
             q, s = (first_rows(each, sum(sent)) for each in quantized)
-            route = sent, received, self.ep_group
-            rows = fp8_all_to_all(tokens, state.row_of, (q, s), *route, fp8, own_stream=self.own_stream)
+            assert self.ep_group is not None
+            rows = fp8_all_to_all(
+                tokens, state.row_of, (q, s), sent, received, self.ep_group, fp8, own_stream=self.own_stream
+            )
         # all-gather over etp, padded to the longest of its ranks
         if self.etp > 1:
             rows = gather_sequence(pad_rows(rows, max(by_etp)), self.etp_group, own_stream=self.own_stream)
