@@ -38,6 +38,8 @@ class MoEConfig(Checked):
     num_experts: int = option(8, "routed experts of a layer")
     top_k: int = option(2, "experts a token is routed to [router top-k]")
     expert_ffn_hidden_size: int = option(512, "FFN hidden size of an expert")
+    linear_bias: bool = option(False, "add biases to both linear layers of every routed expert (GPT-OSS)")
+    router_bias: bool = option(False, "add a learnt bias to the router logits (GPT-OSS)")
     score: str = option(
         "softmax", "function from router logits to scores [router score function]", ("softmax", "sigmoid")
     )
@@ -135,6 +137,8 @@ class MoEConfig(Checked):
                     f"symmetric_capacity is for dispatcher {names}, got {self.symmetric_capacity} beside "
                     f"{self.dispatcher!r}"
                 )
+        if self.linear_bias and self.activation_stash and DISPATCHERS[self.dispatcher].symmetric_memory:
+            yield "the activation stash has no biases of experts: set activation_stash 0 beside linear_bias"
         if self.symmetric_overflow == "rerun" and self.symmetric_capacity is None:
             yield 'symmetric_overflow "rerun" needs a symmetric_capacity; without one all tokens fit'
         if self.activation_stash and self.activation_stash < 1.0:
@@ -295,7 +299,7 @@ class GPTConfig(Checked):
         "activation of the MLP and of experts",
         ACTIVATIONS,
     )
-    linear_bias: bool = option(True, "add biases to all linear layers")
+    linear_bias: bool = option(True, "add biases to all linear layers but those of routed experts")
     qkv_bias: bool | None = option(
         None, "add a bias to the projection of queries, keys and values (Qwen2); unset: as linear_bias"
     )

@@ -77,13 +77,16 @@ def layer_parameters(config: GPTConfig) -> ParameterCounts:
     for each in attention.projections:  # a bias after the sum over ranks is replicated
         sharded += each.elements * (each.split != "") + each.outputs * (each.bias and each.split == "columns")
         replicated += each.elements * (each.split == "") + each.outputs * (each.bias and each.split == "rows")
-    if config.linear_bias:  # experts have none
+    if config.linear_bias:
         sharded += _projections(config) * ffn
         replicated += h if ffn else 0
     experts = chosen = 0
     if moe is not None:
-        replicated += _router(config)
-        experts, chosen = (_experts(config, number) for number in (moe.num_experts, moe.top_k))
+        replicated += _router(config) + moe.num_experts * moe.router_bias
+        biases = (_projections(config) * moe.expert_ffn_hidden_size + h) * moe.linear_bias
+        experts, chosen = (
+            _experts(config, number) + number * biases for number in (moe.num_experts, moe.top_k)
+        )
     return ParameterCounts(sharded, replicated, experts, chosen)
 
 

@@ -95,13 +95,25 @@ class ActivationSpec:
         experts applies in its epilogue; None: `op` runs after the GEMM.
     num_gates: 1 for a gated linear unit, whose first projection makes [gate | up] and which returns
         form(gate) * up; 0 for form(up).
+    interleaved: the first projection makes gate and up in turns, column 2i and 2i + 1; otherwise [gate | up].
     """
 
     name: str
     op: str | Callable[..., Any]
     form: str | None = None
     num_gates: int = 0
+    interleaved: bool = False
     help: str = ""
+
+    @property
+    def num_blocks(self) -> int:
+        """Number of blocks of the first projection that ranks split one by one: 2 for [gate | up]."""
+        return 1 if self.interleaved else self.num_projections
+
+    @property
+    def fused_rows(self) -> tuple[int, ...]:
+        """Rows of each matrix in a group of fused ones, as in `ParallelAttributes`."""
+        return (1, 1) if self.interleaved else ()
 
     @property
     def num_projections(self) -> int:
@@ -180,6 +192,13 @@ ACTIVATIONS: Registry[ActivationSpec] = Registry(
     ActivationSpec("swiglu", _OPS + "swiglu", "silu", num_gates=1, help="gated SiLU, as in Llama"),
     ActivationSpec("geglu", _OPS + "geglu", "gelu_tanh", num_gates=1, help="gated, tanh form, as in Gemma"),
     ActivationSpec("geglu_erf", _OPS + "geglu_erf", "gelu", num_gates=1, help="gated, exact"),
+    ActivationSpec(
+        "clamped_swiglu",
+        _OPS + "clamped_swiglu",
+        num_gates=1,
+        interleaved=True,
+        help="clamped at 7, as in GPT-OSS, gate and up in turns",
+    ),
 )
 
 NORMS: Registry[NormSpec] = Registry(

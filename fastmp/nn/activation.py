@@ -10,11 +10,13 @@ from torch import Tensor
 from fastmp.config import ACTIVATIONS
 from fastmp.config.specs import load
 from fastmp.ops import bias_gelu, swiglu
+from fastmp.ops import clamped_swiglu as clamped_swiglu_op
 from fastmp.ops import geglu as geglu_op
 
 __all__ = [
     "ActivationFunction",
     "activation_function",
+    "clamped_swiglu",
     "geglu",
     "geglu_erf",
     "gelu",
@@ -33,6 +35,11 @@ gelu = partial(bias_gelu, approximate="none")
 gelu_tanh = partial(bias_gelu, approximate="tanh")
 geglu = partial(geglu_op, approximate="tanh")
 geglu_erf = partial(geglu_op, approximate="none")
+
+
+def clamped_swiglu(x: Tensor, *, bias: Tensor | None = None) -> Tensor:
+    """Return the clamped SwiGLU of x + bias, with GPT-OSS's slope and limit; gate and up are interleaved."""
+    return clamped_swiglu_op(x if bias is None else x + bias)
 
 
 def activation_function(name: str) -> ActivationFunction:

@@ -44,11 +44,12 @@ class MLP(nn.Module):
             )
         options = {"bias": config.linear_bias, "skip_bias_add": True, **on.linear_options}
         self.activate = activation_function(config.activation)
-        projections = ACTIVATIONS[config.activation].num_projections
+        spec = ACTIVATIONS[config.activation]
         self.up = ColumnParallelLinear(
             config.hidden_size,
-            projections * config.ffn_size,
-            stride=projections,
+            spec.num_projections * config.ffn_size,
+            stride=spec.num_blocks,
+            fused_rows=spec.fused_rows,
             gather_output=False,
             init_method=normal(config),
             **options,

@@ -317,6 +317,11 @@ def _fp8_problems(recipe: Recipe) -> Iterator[Problem]:
                 f"experts in FP8 have no activation stash: expected activation_stash 0, got "
                 f"{moe.activation_stash}",
             )
+        if moe.linear_bias:
+            yield Problem(
+                ("model.moe.linear_bias", "train.precision"),
+                "experts in FP8 have no biases: expected linear_bias false, got true",
+            )
         sizes[f"expert_ffn_hidden_size / etp {etp} ="] = moe.expert_ffn_hidden_size // etp
         if moe.shared_expert_ffn_hidden_size:
             shared = moe.shared_expert_ffn_hidden_size // layout.tp

@@ -169,11 +169,20 @@ def _layer(shapes: Shapes) -> Iterator[tuple[str, tuple[int, bool]]]:
     mlp = "mlp" if moe is None else "moe.shared_experts.mlp"
     if moe is not None:
         yield "moe.router.weight", (moe.num_experts * h, True)
+        if moe.router_bias:
+            yield "moe.router.bias", (moe.num_experts, True)
         each = moe.num_experts * h * moe.expert_ffn_hidden_size // (shapes.grid.ep * shapes.grid.etp)
         yield from (
             ("moe.experts.fc1", (each * shapes.projections, False)),
             ("moe.experts.fc2", (each, False)),
         )
+        if moe.linear_bias:
+            held, etp = moe.num_experts // shapes.grid.ep, shapes.grid.etp
+            columns = shapes.projections * moe.expert_ffn_hidden_size // etp
+            yield from (
+                ("moe.experts.fc1_bias", (held * columns, False)),
+                ("moe.experts.fc2_bias", (held * h, False)),
+            )
         if moe.shared_expert_gate:
             yield "moe.shared_experts.gate", (h, split)
     if ffn:

@@ -1,8 +1,9 @@
-"""Models with attention sinks: the same numbers on every layout, in graphs and with packed documents."""
+"""Models as GPT-OSS, with sinks and biases of experts: the same numbers on every layout and in graphs."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,17 +13,25 @@ from train_tools import PackedSamples
 from trainer_tools import MICRO_BATCH, check_replicas, checksums, make_groups, make_trainer, run
 
 from fastmp.config import GPTConfig, GraphConfig, MoEConfig, ParallelConfig
+from fastmp.config.precision import Fp8Recipe
+from fastmp.config.recipe import load_recipe
+from fastmp.nn.moe.experts import GroupedExperts
+from fastmp.plan.layout import check_layout
 from fastmp.testing.ranks import run_ranks
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 CONFIG = GPTConfig(
     **{"num_layers": 4, "hidden_size": 64, "num_heads": 4, "num_kv_heads": 2, "vocab_size": 131},
-    **{"max_seq_len": 16, "init_std": 0.1, "norm": "rmsnorm", "activation": "swiglu"},
+    **{"max_seq_len": 16, "init_std": 0.1, "norm": "rmsnorm", "activation": "clamped_swiglu"},
     **{"ffn_hidden_size": 96, "linear_bias": True, "position": "rope", "tie_embeddings": False},
     **{"sliding_window": 5, "full_attention_layers": (1, 3), "attention_sinks": True},
-    moe=MoEConfig(num_experts=4, expert_ffn_hidden_size=64, pre_softmax=False),
+    moe=MoEConfig(
+        **{"num_experts": 4, "expert_ffn_hidden_size": 64, "pre_softmax": False, "aux_loss": 0.01},
+        **{"linear_bias": True, "router_bias": True},
+    ),
 )
+CONFIGS = Path(__file__).parents[2] / "configs"
 SIZES = {"global_batch_size": 2 * MICRO_BATCH}
 STEPS = 2
 LAYOUTS = {
@@ -59,7 +68,8 @@ def test_every_layout_is_one_rank(one_rank, layout):
         return *run(trainer, STEPS), checksums(trainer)
 
     curve, counts, grads, *_ = one_rank
-    assert any("sinks" in str(key) and value.any() for key, value in grads.items())
+    for name in ("attention.sinks", "router.bias", "fc1_bias", "fc2_bias"):
+        assert any(name in str(key) and value.any() for key, value in grads.items())
     results = run_ranks(rank_main, world, timeout=120)
     check_replicas(bits for *_, bits in results)
     for mine, my_counts, my_grads, *_ in results:
@@ -99,3 +109,14 @@ def test_packed_documents(sizes):
     want = packed(make_groups(1, ParallelConfig()), ParallelConfig())
     for found in run_ranks(lambda rank, world: packed(make_groups(world, layout), layout), 2, timeout=120):
         torch.testing.assert_close(torch.tensor(found), torch.tensor(want), rtol=0, atol=1e-10)
+
+
+def test_what_takes_no_biases_of_experts_says_so():
+    with pytest.raises(ValueError, match="set activation_stash 0 beside linear_bias"):
+        replace(CONFIG.moe, dispatcher="symmetric")
+    with pytest.raises(ValueError, match=r"no FP8 GEMM of experts has a bias; set moe\.linear_bias"):
+        GroupedExperts(CONFIG).use_fp8(Fp8Recipe(32))
+    recipe = load_recipe(CONFIGS / "gpt-oss-20b.toml")
+    recipe = replace(recipe, train=replace(recipe.train, precision="fp8", fp8_block=32))
+    with pytest.raises(ValueError, match="experts in FP8 have no biases: expected linear_bias false"):
+        check_layout(recipe, 32)

@@ -1,8 +1,7 @@
 """Experts: many small MLPs as two grouped GEMMs, and the shared expert of all tokens.
 
 An expert-parallel rank holds E / EP consecutive experts. Expert tensor parallelism shards each of them as an
-MLP: the first GEMM by columns, the second by rows, so outputs are partial sums over the ETP ranks. Experts
-have no biases.
+MLP: the first GEMM by columns, the second by rows, so outputs are partial sums over the ETP ranks.
 
 M rows sorted by expert, L experts of this rank, H hidden, F hidden units of an expert on this rank.
 """
@@ -11,9 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.autograd.function import Function, once_differentiable
 
 from fastmp.config import ACTIVATIONS, GPTConfig
 from fastmp.config.precision import Fp8Recipe
@@ -39,7 +40,9 @@ class GroupedExperts(ParallelModule):
 
     Parameters: `fc1` (L, F, H), or (L, 2F, H) = [gate | up] with a gated activation; `fc2` (L, H, F). Both
         are marked
-    `expert_parallel`: dim 0 is sharded over the EP ranks, `partition_dim` over the ETP ranks.
+    `expert_parallel`: dim 0 is sharded over the EP ranks, `partition_dim` over the ETP ranks. With
+        `moe.linear_bias` also `fc1_bias` (L, F) or (L, 2F), and `fc2_bias` (L, H), which ETP ranks share: the
+        first adds it.
 
     Args:
         config: sizes, activation, the `moe` table, and the spread of the initial weights.
@@ -80,6 +83,12 @@ class GroupedExperts(ParallelModule):
         L, H, F = self.num_local_experts, config.hidden_size, moe.expert_ffn_hidden_size // self.tp_size
         self.fc1 = nn.Parameter(torch.empty(L, self.spec.num_projections * F, H, **on.tensor_options))
         self.fc2 = nn.Parameter(torch.empty(L, H, F, **on.tensor_options))
+        self.fc1_bias: nn.Parameter | None = None
+        self.fc2_bias: nn.Parameter | None = None
+        if moe.linear_bias:
+            sizes = (L, self.spec.num_projections * F), (L, H)
+            biases = (nn.Parameter(torch.zeros(size, **on.tensor_options)) for size in sizes)
+            self.fc1_bias, self.fc2_bias = biases
         self._mark()
         self._init({"fc1": normal(config), "fc2": residual_normal(config)}, whole=on.init == "full")
         self.fp8: dict[str, QuantizedWeight] = {}
@@ -90,17 +99,24 @@ class GroupedExperts(ParallelModule):
         """Multiply in FP8 from now on, see `fastmp.nn.moe.fp8_experts`.
 
         Raises:
-            ValueError: the block does not divide H or F.
+            ValueError: the block does not divide H or F, or experts have biases.
         """
+        if self.fc1_bias is not None:
+            raise ValueError(
+                "GroupedExperts: no FP8 GEMM of experts has a bias; set moe.linear_bias to false"
+            )
         _, hidden, ffn = self.fc2.shape
         if wrong := recipe.misfit({"hidden_size": hidden, "expert_ffn_hidden_size": ffn}):
             raise ValueError(f"GroupedExperts: {wrong} of this rank's experts; change the sizes or block")
         self.fp8 = quantized(self, recipe, "fc1", "fc2")
 
     def _marks(self) -> dict[str, ParallelAttributes]:
+        columns = ParallelAttributes(True, 1, self.spec.num_blocks, expert_parallel=True)
         return {
-            "fc1": ParallelAttributes(True, 1, self.spec.num_projections, expert_parallel=True),
+            "fc1": columns._replace(fused_rows=self.spec.fused_rows),
             "fc2": ParallelAttributes(True, 2, 1, expert_parallel=True),
+            "fc1_bias": columns,
+            "fc2_bias": ParallelAttributes(expert_parallel=True),
         }
 
     def _is_shard(self, marks: ParallelAttributes) -> bool:
@@ -145,14 +161,23 @@ class GroupedExperts(ParallelModule):
             return fp8_experts(rows_MH, offsets_L, weights, copies, self.activate, self.spec)
         # grouped GEMM with the activation in its epilogue: (M, H) -> (M, F)
         if self.spec.form is None:  # no grouped GEMM has this activation in its epilogue
-            ffn_MF = self.activate(grouped_mm(rows_MH, self.fc1, offsets_L, sizes=sizes))
+            ffn_MF = self.activate(grouped_mm(rows_MH, self.fc1, offsets_L, bias=self.fc1_bias, sizes=sizes))
         else:
             gated = self.spec.num_gates > 0
             ffn_MF = grouped_mlp_in(
-                rows_MH, self.fc1, offsets_L, form=self.spec.form, gated=gated, sizes=sizes
+                rows_MH,
+                self.fc1,
+                offsets_L,
+                form=self.spec.form,
+                gated=gated,
+                bias=self.fc1_bias,
+                sizes=sizes,
             )
         # grouped GEMM: (M, F) -> (M, H)
-        return grouped_mm(ffn_MF, self.fc2, offsets_L, sizes=sizes)
+        bias = self.fc2_bias
+        if bias is not None and self.tp_size > 1:
+            bias = _OnFirst.apply(bias, self.tp_rank)
+        return grouped_mm(ffn_MF, self.fc2, offsets_L, bias=bias, sizes=sizes)
 
     def extra_repr(self) -> str:
         last = self.first_expert + self.num_local_experts - 1
@@ -160,6 +185,22 @@ class GroupedExperts(ParallelModule):
             f"experts {self.first_expert} to {last} of {self.num_experts}, fc1={tuple(self.fc1.shape)}, "
             f"activation={self.activation}, etp_rank={self.tp_rank}, etp_size={self.tp_size}"
         )
+
+
+class _OnFirst(Function):
+    """A bias on the first rank of a group and zeros on the others, whose outputs are summed.
+
+    All ranks have the gradients of the whole sum, so each has the whole gradient of the bias.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, bias: Tensor, rank: int) -> Tensor:
+        return bias.view_as(bias) if rank == 0 else torch.zeros_like(bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
 
 
 class SharedExperts(ParallelModule):

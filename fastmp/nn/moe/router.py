@@ -72,8 +72,9 @@ def moe_config(owner: str, config: GPTConfig) -> MoEConfig:
 class Router(ParallelModule):
     """The gate that chooses `config.moe.top_k` experts for each token of this rank.
 
-    The weight (E, H) is replicated, but sees only this rank's tokens: its gradient is partial on each
-    tensor-parallel rank, and it is marked `sequence_parallel`. Logits are float32 (float64 for float64
+    The weight (E, H), and with `moe.router_bias` a bias (E,) of the logits, are replicated, but see only this
+    rank's tokens: gradients are partial on each tensor-parallel rank, and they are marked
+    `sequence_parallel`. Logits are float32 (float64 for float64
     tokens).
 
     Args:
@@ -101,13 +102,16 @@ class Router(ParallelModule):
             )
         size = (self.moe.num_experts, config.hidden_size)
         self.weight = nn.Parameter(torch.empty(size, **on.tensor_options))
+        self.bias: nn.Parameter | None = None
+        if self.moe.router_bias:
+            self.bias = nn.Parameter(torch.zeros(size[0], **on.tensor_options))
         self._mark()
         bias = torch.zeros(size[0], device=on.device, dtype=_wide(self.weight.dtype))
         self.register_buffer("expert_bias", bias if self.moe.expert_bias else None)
         self._init_weight(size, normal(config), "full", None)
 
     def _marks(self) -> dict[str, ParallelAttributes]:
-        return {"weight": ParallelAttributes(sequence_parallel=True)}
+        return dict.fromkeys(("weight", "bias"), ParallelAttributes(sequence_parallel=True))
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Router:
         before = self.expert_bias
@@ -131,6 +135,8 @@ class Router(ParallelModule):
         moe = self.moe
         # logits (S, B, E), or (T, E) where no loss needs sequences
         logits = router_logits(self._jittered(tokens_SBH), self.weight)
+        if self.bias is not None:
+            logits = logits + self.bias.to(logits.dtype)
         if moe.sequence_aux_loss == 0.0:
             logits = logits.flatten(0, 1)
         # scores, top-k and counts in one op: indices and probabilities (T, k)
