@@ -209,15 +209,13 @@ def _window(
 
 def _window_keys(window: SlidingWindow, config: GPTConfig) -> dict[str, Any]:
     """Return the keys of config.json that select sliding-window layers."""
-    if not window.opt_in:
-        return {"sliding_window": config.sliding_window}
-    if config.sliding_window is None:
-        return {}
-    found: dict[str, Any] = {
-        "use_sliding_window": True,
-        "sliding_window": config.sliding_window,
-        "max_window_layers": len(config.full_attention_layers),
-    }
+    found: dict[str, Any] = {"sliding_window": config.sliding_window}
+    if window.per_layer and not window.opt_in:  # transformers asks for a size also where no layer has it
+        found = {"sliding_window": config.sliding_window or config.max_seq_len}
+    if window.opt_in:
+        if config.sliding_window is None:
+            return {}
+        found |= {"use_sliding_window": True, "max_window_layers": len(config.full_attention_layers)}
     if window.per_layer:
         found["layer_types"] = [_ATTENTION[layer.sliding_window is not None] for layer in config.layers]
     return found

@@ -61,7 +61,7 @@ class NameMapping(NamedTuple):
         shape: of their tensor.
         theirs: the chunk in their tensor.
         squeezed: their tensor lacks our first dimension, experts.
-        transposed: their tensor has (columns, rows).
+        transposed: their tensor has (columns, rows), behind a dimension of experts if there is one.
     """
 
     ours: TensorChunk
@@ -74,15 +74,20 @@ class NameMapping(NamedTuple):
     def view(self, ours: Tensor) -> Tensor:
         """Return a tensor with the sizes of our chunk in the layout of theirs."""
         ours = ours.squeeze(0) if self.squeezed else ours
-        return ours.t() if self.transposed else ours
+        return ours.transpose(-1, -2) if self.transposed else ours
 
     def inside(self, chunk: TensorChunk) -> TensorChunk:
         """Return the chunk in their tensor of `chunk`, which is relative to our chunk."""
         first = 1 if self.squeezed else 0
         offsets, sizes = chunk.offsets[first:], chunk.sizes[first:]
         if self.transposed:
-            offsets, sizes = offsets[::-1], sizes[::-1]
+            offsets, sizes = _swapped(offsets), _swapped(sizes)
         return TensorChunk(tuple(a + b for a, b in zip(self.theirs.offsets, offsets)), sizes)
+
+
+def _swapped(sizes: Shape) -> Shape:
+    """Return sizes with the last two exchanged."""
+    return (*sizes[:-2], *sizes[:-3:-1])
 
 
 def own_tensors(config: GPTConfig) -> dict[str, Shape]:
@@ -121,6 +126,7 @@ def name_mappings(
         raise ValueError(f"{model_type} has no parameter for {name}")
     names = [prefix + each for each in found.split()]
     transposed = family.transposed_linears and bool(number) and len(shape) == 2
+    transposed |= family.transposed_experts and len(shape) == 3
     if own.startswith("attention.qkv."):
         yield from _attention(config, names, shape, transposed)
     elif "{e}" in found:
@@ -134,7 +140,7 @@ def name_mappings(
         rows = shape[0] // len(names)
         for i, each in enumerate(names):
             chunk = TensorChunk((i * rows, *(0,) * (len(shape) - 1)), (rows, *shape[1:]))
-            their = chunk.sizes[::-1] if transposed else chunk.sizes
+            their = _swapped(chunk.sizes) if transposed else chunk.sizes
             yield NameMapping(chunk, each, their, full_chunk(their), transposed=transposed)
 
 
@@ -398,7 +404,7 @@ def _read(reader: CheckpointReader, spec: NamedTensorSpec, sources: _Sources) ->
     of_ours: dict[str, list[tuple[Shape, Tensor]]] = {}
     for name, mapping in sources:
         view = out[tuple(slice(at, at + size) for at, size in zip(*mapping.theirs))]
-        view = view.t() if mapping.transposed else view
+        view = view.transpose(-1, -2) if mapping.transposed else view
         of_ours.setdefault(name, []).append(
             (mapping.ours.offsets, view.unsqueeze(0) if mapping.squeezed else view)
         )

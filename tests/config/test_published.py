@@ -125,6 +125,22 @@ OTHERS = {
             "shared_expert_ffn_hidden_size": 1408, "normalize_topk": True,
         },
     },
+    "gpt-oss-20b": {  # config.json of openai/gpt-oss-20b, in copies; arXiv 2508.10925
+        "model": {
+            "num_layers": 24, "hidden_size": 2880, "num_heads": 64, "num_kv_heads": 8, "head_size": 64,
+            "vocab_size": 201088, "max_seq_len": 131072, "layernorm_epsilon": 1e-5, "linear_bias": True,
+            "rope_base": 150000.0, "activation": "clamped_swiglu", "norm": "rmsnorm", "sliding_window": 128,
+            "tie_embeddings": False, "attention_sinks": True, "full_attention_layers": list(range(1, 24, 2)),
+        },
+        "model.rope_scaling": {
+            "kind": "yarn", "factor": 32.0, "original_max_seq_len": 4096, "beta_fast": 32.0, "beta_slow": 1.0,
+            "truncate": False,
+        },
+        "model.moe": {
+            "num_experts": 32, "top_k": 4, "expert_ffn_hidden_size": 2880, "pre_softmax": False,
+            "linear_bias": True, "router_bias": True,
+        },
+    },
 }  # fmt: skip
 
 

@@ -96,6 +96,12 @@ CONFIGS["qwen3_moe"] = replace(
     CONFIGS["llama"],
     **{"qk_norm": True, "dense_layers": (0,), "moe": MoEConfig(num_experts=4, aux_loss=0.03)},
 )
+CONFIGS["gpt_oss"] = replace(
+    CONFIGS["llama"],
+    **{"activation": "clamped_swiglu", "linear_bias": True, "attention_sinks": True},
+    **{"sliding_window": 5, "full_attention_layers": (1,)},
+    moe=MoEConfig(num_experts=4, pre_softmax=False, linear_bias=True, router_bias=True, aux_loss=0.03),
+)
 CONFIGS["bert"] = GPTConfig(activation="gelu", bert=BertConfig(post_norm=True))
 SMALL = {"num_layers": 2, "hidden_size": 16, "num_heads": 4, "num_kv_heads": None, "vocab_size": 131}
 
@@ -288,6 +294,26 @@ def pickled(path):
 
 NORM = "model.norm.weight"
 TABLES = ("model.embed_tokens.weight", "lm_head.weight")
+
+
+def test_gpt_oss_of_fewer_keys_or_in_mxfp4():
+    """Windows alternate where a file names no layers; quantised weights are named with the way out."""
+    content = {
+        "model_type": "gpt_oss",
+        **{"hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 8, "vocab_size": 131},
+        **{"intermediate_size": 48, "max_position_embeddings": 131072},
+    }
+    _, config = from_transformers(content)
+    assert [layer.sliding_window for layer in config.layers] == [128, None, 128, None]
+    assert config.rope_scaling == RopeScaling(
+        "yarn", factor=32.0, original_max_seq_len=4096, beta_fast=32.0, beta_slow=1.0, truncate=False
+    )
+    with pytest.raises(ValueError, match=r"quantization_config: .*Mxfp4Config\(dequantize=True\)"):
+        from_transformers(content | {"quantization_config": {"quant_method": "mxfp4"}})
+    with pytest.raises(ValueError, match=r"swiglu_limit is 3\.0, fastmp computes 7\.0"):
+        from_transformers(content | {"swiglu_limit": 3.0})
+
+
 WRONG = {
     "unknown family": (
         lambda p: edit(p / "config.json", model_type="gemma"),

@@ -6,12 +6,14 @@ import json
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from fastmp.apps import cli, plan
 from fastmp.config.recipe import load_recipe
+from fastmp.config.sizes import num_parameters
 from fastmp.distributed.grid import RankGrid
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -173,6 +175,18 @@ def test_ranks_of_a_pipeline_that_hold_the_same_share_a_line(capsys, tmp_path):
     assert [rank["peak_in_flight"] for rank in facts["ranks"]] == [23, 21, 19, 17, 15, 13, 11, 9]
     assert f"bubble {facts['bubble']:.3g} of the work" in shown
     assert facts["fullest"] in (0, 7) and set(facts["ranks"][3]["sent"]) == {"tp", "pp", "dp-cp"}
+
+
+def test_sizes_of_gpt_oss():
+    """As transformers counts them, of both sizes; OpenAI gives 20.9 B and 116.8 B."""
+    small = load_recipe(CONFIGS / "gpt-oss-20b.toml").model
+    large = replace(
+        small,
+        num_layers=36,
+        full_attention_layers=tuple(range(1, 36, 2)),
+        moe=replace(small.moe, num_experts=128),
+    )
+    assert [num_parameters(each) for each in (small, large)] == [20_914_757_184, 116_829_156_672]
 
 
 @pytest.mark.parametrize(

@@ -310,6 +310,14 @@ MODELS |= {
     ),
     "deepseek_v2, lite": ("DeepseekV2", LATENT | {"q_lora_rank": None, "topk_method": "greedy"}),
 }
+OSS = SIZES | {"num_experts_per_tok": 2, "head_dim": 6, "num_local_experts": 4, "sliding_window": 5}
+MODELS |= {
+    "gpt_oss": ("GptOss", OSS | {"rope_parameters": YARN | {"truncate": False}}),
+    "gpt_oss, no windows": (
+        "GptOss",
+        (OSS | {"sliding_window": 64, "attention_bias": False, "tie_word_embeddings": True}),
+    ),
+}
 _BERT = {
     **{"hidden_size": 16, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 40},
     **{"vocab_size": 131, "max_position_embeddings": 64},

@@ -72,6 +72,7 @@ class Conversion:
         supported: {key of config.json: the values that fastmp computes}; the first one is written.
         tied_weights: {parameter that files may repeat: the parameter it is tied to}.
         transposed_linears: linear layers are stored as (in, out).
+        transposed_experts: so are the experts of a layer, stacked in one tensor.
         rope_base: `rope_theta` if config.json has none.
         partial_rotary: rotary positions may turn a part of each head, `partial_rotary_factor`.
         defaults: values of keys without a `Field`, if config.json has none.
@@ -94,6 +95,7 @@ class Conversion:
     supported: Mapping[str, Sequence[Any]] = field(default_factory=dict)
     tied_weights: Mapping[str, str] = field(default_factory=dict)
     transposed_linears: bool = False
+    transposed_experts: bool = False
     rope_base: float = 1e4
     partial_rotary: bool = False
     defaults: Mapping[str, Any] = field(default_factory=dict)
