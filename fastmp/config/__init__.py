@@ -15,7 +15,7 @@ from fastmp.config.model import MAX_LAYERS as MAX_LAYERS
 from fastmp.config.model import BertConfig as BertConfig
 from fastmp.config.model import GPTConfig as GPTConfig
 from fastmp.config.model import MoEConfig as MoEConfig
-from fastmp.config.model import RopeScaling as RopeScaling
+from fastmp.config.rope_scaling import RopeScaling as RopeScaling
 from fastmp.config.specs import ACTIVATIONS as ACTIVATIONS
 from fastmp.config.specs import NORMS as NORMS
 from fastmp.config.specs import OPTIMIZERS as OPTIMIZERS

@@ -13,6 +13,7 @@ from typing import Any
 from fastmp.config.attention import AttentionSpec, LatentConfig, latent_attention, multi_head_attention
 from fastmp.config.dispatchers import DISPATCHERS
 from fastmp.config.options import Checked, option
+from fastmp.config.rope_scaling import RopeScaling
 from fastmp.config.specs import ACTIVATIONS, NORMS
 
 __all__ = [
@@ -21,7 +22,6 @@ __all__ = [
     "BertConfig",
     "GPTConfig",
     "MoEConfig",
-    "RopeScaling",
     "canonical_config",
 ]
 
@@ -179,68 +179,6 @@ MAX_LAYERS = 1 << 16  # plans list them
 
 
 @dataclass(frozen=True)
-class RopeScaling(Checked):
-    """Scaling of rotary frequencies, for sequences longer than those of pretraining.
-
-    - "linear" divides all frequencies by `factor`.
-    - "llama3" divides frequencies with fewer than `low_freq_factor` turns in `original_max_seq_len` tokens,
-      keeps those with more than `high_freq_factor` turns, and interpolates between (Llama 3.1).
-    - "yarn" interpolates by the index of the frequency, from `beta_fast` turns to `beta_slow` turns, and
-      multiplies queries and keys by `attention_factor` (Peng et al. 2023, arXiv 2309.00071).
-    """
-
-    kind: str = option(
-        "llama3", "rule that selects the rotary frequencies to scale", ("linear", "llama3", "yarn")
-    )
-    factor: float = option(8.0, "divisor of the scaled frequencies")
-    original_max_seq_len: int = option(8192, "context length of pretraining, in tokens; linear ignores it")
-    low_freq_factor: float = option(
-        1.0, "llama3: frequencies with fewer rotations over the original context are divided by factor"
-    )
-    high_freq_factor: float = option(
-        4.0, "llama3: frequencies with more rotations over the original context stay unscaled"
-    )
-    beta_fast: float = option(
-        32.0, "yarn: frequencies with more rotations over the original context stay unscaled"
-    )
-    beta_slow: float = option(
-        1.0, "yarn: frequencies with fewer rotations over the original context are divided by factor"
-    )
-    truncate: bool = option(True, "yarn: round the indices of these two frequencies outwards")
-    attention_factor: float | None = option(
-        None, "yarn: factor on queries and keys; unset: 0.1 ln(factor) + 1 [mscale]"
-    )
-    mscale_all_dim: float = option(
-        0.0, "yarn, latent attention: multiply scores by (0.1 x this x ln(factor) + 1)^2; 0: by 1"
-    )
-
-    @property
-    def used(self) -> dict[str, Any]:
-        """The kind and the values that it uses."""
-        of_kind: dict[str, tuple[str, ...]] = {
-            "linear": (),
-            "llama3": ("original_max_seq_len", "low_freq_factor", "high_freq_factor"),
-            "yarn": (
-                *("original_max_seq_len", "beta_fast", "beta_slow", "truncate", "attention_factor"),
-                "mscale_all_dim",
-            ),
-        }
-        return {name: getattr(self, name) for name in ("kind", "factor", *of_kind[self.kind])}
-
-    def _problems(self) -> Iterator[str]:
-        yield from self._not_positive("original_max_seq_len", "low_freq_factor", "beta_slow")
-        yield from self._not_positive("attention_factor")
-        yield from self._negative("mscale_all_dim")
-        if self.factor < 1.0:
-            yield f"factor must be 1 or more, got {self.factor}"
-        low, high = self.low_freq_factor, self.high_freq_factor
-        if low >= high:
-            yield f"low_freq_factor must be less than high_freq_factor, got {low} and {high}"
-        if self.beta_slow > self.beta_fast:
-            yield f"beta_slow must be at most beta_fast, got {self.beta_slow} and {self.beta_fast}"
-
-
-@dataclass(frozen=True)
 class BertConfig(Checked):
     """An encoder trained on masked tokens (BERT): attention is bidirectional, except for padding.
 
@@ -349,6 +287,7 @@ class GPTConfig(Checked):
         wrong = list(self._not_positive(*sizes, "head_size"))
         yield from wrong or (
             *self._head_problems(),
+            *self._scaling_problems(),
             *self._some_problems("dense_layers", "moe", "with experts"),
             *self._some_problems("full_attention_layers", "sliding_window", "with a window"),
         )
@@ -398,6 +337,12 @@ class GPTConfig(Checked):
             yield f"rotary_fraction {self.rotary_fraction} {turned}: expected an even number above 0"
         if self.num_heads % self.kv_heads:
             yield f"num_heads {self.num_heads} is not divisible by num_kv_heads {self.kv_heads}"
+
+    def _scaling_problems(self) -> Iterator[str]:
+        """Check that longrope has a factor for each frequency."""
+        scaling, size = self.rope_scaling, self.rope_size if self.latent is None else self.latent.rope_size
+        if scaling is not None and scaling.kind == "longrope" and len(scaling.long_factor) != size // 2:
+            yield f"rope_scaling has {len(scaling.long_factor)} factors for {size // 2} frequencies of a head"
 
     @cached_property
     def attention(self) -> AttentionSpec:
@@ -476,6 +421,8 @@ def canonical_config(config: GPTConfig) -> dict[str, Any]:
         facts.pop("rotary_fraction")
     if config.rope_scaling is not None:
         facts["rope_scaling"] = config.rope_scaling.used
+        if config.rope_scaling.kind == "dynamic":  # which has angles for sequences of any length
+            facts["max_seq_len"] = None
     if config.moe is not None:
         moe = {key: value for key, value in facts["moe"].items() if key not in _OF_TRAINING_EXPERTS}
         if config.moe.num_groups == config.moe.group_topk:

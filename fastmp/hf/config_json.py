@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from reprlib import repr as short
 from typing import Any
 
-from fastmp.config import MAX_LAYERS, GPTConfig
+from fastmp.config import MAX_LAYERS, GPTConfig, RopeScaling
 from fastmp.config.model import canonical_config
 from fastmp.config.recipe import model_from
 from fastmp.hf.families import CONVERSIONS
@@ -116,6 +116,9 @@ def to_transformers(model_type: str, config: GPTConfig, dtype: str) -> dict[str,
     model = vars(config) | {
         "num_kv_heads": config.kv_heads, "head_size": config.head_dim, "ffn_hidden_size": config.ffn_size,
     }  # fmt: skip
+    scaling = config.rope_scaling
+    if scaling is not None and scaling.kind == "dynamic":
+        model["max_seq_len"] = scaling.original_max_seq_len
     tables = {"": model, "bert": {} if bert is None else vars(bert)}
     tables["latent"] = {} if config.latent is None else vars(config.latent)
     tables["moe"] = {} if moe is None else vars(moe) | {"normalize_topk": moe.sum_is_one}
@@ -221,13 +224,14 @@ def _window_keys(window: SlidingWindow, config: GPTConfig) -> dict[str, Any]:
     return found
 
 
+_KINDS = next(each.metadata["choices"] for each in fields(RopeScaling) if each.name == "kind")
 _SCALINGS = {  # {key of rope_parameters: our name}
     "original_max_position_embeddings": "original_max_seq_len",
     **{
         name: name
         for name in (
             *("factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "truncate"),
-            *("attention_factor", "mscale_all_dim"),
+            *("attention_factor", "mscale_all_dim", "short_factor", "long_factor"),
         )
     },
 }
@@ -253,9 +257,9 @@ def _rope(content: Mapping[str, Any], max_seq_len: int, family: Conversion) -> d
     model: dict[str, Any] = {"rope_base": base, "rotary_fraction": part}
     mscale, of_all = given.pop("mscale", None), given.pop("mscale_all_dim", None)
     unknown = sorted(set(given) - set(_SCALINGS))
-    if kind not in ("default", "linear", "llama3", "yarn") or unknown:
+    if kind not in ("default", *_KINDS) or unknown:
         what = f"has {', '.join(map(short, unknown))}" if unknown else f"is {short(kind)}"
-        raise ValueError(f"rope_type {what}, fastmp computes default, linear, llama3 and yarn")
+        raise ValueError(f"rope_type {what}, fastmp computes default, {', '.join(_KINDS)}")
     if kind == "default":
         return model
     scaling = {"kind": kind, "original_max_seq_len": max_seq_len}
@@ -265,6 +269,13 @@ def _rope(content: Mapping[str, Any], max_seq_len: int, family: Conversion) -> d
         scaling["attention_factor"] = high / low
     if kind == "yarn" and of_all and family.latent:  # then scores are scaled as well
         scaling["mscale_all_dim"] = float(of_all)
+    if kind == "dynamic":  # the positions of config.json are those of pretraining
+        scaling["original_max_seq_len"] = max_seq_len
+        if "factor" not in scaling:
+            raise ValueError("rope_type 'dynamic' needs a factor")
+        model["max_seq_len"] = int(max_seq_len * float(scaling["factor"]))
+    if kind == "longrope":
+        scaling.setdefault("factor", max(1.0, max_seq_len / scaling["original_max_seq_len"]))
     return model | {"rope_scaling": scaling}
 
 
@@ -276,7 +287,10 @@ def _rope_parameters(config: GPTConfig) -> dict[str, Any]:
     if config.rope_scaling is None:
         return found
     used = config.rope_scaling.used
+    used |= {name: list(value) for name, value in used.items() if isinstance(value, tuple)}  # as in JSON
     values = {theirs: used[ours] for theirs, ours in _SCALINGS.items() if used.get(ours) is not None}
+    if used["kind"] == "dynamic":  # which has it in max_position_embeddings
+        values.pop("original_max_position_embeddings")
     return found | {"rope_type": used["kind"]} | values
 
 

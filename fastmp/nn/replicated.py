@@ -150,7 +150,12 @@ class RotaryPositions(GroupModule):
     forward(S) gives the rows of this rank's S tokens, (S, D / 2): the first S, or over CP ranks its slices of
     the first S * CP. forward(S, positions) gives those of tokens that have others, in packed documents or
     behind a cache, (S, B, D / 2), made once for all layers. `config.rope_scaling` changes the angles, and
-    multiplies both tables by a factor.
+    multiplies both tables by a factor:
+
+    - "longrope" has two tables, (2, max_seq_len, D / 2), for short sequences and for long ones.
+    - "dynamic" has the table of short sequences; the angles of longer ones are computed at each call.
+
+    The length S * CP selects on the host. Given positions select on the device, by the largest of the batch.
 
     The tables are float32, or float64 in a float64 model, whatever the model is cast to: a cast or a move
     makes new ones. They are not part of a checkpoint, and one module serves all layers.
@@ -172,23 +177,50 @@ class RotaryPositions(GroupModule):
         if positions is not None:
             return positions.once((self, self.cos.dtype), lambda: self._at(positions))
         whole = length * group_size(self.cp_group)
-        return (
-            cut_sequence(self.cos[:whole], self.cp_group, dim=0),
-            cut_sequence(self.sin[:whole], self.cp_group, dim=0),
-        )
+        tables = self.cos, self.sin
+        if self.scaling is not None and self.scaling.kind == "longrope":
+            which = int(self.scaling.extends(whole))
+            tables = self.cos[which], self.sin[which]
+        elif self.scaling is not None and self.scaling.extends(whole):
+            tables = self._angles(whole, whole, self.cos)
+        cos, sin = (cut_sequence(table[:whole], self.cp_group, dim=0) for table in tables)
+        return cos, sin
 
     def _at(self, positions: Positions) -> tuple[torch.Tensor, torch.Tensor]:
         position_ids_SB = cut_sequence(positions.position_ids_BT, self.cp_group).t()
-        return self.cos[position_ids_SB], self.sin[position_ids_SB]
+        kind = None if self.scaling is None else self.scaling.kind
+        if self.scaling is None or kind not in ("dynamic", "longrope"):
+            return self.cos[position_ids_SB], self.sin[position_ids_SB]
+        length = positions.position_ids_BT.amax() + 1
+        if kind == "dynamic":
+            return self._angles(position_ids_SB, length, self.cos)
+        long = length > self.scaling.original_max_seq_len
+        (short_cos, long_cos), (short_sin, long_sin) = (
+            (table[0][position_ids_SB], table[1][position_ids_SB]) for table in (self.cos, self.sin)
+        )
+        return torch.where(long, long_cos, short_cos), torch.where(long, long_sin, short_sin)
 
     def _tables(self, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        dtype = torch.promote_types(like.dtype, torch.float32)
-        size = self.length, self.dim
-        options: dict[str, Any] = {"base": self.base, "dtype": dtype, "device": like.device}
+        if self.scaling is None or self.scaling.kind != "longrope":
+            return self._angles(self.length, 0, like)
+        short, long = (
+            self._angles(self.length, length, like) for length in (0, self.scaling.original_max_seq_len + 1)
+        )
+        return torch.stack((short[0], long[0])), torch.stack((short[1], long[1]))
+
+    def _angles(
+        self, positions: int | torch.Tensor, length: int | torch.Tensor, like: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return cos and sin of positions in a sequence of `length` tokens."""
+        options: dict[str, Any] = {
+            "base": self.base,
+            "dtype": torch.promote_types(like.dtype, torch.float32),
+            "device": like.device,
+        }
         if self.scaling is None:
-            return rope_cos_sin(*size, **options)
-        scaled = partial(scaled_frequencies, self.scaling, base=self.base)
-        cos, sin = rope_cos_sin(*size, scaled=scaled, **options)
+            return rope_cos_sin(positions, self.dim, **options)
+        scaled = partial(scaled_frequencies, self.scaling, base=self.base, length=length)
+        cos, sin = rope_cos_sin(positions, self.dim, scaled=scaled, **options)
         factor = attention_factor(self.scaling)
         return cos * factor, sin * factor
 

@@ -55,12 +55,19 @@ def attention(shapes: Shapes) -> int:
         kept += q  # copied into the order that attention takes
     if cp > 1:
         kept += cp * kv + q  # keys and values of all ranks; the output, as two slices and as one tensor
-        kept += (
-            shapes.length * model.attention.rope_size * _STATISTIC if rope else 0
-        )  # this rank's part of the rotary tables
+    kept += _rotary_tables(shapes)
     if shapes.fp8:  # the input of the output projection, beside the output of attention
         kept += shapes.operand(shapes.heads * tokens * model.head_dim)
     return kept + q + shapes.heads * tokens * _STATISTIC
+
+
+def _rotary_tables(shapes: Shapes) -> int:
+    """Return the cos and sin that a layer keeps unless they are views of the model's tables."""
+    scaling, cp = shapes.model.rope_scaling, shapes.grid.cp
+    computed = scaling is not None and scaling.kind == "dynamic" and scaling.extends(cp * shapes.length)
+    if shapes.model.position != "rope" or (cp == 1 and not computed):
+        return 0
+    return shapes.length * shapes.model.attention.rope_size * _STATISTIC
 
 
 def _latent_attention(shapes: Shapes, latent: LatentConfig) -> int:
@@ -80,8 +87,9 @@ def _latent_attention(shapes: Shapes, latent: LatentConfig) -> int:
     each = tokens * shapes.heads * shapes.itemsize
     kept += each * (spec.query_size * (1 + cp) + cp * (latent.nope_size + latent.value_size))
     output = each * spec.value_size
-    if cp > 1:  # as two slices and as one tensor; this rank's part of the rotary tables
-        kept += output + shapes.length * latent.rope_size * _STATISTIC
+    kept += _rotary_tables(shapes)
+    if cp > 1:  # as two slices and as one tensor
+        kept += output
     if shapes.fp8:  # the input of the output projection, beside the output of attention
         kept += shapes.operand(tokens * shapes.heads * spec.value_size)
     return kept + output + shapes.heads * tokens * _STATISTIC

@@ -339,8 +339,15 @@ WRONG = {
         "num_hidden_layers is 1000000000, but the files have 20 tensors",
     ),
     "rope": (
-        lambda p: edit(p / "config.json", rope_parameters={"rope_type": "longrope"}),
-        "rope_type is 'longrope', fastmp computes default, linear, llama3 and yarn",
+        lambda p: edit(p / "config.json", rope_parameters={"rope_type": "proportional"}),
+        "rope_type is 'proportional', fastmp computes default, linear, dynamic, llama3, yarn, longrope",
+    ),
+    "longrope": (
+        lambda p: edit(
+            p / "config.json",
+            rope_parameters={"rope_type": "longrope", "short_factor": [1.0], "long_factor": [2]},
+        ),
+        "rope_scaling has 1 factors for 2 frequencies of a head",
     ),
     "window": (
         lambda p: edit(p / "config.json", sliding_window=8),

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from context_tools import MODELS, run_step
+from context_tools import BY_LENGTH, MODELS, run_step
 from nn_tools import assert_same_gradients, text
 
 from fastmp.distributed.collectives import group_rank, group_size
@@ -34,7 +34,7 @@ def own_sequences(x_BS, groups):
 
 
 def whole_and_cut(rank, world, layout, name, options):
-    config = MODELS[name]
+    config = (MODELS | BY_LENGTH)[name]
     groups = ParallelGroups.create(RankGrid(world_size=world, **layout))
     generator = torch.Generator().manual_seed(11)
     tokens_BS, targets_BS = text(config, batch=4, sequence=32)
@@ -66,6 +66,7 @@ CASES = [  # `test_layouts` draws all else
     ("gpt2", 2, {"cp": 2}, {}),
     ("qwen3", 4, {"cp": 2, "tp": 2}, SEQUENCE),
     ("window", 2, {"cp": 2}, RECOMPUTE),
+    *(pytest.param(name, 2, {"cp": 2}, RECOMPUTE, marks=pytest.mark.full) for name in BY_LENGTH),
     pytest.param("window", 4, {"cp": 4}, {}, marks=pytest.mark.full),
     pytest.param(
         "qwen3", 4, {"cp": 2, "tp": 2}, RECOMPUTE | {"shard_recompute_input": True}, marks=pytest.mark.full

@@ -6,7 +6,7 @@ from itertools import product
 
 import pytest
 import torch
-from context_tools import MODELS, run_step
+from context_tools import BY_LENGTH, MODELS, run_step
 from marks import full
 from nn_tools import assert_same_gradients, text
 
@@ -66,7 +66,7 @@ class Packed(torch.nn.Module):
 
 
 def divided_case(rank, world, layout, name, options):
-    config = MODELS[name]
+    config = (MODELS | BY_LENGTH)[name]
     groups = ParallelGroups.create(RankGrid(world_size=world, **layout))
     batch = (*text(config, batch=2, sequence=32), torch.ones(2, 32, dtype=torch.float64))
     one, many = Packed(make_gpt(config)), Packed(make_gpt(config, groups, **options))
@@ -84,6 +84,7 @@ SEQUENCE = {"sequence_parallel": True}
     [
         ("window", 2, {"cp": 2}, {"recompute": True}),
         ("gpt2", 4, {"cp": 2, "tp": 2}, SEQUENCE),
+        *(pytest.param(name, 2, {"cp": 2}, {}, marks=pytest.mark.full) for name in BY_LENGTH),
         pytest.param("qwen3", 4, {"cp": 4}, {}, marks=pytest.mark.full),
         pytest.param("window", 4, {"cp": 4}, {}, marks=pytest.mark.full),
         pytest.param("llama", 2, {"tp": 2}, {"recompute": True} | SEQUENCE, marks=pytest.mark.full),

@@ -23,6 +23,7 @@ from fastmp.config import (
     OptimizerConfig,
     ParallelConfig,
     Recipe,
+    RopeScaling,
     TrainConfig,
 )
 from fastmp.config.sizes import layer_flops_per_token
@@ -79,6 +80,7 @@ MODELS = {
     "gpt2, dropout": replace(GPT2, dropout=0.1),
     "gpt2, experts": replace(GPT2, moe=BALANCED),
     "llama": LLAMA,
+    "llama, dynamic": replace(LLAMA, rope_scaling=RopeScaling("dynamic", original_max_seq_len=32)),
     "llama, half turned": replace(LLAMA, rotary_fraction=0.5),
     "qwen": replace(LLAMA, qk_norm=True, moe=BALANCED),
     "shared": replace(LLAMA, moe=SHARED),

@@ -7,10 +7,14 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 
+from fastmp.config import RopeScaling
 from fastmp.optim.grad_buffers import GradBuffer
 from tools.small_models import EXPERTS, QWEN, SMALL
 
 LLAMA = replace(QWEN, qk_norm=False)
+LONG = {"factor": 4.0, "original_max_seq_len": 12}  # tokens, fewer than a sequence has
+DYNAMIC = RopeScaling("dynamic", **LONG)
+LONGROPE = RopeScaling("longrope", **LONG, short_factor=(1.0, 1.5, 2.0), long_factor=(2.0, 6.0, 9.0))
 MODELS = {
     "gpt2": replace(SMALL, max_seq_len=32),
     "llama": replace(LLAMA, max_seq_len=32),
@@ -20,6 +24,11 @@ MODELS = {
     "sinks": replace(
         QWEN, max_seq_len=32, sliding_window=11, full_attention_layers=(1,), attention_sinks=True
     ),
+}
+# models whose angles depend on the longest document of a batch
+BY_LENGTH = {
+    "dynamic": replace(LLAMA, max_seq_len=32, rope_scaling=DYNAMIC),
+    "longrope": replace(LLAMA, max_seq_len=32, rope_scaling=LONGROPE),
 }
 
 

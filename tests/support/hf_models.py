@@ -212,6 +212,10 @@ LLAMA3 = {
     **{"high_freq_factor": 4.0, "original_max_position_embeddings": 32},
 }
 YARN = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 32}
+LONGROPE = {
+    **{"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 12},
+    **{"short_factor": [1.0, 1.5], "long_factor": [2.0, 6.0], "factor": 4.0},
+}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": ("GPT2", {"n_embd": 16, "n_layer": 3, "n_head": 4, "vocab_size": 131, "n_positions": 64}),
     "gpt2, exact": (
@@ -226,6 +230,14 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama, linear": (
         "Llama",
         SIZES | {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}},
+    ),
+    # prompts of 16 tokens and more are long, and some continuations become so
+    "llama, longrope": ("Llama", SIZES | {"rope_parameters": LONGROPE}),
+    "llama, dynamic": (
+        "Llama",
+        SIZES
+        | {"max_position_embeddings": 16}
+        | {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}},
     ),
     "llama, geglu": ("Llama", SIZES | {"hidden_act": "gelu_pytorch_tanh", "head_dim": 8}),
     "llama, exact": ("Llama", SIZES | {"hidden_act": "gelu"}),
