@@ -22,10 +22,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fastmp.config import GPTConfig
+from fastmp.config import MAX_LAYERS, GPTConfig
 from fastmp.config.file_access import sync_directory, write_synced
 from fastmp.hf.config_json import family_of, from_transformers, to_transformers
 from fastmp.hf.families import CONVERSIONS
+from fastmp.hf.families.base import optional_int
 from fastmp.hf.families.llama_like import FUSED_EXPERT_WEIGHTS
 from fastmp.hf.stored import (
     CONFIG,
@@ -205,7 +206,7 @@ class TransformersReader(CheckpointReader):
                 f"{path / CONFIG}: no such model can be made: {str(error).splitlines()[0]}"
             ) from None
         tensors = {f"model/{name}": self._tensor(path, name, shape) for name, shape in own.items()}
-        self._check_all_used(path)
+        self._check_all_used(path, _further_layers(self.model_type, content, self.config.num_layers))
         self._check_tied(path)
         description = json.loads(json.dumps(described(self.config)["description"]))
         manifest = Manifest(0, True, {}, description, {}, files={}, tensors=tensors)
@@ -240,11 +241,14 @@ class TransformersReader(CheckpointReader):
             early = early.replace(f"LayerNorm.{kind}", f"LayerNorm.{first}")
         return self._stored.get(name) or self._stored.get(early)
 
-    def _check_all_used(self, path: Path) -> None:
+    def _check_all_used(self, path: Path, further: range) -> None:
+        """Raise ValueError for a tensor that nothing here reads; those of layers `further` are left out."""
         used = {id(self._find(mapping.name)) for mapping in self._mappings.values()}
-        tied = self._tied()
+        tied, layers = self._tied(), CONVERSIONS[self.model_type].layers
+        beyond = tuple(f"{layers}.{layer}." for layer in further)
         for name, stored in self._stored.items():
-            if id(stored) not in used and name not in tied and not NOT_WEIGHTS.search(name):
+            left_out = name in tied or NOT_WEIGHTS.search(name) or name.startswith(beyond)
+            if id(stored) not in used and not left_out:
                 raise ValueError(f"{path}: unexpected {short(name)}, which {self.model_type} has not")
 
     def _tied(self) -> dict[str, str]:
@@ -276,6 +280,14 @@ class TransformersReader(CheckpointReader):
                 reader.read(shard.start, mapping.shape, there, own)
                 mapping.view(out).copy_(own)
                 planner.commit_tensor(item, out)
+
+
+def _further_layers(model_type: str, content: Mapping[str, Any], num_layers: int) -> range:
+    """Return the layers behind a model's own: modules for further tokens, which it does without."""
+    read = CONVERSIONS[model_type].read_keys
+    names = [name for name in ("num_nextn_predict_layers", "num_mtp_layers") if name in read]
+    further = max((optional_int(content, name, 0) or 0 for name in names), default=0)
+    return range(num_layers, num_layers + min(further, MAX_LAYERS))
 
 
 def _same_bytes(path: Path, one: Stored, other: Stored) -> bool:

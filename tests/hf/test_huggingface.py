@@ -22,7 +22,7 @@ from marks import full
 from safetensors.torch import load_file, save_file
 
 from fastmp.apps.hf import main
-from fastmp.config import BertConfig, GPTConfig, MoEConfig, RopeScaling
+from fastmp.config import BertConfig, GPTConfig, LatentConfig, MoEConfig, RopeScaling
 from fastmp.config.model import canonical_config
 from fastmp.config.recipe import load_recipe
 from fastmp.distributed.collectives import group_rank
@@ -102,6 +102,16 @@ CONFIGS["gpt_oss"] = replace(
     **{"sliding_window": 5, "full_attention_layers": (1,)},
     moe=MoEConfig(num_experts=4, pre_softmax=False, linear_bias=True, router_bias=True, aux_loss=0.03),
 )
+CONFIGS["deepseek_v3"] = replace(
+    CONFIGS["llama"],
+    **{"tie_embeddings": False, "rope_interleaved": True, "dense_layers": (0,)},
+    latent=LatentConfig(kv_rank=12, q_rank=10, nope_size=6, rope_size=4, value_size=5),
+    moe=MoEConfig(
+        **{"num_experts": 4, "expert_ffn_hidden_size": 24, "shared_expert_ffn_hidden_size": 24},
+        **{"score": "sigmoid", "normalize_topk": True, "routed_scale": 2.5, "expert_bias": True},
+        **{"num_groups": 2, "group_topk": 1},
+    ),
+)
 CONFIGS["bert"] = GPTConfig(activation="gelu", bert=BertConfig(post_norm=True))
 SMALL = {"num_layers": 2, "hidden_size": 16, "num_heads": 4, "num_kv_heads": None, "vocab_size": 131}
 
@@ -166,6 +176,19 @@ def test_experts_of_a_layer_may_be_in_one_tensor(tmp_path):
     readers = [TransformersReader(tmp_path / each) for each in ("model", "fused")]
     for name in readers[0].manifest.tensors:
         assert torch.equal(*(reader.tensor(name) for reader in readers)), name
+
+
+def test_modules_for_further_tokens_are_left_out(tmp_path):
+    """As DeepSeek-V3 is published: layers behind the last one, as many as config.json says."""
+    _, tensors = written("deepseek_v3", tmp_path / "model")
+    further = {"eh_proj.weight": torch.zeros(16, 32), "self_attn.o_proj.weight": torch.zeros(16, 20)}
+    more = {f"model.layers.2.{name}": tensor for name, tensor in further.items()}
+    save_file(tensors | more, tmp_path / "model" / "model.safetensors")
+    with pytest.raises(ValueError, match="unexpected 'model.layers.*', which deepseek_v3 has not"):
+        TransformersReader(tmp_path / "model")
+    edit(tmp_path / "model" / "config.json", num_nextn_predict_layers=1)
+    reader = TransformersReader(tmp_path / "model")
+    assert reader.config.num_layers == 2 and not any("eh_proj" in name for name in reader.manifest.tensors)
 
 
 def test_early_files_of_bert_have_other_names_and_more_in_them(tmp_path):
