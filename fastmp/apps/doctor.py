@@ -127,6 +127,7 @@ def _attention() -> list[str]:
         "window": (4096, {"window": True}),
         "documents": (4096, {"documents": True}),
         "dropout, last 1024 of 4096": (1024, {"dropout": True}),
+        "sinks": (4096, {"sinks": True}),
     }
     devices = {"cpu": torch.float32}
     devices |= {f"cuda:{index}": torch.bfloat16 for index in range(torch.cuda.device_count())}
@@ -136,6 +137,9 @@ def _attention() -> list[str]:
         for name, (queries, asked) in calls.items():
             backend, reason = choose(describe(keys[:, :, :queries], keys, keys, **asked))
             lines.append(f"{device} {name}: {backend} ({reason})")
+        latent = torch.empty(1, 1, 1, 192, device=device, dtype=dtype).expand(1, 8, 4096, 192)
+        backend, reason = choose(describe(latent, latent, keys))
+        lines.append(f"{device} latent, keys of 192 and values of 128: {backend} ({reason})")
     lines.append(f"flash attention is {active_flash()}")
     for name, module in _FLASH_MODULES.items():
         package = module.partition(".")[0]
