@@ -118,10 +118,10 @@ ABSENT = {  # beside those of MODELS, values that decide what the absence of oth
     "mistral": {"sliding_window": 9},
     "qwen2": {"sliding_window": 9, "use_sliding_window": True, "num_hidden_layers": 30},
     "qwen3": {"sliding_window": 9, "use_sliding_window": True, "max_window_layers": 0},
-    "mixtral": {"rope_parameters": SCALED},
+    "mixtral": {"rope_parameters": dict(SCALED)},  # transformers adds to a table that it is given
     "qwen3_moe": {"sliding_window": 9, "use_sliding_window": True},
     "dots1": {"rope_parameters": SCALED | {"rope_theta": 5e5}},
-    "glm4_moe": {"rope_parameters": SCALED, "head_dim": 8},
+    "glm4_moe": {"rope_parameters": dict(SCALED), "head_dim": 8},
 }
 
 
