@@ -184,7 +184,7 @@ def test_modules_for_further_tokens_are_left_out(tmp_path):
     further = {"eh_proj.weight": torch.zeros(16, 32), "self_attn.o_proj.weight": torch.zeros(16, 20)}
     more = {f"model.layers.2.{name}": tensor for name, tensor in further.items()}
     save_file(tensors | more, tmp_path / "model" / "model.safetensors")
-    with pytest.raises(ValueError, match="unexpected 'model.layers.*', which deepseek_v3 has not"):
+    with pytest.raises(ValueError, match=r"unexpected 'model.layers.*', which deepseek_v3 has not"):
         TransformersReader(tmp_path / "model")
     edit(tmp_path / "model" / "config.json", num_nextn_predict_layers=1)
     reader = TransformersReader(tmp_path / "model")
