@@ -16,7 +16,7 @@ from fastmp.distributed.grid import RankGrid
 from fastmp.distributed.groups import ParallelGroups
 from fastmp.distributed.rng import RngTracker
 from fastmp.nn import Placement, SelfAttention, TransformerLayer
-from fastmp.nn import attention as attention_layer
+from fastmp.nn import core_attention as attention_layer
 from fastmp.nn.dropout import Dropout
 from fastmp.nn.moe.router import Router
 from fastmp.tensor_parallel.context import cut_sequence, join_sequence

@@ -81,7 +81,8 @@ def test_the_model_of_a_recipe_can_be_made(path):
     config = replace(config, vocab_size=config.vocab_size or 257)  # 0: that of the data
     kind = GPT if config.bert is None else Bert
     layers = max((-1, *config.dense_layers)) + 2  # one without experts, if there is any, and one with them
-    model = kind(replace(config, num_layers=layers), Placement(device="meta", dtype=torch.bfloat16))
+    few = replace(config, num_layers=layers, full_attention_layers=())
+    model = kind(few, Placement(device="meta", dtype=torch.bfloat16))
     padded = pad_vocab(config.vocab_size, 1)
     assert sum(param.numel() for param in model.parameters()) == num_parameters(model.config, padded)
 

@@ -26,9 +26,18 @@ def _gated(function: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.
 
 
 _gelu_tanh = partial(F.gelu, approximate="tanh")
+
+
+def _clamped_swiglu(x: torch.Tensor) -> torch.Tensor:
+    """GPT-OSS's: gates and ups in turn, a steeper gate, and limits."""
+    gate, up = x[..., ::2].clamp(max=7.0), x[..., 1::2].clamp(-7.0, 7.0)
+    return gate * torch.sigmoid(1.702 * gate) * (up + 1.0)
+
+
 PLAIN_ACTIVATIONS = {
     **{"gelu": F.gelu, "gelu_tanh": _gelu_tanh, "swiglu": _gated(F.silu), "geglu": _gated(_gelu_tanh)},
     "geglu_erf": _gated(F.gelu),
+    "clamped_swiglu": _clamped_swiglu,
 }
 
 

@@ -34,9 +34,9 @@ def late_case(rank, world):
             log.append("counts waited for")
             self.work.wait()
 
-    def all_reduce(x, group=None, async_op=False):
+    def all_reduce(x, op=dist.ReduceOp.SUM, group=None, async_op=False):
         log.append("counts")
-        work = whole(x, group=group, async_op=async_op)
+        work = whole(x, op, group=group, async_op=async_op)
         return Logged(work) if async_op else work
 
     def forward_and_backward(run):
