@@ -1,7 +1,7 @@
 """Kinds of attention by their facts: projections, norms and widths of heads. Standard library only.
 
-`GPTConfig.attention` is the `AttentionSpec` of a model. Layers make its projections, and sizes, plans and
-layout checks read them: none of these asks which kind of attention it is.
+`GPTConfig.attention` is the `AttentionSpec` of a model, from which sizes, plans and layout checks take
+parameters, GEMMs and widths. Only the activations and traffic of a plan differ by kind.
 """
 
 from __future__ import annotations

@@ -382,7 +382,7 @@ SYMMETRIC = DispatcherSpec(
 
 
 def _deepep_traffic(sizes: DispatchSizes) -> tuple[RingTransfer, ...]:
-    """Return what DeepEP sends: each token once to each rank that it reaches, with all its choices."""
+    """Return the transfers of DeepEP: a token goes once to each rank it reaches, with all its choices."""
     tokens, choices = sizes.tokens * sizes.reached, sizes.top_k * sizes.etp
     return (
         RingTransfer("etp-ep", tokens * sizes.row),

@@ -283,7 +283,7 @@ class TransformersReader(CheckpointReader):
 
 
 def _further_layers(model_type: str, content: Mapping[str, Any], num_layers: int) -> range:
-    """Return the layers behind a model's own: modules for further tokens, which it does without."""
+    """Return the layer numbers of multi-token-prediction modules, which follow the model's own layers."""
     read = CONVERSIONS[model_type].read_keys
     names = [name for name in ("num_nextn_predict_layers", "num_mtp_layers") if name in read]
     further = max((optional_int(content, name, 0) or 0 for name in names), default=0)

@@ -138,7 +138,7 @@ def merged(
 
 
 class FlashCall(NamedTuple):
-    """What torch's flash operators take after queries, keys and values, forward and backward."""
+    """Arguments of torch's flash operators after queries, keys and values, forward and backward."""
 
     borders: tuple[Any, ...]
     dropout_p: float

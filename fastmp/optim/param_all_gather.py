@@ -101,7 +101,7 @@ class ParameterGather:
         self._works[at] = all_gather_(bucket, group, overlap=True), arrived
 
     def end_step(self) -> None:
-        """End a step that has started all buckets: wait for those that no hook waits for."""
+        """End a step: wait for the buckets that no hook waits for."""
         if not self._attached:
             self.wait()
             return

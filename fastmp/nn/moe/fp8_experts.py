@@ -78,7 +78,7 @@ class _Fp8Experts(Function):
             *y, h = grouped_mlp_in_fp8(*rows, *first.forward, offsets, form=spec.form, out_dtype=x.dtype)
         else:
             h = grouped_mm_fp8(*rows, *first.forward, offsets, out_dtype=x.dtype)
-            y = quantize_rows(activate(h), block=second.recipe.block)
+            y = _activated(h, activate, spec, second.recipe.block)
         # 2. Grouped GEMM: (M, F) -> (M, H).
         ctx.save_for_backward(*rows, h, offsets)
         return grouped_mm_fp8(*y, *second.forward, offsets, out_dtype=x.dtype)

@@ -74,8 +74,7 @@ class Router(ParallelModule):
 
     The weight (E, H), and with `moe.router_bias` a bias (E,) of the logits, are replicated, but see only this
     rank's tokens: gradients are partial on each tensor-parallel rank, and they are marked
-    `sequence_parallel`. Logits are float32 (float64 for float64
-    tokens).
+    `sequence_parallel`. Logits are float32 (float64 for float64 tokens).
 
     Args:
         config: sizes, the `moe` table, and the spread of the initial weights.
