@@ -40,22 +40,29 @@ def _by_torch(q: Tensor, s: Tensor, w: Tensor, w_scale: Tensor) -> Callable[[], 
     return lambda: F.scaled_mm(q, w.t(), s, recipes[0], w_scale.t(), recipes[1])
 
 
+def te_blockwise(call: Callable[[], Tensor], device: str) -> Callable[[], Tensor] | None:
+    """Return a call of Transformer Engine's layers in its blockwise recipe; None if it does not run here."""
+    autocast = peer(TE, "transformer_engine.pytorch:fp8_autocast", device)
+    recipe = peer(TE, "transformer_engine.common.recipe:Float8BlockScaling", device)
+    if autocast is None or recipe is None:
+        return None
+
+    def blockwise() -> Tensor:
+        with autocast(enabled=True, fp8_recipe=recipe()):
+            return call()
+
+    return blockwise
+
+
 def _by_te(x: Tensor, w: Tensor, device: str) -> Callable[[], Tensor] | None:
     """Return Transformer Engine's layer in its blockwise recipe, whose rows are quantised in every call."""
     linear = peer(TE, "transformer_engine.pytorch:Linear", device)
-    autocast = peer(TE, "transformer_engine.pytorch:fp8_autocast", device)
-    recipe = peer(TE, "transformer_engine.common.recipe:Float8BlockScaling", device)
-    if linear is None or autocast is None or recipe is None:
+    if linear is None:
         return None
     layer = linear(w.shape[1], w.shape[0], bias=False, params_dtype=x.dtype, device=device)
     with torch.no_grad():
         layer.weight.copy_(w)
-
-    def call() -> Tensor:
-        with autocast(enabled=True, fp8_recipe=recipe()):
-            return layer(x, is_first_microbatch=False)
-
-    return call
+    return te_blockwise(lambda: layer(x, is_first_microbatch=False), device)
 
 
 def linear_fp8_case(rows: int, n: int, k: int, dtype: torch.dtype, device: str, seed: int = 0) -> Case:

@@ -10,11 +10,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
 
+from benchmarks.bench_linear_fp8 import te_blockwise
 from benchmarks.bench_moe_layer import moe_layer_case, moe_layer_of
 from benchmarks.cases import OURS, TE, Case, CpuGoal, Workload, title
-from benchmarks.peers import peer
 from fastmp.config.precision import Fp8Recipe
 from fastmp.tensor_parallel.fp8_linear import native_block
 
@@ -33,8 +32,9 @@ def moe_layer_fp8_case(
         OURS: lambda: layer(x.unsqueeze(1))[0].squeeze(1),
         IN_DTYPE: case.rivals[OURS],
     }
-    if (engine := case.rivals.get(TE)) is not None:
-        rivals[TE] = _in_fp8(engine, device) or engine
+    engine = case.rivals.get(TE)
+    if engine is not None and (blockwise := te_blockwise(engine, device)) is not None:
+        rivals[TE] = blockwise
     return Case(
         title("moe_layer_fp8", shape, dtype),
         case.leaves,
@@ -46,20 +46,6 @@ def moe_layer_fp8_case(
         own_leaves=case.own_leaves,
         random=True,
     )
-
-
-def _in_fp8(engine: Callable[[], Tensor], device: str) -> Callable[[], Tensor] | None:
-    """Return Transformer Engine's call in its blockwise recipe."""
-    autocast = peer(TE, "transformer_engine.pytorch:fp8_autocast", device)
-    recipe = peer(TE, "transformer_engine.common.recipe:Float8BlockScaling", device)
-    if autocast is None or recipe is None:
-        return None
-
-    def call() -> Tensor:
-        with autocast(enabled=True, fp8_recipe=recipe()):
-            return engine()
-
-    return call
 
 
 WORKLOADS = (
