@@ -18,7 +18,10 @@
 
 namespace fastmp {
 
-enum class Score { kSoftmax, kLogits, kSigmoid };
+enum class Score { kSoftmax, kLogits, kSigmoid, kSqrtSoftplus };
+
+// True if each score is a function of its own logit alone.
+constexpr bool elementwise(Score score) { return score == Score::kSigmoid || score == Score::kSqrtSoftplus; }
 
 // Arguments that all tokens share. Scores and gradients are in the compute dtype.
 struct Router {
@@ -104,13 +107,26 @@ FASTMP_INLINE Row<A> read(const Router& router, int64_t token, Scratch<A>& scrat
   return {highest, total, highest == kInfinity ? kInfinity : shift + std::log(total)};
 }
 
-// Turns scratch.scores into scores: of softmax from its exponentials, of sigmoid from the logits. Returns their sum.
+// Elementwise scores of logits x; 0 for -infinity.
+template <typename V>
+FASTMP_INLINE V scores_of(Score score, V x) {
+  return score == Score::kSigmoid ? sigmoid(x) : sqrt(softplus(x));
+}
+
+// The derivative of elementwise scores s of logits x; 0 where s underflows.
+template <typename V>
+FASTMP_INLINE V slope_of(Score score, V x, V s) {
+  if (score == Score::kSigmoid) return s * (1 - s);
+  return select(s == 0, s, sigmoid(x) / (s + s));
+}
+
+// Turns scratch.scores into scores: softmax from its exponentials, others from the logits. Returns their sum.
 template <typename T, typename A = scalar_of<T>>
 FASTMP_INLINE A make_scores(const Router& router, const Row<A>& row, Scratch<A>& scratch) {
   using V = lanes_of<T>;
   constexpr int64_t kStep = num_lanes<V>;
   A* scores = scratch.scores.data();
-  if (router.score != Score::kSigmoid) {
+  if (!elementwise(router.score)) {
     const A share = 1 / row.total;
     for_vectors<kStep>(router.num_experts, [&](int64_t i, auto count) FASTMP_LAMBDA {
       store(scores + i, load(scores + i, count, 0) * share, count);
@@ -119,7 +135,7 @@ FASTMP_INLINE A make_scores(const Router& router, const Row<A>& row, Scratch<A>&
   }
   V sums = {};
   for_vectors<kStep>(router.num_experts, [&](int64_t i, auto count) FASTMP_LAMBDA {
-    const V lanes = sigmoid(load(scratch.x.data() + i, count, -std::numeric_limits<A>::infinity()));
+    const V lanes = scores_of(router.score, load(scratch.x.data() + i, count, -std::numeric_limits<A>::infinity()));
     store(scores + i, lanes, count);
     sums += lanes;  // the filled lanes are 0
   });
@@ -132,7 +148,7 @@ void rate_groups(const Router& router, const A* keys, const A* values, A* groups
   constexpr A kLowest = -std::numeric_limits<A>::infinity();
   const int64_t size = router.num_experts / router.num_groups;
   for (int64_t group = 0; group < router.num_groups; ++group) {
-    const bool pair = router.score == Score::kSigmoid;
+    const bool pair = elementwise(router.score);
     const A* from = (pair ? values : keys) + group * size;
     A first = from[0], second = kLowest, sum = from[0];
     for (int64_t i = 1; i < size; ++i) {
@@ -179,7 +195,7 @@ void choose(const Router& router, const A* keys, const A* values, bool any_nan, 
 // Probabilities of the chosen experts; the weights of a softmax over their logits if normalised.
 template <typename A>
 FASTMP_INLINE void probabilities(const Router& router, const Scratch<A>& scratch, const int32_t* chosen, A* probs) {
-  const bool soft = router.normalize && router.score != Score::kSigmoid;
+  const bool soft = router.normalize && !elementwise(router.score);
   A top = -std::numeric_limits<A>::infinity(), total = 0;
   for (int64_t j = 0; soft && j < router.k; ++j) top = std::max(top, scratch.x[chosen[j]]);
   for (int64_t j = 0; j < router.k; ++j) {
@@ -242,7 +258,7 @@ void route(const Router& router, const RouterOut& out, int64_t begin, int64_t en
       ++out.counts[place + indices[j]];
     }
     // 5. Sums for the auxiliary losses.
-    const A share = router.score == Score::kSigmoid ? 1 / (total + static_cast<A>(kTiny)) : A(1);
+    const A share = elementwise(router.score) ? 1 / (total + static_cast<A>(kTiny)) : A(1);
     for_vectors<kStep>(num_experts, [&](int64_t i, auto count) FASTMP_LAMBDA {
       A* to = sums.data() + place + i;
       store(to, load(to, count, 0) + load(scratch.scores.data() + i, count, 0) * share, count);
@@ -259,19 +275,19 @@ void route_backward(const Router& router, const RouterOut& out, int64_t begin, i
   using A = scalar_of<T>;
   constexpr int64_t kStep = num_lanes<V>;
   const int64_t num_experts = router.num_experts, k = router.k;
-  const bool sigmoidal = router.score == Score::kSigmoid;
+  const bool single = elementwise(router.score);
   const A* grad_sums = static_cast<const A*>(router.grad_sums);
   const A* grad_z = static_cast<const A*>(router.grad_z);
   const A scale = static_cast<A>(router.scale);
   Scratch<A> scratch(router);
-  std::vector<A> shares(sigmoidal && grad_z ? num_experts : 0), extra(num_experts), zeros(num_experts), probs(k), g(k);
+  std::vector<A> shares(single && grad_z ? num_experts : 0), extra(num_experts), zeros(num_experts), probs(k), g(k);
   for (int64_t token = begin; token < end; ++token) {
     const int32_t* chosen = router.chosen + token * k;
     const A* sums = grad_sums ? grad_sums + token % router.num_sequences * num_experts : zeros.data();
     // 1. Recompute the scores.
     const Row<A> row = read<T>(router, token, scratch);
-    if (sigmoidal && grad_z) std::copy(scratch.scores.begin(), scratch.scores.end(), shares.begin());
-    const A total = make_scores<T>(router, row, scratch) + (sigmoidal ? static_cast<A>(kTiny) : A(0));
+    if (single && grad_z) std::copy(scratch.scores.begin(), scratch.scores.end(), shares.begin());
+    const A total = make_scores<T>(router, row, scratch) + (single ? static_cast<A>(kTiny) : A(0));
     const A* scores = scratch.scores.data();
     // 2. Gradients of the chosen scores (`extra`), or of the chosen logits for a softmax over them.
     const A* from = static_cast<const A*>(router.grad_probs);
@@ -285,26 +301,26 @@ void route_backward(const Router& router, const RouterOut& out, int64_t begin, i
       A chosen_total = static_cast<A>(kTiny);
       for (int64_t j = 0; j < k; ++j) chosen_total += scores[chosen[j]];
       for (int64_t j = 0; j < k; ++j) {
-        if (router.normalize) g[j] = sigmoidal ? (g[j] - mean) / chosen_total : probs[j] * (g[j] - mean);
+        if (router.normalize) g[j] = single ? (g[j] - mean) / chosen_total : probs[j] * (g[j] - mean);
         extra[chosen[j]] = g[j];
       }
     }
-    const bool direct = router.normalize && !sigmoidal;  // `extra` belongs to the logits
-    // 3. Through the softmax, or the normalisation of sigmoids, to the logits.
+    const bool direct = router.normalize && !single;  // `extra` belongs to the logits
+    // 3. Through the softmax, or the normalisation of elementwise scores, to the logits.
     V dots = {};
     for_vectors<kStep>(num_experts, [&](int64_t i, auto count) FASTMP_LAMBDA {
       V slope = load(sums + i, count, 0);
-      if (!sigmoidal && !direct) slope += load(extra.data() + i, count, 0);
+      if (!single && !direct) slope += load(extra.data() + i, count, 0);
       dots += load(scores + i, count, 0) * slope;
     });
-    const A dot = sum(dots) / (sigmoidal ? total : A(1));
+    const A dot = sum(dots) / (single ? total : A(1));
     const A z = grad_z ? 2 * *grad_z * row.lse : A(0);
     T* dx = static_cast<T*>(out.grad) + token * num_experts;
     for_vectors<kStep>(num_experts, [&](int64_t i, auto count) FASTMP_LAMBDA {
       const V s = load(scores + i, count, 0), more = load(extra.data() + i, count, 0);
       V slope = load(sums + i, count, 0) - dot;
-      if (sigmoidal) {
-        slope = (slope / total + more) * s * (1 - s);
+      if (single) {
+        slope = (slope / total + more) * slope_of(router.score, load(scratch.x.data() + i, count, 0), s);
         if (grad_z) slope += load(shares.data() + i, count, 0) * (z / row.total);
       } else {
         slope = s * (direct ? slope + z : slope + more + z);
@@ -340,8 +356,9 @@ constexpr int64_t kStripSums = 1 << 18;     // sums of all strips, or fewer
 Score score_of(const char* op, const std::string& name) {
   if (name == "softmax") return Score::kSoftmax;
   if (name == "logits") return Score::kLogits;
-  FASTMP_CHECK(name == "sigmoid", op, ": score must be softmax, logits or sigmoid, got ", name);
-  return Score::kSigmoid;
+  if (name == "sigmoid") return Score::kSigmoid;
+  FASTMP_CHECK(name == "sqrtsoftplus", op, ": score must be softmax, logits, sigmoid or sqrtsoftplus, got ", name);
+  return Score::kSqrtSoftplus;
 }
 
 // Chosen experts index a token's scratch, so one out of range would access other memory.

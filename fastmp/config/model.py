@@ -41,7 +41,10 @@ class MoEConfig(Checked):
     linear_bias: bool = option(False, "add biases to both linear layers of every routed expert (GPT-OSS)")
     router_bias: bool = option(False, "add a learnt bias to the router logits (GPT-OSS)")
     score: str = option(
-        "softmax", "function from router logits to scores [router score function]", ("softmax", "sigmoid")
+        "softmax",
+        "function from router logits to scores [router score function]; sqrtsoftplus = the square root of "
+        "softplus (DeepSeek-V4)",
+        ("softmax", "sigmoid", "sqrtsoftplus"),
     )
     pre_softmax: bool = option(
         True, "softmax over all experts, before top-k; disabled: over the chosen experts, after top-k"
@@ -55,7 +58,7 @@ class MoEConfig(Checked):
     group_score: str = option(
         "deepseek",
         "score of a group: deepseek = its best expert under softmax, the sum of its two best "
-        "under sigmoid; megatron = the sum of its top_k / group_topk best",
+        "under other scores; megatron = the sum of its top_k / group_topk best",
         ("deepseek", "megatron"),
     )
     expert_bias: bool = option(

@@ -14,9 +14,12 @@ Choosing. A token chooses by its scores plus the expert's bias. Without a bias i
 themselves, which have the same order and no ties by rounding, so all backends choose the same indices.
 Ties go to the lower expert, NaN counts as the largest (as in torch.sort), so indices are always k
 different experts. With groups, only experts of the `group_topk` best groups can be chosen; a group's score
-is its best expert for softmax (DeepSeek-V2, arXiv 2405.04434) and the sum of its two best for sigmoid
-(DeepSeek-V3, arXiv 2412.19437). Megatron-LM's rule, the sum of its k // group_topk best for both, is the
-`group_score` "megatron"; where it differs from these two, the reference in plain torch serves.
+is its best expert for softmax (DeepSeek-V2, arXiv 2405.04434) and the sum of its two best for elementwise
+scores (DeepSeek-V3, arXiv 2412.19437). Megatron-LM's rule, the sum of its k // group_topk best for all, is
+the `group_score` "megatron"; where it differs from these two, the reference in plain torch serves.
+
+Elementwise scores are functions of their own logit alone: sigmoid (DeepSeek-V3), and the square root of
+softplus (DeepSeek-V4), which does not saturate for large logits.
 
 T tokens, E experts, k chosen.
 """
@@ -27,17 +30,18 @@ import math
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from fastmp.ops.core import checks
 from fastmp.ops.core.registry import compute_dtype, register
 from fastmp.ops.core.rowwise import sum_rows
-from fastmp.ops.router_triton import check_bias, launch, launch_backward
+from fastmp.ops.router_triton import ELEMENTWISE, check_bias, launch, launch_backward
 from fastmp.profiling import traced
 
-_SCORES = ("softmax", "sigmoid")
+_SCORES = ("softmax", *ELEMENTWISE)
 GROUP_SCORES = ("deepseek", "megatron")
-TINY = 1e-20  # keeps the sum of sigmoids that all underflow from dividing by 0
+TINY = 1e-20  # keeps the sum of elementwise scores that all underflow from dividing by 0
 
 
 class RouterOutput(NamedTuple):
@@ -60,7 +64,11 @@ class RouterOutput(NamedTuple):
     balance_counts: Tensor | None
 
 
-# Score names of the op: "softmax", "sigmoid", or "logits" for a softmax after the choice.
+# Score names of the op: "softmax", "sigmoid", "sqrtsoftplus", or "logits" for a softmax after the choice.
+
+
+def _elementwise(x: Tensor, score: str) -> Tensor:
+    return x.sigmoid() if score == "sigmoid" else F.softplus(x, threshold=40.0).sqrt()  # e^-40 < 2^-53
 
 
 def _first(keys: Tensor, count: int) -> Tensor:
@@ -72,7 +80,7 @@ def _open_experts(
     keys: Tensor, values: Tensor, score: str, num_groups: int, group_topk: int, summed: int
 ) -> Tensor:
     """Mark the experts of the best groups; for `summed` see `reference`."""
-    if summed or score == "sigmoid":
+    if summed or score in ELEMENTWISE:
         best = values.unflatten(-1, (num_groups, -1)).sort(dim=-1, descending=True).values
         group = best[..., : summed or 2].sum(-1)
     else:
@@ -130,14 +138,14 @@ def reference(
     """
     check_bias(logits, expert_bias)
     x = logits.to(compute_dtype(logits.dtype))
-    scores = x.sigmoid() if score == "sigmoid" else x.softmax(-1)
+    scores = _elementwise(x, score) if score in ELEMENTWISE else x.softmax(-1)
     indices = _choose(x.detach(), scores.detach(), expert_bias, k, score, num_groups, group_topk, summed)
-    if normalize and score != "sigmoid":
+    if normalize and score not in ELEMENTWISE:
         probs = x.gather(-1, indices).softmax(-1)
     else:
         probs = scores.gather(-1, indices)
         probs = probs / (probs.sum(-1, keepdim=True) + TINY) if normalize else probs
-    if score == "sigmoid":
+    if score in ELEMENTWISE:
         scores = scores / (scores.sum(-1, keepdim=True) + TINY)
     return (
         indices.to(torch.int32),
@@ -168,13 +176,13 @@ def reference_backward(
 ) -> Tensor:
     """Compute the gradient of the logits; a gradient that is None is zero."""
     x = logits.to(compute_dtype(logits.dtype))
-    sigmoid = score == "sigmoid"
+    elementwise = score in ELEMENTWISE
     shares = x.softmax(-1)
-    scores = x.sigmoid() if sigmoid else shares
+    scores = _elementwise(x, score) if elementwise else shares
     dscores = torch.zeros_like(x)
     dx = torch.zeros_like(x)
     if grad_sums is not None:
-        if sigmoid:
+        if elementwise:
             total = scores.sum(-1, keepdim=True) + TINY
             mean = (scores * grad_sums).sum(-1, keepdim=True) / total
             dscores = dscores + (grad_sums - mean) / total
@@ -183,7 +191,7 @@ def reference_backward(
     if grad_probs is not None:
         grad = grad_probs * scale
         place = indices.long()
-        if normalize and not sigmoid:
+        if normalize and not elementwise:
             weights = x.gather(-1, place).softmax(-1)
             grad = weights * (grad - (weights * grad).sum(-1, keepdim=True))
             dx = dx + _chosen(indices, x.shape[-1], grad)
@@ -193,8 +201,10 @@ def reference_backward(
                 total = chosen.sum(-1, keepdim=True) + TINY
                 grad = (grad - (chosen * grad).sum(-1, keepdim=True) / total) / total
             dscores = dscores + _chosen(indices, x.shape[-1], grad)
-    if sigmoid:
+    if score == "sigmoid":
         dx = dx + dscores * scores * (1 - scores)
+    elif elementwise:
+        dx = dx + dscores * torch.where(scores == 0, 0, x.sigmoid() / (2 * scores))
     else:
         dx = dx + scores * (dscores - (scores * dscores).sum(-1, keepdim=True))
     if grad_z is not None:
@@ -300,13 +310,13 @@ def topk_router(
     Args:
         logits: (T, E), or (S, B, E) for sums per sequence; float64, float32, bfloat16 or float16.
         k: the number of experts that a token chooses.
-        score: "softmax" or "sigmoid" of the logits.
+        score: "softmax", "sigmoid" or "sqrtsoftplus" (the square root of softplus) of the logits.
         pre_softmax: take the softmax over all experts before the choice. Otherwise tokens choose by logits,
-            and the softmax is that of the k chosen ones. It has no effect on sigmoid.
+            and the softmax is that of the k chosen ones. It has no effect on elementwise scores.
         num_groups, group_topk: experts come in `num_groups` equal groups of neighbours, and a token chooses
             from its `group_topk` (default: all) best ones.
         group_score: score of a group. "deepseek": its best expert under softmax (DeepSeek-V2), the sum of its
-            two best under sigmoid (DeepSeek-V3). "megatron": the sum of its k // group_topk best; if that
+            two best under the others (DeepSeek-V3). "megatron": the sum of its k // group_topk best; if that
             number differs from DeepSeek's, plain torch serves the call.
         expert_bias: (E,), added to the scores (logits if `pre_softmax` is off) for the choice only; no
             gradient.
@@ -341,7 +351,7 @@ def topk_router(
     twice = balance and (expert_bias is not None or group_topk < num_groups)
     options = k, score, num_groups, group_topk, normalize, float(scale), twice
     summed = k // group_topk if group_score == "megatron" and group_topk < num_groups else 0
-    if summed in (0, 2 if score == "sigmoid" else 1):
+    if summed in (0, 2 if score in ELEMENTWISE else 1):
         found = _topk_router(logits, expert_bias, *options)
     else:
         found = reference(logits, expert_bias, *options, summed)

@@ -24,6 +24,7 @@ from fastmp.ops.core._triton import MAX_STRIP, MAX_WALKING, cdiv, jit, limits, n
 from fastmp.ops.core.registry import compute_dtype
 from fastmp.ops.core.rowwise import arithmetic, as_rows, empty_like, strip_shape, vector_width
 
+ELEMENTWISE = ("sigmoid", "sqrtsoftplus")  # scores that are functions of their own logit alone
 _SUM_BLOCK = (256, 16)  # strips, of which there are at most 256, and columns of a program that adds them
 
 
@@ -35,6 +36,17 @@ def _exp(x):
 @jit
 def _sigmoid(x):
     return 1.0 / (1.0 + _exp(-x))
+
+
+@jit
+def _score(x, SOFTPLUS: tl.constexpr):
+    """Compute sigmoid(x), or with SOFTPLUS sqrt(log(1 + e^x)); 0 for -inf."""
+    if SOFTPLUS:
+        u = _exp(-tl.abs(x))
+        w = 1.0 + u  # rounded: log(w) u / (w - 1) is log(1 + u) all the same, also for small u
+        return tl.sqrt(tl.where(x > 0.0, x, 0.0) + tl.where(w == 1.0, u, tl.log(w) * (u / (w - 1.0))))
+    else:
+        return _sigmoid(x)
 
 
 @jit
@@ -107,23 +119,24 @@ def _take_best(keys, places, TAKEN: tl.constexpr, END: tl.constexpr, NUMBERED: t
 @jit
 def _close_groups(
     keys, BLOCK_M: tl.constexpr, ALL: tl.constexpr, EACH: tl.constexpr, GROUPS: tl.constexpr,
-    SIZE: tl.constexpr, OPEN: tl.constexpr, TOP_TWO: tl.constexpr, LOGITS: tl.constexpr, LOWEST: tl.constexpr,
+    SIZE: tl.constexpr, OPEN: tl.constexpr, TOP_TWO: tl.constexpr, LOGITS: tl.constexpr,
+    SOFTPLUS: tl.constexpr, LOWEST: tl.constexpr,
 ):  # fmt: skip
     """Set the keys (BLOCK_M, ALL * EACH) of experts outside the OPEN best groups to the lowest.
 
-    A group's score is its best key; with TOP_TWO the sum of its two best, of their sigmoids with LOGITS.
+    A group's score is its best key; with TOP_TWO the sum of its two best, of their scores with LOGITS.
     """
     grouped = tl.reshape(keys, (BLOCK_M, ALL, EACH))
     first = tl.max(grouped, 2)
     groups = tl.arange(0, ALL)[None, :]
     if TOP_TWO:
         value = _unsorted(first)
-        value = _sigmoid(value) if LOGITS else value
+        value = _score(value, SOFTPLUS) if LOGITS else value
         if SIZE > 1:
             places = tl.arange(0, EACH)[None, None, :]
             best = tl.min(tl.where(grouped == first[:, :, None], places, EACH), 2)
             second = _unsorted(tl.max(tl.where(places == best[:, :, None], LOWEST, grouped), 2))
-            value += _sigmoid(second) if LOGITS else second
+            value += _score(second, SOFTPLUS) if LOGITS else second
         first = tl.where(groups < GROUPS, _sortable(value), LOWEST)
     for _ in range(OPEN):
         _, first = _take_best(first, groups, LOWEST + 1, ALL, False)
@@ -139,8 +152,8 @@ def router_kernel(
     squares,  # (num_programs,)
     num_steps, num_sequences, strip_steps, pitch, scale: tl.float64,
     K: tl.constexpr, K_BLOCK: tl.constexpr, GROUPS: tl.constexpr, SIZE: tl.constexpr, OPEN: tl.constexpr,
-    SIGMOID: tl.constexpr, AFTER: tl.constexpr, NORMALIZE: tl.constexpr, VECTOR: tl.constexpr,
-    BLOCK_M: tl.constexpr, PARTS: tl.constexpr, ALL: tl.constexpr, EACH: tl.constexpr,
+    ELEMENTWISE: tl.constexpr, SOFTPLUS: tl.constexpr, AFTER: tl.constexpr, NORMALIZE: tl.constexpr,
+    VECTOR: tl.constexpr, BLOCK_M: tl.constexpr, PARTS: tl.constexpr, ALL: tl.constexpr, EACH: tl.constexpr,
 ):  # fmt: skip
     """Route a strip of one sequence. Logits are (num_steps, num_sequences) rows; their pitch counts vectors.
 
@@ -183,8 +196,8 @@ def router_kernel(
         x = tl.load(row[:, :, None] + part_cols, mask=mask, other=float("-inf"))
         x = tl.reshape(x, (BLOCK_M, WIDTH)).to(COMPUTE)
         top, e, total, lse = _softmax(x)
-        if SIGMOID:
-            scores = _sigmoid(x)
+        if ELEMENTWISE:
+            scores = _score(x, SOFTPLUS)
             shares = scores / (tl.sum(scores, 1) + 1e-20)[:, None]
         else:
             scores = e / total[:, None]
@@ -197,7 +210,9 @@ def router_kernel(
             keys = (x if AFTER else scores) + shift[None, :]
         keys = tl.where(here[None, :], _sortable(keys), LOWEST)
         if OPEN < GROUPS:
-            keys = _close_groups(keys, BLOCK_M, ALL, EACH, GROUPS, SIZE, OPEN, SIGMOID, not HAS_BIAS, LOWEST)
+            keys = _close_groups(
+                keys, BLOCK_M, ALL, EACH, GROUPS, SIZE, OPEN, ELEMENTWISE, not HAS_BIAS, SOFTPLUS, LOWEST
+            )  # fmt: skip
         if NUMBERED:
             keys = _numbered(keys, places[None, :], LOWEST)
         # 4. Top k in K rounds: take the best expert of each token, the first of equal ones.
@@ -219,8 +234,8 @@ def router_kernel(
         # 6. Probabilities of the chosen experts, whose logits are read again, from a cache.
         out = there[:, None] & (slots < K)
         value = tl.load(row + chosen, mask=out, other=float("-inf")).to(COMPUTE)
-        if SIGMOID:
-            value = _sigmoid(value)
+        if ELEMENTWISE:
+            value = _score(value, SOFTPLUS)
             if NORMALIZE:
                 value /= (tl.sum(value, 1) + 1e-20)[:, None]
         elif NORMALIZE:
@@ -281,9 +296,9 @@ def router_sums_kernel(
 def router_backward_kernel(
     grad_probs, grad_sums, grad_z, logits, indices, dx,
     num_steps, num_sequences, pitch, scale: tl.float64,
-    K: tl.constexpr, EXPERTS: tl.constexpr, SIGMOID: tl.constexpr, NORMALIZE: tl.constexpr,
-    COMPUTE: tl.constexpr, VECTOR: tl.constexpr, BLOCK_M: tl.constexpr, WIDTH: tl.constexpr,
-    PARTS: tl.constexpr,
+    K: tl.constexpr, EXPERTS: tl.constexpr, ELEMENTWISE: tl.constexpr, SOFTPLUS: tl.constexpr,
+    NORMALIZE: tl.constexpr, COMPUTE: tl.constexpr, VECTOR: tl.constexpr, BLOCK_M: tl.constexpr,
+    WIDTH: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     """Compute dx of BLOCK_M tokens of one sequence; gradients that are None are 0."""
     cols = tl.arange(0, WIDTH)
@@ -311,12 +326,12 @@ def router_backward_kernel(
     # 2. Gradient of the scores of all experts (`slope`), which the balancing losses sum.
     _, e, total, lse = _softmax(x)
     shares = e / total[:, None]
-    scores = _sigmoid(x) if SIGMOID else shares
+    scores = _score(x, SOFTPLUS) if ELEMENTWISE else shares
     slope = tl.zeros([BLOCK_M, WIDTH], COMPUTE)
     if grad_sums is not None:
         slope += tl.load(grad_sums + sequence * EXPERTS + cols, mask=here, other=0.0)[None, :]
     # 3. Backward through the normalisation of the chosen scores, and the scores, to the logits.
-    if SIGMOID:
+    if ELEMENTWISE:
         if grad_sums is not None:
             norm = (tl.sum(scores, 1) + 1e-20)[:, None]
             slope = (slope - tl.sum(scores * slope, 1)[:, None] / norm) / norm
@@ -324,7 +339,10 @@ def router_backward_kernel(
             norm = (tl.sum(tl.where(chosen, scores, 0.0), 1) + 1e-20)[:, None]
             mean = tl.sum(tl.where(chosen, scores * given, 0.0), 1)[:, None] / norm
             given = tl.where(chosen, (given - mean) / norm, 0.0)
-        out = (slope + given) * scores * (1.0 - scores)
+        if SOFTPLUS:  # the derivative of sqrt(softplus), 0 where that underflows
+            out = (slope + given) * tl.where(scores == 0.0, 0.0, _sigmoid(x) / (2.0 * scores))
+        else:
+            out = (slope + given) * scores * (1.0 - scores)
     elif NORMALIZE:
         weights = tl.where(chosen, x, float("-inf"))
         weights = tl.where(chosen, _exp(weights - tl.max(weights, 1)[:, None]), 0.0)
@@ -404,7 +422,8 @@ def plan(
     vector = vector_width(dtype.itemsize, experts, pitch)
     constants = {
         "K": k, "K_BLOCK": next_power_of_2(k), "GROUPS": groups, "SIZE": size,
-        "OPEN": min(group_topk, groups), "SIGMOID": score == "sigmoid", "AFTER": score == "logits",
+        "OPEN": min(group_topk, groups), "ELEMENTWISE": score in ELEMENTWISE,
+        "SOFTPLUS": score == "sqrtsoftplus", "AFTER": score == "logits",
         "NORMALIZE": normalize, "VECTOR": vector, "BLOCK_M": block_m,
         "PARTS": parts(width, dtype.itemsize, vector, size), "ALL": all_groups, "EACH": each,
         "num_warps": num_warps,
@@ -486,7 +505,8 @@ def _plan_backward(
     block_m, num_warps = backward_block_shape(width, compute_dtype(dtype).itemsize)
     vector = vector_width(dtype.itemsize, experts, pitch)
     constants = {
-        "K": k, "EXPERTS": experts, "SIGMOID": score == "sigmoid", "NORMALIZE": normalize,
+        "K": k, "EXPERTS": experts, "ELEMENTWISE": score in ELEMENTWISE,
+        "SOFTPLUS": score == "sqrtsoftplus", "NORMALIZE": normalize,
         "COMPUTE": arithmetic(dtype), "VECTOR": vector, "BLOCK_M": block_m, "WIDTH": width,
         "PARTS": parts(width, dtype.itemsize, vector, experts), "num_warps": num_warps,
     }  # fmt: skip

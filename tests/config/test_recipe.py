@@ -128,7 +128,7 @@ def test_all_mistakes_in_a_file_are_named_at_once(tmp_path):
         "  unknown key 'rate' table; there are model, parallel, data, optimizer, train, checkpoint, graphs",
         "  unknown key 'hiden_size' in [model]; did you mean 'hidden_size'?",  # so 192 % 7 says nothing
         "  model.moe.top_k must be of type int, got '2'",
-        "  MoEConfig: score must be one of softmax, sigmoid, got 'relu'",
+        "  MoEConfig: score must be one of softmax, sigmoid, sqrtsoftplus, got 'relu'",
         "  MoEConfig: z_loss must not be negative, got -1.0",
         "  MoEConfig: num_experts must be positive, got 0",
         "  GPTConfig: norm must be one of layernorm, rmsnorm, got 'batch'",

@@ -58,6 +58,13 @@ def deepseek_v3(
     return indices, probs / (probs.sum(-1, keepdim=True) + 1e-20) * scale
 
 
+def megatron_sqrtsoftplus(logits: Tensor, bias: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    scores = torch.nn.functional.softplus(logits).sqrt()
+    indices = (scores + bias).topk(k, -1).indices
+    probs = scores.gather(1, indices)
+    return indices, probs / (probs.sum(-1, keepdim=True) + 1e-20)
+
+
 BIAS = _logits(EXPERTS, seed=1) / 4
 PUBLISHED = {
     "Mixtral": (lambda x: mixtral(x, 2), 2, {"normalize": True}),
@@ -80,6 +87,11 @@ PUBLISHED = {
             "normalize": True,
             "scale": 2.5,
         },
+    ),
+    "Megatron-core": (
+        lambda x: megatron_sqrtsoftplus(x, BIAS, 6),
+        6,
+        {"score": "sqrtsoftplus", "expert_bias": BIAS, "normalize": True},
     ),
 }
 
@@ -145,6 +157,7 @@ SCORES = (
     {"score": "softmax", "pre_softmax": False},
     {"score": "sigmoid"},
     {"score": "sigmoid", "normalize": True},
+    {"score": "sqrtsoftplus", "normalize": True},
 )
 EVERY_SCORE = pytest.mark.parametrize("options", SCORES, ids=lambda o: "-".join(map(str, o.values())))
 
@@ -178,7 +191,7 @@ def test_every_pattern_of_ties(options, k):
 
 
 def test_ties_of_groups_go_to_the_lower_group():
-    for score in ("softmax", "sigmoid"):
+    for score in ("softmax", "sigmoid", "sqrtsoftplus"):
         out = topk_router(torch.zeros(2, 12), 3, score=score, num_groups=4, group_topk=2)
         assert out.indices.tolist() == [[0, 1, 2]] * 2
         logits = torch.zeros(1, 12)
@@ -193,13 +206,35 @@ def test_scores_that_rounding_makes_equal_are_told_apart():
     assert out.indices.tolist() == [[0, 2]] and out.probs.tolist() == [[1.0, 0.0]]
     out = topk_router(torch.tensor([[40.0, 50.0, 60.0]]), 2, score="sigmoid")
     assert out.indices.tolist() == [[2, 1]] and out.probs.tolist() == [[1.0, 1.0]]
+    logits = torch.tensor([[-300.0, -200.0, -250.0]], requires_grad=True)
+    out = topk_router(logits, 2, score="sqrtsoftplus", normalize=True)
+    assert out.indices.tolist() == [[1, 2]] and out.probs.tolist() == [[0.0, 0.0]]
+    out.probs.sum().backward()
+    assert logits.grad.tolist() == [[0.0] * 3]
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.float64), ids=str)
+def test_sqrtsoftplus_is_accurate_on_both_sides(dtype):
+    """Values and gradients to a few units in the last place, where 1 + e^x rounds to 1 or to e^x."""
+    logits = torch.linspace(-80, 80, 2 * 321).to(dtype).view(2, -1).requires_grad_()
+    out = topk_router(logits, 321, score="sqrtsoftplus")
+    exact = logits.detach().double().clone().requires_grad_()
+    scores = torch.logaddexp(exact, exact * 0).sqrt()
+    tolerance = {"rtol": 8 * torch.finfo(dtype).eps, "atol": 0.0}
+    torch.testing.assert_close(out.probs.double(), scores.flip(-1), **tolerance)
+    (got,) = torch.autograd.grad(out.probs.sum(), logits)
+    (wanted,) = torch.autograd.grad(scores.sum(), exact)
+    torch.testing.assert_close(got.double(), wanted, **tolerance)
 
 
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("score", ["softmax", "sigmoid", "logits"])
 @pytest.mark.parametrize(("k", "opened"), [(8, 2), (6, 4), (8, 4), (3, 3)])
 def test_groups_by_the_rule_of_megatron(k, opened, score, biased):
-    """A group is as good as its k // opened best together; values, sums and gradients."""
+    """A group is as good as its k // opened best together; values, sums and gradients.
+
+    With a group a node it is the node-limited routing of DeepSeek-V3 (arXiv 2412.19437, section 2.1.2).
+    """
     logits = _logits(50, EXPERTS).double().requires_grad_()
     bias = torch.randn(EXPERTS, dtype=torch.float64) / 8 if biased else None
     options = {"score": "softmax", "pre_softmax": False} if score == "logits" else {"score": score}
@@ -294,7 +329,7 @@ def test_nan_is_chosen_first_and_never_out_of_range(options, grouped, biased):
     assert ((out.indices >= 0) & (out.indices < 16)).all() and out.counts.sum() == 36
     assert all(len(set(row)) == 6 for row in out.indices.tolist())
     assert out.probs[5].isfinite().all() and out.score_sums.isnan().all() and out.z_sum.isnan()
-    if not biased or options["score"] == "sigmoid":
+    if not biased or options["score"] in router_triton.ELEMENTWISE:
         assert out.indices[0, 0] == 3 and out.indices[2, :4].tolist() == [5, 6, 7, 8]
     assert out.probs[0].isnan().any()
 

@@ -19,7 +19,10 @@ pytestmark = [
 ]
 
 WIDE = {"rtol": 2e-5, "atol": 1e-6}  # of results in float32, whatever the logits
-SCORES = (("softmax", False), ("softmax", True), ("logits", True), ("sigmoid", False), ("sigmoid", True))
+SCORES = (
+    ("softmax", False), ("softmax", True), ("logits", True), ("sigmoid", False), ("sigmoid", True),
+    ("sqrtsoftplus", False), ("sqrtsoftplus", True),
+)  # fmt: skip
 
 
 def _random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
@@ -65,7 +68,7 @@ def test_groups(experts, groups, opened, k, score, normalize):
     logits = _random(19, experts)
     bias = torch.arange(groups).flip(0).repeat_interleave(experts // groups).float()
     _check(logits, k, score, normalize, groups, opened, bias)
-    if score != "sigmoid":
+    if score not in router_triton.ELEMENTWISE:
         _check(logits, k, score, normalize, groups, opened)
     else:  # without a bias groups are compared by the scores of their best two, experts by their logits
         levels = torch.arange(groups).repeat_interleave(experts // groups)

@@ -18,6 +18,11 @@ from fastmp.nn.moe.layer import MoELayer
 from fastmp.tensor_parallel.attributes import parallel_attributes
 
 SEED = 4321
+SCORES = {
+    "softmax": lambda x: x.softmax(-1),
+    "sigmoid": torch.sigmoid,
+    "sqrtsoftplus": lambda x: F.softplus(x).sqrt(),
+}
 MOE = MoEConfig(
     num_experts=8,
     top_k=3,
@@ -85,7 +90,7 @@ def reference(layer: MoELayer, hidden_SBH: torch.Tensor, kept=lambda indices, pr
     (S, B, H), E, k = hidden_SBH.shape, layer.moe.num_experts, layer.moe.top_k
     x_TH = hidden_SBH.reshape(S * B, H)
     logits_TE = x_TH @ layer.router.weight.t()
-    scores_TE = logits_TE.softmax(-1) if moe.score == "softmax" else logits_TE.sigmoid()
+    scores_TE = SCORES[moe.score](logits_TE)
     bias_E = 0.0 if layer.router.expert_bias is None else layer.router.expert_bias
 
     def best(values_TE: torch.Tensor) -> torch.Tensor:

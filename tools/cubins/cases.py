@@ -269,6 +269,7 @@ ROUTERS = {
     "qwen3": (128, 8, "softmax", 1, 1, False, True),
     "deepseek-v2": (160, 6, "softmax", 8, 3, False, False),
     "deepseek-v3": (256, 8, "sigmoid", 8, 4, True, True),
+    "sqrtsoftplus": (256, 6, "sqrtsoftplus", 1, 1, True, True),
     "many": (512, 36, "logits", 1, 1, True, True),
 }
 
@@ -460,11 +461,15 @@ CASES = {
     "router deepseek-v3": _router(
         "deepseek-v3", Facts(1, exps=(2, 3), barriers=23, has=(WARP,)), ROUTER_SUMS
     ),
+    "router sqrtsoftplus": _router(
+        "sqrtsoftplus", Facts(1, exps=(1, 4), barriers=23, has=(WARP,)), ROUTER_SUMS
+    ),
     "router many": _router("many", Facts(1, exps=(1, 2), barriers=38, has=(WARP,)), ROUTER_SUMS),
     "router backward mixtral": _router_backward("mixtral", Facts(exps=2, barriers=3)),
     "router backward qwen3": _router_backward("qwen3", Facts(exps=2, barriers=5)),
     "router backward deepseek-v2": _router_backward("deepseek-v2", Facts(1, 1, exps=1, barriers=3)),
     "router backward deepseek-v3": _router_backward("deepseek-v3", Facts(1, 1, exps=2, barriers=7)),
+    "router backward sqrtsoftplus": _router_backward("sqrtsoftplus", Facts(1, 1, exps=3, barriers=7)),
     "router backward many": _router_backward("many", Facts(1, 1, exps=2, stack=8, barriers=9)),
     "block rows": _op("block_rows", _ids(1024), _ids(1024), 32768, SORT),
     "permutation 32": _op("permutation", _ids(8192, 8), 32, SORT, SORT, SORT),

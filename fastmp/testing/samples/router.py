@@ -24,6 +24,8 @@ def samples(op: str, dtype: torch.dtype, generator: torch.Generator) -> Iterator
         ((96, 64), 0, 4, "softmax", 1, 1, False, False, 1.0),
         ((37, 61), 3, 5, "sigmoid", 1, 1, True, True, 2.5),
         ((20, 3, 32), 0, 6, "sigmoid", 8, 4, True, True, 1.0),
+        ((37, 61), 3, 5, "sqrtsoftplus", 1, 1, True, True, 2.5),
+        ((18, 2, 24), 0, 4, "sqrtsoftplus", 4, 2, True, False, 1.0),
         ((33, 160), 8, 6, "softmax", 8, 3, False, False, 16.0),
         ((17, 2, 7), 1, 7, "logits", 1, 1, True, True, 1.0),
         ((65, 8), 0, 2, "logits", 1, 1, False, True, 1.0),
@@ -55,15 +57,15 @@ def samples(op: str, dtype: torch.dtype, generator: torch.Generator) -> Iterator
 
 def _eager_router(logits, k, *, score, pre_softmax, num_groups, group_topk, expert_bias, normalize, scale):
     """Choose by masks and stable sorts; a logit of +inf or NaN leaves its token's sums undefined."""
-    scores = _sigmoid(logits) if score == "sigmoid" else logits.softmax(-1)
+    scores = logits.softmax(-1) if score == "softmax" else _elementwise(logits, score)
     after = score == "softmax" and not pre_softmax
     by = logits if after else scores
     by = by if expert_bias is None else by + expert_bias
     keys = (logits if expert_bias is None else by).detach() + 0.0  # else -0 may be less than 0 on a GPU
     order = keys.sort(dim=-1, descending=True, stable=True).indices
     if num_groups > 1:
-        grouped = (by if score == "sigmoid" else keys).detach().unflatten(-1, (num_groups, -1))
-        best = grouped.sort(dim=-1, descending=True).values[..., : 2 if score == "sigmoid" else 1].sum(-1)
+        grouped = (keys if score == "softmax" else by).detach().unflatten(-1, (num_groups, -1))
+        best = grouped.sort(dim=-1, descending=True).values[..., : 1 if score == "softmax" else 2].sum(-1)
         best = best.sort(dim=-1, descending=True, stable=True).indices[..., :group_topk]
         group = order // (logits.shape[-1] // num_groups)
         hidden = (group[..., None] != best[..., None, :]).all(-1)
@@ -74,7 +76,7 @@ def _eager_router(logits, k, *, score, pre_softmax, num_groups, group_topk, expe
     else:
         probs = scores.gather(-1, indices)
         probs = probs / (probs.sum(-1, keepdim=True) + 1e-20) if normalize else probs
-    if score == "sigmoid":
+    if score != "softmax":
         scores = scores / (scores.sum(-1, keepdim=True) + 1e-20)
     experts = torch.arange(logits.shape[-1], device=logits.device)
     best = (logits.detach() + 0.0).sort(dim=-1, descending=True, stable=True).indices[..., :k]
@@ -83,10 +85,12 @@ def _eager_router(logits, k, *, score, pre_softmax, num_groups, group_topk, expe
     return indices, probs * scale, counts, scores.sum(0), z_sum, balance_counts
 
 
-def _sigmoid(logits):
+def _elementwise(logits, score):
     """Pad to whole vectors: after the last one torch rounds differently, and equal logits would be no tie."""
     experts = logits.shape[-1]
-    return F.pad(logits, (0, -experts % 64)).sigmoid()[..., :experts]
+    padded = F.pad(logits, (0, -experts % 64))
+    scores = padded.sigmoid() if score == "sigmoid" else torch.logaddexp(padded, padded * 0).sqrt()
+    return scores[..., :experts]
 
 
 def _draw_router(draw: Draw) -> tuple[tuple, dict]:
@@ -98,14 +102,16 @@ def _draw_router(draw: Draw) -> tuple[tuple, dict]:
     tokens = draw.rows or 2048 if draw.large else draw.size(33)
     shape = (tokens,) if draw.flag() else (tokens // 2, 2)
     logits = draw.tensor(*shape, experts)
-    score, pre_softmax = draw.choice([("softmax", True), ("softmax", False), ("sigmoid", True)])
+    score, pre_softmax = draw.choice(
+        [("softmax", True), ("softmax", False), ("sigmoid", True), ("sqrtsoftplus", True)]
+    )
     bias = None
     if draw.dtype == torch.float64:
         bias = draw.tensor(experts, grad=False).nan_to_num(1, 1, 1) if draw.flag() else None
     else:
         with torch.no_grad():  # see _levels; sums of groups need levels of their own, too
             logits.mul_(16).round_().div_(16)
-        if score == "sigmoid" and (groups > 1 or draw.flag()):
+        if score != "softmax" and (groups > 1 or draw.flag()):
             bias = torch.randperm(groups, generator=draw.generator).repeat_interleave(each)
             bias = bias.to(draw.device, draw.dtype)
         elif not pre_softmax and draw.flag():

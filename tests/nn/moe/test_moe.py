@@ -26,6 +26,7 @@ CONFIGS = {
     "one expert": plain_moe(num_experts=1, top_k=1, aux_loss=0.5),
     "every expert": plain_moe(top_k=8),
     "sigmoid": plain_moe(score="sigmoid", expert_bias=True, routed_scale=2.5, aux_loss=0.5),
+    "sqrtsoftplus": plain_moe(score="sqrtsoftplus", expert_bias=True, aux_loss=0.5, sequence_aux_loss=0.3),
     "no sequence loss": with_moe(sequence_aux_loss=0.0),
     "ungated": with_moe(shared_expert_gate=False, normalize_topk=False),
     **{name: replace(with_moe(), activation=name) for name in ("gelu", "gelu_tanh", "geglu")},
@@ -300,7 +301,7 @@ BAD = {
     "group_score 'megatron' needs top_k >= group_topk 4, got top_k 2": {
         **{"num_groups": 4, "group_topk": 4, "group_score": "megatron", "top_k": 2},
     },
-    "score must be one of softmax, sigmoid, got 'tanh'": {"score": "tanh"},
+    "score must be one of softmax, sigmoid, sqrtsoftplus, got 'tanh'": {"score": "tanh"},
     "drop_policy must be one of probs, position, got 'last'": {"drop_policy": "last"},
     "dispatcher must be one of alltoall, allgather, symmetric, deepep, got 'flex'": {"dispatcher": "flex"},
     "jitter must be in .0, 1., got 1.0": {"jitter": 1.0},

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from moe_tools import SEED, SMALL, hidden_states, plain_moe, with_moe
+from moe_tools import SCORES, SEED, SMALL, hidden_states, plain_moe, with_moe
 
 from fastmp.distributed.rng import RngTracker
 from fastmp.nn import Placement
@@ -54,7 +54,7 @@ def deepseek_v3_loss(scores_TE: torch.Tensor, k: int) -> torch.Tensor:
     return T * (f_E * P_E).sum()
 
 
-@pytest.mark.parametrize("score", ("sigmoid", "softmax"))
+@pytest.mark.parametrize("score", ("sigmoid", "softmax", "sqrtsoftplus"))
 @pytest.mark.parametrize("loss", ("sequence_aux_loss", "aux_loss"))
 def test_the_losses_count_the_best_scores_without_bias_and_groups(loss, score):
     """DeepSeek-V3's paper and Megatron-LM do so; the loads count the choices that are made."""
@@ -62,7 +62,7 @@ def test_the_losses_count_the_best_scores_without_bias_and_groups(loss, score):
     router.expert_bias.copy_(torch.linspace(0.6, -0.6, 8))
     hidden = hidden_states(6, 2)
     logits_SBE = hidden @ router.weight.t()
-    scores_SBE = logits_SBE.sigmoid() if score == "sigmoid" else logits_SBE.softmax(-1)
+    scores_SBE = SCORES[score](logits_SBE)
     if loss == "aux_loss":  # the tokens of both sequences are one set
         scores_SBE = scores_SBE.flatten(0, 1).unsqueeze(1)
     want = 0.7 * sum(deepseek_v3_loss(scores_TE, 3) for scores_TE in scores_SBE.unbind(1))
@@ -115,7 +115,7 @@ def test_jitter_is_of_training_and_of_its_own_stream():
     assert noise.abs().max() <= 0.2 and abs(noise.mean()) < 0.01 and abs(noise.std() - 0.2 / 3**0.5) < 0.01
 
 
-@pytest.mark.parametrize("score", ("softmax", "sigmoid"))
+@pytest.mark.parametrize("score", ("softmax", "sigmoid", "sqrtsoftplus"))
 def test_groups_limit_the_choice(score):
     """Two of four groups: the chosen experts are in two of them."""
     router = make_router(plain_moe(score=score, num_groups=4, group_topk=2, top_k=3))
