@@ -54,6 +54,8 @@ class DispatchSizes:
     etp: int
     symmetric_capacity: float | None = None
     fp8: bool = False
+    num_groups: int = 1
+    group_topk: int = 1
 
     @property
     def sent_row(self) -> int:
@@ -82,10 +84,23 @@ class DispatchSizes:
 
     @property
     def reached(self) -> float:
-        """Ranks that a token is sent to: the mean over all choices of `top_k` experts."""
-        elsewhere = self.num_experts - self.num_local
-        missed = math.comb(elsewhere, self.top_k) / math.comb(self.num_experts, self.top_k)
-        return self.ranks * (1.0 - missed)
+        """Ranks that a token is sent to, in the mean."""
+        return self.etp * self.parts_reached(self.ep)
+
+    def parts_reached(self, parts: int) -> float:
+        """Return the number of parts that hold a token's experts, of `parts` equal ones, such as nodes.
+
+        It is the mean over all choices of `group_topk` groups, and of `top_k` of their experts. A part is
+        whole groups, or a share of one.
+        """
+        group, part = self.num_experts // self.num_groups, self.num_experts // parts
+        groups, experts = max(1, part // group), min(group, part)  # of a part; of it in each of its groups
+        open_experts, missed = self.group_topk * group, 0.0
+        for opened in range(min(groups, self.group_topk) + 1):  # groups of the part that a token chooses from
+            ways = math.comb(groups, opened) * math.comb(self.num_groups - groups, self.group_topk - opened)
+            missed += ways * math.comb(open_experts - opened * experts, self.top_k)
+        ways = math.comb(self.num_groups, self.group_topk) * math.comb(open_experts, self.top_k)
+        return parts * (1.0 - missed / ways)
 
     def group_size(self, group: str) -> int:
         """Return the ranks of the group "ep", "etp" or "etp-ep"."""
@@ -122,6 +137,11 @@ def _pairs_of_group(sizes: DispatchSizes) -> int:
     return sizes.pairs * sizes.etp
 
 
+def _pairs_crossing(sizes: DispatchSizes, inside: int) -> float:
+    """Return the share of pairs for other servers in what a rank sends to other ranks of the ep group."""
+    return (sizes.ep - inside) / (sizes.ep - 1)
+
+
 def _no_problems(sizes: DispatchSizes) -> Iterator[tuple[tuple[str, ...], str]]:
     return iter(())
 
@@ -132,6 +152,10 @@ class DispatcherSpec:
 
     make: called as make(moe, groups), with the `MoEConfig` and `ParallelGroups`; returns the dispatcher.
     traffic: what the forward sends.
+    exchange_group: the group of `traffic` in which each rank sends each other one rows of its own, as in an
+        all-to-all; other groups are rings.
+    crossing: called with the number of ranks that this group has in a server; returns the share of the
+        bytes sent that pass the network.
     saved_bytes: what autograd keeps of dispatch and combine, beyond the rows at the experts.
     prepared: the tensors that `preprocess` returns, by the names of its `DispatchState`; "indices" and
         "probs" are there before.
@@ -154,6 +178,8 @@ class DispatcherSpec:
     saved_bytes: Callable[[DispatchSizes], int]
     prepared: Callable[[DispatchSizes], Tensors]
     dispatched: Callable[[DispatchSizes], Tensors] | None = None
+    exchange_group: str = "ep"
+    crossing: Callable[[DispatchSizes, int], float] = _pairs_crossing
     eager: tuple[str, ...] = ()
     exchanges: tuple[str, ...] = ("dispatch", "combine")
     host_syncs: bool = False
@@ -392,10 +418,19 @@ def _deepep_traffic(sizes: DispatchSizes) -> tuple[RingTransfer, ...]:
     )
 
 
+def _deepep_crossing(sizes: DispatchSizes, inside: int) -> float:
+    """Return the share of bytes that pass the network: a token goes once to each node, then over NVLink."""
+    nodes = sizes.ranks // inside
+    away = sizes.parts_reached(nodes) * (1.0 - 1.0 / nodes)
+    return away / (sizes.reached * (1.0 - 1.0 / sizes.ranks))
+
+
 DEEPEP = DispatcherSpec(
     "deepep",
     "fastmp.nn.moe.dispatchers.deepep:DeepEPDispatcher.create",
     traffic=_deepep_traffic,
+    exchange_group="etp-ep",
+    crossing=_deepep_crossing,
     # a received token has each of its choices `etp` times
     saved_bytes=lambda sizes: _sorted_saved(sizes.reached * sizes.etp, sizes),
     prepared=lambda sizes: {"indices": PASSED, "probs": PASSED},

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
 
@@ -69,13 +69,14 @@ class Link:
         return NormalDist().inv_cdf((self.ranks - 0.375) / (self.ranks + 0.25))
 
 
-def link(gpu: GPU, ranks: Sequence[int], *, exchange: bool = False) -> Link:
+def link(gpu: GPU, ranks: Sequence[int], *, crossing: Callable[[int], float] | None = None) -> Link:
     """Return the interconnect of `ranks` of a job that fills one server after the other.
 
-    exchange: each rank sends each other one bytes of its own, so that those for other servers pass the door.
+    crossing: for an exchange, in which each rank sends each other one bytes of its own: called with the
+    number of these ranks in a server, returns the share of the bytes sent that pass its door. None: a ring.
     """
     n, inside = len(ranks), min(Counter(rank // gpu.per_server for rank in ranks).values())
     if inside == n:
         return Link(n, NVLINK_HOP, REACHED * gpu.nvlink, gpu.switch_sums and n > 2)
-    door = gpu.network * ((n - 1) / (n - inside) if exchange else inside)
+    door = gpu.network * (inside if crossing is None else 1.0 / crossing(inside))
     return Link(n, NETWORK_HOP, REACHED * min(door, gpu.nvlink))

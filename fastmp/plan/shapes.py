@@ -93,6 +93,8 @@ class Shapes:
             etp=self.grid.etp,
             symmetric_capacity=moe.symmetric_capacity,
             fp8=self.fp8,
+            num_groups=moe.num_groups,
+            group_topk=moe.group_topk,
         )
 
     @property

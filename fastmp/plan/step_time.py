@@ -147,13 +147,15 @@ class _Links:
     """The links of a recipe's groups on servers of one kind of GPU."""
 
     def __init__(self, gpu: GPU, shapes: Shapes) -> None:
-        self.gpu, self._grid = gpu, shapes.grid
+        self.gpu, self._grid, self._shapes = gpu, shapes.grid, shapes
         self._made: dict[str, Link] = {}
 
     def __getitem__(self, group: str) -> Link:
         if group not in self._made:
-            ranks = self._grid.ranks(group)[0]
-            self._made[group] = link(self.gpu, ranks, exchange=group == "ep")
+            ranks, crossing = self._grid.ranks(group)[0], None
+            if self._shapes.model.moe is not None and group == self._shapes.dispatcher.exchange_group:
+                crossing = partial(self._shapes.dispatcher.crossing, self._shapes.dispatch_sizes)
+            self._made[group] = link(self.gpu, ranks, crossing=crossing)
         return self._made[group]
 
     @property

@@ -512,6 +512,23 @@ def test_deepep_sends_a_token_to_each_rank_of_its_experts_once(num_experts, top_
     assert found.backward["etp-ep"] == pytest.approx(away * (2 * row + top_k * etp * 4), abs=2)
 
 
+@pytest.mark.parametrize(("num_groups", "group_topk"), [(1, 1), (2, 1), (4, 2), (4, 4), (12, 5)])
+@pytest.mark.parametrize("parts", [1, 2, 4, 12])
+def test_parts_that_a_token_reaches_are_the_mean_over_all_choices(parts, num_groups, group_topk):
+    """Parts of several groups, of one, and of a share of one; groups are chosen first, then experts."""
+    group, top_k = 12 // num_groups, 3
+    counts = [
+        len({expert // (12 // parts) for expert in chosen})
+        for opened in combinations(range(num_groups), group_topk)
+        for chosen in combinations([expert for expert in range(12) if expert // group in opened], top_k)
+    ]
+    moe = MoEConfig(
+        num_experts=12, top_k=top_k, expert_ffn_hidden_size=8, num_groups=num_groups, group_topk=group_topk
+    )
+    sizes = shapes_of(recipe(replace(LLAMA, moe=moe), ep=2, dp=2), 2).dispatch_sizes
+    assert sizes.parts_reached(parts) == pytest.approx(sum(counts) / len(counts))
+
+
 @pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble"])
 def test_activations_follow_the_schedule(schedule):
     """The fullest moment holds as many of the equal chunks as the schedule says."""

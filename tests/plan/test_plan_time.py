@@ -30,6 +30,7 @@ from fastmp.plan.step_time import (
     ONCE,
     REPEATED,
     WEIGHT,
+    _Links,
     _other_kernels,
     hidden_by_overlap,
     layer_segment_costs,
@@ -106,8 +107,31 @@ def test_links_know_the_doors_of_servers():
     assert ring.all_reduce(size) == pytest.approx(START + 14 * NVLINK_HOP + 14 / 8 * size / ring.bandwidth)
     assert across.all_reduce(1.0) == pytest.approx(START + 8 * NETWORK_HOP, rel=1e-3)  # a tree
     # Of an exchange among 16 ranks, 8 of 15 pieces are for the other server.
-    assert link(H100, range(16), exchange=True).bandwidth == pytest.approx(REACHED * 50e9 * 15 / 8)
+    across = link(H100, range(16), crossing=lambda inside: (16 - inside) / 15)
+    assert across.bandwidth == pytest.approx(REACHED * 50e9 * 15 / 8)
     assert link(H100, [3]).all_reduce(size) == link(H100, [3]).passes(size) == 0.0
+
+
+def test_a_limit_of_nodes_bounds_the_bytes_between_servers():
+    """DeepEP sends a token once to each of `group_topk` servers; an all-to-all sends each of its pairs."""
+
+    def crossing(dispatcher: str, group_topk: int) -> float:
+        """Rows that a token sends over the network in a dispatch, in the mean."""
+        moe = MoEConfig(
+            num_experts=64, top_k=8, expert_ffn_hidden_size=512, dispatcher=dispatcher,
+            num_groups=4, group_topk=group_topk, group_score="megatron",
+        )  # fmt: skip
+        shapes = shapes_of(recipe(replace(LLAMA, moe=moe), batch=32, ep=32), 32)
+        spec, sizes = shapes.dispatcher, shapes.dispatch_sizes
+        joined = _Links(H100, shapes)[spec.exchange_group]
+        rows = sizes.reached if dispatcher == "deepep" else sizes.top_k
+        return REACHED * H100.network / joined.bandwidth * rows * 31 / 32
+
+    assert crossing("alltoall", 1) == pytest.approx(crossing("alltoall", 4)) == pytest.approx(8 * 3 / 4)
+    for group_topk in (1, 2, 3):
+        assert crossing("deepep", group_topk) <= group_topk * 3 / 4 + 1e-9
+    assert crossing("deepep", 1) == pytest.approx(3 / 4)
+    assert crossing("deepep", 2) < crossing("deepep", 3) < crossing("deepep", 4) < 3
 
 
 @pytest.mark.parametrize(
