@@ -226,6 +226,7 @@ def _run(
         world_size=runtime.world_size,
         ep=recipe.parallel.ep,
         expert_stages=expert_stages(recipe),
+        mtp_depth=recipe.model.mtp_depth,
     )
     options = {"log_interval": recipe.train.log_interval, "start_step": trainer.step, "rank": runtime.rank}
 

@@ -260,6 +260,14 @@ class GPTConfig(Checked):
         (),
         "layers, from 0, with a dense MLP where the others have experts [MoE layer frequency]; unset: none",
     )
+    mtp_depth: int = option(
+        0,
+        "modules of multi-token prediction, each of which predicts one token further ahead [MTP layers]; "
+        "0: none",
+    )
+    mtp_weight: float = option(
+        0.1, "factor on the loss of multi-token prediction, a mean over depths [MTP loss scaling factor]"
+    )
     moe: MoEConfig | None = None
     bert: BertConfig | None = None
     rope_scaling: RopeScaling | None = None
@@ -271,7 +279,9 @@ class GPTConfig(Checked):
                 yield f"{name} must be in [0, 1), got {getattr(self, name)}"
         positive = ("init_std", "layernorm_epsilon", "rope_base", "ffn_hidden_size", "sliding_window")
         yield from self._not_positive(*positive)
-        yield from self._negative("vocab_size")
+        yield from self._negative("vocab_size", "mtp_depth", "mtp_weight")
+        if self.mtp_depth and self.position != "rope":
+            yield f'mtp_depth needs position "rope", got {self.position!r}'
         if self.num_layers > MAX_LAYERS:
             yield f"num_layers must be at most {MAX_LAYERS}, got {self.num_layers}"
         if self.rope_scaling is not None and self.position != "rope":
@@ -296,11 +306,9 @@ class GPTConfig(Checked):
         )
 
     def _bert_problems(self) -> Iterator[str]:
-        for name in ("moe", "sliding_window"):
-            if getattr(self, name) is not None:
+        for name in ("moe", "sliding_window", "attention_sinks", "mtp_depth"):
+            if getattr(self, name):
                 yield f"{name} is for GPT: leave it out beside bert"
-        if self.attention_sinks:
-            yield "attention_sinks is for GPT: leave it out beside bert"
         if not self.tie_embeddings:
             yield "tie_embeddings must be on beside bert, whose output weight is the table of words"
 
@@ -365,6 +373,11 @@ class GPTConfig(Checked):
         )
 
     @property
+    def shares_embedding(self) -> bool:
+        """True if the last pipeline stage uses the word embedding: for its output layer or MTP modules."""
+        return self.tie_embeddings or self.mtp_depth > 0
+
+    @property
     def kv_heads(self) -> int:
         return self.num_heads if self.num_kv_heads is None else self.num_kv_heads
 
@@ -401,7 +414,7 @@ class GPTConfig(Checked):
         return int(self.head_dim * self.rotary_fraction)
 
 
-_OF_TRAINING = {"dropout", "attention_dropout", "init_std"}
+_OF_TRAINING = {"dropout", "attention_dropout", "init_std", "mtp_weight"}
 # of MoEConfig
 EXCHANGE_OPTIONS = (
     *("dispatcher", "symmetric_capacity", "symmetric_overflow"),

@@ -19,10 +19,12 @@ __all__ = [
     "head_parameters",
     "layer_flops_per_token",
     "layer_parameters",
+    "mtp_parameters",
     "norm_parameters",
     "num_parameters",
     "pad_vocab",
     "position_parameters",
+    "projection_flops_per_token",
 ]
 
 
@@ -90,6 +92,12 @@ def layer_parameters(config: GPTConfig) -> ParameterCounts:
     return ParameterCounts(sharded, replicated, experts, chosen)
 
 
+def mtp_parameters(config: GPTConfig) -> ParameterCounts:
+    """Count the parameters of all MTP modules: their layers, projections and norms."""
+    own = 2 * config.hidden_size**2 + 3 * norm_parameters(config)
+    return (layer_parameters(config.layers[-1]) + ParameterCounts(0, own, 0, 0)) * config.mtp_depth
+
+
 def norm_parameters(config: GPTConfig) -> int:
     """Count the parameters of a norm of hidden states."""
     return config.hidden_size * NORMS[config.norm].params_per_hidden
@@ -101,7 +109,7 @@ def position_parameters(config: GPTConfig) -> int:
 
 
 def count_parameters(config: GPTConfig, vocab_size: int | None = None) -> ParameterCounts:
-    """Count the parameters of a model.
+    """Count the parameters of a model, without its MTP modules.
 
     vocab_size: rows of the embedding counted, the real vocabulary by default.
     """
@@ -128,6 +136,8 @@ def head_parameters(config: GPTConfig, vocab_size: int) -> ParameterCounts:
 def num_parameters(config: GPTConfig, vocab_size: int | None = None, *, active: bool = False) -> int:
     """Return the parameters of a model; 12Lh^2 + 13Lh + Vh + sh + 2h for a plain GPT (no GQA, ffn 4h).
 
+    MTP modules are not counted.
+
     Args:
         vocab_size: rows of the embedding to count; None: the unpadded vocabulary.
         active: count only the experts that a token goes to.
@@ -152,6 +162,7 @@ def flops_per_token(
     """Return the model FLOPs of training on one token, forward and backward (3 x forward), GEMMs only.
 
     A multiply-add is two FLOPs. Experts count for the tokens that they get; recomputation does not count.
+    MTP modules count, each with its layer, projection and logits.
 
     Args:
         causal: False counts the full S x S attention matrix, the convention of published MFU figures; True
@@ -166,7 +177,14 @@ def flops_per_token(
         for kind, number in Counter(config.layers).items()
     )
     of_sequence = sum(head_flops_per_token(config, S, V, S if predicted is None else predicted))
-    return 3 * (layers + of_sequence)
+    layer = sum(layer_flops_per_token(config.layers[-1], S, causal=causal))
+    ahead = config.mtp_depth * (layer + projection_flops_per_token(config) + of_sequence)
+    return 3 * (layers + of_sequence + ahead)
+
+
+def projection_flops_per_token(config: GPTConfig) -> float:
+    """Return the forward FLOPs of the projection of an MTP module on one token."""
+    return 2.0 * 2 * config.hidden_size**2
 
 
 def head_flops_per_token(

@@ -15,7 +15,7 @@ __getattr__, __dir__, __all__ = exports(
         "placement": "Placement",
         "replicated": "LayerNorm PositionEmbedding RMSNorm RotaryPositions",
         "transformer": "TransformerLayer",
-        "gpt": "ExpertLosses GPT flops_per_token num_parameters pad_vocab",
+        "gpt": "GPTLosses GPT flops_per_token num_parameters pad_vocab",
         "bert": "Bert BertLosses BertStage bert_stages",
         "bert_tasks": "BertForTask task_stages",
         "stages": "GPTStage gpt_stages sum_tied_gradients",

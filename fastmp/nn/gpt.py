@@ -6,9 +6,12 @@ activations are sequence-first, (S, B, H), (S/TP, B, H) under sequence paralleli
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 
 from fastmp.config import GPTConfig
 from fastmp.config.sizes import flops_per_token, num_parameters, pad_vocab
@@ -16,28 +19,33 @@ from fastmp.distributed.collectives import group_size, reduce_from_group
 from fastmp.nn.documents import Documents
 from fastmp.nn.kv_cache import KeyValueCache
 from fastmp.nn.language_model import LanguageModel
+from fastmp.nn.mtp import FutureTokens, MTPModule
 from fastmp.nn.placement import Placement
 from fastmp.ops.core.registry import can_read_values
 from fastmp.tensor_parallel.linear import parallel_logits
 from fastmp.tensor_parallel.linear_loss import vocab_parallel_linear_cross_entropy
 
-__all__ = ["GPT", "ExpertLosses", "flops_per_token", "num_parameters", "pad_vocab"]
+__all__ = ["GPT", "GPTLosses", "flops_per_token", "num_parameters", "pad_vocab"]
 
 
-class ExpertLosses(NamedTuple):
-    """The losses of a batch and the loads of experts, as `GPT.loss` returns them for a model with experts.
+class GPTLosses(NamedTuple):
+    """The losses of a batch, as `GPT.loss` returns them for a model with experts or multi-token prediction.
 
     tokens: (B, S), cross-entropy of every token, equal on all TP ranks.
     aux: 0-dim, the auxiliary losses of these tokens, summed over layers and tokens: to be added to the sum of
-        the others before backward. Equal on all TP ranks; zero in evaluation mode.
+        the others before backward. Equal on all TP ranks; zero in evaluation mode; None without experts.
     counts: (L, E) int32, tokens of this rank that chose each expert of each of the L layers with experts; TP
         and CP ranks have different tokens. Added over microbatches and `groups.tp_cp_dp`, row l is for
-        `update_expert_bias` of the l-th of these layers.
+        `update_expert_bias` of the l-th of these layers. The layers of MTP modules come last. None without
+        experts.
+    mtp: 0-dim, the losses of multi-token prediction, weighted and summed over tokens: to be added to the sum
+        of `tokens` before backward. Equal on all TP ranks; None in evaluation mode and without MTP modules.
     """
 
     tokens: torch.Tensor
-    aux: torch.Tensor
-    counts: torch.Tensor
+    aux: torch.Tensor | None = None
+    counts: torch.Tensor | None = None
+    mtp: torch.Tensor | None = None
 
 
 class GPT(LanguageModel):
@@ -65,6 +73,13 @@ class GPT(LanguageModel):
         if config.bert is not None:
             raise ValueError("GPT: config.bert describes an encoder: make a Bert of it")
         super().__init__(config, on, **options)
+        self.mtp = nn.ModuleList()
+        call = self._recomputed if self.recompute else None
+        for depth in range(config.mtp_depth):
+            make = partial(MTPModule, config, on, depth=depth, rotary=self.rotary, call=call)
+            made = self._own(self.stage_spec.last, make)
+            if made is not None:
+                self.mtp.append(made)
         if self.final_norm is not None:  # both are called, or their weights used, in this order
             self.final_norm.prefetch_next = (self.output_table,)  # type: ignore[assignment]
 
@@ -125,11 +140,12 @@ class GPT(LanguageModel):
         token_weight_BS: torch.Tensor | None = None,
         loss_grad_BS: torch.Tensor | float | None = None,
         documents: Documents | None = None,
-    ) -> torch.Tensor | ExpertLosses:
+        future: FutureTokens | None = None,
+    ) -> torch.Tensor | GPTLosses:
         """Return the cross-entropy of every token (B, S), equal on all TP ranks; backward can run once.
 
-        A model with experts returns `ExpertLosses`, whose first entry it is. The loss is fused with the
-        output projection, so the logits of all tokens are never materialised.
+        A model with experts, or in training with MTP modules, returns `GPTLosses`, whose first entry it is.
+        The loss is fused with the output projection, so the logits of all tokens are never materialised.
 
         Args:
             tokens_BS, targets_BS: int64 ids (B, S).
@@ -137,22 +153,90 @@ class GPT(LanguageModel):
                 the gradients of the output layer are then computed in the forward pass.
             documents: as for `forward`; the target of a document's last token comes from the data and may be
                 `ignore_index`. The sequence balancing loss covers all documents of a sequence.
+            future: what MTP modules embed and predict; None: made of tokens and targets. Over CP ranks, pass
+                `FutureTokens.of(...)` of the full sequences, `cut` for this rank.
 
         The other options are those of `vocab_parallel_linear_cross_entropy`.
         """
+        predicts_ahead = self.training and len(self.mtp) > 0
+        if predicts_ahead and future is None:
+            future = self._future(tokens_BS, targets_BS, documents, ignore_index)
         hidden_SBH, aux, counts = self._run_layers(self.embed(tokens_BS, documents), documents)
-        loss_BS = self.token_losses(
-            hidden_SBH,
-            targets_BS,
-            label_smoothing=label_smoothing,
-            z_loss=z_loss,
-            ignore_index=ignore_index,
-            token_weight_BS=token_weight_BS,
-            loss_grad_BS=loss_grad_BS,
+        ahead: list[torch.Tensor] = []
+        if predicts_ahead and future is not None:
+            ahead, further_aux, further_counts = self.predict_ahead(hidden_SBH, future.tokens, documents)
+            aux, counts = aux + further_aux, counts + further_counts
+        options: dict[str, Any] = {"label_smoothing": label_smoothing, "z_loss": z_loss}
+        options |= {"ignore_index": ignore_index, "loss_grad_BS": loss_grad_BS}
+        loss_BS = self.token_losses(hidden_SBH, targets_BS, token_weight_BS=token_weight_BS, **options)
+        mtp = self.mtp_loss(ahead, future, **options) if ahead and future is not None else None
+        if self.config.moe is not None:
+            return GPTLosses(loss_BS, self._sum_aux(aux), torch.stack(counts), mtp)
+        return loss_BS if mtp is None else GPTLosses(loss_BS, mtp=mtp)
+
+    def _future(
+        self,
+        tokens_BS: torch.Tensor,
+        targets_BS: torch.Tensor,
+        documents: Documents | None,
+        ignore_index: int,
+    ) -> FutureTokens:
+        if group_size(self.cp_group) > 1:
+            raise ValueError(
+                "GPT.loss: over context-parallel ranks MTP modules need the tokens of other ranks; expected "
+                "future=FutureTokens.of(...).cut(cp_group) of the full sequences, got None"
+            )
+        return FutureTokens.of(
+            tokens_BS, targets_BS, self.config, documents=documents, ignore_index=ignore_index
         )
-        if self.config.moe is None:
-            return loss_BS
-        return ExpertLosses(loss_BS, self._sum_aux(aux), torch.stack(counts))
+
+    def predict_ahead(
+        self, hidden_SBH: torch.Tensor, tokens_DBS: torch.Tensor, documents: Documents | None = None
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:
+        """Run the MTP modules on the hidden states (S, B, H) of the last layer.
+
+        Args:
+            tokens_DBS: `FutureTokens.tokens`.
+
+        Returns:
+            The hidden states (S, B, H) behind the norm of each depth, and the auxiliary losses and expert
+            loads of those with experts.
+        """
+        assert self.final_norm is not None, "only the last stage has MTP modules"
+        states, aux, counts = [self.final_norm(hidden_SBH)], [], []
+        for module, tokens_BS in zip(self.mtp, tokens_DBS, strict=True):
+            state_SBH, *experts = module(states[-1], self.embed(tokens_BS), documents)
+            states.append(state_SBH)
+            aux += experts[0::2]
+            counts += experts[1::2]
+        return states[1:], aux, counts
+
+    def mtp_loss(
+        self,
+        states: Sequence[torch.Tensor],
+        future: FutureTokens,
+        *,
+        loss_grad_BS: torch.Tensor | float | None = None,
+        **options: Any,
+    ) -> torch.Tensor:
+        """Return the loss of multi-token prediction (), weighted and summed over depths and tokens.
+
+        Args:
+            states: of each depth, see `predict_ahead`.
+            loss_grad_BS, options: as for `loss`.
+        """
+        dtype = torch.promote_types(states[0].dtype, torch.float32)
+        losses = [
+            self._losses(
+                state_SBH,
+                targets_BS,
+                token_weight_BS=weight_B1.to(dtype).expand_as(targets_BS),
+                loss_grad_BS=loss_grad_BS,
+                **options,
+            ).sum()
+            for state_SBH, targets_BS, weight_B1 in zip(states, future.targets, future.weights, strict=True)
+        ]
+        return torch.stack(losses).sum()
 
     def token_losses(
         self,
@@ -167,18 +251,36 @@ class GPT(LanguageModel):
     ) -> torch.Tensor:
         """Return the losses (B, S) of `loss` from the last layer's hidden states; options as for `loss`."""
         assert self.final_norm is not None, "only the last stage has a head"
-        loss_SB = vocab_parallel_linear_cross_entropy(
+        return self._losses(
             self.final_norm(hidden_SBH),
+            targets_BS,
+            label_smoothing=label_smoothing,
+            z_loss=z_loss,
+            ignore_index=ignore_index,
+            token_weight_BS=token_weight_BS,
+            loss_grad_BS=loss_grad_BS,
+        )
+
+    def _losses(
+        self,
+        normed_SBH: torch.Tensor,
+        targets_BS: torch.Tensor,
+        *,
+        token_weight_BS: torch.Tensor | None = None,
+        loss_grad_BS: torch.Tensor | float | None = None,
+        **options: Any,
+    ) -> torch.Tensor:
+        """Return the losses (B, S) from hidden states behind a norm."""
+        loss_SB = vocab_parallel_linear_cross_entropy(
+            normed_SBH,
             self.output_weight,
             targets_BS.t().contiguous(),
             group=self.group,
             sequence_parallel=self.sequence_parallel,
-            label_smoothing=label_smoothing,
-            z_loss=z_loss,
-            ignore_index=ignore_index,
             token_weight=None if token_weight_BS is None else token_weight_BS.t(),
             vocab_size=self.config.vocab_size,
             loss_grad=loss_grad_BS.t() if isinstance(loss_grad_BS, torch.Tensor) else loss_grad_BS,
+            **options,
         )
         return loss_SB.t()
 

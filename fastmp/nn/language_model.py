@@ -92,7 +92,7 @@ class LanguageModel(nn.Module):
         rows, draw = pad_vocab(config.vocab_size, group_size(self.group)), self._init_words
         tied, encoder = config.tie_embeddings, config.bert
         self.word_embedding = self._own(
-            first or (last and tied),
+            first or (last and config.shares_embedding),
             lambda: VocabParallelEmbedding(rows, config.hidden_size, init_method=draw, **on.layer_options),
         )
         self.position_embedding: PositionEmbedding | None = None

@@ -7,7 +7,8 @@ part by part. A forward that is overlapped with a backward interleaves the parts
 outside the chains use plain autograd: their backward ends where a chain ends, and continues where it begins.
 
 The order of sums does not change: losses, gradients and random numbers are bit for bit those of a run without
-overlap. Only a layer that occurs twice in a chain adds up its gradients in another order.
+overlap. Only a layer that occurs twice in a chain, and an embedding that MTP modules use as well, add up
+their gradients in another order.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Pipeline stages of a model: embeddings in the first, layers in all, final norm and loss in the last.
 
-A tied embedding is in the first stage and, marked as a replica, in the last; `sum_tied_gradients` all-reduces
-the gradients of both once a step, so that they stay equal. Parameters are named as in the full model.
+A tied embedding, and one that MTP modules use, is in the first stage and, marked as a replica, in the last;
+`sum_tied_gradients` all-reduces the gradients of both once a step, so that they stay equal. Parameters are
+named as in the full model.
 
 Shapes: S sequence, B batch, H hidden. Stages send (S, B, H), or (S/TP, B, H) under sequence parallelism.
 """
@@ -35,17 +36,26 @@ class GPTStage(GPT):
     forward(tokens_BS) of the first stage, and forward(hidden_SBH) of the others, returns hidden states.
     Either takes packed `documents=`, see `GPT.forward`, which every stage gets from its own batch. A stage
     with experts returns a `StageOutput` with their auxiliary losses and, as stats, their counts (layers of
-    the stage with experts, experts), see `ExpertLosses`. `token_losses` of the last stage computes the loss.
+    the stage with experts, experts), see `GPTLosses`. In training, the last stage also takes `tokens_DBS`,
+    see `GPT.predict_ahead`, and returns the states of all MTP modules after the hidden states. Its
+    `token_losses` and `mtp_loss` compute the losses.
     """
 
     def forward(  # type: ignore[override]  # no logits
-        self, x: torch.Tensor, documents: Documents | None = None
-    ) -> torch.Tensor | StageOutput:
+        self,
+        x: torch.Tensor,
+        documents: Documents | None = None,
+        tokens_DBS: torch.Tensor | None = None,
+    ) -> torch.Tensor | list[torch.Tensor] | StageOutput:
         hidden_SBH = self.embed(x, documents) if self.stage_spec.first else x
         hidden_SBH, aux, counts = self._run_layers(hidden_SBH, documents)
-        if not aux:
-            return hidden_SBH
-        return StageOutput(hidden_SBH, self._sum_aux(aux), torch.stack(counts))
+        states = [hidden_SBH]
+        if self.training and len(self.mtp):
+            assert tokens_DBS is not None, "the last stage takes the tokens that MTP modules embed"
+            ahead, further_aux, further_counts = self.predict_ahead(hidden_SBH, tokens_DBS, documents)
+            states, aux, counts = states + ahead, aux + further_aux, counts + further_counts
+        tensors = states if len(states) > 1 else hidden_SBH
+        return StageOutput(tensors, self._sum_aux(aux), torch.stack(counts)) if aux else tensors
 
 
 def layers_of_stages(num_layers: int, num_stages: int, layers: Sequence[int] | None = None) -> list[range]:
@@ -123,9 +133,9 @@ def stages_of(
         restart()
         spec = StageSpec(stage == 0, ranges[stage], stage == last)
         stages.append(kind(config, on, stage_spec=spec, **options))
-    if config.tie_embeddings and size == 1:  # both are here: one parameter
+    if config.shares_embedding and size == 1:  # both are here: one parameter
         stages[-1].word_embedding = stages[0].word_embedding
-    elif config.tie_embeddings:
+    elif config.shares_embedding:
         _share_embedding(stages, on.groups)
     return stages
 
@@ -164,7 +174,7 @@ def sum_tied_gradients(
     grads: the buffer of main gradients; each rank reduces its shard. None: `grad` is reduced.
     """
     group = groups.embedding
-    if group is None or not stages[0].config.tie_embeddings:
+    if group is None or not stages[0].config.shares_embedding:
         return
     for stage in stages:
         if stage.word_embedding is not None:

@@ -217,13 +217,27 @@ def with_loss(steps: Iterable[Step], last: int) -> Iterator[Step]:
 
     The backward of a loss is not split.
     """
+    return followed(steps, last, last + 1, split=False)
+
+
+def followed(steps: Iterable[Step], chunk: int, by: int, *, split: bool = True) -> Iterator[Step]:
+    """Yield the steps of a rank, with one more chunk, `by`, that always runs after `chunk`.
+
+    split: its backward is split where that of `chunk` is.
+
+    Example:
+        >>> print(*followed([Step("forward", 0, 0), Step("backward", 0, 0)], 0, by=1), sep=", ")
+        forward of microbatch 0 chunk 0, forward of microbatch 0 chunk 1, backward of microbatch 0 chunk 1, \
+backward of microbatch 0 chunk 0
+    """
     for step in steps:
-        if step.chunk != last or step.kind == BACKWARD_WEIGHT:
+        own = step._replace(chunk=by)
+        if step.chunk != chunk or (step.kind == BACKWARD_WEIGHT and not split):
             yield step
         elif step.kind == FORWARD:
-            yield from (step, Step(FORWARD, step.microbatch, last + 1))
+            yield from (step, own)
         else:
-            yield from (Step(BACKWARD, step.microbatch, last + 1), step)
+            yield from (own if split else own._replace(kind=BACKWARD), step)
 
 
 def integers(steps: Iterable[Step]) -> list[int]:

@@ -24,15 +24,15 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import groupby
+from itertools import chain, groupby
 from typing import NamedTuple
 
 from fastmp.pipeline.schedule import BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Step
 
 __all__ = [
     "Launch", "OpStep", "SegmentCost", "StreamOp", "Timeline", "backward_ops", "compute_ops", "forward_ops",
-    "graph_order", "interleave", "launch_order", "partition_segments", "predecessor", "sequential",
-    "simulate_streams", "unit_cost",
+    "graph_order", "graph_orders", "interleave", "launch_order", "partition_segments", "predecessor",
+    "sequential", "simulate_streams", "unit_cost",
 ]  # fmt: skip
 
 
@@ -171,8 +171,14 @@ def graph_order(
     Returns:
         one step per forward; a backward is two, of inputs and of weights.
     """
+    return tuple(chain.from_iterable(graph_orders(steps, chunks)))
+
+
+def graph_orders(
+    steps: Iterable[Sequence[Step]], chunks: Sequence[Sequence[SegmentCost]]
+) -> Iterator[tuple[OpStep, ...]]:
+    """Yield the part of `graph_order` of each group of concurrent steps."""
     numbers = {place: number for number, place in enumerate(compute_ops(chunks))}
-    found = []
     known: dict[tuple[tuple[bool, int], ...], tuple[list[OpSequence], tuple[Launch, ...]]] = {}
     for group in steps:
         key = tuple((step.kind == FORWARD, step.chunk) for step in group)
@@ -183,13 +189,14 @@ def graph_order(
             ]
             known[key] = own, launch_order(*own)
         sequences, order = known[key]
+        found = []
         for sequence, number in order:
             step, op = group[sequence], sequences[sequence][number]
             if not op.exchange:
                 kind = BACKWARD_WEIGHT if op.deferred else BACKWARD_INPUT
                 kind = FORWARD if step.kind == FORWARD else kind
                 found.append(OpStep(kind, step.microbatch, numbers[step.chunk, op.first]))
-    return tuple(found)
+        yield tuple(found)
 
 
 def launch_order(*sequences: OpSequence) -> tuple[Launch, ...]:

@@ -160,6 +160,14 @@ def loss(shapes: Shapes) -> int:
     return norm(shapes) + shapes.hidden + shapes.tokens * (_TARGET + _STATISTIC)
 
 
+def mtp(shapes: Shapes) -> int:
+    """Return what an MTP module keeps, with its loss and without its layer.
+
+    The embedding; norms of both inputs; both joined, for the projection; and what `loss` says.
+    """
+    return embedding(shapes) + 2 * norm(shapes) + 2 * shapes.hidden + loss(shapes)
+
+
 def _heads(shapes: Shapes, bert: BertConfig) -> int:
     """Return what a BERT keeps after its layers.
 

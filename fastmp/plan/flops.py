@@ -8,7 +8,11 @@ padding of the vocabulary. Attention counts the keys that a token sees. All expe
 from __future__ import annotations
 
 from fastmp.config import GPTConfig, Recipe
-from fastmp.config.sizes import head_flops_per_token, layer_flops_per_token
+from fastmp.config.sizes import (
+    head_flops_per_token,
+    layer_flops_per_token,
+    projection_flops_per_token,
+)
 from fastmp.plan.parameters import stage_kinds
 from fastmp.plan.shapes import Shapes
 
@@ -23,6 +27,8 @@ def hardware_flops(recipe: Recipe, shapes: Shapes, *, causal: bool = True) -> li
     rows = recipe.data.seq_len, shapes.vocab * grid.tp, recipe.data.predicted
     logits_of_all, before = head_flops_per_token(model, *rows)
     output = 3 * (logits_of_all + before * grid.tp)  # which every tensor-parallel rank does
+    everywhere = grid.tp * shapes.rows / shapes.tokens  # ranks that project a token
+    output += model.mtp_depth * 3 * (logits_of_all + projection_flops_per_token(model) * everywhere)
     tokens = (
         recipe.data.seq_len * recipe.data.micro_batch_size * shapes.num_microbatches / (grid.tp * grid.cp)
     )

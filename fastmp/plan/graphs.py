@@ -14,7 +14,7 @@ from fastmp.cuda_graphs.scope import captured_segments
 from fastmp.pipeline.schedule import (
     FORWARD,
     Step,
-    with_loss,
+    followed,
 )
 from fastmp.pipeline.stream_schedule import graph_order
 from fastmp.plan.expert_load import MeasuredLoad
@@ -144,11 +144,15 @@ def _of_runs(recipe: Recipe, shapes: Shapes) -> list[dict[str, Any]]:
         else [captured_spans(shapes, own, scope, span_size)]
         for stage, own in enumerate(stages)
     ]
+    if not whole:  # each MTP module has a chain of its own
+        first, depth = recipe.model.num_layers, recipe.model.mtp_depth
+        for layer in range(first, first + depth):
+            of_stages[-1].append(captured_spans(shapes, range(layer, layer + 1), scope, span_size))
     found, schedule = [], make_schedule(layout, shapes.num_microbatches)
     for rank in range(layout.pp):
         chunks, steps = [*chain(*of_stages[rank :: layout.pp])], schedule.order(rank)
-        if len(chunks) > layout.vpp:
-            steps = tuple(with_loss(steps, layout.vpp - 1))
+        for chunk in range(layout.vpp, len(chunks)):  # the loss, or the chains of MTP modules
+            steps = tuple(followed(steps, chunk - 1, chunk, split=not whole))
         found.append(_rank_facts(steps, chunks, schedule.peak_in_flight(rank)))
     return found
 

@@ -96,6 +96,7 @@ def _of_rank(
     ends = [
         (activations.embedding(shapes) if stage == 0 else 0)
         + (activations.loss(shapes) if stage == last else 0)
+        + (recipe.model.mtp_depth * activations.mtp(shapes) if stage == last else 0)
         for stage in own
     ]
     whole, again = (

@@ -32,8 +32,9 @@ def stage_ranges(recipe: Recipe) -> list[range]:
 
 
 def stage_kinds(recipe: Recipe) -> list[tuple[GPTConfig, ...]]:
-    """Return the configuration of each layer of each stage."""
-    return [recipe.model.layers[stage.start : stage.stop] for stage in stage_ranges(recipe)]
+    """Return the configuration of each layer of each stage; layers of MTP modules end the last stage."""
+    *before, last = (recipe.model.layers[stage.start : stage.stop] for stage in stage_ranges(recipe))
+    return [*before, last + recipe.model.layers[-1:] * recipe.model.mtp_depth]
 
 
 def expert_stages(recipe: Recipe) -> tuple[int, ...]:
@@ -60,7 +61,11 @@ def rank_parameters(recipe: Recipe, shapes: Shapes, rank: int) -> dict[str, Para
         for kind in set(shapes.model.layers):
             costs |= _update_costs(replace(shapes, model=kind))
         for name, facts in found.items():
-            found[name] = replace(facts, cost=costs.get(name.partition(".")[2].partition(".")[2], 0))
+            in_layer = name.rpartition("layers.")[2].partition(".")[2]
+            found[name] = replace(facts, cost=costs.get(in_layer, 0))
+            if name.startswith("mtp.") and name.endswith(".proj.weight") and ".layers." not in name:
+                whole = matrix_cost(shapes.model.hidden_size, 2 * shapes.model.hidden_size)
+                found[name] = replace(facts, cost=whole * shapes.grid.tp)
     if (fp8 := recipe.train.fp8()) is not None:
         split = (each.name for each in shapes.model.attention.projections if each.split)
         quantized = (*(f"attention.{name}.weight" for name in split), *_QUANTIZED)
@@ -112,29 +117,46 @@ def _stage(shapes: Shapes, layers: Sequence[int], first: bool, last: bool) -> di
     model, tp = shapes.model, shapes.grid.tp
     dtype = "float32" if shapes.itemsize == 4 else "bfloat16"
     split = shapes.sequence_parallel
-    shared = model.tie_embeddings and shapes.grid.pp > 1
+    shared = model.shares_embedding and shapes.grid.pp > 1
     table = ParamSpec(shapes.vocab * model.hidden_size, dtype, own_bucket=shared)
 
     def facts(size: int, partial: bool = False) -> ParamSpec:
         return ParamSpec(size, dtype, partial=partial and tp > 1)
 
     found: dict[str, ParamSpec] = {}
-    if first or (last and model.tie_embeddings):
+    if first or (last and model.shares_embedding):
         found["word_embedding.weight"] = table
     if first and model.position == "learned":
         found["position_embedding.weight"] = facts(model.max_seq_len * model.hidden_size, split)
-    for layer in layers:
+
+    def of_layer(layer: int) -> dict[str, ParamSpec]:
+        own = {}
         for name, (size, partial) in _layer(shapes.of_layer(layer)):
             experts = name.startswith("moe.experts.")
-            of = ParamSpec(size, dtype, experts=True) if experts else facts(size, partial)
-            found[f"layers.{layer}.{name}"] = of
+            own[name] = ParamSpec(size, dtype, experts=True) if experts else facts(size, partial)
+        return {f"layers.{layer}.{name}": each for name, each in own.items()}
+
+    for layer in layers:
+        found |= of_layer(layer)
     if last and not (model.bert is not None and model.bert.post_norm):
         found |= {name: facts(*of) for name, of in _norm(shapes, "final_norm", model.hidden_size)}
     if last and not model.tie_embeddings:
         found["output_layer.weight"] = ParamSpec(table.size, dtype)
     if model.bert is not None:
         found |= {name: facts(*of) for name, of in _bert(shapes, model.bert, first, last)}
+    for depth in range(model.mtp_depth if last else 0):
+        own = {name: facts(*of) for name, of in _mtp(shapes)} | of_layer(model.num_layers + depth)
+        own |= {name: facts(*of) for name, of in _norm(shapes, "final_norm", model.hidden_size)}
+        found |= {f"mtp.{depth}.{name}": each for name, each in own.items()}
     return found
+
+
+def _mtp(shapes: Shapes) -> Iterator[tuple[str, tuple[int, bool]]]:
+    """Yield what an MTP module has before its layer, as `_layer` does."""
+    h = shapes.model.hidden_size
+    yield from _norm(shapes, "embedding_norm", h)
+    yield from _norm(shapes, "hidden_norm", h)
+    yield "proj.weight", (2 * h * h, shapes.sequence_parallel)
 
 
 def _bert(

@@ -14,7 +14,7 @@ from fastmp.config.command_line import Parser
 from fastmp.config.data_files import expected_vocab_size, is_megatron
 from fastmp.config.option_names import SYNONYMS
 from fastmp.config.recipe import add_options, given_options, read_recipe
-from fastmp.config.sizes import count_parameters, flops_per_token
+from fastmp.config.sizes import count_parameters, flops_per_token, mtp_parameters
 from fastmp.pipeline.simulate import Costs, Simulation, simulate
 from fastmp.plan import traffic
 from fastmp.plan.activations import layer_input, layer_parts
@@ -132,6 +132,7 @@ def recipe_facts(recipe: Recipe, world_size: int, measured: MeasuredLoad | None 
         "dtype": "bfloat16" if recipe.train.dtype == "auto" else recipe.train.dtype,
         "parameters": count.total,
         "active_parameters": count.active,
+        "mtp_parameters": mtp_parameters(model).total,
         "tokens_per_step": tokens,
         "sources": {path: float(weight / whole) for weight, path in sources},
         "microbatches": shapes.num_microbatches,
@@ -184,6 +185,8 @@ def describe_recipe(facts: dict[str, Any]) -> Iterator[str]:
         if facts["active_parameters"] != facts["parameters"]
         else ""
     )
+    if facts["mtp_parameters"]:
+        yield f"and {_short(facts['mtp_parameters'])} parameters of MTP modules"
     yield facts["layout"]
     done = facts["hardware_flops"] / facts["model_flops"] - 1
     yield (

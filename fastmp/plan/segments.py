@@ -76,8 +76,9 @@ def exchange_segments(shapes: Shapes, layers: range | None = None) -> list[str]:
 
 def _of_kinds(shapes: Shapes, layers: range | None) -> list[PlannedSegment]:
     """Return the segments of each kind of layer."""
-    own = shapes.model.layers if layers is None else shapes.model.layers[layers.start : layers.stop]
-    return [each for kind in dict.fromkeys(own) for each in segments(replace(shapes, model=kind))]
+    layers = range(shapes.model.num_layers) if layers is None else layers
+    kinds = dict.fromkeys(shapes.of_layer(layer).model for layer in layers)
+    return [each for kind in kinds for each in segments(replace(shapes, model=kind))]
 
 
 def captured_spans(
@@ -167,15 +168,20 @@ def full_scope_spans(shapes: Shapes, stage: int, num_stages: int, layers: range)
     batch = (shapes.tokens // shapes.length, shapes.length * shapes.grid.cp)
     ids, hidden = TensorSpec(batch, "int64"), parts.hidden().spec
     documents = tuple(each.spec for each in parts.documents())
-    aux = (TensorSpec((), "float32"),) if experts and parts.balanced else ()
+    scalar, depth = TensorSpec((), "float32"), shapes.model.mtp_depth
+    last = stage == num_stages - 1
+    experts = experts or (last and depth > 0 and shapes.model.layers[-1].moe is not None)
+    aux = (scalar,) if experts and parts.balanced else ()
     if num_stages == 1:
-        return [[SpanSpec("0.microbatch", (ids, ids, *documents), (TensorSpec((), "float32"), *aux))]]
+        return [[SpanSpec("0.microbatch", (ids, ids, *documents), (scalar, *aux, *[scalar] * (depth > 0)))]]
     own = ids._replace(shape=(batch[0], shapes.length))
-    found = [[SpanSpec("0.stage", (hidden if stage else own, *documents), (hidden, *aux))]]
-    if stage and not layers:
-        found = [[]]  # it returns what it gets
-    if stage == num_stages - 1:
-        found.append([SpanSpec("0.loss", (hidden, ids, ids, *documents), (TensorSpec((), "float64"),))])
+    given, states = (hidden if stage else own, *documents), [hidden] * (1 + depth * last)
+    if depth and stage % shapes.grid.pp == shapes.grid.pp - 1:  # the tokens ahead, on the rank of MTP modules
+        given = (*given, own._replace(shape=(depth, *own.shape)))
+    made = states[1:] if stage and not layers else states  # without layers it returns what it gets
+    found = [[SpanSpec("0.stage", given, (*made, *aux))]] if made else [[]]
+    if last:
+        found.append([SpanSpec("0.loss", (*states, ids, ids, *documents), (TensorSpec((), "float64"),))])
     return found
 
 
@@ -197,7 +203,7 @@ def update_inputs(layers: int, experts: int, pp: int, ep: int) -> list[TensorSpe
 
     These are `fastmp.training.train_step.ReducedSums`, with one request for each reason to stop.
     """
-    totals, requests = TensorSpec((3,), "float64"), TensorSpec((4,), "float64")
+    totals, requests = TensorSpec((4,), "float64"), TensorSpec((4,), "float64")
     counts, moments = TensorSpec((layers, experts), "int64"), TensorSpec((pp, 3, ep), "float64")
     return [totals, requests, counts, TensorSpec((), "int64"), TensorSpec((2,), "int64"), moments]
 

@@ -39,8 +39,11 @@ class Shapes:
     fp8: bool = False
 
     def of_layer(self, layer: int) -> Shapes:
-        """Return the same for one layer: its model describes no experts where the layer is dense."""
-        return replace(self, model=self.model.layers[layer])
+        """Return the same for one layer: its model describes no experts where the layer is dense.
+
+        Layers of MTP modules have the numbers after those of the model, and the kind of its last layer.
+        """
+        return replace(self, model=self.model.layers[min(layer, self.model.num_layers - 1)])
 
     @property
     def hidden(self) -> int:

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 from fastmp.config import Recipe
 from fastmp.config.dispatchers import STASH_STATE, DispatchSizes
 from fastmp.pipeline.schedule import BACKWARD_INPUT, FORWARD, SPLIT_SCHEDULES, Step
-from fastmp.pipeline.stream_schedule import SegmentCost, compute_ops, graph_order
+from fastmp.pipeline.stream_schedule import SegmentCost, compute_ops, graph_orders
 from fastmp.plan.expert_load import Load, MeasuredLoad
 from fastmp.plan.layout import make_schedule
 from fastmp.plan.parameters import expert_chunks, stage_ranges
@@ -199,7 +199,30 @@ def _live_of_rank(recipe: Recipe, shapes: Shapes, rank: int) -> LiveEntries:
     # Entries of two microbatches come and go layer by layer.
     stages = stage_ranges(recipe)[rank :: layout.pp]
     parts = [[part for _, part in stage_segment_costs(shapes, stage)] for stage in stages]
-    return live_entries(graph_order(schedule.together(rank), parts), experts_of_ops(parts))
+    layers = sum(map(len, expert_chunks(recipe, rank)))
+    return live_entries(*overlapped_entries(schedule.together(rank), parts, layers))
+
+
+def overlapped_entries(
+    steps: Iterable[Sequence[Step]], parts: Sequence[Sequence[SegmentCost]], layers: int
+) -> tuple[list[Step], list[int]]:
+    """Return the arguments of `live_entries` for a rank that overlaps two microbatches.
+
+    MTP modules overlap nothing: they are one more op, after the forward of the last chunk and before its
+    backward.
+
+    Args:
+        steps: concurrent steps, in order.
+        parts: the segments of each chunk.
+        layers: with experts of this rank, those of MTP modules included.
+    """
+    counts, order, steps = experts_of_ops(parts), list[Step](), list(steps)
+    for group, ops in zip(steps, graph_orders(steps, parts), strict=True):
+        after = [Step(*step[:2], len(counts)) for step in group if step.chunk == len(parts) - 1]
+        order += [step for step in after if step.kind != FORWARD]
+        order += ops
+        order += [step for step in after if step.kind == FORWARD]
+    return order, [*counts, layers - sum(counts)]
 
 
 def experts_of_ops(parts: Sequence[Sequence[SegmentCost]]) -> list[int]:

@@ -178,6 +178,8 @@ def _stages(recipe: Recipe, shapes: Shapes, links: _Links, kernels: Kernels) -> 
             found[-1].add(of_kinds[kind])
     found[0].add(_embedding(shapes, links, kernels))
     found[-1].add(_loss(shapes, links, kernels))
+    for _ in range(recipe.model.mtp_depth):
+        found[-1].add(_mtp(shapes, links, kernels))
     return found
 
 
@@ -399,6 +401,18 @@ def _loss(shapes: Shapes, links: _Links, kernels: Kernels) -> Phases:
     nbytes = shapes.predicted * shapes.vocab * kernels.logits
     found.of[FORWARD]["other kernels"] = nbytes / _bandwidth(gpu, kernels) + 8 * LAUNCH
     found.of[INPUT].add(_communication(shapes, links, traffic.loss(shapes).forward))
+    return found
+
+
+def _mtp(shapes: Shapes, links: _Links, kernels: Kernels) -> Phases:
+    """Return the time of an MTP module without its layer: embedding, norms, projection and loss."""
+    found, h, gpu = Phases(), shapes.model.hidden_size, links.gpu
+    _add_gemms(found, gpu, [Gemm(shapes.rows, h, 2 * h)], shapes.itemsize, kernels.adds)
+    for name, passes in ((FORWARD, 12), (INPUT, 18)):  # over hidden states: four norms, two inputs joined
+        moved = passes * shapes.hidden / _bandwidth(gpu, kernels)
+        found.of[name]["other kernels"] += moved + passes / 2 * LAUNCH
+    found.add(_embedding(shapes, links, kernels))
+    found.add(_loss(shapes, links, kernels))
     return found
 
 

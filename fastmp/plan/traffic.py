@@ -183,7 +183,9 @@ def step(recipe: Recipe, shapes: Shapes) -> list[dict[str, int]]:
             if stage == 0:
                 a_microbatch += embedding(shapes).sent(False)
             if stage == len(stages) - 1:
-                a_microbatch += loss(shapes).sent(False)
+                depth = recipe.model.mtp_depth  # whose modules embed tokens and have losses, too
+                for sent, number in ((loss(shapes), 1 + depth), (embedding(shapes), depth)):
+                    a_microbatch.update({of: number * size for of, size in sent.sent(False).items()})
             if grid.pp > 1:
                 a_microbatch["pp"] += shapes.hidden * ((stage > 0) + (stage < len(stages) - 1))
         total = Counter({group: shapes.num_microbatches * sent for group, sent in a_microbatch.items()})

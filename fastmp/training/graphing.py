@@ -20,6 +20,7 @@ from fastmp.cuda_graphs.overlapped import OverlappedGraphManager
 from fastmp.cuda_graphs.partition import partition
 from fastmp.nn.moe.lossless import LosslessForwards
 from fastmp.nn.segment import LayerChain
+from fastmp.pipeline.schedule import Step, followed
 from fastmp.training.microbatches import evaluation_mode
 
 if TYPE_CHECKING:
@@ -65,7 +66,7 @@ def make_graphs(
             capture by another library: `fastmp.cuda_graphs.transformer_engine.TransformerEngineManager`.
 
     Raises:
-        ValueError: a chunk does not have exactly one chain; the scope names no segment, one that cannot be
+        ValueError: a chunk has no chain; the scope names no segment, one that cannot be
             captured, or whole chunks whose communication overlaps; `config.impl` needs a `manager`; or NCCL
             would read memory that torch's allocator has released.
     """
@@ -89,8 +90,9 @@ def make_graphs(
         chains, order = runner.full_chains(num_microbatches)
         options["scope"] = None
     else:
-        needed = "graphs need a model whose layers are one LayerChain, or scope 'full'"
-        chains, order = layers_of(runner.chunks, needed), runner.order(num_microbatches)
+        needed = "graphs need a model whose layers are a LayerChain, or scope 'full'"
+        of_chunks, order = layers_of(runner.chunks, needed), runner.order(num_microbatches)
+        chains, order = _chains_in_order(of_chunks, order)
     if manager is not None:
         return manager(chains, order, rng=rng, **options)
     return GraphManager(chains, order, backend=make_backend(rng, device), **options, **own)
@@ -274,9 +276,28 @@ def _chains(chunk: nn.Module) -> list[LayerChain]:
     return [module for module in chunk.modules() if isinstance(module, LayerChain)]
 
 
-def layers_of(chunks: Sequence[nn.Module], needed: str) -> list[LayerChain]:
-    """Return the layer chain of each chunk. Raises ValueError, saying what is `needed`, without one."""
-    for chunk in chunks:
-        if len(_chains(chunk)) != 1:
-            raise ValueError(f"Trainer: {needed}; {type(chunk).__name__} has {len(_chains(chunk))}")
-    return [_chains(chunk)[0] for chunk in chunks]
+def layers_of(chunks: Sequence[nn.Module], needed: str) -> list[list[LayerChain]]:
+    """Return the layer chains of each chunk, in the order in which its forward runs them.
+
+    The first has the layers of the model; those of MTP modules follow. Raises ValueError, saying what is
+    `needed`, without one.
+    """
+    found = [_chains(chunk) for chunk in chunks]
+    for chunk, own in zip(chunks, found, strict=True):
+        if not own:
+            raise ValueError(f"Trainer: {needed}; {type(chunk).__name__} has none")
+    return found
+
+
+def _chains_in_order(
+    of_chunks: Sequence[Sequence[LayerChain]], order: Sequence[Step]
+) -> tuple[list[LayerChain], Sequence[Step]]:
+    """Return the first chains of all chunks, then the others, and the order in which a rank runs them all."""
+    chains = [own[0] for own in of_chunks]
+    for chunk, own in enumerate(of_chunks):
+        before = chunk
+        for chain in own[1:]:
+            order = tuple(followed(order, before, len(chains)))
+            before = len(chains)
+            chains.append(chain)
+    return chains, order

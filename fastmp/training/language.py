@@ -27,8 +27,9 @@ from fastmp.distributed.collectives import group_size, sum_over_
 from fastmp.distributed.groups import ParallelGroups
 from fastmp.nn.bert import Bert, BertStage, bert_stages
 from fastmp.nn.documents import Documents
-from fastmp.nn.gpt import GPT, ExpertLosses, pad_vocab
+from fastmp.nn.gpt import GPT, GPTLosses, pad_vocab
 from fastmp.nn.language_model import LanguageModel
+from fastmp.nn.mtp import FutureTokens
 from fastmp.nn.placement import Placement
 from fastmp.nn.stages import GPTStage, gpt_stages, sum_tied_gradients
 from fastmp.pipeline.runner import Pipeline
@@ -36,7 +37,7 @@ from fastmp.pipeline.schedule import Schedule
 from fastmp.tensor_parallel.context import cut_sequence, local_positions
 from fastmp.tensor_parallel.fp8_linear import native_block
 from fastmp.training.data.dataset import IGNORE_INDEX
-from fastmp.training.microbatches import Batch, ExpertStats, LossFunction, PipelineLoss
+from fastmp.training.microbatches import Batch, ExpertStats, LossFunction, MicrobatchLosses, PipelineLoss
 
 __all__ = [
     "bert_and_loss",
@@ -135,8 +136,8 @@ def _in_stages(
     groups: ParallelGroups,
     layout: ParallelConfig,
     inputs: Callable[[Batch], Any],
-    loss: Callable[[Tensor, Batch], tuple[Tensor, Tensor]],
-    shared: Callable[[Batch], dict[str, Documents]],
+    loss: Callable[..., tuple[Tensor, Tensor] | MicrobatchLosses],
+    shared: Callable[[Batch], dict[str, Any]],
 ) -> PipelineLoss:
     """Return the loss of pipeline stages; it sums the gradients of tied embeddings over their stages."""
     return PipelineLoss(
@@ -164,7 +165,7 @@ def gpt_and_loss(
     return stages, pipeline_loss(stages, groups, layout)
 
 
-def token_loss(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor] | tuple[Tensor, Tensor, ExpertStats]:
+def token_loss(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor] | MicrobatchLosses:
     """Return the sum of the cross-entropies of a batch and the number of tokens.
 
     Each context-parallel rank computes its part of the sequences. The output layer computes its gradients in
@@ -174,17 +175,36 @@ def token_loss(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor] | tuple[
         batch: "tokens" and "targets" (B, S), and optionally "documents" and "loss_grad".
 
     Returns:
-        (sum of losses, number of tokens), and `ExpertStats` for a model with experts.
+        (sum of losses, number of tokens), or `MicrobatchLosses` for a model with experts or MTP modules.
     """
     tokens_BS, targets_BS = (cut_sequence(batch[name], model.cp_group) for name in ("tokens", "targets"))
     loss_grad_BS = _loss_grad(batch, targets_BS)
     losses = model.loss(
-        tokens_BS, targets_BS, ignore_index=IGNORE_INDEX, loss_grad_BS=loss_grad_BS, **_documents(batch)
+        tokens_BS,
+        targets_BS,
+        ignore_index=IGNORE_INDEX,
+        loss_grad_BS=loss_grad_BS,
+        **_documents(batch),
+        **({"future": _future(model, batch)} if _predicts_ahead(model) else {}),
     )
     num_tokens = (targets_BS != IGNORE_INDEX).sum()
-    if isinstance(losses, ExpertLosses):
-        return losses.tokens.sum(), num_tokens, ExpertStats(losses.aux, losses.counts)
-    return losses.sum(), num_tokens
+    if not isinstance(losses, GPTLosses):
+        return losses.sum(), num_tokens
+    experts = None
+    if losses.aux is not None and losses.counts is not None:
+        experts = ExpertStats(losses.aux, losses.counts)
+    return MicrobatchLosses(losses.tokens.sum(), num_tokens, experts, losses.mtp)
+
+
+def _predicts_ahead(model: nn.Module) -> bool:
+    """Return True if the MTP modules of a model or stage run."""
+    return model.training and len(getattr(model, "mtp", ())) > 0
+
+
+def _future(model: GPT, batch: Batch) -> FutureTokens:
+    """Return what the MTP modules of this context-parallel rank embed and predict."""
+    options = {"documents": batch.get("documents"), "ignore_index": IGNORE_INDEX}
+    return FutureTokens.of(batch["tokens"], batch["targets"], model.config, **options).cut(model.cp_group)
 
 
 def _documents(batch: Batch) -> dict[str, Documents]:
@@ -200,16 +220,26 @@ def _loss_grad(batch: Batch, targets_BS: Tensor) -> Tensor | float:
 def pipeline_loss(stages: Sequence[GPTStage], groups: ParallelGroups, layout: ParallelConfig) -> PipelineLoss:
     """Return `token_loss` for the stages of `gpt_stages` with the same `groups` and `layout`."""
 
-    def loss(hidden_SBH: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-        targets_BS = cut_sequence(batch["targets"], cp_group)
-        losses_BS = stages[-1].token_losses(
-            hidden_SBH, targets_BS, ignore_index=IGNORE_INDEX, loss_grad_BS=_loss_grad(batch, targets_BS)
-        )
-        return losses_BS.sum(), (targets_BS != IGNORE_INDEX).sum()
+    last = stages[-1]
+    cp_group = last.cp_group
 
-    cp_group = stages[0].cp_group
+    def loss(hidden_SBH: Tensor, *ahead_and_batch: Any) -> tuple[Tensor, Tensor] | MicrobatchLosses:
+        *ahead, batch = ahead_and_batch
+        targets_BS = cut_sequence(batch["targets"], cp_group)
+        options = {"ignore_index": IGNORE_INDEX, "loss_grad_BS": _loss_grad(batch, targets_BS)}
+        total = last.token_losses(hidden_SBH, targets_BS, **options).sum()
+        num_tokens = (targets_BS != IGNORE_INDEX).sum()
+        if not ahead:
+            return total, num_tokens
+        mtp = last.mtp_loss(ahead, _future(last, batch), **options)
+        return MicrobatchLosses(total, num_tokens, mtp=mtp)
+
+    def shared(batch: Batch) -> dict[str, Any]:
+        ahead = {"tokens_DBS": _future(last, batch).tokens} if _predicts_ahead(last) else {}
+        return _documents(batch) | ahead
+
     return _in_stages(
-        stages, groups, layout, lambda batch: cut_sequence(batch["tokens"], cp_group), loss, _documents
+        stages, groups, layout, lambda batch: cut_sequence(batch["tokens"], cp_group), loss, shared
     )
 
 

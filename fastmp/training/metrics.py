@@ -2,17 +2,18 @@
 
 metrics.jsonl has one JSON object a line; a number that is not finite is null. Every record has "kind" and
 "step" (the optimizer steps done). "run" opens it at each start: schema (1), total_steps, tokens_per_step,
-flops_per_token, bytes_per_token, device, world_size, ep, expert_stages. "train": loss, loss_per_byte,
-grad_norm, lr, tokens_per_second, flops_per_second, mfu, memory_bytes, eta_seconds, elapsed_seconds. "eval":
-loss, loss_per_byte, unigram_entropy, elapsed_seconds, and of a blend source_losses, a list of one number for
-each source that has held-out text. "experts" follows "train" where there are some: aux_loss
-(their own losses, not part of loss), max_load and min_load, lists of one number a layer: tokens of its
-busiest and idlest expert over the mean of its experts, since the last record; with expert parallelism
-rank_load, the same of the busiest rank of each layer, and stage_load, of each pipeline rank the load of its
-busiest rank in all its layers together, and stage_spread, its standard deviation over microbatches;
-dropped_pairs, pairs of a token and an expert that did not fit into the memory of a symmetric dispatcher,
-since then; stash_used and stash_rows, the most rows of the first rank's activation stash in use, since it was
-allocated, and all of them. Losses are nats per token or per byte; rates are those of all ranks together.
+flops_per_token, bytes_per_token, device, world_size, ep, expert_stages, mtp_depth. "train": loss,
+loss_per_byte, grad_norm, lr, tokens_per_second, flops_per_second, mfu, memory_bytes, eta_seconds,
+elapsed_seconds, and with multi-token prediction mtp_loss (weighted, not part of loss). "eval": loss,
+loss_per_byte, unigram_entropy, elapsed_seconds, and of a blend source_losses, a list of one number for each
+source that has held-out text. "experts" follows "train" where there are some: aux_loss (their own losses, not
+part of loss), max_load and min_load, lists of one number a layer: tokens of its busiest and idlest expert
+over the mean of its experts, since the last record; with expert parallelism rank_load, the same of the
+busiest rank of each layer, and stage_load, of each pipeline rank the load of its busiest rank in all its
+layers together, and stage_spread, its standard deviation over microbatches; dropped_pairs, pairs of a token
+and an expert that did not fit into the memory of a symmetric dispatcher, since then; stash_used and
+stash_rows, the most rows of the first rank's activation stash in use, since it was allocated, and all of
+them. Losses are nats per token or per byte; rates are those of all ranks together.
 """
 
 from __future__ import annotations
@@ -54,7 +55,8 @@ class RunInfo:
 
     `bytes_per_token` turns the loss into nats per byte (TokenDataset.bytes_per_token; None if
     unknown); `device` is a torch device name such as "cuda:0". `ep` is the number of expert-parallel ranks,
-    `expert_stages` the pipeline rank of each layer with experts; empty: 0.
+    `expert_stages` the pipeline rank of each layer with experts; empty: 0. `mtp_depth` is the number of MTP
+    modules.
     """
 
     total_steps: int
@@ -65,6 +67,7 @@ class RunInfo:
     world_size: int = 1
     ep: int = 1
     expert_stages: tuple[int, ...] = ()
+    mtp_depth: int = 0
 
 
 class Experts(Protocol):
@@ -192,9 +195,19 @@ class TrainLog:
         if self._active and not self.due(step):
             self._display.progress(f"{self._progress(step)}{self._eta}")
 
-    def step(self, step: int, *, loss: Any, grad_norm: Any, lr: Any, experts: Experts | None = None) -> None:
+    def step(
+        self,
+        step: int,
+        *,
+        loss: Any,
+        grad_norm: Any,
+        lr: Any,
+        mtp_loss: Any = None,
+        experts: Experts | None = None,
+    ) -> None:
         """Report after optimizer step number `step`, from 1: tensors or numbers, `loss` in nats per token.
 
+        mtp_loss: of multi-token prediction, weighted, in nats per token; reported if the run has MTP modules.
         experts: losses per token and counts (layers, experts) of the steps since the last report.
         """
         if not self._active or not self.due(step):
@@ -222,6 +235,7 @@ class TrainLog:
             flops_per_second=flops_per_second,
             mfu=mfu,
             memory_bytes=memory,
+            **({"mtp_loss": float(mtp_loss)} if self._run.mtp_depth else {}),
             eta_seconds=eta,
             elapsed_seconds=now - self._begin,
         )

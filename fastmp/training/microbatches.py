@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 __all__ = [
     "PipelineRunner",
     "ExpertStats",
+    "MicrobatchLosses",
     "PipelineLoss",
     "Sums",
     "TrainData",
@@ -58,7 +59,29 @@ class ExpertStats(NamedTuple):
     counts: Tensor
 
 
-LossFunction = Callable[[nn.Module, Batch], tuple[Tensor, Tensor] | tuple[Tensor, Tensor, ExpertStats | None]]
+class MicrobatchLosses(NamedTuple):
+    """Losses of one microbatch: 0-dim sums over its tokens, before any division.
+
+    loss: of the tokens. num_tokens: with a loss. experts: None without experts. mtp: the weighted loss of
+    multi-token prediction, to be added to the loss; None without it.
+    """
+
+    loss: Tensor
+    num_tokens: Tensor
+    experts: ExpertStats | None = None
+    mtp: Tensor | None = None
+
+    @property
+    def total(self) -> Tensor:
+        """The sum of all losses, whose gradient trains the model."""
+        further = [None if self.experts is None else self.experts.aux_loss, self.mtp]
+        return sum((each for each in further if each is not None), start=self.loss)
+
+
+LossFunction = Callable[
+    [nn.Module, Batch],
+    tuple[Tensor, Tensor] | tuple[Tensor, Tensor, ExpertStats | None] | MicrobatchLosses,
+]
 
 
 class TrainData(Protocol):
@@ -82,7 +105,8 @@ class PipelineLoss:
 
     inputs: (batch) -> tensors for the first stage.
     shared: (batch) -> keywords for every stage.
-    loss: (*tensors of the last stage, batch) -> (sum of the losses of the batch's tokens, number of tokens).
+    loss: (*tensors of the last stage, batch) -> (sum of the losses of the batch's tokens, number of tokens),
+        or `MicrobatchLosses`.
     schedule, group_size: `name` and `group_size` of the `fastmp.pipeline.schedule.Schedule`.
     after_reduce: called on every rank with the gradients after the data-parallel reduction, for parameters
         that several stages share. A sum before it could give their copies different bits.
@@ -92,7 +116,7 @@ class PipelineLoss:
     """
 
     inputs: Callable[[Batch], Any]
-    loss: Callable[..., tuple[Tensor, Tensor]]
+    loss: Callable[..., tuple[Tensor, Tensor] | MicrobatchLosses]
     shared: Callable[[Batch], dict[str, Any]] = lambda batch: {}
     schedule: str = "1f1b"
     group_size: int | None = None
@@ -102,9 +126,10 @@ class PipelineLoss:
 class Sums(NamedTuple):
     """Sums over the microbatches that this rank ran in a step, on the device.
 
-    totals (3,), float64: losses, number of tokens, losses of experts. counts (layers of the whole model,
-    experts), int64: tokens of each expert, zeros for layers of other stages; None without experts. loads
-    (microbatches, experts), int64: tokens of each expert in all layers of this rank; None without any.
+    totals (4,), float64: losses, number of tokens, losses of experts and of MTP modules. counts (layers of
+    the whole model, experts), int64: tokens of each expert, zeros for layers of other stages; None without
+    experts. loads (microbatches, experts), int64: tokens of each expert in all layers of this rank; None
+    without any.
     """
 
     totals: Tensor
@@ -154,7 +179,7 @@ class SingleStageRunner:
         loss_grad: 0-dim, the upstream gradient of every loss (None: 1). Returned sums do not depend on it.
         """
         device = next(self.model.parameters()).device
-        totals = torch.zeros(3, dtype=torch.float64, device=device)
+        totals = torch.zeros(4, dtype=torch.float64, device=device)
         counts: Tensor | None = None
         loads: list[Tensor] = []
         live: dict[int, Tensor] = {}  # losses whose backward has not started
@@ -173,10 +198,12 @@ class SingleStageRunner:
             with phase("data"):
                 batch = fetch(forward)
             with phase("forward"), self._beside(forward, backward):
-                loss, num_tokens, *more = self._microbatch(batch)
-                aux_loss, own_counts = more[0] if more and more[0] is not None else (None, None)
-                live[forward] = loss if aux_loss is None else loss + aux_loss
-            totals += _stack(loss, num_tokens, torch.zeros_like(loss) if aux_loss is None else aux_loss)
+                losses = MicrobatchLosses(*self._microbatch(batch))
+                live[forward] = losses.total
+            aux_loss, own_counts = (None, None) if losses.experts is None else losses.experts
+            zero = torch.zeros_like(losses.loss)
+            further = (zero if each is None else each for each in (aux_loss, losses.mtp))
+            totals += _stack(losses.loss, losses.num_tokens, *further)
             if own_counts is not None:
                 if counts is None:
                     counts = torch.zeros(own_counts.shape, dtype=torch.int64, device=device)
@@ -288,7 +315,8 @@ class PipelineRunner:
         with phase("data"):
             batches = [fetch(i) for i in range(num_microbatches)]
         result = self.pipeline.train(batches, loss_grad)
-        totals = _stack(*self._loss_and_tokens(result), self._number(result.stage_loss))
+        loss, num_tokens, mtp_loss = self._of_loss(result)
+        totals = _stack(loss, num_tokens, self._number(result.stage_loss), mtp_loss)
         return Sums(totals, self._count(result), self._loads(result))
 
     def evaluate(self, batches: Iterable[Batch]) -> Tensor | None:
@@ -297,7 +325,7 @@ class PipelineRunner:
         return _summed(map(self.evaluated, iter(lambda: list(islice(rest, at_once)), [])))
 
     def _evaluated(self, batches: Sequence[Batch]) -> Tensor:
-        return _stack(*self._loss_and_tokens(self.pipeline.evaluate(batches)))
+        return self._of_loss(self.pipeline.evaluate(batches))[:2]
 
     def sum_shared_gradients(self, grads: GradBuffer) -> None:
         """All-reduce the gradients of parameters that stages share, after the data-parallel reduction."""
@@ -310,12 +338,19 @@ class PipelineRunner:
         return torch.cat([counts[:0], *(counts[each.start : each.stop] for each in rows)])
 
     def _loss(self, *tensors_and_batch: Any) -> tuple[Tensor, Tensor]:
-        loss, num_tokens = self.functions.loss(*tensors_and_batch)
-        return loss.double(), num_tokens  # so that the sum over microbatches is exact
+        """Return the loss to differentiate, and (loss, number of tokens, MTP loss) as float64 statistics."""
+        losses = MicrobatchLosses(*self.functions.loss(*tensors_and_batch))
+        loss, mtp_loss = losses.loss.double(), losses.mtp  # so that the sum over microbatches is exact
+        if mtp_loss is None:
+            return loss, _stack(loss, losses.num_tokens, torch.zeros_like(loss))
+        return loss + mtp_loss.double(), _stack(loss, losses.num_tokens, mtp_loss)
 
-    def _loss_and_tokens(self, result: PipelineResult) -> tuple[Tensor, Tensor]:
-        here = [tokens for (_, chunk), tokens in result.stats.items() if chunk == len(self.chunks)]
-        return self._number(result.loss), self._number(torch.stack(here).sum() if here else None)
+    def _of_loss(self, result: PipelineResult) -> Tensor:
+        """Return the sums (3,) of the statistics of `_loss` over microbatches; zeros but on the last rank."""
+        here = [stats for (_, chunk), stats in result.stats.items() if chunk == len(self.chunks)]
+        if not here:
+            return torch.zeros(3, dtype=torch.float64, device=self.pipeline.device)
+        return torch.stack(here).sum(0)
 
     def _number(self, value: Tensor | None) -> Tensor:
         return torch.zeros((), dtype=torch.float64, device=self.pipeline.device) if value is None else value

@@ -38,7 +38,13 @@ from fastmp.pipeline.runner import StageOutput
 from fastmp.plan.layout import make_grid
 from fastmp.tensor_parallel.fp8_linear import block_of
 from fastmp.training.language import model_and_loss
-from fastmp.training.microbatches import Batch, LossFunction, PipelineLoss, evaluation_mode
+from fastmp.training.microbatches import (
+    Batch,
+    LossFunction,
+    MicrobatchLosses,
+    PipelineLoss,
+    evaluation_mode,
+)
 from fastmp.training.trainer import DTYPES
 
 __all__ = ["codes_of_recipe", "warm_up_ranks", "warm_up_recipe"]
@@ -200,10 +206,7 @@ def _microbatch(
 ) -> None:
     """Run forward and, where gradients are recorded, backward of this rank's chunks."""
     if not isinstance(loss, PipelineLoss):
-        total, _, *more = loss(chunks[0], batch)
-        if more and more[0] is not None:
-            total = total + more[0].aux_loss
-        _backward(total)
+        _backward(MicrobatchLosses(*loss(chunks[0], batch)).total)
         return
     parameter = next(chunks[0].parameters())
     micro_batch_size, length = batch["tokens"].shape
@@ -215,10 +218,11 @@ def _microbatch(
         )  # fmt: skip
         given = loss.inputs(batch) if chunk.stage_spec.first else hidden
         out = chunk(*(given if isinstance(given, tuple) else (given,)), **loss.shared(batch))
-        results = [out.tensors, out.loss] if isinstance(out, StageOutput) else [out]
+        tensors, aux_loss = (out.tensors, out.loss) if isinstance(out, StageOutput) else (out, None)
+        tensors = [tensors] if isinstance(tensors, Tensor) else [*tensors]
         if chunk.stage_spec.last:
-            results[0] = loss.loss(results[0], batch)[0]
-        _backward(*results)
+            tensors = [MicrobatchLosses(*loss.loss(*tensors, batch)).total]
+        _backward(*tensors, aux_loss)
 
 
 def _backward(*results: Tensor | None) -> None:

@@ -11,9 +11,8 @@ from fastmp.nn.moe.layer import MoELayer
 from fastmp.nn.moe.stash import ActivationStash
 from fastmp.nn.segment import LayerChain
 from fastmp.pipeline.schedule import BACKWARD_WEIGHT
-from fastmp.pipeline.stream_schedule import graph_order
 from fastmp.plan.expert_load import Load
-from fastmp.plan.stash import experts_of_ops, live_entries, ring_rows
+from fastmp.plan.stash import live_entries, overlapped_entries, ring_rows
 from fastmp.training.microbatches import PipelineRunner, SingleStageRunner
 
 __all__ = ["attach_stash"]
@@ -35,9 +34,8 @@ def attach_stash(
     if runner.overlap is None:
         order = list(runner.order(num_microbatches))
     else:
-        sections = runner.overlap.sections
-        order = list(graph_order(runner.concurrent(num_microbatches), sections))
-        counts = experts_of_ops(sections)
+        steps = runner.concurrent(num_microbatches)
+        order, counts = overlapped_entries(steps, runner.overlap.sections, len(layers))
     live = live_entries(order, counts)
     # 2. The rows that their load needs, once the first forward knows the number of tokens.
     moe, grid = layers[0].moe, groups.grid

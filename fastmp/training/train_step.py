@@ -40,7 +40,7 @@ __all__ = ["ExpertWindow", "ReducedSums", "StepNumbers", "TrainStep"]
 class ReducedSums(NamedTuple):
     """The sums of a step over all ranks, on the device; gradients are reduced.
 
-    totals: (3,), see `Sums`. requests: as in `StepNumbers`. counts: (layers, experts), None without experts.
+    totals: (4,), see `Sums`. requests: as in `StepNumbers`. counts: (layers, experts), None without experts.
     dropped: () int64, all dropped assignments. void: (2,) int64, `VoidCounts`. moments: see `load_moments`.
     """
 
@@ -69,6 +69,7 @@ class StepNumbers(NamedTuple):
     skipped: Tensor
     requests: Tensor
     ends_run: Tensor | None
+    mtp_loss: Tensor
     aux_loss: Tensor | None
     expert_counts: Tensor | None
     dropped_pairs: Tensor | None
@@ -176,7 +177,7 @@ class TrainStep:
         """Update by reduced gradients (4. to 6.); `before_change` is called before anything changes."""
         totals, requests, counts, dropped, _, moments = sums
         with phase("clip"):
-            loss, num_tokens, aux_loss = totals.unbind()
+            loss, num_tokens, aux_loss, mtp_loss = totals.unbind()
             per_token = num_tokens.clamp(min=1).reciprocal()  # a batch without a token: loss and gradient 0
             inv_scale = per_token if self.scaler is None else per_token * self.scaler.inv_scale
             grad_norm = inv_scale * global_grad_norm(self.grads, **self.groups.norm)
@@ -200,6 +201,7 @@ class TrainStep:
             skipped=skipped,
             requests=requests,
             ends_run=ends_run,
+            mtp_loss=mtp_loss * per_token,
             aux_loss=None if counts is None else aux_loss * per_token,
             expert_counts=counts,
             dropped_pairs=None if counts is None else dropped,

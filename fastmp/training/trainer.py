@@ -71,6 +71,8 @@ class StepResult:
         loss: the mean over the `num_tokens` tokens of the global batch.
         grad_norm: before clipping, float64. The step was skipped if it is not finite.
         lr: the learning rate of the update, float64; the step after a skipped one has the same.
+        mtp_loss: the weighted loss of multi-token prediction per token, which `loss` does not include; 0
+            without MTP modules.
         aux_loss: with experts, their auxiliary losses per token, which `loss` does not include.
         expert_counts: with experts, (layers, experts) int64, the tokens of the global batch.
         dropped_pairs: with experts, the (token, expert) assignments that were dropped because they did not
@@ -81,6 +83,7 @@ class StepResult:
     grad_norm: Tensor
     num_tokens: Tensor
     lr: Tensor
+    mtp_loss: Tensor
     aux_loss: Tensor | None = None
     expert_counts: Tensor | None = None
     dropped_pairs: Tensor | None = None
@@ -315,7 +318,7 @@ class Trainer:
             window = self._window or ExpertWindow()
             self._window = window.add(numbers)
         return StepResult(
-            *(numbers.loss, numbers.grad_norm, numbers.num_tokens, numbers.lr),
+            *(numbers.loss, numbers.grad_norm, numbers.num_tokens, numbers.lr, numbers.mtp_loss),
             *(numbers.aux_loss, numbers.expert_counts, numbers.dropped_pairs),
         )
 
@@ -386,8 +389,8 @@ class Trainer:
     ) -> SingleStageRunner | PipelineRunner:
         overlap: OverlappedLayers | None = None
         if overlap_experts:
-            needed = "overlap_experts needs a model whose layers are one LayerChain"
-            overlap = OverlappedLayers(layers_of(chunks, needed))
+            needed = "overlap_experts needs a model whose layers are a LayerChain"
+            overlap = OverlappedLayers([chains[0] for chains in layers_of(chunks, needed)])
         if isinstance(loss_fn, PipelineLoss):
             return PipelineRunner(
                 chunks,
@@ -424,7 +427,8 @@ class Trainer:
         if window is not None:
             mean, stash = window.aux_loss / window.steps, self._steps.work.counters.stash_use()
             experts = window._replace(aux_loss=mean, stash=stash)
-        log.step(self.step, loss=result.loss, grad_norm=result.grad_norm, lr=result.lr, experts=experts)
+        numbers = {"loss": result.loss, "grad_norm": result.grad_norm, "lr": result.lr}
+        log.step(self.step, **numbers, mtp_loss=result.mtp_loss, experts=experts)
 
     def _read_skipped(self, log: TrainLog | None, *, all_steps: bool = False) -> None:
         """Note skipped steps; raise FloatingPointError after too many in a row."""

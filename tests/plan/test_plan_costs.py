@@ -31,7 +31,8 @@ from fastmp.distributed.collectives import group_rank
 from fastmp.distributed.groups import ParallelGroups
 from fastmp.distributed.rng import RngTracker
 from fastmp.nn import Bert, Placement, bert_stages, gpt_stages, sum_tied_gradients
-from fastmp.nn.gpt import ExpertLosses
+from fastmp.nn.gpt import GPTLosses
+from fastmp.nn.mtp import FutureTokens
 from fastmp.ops.wgrad import WgradQueue, defer_wgrad
 from fastmp.optim.from_config import make_grads, make_optimizer
 from fastmp.optim.grad_buffers import param_spec
@@ -95,6 +96,8 @@ MODELS = {
         attention_sinks=True,
         moe=replace(BALANCED, linear_bias=True, router_bias=True),
     ),
+    "mtp": replace(LLAMA, mtp_depth=2),
+    "mtp, experts": replace(GPT2, position="rope", mtp_depth=1, moe=BALANCED),
     "bert": replace(GPT2, bert=BertConfig()),
     "bert, post-norm": replace(GPT2, bert=BertConfig(post_norm=True)),
 }
@@ -167,7 +170,9 @@ def loss_of(model, tokens, targets):
     if isinstance(model, Bert):
         return bert_loss(model, model.encode(tokens, torch.zeros_like(tokens)), targets)
     loss = model.loss(tokens, targets, loss_grad_BS=1.0)
-    return loss.tokens.sum() + loss.aux if isinstance(loss, ExpertLosses) else loss.sum()
+    if not isinstance(loss, GPTLosses):
+        return loss.sum()
+    return sum((each for each in (loss.aux, loss.mtp) if each is not None), start=loss.tokens.sum())
 
 
 class Kept:
@@ -292,6 +297,9 @@ LAYOUTS = {
     "cp, qk-norm": (recipe(MODELS["qwen"], cp=2, ep=2), 1),
     "cp, learned": (recipe(GPT2, cp=2), 1),
     "pp": (recipe(GPT2, pp=2, microbatches=3), 1),
+    "pp, mtp": (recipe(MODELS["mtp"], pp=2, microbatches=3), 1),
+    "tp, sp, ep, mtp": (recipe(MODELS["mtp, experts"], tp=2, ep=2, etp=1, sequence_parallel=True), 1),
+    "tp, mtp": (recipe(MODELS["mtp"], tp=2), 1),
     "pp, vpp": (recipe(replace(LLAMA, num_layers=4), pp=2, vpp=2, microbatches=4), 1),
     "pp, uneven": (recipe(replace(GPT2, num_layers=3), pp=2, stage_layers=(1, 2), microbatches=2), 1),
     "small, ep": (recipe(MODELS["qwen"], dtype="bfloat16", ep=2, dp=2, optimizer=SMALL), 2),
@@ -452,10 +460,16 @@ def bytes_of_copies(stages):
 def run_pipeline(made, shapes, groups, stages, tokens, targets):
     last, encoder = stages[-1], made.model.bert is not None
 
-    def loss(hidden, item):
+    def loss(hidden, *states_and_item):
+        *states, item = states_and_item
         if encoder:
             return bert_loss(last, hidden, item[1])
-        return last.token_losses(hidden, item[1], loss_grad_BS=1.0).sum()
+        total = last.token_losses(hidden, item[1], loss_grad_BS=1.0).sum()
+        ahead = last.mtp_loss(states, FutureTokens.of(*item, made.model), loss_grad_BS=1.0) if states else 0.0
+        return total + ahead
+
+    def shared(item):
+        return {"tokens_DBS": FutureTokens.of(*item, made.model).tokens} if made.model.mtp_depth else {}
 
     pipeline = Pipeline(
         stages,
@@ -463,6 +477,7 @@ def run_pipeline(made, shapes, groups, stages, tokens, targets):
         group=groups.pp,
         inputs=lambda item: (item[0], torch.zeros_like(item[0])) if encoder else item[0],
         loss=loss,
+        shared=shared,
     )
     pipeline.train([(tokens, targets)] * shapes.num_microbatches)
 
@@ -562,7 +577,10 @@ QUICK_PRODUCTS = {
     [
         pytest.param(*case, marks=() if case in QUICK_PRODUCTS else pytest.mark.full)
         for case in product(
-            ("gpt2", "gpt2, dropout", "llama", "qwen", "shared", "some dense", "bert", "bert, post-norm"),
+            (
+                *("gpt2", "gpt2, dropout", "llama", "qwen", "shared"),
+                *("some dense", "mtp", "bert", "bert, post-norm"),
+            ),
             (False, True),
             ("1f1b", "zero_bubble"),
         )
@@ -582,6 +600,6 @@ def test_products(name, recompute, schedule):
                 "accumulate_weight_grad_")  # fmt: skip
     counts = counter.get_flop_counts()["Global"]
     counted = sum(count for op, count in counts.items() if op.__name__ in products)
-    attention = layer_flops_per_token(made.model, 64)[1] * made.model.num_layers
+    attention = layer_flops_per_token(made.model, 64)[1] * (made.model.num_layers + made.model.mtp_depth)
     expected = hardware_flops(made, shapes_of(made, 1), causal=False)[0] - 128 * 0.5 * attention
     assert counted == pytest.approx(expected, rel=1e-9)

@@ -47,6 +47,7 @@ DENSE = GPTConfig(num_layers=4, hidden_size=16, num_heads=4, vocab_size=64, max_
 MOE = replace(DENSE, moe=MoEConfig(num_experts=4, top_k=2, expert_ffn_hidden_size=8, aux_loss=0.1))
 SHARED = replace(MOE, moe=MoEConfig(num_experts=4, expert_ffn_hidden_size=8, shared_expert_ffn_hidden_size=8))
 MIXED = replace(SHARED, dense_layers=(0, 2), qkv_bias=False)
+AHEAD = replace(MIXED, position="rope", mtp_depth=2)
 GATHERED = replace(MOE, moe=replace(MOE.moe, dispatcher="allgather", capacity_factor=1.0))
 SYMMETRIC = replace(SHARED, moe=replace(SHARED.moe, dispatcher="symmetric"))
 DEEPEP = replace(SHARED, moe=replace(SHARED.moe, dispatcher="deepep"))
@@ -153,6 +154,12 @@ CASES = {
     "pp, documents": (masked(recipe(DENSE, microbatches=4, pp=2, schedule="zero_bubble")), 1, None),
     "full, documents": (masked(recipe(MOE)), 1, FULL),
     "full, pp, documents": (masked(recipe(DENSE, microbatches=4, pp=2, vpp=2)), 1, FULL),
+    "mtp": (recipe(AHEAD, ep=2, dp=2), 2, None),
+    "mtp, pp, zero bubble": (recipe(AHEAD, microbatches=4, pp=2, schedule="zero_bubble"), 1, FRONT),
+    "mtp, two at once": (recipe(AHEAD, ep=2, dp=2, overlap_experts=True), 2, None),
+    "full, mtp": (recipe(AHEAD), 1, FULL),
+    "full, mtp, pp": (recipe(AHEAD, microbatches=3, pp=2, stage_layers=(4, 0)), 1, FULL),
+    "full, mtp, pp, vpp": (masked(recipe(AHEAD, microbatches=4, pp=2, vpp=2)), 1, FULL),
     "full, pp, uneven": (recipe(MOE, microbatches=3, pp=2, stage_layers=(4, 0)), 1, FULL),
 }
 
@@ -199,6 +206,10 @@ def runs_of(made, size, rank, scope):
             found += compute_spans(shapes, own, scope, span_size)
         else:
             found.append(captured_spans(shapes, own, scope, span_size))
+    if scope != ["full"] and not made.parallel.overlap_experts and rank == made.parallel.pp - 1:
+        first = made.model.num_layers
+        for layer in range(first, first + made.model.mtp_depth):
+            found.append(captured_spans(shapes, range(layer, layer + 1), scope, span_size))
     return found
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from marks import full
 
 from fastmp.apps import plan
 from fastmp.config import GPTConfig, MoEConfig, ParallelConfig, Recipe, TrainConfig
@@ -26,7 +27,6 @@ from fastmp.plan.resources import recipe_facts
 from fastmp.plan.shapes import shapes_of
 from fastmp.plan.stash import LiveEntries, live_entries, ring_of_rank, ring_rows
 from fastmp.testing.ranks import run_ranks
-from fastmp.training.graphing import layers_of
 from fastmp.training.language import model_and_loss
 from fastmp.training.microbatches import PipelineRunner, SingleStageRunner
 from fastmp.training.stash import attach_stash
@@ -249,7 +249,7 @@ def run_layout(rank, size, made):
     groups, count = ParallelGroups.create(make_grid(made, size)), 4
     model, loss = model_and_loss(made, groups)
     chunks = model if isinstance(model, list) else [model]
-    overlap = OverlappedLayers(layers_of(chunks, "")) if made.parallel.overlap_experts else None
+    overlap = OverlappedLayers([chunk.layers for chunk in chunks]) if made.parallel.overlap_experts else None
     if isinstance(model, list):
         runner = PipelineRunner(chunks, loss, groups=groups, num_microbatches=count, overlap=overlap)
     else:
@@ -269,12 +269,15 @@ def run_layout(rank, size, made):
         pytest.param({"pp": 2}, marks=pytest.mark.full),
         pytest.param({"pp": 2, "vpp": 2}, marks=pytest.mark.full),
         {"pp": 2, "schedule": "zero_bubble"},
+        *full([{"mtp": 1}, {"mtp": 1, "overlap_experts": True}, {"mtp": 2, "pp": 2}]),
     ],
     ids=str,
 )
 def test_the_plan_is_what_ranks_allocate(layout):
     """All tokens choose all experts: every entry has the balanced rows."""
-    made, size = recipe(BALANCED_MODEL, ep=2, **layout), 2 * layout.get("pp", 1)
+    layout, size = {**layout}, 2 * layout.get("pp", 1)
+    model = replace(BALANCED_MODEL, position="rope", mtp_depth=layout.pop("mtp", 0))
+    made = recipe(model, ep=2, **layout)
     made = replace(made, train=replace(made.train, global_batch_size=8 * made.data.micro_batch_size))
     shapes = shapes_of(made, size)
     assert shapes.num_microbatches == 4

@@ -139,7 +139,8 @@ def run(trainer, steps=STEPS):
     for step in range(steps):
         result = trainer._train_step()  # whose parameters come while the next one runs
         aux = 0.0 if result.aux_loss is None else result.aux_loss.item()
-        curve.append([result.loss.item(), result.num_tokens.item(), aux, result.grad_norm.item()])
+        losses = [result.loss.item(), result.mtp_loss.item(), aux]
+        curve.append([*losses, result.num_tokens.item(), result.grad_norm.item()])
         counts.append(None if result.expert_counts is None else result.expert_counts.tolist())
         if step == 0:
             gather_main_grads(trainer.grads)

@@ -403,7 +403,7 @@ def test_the_gpu_of_the_trainer_becomes_the_current_device(monkeypatch):
 
 
 def test_models_without_a_chain_of_layers():
-    message = "graphs need a model whose layers are one LayerChain, or scope 'full'; Linear has 0"
+    message = "graphs need a model whose layers are a LayerChain, or scope 'full'; Linear has none"
     with pytest.raises(ValueError, match=message):
         config = TrainConfig(global_batch_size=4)
         Trainer(nn.Linear(4, 4), Samples(4), lambda model, batch: None, config, graphs=ON)

@@ -209,7 +209,7 @@ def test_evaluation_is_as_ever_and_what_does_not_go_with_it_is_refused():
         overlap.OverlappedLayers([GPT(CONFIG, recompute=True).layers])
     model, train = GPT(CONFIG), TrainConfig(steps=1, global_batch_size=4, eval_interval=0)
     with pytest.raises(
-        ValueError, match="overlap_experts needs a model whose layers are one LayerChain; Linear"
+        ValueError, match="overlap_experts needs a model whose layers are a LayerChain; Linear"
     ):
         Trainer(torch.nn.Linear(2, 2), Samples(4), token_loss, train, overlap_experts=True)
     with pytest.raises(ValueError, match="has no exchange to overlap: no layer sends rows"):

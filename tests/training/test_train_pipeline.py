@@ -175,7 +175,7 @@ def test_gradients_are_summed_once_a_step():
         table = 256 * DENSE.hidden_size
         assert buckets.count(table) == 1 and len(buckets) in (2, 3)  # layers before and behind it
         between_stages = ("all_reduce", (table // 2,))  # of what a rank owns
-        numbers = [("all_reduce", (7,)), ("all_reduce", (7,)), ("all_reduce", (1,))]  # over dp, pp and all
+        numbers = [("all_reduce", (8,)), ("all_reduce", (8,)), ("all_reduce", (1,))]  # over dp, pp and all
         scattered = [("reduce_scatter", (size,)) for size in buckets]
         gathered = [("all_gather", (size,)) for size in reversed(buckets)]
         assert calls == [*scattered, between_stages, *numbers, *gathered]

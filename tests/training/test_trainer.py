@@ -145,7 +145,7 @@ def test_a_step_sends_gradients_once_however_many_microbatches():
         assert num_microbatches == 4
         shard = size // 2
         gradients, parameters = ("reduce_scatter", [(shard,), (size,)]), ("all_gather", [(size,), (shard,)])
-        assert calls == [gradients, ("all_reduce", [(7,)]), ("all_reduce", [(1,)]), parameters]
+        assert calls == [gradients, ("all_reduce", [(8,)]), ("all_reduce", [(1,)]), parameters]
 
 
 def test_replicas_start_equal_even_if_made_from_different_seeds():
