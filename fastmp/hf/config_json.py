@@ -9,7 +9,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from reprlib import repr as short
-from typing import Any
+from typing import Any, NamedTuple
 
 from fastmp.config import MAX_LAYERS, GPTConfig, RopeScaling
 from fastmp.config.model import canonical_config
@@ -17,14 +17,14 @@ from fastmp.config.recipe import model_from
 from fastmp.hf.families import CONVERSIONS
 from fastmp.hf.families.base import Conversion, SlidingWindow, optional_int
 
-__all__ = ["ALIASES", "family_of", "from_transformers", "to_transformers"]
+__all__ = ["ALIASES", "Quantization", "family_of", "from_transformers", "quantization_of", "to_transformers"]
 
 ALIASES = {"num_local_experts": "num_experts"}  # {key of transformers 5: the key before}
 _SPECIAL = {  # keys read by the functions below and by `Conversion.read`
     *("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor"),
     *("sliding_window", "use_sliding_window", "layer_types", "max_window_layers"),
     *("mlp_only_layers", "decoder_sparse_step", "first_k_dense_replace", "n_shared_experts"),
-    "router_aux_loss_coef",
+    *("router_aux_loss_coef", "quantization_config"),
 }
 _UNUSED = {  # keys of text generation, of heads of other tasks, and of the files themselves
     *("architectures", "model_type", "dtype", "torch_dtype", "transformers_version", "_name_or_path"),
@@ -37,6 +37,46 @@ _UNUSED = {  # keys of text generation, of heads of other tasks, and of the file
     *("pooler_fc_size", "pooler_num_attention_heads", "pooler_num_fc_layers", "pooler_size_per_head"),
     "pooler_type",
 }
+
+
+class Quantization(NamedTuple):
+    """How the weights of a directory are quantised.
+
+    method: "fp8" or "mxfp4". block: rows and columns of a scale of "fp8". dtype: that of the dequantised
+    weights, as in safetensors.
+    """
+
+    method: str
+    block: tuple[int, int]
+    dtype: str
+
+
+def quantization_of(content: Mapping[str, Any]) -> Quantization | None:
+    """Return the quantisation in config.json; None without one. Raises ValueError if it is not supported."""
+    table = content.get("quantization_config")
+    if table is None:
+        return None
+    if not isinstance(table, Mapping):
+        raise ValueError(f"quantization_config must be a table, got {short(table)}")
+    method = table.get("quant_method")
+    if method not in ("fp8", "mxfp4"):
+        raise ValueError(
+            f"quantization_config: quant_method {short(method)} is not supported, expected fp8 or mxfp4; "
+            "dequantise the model in transformers, then save_pretrained"
+        )
+    dtype = "F32" if content.get("dtype", content.get("torch_dtype")) == "float32" else "BF16"
+    if method == "mxfp4":
+        return Quantization(method, (1, 1), dtype)
+    for key, read in (("fmt", "e4m3"), ("activation_scheme", "dynamic"), ("expert_dtype", "fp8")):
+        if table.get(key, read) != read:
+            raise ValueError(f"quantization_config: {key} is {short(table[key])}, fastmp reads {read}")
+    block = table.get("weight_block_size")
+    sizes = block if isinstance(block, list) else []
+    if len(sizes) != 2 or any(type(size) is not int or size < 1 for size in sizes):
+        raise ValueError(
+            f"quantization_config: weight_block_size is {short(block)}, expected two sizes, as [128, 128]"
+        )
+    return Quantization(method, (sizes[0], sizes[1]), dtype)
 
 
 def from_transformers(content: Mapping[str, Any], ignored: Sequence[str] = ()) -> tuple[str, GPTConfig]:
@@ -70,6 +110,7 @@ def from_transformers(content: Mapping[str, Any], ignored: Sequence[str] = ()) -
     for key, values in family.supported.items():
         if key in content and content[key] not in values:
             raise ValueError(f"{key} is {short(content[key])}, fastmp computes {values[0]!r} in {model_type}")
+    quantization_of(content)
     model = _fields(family, content)
     layers, longest = model["num_layers"], model["max_seq_len"]
     if type(layers) is not int or not 0 < layers <= MAX_LAYERS or type(longest) is not int:

@@ -11,7 +11,9 @@ from torch import Tensor
 
 from fastmp.config import BertConfig, GPTConfig
 from fastmp.distributed.groups import ParallelGroups
+from fastmp.hf.weight_io import TransformersReader
 from fastmp.nn import GPT, Bert, Placement
+from fastmp.training.checkpoint.format import DTYPES
 from fastmp.training.checkpoint.model_weights import load_weights
 from fastmp.training.checkpoint.storage import CheckpointReader
 
@@ -52,13 +54,15 @@ def verify(path: Path, reader: CheckpointReader, config: GPTConfig) -> str:
     auto = "CausalLM" if encoder is None else "PreTraining" if encoder.sentence_order else "MaskedLM"
     wide = reader.manifest.tensors["model/word_embedding.weight"].dtype == "F64"
     dtype = torch.float64 if wide else torch.float32
+    quantization = reader.quantization if isinstance(reader, TransformersReader) else None
+    rounded = None if quantization is None else DTYPES[quantization.dtype]  # of dequantised weights
     generator = torch.Generator().manual_seed(1)
     size = (BATCH, min(LENGTH, config.max_seq_len))
     tokens_BS = torch.randint(config.vocab_size, size, generator=generator)
     options = {"local_files_only": True, "use_safetensors": True, "output_loading_info": True}
     try:
         make = getattr(transformers, f"AutoModelFor{auto}").from_pretrained
-        theirs, report = make(str(path), dtype=dtype, **options)
+        theirs, report = make(str(path), dtype=rounded or dtype, **options)
     except Exception as error:  # transformers raises errors of any type
         what = f"{type(error).__name__}: {error}".splitlines()[0]
         raise ValueError(f"{path}: transformers cannot load it: {what}") from None
@@ -68,7 +72,7 @@ def verify(path: Path, reader: CheckpointReader, config: GPTConfig) -> str:
                 f"{path}: transformers says {kind.replace('_', ' ')}: {sorted(map(str, found))[:5]}"
             )
     with torch.no_grad():
-        expected = _theirs(theirs.eval(), encoder, tokens_BS)
+        expected = _theirs(theirs.to(dtype).eval(), encoder, tokens_BS)
         del theirs
         ours = (GPT if encoder is None else Bert)(config, Placement(dtype=dtype)).eval()
         load_weights(reader, config, [ours], ParallelGroups.alone())

@@ -15,6 +15,8 @@ from pathlib import Path
 from reprlib import repr as short
 from typing import Any, NamedTuple
 
+import torch
+
 from fastmp.config.file_access import open_regular, read_json
 from fastmp.hf.config_json import ALIASES
 from fastmp.hf.families import CONVERSIONS
@@ -33,6 +35,9 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")  # Qwen/Qwen3-0.6B
 _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,200}\.safetensors")
 # buffers in files of old versions
 NOT_WEIGHTS = re.compile(r"rotary_emb\.inv_freq$|\.attn\.(masked_)?bias$|embeddings\.position_ids$")
+# bytes beside scales, which fastmp.hf.quantized makes numbers of
+LOW_PRECISION = {"F8_E4M3": torch.float8_e4m3fn}
+_PACKED = re.compile(r"_(blocks|scales)$")
 Shape = tuple[int, ...]
 
 
@@ -138,11 +143,13 @@ def _header(path: Path, name: str) -> dict[str, Stored]:
         raise ValueError(f"{path / name} is no safetensors file: its header cannot be read") from None
     found, at = {}, 0
     for each, dtype, shape, (start, end) in entries:
-        if dtype not in DTYPES or not (DTYPES[dtype].is_floating_point or NOT_WEIGHTS.search(each)):
+        kind = {**DTYPES, **LOW_PRECISION}.get(dtype)
+        packed = dtype == "U8" and _PACKED.search(each)
+        if kind is None or not (kind.is_floating_point or packed or NOT_WEIGHTS.search(each)):
             raise ValueError(
                 f"{path / name}: {short(each)} is {short(dtype)}, not numbers that can be trained"
             )
-        if start != at or end - start != prod(shape) * DTYPES[dtype].itemsize:
+        if start != at or end - start != prod(shape) * kind.itemsize:
             raise ValueError(f"{path / name}: the bytes of {short(each)} do not fit its shape")
         found[each], at = Stored(name, dtype, shape, 8 + length + start), end
     if 8 + length + at != size:

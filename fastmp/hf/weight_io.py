@@ -24,10 +24,11 @@ from torch import Tensor
 
 from fastmp.config import MAX_LAYERS, GPTConfig
 from fastmp.config.file_access import sync_directory, write_synced
-from fastmp.hf.config_json import family_of, from_transformers, to_transformers
+from fastmp.hf.config_json import family_of, from_transformers, quantization_of, to_transformers
 from fastmp.hf.families import CONVERSIONS
 from fastmp.hf.families.base import optional_int
 from fastmp.hf.families.llama_like import FUSED_EXPERT_WEIGHTS
+from fastmp.hf.quantized import QuantizedTensor, find_quantized
 from fastmp.hf.stored import (
     CONFIG,
     INDEX,
@@ -76,6 +77,11 @@ class NameMapping(NamedTuple):
         """Return a tensor with the sizes of our chunk in the layout of theirs."""
         ours = ours.squeeze(0) if self.squeezed else ours
         return ours.transpose(-1, -2) if self.transposed else ours
+
+    def of_transpose(self) -> NameMapping:
+        """Return the mapping to the transpose of their tensor."""
+        theirs = TensorChunk(_swapped(self.theirs.offsets), _swapped(self.theirs.sizes))
+        return self._replace(shape=_swapped(self.shape), theirs=theirs, transposed=not self.transposed)
 
     def inside(self, chunk: TensorChunk) -> TensorChunk:
         """Return the chunk in their tensor of `chunk`, which is relative to our chunk."""
@@ -173,6 +179,7 @@ class TransformersReader(CheckpointReader):
     Attributes:
         model_type: the family.
         config: the model as a `GPTConfig`.
+        quantization: of the files, whose weights are read dequantised; None without one.
 
     Raises:
         ValueError: the family is not supported, or tensors are missing, unexpected or of other shapes; one
@@ -191,6 +198,7 @@ class TransformersReader(CheckpointReader):
         check_sizes(path, content, self._stored)
         try:
             self.model_type, self.config = from_transformers(content, ignored)
+            self.quantization = quantization_of(content)
         except ValueError as error:
             raise ValueError(f"{path / CONFIG}: " + "; ".join(str(error).splitlines())) from None
         except (TypeError, ArithmeticError) as error:
@@ -199,6 +207,7 @@ class TransformersReader(CheckpointReader):
             order = CONVERSIONS[self.model_type].model_weights["sentence_head.order.weight"] in self._stored
             self.config = replace(self.config, bert=replace(bert, sentence_order=order))
         self._mappings: dict[tuple[str, Shape], NameMapping] = {}
+        self._quantized: dict[str, QuantizedTensor] = {}
         try:
             own = own_tensors(self.config)
         except (RuntimeError, ValueError) as error:
@@ -220,6 +229,11 @@ class TransformersReader(CheckpointReader):
         parts, dtypes = [], set()
         for mapping in found:
             stored = self._find(mapping.name)
+            low = find_quantized(path, self.quantization, self._find, mapping.name, mapping.shape)
+            if low is not None and self.quantization is not None:
+                self._quantized[mapping.name] = low
+                mapping = mapping.of_transpose() if low.mxfp4 else mapping
+                stored = low.values._replace(dtype=self.quantization.dtype, shape=low.shape)
             if stored is None:
                 raise ValueError(f"{path}: {mapping.name} is missing, which {self.model_type} has")
             if stored.shape != mapping.shape:
@@ -244,6 +258,7 @@ class TransformersReader(CheckpointReader):
     def _check_all_used(self, path: Path, further: range) -> None:
         """Raise ValueError for a tensor that nothing here reads; those of layers `further` are left out."""
         used = {id(self._find(mapping.name)) for mapping in self._mappings.values()}
+        used |= {id(part) for low in self._quantized.values() for part in (low.values, low.scales)}
         tied, layers = self._tied(), CONVERSIONS[self.model_type].layers
         beyond = tuple(f"{layers}.{layer}." for layer in further)
         for name, stored in self._stored.items():
@@ -276,8 +291,12 @@ class TransformersReader(CheckpointReader):
                 mapping = self._mappings[name, shard.chunk.offsets]
                 there = mapping.inside(chunk)
                 out = planner.resolve_tensor(item).detach()
-                own = torch.empty(there.sizes, dtype=DTYPES[self.manifest.tensors[name].dtype])
-                reader.read(shard.start, mapping.shape, there, own)
+                dtype = DTYPES[self.manifest.tensors[name].dtype]
+                if low := self._quantized.get(mapping.name):
+                    own = low.read(self.directory, there).to(dtype)
+                else:
+                    own = torch.empty(there.sizes, dtype=dtype)
+                    reader.read(shard.start, mapping.shape, there, own)
                 mapping.view(out).copy_(own)
                 planner.commit_tensor(item, out)
 

@@ -320,7 +320,7 @@ TABLES = ("model.embed_tokens.weight", "lm_head.weight")
 
 
 def test_gpt_oss_of_fewer_keys_or_in_mxfp4():
-    """Windows alternate where a file names no layers; quantised weights are named with the way out."""
+    """Windows alternate where a file names no layers; quantisation is a fact of the files alone."""
     content = {
         "model_type": "gpt_oss",
         **{"hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 8, "vocab_size": 131},
@@ -331,8 +331,7 @@ def test_gpt_oss_of_fewer_keys_or_in_mxfp4():
     assert config.rope_scaling == RopeScaling(
         "yarn", factor=32.0, original_max_seq_len=4096, beta_fast=32.0, beta_slow=1.0, truncate=False
     )
-    with pytest.raises(ValueError, match=r"quantization_config: .*Mxfp4Config\(dequantize=True\)"):
-        from_transformers(content | {"quantization_config": {"quant_method": "mxfp4"}})
+    assert from_transformers(content | {"quantization_config": {"quant_method": "mxfp4"}})[1] == config
     with pytest.raises(ValueError, match=r"swiglu_limit is 3\.0, fastmp computes 7\.0"):
         from_transformers(content | {"swiglu_limit": 3.0})
 

@@ -16,12 +16,7 @@ _ROPE = {
 
 
 def _read(content: Mapping[str, Any], model: dict[str, Any]) -> None:
-    """Read the windows of a file without `layer_types`; check that weights are not quantised."""
-    if content.get("quantization_config") is not None:
-        raise ValueError(
-            "quantization_config: quantised weights (MXFP4) are not supported; load the model in "
-            "transformers with quantization_config=Mxfp4Config(dequantize=True), then save_pretrained"
-        )
+    """Read the windows of a file without `layer_types`."""
     if content.get("layer_types") is None and "sliding_window" in model:
         model["full_attention_layers"] = list(range(1, model["num_layers"], 2))
 
@@ -58,7 +53,7 @@ FAMILY = Family(
         rope_base=150000.0,
         defaults={"rope_parameters": _ROPE},
         window=SlidingWindow(128, per_layer=True),
-        read_keys=("quantization_config", "initial_context_length", "experts_per_token"),
+        read_keys=("initial_context_length", "experts_per_token"),
         read=_read,
     ),
     llama_like.mixture("GptOss", norm=RMSNormInInputDtype),
