@@ -221,6 +221,13 @@ def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 
     return _rotate(q, k, cos, sin, unsqueeze_dim, interleaved=False)
 
 
+def rotate_part(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1
+) -> tuple[Tensor, Tensor]:
+    """Apply rotary embeddings to the first R elements of each head, where cos and sin are (B or 1, S, R)."""
+    return _rotate(q, k, cos, sin, unsqueeze_dim, interleaved=False, part=cos.shape[-1])
+
+
 def rotate_neighbours(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, position_ids: Any = None, unsqueeze_dim: int = 1
 ) -> tuple[Tensor, Tensor]:
@@ -233,9 +240,15 @@ def rotate_neighbours(
 
 
 def _rotate(
-    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int, interleaved: bool
+    q: Tensor,
+    k: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    unsqueeze_dim: int,
+    interleaved: bool,
+    part: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    half = q.shape[-1] // 2
+    half = (q.shape[-1] if part is None else part) // 2
     cos, sin = cos[..., :half], sin[..., :half]
     dtypes = {x.dtype for x in (q, k, cos, sin)}
     if q.dtype != k.dtype or not dtypes <= {q.dtype, compute_dtype(q.dtype)}:
@@ -251,10 +264,14 @@ def _rotate(
 def _or_else(ours: Any, theirs: Any) -> Any:
     """Return a function that calls `ours` if `rope_qk` supports the tensors, else `theirs`."""
 
+    def fits(head: int, angles: int) -> bool:
+        return angles <= head if ours is rotate_part else head in (angles, 2 * angles)
+
     def rotate_either(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *args: Any, **kwargs: Any) -> Any:
         usual = (
             q.dim() == k.dim() == 4
-            and q.shape[-1] == k.shape[-1] in (cos.shape[-1], 2 * cos.shape[-1])
+            and q.shape[-1] == k.shape[-1]
+            and fits(q.shape[-1], cos.shape[-1])
             and cos.dim() == 3
             and cos.shape == sin.shape
             and kwargs.get("unsqueeze_dim", 1) in (1, 2)
@@ -293,6 +310,12 @@ class Attention(ModulePatch):
         made.__kwdefaults__, made.__annotations__ = forward.__kwdefaults__, forward.__annotations__
         made.__module__, made.__qualname__ = forward.__module__, forward.__qualname__
         return {"forward": made}
+
+
+class PartlyRotatedAttention(Attention):
+    """Attention of GLM-4.5, which rotates the first part of each head."""
+
+    functions = MappingProxyType({"apply_rotary_pos_emb": rotate_part})
 
 
 class LatentAttention(Attention):

@@ -13,7 +13,7 @@ from torch import nn
 import fastmp
 from fastmp.hf import patches
 from fastmp.hf.heads import CausalLM
-from fastmp.hf.patches import GroupedRouter, LayerNormPatch, RMSNormPatch, rotate
+from fastmp.hf.patches import GroupedRouter, LayerNormPatch, RMSNormPatch, rotate, rotate_part
 
 
 @pytest.mark.parametrize("call", [fastmp.accelerate, fastmp.restore])
@@ -107,6 +107,18 @@ def test_tables_of_rotary_positions_in_any_dtype(dtypes):
     ):
         coarse = BRAIN in dtypes and expected.dtype == BRAIN
         torch.testing.assert_close(found.double(), expected.double(), rtol=0, atol=2e-2 if coarse else 1e-6)
+
+
+@pytest.mark.parametrize("width", [2, 4, 8])
+def test_a_part_of_each_head_is_rotated_and_the_rest_is_copied(width):
+    """GLM-4.5's half is a table as wide as half of a head, which other families rotate whole."""
+    q, k, cos, sin = heads_and_angles(SINGLE, SINGLE, SINGLE)
+    cos, sin = (torch.cat(2 * (table[..., : width // 2],), -1) for table in (cos, sin))
+    either = patches._or_else(rotate_part, lambda *args: "theirs")
+    for x, found in zip((q, k), either(q, k, cos, sin), strict=True):
+        torch.testing.assert_close(found[..., :width], turned(x[..., :width], cos, sin))
+        assert torch.equal(found[..., width:], x[..., width:])
+    assert either(q[..., : width - 1], k[..., : width - 1], cos, sin) == "theirs"
 
 
 @pytest.mark.parametrize(

@@ -36,6 +36,10 @@ _DECODER = {
     "eos_token_id": 2,
 }
 _EXPERTS = {"num_experts_per_tok": 2, "output_router_logits": True}
+_GROUPED = {
+    **{"num_experts_per_tok": 2, "n_routed_experts": 8, "n_group": 2, "topk_group": 1},
+    **{"moe_intermediate_size": 24, "first_k_dense_replace": 1},
+}
 _LATENT = {
     "q_lora_rank": 16,
     "kv_lora_rank": 16,
@@ -98,18 +102,22 @@ CONFIGS = {
             "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
         },
     ),
-    "deepseek_v3": (
-        "DeepseekV3Config",
+    "deepseek_v3": ("DeepseekV3Config", {**_DECODER, **_LATENT, **_GROUPED, "num_key_value_heads": 4}),
+    "dots1": ("Dots1Config", {**_DECODER, **_GROUPED, "head_dim": 8, "n_shared_experts": 1}),
+    "glm4_moe": (
+        "Glm4MoeConfig",
         {
             **_DECODER,
-            **_LATENT,
-            "num_key_value_heads": 4,
-            "num_experts_per_tok": 2,
-            "n_routed_experts": 8,
-            "n_group": 2,
-            "topk_group": 1,
-            "moe_intermediate_size": 24,
-            "first_k_dense_replace": 1,
+            **_GROUPED,
+            "head_dim": 8,
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 10000.0,
+                "partial_rotary_factor": 0.5,
+            },
+            "use_qk_norm": True,
+            "attention_bias": True,
+            "routed_scaling_factor": 2.5,
         },
     ),
 }

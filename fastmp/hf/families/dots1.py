@@ -1,4 +1,4 @@
-"""dots.llm1: DeepSeek-V3's router and shared experts, multi-head attention. `accelerate` is not supported."""
+"""dots.llm1: DeepSeek-V3's router and shared experts, multi-head attention."""
 
 from __future__ import annotations
 
@@ -22,4 +22,5 @@ FAMILY = Family(
         read=llama_like.read_shared_experts,
         write=llama_like.write_shared_experts,
     ),
+    llama_like.grouped_mixture("Dots1"),
 )

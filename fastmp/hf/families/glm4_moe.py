@@ -1,4 +1,4 @@
-"""GLM-4.5: DeepSeek-V3's experts, and heads half of which is turned. `accelerate` is not supported."""
+"""GLM-4.5: DeepSeek-V3's experts, and heads half of which is turned."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 from fastmp.config import GPTConfig
 from fastmp.hf.families import llama_like
 from fastmp.hf.families.base import Family, Field
+from fastmp.hf.patches import PartlyRotatedAttention
 
 
 def _write(config: GPTConfig) -> dict[str, Any]:
@@ -42,4 +43,5 @@ FAMILY = Family(
         read=llama_like.read_shared_experts,
         write=_write,
     ),
+    llama_like.grouped_mixture("Glm4Moe", PartlyRotatedAttention),
 )

@@ -7,8 +7,8 @@ from typing import Any
 
 from fastmp.config import GPTConfig
 from fastmp.hf.families.base import Acceleration, Conversion, Field, TPTable, optional_int
-from fastmp.hf.heads import CausalLM, MoeCausalLM
-from fastmp.hf.patches import Attention, GatedMLP, ModulePatch, RMSNormPatch
+from fastmp.hf.heads import CausalLM, CausalLMWithRouters, MoeCausalLM
+from fastmp.hf.patches import Attention, GatedMLP, GroupedRouter, ModulePatch, RMSNormPatch
 from fastmp.hf.tp_modules import (
     ColumnParallel,
     CopyToTPRegion,
@@ -173,3 +173,10 @@ def mixture(
     patches = {name: patch for name, patch in like.patches.items() if name not in left_out}
     plan = {name: table for name, table in like.tp_plan.items() if name not in left_out}
     return Acceleration(patches, experts, {**plan, experts: EXPERTS_PLAN})
+
+
+def grouped_mixture(prefix: str, attention: type[ModulePatch] = Attention) -> Acceleration:
+    """Return the replacements of a decoder with DeepSeek-V3's router, shared experts and dense layers."""
+    like = dense(prefix, CausalLMWithRouters, Attention=attention, TopkRouter=GroupedRouter)
+    experts = f"{prefix}Experts"
+    return Acceleration(like.patches, experts, {**like.tp_plan, experts: EXPERTS_PLAN})
