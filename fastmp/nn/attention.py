@@ -126,8 +126,8 @@ class SelfAttention(CoreAttention):
                 sequence also under sequence and context parallelism. A padding token attends only to itself:
                 its output is finite and means nothing.
             documents: packed documents; a token attends only to its own document, and has its position there.
-            cache: stores the keys and values of these tokens. If it holds earlier tokens, S is 1, and the new
-                token attends to them as well. For evaluation mode, under `torch.no_grad()`.
+            cache: stores the keys and values of these tokens, which attend to earlier ones there as well. For
+                evaluation mode, under `torch.no_grad()`.
 
         Raises:
             ValueError: a CP rank's tokens are not two equal slices; padding is combined with documents; a
@@ -147,14 +147,12 @@ class SelfAttention(CoreAttention):
             q_SBGRD, k_SBG1D = rope_qk(
                 q_SBGRD, k_SBG1D, *self.rotary(S, positions), interleaved=self.rotary.interleaved
             )
-        # Generation: append to the cache; one new token attends to all of it
+        # Generation: append to the cache; new tokens attend to all of it
         if cache is not None:
             k_BGTD, v_BGTD = cache.append(self, k_SBG1D.squeeze(3), v_SBG1D.squeeze(3))
-            if cache.positions is not None:  # the queries of a group are rows of one product with its keys
-                seen, q_BGRD = cache.seen(self.window), q_SBGRD.squeeze(0)
-                sinks_GR = None if self.sinks is None else self.sinks.view(G, R)
-                context_BGRD = attend(q_BGRD, k_BGTD, v_BGTD, causal=False, mask=seen, sinks=sinks_GR)
-                return self.proj(context_BGRD.reshape(S, B, G * R * D))
+            if cache.positions is not None:
+                context_SBX = self._decoded(q_SBGRD, k_BGTD, v_BGTD, cache.seen(self.window))
+                return self.proj(context_SBX)
         # All-gather keys and values over CP: (S, B, G, 2, D) -> (T, B, G, 2, D)
         if group_size(self.cp_group) > 1:
             kv_TBG2D = join_sequence(torch.cat((k_SBG1D, v_SBG1D), 3), self.cp_group, dim=0)
@@ -167,6 +165,20 @@ class SelfAttention(CoreAttention):
         context_SBND = self.attend(q_BNSD, k_BGTD, v_BGTD, key_padding_mask_BT, documents)
         # Row-parallel projection: (S, B, N * D) -> (S, B, H), summed over TP
         return self.proj(context_SBND.reshape(S, B, G * R * D))
+
+    def _decoded(
+        self, q_SBGRD: torch.Tensor, k_BGTD: torch.Tensor, v_BGTD: torch.Tensor, seen_B1ST: torch.Tensor
+    ) -> torch.Tensor:
+        """Return the attention (S, B, G * R * D) of new tokens to a cache.
+
+        The queries of a group, of all new tokens, are the rows of one product with its keys.
+        """
+        S, B, G, R, D = q_SBGRD.shape
+        q_BGXD = q_SBGRD.permute(1, 2, 0, 3, 4).flatten(2, 3)
+        seen_B1XT = seen_B1ST if S == 1 else seen_B1ST.repeat_interleave(R, 2)
+        sinks_GX = None if self.sinks is None else self.sinks.view(G, R).repeat(1, S)
+        context_BGXD = attend(q_BGXD, k_BGTD, v_BGTD, causal=False, mask=seen_B1XT, sinks=sinks_GX)
+        return context_BGXD.unflatten(2, (S, R)).permute(2, 0, 1, 3, 4).reshape(S, B, G * R * D)
 
     def extra_repr(self) -> str:
         heads = self.num_kv_heads * self.queries_per_kv

@@ -129,9 +129,10 @@ class CoreAttention(ParallelModule):
                 f"padding or documents, got causal={self.causal}, {group_size(self.cp_group)} ranks"
                 f"{' and padding or documents' * others}"
             )
-        if cache.positions is not None and len(hidden_SBH) != 1:
+        expected = len(hidden_SBH) if cache.positions is None else cache.positions.position_ids_BT.shape[1]
+        if len(hidden_SBH) != expected:
             raise ValueError(
-                f"{type(self).__name__}: expected one new token per row after a filled cache, got "
+                f"{type(self).__name__}: expected {expected} new tokens per row after a filled cache, got "
                 f"{len(hidden_SBH)}"
             )
 

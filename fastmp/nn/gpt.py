@@ -122,8 +122,12 @@ class GPT(LanguageModel):
     def head(self, hidden_SBH: torch.Tensor) -> torch.Tensor:
         """Apply the final norm and this rank's shard of the output weight: logits (S, B, V)."""
         assert self.final_norm is not None, "only the last stage has a head"
+        return self.logits(self.final_norm(hidden_SBH))
+
+    def logits(self, normed_SBH: torch.Tensor) -> torch.Tensor:
+        """Return the logits (S, B, V) of this rank's vocabulary shard from hidden states behind a norm."""
         return parallel_logits(
-            self.final_norm(hidden_SBH),
+            normed_SBH,
             self.output_weight,
             group=self.group,
             sequence_parallel=self.sequence_parallel,

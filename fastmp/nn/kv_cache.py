@@ -1,8 +1,8 @@
 """The key/value cache for autoregressive generation.
 
 The first forward takes prompts and stores their keys and values (prefill). Each later forward takes one token
-a row, at the row's position, and attends to everything stored (decode). All shapes are fixed, so that a CUDA
-graph can hold a decode step.
+a row, or a few consecutive ones, at the row's position, and attends to everything stored (decode). All shapes
+are fixed, so that a CUDA graph can hold a decode step.
 
 Shapes: S sequence, B batch, T places of a row, G key/value heads of this rank, D width of a head.
 """
@@ -27,7 +27,7 @@ class KeyValueCache:
             its column; entries of padding are never attended to, and later tokens overwrite them.
 
     Attributes:
-        positions: (B, 1) of the tokens of the next forward; None: prompts, from position 0 on.
+        positions: (B, S) of the tokens of the next forward; None: prompts, from position 0 on.
 
     Example:
         >>> from fastmp.config import GPTConfig
@@ -45,12 +45,12 @@ class KeyValueCache:
         self.positions: Positions | None = None
         self._held: dict[nn.Module, tuple[Tensor, ...]] = {}
 
-    def follow(self, lengths_B: Tensor, columns: int | None = None) -> None:
-        """Let the next forward take one token a row, after `lengths_B` (int64, below T) tokens of the row.
+    def follow(self, lengths_B: Tensor, columns: int | None = None, tokens: int = 1) -> None:
+        """Let the next forward take `tokens` of each row, after `lengths_B` (int64) tokens of the row.
 
         columns: the most tokens of a row after that; attention skips other places. None: T.
         """
-        self.positions = Positions(lengths_B.unsqueeze(1))
+        self.positions = Positions(lengths_B.unsqueeze(1) + torch.arange(tokens, device=lengths_B.device))
         self.columns = self.places if columns is None else columns
 
     def append(self, attention: nn.Module, *new_SBGD: Tensor) -> tuple[Tensor, ...]:
@@ -68,26 +68,28 @@ class KeyValueCache:
             self._held[attention] = held
         held = self._held[attention]
         if self.positions is not None:
-            places_B = self.positions.once("places", self._own_places)
+            places_n = self.positions.once("places", self._own_places)
             for whole, new in zip(held, new_SBGD, strict=True):
-                whole.flatten(0, 1).index_copy_(0, places_B, new.squeeze(0))
+                whole.flatten(0, 1).index_copy_(0, places_n, new.transpose(0, 1).flatten(0, 1))
         return tuple(whole[:, : self.columns].transpose(1, 2) for whole in held)
 
     def seen(self, window: int | None) -> Tensor:
-        """Return the boolean mask (B, 1, 1, columns) of places to attend to, at most `window` of them."""
+        """Return the boolean mask (B, 1, S, columns) of places to attend to, at most `window` of them."""
         assert self.positions is not None
         return self.positions.once(("seen", window), lambda: self._seen(window))
 
     def _own_places(self) -> Tensor:
-        """Return the flat places (B,) of the new tokens in (B * T,)."""
+        """Return the flat places (B * S,) of the new tokens in (B * T,)."""
         assert self.positions is not None
-        positions_B = self.positions.position_ids_BT.squeeze(1)
-        return torch.arange(len(positions_B), device=positions_B.device) * self.places + positions_B
+        positions_BS = self.positions.position_ids_BT
+        rows_B = torch.arange(len(positions_BS), device=positions_BS.device)
+        return (rows_B.unsqueeze(1) * self.places + positions_BS).flatten()
 
     def _seen(self, window: int | None) -> Tensor:
         assert self.positions is not None
-        places_T = torch.arange(self.columns, device=self.positions.position_ids_BT.device)
-        seen_BT = places_T <= self.positions.position_ids_BT
+        positions_BS1 = self.positions.position_ids_BT.unsqueeze(2)
+        places_T = torch.arange(self.columns, device=positions_BS1.device)
+        seen_BST = places_T <= positions_BS1
         if window is not None:
-            seen_BT = seen_BT & (places_T > self.positions.position_ids_BT - window)
-        return seen_BT[:, None, None]
+            seen_BST = seen_BST & (places_T > positions_BS1 - window)
+        return seen_BST.unsqueeze(1)

@@ -137,12 +137,12 @@ class LatentAttention(CoreAttention):
         turned = {"interleaved": self.rotary.interleaved, "in_place": True}
         rope(q_SBND[..., self.sizes.nope_size :], *tables, **turned)
         shared_SB1P = rope(shared_SB1P, *tables, interleaved=self.rotary.interleaved)
-        # 4. Generation: append to the cache; one new token attends to all of it
+        # 4. Generation: append to the cache; new tokens attend to all of it
         if cache is not None:
             held = torch.cat((self._whole(latent).unsqueeze(2), shared_SB1P), 3)
             (held_B1TE,) = cache.append(self, held)
             if cache.positions is not None:
-                return self.proj(self._absorbed(q_SBND.squeeze(0), held_B1TE, cache.seen(self.window)))
+                return self.proj(self._absorbed(q_SBND, held_B1TE, cache.seen(self.window)))
         # 5. All-gather latents and shared keys over CP; project up: (T, B, C) -> (T, B, N * (K + V))
         if group_size(self.cp_group) > 1:
             latent = join_sequence(self._whole(latent), self.cp_group, dim=0)
@@ -169,20 +169,20 @@ class LatentAttention(CoreAttention):
         """Gather tokens over TP under sequence parallelism; a rank's gradient is that of its tokens."""
         return gather_from_group(x, self.tp_group, dim=0) if self.sequence_parallel else x
 
-    def _absorbed(self, q_BND: Tensor, held_B1TE: Tensor, seen_B11T: Tensor) -> Tensor:
-        """Return the attention (1, B, N * V) of a token in each row to latents and shared keys."""
-        rank, nope = self.sizes.kv_rank, self.sizes.nope_size
+    def _absorbed(self, q_SBND: Tensor, held_B1TE: Tensor, seen_B1ST: Tensor) -> Tensor:
+        """Return the attention (S, B, N * V) of new tokens of each row to latents and shared keys."""
+        rank, nope, S = self.sizes.kv_rank, self.sizes.nope_size, len(q_SBND)
         up_NXC = self.kv_up.weight.view(self.num_heads, -1, rank)
-        # 1. Queries of latents: (B, N, K) -> (B, N, C); the turned part stays: (B, N, P)
-        q_BNC = torch.einsum("bnk,nkc->bnc", q_BND[..., :nope], up_NXC[:, :nope])
-        q_BNE = torch.cat((q_BNC, q_BND[..., nope:]), 2)
-        # 2. All heads share what is held, as keys and as values
-        output_B1NE = attend(
-            q_BNE.unsqueeze(1), held_B1TE, held_B1TE, causal=False, mask=seen_B11T, scale=self.scale
-        )
-        # 3. (B, N, C) -> (B, N, V)
-        output_BNC = output_B1NE.squeeze(1)[..., :rank]
-        return torch.einsum("bnc,nvc->bnv", output_BNC, up_NXC[:, nope:]).flatten(1).unsqueeze(0)
+        # 1. Queries of latents: (S, B, N, K) -> (B, S, N, C); the turned part stays: (B, S, N, P)
+        q_BSND = q_SBND.transpose(0, 1)
+        q_BSNC = torch.einsum("bsnk,nkc->bsnc", q_BSND[..., :nope], up_NXC[:, :nope])
+        q_B1XE = torch.cat((q_BSNC, q_BSND[..., nope:]), 3).flatten(1, 2).unsqueeze(1)
+        # 2. All heads of all new tokens share what is held, as keys and as values
+        seen_B1XT = seen_B1ST if S == 1 else seen_B1ST.repeat_interleave(self.num_heads, 2)
+        output_B1XE = attend(q_B1XE, held_B1TE, held_B1TE, causal=False, mask=seen_B1XT, scale=self.scale)
+        # 3. (B, S, N, C) -> (S, B, N, V)
+        output_BSNC = output_B1XE.squeeze(1)[..., :rank].unflatten(1, (S, self.num_heads))
+        return torch.einsum("bsnc,nvc->sbnv", output_BSNC, up_NXC[:, nope:]).flatten(2)
 
     def extra_repr(self) -> str:
         window = "" if self.window is None else f", window={self.window}"

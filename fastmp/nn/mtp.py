@@ -134,7 +134,10 @@ class MTPModule(nn.Module):
             hidden_SBH: of the depth before, behind its norm.
             embedded_SBH: embeddings of the tokens as many places ahead as this depth.
         """
-        joined_SBX = torch.cat((self.embedding_norm(embedded_SBH), self.hidden_norm(hidden_SBH)), 2)
         shared = {} if documents is None else {"documents": documents}
-        last_SBH, *experts = self.layers(self.proj(joined_SBX), **shared)
+        last_SBH, *experts = self.layers(self.join(hidden_SBH, embedded_SBH), **shared)
         return self.final_norm(last_SBH), *experts
+
+    def join(self, hidden_SBH: Tensor, embedded_SBH: Tensor) -> Tensor:
+        """Return the input (S, B, H) of the layer; arguments as for `forward`."""
+        return self.proj(torch.cat((self.embedding_norm(embedded_SBH), self.hidden_norm(hidden_SBH)), 2))

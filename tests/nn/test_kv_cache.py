@@ -91,7 +91,7 @@ def test_ranks_hold_their_own_heads(name):
     [
         ({"causal": False}, {}, 1, "needs causal=True.* got causal=False"),
         ({}, {"documents": Documents.from_position_ids(torch.zeros(1, 1).long())}, 1, "or documents"),
-        ({}, {}, 2, "one new token per row after a filled cache, got 2"),
+        ({}, {}, 2, "expected 1 new tokens per row after a filled cache, got 2"),
         ({}, {}, 9, "prompts of 9 tokens do not fit 4 places"),
     ],
 )

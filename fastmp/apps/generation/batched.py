@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fastmp.apps.generation.incremental import NO_TOKEN, Decoder
+from fastmp.apps.generation.incremental import NO_TOKEN, NOT_ACCEPTED, Decoder
 from fastmp.apps.generation.sample_text import check_choice, choose_tokens
 from fastmp.config import GPTConfig
 from fastmp.cuda_graphs.backends.base import Backend
@@ -52,6 +52,7 @@ class Generated(NamedTuple):
         prompt_tokens: of all prompts.
         decoded_tokens: new tokens after the first one of each prompt; padding after the end of a row does not
             count.
+        decode_steps: forwards after the first new tokens. Without speculation each gives a row one token.
         prefill_seconds: for the prompts and the first new token of each.
         decode_seconds: for the decoded tokens.
     """
@@ -59,6 +60,7 @@ class Generated(NamedTuple):
     rows: list[Continuation]
     prompt_tokens: int
     decoded_tokens: int
+    decode_steps: int
     prefill_seconds: float
     decode_seconds: float
 
@@ -75,6 +77,7 @@ def generate(
     top_k: int = 0,
     top_p: float = 1.0,
     seed: int = 0,
+    speculative: bool = False,
     groups: ParallelGroups = ParallelGroups.alone(),
     backend: Backend | None = None,
 ) -> Generated:
@@ -92,6 +95,7 @@ def generate(
         top_p: as `temperature` (nucleus sampling, Holtzman et al. 2020).
         seed: row i draws from its own generator with seed + i, so that other prompts and the parallel layout
             affect a text by rounding only.
+        speculative: draft tokens with the model's MTP modules. The texts are those without.
         groups: process groups of the model. Data-parallel ranks share the rows; all return all of them.
         backend: captures decode steps as graphs; None: CUDA graphs on a GPU, eager on a CPU.
 
@@ -130,6 +134,7 @@ def generate(
         places=longest + max_new_tokens - 1,
         choose=choose,
         vocab_size=vocab_size,
+        speculative=speculative,
         backend=backend,
     )
     size = -(-len(prompts) // group_size(groups.dp))
@@ -141,7 +146,7 @@ def generate(
         for i in own
     ]
     decoder.reserve(longest, size)
-    seconds = _run(decoder, rows, longest, _points(own, max_new_tokens, seed).to(device), groups.dp)
+    steps, *seconds = _run(decoder, rows, longest, _points(own, max_new_tokens, seed).to(device), groups.dp)
     found = [(row.continuation(), row.taken) for row in rows]
     found = list(chain.from_iterable(gather_objects(found, groups.dp)))[: len(prompts)]
     for number, (row, _) in enumerate(found, 1):
@@ -151,7 +156,7 @@ def generate(
                 "the weights are not, or a number is too large for their dtype"
             )
     decoded = sum(taken for _, taken in found) - len(found)
-    return Generated([row for row, _ in found], sum(map(len, prompts)), decoded, *seconds)
+    return Generated([row for row, _ in found], sum(map(len, prompts)), decoded, steps, *seconds)
 
 
 def check_prompts(
@@ -204,6 +209,8 @@ class Completion:
 
     def take(self, tokens: Sequence[int]) -> None:
         for token in tokens:
+            if token == NOT_ACCEPTED:
+                continue
             if self.done:
                 return
             self.taken += 1
@@ -253,25 +260,29 @@ def _run(
     longest: int,
     points_BN: Tensor,
     dp: dist.ProcessGroup | None,
-) -> tuple[float, float]:
-    """Continue all rows until they are done, on all ranks of `dp`; the seconds of prefill and of decoding."""
+) -> tuple[int, float, float]:
+    """Continue all rows until they are done, on all ranks of `dp`.
+
+    Returns:
+        The steps of decoding, and the seconds of prefill and of decoding.
+    """
     device = points_BN.device
     lengths_B = torch.tensor([len(row.prompt) for row in rows])
     prompts_BS = torch.zeros(len(rows), longest, dtype=torch.int64)
     for row, prompt_S in zip(rows, prompts_BS):
         prompt_S[: len(row.prompt)] = torch.tensor(row.prompt)
     began = time.perf_counter()
-    chosen_BN = decoder.prefill(prompts_BS.to(device), lengths_B.to(device), points_BN[:, 0]).unsqueeze(1)
+    chosen_BN = decoder.prefill(prompts_BS.to(device), lengths_B.to(device), points_BN).unsqueeze(1)
     interval, done, decoding = STEPS_AHEAD if device.type == "cuda" else 1, 1, 0.0
     while True:
         for row, tokens in zip(rows, chosen_BN.tolist()):
             row.take(tokens)
         decoding = decoding or time.perf_counter()
         if _everywhere(all(row.done for row in rows), dp):
-            return decoding - began, time.perf_counter() - decoding
-        steps = range(done, min(done + interval, points_BN.shape[1]))
-        chosen_BN = decoder.steps(points_BN[:, steps.start : steps.stop])
-        done = steps.stop
+            return done - 1, decoding - began, time.perf_counter() - decoding
+        number = min(interval, points_BN.shape[1] - done)
+        chosen_BN = decoder.steps(number)
+        done += number
 
 
 def _everywhere(flag: bool, group: dist.ProcessGroup | None) -> bool:

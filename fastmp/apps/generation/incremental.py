@@ -1,24 +1,32 @@
-"""A model, or a stage of one, that continues a batch of rows by one token at a time.
+"""A model, or a stage of one, that continues a batch of rows, by one token or a few at a time.
 
-The step is a function of tensors that stay where they are: last tokens, positions, random numbers, and the
-cache of keys and values. It never waits for the device, so its parts are captured as graphs; what no graph
-can hold, such as an all-to-all of tokens, runs between them. Graphs of experts with a limited receive
-capacity may drop tokens: `steps` reads the count once, and repeats its steps by all-to-all.
+A step takes a window of W tokens a row: the last token, and W - 1 drafts of the MTP modules if it speculates
+(arXiv 2211.17192). The model chooses a token after each of them; as long as a draft is what was chosen in its
+place, the next choice counts, too. Each row has its random number for each of its tokens, so the text is that
+of decoding one token at a time, greedy or sampled. Without drafts W is 1.
 
-Shapes: S tokens of the longest prompt, B rows, H hidden, V vocabulary.
+The step is a function of tensors that stay where they are: windows, positions, random numbers, and the cache
+of keys and values. It never waits for the device, so its parts are captured as graphs; what no graph can
+hold, such as an all-to-all of tokens, runs between them. Graphs of experts with a limited receive capacity
+may drop tokens: `steps` reads the count once, and repeats its steps by all-to-all.
+
+Shapes: S tokens of the longest prompt, B rows, W tokens of a window, D = W - 1 drafts, H hidden,
+V vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
 from itertools import groupby
+from typing import cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fastmp.config import GPTConfig
 from fastmp.cuda_graphs.backends.base import Backend, Graph
 from fastmp.distributed.collectives import gather_from_group, group_rank, group_size
 from fastmp.distributed.groups import ParallelGroups
@@ -26,11 +34,13 @@ from fastmp.nn.gpt import GPT
 from fastmp.nn.kv_cache import KeyValueCache
 from fastmp.nn.moe.layer import MoELayer
 from fastmp.nn.moe.lossless import LosslessForwards
-from fastmp.nn.segment import BoundSegment, Tensors
+from fastmp.nn.mtp import MTPModule
+from fastmp.nn.segment import BoundSegment, LayerChain, Tensors
 
-__all__ = ["NO_TOKEN", "Decoder"]
+__all__ = ["NOT_ACCEPTED", "NO_TOKEN", "Decoder", "check_speculation"]
 
 NO_TOKEN = -1  # of a row whose largest logit is no finite number
+NOT_ACCEPTED = -2  # in place of a token behind a draft that was not chosen
 
 Choose = Callable[[Tensor, Tensor], Tensor]
 Work = Callable[..., Tensors]
@@ -44,13 +54,16 @@ class Decoder:
         places: the most tokens that a row will have before its last one is chosen.
         choose: from logits (B, vocab_size) and random numbers (B,) the tokens (B,).
         vocab_size: ids that may be chosen; None: those of the model.
+        speculative: draft a token with each MTP module of the model, and verify them together.
         backend: captures the second step, and replays it from then on; None: every step runs eagerly.
 
     All ranks of a tensor-parallel and of a pipeline group have the same rows, and return the same tokens:
     the ranks of the last stage choose, each from the logits of all of them. Stages work one after the other.
     A row whose largest logit is not finite gets NO_TOKEN.
 
-    ValueError for context or sequence parallelism, and for more places than the model has positions.
+    Raises:
+        ValueError: context or sequence parallelism; more places, drafts included, than the model has
+            positions; speculation with a model without MTP modules.
     """
 
     def __init__(
@@ -61,6 +74,7 @@ class Decoder:
         places: int,
         choose: Choose,
         vocab_size: int | None = None,
+        speculative: bool = False,
         backend: Backend | None = None,
     ) -> None:
         if group_size(groups.cp) > 1 or model.sequence_parallel:
@@ -68,14 +82,16 @@ class Decoder:
                 "generate: needs a model without context and sequence parallelism, got "
                 f"cp {group_size(groups.cp)} and sequence_parallel={model.sequence_parallel}"
             )
-        if places > model.config.max_seq_len:
-            raise ValueError(
-                f"generate: {places} tokens are more than max_seq_len {model.config.max_seq_len}"
-            )
+        depth, most = model.config.mtp_depth if speculative else 0, model.config.max_seq_len
+        check_speculation(model.config, speculative)
+        if places + depth > most:
+            drafts = f" and {depth} drafts" if depth else ""
+            raise ValueError(f"generate: {places} tokens{drafts} are more than max_seq_len {most}")
         self.model, self.choose, self.backend = model, choose, backend
         self.vocab_size = model.config.vocab_size if vocab_size is None else vocab_size
-        self.pp, self.tp = groups.pp, groups.tp
-        self.cache = KeyValueCache(places)
+        self.pp, self.tp, self.places, self.width = groups.pp, groups.tp, places, 1 + depth
+        self.modules = [cast(MTPModule, module) for module in model.mtp][:depth]
+        self.cache = KeyValueCache(places + depth)
         self._parts: list[Work] = []  # of a step, some in graphs
         self._eager_parts: list[Work] = []
         self._lossless: LosslessForwards | None = None
@@ -89,102 +105,177 @@ class Decoder:
         with nullcontext() if self._lossless is None else self._lossless.limited():
             for layer in self.model.modules():
                 if isinstance(layer, MoELayer):
-                    layer.reserve(seq_len, rows)
+                    layer.reserve(max(seq_len, self.width), rows)
 
     @torch.no_grad()
-    def prefill(self, prompts_BS: Tensor, lengths_B: Tensor, points_B: Tensor) -> Tensor:
+    def prefill(self, prompts_BS: Tensor, lengths_B: Tensor, points_BN: Tensor) -> Tensor:
         """Return the first new token (B,) of each row, from prompts (B, S), int64, padded on the right.
 
-        lengths_B: int64, of the prompts. points_B: random numbers, or anything that `choose` takes.
+        lengths_B: int64, of the prompts. points_BN: random numbers, of each new token that may be chosen, or
+        anything that `choose` takes.
         """
         B, S = prompts_BS.shape
-        self._tokens_B, self._positions_B = torch.zeros_like(lengths_B), lengths_B.clone()
-        self._points_B, self._longest = points_B.clone(), S
-        self._hidden = self._buffer(1, B)
+        self._window_BW = lengths_B.new_zeros(B, self.width)
+        self._lengths_B, self._positions_B = lengths_B.clone(), lengths_B.clone()
+        self._points_BN, self._longest = points_BN.clone(), S
+        self._chosen_BW = torch.zeros_like(self._window_BW)
+        self._hidden = self._buffer(self.width, B)
         given = self._receive(self._buffer(S, B)) if not self.model.stage_spec.first else None
         hidden_SBH = self.model.embed(prompts_BS, cache=self.cache) if given is None else given
         hidden_SBH, *_ = self.model.layers(hidden_SBH, cache=self.cache)
         if self.model.stage_spec.last:
-            rows_B = torch.arange(B, device=lengths_B.device)
-            hidden_SBH = hidden_SBH[lengths_B - 1, rows_B].unsqueeze(0)
-        return self._hand_on(*self._end(hidden_SBH, advance=False))
+            rows_B, last_B = torch.arange(B, device=lengths_B.device), lengths_B - 1
+            first_B1 = self._choices(hidden_SBH[last_B, rows_B].unsqueeze(0), last_B.unsqueeze(1))
+            # The prompts, one place ahead, and the first new token
+            self._ahead_BX = torch.cat((prompts_BS[:, 1:], first_B1.expand(-1, self.width)), 1)
+            self._ahead_BX.scatter_(1, last_B.unsqueeze(1), first_B1)
+            self._last_B = last_B.clone()
+            self._window_BW[:, :1], self._chosen_BW[:, :1] = first_B1, first_B1
+            self._draft(hidden_SBH)
+            self._ahead_BX = torch.zeros_like(self._window_BW).repeat(1, 2)
+        self._hand_on(hidden_SBH)
+        return self._chosen_BW[:, 0]
 
-    def step(self, points_B: Tensor) -> Tensor:
-        """Return the next token (B,) of each row; the next step may overwrite the tensor."""
+    def step(self) -> Tensor:
+        """Return the next tokens (B, W) of each row, see `steps`; the next step may overwrite the tensor."""
         if self._lossless is None or not self._lossless.needed:
-            return self._step(points_B, self._parts)
-        return self.steps(points_B.unsqueeze(1)).squeeze(1)
+            return self._step(self._parts)
+        return self.steps(1)
 
     @torch.no_grad()
-    def steps(self, points_BN: Tensor) -> Tensor:
-        """Return the next N tokens (B, N) of each row; the host waits only where experts may drop tokens."""
+    def steps(self, number: int) -> Tensor:
+        """Return the tokens (B, number * W) of the next steps; the host waits if experts may drop tokens.
+
+        A step gives a row one token or more; the others are NOT_ACCEPTED.
+        """
         if self._lossless is None or not self._lossless.needed:
-            return self._steps(points_BN, self._parts)
-        state, longest = (self._tokens_B.clone(), self._positions_B.clone()), self._longest
+            return self._steps(number, self._parts)
+        state = self._window_BW, self._positions_B
+        before_them, longest = [each.clone() for each in state], self._longest
         with self._lossless.limited():
             before = self._lossless.count()
-            chosen_BN = self._steps(points_BN, self._parts)
+            chosen_BX = self._steps(number, self._parts)
             dropped = self._lossless.dropped_since(before)
         if not int(dropped):
-            return chosen_BN
+            return chosen_BX
         # Later keys and values overwrite those of the void steps.
-        self._tokens_B.copy_(state[0])
-        self._positions_B.copy_(state[1])
+        for each, value in zip(state, before_them):
+            each.copy_(value)
         self._longest = longest
-        return self._steps(points_BN, self._eager_parts)
+        return self._steps(number, self._eager_parts)
 
-    def _steps(self, points_BN: Tensor, parts: Sequence[Work]) -> Tensor:
-        return torch.stack([self._step(points_B, parts).clone() for points_B in points_BN.unbind(1)], 1)
+    def _steps(self, number: int, parts: Sequence[Work]) -> Tensor:
+        return torch.cat([self._step(parts).clone() for _ in range(number)], 1)
 
     @torch.no_grad()
-    def _step(self, points_B: Tensor, parts: Sequence[Work]) -> Tensor:
-        self._points_B.copy_(points_B)
-        self._longest += 1
+    def _step(self, parts: Sequence[Work]) -> Tensor:
+        self._longest = min(self._longest + self.width, self.cache.places)
         if not self.model.stage_spec.first:
             self._receive(self._hidden)
-        if not parts:
-            hidden_1BH, *_ = self.model.layers(*self._begin(self._longest), cache=self.cache)
-            return self._hand_on(*self._end(hidden_1BH))
-        return self._hand_on(*_in_turn(parts))
+        if parts:
+            (hidden_WBH,) = _in_turn(parts)
+        else:
+            hidden_WBH, *_ = self.model.layers(*self._begin(self._longest), cache=self.cache)
+            (hidden_WBH,) = self._verify(hidden_WBH)
+            self._draft(hidden_WBH)
+            self._advance()
+        return self._hand_on(hidden_WBH)
 
     def _begin(self, columns: int | None = None) -> Tensors:
-        """Return the hidden states of the last tokens before this stage's layers."""
-        self.cache.follow(self._positions_B, columns)
+        """Return the hidden states of the window before this stage's layers."""
+        self.cache.follow(self._positions_B, columns, self.width)
         if not self.model.stage_spec.first:
             return (self._hidden,)
-        return (self.model.embed(self._tokens_B.clamp(min=0).unsqueeze(1), cache=self.cache),)
+        return (self.model.embed(self._window_BW.clamp(min=0), cache=self.cache),)
+
+    def _verify(self, hidden_WBH: Tensor) -> Tensors:
+        """Choose a token after each of the window, on the last stage; accept drafts while they are chosen."""
+        if self.model.stage_spec.last:
+            numbers_W = torch.arange(self.width, device=self._positions_B.device)
+            chosen_BW = self._choices(hidden_WBH, self._positions_B.unsqueeze(1) + numbers_W)
+            agree_BD = chosen_BW[:, :-1] == self._window_BW[:, 1:]
+            self._last_B.copy_(agree_BD.cumprod(1).sum(1))  # the last place of the window that counts
+            self._chosen_BW.copy_(chosen_BW.where(numbers_W <= self._last_B.unsqueeze(1), NOT_ACCEPTED))
+            self._window_BW[:, :1] = chosen_BW.gather(1, self._last_B.unsqueeze(1))
+            self._ahead_BX[:, : self.width] = chosen_BW
+        return (hidden_WBH,)
+
+    def _choices(self, hidden_SBH: Tensor, places_BS: Tensor) -> Tensor:
+        """Return the token (B, S) that follows each hidden state; places_BS: of the states in their rows."""
+        assert self.model.final_norm is not None
+        return self._choices_of(self.model.final_norm(hidden_SBH), places_BS)
+
+    def _choices_of(self, normed_SBH: Tensor, places_BS: Tensor) -> Tensor:
+        logits_SBV = gather_from_group(self.model.logits(normed_SBH), self.tp)[..., : self.vocab_size]
+        numbers_BS = places_BS + 1 - self._lengths_B.unsqueeze(1)  # of the new tokens
+        points_BS = self._points_BN.gather(1, numbers_BS.clamp(0, self._points_BN.shape[1] - 1))
+        rows_XV = logits_SBV.transpose(0, 1).flatten(0, 1)
+        chosen_X = self.choose(rows_XV, points_BS.flatten())
+        return chosen_X.where(rows_XV.amax(-1).isfinite(), NO_TOKEN).view_as(places_BS)
+
+    def _draft(self, hidden_SBH: Tensor) -> None:
+        """Draft a token with each MTP module, on the last stage, from the states of the tokens that count."""
+        if self.width > 1 and self.model.stage_spec.last:
+            (state_SBH,) = self._state(hidden_SBH)
+            for depth, module in enumerate(self.modules):
+                (input_SBH,) = self._join(depth, state_SBH)
+                last_SBH, *_ = module.layers(input_SBH, cache=self.cache)
+                (state_SBH,) = self._drafted(depth, last_SBH)
+
+    def _state(self, hidden_SBH: Tensor) -> Tensors:
+        assert self.model.final_norm is not None
+        return (self.model.final_norm(hidden_SBH),)
+
+    def _join(self, depth: int, state_SBH: Tensor) -> Tensors:
+        """Return the input of an MTP module's layer: states, and the tokens so many places ahead."""
+        tokens_BS = self._ahead_BX[:, depth : depth + len(state_SBH)].clamp(min=0)
+        return (self.modules[depth].join(state_SBH, self.model.embed(tokens_BS, cache=self.cache)),)
+
+    def _drafted(self, depth: int, last_SBH: Tensor) -> Tensors:
+        """Choose the draft that follows the last token that counts; return the module's states."""
+        state_SBH = self.modules[depth].final_norm(last_SBH)
+        rows_B, at_B1 = torch.arange(last_SBH.shape[1], device=last_SBH.device), self._last_B.unsqueeze(1)
+        first = self.cache.positions
+        begins_B1 = torch.zeros_like(at_B1) if first is None else first.position_ids_BT[:, :1]
+        draft_B1 = self._choices_of(
+            state_SBH[self._last_B, rows_B].unsqueeze(0), begins_B1 + at_B1 + depth + 1
+        )
+        self._ahead_BX.scatter_(1, at_B1 + depth + 1, draft_B1)
+        self._window_BW[:, depth + 1 : depth + 2] = draft_B1
+        return (state_SBH,)
+
+    def _advance(self, *hidden: Tensor) -> Tensors:
+        """Move on to the next window; rows that have all their tokens stay at their last place."""
+        if self.model.stage_spec.last:
+            self._positions_B += self._last_B + 1
+            self._positions_B.clamp_(max=self.places - 1)
+        return hidden
 
     def _layer(self, link: BoundSegment, first: bool, *tensors: Tensor) -> Tensors:
         made = link.segment.run(*tensors, **({"cache": self.cache} if first else {}))
         return made[:1] if link.last else made
 
-    def _end(self, hidden_1BH: Tensor, advance: bool = True) -> Tensors:
-        """Choose tokens on the last stage, and move on to the next position."""
-        if self.model.stage_spec.last:
-            logits_BV = gather_from_group(self.model.head(hidden_1BH).squeeze(0), self.tp)
-            logits_BV = logits_BV[:, : self.vocab_size]
-            chosen_B = self.choose(logits_BV, self._points_B)
-            self._tokens_B.copy_(chosen_B.where(logits_BV.amax(-1).isfinite(), NO_TOKEN))
-        if advance:
-            self._positions_B += 1
-        return (hidden_1BH,)
-
     def _cut(self, backend: Backend) -> None:
         """Make the parts of a step: consecutive capturable segments as graphs, the others eager."""
-        links = self.model.layers.bound_segments()
-        begins = [True, *(link.last for link in links[:-1])]
-        work: list[tuple[bool, Work]] = [
-            (True, self._begin),
-            *(
-                (link.segment.capturable, partial(self._layer, link, first))
-                for link, first in zip(links, begins)
-            ),
-            (True, self._end),
-        ]
+        work: list[tuple[bool, Work]] = [(True, self._begin), *self._segments(self.model.layers)]
+        work.append((True, self._verify))
+        if self.width > 1 and self.model.stage_spec.last:
+            work.append((True, self._state))
+            for depth, module in enumerate(self.modules):
+                work += [(True, partial(self._join, depth)), *self._segments(module.layers)]
+                work.append((True, partial(self._drafted, depth)))
+        work.append((True, self._advance))
         for captured, own in groupby(work, lambda each: each[0]):
             functions = [function for _, function in own]
             self._parts.append(_Graphed(functions, backend) if captured else partial(_in_turn, functions))
             self._eager_parts += functions
+
+    def _segments(self, layers: LayerChain) -> Iterator[tuple[bool, Work]]:
+        """Yield the segments of layers, and whether a graph can hold each."""
+        first = True
+        for link in layers.bound_segments():
+            yield link.segment.capturable, partial(self._layer, link, first)
+            first = link.last
 
     def _buffer(self, S: int, B: int) -> Tensor:
         """Return a buffer (S, B, H) for the previous stage's hidden states; empty on the first stage."""
@@ -198,12 +289,22 @@ class Decoder:
         return hidden_SBH
 
     def _hand_on(self, hidden_SBH: Tensor) -> Tensor:
-        """Send hidden states to the next stage; return the tokens of the last stage on all of them."""
+        """Send hidden states to the next stage; return the chosen tokens of the last stage on all of them."""
         if self.pp is not None:
             if not self.model.stage_spec.last:
                 dist.send(hidden_SBH.contiguous(), group=self.pp, group_dst=group_rank(self.pp) + 1)
-            dist.broadcast(self._tokens_B, group=self.pp, group_src=group_size(self.pp) - 1)
-        return self._tokens_B
+            state = self._chosen_BW, self._window_BW, self._positions_B.unsqueeze(1)
+            together = torch.cat(state, 1)
+            dist.broadcast(together, group=self.pp, group_src=group_size(self.pp) - 1)
+            for own, found in zip(state, together.split([each.shape[1] for each in state], 1)):
+                own.copy_(found)
+        return self._chosen_BW
+
+
+def check_speculation(config: GPTConfig, speculative: bool) -> None:
+    """Raise ValueError for speculative decoding with a model that has no MTP modules."""
+    if speculative and not config.mtp_depth:
+        raise ValueError("generate: speculative decoding needs a model with MTP modules, got mtp_depth 0")
 
 
 def _in_turn(functions: Sequence[Work], *tensors: Tensor) -> Tensors:
