@@ -283,8 +283,10 @@ def _wgrad(
     if out.numel() == 0:
         return
     (grad, (grad_pitch, _)), (x, (x_pitch, _)) = along_rows(grad), along_rows(x)
-    num_rows, shape = x.shape[0] if capacity is None else capacity, out.shape
-    most = max(len(grad), len(x))
+    num_rows, shape = x.shape[0], out.shape
+    most = num_rows
+    if capacity is not None:
+        num_rows, most = capacity, max(grad.shape[0], num_rows)
     check_count("grouped_mm_wgrad", "rows", num_rows)
     tile, tiles, _, sizes, constants = _plan_wgrad(  # the fields of WgradDesc
         row_class(WGRAD_ROW_CLASSES, num_rows, shape[0]), shape, out.stride(), grad_pitch, x_pitch,
