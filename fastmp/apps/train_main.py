@@ -310,7 +310,8 @@ def _next_command(recipe: Recipe, runtime: Runtime, arguments: Sequence[str]) ->
 def _next_logits(trainer: Trainer) -> Callable[[Tensor, int], Tensor]:
     if isinstance(trainer.runner, SingleStageRunner):
         return next_logits(trainer.model)
-    return pipeline_next_logits(trainer.runner.chunks, trainer.groups)
+    runner = trainer.runner
+    return pipeline_next_logits(runner.chunks, trainer.groups, runner.functions.schedule)
 
 
 def make_groups(recipe: Recipe, runtime: Runtime) -> ParallelGroups:

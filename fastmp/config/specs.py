@@ -1,7 +1,8 @@
 """Specs: the facts of a component, declared once and looked up by name.
 
 A spec holds all that configuration, `--help`, layers, the planner, the layout check and CUDA graph scopes
-need to know about an activation, a norm, an optimizer or a token dispatcher (`fastmp.config.dispatchers`).
+need to know about an activation, a norm, an optimizer, a pipeline schedule or a token dispatcher
+(`fastmp.config.dispatchers`).
 Register a spec, and its name is a choice everywhere:
 
     NORMS.register(NormSpec("scale", "my_package.norms:ScaleNorm", ("weight",), saved_per_token=1))
@@ -19,8 +20,8 @@ from importlib import import_module
 from typing import Any, Protocol, TypeVar, cast
 
 __all__ = [
-    "ACTIVATIONS", "NORMS", "OPTIMIZERS", "ActivationSpec", "NamedSpec", "NormSpec", "OptimizerSpec",
-    "Registry", "StateSpec", "load",
+    "ACTIVATIONS", "NORMS", "OPTIMIZERS", "PLACEMENTS", "SCHEDULES", "ActivationSpec", "NamedSpec",
+    "NormSpec", "OptimizerSpec", "Registry", "ScheduleSpec", "StateSpec", "load",
 ]  # fmt: skip
 
 
@@ -184,6 +185,26 @@ class OptimizerSpec:
         return self.matrix_state if matrix and self.matrix_state is not None else self.state
 
 
+@dataclass(frozen=True)
+class ScheduleSpec:
+    """A pipeline schedule, whose orders `fastmp.pipeline.schedule` makes.
+
+    splits: True if backwards are two steps, dgrad and wgrad; at least some of them.
+    overlaps: True if forwards can overlap backwards, for EP communication overlap.
+    placement: one of `PLACEMENTS`.
+    vpp: the number of chunks of a rank, without microbatch groups; None: any number.
+    """
+
+    name: str
+    splits: bool = False
+    overlaps: bool = False
+    placement: str = "looped"
+    vpp: int | None = None
+    help: str = ""
+
+
+PLACEMENTS = ("looped", "v")  # of stages on pipeline ranks, see `fastmp.pipeline.stage_map`
+
 _OPS = "fastmp.nn.activation:"
 ACTIVATIONS: Registry[ActivationSpec] = Registry(
     "activation",
@@ -218,5 +239,19 @@ OPTIMIZERS: Registry[OptimizerSpec] = Registry(
         matrix_state=StateSpec(("momentum",)),
         matrix_cost="fastmp.optim.muon:update_cost",
         help="orthogonal updates of the matrices between hidden states, AdamW for all else",
+    ),
+)
+
+SCHEDULES: Registry[ScheduleSpec] = Registry(
+    "pipeline schedule",
+    ScheduleSpec("1f1b", overlaps=True, help="interleaved with vpp"),
+    ScheduleSpec("zero_bubble", splits=True, help="delays weight gradients to fill the bubble"),
+    ScheduleSpec(
+        "dualpipe_v",
+        splits=True,
+        overlaps=True,
+        placement="v",
+        vpp=2,
+        help="from rank 0 to the last and back, for overlap_experts",
     ),
 )

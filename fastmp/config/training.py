@@ -19,10 +19,9 @@ from fastmp.config.model import GPTConfig
 from fastmp.config.option_names import DTYPE_ALIASES
 from fastmp.config.options import DTYPES, Checked, option, unknown_choice
 from fastmp.config.precision import FP8_BLOCKS, FP8_GRADS, PRECISIONS, Fp8Recipe
-from fastmp.config.specs import OPTIMIZERS
+from fastmp.config.specs import OPTIMIZERS, SCHEDULES
 
 _WEIGHT = re.compile(r"[0-9]{1,18}(\.[0-9]{1,18})?")
-SCHEDULES = ("1f1b", "zero_bubble")  # fastmp.pipeline.schedule makes them
 BUCKET_UNIT = 128  # elements of which a bucket is a multiple
 BUCKET_SIZE = 40_000_000  # elements after which a bucket is full: a transfer of some milliseconds
 SINKS = ("tensorboard", "wandb")  # each the name of its package, and of the extra that brings it
@@ -41,11 +40,7 @@ class ParallelConfig(Checked):
     ep: int = option(1, "expert parallelism: ranks that shard the experts of a layer")
     etp: int | None = option(None, "expert tensor parallelism: ranks that shard each expert; unset: tp")
     vpp: int = option(1, "model chunks of a pipeline rank [interleaved 1F1B, virtual pipeline stages]")
-    schedule: str = option(
-        "1f1b",
-        "pipeline schedule: 1f1b, or zero_bubble, which delays weight gradients (wgrad) to fill the bubble",
-        SCHEDULES,
-    )
+    schedule: str = option("1f1b", "pipeline schedule", SCHEDULES)
     microbatch_group_size: int | None = option(
         None,
         "microbatches that run through one chunk before the next chunk, with vpp; unset: pp "
@@ -76,6 +71,11 @@ class ParallelConfig(Checked):
     shard_recompute_input: bool = option(
         False, "shard the inputs that recompute keeps over the tp ranks [distribute saved activations]"
     )
+
+    @property
+    def placement(self) -> str:
+        """Placement of the stages on the pipeline ranks, see `fastmp.pipeline.stage_map`."""
+        return SCHEDULES[self.schedule].placement
 
     def _problems(self) -> Iterator[str]:
         yield from self._not_positive("tp", "cp", "pp", "ep", "etp", "vpp", "microbatch_group_size")

@@ -299,7 +299,8 @@ def bert_stages(
     *,
     vpp: int = 1,
     layers: Sequence[int] | None = None,
+    placement: str = "looped",
     **options: Any,
 ) -> list[BertStage]:
     """Return this rank's chunks of a Bert, see `stages_of`; `options` as for `LanguageModel`."""
-    return stages_of(BertStage, config, on, vpp=vpp, layers=layers, **options)
+    return stages_of(BertStage, config, on, vpp=vpp, layers=layers, placement=placement, **options)

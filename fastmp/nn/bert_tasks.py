@@ -107,13 +107,14 @@ def task_stages(
     *,
     vpp: int = 1,
     layers: Sequence[int] | None = None,
+    placement: str = "looped",
     **options: Any,
 ) -> list[BertForTask]:
     """Return this rank's chunks of a `BertForTask`, see `stages_of`; `options` as for `BertForTask`.
 
     Only the first stage has the word embedding: no head uses it.
     """
-    stages = stages_of(BertForTask, config, on, vpp=vpp, layers=layers, **options)
+    stages = stages_of(BertForTask, config, on, vpp=vpp, layers=layers, placement=placement, **options)
     for stage in stages:
         if not stage.stage_spec.first:
             stage.word_embedding = None

@@ -48,9 +48,10 @@ class OverlappedLayers:
 
     A forward is `with forward(key, overlapped): chunk(...)`, with a key (microbatch, chunk). Its backward
     begins with autograd's, from the loss or the next stage down to the last layer; `backward(key)` runs the
-    rest. To overlap a backward with a forward, begin the backward, pass its key as `overlapped`, and call
-    `backward` after the forward. Other calls of the chains, such as evaluation, run as usual. A graph manager
-    may replace `run_part`.
+    rest, and with `split` all but the deferred wgrad, which another `backward(key)` runs. To overlap a
+    backward with a forward, begin the backward, pass its key as `overlapped`, and call `backward` after the
+    forward. Other calls of the chains, such as evaluation, run as usual. A graph manager may replace
+    `run_part`.
 
     Attributes:
         chains: the layers of each chunk.
@@ -115,10 +116,15 @@ class OverlappedLayers:
         finally:
             self._now = None
 
-    def backward(self, key: Key) -> None:
-        """Run the rest of a backward, down to the chunk's input and the parameters before its layers."""
+    def backward(self, key: Key, *, split: bool = False) -> None:
+        """Run the rest of a backward, down to the chunk's input and the parameters before its layers.
+
+        split: leave the deferred wgrad to a later call.
+        """
         if key in self._live:
-            self._live.pop(key).finish()
+            self._live[key].finish(split)
+            if not split:
+                del self._live[key]
 
     def _forward(self, chunk: int, *tensors: Tensor, **shared: Any) -> Tensors:
         if self._now is None or not torch.is_grad_enabled():
@@ -257,13 +263,14 @@ class _Microbatch:
         if not which.exchange:
             self._deferred[which.first] = self._queue.take()
 
-    def finish(self) -> None:
-        """Run the remaining parts, then the backward of everything before the chain."""
-        while self._left:
-            self.backward(self._left[0])
+    def finish(self, split: bool) -> None:
+        """Run the remaining parts, or those that are not deferred, then the backward before the chain."""
+        for part in [part for part in self._left if not (split and self._parts[part].deferred)]:
+            self.backward(part)
         with self._not_of_a_forward():
             self._propagate(0, False)
-        self._lane.end()
+        if not split:
+            self._lane.end()
 
     def _not_of_a_forward(self) -> AbstractContextManager[Any]:
         """Return a context without the autocast of the forward that this backward runs in."""

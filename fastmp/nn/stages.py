@@ -1,8 +1,8 @@
 """Pipeline stages of a model: embeddings in the first, layers in all, final norm and loss in the last.
 
 A tied embedding, and one that MTP modules use, is in the first stage and, marked as a replica, in the last;
-`sum_tied_gradients` all-reduces the gradients of both once a step, so that they stay equal. Parameters are
-named as in the full model.
+`sum_tied_gradients` all-reduces the gradients of both once a step, so that they stay equal. If one rank has
+both stages, it is one parameter. Parameters are named as in the full model.
 
 Shapes: S sequence, B batch, H hidden. Stages send (S, B, H), or (S/TP, B, H) under sequence parallelism.
 """
@@ -24,6 +24,7 @@ from fastmp.nn.language_model import LanguageModel, StageSpec
 from fastmp.nn.placement import Placement
 from fastmp.optim.grad_buffers import GradBuffer
 from fastmp.pipeline.runner import StageOutput
+from fastmp.pipeline.stage_map import StageMap
 
 __all__ = ["GPTStage", "gpt_stages", "layers_of_stages", "stages_of", "sum_tied_gradients"]
 
@@ -89,12 +90,13 @@ def gpt_stages(
     *,
     vpp: int = 1,
     layers: Sequence[int] | None = None,
+    placement: str = "looped",
     recompute: bool = False,
     shard_recompute_input: bool = False,
 ) -> list[GPTStage]:
-    """Return this rank's chunks of a GPT, see `stages_of`; arguments after `layers` are those of `GPT`."""
+    """Return this rank's chunks of a GPT, see `stages_of`; arguments after `placement` are those of `GPT`."""
     kept = {"recompute": recompute, "shard_recompute_input": shard_recompute_input}
-    return stages_of(GPTStage, config, on, vpp=vpp, layers=layers, **kept)
+    return stages_of(GPTStage, config, on, vpp=vpp, layers=layers, placement=placement, **kept)
 
 
 def stages_of(
@@ -104,9 +106,10 @@ def stages_of(
     *,
     vpp: int,
     layers: Sequence[int] | None,
+    placement: str = "looped",
     **options: Any,
 ) -> list[Stage]:
-    """Return this rank's `vpp` chunks of a model: chunk i is stage i * PP + rank.
+    """Return this rank's `vpp` chunks of a model.
 
     Every rank of `on.groups.pp` calls it: the last stage receives a tied embedding from the first. With
     init="full" the weights are bitwise those of the full model if the default random streams of all ranks
@@ -115,26 +118,27 @@ def stages_of(
     Args:
         kind: the class of a stage; `options` are passed to each.
         layers: the number of layers of each of the PP * vpp stages, in order; None: the same number for all.
+        placement: of the stages on the ranks, see `StageMap`.
 
     Raises:
         ValueError: as `layers_of_stages` and `GPT`, and for a rank without parameters.
     """
     rank, size = group_rank(on.groups.pp), group_size(on.groups.pp)
-    ranges = layers_of_stages(config.num_layers, size * vpp, layers)
-    for middle in range(1, size - 1):
-        if not any(ranges[middle::size]):
-            raise ValueError(
-                f"stages_of: pipeline rank {middle} of {size} has no layer among {list(map(len, ranges))}: "
-                "it would have no parameters"
-            )
-    last, stages = len(ranges) - 1, []
+    ranges, places = layers_of_stages(config.num_layers, size * vpp, layers), StageMap(size, vpp, placement)
+    for empty in places.without_parameters(list(map(len, ranges))):
+        raise ValueError(
+            f"stages_of: pipeline rank {empty} of {size} has no layer among {list(map(len, ranges))}: "
+            "it would have no parameters"
+        )
+    stages = []
     restart = _restart(on)
-    for stage in range(rank, len(ranges), size):
+    for stage in places.stages(rank):
         restart()
-        spec = StageSpec(stage == 0, ranges[stage], stage == last)
+        spec = StageSpec(stage == 0, ranges[stage], stage == places.last)
         stages.append(kind(config, on, stage_spec=spec, **options))
-    if config.shares_embedding and size == 1:  # both are here: one parameter
-        stages[-1].word_embedding = stages[0].word_embedding
+    if config.shares_embedding and places.ends_meet:
+        if stages[0].stage_spec.first:  # both are here: one parameter
+            stages[-1].word_embedding = stages[0].word_embedding
     elif config.shares_embedding:
         _share_embedding(stages, on.groups)
     return stages
@@ -166,7 +170,7 @@ def _restart(on: Placement) -> Callable[[], None]:
 def sum_tied_gradients(
     stages: Sequence[LanguageModel], groups: ParallelGroups, grads: GradBuffer | None = None
 ) -> None:
-    """All-reduce the gradients of a tied embedding over the first and the last stage.
+    """All-reduce the gradients of a tied embedding over the first and the last stage, if two ranks have them.
 
     Every rank calls it once a step, after the data-parallel reduction, whose order of sums may depend on the
     offset in the buffer: so both tables get the same bits.
@@ -177,7 +181,7 @@ def sum_tied_gradients(
     if group is None or not stages[0].config.shares_embedding:
         return
     for stage in stages:
-        if stage.word_embedding is not None:
+        if stage.word_embedding is not None and stage.word_embedding.pipeline_shared:
             weight_VH = stage.word_embedding.weight
             if grads is None and weight_VH.grad is None:
                 weight_VH.grad = torch.zeros_like(weight_VH)

@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 from fastmp.pipeline.schedule import BACKWARD, BACKWARD_INPUT, FORWARD, Schedule, Step
 from fastmp.pipeline.simulate import simulate
+from fastmp.pipeline.stage_map import StageMap
 
 __all__ = ["Message", "RankProgram", "forward_orders", "rank_program"]
 
@@ -52,14 +53,17 @@ def rank_program(
     *,
     forward_only: bool = False,
     pairs: Sequence[Container[int]] = (),
+    placement: str = "looped",
 ) -> RankProgram:
     """Return the program of pipeline rank `rank`.
 
-    Nothing is posted between two overlapped steps.
+    Nothing is posted between two overlapped steps. Stages of one rank that follow each other exchange no
+    messages.
 
     Args:
         orders: the steps of every rank.
         pairs: for every rank, the positions of forwards overlapped with the next step, see `simulate`.
+        placement: of the stages on the ranks, see `StageMap`.
 
     Raises:
         ValueError: naming rank and step, if an order is malformed or ranks wait for each other.
@@ -69,16 +73,17 @@ def rank_program(
         >>> [(message.kind, message.microbatch) for post in first.posts for message in post]
         [('forward', 0), ('forward', 1), ('backward', 0), ('backward', 1)]
     """
-    simulation = simulate(orders, forward_only=forward_only, pairs=pairs)
-    pp, last = len(orders), len(orders) * simulation.vpp - 1
-    messages = []
+    simulation = simulate(orders, forward_only=forward_only, pairs=pairs, placement=placement)
+    stages, messages = simulation.stages, []
+    rank_of = [stages.rank(stage) for stage in range(len(stages))]
     for source, (steps, ends) in enumerate(zip(simulation.orders, simulation.ends, strict=True)):
+        own = stages.stages(source)
         for (kind, microbatch, chunk), end in zip(steps, ends, strict=True):
-            stage = chunk * pp + source
-            if kind == FORWARD and stage < last:
-                messages.append(Message(end, source, (source + 1) % pp, FORWARD, stage, microbatch))
+            stage = own[chunk]
+            if kind == FORWARD and stage < stages.last:
+                messages.append(Message(end, source, rank_of[stage + 1], FORWARD, stage, microbatch))
             elif kind in (BACKWARD, BACKWARD_INPUT) and stage > 0:
-                messages.append(Message(end, source, (source - 1) % pp, BACKWARD, stage, microbatch))
+                messages.append(Message(end, source, rank_of[stage - 1], BACKWARD, stage, microbatch))
     posts: list[list[Message]] = [[] for _ in range(len(orders[rank]) + 1)]
     tags = {}
     for tag, message in enumerate(sorted(messages)):
@@ -88,7 +93,18 @@ def rank_program(
     return RankProgram(simulation.orders[rank], tuple(map(tuple, posts)), tags)
 
 
-def forward_orders(pp: int, num_microbatches: int, vpp: int = 1) -> tuple[tuple[Step, ...], ...]:
-    """Return the orders of all ranks for an evaluation: forwards only, of any number of microbatches."""
-    table = Schedule(pp, num_microbatches, vpp, check=False).table()  # forwards alone cannot deadlock
-    return (tuple(Step(FORWARD, *entry) for entry in table),) * pp
+def forward_orders(stages: StageMap, num_microbatches: int) -> tuple[tuple[Step, ...], ...]:
+    """Return the orders of all ranks for an evaluation: forwards only, of any number of microbatches.
+
+    Ranks agree on an order of all forwards that keeps microbatches and stages in order, so none can deadlock.
+    """
+    if stages.placement == "looped":
+        table = Schedule(stages.pp, num_microbatches, stages.vpp, check=False).table()
+        return (tuple(Step(FORWARD, *entry) for entry in table),) * stages.pp
+    # A microbatch starts every vpp units of time, and needs one for each stage.
+    every = [Step(FORWARD, m, c) for m in range(num_microbatches) for c in range(stages.vpp)]
+    starts = [
+        {step: stages.vpp * step.microbatch + stages.stage(rank, step.chunk) for step in every}
+        for rank in range(stages.pp)
+    ]
+    return tuple(tuple(sorted(every, key=start.__getitem__)) for start in starts)

@@ -2,10 +2,10 @@
 
 For each step of the rank:
 
-1. Post the messages that the program lists before it (see `messages`): `isend` of outputs to the next rank
-   over `group`, of gradients to the previous rank over `backward_group`, and the matching `irecv`s. NCCL runs
-   them on the streams of these groups.
-2. Wait for the message that the step depends on.
+1. Post the messages that the program lists before it (see `messages`): `isend` of outputs to the rank of the
+   next stage over `group`, of gradients to that of the previous stage over `backward_group`, and the matching
+   `irecv`s. NCCL runs them on the streams of these groups.
+2. Wait for the message that the step depends on. A stage of this rank left its output in the outbox.
 3. Run the forward or backward; its outputs go to the outbox until they are posted.
 
 A message is addressed by its stage and microbatch, carries a tag, and is posted in the same order on both
@@ -35,7 +35,9 @@ from fastmp.distributed.collectives import all_reduce_, group_rank, group_size
 from fastmp.ops.wgrad import WgradQueue, defer_wgrad
 from fastmp.pipeline.messages import Message, RankProgram, forward_orders, rank_program
 from fastmp.pipeline.schedule import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Step, together
+from fastmp.pipeline.stage_map import StageMap
 from fastmp.pipeline.stage_specs import HEADER, Spec, decode, encode, in_words
+from fastmp.pipeline.transfers import Transfer, same_ranks
 from fastmp.profiling import region
 from fastmp.status import process_status
 
@@ -72,14 +74,14 @@ class Overlap(Protocol):
     def forward(
         self, key: tuple[int, int], overlapped: tuple[int, int] | None = None
     ) -> AbstractContextManager[None]: ...
-    def backward(self, key: tuple[int, int]) -> None: ...
+    def backward(self, key: tuple[int, int], *, split: bool = False) -> None: ...
 
 
 class PipelineResult(NamedTuple):
     """Losses and trace of one training step or evaluation on this rank.
 
     Attributes:
-        loss: detached sum over microbatches of the loss function; None except on the last rank.
+        loss: detached sum over microbatches of the loss function; None except on the rank of the last stage.
         stage_loss: the same of losses that chunks of this rank returned; None if there are none.
         stats: {(microbatch, chunk): stats of the chunk}; the loss function is one more chunk.
         trace: the steps in the order in which they were run.
@@ -102,26 +104,8 @@ class _Live(NamedTuple):
     final: tuple[Tensor, Tensors] | None  # of the loss function, with its inputs
 
 
-class _Message(NamedTuple):
-    """Tensors in flight to or from rank `peer` of `group`; `op` is "send" or "recv"."""
-
-    op: str
-    group: dist.ProcessGroup | None
-    peer: int
-    works: list[dist.Work]
-    tensors: Tensors
-
-    def wait(self) -> Tensors:
-        """Wait for the transfer and return the tensors."""
-        process_status.message = self
-        for work in self.works:
-            work.wait()
-        process_status.message = None
-        return self.tensors
-
-
 class Pipeline:
-    """Pipeline-parallel runner of this rank's chunks: chunk c of rank r of P is stage c * P + r.
+    """Pipeline-parallel runner of this rank's chunks, which are the stages that `StageMap` says.
 
     A chunk is any `nn.Module`. Stage 0 is called as chunk(*inputs(batch)), every other one as chunk(*tensors
     of the previous stage), and loss(*tensors of the last stage, batch) returns a 0-dim loss, or (loss,
@@ -137,16 +121,17 @@ class Pipeline:
             including modules of other kinds, in "backward_input".
         group: the pipeline's ranks; None for this rank alone.
         backward_group: the same ranks in another group, for gradients. None: `group`.
-        inputs, loss: called on the first and last rank only.
+        inputs, loss: called on the ranks of the first and the last stage only.
         shared: called on all ranks. None: there are no keywords.
         pairs: for each rank, the positions of forwards that overlap with the next backward, as from
             `Schedule.all_pairs`; they need `overlap`.
         overlap: runner of layers in ops (`fastmp.nn.overlap.OverlappedLayers`). None: no overlap.
+        placement: of the stages on the ranks, as `Schedule.placement`; see `StageMap`.
         device: of received tensors. None: that of the first parameter, or the CPU.
 
     Raises:
-        ValueError: the same on all ranks, if they differ in orders or number of chunks, if the orders
-            deadlock or are incomplete, or if the two groups differ in their ranks.
+        ValueError: the same on all ranks, if they differ in orders, placement or number of chunks, if the
+            orders deadlock or are incomplete, or if the two groups differ in their ranks.
 
     Example:
         >>> from fastmp.pipeline import Schedule
@@ -170,19 +155,20 @@ class Pipeline:
         shared: Callable[[Any], dict[str, Any]] | None = None,
         pairs: Sequence[Sequence[int]] = (),
         overlap: Overlap | None = None,
+        placement: str = "looped",
         device: torch.device | str | None = None,
     ) -> None:
         self.chunks, self.group = list(chunks), group
-        self.backward_group = _same_ranks(group, backward_group)
+        self.backward_group = same_ranks(group, backward_group)
         self.inputs, self.loss, self.shared = inputs, loss, shared
         self.rank, self.size = group_rank(group), group_size(group)
-        self.last_stage = self.size * len(self.chunks) - 1
+        self.stages = StageMap(self.size, len(self.chunks), placement)
         self.orders = tuple(tuple(Step(*step) for step in order) for order in orders)
         if any(len(own) for own in pairs) and overlap is None:
             raise ValueError("Pipeline: pairs of overlapped steps need overlap=, got None")
         self.pairs, self.overlap = pairs, overlap
         self._agree()
-        self._program = rank_program(self.rank, self.orders, pairs=pairs)
+        self._program = rank_program(self.rank, self.orders, pairs=pairs, placement=placement)
         vpp = 1 + max(step.chunk for step in self.orders[0])
         if vpp != len(self.chunks):
             raise ValueError(f"Pipeline: {len(self.chunks)} chunks for orders of {vpp} chunks a rank")
@@ -199,7 +185,7 @@ class Pipeline:
     def _agree(self) -> None:
         """Raise ValueError on all ranks if they were given different orders."""
         if self.group is not None:
-            own = self.orders, [list(pairs) for pairs in self.pairs]
+            own = self.orders, [list(pairs) for pairs in self.pairs], self.stages.placement
             digest = hashlib.sha256(repr(own).encode()).digest()  # the orders may be megabytes
             everyones: list[Any] = [None] * self.size
             dist.all_gather_object(everyones, (len(self.chunks), digest), group=self.group)
@@ -217,8 +203,8 @@ class Pipeline:
         Every rank of the group calls it.
 
         Args:
-            batches: one per microbatch of the orders; without `shared` only the first and the last rank read
-                them.
+            batches: one per microbatch of the orders; without `shared` only the ranks of the first and the
+                last stage read them.
             loss_grad: 0-dim upstream gradient of every loss, equal on all ranks; returned losses are not
                 scaled. None: 1.
 
@@ -239,8 +225,10 @@ class Pipeline:
         """
         number = len(batches)
         if number not in self._evaluations:
-            orders = forward_orders(self.size, number, len(self.chunks))
-            self._evaluations[number] = rank_program(self.rank, orders, forward_only=True)
+            orders = forward_orders(self.stages, number)
+            self._evaluations[number] = rank_program(
+                self.rank, orders, forward_only=True, placement=self.stages.placement
+            )
         with torch.no_grad():
             return self._execute(self._evaluations[number], batches, training=False)
 
@@ -255,8 +243,8 @@ class Pipeline:
         self._live: dict[tuple[int, int], _Live] = {}
         self._queue = WgradQueue()
         self._outbox: dict[tuple[str, int, int], Tensors] = {}
-        self._arriving: dict[tuple[str, int, int], _Message] = {}
-        self._sending: deque[_Message] = deque()
+        self._arriving: dict[tuple[str, int, int], Transfer] = {}
+        self._sending: deque[Transfer] = deque()
         self._deferred: dict[tuple[int, int], list[Any]] = {}  # weight gradients
         self._new_specs: dict[int, tuple[Spec, ...]] = {}  # not sent to the next stage yet
         self._losses: dict[str, Tensor] = {}
@@ -311,7 +299,7 @@ class Pipeline:
             self._add_loss("stage", output.loss)
         if output.stats is not None:
             self._stats[key] = output.stats
-        if stage == self.last_stage:
+        if stage == self.stages.last:
             final = self._final_loss(tensors, step, batch)
         else:
             self._outbox[FORWARD, stage, step.microbatch] = self._checked(stage, tensors)
@@ -380,7 +368,7 @@ class Pipeline:
     def _end_backward(self, step: Step, *inputs: Tensor) -> None:
         key, stage = (step.microbatch, step.chunk), self._stage(step)
         if self.overlap is not None:
-            self.overlap.backward(key)
+            self.overlap.backward(key, split=step.kind == BACKWARD_INPUT)
         if step.kind != BACKWARD_INPUT:
             del self._live[key]
         if stage and step.kind != BACKWARD_WEIGHT:
@@ -397,7 +385,7 @@ class Pipeline:
         return torch.ones_like(loss) if self._loss_grad is None else self._loss_grad.to(loss.dtype)
 
     def _stage(self, step: Step) -> int:
-        return step.chunk * self.size + self.rank
+        return self.stages.stage(self.rank, step.chunk)
 
     def _checked(self, stage: int, tensors: Tensors) -> Tensors:
         """Return the outputs of a stage, detached. Raises ValueError if their specs have changed."""
@@ -409,12 +397,13 @@ class Pipeline:
                 "forget_shapes() on all ranks lets shapes change between steps"
             )
         if known is None:
-            (self._known if self.size == 1 else self._new_specs).setdefault(stage, specs)
+            here = self.stages.rank(stage + 1) == self.rank
+            (self._known if here else self._new_specs).setdefault(stage, specs)
         return tuple(t.detach() for t in tensors)
 
     def _take(self, kind: str, stage: int, microbatch: int) -> Tensors:
-        """Wait for a message and return its tensors."""
-        if self.size == 1:
+        """Return the output of a stage, or its gradient: of this rank, or of another one in a message."""
+        if self.stages.rank(stage) == self.rank:
             tensors = self._outbox.pop((kind, stage, microbatch))
         else:
             tensors = self._arriving.pop((kind, stage, microbatch)).wait()
@@ -446,16 +435,16 @@ class Pipeline:
         group = self.backward_group if key[0] == BACKWARD else self.group
         if sends:
             works += [dist.isend(x, group=group, tag=tag, group_dst=peer) for x in tensors]
-            self._sending.append(_Message("send", group, peer, works, tensors))
+            self._sending.append(Transfer("send", group, peer, works, tensors))
         else:
             works += [dist.irecv(x, group=group, tag=tag, group_src=peer) for x in tensors]
-            self._arriving[key] = _Message("recv", group, peer, works, tensors)
+            self._arriving[key] = Transfer("recv", group, peer, works, tensors)
 
     def _finish_sending(self, most: int) -> None:
         """Free sent tensors; wait for the oldest sends until at most `most` are pending."""
         queue = self._sending
         captured = self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-        while queue and (len(queue) > most or (not captured and _is_sent(queue[0]))):
+        while queue and (len(queue) > most or (not captured and queue[0].is_complete)):
             queue.popleft().wait()
 
     def _exchange_specs(self, message: Message) -> None:
@@ -471,23 +460,6 @@ class Pipeline:
             self._arriving.pop(key).wait()
             specs = decode(header.tolist())
         self._known[message.stage] = specs
-
-
-def _is_sent(message: _Message) -> bool:
-    """Return True if a send is complete; not allowed during capture."""
-    return all(work.is_completed() for work in message.works)
-
-
-def _same_ranks(
-    group: dist.ProcessGroup | None, backward_group: dist.ProcessGroup | None
-) -> dist.ProcessGroup | None:
-    """Return the group for gradients. Raises ValueError if its ranks are not those of `group`."""
-    if backward_group is None:
-        return group
-    ranks = [None if each is None else dist.get_process_group_ranks(each) for each in (group, backward_group)]
-    if ranks[0] != ranks[1]:
-        raise ValueError(f"Pipeline: group has the ranks {ranks[0]}, but backward_group {ranks[1]}")
-    return backward_group
 
 
 def _tuple(tensors: Outputs) -> Tensors:

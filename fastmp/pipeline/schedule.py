@@ -1,47 +1,41 @@
 """Pipeline schedules as data: the steps of each rank, in order. Standard library only.
 
-A model is partitioned into pp * vpp stages; stage chunk * pp + rank is chunk `chunk` of rank `rank`. An order
+A model is partitioned into pp * vpp stages; `StageMap` says which of them are the chunks of a rank. An order
 is a tuple of `Step`s, which are simulated, drawn, and executed by ranks. Messages are implied: a forward
 depends on the forward of the previous stage, a backward on the backward of the next stage, with the same
 microbatch.
 
-All schedules walk one table of (microbatch, chunk): `group_size` microbatches through one chunk, then through
-the next. Backwards walk the same table with the chunks reversed.
+1F1B and zero bubble walk one table of (microbatch, chunk): `group_size` microbatches through one chunk, then
+through the next. Backwards walk the same table with the chunks reversed. DualPipeV has orders of its own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import InitVar, dataclass, field
 from functools import lru_cache
-from typing import NamedTuple
 
-from fastmp.config.training import SCHEDULES
+from fastmp.config.specs import SCHEDULES, ScheduleSpec
+from fastmp.pipeline.dualpipe import RankOrder, dualpipe_v
+from fastmp.pipeline.stage_map import StageMap
+from fastmp.pipeline.steps import (
+    BACKWARD,
+    BACKWARD_INPUT,
+    BACKWARD_WEIGHT,
+    FORWARD,
+    KINDS,
+    Step,
+    followed,
+    integers,
+    peak_held,
+    together,
+    with_loss,
+)
 
-FORWARD, BACKWARD = "forward", "backward"
-BACKWARD_INPUT, BACKWARD_WEIGHT = "backward_input", "backward_weight"
-KINDS = (FORWARD, BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT)
-SPLIT_SCHEDULES = ("zero_bubble",)  # a backward is two steps, of inputs and of weights
-
-
-class Step(NamedTuple):
-    """Call of a chunk with a microbatch.
-
-    `kind` is "forward", "backward" (dgrad and wgrad), "backward_input" (dgrad, which the previous stage waits
-    for) or "backward_weight" (wgrad, which can be deferred).
-    """
-
-    kind: str
-    microbatch: int
-    chunk: int
-
-    @property
-    def unit(self) -> str:
-        """Word in messages for the number in `chunk`."""
-        return "chunk"
-
-    def __str__(self) -> str:
-        return f"{self.kind} of microbatch {self.microbatch} {self.unit} {self.chunk}"
+__all__ = [
+    "BACKWARD", "BACKWARD_INPUT", "BACKWARD_WEIGHT", "FORWARD", "KINDS", "SCHEDULES", "Schedule", "Step",
+    "followed", "integers", "together", "with_loss",
+]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -51,21 +45,24 @@ class Schedule:
     "1f1b" with pp 1 is a forward and its backward for each microbatch; with vpp 1 it is 1F1B with a flush
     (Narayanan et al. 2020, arXiv:2006.09503); with more chunks it is interleaved 1F1B (Narayanan et al. 2021,
     arXiv:2104.04473). "zero_bubble" splits backwards and defers wgrad to where 1F1B idles (ZB-H1 of Qi et al.
-    2023, arXiv:2401.10241, here with any vpp).
+    2023, arXiv:2401.10241, here with any vpp). "dualpipe_v" has two chunks a rank, on a V, and always a
+    forward and a backward that can overlap (see `fastmp.pipeline.dualpipe`).
 
     Args:
         pp: pipeline ranks.
         num_microbatches: microbatches of one step.
         vpp: chunks of the model on each rank (virtual pipeline size).
-        group_size: microbatches that go through a chunk before the next chunk. None: pp. Ignored for vpp 1.
+        group_size: microbatches that go through a chunk before the next chunk. None: pp. Ignored for vpp 1;
+            "dualpipe_v" has no groups.
         name: one of `SCHEDULES`.
         overlap: overlap each forward between warm-up and cool-down with the backward after it, see `pairs`,
-            so that all-to-alls of one hide behind compute of the other. The warm-up is longer then.
+            so that all-to-alls of one hide behind compute of the other. The warm-up of "1f1b" is longer then.
         check: raise for orders that deadlock or stall; False creates them, for a simulator to show why.
 
     Raises:
         ValueError: a size is not positive; an interleaved order would deadlock or stall, with group_size < pp
-            or a last group of fewer than pp microbatches; or `overlap` with a schedule that splits backwards.
+            or a last group of fewer than pp microbatches; `overlap` with a schedule that splits all
+            backwards; or "dualpipe_v" with another vpp than 2, or a group_size.
 
     Example:
         >>> first, second, *_ = Schedule(pp=2, num_microbatches=2).order(1)
@@ -90,12 +87,24 @@ class Schedule:
                 raise ValueError(f"Schedule: {name} must be a positive integer, got {size!r}")
         if self.name not in SCHEDULES:
             raise ValueError(f"Schedule: unknown schedule {self.name!r}; choose from {', '.join(SCHEDULES)}")
-        if self.overlap and self.splits_backwards:
+        if self.overlap and not self._spec.overlaps:
+            able = " and ".join(spec.name for spec in SCHEDULES.values() if spec.overlaps)
             raise ValueError(
-                f"Schedule: overlap is of 1f1b, got {self.name!r}, whose backwards are two steps each"
+                f"Schedule: overlap is of {able}, got {self.name!r}, whose backwards are two steps each"
             )
-        if check and self.vpp > 1:
+        if self._spec.vpp is not None:
+            self._check_fixed(self._spec.vpp)
+        elif check and self.vpp > 1:
             self._check_groups()
+
+    def _check_fixed(self, vpp: int) -> None:
+        if self.vpp != vpp:
+            raise ValueError(f"Schedule: {self.name} needs vpp {vpp}, got {self.vpp}; use --vpp {vpp}")
+        if self.group_size is not None:
+            raise ValueError(
+                f"Schedule: {self.name} has no microbatch groups, got group_size {self.group_size}; leave it "
+                "out"
+            )
 
     def _check_groups(self) -> None:
         group_size, last = self._group_size, self.num_microbatches % self._group_size
@@ -113,6 +122,8 @@ class Schedule:
 
     def order(self, rank: int) -> tuple[Step, ...]:
         """Return the steps of pipeline rank `rank`. Raises ValueError for a rank outside the pipeline."""
+        if (own := self._dualpipe(rank)) is not None:
+            return own.steps
         forwards, first = self._steps(FORWARD), self.warmup(rank)
         both, rest = len(forwards) - first, forwards[first:]
         if not self.splits_backwards:
@@ -141,10 +152,12 @@ class Schedule:
         takes two forwards for each rank on the way, one while the microbatch goes down and one while its
         gradient comes up: a rank that idled would delay the ranks after it. The same holds with `overlap`,
         for any vpp, and the first backward is overlapped with one more forward. Split backwards arrive fast
-        enough for one forward a rank.
+        enough for one forward a rank. With DualPipeV it takes as many stages as there are.
         """
-        if not isinstance(rank, int) or isinstance(rank, bool) or not 0 <= rank < self.pp:
-            raise ValueError(f"Schedule: rank must be in [0, {self.pp}), the pipeline ranks, got {rank!r}")
+        self._check_rank(rank)
+        if self.name == "dualpipe_v":
+            down, up = 2 * self.pp - 1 - rank, rank + 1
+            return min(down, self.num_microbatches) + min(up, self.num_microbatches)
         behind = self.pp - 1 - rank
         if self.vpp > 1 and self.splits_backwards:
             behind += (self.vpp - 1) * min(self._group_size, self.num_microbatches)
@@ -152,12 +165,14 @@ class Schedule:
             behind += behind + (self.vpp - 1) * self._group_size + self.overlap
         return min(behind, self.num_microbatches * self.vpp)
 
-    def pairs(self, rank: int) -> range:
+    def pairs(self, rank: int) -> Sequence[int]:
         """Return the positions of forwards overlapped with the next step; none without `overlap`."""
+        if (own := self._dualpipe(rank)) is not None:
+            return own.pairs if self.overlap else ()
         first, every = self.warmup(rank), self.num_microbatches * self.vpp
         return range(first, 2 * every - first if self.overlap else first, 2)
 
-    def all_pairs(self) -> tuple[range, ...]:
+    def all_pairs(self) -> tuple[Sequence[int], ...]:
         """Return the pairs of all ranks, for `simulate`."""
         return tuple(self.pairs(rank) for rank in range(self.pp))
 
@@ -169,15 +184,17 @@ class Schedule:
         """Return the peak number of chunk activations on a rank: forwards whose backward is not complete.
 
         1F1B: min(warm-up + 1, num_microbatches * vpp). Zero-bubble adds the deferred wgrad steps, as many as
-        the number of the rank.
+        the number of the rank. DualPipeV: 2 pp + 1 on every rank, from 2 pp microbatches on.
         """
+        if (own := self._dualpipe(rank)) is not None:
+            return peak_held(own.steps)
         return min(self.warmup(rank) + 1 + self._delay(rank), self.num_microbatches * self.vpp)
 
     def table(self) -> tuple[tuple[int, int], ...]:
         """Return (microbatch, chunk) of the k-th forward, the same for every rank. The last group may be
         short.
 
-        The k-th backward has the same microbatch, and chunk vpp - 1 - chunk.
+        The k-th backward has the same microbatch, and chunk vpp - 1 - chunk. Not of "dualpipe_v".
         """
         return _table(self.num_microbatches, self.vpp, self._group_size)
 
@@ -186,9 +203,34 @@ class Schedule:
         return self.pp if self.group_size is None else self.group_size
 
     @property
+    def stages(self) -> StageMap:
+        """Placement of the stages on the ranks."""
+        return StageMap(self.pp, self.vpp, self.placement)
+
+    @property
+    def placement(self) -> str:
+        """Kind of the placement, as `simulate` and `Pipeline` take it."""
+        return self._spec.placement
+
+    @property
     def splits_backwards(self) -> bool:
-        """True if dgrad and wgrad are separate steps."""
-        return self.name in SPLIT_SCHEDULES
+        """True if dgrad and wgrad are separate steps, of all backwards or of some."""
+        return self._spec.splits
+
+    @property
+    def _spec(self) -> ScheduleSpec:
+        return SCHEDULES[self.name]
+
+    def _check_rank(self, rank: int) -> None:
+        if not isinstance(rank, int) or isinstance(rank, bool) or not 0 <= rank < self.pp:
+            raise ValueError(f"Schedule: rank must be in [0, {self.pp}), the pipeline ranks, got {rank!r}")
+
+    def _dualpipe(self, rank: int) -> RankOrder | None:
+        """Return the order of a rank of DualPipeV, None for the other schedules."""
+        if self.name != "dualpipe_v":
+            return None
+        self._check_rank(rank)
+        return dualpipe_v(self.pp, self.num_microbatches, rank)
 
     def _delay(self, rank: int) -> int:
         """Return the number of dgrad steps by which wgrad steps of a rank are deferred.
@@ -201,58 +243,6 @@ class Schedule:
 
     def _steps(self, kind: str) -> tuple[Step, ...]:
         return _steps(kind, self.num_microbatches, self.vpp, self._group_size)
-
-
-def together(order: Sequence[Step], pairs: Container[int] = ()) -> Iterator[tuple[Step, ...]]:
-    """Yield the steps of an order, those at positions `pairs` together with the next step."""
-    i = 0
-    while i < len(order):
-        number = 2 if i in pairs else 1
-        yield tuple(order[i : i + number])
-        i += number
-
-
-def with_loss(steps: Iterable[Step], last: int) -> Iterator[Step]:
-    """Yield the steps of the last rank, with the loss function as one more chunk after chunk `last`.
-
-    The backward of a loss is not split.
-    """
-    return followed(steps, last, last + 1, split=False)
-
-
-def followed(steps: Iterable[Step], chunk: int, by: int, *, split: bool = True) -> Iterator[Step]:
-    """Yield the steps of a rank, with one more chunk, `by`, that always runs after `chunk`.
-
-    split: its backward is split where that of `chunk` is.
-
-    Example:
-        >>> print(*followed([Step("forward", 0, 0), Step("backward", 0, 0)], 0, by=1), sep=", ")
-        forward of microbatch 0 chunk 0, forward of microbatch 0 chunk 1, backward of microbatch 0 chunk 1, \
-backward of microbatch 0 chunk 0
-    """
-    for step in steps:
-        own = step._replace(chunk=by)
-        if step.chunk != chunk or (step.kind == BACKWARD_WEIGHT and not split):
-            yield step
-        elif step.kind == FORWARD:
-            yield from (step, own)
-        else:
-            yield from (own if split else own._replace(kind=BACKWARD), step)
-
-
-def integers(steps: Iterable[Step]) -> list[int]:
-    """Return the steps as integers: chunk + 1 for a forward, -(chunk + 1) for a backward.
-
-    Raises:
-        ValueError: naming the step, if a backward is split.
-    """
-    numbers = []
-    for i, (kind, microbatch, chunk) in enumerate(steps):
-        if kind not in (FORWARD, BACKWARD):
-            step = Step(kind, microbatch, chunk)
-            raise ValueError(f"schedule: step {i}, {step}, has no integer: only whole backwards have one")
-        numbers.append(chunk + 1 if kind == FORWARD else -(chunk + 1))
-    return numbers
 
 
 @lru_cache(maxsize=32)

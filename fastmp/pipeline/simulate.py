@@ -13,19 +13,21 @@ from collections import deque
 from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import accumulate
 from typing import NamedTuple
 
-from fastmp.pipeline.schedule import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, KINDS, Step
+from fastmp.pipeline.stage_map import StageMap
+from fastmp.pipeline.steps import (
+    BACKWARD,
+    BACKWARD_INPUT,
+    BACKWARD_WEIGHT,
+    FORWARD,
+    KINDS,
+    Step,
+    peak_held,
+)
 
 _MAX_LINKS = 8  # ranks of a deadlock that its message shows
 _NEVER = -1.0
-_HELD = {
-    FORWARD: 1,
-    BACKWARD_INPUT: 0,
-    BACKWARD_WEIGHT: -1,
-    BACKWARD: -1,
-}  # held activations
 _ANY_BACKWARD, _THEN_WEIGHT = (BACKWARD, BACKWARD_INPUT), (BACKWARD_WEIGHT,)
 
 
@@ -82,12 +84,17 @@ class Simulation:
 
     orders: tuple[tuple[Step, ...], ...]
     costs: Costs
-    vpp: int
+    stages: StageMap
     num_microbatches: int
     peak_activations: tuple[int, ...]  # by rank: peak number of forwards whose backward is not complete
     starts: tuple[list[float], ...] = field(repr=False)
     ends: tuple[list[float], ...] = field(repr=False)
     pairs: Sequence[Container[int]] = field(default=(), repr=False)  # as passed to `simulate`
+
+    @property
+    def vpp(self) -> int:
+        """Chunks of a rank."""
+        return self.stages.vpp
 
     @cached_property
     def makespan(self) -> float:
@@ -124,9 +131,7 @@ class Simulation:
 
         If the rank's previous step and a message arrive at the same time, the path stays on the rank.
         """
-        pp = len(self.orders)
-        p2p = self.costs.p2p if pp > 1 else 0.0
-        rank = max(range(pp), key=lambda r: self.ends[r][-1] if self.ends[r] else 0.0)
+        rank = max(range(len(self.orders)), key=lambda r: self.ends[r][-1] if self.ends[r] else 0.0)
         i = len(self.orders[rank]) - 1
         path = []
         while i >= 0:
@@ -141,8 +146,8 @@ class Simulation:
                 i -= 1
                 continue
             for j in at_once:  # inputs of either of two overlapped steps
-                other, needed = _needed(rank, self.orders[rank][j], pp, self.vpp)
-                found = self._ended(other, needed, start - p2p)
+                other, needed = _needed(rank, self.orders[rank][j], self.stages)
+                found = self._ended(other, needed, start if other == rank else start - self.costs.p2p)
                 if found is not None:
                     break
             assert found is not None, "nothing that a step waited for ended when it began"
@@ -166,6 +171,7 @@ def simulate(
     *,
     forward_only: bool = False,
     pairs: Sequence[Container[int]] = (),
+    placement: str = "looped",
 ) -> Simulation:
     """Simulate the orders of all ranks.
 
@@ -176,6 +182,7 @@ def simulate(
         forward_only: the orders have forwards only, and no activations are held.
         pairs: for each rank, the positions of forwards overlapped with the backward after them, as from
             `Schedule.all_pairs`.
+        placement: of the stages on the ranks, see `StageMap`.
 
     Raises:
         ValueError: naming rank and step, if one is malformed, or if ranks deadlock.
@@ -188,15 +195,16 @@ def simulate(
     """
     checked, num_microbatches, vpp = _checked(orders, forward_only)
     costs = costs or Costs()
-    starts, ends = _times(checked, costs, vpp, num_microbatches, pairs)
-    peaks = tuple(1 if forward_only else _peak(steps) for steps in checked)
-    return Simulation(checked, costs, vpp, num_microbatches, peaks, starts, ends, pairs)
+    stages = StageMap(len(checked), vpp, placement)
+    starts, ends = _times(checked, costs, stages, num_microbatches, pairs)
+    peaks = tuple(1 if forward_only else peak_held(steps) for steps in checked)
+    return Simulation(checked, costs, stages, num_microbatches, peaks, starts, ends, pairs)
 
 
 def _times(
     orders: tuple[tuple[Step, ...], ...],
     costs: Costs,
-    vpp: int,
+    stages: StageMap,
     num_microbatches: int,
     pairs: Sequence[Container[int]],
 ) -> tuple[tuple[list[float], ...], tuple[list[float], ...]]:
@@ -207,11 +215,11 @@ def _times(
 
     A forward overlapped with the next step waits for the input of that one as well.
     """
-    pp = len(orders)
-    stages, last = pp * vpp, pp * vpp - 1
-    took = costs.by_kind(stages)
-    p2p = costs.p2p if pp > 1 else 0.0
-    size = stages * num_microbatches  # forwards have slots 0 .. size - 1, backwards the next ones
+    pp, last = len(orders), stages.last
+    own = [stages.stages(rank) for rank in range(pp)]
+    rank_of = [*map(stages.rank, range(len(stages))), -1]  # a neighbour of the first or last stage is no rank
+    took = costs.by_kind(len(stages))
+    size = len(stages) * num_microbatches  # forwards have slots 0 .. size - 1, backwards the next ones
     done = [_NEVER] * (2 * size)
     starts: tuple[list[float], ...] = tuple([] for _ in orders)
     ends: tuple[list[float], ...] = tuple([] for _ in orders)
@@ -222,40 +230,42 @@ def _times(
     ready = deque(range(pp))
     while ready:
         rank = ready.popleft()
-        rank_starts, rank_ends = starts[rank], ends[rank]
+        rank_starts, rank_ends, rank_stages = starts[rank], ends[rank], own[rank]
         now = rank_ends[-1] if rank_ends else 0.0
         waits_for[rank] = -1
         steps, backwards = orders[rank], overlapped[rank]
         for i in range(len(rank_ends), len(steps)):
             kind, microbatch, chunk = steps[i]
-            stage = chunk * pp + rank
+            stage = rank_stages[chunk]
             slot = stage * num_microbatches + microbatch
             if kind == FORWARD:
                 needed = slot - num_microbatches if stage else -1
-                neighbour = rank + 1 if rank + 1 < pp else 0
+                source, target = rank_of[stage - 1], rank_of[stage + 1]
             elif kind == BACKWARD_WEIGHT:
                 needed = slot = -1
             else:
                 slot += size
                 needed = slot + num_microbatches if stage < last else -1
-                neighbour = rank - 1 if rank else pp - 1
+                source, target = rank_of[stage + 1], rank_of[stage - 1]
             if needed >= 0:
                 arrived = done[needed]
                 if arrived < 0:
                     waits_for[rank], stuck_at[rank] = needed, i
                     break
-                arrived += p2p
+                if source != rank:
+                    arrived += costs.p2p
                 if arrived > now:
                     now = arrived
             start, length = now, took[kind][stage]
             if i in backwards:
-                other = backwards[i] * pp + rank
+                other = rank_stages[backwards[i]]
                 if other < last:
                     needed = size + (other + 1) * num_microbatches + steps[i + 1].microbatch
                     if done[needed] < 0:
                         waits_for[rank], stuck_at[rank] = needed, i + 1
                         break
-                    start = max(start, done[needed] + p2p)
+                    latency = costs.p2p if rank_of[other + 1] != rank else 0.0
+                    start = max(start, done[needed] + latency)
                 lengths = (length, took[BACKWARD][other])
                 length = max(*lengths, sum(lengths) - costs.hidden)
             elif i - 1 in backwards:
@@ -265,10 +275,10 @@ def _times(
             rank_ends.append(now)
             if slot >= 0:
                 done[slot] = now
-                if waits_for[neighbour] == slot:
-                    ready.append(neighbour)
+                if target >= 0 and waits_for[target] == slot:
+                    ready.append(target)
     if any(len(rank_ends) < len(steps) for rank_ends, steps in zip(ends, orders)):
-        raise ValueError(_deadlock(orders, stuck_at, vpp))
+        raise ValueError(_deadlock(orders, stuck_at, stages))
     return starts, ends
 
 
@@ -287,11 +297,11 @@ def _overlapped_backwards(rank: int, steps: tuple[Step, ...], pairs: Container[i
     return found
 
 
-def _needed(rank: int, step: Step, pp: int, vpp: int) -> tuple[int, Step]:
+def _needed(rank: int, step: Step, stages: StageMap) -> tuple[int, Step]:
     """Return the (rank, step) whose output `step` of `rank` waits for."""
-    stage = step.chunk * pp + rank + (-1 if step.kind == FORWARD else 1)
+    stage = stages.stage(rank, step.chunk) + (-1 if step.kind == FORWARD else 1)
     kind = FORWARD if step.kind == FORWARD else BACKWARD
-    return stage % pp, Step(kind, step.microbatch, stage // pp)
+    return stages.rank(stage), Step(kind, step.microbatch, stages.chunk(stage))
 
 
 def _gives(kind: str, needed: str) -> bool:
@@ -299,19 +309,18 @@ def _gives(kind: str, needed: str) -> bool:
     return kind == FORWARD if needed == FORWARD else kind in (BACKWARD, BACKWARD_INPUT)
 
 
-def _deadlock(orders: tuple[tuple[Step, ...], ...], at: list[int], vpp: int) -> str:
+def _deadlock(orders: tuple[tuple[Step, ...], ...], at: list[int], stages: StageMap) -> str:
     """Format the error for ranks that wait for each other in a cycle."""
-    pp = len(orders)
-    rank = next(r for r in range(pp) if at[r] < len(orders[r]))
+    rank = next(r for r, order in enumerate(orders) if at[r] < len(order))
     chain: list[int] = []
     while rank not in chain:
         chain.append(rank)
-        rank = _needed(rank, orders[rank][at[rank]], pp, vpp)[0]
+        rank = _needed(rank, orders[rank][at[rank]], stages)[0]
     circle = chain[chain.index(rank) :]
     links = []
     for r in circle[:_MAX_LINKS]:
         step = orders[r][at[r]]
-        other, needed = _needed(r, step, pp, vpp)
+        other, needed = _needed(r, step, stages)
         links.append(f"rank {r} waits in step {at[r]}, {step}, for the {needed} on rank {other}")
     more = f"; and {len(circle) - _MAX_LINKS} more ranks" if len(circle) > _MAX_LINKS else ""
     return f"simulate: deadlock: {'; '.join(links)}{more}"
@@ -399,8 +408,3 @@ def _out_of_turn(kind: str, wanted: tuple[str, ...], forward_ran: bool) -> str:
     if not wanted:
         return "has run backward before"
     return f"its {BACKWARD_INPUT} has not run" if kind == BACKWARD_WEIGHT else f"its {wanted[0]} is to come"
-
-
-def _peak(steps: tuple[Step, ...]) -> int:
-    """Return the peak number of forwards whose backward is not complete."""
-    return max(accumulate(_HELD[step[0]] for step in steps))

@@ -169,7 +169,8 @@ def graph_order(
         chunks: the segments of each chunk, from `partition_segments`.
 
     Returns:
-        one step per forward; a backward is two, of inputs and of weights.
+        one step per forward; a backward is two, of inputs and of weights, one after the other unless the
+        schedule splits it.
     """
     return tuple(chain.from_iterable(graph_orders(steps, chunks)))
 
@@ -179,14 +180,11 @@ def graph_orders(
 ) -> Iterator[tuple[OpStep, ...]]:
     """Yield the part of `graph_order` of each group of concurrent steps."""
     numbers = {place: number for number, place in enumerate(compute_ops(chunks))}
-    known: dict[tuple[tuple[bool, int], ...], tuple[list[OpSequence], tuple[Launch, ...]]] = {}
+    known: dict[tuple[tuple[str, int], ...], tuple[list[OpSequence], tuple[Launch, ...]]] = {}
     for group in steps:
-        key = tuple((step.kind == FORWARD, step.chunk) for step in group)
+        key = tuple((step.kind, step.chunk) for step in group)
         if key not in known:
-            own: list[OpSequence] = [
-                forward_ops(chunks[chunk]) if forward else backward_ops(chunks[chunk], defer=True)
-                for forward, chunk in key
-            ]
+            own = [_ops_of(kind, chunks[chunk]) for kind, chunk in key]
             known[key] = own, launch_order(*own)
         sequences, order = known[key]
         found = []
@@ -197,6 +195,15 @@ def graph_orders(
                 kind = FORWARD if step.kind == FORWARD else kind
                 found.append(OpStep(kind, step.microbatch, numbers[step.chunk, op.first]))
         yield tuple(found)
+
+
+def _ops_of(kind: str, segments: Sequence[SegmentCost]) -> OpSequence:
+    """Return the ops of a step of this kind through a chunk."""
+    if kind == FORWARD:
+        return forward_ops(segments)
+    ops = backward_ops(segments, defer=True)
+    deferred = {BACKWARD_INPUT: (False,), BACKWARD_WEIGHT: (True,)}.get(kind, (False, True))
+    return tuple(op for op in ops if op.deferred in deferred)
 
 
 def launch_order(*sequences: OpSequence) -> tuple[Launch, ...]:

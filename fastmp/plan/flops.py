@@ -13,7 +13,7 @@ from fastmp.config.sizes import (
     layer_flops_per_token,
     projection_flops_per_token,
 )
-from fastmp.plan.parameters import stage_kinds
+from fastmp.plan.parameters import stage_kinds, stage_map
 from fastmp.plan.shapes import Shapes
 
 _ATTENTION_BACKWARD = 2.5  # backward over forward: five GEMMs for two
@@ -32,9 +32,9 @@ def hardware_flops(recipe: Recipe, shapes: Shapes, *, causal: bool = True) -> li
     tokens = (
         recipe.data.seq_len * recipe.data.micro_batch_size * shapes.num_microbatches / (grid.tp * grid.cp)
     )
-    # the last stage is the last rank's
-    logits = [*[0.0] * (grid.pp - 1), output]
-    return [tokens * (sum(of_stages[rank :: grid.pp]) + logits[rank]) for rank in range(grid.pp)]
+    of_stages[-1] += output
+    places = stage_map(recipe.parallel)
+    return [tokens * sum(places.of_rank(of_stages, rank)) for rank in range(grid.pp)]
 
 
 def _layer(model: GPTConfig, recipe: Recipe, causal: bool) -> float:

@@ -19,7 +19,7 @@ from fastmp.pipeline.schedule import (
 from fastmp.pipeline.stream_schedule import graph_order
 from fastmp.plan.expert_load import MeasuredLoad
 from fastmp.plan.layout import make_schedule
-from fastmp.plan.parameters import stage_ranges
+from fastmp.plan.parameters import stage_map, stage_ranges
 from fastmp.plan.resources import add_load, fitting_recipe, measured_load, recipe_parser, table
 from fastmp.plan.segments import (
     all_segments,
@@ -139,7 +139,7 @@ def _of_runs(recipe: Recipe, shapes: Shapes) -> list[dict[str, Any]]:
     if layout.overlap_experts:
         return _of_parts(recipe, shapes, stages, span_size)
     of_stages = [
-        full_scope_spans(shapes, stage, len(stages), own)
+        full_scope_spans(shapes, stage, stage_map(layout), own)
         if whole
         else [captured_spans(shapes, own, scope, span_size)]
         for stage, own in enumerate(stages)
@@ -150,7 +150,7 @@ def _of_runs(recipe: Recipe, shapes: Shapes) -> list[dict[str, Any]]:
             of_stages[-1].append(captured_spans(shapes, range(layer, layer + 1), scope, span_size))
     found, schedule = [], make_schedule(layout, shapes.num_microbatches)
     for rank in range(layout.pp):
-        chunks, steps = [*chain(*of_stages[rank :: layout.pp])], schedule.order(rank)
+        chunks, steps = [*chain(*schedule.stages.of_rank(of_stages, rank))], schedule.order(rank)
         for chunk in range(layout.vpp, len(chunks)):  # the loss, or the chains of MTP modules
             steps = tuple(followed(steps, chunk - 1, chunk, split=not whole))
         found.append(_rank_facts(steps, chunks, schedule.peak_in_flight(rank)))
@@ -164,7 +164,7 @@ def _of_parts(
     layout, scope, found = recipe.parallel, recipe.graphs.scope, []
     schedule = make_schedule(layout, shapes.num_microbatches)
     for rank in range(layout.pp):
-        own = stages[rank :: layout.pp]
+        own = schedule.stages.of_rank(stages, rank)
         parts = [compute_spans(shapes, stage, scope, span_size) for stage in own]
         order = graph_order(
             schedule.together(rank),

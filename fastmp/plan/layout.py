@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import NamedTuple
 
 from fastmp.config import DISPATCHERS, ParallelConfig, Recipe
 from fastmp.config.dispatchers import DispatchSizes
+from fastmp.config.specs import SCHEDULES
 from fastmp.distributed.grid import RankGrid
 from fastmp.pipeline.schedule import Schedule
+from fastmp.pipeline.stage_map import StageMap
 
 __all__ = [
     "Problem",
@@ -20,6 +23,7 @@ __all__ = [
     "fewest_ranks",
     "make_grid",
     "make_schedule",
+    "other_schedules",
     "problems",
 ]
 
@@ -48,6 +52,25 @@ def make_schedule(layout: ParallelConfig, num_microbatches: int) -> Schedule:
     """Return the schedule of `layout`. Raises ValueError if it has no order for so many microbatches."""
     sizes = (layout.pp, num_microbatches, layout.vpp, layout.microbatch_group_size)
     return Schedule(*sizes, layout.schedule, layout.overlap_experts)
+
+
+def other_schedules(layout: ParallelConfig, num_microbatches: int) -> Iterator[ParallelConfig]:
+    """Yield `layout` with each other schedule that runs so many microbatches through the same chunks.
+
+    Microbatch groups are the smallest that the schedule accepts. EP communication overlap is left out where
+    the schedule has none.
+    """
+    for spec in SCHEDULES.values():
+        if spec.name == layout.schedule or spec.vpp not in (None, layout.vpp):
+            continue
+        overlap = layout.overlap_experts and spec.overlaps
+        other = replace(layout, schedule=spec.name, overlap_experts=overlap, microbatch_group_size=None)
+        groups = [None] if spec.vpp is not None else [None, *range(layout.pp, num_microbatches + 1)]
+        fitting = (replace(other, microbatch_group_size=size) for size in groups)
+        if (
+            found := next((each for each in fitting if not _refused(each, num_microbatches)), None)
+        ) is not None:
+            yield found
 
 
 def fewest_ranks(layout: ParallelConfig) -> int:
@@ -140,8 +163,11 @@ def _microbatch_problems(recipe: Recipe, dp: int) -> Iterator[Problem]:
 def _schedule_problems(recipe: Recipe) -> Iterator[Problem]:
     """Check the schedule, where no number of microbatches would help."""
     if message := _refused(recipe.parallel):
-        if recipe.parallel.overlap_experts and recipe.parallel.schedule != "1f1b":
+        layout = recipe.parallel
+        if layout.overlap_experts and not SCHEDULES[layout.schedule].overlaps:
             yield Problem(("parallel.overlap_experts", "parallel.schedule"), message)
+        elif layout.microbatch_group_size is None:
+            yield Problem(("parallel.vpp",), message)
         else:
             yield Problem(("parallel.microbatch_group_size", "parallel.vpp"), message)
 
@@ -238,12 +264,12 @@ def _layer_problems(recipe: Recipe) -> Iterator[Problem]:
     stages = layout.pp * layout.vpp
     if layout.stage_layers is not None:
         total = sum(layout.stage_layers)
-        for rank in range(1, layout.pp - 1):  # the first has the embeddings, the last the final norm
-            if not any(layout.stage_layers[rank :: layout.pp]):
-                yield Problem(
-                    ("parallel.stage_layers",),
-                    f"stage_layers {list(layout.stage_layers)} leave pipeline rank {rank} without a layer",
-                )
+        places = StageMap(layout.pp, layout.vpp, layout.placement)
+        for rank in places.without_parameters(layout.stage_layers):
+            yield Problem(
+                ("parallel.stage_layers",),
+                f"stage_layers {list(layout.stage_layers)} leave pipeline rank {rank} without a layer",
+            )
         if total != layers:
             yield Problem(
                 ("parallel.stage_layers", "model.num_layers"),

@@ -18,7 +18,7 @@ from fastmp.config import OPTIMIZERS, Recipe
 from fastmp.pipeline.schedule import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Step
 from fastmp.plan import activations
 from fastmp.plan.expert_load import MeasuredLoad
-from fastmp.plan.parameters import fp8_copies, rank_buffers, rank_parameters, stage_kinds
+from fastmp.plan.parameters import fp8_copies, rank_buffers, rank_parameters, stage_kinds, stage_map
 from fastmp.plan.shapes import Shapes
 from fastmp.plan.stash import ring_of_rank
 
@@ -76,8 +76,8 @@ def _of_rank(
     recipe: Recipe, shapes: Shapes, rank: int, order: Sequence[Step], measured: MeasuredLoad | None
 ) -> Memory:
     stages, layout = stage_kinds(recipe), recipe.parallel
-    last = len(stages) - 1
-    own = range(rank, len(stages), shapes.grid.pp)
+    places = stage_map(layout)
+    last, own = places.last, places.stages(rank)
     facts = rank_parameters(recipe, shapes, rank).values()
     experts, others = (sum(each.size for each in facts if each.experts is kind) for kind in (True, False))
     buffers = rank_buffers(recipe, shapes, rank)

@@ -6,14 +6,20 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import accumulate, pairwise
 
-from fastmp.config import NORMS, OPTIMIZERS, BertConfig, GPTConfig, Recipe
+from fastmp.config import NORMS, OPTIMIZERS, BertConfig, GPTConfig, ParallelConfig, Recipe
 from fastmp.optim.flat_layout import Buffer, ParamSpec, matrix_cost, plan_buffers
+from fastmp.pipeline.stage_map import StageMap
 from fastmp.plan.shapes import Shapes
 
 __all__ = [
     *("expert_chunks", "expert_stages", "layer_size", "rank_buffers", "rank_parameters"),
-    *("stage_kinds", "stage_layers", "stage_ranges"),
+    *("stage_kinds", "stage_layers", "stage_map", "stage_ranges"),
 ]
+
+
+def stage_map(layout: ParallelConfig) -> StageMap:
+    """Return the placement of the stages on the pipeline ranks."""
+    return StageMap(layout.pp, layout.vpp, layout.placement)
 
 
 def stage_layers(recipe: Recipe) -> list[int]:
@@ -39,23 +45,25 @@ def stage_kinds(recipe: Recipe) -> list[tuple[GPTConfig, ...]]:
 
 def expert_stages(recipe: Recipe) -> tuple[int, ...]:
     """Return the pipeline rank of each layer with experts."""
-    kinds, pp = stage_kinds(recipe), recipe.parallel.pp
-    return tuple(stage % pp for stage, own in enumerate(kinds) for kind in own if kind.moe is not None)
+    kinds, rank_of = stage_kinds(recipe), stage_map(recipe.parallel).rank
+    return tuple(rank_of(stage) for stage, own in enumerate(kinds) for kind in own if kind.moe is not None)
 
 
 def expert_chunks(recipe: Recipe, rank: int) -> list[range]:
     """Return the layers of each chunk of pipeline rank `rank`, numbered among the layers with experts."""
     numbers = [sum(kind.moe is not None for kind in own) for own in stage_kinds(recipe)]
     ends = [0, *accumulate(numbers)]
-    return [range(start, end) for start, end in pairwise(ends)][rank :: recipe.parallel.pp]
+    ranges = [range(start, end) for start, end in pairwise(ends)]
+    return stage_map(recipe.parallel).of_rank(ranges, rank)
 
 
 def rank_parameters(recipe: Recipe, shapes: Shapes, rank: int) -> dict[str, ParamSpec]:
     """Return {name: facts} of what a rank of pipeline rank `rank` has, in the order of its chunks."""
-    stages = stage_ranges(recipe)
+    stages, places = stage_ranges(recipe), stage_map(recipe.parallel)
     found: dict[str, ParamSpec] = {}
-    for stage in range(rank, len(stages), shapes.grid.pp):
-        found |= _stage(shapes, stages[stage], stage == 0, stage == len(stages) - 1)
+    for stage in places.stages(rank):
+        ends = stage == 0, stage == places.last
+        found |= _stage(shapes, stages[stage], *ends, shared=not places.ends_meet)
     if OPTIMIZERS[recipe.optimizer.name].matrix_state is not None:
         costs: dict[str, int] = {}
         for kind in set(shapes.model.layers):
@@ -110,14 +118,18 @@ def fp8_copies(recipe: Recipe, shapes: Shapes, rank: int) -> int:
 
 def layer_size(shapes: Shapes, layer: int) -> int:
     """Return how many parameters a rank has of a layer."""
-    return sum(facts.size for facts in _stage(shapes, [layer], first=False, last=False).values())
+    of_layer = _stage(shapes, [layer], first=False, last=False, shared=False)
+    return sum(facts.size for facts in of_layer.values())
 
 
-def _stage(shapes: Shapes, layers: Sequence[int], first: bool, last: bool) -> dict[str, ParamSpec]:
+def _stage(
+    shapes: Shapes, layers: Sequence[int], first: bool, last: bool, *, shared: bool
+) -> dict[str, ParamSpec]:
+    """Return {name: facts} of a stage; shared: another rank has a copy of its tied embedding."""
     model, tp = shapes.model, shapes.grid.tp
     dtype = "float32" if shapes.itemsize == 4 else "bfloat16"
     split = shapes.sequence_parallel
-    shared = model.shares_embedding and shapes.grid.pp > 1
+    shared = shared and model.shares_embedding
     table = ParamSpec(shapes.vocab * model.hidden_size, dtype, own_bucket=shared)
 
     def facts(size: int, partial: bool = False) -> ParamSpec:

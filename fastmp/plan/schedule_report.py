@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator, Sequence
 
 from fastmp.config.command_line import Parser
-from fastmp.config.training import SCHEDULES
+from fastmp.config.specs import SCHEDULES
 from fastmp.pipeline.schedule import (
     BACKWARD_INPUT,
     BACKWARD_WEIGHT,
@@ -65,7 +65,9 @@ def main(arguments: list[str]) -> int:
         if options.hidden and not options.overlap:
             raise ValueError(f"--hidden {options.hidden:g} has no effect without --overlap: add it")
         schedule = Schedule(*sizes, overlap=options.overlap)
-        run = simulate(schedule.orders(), Costs(*times), pairs=schedule.all_pairs())
+        run = simulate(
+            schedule.orders(), Costs(*times), pairs=schedule.all_pairs(), placement=schedule.placement
+        )
         if options.plot:
             _plot_schedule(run, schedule, options.plot)
     except (ValueError, OSError) as error:
@@ -101,7 +103,8 @@ def schedule_facts(run: Simulation, schedule: Schedule) -> dict[str, object]:
 def describe_schedule(run: Simulation, schedule: Schedule) -> Iterator[str]:
     """Yield the lines that a person reads: figures, then each rank's steps as `_short` writes them."""
     pp, path = schedule.pp, run.critical_path
-    groups = f" in groups of {schedule.group_size or pp}" if run.vpp > 1 else ""
+    grouped = run.vpp > 1 and SCHEDULES[schedule.name].vpp is None
+    groups = f" in groups of {schedule.group_size or pp}" if grouped else ""
     sizes = f"pp {pp} x vpp {run.vpp}, {run.num_microbatches} microbatches{groups}"
     yield f"{schedule.name}{' with overlap' * schedule.overlap}: {sizes}"
     yield (
@@ -126,7 +129,7 @@ def describe_schedule(run: Simulation, schedule: Schedule) -> Iterator[str]:
         yield f"rank {rank:<{width}}  warm-up {first:<3} peak {peak:<3}  {' '.join(texts)}"
 
 
-def _texts(order: Sequence[Step], pairs: range) -> Iterator[str]:
+def _texts(order: Sequence[Step], pairs: Sequence[int]) -> Iterator[str]:
     """Yield each step, or two that run at once with a | between them."""
     for i, step in enumerate(order):
         if i in pairs:

@@ -16,6 +16,7 @@ from fastmp.config import MoEConfig
 from fastmp.config.dispatchers import TensorFact
 from fastmp.cuda_graphs.buffer_plan import SpanSpec, TensorSpec
 from fastmp.cuda_graphs.scope import captured_segments, layer_groups
+from fastmp.pipeline.stage_map import StageMap
 from fastmp.pipeline.stream_schedule import SegmentCost, partition_segments
 from fastmp.plan.parameters import layer_size
 from fastmp.plan.shapes import Shapes
@@ -158,7 +159,7 @@ def _spans(
     return found
 
 
-def full_scope_spans(shapes: Shapes, stage: int, num_stages: int, layers: range) -> list[list[SpanSpec]]:
+def full_scope_spans(shapes: Shapes, stage: int, stages: StageMap, layers: range) -> list[list[SpanSpec]]:
     """Return the captured spans of a stage under scope "full", and of the loss if it is the last stage.
 
     Raises ValueError as `captured_segments`.
@@ -169,14 +170,14 @@ def full_scope_spans(shapes: Shapes, stage: int, num_stages: int, layers: range)
     ids, hidden = TensorSpec(batch, "int64"), parts.hidden().spec
     documents = tuple(each.spec for each in parts.documents())
     scalar, depth = TensorSpec((), "float32"), shapes.model.mtp_depth
-    last = stage == num_stages - 1
+    last = stage == stages.last
     experts = experts or (last and depth > 0 and shapes.model.layers[-1].moe is not None)
     aux = (scalar,) if experts and parts.balanced else ()
-    if num_stages == 1:
+    if len(stages) == 1:
         return [[SpanSpec("0.microbatch", (ids, ids, *documents), (scalar, *aux, *[scalar] * (depth > 0)))]]
     own = ids._replace(shape=(batch[0], shapes.length))
     given, states = (hidden if stage else own, *documents), [hidden] * (1 + depth * last)
-    if depth and stage % shapes.grid.pp == shapes.grid.pp - 1:  # the tokens ahead, on the rank of MTP modules
+    if depth and stages.rank(stage) == stages.rank(stages.last):  # the tokens ahead, for MTP modules
         given = (*given, own._replace(shape=(depth, *own.shape)))
     made = states[1:] if stage and not layers else states  # without layers it returns what it gets
     found = [[SpanSpec("0.stage", given, (*made, *aux))]] if made else [[]]

@@ -22,7 +22,8 @@ from typing import Any, NamedTuple
 
 from fastmp.config import Recipe
 from fastmp.config.dispatchers import STASH_STATE, DispatchSizes
-from fastmp.pipeline.schedule import BACKWARD_INPUT, FORWARD, SPLIT_SCHEDULES, Step
+from fastmp.config.specs import SCHEDULES
+from fastmp.pipeline.schedule import BACKWARD_INPUT, FORWARD, Step
 from fastmp.pipeline.stream_schedule import SegmentCost, compute_ops, graph_orders
 from fastmp.plan.expert_load import Load, MeasuredLoad
 from fastmp.plan.layout import make_schedule
@@ -197,7 +198,7 @@ def _live_of_rank(recipe: Recipe, shapes: Shapes, rank: int) -> LiveEntries:
     if not layout.overlap_experts:
         return live_entries(schedule.order(rank), list(map(len, expert_chunks(recipe, rank))))
     # Entries of two microbatches come and go layer by layer.
-    stages = stage_ranges(recipe)[rank :: layout.pp]
+    stages = schedule.stages.of_rank(stage_ranges(recipe), rank)
     parts = [[part for _, part in stage_segment_costs(shapes, stage)] for stage in stages]
     layers = sum(map(len, expert_chunks(recipe, rank)))
     return live_entries(*overlapped_entries(schedule.together(rank), parts, layers))
@@ -237,7 +238,7 @@ def _ring(recipe: Recipe, shapes: Shapes, live: LiveEntries, load: Load) -> Ring
         recipe.model.hidden_size,
         moe.expert_ffn_hidden_size // shapes.grid.etp,
         shapes.projections,
-        deferred=layout.schedule in SPLIT_SCHEDULES or layout.overlap_experts,
+        deferred=SCHEDULES[layout.schedule].splits or layout.overlap_experts,
     )
     return make_ring(
         live,

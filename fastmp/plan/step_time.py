@@ -115,15 +115,16 @@ def step_time(recipe: Recipe, world_size: int, gpu: GPU, kernels: Kernels = FAST
         made.between_stages.message(shapes.hidden) if shapes.grid.pp > 1 else 0.0,
         hidden,
     )
-    run = simulate(schedule.orders(), costs, pairs=schedule.all_pairs())
+    run = simulate(schedule.orders(), costs, pairs=schedule.all_pairs(), placement=schedule.placement)
+    places = schedule.stages
     ends = [
-        _end_of_step(recipe, shapes, made, kernels, rank, stages[rank :: shapes.grid.pp])
+        _end_of_step(recipe, shapes, made, kernels, rank, places.of_rank(stages, rank))
         for rank in range(shapes.grid.pp)
     ]
     slowest = max(range(shapes.grid.pp), key=lambda rank: run.busy[rank] + ends[rank].total())
     seconds = run.makespan + max(each.total() for each in ends)
     parts: dict[tuple[str, str], float] = {}
-    for stage in stages[slowest :: shapes.grid.pp]:
+    for stage in places.of_rank(stages, slowest):
         for phase, own in stage.of.items():
             for what, took in own.items():
                 parts[phase, what] = parts.get((phase, what), 0.0) + took * shapes.num_microbatches

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 
 from fastmp.config import LatentConfig, Recipe
 from fastmp.plan.memory import grad_bytes
-from fastmp.plan.parameters import rank_buffers, rank_parameters, stage_kinds
+from fastmp.plan.parameters import rank_buffers, rank_parameters, stage_kinds, stage_map
 from fastmp.plan.shapes import Shapes
 
 _STATISTICS = 12  # bytes a token: maximum, sum of exponentials, the target's logit
@@ -170,6 +170,7 @@ def step(recipe: Recipe, shapes: Shapes) -> list[dict[str, int]]:
     "edp" (gradients of parameters), and "embedding" (the gradient of a tied table).
     """
     stages, layout, grid = stage_kinds(recipe), recipe.parallel, shapes.grid
+    places = stage_map(layout)
     of_kinds = {
         kind: layer(replace(shapes, model=kind), shard_recompute_input=layout.shard_recompute_input)
         for kind in set(recipe.model.layers)
@@ -177,17 +178,17 @@ def step(recipe: Recipe, shapes: Shapes) -> list[dict[str, int]]:
     found = []
     for rank in range(grid.pp):
         a_microbatch: Counter[str] = Counter()
-        for stage in range(rank, len(stages), grid.pp):
+        for stage in places.stages(rank):
             for kind in stages[stage]:
                 a_microbatch.update(of_kinds[kind].sent(layout.recompute))
             if stage == 0:
                 a_microbatch += embedding(shapes).sent(False)
-            if stage == len(stages) - 1:
+            if stage == places.last:
                 depth = recipe.model.mtp_depth  # whose modules embed tokens and have losses, too
                 for sent, number in ((loss(shapes), 1 + depth), (embedding(shapes), depth)):
                     a_microbatch.update({of: number * size for of, size in sent.sent(False).items()})
-            if grid.pp > 1:
-                a_microbatch["pp"] += shapes.hidden * ((stage > 0) + (stage < len(stages) - 1))
+            neighbours = [each for each in (stage - 1, stage + 1) if 0 <= each <= places.last]
+            a_microbatch["pp"] += shapes.hidden * sum(places.rank(each) != rank for each in neighbours)
         total = Counter({group: shapes.num_microbatches * sent for group, sent in a_microbatch.items()})
         total += _gradients(recipe, shapes, rank)
         found.append({group: sent for group, sent in total.items() if sent})

@@ -120,7 +120,7 @@ def bert_and_loss(
         return Bert(config, on, **kept), lambda model, batch: loss_of(
             model, model.encode(*inputs(batch), **shared(batch)), batch
         )
-    stages = bert_stages(config, on, vpp=layout.vpp, layers=layout.stage_layers, **kept)
+    stages = bert_stages(config, on, **_cut(layout), **kept)
     return stages, _in_stages(
         stages,
         groups,
@@ -129,6 +129,11 @@ def bert_and_loss(
         lambda hidden_SBH, batch: loss_of(stages[-1], hidden_SBH, batch),
         shared,
     )
+
+
+def _cut(layout: ParallelConfig) -> dict[str, Any]:
+    """Return the arguments of `stages_of` that say how a model is cut into stages."""
+    return {"vpp": layout.vpp, "layers": layout.stage_layers, "placement": layout.placement}
 
 
 def _in_stages(
@@ -161,7 +166,7 @@ def gpt_and_loss(
     kept = {"recompute": layout.recompute, "shard_recompute_input": layout.shard_recompute_input}
     if layout.pp * layout.vpp == 1:
         return GPT(config, on, **kept), token_loss
-    stages = gpt_stages(config, on, vpp=layout.vpp, layers=layout.stage_layers, **kept)
+    stages = gpt_stages(config, on, **_cut(layout), **kept)
     return stages, pipeline_loss(stages, groups, layout)
 
 
@@ -256,11 +261,15 @@ def next_logits(model: GPT) -> Callable[[Tensor, int], Tensor]:
 
 
 def pipeline_next_logits(
-    stages: Sequence[GPTStage], groups: ParallelGroups
+    stages: Sequence[GPTStage], groups: ParallelGroups, schedule: str = "1f1b"
 ) -> Callable[[Tensor, int], Tensor]:
-    """Return `next_logits` for pipeline stages; all pipeline ranks construct and call it together."""
+    """Return `next_logits` for pipeline stages; all pipeline ranks construct and call it together.
+
+    schedule: the one that the stages are placed for.
+    """
     group, cp_group = groups.pp, groups.cp
     pp, vpp, config = group_size(group), len(stages), stages[-1].config
+    planned = Schedule(pp, pp, vpp, name=schedule)
 
     def logits(hidden_SBH: Tensor, batch: tuple[Tensor, int]) -> tuple[Tensor, Tensor]:
         tokens_BS, position = batch
@@ -269,8 +278,9 @@ def pipeline_next_logits(
 
     pipeline = Pipeline(
         stages,
-        Schedule(pp, pp, vpp).orders(),
+        planned.orders(),
         group=group,
+        placement=planned.placement,
         inputs=lambda batch: cut_sequence(batch[0], cp_group),
         loss=logits,
     )

@@ -1,8 +1,8 @@
 """Run the microbatches of a step or an evaluation: on a single-stage model, or through a pipeline.
 
 Both runners return the sums over the microbatches of this rank; the trainer adds those of other ranks. In a
-pipeline, losses and token counts arise on the last rank, auxiliary losses and loads of experts on the ranks
-of their layers.
+pipeline, losses and token counts arise on the rank of the last stage, auxiliary losses and loads of experts
+on the ranks of their layers.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fastmp.distributed.collectives import gather_objects, group_rank, group_size
+from fastmp.distributed.collectives import gather_objects, group_size
 from fastmp.nn.segment import LayerChain
 from fastmp.optim.named_params import named_parameters
 from fastmp.pipeline.runner import Pipeline, PipelineResult
@@ -271,6 +271,7 @@ class PipelineRunner:
             shared=functions.shared,
             pairs=schedule.all_pairs(),
             overlap=overlap,
+            placement=schedule.placement,
         )
         self.evaluated: Evaluated = self._evaluated
         self._rows: list[range] | None = None  # of every stage in the counts of the whole model
@@ -286,7 +287,7 @@ class PipelineRunner:
         return together(self.order(num_microbatches), pairs)
 
     def full_chains(self, num_microbatches: int) -> tuple[list[LayerChain], Sequence[Step]]:
-        """Return a chain for each chunk and, on the last rank, one for the loss; see `SingleStageRunner`.
+        """Return a chain for each chunk and, after the last stage, one for the loss; see `SingleStageRunner`.
 
         The chain of the loss has the parameters of the last chunk. A stage without layers stays eager.
         """
@@ -297,7 +298,7 @@ class PipelineRunner:
                 continue
             pipeline.chunks[chunk] = FunctionChain("stage", module, module)
             chains.append(pipeline.chunks[chunk].chain)
-        if group_rank(self.group) == group_size(self.group) - 1:
+        if pipeline.stages.last in self._stages():
             pipeline.loss = FunctionChain("loss", self._loss, self.chunks[-1])
             chains.append(pipeline.loss.chain)
             steps = list(with_loss(steps, len(self.chunks) - 1))
@@ -320,7 +321,7 @@ class PipelineRunner:
         return Sums(totals, self._count(result), self._loads(result))
 
     def evaluate(self, batches: Iterable[Batch]) -> Tensor | None:
-        """Evaluate as many batches together as a step has; all ranks but the last return zeros."""
+        """Evaluate as many batches together as a step has; ranks without the last stage return zeros."""
         at_once, rest = 1 + max(step.microbatch for step in self.pipeline.orders[0]), iter(batches)
         return _summed(map(self.evaluated, iter(lambda: list(islice(rest, at_once)), [])))
 
@@ -346,7 +347,7 @@ class PipelineRunner:
         return loss + mtp_loss.double(), _stack(loss, losses.num_tokens, mtp_loss)
 
     def _of_loss(self, result: PipelineResult) -> Tensor:
-        """Return the sums (3,) of the statistics of `_loss` over microbatches; zeros but on the last rank."""
+        """Return the sums (3,) of the statistics of `_loss`; zeros on ranks without the last stage."""
         here = [stats for (_, chunk), stats in result.stats.items() if chunk == len(self.chunks)]
         if not here:
             return torch.zeros(3, dtype=torch.float64, device=self.pipeline.device)
@@ -355,10 +356,9 @@ class PipelineRunner:
     def _number(self, value: Tensor | None) -> Tensor:
         return torch.zeros((), dtype=torch.float64, device=self.pipeline.device) if value is None else value
 
-    def _stages(self) -> range:
+    def _stages(self) -> tuple[int, ...]:
         """Return the numbers of this rank's stages."""
-        size = group_size(self.group)
-        return range(group_rank(self.group), size * len(self.chunks), size)
+        return self.pipeline.stages.stages(self.pipeline.rank)
 
     def _count(self, result: PipelineResult) -> Tensor | None:
         """Return the counts of this rank's stages, summed over microbatches, at the rows of their layers."""
@@ -388,7 +388,8 @@ class PipelineRunner:
         """Return the rows of each stage and the shape of all counts; all-gathers shapes over the pipeline."""
         mine = [(0, 0) if part is None else tuple(part.shape) for part in own]
         everyones = gather_objects(mine, self.group)
-        shapes = [shapes[chunk] for chunk in range(len(own)) for shapes in everyones]  # in order of stages
+        stages = self.pipeline.stages
+        shapes = [everyones[stages.rank(i)][stages.chunk(i)] for i in range(len(stages))]
         ends = [sum(rows for rows, _ in shapes[: i + 1]) for i in range(len(shapes))]
         ranges = [range(end - rows, end) for end, (rows, _) in zip(ends, shapes, strict=True)]
         return ranges, (ends[-1], max(experts for _, experts in shapes))

@@ -41,6 +41,7 @@ LAYOUTS = [
         [
             {"config": GPT2, "vpp": 2, "number": 4, "layers": (1, 0, 3, 0)},
             {"config": TIED, "vpp": 2, "number": 4, "recompute": True, "schedule": "zero_bubble"},
+            {"config": TIED, "vpp": 2, "number": 3, "schedule": "dualpipe_v"},
         ],
     ),
     (4, {"pp": 2, "tp": 2}, [{"config": LLAMA, "vpp": 2, "number": 4, "sequence_parallel": True}]),

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from fastmp.config.specs import PLACEMENTS
 from fastmp.pipeline.messages import forward_orders, rank_program
-from fastmp.pipeline.schedule import BACKWARD, FORWARD, Schedule, Step
+from fastmp.pipeline.schedule import BACKWARD, BACKWARD_INPUT, FORWARD, Schedule, Step
+from fastmp.pipeline.simulate import simulate
+from fastmp.pipeline.stage_map import StageMap
 
 # pp, microbatches, vpp, group size, schedule
 SHAPES = [
@@ -14,12 +17,19 @@ SHAPES = [
     for vpp in (1, 2, 3)
     for microbatches in (pp, 2 * pp, 4 * pp)
     for schedule in ("1f1b", "zero_bubble")
-] + [(4, 6, 1, None, "1f1b"), (2, 12, 2, 4, "1f1b"), (3, 9, 2, 5, "1f1b"), (2, 1, 1, None, "zero_bubble")]
+] + [(pp, number, 2, None, "dualpipe_v") for pp in (1, 2, 3, 4, 8) for number in (1, pp, 2 * pp, 3 * pp + 1)]
+SHAPES += [
+    (4, 6, 1, None, "1f1b"),
+    (2, 12, 2, 4, "1f1b"),
+    (3, 9, 2, 5, "1f1b"),
+    (2, 1, 1, None, "zero_bubble"),
+]
 
 
 def plans(pp, microbatches, vpp, group_size, schedule):
-    every = Schedule(pp, microbatches, vpp, group_size, schedule).orders()
-    return [rank_program(rank, every) for rank in range(pp)]
+    planned = Schedule(pp, microbatches, vpp, group_size, schedule)
+    every = planned.orders()
+    return [rank_program(rank, every, placement=planned.placement) for rank in range(pp)]
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -67,16 +77,19 @@ def test_nothing_deadlocks_where_transfers_wait_for_each_other(shape):
     assert [len(line) for line in lines] == places
 
 
-def test_a_step_runs_after_its_message():
-    for rank, p in enumerate(plans(2, 4, 2, None, "1f1b")):
+@pytest.mark.parametrize(("schedule", "placement"), [("1f1b", "looped"), ("dualpipe_v", "v")])
+def test_a_step_runs_after_its_message(schedule, placement):
+    stages = StageMap(2, 2, placement)
+    for rank, p in enumerate(plans(2, 5 if placement == "v" else 4, 2, None, schedule)):
         there = set()
         for step, post in zip(p.steps, p.posts):
             there |= {m[3:] for m in post if m.target == rank}
-            stage = step.chunk * 2 + rank
-            if step.kind == FORWARD and stage:
+            stage = stages.stage(rank, step.chunk)
+            if step.kind == FORWARD and stage and stages.rank(stage - 1) != rank:
                 assert (FORWARD, stage - 1, step.microbatch) in there
-            if step.kind == BACKWARD and stage < 3:
+            if step.kind in (BACKWARD, BACKWARD_INPUT) and stage < 3 and stages.rank(stage + 1) != rank:
                 assert (BACKWARD, stage + 1, step.microbatch) in there
+        assert all(m.source != m.target for post in p.posts for m in post)
 
 
 def test_messages_travel_while_other_steps_run():
@@ -92,9 +105,17 @@ def test_messages_travel_while_other_steps_run():
 
 def test_forwards_alone_take_any_number_of_microbatches():
     for pp, vpp, number in [(1, 1, 1), (2, 2, 3), (4, 2, 5), (3, 1, 2), (4, 3, 1)]:
-        every = forward_orders(pp, number, vpp)
-        for rank in range(pp):
-            assert len(rank_program(rank, every, forward_only=True).steps) == number * vpp
+        for placement in PLACEMENTS:
+            every = forward_orders(StageMap(pp, vpp, placement), number)
+            for rank in range(pp):
+                program = rank_program(rank, every, forward_only=True, placement=placement)
+                assert len(program.steps) == number * vpp
+
+
+@pytest.mark.parametrize(("pp", "number"), [(1, 3), (2, 1), (4, 8), (5, 7)])
+def test_forwards_on_a_v_end_when_the_last_microbatch_can(pp, number):
+    run = simulate(forward_orders(StageMap(pp, 2, "v"), number), forward_only=True, placement="v")
+    assert run.makespan == 2 * (number - 1) + 2 * pp
 
 
 def test_orders_that_cannot_run_are_refused():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from functools import partial
+from itertools import product
 
 import pytest
 import torch
@@ -15,12 +16,13 @@ from pipeline_tools import (
     CLOSE,
     SIZE,
     Block,
-    accepted_sizes,
+    accepted_schedules,
     batches,
     check_parity,
     first,
     make,
     reference,
+    schedules_of,
     square,
 )
 from torch import nn
@@ -28,7 +30,7 @@ from torch import nn
 from fastmp.distributed.grid import RankGrid
 from fastmp.distributed.groups import ParallelGroups
 from fastmp.pipeline.runner import Pipeline, StageOutput
-from fastmp.pipeline.schedule import SCHEDULES, Schedule, Step
+from fastmp.pipeline.schedule import Schedule, Step
 from fastmp.tensor_parallel.layers import ColumnParallelLinear
 from fastmp.testing.parallel import count_collectives
 from fastmp.testing.ranks import run_ranks
@@ -38,13 +40,13 @@ def parity_case(rank, world, microbatches):
     groups = ParallelGroups.create(RankGrid(world_size=world, pp=world))
     for vpp in (1, 2):
         for number in microbatches:
-            for schedule in SCHEDULES:
+            for schedule in schedules_of(vpp):
                 check_parity(groups, vpp, number, schedule)
 
 
 def test_one_rank_with_any_number_of_chunks():
     for vpp in (1, 2, 3):
-        for schedule in SCHEDULES:
+        for schedule in schedules_of(vpp):
             check_parity(ParallelGroups.alone(), vpp, 4, schedule)
 
 
@@ -56,9 +58,10 @@ def test_losses_gradients_trace_and_peak(world, microbatches):
 @st.composite
 def accepted(draw: st.DrawFn) -> tuple:
     """Arguments of `check_parity`, after the number of ranks: any that the orders accept."""
-    pp, number, vpp, group_size = draw(accepted_sizes(most_ranks=4, most_chunks=3))
-    depths = draw(st.lists(st.integers(0, 2), min_size=pp * vpp, max_size=pp * vpp))
-    return pp, (vpp, number, draw(st.sampled_from(SCHEDULES)), group_size, depths)
+    of = draw(accepted_schedules(most_ranks=4, most_chunks=3))
+    stages = len(of.stages)
+    depths = draw(st.lists(st.integers(0, 2), min_size=stages, max_size=stages))
+    return of.pp, (of.vpp, of.num_microbatches, of.name, of.group_size, depths)
 
 
 def drawn_case(rank, world, arguments):
@@ -98,7 +101,7 @@ def without_tags_case(rank, world):
 
     dist.isend, dist.irecv = partial(transfer, dist.isend), partial(transfer, dist.irecv)
     for vpp in (2, 3):
-        for schedule in SCHEDULES:
+        for schedule in schedules_of(vpp):
             check_parity(groups, vpp, 4 * world, schedule)
     assert len(tags) > 8
 
@@ -214,22 +217,25 @@ def several_case(rank, world, schedule):
         final = final + several_loss(*tensors, batch)[0]
     (final + own).backward()
     vpp = 4 // world
-    chunks = [Several(chunk * world + rank) for chunk in range(vpp)]
+    stages = Schedule(world, 4, vpp, name=schedule).stages
+    mine = stages.stages(rank)
+    chunks = [Several(stage) for stage in mine]
     result = make(groups, vpp, 4, chunks=chunks, schedule=schedule, loss=several_loss).train(data)
     for chunk, block in enumerate(chunks):
-        for param, expected in zip(block.parameters(), blocks[chunk * world + rank].parameters()):
+        stage = mine[chunk]
+        for param, expected in zip(block.parameters(), blocks[stage].parameters()):
             torch.testing.assert_close(param.grad, expected.grad, **CLOSE)
         for microbatch in range(4):
-            stage = chunk * world + rank
             assert result.stats[microbatch, chunk] == (stage, [stage, stage + 1, stage + 2])
-    if rank == world - 1:
+    if stages.last in mine:
         torch.testing.assert_close(result.loss, final.detach(), **CLOSE)
         assert all(int(result.stats[microbatch, vpp]) == 3 for microbatch in range(4))
     return float(result.stage_loss), float(own.detach())
 
 
-@pytest.mark.parametrize("world", [1, 2])
-@pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble"])
+@pytest.mark.parametrize(
+    ("world", "schedule"), [*product((1, 2), ("1f1b", "zero_bubble")), (2, "dualpipe_v")]
+)
 def test_several_tensors_and_losses_of_stages(world, schedule):
     results = [several_case(0, 1, schedule)] if world == 1 else run_ranks(several_case, world, schedule)
     assert sum(own for own, _ in results) == pytest.approx(results[0][1], rel=1e-12)
@@ -244,7 +250,7 @@ def odd_stages_case(rank, world):
             return torch.ones_like(x)
 
     for kinds in (("frozen", "block"), ("block", "empty"), ("empty", "block"), ("block", "drop")):
-        for schedule in SCHEDULES:
+        for schedule in schedules_of(1):
             blocks = {"empty": nn.Identity(), "drop": Drop()}
             stages = [blocks.get(kind) or Block(i) for i, kind in enumerate(kinds)]
             if kinds[0] == "frozen":

@@ -10,18 +10,19 @@ from torch.distributed.pipelining import PipelineStage
 
 from fastmp.distributed.grid import RankGrid
 from fastmp.distributed.groups import ParallelGroups
+from fastmp.pipeline.schedule import Schedule
 from fastmp.testing.ranks import run_ranks
 
 NUMBER = 8
 
 
-def torch_step(name, groups, vpp, data):
-    """This rank's blocks with their gradients, and on the last rank the losses of all microbatches."""
-    rank, size = groups.pp.rank(), groups.pp.size()
-    blocks = [Block(chunk * size + rank) for chunk in range(vpp)]
+def torch_step(name, groups, places, data):
+    """This rank's blocks with their gradients, and after the last stage the losses of all microbatches."""
+    own = places.stages(groups.pp.rank())
+    blocks = [Block(stage) for stage in own]
     stages = [
-        PipelineStage(block, chunk * size + rank, size * vpp, torch.device("cpu"), group=groups.pp)
-        for chunk, block in enumerate(blocks)
+        PipelineStage(block, stage, len(places), torch.device("cpu"), group=groups.pp)
+        for stage, block in zip(own, blocks, strict=True)
     ]
     schedule = getattr(pipelining, name)(
         stages[0] if name == "Schedule1F1B" else stages,
@@ -30,8 +31,9 @@ def torch_step(name, groups, vpp, data):
         scale_grads=False,
     )
     losses: list[torch.Tensor] = []
-    inputs = (torch.cat([batch["x"] for batch in data]),) if rank == 0 else ()
-    last = {"target": torch.cat([batch["y"] for batch in data]), "losses": losses} if rank == size - 1 else {}
+    inputs = (torch.cat([batch["x"] for batch in data]),) if 0 in own else ()
+    target = torch.cat([batch["y"] for batch in data])
+    last = {"target": target, "losses": losses} if places.last in own else {}
     schedule.step(*inputs, **last)
     return blocks, losses
 
@@ -39,13 +41,14 @@ def torch_step(name, groups, vpp, data):
 def outside_case(rank, world, name, schedule, vpp):
     groups = ParallelGroups.create(RankGrid(world_size=world, pp=world))
     data = batches(NUMBER)
-    blocks, losses = torch_step(name, groups, vpp, data)
+    places = Schedule(world, NUMBER, vpp, name=schedule).stages
+    blocks, losses = torch_step(name, groups, places, data)
     pipeline = make(groups, vpp, NUMBER, schedule=schedule)
     result = pipeline.train(data)
     for ours, theirs in zip(pipeline.chunks, blocks, strict=True):
         for param, expected in zip(ours.parameters(), theirs.parameters(), strict=True):
             torch.testing.assert_close(param.grad, expected.grad, **CLOSE)
-    if rank == world - 1:
+    if places.last in places.stages(rank):
         torch.testing.assert_close(result.loss, torch.stack(losses).sum().detach(), **CLOSE)
     return True
 
@@ -57,6 +60,7 @@ def outside_case(rank, world, name, schedule, vpp):
         ("Schedule1F1B", "1f1b", 1),
         ("ScheduleInterleaved1F1B", "1f1b", 2),
         ("ScheduleInterleavedZeroBubble", "zero_bubble", 2),
+        ("ScheduleDualPipeV", "dualpipe_v", 2),
     ],
 )
 def test_torch_runs_the_same_step(world, name, schedule, vpp):

@@ -11,18 +11,19 @@ import pytest
 import torch.distributed.pipelining.schedules as torch_schedules
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from pipeline_tools import accepted_sizes
+from pipeline_tools import accepted_schedules, accepted_sizes, schedules_of
 
+from fastmp.config.specs import PLACEMENTS
 from fastmp.pipeline.schedule import (
     BACKWARD,
     BACKWARD_INPUT,
     BACKWARD_WEIGHT,
     FORWARD,
-    SCHEDULES,
     Schedule,
     Step,
 )
 from fastmp.pipeline.simulate import Costs, simulate
+from fastmp.pipeline.stage_map import StageMap
 
 F00, B00 = Step(FORWARD, 0, 0), Step(BACKWARD, 0, 0)
 I00, W00 = Step(BACKWARD_INPUT, 0, 0), Step(BACKWARD_WEIGHT, 0, 0)
@@ -38,14 +39,11 @@ def test_the_example():
 
 
 @settings(max_examples=200)
-@given(sizes=accepted_sizes(), schedule=st.sampled_from(SCHEDULES), p2p=st.sampled_from([0.0, 0.25]))
-def test_every_accepted_order_ends_within_its_memory(sizes, schedule, p2p):
-    pp, num_microbatches, vpp, _ = sizes
-    run = simulate(Schedule(*sizes, schedule).orders(), Costs(p2p=p2p))
-    assert (run.num_microbatches, run.vpp) == (num_microbatches, vpp)
-    assert run.peak_activations == tuple(
-        Schedule(*sizes, schedule).peak_in_flight(rank) for rank in range(pp)
-    )
+@given(planned=accepted_schedules(), p2p=st.sampled_from([0.0, 0.25]))
+def test_every_accepted_order_ends_within_its_memory(planned, p2p):
+    run = simulate(planned.orders(), Costs(p2p=p2p), placement=planned.placement)
+    assert (run.num_microbatches, run.vpp) == (planned.num_microbatches, planned.vpp)
+    assert run.peak_activations == tuple(planned.peak_in_flight(rank) for rank in range(planned.pp))
 
 
 @settings(max_examples=200)
@@ -124,15 +122,18 @@ def test_forward_only():
         simulate([[F00, B00]], forward_only=True)
 
 
-def plain(steps: tuple[tuple[Step, ...], ...], vpp: int, times: dict[str, float], p2p: float):
+def plain(steps: tuple[tuple[Step, ...], ...], stages: StageMap, times: dict[str, float], p2p: float):
     """End of every step by the longest path to it, in plain recursion; None where that goes in circles."""
-    pp = len(steps)
     place = {}
     for rank, mine in enumerate(steps):
         for i, step in enumerate(mine):
             kind = {BACKWARD: BACKWARD_INPUT}.get(step.kind, step.kind)
-            place[kind, step.microbatch, step.chunk * pp + rank] = (rank, i)
+            place[kind, step.microbatch, stages.stage(rank, step.chunk)] = (rank, i)
     open_calls = set()
+
+    def arrival(kind: str, microbatch: int, stage: int, rank: int) -> float:
+        source, i = place[kind, microbatch, stage]
+        return end(source, i) + (p2p if source != rank else 0.0)
 
     @cache
     def end(rank: int, i: int) -> float:
@@ -140,12 +141,12 @@ def plain(steps: tuple[tuple[Step, ...], ...], vpp: int, times: dict[str, float]
             raise RecursionError
         open_calls.add((rank, i))
         step = steps[rank][i]
-        stage = step.chunk * pp + rank
+        stage = stages.stage(rank, step.chunk)
         start = end(rank, i - 1) if i else 0.0
         if step.kind == FORWARD and stage:
-            start = max(start, end(*place[FORWARD, step.microbatch, stage - 1]) + p2p)
-        if step.kind in (BACKWARD, BACKWARD_INPUT) and stage < pp * vpp - 1:
-            start = max(start, end(*place[BACKWARD_INPUT, step.microbatch, stage + 1]) + p2p)
+            start = max(start, arrival(FORWARD, step.microbatch, stage - 1, rank))
+        if step.kind in (BACKWARD, BACKWARD_INPUT) and stage < stages.last:
+            start = max(start, arrival(BACKWARD_INPUT, step.microbatch, stage + 1, rank))
         open_calls.discard((rank, i))
         return start + times[step.kind]
 
@@ -156,33 +157,32 @@ def plain(steps: tuple[tuple[Step, ...], ...], vpp: int, times: dict[str, float]
 
 
 @st.composite
-def any_orders(draw: st.DrawFn) -> tuple[tuple[tuple[Step, ...], ...], int]:
+def any_orders(draw: st.DrawFn) -> tuple[tuple[tuple[Step, ...], ...], StageMap]:
     """Complete orders of 1 to 3 ranks, most of them by swapping steps of good ones; many deadlock."""
     pp, vpp, num_microbatches = draw(st.integers(1, 3)), draw(st.integers(1, 2)), draw(st.integers(1, 4))
-    split = draw(st.booleans())
-    ranks, name = [], "zero_bubble" if split else "1f1b"
+    ranks, name = [], draw(st.sampled_from(schedules_of(vpp)))
+    stages = StageMap(pp, vpp, draw(st.sampled_from(PLACEMENTS)))
     for steps in map(list, Schedule(pp, num_microbatches, vpp, name=name, check=False).orders()):
         for i in draw(st.lists(st.integers(0, len(steps) - 2), max_size=6)):
             if steps[i][1:] != steps[i + 1][1:]:  # a microbatch keeps its own turn
                 steps[i : i + 2] = steps[i + 1], steps[i]
         ranks.append(tuple(steps))
-    return tuple(ranks), vpp
+    return tuple(ranks), stages
 
 
 @settings(max_examples=500)
 @given(drawn=any_orders(), p2p=st.sampled_from([0.0, 1.0, 2.5]))
 def test_any_orders_take_their_longest_path(drawn, p2p):
-    steps, vpp = drawn
+    steps, stages = drawn
     times = {FORWARD: 3, BACKWARD_INPUT: 2, BACKWARD_WEIGHT: 4, BACKWARD: 6}
-    p2p = p2p if len(steps) > 1 else 0.0
-    expected = plain(steps, vpp, times, p2p)
+    placement, expected = stages.placement, plain(steps, stages, times, p2p)
     if expected is None:
         with pytest.raises(
             ValueError, match=r"^simulate: deadlock: rank \d waits in step \d+, (forward|backward)"
         ):
-            simulate(steps, Costs(3, 2, 4, p2p))
+            simulate(steps, Costs(3, 2, 4, p2p), placement=placement)
         return
-    run = simulate(steps, Costs(3, 2, 4, p2p))
+    run = simulate(steps, Costs(3, 2, 4, p2p), placement=placement)
     assert list(run.ends) == expected
     check_critical_path(run, p2p)
 
@@ -197,8 +197,8 @@ def check_critical_path(run, p2p):
             continue
         assert math.isclose(gap, p2p, abs_tol=1e-9)
         spent += gap
-        assert before.step.microbatch == event.step.microbatch
-        stages = [e.step.chunk * len(run.orders) + e.rank for e in (before, event)]
+        assert before.rank != event.rank and before.step.microbatch == event.step.microbatch
+        stages = [run.stages.stage(e.rank, e.step.chunk) for e in (before, event)]
         assert stages[1] - stages[0] == (1 if event.step.kind == FORWARD else -1)
     assert math.isclose(spent, run.makespan)
 

@@ -35,6 +35,7 @@ def recipe(model=DENSE, *, seq_len=32, micro_batch_size=2, global_batch_size=16,
         (recipe(pp=2, vpp=2, microbatch_group_size=3, global_batch_size=18), 2),
         (recipe(EXPERTS, tp=4, ep=8, etp=1, recompute=True, shard_recompute_input=True), 8),
         (recipe(EXPERTS, cp=8, ep=8), 8),
+        (recipe(pp=4, vpp=2, schedule="dualpipe_v", global_batch_size=6), 4),
     ],
 )
 def test_what_fits_has_no_problems(made, world_size):
@@ -109,6 +110,24 @@ PROBLEMS = [
         "microbatch_group_size 3 is less than pp 4",
     ),
     (
+        recipe(pp=4, schedule="dualpipe_v"),
+        4,
+        "parallel.vpp",
+        "dualpipe_v needs vpp 2, got 1; use --vpp 2",
+    ),
+    (
+        recipe(pp=4, vpp=2, microbatch_group_size=4, schedule="dualpipe_v"),
+        4,
+        "parallel.microbatch_group_size",
+        "dualpipe_v has no microbatch groups, got microbatch_group_size 4; leave it out",
+    ),
+    (
+        recipe(pp=4, vpp=2, schedule="dualpipe_v", stage_layers=(2, 2, 0, 1, 1, 0, 1, 1)),
+        4,
+        "parallel.stage_layers",
+        "[2, 2, 0, 1, 1, 0, 1, 1] leave pipeline rank 2 without a layer",
+    ),
+    (
         recipe(pp=4, vpp=2, global_batch_size=12),
         4,
         "train.global_batch_size",
@@ -159,7 +178,7 @@ PROBLEMS = [
         recipe(EXPERTS, ep=2, pp=2, overlap_experts=True, schedule="zero_bubble"),
         4,
         "parallel.overlap_experts",
-        "overlap_experts is of 1f1b, got 'zero_bubble'",
+        "overlap_experts is of 1f1b and dualpipe_v, got 'zero_bubble'",
     ),
     (recipe(ep=2), 2, "parallel.ep", "parallel.ep is 2, but the model has no experts: model.moe is absent"),
     (recipe(etp=1), 2, "parallel.etp", "parallel.etp is 1, but the model has no experts"),

@@ -287,7 +287,7 @@ def test_a_wrong_value_hides_nothing_of_the_others(capsys, tmp_path):
     file.write_text(text.replace("[parallel]", f"[parallel]\n{wrong}").replace("\nsteps = ", "\nsteps = -"))
     assert plan.main(["recipe", str(file), "--world-size", "64"]) == 2
     assert [line.partition(";")[0].strip() for line in capsys.readouterr().err.splitlines()[1:]] == [
-        "ParallelConfig: schedule must be one of 1f1b, zero_bubble, got 'x'",
+        "ParallelConfig: schedule must be one of 1f1b, zero_bubble, dualpipe_v, got 'x'",
         "TrainConfig: steps must be positive, got -100000",
         "world_size 64 is not a multiple of tp 4 x cp 1 x pp 5 = 20",
         "microbatch_group_size 2 is less than pp 5: with vpp 2 the ranks would wait for each other",

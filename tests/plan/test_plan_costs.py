@@ -38,10 +38,10 @@ from fastmp.optim.from_config import make_grads, make_optimizer
 from fastmp.optim.grad_buffers import param_spec
 from fastmp.optim.muon import update_cost
 from fastmp.pipeline.runner import Pipeline
-from fastmp.pipeline.schedule import Schedule
+from fastmp.pipeline.schedule import SCHEDULES, Schedule
 from fastmp.plan import activations, traffic
 from fastmp.plan.flops import hardware_flops
-from fastmp.plan.layout import make_grid, problems
+from fastmp.plan.layout import make_grid, make_schedule, problems
 from fastmp.plan.memory import memory
 from fastmp.plan.parameters import fp8_copies, rank_parameters
 from fastmp.plan.shapes import shapes_of
@@ -142,6 +142,7 @@ def make_stages(made, groups=ParallelGroups.alone()):
         ),
         vpp=layout.vpp,
         layers=layout.stage_layers,
+        placement=layout.placement,
         recompute=layout.recompute,
         shard_recompute_input=layout.shard_recompute_input,
     )
@@ -302,6 +303,10 @@ LAYOUTS = {
     "tp, mtp": (recipe(MODELS["mtp"], tp=2), 1),
     "pp, vpp": (recipe(replace(LLAMA, num_layers=4), pp=2, vpp=2, microbatches=4), 1),
     "pp, uneven": (recipe(replace(GPT2, num_layers=3), pp=2, stage_layers=(1, 2), microbatches=2), 1),
+    "pp, on a v": (
+        recipe(replace(GPT2, num_layers=4), pp=2, vpp=2, microbatches=5, schedule="dualpipe_v"),
+        1,
+    ),
     "small, ep": (recipe(MODELS["qwen"], dtype="bfloat16", ep=2, dp=2, optimizer=SMALL), 2),
     "small, edp": (recipe(MODELS["shared"], dtype="bfloat16", dp=2, optimizer=SMALL), 2),
     "replicated": (recipe(MODELS["shared"], dp=2, optimizer=OptimizerConfig(shard=False)), 2),
@@ -473,7 +478,8 @@ def run_pipeline(made, shapes, groups, stages, tokens, targets):
 
     pipeline = Pipeline(
         stages,
-        Schedule(shapes.grid.pp, shapes.num_microbatches, made.parallel.vpp).orders(),
+        make_schedule(made.parallel, shapes.num_microbatches).orders(),
+        placement=made.parallel.placement,
         group=groups.pp,
         inputs=lambda item: (item[0], torch.zeros_like(item[0])) if encoder else item[0],
         loss=loss,
@@ -489,7 +495,7 @@ def test_bytes_on_ranks(made, dp):
     results = run_ranks(run_step, size, made)
     expected = traffic.step(made, shapes)
     adamw = traffic.step(replace(made, optimizer=OptimizerConfig()), shapes)
-    held = memory(made, shapes, Schedule(layout.pp, shapes.num_microbatches, layout.vpp).orders())
+    held = memory(made, shapes, make_schedule(layout, shapes.num_microbatches).orders())
     for rank, (sent, kept, owned, facts) in enumerate(results):
         stage = rank // (size // layout.pp)
         assert list(facts.items()) == list(rank_parameters(made, shapes, stage).items())
@@ -544,14 +550,16 @@ def test_parts_that_a_token_reaches_are_the_mean_over_all_choices(parts, num_gro
     assert sizes.parts_reached(parts) == pytest.approx(sum(counts) / len(counts))
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble"])
+@pytest.mark.parametrize("schedule", SCHEDULES)
 def test_activations_follow_the_schedule(schedule):
     """The fullest moment holds as many of the equal chunks as the schedule says."""
     made = recipe(replace(GPT2, num_layers=24), pp=4, vpp=2, microbatches=8, schedule=schedule)
     planned = Schedule(4, 8, 2, name=schedule)
     shapes = shapes_of(made, 4)
     layer = sum(activations.layer_parts(shapes).values())
-    ends = {0: activations.embedding(shapes), 3: activations.loss(shapes)}
+    ends = dict.fromkeys((0, planned.stages.rank(7)), 0)
+    ends[0] += activations.embedding(shapes)
+    ends[planned.stages.rank(7)] += activations.loss(shapes)
     for rank, held in enumerate(memory(made, shapes, planned.orders())):
         chunks = planned.peak_in_flight(rank)
         assert 0 <= held.activations - chunks * 3 * layer <= chunks * ends.get(rank, 0)

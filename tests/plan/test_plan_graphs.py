@@ -34,7 +34,7 @@ from fastmp.optim.from_config import make_grads
 from fastmp.pipeline.schedule import Schedule
 from fastmp.plan.graphs import graph_facts
 from fastmp.plan.layout import make_grid, problems
-from fastmp.plan.parameters import stage_layers
+from fastmp.plan.parameters import stage_layers, stage_map
 from fastmp.plan.segments import captured_spans, compute_spans, full_scope_spans
 from fastmp.plan.shapes import shapes_of
 from fastmp.testing.ranks import run_ranks
@@ -135,6 +135,17 @@ CASES = {
     "pp": (recipe(DENSE, microbatches=4, pp=2), 1, ["attention"]),
     "pp, vpp": (recipe(MOE, microbatches=4, pp=2, vpp=2), 1, FRONT),
     "pp, zero bubble": (recipe(DENSE, microbatches=4, pp=2, schedule="zero_bubble"), 1, None),
+    "pp, on a v": (recipe(DENSE, microbatches=5, pp=2, vpp=2, schedule="dualpipe_v"), 1, None),
+    "full, pp, on a v": (recipe(MOE, microbatches=3, pp=2, vpp=2, schedule="dualpipe_v"), 1, FULL),
+    "pp, on a v, two at once": (
+        recipe(
+            MIXED,
+            **{"microbatches": 5, "pp": 2, "vpp": 2, "ep": 2, "dp": 2},
+            **{"overlap_experts": True, "schedule": "dualpipe_v"},
+        ),
+        2,
+        None,
+    ),
     "pp, uneven": (recipe(DENSE, microbatches=3, pp=2, stage_layers=(3, 1)), 1, ["mlp"]),
     "full, experts": (recipe(MOE), 1, FULL),
     "some dense": (recipe(MIXED), 1, None),
@@ -196,17 +207,18 @@ def seen_case(rank, world, made, scope):
 
 def runs_of(made, size, rank, scope):
     """By formula, of the chunks of a pipeline rank."""
-    shapes, layers = shapes_of(made, size), stage_layers(made)
+    shapes, layers, places = shapes_of(made, size), stage_layers(made), stage_map(made.parallel)
+    last_rank = places.rank(places.last)
     found, span_size = [], made.optimizer.bucket_size if size > 1 else None
-    for stage in range(rank, len(layers), made.parallel.pp):
+    for stage in places.stages(rank):
         own = range(sum(layers[:stage]), sum(layers[: stage + 1]))
         if scope == ["full"]:
-            found += full_scope_spans(shapes, stage, len(layers), own)
+            found += full_scope_spans(shapes, stage, stage_map(made.parallel), own)
         elif made.parallel.overlap_experts:
             found += compute_spans(shapes, own, scope, span_size)
         else:
             found.append(captured_spans(shapes, own, scope, span_size))
-    if scope != ["full"] and not made.parallel.overlap_experts and rank == made.parallel.pp - 1:
+    if scope != ["full"] and not made.parallel.overlap_experts and rank == last_rank:
         first = made.model.num_layers
         for layer in range(first, first + made.model.mtp_depth):
             found.append(captured_spans(shapes, range(layer, layer + 1), scope, span_size))
@@ -250,7 +262,9 @@ def test_the_plan_is_that_of_a_manager(made, dp, scope):
             assert names == own["spans"]
         assert (graphs, inputs) == (own["graphs"], own["inputs"])
         assert nbytes == own["input_bytes"] + own["gradient_bytes"]
-        assert own["lanes"] == own["in_flight"] and own["graphs"] <= own["replays"]
+        assert own["graphs"] <= own["replays"]
+        turns = made.parallel.placement == "v" and rank == made.parallel.pp - 1  # chunk 1 follows chunk 0
+        assert own["lanes"] == (own["in_flight"] // 2 + 1 if turns else own["in_flight"])
 
 
 def whole_step_case(rank, world, made):

@@ -21,7 +21,7 @@ from fastmp.nn.moe.stash import ActivationStash
 from fastmp.optim.adamw import AdamW
 from fastmp.optim.grad_buffers import GradBuffer
 from fastmp.pipeline.runner import Pipeline
-from fastmp.pipeline.schedule import SPLIT_SCHEDULES, Schedule
+from fastmp.pipeline.schedule import SCHEDULES, Schedule
 from fastmp.testing.parallel import count_collectives
 
 STEPS = 20
@@ -73,7 +73,7 @@ class Training:
         self.stages = gpt_stages(config, on, vpp=layout.vpp, **layout.options)
         self.stash = None
         if layout.stash:
-            split = layout.schedule in SPLIT_SCHEDULES
+            split = SCHEDULES[layout.schedule].splits
             self.stash = ActivationStash(lambda balanced, capacity: layout.stash, defers_wgrad=split)
             for module in (module for stage in self.stages for module in stage.modules()):
                 if isinstance(module, MoELayer):

@@ -15,7 +15,7 @@ from fastmp.distributed.collectives import group_rank
 from fastmp.distributed.collectives import group_size as size_of
 from fastmp.ops.wgrad import deferral
 from fastmp.pipeline.runner import Pipeline
-from fastmp.pipeline.schedule import Schedule
+from fastmp.pipeline.schedule import SCHEDULES, Schedule
 
 CLOSE = {"rtol": 1e-10, "atol": 1e-10}
 SIZE = 6
@@ -28,6 +28,21 @@ def accepted_sizes(draw: st.DrawFn, most_ranks: int = 9, most_chunks: int = 4) -
     group_size, number = draw(st.integers(pp, 2 * pp + 2)), draw(st.integers(1, 3 * pp + 3))
     assume(vpp == 1 or not 0 < number % group_size < pp)
     return pp, number, vpp, group_size
+
+
+@st.composite
+def accepted_schedules(draw: st.DrawFn, most_ranks: int = 9, most_chunks: int = 4) -> Schedule:
+    """A schedule by any name, of any sizes that it accepts."""
+    name = draw(st.sampled_from(tuple(SCHEDULES)))
+    if (vpp := SCHEDULES[name].vpp) is None:
+        return Schedule(*draw(accepted_sizes(most_ranks, most_chunks)), name)
+    pp = draw(st.integers(1, most_ranks))
+    return Schedule(pp, draw(st.integers(1, 3 * pp + 3)), vpp, name=name)
+
+
+def schedules_of(vpp: int) -> list[str]:
+    """The names of the schedules with so many chunks of a rank."""
+    return [spec.name for spec in SCHEDULES.values() if spec.vpp in (None, vpp)]
 
 
 class Block(nn.Module):
@@ -107,18 +122,18 @@ def reference(num_stages: int, data, blocks=None, loss=square):
     return total.detach(), [[p.grad for p in block.parameters()] for block in blocks]
 
 
-def own_chunks(groups, vpp: int) -> list[nn.Module]:
-    rank, size = group_rank(groups.pp), size_of(groups.pp)
-    return [Block(chunk * size + rank) for chunk in range(vpp)]
+def own_chunks(groups, planned: Schedule) -> list[nn.Module]:
+    return [Block(stage) for stage in planned.stages.stages(group_rank(groups.pp))]
 
 
 def make(
     groups, vpp, number, *, chunks=None, group_size=None, schedule="1f1b", loss=square, **options
 ) -> Pipeline:
-    size = size_of(groups.pp)
+    planned = Schedule(size_of(groups.pp), number, vpp, group_size, schedule)
     return Pipeline(
-        own_chunks(groups, vpp) if chunks is None else chunks,
-        Schedule(size, number, vpp, group_size, schedule).orders(),
+        own_chunks(groups, planned) if chunks is None else chunks,
+        planned.orders(),
+        placement=planned.placement,
         group=groups.pp,
         backward_group=groups.pp_backward,
         inputs=first,
@@ -137,20 +152,21 @@ def check_parity(groups, vpp, number, schedule, group_size=None, depths: Sequenc
     data, depths, alive = batches(number), depths or [1] * size * vpp, weakref.WeakSet()
     stages = [Counted(stage, depth, weakref.WeakSet()) for stage, depth in enumerate(depths)]
     loss, grads = reference(size * vpp, data, stages)
-    chunks = [Counted(c * size + rank, depths[c * size + rank], alive) for c in range(vpp)]
+    planned = Schedule(size, number, vpp, group_size, schedule)
+    own = planned.stages.stages(rank)
+    chunks = [Counted(stage, depths[stage], alive) for stage in own]
     options = {"group_size": group_size, "schedule": schedule}
     pipeline = make(groups, vpp, number, chunks=chunks, **options)
-    planned = Schedule(size, number, vpp, group_size, schedule)
     for step in (1, 2):  # the second with the shapes of the first
         result = pipeline.train(data)
         assert result.trace == planned.order(rank), label
         assert result.peak == planned.peak_in_flight(rank), label
         assert max(chunk.most for chunk in chunks) == result.peak and not alive, label
-        assert (result.loss is not None) == (rank == size - 1), label
+        assert (result.loss is not None) == (planned.stages.last in own), label
         if result.loss is not None:
             torch.testing.assert_close(result.loss, loss, msg=lambda text: f"{label}: {text}", **CLOSE)
-        for chunk, block in enumerate(pipeline.chunks):
-            for param, grad in zip(block.parameters(), grads[chunk * size + rank], strict=True):
+        for stage, block in zip(own, pipeline.chunks, strict=True):
+            for param, grad in zip(block.parameters(), grads[stage], strict=True):
                 torch.testing.assert_close(
                     param.grad, step * grad, msg=lambda text: f"{label}: {text}", **CLOSE
                 )

@@ -87,6 +87,7 @@ RANKS = {
             (DENSE, ParallelConfig(pp=2), BUCKETS),
             (CONFIG, ParallelConfig(pp=2, vpp=2), BUCKETS),
             (DENSE, ParallelConfig(pp=2, schedule="zero_bubble"), BUCKETS),
+            (CONFIG, ParallelConfig(pp=2, vpp=2, schedule="dualpipe_v"), BUCKETS),
         ],
     ),
 }

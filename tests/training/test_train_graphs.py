@@ -57,6 +57,9 @@ def pipelines_case(rank, world):
     groups = make_groups(2, pp=2)
     compare(groups, ParallelConfig(pp=2, vpp=2))
     compare(groups, ParallelConfig(pp=2, schedule="zero_bubble"))
+    on_a_v = ParallelConfig(pp=2, vpp=2, schedule="dualpipe_v")
+    compare(groups, on_a_v)
+    compare(groups, on_a_v, replace(ON, scope=("full",)))
 
 
 @pytest.mark.full

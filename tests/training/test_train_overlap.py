@@ -42,6 +42,7 @@ CASES = [
             (4, {"tp": 2, "ep": 2, "etp": 2, "sequence_parallel": True}, {}),
             (4, {"tp": 2, "ep": 2, "etp": 1}, {"capacity": 1.0}),
             (4, {"pp": 2, "ep": 2}, {"tied": True, "dense_layers": (0,)}),
+            (4, {"pp": 2, "vpp": 2, "ep": 2, "schedule": "dualpipe_v"}, {"dense_layers": (0,)}),
         ]
     ),
 ]
@@ -110,6 +111,7 @@ GRAPHED = [
             (2, {"ep": 2}, None, {"dispatcher": "deepep"}),
             (4, {"pp": 2, "vpp": 2, "ep": 2}, None, {"dense_layers": (0,)}),
             (4, {"pp": 2, "ep": 2}, None, {"dispatcher": "symmetric", "verify": 2}),
+            (4, {"pp": 2, "vpp": 2, "ep": 2, "schedule": "dualpipe_v"}, None, {}),
         ]
     ),
     *exhaustive(

@@ -56,7 +56,11 @@ def one_rank():
 
 
 CASES = {
-    1: [case(vpp=2), case(EXPERTS, vpp=4, schedule="zero_bubble")],
+    1: [
+        case(vpp=2),
+        case(EXPERTS, vpp=4, schedule="zero_bubble"),
+        case(EXPERTS, vpp=2, schedule="dualpipe_v"),
+    ],
     2: [
         case(cp=2),
         case(recompute=True),
@@ -66,6 +70,8 @@ CASES = {
         case(EXPERTS, pp=2, schedule="zero_bubble"),
         case(EXPERTS, pp=2, stage_layers=(3, 1), recompute=True),
         case(EXPERTS, pp=2, vpp=2, stage_layers=(1, 0, 3, 0), microbatch_group_size=4),
+        case(pp=2, vpp=2, schedule="dualpipe_v", recompute=True),
+        case(EXPERTS, pp=2, vpp=2, schedule="dualpipe_v"),
     ],
     4: [
         case(pp=4),
@@ -78,6 +84,8 @@ CASES = {
         case(EXPERTS, pp=2, vpp=2, tp=2, sequence_parallel=True, recompute=True, schedule="zero_bubble"),
         case(pp=2, vpp=2),
         case(EXPERTS, pp=2, vpp=2, ep=2),
+        case(pp=4, vpp=2, schedule="dualpipe_v", stage_layers=(0, 1, 1, 1, 0, 0, 0, 1)),
+        case(EXPERTS, pp=2, vpp=2, tp=2, sequence_parallel=True, schedule="dualpipe_v"),
     ],
     8: [
         case(EXPERTS, pp=2, vpp=2, tp=2, ep=2, sequence_parallel=True),

@@ -142,7 +142,8 @@ def differences(
     whole = run_whole(config, number)
     rng = RngTracker(SEED, tp_rank=group_rank(groups.tp))
     on, others = placed(groups, rng=rng, dtype=torch.float64, **options)
-    stages = gpt_stages(config, on, vpp=vpp, layers=layers, **others)
+    planned = Schedule(groups.grid.pp, number, vpp, microbatch_group_size, schedule)
+    stages = gpt_stages(config, on, vpp=vpp, layers=layers, placement=planned.placement, **others)
     named = [(i, name, param) for i, stage in enumerate(stages) for name, param in stage.named_parameters()]
     found = {"weights": max(difference(p, part_of(whole.weights[name], p, groups)) for _, name, p in named)}
     buffers = None
@@ -154,10 +155,10 @@ def differences(
         optimizer: Any = AdamW(buffers, **ADAMW)
     else:
         optimizer = torch.optim.AdamW({param: None for _, _, param in named}, **ADAMW)  # each once
-    planned = Schedule(groups.grid.pp, number, vpp, microbatch_group_size, schedule)
     pipeline = Pipeline(
         stages,
         planned.orders(),
+        placement=planned.placement,
         group=groups.pp,
         backward_group=groups.pp_backward,
         inputs=lambda batch: batch[0],

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from fastmp.config.training import SCHEDULES
+from fastmp.config.specs import SCHEDULES
 from fastmp.pipeline.schedule import Schedule
 from fastmp.pipeline.simulate import Costs, Simulation, simulate
 from fastmp.plan.hardware import GPUS
@@ -72,10 +72,10 @@ def main(arguments: list[str]) -> int:
 def cells(costs: Costs = _COSTS["1 + 1 + 1"]) -> Iterator[Cell]:
     """Yield every schedule of every size of the study."""
     for pp in PIPELINES:
-        for name in SCHEDULES:
-            for vpp in CHUNKS:
+        for spec in SCHEDULES.values():
+            for vpp in CHUNKS if spec.vpp is None else (spec.vpp,):
                 for times in MICROBATCHES:
-                    yield Cell(Schedule(pp, pp * times, vpp, name=name), costs)
+                    yield Cell(Schedule(pp, pp * times, vpp, name=spec.name), costs)
 
 
 def page() -> str:

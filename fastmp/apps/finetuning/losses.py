@@ -45,7 +45,8 @@ def model_and_loss(
     made["shard_recompute_input"] = layout.shard_recompute_input
     if layout.pp * layout.vpp == 1:
         return [BertForTask(config, on, **made)], task_loss
-    stages = task_stages(config, on, vpp=layout.vpp, layers=layout.stage_layers, **made)
+    cut: dict[str, Any] = {"vpp": layout.vpp, "layers": layout.stage_layers, "placement": layout.placement}
+    stages = task_stages(config, on, **cut, **made)
     loss = PipelineLoss(
         inputs=_inputs(stages[0]),
         shared=_documents,
@@ -100,10 +101,12 @@ def score_samples(
     samples: Sequence[Sample],
     groups: ParallelGroups,
     device: torch.device,
+    schedule: str = "1f1b",
 ) -> npt.NDArray[np.float32] | None:
     """Return the scores of all `samples` in order on rank 0 of the job; None on other ranks.
 
-    All ranks call it. Models are in evaluation mode inside.
+    All ranks call it. Models are in evaluation mode inside. `schedule` is the one that pipeline stages are
+    placed for.
     """
     dp_rank, dp_size = group_rank(groups.dp), group_size(groups.dp)
     batches = (
@@ -111,7 +114,7 @@ def score_samples(
         for batch in data.batches(samples, dp_rank, dp_size)
     )
     with evaluation_mode(chunks):
-        own = list(_score_batches(chunks, batches, groups))
+        own = list(_score_batches(chunks, batches, groups, schedule))
     own_or_none = np.stack(own) if own and group_rank(groups.tp) == 0 else None
     everyones: list[Any] = [(dp_rank, own_or_none)]
     if groups.grid.world_size > 1:
@@ -126,7 +129,7 @@ def score_samples(
 
 
 def _score_batches(
-    chunks: Sequence[BertForTask], batches: Iterable[Batch], groups: ParallelGroups
+    chunks: Sequence[BertForTask], batches: Iterable[Batch], groups: ParallelGroups, schedule: str
 ) -> Iterable[npt.NDArray[np.float32]]:
     """Yield the scores of each batch on the last pipeline stage, nothing on the others."""
     if group_size(groups.pp) * len(chunks) == 1:
@@ -139,10 +142,12 @@ def _score_batches(
         return found.new_zeros(()), found
 
     size, vpp = group_size(groups.pp), len(chunks)
+    planned = Schedule(size, size, vpp, name=schedule)
     pipeline = Pipeline(
         chunks,
-        Schedule(size, size, vpp).orders(),
+        planned.orders(),
         group=groups.pp,
+        placement=planned.placement,
         inputs=_inputs(chunks[0]),
         shared=_documents,
         loss=scores,

@@ -204,7 +204,9 @@ class _Run:
     def _evaluate(self, split: Split) -> tuple[Metrics | None, Any]:
         """Return the metrics and predictions of a split on rank 0; None on the others."""
         self.trainer.optimizer.gather.wait()
-        scores = score_samples(self.chunks, self.data, split.samples, self.of.groups, self.trainer.device)
+        trainer, schedule = self.trainer, self.recipe.parallel.schedule
+        samples, groups = split.samples, self.of.groups
+        scores = score_samples(self.chunks, self.data, samples, groups, trainer.device, schedule)
         if scores is None:
             return None, None
         if not split.windows:
