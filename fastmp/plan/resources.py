@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, replace
 from typing import Any
 
-from fastmp.config import Recipe
+from fastmp.config import ParallelConfig, Recipe
 from fastmp.config.command_line import Parser
 from fastmp.config.data_files import expected_vocab_size, is_megatron
 from fastmp.config.option_names import SYNONYMS
@@ -20,7 +20,7 @@ from fastmp.plan import traffic
 from fastmp.plan.activations import layer_input, layer_parts
 from fastmp.plan.expert_load import MeasuredLoad
 from fastmp.plan.flops import hardware_flops
-from fastmp.plan.layout import make_schedule, problems
+from fastmp.plan.layout import make_schedule, other_schedules, problems
 from fastmp.plan.memory import memory
 from fastmp.plan.parameters import stage_layers
 from fastmp.plan.shapes import Shapes, shapes_of
@@ -115,7 +115,7 @@ def recipe_facts(recipe: Recipe, world_size: int, measured: MeasuredLoad | None 
     layers = stage_layers(recipe)
     ranks = [
         {
-            "layers": layers[rank :: shapes.grid.pp],
+            "layers": run.stages.of_rank(layers, rank),
             "peak_in_flight": run.peak_activations[rank],
             **asdict(held),
             "flops": flops[rank],
@@ -141,9 +141,11 @@ def recipe_facts(recipe: Recipe, world_size: int, measured: MeasuredLoad | None 
         * flops_per_token(model, recipe.data.seq_len, causal=True, predicted=recipe.data.predicted),
         "recompute": layout.recompute,
         "schedule": layout.schedule,
+        "overlap_experts": layout.overlap_experts,
         "chunks": layout.vpp,
         "dense_layers": len(model.dense_layers),
         "bubble": run.bubble,
+        "others": _others(recipe, shapes, measured),
         "layer": {
             "activations": parts,
             "input": layer_input(shapes, layout.shard_recompute_input),
@@ -159,6 +161,27 @@ def recipe_facts(recipe: Recipe, world_size: int, measured: MeasuredLoad | None 
     }
 
 
+def _others(recipe: Recipe, shapes: Shapes, measured: MeasuredLoad | None) -> list[dict[str, Any]]:
+    """Return bubble and memory under the other schedules, beside one that is not the default."""
+    layout, found = recipe.parallel, []
+    if layout.schedule == ParallelConfig().schedule:
+        return []
+    for other in other_schedules(layout, shapes.num_microbatches):
+        made = replace(recipe, parallel=other)
+        run = _simulate(made, shapes)
+        found.append(
+            {
+                "schedule": other.schedule,
+                "microbatch_group_size": other.microbatch_group_size,
+                "overlap_experts": other.overlap_experts,
+                "bubble": run.bubble,
+                "peak_in_flight": max(run.peak_activations),
+                "total": max(held.total for held in memory(made, shapes, run.orders, measured)),
+            }
+        )
+    return found
+
+
 def _simulate(recipe: Recipe, shapes: Shapes) -> Simulation:
     """Simulate the schedule with a unit of time for a layer's forward and two for its backward.
 
@@ -171,7 +194,7 @@ def _simulate(recipe: Recipe, shapes: Shapes) -> Simulation:
         backward_weight=layers,
     )
     schedule = make_schedule(layout, shapes.num_microbatches)
-    return simulate(schedule.orders(), costs, pairs=schedule.all_pairs())
+    return simulate(schedule.orders(), costs, pairs=schedule.all_pairs(), placement=schedule.placement)
 
 
 def _positive(sent: Mapping[str, int]) -> dict[str, int]:
@@ -202,10 +225,30 @@ def describe_recipe(facts: dict[str, Any]) -> Iterator[str]:
             f"pipeline  {facts['schedule']}{chunks}, bubble {facts['bubble']:.3g} of the work: ranks idle "
             f"{idle:.1%} of a step, if layers alone take time"
         )
+    yield from _describe_others(facts)
     yield ""
     yield from _describe_memory(facts)
     yield ""
     yield from _describe_traffic(facts)
+
+
+def _describe_others(facts: dict[str, Any]) -> Iterator[str]:
+    """Yield a row for the schedule and each other one; nothing without others."""
+    if not facts["others"]:
+        return
+    ranks = facts["ranks"]
+    own = {key: facts[key] for key in ("schedule", "bubble")}
+    own |= {"microbatch_group_size": None, "overlap_experts": facts["overlap_experts"]}
+    own |= {key: max(rank[key] for rank in ranks) for key in ("peak_in_flight", "total")}
+    rows = []
+    for each in (own, *facts["others"]):
+        group = each["microbatch_group_size"]
+        name = each["schedule"] + " with overlap" * each["overlap_experts"]
+        name += f" in groups of {group}" if group else ""
+        rows.append(
+            [name, f"{each['bubble']:.3g}", f"{each['peak_in_flight']}", f"{each['total'] / 2**30:.2f}"]
+        )
+    yield from table(["schedule", "bubble", "chunks in flight", "GiB of the fullest rank"], rows)
 
 
 def _describe_memory(facts: dict[str, Any]) -> Iterator[str]:
