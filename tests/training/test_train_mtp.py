@@ -37,6 +37,7 @@ LAYOUTS = {
     "ep": (2, {"ep": 2}),
     "pp, zero bubble": (2, {"pp": 2, "stage_layers": (2, 1), "schedule": "zero_bubble"}),
     "pp, vpp": (2, {"pp": 2, "vpp": 2, "stage_layers": (1, 1, 1, 0)}),
+    "pp, on a v": (2, {"pp": 2, "vpp": 2, "stage_layers": (1, 1, 1, 0), "schedule": "dualpipe_v"}),
     "one rank, vpp": (1, {"vpp": 3}),
     "recompute": (2, {"tp": 2, "recompute": True}),
     "tp, sp, cp": (4, {"tp": 2, "cp": 2, "sequence_parallel": True}),
@@ -44,7 +45,9 @@ LAYOUTS = {
 }
 QUICK = {("experts", "tp, sp, ep"), ("tied, depth 2", "pp, own stage")}
 CASES = [("experts", name) for name in LAYOUTS]
-CASES += [("tied, depth 2", name) for name in ("pp, own stage", "pp, vpp", "cp", "one rank, vpp")]
+CASES += [
+    ("tied, depth 2", name) for name in ("pp, own stage", "pp, vpp", "pp, on a v", "cp", "one rank, vpp")
+]
 CASES += [("dense", name) for name in ("tp, sp, cp", "pp, zero bubble")]
 
 
@@ -126,6 +129,7 @@ STASH = {"moe": {"dispatcher": "symmetric"}}
                 (2, {"pp": 2, "stage_layers": (3, 0)}, LAYERS, {}),
                 (2, {"pp": 2, "stage_layers": (2, 1), "schedule": "zero_bubble"}, LAYERS, {}),
                 (2, {"pp": 2, "vpp": 2, "stage_layers": (1, 1, 1, 0)}, FULL, {}),
+                (2, {"pp": 2, "vpp": 2, "stage_layers": (1, 1, 1, 0), "schedule": "dualpipe_v"}, FULL, {}),
                 (2, {"tp": 2, "recompute": True}, LAYERS, {}),
             ]
         ),
