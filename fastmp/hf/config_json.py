@@ -188,18 +188,21 @@ def to_transformers(model_type: str, config: GPTConfig, dtype: str) -> dict[str,
 def family_of(config: GPTConfig) -> str:
     """Return the model type of the transformers family that computes the same function as `config`.
 
+    MTP modules are not part of it: a family whose files have none is found where no other is.
+
     Raises:
         ValueError: there is no such family.
     """
-    for model_type, family in CONVERSIONS.items():
-        own = config.moe is None, config.bert is None, config.latent is None
-        if own == (family.moe is None, family.bert is None, not family.latent):
-            try:
-                there = from_transformers(to_transformers(model_type, config, "float32"))[1]
-            except ValueError:
-                continue
-            if canonical_config(there) == canonical_config(config):
-                return model_type
+    for model in dict.fromkeys((config, replace(config, mtp_depth=0))):
+        for model_type, family in CONVERSIONS.items():
+            own = model.moe is None, model.bert is None, model.latent is None
+            if own == (family.moe is None, family.bert is None, not family.latent):
+                try:
+                    there = from_transformers(to_transformers(model_type, model, "float32"))[1]
+                except ValueError:
+                    continue
+                if canonical_config(there) == canonical_config(model):
+                    return model_type
     raise ValueError(
         f"no family of transformers computes this model; weights are written of {', '.join(CONVERSIONS)}"
     )

@@ -27,7 +27,7 @@ from fastmp.config.file_access import sync_directory, write_synced
 from fastmp.hf.config_json import family_of, from_transformers, quantization_of, to_transformers
 from fastmp.hf.families import CONVERSIONS
 from fastmp.hf.families.base import optional_int
-from fastmp.hf.families.llama_like import FUSED_EXPERT_WEIGHTS
+from fastmp.hf.families.llama_like import FUSED_EXPERT_WEIGHTS, MTP_COPIES, MTP_WEIGHTS
 from fastmp.hf.quantized import QuantizedTensor, find_quantized
 from fastmp.hf.stored import (
     CONFIG,
@@ -123,12 +123,16 @@ def name_mappings(
         ValueError: the family has no such parameter.
     """
     family = CONVERSIONS[model_type]
-    prefix, number, own = "", "", name
-    if name.startswith("layers."):
-        _, number, own = name.split(".", 2)
+    prefix, number, own, table = "", "", name, family.model_weights
+    if name.startswith("mtp."):
+        _, depth, own = name.split(".", 2)
+        number, table = str(config.num_layers + int(depth)), family.mtp_weights
+    if name.startswith("layers.") or own.startswith("layers."):
+        _, number, own = own.split(".", 2)
+        table = {**family.layer_weights, **FUSED_EXPERT_WEIGHTS} if fused else family.layer_weights
+    if number:
         prefix = f"{family.layers}.{number}."
-    table = {**family.layer_weights, **FUSED_EXPERT_WEIGHTS} if fused else family.layer_weights
-    found = table.get(own) if number else family.model_weights.get(name)
+    found = table.get(own)
     if found is None:
         raise ValueError(f"{model_type} has no parameter for {name}")
     names = [prefix + each for each in found.split()]
@@ -206,6 +210,11 @@ class TransformersReader(CheckpointReader):
         if (bert := self.config.bert) is not None:  # config.json may name an architecture with fewer heads
             order = CONVERSIONS[self.model_type].model_weights["sentence_head.order.weight"] in self._stored
             self.config = replace(self.config, bert=replace(bert, sentence_order=order))
+        first, depth = next(_mtp_prefixes(self.model_type, self.config), ""), self.config.mtp_depth
+        if (
+            depth and f"{first}{MTP_WEIGHTS['proj.weight']}" not in self._stored
+        ):  # as transformers writes files
+            self.config = replace(self.config, mtp_depth=0)
         self._mappings: dict[tuple[str, Shape], NameMapping] = {}
         self._quantized: dict[str, QuantizedTensor] = {}
         try:
@@ -215,7 +224,7 @@ class TransformersReader(CheckpointReader):
                 f"{path / CONFIG}: no such model can be made: {str(error).splitlines()[0]}"
             ) from None
         tensors = {f"model/{name}": self._tensor(path, name, shape) for name, shape in own.items()}
-        self._check_all_used(path, _further_layers(self.model_type, content, self.config.num_layers))
+        self._check_all_used(path, _further_layers(self.model_type, content, self.config))
         self._check_tied(path)
         description = json.loads(json.dumps(described(self.config)["description"]))
         manifest = Manifest(0, True, {}, description, {}, files={}, tensors=tensors)
@@ -223,7 +232,7 @@ class TransformersReader(CheckpointReader):
 
     def _tensor(self, path: Path, name: str, shape: Shape) -> SavedTensor:
         found = list(name_mappings(self.model_type, self.config, name, shape))
-        if self._find(found[0].name) is None and name.split(".", 2)[-1] in FUSED_EXPERT_WEIGHTS:
+        if self._find(found[0].name) is None and _in_layer(name) in FUSED_EXPERT_WEIGHTS:
             fused = list(name_mappings(self.model_type, self.config, name, shape, fused=True))
             found = fused if self._find(fused[0].name) is not None else found
         parts, dtypes = [], set()
@@ -270,14 +279,21 @@ class TransformersReader(CheckpointReader):
         """Return {parameter that files may repeat: the parameter it is tied to}."""
         family = CONVERSIONS[self.model_type]
         head, table = (family.model_weights[f"{each}.weight"] for each in ("output_layer", "word_embedding"))
-        return {**family.tied_weights, **({head: table} if self.config.tie_embeddings else {})}
+        found = {**family.tied_weights, **({head: table} if self.config.tie_embeddings else {})}
+        for prefix in _mtp_prefixes(self.model_type, self.config):
+            found |= {f"{prefix}{copy}": family.model_weights[own] for own, copy in MTP_COPIES.items()}
+        return found
 
     def _check_tied(self, path: Path) -> None:
         """Raise ValueError if a tied parameter is stored with other values, which would be lost."""
+        prefixes = tuple(_mtp_prefixes(self.model_type, self.config))
         for name, first in self._tied().items():
             again, stored = self._find(name), self._find(first)
+            reason = f"though {CONFIG} ties them"
+            if name.startswith(prefixes):
+                reason = "which MTP modules use; --ignore num_nextn_predict_layers leaves the modules out"
             if again and stored and not _same_bytes(path, again, stored):
-                raise ValueError(f"{path}: {name} is not {first}, though {CONFIG} ties them")
+                raise ValueError(f"{path}: {name} is not {first}, {reason}")
 
     @torch.no_grad()
     def _read_items(self, file: str, wanted: Sequence[Any], planner: Any) -> None:
@@ -301,10 +317,25 @@ class TransformersReader(CheckpointReader):
                 planner.commit_tensor(item, out)
 
 
-def _further_layers(model_type: str, content: Mapping[str, Any], num_layers: int) -> range:
-    """Return the layer numbers of multi-token-prediction modules, which follow the model's own layers."""
-    read = CONVERSIONS[model_type].read_keys
-    names = [name for name in ("num_nextn_predict_layers", "num_mtp_layers") if name in read]
+def _in_layer(name: str) -> str:
+    """Return the name of our parameter in its layer."""
+    return name.rpartition("layers.")[2].partition(".")[2]
+
+
+def _mtp_prefixes(model_type: str, config: GPTConfig) -> Iterator[str]:
+    """Yield the prefix of their tensors of each MTP module."""
+    for depth in range(config.mtp_depth):
+        yield f"{CONVERSIONS[model_type].layers}.{config.num_layers + depth}."
+
+
+def _further_layers(model_type: str, content: Mapping[str, Any], config: GPTConfig) -> range:
+    """Return the layer numbers of MTP modules that are left out: `ignored`, or of a kind that has none."""
+    family = CONVERSIONS[model_type]
+    num_layers = config.num_layers
+    if config.mtp_depth:
+        return range(num_layers, num_layers)
+    known = {*family.read_keys, *family.fields}
+    names = [name for name in ("num_nextn_predict_layers", "num_mtp_layers") if name in known]
     further = max((optional_int(content, name, 0) or 0 for name in names), default=0)
     return range(num_layers, num_layers + min(further, MAX_LAYERS))
 
@@ -338,7 +369,7 @@ def export_weights(
 
     Args:
         checkpoint: the directory of the checkpoint.
-        config: the model.
+        config: the model. MTP modules are left out if files of its family have none.
         out: the directory to write; an existing one is replaced.
         check: called with the staging directory before it is renamed to `out`; may add files. If it raises,
             nothing is left.
@@ -354,6 +385,8 @@ def export_weights(
         >>> export_weights(Path("runs/gpt/checkpoints/step-1000"), config, Path("gpt-hf"))
     """
     reader, model_type = CheckpointReader(checkpoint), family_of(config)
+    if not CONVERSIONS[model_type].mtp_weights:
+        config = replace(config, mtp_depth=0)
     theirs = _their_tensors(reader, model_type, config)
     specs = [NamedTensorSpec(name, DTYPES[dtype], shape) for name, (dtype, shape, _) in theirs.items()]
     staging = out.with_name(f"{out.name}.staging")
@@ -394,10 +427,13 @@ def _their_tensors(
         if tensor is None or tensor.shape != shape:
             theirs = "nothing" if tensor is None else list(tensor.shape)
             raise ValueError(f"{reader.directory}: {name} is {theirs}, the model has {list(shape)}")
+        copies = [""]
+        if name in MTP_COPIES:
+            copies += [f"{prefix}{MTP_COPIES[name]}" for prefix in _mtp_prefixes(model_type, config)]
         for mapping in name_mappings(model_type, config, name, shape):
-            found.setdefault(mapping.name, (tensor.dtype, mapping.shape, []))[2].append(
-                (f"model/{name}", mapping)
-            )
+            for each in (copy or mapping.name for copy in copies):
+                _, _, sources = found.setdefault(each, (tensor.dtype, mapping.shape, []))
+                sources.append((f"model/{name}", mapping))
     return found
 
 

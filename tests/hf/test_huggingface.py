@@ -116,11 +116,11 @@ CONFIGS["bert"] = GPTConfig(activation="gelu", bert=BertConfig(post_norm=True))
 SMALL = {"num_layers": 2, "hidden_size": 16, "num_heads": 4, "num_kv_heads": None, "vocab_size": 131}
 
 
-def written(name, path):
+def written(name, path, config=None):
     """A directory of transformers as fastmp writes it, of random numbers, without that package."""
     from fastmp.hf.weight_io import name_mappings, own_tensors
 
-    config = replace(CONFIGS[name], **SMALL, max_seq_len=32)
+    config = replace(config or CONFIGS[name], **SMALL, max_seq_len=32)
     generator, tensors = torch.Generator().manual_seed(3), {}
     for ours, shape in own_tensors(config).items():
         for link in name_mappings(name, config, ours, shape):
@@ -178,17 +178,55 @@ def test_experts_of_a_layer_may_be_in_one_tensor(tmp_path):
         assert torch.equal(*(reader.tensor(name) for reader in readers)), name
 
 
-def test_modules_for_further_tokens_are_left_out(tmp_path):
-    """As DeepSeek-V3 is published: layers behind the last one, as many as config.json says."""
-    _, tensors = written("deepseek_v3", tmp_path / "model")
-    further = {"eh_proj.weight": torch.zeros(16, 32), "self_attn.o_proj.weight": torch.zeros(16, 20)}
-    more = {f"model.layers.2.{name}": tensor for name, tensor in further.items()}
-    save_file(tensors | more, tmp_path / "model" / "model.safetensors")
-    with pytest.raises(ValueError, match=r"unexpected 'model.layers.*', which deepseek_v3 has not"):
-        TransformersReader(tmp_path / "model")
-    edit(tmp_path / "model" / "config.json", num_nextn_predict_layers=1)
+def with_modules(path):
+    """DeepSeek-V3 with an MTP module, as it is published: with copies of both vocabulary matrices."""
+    _, tensors = written("deepseek_v3", path, replace(CONFIGS["deepseek_v3"], mtp_depth=1))
+    copies = {"embed_tokens.weight": "model.embed_tokens.weight", "shared_head.head.weight": "lm_head.weight"}
+    tensors |= {f"model.layers.2.{copy}": tensors[name].clone() for copy, name in copies.items()}
+    save_file(tensors, path / "model.safetensors")
+    return tensors
+
+
+def test_mtp_modules_come_and_go(tmp_path):
+    tensors = with_modules(tmp_path / "model")
+    assert main(["import", str(tmp_path / "model"), "--no-verify"]) == 0
+    assert load_recipe(tmp_path / "model-fastmp" / "recipe.toml").model.mtp_depth == 1
     reader = TransformersReader(tmp_path / "model")
-    assert reader.config.num_layers == 2 and not any("eh_proj" in name for name in reader.manifest.tensors)
+    model = GPT(reader.config)
+    load_weights(reader, reader.config, [model], ParallelGroups.alone())
+    (module,) = model.mtp
+    assert torch.equal(module.proj.weight, tensors["model.layers.2.eh_proj.weight"])
+    assert torch.equal(module.final_norm.weight, tensors["model.layers.2.shared_head.norm.weight"])
+    (layer,) = module.layers
+    assert torch.equal(layer.moe.experts.fc2[3], tensors["model.layers.2.mlp.experts.3.down_proj.weight"])
+    assert main(["export", str(tmp_path / "model-fastmp"), str(tmp_path / "again"), "--no-verify"]) == 0
+    again = files_of(tmp_path / "again")
+    assert again.keys() == tensors.keys()
+    assert all(torch.equal(again[each], tensor) for each, tensor in tensors.items())
+
+
+def test_mtp_modules_that_files_lack_or_that_have_other_embeddings(tmp_path):
+    written("deepseek_v3", tmp_path / "without")
+    edit(tmp_path / "without" / "config.json", num_nextn_predict_layers=1)  # as transformers writes it
+    assert TransformersReader(tmp_path / "without").config.mtp_depth == 0
+    tensors = with_modules(tmp_path / "model")
+    file = tmp_path / "model" / "model.safetensors"
+    save_file(tensors | {"model.layers.2.embed_tokens.weight": torch.zeros(131, 16)}, file)
+    with pytest.raises(
+        ValueError, match=r"model.layers.2.embed_tokens.weight is not model.*--ignore num_nextn"
+    ):
+        TransformersReader(tmp_path / "model")
+    left_out = TransformersReader(tmp_path / "model", ignored=["num_nextn_predict_layers"])
+    assert left_out.config.mtp_depth == 0 and not any("mtp" in name for name in left_out.manifest.tensors)
+    save_file({name: each for name, each in tensors.items() if "hnorm" not in name}, file)
+    with pytest.raises(ValueError, match=r"model.layers.2.hnorm.weight is missing, which deepseek_v3 has"):
+        TransformersReader(tmp_path / "model")
+
+
+def test_a_family_without_modules_leaves_them_out():
+    config = replace(CONFIGS["llama"], **SMALL, max_seq_len=32, mtp_depth=2)
+    assert family_of(config) == family_of(replace(config, mtp_depth=0))
+    assert family_of(replace(CONFIGS["deepseek_v3"], **SMALL, mtp_depth=1)) == "deepseek_v3"
 
 
 def test_early_files_of_bert_have_other_names_and_more_in_them(tmp_path):

@@ -69,6 +69,8 @@ class Conversion:
         moe: constants of the recipe's [model.moe]; None: a family without experts.
         bert: constants of the recipe's [model.bert]; None: a decoder.
         latent: the family has latent attention.
+        mtp_weights: parameters of an MTP module beside those of its layer; it has the name of a layer after
+            the last. Empty: files of this family have no such modules.
         supported: {key of config.json: the values that fastmp computes}; the first one is written.
         tied_weights: {parameter that files may repeat: the parameter it is tied to}.
         transposed_linears: linear layers are stored as (in, out).
@@ -92,6 +94,7 @@ class Conversion:
     moe: Mapping[str, Any] | None = None
     bert: Mapping[str, Any] | None = None
     latent: bool = False
+    mtp_weights: Mapping[str, str] = field(default_factory=dict)
     supported: Mapping[str, Sequence[Any]] = field(default_factory=dict)
     tied_weights: Mapping[str, str] = field(default_factory=dict)
     transposed_linears: bool = False

@@ -28,10 +28,10 @@ _LATENT_FIELDS = {
 _FIELDS = {
     name: field for name, field in llama_like.FIELDS.items() if name != "num_key_value_heads"
 } | _LATENT_FIELDS
-# sizes that others imply; modules for further tokens, which the model itself does without; a loss of training
+# sizes that others imply; losses of training
 _IMPLIED = (
     *("num_key_value_heads", "head_dim", "qk_head_dim"),
-    *("num_nextn_predict_layers", "num_mtp_layers", "ep_size", "seq_aux", "aux_loss_alpha"),
+    *("num_mtp_layers", "ep_size", "seq_aux", "aux_loss_alpha"),
 )
 
 
@@ -68,4 +68,4 @@ def read(content: Mapping[str, Any], model: dict[str, Any]) -> None:
 def write(config: GPTConfig) -> dict[str, Any]:
     """Return the keys of shared experts, and those that other keys imply."""
     found = llama_like.write_shared_experts(config)
-    return found | {"num_key_value_heads": config.num_heads, "num_nextn_predict_layers": 0}
+    return found | {"num_key_value_heads": config.num_heads}

@@ -19,7 +19,9 @@ _ATTENTION_PLAN: TPTable = {
 
 CONVERSION = deepseek_like.conversion(
     "DeepseekV3ForCausalLM",
-    fields={
+    mtp_weights=llama_like.MTP_WEIGHTS,
+    fields=llama_like.MTP_FIELDS
+    | {
         "rope_interleave": Field("rope_interleaved", True),
         "norm_topk_prob": Field("moe.normalize_topk", True),
         "routed_scaling_factor": Field("moe.routed_scale", 2.5),

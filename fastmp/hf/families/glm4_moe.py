@@ -13,7 +13,6 @@ from fastmp.hf.patches import PartlyRotatedAttention
 def _write(config: GPTConfig) -> dict[str, Any]:
     return llama_like.write_shared_experts(config) | {
         "partial_rotary_factor": config.rotary_fraction,  # which is a half where it is absent
-        "num_nextn_predict_layers": 0,
     }
 
 
@@ -26,7 +25,9 @@ FAMILY = Family(
         | llama_like.EXPERT_WEIGHTS
         | llama_like.SHARED_EXPERT_WEIGHTS
         | {"moe.router.expert_bias": "mlp.gate.e_score_correction_bias"},
+        mtp_weights=llama_like.MTP_WEIGHTS,
         fields=llama_like.HEAD_DIM
+        | llama_like.MTP_FIELDS
         | llama_like.GROUPED_EXPERT_FIELDS
         | {
             "num_key_value_heads": Field("num_kv_heads", 8),
@@ -39,7 +40,7 @@ FAMILY = Family(
         aux_loss=None,
         partial_rotary=True,
         defaults={"partial_rotary_factor": 0.5, "n_shared_experts": 1, "first_k_dense_replace": 1},
-        read_keys=("num_nextn_predict_layers", "num_mtp_layers"),
+        read_keys=("num_mtp_layers",),
         read=llama_like.read_shared_experts,
         write=_write,
     ),

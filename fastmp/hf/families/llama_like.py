@@ -54,6 +54,18 @@ SHARED_EXPERT_WEIGHTS = {
     ),
     "moe.shared_experts.mlp.down.weight": "mlp.shared_experts.down_proj.weight",
 }
+MTP_WEIGHTS = {
+    "embedding_norm.weight": "enorm.weight",
+    "hidden_norm.weight": "hnorm.weight",
+    "proj.weight": "eh_proj.weight",
+    "final_norm.weight": "shared_head.norm.weight",
+}
+# copies that files have of the weights that MTP modules share with the model
+MTP_COPIES = {
+    "word_embedding.weight": "embed_tokens.weight",
+    "output_layer.weight": "shared_head.head.weight",
+}
+MTP_FIELDS = {"num_nextn_predict_layers": Field("mtp_depth", 0)}
 GATED = {"silu": "swiglu", "gelu_pytorch_tanh": "geglu", "gelu_new": "geglu", "gelu": "geglu_erf"}
 FIELDS = {
     "vocab_size": Field("vocab_size"),
