@@ -79,9 +79,14 @@ class RopeScaling(Checked):
         """The kind and the values that it uses."""
         return {name: getattr(self, name) for name in ("kind", "factor", *_USED[self.kind])}
 
+    @property
+    def by_length(self) -> bool:
+        """True if the frequencies depend on the length of the sequence."""
+        return self.kind in ("dynamic", "longrope")
+
     def extends(self, length: int) -> bool:
         """Return True if a sequence of `length` tokens has other frequencies than short ones have."""
-        return self.kind in ("dynamic", "longrope") and length > self.original_max_seq_len
+        return self.by_length and length > self.original_max_seq_len
 
     def _problems(self) -> Iterator[str]:
         yield from self._not_positive("original_max_seq_len", "low_freq_factor", "beta_slow")

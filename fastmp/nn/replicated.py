@@ -153,7 +153,8 @@ class RotaryPositions(GroupModule):
     multiplies both tables by a factor:
 
     - "longrope" has two tables, (2, max_seq_len, D / 2), for short sequences and for long ones.
-    - "dynamic" has the table of short sequences; the angles of longer ones are computed at each call.
+    - "dynamic" has two as well, for short sequences and for those of max_seq_len tokens; the angles of
+      lengths between them are computed at each call.
 
     The length S * CP selects on the host. Given positions select on the device, by the largest of the batch.
 
@@ -178,21 +179,21 @@ class RotaryPositions(GroupModule):
             return positions.once((self, self.cos.dtype), lambda: self._at(positions))
         whole = length * group_size(self.cp_group)
         tables = self.cos, self.sin
-        if self.scaling is not None and self.scaling.kind == "longrope":
+        if self.scaling is not None and self.scaling.by_length:
             which = int(self.scaling.extends(whole))
-            tables = self.cos[which], self.sin[which]
-        elif self.scaling is not None and self.scaling.extends(whole):
-            tables = self._angles(whole, whole, self.cos)
+            if which and self.scaling.kind == "dynamic" and whole != self.length:
+                tables = self._angles(whole, whole, self.cos)
+            else:
+                tables = self.cos[which], self.sin[which]
         cos, sin = (cut_sequence(table[:whole], self.cp_group, dim=0) for table in tables)
         return cos, sin
 
     def _at(self, positions: Positions) -> tuple[torch.Tensor, torch.Tensor]:
         position_ids_SB = cut_sequence(positions.position_ids_BT, self.cp_group).t()
-        kind = None if self.scaling is None else self.scaling.kind
-        if self.scaling is None or kind not in ("dynamic", "longrope"):
+        if self.scaling is None or not self.scaling.by_length:
             return self.cos[position_ids_SB], self.sin[position_ids_SB]
         length = positions.position_ids_BT.amax() + 1
-        if kind == "dynamic":
+        if self.scaling.kind == "dynamic":
             return self._angles(position_ids_SB, length, self.cos)
         long = length > self.scaling.original_max_seq_len
         (short_cos, long_cos), (short_sin, long_sin) = (
@@ -201,11 +202,10 @@ class RotaryPositions(GroupModule):
         return torch.where(long, long_cos, short_cos), torch.where(long, long_sin, short_sin)
 
     def _tables(self, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        if self.scaling is None or self.scaling.kind != "longrope":
+        if self.scaling is None or not self.scaling.by_length:
             return self._angles(self.length, 0, like)
-        short, long = (
-            self._angles(self.length, length, like) for length in (0, self.scaling.original_max_seq_len + 1)
-        )
+        longest = max(self.length, self.scaling.original_max_seq_len + 1)
+        short, long = (self._angles(self.length, length, like) for length in (0, longest))
         return torch.stack((short[0], long[0])), torch.stack((short[1], long[1]))
 
     def _angles(

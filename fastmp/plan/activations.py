@@ -64,7 +64,9 @@ def attention(shapes: Shapes) -> int:
 def _rotary_tables(shapes: Shapes) -> int:
     """Return the cos and sin that a layer keeps unless they are views of the model's tables."""
     scaling, cp = shapes.model.rope_scaling, shapes.grid.cp
-    computed = scaling is not None and scaling.kind == "dynamic" and scaling.extends(cp * shapes.length)
+    length = cp * shapes.length
+    computed = scaling is not None and scaling.kind == "dynamic" and scaling.extends(length)
+    computed = computed and length != shapes.model.max_seq_len  # of which the model has a table
     if shapes.model.position != "rope" or (cp == 1 and not computed):
         return 0
     return shapes.length * shapes.model.attention.rope_size * _STATISTIC

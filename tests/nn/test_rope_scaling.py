@@ -90,7 +90,7 @@ SMALL: dict[str, Any] = {"factor": 4.0, "original_max_seq_len": 8}
 def test_given_positions_have_the_angles_of_the_longest(scaling):
     """A batch whose largest position is p has the angles of a sequence of p + 1 tokens, cut from it."""
     rotary = RotaryPositions(replace(QWEN, rope_scaling=scaling, max_seq_len=20)).double()
-    for length in (5, 8, 9, 13):
+    for length in (5, 8, 9, 13, 20):
         table = rotary(length)
         own = scaled_frequencies(scaling, frequencies(rotary), base=QWEN.rope_base, length=length)
         angles = torch.arange(length, dtype=torch.float64)[:, None] * own
@@ -99,6 +99,15 @@ def test_given_positions_have_the_angles_of_the_longest(scaling):
         ids_BT = torch.tensor([[0, 1, 2, 0], [0, 1, 2, length - 1]])
         for given, whole in zip(rotary(4, Positions(ids_BT)), table, strict=True):
             torch.testing.assert_close(given, whole[ids_BT.t()], **close)
+
+
+def test_layers_share_the_angles_of_full_sequences():
+    """Views of a table: nothing is computed, and autograd keeps nothing more."""
+    rotary = RotaryPositions(replace(QWEN, rope_scaling=RopeScaling("dynamic", **SMALL), max_seq_len=20))
+    for length, shared in ((8, True), (13, False), (20, True)):
+        tables = [table for _ in range(2) for table in rotary(length)]
+        own = {table.untyped_storage().data_ptr() for table in tables}
+        assert (own <= {buffer.untyped_storage().data_ptr() for buffer in rotary.buffers()}) == shared
 
 
 def frequencies(rotary):

@@ -82,6 +82,9 @@ MODELS = {
     "gpt2, experts": replace(GPT2, moe=BALANCED),
     "llama": LLAMA,
     "llama, dynamic": replace(LLAMA, rope_scaling=RopeScaling("dynamic", original_max_seq_len=32)),
+    "llama, dynamic, not full": replace(
+        LLAMA, max_seq_len=96, rope_scaling=RopeScaling("dynamic", original_max_seq_len=32)
+    ),
     "llama, half turned": replace(LLAMA, rotary_fraction=0.5),
     "qwen": replace(LLAMA, qk_norm=True, moe=BALANCED),
     "shared": replace(LLAMA, moe=SHARED),
