@@ -106,14 +106,20 @@ def fp8_copies(recipe: Recipe, shapes: Shapes, rank: int) -> int:
     fp8 = recipe.train.fp8()
     if fp8 is None:
         return 0
-    facts, total = rank_parameters(recipe, shapes, rank), 0
-    for buffer in rank_buffers(recipe, shapes, rank):
-        sizes = [facts[name].size for name in buffer.layout.ranges if facts[name].fp8]
+    total = 0
+    for buffer, sizes in fp8_buffers(recipe, shapes, rank):
         if buffer.gathers_fp8:
             total += buffer.layout.size + sum(sizes) + fp8.scale_bytes(buffer.num_tiles)
         else:
             total += sum(map(fp8.weight_bytes, sizes))
     return total
+
+
+def fp8_buffers(recipe: Recipe, shapes: Shapes, rank: int) -> Iterator[tuple[Buffer, list[int]]]:
+    """Yield the flat buffers of a rank, each with the sizes of those weights that have FP8 copies."""
+    facts = rank_parameters(recipe, shapes, rank)
+    for buffer in rank_buffers(recipe, shapes, rank):
+        yield buffer, [facts[name].size for name in buffer.layout.ranges if facts[name].fp8]
 
 
 def layer_size(shapes: Shapes, layer: int) -> int:

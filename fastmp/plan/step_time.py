@@ -37,7 +37,7 @@ from fastmp.plan.kernels import ATTENTION, FASTMP, GEMMS, LAUNCH, Gemm, Kernels,
 from fastmp.plan.layout import make_schedule
 from fastmp.plan.links import Link, link
 from fastmp.plan.memory import grad_bytes, state_bytes
-from fastmp.plan.parameters import rank_buffers, rank_parameters, stage_kinds
+from fastmp.plan.parameters import fp8_buffers, rank_buffers, rank_parameters, stage_kinds
 from fastmp.plan.shapes import Shapes, shapes_of
 
 FORWARD, REPEATED, INPUT, WEIGHT = "forward", "recomputation", "backward of inputs", "backward of weights"
@@ -472,9 +472,9 @@ def _end_of_step(
 
 def _moved_by_copies(recipe: Recipe, shapes: Shapes, rank: int) -> float:
     """Return the bytes that the making of FP8 copies of weights reads and writes in a step."""
-    facts, each, moved = rank_parameters(recipe, shapes, rank), shapes.itemsize, 0.0
-    for buffer in rank_buffers(recipe, shapes, rank):
-        size = sum(facts[name].size for name in buffer.layout.ranges if facts[name].fp8)
+    each, moved = shapes.itemsize, 0.0
+    for buffer, sizes in fp8_buffers(recipe, shapes, rank):
+        size = sum(sizes)
         if buffer.gathers_fp8:
             # Of the shard: magnitudes, two products in float32, the cast, its mask, a copy.
             moved += size / buffer.layout.num_ranks * (each + (each + 4) + 8 + 5 + 2 + 2)
