@@ -188,6 +188,8 @@ SYNONYMS = {
     "--window-attn-skip-freq": "--model.full-attention-layers",
     "--softmax-type": "--model.attention-sinks (for learnable)",
     "--bert-no-binary-head": "--model.bert.no-sentence-order",
+    "--mtp-num-layers": "--model.mtp-depth",
+    "--mtp-loss-scaling-factor": "--model.mtp-weight",
     # Mixture of experts
     "--num-experts": "--model.moe.num-experts",
     "--moe-ffn-hidden-size": "--model.moe.expert-ffn-hidden-size",
@@ -240,7 +242,7 @@ SYNONYMS = {
     **dict.fromkeys(
         (
             *("--data-parallel-sharding-strategy", "--fp4-format"),
-            *("--moe-router-force-load-balancing", "--mtp-num-layers"),
+            *("--moe-router-force-load-balancing",),
             *("--optimizer-cpu-offload", "--rampup-batch-size", "--squared-relu"),
             *("--use-megatron-fsdp", "--use-torch-fsdp2", "--eod-mask-loss"),
         ),

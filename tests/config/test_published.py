@@ -85,6 +85,7 @@ OTHERS = {
             "num_layers": 61, "hidden_size": 7168, "num_heads": 128, "ffn_hidden_size": 18432,
             "vocab_size": 129280, "max_seq_len": 4096, "layernorm_epsilon": 1e-6, "init_std": 0.006,
             "activation": "swiglu", "norm": "rmsnorm", "tie_embeddings": False, "dense_layers": [0, 1, 2],
+            "mtp_depth": 1, "mtp_weight": 0.3,
         },
         "model.latent": {
             "kv_rank": 512, "q_rank": 1536, "nope_size": 128, "rope_size": 64, "value_size": 128,

@@ -208,12 +208,16 @@ def test_sizes_of_known_models(capsys, name, parameters, active):
     model, keys = recipe.model, (recipe.data.seq_len + 1) / 2
     # 6 FLOPs a token and parameter of a product (norms and the input table are none), 6 a layer, key and
     # hidden unit of the heads' keys and values for attention, of which a causal one sees half.
-    norms = (2 * model.num_layers + 1) * model.hidden_size
-    norms += model.num_layers * sum(width for _, width in model.attention.norms)
-    biases = model.num_layers * sum(each.outputs for each in model.attention.projections if each.bias)
-    products = active - model.vocab_size * model.hidden_size - norms - biases
+    layers, hidden = model.num_layers + model.mtp_depth, model.hidden_size
+    norms = (2 * layers + 1) * hidden
+    norms += layers * sum(width for _, width in model.attention.norms)
+    biases = layers * sum(each.outputs for each in model.attention.projections if each.bias)
+    products = active - model.vocab_size * hidden - norms - biases
+    if model.mtp_depth:  # one more layer of the last kind, a projection of two inputs, the output layer
+        longer = replace(model, num_layers=layers, mtp_depth=0)
+        products += num_parameters(longer, active=True) - active + 2 * hidden**2 + model.vocab_size * hidden
     widths = model.attention.query_size + model.attention.value_size
-    attention = 6 * model.num_layers * model.num_heads * widths * keys
+    attention = 6 * layers * model.num_heads * widths * keys
     assert facts["model_flops"] == pytest.approx(tokens * (6 * products + attention), rel=1e-12)
 
 
