@@ -136,7 +136,7 @@ def test_formulas_of_schedules_are_what_is_simulated(forward, inputs, weights):
         if cell.schedule.pp <= 8 and cell.schedule.num_microbatches <= 32:
             run = cell.run
             assert max(run.peak_activations) == cell.peak
-            assert run.bubble == pytest.approx(cell.bubble), cell.schedule
+            assert cell.bubble is None or run.bubble == pytest.approx(cell.bubble), cell.schedule
 
 
 def test_pictures_of_pages_are_there_and_small():

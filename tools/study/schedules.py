@@ -22,7 +22,8 @@ from tools.study.page import parser, table, write
 PIPELINES, CHUNKS, MICROBATCHES = (4, 8, 16), (1, 2, 4), (1, 2, 4, 8, 16)  # the last in units of the ranks
 _EQUAL = (1.0, 1.0, 1.0)
 _COSTS = {"1 + 1 + 1": Costs(*_EQUAL), "1 + 2 + 1": Costs(1.0, 2.0, 1.0), "messages 0.05": Costs(p2p=0.05)}
-_DRAWN = (("1f1b", 1), ("1f1b", 2), ("zero_bubble", 1))
+_DRAWN = (("1f1b", 1), ("1f1b", 2), ("zero_bubble", 1), ("dualpipe_v", 2))
+_HIDDEN = Costs(*_EQUAL, hidden=1.0)  # of a forward that overlaps a backward
 
 
 @dataclass(frozen=True)
@@ -34,17 +35,25 @@ class Cell:
 
     @property
     def run(self) -> Simulation:
-        return simulate(self.schedule.orders(), self.costs)
+        pairs, placement = self.schedule.all_pairs(), self.schedule.placement
+        return simulate(self.schedule.orders(), self.costs, pairs=pairs, placement=placement)
 
     @property
-    def bubble(self) -> float:
-        """Return idle time over work by formula, for free messages and as many microbatches as ranks."""
+    def bubble(self) -> float | None:
+        """Return idle time over work by formula, for free messages and as many microbatches as ranks.
+
+        That of DualPipeV is of equal times and twice as many microbatches; None for others.
+        """
         forward, inputs, weights = (
             float(each)  # type: ignore[arg-type]
             for each in (self.costs.forward, self.costs.backward_input, self.costs.backward_weight)
         )
         whole, pp = forward + inputs + weights, self.schedule.pp
         idle = max(forward, inputs, forward + inputs - weights) if self.schedule.splits_backwards else whole
+        if self.schedule.name == "dualpipe_v":
+            if not (forward == inputs == weights and self.schedule.num_microbatches >= 2 * pp):
+                return None
+            idle = forward
         return (pp - 1) * idle / (self.schedule.num_microbatches * self.schedule.vpp * whole)
 
     @property
@@ -52,6 +61,8 @@ class Cell:
         """Return the peak number of chunk activations on a rank, by formula."""
         pp, vpp = self.schedule.pp, self.schedule.vpp
         every = self.schedule.num_microbatches * vpp
+        if self.schedule.name == "dualpipe_v":
+            return min(2 * pp + 1, every)
         if self.schedule.splits_backwards or vpp == 1:
             return min(pp + (vpp - 1) * pp, every)
         return min(2 * (pp - 1) + (vpp - 1) * pp + 1, every)
@@ -102,10 +113,11 @@ microbatches pass through pp ranks of v chunks each.
 | `1f1b`, v = 1 | (pp - 1) / m | pp |
 | `1f1b`, v > 1 (interleaved) | (pp - 1) / (m v) | 2 (pp - 1) + (v - 1) pp + 1 |
 | `zero_bubble` | (pp - 1) max(F, I, F + I - W) / (m v (F + I + W)) | v pp |
+| `dualpipe_v`, v = 2, m >= 2 pp | (pp - 1) / (6 m) for F = I = W | 2 pp + 1 |
 
 A chunk has 1 / (pp v) of the layers. The first rank of 1F1B therefore holds the activations of one
 microbatch of the whole model, for any m; interleaving holds up to 1.5 times as much, zero bubble no more
-than 1F1B.
+than 1F1B. DualPipeV holds one chunk more, and idles as little as zero bubble if all times are equal.
 
 ![idle time over microbatches](schedules-bubbles.png)
 
@@ -116,6 +128,15 @@ Idle time in percent of the work, for F = I = W = 1 (**equal**) and I = 2 (**rec
 activations of the whole model for one microbatch.
 
 {table(_header(), [*_rows()])}
+## With EP communication overlap
+
+A forward that [overlaps a backward](../pipeline.md#ep-communication-overlap) hides the all-to-alls of both:
+here F = I = W = 1, and the two take 2 in place of 3. The table has the time of a step over the work of a rank
+without overlap, m v (F + I + W), the share of forwards that overlap, and memory as above. Zero bubble has no
+overlap. DualPipeV overlaps fewer forwards, because it splits the backwards at both ends of a step, and is
+faster: its bubble is smaller.
+
+{table(["pp", "m", *_overlap_header()], [*_overlap_rows()])}
 ## Orders
 
 {timelines}
@@ -158,15 +179,34 @@ def _rows() -> Iterator[list[str]]:
         yield [
             f"`{own.name}`",
             *(str(size) for size in (own.pp, own.vpp, own.num_microbatches)),
-            *(f"{share:.2%}" for share in shares),
+            *("-" if share is None else f"{share:.2%}" for share in shares),
             *(f"{number / (own.pp * own.vpp):.3g}" for number in held),
         ]
 
 
+def _overlap_header() -> list[str]:
+    return [
+        f"{name}{what}" for name in ("1F1B, v = 2", "DualPipeV") for what in ("", ": overlaps", ": memory")
+    ]
+
+
+def _overlap_rows() -> Iterator[list[str]]:
+    for pp in PIPELINES:
+        for times in (2, 4, 8):
+            row = [str(pp), str(pp * times)]
+            for name in ("1f1b", "dualpipe_v"):
+                cell = Cell(Schedule(pp, pp * times, 2, name=name, overlap=True), _HIDDEN)
+                forwards = 2 * pp * pp * times
+                overlaps = sum(map(len, cell.schedule.all_pairs())) / forwards
+                held = max(cell.run.peak_activations) / (2 * pp)
+                row += [f"{cell.run.makespan / (6 * pp * times):.1%}", f"{overlaps:.0%}", f"{held:.3g}"]
+            yield row
+
+
 def _model_rows() -> Iterator[list[str]]:
     run = next(run for run in published.a100_runs() if run.name == "145.6 B")
-    for name in SCHEDULES:
-        for vpp in (1, 2, 5, 10):
+    for name, spec in SCHEDULES.items():
+        for vpp in (1, 2, 5, 10) if spec.vpp is None else (spec.vpp,):
             layout = replace(run.recipe.parallel, vpp=vpp, schedule=name)
             took = step_time(replace(run.recipe, parallel=layout), run.gpus, GPUS["a100"], FUSED)
             microbatches = run.recipe.train.global_batch_size * layout.tp * layout.pp // run.gpus
@@ -180,6 +220,6 @@ def _picture(name: str, vpp: int) -> str:
 
 def _draw(name: str, vpp: int, out: Path) -> None:
     schedule = Schedule(4, 8, vpp, name=name)
-    run = simulate(schedule.orders(), Costs(*(each / vpp for each in _EQUAL)))
+    run = Cell(schedule, Costs(*(each / vpp for each in _EQUAL))).run
     title = f"{name}, pp 4, vpp {vpp}, 8 microbatches: bubble {run.bubble:.3g}"
     draw_timeline([run.timeline(rank) for rank in range(4)], out, title=title)

@@ -11,7 +11,7 @@ from typing import Any
 from fastmp.plan.schedule_plot import INK
 from tools.study.scaling_plot import COLOURS, figure, plain
 
-_LINES = {"1f1b": "-", "zero_bubble": "--"}
+_LINES = {"1f1b": "-", "zero_bubble": "--", "dualpipe_v": ":"}
 
 
 def draw_bubbles(cells: Sequence[Any], out: Path) -> None:
@@ -49,5 +49,5 @@ def draw_bubbles(cells: Sequence[Any], out: Path) -> None:
     plain(memory, f"fullest of {pipelines[-1]} ranks")
     memory.set_xlabel("activations, in those of a model", color=INK, fontsize=9)
     lines_of = panels[0].get_legend_handles_labels()
-    made.legend(*lines_of, loc="outside lower center", ncols=6, frameon=False, fontsize=8)
+    made.legend(*lines_of, loc="outside lower center", ncols=7, frameon=False, fontsize=8)
     made.savefig(out)
