@@ -25,7 +25,7 @@ MIXTURE = GPTConfig(
 CONFIGS = {
     "deepseek_v3": replace(
         MIXTURE,
-        **{"tie_embeddings": False, "rope_interleaved": True, "dense_layers": (0,)},
+        **{"tie_embeddings": False, "rope_interleaved": True, "dense_layers": (0,), "mtp_depth": 1},
         latent=LatentConfig(kv_rank=36, q_rank=20, nope_size=12, rope_size=4, value_size=10),
         moe=MoEConfig(
             **{"num_experts": 4, "expert_ffn_hidden_size": 40, "shared_expert_ffn_hidden_size": 40},
@@ -42,7 +42,7 @@ CONFIGS = {
     ),
 }
 FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic"}
-PLAIN = re.compile(r"embed|lm_head|norm|mlp\.gate\.|router")  # which files keep in BF16
+PLAIN = re.compile(r"embed|_head|norm|mlp\.gate\.|router")  # which files keep in BF16
 
 
 def quantised(family, path, block=(128, 128)):
