@@ -6,8 +6,8 @@
   bytes with two e2m1 numbers each, the first in the low four bits, beside `NAME_scales` (experts, rows,
   columns / 32), exponents of two plus 127. Rows are output features: the transpose of transformers' weight.
 
-Products with scales are made in float32, where they are exact (MXFP4) or rounded once (FP8), and rounded to
-the dtype of the model. MXFP4 numbers are exact in BF16.
+Products of FP8 with its factors are made in float32 and rounded to the dtype of the model. Those of MXFP4
+are exact in BF16.
 """
 
 from __future__ import annotations
@@ -29,10 +29,9 @@ __all__ = ["QuantizedTensor", "find_quantized"]
 _GROUP = 32  # MXFP4 numbers of a scale
 _SCALES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}  # of FP8
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-_SIGNED = torch.tensor([*_E2M1, *(-value for value in _E2M1)])
-_PAIRS = torch.stack(
-    [_SIGNED.repeat(16), _SIGNED.repeat_interleave(16)], -1
-)  # (256, 2): both numbers of a byte
+_SIGNED = torch.tensor([*_E2M1, *(-value for value in _E2M1)], dtype=torch.bfloat16, device="cpu")
+# both numbers of each byte as the bits of an int32, (256,), which one index_select reads
+_PAIRS = torch.stack([_SIGNED.repeat(16), _SIGNED.repeat_interleave(16)], -1).view(torch.int32).flatten()
 
 
 class QuantizedTensor(NamedTuple):
@@ -54,7 +53,7 @@ class QuantizedTensor(NamedTuple):
         return len(self.values.shape) > len(self.shape)
 
     def read(self, path: Path, chunk: TensorChunk) -> Tensor:
-        """Return the numbers of `chunk` in float32, from the files in the directory `path`."""
+        """Return the numbers of `chunk` in float32 (MXFP4: BF16), from the files in the directory `path`."""
         blocks = _scales_of(chunk, self.block)
         dtype = torch.uint8 if self.mxfp4 else _SCALES[self.scales.dtype]
         scales = self._part(path, self.scales, blocks, dtype)
@@ -64,7 +63,7 @@ class QuantizedTensor(NamedTuple):
         groups = TensorChunk((*blocks.offsets, 0), (*blocks.sizes, _GROUP // 2))
         packed = self._part(path, self.values, groups, torch.uint8)
         first = chunk.offsets[-1] % _GROUP
-        out = torch.empty(chunk.sizes)
+        out = torch.empty(chunk.sizes, dtype=torch.bfloat16)
         for own, codes, exponents in zip(out, packed, scales, strict=True):  # an expert at a time
             own.copy_(_from_mxfp4(codes, exponents)[:, first : first + chunk.sizes[-1]])
         return out
@@ -97,9 +96,11 @@ def _scale_blocks(values: Tensor, scales: Tensor, chunk: TensorChunk, block: tup
 
 
 def _from_mxfp4(codes: Tensor, exponents: Tensor) -> Tensor:
-    """Return the numbers (rows, columns) of bytes (rows, groups, 16) and biased exponents (rows, groups)."""
-    numbers = _PAIRS.index_select(0, codes.flatten().int()).view(*exponents.shape, _GROUP)
-    return torch.ldexp(numbers, exponents.int()[..., None] - 127).flatten(-2)
+    """Return BF16 numbers (rows, columns) of bytes (rows, groups, 16) and biased exponents (rows, groups)."""
+    pairs = _PAIRS.index_select(0, codes.flatten().int())
+    numbers = pairs.view(torch.bfloat16).view(*exponents.shape, _GROUP)
+    numbers *= (exponents - 127.0).exp2().bfloat16()[..., None]
+    return numbers.flatten(-2)
 
 
 def find_quantized(

@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from fastmp.apps.hf import main
 from fastmp.config import GPTConfig, LatentConfig, MoEConfig
 from fastmp.hf.config_json import to_transformers
+from fastmp.hf.quantized import _from_mxfp4
 from fastmp.hf.weight_io import TransformersReader, name_mappings, own_tensors
 from fastmp.training.checkpoint.storage import ShardedTensorRef
 
@@ -127,6 +128,17 @@ def test_files_in_low_precision_are_read_by_their_definition(family, block, dtyp
             if saved.dtype == "BF16" and family != "gpt_oss":
                 wanted = wanted.bfloat16().float()
             assert torch.equal(link.view(found[f"model/{ours}"][box]), wanted), ours
+
+
+@pytest.mark.parametrize("scale", [0, 1, 127, 251])
+def test_every_byte_is_exact_in_bf16(scale):
+    """Down to subnormal numbers."""
+    blocks = torch.arange(256, dtype=torch.uint8).view(1, 1, 16, 16)
+    scales = torch.full((1, 1, 16), scale, dtype=torch.uint8)
+    found, wanted = _from_mxfp4(blocks[0], scales[0]), mxfp4(blocks, scales)[0].t()
+    assert (
+        torch.equal(found.float(), wanted) and wanted.isfinite().all() and wanted[wanted != 0].numel() == 448
+    )
 
 
 @pytest.mark.parametrize(("family", "block"), [("deepseek_v3", (16, 32)), ("gpt_oss", None)])
