@@ -25,6 +25,7 @@ __all__ = [
     "make_schedule",
     "other_schedules",
     "problems",
+    "schedule_name",
 ]
 
 MAX_MICROBATCHES = 1 << 16  # schedules list them
@@ -71,6 +72,12 @@ def other_schedules(layout: ParallelConfig, num_microbatches: int) -> Iterator[P
             found := next((each for each in fitting if not _refused(each, num_microbatches)), None)
         ) is not None:
             yield found
+
+
+def schedule_name(schedule: str, overlap_experts: bool, microbatch_group_size: int | None) -> str:
+    """Return the schedule with its options, as reports name it."""
+    groups = f" in groups of {microbatch_group_size}" if microbatch_group_size else ""
+    return schedule + " with overlap" * overlap_experts + groups
 
 
 def fewest_ranks(layout: ParallelConfig) -> int:

@@ -20,7 +20,7 @@ from fastmp.plan import traffic
 from fastmp.plan.activations import layer_input, layer_parts
 from fastmp.plan.expert_load import MeasuredLoad
 from fastmp.plan.flops import hardware_flops
-from fastmp.plan.layout import make_schedule, other_schedules, problems
+from fastmp.plan.layout import make_schedule, other_schedules, problems, schedule_name
 from fastmp.plan.memory import memory
 from fastmp.plan.parameters import stage_layers
 from fastmp.plan.shapes import Shapes, shapes_of
@@ -141,6 +141,7 @@ def recipe_facts(recipe: Recipe, world_size: int, measured: MeasuredLoad | None 
         * flops_per_token(model, recipe.data.seq_len, causal=True, predicted=recipe.data.predicted),
         "recompute": layout.recompute,
         "schedule": layout.schedule,
+        "microbatch_group_size": layout.microbatch_group_size,
         "overlap_experts": layout.overlap_experts,
         "chunks": layout.vpp,
         "dense_layers": len(model.dense_layers),
@@ -238,13 +239,11 @@ def _describe_others(facts: dict[str, Any]) -> Iterator[str]:
         return
     ranks = facts["ranks"]
     own = {key: facts[key] for key in ("schedule", "bubble")}
-    own |= {"microbatch_group_size": None, "overlap_experts": facts["overlap_experts"]}
+    own |= {key: facts[key] for key in ("microbatch_group_size", "overlap_experts")}
     own |= {key: max(rank[key] for rank in ranks) for key in ("peak_in_flight", "total")}
     rows = []
     for each in (own, *facts["others"]):
-        group = each["microbatch_group_size"]
-        name = each["schedule"] + " with overlap" * each["overlap_experts"]
-        name += f" in groups of {group}" if group else ""
+        name = schedule_name(*(each[key] for key in ("schedule", "overlap_experts", "microbatch_group_size")))
         rows.append(
             [name, f"{each['bubble']:.3g}", f"{each['peak_in_flight']}", f"{each['total'] / 2**30:.2f}"]
         )

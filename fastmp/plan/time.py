@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
-from fastmp.config import Recipe
+from fastmp.config import ParallelConfig, Recipe
 from fastmp.plan.hardware import GPUS
-from fastmp.plan.layout import make_schedule
+from fastmp.plan.layout import make_schedule, other_schedules, schedule_name
 from fastmp.plan.memory import memory
 from fastmp.plan.resources import fitting_recipe, recipe_parser, table
 from fastmp.plan.shapes import shapes_of
@@ -41,6 +42,11 @@ def time_facts(recipe: Recipe, world_size: int, hardware: str) -> dict[str, Any]
     gpu, shapes = GPUS[hardware], shapes_of(recipe, world_size)
     found = step_time(recipe, world_size, gpu)
     orders = make_schedule(recipe.parallel, shapes.num_microbatches).orders()
+    others = []
+    if recipe.parallel.schedule != ParallelConfig().schedule:
+        for layout in other_schedules(recipe.parallel, shapes.num_microbatches):
+            other = step_time(replace(recipe, parallel=layout), world_size, gpu)
+            others.append({"schedule": name_of(layout), "seconds": other.seconds, "bubble": other.bubble})
     parts: dict[str, dict[str, float]] = {}
     for (phase, what), took in found.parts.items():
         parts.setdefault(what, {})[phase] = took
@@ -55,10 +61,17 @@ def time_facts(recipe: Recipe, world_size: int, hardware: str) -> dict[str, Any]
         "tokens_per_second": found.tokens_per_second,
         "mfu": found.mfu,
         "bubble": found.bubble,
+        "schedule": name_of(recipe.parallel),
+        "others": others,
         "memory": max(each.total for each in memory(recipe, shapes, orders)),
         "capacity": gpu.capacity,
         "parts": parts,
     }
+
+
+def name_of(layout: ParallelConfig) -> str:
+    """Return the schedule of a layout with its options."""
+    return schedule_name(layout.schedule, layout.overlap_experts, layout.microbatch_group_size)
 
 
 def describe_time(facts: dict[str, Any]) -> Iterator[str]:
@@ -74,6 +87,9 @@ def describe_time(facts: dict[str, Any]) -> Iterator[str]:
     )
     fits = "fits into" if held < capacity else "does not fit into"
     yield f"memory    {held:.1f} GiB of the fullest rank, as far as it is counted, {fits} {capacity:.1f} GiB"
+    if facts["others"]:
+        for label, each in zip(("schedule", *[""] * len(facts["others"])), (facts, *facts["others"])):
+            yield f"{label:<10}{each['schedule']}: {each['seconds']:.3g} s, bubble {each['bubble']:.1%}"
     yield ""
     yield "seconds of the pipeline rank that works longest"
     phases = [FORWARD, REPEATED, INPUT, WEIGHT, ONCE]

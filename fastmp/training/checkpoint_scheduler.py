@@ -45,6 +45,7 @@ class CheckpointScheduler:
         scaler: LossScaler | None,
         rng: RngTracker | None,
         device: torch.device,
+        placement: str,
         after: Callable[[Path, int], str] | None,
     ) -> None:
         self.config, self._optimizer, self._device = config, optimizer, device
@@ -60,7 +61,14 @@ class CheckpointScheduler:
             **described(getattr(chunks[0], "config", None)),
         )
         self.state = TrainingState(
-            chunks, grads, optimizer, groups=groups, scaler=scaler, rng=rng, device=device
+            chunks,
+            grads,
+            optimizer,
+            groups=groups,
+            scaler=scaler,
+            rng=rng,
+            device=device,
+            placement=placement,
         )
         self._log: TrainLog | None = None  # that of the last call
         self._begun = -1  # the step of the last save, finished or not

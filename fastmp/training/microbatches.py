@@ -151,6 +151,7 @@ class SingleStageRunner:
         self.model, self.loss_fn, self.chunks, self.overlap = model, loss_fn, [model], overlap
         self._microbatch: Callable[[Batch], tuple] = lambda batch: self.loss_fn(self.model, batch)
         self.evaluated: Evaluated = self._evaluated
+        self.placement = "looped"
 
     def order(self, num_microbatches: int) -> Sequence[Step]:
         """Return the steps of this rank in training."""
@@ -274,6 +275,7 @@ class PipelineRunner:
             placement=schedule.placement,
         )
         self.evaluated: Evaluated = self._evaluated
+        self.placement = schedule.placement
         self._rows: list[range] | None = None  # of every stage in the counts of the whole model
         self._shape = (0, 0)
 

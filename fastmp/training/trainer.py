@@ -208,6 +208,7 @@ class Trainer:
             scaler=self.scaler,
             rng=rng,
             device=self.device,
+            placement=self.runner.placement,
             after=after_save,
         )
         self.step = 0

@@ -93,6 +93,29 @@ def test_gradients_are_as_without(device, frozen):
     assert all(torch.equal(a, b) and a.any() for a, b in zip(grads, plain, strict=True))
 
 
+def test_a_split_backward_leaves_wgrad_to_a_second_call():
+    """The gradient of the input comes with the first call, those of weights in GEMMs with the second."""
+    found = []
+    for split in (False, True):
+        torch.manual_seed(3)
+        chain = LayerChain([Layer(), Layer()]).to(torch.float64)
+        layers, x = (
+            overlap.OverlappedLayers([chain]),
+            torch.ones(5, 8, dtype=torch.float64, requires_grad=True),
+        )
+        with layers.forward((0, 0)):
+            out, *aux = chain(x, scale=0.5)
+        (out.square().sum() + sum(aux)).backward()
+        if split:
+            layers.backward((0, 0), split=True)
+            assert x.grad is not None and layers._live
+            assert all(layer.second.weight.grad is None for layer in chain)  # `there` is in an exchange
+        layers.backward((0, 0))
+        assert not layers._live
+        found.append([x.grad, *(param.grad for param in chain.parameters())])
+    assert all(torch.equal(a, b) and a.any() for a, b in zip(*found, strict=True))
+
+
 def test_autograd_leaves_each_stream_alone(monkeypatch):
     """Autograd runs a node on the stream on which it was made, which waits for those behind the node.
 

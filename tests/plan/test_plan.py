@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -175,6 +176,31 @@ def test_ranks_of_a_pipeline_that_hold_the_same_share_a_line(capsys, tmp_path):
     assert [rank["peak_in_flight"] for rank in facts["ranks"]] == [23, 21, 19, 17, 15, 13, 11, 9]
     assert f"bubble {facts['bubble']:.3g} of the work" in shown
     assert facts["fullest"] in (0, 7) and set(facts["ranks"][3]["sent"]) == {"tp", "pp", "dp-cp"}
+
+
+def test_dualpipe_v_is_shown_beside_the_other_schedules(capsys):
+    """Of DeepSeek-V3 on 2,048 GPUs, in less than a second; rank 0 has the embedding and the output layer."""
+    layers = ["1", *["2"] * 30, "0"]
+    options = ["--world-size", "2048", "--vpp", "2", "--parallel.schedule", "dualpipe_v"]
+    options += ["--parallel.stage-layers", *layers]
+    file, began = str(CONFIGS / "deepseek-v3.toml"), time.process_time()
+    shown = run(capsys, "recipe", file, *options)
+    assert time.process_time() - began < 1.0
+    facts = json.loads(run(capsys, "recipe", file, *options, "--json"))
+    assert [rank["layers"] for rank in facts["ranks"]] == [[1, 0], *[[2, 2]] * 15]
+    assert {rank["peak_in_flight"] for rank in facts["ranks"]} == {33}
+    assert facts["ranks"][0]["loss"] > 0 == facts["ranks"][15]["loss"]
+    interleaved, zero_bubble = facts["others"]
+    assert (interleaved["schedule"], interleaved["microbatch_group_size"]) == ("1f1b", 20)  # 120 microbatches
+    assert zero_bubble["schedule"] == "zero_bubble"
+    assert zero_bubble["bubble"] < facts["bubble"] < interleaved["bubble"]
+    assert facts["ranks"][facts["fullest"]]["total"] < zero_bubble["total"]
+    for name in ("dualpipe_v  ", "1f1b in groups of 20", "zero_bubble in groups of 20"):
+        assert f"\n  {name}" in shown
+    took = json.loads(run(capsys, "time", file, *options, "--json"))
+    assert [other["schedule"].partition(" ")[0] for other in took["others"]] == ["1f1b", "zero_bubble"]
+    assert all(0.9 < took["seconds"] / other["seconds"] < 1.1 for other in took["others"])
+    assert "schedule  dualpipe_v: " in run(capsys, "time", file, *options)
 
 
 def test_sizes_of_gpt_oss():

@@ -34,6 +34,7 @@ from fastmp.nn.stages import gpt_stages
 from fastmp.optim.lr_schedule import learning_rate
 from fastmp.optim.named_params import named_parameters
 from fastmp.pipeline.runner import PipelineError
+from fastmp.pipeline.schedule import Schedule
 from fastmp.testing.parallel import count_collectives, late_gathers
 from fastmp.testing.ranks import RankError, run_ranks
 from fastmp.training.checkpoint.diff import differences
@@ -291,7 +292,8 @@ def four_parts():
     return [nn.Sequential(nn.Linear(6, 6, dtype=torch.float64), nn.Tanh()) for _ in range(4)]
 
 
-def test_stages_of_ones_own(tmp_path):
+@pytest.mark.parametrize("schedule", ["1f1b", "dualpipe_v"])
+def test_stages_of_ones_own(tmp_path, schedule):
     """Plain modules whose chunks have the same names train as the whole does, and are saved under two."""
     config = TrainConfig(steps=4, global_batch_size=16, eval_interval=0, run_dir=str(tmp_path))
     whole = Trainer(
@@ -305,14 +307,18 @@ def test_stages_of_ones_own(tmp_path):
 
     def rank_main(rank, world_size):
         groups = make_groups(world_size, pp=2)
-        functions = PipelineLoss(inputs=lambda batch: batch["x"], loss=squares)
+        functions = PipelineLoss(inputs=lambda batch: batch["x"], loss=squares, schedule=schedule)
         options = {"optimizer": OPTIMIZER, "groups": groups}
-        trainer = Trainer(four_parts()[rank::2], Numbers(), functions, config, **options)
+        stages = Schedule(2, 4, 2, name=schedule).stages
+        trainer = Trainer(stages.of_rank(four_parts(), rank), Numbers(), functions, config, **options)
         names = list(trainer.grads.parameters)
         result = [trainer.train_step().loss.item() for _ in range(4)], trainer.evaluate()
         trainer.save()
-        again = Trainer(four_parts()[rank::2], Numbers(), functions, config, **options)
+        again = Trainer(stages.of_rank(four_parts(), rank), Numbers(), functions, config, **options)
         assert again.resume() and again.evaluate() == result[1]
+        other = replace(functions, schedule="zero_bubble" if schedule == "dualpipe_v" else "dualpipe_v")
+        with pytest.raises(ValueError, match="stages-"):  # its stages have other ranks
+            Trainer(four_parts()[2 * rank : 2 * rank + 2], Numbers(), other, config, **options).resume()
         return names, result
 
     for names, (losses, evaluation) in run_ranks(rank_main, 2):

@@ -52,6 +52,7 @@ class TrainingState:
         scaler: LossScaler | None,
         rng: RngTracker | None,
         device: torch.device,
+        placement: str = "looped",
     ) -> None:
         self._chunks, self._optimizer, self._groups = chunks, optimizer, groups
         self._scaler, self._rng, self._device = scaler, rng, device
@@ -59,7 +60,8 @@ class TrainingState:
             name: piece.param_range for flat in grads.flats for name, piece in flat.pieces.items()
         }
         self._in_pieces = frozenset(grads.gathered_in_fp8)
-        self._prefix = _prefix_of_stages([*named_parameters(chunks), *named_buffers(chunks)], groups.pp)
+        named = [*named_parameters(chunks), *named_buffers(chunks)]
+        self._prefix = _prefix_of_stages(named, groups.pp, placement)
         self._offered = _offered(named_parameters(chunks), groups, grads.shard)
 
     def to_save(self) -> dict[str, ShardedTensorRef]:
@@ -237,14 +239,20 @@ def _shards_of(
     return ShardedTensorRef(shape, param.dtype if dtype is None else dtype, shards)
 
 
-def _prefix_of_stages(named: Iterable[tuple[str, Tensor]], group: dist.ProcessGroup | None) -> str:
+def _prefix_of_stages(
+    named: Iterable[tuple[str, Tensor]], group: dist.ProcessGroup | None, placement: str
+) -> str:
     """Return the prefix that makes names of this rank's stages names of the whole model.
 
     It is "" if no two pipeline ranks use the same name, except for parameters that they share. Otherwise the
-    stages of each rank are a model of their own, and the prefix names the rank.
+    stages of each rank are a model of their own, and the prefix names the rank, and a placement other than
+    "looped", which gives it other stages.
     """
     own = {name: parallel_attributes(tensor).pipeline_shared for name, tensor in named}
     alone = [
         name for names in gather_objects(own, group) for name, is_shared in names.items() if not is_shared
     ]
-    return "" if len(set(alone)) == len(alone) else f"stages-{group_rank(group)}-of-{group_size(group)}."
+    if len(set(alone)) == len(alone):
+        return ""
+    kind = "" if placement == "looped" else f"{placement}-"
+    return f"{kind}stages-{group_rank(group)}-of-{group_size(group)}."
