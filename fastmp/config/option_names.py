@@ -99,7 +99,7 @@ SYNONYMS = {
     "--delay-wgrad-compute": "--parallel.overlap-experts or --parallel.schedule zero_bubble",
     "--recompute-activations": "--parallel.recompute",
     "--recompute-granularity": "--parallel.recompute",
-    "--recompute-modules": "--parallel.recompute (whole layers)",
+    "--recompute-modules": "--parallel.recompute (whole layers), or --parallel.recompute-kv (mla_up_proj)",
     **dict.fromkeys(
         ("--recompute-method", "--recompute-num-layers"),
         "leave it out, --parallel.recompute applies to every layer",

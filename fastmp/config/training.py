@@ -71,6 +71,11 @@ class ParallelConfig(Checked):
     shard_recompute_input: bool = option(
         False, "shard the inputs that recompute keeps over the tp ranks [distribute saved activations]"
     )
+    recompute_kv: bool = option(
+        False,
+        "latent attention: keep latents only, and project keys and values of all heads up again in backward "
+        "[recompute mla_up_proj]",
+    )
 
     @property
     def placement(self) -> str:

@@ -21,9 +21,12 @@ P rope_size, K nope_size, D = K + P width of queries and keys, V value_size.
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from fastmp.config import GPTConfig, RopeScaling
@@ -33,9 +36,10 @@ from fastmp.nn.documents import Documents
 from fastmp.nn.init import normal, residual_normal
 from fastmp.nn.kv_cache import KeyValueCache
 from fastmp.nn.placement import Placement
+from fastmp.nn.recompute import remade
 from fastmp.nn.replicated import Linear, RMSNorm, RotaryPositions
 from fastmp.ops import rope
-from fastmp.ops.attention import attend
+from fastmp.ops.attention import attend, pads_values
 from fastmp.tensor_parallel.context import join_sequence
 from fastmp.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
@@ -111,6 +115,7 @@ class LatentAttention(CoreAttention):
         self.q_norm = None if q_rank is None else norm(q_rank)
         self.kv_norm = norm(kv_rank)
         self.rotary = RotaryPositions(config, on) if rotary is None else rotary
+        self.recompute_kv = on.recompute_kv
 
     def forward(
         self,
@@ -143,19 +148,36 @@ class LatentAttention(CoreAttention):
             (held_B1TE,) = cache.append(self, held)
             if cache.positions is not None:
                 return self.proj(self._absorbed(q_SBND, held_B1TE, cache.seen(self.window)))
-        # 5. All-gather latents and shared keys over CP; project up: (T, B, C) -> (T, B, N * (K + V))
+        # 5. All-gather latents and shared keys over CP
         if group_size(self.cp_group) > 1:
             latent = join_sequence(self._whole(latent), self.cp_group, dim=0)
             shared_SB1P = copy_to_group(join_sequence(shared_SB1P, self.cp_group, dim=0), self.tp_group)
-        kv_TBNX = self.kv_up(latent).view(shared_SB1P.shape[0], B, self.num_heads, -1)
-        # 6. Keys of every head: its own part, and the shared one
-        shared_TBNP = shared_SB1P.expand(-1, -1, self.num_heads, -1)
+        # 6. Keys and values of every head, and attention, which may keep latents in their place
+        recomputes = self.recompute_kv and torch.is_grad_enabled()
+        special = group_size(self.cp_group) > 1 or self.window is not None or documents is not None
+        # Where values are made again, they are padded here, or attention would pad and keep a copy
+        project_up = partial(self._project_up, pads=recomputes and pads_values(latent, special))
+        k_TBND, v_TBNV = made = project_up(latent, shared_SB1P)
+        again = partial(project_up, latent.detach(), shared_SB1P.detach())
+        with remade(again, made) if recomputes else nullcontext():
+            q_BNSD, k_BNTD, v_BNTV = (x.permute(1, 2, 0, 3) for x in (q_SBND, k_TBND, v_TBNV))
+            context_SBNV = self.attend(q_BNSD, k_BNTD, v_BNTV, key_padding_mask_BT, documents)
+        # 7. Row-parallel projection: (S, B, N * V) -> (S, B, H), summed over TP
+        return self.proj(context_SBNV[..., : self.sizes.value_size].reshape(S, B, -1))
+
+    def _project_up(self, latent: Tensor, shared_TB1P: Tensor, *, pads: bool) -> tuple[Tensor, Tensor]:
+        """Return keys (T, B, N, D) and values (T, B, N, V) of every head from latents (T, B, C).
+
+        pads: make values as wide as keys.
+        """
+        T, B = shared_TB1P.shape[:2]
+        kv_TBNX = self.kv_up(latent).view(T, B, self.num_heads, -1)
+        shared_TBNP = shared_TB1P.expand(-1, -1, self.num_heads, -1)
         k_TBND = torch.cat((kv_TBNX[..., : self.sizes.nope_size], shared_TBNP), 3)
         v_TBNV = kv_TBNX[..., self.sizes.nope_size :]
-        q_BNSD, k_BNTD, v_BNTV = (x.permute(1, 2, 0, 3) for x in (q_SBND, k_TBND, v_TBNV))
-        context_SBNV = self.attend(q_BNSD, k_BNTD, v_BNTV, key_padding_mask_BT, documents)
-        # 7. Row-parallel projection: (S, B, N * V) -> (S, B, H), summed over TP
-        return self.proj(context_SBNV.reshape(S, B, -1))
+        if pads:
+            v_TBNV = F.pad(v_TBNV, (0, k_TBND.shape[3] - v_TBNV.shape[3]))
+        return k_TBND, v_TBNV
 
     def _shared_keys(self, keys: Tensor) -> Tensor:
         """Return all tokens' shared keys; each rank's heads have a part of their gradient."""

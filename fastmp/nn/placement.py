@@ -32,6 +32,7 @@ class Placement:
             communication, see `ColumnParallelLinear`; None: never.
         fp8: linear layers of attention and MLPs, and experts, multiply in FP8 by this recipe; None: in their
             dtype.
+        recompute_kv: latent attention keeps latents, and makes keys and values again in backward.
 
     Raises:
         ValueError: another `init`.
@@ -52,11 +53,13 @@ class Placement:
     dtype: torch.dtype | None = None
     overlap_rows: int | None = None
     fp8: Fp8Recipe | None = None
+    recompute_kv: bool = False
 
     @classmethod
     def of(cls, groups: ParallelGroups, layout: ParallelConfig, **options: Any) -> Placement:
         """Return the placement for the parallel layout `layout`. options: the other fields."""
         rows = layout.tp_overlap_rows if layout.tp_overlap else None
+        options = {"recompute_kv": layout.recompute_kv, **options}
         return cls(groups, layout.sequence_parallel, overlap_rows=rows, **options)
 
     def __post_init__(self) -> None:

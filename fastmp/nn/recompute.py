@@ -21,7 +21,7 @@ from fastmp.distributed.collectives import all_gather, group_rank, group_size
 from fastmp.distributed.rng import RngTracker, Seeds
 from fastmp.nn.segment import Tensors
 
-__all__ = ["is_recomputed", "once", "recompute"]
+__all__ = ["is_recomputed", "once", "recompute", "remade"]
 
 T = TypeVar("T")
 _forward = threading.local()  # `call`: how `once` calls a function in the forward that runs in this thread
@@ -58,6 +58,51 @@ def recompute(
         return checkpoint(function, hidden, *others, **options)
     shard = hidden.detach().reshape(size, -1)[group_rank(shard_over)].clone()
     return checkpoint(_Gathering(function, hidden, shard_over), shard, *others, **options)
+
+
+@contextmanager
+def remade(make: Callable[[], Tensors], tensors: Tensors) -> Iterator[None]:
+    """Let autograd keep no memory of `tensors` inside the context, but call `make()` for them in backward.
+
+    Views of the tensors are made again as views. All nodes that have saved one share the call, which runs
+    without gradients.
+
+    Args:
+        make: returns tensors with the values and strides of `tensors`.
+    """
+    places = {tensor.untyped_storage().data_ptr(): i for i, tensor in enumerate(tensors)}
+    own = _Remade(make)
+
+    def pack(saved: torch.Tensor) -> Any:
+        place = places.get(saved.untyped_storage().data_ptr())
+        if place is None:
+            return saved
+        own.left += 1
+        return place, saved.size(), saved.stride(), saved.storage_offset()
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, own.unpack):
+        yield
+
+
+class _Remade:
+    """Tensors that are made again when the first is asked for, and dropped after the last."""
+
+    def __init__(self, make: Callable[[], Tensors]) -> None:
+        self.make, self.left, self.asked = make, 0, 0
+        self.tensors: Tensors = ()
+
+    def unpack(self, saved: Any) -> torch.Tensor:
+        if isinstance(saved, torch.Tensor):
+            return saved
+        if not self.tensors:
+            with torch.no_grad():
+                self.tensors = self.make()
+        place, size, stride, offset = saved
+        found = self.tensors[place].as_strided(size, stride, offset)
+        self.asked += 1
+        if self.asked % self.left == 0:  # a retained graph asks again
+            self.tensors = ()
+        return found
 
 
 class _Gathering:

@@ -208,12 +208,20 @@ def attend(
         sinks = _checked_sinks(sinks, q_BNCD, mask)
     (C, D), (E, V) = q_BNCD.shape[2:], v_BGED.shape[2:]
     special = any(option is not None for option in (window, documents, sinks))
-    narrow = V < D and (not q_BNCD.is_cuda or C != E or special)
-    if narrow:  # only torch's own choice on a GPU knows narrower values, as latent attention has
+    narrow = V < D and pads_values(q_BNCD, special or C != E)
+    if narrow:
         v_BGED = F.pad(v_BGED, (0, D - V))
     tensors = q_BNCD, k_BGED, v_BGED
     output = _attend(*tensors, causal, window, mask, documents, sinks, dropout_p, scale)
     return output[..., :V] if narrow else output
+
+
+def pads_values(like: Tensor, special: bool) -> bool:
+    """Return True if values narrower than keys are padded: only torch's own choice on a GPU knows them.
+
+    special: windows, documents, sinks, or fewer queries than keys.
+    """
+    return special or not like.is_cuda
 
 
 def _attend(

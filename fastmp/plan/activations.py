@@ -87,7 +87,11 @@ def _latent_attention(shapes: Shapes, latent: LatentConfig) -> int:
     kept += shapes.operand((shapes.rows if cp == 1 else cp * tokens) * latent.kv_rank)
     # 3. Queries; keys of every head, joined; keys and values as projected; the output.
     each = tokens * shapes.heads * shapes.itemsize
-    kept += each * (spec.query_size * (1 + cp) + cp * (latent.nope_size + latent.value_size))
+    kept += each * spec.query_size
+    if shapes.recompute_kv:  # turned shared keys, from which keys are made again with the latents
+        kept += cp * tokens * latent.rope_size * shapes.itemsize
+    else:
+        kept += cp * each * (spec.query_size + latent.nope_size + latent.value_size)
     output = each * spec.value_size
     kept += _rotary_tables(shapes)
     if cp > 1:  # as two slices and as one tensor

@@ -41,6 +41,8 @@ def _layer(model: GPTConfig, recipe: Recipe, causal: bool) -> float:
     """Return the FLOPs of a token in a layer of this kind, forward and backward."""
     matrices, attention = layer_flops_per_token(model, recipe.data.seq_len, causal=causal)
     again = matrices + attention - not_repeated(model) if recipe.parallel.recompute else 0.0
+    if recipe.parallel.recompute_kv:
+        again += 2.0 * sum(each.elements for each in model.attention.projections if each.name == "kv_up")
     return 3 * matrices + (1 + _ATTENTION_BACKWARD) * attention + again
 
 

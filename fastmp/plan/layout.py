@@ -248,6 +248,13 @@ def _sequence_problems(recipe: Recipe) -> Iterator[Problem]:
             ("parallel.tp_overlap", "parallel.sequence_parallel"),
             "tp_overlap=True needs sequence_parallel=True, got sequence_parallel=False",
         )
+    if layout.recompute_kv and (recipe.model.latent is None or layout.recompute):
+        attention = "other" if recipe.model.latent is None else "latent"
+        yield Problem(
+            ("parallel.recompute_kv", "parallel.recompute"),
+            "recompute_kv=True needs latent attention and recompute=False, got "
+            f"{attention} attention and recompute={layout.recompute}",
+        )
     if not layout.shard_recompute_input:
         return
     elements = S // cp * recipe.data.micro_batch_size * recipe.model.hidden_size

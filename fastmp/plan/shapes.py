@@ -22,7 +22,8 @@ class Shapes:
     is its part of a sequence. `itemsize` is the bytes of a parameter and of an activation. `documents` are
     those of a microbatch whose documents are masked, as if each sample were one; else 0. `predicted` are the
     tokens of a microbatch whose logits this rank makes. With `fp8`, linear layers of attention, MLPs and
-    experts keep their inputs and a copy of their weights in FP8.
+    experts keep their inputs and a copy of their weights in FP8. With `recompute_kv`, latent attention keeps
+    latents in place of keys and values.
     """
 
     model: GPTConfig
@@ -37,6 +38,7 @@ class Shapes:
     documents: int = 0
     predicted: int = 0
     fp8: bool = False
+    recompute_kv: bool = False
 
     def of_layer(self, layer: int) -> Shapes:
         """Return the same for one layer: its model describes no experts where the layer is dense.
@@ -151,4 +153,5 @@ def shapes_of(recipe: Recipe, world_size: int) -> Shapes:
         documents=data.micro_batch_size if data.document_masking else 0,
         predicted=data.predicted // grid.cp * data.micro_batch_size,
         fp8=recipe.train.fp8() is not None,
+        recompute_kv=layout.recompute_kv,
     )

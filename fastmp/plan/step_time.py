@@ -212,6 +212,12 @@ def _layer(shapes: Shapes, links: _Links, kernels: Kernels, recompute: bool) -> 
             share, beside = 2 / 3, beside + inputs["GEMMs"] / 2
         backward["tp"] -= min(backward["tp"] * share, beside)
     inputs.add(backward)
+    if shapes.recompute_kv:
+        up = next(each for each in shapes.model.attention.projections if each.name == "kv_up")
+        gemm = Gemm(shapes.tokens * shapes.grid.cp, up.outputs // shapes.grid.tp, up.inputs, fp8=shapes.fp8)
+        repeated["GEMMs"] += gemm_time(gpu, gemm, itemsize)
+        keys = shapes.grid.cp * shapes.tokens * shapes.heads * shapes.model.attention.query_size * itemsize
+        repeated["other kernels"] += 2 * keys / _bandwidth(gpu, kernels) + LAUNCH
     if recompute:
         repeated.add(forward)
         repeated.add(_communication(shapes, links, sent.forward - sent.repeated, kernels.late), -1.0)

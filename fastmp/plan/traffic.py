@@ -117,6 +117,8 @@ def _latents(found: Traffic, shapes: Shapes, latent: LatentConfig) -> None:
     _column(found, shapes, latent.q_rank or shapes.model.hidden_size)
     if cp == 1:
         _column(found, shapes, latent.kv_rank)
+        if shapes.recompute_kv and sent:  # gathered once more
+            found.backward["tp"] += _ring(shapes.operand(shapes.tokens * latent.kv_rank), tp)
         keys = _ring(shapes.tokens * latent.rope_size * shapes.itemsize, tp)
         found.forward["tp"] += keys * sent
         found.repeated["tp"] += keys * sent

@@ -16,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from fastmp.config import GPTConfig, MoEConfig, RopeScaling
 from fastmp.config.recipe import load_recipe
-from fastmp.config.sizes import count_parameters
+from fastmp.config.sizes import count_parameters, mtp_parameters
 from fastmp.distributed.groups import ParallelGroups
 from fastmp.distributed.rng import RngTracker
 from fastmp.nn import GPT, Bert, Placement, flops_per_token, num_parameters, pad_vocab
@@ -84,7 +84,8 @@ def test_the_model_of_a_recipe_can_be_made(path):
     few = replace(config, num_layers=layers, full_attention_layers=())
     model = kind(few, Placement(device="meta", dtype=torch.bfloat16))
     padded = pad_vocab(config.vocab_size, 1)
-    assert sum(param.numel() for param in model.parameters()) == num_parameters(model.config, padded)
+    total = num_parameters(model.config, padded) + mtp_parameters(model.config).total
+    assert sum(param.numel() for param in model.parameters()) == total
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,10 @@ import deep_ep_stand_in
 import pytest
 import torch
 from marks import full
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from fastmp.config import (
@@ -32,6 +35,7 @@ from fastmp.distributed.groups import ParallelGroups
 from fastmp.distributed.rng import RngTracker
 from fastmp.nn import Bert, Placement, bert_stages, gpt_stages, sum_tied_gradients
 from fastmp.nn.gpt import GPTLosses
+from fastmp.nn.latent_attention import LatentAttention
 from fastmp.nn.mtp import FutureTokens
 from fastmp.ops.wgrad import WgradQueue, defer_wgrad
 from fastmp.optim.from_config import make_grads, make_optimizer
@@ -142,6 +146,7 @@ def make_stages(made, groups=ParallelGroups.alone()):
             rng=RngTracker(1, tp_rank=group_rank(groups.tp)),
             dtype=getattr(torch, made.train.dtype),
             fp8=made.train.fp8(),
+            recompute_kv=layout.recompute_kv,
         ),
         vpp=layout.vpp,
         layers=layout.stage_layers,
@@ -253,6 +258,46 @@ def test_bytes_that_autograd_keeps_in_fp8(name, dtype):
         del out
 
 
+class Allocated(TorchDispatchMode):
+    """The storages of all results of ops; `live` counts the bytes of those that still exist."""
+
+    def __init__(self):
+        super().__init__()
+        self.storages = {}
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        made = op(*args, **(kwargs or {}))
+        for tensor in filter(torch.is_tensor, tree_leaves(made)):
+            storage = tensor.untyped_storage()
+            self.storages[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+        return made
+
+    @property
+    def live(self):
+        return sum(nbytes for storage, nbytes in self.storages.values() if not storage.expired())
+
+
+@pytest.mark.parametrize("value_size", [32, pytest.param(16, marks=pytest.mark.full)])
+def test_bytes_of_latents_in_place_of_keys_and_values(value_size):
+    """What is made again in backward is gone after forward; gradients are bit for bit the same."""
+    model = replace(OF_LATENTS, latent=replace(LATENT, value_size=value_size))
+    held, planned, gradients = [], [], []
+    for again in (False, True):
+        shapes = shapes_of(recipe(model, recompute_kv=again), 1)
+        torch.manual_seed(0)
+        layer = LatentAttention(model, Placement(recompute_kv=again))
+        x = torch.randn(64, 2, 128, requires_grad=True)
+        with Allocated() as seen:
+            output, _ = layer(x)
+        held.append(seen.live)
+        planned.append(activations.attention(shapes))
+        output.square().sum().backward()
+        gradients.append([x.grad, *(parameter.grad for parameter in layer.parameters())])
+    assert all(map(torch.equal, *gradients))
+    head = 64 * 2 * model.num_heads * 4
+    assert held[0] - held[1] == planned[0] - planned[1] > head * 32
+
+
 @pytest.mark.parametrize("block", [32, 128])
 def test_bytes_of_fp8_copies(block):
     model = replace(
@@ -333,6 +378,7 @@ LAYOUTS = {
         recipe(FP8_MODEL, dp=2, train=FP8, optimizer=replace(CLASSIC, bucket_size=5000, bucket_unit=1)),
         2,
     ),
+    "latent, keys again": (recipe(MODELS["latent"], tp=2, sequence_parallel=True, recompute_kv=True), 1),
     "latent, tp": (recipe(MODELS["latent"], tp=2, dp=2), 2),
     "latent, tp, sp": (recipe(MODELS["latent"], tp=2, sequence_parallel=True), 1),
     "latent, cp": (recipe(MODELS["latent"], cp=2), 1),
@@ -512,6 +558,8 @@ def test_bytes_on_ranks(made, dp):
             planned += planned - sum(adamw[stage].values())
             total = sum(sum(sent.values()) for sent, *_ in results) / size
         assert total == pytest.approx(planned, rel=CLOSE), sent
+        if layout.recompute_kv:  # which keeps tensors out of sight
+            continue
         whole = held[stage].activations - ring  # where autograd keeps nothing
         if layout.recompute:  # what is kept while a layer runs again, a checkpoint hides
             layers = map(shapes.of_layer, range(made.model.num_layers))

@@ -43,11 +43,15 @@ LAYOUTS = {
     "ep": (2, {"ep": 2}),
     "etp": (2, {"etp": 2}),
     "recompute": (2, {"tp": 2, "recompute": True}),
+    "keys again": (1, {"recompute_kv": True}),
+    "keys again, tp, sp": (2, {"tp": 2, "sequence_parallel": True, "recompute_kv": True}),
+    "keys again, tp, sp, cp": (4, {"tp": 2, "cp": 2, "sequence_parallel": True, "recompute_kv": True}),
+    "keys again, pp": (2, {"pp": 2, "schedule": "zero_bubble", "recompute_kv": True}),
     "tp, cp": (4, {"tp": 2, "cp": 2}),
     "tp, sp, cp": (4, {"tp": 2, "cp": 2, "sequence_parallel": True}),
     "all": (8, {"tp": 2, "pp": 2, "ep": 2, "etp": 1, "sequence_parallel": True}),
 }
-QUICK = ("tp, sp, ep", "cp")
+QUICK = ("tp, sp, ep", "cp", "keys again")
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +81,7 @@ def test_every_layout_is_one_rank(one_rank, config, layout):
         return *run(trainer, STEPS), checksums(trainer)
 
     curve, counts, grads, *_ = one_rank[config]
-    results = run_ranks(rank_main, world, timeout=120)
+    results = [rank_main(0, 1)] if world == 1 else run_ranks(rank_main, world, timeout=120)
     check_replicas(bits for *_, bits in results)
     for mine, my_counts, my_grads, *_ in results:
         torch.testing.assert_close(torch.tensor(mine), torch.tensor(curve), rtol=0, atol=1e-10)
@@ -99,11 +103,17 @@ def graphs_case(rank, world, layout, graphs):
     [
         (2, {"tp": 2, "ep": 2, "etp": 1, "sequence_parallel": True}, None),
         *full([(1, {}, "full_step"), (2, {"cp": 2}, None), (2, {"pp": 2}, None)]),
+        (1, {"recompute_kv": True}, None),
+        *full([(1, {"recompute_kv": True}, "full_step"), (2, {"cp": 2, "recompute_kv": True}, "full")]),
     ],
 )
 def test_graphs_are_bitwise_eager(world, sizes, scope):
     graphs = GraphConfig(enabled=True, warmup=1, **({} if scope is None else {"scope": (scope,)}))
-    assert all(run_ranks(graphs_case, world, ParallelConfig(**sizes), graphs, timeout=120))
+    layout = ParallelConfig(**sizes)
+    if world == 1:
+        assert graphs_case(0, 1, layout, graphs)
+    else:
+        assert all(run_ranks(graphs_case, world, layout, graphs, timeout=120))
 
 
 def packed(groups, layout):
@@ -111,7 +121,10 @@ def packed(groups, layout):
     return [trainer.train_step().loss.item(), trainer.evaluate().loss]
 
 
-@pytest.mark.parametrize("sizes", [{"cp": 2}, *full([{"tp": 2, "sequence_parallel": True}])], ids=str)
+PACKED = [{"tp": 2, "sequence_parallel": True}, {"cp": 2, "recompute_kv": True}]
+
+
+@pytest.mark.parametrize("sizes", [{"cp": 2}, *full(PACKED)], ids=str)
 def test_packed_documents(sizes):
     layout = ParallelConfig(**sizes)
     want = packed(make_groups(1, ParallelConfig()), ParallelConfig())
