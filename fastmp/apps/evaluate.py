@@ -6,6 +6,7 @@ import json
 import zlib
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -125,7 +126,7 @@ def _evaluate(options: Namespace, runtime: Runtime) -> dict[str, Any]:
     journal = agree(world, partial(_journal, out, identity, runtime.rank))
     model = load_model(
         reader,
-        config,
+        replace(config, mtp_depth=0),  # modules that only training and drafting use
         groups,
         device=runtime.device,
         dtype=DTYPES[dtype],

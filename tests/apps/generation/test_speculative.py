@@ -7,9 +7,11 @@ from dataclasses import replace
 import pytest
 import torch
 from marks import full
+from trainer_tools import make_trainer
 
 from fastmp.apps.generation.batched import generate
-from fastmp.config import GPTConfig, LatentConfig, MoEConfig
+from fastmp.apps.generation.trained_models import load_model, open_weights
+from fastmp.config import CheckpointConfig, GPTConfig, LatentConfig, MoEConfig
 from fastmp.cuda_graphs.backends.recording import RecordingBackend
 from fastmp.distributed.grid import RankGrid
 from fastmp.distributed.groups import ParallelGroups
@@ -117,6 +119,19 @@ def on_ranks(rank, world, sizes, config):
 def test_layouts(name, sizes):
     want, _ = continued(make(CONFIGS[name]), temperature=0.0)
     assert run_ranks(on_ranks, 2, sizes, CONFIGS[name]) == [want, want]
+
+
+def test_a_checkpoint_with_modules_is_read_with_and_without(tmp_path):
+    trainer = make_trainer(config=CONFIG, checkpoint=CheckpointConfig(), run_dir=str(tmp_path))
+    reader, config = open_weights(str(trainer.save()), None, None)
+    assert config.mtp_depth == 2
+    found = []
+    for depth in (0, 2):
+        own = replace(config, mtp_depth=depth)
+        model = load_model(reader, own, ParallelGroups.alone(), dtype=torch.float64)
+        assert len(model.mtp) == depth
+        found.append(continued(model, temperature=0.0, speculative=depth > 0)[0])
+    assert found[0] == found[1]
 
 
 def test_mistakes():
