@@ -15,9 +15,13 @@ from fastmp.apps.hf import main
 from fastmp.config import DataConfig
 from fastmp.distributed.groups import ParallelGroups
 from fastmp.hf.config_json import from_transformers
-from fastmp.hf.weight_io import TransformersReader
+from fastmp.hf.weight_io import TransformersReader, export_weights
 from fastmp.nn import GPT, Placement
+from fastmp.optim.named_params import named_buffers, named_parameters
+from fastmp.training.checkpoint.checkpointer import Checkpointer, described
 from fastmp.training.checkpoint.model_weights import load_weights
+from fastmp.training.checkpoint.state import param_shards
+from fastmp.training.checkpoint.storage import ShardedTensorRef
 from fastmp.training.data.dataset import TokenDataset
 from fastmp.training.metrics import read_metrics
 
@@ -75,6 +79,55 @@ def test_the_loss_and_every_gradient_are_those_of_transformers(name, tmp_path, m
     for parameter_name, parameter in ours.named_parameters():
         grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
         assert (grad - wanted[parameter_name]).abs().max() <= 1e-9 * largest, parameter_name
+
+
+CURVES = ("llama", "qwen3_moe", "deepseek_v2", "deepseek_v3, yarn", "glm4_moe", "gpt_oss")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", CURVES)
+def test_forty_steps_are_those_of_transformers(name, tmp_path, monkeypatch):
+    """Every loss of both models under AdamW; after five steps, transformers loads what ours exports."""
+    theirs, ours = both(name, tmp_path / "model", monkeypatch)
+    optimizers = [
+        torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=3e-3, weight_decay=0.1)
+        for model in (theirs, ours)
+    ]
+    generator, curve = torch.Generator().manual_seed(5), []
+    for step in range(40):
+        tokens = torch.randint(20, (2, 20), generator=generator)  # of few tokens, to be learnt
+        with Float64():
+            expected = theirs(input_ids=tokens, labels=tokens).loss
+            expected.backward()
+        losses = ours.loss(tokens[:, :-1], tokens[:, 1:])
+        loss = (losses if ours.config.moe is None else losses.tokens).mean()
+        loss.backward()
+        assert loss.item() == pytest.approx(expected.item(), rel=1e-8), step
+        curve.append(loss.item())
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        if step == 4:
+            again = exported(ours, tmp_path)
+            with Float64(), torch.no_grad():
+                found, wanted = (model(input_ids=tokens).logits for model in (again, theirs.eval()))
+            assert (found - wanted).abs().max() < 1e-9
+            theirs.train()
+    assert curve[-1] < curve[0] - 1.0
+
+
+def exported(model, path):
+    """The model as transformers loads it from a checkpoint that is exported."""
+    alone = ParallelGroups.alone()
+    state = {f"model/{name}": param_shards(param, alone) for name, param in named_parameters([model])}
+    state |= {f"model/{name}": ShardedTensorRef.whole(buffer) for name, buffer in named_buffers([model])}
+    saved = Checkpointer(path / "ours", groups=alone, **described(model.config)).save(5, state, {})
+    found = export_weights(saved, model.config, path / "again")
+    with Float64():
+        made = transformers.AutoModelForCausalLM.from_pretrained(found, dtype=torch.float64)
+    if hasattr(made.config, "num_experts_per_tok"):
+        made.set_experts_implementation("eager")
+    return made.eval()
 
 
 @pytest.mark.full
