@@ -93,16 +93,15 @@ def test_gradients_are_as_without(device, frozen):
     assert all(torch.equal(a, b) and a.any() for a, b in zip(grads, plain, strict=True))
 
 
-def test_a_split_backward_leaves_wgrad_to_a_second_call():
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_a_split_backward_leaves_wgrad_to_a_second_call(device):
     """The gradient of the input comes with the first call, those of weights in GEMMs with the second."""
     found = []
     for split in (False, True):
         torch.manual_seed(3)
-        chain = LayerChain([Layer(), Layer()]).to(torch.float64)
-        layers, x = (
-            overlap.OverlappedLayers([chain]),
-            torch.ones(5, 8, dtype=torch.float64, requires_grad=True),
-        )
+        chain = LayerChain([Layer(), Layer()]).to(device, torch.float64)
+        layers = overlap.OverlappedLayers([chain])
+        x = torch.ones(5, 8, dtype=torch.float64, device=device, requires_grad=True)
         with layers.forward((0, 0)):
             out, *aux = chain(x, scale=0.5)
         (out.square().sum() + sum(aux)).backward()

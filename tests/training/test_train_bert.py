@@ -109,6 +109,7 @@ def check_layout(rank, world, name, expected, options):
                 ("post", 2, {"tp": 2, "sequence_parallel": True}),
                 ("pre", 4, {"tp": 2, "pp": 2, "schedule": "zero_bubble", "recompute": True}),
                 ("pre", 2, {}),
+                ("post", 2, {"pp": 2, "vpp": 2, "schedule": "dualpipe_v"}),
             ]
         ),
     ],

@@ -66,6 +66,7 @@ CASES = {
         case(MOE, ep=2, pp=2, schedule="zero_bubble"),
         case(MOE, cp=2, ep=2, tp=2, etp=1),
         case(LLAMA, pp=2, stage_layers=(0, 4)),
+        case(MOE, pp=2, vpp=2, ep=2, schedule="dualpipe_v"),
     ],
 }
 

@@ -38,6 +38,7 @@ LAYOUTS = {
     "etp": (2, {"etp": 2}),
     "cp": (2, {"cp": 2}),
     "pp, vpp": (2, {"pp": 2, "vpp": 2}),
+    "pp, on a v": (2, {"pp": 2, "vpp": 2, "schedule": "dualpipe_v"}),
     "recompute": (2, {"ep": 2, "recompute": True}),
     "tp, sp, zero bubble": (4, {"tp": 2, "pp": 2, "sequence_parallel": True, "schedule": "zero_bubble"}),
     "ep, etp": (4, {"ep": 2, "etp": 2}),

@@ -106,10 +106,10 @@ def test_a_pipeline_of_tensor_and_data_parallel_ranks():
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("vpp", [1, 2])
-def test_a_pipeline_of_ranks_that_run_two_microbatches_at_once(vpp):
+@pytest.mark.parametrize(("vpp", "schedule"), [(1, "1f1b"), (2, "1f1b"), (2, "dualpipe_v")])
+def test_a_pipeline_of_ranks_that_run_two_microbatches_at_once(vpp, schedule):
     config = replace(SHARED_MEMORY, num_layers=2 * vpp)
-    layout = ParallelConfig(ep=2, pp=2, vpp=vpp, overlap_experts=True)
+    layout = ParallelConfig(ep=2, pp=2, vpp=vpp, schedule=schedule, overlap_experts=True)
     run_ranks(ranks_case, 4, {"ep": 2, "pp": 2}, [(config, layout, BUCKETS)], timeout=180)
 
 

@@ -28,6 +28,7 @@ DENSE = replace(TIED, moe=None, dense_layers=())
 CONFIGS = {"experts": CONFIG, "tied, depth 2": TIED, "dense": DENSE}
 SIZES = {"global_batch_size": 2 * MICRO_BATCH}
 STEPS = 2
+ON_A_V = {"pp": 2, "vpp": 2, "stage_layers": (1, 1, 1, 0), "schedule": "dualpipe_v"}
 LAYOUTS = {
     "pp, own stage": (2, {"pp": 2, "stage_layers": (3, 0)}),
     "tp, sp, ep": (2, {"tp": 2, "ep": 2, "etp": 1, "sequence_parallel": True}),
@@ -37,7 +38,7 @@ LAYOUTS = {
     "ep": (2, {"ep": 2}),
     "pp, zero bubble": (2, {"pp": 2, "stage_layers": (2, 1), "schedule": "zero_bubble"}),
     "pp, vpp": (2, {"pp": 2, "vpp": 2, "stage_layers": (1, 1, 1, 0)}),
-    "pp, on a v": (2, {"pp": 2, "vpp": 2, "stage_layers": (1, 1, 1, 0), "schedule": "dualpipe_v"}),
+    "pp, on a v": (2, ON_A_V),
     "one rank, vpp": (1, {"vpp": 3}),
     "recompute": (2, {"tp": 2, "recompute": True}),
     "tp, sp, cp": (4, {"tp": 2, "cp": 2, "sequence_parallel": True}),
@@ -125,11 +126,12 @@ STASH = {"moe": {"dispatcher": "symmetric"}}
                 (2, {"ep": 2}, LAYERS, STASH),
                 (2, {"ep": 2}, None, {"overlap": True}),
                 (2, {"ep": 2}, LAYERS, {"overlap": True}),
+                (4, ON_A_V | {"ep": 2}, LAYERS, {"overlap": True}),
                 (2, {"ep": 2}, LAYERS, STASH | {"overlap": True}),
                 (2, {"pp": 2, "stage_layers": (3, 0)}, LAYERS, {}),
                 (2, {"pp": 2, "stage_layers": (2, 1), "schedule": "zero_bubble"}, LAYERS, {}),
                 (2, {"pp": 2, "vpp": 2, "stage_layers": (1, 1, 1, 0)}, FULL, {}),
-                (2, {"pp": 2, "vpp": 2, "stage_layers": (1, 1, 1, 0), "schedule": "dualpipe_v"}, FULL, {}),
+                (2, ON_A_V, FULL, {}),
                 (2, {"tp": 2, "recompute": True}, LAYERS, {}),
             ]
         ),

@@ -105,10 +105,12 @@ CASES = {
     "vpp": (4, ParallelConfig(pp=2, vpp=2, ep=2), LAYERS, False),
     "zero bubble": (4, ParallelConfig(pp=2, ep=2, schedule="zero_bubble"), LAYERS, False),
     "zero bubble, step": (4, ParallelConfig(pp=2, ep=2, schedule="zero_bubble"), STEP, False),
+    "on a v": (4, ParallelConfig(pp=2, vpp=2, ep=2, schedule="dualpipe_v"), LAYERS, False),
+    "on a v, overlap": (4, ParallelConfig(pp=2, vpp=2, ep=2, schedule="dualpipe_v"), LAYERS, True),
     "recompute": (2, ParallelConfig(ep=2, recompute=True), LAYERS, False),
 }
 QUICK = ("full_step", "zero bubble")
-FULL_SET = ("verified", "overlap, layers", "tp, sp", "vpp")
+FULL_SET = ("verified", "overlap, layers", "tp, sp", "vpp", "on a v, overlap")
 OTHERS = [name for name in CASES if name not in QUICK + FULL_SET]
 
 

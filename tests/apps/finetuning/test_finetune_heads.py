@@ -26,8 +26,9 @@ def run(trainer):
     """The losses and norms of three steps, and then the scores of the development set, where they are."""
     results = [trainer.train_step() for _ in range(3)]
     numbers = [(result.loss.item(), result.grad_norm.item(), result.num_tokens.item()) for result in results]
+    schedule = getattr(getattr(trainer.runner, "functions", None), "schedule", "1f1b")
     scores = score_samples(
-        trainer.runner.chunks, trainer.data, trainer.data.dev, trainer.groups, trainer.device
+        trainer.runner.chunks, trainer.data, trainer.data.dev, trainer.groups, trainer.device, schedule
     )
     return torch.tensor(numbers, dtype=torch.float64), scores
 
@@ -36,6 +37,9 @@ def run(trainer):
 def alone(head, config):
     """Made once in a process; ranks forked later find it."""
     return run(make_trainer(head, config))
+
+
+ON_A_V = {"pp": 2, "vpp": 2, "stage_layers": (1, 0, 1, 0), "schedule": "dualpipe_v"}
 
 
 def check_layout(rank, world, head, config, layout):
@@ -60,6 +64,7 @@ def check_layout(rank, world, head, config, layout):
                 (PRE, 2, {}),
                 (PRE, 2, {"pp": 2}),
                 (MODEL, 1, {"vpp": 2}),
+                (MODEL, 2, ON_A_V),
                 (MODEL, 4, {"pp": 2, "tp": 2}),
                 (PRE, 4, {"pp": 2}),
             )
