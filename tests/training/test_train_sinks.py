@@ -98,6 +98,22 @@ def test_graphs_are_bitwise_eager(world, sizes, scope):
     assert all(run_ranks(graphs_case, world, ParallelConfig(**sizes), graphs, timeout=120))
 
 
+def symmetric_case(rank, world, graphs):
+    layout = ParallelConfig(ep=2)
+    groups, small = make_groups(world, layout), replace(CONFIG, num_layers=2, full_attention_layers=(1,))
+    symmetric = replace(small, moe=replace(small.moe, dispatcher="symmetric", activation_stash=0.0))
+    eager, _ = run_graphed(None, groups, layout, small, 6)
+    found, manager = run_graphed(graphs, groups, layout, symmetric, 6)
+    assert len(eager) == len(found) and all(map(torch.equal, eager, found))
+    return manager.num_graphs
+
+
+@pytest.mark.full
+def test_biases_of_experts_in_symmetric_memory():
+    """In graphs of whole layers, bit for bit as by an all-to-all."""
+    assert all(run_ranks(symmetric_case, 2, GraphConfig(enabled=True, warmup=1), timeout=120))
+
+
 def packed(groups, layout):
     trainer = make_trainer(groups, layout, config=CONFIG, samples=PackedSamples)
     return [trainer.train_step().loss.item(), trainer.evaluate().loss]
