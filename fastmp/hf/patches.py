@@ -175,7 +175,7 @@ class GroupedRouter(ModulePatch):
     """Router of DeepSeek-V3: sigmoid scores, group-limited top-k, a bias that only affects the choice."""
 
     by = "fastmp.ops.topk_router"
-    needs = (
+    needs: tuple[str, ...] = (
         *("weight", "e_score_correction_bias", "top_k", "num_group", "topk_group"),
         *("norm_topk_prob", "routed_scaling_factor"),
     )
@@ -194,18 +194,38 @@ class GroupedRouter(ModulePatch):
     def forward(self: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         tokens = hidden_states.reshape(-1, hidden_states.shape[-1])
         logits = F.linear(tokens.float(), self.weight.float())
-        chosen = topk_router(
-            logits,
-            self.top_k,
-            score="sigmoid",
-            num_groups=self.num_group,
-            group_topk=self.topk_group,
-            expert_bias=self.e_score_correction_bias,
-            normalize=self.norm_topk_prob,
-            scale=self.routed_scaling_factor,
-            balance=False,
-        )
+        scale = self.routed_scaling_factor
+        chosen = topk_router(logits, self.top_k, scale=scale, balance=False, **self.routing())
         return logits, chosen.probs, chosen.indices.long()
+
+    def routing(self: Any) -> dict[str, Any]:
+        """Return the options of `topk_router` that families differ in."""
+        return {
+            "score": "sigmoid",
+            "num_groups": self.num_group,
+            "group_topk": self.topk_group,
+            "expert_bias": self.e_score_correction_bias,
+            "normalize": self.norm_topk_prob,
+        }
+
+
+class SoftmaxRouter(GroupedRouter):
+    """Router of DeepSeek-V2: softmax scores, top-k of all experts or of those in the best groups."""
+
+    needs = ("weight", "top_k", "topk_method", "num_group", "topk_group", "routed_scaling_factor")
+
+    @classmethod
+    def why_not(cls, module: Any) -> str | None:
+        if module.topk_method == "greedy":
+            return None
+        if module.topk_method != "group_limited_greedy":
+            return f"its topk_method is {module.topk_method}, which topk_router does not have"
+        return super().why_not(module)
+
+    def routing(self: Any) -> dict[str, Any]:
+        if self.topk_method == "greedy":
+            return {"score": "softmax"}
+        return {"score": "softmax", "num_groups": self.num_group, "group_topk": self.topk_group}
 
 
 def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
@@ -239,6 +259,19 @@ def rotate_neighbours(
     return _rotate(q, k, cos, sin, unsqueeze_dim, interleaved=True)
 
 
+def rotate_complex(xq: Tensor, xk: Tensor, freqs_cis: Tensor) -> tuple[Tensor, Tensor]:
+    """Apply rotary embeddings to interleaved pairs by complex factors: `apply_rotary_emb` of DeepSeek-V2.
+
+    Args:
+        xq: (B, N, S, D).
+        xk: (B, 1, S, D).
+        freqs_cis: (B or 1, S, D / 2), complex.
+    """
+    cos, sin = (part.contiguous() for part in (freqs_cis.real, freqs_cis.imag))
+    q, k = _rotate(xq, xk, cos, sin, 1, interleaved=True)
+    return q.type_as(xq), k.type_as(xk)
+
+
 def _rotate(
     q: Tensor,
     k: Tensor,
@@ -259,6 +292,17 @@ def _rotate(
         return rope_qk(q, k, cos, sin, interleaved=interleaved)
     q, k = rope_qk(q.transpose(1, 2), k.transpose(1, 2), cos, sin, interleaved=interleaved)
     return q.transpose(1, 2), k.transpose(1, 2)
+
+
+def _complex_or_else(ours: Any, theirs: Any) -> Any:
+    """Return a function that calls `ours` if `rope_qk` supports the tensors, else `theirs`."""
+
+    def rotate_either(xq: Tensor, xk: Tensor, freqs_cis: Tensor) -> Any:
+        usual = xq.dim() == xk.dim() == 4 and freqs_cis.dim() == 3 and freqs_cis.is_complex()
+        usual = usual and xq.shape[-1] == xk.shape[-1] == 2 * freqs_cis.shape[-1]
+        return (ours if usual and not freqs_cis.requires_grad else theirs)(xq, xk, freqs_cis)
+
+    return rotate_either
 
 
 def _or_else(ours: Any, theirs: Any) -> Any:
@@ -291,6 +335,7 @@ class Attention(ModulePatch):
 
     by = "fastmp.ops.rope_qk"
     functions: Mapping[str, Any] = MappingProxyType({"apply_rotary_pos_emb": rotate})
+    or_else: Any = staticmethod(_or_else)
 
     @classmethod
     def members(cls, original: Any) -> dict[str, Any]:
@@ -303,7 +348,7 @@ class Attention(ModulePatch):
                 raise AttributeError(f"{name} of {', '.join(wanted)}")
         # without __name__, torch.compile looks globals up in this dict and not in the module of that name
         scope = {name: value for name, value in forward.__globals__.items() if name != "__name__"}
-        scope |= {name: _or_else(ours, scope[name]) for name, ours in cls.functions.items()}
+        scope |= {name: cls.or_else(ours, scope[name]) for name, ours in cls.functions.items()}
         made = types.FunctionType(
             forward.__code__, scope, forward.__name__, forward.__defaults__, forward.__closure__
         )
@@ -324,3 +369,10 @@ class LatentAttention(Attention):
     functions = MappingProxyType(
         {**Attention.functions, "apply_rotary_pos_emb_interleave": rotate_neighbours}
     )
+
+
+class ComplexLatentAttention(Attention):
+    """Multi-head latent attention of DeepSeek-V2, whose angles are complex numbers."""
+
+    functions = MappingProxyType({"apply_rotary_emb": rotate_complex})
+    or_else = staticmethod(_complex_or_else)

@@ -40,7 +40,13 @@ def test_every_family_computes_the_same_before_and_after(family):
     torch.testing.assert_close(found[0].logits, expected[0].logits, rtol=0, atol=1e-9)
     assert list(model.state_dict()) == keys
     assert len(table.replaced) >= 3 and HEADS in table.replaced.values()
-    if "Moe" in type(model).__name__ or family in ("mixtral", "gpt_oss", "deepseek_v3", "dots1"):
+    if "Moe" in type(model).__name__ or family in (
+        "mixtral",
+        "gpt_oss",
+        "deepseek_v2",
+        "deepseek_v3",
+        "dots1",
+    ):
         assert any("grouped_mm" in by for by in table.replaced.values())
 
     fastmp.restore(model)
@@ -53,7 +59,8 @@ def test_every_family_computes_the_same_before_and_after(family):
 EVERY_EXPERT = {
     **{family: {"num_experts_per_tok": 4} for family in ("gpt_oss", "mixtral", "qwen3_moe")},
     **{
-        family: {"num_experts_per_tok": 8, "topk_group": 2} for family in ("deepseek_v3", "dots1", "glm4_moe")
+        family: {"num_experts_per_tok": 8, "topk_group": 2}
+        for family in ("deepseek_v2", "deepseek_v3", "dots1", "glm4_moe")
     },
 }
 
@@ -96,7 +103,7 @@ def test_autocast_gives_what_it_gives_transformers(family, dtype):
     assert_same(under_autocast(**batch), expected, 1e-5 if dtype == torch.float32 else 3e-2)
 
 
-ROTATED = ["llama", *full(["qwen3_moe", "gpt_oss", "deepseek_v3", "glm4_moe"])]
+ROTATED = ["llama", *full(["qwen3_moe", "gpt_oss", "deepseek_v2", "deepseek_v3", "glm4_moe"])]
 
 
 @pytest.mark.parametrize("family", ROTATED)
@@ -251,7 +258,7 @@ def test_attention_by_borders_refuses_what_it_does_not_know():
 
 
 @pytest.mark.parametrize(
-    "family", ["llama", *full(["mistral", "qwen3_moe", "gpt_oss", "deepseek_v3", "glm4_moe"])]
+    "family", ["llama", *full(["mistral", "qwen3_moe", "gpt_oss", "deepseek_v2", "deepseek_v3", "glm4_moe"])]
 )
 def test_packed_documents_are_as_far_apart_as_in_transformers(family):
     """Positions that restart in a row: no mask but the one that transformers makes of them."""
@@ -273,7 +280,9 @@ def test_padding_and_left_out_positions():
     assert_same(step(model, **batch, attention_mask=mask), expected, 1e-5)
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2", *full(["gpt_oss", "deepseek_v3", "glm4_moe"])])
+@pytest.mark.parametrize(
+    "family", ["llama", "gpt2", *full(["gpt_oss", "deepseek_v2", "deepseek_v3", "glm4_moe"])]
+)
 def test_generation_gives_the_same_tokens(family):
     model = model_of(family).eval()
     ids = batch_of(family)["input_ids"]
@@ -494,7 +503,8 @@ OTHER_HEADS = [
             *(
                 (family, "AutoModelForTokenClassification")
                 for family in CONFIGS
-                if family not in ("bert", "dots1", "glm4_moe")  # of which transformers has no such class
+                if family
+                not in ("bert", "dots1", "glm4_moe", "deepseek_v2")  # of which transformers has no such class
             ),
             *((family, "AutoModelForQuestionAnswering") for family in ("gpt2", "mixtral", "qwen3")),
         ]

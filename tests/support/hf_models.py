@@ -102,6 +102,13 @@ CONFIGS = {
             "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
         },
     ),
+    "deepseek_v2": (
+        "DeepseekV2Config",
+        {
+            **{**_DECODER, **_LATENT, **_GROUPED, "num_key_value_heads": 4, "n_shared_experts": 1},
+            **{"topk_method": "group_limited_greedy", "routed_scaling_factor": 2.0, "head_dim": 8},
+        },
+    ),
     "deepseek_v3": ("DeepseekV3Config", {**_DECODER, **_LATENT, **_GROUPED, "num_key_value_heads": 4}),
     "dots1": ("Dots1Config", {**_DECODER, **_GROUPED, "head_dim": 8, "n_shared_experts": 1}),
     "glm4_moe": (

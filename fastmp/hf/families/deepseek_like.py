@@ -7,7 +7,10 @@ from typing import Any
 
 from fastmp.config import GPTConfig
 from fastmp.hf.families import llama_like
-from fastmp.hf.families.base import Conversion, Field, optional_int
+from fastmp.hf.families.base import Acceleration, Conversion, Field, TPTable, optional_int
+from fastmp.hf.heads import CausalLMWithRouters
+from fastmp.hf.patches import ModulePatch
+from fastmp.hf.tp_modules import ColumnParallel, ColumnParallelWithCopy, LatentHeads, RowParallel
 
 _LATENT_WEIGHTS = {
     "attention.q.weight": "self_attn.q_proj.weight",
@@ -33,6 +36,27 @@ _IMPLIED = (
     *("num_key_value_heads", "head_dim", "qk_head_dim"),
     *("num_mtp_layers", "ep_size", "seq_aux", "aux_loss_alpha"),
 )
+
+
+_ATTENTION_PLAN: TPTable = {
+    "": LatentHeads,
+    "q_proj": ColumnParallelWithCopy,
+    "q_b_proj": ColumnParallelWithCopy,
+    "kv_b_proj": ColumnParallel,
+    "o_proj": RowParallel,
+    **dict.fromkeys(("q_a_proj", "q_a_layernorm", "kv_a_proj_with_mqa", "kv_a_layernorm")),
+}
+
+
+def acceleration(prefix: str, attention: type[ModulePatch], router: type[ModulePatch]) -> Acceleration:
+    """Return the replacements of a decoder with latent attention, experts and dense layers."""
+    like = llama_like.dense(prefix, CausalLMWithRouters, Attention=attention, TopkRouter=router)
+    plan = {
+        f"{prefix}Attention": _ATTENTION_PLAN,
+        f"{prefix}MLP": llama_like.MLP_PLAN,
+        f"{prefix}Experts": llama_like.EXPERTS_PLAN,
+    }
+    return Acceleration(like.patches, f"{prefix}Experts", plan)
 
 
 def conversion(

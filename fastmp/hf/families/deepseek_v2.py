@@ -1,4 +1,4 @@
-"""DeepSeek-V2: multi-head latent attention, experts chosen by softmax. `accelerate` is not supported."""
+"""DeepSeek-V2: multi-head latent attention, experts chosen by softmax."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 from fastmp.config import GPTConfig
 from fastmp.hf.families import deepseek_like
 from fastmp.hf.families.base import Family
+from fastmp.hf.patches import ComplexLatentAttention, SoftmaxRouter
 
 _METHODS = ("greedy", "group_limited_greedy")
 
@@ -44,4 +45,5 @@ FAMILY = Family(
         read=_read,
         write=_write,
     ),
+    deepseek_like.acceleration("DeepseekV2", ComplexLatentAttention, SoftmaxRouter),
 )

@@ -3,19 +3,8 @@
 from __future__ import annotations
 
 from fastmp.hf.families import deepseek_like, llama_like
-from fastmp.hf.families.base import Acceleration, Family, Field, TPTable
-from fastmp.hf.heads import CausalLMWithRouters
+from fastmp.hf.families.base import Family, Field
 from fastmp.hf.patches import GroupedRouter, LatentAttention
-from fastmp.hf.tp_modules import ColumnParallel, ColumnParallelWithCopy, LatentHeads, RowParallel
-
-_ATTENTION_PLAN: TPTable = {
-    "": LatentHeads,
-    "q_proj": ColumnParallelWithCopy,
-    "q_b_proj": ColumnParallelWithCopy,
-    "kv_b_proj": ColumnParallel,
-    "o_proj": RowParallel,
-    **dict.fromkeys(("q_a_proj", "q_a_layernorm", "kv_a_proj_with_mqa", "kv_a_layernorm")),
-}
 
 CONVERSION = deepseek_like.conversion(
     "DeepseekV3ForCausalLM",
@@ -42,15 +31,5 @@ CONVERSION = deepseek_like.conversion(
 FAMILY = Family(
     "deepseek_v3",
     CONVERSION,
-    Acceleration(
-        llama_like.dense(
-            "DeepseekV3", CausalLMWithRouters, Attention=LatentAttention, TopkRouter=GroupedRouter
-        ).patches,
-        experts="DeepseekV3Experts",
-        tp_plan={
-            "DeepseekV3Attention": _ATTENTION_PLAN,
-            "DeepseekV3MLP": llama_like.MLP_PLAN,
-            "DeepseekV3Experts": llama_like.EXPERTS_PLAN,
-        },
-    ),
+    deepseek_like.acceleration("DeepseekV3", LatentAttention, GroupedRouter),
 )
