@@ -181,6 +181,20 @@ def check_replicas(of_ranks):
     return shards
 
 
+def check_as_one_rank(results, one_rank):
+    """Losses, loads, norm and every gradient of ranks to 1e-10, their replicas bitwise equal.
+
+    results: `run` and `checksums` of every rank. one_rank: `run` of a single one.
+    """
+    curve, counts, grads, *_ = one_rank
+    check_replicas(bits for *_, bits in results)
+    for mine, my_counts, my_grads, *_ in results:
+        torch.testing.assert_close(torch.tensor(mine), torch.tensor(curve), rtol=0, atol=1e-10)
+        assert my_counts == counts
+        for key, value in my_grads.items():
+            torch.testing.assert_close(value, grads[key], rtol=0, atol=1e-10, msg=key)
+
+
 def check_resume(make, make_again=None, steps=6):
     """Train steps in one go; then half of them, a checkpoint, new objects from another seed, and the rest.
 

@@ -9,7 +9,7 @@ import torch
 from graphed_trainers import run as run_graphed
 from marks import full
 from train_tools import PackedSamples
-from trainer_tools import MICRO_BATCH, check_replicas, checksums, make_groups, make_trainer, run
+from trainer_tools import MICRO_BATCH, check_as_one_rank, checksums, make_groups, make_trainer, run
 
 from fastmp.config import GPTConfig, GraphConfig, LatentConfig, MoEConfig, ParallelConfig, RopeScaling
 from fastmp.config.precision import Fp8Recipe
@@ -80,14 +80,8 @@ def test_every_layout_is_one_rank(one_rank, config, layout):
         trainer = make_trainer(groups, parallel, config=CONFIGS[config], **SIZES)
         return *run(trainer, STEPS), checksums(trainer)
 
-    curve, counts, grads, *_ = one_rank[config]
     results = [rank_main(0, 1)] if world == 1 else run_ranks(rank_main, world, timeout=120)
-    check_replicas(bits for *_, bits in results)
-    for mine, my_counts, my_grads, *_ in results:
-        torch.testing.assert_close(torch.tensor(mine), torch.tensor(curve), rtol=0, atol=1e-10)
-        assert my_counts == counts
-        for key, value in my_grads.items():
-            torch.testing.assert_close(value, grads[key], rtol=0, atol=1e-10, msg=key)
+    check_as_one_rank(results, one_rank[config])
 
 
 def graphs_case(rank, world, layout, graphs):
