@@ -50,20 +50,26 @@ class Costs:
 
     Attributes:
         p2p: latency; neither rank is busy meanwhile.
-        hidden: time that an overlapped forward and backward save, at most down to the longer of the two.
+        hidden: time that an overlapped forward and backward save, at most down to the longer of the two; a
+            number, or [stage of the forward][stage of the backward].
     """
 
     forward: float | Sequence[float] = 1.0
     backward_input: float | Sequence[float] = 1.0
     backward_weight: float | Sequence[float] = 1.0
     p2p: float = 0.0
-    hidden: float = 0.0
+    hidden: float | Sequence[Sequence[float]] = 0.0
+
+    def saved(self, forward: int, backward: int) -> float:
+        """Return what overlapping saves, by the stages of the forward and of the backward."""
+        return self.hidden if isinstance(self.hidden, int | float) else self.hidden[forward][backward]
 
     def by_kind(self, stages: int) -> dict[str, list[float]]:
         """Return the costs of every stage. Raises ValueError for negative, infinite or missing ones."""
-        for name in ("p2p", "hidden"):
-            if not 0 <= getattr(self, name) < math.inf:
-                raise ValueError(f"simulate: cost {name} must be 0 or more, got {getattr(self, name)}")
+        rows = [[self.hidden]] if isinstance(self.hidden, int | float) else self.hidden
+        for name, cost in (("p2p", self.p2p), *(("hidden", each) for row in rows for each in row)):
+            if not 0 <= cost < math.inf:
+                raise ValueError(f"simulate: cost {name} must be 0 or more, got {cost}")
         costs = {}
         for kind in (FORWARD, BACKWARD_INPUT, BACKWARD_WEIGHT):
             given = getattr(self, kind)
@@ -267,7 +273,7 @@ def _times(
                     latency = costs.p2p if rank_of[other + 1] != rank else 0.0
                     start = max(start, done[needed] + latency)
                 lengths = (length, took[BACKWARD][other])
-                length = max(*lengths, sum(lengths) - costs.hidden)
+                length = max(*lengths, sum(lengths) - costs.saved(stage, other))
             elif i - 1 in backwards:
                 start, length = rank_starts[-1], now - rank_starts[-1]
             rank_starts.append(start)

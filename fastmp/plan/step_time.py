@@ -37,7 +37,7 @@ from fastmp.plan.kernels import ATTENTION, FASTMP, GEMMS, LAUNCH, Gemm, Kernels,
 from fastmp.plan.layout import make_schedule
 from fastmp.plan.links import Link, link
 from fastmp.plan.memory import grad_bytes, state_bytes
-from fastmp.plan.parameters import fp8_buffers, rank_buffers, rank_parameters, stage_kinds
+from fastmp.plan.parameters import fp8_buffers, rank_buffers, rank_parameters, stage_kinds, stage_ranges
 from fastmp.plan.shapes import Shapes, shapes_of
 
 FORWARD, REPEATED, INPUT, WEIGHT = "forward", "recomputation", "backward of inputs", "backward of weights"
@@ -107,13 +107,12 @@ def step_time(recipe: Recipe, world_size: int, gpu: GPU, kernels: Kernels = FAST
     made = _Links(gpu, shapes)
     stages = _stages(recipe, shapes, made, kernels)
     schedule = make_schedule(recipe.parallel, shapes.num_microbatches)
-    hidden = _hidden(recipe, shapes, made, kernels) if recipe.parallel.overlap_experts else 0.0
     costs = Costs(
         [each.total(FORWARD) for each in stages],
         [each.total(REPEATED, INPUT) for each in stages],
         [each.total(WEIGHT) for each in stages],
         made.between_stages.message(shapes.hidden) if shapes.grid.pp > 1 else 0.0,
-        hidden,
+        _hidden(recipe, shapes, made, kernels) if recipe.parallel.overlap_experts else 0.0,
     )
     run = simulate(schedule.orders(), costs, pairs=schedule.all_pairs(), placement=schedule.placement)
     places = schedule.stages
@@ -128,7 +127,8 @@ def step_time(recipe: Recipe, world_size: int, gpu: GPU, kernels: Kernels = FAST
         for phase, own in stage.of.items():
             for what, took in own.items():
                 parts[phase, what] = parts.get((phase, what), 0.0) + took * shapes.num_microbatches
-    _hide(parts, hidden * len(schedule.pairs(slowest)))
+    pairs = (steps for steps in schedule.together(slowest) if len(steps) > 1)
+    _hide(parts, sum(costs.saved(*(places.stage(slowest, step.chunk) for step in steps)) for steps in pairs))
     parts[ONCE, "pipeline idle"] = seconds - run.busy[slowest] - ends[slowest].total()
     parts.update({(ONCE, what): took for what, took in ends[slowest].items()})
     tokens = recipe.train.global_batch_size * recipe.data.seq_len
@@ -272,21 +272,30 @@ def _segment_cost(
     return SegmentCost(name, exchange, waits, forward, inputs, weights)
 
 
-def _hidden(recipe: Recipe, shapes: Shapes, links: _Links, kernels: Kernels) -> float:
-    """Return the seconds that EP communication overlap hides of a forward and a backward.
+def _hidden(recipe: Recipe, shapes: Shapes, links: _Links, kernels: Kernels) -> list[list[float]]:
+    """Return the seconds that EP communication overlap hides: [stage of a forward][stage of a backward].
 
-    It is the minimum over the stages; embeddings and losses overlap nothing.
+    Embeddings, losses and MTP modules overlap nothing.
     """
     of_kinds = {
         kind: _segment_costs(replace(shapes, model=kind), links, kernels) for kind in set(recipe.model.layers)
     }
-    stages = set(stage_kinds(recipe))
-    return min(hidden_by_overlap([part for kind in kinds for part in of_kinds[kind]]) for kinds in stages)
+    layers = [recipe.model.layers[own.start : own.stop] for own in stage_ranges(recipe)]
+    parts = {kinds: tuple(part for kind in kinds for part in of_kinds[kind]) for kinds in set(layers)}
+    saved = {
+        (first, second): hidden_by_overlap(parts[first], parts[second]) for first in parts for second in parts
+    }
+    return [[saved[first, second] for second in layers] for first in layers]
 
 
-def hidden_by_overlap(costs: Sequence[SegmentCost]) -> float:
-    """Return the seconds that overlapping a forward and a backward of a chunk saves, in training's order."""
-    chains, known = ((forward_ops(own), backward_ops(own, defer=True)) for own in (costs, unit_cost(costs)))
+def hidden_by_overlap(forward: Sequence[SegmentCost], backward: Sequence[SegmentCost]) -> float:
+    """Return the seconds that overlapping a forward and a backward of two chunks saves, as in training."""
+    if not forward or not backward:
+        return 0.0
+    chains, known = (
+        (forward_ops(first), backward_ops(second, defer=True))
+        for first, second in ((forward, backward), (unit_cost(forward), unit_cost(backward)))
+    )
     apart = sum(part.time for chain in chains for part in chain)
     return max(0.0, apart - simulate_streams([interleave(*known)], [chains]).makespan)
 

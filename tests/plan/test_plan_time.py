@@ -172,10 +172,12 @@ def test_with_overlap_the_parts_are_the_step_and_exchanges_are_less(layout, disp
     assert [section.exchange for section in of_layer] == [False, True, False, True]
     assert all(min(section[3:]) >= 0.0 for section in of_layer)
     hidden, exchanged = (
-        hidden_by_overlap(of_layer * 4),
+        hidden_by_overlap(of_layer * 4, of_layer * 4),
         sum(s.forward + s.backward_input for s in of_layer if s.exchange),
     )
     assert 0.0 < hidden <= 4 * exchanged * (1 + 1e-9)
+    assert 0.0 < hidden_by_overlap(of_layer * 2, of_layer * 4) < hidden
+    assert hidden_by_overlap((), of_layer) == 0.0
 
 
 def test_the_sections_of_a_layer_are_all_of_it():
