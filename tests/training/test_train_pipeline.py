@@ -236,6 +236,7 @@ def test_resume_is_bitwise(tmp_path):
 LAYOUTS = [
     ParallelConfig(tp=2, ep=2, etp=1, sequence_parallel=True),
     ParallelConfig(pp=2, vpp=2, stage_layers=(1, 0, 2, 1)),
+    ParallelConfig(pp=2, vpp=2, schedule="dualpipe_v"),
     ParallelConfig(ep=2),
     ParallelConfig(cp=2),
 ]
@@ -331,6 +332,7 @@ TEXT_LAYOUTS = [
     ParallelConfig(pp=2, vpp=2, tp=2, ep=2, etp=1, sequence_parallel=True),
     ParallelConfig(cp=2, tp=2, sequence_parallel=True),
     ParallelConfig(cp=2, pp=2, vpp=2, ep=2),
+    ParallelConfig(pp=2, vpp=2, ep=2, schedule="dualpipe_v"),
 ]
 
 
@@ -341,8 +343,10 @@ def test_text_is_that_of_one_rank():
 
     def text(groups=ParallelGroups.alone(), layout=None):
         chunks = make_trainer(groups, layout, config=config).runner.chunks
-        whole_model = layout is None or layout.pp == 1
-        logits = next_logits(chunks[0]) if whole_model else pipeline_next_logits(chunks, groups)
+        if layout is None or layout.pp == 1:
+            logits = next_logits(chunks[0])
+        else:
+            logits = pipeline_next_logits(chunks, groups, layout.schedule)
         with evaluation_mode(chunks):
             tp, together = groups.tp, groups.tp_cp_dp
             return generate(logits, [72, 105] * 30, group=tp, together=together, **options)
