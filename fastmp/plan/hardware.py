@@ -86,6 +86,21 @@ GPUS = {
         eight=1979e12,
         compared=(1.21, 1.25),
     ),
+    "h800": GPU(
+        "H800 SXM5 80 GB",
+        half=989.4e12,
+        single=66.9e12,
+        processors=132,
+        memory_bandwidth=3352e9,
+        capacity=80 * _GIB,
+        nvlink=200e9,
+        per_server=8,
+        network=50e9,
+        source="H100 white paper; 400 GB/s (both ways) between GPUs, eight 400 Gbit/s cards a server: "
+        "DeepSeek-AI 2025 (arXiv 2505.09343), section 4",
+        eight=1979e12,
+        compared=(1.05, 1.05),
+    ),
     "h200": GPU(
         "H200 SXM5 141 GB (DGX H200)",
         half=989.4e12,

@@ -62,7 +62,7 @@ def test_every_gpu_names_its_source_and_has_rates_of_one_direction(gpu):
 
 def test_capacities_are_just_above_what_cuda_reports():
     """GiB that torch has as "total capacity" in reports of full memory."""
-    reported = {"v100": 31.74, "a100": 79.15, "h100": 79.11, "h200": 139.8, "b200": 178.35}
+    reported = {"v100": 31.74, "a100": 79.15, "h100": 79.11, "h800": 79.11, "h200": 139.8, "b200": 178.35}
     for name, gpu in GPUS.items():
         assert reported[name] <= gpu.capacity / 2**30 <= 1.015 * reported[name]
 

@@ -3,15 +3,21 @@
 Megatron-LM is Shoeybi et al. 2019 (arXiv 1909.08053); its rows of 2020 are images/tables.tex of
 github.com/NVIDIA/Megatron-LM; pipelines of A100s are Table 1 of Narayanan et al. 2021 (arXiv 2104.04473);
 the H100 rows are Table 4 of Dubey et al. 2024 (arXiv 2407.21783), as shown again at SC24
-(glennklockwood.com/garden/llama-3.1). Of the table of 2021 the shapes were compared with its parameters, and
-the last row with the 502 PFLOP/s of the paper's abstract; nothing else of it was compared with a source.
+(glennklockwood.com/garden/llama-3.1); that of H800s is section 1 of DeepSeek-AI 2024 (arXiv 2412.19437). Of
+the table of 2021 the shapes were compared with its parameters, and the last row with the 502 PFLOP/s of the
+paper's abstract; nothing else of it was compared with a source.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from fastmp.config import DataConfig, GPTConfig, OptimizerConfig, ParallelConfig, Recipe, TrainConfig
+from fastmp.config.recipe import load_recipe
+from fastmp.config.sizes import flops_per_token
+
+CONFIGS = Path(__file__).parents[2] / "configs"
 
 SEQUENCE, VOCABULARY, BATCH = 1024, 50257, 8
 PADDED = 51_200  # words with those that only make the table divisible, for all rows but those of H100s
@@ -142,6 +148,28 @@ def h100_runs() -> list[Run]:
         Run("405 B", _gpt(model, layout, 1, 2048, "bfloat16", shard=True), gpus, tflops)
         for gpus, tflops in ((8192, 430.0), (16384, 400.0))
     ]
+
+
+def h800_runs() -> list[Run]:
+    """Return the run of DeepSeek-V3 (arXiv 2412.19437): 180,000 GPU hours for 10^12 tokens.
+
+    FP8, DualPipe with the exchanges of two microbatches overlapped, keys and values made again in backward;
+    norms and SwiGLU were, too, which is not counted. Which layers a rank has was not published: here the rank
+    of both heads and the MTP module has none.
+    """
+    recipe = load_recipe(CONFIGS / "deepseek-v3.toml")
+    recipe = replace(
+        recipe,
+        model=replace(recipe.model, moe=replace(recipe.model.moe, dispatcher="deepep")),
+        train=replace(recipe.train, precision="fp8"),
+        parallel=replace(
+            recipe.parallel, recompute=False, recompute_kv=True, vpp=2, schedule="dualpipe_v",
+            overlap_experts=True, stage_layers=(0, 3, *[2] * 29, 0),
+        ),
+    )  # fmt: skip
+    tokens = 1e12 / 180e3 / 3600  # a second and GPU
+    flops = tokens * flops_per_token(recipe.model, recipe.data.seq_len, causal=True)
+    return [Run("DeepSeek-V3", recipe, 2048, flops / 1e12)]
 
 
 def _gpt(

@@ -130,11 +130,12 @@ def other_rows() -> Iterator[ScalingPoint]:
         seconds = step_time(run.recipe, run.gpus, GPUS[name], FUSED).seconds
         found = counted_flops(run.recipe) / seconds / run.gpus / 1e12
         yield ScalingPoint(f"{name.upper()} x {run.gpus}, {run.name}: TFLOP/s of a GPU", run.tflops, found)
-    for run in published.h100_runs():
+    newer = (("h100", published.h100_runs()), ("h800", published.h800_runs()))
+    for name, run in ((name, run) for name, runs in newer for run in runs):
         tokens = run.recipe.train.global_batch_size * run.recipe.data.seq_len
         flops = tokens * flops_per_token(run.recipe.model, causal=True)
-        found = flops / step_time(run.recipe, run.gpus, GPUS["h100"]).seconds / run.gpus / 1e12
-        yield ScalingPoint(f"H100 x {run.gpus}, {run.name}: TFLOP/s of a GPU", run.tflops, found)
+        found = flops / step_time(run.recipe, run.gpus, GPUS[name]).seconds / run.gpus / 1e12
+        yield ScalingPoint(f"{name.upper()} x {run.gpus}, {run.name}: TFLOP/s of a GPU", run.tflops, found)
 
 
 def hardware_rows() -> dict[str, list[tuple[int, StepTime, float]]]:
@@ -227,6 +228,9 @@ Nothing was adjusted to these numbers; they show the limits of the model.
 - A100, 1.7 B and more: Table 1 of Narayanan et al. 2021 (arXiv 2104.04473). Microbatches of one sequence,
   and 2 or 3 chunks a rank, are assumed; the table does not name them. Its numbers were checked only by
   parameter counts of shapes, and 1008 B on 3072 GPUs by the 502 PFLOP/s of the abstract.
+- H800: DeepSeek-V3, 180,000 GPU hours for 10^12 tokens (arXiv 2412.19437, section 1), a step of 19.9 s. Which
+  layers a rank had is not known; here the rank of both heads has none. Making norms and SwiGLU again in
+  backward is not counted.
 - H100: Table 4 of Dubey et al. 2024 (arXiv 2407.21783), sequences of 8192 tokens. The model is a fifth to a
   quarter too fast: it has no power throttling, no congestion between 1000 servers, and no late ranks.
 
