@@ -31,7 +31,7 @@ def parser(study: str, description: str, *, measures: str = "") -> Parser:
     made = Parser(prog=f"python -m tools.study {study}", description=description)
     made.add_argument(
         "--out",
-        default="studies",
+        default="docs/studies",
         metavar="DIR",
         help="where the page and its pictures go (default: %(default)s)",
     )
