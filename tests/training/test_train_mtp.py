@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from graphed_trainers import run as run_graphed
-from marks import full
+from marks import exhaustive, full
 from train_tools import PackedSamples
 from trainer_tools import (
     MICRO_BATCH,
@@ -52,7 +52,12 @@ LAYOUTS = {
     "tp, sp, cp": (4, {"tp": 2, "cp": 2, "sequence_parallel": True}),
     "all": (8, {"tp": 2, "pp": 2, "stage_layers": (2, 1), "ep": 2, "etp": 1, "sequence_parallel": True}),
 }
-QUICK = {("experts", "tp, sp, ep"), ("tied, depth 2", "pp, own stage")}
+QUICK = [("experts", "tp, sp, ep"), ("tied, depth 2", "pp, own stage")]
+FULL = [
+    *(("experts", name) for name in ("all", "recompute", "pp, on a v")),
+    *(("tied, depth 2", name) for name in ("pp, vpp", "one rank, vpp")),
+    *(("dense", name) for name in ("tp, sp, cp", "pp, zero bubble")),
+]
 CASES = [("experts", name) for name in LAYOUTS]
 CASES += [
     ("tied, depth 2", name) for name in ("pp, own stage", "pp, vpp", "pp, on a v", "cp", "one rank, vpp")
@@ -67,7 +72,7 @@ def one_rank():
 
 @pytest.mark.parametrize(
     ("config", "layout"),
-    [*(case for case in CASES if case in QUICK), *full(case for case in CASES if case not in QUICK)],
+    [*QUICK, *full(FULL), *exhaustive(case for case in CASES if case not in QUICK + FULL)],
 )
 def test_every_layout_is_one_rank(one_rank, config, layout):
     """Losses, norm and every gradient to 1e-10, replicas bitwise equal."""
@@ -111,7 +116,7 @@ def graphs_case(rank, world, layout, graphs, options):
 
 
 LAYERS = GraphConfig(enabled=True, warmup=1)
-FULL, STEP = (replace(LAYERS, scope=(scope,)) for scope in ("full", "full_step"))
+WHOLE, STEP = (replace(LAYERS, scope=(scope,)) for scope in ("full", "full_step"))
 STASH = {"moe": {"dispatcher": "symmetric"}}
 
 
@@ -121,18 +126,22 @@ STASH = {"moe": {"dispatcher": "symmetric"}}
         (1, {}, LAYERS, {}),
         *full(
             [
-                (1, {}, FULL, {}),
                 (1, {}, STEP, {}),
-                (2, {"ep": 2}, STEP, STASH),
                 (2, {"ep": 2}, LAYERS, STASH),
+                (2, {"ep": 2}, LAYERS, STASH | {"overlap": True}),
+                (4, ON_A_V | {"ep": 2}, LAYERS, {"overlap": True}),
+                (2, {"pp": 2, "stage_layers": (2, 1), "schedule": "zero_bubble"}, LAYERS, {}),
+                (2, {"pp": 2, "vpp": 2, "stage_layers": (1, 1, 1, 0)}, WHOLE, {}),
+            ]
+        ),
+        *exhaustive(
+            [
+                (1, {}, WHOLE, {}),
+                (2, ON_A_V, WHOLE, {}),
+                (2, {"ep": 2}, STEP, STASH),
                 (2, {"ep": 2}, None, {"overlap": True}),
                 (2, {"ep": 2}, LAYERS, {"overlap": True}),
-                (4, ON_A_V | {"ep": 2}, LAYERS, {"overlap": True}),
-                (2, {"ep": 2}, LAYERS, STASH | {"overlap": True}),
                 (2, {"pp": 2, "stage_layers": (3, 0)}, LAYERS, {}),
-                (2, {"pp": 2, "stage_layers": (2, 1), "schedule": "zero_bubble"}, LAYERS, {}),
-                (2, {"pp": 2, "vpp": 2, "stage_layers": (1, 1, 1, 0)}, FULL, {}),
-                (2, ON_A_V, FULL, {}),
                 (2, {"tp": 2, "recompute": True}, LAYERS, {}),
             ]
         ),
