@@ -35,7 +35,8 @@ LAYERS = {"dense": 1700.0, "moe": 2000.0}  # us of a layer, forward and backward
 LAUNCH = 10.0  # us before one
 FAMILIES = (
     "activation", "adamw", "clamped_swiglu", "cross_entropy", "dropout", "finite", "gated", "grouped_mm",
-    "linear_cross_entropy", "linear_log_probs", "norm", "permute", "quantize", "rope", "router", "softmax",
+    "latent", "linear_cross_entropy", "linear_log_probs", "norm", "permute", "quantize", "rope", "router",
+    "softmax",
 )  # fmt: skip
 
 

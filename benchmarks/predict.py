@@ -184,6 +184,8 @@ EXPECTED = {
     "grouped_mm_fp8": Expected(_fp8),
     "grouped_mm_wgrad": Expected(_weight_gradient),
     "grouped_mm_wgrad_": Expected(lambda total, *rest: _weight_gradient(*rest, added=True)),
+    "latent_norm_rope": Expected(0.9),  # the parts of rms_norm and rope, in one launch
+    "latent_norm_rope_backward": Expected(0.84),
     "layer_norm": Expected(_layer_norm),
     "layer_norm_backward": Expected(_norm_backward(0.38)),
     "linear_fp8": Expected(_fp8),

@@ -6,6 +6,7 @@
 // results do not depend on the number of threads. 16-bit types are computed in fp32 and rounded once.
 // Reference: fastmp/ops/norm.py.
 #include "fp8.h"
+#include "norm.h"
 #include "op.h"
 #include "rows.h"
 #include "simd.h"
@@ -17,24 +18,6 @@
 #include <vector>
 
 namespace fastmp {
-
-constexpr int64_t kStripRows = 64;
-constexpr int64_t kMaxStrips = 256;
-
-// A strip of rows; pitches are in elements. x, residual, grad, grad_total, total and y (or dx) are in `dtype`, all others
-// in the compute type. `residual`, `bias` and `grad_total` may be null. In the backward x is total and y is dx.
-struct NormStrip {
-  const void *x, *residual, *grad, *grad_total;
-  void *total, *y;
-  const void *weight, *bias;
-  void *rstd, *mean, *dweight, *dbias;
-  int64_t num_rows, num_cols, x_pitch, residual_pitch, grad_pitch, grad_total_pitch;
-  double eps;
-  ScalarType dtype;
-  bool centred;
-};
-
-FASTMP_DECLARE(void norm_strip(const NormStrip&); void norm_backward_strip(const NormStrip&);)
 
 namespace FASTMP_ISA {
 
@@ -59,7 +42,7 @@ void norm_rows(const NormStrip& strip, int64_t row) {
   std::array<T*, kRows> total, y;
   for (int r = 0; r < kRows; ++r) {
     x[r] = static_cast<const T*>(strip.x) + (row + r) * strip.x_pitch;
-    y[r] = static_cast<T*>(strip.y) + (row + r) * n;
+    y[r] = static_cast<T*>(strip.y) + (row + r) * strip.y_pitch;
     in[r] = x[r];
     if constexpr (kResidual) {
       residual[r] = static_cast<const T*>(strip.residual) + (row + r) * strip.residual_pitch;
@@ -127,7 +110,7 @@ void norm_backward_rows(const NormStrip& strip, int64_t row) {
     grad[r] = static_cast<const T*>(strip.grad) + (row + r) * strip.grad_pitch;
     total[r] = static_cast<const T*>(strip.x) + (row + r) * strip.x_pitch;
     if (kGradTotal) grad_total[r] = static_cast<const T*>(strip.grad_total) + (row + r) * strip.grad_total_pitch;
-    dx[r] = static_cast<T*>(strip.y) + (row + r) * n;
+    dx[r] = static_cast<T*>(strip.y) + (row + r) * strip.y_pitch;
     rstd[r] = static_cast<const S*>(strip.rstd)[row + r];
     if (kCentred) mean[r] = static_cast<const S*>(strip.mean)[row + r];
   }
@@ -218,59 +201,6 @@ void check_parameter(const char* op, const char* name, const Tensor& parameter, 
                parameter.numel(), " elements does not fit rows of ", x.size(x.dim() - 1));
 }
 
-int64_t strip_rows(int64_t num_rows) {
-  const int64_t wanted = (num_rows + kMaxStrips - 1) / kMaxStrips;
-  return std::max(kStripRows, (wanted + 3) / 4 * 4);
-}
-
-// Returns a parameter contiguous and in the compute type.
-Tensor widened(const Tensor& parameter, ScalarType dtype) {
-  const ScalarType compute = compute_dtype(dtype);
-  return torch::stable::contiguous(parameter.scalar_type() == compute ? parameter
-                                                                      : torch::stable::to(parameter, compute));
-}
-
-const void* advance(const void* base, int64_t elements, int64_t itemsize) {
-  return base ? at(base, elements, itemsize) : nullptr;
-}
-void* advance(void* base, int64_t elements, int64_t itemsize) {
-  return const_cast<void*>(advance(static_cast<const void*>(base), elements, itemsize));
-}
-
-int64_t itemsize_of(ScalarType dtype) { return dtype == ScalarType::Double ? 8 : dtype == ScalarType::Float ? 4 : 2; }
-
-// Returns rows [row, row + num_rows) of `all`, or up to its last.
-NormStrip strip_of(const NormStrip& all, int64_t row, int64_t num_rows) {
-  const int64_t itemsize = itemsize_of(all.dtype), size = itemsize_of(compute_dtype(all.dtype));
-  NormStrip strip = all;
-  strip.num_rows = std::min(num_rows, all.num_rows - row);
-  strip.x = advance(all.x, row * all.x_pitch, itemsize);
-  strip.residual = advance(all.residual, row * all.residual_pitch, itemsize);
-  strip.grad = advance(all.grad, row * all.grad_pitch, itemsize);
-  strip.grad_total = advance(all.grad_total, row * all.grad_total_pitch, itemsize);
-  strip.total = advance(all.total, row * all.num_cols, itemsize);
-  strip.y = advance(all.y, row * all.num_cols, itemsize);
-  strip.rstd = advance(all.rstd, row, size);
-  strip.mean = advance(all.mean, row, size);
-  return strip;
-}
-
-// Calls kernel(strip) on every strip of `all`, over all threads; a strip has `sums` elements of partial sums.
-template <class Kernel>
-void for_strips(const Kernel& kernel, const NormStrip& all, int64_t sums) {
-  const int64_t rows = strip_rows(all.num_rows), strips = (all.num_rows + rows - 1) / rows;
-  const int64_t size = itemsize_of(compute_dtype(all.dtype));
-  const int64_t grain = std::max<int64_t>(1, 16384 / std::max<int64_t>(1, std::min(rows, all.num_rows) * all.num_cols));
-  parallel_for(0, strips, grain, [&](int64_t begin, int64_t end) {
-    for (int64_t index = begin; index < end; ++index) {
-      NormStrip strip = strip_of(all, index * rows, rows);
-      strip.dweight = advance(all.dweight, index * sums, size);
-      strip.dbias = advance(all.dbias, index * sums, size);
-      kernel(strip);
-    }
-  });
-}
-
 // Sets the addresses of rstd and mean in `stats`.
 void set_stats(NormStrip& all, const Tensor& stats) {
   all.rstd = stats.mutable_data_ptr();
@@ -308,7 +238,7 @@ std::tuple<Tensor, Tensor> forward(const char* op, const Tensor& x, const std::o
   all.weight = wide_weight.const_data_ptr();
   all.bias = bias ? wide_bias.const_data_ptr() : nullptr;
   all.num_rows = rows.num_rows;
-  all.num_cols = rows.num_cols;
+  all.num_cols = all.y_pitch = rows.num_cols;
   set_stats(all, stats);
   all.eps = eps;
   all.dtype = dtype;
@@ -364,7 +294,7 @@ std::tuple<Tensor, Tensor> backward(const char* op, const Tensor& grad, const st
   all.y = dx.mutable_data_ptr();
   all.weight = wide_weight.const_data_ptr();
   all.num_rows = rows.num_rows;
-  all.num_cols = num_cols;
+  all.num_cols = all.y_pitch = num_cols;
   set_stats(all, stats);
   all.dweight = partials.mutable_data_ptr();
   if (with_bias) all.dbias = advance(all.dweight, num_cols, static_cast<int64_t>(partials.element_size()));

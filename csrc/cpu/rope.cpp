@@ -4,6 +4,7 @@
 // Rows are independent, so results do not depend on the number of threads. 16-bit types are computed in fp32 and
 // rounded once. Reference: fastmp/ops/rope.py.
 #include "op.h"
+#include "rope.h"
 #include "simd.h"
 
 #include <algorithm>
@@ -11,20 +12,6 @@
 #include <vector>
 
 namespace fastmp {
-
-// `num_rows` rows whose first 2 * half elements are rotated; the others, up to `num_cols`, are copied. Pitches are in
-// elements. x and y may be the same. cos and sin are in the compute type.
-struct RopeRun {
-  const void* x;
-  void* y;
-  const void* cos;
-  const void* sin;
-  int64_t num_rows, num_cols, half, x_pitch, y_pitch, turn_pitch;
-  ScalarType dtype;
-  bool interleaved, inverse;
-};
-
-FASTMP_DECLARE(void rope_run(const RopeRun&);)
 
 namespace FASTMP_ISA {
 

@@ -21,6 +21,7 @@ from fastmp.ops.gated import geglu, swiglu
 from fastmp.ops.grouped_mm import grouped_mlp_in, grouped_mm
 from fastmp.ops.grouped_mm_fp8 import grouped_mlp_in_fp8, grouped_mm_fp8
 from fastmp.ops.grouped_mm_tiles import grouped_mm_choice
+from fastmp.ops.latent import latent_norm_rope
 from fastmp.ops.linear_cross_entropy import linear_cross_entropy
 from fastmp.ops.linear_fp8 import linear_fp8
 from fastmp.ops.linear_log_probs import linear_log_probs
@@ -70,6 +71,7 @@ __all__ = [
     "grouped_mm",
     "grouped_mm_choice",
     "grouped_mm_fp8",
+    "latent_norm_rope",
     "layer_norm",
     "linear_cross_entropy",
     "linear_fp8",

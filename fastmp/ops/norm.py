@@ -25,7 +25,7 @@ from fastmp.ops.core.rowwise import sum_rows
 from fastmp.ops.norm_triton import check_stats, launch, launch_backward, launch_quantized
 from fastmp.profiling import traced
 
-_NARROW = (torch.bfloat16, torch.float16)
+NARROW = (torch.bfloat16, torch.float16)
 
 
 def _mean(rows: Tensor) -> Tensor:
@@ -33,7 +33,7 @@ def _mean(rows: Tensor) -> Tensor:
     return sum_rows(rows.movedim(-1, 0)).unsqueeze(-1).div_(rows.shape[-1])
 
 
-def _reference(
+def reference(
     centred: bool, x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return y, total (empty without a residual), and stats (1 or 2, ...): rstd and, if `centred`, mean."""
@@ -59,7 +59,7 @@ def _reference_quantized(
     x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, block: int, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return `quantize_rows` of y, and the other results of `rms_norm`."""
-    y, total, stats = _reference(False, x, residual, weight, None, eps)
+    y, total, stats = reference(False, x, residual, weight, None, eps)
     return *quantizers.reference_rows(y, block, dtype), total, stats
 
 
@@ -70,7 +70,7 @@ def _fake_quantized(
     return *fp8.empty_rows(x, tuple(x.shape), block, dtype), total, stats
 
 
-def _reference_backward(
+def reference_backward(
     centred: bool, grad: Tensor, grad_total: Tensor | None, total: Tensor, weight: Tensor, stats: Tensor,
     with_bias: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
@@ -117,14 +117,14 @@ def _flops_backward(grad_total: Tensor | None, total: Tensor, centred: bool, wit
 register(
     "rms_norm_backward(Tensor grad, Tensor? grad_total, Tensor total, Tensor weight, Tensor stats)"
     " -> (Tensor dx, Tensor dparams)",
-    reference=lambda *arguments: _reference_backward(False, *arguments),
+    reference=lambda *arguments: reference_backward(False, *arguments),
     triton=lambda *arguments: launch_backward(False, *arguments),
     flops=lambda grad, grad_total, total, *others: _flops_backward(grad_total, total, False, False),
 )
 register(
     "layer_norm_backward(Tensor grad, Tensor? grad_total, Tensor total, Tensor weight, Tensor stats,"
     " bool with_bias) -> (Tensor dx, Tensor dparams)",
-    reference=lambda *arguments: _reference_backward(True, *arguments),
+    reference=lambda *arguments: reference_backward(True, *arguments),
     triton=lambda *arguments: launch_backward(True, *arguments),
     flops=lambda grad, grad_total, total, *others: _flops_backward(grad_total, total, True, others[-1]),
 )
@@ -133,7 +133,7 @@ register(
 _rms_norm = register(
     "rms_norm(Tensor x, Tensor? residual, Tensor weight, float eps)"
     " -> (Tensor y, Tensor total, Tensor stats)",
-    reference=lambda x, residual, weight, eps: _reference(False, x, residual, weight, None, eps),
+    reference=lambda x, residual, weight, eps: reference(False, x, residual, weight, None, eps),
     triton=lambda x, residual, weight, eps: launch(False, x, residual, weight, None, eps),
     flops=lambda x, residual, weight, eps: _flops(x, residual, None, False),
     autograd_formula={
@@ -152,7 +152,7 @@ _rms_norm_quantized = register(
 _layer_norm = register(
     "layer_norm(Tensor x, Tensor? residual, Tensor weight, Tensor? bias, float eps)"
     " -> (Tensor y, Tensor total, Tensor stats)",
-    reference=lambda *arguments: _reference(True, *arguments),
+    reference=lambda *arguments: reference(True, *arguments),
     triton=lambda *arguments: launch(True, *arguments),
     flops=lambda x, residual, weight, bias, eps: _flops(x, residual, bias, True),
     autograd_formula={
@@ -170,7 +170,7 @@ def _check(
     checks.check_floating(op, "x", x)
     checks.require(eps >= 0, "{}: eps must not be negative, got {}", op, eps)
     checks.check_same(op, x=x, residual=residual)
-    if weight.dtype == torch.float32 and x.dtype in _NARROW:
+    if weight.dtype == torch.float32 and x.dtype in NARROW:
         checks.check_same_device(op, x=x, weight=weight)
     else:
         checks.check_same(op, x=x, weight=weight)

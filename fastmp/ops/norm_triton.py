@@ -40,13 +40,13 @@ _MULTIPROCESSORS = 132  # of an H200; a grid that depends on the shape alone giv
 
 
 @jit
-def _load_rows(data, rows, cols, pitch, mask, VECTOR: tl.constexpr, COMPUTE: tl.constexpr):
+def load_rows(data, rows, cols, pitch, mask, VECTOR: tl.constexpr, COMPUTE: tl.constexpr):
     """Load a tile of rows; `pitch` counts vectors of VECTOR elements, which proves their alignment."""
     return tl.load(data + rows[:, None] * pitch * VECTOR + cols[None, :], mask=mask, other=0.0).to(COMPUTE)
 
 
 @jit
-def _normalized_tile(
+def normalized_tile(
     x, residual, weight, total, stats, rows, cols, num_rows, num_cols, x_pitch, residual_pitch,
     EPS: tl.constexpr, CENTRED: tl.constexpr, HAS_RESIDUAL: tl.constexpr, COMPUTE: tl.constexpr,
     VECTOR: tl.constexpr,
@@ -55,9 +55,9 @@ def _normalized_tile(
     there, here = rows < num_rows, cols < num_cols
     mask = there[:, None] & here[None, :]
     # a. total = x + residual, rounded before it is normalised: the next layer adds to the rounded value.
-    h = _load_rows(x, rows, cols, x_pitch, mask, VECTOR, COMPUTE)
+    h = load_rows(x, rows, cols, x_pitch, mask, VECTOR, COMPUTE)
     if HAS_RESIDUAL:
-        h += _load_rows(residual, rows, cols, residual_pitch, mask, VECTOR, COMPUTE)
+        h += load_rows(residual, rows, cols, residual_pitch, mask, VECTOR, COMPUTE)
         rounded = h.to(total.dtype.element_ty)
         tl.store(total + rows[:, None] * num_cols + cols[None, :], rounded, mask=mask)
         h = rounded.to(COMPUTE)
@@ -88,7 +88,7 @@ def norm_kernel(
     num_cols = num_vectors * VECTOR
     rows = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     cols = tl.arange(0, BLOCK_N)
-    h, mask = _normalized_tile(
+    h, mask = normalized_tile(
         x, residual, weight, total, stats, rows, cols, num_rows, num_cols, x_pitch, residual_pitch,
         EPS, CENTRED, HAS_RESIDUAL, COMPUTE, VECTOR,
     )  # fmt: skip
@@ -117,7 +117,7 @@ def norm_quantized_kernel(
     num_cols = num_vectors * VECTOR // GROUP * GROUP
     rows = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     cols = tl.arange(0, BLOCK_N)
-    h, mask = _normalized_tile(
+    h, mask = normalized_tile(
         x, residual, weight, total, stats, rows, cols, num_rows, num_cols, x_pitch, residual_pitch,
         EPS, False, HAS_RESIDUAL, COMPUTE, VECTOR,
     )  # fmt: skip
@@ -199,8 +199,8 @@ def norm_backward_kernel(
         there = rows < num_rows
         mask = here[None, :] if BLOCK_M == 1 else there[:, None] & here[None, :]
         # 2. Recompute the normalised rows from the statistics.
-        g = _load_rows(grad, rows, cols, grad_pitch, mask, VECTOR, COMPUTE)
-        h = _load_rows(total, rows, cols, total_pitch, mask, VECTOR, COMPUTE)
+        g = load_rows(grad, rows, cols, grad_pitch, mask, VECTOR, COMPUTE)
+        h = load_rows(total, rows, cols, total_pitch, mask, VECTOR, COMPUTE)
         rstd = tl.load(stats + rows, mask=there, other=0.0)[:, None]
         if CENTRED:
             h -= tl.load(stats + num_rows + rows, mask=there, other=0.0)[:, None]
@@ -215,7 +215,7 @@ def norm_backward_kernel(
             d -= (tl.sum(g, 1) / num_cols)[:, None]
         d *= rstd
         if HAS_GRAD_TOTAL:
-            d += _load_rows(grad_total, rows, cols, grad_total_pitch, mask, VECTOR, COMPUTE)
+            d += load_rows(grad_total, rows, cols, grad_total_pitch, mask, VECTOR, COMPUTE)
         tl.store(dx + rows[:, None] * num_vectors * VECTOR + cols[None, :], d, mask=mask)
     # 4. Store this program's sums of the parameter gradients; `sum_strips` adds the programs in order.
     partials += pid.to(tl.int64) * num_cols * (2 if HAS_BIAS else 1) + cols
@@ -258,8 +258,8 @@ def norm_backward_wide_kernel(
             cols = start + tl.arange(0, BLOCK_N)
             here = cols < num_cols
             mask = there[:, None] & here[None, :]
-            g = _load_rows(grad, rows, cols, grad_pitch, mask, VECTOR, COMPUTE)
-            h = (_load_rows(total, rows, cols, total_pitch, mask, VECTOR, COMPUTE) - mean) * rstd
+            g = load_rows(grad, rows, cols, grad_pitch, mask, VECTOR, COMPUTE)
+            h = (load_rows(total, rows, cols, total_pitch, mask, VECTOR, COMPUTE) - mean) * rstd
             g *= tl.load(weight + cols, mask=here, other=0.0).to(COMPUTE)[None, :]
             along += g * h
             level += g
@@ -273,8 +273,8 @@ def norm_backward_wide_kernel(
             cols = start + tl.arange(0, BLOCK_N)
             here = cols < num_cols
             mask = there[:, None] & here[None, :]
-            g = _load_rows(grad, rows, cols, grad_pitch, mask, VECTOR, COMPUTE)
-            h = (_load_rows(total, rows, cols, total_pitch, mask, VECTOR, COMPUTE) - mean) * rstd
+            g = load_rows(grad, rows, cols, grad_pitch, mask, VECTOR, COMPUTE)
+            h = (load_rows(total, rows, cols, total_pitch, mask, VECTOR, COMPUTE) - mean) * rstd
             later = here & (block != pid)  # the first block has nothing to add to
             sums = tl.sum(g * h, 0) + tl.load(partials + cols, mask=later, other=0.0)
             if HAS_BIAS:
@@ -286,7 +286,7 @@ def norm_backward_wide_kernel(
             g *= tl.load(weight + cols, mask=here, other=0.0).to(COMPUTE)[None, :]
             d = (g - h * along_row - level_row) * rstd
             if HAS_GRAD_TOTAL:
-                d += _load_rows(grad_total, rows, cols, grad_total_pitch, mask, VECTOR, COMPUTE)
+                d += load_rows(grad_total, rows, cols, grad_total_pitch, mask, VECTOR, COMPUTE)
             tl.store(dx + rows[:, None] * num_vectors * VECTOR + cols[None, :], d, mask=mask)
 
 

@@ -141,10 +141,11 @@ def _check(name: str, x: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor) -> 
         checks.require(x.shape[-1] == k.shape[-1], differ, "width", x.shape[-1], "width", k.shape[-1])
 
 
-def _check_angles(cos: Tensor, sin: Tensor) -> None:
+def check_angles(op: str, cos: Tensor, sin: Tensor) -> None:
+    """Check that cos and sin require no gradient."""
     for name, t in (("cos", cos), ("sin", sin)):
         if t.requires_grad:
-            raise ValueError(f"rope: {name} {tuple(t.shape)} requires a gradient, but receives none")
+            raise ValueError(f"{op}: {name} {tuple(t.shape)} requires a gradient, but receives none")
 
 
 def _check_in_place(name: str, x: Tensor) -> None:
@@ -159,7 +160,7 @@ def _check_in_place(name: str, x: Tensor) -> None:
     )
 
 
-def _angles(x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+def angles(x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     """Return cos and sin in the dtype of the arithmetic; 16-bit ones are cast."""
     wanted = compute_dtype(x.dtype)
     return cos.to(wanted), sin.to(wanted)
@@ -220,8 +221,8 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False, in_p
     Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding", 2021.
     """
     _check("x", x, None, cos, sin)
-    _check_angles(cos, sin)
-    cos, sin = _angles(x, cos, sin)
+    check_angles("rope", cos, sin)
+    cos, sin = angles(x, cos, sin)
     if in_place:
         _check_in_place("x", x)
         return _in_place(x, None, cos, sin, interleaved)[0]
@@ -246,8 +247,8 @@ def rope_qk(
         q, k = fastmp.ops.rope_qk(q, k, cos, sin)
     """
     _check("q", q, k, cos, sin)
-    _check_angles(cos, sin)
-    cos, sin = _angles(q, cos, sin)
+    check_angles("rope", cos, sin)
+    cos, sin = angles(q, cos, sin)
     if in_place:
         _check_in_place("q", q)
         _check_in_place("k", k)

@@ -25,25 +25,25 @@ _LEVELS = 3
 
 
 @jit
-def _rotate(
+def rotate_rows(
     x, y, cos, sin, pid, num_rows, size_1, size_2, stride_0, stride_1, stride_2, turn_0, turn_1, turn_2,
     INTERLEAVED: tl.constexpr, INVERSE: tl.constexpr, IN_PLACE: tl.constexpr, HALF: tl.constexpr,
-    DIM: tl.constexpr, VECTOR: tl.constexpr, TURN_VECTOR: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_HALF: tl.constexpr, COMPUTE: tl.constexpr, INDEX: tl.constexpr,
+    DIM: tl.constexpr, PITCH: tl.constexpr, VECTOR: tl.constexpr, TURN_VECTOR: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_HALF: tl.constexpr, COMPUTE: tl.constexpr, INDEX: tl.constexpr,
 ):  # fmt: skip
-    """Rotate BLOCK_M rows of x into y.
+    """Rotate BLOCK_M rows of x into y, whose rows are PITCH elements apart unless IN_PLACE.
 
     Strides of x count vectors of VECTOR elements, those of cos and sin of TURN_VECTOR, which proves
     alignment.
     """
     # 1. Row number -> index of each level -> offsets in x, and in cos and sin.
-    rows = pid.to(INDEX) * BLOCK_M + tl.arange(0, BLOCK_M)
+    rows = tl.cast(pid, INDEX) * BLOCK_M + tl.arange(0, BLOCK_M)
     outer = rows // size_2
     i2, i1, i0 = rows % size_2, outer % size_1, (outer // size_1).to(tl.int64)
     start = (i0 * stride_0 + i1.to(tl.int64) * stride_1 + i2.to(tl.int64) * stride_2) * VECTOR
     turn = (i0 * turn_0 + i1.to(tl.int64) * turn_1 + i2.to(tl.int64) * turn_2) * TURN_VECTOR
     x_rows = x + start[:, None]
-    y_rows = y + (start if IN_PLACE else rows.to(tl.int64) * DIM)[:, None]
+    y_rows = y + (start if IN_PLACE else rows.to(tl.int64) * PITCH)[:, None]
     live = (rows < num_rows)[:, None]
     cols = tl.arange(0, BLOCK_HALF)[None, :]
     mask = live & (cols < HALF)
@@ -91,16 +91,16 @@ def rope_kernel(
     pid = tl.program_id(0)
     q_blocks = tl.cdiv(q_rows.to(INDEX), BLOCK_M)
     if pid < q_blocks:
-        _rotate(
+        rotate_rows(
             q, q_out, cos, sin, pid, q_rows, q_size_1, q_size_2, q_stride_0, q_stride_1,
-            q_stride_2, turn_0, turn_1, turn_2, INTERLEAVED, INVERSE, IN_PLACE, HALF, DIM, VECTOR,
-            TURN_VECTOR, BLOCK_M, BLOCK_HALF, COMPUTE, INDEX,
+            q_stride_2, turn_0, turn_1, turn_2, INTERLEAVED, INVERSE, IN_PLACE, HALF, DIM, DIM,
+            VECTOR, TURN_VECTOR, BLOCK_M, BLOCK_HALF, COMPUTE, INDEX,
         )  # fmt: skip
     elif k is not None:
-        _rotate(
+        rotate_rows(
             k, k_out, cos, sin, pid - q_blocks, k_rows, k_size_1, k_size_2, k_stride_0, k_stride_1,
-            k_stride_2, turn_0, turn_1, turn_2, INTERLEAVED, INVERSE, IN_PLACE, HALF, DIM, VECTOR,
-            TURN_VECTOR, BLOCK_M, BLOCK_HALF, COMPUTE, INDEX,
+            k_stride_2, turn_0, turn_1, turn_2, INTERLEAVED, INVERSE, IN_PLACE, HALF, DIM, DIM,
+            VECTOR, TURN_VECTOR, BLOCK_M, BLOCK_HALF, COMPUTE, INDEX,
         )  # fmt: skip
 
 

@@ -287,7 +287,7 @@ def test_references_are_what_float64_torch_computes():
     total = x + residual
     for centred in (False, True):
         optional = bias if centred else None
-        y, s, stats = module._reference(centred, x, residual, weight, optional, 1e-3)
+        y, s, stats = module.reference(centred, x, residual, weight, optional, 1e-3)
         theirs = F.layer_norm if centred else F.rms_norm
         parameters = (weight, bias) if centred else (weight,)
         torch.testing.assert_close(y, theirs(total, (7,), *parameters, 1e-3), rtol=1e-12, atol=1e-12)

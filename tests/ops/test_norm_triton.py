@@ -27,14 +27,14 @@ def _random(*shape, dtype, seed):
 
 def _check(x, residual, weight, bias, grad, grad_total, centred):
     forward = centred, x, residual, weight, bias, 1e-5
-    wanted = norm._reference(*forward)
+    wanted = norm.reference(*forward)
     total = x if residual is None else wanted[1]
     grad_total = None if residual is None else grad_total
     backward = centred, grad, grad_total, total, weight, wanted[2], bias is not None
     with poisoned_memory():
         results = *module.launch(*forward), *module.launch_backward(*backward)
     tolerance = TOLERANCE[x.dtype]
-    for value, want in zip(results, (*wanted, *norm._reference_backward(*backward)), strict=True):
+    for value, want in zip(results, (*wanted, *norm.reference_backward(*backward)), strict=True):
         assert value.is_contiguous() and value.dtype == want.dtype
         scale = max(1.0, want.abs().max().item()) if want.numel() else 1.0
         torch.testing.assert_close(value, want, rtol=tolerance, atol=tolerance * scale)

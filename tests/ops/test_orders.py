@@ -23,6 +23,7 @@ FUNCTIONS = functions()
 
 # Kernels whose programs meet in memory: tickets, atomics, updates in place, sums that are read back.
 MEETING = {"permutation", "bias_gelu_backward", "rms_norm_backward", "layer_norm_backward"}
+MEETING |= {"latent_norm_rope_backward"}
 MEETING |= {op for op in OPS if any(argument.alias_info for argument in OPS[op].overload._schema.arguments)}
 MEETING -= {"exchange_barrier", "exchange_counts"}  # one program a rank: see test_exchange_triton.py
 MEETING -= {"stash_reserve", "stash_release"}  # one program: see test_stash_triton.py

@@ -29,6 +29,9 @@ MEETING = Facts(
     ),
 )
 ROPE = Facts(8, 4, registers=64, lacks=(NARROW,))
+# the narrow accesses are those of weights and statistics
+LATENT = Facts(3, 1.5, registers=64, threads=1024, lacks=(r"global\S*\.b16",))
+LATENT_BACKWARD = Facts(stores=1.5, copies=4, registers=128, threads=512, lacks=(ATOMICS, r"global\S*\.b16"))
 # which rows do not need; the numbers of rows are loaded as narrow
 SHORT_STORES = (r"st\.global\S*\.v2\.b32|st\.global\S*\.v4\.b16",)
 MOVING = Facts(8, 1, threads=512, lacks=SHORT_STORES)  # eight rows in, one row out
@@ -169,6 +172,17 @@ def _adamw(t, wide, n=1 << 20, *, grouped=False, small=False):
 def _rope(width, rotated, interleaved, in_place, *facts):
     q, k, angles = T((2048, 4, 32, width)), T((2048, 4, 8, width)), _wide(2048, rotated // 2)
     return _op("rope_" if in_place else "rope", q, k, angles, angles, interleaved, True, *facts)
+
+
+def _latent(rank, half, interleaved, own, *facts):
+    x, angles = T((4096, 2, rank + 2 * half)), _wide(*((4096, 2) if own else (4096,)), half)
+    return _op("latent_norm_rope", x, T((rank,)), angles, angles, 1e-6, interleaved, *facts)
+
+
+def _latent_backward(rank, half, interleaved, *facts):
+    grads, x = (T((4096, 2, rank)), T((4096, 2, 2 * half))), T((4096, 2, rank + 2 * half))
+    angles, rstd = _wide(4096, half), _wide(4096, 2)
+    return _op("latent_norm_rope_backward", *grads, x, T((rank,)), angles, angles, rstd, interleaved, *facts)
 
 
 _TARGET, _ONE = _ids(4096, dtype=torch.int64), _wide(4096)  # of each token
@@ -385,6 +399,14 @@ CASES = {
     "rope part of 128": _rope(128, 32, False, False, ROPE),
     "rope 20 of 80": _rope(80, 20, False, False, Facts(lacks=(r"global\S*\.b16",))),
     "rope pairs 20 of 80": _rope(80, 20, True, False, Facts(lacks=(r"global\S*\.b16",))),
+    "latent pairs": _latent(512, 32, True, False, LATENT),
+    "latent halves": _latent(512, 32, False, True, LATENT),
+    "latent 1536": _latent(1536, 32, True, False, LATENT),
+    "latent small": _latent(32, 8, True, False, Facts(lacks=(r"global\S*\.b16",))),
+    "latent odd": _latent(129, 5, False, False, ANY),
+    "latent backward pairs": _latent_backward(512, 32, True, LATENT_BACKWARD, ANY),
+    "latent backward halves": _latent_backward(512, 32, False, LATENT_BACKWARD, ANY),
+    "latent backward 1536": _latent_backward(1536, 32, True, LATENT_BACKWARD, ANY),
     "cross_entropy stats": _stats(8192, False, replace(STATS, stack=8)),
     "cross_entropy stats sum": _stats(8192, True, STATS),
     "cross_entropy stats odd": _stats(50257, True, STATS),

@@ -22,7 +22,8 @@ DO_NOT_SPECIALIZE = frozenset(
     ("first_element", "groups", "k_rows", "k_size_1", "k_stride_0", "k_stride_1", "k_stride_2", "noise_seed",
      "index_vectors", "num_assignments", "num_blocks", "num_queries", "num_rows", "num_steps", "num_strips",
      "num_tokens", "q_rows", "q_size_1", "q_stride_0", "q_stride_1", "q_stride_2", "rank", "rows_per_strip",
-     "s_pitch", "step", "strip_steps", "ticket", "timeout_ms", "tokens", "turn_0", "turn_1", "turn_2")
+     "rows_per_turn", "s_pitch", "step", "strip_steps", "ticket", "timeout_ms", "tokens", "turn_0", "turn_1",
+     "turn_2")
 )  # fmt: skip
 
 # Upper bounds of integer arguments, for `limits`. Kernels compute with them in int32.

@@ -25,7 +25,10 @@ from torch.distributed.tensor.experimental import register_sharding
 from fastmp.ops.core.registry import OPS
 
 # Arguments with the leading dimensions of the rows; `stats` have one more dimension in front.
-_ROWS = set("x residual up grad grad_total total y q k logits target lse grad_loss token_weight".split())
+_ROWS = set(
+    "x residual up grad grad_total grad_latent grad_shared total y q k logits target lse grad_loss"
+    " token_weight rstd".split()
+)
 # Outputs of each op: "rows", "stats", "sum" over rows, or the argument without which the output is empty.
 _OUTPUTS = {
     "rms_norm": "rows residual stats",
@@ -41,6 +44,8 @@ _OUTPUTS = {
     "scaled_masked_softmax": "rows",
     "scaled_masked_softmax_backward": "rows",
     "rope": "rows k",
+    "latent_norm_rope": "rows rows rows",
+    "latent_norm_rope_backward": "rows sum",
     "cross_entropy": "rows rows",
     "cross_entropy_stats": "rows",
     "cross_entropy_merge": "rows rows",

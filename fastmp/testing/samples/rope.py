@@ -35,7 +35,7 @@ def samples(op: str, dtype: torch.dtype, generator: torch.Generator) -> Iterator
             yield q, k, cos, sin, interleaved, number % 2 == 1
 
 
-def _turned(x, cos, sin, interleaved):
+def turned(x, cos, sin, interleaved):
     """Compute x cos + rotate_half(x) sin, in the dtype of x."""
     half = cos.shape[-1]
     shape = (*cos.shape[:-1], *[1] * (x.dim() - cos.dim()), 2 * half)
@@ -50,11 +50,11 @@ def _turned(x, cos, sin, interleaved):
 
 
 def _eager_rope(x, cos, sin, interleaved):
-    return _turned(x, cos, sin, interleaved)
+    return turned(x, cos, sin, interleaved)
 
 
 def _eager_rope_qk(q, k, cos, sin, interleaved):
-    return _turned(q, cos, sin, interleaved), _turned(k, cos, sin, interleaved)
+    return turned(q, cos, sin, interleaved), turned(k, cos, sin, interleaved)
 
 
 def _draw(draw: Draw, count: int) -> tuple[tuple, dict]:

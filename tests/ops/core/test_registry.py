@@ -196,7 +196,8 @@ FLOPS = {
     "clamped_swiglu": 6, "gated_activation": 4, "cross_entropy_stats": 4, "cross_entropy_grad": 5,
     "layer_norm": 8, "layer_norm_backward": 14, "rms_norm": 5, "rms_norm_backward": 10, "adamw_": 15,
     "grouped_mm": 32, "grouped_mm_wgrad": 32, "grouped_mlp_in": 32, "rope": 3.75, "scaled_masked_softmax": 6,
-    "topk_router": 6, "unpermute": 2, "unpermute_backward": 3,
+    "topk_router": 6, "unpermute": 2, "unpermute_backward": 3, "latent_norm_rope": (4 * 512 + 3 * 64) / 576,
+    "latent_norm_rope_backward": (9 * 512 + 3 * 64) / 576,
 }  # fmt: skip
 
 
