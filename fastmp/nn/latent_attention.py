@@ -30,7 +30,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastmp.config import GPTConfig, RopeScaling
-from fastmp.distributed.collectives import copy_to_group, gather_from_group, gather_sequence, group_size
+from fastmp.distributed.collectives import (
+    copy_to_group,
+    gather_from_group,
+    gather_sequence,
+    group_rank,
+    group_size,
+)
 from fastmp.nn.core_attention import CoreAttention
 from fastmp.nn.documents import Documents
 from fastmp.nn.init import normal, residual_normal
@@ -38,7 +44,7 @@ from fastmp.nn.kv_cache import KeyValueCache
 from fastmp.nn.placement import Placement
 from fastmp.nn.recompute import remade
 from fastmp.nn.replicated import Linear, RMSNorm, RotaryPositions
-from fastmp.ops import rope
+from fastmp.ops import latent_norm_rope, rope
 from fastmp.ops.attention import attend, pads_values
 from fastmp.tensor_parallel.context import join_sequence
 from fastmp.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
@@ -114,6 +120,7 @@ class LatentAttention(CoreAttention):
         )
         self.q_norm = None if q_rank is None else norm(q_rank)
         self.kv_norm = norm(kv_rank)
+        self.prefetch_next = (self.kv_norm,)  # which one op applies together with the rotation
         self.rotary = RotaryPositions(config, on) if rotary is None else rotary
         self.recompute_kv = on.recompute_kv
 
@@ -133,15 +140,16 @@ class LatentAttention(CoreAttention):
             q_SBX = self.q_up(self.q_norm(self.q_down(hidden_SBH)))
         S, B = q_SBX.shape[:2]
         q_SBND = q_SBX.view(S, B, self.num_heads, -1)
-        # 2. Latents of this rank's tokens, (S/TP, B, C), and shared keys of all of them, (S, B, P)
-        down = self.kv_down(hidden_SBH)
-        latent = self.kv_norm(down[..., : self.sizes.kv_rank])
-        shared_SB1P = self._shared_keys(down[..., self.sizes.kv_rank :]).unsqueeze(2)
-        # 3. Rotary positions, in place: of the end of each query, and of the shared keys
+        # 2. Rotary positions: the end of each query is turned in place
         tables = self.rotary(S, documents if cache is None else cache.positions)
-        turned = {"interleaved": self.rotary.interleaved, "in_place": True}
-        rope(q_SBND[..., self.sizes.nope_size :], *tables, **turned)
-        shared_SB1P = rope(shared_SB1P, *tables, interleaved=self.rotary.interleaved)
+        turned: dict[str, Any] = {"interleaved": self.rotary.interleaved}
+        rope(q_SBND[..., self.sizes.nope_size :], *tables, **turned, in_place=True)
+        # 3. Normed latents and turned shared keys of this rank's tokens; shared keys of all: (S, B, 1, P)
+        norm, down = self.kv_norm, self.kv_down(hidden_SBH)
+        latent, shared = latent_norm_rope(
+            down, norm.weight, *map(self._own_tokens, tables), eps=norm.eps, **turned
+        )
+        shared_SB1P = self._shared_keys(shared).unsqueeze(2)
         # 4. Generation: append to the cache; new tokens attend to all of it
         if cache is not None:
             held = torch.cat((self._whole(latent).unsqueeze(2), shared_SB1P), 3)
@@ -178,6 +186,12 @@ class LatentAttention(CoreAttention):
         if pads:
             v_TBNV = F.pad(v_TBNV, (0, k_TBND.shape[3] - v_TBNV.shape[3]))
         return k_TBND, v_TBNV
+
+    def _own_tokens(self, table_SX: Tensor) -> Tensor:
+        """Return the rows of this rank's tokens: under sequence parallelism, its part of the table."""
+        if not self.sequence_parallel:
+            return table_SX
+        return table_SX.chunk(group_size(self.tp_group))[group_rank(self.tp_group)]
 
     def _shared_keys(self, keys: Tensor) -> Tensor:
         """Return all tokens' shared keys; each rank's heads have a part of their gradient."""
