@@ -120,31 +120,47 @@ def check_sizes(
     grad_shared: Tensor | None = None, rstd: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Check shapes, as the C++ kernel does: cos has the first leading dimensions of x, all or fewer."""
-    leading, rank, half = x.shape[:-1], weight.shape[0], cos.shape[-1]
-    fits = x.dim() > 0 and 0 < cos.dim() <= x.dim() and cos.shape[:-1] == x.shape[: cos.dim() - 1]
-    if not fits or sin.shape != cos.shape or rank == 0 or x.shape[-1] != rank + 2 * half:
-        shapes = tuple(weight.shape), tuple(cos.shape), tuple(sin.shape), tuple(x.shape)
+    given = (grad_latent, grad_shared, rstd)
+    shapes = tuple(None if t is None else tuple(t.shape) for t in given)
+    _check_shapes(op, tuple(x.shape), tuple(weight.shape), tuple(cos.shape), tuple(sin.shape), shapes)
+
+
+def _check_shapes(
+    op: str, x: tuple[int, ...], weight: tuple[int, ...], cos: tuple[int, ...], sin: tuple[int, ...],
+    others: tuple[tuple[int, ...] | None, ...] = (),
+) -> None:  # fmt: skip
+    """As `check_sizes`; others: the shapes of grad_latent, grad_shared and rstd, or of none."""
+    fits = len(x) > 0 and 0 < len(cos) <= len(x) and cos[:-1] == x[: len(cos) - 1] and len(weight) == 1
+    if not fits or sin != cos or weight[0] == 0 or x[-1] != weight[0] + 2 * cos[-1]:
+        shapes = map(tuple, (weight, cos, sin, x))
         raise ValueError("{}: weight {}, cos {} and sin {} do not fit x {}".format(op, *shapes))
-    for name, tensor, shape in (
-        ("grad_latent", grad_latent, (*leading, rank)),
-        ("grad_shared", grad_shared, (*leading, 2 * half)),
-        ("rstd", rstd, tuple(leading)),
-    ):
-        if tensor is not None and tuple(tensor.shape) != shape:
-            raise ValueError(f"{op}: expected {name} of shape {shape}, got {tuple(tensor.shape)}")
+    wanted = (*x[:-1], weight[0]), (*x[:-1], 2 * cos[-1]), x[:-1]
+    for name, shape, expected in zip(("grad_latent", "grad_shared", "rstd"), others, wanted, strict=False):
+        if shape is not None and shape != expected:
+            raise ValueError(f"{op}: expected {name} of shape {tuple(expected)}, got {tuple(shape)}")
+
+
+_check_once = lru_cache(maxsize=1024)(_check_shapes)
 
 
 @lru_cache(maxsize=1024)
 def _constants(
-    dtype: torch.dtype, rank: int, half: int, interleaved: bool, many: bool, pitches: tuple[int, ...]
-) -> dict[str, Any]:
-    """Return the constants of both kernels; many: rows need 64-bit integers; `pitches` are in elements."""
+    dtype: torch.dtype, rank: int, half: int, many: bool, pitches: tuple[int, ...], backward: bool,
+    interleaved: bool, **others: Any,
+) -> dict[str, Any] | None:  # fmt: skip
+    """Return the constants of a kernel; None if latents are too long for registers.
+
+    many: rows need 64-bit integers. pitches: in elements. others: further constants.
+    """
+    block = norm_triton.block_shape(rank, dtype.itemsize, False, backward=backward)
+    if block is None:
+        return None
     turn_m, turn_half = rope_triton.block_shape(half, dtype.itemsize)
     return {
-        "RANK": rank, "HALF": half, "INTERLEAVED": interleaved, "COMPUTE": arithmetic(dtype),
+        **others, "RANK": rank, "HALF": half, "INTERLEAVED": interleaved, "COMPUTE": arithmetic(dtype),
         "INDEX": tl.int64 if many else tl.int32, "VECTOR": vector_width(dtype.itemsize, *pitches),
         "TURN_VECTOR": math.gcd(16 // compute_dtype(dtype).itemsize, half), "TURN_M": turn_m,
-        "TURN_HALF": turn_half,
+        "TURN_HALF": turn_half, "BLOCK_M": block[0], "BLOCK_N": block[1], "num_warps": block[2],
     }  # fmt: skip
 
 
@@ -152,27 +168,30 @@ def launch(
     x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, eps: float, interleaved: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the normalised latents, the turned keys, and rstd of each row."""
-    check_sizes("latent_norm_rope", x, weight, cos, sin)
+    _check_once("latent_norm_rope", x.shape, weight.shape, cos.shape, sin.shape)
+    # 1. Plan; latents too long for registers take two launches.
     leading, rank, half = x.shape[:-1], weight.shape[0], cos.shape[-1]
-    block = norm_triton.block_shape(rank, x.element_size(), False, backward=False)
-    if block is None:
+    num_rows = math.prod(leading)
+    rows, pitch = as_rows(x) if num_rows else (x, 0)
+    many = num_rows > MAX_COUNT
+    constants = _constants(x.dtype, rank, half, many, (pitch,), False, interleaved, EPS=eps)
+    if constants is None:
         latent, _, stats = norm_triton.launch(False, x[..., :rank], None, weight, None, eps)
         shared, _ = rope_triton.launch(x[..., rank:], None, cos, sin, interleaved, False)
         return latent, shared, stats.squeeze(0)
+    # 2. Results.
     latent, shared = x.new_empty(*leading, rank), x.new_empty(*leading, 2 * half)
-    rstd = x.new_empty(leading, dtype=compute_dtype(x.dtype))
-    num_rows = rstd.numel()
+    wide = compute_dtype(x.dtype)
+    rstd = x.new_empty(leading) if wide == x.dtype else x.new_empty(leading, dtype=wide)
     if num_rows == 0:
         return latent, shared, rstd
-    x, pitch = as_rows(x)
-    constants = _constants(x.dtype, rank, half, interleaved, num_rows > MAX_COUNT, (pitch,))
-    block_m, block_n, num_warps = block
+    # 3. Programs of keys come first, then those of latents.
     turns = cdiv(num_rows, constants["TURN_M"]) if half else 0
     launcher.launch(
-        latent_kernel, turns + cdiv(num_rows, block_m),
-        (x, weight.contiguous(), cos.contiguous(), sin.contiguous(), latent, shared, rstd, num_rows,
+        latent_kernel, turns + cdiv(num_rows, constants["BLOCK_M"]),
+        (rows, weight.contiguous(), cos.contiguous(), sin.contiguous(), latent, shared, rstd, num_rows,
          math.prod(leading[cos.dim() - 1 :]), pitch // constants["VECTOR"]),
-        {"EPS": eps, **constants, "BLOCK_M": block_m, "BLOCK_N": block_n, "num_warps": num_warps},
+        constants,
     )  # fmt: skip
     return latent, shared, rstd
 
@@ -182,37 +201,33 @@ def launch_backward(
     rstd: Tensor, interleaved: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return the gradients of x and of weight."""
-    check_sizes("latent_norm_rope_backward", x, weight, cos, sin, grad_latent, grad_shared, rstd)
-    rank, half, num_rows, itemsize = weight.shape[0], cos.shape[-1], rstd.numel(), x.element_size()
-    block = norm_triton.block_shape(rank, itemsize, False, backward=True)
-    if block is None:
+    others = grad_latent.shape, grad_shared.shape, rstd.shape
+    _check_once("latent_norm_rope_backward", x.shape, weight.shape, cos.shape, sin.shape, others)
+    # 1. Plan; latents too long for registers take the launches of two ops.
+    leading, rank, half, num_rows = x.shape[:-1], weight.shape[0], cos.shape[-1], rstd.numel()
+    if num_rows == 0:
+        return empty_like(x), torch.zeros_like(weight)
+    check_count("latent_norm_rope", "rows", num_rows)
+    tensors, pitches = zip(*map(as_rows, (grad_latent, grad_shared, x)), strict=True)
+    many, stages = num_rows > MAX_COUNT, norm_triton.num_stages(x.element_size())
+    constants = _constants(x.dtype, rank, half, many, pitches, True, interleaved, NUM_STAGES=stages)
+    if constants is None:
         latents, stats = x[..., :rank], rstd.unsqueeze(0)
         d_latent, dweight = norm_triton.launch_backward(False, grad_latent, None, latents, weight, stats)
         d_shared, _ = rope_triton.launch(grad_shared, None, cos, sin, interleaved, True)
         return torch.cat((d_latent, d_shared), -1), dweight.squeeze(0)
+    # 2. Gradients of x, and sums of each program, which are added in order.
     dx, dweight = empty_like(x), weight.new_empty(rank)
-    if num_rows == 0:
-        return dx, dweight.zero_()
-    check_count("latent_norm_rope", "rows", num_rows)
-    leading = x.shape[cos.dim() - 1 : -1]
-    (grad_latent, latent_pitch), (x, pitch) = as_rows(grad_latent), as_rows(x)
-    grad_shared, shared_pitch = as_rows(grad_shared)
-    pitches = latent_pitch, shared_pitch, pitch
-    constants = _constants(x.dtype, rank, half, interleaved, num_rows > MAX_COUNT, pitches)
-    block_m, block_n, num_warps = block
-    programs = norm_triton.num_programs(num_rows, block_m, num_warps)
+    programs = norm_triton.num_programs(num_rows, constants["BLOCK_M"], constants["num_warps"])
     partials = rstd.new_empty(programs, rank)
     launcher.launch(
         latent_backward_kernel, programs,
         (
-            grad_latent, grad_shared, x, weight.contiguous(), cos.contiguous(), sin.contiguous(),
-            rstd.contiguous(), dx, partials, num_rows, math.prod(leading),
-            *(each // constants["VECTOR"] for each in pitches),
+            *tensors, weight.contiguous(), cos.contiguous(), sin.contiguous(), rstd.contiguous(), dx,
+            partials, num_rows, math.prod(leading[cos.dim() - 1 :]),
+            *(pitch // constants["VECTOR"] for pitch in pitches),
         ),
-        {
-            **constants, "BLOCK_M": block_m, "BLOCK_N": block_n,
-            "NUM_STAGES": norm_triton.num_stages(itemsize), "num_warps": num_warps,
-        },
+        constants,
     )  # fmt: skip
     sum_strips(partials, dweight)
     return dx, dweight

@@ -253,6 +253,26 @@ def test_rope_of_sharded_sequences_samples_and_heads():
     run_ranks(_rotate, 2)
 
 
+def _norm_and_rotate(rank, world_size):
+    mesh = init_device_mesh("cpu", (world_size,))
+    tables = ops.rope_cos_sin(S, H, dtype=torch.float64)
+
+    def of_latents(x, weight):
+        divided = isinstance(x, DTensor)
+        return ops.latent_norm_rope(
+            x, weight, *(distribute_tensor(t, mesh) if divided else t for t in tables)
+        )
+
+    for dim in range(2):
+        placements = _compare(of_latents, [_random(S, B, 5 + H)], [_random(5)], mesh, Shard(dim))
+        assert placements == [Shard(dim)] * 2
+
+
+@pytest.mark.full
+def test_latents_of_sharded_sequences_and_samples():
+    run_ranks(_norm_and_rotate, 2)
+
+
 def _norm_between_sequence_parts(rank, world_size):
     mesh = init_device_mesh("cpu", (world_size,))
     model = nn.Sequential(RMSNorm(H, group=None, dtype=torch.float64))

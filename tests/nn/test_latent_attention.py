@@ -9,6 +9,7 @@ import torch
 from marks import full
 
 from fastmp.config import GPTConfig, LatentConfig, RopeScaling
+from fastmp.cuda_graphs.partition import called_modules
 from fastmp.nn import Placement
 from fastmp.nn.latent_attention import LatentAttention
 from fastmp.ops import rope_cos_sin
@@ -70,6 +71,15 @@ def test_formulas(interleaved, q_rank):
     found, wanted = (torch.autograd.grad(y, inputs, grad) for y in (output, want))
     for mine, theirs in zip(found, wanted, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-10)
+
+
+def test_hooks_reach_every_parameter():
+    """Hooks that wait for gathered parameters: of modules that are called, or that these name."""
+    layer = LatentAttention(CONFIG)
+    with called_modules() as called:
+        layer(torch.randn(4, 1, 32))
+    reached = {*called, *(named for module in called for named in getattr(module, "prefetch_next", ()))}
+    assert all(module in reached for module in layer.modules() if module._parameters)
 
 
 def test_yarn_scales_the_scores():
