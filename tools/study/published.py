@@ -158,6 +158,7 @@ def h800_runs() -> list[Run]:
     of both heads and the MTP module has none.
     """
     recipe = load_recipe(CONFIGS / "deepseek-v3.toml")
+    assert recipe.model.moe is not None
     recipe = replace(
         recipe,
         model=replace(recipe.model, moe=replace(recipe.model.moe, dispatcher="deepep")),
