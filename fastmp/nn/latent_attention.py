@@ -42,7 +42,7 @@ from fastmp.nn.documents import Documents
 from fastmp.nn.init import normal, residual_normal
 from fastmp.nn.kv_cache import KeyValueCache
 from fastmp.nn.placement import Placement
-from fastmp.nn.recompute import remade
+from fastmp.nn.recompute import is_recomputed, remade
 from fastmp.nn.replicated import Linear, RMSNorm, RotaryPositions
 from fastmp.ops import latent_norm_rope, rope
 from fastmp.ops.attention import attend, pads_values
@@ -161,7 +161,8 @@ class LatentAttention(CoreAttention):
             latent = join_sequence(self._whole(latent), self.cp_group, dim=0)
             shared_SB1P = copy_to_group(join_sequence(shared_SB1P, self.cp_group, dim=0), self.tp_group)
         # 6. Keys and values of every head, and attention, which may keep latents in their place
-        recomputes = self.recompute_kv and torch.is_grad_enabled()
+        # Inside a recomputed layer nothing is kept, and hooks of its own would hide tensors from the outer ones
+        recomputes = self.recompute_kv and torch.is_grad_enabled() and not is_recomputed()
         special = group_size(self.cp_group) > 1 or self.window is not None or documents is not None
         # Where values are made again, they are padded here, or attention would pad and keep a copy
         project_up = partial(self._project_up, pads=recomputes and pads_values(latent, special))

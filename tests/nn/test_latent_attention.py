@@ -10,7 +10,7 @@ from marks import full
 
 from fastmp.config import GPTConfig, LatentConfig, RopeScaling
 from fastmp.cuda_graphs.partition import called_modules
-from fastmp.nn import Placement
+from fastmp.nn import GPT, Placement
 from fastmp.nn.latent_attention import LatentAttention
 from fastmp.ops import rope_cos_sin
 
@@ -105,3 +105,16 @@ def test_what_does_not_go_with_it(changes, said):
         replace(CONFIG, **changes)
     with pytest.raises(ValueError, match="rope_size must be even, got 5"):
         LatentConfig(rope_size=5)
+
+
+def test_keys_are_made_again_once_where_layers_are_recomputed():
+    """Otherwise attention would keep its own tensors out of reach of the layer's recomputation."""
+    config, on = replace(CONFIG, vocab_size=32), Placement(dtype=torch.float64, recompute_kv=True)
+    for recompute in (False, True):
+        model = GPT(config, on, recompute=recompute)
+        calls = []
+        for layer in model.layers:
+            layer.attention.kv_up.register_forward_hook(lambda *_: calls.append(torch.is_grad_enabled()))
+        tokens = torch.arange(16)[None]
+        model.loss(tokens, tokens).sum().backward()
+        assert calls == [True] * CONFIG.num_layers + [recompute] * CONFIG.num_layers

@@ -63,7 +63,7 @@ class Decoder:
 
     Raises:
         ValueError: context or sequence parallelism; more places, drafts included, than the model has
-            positions; speculation with a model without MTP modules.
+            positions; speculation with a model without MTP modules, or with rotary positions by length.
     """
 
     def __init__(
@@ -302,9 +302,20 @@ class Decoder:
 
 
 def check_speculation(config: GPTConfig, speculative: bool) -> None:
-    """Raise ValueError for speculative decoding with a model that has no MTP modules."""
-    if speculative and not config.mtp_depth:
+    """Raise ValueError for speculative decoding with a model that cannot verify drafts, or has no MTP modules.
+
+    Rotary positions that depend on the length would turn the keys of a window by its end: not those of plain
+    decoding.
+    """
+    if not speculative:
+        return
+    if not config.mtp_depth:
         raise ValueError("generate: speculative decoding needs a model with MTP modules, got mtp_depth 0")
+    if config.rope_scaling is not None and config.rope_scaling.by_length:
+        raise ValueError(
+            "generate: speculative decoding needs rotary positions that do not depend on the length, got "
+            f"rope_scaling.kind {config.rope_scaling.kind!r}; leave speculative decoding out"
+        )
 
 
 def _in_turn(functions: Sequence[Work], *tensors: Tensor) -> Tensors:

@@ -63,7 +63,12 @@ def check_same_function(reader: CheckpointReader, config: GPTConfig) -> None:
         raise CheckpointError(
             f"checkpoint {reader.directory}: no model is described in it: {error}"
         ) from None
-    saved.pop("mtp_depth"), current.pop("mtp_depth")  # modules beside the model, found by their names
+    has, needs = saved.pop("mtp_depth"), current.pop("mtp_depth")  # modules beside the model: fewer will do
+    if needs > has:
+        raise CheckpointError(
+            f"checkpoint {reader.directory}: it has {has} MTP modules, this run {needs}; set model.mtp_depth to "
+            f"{has}"
+        )
     if config.position == "rope":  # which is computed for as many positions as a run has
         saved.pop("max_seq_len"), current.pop("max_seq_len")
     differing = [key for key in {**saved, **current} if saved.get(key) != current.get(key)]

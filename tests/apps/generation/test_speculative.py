@@ -11,7 +11,7 @@ from trainer_tools import make_trainer
 
 from fastmp.apps.generation.batched import generate
 from fastmp.apps.generation.trained_models import load_model, open_weights
-from fastmp.config import CheckpointConfig, GPTConfig, LatentConfig, MoEConfig
+from fastmp.config import CheckpointConfig, GPTConfig, LatentConfig, MoEConfig, RopeScaling
 from fastmp.cuda_graphs.backends.recording import RecordingBackend
 from fastmp.distributed.grid import RankGrid
 from fastmp.distributed.groups import ParallelGroups
@@ -19,6 +19,7 @@ from fastmp.nn import GPT, Placement
 from fastmp.nn.language_model import StageSpec
 from fastmp.nn.stages import GPTStage
 from fastmp.testing.ranks import run_ranks
+from fastmp.training.checkpoint.format import CheckpointError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -132,6 +133,8 @@ def test_a_checkpoint_with_modules_is_read_with_and_without(tmp_path):
         assert len(model.mtp) == depth
         found.append(continued(model, temperature=0.0, speculative=depth > 0)[0])
     assert found[0] == found[1]
+    with pytest.raises(CheckpointError, match="it has 2 MTP modules, this run 3; set model.mtp_depth to 2"):
+        load_model(reader, replace(config, mtp_depth=3), ParallelGroups.alone())
 
 
 def test_mistakes():
@@ -139,5 +142,8 @@ def test_mistakes():
         ValueError, match="speculative decoding needs a model with MTP modules, got mtp_depth 0"
     ):
         continued(make(replace(CONFIG, mtp_depth=0)), speculative=True)
+    scaling = RopeScaling("dynamic", factor=4.0, original_max_seq_len=8)  # a window's end turns its keys
+    with pytest.raises(ValueError, match="positions that do not depend on the length, got .*'dynamic'"):
+        continued(make(replace(CONFIG, rope_scaling=scaling)), speculative=True)
     with pytest.raises(ValueError, match="generate: 32 tokens and 2 drafts are more than max_seq_len 32"):
         continued(make(CONFIG), 28, speculative=True)
