@@ -47,6 +47,13 @@ class GPTLosses(NamedTuple):
     counts: torch.Tensor | None = None
     mtp: torch.Tensor | None = None
 
+    def sum(self) -> torch.Tensor:
+        """Return the loss to differentiate (): of all tokens, of experts and of multi-token prediction."""
+        total = self.tokens.sum()
+        for further in (self.aux, self.mtp):
+            total = total if further is None else total + further
+        return total
+
 
 class GPT(LanguageModel):
     """A decoder-only language model; arguments and errors: see `LanguageModel`.

@@ -161,7 +161,7 @@ class LatentAttention(CoreAttention):
             latent = join_sequence(self._whole(latent), self.cp_group, dim=0)
             shared_SB1P = copy_to_group(join_sequence(shared_SB1P, self.cp_group, dim=0), self.tp_group)
         # 6. Keys and values of every head, and attention, which may keep latents in their place
-        # Inside a recomputed layer nothing is kept, and hooks of its own would hide tensors from the outer ones
+        # A recomputed layer keeps nothing; hooks inside it would hide tensors from those of the checkpoint
         recomputes = self.recompute_kv and torch.is_grad_enabled() and not is_recomputed()
         special = group_size(self.cp_group) > 1 or self.window is not None or documents is not None
         # Where values are made again, they are padded here, or attention would pad and keep a copy

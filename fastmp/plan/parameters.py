@@ -12,7 +12,7 @@ from fastmp.pipeline.stage_map import StageMap
 from fastmp.plan.shapes import Shapes
 
 __all__ = [
-    *("expert_chunks", "expert_stages", "layer_size", "rank_buffers", "rank_parameters"),
+    *("expert_chunks", "expert_stages", "is_mtp_projection", "layer_size", "rank_buffers", "rank_parameters"),
     *("stage_kinds", "stage_layers", "stage_map", "stage_ranges"),
 ]
 
@@ -71,7 +71,7 @@ def rank_parameters(recipe: Recipe, shapes: Shapes, rank: int) -> dict[str, Para
         for name, facts in found.items():
             in_layer = name.rpartition("layers.")[2].partition(".")[2]
             found[name] = replace(facts, cost=costs.get(in_layer, 0))
-            if name.startswith("mtp.") and name.endswith(".proj.weight") and ".layers." not in name:
+            if is_mtp_projection(name):
                 whole = matrix_cost(shapes.model.hidden_size, 2 * shapes.model.hidden_size)
                 found[name] = replace(facts, cost=whole * shapes.grid.tp)
     if (fp8 := recipe.train.fp8()) is not None:
@@ -167,6 +167,11 @@ def _stage(
         own |= {name: facts(*of) for name, of in _norm(shapes, "final_norm", model.hidden_size)}
         found |= {f"mtp.{depth}.{name}": each for name, each in own.items()}
     return found
+
+
+def is_mtp_projection(name: str) -> bool:
+    """Return True for the projection of an MTP module, which is replicated over tensor-parallel ranks."""
+    return name.startswith("mtp.") and name.endswith(".proj.weight") and ".layers." not in name
 
 
 def _mtp(shapes: Shapes) -> Iterator[tuple[str, tuple[int, bool]]]:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 
 from fastmp.config import LatentConfig, Recipe
 from fastmp.plan.memory import grad_bytes
-from fastmp.plan.parameters import rank_buffers, rank_parameters, stage_kinds, stage_map
+from fastmp.plan.parameters import is_mtp_projection, rank_buffers, rank_parameters, stage_kinds, stage_map
 from fastmp.plan.shapes import Shapes
 
 _STATISTICS = 12  # bytes a token: maximum, sum of exponentials, the target's logit
@@ -214,8 +214,11 @@ def _gradients(recipe: Recipe, shapes: Shapes, rank: int) -> Counter[str]:
         if buffer.gathers_fp8:
             found[group] += 2 * _ring(buffer.num_tiles * _MAGNITUDE, ranks)
         if buffer.whole:
-            ranges = buffer.layout.ranges.items()
-            split = sum(end - start for name, (start, end) in ranges if not name.endswith(everywhere))
+            split = sum(
+                end - start
+                for name, (start, end) in buffer.layout.ranges.items()
+                if not (name.endswith(everywhere) or is_mtp_projection(name))
+            )
             own = split / buffer.layout.num_ranks
             axis = "etp" if buffer.experts else "tp"
             found[axis] += 2 * _ring(own * _UPDATE, grid.size(axis))

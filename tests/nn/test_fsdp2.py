@@ -105,6 +105,7 @@ def compare(rank, world_size, config, ep, recompute):
     [
         (GPT2, 2, 1, True),
         (EXPERTS, 4, 2, True),
+        pytest.param(replace(LLAMA, mtp_depth=2), 2, 1, False, marks=pytest.mark.full),
         pytest.param(GPT2, 4, 1, False, marks=pytest.mark.full),
         pytest.param(LLAMA, 3, 1, True, marks=pytest.mark.full),
         pytest.param(EXPERTS, 2, 1, True, marks=pytest.mark.full),
@@ -115,6 +116,7 @@ def compare(rank, world_size, config, ep, recompute):
     ids=[
         "dense",
         "experts",
+        "mtp",
         "dense-4",
         "llama-3",
         "experts-edp2",

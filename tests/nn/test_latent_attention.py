@@ -111,10 +111,13 @@ def test_keys_are_made_again_once_where_layers_are_recomputed():
     """Otherwise attention would keep its own tensors out of reach of the layer's recomputation."""
     config, on = replace(CONFIG, vocab_size=32), Placement(dtype=torch.float64, recompute_kv=True)
     for recompute in (False, True):
-        model = GPT(config, on, recompute=recompute)
-        calls = []
+        model, calls = GPT(config, on, recompute=recompute), []
+
+        def note(*_, calls=calls):
+            calls.append(torch.is_grad_enabled())
+
         for layer in model.layers:
-            layer.attention.kv_up.register_forward_hook(lambda *_: calls.append(torch.is_grad_enabled()))
+            layer.attention.kv_up.register_forward_hook(note)
         tokens = torch.arange(16)[None]
         model.loss(tokens, tokens).sum().backward()
         assert calls == [True] * CONFIG.num_layers + [recompute] * CONFIG.num_layers

@@ -75,7 +75,8 @@ def test_loss_and_gradients_are_those_by_hand(ignored):
         targets[2, 3] = targets[2, -1] = -100
     losses = model.loss(tokens, targets, loss_grad_BS=1.0)
     assert isinstance(losses, GPTLosses) and losses.aux is None
-    (losses.tokens.sum() + losses.mtp).backward()
+    assert torch.equal(losses.sum(), losses.tokens.sum() + losses.mtp)
+    losses.sum().backward()
     found = {name: parameter.grad for name, parameter in model.named_parameters()}
     model.zero_grad(set_to_none=True)
     want = sum(by_hand(model, tokens, targets))

@@ -349,6 +349,7 @@ LAYOUTS = {
     "pp, mtp": (recipe(MODELS["mtp"], pp=2, microbatches=3), 1),
     "tp, sp, ep, mtp": (recipe(MODELS["mtp, experts"], tp=2, ep=2, etp=1, sequence_parallel=True), 1),
     "tp, mtp": (recipe(MODELS["mtp"], tp=2), 1),
+    "mtp, muon": (recipe(MODELS["mtp"], tp=2, optimizer=OptimizerConfig(name="muon")), 1),
     "pp, vpp": (recipe(replace(LLAMA, num_layers=4), pp=2, vpp=2, microbatches=4), 1),
     "pp, uneven": (recipe(replace(GPT2, num_layers=3), pp=2, stage_layers=(1, 2), microbatches=2), 1),
     "pp, on a v": (

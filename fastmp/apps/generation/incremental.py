@@ -302,9 +302,9 @@ class Decoder:
 
 
 def check_speculation(config: GPTConfig, speculative: bool) -> None:
-    """Raise ValueError for speculative decoding with a model that cannot verify drafts, or has no MTP modules.
+    """Raise ValueError for speculative decoding with a model that does not support it.
 
-    Rotary positions that depend on the length would turn the keys of a window by its end: not those of plain
+    Rotary angles that depend on the length would follow the end of a window, and differ from those of plain
     decoding.
     """
     if not speculative:

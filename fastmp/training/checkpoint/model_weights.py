@@ -66,8 +66,8 @@ def check_same_function(reader: CheckpointReader, config: GPTConfig) -> None:
     has, needs = saved.pop("mtp_depth"), current.pop("mtp_depth")  # modules beside the model: fewer will do
     if needs > has:
         raise CheckpointError(
-            f"checkpoint {reader.directory}: it has {has} MTP modules, this run {needs}; set model.mtp_depth to "
-            f"{has}"
+            f"checkpoint {reader.directory}: it has {has} MTP modules, this run {needs}; set model.mtp_depth "
+            f"to {has}"
         )
     if config.position == "rope":  # which is computed for as many positions as a run has
         saved.pop("max_seq_len"), current.pop("max_seq_len")

@@ -133,7 +133,7 @@ def test_a_checkpoint_with_modules_is_read_with_and_without(tmp_path):
         assert len(model.mtp) == depth
         found.append(continued(model, temperature=0.0, speculative=depth > 0)[0])
     assert found[0] == found[1]
-    with pytest.raises(CheckpointError, match="it has 2 MTP modules, this run 3; set model.mtp_depth to 2"):
+    with pytest.raises(CheckpointError, match=r"it has 2 MTP modules, this run 3; set .*mtp_depth to 2"):
         load_model(reader, replace(config, mtp_depth=3), ParallelGroups.alone())
 
 
@@ -143,7 +143,7 @@ def test_mistakes():
     ):
         continued(make(replace(CONFIG, mtp_depth=0)), speculative=True)
     scaling = RopeScaling("dynamic", factor=4.0, original_max_seq_len=8)  # a window's end turns its keys
-    with pytest.raises(ValueError, match="positions that do not depend on the length, got .*'dynamic'"):
+    with pytest.raises(ValueError, match=r"positions that do not depend on the length, got .*'dynamic'"):
         continued(make(replace(CONFIG, rope_scaling=scaling)), speculative=True)
     with pytest.raises(ValueError, match="generate: 32 tokens and 2 drafts are more than max_seq_len 32"):
         continued(make(CONFIG), 28, speculative=True)
