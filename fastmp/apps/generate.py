@@ -139,13 +139,13 @@ def _generate(options: Namespace, runtime: Runtime) -> Generated:
     reader, config = open_weights(options.checkpoint, options.hf, world, options.ignore)
     tokenizer = agree(world, partial(model_tokenizer, options, reader))
     ids = [tokenizer.encode_prompt(prompt) for prompt in options.prompt]
-    positions_left = config.max_seq_len + 1 - max(map(len, ids))
-    new = options.max_new_tokens or max(min(128, positions_left), 1)
-    check_prompts(config, ids, new, min(config.vocab_size, tokenizer.vocab_size))
-    auto = torch.bfloat16 if runtime.device.type == "cuda" else torch.float32
-    dtype = DTYPES.get(options.dtype, auto)
     check_speculation(config, options.speculative)
     config = replace(config, mtp_depth=config.mtp_depth if options.speculative else 0)
+    positions_left = config.max_seq_len + 1 - config.mtp_depth - max(map(len, ids))
+    new = options.max_new_tokens or max(min(128, positions_left), 1)
+    check_prompts(config, ids, new, min(config.vocab_size, tokenizer.vocab_size), drafts=config.mtp_depth)
+    auto = torch.bfloat16 if runtime.device.type == "cuda" else torch.float32
+    dtype = DTYPES.get(options.dtype, auto)
     model = load_model(reader, config, groups, device=runtime.device, dtype=dtype)
     return generate(
         model,

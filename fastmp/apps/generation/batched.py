@@ -122,7 +122,8 @@ def generate(
     if tokenizer is not None:
         vocab_size = min(vocab_size, tokenizer.vocab_size)
         ends = (tokenizer.end_of_text,) if ends is None else ends
-    check_prompts(model.config, prompts, max_new_tokens, vocab_size)
+    drafts = model.config.mtp_depth if speculative else 0
+    check_prompts(model.config, prompts, max_new_tokens, vocab_size, drafts=drafts)
     device = next(model.parameters()).device
     if backend is None and device.type == "cuda":
         backend = cast(Backend, CudaBackend())
@@ -160,9 +161,17 @@ def generate(
 
 
 def check_prompts(
-    config: GPTConfig, prompts: Sequence[Sequence[int]], max_new_tokens: int, vocab_size: int
+    config: GPTConfig,
+    prompts: Sequence[Sequence[int]],
+    max_new_tokens: int,
+    vocab_size: int,
+    *,
+    drafts: int = 0,
 ) -> None:
-    """Raise ValueError for prompts that a model cannot continue by so many tokens."""
+    """Raise ValueError for prompts that a model cannot continue by so many tokens.
+
+    drafts: of a step of speculative decoding, which need positions, too.
+    """
     if max_new_tokens < 1:
         raise ValueError(f"generate: max_new_tokens must be positive, got {max_new_tokens}")
     if not prompts or not all(prompts):
@@ -171,10 +180,11 @@ def check_prompts(
         if bad := [i for i in prompt if not 0 <= i < vocab_size]:
             raise ValueError(f"generate: prompt id {bad[0]} is outside the vocabulary of {vocab_size}")
     longest, most = max(map(len, prompts)), config.max_seq_len
-    if longest + max_new_tokens - 1 > most:
+    if longest + max_new_tokens - 1 + drafts > most:
+        beside = f", beside {drafts} drafted ones" if drafts else ""
         raise ValueError(
             f"generate: a prompt of {longest} tokens and {max_new_tokens} new ones are too many for a model "
-            f"of {most} positions; at most {max(most + 1 - longest, 0)} new ones fit"
+            f"of {most} positions; at most {max(most + 1 - drafts - longest, 0)} new ones fit{beside}"
         )
 
 

@@ -9,7 +9,9 @@ import torch
 from marks import full
 from trainer_tools import make_trainer
 
+from fastmp.apps.cli import main
 from fastmp.apps.generation.batched import generate
+from fastmp.apps.generation.incremental import Decoder
 from fastmp.apps.generation.trained_models import load_model, open_weights
 from fastmp.config import CheckpointConfig, GPTConfig, LatentConfig, MoEConfig, RopeScaling
 from fastmp.cuda_graphs.backends.recording import RecordingBackend
@@ -137,6 +139,16 @@ def test_a_checkpoint_with_modules_is_read_with_and_without(tmp_path):
         load_model(reader, replace(config, mtp_depth=3), ParallelGroups.alone())
 
 
+def test_the_command_leaves_positions_for_drafts(tmp_path, capsys):
+    config = replace(CONFIG, vocab_size=257)
+    path = make_trainer(config=config, checkpoint=CheckpointConfig(), run_dir=str(tmp_path)).save()
+    options = ["--checkpoint", str(path), "--tokenizer", "byte", "--prompt", "a", "--temperature", "0"]
+    assert main(["generate", *options, "--max-new-tokens", "29"]) == 0
+    text = capsys.readouterr().out
+    assert main(["generate", *options, "--speculative"]) == 0  # by default, as many as fit
+    assert capsys.readouterr().out == text
+
+
 def test_mistakes():
     with pytest.raises(
         ValueError, match="speculative decoding needs a model with MTP modules, got mtp_depth 0"
@@ -145,5 +157,7 @@ def test_mistakes():
     scaling = RopeScaling("dynamic", factor=4.0, original_max_seq_len=8)  # a window's end turns its keys
     with pytest.raises(ValueError, match=r"positions that do not depend on the length, got .*'dynamic'"):
         continued(make(replace(CONFIG, rope_scaling=scaling)), speculative=True)
+    with pytest.raises(ValueError, match="at most 26 new ones fit, beside 2 drafted ones"):
+        continued(make(CONFIG), 27, speculative=True)
     with pytest.raises(ValueError, match="generate: 32 tokens and 2 drafts are more than max_seq_len 32"):
-        continued(make(CONFIG), 28, speculative=True)
+        Decoder(make(CONFIG), ParallelGroups.alone(), places=32, choose=torch.argmax, speculative=True)
