@@ -132,7 +132,7 @@ class GPT(LanguageModel):
         return self.logits(self.final_norm(hidden_SBH))
 
     def logits(self, normed_SBH: torch.Tensor) -> torch.Tensor:
-        """Return the logits (S, B, V) of this rank's vocabulary shard from hidden states behind a norm."""
+        """Return the logits (S, B, V) of this rank's vocabulary shard from hidden states after a norm."""
         return parallel_logits(
             normed_SBH,
             self.output_weight,
@@ -172,6 +172,8 @@ class GPT(LanguageModel):
         predicts_ahead = self.training and len(self.mtp) > 0
         if predicts_ahead and future is None:
             future = self._future(tokens_BS, targets_BS, documents, ignore_index)
+        if predicts_ahead and future is not None:
+            self._check_future(future, tokens_BS)
         hidden_SBH, aux, counts = self._run_layers(self.embed(tokens_BS, documents), documents)
         ahead: list[torch.Tensor] = []
         if predicts_ahead and future is not None:
@@ -201,6 +203,16 @@ class GPT(LanguageModel):
             tokens_BS, targets_BS, self.config, documents=documents, ignore_index=ignore_index
         )
 
+    def _check_future(self, future: FutureTokens, tokens_BS: torch.Tensor) -> None:
+        (B, S), depth = tokens_BS.shape, len(self.mtp)
+        expected = (depth, B, S), (depth, B, S), (depth, B, 1)
+        got = tuple(tuple(each.shape) for each in future)
+        if got != expected:
+            raise ValueError(
+                f"GPT.loss: expected future tokens, targets and weights of shapes {expected}, got {got}; "
+                "make them with FutureTokens.of(...) from this model's config, and cut them as the tokens"
+            )
+
     def predict_ahead(
         self, hidden_SBH: torch.Tensor, tokens_DBS: torch.Tensor, documents: Documents | None = None
     ) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:
@@ -210,7 +222,7 @@ class GPT(LanguageModel):
             tokens_DBS: `FutureTokens.tokens`.
 
         Returns:
-            The hidden states (S, B, H) behind the norm of each depth, and the auxiliary losses and expert
+            The hidden states (S, B, H) after the norm of each depth, and the auxiliary losses and expert
             loads of those with experts.
         """
         assert self.final_norm is not None, "only the last stage has MTP modules"
@@ -281,7 +293,7 @@ class GPT(LanguageModel):
         loss_grad_BS: torch.Tensor | float | None = None,
         **options: Any,
     ) -> torch.Tensor:
-        """Return the losses (B, S) from hidden states behind a norm."""
+        """Return the losses (B, S) from hidden states after a norm."""
         loss_SB = vocab_parallel_linear_cross_entropy(
             normed_SBH,
             self.output_weight,

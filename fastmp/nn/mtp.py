@@ -8,7 +8,7 @@ the tokens k places ahead, and runs one transformer layer on them:
 
 The model's word embedding and output layer serve all modules. The modules are trained by a loss of their own,
 and generation uses them to draft tokens; without them the model is the same. The hidden states h_0 are those
-behind the final norm, as in DeepSeek's and Megatron-LM's inference and training.
+after the final norm, as in DeepSeek's and Megatron-LM's inference and training.
 
 Shapes: D depth, S sequence, B batch, H hidden; (S/TP, B, H) under sequence parallelism.
 """
@@ -128,10 +128,10 @@ class MTPModule(nn.Module):
     def forward(
         self, hidden_SBH: Tensor, embedded_SBH: Tensor, documents: Documents | None = None
     ) -> tuple[Tensor, ...]:
-        """Return the hidden states (S, B, H) behind the norm, and the loss and loads of its experts, if any.
+        """Return the hidden states (S, B, H) after the norm, and the loss and loads of its experts, if any.
 
         Args:
-            hidden_SBH: of the depth before, behind its norm.
+            hidden_SBH: of the previous depth, after its norm.
             embedded_SBH: embeddings of the tokens as many places ahead as this depth.
         """
         shared = {} if documents is None else {"documents": documents}

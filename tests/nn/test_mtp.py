@@ -173,3 +173,13 @@ def test_experts_of_modules_count():
 def test_mistakes(options, message):
     with pytest.raises(ValueError, match=message):
         replace(CONFIG, **options)
+
+
+def test_future_of_another_batch_or_depth():
+    model, (tokens, targets) = make(), batch()
+    for future in (
+        FutureTokens.of(tokens[:, :8], targets[:, :8], CONFIG),
+        FutureTokens.of(tokens, targets, replace(CONFIG, mtp_depth=1)),
+    ):
+        with pytest.raises(ValueError, match=r"expected future tokens, .*\(2, 3, 16\).*, got .*; make"):
+            model.loss(tokens, targets, future=future)

@@ -181,10 +181,10 @@ def check_prompts(
             raise ValueError(f"generate: prompt id {bad[0]} is outside the vocabulary of {vocab_size}")
     longest, most = max(map(len, prompts)), config.max_seq_len
     if longest + max_new_tokens - 1 + drafts > most:
-        beside = f", beside {drafts} drafted ones" if drafts else ""
+        drafted = f" next to {drafts} drafts" if drafts else ""
         raise ValueError(
             f"generate: a prompt of {longest} tokens and {max_new_tokens} new ones are too many for a model "
-            f"of {most} positions; at most {max(most + 1 - drafts - longest, 0)} new ones fit{beside}"
+            f"of {most} positions; at most {max(most + 1 - drafts - longest, 0)} new ones fit{drafted}"
         )
 
 

@@ -40,7 +40,7 @@ from fastmp.nn.segment import BoundSegment, LayerChain, Tensors
 __all__ = ["NOT_ACCEPTED", "NO_TOKEN", "Decoder", "check_speculation"]
 
 NO_TOKEN = -1  # of a row whose largest logit is no finite number
-NOT_ACCEPTED = -2  # in place of a token behind a draft that was not chosen
+NOT_ACCEPTED = -2  # in place of a token after a draft that was not chosen
 
 Choose = Callable[[Tensor, Tensor], Tensor]
 Work = Callable[..., Tensors]

@@ -157,7 +157,7 @@ def test_mistakes():
     scaling = RopeScaling("dynamic", factor=4.0, original_max_seq_len=8)  # a window's end turns its keys
     with pytest.raises(ValueError, match=r"positions that do not depend on the length, got .*'dynamic'"):
         continued(make(replace(CONFIG, rope_scaling=scaling)), speculative=True)
-    with pytest.raises(ValueError, match="at most 26 new ones fit, beside 2 drafted ones"):
+    with pytest.raises(ValueError, match="at most 26 new ones fit next to 2 drafts"):
         continued(make(CONFIG), 27, speculative=True)
     with pytest.raises(ValueError, match="generate: 32 tokens and 2 drafts are more than max_seq_len 32"):
         Decoder(make(CONFIG), ParallelGroups.alone(), places=32, choose=torch.argmax, speculative=True)
