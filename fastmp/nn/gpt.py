@@ -164,14 +164,14 @@ class GPT(LanguageModel):
                 the gradients of the output layer are then computed in the forward pass.
             documents: as for `forward`; the target of a document's last token comes from the data and may be
                 `ignore_index`. The sequence balancing loss covers all documents of a sequence.
-            future: what MTP modules embed and predict; None: made of tokens and targets. Over CP ranks, pass
-                `FutureTokens.of(...)` of the full sequences, `cut` for this rank.
+            future: what MTP modules embed and predict; None: made of tokens, targets and their weights. Over
+                CP ranks, pass `FutureTokens.of(...)` of the full sequences, `cut` for this rank.
 
         The other options are those of `vocab_parallel_linear_cross_entropy`.
         """
         predicts_ahead = self.training and len(self.mtp) > 0
         if predicts_ahead and future is None:
-            future = self._future(tokens_BS, targets_BS, documents, ignore_index)
+            future = self._future(tokens_BS, targets_BS, documents, ignore_index, token_weight_BS)
         if predicts_ahead and future is not None:
             self._check_future(future, tokens_BS)
         hidden_SBH, aux, counts = self._run_layers(self.embed(tokens_BS, documents), documents)
@@ -193,19 +193,19 @@ class GPT(LanguageModel):
         targets_BS: torch.Tensor,
         documents: Documents | None,
         ignore_index: int,
+        token_weight_BS: torch.Tensor | None,
     ) -> FutureTokens:
         if group_size(self.cp_group) > 1:
             raise ValueError(
                 "GPT.loss: over context-parallel ranks MTP modules need the tokens of other ranks; expected "
                 "future=FutureTokens.of(...).cut(cp_group) of the full sequences, got None"
             )
-        return FutureTokens.of(
-            tokens_BS, targets_BS, self.config, documents=documents, ignore_index=ignore_index
-        )
+        options: dict[str, Any] = {"documents": documents, "ignore_index": ignore_index}
+        return FutureTokens.of(tokens_BS, targets_BS, self.config, token_weight_BS=token_weight_BS, **options)
 
     def _check_future(self, future: FutureTokens, tokens_BS: torch.Tensor) -> None:
         (B, S), depth = tokens_BS.shape, len(self.mtp)
-        expected = (depth, B, S), (depth, B, S), (depth, B, 1)
+        expected = (depth, B, S), (depth, B, S), (depth, B, S if future.weights.shape[-1] == S else 1)
         got = tuple(tuple(each.shape) for each in future)
         if got != expected:
             raise ValueError(

@@ -38,7 +38,7 @@ class FutureTokens(NamedTuple):
 
     tokens: (D, B, S) int64, the tokens k places ahead, which module k embeds.
     targets: (D, B, S) int64, the tokens that it predicts, `ignore_index` where there is none.
-    weights: (D, B, 1) float64, factors on the losses of its tokens.
+    weights: (D, B, 1) or (D, B, S) float64, factors on the losses of its tokens.
     """
 
     tokens: Tensor
@@ -54,6 +54,7 @@ class FutureTokens(NamedTuple):
         *,
         documents: Documents | None = None,
         ignore_index: int = -100,
+        token_weight_BS: Tensor | None = None,
     ) -> FutureTokens:
         """Return the future tokens of full sequences: those of all context-parallel ranks.
 
@@ -64,6 +65,7 @@ class FutureTokens(NamedTuple):
 
         Args:
             tokens_BS, targets_BS: int64 ids (B, S) of the model, the targets one place ahead of the tokens.
+            token_weight_BS: factors on the model's losses of the targets; a module has those of its targets.
 
         Example:
             >>> tokens = torch.arange(5)[None]
@@ -85,13 +87,13 @@ class FutureTokens(NamedTuple):
             number_B1 = (ahead_BS != ignore_index).sum(1, keepdim=True)
             tokens.append(tokens_BS.roll(-k, 1))
             targets.append(ahead_BS)
-            weights.append(config.mtp_weight / depth * num_predicted_B1.double() / number_B1.clamp(min=1))
+            weight = config.mtp_weight / depth * num_predicted_B1.double() / number_B1.clamp(min=1)
+            weights.append(weight if token_weight_BS is None else weight * token_weight_BS.roll(-k, 1))
         return cls(torch.stack(tokens), torch.stack(targets), torch.stack(weights))
 
     def cut(self, group: ProcessGroup | None) -> FutureTokens:
         """Return this context-parallel rank's slices of the sequences."""
-        tokens, targets = (cut_sequence(ids, group, dim=2) for ids in self[:2])
-        return FutureTokens(tokens, targets, self.weights)
+        return FutureTokens(*(x if x.shape[2] == 1 else cut_sequence(x, group, dim=2) for x in self))
 
 
 class MTPModule(nn.Module):

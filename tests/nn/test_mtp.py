@@ -183,3 +183,25 @@ def test_future_of_another_batch_or_depth():
     ):
         with pytest.raises(ValueError, match=r"expected future tokens, .*\(2, 3, 16\).*, got .*; make"):
             model.loss(tokens, targets, future=future)
+
+
+def test_weights_of_tokens_are_those_of_the_same_targets():
+    """A target of weight 0, such as one of a prompt, trains no module either."""
+    model, (tokens, targets) = make(), batch()
+    targets[:, 10:] = -100
+    weight = torch.zeros(targets.shape, dtype=torch.float64)
+    assert model.loss(tokens, targets, token_weight_BS=weight).mtp == 0
+    weight[:, 9] = 2.0
+    found = model.loss(tokens, targets, token_weight_BS=weight).mtp
+    want = model.loss(tokens, targets.masked_fill(weight == 0, -100)).mtp
+    # a mean over one target, for one target of the model, in place of 10 / (10 - k) for each
+    future = FutureTokens.of(tokens, targets, CONFIG, token_weight_BS=weight)
+    assert future.weights.shape == (2, 3, S) and future.cut(None).weights.shape == (2, 3, S)
+    states, *_ = model.predict_ahead(model.hidden(tokens), future.tokens)
+    by_depth = [
+        model.mtp_loss([state], FutureTokens(*(x[k : k + 1] for x in future)))
+        for k, state in enumerate(states)
+    ]
+    torch.testing.assert_close(found, sum(by_depth), rtol=0, atol=1e-11)
+    plain = sum(loss / 2 * (9 - k) / 10 for k, loss in enumerate(by_depth))
+    torch.testing.assert_close(plain, want, rtol=0, atol=1e-11)
