@@ -329,7 +329,7 @@ def _mtp_prefixes(model_type: str, config: GPTConfig) -> Iterator[str]:
 
 
 def _further_layers(model_type: str, content: Mapping[str, Any], config: GPTConfig) -> range:
-    """Return the layer numbers of MTP modules that are left out: `ignored`, or of a kind that has none."""
+    """Return the layer numbers of the MTP modules that import leaves out."""
     family = CONVERSIONS[model_type]
     num_layers = config.num_layers
     if config.mtp_depth:

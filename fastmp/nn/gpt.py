@@ -169,20 +169,21 @@ class GPT(LanguageModel):
 
         The other options are those of `vocab_parallel_linear_cross_entropy`.
         """
-        predicts_ahead = self.training and len(self.mtp) > 0
-        if predicts_ahead and future is None:
+        if not (self.training and len(self.mtp)):
+            future = None
+        elif future is None:
             future = self._future(tokens_BS, targets_BS, documents, ignore_index, token_weight_BS)
-        if predicts_ahead and future is not None:
+        else:
             self._check_future(future, tokens_BS)
         hidden_SBH, aux, counts = self._run_layers(self.embed(tokens_BS, documents), documents)
         ahead: list[torch.Tensor] = []
-        if predicts_ahead and future is not None:
+        if future is not None:
             ahead, further_aux, further_counts = self.predict_ahead(hidden_SBH, future.tokens, documents)
             aux, counts = aux + further_aux, counts + further_counts
         options: dict[str, Any] = {"label_smoothing": label_smoothing, "z_loss": z_loss}
         options |= {"ignore_index": ignore_index, "loss_grad_BS": loss_grad_BS}
         loss_BS = self.token_losses(hidden_SBH, targets_BS, token_weight_BS=token_weight_BS, **options)
-        mtp = self.mtp_loss(ahead, future, **options) if ahead and future is not None else None
+        mtp = None if future is None else self.mtp_loss(ahead, future, **options)
         if self.config.moe is not None:
             return GPTLosses(loss_BS, self._sum_aux(aux), torch.stack(counts), mtp)
         return loss_BS if mtp is None else GPTLosses(loss_BS, mtp=mtp)

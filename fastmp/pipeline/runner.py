@@ -105,7 +105,7 @@ class _Live(NamedTuple):
 
 
 class Pipeline:
-    """Pipeline-parallel runner of this rank's chunks, which are the stages that `StageMap` says.
+    """Pipeline-parallel runner of this rank's chunks, placed by `StageMap`.
 
     A chunk is any `nn.Module`. Stage 0 is called as chunk(*inputs(batch)), every other one as chunk(*tensors
     of the previous stage), and loss(*tensors of the last stage, batch) returns a 0-dim loss, or (loss,

@@ -1,4 +1,4 @@
-"""Stage map: which pipeline rank runs a stage, as which of its chunks. Standard library only.
+"""Stage map: the pipeline rank and the chunk of each stage. Standard library only.
 
 A model is partitioned into pp * vpp stages. They are placed on the ranks in one of two shapes, here for pp 3
 and vpp 2:

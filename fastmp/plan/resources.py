@@ -163,7 +163,7 @@ def recipe_facts(recipe: Recipe, world_size: int, measured: MeasuredLoad | None 
 
 
 def _others(recipe: Recipe, shapes: Shapes, measured: MeasuredLoad | None) -> list[dict[str, Any]]:
-    """Return bubble and memory under the other schedules, beside one that is not the default."""
+    """Return the bubble and memory of the other schedules, if the recipe's is not the default."""
     layout, found = recipe.parallel, []
     if layout.schedule == ParallelConfig().schedule:
         return []

@@ -34,7 +34,6 @@ from fastmp.distributed.collectives import group_rank
 from fastmp.distributed.groups import ParallelGroups
 from fastmp.distributed.rng import RngTracker
 from fastmp.nn import Bert, Placement, bert_stages, gpt_stages, sum_tied_gradients
-from fastmp.nn.gpt import GPTLosses
 from fastmp.nn.latent_attention import LatentAttention
 from fastmp.nn.mtp import FutureTokens
 from fastmp.ops.wgrad import WgradQueue, defer_wgrad
@@ -178,10 +177,7 @@ def bert_loss(model, hidden, targets):
 def loss_of(model, tokens, targets):
     if isinstance(model, Bert):
         return bert_loss(model, model.encode(tokens, torch.zeros_like(tokens)), targets)
-    loss = model.loss(tokens, targets, loss_grad_BS=1.0)
-    if not isinstance(loss, GPTLosses):
-        return loss.sum()
-    return sum((each for each in (loss.aux, loss.mtp) if each is not None), start=loss.tokens.sum())
+    return model.loss(tokens, targets, loss_grad_BS=1.0).sum()
 
 
 class Kept:

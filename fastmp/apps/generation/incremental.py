@@ -125,6 +125,7 @@ class Decoder:
         hidden_SBH, *_ = self.model.layers(hidden_SBH, cache=self.cache)
         if self.model.stage_spec.last:
             rows_B, last_B = torch.arange(B, device=lengths_B.device), lengths_B - 1
+            hidden_SBH = self._normed(hidden_SBH)
             first_B1 = self._choices(hidden_SBH[last_B, rows_B].unsqueeze(0), last_B.unsqueeze(1))
             # The prompts, one place ahead, and the first new token
             self._ahead_BX = torch.cat((prompts_BS[:, 1:], first_B1.expand(-1, self.width)), 1)
@@ -189,8 +190,12 @@ class Decoder:
         return (self.model.embed(self._window_BW.clamp(min=0), cache=self.cache),)
 
     def _verify(self, hidden_WBH: Tensor) -> Tensors:
-        """Choose a token after each of the window, on the last stage; accept drafts while they are chosen."""
+        """Choose a token after each of the window, on the last stage; accept drafts while they are chosen.
+
+        Returns the states of the window, there after the final norm.
+        """
         if self.model.stage_spec.last:
+            hidden_WBH = self._normed(hidden_WBH)
             numbers_W = torch.arange(self.width, device=self._positions_B.device)
             chosen_BW = self._choices(hidden_WBH, self._positions_B.unsqueeze(1) + numbers_W)
             agree_BD = chosen_BW[:, :-1] == self._window_BW[:, 1:]
@@ -200,12 +205,12 @@ class Decoder:
             self._ahead_BX[:, : self.width] = chosen_BW
         return (hidden_WBH,)
 
-    def _choices(self, hidden_SBH: Tensor, places_BS: Tensor) -> Tensor:
-        """Return the token (B, S) that follows each hidden state; places_BS: of the states in their rows."""
+    def _normed(self, hidden_SBH: Tensor) -> Tensor:
         assert self.model.final_norm is not None
-        return self._choices_of(self.model.final_norm(hidden_SBH), places_BS)
+        return self.model.final_norm(hidden_SBH)
 
-    def _choices_of(self, normed_SBH: Tensor, places_BS: Tensor) -> Tensor:
+    def _choices(self, normed_SBH: Tensor, places_BS: Tensor) -> Tensor:
+        """Return the token (B, S) that follows each state; places_BS: of the states in their rows."""
         logits_SBV = gather_from_group(self.model.logits(normed_SBH), self.tp)[..., : self.vocab_size]
         numbers_BS = places_BS + 1 - self._lengths_B.unsqueeze(1)  # of the new tokens
         points_BS = self._points_BN.gather(1, numbers_BS.clamp(0, self._points_BN.shape[1] - 1))
@@ -213,18 +218,13 @@ class Decoder:
         chosen_X = self.choose(rows_XV, points_BS.flatten())
         return chosen_X.where(rows_XV.amax(-1).isfinite(), NO_TOKEN).view_as(places_BS)
 
-    def _draft(self, hidden_SBH: Tensor) -> None:
+    def _draft(self, state_SBH: Tensor) -> None:
         """Draft a token with each MTP module, on the last stage, from the states of the tokens that count."""
         if self.width > 1 and self.model.stage_spec.last:
-            (state_SBH,) = self._state(hidden_SBH)
             for depth, module in enumerate(self.modules):
                 (input_SBH,) = self._join(depth, state_SBH)
                 last_SBH, *_ = module.layers(input_SBH, cache=self.cache)
                 (state_SBH,) = self._drafted(depth, last_SBH)
-
-    def _state(self, hidden_SBH: Tensor) -> Tensors:
-        assert self.model.final_norm is not None
-        return (self.model.final_norm(hidden_SBH),)
 
     def _join(self, depth: int, state_SBH: Tensor) -> Tensors:
         """Return the input of an MTP module's layer: states, and the tokens so many places ahead."""
@@ -232,14 +232,12 @@ class Decoder:
         return (self.modules[depth].join(state_SBH, self.model.embed(tokens_BS, cache=self.cache)),)
 
     def _drafted(self, depth: int, last_SBH: Tensor) -> Tensors:
-        """Choose the draft that follows the last token that counts; return the module's states."""
+        """Choose a module's draft for the row's next place; return the module's states."""
         state_SBH = self.modules[depth].final_norm(last_SBH)
         rows_B, at_B1 = torch.arange(last_SBH.shape[1], device=last_SBH.device), self._last_B.unsqueeze(1)
         first = self.cache.positions
         begins_B1 = torch.zeros_like(at_B1) if first is None else first.position_ids_BT[:, :1]
-        draft_B1 = self._choices_of(
-            state_SBH[self._last_B, rows_B].unsqueeze(0), begins_B1 + at_B1 + depth + 1
-        )
+        draft_B1 = self._choices(state_SBH[self._last_B, rows_B].unsqueeze(0), begins_B1 + at_B1 + depth + 1)
         self._ahead_BX.scatter_(1, at_B1 + depth + 1, draft_B1)
         self._window_BW[:, depth + 1 : depth + 2] = draft_B1
         return (state_SBH,)
@@ -260,7 +258,6 @@ class Decoder:
         work: list[tuple[bool, Work]] = [(True, self._begin), *self._segments(self.model.layers)]
         work.append((True, self._verify))
         if self.width > 1 and self.model.stage_spec.last:
-            work.append((True, self._state))
             for depth, module in enumerate(self.modules):
                 work += [(True, partial(self._join, depth)), *self._segments(module.layers)]
                 work.append((True, partial(self._drafted, depth)))
