@@ -9,7 +9,7 @@ import torch
 from graphed_trainers import CONFIG as GRAPHED
 from graphed_trainers import run as run_graphed
 from marks import full
-from trainer_tools import MICRO_BATCH, OPTIMIZER, check_replicas, checksums, make_groups, make_trainer, run
+from trainer_tools import MICRO_BATCH, OPTIMIZER, check_as_one_rank, checksums, make_groups, make_trainer, run
 
 from fastmp.config import CheckpointConfig, GPTConfig, GraphConfig, MoEConfig, ParallelConfig
 from fastmp.config.precision import Fp8Recipe
@@ -72,14 +72,7 @@ def test_every_layout_is_one_rank(one_rank, name):
         trainer = make_trainer(make_groups(world_size, layout), layout, **SIZES)
         return *run(trainer, STEPS), checksums(trainer)
 
-    curve, counts, grads, *_ = one_rank
-    results = run_ranks(rank_main, world, timeout=120)
-    check_replicas(bits for *_, bits in results)
-    for mine, my_counts, my_grads, *_ in results:
-        torch.testing.assert_close(torch.tensor(mine), torch.tensor(curve), rtol=0, atol=1e-10)
-        assert my_counts == counts
-        for key, value in my_grads.items():
-            torch.testing.assert_close(value, grads[key], rtol=0, atol=1e-10, msg=key)
+    check_as_one_rank(run_ranks(rank_main, world, timeout=120), one_rank)
 
 
 def muon_and_evaluation(layout, groups=ParallelGroups.alone()):
