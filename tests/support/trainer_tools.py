@@ -17,6 +17,7 @@ from fastmp.distributed.rng import RngTracker
 from fastmp.optim.named_params import named_parameters
 from fastmp.tensor_parallel.attributes import parallel_attributes
 from fastmp.testing.parallel import full_tensor
+from fastmp.testing.ranks import run_ranks
 from fastmp.training.language import gpt_and_loss
 from fastmp.training.trainer import Trainer
 
@@ -193,6 +194,16 @@ def check_as_one_rank(results, one_rank):
         assert my_counts == counts
         for key, value in my_grads.items():
             torch.testing.assert_close(value, grads[key], rtol=0, atol=1e-10, msg=key)
+
+
+def run_layout(world, layout, steps, **options):
+    """Return `run` and `checksums` of every rank of a layout; options: those of `make_trainer`."""
+
+    def rank_main(rank, world_size):
+        trainer = make_trainer(make_groups(world_size, layout), layout, **options)
+        return *run(trainer, steps), checksums(trainer)
+
+    return [rank_main(0, 1)] if world == 1 else run_ranks(rank_main, world, timeout=120)
 
 
 def check_resume(make, make_again=None, steps=6):

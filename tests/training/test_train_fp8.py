@@ -9,7 +9,15 @@ import torch
 from graphed_trainers import CONFIG as GRAPHED
 from graphed_trainers import run as run_graphed
 from marks import full
-from trainer_tools import MICRO_BATCH, OPTIMIZER, check_as_one_rank, checksums, make_groups, make_trainer, run
+from trainer_tools import (
+    MICRO_BATCH,
+    OPTIMIZER,
+    check_as_one_rank,
+    make_groups,
+    make_trainer,
+    run,
+    run_layout,
+)
 
 from fastmp.config import CheckpointConfig, GPTConfig, GraphConfig, MoEConfig, ParallelConfig
 from fastmp.config.precision import Fp8Recipe
@@ -66,13 +74,8 @@ def test_quantises_and_learns(one_rank):
 def test_every_layout_is_one_rank(one_rank, name):
     """Losses, norm and every gradient to 1e-10, replicas bitwise equal."""
     world, sizes = LAYOUTS[name]
-    layout = ParallelConfig(**sizes)
-
-    def rank_main(rank, world_size):
-        trainer = make_trainer(make_groups(world_size, layout), layout, **SIZES)
-        return *run(trainer, STEPS), checksums(trainer)
-
-    check_as_one_rank(run_ranks(rank_main, world, timeout=120), one_rank)
+    results = run_layout(world, ParallelConfig(**sizes), STEPS, **SIZES)
+    check_as_one_rank(results, one_rank)
 
 
 def muon_and_evaluation(layout, groups=ParallelGroups.alone()):

@@ -9,7 +9,14 @@ import torch
 from graphed_trainers import run as run_graphed
 from marks import full
 from train_tools import PackedSamples
-from trainer_tools import MICRO_BATCH, check_as_one_rank, checksums, make_groups, make_trainer, run
+from trainer_tools import (
+    MICRO_BATCH,
+    check_as_one_rank,
+    make_groups,
+    make_trainer,
+    run,
+    run_layout,
+)
 
 from fastmp.config import GPTConfig, GraphConfig, LatentConfig, MoEConfig, ParallelConfig, RopeScaling
 from fastmp.config.precision import Fp8Recipe
@@ -73,14 +80,7 @@ CONFIGS = {"q latent, yarn": CONFIG, "direct": DIRECT}
 def test_every_layout_is_one_rank(one_rank, config, layout):
     """Losses, norm and every gradient to 1e-10, replicas bitwise equal."""
     world, sizes = LAYOUTS[layout]
-    parallel = ParallelConfig(**sizes)
-
-    def rank_main(rank, world_size):
-        groups = make_groups(world_size, parallel)
-        trainer = make_trainer(groups, parallel, config=CONFIGS[config], **SIZES)
-        return *run(trainer, STEPS), checksums(trainer)
-
-    results = [rank_main(0, 1)] if world == 1 else run_ranks(rank_main, world, timeout=120)
+    results = run_layout(world, ParallelConfig(**sizes), STEPS, config=CONFIGS[config], **SIZES)
     check_as_one_rank(results, one_rank[config])
 
 

@@ -13,10 +13,10 @@ from trainer_tools import (
     MICRO_BATCH,
     check_as_one_rank,
     check_resume,
-    checksums,
     make_groups,
     make_trainer,
     run,
+    run_layout,
 )
 
 from fastmp.config import CheckpointConfig, GPTConfig, GraphConfig, MoEConfig, ParallelConfig
@@ -77,16 +77,9 @@ def one_rank():
 def test_every_layout_is_one_rank(one_rank, config, layout):
     """Losses, norm and every gradient to 1e-10, replicas bitwise equal."""
     world, sizes = LAYOUTS[layout]
-    parallel = ParallelConfig(**sizes)
-
-    def rank_main(rank, world_size):
-        groups = make_groups(world_size, parallel)
-        trainer = make_trainer(groups, parallel, config=CONFIGS[config], **SIZES)
-        return *run(trainer, STEPS), checksums(trainer)
-
     curve, _, grads, *_ = one_rank[config]
     assert all(mtp > 0.1 for _, mtp, *_ in curve)
-    results = [rank_main(0, 1)] if world == 1 else run_ranks(rank_main, world, timeout=120)
+    results = run_layout(world, ParallelConfig(**sizes), STEPS, config=CONFIGS[config], **SIZES)
     check_as_one_rank(results, one_rank[config])
     assert {*grads} == {name for _, _, own, *_ in results for name in own}
 

@@ -10,7 +10,14 @@ import torch
 from graphed_trainers import run as run_graphed
 from marks import full
 from train_tools import PackedSamples
-from trainer_tools import MICRO_BATCH, check_as_one_rank, checksums, make_groups, make_trainer, run
+from trainer_tools import (
+    MICRO_BATCH,
+    check_as_one_rank,
+    make_groups,
+    make_trainer,
+    run,
+    run_layout,
+)
 
 from fastmp.config import GPTConfig, GraphConfig, MoEConfig, ParallelConfig
 from fastmp.config.precision import Fp8Recipe
@@ -60,17 +67,10 @@ def one_rank():
 def test_every_layout_is_one_rank(one_rank, layout):
     """Losses, norm and every gradient to 1e-10, replicas bitwise equal."""
     world, sizes = LAYOUTS[layout]
-    parallel = ParallelConfig(**sizes)
-
-    def rank_main(rank, world_size):
-        groups = make_groups(world_size, parallel)
-        trainer = make_trainer(groups, parallel, config=CONFIG, **SIZES)
-        return *run(trainer, STEPS), checksums(trainer)
-
     _, _, grads, *_ = one_rank
     for name in ("attention.sinks", "router.bias", "fc1_bias", "fc2_bias"):
         assert any(name in str(key) and value.any() for key, value in grads.items())
-    results = run_ranks(rank_main, world, timeout=120)
+    results = run_layout(world, ParallelConfig(**sizes), STEPS, config=CONFIG, **SIZES)
     check_as_one_rank(results, one_rank)
 
 
