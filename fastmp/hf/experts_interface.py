@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from fastmp.hf.fp8_modules import experts_in_fp8
 from fastmp.hf.patches import FORMS
@@ -31,6 +32,7 @@ def reads(module: Any) -> tuple[str, ...]:
     return (*names, "act_fn") if plain else names
 
 
+_USUAL: set[Any] = set()  # transformers' default `_apply_gate`
 _CLAMPED: set[Any] = set()  # the `_apply_gate`s that compute clamped_swiglu
 
 
@@ -63,26 +65,12 @@ def register() -> None:
     """Register the implementation with transformers, once in a process."""
     from transformers.integrations import moe
 
-    if NAME in moe.ALL_EXPERTS_FUNCTIONS:
-        return
-    default_gate = _default_gate()
-
-    def forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        usual_gate = type(self)._apply_gate is default_gate
-        clamped = type(self)._apply_gate in _CLAMPED
-        return experts(self, hidden_states, top_k_index, top_k_weights, usual_gate, clamped)
-
-    moe.ALL_EXPERTS_FUNCTIONS.register(NAME, forward)
+    if NAME not in moe.ALL_EXPERTS_FUNCTIONS:
+        _USUAL.add(_default_gate())  # found outside of what torch.compile traces
+        moe.ALL_EXPERTS_FUNCTIONS.register(NAME, experts)
 
 
-def experts(
-    self: Any,
-    hidden_states: Tensor,
-    top_k_index: Tensor,
-    top_k_weights: Tensor,
-    usual_gate: bool,
-    clamped: bool,
-) -> Tensor:
+def experts(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     """Compute the experts' outputs, weighted and summed for each token.
 
     Args:
@@ -91,8 +79,6 @@ def experts(
         top_k_index: (T, k), the experts of each token; an index of `num_experts`, which expert parallelism
             gives to experts of other ranks, adds nothing.
         top_k_weights: (T, k).
-        usual_gate: the gate is transformers' default.
-        clamped: the gate is `clamped_swiglu`.
 
     Returns:
         (T, H) of the dtype of `hidden_states`.
@@ -101,29 +87,49 @@ def experts(
     row_of, offsets = permutation(top_k_index.to(torch.int32), self.num_experts)
     rows = permute(hidden_states, row_of, row_of.numel())
     # 2. Two grouped GEMMs with the activation between them.
-    out = experts_in_fp8(self, rows, offsets)
-    if out is None:
-        bias = self.down_proj_bias if self.has_bias else None
-        out = _first_linear(self, rows, offsets, usual_gate, clamped)
-        out = grouped_mm(out, self.down_proj, offsets, transposed=self.is_transposed, bias=bias)
-    if getattr(self, "has_post_expert_norm", False):
-        out = self.post_expert_norm(out)
+    out = expert_mlps(self, rows, offsets)
     # 3. Weight each row and sum the rows of each token.
     out = unpermute(out, row_of, top_k_weights.to(compute_dtype(out.dtype)))
     return out.to(hidden_states.dtype)
 
 
-def _first_linear(self: Any, rows: Tensor, offsets: Tensor, usual_gate: bool, clamped: bool) -> Tensor:
+def expert_mlps(self: Any, rows: Tensor, offsets: Tensor) -> Tensor:
+    """Compute the MLPs of the experts that `self` holds.
+
+    Args:
+        self: the module of experts.
+        rows: (M, H), sorted by expert.
+        offsets: int32 (L,), where the rows of each of the L experts end.
+
+    Returns:
+        (M, H).
+    """
+    out = experts_in_fp8(self, rows, offsets)
+    if out is None:
+        bias = local(self.down_proj_bias) if self.has_bias else None
+        out = _first_linear(self, rows, offsets)
+        out = grouped_mm(out, local(self.down_proj), offsets, transposed=self.is_transposed, bias=bias)
+    if getattr(self, "has_post_expert_norm", False):
+        out = self.post_expert_norm(out)
+    return out
+
+
+def local(weight: Tensor) -> Tensor:
+    """Return this rank's experts of a weight that is sharded over expert-parallel ranks."""
+    return weight.to_local() if isinstance(weight, DTensor) else weight
+
+
+def _first_linear(self: Any, rows: Tensor, offsets: Tensor) -> Tensor:
     """Compute the first linear layer of the experts' MLPs and the activation."""
-    weight = self.gate_up_proj if self.has_gate else self.up_proj
+    weight = local(self.gate_up_proj if self.has_gate else self.up_proj)
     bias = None
     if self.has_bias:
-        bias = self.gate_up_proj_bias if self.has_gate else self.up_proj_bias
+        bias = local(self.gate_up_proj_bias if self.has_gate else self.up_proj_bias)
     form = FORMS.get(type(getattr(self, "act_fn", None)).__name__)
-    plain = (self.is_concatenated and usual_gate) or not self.has_gate
+    plain = (self.is_concatenated and type(self)._apply_gate in _USUAL) or not self.has_gate
     if form is not None and plain and not self.is_transposed:
         return grouped_mlp_in(rows, weight, offsets, form=form, gated=self.has_gate, bias=bias)
     out = grouped_mm(rows, weight, offsets, transposed=self.is_transposed, bias=bias)
-    if clamped:
+    if type(self)._apply_gate in _CLAMPED:
         return clamped_swiglu(out, alpha=self.alpha, limit=self.limit)
     return self._apply_gate(out) if self.has_gate else self.act_fn(out)
