@@ -13,9 +13,11 @@
 namespace fastmp {
 namespace {
 
-// Multiplies rows of x by the weight of their expert, through the epilogue; kept (or null): the pre-activation.
+// Multiplies rows of x by the weight of their expert, through the epilogue; kept (or null): the pre-activation; sum
+// (or null): the result that kAdd adds to.
 Tensor grouped_gemm(const char* op, const Tensor& x, const Tensor& w, std::optional<Tensor> bias,
-                    const Tensor& offsets, bool transposed, Epilogue epilogue, Form form, const Tensor* kept) {
+                    const Tensor& offsets, bool transposed, Epilogue epilogue, Form form, const Tensor* kept,
+                    const Tensor* sum = nullptr) {
   const bool gated = epilogue == Epilogue::kGate;
   const int64_t columns = w.size(transposed ? 2 : 1), cols = gated ? columns / 2 : columns;
   FASTMP_CHECK(x.size(1) == w.size(transposed ? 1 : 2) && offsets.numel() == w.size(0) && (!gated || columns % 2 == 0),
@@ -23,7 +25,7 @@ Tensor grouped_gemm(const char* op, const Tensor& x, const Tensor& w, std::optio
   FASTMP_CHECK(!bias || (bias->scalar_type() == x.scalar_type() && bias->dim() == 2 &&
                          bias->size(0) == w.size(0) && bias->size(1) == columns),
                op, ": bias must be ", dtype_name(x.scalar_type()), " (", w.size(0), ", ", columns, ")");
-  Tensor y = fastmp::empty({x.size(0), cols}, x.scalar_type(), x);
+  Tensor y = sum ? *sum : fastmp::empty({x.size(0), cols}, x.scalar_type(), x);
   const Tensor left = along_rows(x), right = along_rows(w);
   if (bias) bias = torch::stable::contiguous(*bias);
   std::vector<GemmDesc> gemms;
@@ -42,7 +44,7 @@ Tensor grouped_gemm(const char* op, const Tensor& x, const Tensor& w, std::optio
     gemms.push_back(gemm);
   });
   run_gemms(gemms, x, y);
-  zero(y, end * cols, (x.size(0) - end) * cols);
+  if (!sum) zero(y, end * cols, (x.size(0) - end) * cols);
   if (kept) zero(*kept, end * columns, (x.size(0) - end) * columns);
   return y;
 }
@@ -57,6 +59,20 @@ Tensor grouped_mm_bias(const Tensor& x, const Tensor& w, const Tensor& bias, con
   constexpr const char* kOp = "grouped_mm_bias";
   check_operands(kOp, x, w, 2, 3);
   return grouped_gemm(kOp, x, w, bias, offsets, transposed, Epilogue::kStore, Form{}, nullptr);
+}
+
+// x w[e]^T + bias[e] + low v[e]^T, the second GEMM added to the result of the first.
+Tensor grouped_mm_lora(const Tensor& x, const Tensor& w, std::optional<Tensor> bias, const Tensor& low,
+                       const Tensor& v, const Tensor& offsets, bool transposed, bool v_transposed) {
+  constexpr const char* kOp = "grouped_mm_lora";
+  check_operands(kOp, x, w, 2, 3);
+  check_operands(kOp, low, v, 2, 3);
+  FASTMP_CHECK(low.size(0) == x.size(0) && low.scalar_type() == x.scalar_type() &&
+                   v.size(v_transposed ? 2 : 1) == w.size(transposed ? 2 : 1),
+               kOp, ": low and v do not fit x and w");
+  const Tensor y = grouped_gemm(kOp, x, w, bias, offsets, transposed, Epilogue::kStore, Form{}, nullptr);
+  if (low.size(1) == 0) return y;
+  return grouped_gemm(kOp, low, v, std::nullopt, offsets, v_transposed, Epilogue::kAdd, Form{}, nullptr, &y);
 }
 
 std::tuple<Tensor, Tensor> grouped_mlp_in(const Tensor& x, const Tensor& w, std::optional<Tensor> bias,
@@ -113,6 +129,7 @@ void grouped_mm_wgrad_(Tensor& out, const Tensor& grad, const Tensor& x, const T
 STABLE_TORCH_LIBRARY_IMPL(fastmp, CPU, m) {
   FASTMP_IMPL(m, "grouped_mm", fastmp::grouped_mm);
   FASTMP_IMPL(m, "grouped_mm_bias", fastmp::grouped_mm_bias);
+  FASTMP_IMPL(m, "grouped_mm_lora", fastmp::grouped_mm_lora);
   FASTMP_IMPL(m, "grouped_mm_wgrad", fastmp::grouped_mm_wgrad);
   FASTMP_IMPL(m, "grouped_mm_wgrad_", fastmp::grouped_mm_wgrad_);
   FASTMP_IMPL(m, "grouped_mlp_in", fastmp::grouped_mlp_in);

@@ -18,6 +18,7 @@ from fastmp.ops.cross_entropy import cross_entropy, cross_entropy_from_stats
 from fastmp.ops.dropout import bias_dropout_add
 from fastmp.ops.finite import first_not_finite
 from fastmp.ops.gated import geglu, swiglu
+from fastmp.ops.grouped_lora import grouped_lora
 from fastmp.ops.grouped_mm import grouped_mlp_in, grouped_mm
 from fastmp.ops.grouped_mm_fp8 import grouped_mlp_in_fp8, grouped_mm_fp8
 from fastmp.ops.grouped_mm_tiles import grouped_mm_choice
@@ -66,6 +67,7 @@ __all__ = [
     "dequantize_rows",
     "first_not_finite",
     "geglu",
+    "grouped_lora",
     "grouped_mlp_in",
     "grouped_mlp_in_fp8",
     "grouped_mm",

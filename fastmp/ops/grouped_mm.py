@@ -260,7 +260,7 @@ def _wgrad_or_defer(defer: Callable[..., None] | None, *arguments: Any) -> Tenso
     return None
 
 
-def _column_sums(grad: Tensor, offsets: Tensor) -> Tensor:
+def column_sums(grad: Tensor, offsets: Tensor) -> Tensor:
     """Sum each expert's rows: a wgrad with a column of ones."""
     return torch.ops.fastmp.grouped_mm_wgrad(grad, grad.new_ones(grad.shape[0], 1), offsets).squeeze(2)
 
@@ -287,7 +287,7 @@ def _backward(ctx, grad):
         left, right = (x, grad) if ctx.transposed else (grad, x)
         dw = _wgrad_or_defer(ctx.defer, left, right, offsets, ctx.main_grad, ctx.sizes)
     if ctx.needs_input_grad[2]:
-        dbias = _column_sums(grad, offsets)
+        dbias = column_sums(grad, offsets)
     return dx, dw, dbias, None, None, None, None, None
 
 
@@ -315,7 +315,7 @@ def _backward_mlp_in(ctx, grad, _):
     if ctx.needs_input_grad[1]:
         dw = _wgrad_or_defer(ctx.defer, dh, x, offsets, ctx.main_grad)
     if ctx.needs_input_grad[2]:
-        dbias = _column_sums(dh, offsets)
+        dbias = column_sums(dh, offsets)
     return dx, dw, dbias, None, None, None, None, None
 
 

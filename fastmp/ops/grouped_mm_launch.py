@@ -81,7 +81,7 @@ class Epilogue(NamedTuple):
 
 
 _epilogue = cache(Epilogue)  # a hit costs less than a new tuple
-_STORE = Epilogue()
+STORE = Epilogue()
 
 
 class GemmDesc(NamedTuple):
@@ -134,7 +134,7 @@ def _constants(itemsize: int, tma: bool, num_experts: int, tile: TileConfig) -> 
 
 
 @cache
-def _plan_gemm(*fields: Any) -> GemmPlan:
+def plan_gemm(*fields: Any) -> GemmPlan:
     desc = GemmDesc(*fields)  # here, not at every launch: making it costs a microsecond
     (num_experts, num_n, num_k), (w_jump, w_pitch, _) = desc.w_shape, desc.w_strides
     (form, gated, keep), itemsize, arch, transposed = desc.epilogue, desc.itemsize, desc.arch, desc.transposed
@@ -193,7 +193,7 @@ def _gemm(
     if y.numel() == 0 or num_rows == 0:
         return y, h
     (x, x_strides), (w, w_strides) = along_rows(x), along_rows(w)
-    tile, tiles, programs, sizes, constants = _plan_gemm(  # the fields of GemmDesc
+    tile, tiles, programs, sizes, constants = plan_gemm(  # the fields of GemmDesc
         row_class(ROW_CLASSES, num_rows, num_experts), w_shape, w_strides, x_strides[0], x.element_size(),
         architecture(x), aligned(x, w), transposed, bias is not None, epilogue,
     )  # fmt: skip
@@ -218,11 +218,11 @@ def _gemm(
 
 
 def launch(x: Tensor, w: Tensor, offsets: Tensor, transposed: bool) -> Tensor:
-    return _gemm(x, w, None, offsets, transposed, _STORE)[0]
+    return _gemm(x, w, None, offsets, transposed, STORE)[0]
 
 
 def launch_bias(x: Tensor, w: Tensor, bias: Tensor, offsets: Tensor, transposed: bool) -> Tensor:
-    return _gemm(x, w, bias, offsets, transposed, _STORE)[0]
+    return _gemm(x, w, bias, offsets, transposed, STORE)[0]
 
 
 def launch_mlp_in(
@@ -241,7 +241,7 @@ def launch_mlp_in_ring(
 def launch_from_ring(
     x: Tensor, w: Tensor, offsets: Tensor, start: Tensor, transposed: bool, capacity: int
 ) -> Tensor:
-    return _gemm(x, w, None, offsets, transposed, _STORE, RingOperands(x_start=start, num_rows=capacity))[0]
+    return _gemm(x, w, None, offsets, transposed, STORE, RingOperands(x_start=start, num_rows=capacity))[0]
 
 
 @cache

@@ -119,6 +119,13 @@ def _rows_of_experts(x: Tensor, w: Tensor, *others: Any) -> Iterator[tuple]:
         yield rows, w, *others
 
 
+def _rows_of_lora(x: Tensor, w: Tensor, bias: Any, low: Tensor, *others: Any) -> Iterator[tuple]:
+    """Yield arguments of a grouped GEMM with LoRA for each class of rows per expert."""
+    classes = grouped_mm_tiles.ROW_CLASSES, w.shape[0]
+    for rows, terms in zip(_each_class(x, *classes), _each_class(low, *classes), strict=True):
+        yield rows, w, bias, terms, *others
+
+
 def _fp8_rows_of_experts(q: Tensor, s: Tensor, w: Tensor, *others: Any) -> Iterator[tuple]:
     """Yield arguments of an FP8 GEMM for each class of rows per expert."""
     for rows in _each_class(q, grouped_mm_tiles.ROW_CLASSES, w.shape[0] if w.dim() == 3 else 1):
@@ -146,6 +153,7 @@ _TILE_CLASSES: dict[str, Callable[..., Iterator[tuple]]] = {
     "grouped_mm_bias": _rows_of_experts,
     "grouped_mlp_in": _rows_of_experts,
     "grouped_mlp_in_fp8": _fp8_rows_of_experts,
+    "grouped_mm_lora": _rows_of_lora,
     "grouped_mm_fp8": _fp8_rows_of_experts,
     "linear_fp8": _fp8_rows_of_experts,
     "grouped_mm_wgrad": _terms_of_experts,

@@ -22,6 +22,7 @@ WITH_MATMUL = {
         "grouped_mlp_in",
         "grouped_mm",
         "grouped_mm_bias",
+        "grouped_mm_lora",
         "linear_fp8",
         "grouped_mm_fp8",
         "grouped_mlp_in_fp8",

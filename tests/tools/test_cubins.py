@@ -96,8 +96,8 @@ def test_a_kernel_with_another_number_of_parameters_is_found():
 
 def test_a_grouped_gemm_of_two_loops_does_not_overlap_its_tiles(monkeypatch):
     case, _ = CASES["grouped few"]
-    plan = grouped_mm_launch._plan_gemm.__wrapped__
-    monkeypatch.setattr(grouped_mm_launch, "_plan_gemm", plan)
+    plan = grouped_mm_launch.plan_gemm.__wrapped__
+    monkeypatch.setattr(grouped_mm_launch, "plan_gemm", plan)
     monkeypatch.setattr(grouped_mm_launch, "overlaps_tiles", lambda *arguments: False)
     (launch,) = launches(*case(meta(torch.bfloat16), torch.float32), 90)
     assert [*broken_gemm(launch, narrow=False, apart=False)] == [

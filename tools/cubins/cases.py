@@ -249,6 +249,17 @@ def _grouped_bias(rows, t, wide, *, transposed=False):
 
 
 @_case
+def _grouped_lora(rows, r, t, wide, *, transposed=False, bias=False):
+    """r: the rank; transposed: the dgrad."""
+    columns, width = (N, K) if transposed else (K, N)
+    m = ROWS_EACH[rows] * EXPERTS
+    v = t(EXPERTS, r, width) if transposed else t(EXPERTS, width, r)
+    shift = t(EXPERTS, width) if bias else None
+    operands = t(m, columns), t(EXPERTS, N, K), shift, t(m, r), v, _offsets(t)
+    return "grouped_mm_lora", (*operands, transposed, transposed)
+
+
+@_case
 def _grouped_mlp_in(form, gated, rows, t, wide):
     x = t(ROWS_EACH[rows] * EXPERTS, K)
     return "grouped_mlp_in", (x, t(EXPERTS, N, K), t(EXPERTS, N), _offsets(t), form, gated, True)
@@ -451,6 +462,12 @@ CASES = {
     "grouped bias fine": _grouped_bias("fine", ANY),
     "grouped bias large": _grouped_bias("large", ANY),
     "grouped bias large transposed": _grouped_bias("large", ANY, transposed=True),
+    "grouped lora decode": _grouped_lora("decode", 16, ANY),
+    "grouped lora fine": _grouped_lora("fine", 16, ANY),
+    "grouped lora large": _grouped_lora("large", 16, ANY),
+    "grouped lora large bias": _grouped_lora("large", 64, ANY, bias=True),
+    "grouped lora large transposed": _grouped_lora("large", 16, ANY, transposed=True),
+    "grouped lora odd rank": _grouped_lora("large", 12, ANY),
     "grouped swiglu fine": _grouped_mlp_in("silu", True, "fine", ANY),
     "grouped swiglu large": _grouped_mlp_in("silu", True, "large", ANY),
     "grouped geglu fine": _grouped_mlp_in("gelu", True, "fine", ANY),

@@ -137,12 +137,13 @@ def broken_gemm(launch: Launch, *, narrow: bool, apart: bool) -> Iterator[str]:
         yield f"not by {'TMA' if tma else 'asynchronous copies'} alone"
     if not (tma or apart) and launch.count(r"cp\.async\.ca"):
         yield "copies through the first-level cache"
-    if launch.kernel in ("grouped_mm_kernel", "grouped_mm_fp8_kernel"):  # as many programs as run at a time
+    persistent = "grouped_mm_kernel", "grouped_lora_kernel", "grouped_mm_fp8_kernel"
+    if launch.kernel in persistent:  # as many programs as run at a time
         names = ("BLOCK_M", "BLOCK_N", "BLOCK_K", "num_warps", "num_stages")
         tile = grouped_mm_tiles.TileConfig(*(launch.constants[name] for name in names))
         fp8, gated = launch.kernel == "grouped_mm_fp8_kernel", launch.constants.get("GATED", False)
         each = tile.programs_per_sm(1 if fp8 else launch.itemsize, launch.arch, gated)
-        if not fp8:
+        if "FLAT" in launch.constants:
             yield from _not_overlapped(launch)
         if each != (fit := min(launch.resident, 8 // tile.num_warps)):
             yield f"{each} programs are launched for a multiprocessor, on which {fit} fit"

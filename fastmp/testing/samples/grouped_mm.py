@@ -62,7 +62,7 @@ def _of_each_row(offsets: Tensor, rows: int) -> Tensor:
     )
 
 
-def _eager_grouped_mm(
+def eager_grouped_mm(
     x: Tensor, w: Tensor, offsets: Tensor, transposed: bool, bias: Tensor | None = None
 ) -> Tensor:
     starts = [0, *offsets.tolist()]
@@ -80,7 +80,7 @@ def _eager_grouped_mm(
 def _eager_grouped_mlp_in(
     x: Tensor, w: Tensor, offsets: Tensor, form: str, gated: bool, bias: Tensor | None
 ) -> Tensor:
-    h = _eager_grouped_mm(x, w, offsets, False, bias)
+    h = eager_grouped_mm(x, w, offsets, False, bias)
     gate, up = h.chunk(2, -1) if gated else (h, None)
     gelu = {"gelu": "none", "gelu_tanh": "tanh"}
     y = F.silu(gate) if form == "silu" else F.gelu(gate, approximate=gelu[form])
@@ -134,6 +134,6 @@ def _draw_grouped_mlp_in(draw: Draw) -> tuple[tuple, dict[str, Any]]:
 
 
 FUNCTIONS = (
-    Function("grouped_mm", grouped_mm, _eager_grouped_mm, _draw_grouped_mm),
+    Function("grouped_mm", grouped_mm, eager_grouped_mm, _draw_grouped_mm),
     Function("grouped_mlp_in", grouped_mlp_in, _eager_grouped_mlp_in, _draw_grouped_mlp_in),
 )
