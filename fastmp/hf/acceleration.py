@@ -9,16 +9,26 @@ from __future__ import annotations
 
 import importlib
 from collections import Counter
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any
 
 from torch import nn
 from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
 
 from fastmp.config.precision import Fp8Recipe
 from fastmp.hf import experts_interface, fp8_modules, varlen
+from fastmp.hf.expert_parallel import (
+    MeshOptions,
+    MeshPlan,
+    all_ranks,
+    check_mesh,
+    own_class,
+    plan_mesh,
+    shard_over_mesh,
+)
 from fastmp.hf.families import ACCELERATIONS
 from fastmp.hf.families.base import TPTable
 from fastmp.hf.heads import CausalLM, LossHead
@@ -54,8 +64,9 @@ class Accelerated:
     modules: tuple[ReplacedModule, ...]
     experts_before: str | None = None
     ranks: int = 1
-    tp_modules: tuple[ReplacedModule, ...] = ()  # with a group
+    sharded_modules: tuple[ReplacedModule, ...] = ()  # with a group or a mesh
     fp8: Fp8Recipe | None = None
+    mesh: DeviceMesh | None = None
 
     @property
     def replaced(self) -> dict[str, str]:
@@ -69,15 +80,15 @@ class Accelerated:
 
     @property
     def sharded(self) -> dict[str, str]:
-        """Return {module: the dimension that is sharded over the ranks of the group}."""
-        return {row.name: row.by for row in self.tp_modules if row.by is not None}
+        """Return {module: the dimension that is sharded over the ranks of the group or mesh}."""
+        return {row.name: row.by for row in self.sharded_modules if row.by is not None}
 
     divided = sharded  # the name in 0.2
 
     def __str__(self) -> str:
         text = [self.model, *_lines(self.modules, "kept: ")]
-        if self.tp_modules:
-            text += [f"sharded over {self.ranks} ranks", *_lines(self.tp_modules, "")]
+        if self.sharded_modules:
+            text += [f"sharded over {self.ranks} ranks", *_lines(self.sharded_modules, "")]
         return "\n".join(text)
 
 
@@ -88,7 +99,14 @@ def _lines(rows: tuple[ReplacedModule, ...], kept: str) -> list[str]:
 
 
 def accelerate(
-    model: nn.Module, *, group: ProcessGroup | None = None, precision: str | Fp8Recipe = "dtype"
+    model: nn.Module,
+    *,
+    group: ProcessGroup | None = None,
+    precision: str | Fp8Recipe = "dtype",
+    mesh: DeviceMesh | None = None,
+    dispatcher: str = "alltoall",
+    shard_dense: bool = True,
+    fsdp: Mapping[str, Any] = {},
 ) -> Accelerated:
     """Replace modules of a transformers model by fastmp ops, in place; outputs and gradients are the same.
 
@@ -102,13 +120,24 @@ def accelerate(
     the same model, and then the model with the same tokens; they get the same loss, logits and gradients of
     replicated parameters. Sharded parameters keep their names and have the shape of this rank's shard.
 
+    With a mesh, every rank has its own tokens (data parallelism): experts are sharded over the mesh's "ep"
+    and tokens dispatched to them, and FSDP2 shards all parameters, see `fastmp.hf.expert_parallel`. Gradients
+    are means over all ranks.
+
     Args:
         model: a transformers model, or a module that holds one, such as a PEFT model. Its family must be in
             `fastmp.hf.families.ACCELERATIONS`.
         group: the tensor-parallel process group; None: no sharding.
         precision: "fp8": linear layers of attention and MLPs, and experts, multiply in FP8, forward and
             dgrad, see `fastmp.hf.fp8_modules`; an `Fp8Recipe` says how; "dtype": all GEMMs are in the dtype
-            of the weights. Without a group only, and outside `fully_shard`.
+            of the weights. Without a group or mesh only, and outside `fully_shard`.
+        mesh: a device mesh with the dimensions ("dp_shard", "ep") or ("dp_replicate", "dp_shard", "ep"), for
+            a family with experts. Apply PEFT before.
+        dispatcher: with a mesh, "alltoall", "symmetric" or "deepep", see `fastmp.nn.moe.dispatchers`.
+        shard_dense: with a mesh, apply `fully_shard` to layers, embedding and model. Pass False to do so
+            yourself afterwards, over `fastmp.hf.expert_parallel.dense_mesh(mesh)`. You may also have done so
+            before, except for `expert_parameters(model)`.
+        fsdp: with a mesh, options of `fully_shard`, such as {"mp_policy": MixedPrecisionPolicy(...)}.
 
     Returns:
         The table of replaced and kept modules. A second call returns the same table.
@@ -118,7 +147,8 @@ def accelerate(
             already (DTensor), or its classes lack an attribute (another version of transformers). With a
             group, on all ranks: sizes not divisible by the number of ranks, dropout, weights that differ
             between ranks or are on the meta device, a PEFT adapter, a model wrapped by another module
-            (DDP), or a model accelerated for another group. The model is not modified then.
+            (DDP), or a model accelerated for another group. With a mesh, on all ranks: other dimensions, a
+            model without experts, experts not divisible by ep. The model is not modified then.
 
     Example (needs a pretrained model):
         >>> model = AutoModelForCausalLM.from_pretrained("Qwen/Qwen3-0.6B")
@@ -132,20 +162,26 @@ def accelerate(
         )
     if group is not None and group.size() == 1:
         group = None
-    pretrained, table, changes, plans, quantized = _agreed_plan(model, group, precision)
+    options = None
+    if mesh is not None:
+        check_mesh(mesh, group)
+        options = MeshOptions(mesh, dispatcher, shard_dense, fsdp)
+    pretrained, plan = _agreed_plan(model, group, precision, options)
     if _PLAN in pretrained.__dict__:
-        return table
-    if table.experts_before is not None:
+        return plan.table
+    if plan.table.experts_before is not None:
         pretrained.set_experts_implementation(experts_interface.NAME)
-    for module, replacement in changes:
+    for module, replacement in plan.classes:
         module.__class__ = replacement
-    for module, names in quantized:
-        assert table.fp8 is not None
-        fp8_modules.quantize(module, names, table.fp8)
+    for module, names in plan.quantized:
+        assert plan.table.fp8 is not None
+        fp8_modules.quantize(module, names, plan.table.fp8)
     if group is not None:
-        shard_model(pretrained, plans, group)
-    pretrained.__dict__[_PLAN] = table
-    return table
+        shard_model(pretrained, plan.tp, group)
+    if plan.mesh is not None:
+        shard_over_mesh(pretrained, plan.mesh)
+    pretrained.__dict__[_PLAN] = plan.table
+    return plan.table
 
 
 def restore(model: nn.Module) -> None:
@@ -203,17 +239,27 @@ def _pretrained(caller: str, model: nn.Module) -> Any:
     return found[0]
 
 
-# the table, (module, new class) pairs, with a group the modules that are sharded, and (module, parameters)
-# that are quantised
-_Plan = tuple[Accelerated, list[tuple[Any, type]], list[ModulePlan], list[tuple[Any, tuple[str, ...]]]]
+@dataclass(frozen=True)
+class _Plan:
+    """The changes of a model.
+
+    classes: (module, new class) pairs. tp: with a group, the modules that are sharded. quantized: (module,
+    parameters) that are quantised. mesh: with a mesh, how the model is sharded over it.
+    """
+
+    table: Accelerated
+    classes: list[tuple[Any, type]] = field(default_factory=list)
+    tp: list[ModulePlan] = field(default_factory=list)
+    quantized: list[tuple[Any, tuple[str, ...]]] = field(default_factory=list)
+    mesh: MeshPlan | None = None
 
 
 def _agreed_plan(
-    model: nn.Module, group: ProcessGroup | None, precision: str | Fp8Recipe
-) -> tuple[Any, *_Plan]:
+    model: nn.Module, group: ProcessGroup | None, precision: str | Fp8Recipe, options: MeshOptions | None
+) -> tuple[Any, _Plan]:
     """Return the transformers model and its `_plan`, with nothing to change if it is accelerated already.
 
-    An error of one rank is raised on all ranks of the group.
+    An error of one rank is raised on all ranks of the group or mesh.
     """
     error = None
     try:
@@ -224,22 +270,14 @@ def _agreed_plan(
                 "accelerate the model before wrapping it"
             )
         recipe = fp8_modules.recipe_of(precision, pretrained)
-        if recipe is not None and group is not None:
-            raise ValueError('accelerate: precision "fp8" is not supported with a group; pass one of them')
-        if _PLAN in pretrained.__dict__:
-            before = pretrained.__dict__[_PLAN]
-            if before.fp8 != recipe:
-                raise ValueError(
-                    f"accelerate: {type(pretrained).__name__} is accelerated with precision "
-                    f"{before.fp8 or 'dtype'}, got {precision!r}; restore it first"
-                )
-            if group is None or group is group_of(pretrained):
-                return pretrained, before, [], [], []
+        if recipe is not None and (group is not None or options is not None):
             raise ValueError(
-                f"accelerate: {type(pretrained).__name__} is accelerated for another group; restore it first"
+                'accelerate: precision "fp8" is not supported with a group or mesh; pass one of them'
             )
-        plan = _plan(pretrained, 1 if group is None else group.size(), recipe)
-        if plan[0].experts_before is not None:
+        if _PLAN in pretrained.__dict__:
+            return pretrained, _Plan(_same(pretrained, group, precision, recipe, options))
+        plan = _plan(pretrained, 1 if group is None else group.size(), recipe, options)
+        if plan.table.experts_before is not None:
             _require(pretrained, ("set_experts_implementation",))
             experts_interface.register()
         varlen.register()
@@ -247,14 +285,37 @@ def _agreed_plan(
         error = _changed(type(pretrained), f"attribute or function as fastmp knows it ({missing})")
     except ValueError as found:
         error = found
-    if group is not None:
-        agree(model, group, error)
+    ranks = group if options is None else all_ranks(options.mesh)
+    if ranks is not None:
+        agree(model, ranks, error)
     if error is not None:
         raise error from None
-    return pretrained, *plan
+    return pretrained, plan
 
 
-def _plan(model: Any, ranks: int, recipe: Fp8Recipe | None) -> _Plan:
+def _same(
+    pretrained: Any,
+    group: ProcessGroup | None,
+    precision: str | Fp8Recipe,
+    recipe: Fp8Recipe | None,
+    options: MeshOptions | None,
+) -> Accelerated:
+    """Return the table of a model that is accelerated. Raises ValueError if it was with other arguments."""
+    before: Accelerated = pretrained.__dict__[_PLAN]
+    name = type(pretrained).__name__
+    if before.fp8 != recipe:
+        raise ValueError(
+            f"accelerate: {name} is accelerated with precision {before.fp8 or 'dtype'}, got {precision!r}; "
+            "restore it first"
+        )
+    if options is not None and options.mesh != before.mesh:
+        raise ValueError(f"accelerate: {name} is accelerated without this mesh; load it again")
+    if group is not None and group is not group_of(pretrained):
+        raise ValueError(f"accelerate: {name} is accelerated for another group; restore it first")
+    return before
+
+
+def _plan(model: Any, ranks: int, recipe: Fp8Recipe | None, options: MeshOptions | None) -> _Plan:
     """Plan the changes of a transformers model without modifying it."""
     from transformers import PreTrainedModel
 
@@ -264,16 +325,17 @@ def _plan(model: Any, ranks: int, recipe: Fp8Recipe | None) -> _Plan:
             f"accelerate: {name} (model_type {model_type!r}) is not supported; expected one of "
             f"{', '.join(ACCELERATIONS)}"
         )
-    _check_unsharded(model)
+    _check_unsharded(model, options is not None)
     family = ACCELERATIONS[model_type]
     names = [*family.patches, *([family.experts] if family.experts else [])]
     classes = _classes(model_type, names)
     changes: list[tuple[Any, type]] = []
     found: Counter[tuple[str, str | None, str | None]] = Counter()  # of (class, ops, reason)
     for module in model.modules():
-        named = type(module).__name__
-        if classes.get(named) is not type(module):
-            known = [base.__name__ for base in type(module).__mro__ if classes.get(base.__name__) is base]
+        own = own_class(module)
+        named = own.__name__
+        if classes.get(named) is not own:
+            known = [base.__name__ for base in own.__mro__ if classes.get(base.__name__) is base]
             if known:
                 found[named, None, f"a subclass of {known[0]}, which may compute something else"] += 1
             elif isinstance(module, PreTrainedModel) and module.base_model is not module:
@@ -305,14 +367,20 @@ def _plan(model: Any, ranks: int, recipe: Fp8Recipe | None) -> _Plan:
     rows = tuple(ReplacedModule(named, count, by, why) for (named, by, why), count in found.items())
     has_experts = any(row.name == family.experts for row in rows)
     before = model.config._experts_implementation if has_experts else None
+    if options is not None:
+        mesh_plan = plan_mesh(model, classes.get(family.experts or ""), options)
+        mesh_rows = tuple(ReplacedModule(*row) for row in mesh_plan.rows())
+        mesh = options.mesh
+        table = Accelerated(name, rows, before, mesh.size(), mesh_rows, mesh=mesh)
+        return _Plan(table, changes, mesh=mesh_plan)
     if ranks == 1:
-        return Accelerated(name, rows, before, fp8=recipe), changes, [], quantized
+        return _Plan(Accelerated(name, rows, before, fp8=recipe), changes, quantized=quantized)
     plans = plan_tensor_parallel(model, tables, ranks, dict(changes))
     tp_rows = tuple(
         ReplacedModule(label, count, by, None if by else "replicated")
         for label, count, by in count_modules(model, plans)
     )
-    return Accelerated(name, rows, before, ranks, tp_rows), changes, plans, quantized
+    return _Plan(Accelerated(name, rows, before, ranks, tp_rows), changes, plans, quantized)
 
 
 def _why_not(patch: type[ModulePatch], module: Any) -> str | None:
@@ -325,11 +393,16 @@ def _why_not(patch: type[ModulePatch], module: Any) -> str | None:
     return patch.why_not(module)
 
 
-def _check_unsharded(model: Any) -> None:
-    """Raise ValueError for a sharded model: its head would compute the loss of local ids only."""
+def _check_unsharded(model: Any, over_mesh: bool) -> None:
+    """Raise ValueError for a sharded model: its head would compute the loss of local ids only.
+
+    over_mesh: `fully_shard` may have come before; `plan_mesh` checks that the experts are left out.
+    """
     from torch.distributed.tensor import DTensor
 
     sharded = any(type(module).__name__.startswith("FSDP") for module in model.modules())
+    if over_mesh and sharded:
+        return
     if sharded or any(isinstance(parameter, DTensor) for parameter in model.parameters()):
         raise ValueError(
             f"accelerate: {type(model).__name__} is sharded already; accelerate it before fully_shard,"

@@ -132,6 +132,7 @@ def agree(model: nn.Module, group: ProcessGroup, error: ValueError | None) -> No
     sums = {
         name: int(checksum(tensor.reshape(-1)[:_CHECKSUM_ELEMENTS]))
         for name, tensor in ({} if error else model.state_dict()).items()
+        if not (tensor.is_meta or isinstance(tensor, DTensor))  # not loaded yet, or sharded by fully_shard
     }
     all_ranks: list[Any] = [None] * group.size()
     dist.all_gather_object(all_ranks, (None if error is None else str(error), sums), group=group)
@@ -224,10 +225,11 @@ def whole_state_dict(model: nn.Module) -> dict[str, Any]:
 def clip_grad_norm_(model: nn.Module, max_norm: float) -> Tensor:
     """Clip the 2-norm of a sharded model's gradients at `max_norm`. Collective.
 
-    `torch.nn.utils.clip_grad_norm_` would compute a different norm on every rank.
+    `torch.nn.utils.clip_grad_norm_` would compute a different norm on every rank of a group, and raises an
+    error for parameters that are sharded over several meshes.
 
     Args:
-        model: a model after `accelerate(model, group=group)`, or any other model.
+        model: a model after `accelerate` with a group or mesh, or any other model.
         max_norm: the largest norm.
 
     Returns:
@@ -240,18 +242,35 @@ def clip_grad_norm_(model: nn.Module, max_norm: float) -> Tensor:
     """
     group, sharded = group_of(model), _sharded_parameters(model)
     with_grad = [parameter for parameter in model.parameters() if parameter.grad is not None]
-    grads: dict[bool, list[Tensor]] = {True: [], False: []}
+    # 1. Local shards of gradients by the groups over which their squares add up to the whole.
+    by_groups: dict[tuple[ProcessGroup, ...], list[Tensor]] = {}
     for parameter in with_grad:
         assert parameter.grad is not None
-        grads[id(parameter) in sharded].append(parameter.grad)
+        groups = [group] if group is not None and id(parameter) in sharded else []
+        local, meshes = _local_shard(parameter.grad)
+        by_groups.setdefault((*groups, *meshes), []).append(local)
+    # 2. Sums of squares, all-reduced over those groups.
     device = next(model.parameters()).device  # the norm of an empty list is on the CPU
-    norms = (_without_fsdp(nn.utils.get_total_norm(grads[is_sharded])) for is_sharded in (True, False))
-    squares = [norm.to(device, torch.float64).square() for norm in norms]
-    if group is not None:
-        all_reduce_(squares[0], group)
-    norm = (squares[0] + squares[1]).sqrt()
-    nn.utils.clip_grads_with_norm_(with_grad, max_norm, norm)
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    for several, grads in by_groups.items():
+        square = nn.utils.get_total_norm(grads).to(device, torch.float64).square()
+        for each in several:
+            all_reduce_(square, each)
+        total += square
+    # 3. Scale the shards in place.
+    norm = total.sqrt()
+    if by_groups:
+        factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        torch._foreach_mul_([grad for grads in by_groups.values() for grad in grads], factor)
     return norm
+
+
+def _local_shard(tensor: Tensor) -> tuple[Tensor, list[ProcessGroup]]:
+    """Return the shard of this rank, and the groups over which a DTensor is sharded."""
+    if not isinstance(tensor, DTensor):
+        return tensor, []
+    sharded = [dim for dim, placement in enumerate(tensor.placements) if not placement.is_replicate()]
+    return tensor.to_local(), [tensor.device_mesh.get_group(dim) for dim in sharded]
 
 
 def _sharded_parameters(model: nn.Module) -> dict[int, tuple[Any, ParallelAttributes]]:

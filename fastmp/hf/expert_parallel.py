@@ -1,0 +1,291 @@
+"""Expert parallelism and FSDP2 of a transformers model over a device mesh; every rank brings its own tokens.
+
+The mesh has the dimensions ("dp_shard", "ep"), or ("dp_replicate", "dp_shard", "ep"). With world size W:
+
+    experts             ep: a rank holds E / ep of them; FSDP2 shards those over dp_shard
+    other parameters    FSDP2 shards them over all ranks of dp_shard and ep
+    both                HSDP replicates them over dp_replicate
+
+A rank dispatches its tokens to the experts' ranks of its ep group. The gradients of experts are sums over the
+tokens of that group already, while FSDP2 takes the mean over its own ranks; they are divided by ep once more.
+Gradients of all parameters are then means over the W ranks, as in data parallelism.
+
+Expert weights are DTensors over ep, and FSDP2 makes them DTensors over (dp_shard, ep), so that optimizers and
+torch.distributed.checkpoint see full shapes.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor, Shard
+
+from fastmp.config import MoEConfig
+from fastmp.distributed.deepep_buffer import DeepEPBuffer
+from fastmp.distributed.grid import RankGrid
+from fastmp.distributed.groups import DEFAULT_TIMEOUT, ParallelGroups
+from fastmp.distributed.symmetric_memory import SymmetricExchange
+from fastmp.hf import experts_interface
+from fastmp.hf.patches import ModulePatch, patched_class
+from fastmp.nn.moe.dispatchers.factory import make_dispatcher
+from fastmp.ops.core.registry import compute_dtype
+
+_NAMES = (("dp_shard", "ep"), ("dp_replicate", "dp_shard", "ep"))
+_DENSE = "dp_shard_ep"  # the flattened dimension
+
+
+class DispatchedExperts(ModulePatch):
+    """This rank's experts: tokens of all ranks of the ep group are dispatched to them.
+
+    Attributes:
+        dispatcher: brings this rank's tokens to their experts, and the outputs back.
+    """
+
+    dispatcher: Any
+
+    def forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        return _dispatched(self, hidden_states, top_k_index, top_k_weights)
+
+
+def _dispatched(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """Return the weighted sums (T, H) of the experts' outputs for this rank's tokens (T, H)."""
+    dispatcher = self.dispatcher
+    probs = top_k_weights.to(compute_dtype(hidden_states.dtype))
+    # 1. Sort the assignments by expert and all-gather their counts over ep.
+    prepared = dispatcher.preprocess(top_k_index.to(torch.int32), probs, len(hidden_states))
+    # 2. Dispatch: tokens go to the ranks of their experts, which sort them by expert.
+    rows, offsets, state = dispatcher.dispatch(hidden_states, prepared)
+    # 3. The MLPs of this rank's experts.
+    rows = experts_interface.expert_mlps(self, rows, offsets)
+    # 4. Combine: outputs return to the ranks of their tokens and are summed with their weights.
+    return dispatcher.combine(rows, state).to(hidden_states.dtype)
+
+
+class MeshOptions(NamedTuple):
+    """The mesh, and the arguments of `fastmp.accelerate` that go with it."""
+
+    mesh: DeviceMesh
+    dispatcher: str
+    shard_dense: bool
+    fsdp: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class MeshPlan:
+    """The sharding of a model over a mesh; made before the model is modified.
+
+    Args:
+        options: the arguments of `fastmp.accelerate`.
+        experts: the modules of experts.
+        units: the modules outside of experts that FSDP2 shards, in this order; empty: the user shards them.
+    """
+
+    options: MeshOptions
+    experts: tuple[Any, ...]
+    units: tuple[nn.Module, ...]
+
+    def rows(self) -> Iterator[tuple[str, int, str]]:
+        """Yield (class, number of modules, their sharding) for the table of `accelerate`."""
+        mesh = self.options.mesh
+        ep, ranks = mesh["ep"].size(), mesh["dp_shard"].size()
+        yield type(self.experts[0]).__name__, len(self.experts), f"experts over {ep}, FSDP2 over {ranks}"
+        for name, count in Counter(own_class(unit).__name__ for unit in self.units).items():
+            yield name, count, f"FSDP2 over {ep * ranks}"
+
+
+def check_mesh(mesh: Any, group: ProcessGroup | None) -> None:
+    """Raise ValueError unless `mesh` is a device mesh with the dimensions of the module's docstring."""
+    if group is not None:
+        raise ValueError("accelerate: expected a group or a mesh, got both; pass one of them")
+    names = mesh.mesh_dim_names if isinstance(mesh, DeviceMesh) else repr(mesh)
+    if names not in _NAMES:
+        raise ValueError(
+            'accelerate: expected a mesh with mesh_dim_names ("dp_shard", "ep") or ("dp_replicate", '
+            f'"dp_shard", "ep"), got {names}; make one with init_device_mesh'
+        )
+
+
+def all_ranks(mesh: DeviceMesh) -> ProcessGroup:
+    """Return the group of all ranks of a mesh."""
+    if mesh.size() == dist.get_world_size():
+        world = dist.group.WORLD
+        assert world is not None
+        return world
+    return mesh._flatten("fastmp_mesh").get_group()
+
+
+def own_class(module: nn.Module) -> type[Any]:
+    """Return the class of a module before `fully_shard`."""
+    cls = type(module)
+    return cls.__mro__[cls.__mro__.index(FSDPModule) + 1] if issubclass(cls, FSDPModule) else cls
+
+
+def plan_mesh(model: Any, experts: type | None, options: MeshOptions) -> MeshPlan:
+    """Plan the sharding of a model over a mesh; the model is not modified.
+
+    Args:
+        model: the transformers model.
+        experts: the class of experts of its family.
+        options: the arguments of `fastmp.accelerate`.
+
+    Raises:
+        ValueError: a model without experts, experts that ep does not divide, or that are sharded already.
+    """
+    name, ep = type(model).__name__, options.mesh["ep"].size()
+    found: dict[str, Any] = {
+        where: module for where, module in model.named_modules() if type(module) is experts
+    }
+    if not found:
+        raise ValueError(
+            f"accelerate: {name} has no experts to shard over a mesh; call accelerate(model) without mesh, "
+            "then fully_shard"
+        )
+    for where, module in found.items():
+        if module.num_experts % ep:
+            raise ValueError(
+                f"accelerate: the {module.num_experts} experts of {where} are not divisible by the {ep} ranks"
+                " of ep"
+            )
+        if any(isinstance(parameter, DTensor) for parameter in module.parameters()):
+            raise ValueError(
+                f"accelerate: the experts of {where} are sharded already; leave them out with fully_shard("
+                "layer, ..., ignored_params=set(expert_parameters(model))), and accelerate shards them"
+            )
+    units: list[nn.Module] = []
+    if options.shard_dense and not any(isinstance(module, FSDPModule) for module in model.modules()):
+        layers = set(model._no_split_modules)
+        units = [module for module in model.modules() if type(module).__name__ in layers]
+        embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+        if head is not None and head.weight is not embedding.weight:
+            units.append(embedding)  # its weight is not needed until the head, as a tied one is
+        units.append(model)
+    return MeshPlan(options, tuple(found.values()), tuple(units))
+
+
+def expert_parameters(model: nn.Module) -> Iterator[nn.Parameter]:
+    """Yield the parameters of all experts of a transformers model, for `ignored_params` of `fully_shard`.
+
+    Args:
+        model: a transformers model of a family with experts.
+
+    Example (needs several ranks):
+        >>> ignored = set(expert_parameters(model))
+        >>> for layer in model.model.layers:
+        ...     fully_shard(layer, mesh=dense_mesh, ignored_params=ignored)
+        >>> fully_shard(model, mesh=dense_mesh, ignored_params=ignored)
+        >>> fastmp.accelerate(model, mesh=mesh)
+    """
+    for module in model.modules():
+        if hasattr(module, "num_experts") and hasattr(module, "down_proj"):
+            yield from module.parameters()
+
+
+def dense_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """Return the mesh of FSDP2 for parameters outside of experts: dp_shard and ep as one dimension.
+
+    Args:
+        mesh: with the dimensions of the module's docstring. Collective: all its ranks call this.
+
+    Returns:
+        A mesh of one dimension, or of two if `mesh` has "dp_replicate", over which HSDP replicates.
+    """
+    flat = mesh["dp_shard", "ep"]._flatten(_DENSE)
+    if not _is_replicated(mesh):
+        return flat
+    return DeviceMesh.from_group(
+        [mesh["dp_replicate"].get_group(), flat.get_group()],
+        mesh.device_type,
+        mesh=mesh.mesh.flatten(1),
+        mesh_dim_names=("dp_replicate", _DENSE),
+    )
+
+
+def _is_replicated(mesh: DeviceMesh) -> bool:
+    return "dp_replicate" in (mesh.mesh_dim_names or ())
+
+
+def shard_over_mesh(model: Any, plan: MeshPlan) -> None:
+    """Shard the experts over ep, give them dispatchers, and apply `fully_shard`. Collective."""
+    mesh, options = plan.options.mesh, plan.options.fsdp
+    groups = _groups(mesh)
+    over = mesh["dp_replicate", "dp_shard"] if _is_replicated(mesh) else mesh["dp_shard"]
+    for module in plan.experts:
+        # 1. Experts of this ep rank, and their dispatcher.
+        _shard_experts(module, mesh["ep"])
+        module.__class__ = patched_class(type(module), DispatchedExperts)
+        module.dispatcher = make_dispatcher(_moe_config(model, module, plan.options.dispatcher), groups)
+        # 2. FSDP2 over dp_shard. It takes the mean over its ranks of gradients, each a sum over an ep group.
+        fully_shard(module, mesh=over, shard_placement_fn=_placement(module, mesh), **options)
+        module.set_all_reduce_hook(functools.partial(_divide_, mesh["ep"].size()))
+    # 3. FSDP2 of everything else over all ranks.
+    dense = dense_mesh(mesh) if plan.units else None
+    for unit in plan.units:
+        fully_shard(unit, mesh=dense, **options)
+    _describe(model, mesh)
+
+
+def _divide_(ranks: int, grad: Tensor) -> None:
+    grad.div_(ranks)
+
+
+def _shard_experts(module: Any, mesh: DeviceMesh) -> None:
+    """Keep the experts of this ep rank: dimension 0 of each parameter."""
+    for name, parameter in list(module._parameters.items()):
+        local = parameter.data.chunk(mesh.size())[mesh.get_local_rank()].clone()
+        shard = DTensor.from_local(local, mesh, [Shard(0)], run_check=False)
+        setattr(module, name, nn.Parameter(shard, requires_grad=parameter.requires_grad))
+
+
+def _placement(module: Any, mesh: DeviceMesh) -> Any:
+    """Return a function to the dimension that FSDP2 shards: whole experts if ranks divide them, else 1."""
+    ranks, experts = mesh["dp_shard"].size(), module.num_experts // mesh["ep"].size()
+
+    def place(parameter: nn.Parameter) -> Shard | None:
+        whole = experts % ranks == 0 and ranks > 1
+        return None if whole or parameter.shape[1] % ranks else Shard(1)
+
+    return place
+
+
+def _groups(mesh: DeviceMesh) -> ParallelGroups:
+    """Return the process groups that dispatchers use: the ep group of the mesh."""
+    size = mesh["ep"].size()
+    grid = RankGrid(world_size=size, ep=size)
+    if size == 1:
+        return ParallelGroups(grid=grid, rank=0)
+    group = mesh["ep"].get_group()
+    exchange = SymmetricExchange(
+        group, etp=1, ep=size, etp_varies_first=True, timeout=DEFAULT_TIMEOUT.total_seconds()
+    )
+    return ParallelGroups(
+        grid=grid, rank=group.rank(), ep=group, etp_ep=group, exchange=exchange, deepep=DeepEPBuffer(group)
+    )
+
+
+def _moe_config(model: Any, module: Any, dispatcher: str) -> MoEConfig:
+    top_k = model.config.num_experts_per_tok
+    return MoEConfig(num_experts=module.num_experts, top_k=top_k, dispatcher=dispatcher)
+
+
+def _describe(model: Any, mesh: DeviceMesh) -> None:
+    """Tell transformers' Trainer that the model is sharded; it wraps others in DDP."""
+    try:
+        from transformers.distributed import DistributedConfig
+    except ImportError:  # an older transformers, whose Trainer does not ask
+        return
+    ranks = mesh["dp_shard"].size() * mesh["ep"].size()
+    replicas = mesh.size() // ranks
+    model.config.distributed_config = DistributedConfig(
+        fsdp_size=ranks, dp_replicate_size=replicas, ep_size=mesh["ep"].size()
+    )
+    model._is_distributed_loading_by_transformers = model._is_fsdp_managed_module = True
