@@ -27,6 +27,7 @@ FLOORS = (
     ("fastmp.ops",),
     ("fastmp.distributed",),
     ("fastmp.tensor_parallel",),
+    ("fastmp.objectives",),
     ("fastmp.pipeline",),
     ("fastmp.optim",),
     ("fastmp.watchdog",),

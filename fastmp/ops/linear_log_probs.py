@@ -24,6 +24,7 @@ from fastmp.ops.core.registry import (
     Differentiable,
     can_read_values,
     compute_dtype,
+    is_recorded,
     raise_if_create_graph,
     register,
     without_autocast,
@@ -32,6 +33,7 @@ from fastmp.ops.cross_entropy_triton import real_columns
 from fastmp.ops.linear_cross_entropy_chunks import (
     ALONE,
     HeadCall,
+    LiveRows,
     Shards,
     fake_gradients,
     head_of,
@@ -293,6 +295,14 @@ def _scale_of(name: str, temperature: float | Tensor, target: Tensor, dtype: tor
     return torch.full((target.numel(),), 1 / temperature, dtype=dtype, device=target.device)
 
 
+def _live_rows(target: Tensor, ignore_index: int) -> Tensor | None:
+    """Return the rows (L,) whose target (N,) is not ignored; None if the host cannot know, or if all are."""
+    if is_recorded() or (target.is_cuda and torch.cuda.is_current_stream_capturing()):
+        return None
+    live = (target != ignore_index).nonzero()[:, 0]  # waits for a GPU
+    return None if len(live) == len(target) else live
+
+
 def linear_log_probs_of(
     shards: Shards,
     name: str,
@@ -305,6 +315,7 @@ def linear_log_probs_of(
     ignore_index: int,
     vocab_size: int | None,
     workspace: int | None,
+    skip_ignored: bool,
 ) -> Any:
     """Compute `linear_log_probs` from one of several shards of the weight; errors begin with `name`.
 
@@ -315,13 +326,22 @@ def linear_log_probs_of(
     )
     scale = _scale_of(name, temperature, target, compute_dtype(hidden.dtype))
     options = _Options(vocab_start, vocab_size, ignore_index, return_entropy, workspace)
-    rows = hidden.reshape(-1, hidden.shape[-1])
+    rows, ids = hidden.reshape(-1, hidden.shape[-1]), target.reshape(-1)
+    live = _live_rows(ids, ignore_index) if skip_ignored else None
+    if live is not None:
+        ids, scale = ids[live], None if scale is None else scale[live]
+        shards = LiveRows(shards, live, target.numel(), len(rows))
     with without_autocast(rows.device.type):
         log_prob, entropy, *_ = _linear_log_probs(
-            rows, weight, target.reshape(-1), scale, main_grad, HeadCall(options, shards, wanted)
+            rows, weight, ids, scale, main_grad, HeadCall(options, shards, wanted)
         )
-    log_prob = log_prob.reshape(target.shape)
-    return (log_prob, entropy.reshape(target.shape)) if return_entropy else log_prob
+
+    def of_tokens(values: Tensor) -> Tensor:
+        if live is not None:
+            values = values.new_zeros(target.numel()).index_copy(0, live, values)
+        return values.reshape(target.shape)
+
+    return (of_tokens(log_prob), of_tokens(entropy)) if return_entropy else of_tokens(log_prob)
 
 
 @overload
@@ -335,6 +355,7 @@ def linear_log_probs(
     ignore_index: int = ...,
     vocab_size: int | None = ...,
     workspace: int | None = ...,
+    skip_ignored: bool = ...,
 ) -> Tensor: ...
 @overload
 def linear_log_probs(
@@ -347,6 +368,7 @@ def linear_log_probs(
     ignore_index: int = ...,
     vocab_size: int | None = ...,
     workspace: int | None = ...,
+    skip_ignored: bool = ...,
 ) -> tuple[Tensor, Tensor]: ...
 @traced("fastmp.linear_log_probs")
 def linear_log_probs(
@@ -359,6 +381,7 @@ def linear_log_probs(
     ignore_index: int = -100,
     vocab_size: int | None = None,
     workspace: int | None = None,
+    skip_ignored: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Log-probability of each target under softmax(hidden weight^T / temperature), and its entropy.
 
@@ -377,6 +400,8 @@ def linear_log_probs(
         ignore_index: tokens with this target have log-probability, entropy and gradient zero.
         vocab_size: number of ids; columns from this one on are padding, with probability zero. Default V.
         workspace: bytes of logits at a time, as in `linear_cross_entropy`.
+        skip_ignored: ignored tokens cost no rows of a GEMM. The host waits once for a GPU, to know how many
+            are left; under torch.compile and in a CUDA graph it cannot, and all rows are computed.
 
     Returns:
         The log-probabilities (...), or these and the entropies (...), both differentiable in hidden and
@@ -396,4 +421,5 @@ def linear_log_probs(
     return linear_log_probs_of(
         ALONE, "linear_log_probs", hidden, weight, target, temperature=temperature,
         return_entropy=return_entropy, ignore_index=ignore_index, vocab_size=vocab_size, workspace=workspace,
+        skip_ignored=skip_ignored,
     )  # fmt: skip

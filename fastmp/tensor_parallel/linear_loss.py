@@ -44,7 +44,8 @@ class _Group(Shards):
         return grad, all_reduce_(grad, self.group, overlap=True)
 
 
-def _shards(group: dist.ProcessGroup | None, sequence_parallel: bool) -> Shards:
+def shards_of(group: dist.ProcessGroup | None, sequence_parallel: bool) -> Shards:
+    """Return the shards of a vocabulary over `group`."""
     return ALONE if group is None or group_size(group) == 1 else _Group(group, sequence_parallel)
 
 
@@ -90,7 +91,7 @@ def vocab_parallel_linear_cross_entropy(
         torch.Size([4, 2])
     """
     return linear_cross_entropy_of(
-        _shards(group, sequence_parallel), "vocab_parallel_linear_cross_entropy", hidden, weight, target,
+        shards_of(group, sequence_parallel), "vocab_parallel_linear_cross_entropy", hidden, weight, target,
         bias=bias, label_smoothing=label_smoothing, z_loss=z_loss, ignore_index=ignore_index,
         token_weight=token_weight, vocab_size=vocab_size, reduction=reduction, loss_grad=loss_grad,
         workspace=workspace,
@@ -110,6 +111,7 @@ def vocab_parallel_linear_log_probs(
     ignore_index: int = -100,
     vocab_size: int | None = None,
     workspace: int | None = None,
+    skip_ignored: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Return the log-probability of every target (...), with `return_entropy` also the entropies.
 
@@ -123,7 +125,7 @@ def vocab_parallel_linear_log_probs(
         The other options, the result and the errors are those of `fastmp.ops.linear_log_probs`.
     """
     return linear_log_probs_of(
-        _shards(group, sequence_parallel), "vocab_parallel_linear_log_probs", hidden, weight, target,
+        shards_of(group, sequence_parallel), "vocab_parallel_linear_log_probs", hidden, weight, target,
         temperature=temperature, return_entropy=return_entropy, ignore_index=ignore_index,
-        vocab_size=vocab_size, workspace=workspace,
+        vocab_size=vocab_size, workspace=workspace, skip_ignored=skip_ignored,
     )  # fmt: skip

@@ -110,12 +110,14 @@ def test_main_gradients_are_summed_over_microbatches(chunks):
     grads.remove_hooks()
 
 
+@pytest.mark.parametrize("skip_ignored", (False, True))
 @pytest.mark.parametrize("entropy", (False, True))
 @pytest.mark.parametrize("workspace", (None, 4 * V * 8))
-def test_a_second_backward_is_the_first_one_again(workspace, entropy):
+def test_a_second_backward_is_the_first_one_again(workspace, entropy, skip_ignored):
     """Also where the first has overwritten the logits that the forward pass kept."""
     hidden, weight, target = problem()
     options = {"temperature": 0.7, "return_entropy": entropy, "workspace": workspace}
+    options["skip_ignored"] = skip_ignored
     out = linear_log_probs(hidden, weight, target, **options)
     total = sum(each.sum() for each in out) if entropy else out.sum()
     first, *others = (torch.autograd.grad(total, (hidden, weight), retain_graph=True) for _ in range(3))

@@ -116,7 +116,7 @@ class Op:
         for tensor in tensors:
             if type(tensor) not in _PLAIN or not tensor.is_cpu:
                 return False
-        return self.serving["cpu"] == "c++" and not _is_recorded()
+        return self.serving["cpu"] == "c++" and not is_recorded()
 
     @property
     def family(self) -> str:
@@ -176,10 +176,10 @@ def can_read_values(x: torch.Tensor) -> bool:
 
     It must not cause a host-device synchronisation, nor happen under a tracer, which would bake the value in.
     """
-    return type(x) is Tensor and x.is_cpu and not _is_recorded()
+    return type(x) is Tensor and x.is_cpu and not is_recorded()
 
 
-def _is_recorded() -> bool:
+def is_recorded() -> bool:
     """Return True under a compiler, a dispatch mode or a functorch transform."""
     if torch.compiler.is_compiling():
         return True
