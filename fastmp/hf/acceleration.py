@@ -20,18 +20,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fastmp.config.precision import Fp8Recipe
 from fastmp.hf import experts_interface, fp8_modules, varlen
-from fastmp.hf.expert_parallel import (
-    MeshOptions,
-    MeshPlan,
-    all_ranks,
-    check_mesh,
-    own_class,
-    plan_mesh,
-    shard_over_mesh,
-)
+from fastmp.hf.expert_parallel import MeshOptions, MeshPlan, plan_mesh, shard_over_mesh
 from fastmp.hf.families import ACCELERATIONS
 from fastmp.hf.families.base import TPTable
 from fastmp.hf.heads import CausalLM, LossHead
+from fastmp.hf.mesh import all_ranks, check_mesh, own_class
 from fastmp.hf.patches import ModulePatch, patched_class
 from fastmp.hf.tp_plan import (
     ModulePlan,
@@ -135,7 +128,7 @@ def accelerate(
             a family with experts. Apply PEFT before.
         dispatcher: with a mesh, "alltoall", "symmetric" or "deepep", see `fastmp.nn.moe.dispatchers`.
         shard_dense: with a mesh, apply `fully_shard` to layers, embedding and model. Pass False to do so
-            yourself afterwards, over `fastmp.hf.expert_parallel.dense_mesh(mesh)`. You may also have done so
+            yourself afterwards, over `fastmp.hf.mesh.dense_mesh(mesh)`. You may also have done so
             before, except for `expert_parameters(model)`.
         fsdp: with a mesh, options of `fully_shard`, such as {"mp_policy": MixedPrecisionPolicy(...)}.
 

@@ -23,9 +23,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Shard
@@ -36,12 +34,11 @@ from fastmp.distributed.grid import RankGrid
 from fastmp.distributed.groups import DEFAULT_TIMEOUT, ParallelGroups
 from fastmp.distributed.symmetric_memory import SymmetricExchange
 from fastmp.hf import experts_interface
+from fastmp.hf.mesh import dense_mesh, is_replicated, own_class
+from fastmp.hf.mesh_saving import save_pretrained
 from fastmp.hf.patches import ModulePatch, patched_class
 from fastmp.nn.moe.dispatchers.factory import make_dispatcher
 from fastmp.ops.core.registry import compute_dtype
-
-_NAMES = (("dp_shard", "ep"), ("dp_replicate", "dp_shard", "ep"))
-_DENSE = "dp_shard_ep"  # the flattened dimension
 
 
 class DispatchedExperts(ModulePatch):
@@ -55,6 +52,25 @@ class DispatchedExperts(ModulePatch):
 
     def forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         return _dispatched(self, hidden_states, top_k_index, top_k_weights)
+
+
+class MeshModel(ModulePatch):
+    """Model that is sharded over a mesh.
+
+    Attributes:
+        mesh: the mesh.
+    """
+
+    mesh: DeviceMesh
+
+    def save_pretrained(
+        self: Any, save_directory: Any, is_main_process: bool = True, state_dict: Any = None, **kwargs: Any
+    ) -> None:
+        """Write the model from all ranks, see `fastmp.hf.mesh_saving`."""
+        if state_dict is not None:
+            super().save_pretrained(save_directory, is_main_process, state_dict, **kwargs)  # type: ignore[misc]
+            return
+        save_pretrained(self, save_directory)
 
 
 def _dispatched(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -101,33 +117,6 @@ class MeshPlan:
         yield type(self.experts[0]).__name__, len(self.experts), f"experts over {ep}, FSDP2 over {ranks}"
         for name, count in Counter(own_class(unit).__name__ for unit in self.units).items():
             yield name, count, f"FSDP2 over {ep * ranks}"
-
-
-def check_mesh(mesh: Any, group: ProcessGroup | None) -> None:
-    """Raise ValueError unless `mesh` is a device mesh with the dimensions of the module's docstring."""
-    if group is not None:
-        raise ValueError("accelerate: expected a group or a mesh, got both; pass one of them")
-    names = mesh.mesh_dim_names if isinstance(mesh, DeviceMesh) else repr(mesh)
-    if names not in _NAMES:
-        raise ValueError(
-            'accelerate: expected a mesh with mesh_dim_names ("dp_shard", "ep") or ("dp_replicate", '
-            f'"dp_shard", "ep"), got {names}; make one with init_device_mesh'
-        )
-
-
-def all_ranks(mesh: DeviceMesh) -> ProcessGroup:
-    """Return the group of all ranks of a mesh."""
-    if mesh.size() == dist.get_world_size():
-        world = dist.group.WORLD
-        assert world is not None
-        return world
-    return mesh._flatten("fastmp_mesh").get_group()
-
-
-def own_class(module: nn.Module) -> type[Any]:
-    """Return the class of a module before `fully_shard`."""
-    cls = type(module)
-    return cls.__mro__[cls.__mro__.index(FSDPModule) + 1] if issubclass(cls, FSDPModule) else cls
 
 
 def plan_mesh(model: Any, experts: type | None, options: MeshOptions) -> MeshPlan:
@@ -190,35 +179,11 @@ def expert_parameters(model: nn.Module) -> Iterator[nn.Parameter]:
             yield from module.parameters()
 
 
-def dense_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """Return the mesh of FSDP2 for parameters outside of experts: dp_shard and ep as one dimension.
-
-    Args:
-        mesh: with the dimensions of the module's docstring. Collective: all its ranks call this.
-
-    Returns:
-        A mesh of one dimension, or of two if `mesh` has "dp_replicate", over which HSDP replicates.
-    """
-    flat = mesh["dp_shard", "ep"]._flatten(_DENSE)
-    if not _is_replicated(mesh):
-        return flat
-    return DeviceMesh.from_group(
-        [mesh["dp_replicate"].get_group(), flat.get_group()],
-        mesh.device_type,
-        mesh=mesh.mesh.flatten(1),
-        mesh_dim_names=("dp_replicate", _DENSE),
-    )
-
-
-def _is_replicated(mesh: DeviceMesh) -> bool:
-    return "dp_replicate" in (mesh.mesh_dim_names or ())
-
-
 def shard_over_mesh(model: Any, plan: MeshPlan) -> None:
     """Shard the experts over ep, give them dispatchers, and apply `fully_shard`. Collective."""
     mesh, options = plan.options.mesh, plan.options.fsdp
     groups = _groups(mesh)
-    over = mesh["dp_replicate", "dp_shard"] if _is_replicated(mesh) else mesh["dp_shard"]
+    over = mesh["dp_replicate", "dp_shard"] if is_replicated(mesh) else mesh["dp_shard"]
     for module in plan.experts:
         # 1. Experts of this ep rank, and their dispatcher.
         _shard_experts(module, mesh["ep"])
@@ -227,6 +192,8 @@ def shard_over_mesh(model: Any, plan: MeshPlan) -> None:
         # 2. FSDP2 over dp_shard. It takes the mean over its ranks of gradients, each a sum over an ep group.
         fully_shard(module, mesh=over, shard_placement_fn=_placement(module, mesh), **options)
         module.set_all_reduce_hook(functools.partial(_divide_, mesh["ep"].size()))
+    model.__class__ = patched_class(type(model), MeshModel)
+    model.mesh = mesh
     # 3. FSDP2 of everything else over all ranks.
     dense = dense_mesh(mesh) if plan.units else None
     for unit in plan.units:

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import fastmp
+from fastmp.hf.mesh_loading import from_pretrained
 from fastmp.hf.tp_plan import clip_grad_norm_
 from fastmp.testing.ranks import run_ranks
 
@@ -98,3 +99,30 @@ def test_five_steps_are_those_of_one_process(family, shape):
         assert_close(found[3], weights)
 
     run_ranks(run, ranks, timeout=200)
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "deepseek_v3", "gpt_oss"])
+def test_saved_on_one_mesh_and_loaded_on_another(family, tmp_path):
+    """transformers' files -> mesh (1, 2) -> files -> transformers, and mesh (2, 2), (2, 1, 2)."""
+    original = model_of(family)
+    original.save_pretrained(tmp_path / "0")
+    wanted = original.state_dict()
+
+    def copied(shape, source, target):
+        def run(rank, world_size):
+            model = from_pretrained(tmp_path / source, mesh=mesh_of(shape))
+            for name, tensor in model.state_dict().items():
+                torch.testing.assert_close(full(tensor), wanted[name], rtol=0, atol=0)
+            model.save_pretrained(tmp_path / target)
+
+        run_ranks(run, torch.Size(shape).numel(), timeout=200)
+
+    copied((1, 2), "0", "1")
+    copied((2, 2), "1", "2")
+    copied((2, 1, 2), "2", "3")
+    for number in "123":
+        loaded, report = type(original).from_pretrained(tmp_path / number, output_loading_info=True)
+        assert not any(report[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+        for name, tensor in loaded.state_dict().items():
+            torch.testing.assert_close(tensor, wanted[name], rtol=0, atol=0)
+    assert len(list((tmp_path / "2").glob("model-*.safetensors"))) == 4  # every rank has written

@@ -1,0 +1,158 @@
+"""Save a transformers model that is sharded over a mesh, from all ranks, in the layout of published files.
+
+One parameter is gathered at a time. Each rank writes a share of the tensors: one of the ranks that hold an
+expert writes it, and the other parameters go round all ranks.
+"""
+
+from __future__ import annotations
+
+import os
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Replicate
+
+from fastmp.config.file_access import write_synced
+from fastmp.hf.mesh import all_ranks, own_class
+from fastmp.hf.mesh_tensors import file_mappings, file_names, saved_tensors
+from fastmp.hf.stored import INDEX
+from fastmp.hf.weight_io import json_bytes
+from fastmp.training.checkpoint.tensor_files import NamedTensorSpec, write_tensors
+
+_FILE_BYTES = 2 << 30  # that a rank collects before it writes a file
+
+
+@torch.no_grad()
+def save_pretrained(model: Any, directory: str | Path) -> None:
+    """Write a model that is sharded over a mesh as `from_pretrained` of transformers reads it. Collective.
+
+    Every rank writes files: its share of the tensors, one rank of each expert's replicas that expert. One
+    parameter is gathered at a time; a rank collects up to 2 GiB for a file.
+
+    Args:
+        model: a model after `accelerate(model, mesh=mesh)`; `model.save_pretrained(directory)` calls this.
+        directory: shared by all ranks.
+
+    Example (needs several ranks):
+        >>> save_pretrained(model, "trained")
+    """
+    path, mesh = Path(directory), model.mesh
+    path.mkdir(parents=True, exist_ok=True)
+    group = all_ranks(mesh)
+    writer = _Writer(path, group.rank())
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+    for number, (name, tensor) in enumerate(saved_tensors(model).items()):
+        # 1. Gather; experts over dp_shard only, if files have them one by one.
+        by_expert = "{e}" in file_names(model, name)[1][0]
+        full, first = _gathered(tensor, by_expert)
+        # 2. The rank that writes: for experts one of each ep group's, for others one of all.
+        turn = _turn(mesh, number, by_expert)
+        if turn:
+            shape = tuple(tensor.shape)
+            for mapping in file_mappings(model, name, shape):
+                at = mapping.ours.offsets[0] - first if shape else 0
+                if not by_expert:
+                    writer.add(mapping.name, full)
+                elif 0 <= at < len(full):
+                    rows = slice(mapping.ours.offsets[1], mapping.ours.offsets[1] + mapping.ours.sizes[1])
+                    writer.add(mapping.name, full[at, rows])
+    # 3. Name the files by their number among those of all ranks, and write the index.
+    _finish(path, writer.finish(), group)
+    if group.rank() == 0:
+        _write_config(model, path)
+    dist.barrier(group)
+
+
+def _gathered(tensor: Tensor, by_expert: bool) -> tuple[Tensor, int]:
+    """Return a full tensor, or all of this ep rank's experts and the number of the first. Collective."""
+    if not isinstance(tensor, DTensor):
+        return tensor, 0
+    if not by_expert:
+        return tensor.full_tensor(), 0
+    kept = [Replicate()] * (tensor.device_mesh.ndim - 1)
+    experts = tensor.redistribute(placements=[*kept, tensor.placements[-1]]).to_local()
+    return experts, tensor.device_mesh["ep"].get_local_rank() * len(experts)
+
+
+def _turn(mesh: DeviceMesh, number: int, by_expert: bool) -> bool:
+    """Return True if this rank writes tensor `number`."""
+    coordinates = mesh.get_coordinate()
+    assert coordinates is not None
+    *replica, shard, ep = coordinates
+    ranks, experts = mesh["dp_shard"].size(), mesh["ep"].size()
+    if replica and replica[0]:
+        return False
+    if by_expert:
+        return number % ranks == shard
+    return number % (ranks * experts) == shard * experts + ep
+
+
+class _Writer:
+    """Collects tensors on the host and writes files of about 2 GiB, under names of this rank."""
+
+    def __init__(self, path: Path, rank: int) -> None:
+        self.path, self.rank, self.files = path, rank, list[tuple[str, dict[str, int]]]()
+        self.waiting, self.bytes = dict[str, Tensor](), 0
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        self.waiting[name] = tensor.to("cpu", copy=True).contiguous()
+        self.bytes += tensor.nbytes
+        if self.bytes >= _FILE_BYTES:
+            self._write()
+
+    def finish(self) -> list[tuple[str, dict[str, int]]]:
+        """Write what is left; return the files, each with the bytes of its tensors."""
+        if self.waiting:
+            self._write()
+        return self.files
+
+    def _write(self) -> None:
+        specs = [NamedTensorSpec(name, each.dtype, each.shape) for name, each in self.waiting.items()]
+        file = f"rank-{self.rank}-{len(self.files)}.safetensors.part"
+        (self.path / file).unlink(missing_ok=True)
+        write_tensors(self.path / file, specs, partial(_nth, list(self.waiting.values())), {"format": "pt"})
+        self.files.append((file, {spec.name: spec.bytes for spec in specs}))
+        self.waiting, self.bytes = {}, 0
+
+
+def _nth(tensors: list[Tensor], number: int) -> Tensor:
+    return tensors[number]
+
+
+def _finish(path: Path, own: list[tuple[str, dict[str, int]]], group: ProcessGroup) -> None:
+    """Rename the files of all ranks to transformers' names; the first rank writes the index. Collective."""
+    all_files: list[Any] = [None] * group.size()
+    dist.all_gather_object(all_files, own, group=group)
+    before = sum(len(files) for files in all_files[: group.rank()])
+    count = sum(len(files) for files in all_files)
+    names = [f"model-{number + 1:05d}-of-{count:05d}.safetensors" for number in range(count)]
+    if group.rank() == 0:  # of an earlier save
+        for old in path.glob("model*.safetensors"):
+            old.unlink()
+    dist.barrier(group)
+    for number, (file, _) in enumerate(own):
+        os.replace(path / file, path / names[before + number])
+    if group.rank() == 0:
+        files = [tensors for files in all_files for _, tensors in files]
+        weight_map = {name: file for file, tensors in zip(names, files) for name in tensors}
+        total = sum(size for tensors in files for size in tensors.values())
+        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+        (path / INDEX).unlink(missing_ok=True)
+        write_synced(path / INDEX, json_bytes(index))
+
+
+def _write_config(model: Any, path: Path) -> None:
+    model.config.architectures = [own_class(model).__name__]
+    model.config.dtype = next(model.parameters()).dtype
+    model.config.save_pretrained(path)
+    if model.can_generate():
+        model.generation_config.save_pretrained(path)
