@@ -19,7 +19,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from fastmp.config.precision import Fp8Recipe
-from fastmp.hf import experts_interface, fp8_modules, varlen
+from fastmp.hf import experts_interface, fp8_modules, lora, varlen
 from fastmp.hf.expert_parallel import MeshOptions, MeshPlan, plan_mesh, shard_over_mesh
 from fastmp.hf.families import ACCELERATIONS
 from fastmp.hf.families.base import TPTable
@@ -273,6 +273,7 @@ def _agreed_plan(
         if plan.table.experts_before is not None:
             _require(pretrained, ("set_experts_implementation",))
             experts_interface.register()
+            lora.register(experts_interface.NAME)
         varlen.register()
     except (AttributeError, ImportError) as missing:  # of transformers outside its models
         error = _changed(type(pretrained), f"attribute or function as fastmp knows it ({missing})")

@@ -13,8 +13,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fastmp.hf.fp8_modules import experts_in_fp8
+from fastmp.hf.lora import expert_linear, has_factors
 from fastmp.hf.patches import FORMS
-from fastmp.ops import clamped_swiglu, grouped_mlp_in, grouped_mm, permutation, permute, unpermute
+from fastmp.ops import clamped_swiglu, grouped_mlp_in, permutation, permute, unpermute
 from fastmp.ops.core.registry import compute_dtype
 
 NAME = "fastmp"
@@ -108,7 +109,7 @@ def expert_mlps(self: Any, rows: Tensor, offsets: Tensor) -> Tensor:
     if out is None:
         bias = local(self.down_proj_bias) if self.has_bias else None
         out = _first_linear(self, rows, offsets)
-        out = grouped_mm(out, local(self.down_proj), offsets, transposed=self.is_transposed, bias=bias)
+        out = expert_linear(self, "down_proj", local(self.down_proj), out, offsets, bias)
     if getattr(self, "has_post_expert_norm", False):
         out = self.post_expert_norm(out)
     return out
@@ -121,15 +122,16 @@ def local(weight: Tensor) -> Tensor:
 
 def _first_linear(self: Any, rows: Tensor, offsets: Tensor) -> Tensor:
     """Compute the first linear layer of the experts' MLPs and the activation."""
-    weight = local(self.gate_up_proj if self.has_gate else self.up_proj)
-    bias = None
-    if self.has_bias:
-        bias = local(self.gate_up_proj_bias if self.has_gate else self.up_proj_bias)
+    name = "gate_up_proj" if self.has_gate else "up_proj"
+    weight = local(getattr(self, name))
+    bias = local(getattr(self, f"{name}_bias")) if self.has_bias else None
     form = FORMS.get(type(getattr(self, "act_fn", None)).__name__)
     plain = (self.is_concatenated and type(self)._apply_gate in _USUAL) or not self.has_gate
-    if form is not None and plain and not self.is_transposed:
+    if form is not None and plain and not self.is_transposed and not has_factors(self, name):
         return grouped_mlp_in(rows, weight, offsets, form=form, gated=self.has_gate, bias=bias)
-    out = grouped_mm(rows, weight, offsets, transposed=self.is_transposed, bias=bias)
+    out = expert_linear(self, name, weight, rows, offsets, bias)
+    if form is not None and plain and self.has_gate:
+        return torch.ops.fastmp.gated_activation(out, None, form)
     if type(self)._apply_gate in _CLAMPED:
         return clamped_swiglu(out, alpha=self.alpha, limit=self.limit)
     return self._apply_gate(out) if self.has_gate else self.act_fn(out)

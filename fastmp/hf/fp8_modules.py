@@ -111,6 +111,11 @@ def drop_copies(module: nn.Module) -> None:
     module.__dict__.pop(_COPIES, None)
 
 
+def experts_are_fp8(module: nn.Module) -> bool:
+    """Return True if `quantize` has given a module of experts its copies."""
+    return _COPIES in module.__dict__
+
+
 def experts_in_fp8(module: Any, rows: Tensor, offsets: Tensor) -> Tensor | None:
     """Return the outputs of experts with FP8 copies for rows sorted by expert; None for others."""
     copies = module.__dict__.get(_COPIES)
