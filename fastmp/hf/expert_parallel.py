@@ -179,6 +179,20 @@ def expert_parameters(model: nn.Module) -> Iterator[nn.Parameter]:
             yield from module.parameters()
 
 
+def reserve(model: nn.Module, max_tokens: int) -> None:
+    """Reserve symmetric memory for `max_tokens` tokens of a rank from the next forward on.
+
+    Call it on all ranks if the first batch is not the largest one of a rank. Other dispatchers ignore it.
+
+    Args:
+        model: a model after `accelerate(model, mesh=mesh, dispatcher="symmetric")`.
+        max_tokens: the most tokens of a batch, padding included.
+    """
+    for module in model.modules():
+        if isinstance(module, DispatchedExperts):
+            module.dispatcher.reserve(max_tokens)
+
+
 def shard_over_mesh(model: Any, plan: MeshPlan) -> None:
     """Shard the experts over ep, give them dispatchers, and apply `fully_shard`. Collective."""
     mesh, options = plan.options.mesh, plan.options.fsdp

@@ -8,10 +8,15 @@ from __future__ import annotations
 import pytest
 import torch
 from hf_models import VOCAB, Float64, model_of
+from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 import fastmp
+from fastmp.hf.expert_parallel import expert_parameters, reserve
+from fastmp.hf.mesh import dense_mesh
 from fastmp.hf.mesh_loading import from_pretrained
 from fastmp.hf.tp_plan import clip_grad_norm_
 from fastmp.testing.ranks import run_ranks
@@ -57,7 +62,9 @@ def train(model, batches, total, scale, clip, steps=5):
     losses, norms, first = [], [], {}
     for _ in range(steps):
         optimizer.zero_grad()
-        for batch in batches:
+        for number, batch in enumerate(batches):
+            if isinstance(model, FSDPModule):
+                model.set_requires_gradient_sync(number == len(batches) - 1)
             with Float64():
                 loss = model(**batch, num_items_in_batch=total).loss
             (loss * scale).backward()
@@ -126,3 +133,206 @@ def test_saved_on_one_mesh_and_loaded_on_another(family, tmp_path):
         for name, tensor in loaded.state_dict().items():
             torch.testing.assert_close(tensor, wanted[name], rtol=0, atol=0)
     assert len(list((tmp_path / "2").glob("model-*.safetensors"))) == 4  # every rank has written
+
+
+def by_user_before(model, mesh):
+    ignored, dense = set(expert_parameters(model)), dense_mesh(mesh)
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=dense, ignored_params=ignored)
+    fully_shard(model, mesh=dense, ignored_params=ignored)
+    fastmp.accelerate(model, mesh=mesh)
+
+
+def by_user_after(model, mesh):
+    fastmp.accelerate(model, mesh=mesh, shard_dense=False)
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=dense_mesh(mesh))
+    fully_shard(model, mesh=dense_mesh(mesh))
+
+
+def by_symmetric_memory(model, mesh):
+    fastmp.accelerate(model, mesh=mesh, dispatcher="symmetric")
+    reserve(model, 64)
+
+
+def compiled(model, mesh):
+    fastmp.accelerate(model, mesh=mesh)
+    for layer in model.model.layers:
+        layer.self_attn.compile(backend="aot_eager")
+        layer.input_layernorm.compile(backend="aot_eager")
+
+
+@pytest.mark.parametrize("prepare", [by_user_before, by_user_after, by_symmetric_memory, compiled])
+def test_prepared_in_other_ways(prepare):
+    """Two passes before each step, the first of them without communication of gradients."""
+    batches = batches_of(4)
+    total = 2 * count(batches)
+    wanted = train(model_of("qwen3_moe", torch.float64), batches * 2, total, 1.0, clip_whole, steps=2)
+
+    def run(rank, world_size):
+        model = model_of("qwen3_moe", torch.float64, use_cache=False)
+        prepare(model, mesh_of((2, 2)))
+        found = train(model, [batches[rank]] * 2, total, float(world_size), clip_grad_norm_, steps=2)
+        assert found[1] == pytest.approx(wanted[1], rel=1e-9)
+        assert_close(found[2], wanted[2])
+        assert_close(found[3], wanted[3])
+
+    torch._dynamo.reset()
+    torch.compile(lambda x: x.sin() + 1, backend="aot_eager")(torch.ones(2))  # imported before the fork
+    run_ranks(run, 4, timeout=200)
+
+
+def test_activation_checkpointing_changes_nothing():
+    def run(rank, world_size):
+        model, batch = model_of("qwen3_moe", use_cache=False), batches_of(4)[rank]
+        fastmp.accelerate(model, mesh=mesh_of((2, 2)))
+        model(**batch).loss.backward()
+        wanted = {name: parameter.grad.to_local().clone() for name, parameter in model.named_parameters()}
+        model.zero_grad()
+        model.gradient_checkpointing_enable()
+        model(**batch).loss.backward()
+        for name, parameter in model.named_parameters():
+            assert torch.equal(parameter.grad.to_local(), wanted[name]), name
+
+    run_ranks(run, 4, timeout=200)
+
+
+def test_bfloat16_parameters_and_float32_gradients():
+    """Errors against float64 are at most 1.1 times those of FSDP2 without expert parallelism."""
+    batches = batches_of(4)
+    total = count(batches)
+    wanted = train(model_of("qwen3_moe", torch.float64), batches, total, 1.0, clip_whole, steps=1)[2]
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+    def error(shape):
+        def run(rank, world_size):
+            model = model_of("qwen3_moe")
+            fastmp.accelerate(model, mesh=mesh_of(shape), fsdp={"mp_policy": policy})
+            loss = model(**batches[rank], num_items_in_batch=total).loss
+            (loss * world_size).backward()
+            assert all(parameter.grad.dtype == torch.float32 for parameter in model.parameters())
+            grads = {name: full(parameter.grad) for name, parameter in model.named_parameters()}
+            return sum(float((grads[name] - wanted[name]).square().sum()) for name in wanted) ** 0.5
+
+        return run_ranks(run, 4, timeout=200)[0]
+
+    assert error((2, 2)) <= 1.1 * error((4, 1))
+
+
+def test_checkpoint_of_torch_loads_on_another_mesh(tmp_path):
+    """torch.distributed.checkpoint saves weights and moments of (2, 2); (1, 4) and (4, 1) continue the same."""
+    batches = batches_of(4)
+    total = count(batches)
+
+    def step(model, optimizer, rank):
+        optimizer.zero_grad()
+        with Float64():
+            (model(**batches[rank], num_items_in_batch=total).loss * 4).backward()
+        optimizer.step()
+
+    def run(rank, world_size, shape, load):
+        model = model_of("qwen3_moe", torch.float64)
+        fastmp.accelerate(model, mesh=mesh_of(shape))
+        optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+        if load:
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.zero_()
+        else:
+            step(model, optimizer, rank)
+        state = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer)))
+        if load:
+            dcp.load(state, checkpoint_id=tmp_path)
+            set_state_dict(
+                model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
+            )
+        else:
+            dcp.save(state, checkpoint_id=tmp_path)
+        step(model, optimizer, rank)
+        return {name: full(parameter) for name, parameter in model.named_parameters()}
+
+    wanted = run_ranks(run, 4, (2, 2), False, timeout=200)[0]
+    for shape in [(1, 4), (4, 1), (2, 1, 2)]:
+        assert_close(run_ranks(run, 4, shape, True, timeout=200)[0], wanted)
+
+
+def test_a_rank_holds_its_share():
+    """Numbers of a rank: experts / (dp_shard ep), and the rest / (dp_shard ep), up to FSDP2's rounding."""
+
+    def run(rank, world_size, shape):
+        model = model_of("qwen3_moe", hidden_size=64, moe_intermediate_size=32)
+        whole = {name: parameter.numel() for name, parameter in model.named_parameters()}
+        rows = {name: parameter.numel() // len(parameter) for name, parameter in model.named_parameters()}
+        fastmp.accelerate(model, mesh=mesh_of(shape))
+        replicas = shape[0] if len(shape) == 3 else 1
+        for name, parameter in model.named_parameters():
+            share = whole[name] * replicas // world_size
+            assert abs(parameter.to_local().numel() - share) <= rows[name] * ("experts" not in name)
+
+    for shape in [(2, 2), (1, 4), (2, 1, 2)]:
+        run_ranks(run, 4, shape, timeout=200)
+
+
+def test_experts_without_tokens():
+    """Every token chooses the experts of one ep rank; the gradients of the others are zeros."""
+
+    def run(rank, world_size):
+        model = model_of("qwen3_moe", torch.float64, output_router_logits=False)
+        for name, parameter in model.named_parameters():
+            if name.endswith("mlp.gate.weight"):
+                with torch.no_grad():
+                    parameter.zero_()  # equal logits: two experts of one rank
+        fastmp.accelerate(model, mesh=mesh_of((1, 2)))
+        with Float64():
+            model(**batches_of(2)[rank]).loss.backward()
+        grad = full(model.model.layers[1].mlp.experts.down_proj.grad)
+        live = [bool(expert.any()) for expert in grad]
+        assert live in ([True, True, False, False], [False, False, True, True])
+
+    run_ranks(run, 2, timeout=200)
+
+
+@pytest.mark.parametrize(
+    ("shape", "names", "family", "message"),
+    [
+        ((2,), ("ep",), "qwen3_moe", r'expected a mesh with mesh_dim_names \("dp_shard", "ep"\)'),
+        ((1, 2), ("dp_shard", "ep"), "llama", "has no experts to shard over a mesh; call accelerate"),
+        ((1, 2), ("dp_shard", "ep"), "odd", "the 3 experts of model.layers.1.mlp.experts are not divisible"),
+        ((1, 2), ("dp_shard", "ep"), "sharded", "the experts of .* are sharded already; leave them out"),
+        ((1, 2), ("dp_shard", "ep"), "differs", "of rank 1 of the group differs from that of rank 0"),
+        ((1, 2), ("dp_shard", "ep"), "fp8", "not supported with a group or mesh"),
+    ],
+)
+def test_what_cannot_be_sharded_changes_nothing(shape, names, family, message):
+    def run(rank, world_size):
+        kind = family if family == "llama" else "qwen3_moe"
+        model = model_of(kind, **({"num_experts": 3} if family == "odd" else {}))
+        mesh, options = init_device_mesh("cpu", shape, mesh_dim_names=names), {}
+        if family == "sharded":
+            for layer in model.model.layers:
+                fully_shard(layer)
+        if family == "differs" and rank == 1:
+            with torch.no_grad():
+                model.lm_head.weight.add_(1)
+        if family == "fp8":
+            options = {"precision": "fp8"}
+        before = [type(module) for module in model.modules()]
+        with pytest.raises(ValueError, match=message):
+            fastmp.accelerate(model, mesh=mesh, **options)
+        assert [type(module) for module in model.modules()] == before
+
+    run_ranks(run, 2, timeout=200)
+
+
+def test_second_call_and_restore():
+    def run(rank, world_size):
+        model, mesh = model_of("qwen3_moe"), mesh_of((1, 2))
+        table = fastmp.accelerate(model, mesh=mesh)
+        assert fastmp.accelerate(model, mesh=mesh) is table
+        assert table.sharded["Qwen3MoeExperts"] == "experts over 2, FSDP2 over 1"
+        with pytest.raises(ValueError, match="is accelerated without this mesh"):
+            fastmp.accelerate(model, mesh=mesh_of((2, 1)))
+        with pytest.raises(ValueError, match="was derived from an accelerated one"):
+            fastmp.restore(model)
+
+    run_ranks(run, 2, timeout=200)
