@@ -220,7 +220,7 @@ def test_bfloat16_parameters_and_float32_gradients():
 
 
 def test_checkpoint_of_torch_loads_on_another_mesh(tmp_path):
-    """torch.distributed.checkpoint saves weights and moments of (2, 2); (1, 4) and (4, 1) continue the same."""
+    """Weights and moments saved on mesh (2, 2) are loaded on others, which continue the same."""
     batches = batches_of(4)
     total = count(batches)
 
