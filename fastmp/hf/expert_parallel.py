@@ -20,7 +20,7 @@ import functools
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -71,6 +71,21 @@ class MeshModel(ModulePatch):
             super().save_pretrained(save_directory, is_main_process, state_dict, **kwargs)  # type: ignore[misc]
             return
         save_pretrained(self, save_directory)
+
+    @property
+    def peft_config(self: Any) -> Any:
+        """The adapters that the model had before it was sharded."""
+        try:
+            return self.__dict__["peft_config"]
+        except KeyError:
+            raise AttributeError("peft_config") from None
+
+    @peft_config.setter
+    def peft_config(self, value: Any) -> NoReturn:
+        raise ValueError(
+            f"{type(self).__name__} is sharded over a mesh; call get_peft_model before "
+            "accelerate(model, mesh=...)"
+        )
 
 
 def _dispatched(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn.utils.parametrize import is_parametrized, type_before_parametrizations
 
 from fastmp.hf.fp8_modules import experts_are_fp8
@@ -72,7 +73,8 @@ def _why_not(wrapper: Any, experts: Any) -> str | None:
         return "expected gate_up_proj, up_proj or down_proj of several experts"
     if experts_are_fp8(experts):
         return "the experts multiply in FP8"
-    if type(weight) not in (Tensor, nn.Parameter) or weight.dtype not in FLOATING:
+    plain = type(weight) in (Tensor, nn.Parameter) or _over_ep(weight)
+    if not plain or weight.dtype not in FLOATING:
         return f"the weight is a {type(weight).__name__} of {weight.dtype}"
     if weight.requires_grad:
         return "the weight is trained too; call requires_grad_(False) on it"
@@ -81,12 +83,23 @@ def _why_not(wrapper: Any, experts: Any) -> str | None:
     return None
 
 
+def _over_ep(weight: Tensor) -> bool:
+    """Return True if the experts of a weight are sharded over expert-parallel ranks."""
+    return isinstance(weight, DTensor) and "ep" in (weight.device_mesh.mesh_dim_names or ())
+
+
 def _factors(wrapper: Any, adapters: Sequence[str], transposed: bool) -> Factors:
-    """Return the factors of the active adapters; those of several are joined along the rank."""
-    found = []
+    """Return the factors of the active adapters, for the experts of this rank of ep.
+
+    Those of several adapters are joined along the rank of LoRA.
+    """
+    weight, found = wrapper.get_param(), []
     for adapter in adapters:
         left, right, scale = wrapper.get_delta_factors(adapter)  # of the weight as it is stored
         a, b = (left.mT, right.mT) if transposed else (right, left)
+        if _over_ep(weight):
+            mesh = weight.device_mesh
+            a, b = (t.chunk(mesh["ep"].size())[mesh.get_local_rank("ep")] for t in (a, b))
         found.append(Factors(a, b, scale))
     if len(found) == 1:
         (only,) = found

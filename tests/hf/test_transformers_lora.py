@@ -8,11 +8,14 @@ import warnings
 import pytest
 import torch
 from hf_models import Float64, assert_same, batch_of, model_of, step
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fastmp
 from fastmp.config.precision import Fp8Recipe
 from fastmp.hf import lora
+from fastmp.testing.ranks import run_ranks
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 peft = pytest.importorskip("peft", reason="peft is not installed")
@@ -106,6 +109,44 @@ def test_trains_as_merged_weights_do(family, first):
         assert bool(stored & largest.shapes) != accelerated
 
 
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+@pytest.mark.parametrize("shape", [(1, 2), (2, 2)], ids=str)
+def test_experts_over_a_mesh(family, shape, tmp_path):
+    """Adapters that come before `accelerate(model, mesh=...)`: the gradients are those of one process."""
+    ranks = torch.Size(shape).numel()
+    batch = batch_of(family, ranks)
+    model = adapted(family, accelerated=False)
+    with Float64():
+        for rank in range(ranks):  # one by one, as the balancing loss is no mean over samples
+            own = {name: tensor[rank : rank + 1] for name, tensor in batch.items()}
+            (model(**own).loss / ranks).backward()
+    wanted = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+
+    def run(rank, world_size):
+        model = adapted(family, accelerated=False)
+        fastmp.accelerate(model, mesh=init_device_mesh("cpu", shape, mesh_dim_names=("dp_shard", "ep")))
+        own = {name: tensor[rank : rank + 1] for name, tensor in batch.items()}
+        with warnings.catch_warnings(), Float64():
+            warnings.filterwarnings("error", message="LoRA on")
+            model(**own).loss.backward()
+        found = {n: p.grad.full_tensor() for n, p in model.named_parameters() if p.grad is not None}
+        torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-10)
+        state = get_model_state_dict(
+            model, options=StateDictOptions(full_state_dict=True, ignore_frozen_params=True)
+        )
+        if rank == 0:
+            model.save_pretrained(tmp_path / "ours", state_dict=state)
+        plain = model_of(family, torch.float64)
+        fastmp.accelerate(plain, mesh=init_device_mesh("cpu", shape, mesh_dim_names=("dp_shard", "ep")))
+        with pytest.raises(ValueError, match=r"call get_peft_model before accelerate\(model, mesh=\.\.\.\)"):
+            peft.get_peft_model(plain, config_of(family))
+
+    run_ranks(run, ranks, timeout=200)
+    model.save_pretrained(tmp_path / "theirs")
+    ours, theirs = (tmp_path / name / "adapter_model.safetensors" for name in ("ours", "theirs"))
+    assert ours.read_bytes() == theirs.read_bytes()
+
+
 @pytest.mark.parametrize("parameters", [EXPERTS[:1], EXPERTS[1:]], ids=str)
 def test_one_parameter_alone(parameters):
     config = config_of("qwen3_moe", target_parameters=parameters, target_modules=[])
@@ -166,6 +207,13 @@ def test_adapters_are_switched():
     assert losses[0] == pytest.approx(losses[1], rel=1e-11)
     assert len({f"{loss:.6f}" for loss in losses[0][:3]}) == 3
     assert losses[0][2] == pytest.approx(losses[0][3], rel=1e-11)
+
+
+def test_compiles_as_one_graph():
+    model = adapted("mixtral", accelerated=True, dtype=torch.float32, use_cache=False)
+    want = step(model, **batch_of("mixtral"))
+    model.compile(backend="aot_eager", fullgraph=True)
+    assert_same(step(model, **batch_of("mixtral")), want, 1e-6)
 
 
 def test_gradient_checkpointing_and_copies():
