@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
@@ -47,9 +47,7 @@ def save_pretrained(model: Any, directory: str | Path) -> None:
     path.mkdir(parents=True, exist_ok=True)
     group = all_ranks(mesh)
     writer = _Writer(path, group.rank())
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
+    _reshard(model)
     for number, (name, tensor) in enumerate(saved_tensors(model).items()):
         # 1. Gather; experts over dp_shard only, if files have them one by one.
         by_expert = "{e}" in file_names(model, name)[1][0]
@@ -70,6 +68,38 @@ def save_pretrained(model: Any, directory: str | Path) -> None:
     if group.rank() == 0:
         _write_config(model, path)
     dist.barrier(group)
+
+
+@torch.no_grad()
+def trainable_state_dict(model: nn.Module) -> dict[str, Tensor]:
+    """Gather the parameters that require gradients, such as adapters, on the first rank. Collective.
+
+    Args:
+        model: a model that is sharded over a mesh, or one that holds it, such as a PEFT model.
+
+    Returns:
+        {name: full tensor on the CPU} on rank 0, an empty dict on the others.
+
+    Example (needs several ranks):
+        >>> state = trainable_state_dict(peft_model)
+        >>> if dist.get_rank() == 0:
+        ...     peft_model.save_pretrained("adapter", state_dict=state)
+    """
+    _reshard(model)
+    found = dict[str, Tensor]()
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            full = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter.detach()
+            if dist.get_rank() == 0:
+                found[name] = full.cpu()
+    return found
+
+
+def _reshard(model: nn.Module) -> None:
+    """Free what FSDP2 has gathered and keeps, as the root's parameters after a forward."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 def _gathered(tensor: Tensor, by_expert: bool) -> tuple[Tensor, int]:

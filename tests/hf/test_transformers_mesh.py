@@ -18,6 +18,7 @@ import fastmp
 from fastmp.hf.expert_parallel import expert_parameters, reserve
 from fastmp.hf.mesh import dense_mesh
 from fastmp.hf.mesh_loading import from_pretrained
+from fastmp.hf.mesh_saving import trainable_state_dict
 from fastmp.hf.tp_plan import clip_grad_norm_
 from fastmp.testing.ranks import run_ranks
 
@@ -69,7 +70,7 @@ def train(model, batches, total, scale, clip, steps=5):
                 loss = model(**batch, num_items_in_batch=total).loss
             (loss * scale).backward()
             losses.append(loss.item())
-        first = first or {name: full(p.grad) for name, p in model.named_parameters()}
+        first = first or {name: full(p.grad) for name, p in model.named_parameters() if p.grad is not None}
         norms.append(clip(model, 0.5).item())
         optimizer.step()
     return losses, norms, first, {name: full(p) for name, p in model.named_parameters()}
@@ -336,3 +337,45 @@ def test_second_call_and_restore():
             fastmp.restore(model)
 
     run_ranks(run, 2, timeout=200)
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "deepseek_v3", "gpt_oss"])
+def test_lora_on_attention_and_experts(family, tmp_path):
+    """Adapters of PEFT, applied before the mesh, are those of one process; they are saved and loaded."""
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    batches = batches_of(4)
+    total = count(batches)
+
+    def adapted():
+        torch.manual_seed(1)
+        attention = ["o_proj", "q_a_proj", "q_proj"]
+        parameters = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+        config = peft.LoraConfig(r=2, target_modules=attention, target_parameters=parameters)
+        model = peft.get_peft_model(model_of(family, torch.float64), config).double()
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if "lora_B" in name:
+                    parameter.normal_(std=0.05)
+        return model
+
+    def trainable(weights):
+        return {name: tensor for name, tensor in weights.items() if "lora" in name}
+
+    losses, norms, grads, weights = train(adapted(), batches, total, 1.0, clip_whole, steps=3)
+
+    def run(rank, world_size):
+        model = adapted()
+        fastmp.accelerate(model, mesh=mesh_of((2, 2)))
+        found = train(model, [batches[rank]], total, float(world_size), clip_grad_norm_, steps=3)
+        assert found[0] == pytest.approx(losses[rank::world_size], rel=1e-9)
+        assert found[1] == pytest.approx(norms, rel=1e-9)
+        assert_close(found[2], grads)
+        assert_close(trainable(found[3]), trainable(weights))
+        state = trainable_state_dict(model)
+        assert bool(state) == (rank == 0)
+        if rank == 0:
+            model.save_pretrained(tmp_path, state_dict=state)
+
+    run_ranks(run, 4, timeout=200)
+    loaded = peft.PeftModel.from_pretrained(model_of(family, torch.float64), tmp_path).double()
+    assert_close(trainable({name: full(p) for name, p in loaded.named_parameters()}), trainable(weights))
