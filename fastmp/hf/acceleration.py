@@ -172,7 +172,7 @@ def accelerate(
     if group is not None:
         shard_model(pretrained, plan.tp, group)
     if plan.mesh is not None:
-        shard_over_mesh(pretrained, plan.mesh)
+        shard_over_mesh(pretrained, plan.mesh, model)
     pretrained.__dict__[_PLAN] = plan.table
     return plan.table
 

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, NoReturn
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
@@ -35,7 +36,7 @@ from fastmp.distributed.groups import DEFAULT_TIMEOUT, ParallelGroups
 from fastmp.distributed.symmetric_memory import SymmetricExchange
 from fastmp.hf import experts_interface
 from fastmp.hf.mesh import dense_mesh, is_replicated, own_class
-from fastmp.hf.mesh_saving import save_pretrained
+from fastmp.hf.mesh_saving import save_pretrained, trainable_state_dict
 from fastmp.hf.patches import ModulePatch, patched_class
 from fastmp.nn.moe.dispatchers.factory import make_dispatcher
 from fastmp.ops.core.registry import compute_dtype
@@ -86,6 +87,19 @@ class MeshModel(ModulePatch):
             f"{type(self).__name__} is sharded over a mesh; call get_peft_model before "
             "accelerate(model, mesh=...)"
         )
+
+
+class MeshAdapters(ModulePatch):
+    """PEFT model around a model that is sharded over a mesh."""
+
+    def save_pretrained(
+        self: Any, save_directory: str, *args: Any, state_dict: Any = None, **kwargs: Any
+    ) -> None:
+        """Gather the adapters and write them from the first rank. Collective."""
+        state_dict = trainable_state_dict(self) if state_dict is None else state_dict
+        if dist.get_rank() == 0:
+            super().save_pretrained(save_directory, *args, state_dict=state_dict, **kwargs)  # type: ignore[misc]
+        dist.barrier()
 
 
 def _dispatched(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -208,8 +222,13 @@ def reserve(model: nn.Module, max_tokens: int) -> None:
             module.dispatcher.reserve(max_tokens)
 
 
-def shard_over_mesh(model: Any, plan: MeshPlan) -> None:
-    """Shard the experts over ep, give them dispatchers, and apply `fully_shard`. Collective."""
+def shard_over_mesh(model: Any, plan: MeshPlan, around: Any) -> None:
+    """Shard the experts over ep, give them dispatchers, and apply `fully_shard`. Collective.
+
+    around: the model itself, or the PEFT model that holds it.
+    """
+    if around is not model and hasattr(around, "peft_config"):
+        around.__class__ = patched_class(type(around), MeshAdapters)
     mesh, options = plan.options.mesh, plan.options.fsdp
     groups = _groups(mesh)
     over = mesh["dp_replicate", "dp_shard"] if is_replicated(mesh) else mesh["dp_shard"]
