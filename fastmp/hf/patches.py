@@ -179,6 +179,7 @@ class GroupedRouter(ModulePatch):
         *("weight", "e_score_correction_bias", "top_k", "num_group", "topk_group"),
         *("norm_topk_prob", "routed_scaling_factor"),
     )
+    given_experts: Tensor | None = None  # (T, k), set by `fastmp.replay_routing`
 
     @classmethod
     def why_not(cls, module: Any) -> str | None:
@@ -195,8 +196,9 @@ class GroupedRouter(ModulePatch):
         tokens = hidden_states.reshape(-1, hidden_states.shape[-1])
         logits = F.linear(tokens.float(), self.weight.float())
         scale = self.routed_scaling_factor
-        chosen = topk_router(logits, self.top_k, scale=scale, balance=False, **self.routing())
-        return logits, chosen.probs, chosen.indices.long()
+        options = {"scale": scale, "balance": False, "chosen": self.given_experts, **self.routing()}
+        found = topk_router(logits, self.top_k, **options)
+        return logits, found.probs, found.indices.long()
 
     def routing(self: Any) -> dict[str, Any]:
         """Return the options of `topk_router` that families differ in."""

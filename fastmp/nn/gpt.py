@@ -19,6 +19,7 @@ from fastmp.distributed.collectives import group_size, reduce_from_group
 from fastmp.nn.documents import Documents
 from fastmp.nn.kv_cache import KeyValueCache
 from fastmp.nn.language_model import LanguageModel
+from fastmp.nn.moe.routing import Routing, RoutingRecorder, routed
 from fastmp.nn.mtp import FutureTokens, MTPModule
 from fastmp.nn.placement import Placement
 from fastmp.ops.core.registry import can_read_values
@@ -90,7 +91,12 @@ class GPT(LanguageModel):
         if self.final_norm is not None:  # both are called, or their weights used, in this order
             self.final_norm.prefetch_next = (self.output_table,)  # type: ignore[assignment]
 
-    def forward(self, tokens_BS: torch.Tensor, documents: Documents | None = None) -> torch.Tensor:
+    def forward(
+        self,
+        tokens_BS: torch.Tensor,
+        documents: Documents | None = None,
+        routing: Routing | RoutingRecorder | None = None,
+    ) -> torch.Tensor:
         """Return the logits of this rank's vocabulary shard, (S, B, V).
 
         Columns whose global id is `config.vocab_size` or more are padding: cut them off before sampling.
@@ -99,17 +105,24 @@ class GPT(LanguageModel):
             tokens_BS: int64 ids (B, S).
             documents: the packed documents of the full sequences; a token attends only to its own document,
                 and positions restart with each.
+            routing: experts to replay, or a recorder of those that are chosen, see `fastmp.nn.moe.routed`.
 
         Raises:
             ValueError: a sequence is longer than `max_seq_len` (over CP ranks, in total), a CP rank's tokens
                 are not two slices, TP does not divide S under sequence parallelism, or, on a CPU, an id is
                 outside the vocabulary (on a GPU the check would synchronise).
         """
-        return self.head(self.hidden(tokens_BS, documents))
+        return self.head(self.hidden(tokens_BS, documents, routing))
 
-    def hidden(self, tokens_BS: torch.Tensor, documents: Documents | None = None) -> torch.Tensor:
+    def hidden(
+        self,
+        tokens_BS: torch.Tensor,
+        documents: Documents | None = None,
+        routing: Routing | RoutingRecorder | None = None,
+    ) -> torch.Tensor:
         """Return the hidden states (S, B, H) after the last layer, before the final norm."""
-        return self._run_layers(self.embed(tokens_BS, documents), documents)[0]
+        with routed(self, routing):
+            return self._run_layers(self.embed(tokens_BS, documents), documents)[0]
 
     def embed(
         self,
@@ -152,6 +165,7 @@ class GPT(LanguageModel):
         loss_grad_BS: torch.Tensor | float | None = None,
         documents: Documents | None = None,
         future: FutureTokens | None = None,
+        routing: Routing | RoutingRecorder | None = None,
     ) -> torch.Tensor | GPTLosses:
         """Return the cross-entropy of every token (B, S), equal on all TP ranks; backward can run once.
 
@@ -166,6 +180,7 @@ class GPT(LanguageModel):
                 `ignore_index`. The sequence balancing loss covers all documents of a sequence.
             future: what MTP modules embed and predict; None: made of tokens, targets and their weights. Over
                 CP ranks, pass `FutureTokens.of(...)` of the full sequences, `cut` for this rank.
+            routing: as for `forward`; MTP modules choose their experts themselves.
 
         The other options are those of `vocab_parallel_linear_cross_entropy`.
         """
@@ -175,7 +190,8 @@ class GPT(LanguageModel):
             future = self._future(tokens_BS, targets_BS, documents, ignore_index, token_weight_BS)
         else:
             self._check_future(future, tokens_BS)
-        hidden_SBH, aux, counts = self._run_layers(self.embed(tokens_BS, documents), documents)
+        with routed(self, routing):
+            hidden_SBH, aux, counts = self._run_layers(self.embed(tokens_BS, documents), documents)
         ahead: list[torch.Tensor] = []
         if future is not None:
             ahead, further_aux, further_counts = self.predict_ahead(hidden_SBH, future.tokens, documents)

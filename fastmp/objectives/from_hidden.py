@@ -101,6 +101,8 @@ def linear_objective(
         The loss and the metrics of the objective, the same on every rank.
 
     Example:
+        from fastmp.objectives import grpo_loss
+
         hidden, weight = torch.randn(2, 4, 8, requires_grad=True), torch.randn(16, 8)
         ids, mask = torch.randint(16, (2, 4)), torch.ones(2, 4, dtype=torch.bool)
         loss, metrics = linear_objective(

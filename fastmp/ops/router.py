@@ -27,6 +27,7 @@ T tokens, E experts, k chosen.
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -34,7 +35,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastmp.ops.core import checks
-from fastmp.ops.core.registry import compute_dtype, register
+from fastmp.ops.core.registry import can_read_values, compute_dtype, register
 from fastmp.ops.core.rowwise import sum_rows
 from fastmp.ops.router_triton import ELEMENTWISE, check_bias, launch, launch_backward
 from fastmp.profiling import traced
@@ -131,15 +132,20 @@ def reference(
     scale: float,
     balance: bool,
     summed: int = 0,
+    chosen: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Compute the fields of `RouterOutput`; the last one is empty unless `balance`.
 
     summed: number of a group's best experts that are summed for its score; 0: the rule of DeepSeek's papers.
+    chosen: (..., k) experts, which are then not chosen here.
     """
     check_bias(logits, expert_bias)
     x = logits.to(compute_dtype(logits.dtype))
     scores = _elementwise(x, score) if score in ELEMENTWISE else x.softmax(-1)
-    indices = _choose(x.detach(), scores.detach(), expert_bias, k, score, num_groups, group_topk, summed)
+    if chosen is None:
+        indices = _choose(x.detach(), scores.detach(), expert_bias, k, score, num_groups, group_topk, summed)
+    else:
+        indices = chosen.long()
     if normalize and score not in ELEMENTWISE:
         probs = x.gather(-1, indices).softmax(-1)
     else:
@@ -288,6 +294,19 @@ def _check(
         checks.check_same_device("topk_router", logits=logits, expert_bias=expert_bias)
 
 
+def _check_chosen(logits: Tensor, k: int, chosen: Tensor) -> None:
+    expected = (*logits.shape[:-1], k)
+    checks.require(
+        tuple(chosen.shape) == expected and not chosen.is_floating_point(),
+        "topk_router: expected integers of shape {} in chosen, got {} of shape {}",
+        *(expected, chosen.dtype, chosen.shape),
+    )
+    checks.check_same_device("topk_router", logits=logits, chosen=chosen)
+    if can_read_values(chosen) and chosen.numel():
+        message = "topk_router: chosen has expert {}, but there are {}"
+        checks.require(int(chosen.max()) < logits.shape[-1], message, int(chosen.max()), logits.shape[-1])
+
+
 @traced("fastmp.topk_router")
 def topk_router(
     logits: Tensor,
@@ -302,6 +321,7 @@ def topk_router(
     normalize: bool = False,
     scale: float = 1.0,
     balance: bool = True,
+    chosen: Tensor | None = None,
 ) -> RouterOutput:
     """Top-k routing: the k experts of each token, their probabilities, and sums for the balancing losses.
 
@@ -324,6 +344,9 @@ def topk_router(
         scale: multiplies the probabilities last.
         balance: count `balance_counts`. With a bias or groups that takes another k rounds of choosing;
             without them it is `counts` and free.
+        chosen: (..., k) integers, experts to replay in place of the choice: probabilities and sums are those
+            of these experts under these logits. A token with a negative entry chooses. Plain torch serves the
+            probabilities, so bits may differ from those of a call without `chosen`.
 
     Returns:
         `RouterOutput`. Arithmetic is in float32 (float64). NaN logits are chosen first, and make the token's
@@ -351,10 +374,16 @@ def topk_router(
     twice = balance and (expert_bias is not None or group_topk < num_groups)
     options = k, score, num_groups, group_topk, normalize, float(scale), twice
     summed = k // group_topk if group_score == "megatron" and group_topk < num_groups else 0
-    if summed in (0, 2 if score in ELEMENTWISE else 1):
-        found = _topk_router(logits, expert_bias, *options)
+    best = (
+        _topk_router if summed in (0, 2 if score in ELEMENTWISE else 1) else partial(reference, summed=summed)
+    )
+    if chosen is None:
+        found = best(logits, expert_bias, *options)
     else:
-        found = reference(logits, expert_bias, *options, summed)
+        _check_chosen(logits, k, chosen)
+        own = best(logits.detach(), expert_bias, *options)[0]
+        replayed = (chosen >= 0).all(-1, keepdim=True)
+        found = reference(logits, expert_bias, *options, chosen=chosen.to(own.dtype).where(replayed, own))
     indices, probs, counts, score_sums, z_sum, balance_counts = found
     balance_counts = balance_counts if twice else counts if balance else None
     return RouterOutput(indices, probs, counts, score_sums, z_sum, balance_counts)

@@ -37,11 +37,15 @@ class Continuation(NamedTuple):
         ids: new tokens, including those of a stop string, without an end-of-text token.
         text: of these tokens, up to the stop string; "" without a tokenizer.
         reason: "end of text", "stop string" or "length".
+        routing: (L, n, k) int16 on the CPU, the experts of the prompt's and the new tokens in the L layers
+            with experts, as `Routing.padded` takes them; the last new token was not given to the model. None
+            unless recorded.
     """
 
     ids: list[int]
     text: str
     reason: str
+    routing: Tensor | None = None
 
 
 class Generated(NamedTuple):
@@ -80,6 +84,7 @@ def generate(
     speculative: bool = False,
     groups: ParallelGroups = ParallelGroups.alone(),
     backend: Backend | None = None,
+    record_routing: bool = False,
 ) -> Generated:
     """Continue all `prompts` (token ids, of any lengths) at once, each by at most `max_new_tokens` tokens.
 
@@ -98,6 +103,7 @@ def generate(
         speculative: draft tokens with the model's MTP modules. The texts are those without.
         groups: process groups of the model. Data-parallel ranks share the rows; all return all of them.
         backend: captures decode steps as graphs; None: CUDA graphs on a GPU, eager on a CPU.
+        record_routing: return the experts of each row, to be replayed in training. Steps are then eager.
 
     Returns:
         The continuations and timings. The host reads tokens after every step on a CPU and after 16 steps on a
@@ -125,7 +131,7 @@ def generate(
     drafts = model.config.mtp_depth if speculative else 0
     check_prompts(model.config, prompts, max_new_tokens, vocab_size, drafts=drafts)
     device = next(model.parameters()).device
-    if backend is None and device.type == "cuda":
+    if backend is None and device.type == "cuda" and not record_routing:
         backend = cast(Backend, CudaBackend())
     choose = partial(choose_tokens, temperature=temperature, top_k=top_k, top_p=top_p)
     longest = max(map(len, prompts))
@@ -137,6 +143,7 @@ def generate(
         vocab_size=vocab_size,
         speculative=speculative,
         backend=backend,
+        record_routing=record_routing,
     )
     size = -(-len(prompts) // group_size(groups.dp))
     own = range(group_rank(groups.dp) * size, (group_rank(groups.dp) + 1) * size)
@@ -148,7 +155,7 @@ def generate(
     ]
     decoder.reserve(longest, size)
     steps, *seconds = _run(decoder, rows, longest, _points(own, max_new_tokens, seed).to(device), groups.dp)
-    found = [(row.continuation(), row.taken) for row in rows]
+    found = [(row.continuation(_routing_of(decoder, i, row)), row.taken) for i, row in enumerate(rows)]
     found = list(chain.from_iterable(gather_objects(found, groups.dp)))[: len(prompts)]
     for number, (row, _) in enumerate(found, 1):
         if row.reason == LOST:
@@ -247,10 +254,10 @@ class Completion:
         found = [at for each in self.stop if (at := text.find(each)) >= 0]
         return text[: min(found)] if found else None
 
-    def continuation(self) -> Continuation:
+    def continuation(self, routing: Tensor | None = None) -> Continuation:
         reason = "length" if self.text is None else "stop string"
         reason = "end of text" if self.ended else LOST if self.lost else reason
-        return Continuation(self.ids, self._text() if self.text is None else self.text, reason)
+        return Continuation(self.ids, self._text() if self.text is None else self.text, reason, routing)
 
     def _text(self) -> str:
         """Return the text that the new tokens add to the last tokens of the prompt.
@@ -262,6 +269,14 @@ class Completion:
         before = list(self.prompt[-CONTEXT:])
         start, whole = self.tokenizer.decode(before), self.tokenizer.decode(before + self.ids)
         return whole[len(start) :] if whole.startswith(start) else self.tokenizer.decode(self.ids)
+
+
+def _routing_of(decoder: Decoder, number: int, row: Completion) -> Tensor | None:
+    """Return the experts (L, n, k) of a row's tokens that the model was given."""
+    if decoder.routing_LBNk is None:
+        return None
+    given = max(len(row.prompt) + row.taken - 1, 0)
+    return decoder.routing_LBNk[:, number, :given].cpu().clone()
 
 
 def _run(

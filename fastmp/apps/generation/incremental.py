@@ -34,6 +34,7 @@ from fastmp.nn.gpt import GPT
 from fastmp.nn.kv_cache import KeyValueCache
 from fastmp.nn.moe.layer import MoELayer
 from fastmp.nn.moe.lossless import LosslessForwards
+from fastmp.nn.moe.routing import RoutingRecorder, routed
 from fastmp.nn.mtp import MTPModule
 from fastmp.nn.segment import BoundSegment, LayerChain, Tensors
 
@@ -56,13 +57,19 @@ class Decoder:
         vocab_size: ids that may be chosen; None: those of the model.
         speculative: draft a token with each MTP module of the model, and verify them together.
         backend: captures the second step, and replays it from then on; None: every step runs eagerly.
+        record_routing: keep the experts of every token in `routing_LBNk`.
 
     All ranks of a tensor-parallel and of a pipeline group have the same rows, and return the same tokens:
     the ranks of the last stage choose, each from the logits of all of them. Stages work one after the other.
     A row whose largest logit is not finite gets NO_TOKEN.
 
+    Attributes:
+        routing_LBNk: int16, the experts of the tokens at the N places of each row, see `Routing`; -1 where
+            there was no token yet. None unless recorded.
+
     Raises:
-        ValueError: context or sequence parallelism; more places, drafts included, than the model has
+        ValueError: routing is recorded with graphs, speculation, a pipeline, or without experts; context or
+            sequence parallelism; more places, drafts included, than the model has
             positions; speculation with a model without MTP modules, or with rotary positions by length.
     """
 
@@ -76,7 +83,13 @@ class Decoder:
         vocab_size: int | None = None,
         speculative: bool = False,
         backend: Backend | None = None,
+        record_routing: bool = False,
     ) -> None:
+        if record_routing and (backend is not None or speculative or group_size(groups.pp) > 1):
+            raise ValueError(
+                "generate: record_routing needs eager steps, no speculation and no pipeline, got "
+                f"{'no ' * (backend is None)}graphs, speculative={speculative} and pp {group_size(groups.pp)}"
+            )
         if group_size(groups.cp) > 1 or model.sequence_parallel:
             raise ValueError(
                 "generate: needs a model without context and sequence parallelism, got "
@@ -92,6 +105,8 @@ class Decoder:
         self.pp, self.tp, self.places, self.width = groups.pp, groups.tp, places, 1 + depth
         self.modules = [cast(MTPModule, module) for module in model.mtp][:depth]
         self.cache = KeyValueCache(places + depth)
+        self.record_routing = record_routing
+        self.routing_LBNk: Tensor | None = None
         self._parts: list[Work] = []  # of a step, some in graphs
         self._eager_parts: list[Work] = []
         self._lossless: LosslessForwards | None = None
@@ -122,7 +137,7 @@ class Decoder:
         self._hidden = self._buffer(self.width, B)
         given = self._receive(self._buffer(S, B)) if not self.model.stage_spec.first else None
         hidden_SBH = self.model.embed(prompts_BS, cache=self.cache) if given is None else given
-        hidden_SBH, *_ = self.model.layers(hidden_SBH, cache=self.cache)
+        hidden_SBH = self._run_layers(hidden_SBH, torch.arange(S, device=lengths_B.device).expand(B, S))
         if self.model.stage_spec.last:
             rows_B, last_B = torch.arange(B, device=lengths_B.device), lengths_B - 1
             hidden_SBH = self._normed(hidden_SBH)
@@ -176,11 +191,26 @@ class Decoder:
         if parts:
             (hidden_WBH,) = _in_turn(parts)
         else:
-            hidden_WBH, *_ = self.model.layers(*self._begin(self._longest), cache=self.cache)
+            (hidden_WBH,) = self._begin(self._longest)
+            hidden_WBH = self._run_layers(hidden_WBH, self._positions_B.unsqueeze(1))
             (hidden_WBH,) = self._verify(hidden_WBH)
             self._draft(hidden_WBH)
             self._advance()
         return self._hand_on(hidden_WBH)
+
+    def _run_layers(self, hidden_SBH: Tensor, places_BS: Tensor) -> Tensor:
+        """Run the layers; record the experts of tokens at `places_BS`."""
+        recorder = RoutingRecorder() if self.record_routing else None
+        with routed(self.model, recorder):
+            hidden_SBH, *_ = self.model.layers(hidden_SBH, cache=self.cache)
+        if recorder is not None:
+            found_LBSk = recorder.routing().experts
+            L, B, _, k = found_LBSk.shape
+            if self.routing_LBNk is None:
+                self.routing_LBNk = found_LBSk.new_full((L, B, self.cache.places, k), -1)
+            index_LBSk = places_BS[None, :, :, None].expand(found_LBSk.shape)
+            self.routing_LBNk.scatter_(2, index_LBSk, found_LBSk)
+        return hidden_SBH
 
     def _begin(self, columns: int | None = None) -> Tensors:
         """Return the hidden states of the window before this stage's layers."""

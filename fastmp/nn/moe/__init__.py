@@ -16,5 +16,6 @@ __getattr__, __dir__, __all__ = exports(
         "dispatchers.symmetric": "SymmetricDispatcher",
         "experts": "GroupedExperts SharedExperts",
         "layer": "MoELayer",
+        "routing": "Routing RoutingRecorder routed",
     },
 )

@@ -41,9 +41,11 @@ from fastmp.distributed.collectives import gather_from_group, group_rank, group_
 from fastmp.nn.moe.dispatchers.dispatcher import Dispatcher, no_compile
 from fastmp.nn.moe.dispatchers.factory import make_dispatcher
 from fastmp.nn.moe.experts import GroupedExperts, SharedExperts
+from fastmp.nn.moe.layer_routing import LayerRouting, Part
 from fastmp.nn.moe.router import Router, moe_config
 from fastmp.nn.moe.stash import ActivationStash, keeps_activations, stashed_experts
 from fastmp.nn.placement import Placement
+from fastmp.nn.recompute import once
 from fastmp.nn.segment import Segment, SegmentedLayer, Tensors
 from fastmp.ops import apply_capacity
 
@@ -80,6 +82,7 @@ class MoELayer(SegmentedLayer):
         dispatcher: the dispatcher of the layer's mode, training or evaluation.
         stash: where experts keep their activations, if the dispatcher receives into symmetric memory; None:
             autograd keeps them. Set by `Trainer`, which reruns the steps that overflow it.
+        routing: what `routed` records or replays; None: neither.
 
     Raises:
         ValueError: ranks do not divide the experts or their hidden units; ranks of an expert group have
@@ -117,6 +120,7 @@ class MoELayer(SegmentedLayer):
             number = torch.zeros((), dtype=torch.int64, device=on.device)
         self.register_buffer("dropped_pairs", number, persistent=False)
         self.stash: ActivationStash | None = None
+        self.routing: LayerRouting | None = None
 
     def _make_all_to_all(self) -> Dispatcher[Any, Any]:
         """Return the dispatcher of this layer with which nothing is dropped and nothing is reserved."""
@@ -169,8 +173,15 @@ class MoELayer(SegmentedLayer):
         self._capacity(hidden_SBH)  # raises before the router's collectives
         # this TP rank's tokens: (S, B, H), or a slice of S without sequence parallelism
         tokens_SBH = self._own_tokens(hidden_SBH)
+        # a recomputation, after the context of `routed`, replays what the forward did
+        routing = once(lambda: self.routing)
+        part = None if routing is None else self._routing_part(hidden_SBH)
+        chosen_SBk = None if routing is None else routing.experts_of(tokens_SBH, self.moe.top_k, part)
         # experts (T, k) and probabilities (T, k) of each token; the all-reduce of losses is deferred
-        indices_Tk, probs_Tk, aux, counts_E = self.router(tokens_SBH, late=True)
+        indices_Tk, probs_Tk, aux, counts_E = self.router(tokens_SBH, late=True, chosen_SBk=chosen_SBk)
+        if routing is not None:
+            shape = (*tokens_SBH.shape[:2], self.moe.top_k)
+            once(lambda: routing.add(indices_Tk.view(shape), part))
         if self.shared_experts is None:  # only its shape is asked for
             hidden_SBH = hidden_SBH.detach()
         return tokens_SBH.flatten(0, 1), indices_Tk, probs_Tk, aux, counts_E, hidden_SBH, *carried
@@ -322,6 +333,11 @@ class MoELayer(SegmentedLayer):
     def _part(self, S: int) -> int:
         """Return the positions of a TP rank; if TP does not divide S, the last ranks have fewer."""
         return S if self.sequence_parallel else -(-S // group_size(self.groups.tp))
+
+    def _routing_part(self, hidden_SBH: Tensor) -> Part:
+        """Return the place of this rank's tokens in the sequence (of this CP rank)."""
+        S = hidden_SBH.shape[0] * (group_size(self.groups.tp) if self.sequence_parallel else 1)
+        return Part(self.groups.tp, S, hidden_SBH.shape[0] if self.sequence_parallel else self._part(S))
 
     def _own_tokens(self, hidden_SBH: Tensor) -> Tensor:
         size, S = group_size(self.groups.tp), hidden_SBH.shape[0]

@@ -121,7 +121,7 @@ class Router(ParallelModule):
         return self
 
     def forward(
-        self, tokens_SBH: torch.Tensor, *, late: bool = False
+        self, tokens_SBH: torch.Tensor, *, late: bool = False, chosen_SBk: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return indices (T, k) int32, probs (T, k), the loss of this rank's tokens (), and counts (E,).
 
@@ -130,6 +130,8 @@ class Router(ParallelModule):
 
         late: all-reduce counts in the background; the value of the loss is valid after
             `fastmp.distributed.deferred.finish_all`.
+        chosen_SBk: experts to replay, see `topk_router`: losses and counts are those of these experts. A
+            token with -1 chooses.
         """
         moe = self.moe
         # logits (S, B, E), or (T, E) where no loss needs sequences
@@ -138,6 +140,7 @@ class Router(ParallelModule):
             logits = logits + self.bias.to(logits.dtype)
         if moe.sequence_aux_loss == 0.0:
             logits = logits.flatten(0, 1)
+            chosen_SBk = None if chosen_SBk is None else chosen_SBk.flatten(0, 1)
         # scores, top-k and counts in one op: indices and probabilities (T, k)
         chosen = topk_router(
             logits,
@@ -151,6 +154,7 @@ class Router(ParallelModule):
             normalize=moe.normalize_topk,
             scale=moe.routed_scale,
             balance=self.training and (moe.aux_loss > 0.0 or moe.sequence_aux_loss > 0.0),
+            chosen=chosen_SBk,
         )
         loss = self._loss(chosen, late) if self.training else chosen.z_sum.new_zeros(())
         counts, k = chosen.counts, moe.top_k

@@ -147,7 +147,7 @@ def test_long_texts_are_not_decoded_again_for_each_token():
     tokenizer = Counts()
     row = Completion([1], 2000, tokenizer, ("two", "three"))
     row.take([*b"one " * 499, *b"two"])
-    assert row.continuation() == ([*b"one " * 499, *b"two"], "one " * 499, "stop string")
+    assert row.continuation() == ([*b"one " * 499, *b"two"], "one " * 499, "stop string", None)
     assert tokenizer.decoded < 100 * 2000
 
 
