@@ -11,6 +11,10 @@ __getattr__, __dir__, __all__ = exports(
     __name__,
     {
         "acceleration": "accelerate restore",
+        "expert_parallel": "expert_parameters reserve",
+        "mesh": "dense_mesh",
+        "mesh_loading": "from_pretrained",
+        "mesh_saving": "trainable_state_dict",
         "tp_plan": "clip_grad_norm_ whole_state_dict",
         "weight_io": "TransformersReader export_weights",
     },
