@@ -45,6 +45,7 @@ from fastmp.ops.grouped_mm_tiles import ROW_CLASSES, gemm_tiles, overlaps_tiles,
 
 RESULTS = Path(__file__).parent / "results"
 _LINEAR_LOSS = importlib.import_module("fastmp.ops.linear_cross_entropy")
+_DISTILLATION = importlib.import_module("fastmp.ops.linear_distillation")
 _ARCH, _SHARED = 90, 228 << 10  # of an H100 and an H200
 # Cycles of a tile of a grouped GEMM outside of its K steps, estimated from compiled code: with nothing of the
 # next tile under way, and with its loads.
@@ -152,6 +153,12 @@ def _adamw(param: Tensor, *rest: Any) -> float:
     return 0.9 if param.dtype == torch.bfloat16 else 0.94
 
 
+def _distillation(*arguments: Any) -> float:
+    """Return the share of a divergence: that of a mixture takes as long to compute as its bytes do."""
+    beta = next(argument for argument in arguments if isinstance(argument, float))
+    return 0.9 if beta in (0, 1) else 0.7
+
+
 EXPECTED = {
     "accumulate_weight_grad_": Expected(0.9),
     "adamw_": Expected(_adamw),
@@ -171,6 +178,8 @@ EXPECTED = {
     "cross_entropy": Expected(0.92),
     "cross_entropy_stats": Expected(0.92),
     "dequantize_rows": Expected(0.88),
+    "distillation_grad_": Expected(_distillation),
+    "distillation_sums": Expected(_distillation),
     "exchange_barrier": Expected(0.5, least_us=3.0),
     "exchange_counts": Expected(0.5, least_us=4.0),
     "exchange_give": Expected(0.9),
@@ -320,7 +329,8 @@ def without_data() -> Iterator[None]:
         mock.patch.object(FakeTensor, "data_ptr", lambda self: id(self) << 40),  # far from all others
         mock.patch.object(GroupedExperts, "_init"),  # draws a seed, whose value it reads
         mock.patch.object(chunks, "WORKSPACE_CPU", chunks.WORKSPACE),
-        mock.patch.object(_LINEAR_LOSS, "_scaled", _scaled_on_a_gpu),
+        mock.patch.object(_LINEAR_LOSS, "scale_once", _scaled_on_a_gpu),
+        mock.patch.object(_DISTILLATION, "scale_once", _scaled_on_a_gpu),
     ):
         yield
 

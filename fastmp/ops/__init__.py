@@ -24,6 +24,7 @@ from fastmp.ops.grouped_mm_fp8 import grouped_mlp_in_fp8, grouped_mm_fp8
 from fastmp.ops.grouped_mm_tiles import grouped_mm_choice
 from fastmp.ops.latent import latent_norm_rope
 from fastmp.ops.linear_cross_entropy import linear_cross_entropy
+from fastmp.ops.linear_distillation import linear_distillation, linear_topk_distillation
 from fastmp.ops.linear_fp8 import linear_fp8
 from fastmp.ops.linear_log_probs import linear_log_probs
 from fastmp.ops.norm import layer_norm, rms_norm
@@ -76,8 +77,10 @@ __all__ = [
     "latent_norm_rope",
     "layer_norm",
     "linear_cross_entropy",
+    "linear_distillation",
     "linear_fp8",
     "linear_log_probs",
+    "linear_topk_distillation",
     "permutation",
     "permute",
     "quantize_rows",

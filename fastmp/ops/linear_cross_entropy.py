@@ -47,6 +47,7 @@ from fastmp.ops.linear_cross_entropy_chunks import (
     opaque,
     per_token,
     present,
+    scale_once,
     split_options,
     taken,
 )
@@ -192,23 +193,12 @@ def _backward_known(ctx, grad_loss, *_):
             "linear_cross_entropy", grad_loss, loss_grad, target == ctx.call.options.ignore_index
         )
     else:
-        grads = [_scaled(grad, grad_loss) for grad in grads]
+        grads = [scale_once(grad, grad_loss) for grad in grads]
     ctx.spent = True
     if torch.compiler.is_compiling():  # torch 2.10 cannot divide a graph whose backward returns what is saved
         grads = [grad.view_as(grad) for grad in grads]
     grads = taken(grads, ctx.call.wanted, ctx.main_grad, ctx.has_bias)
     return *grads, None, None, None, None, None
-
-
-def _scaled(grad: Tensor, factor: Tensor) -> Tensor:
-    """Multiply grad by a 0-dim factor, rounded once; in the memory of `grad` if possible."""
-    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
-        return (grad.to(factor.dtype) * factor).to(grad.dtype)
-    if grad.dtype == factor.dtype:
-        return grad.mul_(factor)
-    # torch.amp's gradient scaling rounds once; mul_ by a wider factor has a tenth of its speed on a CPU
-    torch._amp_foreach_non_finite_check_and_unscale_([grad], factor.new_empty(1), factor)
-    return grad
 
 
 _unknown = Differentiable("linear_cross_entropy", _forward_unknown, _setup_unknown, _backward_unknown)

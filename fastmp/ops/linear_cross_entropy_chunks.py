@@ -1,4 +1,4 @@
-"""Chunked output head of `linear_cross_entropy` and `linear_log_probs`: logits of some tokens at a time.
+"""Chunked output head of the losses without logits: logits of some tokens at a time.
 
 `make_stats` reduces the logits of every chunk to a few numbers per token, and `make_gradients` turns them
 into gradients of hidden states and weight, with kernels of the calling op. `Shards` is the interface through
@@ -63,47 +63,6 @@ class Shards:
 
 
 ALONE = Shards()
-
-
-class LiveRows(Shards):
-    """`shards` of which only the rows `live` (L,) of the N gathered tokens are multiplied.
-
-    own_rows: of the hidden states of this rank, before they are gathered.
-    """
-
-    def __init__(self, shards: Shards, live: Tensor, num_rows: int, own_rows: int) -> None:
-        self.shards, self.live, self.num_rows, self.gathers = shards, live, num_rows, own_rows != num_rows
-        self.rank, self.size = shards.rank, shards.size
-
-    def gather_hidden(self, hidden: Tensor) -> Tensor:
-        return self.shards.gather_hidden(hidden).index_select(0, self.live)
-
-    def gather_stats(self, stats: Tensor) -> tuple[Tensor, Any]:
-        return self.shards.gather_stats(stats)
-
-    def reduce_grad(self, grad: Tensor) -> tuple[Tensor, Any]:
-        every = grad.new_zeros(self.num_rows, grad.shape[1])
-        if self.gathers:  # each rank receives other rows
-            return self.shards.reduce_grad(every.index_copy_(0, self.live, grad))
-        grad, work = self.shards.reduce_grad(grad)
-        placing = _Placing(work, every, self.live, grad)
-        if work is None:
-            placing.wait()
-        return every, None if work is None else placing
-
-
-class _Placing(NamedTuple):
-    """Work that puts rows in their places once they are reduced."""
-
-    work: Any
-    every: Tensor
-    live: Tensor
-    rows: Tensor
-
-    def wait(self) -> None:
-        if self.work is not None:
-            self.work.wait()
-        self.every.index_copy_(0, self.live, self.rows)
 
 
 class LossOptions(NamedTuple):
@@ -339,6 +298,17 @@ def make_gradients(
     return gradients.results()
 
 
+def scale_once(grad: Tensor, factor: Tensor) -> Tensor:
+    """Multiply grad by a 0-dim factor, rounded once; in the memory of `grad` if possible."""
+    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+        return (grad.to(factor.dtype) * factor).to(grad.dtype)
+    if grad.dtype == factor.dtype:
+        return grad.mul_(factor)
+    # torch.amp's gradient scaling rounds once; mul_ by a wider factor has a tenth of its speed on a CPU
+    torch._amp_foreach_non_finite_check_and_unscale_([grad], factor.new_empty(1), factor)
+    return grad
+
+
 def make_loss(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, tokens: Tokens, options: LossOptions, shards: Shards,
     keep: bool,
@@ -443,10 +413,10 @@ class Head(NamedTuple):
 
 
 def head_of(
-    name: str, shards: Shards, hidden: Tensor, weight: Tensor, target: Tensor, ignore_index: int,
+    name: str, shards: Shards, hidden: Tensor, weight: Tensor, target: Tensor | None, ignore_index: int,
     vocab_size: int | None, workspace: int | None, bias: Tensor | None = None,
 ) -> Head:  # fmt: skip
-    """Check the arguments of a public function; errors begin with `name`."""
+    """Check the arguments of a public function; errors begin with `name`. A loss may have no targets."""
     main_grad = getattr(weight, "main_grad", None)  # of the parameter, not of its autocast copy
     hidden, weight, bias = autocast(hidden, weight, bias)
     wanted = (hidden.requires_grad, weight.requires_grad) if torch.is_grad_enabled() else (False, False)
@@ -462,8 +432,8 @@ def head_of(
 
 
 def _check_head(
-    name: str, shards: Shards, hidden: Tensor, weight: Tensor, target: Tensor, main_grad: Tensor | None,
-    vocab_size: int, ignore_index: int, workspace: int,
+    name: str, shards: Shards, hidden: Tensor, weight: Tensor, target: Tensor | None,
+    main_grad: Tensor | None, vocab_size: int, ignore_index: int, workspace: int,
 ) -> None:  # fmt: skip
     """Raise ValueError unless hidden states, output weight and targets fit."""
 
@@ -477,19 +447,21 @@ def _check_head(
     require(fits, "hidden {} does not fit weight {}: expected (..., H) and (V, H)", shape, columns)
     checks.check_same(name, hidden=hidden, weight=weight)
     checks.check_main_grad(name, main_grad, weight=weight)
-    checks.check_same_device(name, hidden=hidden, target=target)
-    tokens = shards.tokens(tuple(shape))
-    fits = tuple(target.shape) == tokens
-    require(
-        fits,
-        "expected target of shape {} for hidden {}, got {}; arguments are (hidden, weight, target)",
-        tokens,
-        shape,
-        target.shape,
-    )
+    if target is not None:
+        checks.check_same_device(name, hidden=hidden, target=target)
+        tokens = shards.tokens(tuple(shape))
+        fits = tuple(target.shape) == tokens
+        require(
+            fits,
+            "expected target of shape {} for hidden {}, got {}; arguments are (hidden, weight, target)",
+            tokens,
+            shape,
+            target.shape,
+        )
     rows = shards.size * columns[0]
     within = 0 < vocab_size <= rows
     require(within, "vocab_size is {}, but weight has {} rows in {} shards", vocab_size, rows, shards.size)
     require(workspace >= 0, "workspace must not be negative, got {}", workspace)
-    require(target.dtype == torch.int64, "expected int64 target, got {}", target.dtype)
-    check_range(name, target, vocab_size, ignore_index)
+    if target is not None:
+        require(target.dtype == torch.int64, "expected int64 target, got {}", target.dtype)
+        check_range(name, target, vocab_size, ignore_index)

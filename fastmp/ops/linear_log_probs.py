@@ -33,7 +33,6 @@ from fastmp.ops.cross_entropy_triton import real_columns
 from fastmp.ops.linear_cross_entropy_chunks import (
     ALONE,
     HeadCall,
-    LiveRows,
     Shards,
     fake_gradients,
     head_of,
@@ -48,6 +47,7 @@ from fastmp.ops.linear_cross_entropy_chunks import (
     taken,
 )
 from fastmp.ops.linear_log_probs_triton import launch_grad, launch_stats
+from fastmp.ops.live_rows import LiveRows
 from fastmp.profiling import traced
 
 _NAN = float("nan")
@@ -137,6 +137,20 @@ class _Options(NamedTuple):
     workspace: int
 
 
+def merge_shards(stats: Tensor, scale: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Merge the first two statistics of all shards, (P, N, ...).
+
+    Returns:
+        The maximum (N,), 0 where it is -inf; the scaled distance of each shard's maximum from it and the
+        exponential of that, both (P, N); and the sum of exponentials relative to the maximum, (N,).
+    """
+    top = stats[..., 0].amax(0)
+    top = top.masked_fill(top == -torch.inf, 0)
+    gap = stats[..., 0] - top if scale is None else (stats[..., 0] - top) * scale
+    share = gap.exp()
+    return top, gap, share, (stats[..., 1] * share).sum(0)
+
+
 def _merge(
     stats: Tensor, target: Tensor, scale: Tensor | None, options: _Options
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -145,11 +159,7 @@ def _merge(
     Relative to the maximum until the end: an almost certain token has a log-probability close to 0. Without
     entropy, that is an empty tensor.
     """
-    top = stats[..., 0].amax(0)
-    top = top.masked_fill(top == -torch.inf, 0)
-    gap = stats[..., 0] - top if scale is None else (stats[..., 0] - top) * scale
-    share = gap.exp()
-    total = (stats[..., 1] * share).sum(0)
+    top, gap, share, total = merge_shards(stats, scale)
     log_total = total.log()
     ignored, inside = target == options.ignore_index, (target >= 0) & (target < options.vocab_size)
 
@@ -275,13 +285,16 @@ def _backward(ctx, grad_log_prob, grad_entropy, *_):
 _linear_log_probs = Differentiable("linear_log_probs", _forward, _setup, _backward)
 
 
-def _scale_of(name: str, temperature: float | Tensor, target: Tensor, dtype: torch.dtype) -> Tensor | None:
-    """Return 1 / temperature of every token, (N,), or None for a temperature of 1."""
+def inverse_temperature(
+    name: str, temperature: float | Tensor, shape: tuple[int, ...], hidden: Tensor
+) -> Tensor | None:
+    """Return 1 / temperature of every token of `shape`, (N,), or None for a temperature of 1."""
+    dtype = compute_dtype(hidden.dtype)
     if isinstance(temperature, Tensor):
-        fits = temperature.shape == target.shape
-        misfit = "{}: expected temperature of shape {}, like target, got {}"
-        checks.require(fits, misfit, name, target.shape, temperature.shape)
-        checks.check_same_device(name, target=target, temperature=temperature)
+        fits = tuple(temperature.shape) == tuple(shape)
+        misfit = "{}: expected temperature of shape {}, one for each token, got {}"
+        checks.require(fits, misfit, name, shape, temperature.shape)
+        checks.check_same_device(name, hidden=hidden, temperature=temperature)
         constant = not temperature.requires_grad
         checks.require(constant, "{}: temperature requires a gradient, but receives none; detach it", name)
         if can_read_values(temperature):
@@ -292,7 +305,7 @@ def _scale_of(name: str, temperature: float | Tensor, target: Tensor, dtype: tor
     checks.require(usable, "{}: temperature must be positive and finite, got {}", name, temperature)
     if temperature == 1:
         return None
-    return torch.full((target.numel(),), 1 / temperature, dtype=dtype, device=target.device)
+    return torch.full((math.prod(shape),), 1 / temperature, dtype=dtype, device=hidden.device)
 
 
 def _live_rows(target: Tensor, ignore_index: int) -> Tensor | None:
@@ -324,7 +337,7 @@ def linear_log_probs_of(
     hidden, weight, _, main_grad, wanted, vocab_start, vocab_size, workspace = head_of(
         name, shards, hidden, weight, target, ignore_index, vocab_size, workspace
     )
-    scale = _scale_of(name, temperature, target, compute_dtype(hidden.dtype))
+    scale = inverse_temperature(name, temperature, target.shape, hidden)
     options = _Options(vocab_start, vocab_size, ignore_index, return_entropy, workspace)
     rows, ids = hidden.reshape(-1, hidden.shape[-1]), target.reshape(-1)
     live = _live_rows(ids, ignore_index) if skip_ignored else None

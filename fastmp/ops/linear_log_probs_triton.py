@@ -24,7 +24,7 @@ from fastmp.ops.cross_entropy_triton import (
 
 
 @jit
-def _load_scale(scale, row):
+def load_scale(scale, row):
     """Load the inverse temperature of a row: NaN unless it is positive."""
     factor = tl.load(scale + row)
     return tl.where(factor > 0, factor, float("nan"))
@@ -43,7 +43,7 @@ def stats_kernel(
     column = tl.load(target + row) - vocab_start
     target_logit = tl.load(base + begin + column, mask=(column >= 0) & (column < real), other=0.0)
     # 2. Maximum and sums of the scaled row.
-    factor = None if scale is None else _load_scale(scale, row)
+    factor = None if scale is None else load_scale(scale, row)
     top, total, weighted = row_stats(
         base, begin, begin + real, factor, ACC, False, WITH_ENTROPY, BLOCK, VEC, ""
     )
@@ -67,7 +67,7 @@ def grad_kernel(
     wanted = tl.load(target + row)
     live = wanted != ignore_index
     row_top, row_log_total = tl.load(top + row), tl.load(log_total + row)
-    factor = None if scale is None else _load_scale(scale, row)
+    factor = None if scale is None else load_scale(scale, row)
     # 1. d / d logit = share [at the target] - p (share + by_entropy (log p + entropy)), all times the scale.
     share = scaled(tl.load(grad_log_prob + row), factor)
     spread = share

@@ -1,6 +1,6 @@
 """Fused output layer and loss, over a vocabulary that is sharded over a group.
 
-Collectives join the shards of `fastmp.ops.linear_cross_entropy` and `linear_log_probs`: the statistics of one
+Collectives join the shards of `fastmp.ops.linear_cross_entropy` and its siblings: the statistics of one
 chunk of tokens are all-gathered while the logits of the next chunk are computed, and the gradient of the
 hidden states is all-reduced once, after the last GEMM. Traffic does not grow with the vocabulary, and no rank
 materialises the logits of all tokens.
@@ -14,10 +14,16 @@ import torch.distributed as dist
 from fastmp.distributed.collectives import all_gather, all_reduce_, group_size, reduce_scatter
 from fastmp.ops.linear_cross_entropy import linear_cross_entropy_of
 from fastmp.ops.linear_cross_entropy_chunks import ALONE, Shards
+from fastmp.ops.linear_distillation import linear_distillation_of, linear_topk_distillation_of
 from fastmp.ops.linear_log_probs import linear_log_probs_of
 from fastmp.profiling import traced
 
-__all__ = ["vocab_parallel_linear_cross_entropy", "vocab_parallel_linear_log_probs"]
+__all__ = [
+    "vocab_parallel_linear_cross_entropy",
+    "vocab_parallel_linear_distillation",
+    "vocab_parallel_linear_log_probs",
+    "vocab_parallel_linear_topk_distillation",
+]
 
 
 class _Group(Shards):
@@ -128,4 +134,80 @@ def vocab_parallel_linear_log_probs(
         shards_of(group, sequence_parallel), "vocab_parallel_linear_log_probs", hidden, weight, target,
         temperature=temperature, return_entropy=return_entropy, ignore_index=ignore_index,
         vocab_size=vocab_size, workspace=workspace, skip_ignored=skip_ignored,
+    )  # fmt: skip
+
+
+@traced("fastmp.vocab_parallel_linear_distillation")
+def vocab_parallel_linear_distillation(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    teacher_hidden: torch.Tensor,
+    teacher_weight: torch.Tensor,
+    *,
+    group: dist.ProcessGroup | None,
+    sequence_parallel: bool = False,
+    divergence: str = "forward_kl",
+    beta: float = 0.5,
+    temperature: float | torch.Tensor = 1.0,
+    mask: torch.Tensor | None = None,
+    num_tokens: int | None = None,
+    vocab_size: int | None = None,
+    reduction: str = "mean",
+    workspace: int | None = None,
+) -> torch.Tensor:
+    """Return the divergence of a student from a teacher (...), or its mean or sum, without their logits.
+
+    A chunk of tokens has two collectives: all-gathers of four and of two numbers a token. The gradient of
+    `hidden` is all-reduced once. Every rank has the same loss.
+
+    Args:
+        hidden, weight: as in `vocab_parallel_linear_cross_entropy`.
+        teacher_hidden: (..., H'), as `hidden`: the same on every rank, or its shard along dim 0.
+        teacher_weight: (V/P, H'), this rank's shard of the teacher's output embedding, the rows of `weight`.
+        temperature, mask, num_tokens: for all tokens, the same on every rank.
+
+        The other options, the result and the errors are those of `fastmp.ops.linear_distillation`.
+    """
+    return linear_distillation_of(
+        shards_of(group, sequence_parallel), "vocab_parallel_linear_distillation", hidden, weight,
+        teacher_hidden, teacher_weight, divergence=divergence, beta=beta, temperature=temperature, mask=mask,
+        num_tokens=num_tokens, vocab_size=vocab_size, reduction=reduction, workspace=workspace,
+    )  # fmt: skip
+
+
+@traced("fastmp.vocab_parallel_linear_topk_distillation")
+def vocab_parallel_linear_topk_distillation(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    teacher_ids: torch.Tensor,
+    teacher_log_probs: torch.Tensor,
+    *,
+    group: dist.ProcessGroup | None,
+    sequence_parallel: bool = False,
+    divergence: str = "forward_kl",
+    beta: float = 0.5,
+    temperature: float | torch.Tensor = 1.0,
+    mask: torch.Tensor | None = None,
+    num_tokens: int | None = None,
+    vocab_size: int | None = None,
+    reduction: str = "mean",
+    workspace: int | None = None,
+) -> torch.Tensor:
+    """Return the divergence from a teacher's top k tokens and the mass of all others (...), mean or sum.
+
+    A chunk of tokens has one collective, an all-gather of k + 2 numbers a token. The gradient of `hidden` is
+    all-reduced once. Every rank has the same loss.
+
+    Args:
+        hidden, weight: as in `vocab_parallel_linear_cross_entropy`.
+        teacher_ids, teacher_log_probs: (..., k) for all tokens, with ids of the full vocabulary, the same on
+            every rank.
+        temperature, mask, num_tokens: for all tokens, the same on every rank.
+
+        The other options, the result and the errors are those of `fastmp.ops.linear_topk_distillation`.
+    """
+    return linear_topk_distillation_of(
+        shards_of(group, sequence_parallel), "vocab_parallel_linear_topk_distillation", hidden, weight,
+        teacher_ids, teacher_log_probs, divergence=divergence, beta=beta, temperature=temperature, mask=mask,
+        num_tokens=num_tokens, vocab_size=vocab_size, reduction=reduction, workspace=workspace,
     )  # fmt: skip

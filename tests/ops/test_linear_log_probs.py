@@ -154,7 +154,10 @@ def test_extra_memory_is_a_tenth_of_plain_torch():
         ({"hidden": torch.zeros(4, 7)}, r"hidden \(4, 7\) does not fit weight \(9, 8\)"),
         ({"temperature": 0.0}, "temperature must be positive and finite, got 0.0"),
         ({"temperature": math.nan}, "temperature must be positive and finite, got nan"),
-        ({"temperature": torch.ones(3)}, r"expected temperature of shape \(4,\), like target, got \(3,\)"),
+        (
+            {"temperature": torch.ones(3)},
+            r"expected temperature of shape \(4,\), one for each token, got \(3,\)",
+        ),
         ({"temperature": torch.ones(4, requires_grad=True)}, "temperature requires a gradient"),
         ({"temperature": torch.tensor([1.0, 0, 1, 1])}, r"every temperature must be positive, got 0.0$"),
     ),

@@ -48,6 +48,8 @@ ADAMW = Facts(
 ADAMW_SMALL = Facts(threads=512, has=(r"ld\.global\.v2\.b32",), lacks=(*ADAMW.lacks, r"global\S*\.b16"))
 # whole blocks and those that stick out of the row are loaded by different code; four exponentials rescale
 STATS = Facts(2, exps=(1, 1.5), bytes=LATENCY)
+# three exponentials and a logarithm a column take as many cycles as its bytes do: fewer have to be in flight
+MIXTURE = Facts(4, exps=(3, 3.5), bytes=16_000)
 # the second read of a row asks the cache for it
 LOSS_GRAD = Facts(4, 2, exps=(2, 2.5), bytes=LATENCY, has=(r"L2::evict_last", r"L2::evict_first"))
 TWO = Facts(threads=512)  # programs of eight warps
@@ -217,6 +219,16 @@ def _log_probs_grad(columns, with_entropy, *facts):
     entropy = (_ONE, _ONE) if with_entropy else (None, None)
     per_token = (_TARGET, _ONE, _ONE, _ONE, *entropy, _ONE)
     return _op("log_probs_grad_", T((4096, columns)), *per_token, 0, columns, -100, *facts)
+
+
+def _distillation_sums(columns, beta, *facts):
+    pair = T((4096, columns)), T((4096, columns))
+    return _op("distillation_sums", *pair, _wide(4096, 4), _ONE, beta, 0, columns, *facts)
+
+
+def _distillation_grad(columns, beta, *facts):
+    pair = T((4096, columns)), T((4096, columns))
+    return _op("distillation_grad_", *pair, _wide(4096, 4), _ONE, _ONE, _ONE, beta, 0, columns, *facts)
 
 
 _GATED = T((4096, 2 * 14336)), T((2 * 14336,))
@@ -433,6 +445,12 @@ CASES = {
     "log_probs stats entropy": _log_probs_stats(50257, True, STATS),
     "log_probs grad": _log_probs_grad(128256, False, Facts(2, 2, exps=1, bytes=LATENCY)),
     "log_probs grad entropy": _log_probs_grad(50257, True, Facts(2, 2, exps=1, bytes=LATENCY)),
+    "distillation sums forward_kl": _distillation_sums(128256, 0.0, Facts(4, exps=(2, 2.5), bytes=LATENCY)),
+    "distillation sums reverse_kl": _distillation_sums(50257, 1.0, Facts(4, exps=(2, 2.5), bytes=LATENCY)),
+    "distillation sums jsd": _distillation_sums(128256, 0.5, MIXTURE),
+    "distillation grad forward_kl": _distillation_grad(128256, 0.0, Facts(4, 2, exps=2, bytes=LATENCY)),
+    "distillation grad reverse_kl": _distillation_grad(50257, 1.0, Facts(4, 2, exps=1, bytes=LATENCY)),
+    "distillation grad jsd": _distillation_grad(128256, 0.5, Facts(4, 2, exps=2, bytes=LATENCY)),
     "gated silu": _op("gated_activation", *_GATED, "silu", GATED),
     "gated gelu": _op("gated_activation", *_GATED, "gelu", Facts(2, 1, registers=128, stack=8)),
     "gated gelu_tanh": _op("gated_activation", *_GATED, "gelu_tanh", GATED),

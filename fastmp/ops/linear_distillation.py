@@ -1,0 +1,488 @@
+"""Knowledge distillation from hidden states, without materialising the logits of student or teacher.
+
+The student's logits of a chunk of tokens are compared with the teacher's, and become their own gradient in
+place; chunks and sums of gradients are shared with `linear_cross_entropy`. Tokens that do not count are
+removed before the first GEMM.
+
+With `reduction` "mean" or "sum" the forward pass computes the gradients too, so that every logit is computed
+once: 6NVH + 2NVH' FLOPs for a teacher of hidden size H'. For any other upstream gradient it saves a few
+numbers per token, and the backward pass recomputes the logits (8NVH + 4NVH').
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastmp.ops.core import checks
+from fastmp.ops.core.registry import (
+    Differentiable,
+    autocast,
+    can_read_values,
+    compute_dtype,
+    raise_if_create_graph,
+    without_autocast,
+)
+from fastmp.ops.cross_entropy import first_outside
+from fastmp.ops.linear_cross_entropy_chunks import (
+    ALONE,
+    HeadCall,
+    Shards,
+    fake_gradients,
+    head_of,
+    is_opaque,
+    opaque,
+    per_token,
+    present,
+    scale_once,
+    split_options,
+    taken,
+)
+from fastmp.ops.linear_distillation_teachers import (
+    DistillationOptions,
+    Tokens,
+    make_both,
+    make_gradients,
+    make_losses,
+)
+from fastmp.ops.linear_log_probs import inverse_temperature
+from fastmp.ops.reduction import check_reduction
+from fastmp.profiling import traced
+
+DIVERGENCES = ("forward_kl", "reverse_kl", "jsd")
+_SPENT = (
+    "{}: with a reduction the forward computes the gradients, which one backward consumes: there is no "
+    'second backward; for two, pass reduction="none"'
+)
+_TOKENS = "Tensor hidden, Tensor weight, Tensor teacher, Tensor teacher_values, Tensor? live, Tensor? scale"
+_OPTIONS = "int vocab_start, int vocab_size, float beta, int workspace"
+_WANTED = "bool want_hidden, bool want_weight"
+
+
+def _tokens(hidden, weight, teacher, teacher_values, live, scale) -> Tokens:
+    return Tokens(hidden, weight, (teacher, teacher_values), live, scale)
+
+
+def _losses(*arguments):
+    return make_losses(_tokens(*arguments[:6]), DistillationOptions(*arguments[6:]), ALONE)
+
+
+def _fake_losses(*arguments):
+    tokens, loss = _tokens(*arguments[:6]), per_token(arguments[0])
+    return loss, loss.new_empty(loss.shape[0], tokens.width())
+
+
+def _gradients(*arguments):
+    kept, grad_loss, main_grad, *more = arguments[6:]
+    options, wanted = split_options(DistillationOptions, tuple(more))
+    tokens = _tokens(*arguments[:6])
+    grads = make_gradients(tokens, main_grad, kept, grad_loss, options, ALONE, wanted)
+    return present(tokens.hidden, grads)
+
+
+def _fake_gradients(hidden, weight, *arguments):
+    main_grad, *more = arguments[6:]
+    wanted = split_options(DistillationOptions, tuple(more))[1]
+    return fake_gradients(hidden, weight, None, main_grad, *wanted)[:2]
+
+
+def _both(*arguments):
+    grad_loss, *more = arguments[6:]
+    options, wanted = split_options(DistillationOptions, tuple(more))
+    tokens = _tokens(*arguments[:6])
+    return present(tokens.hidden, make_both(tokens, grad_loss, options, ALONE, wanted))
+
+
+def _fake_both(hidden, weight, *arguments):
+    wanted = split_options(DistillationOptions, arguments[5:])[1]
+    return per_token(hidden), *fake_gradients(hidden, weight, None, None, *wanted)[:2]
+
+
+_compiled_losses = opaque(
+    f"linear_distillation_losses({_TOKENS}, {_OPTIONS}) -> (Tensor, Tensor)", _losses, _fake_losses
+)
+_compiled_gradients = opaque(
+    f"linear_distillation_gradients({_TOKENS}, Tensor kept, Tensor grad_loss, Tensor(a!)? main_grad,"
+    f" {_OPTIONS}, {_WANTED}) -> (Tensor, Tensor)",
+    _gradients,
+    _fake_gradients,
+)
+_compiled_both = opaque(
+    f"linear_distillation_both({_TOKENS}, Tensor grad_loss, {_OPTIONS}, {_WANTED})"
+    " -> (Tensor, Tensor, Tensor)",
+    _both,
+    _fake_both,
+)
+
+
+def _forward_unknown(*arguments):
+    """Return the losses (N,) for any upstream gradient, and what the backward pass needs, (N, W)."""
+    *tokens, _, call = arguments
+    if is_opaque(call.shards):
+        return _compiled_losses(*tokens, *call.options)
+    return make_losses(_tokens(*tokens), call.options, call.shards)
+
+
+def _setup_unknown(ctx, inputs, output):
+    *tokens, ctx.main_grad, ctx.call = inputs
+    ctx.mark_non_differentiable(output[1])
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(*tokens, output[1])
+
+
+def _backward_unknown(name):
+    @traced(f"fastmp.{name}_backward")
+    def backward(ctx, grad_loss, _):
+        if grad_loss is None:
+            return (None,) * 8
+        raise_if_create_graph(name)
+        *tokens, kept = ctx.saved_tensors
+        (options, shards, wanted, _), main_grad = ctx.call, ctx.main_grad
+        if is_opaque(shards):
+            grads = _compiled_gradients(*tokens, kept, grad_loss, main_grad, *options, *wanted)
+            grads = taken(grads, wanted, main_grad)
+        else:
+            with without_autocast(grad_loss.device.type), torch.no_grad():
+                grads = make_gradients(_tokens(*tokens), main_grad, kept, grad_loss, options, shards, wanted)
+        return (*grads, None, None, None, None, None, None)
+
+    return backward
+
+
+def _forward_known(*arguments):
+    """Return the sum of the losses times the factor, and gradients of hidden and weight, empty if absent."""
+    *tokens, factor, call = arguments
+    grad_loss = factor.expand(call.shards.tokens(tuple(tokens[0].shape)))
+    if is_opaque(call.shards):
+        loss, *grads = _compiled_both(*tokens, grad_loss, *call.options, *call.wanted)
+    else:
+        loss, *grads = make_both(_tokens(*tokens), grad_loss, call.options, call.shards, call.wanted)
+        grads = present(tokens[0], tuple(grads))
+    return (loss.sum() * factor, *grads)
+
+
+def _setup_known(ctx, inputs, output):
+    ctx.call, ctx.spent = inputs[-1], False
+    ctx.mark_non_differentiable(*output[1:])
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(*output[1:])
+
+
+def _backward_known(name):
+    @traced(f"fastmp.{name}_backward")
+    def backward(ctx, grad_loss, *_):
+        if grad_loss is None:
+            return (None,) * 8
+        raise_if_create_graph(name)
+        if ctx.spent:
+            raise RuntimeError(_SPENT.format(name))
+        grads = tuple(scale_once(grad, grad_loss) for grad in ctx.saved_tensors)
+        ctx.spent = True
+        return (*taken(grads, ctx.call.wanted, None), None, None, None, None, None, None)
+
+    return backward
+
+
+class _Loss:
+    """The autograd functions of one public function; `name` is that of the node, of errors and ranges."""
+
+    def __init__(self, name: str) -> None:
+        self.unknown = Differentiable(name, _forward_unknown, _setup_unknown, _backward_unknown(name))
+        self.known = Differentiable(name, _forward_known, _setup_known, _backward_known(name))
+
+    def __call__(self, tokens, shape, main_grad, call: HeadCall) -> Tensor:
+        """Return the losses in `shape`, or reduced; `tokens` are the arguments of `_tokens`."""
+        hidden, live = tokens[0], tokens[4]
+        factor = torch.ones((), dtype=compute_dtype(hidden.dtype), device=hidden.device)
+        if call.reduction == "mean":
+            factor = factor / _number_of(live, shape)
+        with without_autocast(hidden.device.type):
+            # float16 may not hold unscaled gradients, and what was added to main_grad cannot be scaled
+            known = call.reduction != "none" and main_grad is None and hidden.dtype != torch.float16
+            if known and any(call.wanted):
+                return self.known(*tokens, factor, call)[0]
+            loss = self.unknown(*tokens, main_grad, call)[0]
+        return loss.reshape(shape) if call.reduction == "none" else loss.sum() * factor
+
+
+_hidden_loss, _topk_loss = _Loss("linear_distillation"), _Loss("linear_topk_distillation")
+
+
+def _number_of(live: Tensor | None, shape: tuple[int, ...]) -> Any:
+    """Return the number of tokens that count: a number, or a tensor where only the device knows it."""
+    if live is None:
+        return math.prod(shape)
+    return live.sum() if live.dtype == torch.bool else live.shape[0]
+
+
+def _beta_of(name: str, divergence: str, beta: float) -> float:
+    """Return the teacher's share in the mixture: 0 for forward KL, 1 for reverse KL."""
+    checks.check_choice(name, "divergence", divergence, DIVERGENCES)
+    if divergence != "jsd":
+        return float(divergence == "reverse_kl")
+    message = '{}: beta must lie between 0 and 1, got {}; the limits are "forward_kl" and "reverse_kl"'
+    checks.require(0 < beta < 1, message, name, beta)
+    return float(beta)
+
+
+def _live(
+    name: str, mask: Tensor | None, num_tokens: int | None, shape: tuple[int, ...], hidden: Tensor
+) -> Tensor | None:
+    """Return the indices of the tokens that count, or while compiling without a number the mask, (N,)."""
+    if mask is None:
+        checks.require(num_tokens is None, "{}: num_tokens is {}, but there is no mask", name, num_tokens)
+        return None
+    fits = tuple(mask.shape) == tuple(shape)
+    checks.require(fits, "{}: expected mask of shape {}, one for each token, got {}", name, shape, mask.shape)
+    checks.require(mask.dtype == torch.bool, "{}: expected a mask of bool, got {}", name, mask.dtype)
+    checks.check_same_device(name, hidden=hidden, mask=mask)
+    mask = mask.reshape(-1)
+    if num_tokens is not None:
+        if can_read_values(mask):
+            found = int(mask.sum())
+            message = "{}: num_tokens is {}, but the mask has {} tokens"
+            checks.require(found == num_tokens, message, name, num_tokens, found)
+        return torch.nonzero_static(mask, size=num_tokens)[:, 0]
+    return mask if torch.compiler.is_compiling() else mask.nonzero()[:, 0]
+
+
+def _check_teacher(
+    name: str, hidden: Tensor, weight: Tensor, teacher: Tensor, teacher_weight: Tensor
+) -> None:
+    """Raise ValueError unless the teacher's hidden states and weight fit those of the student."""
+    checks.check_floating(name, "teacher_hidden", teacher)
+    checks.check_same(name, hidden=hidden, teacher_hidden=teacher, teacher_weight=teacher_weight)
+    checks.require(
+        teacher.shape[:-1] == hidden.shape[:-1],
+        "{}: expected teacher_hidden of shape {} + (H',) for hidden {}, got {}",
+        *(name, tuple(hidden.shape[:-1]), hidden.shape, teacher.shape),
+    )
+    checks.require(
+        teacher_weight.dim() == 2 and teacher_weight.shape == (weight.shape[0], teacher.shape[-1]),
+        "{}: expected teacher_weight of shape {} for weight {} and teacher_hidden {}, got {}; student and"
+        " teacher need one vocabulary",
+        *(name, (weight.shape[0], teacher.shape[-1]), weight.shape, teacher.shape, teacher_weight.shape),
+    )
+
+
+def _check_topk(
+    name: str, hidden: Tensor, shape: tuple[int, ...], ids: Tensor, log_probs: Tensor, vocab_size: int,
+    live: Tensor | None,
+) -> None:  # fmt: skip
+    """Raise ValueError unless the teacher's tokens and their log-probabilities fit."""
+    checks.check_floating(name, "teacher_log_probs", log_probs)
+    checks.require(ids.dtype == torch.int64, "{}: expected int64 teacher_ids, got {}", name, ids.dtype)
+    checks.check_same_device(name, hidden=hidden, teacher_ids=ids, teacher_log_probs=log_probs)
+    fits = ids.dim() > 0 and tuple(ids.shape[:-1]) == tuple(shape) and ids.shape[-1] > 0
+    message = "{}: expected teacher_ids of shape {} + (k,), the teacher's k tokens of each token, got {}"
+    checks.require(fits, message, name, tuple(shape), ids.shape)
+    checks.check_shape(name, ids.shape, to=("teacher_ids", ids), teacher_log_probs=log_probs)
+    if not (can_read_values(ids) and can_read_values(log_probs)):
+        return
+    ids, log_probs = ids.reshape(-1, ids.shape[-1]), log_probs.reshape(-1, ids.shape[-1])
+    if live is not None:
+        ids, log_probs = ids[live], log_probs[live]
+    at = first_outside(ids, vocab_size, 0)
+    message = "{}: teacher_ids has {}, outside the vocabulary of {} ids"
+    checks.require(at < 0, message, name, ids.reshape(-1)[at].item() if at >= 0 else "", vocab_size)
+    if not ids.numel():
+        return
+    ordered = ids.sort(1).values
+    distinct = not (ordered[:, 1:] == ordered[:, :-1]).any()
+    checks.require(distinct, "{}: teacher_ids of a token must be distinct, got one twice", name)
+    mass = log_probs.double().exp().sum(1).max().item()
+    checks.require(
+        mass < 1.02,
+        "{}: teacher_log_probs must be natural log-probabilities, but those of one token sum to a mass of {}",
+        *(name, mass),
+    )
+
+
+def linear_distillation_of(
+    shards: Shards,
+    name: str,
+    hidden: Tensor,
+    weight: Tensor,
+    teacher_hidden: Tensor,
+    teacher_weight: Tensor,
+    *,
+    divergence: str,
+    beta: float,
+    temperature: float | Tensor,
+    mask: Tensor | None,
+    num_tokens: int | None,
+    vocab_size: int | None,
+    reduction: str,
+    workspace: int | None,
+) -> Tensor:
+    """Compute `linear_distillation` from one of several shards of both weights; errors begin with `name`.
+
+    `mask` and `temperature` are those of all tokens, hidden states the rows that `shards` gathers.
+    """
+    beta = _beta_of(name, divergence, beta)
+    check_reduction(name, reduction)
+    teacher_hidden, teacher_weight = autocast(teacher_hidden.detach(), teacher_weight.detach())
+    head = head_of(name, shards, hidden, weight, None, 0, vocab_size, workspace)
+    _check_teacher(name, head.hidden, head.weight, teacher_hidden, teacher_weight)
+    shape = shards.tokens(tuple(hidden.shape))
+    scale = inverse_temperature(name, temperature, shape, head.hidden)
+    live = _live(name, mask, num_tokens, shape, head.hidden)
+    rows, teacher = (x.reshape(-1, x.shape[-1]) for x in (head.hidden, teacher_hidden))
+    options = DistillationOptions(head.vocab_start, head.vocab_size, beta, head.workspace)
+    call = HeadCall(options, shards, head.wanted, reduction)
+    return _hidden_loss(
+        (rows, head.weight, teacher, teacher_weight, live, scale), shape, head.main_grad, call
+    )
+
+
+def linear_topk_distillation_of(
+    shards: Shards,
+    name: str,
+    hidden: Tensor,
+    weight: Tensor,
+    teacher_ids: Tensor,
+    teacher_log_probs: Tensor,
+    *,
+    divergence: str,
+    beta: float,
+    temperature: float | Tensor,
+    mask: Tensor | None,
+    num_tokens: int | None,
+    vocab_size: int | None,
+    reduction: str,
+    workspace: int | None,
+) -> Tensor:
+    """Compute `linear_topk_distillation` from one of several shards of the weight; errors begin with `name`.
+
+    Everything but `hidden` is that of all tokens.
+    """
+    beta = _beta_of(name, divergence, beta)
+    check_reduction(name, reduction)
+    head = head_of(name, shards, hidden, weight, None, 0, vocab_size, workspace)
+    shape = shards.tokens(tuple(hidden.shape))
+    scale = inverse_temperature(name, temperature, shape, head.hidden)
+    live = _live(name, mask, num_tokens, shape, head.hidden)
+    _check_topk(name, head.hidden, shape, teacher_ids, teacher_log_probs, head.vocab_size, live)
+    rows = head.hidden.reshape(-1, hidden.shape[-1])
+    ids = teacher_ids.reshape(-1, teacher_ids.shape[-1])
+    log_probs = teacher_log_probs.detach().to(compute_dtype(rows.dtype)).reshape(ids.shape)
+    options = DistillationOptions(head.vocab_start, head.vocab_size, beta, head.workspace)
+    call = HeadCall(options, shards, head.wanted, reduction)
+    return _topk_loss((rows, head.weight, ids, log_probs, live, scale), shape, head.main_grad, call)
+
+
+@traced("fastmp.linear_distillation")
+def linear_distillation(
+    hidden: Tensor,
+    weight: Tensor,
+    teacher_hidden: Tensor,
+    teacher_weight: Tensor,
+    *,
+    divergence: str = "forward_kl",
+    beta: float = 0.5,
+    temperature: float | Tensor = 1.0,
+    mask: Tensor | None = None,
+    num_tokens: int | None = None,
+    vocab_size: int | None = None,
+    reduction: str = "mean",
+    workspace: int | None = None,
+) -> Tensor:
+    """Divergence of a student from a teacher, both output layers fused: no logits are materialised.
+
+    With p = softmax(hidden weight^T / temperature) and q the teacher's, in float32 (float64 for float64) from
+    logits in the dtype of hidden, or of autocast. No loss is negative, and equal logits have loss zero. The
+    teacher receives no gradient. The gradient of the weight is added to the parameter's `main_grad` if there
+    is one, as in `linear_cross_entropy`.
+
+    Args:
+        hidden: (..., H) float64, float32, bfloat16 or float16, of the student.
+        weight: (V, H) of the same dtype and device.
+        teacher_hidden: (..., H') of the same dtype and device, for the same tokens.
+        teacher_weight: (V, H') of the same dtype and device, over the same vocabulary.
+        divergence: "forward_kl", KL(q || p), covers all that the teacher does; "reverse_kl", KL(p || q),
+            avoids what it does not; "jsd", beta KL(q || m) + (1 - beta) KL(p || m) with the mixture
+            m = beta q + (1 - beta) p, the generalised Jensen-Shannon divergence.
+        beta: the teacher's share in the mixture, between 0 and 1; for "jsd" only.
+        temperature: divisor of both logits: positive, one number or one per token (...). The loss is not
+            multiplied by its square.
+        mask: (...) bool, True for tokens that count. The others have loss and gradient zero, and take no part
+            in any GEMM. The host reads a mask, and waits for the device that it lies on.
+        num_tokens: how many tokens the mask has, if the host knows; then it does not wait.
+        vocab_size: number of ids; columns from this one on are padding, with probability zero. Default V.
+        reduction: "mean" (over tokens that count), "sum" or "none". With "mean" or "sum" the forward pass
+            computes the gradients, which one backward pass consumes, for two thirds of the FLOPs; not with a
+            `main_grad`, nor in float16.
+        workspace: bytes of logits at a time, of student and teacher together, as in `linear_cross_entropy`.
+
+    Returns:
+        (...), or 0-dim if reduced; float64 for float64, else float32.
+
+    Raises:
+        ValueError: shapes, dtypes or options that do not fit.
+
+    Example:
+        hidden, weight = torch.randn(8, 16), torch.randn(64, 16, requires_grad=True)
+        teacher, teacher_weight = torch.randn(8, 32), torch.randn(64, 32)
+        linear_distillation(hidden, weight, teacher, teacher_weight, divergence="jsd").backward()
+
+    Hinton et al., 2015 (arXiv 1503.02531); Agarwal et al., "On-Policy Distillation", 2024 (2306.13649).
+    """
+    return linear_distillation_of(
+        ALONE, "linear_distillation", hidden, weight, teacher_hidden, teacher_weight, divergence=divergence,
+        beta=beta, temperature=temperature, mask=mask, num_tokens=num_tokens, vocab_size=vocab_size,
+        reduction=reduction, workspace=workspace,
+    )  # fmt: skip
+
+
+@traced("fastmp.linear_topk_distillation")
+def linear_topk_distillation(
+    hidden: Tensor,
+    weight: Tensor,
+    teacher_ids: Tensor,
+    teacher_log_probs: Tensor,
+    *,
+    divergence: str = "forward_kl",
+    beta: float = 0.5,
+    temperature: float | Tensor = 1.0,
+    mask: Tensor | None = None,
+    num_tokens: int | None = None,
+    vocab_size: int | None = None,
+    reduction: str = "mean",
+    workspace: int | None = None,
+) -> Tensor:
+    """Divergence of a student from the teacher's k likeliest tokens, and one bucket for all others.
+
+    The student's mass of the other tokens is summed over their own logits, so it keeps its precision where
+    it is small. A teacher's tail mass 1 - sum(q) of zero contributes zero to forward KL and JSD; reverse KL
+    takes it as 2^-23, what rounding leaves of it, so that the student's tail is pushed down and not divided
+    by zero.
+
+    Args:
+        hidden, weight: as in `linear_distillation`.
+        teacher_ids: (..., k) int64, distinct ids of the teacher's tokens, in any order.
+        teacher_log_probs: (..., k), their natural log-probabilities under the teacher's softmax over the
+            whole vocabulary, at the temperature of the loss. -inf is a probability of zero.
+        temperature: divisor of the student's logits: positive, one number or one per token (...).
+
+        The other options are those of `linear_distillation`, of the k + 1 buckets.
+
+    Returns:
+        (...), or 0-dim if reduced; float64 for float64, else float32.
+
+    Raises:
+        ValueError: shapes, dtypes or options that do not fit; on the CPU also ids of a token that counts
+            which are outside the vocabulary or not distinct, and log-probabilities of a mass above one.
+
+    Example:
+        hidden, weight = torch.randn(8, 16), torch.randn(64, 16, requires_grad=True)
+        log_probs, ids = torch.randn(8, 64).log_softmax(-1).topk(4)
+        linear_topk_distillation(hidden, weight, ids, log_probs).backward()
+    """
+    return linear_topk_distillation_of(
+        ALONE, "linear_topk_distillation", hidden, weight, teacher_ids, teacher_log_probs,
+        divergence=divergence, beta=beta, temperature=temperature, mask=mask, num_tokens=num_tokens,
+        vocab_size=vocab_size, reduction=reduction, workspace=workspace,
+    )  # fmt: skip

@@ -1,0 +1,326 @@
+"""Teachers of the distillation losses, and the loop over chunks of tokens that student and teacher share.
+
+A teacher compares the student's logits of a chunk with its own distribution (`losses`), and turns them into
+their gradient in place (`grad_`). `HiddenTeacher` computes logits of its own from hidden states and weight;
+`TopkTeacher` has log-probabilities of k tokens, and one bucket for the others. Between the shards of a
+vocabulary few numbers per token are all-gathered: normalisers, then parts of the divergence.
+
+N tokens, of which M count, H hidden size, V columns of this shard of the vocabulary, k tokens of the teacher.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fastmp.ops.core.registry import compute_dtype, register
+from fastmp.ops.cross_entropy_triton import real_columns
+from fastmp.ops.linear_cross_entropy_chunks import HeadGradients, LogitChunks, Shards, joined
+from fastmp.ops.linear_distillation_reference import (
+    divergence_slope,
+    divergence_terms,
+    grad_reference_,
+    loss_of,
+    sums_reference,
+)
+from fastmp.ops.linear_distillation_triton import launch_grad, launch_sums
+from fastmp.ops.linear_log_probs import merge_shards
+from fastmp.ops.live_rows import LiveRows
+
+# Least tail mass of a teacher that reverse KL divides by: what rounding leaves of 1 - sum(q) in float32.
+_LEAST_TAIL = 2.0**-23
+
+
+def _flops(logits: Tensor, beta: float, vocab_start: int, vocab_size: int, scaled: bool) -> int:
+    """Count about 16 operations a column for one KL divergence, and twice as many for a mixture."""
+    each = 16 * (1 if beta in (0, 1) else 2) + 2 * scaled
+    return logits.shape[0] * real_columns(logits.shape[1], vocab_start, vocab_size) * each
+
+
+register(
+    "distillation_sums(Tensor logits, Tensor teacher_logits, Tensor normalisers, Tensor? scale, float beta,"
+    " int vocab_start, int vocab_size) -> Tensor",
+    reference=sums_reference,
+    triton=launch_sums,
+    fake=lambda logits, *others: logits.new_empty((logits.shape[0], 2), dtype=compute_dtype(logits.dtype)),
+    flops=lambda logits, teacher, normalisers, scale, beta, start, size: _flops(
+        logits, beta, start, size, scale is not None
+    ),
+)
+register(
+    "distillation_grad_(Tensor(a!) logits, Tensor teacher_logits, Tensor normalisers, Tensor kl_p,"
+    " Tensor grad_loss, Tensor? scale, float beta, int vocab_start, int vocab_size) -> ()",
+    reference=grad_reference_,
+    triton=launch_grad,
+    fake=lambda logits, *others: None,
+    flops=lambda logits, teacher, normalisers, kl_p, grad, scale, beta, start, size: _flops(
+        logits, beta, start, size, scale is not None
+    ),
+)
+
+
+class DistillationOptions(NamedTuple):
+    """This shard, the divergence, and the bytes for logits."""
+
+    vocab_start: int
+    vocab_size: int
+    beta: float
+    workspace: int
+
+
+class Tokens(NamedTuple):
+    """The student's hidden states (N, H), and what the teacher knows of the same tokens.
+
+    teacher: hidden states (N, H') and weight (V, H'), or int64 ids and log-probabilities (N, k).
+    live: the tokens that count, int64 indices (M,) or a mask (N,); None for all.
+    scale: inverse temperatures (N,).
+    """
+
+    hidden: Tensor
+    weight: Tensor
+    teacher: tuple[Tensor, Tensor]
+    live: Tensor | None
+    scale: Tensor | None
+
+    @property
+    def by_topk(self) -> bool:
+        return not self.teacher[0].is_floating_point()
+
+    def width(self) -> int:
+        """Return how many numbers a token the forward pass keeps for the backward pass."""
+        return self.teacher[0].shape[1] + 3 if self.by_topk else 6
+
+
+class TokenRows:
+    """The rows of all tokens, or of those that count, over the shards of a vocabulary."""
+
+    def __init__(self, shards: Shards, tokens: Tokens) -> None:
+        own, live = len(tokens.hidden), tokens.live
+        self.total = shards.tokens(tuple(tokens.hidden.shape))[0]
+        # a host that reads a mask waits for the device that it lies on
+        self.live = live.nonzero()[:, 0] if live is not None and live.dtype == torch.bool else live
+        self.shards = shards if self.live is None else LiveRows(shards, self.live, self.total, own)
+
+    def select(self, rows: Tensor) -> Tensor:
+        """Return the rows of (N, ...) that count."""
+        return rows if self.live is None else rows.index_select(0, self.live)
+
+    def spread(self, rows: Tensor) -> Tensor:
+        """Undo `select`, with zeros for the tokens that do not count."""
+        if self.live is None:
+            return rows
+        return rows.new_zeros(self.total, *rows.shape[1:]).index_copy_(0, self.live, rows)
+
+    def gathered(self, stats: Tensor) -> Tensor:
+        """All-gather (M, W) numbers of all shards, and wait: (P, M, W)."""
+        found, work = self.shards.gather_stats(stats)
+        if work is not None:
+            work.wait()
+        return found
+
+
+def _stats(logits: Tensor, target: Tensor, scale: Tensor | None, options: DistillationOptions) -> Tensor:
+    """Return maximum and sum of exponentials of each row, (M, 2)."""
+    stats = torch.ops.fastmp.log_probs_stats(logits, target, scale, *options[:2], False)
+    return stats[:, :2]
+
+
+class HiddenTeacher:
+    """Teacher given by hidden states and weight; its logits of a chunk lie beside the student's."""
+
+    def __init__(self, tokens: Tokens, options: DistillationOptions, rows: TokenRows) -> None:
+        hidden, weight = tokens.teacher
+        # 1. Both halves of the workspace hold the logits of the same tokens.
+        workspace = options.workspace // 2
+        self.student = LogitChunks(rows.shards.gather_hidden(tokens.hidden), tokens.weight, None, workspace)
+        self.own = LogitChunks(rows.shards.gather_hidden(hidden), weight, None, workspace)
+        self.options, self.rows = options, rows
+        self.scale = None if tokens.scale is None else rows.select(tokens.scale)
+        self.no_target = torch.zeros(len(self.own.x), dtype=torch.int64, device=hidden.device)
+        self.current: tuple[int, Tensor] | None = None
+
+    def _logits(self, number: int) -> Tensor:
+        """Return the teacher's logits of a chunk, computed once."""
+        if self.current is None or self.current[0] != number:
+            self.current = number, self.own.logits(number)
+        return self.current[1]
+
+    def _scale(self, number: int) -> Tensor | None:
+        return None if self.scale is None else self.scale[self.own.rows[number]]
+
+    def losses(self, number: int, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the losses of a chunk, and (M, 6): four normalisers, KL(q || m) and KL(p || m)."""
+        scale, teacher_logits = self._scale(number), self._logits(number)
+        # 1. Normalisers of both, over all shards.
+        target = self.no_target[: len(logits)]
+        own = [_stats(each, target, scale, self.options) for each in (logits, teacher_logits)]
+        stats = self.rows.gathered(torch.cat(own, 1))
+        normalisers = []
+        for each in stats.split(2, -1):
+            top, _, _, total = merge_shards(each, scale)
+            normalisers += [top, total.log()]
+        # 2. The divergences of this shard's columns, and their sum over the shards.
+        kept = torch.stack(normalisers, 1)
+        sums = torch.ops.fastmp.distillation_sums(logits, teacher_logits, kept, scale, *self._place)
+        sums = self.rows.gathered(sums).sum(0)
+        return loss_of(sums, self.options.beta), torch.cat([kept, sums], 1)
+
+    def grad_(self, number: int, logits: Tensor, kept: Tensor, grad_loss: Tensor) -> None:
+        """Overwrite the student's logits of a chunk with their gradient."""
+        torch.ops.fastmp.distillation_grad_(
+            logits, self._logits(number), kept[:, :4], kept[:, 5], grad_loss, self._scale(number),
+            *self._place,
+        )  # fmt: skip
+
+    @property
+    def _place(self) -> tuple[float, int, int]:
+        return self.options.beta, self.options.vocab_start, self.options.vocab_size
+
+
+def _bucket_log_probs(log_probs: Tensor, options: DistillationOptions) -> Tensor:
+    """Return the teacher's log-probabilities (M, k) and that of all other tokens, (M, k + 1), normalised."""
+    tail = -torch.expm1(log_probs.logsumexp(1, keepdim=True))
+    least = _LEAST_TAIL if options.beta == 1 else 0.0
+    tail = tail.clamp(min=least).log()
+    if log_probs.shape[1] >= options.vocab_size:  # there are no others, whatever rounding leaves
+        tail = torch.full_like(tail, -math.inf)
+    buckets = torch.cat([log_probs, tail], 1)
+    return buckets - buckets.logsumexp(1, keepdim=True)
+
+
+class TopkTeacher:
+    """Teacher given by the log-probabilities of k tokens; all others are one bucket with the mass left over.
+
+    The student's tail is the softmax over the other columns, summed directly: 1 - sum(p) would cancel.
+    """
+
+    def __init__(self, tokens: Tokens, options: DistillationOptions, rows: TokenRows) -> None:
+        self.student = LogitChunks(
+            rows.shards.gather_hidden(tokens.hidden), tokens.weight, None, options.workspace
+        )
+        self.options, self.rows = options, rows
+        self.scale = None if tokens.scale is None else rows.select(tokens.scale)
+        self.ids, log_probs = (rows.select(each) for each in tokens.teacher)
+        self.log_q = _bucket_log_probs(log_probs, options)
+
+    def _of(self, number: int) -> tuple[Tensor, Tensor | None]:
+        rows = self.student.rows[number]
+        return self.ids[rows], None if self.scale is None else self.scale[rows]
+
+    def _columns(self, ids: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the columns of the ids (M, k), and which of them this shard has."""
+        columns = ids - self.options.vocab_start
+        real = real_columns(logits.shape[1], self.options.vocab_start, self.options.vocab_size)
+        here = (columns >= 0) & (columns < real)
+        return columns.where(here, 0), here
+
+    def losses(self, number: int, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the losses of a chunk, and (M, k + 3): slopes of the buckets, normaliser of the tail.
+
+        The logits of the teacher's tokens become -inf.
+        """
+        ids, scale = self._of(number)
+        beta = self.options.beta
+        # 1. The student's logits of the k tokens, and statistics of all others.
+        columns, here = self._columns(ids, logits)
+        chosen = logits.gather(1, columns).to(self.log_q.dtype).where(here, 0)
+        _put(logits, columns, here, torch.full_like(chosen, -math.inf))
+        stats = torch.cat([_stats(logits, ids[:, 0].contiguous(), scale, self.options), chosen], 1)
+        stats = self.rows.gathered(stats)
+        tail_top, _, _, tail_total = merge_shards(stats[..., :2], scale)
+        inside = (ids >= 0) & (ids < self.options.vocab_size)
+        log_tail, chosen = tail_total.log(), stats[..., 2:].sum(0).where(inside, math.nan)
+        # 2. Log-probabilities of the student's buckets.
+        below = chosen - tail_top[:, None]
+        buckets = torch.cat([below if scale is None else below * scale[:, None], log_tail[:, None]], 1)
+        log_p = buckets.log_softmax(1)
+        # 3. Their divergence, and its slope in each bucket.
+        log_q = self.log_q[self.student.rows[number]]
+        sums = torch.stack([terms.sum(1) for terms in divergence_terms(log_p, log_q, beta)], 1)
+        slope = divergence_slope(log_p, log_q, sums[:, 1:], beta)
+        log_tail = log_tail.masked_fill(log_tail == -math.inf, 0)
+        return loss_of(sums, beta), torch.cat([slope, tail_top[:, None], log_tail[:, None]], 1)
+
+    def grad_(self, number: int, logits: Tensor, kept: Tensor, grad_loss: Tensor) -> None:
+        """Overwrite the student's logits of a chunk with their gradient."""
+        ids, scale = self._of(number)
+        slope = kept[:, :-2] * grad_loss[:, None]
+        # 1. Of the tail: its slope, in the proportions of a softmax.
+        torch.ops.fastmp.log_probs_grad_(
+            logits, ids[:, 0].contiguous(), kept[:, -2], kept[:, -1], -slope[:, -1], None, None, scale,
+            *self.options[:2], -1,
+        )  # fmt: skip
+        # 2. Of the teacher's tokens.
+        slope = slope[:, :-1] if scale is None else slope[:, :-1] * scale[:, None]
+        _put(logits, *self._columns(ids, logits), slope)
+
+
+def _put(logits: Tensor, columns: Tensor, here: Tensor, values: Tensor) -> None:
+    """Write values (M, k) to those of the columns of each row that this shard has.
+
+    The others repeat the first one that it has, or the row's first logit: a scatter has a fixed shape, and
+    equal values may be written in any order.
+    """
+    if not logits.shape[1]:
+        return
+    first = here.to(torch.int8).argmax(1, keepdim=True)
+    some = here.any(1, keepdim=True)
+    values = values.to(logits.dtype)
+    default = values.gather(1, first).where(some, logits[:, :1])
+    columns = columns.where(here, columns.gather(1, first))
+    logits.scatter_(1, columns, values.where(here, default))
+
+
+Teacher = HiddenTeacher | TopkTeacher
+
+
+def _teacher(tokens: Tokens, options: DistillationOptions, rows: TokenRows) -> Teacher:
+    return (TopkTeacher if tokens.by_topk else HiddenTeacher)(tokens, options, rows)
+
+
+def make_losses(tokens: Tokens, options: DistillationOptions, shards: Shards) -> tuple[Tensor, Tensor]:
+    """Return the losses (N,), and numbers (N, W) of each token for the backward pass."""
+    rows = TokenRows(shards, tokens)
+    teacher = _teacher(tokens, options, rows)
+    chunks = teacher.student
+    found = [teacher.losses(number, chunks.logits(number)) for number in range(len(chunks.rows))]
+    losses, kept = zip(*found, strict=True)
+    return rows.spread(joined([*losses])), rows.spread(joined([*kept]))
+
+
+def make_gradients(
+    tokens: Tokens, main_grad: Tensor | None, kept: Tensor, grad_loss: Tensor, options: DistillationOptions,
+    shards: Shards, wanted: tuple[bool, bool],
+) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
+    """Return the gradients of hidden states and weight from the upstream gradient of each loss, (N,)."""
+    rows = TokenRows(shards, tokens)
+    teacher = _teacher(tokens, options, rows)
+    chunks, kept, grad_loss = teacher.student, rows.select(kept), rows.select(grad_loss)
+    gradients = HeadGradients(chunks, rows.shards, wanted, main_grad)
+    for number, part in enumerate(chunks.rows):
+        logits = chunks.logits(number)
+        teacher.grad_(number, logits, kept[part], grad_loss[part])
+        gradients.add(number, logits)
+    return gradients.results()[:2]
+
+
+def make_both(
+    tokens: Tokens, grad_loss: Tensor, options: DistillationOptions, shards: Shards,
+    wanted: tuple[bool, bool],
+) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
+    """Return the losses (N,), and the gradients of hidden states and weight, from logits computed once."""
+    rows = TokenRows(shards, tokens)
+    teacher = _teacher(tokens, options, rows)
+    chunks, grad_loss = teacher.student, rows.select(grad_loss)
+    gradients = HeadGradients(chunks, rows.shards, wanted, None)
+    losses = []
+    for number, part in enumerate(chunks.rows):
+        logits = chunks.logits(number)
+        loss, kept = teacher.losses(number, logits)
+        teacher.grad_(number, logits, kept, grad_loss[part])
+        gradients.add(number, logits)
+        losses.append(loss)
+    return rows.spread(joined(losses)), *gradients.results()[:2]
