@@ -80,7 +80,7 @@ class Expected:
     least_us: float = 0.0
 
 
-def _gemm(x: Tensor, w: Tensor, *rest: Any, gated: bool = False, overlapped: bool = True) -> float:
+def _gemm(x: Tensor, w: Tensor, *rest: Any, gated: bool = False) -> float:
     """Return the share of grouped GEMMs, by the rows of an expert, the tile, and how long a sum is (K).
 
     A multiprocessor of Hopper multiplies 2048 pairs of numbers a cycle. A tile costs some cycles outside of
@@ -95,14 +95,8 @@ def _gemm(x: Tensor, w: Tensor, *rest: Any, gated: bool = False, overlapped: boo
     tile = gemm_tiles(row_class(ROW_CLASSES, len(x), len(w)), columns, num_terms, 2, _ARCH, gated)
     each_step = tile.block_m * tile.block_n * (1 + gated) * tile.block_k / 2048
     cycles = each_step * -(-num_terms // tile.block_k)
-    overlapped = overlapped and overlaps_tiles(_ARCH, "silu" if gated else "none", gated, False)
-    outside = _OVERLAPPED if overlapped else _EXPOSED
+    outside = _OVERLAPPED if overlaps_tiles(_ARCH, "silu" if gated else "none", gated, False) else _EXPOSED
     return 0.84 * cycles / (cycles + outside)
-
-
-def _lora(x: Tensor, w: Tensor, bias: Any, low: Tensor, *rest: Any) -> float:
-    """Return the share of grouped GEMMs with LoRA, whose next tile is not loaded while one is stored."""
-    return _gemm(x, w, overlapped=False)
 
 
 def _fp8(q: Tensor, s: Tensor, w: Tensor, *rest: Any) -> float:
@@ -197,7 +191,7 @@ EXPECTED = {
     "grouped_mm": Expected(_gemm),
     "grouped_mm_bias": Expected(_gemm),
     "grouped_mm_fp8": Expected(_fp8),
-    "grouped_mm_lora": Expected(_lora),
+    "grouped_mm_lora": Expected(_gemm),
     "grouped_mm_wgrad": Expected(_weight_gradient),
     "grouped_mm_wgrad_": Expected(lambda total, *rest: _weight_gradient(*rest, added=True)),
     "latent_norm_rope": Expected(0.9),  # the parts of rms_norm and rope, in one launch

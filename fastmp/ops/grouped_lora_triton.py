@@ -40,12 +40,13 @@ from fastmp.ops.grouped_mm_tiles import ROW_CLASSES, TileConfig, row_class
 from fastmp.ops.grouped_mm_triton import expert_ends, load_block, load_weight, place_of
 
 _BLOCK_R = 64  # most terms of LoRA in a step
+_FLAT_R = 32  # and next to the operands of the next tile in shared memory
 
 
 @limits(
     n_vectors=MAX_SIZE, k_vectors=MAX_SIZE, r_vectors=MAX_SIZE, num_experts=MAX_EXPERTS, num_rows=MAX_COUNT,
-    programs=MAX_WALKING, lengths=MAX_COUNT, tiles=MAX_COUNT, group=MAX_SIZE, first_m=MAX_COUNT,
-    first_n=16 * MAX_SIZE,
+    programs=MAX_WALKING, lengths=MAX_COUNT, tiles=MAX_COUNT, owned=MAX_COUNT, turns=MAX_COUNT,
+    group=MAX_SIZE, first_m=MAX_COUNT, first_n=16 * MAX_SIZE,
 )  # fmt: skip
 @jit
 def grouped_lora_kernel(
@@ -58,10 +59,11 @@ def grouped_lora_kernel(
     y,  # (M, N)
     num_rows, num_experts, n_vectors, k_vectors, x_pitch, w_jump, w_pitch, r_vectors, low_pitch, v_jump,
     v_pitch,
-    HAS_BIAS: tl.constexpr, TRANSPOSED: tl.constexpr, V_TRANSPOSED: tl.constexpr, TMA: tl.constexpr,
-    COMPUTE: tl.constexpr, N_VECTOR: tl.constexpr, K_VECTOR: tl.constexpr, W_VECTOR: tl.constexpr,
-    R_VECTOR: tl.constexpr, V_VECTOR: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, GROUP: tl.constexpr,
+    HAS_BIAS: tl.constexpr, TRANSPOSED: tl.constexpr, V_TRANSPOSED: tl.constexpr, FLAT: tl.constexpr,
+    TMA: tl.constexpr, COMPUTE: tl.constexpr, N_VECTOR: tl.constexpr, K_VECTOR: tl.constexpr,
+    W_VECTOR: tl.constexpr, R_VECTOR: tl.constexpr, V_VECTOR: tl.constexpr, BLOCK_E: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr,
+    GROUP: tl.constexpr,
 ):  # fmt: skip
     """Store y = x w[e]^T + low v[e]^T + bias[e]. Vectors: see `grouped_mm_kernel`."""
     num_n, num_k, num_r = n_vectors * N_VECTOR, k_vectors * K_VECTOR, r_vectors * R_VECTOR
@@ -73,42 +75,91 @@ def grouped_lora_kernel(
     lengths = ends - starts
     tiles = tl.cdiv(lengths, BLOCK_M) * tiles_n
     last_tiles = tl.cumsum(tiles, 0)
-    num_tiles = tl.max(last_tiles, 0)
-    for tile in range(tl.program_id(0), num_tiles, tl.num_programs(0)):
-        expert, end, first_m, first_n = place_of(
-            tile, experts, ends, last_tiles, tiles_n, BLOCK_M, BLOCK_N, GROUP
-        )
-        rows = first_m + tl.arange(0, BLOCK_M)
-        owned = expert < num_experts  # rows of no expert have no terms
-        # 2. Accumulate over K in steps of BLOCK_K.
+    steps = tl.cdiv(num_k, BLOCK_K)
+    pid, programs, num_tiles = tl.program_id(0), tl.num_programs(0), tl.max(last_tiles, 0)
+    first_tile = pid
+    if FLAT:
+        # 2. One loop over the K steps of all tiles of experts, see `grouped_mm_kernel`. A tile's last step
+        # adds the terms of LoRA, at most BLOCK_R, while the next tile is loaded.
+        owned = tl.sum(tl.where(experts < num_experts, tiles, 0), 0)
+        turns = tl.cdiv(tl.maximum(owned - pid, 0), programs) * steps
+        tile, step = pid - programs, steps - 1
+        expert, end, first_m, first_n = 0, 0, 0, 0
         acc = tl.zeros([BLOCK_M, BLOCK_N], COMPUTE)
-        for step in range(0, tl.where(owned, tl.cdiv(num_k, BLOCK_K), 0)):
+        for _ in range(0, turns):
+            step = tl.where(step == steps - 1, 0, step + 1)
+            if step == 0:
+                tile += programs
+                expert, end, first_m, first_n = place_of(
+                    tile, experts, ends, last_tiles, tiles_n, BLOCK_M, BLOCK_N, GROUP
+                )
             first_k = step * BLOCK_K
-            if TMA:
-                a = x.load([first_m, first_k])
-            else:
-                ks = first_k + tl.arange(0, BLOCK_K)
-                a = load_block(x, rows[:, None], ks[None, :], end, num_k, x_pitch, K_VECTOR)
+            a = x.load([first_m, first_k])
             b = load_weight(
                 w, expert, first_n, first_k, num_n, num_k, w_jump, w_pitch, TMA, TRANSPOSED, W_VECTOR,
                 BLOCK_N, BLOCK_K,
             )  # fmt: skip
             acc = tl.dot(a, b, acc, input_precision="ieee", out_dtype=COMPUTE)
-        # 3. Continue with the terms of LoRA, mostly one step.
-        for step in tl.range(0, tl.where(owned, tl.cdiv(num_r, BLOCK_R), 0), num_stages=1):
-            first_r = step * BLOCK_R
-            rs = first_r + tl.arange(0, BLOCK_R)
-            a = load_block(low, rows[:, None], rs[None, :], end, num_r, low_pitch, R_VECTOR)
-            b = load_weight(
-                v, expert, first_n, first_r, num_n, num_r, v_jump, v_pitch, False, V_TRANSPOSED, V_VECTOR,
-                BLOCK_N, BLOCK_R,
-            )  # fmt: skip
-            acc = tl.dot(a, b, acc, input_precision="ieee", out_dtype=COMPUTE)
-        # 4. Epilogue: add the bias; only rows of this expert are stored.
+            if step == steps - 1:
+                rows = first_m + tl.arange(0, BLOCK_M)
+                rs = tl.arange(0, BLOCK_R)
+                terms = load_block(low, rows[:, None], rs[None, :], end, num_r, low_pitch, R_VECTOR)
+                factor = load_weight(
+                    v, expert, first_n, 0, num_n, num_r, v_jump, v_pitch, False, V_TRANSPOSED, V_VECTOR,
+                    BLOCK_N, BLOCK_R,
+                )  # fmt: skip
+                acc = tl.dot(terms, factor, acc, input_precision="ieee", out_dtype=COMPUTE)
+                store_parts(
+                    y, None, bias, expert, num_experts, acc, acc, rows, end, first_n, num_n, "none", False,
+                    False, HAS_BIAS, BLOCK_M, BLOCK_N, 1,
+                )  # fmt: skip
+                acc = tl.zeros([BLOCK_M, BLOCK_N], COMPUTE)
+        first_tile = owned + pid
+    # 3. One tile after another. With FLAT only tiles of rows of no expert are left, which have no terms.
+    for tile in range(first_tile, num_tiles, programs):
+        expert, end, first_m, first_n = place_of(
+            tile, experts, ends, last_tiles, tiles_n, BLOCK_M, BLOCK_N, GROUP
+        )
+        rows = first_m + tl.arange(0, BLOCK_M)
+        has_terms = expert < num_experts
+        # 3a. Accumulate over K in steps of BLOCK_K.
+        acc = tl.zeros([BLOCK_M, BLOCK_N], COMPUTE)
+        if not FLAT:
+            for step in range(0, tl.where(has_terms, steps, 0)):
+                first_k = step * BLOCK_K
+                if TMA:
+                    a = x.load([first_m, first_k])
+                else:
+                    ks = first_k + tl.arange(0, BLOCK_K)
+                    a = load_block(x, rows[:, None], ks[None, :], end, num_k, x_pitch, K_VECTOR)
+                b = load_weight(
+                    w, expert, first_n, first_k, num_n, num_k, w_jump, w_pitch, TMA, TRANSPOSED, W_VECTOR,
+                    BLOCK_N, BLOCK_K,
+                )  # fmt: skip
+                acc = tl.dot(a, b, acc, input_precision="ieee", out_dtype=COMPUTE)
+            # 3b. Continue with the terms of LoRA, mostly one step.
+            for step in tl.range(0, tl.where(has_terms, tl.cdiv(num_r, BLOCK_R), 0), num_stages=1):
+                first_r = step * BLOCK_R
+                rs = first_r + tl.arange(0, BLOCK_R)
+                a = load_block(low, rows[:, None], rs[None, :], end, num_r, low_pitch, R_VECTOR)
+                b = load_weight(
+                    v, expert, first_n, first_r, num_n, num_r, v_jump, v_pitch, False, V_TRANSPOSED, V_VECTOR,
+                    BLOCK_N, BLOCK_R,
+                )  # fmt: skip
+                acc = tl.dot(a, b, acc, input_precision="ieee", out_dtype=COMPUTE)
+        # 3c. Epilogue: add the bias; only rows of this expert are stored.
         store_parts(
             y, None, bias, expert, num_experts, acc, acc, rows, end, first_n, num_n, "none", False, False,
             HAS_BIAS, BLOCK_M, BLOCK_N, 1,
         )  # fmt: skip
+
+
+def overlaps_lora(arch: int, r: int) -> bool:
+    """Return True if a GEMM that loads the next tile while it stores this one can add r terms of LoRA there.
+
+    Triton 3.6 fails to compile a GEMM inside of a branch for Blackwell.
+    """
+    return arch < 100 and r <= _FLAT_R
 
 
 class LoraPlan(NamedTuple):
@@ -134,7 +185,8 @@ def _plan(r: int, v_strides: tuple[int, ...], v_transposed: bool, *fields: Any) 
     ours = set(grouped_lora_kernel.arg_names) | {"num_warps", "num_stages"}
     constants = {name: value for name, value in gemm.constants.items() if name in ours}
     constants |= {
-        "V_TRANSPOSED": v_transposed, "R_VECTOR": r_vector, "V_VECTOR": v_vector,
+        "FLAT": constants["FLAT"] and overlaps_lora(desc.arch, r), "V_TRANSPOSED": v_transposed,
+        "R_VECTOR": r_vector, "V_VECTOR": v_vector,
         "BLOCK_R": min(_BLOCK_R, max(16, next_power_of_2(max(r, 1)))),
     }  # fmt: skip
     return LoraPlan(gemm.tile, gemm.num_tiles, gemm.programs_per_sm, (*gemm.sizes, *sizes), constants)
@@ -158,12 +210,16 @@ def launch(
     check_count("grouped_mm_lora", "rows", num_rows)
     tiles *= cdiv(num_rows, tile.block_m) + w_shape[0]
     check_count("grouped_mm_lora", "tiles", tiles)
+    programs = num_programs(y, tiles, programs)
+    check_count(
+        "grouped_mm_lora", "steps of a program", cdiv(tiles, programs) * cdiv(x.shape[1], tile.block_k)
+    )
     if constants["TMA"]:
         x = descriptor(x, x.shape, x_strides, tile.block_m, tile.block_k)
         w_block = (tile.block_k, tile.block_n) if transposed else (tile.block_n, tile.block_k)
         w = descriptor(w, w_shape, w_strides, 1, *w_block)
     launcher.launch(
-        grouped_lora_kernel, num_programs(y, tiles, programs),
+        grouped_lora_kernel, programs,
         (
             x, w, None if bias is None else bias.contiguous(), low, v, offsets.contiguous(), y, num_rows,
             *sizes,

@@ -74,8 +74,12 @@ def test_shapes(n_k_r):
         check(arguments)
 
 
-def test_by_descriptors(monkeypatch):
-    """As on a GPU that has a TMA unit: x and w come through descriptors, the terms of LoRA do not."""
+@pytest.mark.parametrize("r", [12, *full([40])])
+def test_by_descriptors(r, monkeypatch):
+    """As on a GPU that has a TMA unit: x and w come through descriptors, the terms of LoRA do not.
+
+    Three programs walk over all tiles, in one loop for a rank of at most 32.
+    """
     seen, describe = [], kernels.descriptor
 
     def described(tensor, *arguments):
@@ -84,7 +88,8 @@ def test_by_descriptors(monkeypatch):
 
     monkeypatch.setattr(launcher, "architecture_elsewhere", 90)
     monkeypatch.setattr(kernels, "descriptor", described)
-    for arguments in calls([3, 0, 40, 21], 5, 48, 32, 12, torch.float16):
+    monkeypatch.setattr(kernels, "num_programs", lambda tensor, tiles, each: min(tiles, 3))
+    for arguments in calls([3, 0, 40, 21, 33], 5, 48, 32, r, torch.float16):
         check(arguments)
         x, w = arguments[:2]
         assert seen == [tuple(x.shape), tuple(w.shape)]

@@ -272,6 +272,19 @@ def _grouped_lora(rows, r, t, wide, *, transposed=False, bias=False):
 
 
 @_case
+def _lora_factor(r, t, wide, *, transposed=False):
+    """x a^T, or dy b if transposed: as many columns as the rank."""
+    columns, shape = (N, (EXPERTS, N, r)) if transposed else (K, (EXPERTS, r, K))
+    return "grouped_mm", (t(ROWS_EACH["large"] * EXPERTS, columns), t(*shape), _offsets(t), transposed)
+
+
+@_case
+def _lora_wgrad(r, t, wide, *, of_a=False):
+    m = ROWS_EACH["large"] * EXPERTS
+    return "grouped_mm_wgrad", (t(m, r if of_a else N), t(m, K if of_a else r), _offsets(t))
+
+
+@_case
 def _grouped_mlp_in(form, gated, rows, t, wide):
     x = t(ROWS_EACH[rows] * EXPERTS, K)
     return "grouped_mlp_in", (x, t(EXPERTS, N, K), t(EXPERTS, N), _offsets(t), form, gated, True)
@@ -486,6 +499,11 @@ CASES = {
     "grouped lora large bias": _grouped_lora("large", 64, ANY, bias=True),
     "grouped lora large transposed": _grouped_lora("large", 16, ANY, transposed=True),
     "grouped lora odd rank": _grouped_lora("large", 12, ANY),
+    "grouped lora rank 32": _grouped_lora("large", 32, ANY),
+    "grouped lora a": _lora_factor(16, ANY),
+    "grouped lora b": _lora_factor(16, ANY, transposed=True),
+    "grouped lora wgrad a": _lora_wgrad(64, ANY, of_a=True),
+    "grouped lora wgrad b": _lora_wgrad(64, ANY),
     "grouped swiglu fine": _grouped_mlp_in("silu", True, "fine", ANY),
     "grouped swiglu large": _grouped_mlp_in("silu", True, "large", ANY),
     "grouped geglu fine": _grouped_mlp_in("gelu", True, "fine", ANY),

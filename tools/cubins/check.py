@@ -16,6 +16,7 @@ import torch
 from fastmp.ops import grouped_mm_tiles
 from fastmp.ops.core import _triton, launcher
 from fastmp.ops.core.registry import compute_dtype
+from fastmp.ops.grouped_lora_triton import overlaps_lora
 from fastmp.ops.grouped_mm_tiles import overlaps_tiles
 from tools.cubins.accesses import accesses, unordered
 from tools.cubins.cases import CASES, WIDE
@@ -152,11 +153,12 @@ def broken_gemm(launch: Launch, *, narrow: bool, apart: bool) -> Iterator[str]:
 def _not_overlapped(launch: Launch) -> Iterator[str]:
     """Yield the reasons why a grouped GEMM does not load its next tile during the epilogue."""
     flat, code = launch.constants["FLAT"], launch.ttgir.splitlines()
-    form, gated, has_bias, transposed = (
-        launch.constants[name] for name in ("FORM", "GATED", "HAS_BIAS", "TRANSPOSED")
-    )
+    has_bias, transposed = launch.constants["HAS_BIAS"], launch.constants["TRANSPOSED"]
+    form, gated = launch.constants.get("FORM", "none"), launch.constants.get("GATED", False)
     rule = overlaps_tiles(launch.arch, form, gated, has_bias and transposed)
     expected = launch.constants["TMA"] and rule
+    if launch.kernel == "grouped_lora_kernel":
+        expected = expected and overlaps_lora(launch.arch, launch.constants["BLOCK_R"])
     if flat != expected:
         yield f"{'flattened' if flat else 'not flattened'}, unlike the rule of `overlaps_tiles`"
     if not flat:
@@ -170,7 +172,7 @@ def _not_overlapped(launch: Launch) -> Iterator[str]:
     nested = any("scf.for" in line for line in code[start + 1 : end])
     if nested or not loads or not stores or max(loads) > min(stores):
         yield "the next tile's loads are not issued before the store of this one"
-    wide = launch.constants["BLOCK_M"] >= 64 and not launch.constants["GATED"]
+    wide = launch.constants["BLOCK_M"] >= 64 and not gated
     if launch.arch == 90 and wide and not any("pendings = 1" in line for line in code[start:end]):
         yield "no wgmma stays in flight over a step"
 
