@@ -1,7 +1,7 @@
 """Distillation from hidden states, the mean over tokens, beside full logits and chunks of them.
 
 Plain torch makes all logits of both models and casts them to float32. "torch in chunks" is what Liger's
-chunked losses do, in plain torch: the loss and the gradients of 1024 tokens at a time by autograd, with the
+chunked losses do, in plain torch: the loss and the gradients of some tokens at a time by autograd, with the
 gradients summed. On a GPU Liger's own fused JSD runs, too. `python -m benchmarks.bench_linear_distillation`
 prints processor time and memory at a large vocabulary, on a CPU: the table of docs/how-to/distillation.md.
 """
@@ -24,7 +24,8 @@ from fastmp.ops import linear_distillation, linear_topk_distillation
 from fastmp.ops.core.registry import compute_dtype
 
 CHUNKED = "torch in chunks"
-TEMPERATURE, CHUNK, TOP_K = 2.0, 1024, 64
+TEMPERATURE, TOP_K = 2.0, 64
+CHUNK = {"cpu": 128, "cuda": 1024}  # tokens
 
 
 def _log_probs(x: Tensor, weight: Tensor) -> Tensor:
@@ -59,8 +60,9 @@ class _InChunks(torch.autograd.Function):
     ) -> Tensor:
         dx, dweight = torch.empty_like(x), torch.zeros_like(weight)
         total = x.new_zeros((), dtype=compute_dtype(x.dtype))
-        for start in range(0, len(x), CHUNK):
-            rows = slice(start, start + CHUNK)
+        size = CHUNK[x.device.type]
+        for start in range(0, len(x), size):
+            rows = slice(start, start + size)
             with torch.enable_grad():
                 part, head = x[rows].detach().requires_grad_(), weight.detach().requires_grad_()
                 value = loss(part, head, rows) / len(x)
@@ -96,7 +98,7 @@ def linear_distillation_case(
     if topk:
         parts = [
             _log_probs(y[rows], teacher).topk(min(TOP_K, vocab // 2))
-            for rows in torch.arange(tokens).split(CHUNK)
+            for rows in torch.arange(tokens).split(CHUNK[x.device.type])
         ]
         log_q, ids = (torch.cat(each) for each in zip(*parts, strict=True))
         tail = (-torch.expm1(log_q.logsumexp(-1, keepdim=True))).log()
@@ -185,7 +187,7 @@ def main() -> None:
         ("reverse_kl", True),
     ):
         for dtype in (torch.float32, torch.bfloat16):
-            shape = 1536, 128, 256, 128256
+            shape = 512, 256, 512, 128256
             case = linear_distillation_case(*shape, dtype, "cpu", divergence=divergence, topk=topk)
             calls = {rival: case.both(rival) for rival in (EAGER, CHUNKED, OURS)}
             times = in_turn({rival: partial(cpu_ms, call) for rival, call in calls.items()}, rounds=3)

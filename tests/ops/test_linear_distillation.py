@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.measure import extra_bytes
@@ -211,6 +212,23 @@ def test_ignored_tokens_cost_no_rows_of_a_gemm(topk, reduction):
             n for op, n in counts.items() if "distillation" not in str(op) and "log_probs" not in str(op)
         )
         assert gemms == (times + 2) * student + times * of_teacher
+
+
+@BOTH
+@pytest.mark.parametrize("counted", (False, True), ids=("mask", "mask and number"))
+def test_compiles_with_a_mask_of_any_number_of_tokens(topk, counted):
+    """One graph for the first number, one for all others; the forward pass computes the gradients."""
+    call, hidden, weight, teacher, mask = problem(topk)
+    torch.compiler.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(call, fullgraph=True, backend=counter)
+    for live in (mask, ~mask, mask | (torch.arange(22).view(11, 2) < 9)):
+        number = {"num_tokens": int(live.sum())} if counted else {}
+        pair = [f(hidden, weight, *teacher, mask=live, **number) for f in (compiled, call)]
+        assert torch.equal(*pair)
+        ours, want = (torch.autograd.grad(loss, (hidden, weight)) for loss in pair)
+        assert all(map(torch.equal, ours, want))
+    assert counter.frame_count <= 2
 
 
 @BOTH
