@@ -61,7 +61,7 @@ test-ci:
 # All there is, with those against transformers and under other launchers; Lightning's where it is installed.
 test-full:
 	@rm -f tests/results/full.json
-	$(call run_tests,test hf launchers docs,--exhaustive --record tests/results/full.json)
+	$(call run_tests,test hf trl launchers docs,--exhaustive --record tests/results/full.json)
 
 # All that needs no GPU, in an environment with the oldest torch that is supported, which is one with CUDA, and
 # Python 3.12 if it is there (PYTHON_OLDEST); CUDA C++ is compiled where nvcc is. 7 GB.

@@ -262,6 +262,11 @@ def _agreed_plan(
                 f"accelerate: expected the transformers model with a group, got a {type(model).__name__}; "
                 "accelerate the model before wrapping it"
             )
+        if options is not None and pretrained is not model and not hasattr(model, "peft_config"):
+            raise ValueError(
+                "accelerate: expected the transformers model or a PEFT model with a mesh, got a "
+                f"{type(model).__name__}; accelerate the model before wrapping it"
+            )
         recipe = fp8_modules.recipe_of(precision, pretrained)
         if recipe is not None and (group is not None or options is not None):
             raise ValueError(

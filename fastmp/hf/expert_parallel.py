@@ -38,8 +38,11 @@ from fastmp.hf import experts_interface
 from fastmp.hf.mesh import dense_mesh, is_replicated, own_class
 from fastmp.hf.mesh_saving import save_pretrained, trainable_state_dict
 from fastmp.hf.patches import ModulePatch, patched_class
+from fastmp.nn.moe.dispatchers.dispatcher import Dispatcher
 from fastmp.nn.moe.dispatchers.factory import make_dispatcher
 from fastmp.ops.core.registry import compute_dtype
+
+_FSDP_OPTIONS = {"mp_policy", "offload_policy", "reshard_after_forward"}  # of `fully_shard`
 
 
 class DispatchedExperts(ModulePatch):
@@ -131,19 +134,19 @@ class MeshPlan:
 
     Args:
         options: the arguments of `fastmp.accelerate`.
-        experts: the modules of experts.
+        experts: the modules of experts, and their dispatchers.
         units: the modules outside of experts that FSDP2 shards, in this order; empty: the user shards them.
     """
 
     options: MeshOptions
-    experts: tuple[Any, ...]
+    experts: tuple[tuple[Any, Dispatcher[Any, Any]], ...]
     units: tuple[nn.Module, ...]
 
     def rows(self) -> Iterator[tuple[str, int, str]]:
         """Yield (class, number of modules, their sharding) for the table of `accelerate`."""
         mesh = self.options.mesh
         ep, ranks = mesh["ep"].size(), mesh["dp_shard"].size()
-        yield type(self.experts[0]).__name__, len(self.experts), f"experts over {ep}, FSDP2 over {ranks}"
+        yield type(self.experts[0][0]).__name__, len(self.experts), f"experts over {ep}, FSDP2 over {ranks}"
         for name, count in Counter(own_class(unit).__name__ for unit in self.units).items():
             yield name, count, f"FSDP2 over {ep * ranks}"
 
@@ -157,8 +160,13 @@ def plan_mesh(model: Any, experts: type | None, options: MeshOptions) -> MeshPla
         options: the arguments of `fastmp.accelerate`.
 
     Raises:
-        ValueError: a model without experts, experts that ep does not divide, or that are sharded already.
+        ValueError: a model without experts, experts that ep does not divide, or that are sharded already; an
+            unknown dispatcher, or one that cannot be here; an option of `fully_shard` that is taken.
     """
+    if others := sorted(options.fsdp.keys() - _FSDP_OPTIONS):
+        raise ValueError(
+            f"accelerate: fsdp has {', '.join(others)}; expected some of {', '.join(sorted(_FSDP_OPTIONS))}"
+        )
     name, ep = type(model).__name__, options.mesh["ep"].size()
     found: dict[str, Any] = {
         where: module for where, module in model.named_modules() if type(module) is experts
@@ -179,6 +187,14 @@ def plan_mesh(model: Any, experts: type | None, options: MeshOptions) -> MeshPla
                 f"accelerate: the experts of {where} are sharded already; leave them out with fully_shard("
                 "layer, ..., ignored_params=set(expert_parameters(model))), and accelerate shards them"
             )
+    groups, dispatchers = _groups(options.mesh), []
+    for module in found.values():
+        moe = MoEConfig(
+            num_experts=module.num_experts,
+            top_k=model.config.num_experts_per_tok,
+            dispatcher=options.dispatcher,
+        )
+        dispatchers.append(make_dispatcher(moe, groups))
     units: list[nn.Module] = []
     if options.shard_dense and not any(isinstance(module, FSDPModule) for module in model.modules()):
         layers = set(model._no_split_modules)
@@ -187,7 +203,7 @@ def plan_mesh(model: Any, experts: type | None, options: MeshOptions) -> MeshPla
         if head is not None and head.weight is not embedding.weight:
             units.append(embedding)  # its weight is not needed until the head, as a tied one is
         units.append(model)
-    return MeshPlan(options, tuple(found.values()), tuple(units))
+    return MeshPlan(options, tuple(zip(found.values(), dispatchers)), tuple(units))
 
 
 def expert_parameters(model: nn.Module) -> Iterator[nn.Parameter]:
@@ -204,7 +220,7 @@ def expert_parameters(model: nn.Module) -> Iterator[nn.Parameter]:
         >>> fastmp.accelerate(model, mesh=mesh)
     """
     for module in model.modules():
-        if hasattr(module, "num_experts") and hasattr(module, "down_proj"):
+        if "num_experts" in vars(module) and "down_proj" in module._parameters:
             yield from module.parameters()
 
 
@@ -230,13 +246,12 @@ def shard_over_mesh(model: Any, plan: MeshPlan, around: Any) -> None:
     if around is not model and hasattr(around, "peft_config"):
         around.__class__ = patched_class(type(around), MeshAdapters)
     mesh, options = plan.options.mesh, plan.options.fsdp
-    groups = _groups(mesh)
     over = mesh["dp_replicate", "dp_shard"] if is_replicated(mesh) else mesh["dp_shard"]
-    for module in plan.experts:
+    for module, dispatcher in plan.experts:
         # 1. Experts of this ep rank, and their dispatcher.
         _shard_experts(module, mesh["ep"])
         module.__class__ = patched_class(type(module), DispatchedExperts)
-        module.dispatcher = make_dispatcher(_moe_config(model, module, plan.options.dispatcher), groups)
+        module.dispatcher = dispatcher
         # 2. FSDP2 over dp_shard. It takes the mean over its ranks of gradients, each a sum over an ep group.
         fully_shard(module, mesh=over, shard_placement_fn=_placement(module, mesh), **options)
         module.set_all_reduce_hook(functools.partial(_divide_, mesh["ep"].size()))
@@ -285,11 +300,6 @@ def _groups(mesh: DeviceMesh) -> ParallelGroups:
     return ParallelGroups(
         grid=grid, rank=group.rank(), ep=group, etp_ep=group, exchange=exchange, deepep=DeepEPBuffer(group)
     )
-
-
-def _moe_config(model: Any, module: Any, dispatcher: str) -> MoEConfig:
-    top_k = model.config.num_experts_per_tok
-    return MoEConfig(num_experts=module.num_experts, top_k=top_k, dispatcher=dispatcher)
 
 
 def _describe(model: Any, mesh: DeviceMesh) -> None:

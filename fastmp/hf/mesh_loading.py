@@ -17,7 +17,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from fastmp.hf.acceleration import accelerate
-from fastmp.hf.config_json import quantization_of
+from fastmp.hf.config_json import Quantization, quantization_of
+from fastmp.hf.families import ACCELERATIONS
 from fastmp.hf.mesh import all_ranks, check_mesh
 from fastmp.hf.mesh_tensors import file_mappings, local_chunk, saved_tensors
 from fastmp.hf.quantized import find_quantized
@@ -56,28 +57,28 @@ def from_pretrained(
     """
     path = Path(directory)
     check_mesh(mesh, None)
-    error = None
+    ranks, error = all_ranks(mesh), None
     # 1. Read the headers of files and make the model without its parameters.
     try:
-        content, stored = read_config(path), stored_tensors(path)
+        content = read_config(path)
+        if content.get("model_type") not in ACCELERATIONS:
+            raise ValueError(
+                f"{path}: model_type {content.get('model_type')!r} is not supported; expected one of "
+                f"{', '.join(ACCELERATIONS)}"
+            )
         model = _on_meta(path, dtype)
-        sources = {
-            name: list(_stored_in(model, path, content, stored, name)) for name in saved_tensors(model)
-        }
-        _check_all_used(model, path, stored, sources)
+        sources = _sources(model, path, quantization_of(content))
     except ValueError as found:
         error = found
-    agree(nn.Module(), all_ranks(mesh), error)
+    agree(nn.Module(), ranks, error)
     # 2. Shard it.
     accelerate(model, mesh=mesh, **options)
     # 3. Read this rank's part of each tensor.
-    device = torch.device(mesh.device_type)
-    for name, tensor in saved_tensors(model).items():
-        local, chunk = local_chunk(tensor)
-        own = torch.empty(local.shape, dtype=local.dtype)
-        for source in sources[name]:
-            source.read(chunk, own)
-        _set(model, tensor, own.to(device))
+    try:
+        _fill(model, sources, torch.device(mesh.device_type))
+    except (ValueError, OSError) as found:
+        error = ValueError(str(found))
+    agree(nn.Module(), ranks, error)
     return model.eval()
 
 
@@ -108,24 +109,31 @@ def _parameters_on_meta() -> Iterator[None]:
         nn.Module.register_parameter = register  # type: ignore[method-assign]
 
 
-def _set(model: nn.Module, tensor: Tensor, local: Tensor) -> None:
-    """Replace a parameter or buffer by one with this local shard, in all modules that have it."""
-    new: Tensor = local
-    if isinstance(tensor, DTensor):
-        new = DTensor.from_local(
-            local,
-            tensor.device_mesh,
-            tensor.placements,
-            run_check=False,
-            shape=tensor.shape,
-            stride=tensor.stride(),
-        )
-    if isinstance(tensor, nn.Parameter):
-        new = nn.Parameter(new, requires_grad=tensor.requires_grad)
+def _fill(model: nn.Module, sources: Mapping[str, list[_Source]], device: torch.device) -> None:
+    """Replace parameters and buffers by ones with numbers from the files, in all modules that have them."""
+    owners: dict[int, list[tuple[nn.Module, str]]] = {}
     for module in model.modules():
         for name, each in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:
-            if each is tensor:
-                setattr(module, name, new)
+            owners.setdefault(id(each), []).append((module, name))
+    for name, tensor in saved_tensors(model).items():
+        local, chunk = local_chunk(tensor)
+        own = torch.empty(local.shape, dtype=local.dtype)
+        for source in sources[name]:
+            source.read(chunk, own)
+        new: Tensor = own.to(device)
+        if isinstance(tensor, DTensor):
+            new = DTensor.from_local(
+                new,
+                tensor.device_mesh,
+                tensor.placements,
+                run_check=False,
+                shape=tensor.shape,
+                stride=tensor.stride(),
+            )
+        if isinstance(tensor, nn.Parameter):
+            new = nn.Parameter(new, requires_grad=tensor.requires_grad)
+        for module, attribute in owners[id(tensor)]:
+            setattr(module, attribute, new)
 
 
 class _Source:
@@ -160,42 +168,38 @@ def _minus(ends: Any, starts: Any) -> Shape:
     return tuple(end - start for end, start in zip(ends, starts))
 
 
-def _stored_in(
-    model: Any, path: Path, content: Mapping[str, Any], stored: Mapping[str, Stored], name: str
-) -> Iterator[_Source]:
-    """Yield the sources of a parameter. Raises ValueError if one is missing or has another shape."""
-    shape = tuple(saved_tensors(model)[name].shape)
-    mappings = list(file_mappings(model, name, shape))
-    if mappings[0].name not in stored and name in stored:  # experts stacked as they are in memory
-        mappings = [NameMapping(full_chunk(shape), name, shape, full_chunk(shape))]
-    for mapping in mappings:
-        low = find_quantized(path, quantization_of(content), stored.get, mapping.name, mapping.shape)
-        found = stored.get(mapping.name)
-        if low is not None:
-            found = low.values._replace(shape=mapping.shape)
-        if found is None:
-            raise ValueError(f"{path}: {mapping.name} is missing, which {type(model).__name__} has")
-        if found.shape != mapping.shape:
-            raise ValueError(
-                f"{path}: {mapping.name} has shape {list(found.shape)}, config.json says "
-                f"{list(mapping.shape)}"
-            )
-        yield _Source(path, mapping, found, low)
+def _sources(model: Any, path: Path, quantization: Quantization | None) -> dict[str, list[_Source]]:
+    """Return {parameter or buffer: its tensors in the files}, after reading headers.
 
-
-def _check_all_used(
-    model: Any, path: Path, stored: Mapping[str, Stored], sources: Mapping[str, list[_Source]]
-) -> None:
-    """Raise ValueError for a tensor of the files that the model has not."""
-    used = {source.mapping.name for each in sources.values() for source in each}
-    for each in sources.values():
-        for source in each:
-            if source.low is not None:
-                used |= {name for name, found in stored.items() if found == source.low.scales}
-                used |= {name for name, found in stored.items() if found == source.low.values}
-    tied = set(model.all_tied_weights_keys)
+    Raises:
+        ValueError: tensors are missing, unexpected or of another shape.
+    """
+    stored = stored_tensors(path)
+    found: dict[str, list[_Source]] = {}
+    used = set[Stored]()
+    for name, tensor in saved_tensors(model).items():
+        shape = tuple(tensor.shape)
+        mappings = list(file_mappings(model, name, shape))
+        if mappings[0].name not in stored and name in stored:  # experts stacked as they are in memory
+            mappings = [NameMapping(full_chunk(shape), name, shape, full_chunk(shape))]
+        found[name] = []
+        for mapping in mappings:
+            low = find_quantized(path, quantization, stored.get, mapping.name, mapping.shape)
+            each = stored.get(mapping.name) if low is None else low.values
+            if each is None:
+                raise ValueError(f"{path}: {mapping.name} is missing, which {type(model).__name__} has")
+            if low is None and each.shape != mapping.shape:
+                raise ValueError(
+                    f"{path}: {mapping.name} has shape {list(each.shape)}, config.json says "
+                    f"{list(mapping.shape)}"
+                )
+            used |= {each} if low is None else {low.values, low.scales}
+            found[name].append(_Source(path, mapping, each, low))
     ignored = [re.compile(each) for each in model._keys_to_ignore_on_load_unexpected or ()]
-    for name in stored:
-        left_out = name in tied or NOT_WEIGHTS.search(name) or any(each.search(name) for each in ignored)
-        if name not in used and not left_out:
+    for name, each in stored.items():
+        tied = name in model.all_tied_weights_keys
+        if each not in used and not (
+            tied or NOT_WEIGHTS.search(name) or any(i.search(name) for i in ignored)
+        ):
             raise ValueError(f"{path}: unexpected {name}, which {type(model).__name__} has not")
+    return found

@@ -40,11 +40,13 @@ def save_pretrained(model: Any, directory: str | Path) -> None:
         model: a model after `accelerate(model, mesh=mesh)`; `model.save_pretrained(directory)` calls this.
         directory: shared by all ranks.
 
+    Raises:
+        ValueError: on all ranks, if one of them cannot write.
+
     Example (needs several ranks):
         >>> save_pretrained(model, "trained")
     """
     path, mesh = Path(directory), model.mesh
-    path.mkdir(parents=True, exist_ok=True)
     group = all_ranks(mesh)
     writer = _Writer(path, group.rank())
     _reshard(model)
@@ -64,7 +66,8 @@ def save_pretrained(model: Any, directory: str | Path) -> None:
                     rows = slice(mapping.ours.offsets[1], mapping.ours.offsets[1] + mapping.ours.sizes[1])
                     writer.add(mapping.name, full[at, rows])
     # 3. Name the files by their number among those of all ranks, and write the index.
-    _finish(path, writer.finish(), group)
+    writer.write()
+    _finish(path, writer, group)
     if group.rank() == 0:
         _write_config(model, path)
     dist.barrier(group)
@@ -127,41 +130,49 @@ def _turn(mesh: DeviceMesh, number: int, by_expert: bool) -> bool:
 
 
 class _Writer:
-    """Collects tensors on the host and writes files of about 2 GiB, under names of this rank."""
+    """Collects tensors on the host and writes files of about 2 GiB, under names of this rank.
+
+    After an error, which `error` has, it takes tensors but writes nothing: other ranks wait for this one.
+    """
 
     def __init__(self, path: Path, rank: int) -> None:
         self.path, self.rank, self.files = path, rank, list[tuple[str, dict[str, int]]]()
-        self.waiting, self.bytes = dict[str, Tensor](), 0
+        self.waiting, self.bytes, self.error = dict[str, Tensor](), 0, ""
 
     def add(self, name: str, tensor: Tensor) -> None:
+        """Take a tensor, and write a file if there are enough."""
         self.waiting[name] = tensor.to("cpu", copy=True).contiguous()
         self.bytes += tensor.nbytes
         if self.bytes >= _FILE_BYTES:
-            self._write()
+            self.write()
 
-    def finish(self) -> list[tuple[str, dict[str, int]]]:
-        """Write what is left; return the files, each with the bytes of its tensors."""
-        if self.waiting:
-            self._write()
-        return self.files
-
-    def _write(self) -> None:
-        specs = [NamedTensorSpec(name, each.dtype, each.shape) for name, each in self.waiting.items()]
+    def write(self) -> None:
+        """Write the tensors that were taken since the last file."""
+        waiting, self.waiting, self.bytes = self.waiting, {}, 0
+        if not waiting or self.error:
+            return
+        specs = [NamedTensorSpec(name, each.dtype, each.shape) for name, each in waiting.items()]
         file = f"rank-{self.rank}-{len(self.files)}.safetensors.part"
-        (self.path / file).unlink(missing_ok=True)
-        write_tensors(self.path / file, specs, partial(_nth, list(self.waiting.values())), {"format": "pt"})
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            (self.path / file).unlink(missing_ok=True)
+            write_tensors(self.path / file, specs, partial(_nth, list(waiting.values())), {"format": "pt"})
+        except OSError as error:
+            self.error = f"{self.path}: rank {self.rank} cannot write {file} ({error.strerror})"
         self.files.append((file, {spec.name: spec.bytes for spec in specs}))
-        self.waiting, self.bytes = {}, 0
 
 
 def _nth(tensors: list[Tensor], number: int) -> Tensor:
     return tensors[number]
 
 
-def _finish(path: Path, own: list[tuple[str, dict[str, int]]], group: ProcessGroup) -> None:
+def _finish(path: Path, own: _Writer, group: ProcessGroup) -> None:
     """Rename the files of all ranks to transformers' names; the first rank writes the index. Collective."""
-    all_files: list[Any] = [None] * group.size()
-    dist.all_gather_object(all_files, own, group=group)
+    reports: list[Any] = [None] * group.size()
+    dist.all_gather_object(reports, (own.files, own.error), group=group)
+    if error := next((error for _, error in reports if error), ""):
+        raise ValueError(f"save_pretrained: {error}")
+    all_files = [files for files, _ in reports]
     before = sum(len(files) for files in all_files[: group.rank()])
     count = sum(len(files) for files in all_files)
     names = [f"model-{number + 1:05d}-of-{count:05d}.safetensors" for number in range(count)]
@@ -169,7 +180,7 @@ def _finish(path: Path, own: list[tuple[str, dict[str, int]]], group: ProcessGro
         for old in path.glob("model*.safetensors"):
             old.unlink()
     dist.barrier(group)
-    for number, (file, _) in enumerate(own):
+    for number, (file, _) in enumerate(own.files):
         os.replace(path / file, path / names[before + number])
     if group.rank() == 0:
         files = [tensors for files in all_files for _, tensors in files]

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from fastmp.distributed.collectives import all_reduce_
 from fastmp.hf.families.base import TPTable
+from fastmp.hf.mesh import all_ranks
 from fastmp.hf.patches import patched_class
 from fastmp.hf.tp_modules import (
     PerHeadNorm,
@@ -191,10 +192,10 @@ def whole_state_dict(model: nn.Module) -> dict[str, Any]:
     One tensor is gathered at a time. A model that is not sharded is copied.
 
     Args:
-        model: a model after `accelerate(model, group=group)`; prefixes of DDP and torch.compile are removed.
+        model: a model after `accelerate` with a group or mesh; prefixes of DDP and torch.compile are removed.
 
     Returns:
-        Full tensors on the first rank of the group, an empty dict on the others.
+        Full tensors on the first rank of the group or mesh, an empty dict on the others.
 
     Example (needs several ranks):
         >>> state = whole_state_dict(model)  # on all ranks of the group
@@ -204,7 +205,9 @@ def whole_state_dict(model: nn.Module) -> dict[str, Any]:
     while (around := _WRAPPERS.get(type(model).__name__)) is not None:
         model = getattr(model, around)
     group, sharded = group_of(model), _sharded_parameters(model)
-    first = group is None or group.rank() == 0
+    over = getattr(model, "mesh", None)  # of a model that is sharded over a mesh
+    ranks = group if over is None else all_ranks(over)
+    first = ranks is None or ranks.rank() == 0
     names = {name: id(p) for name, p in model.named_parameters(remove_duplicate=False)}
     found, gathered = dict[str, Any](), dict[int, Tensor]()
     for name, tensor in model.state_dict().items():

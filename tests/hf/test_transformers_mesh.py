@@ -11,6 +11,7 @@ import deep_ep_stand_in
 import pytest
 import torch
 from hf_models import VOCAB, Float64, model_of
+from safetensors.torch import load_file, save_file
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -316,24 +317,31 @@ def test_experts_without_tokens():
         ((1, 2), ("dp_shard", "ep"), "sharded", "the experts of .* are sharded already; leave them out"),
         ((1, 2), ("dp_shard", "ep"), "differs", "of rank 1 of the group differs from that of rank 0"),
         ((1, 2), ("dp_shard", "ep"), "fp8", "not supported with a group or mesh"),
+        ((1, 2), ("dp_shard", "ep"), "wrapped", "got a Sequential; accelerate the model before"),
+        ((1, 2), ("dp_shard", "ep"), "dispatcher", "dispatcher must be one of|expected one of"),
+        ((1, 2), ("dp_shard", "ep"), "options", "fsdp has mesh; expected some of mp_policy"),
     ],
 )
 def test_what_cannot_be_sharded_changes_nothing(shape, names, family, message):
     def run(rank, world_size):
         kind = family if family == "llama" else "qwen3_moe"
         model = model_of(kind, **({"num_experts": 3} if family == "odd" else {}))
-        mesh, options = init_device_mesh("cpu", shape, mesh_dim_names=names), {}
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
         if family == "sharded":
             for layer in model.model.layers:
                 fully_shard(layer)
         if family == "differs" and rank == 1:
             with torch.no_grad():
                 model.lm_head.weight.add_(1)
-        if family == "fp8":
-            options = {"precision": "fp8"}
+        wrong = {
+            "fp8": {"precision": "fp8"},
+            "dispatcher": {"dispatcher": "pigeon"},
+            "options": {"fsdp": {"mesh": mesh}},
+        }
+        given = torch.nn.Sequential(model) if family == "wrapped" else model
         before = [type(module) for module in model.modules()]
         with pytest.raises(ValueError, match=message):
-            fastmp.accelerate(model, mesh=mesh, **options)
+            fastmp.accelerate(given, mesh=mesh, **wrong.get(family, {}))
         assert [type(module) for module in model.modules()] == before
 
     run_ranks(run, 2, timeout=200)
@@ -442,3 +450,34 @@ def test_packed_documents():
         assert_close(found[3], wanted[3])
 
     run_ranks(run, 4, timeout=200)
+
+
+def test_files_that_do_not_fit_are_errors_on_all_ranks(tmp_path):
+    model = model_of("qwen3_moe")
+    for name, change in {
+        "missing": lambda state: state.pop("model.norm.weight"),
+        "unexpected": lambda state: state.update(other=torch.zeros(2)),
+        "shape": lambda state: state.update({"model.norm.weight": torch.ones(3)}),
+    }.items():
+        model.save_pretrained(tmp_path / name)
+        state = load_file(tmp_path / name / "model.safetensors")
+        change(state)
+        save_file(state, tmp_path / name / "model.safetensors")
+    (tmp_path / "taken").write_text("no directory")
+
+    def run(rank, world_size):
+        mesh = mesh_of((1, 2))
+        for name, message in {
+            "missing": "model.norm.weight is missing",
+            "unexpected": "unexpected other",
+            "shape": r"model.norm.weight has shape \[3\], config.json says \[32\]",
+            "nowhere": "not a local directory",
+        }.items():
+            with pytest.raises(ValueError, match=message):
+                from_pretrained(tmp_path / name, mesh=mesh)
+        sharded = model_of("qwen3_moe")
+        fastmp.accelerate(sharded, mesh=mesh)
+        with pytest.raises(ValueError, match=r"save_pretrained: .* cannot write"):
+            sharded.save_pretrained(tmp_path / "taken")
+
+    run_ranks(run, 2, timeout=200)
