@@ -180,17 +180,12 @@ def test_linear_distillation(compare, case, rival, direction):
 def main() -> None:
     argparse.ArgumentParser(description=__doc__.partition("\n")[0]).parse_args()
     print("| | full logits | torch in chunks | fastmp |\n|---|---|---|---|")
-    for divergence, topk in (
-        ("forward_kl", False),
-        ("reverse_kl", False),
-        ("jsd", False),
-        ("reverse_kl", True),
-    ):
+    for divergence, topk in (("forward_kl", False), ("jsd", False), ("reverse_kl", True)):
         for dtype in (torch.float32, torch.bfloat16):
             shape = 512, 256, 512, 128256
             case = linear_distillation_case(*shape, dtype, "cpu", divergence=divergence, topk=topk)
             calls = {rival: case.both(rival) for rival in (EAGER, CHUNKED, OURS)}
-            times = in_turn({rival: partial(cpu_ms, call) for rival, call in calls.items()}, rounds=3)
+            times = in_turn({rival: partial(cpu_ms, call) for rival, call in calls.items()}, rounds=2)
             cells = (
                 f"{min(times[rival]) / 1e3:.2f} s, {extra_bytes(call, 'cpu') / 2**20:.0f} MiB"
                 for rival, call in calls.items()
