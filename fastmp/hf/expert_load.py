@@ -34,7 +34,7 @@ class ExpertLoad:
     Raises:
         ValueError: the model has no experts.
 
-    Example:
+    Example (needs a model with experts):
         >>> load = ExpertLoad(model)
         >>> for batch in batches:
         ...     model(**batch).loss.backward()

@@ -17,7 +17,7 @@ class ExpertLoadCallback(TrainerCallback):
     "expert_load/layers.N" of each layer. They are in `trainer.state.log_history` and in the output. Reporters
     such as W&B get what callbacks before them have added: insert the callback at the front.
 
-    Example:
+    Example (needs transformers):
         >>> trainer = Trainer(model, args, train_dataset=data, callbacks=[ExpertLoadCallback()])
         >>> trainer.callback_handler.callbacks.insert(0, ExpertLoadCallback())  # instead, for W&B too
     """
