@@ -45,6 +45,7 @@ GUIDES = {  # the page that explains a command
     "hf": "transformers",
     "plan": "planning",
     "hang": "faults",
+    "verify": "how-to/verify-parallel-code",
     "doctor": "install",
 }
 NOT_RUN = "<!-- not run: needs files that this page does not make; tests/test_site.py parses it -->\n"

@@ -50,6 +50,7 @@ STDLIB_ONLY = """
     fastmp.watchdog.records fastmp.watchdog.diagnosis fastmp.cuda_graphs.buffer_plan fastmp.cuda_graphs.scope
     fastmp.cuda_graphs.lanes fastmp.cuda_graphs.errors
     fastmp.training.checkpoint.chunks fastmp.apps.cli fastmp.apps.plan fastmp.apps.signals
+    fastmp.testing.differential.cases fastmp.testing.differential.shrink
     fastmp.apps.first_rank fastmp.apps.finetuning.formats fastmp.apps.finetuning.answer_metrics
     fastmp.apps.finetuning.results fastmp.apps.finetuning.selection fastmp.apps.finetuning.finetune_tasks
     fastmp.apps.evaluation.journal fastmp.apps.evaluation.lambada fastmp.apps.evaluation.result_tables

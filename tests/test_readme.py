@@ -90,6 +90,8 @@ def scratch(tmp_path, monkeypatch) -> Path:
     """A directory with what a checkout has beside its source, and the commands of this environment."""
     for name in ("benchmarks", "configs", "docs", "scripts"):
         shutil.copytree(ROOT / name, tmp_path / name)
+    museum = Path("tests", "testing", "museum")
+    shutil.copytree(ROOT / museum, tmp_path / museum)
     shutil.copy(ROOT / "README.md", tmp_path)
     programs = tmp_path / "bin"
     programs.mkdir()
@@ -147,7 +149,7 @@ def test_commands_run_and_plans_are_what_is_shown(page, scratch):
             script = "python example.py"
         done = run(script + (" 2>&1" if block.kind == "console" else ""), scratch)
         assert done.returncode == int(block.notes.get("status", 0)), f"{block}: {done.stdout}{done.stderr}"
-        if script.startswith("fastmp plan") and block.kind == "console":
+        if script.startswith(("fastmp plan", "fastmp verify")) and block.kind == "console":
             assert done.stdout == block.shown, block
     if absent:
         reasons = [f"{block} needs {block.notes['needs']}" for block in absent]

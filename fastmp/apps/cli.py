@@ -28,6 +28,7 @@ COMMANDS = {
         "estimate memory, step time and communication of a recipe, without a GPU",
     ),
     "hang": ("fastmp.apps.hang", "explain why a job hung or lost a rank, from the files in its directory"),
+    "verify": ("fastmp.apps.verify", "test parallel code against its dense module on forked CPU ranks"),
     "doctor": (
         "fastmp.apps.doctor",
         "print versions, devices and the implementation of each op; test the ops",

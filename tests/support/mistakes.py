@@ -84,6 +84,10 @@ fastmp checkpoint verfy runs/gpt
 fastmp data build --input notes.txt
 fastmp data biuld --input notes.txt --out tokens
 fastmp warm
+fastmp verify my_layer.py
+fastmp verify pyproject.toml
+fastmp verify setup.py --layouts tp
+fastmp verify setup.py --case
 fastmp hang runs/none
 """
 

@@ -1,0 +1,160 @@
+"""Find the smallest case in which parallel code differs from its dense module, and name the cause."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from fastmp.testing.differential.cases import Case, draw_cases
+from fastmp.testing.differential.compare import Observation, observe
+from fastmp.testing.differential.diagnose import Cause, diagnose
+from fastmp.testing.differential.harness import Run, run_cases
+from fastmp.testing.differential.shrink import shrink
+from fastmp.testing.differential.subject import Subject
+
+__all__ = ["Finding", "Verdict", "examine", "verify"]
+
+# Causes that say no more than where: another tensor, or another case, may say more.
+VAGUE = ("ranks disagree", "backward only", "wrong value", "constant factor", "wrong weights of the data")
+
+
+@dataclass(frozen=True)
+class Finding:
+    """The first wrong tensor of a case.
+
+    Attributes:
+        case: the case.
+        kind: "output", "gradient", "norm", "weight" or "crash".
+        name: of the tensor; of the exception in a crash.
+        step: optimizer step.
+        rank: the rank with the largest error.
+        error: that error; NaN where the tensor is not finite.
+        scale: largest value among tensors of the kind.
+        cause: likely cause.
+        also: names of other wrong tensors of the same kind and step.
+        text: traceback of a crash.
+    """
+
+    case: Case
+    kind: str
+    name: str
+    step: int
+    rank: int
+    error: float
+    scale: float
+    cause: Cause
+    also: tuple[str, ...] = ()
+    text: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the fields as a dictionary of JSON values."""
+        cause = {"name": self.cause.name, "detail": self.cause.detail, "text": str(self.cause)}
+        finite = self.error if self.error - self.error == 0 else str(self.error)
+        own = {"kind": self.kind, "name": self.name, "step": self.step, "rank": self.rank, "error": finite}
+        return {"case": self.case.to_json(), "arguments": str(self.case), **own, "scale": self.scale,
+                "cause": cause, "also": list(self.also), "traceback": self.text}  # fmt: skip
+
+
+@dataclass
+class Verdict:
+    """Result of `verify`.
+
+    Attributes:
+        cases: the cases that ran, without those of the shrinking.
+        findings: one for each that failed.
+        smallest: the finding of the smallest case; None if nothing was found.
+    """
+
+    cases: list[Case]
+    findings: list[Finding] = field(default_factory=list)
+    smallest: Finding | None = None
+
+
+def verify(
+    subject: Subject,
+    *,
+    cases: int | Sequence[Case] = 50,
+    seed: int = 0,
+    layouts: Mapping[str, Sequence[int]] | None = None,
+    max_ranks: int = 4,
+    shrinks: bool = True,
+    timeout: float = 60,
+) -> Verdict:
+    """Compare outputs, gradients, norms and updated weights of parallel code with its dense module.
+
+    Args:
+        cases: number of random cases, or the cases themselves.
+        seed: of the random cases.
+        layouts: sizes of mesh axes to try instead of the subject's.
+        max_ranks: most ranks of a random layout.
+        shrinks: look for the smallest failing case.
+        timeout: seconds for the cases of one number of ranks.
+
+    Raises:
+        ValueError: there is nothing to compare: the dense module fails, or names of tensors do not match.
+    """
+    axes = {**subject.layouts, **(layouts or {})}
+    drawn = draw_cases(axes, subject.sizes, cases, seed, max_ranks) if isinstance(cases, int) else list(cases)
+
+    def findings(of: Sequence[Case]) -> list[Finding | None]:
+        return [examine(subject, run) for run in run_cases(subject, of, timeout)]
+
+    verdict = Verdict(drawn, [found for found in findings(drawn) if found])
+    if not verdict.findings:
+        return verdict
+    # 1. Start from the case whose cause is known best, with the fewest ranks.
+    start = min(verdict.findings, key=lambda f: (f.cause.name in VAGUE, f.case.world_size, len(str(f.case))))
+    verdict.smallest = start
+    if not shrinks:
+        return verdict
+    # 2. Shrink it while the same kind of tensor is wrong for the same reason.
+    seen: dict[Case, Finding | None] = {start.case: start}
+
+    def fails(of: Sequence[Case]) -> list[bool]:
+        new = [case for case in dict.fromkeys(of) if case not in seen]
+        seen.update(zip(new, findings(new), strict=True))
+        return [_same(start, seen[case]) for case in of]
+
+    smallest = shrink(start.case, fails, axes, subject.sizes)
+    verdict.smallest = seen[smallest]
+    return verdict
+
+
+def _same(start: Finding, other: Finding | None) -> bool:
+    """Return True if a smaller case fails like the first one; a vague cause may become any other."""
+    if other is None or other.kind != start.kind:
+        return False
+    return start.cause.name in VAGUE or other.cause.name == start.cause.name
+
+
+def examine(subject: Subject, run: Run) -> Finding | None:
+    """Return the first wrong tensor of a run with its likely cause; None if all are right.
+
+    The first is that of the earliest step and kind. Among gradients the backward pass reaches the last
+    parameters first, so these come first; the first one with the most frequent known cause is reported.
+    """
+    if run.crash:
+        crash = run.crash
+        name = crash.error.partition(":")[0]
+        cause = Cause("crash", crash.error)
+        return Finding(run.case, "crash", name, 0, crash.rank, math.nan, 0.0, cause, text=crash.text)
+    earlier: list[Observation] = []
+    wrong: list[Observation] = []
+    for seen in observe(subject, run):
+        if wrong and (seen.key[0], seen.key[1]) != (wrong[0].key[0], wrong[0].key[1]):
+            break
+        (wrong if seen.bad else earlier).append(seen)
+    if not wrong:
+        return None
+    if wrong[0].key[0] == "gradient":
+        wrong.reverse()
+    causes = [diagnose(run, one, earlier) for one in wrong]
+    known = Counter(cause.name for cause in causes if cause.name not in VAGUE).most_common(1)
+    index = next((i for i, cause in enumerate(causes) if known and cause.name == known[0][0]), 0)
+    rank, error = wrong[index].worst
+    kind, step, _, name = wrong[index].key
+    also = dict.fromkeys(one.key[3] for one in wrong if one.key[3] != name)
+    return Finding(run.case, kind, name, step, rank, error, wrong[index].scale, causes[index], tuple(also))
