@@ -31,7 +31,12 @@ from fastmp.training.checkpoint.tensor_files import ChunkReader
 
 
 def from_pretrained(
-    directory: str | Path, *, mesh: DeviceMesh, dtype: torch.dtype | None = None, **options: Any
+    directory: str | Path,
+    *,
+    mesh: DeviceMesh,
+    dtype: torch.dtype | None = None,
+    peft_config: Any = None,
+    **options: Any,
 ) -> Any:
     """Load a causal language model with experts, sharded over a mesh; each rank reads only what it holds.
 
@@ -42,10 +47,12 @@ def from_pretrained(
         directory: of config.json and safetensors files, the same on all ranks.
         mesh: of `fastmp.accelerate`; parameters are on its devices.
         dtype: of the parameters; None: as config.json says.
+        peft_config: a `LoraConfig` of PEFT, whose adapters are initialised and sharded with the model. Seed
+            all ranks with the same number before.
         options: of `fastmp.accelerate`: `dispatcher`, `shard_dense`, `fsdp`.
 
     Returns:
-        The model, accelerated, in evaluation mode.
+        The model, accelerated, in evaluation mode; with `peft_config` the PEFT model that holds it.
 
     Raises:
         ValueError: on all ranks, as `fastmp.accelerate`, or if tensors are missing, unexpected or of another
@@ -67,19 +74,20 @@ def from_pretrained(
                 f"{', '.join(ACCELERATIONS)}"
             )
         model = _on_meta(path, dtype)
+        whole = model if peft_config is None else _with_adapters(model, peft_config)
         sources = _sources(model, path, quantization_of(content))
     except ValueError as found:
         error = found
     agree(nn.Module(), ranks, error)
     # 2. Shard it.
-    accelerate(model, mesh=mesh, **options)
+    accelerate(whole, mesh=mesh, **options)
     # 3. Read this rank's part of each tensor.
     try:
         _fill(model, sources, torch.device(mesh.device_type))
     except (ValueError, OSError) as found:
         error = ValueError(str(found))
     agree(nn.Module(), ranks, error)
-    return model.eval()
+    return whole.eval()
 
 
 def _on_meta(path: Path, dtype: torch.dtype | None) -> Any:
@@ -90,6 +98,26 @@ def _on_meta(path: Path, dtype: torch.dtype | None) -> Any:
     config.__dict__.pop("quantization_config", None)  # weights are dequantised
     with _parameters_on_meta():
         return AutoModelForCausalLM.from_config(config, dtype=dtype or config.dtype)
+
+
+def _with_adapters(model: Any, config: Any) -> Any:
+    """Return the PEFT model of a model on the meta device, with adapters on the CPU that are initialised."""
+    import peft
+
+    if config.peft_type != peft.PeftType.LORA or config.init_lora_weights not in (True, False, "gaussian"):
+        raise ValueError(
+            "from_pretrained: expected a LoraConfig with init_lora_weights True, False or 'gaussian', got "
+            f"{config.peft_type} with {config.init_lora_weights!r}; others read the weights, which are not "
+            "loaded yet"
+        )
+    found = peft.get_peft_model(model, config)
+    for module in found.modules():
+        if isinstance(module, peft.tuners.lora.LoraLayer):
+            for factors in (module.lora_A, module.lora_B):
+                factors.to_empty(device="cpu")
+            for adapter in module.lora_A:
+                module.reset_lora_parameters(adapter, config.init_lora_weights)
+    return found
 
 
 @contextlib.contextmanager
@@ -116,6 +144,8 @@ def _fill(model: nn.Module, sources: Mapping[str, list[_Source]], device: torch.
         for name, each in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:
             owners.setdefault(id(each), []).append((module, name))
     for name, tensor in saved_tensors(model).items():
+        if name not in sources:
+            continue
         local, chunk = local_chunk(tensor)
         own = torch.empty(local.shape, dtype=local.dtype)
         for source in sources[name]:
@@ -169,7 +199,7 @@ def _minus(ends: Any, starts: Any) -> Shape:
 
 
 def _sources(model: Any, path: Path, quantization: Quantization | None) -> dict[str, list[_Source]]:
-    """Return {parameter or buffer: its tensors in the files}, after reading headers.
+    """Return {parameter or buffer: its tensors in the files}, after reading headers; adapters have none.
 
     Raises:
         ValueError: tensors are missing, unexpected or of another shape.
@@ -178,10 +208,12 @@ def _sources(model: Any, path: Path, quantization: Quantization | None) -> dict[
     found: dict[str, list[_Source]] = {}
     used = set[Stored]()
     for name, tensor in saved_tensors(model).items():
-        shape = tuple(tensor.shape)
-        mappings = list(file_mappings(model, name, shape))
-        if mappings[0].name not in stored and name in stored:  # experts stacked as they are in memory
-            mappings = [NameMapping(full_chunk(shape), name, shape, full_chunk(shape))]
+        if isinstance(tensor, nn.Parameter) and not tensor.is_meta:
+            continue
+        shape, alone = tuple(tensor.shape), name.replace(".base_layer", "")  # without adapters around it
+        mappings = list(file_mappings(model, alone, shape))
+        if mappings[0].name not in stored and alone in stored:  # experts stacked as they are in memory
+            mappings = [NameMapping(full_chunk(shape), alone, shape, full_chunk(shape))]
         found[name] = []
         for mapping in mappings:
             low = find_quantized(path, quantization, stored.get, mapping.name, mapping.shape)

@@ -41,12 +41,16 @@ def save_pretrained(model: Any, directory: str | Path) -> None:
         directory: shared by all ranks.
 
     Raises:
-        ValueError: on all ranks, if one of them cannot write.
+        ValueError: on all ranks, if one of them cannot write, or the model has adapters.
 
     Example (needs several ranks):
         >>> save_pretrained(model, "trained")
     """
     path, mesh = Path(directory), model.mesh
+    if any(".base_layer." in name for name, _ in model.named_parameters()):
+        raise ValueError(
+            f"save_pretrained: {own_class(model).__name__} has adapters; save them with the PEFT model"
+        )
     group = all_ranks(mesh)
     writer = _Writer(path, group.rank())
     _reshard(model)

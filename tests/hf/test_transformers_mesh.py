@@ -481,3 +481,46 @@ def test_files_that_do_not_fit_are_errors_on_all_ranks(tmp_path):
             sharded.save_pretrained(tmp_path / "taken")
 
     run_ranks(run, 2, timeout=200)
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_lora_of_a_model_that_no_rank_ever_holds(family, tmp_path):
+    """Adapters get the numbers that PEFT gives them, and the step that they have with `accelerate`."""
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    model_of(family).save_pretrained(tmp_path / "model")
+    config = peft.LoraConfig(
+        r=2,
+        target_modules=["q_proj"],
+        target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
+    )
+    batches = batches_of(4)
+    total = count(batches)
+
+    def step(model, rank):
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if "lora_B" in name:
+                    parameter.fill_(0.01)
+        (model(**batches[rank], num_items_in_batch=total).loss * 4).backward()
+        return {name: full(p.grad) for name, p in model.named_parameters() if p.grad is not None}
+
+    def run(rank, world_size):
+        mesh = mesh_of((2, 2))
+        loaded = type(model_of(family)).from_pretrained(tmp_path / "model")
+        torch.manual_seed(7)
+        whole = peft.get_peft_model(loaded, config)
+        fastmp.accelerate(whole, mesh=mesh)
+        torch.manual_seed(7)
+        streamed = from_pretrained(tmp_path / "model", mesh=mesh, peft_config=config)
+        for name, parameter in whole.named_parameters():
+            other = streamed.get_parameter(name)
+            if "lora_A" in name:  # of the same distribution: uniform between the same bounds
+                largest = full(parameter).abs().max().item()
+                assert full(other).abs().max().item() == pytest.approx(largest, rel=0.3)
+                other.data.to_local().copy_(parameter.data.to_local())
+            torch.testing.assert_close(full(other), full(parameter), rtol=0, atol=0)
+        assert_close(step(streamed.train(), rank), step(whole.train(), rank))
+        with pytest.raises(ValueError, match="has adapters; save them with the PEFT model"):
+            streamed.base_model.model.save_pretrained(tmp_path / "no")
+
+    run_ranks(run, 4, timeout=200)
