@@ -11,6 +11,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from marks import full
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.flop_counter import FlopCounterMode
@@ -217,7 +218,7 @@ def test_ignored_tokens_cost_no_rows_of_a_gemm(topk, reduction):
 
 
 @BOTH
-@pytest.mark.parametrize("counted", (False, True), ids=("mask", "mask and number"))
+@pytest.mark.parametrize("counted", (False, *full([True])), ids=("mask", "mask and number"))
 def test_compiles_with_a_mask_of_any_number_of_tokens(topk, counted):
     """One graph for the first number, one for all others; the forward pass computes the gradients."""
     call, hidden, weight, teacher, mask = problem(topk)
@@ -286,24 +287,24 @@ def test_training_reaches_the_teacher(divergence):
     """Gradient descent on the logits: with any divergence the optimum is the teacher's distribution."""
     teacher = torch.tensor([1.0, 0.0, -1.0, 0.5, 2.0], dtype=torch.float64)[:, None]
     weight, one = torch.zeros(5, 1, dtype=torch.float64, requires_grad=True), torch.ones(1, 1).double()
-    for _ in range(600):
+    for _ in range(300):
         loss = linear_distillation(one, weight, one, teacher, divergence=divergence, temperature=2.0)
         (grad,) = torch.autograd.grad(loss, weight)
-        weight.data -= 10 * grad
+        weight.data -= 20 * grad
     torch.testing.assert_close((weight / 2).softmax(0), (teacher / 2).softmax(0), rtol=1e-4, atol=1e-6)
 
 
 def test_extra_memory_is_a_tenth_of_plain_torch():
     generator = torch.Generator().manual_seed(0)
-    x, y = (torch.randn(2048, 16, generator=generator) for _ in range(2))
-    weight, teacher_weight = (torch.randn(50304, 16, generator=generator) for _ in range(2))
+    x, y = (torch.randn(1024, 16, generator=generator) for _ in range(2))
+    weight, teacher_weight = (torch.randn(20000, 16, generator=generator) for _ in range(2))
     x, weight = x.requires_grad_(), weight.requires_grad_()
 
     def ours():
-        loss = linear_distillation(x, weight, y, teacher_weight, divergence="jsd", temperature=0.8)
+        loss = linear_distillation(x, weight, y, teacher_weight, divergence="jsd", workspace=8 << 20)
         return torch.autograd.grad(loss, (x, weight))
 
-    assert extra_bytes(ours, "cpu") < 0.1 * 2 * 2048 * 50304 * 4
+    assert extra_bytes(ours, "cpu") < 0.1 * 2 * 1024 * 20000 * 4
 
 
 @pytest.mark.parametrize(
