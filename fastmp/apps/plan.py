@@ -21,6 +21,10 @@ COMMANDS = {
         "fastmp.plan.time",
         "estimate the time of a step on named GPUs, by phase and by kernel",
     ),
+    "search": (
+        "fastmp.apps.plan_search",
+        "search the fastest layouts of a model on a number of GPUs",
+    ),
     "schedule": (
         "fastmp.plan.schedule_report",
         "show the order of steps on each pipeline rank, and the bubble",

@@ -112,8 +112,31 @@ class RankGrid:
         """
         if axes == "embedding":
             return [group if len(group) == 1 else [group[0], group[-1]] for group in self.ranks("pp")]
+        return self._groups(*self._wanted(axes))
+
+    def first(self, axes: str) -> list[int]:
+        """Return the group of rank 0 along `axes`, the first of `ranks`.
+
+        Example:
+            >>> RankGrid(world_size=8, tp=2, pp=2).first("dp")
+            [0, 2]
+        """
+        if axes == "embedding":
+            group = self.first("pp")
+            return group if len(group) == 1 else [group[0], group[-1]]
+        wanted, grid_axes = self._wanted(axes)
+        found, stride = [0], 1
+        for axis in grid_axes:
+            size = self.size(axis)
+            if axis in wanted:
+                found = [step + offset for step, offset in product(range(0, size * stride, stride), found)]
+            stride *= size
+        return found
+
+    def _wanted(self, axes: str) -> tuple[set[str], tuple[str, ...]]:
+        """Return the axes that `axes` names, and all axes of their grid, fastest first."""
         wanted = _parse_axes("tp-pp" if axes == "mp" else axes)
-        return self._groups(wanted, self.expert_axes if wanted <= set(EXPERT_AXES) else self.dense_axes)
+        return wanted, self.expert_axes if wanted <= set(EXPERT_AXES) else self.dense_axes
 
     def _groups(self, wanted: set[str], grid_axes: tuple[str, ...]) -> list[list[int]]:
         member_offsets, first_ranks = [0], [0]

@@ -20,8 +20,8 @@ class GPU:
     network cards. capacity: bytes of memory, of which the driver keeps about 1%; where data sheets write GB
     of it, it has GiB.
     switch_sums: whether the switch itself adds up what the GPUs of a server send (NVLink SHARP). compared: of
-    published runs on it, the least and the most of predicted over published FLOP/s (`python -m tools.study
-    scaling`).
+    published runs on it, the least and the most of predicted over published FLOP/s, but for runs that were
+    bound by their host or had other power limits (`python -m tools.study scaling`).
     """
 
     name: str
@@ -84,7 +84,7 @@ GPUS = {
         source="NVIDIA H100 architecture white paper; eight 400 Gbit/s cards a server: DGX H100 data sheet",
         switch_sums=True,
         eight=1979e12,
-        compared=(1.21, 1.25),
+        compared=(0.85, 1.58),
     ),
     "h800": GPU(
         "H800 SXM5 80 GB",
@@ -114,6 +114,7 @@ GPUS = {
         source="NVIDIA H200 data sheet; eight 400 Gbit/s cards a server: DGX H200 data sheet",
         switch_sums=True,
         eight=1979e12,
+        compared=(1.31, 1.33),
     ),
     "b200": GPU(
         "B200 SXM 180 GB (DGX B200)",
@@ -128,5 +129,36 @@ GPUS = {
         source="NVIDIA DGX B200 data sheet: the server's figures over its eight GPUs, eight 400 Gbit/s cards",
         switch_sums=True,
         eight=4500e12,
+        compared=(0.92, 1.73),
+    ),
+    "gb200": GPU(
+        "GB200 186 GB (GB200 NVL72)",
+        half=2500e12,
+        single=90e12,
+        processors=152,
+        memory_bandwidth=8000e9,
+        capacity=186 * _GIB,
+        nvlink=900e9,
+        per_server=64,
+        network=50e9,
+        source="NVIDIA GB200 NVL72 data sheet, its figures over 72 GPUs, of which jobs of powers of two take "
+        "64; TFLOP/s also at glennklockwood.com/garden/processors/B200; a 400 Gbit/s card a GPU",
+        switch_sums=True,
+        eight=5000e12,
+        compared=(0.98, 1.65),
+    ),
+    "rtx4090": GPU(
+        "GeForce RTX 4090 24 GB (PCIe)",
+        half=165.2e12,
+        single=82.6e12,
+        processors=128,
+        memory_bandwidth=1008e9,
+        capacity=24 * _GIB,
+        nvlink=32e9,
+        per_server=8,
+        network=3.125e9,
+        source="NVIDIA Ada GPU architecture white paper: 16-bit GEMMs with float32 sums; PCIe 4.0 x16 for "
+        "NVLink, which it lacks; two 100 Gbit/s cards a server of eight are assumed",
+        eight=330.3e12,
     ),
 }

@@ -23,6 +23,14 @@ FP8_GEMMS = 0.65  # with scales and FP32 promotion; DeepGEMM's page has up to 0.
 MEMORY = 0.83  # of the bandwidth: published for a V100, 750 of 900 GB/s (Jia et al. 2018, 1804.06826)
 ATTENTION = 0.6  # of what GEMMs reach, by fused attention; published: 0.5 to 0.75 (Dao 2023, 2307.08691)
 LAUNCH = 4e-6
+# Of the host, for each launch of eager code with autograd: 730 us of a dense layer's 29 launches on a core of
+# an AMD EPYC (docs/studies/graphs.md). A replay of a CUDA graph takes as long as one.
+HOST = 25e-6
+# (forward, backward) launches of the segments of a layer, as the study of graphs counts them
+LAUNCHES = {
+    "attention": (6, 10), "mlp": (5, 8), "router": (13, 8), "preprocess": (1, 0), "shared_experts": (5, 8),
+    "dispatch": (1, 1), "experts": (2, 5), "combine": (2, 2),
+}  # fmt: skip
 _TILES = ((256, 128), (128, 256), (128, 128), (128, 64), (64, 128), (64, 64))
 _SPLITS = (1, 2, 4, 8)  # multiprocessors that share a sum
 _REUSE = 64  # multiply-adds for each number that a tile loads, from which on loads do not bound it
@@ -87,7 +95,7 @@ class Kernels:
     tensor_launches: its kernels for each tensor. memory: the share of the bandwidth that they all reach.
     overlap: True if tensor-parallel collectives of the backward overlap GEMMs. adds: True if wgrads
     accumulate in float32 gradients. late: seconds by which a rank comes late to a collective of a layer, a
-    standard deviation; all wait for the last.
+    standard deviation; all wait for the last. host: seconds of the host for a launch; 0: it is never late.
     """
 
     hidden: tuple[float, float]
@@ -102,6 +110,7 @@ class Kernels:
     overlap: bool = False
     adds: bool = False
     late: float = 0.0
+    host: float = 0.0
 
 
 # fastmp's layers, op by op, without dropout: two norms (2; 3), two sums with the residual (3; 3, where
@@ -109,7 +118,7 @@ class Kernels:
 # 2). The loss reads logits and writes their gradient. Gradients are zeroed once a step.
 FASTMP = Kernels(
     hidden=(10, 12), projected=(1.33, 3.33), ffn=(0, 0), scores=None, launches=(6, 10), logits=4, state=4,
-    overlap=True, adds=True,
+    overlap=True, adds=True, host=HOST,
 )  # fmt: skip
 # Megatron-LM as published in September 2019, op by op: two norms (2; 5, as weights' gradients take passes of
 # their own), and after two GEMMs a bias (2; 1), dropout with a mask of bytes (2.5; 2.5) and the sum with

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from itertools import accumulate, pairwise
 
 from fastmp.config import NORMS, OPTIMIZERS, BertConfig, GPTConfig, ParallelConfig, Recipe
@@ -57,7 +58,8 @@ def expert_chunks(recipe: Recipe, rank: int) -> list[range]:
     return stage_map(recipe.parallel).of_rank(ranges, rank)
 
 
-def rank_parameters(recipe: Recipe, shapes: Shapes, rank: int) -> dict[str, ParamSpec]:
+@lru_cache(maxsize=128)
+def rank_parameters(recipe: Recipe, shapes: Shapes, rank: int) -> Mapping[str, ParamSpec]:
     """Return {name: facts} of what a rank of pipeline rank `rank` has, in the order of its chunks."""
     stages, places = stage_ranges(recipe), stage_map(recipe.parallel)
     found: dict[str, ParamSpec] = {}
@@ -82,6 +84,7 @@ def rank_parameters(recipe: Recipe, shapes: Shapes, rank: int) -> dict[str, Para
     return found
 
 
+@lru_cache(maxsize=128)
 def rank_buffers(recipe: Recipe, shapes: Shapes, rank: int) -> tuple[Buffer, ...]:
     """Return the flat buffers that the parameters of a rank of pipeline rank `rank` lie in."""
     optimizer, grid = recipe.optimizer, shapes.grid

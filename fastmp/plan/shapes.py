@@ -47,6 +47,10 @@ class Shapes:
         """
         return replace(self, model=self.model.layers[min(layer, self.model.num_layers - 1)])
 
+    def of_kind(self, kind: GPTConfig) -> Shapes:
+        """Return the same for a layer of this kind, one of `GPTConfig.layers`."""
+        return replace(self, model=kind)
+
     @property
     def hidden(self) -> int:
         """Bytes of the hidden states between tensor-parallel regions."""
@@ -77,7 +81,7 @@ class Shapes:
     def dispatcher(self) -> DispatcherSpec:
         """Facts of the token dispatcher of a layer with experts."""
         assert self.model.moe is not None
-        etp, tp = (self.grid.ranks(axis)[0] for axis in ("etp", "tp"))
+        etp, tp = (self.grid.first(axis) for axis in ("etp", "tp"))
         return select_dispatcher(
             self.model.moe.dispatcher, ep=self.grid.ep, etp=self.grid.etp, one_sequence=set(etp) <= set(tp)
         )

@@ -16,18 +16,20 @@ import statistics
 import sys
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import count
 from typing import Any, NamedTuple
 
 from fastmp.config import Recipe
 from fastmp.config.dispatchers import STASH_STATE, DispatchSizes
 from fastmp.config.specs import SCHEDULES
-from fastmp.pipeline.schedule import BACKWARD_INPUT, FORWARD, Step
+from fastmp.pipeline.schedule import BACKWARD_INPUT, FORWARD, Schedule, Step
 from fastmp.pipeline.stream_schedule import SegmentCost, compute_ops, graph_orders
 from fastmp.plan.expert_load import Load, MeasuredLoad
 from fastmp.plan.layout import make_schedule
 from fastmp.plan.parameters import expert_chunks, stage_ranges
+from fastmp.plan.pipeline_time import shorter
 from fastmp.plan.segments import stage_segment_costs
 from fastmp.plan.shapes import Shapes
 
@@ -193,15 +195,35 @@ def ring_of_rank(
 
 
 def _live_of_rank(recipe: Recipe, shapes: Shapes, rank: int) -> LiveEntries:
-    layout = recipe.parallel
-    schedule = make_schedule(layout, shapes.num_microbatches)
-    if not layout.overlap_experts:
-        return live_entries(schedule.order(rank), list(map(len, expert_chunks(recipe, rank))))
-    # Entries of two microbatches come and go layer by layer.
-    stages = schedule.stages.of_rank(stage_ranges(recipe), rank)
-    parts = [[part for _, part in stage_segment_costs(shapes, stage)] for stage in stages]
-    layers = sum(map(len, expert_chunks(recipe, rank)))
-    return live_entries(*overlapped_entries(schedule.together(rank), parts, layers))
+    """Return the entries of a rank; those of a long step follow from a shorter one, whose ring is as full."""
+    schedule = make_schedule(recipe.parallel, shapes.num_microbatches)
+    layers = tuple(map(len, expert_chunks(recipe, rank)))
+    parts = None
+    if recipe.parallel.overlap_experts:
+        stages = schedule.stages.of_rank(stage_ranges(recipe), rank)
+        parts = tuple(tuple(part for _, part in stage_segment_costs(shapes, stage)) for stage in stages)
+    short = shorter(schedule)
+    live = _live(short, rank, layers, parts)
+    if short is schedule:
+        return live
+    group = schedule.group_size or schedule.pp
+    before = _live(replace(short, num_microbatches=short.num_microbatches - group), rank, layers, parts)
+    times = (schedule.num_microbatches - short.num_microbatches) // group
+    return live._replace(peaks=live.peaks + times * (live.peaks - before.peaks))
+
+
+@lru_cache(maxsize=256)
+def _live(
+    schedule: Schedule, rank: int, layers: tuple[int, ...], parts: tuple[tuple[SegmentCost, ...], ...] | None
+) -> LiveEntries:
+    """Return the entries of a rank with so many layers with experts in each chunk.
+
+    parts: the segments of each chunk where two microbatches overlap, whose entries come and go layer by
+    layer; None: they do not.
+    """
+    if parts is None:
+        return live_entries(schedule.order(rank), layers)
+    return live_entries(*overlapped_entries(schedule.together(rank), parts, sum(layers)))
 
 
 def overlapped_entries(

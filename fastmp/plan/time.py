@@ -10,11 +10,12 @@ from typing import Any
 
 from fastmp.config import ParallelConfig, Recipe
 from fastmp.plan.hardware import GPUS
+from fastmp.plan.layer_time import FORWARD, INPUT, REPEATED, WEIGHT
 from fastmp.plan.layout import make_schedule, other_schedules, schedule_name
 from fastmp.plan.memory import memory
 from fastmp.plan.resources import fitting_recipe, recipe_parser, table
 from fastmp.plan.shapes import shapes_of
-from fastmp.plan.step_time import FORWARD, INPUT, ONCE, REPEATED, WEIGHT, step_time
+from fastmp.plan.step_time import ONCE, step_time
 
 
 def main(arguments: list[str]) -> int:

@@ -11,9 +11,12 @@ import pytest
 from fastmp.config.sizes import num_parameters
 from fastmp.pipeline.simulate import Costs
 from fastmp.pipeline.stream_schedule import interleave
+from fastmp.plan.kernels import LAUNCHES
+from fastmp.plan.layout import problems
+from fastmp.plan.published_runs import MODELS, nearest_run, published_runs, residual
 from fastmp.testing.ranks import run_ranks
 from tools.study import __main__ as study
-from tools.study import fp8, graphs, launches, measured, overlap, published, scaling, schedules
+from tools.study import fp8, graphs, launches, measured, overlap, published, recent, scaling, schedules
 
 STUDIES = Path(__file__).parents[2] / "docs" / "studies"
 MAX_BYTES = 150_000
@@ -68,11 +71,45 @@ def test_runs_of_2021_have_the_parameters_and_the_total_that_were_published():
     assert runs[-1].tflops * runs[-1].gpus == pytest.approx(502e3, rel=4e-3)
 
 
+def test_models_of_published_runs_have_the_parameters_that_were_published():
+    counts = {
+        "MPT 1B": 1315950592, "MPT 3B": 2651837440, "MPT 7B": 6658859008, "MPT 13B": 12853954560,
+        "MPT 30B": 29975214080, "MPT 70B": 64862437376,
+    }  # fmt: skip
+    for name, count in counts.items():
+        assert num_parameters(MODELS[name]) == pytest.approx(count, rel=1e-3)
+    billions = {"Llama 3 405B": 405.9, "Qwen3 30B-A3B": 30.5, "Qwen3 235B-A22B": 235.1, "DeepSeek-V3": 671.0}
+    for name, count in billions.items():
+        assert num_parameters(MODELS[name]) / 1e9 == pytest.approx(count, rel=2e-3)
+
+
+def test_published_runs_fit_their_gpus_and_are_ranked_as_published():
+    runs = published_runs()
+    assert len(runs) >= 30 and {run.hardware for run in runs} == {"h100", "h200", "b200", "gb200"}
+    for run in runs:
+        assert not problems(run.recipe, run.gpus), run.name
+        assert run.source.address.startswith("github.com/")
+        assert run.source.version and run.source.date
+    assert recent.rank_correlation(runs, flops=False) > 0.95
+    assert recent.rank_correlation(runs, flops=True) > 0.85
+    for run in runs:
+        assert nearest_run(run.recipe, run.gpus, run.hardware).model == run.model
+
+
+def test_launches_of_segments_are_those_that_are_counted():
+    for kind in ("dense", "moe"):
+        for name, counted in launches.count_launches(kind).items():
+            assert LAUNCHES[name] == counted
+
+
 def test_every_gpu_says_how_far_published_runs_are_from_their_estimates():
     found: dict[str, list[float]] = {}
     for row in scaling.other_rows():
         if "TFLOP/s" in row.what:
             found.setdefault(row.what.partition(" ")[0].lower(), []).append(row.predicted / row.published)
+    for run in published_runs():
+        if not run.note:
+            found.setdefault(run.hardware, []).append(residual(run))
     for name, gpu in scaling.GPUS.items():
         own = found.get(name)
         assert gpu.compared == (None if own is None else (round(min(own), 2), round(max(own), 2)))

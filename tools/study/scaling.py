@@ -21,6 +21,7 @@ from fastmp.plan.step_time import ONCE, StepTime, step_time
 from tools.study import published
 from tools.study.page import Draw, measurement, parser, save, table, write
 from tools.study.published import BASELINE, REPLICAS, TABLE_1, counted_flops
+from tools.study.recent import section
 
 V100 = GPUS["v100"]
 TOLERANCE = 0.1
@@ -234,6 +235,7 @@ Nothing was adjusted to these numbers; they show the limits of the model.
 - H100: Table 4 of Dubey et al. 2024 (arXiv 2407.21783), sequences of 8192 tokens. The model is a fifth to a
   quarter too fast: it has no power throttling, no congestion between 1000 servers, and no late ranks.
 
+{section()}
 ## Table 1 on other GPUs
 
 The same shapes with fastmp's own kernels (fused attention, sequence parallelism, no recomputation, ZeRO-1):

@@ -8,7 +8,7 @@ from typing import Any
 
 from fastmp.plan.schedule_plot import INK
 
-COLOURS = ("#3b6fb6", "#c4572e", "#5b8c5a", "#8a5fa8", "#c79a2b", "#4f9da6")
+COLOURS = ("#3b6fb6", "#c4572e", "#5b8c5a", "#8a5fa8", "#c79a2b", "#4f9da6", "#7a6a5a", "#b0567c")
 
 
 def figure(width: float, height: float) -> Any:

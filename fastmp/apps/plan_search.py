@@ -1,0 +1,74 @@
+"""`fastmp plan search`: the fastest layouts of a model on a number of GPUs, and their recipe."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from fastmp.config import Recipe
+from fastmp.config.recipe_toml import recipe_toml
+from fastmp.plan.search_report import (
+    describe_search,
+    memory_limit,
+    read_condition,
+    search_facts,
+    search_parser,
+    space_of,
+    why,
+)
+from fastmp.plan.space import AXES, Candidate, Space
+
+
+def main(arguments: list[str]) -> int:
+    """Print the fastest layouts; return 0, 1 where none fits, or 2 with one line on stderr."""
+    parser = search_parser("fastmp plan search")
+    options = parser.parse_args(arguments)
+    try:
+        space = space_of(options)
+        condition = None if options.why is None else read_condition(options.why)
+        limit = memory_limit(options, space.gpu)
+        facts = search_facts(space, limit)
+        if condition is not None:
+            facts["why"] = list(why(space, limit, facts, condition))
+        found = _fastest(space, facts)
+        if found is not None and options.out is not None:
+            Path(options.out).write_text(recipe_toml(found, _comment(facts)) + "\n")
+            facts["out"] = options.out
+        if found is not None and options.check:
+            from fastmp.apps.layout_check import check_run  # imports torch
+
+            facts["check"] = check_run(found)
+    except (ValueError, OSError) as error:
+        print(f"{parser.prog}: {error}", file=sys.stderr)
+        return 2
+    print(json.dumps(facts) if options.json else "\n".join(_lines(facts)))
+    return 0 if facts["best"] else 1
+
+
+def _lines(facts: dict[str, Any]) -> list[str]:
+    lines = [*describe_search(facts), *facts.get("why", ())]
+    if "out" in facts:
+        lines.append(
+            f"written   {facts['out']}: fastmp plan time {facts['out']} --world-size {facts['gpus']}"
+        )
+    if "check" in facts:
+        lines.append(f"check     {facts['check']}")
+    return lines
+
+
+def _fastest(space: Space, facts: dict[str, Any]) -> Recipe | None:
+    """Return the recipe of the fastest candidate; None where none fits."""
+    if not facts["best"]:
+        return None
+    return space.recipe_of(Candidate(**{axis: facts["best"][0][axis] for axis in AXES}))
+
+
+def _comment(facts: dict[str, Any]) -> str:
+    best = facts["best"][0]
+    return (
+        f"{facts['name']} on {facts['gpus']} x {facts['hardware']}, by fastmp plan search: an estimate of "
+        f"{best['seconds']:.3g} s a step,\n{best['tokens_per_second_per_gpu']:,.0f} tokens/s of a GPU and "
+        f"{best['memory'] / 2**30:.1f} GiB."
+    )

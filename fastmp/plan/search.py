@@ -1,0 +1,315 @@
+"""Search of layouts: the fastest candidates of a space that fit into memory, and their Pareto front.
+
+Best-first branch and bound. A node is a layout with microbatch size, dispatcher, precision and recomputation;
+it opens into candidates with chunks, schedule, overlap, graphs and optimizer states. Nodes and candidates
+have lower bounds of time and memory:
+
+1. Memory: the parameters of a rank without padding and, of a candidate, the activations of the chunks that
+   its first and last rank have in flight.
+2. Time: the work of the rank that works longest, from the seconds of layers, which many candidates share; of
+   a candidate, with the way of the first microbatch down to that rank and of the last one up from it.
+
+Only candidates whose bounds an estimated one does not beat in both get the full estimate (`step_time` and
+`memory`), so results are those of estimating all, see `SearchResult`. Equal inputs give equal results.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from itertools import accumulate, count, pairwise
+
+from fastmp.config import Recipe
+from fastmp.pipeline.schedule import Schedule
+from fastmp.plan.layout import make_schedule, problems
+from fastmp.plan.memory import memory
+from fastmp.plan.pipeline_time import shorter
+from fastmp.plan.search_bounds import ROUNDING, Bounds, Node, NodeCosts, ParameterBytes, candidate_of
+from fastmp.plan.shapes import shapes_of
+from fastmp.plan.space import GRAPHS, STATES, Candidate, Layout, Space, divide_layers
+from fastmp.plan.step_time import StepTime, step_time
+
+SLOWEST = 1.2  # times the fastest step: slower candidates are of no interest
+TOLERANCE = 0.01  # of time and memory, by which candidates are alike
+
+
+@dataclass(frozen=True)
+class Found:
+    """A candidate with its estimate: seconds of a step and bytes of the fullest rank."""
+
+    candidate: Candidate
+    step: StepTime
+    memory: int
+
+    @property
+    def key(self) -> tuple[float, int, tuple[object, ...]]:
+        """Order of results: time, memory, then the candidate."""
+        return self.step.seconds, self.memory, order_of(self.candidate)
+
+
+@dataclass
+class SearchResult:
+    """Results of a search, each list in ascending order of time.
+
+    best: the fastest candidate of each of the ten fastest layouts; the first is the fastest of all, the
+    others are within `TOLERANCE` of theirs. front: candidates of which none beats another in both time and
+    memory, up to `SLOWEST` times the fastest; what is not in it is beaten by one of it, within `TOLERANCE` of
+    both. layouts, nodes, opened, estimated: how many were there. rejected: {reason: nodes or candidates}.
+    least_memory: the fewest bytes of what did not fit.
+    """
+
+    best: list[Found] = field(default_factory=list)
+    front: list[Found] = field(default_factory=list)
+    layouts: int = 0
+    nodes: int = 0
+    opened: int = 0
+    estimated: int = 0
+    rejected: Counter[str] = field(default_factory=Counter)
+    least_memory: float = math.inf
+
+
+def order_of(own: Candidate) -> tuple[object, ...]:
+    """Return the key by which equal estimates are ordered: the simpler candidate first."""
+    return (
+        own.overlap,
+        GRAPHS.index(own.graphs),
+        [*STATES].index(own.states),
+        own.precision,
+        own.vpp,
+        own.schedule,
+        own.recompute,
+        own.layout,
+        own.micro_batch_size,
+        own.dispatcher,
+    )
+
+
+def search(space: Space, limit: float, *, number: int = 10) -> SearchResult:
+    """Return the best candidates of `space` whose fullest rank holds at most `limit` bytes.
+
+    number: layouts in `SearchResult.best`.
+    """
+    return _Search(space, limit, number).run()
+
+
+class _Search:
+    def __init__(self, space: Space, limit: float, number: int) -> None:
+        self.space, self.limit, self.number = space, limit, number
+        self.result = SearchResult()
+        self.by_layout: dict[Layout, Found] = {}
+        self.points: list[tuple[float, int]] = []  # time and memory of the front, ascending in time
+        self.found: list[Found] = []
+        self._costs: dict[Node, NodeCosts] = {}
+        self._held: dict[Candidate, int] = {}  # memory, by candidates without graphs
+        self._pipelines: dict[Candidate, float] = {}  # seconds, by candidates without states
+        self._divided: dict[tuple[int, int, str], list[tuple[int, ...]]] = {}
+        self._bytes: dict[tuple[Layout, str, str], ParameterBytes] = {}
+
+    def run(self) -> SearchResult:
+        heap: list[tuple[float, int, Node | Candidate, float]] = []
+        numbers = count()
+        for layout in self.space.layouts():
+            self.result.layouts += 1
+            for node in self._nodes(layout):
+                self.result.nodes += 1
+                least = self._node_memory(node)
+                if least > self.limit:
+                    self._too_large(least)
+                    continue
+                heapq.heappush(heap, (self._node_time(node), next(numbers), node, least))
+        while heap:
+            time, _, item, least = heapq.heappop(heap)
+            if time > SLOWEST * self.fastest:
+                break
+            layout = item.layout
+            if not self._wanted(time, least, layout):
+                continue
+            if isinstance(item, Candidate):
+                known = self._pipelines.get(replace(item, states=""), 0.0) * ROUNDING
+                if known <= time or self._wanted(known, least, layout):
+                    self._estimate(item)
+                continue
+            self.result.opened += 1
+            for bounds, own in self._open(item):
+                if self._wanted(*bounds, layout):
+                    heapq.heappush(heap, (bounds[0], next(numbers), own, bounds[1]))
+        return self._finish()
+
+    @property
+    def fastest(self) -> float:
+        return self.points[0][0] if self.points else math.inf
+
+    @property
+    def tenth(self) -> float:
+        """Seconds of the slowest layout among the best."""
+        times = sorted(own.step.seconds for own in self.by_layout.values())
+        return times[self.number - 1] if len(times) >= self.number else math.inf
+
+    def _wanted(self, time: float, least: float, layout: Layout) -> bool:
+        """Return True if an estimate at these bounds would be a result."""
+        if time < self.fastest:
+            return True
+        if time > SLOWEST * self.fastest:
+            return False
+        wider = 1.0 + TOLERANCE
+        if not any(own <= time * wider and held <= least * wider for own, held in self.points):
+            return True
+        best = self.by_layout.get(layout)
+        return time < self.tenth and (best is None or time * wider < best.step.seconds)
+
+    def _nodes(self, layout: Layout) -> list[Node]:
+        space = self.space
+        return [
+            Node(layout, size, dispatcher, precision, recompute)
+            for size in space.micro_batches(layout)
+            for dispatcher in space.dispatchers(layout)
+            for precision in space.precisions()
+            for recompute in space.recomputations()
+        ]
+
+    def _parameter_bytes(self, layout: Layout, precision: str, states: str) -> ParameterBytes:
+        key = layout, precision, states
+        if key not in self._bytes:
+            self._bytes[key] = ParameterBytes(self.space, *key)
+        return self._bytes[key]
+
+    def _costs_of(self, node: Node) -> NodeCosts:
+        key = node._replace(layout=node.layout._replace(pp=1))
+        if key not in self._costs:
+            self._costs[key] = NodeCosts(self.space, node)
+        return self._costs[key]
+
+    def _node_memory(self, node: Node) -> float:
+        model, pp = self.space.recipe.model, node.layout.pp
+        return min(
+            self._parameter_bytes(node.layout, node.precision, states).total(model) / pp
+            for states in self.space.states()
+        )
+
+    def _microbatches(self, node: Node) -> int:
+        dp = self.space.gpus // (node.layout.tp * node.layout.cp * node.layout.pp)
+        return self.space.recipe.train.global_batch_size // (node.micro_batch_size * dp)
+
+    def _node_time(self, node: Node) -> float:
+        return self._costs_of(node).work * self._microbatches(node) / node.layout.pp * ROUNDING
+
+    def _open(self, node: Node) -> list[tuple[tuple[float, float], Candidate]]:
+        """Return the candidates of a node that fit, with their bounds of time and memory."""
+        space, costs, found = self.space, self._costs_of(node), []
+        number, layout = self._microbatches(node), node.layout
+        first = candidate_of(node, (1, "1f1b", False), "none", space.states()[0])
+        if wrong := problems(space.recipe_of(first), space.gpus):
+            self.result.rejected[str(wrong[0])] += 1
+            return []
+        for order in space.orders(layout, node.recompute):
+            vpp, name, overlap = order
+            if overlap and number == 1:
+                continue
+            try:
+                schedule = Schedule(layout.pp, number, vpp, None, name, overlap)
+            except ValueError as error:
+                self.result.rejected[str(error)] += 1
+                continue
+            bounds = Bounds(costs, schedule, self._stages(schedule), overlap)
+            held = {}
+            for states in space.states():
+                held[states] = bounds.memory(self._parameter_bytes(layout, node.precision, states))
+                if held[states] > self.limit:
+                    self._too_large(held[states])
+                    del held[states]
+            before = None
+            for graphs in space.graphs(layout, node.dispatcher, overlap) if held else ():
+                host = costs.host(graphs)
+                if host == before:  # graphs that save no time
+                    continue
+                before, time = host, bounds.time(host)
+                found += [
+                    ((time, least), candidate_of(node, order, graphs, states))
+                    for states, least in held.items()
+                ]
+        return sorted(found, key=lambda each: (each[0][0], order_of(each[1])))
+
+    def _stages(self, schedule: Schedule) -> list[tuple[int, ...]]:
+        """Return the kinds of layers of each stage, by number; those of MTP modules are in the last."""
+        key = schedule.pp, schedule.vpp, schedule.placement
+        if key not in self._divided:
+            recipe, kinds = self.space.recipe, self.space.kind_of
+            stages = schedule.pp * schedule.vpp
+            sizes = divide_layers(recipe.model, recipe.data.seq_len, *key)
+            ends = [0, *accumulate(sizes or [len(kinds) // stages] * stages)]
+            found = [kinds[start:end] for start, end in pairwise(ends)]
+            found[-1] += kinds[-1:] * recipe.model.mtp_depth
+            self._divided[key] = found
+        return self._divided[key]
+
+    def _too_large(self, nbytes: float) -> None:
+        self.result.rejected["memory"] += 1
+        self.result.least_memory = min(self.result.least_memory, nbytes)
+
+    def _estimate(self, own: Candidate) -> None:
+        """Make the full estimate of a candidate and keep it."""
+        recipe = self.space.recipe_of(own)
+        if wrong := problems(recipe, self.space.gpus):
+            self.result.rejected[str(wrong[0])] += 1
+            return
+        self.result.estimated += 1
+        eager = replace(own, graphs="none")  # graphs change no memory that is counted
+        if eager not in self._held:
+            self._held[eager] = memory_of(self.space, recipe)
+        held = self._held[eager]
+        if held > self.limit:
+            self._too_large(held)
+            return
+        found = Found(own, step_time(recipe, self.space.gpus, self.space.gpu), held)
+        self._pipelines[replace(own, states="")] = found.step.pipeline
+        self.found.append(found)
+        best = self.by_layout.get(own.layout)
+        if best is None or found.key < best.key:
+            self.by_layout[own.layout] = found
+        self.points = front_of([*self.points, (found.step.seconds, found.memory)])
+
+    def _finish(self) -> SearchResult:
+        limit = SLOWEST * self.fastest
+        fast = sorted((own for own in self.found if own.step.seconds <= limit), key=lambda own: own.key)
+        self.result.best = sorted(
+            (own for own in self.by_layout.values() if own.step.seconds <= limit), key=lambda own: own.key
+        )[: self.number]
+        least = math.inf
+        for own in fast:
+            if own.memory < least * (1.0 - TOLERANCE):
+                least = own.memory
+                self.result.front.append(own)
+        return self.result
+
+
+def memory_of(space: Space, recipe: Recipe) -> int:
+    """Return the bytes of the fullest rank of a recipe of `space`.
+
+    The fullest moment of a long step is that of a shorter one.
+    """
+    shapes = shapes_of(recipe, space.gpus)
+    orders = shorter(make_schedule(recipe.parallel, shapes.num_microbatches)).orders()
+    return max(each.total for each in memory(recipe, shapes, orders))
+
+
+def estimate(space: Space, own: Candidate) -> Found:
+    """Return the full estimate of a candidate, which must fit the GPUs."""
+    recipe = space.recipe_of(own)
+    return Found(own, step_time(recipe, space.gpus, space.gpu), memory_of(space, recipe))
+
+
+def front_of(points: Sequence[tuple[float, int]]) -> list[tuple[float, int]]:
+    """Return the points that no other one beats or equals in both numbers, ascending in the first.
+
+    Example:
+        >>> front_of([(2.0, 5), (1.0, 9), (3.0, 5)])
+        [(1.0, 9), (2.0, 5)]
+    """
+    found: list[tuple[float, int]] = []
+    for each in sorted(points):
+        if not found or each[1] < found[-1][1]:
+            found.append(each)
+    return found

@@ -1,0 +1,291 @@
+"""Lower bounds of time and memory in a search of layouts, from costs of layers that many candidates share."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from functools import cached_property, lru_cache
+from operator import ge, mul
+from typing import NamedTuple
+
+from fastmp.config import OPTIMIZERS, GPTConfig
+from fastmp.config.sizes import layer_parameters, pad_vocab
+from fastmp.pipeline.schedule import BACKWARD_INPUT, BACKWARD_WEIGHT, Schedule
+from fastmp.pipeline.schedule import FORWARD as FORWARD_STEP
+from fastmp.pipeline.stage_map import StageMap
+from fastmp.plan import activations
+from fastmp.plan.host_work import host_work
+from fastmp.plan.kernels import FASTMP
+from fastmp.plan.layer_time import (
+    FORWARD,
+    INPUT,
+    REPEATED,
+    WEIGHT,
+    Links,
+    embedding_time,
+    layer_time,
+    loss_time,
+    mtp_time,
+)
+from fastmp.plan.pipeline_time import shorter
+from fastmp.plan.shapes import Shapes, shapes_of
+from fastmp.plan.space import STATES, Candidate, Layout, Space, graphs_of
+from fastmp.plan.stash import row_width
+
+ROUNDING = 1.0 - 1e-9  # of a bound, which adds in another order than the estimate
+_FP8_COPIES = 1.9  # bytes of a weight in both orientations, next to small ones that have no copies
+_TRAVEL = ("ep", "etp", "etp-ep")
+_PHASES = (FORWARD, REPEATED, INPUT, WEIGHT)
+
+
+class Node(NamedTuple):
+    """A layout, and what the time of its layers depends on."""
+
+    layout: Layout
+    micro_batch_size: int
+    dispatcher: str
+    precision: str
+    recompute: str
+
+
+class KindCosts(NamedTuple):
+    """Seconds and bytes of a layer of one kind and microbatch, without what the host adds.
+
+    travel: seconds of exchanges, forward and backward, which overlap can hide. kept: bytes of activations.
+    again: bytes that a recomputed layer has on top while it is run again, and until its wgrad where that is
+    a step of its own: `whole` is both. stash: bytes in the activation stash, at least.
+    """
+
+    forward: float
+    repeated: float
+    inputs: float
+    weights: float
+    travel: float
+    kept: int
+    again: int
+    whole: int
+    stash: int
+
+    @property
+    def hidden(self) -> float:
+        """Seconds that overlap hides at most: the exchanges, or all else where they take longer."""
+        return min(self.travel, self.forward + self.inputs + self.weights - self.travel)
+
+
+class HostSeconds(NamedTuple):
+    """Seconds that the host adds to a layer and microbatch."""
+
+    forward: float
+    backward: float
+
+
+class NodeCosts:
+    """What the candidates of nodes that differ in depth alone share: seconds and bytes of layers and ends."""
+
+    def __init__(self, space: Space, node: Node) -> None:
+        order = next(space.orders(node.layout, node.recompute), (1, "1f1b", False))
+        own = candidate_of(node, (order[0], order[1], False), "none", space.states()[0])
+        recipe = space.recipe_of(own)
+        self.shapes = shapes = shapes_of(recipe, space.gpus)
+        links, full = Links(space.gpu, shapes), node.recompute == "full"
+        self._full = full
+        self._links, self.model, self._kind_of = links, recipe.model, space.kind_of
+        self._kinds = [recipe.model.layers[layer] for layer in space.first_of]
+        self.kinds = [self._kind(shapes.of_kind(kind), full) for kind in self._kinds]
+        of_experts = [shapes.of_kind(kind).exchange for kind in self._kinds]
+        everywhere = [0 if each is None else each.nbytes for each in of_experts]
+        self.exchange = min(everywhere)  # bytes of symmetric memory, if all layers have experts
+        # Of the loss, while it is computed; of the largest layer, while it is run again.
+        narrow = STATES[space.states()[0]][1] != "float32" and len(space.states()) == 1
+        self.loss = activations.loss_workspace(shapes, narrow) + activations.loss(shapes)
+        self.embedding = embedding_time(shapes, links, FASTMP)
+        self.last = loss_time(shapes, links, FASTMP)
+        for _ in range(recipe.model.mtp_depth):
+            self.last.add(mtp_time(shapes, links, FASTMP))
+        self._hosts: dict[str, list[HostSeconds]] = {}
+
+    def _kind(self, shapes: Shapes, full: bool) -> KindCosts:
+        took = layer_time(shapes, self._links, FASTMP, full)
+        travel = sum(
+            own for phase in (FORWARD, INPUT) for what, own in took.of[phase].items() if what in _TRAVEL
+        )
+        if travel and shapes.model.moe is not None:  # rows are sorted next to exchanges
+            rows = 4 * shapes.pairs * shapes.grid.etp * shapes.model.hidden_size * shapes.itemsize
+            travel += 2 * rows / (FASTMP.memory * self._links.gpu.memory_bandwidth)
+        kept, again = sum(activations.layer_parts(shapes, full).values()), 0
+        if full:
+            layer_input = activations.layer_input(shapes, False)
+            kept, again = layer_input, kept - layer_input
+        whole, stash = kept + again, _stash_entry(shapes) if shapes.stashes and not full else 0
+        forward, repeated, inputs, weights = (took.total(phase) for phase in _PHASES)
+        return KindCosts(forward, repeated, inputs, weights, travel, kept, again, whole, stash)
+
+    def host(self, graphs: str) -> list[HostSeconds]:
+        """Return what the host adds to a layer of each kind."""
+        if graphs not in self._hosts:
+            found = self._hosts[graphs] = []
+            for kind, own in zip(self._kinds, self.kinds, strict=True):
+                work = host_work(self.shapes, kind, graphs_of(graphs))
+                again = work.exposed_forward(FASTMP.host, own.repeated) if self._full else 0.0
+                found.append(
+                    HostSeconds(
+                        work.exposed_forward(FASTMP.host, own.forward),
+                        again + work.exposed_backward(FASTMP.host, own.inputs + own.weights),
+                    )
+                )
+        return self._hosts[graphs]
+
+    @cached_property
+    def work(self) -> float:
+        """Seconds of a microbatch in all layers and ends, with exchanges hidden as far as they can be."""
+        of_layers = sum(
+            own.forward + own.repeated + own.inputs + own.weights - own.hidden
+            for own in map(self.kinds.__getitem__, self._kind_of + self._kind_of[-1:] * self.model.mtp_depth)
+        )
+        return of_layers + sum(end.total(*_PHASES) for end in (self.embedding, self.last))
+
+
+def candidate_of(node: Node, order: tuple[int, str, bool], graphs: str, states: str) -> Candidate:
+    """Return the candidate of a node with (chunks, schedule, overlap), graphs and states."""
+    layout, size, dispatcher, precision, recompute = node
+    return Candidate(*layout, size, dispatcher, precision, recompute, *order, graphs, states)
+
+
+def _stash_entry(shapes: Shapes) -> int:
+    """Return the bytes of a layer and microbatch in the activation stash, at least."""
+    moe, sizes = shapes.model.moe, shapes.dispatch_sizes
+    assert moe is not None
+    ffn = moe.expert_ffn_hidden_size // shapes.grid.etp
+    width = row_width(shapes.model.hidden_size, ffn, shapes.projections, deferred=False)
+    mean = sizes.choices * sizes.etp * min(moe.activation_stash, sizes.ep)
+    return int(min(mean, shapes.rows_at_experts)) * width * shapes.itemsize
+
+
+class ParameterBytes:
+    """Bytes of weights, gradients and states of a rank, without padding: by kind of layer, and of ends."""
+
+    def __init__(self, space: Space, layout: Layout, precision: str, states: str) -> None:
+        model, optimizer = space.recipe.model, space.recipe.optimizer
+        name, grad_dtype = STATES[states]
+        itemsize = 4 if space.recipe.train.dtype == "float32" else 2
+        grad = 4 if grad_dtype == "float32" else itemsize
+        state = _least_state(optimizer.name, itemsize, name == "small")
+        dense_ranks = expert_ranks = 1
+        if optimizer.shard:
+            dense_ranks = space.gpus // (layout.tp * layout.pp)
+            expert_ranks = space.gpus // (layout.pp * layout.ep * layout.etp)
+        dense, expert = (itemsize + grad + state / ranks for ranks in (dense_ranks, expert_ranks))
+        fp8 = precision == "fp8"
+        self.kinds, self._kind_of = list[float](), space.kind_of
+        for layer in space.first_of:
+            own = layer_parameters(model.layers[layer])
+            experts, sharded = own.experts / (layout.ep * layout.etp), own.sharded / layout.tp
+            copies = _FP8_COPIES * (experts + (0 if model.linear_bias else sharded)) if fp8 else 0.0
+            self.kinds.append((sharded + own.replicated) * dense + experts * expert + copies)
+        self.table = pad_vocab(model.vocab_size, layout.tp) // layout.tp * model.hidden_size * dense
+
+    def total(self, model: GPTConfig) -> float:
+        """Return the bytes of the whole model."""
+        tables = 1 if model.tie_embeddings else 2
+        return sum(self.kinds[kind] for kind in self._kind_of) + tables * self.table
+
+
+def _least_state(optimizer: str, itemsize: int, small: bool) -> int:
+    """Return the bytes of state that a parameter has at least."""
+    spec = OPTIMIZERS[optimizer]
+    return min(spec.state_of(matrix=matrix).bytes(itemsize, small) for matrix in (False, True))
+
+
+@lru_cache(maxsize=1024)
+def _held_at_once(schedule: Schedule, rank: int) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Return what a rank holds at its fullest moments: (forwards, deferred wgrads) of each chunk."""
+    number = schedule.vpp
+    held, deferred, moments = [0] * number, [0] * number, set[tuple[int, ...]]()
+    for kind, _, chunk in schedule.order(rank):
+        if kind == FORWARD_STEP:
+            held[chunk] += 1
+        elif kind == BACKWARD_WEIGHT:
+            deferred[chunk] -= 1
+        else:
+            held[chunk] -= 1
+            deferred[chunk] += kind == BACKWARD_INPUT
+        moments.add((*held, *deferred))
+    fullest = [
+        one for one in moments if not any(other != one and all(map(ge, other, one)) for other in moments)
+    ]
+    return [(one[:number], one[number:]) for one in sorted(fullest)]
+
+
+class Bounds:
+    """Lower bounds of a schedule of stages with these kinds of layers."""
+
+    def __init__(
+        self, costs: NodeCosts, schedule: Schedule, stages: Sequence[Sequence[int]], overlap: bool
+    ) -> None:
+        self.costs, self.schedule, self.overlap = costs, schedule, overlap
+        self.stages, self.places = stages, StageMap(schedule.pp, schedule.vpp, schedule.placement)
+        self.counts = [Counter(kinds) for kinds in stages]
+
+    def time(self, host: Sequence[HostSeconds]) -> float:
+        """Return the least seconds of the pipeline."""
+        costs, places, last = self.costs, self.places, len(self.stages) - 1
+        forward, backward, hidden = [], [], []
+        for stage, counts in enumerate(self.counts):
+            ahead = back = saved = 0.0
+            for kind, number in counts.items():
+                own, late = costs.kinds[kind], host[kind]
+                ahead += number * (own.forward + late.forward)
+                back += number * (own.repeated + own.inputs + own.weights + late.backward)
+                saved += number * own.hidden
+            for end, at in ((costs.embedding, 0), (costs.last, last)):
+                if stage == at:
+                    ahead += end.total(FORWARD)
+                    back += end.total(REPEATED, INPUT, WEIGHT)
+            forward.append(ahead)
+            backward.append(back)
+            hidden.append(saved)
+        schedule, least = self.schedule, 0.0
+        number, split = schedule.num_microbatches, schedule.splits_backwards
+        for rank in range(schedule.pp):
+            held = places.stages(rank)
+            work = sum(forward[i] + backward[i] for i in held) * number
+            if self.overlap:
+                pairs = min(len(schedule.pairs(rank)), number * len(held))
+                work -= min(sum(hidden[i] for i in held) * number, max(hidden[i] for i in held) * pairs)
+            fill, drain = sum(forward[:rank]), 0.0 if split else sum(backward[:rank])
+            least = max(least, fill + work + drain)
+        return least * ROUNDING
+
+    @cached_property
+    def _held(self) -> list[tuple[Counter[int], int, float]]:
+        """Of the first and the last rank: its layers by kind, its tables of words, bytes of activations."""
+        costs, last, found = self.costs, len(self.stages) - 1, []
+        for rank in sorted({0, self.schedule.pp - 1}):
+            own = self.places.stages(rank)
+            shared = last in own and costs.model.shares_embedding
+            tables = (0 in own or shared) + (last in own and not costs.model.tie_embeddings)
+            kept, until_weights = (
+                [sum(getattr(costs.kinds[kind], name) for kind in self.stages[i]) for i in own]
+                for name in ("kept", "whole")
+            )
+            fullest = max(
+                sum(map(mul, held, kept)) + sum(map(mul, deferred, until_weights))
+                for held, deferred in _held_at_once(shorter(self.schedule), rank)
+            )
+            # Two microbatches that overlap come and go layer by layer in the stash.
+            entries = min(sum(costs.kinds[kind].stash > 0 for kind in self.stages[i]) for i in own)
+            in_flight = max(self.schedule.peak_in_flight(rank) - self.overlap, 1)
+            fullest += in_flight * entries * max(each.stash for each in costs.kinds)
+            fullest += costs.exchange + (costs.loss if last in own else 0)
+            if any(self.stages[i] for i in own):
+                fullest += min(each.again for each in costs.kinds)
+            found.append((Counter(kind for i in own for kind in self.stages[i]), tables, fullest))
+        return found
+
+    def memory(self, parameters: ParameterBytes) -> float:
+        """Return the least bytes of the first and the last pipeline rank."""
+        least = 0.0
+        for layers, tables, fullest in self._held:
+            static = sum(number * parameters.kinds[kind] for kind, number in layers.items())
+            least = max(least, static + tables * parameters.table + fullest)
+        return least * ROUNDING

@@ -1,0 +1,238 @@
+"""`fastmp plan search`: against estimates of every candidate; its report, recipe, and the time it takes."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from dataclasses import replace
+
+import pytest
+from marks import full
+
+from fastmp.apps import cli
+from fastmp.config import (
+    DataConfig,
+    GPTConfig,
+    LatentConfig,
+    MoEConfig,
+    ParallelConfig,
+    Recipe,
+    TrainConfig,
+)
+from fastmp.config.recipe import load_recipe
+from fastmp.config.recipe_toml import recipe_toml
+from fastmp.pipeline.schedule import Schedule
+from fastmp.pipeline.simulate import Costs, simulate
+from fastmp.plan.dry_run import tiny
+from fastmp.plan.hardware import GPUS
+from fastmp.plan.layout import make_schedule, problems
+from fastmp.plan.memory import memory
+from fastmp.plan.pipeline_time import pipeline_time, shorter
+from fastmp.plan.search import SLOWEST, TOLERANCE, estimate, front_of, search
+from fastmp.plan.shapes import shapes_of
+from fastmp.plan.space import Space, divide_layers
+from fastmp.plan.step_time import step_time
+
+DENSE = GPTConfig(
+    num_layers=6, hidden_size=1024, num_heads=8, num_kv_heads=4, ffn_hidden_size=2816, vocab_size=32000,
+    max_seq_len=4096, norm="rmsnorm", position="rope", activation="swiglu", linear_bias=False,
+)  # fmt: skip
+MOE = replace(DENSE, tie_embeddings=False, moe=MoEConfig(num_experts=8, top_k=2, expert_ffn_hidden_size=1024))
+LATENT = replace(
+    MOE, num_kv_heads=None, dense_layers=(0,), mtp_depth=1,
+    latent=LatentConfig(kv_rank=256, q_rank=512, nope_size=64, rope_size=32, value_size=64),
+)  # fmt: skip
+
+
+def recipe(model, batch, length=4096):
+    return Recipe(
+        model=model,
+        data=DataConfig(seq_len=length),
+        train=TrainConfig(global_batch_size=batch, dtype="bfloat16"),
+    )
+
+
+# model, GPUs, samples of a step, GPU, GiB, what is kept
+SPACES = [
+    (DENSE, 4, 16, "h100", 72, {"precision": ["dtype"], "micro_batch_size": [1, 2]}),
+    (MOE, 4, 8, "h100", 72, {"precision": ["dtype"], "micro_batch_size": [1], "vpp": [1, 2], "cp": [1]}),
+    (LATENT, 4, 8, "h800", 6, {"micro_batch_size": [1], "vpp": [1], "cp": [1], "states": ["small"]}),
+    *full(
+        [
+            (DENSE, 8, 32, "a100", 3, {"micro_batch_size": [1, 4], "vpp": [1, 2], "cp": [1]}),
+            (DENSE, 8, 8, "h100", 1.5, {"micro_batch_size": [1], "precision": ["fp8"]}),
+            (DENSE, 16, 16, "v100", 30, {"micro_batch_size": [1], "schedule": ["1f1b"], "cp": [1, 2]}),
+            (DENSE, 2, 64, "b200", 160, {"cp": [1], "states": ["classic"]}),
+            (DENSE, 6, 12, "h200", 2, {"cp": [1], "micro_batch_size": [1], "precision": ["dtype"]}),
+            (
+                DENSE,
+                16,
+                64,
+                "h100",
+                4,
+                {"pp": [2, 4], "cp": [1], "micro_batch_size": [1], "graphs": ["none"]},
+            ),
+            (MOE, 8, 16, "h100", 72, {"pp": [1], "tp": [1, 2], "cp": [1], "micro_batch_size": [1]}),
+            (MOE, 8, 16, "h100", 2.5, {"pp": [1, 2], "tp": [1], "vpp": [1], "micro_batch_size": [1]}),
+            (MOE, 8, 32, "h800", 4, {"pp": [2], "tp": [1], "micro_batch_size": [1], "states": ["small"]}),
+            (MOE, 16, 16, "a100", 10, {"pp": [2], "tp": [2], "cp": [1], "vpp": [1], "graphs": ["none"]}),
+            (MOE, 4, 64, "b200", 5, {"schedule": ["dualpipe_v"], "micro_batch_size": [1, 2]}),
+            (MOE, 16, 64, "h100", 3, {"dispatcher": ["deepep"], "tp": [1], "cp": [1], "states": ["classic"]}),
+            (MOE, 8, 8, "h100", 72, {"dispatcher": ["symmetric"], "cp": [1], "states": ["classic"]}),
+            (LATENT, 8, 32, "h100", 5, {"pp": [2], "cp": [1], "micro_batch_size": [1], "graphs": ["none"]}),
+            (LATENT, 8, 16, "h100", 4, {"tp": [2], "cp": [1], "precision": ["fp8"], "states": ["small"]}),
+            (LATENT, 4, 8, "h200", 72, {"recompute": ["kv", "full"], "cp": [1], "vpp": [1, 2]}),
+            (LATENT, 16, 32, "b200", 3, {"ep": [8], "tp": [1], "cp": [1], "vpp": [1], "states": ["small"]}),
+        ]
+    ),
+]
+
+
+@pytest.mark.parametrize(("model", "gpus", "batch", "gpu", "gib", "fixed"), SPACES)
+def test_the_optimum_is_that_of_estimating_every_candidate(model, gpus, batch, gpu, gib, fixed):
+    space, limit = Space(recipe(model, batch), gpus, GPUS[gpu], fixed), gib * 2**30
+    found, every = search(space, limit), []
+    for own in space.candidates():
+        made = space.recipe_of(own)
+        if not problems(made, gpus):
+            shapes = shapes_of(made, gpus)
+            orders = make_schedule(made.parallel, shapes.num_microbatches).orders()
+            held = max(each.total for each in memory(made, shapes, orders))
+            if held <= limit:
+                every.append((step_time(made, gpus, GPUS[gpu]).seconds, held, own.layout))
+    assert len(every) > 20 and found.estimated < len(every)
+    fastest = min(every)[0]
+    assert found.best[0].step.seconds == pytest.approx(fastest, rel=1e-12)
+    wider, layouts = 1 + TOLERANCE, {}
+    for seconds, held, layout in every:
+        layouts[layout] = min(seconds, layouts.get(layout, math.inf))
+        if seconds <= SLOWEST * fastest:
+            assert any(
+                own.step.seconds <= seconds * wider and own.memory <= held * wider for own in found.front
+            )
+    times = sorted(seconds for seconds in layouts.values() if seconds <= SLOWEST * fastest)[:10]
+    own_times = [own.step.seconds for own in found.best]
+    assert own_times == pytest.approx(times, rel=TOLERANCE)
+    points = [(own.step.seconds, own.memory) for own in found.front]
+    assert points == front_of(points)
+
+
+def test_equal_searches_give_equal_results():
+    one, two = (search(Space(recipe(DENSE, 16), 4, GPUS["h100"], SPACES[0][-1]), 2**36) for _ in range(2))
+    assert one == two
+
+
+def test_layers_are_divided_so_that_ranks_have_equal_work():
+    deepseek = load_recipe("configs/deepseek-v3.toml")
+    assert divide_layers(deepseek.model, 4096, 16, 1, "looped") == deepseek.parallel.stage_layers
+    for pp, vpp, placement in ((4, 1, "looped"), (4, 2, "looped"), (2, 2, "v"), (3, 1, "looped")):
+        found = divide_layers(DENSE, 4096, pp, vpp, placement)
+        assert found is None or sum(found) == DENSE.num_layers
+    assert divide_layers(replace(DENSE, vocab_size=64), 4096, 3, 1, "looped") is None
+
+
+@pytest.mark.parametrize(
+    ("name", "vpp", "overlap"),
+    [("1f1b", 1, False), ("1f1b", 2, True), ("zero_bubble", 2, False), ("dualpipe_v", 2, True)],
+)
+def test_long_steps_are_continued_from_shorter_ones(name, vpp, overlap):
+    schedule = Schedule(4, 1600, vpp, None, name, overlap)
+    stages = 4 * vpp
+    forward = tuple(1.0 + 0.1 * (stage == stages - 1) for stage in range(stages))
+    hidden = tuple((0.2,) * stages for _ in range(stages)) if overlap else 0.0
+    costs = Costs(forward, forward, forward, 0.01, hidden)
+    run = simulate(schedule.orders(), costs, pairs=schedule.all_pairs(), placement=schedule.placement)
+    found = pipeline_time(schedule, costs)
+    assert shorter(schedule).num_microbatches < 100
+    assert found.makespan == pytest.approx(run.makespan, rel=2e-3)
+    assert found.busy == pytest.approx(run.busy, rel=1e-9)
+    for rank in range(4):
+        assert shorter(schedule).peak_in_flight(rank) == schedule.peak_in_flight(rank)
+
+
+@pytest.mark.full
+def test_two_thousand_gpus_and_61_layers_take_less_than_a_minute_of_one_core():
+    space = Space(
+        replace(load_recipe("configs/deepseek-v3.toml"), parallel=ParallelConfig()), 2048, GPUS["h100"]
+    )
+    start = time.process_time()
+    found = search(space, 0.9 * GPUS["h100"].capacity)
+    assert time.process_time() - start < 60.0
+    assert len(found.best) == 10 and len(found.front) > 3 and found.nodes > 40_000
+    best = found.best[0]
+    assert best.step.seconds < 19.9 and best.candidate.ep >= 32  # published: 19.9 s on H800s
+    assert estimate(space, best.candidate).step.seconds == best.step.seconds
+
+
+SMALL = ["plan", "search", "gpt-small", "--gpus", "8", "--hardware", "h100"]
+
+
+def test_the_command_prints_a_table_and_writes_a_recipe(capsys, tmp_path):
+    out = tmp_path / "best.toml"
+    assert cli.main([*SMALL, "--out", str(out), "--why", "tp=8"]) == 0
+    text = capsys.readouterr().out
+    assert (
+        "estimates; nothing of them was measured" in text and "takes longest" in text and "nearest   " in text
+    )
+    assert "why       tp 8 divides nothing here: num_heads 6 is not divisible by tp 8" in text
+    assert cli.main([*SMALL, "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    best, made = facts["best"][0], load_recipe(out)
+    assert made.parallel.pp == best["pp"] and made.data.micro_batch_size == best["micro_batch_size"]
+    assert step_time(made, 8, GPUS["h100"]).seconds == pytest.approx(best["seconds"])
+    assert sum(best["parts"].values()) == pytest.approx(best["seconds"])
+    assert facts["best"][0]["front"] and len(facts["front"]) >= 1
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (["--why", "pp=1"], "why       with pp 1 the fastest is dp only"),
+        (["--tp", "1", "--why", "tp=2"], "why       tp 2 contradicts the options given, which keep 1"),
+        (["--memory", "0.001"], "no layout fits:"),
+        (["--parallel.no-recompute", "--why", "recompute=full"], "contradicts the options given"),
+        (["--graphs.no-enabled", "--optimizer.states", "classic"], "classic"),
+    ],
+)
+def test_options_narrow_the_search_and_questions_are_answered(options, expected, capsys):
+    assert cli.main([*SMALL, *options]) == (1 if "--memory" in options else 0)
+    assert expected in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (["--why", "tp"], "--why: expected AXIS=VALUE with an axis of tp, cp"),
+        (["--why", "tp=x"], "--why: expected a number for tp, got 'x'"),
+        (["--tokens-per-step", "1000"], "--tokens-per-step 1000 is no multiple of data.seq_len 64"),
+    ],
+)
+def test_wrong_options_say_what_is_expected(options, expected, capsys):
+    assert cli.main([*SMALL, *options]) == 2
+    assert expected in capsys.readouterr().err
+    assert cli.main(["plan", "search", "gpt-smal", "--gpus", "8"]) == 2
+    assert "did you mean gpt-small?" in capsys.readouterr().err
+
+
+def test_every_recipe_survives_being_written(tmp_path):
+    for name in ("deepseek-v3", "gpt-oss-20b", "moe-small", "bert-336m", "kimi-k2"):
+        made, file = load_recipe(f"configs/{name}.toml"), tmp_path / "again.toml"
+        file.write_text(recipe_toml(made, "a comment\nof two lines"))
+        assert load_recipe(file) == made
+
+
+@pytest.mark.parametrize("name", ["deepseek-v3", "qwen3-30b-a3b", "llama-3-8b", "gpt-oss-20b"])
+def test_the_tiny_form_of_a_layout_fits(name):
+    made, ranks = tiny(load_recipe(f"configs/{name}.toml"))
+    assert not problems(made, ranks) and ranks <= 8
+    with pytest.raises(ValueError, match="an encoder has none"):
+        tiny(load_recipe("configs/bert-336m.toml"))
+
+
+@pytest.mark.full
+def test_the_check_trains_a_tiny_step_on_forked_ranks(capsys):
+    options = ["--pp", "2", "--parallel.schedule", "1f1b", "--check"]
+    assert cli.main(["plan", "search", "moe-small", "--gpus", "8", "--ep", "2", *options]) == 0
+    text = capsys.readouterr().out
+    assert "check     a step of 2 tiny layers" in text and "as on one rank" in text
