@@ -18,15 +18,15 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Set
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 from fastmp.config import MoEConfig
@@ -98,8 +98,11 @@ class MeshAdapters(ModulePatch):
     def save_pretrained(
         self: Any, save_directory: str, *args: Any, state_dict: Any = None, **kwargs: Any
     ) -> None:
-        """Gather the adapters and write them from the first rank. Collective."""
-        state_dict = trainable_state_dict(self) if state_dict is None else state_dict
+        """Gather the adapters and write them from the first rank. Collective, except with a `state_dict`."""
+        if state_dict is not None:  # such as that of `trainable_state_dict`, on the first rank alone
+            super().save_pretrained(save_directory, *args, state_dict=state_dict, **kwargs)  # type: ignore[misc]
+            return
+        state_dict = trainable_state_dict(self)
         if dist.get_rank() == 0:
             super().save_pretrained(save_directory, *args, state_dict=state_dict, **kwargs)  # type: ignore[misc]
         dist.barrier()
@@ -136,18 +139,22 @@ class MeshPlan:
         options: the arguments of `fastmp.accelerate`.
         experts: the modules of experts, and their dispatchers.
         units: the modules outside of experts that FSDP2 shards, in this order; empty: the user shards them.
+        kept: modules in these units of another dtype, such as float32 routers in a BF16 model. They are
+            sharded before, for themselves, since a unit of FSDP2 has gradients of one dtype.
     """
 
     options: MeshOptions
     experts: tuple[tuple[Any, Dispatcher[Any, Any]], ...]
     units: tuple[nn.Module, ...]
+    kept: tuple[nn.Module, ...] = ()
 
     def rows(self) -> Iterator[tuple[str, int, str]]:
         """Yield (class, number of modules, their sharding) for the table of `accelerate`."""
         mesh = self.options.mesh
         ep, ranks = mesh["ep"].size(), mesh["dp_shard"].size()
         yield type(self.experts[0][0]).__name__, len(self.experts), f"experts over {ep}, FSDP2 over {ranks}"
-        for name, count in Counter(own_class(unit).__name__ for unit in self.units).items():
+        dense = (*self.kept, *self.units)
+        for name, count in Counter(own_class(unit).__name__ for unit in dense).items():
             yield name, count, f"FSDP2 over {ep * ranks}"
 
 
@@ -160,8 +167,9 @@ def plan_mesh(model: Any, experts: type | None, options: MeshOptions) -> MeshPla
         options: the arguments of `fastmp.accelerate`.
 
     Raises:
-        ValueError: a model without experts, experts that ep does not divide, or that are sharded already; an
-            unknown dispatcher, or one that cannot be here; an option of `fully_shard` that is taken.
+        ValueError: a model without experts, experts that ep does not divide, or that are sharded already; a
+            model of which `fully_shard` has a part; an unknown dispatcher, or one that cannot be here; an
+            option of `fully_shard` that is taken.
     """
     if others := sorted(options.fsdp.keys() - _FSDP_OPTIONS):
         raise ValueError(
@@ -195,15 +203,48 @@ def plan_mesh(model: Any, experts: type | None, options: MeshOptions) -> MeshPla
             dispatcher=options.dispatcher,
         )
         dispatchers.append(make_dispatcher(moe, groups))
-    units: list[nn.Module] = []
-    if options.shard_dense and not any(isinstance(module, FSDPModule) for module in model.modules()):
-        layers = set(model._no_split_modules)
-        units = [module for module in model.modules() if type(module).__name__ in layers]
-        embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-        if head is not None and head.weight is not embedding.weight:
-            units.append(embedding)  # its weight is not needed until the head, as a tied one is
-        units.append(model)
-    return MeshPlan(options, tuple(zip(found.values(), dispatchers)), tuple(units))
+    of_experts = {id(parameter) for module in found.values() for parameter in module.parameters()}
+    units = _dense_units(model, of_experts) if options.shard_dense else ()
+    kept = [module for unit in units for module in _of_other_dtypes(unit, of_experts)]
+    return MeshPlan(options, tuple(zip(found.values(), dispatchers)), units, tuple(dict.fromkeys(kept)))
+
+
+def _dense_units(model: Any, of_experts: Set[int]) -> tuple[nn.Module, ...]:
+    """Return the modules that FSDP2 shards: layers, embedding and model; none if the user has done so.
+
+    Raises ValueError if the user has sharded some of them: gradients of the others would not be averaged.
+    """
+    if any(isinstance(module, FSDPModule) for module in model.modules()):
+        for name, parameter in model.named_parameters():
+            sharded = isinstance(parameter, DTensor) or id(parameter) in of_experts
+            if parameter.requires_grad and not sharded:
+                raise ValueError(
+                    f"accelerate: fully_shard has left out {name}; apply it to the whole model, to nothing, "
+                    "or pass shard_dense=False and apply it to the rest afterwards"
+                )
+        return ()
+    layers = set(model._no_split_modules)
+    units = [module for module in model.modules() if type(module).__name__ in layers]
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    if head is not None and head.weight is not embedding.weight:
+        units.append(embedding)  # its weight is not needed until the head, as a tied one is
+    return (*units, model)
+
+
+def _of_other_dtypes(unit: nn.Module, of_experts: Set[int]) -> Iterator[nn.Module]:
+    """Yield the modules whose trainable parameters have another dtype than most of the unit's."""
+    trained = [
+        (module, parameter)
+        for module in unit.modules()
+        for parameter in module.parameters(recurse=False)
+        if parameter.requires_grad and id(parameter) not in of_experts
+    ]
+    numbers = Counter[torch.dtype]()
+    for _, parameter in trained:
+        numbers[parameter.dtype] += parameter.numel()
+    for module, parameter in trained:
+        if parameter.dtype != numbers.most_common(1)[0][0] and module is not unit:
+            yield module
 
 
 def expert_parameters(model: nn.Module) -> Iterator[nn.Parameter]:
@@ -259,6 +300,10 @@ def shard_over_mesh(model: Any, plan: MeshPlan, around: Any) -> None:
     model.mesh = mesh
     # 3. FSDP2 of everything else over all ranks.
     dense = dense_mesh(mesh) if plan.units else None
+    for module in plan.kept:
+        policy = options.get("mp_policy", MixedPrecisionPolicy())
+        policy = replace(policy, param_dtype=None, output_dtype=None)
+        fully_shard(module, mesh=dense, **{**options, "mp_policy": policy})
     for unit in plan.units:
         fully_shard(unit, mesh=dense, **options)
     _describe(model, mesh)
@@ -266,6 +311,8 @@ def shard_over_mesh(model: Any, plan: MeshPlan, around: Any) -> None:
 
 def _divide_(ranks: int, grad: Tensor) -> None:
     grad.div_(ranks)
+    if grad.is_cuda:  # allocated on the stream of reduce-scatters, while this one reads it until it is freed
+        grad.record_stream(torch.cuda.current_stream(grad.device))
 
 
 def _shard_experts(module: Any, mesh: DeviceMesh) -> None:

@@ -22,6 +22,7 @@ import fastmp
 from fastmp.hf.expert_parallel import expert_parameters, reserve
 from fastmp.hf.mesh import dense_mesh
 from fastmp.hf.mesh_loading import from_pretrained
+from fastmp.hf.mesh_saving import trainable_state_dict
 from fastmp.hf.tp_plan import clip_grad_norm_
 from fastmp.testing.ranks import run_ranks
 
@@ -235,6 +236,36 @@ def test_bfloat16_parameters_and_float32_gradients():
     assert error((2, 2)) <= 1.1 * error((4, 1))
 
 
+@pytest.mark.parametrize("shape", [(1, 2), (2, 1)], ids=str)
+def test_routers_that_stay_float32(shape, tmp_path):
+    """transformers loads the routers of DeepSeek-V3 in float32, whatever the dtype of the model."""
+    model_of("deepseek_v3").save_pretrained(tmp_path)
+
+    def loaded():
+        return transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16).train()
+
+    batches, reference = batches_of(2), loaded()
+    for batch in batches:
+        (reference(**batch).loss / 2).backward()
+    wanted = {name: parameter.grad for name, parameter in reference.named_parameters()}
+
+    def run(rank, world_size):
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+        for model in (loaded(), from_pretrained(tmp_path, mesh=mesh_of(shape), dtype=torch.bfloat16)):
+            fastmp.accelerate(model, mesh=mesh_of(shape), fsdp={"mp_policy": policy})
+            model.train()(**batches[rank]).loss.backward()
+            grads = {name: full(parameter.grad) for name, parameter in model.named_parameters()}
+            router = "model.layers.1.mlp.gate.weight"
+            assert grads[router].dtype == torch.float32 and grads["lm_head.weight"].dtype == torch.bfloat16
+            for name, grad in grads.items():
+                assert (grad - wanted[name]).norm() <= 0.05 * wanted[name].norm(), name
+            clip_grad_norm_(model, 1e-3)
+            squares = [full(p.grad).double().square().sum() for p in model.parameters()]
+            assert sum(squares).sqrt().item() == pytest.approx(1e-3, rel=1e-2)
+
+    run_ranks(run, 2, timeout=200)
+
+
 def test_checkpoint_of_torch_loads_on_another_mesh(tmp_path):
     """Weights and moments saved on mesh (2, 2) are loaded on others, which continue the same."""
     batches = batches_of(4)
@@ -315,6 +346,7 @@ def test_experts_without_tokens():
         ((1, 2), ("dp_shard", "ep"), "llama", "has no experts to shard over a mesh; call accelerate"),
         ((1, 2), ("dp_shard", "ep"), "odd", "the 3 experts of model.layers.1.mlp.experts are not divisible"),
         ((1, 2), ("dp_shard", "ep"), "sharded", "the experts of .* are sharded already; leave them out"),
+        ((1, 2), ("dp_shard", "ep"), "part", "fully_shard has left out model.embed_tokens.weight; apply it"),
         ((1, 2), ("dp_shard", "ep"), "differs", "of rank 1 of the group differs from that of rank 0"),
         ((1, 2), ("dp_shard", "ep"), "fp8", "not supported with a group or mesh"),
         ((1, 2), ("dp_shard", "ep"), "wrapped", "got a Sequential; accelerate the model before"),
@@ -330,6 +362,9 @@ def test_what_cannot_be_sharded_changes_nothing(shape, names, family, message):
         if family == "sharded":
             for layer in model.model.layers:
                 fully_shard(layer)
+        if family == "part":  # gradients of embedding and head would stay those of each rank
+            for layer in model.model.layers:
+                fully_shard(layer, ignored_params=set(expert_parameters(model)))
         if family == "differs" and rank == 1:
             with torch.no_grad():
                 model.lm_head.weight.add_(1)
@@ -394,6 +429,11 @@ def test_lora_on_attention_and_experts(family, tmp_path):
         assert_close(found[2], grads)
         assert_close(trainable(found[3]), trainable(weights))
         model.save_pretrained(tmp_path)
+        state = trainable_state_dict(model)
+        if rank == 0:  # alone
+            model.save_pretrained(tmp_path / "again", state_dict=state)
+            files = [path / "adapter_model.safetensors" for path in (tmp_path, tmp_path / "again")]
+            assert files[0].read_bytes() == files[1].read_bytes()
 
     run_ranks(run, 4, timeout=200)
     loaded = peft.PeftModel.from_pretrained(model_of(family, torch.float64), tmp_path).double()
