@@ -44,6 +44,7 @@ GUIDES = {  # the page that explains a command
     "checkpoint": "checkpoints",
     "hf": "transformers",
     "plan": "planning",
+    "trace": "profiling",
     "hang": "faults",
     "verify": "how-to/verify-parallel-code",
     "doctor": "install",

@@ -27,6 +27,7 @@ COMMANDS = {
         "fastmp.apps.plan",
         "estimate memory, step time and communication of a recipe, without a GPU",
     ),
+    "trace": ("fastmp.apps.trace", "compare the profile of a step with its estimate"),
     "hang": ("fastmp.apps.hang", "explain why a job hung or lost a rank, from the files in its directory"),
     "verify": ("fastmp.apps.verify", "test parallel code against its dense module on forked CPU ranks"),
     "doctor": (

@@ -10,9 +10,10 @@ allocator overhead are not counted.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import NamedTuple
 
 from fastmp.config import OPTIMIZERS, Recipe
 from fastmp.pipeline.schedule import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Step
@@ -88,6 +89,37 @@ def _of_rank(
         buffer.layout.size // buffer.layout.num_ranks * state_bytes(recipe, shapes, buffer.whole)
         for buffer in buffers
     )
+    chunks = _of_chunks(recipe, shapes, rank)
+    kept = _peak(order, chunks.whole, chunks.whole)
+    recomputed = _peak(order, chunks.inputs, chunks.again) + chunks.largest
+    ring = ring_of_rank(recipe, shapes, rank, measured)
+    stash = 0 if ring is None else ring.nbytes
+    kept += stash
+    loss = activations.loss_workspace(shapes, grad_bytes(recipe, shapes) < _FLOAT32) if last in own else 0
+    has_experts = any(kind.moe is not None for stage in own for kind in stages[stage])
+    exchange = shapes.exchange.nbytes if has_experts and shapes.exchange is not None else 0
+    total = weights + gradients + optimizer + (recomputed if layout.recompute else kept) + loss + exchange
+    return Memory(
+        experts, others, weights, gradients, optimizer, kept, recomputed, loss, exchange, stash, total
+    )
+
+
+class _Chunks(NamedTuple):
+    """Bytes that a microbatch holds in each chunk of a rank, and those of the largest layer run again.
+
+    whole: without recomputation. inputs: with it, until the backward. again: until a deferred wgrad.
+    """
+
+    whole: list[int]
+    inputs: list[int]
+    again: list[int]
+    largest: int
+
+
+def _of_chunks(recipe: Recipe, shapes: Shapes, rank: int) -> _Chunks:
+    stages, layout = stage_kinds(recipe), recipe.parallel
+    places = stage_map(layout)
+    last, own = places.last, places.stages(rank)
     whole_layers, again_layers = (
         [[_of_layer(replace(shapes, model=kind), again) for kind in stages[stage]] for stage in own]
         for again in (False, True)
@@ -103,22 +135,23 @@ def _of_rank(
         [sum(of_layers) + end for of_layers, end in zip(layers, ends)]
         for layers in (whole_layers, again_layers)
     )
-    inputs = [len(stages[stage]) * layer_input + end for stage, end in zip(own, ends)]
-    kept = _peak(order, whole, whole)
-    recomputed = _peak(order, inputs, again)
+    largest = 0
     if any(again_layers):
         largest = max(max(of_layers, default=0) for of_layers in again_layers)
-        recomputed += largest - (0 if layout.shard_recompute_input else layer_input)
-    ring = ring_of_rank(recipe, shapes, rank, measured)
-    stash = 0 if ring is None else ring.nbytes
-    kept += stash
-    loss = activations.loss_workspace(shapes, grad_bytes(recipe, shapes) < _FLOAT32) if last in own else 0
-    has_experts = any(kind.moe is not None for stage in own for kind in stages[stage])
-    exchange = shapes.exchange.nbytes if has_experts and shapes.exchange is not None else 0
-    total = weights + gradients + optimizer + (recomputed if layout.recompute else kept) + loss + exchange
-    return Memory(
-        experts, others, weights, gradients, optimizer, kept, recomputed, loss, exchange, stash, total
-    )
+        largest -= 0 if layout.shard_recompute_input else layer_input
+    inputs = [len(stages[stage]) * layer_input + end for stage, end in zip(own, ends)]
+    return _Chunks(whole, inputs, again, largest)
+
+
+def held_over_time(recipe: Recipe, shapes: Shapes, rank: int, order: Sequence[Step]) -> list[int]:
+    """Return the bytes of activations that a pipeline rank holds after each of its steps.
+
+    As in `Memory.total`, but without those of a layer that is run again, and without the stash.
+    """
+    chunks = _of_chunks(recipe, shapes, rank)
+    if recipe.parallel.recompute:
+        return list(_held(order, chunks.inputs, chunks.again))
+    return list(_held(order, chunks.whole, chunks.whole))
 
 
 @lru_cache(maxsize=16)
@@ -127,12 +160,16 @@ def _of_layer(shapes: Shapes, recomputed: bool) -> int:
 
 
 def _peak(order: Sequence[Step], kept: Sequence[int], until_weights: Sequence[int]) -> int:
-    """Return the most bytes held at once.
+    return max(_held(order, kept, until_weights), default=0)
+
+
+def _held(order: Sequence[Step], kept: Sequence[int], until_weights: Sequence[int]) -> Iterator[int]:
+    """Yield the bytes held after each step.
 
     A chunk holds its `kept` from its forward to its backward. Where the backward is split, it holds its
     `until_weights` from the backward of its inputs to that of its weights.
     """
-    held = most = 0
+    held = 0
     for step in order:
         if step.kind == FORWARD:
             held += kept[step.chunk]
@@ -142,5 +179,4 @@ def _peak(order: Sequence[Step], kept: Sequence[int], until_weights: Sequence[in
             held += until_weights[step.chunk] - kept[step.chunk]
         elif step.kind == BACKWARD_WEIGHT:
             held -= until_weights[step.chunk]
-        most = max(most, held)
-    return most
+        yield held

@@ -23,6 +23,7 @@ from functools import lru_cache
 
 from fastmp.config import GraphConfig, Recipe
 from fastmp.config.sizes import flops_per_token
+from fastmp.pipeline.schedule import Schedule
 from fastmp.pipeline.simulate import Costs
 from fastmp.pipeline.stream_schedule import (
     SegmentCost,
@@ -58,7 +59,7 @@ from fastmp.plan.parameters import fp8_buffers, rank_buffers, rank_parameters, s
 from fastmp.plan.pipeline_time import pipeline_time
 from fastmp.plan.shapes import Shapes, shapes_of
 
-ONCE = "once a step"
+ONCE, IDLE = "once a step", "pipeline idle"
 _EXCHANGES = ("ep", "etp", "etp-ep")  # groups over which rows of experts travel
 
 
@@ -79,12 +80,31 @@ class StepTime:
     mfu: float
 
 
-def step_time(recipe: Recipe, world_size: int, gpu: GPU, kernels: Kernels = FASTMP) -> StepTime:
-    """Return the time of a step of `recipe`, which must fit `world_size` ranks, one on each GPU.
+@dataclass(frozen=True)
+class StepModel:
+    """The parts of an estimated step.
 
-    Raises:
-        ValueError: the recipe multiplies in FP8, and the GPU does not.
+    stages: the seconds of a microbatch in each stage. ends: the exposed seconds of the work that each
+    pipeline rank does once a step.
     """
+
+    shapes: Shapes
+    schedule: Schedule
+    stages: Sequence[Phases]
+    costs: Costs
+    ends: Sequence[Seconds]
+
+    def slowest(self, busy: Sequence[float]) -> int:
+        """Return the pipeline rank that works longest, if `busy` are the seconds of its pipeline steps."""
+        return max(range(len(self.ends)), key=lambda rank: busy[rank] + self.ends[rank].total())
+
+    def seconds(self, makespan: float) -> float:
+        """Return the seconds of a step whose pipeline ends after `makespan`."""
+        return makespan + max(each.total() for each in self.ends)
+
+
+def step_model(recipe: Recipe, world_size: int, gpu: GPU, kernels: Kernels = FASTMP) -> StepModel:
+    """Return the parts of a step of `recipe`; arguments and errors as of `step_time`."""
     shapes = shapes_of(recipe, world_size)
     if shapes.fp8 and not gpu.eight:
         raise ValueError(f"{gpu.name} has no FP8: expected --train.precision dtype, or a GPU from H100 on")
@@ -98,14 +118,25 @@ def step_time(recipe: Recipe, world_size: int, gpu: GPU, kernels: Kernels = FAST
         made.between_stages.message(shapes.hidden) if shapes.grid.pp > 1 else 0.0,
         _hidden(recipe, shapes, made, kernels) if recipe.parallel.overlap_experts else 0.0,
     )
-    run = pipeline_time(schedule, costs)
     places = schedule.stages
     ends = [
         _end_of_step(recipe, shapes, made, kernels, rank, places.of_rank(stages, rank))
         for rank in range(shapes.grid.pp)
     ]
-    slowest = max(range(shapes.grid.pp), key=lambda rank: run.busy[rank] + ends[rank].total())
-    seconds = run.makespan + max(each.total() for each in ends)
+    return StepModel(shapes, schedule, stages, costs, ends)
+
+
+def step_time(recipe: Recipe, world_size: int, gpu: GPU, kernels: Kernels = FASTMP) -> StepTime:
+    """Return the time of a step of `recipe`, which must fit `world_size` ranks, one on each GPU.
+
+    Raises:
+        ValueError: the recipe multiplies in FP8, and the GPU does not.
+    """
+    model = step_model(recipe, world_size, gpu, kernels)
+    shapes, schedule, stages = model.shapes, model.schedule, model.stages
+    costs, ends, places = model.costs, model.ends, schedule.stages
+    run = pipeline_time(schedule, costs)
+    slowest, seconds = model.slowest(run.busy), model.seconds(run.makespan)
     parts: dict[tuple[str, str], float] = {}
     for stage in places.of_rank(stages, slowest):
         for phase, own in stage.of.items():
@@ -114,14 +145,14 @@ def step_time(recipe: Recipe, world_size: int, gpu: GPU, kernels: Kernels = FAST
     if recipe.parallel.overlap_experts:
         pairs = (steps for steps in schedule.together(slowest) if len(steps) > 1)
         chunks = Counter(tuple(step.chunk for step in steps) for steps in pairs)
-        _hide(
+        hide(
             parts,
             sum(
                 number * costs.saved(*(places.stage(slowest, chunk) for chunk in pair))
                 for pair, number in chunks.items()
             ),
         )
-    parts[ONCE, "pipeline idle"] = seconds - run.busy[slowest] - ends[slowest].total()
+    parts[ONCE, IDLE] = seconds - run.busy[slowest] - ends[slowest].total()
     parts.update({(ONCE, what): took for what, took in ends[slowest].items()})
     tokens = recipe.train.global_batch_size * recipe.data.seq_len
     flops = tokens * flops_per_token(
@@ -241,8 +272,8 @@ def hidden_by_overlap(forward: Sequence[SegmentCost], backward: Sequence[Segment
     return max(0.0, apart - simulate_streams([interleave(*known)], [chains]).makespan)
 
 
-def _hide(parts: dict[tuple[str, str], float], seconds: float) -> None:
-    """Take hidden seconds from those of exchanges, then from those of kernels that sort rows."""
+def hide(parts: dict[tuple[str, str], float], seconds: float) -> None:
+    """Take seconds that overlap hides from those of exchanges, then from those of kernels that sort rows."""
     for groups in (_EXCHANGES, ("other kernels",)):
         own = [(phase, what) for what in groups for phase in (FORWARD, INPUT) if (phase, what) in parts]
         all_of_them = sum(parts[key] for key in own)

@@ -6,6 +6,7 @@ import json
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from fastmp.config import ParallelConfig, Recipe
@@ -16,6 +17,7 @@ from fastmp.plan.memory import memory
 from fastmp.plan.resources import fitting_recipe, recipe_parser, table
 from fastmp.plan.shapes import shapes_of
 from fastmp.plan.step_time import ONCE, step_time
+from fastmp.plan.step_trace import step_trace
 
 
 def main(arguments: list[str]) -> int:
@@ -25,14 +27,28 @@ def main(arguments: list[str]) -> int:
         "Estimate the time of a step on named GPUs in their servers, by phase and by kernel.",
     )
     parser.add_argument("--hardware", choices=GPUS, default="h100", help="GPUs of the servers (%(default)s)")
+    parser.add_argument(
+        "--trace",
+        type=Path,
+        metavar="FILE",
+        help="write the step of all pipeline ranks, for https://ui.perfetto.dev: streams, kernels, "
+        "collectives and memory",
+    )
     options = parser.parse_args(arguments)
     found = fitting_recipe(parser.prog, options)
     if found is None:
         return 2
     try:
         facts = time_facts(found, options.world_size, options.hardware)
+        if options.trace is not None:
+            trace = step_trace(found, options.world_size, GPUS[options.hardware])
+            options.trace.write_text(json.dumps(trace) + "\n")
+            facts["trace"] = str(options.trace)
     except ValueError as error:
         print(f"{parser.prog}: {error}", file=sys.stderr)
+        return 2
+    except OSError as error:
+        print(f"{parser.prog}: {options.trace} cannot be written ({error.strerror})", file=sys.stderr)
         return 2
     print(json.dumps(facts) if options.json else "\n".join(describe_time(facts)))
     return 0
@@ -88,6 +104,8 @@ def describe_time(facts: dict[str, Any]) -> Iterator[str]:
     )
     fits = "fits into" if held < capacity else "does not fit into"
     yield f"memory    {held:.1f} GiB of the fullest rank, as far as it is counted, {fits} {capacity:.1f} GiB"
+    if "trace" in facts:
+        yield f"trace     {facts['trace']}: open it in https://ui.perfetto.dev"
     if facts["others"]:
         for label, each in zip(("schedule", *[""] * len(facts["others"])), (facts, *facts["others"])):
             yield f"{label:<10}{each['schedule']}: {each['seconds']:.3g} s, bubble {each['bubble']:.1%}"

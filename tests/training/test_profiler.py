@@ -19,6 +19,7 @@ from fastmp.apps import train as command
 from fastmp.apps import train_main
 from fastmp.config import GraphConfig
 from fastmp.config.recipe import parse_arguments
+from fastmp.plan.trace_diff import IDLE, ONCE, measured_step
 from fastmp.training.profiler import StepProfiler, nsight_command, ranges, run_under_nsight
 
 
@@ -60,9 +61,23 @@ def test_torch_writes_a_trace_of_those_steps_and_says_what_they_took(tmp_path, t
     assert events["fastmp.training.forward"] == events["fastmp.training.backward"] == 4  # two microbatches
     assert events["fastmp.segment.TransformerLayer.attention"] == 4
     assert events["fastmp.bias_gelu"] == events["fastmp.bias_gelu_backward"] == 4
+    step = measured_step(trace)  # what `fastmp trace diff` reads
+    assert sum(step.parts.values()) == pytest.approx(step.seconds)
+    assert {("forward", "GEMMs"), ("backward", "GEMMs"), (ONCE, "optimizer")} <= step.parts.keys()
     printed = capsys.readouterr().out
     assert f"profile of steps 2:4: {tmp_path / 'tiny' / 'profile-2-4.json'}" in printed
     assert "  fastmp.training.backward" in printed
+
+
+@pytest.mark.full
+def test_a_recorded_step_is_covered_to_5_percent(tmp_path, tokens):
+    """Everything that the step does is in one of the ranges, and so in `fastmp trace diff`."""
+    sizes = {"model__hidden_size": 256, "model__num_layers": 4, "model__vocab_size": 8192}
+    options = arguments(tmp_path, tokens, train__eval_interval=0, optimizer__warmup_steps=1, **sizes)
+    assert command.main([*options, "--profile", "torch", "--profile-steps", "2:4"]) == 0
+    step = measured_step(json.loads((tmp_path / "tiny" / "profile-2-4.json").read_text()))
+    assert sum(step.parts.values()) == pytest.approx(step.seconds)
+    assert step.parts.get((ONCE, IDLE), 0.0) < 0.05 * step.seconds
 
 
 @pytest.fixture

@@ -1,0 +1,336 @@
+"""Compare a measured step with an estimated one, by phase and by consumer. Standard library only.
+
+The measured step is a trace of torch.profiler (Chrome JSON), or the JSON of
+`nsys stats --report cuda_gpu_trace --format json`; the estimate is what `fastmp plan time --trace` writes.
+Both become seconds of a step by (phase, consumer):
+
+- On a GPU, kernels count by their name. Communication counts where no compute kernel runs at the same time.
+- On a CPU, every operator counts with the time that it spends outside of others, and takes the consumer of
+  the operator around it if its own name tells nothing.
+- What is covered by nothing is idle time.
+
+A phase is that of the host's range `fastmp.training.<phase>` in which the work was launched.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from bisect import bisect_right
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+FORWARD, BACKWARD, ONCE = "forward", "backward", "once a step"
+IDLE, HOST, COMMUNICATION = "idle", "host", "communication"
+CATEGORY = "estimate"  # of the slices of an estimated step
+_MAX_BYTES = 1 << 31
+_PHASES = {"forward": FORWARD, "backward": BACKWARD}  # of ranges; others are work done once a step
+_ESTIMATED = {"recomputation": BACKWARD, "backward of inputs": BACKWARD, "backward of weights": BACKWARD}
+_ONCE = {"optimizer": "optimizer", "reduce": "gradients", "clip": "optimizer", "data": "data"}
+_CONSUMERS = (  # the first pattern that is found in a name
+    (COMMUNICATION, r"nccl|gloo:|c10d::|fastmp\.collective\.|exchange_(push|pull|give|take|barrier|counts)"),
+    ("attention", r"flash|fmha|attention|softmax|sdpa"),
+    ("quantisers", r"quanti[sz]e"),
+    ("GEMMs", r"gemm|cutlass|nvjet|xmma|grouped_m|aten::(b|add|badd)?b?mm|aten::(linear|matmul)"),
+    ("GEMMs", r"fastmp::(linear|add_weight|wgrad)|mkldnn"),
+)
+_PATTERNS = tuple((consumer, re.compile(pattern, re.IGNORECASE)) for consumer, pattern in _CONSUMERS)
+_GROUP = re.compile(r"fastmp:([\w-]+)")  # in the description of a process group
+_KERNELS = ("kernel", "gpu_memcpy", "gpu_memset")
+_LAUNCHES = ("cuda_runtime", "cuda_driver")
+
+Table = dict[tuple[str, str], float]  # seconds of a step by (phase, consumer)
+
+
+@dataclass(frozen=True)
+class StepTable:
+    """Seconds of a step by (phase, consumer); they add up to `seconds`."""
+
+    seconds: float
+    parts: Table
+
+
+@dataclass(frozen=True)
+class Gap:
+    """A part of a step, estimated and measured, in seconds."""
+
+    phase: str
+    what: str
+    estimated: float
+    measured: float
+
+    @property
+    def gap(self) -> float:
+        """Seconds that the measured step takes longer here."""
+        return self.measured - self.estimated
+
+
+def read_trace(path: Path) -> Any:
+    """Return the JSON of a trace. Raises ValueError naming the file."""
+    try:
+        if path.stat().st_size > _MAX_BYTES:
+            raise ValueError(f"{path}: more than {_MAX_BYTES >> 30} GiB; profile fewer steps")
+        return json.loads(path.read_bytes())
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read ({error.strerror})") from None
+    except ValueError as error:
+        raise ValueError(f"{path} is no JSON trace: {error}") from None
+
+
+def estimated_step(content: Any) -> StepTable:
+    """Reduce a trace of `fastmp plan time --trace`: the pipeline rank that works longest.
+
+    Raises:
+        ValueError: another trace.
+    """
+    events = content.get("traceEvents") if isinstance(content, dict) else None
+    own = content.get("otherData", {}).get("fastmp") if isinstance(content, dict) else None
+    if own is None or not isinstance(events, list):
+        raise ValueError("the estimate is no trace of `fastmp plan time --trace`")
+    parts: Table = defaultdict(float)
+    for event in events:
+        if event.get("cat") == CATEGORY and event["pid"] == own["slowest"]:
+            args = event["args"]
+            parts[_ESTIMATED.get(args["phase"], args["phase"]), args["what"]] += event["dur"] / 1e6
+    return _with_idle(parts, own["seconds"])
+
+
+def measured_step(content: Any) -> StepTable:
+    """Reduce a trace of torch.profiler, or kernels of nsys, to the mean step of its process.
+
+    Raises:
+        ValueError: neither of them, or a trace without a step.
+    """
+    if isinstance(content, list):
+        return _kernels_of_nsys(content)
+    events = content.get("traceEvents") if isinstance(content, dict) else None
+    if not isinstance(events, list):
+        raise ValueError(
+            "the measured trace is neither of torch.profiler (traceEvents) nor a list of kernels, as of "
+            "nsys stats --report cuda_gpu_trace --format json"
+        )
+    slices = [event for event in events if event.get("ph") == "X" and "dur" in event]
+    ranges = _Ranges(slices)
+    on_gpu = any(event.get("cat") in _KERNELS for event in slices)
+    parts = _on_gpu(slices, ranges) if on_gpu else _on_cpu(slices, ranges)
+    return _with_idle({key: took / ranges.steps / 1e6 for key, took in parts.items()}, ranges.step / 1e6)
+
+
+def gaps(estimated: StepTable, measured: StepTable) -> list[Gap]:
+    """Align two steps and return their parts, those with the largest gap first.
+
+    If a measured collective does not tell its process group, all communication is one part.
+    """
+    groups = [what for _, what in measured.parts if what.startswith(COMMUNICATION)]
+    joined = COMMUNICATION in groups
+    phases = any(phase != ONCE for phase, _ in measured.parts)
+
+    def keyed(table: StepTable) -> Table:
+        found: Table = defaultdict(float)
+        for (phase, what), took in table.parts.items():
+            if joined and (what.startswith(COMMUNICATION) or what in _group_names(estimated)):
+                what = COMMUNICATION
+            elif what in _group_names(estimated):
+                what = f"{COMMUNICATION}, {what}"
+            found[phase if phases else ONCE, what] += took
+        return found
+
+    ours, theirs = keyed(estimated), keyed(measured)
+    rows = [
+        Gap(phase, what, ours.get((phase, what), 0.0), theirs.get((phase, what), 0.0))
+        for phase, what in ours.keys() | theirs.keys()
+    ]
+    return sorted(rows, key=lambda row: (-abs(row.gap), row.phase, row.what))
+
+
+_NO_GROUPS = {"GEMMs", "attention", "quantisers", "other kernels", "optimizer", "gradients", "parameters"}
+_NO_GROUPS |= {"tied embedding", "pipeline idle", "data", IDLE, HOST}
+
+
+def _group_names(estimated: StepTable) -> set[str]:
+    """Return the consumers of an estimate that are process groups."""
+    return {what for _, what in estimated.parts} - _NO_GROUPS
+
+
+def _with_idle(parts: Mapping[tuple[str, str], float], seconds: float) -> StepTable:
+    idle = seconds - sum(parts.values())
+    found = dict(parts)
+    if idle > 1e-9 * seconds:
+        found[ONCE, IDLE] = found.get((ONCE, IDLE), 0.0) + idle
+    return StepTable(seconds, found)
+
+
+def consumer(name: str, args: Mapping[str, Any] = {}) -> str | None:
+    """Return the consumer of a kernel or operator by its name; None if the name tells nothing.
+
+    A collective is followed by its process group, if the trace has its description.
+    """
+    for found, pattern in _PATTERNS:
+        if pattern.search(name):
+            group = _GROUP.search(str(args.get("Process Group Description", "")))
+            return f"{found}, {group.group(1)}" if found == COMMUNICATION and group else found
+    return None
+
+
+class _Ranges:
+    """The phases of training in a trace: ranges of the host's main thread."""
+
+    def __init__(self, slices: Iterable[Mapping[str, Any]]) -> None:
+        prefix, found, own = "fastmp.training.", list[tuple[float, float, str]](), Counter[str]()
+        threads: Counter[tuple[Any, Any]] = Counter()
+        for event in slices:
+            name = str(event.get("name"))
+            if event.get("cat") == "user_annotation" and name.startswith(prefix):
+                start = float(event["ts"])
+                found.append((start, start + event["dur"], name.removeprefix(prefix)))
+                own[name.removeprefix(prefix)] += 1
+                threads[event.get("pid"), event.get("tid")] += 1
+        if not own["optimizer"]:
+            raise ValueError(
+                "the measured trace has no range fastmp.training.optimizer, so its steps cannot be counted; "
+                "profile with `fastmp train --profile torch --profile-steps 10:13`"
+            )
+        found.sort()
+        self.thread = threads.most_common(1)[0][0]
+        self.steps = own["optimizer"]
+        self._starts = [start for start, _, _ in found]
+        self._found = found
+        self.start, self.end = found[0][0], max(end for _, end, _ in found)
+        self.step = (self.end - self.start) / self.steps  # microseconds, mean
+
+    def phase(self, time: float) -> tuple[str, str | None]:
+        """Return the phase of a moment, and the consumer of work that is done once a step."""
+        number = bisect_right(self._starts, time) - 1
+        if number < 0 or time > self._found[number][1]:
+            return ONCE, None
+        name = self._found[number][2]
+        return _PHASES.get(name, ONCE), _ONCE.get(name)
+
+
+def _on_gpu(slices: Sequence[Mapping[str, Any]], ranges: _Ranges) -> Table:
+    """Return microseconds of kernels; communication only where no other kernel runs."""
+    launched = {
+        event["args"]["correlation"]: float(event["ts"])
+        for event in slices
+        if event.get("cat") in _LAUNCHES and "correlation" in event.get("args", {})
+    }
+    parts: Table = defaultdict(float)
+    kernels, covered = [], list[tuple[float, float]]()
+    for event in slices:
+        if event.get("cat") in _KERNELS:
+            start, args = float(event["ts"]), event.get("args", {})
+            if not ranges.start <= launched.get(args.get("correlation"), start) <= ranges.end:
+                continue
+            what = consumer(str(event["name"]), args) or "other kernels"
+            span = start, start + event["dur"]
+            kernels.append((what, span, ranges.phase(launched.get(args.get("correlation"), start))))
+            if not what.startswith(COMMUNICATION):
+                covered.append(span)
+    compute = _Union(covered)
+    for what, span, (phase, once) in kernels:
+        if what.startswith(COMMUNICATION):
+            took = span[1] - span[0] - compute.overlap(*span)
+            what = once if once == "gradients" else what
+        else:
+            took, what = span[1] - span[0], once or what
+        parts[phase, what] += took
+    return parts
+
+
+def _on_cpu(slices: Sequence[Mapping[str, Any]], ranges: _Ranges) -> Table:
+    """Return microseconds of the main thread's operators, each without those inside it."""
+    own = [
+        event
+        for event in slices
+        if (event.get("pid"), event.get("tid")) == ranges.thread
+        and event.get("cat") in ("cpu_op", "user_annotation")
+        and ranges.start <= float(event["ts"]) <= ranges.end
+    ]
+    own.sort(key=lambda event: (float(event["ts"]), -event["dur"]))
+    parts: Table = defaultdict(float)
+    open_: list[tuple[float, tuple[str, str], list[float]]] = []  # (end, key, [time inside it])
+
+    def close(until: float) -> None:
+        while open_ and open_[-1][0] <= until:
+            _, key, left = open_.pop()
+            parts[key] += left[0]
+
+    for event in own:
+        start, took, name = float(event["ts"]), float(event["dur"]), str(event["name"])
+        close(start)
+        phase, once = ranges.phase(start)
+        what = consumer(name, event.get("args", {}))
+        if once is not None:
+            what = once
+        elif what is None and open_ and open_[-1][1][1] not in (HOST, "other kernels"):
+            what = open_[-1][1][1]  # of the operator around it
+        elif what is None:
+            what = "other kernels" if event["cat"] == "cpu_op" or ".segment." not in name else HOST
+            what = HOST if name.startswith("fastmp.training.") else what
+        if open_:
+            took_inside = min(took, open_[-1][0] - start)
+            open_[-1][2][0] -= took_inside
+            took = took_inside
+        open_.append((start + took, (phase, what), [took]))
+    close(float("inf"))
+    return parts
+
+
+class _Union:
+    """The union of intervals, for the length of what another one has in common with it."""
+
+    def __init__(self, intervals: Iterable[tuple[float, float]]) -> None:
+        self._starts, self._ends, self._before = list[float](), list[float](), [0.0]
+        for start, end in sorted(intervals):
+            if self._ends and start <= self._ends[-1]:
+                self._ends[-1] = max(end, self._ends[-1])
+            else:
+                self._starts.append(start)
+                self._ends.append(end)
+        for start, end in zip(self._starts, self._ends):
+            self._before.append(self._before[-1] + end - start)
+
+    def _until(self, time: float) -> float:
+        number = bisect_right(self._starts, time)
+        if not number:
+            return 0.0
+        return self._before[number - 1] + min(time, self._ends[number - 1]) - self._starts[number - 1]
+
+    def overlap(self, start: float, end: float) -> float:
+        """Return the length that an interval has in common with the union."""
+        return self._until(end) - self._until(start)
+
+
+def _kernels_of_nsys(rows: Sequence[Any]) -> StepTable:
+    """Return the kernels of `nsys stats --report cuda_gpu_trace`, which have no phases.
+
+    A step ends with a kernel of the optimizer; several in a row are one step's.
+    """
+    kernels = list(_nsys_rows(rows))
+    steps = sum(
+        "adamw" in name and "adamw" not in before
+        for (_, _, name), (_, _, before) in zip(kernels, [(0.0, 0.0, ""), *kernels])
+    )
+    if not steps:
+        raise ValueError("the measured kernels have none of AdamW, so their steps cannot be counted")
+    compute = _Union((start, end) for start, end, name in kernels if consumer(name) != COMMUNICATION)
+    parts: Table = defaultdict(float)
+    for start, end, name in kernels:
+        what = consumer(name) or ("optimizer" if "adamw" in name else "other kernels")
+        hidden = compute.overlap(start, end) if what == COMMUNICATION else 0.0
+        parts[ONCE, what] += (end - start - hidden) / steps
+    return _with_idle(parts, (max(end for _, end, _ in kernels) - kernels[0][0]) / steps)
+
+
+def _nsys_rows(rows: Sequence[Any]) -> Iterator[tuple[float, float, str]]:
+    """Yield (start, end, name) of kernels in seconds, in their order."""
+    found = []
+    for row in rows:
+        if not isinstance(row, dict) or not {"Start (ns)", "Duration (ns)", "Name"} <= row.keys():
+            raise ValueError('the measured list has rows without "Start (ns)", "Duration (ns)" and "Name"')
+        start = float(row["Start (ns)"]) / 1e9
+        found.append((start, start + float(row["Duration (ns)"]) / 1e9, str(row["Name"])))
+    yield from sorted(found)
