@@ -36,7 +36,7 @@ from fastmp.distributed.groups import DEFAULT_TIMEOUT, ParallelGroups
 from fastmp.distributed.symmetric_memory import SymmetricExchange
 from fastmp.hf import experts_interface
 from fastmp.hf.mesh import dense_mesh, is_replicated, own_class
-from fastmp.hf.mesh_saving import save_pretrained, trainable_state_dict
+from fastmp.hf.mesh_saving import save_pretrained, together, trainable_state_dict
 from fastmp.hf.patches import ModulePatch, patched_class
 from fastmp.nn.moe.dispatchers.dispatcher import Dispatcher
 from fastmp.nn.moe.dispatchers.factory import make_dispatcher
@@ -103,9 +103,10 @@ class MeshAdapters(ModulePatch):
             super().save_pretrained(save_directory, *args, state_dict=state_dict, **kwargs)  # type: ignore[misc]
             return
         state_dict = trainable_state_dict(self)
-        if dist.get_rank() == 0:
-            super().save_pretrained(save_directory, *args, state_dict=state_dict, **kwargs)  # type: ignore[misc]
-        dist.barrier()
+        assert dist.group.WORLD is not None
+        with together(dist.group.WORLD):
+            if dist.get_rank() == 0:
+                super().save_pretrained(save_directory, *args, state_dict=state_dict, **kwargs)  # type: ignore[misc]
 
 
 def _dispatched(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:

@@ -6,7 +6,9 @@ expert writes it, and the other parameters go round all ranks.
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate
 
 from fastmp.config.file_access import write_synced
+from fastmp.distributed.collectives import gather_objects
 from fastmp.hf.mesh import all_ranks, own_class
 from fastmp.hf.mesh_tensors import file_mappings, file_names, saved_tensors
 from fastmp.hf.stored import INDEX
@@ -72,9 +75,23 @@ def save_pretrained(model: Any, directory: str | Path) -> None:
     # 3. Name the files by their number among those of all ranks, and write the index.
     writer.write()
     _finish(path, writer, group)
-    if group.rank() == 0:
-        _write_config(model, path)
-    dist.barrier(group)
+    with together(group):
+        if group.rank() == 0:
+            _write_config(model, path)
+
+
+@contextlib.contextmanager
+def together(group: ProcessGroup) -> Iterator[None]:
+    """Wait for all ranks of the group at the end, and raise the error of one of them on all. Collective."""
+    error = None
+    try:
+        yield
+    except Exception as found:
+        error = found
+    reports = gather_objects("" if error is None else f"{type(error).__name__}: {error}", group)
+    for rank, report in enumerate(reports):
+        if report:
+            raise ValueError(f"save_pretrained: rank {rank} of the group: {report}") from error
 
 
 @torch.no_grad()
@@ -180,19 +197,19 @@ def _finish(path: Path, own: _Writer, group: ProcessGroup) -> None:
     before = sum(len(files) for files in all_files[: group.rank()])
     count = sum(len(files) for files in all_files)
     names = [f"model-{number + 1:05d}-of-{count:05d}.safetensors" for number in range(count)]
-    if group.rank() == 0:  # of an earlier save
-        for old in path.glob("model*.safetensors"):
+    with together(group):
+        for old in path.glob("model*.safetensors") if group.rank() == 0 else ():  # of an earlier save
             old.unlink()
-    dist.barrier(group)
-    for number, (file, _) in enumerate(own.files):
-        os.replace(path / file, path / names[before + number])
-    if group.rank() == 0:
-        files = [tensors for files in all_files for _, tensors in files]
-        weight_map = {name: file for file, tensors in zip(names, files) for name in tensors}
-        total = sum(size for tensors in files for size in tensors.values())
-        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-        (path / INDEX).unlink(missing_ok=True)
-        write_synced(path / INDEX, json_bytes(index))
+    with together(group):
+        for number, (file, _) in enumerate(own.files):
+            os.replace(path / file, path / names[before + number])
+        if group.rank() == 0:
+            files = [tensors for files in all_files for _, tensors in files]
+            weight_map = {name: file for file, tensors in zip(names, files) for name in tensors}
+            total = sum(size for tensors in files for size in tensors.values())
+            index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+            (path / INDEX).unlink(missing_ok=True)
+            write_synced(path / INDEX, json_bytes(index))
 
 
 def _write_config(model: Any, path: Path) -> None:

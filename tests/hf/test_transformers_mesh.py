@@ -504,6 +504,7 @@ def test_files_that_do_not_fit_are_errors_on_all_ranks(tmp_path):
         change(state)
         save_file(state, tmp_path / name / "model.safetensors")
     (tmp_path / "taken").write_text("no directory")
+    (tmp_path / "config" / "config.json").mkdir(parents=True)
 
     def run(rank, world_size):
         mesh = mesh_of((1, 2))
@@ -519,6 +520,8 @@ def test_files_that_do_not_fit_are_errors_on_all_ranks(tmp_path):
         fastmp.accelerate(sharded, mesh=mesh)
         with pytest.raises(ValueError, match=r"save_pretrained: .* cannot write"):
             sharded.save_pretrained(tmp_path / "taken")
+        with pytest.raises(ValueError, match=r"save_pretrained: rank 0 of the group: IsADirectoryError"):
+            sharded.save_pretrained(tmp_path / "config")
 
     run_ranks(run, 2, timeout=200)
 
