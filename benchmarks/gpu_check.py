@@ -8,6 +8,7 @@ not made again. Phases:
   poisoned with NaN.
 - functions: public functions in turn with their rivals, in CUDA graphs and as called.
 - kernels: ops alone in CUDA graphs, after a comparison with the reference at the shape that is timed.
+- recipes: recipes of configs/ that one GPU trains, for 60 steps each.
 - sanitizer: compute-sanitizer's memcheck, racecheck and initcheck over a small pass, only if it is named.
 
 What is checked or timed is compiled before by processes on all cores. Each family runs in a process of its
@@ -37,7 +38,7 @@ from typing import Any
 
 import torch
 
-from benchmarks import correct, gpu_rows, sanitizer
+from benchmarks import correct, gpu_recipes, gpu_rows, sanitizer
 from benchmarks.cases import families
 from benchmarks.gpu_rows import Item, Job
 from benchmarks.measure import Ceilings, environment, write_json
@@ -48,7 +49,7 @@ BUDGET = 540.0  # seconds of a call
 COMMAND = (sys.executable, "-m", "benchmarks.gpu_rows")
 CHECK = (sys.executable, "-m", "benchmarks.correct")
 PRECOMPILE = (sys.executable, "-m", "benchmarks.precompile")
-PHASES = ("correctness", *gpu_rows.PHASES)
+PHASES = ("correctness", *gpu_rows.PHASES, "recipes")
 _SAME = ("device", "versions", "sources")  # what rows must share to stand in one file
 _STUCK = 120.0  # seconds after which an item that the end of the budget interrupts is not tried again
 _COMPILING = 0.4  # the share of what time is left that compiling may take
@@ -81,7 +82,7 @@ def sources() -> str:
 def begin(out: Path | None, described: dict[str, Any]) -> dict[str, Any]:
     """Return the result to go on with: that in the file, or an empty one, and the file is put aside."""
     fresh = {"environment": described, "ok": True, "correctness": [], "sanitizer": [], "ceilings": {}}
-    fresh |= {"functions": [], "kernels": [], "done": [], "left": []}
+    fresh |= {"functions": [], "kernels": [], "recipes": [], "done": [], "left": []}
     if out is None or not out.exists():
         return fresh
     try:
@@ -284,7 +285,14 @@ def check(
         f for f in correct.families() if f"correctness {f}" not in result["done"] and (not only or f in only)
     ]
     checked = checked if "correctness" in phases else []
-    result["left"] = [*(f"correctness {family}" for family in checked), *(item.key for item in timed)]
+    trained = [
+        name for name in gpu_recipes.RECIPES if "recipes" in phases and f"recipe {name}" not in result["done"]
+    ][: 1 if tiny else None]
+    result["left"] = [
+        *(f"correctness {family}" for family in checked),
+        *(item.key for item in timed),
+        *(f"recipe {name}" for name in trained),
+    ]
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         if checked and torch.device(device).type == "cuda":
@@ -306,7 +314,20 @@ def check(
         with contextlib.closing(Timing(result, budget, folder, save)) as timing:
             if timed:
                 _time(device, timed, timing, tiny)
+        for name in trained:
+            if budget.left() > 0:
+                _train(result, name, folder, budget.left(), tiny)
+                save()
     return result
+
+
+def _train(result: dict[str, Any], name: str, folder: Path, seconds: float, tiny: bool) -> None:
+    """Train a recipe and put its row into the result."""
+    row = gpu_recipes.train(name, folder, seconds, tiny=tiny)
+    result["recipes"] = [*(each for each in result["recipes"] if each["recipe"] != name), row]
+    result["ok"] &= "raised" not in row
+    result["done"].append(f"recipe {name}")
+    result["left"].remove(f"recipe {name}")
 
 
 def _time(device: str, timed: Sequence[Item], timing: Timing, tiny: bool) -> None:
@@ -364,6 +385,9 @@ def report(result: dict[str, Any]) -> list[str]:
         peer = "" if row["over_peer"] is None else f" {row['over_peer']:6.2f}x best peer"
         times = f"{row['ms']:10.3f} ms {row['of_floor']:6.1%} of floor{peer}"
         lines.append(f"{name:<60} {times} {size(row['extra_bytes'])} extra [{row['timing']}]")
+    for row in result.get("recipes", ()):
+        figures = row.get("raised") or f"{row['tokens_per_second']:,.0f} tokens/s, loss {row['loss']:.4f}"
+        lines.append(f"recipe {row['recipe']:<53} {figures}")
     if left := result.get("left"):
         lines.append(f"{len(left)} left, the first is {left[0]}: the same command again goes on with it")
     return lines

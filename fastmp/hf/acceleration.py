@@ -267,6 +267,14 @@ def _agreed_plan(
                 "accelerate: expected the transformers model or a PEFT model with a mesh, got a "
                 f"{type(model).__name__}; accelerate the model before wrapping it"
             )
+        if options is not None and pretrained is not model:
+            inside = {id(parameter) for parameter in pretrained.parameters()}
+            for name, parameter in model.named_parameters():
+                if parameter.requires_grad and id(parameter) not in inside:
+                    raise ValueError(
+                        f"accelerate: {name} is trained outside of the transformers model, as by prompt "
+                        "tuning, which is not supported with a mesh; use LoRA"
+                    )
         recipe = fp8_modules.recipe_of(precision, pretrained)
         if recipe is not None and (group is not None or options is not None):
             raise ValueError(

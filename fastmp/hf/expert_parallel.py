@@ -42,7 +42,7 @@ from fastmp.nn.moe.dispatchers.dispatcher import Dispatcher
 from fastmp.nn.moe.dispatchers.factory import make_dispatcher
 from fastmp.ops.core.registry import compute_dtype
 
-_FSDP_OPTIONS = {"mp_policy", "offload_policy", "reshard_after_forward"}  # of `fully_shard`
+_FSDP_OPTIONS = {"mp_policy", "reshard_after_forward"}  # of `fully_shard`
 
 
 class DispatchedExperts(ModulePatch):
@@ -71,6 +71,10 @@ class MeshModel(ModulePatch):
         self: Any, save_directory: Any, is_main_process: bool = True, state_dict: Any = None, **kwargs: Any
     ) -> None:
         """Write the model from all ranks, see `fastmp.hf.mesh_saving`."""
+        if others := [name for name, value in kwargs.items() if value and name != "safe_serialization"]:
+            raise ValueError(
+                f"save_pretrained: {', '.join(others)} of a model over a mesh is not supported; leave it out"
+            )
         if state_dict is not None:
             super().save_pretrained(save_directory, is_main_process, state_dict, **kwargs)  # type: ignore[misc]
             return
@@ -116,7 +120,8 @@ def _dispatched(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_wei
     # 1. Sort the assignments by expert and all-gather their counts over ep.
     prepared = dispatcher.preprocess(top_k_index.to(torch.int32), probs, len(hidden_states))
     # 2. Dispatch: tokens go to the ranks of their experts, which sort them by expert.
-    rows, offsets, state = dispatcher.dispatch(hidden_states, prepared)
+    tokens = hidden_states.to(self.down_proj.dtype)  # as gathered, BF16 in mixed precision
+    rows, offsets, state = dispatcher.dispatch(tokens, prepared)
     # 3. The MLPs of this rank's experts.
     rows = experts_interface.expert_mlps(self, rows, offsets)
     # 4. Combine: outputs return to the ranks of their tokens and are summed with their weights.
@@ -295,7 +300,10 @@ def shard_over_mesh(model: Any, plan: MeshPlan, around: Any) -> None:
         module.__class__ = patched_class(type(module), DispatchedExperts)
         module.dispatcher = dispatcher
         # 2. FSDP2 over dp_shard. It takes the mean over its ranks of gradients, each a sum over an ep group.
-        fully_shard(module, mesh=over, shard_placement_fn=_placement(module, mesh), **options)
+        policy = options.get("mp_policy", MixedPrecisionPolicy())
+        policy = replace(policy, cast_forward_inputs=False)  # which would round the routers' weights
+        placed = {**options, "mp_policy": policy, "shard_placement_fn": _placement(module, mesh)}
+        fully_shard(module, mesh=over, **placed)
         module.set_all_reduce_hook(functools.partial(_divide_, mesh["ep"].size()))
     model.__class__ = patched_class(type(model), MeshModel)
     model.mesh = mesh

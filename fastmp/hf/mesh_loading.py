@@ -76,16 +76,16 @@ def from_pretrained(
         model = _on_meta(path, dtype)
         whole = model if peft_config is None else _with_adapters(model, peft_config)
         sources = _sources(model, path, quantization_of(content))
-    except ValueError as found:
-        error = found
+    except Exception as found:  # whatever it is, other ranks wait
+        error = found if isinstance(found, ValueError) else ValueError(f"{path}: {found!r}")
     agree(nn.Module(), ranks, error)
     # 2. Shard it.
     accelerate(whole, mesh=mesh, **options)
     # 3. Read this rank's part of each tensor.
     try:
         _fill(model, sources, torch.device(mesh.device_type))
-    except (ValueError, OSError) as found:
-        error = ValueError(str(found))
+    except Exception as found:
+        error = found if isinstance(found, ValueError) else ValueError(f"{path}: {found!r}")
     agree(nn.Module(), ranks, error)
     return whole.eval()
 

@@ -198,7 +198,8 @@ def _finish(path: Path, own: _Writer, group: ProcessGroup) -> None:
     count = sum(len(files) for files in all_files)
     names = [f"model-{number + 1:05d}-of-{count:05d}.safetensors" for number in range(count)]
     with together(group):
-        for old in path.glob("model*.safetensors") if group.rank() == 0 else ():  # of an earlier save
+        earlier = [*path.glob("model-*-of-*.safetensors"), *path.glob("model.safetensors")]
+        for old in earlier if group.rank() == 0 else ():
             old.unlink()
     with together(group):
         for number, (file, _) in enumerate(own.files):

@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from benchmarks import bench_adamw, compare, correct, gpu_check, gpu_rows, report, sanitizer
+from benchmarks import bench_adamw, compare, correct, gpu_check, gpu_recipes, gpu_rows, report, sanitizer
 from benchmarks.cases import Workload, families
 from benchmarks.measure import Ceilings, extra_bytes
 from fastmp.ops import OPS
@@ -50,6 +50,8 @@ def test_a_whole_run(tmp_path, capsys):
     assert result["ceilings"]["copy_gbs"] > 0 and result["ceilings"]["graph_node_us"] > 0
     kernels = {row["op"]: row for row in result["kernels"]}
     assert kernels["bias_gelu"]["backend"] == "reference" and kernels["bias_gelu_backward"]["of_floor"] > 0
+    (trained,) = result["recipes"]
+    assert trained["recipe"] == "gpt-small" and trained["steps"] == 2 and trained["tokens_per_second"] > 0
     rows = [(row["direction"], row["rival"]) for row in result["functions"]]
     rivals = ("fastmp", "torch eager", "torch.compile")
     assert rows == [(way, rival) for way in ("both", "forward") for rival in rivals]
@@ -412,3 +414,18 @@ FAMILIES = [name for name in correct.families() if correct.functions(name)]
 def test_every_function_on_a_gpu(family, dtype):
     rows = correct.check_functions(family, "cuda", dtypes=(dtype,))
     assert not [row for row in rows if not row["ok"]]
+
+
+def test_figures_of_a_recipe_leave_out_its_first_steps():
+    rates = {step: 1.0 if step <= 10 else 100.0 + step for step in range(1, 61)}
+    records = [{"kind": "run"}] + [
+        {"kind": "train", "step": step, "tokens_per_second": rate, "memory_bytes": step, "loss": 60.0 - step}
+        for step, rate in rates.items()
+    ]
+    found = gpu_recipes.summary(records)
+    assert found == {"steps": 50, "tokens_per_second": 135.5, "memory_bytes": 60, "loss": 0.0}
+
+
+def test_a_recipe_that_cannot_be_trained_is_a_row(tmp_path):
+    row = gpu_recipes.train("no-such-recipe", tmp_path, 100.0)
+    assert row["raised"].startswith("status 2: ") and "no-such-recipe" in row["raised"]

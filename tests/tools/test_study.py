@@ -16,7 +16,18 @@ from fastmp.plan.layout import problems
 from fastmp.plan.published_runs import MODELS, nearest_run, published_runs, residual
 from fastmp.testing.ranks import run_ranks
 from tools.study import __main__ as study
-from tools.study import fp8, graphs, launches, measured, overlap, published, recent, scaling, schedules
+from tools.study import (
+    fp8,
+    graphs,
+    launches,
+    measured,
+    overlap,
+    published,
+    recent,
+    recipes,
+    scaling,
+    schedules,
+)
 
 STUDIES = Path(__file__).parents[2] / "docs" / "studies"
 MAX_BYTES = 150_000
@@ -232,3 +243,34 @@ def test_the_command_trains_as_it_says(monkeypatch):
     losses = [runs["1"] for runs in found["runs"]["gpt-small"].values()]
     assert [len(own) for own in losses] == [2, 2] and losses[0] != losses[1]
     assert all(own[0] > own[1] > 2 for own in losses)
+
+
+def test_the_table_of_recipes_is_that_of_the_command():
+    assert recipes.page() == (recipes.CONFIGS / "README.md").read_text()
+    names = {path.stem for path in recipes.CONFIGS.glob("*.toml")}
+    assert {line.partition("](")[0][3:] for line in recipes.page().splitlines() if "](" in line} >= names
+
+
+def test_measured_rates_are_those_of_result_files(tmp_path):
+    (tmp_path / "a.json").write_text(
+        json.dumps(
+            {
+                "environment": {"device": "NVIDIA H100", "commit": "abc"},
+                "recipes": [
+                    {"recipe": "gpt-small", "tokens_per_second": 1234.4},
+                    {"recipe": "moe-small", "raised": "status 1"},
+                ],
+            }
+        )
+    )
+    steps = [{"tokens_per_second": rate} for rate in (1, 500, 700, 600)]
+    runs = [
+        {"command": f"fastmp train --recipe configs/mla-small.toml --steps 60{options}", "steps": steps}
+        for options in ("", " --graphs")
+    ]
+    content = {"runs": [{**run, "device": "NVIDIA H200", "commit": "def"} for run in runs]}
+    (tmp_path / "b.json").write_text(json.dumps(content))
+    assert recipes.measured_rates(tmp_path) == {
+        "gpt-small": "1,234 tokens/s, NVIDIA H100, abc",
+        "mla-small": "600 tokens/s, NVIDIA H200, def",
+    }

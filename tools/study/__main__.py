@@ -14,6 +14,7 @@ COMMANDS = {
     "graphs": ("tools.study.graphs", "CPU time saved by partial CUDA graph capture, by launches"),
     "schedules": ("tools.study.schedules", "idle time and memory of every pipeline schedule"),
     "fp8": ("tools.study.fp8", "losses of small models in FP8 and in their dtype"),
+    "recipes": ("tools.study.recipes", "recipes of configs/, predicted and measured"),
     "overlap": ("tools.study.overlap", "exchanges of experts beside another microbatch's compute"),
 }
 
