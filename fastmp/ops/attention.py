@@ -40,9 +40,11 @@ from torch import Tensor
 from torch.nn import attention
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from fastmp.ops.attention_invariant import invariant_attention
 from fastmp.ops.attention_lse import FlashCall, flash_with_sinks, merged, plain
 from fastmp.ops.attention_masks import Borders, ages_of, document_mask
 from fastmp.ops.core.registry import can_read_values, compute_dtype, without_autocast
+from fastmp.ops.invariant_mode import is_batch_invariant, plainly, with_value
 
 __all__ = ["AttentionCall", "Borders", "Choice", "active_flash", "attend", "choose", "describe"]
 
@@ -206,6 +208,27 @@ def attend(
     _check(q_BNCD, k_BGED, v_BGED, causal, window, mask, documents)
     if sinks is not None:
         sinks = _checked_sinks(sinks, q_BNCD, mask)
+    rest = causal, window, mask, documents, sinks, dropout_p, scale
+    if is_batch_invariant():
+        value = invariant_attention(q_BNCD, k_BGED, v_BGED, *rest)
+        with plainly():  # its gradient is that of a backend
+            return with_value(lambda: _attend_padded(q_BNCD, k_BGED, v_BGED, *rest), value)
+    return _attend_padded(q_BNCD, k_BGED, v_BGED, *rest)
+
+
+def _attend_padded(
+    q_BNCD: Tensor,
+    k_BGED: Tensor,
+    v_BGED: Tensor,
+    causal: bool,
+    window: int | None,
+    mask: Tensor | None,
+    documents: Borders | None,
+    sinks: Tensor | None,
+    dropout_p: float,
+    scale: float | None,
+) -> Tensor:
+    """Pad narrow values if kernels need it."""
     (C, D), (E, V) = q_BNCD.shape[2:], v_BGED.shape[2:]
     special = any(option is not None for option in (window, documents, sinks))
     narrow = V < D and pads_values(q_BNCD, special or C != E)

@@ -38,8 +38,10 @@ from fastmp.distributed.collectives import (
     split_to_group,
 )
 from fastmp.distributed.rng import RngTracker
+from fastmp.ops.invariant_mode import is_batch_invariant, with_value
 from fastmp.ops.wgrad import linear
 from fastmp.tensor_parallel.attributes import ParallelAttributes, local_shard
+from fastmp.tensor_parallel.exact_linear import exact_row_product
 from fastmp.tensor_parallel.fp8_linear import QuantizedWeight, fp8_linear, quantized
 from fastmp.tensor_parallel.linear import column_linear, row_linear_scattered
 
@@ -433,22 +435,28 @@ class RowParallelLinear(_ParallelLinear):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor | None]:
         bias = None if self.skip_bias_add else self.bias
-        if self.tp_size == 1:
+        invariant = is_batch_invariant()
+        if self.tp_size == 1 and not invariant:
             y = self._multiply(x, bias)
         else:
             # 1. Each rank multiplies its slice of the inputs; 2. the partial sums are added over the group.
             x = x if self.input_is_parallel else self._split(x)
-            if self.sequence_parallel:
-                assert self.group is not None
-                if self.fp8:
-                    y = reduce_scatter_sequence(self._multiply(x, None), self.group)
-                else:
-                    y = row_linear_scattered(x, self.weight, self.group, self.overlap_rows)
+            if invariant:
+                y = exact_row_product(x, self.weight, self.group, self.sequence_parallel)
+                y = with_value(lambda: self._reduced(x), y)
             else:
-                y = reduce_from_group_(self._multiply(x, None), self.group)
+                y = self._reduced(x)
             if bias is not None:
                 y = y + bias.to(y.dtype)  # keep y's lower precision under autocast
         return (y, self.bias) if self.skip_bias_add else y
+
+    def _reduced(self, x: torch.Tensor) -> torch.Tensor:
+        """Multiply this rank's inputs by its shard, and add the products over the group."""
+        if not self.sequence_parallel:
+            return reduce_from_group_(self._multiply(x, None), self.group)
+        if self.fp8 or self.group is None:
+            return reduce_scatter_sequence(self._multiply(x, None), self.group)
+        return row_linear_scattered(x, self.weight, self.group, self.overlap_rows)
 
     def _multiply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """Multiply this rank's inputs by its shard, in FP8 or in their dtype."""
