@@ -246,7 +246,7 @@ def test_observes_shards_and_partial_sums() -> None:
 
 USER = """
 import torch, torch.distributed as dist
-from torch import nn
+from torch import full, nn  # an import is no part of the subject
 
 layouts = {"dp": (2,)}
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import copy
+import logging
 import math
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fastmp.testing.differential.cases import Case
 from fastmp.testing.differential.subject import SUM, Placement, Ranks, Subject
+from fastmp.testing.ops import poisoned_memory
 from fastmp.testing.ranks import RankError, run_ranks
 
 __all__ = ["Crash", "Key", "Reference", "Run", "run_cases"]
@@ -97,6 +99,8 @@ def _run_some(subject: Subject, runs: list[Run], world_size: int, timeout: float
     reached = torch.full((world_size,), -1).share_memory_()
 
     def on_rank(rank: int, _: int) -> list[Record]:
+        # Full tensors of DTensors on two axes are for comparison: their cost is no news to the user.
+        logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
         meshes: dict[Any, DeviceMesh] = {}
         records = []
         for index, run in enumerate(runs):
@@ -122,23 +126,6 @@ def _run_some(subject: Subject, runs: list[Run], world_size: int, timeout: float
     for run, *records in zip(runs, *results, strict=True):
         run.ranks = list(records)
     return []
-
-
-@contextmanager
-def _poisoned(on: bool) -> Iterator[None]:
-    """Fill new memory of `torch.empty` and its like with NaN, integers with their largest value."""
-    if not on:
-        yield
-        return
-    memory: Any = torch.utils.deterministic
-    before = memory.fill_uninitialized_memory
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    memory.fill_uninitialized_memory = True
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(False)
-        memory.fill_uninitialized_memory = before
 
 
 def _dense(subject: Subject, case: Case) -> nn.Module:
@@ -270,7 +257,7 @@ def _parallel(subject: Subject, reference: Reference, ranks: Ranks) -> Record:
     case, found = ranks.case, Record()
     dense = copy.deepcopy(_dense(subject, case))
     batches = _batches(subject, case)
-    with _poisoned(case.poison):
+    with poisoned_memory() if case.poison else nullcontext():
         model = subject.parallel(dense, ranks).double()
         optimizer = subject.optimizer(model)
         part = case.data_index(ranks.rank, subject.data_axes)

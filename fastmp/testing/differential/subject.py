@@ -171,11 +171,15 @@ class Subject:
     @classmethod
     def of_module(cls, module: ModuleType) -> Subject:
         """Return the subject that a module's functions and variables of these names make."""
-        names = [name for name in vars(cls) if not name.startswith("_") and hasattr(module, name)]
-        values = {name: getattr(module, name) for name in names}
+        given = {name: getattr(module, name) for name in _OVERRIDDEN if hasattr(module, name)}
         methods = {
             name: staticmethod(value) if inspect.isfunction(value) else value
-            for name, value in values.items()
+            for name, value in given.items()
+            if not callable(value) or getattr(value, "__module__", "") == module.__name__  # not an import
         }
         made: Subject = type(module.__name__, (cls,), methods)()
         return made
+
+
+_FIXED = ("clips", "placement", "of_module")
+_OVERRIDDEN = [name for name in vars(Subject) if not name.startswith("_") and name not in _FIXED]
