@@ -179,7 +179,11 @@ class _Search:
     def _costs_of(self, node: Node) -> NodeCosts:
         key = node._replace(layout=node.layout._replace(pp=1))
         if key not in self._costs:
-            self._costs[key] = NodeCosts(self.space, node)
+            if node.recompute == "none":
+                whole = self._costs_of(node._replace(recompute="full"))
+                self._costs[key] = whole.without_recomputation()
+            else:
+                self._costs[key] = NodeCosts(self.space, node)
         return self._costs[key]
 
     def _node_memory(self, node: Node) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from copy import copy
 from functools import cached_property, lru_cache
 from operator import ge, mul
 from typing import NamedTuple
@@ -120,6 +121,18 @@ class NodeCosts:
         forward, repeated, inputs, weights = (took.total(phase) for phase in _PHASES)
         return KindCosts(forward, repeated, inputs, weights, travel, kept, again, whole, stash)
 
+    def without_recomputation(self) -> NodeCosts:
+        """Return the costs of a node that recomputes nothing, from those of one that recomputes layers."""
+        made = copy(self)
+        made.__dict__.pop("work", None)
+        made._full, made._hosts, made.kinds = False, {}, []
+        for kind, own in zip(self._kinds, self.kinds, strict=True):
+            shapes = self.shapes.of_kind(kind)
+            kept = sum(activations.layer_parts(shapes).values())
+            stash = _stash_entry(shapes) if shapes.stashes else 0
+            made.kinds.append(own._replace(repeated=0.0, kept=kept, again=0, whole=kept, stash=stash))
+        return made
+
     def host(self, graphs: str) -> list[HostSeconds]:
         """Return what the host adds to a layer of each kind."""
         if graphs not in self._hosts:
@@ -139,7 +152,7 @@ class NodeCosts:
     def work(self) -> float:
         """Seconds of a microbatch in all layers and ends, with exchanges hidden as far as they can be."""
         of_layers = sum(
-            own.forward + own.repeated + own.inputs + own.weights - own.hidden
+            own.forward + own.repeated + own.inputs + own.weights - (0.0 if self._full else own.hidden)
             for own in map(self.kinds.__getitem__, self._kind_of + self._kind_of[-1:] * self.model.mtp_depth)
         )
         return of_layers + sum(end.total(*_PHASES) for end in (self.embedding, self.last))
