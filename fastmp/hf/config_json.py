@@ -19,7 +19,10 @@ from fastmp.hf.families.base import Conversion, SlidingWindow, optional_int
 
 __all__ = ["ALIASES", "Quantization", "family_of", "from_transformers", "quantization_of", "to_transformers"]
 
-ALIASES = {"num_local_experts": "num_experts"}  # {key of transformers 5: the key before}
+ALIASES = {  # {key of transformers 5: the key before}
+    "num_local_experts": "num_experts",
+    "num_mtp_layers": "num_nextn_predict_layers",
+}
 _SPECIAL = {  # keys read by the functions below and by `Conversion.read`
     *("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor"),
     *("sliding_window", "use_sliding_window", "layer_types", "max_window_layers"),

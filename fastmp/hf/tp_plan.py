@@ -246,7 +246,7 @@ def clip_grad_norm_(model: nn.Module, max_norm: float) -> Tensor:
     group, sharded = group_of(model), _sharded_parameters(model)
     with_grad = [parameter for parameter in model.parameters() if parameter.grad is not None]
     # 1. Local shards of gradients by the groups over which their squares add up to the whole.
-    by_groups: dict[tuple[ProcessGroup, ...], list[Tensor]] = {}
+    by_groups: dict[tuple[ProcessGroup, ...], list[Tensor]] = {} if group is None else {(group,): []}
     for parameter in with_grad:
         assert parameter.grad is not None
         groups = [group] if group is not None and id(parameter) in sharded else []
@@ -262,9 +262,9 @@ def clip_grad_norm_(model: nn.Module, max_norm: float) -> Tensor:
         total += square
     # 3. Scale the shards in place.
     norm = total.sqrt()
-    if by_groups:
-        factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-        torch._foreach_mul_([grad for grads in by_groups.values() for grad in grads], factor)
+    every = [grad for grads in by_groups.values() for grad in grads]
+    if every:
+        torch._foreach_mul_(every, (max_norm / (norm + 1e-6)).clamp(max=1.0))
     return norm
 
 

@@ -203,6 +203,8 @@ def test_what_is_absent_of_a_bert_has_the_value_that_transformers_gives_it():
 def leave_out_each(kind, values):
     for written in (kind(**values).to_dict(), {"model_type": kind.model_type, **values}):
         for key in (*written, "nothing"):
+            if key == "num_nextn_predict_layers":
+                continue  # transformers 5.24 counts one module then, of which a file may have no weights
             content = {each: value for each, value in written.items() if each != key}
             ours = meant(content)
             if not isinstance(ours, str):  # what they say of it, with nothing absent

@@ -289,7 +289,9 @@ def test_a_body_with_another_head_is_divided_too():
 def test_tables_agree_with_the_plans_that_transformers_has(family):
     """Where it has one; it shards single experts there, which here are sharded by their number."""
     model = model_of(family)
-    parts = {re.sub(r"\d+", "*", share.name): share.mixin for share in acceleration._plan(model, 2, None)[2]}
+    parts = {
+        re.sub(r"\d+", "*", share.name): share.mixin for share in acceleration._plan(model, 2, None, None).tp
+    }
     plan = {f"model.{name}": style for name, style in (model.config.base_model_tp_plan or {}).items()}
     meant = {"colwise": ColumnParallel, "rowwise": RowParallel, "replicated_with_grad_allreduce": PerHeadNorm}
     found = {re.sub(r"\d+", "*", name) for name, _ in model.named_modules()}
