@@ -174,7 +174,7 @@ ABSENT = {  # beside those of MODELS, values that decide what the absence of oth
     "mixtral": {"rope_parameters": dict(SCALED)},  # transformers adds to a table that it is given
     "qwen3_moe": {"sliding_window": 9, "use_sliding_window": True},
     "dots1": {"rope_parameters": SCALED | {"rope_theta": 5e5}},
-    "glm4_moe": {"rope_parameters": dict(SCALED), "head_dim": 8},
+    "glm4_moe": {"rope_parameters": dict(SCALED), "head_dim": 8, "num_nextn_predict_layers": 0},
 }
 
 
