@@ -96,6 +96,7 @@ NOISE = torch.tensor([[0.3, 1.0, -0.7], [0.1, 2.0, 0.6]], dtype=torch.float64)
 
 def cause(case: Case, values: list[torch.Tensor], placement=None, kind: str = "gradient", **reference) -> str:
     placement = placement or {}
+    reference.setdefault("outputs", {("output", 0, -1, "weight"): [WHOLE, WHOLE]})
     held = dict(enumerate(values))
     expected = {}
     for rank in held:
@@ -226,6 +227,19 @@ def test_crash_is_a_finding_of_its_own_case() -> None:
     assert verdict.smallest is not None
     assert "ArithmeticError: two microbatches" in str(verdict.smallest.cause)
     assert "synchronize" in verdict.smallest.text
+
+
+class Hangs(Replicated):
+    def synchronize(self, model, ranks) -> None:
+        if ranks.rank == 0:  # rank 1 never joins
+            super().synchronize(model, ranks)
+
+
+@pytest.mark.full
+def test_hang_is_a_finding() -> None:
+    found = verify(Hangs(), cases=[Case((("dp", 2),), (("tokens", 2),))], shrinks=False, timeout=4).smallest
+    assert found is not None
+    assert found.kind == "crash" and "all_reduce" in found.text
 
 
 def test_names_must_match() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -27,6 +27,7 @@ class Observation:
         errors: rank -> largest absolute error; NaN where a tensor is not finite, inf for a wrong shape.
         scale: largest value among tensors of the kind.
         tolerance: relative to `scale`.
+        data_axes: axes along which ranks have their own data.
     """
 
     case: Case
@@ -36,6 +37,7 @@ class Observation:
     placement: Placement
     scale: float
     tolerance: float
+    data_axes: Sequence[str] = ()
     errors: dict[int, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -152,7 +154,7 @@ def observe(subject: Subject, run: Run) -> Iterator[Observation]:
             if value.numel() == expected[rank].numel() == 1:
                 values[rank] = value.reshape(expected[rank].shape)
         scale = _scale(run, kind)
-        yield Observation(case, key, values, expected, placement, scale, subject.tolerance)
+        yield Observation(case, key, values, expected, placement, scale, subject.tolerance, subject.data_axes)
 
 
 def _summed(case: Case, values: dict[int, torch.Tensor], placement: Placement) -> dict[int, torch.Tensor]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations
 
 import torch
@@ -37,7 +37,7 @@ CAUSES = {
     "norm of one rank": "the norm is not reduced over the ranks",
     "average of norms": "norms of ranks are averaged; their squares should be added",
     "ranks disagree": "ranks that should hold the same tensor do not: a reduction is missing or wrong",
-    "wrong shape": "the shards do not make the dense tensor",
+    "wrong shape": "shards do not make the dense tensor; does `placements` name their dimension?",
     "backward only": "all outputs are right: the backward pass is wrong",
     "wrong value": "no simple relation to the right value was found",
     "crash": "the parallel code raised, died or hung",
@@ -65,7 +65,7 @@ def diagnose(run: Run, wrong: Observation, earlier: list[Observation]) -> Cause:
     tests: list[Callable[[Run, Observation, list[Observation]], Iterator[Cause]]] = [_plain]
     if wrong.key[0] == "norm":
         tests += [_norm]
-    tests += [_steps, _sums, _factor, _places, _data, _offset, _repeated, _last]
+    tests += [_steps, _sums, _factor, _places, _data, _offset, _repeated, _apart, _last]
     for test in tests:
         for cause in test(run, wrong, earlier):
             return cause
@@ -343,6 +343,50 @@ def _repeated(run: Run, wrong: Observation, _: list[Observation]) -> Iterator[Ca
                 for rank in wrong.bad
             ):
                 yield Cause("counted n times", f"{name}: {size} times, the size of {axis}")
+
+
+def _apart(run: Run, wrong: Observation, _: list[Observation]) -> Iterator[Cause]:
+    """An output that is a wrong sum plus something right: a bias, the input of a residual connection."""
+    if wrong.key[0] != "output":
+        return
+    for name, shifts in _added(run, wrong):
+        held = {rank: value - shifts[rank] for rank, value in wrong.values.items()}
+        expected = {rank: value - shifts[rank] for rank, value in wrong.expected.items()}
+        rest = replace(wrong, values=held, expected=expected)
+        for test in (_sums, _factor):
+            for cause in test(run, rest, []):
+                if cause.name != "constant factor":
+                    yield Cause(cause.name, f"{cause.detail}, apart from {name}".removeprefix(", "))
+
+
+def _added(run: Run, wrong: Observation) -> Iterator[tuple[str, dict[int, torch.Tensor]]]:
+    """Yield what may have been added to an output: a vector among the weights, an input, one of each."""
+    _, step, microbatch, _ = wrong.key
+    vectors: dict[str, list[torch.Tensor]] = {
+        name: [value] * run.case.world_size
+        for (kind, at, _, name), value in run.reference.values.items()
+        if kind == "weight" and at == step - 1 and value.dim() == 1
+    }
+    parts = {
+        name: [values[run.case.data_index(rank, wrong.data_axes)] for rank in range(run.case.world_size)]
+        for (kind, at, of, name), values in run.reference.inputs.items()
+        if (kind, at, of) == ("input", step, microbatch)
+    }
+    full = {
+        rank: run.reference.outputs[wrong.key][run.case.data_index(rank, wrong.data_axes)]
+        for rank in wrong.values
+    }
+    singles = [*vectors.items(), *parts.items()]
+    pairs = [(f"{a} and {b}", [x + y for x, y in zip(v, p, strict=True)]) for a, v in vectors.items()
+             for b, p in parts.items() if v[0].shape == p[0].shape[-1:]]  # fmt: skip
+    for name, added in [*singles, *pairs]:
+        if all(
+            added[rank].dim() and added[rank].shape[-1:] == full[rank].shape[-1:] for rank in full
+        ) and all(added[rank].dim() == 1 or added[rank].shape == full[rank].shape for rank in full):
+            shifts = {rank: wrong.part(added[rank].expand_as(full[rank]), rank) for rank in full}
+            fitting = {rank: shift for rank, shift in shifts.items() if shift is not None}
+            if len(fitting) == len(full):
+                yield name, fitting
 
 
 def _last(run: Run, wrong: Observation, earlier: list[Observation]) -> Iterator[Cause]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 import math
 import re
@@ -33,6 +32,7 @@ class Reference:
 
     Attributes:
         outputs: (kind, step, microbatch, name) -> the tensor for each part of the data.
+        inputs: the same of floating-point inputs.
         values: gradients ("gradient"), norms ("norm") and weights ("weight") of each step; weights of step
             -1 are the first ones.
         partial: (step, name) -> gradient of the summed loss of each (microbatch, part).
@@ -40,6 +40,7 @@ class Reference:
     """
 
     outputs: dict[Key, list[torch.Tensor]] = field(default_factory=dict)
+    inputs: dict[Key, list[torch.Tensor]] = field(default_factory=dict)
     values: dict[Key, torch.Tensor] = field(default_factory=dict)
     partial: dict[tuple[int, str], dict[tuple[int, int], torch.Tensor]] = field(default_factory=dict)
     counts: dict[int, dict[tuple[int, int], float]] = field(default_factory=dict)
@@ -150,12 +151,12 @@ def _float64(batch: Any) -> Any:
     return torch.utils._pytree.tree_map(convert, batch)
 
 
-def named(outputs: Any) -> dict[str, torch.Tensor]:
-    """Return the floating-point tensors among a module's outputs by their names."""
+def named(outputs: Any, kind: str = "output") -> dict[str, torch.Tensor]:
+    """Return the floating-point tensors among a module's outputs, or its inputs, by their names."""
     if isinstance(outputs, torch.Tensor):
-        outputs = {"output": outputs}
+        outputs = {kind: outputs}
     elif not isinstance(outputs, Mapping):
-        outputs = {f"output[{index}]": value for index, value in enumerate(outputs)}
+        outputs = {f"{kind}[{index}]": value for index, value in enumerate(outputs)}
     return {
         name: value
         for name, value in outputs.items()
@@ -215,6 +216,8 @@ def _reference(subject: Subject, case: Case) -> Reference:
         partial: dict[str, dict[tuple[int, int], torch.Tensor]] = {name: {} for name in params}
         for microbatch, parts in enumerate(microbatches):
             for part, batch in enumerate(parts):
+                for name, value in named(batch, "input").items():
+                    found.inputs.setdefault(("input", step, microbatch, name), []).append(value)
                 outputs = subject.forward(model, batch)
                 loss, own = _loss(subject, outputs, batch, None)
                 values = {**named(outputs), **({"loss": loss} if own else {})}
@@ -255,7 +258,7 @@ def _scale(subject: Subject, model: nn.Module, norm: float, largest: float) -> N
 def _parallel(subject: Subject, reference: Reference, ranks: Ranks) -> Record:
     """Run the parallel module on this rank's part of the data."""
     case, found = ranks.case, Record()
-    dense = copy.deepcopy(_dense(subject, case))
+    dense = _dense(subject, case)
     batches = _batches(subject, case)
     with poisoned_memory() if case.poison else nullcontext():
         model = subject.parallel(dense, ranks).double()
