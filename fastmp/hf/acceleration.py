@@ -233,7 +233,7 @@ def _pretrained(caller: str, model: nn.Module) -> Any:
 
 
 @dataclass(frozen=True)
-class _Plan:
+class _Changes:
     """The changes of a model.
 
     classes: (module, new class) pairs. tp: with a group, the modules that are sharded. quantized: (module,
@@ -249,7 +249,7 @@ class _Plan:
 
 def _agreed_plan(
     model: nn.Module, group: ProcessGroup | None, precision: str | Fp8Recipe, options: MeshOptions | None
-) -> tuple[Any, _Plan]:
+) -> tuple[Any, _Changes]:
     """Return the transformers model and its `_plan`, with nothing to change if it is accelerated already.
 
     An error of one rank is raised on all ranks of the group or mesh.
@@ -281,7 +281,7 @@ def _agreed_plan(
                 'accelerate: precision "fp8" is not supported with a group or mesh; pass one of them'
             )
         if _PLAN in pretrained.__dict__:
-            return pretrained, _Plan(_same(pretrained, group, precision, recipe, options))
+            return pretrained, _Changes(_same(pretrained, group, precision, recipe, options))
         plan = _plan(pretrained, 1 if group is None else group.size(), recipe, options)
         if plan.table.experts_before is not None:
             _require(pretrained, ("set_experts_implementation",))
@@ -322,7 +322,7 @@ def _same(
     return before
 
 
-def _plan(model: Any, ranks: int, recipe: Fp8Recipe | None, options: MeshOptions | None) -> _Plan:
+def _plan(model: Any, ranks: int, recipe: Fp8Recipe | None, options: MeshOptions | None) -> _Changes:
     """Plan the changes of a transformers model without modifying it."""
     from transformers import PreTrainedModel
 
@@ -379,15 +379,15 @@ def _plan(model: Any, ranks: int, recipe: Fp8Recipe | None, options: MeshOptions
         mesh_rows = tuple(ReplacedModule(*row) for row in mesh_plan.rows())
         mesh = options.mesh
         table = Accelerated(name, rows, before, mesh.size(), mesh_rows, mesh=mesh)
-        return _Plan(table, changes, mesh=mesh_plan)
+        return _Changes(table, changes, mesh=mesh_plan)
     if ranks == 1:
-        return _Plan(Accelerated(name, rows, before, fp8=recipe), changes, quantized=quantized)
+        return _Changes(Accelerated(name, rows, before, fp8=recipe), changes, quantized=quantized)
     plans = plan_tensor_parallel(model, tables, ranks, dict(changes))
     tp_rows = tuple(
         ReplacedModule(label, count, by, None if by else "replicated")
         for label, count, by in count_modules(model, plans)
     )
-    return _Plan(Accelerated(name, rows, before, ranks, tp_rows), changes, plans, quantized)
+    return _Changes(Accelerated(name, rows, before, ranks, tp_rows), changes, plans, quantized)
 
 
 def _why_not(patch: type[ModulePatch], module: Any) -> str | None:

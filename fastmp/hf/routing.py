@@ -25,7 +25,7 @@ from fastmp.nn.moe.routing import DTYPE, Routing, RoutingRecorder, routed
 __all__ = ["record_routing", "replay_routing"]
 
 
-class _Recorder(RoutingRecorder):
+class _ModelRecorder(RoutingRecorder):
     """Experts of a transformers model: of each forward and layer, (T, k), and the batch size of a forward."""
 
     def __init__(self) -> None:
@@ -75,7 +75,7 @@ def record_routing(model: nn.Module) -> Iterator[RoutingRecorder]:
             yield own
         return
     routers = _routers("record_routing", model)
-    recorder = _Recorder()
+    recorder = _ModelRecorder()
     recorder.chosen = [[] for _ in routers]
     with ExitStack() as stack:
         for router, chosen in zip(routers, recorder.chosen):

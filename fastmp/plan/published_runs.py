@@ -87,7 +87,7 @@ MODELS = {
 
 
 @dataclass(frozen=True)
-class Source:
+class Publication:
     """A page of results: its name, address, commit or version, and date."""
 
     name: str
@@ -97,31 +97,31 @@ class Source:
 
 
 _BRIDGE = "github.com/NVIDIA-NeMo/Megatron-Bridge/blob/main/docs/performance-summary.md"
-BRIDGE_26 = Source("Megatron-Bridge 26.02", _BRIDGE, "df0289c", "2026-02")
-BRIDGE_25 = Source("Megatron-Bridge 25.11", _BRIDGE, "00b7660", "2025-11")
-BRIDGE_09 = Source("Megatron-Bridge 25.09", _BRIDGE, "df0289c", "2025-09")
-MEGATRON = Source(
+BRIDGE_26 = Publication("Megatron-Bridge 26.02", _BRIDGE, "df0289c", "2026-02")
+BRIDGE_25 = Publication("Megatron-Bridge 25.11", _BRIDGE, "00b7660", "2025-11")
+BRIDGE_09 = Publication("Megatron-Bridge 25.09", _BRIDGE, "df0289c", "2025-09")
+MEGATRON = Publication(
     "Megatron-LM moe_recipes", "github.com/NVIDIA/Megatron-LM/pull/5728", "recipes 256f606", "2026-07-09"
 )
-AUTOMODEL = Source(
+AUTOMODEL = Publication(
     "NeMo Automodel",
     "github.com/NVIDIA-NeMo/Automodel/blob/main/docs/performance-summary.md",
     "01926a5",
     "2025-10-02",
 )
-MOSAIC = Source(
+MOSAIC = Publication(
     "MosaicML llm-foundry",
     "github.com/mosaicml/llm-foundry/blob/main/scripts/train/benchmarking/README.md",
     "061f2c7",
     "no date",
 )
-TITAN = Source(
+TITAN = Publication(
     "torchtitan",
     "github.com/pytorch/torchtitan/blob/main/benchmarks/llama3_h100_202412_torchtitan.md",
     "9dec370",
     "2024-12-26",
 )
-TRAINY = Source(
+TRAINY = Publication(
     "torchtitan, Trainy",
     "github.com/pytorch/torchtitan/blob/main/benchmarks/llama3-8b_h200_202506_trainy-whitefiber.md",
     "e7c0cae",
@@ -141,7 +141,7 @@ class PublishedRun:
     gpus: int
     recipe: Recipe
     tokens_per_second: float
-    source: Source
+    source: Publication
     note: str = ""
 
     @property
@@ -156,7 +156,7 @@ def _run(
     hardware: str,
     gpus: int,
     tokens: float,
-    source: Source,
+    source: Publication,
     *,
     samples: int,
     micro: int = 1,

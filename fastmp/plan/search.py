@@ -27,7 +27,7 @@ from fastmp.pipeline.schedule import Schedule
 from fastmp.plan.layout import make_schedule, problems
 from fastmp.plan.memory import memory
 from fastmp.plan.pipeline_time import shorter
-from fastmp.plan.search_bounds import ROUNDING, Bounds, Node, NodeCosts, ParameterBytes, candidate_of
+from fastmp.plan.search_bounds import ROUNDING, Bounds, NodeCosts, ParameterBytes, SearchNode, candidate_of
 from fastmp.plan.shapes import shapes_of
 from fastmp.plan.space import GRAPHS, STATES, Candidate, Layout, Space, divide_layers
 from fastmp.plan.step_time import StepTime, step_time
@@ -102,14 +102,14 @@ class _Search:
         self.by_layout: dict[Layout, Found] = {}
         self.points: list[tuple[float, int]] = []  # time and memory of the front, ascending in time
         self.found: list[Found] = []
-        self._costs: dict[Node, NodeCosts] = {}
+        self._costs: dict[SearchNode, NodeCosts] = {}
         self._held: dict[Candidate, int] = {}  # memory, by candidates without graphs
         self._pipelines: dict[Candidate, float] = {}  # seconds, by candidates without states
         self._divided: dict[tuple[int, int, str], list[tuple[int, ...]]] = {}
         self._bytes: dict[tuple[Layout, str, str], ParameterBytes] = {}
 
     def run(self) -> SearchResult:
-        heap: list[tuple[float, int, Node | Candidate, float]] = []
+        heap: list[tuple[float, int, SearchNode | Candidate, float]] = []
         numbers = count()
         for layout in self.space.layouts():
             self.result.layouts += 1
@@ -160,10 +160,10 @@ class _Search:
         best = self.by_layout.get(layout)
         return time < self.tenth and (best is None or time * wider < best.step.seconds)
 
-    def _nodes(self, layout: Layout) -> list[Node]:
+    def _nodes(self, layout: Layout) -> list[SearchNode]:
         space = self.space
         return [
-            Node(layout, size, dispatcher, precision, recompute)
+            SearchNode(layout, size, dispatcher, precision, recompute)
             for size in space.micro_batches(layout)
             for dispatcher in space.dispatchers(layout)
             for precision in space.precisions()
@@ -176,7 +176,7 @@ class _Search:
             self._bytes[key] = ParameterBytes(self.space, *key)
         return self._bytes[key]
 
-    def _costs_of(self, node: Node) -> NodeCosts:
+    def _costs_of(self, node: SearchNode) -> NodeCosts:
         key = node._replace(layout=node.layout._replace(pp=1))
         if key not in self._costs:
             if node.recompute == "none":
@@ -186,21 +186,21 @@ class _Search:
                 self._costs[key] = NodeCosts(self.space, node)
         return self._costs[key]
 
-    def _node_memory(self, node: Node) -> float:
+    def _node_memory(self, node: SearchNode) -> float:
         model, pp = self.space.recipe.model, node.layout.pp
         return min(
             self._parameter_bytes(node.layout, node.precision, states).total(model) / pp
             for states in self.space.states()
         )
 
-    def _microbatches(self, node: Node) -> int:
+    def _microbatches(self, node: SearchNode) -> int:
         dp = self.space.gpus // (node.layout.tp * node.layout.cp * node.layout.pp)
         return self.space.recipe.train.global_batch_size // (node.micro_batch_size * dp)
 
-    def _node_time(self, node: Node) -> float:
+    def _node_time(self, node: SearchNode) -> float:
         return self._costs_of(node).work * self._microbatches(node) / node.layout.pp * ROUNDING
 
-    def _open(self, node: Node) -> list[tuple[tuple[float, float], Candidate]]:
+    def _open(self, node: SearchNode) -> list[tuple[tuple[float, float], Candidate]]:
         """Return the candidates of a node that fit, with their bounds of time and memory."""
         space, costs, found = self.space, self._costs_of(node), []
         number, layout = self._microbatches(node), node.layout

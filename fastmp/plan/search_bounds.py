@@ -39,7 +39,7 @@ _TRAVEL = ("ep", "etp", "etp-ep")
 _PHASES = (FORWARD, REPEATED, INPUT, WEIGHT)
 
 
-class Node(NamedTuple):
+class SearchNode(NamedTuple):
     """A layout, and what the time of its layers depends on."""
 
     layout: Layout
@@ -83,7 +83,7 @@ class HostSeconds(NamedTuple):
 class NodeCosts:
     """What the candidates of nodes that differ in depth alone share: seconds and bytes of layers and ends."""
 
-    def __init__(self, space: Space, node: Node) -> None:
+    def __init__(self, space: Space, node: SearchNode) -> None:
         order = next(space.orders(node.layout, node.recompute), (1, "1f1b", False))
         own = candidate_of(node, (order[0], order[1], False), "none", space.states()[0])
         recipe = space.recipe_of(own)
@@ -158,7 +158,7 @@ class NodeCosts:
         return of_layers + sum(end.total(*_PHASES) for end in (self.embedding, self.last))
 
 
-def candidate_of(node: Node, order: tuple[int, str, bool], graphs: str, states: str) -> Candidate:
+def candidate_of(node: SearchNode, order: tuple[int, str, bool], graphs: str, states: str) -> Candidate:
     """Return the candidate of a node with (chunks, schedule, overlap), graphs and states."""
     layout, size, dispatcher, precision, recompute = node
     return Candidate(*layout, size, dispatcher, precision, recompute, *order, graphs, states)
