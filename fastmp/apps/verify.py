@@ -165,7 +165,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--case", metavar="CASE", help="run this case alone, as a report prints it")
     parser.add_argument(
-        "--timeout", type=number(float, 1), default=120, help="seconds until a hang is reported (%(default)s)"
+        "--timeout",
+        type=number(float, 1),
+        default=120,
+        help="seconds until a hang is reported; slow modules get more (%(default)s)",
     )
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     options = parser.parse_args(argv)

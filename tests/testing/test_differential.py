@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import ClassVar
@@ -231,15 +232,17 @@ def test_crash_is_a_finding_of_its_own_case() -> None:
 
 class Hangs(Replicated):
     def synchronize(self, model, ranks) -> None:
-        if ranks.rank == 0:  # rank 1 never joins
-            super().synchronize(model, ranks)
+        if ranks.rank == 1:  # and rank 0 waits
+            time.sleep(100)
+        super().synchronize(model, ranks)
 
 
 @pytest.mark.full
 def test_hang_is_a_finding() -> None:
-    found = verify(Hangs(), cases=[Case((("dp", 2),), (("tokens", 2),))], shrinks=False, timeout=4).smallest
-    assert found is not None
-    assert found.kind == "crash" and "all_reduce" in found.text
+    verdict = verify(Hangs(), cases=3, timeout=3)
+    found = verdict.smallest
+    assert found is not None and len(verdict.cases) == 1  # the others do not wait for the timeout as well
+    assert found.kind == "crash" and "all_reduce" in found.text and "hung" in str(found.cause)
 
 
 def test_names_must_match() -> None:

@@ -52,5 +52,14 @@ def test_exhibit_is_short_and_cites_its_report(name: str) -> None:
     assert len(lines) <= 40, f"{len(lines)} lines of code"
 
 
+def test_the_page_shows_every_bug_and_its_cause() -> None:
+    page = PAGE.read_text()
+    bugs = [(name, *expected) for name in EXHIBITS for expected in exhibit(name).EXPECTED.values()]
+    assert not [name for name in EXHIBITS if f"`{name}.py`" not in page]
+    assert page.count("](#") == len(bugs)
+    for name, _, cause in bugs:
+        assert f"| {cause} |" in page, name
+
+
 def test_museum_has_14_bugs_at_least() -> None:
     assert sum(len(exhibit(name).EXPECTED) for name in EXHIBITS) >= 14

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import re
+import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
@@ -60,6 +61,11 @@ class Crash:
     error: str
     text: str
 
+    @property
+    def hung(self) -> bool:
+        """Return True if no rank raised or died."""
+        return self.text.startswith("hung")
+
 
 @dataclass
 class Run:
@@ -74,24 +80,31 @@ class Run:
 def run_cases(subject: Subject, cases: Sequence[Case], timeout: float = 60) -> list[Run]:
     """Run the cases, those of one number of ranks in one fork; a crash ends only its own case.
 
+    After a hang the cases that are left do not run: each might take as long. Their runs have no ranks.
+
+    Args:
+        timeout: seconds for the cases of one number of ranks, beyond ten times what the dense module took.
+
     Raises:
         ValueError: the dense module failed, so that there is nothing to compare with.
     """
     if not cases:
         return []
+    started = time.monotonic()
     try:
         (references,) = run_ranks(
-            lambda *_: [_reference(subject, case) for case in cases], 1, timeout=timeout
+            lambda *_: [_reference(subject, case) for case in cases], 1, timeout=10 * timeout
         )
     except RankError as error:
         raise ValueError(f"the dense module failed, so there is nothing to compare with\n{error}") from None
+    spent = time.monotonic() - started
     runs = [Run(case, reference) for case, reference in zip(cases, references, strict=True)]
     waiting: dict[int, list[Run]] = defaultdict(list)
     for run in runs:
         waiting[run.case.world_size].append(run)
     for world_size, left in sorted(waiting.items()):
-        while left:
-            left = _run_some(subject, left, world_size, timeout)
+        while left and not any(run.crash and run.crash.hung for run in runs):
+            left = _run_some(subject, left, world_size, timeout + 10 * world_size * spent)
     return runs
 
 

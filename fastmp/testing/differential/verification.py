@@ -91,7 +91,7 @@ def verify(
         layouts: sizes of mesh axes to try instead of the subject's.
         max_ranks: most ranks of a random layout.
         shrinks: look for the smallest failing case.
-        timeout: seconds for the cases of one number of ranks.
+        timeout: seconds for the cases of one number of ranks, beyond ten times what the dense module took.
 
     Raises:
         ValueError: there is nothing to compare: the dense module fails, or names of tensors do not match.
@@ -102,13 +102,15 @@ def verify(
     def findings(of: Sequence[Case]) -> list[Finding | None]:
         return [examine(subject, run) for run in run_cases(subject, of, timeout)]
 
-    verdict = Verdict(drawn, [found for found in findings(drawn) if found])
+    runs = run_cases(subject, drawn, timeout)
+    verdict = Verdict([run.case for run in runs if run.ranks or run.crash])
+    verdict.findings = [found for run in runs if (found := examine(subject, run))]
     if not verdict.findings:
         return verdict
     # 1. Start from the case whose cause is known best, with the fewest ranks.
     start = min(verdict.findings, key=lambda f: (f.cause.name in VAGUE, f.case.world_size, len(str(f.case))))
     verdict.smallest = start
-    if not shrinks:
+    if not shrinks or any(run.crash and run.crash.hung for run in runs):  # a hang takes the whole timeout
         return verdict
     # 2. Shrink it while the same kind of tensor is wrong for the same reason.
     seen: dict[Case, Finding | None] = {start.case: start}
@@ -131,7 +133,7 @@ def _same(start: Finding, other: Finding | None) -> bool:
 
 
 def examine(subject: Subject, run: Run) -> Finding | None:
-    """Return the first wrong tensor of a run with its likely cause; None if all are right.
+    """Return the first wrong tensor of a run with its likely cause; None if all are right, or none ran.
 
     The first is that of the earliest step and kind. Among gradients the backward pass reaches the last
     parameters first, so these come first; the first one with the most frequent known cause is reported.
@@ -141,6 +143,8 @@ def examine(subject: Subject, run: Run) -> Finding | None:
         name = crash.error.partition(":")[0]
         cause = Cause("crash", crash.error)
         return Finding(run.case, "crash", name, 0, crash.rank, math.nan, 0.0, cause, text=crash.text)
+    if not run.ranks:
+        return None
     earlier: list[Observation] = []
     wrong: list[Observation] = []
     for seen in observe(subject, run):
