@@ -9,16 +9,17 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
-from fastmp.config import Recipe
+from fastmp.config import DISPATCHERS, Recipe
 from fastmp.config.command_line import Parser, did_you_mean, number
 from fastmp.config.data_files import expected_vocab_size
 from fastmp.config.option_names import SYNONYMS
 from fastmp.config.recipe import add_options, given_options, load_recipe
+from fastmp.config.specs import SCHEDULES
 from fastmp.plan.hardware import GPU, GPUS
 from fastmp.plan.published_runs import nearest_run, residual
 from fastmp.plan.resources import table
 from fastmp.plan.search import SLOWEST, Found, SearchResult, search
-from fastmp.plan.space import AXES, RECOMPUTE, STATES, Candidate, Space
+from fastmp.plan.space import AXES, GRAPHS, PRECISIONS, RECOMPUTE, STATES, Candidate, Space
 
 FREE = 0.1  # of a GPU's memory, kept free for what the plan does not count
 CONFIGS = Path("configs")
@@ -30,6 +31,24 @@ _OPTIONS = {
     "model.moe.dispatcher": "dispatcher",
     "train.precision": "precision",
 }
+# What `--why` knows of axes that are no numbers.
+_VALUES = {
+    "dispatcher": tuple(DISPATCHERS),
+    "precision": PRECISIONS,
+    "recompute": RECOMPUTE,
+    "schedule": tuple(SCHEDULES),
+    "overlap": ("false", "true"),
+    "graphs": GRAPHS,
+    "states": tuple(STATES),
+}
+# Options of a recipe that no search keeps.
+_UNKEPT = (
+    "stage_layers",
+    "microbatch_group_size",
+    "shard_recompute_input",
+    "tp_overlap",
+    "sequence_parallel",
+)
 
 
 def search_parser(prog: str) -> Parser:
@@ -101,7 +120,19 @@ def space_of(options: argparse.Namespace) -> Space:
     gpu = GPUS[options.hardware]
     if options.network is not None:
         gpu = replace(gpu, network=options.network * 1e9 / gpu.per_server)
-    return Space(neutral, options.gpus, gpu, fixed)
+    space, free = (Space(neutral, options.gpus, gpu, kept) for kept in (fixed, {}))
+    for option, kept, possible in (
+        ("train.precision", space.precisions(), free.precisions()),
+        ("parallel.recompute", space.recomputations(), free.recomputations()),
+        ("optimizer.states", space.states(), free.states()),
+    ):
+        if not kept:
+            expected = ", ".join(map(repr, possible))
+            raise ValueError(
+                f"the options leave no {option} to search: expected one of {expected} on {gpu.name} with "
+                f"train.dtype {neutral.train.dtype!r}"
+            )
+    return space
 
 
 def _without_choices(recipe: Recipe) -> Recipe:
@@ -111,8 +142,13 @@ def _without_choices(recipe: Recipe) -> Recipe:
 
 
 def _fixed(given: Mapping[str, Any]) -> dict[str, tuple[Any, ...]]:
-    """Return {axis: values} of the options that are given."""
+    """Return {axis: values} of the options that are given. Raises ValueError for one that has no axis."""
     found: dict[str, tuple[Any, ...]] = {}
+    of_graphs = [f"graphs.{name}" for name in given.get("graphs", {}) if name != "enabled"]
+    of_layout = [f"parallel.{name}" for name in given.get("parallel", {}) if name in _UNKEPT]
+    for path in (*of_layout, *of_graphs):
+        option = path.replace("_", "-")
+        raise ValueError(f"a search chooses {path} itself: leave out --{option}")
     for option, axis in _OPTIONS.items():
         value: Any = given
         for name in option.split("."):
@@ -125,13 +161,14 @@ def _fixed(given: Mapping[str, Any]) -> dict[str, tuple[Any, ...]]:
         kinds &= {"full"} if layout["recompute"] else {"none", "kv"}
     if "recompute_kv" in layout:
         kinds &= {"kv"} if layout["recompute_kv"] else {"none", "full"}
-    found["recompute"] = tuple(kinds)
-    states = [
-        name
-        for name, own in STATES.items()
-        if optimizer.get("states", own[0]) == own[0] and optimizer.get("grad_dtype", own[1]) == own[1]
-    ]
-    found["states"] = tuple(states)
+    if kinds != set(RECOMPUTE):
+        found["recompute"] = tuple(name for name in RECOMPUTE if name in kinds)
+    if {"states", "grad_dtype"} & optimizer.keys():
+        found["states"] = tuple(
+            name
+            for name, own in STATES.items()
+            if optimizer.get("states", own[0]) == own[0] and optimizer.get("grad_dtype", own[1]) == own[1]
+        )
     if "enabled" in given.get("graphs", {}):
         found["graphs"] = ("layers", "full_step") if given["graphs"]["enabled"] else ("none",)
     return found
@@ -266,6 +303,16 @@ def _ends(front: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def _describe_nothing(facts: Mapping[str, Any]) -> Iterator[str]:
     yield "no layout fits:"
+    if not facts["layouts"]:
+        yield (
+            f"  no sizes that the options keep divide {facts['gpus']} GPUs, the heads, the layers and the "
+            "experts; change --gpus, or leave out --tp, --cp, --pp, --ep, --etp"
+        )
+    elif not facts["nodes"]:
+        yield (
+            f"  a step of {facts['tokens_per_step']:,} tokens is not the same number of samples for each "
+            "data-parallel rank; change --gpus, --tokens-per-step or --data.micro-batch-size"
+        )
     if facts["least_memory"] is not None:
         yield f"  the least that a rank needs is {facts['least_memory'] / 2**30:.1f} GiB"
     for reason, times in list(facts["rejected"].items())[:5]:
@@ -298,6 +345,9 @@ def read_condition(text: str) -> tuple[str, Any]:
         if not value.isdecimal():
             raise ValueError(f"--why: expected a number for {axis}, got {value!r}")
         return axis, int(value)
+    known = _VALUES[axis]
+    if value not in known:
+        raise ValueError(f"--why: expected {axis} of {', '.join(map(repr, known))}, got {value!r}")
     return axis, value == "true" if kinds[axis] == "bool" else value
 
 

@@ -191,10 +191,12 @@ class Space:
         recipe, (states, grad_dtype) = self.recipe, STATES[own.states]
         model = recipe.model
         if model.moe is not None and model.moe.dispatcher != own.dispatcher:
-            moe = model.moe
+            moe, changed = model.moe, dict[str, Any](dispatcher=own.dispatcher)
             if not DISPATCHERS[own.dispatcher].symmetric_memory:
-                moe = replace(moe, symmetric_capacity=None, symmetric_overflow="drop")
-            model = replace(model, moe=replace(moe, dispatcher=own.dispatcher))
+                changed.update(symmetric_capacity=None, symmetric_overflow="drop")
+            elif moe.linear_bias:
+                changed.update(activation_stash=0.0)  # which has no biases of experts
+            model = replace(model, moe=replace(moe, **changed))
         placement = SCHEDULES[own.schedule].placement
         return replace(
             recipe,

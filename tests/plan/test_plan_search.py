@@ -191,13 +191,16 @@ def test_the_command_prints_a_table_and_writes_a_recipe(capsys, tmp_path):
         (["--why", "pp=1"], "why       with pp 1 the fastest is dp only"),
         (["--tp", "1", "--why", "tp=2"], "why       tp 2 contradicts the options given, which keep 1"),
         (["--memory", "0.001"], "no layout fits:"),
+        (["--gpus", "7"], "a step of 1,024 tokens is not the same number of samples for each data-parallel"),
+        (["--tp", "3"], "no sizes that the options keep divide 8 GPUs"),
         (["--parallel.no-recompute", "--why", "recompute=full"], "contradicts the options given"),
         (["--graphs.no-enabled", "--optimizer.states", "classic"], "classic"),
     ],
 )
 def test_options_narrow_the_search_and_questions_are_answered(options, expected, capsys):
-    assert cli.main([*SMALL, *options]) == (1 if "--memory" in options else 0)
-    assert expected in capsys.readouterr().out
+    status = cli.main([*SMALL, *options])
+    text = capsys.readouterr().out
+    assert expected in text and status == ("no layout fits:" in text)
 
 
 @pytest.mark.parametrize(
@@ -205,6 +208,21 @@ def test_options_narrow_the_search_and_questions_are_answered(options, expected,
     [
         (["--why", "tp"], "--why: expected AXIS=VALUE with an axis of tp, cp"),
         (["--why", "tp=x"], "--why: expected a number for tp, got 'x'"),
+        (
+            ["--why", "schedule=zbv"],
+            "--why: expected schedule of '1f1b', 'zero_bubble', 'dualpipe_v', got 'zbv'",
+        ),
+        (["--why", "overlap=yes"], "--why: expected overlap of 'false', 'true', got 'yes'"),
+        (
+            ["--optimizer.states", "classic", "--optimizer.grad-dtype", "bfloat16"],
+            "the options leave no optimizer.states to search: expected one of 'classic', 'small'",
+        ),
+        (
+            ["--hardware", "a100", "--train.precision", "fp8"],
+            "no train.precision to search: expected one of 'd",
+        ),
+        (["--parallel.tp-overlap"], "a search chooses parallel.tp_overlap itself: leave out"),
+        (["--graphs.scope", "full"], "a search chooses graphs.scope itself: leave out --graphs.scope"),
         (["--tokens-per-step", "1000"], "--tokens-per-step 1000 is no multiple of data.seq_len 64"),
     ],
 )
@@ -213,6 +231,14 @@ def test_wrong_options_say_what_is_expected(options, expected, capsys):
     assert expected in capsys.readouterr().err
     assert cli.main(["plan", "search", "gpt-smal", "--gpus", "8"]) == 2
     assert "did you mean gpt-small?" in capsys.readouterr().err
+
+
+def test_experts_with_biases_have_symmetric_dispatch_without_a_stash():
+    made = recipe(replace(MOE, moe=replace(MOE.moe, linear_bias=True)), 8)
+    space = Space(made, 4, GPUS["h100"], {"cp": [1], "micro_batch_size": [1], "dispatcher": ["symmetric"]})
+    own = next(own for own in space.candidates() if own.ep > 1)
+    assert space.recipe_of(own).model.moe.activation_stash == 0.0
+    assert search(space, 72 * 2**30).best
 
 
 def test_every_recipe_survives_being_written(tmp_path):
