@@ -211,33 +211,41 @@ class _Ranges:
 
 
 def _on_gpu(slices: Sequence[Mapping[str, Any]], ranges: _Ranges) -> Table:
-    """Return microseconds of kernels; communication only where no other kernel runs."""
+    """Return microseconds of kernels, which add up to the time in which any of them runs."""
     launched = {
         event["args"]["correlation"]: float(event["ts"])
         for event in slices
         if event.get("cat") in _LAUNCHES and "correlation" in event.get("args", {})
     }
     parts: Table = defaultdict(float)
-    kernels, covered = [], list[tuple[float, float]]()
+    kernels: list[tuple[float, float, str, tuple[str, str | None]]] = []
     for event in slices:
         if event.get("cat") in _KERNELS:
             start, args = float(event["ts"]), event.get("args", {})
-            if not ranges.start <= launched.get(args.get("correlation"), start) <= ranges.end:
-                continue
-            what = consumer(str(event["name"]), args) or "other kernels"
-            span = start, start + event["dur"]
-            kernels.append((what, span, ranges.phase(launched.get(args.get("correlation"), start))))
-            if not what.startswith(COMMUNICATION):
-                covered.append(span)
-    compute = _Union(covered)
-    for what, span, (phase, once) in kernels:
-        if what.startswith(COMMUNICATION):
-            took = span[1] - span[0] - compute.overlap(*span)
-            what = once if once == "gradients" else what
-        else:
-            took, what = span[1] - span[0], once or what
-        parts[phase, what] += took
+            at = launched.get(args.get("correlation"), start)
+            if ranges.start <= at <= ranges.end:
+                what = consumer(str(event["name"]), args) or "other kernels"
+                kernels.append((start, start + event["dur"], what, ranges.phase(at)))
+    kernels.sort()
+    for (_, _, what, (phase, once)), took in zip(kernels, _apart([each[:3] for each in kernels])):
+        sent = what.startswith(COMMUNICATION) and once != "gradients"
+        parts[phase, what if sent else once or what] += took
     return parts
+
+
+def _apart(kernels: Sequence[tuple[float, float, str]]) -> list[float]:
+    """Return what each kernel adds to the time in which any runs; they are (start, end, consumer), in order.
+
+    Communication adds what no compute covers. Of kernels of one kind that run at once, the first counts.
+    """
+    computes = [not what.startswith(COMMUNICATION) for _, _, what in kernels]
+    compute = _Union(kernel[:2] for kernel, own in zip(kernels, computes) if own)
+    reached, found = {True: 0.0, False: 0.0}, []
+    for (start, end, _), own in zip(kernels, computes):
+        start = min(max(start, reached[own]), end)
+        reached[own] = max(reached[own], end)
+        found.append(end - start - (0.0 if own else compute.overlap(start, end)))
+    return found
 
 
 def _on_cpu(slices: Sequence[Mapping[str, Any]], ranges: _Ranges) -> Table:
@@ -307,28 +315,33 @@ class _Union:
 def _kernels_of_nsys(rows: Sequence[Any]) -> StepTable:
     """Return the kernels of `nsys stats --report cuda_gpu_trace`, which have no phases.
 
-    A step ends with a kernel of the optimizer; several in a row are one step's.
+    Of several GPUs, as in a report of all ranks of a server, it is the first by name. A step ends with the
+    kernels of the optimizer, between which parameters are gathered: the next one begins with attention, or
+    with GEMMs where no kernel is named for attention.
     """
     kernels = list(_nsys_rows(rows))
-    steps = sum(
-        "adamw" in name and "adamw" not in before
-        for (_, _, name), (_, _, before) in zip(kernels, [(0.0, 0.0, ""), *kernels])
-    )
+    works = [
+        consumer(name) or ("optimizer" if "adamw" in name else "other kernels") for _, _, name in kernels
+    ]
+    of_layers, steps, updating = "attention" if "attention" in works else "GEMMs", 0, False
+    for what in works:
+        steps += what == "optimizer" and not updating
+        updating = what == "optimizer" or (updating and what != of_layers)
     if not steps:
         raise ValueError("the measured kernels have none of AdamW, so their steps cannot be counted")
-    compute = _Union((start, end) for start, end, name in kernels if consumer(name) != COMMUNICATION)
     parts: Table = defaultdict(float)
-    for start, end, name in kernels:
-        what = consumer(name) or ("optimizer" if "adamw" in name else "other kernels")
-        hidden = compute.overlap(start, end) if what == COMMUNICATION else 0.0
-        parts[ONCE, what] += (end - start - hidden) / steps
+    spans = [(start, end, what) for (start, end, _), what in zip(kernels, works)]
+    for what, took in zip(works, _apart(spans)):
+        parts[ONCE, what] += took / steps
     return _with_idle(parts, (max(end for _, end, _ in kernels) - kernels[0][0]) / steps)
 
 
 def _nsys_rows(rows: Sequence[Any]) -> Iterator[tuple[float, float, str]]:
-    """Yield (start, end, name) of kernels in seconds, in their order."""
-    found = []
+    """Yield (start, end, name) of the first GPU's kernels in seconds, in their order."""
+    found, devices = [], sorted({str(row.get("Device", "")) for row in rows if isinstance(row, dict)})
     for row in rows:
+        if isinstance(row, dict) and str(row.get("Device", "")) != devices[0]:
+            continue
         if not isinstance(row, dict) or not {"Start (ns)", "Duration (ns)", "Name"} <= row.keys():
             raise ValueError('the measured list has rows without "Start (ns)", "Duration (ns)" and "Name"')
         start = float(row["Start (ns)"]) / 1e9

@@ -93,6 +93,39 @@ def test_kernels_of_nsys_have_steps_that_end_with_the_optimizer():
     assert step.parts[ONCE, "optimizer"] == approx(750e-9)
 
 
+def test_kernels_that_run_at_once_count_once():
+    copy = slice_("Memcpy HtoD", 60, 40, "gpu_memcpy", tid=8, correlation=1)  # behind the GEMM, to its end
+    also = slice_("ncclDevKernel_AllReduce", 150, 30, "kernel", tid=10, correlation=2)  # with the other one
+    later = slice_("elementwise", 140, 20, "kernel", correlation=1)  # ends 10 after the GEMM
+    step = measured_step({"traceEvents": [*ON_GPU, copy, also, later]})
+    assert step.seconds == approx(320e-6) == sum(step.parts.values())
+    assert step.parts["forward", "GEMMs"] == approx(100e-6)
+    assert step.parts["forward", "other kernels"] == approx(10e-6)
+    assert step.parts["forward", "communication, ep"] == approx(40e-6)
+    assert step.parts["forward", COMMUNICATION] == approx(0.0)
+
+
+def test_steps_of_nsys_have_buckets_and_servers_several_gpus():
+    names = [
+        "gemm",
+        "adamw_kernel",
+        "ncclDevKernel_AllGather",
+        "copy",
+        "adamw_kernel",
+        "gemm",
+        "adamw_kernel",
+    ]
+    rows = [
+        {"Start (ns)": 1000 * i + gpu, "Duration (ns)": 500, "Name": name, "Device": f"H100 ({gpu})"}
+        for i, name in enumerate(names)
+        for gpu in range(2)
+    ]
+    step = measured_step(rows)
+    assert step.seconds == approx(6500e-9 / 2) == sum(step.parts.values())
+    assert step.parts[ONCE, "optimizer"] == approx(750e-9)
+    assert step.parts[ONCE, "GEMMs"] == approx(500e-9)
+
+
 def estimate(*parts, seconds=100e-6):
     slices = [
         {**slice_(what, 0, took, "estimate"), "args": {"phase": phase, "what": what}}
