@@ -90,11 +90,11 @@ def _recording(router: Any, chosen: list[Tensor]) -> Callable[..., Any]:
         if isinstance(router, GroupedRouter) and router.given_experts is None:
             # all tokens choose, and their weights have the bits of a replay
             given = x.new_full((x.numel() // x.shape[-1], k), -1, dtype=torch.int64)
-            logits, weights, experts = _with_experts(router, given, forward, hidden)
+            result = _with_experts(router, given, forward, hidden)
         else:
-            logits, weights, experts = forward(*hidden)
-        chosen.append(experts.detach().clone())
-        return logits, weights, experts
+            result = forward(*hidden)
+        chosen.append(result[2].detach().clone())
+        return result
 
     return recorded
 
@@ -126,8 +126,9 @@ def replay_routing(model: nn.Module, routing: Routing) -> Iterator[None]:
         routing: of the tokens (B, S) of every forward inside. A token with -1 chooses its experts.
 
     Raises:
-        ValueError: the model has no experts, its router drops scores (DeepSeek-V2's unless accelerated), or
-            the routing is of another number of layers, tokens or experts.
+        ValueError: the model has no experts, its router drops scores (DeepSeek-V2's unless accelerated) or
+            chooses without `torch.topk` (PhiMoE's), or the routing is of another number of layers, tokens or
+            experts.
 
     Example (needs a model of transformers):
         with fastmp.replay_routing(model, routing):
@@ -167,8 +168,14 @@ def _replaying(router: Any, given: Tensor) -> Callable[..., Any]:
             raise ValueError(f"replay_routing: expected the experts of {tokens} tokens, got {len(given)}")
         if isinstance(router, GroupedRouter):
             return _with_experts(router, given, forward, hidden)
-        with _GivenExperts(given, len(router.weight)):
-            return forward(*hidden)
+        with _GivenExperts(given, len(router.weight)) as choice:
+            result = forward(*hidden)
+        if not choice.replaced:
+            raise ValueError(
+                f"replay_routing: {type(router).__name__} does not choose experts by torch.topk; expected a "
+                "router that does, as Mixtral's"
+            )
+        return result
 
     return replayed
 
@@ -212,7 +219,7 @@ class _GivenExperts(TorchFunctionMode):
 
     def __init__(self, given: Tensor, num_experts: int) -> None:
         super().__init__()
-        self.given, self.num_experts = given, num_experts
+        self.given, self.num_experts, self.replaced = given, num_experts, False
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = function(*args, **(kwargs or {}))
@@ -222,4 +229,5 @@ class _GivenExperts(TorchFunctionMode):
         if scores.shape != (len(self.given), self.num_experts) or indices.shape != self.given.shape:
             return result  # a choice of groups
         chosen = self.given.where((self.given >= 0).all(-1, keepdim=True), indices)
-        return scores.gather(-1, chosen), chosen
+        self.replaced = True
+        return torch.return_types.topk((scores.gather(-1, chosen), chosen))

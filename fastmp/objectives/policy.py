@@ -11,6 +11,7 @@ from torch import Tensor
 from fastmp.objectives.log_ratios import clamped, kl_estimates
 from fastmp.objectives.sequences import Sequences
 from fastmp.ops.core.checks import check_choice, require
+from fastmp.ops.core.registry import compute_dtype
 
 Result = tuple[Tensor, dict[str, Tensor]]
 
@@ -21,7 +22,8 @@ def group_advantages(
     """Advantages of GRPO: rewards minus the mean of their group, divided by its standard deviation.
 
     Args:
-        rewards: (B,); the samples of one prompt follow each other.
+        rewards: (B,), also integers; the samples of one prompt follow each other. The result is float32
+            (float64 for float64).
         group_size: samples of a prompt.
         epsilon: added to the standard deviation.
         scale: False leaves the division out (Dr. GRPO, arXiv:2503.20783).
@@ -32,7 +34,7 @@ def group_advantages(
     fits = group_size > 0 and rewards.dim() == 1 and len(rewards) % group_size == 0
     message = "group_advantages: expected rewards (B,) in groups of {}, got shape {}"
     require(fits, message, group_size, rewards.shape)
-    groups = rewards.view(-1, group_size)
+    groups = rewards.to(compute_dtype(rewards.dtype)).view(-1, group_size)
     advantages = groups - groups.mean(1, keepdim=True)
     if scale and group_size > 1:
         advantages = advantages / (groups.std(1, keepdim=True) + epsilon)

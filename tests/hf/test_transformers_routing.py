@@ -106,3 +106,46 @@ def test_mistakes():
         with fastmp.record_routing(model) as recorder:
             model.model(IDS)
         recorder.routing()
+
+
+class IndicesTopKRouter(torch.nn.Module):
+    """A router that reads the field `indices` of what `torch.topk` returns, and returns a fourth tensor."""
+
+    top_k = 2
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.randn(4, 8))
+
+    def forward(self, hidden):
+        logits = torch.nn.functional.linear(hidden.flatten(0, -2), self.weight)
+        experts = torch.topk(logits, self.top_k).indices
+        return logits, logits.gather(1, experts), experts, logits.sum()
+
+
+class ArgmaxTopKRouter(IndicesTopKRouter):
+    """A router that never calls `torch.topk`."""
+
+    def forward(self, hidden):
+        logits = torch.nn.functional.linear(hidden.flatten(0, -2), self.weight)
+        experts = logits.argsort(1, descending=True)[:, : self.top_k]
+        return logits, logits.gather(1, experts), experts
+
+
+def test_routers_of_other_models():
+    hidden = torch.randn(2, 3, 8)
+    model = torch.nn.Sequential(IndicesTopKRouter())
+    with fastmp.record_routing(model) as recorder:
+        found = model(hidden)
+    routing = recorder.routing()
+    assert torch.equal(routing.experts.flatten(0, 2), found[2])
+    other = Routing(3 - routing.experts)
+    with fastmp.replay_routing(model, other):
+        logits, weights, experts, _ = model(hidden)
+    assert torch.equal(experts, 3 - found[2]) and torch.equal(weights, logits.gather(1, experts))
+    # a replay that would be without effect is refused
+    model = torch.nn.Sequential(ArgmaxTopKRouter())
+    with pytest.raises(ValueError, match="ArgmaxTopKRouter does not choose experts by torch"):
+        with fastmp.replay_routing(model, other):
+            model(hidden)
+    assert "forward" not in vars(model[0])

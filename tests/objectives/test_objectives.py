@@ -358,6 +358,8 @@ def test_group_advantages():
     assert found[:4].tolist() == pytest.approx([1.5, -0.5, -0.5, -0.5], rel=1e-3)
     assert not found[4:].any()  # all alike: nothing to learn
     assert group_advantages(rewards, 4, scale=False).tolist() == [0.75, -0.25, -0.25, -0.25, 0, 0, 0, 0]
+    for dtype in (torch.int64, torch.bfloat16):  # in float32 whatever the rewards are
+        assert torch.equal(group_advantages(rewards.to(dtype), 4), found)
 
 
 def check_reference_point(rank, size):
