@@ -5,6 +5,8 @@ Each takes log-probabilities of tokens, (B, S), or (N,) with `cu_seqlens`, and r
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -65,7 +67,7 @@ def _clipped_loss(
         advantages = sequences.spread(advantages)
     (advantages,) = sequences.masked(advantages=advantages.detach())
     # 1. The lower of the plain and the clipped objective.
-    ratio = log_ratio.exp()
+    ratio = clamped(log_ratio).exp()
     capped = ratio
     if delta is not None:
         require(
@@ -96,7 +98,7 @@ def _clipped_loss(
 def _log_ratio_and_metrics(
     sequences: Sequences, log_probs: Tensor, old_log_probs: Tensor | None, ref_log_probs: Tensor | None
 ) -> tuple[Tensor, Tensor | None, dict[str, Tensor]]:
-    """Return the tokens' clamped log-ratios, k3 from the reference, and metrics of both divergences."""
+    """Return the tokens' log-ratios, k3 from the reference, and metrics of both divergences."""
     old = log_probs.detach() if old_log_probs is None else old_log_probs.detach()
     policy, old = sequences.masked(log_probs=log_probs, old_log_probs=old)
     estimates = {"old": kl_estimates(old, policy)}
@@ -108,7 +110,7 @@ def _log_ratio_and_metrics(
         for policy, each in estimates.items()
         for kind in ("k1", "k2", "k3")
     }
-    return clamped(policy - old), estimates["ref"].k3 if "ref" in estimates else None, metrics
+    return policy - old, estimates["ref"].k3 if "ref" in estimates else None, metrics
 
 
 def _penalty(name: str, beta: float, k3: Tensor | None) -> Tensor | None:
@@ -247,6 +249,8 @@ def gspo_loss(
     name = "gspo_loss"
     sequences = Sequences(name, mask, cu_seqlens)
     log_ratio, k3, of_kl = _log_ratio_and_metrics(sequences, log_probs, old_log_probs, ref_log_probs)
+    # finite, so that a token of probability zero leaves no NaN; the mean is clamped, not its terms
+    log_ratio = log_ratio.nan_to_num(nan=math.nan)
     of_sequence = sequences.spread(sequences.mean(log_ratio.detach()))
     loss, metrics = _clipped_loss(
         name, sequences, of_sequence + (log_ratio - log_ratio.detach()), advantages, epsilon_low,

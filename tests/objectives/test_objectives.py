@@ -298,6 +298,16 @@ def test_gradient_of_gspo_for_tokens_is_that_for_sequences():
     torch.testing.assert_close(*grads, **CLOSE)
 
 
+def test_gspo_clamps_the_mean_of_log_ratios_and_not_its_terms():
+    mask, old = torch.ones(1, 2, dtype=torch.bool), torch.zeros(1, 2, dtype=torch.float64)
+    log_probs = torch.tensor([[-30.0, 0.0]], dtype=torch.float64, requires_grad=True)
+    options = {"advantages": torch.ones(1), "old_log_probs": old, "epsilon_low": 1.0, "epsilon_high": 1.0}
+    loss, _ = gspo_loss(log_probs, mask, **options)
+    (grad,) = torch.autograd.grad(loss, log_probs)
+    assert loss.item() == pytest.approx(-math.exp(-15))
+    assert grad[0].tolist() == pytest.approx([-math.exp(-15) / 2] * 2)
+
+
 def test_without_old_log_probabilities_the_policy_is_its_own():
     _, _, _, mask, other = problem()
     log_probs = other["ref"].clone().requires_grad_()
