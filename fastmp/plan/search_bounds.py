@@ -96,9 +96,9 @@ class NodeCosts:
         of_experts = [shapes.of_kind(kind).exchange for kind in self._kinds]
         everywhere = [0 if each is None else each.nbytes for each in of_experts]
         self.exchange = min(everywhere)  # bytes of symmetric memory, if all layers have experts
-        # Of the loss, while it is computed; of the largest layer, while it is run again.
+        # Of the loss, while it is computed, and until the backward of each microbatch.
         narrow = STATES[space.states()[0]][1] != "float32" and len(space.states()) == 1
-        self.loss = activations.loss_workspace(shapes, narrow) + activations.loss(shapes)
+        self.loss, self.loss_kept = activations.loss_workspace(shapes, narrow), activations.loss(shapes)
         self.embedding = embedding_time(shapes, links, FASTMP)
         self.last = loss_time(shapes, links, FASTMP)
         for _ in range(recipe.model.mtp_depth):
@@ -278,7 +278,11 @@ class Bounds:
             shared = last in own and costs.model.shares_embedding
             tables = (0 in own or shared) + (last in own and not costs.model.tie_embeddings)
             kept, until_weights = (
-                [sum(getattr(costs.kinds[kind], name) for kind in self.stages[i]) for i in own]
+                [
+                    sum(getattr(costs.kinds[kind], name) for kind in self.stages[i])
+                    + (costs.loss_kept if i == last else 0)
+                    for i in own
+                ]
                 for name in ("kept", "whole")
             )
             fullest = max(

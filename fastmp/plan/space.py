@@ -190,12 +190,12 @@ class Space:
         """Return the recipe of a candidate."""
         recipe, (states, grad_dtype) = self.recipe, STATES[own.states]
         model = recipe.model
-        if model.moe is not None and model.moe.dispatcher != own.dispatcher:
+        if model.moe is not None:
             moe, changed = model.moe, dict[str, Any](dispatcher=own.dispatcher)
             if not DISPATCHERS[own.dispatcher].symmetric_memory:
                 changed.update(symmetric_capacity=None, symmetric_overflow="drop")
-            elif moe.linear_bias:
-                changed.update(activation_stash=0.0)  # which has no biases of experts
+            elif own.precision == "fp8" or moe.linear_bias:
+                changed.update(activation_stash=0.0)  # which has no FP8, and no biases of experts
             model = replace(model, moe=replace(moe, **changed))
         placement = SCHEDULES[own.schedule].placement
         return replace(

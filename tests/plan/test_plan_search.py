@@ -118,6 +118,18 @@ def test_the_optimum_is_that_of_estimating_every_candidate(model, gpus, batch, g
     assert points == front_of(points)
 
 
+def test_a_candidate_fits_into_its_own_memory():
+    made = recipe(replace(DENSE, num_layers=8), 16)
+    kept = {
+        **{"tp": [1], "cp": [1], "pp": [2], "micro_batch_size": [1, 8], "precision": ["dtype"]},
+        **{"recompute": ["full"], "schedule": ["zero_bubble"], "graphs": ["none"], "states": ["classic"]},
+    }
+    space = Space(made, 2, GPUS["h100"], {**kept, "vpp": [2, 4]})
+    for own in space.candidates():  # at the fullest moment the last chunk, with the loss, may hold nothing
+        alone = Space(made, 2, GPUS["h100"], {axis: [value] for axis, value in own.facts().items()})
+        assert search(alone, estimate(space, own).memory).best, own
+
+
 def test_equal_searches_give_equal_results():
     one, two = (search(Space(recipe(DENSE, 16), 4, GPUS["h100"], SPACES[0][-1]), 2**36) for _ in range(2))
     assert one == two
@@ -233,12 +245,15 @@ def test_wrong_options_say_what_is_expected(options, expected, capsys):
     assert "did you mean gpt-small?" in capsys.readouterr().err
 
 
-def test_experts_with_biases_have_symmetric_dispatch_without_a_stash():
+def test_experts_with_biases_or_fp8_have_symmetric_dispatch_without_a_stash():
     made = recipe(replace(MOE, moe=replace(MOE.moe, linear_bias=True)), 8)
     space = Space(made, 4, GPUS["h100"], {"cp": [1], "micro_batch_size": [1], "dispatcher": ["symmetric"]})
     own = next(own for own in space.candidates() if own.ep > 1)
     assert space.recipe_of(own).model.moe.activation_stash == 0.0
     assert search(space, 72 * 2**30).best
+    made = recipe(MOE, 8)
+    space = Space(made, 4, GPUS["h100"], {**space.fixed, "precision": ["fp8"], "ep": [4]})
+    assert search(space, 72 * 2**30).best[0].candidate.dispatcher == "symmetric"
 
 
 def test_every_recipe_survives_being_written(tmp_path):
