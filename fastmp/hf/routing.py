@@ -21,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 from fastmp.hf.patches import GroupedRouter
 from fastmp.nn.moe.layer import MoELayer
 from fastmp.nn.moe.routing import DTYPE, Routing, RoutingRecorder, routed
+from fastmp.ops.core.registry import can_read_values
 
 __all__ = ["record_routing", "replay_routing"]
 
@@ -135,6 +136,11 @@ def replay_routing(model: nn.Module, routing: Routing) -> Iterator[None]:
             loss = model(ids, labels=ids).loss
         loss.backward()
     """
+    if not isinstance(routing, Routing):
+        raise ValueError(
+            f"replay_routing: expected a Routing, got {type(routing).__name__}; pass Routing(experts), or "
+            "recorder.routing()"
+        )
     if _is_own(model):
         with routed(model, routing):
             yield
@@ -156,6 +162,12 @@ def replay_routing(model: nn.Module, routing: Routing) -> Iterator[None]:
                 raise ValueError(
                     f"replay_routing: expected {router.top_k} experts of a token, got {experts_BSk.shape[-1]}"
                 )
+            if can_read_values(experts_BSk) and experts_BSk.numel():
+                largest, num_experts = int(experts_BSk.max()), len(router.weight)
+                if largest >= num_experts:
+                    raise ValueError(
+                        f"replay_routing: expected experts below {num_experts}, got expert {largest}"
+                    )
             given = experts_BSk.flatten(0, 1).to(router.weight.device, torch.int64)
             stack.enter_context(_Wrapped(router, _replaying(router, given)))
         yield

@@ -96,9 +96,13 @@ def test_mistakes():
         (torch.cat((experts, experts)), "expected experts of 1 layers, got those of 2"),
         (experts[..., :1], "expected 2 experts of a token, got 1"),
         (experts[:, :, :3], "expected the experts of 14 tokens, got 6"),
+        (experts + 100, "expected experts below"),
     ):
         with pytest.raises(ValueError, match=message), fastmp.replay_routing(model, Routing(wrong)):
             model(IDS)
+    for nothing in (experts, recorder):
+        with pytest.raises(ValueError, match="expected a Routing, got"):
+            fastmp.replay_routing(model, nothing).__enter__()
     assert "forward" not in vars(model.model.layers[1].mlp.gate)
     with pytest.raises(ValueError, match="LlamaForCausalLM has no router"):
         fastmp.record_routing(made("llama")).__enter__()

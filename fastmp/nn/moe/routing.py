@@ -134,8 +134,8 @@ def routed(model: nn.Module, routing: Routing | RoutingRecorder | None) -> Itera
             own layers. None: neither replay nor record.
 
     Raises:
-        ValueError: the model has no experts, the routing is of another number of layers or tokens, or CUDA
-            graphs hold the layers.
+        ValueError: the model has no experts, the routing is none or of another number of layers or tokens, or
+            CUDA graphs hold the layers.
 
     Example (needs a model):
         >>> with routed(model, recorder):
@@ -144,6 +144,11 @@ def routed(model: nn.Module, routing: Routing | RoutingRecorder | None) -> Itera
     if routing is None:
         yield
         return
+    if not isinstance(routing, (Routing, RoutingRecorder)):
+        raise ValueError(
+            f"routing: expected a Routing or a RoutingRecorder, got {type(routing).__name__}; pass "
+            "Routing(experts), or recorder.routing()"
+        )
     layers = moe_layers(model)
     if not layers:
         raise ValueError(f"routing: {type(model).__name__} has no experts")

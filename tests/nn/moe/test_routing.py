@@ -183,6 +183,8 @@ def test_mistakes():
     ):
         with pytest.raises(ValueError, match=message):
             model(TOKENS, routing=Routing(wrong))
+    with pytest.raises(ValueError, match="expected a Routing or a RoutingRecorder, got Tensor"):
+        model(TOKENS, routing=experts)
     assert all(layer.moe.routing is None for layer in model.layers)
     with pytest.raises(ValueError, match="record_routing needs eager steps, no speculation and no pipeline"):
         generate(model, [[1]], max_new_tokens=2, record_routing=True, speculative=True)
