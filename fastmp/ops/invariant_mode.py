@@ -220,8 +220,8 @@ def _attention(
             hidden = attn_mask <= torch.finfo(attn_mask.dtype).min / 2
             bias = attn_mask.double().masked_fill(hidden, -torch.inf)
         factor = query.shape[-1] ** -0.5 if scale is None else scale
-        repeats = query.shape[1] // key.shape[1]
-        key, value = (x.repeat_interleave(repeats, 1) if repeats > 1 else x for x in (key, value))
+        repeats = query.shape[-3] // key.shape[-3] if enable_gqa else 1
+        key, value = (x.repeat_interleave(repeats, -3) if repeats > 1 else x for x in (key, value))
         return exact.attention(query, key, value, bias, None, factor).to(query.dtype)
 
 

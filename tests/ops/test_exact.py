@@ -100,6 +100,20 @@ def test_rows_depend_on_themselves_alone(seed, dtype):
             assert torch.equal(found[:, :, 0], want[:, :, end - 1])
 
 
+def test_attention_of_three_dimensions_and_of_groups():
+    torch.manual_seed(0)
+    seen = torch.rand(2, 8, 4) > 0.5
+    seen[..., 0] = True
+    for q, k, options in (
+        (torch.randn(2, 8, 4), torch.randn(2, 4, 4), {"attn_mask": seen}),
+        (torch.randn(2, 4, 8, 4), torch.randn(2, 2, 8, 4), {"is_causal": True, "enable_gqa": True}),
+    ):
+        want = F.scaled_dot_product_attention(q, k, k, **options)
+        with batch_invariant():
+            found = F.scaled_dot_product_attention(q, k, k, **options)
+        torch.testing.assert_close(found, want)
+
+
 def test_results_are_those_outside_the_mode():
     generator, target = torch.Generator().manual_seed(0), torch.arange(17)
     x, w = (torch.randn(rows, 20, generator=generator) for rows in (17, 30))
