@@ -323,7 +323,7 @@ def _describe_nothing(facts: Mapping[str, Any]) -> Iterator[str]:
 def layout_name(row: Mapping[str, Any]) -> str:
     """Return the axes of a row that are larger than one."""
     axes = [f"{axis}{row[axis]}" for axis in ("tp", "cp", "pp", "ep") if row[axis] > 1]
-    if row["ep"] > 1 and row["etp"] != row["tp"]:
+    if row["etp"] != row["tp"]:  # of dense models they are equal
         axes.append(f"etp{row['etp']}")
     return " ".join(axes) or "dp only"
 

@@ -30,6 +30,7 @@ from fastmp.plan.layout import make_schedule, problems
 from fastmp.plan.memory import memory
 from fastmp.plan.pipeline_time import pipeline_time, shorter
 from fastmp.plan.search import SLOWEST, TOLERANCE, estimate, front_of, search
+from fastmp.plan.search_report import layout_name
 from fastmp.plan.shapes import shapes_of
 from fastmp.plan.space import Space, divide_layers
 from fastmp.plan.step_time import step_time
@@ -254,6 +255,11 @@ def test_experts_with_biases_or_fp8_have_symmetric_dispatch_without_a_stash():
     made = recipe(MOE, 8)
     space = Space(made, 4, GPUS["h100"], {**space.fixed, "precision": ["fp8"], "ep": [4]})
     assert search(space, 72 * 2**30).best[0].candidate.dispatcher == "symmetric"
+
+
+def test_names_of_layouts_tell_them_apart():
+    layouts = list(Space(recipe(MOE, 8), 8, GPUS["h100"]).layouts())
+    assert len({layout_name(each._asdict()) for each in layouts}) == len(layouts)
 
 
 def test_every_recipe_survives_being_written(tmp_path):
