@@ -26,6 +26,8 @@ def main(arguments: list[str]) -> int:
     parser = search_parser("fastmp plan search")
     options = parser.parse_args(arguments)
     try:
+        if options.out is not None and not Path(options.out).parent.is_dir():
+            raise ValueError(f"--out: {Path(options.out).parent} is no directory; make it first")
         space = space_of(options)
         condition = None if options.why is None else read_condition(options.why)
         limit = memory_limit(options, space.gpu)

@@ -193,6 +193,8 @@ class _Ranges:
                 "the measured trace has no range fastmp.training.optimizer, so its steps cannot be counted; "
                 "profile with `fastmp train --profile torch --profile-steps 10:13`"
             )
+        if len({process for process, _ in threads}) > 1:
+            raise ValueError("the measured trace has several processes; pass that of one rank")
         found.sort()
         self.thread = threads.most_common(1)[0][0]
         self.steps = own["optimizer"]

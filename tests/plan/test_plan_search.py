@@ -283,3 +283,11 @@ def test_the_check_trains_a_tiny_step_on_forked_ranks(capsys):
     assert cli.main(["plan", "search", "moe-small", "--gpus", "8", "--ep", "2", *options]) == 0
     text = capsys.readouterr().out
     assert "check     a step of 2 tiny layers" in text and "as on one rank" in text
+
+
+def test_out_into_no_directory_is_an_error_before_the_search(tmp_path, capsys):
+    out = str(tmp_path / "none" / "best.toml")
+    assert (
+        cli.main(["plan", "search", "llama-3-8b", "--gpus", "2048", "--hardware", "h100", "--out", out]) == 2
+    )
+    assert f"--out: {tmp_path / 'none'} is no directory; make it first" in capsys.readouterr().err

@@ -195,6 +195,7 @@ def test_command(tmp_path, capsys):
         ("{", "is no JSON trace"),
         ("{}", "neither of torch.profiler"),
         ('{"traceEvents": []}', "no range fastmp.training.optimizer"),
+        (json.dumps({"traceEvents": [*ON_CPU, {**ON_CPU[0], "pid": 1}]}), "has several processes"),
         ('[{"Name": "gemm"}]', 'rows without "Start (ns)"'),
         ("[]", "have none of AdamW"),
         ('{"traceEvents": [{"ph": "X", "dur": 1, "cat": "kernel"}]}', "no range fastmp.training.optimizer"),
