@@ -140,7 +140,7 @@ def draw_cases(
 
     Example:
         >>> [str(case) for case in draw_cases({"tp": (1, 2)}, {"tokens": (3,)}, 1, seed=0)]
-        ['tp=2 tokens=3 clip steps=2 ignored uneven seed=1']
+        ['tp=2 tokens=3 accumulation=2 steps=2 ignored empty_experts seed=1']
     """
     every = [tuple(zip(axes, picked, strict=True)) for picked in product(*axes.values())]
     layouts = [layout for layout in every if 2 <= math.prod(n for _, n in layout) <= max_ranks]
