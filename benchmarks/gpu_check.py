@@ -285,9 +285,8 @@ def check(
         f for f in correct.families() if f"correctness {f}" not in result["done"] and (not only or f in only)
     ]
     checked = checked if "correctness" in phases else []
-    trained = [
-        name for name in gpu_recipes.RECIPES if "recipes" in phases and f"recipe {name}" not in result["done"]
-    ][: 1 if tiny else None]
+    recipes = gpu_recipes.RECIPES[: 1 if tiny else None] if "recipes" in phases else ()
+    trained = [name for name in recipes if f"recipe {name}" not in result["done"]]
     result["left"] = [
         *(f"correctness {family}" for family in checked),
         *(item.key for item in timed),

@@ -144,7 +144,7 @@ def broken_gemm(launch: Launch, *, narrow: bool, apart: bool) -> Iterator[str]:
         tile = grouped_mm_tiles.TileConfig(*(launch.constants[name] for name in names))
         fp8, gated = launch.kernel == "grouped_mm_fp8_kernel", launch.constants.get("GATED", False)
         each = tile.programs_per_sm(1 if fp8 else launch.itemsize, launch.arch, gated)
-        if "FLAT" in launch.constants:
+        if "HAS_BIAS" in launch.constants:  # the kernels of `overlaps_tiles`, not that in FP8
             yield from _not_overlapped(launch)
         if each != (fit := min(launch.resident, 8 // tile.num_warps)):
             yield f"{each} programs are launched for a multiprocessor, on which {fit} fit"

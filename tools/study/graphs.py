@@ -13,6 +13,7 @@ from fastmp.config import DataConfig, GPTConfig, MoEConfig, ParallelConfig, Reci
 from fastmp.cuda_graphs.scope import captured_segments
 from fastmp.plan.graphs import graph_facts
 from fastmp.plan.hardware import GPUS
+from fastmp.plan.kernels import FASTMP
 from fastmp.plan.step_time import ONCE, step_time
 from tools.study.page import Draw, machine, measurement, parser, save, table, write
 
@@ -95,7 +96,7 @@ def _recipe(tokens: int, dispatcher: str = "alltoall") -> Recipe:
 
 
 def gpu_us() -> dict[int, float]:
-    """Return {tokens of a microbatch: predicted microseconds of a layer on an H100, forward and backward}."""
+    """Return {tokens of a microbatch: predicted us of a layer's kernels on an H100, forward and backward}."""
     found = {}
     for tokens in _TOKENS:
         recipe = _recipe(tokens)
@@ -107,7 +108,7 @@ def gpu_us() -> dict[int, float]:
 
 
 def _in_layers(recipe: Recipe) -> float:
-    parts = step_time(recipe, 8, GPUS["h100"]).parts
+    parts = step_time(recipe, 8, GPUS["h100"], replace(FASTMP, host=0.0)).parts  # of the GPU alone
     return sum(took for (phase, _), took in parts.items() if phase != ONCE)
 
 

@@ -175,7 +175,7 @@ def test_ids_hold_the_whole_stop_string(monkeypatch):
     monkeypatch.setattr("fastmp.apps.generation.batched.choose_tokens", Spells([[*b"one two three"]]))
     model = make_gpt(replace(SMALL, vocab_size=257)).eval()
     (row,) = generate(model, [[1]], tokenizer=ByteTokenizer(), stop=["two"], max_new_tokens=13).rows
-    assert row == ([*b"one two"], "one ", "stop string")
+    assert row[:3] == ([*b"one two"], "one ", "stop string")
 
 
 @pytest.mark.full
@@ -184,7 +184,7 @@ def test_ends_are_any_tokens():
     whole = greedily(model, PROMPTS[0], 9)
     end = whole[5]
     (row,) = generate(model, PROMPTS[:1], ends=[end], **GREEDY).rows
-    assert row == (whole[: whole.index(end)], "", "end of text")
+    assert row[:3] == (whole[: whole.index(end)], "", "end of text")
 
 
 @pytest.mark.parametrize(
