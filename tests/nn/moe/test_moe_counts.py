@@ -50,7 +50,9 @@ def late_case(rank, world):
         return [output, aux, hidden.grad, *(param.grad for param in layer.parameters())]
 
     def at_once(hidden):
-        with patch.object(layer.router, "forward", lambda x, late: Router.forward(layer.router, x)):
+        with patch.object(
+            layer.router, "forward", lambda x, late, **chosen: Router.forward(layer.router, x, **chosen)
+        ):
             return layer(hidden)
 
     def sends(*rows, **options):
