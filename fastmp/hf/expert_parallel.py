@@ -55,7 +55,18 @@ class DispatchedExperts(ModulePatch):
     dispatcher: Any
 
     def forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        return _dispatched(self, hidden_states, top_k_index, top_k_weights)
+        """Return the weighted sums (T, H) of the experts' outputs for this rank's tokens (T, H)."""
+        dispatcher = self.dispatcher
+        probs = top_k_weights.to(compute_dtype(hidden_states.dtype))
+        # 1. Sort the assignments by expert and all-gather their counts over ep.
+        prepared = dispatcher.preprocess(top_k_index.to(torch.int32), probs, len(hidden_states))
+        # 2. Dispatch: tokens go to the ranks of their experts, which sort them by expert.
+        tokens = hidden_states.to(self.down_proj.dtype)  # as gathered, BF16 in mixed precision
+        rows, offsets, state = dispatcher.dispatch(tokens, prepared)
+        # 3. The MLPs of this rank's experts.
+        rows = experts_interface.expert_mlps(self, rows, offsets)
+        # 4. Combine: outputs return to the ranks of their tokens and are summed with their weights.
+        return dispatcher.combine(rows, state).to(hidden_states.dtype)
 
 
 class MeshModel(ModulePatch):
@@ -111,21 +122,6 @@ class MeshAdapters(ModulePatch):
         with together(dist.group.WORLD):
             if dist.get_rank() == 0:
                 super().save_pretrained(save_directory, *args, state_dict=state_dict, **kwargs)  # type: ignore[misc]
-
-
-def _dispatched(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """Return the weighted sums (T, H) of the experts' outputs for this rank's tokens (T, H)."""
-    dispatcher = self.dispatcher
-    probs = top_k_weights.to(compute_dtype(hidden_states.dtype))
-    # 1. Sort the assignments by expert and all-gather their counts over ep.
-    prepared = dispatcher.preprocess(top_k_index.to(torch.int32), probs, len(hidden_states))
-    # 2. Dispatch: tokens go to the ranks of their experts, which sort them by expert.
-    tokens = hidden_states.to(self.down_proj.dtype)  # as gathered, BF16 in mixed precision
-    rows, offsets, state = dispatcher.dispatch(tokens, prepared)
-    # 3. The MLPs of this rank's experts.
-    rows = experts_interface.expert_mlps(self, rows, offsets)
-    # 4. Combine: outputs return to the ranks of their tokens and are summed with their weights.
-    return dispatcher.combine(rows, state).to(hidden_states.dtype)
 
 
 class MeshOptions(NamedTuple):

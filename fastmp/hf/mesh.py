@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 _NAMES = (("dp_shard", "ep"), ("dp_replicate", "dp_shard", "ep"))
 _DENSE = "dp_shard_ep"  # the flattened dimension
@@ -64,3 +65,8 @@ def own_class(module: nn.Module) -> type[Any]:
     """Return the class of a module before `fully_shard`."""
     cls = type(module)
     return cls.__mro__[cls.__mro__.index(FSDPModule) + 1] if issubclass(cls, FSDPModule) else cls
+
+
+def full_tensor(tensor: Tensor) -> Tensor:
+    """Return `tensor`, gathered if `fully_shard` or a mesh has sharded it. Collective."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

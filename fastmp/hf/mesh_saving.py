@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from fastmp.config.file_access import write_synced
 from fastmp.distributed.collectives import gather_objects
-from fastmp.hf.mesh import all_ranks, own_class
+from fastmp.hf.mesh import all_ranks, full_tensor, own_class
 from fastmp.hf.mesh_tensors import file_mappings, file_names, saved_tensors
 from fastmp.hf.stored import INDEX
 from fastmp.hf.weight_io import json_bytes
@@ -62,8 +61,7 @@ def save_pretrained(model: Any, directory: str | Path) -> None:
         by_expert = "{e}" in file_names(model, name)[1][0]
         full, first = _gathered(tensor, by_expert)
         # 2. The rank that writes: for experts one of each ep group's, for others one of all.
-        turn = _turn(mesh, number, by_expert)
-        if turn:
+        if _turn(mesh, number, by_expert):
             shape = tuple(tensor.shape)
             for mapping in file_mappings(model, name, shape):
                 at = mapping.ours.offsets[0] - first if shape else 0
@@ -113,7 +111,7 @@ def trainable_state_dict(model: nn.Module) -> dict[str, Tensor]:
     found = dict[str, Tensor]()
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            full = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter.detach()
+            full = full_tensor(parameter.detach())
             if dist.get_rank() == 0:
                 found[name] = full.cpu()
     return found
@@ -128,10 +126,8 @@ def _reshard(model: nn.Module) -> None:
 
 def _gathered(tensor: Tensor, by_expert: bool) -> tuple[Tensor, int]:
     """Return a full tensor, or all of this ep rank's experts and the number of the first. Collective."""
-    if not isinstance(tensor, DTensor):
-        return tensor, 0
-    if not by_expert:
-        return tensor.full_tensor(), 0
+    if not (by_expert and isinstance(tensor, DTensor)):
+        return full_tensor(tensor), 0
     kept = [Replicate()] * (tensor.device_mesh.ndim - 1)
     experts = tensor.redistribute(placements=[*kept, tensor.placements[-1]]).to_local()
     return experts, tensor.device_mesh["ep"].get_local_rank() * len(experts)
@@ -177,20 +173,15 @@ class _Writer:
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             (self.path / file).unlink(missing_ok=True)
-            write_tensors(self.path / file, specs, partial(_nth, list(waiting.values())), {"format": "pt"})
+            write_tensors(self.path / file, specs, list(waiting.values()).__getitem__, {"format": "pt"})
         except OSError as error:
             self.error = f"{self.path}: rank {self.rank} cannot write {file} ({error.strerror})"
         self.files.append((file, {spec.name: spec.bytes for spec in specs}))
 
 
-def _nth(tensors: list[Tensor], number: int) -> Tensor:
-    return tensors[number]
-
-
 def _finish(path: Path, own: _Writer, group: ProcessGroup) -> None:
     """Rename the files of all ranks to transformers' names; the first rank writes the index. Collective."""
-    reports: list[Any] = [None] * group.size()
-    dist.all_gather_object(reports, (own.files, own.error), group=group)
+    reports = gather_objects((own.files, own.error), group)
     if error := next((error for _, error in reports if error), ""):
         raise ValueError(f"save_pretrained: {error}")
     all_files = [files for files, _ in reports]

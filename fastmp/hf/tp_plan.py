@@ -13,14 +13,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
-from fastmp.distributed.collectives import all_reduce_
+from fastmp.distributed.collectives import all_reduce_, gather_objects
 from fastmp.hf.families.base import TPTable
-from fastmp.hf.mesh import all_ranks
+from fastmp.hf.mesh import all_ranks, full_tensor
 from fastmp.hf.patches import patched_class
 from fastmp.hf.tp_modules import (
     PerHeadNorm,
@@ -135,15 +134,14 @@ def agree(model: nn.Module, group: ProcessGroup, error: ValueError | None) -> No
         for name, tensor in ({} if error else model.state_dict()).items()
         if not (tensor.is_meta or isinstance(tensor, DTensor))  # not loaded yet, or sharded by fully_shard
     }
-    all_ranks: list[Any] = [None] * group.size()
-    dist.all_gather_object(all_ranks, (None if error is None else str(error), sums), group=group)
+    reports = gather_objects((None if error is None else str(error), sums), group)
     if error is not None:
         raise error
-    for rank, (problem, others) in enumerate(all_ranks):
+    for rank, (problem, others) in enumerate(reports):
         if problem is not None:
             raise ValueError(f"{problem} (on rank {rank} of the group)")
-        for name in all_ranks[0][1]:
-            if others.get(name) != all_ranks[0][1][name]:
+        for name in reports[0][1]:
+            if others.get(name) != reports[0][1][name]:
                 raise ValueError(
                     f"accelerate: {name} of rank {rank} of the group differs from that of rank 0; load the "
                     "same weights on every rank, or seed all ranks with the same number before making the "
@@ -215,7 +213,7 @@ def whole_state_dict(model: nn.Module) -> dict[str, Any]:
         if key in gathered:  # tied parameters stay one tensor
             found[name] = gathered[key]
             continue
-        full = _without_fsdp(tensor)
+        full = full_tensor(tensor)
         if key in sharded:
             module, attributes = sharded[key]
             full = module.gather(full, attributes)
@@ -284,11 +282,6 @@ def _sharded_parameters(model: nn.Module) -> dict[int, tuple[Any, ParallelAttrib
         if isinstance(module, TPModule)
         for name, attributes in module.shard_attributes.items()
     }
-
-
-def _without_fsdp(tensor: Tensor) -> Tensor:
-    """Return `tensor`, gathered if `fully_shard` has sharded it over other ranks."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def group_of(model: nn.Module) -> ProcessGroup | None:
