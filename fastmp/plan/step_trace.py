@@ -20,12 +20,12 @@ from fastmp.pipeline.steps import FORWARD as FORWARD_STEP
 from fastmp.plan import traffic
 from fastmp.plan.hardware import GPU
 from fastmp.plan.layer_time import FORWARD, INPUT, REPEATED, WEIGHT
-from fastmp.plan.memory import held_over_time, memory
+from fastmp.plan.memory import Memory, held_over_time, memory
 from fastmp.plan.parameters import stage_kinds
 from fastmp.plan.shapes import Shapes
 from fastmp.plan.step_time import IDLE, ONCE, StepModel, hide, step_model
+from fastmp.plan.trace_diff import CATEGORY, Table
 
-CATEGORY = "estimate"
 _PHASES = {
     FORWARD_STEP: (FORWARD,),
     BACKWARD: (REPEATED, INPUT, WEIGHT),
@@ -34,8 +34,6 @@ _PHASES = {
 }
 _COMPUTE = ("GEMMs", "attention", "quantisers", "other kernels", "host")  # of the compute stream
 _STEPS, _STREAM = 0, 1  # threads; groups follow
-
-Table = dict[tuple[str, str], float]
 
 
 def step_trace(recipe: Recipe, world_size: int, gpu: GPU) -> dict[str, Any]:
@@ -47,12 +45,12 @@ def step_trace(recipe: Recipe, world_size: int, gpu: GPU) -> dict[str, Any]:
     model = step_model(recipe, world_size, gpu)
     schedule = model.schedule
     run = simulate(schedule.orders(), model.costs, pairs=schedule.all_pairs(), placement=schedule.placement)
-    threads = _threads(model)
+    threads, sent = _threads(model), _sent(recipe, model.shapes)
     events: list[dict[str, Any]] = []
-    for rank in range(model.shapes.grid.pp):
+    for rank, own in enumerate(memory(recipe, model.shapes, run.orders)):
         events += _names(rank, model.shapes, threads)
-        events += _of_rank(recipe, model, run, rank, threads)
-        events += _memory(recipe, model, run, rank)
+        events += _of_rank(model, run, rank, threads, sent)
+        events += _memory(recipe, model, run, rank, own)
     return {
         "traceEvents": events,
         "displayTimeUnit": "ms",
@@ -94,10 +92,14 @@ def _names(rank: int, shapes: Shapes, threads: Mapping[str, int]) -> Iterator[di
 
 
 def _of_rank(
-    recipe: Recipe, model: StepModel, run: Simulation, rank: int, threads: Mapping[str, int]
+    model: StepModel,
+    run: Simulation,
+    rank: int,
+    threads: Mapping[str, int],
+    sent: Sequence[Mapping[str, Counter[str]]],
 ) -> Iterator[dict[str, Any]]:
     """Yield the slices of a rank: steps, what they consist of, idle time, and the end of the step."""
-    sent, places = _sent(recipe, model.shapes), model.schedule.stages
+    places = model.schedule.stages
     timeline, ended = iter(run.timeline(rank)), 0.0
     for steps in model.schedule.together(rank):
         together = [next(timeline) for _ in steps]
@@ -140,8 +142,8 @@ def _parts(
         if took <= 0.0:
             continue
         args: dict[str, Any] = {"phase": phase, "what": what, "microbatch": microbatch}
-        if n := nbytes.get((phase, what), 0):
-            args["bytes"] = n
+        if threads[what] > _STREAM:
+            args |= {"group": True, "bytes": nbytes.get((phase, what), 0)}
         yield _slice(what, rank, threads[what], at, at + took, CATEGORY, **args)
         at += took
 
@@ -162,15 +164,11 @@ def _title(event: Event) -> str:
     return f"{event.step.kind} of microbatch {event.step.microbatch}, chunk {event.step.chunk}"
 
 
-def _memory(recipe: Recipe, model: StepModel, run: Simulation, rank: int) -> Iterator[dict[str, Any]]:
+def _memory(
+    recipe: Recipe, model: StepModel, run: Simulation, rank: int, own: Memory
+) -> Iterator[dict[str, Any]]:
     """Yield the counter of a rank's memory: what it always holds, and activations after each step."""
-    order = model.schedule.order(rank)
-    held = held_over_time(recipe, model.shapes, rank, order)
-    (own,) = (
-        memory(recipe, model.shapes, [order])
-        if model.shapes.grid.pp == 1
-        else [memory(recipe, model.shapes, model.schedule.orders())[rank]]
-    )
+    held = held_over_time(recipe, model.shapes, rank, run.orders[rank])
     always = own.weights + own.gradients + own.optimizer
     for time, activations in zip((0.0, *(event.end for event in run.timeline(rank))), (0, *held)):
         args = {"weights, gradients, optimizer": always, "activations": activations}

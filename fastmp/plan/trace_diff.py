@@ -23,12 +23,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-FORWARD, BACKWARD, ONCE = "forward", "backward", "once a step"
-IDLE, HOST, COMMUNICATION = "idle", "host", "communication"
+from fastmp.plan.layer_time import FORWARD, INPUT, REPEATED, WEIGHT
+from fastmp.plan.step_time import ONCE
+
+BACKWARD, IDLE, HOST, COMMUNICATION = "backward", "idle", "host", "communication"
 CATEGORY = "estimate"  # of the slices of an estimated step
 _MAX_BYTES = 1 << 31
 _PHASES = {"forward": FORWARD, "backward": BACKWARD}  # of ranges; others are work done once a step
-_ESTIMATED = {"recomputation": BACKWARD, "backward of inputs": BACKWARD, "backward of weights": BACKWARD}
+_ESTIMATED = dict.fromkeys((REPEATED, INPUT, WEIGHT), BACKWARD)
 _ONCE = {"optimizer": "optimizer", "reduce": "gradients", "clip": "optimizer", "data": "data"}
 _CONSUMERS = (  # the first pattern that is found in a name
     (COMMUNICATION, r"nccl|gloo:|c10d::|fastmp\.collective\.|exchange_(push|pull|give|take|barrier|counts)"),
@@ -94,7 +96,8 @@ def estimated_step(content: Any) -> StepTable:
     for event in events:
         if event.get("cat") == CATEGORY and event["pid"] == own["slowest"]:
             args = event["args"]
-            parts[_ESTIMATED.get(args["phase"], args["phase"]), args["what"]] += event["dur"] / 1e6
+            what = f"{COMMUNICATION}, {args['what']}" if args.get("group") else args["what"]
+            parts[_ESTIMATED.get(args["phase"], args["phase"]), what] += event["dur"] / 1e6
     return _with_idle(parts, own["seconds"])
 
 
@@ -124,17 +127,14 @@ def gaps(estimated: StepTable, measured: StepTable) -> list[Gap]:
 
     If a measured collective does not tell its process group, all communication is one part.
     """
-    groups = [what for _, what in measured.parts if what.startswith(COMMUNICATION)]
-    joined = COMMUNICATION in groups
+    joined = any(what == COMMUNICATION for _, what in measured.parts)
     phases = any(phase != ONCE for phase, _ in measured.parts)
 
     def keyed(table: StepTable) -> Table:
         found: Table = defaultdict(float)
         for (phase, what), took in table.parts.items():
-            if joined and (what.startswith(COMMUNICATION) or what in _group_names(estimated)):
+            if joined and what.startswith(COMMUNICATION):
                 what = COMMUNICATION
-            elif what in _group_names(estimated):
-                what = f"{COMMUNICATION}, {what}"
             found[phase if phases else ONCE, what] += took
         return found
 
@@ -144,15 +144,6 @@ def gaps(estimated: StepTable, measured: StepTable) -> list[Gap]:
         for phase, what in ours.keys() | theirs.keys()
     ]
     return sorted(rows, key=lambda row: (-abs(row.gap), row.phase, row.what))
-
-
-_NO_GROUPS = {"GEMMs", "attention", "quantisers", "other kernels", "optimizer", "gradients", "parameters"}
-_NO_GROUPS |= {"tied embedding", "pipeline idle", "data", IDLE, HOST}
-
-
-def _group_names(estimated: StepTable) -> set[str]:
-    """Return the consumers of an estimate that are process groups."""
-    return {what for _, what in estimated.parts} - _NO_GROUPS
 
 
 def _with_idle(parts: Mapping[tuple[str, str], float], seconds: float) -> StepTable:

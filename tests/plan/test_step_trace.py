@@ -23,7 +23,7 @@ from fastmp.plan.hardware import GPUS
 from fastmp.plan.layout import make_schedule
 from fastmp.plan.memory import memory
 from fastmp.plan.shapes import shapes_of
-from fastmp.plan.step_time import step_time
+from fastmp.plan.step_time import ONCE, step_time
 from fastmp.plan.step_trace import step_trace
 from fastmp.plan.trace_diff import estimated_step, gaps
 
@@ -105,6 +105,17 @@ def test_collectives_have_the_bytes_of_the_plan(found, ranks):
         wanted += traffic.layer(shapes).sent(found.parallel.recompute)
     wanted = {group: n * shapes.num_microbatches for group, n in wanted.items() if n}
     assert {what: n for what, n in sums.items() if n} == wanted
+
+
+@cases
+def test_process_groups_are_communication_to_trace_diff(found, ranks):
+    trace, estimate = step_trace(found, ranks, H100), step_time(found, ranks, H100)
+    named = {what for _, what in estimated_step(trace).parts}
+    compute = {"GEMMs", "attention", "quantisers", "other kernels", "host"}
+    once = {what for phase, what in estimate.parts if phase == ONCE}
+    groups = {what for phase, what in estimate.parts if phase != ONCE} - compute
+    assert named <= compute | once | {f"communication, {group}" for group in groups}
+    assert {f"communication, {group}" for group in groups} <= named
 
 
 @cases

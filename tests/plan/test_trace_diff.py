@@ -128,7 +128,7 @@ def test_steps_of_nsys_have_buckets_and_servers_several_gpus():
 
 def estimate(*parts, seconds=100e-6):
     slices = [
-        {**slice_(what, 0, took, "estimate"), "args": {"phase": phase, "what": what}}
+        {**slice_(what, 0, took, "estimate"), "args": {"phase": phase, "what": what, "group": what == "ep"}}
         for phase, what, took in parts
     ]
     return {
