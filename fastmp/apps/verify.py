@@ -89,7 +89,7 @@ def _layouts(words: Sequence[str]) -> dict[str, tuple[int, ...]]:
 
 
 def report(file: str, found: Finding) -> str:
-    """Return the lines that say what is wrong, where, and why."""
+    """Format a finding: the wrong tensor and rank, the error, the likely cause, the command to repeat it."""
     error = f"largest error {found.error:.3g} where values reach {found.scale:.3g}"
     what = {"gradient": "gradient of ", "weight": "updated weight "}.get(found.kind, "")
     lines = [

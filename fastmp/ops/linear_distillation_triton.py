@@ -26,7 +26,7 @@ from fastmp.ops.linear_log_probs_triton import load_scale
 
 @jit
 def _kl_terms(weight, mixture, gap):
-    """Return w (e^gap - 1 - gap) where m = w e^gap, by its series where it cancels; m where w is zero."""
+    """Return the KL terms w (e^gap - 1 - gap) of m = w e^gap; m for a zero w, the series for a small gap."""
     terms = mixture - weight - weight * gap
     if gap.dtype == tl.float32:
         series = gap * 2.75573192e-6 + 2.48015873e-5

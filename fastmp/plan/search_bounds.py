@@ -81,7 +81,7 @@ class HostSeconds(NamedTuple):
 
 
 class NodeCosts:
-    """What the candidates of nodes that differ in depth alone share: seconds and bytes of layers and ends."""
+    """Seconds and bytes of layers, embedding and loss, shared by nodes of different depths."""
 
     def __init__(self, space: Space, node: SearchNode) -> None:
         order = next(space.orders(node.layout, node.recompute), (1, "1f1b", False))

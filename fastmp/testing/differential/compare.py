@@ -17,7 +17,7 @@ __all__ = ["Observation", "observe"]
 
 @dataclass
 class Observation:
-    """A tensor of all ranks that have it, next to what each should hold.
+    """A tensor as all ranks hold it, with the expected part of each.
 
     Attributes:
         key: kind ("output", "gradient", "norm", "weight"), step, microbatch and name.
@@ -55,7 +55,7 @@ class Observation:
 
     @property
     def worst(self) -> tuple[int, float]:
-        """Return the rank with the largest error and that error; what is not finite comes first."""
+        """Return (rank, error) of the largest error; NaN and infinities rank first."""
         return max(self.errors.items(), key=lambda item: math.inf if math.isnan(item[1]) else item[1])
 
     def close(self, a: torch.Tensor, b: torch.Tensor, times: float = 1.0) -> bool:
@@ -63,7 +63,7 @@ class Observation:
         return a.shape == b.shape and _error(a, b) <= self.atol * max(times, 1.0) * 4
 
     def part(self, full: torch.Tensor, rank: int) -> torch.Tensor | None:
-        """Return what `rank` should hold of a full tensor; None if its shards do not make that tensor."""
+        """Return the part of a full tensor for `rank`; None if the shards do not cover the tensor."""
         return part(self.case, full, self.values, self.placement, rank)
 
     def peers(self, rank: int, axis: str) -> list[int]:

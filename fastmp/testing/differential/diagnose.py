@@ -390,7 +390,7 @@ def _added(run: Run, wrong: Observation) -> Iterator[tuple[str, dict[int, torch.
 
 
 def _last(run: Run, wrong: Observation, earlier: list[Observation]) -> Iterator[Cause]:
-    """Ranks that disagree, a backward pass that is wrong alone, or nothing known."""
+    """Yield the causes of last resort: disagreeing ranks, a wrong backward pass, a wrong value."""
     for axis in wrong.replicated_axes():
         if _differ(wrong, (axis,)):
             yield Cause("ranks disagree", f"along {axis}")

@@ -17,7 +17,7 @@ def shrink(
     sizes: Mapping[str, Sequence[int]],
     rounds: int = 12,
 ) -> Case:
-    """Return a case that fails and of which no single simplification fails.
+    """Shrink a failing case until none of its simplifications fails.
 
     A round tries all simplifications of one field at once, since starting ranks costs more than a case. Those
     that fail alone are then applied together, one after the other, and kept for as long as the case fails.
