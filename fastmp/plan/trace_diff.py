@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from fastmp.plan.layer_time import FORWARD, INPUT, REPEATED, WEIGHT
+from fastmp.plan.step_time import IDLE as PIPELINE_IDLE
 from fastmp.plan.step_time import ONCE
 
 BACKWARD, IDLE, HOST, COMMUNICATION = "backward", "idle", "host", "communication"
@@ -97,6 +98,7 @@ def estimated_step(content: Any) -> StepTable:
         if event.get("cat") == CATEGORY and event["pid"] == own["slowest"]:
             args = event["args"]
             what = f"{COMMUNICATION}, {args['what']}" if args.get("group") else args["what"]
+            what = IDLE if what == PIPELINE_IDLE else what
             parts[_ESTIMATED.get(args["phase"], args["phase"]), what] += event["dur"] / 1e6
     return _with_idle(parts, own["seconds"])
 
