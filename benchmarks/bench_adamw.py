@@ -15,7 +15,7 @@ from torch import Tensor
 
 from benchmarks.cases import COMPILE, EAGER, OURS, TORCH, Case, CpuGoal, Workload, compiled, title
 from fastmp.ops import OPS, adamw_
-from fastmp.testing.samples.adamw import arguments as sample_arguments
+from fastmp.testing.samples.optimizer_steps import adamw_arguments
 
 _LR, _BETA1, _BETA2, _EPS, _DECAY = 1e-3, 0.9, 0.95, 1e-8, 0.1
 _OPTIONS = {"lr": _LR, "betas": (_BETA1, _BETA2), "eps": _EPS, "weight_decay": _DECAY}
@@ -172,7 +172,7 @@ SHAPES = {"adamw_": ((100_000_000,),)}
 def arguments(op: str, shape: tuple[int, ...], dtype: torch.dtype, device: str, seed: int) -> tuple:
     """Random arguments of `torch.ops.fastmp.adamw_`; a 16-bit dtype is that of the parameters' copy."""
     generator = torch.Generator(device).manual_seed(seed)
-    param, grad, *others = sample_arguments(math.prod(shape), dtype, generator)
+    param, grad, *others = adamw_arguments(math.prod(shape), dtype, generator)
     return param, grad.to(param.dtype), *others
 
 

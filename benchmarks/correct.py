@@ -10,9 +10,7 @@ float32 and bfloat16, for a tool that watches from outside.
 from __future__ import annotations
 
 import argparse
-import importlib
 import json
-import pkgutil
 import random
 import sys
 from collections.abc import Iterator, Sequence
@@ -25,8 +23,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import fastmp.testing.samples
 from fastmp.ops import OPS
+from fastmp.testing import functions as testing_functions
 from fastmp.testing.functions import Draw, Function, converted, evaluate, leaves
 from fastmp.testing.ops import DTYPES, check_op, poisoned_memory, relative_error, run, samples
 
@@ -37,7 +35,7 @@ Rows = Iterator[dict[str, Any]]
 
 
 def families() -> list[str]:
-    return [module.name for module in pkgutil.iter_modules(fastmp.testing.samples.__path__)]
+    return list(testing_functions.families())
 
 
 def backends(op: str, device: str) -> list[str]:
@@ -60,7 +58,7 @@ def check_ops(family: str, device: str) -> Rows:
 
 def functions(family: str) -> Sequence[Function]:
     """Return the public functions of a family; none where it has ops only."""
-    return getattr(importlib.import_module(f"fastmp.testing.samples.{family}"), "FUNCTIONS", ())
+    return testing_functions.families()[family].functions
 
 
 def check_functions(

@@ -1,17 +1,18 @@
 """Public functions of `fastmp.ops` with their plain-torch meaning and a way to draw arguments.
 
-The families list theirs in `fastmp.testing.samples.<family>.FUNCTIONS`. One set of tests runs over all of
-them, and so does `benchmarks/gpu_check`. Arguments come from a `random.Random`: seeded, or driven by
+The modules of `fastmp/testing/samples` list them by op family in `FAMILIES`. One set of tests runs over all
+of them, and so does `benchmarks/gpu_check`. Arguments come from a `random.Random`: seeded, or driven by
 hypothesis, which then shrinks them.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib
 import math
 import pkgutil
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -104,13 +105,31 @@ class Function:
     interpret: bool = True
 
 
+@dataclass(frozen=True)
+class OpFamily:
+    """Samples of the ops that a module of `fastmp/ops` defines, and its public functions.
+
+    Attributes:
+        samples: yields argument tuples of an op for a dtype; None if the family has functions only.
+        functions: its public functions; empty if it has ops only.
+    """
+
+    samples: Callable[[str, torch.dtype, torch.Generator], Iterator[tuple]] | None = None
+    functions: tuple[Function, ...] = ()
+
+
+@functools.cache
+def families() -> dict[str, OpFamily]:
+    """Return all op families by name, sorted: the `FAMILIES` of every module in `fastmp/testing/samples`."""
+    found: dict[str, OpFamily] = {}
+    for module in pkgutil.iter_modules(fastmp.testing.samples.__path__):
+        found |= importlib.import_module(f"fastmp.testing.samples.{module.name}").FAMILIES
+    return dict(sorted(found.items()))
+
+
 def functions() -> dict[str, Function]:
     """Return all public functions by name."""
-    found: dict[str, Function] = {}
-    for module in pkgutil.iter_modules(fastmp.testing.samples.__path__):
-        family = importlib.import_module(f"fastmp.testing.samples.{module.name}")
-        found |= {function.name: function for function in getattr(family, "FUNCTIONS", ())}
-    return found
+    return {function.name: function for family in families().values() for function in family.functions}
 
 
 def as_tuple(result: Any) -> tuple[Tensor, ...]:

@@ -8,7 +8,6 @@ runs, so that an element it forgets to write shows. Used by the tests, `fastmp d
 from __future__ import annotations
 
 import contextlib
-import importlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +16,7 @@ import torch
 from torch import Tensor
 
 from fastmp.ops.core.registry import OPS
+from fastmp.testing.functions import families
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -67,7 +67,12 @@ def samples(op: str, *, device: str | torch.device, dtype: torch.dtype, seed: in
     """
     if op not in OPS:
         raise ValueError(f"samples: no op {op!r}; there are {sorted(OPS)}")
-    family = importlib.import_module(f"fastmp.testing.samples.{OPS[op].family}")
+    family = families().get(OPS[op].family)
+    if family is None or family.samples is None:
+        raise ValueError(
+            f"samples: no samples of op {op!r}; add its family {OPS[op].family!r} to FAMILIES in a module of "
+            "fastmp/testing/samples"
+        )
     made = list(family.samples(op, dtype, torch.Generator().manual_seed(seed)))
     return [tuple(_like(a, device) if isinstance(a, Tensor) else a for a in arguments) for arguments in made]
 

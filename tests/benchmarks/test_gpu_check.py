@@ -15,8 +15,8 @@ from benchmarks import bench_adamw, compare, correct, gpu_check, gpu_recipes, gp
 from benchmarks.cases import Workload, families
 from benchmarks.measure import Ceilings, extra_bytes
 from fastmp.ops import OPS
+from fastmp.testing import functions as testing_functions
 from fastmp.testing.ops import DTYPES
-from fastmp.testing.samples import activation
 
 
 @pytest.fixture
@@ -349,15 +349,19 @@ def test_a_wrong_implementation_is_told(monkeypatch):
 
 
 def test_a_wrong_function_is_told(monkeypatch):
-    (right,) = activation.FUNCTIONS
+    found = testing_functions.families()
+    activation = found["activation"]
+    (right,) = activation.functions
 
     def slightly_off(x, bias, approximate):
         return right.call(x, bias, approximate=approximate) * 1.001
 
-    monkeypatch.setattr(activation, "FUNCTIONS", (replace(right, call=slightly_off),))
+    wrong = replace(activation, functions=(replace(right, call=slightly_off),))
+    monkeypatch.setitem(found, "activation", wrong)
     (row,) = correct.check_functions("activation", "cpu", 2, (torch.float32,))
     assert not row["ok"] and row["error"] > row["bound"] and row["wrong_draws"] == [0, 1]
-    monkeypatch.setattr(activation, "FUNCTIONS", (replace(right, call=lambda *a, **k: 1 / 0),))
+    wrong = replace(activation, functions=(replace(right, call=lambda *a, **k: 1 / 0),))
+    monkeypatch.setitem(found, "activation", wrong)
     (row,) = correct.check_functions("activation", "cpu", 1, (torch.float32,))
     assert not row["ok"] and row["raised"] == "ZeroDivisionError: division by zero"
 

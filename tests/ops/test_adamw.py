@@ -17,7 +17,7 @@ from torch.profiler import ProfilerActivity, profile
 from fastmp.ops import OPS, adamw_
 from fastmp.ops import adamw as module
 from fastmp.testing.ops import run
-from fastmp.testing.samples.adamw import arguments
+from fastmp.testing.samples.optimizer_steps import adamw_arguments
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 BACKENDS = (None, "reference")
@@ -28,7 +28,7 @@ def implementation(backend):
 
 
 def drawn(num_elements, dtype=torch.float32, seed=0, **options):
-    return arguments(num_elements, dtype, torch.Generator().manual_seed(seed), **options)
+    return adamw_arguments(num_elements, dtype, torch.Generator().manual_seed(seed), **options)
 
 
 class Torch:
@@ -414,7 +414,7 @@ def test_raw_calls_check_the_table(change, message):
 
 @pytest.mark.gpu
 def test_a_captured_step_counts_and_follows_its_scalars():
-    inputs = arguments(
+    inputs = adamw_arguments(
         5000, torch.bfloat16, torch.Generator("cuda").manual_seed(0), scalars=True, found_inf=False
     )
     twin = tuple(a.clone() if isinstance(a, torch.Tensor) else a for a in inputs)

@@ -9,7 +9,7 @@ from adamw_tools import exact_inputs, masters, same
 from fastmp.ops import adamw as module
 from fastmp.ops.adamw import join_master, split_master
 from fastmp.testing.ops import run
-from fastmp.testing.samples.adamw import arguments
+from fastmp.testing.samples.optimizer_steps import adamw_arguments
 
 pytestmark = pytest.mark.interpret
 
@@ -17,7 +17,7 @@ DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 def drawn(num_elements, dtype, seed=0, **options):
-    return arguments(num_elements, dtype, torch.Generator().manual_seed(seed), **options)
+    return adamw_arguments(num_elements, dtype, torch.Generator().manual_seed(seed), **options)
 
 
 def check(inputs):

@@ -8,7 +8,7 @@ from marks import full
 
 from fastmp.ops import OPS, clamped_swiglu
 from fastmp.testing.ops import poisoned_memory
-from fastmp.testing.samples.clamped_swiglu import clamp
+from fastmp.testing.samples.pointwise import clamp
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 TOLERANCE = {

@@ -31,7 +31,7 @@ from marks import exhaustive, full
 
 from fastmp.ops import OPS, exchange
 from fastmp.testing.ranks import run_ranks
-from fastmp.testing.samples.exchange import samples
+from fastmp.testing.samples.token_dispatch import exchange_samples
 
 TENSORS = ("x", "indices", "probs", "grad", "outputs", "row_grads")  # of a routing
 BACKENDS = [case.values[1] for case in op_backends(("c++", "reference")) if case.values[0] == "exchange_push"]
@@ -269,7 +269,7 @@ def test_elements_that_32_bits_cannot_number(backend):
 
 
 def _arguments(op: str) -> list:
-    return list(next(samples(op, torch.float32, torch.Generator().manual_seed(0))))
+    return list(next(exchange_samples(op, torch.float32, torch.Generator().manual_seed(0))))
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from fastmp.ops.core import launcher
 from fastmp.ops.core._triton import jit, tl
 from fastmp.ops.core.fp8 import E4M3, E5M2, LARGEST, fp8_bytes
 from fastmp.testing.ops import poisoned_memory, samples
-from fastmp.testing.samples.quantize import blocks
+from fastmp.testing.samples.gemms import draw_blocks
 
 FORMATS = pytest.mark.parametrize("form", [E4M3, E5M2], ids=("e4m3", "e5m2"))
 BLOCKS = pytest.mark.parametrize("block", [128, 32])
@@ -103,7 +103,7 @@ def test_kernels_equal_reference(op, dtype, backend):
 @FORMATS
 def test_kernels_equal_reference_on_special_values(form, block, backend):
     values = [math.nan, -math.nan, math.inf, -math.inf, 0.0, -0.0, 1e-45, -1e-40, 3e38, -1.0, 448.0, 1e-38]
-    x = blocks(48, 256, generator=torch.Generator().manual_seed(0)).float()
+    x = draw_blocks(48, 256, generator=torch.Generator().manual_seed(0)).float()
     for row, value in enumerate(values):
         x[row, row * 17 % 256], x[row + 12] = value, value
         x[row + 24] *= 2.0 ** (25 * (row % 5 - 2))  # to both ends of float32
@@ -122,7 +122,7 @@ def test_kernels_equal_reference_on_special_values(form, block, backend):
 
 @BACKENDS
 def test_kernels_take_any_strides(backend):
-    x = blocks(64, 3, 256, generator=torch.Generator().manual_seed(0)).float()
+    x = draw_blocks(64, 3, 256, generator=torch.Generator().manual_seed(0)).float()
     for op in ("quantize_rows", "quantize_weight"):
         run = implementation(op, backend)
         for view in (x[:, 1], x[:, 1:].transpose(0, 1), x.permute(1, 2, 0), x[::2, 1, :64], x[:, 0].t()):

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import torch
 
-from fastmp.testing.samples.adamw import arguments
+from fastmp.testing.samples.optimizer_steps import adamw_arguments
 
 LR, BETA1, BETA2, EPS, DECAY, REMAINDER, SEED = 10, 11, 12, 13, 14, 19, 20  # places of the op's arguments
 
 
 def drawn(num_elements, dtype=torch.bfloat16, seed=0, device="cpu", **options):
     generator = torch.Generator(device).manual_seed(seed)
-    return arguments(num_elements, dtype, generator, **{"split": True, "noisy": True, **options})
+    return adamw_arguments(num_elements, dtype, generator, **{"split": True, "noisy": True, **options})
 
 
 def replaced(inputs, changes):

@@ -1,1 +1,1 @@
-"""Sample arguments of the ops: a module for each family, whose `samples` yields argument tuples of one op."""
+"""Sample arguments of the ops, grouped by subject: each module lists its op families in `FAMILIES`."""

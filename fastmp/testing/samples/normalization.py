@@ -1,25 +1,26 @@
-"""Sample arguments of rms_norm and layer_norm."""
+"""Samples of normalisations over rows: RMSNorm and LayerNorm, and the scaled masked softmax."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 import torch
 import torch.nn.functional as F
 
-from fastmp.ops import layer_norm, rms_norm
+from fastmp.ops import layer_norm, rms_norm, scaled_masked_softmax
 from fastmp.ops.core.fp8 import E4M3, E5M2
 from fastmp.ops.core.registry import OPS
-from fastmp.testing.functions import Draw, Function
+from fastmp.testing.functions import Draw, Function, OpFamily
 
 
-def samples(op: str, dtype: torch.dtype, generator: torch.Generator) -> Iterator[tuple]:
+def norm_samples(op: str, dtype: torch.dtype, generator: torch.Generator) -> Iterator[tuple]:
     """Yield rows with gaps between them, rows too long for registers, few columns, no rows, no columns.
 
     The sum of x and residual is exact, so that statistics can be held against those of float64.
     """
     if op == "rms_norm_quantized":
-        yield from _quantized(dtype, generator)
+        yield from _norm_quantized(dtype, generator)
         return
     backward = op.endswith("_backward")
     name = op.removesuffix("_backward")
@@ -49,7 +50,7 @@ def samples(op: str, dtype: torch.dtype, generator: torch.Generator) -> Iterator
         yield grad, grad_total if with_residual else None, total, weight, stats, *options
 
 
-def _quantized(dtype: torch.dtype, generator: torch.Generator) -> Iterator[tuple]:
+def _norm_quantized(dtype: torch.dtype, generator: torch.Generator) -> Iterator[tuple]:
     #    rows, columns, gap between rows, residual, float32 parameters, block, format
     for rows, columns, gap, with_residual, wide, block, form in (
         (64, 512, 0, True, False, 128, E4M3),
@@ -89,7 +90,7 @@ def _eager_layer_norm(x, weight, bias=None, eps=1e-5, residual=None):
     return _layer_norm(total, weight, bias, eps), total
 
 
-def _parameter(draw: Draw, columns: int) -> torch.Tensor:
+def _norm_parameter(draw: Draw, columns: int) -> torch.Tensor:
     """Draw a finite parameter: with an infinite one, formulas differ in which gradients become NaN."""
     finite = Draw(draw.source, draw.dtype, device=str(draw.device), large=draw.large, small=draw.small)
     return finite.tensor(columns)
@@ -105,15 +106,76 @@ def _draw_rms_norm(draw: Draw) -> tuple[tuple, dict]:
     options = {"eps": draw.choice([1e-6, 1e-3])}
     if draw.flag():
         options["residual"] = draw.tensor(*shape)
-    return (draw.tensor(*shape, scale=draw.choice([0.1, 2.0])), _parameter(draw, columns)), options
+    return (draw.tensor(*shape, scale=draw.choice([0.1, 2.0])), _norm_parameter(draw, columns)), options
 
 
 def _draw_layer_norm(draw: Draw) -> tuple[tuple, dict]:
     (x, weight), options = _draw_rms_norm(draw)
-    return (x, weight, _parameter(draw, *weight.shape) if draw.flag() else None), options
+    return (x, weight, _norm_parameter(draw, *weight.shape) if draw.flag() else None), options
 
 
-FUNCTIONS = (
-    Function("rms_norm", rms_norm, _eager_rms_norm, _draw_rms_norm),
-    Function("layer_norm", layer_norm, _eager_layer_norm, _draw_layer_norm),
-)
+def softmax_samples(op: str, dtype: torch.dtype, generator: torch.Generator) -> Iterator[tuple]:
+    """Yield scores with masks that broadcast, causal masks, and no queries."""
+    for shape, mask_shape, scale, causal in (
+        ((2, 3, 16, 64), (2, 1, 1, 64), 0.125, False),
+        ((2, 3, 17, 33), (2, 1, 17, 33), 1.0, True),
+        ((5, 40), None, 2.0, True),
+        ((40, 5), None, -0.5, True),
+        ((3, 4, 1031), (4, 1), 0.3, False),
+        ((2, 0, 8), (1, 8), 1.0, False),
+    ):
+        x = (torch.randn(shape, generator=generator, dtype=torch.float64) * 3).to(dtype)
+        mask = None if mask_shape is None else torch.rand(mask_shape, generator=generator) < 0.3
+        if op == "scaled_masked_softmax":
+            yield x, mask, scale, causal
+            continue
+        y = torch.ops.fastmp.scaled_masked_softmax(x, mask, scale, causal)
+        grad = torch.randn(shape[::-1], generator=generator, dtype=torch.float64).to(dtype)
+        yield grad.permute(*reversed(range(len(shape)))), y, scale, causal
+
+
+def eager_scaled_masked_softmax(x, mask=None, *, scale=1.0, causal=False):
+    hidden = torch.zeros((), dtype=torch.bool, device=x.device) if mask is None else mask
+    if causal:
+        queries, keys = x.shape[-2:]
+        ahead = torch.ones(queries, keys, dtype=torch.bool, device=x.device).triu(keys - queries + 1)
+        hidden = hidden | ahead
+    scores = (x * scale).masked_fill(hidden, -math.inf)
+    nothing = (scores == -math.inf).all(-1, keepdim=True)
+    return scores.masked_fill(nothing, 0).softmax(-1).masked_fill(hidden | nothing, 0)
+
+
+def _draw_softmax(draw: Draw) -> tuple[tuple, dict]:
+    batch, heads, queries, keys = (
+        (2, 4, draw.rows or 128, 160)
+        if draw.large
+        else (draw.size(3), draw.size(3, 1), draw.size(17), draw.size(64 if draw.small else 1031))
+    )
+    shape = draw.choice([(batch, heads, queries, keys), (heads, queries, keys), (queries, keys)])
+    if draw.large:
+        shape = (batch, heads, queries, keys)
+    x = draw.tensor(*shape, scale=3.0)
+    mask = None
+    if draw.flag():
+        mask_shape = [n if draw.flag() else 1 for n in shape][draw.source.randrange(2) :]
+        mask = draw.ids(*mask_shape, below=3) == 0
+    return (x, mask), {"scale": draw.choice([1.0, 0.125, -0.7]), "causal": draw.flag()}
+
+
+FAMILIES = {
+    "norm": OpFamily(
+        norm_samples,
+        (
+            Function("rms_norm", rms_norm, _eager_rms_norm, _draw_rms_norm),
+            Function("layer_norm", layer_norm, _eager_layer_norm, _draw_layer_norm),
+        ),
+    ),
+    "softmax": OpFamily(
+        softmax_samples,
+        (
+            Function(
+                "scaled_masked_softmax", scaled_masked_softmax, eager_scaled_masked_softmax, _draw_softmax
+            ),
+        ),
+    ),
+}

@@ -1,15 +1,17 @@
-"""Sample arguments of adamw_."""
+"""Samples of the optimizer step: AdamW, and the search for a non-finite gradient."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 import torch
 
 from fastmp.ops.adamw import UNIT, split_master
+from fastmp.testing.functions import OpFamily
 
 
-def arguments(
+def adamw_arguments(
     num_elements: int,
     dtype: torch.dtype,
     generator: torch.Generator,
@@ -64,14 +66,38 @@ def arguments(
     )
 
 
-def samples(op: str, dtype: torch.dtype, generator: torch.Generator) -> Iterator[tuple]:
-    yield arguments(5000, dtype, generator)
-    yield arguments(1031, dtype, generator, steps=7, first=61, scalars=True, found_inf=False)
-    yield arguments(4096, dtype, generator, steps=1000, first=1 << 33, scalars=True)
-    yield arguments(0, dtype, generator, steps=2)
-    dropped = arguments(64, dtype, generator, steps=3, found_inf=True)
+def adamw_samples(op: str, dtype: torch.dtype, generator: torch.Generator) -> Iterator[tuple]:
+    """Yield first and later steps, empty and skipped ones, split masters and bfloat16 moments."""
+    yield adamw_arguments(5000, dtype, generator)
+    yield adamw_arguments(1031, dtype, generator, steps=7, first=61, scalars=True, found_inf=False)
+    yield adamw_arguments(4096, dtype, generator, steps=1000, first=1 << 33, scalars=True)
+    yield adamw_arguments(0, dtype, generator, steps=2)
+    dropped = adamw_arguments(64, dtype, generator, steps=3, found_inf=True)
     dropped[1][5] = torch.nan
     yield dropped
     if dtype != torch.float64:
-        yield arguments(1024, dtype, generator, steps=5, first=192, split=True, noisy=True)
-        yield arguments(203, dtype, generator, steps=9, first=6, split=True, noisy=True, found_inf=False)
+        yield adamw_arguments(1024, dtype, generator, steps=5, first=192, split=True, noisy=True)
+        yield adamw_arguments(
+            203, dtype, generator, steps=9, first=6, split=True, noisy=True, found_inf=False
+        )
+
+
+def finite_samples(op: str, dtype: torch.dtype, generator: torch.Generator) -> Iterator[tuple]:
+    """Yield buffers with no, one or several non-finite numbers, searched or not."""
+    for size, bad, wanted in (
+        (5000, {}, True),
+        (5000, {4999: math.nan}, True),
+        (13000, {12000: -math.inf, 4100: math.inf}, True),
+        (300, {0: math.nan}, False),
+        (0, {}, True),
+    ):
+        x = torch.randn(size, generator=generator, dtype=torch.float64).to(dtype)
+        for index, value in bad.items():
+            x[index] = value
+        yield x, torch.tensor(wanted)
+
+
+FAMILIES = {
+    "adamw": OpFamily(adamw_samples),
+    "finite": OpFamily(finite_samples),
+}
