@@ -19,8 +19,8 @@ from fastmp.cuda_graphs.graph_set import Captured, GraphSet, Key, ReplaySlot, co
 from fastmp.cuda_graphs.hooks import ReplayedHooks, call_pre_hooks, suspended_hooks
 from fastmp.cuda_graphs.partition import CapturedSpan, EagerSpan
 from fastmp.cuda_graphs.position import Position
+from fastmp.cuda_graphs.replay_verifier import Verifier
 from fastmp.cuda_graphs.restore import SpanSnapshot, random_states, restore_random_states
-from fastmp.cuda_graphs.verify import Verifier
 from fastmp.nn.segment import Tensors, run_segments
 from fastmp.ops.wgrad import WgradQueue, current_queue
 from fastmp.pipeline.schedule import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD

@@ -36,8 +36,8 @@ from fastmp.cuda_graphs.graph_set import GraphSet, copies_of
 from fastmp.cuda_graphs.hooks import call_pre_hooks
 from fastmp.cuda_graphs.partition import CapturedSpan, EagerSpan, Shared, Span, partition, spec_of
 from fastmp.cuda_graphs.replay_program import ProgramExecutor, program_of
-from fastmp.cuda_graphs.trace import WarmupTrace
-from fastmp.cuda_graphs.verify import Verifier
+from fastmp.cuda_graphs.replay_verifier import Verifier
+from fastmp.cuda_graphs.warmup_trace import WarmupTrace
 from fastmp.nn.segment import LayerChain, Tensors
 from fastmp.pipeline.schedule import Step
 

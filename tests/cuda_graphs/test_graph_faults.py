@@ -10,7 +10,7 @@ import torch
 from layout_tools import DENSE_4, MOE_4, SOME, Layout, Training
 from torch import nn
 
-from fastmp.cuda_graphs import graph_set, hooks, partition, trace
+from fastmp.cuda_graphs import graph_set, hooks, partition, warmup_trace
 from fastmp.cuda_graphs import manager as managers
 from fastmp.cuda_graphs.backends.recording import Pool, RecordingBackend
 from fastmp.cuda_graphs.buffer_plan import SpanSpec, TensorSpec, plan_buffers
@@ -383,6 +383,6 @@ def test_inputs_in_another_order_of_dimensions(monkeypatch):
     """Products on them differ in bits from those on contiguous copies."""
     eager, spec_of = turned(False), partition.spec_of
     assert not differs(turned(True), eager)
-    for module in (managers, trace, partition, graph_set):
+    for module in (managers, warmup_trace, partition, graph_set):
         monkeypatch.setattr(module, "spec_of", lambda tensor: spec_of(tensor)._replace(strides=None))
     assert differs(turned(True), eager)

@@ -17,7 +17,7 @@ from marks import exhaustive, full
 from trainer_tools import make_groups
 
 from fastmp.config import GraphConfig, ParallelConfig
-from fastmp.cuda_graphs import GraphError, verify
+from fastmp.cuda_graphs import GraphError, replay_verifier
 from fastmp.nn.moe.layer import MoELayer
 from fastmp.ops.stash import HEAD, TAIL
 from fastmp.testing.ranks import run_ranks
@@ -134,7 +134,7 @@ def differing_case(rank, world):
     def differs(slot, what, graph, eager):
         raise GraphError(f"{what} differs")
 
-    verify._compare = differs
+    replay_verifier._compare = differs
     with pytest.raises(GraphError, match="output 0 differs"):
         run(make_groups(world, ep=2), ParallelConfig(ep=2), VERIFIED, at_random(0), 6, dispatcher="symmetric")
 
