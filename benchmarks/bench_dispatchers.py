@@ -38,8 +38,8 @@ from fastmp.cuda_graphs.overlapped import OverlappedGraphManager
 from fastmp.distributed.grid import RankGrid
 from fastmp.distributed.groups import ParallelGroups
 from fastmp.nn import LayerChain, Placement
+from fastmp.nn.moe.activation_stash import ActivationStash
 from fastmp.nn.moe.layer import MoELayer
-from fastmp.nn.moe.stash import ActivationStash
 from fastmp.nn.overlap import OverlappedLayers
 from fastmp.optim.grad_buffers import GradBuffer
 from fastmp.pipeline.schedule import Schedule

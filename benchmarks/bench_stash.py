@@ -13,8 +13,8 @@ from torch import Tensor
 from benchmarks.cases import OURS, Case, Workload, title
 from fastmp.config import GPTConfig, MoEConfig
 from fastmp.nn import Placement
+from fastmp.nn.moe.activation_stash import ActivationStash, stashed_experts
 from fastmp.nn.moe.experts import GroupedExperts
-from fastmp.nn.moe.stash import ActivationStash, stashed_experts
 from fastmp.ops.core.registry import compute_dtype
 from fastmp.ops.stash import new_state
 

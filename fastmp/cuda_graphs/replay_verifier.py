@@ -16,7 +16,7 @@ from fastmp.cuda_graphs.graph_set import Captured, Gradients, Key, ReplaySlot
 from fastmp.cuda_graphs.hooks import suspended_hooks
 from fastmp.cuda_graphs.partition import CapturedSpan, made_by
 from fastmp.cuda_graphs.restore import SpanSnapshot, random_states, restore_random_states
-from fastmp.nn.moe.stash import has_stash, without_stash
+from fastmp.nn.moe.activation_stash import has_stash, without_stash
 from fastmp.nn.segment import Tensors
 from fastmp.ops.wgrad import WgradQueue, defer_wgrad
 from fastmp.pipeline.schedule import BACKWARD

@@ -22,7 +22,7 @@ def layer_parts(shapes: Shapes, recomputed: bool = False) -> dict[str, int]:
 
     It has experts where the model of `shapes` describes some: see `Shapes.of_layer`. The first norm keeps
     the input of the layer. The rows that experts keep in an activation stash are not counted, see
-    `fastmp.plan.stash`; with `recomputed`, layers are run again and do without the stash.
+    `fastmp.plan.stash_size`; with `recomputed`, layers are run again and do without the stash.
     """
     part = "mlp" if shapes.model.moe is None else "moe"
     return {"attention": attention(shapes), part: mlp(shapes, recomputed)}

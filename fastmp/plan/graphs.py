@@ -33,7 +33,7 @@ from fastmp.plan.segments import (
     update_inputs,
 )
 from fastmp.plan.shapes import Shapes, shapes_of
-from fastmp.plan.stash import describe_stash, stash_facts
+from fastmp.plan.stash_size import describe_stash, stash_facts
 
 
 def main(arguments: list[str]) -> int:

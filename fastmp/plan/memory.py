@@ -21,7 +21,7 @@ from fastmp.plan import activations
 from fastmp.plan.expert_load import MeasuredLoad
 from fastmp.plan.parameters import fp8_copies, rank_buffers, rank_parameters, stage_kinds, stage_map
 from fastmp.plan.shapes import Shapes
-from fastmp.plan.stash import ring_of_rank
+from fastmp.plan.stash_size import ring_of_rank
 
 _FLOAT32 = 4  # bytes
 

@@ -24,7 +24,7 @@ from fastmp.plan.layout import make_schedule, other_schedules, problems, schedul
 from fastmp.plan.memory import memory
 from fastmp.plan.parameters import stage_layers
 from fastmp.plan.shapes import Shapes, shapes_of
-from fastmp.plan.stash import describe_stash, stash_facts
+from fastmp.plan.stash_size import describe_stash, stash_facts
 
 
 def main(arguments: list[str]) -> int:

@@ -31,7 +31,7 @@ from fastmp.plan.layer_time import (
 from fastmp.plan.pipeline_time import shorter
 from fastmp.plan.shapes import Shapes, shapes_of
 from fastmp.plan.space import STATES, Candidate, Layout, Space, graphs_of
-from fastmp.plan.stash import row_width
+from fastmp.plan.stash_size import row_width
 
 ROUNDING = 1.0 - 1e-9  # of a bound, which adds in another order than the estimate
 _FP8_COPIES = 1.9  # bytes of a weight in both orientations, next to small ones that have no copies

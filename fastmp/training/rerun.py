@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from fastmp.cuda_graphs.manager import GraphManager
 from fastmp.cuda_graphs.restore import random_states, restore_random_states
-from fastmp.nn.moe.stash import without_stash
+from fastmp.nn.moe.activation_stash import without_stash
 from fastmp.training.graphing import CaptureAgreement
 from fastmp.training.microbatches import Batch
 from fastmp.training.step_counters import StepCounters, VoidCounts

@@ -14,7 +14,7 @@ from fastmp.distributed.groups import ParallelGroups
 from fastmp.nn.moe.layer import MoELayer
 
 if TYPE_CHECKING:
-    from fastmp.nn.moe.stash import ActivationStash
+    from fastmp.nn.moe.activation_stash import ActivationStash
 
 __all__ = ["StepCounters", "VoidCounts"]
 

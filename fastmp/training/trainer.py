@@ -45,7 +45,7 @@ from fastmp.training.microbatches import (
     TrainData,
 )
 from fastmp.training.replicas import Replicas, make_equal
-from fastmp.training.stash import attach_stash
+from fastmp.training.stash_attachment import attach_stash
 from fastmp.training.step_counters import StepCounters
 from fastmp.training.step_execution import StepExecution
 from fastmp.training.stopping import REASONS, SkippedSteps, StopRequests

@@ -53,7 +53,7 @@ from fastmp.tensor_parallel.fp8_linear import quantized_weights
 from fastmp.testing.parallel import count_collectives
 from fastmp.testing.ranks import run_ranks
 from fastmp.training.microbatches import SingleStageRunner
-from fastmp.training.stash import attach_stash
+from fastmp.training.stash_attachment import attach_stash
 
 CLOSE = 0.005  # of both; what is left out are a few numbers for each expert
 SMALL_CALL = 256  # bytes: counts of tokens and sums of losses

@@ -25,11 +25,11 @@ from fastmp.plan.layout import make_grid
 from fastmp.plan.memory import memory
 from fastmp.plan.resources import recipe_facts
 from fastmp.plan.shapes import shapes_of
-from fastmp.plan.stash import LiveEntries, live_entries, ring_of_rank, ring_rows
+from fastmp.plan.stash_size import LiveEntries, live_entries, ring_of_rank, ring_rows
 from fastmp.testing.ranks import run_ranks
 from fastmp.training.language import model_and_loss
 from fastmp.training.microbatches import PipelineRunner, SingleStageRunner
-from fastmp.training.stash import attach_stash
+from fastmp.training.stash_attachment import attach_stash
 
 QWEN = Path(__file__).resolve().parents[2] / "configs" / "qwen3-30b-a3b.toml"
 MODEL = GPTConfig(

@@ -16,8 +16,8 @@ from fastmp.distributed.collectives import group_rank, group_size
 from fastmp.distributed.groups import ParallelGroups
 from fastmp.distributed.rng import RngTracker
 from fastmp.nn import Placement, gpt_stages, sum_tied_gradients
+from fastmp.nn.moe.activation_stash import ActivationStash
 from fastmp.nn.moe.layer import MoELayer
-from fastmp.nn.moe.stash import ActivationStash
 from fastmp.optim.adamw import AdamW
 from fastmp.optim.grad_buffers import GradBuffer
 from fastmp.pipeline.runner import Pipeline

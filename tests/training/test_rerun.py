@@ -11,8 +11,8 @@ from marks import exhaustive, full
 from trainer_tools import make_groups
 
 from fastmp.config import GraphConfig, ParallelConfig
+from fastmp.nn.moe.activation_stash import ActivationStash
 from fastmp.nn.moe.layer import MoELayer
-from fastmp.nn.moe.stash import ActivationStash
 from fastmp.testing.ranks import run_ranks
 from fastmp.training import trainer as trainer_module
 from fastmp.training.step_counters import StepCounters

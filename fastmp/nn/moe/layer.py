@@ -38,12 +38,12 @@ from fastmp.config import GPTConfig, MoEConfig
 from fastmp.config.dispatchers import DROPLESS, capturable_dispatchers
 from fastmp.distributed import streams
 from fastmp.distributed.collectives import gather_from_group, group_rank, group_size, split_to_group
+from fastmp.nn.moe.activation_stash import ActivationStash, keeps_activations, stashed_experts
 from fastmp.nn.moe.dispatchers.dispatcher import Dispatcher, no_compile
 from fastmp.nn.moe.dispatchers.factory import make_dispatcher
 from fastmp.nn.moe.experts import GroupedExperts, SharedExperts
 from fastmp.nn.moe.layer_routing import LayerRouting, Part
 from fastmp.nn.moe.router import Router, moe_config
-from fastmp.nn.moe.stash import ActivationStash, keeps_activations, stashed_experts
 from fastmp.nn.placement import Placement
 from fastmp.nn.recompute import once
 from fastmp.nn.segment import Segment, SegmentedLayer, Tensors

@@ -14,7 +14,7 @@ from fastmp.config import ACTIVATIONS
 from fastmp.config.specs import ActivationSpec
 from fastmp.distributed.grid import RankGrid
 from fastmp.distributed.groups import ParallelGroups
-from fastmp.nn.moe.stash import ActivationStash, without_stash
+from fastmp.nn.moe.activation_stash import ActivationStash, without_stash
 from fastmp.nn.recompute import recompute
 from fastmp.ops.stash import HEAD, TAIL
 from fastmp.ops.wgrad import WgradQueue, defer_wgrad
