@@ -26,7 +26,7 @@ from benchmarks.gpu_rows import DTYPE, Item
 from benchmarks.predict import without_data
 from fastmp.ops import OPS
 from fastmp.ops.core import launcher
-from fastmp.ops.warm import Code, compile_all, current_architecture, recording, require_compilation
+from fastmp.ops.precompile import Code, compile_all, current_architecture, recording, require_compilation
 from fastmp.testing.functions import evaluate
 from fastmp.testing.ops import DTYPES, run, samples
 

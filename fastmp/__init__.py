@@ -14,7 +14,7 @@ __getattr__, __dir__, __all__ = exports(
     {
         "distributed.runtime": "init",
         "hf.acceleration": "accelerate restore",
-        "hf.routing": "record_routing replay_routing",
+        "hf.router_replay": "record_routing replay_routing",
         **dict.fromkeys(("config", "nn", "ops", "parallel", "training"), ""),
     },
 )

@@ -9,7 +9,7 @@ from typing import Any
 
 from fastmp.config.command_line import Parser, exit_status
 from fastmp.plan.resources import table
-from fastmp.plan.trace_diff import Gap, StepTable, estimated_step, gaps, measured_step, read_trace
+from fastmp.plan.step_gaps import Gap, StepTable, estimated_step, gaps, measured_step, read_trace
 
 
 def main(arguments: list[str]) -> int:

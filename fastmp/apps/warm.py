@@ -35,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     recipe = fitting_recipe(parser.prog, options)
     if recipe is None:
         return 2
-    from fastmp.ops.warm import current_architecture  # torch, which no mistake above waits for
+    from fastmp.ops.precompile import current_architecture  # torch, which no mistake above waits for
     from fastmp.training.recipe_kernels import progress_line, warm_up_recipe
 
     try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from typing import Generic, TypeVar
 
-from fastmp.cuda_graphs.backends.base import Backend
+from fastmp.cuda_graphs.backends.interface import Backend
 from fastmp.cuda_graphs.errors import GraphError
 from fastmp.cuda_graphs.snapshot import ModelSnapshot
 from fastmp.nn.segment import LayerChain

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fastmp.cuda_graphs.backends.base import Backend, Graph, Weak
+from fastmp.cuda_graphs.backends.interface import Backend, Graph, Weak
 from fastmp.cuda_graphs.errors import CaptureError
 from fastmp.cuda_graphs.graph_set import Captured, Gradients, GraphSet, ReplaySlot
 from fastmp.cuda_graphs.hooks import suspended_hooks

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from fastmp.cuda_graphs.backends.base import Backend
+from fastmp.cuda_graphs.backends.interface import Backend
 from fastmp.cuda_graphs.capture import Capture
 from fastmp.cuda_graphs.errors import CaptureError, GraphError
 from fastmp.cuda_graphs.graph_set import Captured, GraphSet, Key, ReplaySlot, copies_of, copy_together

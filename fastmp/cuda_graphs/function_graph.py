@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from fastmp.cuda_graphs.backends.base import Backend, Graph
+from fastmp.cuda_graphs.backends.interface import Backend, Graph
 from fastmp.cuda_graphs.cache import GraphCache
 from fastmp.cuda_graphs.capture import renew_accumulators
 from fastmp.cuda_graphs.errors import CaptureError, GraphError

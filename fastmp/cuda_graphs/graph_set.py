@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec
 
-from fastmp.cuda_graphs.backends.base import Graph, Weak
+from fastmp.cuda_graphs.backends.interface import Graph, Weak
 from fastmp.cuda_graphs.buffer_plan import BufferPlan, ReplayStep, TensorSpec
 from fastmp.cuda_graphs.hooks import ReplayedHooks
 from fastmp.cuda_graphs.partition import SpanTrace, spec_of

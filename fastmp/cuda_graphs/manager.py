@@ -27,7 +27,7 @@ from torch.autograd import Function
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import TreeSpec
 
-from fastmp.cuda_graphs.backends.base import Backend, Graph
+from fastmp.cuda_graphs.backends.interface import Backend, Graph
 from fastmp.cuda_graphs.buffer_plan import BufferPlan, TensorSpec, check_plan, plan_buffers
 from fastmp.cuda_graphs.cache import GraphCache
 from fastmp.cuda_graphs.errors import GraphError

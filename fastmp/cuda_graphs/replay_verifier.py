@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import TreeSpec
 
-from fastmp.cuda_graphs.backends.base import RandomStreams
+from fastmp.cuda_graphs.backends.interface import RandomStreams
 from fastmp.cuda_graphs.errors import GraphError
 from fastmp.cuda_graphs.graph_set import Captured, Gradients, Key, ReplaySlot
 from fastmp.cuda_graphs.hooks import suspended_hooks

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch._functorch import config as functorch_config
 
-from fastmp.cuda_graphs.backends.base import RandomStreams
+from fastmp.cuda_graphs.backends.interface import RandomStreams
 from fastmp.cuda_graphs.partition import Span, nodes_behind
 
 __all__ = ["SpanSnapshot", "random_states", "repeatable_backward", "restore_random_states"]

@@ -201,7 +201,7 @@ class _Replays:
 
 
 class _Backend:
-    """The state that callables share, in place of a `fastmp.cuda_graphs.backends.base.Backend`."""
+    """The state that callables share, in place of a `fastmp.cuda_graphs.backends.interface.Backend`."""
 
     runs_at_capture = False
     owner: Any = None

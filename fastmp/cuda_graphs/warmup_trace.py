@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from torch import Tensor
 from torch.utils._pytree import TreeSpec
 
-from fastmp.cuda_graphs.backends.base import Backend
+from fastmp.cuda_graphs.backends.interface import Backend
 from fastmp.cuda_graphs.buffer_plan import SpanSpec, TensorSpec
 from fastmp.cuda_graphs.hooks import call_pre_hooks
 from fastmp.cuda_graphs.partition import (

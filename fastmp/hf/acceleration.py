@@ -22,7 +22,7 @@ from fastmp.config.precision import Fp8Recipe
 from fastmp.hf import experts_interface, fp8_modules, lora, varlen
 from fastmp.hf.expert_parallel import MeshOptions, MeshPlan, plan_mesh, shard_over_mesh
 from fastmp.hf.families import ACCELERATIONS
-from fastmp.hf.families.base import TPTable
+from fastmp.hf.families.family import TPTable
 from fastmp.hf.heads import CausalLM, LossHead
 from fastmp.hf.mesh import all_ranks, check_mesh, own_class
 from fastmp.hf.patches import ModulePatch, patched_class

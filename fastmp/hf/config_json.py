@@ -15,7 +15,7 @@ from fastmp.config import MAX_LAYERS, GPTConfig, RopeScaling
 from fastmp.config.model import canonical_config
 from fastmp.config.recipe import model_from
 from fastmp.hf.families import CONVERSIONS
-from fastmp.hf.families.base import Conversion, SlidingWindow, optional_int
+from fastmp.hf.families.family import Conversion, SlidingWindow, optional_int
 
 __all__ = ["ALIASES", "Quantization", "family_of", "from_transformers", "quantization_of", "to_transformers"]
 

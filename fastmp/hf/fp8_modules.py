@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from fastmp.config import ActivationSpec
 from fastmp.config.precision import Fp8Recipe
-from fastmp.hf.families.base import TPTable
+from fastmp.hf.families.family import TPTable
 from fastmp.hf.patches import FORMS, ModulePatch
 from fastmp.hf.tp_modules import ColumnParallel, RowParallel
 from fastmp.nn.moe.fp8_experts import fp8_experts

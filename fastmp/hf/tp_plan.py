@@ -18,7 +18,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
 from fastmp.distributed.collectives import all_reduce_, gather_objects
-from fastmp.hf.families.base import TPTable
+from fastmp.hf.families.family import TPTable
 from fastmp.hf.mesh import all_ranks, full_tensor
 from fastmp.hf.patches import patched_class
 from fastmp.hf.tp_modules import (

@@ -26,7 +26,7 @@ from fastmp.config import MAX_LAYERS, GPTConfig
 from fastmp.config.file_access import sync_directory, write_synced
 from fastmp.hf.config_json import family_of, from_transformers, quantization_of, to_transformers
 from fastmp.hf.families import CONVERSIONS
-from fastmp.hf.families.base import optional_int
+from fastmp.hf.families.family import optional_int
 from fastmp.hf.families.llama_like import FUSED_EXPERT_WEIGHTS, MTP_COPIES, MTP_WEIGHTS
 from fastmp.hf.quantized import QuantizedTensor, find_quantized
 from fastmp.hf.stored import (

@@ -30,11 +30,11 @@ from fastmp.ops.linear_fp8 import linear_fp8
 from fastmp.ops.linear_log_probs import linear_log_probs
 from fastmp.ops.norm import layer_norm, rms_norm
 from fastmp.ops.permute import permutation, permute, unpermute
+from fastmp.ops.precompile import warm_up
 from fastmp.ops.quantize import dequantize_rows, quantize_rows, quantize_weight
 from fastmp.ops.rope import rope, rope_cos_sin, rope_qk
 from fastmp.ops.router import RouterOutput, topk_router
 from fastmp.ops.softmax import scaled_masked_softmax
-from fastmp.ops.warm import warm_up
 
 
 def backends() -> dict[str, dict[str, tuple[str, str]]]:

@@ -17,9 +17,9 @@ from fastmp.pipeline.schedule import (
     followed,
 )
 from fastmp.pipeline.stream_schedule import graph_order
-from fastmp.plan.expert_load import MeasuredLoad
 from fastmp.plan.layout import make_schedule
 from fastmp.plan.parameters import stage_map, stage_ranges
+from fastmp.plan.rank_load import MeasuredLoad
 from fastmp.plan.resources import add_load, fitting_recipe, measured_load, recipe_parser, table
 from fastmp.plan.segments import (
     all_segments,

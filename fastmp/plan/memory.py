@@ -18,8 +18,8 @@ from typing import NamedTuple
 from fastmp.config import OPTIMIZERS, Recipe
 from fastmp.pipeline.schedule import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Step
 from fastmp.plan import activations
-from fastmp.plan.expert_load import MeasuredLoad
 from fastmp.plan.parameters import fp8_copies, rank_buffers, rank_parameters, stage_kinds, stage_map
+from fastmp.plan.rank_load import MeasuredLoad
 from fastmp.plan.shapes import Shapes
 from fastmp.plan.stash_size import ring_of_rank
 

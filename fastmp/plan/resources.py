@@ -18,11 +18,11 @@ from fastmp.config.sizes import count_parameters, flops_per_token, mtp_parameter
 from fastmp.pipeline.simulate import Costs, Simulation, simulate
 from fastmp.plan import traffic
 from fastmp.plan.activations import layer_input, layer_parts
-from fastmp.plan.expert_load import MeasuredLoad
 from fastmp.plan.flops import hardware_flops
 from fastmp.plan.layout import make_schedule, other_schedules, problems, schedule_name
 from fastmp.plan.memory import memory
 from fastmp.plan.parameters import stage_layers
+from fastmp.plan.rank_load import MeasuredLoad
 from fastmp.plan.shapes import Shapes, shapes_of
 from fastmp.plan.stash_size import describe_stash, stash_facts
 

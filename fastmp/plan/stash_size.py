@@ -26,10 +26,10 @@ from fastmp.config.dispatchers import STASH_STATE, DispatchSizes
 from fastmp.config.specs import SCHEDULES
 from fastmp.pipeline.schedule import BACKWARD_INPUT, FORWARD, Schedule, Step
 from fastmp.pipeline.stream_schedule import SegmentCost, compute_ops, graph_orders
-from fastmp.plan.expert_load import Load, MeasuredLoad
 from fastmp.plan.layout import make_schedule
 from fastmp.plan.parameters import expert_chunks, stage_ranges
 from fastmp.plan.pipeline_time import shorter
+from fastmp.plan.rank_load import Load, MeasuredLoad
 from fastmp.plan.segments import stage_segment_costs
 from fastmp.plan.shapes import Shapes
 

@@ -23,8 +23,8 @@ from fastmp.plan.layer_time import FORWARD, INPUT, REPEATED, WEIGHT
 from fastmp.plan.memory import Memory, held_over_time, memory
 from fastmp.plan.parameters import stage_kinds
 from fastmp.plan.shapes import Shapes
+from fastmp.plan.step_gaps import CATEGORY, Table
 from fastmp.plan.step_time import IDLE, ONCE, StepModel, hide, step_model
-from fastmp.plan.trace_diff import CATEGORY, Table
 
 _PHASES = {
     FORWARD_STEP: (FORWARD,),

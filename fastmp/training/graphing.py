@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import nn
 
 from fastmp.config import Environment, GraphConfig, set_default_variables
-from fastmp.cuda_graphs.backends.base import Backend
 from fastmp.cuda_graphs.backends.cuda import CudaBackend
+from fastmp.cuda_graphs.backends.interface import Backend
 from fastmp.cuda_graphs.backends.recording import RecordingBackend
 from fastmp.cuda_graphs.function_graph import FunctionGraph
 from fastmp.cuda_graphs.manager import GraphManager

@@ -1,8 +1,8 @@
 """List the Triton kernels of a recipe without a GPU, and compile them before the first step.
 
 Every pipeline stage is built on the device "meta" with fake process groups. It runs the forward and backward
-of a microbatch, an optimizer step and an evaluation, while `fastmp.ops.warm` records its launches. Other
-numbers of tokens launch the same kernels.
+of a microbatch, an optimizer step and an evaluation, while `fastmp.ops.precompile` records its launches.
+Other numbers of tokens launch the same kernels.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from fastmp.distributed.groups import ParallelGroups
 from fastmp.distributed.rng import RngTracker
 from fastmp.distributed.runtime import Runtime
 from fastmp.nn.documents import Documents
-from fastmp.ops.warm import (
+from fastmp.ops.precompile import (
     Code,
     compile_all,
     current_architecture,

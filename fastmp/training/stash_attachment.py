@@ -11,7 +11,7 @@ from fastmp.nn.moe.activation_stash import ActivationStash
 from fastmp.nn.moe.layer import MoELayer
 from fastmp.nn.segment import LayerChain
 from fastmp.pipeline.schedule import BACKWARD_WEIGHT
-from fastmp.plan.expert_load import Load
+from fastmp.plan.rank_load import Load
 from fastmp.plan.stash_size import live_entries, overlapped_entries, ring_rows
 from fastmp.training.microbatches import PipelineRunner, SingleStageRunner
 

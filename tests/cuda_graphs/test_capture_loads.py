@@ -22,7 +22,7 @@ from fastmp.distributed.rng import RngTracker
 from fastmp.nn import GPT, Placement
 from fastmp.ops import OPS, bias_dropout_add
 from fastmp.ops.core import launcher
-from fastmp.ops.warm import Code
+from fastmp.ops.precompile import Code
 
 
 class Loads(TorchDispatchMode):

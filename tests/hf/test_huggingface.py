@@ -55,7 +55,7 @@ def files_of(path):
 
 def test_every_family_is_registered_and_has_models_to_test():
     modules = {path.stem for path in (ROOT / "fastmp" / "hf" / "families").glob("*.py")}
-    assert modules == {*FAMILIES, "__init__", "base", "llama_like", "deepseek_like"}
+    assert modules == {*FAMILIES, "__init__", "family", "llama_like", "deepseek_like"}
     assert hf_models.CONFIGS.keys() == ACCELERATIONS.keys()
     tested = {re.split("[ ,]", name)[0] for name in (*MODELS, *ENCODERS)}
     assert tested == CONVERSIONS.keys() - {"kimi_k2"}  # of which transformers has no class

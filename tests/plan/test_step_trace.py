@@ -23,9 +23,9 @@ from fastmp.plan.hardware import GPUS
 from fastmp.plan.layout import make_schedule
 from fastmp.plan.memory import memory
 from fastmp.plan.shapes import shapes_of
+from fastmp.plan.step_gaps import estimated_step, gaps
 from fastmp.plan.step_time import IDLE, ONCE, step_time
 from fastmp.plan.step_trace import step_trace
-from fastmp.plan.trace_diff import estimated_step, gaps
 
 H100 = GPUS["h100"]
 MOE = MoEConfig(num_experts=8, top_k=2, expert_ffn_hidden_size=512)

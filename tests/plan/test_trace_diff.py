@@ -8,7 +8,7 @@ import pytest
 from pytest import approx
 
 from fastmp.apps.trace_diff import main
-from fastmp.plan.trace_diff import COMMUNICATION, IDLE, ONCE, consumer, estimated_step, gaps, measured_step
+from fastmp.plan.step_gaps import COMMUNICATION, IDLE, ONCE, consumer, estimated_step, gaps, measured_step
 
 
 def slice_(name, start, took, cat="cpu_op", tid=1, **args):

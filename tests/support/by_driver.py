@@ -30,9 +30,9 @@ from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from fastmp import ops
-from fastmp.ops import OPS, warm
+from fastmp.ops import OPS, precompile
 from fastmp.ops.core import _triton, launcher
-from fastmp.ops.warm import AbsentGPU
+from fastmp.ops.precompile import AbsentGPU
 from fastmp.testing.ops import run, samples
 from tools.cubins.compiled import parameters_of
 
@@ -438,7 +438,7 @@ def test_warm_up_loads_what_is_launched_later(monkeypatch):
     """On a GPU that is there: a capture then finds every kernel, where the driver would load none."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
-    monkeypatch.setattr(warm, "compile_all", lambda codes, arch, **options: None)
+    monkeypatch.setattr(precompile, "compile_all", lambda codes, arch, **options: None)
     arguments = {"dtype": torch.bfloat16, "requires_grad": True}
 
     def both(device):
@@ -451,9 +451,9 @@ def test_warm_up_loads_what_is_launched_later(monkeypatch):
         OPS["bias_gelu_backward"].implementations["triton"](y, x, bias, "none")
 
     with _on_the_fake_driver():
-        with warm.recording(90) as codes:
+        with precompile.recording(90) as codes:
             both("meta")
-        for kernel, _ in map(warm.Code.call, codes):
+        for kernel, _ in map(precompile.Code.call, codes):
             monkeypatch.setattr(kernel, "device_caches", defaultdict(kernel.create_binder))
         before = FAKE.fake_modules()
         assert ops.warm_up(lambda: both("meta"), arch=80) > 1

@@ -28,12 +28,12 @@ def loads_in_captures(capturing: Callable[[], bool]) -> Iterator[list[str]]:
 def new_in_capture(first: Callable[[], object], captured: Callable[[], object]) -> list:
     """Return the kernels (`Code`) that `captured` launches and `first` does not, on tensors without data."""
     pytest.importorskip("triton", reason="Triton is not installed")
-    from fastmp.ops import warm
+    from fastmp.ops import precompile
 
-    with mock.patch.dict(warm._TILE_CLASSES, clear=True):  # a launch loads the kernel of its own tiles alone
-        with warm.recording(90) as loaded:
+    with mock.patch.dict(precompile._TILE_CLASSES, clear=True):  # a launch loads its own tiles' kernel only
+        with precompile.recording(90) as loaded:
             first()
-        with warm.recording(90) as needed:
+        with precompile.recording(90) as needed:
             captured()
     assert needed, "nothing is captured"
     return [code for code in needed if code not in loaded]

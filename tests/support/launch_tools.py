@@ -17,7 +17,7 @@ from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from fastmp.ops.core import launcher
-from fastmp.ops.warm import AbsentGPU
+from fastmp.ops.precompile import AbsentGPU
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ import torch
 
 from fastmp.ops.core import _triton, launcher
 from fastmp.ops.core._triton import MAX_SIZE, check_count, jit, limits, tl
-from fastmp.ops.warm import AbsentGPU
+from fastmp.ops.precompile import AbsentGPU
 from tools.cubins.ranges import overflows
 
 INT = torch.int32

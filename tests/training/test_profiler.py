@@ -19,7 +19,7 @@ from fastmp.apps import train as command
 from fastmp.apps import train_main
 from fastmp.config import GraphConfig
 from fastmp.config.recipe import parse_arguments
-from fastmp.plan.trace_diff import IDLE, ONCE, measured_step
+from fastmp.plan.step_gaps import IDLE, ONCE, measured_step
 from fastmp.training.profiler import StepProfiler, nsight_command, ranges, run_under_nsight
 
 

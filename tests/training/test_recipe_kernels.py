@@ -27,7 +27,7 @@ from fastmp.config import (
 from fastmp.distributed.runtime import Runtime
 from fastmp.nn.gpt import GPT
 from fastmp.nn.placement import Placement
-from fastmp.ops.warm import recording
+from fastmp.ops.precompile import recording
 from fastmp.training import recipe_kernels
 from fastmp.training.language import token_loss
 

@@ -24,7 +24,7 @@ import torch
 from fastmp import ops
 from fastmp.ops import OPS
 from fastmp.ops.core import _triton, launcher
-from fastmp.ops.warm import AbsentGPU
+from fastmp.ops.precompile import AbsentGPU
 
 SHARED_LIMIT = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10, 103: 227 << 10}  # of a program
 SHARED_TAKEN = 1 << 10  # by the system, for each program: a multiprocessor has so much more than the limit

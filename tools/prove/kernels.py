@@ -19,7 +19,7 @@ from itertools import product
 
 import torch
 
-from fastmp.ops.warm import nothing_is_compiled
+from fastmp.ops.precompile import nothing_is_compiled
 from tools.prove.claims import Claim, Table
 
 ARCHS = (80, 90, 100)

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from fastmp.apps.evaluation.journal import Journal, Values
 from fastmp.apps.evaluation.scoring import Score, ScoredText, Scorer
 from fastmp.apps.evaluation.tasks import EvalTask
-from fastmp.cuda_graphs.backends.base import Backend
+from fastmp.cuda_graphs.backends.interface import Backend
 from fastmp.distributed.collectives import all_gather, communication_device, group_rank, group_size
 from fastmp.distributed.groups import ParallelGroups
 from fastmp.nn.gpt import GPT

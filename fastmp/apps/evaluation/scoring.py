@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fastmp.cuda_graphs.backends.base import Backend
+from fastmp.cuda_graphs.backends.interface import Backend
 from fastmp.cuda_graphs.function_graph import FunctionGraph
 from fastmp.distributed.collectives import gather_from_group, gather_sequence, group_size
 from fastmp.distributed.groups import ParallelGroups

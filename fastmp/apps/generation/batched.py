@@ -16,8 +16,8 @@ from torch import Tensor
 from fastmp.apps.generation.incremental import NO_TOKEN, NOT_ACCEPTED, Decoder
 from fastmp.apps.generation.sample_text import check_choice, choose_tokens
 from fastmp.config import GPTConfig
-from fastmp.cuda_graphs.backends.base import Backend
 from fastmp.cuda_graphs.backends.cuda import CudaBackend
+from fastmp.cuda_graphs.backends.interface import Backend
 from fastmp.distributed.collectives import communication_device, gather_objects, group_rank, group_size
 from fastmp.distributed.groups import ParallelGroups
 from fastmp.nn.gpt import GPT

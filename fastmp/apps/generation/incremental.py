@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fastmp.config import GPTConfig
-from fastmp.cuda_graphs.backends.base import Backend, Graph
+from fastmp.cuda_graphs.backends.interface import Backend, Graph
 from fastmp.distributed.collectives import gather_from_group, group_rank, group_size
 from fastmp.distributed.groups import ParallelGroups
 from fastmp.nn.gpt import GPT

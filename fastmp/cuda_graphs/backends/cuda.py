@@ -34,7 +34,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from fastmp.cuda_graphs.backends.base import RandomStreams
+from fastmp.cuda_graphs.backends.interface import RandomStreams
 from fastmp.cuda_graphs.errors import CaptureError
 from fastmp.status import process_status
 

@@ -25,7 +25,7 @@ from torch._C._distributed_c10d import FakeWork
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from fastmp.cuda_graphs.backends.base import RandomStreams
+from fastmp.cuda_graphs.backends.interface import RandomStreams
 from fastmp.cuda_graphs.errors import CaptureError
 from fastmp.cuda_graphs.op_inspection import OpInspector, where
 from fastmp.status import process_status

@@ -21,7 +21,7 @@ from fastmp.hf.families import (
     qwen3,
     qwen3_moe,
 )
-from fastmp.hf.families.base import Acceleration, Conversion, Family
+from fastmp.hf.families.family import Acceleration, Conversion, Family
 
 __all__ = ["ACCELERATIONS", "CONVERSIONS", "FAMILIES", "Family"]
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from fastmp.config import GPTConfig
-from fastmp.hf.families.base import Acceleration, Conversion, Family, Field
+from fastmp.hf.families.family import Acceleration, Conversion, Family, Field
 from fastmp.hf.heads import MaskedLM
 from fastmp.hf.patches import GELUS, LayerNormPatch
 from fastmp.hf.tp_modules import ColumnParallel, ColumnParallelWithCopy, Heads, RowParallel

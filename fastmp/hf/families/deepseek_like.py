@@ -7,7 +7,7 @@ from typing import Any
 
 from fastmp.config import GPTConfig
 from fastmp.hf.families import llama_like
-from fastmp.hf.families.base import Acceleration, Conversion, Field, TPTable, optional_int
+from fastmp.hf.families.family import Acceleration, Conversion, Field, TPTable, optional_int
 from fastmp.hf.heads import CausalLMWithRouters
 from fastmp.hf.patches import ModulePatch
 from fastmp.hf.tp_modules import ColumnParallel, ColumnParallelWithCopy, LatentHeads, RowParallel

@@ -7,7 +7,7 @@ from typing import Any
 
 from fastmp.config import GPTConfig
 from fastmp.hf.families import deepseek_like
-from fastmp.hf.families.base import Family
+from fastmp.hf.families.family import Family
 from fastmp.hf.patches import ComplexLatentAttention, SoftmaxRouter
 
 _METHODS = ("greedy", "group_limited_greedy")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fastmp.hf.families import deepseek_like, llama_like
-from fastmp.hf.families.base import Family, Field
+from fastmp.hf.families.family import Family, Field
 from fastmp.hf.patches import GroupedRouter, LatentAttention
 
 CONVERSION = deepseek_like.conversion(

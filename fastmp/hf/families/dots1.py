@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fastmp.hf.families import llama_like
-from fastmp.hf.families.base import Family, SlidingWindow
+from fastmp.hf.families.family import Family, SlidingWindow
 
 FAMILY = Family(
     "dots1",

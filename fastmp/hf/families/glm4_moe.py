@@ -6,7 +6,7 @@ from typing import Any
 
 from fastmp.config import GPTConfig
 from fastmp.hf.families import llama_like
-from fastmp.hf.families.base import Family, Field
+from fastmp.hf.families.family import Family, Field
 from fastmp.hf.patches import PartlyRotatedAttention
 
 

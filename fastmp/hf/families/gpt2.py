@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fastmp.hf.families.base import Acceleration, Conversion, Family, Field
+from fastmp.hf.families.family import Acceleration, Conversion, Family, Field
 from fastmp.hf.heads import CausalLMWithCrossAttention
 from fastmp.hf.patches import GELUS, LayerNormPatch
 from fastmp.hf.tp_modules import ColumnParallelWithCopy, FusedColumnParallel, Heads, RowParallel

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from fastmp.hf.families import llama_like
-from fastmp.hf.families.base import Family, Field, SlidingWindow
+from fastmp.hf.families.family import Family, Field, SlidingWindow
 from fastmp.hf.patches import RMSNormInInputDtype
 
 _ROPE = {

@@ -3,6 +3,6 @@
 from __future__ import annotations
 
 from fastmp.hf.families import deepseek_v3
-from fastmp.hf.families.base import Family
+from fastmp.hf.families.family import Family
 
 FAMILY = Family("kimi_k2", deepseek_v3.CONVERSION)

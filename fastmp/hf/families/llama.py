@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fastmp.hf.families import llama_like
-from fastmp.hf.families.base import Family, Field
+from fastmp.hf.families.family import Family, Field
 
 FAMILY = Family(
     "llama",

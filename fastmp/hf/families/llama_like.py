@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from fastmp.config import GPTConfig
-from fastmp.hf.families.base import Acceleration, Conversion, Field, TPTable, optional_int
+from fastmp.hf.families.family import Acceleration, Conversion, Field, TPTable, optional_int
 from fastmp.hf.heads import CausalLM, CausalLMWithRouters, MoeCausalLM
 from fastmp.hf.patches import Attention, GatedMLP, GroupedRouter, ModulePatch, RMSNormPatch
 from fastmp.hf.tp_modules import (

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fastmp.hf.families import llama_like
-from fastmp.hf.families.base import Family, Field, SlidingWindow
+from fastmp.hf.families.family import Family, Field, SlidingWindow
 
 _EXPERTS = "block_sparse_moe.experts.{e}"
 

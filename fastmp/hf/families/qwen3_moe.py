@@ -6,7 +6,7 @@ from typing import Any
 
 from fastmp.config import GPTConfig
 from fastmp.hf.families import llama_like
-from fastmp.hf.families.base import Family, Field, SlidingWindow
+from fastmp.hf.families.family import Family, Field, SlidingWindow
 
 
 def _write(config: GPTConfig) -> dict[str, Any]:

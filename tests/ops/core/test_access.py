@@ -16,7 +16,7 @@ from triton.runtime import driver
 
 from fastmp.ops import OPS
 from fastmp.ops.core._triton import jit, tl
-from fastmp.ops.warm import AbsentGPU
+from fastmp.ops.precompile import AbsentGPU
 from fastmp.testing.ops import samples
 from tools.cubins.accesses import unordered
 from tools.cubins.compiled import launches

@@ -17,7 +17,7 @@ from fastmp import ops
 from fastmp.config import GPTConfig, MoEConfig
 from fastmp.nn.moe.layer import MoELayer
 from fastmp.nn.placement import Placement
-from fastmp.ops import OPS, activation, warm
+from fastmp.ops import OPS, activation, precompile
 from fastmp.ops.core import launcher
 from fastmp.testing.ops import run, samples
 
@@ -32,7 +32,7 @@ def test_a_code_is_compiled_for_what_triton_would(op, backend, dtype, monkeypatc
         nonlocal launches
         launches += 1
         theirs = kernel.warmup(*arguments, grid=(1,), **constants)
-        found, examples = warm.Code.of(kernel, arguments, constants).call()
+        found, examples = precompile.Code.of(kernel, arguments, constants).call()
         assert found is kernel
         assert found.warmup(*examples, grid=(1,), **constants).code == theirs.code
 
@@ -62,10 +62,10 @@ def test_random_batches_compile_nothing_after_warm_up():
         ops.grouped_mm(received[:, :192], weight, offsets)
 
     rng = random.Random(0)
-    with warm.recording(90) as warmed:
+    with precompile.recording(90) as warmed:
         batch(1000, 1000)
     assert len(warmed) < 60
-    with warm.recording(90) as launched:
+    with precompile.recording(90) as launched:
         for _ in range(200):
             batch(rng.randrange(1, 6000), rng.randrange(1, 50_000))
     assert len(launched) > 20
@@ -83,12 +83,12 @@ def test_kernels_are_compiled_into_the_cache_by_other_processes(tmp_path, monkey
     assert said == [(0, 1), (1, 1)]
     files = sorted(tmp_path.rglob("*"))
     assert any(file.suffix == ".cubin" for file in files)
-    with warm.recording(90) as codes:
+    with precompile.recording(90) as codes:
         ops.bias_gelu(x)
     (code,) = codes
     kernel, examples = code.call()
     assert kernel is activation.bias_gelu_kernel
-    monkeypatch.setattr(driver, "_active", warm.AbsentGPU(90))
+    monkeypatch.setattr(driver, "_active", precompile.AbsentGPU(90))
     kernel.device_caches.pop(90, None)
     kernel.warmup(*examples, grid=(1,), **dict(code.constants))
     assert sorted(tmp_path.rglob("*")) == files
