@@ -365,8 +365,8 @@ class PartlyRotatedAttention(Attention):
     functions = MappingProxyType({"apply_rotary_pos_emb": rotate_part})
 
 
-class LatentAttention(Attention):
-    """Multi-head latent attention of DeepSeek-V3, which rotates a part of each head."""
+class InterleavedLatentAttention(Attention):
+    """Multi-head latent attention of DeepSeek-V3, which rotates pairs of neighbours of a part of heads."""
 
     functions = MappingProxyType(
         {**Attention.functions, "apply_rotary_pos_emb_interleave": rotate_neighbours}

@@ -54,7 +54,7 @@ def batch_invariant() -> Iterator[None]:
     before = is_batch_invariant()
     _state.enabled = True
     try:
-        with _Mode(), _Functions():
+        with _Mode(), _InvariantAttention():
             yield
     finally:
         _state.enabled = before
@@ -185,7 +185,7 @@ def _mv(a: Tensor, b: Tensor) -> Tensor:
     return _mm(a, b[:, None])[:, 0]
 
 
-class _Functions(TorchFunctionMode):
+class _InvariantAttention(TorchFunctionMode):
     """Serves `scaled_dot_product_attention`, which models of transformers call."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

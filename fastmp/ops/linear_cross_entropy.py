@@ -36,7 +36,7 @@ from fastmp.ops.linear_cross_entropy_chunks import (
     HeadCall,
     LossOptions,
     Shards,
-    Tokens,
+    Targets,
     fake_gradients,
     head_of,
     is_opaque,
@@ -70,12 +70,12 @@ _WANTED = "bool want_hidden, bool want_weight"
 
 
 def _loss(hidden, weight, bias, target, token_weight, *options):
-    return make_loss(hidden, weight, bias, Tokens(target, token_weight), LossOptions(*options), ALONE, False)
+    return make_loss(hidden, weight, bias, Targets(target, token_weight), LossOptions(*options), ALONE, False)
 
 
 def _loss_gradients(hidden, weight, bias, target, token_weight, grad_loss, lse, main_grad, *more):
     options, wanted = split_options(LossOptions, more)
-    tokens = Tokens(target, token_weight, grad_loss, lse)
+    tokens = Targets(target, token_weight, grad_loss, lse)
     grads = make_loss_gradients(hidden, weight, bias, tokens, main_grad, options, ALONE, wanted, None)
     return present(hidden, grads)
 
@@ -86,7 +86,7 @@ def _fake_loss_gradients(hidden, weight, bias, target, token_weight, grad_loss, 
 
 def _both(hidden, weight, bias, target, token_weight, grad_loss, main_grad, *more):
     options, wanted = split_options(LossOptions, more)
-    tokens = Tokens(target, token_weight, grad_loss)
+    tokens = Targets(target, token_weight, grad_loss)
     return present(hidden, make_both(hidden, weight, bias, tokens, main_grad, options, ALONE, wanted))
 
 
@@ -121,7 +121,7 @@ def _forward_unknown(hidden, weight, bias, target, token_weight, main_grad, call
     """Return the loss (N,) for any upstream gradient, the log-sum-exps, and tensors kept for backward."""
     if is_opaque(call.shards):
         return _compiled_loss(hidden, weight, bias, target, token_weight, *call.options)
-    tokens = Tokens(target, token_weight)
+    tokens = Targets(target, token_weight)
     return make_loss(hidden, weight, bias, tokens, call.options, call.shards, any(call.wanted))
 
 
@@ -148,7 +148,7 @@ def _backward_unknown(ctx, grad_loss, *_):
         )
         grads = taken(grads, call.wanted, main_grad, bias is not None)
     else:
-        tokens = Tokens(target, token_weight, grad_loss, lse)
+        tokens = Targets(target, token_weight, grad_loss, lse)
         with without_autocast(hidden.device.type), torch.no_grad():
             kept = kept_logits(ctx, kept, hidden, weight, bias)
             grads = make_loss_gradients(
@@ -164,7 +164,7 @@ def _forward_known(hidden, weight, bias, target, token_weight, loss_grad, main_g
             hidden, weight, bias, target, token_weight, loss_grad, main_grad, *call.options, *call.wanted
         )
     else:
-        tokens = Tokens(target, token_weight, loss_grad)
+        tokens = Targets(target, token_weight, loss_grad)
         loss, *grads = make_both(
             hidden, weight, bias, tokens, main_grad, call.options, call.shards, call.wanted
         )

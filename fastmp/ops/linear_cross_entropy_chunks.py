@@ -93,7 +93,7 @@ class HeadCall(NamedTuple):
     reduction: str = "none"
 
 
-class Tokens(NamedTuple):
+class Targets(NamedTuple):
     """Targets of N tokens, or of one chunk, with their weights, gradients and log-sum-exps where known."""
 
     target: Tensor
@@ -101,9 +101,9 @@ class Tokens(NamedTuple):
     grad_loss: Tensor | None = None
     lse: Tensor | None = None
 
-    def of(self, rows: slice) -> Tokens:
+    def of(self, rows: slice) -> Targets:
         weight, grad_loss, lse = (None if one is None else one[rows] for one in self[1:])
-        return Tokens(self.target[rows], weight, grad_loss, lse)
+        return Targets(self.target[rows], weight, grad_loss, lse)
 
 
 class LogitChunks:
@@ -185,20 +185,20 @@ class HeadGradients:
         return self.hidden, self.total.to(dtype), bias
 
 
-def _grad_(logits: Tensor, tokens: Tokens, options: LossOptions) -> None:
+def _grad_(logits: Tensor, tokens: Targets, options: LossOptions) -> None:
     """Overwrite logits with their gradient."""
     torch.ops.fastmp.cross_entropy_grad_(
         logits, tokens.target, tokens.lse, tokens.grad_loss, tokens.weight, *options[:5]
     )
 
 
-def _stats(logits: Tensor, tokens: Tokens, options: LossOptions) -> Tensor:
+def _stats(logits: Tensor, tokens: Targets, options: LossOptions) -> Tensor:
     return torch.ops.fastmp.cross_entropy_stats(
         logits, tokens.target, options.vocab_start, options.vocab_size, options.label_smoothing > 0
     )
 
 
-def _merge(stats: Tensor, tokens: Tokens, options: LossOptions) -> tuple[Tensor, Tensor]:
+def _merge(stats: Tensor, tokens: Targets, options: LossOptions) -> tuple[Tensor, Tensor]:
     return torch.ops.fastmp.cross_entropy_merge(stats, tokens.target, tokens.weight, *options[1:5])
 
 
@@ -207,7 +207,7 @@ def joined(parts: list[Tensor]) -> Tensor:
 
 
 def _loss_and_gradients(
-    chunks: LogitChunks, tokens: Tokens, options: LossOptions, shards: Shards, gradients: HeadGradients
+    chunks: LogitChunks, tokens: Targets, options: LossOptions, shards: Shards, gradients: HeadGradients
 ) -> Tensor:
     """Return the loss of all tokens, and accumulate their gradients in `gradients`.
 
@@ -226,7 +226,7 @@ def _loss_and_gradients(
             gradients.add(number, logits)
         return joined(losses)
     ahead = chunks.num_buffers - 1
-    begun: deque[tuple[Tensor, Tokens, Tensor, Any]] = deque()
+    begun: deque[tuple[Tensor, Targets, Tensor, Any]] = deque()
     for turn in range(len(chunks.rows) + ahead):
         if turn < len(chunks.rows):
             logits, part = chunks.logits(turn), tokens.of(chunks.rows[turn])
@@ -310,8 +310,8 @@ def scale_once(grad: Tensor, factor: Tensor) -> Tensor:
 
 
 def make_loss(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, tokens: Tokens, options: LossOptions, shards: Shards,
-    keep: bool,
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, tokens: Targets, options: LossOptions,
+    shards: Shards, keep: bool,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """Return (loss, lse), followed by the tensors that `make_stats` keeps."""
     stats, *kept = make_stats(
@@ -322,7 +322,7 @@ def make_loss(
 
 
 def make_loss_gradients(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, tokens: Tokens, main_grad: Tensor | None,
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, tokens: Targets, main_grad: Tensor | None,
     options: LossOptions, shards: Shards, wanted: tuple[bool, bool], kept: Tensor | None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
     """Return the gradients of hidden, weight and bias, given the tokens' `grad_loss` and `lse`."""
@@ -333,7 +333,7 @@ def make_loss_gradients(
 
 
 def make_both(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, tokens: Tokens, main_grad: Tensor | None,
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, tokens: Targets, main_grad: Tensor | None,
     options: LossOptions, shards: Shards, wanted: tuple[bool, bool],
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
     """Return the loss, and the gradients of hidden, weight and bias, given the tokens' `grad_loss`."""

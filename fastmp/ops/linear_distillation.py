@@ -43,7 +43,7 @@ from fastmp.ops.linear_cross_entropy_chunks import (
 )
 from fastmp.ops.linear_distillation_teachers import (
     DistillationOptions,
-    Tokens,
+    DistillationTokens,
     make_both,
     make_gradients,
     make_losses,
@@ -62,8 +62,8 @@ _OPTIONS = "int vocab_start, int vocab_size, float beta, int workspace"
 _WANTED = "bool want_hidden, bool want_weight"
 
 
-def _tokens(hidden, weight, teacher, teacher_values, live, scale) -> Tokens:
-    return Tokens(hidden, weight, (teacher, teacher_values), live, scale)
+def _tokens(hidden, weight, teacher, teacher_values, live, scale) -> DistillationTokens:
+    return DistillationTokens(hidden, weight, (teacher, teacher_values), live, scale)
 
 
 def _losses(*arguments):

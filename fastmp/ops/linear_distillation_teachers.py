@@ -71,7 +71,7 @@ class DistillationOptions(NamedTuple):
     workspace: int
 
 
-class Tokens(NamedTuple):
+class DistillationTokens(NamedTuple):
     """The student's hidden states (N, H), and what the teacher knows of the same tokens.
 
     teacher: hidden states (N, H') and weight (V, H'), or int64 ids and log-probabilities (N, k).
@@ -97,7 +97,7 @@ class Tokens(NamedTuple):
 class TokenRows:
     """The rows of all tokens, or of those that count, over the shards of a vocabulary."""
 
-    def __init__(self, shards: Shards, tokens: Tokens) -> None:
+    def __init__(self, shards: Shards, tokens: DistillationTokens) -> None:
         own, live = len(tokens.hidden), tokens.live
         self.total = shards.tokens(tuple(tokens.hidden.shape))[0]
         # a host that reads a mask waits for the device that it lies on
@@ -131,7 +131,7 @@ def _stats(logits: Tensor, target: Tensor, scale: Tensor | None, options: Distil
 class HiddenTeacher:
     """Teacher given by hidden states and weight; its logits of a chunk lie beside the student's."""
 
-    def __init__(self, tokens: Tokens, options: DistillationOptions, rows: TokenRows) -> None:
+    def __init__(self, tokens: DistillationTokens, options: DistillationOptions, rows: TokenRows) -> None:
         hidden, weight = tokens.teacher
         # 1. Both halves of the workspace hold the logits of the same tokens.
         workspace = options.workspace // 2
@@ -197,7 +197,7 @@ class TopkTeacher:
     The student's tail is the softmax over the other columns, summed directly: 1 - sum(p) would cancel.
     """
 
-    def __init__(self, tokens: Tokens, options: DistillationOptions, rows: TokenRows) -> None:
+    def __init__(self, tokens: DistillationTokens, options: DistillationOptions, rows: TokenRows) -> None:
         self.student = LogitChunks(
             rows.shards.gather_hidden(tokens.hidden), tokens.weight, None, options.workspace
         )
@@ -277,11 +277,13 @@ def _put(logits: Tensor, columns: Tensor, here: Tensor, values: Tensor) -> None:
 Teacher = HiddenTeacher | TopkTeacher
 
 
-def _teacher(tokens: Tokens, options: DistillationOptions, rows: TokenRows) -> Teacher:
+def _teacher(tokens: DistillationTokens, options: DistillationOptions, rows: TokenRows) -> Teacher:
     return (TopkTeacher if tokens.by_topk else HiddenTeacher)(tokens, options, rows)
 
 
-def make_losses(tokens: Tokens, options: DistillationOptions, shards: Shards) -> tuple[Tensor, Tensor]:
+def make_losses(
+    tokens: DistillationTokens, options: DistillationOptions, shards: Shards
+) -> tuple[Tensor, Tensor]:
     """Return the losses (N,), and numbers (N, W) of each token for the backward pass."""
     rows = TokenRows(shards, tokens)
     teacher = _teacher(tokens, options, rows)
@@ -292,8 +294,8 @@ def make_losses(tokens: Tokens, options: DistillationOptions, shards: Shards) ->
 
 
 def make_gradients(
-    tokens: Tokens, main_grad: Tensor | None, kept: Tensor, grad_loss: Tensor, options: DistillationOptions,
-    shards: Shards, wanted: tuple[bool, bool],
+    tokens: DistillationTokens, main_grad: Tensor | None, kept: Tensor, grad_loss: Tensor,
+    options: DistillationOptions, shards: Shards, wanted: tuple[bool, bool],
 ) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
     """Return the gradients of hidden states and weight from the upstream gradient of each loss, (N,)."""
     rows = TokenRows(shards, tokens)
@@ -308,7 +310,7 @@ def make_gradients(
 
 
 def make_both(
-    tokens: Tokens, grad_loss: Tensor, options: DistillationOptions, shards: Shards,
+    tokens: DistillationTokens, grad_loss: Tensor, options: DistillationOptions, shards: Shards,
     wanted: tuple[bool, bool],
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
     """Return the losses (N,), and the gradients of hidden states and weight, from logits computed once."""

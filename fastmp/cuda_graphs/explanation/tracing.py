@@ -84,7 +84,7 @@ class Trace(OpInspector):
         with ExitStack() as stack:
             for place, name, function in self._replacements():
                 stack.enter_context(mock.patch.object(place, name, function))
-            stack.enter_context(_Functions(self))
+            stack.enter_context(_TracedFunctions(self))
             stack.enter_context(self)
             yield
         for stream, line in self._streams:
@@ -169,7 +169,7 @@ _PLAIN = bool | int | float | complex | str | None
 _PLAIN |= torch.dtype | torch.device | torch.layout | torch.memory_format
 
 
-class _Functions(TorchFunctionMode):
+class _TracedFunctions(TorchFunctionMode):
     def __init__(self, trace: Trace) -> None:
         super().__init__()
         self.trace = trace

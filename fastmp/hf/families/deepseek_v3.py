@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fastmp.hf.families import deepseek_like, llama_like
 from fastmp.hf.families.family import Family, Field
-from fastmp.hf.patches import GroupedRouter, LatentAttention
+from fastmp.hf.patches import GroupedRouter, InterleavedLatentAttention
 
 CONVERSION = deepseek_like.conversion(
     "DeepseekV3ForCausalLM",
@@ -31,5 +31,5 @@ CONVERSION = deepseek_like.conversion(
 FAMILY = Family(
     "deepseek_v3",
     CONVERSION,
-    deepseek_like.acceleration("DeepseekV3", LatentAttention, GroupedRouter),
+    deepseek_like.acceleration("DeepseekV3", InterleavedLatentAttention, GroupedRouter),
 )
