@@ -163,6 +163,7 @@ class DispatcherSpec:
         no graph can hold the segment.
     eager: the segments that no graph can hold, because their shapes depend on other ranks or on data.
     exchanges: the segments that communicate, and can overlap another microbatch's compute.
+    multiprocessors: of a GPU, held by an exchange; compute that overlaps it has the others. NCCL holds 16.
     host_syncs: True if the host waits for the device in `dispatch`.
     host_counts_tokens: True if counts that the host reads are tokens of a rank, False if rows of an expert.
     rows: the rows that the experts of a rank compute.
@@ -182,6 +183,7 @@ class DispatcherSpec:
     crossing: Callable[[DispatchSizes, int], float] = _pairs_crossing
     eager: tuple[str, ...] = ()
     exchanges: tuple[str, ...] = ("dispatch", "combine")
+    multiprocessors: int = 16
     host_syncs: bool = False
     host_counts_tokens: bool = False
     rows: Callable[[DispatchSizes], int] = _pairs_of_group
@@ -435,6 +437,7 @@ DEEPEP = DispatcherSpec(
     saved_bytes=lambda sizes: _sorted_saved(sizes.reached * sizes.etp, sizes),
     prepared=lambda sizes: {"indices": PASSED, "probs": PASSED},
     eager=_BACK,
+    multiprocessors=20,  # the package's default, and DeepSeek-V3's of 132 (arXiv 2412.19437, section 3.5)
     host_syncs=True,
     help="the kernels of the DeepEP package, also between machines",
 )

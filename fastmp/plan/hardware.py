@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 _GIB = 2**30
+_HOPPER = 720 / 989.4
 
 
 @dataclass(frozen=True)
@@ -19,6 +20,10 @@ class GPU:
     memory_bandwidth, nvlink, network: bytes a second of one GPU; the last is its share of its server's
     network cards. capacity: bytes of memory, of which the driver keeps about 1%; where data sheets write GB
     of it, it has GiB.
+    gemms: share of the peak that large 16-bit GEMMs of random numbers sustain at the GPU's power limit, as
+    published: 257 of 312 TFLOP/s on an A100 (thonking.ai/p/strangely-matrix-multiplications), 720 of 989 on
+    H100 and H200 (newsletter.semianalysis.com/p/mi300x-vs-h100-vs-h200-benchmark-part-1-training). A short
+    run has 780 on an H100 (gist.github.com/Chillee/2ec89696db8b7ed1c24461159e325405). Others: as an A100.
     switch_sums: whether the switch itself adds up what the GPUs of a server send (NVLink SHARP). compared: of
     published runs on it, the least and the most of predicted over published FLOP/s, but for runs that were
     bound by their host or had other power limits (`python -m tools.study scaling`).
@@ -37,6 +42,7 @@ class GPU:
     switch_sums: bool = False
     compared: tuple[float, float] | None = None
     eight: float = 0.0
+    gemms: float = 0.8
 
     def peak(self, itemsize: int) -> float:
         """Return the FLOP/s of GEMMs of numbers of `itemsize` bytes."""
@@ -84,7 +90,8 @@ GPUS = {
         source="NVIDIA H100 architecture white paper; eight 400 Gbit/s cards a server: DGX H100 data sheet",
         switch_sums=True,
         eight=1979e12,
-        compared=(0.85, 1.58),
+        gemms=_HOPPER,
+        compared=(0.87, 1.40),
     ),
     "h800": GPU(
         "H800 SXM5 80 GB",
@@ -99,7 +106,8 @@ GPUS = {
         source="H100 white paper; 400 GB/s (both ways) between GPUs, eight 400 Gbit/s cards a server: "
         "DeepSeek-AI 2025 (arXiv 2505.09343), section 4",
         eight=1979e12,
-        compared=(1.05, 1.05),
+        gemms=_HOPPER,
+        compared=(1.06, 1.06),
     ),
     "h200": GPU(
         "H200 SXM5 141 GB (DGX H200)",
@@ -114,7 +122,8 @@ GPUS = {
         source="NVIDIA H200 data sheet; eight 400 Gbit/s cards a server: DGX H200 data sheet",
         switch_sums=True,
         eight=1979e12,
-        compared=(1.31, 1.33),
+        gemms=_HOPPER,
+        compared=(1.37, 1.38),
     ),
     "b200": GPU(
         "B200 SXM 180 GB (DGX B200)",
@@ -129,7 +138,7 @@ GPUS = {
         source="NVIDIA DGX B200 data sheet: the server's figures over its eight GPUs, eight 400 Gbit/s cards",
         switch_sums=True,
         eight=4500e12,
-        compared=(0.92, 1.73),
+        compared=(1.02, 1.84),
     ),
     "gb200": GPU(
         "GB200 186 GB (GB200 NVL72)",
@@ -145,7 +154,7 @@ GPUS = {
         "64; TFLOP/s also at glennklockwood.com/garden/processors/B200; a 400 Gbit/s card a GPU",
         switch_sums=True,
         eight=5000e12,
-        compared=(0.98, 1.65),
+        compared=(1.11, 1.65),
     ),
     "rtx4090": GPU(
         "GeForce RTX 4090 24 GB (PCIe)",

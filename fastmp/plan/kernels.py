@@ -1,7 +1,7 @@
 """Kernels: how long the parts of a layer take on one GPU, from shapes, bytes, and shares of the GPU's peaks.
 
 Times are seconds. A GEMM is cut into tiles, one at a time on each multiprocessor. A wave of tiles
-takes the time of one: its sums at `GEMMS` of the peak, then the writing of its result at the
+takes the time of one: its sums at `GPU.gemms` of the peak, then the writing of its result at the
 multiprocessor's share of the memory's bandwidth. So few tiles, a last wave that is not full and short sums
 cost what they do on a GPU. All other kernels are bound by memory: bytes over a share of its bandwidth. Every
 kernel takes `LAUNCH` on top, in which its first loads and its last stores are alone.
@@ -10,22 +10,25 @@ kernel takes `LAUNCH` on top, in which its first loads and its last stores are a
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
 
 from fastmp.plan.hardware import GPU
 
-# Of the peak, for large GEMMs of random numbers: 780 of 989 TFLOP/s on an H100 (gist.github.com/Chillee/
-# 2ec89696db8b7ed1c24461159e325405), 257 of 312 on an A100 (thonking.ai/p/strangely-matrix-multiplications).
-GEMMS = 0.8
-FP8_GEMMS = 0.65  # with scales and FP32 promotion; DeepGEMM's page has up to 0.78 on an H800
+# Of the peak, for large FP8 GEMMs: 1,280 of 1,979 TFLOP/s on H100 and H200 (newsletter.semianalysis.com/p/
+# mi300x-vs-h100-vs-h200-benchmark-part-1-training); DeepGEMM's page has up to 0.78 on an H800.
+FP8_GEMMS = 0.65
 MEMORY = 0.83  # of the bandwidth: published for a V100, 750 of 900 GB/s (Jia et al. 2018, 1804.06826)
 ATTENTION = 0.6  # of what GEMMs reach, by fused attention; published: 0.5 to 0.75 (Dao 2023, 2307.08691)
 LAUNCH = 4e-6
 # Of the host, for each launch of eager code with autograd: 730 us of a dense layer's 29 launches on a core of
 # an AMD EPYC (docs/studies/graphs.md). A replay of a CUDA graph takes as long as one.
 HOST = 25e-6
+# Multiprocessors that a collective of NCCL holds, so that compute beside it has the others: 16 or more where
+# no switch adds (developer.nvidia.com/blog/enabling-fast-inference-and-resilient-training-with-nccl-2-27).
+# No figure was found for the NCCL of 2019 and 2020, which the kernels of these years have at 0.
+COLLECTIVE = 16
 # (forward, backward) launches of the segments of a layer, as the study of graphs counts them
 LAUNCHES = {
     "attention": (6, 10), "mlp": (5, 8), "router": (13, 8), "preprocess": (1, 0), "shared_experts": (5, 8),
@@ -53,9 +56,9 @@ class Gemm(NamedTuple):
         """Return the GEMM of the gradient of the matrix (rows, sum), dgrad."""
         return Gemm(self.rows, self.sum, self.columns, self.batch, fp8=self.fp8)
 
-    def backward_weight(self, adds: bool = False) -> Gemm:
-        """Return the GEMM of the gradient of the matrix (sum, columns), wgrad, which is never in FP8."""
-        return Gemm(self.sum, self.columns, self.rows, self.batch, adds)
+    def backward_weight(self, adds: bool = False, fp8: bool = False) -> Gemm:
+        """Return the GEMM of the gradient of the matrix (sum, columns), wgrad; in FP8 if this one is, too."""
+        return Gemm(self.sum, self.columns, self.rows, self.batch, adds, fp8 and self.fp8)
 
 
 @lru_cache(maxsize=4096)
@@ -64,7 +67,7 @@ def gemm_time(gpu: GPU, gemm: Gemm, itemsize: int) -> float:
     m, n, k, batch, adds, fp8 = gemm
     if not m * n * k * batch:
         return 0.0
-    peak = FP8_GEMMS * gpu.peak(1) if fp8 else GEMMS * gpu.peak(itemsize)
+    peak = FP8_GEMMS * gpu.peak(1) if fp8 else gpu.gemms * gpu.peak(itemsize)
     bandwidth, result = MEMORY * gpu.memory_bandwidth, 8 if adds else itemsize
     rate, writes = peak / gpu.processors, bandwidth / gpu.processors
     best = math.inf
@@ -94,8 +97,10 @@ class Kernels:
     parameter, beyond reading and writing its state, reading the gradient twice and writing the parameter.
     tensor_launches: its kernels for each tensor. memory: the share of the bandwidth that they all reach.
     overlap: True if tensor-parallel collectives of the backward overlap GEMMs. adds: True if wgrads
-    accumulate in float32 gradients. late: seconds by which a rank comes late to a collective of a layer, a
-    standard deviation; all wait for the last. host: seconds of the host for a launch; 0: it is never late.
+    accumulate in float32 gradients. fp8_wgrads: True if those of FP8 layers are in FP8. late: seconds by
+    which a rank comes late to a collective of a layer, a standard deviation; all wait for the last. host:
+    seconds of the host for a launch; 0: it is never late. collective: multiprocessors that a collective
+    holds.
     """
 
     hidden: tuple[float, float]
@@ -109,8 +114,14 @@ class Kernels:
     memory: float = MEMORY
     overlap: bool = False
     adds: bool = False
+    fp8_wgrads: bool = False
     late: float = 0.0
     host: float = 0.0
+    collective: int = 0
+
+    def wgrad(self, gemm: Gemm) -> Gemm:
+        """Return the GEMM of the weight gradient of `gemm`."""
+        return gemm.backward_weight(self.adds, self.fp8_wgrads)
 
 
 # fastmp's layers, op by op, without dropout: two norms (2; 3), two sums with the residual (3; 3, where
@@ -118,8 +129,10 @@ class Kernels:
 # 2). The loss reads logits and writes their gradient. Gradients are zeroed once a step.
 FASTMP = Kernels(
     hidden=(10, 12), projected=(1.33, 3.33), ffn=(0, 0), scores=None, launches=(6, 10), logits=4, state=4,
-    overlap=True, adds=True, host=HOST,
+    overlap=True, adds=True, host=HOST, collective=COLLECTIVE,
 )  # fmt: skip
+# The same of software that multiplies in FP8 for wgrads as well, as Transformer Engine does.
+FP8_WGRADS = replace(FASTMP, fp8_wgrads=True)
 # Megatron-LM as published in September 2019, op by op: two norms (2; 5, as weights' gradients take passes of
 # their own), and after two GEMMs a bias (2; 1), dropout with a mask of bytes (2.5; 2.5) and the sum with
 # the residual (3; 3). Of projections a bias (2; 1), copies that make heads contiguous (2.67; 2.67), and one

@@ -16,7 +16,7 @@ from fastmp.plan import traffic
 from fastmp.plan.flops import not_repeated
 from fastmp.plan.hardware import GPU
 from fastmp.plan.host_work import NO_HOST_WORK, HostWork
-from fastmp.plan.kernels import ATTENTION, GEMMS, LAUNCH, Gemm, Kernels, gemm_time
+from fastmp.plan.kernels import ATTENTION, LAUNCH, Gemm, Kernels, gemm_time
 from fastmp.plan.links import Link, link
 from fastmp.plan.shapes import Shapes
 
@@ -80,12 +80,12 @@ class Links:
         return min((link(self.gpu, pair) for pair in pairwise(ranks)), key=lambda each: each.bandwidth)
 
 
-def _add_gemms(found: Phases, gpu: GPU, gemms: Sequence[Gemm], itemsize: int, adds: bool) -> None:
+def _add_gemms(found: Phases, gpu: GPU, gemms: Sequence[Gemm], itemsize: int, kernels: Kernels) -> None:
     """Add the seconds of GEMMs, and of the two GEMMs of the backward of each."""
     for each in gemms:
         found.of[FORWARD]["GEMMs"] += gemm_time(gpu, each, itemsize)
         found.of[INPUT]["GEMMs"] += gemm_time(gpu, each.backward_input(), itemsize)
-        found.of[WEIGHT]["GEMMs"] += gemm_time(gpu, each.backward_weight(adds), itemsize)
+        found.of[WEIGHT]["GEMMs"] += gemm_time(gpu, kernels.wgrad(each), itemsize)
 
 
 def layer_time(
@@ -99,7 +99,7 @@ def layer_time(
     gpu, itemsize, found = links.gpu, shapes.itemsize, Phases()
     forward, repeated, inputs = (found.of[name] for name in (FORWARD, REPEATED, INPUT))
     column, row = layer_gemms(shapes)
-    _add_gemms(found, gpu, (*column, *row), itemsize, kernels.adds)
+    _add_gemms(found, gpu, (*column, *row), itemsize, kernels)
     forward["attention"], inputs["attention"] = _attention(shapes, gpu, kernels)
     forward["other kernels"], inputs["other kernels"] = _other_kernels(shapes, gpu, kernels)
     if shapes.fp8:
@@ -108,11 +108,11 @@ def layer_time(
     forward.add(communication(shapes, links, sent.forward, kernels.late))
     backward = communication(shapes, links, sent.backward, kernels.late)
     if kernels.overlap:  # with the wgrads of column-parallel layers, or with dgrads
-        beside = sum(gemm_time(gpu, each.backward_weight(kernels.adds), itemsize) for each in column)
+        beside = sum(gemm_time(gpu, kernels.wgrad(each), itemsize) for each in column)
         share = 1.0
         if shapes.sequence_parallel:
             share, beside = 2 / 3, beside + inputs["GEMMs"] / 2
-        backward["tp"] -= min(backward["tp"] * share, beside)
+        backward["tp"] -= min(backward["tp"] * share, beside) * beside_compute(gpu, kernels.collective)
     inputs.add(backward)
     if shapes.recompute_kv:
         up = next(each for each in shapes.model.attention.projections if each.name == "kv_up")
@@ -175,7 +175,7 @@ def _attention(shapes: Shapes, gpu: GPU, kernels: Kernels) -> tuple[float, float
     if kernels.scores is None:
         _, flops = layer_flops_per_token(model, length, causal=True)
         flops *= shapes.tokens / shapes.grid.tp
-        forward = flops / (ATTENTION * GEMMS * gpu.peak(itemsize))
+        forward = flops / (ATTENTION * gpu.gemms * gpu.peak(itemsize))
         return LAUNCH + forward, 2 * LAUNCH + _FLASH_BACKWARD * forward
     batch = shapes.heads * shapes.tokens // shapes.length
     gemms = (
@@ -233,7 +233,7 @@ def loss_time(shapes: Shapes, links: Links, kernels: Kernels) -> Phases:
     gemms = [Gemm(shapes.predicted, shapes.vocab, h)]
     if shapes.model.bert is not None:  # on every tensor-parallel rank
         gemms.append(Gemm(shapes.predicted, h, h))
-    _add_gemms(found, gpu, gemms, itemsize, kernels.adds)
+    _add_gemms(found, gpu, gemms, itemsize, kernels)
     nbytes = shapes.predicted * shapes.vocab * kernels.logits
     found.of[FORWARD]["other kernels"] = nbytes / bandwidth(gpu, kernels) + 8 * LAUNCH
     found.of[INPUT].add(communication(shapes, links, traffic.loss(shapes).forward))
@@ -243,7 +243,7 @@ def loss_time(shapes: Shapes, links: Links, kernels: Kernels) -> Phases:
 def mtp_time(shapes: Shapes, links: Links, kernels: Kernels) -> Phases:
     """Return the time of an MTP module without its layer: embedding, norms, projection and loss."""
     found, h, gpu = Phases(), shapes.model.hidden_size, links.gpu
-    _add_gemms(found, gpu, [Gemm(shapes.rows, h, 2 * h)], shapes.itemsize, kernels.adds)
+    _add_gemms(found, gpu, [Gemm(shapes.rows, h, 2 * h)], shapes.itemsize, kernels)
     for name, passes in ((FORWARD, 12), (INPUT, 18)):  # over hidden states: four norms, two inputs joined
         moved = passes * shapes.hidden / bandwidth(gpu, kernels)
         found.of[name]["other kernels"] += moved + passes / 2 * LAUNCH
@@ -268,6 +268,14 @@ def communication(shapes: Shapes, links: Links, sent: Mapping[str, int], late: f
         else:
             found[group] += joined.passes(nbytes, 1 if group == "cp" else 2)
     return found
+
+
+def beside_compute(gpu: GPU, held: int) -> float:
+    """Return the share of overlapped time that is saved, if the collective holds `held` multiprocessors.
+
+    GEMMs beside it have the others, and end as much later.
+    """
+    return 1.0 - held / gpu.processors
 
 
 def bandwidth(gpu: GPU, kernels: Kernels) -> float:

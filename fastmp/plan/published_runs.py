@@ -25,6 +25,7 @@ from fastmp.config import (
 )
 from fastmp.config.sizes import num_parameters
 from fastmp.plan.hardware import GPUS
+from fastmp.plan.kernels import FASTMP, FP8_WGRADS
 from fastmp.plan.space import divide_layers, graphs_of
 from fastmp.plan.step_time import StepTime, step_time
 
@@ -284,8 +285,9 @@ def _blackwell() -> Iterator[PublishedRun]:
 
 @cache
 def estimated(run: PublishedRun) -> StepTime:
-    """Return the estimate of a published run."""
-    return step_time(run.recipe, run.gpus, GPUS[run.hardware])
+    """Return the estimate of a published run, with wgrads in FP8 as its software has them."""
+    kernels = FP8_WGRADS if run.recipe.train.precision == "fp8" else FASTMP
+    return step_time(run.recipe, run.gpus, GPUS[run.hardware], kernels)
 
 
 def residual(run: PublishedRun) -> float:

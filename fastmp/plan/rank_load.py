@@ -81,6 +81,11 @@ class MeasuredLoad(NamedTuple):
             )
         return cls(file, found)
 
+    @property
+    def of_layers(self) -> float:
+        """Load of a layer's busiest rank over the mean, averaged over layers and records."""
+        return statistics.fmean(statistics.fmean(record.layers) for record in self.records)
+
     def of_rank(self, recipe: Recipe, rank: int) -> Load:
         """Return the load of pipeline rank `rank`, if entries of all its layers are in the ring at once.
 

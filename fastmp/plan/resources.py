@@ -59,13 +59,15 @@ def recipe_parser(prog: str, description: str) -> Parser:
     return parser
 
 
-def add_load(parser: Parser) -> None:
-    """Add the option that names the metrics of a run."""
+_SIZES = "sizes the activation stash (default: model.moe.activation_stash)"
+
+
+def add_load(parser: Parser, purpose: str = _SIZES) -> None:
+    """Add the option that names the metrics of a run; purpose: what their load does, for its help."""
     parser.add_argument(
         "--load",
         metavar="FILE",
-        help="metrics.jsonl of a run, whose expert load sizes the activation stash (default: "
-        "model.moe.activation_stash)",
+        help=f"metrics.jsonl of a run, whose expert load {purpose}",
     )
 
 

@@ -3,12 +3,14 @@
 GEMMs and memory-bound kernels come from `fastmp.plan.kernels`, bytes sent from `fastmp.plan.traffic` over
 the links of `fastmp.plan.links`, the pipeline's idle time from the simulator. Assumptions:
 
-- All experts get equally many tokens.
+- All experts get equally many tokens, unless a load is given: then all ranks wait for the busiest one, whose
+  exchanges and experts take as many times longer.
 - The host launches eager kernels one after the other (`Kernels.host`); a layer takes as long as the slower of
   host and device. CUDA graphs leave one launch for each captured span.
 - Collectives within layers stop the compute. Exceptions are those of a backward that overlap a GEMM
-  (`Kernels.overlap`), and with EP communication overlap the all-to-alls, in the order of training and as if
-  neither side slowed the other.
+  (`Kernels.overlap`), and with EP communication overlap the all-to-alls, in the order of training.
+- Compute beside a collective is slower by the share of multiprocessors that the collective holds. Their
+  common use of the memory's bandwidth is not counted.
 - Reduce-scatters of gradients overlap the last backward and all-gathers of parameters the next forward,
   except for one bucket each.
 - Muon's GEMMs, the savings of `tp_overlap`, checkpoints, data and logging are not counted.
@@ -46,6 +48,7 @@ from fastmp.plan.layer_time import (
     Phases,
     Seconds,
     bandwidth,
+    beside_compute,
     communication,
     embedding_time,
     layer_gemms,
@@ -59,7 +62,7 @@ from fastmp.plan.parameters import fp8_buffers, rank_buffers, rank_parameters, s
 from fastmp.plan.pipeline_time import pipeline_time
 from fastmp.plan.shapes import Shapes, shapes_of
 
-ONCE, IDLE = "once a step", "pipeline idle"
+ONCE, IDLE, IMBALANCE = "once a step", "pipeline idle", "expert imbalance"
 _EXCHANGES = ("ep", "etp", "etp-ep")  # groups over which rows of experts travel
 
 
@@ -103,13 +106,15 @@ class StepModel:
         return makespan + max(each.total() for each in self.ends)
 
 
-def step_model(recipe: Recipe, world_size: int, gpu: GPU, kernels: Kernels = FASTMP) -> StepModel:
+def step_model(
+    recipe: Recipe, world_size: int, gpu: GPU, kernels: Kernels = FASTMP, load: float = 1.0
+) -> StepModel:
     """Return the parts of a step of `recipe`; arguments and errors as of `step_time`."""
     shapes = shapes_of(recipe, world_size)
     if shapes.fp8 and not gpu.eight:
         raise ValueError(f"{gpu.name} has no FP8: expected --train.precision dtype, or a GPU from H100 on")
     made = Links(gpu, shapes)
-    stages = _stages(recipe, shapes, made, kernels)
+    stages = _stages(recipe, shapes, made, kernels, load)
     schedule = make_schedule(recipe.parallel, shapes.num_microbatches)
     costs = Costs(
         tuple(each.total(FORWARD) for each in stages),
@@ -126,13 +131,17 @@ def step_model(recipe: Recipe, world_size: int, gpu: GPU, kernels: Kernels = FAS
     return StepModel(shapes, schedule, stages, costs, ends)
 
 
-def step_time(recipe: Recipe, world_size: int, gpu: GPU, kernels: Kernels = FASTMP) -> StepTime:
+def step_time(
+    recipe: Recipe, world_size: int, gpu: GPU, kernels: Kernels = FASTMP, load: float = 1.0
+) -> StepTime:
     """Return the time of a step of `recipe`, which must fit `world_size` ranks, one on each GPU.
+
+    load: rows of the busiest expert-parallel rank in a layer over those of a mean one.
 
     Raises:
         ValueError: the recipe multiplies in FP8, and the GPU does not.
     """
-    model = step_model(recipe, world_size, gpu, kernels)
+    model = step_model(recipe, world_size, gpu, kernels, load)
     shapes, schedule, stages = model.shapes, model.schedule, model.stages
     costs, ends, places = model.costs, model.ends, schedule.stages
     run = pipeline_time(schedule, costs)
@@ -161,14 +170,14 @@ def step_time(recipe: Recipe, world_size: int, gpu: GPU, kernels: Kernels = FAST
     return StepTime(
         seconds=seconds,
         pipeline=run.makespan,
-        parts={key: took for key, took in parts.items() if took > 0.0},
+        parts={key: took for key, took in parts.items() if took > 1e-9 * seconds},
         bubble=run.bubble,
         tokens_per_second=tokens / seconds,
         mfu=flops / (seconds * world_size * gpu.peak(shapes.itemsize)),
     )
 
 
-def _stages(recipe: Recipe, shapes: Shapes, links: Links, kernels: Kernels) -> list[Phases]:
+def _stages(recipe: Recipe, shapes: Shapes, links: Links, kernels: Kernels, load: float) -> list[Phases]:
     """Return the time of a microbatch in each of the pipeline's stages."""
     of_kinds = {
         kind: layer_time(
@@ -180,6 +189,11 @@ def _stages(recipe: Recipe, shapes: Shapes, links: Links, kernels: Kernels) -> l
         )
         for kind in set(recipe.model.layers)
     }
+    if load > 1.0:
+        for kind, own in of_kinds.items():
+            parts = _segment_costs(replace(shapes, model=kind), links, kernels, recipe.graphs)
+            for phase, times in zip((FORWARD, INPUT, WEIGHT), zip(*(part[3:] for part in parts[1:]))):
+                own.of[phase][IMBALANCE] += (load - 1.0) * sum(times)
     found = []
     for kinds in stage_kinds(recipe):
         found.append(Phases())
@@ -221,7 +235,7 @@ def _segment_costs(
         for gemms in (
             (first, second),
             (first.backward_input(), second.backward_input()),
-            (first.backward_weight(kernels.adds), second.backward_weight(kernels.adds)),
+            (kernels.wgrad(first), kernels.wgrad(second)),
         )
     ]
     passes = 1 + shapes.projections, 1 + 2 * shapes.projections, 0
@@ -256,7 +270,8 @@ def _hidden(recipe: Recipe, shapes: Shapes, links: Links, kernels: Kernels) -> t
     saved = {
         (first, second): hidden_by_overlap(parts[first], parts[second]) for first in parts for second in parts
     }
-    return tuple(tuple(saved[first, second] for second in layers) for first in layers)
+    share = beside_compute(links.gpu, shapes.dispatcher.multiprocessors)
+    return tuple(tuple(saved[first, second] * share for second in layers) for first in layers)
 
 
 @lru_cache(maxsize=4096)
@@ -311,7 +326,8 @@ def _end_of_step(
     beside = {"gradients": (sums, (REPEATED, INPUT, WEIGHT)), "parameters": (gathers, (FORWARD,))}
     for what, (took, phases) in beside.items():
         hidden = sum(each.total(*phases) for each in chunks) if optimizer.overlap else 0.0
-        found[what] += max(took - hidden, took / max(pieces, 1.0))
+        exposed = max(took - hidden, took / max(pieces, 1.0))
+        found[what] += took - (took - exposed) * beside_compute(gpu, kernels.collective)
     for each in facts:
         if each.own_bucket:
             found["tied embedding"] += links["embedding"].all_reduce(each.size * grad)

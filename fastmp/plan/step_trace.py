@@ -24,7 +24,7 @@ from fastmp.plan.memory import Memory, held_over_time, memory
 from fastmp.plan.parameters import stage_kinds
 from fastmp.plan.shapes import Shapes
 from fastmp.plan.step_gaps import CATEGORY, Table
-from fastmp.plan.step_time import IDLE, ONCE, StepModel, hide, step_model
+from fastmp.plan.step_time import IDLE, IMBALANCE, ONCE, StepModel, hide, step_model
 
 _PHASES = {
     FORWARD_STEP: (FORWARD,),
@@ -32,17 +32,17 @@ _PHASES = {
     BACKWARD_INPUT: (REPEATED, INPUT),
     BACKWARD_WEIGHT: (WEIGHT,),
 }
-_COMPUTE = ("GEMMs", "attention", "quantisers", "other kernels", "host")  # of the compute stream
+_COMPUTE = ("GEMMs", "attention", "quantisers", "other kernels", "host", IMBALANCE)  # of the compute stream
 _STEPS, _STREAM = 0, 1  # threads; groups follow
 
 
-def step_trace(recipe: Recipe, world_size: int, gpu: GPU) -> dict[str, Any]:
-    """Return the trace of a step of `recipe` on `world_size` GPUs.
+def step_trace(recipe: Recipe, world_size: int, gpu: GPU, load: float = 1.0) -> dict[str, Any]:
+    """Return the trace of a step of `recipe` on `world_size` GPUs; load: as of `step_time`.
 
     Raises:
         ValueError: as `step_time`.
     """
-    model = step_model(recipe, world_size, gpu)
+    model = step_model(recipe, world_size, gpu, load=load)
     schedule = model.schedule
     run = simulate(schedule.orders(), model.costs, pairs=schedule.all_pairs(), placement=schedule.placement)
     threads, sent = _threads(model), _sent(recipe, model.shapes)

@@ -14,7 +14,7 @@ from fastmp.plan.hardware import GPUS
 from fastmp.plan.layer_time import FORWARD, INPUT, REPEATED, WEIGHT
 from fastmp.plan.layout import make_schedule, other_schedules, schedule_name
 from fastmp.plan.memory import memory
-from fastmp.plan.resources import fitting_recipe, recipe_parser, table
+from fastmp.plan.resources import add_load, fitting_recipe, measured_load, recipe_parser, table
 from fastmp.plan.shapes import shapes_of
 from fastmp.plan.step_time import ONCE, step_time
 from fastmp.plan.step_trace import step_trace
@@ -34,14 +34,17 @@ def main(arguments: list[str]) -> int:
         help="write the step of all pipeline ranks, for https://ui.perfetto.dev: streams, kernels, "
         "collectives and memory",
     )
+    add_load(parser, "slows a step (default: all experts get equally many tokens)")
     options = parser.parse_args(arguments)
     found = fitting_recipe(parser.prog, options)
     if found is None:
         return 2
     try:
-        facts = time_facts(found, options.world_size, options.hardware)
+        measured = measured_load(options, found)
+        load = 1.0 if measured is None else measured.of_layers
+        facts = time_facts(found, options.world_size, options.hardware, load)
         if options.trace is not None:
-            trace = step_trace(found, options.world_size, GPUS[options.hardware])
+            trace = step_trace(found, options.world_size, GPUS[options.hardware], load)
             options.trace.write_text(json.dumps(trace) + "\n")
             facts["trace"] = str(options.trace)
     except ValueError as error:
@@ -54,15 +57,18 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
-def time_facts(recipe: Recipe, world_size: int, hardware: str) -> dict[str, Any]:
-    """Return the estimated step time of a fitting `recipe` on GPUs named `hardware`; seconds and bytes."""
+def time_facts(recipe: Recipe, world_size: int, hardware: str, load: float = 1.0) -> dict[str, Any]:
+    """Return the estimated step time of a fitting `recipe` on GPUs named `hardware`; seconds and bytes.
+
+    load: rows of the busiest expert-parallel rank over those of a mean one.
+    """
     gpu, shapes = GPUS[hardware], shapes_of(recipe, world_size)
-    found = step_time(recipe, world_size, gpu)
+    found = step_time(recipe, world_size, gpu, load=load)
     orders = make_schedule(recipe.parallel, shapes.num_microbatches).orders()
     others = []
     if recipe.parallel.schedule != ParallelConfig().schedule:
         for layout in other_schedules(recipe.parallel, shapes.num_microbatches):
-            other = step_time(replace(recipe, parallel=layout), world_size, gpu)
+            other = step_time(replace(recipe, parallel=layout), world_size, gpu, load=load)
             others.append({"schedule": name_of(layout), "seconds": other.seconds, "bubble": other.bubble})
     parts: dict[str, dict[str, float]] = {}
     for (phase, what), took in found.parts.items():
@@ -78,6 +84,7 @@ def time_facts(recipe: Recipe, world_size: int, hardware: str) -> dict[str, Any]
         "tokens_per_second": found.tokens_per_second,
         "mfu": found.mfu,
         "bubble": found.bubble,
+        "load": load,
         "schedule": name_of(recipe.parallel),
         "others": others,
         "memory": max(each.total for each in memory(recipe, shapes, orders)),
@@ -104,6 +111,8 @@ def describe_time(facts: dict[str, Any]) -> Iterator[str]:
     )
     fits = "fits into" if held < capacity else "does not fit into"
     yield f"memory    {held:.1f} GiB of the fullest rank, as far as it is counted, {fits} {capacity:.1f} GiB"
+    if facts["load"] > 1.0:
+        yield f"load      {facts['load']:.2f} times the mean on the busiest expert-parallel rank"
     if "trace" in facts:
         yield f"trace     {facts['trace']}: open it in https://ui.perfetto.dev"
     if facts["others"]:

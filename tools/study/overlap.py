@@ -110,8 +110,8 @@ python -m tools.study overlap --out docs/studies
 ```
 
 All times are simulated (`fastmp.pipeline.stream_schedule.simulate_streams`), from unit costs or from
-`fastmp plan time`. The simulation assumes that the streams don't slow each other down; on a GPU, collective
-kernels take some multiprocessors.
+`fastmp plan time`. In simulations of unit costs the streams don't slow each other down; estimates of models
+count the multiprocessors that collective kernels take from compute.
 
 ## Layers
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from math import exp, log
 
 from fastmp.config.sizes import flops_per_token
+from fastmp.plan.hardware import GPUS
 from fastmp.plan.published_runs import PublishedRun, published_runs, residual
 from tools.study.page import table
 
@@ -23,7 +24,7 @@ def section() -> str:
 
 {len(runs)} runs on H100, H200, B200 and GB200, in tokens/s of a GPU. Nothing was calibrated to them. Each
 recipe has what its source says. What it does not say is assumed: no recomputation in Megatron-Bridge's runs,
-stages with equal work.
+stages with equal work. Wgrads are in FP8 where those of the run are, which fastmp has in BF16.
 
 {table(_HEADER, [*_rows(runs)])}
 **Rank correlation** (Spearman) of published and estimated rates: {tokens:.2f} for tokens/s, {flops:.2f} for
@@ -34,23 +35,25 @@ estimate is {mean:.2f} times the published rate.
 
 What the residuals show, and what was done about it:
 
-- **Power.** MosaicML's dense BF16 runs on H100s are estimated {_range(runs, _DENSE_BF16)} times as fast as
-  they were, torchtitan's on H100s limited to 500 W {_range(runs, _LIMITED)} times. Three quarters or more of
-  these steps are GEMMs. The model has them at 0.8 of the peak, as short benchmarks do; a GPU at its power
-  limit does not hold that. No source gives the sustained rate by power limit, so the model has no term for
-  it: read estimates of dense BF16 runs as an upper bound.
-- **FP8 of all three GEMMs.** Megatron-Bridge's dense FP8 runs on H100s are estimated at
-  {_range(runs, _DENSE_FP8)} times their rate: their wgrads are in FP8, those of fastmp in BF16.
+- **Power.** GEMMs were at 0.8 of the peak on every GPU, as short benchmarks have them. An H100 or H200
+  sustains 720 TFLOP/s in BF16 at its 700 W by an independent measurement, and the model now has that share,
+  {GPUS["h100"].gemms:.2f}. MosaicML's dense BF16 runs are estimated at {_range(runs, _DENSE_BF16)} times
+  their rate, for 1.35 to 1.58 before. No source gives the sustained rate of an H100 limited to 500 W, as
+  torchtitan's were ({_range(runs, _LIMITED)}), or of a B200, which has the share of an A100 here.
+- **FP8 of all three GEMMs.** With wgrads in FP8, as their software has them, Megatron-Bridge's dense runs on
+  H100s are estimated at {_range(runs, _DENSE_FP8)} times their rate, for 0.85 to 0.93 with BF16 wgrads.
 - **Host.** Rows with that note have microbatches of one or two sequences, and reach a third of the estimate;
   their source is up to twice as fast where tokens are dropped, so that no host waits for counts of tokens.
   The model now has a host: 25 us for each launch of eager code, as in the [study of graphs](graphs.md), and 2
   launches for each wait. A layer takes as long as the slower of host and GPU. fastmp has 51 launches for a
   layer of experts, and is not bound by them here; how many those runs had is not known.
-- **Exchanges.** On H100s rows with EP communication overlap are estimated at {_range(runs, _OVERLAP)} times
-  their rate, DeepSeek-V3 without it at {_range(runs, _EXCHANGED)} times: the model has an exchange next to
-  compute cost that compute nothing, but both share SMs and memory bandwidth. No source separates the two, and
-  the model is unchanged.
+- **Exchanges.** On H100s rows with EP communication overlap were estimated at 1.39 to 1.43 times their
+  rate, because an exchange cost the compute beside it nothing. Its kernels hold SMs: DeepEP 20 of 132, as
+  DeepSeek-V3's report says, NCCL 16 or more. Compute beside any collective is now slower by their share, also
+  beside reductions of gradients: these rows are at {_range(runs, _OVERLAP)}, DeepSeek-V3 without overlap at
+  {_range(runs, _EXCHANGED)}. No source separates what the common use of the memory's bandwidth costs.
 - **Imbalance.** Where the sources say anything, they force balanced experts: the rows tell nothing about it.
+  `fastmp plan time --load metrics.jsonl` adds the wait for the busiest rank that a run has measured.
 """
 
 
