@@ -26,7 +26,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fastmp.config import DataConfig
-from fastmp.training.data.dataset import TokenDataset, check_same_tokenizer, make_batch
+from fastmp.training.data.dataset import TokenDataset, check_same_tokenizer, make_batch, nothing_held_out
 from fastmp.training.data.masked import MaskedDataset
 from fastmp.training.data.sampling import first_sample
 
@@ -104,10 +104,7 @@ class BlendedDataset:
         """Return (name, share, source) of sources with held-out text. Raises ValueError if none has."""
         having = [number for number, source in enumerate(self.sources) if source.holds_out]
         if not having:
-            raise ValueError(
-                f"{', '.join(self.names)}: no text was held out (validation_fraction 0); "
-                "set data.validation_path, or train.eval_interval 0"
-            )
+            raise nothing_held_out(", ".join(self.names))
         total = sum(self.blend.shares[number] for number in having)
         return [(self.names[n], self.blend.shares[n] / total, self.sources[n]) for n in having]
 

@@ -149,10 +149,7 @@ class TokenDataset:
     def validation(self) -> TokenSplit | MegatronSplit:
         """The held-out split. Raises ValueError if there is none."""
         if self._validation is None:
-            raise ValueError(
-                f"{self.train.path.parent}: no text was held out (validation_fraction 0); "
-                "set data.validation_path, or train.eval_interval 0"
-            )
+            raise nothing_held_out(str(self.train.path.parent))
         return self._validation
 
     def batch(
@@ -251,6 +248,14 @@ def open_corpus(source: str | Path, tokenizer: str, held_out: float) -> Corpus:
     index = read_index(directory)
     validation = open_split(directory, index, "validation") if "validation" in index.splits else None
     return Corpus(open_tokenizer(directory, index), open_split(directory, index, "train"), validation)
+
+
+def nothing_held_out(source: str) -> ValueError:
+    """Return the error of a validation on `source`, which has no held-out text."""
+    return ValueError(
+        f"{source}: no text was held out (validation_fraction 0); "
+        "set data.validation_path, or train.eval_interval 0"
+    )
 
 
 def check_same_tokenizer(one: str | Path, its: Tokenizer, other: str | Path, others: Tokenizer) -> None:

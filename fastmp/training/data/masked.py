@@ -25,7 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fastmp.config import DataConfig, MaskedLMConfig
-from fastmp.training.data.dataset import IGNORE_INDEX, TokenDataset, open_corpora
+from fastmp.training.data.dataset import IGNORE_INDEX, TokenDataset, nothing_held_out, open_corpora
 from fastmp.training.data.masking import (
     Draws,
     Grid,
@@ -153,10 +153,7 @@ class MaskedDataset:
     @property
     def _held_out_windows(self) -> WindowIndex:
         if self._held_out is None:
-            raise ValueError(
-                f"{self.train.path.parent}: no text was held out (validation_fraction 0); "
-                "set data.validation_path, or train.eval_interval 0"
-            )
+            raise nothing_held_out(str(self.train.path.parent))
         return self._held_out
 
     def batch(
