@@ -68,7 +68,6 @@ DTYPE_ALIASES = {
     **{"bf16": "bfloat16", "fp16": "float16", "half": "float16"},
     **{"fp32": "float32", "float": "float32"},
 }
-_EVERY_LAYER = "leave it out, --parallel.recompute applies to every layer"
 _FUSED = "leave it out, fused kernels are always used"
 _ALWAYS = "leave it out, this is always so"
 _CHOSEN = "leave it out, fastmp chooses"

@@ -12,25 +12,25 @@ from torch import Tensor
 
 from fastmp.profiling import traced
 
-__all__ = ["STEPS", "orthogonalize"]
+__all__ = ["orthogonalize"]
 
 A, B, C = 3.4445, -4.7750, 2.0315
-STEPS = 5
+_STEPS = 5
 _SMALLEST = 1e-7  # norms are clamped to it, so that a zero matrix stays zero
 
 
 @traced("fastmp.orthogonalize")
-def orthogonalize(matrices_NRC: Tensor, *, steps: int = STEPS) -> Tensor:
+def orthogonalize(matrices_NRC: Tensor) -> Tensor:
     """Return the nearly orthogonal factors of matrices (N, R, C), in their shape and dtype.
 
     On a CPU, the bits of a float32 or float64 matrix do not depend on the others in the batch.
     """
     if matrices_NRC.device.type == "cpu":  # MKL's batched products of float64 do depend on the others
-        return torch.cat([_iterate(each, steps) for each in matrices_NRC.split(1)])
-    return _iterate(matrices_NRC, steps)
+        return torch.cat([_iterate(each) for each in matrices_NRC.split(1)])
+    return _iterate(matrices_NRC)
 
 
-def _iterate(matrices: Tensor, steps: int) -> Tensor:
+def _iterate(matrices: Tensor) -> Tensor:
     # 1. Work on the wide orientation: X X^T is then the smaller Gram matrix.
     tall = matrices.shape[1] > matrices.shape[2]
     x = matrices.mT if tall else matrices
@@ -39,7 +39,7 @@ def _iterate(matrices: Tensor, steps: int) -> Tensor:
     norms = torch.stack(torch._foreach_norm(list(matrices.unbind()), 2, dtype=narrow))  # each by itself
     x = (x / norms.clamp(min=_SMALLEST)[:, None, None]).to(x.dtype)
     # 3. Iterate X <- A X + (B G + C G^2) X with G = X X^T.
-    for _ in range(steps):
+    for _ in range(_STEPS):
         gram = torch.bmm(x, x.mT)
         polynomial = torch.baddbmm(gram, gram, gram, beta=B, alpha=C)
         x = torch.baddbmm(x, polynomial, x, beta=A)
