@@ -15,6 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from fastmp.ops import backends, bias_gelu
 from fastmp.ops.core.registry import OPS, can_read_values
 from fastmp.ops.core.versions import TESTED, untested
+from fastmp.testing.functions import families
 from fastmp.testing.ops import check_op, poisoned_memory, relative_error, run, samples
 
 MUTATING = [name for name, op in OPS.items() if op.overload._schema.is_mutable]
@@ -134,6 +135,12 @@ def test_samples_depend_on_the_seed_only_and_refuse_unknown_ops():
     assert not torch.equal(first[0][0].nan_to_num(), other[0][0].nan_to_num())
     with pytest.raises(ValueError, match="no op 'entropy'"):
         samples("entropy", device="cpu", dtype=torch.float32)
+
+
+def test_an_op_without_samples_says_where_to_add_them(monkeypatch):
+    monkeypatch.delitem(families(), "activation")
+    with pytest.raises(ValueError, match="add its family 'activation' to FAMILIES"):
+        samples("bias_gelu", device="cpu", dtype=torch.float32)
 
 
 @pytest.mark.parametrize("op", MUTATING)
