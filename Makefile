@@ -10,6 +10,9 @@ SETUP := $(PYTHON) .ci/environment.py
 KEEP_GOING := --continue-on-collection-errors
 # One process for each core, eight at most.
 WORKERS := -n $(shell nproc | awk '{print $$1 < 8 ? $$1 : 8}') --dist worksteal
+# Containers often say that bytecode is not to be written. .venv has none of torch before its first import, and several
+# hundred processes would each compile it, fastmp and the tests again.
+export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: train test test-ci test-full test-oldest test-newest sanitize lint docs build wheel clean
 
