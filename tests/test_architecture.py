@@ -96,7 +96,7 @@ def module_of(name: str) -> str:
 
 @pytest.fixture(scope="module")
 def arrows() -> dict[str, set[str]]:
-    """Return the modules of this project that each module imports; a fixture, as collection must stay quick."""
+    """Return what each module imports of this project. Read by a fixture, so that collection stays quick."""
     return {
         name: {module_of(each) for each in imports(path) if each.split(".")[0] in ("fastmp", "tools")}
         - {"fastmp"}
