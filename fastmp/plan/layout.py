@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import cache
 from typing import NamedTuple
 
 from fastmp.config import DISPATCHERS, ParallelConfig, Recipe
@@ -26,6 +27,7 @@ __all__ = [
     "other_schedules",
     "problems",
     "schedule_name",
+    "smallest_groups",
 ]
 
 MAX_MICROBATCHES = 1 << 16  # schedules list them
@@ -65,13 +67,31 @@ def other_schedules(layout: ParallelConfig, num_microbatches: int) -> Iterator[P
         if spec.name == layout.schedule or spec.vpp not in (None, layout.vpp):
             continue
         overlap = layout.overlap_experts and spec.overlaps
-        other = replace(layout, schedule=spec.name, overlap_experts=overlap, microbatch_group_size=None)
-        groups = [None] if spec.vpp is not None else [None, *range(layout.pp, num_microbatches + 1)]
-        fitting = (replace(other, microbatch_group_size=size) for size in groups)
-        if (
-            found := next((each for each in fitting if not _refused(each, num_microbatches)), None)
-        ) is not None:
-            yield found
+        other = replace(layout, schedule=spec.name, overlap_experts=overlap)
+        groups = smallest_groups(layout.pp, num_microbatches, layout.vpp, spec.name)
+        other = replace(other, microbatch_group_size=groups)
+        if not _refused(other, num_microbatches):
+            yield other
+
+
+@cache
+def smallest_groups(pp: int, num_microbatches: int, vpp: int, schedule: str) -> int | None:
+    """Return the smallest microbatch groups that run so many microbatches through interleaved chunks.
+
+    None: pp, the default, or no group size at all: `Schedule` raises then.
+
+    Example:
+        >>> smallest_groups(pp=4, num_microbatches=10, vpp=2, schedule="1f1b")
+        5
+    """
+    sizes = [None] if SCHEDULES[schedule].vpp is not None else [None, *range(pp, num_microbatches + 1)]
+    for size in sizes:
+        try:
+            Schedule(pp, num_microbatches, vpp, size, schedule)
+        except ValueError:
+            continue
+        return size
+    return None
 
 
 def schedule_name(schedule: str, overlap_experts: bool, microbatch_group_size: int | None) -> str:

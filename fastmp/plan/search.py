@@ -24,7 +24,7 @@ from itertools import accumulate, count, pairwise
 
 from fastmp.config import Recipe
 from fastmp.pipeline.schedule import Schedule
-from fastmp.plan.layout import make_schedule, problems
+from fastmp.plan.layout import make_schedule, problems, smallest_groups
 from fastmp.plan.memory import memory
 from fastmp.plan.pipeline_time import shorter
 from fastmp.plan.search_bounds import ROUNDING, Bounds, NodeCosts, ParameterBytes, SearchNode, candidate_of
@@ -193,17 +193,15 @@ class _Search:
             for states in self.space.states()
         )
 
-    def _microbatches(self, node: SearchNode) -> int:
-        dp = self.space.gpus // (node.layout.tp * node.layout.cp * node.layout.pp)
-        return self.space.recipe.train.global_batch_size // (node.micro_batch_size * dp)
-
     def _node_time(self, node: SearchNode) -> float:
-        return self._costs_of(node).work * self._microbatches(node) / node.layout.pp * ROUNDING
+        number = self.space.num_microbatches(node.layout, node.micro_batch_size)
+        return self._costs_of(node).work * number / node.layout.pp * ROUNDING
 
     def _open(self, node: SearchNode) -> list[tuple[tuple[float, float], Candidate]]:
         """Return the candidates of a node that fit, with their bounds of time and memory."""
         space, costs, found = self.space, self._costs_of(node), []
-        number, layout = self._microbatches(node), node.layout
+        layout = node.layout
+        number = space.num_microbatches(layout, node.micro_batch_size)
         first = candidate_of(node, (1, "1f1b", False), "none", space.states()[0])
         if wrong := problems(space.recipe_of(first), space.gpus):
             self.result.rejected[str(wrong[0])] += 1
@@ -213,7 +211,8 @@ class _Search:
             if overlap and number == 1:
                 continue
             try:
-                schedule = Schedule(layout.pp, number, vpp, None, name, overlap)
+                groups = smallest_groups(layout.pp, number, vpp, name)
+                schedule = Schedule(layout.pp, number, vpp, groups, name, overlap)
             except ValueError as error:
                 self.result.rejected[str(error)] += 1
                 continue

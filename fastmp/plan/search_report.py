@@ -197,8 +197,8 @@ def search_facts(space: Space, limit: float) -> dict[str, Any]:
         "nodes": result.nodes,
         "estimated": result.estimated,
         "slowest": SLOWEST,
-        "best": [_row(each, space.gpus, each.candidate in front) for each in result.best],
-        "front": [_row(each, space.gpus, True) for each in result.front],
+        "best": [_row(each, space, each.candidate in front) for each in result.best],
+        "front": [_row(each, space, True) for each in result.front],
         "least_memory": None if math.isinf(result.least_memory) else result.least_memory,
         "rejected": dict(result.rejected.most_common()),
         "nearest": _nearest(space, result),
@@ -222,14 +222,15 @@ def _nearest(space: Space, result: SearchResult) -> dict[str, Any] | None:
     }
 
 
-def _row(found: Found, gpus: int, in_front: bool) -> dict[str, Any]:
+def _row(found: Found, space: Space, in_front: bool) -> dict[str, Any]:
     parts: dict[str, float] = {}
     for (_, what), seconds in found.step.parts.items():
         parts[what] = parts.get(what, 0.0) + seconds
     return {
         **found.candidate.facts(),
+        "microbatch_group_size": space.recipe_of(found.candidate).parallel.microbatch_group_size,
         "seconds": found.step.seconds,
-        "tokens_per_second_per_gpu": found.step.tokens_per_second / gpus,
+        "tokens_per_second_per_gpu": found.step.tokens_per_second / space.gpus,
         "mfu": found.step.mfu,
         "memory": found.memory,
         "front": in_front,
@@ -286,6 +287,8 @@ def describe_search(facts: Mapping[str, Any]) -> Iterator[str]:
 def _cells(row: Mapping[str, Any]) -> dict[str, str]:
     """Return the choices of a row, {column: cell}."""
     schedule = row["schedule"] + f" x{row['vpp']}" * (row["vpp"] > 1) + " overlap" * row["overlap"]
+    if row["microbatch_group_size"] is not None:
+        schedule += f" in groups of {row['microbatch_group_size']}"
     return {
         "microbatch": str(row["micro_batch_size"]),
         "schedule": schedule,
@@ -372,7 +375,7 @@ def _describe_why(
     result: SearchResult, space: Space, limit: float, facts: Mapping[str, Any], axis: str, value: Any
 ) -> Iterator[str]:
     if result.best:
-        own = _row(result.best[0], space.gpus, False)
+        own = _row(result.best[0], space, False)
         longer = own["seconds"] / facts["best"][0]["seconds"]
         yield (
             f"why       with {axis} {value} the fastest is {layout_name(own)}, {longer:.2f} times as long as "

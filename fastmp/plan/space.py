@@ -18,6 +18,7 @@ from fastmp.config.sizes import head_flops_per_token, layer_flops_per_token, pro
 from fastmp.config.specs import SCHEDULES
 from fastmp.pipeline.stage_map import StageMap
 from fastmp.plan.hardware import GPU
+from fastmp.plan.layout import smallest_groups
 
 CHUNKS, MOST_STAGES, MOST_TP = (1, 2, 4, 8), 64, 16
 MICRO_BATCH_SIZES = (1, 2, 4, 8)
@@ -123,6 +124,11 @@ class Space:
         batch = self.recipe.train.global_batch_size
         return [each for each in self.kept("micro_batch_size", MICRO_BATCH_SIZES) if batch % (each * dp) == 0]
 
+    def num_microbatches(self, layout: Layout, micro_batch_size: int) -> int:
+        """Return the microbatches of a replica in a step."""
+        dp = self.gpus // (layout.tp * layout.cp * layout.pp)
+        return self.recipe.train.global_batch_size // (micro_batch_size * dp)
+
     def dispatchers(self, layout: Layout) -> list[str]:
         """Return the token dispatchers; one where tokens do not travel.
 
@@ -198,6 +204,7 @@ class Space:
                 changed.update(activation_stash=0.0)  # which has no FP8, and no biases of experts
             model = replace(model, moe=replace(moe, **changed))
         placement = SCHEDULES[own.schedule].placement
+        number = self.num_microbatches(own.layout, own.micro_batch_size)
         return replace(
             recipe,
             model=model,
@@ -211,7 +218,7 @@ class Space:
                 vpp=own.vpp,
                 schedule=own.schedule,
                 overlap_experts=own.overlap,
-                microbatch_group_size=None,
+                microbatch_group_size=smallest_groups(own.pp, number, own.vpp, own.schedule),
                 stage_layers=divide_layers(model, recipe.data.seq_len, own.pp, own.vpp, placement),
                 sequence_parallel=own.tp > 1,
                 recompute=own.recompute == "full",

@@ -30,7 +30,7 @@ from fastmp.plan.layout import make_schedule, problems
 from fastmp.plan.memory import memory
 from fastmp.plan.pipeline_time import pipeline_time, shorter
 from fastmp.plan.search import SLOWEST, TOLERANCE, estimate, front_of, search
-from fastmp.plan.search_report import layout_name
+from fastmp.plan.search_report import describe_search, layout_name, search_facts
 from fastmp.plan.shapes import shapes_of
 from fastmp.plan.space import Space, divide_layers
 from fastmp.plan.step_time import step_time
@@ -54,6 +54,7 @@ def recipe(model, batch, length=4096):
     )
 
 
+NARROW = {"cp": [1], "micro_batch_size": [1], "precision": ["dtype"]}
 # model, GPUs, samples of a step, GPU, GiB, what is kept
 SPACES = [
     (DENSE, 4, 16, "h100", 72, {"precision": ["dtype"], "micro_batch_size": [1, 2]}),
@@ -65,7 +66,8 @@ SPACES = [
             (DENSE, 8, 8, "h100", 1.5, {"micro_batch_size": [1], "precision": ["fp8"]}),
             (DENSE, 16, 16, "v100", 30, {"micro_batch_size": [1], "schedule": ["1f1b"], "cp": [1, 2]}),
             (DENSE, 2, 64, "b200", 160, {"cp": [1], "states": ["classic"]}),
-            (DENSE, 6, 12, "h200", 2, {"cp": [1], "micro_batch_size": [1], "precision": ["dtype"]}),
+            (DENSE, 6, 12, "h200", 2, NARROW),
+            (DENSE, 4, 10, "h100", 3, {**NARROW, "vpp": [2]}),  # 5 microbatches for 2 ranks
             (
                 DENSE,
                 16,
@@ -129,6 +131,22 @@ def test_a_candidate_fits_into_its_own_memory():
     for own in space.candidates():  # at the fullest moment the last chunk, with the loss, may hold nothing
         alone = Space(made, 2, GPUS["h100"], {axis: [value] for axis, value in own.facts().items()})
         assert search(alone, estimate(space, own).memory).best, own
+
+
+def test_interleaved_chunks_take_the_smallest_microbatch_groups_that_fit():
+    """5 microbatches do not run in groups of 2, the default: the last one would be alone."""
+    fixed = {**NARROW, "pp": [2], "tp": [1], "vpp": [2], "schedule": ["1f1b"]}
+    space = Space(recipe(DENSE, 10), 4, GPUS["h100"], fixed)
+    best = search(space, 72 * 2**30).best[0].candidate
+    assert space.recipe_of(best).parallel.microbatch_group_size == 3
+    assert space.recipe_of(replace(best, vpp=1)).parallel.microbatch_group_size is None
+    v = replace(best, schedule="dualpipe_v")
+    assert space.recipe_of(v).parallel.microbatch_group_size is None
+    few = search(Space(recipe(DENSE, 2), 4, GPUS["h100"], fixed), 72 * 2**30)
+    assert not few.best and "a last group of 1 for group_size 2" in next(iter(few.rejected))
+    facts = search_facts(space, 72 * 2**30)
+    assert facts["best"][0]["microbatch_group_size"] == 3
+    assert "schedule 1f1b x2 in groups of 3," in "\n".join(describe_search(facts))
 
 
 def test_equal_searches_give_equal_results():
