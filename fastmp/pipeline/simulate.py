@@ -171,8 +171,34 @@ class Simulation:
         return None
 
 
+@dataclass(frozen=True)
+class CheckedOrders:
+    """Complete orders of all ranks, to simulate with many costs.
+
+    overlapped: for each rank, {position of a forward overlapped with the next step: chunk of that backward}.
+    """
+
+    steps: tuple[tuple[Step, ...], ...]
+    num_microbatches: int
+    vpp: int
+    forward_only: bool
+    pairs: Sequence[Container[int]]
+    overlapped: tuple[dict[int, int], ...]
+
+
+def check_orders(
+    orders: Sequence[Sequence[Step]], pairs: Sequence[Container[int]] = (), *, forward_only: bool = False
+) -> CheckedOrders:
+    """Return the orders of all ranks as `simulate` takes them; arguments and errors as there."""
+    steps, num_microbatches, vpp = _checked(orders, forward_only)
+    overlapped = tuple(
+        _overlapped_backwards(rank, own, pairs[rank] if pairs else ()) for rank, own in enumerate(steps)
+    )
+    return CheckedOrders(steps, num_microbatches, vpp, forward_only, pairs, overlapped)
+
+
 def simulate(
-    orders: Sequence[Sequence[Step]],
+    orders: Sequence[Sequence[Step]] | CheckedOrders,
     costs: Costs | None = None,
     *,
     forward_only: bool = False,
@@ -183,7 +209,8 @@ def simulate(
 
     Args:
         orders: `orders[rank]`, complete: on every rank, every microbatch goes through every chunk once
-            forward and once backward (in one step, or dgrad and then wgrad).
+            forward and once backward (in one step, or dgrad and then wgrad). From `check_orders`: with the
+            pairs and `forward_only` given there.
         costs: None: 1 for every kind of step, messages are free.
         forward_only: the orders have forwards only, and no activations are held.
         pairs: for each rank, the positions of forwards overlapped with the backward after them, as from
@@ -199,20 +226,17 @@ def simulate(
         >>> simulate(schedule.orders()).bubble  # (pp - 1) / num_microbatches
         0.375
     """
-    checked, num_microbatches, vpp = _checked(orders, forward_only)
-    costs = costs or Costs()
-    stages = StageMap(len(checked), vpp, placement)
-    starts, ends = _times(checked, costs, stages, num_microbatches, pairs)
-    peaks = tuple(1 if forward_only else peak_held(steps) for steps in checked)
-    return Simulation(checked, costs, stages, num_microbatches, peaks, starts, ends, pairs)
+    if not isinstance(orders, CheckedOrders):
+        orders = check_orders(orders, pairs, forward_only=forward_only)
+    costs, steps, number = costs or Costs(), orders.steps, orders.num_microbatches
+    stages = StageMap(len(steps), orders.vpp, placement)
+    starts, ends = _times(orders, costs, stages)
+    peaks = tuple(1 if orders.forward_only else peak_held(own) for own in steps)
+    return Simulation(steps, costs, stages, number, peaks, starts, ends, orders.pairs)
 
 
 def _times(
-    orders: tuple[tuple[Step, ...], ...],
-    costs: Costs,
-    stages: StageMap,
-    num_microbatches: int,
-    pairs: Sequence[Container[int]],
+    checked: CheckedOrders, costs: Costs, stages: StageMap
 ) -> tuple[tuple[list[float], ...], tuple[list[float], ...]]:
     """Return the starts and ends of all steps.
 
@@ -221,6 +245,7 @@ def _times(
 
     A forward overlapped with the next step waits for the input of that one as well.
     """
+    orders, num_microbatches = checked.steps, checked.num_microbatches
     pp, last = len(orders), stages.last
     own = [stages.stages(rank) for rank in range(pp)]
     rank_of = [*map(stages.rank, range(len(stages))), -1]  # a neighbour of the first or last stage is no rank
@@ -230,16 +255,13 @@ def _times(
     starts: tuple[list[float], ...] = tuple([] for _ in orders)
     ends: tuple[list[float], ...] = tuple([] for _ in orders)
     waits_for, stuck_at = [-1] * pp, [0] * pp
-    overlapped = [
-        _overlapped_backwards(rank, orders[rank], pairs[rank] if pairs else ()) for rank in range(pp)
-    ]
     ready = deque(range(pp))
     while ready:
         rank = ready.popleft()
         rank_starts, rank_ends, rank_stages = starts[rank], ends[rank], own[rank]
         now = rank_ends[-1] if rank_ends else 0.0
         waits_for[rank] = -1
-        steps, backwards = orders[rank], overlapped[rank]
+        steps, backwards = orders[rank], checked.overlapped[rank]
         for i in range(len(rank_ends), len(steps)):
             kind, microbatch, chunk = steps[i]
             stage = rank_stages[chunk]

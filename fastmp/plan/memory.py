@@ -11,7 +11,7 @@ allocator overhead are not counted.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -120,9 +120,12 @@ def _of_chunks(recipe: Recipe, shapes: Shapes, rank: int) -> _Chunks:
     stages, layout = stage_kinds(recipe), recipe.parallel
     places = stage_map(layout)
     last, own = places.last, places.stages(rank)
+    kinds = {kind for stage in own for kind in stages[stage]}
     whole_layers, again_layers = (
-        [[_of_layer(replace(shapes, model=kind), again) for kind in stages[stage]] for stage in own]
-        for again in (False, True)
+        [[of_kind[kind] for kind in stages[stage]] for stage in own]
+        for of_kind in (
+            {kind: _of_layer(shapes.of_kind(kind), again) for kind in kinds} for again in (False, True)
+        )
     )
     layer_input = activations.layer_input(shapes, layout.shard_recompute_input)
     ends = [

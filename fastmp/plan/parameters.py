@@ -6,8 +6,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from itertools import accumulate, pairwise
+from typing import NamedTuple
 
 from fastmp.config import NORMS, OPTIMIZERS, BertConfig, GPTConfig, ParallelConfig, Recipe
+from fastmp.config.precision import Fp8Recipe
 from fastmp.optim.flat_layout import Buffer, ParamSpec, matrix_cost, plan_buffers
 from fastmp.pipeline.stage_map import StageMap
 from fastmp.plan.shapes import Shapes
@@ -58,15 +60,40 @@ def expert_chunks(recipe: Recipe, rank: int) -> list[range]:
     return stage_map(recipe.parallel).of_rank(ranges, rank)
 
 
-@lru_cache(maxsize=128)
+class _Division(NamedTuple):
+    """What the parameters of a rank depend on: layers of the stages, their placement, optimizer and FP8."""
+
+    stages: tuple[range, ...]
+    places: StageMap
+    optimizer: str
+    fp8: Fp8Recipe | None
+
+
 def rank_parameters(recipe: Recipe, shapes: Shapes, rank: int) -> Mapping[str, ParamSpec]:
     """Return {name: facts} of what a rank of pipeline rank `rank` has, in the order of its chunks."""
-    stages, places = stage_ranges(recipe), stage_map(recipe.parallel)
+    return _rank_parameters(*_without_microbatch(recipe, shapes), rank)
+
+
+def _without_microbatch(recipe: Recipe, shapes: Shapes) -> tuple[_Division, Shapes]:
+    """Return what parameters depend on, equal for all microbatch sizes and kinds of recomputation."""
+    division = _Division(
+        tuple(stage_ranges(recipe)),
+        stage_map(recipe.parallel),
+        recipe.optimizer.name,
+        recipe.train.fp8(),
+    )
+    own = replace(shapes, num_microbatches=0, length=0, tokens=0, rows=0, routed=0, documents=0, predicted=0)
+    return division, replace(own, recompute_kv=False)
+
+
+@lru_cache(maxsize=1024)
+def _rank_parameters(division: _Division, shapes: Shapes, rank: int) -> Mapping[str, ParamSpec]:
+    stages, places, optimizer, fp8 = division
     found: dict[str, ParamSpec] = {}
     for stage in places.stages(rank):
         ends = stage == 0, stage == places.last
         found |= _stage(shapes, stages[stage], *ends, shared=not places.ends_meet)
-    if OPTIMIZERS[recipe.optimizer.name].matrix_state is not None:
+    if OPTIMIZERS[optimizer].matrix_state is not None:
         costs: dict[str, int] = {}
         for kind in set(shapes.model.layers):
             costs |= _update_costs(replace(shapes, model=kind))
@@ -76,24 +103,33 @@ def rank_parameters(recipe: Recipe, shapes: Shapes, rank: int) -> Mapping[str, P
             if is_mtp_projection(name):
                 whole = matrix_cost(shapes.model.hidden_size, 2 * shapes.model.hidden_size)
                 found[name] = replace(facts, cost=whole * shapes.grid.tp)
-    if (fp8 := recipe.train.fp8()) is not None:
+    if fp8 is not None:
         split = (each.name for each in shapes.model.attention.projections if each.split)
         quantized = (*(f"attention.{name}.weight" for name in split), *_QUANTIZED)
         for name, facts in found.items():
-            found[name] = replace(facts, fp8=fp8.block if name.endswith(quantized) else 0)
+            if name.endswith(quantized):
+                found[name] = replace(facts, fp8=fp8.block)
     return found
 
 
-@lru_cache(maxsize=128)
 def rank_buffers(recipe: Recipe, shapes: Shapes, rank: int) -> tuple[Buffer, ...]:
     """Return the flat buffers that the parameters of a rank of pipeline rank `rank` lie in."""
-    optimizer, grid = recipe.optimizer, shapes.grid
+    own = recipe.optimizer
+    buckets = own.shard, own.bucket_size, own.bucket_unit
+    return _rank_buffers(*_without_microbatch(recipe, shapes), rank, *buckets)
+
+
+@lru_cache(maxsize=1024)
+def _rank_buffers(
+    division: _Division, shapes: Shapes, rank: int, shard: bool, bucket_size: int, unit: int
+) -> tuple[Buffer, ...]:
+    grid = shapes.grid
     return plan_buffers(
-        rank_parameters(recipe, shapes, rank),
-        num_ranks=grid.dp * grid.cp if optimizer.shard else 1,
-        num_expert_ranks=grid.edp if optimizer.shard else 1,
-        bucket_size=optimizer.bucket_size,
-        unit=optimizer.bucket_unit,
+        _rank_parameters(division, shapes, rank),
+        num_ranks=grid.dp * grid.cp if shard else 1,
+        num_expert_ranks=grid.edp if shard else 1,
+        bucket_size=bucket_size,
+        unit=unit,
     )
 
 
@@ -150,12 +186,16 @@ def _stage(
     if first and model.position == "learned":
         found["position_embedding.weight"] = facts(model.max_seq_len * model.hidden_size, split)
 
+    of_kinds: dict[GPTConfig, dict[str, ParamSpec]] = {}
+
     def of_layer(layer: int) -> dict[str, ParamSpec]:
-        own = {}
-        for name, (size, partial) in _layer(shapes.of_layer(layer)):
-            experts = name.startswith("moe.experts.")
-            own[name] = ParamSpec(size, dtype, experts=True) if experts else facts(size, partial)
-        return {f"layers.{layer}.{name}": each for name, each in own.items()}
+        sizes = shapes.of_layer(layer)
+        if sizes.model not in of_kinds:
+            own = of_kinds[sizes.model] = {}
+            for name, (size, partial) in _layer(sizes):
+                experts = name.startswith("moe.experts.")
+                own[name] = ParamSpec(size, dtype, experts=True) if experts else facts(size, partial)
+        return {f"layers.{layer}.{name}": each for name, each in of_kinds[sizes.model].items()}
 
     for layer in layers:
         found |= of_layer(layer)

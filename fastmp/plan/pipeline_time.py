@@ -7,7 +7,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from fastmp.pipeline.schedule import Schedule
-from fastmp.pipeline.simulate import Costs, simulate
+from fastmp.pipeline.simulate import CheckedOrders, Costs, check_orders, simulate
 
 LONG = 4096  # steps of all ranks, each a microbatch in a chunk, from which on a simulation is continued
 _GROUPS = 8  # microbatches of a shorter step over its group size, at least
@@ -54,6 +54,12 @@ def shorter(schedule: Schedule) -> Schedule:
     return replace(schedule, num_microbatches=fewer)
 
 
+@lru_cache(maxsize=64)
+def orders_of(schedule: Schedule) -> CheckedOrders:
+    """Return the orders of a schedule, checked, for many costs."""
+    return check_orders(schedule.orders(), schedule.all_pairs())
+
+
 def _simulated(schedule: Schedule, costs: Costs) -> PipelineTime:
-    run = simulate(schedule.orders(), costs, pairs=schedule.all_pairs(), placement=schedule.placement)
+    run = simulate(orders_of(schedule), costs, placement=schedule.placement)
     return PipelineTime(run.makespan, run.busy)

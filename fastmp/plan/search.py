@@ -21,13 +21,22 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, count, pairwise
+from typing import Any
 
 from fastmp.config import Recipe
 from fastmp.pipeline.schedule import Schedule
-from fastmp.plan.layout import make_schedule, problems, smallest_groups
+from fastmp.plan.layout import Problem, make_schedule, problems, smallest_groups
 from fastmp.plan.memory import memory
-from fastmp.plan.pipeline_time import shorter
-from fastmp.plan.search_bounds import ROUNDING, Bounds, NodeCosts, ParameterBytes, SearchNode, candidate_of
+from fastmp.plan.pipeline_time import orders_of, shorter
+from fastmp.plan.search_bounds import (
+    ROUNDING,
+    Bounds,
+    NodeCosts,
+    ParameterBytes,
+    SearchNode,
+    StageKinds,
+    candidate_of,
+)
 from fastmp.plan.shapes import shapes_of
 from fastmp.plan.space import GRAPHS, STATES, Candidate, Layout, Space, divide_layers
 from fastmp.plan.step_time import StepTime, step_time
@@ -103,9 +112,11 @@ class _Search:
         self.points: list[tuple[float, int]] = []  # time and memory of the front, ascending in time
         self.found: list[Found] = []
         self._costs: dict[SearchNode, NodeCosts] = {}
+        self._shared: dict[object, Any] = {}  # of costs
+        self._problems: dict[SearchNode, list[Problem]] = {}  # by nodes without recomputation
         self._held: dict[Candidate, int] = {}  # memory, by candidates without graphs
         self._pipelines: dict[Candidate, float] = {}  # seconds, by candidates without states
-        self._divided: dict[tuple[int, int, str], list[tuple[int, ...]]] = {}
+        self._divided: dict[tuple[int, int, str], StageKinds] = {}
         self._bytes: dict[tuple[Layout, str, str], ParameterBytes] = {}
 
     def run(self) -> SearchResult:
@@ -128,9 +139,7 @@ class _Search:
             if not self._wanted(time, least, layout):
                 continue
             if isinstance(item, Candidate):
-                known = self._pipelines.get(replace(item, states=""), 0.0) * ROUNDING
-                if known <= time or self._wanted(known, least, layout):
-                    self._estimate(item)
+                self._estimate(item, time)
                 continue
             self.result.opened += 1
             for bounds, own in self._open(item):
@@ -183,7 +192,7 @@ class _Search:
                 whole = self._costs_of(node._replace(recompute="full"))
                 self._costs[key] = whole.without_recomputation()
             else:
-                self._costs[key] = NodeCosts(self.space, node)
+                self._costs[key] = NodeCosts(self.space, node, self._shared)
         return self._costs[key]
 
     def _node_memory(self, node: SearchNode) -> float:
@@ -202,8 +211,7 @@ class _Search:
         space, costs, found = self.space, self._costs_of(node), []
         layout = node.layout
         number = space.num_microbatches(layout, node.micro_batch_size)
-        first = candidate_of(node, (1, "1f1b", False), "none", space.states()[0])
-        if wrong := problems(space.recipe_of(first), space.gpus):
+        if wrong := self._problems_of(node):
             self.result.rejected[str(wrong[0])] += 1
             return []
         for order in space.orders(layout, node.recompute):
@@ -216,10 +224,11 @@ class _Search:
             except ValueError as error:
                 self.result.rejected[str(error)] += 1
                 continue
-            bounds = Bounds(costs, schedule, self._stages(schedule), overlap)
+            bounds = Bounds(costs, schedule, self._stages(schedule))
             held = {}
             for states in space.states():
-                held[states] = bounds.memory(self._parameter_bytes(layout, node.precision, states))
+                parameters = self._parameter_bytes(layout, node.precision, states)
+                held[states] = bounds.memory(parameters, max(self.limit, self.result.least_memory))
                 if held[states] > self.limit:
                     self._too_large(held[states])
                     del held[states]
@@ -235,30 +244,38 @@ class _Search:
                 ]
         return sorted(found, key=lambda each: (each[0][0], order_of(each[1])))
 
-    def _stages(self, schedule: Schedule) -> list[tuple[int, ...]]:
-        """Return the kinds of layers of each stage, by number; those of MTP modules are in the last."""
+    def _problems_of(self, node: SearchNode) -> list[Problem]:
+        """Return what keeps a node's layout from running, which no recomputation changes."""
+        key = node._replace(recompute="none")
+        if key not in self._problems:
+            own = candidate_of(key, (1, "1f1b", False), "none", self.space.states()[0])
+            self._problems[key] = problems(self.space.recipe_of(own), self.space.gpus)
+        return self._problems[key]
+
+    def _stages(self, schedule: Schedule) -> StageKinds:
+        """Return the kinds of layers of each stage; those of MTP modules are in the last."""
         key = schedule.pp, schedule.vpp, schedule.placement
         if key not in self._divided:
             recipe, kinds = self.space.recipe, self.space.kind_of
             stages = schedule.pp * schedule.vpp
             sizes = divide_layers(recipe.model, recipe.data.seq_len, *key)
             ends = [0, *accumulate(sizes or [len(kinds) // stages] * stages)]
-            found = [kinds[start:end] for start, end in pairwise(ends)]
-            found[-1] += kinds[-1:] * recipe.model.mtp_depth
-            self._divided[key] = found
+            found = [Counter(kinds[start:end]) for start, end in pairwise(ends)]
+            found[-1].update(kinds[-1:] * recipe.model.mtp_depth)
+            self._divided[key] = StageKinds(found, schedule.stages)
         return self._divided[key]
 
     def _too_large(self, nbytes: float) -> None:
         self.result.rejected["memory"] += 1
         self.result.least_memory = min(self.result.least_memory, nbytes)
 
-    def _estimate(self, own: Candidate) -> None:
-        """Make the full estimate of a candidate and keep it."""
+    def _estimate(self, own: Candidate, least: float) -> None:
+        """Make the full estimate of a candidate of `least` seconds and keep it, if it is of interest."""
+        known = self._pipelines.get(replace(own, states=""), 0.0) * ROUNDING
         recipe = self.space.recipe_of(own)
         if wrong := problems(recipe, self.space.gpus):
             self.result.rejected[str(wrong[0])] += 1
             return
-        self.result.estimated += 1
         eager = replace(own, graphs="none")  # graphs change no memory that is counted
         if eager not in self._held:
             self._held[eager] = memory_of(self.space, recipe)
@@ -266,6 +283,9 @@ class _Search:
         if held > self.limit:
             self._too_large(held)
             return
+        if not self._wanted(max(known, least), held, own.layout):
+            return
+        self.result.estimated += 1
         found = Found(own, step_time(recipe, self.space.gpus, self.space.gpu), held)
         self._pipelines[replace(own, states="")] = found.step.pipeline
         self.found.append(found)
@@ -294,8 +314,8 @@ def memory_of(space: Space, recipe: Recipe) -> int:
     The fullest moment of a long step is that of a shorter one.
     """
     shapes = shapes_of(recipe, space.gpus)
-    orders = shorter(make_schedule(recipe.parallel, shapes.num_microbatches)).orders()
-    return max(each.total for each in memory(recipe, shapes, orders))
+    schedule = shorter(make_schedule(recipe.parallel, shapes.num_microbatches))
+    return max(each.total for each in memory(recipe, shapes, orders_of(schedule).steps))
 
 
 def estimate(space: Space, own: Candidate) -> Found:

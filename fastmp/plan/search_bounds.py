@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from copy import copy
 from functools import cached_property, lru_cache
 from operator import ge, mul
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from fastmp.config import OPTIMIZERS, GPTConfig
 from fastmp.config.sizes import layer_parameters, pad_vocab
@@ -23,6 +24,7 @@ from fastmp.plan.layer_time import (
     REPEATED,
     WEIGHT,
     Links,
+    Phases,
     embedding_time,
     layer_time,
     loss_time,
@@ -81,9 +83,12 @@ class HostSeconds(NamedTuple):
 
 
 class NodeCosts:
-    """Seconds and bytes of layers, embedding and loss, shared by nodes of different depths."""
+    """Seconds and bytes of layers, embedding and loss, shared by nodes of different depths.
 
-    def __init__(self, space: Space, node: SearchNode) -> None:
+    shared: what nodes with other experts have as well, by what it depends on.
+    """
+
+    def __init__(self, space: Space, node: SearchNode, shared: dict[object, Any]) -> None:
         order = next(space.orders(node.layout, node.recompute), (1, "1f1b", False))
         own = candidate_of(node, (order[0], order[1], False), "none", space.states()[0])
         recipe = space.recipe_of(own)
@@ -92,17 +97,28 @@ class NodeCosts:
         self._full = full
         self._links, self.model, self._kind_of = links, recipe.model, space.kind_of
         self._kinds = [recipe.model.layers[layer] for layer in space.first_of]
-        self.kinds = [self._kind(shapes.of_kind(kind), full) for kind in self._kinds]
+        self._shared = shared
+        dense = node._replace(layout=node.layout._replace(ep=1, etp=1), dispatcher="")
+        self.kinds: list[KindCosts] = []
+        for number, kind in enumerate(self._kinds):
+            key = number, node if kind.moe is not None else dense
+            if key not in shared:
+                shared[key] = self._kind(shapes.of_kind(kind), full)
+            self.kinds.append(shared[key])
         of_experts = [shapes.of_kind(kind).exchange for kind in self._kinds]
         everywhere = [0 if each is None else each.nbytes for each in of_experts]
         self.exchange = min(everywhere)  # bytes of symmetric memory, if all layers have experts
         # Of the loss, while it is computed, and until the backward of each microbatch.
         narrow = STATES[space.states()[0]][1] != "float32" and len(space.states()) == 1
         self.loss, self.loss_kept = activations.loss_workspace(shapes, narrow), activations.loss(shapes)
-        self.embedding = embedding_time(shapes, links, FASTMP)
-        self.last = loss_time(shapes, links, FASTMP)
-        for _ in range(recipe.model.mtp_depth):
-            self.last.add(mtp_time(shapes, links, FASTMP))
+        if dense not in shared:
+            last = loss_time(shapes, links, FASTMP)
+            for _ in range(recipe.model.mtp_depth):
+                last.add(mtp_time(shapes, links, FASTMP))
+            shared[dense] = embedding_time(shapes, links, FASTMP), last
+        self.embedding: Phases
+        self.last: Phases
+        self.embedding, self.last = shared[dense]
         self._hosts: dict[str, list[HostSeconds]] = {}
 
     def _kind(self, shapes: Shapes, full: bool) -> KindCosts:
@@ -138,7 +154,10 @@ class NodeCosts:
         if graphs not in self._hosts:
             found = self._hosts[graphs] = []
             for kind, own in zip(self._kinds, self.kinds, strict=True):
-                work = host_work(self.shapes, kind, graphs_of(graphs))
+                key = kind, graphs, "" if self.model.moe is None else self.shapes.dispatcher.name
+                if key not in self._shared:
+                    self._shared[key] = host_work(self.shapes, kind, graphs_of(graphs))
+                work = self._shared[key]
                 again = work.exposed_forward(FASTMP.host, own.repeated) if self._full else 0.0
                 found.append(
                     HostSeconds(
@@ -211,7 +230,10 @@ def _least_state(optimizer: str, itemsize: int, small: bool) -> int:
 
 @lru_cache(maxsize=1024)
 def _held_at_once(schedule: Schedule, rank: int) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Return what a rank holds at its fullest moments: (forwards, deferred wgrads) of each chunk."""
+    """Return what a rank holds at its fullest moments: (forwards, deferred wgrads) of each chunk.
+
+    The moment with most of both is the first.
+    """
     number = schedule.vpp
     held, deferred, moments = [0] * number, [0] * number, set[tuple[int, ...]]()
     for kind, _, chunk in schedule.order(rank):
@@ -226,24 +248,61 @@ def _held_at_once(schedule: Schedule, rank: int) -> list[tuple[tuple[int, ...], 
     fullest = [
         one for one in moments if not any(other != one and all(map(ge, other, one)) for other in moments)
     ]
-    return [(one[:number], one[number:]) for one in sorted(fullest)]
+    fullest.sort(key=lambda one: (-sum(one), one))
+    return [(one[:number], one[number:]) for one in fullest]
+
+
+class StageKinds:
+    """Layers of each kind that stages have, and that the first and the last rank have.
+
+    stages: {kind: layers} of each stage. ranks: {rank: (its stages, {kind: layers})}.
+    """
+
+    def __init__(self, stages: Sequence[Mapping[int, int]], places: StageMap) -> None:
+        self.stages, self.places = stages, places
+        self.ranks: dict[int, tuple[tuple[int, ...], Counter[int]]] = {}
+        for rank in (0, places.pp - 1):
+            own = places.stages(rank)
+            layers = Counter[int]()
+            for stage in own:
+                layers.update(stages[stage])
+            self.ranks[rank] = own, layers
+
+
+class _RankHeld(NamedTuple):
+    """Bytes that a rank holds beside its parameters, at least.
+
+    layers: {kind: layers}. tables: of words. kept, until_weights: activations of a microbatch in each chunk.
+    moments: see `_held_at_once`. others: bytes that it holds at all of them.
+    """
+
+    layers: Mapping[int, int]
+    tables: int
+    kept: list[int]
+    until_weights: list[int]
+    moments: list[tuple[tuple[int, ...], tuple[int, ...]]]
+    others: float
+
+    def activations(self, number: int | None) -> int:
+        """Return the most bytes of activations in the first `number` moments; None: in all."""
+        most: int = max(
+            sum(map(mul, held, self.kept)) + sum(map(mul, deferred, self.until_weights))
+            for held, deferred in self.moments[:number]
+        )
+        return most
 
 
 class Bounds:
-    """Lower bounds of a schedule of stages with these kinds of layers."""
+    """Lower bounds of a schedule of stages with so many layers of each kind."""
 
-    def __init__(
-        self, costs: NodeCosts, schedule: Schedule, stages: Sequence[Sequence[int]], overlap: bool
-    ) -> None:
-        self.costs, self.schedule, self.overlap = costs, schedule, overlap
-        self.stages, self.places = stages, StageMap(schedule.pp, schedule.vpp, schedule.placement)
-        self.counts = [Counter(kinds) for kinds in stages]
+    def __init__(self, costs: NodeCosts, schedule: Schedule, kinds: StageKinds) -> None:
+        self.costs, self.schedule, self.kinds = costs, schedule, kinds
 
     def time(self, host: Sequence[HostSeconds]) -> float:
         """Return the least seconds of the pipeline."""
-        costs, places, last = self.costs, self.places, len(self.stages) - 1
+        costs, places, last = self.costs, self.kinds.places, self.kinds.places.last
         forward, backward, hidden = [], [], []
-        for stage, counts in enumerate(self.counts):
+        for stage, counts in enumerate(self.kinds.stages):
             ahead = back = saved = 0.0
             for kind, number in counts.items():
                 own, late = costs.kinds[kind], host[kind]
@@ -262,7 +321,7 @@ class Bounds:
         for rank in range(schedule.pp):
             held = places.stages(rank)
             work = sum(forward[i] + backward[i] for i in held) * number
-            if self.overlap:
+            if schedule.overlap:
                 pairs = min(len(schedule.pairs(rank)), number * len(held))
                 work -= min(sum(hidden[i] for i in held) * number, max(hidden[i] for i in held) * pairs)
             fill, drain = sum(forward[:rank]), 0.0 if split else sum(backward[:rank])
@@ -270,39 +329,43 @@ class Bounds:
         return least * ROUNDING
 
     @cached_property
-    def _held(self) -> list[tuple[Counter[int], int, float]]:
-        """Of the first and the last rank: its layers by kind, its tables of words, bytes of activations."""
-        costs, last, found = self.costs, len(self.stages) - 1, []
-        for rank in sorted({0, self.schedule.pp - 1}):
-            own = self.places.stages(rank)
+    def _held(self) -> list[_RankHeld]:
+        """Return what the first and the last rank hold."""
+        costs, stages, last = self.costs, self.kinds.stages, self.kinds.places.last
+        of_layer = [(each.kept, each.whole) for each in costs.kinds]
+        stashed = [kind for kind, each in enumerate(costs.kinds) if each.stash]
+        found = []
+        for rank, (own, layers) in self.kinds.ranks.items():
             shared = last in own and costs.model.shares_embedding
             tables = (0 in own or shared) + (last in own and not costs.model.tie_embeddings)
             kept, until_weights = (
                 [
-                    sum(getattr(costs.kinds[kind], name) for kind in self.stages[i])
-                    + (costs.loss_kept if i == last else 0)
-                    for i in own
+                    sum(number * of_layer[kind][i] for kind, number in stages[stage].items())
+                    + (costs.loss_kept if stage == last else 0)
+                    for stage in own
                 ]
-                for name in ("kept", "whole")
-            )
-            fullest = max(
-                sum(map(mul, held, kept)) + sum(map(mul, deferred, until_weights))
-                for held, deferred in _held_at_once(shorter(self.schedule), rank)
+                for i in (0, 1)
             )
             # Two microbatches that overlap come and go layer by layer in the stash.
-            entries = min(sum(costs.kinds[kind].stash > 0 for kind in self.stages[i]) for i in own)
-            in_flight = max(self.schedule.peak_in_flight(rank) - self.overlap, 1)
-            fullest += in_flight * entries * max(each.stash for each in costs.kinds)
-            fullest += costs.exchange + (costs.loss if last in own else 0)
-            if any(self.stages[i] for i in own):
-                fullest += min(each.again for each in costs.kinds)
-            found.append((Counter(kind for i in own for kind in self.stages[i]), tables, fullest))
+            others = costs.exchange + (costs.loss if last in own else 0)
+            if stashed:
+                entries = min(sum(stages[stage].get(kind, 0) for kind in stashed) for stage in own)
+                in_flight = max(self.schedule.peak_in_flight(rank) - self.schedule.overlap, 1)
+                others += in_flight * entries * max(each.stash for each in costs.kinds)
+            if layers:
+                others += min(each.again for each in costs.kinds)
+            moments = _held_at_once(shorter(self.schedule), rank)
+            found.append(_RankHeld(layers, tables, kept, until_weights, moments, others))
         return found
 
-    def memory(self, parameters: ParameterBytes) -> float:
-        """Return the least bytes of the first and the last pipeline rank."""
-        least = 0.0
-        for layers, tables, fullest in self._held:
-            static = sum(number * parameters.kinds[kind] for kind, number in layers.items())
-            least = max(least, static + tables * parameters.table + fullest)
+    def memory(self, parameters: ParameterBytes, enough: float = math.inf) -> float:
+        """Return the least bytes of the first and the last pipeline rank, or fewer that exceed `enough`."""
+        for moments in (1, None):
+            least = 0.0
+            for own in self._held:
+                static = sum(number * parameters.kinds[kind] for kind, number in own.layers.items())
+                static += own.tables * parameters.table + own.others
+                least = max(least, static + own.activations(moments))
+            if least * ROUNDING > enough:
+                break
         return least * ROUNDING

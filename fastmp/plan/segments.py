@@ -77,8 +77,8 @@ def exchange_segments(shapes: Shapes, layers: range | None = None) -> list[str]:
 
 def _of_kinds(shapes: Shapes, layers: range | None) -> list[PlannedSegment]:
     """Return the segments of each kind of layer."""
-    layers = range(shapes.model.num_layers) if layers is None else layers
-    kinds = dict.fromkeys(shapes.of_layer(layer).model for layer in layers)
+    own = shapes.model.layers
+    kinds = dict.fromkeys(own if layers is None else (own[min(layer, len(own) - 1)] for layer in layers))
     return [each for kind in kinds for each in segments(replace(shapes, model=kind))]
 
 

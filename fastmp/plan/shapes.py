@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from fastmp.config import ACTIVATIONS, GPTConfig, Recipe
 from fastmp.config.dispatchers import DispatcherSpec, DispatchSizes, select_dispatcher
@@ -77,7 +78,7 @@ class Shapes:
     def vocab(self) -> int:
         return pad_vocab(self.model.vocab_size, self.grid.tp) // self.grid.tp
 
-    @property
+    @cached_property
     def dispatcher(self) -> DispatcherSpec:
         """Facts of the token dispatcher of a layer with experts."""
         assert self.model.moe is not None

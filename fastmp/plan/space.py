@@ -1,8 +1,9 @@
 """Space of layouts: what `fastmp plan search` varies, and the recipe of each candidate.
 
-A candidate is a full assignment of the axes below. Sequence parallelism follows tp, and layers are divided so
-that the ranks of a pipeline have equal work, heads and MTP modules included. What does not divide the model,
-the sequence or the batch is no candidate; `fastmp.plan.layout.problems` has the last word.
+A candidate is a full assignment of the axes below. Sequence parallelism follows tp, where that divides the
+sequence. Layers are divided so that the ranks of a pipeline have equal work, heads and MTP modules included.
+What does not divide the model, the sequence or the batch is no candidate; `fastmp.plan.layout.problems` has
+the last word.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from itertools import product
 from typing import Any, NamedTuple
 
 from fastmp.config import DISPATCHERS, GPTConfig, GraphConfig, Recipe
+from fastmp.config.dispatchers import select_dispatcher
 from fastmp.config.sizes import head_flops_per_token, layer_flops_per_token, projection_flops_per_token
 from fastmp.config.specs import SCHEDULES
 from fastmp.pipeline.stage_map import StageMap
@@ -91,6 +93,7 @@ class Space:
         for axis in self.fixed:
             if axis not in AXES:
                 raise ValueError(f"unknown axis {axis!r}: expected one of {', '.join(AXES)}")
+        self._models: dict[tuple[str, str], GPTConfig] = {}
         kinds = list(dict.fromkeys(recipe.model.layers))
         # The kind of each layer, by number, and the first layer of each kind.
         self.kind_of = tuple(kinds.index(kind) for kind in recipe.model.layers)
@@ -101,22 +104,36 @@ class Space:
         return [value for value in values if axis not in self.fixed or value in self.fixed[axis]]
 
     def layouts(self) -> Iterator[Layout]:
-        """Yield the layouts that divide the GPUs, the heads, the sequence, the layers and the experts."""
+        """Yield the layouts that divide the GPUs, the heads, the sequence, the layers and the experts.
+
+        Groups of tp and of etp are in one server, where the smaller ones divide the larger ones; those of tp
+        and cp together divide a server, or are whole servers.
+        """
         model, length = self.recipe.model, self.recipe.data.seq_len
         moe = model.moe
-        sizes = _powers(min(self.gpus, self.gpu.per_server, MOST_TP))
-        contexts = [1, *(each for each in _powers(self.gpus)[1:] if length // each >= LEAST_TOKENS)]
-        depths = [each for each in _divisors(self.gpus) if each <= min(model.num_layers, MOST_STAGES)]
+        divisors = _divisors(self.gpus)
+        sizes = [each for each in divisors if each <= MOST_TP and self._in_server(each)]
+        contexts = [each for each in divisors if each == 1 or length // each >= LEAST_TOKENS]
+        depths = [each for each in divisors if each <= min(model.num_layers, MOST_STAGES)]
         groups = [1] if moe is None else _divisors(moe.num_experts)
         for tp, cp, pp in product(self.kept("tp", sizes), self.kept("cp", contexts), self.kept("pp", depths)):
             if self.gpus % (tp * cp * pp) or not _divides(model, tp, length, cp):
                 continue
-            for ep in self.kept("ep", groups):
-                for etp in self.kept("etp", sorted({1, tp}) if moe is not None else [tp]):
-                    if self.gpus % (pp * ep * etp):
-                        continue
-                    if moe is None or moe.expert_ffn_hidden_size % etp == 0:
-                        yield Layout(tp, cp, pp, ep, etp)
+            if not self._in_server(tp * cp) and tp * cp % self.gpu.per_server:
+                continue
+            if moe is None:
+                yield from (Layout(tp, cp, pp, 1, etp) for etp in self.kept("etp", [tp]))
+                continue
+            nested = [each for each in sizes if each % tp == 0 or tp % each == 0]
+            for ep, etp in product(self.kept("ep", groups), self.kept("etp", nested)):
+                if self.gpus % (pp * ep * etp) == 0 and moe.expert_ffn_hidden_size % etp == 0:
+                    yield Layout(tp, cp, pp, ep, etp)
+
+    def _in_server(self, ranks: int) -> bool:
+        """Return True if every group of so many neighbouring ranks is in one server."""
+        return ranks <= self.gpu.per_server and (
+            self.gpus <= self.gpu.per_server or self.gpu.per_server % ranks == 0
+        )
 
     def micro_batches(self, layout: Layout) -> list[int]:
         """Return the microbatch sizes that divide a replica's samples of a step."""
@@ -130,14 +147,16 @@ class Space:
         return self.recipe.train.global_batch_size // (micro_batch_size * dp)
 
     def dispatchers(self, layout: Layout) -> list[str]:
-        """Return the token dispatchers; one where tokens do not travel.
+        """Return the token dispatchers; that of the recipe without expert parallelism, which selects none.
 
         Symmetric memory is that of a server.
         """
         moe = self.recipe.model.moe
-        if moe is None or layout.ep == 1:
-            return [self.recipe.model.moe.dispatcher if self.recipe.model.moe is not None else ""]
-        near = layout.ep * layout.etp <= self.gpu.per_server
+        if moe is None:
+            return [""]
+        if layout.ep == 1:
+            return self.kept("dispatcher", [moe.dispatcher])
+        near = self._in_server(layout.ep * layout.etp)
         return self.kept(
             "dispatcher", [name for name, spec in DISPATCHERS.items() if near or not spec.symmetric_memory]
         )
@@ -171,8 +190,10 @@ class Space:
     def graphs(self, layout: Layout, dispatcher: str, overlap: bool) -> list[str]:
         """Return the scopes of CUDA graphs; whole steps need a dispatcher without eager segments."""
         whole = not overlap
-        if self.recipe.model.moe is not None and layout.ep > 1:
-            whole = whole and DISPATCHERS[dispatcher].capturable
+        if self.recipe.model.moe is not None:
+            tp, _, _, ep, etp = layout
+            spec = select_dispatcher(dispatcher, ep=ep, etp=etp, one_sequence=etp <= tp)
+            whole = whole and spec.capturable
         return self.kept("graphs", GRAPHS if whole else GRAPHS[:2])
 
     def states(self) -> list[str]:
@@ -195,14 +216,7 @@ class Space:
     def recipe_of(self, own: Candidate) -> Recipe:
         """Return the recipe of a candidate."""
         recipe, (states, grad_dtype) = self.recipe, STATES[own.states]
-        model = recipe.model
-        if model.moe is not None:
-            moe, changed = model.moe, dict[str, Any](dispatcher=own.dispatcher)
-            if not DISPATCHERS[own.dispatcher].symmetric_memory:
-                changed.update(symmetric_capacity=None, symmetric_overflow="drop")
-            elif own.precision == "fp8" or moe.linear_bias:
-                changed.update(activation_stash=0.0)  # which has no FP8, and no biases of experts
-            model = replace(model, moe=replace(moe, **changed))
+        model = self._model_of(own.dispatcher, own.precision)
         placement = SCHEDULES[own.schedule].placement
         number = self.num_microbatches(own.layout, own.micro_batch_size)
         return replace(
@@ -220,7 +234,7 @@ class Space:
                 overlap_experts=own.overlap,
                 microbatch_group_size=smallest_groups(own.pp, number, own.vpp, own.schedule),
                 stage_layers=divide_layers(model, recipe.data.seq_len, own.pp, own.vpp, placement),
-                sequence_parallel=own.tp > 1,
+                sequence_parallel=own.tp > 1 and recipe.data.seq_len % (own.tp * own.cp) == 0,
                 recompute=own.recompute == "full",
                 recompute_kv=own.recompute == "kv",
                 shard_recompute_input=False,
@@ -231,6 +245,20 @@ class Space:
             train=replace(recipe.train, precision=own.precision),
             graphs=graphs_of(own.graphs),
         )
+
+    def _model_of(self, dispatcher: str, precision: str) -> GPTConfig:
+        """Return the model with a token dispatcher, the same object each time."""
+        model, key = self.recipe.model, (dispatcher, precision)
+        if model.moe is None:
+            return model
+        if key not in self._models:
+            changed = dict[str, Any](dispatcher=dispatcher)
+            if not DISPATCHERS[dispatcher].symmetric_memory:
+                changed.update(symmetric_capacity=None, symmetric_overflow="drop")
+            elif precision == "fp8" or model.moe.linear_bias:
+                changed.update(activation_stash=0.0)  # which has no FP8, and no biases of experts
+            self._models[key] = replace(model, moe=replace(model.moe, **changed))
+        return self._models[key]
 
 
 def graphs_of(name: str) -> GraphConfig:
@@ -278,14 +306,9 @@ def _divides(model: GPTConfig, tp: int, length: int, cp: int) -> bool:
         widths.append(model.ffn_size)
     if moe is not None:
         widths.append(moe.shared_expert_ffn_hidden_size)
-    if any(width % tp for width in widths) or length % (cp * tp):
+    if any(width % tp for width in widths):
         return False
     return cp == 1 or (model.bert is None and length % (2 * cp) == 0)
-
-
-def _powers(most: int) -> list[int]:
-    """Return the powers of two up to `most`."""
-    return [1 << i for i in range(most.bit_length())]
 
 
 def _divisors(number: int) -> list[int]:

@@ -6,6 +6,7 @@ import json
 import math
 import time
 from dataclasses import replace
+from itertools import product
 
 import pytest
 from marks import full
@@ -25,6 +26,7 @@ from fastmp.config.recipe_toml import recipe_toml
 from fastmp.pipeline.schedule import Schedule
 from fastmp.pipeline.simulate import Costs, simulate
 from fastmp.plan.dry_run import tiny
+from fastmp.plan.graphs import graph_facts
 from fastmp.plan.hardware import GPUS
 from fastmp.plan.layout import make_schedule, problems
 from fastmp.plan.memory import memory
@@ -32,7 +34,7 @@ from fastmp.plan.pipeline_time import pipeline_time, shorter
 from fastmp.plan.search import SLOWEST, TOLERANCE, estimate, front_of, search
 from fastmp.plan.search_report import describe_search, layout_name, search_facts
 from fastmp.plan.shapes import shapes_of
-from fastmp.plan.space import Space, divide_layers
+from fastmp.plan.space import Candidate, Layout, Space, divide_layers
 from fastmp.plan.step_time import step_time
 
 DENSE = GPTConfig(
@@ -44,6 +46,9 @@ LATENT = replace(
     MOE, num_kv_heads=None, dense_layers=(0,), mtp_depth=1,
     latent=LatentConfig(kv_rank=256, q_rank=512, nope_size=64, rope_size=32, value_size=64),
 )  # fmt: skip
+TWELVE = replace(
+    MOE, hidden_size=1536, num_heads=12, num_kv_heads=12, moe=replace(MOE.moe, expert_ffn_hidden_size=768)
+)
 
 
 def recipe(model, batch, length=4096):
@@ -67,6 +72,7 @@ SPACES = [
             (DENSE, 16, 16, "v100", 30, {"micro_batch_size": [1], "schedule": ["1f1b"], "cp": [1, 2]}),
             (DENSE, 2, 64, "b200", 160, {"cp": [1], "states": ["classic"]}),
             (DENSE, 6, 12, "h200", 2, NARROW),
+            (TWELVE, 6, 12, "h100", 10, {**NARROW, "vpp": [1], "states": ["small"]}),  # tp and etp of 3 and 6
             (DENSE, 4, 10, "h100", 3, {**NARROW, "vpp": [2]}),  # 5 microbatches for 2 ranks
             (
                 DENSE,
@@ -131,6 +137,69 @@ def test_a_candidate_fits_into_its_own_memory():
     for own in space.candidates():  # at the fullest moment the last chunk, with the loss, may hold nothing
         alone = Space(made, 2, GPUS["h100"], {axis: [value] for axis, value in own.facts().items()})
         assert search(alone, estimate(space, own).memory).best, own
+
+
+def test_sizes_are_those_that_divide_the_gpus_and_that_the_layout_check_accepts():
+    """Groups of tp and of etp are nested; 4,096 tokens are 2,048 of two context-parallel ranks."""
+    space = Space(recipe(TWELVE, 12), 6, GPUS["h100"])
+    every = (Layout(*sizes) for sizes in product((1, 2, 3, 6), repeat=5))
+    nested = (
+        own
+        for own in every
+        if max(own.tp, own.etp) % min(own.tp, own.etp) == 0
+        and own.cp < 3
+        and 6 % (own.tp * own.cp * own.pp) == 0
+    )
+    rest = (1, "alltoall", "dtype", "full", 1, "1f1b", False, "none", "classic")
+    fitting = {own for own in nested if not problems(space.recipe_of(Candidate(*own, *rest)), 6)}
+    assert {*space.layouts()} == fitting and {own.tp for own in fitting} == {1, 2, 3, 6}
+    assert {own.etp for own in fitting} == {1, 2, 3, 6}
+    longer = Space(recipe(TWELVE, 12, 12288), 6, GPUS["h100"])
+    assert {own.cp for own in longer.layouts()} == {1, 2, 3, 6}
+
+
+def test_groups_of_tensor_and_context_parallelism_divide_servers():
+    servers = [*Space(recipe(TWELVE, 48, 12288), 48, GPUS["h100"]).layouts()]  # of 8 GPUs
+    assert {own.tp for own in servers} == {1, 2, 4} and {own.etp for own in servers} == {1, 2, 4, 8}
+    assert {own.tp * own.cp for own in servers} == {1, 2, 4, 8, 16, 24}
+    one = [*Space(recipe(TWELVE, 48, 12288), 12, GPUS["gb200"]).layouts()]
+    assert {own.tp for own in one} == {1, 2, 3, 4, 6, 12}
+    within = Space(recipe(TWELVE, 48), 48, GPUS["h100"])
+    assert "symmetric" in within.dispatchers(Layout(1, 1, 1, 4, 2))
+    assert "symmetric" not in within.dispatchers(Layout(1, 1, 1, 2, 3))  # some groups are in two servers
+
+
+def test_sequence_parallelism_follows_tp_where_it_divides_the_sequence():
+    space = Space(recipe(TWELVE, 12), 6, GPUS["h100"], {"recompute": ["full"]})
+    own = {own.tp: own for own in space.candidates() if own.cp == 1}
+    assert {tp: space.recipe_of(each).parallel.sequence_parallel for tp, each in own.items()} == {
+        1: False, 2: True, 3: False, 6: False,
+    }  # fmt: skip
+
+
+def test_graphs_hold_whole_steps_where_the_dispatcher_in_use_has_no_eager_segment():
+    """Without expert parallelism that is not the one that the recipe names."""
+    space = Space(recipe(MOE, 8), 8, GPUS["h100"])
+    whole = [
+        (layout, dispatcher)
+        for layout in (
+            Layout(2, 1, 1, 1, 1),
+            Layout(2, 1, 1, 1, 2),
+            Layout(1, 1, 1, 1, 2),
+            Layout(2, 1, 1, 2, 2),
+        )
+        for dispatcher in space.dispatchers(layout)
+        if "full_step" in space.graphs(layout, dispatcher, False)
+    ]
+    assert whole == [
+        (Layout(2, 1, 1, 1, 1), "alltoall"),
+        (Layout(2, 1, 1, 1, 2), "alltoall"),  # shared tokens of one sequence
+        (Layout(2, 1, 1, 2, 2), "symmetric"),
+    ]
+    for layout, dispatcher in whole:
+        rest = (1, dispatcher, "dtype", "none", 1, "1f1b", False, "full_step", "classic")
+        assert "experts" in graph_facts(space.recipe_of(Candidate(*layout, *rest)), 8)["captured"]
+    assert not Space(recipe(MOE, 8), 8, GPUS["h100"], {"dispatcher": ["deepep"]}).dispatchers(whole[0][0])
 
 
 def test_interleaved_chunks_take_the_smallest_microbatch_groups_that_fit():
