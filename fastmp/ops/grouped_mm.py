@@ -336,9 +336,10 @@ def check_ends(name: str, offsets: Tensor, **rows: Tensor) -> None:
     if not can_read_values(offsets):
         return
     ((operand, tensor),) = rows.items()
-    ends = [0, *offsets.tolist(), len(tensor)]
+    num_rows = tensor.shape[0]
+    ends = [0, *offsets.tolist(), num_rows]
     wrong = "{}: offsets {} must not be negative, fall, or pass the {} rows of {}"
-    checks.require(ends == sorted(ends), wrong, name, ends[1:-1], len(tensor), operand)
+    checks.require(ends == sorted(ends), wrong, name, ends[1:-1], num_rows, operand)
 
 
 @checks.memoized

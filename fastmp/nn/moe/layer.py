@@ -151,7 +151,7 @@ class MoELayer(SegmentedLayer):
             "combine": partial(self._combine, tail),
         }
         spec = self.dispatcher.spec
-        why = dict.fromkeys(spec.eager, self._reason())
+        why = dict.fromkeys(spec.eager, self._reason()) if spec.eager else {}
         return tuple(
             Segment(name, function, name not in why, why.get(name, ""), name in spec.exchanges)
             for name, function in run.items()
@@ -218,26 +218,28 @@ class MoELayer(SegmentedLayer):
         return *prepared, aux, counts_E, output_SBH, *carried
 
     def _dispatch(self, tail: int, tokens_TH: Tensor, *tensors: Tensor) -> Tensors:
-        state = self.dispatcher.prepared.with_tensors(tensors[:-tail])
-        rows_MH, offsets_L, state = self.dispatcher.dispatch(tokens_TH, state)
+        dispatcher = self.dispatcher
+        state = dispatcher.prepared.with_tensors(tensors[:-tail])
+        rows_MH, offsets_L, state = dispatcher.dispatch(tokens_TH, state)
         return rows_MH, offsets_L, *state.tensors(), *tensors[-tail:]
 
     def _experts(self, tail: int, rows_MH: Tensor, offsets_L: Tensor, *tensors: Tensor) -> Tensors:
-        stash, exchange = self.stash, self.groups.exchange
-        if self.dispatcher.spec.symmetric_memory and keeps_activations(self.experts):
+        dispatcher, stash, exchange = self.dispatcher, self.stash, self.groups.exchange
+        if dispatcher.spec.symmetric_memory and keeps_activations(self.experts):
             if stash is not None and exchange is not None:
                 balanced = exchange.balanced_rows
                 return stashed_experts(self.experts, rows_MH, offsets_L, stash, balanced), *tensors
-        state = self.dispatcher.dispatched.with_tensors(tensors[:-tail])
-        return self.experts(rows_MH, offsets_L, self.dispatcher.sizes(state)), *tensors
+        state = dispatcher.dispatched.with_tensors(tensors[:-tail])
+        return self.experts(rows_MH, offsets_L, dispatcher.sizes(state)), *tensors
 
     def _combine(self, tail: int, outputs_MH: Tensor, *tensors: Tensor) -> Tensors:
-        state = self.dispatcher.dispatched.with_tensors(tensors[:-tail])
+        dispatcher = self.dispatcher
+        state = dispatcher.dispatched.with_tensors(tensors[:-tail])
         aux, counts_E, hidden_or_shared_SBH, *carried = tensors[-tail:]
-        output_TH = self.dispatcher.combine(outputs_MH, state)
-        if self.dropped_pairs is not None and self.dispatcher.may_drop:
+        output_TH = dispatcher.combine(outputs_MH, state)
+        if self.dropped_pairs is not None and dispatcher.may_drop:
             count = _counted if self.training else _counted_now
-            output_TH = count(output_TH, self.dispatcher.dropped(state), self.dropped_pairs)
+            output_TH = count(output_TH, dispatcher.dropped(state), self.dropped_pairs)
         # all-gather over TP, unless under sequence parallelism: (T, H) -> (S, B, H)
         output_SBH = self._all_tokens(output_TH, hidden_or_shared_SBH)
         if self.shared_experts is not None:
@@ -262,11 +264,9 @@ class MoELayer(SegmentedLayer):
         if out is not None and (out.shape, out.dtype) != (residual_SBH.shape, residual_SBH.dtype):
             out = None
         flat_TH = None if out is None else out.view(-1, out.shape[-1]).detach()
-        total_TH = self.dispatcher.combine_onto(
-            residual_SBH.flatten(0, 1),
-            flat_TH,
-            outputs_MH,
-            self.dispatcher.dispatched.with_tensors(tuple(state)),
+        dispatcher = self.dispatcher
+        total_TH = dispatcher.combine_onto(
+            residual_SBH.flatten(0, 1), flat_TH, outputs_MH, dispatcher.dispatched.with_tensors(tuple(state))
         )
         return None if total_TH is None else (total_TH.view(residual_SBH.shape), aux, counts_E)
 
@@ -351,7 +351,7 @@ class MoELayer(SegmentedLayer):
 
     def _all_tokens(self, output_TH: Tensor, hidden_SBH: Tensor) -> Tensor:
         size, (S, B, H) = group_size(self.groups.tp), hidden_SBH.shape
-        missing = self._max_tokens(hidden_SBH) - len(output_TH)
+        missing = self._max_tokens(hidden_SBH) - output_TH.shape[0]
         if missing < 0:  # other ranks have more tokens
             output_TH = output_TH[:missing]
         if size == 1 or self.sequence_parallel:
