@@ -17,8 +17,6 @@ from fastmp.ops.core._triton import (
     MAX_EXPERTS,
     MAX_SIZE,
     MAX_WALKING,
-    cdiv,
-    check_count,
     jit,
     limits,
     next_power_of_2,
@@ -33,7 +31,7 @@ from fastmp.ops.grouped_mm_launch import (
     aligned,
     along_rows,
     architecture,
-    num_programs,
+    count_programs,
     plan_gemm,
 )
 from fastmp.ops.grouped_mm_tiles import ROW_CLASSES, TileConfig, row_class
@@ -207,13 +205,7 @@ def launch(
         row_class(ROW_CLASSES, num_rows, w_shape[0]), w_shape, w_strides, x_strides[0], x.element_size(),
         architecture(x), aligned(x, w), transposed, bias is not None, STORE,
     )  # fmt: skip
-    check_count("grouped_mm_lora", "rows", num_rows)
-    tiles *= cdiv(num_rows, tile.block_m) + w_shape[0]
-    check_count("grouped_mm_lora", "tiles", tiles)
-    programs = num_programs(y, tiles, programs)
-    check_count(
-        "grouped_mm_lora", "steps of a program", cdiv(tiles, programs) * cdiv(x.shape[1], tile.block_k)
-    )
+    programs = count_programs("grouped_mm_lora", y, tile, tiles, programs, num_rows, w_shape[0], x.shape[1])
     if constants["TMA"]:
         x = descriptor(x, x.shape, x_strides, tile.block_m, tile.block_k)
         w_block = (tile.block_k, tile.block_n) if transposed else (tile.block_n, tile.block_k)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fastmp.ops.core import fp8, launcher
-from fastmp.ops.core._triton import INTERPRETED, cdiv, check_count
+from fastmp.ops.core._triton import INTERPRETED, cdiv
 from fastmp.ops.core.rowwise import vector_width
 from fastmp.ops.core.tma import descriptor, use_tma
 from fastmp.ops.grouped_mm_fp8_triton import grouped_mm_fp8_kernel
@@ -20,7 +20,7 @@ from fastmp.ops.grouped_mm_launch import (
     along_rows,
     architecture,
     block_e,
-    num_programs,
+    count_programs,
 )
 from fastmp.ops.grouped_mm_tiles import ROW_CLASSES, fp8_tiles, row_class
 
@@ -101,11 +101,7 @@ def _gemm(
         row_class(ROW_CLASSES, num_rows, num_experts), tuple(w.shape), w_strides, q_strides[0],
         architecture(q), aligned(q, w), block, q.dtype == torch.float8_e5m2, form,
     )  # fmt: skip
-    check_count(name, "rows", num_rows)
-    tiles *= cdiv(num_rows, tile.block_m) + num_experts
-    check_count(name, "tiles", tiles)
-    programs = num_programs(q, tiles, programs)
-    check_count(name, "steps of a program", cdiv(tiles, programs) * cdiv(num_k, tile.block_k))
+    programs = count_programs(name, q, tile, tiles, programs, num_rows, num_experts, num_k)
     q, s, w, w_scale = _bytes(q), _bytes(s), _bytes(w), _bytes(w_scale)
     if constants["TMA"]:
         q_map = descriptor(q, q.shape, q_strides, tile.block_m, tile.block_k)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fastmp.ops.core import launcher
-from fastmp.ops.core._triton import INTERPRETED, cdiv, check_count, next_power_of_2, tl
+from fastmp.ops.core._triton import INTERPRETED, MAX_COUNT, cdiv, check_count, next_power_of_2, tl
 from fastmp.ops.core.registry import compute_dtype
 from fastmp.ops.core.rowwise import vector_width
 from fastmp.ops.core.tma import MAX_ROWS, descriptor, ragged, use_tma
@@ -56,6 +56,28 @@ def num_programs(tensor: Tensor, tiles: int, each: int) -> int:
 def aligned(a: Tensor, b: Tensor) -> bool:
     """Return True if both tensors begin on 16 bytes."""
     return not (a.data_ptr() | b.data_ptr()) & 15
+
+
+def count_programs(
+    name: str, on: Tensor, tile: TileConfig, tiles: int, programs: int, num_rows: int, num_experts: int,
+    num_k: int,
+) -> int:  # fmt: skip
+    """Return the programs of a grouped GEMM's launch on the device of `on`.
+
+    Args:
+        tiles: of a block of rows.
+        programs: at once on a multiprocessor.
+
+    Raises:
+        ValueError: rows, tiles or the steps of a program are too many for int32.
+    """
+    tiles *= cdiv(num_rows, tile.block_m) + num_experts
+    programs = num_programs(on, tiles, programs)
+    steps = cdiv(tiles, programs) * cdiv(num_k, tile.block_k)
+    if num_rows > MAX_COUNT or tiles > MAX_COUNT or steps > MAX_COUNT:
+        for what, count in (("rows", num_rows), ("tiles", tiles), ("steps of a program", steps)):
+            check_count(name, what, count)
+    return programs
 
 
 def along_rows(tensor: Tensor) -> tuple[Tensor, tuple[int, ...]]:
@@ -197,11 +219,7 @@ def _gemm(
         row_class(ROW_CLASSES, num_rows, num_experts), w_shape, w_strides, x_strides[0], x.element_size(),
         architecture(x), aligned(x, w), transposed, bias is not None, epilogue,
     )  # fmt: skip
-    check_count("grouped_mm", "rows", num_rows)
-    tiles *= cdiv(num_rows, tile.block_m) + num_experts
-    check_count("grouped_mm", "tiles", tiles)
-    programs = num_programs(x, tiles, programs)
-    check_count("grouped_mm", "steps of a program", cdiv(tiles, programs) * cdiv(x_shape[1], tile.block_k))
+    programs = count_programs("grouped_mm", x, tile, tiles, programs, num_rows, num_experts, x_shape[1])
     if constants["TMA"]:
         x = descriptor(x, x_shape, x_strides, tile.block_m, tile.block_k)
         w_block = (tile.block_k, tile.block_n) if transposed else (tile.block_n, tile.block_k)

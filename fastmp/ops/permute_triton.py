@@ -381,13 +381,16 @@ def _gather(y: Tensor, row_of: Tensor, probs: Tensor | None, residual: Tensor | 
         out.zero_() if residual is None else out.copy_(residual)
         return
     y, pitch = as_rows(y)
-    given = row_of.contiguous(), *(None if t is None else t.contiguous() for t in (probs, residual))
     column_blocks, numbers, constants = _plan_gather(
         num_cols, y.dtype, pitch, num_slots, probs is not None, residual is not None
     )
     launcher.launch(
         gather_kernel, cdiv(num_tokens, constants["BLOCK_M"]) * column_blocks,
-        (y, *given, out, num_tokens, num_slots, num_rows, *numbers),
+        (
+            y, row_of.contiguous(), None if probs is None else probs.contiguous(),
+            None if residual is None else residual.contiguous(), out, num_tokens, num_slots, num_rows,
+            *numbers,
+        ),
         constants,
     )  # fmt: skip
 
@@ -424,8 +427,9 @@ def launch_unpermute_add_into(
 def launch_unpermute_backward(
     grad: Tensor, y: Tensor, row_of: Tensor, probs: Tensor
 ) -> tuple[Tensor, Tensor]:
-    dprobs = empty_like(probs)
-    return launch_unpermute_backward_into(grad, y, row_of, probs, dprobs), dprobs
+    dy, dprobs = empty_like(y), empty_like(probs)
+    _ungather(grad, y, row_of, probs, dy, dprobs)
+    return dy, dprobs
 
 
 def launch_unpermute_backward_into(
@@ -433,10 +437,16 @@ def launch_unpermute_backward_into(
 ) -> Tensor:
     apart = out.is_contiguous() and not overlaps(out, grad, y, row_of, probs)
     dy, dprobs = empty_like(y), out if apart else empty_like(probs)
-    if dy.numel() == 0 or probs.numel() == 0:
-        out.zero_()
-        return dy.zero_()
-    _scatter(grad, row_of, dy, y, probs, dprobs)
+    _ungather(grad, y, row_of, probs, dy, dprobs)
     if dprobs is not out:
         out.copy_(dprobs)
     return dy
+
+
+def _ungather(grad: Tensor, y: Tensor, row_of: Tensor, probs: Tensor, dy: Tensor, dprobs: Tensor) -> None:
+    """Launch the kernels that write the gradients of `unpermute`, dy and dprobs, which are contiguous."""
+    if dy.numel() == 0 or probs.numel() == 0:
+        dy.zero_()
+        dprobs.zero_()
+    else:
+        _scatter(grad, row_of, dy, y, probs, dprobs)

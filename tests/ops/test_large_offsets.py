@@ -29,8 +29,6 @@ from fastmp.ops import (
     OPS,
     dropout,
     finite,
-    grouped_lora_triton,
-    grouped_mm_fp8_launch,
     grouped_mm_launch,
     norm_triton,
     rope_triton,
@@ -153,8 +151,7 @@ def test_first_and_last_row_of_very_many(op, backend, more_than, monkeypatch):
     )
     monkeypatch.setattr(finite, "NUM_PROGRAMS", 1 << 40)
     # one tile a program, and no more than there are: room is left for one tile more of each of three experts
-    for launches in (grouped_mm_launch, grouped_mm_fp8_launch, grouped_lora_triton):
-        monkeypatch.setattr(launches, "num_programs", lambda tensor, tiles, each: tiles - 2)
+    monkeypatch.setattr(grouped_mm_launch, "num_programs", lambda tensor, tiles, each: tiles - 2)
     between = []
     if op.startswith("latent_norm_rope"):  # the last tile of keys, and the first of latents
         last = -(-2 * case.num_rows // rope_triton.block_shape(32, 2)[0]) - 1

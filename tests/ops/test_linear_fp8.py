@@ -14,6 +14,7 @@ from fastmp.ops import (
     dequantize_rows,
     grouped_mlp_in_fp8,
     grouped_mm_fp8,
+    grouped_mm_launch,
     linear_fp8,
     quantize_rows,
     quantize_weight,
@@ -149,7 +150,9 @@ def test_every_tile_and_number_of_programs(monkeypatch, by_triton):
     apart = torch.nn.functional.pad(q.view(torch.uint8), (0, 3)).view(E4M3)[:, :-3]
     want = OPS["grouped_mm_fp8"].implementations["reference"](q, s, w, w_scale, offsets, torch.float32)
     for programs in (1, 3, 1000):
-        monkeypatch.setattr(kernels, "num_programs", lambda tensor, tiles, each, n=programs: min(tiles, n))
+        monkeypatch.setattr(
+            grouped_mm_launch, "num_programs", lambda tensor, tiles, each, n=programs: min(tiles, n)
+        )
         for rows, scales in ((q, s), (apart, s.contiguous())):
             y = kernels.launch("grouped_mm_fp8", rows, scales, w, w_scale, offsets, torch.float32)
             assert relative_error(y, want) <= 1e-6
