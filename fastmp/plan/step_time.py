@@ -194,6 +194,8 @@ def _stages(recipe: Recipe, shapes: Shapes, links: Links, kernels: Kernels, load
             parts = _segment_costs(replace(shapes, model=kind), links, kernels, recipe.graphs)
             for phase, times in zip((FORWARD, INPUT, WEIGHT), zip(*(part[3:] for part in parts[1:]))):
                 own.of[phase][IMBALANCE] += (load - 1.0) * sum(times)
+            if recipe.parallel.recompute:
+                own.of[REPEATED][IMBALANCE] += own.of[FORWARD][IMBALANCE]
     found = []
     for kinds in stage_kinds(recipe):
         found.append(Phases())

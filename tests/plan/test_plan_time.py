@@ -219,6 +219,9 @@ def test_ranks_wait_for_the_busiest_experts():
     imbalance = sum(took for (_, what), took in half.parts.items() if what == IMBALANCE)
     assert imbalance == pytest.approx(half.seconds - even.seconds)
     assert not any(what == IMBALANCE for _, what in even.parts)
+    again = recipe(EXPERTS, batch=64, ep=8, recompute=True)
+    parts = step_time(again, 16, H100, load=1.5).parts
+    assert parts[REPEATED, IMBALANCE] == parts[FORWARD, IMBALANCE] > 0
     # A dense model and experts of one rank have nothing to wait for.
     for each in (recipe(batch=64), recipe(EXPERTS, batch=64)):
         assert step_time(each, 16, H100, load=2.0) == step_time(each, 16, H100)
