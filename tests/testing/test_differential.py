@@ -17,7 +17,7 @@ from fastmp.apps.verify import load_subject
 from fastmp.testing.differential.cases import Case, draw_cases, simpler
 from fastmp.testing.differential.compare import Observation, observe, part
 from fastmp.testing.differential.diagnose import CAUSES, diagnose
-from fastmp.testing.differential.harness import Reference, Run
+from fastmp.testing.differential.harness import Reference, Run, SavedTensors
 from fastmp.testing.differential.shrink import shrink
 from fastmp.testing.differential.subject import Subject
 from fastmp.testing.differential.verification import verify
@@ -319,3 +319,16 @@ def test_misuse_of_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert "expected AXIS=SIZE,SIZE" in capsys.readouterr().err
     assert main(["verify", str(two) + ":A", "--cases", "1"]) == 2
     assert "the dense module failed" in capsys.readouterr().err
+
+
+def test_sees_writes_to_saved_tensors_that_autograd_does_not() -> None:
+    x = torch.tensor([0.5, torch.nan], requires_grad=True)
+    for write in (False, True):
+        with (saved := SavedTensors()):
+            y = x.exp()
+        if write:
+            y.data.zero_()
+        y.sum().backward()
+        name = Path(__file__).name
+        lines = [line.partition(":")[0] for line in saved.overwritten]
+        assert lines == [f"(2,), saved in {name}"] * write

@@ -38,6 +38,7 @@ CAUSES = {
     "average of norms": "norms of ranks are averaged; their squares should be added",
     "ranks disagree": "ranks that should hold the same tensor do not: a reduction is missing or wrong",
     "wrong shape": "shards do not make the dense tensor; does `placements` name their dimension?",
+    "overwritten memory": "a tensor that an op has saved for its backward pass is written to before it",
     "backward only": "all outputs are right: the backward pass is wrong",
     "wrong value": "no simple relation to the right value was found",
     "crash": "the parallel code raised, died or hung",

@@ -5,15 +5,19 @@ from __future__ import annotations
 import logging
 import math
 import re
+import sys
 import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fastmp.testing.differential.cases import Case
@@ -21,7 +25,7 @@ from fastmp.testing.differential.subject import SUM, Placement, Ranks, Subject
 from fastmp.testing.ops import poisoned_memory
 from fastmp.testing.ranks import RankError, run_ranks
 
-__all__ = ["Crash", "Key", "Reference", "Run", "run_cases"]
+__all__ = ["Crash", "Key", "Reference", "Run", "SavedTensors", "run_cases"]
 
 Key = tuple[str, int, int, str]  # kind, step, microbatch (-1: none), name
 Record = dict[Key, tuple[torch.Tensor, Placement]]
@@ -69,21 +73,58 @@ class Crash:
 
 @dataclass
 class Run:
-    """A case with the results of the dense module and of every rank, or the crash."""
+    """A case with the results of the dense module and of every rank, or the crash.
+
+    overwritten: of a watched run, the saved tensors that rank 0 found changed in its backward pass.
+    """
 
     case: Case
     reference: Reference
     ranks: list[Record] = field(default_factory=list)
     crash: Crash | None = None
+    overwritten: tuple[str, ...] = ()
 
 
-def run_cases(subject: Subject, cases: Sequence[Case], timeout: float = 60) -> list[Run]:
+class SavedTensors(saved_tensors_hooks):
+    """A context of a forward pass: copies what autograd saves, and compares when backward reads it.
+
+    So it sees writes of kernels and through `.data`, which autograd does not.
+    """
+
+    def __init__(self) -> None:
+        self.overwritten: dict[str, None] = {}  # in order
+        super().__init__(self._pack, self._unpack)
+
+    def _pack(self, tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, str]:
+        return tensor, tensor.detach().clone(), _line()
+
+    def _unpack(self, saved: tuple[torch.Tensor, torch.Tensor, str]) -> torch.Tensor:
+        tensor, copy, line = saved
+        same = (tensor == copy) | (tensor != tensor) & (copy != copy)  # NaN equals NaN
+        if not same.all():
+            self.overwritten[f"{tuple(tensor.shape)}, saved in {line}"] = None
+        return tensor
+
+
+def _line() -> str:
+    """Return the file and line of the innermost call outside torch and this module."""
+    frame: FrameType | None = sys._getframe(2)
+    torch_files = str(Path(torch.__file__).parent)
+    while frame is not None and frame.f_code.co_filename.startswith((torch_files, __file__)):
+        frame = frame.f_back
+    return "" if frame is None else f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+
+
+def run_cases(
+    subject: Subject, cases: Sequence[Case], timeout: float = 60, *, watch: bool = False
+) -> list[Run]:
     """Run the cases, those of one number of ranks in one fork; a crash ends only its own case.
 
     After a hang the cases that are left do not run: each might take as long. Their runs have no ranks.
 
     Args:
         timeout: seconds for the cases of one number of ranks, beyond ten times what the dense module took.
+        watch: look for saved tensors that are overwritten before the backward pass reads them.
 
     Raises:
         ValueError: the dense module failed, so that there is nothing to compare with.
@@ -104,15 +145,15 @@ def run_cases(subject: Subject, cases: Sequence[Case], timeout: float = 60) -> l
         waiting[run.case.world_size].append(run)
     for world_size, left in sorted(waiting.items()):
         while left and not any(run.crash and run.crash.hung for run in runs):
-            left = _run_some(subject, left, world_size, timeout + 10 * world_size * spent)
+            left = _run_some(subject, left, world_size, timeout + 10 * world_size * spent, watch)
     return runs
 
 
-def _run_some(subject: Subject, runs: list[Run], world_size: int, timeout: float) -> list[Run]:
+def _run_some(subject: Subject, runs: list[Run], world_size: int, timeout: float, watch: bool) -> list[Run]:
     """Run cases until all are done or one crashes; return those that are left."""
     reached = torch.full((world_size,), -1).share_memory_()
 
-    def on_rank(rank: int, _: int) -> list[Record]:
+    def on_rank(rank: int, _: int) -> list[tuple[Record, tuple[str, ...]]]:
         # Full tensors of DTensors on two axes are for comparison: their cost is no news to the user.
         logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
         meshes: dict[Any, DeviceMesh] = {}
@@ -124,7 +165,9 @@ def _run_some(subject: Subject, runs: list[Run], world_size: int, timeout: float
                 axes, shape = zip(*layout, strict=True)
                 meshes[layout] = init_device_mesh("cpu", shape, mesh_dim_names=axes)
             ranks = Ranks(run.case, meshes[layout])
-            records.append(_parallel(subject, run.reference, ranks))
+            saved = SavedTensors() if watch else None
+            record = _parallel(subject, run.reference, ranks, saved)
+            records.append((record, tuple(saved.overwritten) if saved is not None else ()))
         return records
 
     try:
@@ -137,8 +180,9 @@ def _run_some(subject: Subject, runs: list[Run], world_size: int, timeout: float
         last = lines[-1] if lines else str(error).splitlines()[0]
         runs[index].crash = Crash(error.rank, last.strip(), str(error))
         return [run for position, run in enumerate(runs) if position != index]
-    for run, *records in zip(runs, *results, strict=True):
-        run.ranks = list(records)
+    for run, *found in zip(runs, *results, strict=True):
+        run.ranks = [record for record, _ in found]
+        run.overwritten = found[0][1]
     return []
 
 
@@ -268,8 +312,8 @@ def _scale(subject: Subject, model: nn.Module, norm: float, largest: float) -> N
             grad.mul_(largest / norm)
 
 
-def _parallel(subject: Subject, reference: Reference, ranks: Ranks) -> Record:
-    """Run the parallel module on this rank's part of the data."""
+def _parallel(subject: Subject, reference: Reference, ranks: Ranks, saved: SavedTensors | None) -> Record:
+    """Run the parallel module on this rank's part of the data, its forward passes in the context `saved`."""
     case, found = ranks.case, Record()
     dense = _dense(subject, case)
     batches = _batches(subject, case)
@@ -283,8 +327,9 @@ def _parallel(subject: Subject, reference: Reference, ranks: Ranks) -> Record:
             divisor = subject.divisor(sum(subject.count(batch) for batch in local), ranks)
             # 1. Forward and backward of every microbatch.
             for microbatch, batch in enumerate(local):
-                outputs = subject.forward(model, batch)
-                loss, own = _loss(subject, outputs, batch, ranks)
+                with saved or nullcontext():
+                    outputs = subject.forward(model, batch)
+                    loss, own = _loss(subject, outputs, batch, ranks)
                 for name, value in {**named(outputs), **({"loss": loss} if own else {})}.items():
                     placement = subject.placement(name)
                     if placement is not None:

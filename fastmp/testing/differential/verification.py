@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from fastmp.testing.differential.cases import Case, draw_cases
@@ -110,7 +110,10 @@ def verify(
     # 1. Start from the case whose cause is known best, with the fewest ranks.
     start = min(verdict.findings, key=lambda f: (f.cause.name in VAGUE, f.case.world_size, len(str(f.case))))
     verdict.smallest = start
-    if not shrinks or any(run.crash and run.crash.hung for run in runs):  # a hang takes the whole timeout
+    if any(run.crash and run.crash.hung for run in runs):  # it takes the whole timeout
+        return verdict
+    if not shrinks:
+        verdict.smallest = _watched(subject, start, timeout)
         return verdict
     # 2. Shrink it while the same kind of tensor is wrong for the same reason.
     seen: dict[Case, Finding | None] = {start.case: start}
@@ -120,9 +123,21 @@ def verify(
         seen.update(zip(new, findings(new), strict=True))
         return [_same(start, seen[case]) for case in of]
 
-    smallest = shrink(start.case, fails, axes, subject.sizes)
-    verdict.smallest = seen[smallest]
+    smallest = seen[shrink(start.case, fails, axes, subject.sizes)]
+    assert smallest is not None
+    # 3. If that says nothing of the cause, run it once more and watch what backward reads.
+    verdict.smallest = _watched(subject, smallest, timeout)
     return verdict
+
+
+def _watched(subject: Subject, finding: Finding, timeout: float) -> Finding:
+    """Return a finding of a vague cause with the cause that a watched run of its case shows, if any."""
+    if finding.cause.name not in VAGUE:
+        return finding
+    (run,) = run_cases(subject, [finding.case], timeout, watch=True)
+    if not run.overwritten:
+        return finding
+    return replace(finding, cause=Cause("overwritten memory", run.overwritten[0]))
 
 
 def _same(start: Finding, other: Finding | None) -> bool:
