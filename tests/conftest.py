@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import gc
 import json
 import os
 import platform
@@ -102,6 +103,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     elif seconds := _limit_by_signal(config):
         for item in on_gpu:
             item.add_marker(pytest.mark.timeout(seconds, method="signal"))
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Keep modules and tests out of garbage collections, which in forked ranks would copy their pages."""
+    gc.collect()
+    gc.freeze()
 
 
 def _reason_without_gpu() -> str | None:
