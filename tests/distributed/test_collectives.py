@@ -8,6 +8,7 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
+from rank_cases import in_turn
 from torch._dynamo.backends.common import aot_autograd
 
 from fastmp.distributed.collectives import (
@@ -124,10 +125,9 @@ def check_definition(rank, world_size, name):
         assert torch.equal(grad, grads[rank]), f"{layout}: the caller's gradient was modified"
 
 
-@pytest.mark.parametrize("name", FUNCTIONS)
 @pytest.mark.parametrize("world_size", [2, 4])
-def test_forward_and_backward(name, world_size):
-    run_ranks(check_definition, world_size, name)
+def test_forward_and_backward(world_size):
+    run_ranks(in_turn, world_size, check_definition, [(name,) for name in FUNCTIONS])
 
 
 def check_second_derivative(rank, world_size):

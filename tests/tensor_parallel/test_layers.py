@@ -10,6 +10,7 @@ import torch._dynamo
 import torch.distributed as dist
 import torch.nn.functional as F
 from marks import full
+from rank_cases import in_turn
 from torch import nn
 
 from fastmp.distributed.collectives import gather_from_group
@@ -115,9 +116,8 @@ def check_column(rank, tp, sp):
 
 
 @tp_sizes
-@sequence
-def test_column(tp, sp):
-    run_ranks(check_column, tp, sp)
+def test_column(tp):
+    run_ranks(in_turn, tp, check_column, [(False,), (True,)])
 
 
 def check_row(rank, tp, sp):
@@ -170,9 +170,8 @@ def check_row(rank, tp, sp):
 
 
 @tp_sizes
-@sequence
-def test_row(tp, sp):
-    run_ranks(check_row, tp, sp)
+def test_row(tp):
+    run_ranks(in_turn, tp, check_row, [(False,), (True,)])
 
 
 def check_embedding(rank, tp, sp):
@@ -193,9 +192,8 @@ def check_embedding(rank, tp, sp):
 
 
 @tp_sizes
-@sequence
-def test_embedding(tp, sp):
-    run_ranks(check_embedding, tp, sp)
+def test_embedding(tp):
+    run_ranks(in_turn, tp, check_embedding, [(False,), (True,)])
 
 
 def check_mlp(rank, tp, sp):
@@ -236,9 +234,8 @@ def check_mlp(rank, tp, sp):
 
 
 @tp_sizes
-@sequence
-def test_mlp_and_tied_logits(tp, sp):
-    run_ranks(check_mlp, tp, sp)
+def test_mlp_and_tied_logits(tp):
+    run_ranks(in_turn, tp, check_mlp, [(False,), (True,)])
 
 
 def check_shapes(rank, tp):

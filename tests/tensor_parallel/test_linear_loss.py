@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from loss_tools import OPTIONS
 from marks import full
+from rank_cases import in_turn
 
 from fastmp.optim.grad_buffers import GradBuffer
 from fastmp.tensor_parallel.embedding import VocabParallelEmbedding
@@ -91,10 +92,9 @@ def check_calls(tp, sp, known, chunk, numbers, forward, backward):
         assert backward == (gathered if chunk < S * B else []) + summed
 
 
-@pytest.mark.parametrize("sp", [False, True], ids=["", "sequence parallel"])
-@pytest.mark.parametrize("tp", [2, 4])
-def test_equals_its_halves(tp, sp):
-    results = run_ranks(check_halves, tp, sp)
+@pytest.mark.parametrize("tp", [2, *full([4])])
+def test_equals_its_halves(tp):
+    results = run_ranks(in_turn, tp, check_halves, [(False,), (True,)])
     assert all(losses == results[0] for losses in results), "the ranks' losses differ in their bits"
 
 
@@ -181,9 +181,8 @@ def check_dtype(rank, tp, dtype):
     return loss.tolist()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_dtypes(dtype):
-    results = run_ranks(check_dtype, 4, dtype)
+def test_dtypes():
+    results = run_ranks(in_turn, 4, check_dtype, [(torch.float32,), (torch.bfloat16,)])
     assert all(loss == results[0] for loss in results)
 
 

@@ -9,6 +9,7 @@ import torch._dynamo
 import torch.distributed as dist
 import torch.nn.functional as F
 from loss_tools import OPTIONS
+from rank_cases import in_turn
 
 from fastmp.tensor_parallel.loss import vocab_parallel_cross_entropy
 from fastmp.testing.parallel import count_collectives
@@ -60,10 +61,9 @@ def check_loss(rank, tp, options):
     return loss.tolist()
 
 
-@pytest.mark.parametrize("name", OPTIONS)
 @pytest.mark.parametrize("tp", [2, 4])
-def test_equals_torch_on_the_whole_vocabulary(tp, name):
-    results = run_ranks(check_loss, tp, OPTIONS[name])
+def test_equals_torch_on_the_whole_vocabulary(tp):
+    results = run_ranks(in_turn, tp, check_loss, [(options,) for options in OPTIONS.values()])
     assert all(loss == results[0] for loss in results), "the ranks' losses differ in their bits"
 
 
@@ -82,9 +82,8 @@ def check_dtype(rank, tp, dtype):
     return loss.tolist()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_dtypes(dtype):
-    results = run_ranks(check_dtype, 4, dtype)
+def test_dtypes():
+    results = run_ranks(in_turn, 4, check_dtype, [(torch.float32,), (torch.bfloat16,), (torch.float16,)])
     assert all(loss == results[0] for loss in results)
 
 

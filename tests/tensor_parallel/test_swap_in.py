@@ -8,6 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from marks import full
+from rank_cases import in_turn
 from torch import nn
 
 from fastmp.distributed.collectives import group_size
@@ -104,11 +106,11 @@ def check_plain(rank, tp, gather_logits):
         assert forward.counts == backward.counts == {}
 
 
-@pytest.mark.parametrize("gather_logits", [True, False], ids=["torch loss", "sharded loss"])
-@pytest.mark.parametrize("tp", [1, 2, 4])
-def test_plain_torch_model(tp, gather_logits):
+@pytest.mark.parametrize("tp", [1, 2, *full([4])])
+def test_plain_torch_model(tp):
+    gather_logits = [(True,), (False,)]  # for torch's loss, and for the sharded one
     if tp == 1:  # without any process group
         with torch.random.fork_rng():
-            check_plain(0, 1, gather_logits)
+            in_turn(0, 1, check_plain, gather_logits)
     else:
-        run_ranks(check_plain, tp, gather_logits)
+        run_ranks(in_turn, tp, check_plain, gather_logits)

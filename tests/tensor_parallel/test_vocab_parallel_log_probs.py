@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from marks import full
+from rank_cases import in_turn
 
 from fastmp.ops import linear_log_probs
 from fastmp.tensor_parallel.linear_loss import vocab_parallel_linear_log_probs
@@ -58,10 +59,9 @@ def check_one_rank(rank, tp, sp):
     return outputs
 
 
-@pytest.mark.parametrize("sp", [False, *full([True])], ids=["", "sequence parallel"])
-@pytest.mark.parametrize("tp", [2, 4])
-def test_equals_one_rank(tp, sp):
-    results = run_ranks(check_one_rank, tp, sp)
+@pytest.mark.parametrize("tp", [2, *full([4])])
+def test_equals_one_rank(tp):
+    results = run_ranks(in_turn, tp, check_one_rank, [(False,), (True,)])
     assert all(outputs == results[0] for outputs in results), "the ranks' outputs differ in their bits"
 
 
