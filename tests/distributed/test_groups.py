@@ -17,6 +17,7 @@ import pytest
 import torch
 import torch._dynamo  # the first use of a DTensor imports it: once here, not in every forked rank
 import torch.distributed as dist
+from marks import full
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -38,10 +39,9 @@ AXES = {
 }
 LAYOUTS = [
     {"tp": 2, "pp": 2},
-    {"tp": 8},
-    {"pp": 4, "ep": 2},
+    *full([{"tp": 8}, {"pp": 4, "ep": 2}]),
     {"tp": 2, "cp": 2, "ep": 4, "etp": 1},
-    {"tp": 4, "ep": 4, "etp": 2},
+    *full([{"tp": 4, "ep": 4, "etp": 2}]),
     {"tp": 2, "pp": 2, "ep": 2, "etp": 1, "order": "pp-dp-ep-cp-tp"},
 ]
 

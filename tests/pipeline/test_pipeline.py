@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from marks import full
 from pipeline_tools import (
     CLOSE,
     SIZE,
@@ -50,7 +51,7 @@ def test_one_rank_with_any_number_of_chunks():
             check_parity(ParallelGroups.alone(), vpp, 4, schedule)
 
 
-@pytest.mark.parametrize(("world", "microbatches"), [(2, (4, 8)), (4, (4, 8))])
+@pytest.mark.parametrize(("world", "microbatches"), [(2, (4, 8)), *full([(4, (4, 8))])])
 def test_losses_gradients_trace_and_peak(world, microbatches):
     run_ranks(parity_case, world, microbatches)
 
@@ -106,7 +107,7 @@ def without_tags_case(rank, world):
     assert len(tags) > 8
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [2, *full([3])])
 def test_both_ends_agree_on_the_order_of_crossing_messages(world):
     run_ranks(without_tags_case, world)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from marks import full
 from pipeline_tools import CLOSE, Block, batches, make
 from torch.distributed import pipelining
 from torch.distributed.pipelining import PipelineStage
@@ -53,7 +54,7 @@ def outside_case(rank, world, name, schedule, vpp):
     return True
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, *full([4])])
 @pytest.mark.parametrize(
     ("name", "schedule", "vpp"),
     [

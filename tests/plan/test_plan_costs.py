@@ -424,9 +424,6 @@ RECOMPUTED = {
 ALL = LAYOUTS | {f"recomputed: {name}": case for name, case in RECOMPUTED.items()}
 QUICK = {
     *(
-        "tp, ep",
-        "tp, some dense",
-        "ep, all-gather",
         "ep, symmetric",
         "dp, edp",
         "cp, qk-norm",
@@ -434,7 +431,6 @@ QUICK = {
         "tp, sp, pp",
         *("fp8, tp, sp", "fp8, dp"),
         "latent, tp, sp",
-        "small, ep",
         "muon",
     ),
     *("recomputed: ep", "recomputed: tp, shards"),

@@ -64,8 +64,10 @@ def continued(model, new=14, **options):
     return [row.ids for row in found.rows], found
 
 
-@pytest.mark.parametrize("choice", CHOICES)
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize(
+    ("name", "choice"),
+    [*zip(CONFIGS, [*CHOICES] * 2), *full(zip(CONFIGS, [*reversed(CHOICES)] * 2))],
+)
 def test_ids_are_those_of_plain_decoding(name, choice):
     model = make(CONFIGS[name])
     want, plain = continued(model, **CHOICES[choice])

@@ -37,14 +37,14 @@ from tools.small_models import part_of
 CLOSE = {"rtol": 1e-10, "atol": 1e-10}
 # World size, layout; etp is tp unless given.
 LAYOUTS = [
-    (2, {"ep": 2}),
+    pytest.param(2, {"ep": 2}, marks=pytest.mark.full),
     (2, {"tp": 2}),
     (2, {"tp": 2, "ep": 2, "etp": 1}),
-    (2, {"etp": 2}),
+    pytest.param(2, {"etp": 2}, marks=pytest.mark.full),
     pytest.param(2, {"cp": 2}, marks=pytest.mark.full),
     pytest.param(4, {"ep": 2}, marks=pytest.mark.full),
     pytest.param(4, {"tp": 2, "ep": 2}, marks=pytest.mark.full),
-    (4, {"tp": 2, "ep": 2, "etp": 1}),
+    pytest.param(4, {"tp": 2, "ep": 2, "etp": 1}, marks=pytest.mark.full),
     (4, {"tp": 4, "ep": 2, "etp": 2, "order": "ep-dp-cp-tp-pp"}),
     pytest.param(8, {"cp": 8, "ep": 8}, marks=pytest.mark.full),
     pytest.param(8, {"tp": 2, "cp": 2, "ep": 4, "etp": 1}, marks=pytest.mark.full),
