@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from graph_tools import DENSE, MOE
+from marks import full
 from torch import nn
 
 from fastmp.cuda_graphs.explanation.report import explain
@@ -355,8 +356,11 @@ def tokens(device=None):
     return torch.zeros(2, 8, dtype=torch.int64, device=device)
 
 
-@pytest.mark.parametrize("recompute", (False, True), ids=("kept", "recomputed"))
-@pytest.mark.parametrize(("config", "segments"), [(DENSE, 2), (MOE, 7)], ids=("dense", "experts"))
+@pytest.mark.parametrize(
+    ("config", "segments", "recompute"),
+    [(DENSE, 2, True), (MOE, 7, False), *full([(DENSE, 2, False), (MOE, 7, True)])],
+    ids=("dense-recomputed", "experts-kept", "dense-kept", "experts-recomputed"),
+)
 def test_models_are_captured_as_a_whole(config, segments, recompute):
     model = GPT(config, Placement(rng=RngTracker(1)), recompute=recompute)
     report = explain(model, tokens())
@@ -365,7 +369,7 @@ def test_models_are_captured_as_a_whole(config, segments, recompute):
     assert "layers.0.attention to layers.2.attention (3 identical): captured" in str(report)
 
 
-@pytest.mark.parametrize("config", (DENSE, MOE), ids=("dense", "experts"))
+@pytest.mark.parametrize("config", (DENSE, *full([MOE])), ids=("dense", "experts"))
 def test_on_the_meta_device_nothing_is_computed(config):
     model = GPT(config, Placement(rng=RngTracker(1), device="meta", dtype=torch.bfloat16))
     assert explain(model, tokens("meta")).captured

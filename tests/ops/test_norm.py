@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from every_op_tools import implementation
+from marks import full
 
 from fastmp.ops import OPS, layer_norm, norm_triton, quantize_rows, rms_norm
 from fastmp.ops import norm as module
@@ -143,7 +144,7 @@ def test_compiled_kernel_equals_reference(name, dtype, kind):
                 )
 
 
-@pytest.mark.parametrize("backend", (None, "reference"))
+@pytest.mark.parametrize("backend", (None, *full(["reference"])))
 @pytest.mark.parametrize("rows", (1, 3, 1001))
 @pytest.mark.parametrize("name", NAMES)
 def test_results_do_not_depend_on_the_number_of_threads(name, backend, rows):

@@ -326,7 +326,7 @@ def same(left, right):
     return all(a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a) for a, b in zip(left, right))
 
 
-@pytest.mark.parametrize("states", ["classic", "small"])
+@pytest.mark.parametrize("states", ["small", *full(["classic"])])
 def test_state_continues_bitwise_and_a_skipped_step_changes_nothing(states):
     def rank_main(rank, world_size):
         groups = ParallelGroups.create(RankGrid(world_size=world_size, tp=2))

@@ -8,6 +8,7 @@ import signal
 
 import pytest
 import torch
+from marks import full
 from pipeline_tools import CLOSE, SIZE, Block, batches, first, make, square
 from torch import nn
 
@@ -63,9 +64,16 @@ FORWARD, BACKWARD = "forward of microbatch 2 chunk 0: ", "backward of microbatch
     [
         ("raise", FORWARD + "FloatingPointError: too hot"),
         ("shape", FORWARD + r"ValueError: stage 1 outputs \[1, 6\] float64, but \[3, 6\] float64 before"),
-        ("dtype", FORWARD + r"ValueError: stage 1 outputs \[3, 6\] float32, but"),
-        ("number", FORWARD + r"ValueError: stage 1 outputs \[3, 6\] float64 and \[3, 6\] float64, but"),
-        ("detached", FORWARD + r"ValueError: stage 1 outputs \[3, 6\] float64 without gradient, but"),
+        *full(
+            [
+                ("dtype", FORWARD + r"ValueError: stage 1 outputs \[3, 6\] float32, but"),
+                (
+                    "number",
+                    FORWARD + r"ValueError: stage 1 outputs \[3, 6\] float64 and \[3, 6\] float64, but",
+                ),
+                ("detached", FORWARD + r"ValueError: stage 1 outputs \[3, 6\] float64 without gradient, but"),
+            ]
+        ),
         ("backward", BACKWARD + "FloatingPointError: too cold"),
     ],
 )

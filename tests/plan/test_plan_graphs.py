@@ -228,12 +228,9 @@ def runs_of(made, size, rank, scope):
 QUICK = {
     *(
         "dense",
-        "dense, buckets",
         "experts, front",
         "recomputed, front",
-        "ep, shared",
         "pp, vpp",
-        "pp, zero bubble",
     ),
     *("ep, two at once", "pp, uneven", "full, pp, cp, zero bubble", "some dense, front", "documents"),
 }

@@ -71,9 +71,8 @@ def test_a_large_schedule_stays_readable(capsys):
     assert lines[-2] == "..." and lines[-1].startswith("rank 1023  warm-up 0   peak 128  1 -1i 1 -1i")
 
 
-@pytest.mark.parametrize("ending", ["png", "svg"])
-@pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble"])
-def test_the_picture(capsys, tmp_path, ending, schedule):
+@pytest.mark.parametrize(("schedule", "ending"), [("1f1b", "png"), ("zero_bubble", "svg")])
+def test_the_picture(capsys, tmp_path, schedule, ending):
     picture = tmp_path / f"schedule.{ending}"
     text = run(capsys, *EXAMPLE, "--schedule", schedule, "--plot", str(picture))
     assert text == run(capsys, *EXAMPLE, "--schedule", schedule)
