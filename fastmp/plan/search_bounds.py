@@ -25,6 +25,7 @@ from fastmp.plan.layer_time import (
     WEIGHT,
     Links,
     Phases,
+    beside_compute,
     embedding_time,
     layer_time,
     loss_time,
@@ -54,7 +55,8 @@ class SearchNode(NamedTuple):
 class KindCosts(NamedTuple):
     """Seconds and bytes of a layer of one kind and microbatch, without what the host adds.
 
-    travel: seconds of exchanges, forward and backward, which overlap can hide. kept: bytes of activations.
+    hidden: seconds that overlap hides at most: exchanges of forward and backward, or all else where they take
+    longer, less what the exchange slows compute. kept: bytes of activations.
     again: bytes that a recomputed layer has on top while it is run again, and until its wgrad where that is
     a step of its own: `whole` is both. stash: bytes in the activation stash, at least.
     """
@@ -63,16 +65,11 @@ class KindCosts(NamedTuple):
     repeated: float
     inputs: float
     weights: float
-    travel: float
+    hidden: float
     kept: int
     again: int
     whole: int
     stash: int
-
-    @property
-    def hidden(self) -> float:
-        """Seconds that overlap hides at most: the exchanges, or all else where they take longer."""
-        return min(self.travel, self.forward + self.inputs + self.weights - self.travel)
 
 
 class HostSeconds(NamedTuple):
@@ -126,16 +123,19 @@ class NodeCosts:
         travel = sum(
             own for phase in (FORWARD, INPUT) for what, own in took.of[phase].items() if what in _TRAVEL
         )
+        hidden = 0.0
         if travel and shapes.model.moe is not None:  # rows are sorted next to exchanges
             rows = 4 * shapes.pairs * shapes.grid.etp * shapes.model.hidden_size * shapes.itemsize
             travel += 2 * rows / (FASTMP.memory * self._links.gpu.memory_bandwidth)
+            hidden = min(travel, took.total(FORWARD, INPUT, WEIGHT) - travel)
+            hidden *= beside_compute(self._links.gpu, shapes.dispatcher.multiprocessors)
         kept, again = sum(activations.layer_parts(shapes, full).values()), 0
         if full:
             layer_input = activations.layer_input(shapes, False)
             kept, again = layer_input, kept - layer_input
         whole, stash = kept + again, _stash_entry(shapes) if shapes.stashes and not full else 0
         forward, repeated, inputs, weights = (took.total(phase) for phase in _PHASES)
-        return KindCosts(forward, repeated, inputs, weights, travel, kept, again, whole, stash)
+        return KindCosts(forward, repeated, inputs, weights, hidden, kept, again, whole, stash)
 
     def without_recomputation(self) -> NodeCosts:
         """Return the costs of a node that recomputes nothing, from those of one that recomputes layers."""
