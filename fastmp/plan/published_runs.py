@@ -295,22 +295,25 @@ def residual(run: PublishedRun) -> float:
     return estimated(run).tokens_per_second / run.gpus / run.tokens_per_second
 
 
-def nearest_run(recipe: Recipe, gpus: int, hardware: str) -> PublishedRun:
-    """Return the published run that resembles a recipe most.
+NEAR = 4.0  # factors of two, within which a run says something of an estimate
 
-    The distance adds up factors of two in active parameters, in the share of active ones and, by half, in
-    GPUs; another GPU counts as two of them, another precision as a half.
+
+def run_distance(run: PublishedRun, recipe: Recipe, gpus: int, hardware: str) -> float:
+    """Return how far a published run is from a recipe on GPUs, in factors of two.
+
+    They are those in active parameters, in the share of active ones and, by half, in GPUs; another GPU counts
+    as two of them, another precision as a half.
     """
-    model = recipe.model
-    active, whole = num_parameters(model, active=True), num_parameters(model)
+    own, other = (
+        (num_parameters(each.model, active=True), num_parameters(each.model)) for each in (recipe, run.recipe)
+    )
+    far = abs(math.log2(own[0] / other[0]))
+    far += abs(math.log2(own[0] / own[1]) - math.log2(other[0] / other[1]))
+    far += abs(math.log2(gpus / run.gpus)) / 2 + 2 * (hardware != run.hardware)
+    far += (recipe.train.precision != run.recipe.train.precision) / 2
+    return round(far, 9)
 
-    def distance(run: PublishedRun) -> tuple[float, str]:
-        other = run.recipe.model
-        other_active, other_whole = num_parameters(other, active=True), num_parameters(other)
-        far = abs(math.log2(active / other_active))
-        far += abs(math.log2(active / whole) - math.log2(other_active / other_whole))
-        far += abs(math.log2(gpus / run.gpus)) / 2 + 2 * (hardware != run.hardware)
-        far += (recipe.train.precision != run.recipe.train.precision) / 2
-        return round(far, 9), run.name
 
-    return min(published_runs(), key=distance)
+def nearest_run(recipe: Recipe, gpus: int, hardware: str) -> PublishedRun:
+    """Return the published run that resembles a recipe most, by `run_distance`, then by name."""
+    return min(published_runs(), key=lambda run: (run_distance(run, recipe, gpus, hardware), run.name))

@@ -16,7 +16,7 @@ from fastmp.config.option_names import SYNONYMS
 from fastmp.config.recipe import add_options, given_options, load_recipe
 from fastmp.config.specs import SCHEDULES
 from fastmp.plan.hardware import GPU, GPUS
-from fastmp.plan.published_runs import nearest_run, residual
+from fastmp.plan.published_runs import NEAR, nearest_run, residual, run_distance
 from fastmp.plan.resources import table
 from fastmp.plan.search import SLOWEST, Found, SearchResult, search
 from fastmp.plan.space import AXES, GRAPHS, PRECISIONS, RECOMPUTE, STATES, Candidate, Space
@@ -214,6 +214,7 @@ def _nearest(space: Space, result: SearchResult) -> dict[str, Any] | None:
     run = nearest_run(recipe, space.gpus, hardware)
     return {
         "name": run.name,
+        "factors_of_two": run_distance(run, recipe, space.gpus, hardware),
         "tokens_per_second_per_gpu": run.tokens_per_second,
         "residual": residual(run),
         "source": f"{run.source.name}, {run.source.version}, {run.source.date}",
@@ -271,7 +272,17 @@ def describe_search(facts: Mapping[str, Any]) -> Iterator[str]:
     same = [f"{name} {own[0]}" for name, own in cells.items() if name not in shown and own[0] != "-"]
     if same:
         yield "all       " + ", ".join(same)
-    nearest = facts["nearest"]
+    yield from _describe_nearest(facts["nearest"])
+    front = facts["front"]
+    ends = " to ".join(f"{own['seconds']:.3g} s with {own['memory'] / 2**30:.1f} GiB" for own in _ends(front))
+    yield f"front     {len(front)} of time and memory: {ends}" + ", see --json" * (len(front) > 1)
+
+
+def _describe_nearest(nearest: Mapping[str, Any]) -> Iterator[str]:
+    if nearest["factors_of_two"] > NEAR:
+        far = f"{nearest['factors_of_two']:.1f} factors of two away in size, GPUs and precision"
+        yield f"nearest   no published run is near: {nearest['name']} is {far}"
+        return
     yield (
         f"nearest   {nearest['name']}: published {nearest['tokens_per_second_per_gpu']:,.0f} tokens/s/GPU, "
         f"estimated at {nearest['residual']:.2f} times that"
@@ -279,9 +290,6 @@ def describe_search(facts: Mapping[str, Any]) -> Iterator[str]:
     yield f"          {nearest['source']}"
     if nearest["note"]:
         yield f"          {nearest['note']}"
-    front = facts["front"]
-    ends = " to ".join(f"{own['seconds']:.3g} s with {own['memory'] / 2**30:.1f} GiB" for own in _ends(front))
-    yield f"front     {len(front)} of time and memory: {ends}" + ", see --json" * (len(front) > 1)
 
 
 def _cells(row: Mapping[str, Any]) -> dict[str, str]:

@@ -23,6 +23,7 @@ from fastmp.config import (
 )
 from fastmp.config.recipe import load_recipe
 from fastmp.config.recipe_toml import recipe_toml
+from fastmp.config.sizes import num_parameters
 from fastmp.pipeline.schedule import Schedule
 from fastmp.pipeline.simulate import Costs, simulate
 from fastmp.plan.dry_run import tiny
@@ -31,6 +32,7 @@ from fastmp.plan.hardware import GPUS
 from fastmp.plan.layout import make_schedule, problems
 from fastmp.plan.memory import memory
 from fastmp.plan.pipeline_time import pipeline_time, shorter
+from fastmp.plan.published_runs import NEAR, nearest_run, published_runs, run_distance
 from fastmp.plan.search import SLOWEST, TOLERANCE, estimate, front_of, search
 from fastmp.plan.search_report import describe_search, layout_name, search_facts
 from fastmp.plan.shapes import shapes_of
@@ -370,6 +372,31 @@ def test_the_check_trains_a_tiny_step_on_forked_ranks(capsys):
     assert cli.main(["plan", "search", "moe-small", "--gpus", "8", "--ep", "2", *options]) == 0
     text = capsys.readouterr().out
     assert "check     a step of 2 tiny layers" in text and "as on one rank" in text
+
+
+def test_a_run_far_away_is_named_without_its_residual(capsys):
+    assert cli.main(SMALL) == 0
+    text = capsys.readouterr().out
+    assert "nearest   no published run is near: MPT 1B BF16, 8 x H100 is " in text
+    assert "factors of two away" in text and "published 45,455" not in text
+    found = search_facts(Space(load_recipe("configs/llama-3-8b.toml"), 8, GPUS["h100"], {"tp": [1]}), 2**37)
+    assert found["nearest"]["factors_of_two"] <= NEAR
+    assert any(line.startswith("nearest   Llama 3 8B ") for line in describe_search(found))
+
+
+def test_the_distance_of_a_published_run_counts_factors_of_two():
+    run = next(each for each in published_runs() if each.name == "Llama 3 8B FP8, 8 x H100")
+    assert run_distance(run, run.recipe, 8, "h100") == 0.0
+    assert run_distance(run, run.recipe, 32, "h100") == 1.0
+    assert run_distance(run, run.recipe, 8, "h200") == 2.0
+    wide = replace(run.recipe, train=replace(run.recipe.train, precision="dtype"))
+    assert run_distance(run, wide, 8, "h100") == 0.5
+    moe = next(each for each in published_runs() if each.model == "Qwen3 30B-A3B")
+    active, whole = num_parameters(moe.recipe.model, active=True), num_parameters(moe.recipe.model)
+    apart = math.log2(num_parameters(run.recipe.model) / active) + math.log2(whole / active)
+    far = run_distance(run, replace(moe.recipe, train=run.recipe.train), 8, "h100")
+    assert far == pytest.approx(apart)
+    assert nearest_run(run.recipe, 8, "h100") is run
 
 
 def test_out_into_no_directory_is_an_error_before_the_search(tmp_path, capsys):
