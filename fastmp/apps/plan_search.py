@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from fastmp.config import Recipe
+from fastmp.config import GPTConfig, Recipe
 from fastmp.config.recipe_toml import recipe_toml
 from fastmp.plan.search_report import (
     describe_search,
@@ -28,7 +29,7 @@ def main(arguments: list[str]) -> int:
     try:
         if options.out is not None and not Path(options.out).parent.is_dir():
             raise ValueError(f"--out: {Path(options.out).parent} is no directory; make it first")
-        space = space_of(options)
+        space = space_of(options, _of_transformers(Path(options.model), options.ignore))
         condition = None if options.why is None else read_condition(options.why)
         limit = memory_limit(options, space.gpu)
         facts = search_facts(space, limit)
@@ -47,6 +48,15 @@ def main(arguments: list[str]) -> int:
         return 2
     print(json.dumps(facts) if options.json else "\n".join(_lines(facts)))
     return 0 if facts["best"] else 1
+
+
+def _of_transformers(directory: Path, ignored: Sequence[str]) -> GPTConfig | None:
+    """Return the model of a transformers directory; None without a config.json. Raises ValueError."""
+    if not (directory / "config.json").is_file():
+        return None
+    from fastmp.hf.stored import model_of, read_config  # imports torch
+
+    return model_of(directory, read_config(directory), ignored)[1]
 
 
 def _lines(facts: dict[str, Any]) -> list[str]:

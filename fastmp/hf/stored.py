@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from math import prod
 from pathlib import Path
@@ -17,8 +17,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from fastmp.config import GPTConfig
 from fastmp.config.file_access import open_regular, read_json
-from fastmp.hf.config_json import ALIASES
+from fastmp.hf.config_json import ALIASES, from_transformers
 from fastmp.hf.families import CONVERSIONS
 from fastmp.training.checkpoint.format import DTYPES
 from fastmp.training.checkpoint.tensor_files import OpenFile
@@ -59,6 +60,24 @@ def read_config(path: Path) -> dict[str, Any]:
     """Return the config.json in the directory `path`. Raises ValueError naming the file."""
     check_local(path)
     return read_json(path / CONFIG, _MAX_CONFIG)
+
+
+def model_of(path: Path, content: Mapping[str, Any], ignored: Sequence[str] = ()) -> tuple[str, GPTConfig]:
+    """Return the model type and the model that a directory's config.json describes.
+
+    Args:
+        path: the directory. content: of its config.json.
+        ignored: keys that are skipped.
+
+    Raises:
+        ValueError: as `from_transformers`, naming the file; one line.
+    """
+    try:
+        return from_transformers(content, ignored)
+    except ValueError as error:
+        raise ValueError(f"{path / CONFIG}: " + "; ".join(str(error).splitlines())) from None
+    except (TypeError, ArithmeticError) as error:
+        raise ValueError(f"{path / CONFIG}: a value that makes no sense: {error}") from None
 
 
 def check_local(path: Path) -> None:

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from fastmp.config import MAX_LAYERS, GPTConfig
 from fastmp.config.file_access import sync_directory, write_synced
-from fastmp.hf.config_json import family_of, from_transformers, quantization_of, to_transformers
+from fastmp.hf.config_json import family_of, quantization_of, to_transformers
 from fastmp.hf.families import CONVERSIONS
 from fastmp.hf.families.family import optional_int
 from fastmp.hf.families.llama_like import FUSED_EXPERT_WEIGHTS, MTP_COPIES, MTP_WEIGHTS
@@ -36,6 +36,7 @@ from fastmp.hf.stored import (
     Shape,
     Stored,
     check_sizes,
+    model_of,
     opened,
     read_config,
     stored_tensors,
@@ -200,13 +201,8 @@ class TransformersReader(CheckpointReader):
         content = read_config(path)
         self._stored = stored_tensors(path)
         check_sizes(path, content, self._stored)
-        try:
-            self.model_type, self.config = from_transformers(content, ignored)
-            self.quantization = quantization_of(content)
-        except ValueError as error:
-            raise ValueError(f"{path / CONFIG}: " + "; ".join(str(error).splitlines())) from None
-        except (TypeError, ArithmeticError) as error:
-            raise ValueError(f"{path / CONFIG}: a value that makes no sense: {error}") from None
+        self.model_type, self.config = model_of(path, content, ignored)
+        self.quantization = quantization_of(content)
         if (bert := self.config.bert) is not None:  # config.json may name an architecture with fewer heads
             order = CONVERSIONS[self.model_type].model_weights["sentence_head.order.weight"] in self._stored
             self.config = replace(self.config, bert=replace(bert, sentence_order=order))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import chain
 from typing import Any
 
@@ -19,6 +20,7 @@ from fastmp.pipeline.schedule import (
 from fastmp.pipeline.stream_schedule import graph_order
 from fastmp.plan.layout import make_schedule
 from fastmp.plan.parameters import stage_map, stage_ranges
+from fastmp.plan.pipeline_time import shorter
 from fastmp.plan.rank_load import MeasuredLoad
 from fastmp.plan.resources import add_load, fitting_recipe, measured_load, recipe_parser, table
 from fastmp.plan.segments import (
@@ -106,6 +108,21 @@ def graph_facts(recipe: Recipe, world_size: int, measured: MeasuredLoad | None =
         "apart": apart,
         "ranks": ranks,
     }
+
+
+def bytes_beside_activations(recipe: Recipe, shapes: Shapes) -> list[int]:
+    """Return the bytes of the static buffers of each pipeline rank that hold no activation.
+
+    They are gradients, or under scope "full_step" the inputs of a step; none without graphs. Other static
+    inputs are tensors that layers keep until their backward, which `fastmp.plan.memory` counts.
+    """
+    layout = recipe.parallel
+    if not recipe.graphs.enabled:
+        return [0] * layout.pp
+    if "full_step" in (recipe.graphs.scope or ()):
+        return [_of_whole_step(recipe, shapes)["input_bytes"]] * layout.pp
+    few = shorter(make_schedule(layout, shapes.num_microbatches)).num_microbatches  # holds as much at once
+    return [own["gradient_bytes"] for own in _of_runs(recipe, replace(shapes, num_microbatches=few))]
 
 
 def _of_whole_step(recipe: Recipe, shapes: Shapes) -> dict[str, Any]:

@@ -25,6 +25,7 @@ from typing import Any
 
 from fastmp.config import Recipe
 from fastmp.pipeline.schedule import Schedule
+from fastmp.plan.graphs import bytes_beside_activations
 from fastmp.plan.layout import Problem, make_schedule, problems, smallest_groups
 from fastmp.plan.memory import memory
 from fastmp.plan.pipeline_time import orders_of, shorter
@@ -37,7 +38,7 @@ from fastmp.plan.search_bounds import (
     StageKinds,
     candidate_of,
 )
-from fastmp.plan.shapes import shapes_of
+from fastmp.plan.shapes import Shapes, shapes_of
 from fastmp.plan.space import GRAPHS, STATES, Candidate, Layout, Space, divide_layers
 from fastmp.plan.step_time import StepTime, step_time
 
@@ -114,7 +115,8 @@ class _Search:
         self._costs: dict[SearchNode, NodeCosts] = {}
         self._shared: dict[object, Any] = {}  # of costs
         self._problems: dict[SearchNode, list[Problem]] = {}  # by nodes without recomputation
-        self._held: dict[Candidate, int] = {}  # memory, by candidates without graphs
+        self._held: dict[Candidate, list[int]] = {}  # bytes of ranks without graphs, by candidates without
+        self._graphs: dict[Candidate, list[int]] = {}  # bytes of their graphs, by candidates without states
         self._pipelines: dict[Candidate, float] = {}  # seconds, by candidates without states
         self._divided: dict[tuple[int, int, str], StageKinds] = {}
         self._bytes: dict[tuple[Layout, str, str], ParameterBytes] = {}
@@ -232,12 +234,12 @@ class _Search:
                 if held[states] > self.limit:
                     self._too_large(held[states])
                     del held[states]
-            before = None
+            eager = None
             for graphs in space.graphs(layout, node.dispatcher, overlap) if held else ():
                 host = costs.host(graphs)
-                if host == before:  # graphs that save no time
+                if host == eager:  # graphs that save no time
                     continue
-                before, time = host, bounds.time(host)
+                eager, time = host if graphs == "none" else eager, bounds.time(host)
                 found += [
                     ((time, least), candidate_of(node, order, graphs, states))
                     for states, least in held.items()
@@ -276,10 +278,7 @@ class _Search:
         if wrong := problems(recipe, self.space.gpus):
             self.result.rejected[str(wrong[0])] += 1
             return
-        eager = replace(own, graphs="none")  # graphs change no memory that is counted
-        if eager not in self._held:
-            self._held[eager] = memory_of(self.space, recipe)
-        held = self._held[eager]
+        held = self._memory(own, recipe)
         if held > self.limit:
             self._too_large(held)
             return
@@ -293,6 +292,16 @@ class _Search:
         if best is None or found.key < best.key:
             self.by_layout[own.layout] = found
         self.points = front_of([*self.points, (found.step.seconds, found.memory)])
+
+    def _memory(self, own: Candidate, recipe: Recipe) -> int:
+        """Return the bytes of the fullest rank of a candidate."""
+        eager, stateless = replace(own, graphs="none"), replace(own, states="")
+        shapes = shapes_of(recipe, self.space.gpus)
+        if eager not in self._held:
+            self._held[eager] = _eager_memory(recipe, shapes)
+        if stateless not in self._graphs:
+            self._graphs[stateless] = bytes_beside_activations(recipe, shapes)
+        return _fullest(self._held[eager], self._graphs[stateless])
 
     def _finish(self) -> SearchResult:
         limit = SLOWEST * self.fastest
@@ -308,14 +317,24 @@ class _Search:
         return self.result
 
 
-def memory_of(space: Space, recipe: Recipe) -> int:
-    """Return the bytes of the fullest rank of a recipe of `space`.
+def _eager_memory(recipe: Recipe, shapes: Shapes) -> list[int]:
+    """Return the bytes of each pipeline rank without those of CUDA graphs.
 
     The fullest moment of a long step is that of a shorter one.
     """
-    shapes = shapes_of(recipe, space.gpus)
     schedule = shorter(make_schedule(recipe.parallel, shapes.num_microbatches))
-    return max(each.total for each in memory(recipe, shapes, orders_of(schedule).steps))
+    return [each.total for each in memory(recipe, shapes, orders_of(schedule).steps)]
+
+
+def memory_of(space: Space, recipe: Recipe) -> int:
+    """Return the bytes of the fullest rank of a recipe of `space`."""
+    shapes = shapes_of(recipe, space.gpus)
+    return _fullest(_eager_memory(recipe, shapes), bytes_beside_activations(recipe, shapes))
+
+
+def _fullest(eager: Sequence[int], graphs: Sequence[int]) -> int:
+    """Return the most bytes of a rank, from those of each without graphs and those of its graphs."""
+    return max(own + more for own, more in zip(eager, graphs, strict=True))
 
 
 def estimate(space: Space, own: Candidate) -> Found:

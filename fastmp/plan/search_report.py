@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import json
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import fields, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
-from fastmp.config import DISPATCHERS, Recipe
+from fastmp.config import DISPATCHERS, GPTConfig, Recipe
 from fastmp.config.command_line import Parser, did_you_mean, number
 from fastmp.config.data_files import expected_vocab_size
 from fastmp.config.option_names import SYNONYMS
-from fastmp.config.recipe import add_options, given_options, load_recipe
+from fastmp.config.recipe import add_options, given_options, load_as, load_recipe
 from fastmp.config.specs import SCHEDULES
 from fastmp.plan.hardware import GPU, GPUS
 from fastmp.plan.published_runs import NEAR, nearest_run, residual, run_distance
@@ -23,6 +24,8 @@ from fastmp.plan.space import AXES, GRAPHS, PRECISIONS, RECOMPUTE, STATES, Candi
 
 FREE = 0.1  # of a GPU's memory, kept free for what the plan does not count
 CONFIGS = Path("configs")
+# Of a transformers model, which has no recipe: tokens of a sample and of an optimizer step.
+DEFAULT_LENGTH, DEFAULT_TOKENS = 4096, 1 << 22
 # Options of a recipe that a search chooses: what is given on the command line is kept.
 _OPTIONS = {
     **{f"parallel.{axis}": axis for axis in ("tp", "cp", "pp", "ep", "etp", "vpp", "schedule")},
@@ -60,7 +63,13 @@ def search_parser(prog: str) -> Parser:
     )
     usage = f"{prog} MODEL --gpus N [options]"
     parser = Parser(prog=prog, usage=usage, description=f"{about}\n\n{example}", synonyms=SYNONYMS)
-    parser.add_argument("model", metavar="MODEL", help="TOML file of a run, or the name of one in configs/")
+    parser.add_argument(
+        "model",
+        metavar="MODEL",
+        help="TOML file of a run, the name of one in configs/, or a directory with config.json of "
+        f"transformers: samples of {DEFAULT_LENGTH:,} tokens, {DEFAULT_TOKENS:,} a step, if options say "
+        "nothing else",
+    )
     parser.add_argument("--gpus", type=number(int, 1), required=True, metavar="N", help="number of GPUs")
     parser.add_argument("--hardware", choices=GPUS, default="h100", help="GPUs of the servers (%(default)s)")
     parser.add_argument(
@@ -81,6 +90,13 @@ def search_parser(prog: str) -> Parser:
         metavar="GB_PER_S",
         help="network bandwidth of a server in one direction, in GB/s (default: that of its maker)",
     )
+    parser.add_argument(
+        "--ignore",
+        metavar="NAME",
+        action="append",
+        default=[],
+        help="ignore this unknown key of config.json; may be repeated",
+    )
     parser.add_argument("--why", metavar="AXIS=VALUE", help="say why no best layout has this, as in tp=8")
     parser.add_argument("--out", metavar="FILE", help="write the recipe of the fastest layout")
     parser.add_argument(
@@ -91,19 +107,20 @@ def search_parser(prog: str) -> Parser:
     return parser
 
 
-def space_of(options: argparse.Namespace) -> Space:
-    """Return the space that parsed options name. Raises ValueError with all errors."""
-    path = Path(options.model)
-    if path.suffix != ".toml":
-        known = sorted(CONFIGS.glob("*.toml"))
-        path = CONFIGS / f"{options.model}.toml"
-        if path not in known:
-            names = [each.stem for each in known]
-            hint = did_you_mean(options.model, names)
-            raise ValueError(f"no recipe {path}{hint or ': expected a TOML file, or the name of one there'}")
+def space_of(options: argparse.Namespace, model: GPTConfig | None = None) -> Space:
+    """Return the space that parsed options name. Raises ValueError with all errors.
+
+    model: of the transformers directory that `options.model` is; None: a recipe.
+    """
     given = given_options(options)
     fixed = _fixed(given)
-    neutral = _without_choices(load_recipe(path, given))
+    if model is None:
+        path = _recipe_path(options.model)
+        neutral = load_recipe(path, given)
+    else:
+        path = Path(options.model)
+        neutral = load_as(Recipe, None, given, **_tables_of(path, model, given))
+    neutral = _without_choices(neutral)
     if options.tokens_per_step is not None:
         length = neutral.data.seq_len
         if options.tokens_per_step % length:
@@ -133,6 +150,34 @@ def space_of(options: argparse.Namespace) -> Space:
                 f"train.dtype {neutral.train.dtype!r}"
             )
     return space
+
+
+def _recipe_path(name: str) -> Path:
+    """Return the path of a recipe, or of the one in configs/ with this name. Raises ValueError."""
+    path = Path(name)
+    if path.suffix == ".toml":
+        return path
+    known = sorted(CONFIGS.glob("*.toml"))
+    if (found := CONFIGS / f"{name}.toml") in known:
+        return found
+    if path.is_dir():
+        raise ValueError(
+            f"{name}: no config.json in this directory: expected a directory of a transformers model, a TOML "
+            f"file, or the name of one in {CONFIGS}"
+        )
+    hint = did_you_mean(name, [each.stem for each in known])
+    expected = ": expected a TOML file, the name of one there, or a directory of a transformers model"
+    raise ValueError(f"no recipe {found}{hint or expected}")
+
+
+def _tables_of(directory: Path, model: GPTConfig, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the tables of a recipe for a transformers model, as a TOML file has them."""
+    length = given.get("data", {}).get("seq_len") or min(DEFAULT_LENGTH, model.max_seq_len)
+    data = {"seq_len": length} | ({} if model.bert is None else {"masked_lm": {}})
+    batch = max(1, DEFAULT_TOKENS // length)
+    train = {"name": directory.absolute().name, "global_batch_size": batch}
+    own = asdict(model, dict_factory=lambda pairs: {key: value for key, value in pairs if value is not None})
+    return {"model": json.loads(json.dumps(own)), "data": data, "train": train}
 
 
 def _without_choices(recipe: Recipe) -> Recipe:

@@ -34,7 +34,7 @@ from fastmp.plan.memory import memory
 from fastmp.plan.pipeline_time import pipeline_time, shorter
 from fastmp.plan.published_runs import NEAR, nearest_run, published_runs, run_distance
 from fastmp.plan.search import SLOWEST, TOLERANCE, estimate, front_of, search
-from fastmp.plan.search_report import describe_search, layout_name, search_facts
+from fastmp.plan.search_report import describe_search, layout_name, search_facts, search_parser, space_of
 from fastmp.plan.shapes import shapes_of
 from fastmp.plan.space import Candidate, Layout, Space, divide_layers
 from fastmp.plan.step_time import step_time
@@ -100,6 +100,14 @@ SPACES = [
 ]
 
 
+def static(made, gpus):
+    """Return the bytes of each rank's static buffers of graphs that hold no activation."""
+    if not made.graphs.enabled:
+        return [0] * made.parallel.pp
+    name = "gradient_bytes" if made.graphs.scope is None else "input_bytes"
+    return [rank[name] for rank in graph_facts(made, gpus)["ranks"]]
+
+
 @pytest.mark.parametrize(("model", "gpus", "batch", "gpu", "gib", "fixed"), SPACES)
 def test_the_optimum_is_that_of_estimating_every_candidate(model, gpus, batch, gpu, gib, fixed):
     space, limit = Space(recipe(model, batch), gpus, GPUS[gpu], fixed), gib * 2**30
@@ -109,7 +117,10 @@ def test_the_optimum_is_that_of_estimating_every_candidate(model, gpus, batch, g
         if not problems(made, gpus):
             shapes = shapes_of(made, gpus)
             orders = make_schedule(made.parallel, shapes.num_microbatches).orders()
-            held = max(each.total for each in memory(made, shapes, orders))
+            held = max(
+                each.total + beside
+                for each, beside in zip(memory(made, shapes, orders), static(made, gpus), strict=True)
+            )
             if held <= limit:
                 every.append((step_time(made, gpus, GPUS[gpu]).seconds, held, own.layout))
     assert len(every) > 20 and found.estimated < len(every)
@@ -202,6 +213,17 @@ def test_graphs_hold_whole_steps_where_the_dispatcher_in_use_has_no_eager_segmen
         rest = (1, dispatcher, "dtype", "none", 1, "1f1b", False, "full_step", "classic")
         assert "experts" in graph_facts(space.recipe_of(Candidate(*layout, *rest)), 8)["captured"]
     assert not Space(recipe(MOE, 8), 8, GPUS["h100"], {"dispatcher": ["deepep"]}).dispatchers(whole[0][0])
+
+
+def test_static_buffers_of_graphs_count():
+    """Gradients of spans as of a shorter step, which holds as many; the ids and targets of a whole step."""
+    made, number = recipe(replace(DENSE, num_layers=8), 2200), 2200
+    kept = {**NARROW, "tp": [1], "pp": [2], "vpp": [1], "schedule": ["1f1b"], "recompute": ["none"]}
+    space = Space(made, 2, GPUS["h100"], {**kept, "states": ["classic"]})
+    none, layers, whole = (estimate(space, own) for own in space.candidates())
+    gradient = 4096 * 1024 * 2
+    assert layers.memory - none.memory == static(space.recipe_of(layers.candidate), 2)[0] == gradient
+    assert whole.memory - none.memory == number * 4096 * 16
 
 
 def test_interleaved_chunks_take_the_smallest_microbatch_groups_that_fit():
@@ -397,6 +419,62 @@ def test_the_distance_of_a_published_run_counts_factors_of_two():
     far = run_distance(run, replace(moe.recipe, train=run.recipe.train), 8, "h100")
     assert far == pytest.approx(apart)
     assert nearest_run(run.recipe, 8, "h100") is run
+
+
+def config_json(directory, model_type, name, **more):
+    """Write a directory of transformers with config.json alone."""
+    from fastmp.hf.config_json import to_transformers
+
+    content = to_transformers(model_type, load_recipe(f"configs/{name}.toml").model, "bfloat16")
+    (directory / "config.json").write_text(json.dumps(content | more))
+    return str(directory)
+
+
+def test_a_directory_of_transformers_is_searched_like_its_recipe(tmp_path, capsys):
+    directory = config_json(tmp_path, "qwen3_moe", "qwen3-30b-a3b", invented=1)
+    options = ["--gpus", "8", "--tp", "1", "--cp", "1", "--pp", "1", "--train.precision", "dtype", "--json"]
+    assert cli.main(["plan", "search", directory, *options]) == 2
+    assert "config.json: unknown 'invented' in a config" in capsys.readouterr().err
+    assert cli.main(["plan", "search", directory, *options, "--ignore", "invented"]) == 0
+    there = json.loads(capsys.readouterr().out)
+    assert cli.main(["plan", "search", "qwen3-30b-a3b", *options]) == 0
+    assert there | {"name": "qwen3-30b-a3b"} == json.loads(capsys.readouterr().out)
+
+
+def test_a_directory_of_an_encoder_is_searched_with_masked_tokens(tmp_path, capsys):
+    directory = config_json(tmp_path, "bert", "bert-336m")
+    assert cli.main(["plan", "search", directory, "--gpus", "8", "--tp", "1", "--pp", "1", "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["tokens_per_step"] == 4_194_304 and facts["best"][0]["mfu"] > 0.1
+
+
+def test_a_directory_of_transformers_has_samples_and_steps_of_its_own(tmp_path):
+    def space(*options):
+        parsed = search_parser("fastmp plan search").parse_args([str(tmp_path), "--gpus", "8", *options])
+        return space_of(parsed, replace(DENSE, max_seq_len=32768)).recipe
+
+    default, longer = space(), space("--data.seq-len", "16384", "--model.num-layers", "2")
+    assert (default.data.seq_len, default.train.global_batch_size) == (4096, 1024)
+    assert (longer.data.seq_len, longer.train.global_batch_size) == (16384, 256)
+    assert default.train.name == tmp_path.name and longer.model.num_layers == 2
+    parsed = search_parser("fastmp plan search").parse_args([str(tmp_path), "--gpus", "8"])
+    assert space_of(parsed, replace(DENSE, max_seq_len=512)).recipe.data.seq_len == 512
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        (None, "no config.json in this directory: expected a directory of a transformers model, a TOML file"),
+        ('{"model_type": "mamba"}', "config.json: model_type 'mamba' is not supported; expected one of gpt2"),
+        ("{", "config.json"),
+    ],
+)
+def test_a_directory_that_is_no_model_is_an_error(content, expected, tmp_path, capsys):
+    if content is not None:
+        (tmp_path / "config.json").write_text(content)
+    assert cli.main(["plan", "search", str(tmp_path), "--gpus", "8"]) == 2
+    shown = capsys.readouterr().err
+    assert expected in shown and str(tmp_path) in shown and len(shown.splitlines()) == 1
 
 
 def test_out_into_no_directory_is_an_error_before_the_search(tmp_path, capsys):
