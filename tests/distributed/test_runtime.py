@@ -485,6 +485,7 @@ def test_torchrun_restarts_a_job_whose_rank_was_killed(worker, tmp_path):
     assert [json.loads((tmp_path / f"result-{rank}").read_text()) for rank in range(2)] == [[right, 1]] * 2
 
 
+@pytest.mark.full
 def test_a_layout_that_does_not_fit_the_ranks_ends_the_job_with_a_clear_line(worker, tmp_path):
     done = torchrun("--standalone", "--nproc-per-node=3", worker, "plain", tmp_path)
     assert done.returncode != 0

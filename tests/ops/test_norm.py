@@ -254,10 +254,13 @@ def test_block_shapes(num_cols, itemsize, centred, backward):
 
 @pytest.mark.parametrize("backend", ["c++", pytest.param("triton", marks=pytest.mark.interpret)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-def test_quantized_result_is_the_quantised_result(dtype, backend):
+def test_quantized_result_is_the_quantised_result(dtype, backend, monkeypatch):
     """Byte for byte, of rows in registers and of longer ones, with the residual stream and statistics."""
     plain, quantized = (implementation(f"rms_norm{end}", backend) for end in ("", "_quantized"))
     for rows, columns, block, form in ((37, 384, 128, E4M3), (70, 96, 32, E5M2), (2, 16512, 128, E4M3)):
+        if backend == "triton" and columns > 16384:  # 2 s to interpret: short rows take the way of long ones
+            monkeypatch.setattr(norm_triton, "block_shape", lambda *_, backward: None)
+            columns = 384
         x, residual, (weight, _), _, _ = _inputs(rows, columns, dtype)
         for added in (None, residual):
             with poisoned_memory():
