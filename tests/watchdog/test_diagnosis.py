@@ -165,6 +165,21 @@ def test_without_a_flight_record_the_calls_that_ranks_are_in_have_to_do():
     assert (report.kind, report.ranks, report.waiting) == ("hung", (2,), (0, 1, 3))
 
 
+@pytest.mark.parametrize(
+    ("ops", "kind", "ranks"),
+    [
+        (("recv", "recv"), "message", (0, 1)),
+        (("send", "send"), "message", (0, 1)),
+        (("send", "recv"), "unknown", (0,)),  # which will meet
+    ],
+)
+def test_two_ranks_with_the_same_end_of_a_message_wait_for_each_other(ops, kind, ranks):
+    records = [RankRecord(rank, inside=Call(op, TP[0], peer=1 - rank)) for rank, op in enumerate(ops)]
+    report = diagnose(records, 2)
+    assert (report.kind, report.ranks) == (kind, ranks)
+    assert ("nobody has the other end of a message" in report.text) == (kind == "message")
+
+
 def test_hosts_that_wait_for_their_device_are_in_no_call_and_go_by_what_they_have_begun():
     """As over NCCL: ranks ran ahead until they read a number; one never came to its fifth collective."""
     behind = {"started": {WORLD: 4, TP[0]: 7, TP[1]: 7}}

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from fastmp.watchdog.channel import REPORTER, Channel
 from fastmp.watchdog.collector import Collector
-from fastmp.watchdog.heartbeat import heartbeat
+from fastmp.watchdog.heartbeat import essence, heartbeat, node_message
 from fastmp.watchdog.inspector import ProcessInspector, _stat, host_id, process_state
 from fastmp.watchdog.leader import Leader
 from fastmp.watchdog.node import Node
@@ -206,6 +206,15 @@ def test_groups_are_packed_as_progressions(ranks):
 def test_packed_groups_of_absurd_size_are_refused():
     with pytest.raises(ValueError, match="a process group of more than"):
         unpack_ranks([[0, 1, 10**12]])
+
+
+def test_ranks_that_stand_still_send_no_new_message():
+    def part(state="running", **record):
+        content = heartbeat(RankRecord(3, **record), {"world": [[0, 1, 4]]}, 1, ("host", 1))
+        return essence(node_message({3: (content, state, 0.0)}))
+
+    assert part(stalled=1.0) == part(stalled=2.0)
+    assert len({part(), part(step=1), part(where="x.py:1"), part("stopped")}) == 4
 
 
 def test_a_heartbeat_is_sent_after_the_message_that_it_announces():
