@@ -219,9 +219,9 @@ def _hand_out_once(node: Any) -> None:
     def check(_: Any) -> None:
         if spent:
             raise RuntimeError(_SPENT)
-        spent.append(True)
 
     node.register_prehook(check)
+    node.register_hook(lambda *_: spent.append(True))  # a backward that raised has consumed nothing
 
 
 def _of_few_logits(

@@ -214,8 +214,9 @@ def test_the_expected_upstream_gradient():
     torch.testing.assert_close(torch.autograd.grad(loss.sum(), weight)[0], N * grads[1])
 
 
-def test_another_upstream_gradient():
-    hidden, weight, target, _ = problem()
+@pytest.mark.parametrize("tokens", [(11, 2), (22,)])  # in chunks, and the way for few logits
+def test_another_upstream_gradient(tokens):
+    hidden, weight, target, _ = problem(tokens=tokens)
     loss = linear_cross_entropy(hidden, weight, target, loss_grad=1.0, reduction="none")
     with pytest.raises(RuntimeError, match="other than the loss_grad"):
         (2 * loss).sum().backward()
