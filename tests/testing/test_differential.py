@@ -332,3 +332,13 @@ def test_sees_writes_to_saved_tensors_that_autograd_does_not() -> None:
         name = Path(__file__).name
         lines = [line.partition(":")[0] for line in saved.overwritten]
         assert lines == [f"(2,), saved in {name}"] * write
+
+
+def test_running_statistics_are_no_overwritten_memory() -> None:
+    """A batch norm saves them for its backward, which reads them in evaluation mode only."""
+    norm = torch.nn.BatchNorm1d(3)
+    for buffers, number in (((), 1), (norm.buffers(), 0)):
+        with (saved := SavedTensors(buffers)):
+            y = norm(torch.randn(4, 3, requires_grad=True))
+        y.sum().backward()
+        assert len(saved.overwritten) == number

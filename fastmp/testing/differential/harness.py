@@ -8,7 +8,7 @@ import re
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -89,17 +89,26 @@ class SavedTensors(saved_tensors_hooks):
     """A context of a forward pass: copies what autograd saves, and compares when backward reads it.
 
     So it sees writes of kernels and through `.data`, which autograd does not.
+
+    Args:
+        buffers: of the module, which it may write to: batch norms save running statistics that they update.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, buffers: Iterable[torch.Tensor] = ()) -> None:
         self.overwritten: dict[str, None] = {}  # in order
+        self._buffers = {each.data_ptr() for each in buffers if type(each) is torch.Tensor}
         super().__init__(self._pack, self._unpack)
 
-    def _pack(self, tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, str]:
+    def _pack(self, tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, str]:
+        plain = type(tensor) is torch.Tensor and tensor.layout == torch.strided
+        if plain and tensor.data_ptr() in self._buffers:
+            return tensor, None, ""
         return tensor, tensor.detach().clone(), _line()
 
-    def _unpack(self, saved: tuple[torch.Tensor, torch.Tensor, str]) -> torch.Tensor:
+    def _unpack(self, saved: tuple[torch.Tensor, torch.Tensor | None, str]) -> torch.Tensor:
         tensor, copy, line = saved
+        if copy is None:
+            return tensor
         same = (tensor == copy) | (tensor != tensor) & (copy != copy)  # NaN equals NaN
         if not same.all():
             self.overwritten[f"{tuple(tensor.shape)}, saved in {line}"] = None
@@ -165,9 +174,7 @@ def _run_some(subject: Subject, runs: list[Run], world_size: int, timeout: float
                 axes, shape = zip(*layout, strict=True)
                 meshes[layout] = init_device_mesh("cpu", shape, mesh_dim_names=axes)
             ranks = Ranks(run.case, meshes[layout])
-            saved = SavedTensors() if watch else None
-            record = _parallel(subject, run.reference, ranks, saved)
-            records.append((record, tuple(saved.overwritten) if saved is not None else ()))
+            records.append(_parallel(subject, run.reference, ranks, watch))
         return records
 
     try:
@@ -312,13 +319,16 @@ def _scale(subject: Subject, model: nn.Module, norm: float, largest: float) -> N
             grad.mul_(largest / norm)
 
 
-def _parallel(subject: Subject, reference: Reference, ranks: Ranks, saved: SavedTensors | None) -> Record:
-    """Run the parallel module on this rank's part of the data, its forward passes in the context `saved`."""
+def _parallel(
+    subject: Subject, reference: Reference, ranks: Ranks, watch: bool
+) -> tuple[Record, tuple[str, ...]]:
+    """Run the parallel module on this rank's part of the data; return results and overwritten tensors."""
     case, found = ranks.case, Record()
     dense = _dense(subject, case)
     batches = _batches(subject, case)
     with poisoned_memory() if case.poison else nullcontext():
         model = subject.parallel(dense, ranks).double()
+        saved = SavedTensors(model.buffers()) if watch else None
         optimizer = subject.optimizer(model)
         part = case.data_index(ranks.rank, subject.data_axes)
         for step, microbatches in enumerate(batches):
@@ -360,4 +370,4 @@ def _parallel(subject: Subject, reference: Reference, ranks: Ranks, saved: Saved
             for name, param in params.items():
                 full, placement = subject.full(name, param.detach(), param, ranks)
                 found["weight", step, -1, name] = (full.clone(), placement)
-    return found
+    return found, () if saved is None else tuple(saved.overwritten)
