@@ -165,6 +165,7 @@ class DispatcherSpec:
     exchanges: the segments that communicate, and can overlap another microbatch's compute.
     multiprocessors: of a GPU, held by an exchange; compute that overlaps it has the others. NCCL holds 16.
     host_syncs: True if the host waits for the device in `dispatch`.
+    gathers_tokens: True if each rank receives the tokens of all others, whatever experts they chose.
     host_counts_tokens: True if counts that the host reads are tokens of a rank, False if rows of an expert.
     rows: the rows that the experts of a rank compute.
     symmetric_memory: True if these rows lie in symmetric memory, reserved for `rows`; such a dispatcher
@@ -185,6 +186,7 @@ class DispatcherSpec:
     exchanges: tuple[str, ...] = ("dispatch", "combine")
     multiprocessors: int = 16
     host_syncs: bool = False
+    gathers_tokens: bool = False
     host_counts_tokens: bool = False
     rows: Callable[[DispatchSizes], int] = _pairs_of_group
     symmetric_memory: bool = False
@@ -265,6 +267,7 @@ SHARING = DispatcherSpec(
     saved_bytes=lambda sizes: _sorted_saved(sizes.etp, sizes),
     prepared=lambda sizes: _local_prepared(sizes, sizes.etp),
     dispatched=_sharing_dispatched,
+    gathers_tokens=True,
 )
 # The ranks hold different sequences, and their hosts tell each other how many tokens they have.
 SHARING_SEQUENCES = replace(
@@ -325,6 +328,7 @@ ALLGATHER = DispatcherSpec(
     prepared=lambda sizes: {"indices": PASSED, "probs": PASSED, "counts": _counts(sizes)},
     eager=_BACK,
     host_syncs=True,
+    gathers_tokens=True,
     host_counts_tokens=True,
     help="every rank of the expert group gathers all tokens: for few experts a rank and many a token",
 )

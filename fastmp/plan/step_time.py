@@ -4,7 +4,7 @@ GEMMs and memory-bound kernels come from `fastmp.plan.kernels`, bytes sent from 
 the links of `fastmp.plan.links`, the pipeline's idle time from the simulator. Assumptions:
 
 - All experts get equally many tokens, unless a load is given: then all ranks wait for the busiest one, whose
-  exchanges and experts take as many times longer.
+  experts and exchanges take as many times longer. An all-gather of tokens takes as long as before.
 - The host launches eager kernels one after the other (`Kernels.host`); a layer takes as long as the slower of
   host and device. CUDA graphs leave one launch for each captured span.
 - Collectives within layers stop the compute. Exceptions are those of a backward that overlap a GEMM
@@ -191,9 +191,12 @@ def _stages(recipe: Recipe, shapes: Shapes, links: Links, kernels: Kernels, load
     }
     if load > 1.0:
         for kind, own in of_kinds.items():
-            parts = _segment_costs(replace(shapes, model=kind), links, kernels, recipe.graphs)
+            of_layer = replace(shapes, model=kind)
+            even = _EXCHANGES if kind.moe is not None and of_layer.dispatcher.gathers_tokens else ()
+            parts = _segment_costs(of_layer, links, kernels, recipe.graphs)
             for phase, times in zip((FORWARD, INPUT, WEIGHT), zip(*(part[3:] for part in parts[1:]))):
-                own.of[phase][IMBALANCE] += (load - 1.0) * sum(times)
+                longer = sum(times) - sum(own.of[phase][group] for group in even)
+                own.of[phase][IMBALANCE] += (load - 1.0) * longer
             if recipe.parallel.recompute:
                 own.of[REPEATED][IMBALANCE] += own.of[FORWARD][IMBALANCE]
     found = []

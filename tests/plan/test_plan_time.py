@@ -222,6 +222,16 @@ def test_ranks_wait_for_the_busiest_experts():
     again = recipe(EXPERTS, batch=64, ep=8, recompute=True)
     parts = step_time(again, 16, H100, load=1.5).parts
     assert parts[REPEATED, IMBALANCE] == parts[FORWARD, IMBALANCE] > 0
+    # An all-gather sends as much as with even experts: their GEMMs take longer, and the sorting of rows.
+    gathered = replace(EXPERTS, moe=replace(EXPERTS.moe, dispatcher="allgather"))
+    own = recipe(gathered, batch=64, ep=8, recompute=True)
+    busy = step_time(own, 16, H100, load=1.5).parts
+    layer = layer_segment_costs(replace(shapes_of(own, 16), model=gathered.layers[0]), H100)
+    for place, phase in enumerate((FORWARD, INPUT, WEIGHT), 3):
+        took = 8 * shapes_of(own, 16).num_microbatches * sum(part[place] for part in layer[1:])
+        assert busy[phase, IMBALANCE] == pytest.approx(0.5 * (took - busy.get((phase, "etp-ep"), 0.0)))
+    assert busy[REPEATED, "etp-ep"] < busy[FORWARD, "etp-ep"]
+    assert busy[REPEATED, IMBALANCE] == busy[FORWARD, IMBALANCE] > 0
     # A dense model and experts of one rank have nothing to wait for.
     for each in (recipe(batch=64), recipe(EXPERTS, batch=64)):
         assert step_time(each, 16, H100, load=2.0) == step_time(each, 16, H100)
