@@ -69,7 +69,7 @@ def count_programs(
         programs: at once on a multiprocessor.
 
     Raises:
-        ValueError: rows, tiles or the steps of a program are too many for int32.
+        ValueError: rows, tiles or the steps of a program are a count that `check_count` does not accept.
     """
     tiles *= cdiv(num_rows, tile.block_m) + num_experts
     programs = num_programs(on, tiles, programs)
