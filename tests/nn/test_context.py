@@ -65,14 +65,14 @@ SEQUENCE, RECOMPUTE = {"sequence_parallel": True}, {"recompute": True}
 CASES = [  # `test_layouts` draws all else
     ("gpt2", 2, {"cp": 2}, {}),
     ("qwen3", 4, {"cp": 2, "tp": 2}, SEQUENCE),
-    ("window", 2, {"cp": 2}, RECOMPUTE),
+    pytest.param("window", 2, {"cp": 2}, RECOMPUTE, marks=pytest.mark.full),
     *(pytest.param(name, 2, {"cp": 2}, RECOMPUTE, marks=pytest.mark.full) for name in BY_LENGTH),
     pytest.param("window", 4, {"cp": 4}, {}, marks=pytest.mark.full),
     pytest.param(
         "qwen3", 4, {"cp": 2, "tp": 2}, RECOMPUTE | {"shard_recompute_input": True}, marks=pytest.mark.full
     ),
-    ("moe", 2, {"cp": 2, "ep": 2}, RECOMPUTE),
-    ("moe", 4, {"cp": 2, "tp": 2, "ep": 4, "etp": 1}, SEQUENCE),
+    pytest.param("moe", 2, {"cp": 2, "ep": 2}, RECOMPUTE, marks=pytest.mark.full),
+    ("moe", 4, {"cp": 2, "tp": 2, "ep": 4, "etp": 1}, SEQUENCE | RECOMPUTE),
     pytest.param(
         *("moe", 4, {"cp": 2, "tp": 2, "ep": 2, "etp": 2}),
         RECOMPUTE | {"shard_recompute_input": True},

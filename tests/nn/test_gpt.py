@@ -121,7 +121,7 @@ def test_flops_of_causal_attention_count_the_keys_that_are_seen():
     ((SMALL, 2 + 12 * 2 + 2), (QWEN, 1 + 8 * 2 + 2), (EXPERTS, 1 + 12 * 2 + 2)),
     ids=("gpt", "qwen", "experts"),
 )
-@pytest.mark.parametrize("tp", (2, 4))
+@pytest.mark.parametrize("tp", (2, pytest.param(4, marks=pytest.mark.full)))
 def test_full_initialisation_is_bitwise_the_same_at_every_tp(tp, config, size):
     def case(rank, world):
         groups = tp_groups(tp, ep=2, etp=tp // 2)

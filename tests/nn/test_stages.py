@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from marks import full
 
 from fastmp.distributed.grid import RankGrid
 from fastmp.distributed.groups import ParallelGroups
@@ -44,7 +45,7 @@ LAYOUTS = [
             {"config": TIED, "vpp": 2, "number": 3, "schedule": "dualpipe_v"},
         ],
     ),
-    (4, {"pp": 2, "tp": 2}, [{"config": LLAMA, "vpp": 2, "number": 4, "sequence_parallel": True}]),
+    *full([(4, {"pp": 2, "tp": 2}, [{"config": LLAMA, "vpp": 2, "number": 4, "sequence_parallel": True}])]),
     (
         4,
         {"pp": 2, "tp": 2, "ep": 2, "etp": 1},

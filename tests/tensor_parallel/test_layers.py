@@ -376,19 +376,22 @@ def check_full_init(rank, tp, kind, dtype):
     return full_tensor(layer.weight.detach(), layer.weight, dist.group.WORLD).double().tolist(), after
 
 
-@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", [torch.float32, *full([torch.bfloat16, torch.float64])], ids=str)
-def test_full_initialisation_is_the_same_bits_at_every_size(kind, dtype):
-    torch.manual_seed(11)
-    whole = KINDS[kind](None, dtype=dtype)
-    after = torch.rand(1).item()
-    master = torch.empty(whole.weight.shape, dtype=torch.float64 if dtype == torch.float64 else torch.float32)
-    torch.manual_seed(11)
-    (nn.init.normal_ if kind == "embedding" else nn.init.xavier_normal_)(master)
-    assert torch.equal(whole.weight, master.to(dtype))
-    expected = (whole.weight.double().tolist(), after)
+def test_full_initialisation_is_the_same_bits_at_every_size(dtype):
+    expected = []
+    for kind, make in KINDS.items():
+        torch.manual_seed(11)
+        whole = make(None, dtype=dtype)
+        after = torch.rand(1).item()
+        wide = torch.float64 if dtype == torch.float64 else torch.float32
+        master = torch.empty(whole.weight.shape, dtype=wide)
+        torch.manual_seed(11)
+        (nn.init.normal_ if kind == "embedding" else nn.init.xavier_normal_)(master)
+        assert torch.equal(whole.weight, master.to(dtype)), kind
+        expected.append((whole.weight.double().tolist(), after))
     for tp in (2, 4):
-        assert run_ranks(check_full_init, tp, kind, dtype) == [expected] * tp
+        found = run_ranks(in_turn, tp, check_full_init, [(kind, dtype) for kind in KINDS])
+        assert found == [expected] * tp
 
 
 def check_sharded_init(rank, world_size, kind, make):
@@ -625,7 +628,7 @@ def check_compiled(rank, tp, sp, backend):
         close(grad, eager_grad)
 
 
-@sequence
+@pytest.mark.parametrize("sp", [True, *full([False])], ids=["sequence-parallel", ""])
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.exhaustive)])
 def test_compiles_in_one_graph(sp, backend, warm_compiler):
     run_ranks(check_compiled, 2, sp, backend, timeout=240)

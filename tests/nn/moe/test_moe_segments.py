@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from capture_tools import new_in_capture
 from dispatch_modes import NoDeviceWaits
+from marks import full
 from moe_tools import hidden_states, make_moe, plain_moe, with_moe
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -104,14 +105,24 @@ def copies_case(rank, world_size, layout, dispatcher, sequence_parallel, tokens)
     return len(copies), crossing
 
 
+DIVIDED = {
+    "ep": (2, {"ep": 2}, False),
+    "tp-sequence": (4, {"tp": 2, "ep": 2}, True),
+    "tp": (4, {"tp": 2, "ep": 2}, False),
+}
+
+
 @needs_shapes_of_collectives
-@pytest.mark.parametrize("dispatcher", ("alltoall", "allgather", "symmetric"))
 @pytest.mark.parametrize(
-    ("world", "axes", "sequence_parallel"),
-    [(2, {"ep": 2}, False), (4, {"tp": 2, "ep": 2}, True), (4, {"tp": 2, "ep": 2}, False)],
-    ids=("ep", "tp-sequence", "tp"),
+    ("divided", "dispatcher"),
+    [
+        *(("ep", "allgather"), ("ep", "symmetric"), ("tp-sequence", "alltoall"), ("tp", "symmetric")),
+        *full([("ep", "alltoall"), ("tp-sequence", "allgather"), ("tp-sequence", "symmetric")]),
+        *full([("tp", "alltoall"), ("tp", "allgather")]),
+    ],
 )
-def test_divided_experts_wait_once_or_never(world, axes, sequence_parallel, dispatcher):
+def test_divided_experts_wait_once_or_never(divided, dispatcher):
+    world, axes, sequence_parallel = DIVIDED[divided]
     layout = {"world_size": world, "axes": axes}
     T = 12 if sequence_parallel or "tp" not in axes else 6
     ((copies, crossing),) = run_ranks(copies_case, 1, layout, dispatcher, sequence_parallel, T)
