@@ -30,7 +30,8 @@ def check(backend, x, bias, grad, approximate="tanh"):
 @FORMS
 @KERNELS
 def test_equals_reference(backend, dtype, approximate):
-    for shape in ((1,), (70, 1030), (3, 2, 24), (130, 17), (3, 8195), (1, 31), (0, 8), (3, 0)):
+    rows = 18 if backend == "triton" else 70  # of which the interpreter has five tiles, one cut short
+    for shape in ((1,), (rows, 1030), (3, 2, 24), (130, 17), (3, 8195), (1, 31), (0, 8), (3, 0)):
         check(backend, *inputs(*shape, dtype=dtype), approximate)
 
 

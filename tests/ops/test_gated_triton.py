@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from marks import full
 
 from fastmp.ops import gated as module
 from fastmp.ops.core import rowwise as rows
@@ -37,12 +38,20 @@ def _random(*shape, dtype, seed):
     return (torch.randn(shape, generator=generator, dtype=torch.float64) * 2).to(dtype)
 
 
+SHAPES = [(2,), (3, 2, 24), (130, 34), (0, 8), (3, 0)]
+SEVERAL_TILES = (37, 2060)
+OF_DTYPES = [(torch.float32, form) for form in FORMS[1:]] + [(dtype, "silu") for dtype in TOLERANCE]
+
+
 @pytest.mark.parametrize(
-    ("dtype", "activation"),
-    [(torch.float32, form) for form in FORMS[1:]] + [(dtype, "silu") for dtype in TOLERANCE],
+    ("shape", "dtype", "activation"),
+    [
+        *((shape, *each) for shape in SHAPES for each in OF_DTYPES),
+        (SEVERAL_TILES, torch.float32, "silu"),
+        *full([(SEVERAL_TILES, *each) for each in OF_DTYPES if each != (torch.float32, "silu")]),
+    ],
     ids=str,
 )
-@pytest.mark.parametrize("shape", [(2,), (37, 2060), (3, 2, 24), (130, 34), (0, 8), (3, 0)], ids=str)
 def test_equals_reference(shape, dtype, activation):
     x = _random(*shape, dtype=dtype, seed=0)
     grad = _random(*shape[:-1], shape[-1] // 2, dtype=dtype, seed=1)

@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 from every_op_tools import implementation
+from kernel_tools import KERNELS
 from torch import Tensor
 
 from fastmp.ops import dequantize_rows, quantize_rows, quantize_weight
@@ -87,9 +88,8 @@ def test_cast_equals_clamped_cast_of_torch_for_every_float32(form, backend):
         assert not len(wrong), x[wrong[0]]
 
 
-@BACKENDS
+@KERNELS
 @pytest.mark.parametrize("op", ["quantize_rows", "dequantize_rows", "quantize_weight"])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_kernels_equal_reference(op, dtype, backend):
     run = implementation(op, backend)
     for arguments in samples(op, device="cpu", dtype=dtype):
