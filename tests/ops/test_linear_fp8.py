@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from marks import full
 
 from fastmp.ops import (
     OPS,
@@ -119,14 +120,14 @@ def by_triton(request, monkeypatch):
 
 @pytest.mark.interpret
 @pytest.mark.parametrize("op", ["linear_fp8", "grouped_mm_fp8"])
-def test_triton_equals_reference(op, by_triton):
-    for out_dtype in (torch.float32, torch.float16):
-        for given in samples(op, device="cpu", dtype=out_dtype):
-            with poisoned_memory():
-                y = OPS[op].implementations["triton"](*given)
-            want = OPS[op].implementations["reference"](*given)
-            assert y.dtype == out_dtype and y.is_contiguous()
-            assert relative_error(y, want) <= (1e-6 if out_dtype == torch.float32 else 5e-4)
+@pytest.mark.parametrize("out_dtype", [torch.float32, *full([torch.float16])], ids=str)
+def test_triton_equals_reference(op, out_dtype, by_triton):
+    for given in samples(op, device="cpu", dtype=out_dtype):
+        with poisoned_memory():
+            y = OPS[op].implementations["triton"](*given)
+        want = OPS[op].implementations["reference"](*given)
+        assert y.dtype == out_dtype and y.is_contiguous()
+        assert relative_error(y, want) <= (1e-6 if out_dtype == torch.float32 else 5e-4)
 
 
 @pytest.mark.interpret
