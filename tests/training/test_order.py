@@ -117,7 +117,7 @@ def started_by(rank, world, layers, experts, layout, options):
             dtype=torch.float32,
             data=Samples(2),
             overlap_experts=layout.overlap_experts,
-            global_batch_size=32,
+            global_batch_size=32 if layout.pp > 1 else 16,  # two microbatches or more on a rank
             **options,
         )
         for step in range(6):
