@@ -20,7 +20,7 @@ from fastmp.testing.ranks import run_ranks
 
 I, O = 128, 256
 recipes = pytest.mark.parametrize(
-    "recipe", [Fp8Recipe(), Fp8Recipe(32), *full([Fp8Recipe(grad="e5m2"), Fp8Recipe(32, "e5m2")])], ids=str
+    "recipe", [Fp8Recipe(), Fp8Recipe(32, "e5m2"), *full([Fp8Recipe(32), Fp8Recipe(grad="e5m2")])], ids=str
 )
 
 
