@@ -357,6 +357,15 @@ NORM = "model.norm.weight"
 TABLES = ("model.embed_tokens.weight", "lm_head.weight")
 
 
+def test_layers_of_a_qwen3_moe_that_have_experts():
+    """Every second one, from the second on, but for those that have an MLP by name."""
+    config = replace(CONFIGS["qwen3_moe"], **SMALL | {"num_layers": 6})
+    content = to_transformers("qwen3_moe", config, "float32")
+    assert from_transformers(content)[1].dense_layers == (0,)
+    content |= {"decoder_sparse_step": 2, "mlp_only_layers": [3]}
+    assert from_transformers(content)[1].dense_layers == (0, 2, 3, 4)
+
+
 def test_gpt_oss_of_fewer_keys_or_in_mxfp4():
     """Windows alternate where a file names no layers; quantisation is a fact of the files alone."""
     content = {
