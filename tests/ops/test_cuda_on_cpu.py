@@ -206,6 +206,7 @@ def outcome(broken: Path, kernel: str) -> tuple[int, str, str]:
     return done.returncode, done.stdout, done.stderr
 
 
+@pytest.mark.full
 def test_wrong_kernels_are_found(broken):
     for kernel, said in {
         "barrier_for_some": r"thread .* waits for ever at .*broken.cu:\d+, where thread .* does not come",

@@ -194,7 +194,8 @@ def test_compiles_to_one_graph(name):
         assert torch.equal(value, want)
 
 
-SISTERS = {"geglu", "layer_norm", "rope_qk"}  # share most of their code with one that is quick
+# share most of their code with one that is quick
+SISTERS = {"geglu", "layer_norm", "rope_qk", "linear_log_probs", "linear_topk_distillation", "clamped_swiglu"}
 EVERY_FAMILY = pytest.mark.parametrize(
     "name",
     [pytest.param(name, marks=pytest.mark.full if name in SISTERS else ()) for name in sorted(FUNCTIONS)],

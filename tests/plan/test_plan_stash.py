@@ -264,7 +264,7 @@ def run_layout(rank, size, made):
 @pytest.mark.parametrize(
     "layout",
     [
-        {},
+        pytest.param({}, marks=pytest.mark.full),
         {"overlap_experts": True},
         pytest.param({"pp": 2}, marks=pytest.mark.full),
         pytest.param({"pp": 2, "vpp": 2}, marks=pytest.mark.full),

@@ -81,7 +81,7 @@ def test_dense_models(world_size, layout):
     ],
     ids=str,
 )
-@pytest.mark.parametrize("dispatcher", ["alltoall", "allgather", *full(["symmetric", "deepep"])])
+@pytest.mark.parametrize("dispatcher", ["alltoall", *full(["allgather", "symmetric", "deepep"])])
 def test_experts(world_size, layout, dispatcher):
     model = replace(MODEL, moe=replace(MOE, dispatcher=dispatcher))
     sorted_once = dispatcher == "symmetric" and layout.get("ep", 1) > 1  # rows are sorted where they are sent
