@@ -55,8 +55,8 @@ class SearchNode(NamedTuple):
 class KindCosts(NamedTuple):
     """Seconds and bytes of a layer of one kind and microbatch, without what the host adds.
 
-    hidden: seconds that overlap hides at most: exchanges of forward and backward, or all else where they take
-    longer, less what the exchange slows compute. kept: bytes of activations.
+    travel: seconds of exchanges in the forward and in the backward, which overlap can hide. beside: share of
+    them that hiding saves, as compute beside an exchange is slower. kept: bytes of activations.
     again: bytes that a recomputed layer has on top while it is run again, and until its wgrad where that is
     a step of its own: `whole` is both. stash: bytes in the activation stash, at least.
     """
@@ -65,7 +65,8 @@ class KindCosts(NamedTuple):
     repeated: float
     inputs: float
     weights: float
-    hidden: float
+    travel: tuple[float, float]
+    beside: float
     kept: int
     again: int
     whole: int
@@ -120,22 +121,20 @@ class NodeCosts:
 
     def _kind(self, shapes: Shapes, full: bool) -> KindCosts:
         took = layer_time(shapes, self._links, FASTMP, full)
-        travel = sum(
-            own for phase in (FORWARD, INPUT) for what, own in took.of[phase].items() if what in _TRAVEL
-        )
-        hidden = 0.0
-        if travel and shapes.model.moe is not None:  # rows are sorted next to exchanges
+        sent = [sum(took.of[phase][group] for group in _TRAVEL) for phase in (FORWARD, INPUT)]
+        travel, beside = (0.0, 0.0), 0.0
+        if any(sent) and shapes.model.moe is not None:  # rows are sorted next to exchanges
             rows = 4 * shapes.pairs * shapes.grid.etp * shapes.model.hidden_size * shapes.itemsize
-            travel += 2 * rows / (FASTMP.memory * self._links.gpu.memory_bandwidth)
-            hidden = min(travel, took.total(FORWARD, INPUT, WEIGHT) - travel)
-            hidden *= beside_compute(self._links.gpu, shapes.dispatcher.multiprocessors)
+            sorting = rows / (FASTMP.memory * self._links.gpu.memory_bandwidth)
+            travel = sent[0] + sorting, sent[1] + sorting
+            beside = beside_compute(self._links.gpu, shapes.dispatcher.multiprocessors)
         kept, again = sum(activations.layer_parts(shapes, full).values()), 0
         if full:
             layer_input = activations.layer_input(shapes, False)
             kept, again = layer_input, kept - layer_input
         whole, stash = kept + again, _stash_entry(shapes) if shapes.stashes and not full else 0
         forward, repeated, inputs, weights = (took.total(phase) for phase in _PHASES)
-        return KindCosts(forward, repeated, inputs, weights, hidden, kept, again, whole, stash)
+        return KindCosts(forward, repeated, inputs, weights, travel, beside, kept, again, whole, stash)
 
     def without_recomputation(self) -> NodeCosts:
         """Return the costs of a node that recomputes nothing, from those of one that recomputes layers."""
@@ -170,10 +169,11 @@ class NodeCosts:
     @cached_property
     def work(self) -> float:
         """Seconds of a microbatch in all layers and ends, with exchanges hidden as far as they can be."""
-        of_layers = sum(
-            own.forward + own.repeated + own.inputs + own.weights - (0.0 if self._full else own.hidden)
-            for own in map(self.kinds.__getitem__, self._kind_of + self._kind_of[-1:] * self.model.mtp_depth)
-        )
+        layers = [self.kinds[kind] for kind in self._kind_of + self._kind_of[-1:] * self.model.mtp_depth]
+        of_layers = sum(own.forward + own.repeated + own.inputs + own.weights for own in layers)
+        if not self._full:  # exchanges, or all else where they take longer
+            travel = sum(sum(own.travel) for own in layers)
+            of_layers -= min(travel, of_layers - travel) * max(own.beside for own in self.kinds)
         return of_layers + sum(end.total(*_PHASES) for end in (self.embedding, self.last))
 
 
@@ -292,6 +292,22 @@ class _RankHeld(NamedTuple):
         return most
 
 
+def _hidden(stages: Sequence[tuple[float, float, float, float]], number: int, pairs: int) -> float:
+    """Return the seconds that a rank's overlapped forwards and backwards hide at most.
+
+    A pair hides the shorter one of its exchanges and all else; each step is in one pair at most.
+
+    Args:
+        stages: of the rank: seconds of exchanges in forward and backward, and of all else.
+        number: of microbatches.
+        pairs: of a forward and a backward that overlap.
+    """
+    of_all = [sum(column) * number for column in zip(*stages, strict=True)]
+    most = [max(column) * pairs for column in zip(*stages, strict=True)]
+    found: float = min(own[i] + own[i + 1] for own in (of_all, most) for i in (0, 2))
+    return found
+
+
 class Bounds:
     """Lower bounds of a schedule of stages with so many layers of each kind."""
 
@@ -301,29 +317,30 @@ class Bounds:
     def time(self, host: Sequence[HostSeconds]) -> float:
         """Return the least seconds of the pipeline."""
         costs, places, last = self.costs, self.kinds.places, self.kinds.places.last
-        forward, backward, hidden = [], [], []
+        forward, backward, overlapped = [], [], []
         for stage, counts in enumerate(self.kinds.stages):
-            ahead = back = saved = 0.0
+            ahead = back = sent = returned = 0.0
             for kind, number in counts.items():
                 own, late = costs.kinds[kind], host[kind]
                 ahead += number * (own.forward + late.forward)
                 back += number * (own.repeated + own.inputs + own.weights + late.backward)
-                saved += number * own.hidden
+                sent += number * own.travel[0]
+                returned += number * own.travel[1]
+            overlapped.append((sent, returned, ahead - sent, back - returned))
             for end, at in ((costs.embedding, 0), (costs.last, last)):
                 if stage == at:
                     ahead += end.total(FORWARD)
                     back += end.total(REPEATED, INPUT, WEIGHT)
             forward.append(ahead)
             backward.append(back)
-            hidden.append(saved)
-        schedule, least = self.schedule, 0.0
+        schedule, least, beside = self.schedule, 0.0, max(each.beside for each in costs.kinds)
         number, split = schedule.num_microbatches, schedule.splits_backwards
         for rank in range(schedule.pp):
             held = places.stages(rank)
             work = sum(forward[i] + backward[i] for i in held) * number
             if schedule.overlap:
                 pairs = min(len(schedule.pairs(rank)), number * len(held))
-                work -= min(sum(hidden[i] for i in held) * number, max(hidden[i] for i in held) * pairs)
+                work -= _hidden([overlapped[i] for i in held], number, pairs) * beside
             fill, drain = sum(forward[:rank]), 0.0 if split else sum(backward[:rank])
             least = max(least, fill + work + drain)
         return least * ROUNDING
@@ -347,7 +364,7 @@ class Bounds:
                 for i in (0, 1)
             )
             # Two microbatches that overlap come and go layer by layer in the stash.
-            others = costs.exchange + (costs.loss if last in own else 0)
+            others = (costs.exchange if layers else 0) + (costs.loss if last in own else 0)
             if stashed:
                 entries = min(sum(stages[stage].get(kind, 0) for kind in stashed) for stage in own)
                 in_flight = max(self.schedule.peak_in_flight(rank) - self.schedule.overlap, 1)

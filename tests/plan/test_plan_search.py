@@ -33,7 +33,7 @@ from fastmp.plan.layout import make_schedule, problems
 from fastmp.plan.memory import memory
 from fastmp.plan.pipeline_time import pipeline_time, shorter
 from fastmp.plan.published_runs import NEAR, nearest_run, published_runs, run_distance
-from fastmp.plan.search import SLOWEST, TOLERANCE, estimate, front_of, search
+from fastmp.plan.search import SLOWEST, TOLERANCE, _Search, estimate, front_of, search
 from fastmp.plan.search_report import describe_search, layout_name, search_facts, search_parser, space_of
 from fastmp.plan.shapes import shapes_of
 from fastmp.plan.space import Candidate, Layout, Space, divide_layers
@@ -240,6 +240,32 @@ def test_interleaved_chunks_take_the_smallest_microbatch_groups_that_fit():
     facts = search_facts(space, 72 * 2**30)
     assert facts["best"][0]["microbatch_group_size"] == 3
     assert "schedule 1f1b x2 in groups of 3," in "\n".join(describe_search(facts))
+
+
+MIXED = replace(MOE, num_layers=8, dense_layers=(0, 2, 4, 6), ffn_hidden_size=16384)
+TINY = replace(
+    MOE, hidden_size=256, num_heads=4, num_kv_heads=4, moe=replace(MOE.moe, expert_ffn_hidden_size=128)
+)
+
+
+@pytest.mark.parametrize(
+    ("model", "length", "network", "layout"),
+    [
+        (MIXED, 4096, 5e9, Layout(1, 1, 1, 4, 4)),  # dense layers hide exchanges of the others
+        (TINY, 512, 2e9, Layout(1, 1, 1, 2, 8)),  # so do launches
+        (TINY, 128, 5e10, Layout(1, 1, 2, 4, 2)),  # a rank has the embedding and the loss alone
+    ],
+)
+def test_no_estimate_is_below_its_bounds(model, length, network, layout):
+    kept = {"overlap": [True], "micro_batch_size": [4 if layout.pp > 1 else 1], "recompute": ["none"]}
+    space = Space(recipe(model, 64, length), 16, replace(GPUS["h100"], network=network), kept)
+    running, number = _Search(space, math.inf, 1), 0
+    for node in running._nodes(layout):
+        for (seconds, held), own in running._open(node):
+            found, number = estimate(space, own), number + 1
+            assert seconds <= found.step.pipeline and held <= found.memory, own
+            assert running._node_time(node) <= found.step.seconds
+    assert number > 5
 
 
 def test_equal_searches_give_equal_results():
