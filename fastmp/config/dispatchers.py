@@ -163,7 +163,8 @@ class DispatcherSpec:
         no graph can hold the segment.
     eager: the segments that no graph can hold, because their shapes depend on other ranks or on data.
     exchanges: the segments that communicate, and can overlap another microbatch's compute.
-    multiprocessors: of a GPU, held by an exchange; compute that overlaps it has the others. NCCL holds 16.
+    multiprocessors: of a GPU, held by an exchange; compute that overlaps it has the others. NCCL holds 16,
+        which is assumed of kernels on symmetric memory as well.
     host_syncs: True if the host waits for the device in `dispatch`.
     gathers_tokens: True if each rank receives the tokens of all others, whatever experts they chose.
     host_counts_tokens: True if counts that the host reads are tokens of a rank, False if rows of an expert.

@@ -23,7 +23,7 @@ class GPU:
     gemms: share of the peak that large 16-bit GEMMs of random numbers sustain at the GPU's power limit, as
     published: 257 of 312 TFLOP/s on an A100 (thonking.ai/p/strangely-matrix-multiplications), 720 of 989 on
     H100 and H200 (newsletter.semianalysis.com/p/mi300x-vs-h100-vs-h200-benchmark-part-1-training). A short
-    run has 780 on an H100 (gist.github.com/Chillee/2ec89696db8b7ed1c24461159e325405). Others: as an A100.
+    run has 780 on an H100 (gist.github.com/Chillee/2ec89696db8b7ed1c24461159e325405). Others have 0.8.
     switch_sums: whether the switch itself adds up what the GPUs of a server send (NVLink SHARP). compared: of
     published runs on it, the least and the most of predicted over published FLOP/s, but for runs that were
     bound by their host or had other power limits (`python -m tools.study scaling`).
