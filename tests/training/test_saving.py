@@ -204,6 +204,16 @@ def test_what_is_changed_before_a_step_is_not_in_the_checkpoint_before(tmp_path,
         assert torch.equal(saved, seen[int(path.name[5:])])
 
 
+def test_a_run_that_starts_from_another_ones_last_step_saves_it_and_its_own_not_again(tmp_path):
+    make_plain(tmp_path, "run", EVERY_STEP).train(Log())
+    first = checkpoints(tmp_path, "run")
+    for name, path, expected in (("run", None, [1, 2, 3, 4]), ("other", first[-1], [4])):
+        trainer = make_plain(tmp_path, name, EVERY_STEP)
+        assert trainer.resume(path).step == 4
+        trainer.train(Log())
+        assert [int(path.name[5:]) for path in checkpoints(tmp_path, name)] == expected
+
+
 class Odd(nn.Module):
     """A model with parameters and buffers that have no element, one, or a dtype of their own."""
 

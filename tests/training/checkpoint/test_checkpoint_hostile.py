@@ -197,6 +197,13 @@ def test_of_the_other_checkpoints_no_manifest_is_read(tmp_path, monkeypatch, kee
     assert seen == asked and len(names(tmp_path)) == (keep or 3)
 
 
+def test_the_checkpoint_just_made_stays_whatever_the_clock_says(tmp_path):
+    paths = [save(tmp_path, step) for step in (1, 2)]
+    made_at(paths[0], time.time_ns() + 10**12)
+    prune(tmp_path, paths[1], keep=1)
+    assert names(tmp_path) == ["step-00000002"]
+
+
 @pytest.mark.parametrize("keep", [0, 1])
 def test_nothing_beside_it_ends_a_save(tmp_path, keep):
     elsewhere = save(tmp_path / "elsewhere", 2)
