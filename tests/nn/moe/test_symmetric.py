@@ -16,10 +16,12 @@ from moe_tools import hidden_states, make_moe, plain_moe, with_moe
 from torch.utils.checkpoint import checkpoint
 
 from fastmp.cuda_graphs.explanation.report import explain
+from fastmp.distributed.collectives import group_rank
 from fastmp.distributed.grid import RankGrid
 from fastmp.distributed.groups import ParallelGroups
 from fastmp.nn.moe.dispatchers.factory import make_dispatcher
 from fastmp.nn.moe.dispatchers.symmetric import SymmetricDispatcher
+from fastmp.nn.moe.lossless import LosslessForwards
 from fastmp.testing.ranks import run_ranks
 
 H = 6  # width
@@ -194,6 +196,25 @@ def evaluated_case(rank, world):
         output.sum().backward()
         assert not torch.equal(output, expected)
     return int(layer.dropped_pairs)
+
+
+def stages_case(rank, world):
+    """Of two stages the second one has experts; its two ranks drop an assignment and two."""
+    groups = ParallelGroups.create(RankGrid(world_size=world, pp=2, ep=2))
+    config = plain_moe(dispatcher="symmetric", symmetric_capacity=0.5)
+    last = group_rank(groups.pp) == 1
+    stage = make_moe(config, groups) if last else torch.nn.Identity()
+    forwards = LosslessForwards([stage], groups)
+    before = forwards.count()
+    if last:
+        stage.dropped_pairs += 1 + group_rank(groups.ep)
+    found = forwards.needed, forwards.dropped_since(before).item()
+    assert forwards.count().sum() == 0
+    return found
+
+
+def test_all_stages_learn_what_one_has_dropped():
+    assert run_ranks(stages_case, 4) == [(True, 3)] * 4
 
 
 def test_evaluations_drop_nothing():
