@@ -29,6 +29,12 @@ from fastmp.testing.ops import poisoned_memory
 FUNCTIONS = functions()
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 EVERY = pytest.mark.parametrize("name", sorted(FUNCTIONS))
+# share most of their code with one that is quick
+SISTERS = {"geglu", "layer_norm", "rope_qk", "linear_log_probs", "linear_topk_distillation", "clamped_swiglu"}
+EVERY_FAMILY = pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.full if name in SISTERS else ()) for name in sorted(FUNCTIONS)],
+)
 TOLERANCE = {torch.float64: 1e-11, torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 4e-3}
 pytestmark = pytest.mark.filterwarnings("ignore:overflow", "ignore:invalid value")
 # Public, but with tests of their own: what has no tensors, no gradient or no kernel, or is part of another.
@@ -136,7 +142,7 @@ INTERPRETED = (torch.float32, torch.float16)  # the interpreter does not round b
 
 @pytest.mark.interpret
 @pytest.mark.parametrize("examples", [2, *LONGER_INTERPRETED])
-@EVERY
+@EVERY_FAMILY
 def test_fuzz_interpreted(name, examples, record_property):
     if not FUNCTIONS[name].interpret:
         pytest.skip(f"{name} cannot be interpreted")
@@ -192,14 +198,6 @@ def test_compiles_to_one_graph(name):
     eager = evaluate(function.call, positional, keywords)
     for value, want in zip(evaluate(compiled, positional, keywords), eager, strict=True):
         assert torch.equal(value, want)
-
-
-# share most of their code with one that is quick
-SISTERS = {"geglu", "layer_norm", "rope_qk", "linear_log_probs", "linear_topk_distillation", "clamped_swiglu"}
-EVERY_FAMILY = pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=pytest.mark.full if name in SISTERS else ()) for name in sorted(FUNCTIONS)],
-)
 
 
 def with_rows(name: str, rows: int) -> tuple[tuple, dict]:
