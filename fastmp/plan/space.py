@@ -107,7 +107,7 @@ class Space:
         """Yield the layouts that divide the GPUs, the heads, the sequence, the layers and the experts.
 
         Groups of tp and of etp are in one server, where the smaller ones divide the larger ones; those of tp
-        and cp together divide a server, or are whole servers.
+        and cp together, and of etp and ep, divide a server, or are whole servers.
         """
         model, length = self.recipe.model, self.recipe.data.seq_len
         moe = model.moe
@@ -119,14 +119,15 @@ class Space:
         for tp, cp, pp in product(self.kept("tp", sizes), self.kept("cp", contexts), self.kept("pp", depths)):
             if self.gpus % (tp * cp * pp) or not _divides(model, tp, length, cp):
                 continue
-            if not self._in_server(tp * cp) and tp * cp % self.gpu.per_server:
+            if not self._lie_alike(tp * cp):
                 continue
             if moe is None:
                 yield from (Layout(tp, cp, pp, 1, etp) for etp in self.kept("etp", [tp]))
                 continue
             nested = [each for each in sizes if each % tp == 0 or tp % each == 0]
             for ep, etp in product(self.kept("ep", groups), self.kept("etp", nested)):
-                if self.gpus % (pp * ep * etp) == 0 and moe.expert_ffn_hidden_size % etp == 0:
+                fits = self.gpus % (pp * ep * etp) == 0 and moe.expert_ffn_hidden_size % etp == 0
+                if fits and self._lie_alike(etp * ep):
                     yield Layout(tp, cp, pp, ep, etp)
 
     def _in_server(self, ranks: int) -> bool:
@@ -134,6 +135,10 @@ class Space:
         return ranks <= self.gpu.per_server and (
             self.gpus <= self.gpu.per_server or self.gpu.per_server % ranks == 0
         )
+
+    def _lie_alike(self, ranks: int) -> bool:
+        """Return True if groups of so many neighbouring ranks cross as many servers as the first one."""
+        return self._in_server(ranks) or ranks % self.gpu.per_server == 0
 
     def micro_batches(self, layout: Layout) -> list[int]:
         """Return the microbatch sizes that divide a replica's samples of a step."""
