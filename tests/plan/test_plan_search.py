@@ -173,8 +173,9 @@ def test_groups_divide_servers_or_are_whole_ones():
     servers = [*Space(recipe(TWELVE, 48, 12288), 48, GPUS["h100"]).layouts()]  # of 8 GPUs
     assert {own.tp for own in servers} == {1, 2, 4} and {own.etp for own in servers} == {1, 2, 4, 8}
     assert {own.tp * own.cp for own in servers} == {1, 2, 4, 8, 16, 24}
-    groups = {own.etp * own.ep for own in servers}
-    assert groups >= {1, 2, 4, 8, 24} and not groups & {3, 6, 12}
+    three = replace(TWELVE, moe=replace(TWELVE.moe, num_experts=24))
+    experts = {own.etp * own.ep for own in Space(recipe(three, 48, 12288), 48, GPUS["h100"]).layouts()}
+    assert experts == {1, 2, 4, 8, 16, 24, 48}  # not 3, 6 or 12
     one = [*Space(recipe(TWELVE, 48, 12288), 12, GPUS["gb200"]).layouts()]
     assert {own.tp for own in one} == {1, 2, 3, 4, 6, 12}
     within = Space(recipe(TWELVE, 48), 48, GPUS["h100"])
