@@ -366,6 +366,13 @@ def test_layers_of_a_qwen3_moe_that_have_experts():
     assert from_transformers(content)[1].dense_layers == (0, 2, 3, 4)
 
 
+def test_two_mscales_of_yarn_are_one_attention_factor():
+    content = to_transformers("deepseek_v3", replace(CONFIGS["deepseek_v3"], **SMALL), "float32")
+    table = {"rope_type": "yarn", "factor": math.e, "mscale": 2.0, "mscale_all_dim": 1.0}
+    scaling = from_transformers(content | {"rope_parameters": table})[1].rope_scaling
+    assert scaling.attention_factor == pytest.approx(1.2 / 1.1) and scaling.mscale_all_dim == 1.0
+
+
 def test_gpt_oss_of_fewer_keys_or_in_mxfp4():
     """Windows alternate where a file names no layers; quantisation is a fact of the files alone."""
     content = {
