@@ -63,6 +63,7 @@ def make(world_size, layout, model, shard):
 # World size, layout, model, whole gradients, and whose bit of which tensor is flipped; the message.
 CASES = [
     (2, {}, DENSE, True, 1, "layers.0.mlp.up.weight", "ranks 0 and 1 should hold the same parameter"),
+    (2, {"pp": 2}, DENSE, True, 1, "word_embedding.weight", "ranks 0 and 1 should hold the same parameter"),
     (4, {"tp": 2, "sequence_parallel": True}, DENSE, True, 2, "layers.1.mlp_norm.weight", "rank 2 should"),
     *full(
         [
