@@ -127,7 +127,7 @@ def test_by_descriptors(routing, by_tma):
     assert not by_tma  # rows that do not start at multiples of 16 bytes
 
 
-@pytest.mark.parametrize("tma", (False, True), ids=("pointers", "descriptors"))
+@pytest.mark.parametrize("tma", (*full([False]), True), ids=("pointers", "descriptors"))
 def test_neither_nan_of_another_expert_nor_of_nobody_comes_through(tma, request):
     if tma:
         request.getfixturevalue("by_tma")
@@ -182,6 +182,7 @@ def test_a_narrow_sum_is_rounded_once(transposed):
     torch.testing.assert_close(found[0], found[1].half(), rtol=0, atol=0)
 
 
+@pytest.mark.full
 def test_offsets_that_no_rows_fit_are_taken_as_the_nearest_that_do():
     """No check is made on a GPU: nothing outside the tensors is touched, and the rest is as documented."""
     for ends in ([-3, 4, 2, 9], [5, 99, 7, 200], [30, 1, 1, 1]):

@@ -45,6 +45,7 @@ CONTIGUOUS = (
 RINGS = ("h", "ring", "y")  # of the stash's ops, which take contiguous ones only
 IN_TURN = ("rope", "rope_")  # the programs of keys follow those of queries
 SUMS_OVER_ROWS = ("grouped_mm_wgrad", "grouped_mm_wgrad_")
+SLOW = ("grouped_mlp_in_fp8", "grouped_mm_fp8", "linear_fp8")  # interpreted; products of other dtypes are not
 ON_CPU = pytest.mark.parametrize(("op", "backend"), op_backends(("c++", "reference")))
 TRITON = pytest.mark.parametrize(("op", "backend"), op_backends(("triton",)))
 pytestmark = pytest.mark.filterwarnings("ignore:overflow", "ignore:invalid value")
@@ -131,7 +132,7 @@ def check_ends(op: str, results: list[Tensor], case: Stretched, tolerance: float
 
 @pytest.mark.interpret
 @pytest.mark.parametrize(  # but not where each program reads all rows
-    ("op", "backend"), op_backends(("triton",), without=(*INDEXED, *SUMS_OVER_ROWS))
+    ("op", "backend"), op_backends(("triton",), (*INDEXED, *SUMS_OVER_ROWS), in_full=SLOW)
 )
 @pytest.mark.parametrize("more_than", (1 << 31, *full([1 << 32, BEYOND])), ids=("2^31", "2^32", "2^35"))
 def test_first_and_last_row_of_very_many(op, backend, more_than, monkeypatch):

@@ -112,7 +112,7 @@ def test_nan_of_a_block_stays_in_its_row_or_its_columns(call, block):
     assert torch.equal(call(*operands).isnan(), nan)
 
 
-@pytest.fixture(params=[80, 90], ids=["pointers", "descriptors"])
+@pytest.fixture(params=[*full([80]), 90], ids=["pointers", "descriptors"])
 def by_triton(request, monkeypatch):
     """Interpreted launches, as on GPUs without and with a TMA unit."""
     monkeypatch.setattr(launcher, "architecture_elsewhere", request.param)

@@ -75,7 +75,7 @@ def test_groups(experts, groups, opened, k, score, normalize):
         _check(logits / 4 + levels, k, score, normalize, groups, opened)
 
 
-@pytest.mark.parametrize("k", (36, 300))
+@pytest.mark.parametrize("k", (36, *full([300])))
 def test_many_experts(k):
     _check(_random(3, 300), k, "softmax", True)
     _check(_random(3, 300), k, "sigmoid", False)

@@ -63,10 +63,13 @@ INDEXED = (
 )  # fmt: skip
 
 
-def op_backends(names: Iterable[str], without: Iterable[str] = ()) -> list[Any]:
-    """Parameters (op, backend): whoever of those names implements each op here; "c++" is the CPU's kernel."""
+def op_backends(names: Iterable[str], without: Iterable[str] = (), in_full: Iterable[str] = ()) -> list[Any]:
+    """Parameters (op, backend): whoever of those names implements each op here; "c++" is the CPU's kernel.
+
+    in_full: ops of the full set only.
+    """
     return [
-        pytest.param(op, name, id=f"{op}-{name}")
+        pytest.param(op, name, id=f"{op}-{name}", marks=[pytest.mark.full] * (op in in_full))
         for op, entry in sorted(OPS.items())
         if op not in without
         for name in names
