@@ -304,9 +304,12 @@ def checkpoint_plan(world_size: int) -> dict[str, float]:
         planner = ShardSavePlanner()
         planner.set_up_planner(state)
         plans.append(planner.create_local_plan())
-    begin = time.process_time()
-    ShardSavePlanner().create_global_plan(plans)
-    return {"plan_seconds": time.process_time() - begin}
+    spent = []
+    for _ in range(3):
+        begin = time.process_time()
+        ShardSavePlanner().create_global_plan(plans)
+        spent.append(time.process_time() - begin)
+    return {"plan_seconds": min(spent)}
 
 
 def diagnosis(world_size: int) -> dict[str, float]:
