@@ -107,16 +107,23 @@ def _eager_cross_entropy(
     return loss if token_weight is None else loss * token_weight
 
 
-def _draw_cross_entropy(draw: Draw) -> tuple[tuple, dict]:
-    tokens = draw.rows or 256 if draw.large else draw.size(17)
-    columns = 512 if draw.large else draw.size(200 if draw.small else 1031, least=1)
-    columns += columns == tokens  # (2, n, n) may have its classes in either dimension
+def _draw_target(draw: Draw, tokens: int, columns: int) -> tuple[Tensor, int | None, int]:
+    """Targets in one or two dimensions, some of them ignored; the vocabulary's size, and the ignored id."""
     shape = (tokens,) if draw.flag() else (2, tokens)
     vocabulary = draw.choice([None, columns, max(columns - 3, 1)])
     target = draw.ids(*shape, below=vocabulary or columns)
     ignore_index = draw.choice([-100, 0])
     if draw.flag():
         target[..., ::3] = ignore_index
+    return target, vocabulary, ignore_index
+
+
+def _draw_cross_entropy(draw: Draw) -> tuple[tuple, dict]:
+    tokens = draw.rows or 256 if draw.large else draw.size(17)
+    columns = 512 if draw.large else draw.size(200 if draw.small else 1031, least=1)
+    columns += columns == tokens  # (2, n, n) may have its classes in either dimension
+    target, vocabulary, ignore_index = _draw_target(draw, tokens, columns)
+    shape = target.shape
     return (draw.tensor(*shape, columns, scale=3.0), target), {
         "label_smoothing": draw.choice([0.0, 0.1, 1.0]),
         "z_loss": draw.choice([0.0, 1e-2]),
@@ -153,13 +160,8 @@ def _draw_head(draw: Draw) -> tuple[tuple, dict[str, Any]]:
     tokens = draw.rows or 384 if draw.large else draw.size(31)
     size = 96 if draw.large else draw.size(32, least=1)
     columns = 1031 if draw.large else draw.size(128 if draw.small else 257, least=1)
-    shape = (tokens,) if draw.flag() else (2, tokens)
-    vocabulary = draw.choice([None, columns, max(columns - 3, 1)])
-    target = draw.ids(*shape, below=vocabulary or columns)
-    ignore_index = draw.choice([-100, 0])
-    if draw.flag():
-        target[..., ::3] = ignore_index
-    hidden = draw.tensor(*shape, size, scale=size**-0.5)
+    target, vocabulary, ignore_index = _draw_target(draw, tokens, columns)
+    hidden = draw.tensor(*target.shape, size, scale=size**-0.5)
     weight = draw.tensor(columns, size, scale=3.0)
     tokens_a_chunk = draw.choice([None, 100] if draw.large else [None, 1, 3, 16])
     return (hidden, weight, target), {
