@@ -283,11 +283,16 @@ def _blackwell() -> Iterator[PublishedRun]:
     )
 
 
+def step_time_elsewhere(recipe: Recipe, gpus: int, hardware: str) -> StepTime:
+    """Return the time of a step in other software, whose FP8 is that of wgrads as well."""
+    kernels = FP8_WGRADS if recipe.train.precision == "fp8" else FASTMP
+    return step_time(recipe, gpus, GPUS[hardware], kernels)
+
+
 @cache
 def estimated(run: PublishedRun) -> StepTime:
-    """Return the estimate of a published run, with wgrads in FP8 as its software has them."""
-    kernels = FP8_WGRADS if run.recipe.train.precision == "fp8" else FASTMP
-    return step_time(run.recipe, run.gpus, GPUS[run.hardware], kernels)
+    """Return the estimate of a published run."""
+    return step_time_elsewhere(run.recipe, run.gpus, run.hardware)
 
 
 def residual(run: PublishedRun) -> float:

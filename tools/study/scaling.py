@@ -16,7 +16,8 @@ from typing import Any
 from fastmp.config import OptimizerConfig, Recipe, TrainConfig
 from fastmp.config.sizes import flops_per_token, num_parameters
 from fastmp.plan.hardware import GPUS
-from fastmp.plan.kernels import FASTMP, FP8_WGRADS, FUSED, UNFUSED
+from fastmp.plan.kernels import FASTMP, FUSED, UNFUSED
+from fastmp.plan.published_runs import step_time_elsewhere
 from fastmp.plan.step_time import ONCE, StepTime, step_time
 from tools.study import published
 from tools.study.page import Draw, measurement, parser, save, table, write
@@ -135,8 +136,7 @@ def other_rows() -> Iterator[ScalingPoint]:
     for name, run in ((name, run) for name, runs in newer for run in runs):
         tokens = run.recipe.train.global_batch_size * run.recipe.data.seq_len
         flops = tokens * flops_per_token(run.recipe.model, causal=True)
-        kernels = FP8_WGRADS if run.recipe.train.precision == "fp8" else FASTMP
-        found = flops / step_time(run.recipe, run.gpus, GPUS[name], kernels).seconds / run.gpus / 1e12
+        found = flops / step_time_elsewhere(run.recipe, run.gpus, name).seconds / run.gpus / 1e12
         yield ScalingPoint(f"{name.upper()} x {run.gpus}, {run.name}: TFLOP/s of a GPU", run.tflops, found)
 
 
