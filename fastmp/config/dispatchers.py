@@ -30,6 +30,9 @@ __all__ = [
     "select_dispatcher",
 ]
 
+# Multiprocessors that a collective of NCCL holds: 16 or more where no switch adds
+# (developer.nvidia.com/blog/enabling-fast-inference-and-resilient-training-with-nccl-2-27).
+NCCL_MULTIPROCESSORS = 16
 _INDEX, _PROBABILITY, _DEEPEP_INDEX = 4, 4, 8  # bytes
 _MAX_ROWS = 1 << 31  # rows of symmetric memory are numbered in int32
 STASH_TICKETS = 4096  # forwards of experts in flight on a rank, each with an entry of the activation stash
@@ -163,8 +166,8 @@ class DispatcherSpec:
         no graph can hold the segment.
     eager: the segments that no graph can hold, because their shapes depend on other ranks or on data.
     exchanges: the segments that communicate, and can overlap another microbatch's compute.
-    multiprocessors: of a GPU, held by an exchange; compute that overlaps it has the others. NCCL holds 16,
-        which is assumed of kernels on symmetric memory as well.
+    multiprocessors: of a GPU, held by an exchange; compute that overlaps it has the others. Kernels on
+        symmetric memory are assumed to hold as many as NCCL's.
     host_syncs: True if the host waits for the device in `dispatch`.
     gathers_tokens: True if each rank receives the tokens of all others, whatever experts they chose.
     host_counts_tokens: True if counts that the host reads are tokens of a rank, False if rows of an expert.
@@ -185,7 +188,7 @@ class DispatcherSpec:
     crossing: Callable[[DispatchSizes, int], float] = _pairs_crossing
     eager: tuple[str, ...] = ()
     exchanges: tuple[str, ...] = ("dispatch", "combine")
-    multiprocessors: int = 16
+    multiprocessors: int = NCCL_MULTIPROCESSORS
     host_syncs: bool = False
     gathers_tokens: bool = False
     host_counts_tokens: bool = False

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
 
+from fastmp.config.dispatchers import NCCL_MULTIPROCESSORS
 from fastmp.plan.hardware import GPU
 
 # Of the peak, for large FP8 GEMMs: 1,280 of 1,979 TFLOP/s on H100 and H200 (newsletter.semianalysis.com/p/
@@ -25,10 +26,6 @@ LAUNCH = 4e-6
 # Of the host, for each launch of eager code with autograd: 730 us of a dense layer's 29 launches on a core of
 # an AMD EPYC (docs/studies/graphs.md). A replay of a CUDA graph takes as long as one.
 HOST = 25e-6
-# Multiprocessors that a collective of NCCL holds, so that compute beside it has the others: 16 or more where
-# no switch adds (developer.nvidia.com/blog/enabling-fast-inference-and-resilient-training-with-nccl-2-27).
-# No figure was found for the NCCL of 2019 and 2020, which the kernels of these years have at 0.
-COLLECTIVE = 16
 # (forward, backward) launches of the segments of a layer, as the study of graphs counts them
 LAUNCHES = {
     "attention": (6, 10), "mlp": (5, 8), "router": (13, 8), "preprocess": (1, 0), "shared_experts": (5, 8),
@@ -100,7 +97,7 @@ class Kernels:
     accumulate in float32 gradients. fp8_wgrads: True if those of FP8 layers are in FP8. late: seconds by
     which a rank comes late to a collective of a layer, a standard deviation; all wait for the last. host:
     seconds of the host for a launch; 0: it is never late. collective: multiprocessors that a collective
-    holds.
+    holds; 0 for the NCCL of 2019 and 2020, of which no figure was found.
     """
 
     hidden: tuple[float, float]
@@ -129,7 +126,7 @@ class Kernels:
 # 2). The loss reads logits and writes their gradient. Gradients are zeroed once a step.
 FASTMP = Kernels(
     hidden=(10, 12), projected=(1.33, 3.33), ffn=(0, 0), scores=None, launches=(6, 10), logits=4, state=4,
-    overlap=True, adds=True, host=HOST, collective=COLLECTIVE,
+    overlap=True, adds=True, host=HOST, collective=NCCL_MULTIPROCESSORS,
 )  # fmt: skip
 # The same of software that multiplies in FP8 for wgrads as well, as Transformer Engine does.
 FP8_WGRADS = replace(FASTMP, fp8_wgrads=True)

@@ -20,9 +20,9 @@ from fastmp.config import (
     Recipe,
     TrainConfig,
 )
+from fastmp.config.dispatchers import NCCL_MULTIPROCESSORS
 from fastmp.plan.hardware import GPUS
 from fastmp.plan.kernels import (
-    COLLECTIVE,
     FASTMP,
     FP8_GEMMS,
     FP8_WGRADS,
@@ -188,7 +188,7 @@ def test_with_overlap_the_parts_are_the_step_and_exchanges_are_less(layout, disp
     assert hidden_by_overlap((), of_layer) == 0.0
 
 
-@pytest.mark.parametrize(("dispatcher", "held"), [("alltoall", COLLECTIVE), ("deepep", 20)])
+@pytest.mark.parametrize(("dispatcher", "held"), [("alltoall", NCCL_MULTIPROCESSORS), ("deepep", 20)])
 def test_overlap_hides_no_more_than_the_multiprocessors_left_to_compute(dispatcher, held):
     """Of what a schedule hides, GEMMs lose the share of multiprocessors that the exchange holds."""
     model = replace(EXPERTS, moe=replace(EXPERTS.moe, dispatcher=dispatcher))
@@ -205,7 +205,7 @@ def test_gradients_behind_the_backward_take_multiprocessors_of_it():
     for overlap in (True, False):
         made = recipe(batch=256, micro=32, optimizer=OptimizerConfig(overlap=overlap, bucket_size=10**6))
         found[overlap] = step_time(made, 8, H100).parts[ONCE, "gradients"]
-    assert COLLECTIVE / 132 < found[True] / found[False] < COLLECTIVE / 132 + 0.02
+    assert NCCL_MULTIPROCESSORS / 132 < found[True] / found[False] < NCCL_MULTIPROCESSORS / 132 + 0.02
 
 
 def test_ranks_wait_for_the_busiest_experts():
