@@ -61,7 +61,7 @@ def expert_chunks(recipe: Recipe, rank: int) -> list[range]:
 
 
 class _Division(NamedTuple):
-    """What the parameters of a rank depend on: layers of the stages, their placement, optimizer and FP8."""
+    """Key of the parameters of a rank: layers of the stages, their placement, optimizer and FP8."""
 
     stages: tuple[range, ...]
     places: StageMap

@@ -63,7 +63,7 @@ _SIZES = "sizes the activation stash (default: model.moe.activation_stash)"
 
 
 def add_load(parser: Parser, purpose: str = _SIZES) -> None:
-    """Add the option that names the metrics of a run; purpose: what their load does, for its help."""
+    """Add the option for the metrics of a run; purpose: the use of their load, for its help."""
     parser.add_argument(
         "--load",
         metavar="FILE",

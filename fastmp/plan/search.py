@@ -247,7 +247,7 @@ class _Search:
         return sorted(found, key=lambda each: (each[0][0], order_of(each[1])))
 
     def _problems_of(self, node: SearchNode) -> list[Problem]:
-        """Return what keeps a node's layout from running, which no recomputation changes."""
+        """Return the problems of a node's layout, the same for all kinds of recomputation."""
         key = node._replace(recompute="none")
         if key not in self._problems:
             own = candidate_of(key, (1, "1f1b", False), "none", self.space.states()[0])

@@ -137,7 +137,7 @@ class NodeCosts:
         return KindCosts(forward, repeated, inputs, weights, travel, beside, kept, again, whole, stash)
 
     def without_recomputation(self) -> NodeCosts:
-        """Return the costs of a node that recomputes nothing, from those of one that recomputes layers."""
+        """Return the costs of the same node without recomputation; these are with full recomputation."""
         made = copy(self)
         made.__dict__.pop("work", None)
         made._full, made._hosts, made.kinds = False, {}, []
@@ -253,7 +253,7 @@ def _held_at_once(schedule: Schedule, rank: int) -> list[tuple[tuple[int, ...], 
 
 
 class StageKinds:
-    """Layers of each kind that stages have, and that the first and the last rank have.
+    """Numbers of layers by kind: of each stage, and of the first and the last rank.
 
     stages: {kind: layers} of each stage. ranks: {rank: (its stages, {kind: layers})}.
     """

@@ -152,7 +152,7 @@ class Space:
         return self.recipe.train.global_batch_size // (micro_batch_size * dp)
 
     def dispatchers(self, layout: Layout) -> list[str]:
-        """Return the token dispatchers; that of the recipe without expert parallelism, which selects none.
+        """Return the token dispatchers; without expert parallelism, only that of the recipe.
 
         Symmetric memory is that of a server.
         """

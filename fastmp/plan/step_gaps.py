@@ -206,7 +206,7 @@ class _Ranges:
 
 
 def _on_gpu(slices: Sequence[Mapping[str, Any]], ranges: _Ranges) -> Table:
-    """Return microseconds of kernels, which add up to the time in which any of them runs."""
+    """Return the microseconds of kernels; together they are the busy time of the GPU."""
     launched = {
         event["args"]["correlation"]: float(event["ts"])
         for event in slices
@@ -229,7 +229,7 @@ def _on_gpu(slices: Sequence[Mapping[str, Any]], ranges: _Ranges) -> Table:
 
 
 def _apart(kernels: Sequence[tuple[float, float, str]]) -> list[float]:
-    """Return what each kernel adds to the time in which any runs; they are (start, end, consumer), in order.
+    """Return the busy time that each kernel adds; kernels are (start, end, consumer), in order.
 
     Communication adds what no compute covers. Of kernels of one kind that run at once, the first counts.
     """

@@ -211,14 +211,12 @@ def _stages(recipe: Recipe, shapes: Shapes, links: Links, kernels: Kernels, load
     return found
 
 
-def layer_segment_costs(
-    shapes: Shapes, gpu: GPU, kernels: Kernels = FASTMP, graphs: GraphConfig | None = None
-) -> tuple[SegmentCost, ...]:
-    """Return the times of a layer's communication and compute segments for one microbatch.
+def layer_segment_costs(shapes: Shapes, gpu: GPU) -> tuple[SegmentCost, ...]:
+    """Return the times of an eager layer's communication and compute segments for one microbatch.
 
-    They add up to the time of the layer. A layer without an exchange is one segment. graphs: None: eager.
+    They add up to the time of the layer. A layer without an exchange is one segment.
     """
-    return _segment_costs(shapes, Links(gpu, shapes), kernels, graphs or GraphConfig())
+    return _segment_costs(shapes, Links(gpu, shapes), FASTMP, GraphConfig())
 
 
 def _segment_costs(
@@ -293,7 +291,7 @@ def hidden_by_overlap(forward: Sequence[SegmentCost], backward: Sequence[Segment
 
 
 def hide(parts: dict[tuple[str, str], float], seconds: float) -> None:
-    """Take seconds that overlap hides from those of exchanges, then from those of kernels that sort rows."""
+    """Subtract the seconds that overlap hides, first from exchanges, then from the sorting of rows."""
     for groups in (_EXCHANGES, ("other kernels",)):
         own = [(phase, what) for what in groups for phase in (FORWARD, INPUT) if (phase, what) in parts]
         all_of_them = sum(parts[key] for key in own)
