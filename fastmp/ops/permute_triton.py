@@ -375,7 +375,7 @@ def _plan_gather(
 
 
 def _gather(y: Tensor, row_of: Tensor, probs: Tensor | None, residual: Tensor | None, out: Tensor) -> None:
-    """Launch the kernel that writes out, which is contiguous."""
+    """Launch the kernel that writes the contiguous `out`."""
     (num_tokens, num_slots), (num_rows, num_cols) = row_of.shape, y.shape
     if out.numel() == 0 or num_slots == 0 or num_rows == 0:
         out.zero_() if residual is None else out.copy_(residual)
@@ -444,7 +444,7 @@ def launch_unpermute_backward_into(
 
 
 def _ungather(grad: Tensor, y: Tensor, row_of: Tensor, probs: Tensor, dy: Tensor, dprobs: Tensor) -> None:
-    """Launch the kernels that write the gradients of `unpermute`, dy and dprobs, which are contiguous."""
+    """Launch the kernels that write the gradients of `unpermute` to dy and dprobs, both contiguous."""
     if dy.numel() == 0 or probs.numel() == 0:
         dy.zero_()
         dprobs.zero_()
