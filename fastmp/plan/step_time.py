@@ -269,12 +269,12 @@ def _hidden(recipe: Recipe, shapes: Shapes, links: Links, kernels: Kernels) -> t
         for kind in set(recipe.model.layers)
     }
     layers = [recipe.model.layers[own.start : own.stop] for own in stage_ranges(recipe)]
-    parts = {kinds: tuple(part for kind in kinds for part in of_kinds[kind]) for kinds in set(layers)}
-    saved = {
-        (first, second): hidden_by_overlap(parts[first], parts[second]) for first in parts for second in parts
-    }
+    alike = {kinds: number for number, kinds in enumerate(dict.fromkeys(layers))}  # stages of the same layers
+    parts = [tuple(part for kind in kinds for part in of_kinds[kind]) for kinds in alike]
     share = beside_compute(links.gpu, shapes.dispatcher.multiprocessors)
-    return tuple(tuple(saved[first, second] * share for second in layers) for first in layers)
+    saved = [[hidden_by_overlap(first, second) * share for second in parts] for first in parts]
+    numbers = [alike[kinds] for kinds in layers]
+    return tuple(tuple(saved[first][second] for second in numbers) for first in numbers)
 
 
 @lru_cache(maxsize=4096)
