@@ -135,7 +135,7 @@ def wgrad_tiles(rows_per_expert: float, num_n: int, num_k: int, itemsize: int, a
 
 def row_class(classes: tuple[float, ...], num_rows: int, num_experts: int) -> float:
     """Return the class of ROW_CLASSES or WGRAD_ROW_CLASSES for so many rows of so many experts."""
-    return classes[bisect_left(classes, num_rows / max(num_experts, 1))]
+    return classes[bisect_left(classes, num_rows / (num_experts or 1))]
 
 
 # Fewest rows per expert, on average, from which CUTLASS computes what `prefers_cutlass` names.

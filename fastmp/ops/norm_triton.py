@@ -409,12 +409,14 @@ def launch_backward(
     with_bias: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return the gradients of total and, as rows of one tensor, of weight and bias."""
-    check_stats(centred, total, stats)
-    num_cols, itemsize = total.shape[-1], total.element_size()
+    shape, itemsize, elements = total.shape, total.element_size(), total.numel()
+    if stats.shape != (2 if centred else 1, *shape[:-1]):
+        check_stats(centred, total, stats)  # raises
+    num_cols = shape[-1]
     dx, dparams = empty_like(total), weight.new_empty(2 if with_bias else 1, num_cols)
-    if total.numel() == 0:
+    if elements == 0:
         return dx, dparams.zero_()
-    num_rows = total.numel() // num_cols
+    num_rows = elements // num_cols
     check_count("norm", "rows", num_rows)
     (grad, grad_pitch), (total, pitch) = as_rows(grad), as_rows(total)
     grad_total, grad_total_pitch = (None, 0) if grad_total is None else as_rows(grad_total)

@@ -14,7 +14,7 @@ from fastmp.ops.core import fp8, launcher
 from fastmp.ops.core._triton import MAX_EXPERTS, MAX_SIZE, cdiv, jit, limits, tl
 from fastmp.ops.core.fp8 import group_tile, quantize_tile, store_scales
 from fastmp.ops.core.rowwise import NUM_WARPS, as_rows, vector_width
-from fastmp.ops.permute_triton import ZERO_ROWS, launch_mark, unused_rows, zero_unused
+from fastmp.ops.permute_triton import ZERO_ROWS, index_vector, launch_mark, unused_rows, zero_unused
 
 
 @limits(num_vectors=MAX_SIZE, num_slots=MAX_EXPERTS)
@@ -85,11 +85,12 @@ def launch_quantized(
     vector = vector_width(given.element_size(), num_cols, pitch)
     block_m, block_n = quantizers.block_shape(num_cols, given.element_size())
     tiles = cdiv(num_tokens, block_m) * cdiv(num_cols, block_n)
-    strides = (0, 0) if scales is None else scales.stride()
+    strides, num_slots = (0, 0) if scales is None else scales.stride(), row_of.shape[1]
+    marked = launch_mark(row_of, row_of.numel(), num_rows, index_vector(num_slots))
     launcher.launch(
         permute_quantized_kernel, tiles + cdiv(num_rows, ZERO_ROWS),
-        (given, None if scales is None else fp8.scale_bytes(scales), row_of, launch_mark(row_of, num_rows),
-         bytes_of_q, stored, num_tokens, row_of.shape[1], num_rows, num_cols // vector, pitch // vector,
+        (given, None if scales is None else fp8.scale_bytes(scales), row_of, marked,
+         bytes_of_q, stored, num_tokens, num_slots, num_rows, num_cols // vector, pitch // vector,
          *strides),
         {"GIVEN": scales is not None, "GROUP": block, "E5M2": dtype != fp8.E4M3,
          "NATIVE": fp8.casts_natively(x), "VECTOR": vector, "BLOCK_M": block_m, "BLOCK_N": block_n,

@@ -320,9 +320,8 @@ def _plan_scatter(
     return (num_cols // vector, pitch // vector, y_pitch // vector), constants
 
 
-def launch_mark(row_of: Tensor, num_rows: int) -> Tensor:
+def launch_mark(row_of: Tensor, num_assignments: int, num_rows: int, vector: int) -> Tensor:
     """Launch `mark_kernel` on row_of, contiguous and not empty; return its table (M,)."""
-    num_assignments, vector = row_of.numel(), index_vector(row_of.shape[1])
     few = num_assignments < 1 << 31
     assignment_of = row_of.new_empty(num_rows) if few else row_of.new_empty(num_rows, dtype=torch.int64)
     launcher.launch(
@@ -347,11 +346,14 @@ def _scatter(
     y, y_pitch = (None, pitch) if y is None else as_rows(y)
     row_of, probs = row_of.contiguous(), None if probs is None else probs.contiguous()
     numbers, constants = _plan_scatter(num_cols, x.dtype, pitch, y_pitch, num_slots, y is not None)
-    assignment_of = launch_mark(row_of, num_rows)
-    index_vectors = num_assignments // constants["INDEX_VECTOR"]
+    vector = constants["INDEX_VECTOR"]
+    assignment_of = launch_mark(row_of, num_assignments, num_rows, vector)
     launcher.launch(
         scatter_kernel, cdiv(num_assignments, constants["BLOCK_M"]) + cdiv(num_rows, ZERO_ROWS),
-        (x, y, row_of, probs, assignment_of, out, dprobs, index_vectors, num_slots, num_rows, *numbers),
+        (
+            x, y, row_of, probs, assignment_of, out, dprobs, num_assignments // vector, num_slots, num_rows,
+            *numbers,
+        ),
         constants,
     )  # fmt: skip
 
@@ -374,12 +376,15 @@ def _plan_gather(
     return cdiv(num_cols, constants["BLOCK_N"]), (num_cols // vector, pitch // vector), constants
 
 
-def _gather(y: Tensor, row_of: Tensor, probs: Tensor | None, residual: Tensor | None, out: Tensor) -> None:
-    """Launch the kernel that writes the contiguous `out`."""
+def _gather(
+    y: Tensor, row_of: Tensor, probs: Tensor | None, residual: Tensor | None, out: Tensor | None = None
+) -> Tensor:
+    """Launch the kernel that writes the contiguous `out`, or a new tensor; return it."""
     (num_tokens, num_slots), (num_rows, num_cols) = row_of.shape, y.shape
+    if out is None:
+        out = y.new_empty(num_tokens, num_cols)
     if out.numel() == 0 or num_slots == 0 or num_rows == 0:
-        out.zero_() if residual is None else out.copy_(residual)
-        return
+        return out.zero_() if residual is None else out.copy_(residual)
     y, pitch = as_rows(y)
     column_blocks, numbers, constants = _plan_gather(
         num_cols, y.dtype, pitch, num_slots, probs is not None, residual is not None
@@ -393,18 +398,15 @@ def _gather(y: Tensor, row_of: Tensor, probs: Tensor | None, residual: Tensor | 
         ),
         constants,
     )  # fmt: skip
+    return out
 
 
 def launch_unpermute(y: Tensor, row_of: Tensor, probs: Tensor | None) -> Tensor:
-    out = y.new_empty(row_of.shape[0], y.shape[1])
-    _gather(y, row_of, probs, None, out)
-    return out
+    return _gather(y, row_of, probs, None)
 
 
 def launch_unpermute_add(y: Tensor, row_of: Tensor, probs: Tensor | None, residual: Tensor) -> Tensor:
-    out = y.new_empty(residual.shape)
-    _gather(y, row_of, probs, residual, out)
-    return out
+    return _gather(y, row_of, probs, residual)
 
 
 def launch_unpermute_into(y: Tensor, row_of: Tensor, probs: Tensor | None, out: Tensor) -> None:

@@ -31,6 +31,7 @@ KNOWN = (_triton.VERSION or "").startswith(("3.6.", "3.7.", "3.8.", "3.9."))
 _KINDS = {"constexpr": "-", "i32": "i", "i64": "q", "fp32": "f", "fp64": "d"}
 SETS_TENSOR_MAPS = HOST is not None and KNOWN  # `_host` encodes tensor maps; Triton encodes them differently
 _PROVEN = (_triton.VERSION or "").startswith("3.6.")  # launch parameters compared byte by byte
+_hooks: Any = None if _triton.knobs is None else _triton.knobs.runtime
 _DTYPES = (*range(8), 10, 8, 9, *range(11, 16))  # tensor map dtypes: Triton's number -> the driver's
 
 
@@ -55,11 +56,10 @@ class _Plan:
 
     def launch_hooked(self, programs: int, arguments: tuple) -> None:
         """Launch between Triton's launch hooks, which profilers such as Proton install."""
-        hooks = _triton.knobs.runtime
         metadata = self.compiled.launch_metadata((programs,), self.stream(self.device), *arguments)
-        hooks.launch_enter_hook(metadata)
+        _hooks.launch_enter_hook(metadata)
         self.launch(programs, arguments)
-        hooks.launch_exit_hook(metadata)
+        _hooks.launch_exit_hook(metadata)
 
 
 def _by_triton(
@@ -200,12 +200,6 @@ def key_in_python(kernel: Any, arguments: tuple, constants: dict[str, Any]) -> t
 key_of = key_in_python if HOST is None else HOST.launch_keys(_triton.TensorDescriptor)
 
 
-def _hooked() -> bool:
-    """Return True if Triton has launch hooks, which profilers install."""
-    hooks = _triton.knobs.runtime
-    return bool(hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls)
-
-
 def _plan(
     key: tuple | bytes, kernel: Any, programs: int, arguments: tuple, constants: dict[str, Any]
 ) -> _Plan | None:
@@ -257,7 +251,8 @@ def launch(kernel: Any, programs: int, arguments: tuple, constants: dict[str, An
     for position, bound in plan.limits:
         if (programs if position < 0 else arguments[position]) > bound:
             _triton.check_limits(kernel, programs, arguments)  # raises
-    run = plan.launch_hooked if _hooked() else plan.launch
+    hooked = _hooks.launch_enter_hook.calls or _hooks.launch_exit_hook.calls  # by profilers
+    run = plan.launch_hooked if hooked else plan.launch
     if plan.current_device() == plan.device:
         run(programs, arguments)
     else:
