@@ -75,7 +75,7 @@ def reference_backward(
     with_bias: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return the gradients of total and, as rows of one tensor, of weight and bias."""
-    check_stats(centred, total, stats)
+    check_stats(centred, total.shape, stats)
     dx, dparams = _new_gradients(total, weight, with_bias)
     if total.numel() == 0:
         return dx, dparams.zero_()

@@ -396,9 +396,9 @@ def launch_quantized(
     return q, s, total, stats
 
 
-def check_stats(centred: bool, total: Tensor, stats: Tensor) -> None:
-    """Check that `stats` of a backward has the shape its forward returns."""
-    expected = (2 if centred else 1, *total.shape[:-1])
+def check_stats(centred: bool, shape: torch.Size, stats: Tensor) -> None:
+    """Check that `stats` of a backward has the shape its forward returns; shape: of the forward's input."""
+    expected = (2 if centred else 1, *shape[:-1])
     if stats.shape != expected:
         op = "layer_norm_backward" if centred else "rms_norm_backward"
         raise ValueError(f"{op}: expected stats of shape {expected}, got {tuple(stats.shape)}")
@@ -410,8 +410,7 @@ def launch_backward(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return the gradients of total and, as rows of one tensor, of weight and bias."""
     shape, itemsize, elements = total.shape, total.element_size(), total.numel()
-    if stats.shape != (2 if centred else 1, *shape[:-1]):
-        check_stats(centred, total, stats)  # raises
+    check_stats(centred, shape, stats)
     num_cols = shape[-1]
     dx, dparams = empty_like(total), weight.new_empty(2 if with_bias else 1, num_cols)
     if elements == 0:

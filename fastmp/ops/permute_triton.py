@@ -340,7 +340,7 @@ def _scatter(
     probs: Tensor | None = None,
     dprobs: Tensor | None = None,
 ) -> None:
-    """Launch the kernels that write all rows of out, which has at least one."""
+    """Launch the kernels that write every row of a non-empty `out`."""
     (num_rows, num_cols), num_slots, num_assignments = out.shape, row_of.shape[1], row_of.numel()
     x, pitch = as_rows(x)
     y, y_pitch = (None, pitch) if y is None else as_rows(y)

@@ -228,7 +228,7 @@ def _mtp(shapes: Shapes) -> Iterator[tuple[str, tuple[int, bool]]]:
 def _bert(
     shapes: Shapes, bert: BertConfig, first: bool, last: bool
 ) -> Iterator[tuple[str, tuple[int, bool]]]:
-    """Yield what a stage of a BERT has beside its words, positions and layers, as `_layer` does."""
+    """Yield the parameters of BERT alone: token types and heads of a stage, as `_layer` does."""
     h, split = shapes.model.hidden_size, shapes.sequence_parallel
     if first and bert.num_token_types:
         yield "token_type_embedding.weight", (bert.num_token_types * h, split)

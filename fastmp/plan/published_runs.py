@@ -284,7 +284,7 @@ def _blackwell() -> Iterator[PublishedRun]:
 
 
 def step_time_elsewhere(recipe: Recipe, gpus: int, hardware: str) -> StepTime:
-    """Return the time of a step in other software, whose FP8 is that of wgrads as well."""
+    """Return the step time of other software, which also computes wgrads in FP8."""
     kernels = FP8_WGRADS if recipe.train.precision == "fp8" else FASTMP
     return step_time(recipe, gpus, GPUS[hardware], kernels)
 

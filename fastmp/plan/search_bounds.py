@@ -270,7 +270,7 @@ class StageKinds:
 
 
 class _RankHeld(NamedTuple):
-    """Bytes that a rank holds beside its parameters, at least.
+    """Lower bounds of the memory that a rank holds beside its parameters, in bytes.
 
     layers: {kind: layers}. tables: of words. kept, until_weights: activations of a microbatch in each chunk.
     moments: see `_held_at_once`. others: bytes that it holds at all of them.

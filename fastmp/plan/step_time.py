@@ -279,7 +279,7 @@ def _hidden(recipe: Recipe, shapes: Shapes, links: Links, kernels: Kernels) -> t
 
 @lru_cache(maxsize=4096)
 def hidden_by_overlap(forward: Sequence[SegmentCost], backward: Sequence[SegmentCost]) -> float:
-    """Return the seconds that overlapping a forward and a backward of two chunks saves, as in training."""
+    """Return the seconds saved by overlapping the forward and the backward of two chunks."""
     if not forward or not backward:
         return 0.0
     chains, known = (
@@ -304,7 +304,7 @@ def hide(parts: dict[tuple[str, str], float], seconds: float) -> None:
 def _end_of_step(
     recipe: Recipe, shapes: Shapes, links: Links, kernels: Kernels, rank: int, chunks: Sequence[Phases]
 ) -> Seconds:
-    """Return the exposed seconds of the work that a pipeline rank does once a step."""
+    """Return the exposed seconds of a pipeline rank's work at the end of a step."""
     optimizer, gpu = recipe.optimizer, links.gpu
     facts, grad = rank_parameters(recipe, shapes, rank).values(), grad_bytes(recipe, shapes)
     sums = gathers = pieces = 0.0
@@ -338,7 +338,7 @@ def _end_of_step(
 
 
 def _moved_by_copies(recipe: Recipe, shapes: Shapes, rank: int) -> float:
-    """Return the bytes that the making of FP8 copies of weights reads and writes in a step."""
+    """Return the bytes read and written to make the FP8 copies of weights in a step."""
     each, moved = shapes.itemsize, 0.0
     for buffer, sizes in fp8_buffers(recipe, shapes, rank):
         size = sum(sizes)

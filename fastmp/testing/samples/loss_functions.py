@@ -387,7 +387,7 @@ def _draw_student(draw: Draw) -> tuple[Tensor, Tensor, dict[str, Any]]:
 
 
 def _finite(draw: Draw, *shape: int, scale: float = 1.0) -> Tensor:
-    """Draw numbers of the teacher, which are finite."""
+    """Draw the teacher's numbers, all finite."""
     return draw.tensor(*shape, scale=scale, grad=False).nan_to_num(1, 1, 1).clamp(-30, 30)
 
 
