@@ -7,7 +7,7 @@ few: they are loaded through pointers after the K terms, and cost no pass over t
 from __future__ import annotations
 
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
 
@@ -17,6 +17,7 @@ from fastmp.ops.core._triton import (
     MAX_EXPERTS,
     MAX_SIZE,
     MAX_WALKING,
+    cdiv,
     jit,
     limits,
     next_power_of_2,
@@ -28,13 +29,14 @@ from fastmp.ops.grouped_mm_epilogues import store_parts
 from fastmp.ops.grouped_mm_launch import (
     STORE,
     GemmDesc,
+    GemmPlan,
     aligned,
     along_rows,
-    architecture,
-    count_programs,
+    check_counts,
+    gpu_of,
     plan_gemm,
 )
-from fastmp.ops.grouped_mm_tiles import ROW_CLASSES, TileConfig, row_class
+from fastmp.ops.grouped_mm_tiles import ROW_CLASSES, row_class
 from fastmp.ops.grouped_mm_triton import expert_ends, load_block, load_weight, place_of
 
 _BLOCK_R = 64  # most terms of LoRA in a step
@@ -160,18 +162,8 @@ def overlaps_lora(arch: int, r: int) -> bool:
     return arch < 100 and r <= _FLAT_R
 
 
-class LoraPlan(NamedTuple):
-    """Launch parameters that follow from the shapes and strides of a launch."""
-
-    tile: TileConfig
-    num_tiles: int  # side by side
-    programs_per_sm: int
-    sizes: tuple[int, ...]  # arguments of the kernel after num_rows
-    constants: dict[str, Any]
-
-
 @cache
-def _plan(r: int, v_strides: tuple[int, ...], v_transposed: bool, *fields: Any) -> LoraPlan:
+def _plan(r: int, v_strides: tuple[int, ...], v_transposed: bool, *fields: Any) -> GemmPlan:
     """Plan a launch for low (M, r), contiguous; fields: those of the `GemmDesc` of x and w."""
     desc = GemmDesc(*fields)
     gemm = plan_gemm(*fields)
@@ -187,7 +179,7 @@ def _plan(r: int, v_strides: tuple[int, ...], v_transposed: bool, *fields: Any) 
         "R_VECTOR": r_vector, "V_VECTOR": v_vector,
         "BLOCK_R": min(_BLOCK_R, max(16, next_power_of_2(max(r, 1)))),
     }  # fmt: skip
-    return LoraPlan(gemm.tile, gemm.num_tiles, gemm.programs_per_sm, (*gemm.sizes, *sizes), constants)
+    return gemm._replace(sizes=(*gemm.sizes, *sizes), constants=constants)
 
 
 def launch(
@@ -200,18 +192,20 @@ def launch(
         return y
     low = low.contiguous()
     (x, x_strides), (w, w_strides), (v, v_strides) = along_rows(x), along_rows(w), along_rows(v)
-    tile, tiles, programs, sizes, constants = _plan(
+    tile, tiles, programs, most, sizes, constants = _plan(
         low.shape[1], v_strides, v_transposed,
         row_class(ROW_CLASSES, num_rows, w_shape[0]), w_shape, w_strides, x_strides[0], x.element_size(),
-        architecture(x), aligned(x, w), transposed, bias is not None, STORE,
+        *gpu_of(x), aligned(x, w), transposed, bias is not None, STORE,
     )  # fmt: skip
-    programs = count_programs("grouped_mm_lora", y, tile, tiles, programs, num_rows, w_shape[0], x.shape[1])
+    tiles *= cdiv(num_rows, tile.block_m) + w_shape[0]
+    if num_rows > most:
+        check_counts("grouped_mm_lora", num_rows, tiles, programs, cdiv(x.shape[1], tile.block_k))
     if constants["TMA"]:
         x = descriptor(x, x.shape, x_strides, tile.block_m, tile.block_k)
         w_block = (tile.block_k, tile.block_n) if transposed else (tile.block_n, tile.block_k)
         w = descriptor(w, w_shape, w_strides, 1, *w_block)
     launcher.launch(
-        grouped_lora_kernel, programs,
+        grouped_lora_kernel, min(tiles, programs),
         (
             x, w, None if bias is None else bias.contiguous(), low, v, offsets.contiguous(), y, num_rows,
             *sizes,

@@ -20,7 +20,9 @@ from fastmp.ops.grouped_mm_launch import (
     along_rows,
     architecture,
     block_e,
-    count_programs,
+    check_counts,
+    gpu_of,
+    max_rows,
 )
 from fastmp.ops.grouped_mm_tiles import ROW_CLASSES, fp8_tiles, row_class
 
@@ -36,6 +38,7 @@ class Fp8GemmDesc(NamedTuple):
     w_strides: tuple[int, int, int]  # in elements; the last is 1
     q_pitch: int  # elements from row to row
     arch: int
+    multiprocessors: int
     aligned: bool  # q and w begin on 16 bytes
     block: int  # 128 or 32
     e5m2: bool  # q is; else e4m3
@@ -67,8 +70,10 @@ def _plan(*fields: Any) -> GemmPlan:
         "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k, "GROUP": GROUP,
         "num_warps": tile.num_warps, "num_stages": tile.num_stages,
     }  # fmt: skip
-    programs = tile.programs_per_sm(1, desc.arch, gated)
-    return GemmPlan(tile, cdiv(width, tile.block_n), programs, sizes, constants)
+    # 4. The grid.
+    tiles, programs = cdiv(width, tile.block_n), tile.programs_per_sm(1, desc.arch, gated)
+    most = max_rows(tile, tiles, num_experts, num_k)
+    return GemmPlan(tile, tiles, programs * desc.multiprocessors, most, sizes, constants)
 
 
 def _check_architecture(name: str, q: Tensor, block: int) -> None:
@@ -97,11 +102,13 @@ def _gemm(
     block = fp8.BLOCKS[s.dtype]
     _check_architecture(name, q, block)
     (q, q_strides), (w, w_strides) = along_rows(q), along_rows(w)
-    tile, tiles, programs, sizes, constants = _plan(  # the fields of Fp8GemmDesc
+    tile, tiles, programs, most, sizes, constants = _plan(  # the fields of Fp8GemmDesc
         row_class(ROW_CLASSES, num_rows, num_experts), tuple(w.shape), w_strides, q_strides[0],
-        architecture(q), aligned(q, w), block, q.dtype == torch.float8_e5m2, form,
+        *gpu_of(q), aligned(q, w), block, q.dtype == torch.float8_e5m2, form,
     )  # fmt: skip
-    programs = count_programs(name, q, tile, tiles, programs, num_rows, num_experts, num_k)
+    tiles *= cdiv(num_rows, tile.block_m) + num_experts
+    if num_rows > most:
+        check_counts(name, num_rows, tiles, programs, cdiv(num_k, tile.block_k))
     q, s, w, w_scale = _bytes(q), _bytes(s), _bytes(w), _bytes(w_scale)
     if constants["TMA"]:
         q_map = descriptor(q, q.shape, q_strides, tile.block_m, tile.block_k)
@@ -110,7 +117,7 @@ def _gemm(
         q_map, w_map = q, w
     offsets = None if offsets is None else offsets.contiguous()
     launcher.launch(
-        grouped_mm_fp8_kernel, programs,
+        grouped_mm_fp8_kernel, min(tiles, programs),
         (
             q_map, s, w_map, w_scale, offsets, *out, num_rows, s.stride(1), *sizes, s.stride(0),
             *w_scale.stride(),

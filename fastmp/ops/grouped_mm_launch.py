@@ -32,15 +32,25 @@ from fastmp.ops.grouped_mm_triton import grouped_mm_kernel, grouped_wgrad_kernel
 GROUP = 16  # row tiles in a group, walked over first, so that their block of the weight stays in L2
 
 
+_MULTIPROCESSORS_ELSEWHERE = 4  # few, so that interpreted programs walk over tiles, too
+
+
 @cache
 def _gpu(index: int) -> tuple[int, int]:
     properties = torch.cuda.get_device_properties(index)
     return properties.major * 10 + properties.minor, properties.multi_processor_count
 
 
+def gpu_of(tensor: Tensor) -> tuple[int, int]:
+    """Return the compute capability of the tensor's GPU (90 is 9.0) and its number of multiprocessors."""
+    if tensor.is_cuda:
+        return _gpu(tensor.device.index)
+    return launcher.architecture_elsewhere, _MULTIPROCESSORS_ELSEWHERE
+
+
 def architecture(tensor: Tensor) -> int:
     """Return the compute capability of the tensor's GPU as one number (90 is 9.0)."""
-    return _gpu(tensor.device.index)[0] if tensor.is_cuda else launcher.architecture_elsewhere
+    return gpu_of(tensor)[0]
 
 
 def _tile_architecture(arch: int, tma: bool) -> int:
@@ -48,36 +58,30 @@ def _tile_architecture(arch: int, tma: bool) -> int:
     return arch if tma else 80
 
 
-def num_programs(tensor: Tensor, tiles: int, each: int) -> int:
-    """Return how many programs walk over `tiles`: at most as many as run at a time; interpreted, a few."""
-    return min(tiles, each * _gpu(tensor.device.index)[1] if tensor.is_cuda else 4)
-
-
 def aligned(a: Tensor, b: Tensor) -> bool:
     """Return True if both tensors begin on 16 bytes."""
     return not (a.data_ptr() | b.data_ptr()) & 15
 
 
-def count_programs(
-    name: str, on: Tensor, tile: TileConfig, tiles: int, programs: int, num_rows: int, num_experts: int,
-    num_k: int,
-) -> int:  # fmt: skip
-    """Return the programs of a grouped GEMM's launch on the device of `on`.
+def max_rows(tile: TileConfig, num_tiles: int, num_experts: int, num_k: int) -> int:
+    """Return the rows up to which `check_counts` finds nothing: one program could take all steps."""
+    blocks = MAX_COUNT // (num_tiles * max(1, cdiv(num_k, tile.block_k)))
+    return min(MAX_COUNT, (blocks - num_experts) * tile.block_m)
+
+
+def check_counts(name: str, num_rows: int, tiles: int, programs: int, steps: int) -> None:
+    """Check the counts of a persistent GEMM with more than `max_rows` rows of its plan.
 
     Args:
-        tiles: of a block of rows.
-        programs: at once on a multiprocessor.
+        programs: that share the tiles.
+        steps: of a tile.
 
     Raises:
         ValueError: rows, tiles or the steps of a program are a count that `check_count` does not accept.
     """
-    tiles *= cdiv(num_rows, tile.block_m) + num_experts
-    programs = num_programs(on, tiles, programs)
-    steps = cdiv(tiles, programs) * cdiv(num_k, tile.block_k)
-    if num_rows > MAX_COUNT or tiles > MAX_COUNT or steps > MAX_COUNT:
-        for what, count in (("rows", num_rows), ("tiles", tiles), ("steps of a program", steps)):
-            check_count(name, what, count)
-    return programs
+    steps *= cdiv(tiles, programs)
+    for what, count in (("rows", num_rows), ("tiles", tiles), ("steps of a program", steps)):
+        check_count(name, what, count)
 
 
 def along_rows(tensor: Tensor) -> tuple[Tensor, tuple[int, ...]]:
@@ -115,6 +119,7 @@ class GemmDesc(NamedTuple):
     x_pitch: int  # elements from row to row
     itemsize: int  # bytes
     arch: int
+    multiprocessors: int
     aligned: bool  # x and w begin on 16 bytes
     transposed: bool  # x w instead of x w^T
     has_bias: bool
@@ -133,7 +138,7 @@ class WgradDesc(NamedTuple):
     arch: int
     aligned: bool  # the operands begin on 16 bytes and fit TMA's ragged descriptors
     accumulate: bool
-    reducible: bool  # the gradient is float32 on 16 bytes: the TMA unit can add to it
+    reducible: bool  # it accumulates in float32 on 16 bytes, to which the TMA unit can add
 
 
 class GemmPlan(NamedTuple):
@@ -141,7 +146,8 @@ class GemmPlan(NamedTuple):
 
     tile: TileConfig
     num_tiles: int  # of a GEMM: side by side; of a wgrad: in all
-    programs_per_sm: int
+    programs: int  # of a GEMM: as many as run at once
+    max_rows: int  # with more, counts of the launch are checked
     sizes: tuple[int, ...]  # arguments of the kernel after num_rows
     constants: dict[str, Any]
 
@@ -182,8 +188,10 @@ def plan_gemm(*fields: Any) -> GemmPlan:
         "BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k,
     }  # fmt: skip
     constants |= _constants(itemsize, tma, num_experts, tile)
-    programs = tile.programs_per_sm(itemsize, arch, gated)
-    return GemmPlan(tile, cdiv(width, tile.block_n), programs, sizes, constants)
+    # 4. The grid.
+    tiles, programs = cdiv(width, tile.block_n), tile.programs_per_sm(itemsize, arch, gated)
+    most = max_rows(tile, tiles, num_experts, num_k)
+    return GemmPlan(tile, tiles, programs * desc.multiprocessors, most, sizes, constants)
 
 
 class RingOperands(NamedTuple):
@@ -205,30 +213,32 @@ def _gemm(
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Launch the grouped GEMM; return what the epilogue stores, and h (None unless it is kept)."""
     x_shape, w_shape = x.shape, w.shape
-    num_rows = x_shape[0] if ring.x_start is None else ring.num_rows
+    x_start, y_start, y, h, num_rows = ring
+    if x_start is None:
+        num_rows = x_shape[0]
     num_experts, columns = w_shape[0], w_shape[2 if transposed else 1]
-    if ring.y is None:
+    if y is None:
         y = x.new_empty(num_rows, columns // 2 if epilogue.gated else columns)
         h = x.new_empty(num_rows, columns) if epilogue.keep else None
-    else:
-        y, h = ring.y, ring.h
-    if y.numel() == 0 or num_rows == 0:
+    if not (num_rows and y.numel()):
         return y, h
     (x, x_strides), (w, w_strides) = along_rows(x), along_rows(w)
-    tile, tiles, programs, sizes, constants = plan_gemm(  # the fields of GemmDesc
+    tile, tiles, programs, most, sizes, constants = plan_gemm(  # the fields of GemmDesc
         row_class(ROW_CLASSES, num_rows, num_experts), w_shape, w_strides, x_strides[0], x.element_size(),
-        architecture(x), aligned(x, w), transposed, bias is not None, epilogue,
+        *gpu_of(x), aligned(x, w), transposed, bias is not None, epilogue,
     )  # fmt: skip
-    programs = count_programs("grouped_mm", x, tile, tiles, programs, num_rows, num_experts, x_shape[1])
+    tiles *= cdiv(num_rows, tile.block_m) + num_experts
+    if num_rows > most:
+        check_counts("grouped_mm", num_rows, tiles, programs, cdiv(x_shape[1], tile.block_k))
     if constants["TMA"]:
         x = descriptor(x, x_shape, x_strides, tile.block_m, tile.block_k)
         w_block = (tile.block_k, tile.block_n) if transposed else (tile.block_n, tile.block_k)
         w = descriptor(w, w_shape, w_strides, 1, *w_block)
     launcher.launch(
-        grouped_mm_kernel, programs,
+        grouped_mm_kernel, tiles if tiles < programs else programs,  # in less time than by `min`
         (
-            x, w, None if bias is None else bias.contiguous(), offsets.contiguous(), y, h, ring.x_start,
-            ring.y_start, num_rows, *sizes,
+            x, w, None if bias is None else bias.contiguous(), offsets.contiguous(), y, h, x_start, y_start,
+            num_rows, *sizes,
         ),
         constants,
     )  # fmt: skip
@@ -281,13 +291,13 @@ def _plan_wgrad(*fields: Any) -> GemmPlan:
     on_16_bytes = all(n > 0 and n % 4 == 0 for n in (out_jump, out_pitch))
     constants = {
         "ACCUMULATE": desc.accumulate,
-        "REDUCE": desc.accumulate and tma and desc.reducible and on_16_bytes,
+        "REDUCE": tma and desc.reducible and on_16_bytes,
         "INTERPRETED": INTERPRETED, "N_VECTOR": n_vector, "K_VECTOR": k_vector, "BLOCK_N": tile.block_m,
         "BLOCK_K": tile.block_n, "BLOCK_R": tile.block_k,
     }  # fmt: skip
     constants |= _constants(itemsize, tma, num_experts, tile)
     tiles = num_experts * cdiv(num_n, tile.block_m) * cdiv(num_k, tile.block_n)
-    return GemmPlan(tile, tiles, 1, sizes, constants)
+    return GemmPlan(tile, tiles, 1, MAX_COUNT, sizes, constants)
 
 
 def _wgrad(
@@ -298,24 +308,30 @@ def _wgrad(
 
     grad_start, x_start: the first rows of operands in rings, of at most `capacity` rows.
     """
+    shape, strides = out.shape, out.stride()
     if out.numel() == 0:
         return
+    if strides[2] != 1:  # a transposed gradient: sum in memory of its own, add in its dtype, round once
+        sums = x.new_empty(shape, dtype=compute_dtype(x.dtype))
+        _wgrad(sums, grad, x, offsets, False, grad_start, x_start, capacity)
+        out += sums
+        return
     (grad, (grad_pitch, _)), (x, (x_pitch, _)) = along_rows(grad), along_rows(x)
-    num_rows, shape = x.shape[0], out.shape
-    most = num_rows
+    num_rows = most = x.shape[0]
     if capacity is not None:
         num_rows, most = capacity, max(grad.shape[0], num_rows)
-    check_count("grouped_mm_wgrad", "rows", num_rows)
-    tile, tiles, _, sizes, constants = _plan_wgrad(  # the fields of WgradDesc
-        row_class(WGRAD_ROW_CLASSES, num_rows, shape[0]), shape, out.stride(), grad_pitch, x_pitch,
-        x.element_size(), architecture(x), 0 < num_rows <= most <= MAX_ROWS and aligned(grad, x), accumulate,
-        out.dtype == torch.float32 and out.data_ptr() & 15 == 0,
+    tile, tiles, _, countable, sizes, constants = _plan_wgrad(  # the fields of WgradDesc
+        row_class(WGRAD_ROW_CLASSES, num_rows, shape[0]), shape, strides, grad_pitch, x_pitch,
+        x.element_size(), gpu_of(x)[0], 0 < num_rows <= most <= MAX_ROWS and aligned(grad, x), accumulate,
+        accumulate and out.dtype == torch.float32 and out.data_ptr() & 15 == 0,
     )  # fmt: skip
+    if num_rows > countable:
+        check_count("grouped_mm_wgrad", "rows", num_rows)
     if constants["TMA"]:
         grad = ragged(grad, grad_pitch, shape[1], tile.block_k, tile.block_m)
         x = ragged(x, x_pitch, shape[2], tile.block_k, tile.block_n)
     if constants["REDUCE"]:
-        out = descriptor(out, shape, out.stride(), 1, tile.block_m, tile.block_n // REDUCE_PARTS)
+        out = descriptor(out, shape, strides, 1, tile.block_m, tile.block_n // REDUCE_PARTS)
     launcher.launch(
         grouped_wgrad_kernel, tiles,
         (grad, x, offsets.contiguous(), out, grad_start, x_start, num_rows, *sizes),
@@ -330,10 +346,4 @@ def launch_wgrad(grad: Tensor, x: Tensor, offsets: Tensor, *ring: Any) -> Tensor
 
 
 def launch_wgrad_(out: Tensor, grad: Tensor, x: Tensor, offsets: Tensor, *ring: Any) -> None:
-    if out.stride(2) == 1:
-        _wgrad(out, grad, x, offsets, True, *ring)
-        return
-    # A transposed gradient has no unit stride: sum in memory of its own, add in its dtype, round once.
-    sums = x.new_empty(out.shape, dtype=compute_dtype(x.dtype))
-    _wgrad(sums, grad, x, offsets, False, *ring)
-    out += sums
+    _wgrad(out, grad, x, offsets, True, *ring)

@@ -89,7 +89,7 @@ def test_by_descriptors(r, monkeypatch):
 
     monkeypatch.setattr(launcher, "architecture_elsewhere", 90)
     monkeypatch.setattr(kernels, "descriptor", described)
-    monkeypatch.setattr(grouped_mm_launch, "num_programs", lambda tensor, tiles, each: min(tiles, 3))
+    monkeypatch.setattr(grouped_mm_launch, "_MULTIPROCESSORS_ELSEWHERE", 3)
     for arguments in calls([3, 0, 40, 21, 33], 5, 48, 32, r, torch.float16):
         check(arguments)
         x, w = arguments[:2]

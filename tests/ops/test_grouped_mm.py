@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from kernel_tools import DTYPES, threads_agree
 from torch import nn
 
-from fastmp.ops import grouped_mlp_in, grouped_mm, grouped_mm_choice
+from fastmp.ops import grouped_mlp_in, grouped_mm, grouped_mm_choice, grouped_mm_launch
 from fastmp.ops import grouped_mm_tiles as tiles
+from fastmp.ops.core import launcher
 from fastmp.optim.grad_buffers import GradBuffer
 from fastmp.testing.ops import poisoned_memory
 
@@ -327,6 +328,52 @@ def test_errors_of_the_fused_form(message):
     with pytest.raises(ValueError) as caught:
         grouped_mlp_in(**arguments() | FUSED["swiglu"] | MLP[message])
     assert str(caught.value) == f"grouped_mlp_in: {message}"
+
+
+_MOST = (1 << 31) - (1 << 16)
+
+
+@pytest.mark.parametrize(
+    ("rows", "n", "k", "what"),
+    [
+        (_MOST, 64, 64, None),
+        (_MOST + 1, 64, 64, "rows, or 2147483648 and more, got 2147418113"),
+        (1 << 31, 64, 64, None),  # kernels take it as int64
+        (_MOST, 128 * 256, 64, "tiles, or 2147483648 and more, got 21474"),
+        (_MOST, 64, 128 * 256, "steps of a program, or 2147483648 and more, got 21474"),
+    ],
+)
+def test_counts_that_overflow_int32_are_refused(rows, n, k, what, monkeypatch):
+    """Rows, and the products of counts that a kernel forms, at the launch itself."""
+    tile = tiles.TileConfig(128, 256, 256, 8, 2)
+    monkeypatch.setattr(grouped_mm_launch, "gemm_tiles", lambda *_: tile)
+    monkeypatch.setattr(grouped_mm_launch, "plan_gemm", grouped_mm_launch.plan_gemm.__wrapped__)
+    monkeypatch.setattr(grouped_mm_launch, "_MULTIPROCESSORS_ELSEWHERE", 1)
+    x, w = (torch.empty(shape, dtype=torch.bfloat16, device="meta") for shape in ((rows, k), (2, n, k)))
+    offsets, launches = torch.empty(2, dtype=torch.int32, device="meta"), []
+    with launcher.intercept_launches(lambda *launch: launches.append(launch), 90):
+        if what is None:
+            grouped_mm_launch.launch(x, w, offsets, False)
+        else:
+            with pytest.raises(ValueError, match=f"grouped_mm: expected at most {_MOST} {what}"):
+                grouped_mm_launch.launch(x, w, offsets, False)
+    assert len(launches) == (what is None)
+
+
+@given(
+    rows=st.integers(0, _MOST),
+    experts=st.integers(1, 512),
+    across=st.integers(1, 300),
+    k=st.integers(0, 1 << 20),
+    programs=st.integers(1, 1000),
+)
+def test_no_count_overflows_up_to_the_rows_of_a_plan(rows, experts, across, k, programs):
+    tile = tiles.TileConfig(64, 128, 64, 4, 3)
+    most = grouped_mm_launch.max_rows(tile, across, experts, k)
+    rows = min(rows, most)
+    if rows >= 0:
+        row_tiles = across * (-(-rows // tile.block_m) + experts)
+        grouped_mm_launch.check_counts("op", rows, row_tiles, programs, -(-k // tile.block_k))
 
 
 def test_transposed_errors_name_the_other_dimension():

@@ -94,7 +94,7 @@ def test_wide_norms_read_their_sums_back(orders, monkeypatch):
     """Two programs, whose partial sums pass through memory from one block of rows to the next."""
     monkeypatch.setattr(norm_triton, "num_programs", lambda *_: 2)
     columns = 4100
-    assert norm_triton.block_shape(columns, 4, False, backward=True) is None
+    assert norm_triton.backward_block_shape(columns, 4) is None
     x, grad = torch.randn(2, 9, columns, generator=torch.Generator().manual_seed(0))
     weight = torch.linspace(0.5, 1.5, columns)
     _, _, stats = norm_triton.launch(False, x, None, weight, None, 1e-5)
@@ -109,7 +109,7 @@ def test_grouped_products_by_descriptors(op, orders, monkeypatch):
     describe = Mock(wraps=grouped_mm_launch.descriptor)
     monkeypatch.setattr(launcher, "architecture_elsewhere", 90)
     monkeypatch.setattr(grouped_mm_launch, "descriptor", describe)
-    monkeypatch.setattr(grouped_mm_launch, "num_programs", lambda tensor, tiles, each: min(tiles, 3))
+    monkeypatch.setattr(grouped_mm_launch, "_MULTIPROCESSORS_ELSEWHERE", 3)
     implementation = OPS[op].implementations["triton"]
     for case in samples(op, device="cpu", dtype=torch.float16):
         describe.reset_mock()
