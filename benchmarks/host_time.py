@@ -27,7 +27,7 @@ from benchmarks.measure import environment, in_turn, write_json
 from fastmp.config import GPTConfig, MoEConfig
 from fastmp.nn.gpt import GPT
 from fastmp.ops import OPS
-from fastmp.ops.core import _triton, launcher
+from fastmp.ops.core import launcher
 from fastmp.testing.ops import samples
 
 MOST = {"forward": 2.0, "both": 1.3}  # times torch eager's own
@@ -135,9 +135,6 @@ class _Ready:
 
     device = 0
 
-    def __init__(self, kernel: Any, arguments: tuple) -> None:
-        self.limits = _triton.launch_limits(kernel, arguments)
-
     def current_device(self) -> int:
         return 0
 
@@ -159,7 +156,7 @@ def of_launch(name: str, number: int, rounds: int) -> HostTime:
     call, plans = partial(OPS[name].implementations["triton"], *arguments), {}
 
     def plan(key: Any, kernel: Any, programs: int, arguments: tuple, constants: dict[str, Any]) -> None:
-        plans[key] = _Ready(kernel, arguments)
+        plans[key] = _Ready()
 
     with (
         launcher.intercept_launches(plan, 90),

@@ -17,6 +17,7 @@
 #include <stdexcept>
 #include <string>
 #include <tuple>
+#include <utility>
 #include <vector>
 
 namespace py = pybind11;
@@ -229,6 +230,8 @@ struct Plan {
   std::string kinds;
   std::vector<Descriptor> descriptors;
   py::object stream, device_number;
+  std::vector<std::pair<Py_ssize_t, int64_t>> limits;  // (argument position, bound); -1 is the number of programs
+  py::object refuse;
 };
 
 constexpr size_t kMaxParameters = 96, kMaxDescriptors = 8;
@@ -310,7 +313,8 @@ void enter_context(const Plan& plan) {  // a new thread has no context
   driver().check(driver().set_context(context), plan.name);
 }
 
-// launch(programs, arguments) of a plan: convert the arguments, launch on the current stream without the GIL.
+// launch(programs, arguments) of a plan: check the limits, convert the arguments, launch on the current stream without
+// the GIL.
 PyObject* launch(PyObject* self, PyObject* const* given, Py_ssize_t count) {
   return guarded([&]() -> PyObject* {
     expect(count, 2);
@@ -319,6 +323,11 @@ PyObject* launch(PyObject* self, PyObject* const* given, Py_ssize_t count) {
     const Items arguments(given[1]);
     if (static_cast<size_t>(arguments.size()) != plan.kinds.size())
       throw std::runtime_error(plan.name + ": the kernel was compiled for another number of arguments");
+    for (const auto& [position, bound] : plan.limits)
+      if ((position < 0 ? programs : integer(arguments[position])) > bound) {
+        PyObject* const all[] = {given[0], given[1]};
+        taken(PyObject_Vectorcall(plan.refuse.ptr(), all, 2, nullptr));
+      }
     enter_context(plan);
     Parameters parameters;
     for (Py_ssize_t i = 0; i < arguments.size(); ++i) parameters.add_argument(plan, plan.kinds[i], arguments[i]);
@@ -378,10 +387,12 @@ int exchange_capture_mode(int mode) {
 
 py::object planned(std::string name, uintptr_t function, int device, int architecture, int num_warps, int shared,
                    std::string kinds, const std::vector<std::tuple<int, int, int, std::vector<uint32_t>>>& descriptors,
-                   py::object stream, bool unasked) {
+                   py::object stream, bool unasked, std::vector<std::pair<Py_ssize_t, int64_t>> limits,
+                   py::object refuse) {
   auto plan = std::make_unique<Plan>(Plan{std::move(name), reinterpret_cast<void*>(function), device, architecture,
                                           32u * num_warps, static_cast<unsigned>(shared), std::move(kinds), {},
-                                          std::move(stream), py::int_(device)});
+                                          std::move(stream), py::int_(device), std::move(limits),
+                                          std::move(refuse)});
   size_t num_values = plan->kinds.size() + 2;
   for (const auto& [swizzle, item_size, dtype, block] : descriptors) {
     if (block.empty() || block.size() > kMaxRank)
@@ -407,9 +418,12 @@ void add_launches(py::module_& m) {
   m.def("planned", &planned, py::arg("name"), py::arg("function"), py::arg("device"), py::arg("architecture"),
         py::arg("num_warps"),
         py::arg("shared"), py::arg("kinds"), py::arg("descriptors"), py::arg("stream"), py::arg("unasked"),
+        py::arg("limits"), py::arg("refuse"),
         "Return launch(programs, arguments) for a loaded function, or None if its parameters do not match.\n\n"
         "unasked: the result of the comparison where the driver (before CUDA 12.4) cannot report parameters.\n"
         "kinds: a letter per argument: P pointer, i int32, q int64, f float, d double, T tensor map, - none.\n"
         "descriptors: (swizzle, itemsize, dtype number of the driver, block) of each tensor map.\n"
+        "limits: (position, bound) of arguments, and of the number of programs at -1; beyond one, a launch calls\n"
+        "refuse(programs, arguments), which raises.\n"
         "stream: function of the device number, called at each launch.");
 }

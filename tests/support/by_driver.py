@@ -263,6 +263,23 @@ def _launch(x: Any) -> None:
     launcher.launch(_kernel, 5, (x, None, None, 7, 64, 0.5, 0.5), CONSTANTS)
 
 
+def test_limits_hold_at_every_launch(monkeypatch):
+    """Of a plan that `_host` launches; what is beyond them never reaches the driver."""
+    monkeypatch.setattr(_kernel, "limits", {"programs": 8, "num_rows": 100})
+    x = torch.empty(64)
+    with _on_the_fake_driver():
+        for programs, rows in ((1, 7), (8, 100)):
+            compare(launcher.launch, _kernel, programs, (x, None, None, rows, 64, 0.5, 0.5), CONSTANTS)
+        assert by_the_driver()
+        for programs, rows, expected in (
+            (1, 101, "expected num_rows of at most 100, got 101"),
+            (9, 7, "expected programs of at most 8, got 9"),
+        ):
+            with pytest.raises(ValueError, match=expected):
+                launcher.launch(_kernel, programs, (x, None, None, rows, 64, 0.5, 0.5), CONSTANTS)
+        assert not launched()
+
+
 def test_clusters_stay_with_triton():
     x = torch.empty(64)
     with _on_the_fake_driver():

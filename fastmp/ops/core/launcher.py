@@ -15,7 +15,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from functools import partial
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -32,13 +33,15 @@ _KINDS = {"constexpr": "-", "i32": "i", "i64": "q", "fp32": "f", "fp64": "d"}
 SETS_TENSOR_MAPS = HOST is not None and KNOWN  # `_host` encodes tensor maps; Triton encodes them differently
 _PROVEN = (_triton.VERSION or "").startswith("3.6.")  # launch parameters compared byte by byte
 _hooks: Any = None if _triton.knobs is None else _triton.knobs.runtime
+# the limits of a launch as `_triton.launch_limits` returns them, and a function that raises beyond them
+_Limits: TypeAlias = tuple[tuple[tuple[int, int], ...], Callable[[int, tuple], None]]
 _DTYPES = (*range(8), 10, 8, 9, *range(11, 16))  # tensor map dtypes: Triton's number -> the driver's
 
 
 class _Plan:
     """A compiled kernel loaded on one device; `launch` takes the number of programs and the arguments."""
 
-    __slots__ = ("compiled", "current_device", "device", "launch", "limits", "references", "stream")
+    __slots__ = ("compiled", "current_device", "device", "launch", "references", "stream")
 
     def __init__(self, kernel: Any, compiled: Any, arguments: tuple, constants: dict[str, Any]) -> None:
         active, names = _triton.driver.active, kernel.arg_names
@@ -50,9 +53,9 @@ class _Plan:
         values = tuple(constants[name] for name in names if name in constants)
         num_arguments = len(names) - len(values)
         assert set(names[num_arguments:]) <= set(constants), "constants come last"
-        self.limits = _triton.launch_limits(kernel, arguments)
+        limits = _triton.launch_limits(kernel, arguments), partial(_triton.check_limits, kernel)
         target = compiled, self.stream, self.device
-        self.launch = _by_the_driver(*target, num_arguments) or _by_triton(*target, values)
+        self.launch = _by_the_driver(*target, num_arguments, limits) or _by_triton(*target, values, limits)
 
     def launch_hooked(self, programs: int, arguments: tuple) -> None:
         """Launch between Triton's launch hooks, which profilers such as Proton install."""
@@ -63,12 +66,16 @@ class _Plan:
 
 
 def _by_triton(
-    compiled: Any, stream: Callable[[int], int], device: int, constants: tuple
+    compiled: Any, stream: Callable[[int], int], device: int, constants: tuple, limits: _Limits
 ) -> Callable[[int, tuple], None]:
     """Return a launch function that calls Triton's compiled launcher."""
     run, function, metadata = compiled.run, compiled.function, compiled.packed_metadata
+    bounds, refuse = limits
 
     def launch(programs: int, arguments: tuple) -> None:
+        for position, bound in bounds:
+            if (programs if position < 0 else arguments[position]) > bound:
+                refuse(programs, arguments)
         run(programs, 1, 1, stream(device), function, metadata, None, None, None, *arguments, *constants)
 
     return launch
@@ -94,7 +101,7 @@ def driver_arguments(compiled: Any, num_arguments: int) -> tuple[str, list[tuple
 
 
 def _by_the_driver(
-    compiled: Any, stream: Callable[[int], int], device: int, num_arguments: int
+    compiled: Any, stream: Callable[[int], int], device: int, num_arguments: int, limits: _Limits
 ) -> Callable[[int, tuple], None] | None:
     """Return a launch function that calls the CUDA driver, or None if `HOST.planned` does not support it.
 
@@ -110,7 +117,7 @@ def _by_the_driver(
     num_warps, _, shared = compiled.packed_metadata
     return HOST.planned(
         metadata.name, compiled.function, device, metadata.target.arch, num_warps, shared, *described, stream,
-        _PROVEN,
+        _PROVEN, *limits,
     )  # fmt: skip
 
 
@@ -248,9 +255,6 @@ def launch(kernel: Any, programs: int, arguments: tuple, constants: dict[str, An
     plan = _plans.get(key) or _plan(key, kernel, programs, arguments, constants)
     if plan is None:
         return
-    for position, bound in plan.limits:
-        if (programs if position < 0 else arguments[position]) > bound:
-            _triton.check_limits(kernel, programs, arguments)  # raises
     hooked = _hooks.launch_enter_hook.calls or _hooks.launch_exit_hook.calls  # by profilers
     run = plan.launch_hooked if hooked else plan.launch
     if plan.current_device() == plan.device:
