@@ -152,13 +152,17 @@ def _constants(
 
     many: rows need 64-bit integers. pitches: in elements. others: further constants.
     """
-    block = norm_triton.block_shape(rank, dtype.itemsize, False, backward=backward)
+    itemsize = dtype.itemsize
+    if backward:
+        block = norm_triton.backward_block_shape(rank, itemsize)
+    else:
+        block = norm_triton.block_shape(rank, itemsize, False)
     if block is None:
         return None
-    turn_m, turn_half = rope_triton.block_shape(half, dtype.itemsize)
+    turn_m, turn_half = rope_triton.block_shape(half, itemsize)
     return {
         **others, "RANK": rank, "HALF": half, "INTERLEAVED": interleaved, "COMPUTE": arithmetic(dtype),
-        "INDEX": tl.int64 if many else tl.int32, "VECTOR": vector_width(dtype.itemsize, *pitches),
+        "INDEX": tl.int64 if many else tl.int32, "VECTOR": vector_width(itemsize, *pitches),
         "TURN_VECTOR": math.gcd(16 // compute_dtype(dtype).itemsize, half), "TURN_M": turn_m,
         "TURN_HALF": turn_half, "BLOCK_M": block[0], "BLOCK_N": block[1], "num_warps": block[2],
     }  # fmt: skip

@@ -99,7 +99,7 @@ def test_triton_kernels_equal_reference(op, dtype):
 
 def test_samples_have_latents_too_long_for_registers():
     longest = max(len(arguments[1]) for arguments in samples(NAMES[0], device="cpu", dtype=torch.bfloat16))
-    assert norm_triton.block_shape(longest, 2, False, backward=True) is None
+    assert norm_triton.backward_block_shape(longest, 2) is None
 
 
 @pytest.mark.parametrize(

@@ -60,7 +60,8 @@ def test_equals_reference(dtype, with_residual, centred, with_bias):
 @pytest.mark.parametrize("with_residual", (True, False), ids=("residual", "alone"))
 def test_rows_too_long_for_registers(monkeypatch, with_residual, centred, with_bias):
     """Several blocks of columns, of rows a program, and a last one of each cut short."""
-    monkeypatch.setattr(module, "block_shape", lambda *_, backward: None)
+    for name in ("block_shape", "backward_block_shape"):
+        monkeypatch.setattr(module, name, lambda *_: None)
     monkeypatch.setattr(module, "WIDE_BLOCK", (1, 32, 4))
     monkeypatch.setattr(module, "WIDE_BACKWARD_BLOCK", (2, 32, 4))
     monkeypatch.setattr(
@@ -72,7 +73,8 @@ def test_rows_too_long_for_registers(monkeypatch, with_residual, centred, with_b
 
 @FORMS
 def test_several_blocks_a_program(monkeypatch, centred, with_bias):
-    monkeypatch.setattr(module, "block_shape", lambda *_, backward: (2, 32, 4))
+    for name in ("block_shape", "backward_block_shape"):
+        monkeypatch.setattr(module, name, lambda *_: (2, 32, 4))
     monkeypatch.setattr(module, "num_programs", lambda num_rows, block_m, num_warps: 3)
     _case((23, 19), torch.float32, centred, with_bias, True)
 
