@@ -181,9 +181,12 @@ struct Backward : Node {
     std::lock_guard<std::mutex> lock(mutex_);
     variable_list result(branch.inputs.size());
     bool any = false, wanted = false;
-    // 1. Without any gradient there is nothing to do; one for an overwritten input is an error.
+    // 1. Without any gradient there is nothing to do; errors are a second backward where the first has overwritten an
+    // argument, and a gradient for an overwritten input.
     for (const at::Tensor& grad : grads) any |= grad.defined();
     if (!any) return result;
+    TORCH_CHECK(!spent, formula->op, ": backward has overwritten an argument with its gradient: there is no second ",
+                "backward; for two, leave out the options that compute gradients in place or ahead");
     for (size_t i = formula->differentiable.size(); i < grads.size(); i++)
       TORCH_CHECK(!grads[i].defined(), formula->op, ": an argument is overwritten, but was used again afterwards");
     // 2. Call the backward op, unless all gradients are passed on.
@@ -197,6 +200,7 @@ struct Backward : Node {
       for (const Target& target : branch.targets)
         written.push_back(target.source == Source::ARGUMENT ? stack[target.index].toTensor().detach() : at::Tensor());
       call(stack);
+      spent = std::any_of(written.begin(), written.end(), [](const at::Tensor& each) { return each.defined(); });
     }
     // 3. Distribute results, gradients and overwritten arguments over the edges.
     for (size_t i = 0; i < branch.targets.size(); i++) {
@@ -283,6 +287,7 @@ struct Backward : Node {
   const FormulaBranch& branch;
   const Operator op;  // none where gradients are only passed on
   std::vector<Saved> saved;
+  bool spent = false;  // a backward has overwritten an argument
 };
 
 // The Autograd kernel of an op: runs it below autograd and records its node.

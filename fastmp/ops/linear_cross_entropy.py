@@ -58,11 +58,6 @@ from fastmp.profiling import traced
 _PLAIN = (Tensor, torch.nn.Parameter)
 _FEW_LOGITS = 1 << 20  # up to here by two ops: 4 MiB in fp32
 
-
-_SPENT = (
-    "linear_cross_entropy: with loss_grad or a reduction the forward computes the gradients, which one "
-    'backward consumes: there is no second backward; for two, pass reduction="none" and no loss_grad'
-)
 _OPTIONS = (
     "int vocab_start, int vocab_size, int ignore_index, float label_smoothing, float z_loss, int workspace"
 )
@@ -186,7 +181,11 @@ def _backward_known(ctx, grad_loss, *_):
         return (None,) * 8
     raise_if_create_graph("linear_cross_entropy")
     if ctx.spent:
-        raise RuntimeError(_SPENT)
+        raise RuntimeError(
+            "linear_cross_entropy: with loss_grad or a reduction the forward computes the gradients, which "
+            "one backward consumes: there is no second backward; for two, pass "
+            'reduction="none" and no loss_grad'
+        )
     target, loss_grad, *grads = ctx.saved_tensors
     if ctx.call.reduction == "none":
         check_upstream_grad(
@@ -210,18 +209,6 @@ def _of_each(loss_grad: Tensor | float, targets: Tensor, dtype: torch.dtype) -> 
     if isinstance(loss_grad, Tensor):
         return loss_grad.reshape(-1).to(dtype)
     return torch.full(targets.shape, loss_grad, dtype=dtype, device=targets.device)
-
-
-def _hand_out_once(node: Any) -> None:
-    """Let a second backward pass through `node` raise the error of the chunked path."""
-    spent: list[bool] = []
-
-    def check(_: Any) -> None:
-        if spent:
-            raise RuntimeError(_SPENT)
-
-    node.register_prehook(check)
-    node.register_hook(lambda *_: spent.append(True))  # a backward that raised has consumed nothing
 
 
 def _of_few_logits(
@@ -274,9 +261,7 @@ def _of_few_logits(
     options = columns, ignore_index, label_smoothing, z_loss
     if recorded and loss_grad is not None:
         upstream = _of_each(loss_grad, target, compute_dtype(hidden.dtype))
-        loss = OPS["cross_entropy_loss_grad_"](logits, target, upstream, None, *options)
-        _hand_out_once(loss.grad_fn)
-        return loss
+        return OPS["cross_entropy_loss_grad_"](logits, target, upstream, None, *options)
     loss = OPS["cross_entropy"](logits, target, None, None, 0, *options, False, divisor)[0]
     return loss if may_look else reduced(loss, target, None, ignore_index, reduction)
 

@@ -171,7 +171,7 @@ def test_after_a_gradient_in_place_nobody_reads_the_logits():
     hidden = logits.requires_grad_()
     loss = cross_entropy(hidden * 2, target, grad_in_place=True, reduction="none").sum()
     loss.backward(retain_graph=True)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+    with pytest.raises(RuntimeError, match=r"cross_entropy: .* there is no second backward"):
         loss.backward()
 
     doubled = hidden * 2
