@@ -160,7 +160,7 @@ class HiddenTeacher:
         stats = self.rows.gathered(torch.cat(own, 1))
         normalisers = []
         for each in stats.split(2, -1):
-            top, _, _, total = merge_shards(each, scale)
+            top, _, _, total = merge_shards(each[..., 0], each[..., 1], scale)
             normalisers += [top, total.log()]
         # 2. The divergences of this shard's columns, and their sum over the shards.
         kept = torch.stack(normalisers, 1)
@@ -230,7 +230,7 @@ class TopkTeacher:
         _put(logits, columns, here, torch.full_like(chosen, -math.inf))
         stats = torch.cat([_stats(logits, ids[:, 0].contiguous(), scale, self.options), chosen], 1)
         stats = self.rows.gathered(stats)
-        tail_top, _, _, tail_total = merge_shards(stats[..., :2], scale)
+        tail_top, _, _, tail_total = merge_shards(stats[..., 0], stats[..., 1], scale)
         inside = (ids >= 0) & (ids < self.options.vocab_size)
         log_tail, chosen = tail_total.log(), stats[..., 2:].sum(0).where(inside, math.nan)
         # 2. Log-probabilities of the student's buckets.

@@ -139,18 +139,18 @@ class _Options(NamedTuple):
     workspace: int
 
 
-def merge_shards(stats: Tensor, scale: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Merge the first two statistics of all shards, (P, N, ...).
+def merge_shards(maxima: Tensor, sums: Tensor, scale: Tensor | None) -> tuple[Tensor, ...]:
+    """Merge the maxima and the sums of exponentials of all shards, both (P, N).
 
     Returns:
         The maximum (N,), 0 where it is -inf; the scaled distance of each shard's maximum from it and the
         exponential of that, both (P, N); and the sum of exponentials relative to the maximum, (N,).
     """
-    top = stats[..., 0].amax(0)
+    top = maxima.amax(0)
     top = top.masked_fill(top == -torch.inf, 0)
-    gap = stats[..., 0] - top if scale is None else (stats[..., 0] - top) * scale
+    gap = maxima - top if scale is None else (maxima - top) * scale
     share = gap.exp()
-    return top, gap, share, (stats[..., 1] * share).sum(0)
+    return top, gap, share, (sums * share).sum(0)
 
 
 def _merge(
@@ -161,18 +161,22 @@ def _merge(
     Relative to the maximum until the end: an almost certain token has a log-probability close to 0. Without
     entropy, that is an empty tensor.
     """
-    top, gap, share, total = merge_shards(stats, scale)
+    maxima, sums, target_logits, *weighted = stats.unbind(-1)
+    top, gap, share, total = merge_shards(maxima, sums, scale)
     log_total = total.log()
-    ignored, inside = target == options.ignore_index, (target >= 0) & (target < options.vocab_size)
+    ignored, wrong = target == options.ignore_index, (target < 0) | (target >= options.vocab_size)
+    of_target = target_logits.sum(0) - top
+    if scale is not None:
+        of_target, wrong = of_target * scale, wrong | (scale <= 0)
 
     def of_targets(values: Tensor) -> Tensor:
-        return values.where(inside, _NAN).masked_fill(ignored, 0)
+        return values.masked_fill(wrong, _NAN).masked_fill(ignored, 0)
 
-    log_prob = of_targets(_scaled(stats[..., 2].sum(0) - top, scale) - log_total)
+    log_prob = of_targets(of_target - log_total)
     entropy = total.new_empty(0)
-    if options.with_entropy:
-        weighted = share * (stats[..., 3] + stats[..., 1] * gap.masked_fill(share == 0, 0))
-        entropy = of_targets(log_total - weighted.sum(0) / total)
+    if weighted:
+        merged = share * (weighted[0] + sums * gap.masked_fill(share == 0, 0))
+        entropy = of_targets(log_total - merged.sum(0) / total)
     return log_prob, entropy, top, log_total
 
 
