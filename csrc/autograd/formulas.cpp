@@ -186,7 +186,7 @@ struct Backward : Node {
     for (const at::Tensor& grad : grads) any |= grad.defined();
     if (!any) return result;
     TORCH_CHECK(!spent, formula->op, ": backward has overwritten an argument with its gradient: there is no second ",
-                "backward; for two, leave out the options that compute gradients in place or ahead");
+                "backward; for two, leave out what computes gradients in place or ahead (grad_in_place, loss_grad)");
     for (size_t i = formula->differentiable.size(); i < grads.size(); i++)
       TORCH_CHECK(!grads[i].defined(), formula->op, ": an argument is overwritten, but was used again afterwards");
     // 2. Call the backward op, unless all gradients are passed on.

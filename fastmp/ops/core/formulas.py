@@ -269,7 +269,8 @@ class AutogradFormula:
             if ctx.spent:
                 raise RuntimeError(
                     f"{self.op}: backward has overwritten an argument with its gradient: there is no second "
-                    "backward; for two, leave out the options that compute gradients in place or ahead"
+                    "backward; for two, leave out what computes gradients in place or ahead (grad_in_place, "
+                    "loss_grad)"
                 )
             if any(grad is not None for grad in grads[self.num_outputs :]):
                 raise RuntimeError(f"{self.op}: an argument is overwritten, but was used again afterwards")
