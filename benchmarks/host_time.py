@@ -4,7 +4,7 @@ Every workload runs at its smallest shape on one thread, where all of its time i
 checks, the dispatcher, autograd. Ours and torch eager's same function are called in turn; the least CPU time
 of each counts. Where torch needs several ops, they count together, as does a mean that both take of losses.
 A layer's time is the difference between models of three layers and of one. Before a launch of a Triton kernel
-lies all that its op does below torch's dispatcher, until the CUDA driver is called: for each of its launches.
+lies all that its op does below torch's dispatcher until it has the launch's plan: for each of its launches.
 """
 
 from __future__ import annotations

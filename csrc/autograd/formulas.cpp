@@ -181,12 +181,12 @@ struct Backward : Node {
     std::lock_guard<std::mutex> lock(mutex_);
     variable_list result(branch.inputs.size());
     bool any = false, wanted = false;
-    // 1. Without any gradient there is nothing to do; errors are a second backward where the first has overwritten an
-    // argument, and a gradient for an overwritten input.
+    // 1. Without any gradient there is nothing to do; raise for a second backward after the first has handed out the
+    // memory of an argument, and for a gradient of an overwritten input.
     for (const at::Tensor& grad : grads) any |= grad.defined();
     if (!any) return result;
-    TORCH_CHECK(!spent, formula->op, ": backward has overwritten an argument with its gradient: there is no second ",
-                "backward; for two, leave out what computes gradients in place or ahead (grad_in_place, loss_grad)");
+    TORCH_CHECK(!spent, formula->op, ": its gradient lies in the memory of an argument and was handed out once: ",
+                "there is no second backward; to run two, leave out grad_in_place or loss_grad");
     for (size_t i = formula->differentiable.size(); i < grads.size(); i++)
       TORCH_CHECK(!grads[i].defined(), formula->op, ": an argument is overwritten, but was used again afterwards");
     // 2. Call the backward op, unless all gradients are passed on.
@@ -287,7 +287,7 @@ struct Backward : Node {
   const FormulaBranch& branch;
   const Operator op;  // none where gradients are only passed on
   std::vector<Saved> saved;
-  bool spent = false;  // a backward has overwritten an argument
+  bool spent = false;  // a backward has handed out the memory of an argument
 };
 
 // The Autograd kernel of an op: runs it below autograd and records its node.

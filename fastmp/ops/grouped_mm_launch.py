@@ -1,7 +1,7 @@
 """Launches of the grouped GEMM kernels of `grouped_mm_triton`: a descriptor, its plan, and the launch.
 
 A launch is described by a `GemmDesc` or `WgradDesc`: everything but the number of rows, which enters as a
-class. A plan (tile, sizes and constants of the kernel) is made once for each descriptor.
+class. A plan (tile, grid, sizes and constants of the kernel) is made once for each descriptor.
 """
 
 from __future__ import annotations
@@ -30,9 +30,7 @@ from fastmp.ops.grouped_mm_tiles import (
 from fastmp.ops.grouped_mm_triton import grouped_mm_kernel, grouped_wgrad_kernel
 
 GROUP = 16  # row tiles in a group, walked over first, so that their block of the weight stays in L2
-
-
-_MULTIPROCESSORS_ELSEWHERE = 4  # few, so that interpreted programs walk over tiles, too
+_MULTIPROCESSORS_ELSEWHERE = 2  # few, so that interpreted programs walk over tiles, too
 
 
 @cache
@@ -64,7 +62,10 @@ def aligned(a: Tensor, b: Tensor) -> bool:
 
 
 def max_rows(tile: TileConfig, num_tiles: int, num_experts: int, num_k: int) -> int:
-    """Return the rows up to which `check_counts` finds nothing: one program could take all steps."""
+    """Return the number of rows up to which no count overflows, even if one program took all steps.
+
+    It may be negative.
+    """
     blocks = MAX_COUNT // (num_tiles * max(1, cdiv(num_k, tile.block_k)))
     return min(MAX_COUNT, (blocks - num_experts) * tile.block_m)
 
@@ -73,6 +74,7 @@ def check_counts(name: str, num_rows: int, tiles: int, programs: int, steps: int
     """Check the counts of a persistent GEMM with more than `max_rows` rows of its plan.
 
     Args:
+        tiles: of the whole launch.
         programs: that share the tiles.
         steps: of a tile.
 
@@ -235,7 +237,7 @@ def _gemm(
         w_block = (tile.block_k, tile.block_n) if transposed else (tile.block_n, tile.block_k)
         w = descriptor(w, w_shape, w_strides, 1, *w_block)
     launcher.launch(
-        grouped_mm_kernel, tiles if tiles < programs else programs,  # in less time than by `min`
+        grouped_mm_kernel, tiles if tiles < programs else programs,  # faster than `min`
         (
             x, w, None if bias is None else bias.contiguous(), offsets.contiguous(), y, h, x_start, y_start,
             num_rows, *sizes,

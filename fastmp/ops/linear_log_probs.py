@@ -139,7 +139,9 @@ class _Options(NamedTuple):
     workspace: int
 
 
-def merge_shards(maxima: Tensor, sums: Tensor, scale: Tensor | None) -> tuple[Tensor, ...]:
+def merge_shards(
+    maxima: Tensor, sums: Tensor, scale: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Merge the maxima and the sums of exponentials of all shards, both (P, N).
 
     Returns:

@@ -325,7 +325,7 @@ def _whole_rows(
 def num_programs(num_rows: int, block_m: int, num_warps: int) -> int:
     """Return the grid of the backward: as many programs as 132 multiprocessors run with 16 warps each."""
     blocks, most = cdiv(num_rows, block_m), _MULTIPROCESSORS * 16 // num_warps
-    return blocks if blocks < most else most  # in less time than by `min`
+    return blocks if blocks < most else most  # faster than `min`
 
 
 def num_stages(itemsize: int) -> int:
@@ -409,7 +409,7 @@ def launch_quantized(
 def check_stats(centred: bool, shape: torch.Size, stats: Tensor) -> None:
     """Check that `stats` of a backward has the shape its forward returns; shape: of the forward's input."""
     rows = 2 if centred else 1
-    if (*stats.shape, shape[-1]) != (rows, *shape):  # in less time than with a slice of `shape`
+    if (*stats.shape, shape[-1]) != (rows, *shape):  # faster than slicing `shape`
         op = "layer_norm_backward" if centred else "rms_norm_backward"
         expected = rows, *shape[:-1]
         raise ValueError(f"{op}: expected stats of shape {expected}, got {tuple(stats.shape)}")

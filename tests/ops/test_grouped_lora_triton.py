@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from kernel_tools import set_programs
 from marks import full
 
 from fastmp.ops import grouped_lora_triton as kernels
-from fastmp.ops import grouped_mm_launch
 from fastmp.ops.core import launcher
 from fastmp.ops.core.registry import OPS
 from fastmp.testing.ops import poisoned_memory
@@ -89,7 +89,7 @@ def test_by_descriptors(r, monkeypatch):
 
     monkeypatch.setattr(launcher, "architecture_elsewhere", 90)
     monkeypatch.setattr(kernels, "descriptor", described)
-    monkeypatch.setattr(grouped_mm_launch, "_MULTIPROCESSORS_ELSEWHERE", 3)
+    set_programs(monkeypatch, 3)
     for arguments in calls([3, 0, 40, 21, 33], 5, 48, 32, r, torch.float16):
         check(arguments)
         x, w = arguments[:2]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from kernel_tools import set_programs
 from marks import full
 
 from fastmp.ops import grouped_mm_launch as kernels
@@ -202,7 +203,7 @@ def test_any_number_of_programs_and_tiles(programs, monkeypatch):
     tile = kernels.TileConfig(16, 16, 16, 4, 2)
     monkeypatch.setattr(kernels, "gemm_tiles", lambda *arguments: tile)
     monkeypatch.setattr(kernels, "wgrad_tiles", lambda *arguments: tile)
-    monkeypatch.setattr(kernels, "_MULTIPROCESSORS_ELSEWHERE", programs)
+    set_programs(monkeypatch, programs)
     monkeypatch.setattr(kernels, "GROUP", 2)
     for plan in ("plan_gemm", "_plan_wgrad"):  # without the cache of other tiles
         monkeypatch.setattr(kernels, plan, getattr(kernels, plan).__wrapped__)

@@ -22,6 +22,7 @@ from every_op_tools import (
     row_dim,
     stretched,
 )
+from kernel_tools import set_programs
 from marks import full
 from torch import Tensor
 
@@ -29,7 +30,6 @@ from fastmp.ops import (
     OPS,
     dropout,
     finite,
-    grouped_mm_launch,
     norm_triton,
     rope_triton,
     router_triton,
@@ -152,7 +152,7 @@ def test_first_and_last_row_of_very_many(op, backend, more_than, monkeypatch):
     )
     monkeypatch.setattr(finite, "NUM_PROGRAMS", 1 << 40)
     # one tile a program; the last two have none: each of three experts could have had a tile more
-    monkeypatch.setattr(grouped_mm_launch, "_MULTIPROCESSORS_ELSEWHERE", 1 << 40)
+    set_programs(monkeypatch, 1 << 40)
     ends = 3 if op.startswith("grouped_") else 2
     between = []
     if op.startswith("latent_norm_rope"):  # the last tile of keys, and the first of latents

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from kernel_tools import set_programs
 from marks import full
 
 from fastmp.ops import (
@@ -15,7 +16,6 @@ from fastmp.ops import (
     dequantize_rows,
     grouped_mlp_in_fp8,
     grouped_mm_fp8,
-    grouped_mm_launch,
     linear_fp8,
     quantize_rows,
     quantize_weight,
@@ -151,7 +151,7 @@ def test_every_tile_and_number_of_programs(monkeypatch, by_triton):
     apart = torch.nn.functional.pad(q.view(torch.uint8), (0, 3)).view(E4M3)[:, :-3]
     want = OPS["grouped_mm_fp8"].implementations["reference"](q, s, w, w_scale, offsets, torch.float32)
     for programs, rows, scales in ((1, q, s), (3, apart, s.contiguous()), (1000, q, s)):
-        monkeypatch.setattr(grouped_mm_launch, "_MULTIPROCESSORS_ELSEWHERE", programs)
+        set_programs(monkeypatch, programs)
         y = kernels.launch("grouped_mm_fp8", rows, scales, w, w_scale, offsets, torch.float32)
         assert relative_error(y, want) <= 1e-6
 

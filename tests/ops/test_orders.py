@@ -8,6 +8,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from kernel_tools import set_programs
 from torch import Tensor
 
 from fastmp.ops import OPS, grouped_mm_launch, norm_triton
@@ -109,7 +110,7 @@ def test_grouped_products_by_descriptors(op, orders, monkeypatch):
     describe = Mock(wraps=grouped_mm_launch.descriptor)
     monkeypatch.setattr(launcher, "architecture_elsewhere", 90)
     monkeypatch.setattr(grouped_mm_launch, "descriptor", describe)
-    monkeypatch.setattr(grouped_mm_launch, "_MULTIPROCESSORS_ELSEWHERE", 3)
+    set_programs(monkeypatch, 3)
     implementation = OPS[op].implementations["triton"]
     for case in samples(op, device="cpu", dtype=torch.float16):
         describe.reset_mock()

@@ -264,20 +264,26 @@ def _launch(x: Any) -> None:
 
 
 def test_limits_hold_at_every_launch(monkeypatch):
-    """Of a plan that `_host` launches; what is beyond them never reaches the driver."""
+    """Of a plan that `_host` launches; what is beyond them never reaches the driver. Hooks come in pairs."""
+    heard, hooks = [], triton.knobs.runtime
     monkeypatch.setattr(_kernel, "limits", {"programs": 8, "num_rows": 100})
     x = torch.empty(64)
     with _on_the_fake_driver():
         for programs, rows in ((1, 7), (8, 100)):
             compare(launcher.launch, _kernel, programs, (x, None, None, rows, 64, 0.5, 0.5), CONSTANTS)
         assert by_the_driver()
-        for programs, rows, expected in (
-            (1, 101, "expected num_rows of at most 100, got 101"),
-            (9, 7, "expected programs of at most 8, got 9"),
-        ):
-            with pytest.raises(ValueError, match=expected):
-                launcher.launch(_kernel, programs, (x, None, None, rows, 64, 0.5, 0.5), CONSTANTS)
+        for hooked in (False, True):
+            if hooked:
+                monkeypatch.setattr(hooks.launch_enter_hook, "calls", [lambda _: heard.append("enter")])
+                monkeypatch.setattr(hooks.launch_exit_hook, "calls", [lambda _: heard.append("exit")])
+            for programs, rows, expected in (
+                (1, 101, "expected num_rows of at most 100, got 101"),
+                (9, 7, "expected programs of at most 8, got 9"),
+            ):
+                with pytest.raises(ValueError, match=expected):
+                    launcher.launch(_kernel, programs, (x, None, None, rows, 64, 0.5, 0.5), CONSTANTS)
         assert not launched()
+        assert heard == ["enter", "exit"] * 2
 
 
 def test_clusters_stay_with_triton():

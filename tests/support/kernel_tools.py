@@ -9,7 +9,8 @@ import torch
 from every_op_tools import implementation
 from torch import Tensor
 
-from fastmp.ops import OPS
+from fastmp.ops import OPS, grouped_mm_launch
+from fastmp.ops.grouped_mm_tiles import TileConfig
 from fastmp.testing.functions import as_tuple
 from fastmp.testing.ops import poisoned_memory
 
@@ -37,6 +38,12 @@ def random(*shape: int, dtype: torch.dtype = torch.float64, seed: int = 0, scale
     """Normal numbers that depend on the seed only, times `scale`, rounded to the dtype."""
     generator = torch.Generator().manual_seed(seed)
     return (torch.randn(shape, generator=generator, dtype=torch.float64) * scale).to(dtype)
+
+
+def set_programs(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    """Let at most so many programs walk over the tiles of a grouped GEMM that is interpreted."""
+    monkeypatch.setattr(TileConfig, "programs_per_sm", lambda *_: 1)
+    monkeypatch.setattr(grouped_mm_launch, "_MULTIPROCESSORS_ELSEWHERE", number)  # in the key of a plan
 
 
 def bits(tensor: Tensor) -> Tensor:

@@ -73,7 +73,8 @@ def _range(runs: Sequence[PublishedRun], like: dict[str, str]) -> str:
         return all(own[key].startswith(value) for key, value in like.items())
 
     found = [residual(run) for run in runs if fits(run)]
-    return f"{min(found):.2f} to {max(found):.2f}"
+    least, most = f"{min(found):.2f}", f"{max(found):.2f}"
+    return least if least == most else f"{least} to {most}"
 
 
 def _bounds(runs: Sequence[PublishedRun]) -> str:

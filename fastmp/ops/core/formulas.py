@@ -32,9 +32,9 @@ Autograd casts each gradient to the dtype of its input and sums over the dimensi
 broadcast. Outputs whose gradient no formula names are not differentiable.
 
 In-place ops. An input that the op overwrites becomes one more output of the node. A gradient that arrives
-there raises, because the values it belongs to are gone. Where CALL overwrites an argument with a gradient, a
-second backward raises, too. An op without returns writes its result to its argument "out", whose gradient is
-"grad_out".
+there raises, because the values it belongs to are gone. If the gradient is an argument that CALL has
+overwritten, it exists once: a second backward raises, too. An op without returns writes its result to its
+argument "out", whose gradient is "grad_out".
 
 `<op>_into` takes the arguments of `<op>` and, last, the tensor to write in place of that result.
 
@@ -262,15 +262,14 @@ class AutogradFormula:
         def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
             branch, found = ctx.branch, [None] * self.num_inputs
             targets = [target for target in branch.targets if ctx.needs_input_grad[target.input]]
-            # 1. Without any gradient there is nothing to do; errors are a second backward where the first has
-            # overwritten an argument, and a gradient for an overwritten input.
+            # 1. Without any gradient there is nothing to do; raise for a second backward after the first has
+            # handed out the memory of an argument, and for a gradient of an overwritten input.
             if all(grad is None for grad in grads):
                 return tuple(found)
             if ctx.spent:
                 raise RuntimeError(
-                    f"{self.op}: backward has overwritten an argument with its gradient: there is no second "
-                    "backward; for two, leave out what computes gradients in place or ahead (grad_in_place, "
-                    "loss_grad)"
+                    f"{self.op}: its gradient lies in the memory of an argument and was handed out once: "
+                    "there is no second backward; to run two, leave out grad_in_place or loss_grad"
                 )
             if any(grad is not None for grad in grads[self.num_outputs :]):
                 raise RuntimeError(f"{self.op}: an argument is overwritten, but was used again afterwards")
@@ -290,7 +289,7 @@ class AutogradFormula:
                     raise RuntimeError(no_double)
                 results = op(*arguments)
                 results = results if isinstance(results, tuple) else (results,)
-                ctx.spent = any(target.source == Source.ARGUMENT for target in targets)
+                ctx.spent = any(target.source == Source.ARGUMENT for target in branch.targets)
             # 3. Distribute results, gradients and overwritten arguments over the inputs.
             sources = {Source.RESULT: results, Source.GRAD: grads, Source.ARGUMENT: arguments}
             for target in targets:

@@ -61,8 +61,10 @@ class _Plan:
         """Launch between Triton's launch hooks, which profilers such as Proton install."""
         metadata = self.compiled.launch_metadata((programs,), self.stream(self.device), *arguments)
         _hooks.launch_enter_hook(metadata)
-        self.launch(programs, arguments)
-        _hooks.launch_exit_hook(metadata)
+        try:
+            self.launch(programs, arguments)
+        finally:
+            _hooks.launch_exit_hook(metadata)
 
 
 def _by_triton(
