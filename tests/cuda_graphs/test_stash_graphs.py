@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 from layout_tools import MOE_4, Layout, assert_same_layout, train_layout
-from marks import full
+from marks import exhaustive, full
 
 from fastmp.distributed.grid import RankGrid
 from fastmp.distributed.groups import ParallelGroups
@@ -59,8 +59,10 @@ CASES = {
     "experts only": (2, {"ep": 2}, Layout(MOE_2, **FEW), 6, {"scope": ("moe",)}),
 }
 QUICK = ("short",)
+FULL_SET = ("pipeline", "verified", "recomputed", "tensor", "experts only")
+OTHERS = [name for name in CASES if name not in QUICK + FULL_SET]
 
 
-@pytest.mark.parametrize("name", [*QUICK, *full([name for name in CASES if name not in QUICK])])
+@pytest.mark.parametrize("name", [*QUICK, *full(FULL_SET), *exhaustive(OTHERS)])
 def test_steps_with_a_stash_are_those_of_an_all_to_all(name):
     run_ranks(steps_case, *CASES[name], timeout=280)

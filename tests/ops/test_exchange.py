@@ -87,9 +87,7 @@ def _forked(rank, world, backend, cases):
 
 
 @BACKEND
-@pytest.mark.parametrize(
-    ("world", "count"), [(4, 8), *full([(8, 50)]), pytest.param(8, 200, marks=pytest.mark.exhaustive)]
-)
+@pytest.mark.parametrize(("world", "count"), [(4, 8), *exhaustive([(8, 50), (8, 200)])])
 def test_forked_ranks(backend, world, count):
     cases = []
     for seed in range(100_000):

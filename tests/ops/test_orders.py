@@ -32,7 +32,7 @@ MAX_PROGRAMS = 64  # more take long
 
 
 def few_and_many(many: int) -> pytest.MarkDecorator:
-    some = pytest.param(many // 10, marks=pytest.mark.full)
+    some = pytest.param(many // 20, marks=pytest.mark.full)
     return pytest.mark.parametrize("orders", [2, some, pytest.param(many, marks=pytest.mark.exhaustive)])
 
 

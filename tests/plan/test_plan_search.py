@@ -9,7 +9,7 @@ from dataclasses import replace
 from itertools import product
 
 import pytest
-from marks import full
+from marks import exhaustive, full
 
 from fastmp.apps import cli
 from fastmp.config import (
@@ -84,15 +84,19 @@ SPACES = [
             ),
             (MOE, 8, 16, "h100", 72, {"pp": [1], "tp": [1, 2], "cp": [1], "micro_batch_size": [1]}),
             (MOE, 8, 16, "h100", 2.5, {**NARROW, "pp": [1, 2], "tp": [1], "vpp": [1]}),
-            (MOE, 8, 32, "h800", 4, {"pp": [2], "tp": [1], "micro_batch_size": [1], "states": ["small"]}),
             (MOE, 16, 16, "a100", 10, {"pp": [2], "tp": [2], "cp": [1], "vpp": [1], "graphs": ["none"]}),
-            (MOE, 4, 64, "b200", 5, {"schedule": ["dualpipe_v"], "micro_batch_size": [1, 2]}),
             (MOE, 16, 64, "h100", 3, {"dispatcher": ["deepep"], "tp": [1], "cp": [1], "states": ["classic"]}),
+            (LATENT, 8, 16, "h100", 4, {**NARROW, "tp": [2], "precision": ["fp8"], "states": ["small"]}),
+            (LATENT, 16, 32, "b200", 3, {"ep": [8], "tp": [1], "cp": [1], "vpp": [1], "states": ["small"]}),
+        ]
+    ),
+    *exhaustive(
+        [
+            (MOE, 8, 32, "h800", 4, {"pp": [2], "tp": [1], "micro_batch_size": [1], "states": ["small"]}),
+            (MOE, 4, 64, "b200", 5, {"schedule": ["dualpipe_v"], "micro_batch_size": [1, 2]}),
             (MOE, 8, 8, "h100", 72, {"dispatcher": ["symmetric"], "cp": [1], "states": ["classic"]}),
             (LATENT, 8, 32, "h100", 5, {**NARROW, "pp": [2], "graphs": ["none"]}),
-            (LATENT, 8, 16, "h100", 4, {**NARROW, "tp": [2], "precision": ["fp8"], "states": ["small"]}),
             (LATENT, 4, 8, "h200", 72, {**NARROW, "recompute": ["kv", "full"], "vpp": [1, 2], "pp": [1, 2]}),
-            (LATENT, 16, 32, "b200", 3, {"ep": [8], "tp": [1], "cp": [1], "vpp": [1], "states": ["small"]}),
         ]
     ),
 ]
@@ -312,7 +316,7 @@ def test_long_steps_are_continued_from_shorter_ones(name, vpp, overlap, group_si
         assert shorter(schedule).peak_in_flight(rank) == schedule.peak_in_flight(rank)
 
 
-@pytest.mark.full
+@pytest.mark.exhaustive
 def test_two_thousand_gpus_and_61_layers_take_less_than_a_minute_of_one_core():
     space = Space(
         replace(load_recipe("configs/deepseek-v3.toml"), parallel=ParallelConfig()), 2048, GPUS["h100"]

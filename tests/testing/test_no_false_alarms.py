@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import pytest
 from correct_modules import CORRECT
-from marks import full
+from marks import exhaustive, full
 
 from fastmp.testing.differential import Subject, verify
 
 QUICK = ("TensorParallelMLP", "OurExperts")
+SLOW = ("OurTiedGPT", "OurContextParallelGPT")
 
 
 @pytest.mark.parametrize(
     "subject",
     [
         *(each for each in CORRECT if each.__name__ in QUICK),
-        *full(each for each in CORRECT if each.__name__ not in QUICK),
+        *full(each for each in CORRECT if each.__name__ not in QUICK + SLOW),
+        *exhaustive(each for each in CORRECT if each.__name__ in SLOW),
     ],
 )
 def test_gives_no_alarm(subject: type[Subject]) -> None:

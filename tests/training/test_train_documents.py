@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from graphed_trainers import run_packed
-from marks import full
+from marks import exhaustive, full
 from torch._subclasses.fake_tensor import FakeTensorMode
 from train_tools import DENSE, EXPERTS, NoDeviceCopies, PackedSamples, arguments, gather_main_grads, losses
 from trainer_tools import case, make_groups, make_trainer, whole
@@ -71,8 +71,7 @@ CASES = {
 }
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [*full([2]), *exhaustive([4])])
 def test_every_layout_trains_on_each_document_alone(world):
     def rank_main(rank, world_size):
         return [packed(make_groups(world_size, layout), layout, config) for config, layout in CASES[world]]
@@ -127,7 +126,8 @@ GRAPHS = {
     ("world", "cases"),
     [
         (1, GRAPHS[1][:1]),
-        *full([(1, GRAPHS[1][1:]), (2, GRAPHS[2])]),
+        *full([(1, GRAPHS[1][1:])]),
+        *exhaustive([(2, GRAPHS[2])]),
     ],
 )
 def test_graphs_read_where_documents_of_each_microbatch_begin(world, cases):

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from graphed_trainers import CONFIG, DENSE, EXPERTS, ONE, make_graphed, run, run_packed
-from marks import full
+from marks import exhaustive, full
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from train_tools import Samples
 from trainer_tools import make_groups, make_trainer
@@ -93,8 +93,7 @@ RANKS = {
 }
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("name", RANKS)
+@pytest.mark.parametrize("name", [*full(name for name in RANKS if name != "tensor"), *exhaustive(["tensor"])])
 def test_two_ranks(name):
     run_ranks(ranks_case, 2, *RANKS[name], timeout=180)
 

@@ -97,7 +97,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("world", [2, *full([1, 4]), pytest.param(8, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("world", [2, *full([1]), *exhaustive([4, 8])])
 def test_every_layout_is_one_rank(one_rank, world):
     """Losses, tokens, norms, gradients and parameters after AdamW to 1e-10, the same loads and biases."""
 

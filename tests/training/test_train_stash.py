@@ -110,7 +110,7 @@ CASES = {
     "recompute": (2, ParallelConfig(ep=2, recompute=True), LAYERS, False),
 }
 QUICK = ("full_step", "zero bubble")
-FULL_SET = ("verified", "overlap, layers", "tp, sp", "vpp", "on a v, overlap")
+FULL_SET = ("verified", "overlap, layers", "on a v, overlap")
 OTHERS = [name for name in CASES if name not in QUICK + FULL_SET]
 
 

@@ -13,6 +13,7 @@ import tokenizer_tools
 import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from marks import exhaustive, full
 
 from fastmp.apps.train_main import open_data
 from fastmp.config.recipe import load_recipe
@@ -172,13 +173,16 @@ def test_what_a_tokenizer_changes_is_seen(tmp_path):
     assert mixtral.decode(mixtral.encode("a\u2581b")) == "a b"
 
 
-@pytest.mark.full
 @pytest.mark.parametrize(
     ("name", "look_alike", "size"),
     [
-        ("llama-3-8b", tokenizer_tools.llama_3, 128_256),
-        ("mixtral-8x7b", tokenizer_tools.mixtral, 32_000),
-        ("qwen3-30b-a3b", tokenizer_tools.qwen_3, 151_669),
+        *full([("mixtral-8x7b", tokenizer_tools.mixtral, 32_000)]),
+        *exhaustive(
+            [
+                ("llama-3-8b", tokenizer_tools.llama_3, 128_256),
+                ("qwen3-30b-a3b", tokenizer_tools.qwen_3, 151_669),
+            ]
+        ),
     ],
 )
 def test_recipes_have_room_for_the_tokenizers_of_their_models(tmp_path, name, look_alike, size):
