@@ -230,8 +230,10 @@ def _attend_padded(
 ) -> Tensor:
     """Pad narrow values if kernels need it."""
     (C, D), (E, V) = q_BNCD.shape[2:], v_BGED.shape[2:]
-    special = any(option is not None for option in (window, documents, sinks))
-    narrow = V < D and pads_values(q_BNCD, special or C != E)
+    narrow = V < D
+    if narrow:
+        special = any(option is not None for option in (window, documents, sinks))
+        narrow = pads_values(q_BNCD, special or C != E)
     if narrow:
         v_BGED = F.pad(v_BGED, (0, D - V))
     tensors = q_BNCD, k_BGED, v_BGED

@@ -190,5 +190,5 @@ def grouped_lora(
         )
     x, w, a, b, bias = autocast(x, w, a, b, bias)
     _check(x, w, a, b, offsets, bias, transposed)
-    check_ends("grouped_lora", offsets, x=x)
+    check_ends("grouped_lora", offsets, "x", x.shape[0])
     return _grouped_lora(x, w, bias, a, b, offsets, scale, transposed)[0]

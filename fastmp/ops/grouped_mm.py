@@ -331,15 +331,16 @@ def check_offsets(name: str, offsets: Tensor, w: Tensor) -> None:
     checks.require(offsets.shape == w.shape[:1], ends, name, offsets.shape, w.shape[0])
 
 
-def check_ends(name: str, offsets: Tensor, **rows: Tensor) -> None:
+def check_ends(name: str, offsets: Tensor, operand: str, num_rows: int) -> None:
     """Check the values of offsets, where the host may read them, against the rows of the operand."""
     if not can_read_values(offsets):
         return
-    ((operand, tensor),) = rows.items()
-    num_rows = tensor.shape[0]
     ends = [0, *offsets.tolist(), num_rows]
-    wrong = "{}: offsets {} must not be negative, fall, or pass the {} rows of {}"
-    checks.require(ends == sorted(ends), wrong, name, ends[1:-1], num_rows, operand)
+    if ends != sorted(ends):
+        raise ValueError(
+            f"{name}: offsets {ends[1:-1]} must not be negative, fall, or pass the {num_rows} rows of "
+            f"{operand}"
+        )
 
 
 @checks.memoized
@@ -374,18 +375,19 @@ def _check_mlp_in(
 
 def _check_rows(name: str, x: Tensor, w: Tensor, offsets: Tensor, sizes: Sequence[int] | None) -> None:
     """Check `sizes`, and offsets where their values may be read."""
+    check_ends(name, offsets, "x", x.shape[0])
+    if sizes is None:
+        return
 
     def require(condition: bool, message: str, *values: Any) -> None:
         checks.require(condition, f"{name}: " + message, *values)
 
-    if sizes is not None:
-        num_rows, num_experts = x.shape[0], w.shape[0]
-        require(len(sizes) == num_experts, "{} sizes do not fit the {} experts of w", len(sizes), num_experts)
-        within = all(size >= 0 for size in sizes) and sum(sizes) <= num_rows
-        wrong = "sizes {} must not be negative, nor sum to more than the {} rows of x"
-        require(within, wrong, list(sizes), num_rows)
-    check_ends(name, offsets, x=x)
-    if sizes is not None and can_read_values(offsets):
+    num_rows, num_experts = x.shape[0], w.shape[0]
+    require(len(sizes) == num_experts, "{} sizes do not fit the {} experts of w", len(sizes), num_experts)
+    within = all(size >= 0 for size in sizes) and sum(sizes) <= num_rows
+    wrong = "sizes {} must not be negative, nor sum to more than the {} rows of x"
+    require(within, wrong, list(sizes), num_rows)
+    if can_read_values(offsets):
         ends = offsets.tolist()
         require(list(accumulate(sizes)) == ends, "sizes {} do not add up to offsets {}", list(sizes), ends)
 

@@ -144,7 +144,7 @@ def grouped_mm_fp8(
     Zhao et al., "DeepGEMM: clean and efficient FP8 GEMM kernels", 2025.
     """
     _check("grouped_mm_fp8", q, s, w, w_scale, offsets, out_dtype)
-    check_ends("grouped_mm_fp8", offsets, q=q)
+    check_ends("grouped_mm_fp8", offsets, "q", q.shape[0])
     return _grouped_mm_fp8(q, s, w, w_scale, offsets, out_dtype)
 
 
@@ -193,5 +193,5 @@ def grouped_mlp_in_fp8(
     """
     _check("grouped_mlp_in_fp8", q, s, w, w_scale, offsets, out_dtype)
     _check_mlp_in(w, s, form)
-    check_ends("grouped_mlp_in_fp8", offsets, q=q)
+    check_ends("grouped_mlp_in_fp8", offsets, "q", q.shape[0])
     return _grouped_mlp_in_fp8(q, s, w, w_scale, offsets, form, out_dtype)

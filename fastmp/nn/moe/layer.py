@@ -257,18 +257,20 @@ class MoELayer(SegmentedLayer):
 
         out: where to write the sum, if it fits. None where the dispatcher or the layer has more to do.
         """
+        dispatcher = self.dispatcher
+        if not dispatcher.adds_residual or self.shared_experts is not None:
+            return None
         *state, aux, counts_E, _, residual_SBH = tensors
         undivided = group_size(self.groups.tp) == 1 or self.sequence_parallel
-        if not undivided or self.shared_experts is not None or residual_SBH.dtype != outputs_MH.dtype:
+        if not undivided or residual_SBH.dtype != outputs_MH.dtype:
             return None
         if out is not None and (out.shape, out.dtype) != (residual_SBH.shape, residual_SBH.dtype):
             out = None
         flat_TH = None if out is None else out.view(-1, out.shape[-1]).detach()
-        dispatcher = self.dispatcher
         total_TH = dispatcher.combine_onto(
             residual_SBH.flatten(0, 1), flat_TH, outputs_MH, dispatcher.dispatched.with_tensors(tuple(state))
         )
-        return None if total_TH is None else (total_TH.view(residual_SBH.shape), aux, counts_E)
+        return total_TH.view(residual_SBH.shape), aux, counts_E
 
     def reserve(self, seq_len: int, batch_size: int) -> None:
         """Grow symmetric memory to hold hidden states (seq_len, batch_size, H) from the next forward on.

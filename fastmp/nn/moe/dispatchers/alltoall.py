@@ -48,6 +48,7 @@ class AllToAllDispatcher(CountedDispatcher[AllToAllPrepared, AllToAllDispatched]
 
     spec = ALLTOALL
     prepared, dispatched = AllToAllPrepared, AllToAllDispatched
+    adds_residual = True
 
     def preprocess(
         self, indices: Tensor, probs: Tensor, max_tokens: int, rejected: bool = False
@@ -99,7 +100,7 @@ class AllToAllDispatcher(CountedDispatcher[AllToAllPrepared, AllToAllDispatched]
 
     def combine_onto(
         self, residual: Tensor, out: Tensor | None, outputs: Tensor, state: AllToAllDispatched
-    ) -> Tensor | None:
+    ) -> Tensor:
         rows = self._returned(outputs, state)
         return unpermute(rows, state.row_of, state.probs, residual=residual, out=out)
 

@@ -71,6 +71,7 @@ class Dispatcher(Generic[PreparedT, DispatchedT]):
     spec: the facts of the dispatcher, of which `eager` and `exchanges` mark the segments of a layer.
     prepared, dispatched: the states between the segments.
     may_drop: True if `dropped` counts assignments that were not sent.
+    adds_residual: True if it has `combine_onto`.
     fp8: the recipe of experts in FP8, for which tokens may be sent quantised; gradients never are.
     num_local: the experts of a rank.
 
@@ -81,6 +82,7 @@ class Dispatcher(Generic[PreparedT, DispatchedT]):
     prepared: ClassVar[type[DispatchState]]
     dispatched: ClassVar[type[DispatchState]]
     may_drop = False
+    adds_residual = False
     fp8: Fp8Recipe | None = None
 
     def __init__(self, num_experts: int, ep: int = 1) -> None:
@@ -134,9 +136,9 @@ class Dispatcher(Generic[PreparedT, DispatchedT]):
 
     def combine_onto(
         self, residual: Tensor, out: Tensor | None, outputs: Tensor, state: DispatchedT
-    ) -> Tensor | None:
-        """Return combine + residual (T, H) from one kernel, written to `out` if passed; None without one."""
-        return None
+    ) -> Tensor:
+        """Return combine + residual (T, H) from one kernel, written to `out` if passed."""
+        raise NotImplementedError(f"{type(self).__name__} adds no residual")
 
 
 def no_compile(function: Callable[P, T]) -> Callable[P, T]:
