@@ -9,6 +9,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 from kernel_tools import set_programs
+from marks import exhaustive, full
 from torch import Tensor
 
 from fastmp.ops import OPS, grouped_mm_launch, norm_triton
@@ -31,9 +32,9 @@ MEETING -= {"stash_reserve", "stash_release"}  # one program: see test_stash_tri
 MAX_PROGRAMS = 64  # more take long
 
 
-def few_and_many(many: int) -> pytest.MarkDecorator:
-    some = pytest.param(many // 20, marks=pytest.mark.full)
-    return pytest.mark.parametrize("orders", [2, some, pytest.param(many, marks=pytest.mark.exhaustive)])
+def few_and_many(some: int, many: int) -> pytest.MarkDecorator:
+    """Numbers of orders, all even: two quickly, `some` in the full set, `many` in the exhaustive one."""
+    return pytest.mark.parametrize("orders", [2, *full([some]), *exhaustive([many])])
 
 
 def bits(tensors: Sequence[Tensor]) -> list[bytes]:
@@ -63,7 +64,7 @@ def drawn(name: str) -> Iterator[tuple[tuple, dict]]:
         yield FUNCTIONS[name].draw(Draw(random.Random(seed), torch.float32, **options))
 
 
-@few_and_many(200)
+@few_and_many(10, 200)
 @pytest.mark.parametrize("name", sorted(FUNCTIONS))
 def test_functions_with_their_gradients(name, orders):
     done, most = 0, 0
@@ -76,7 +77,7 @@ def test_functions_with_their_gradients(name, orders):
     assert most >= 2
 
 
-@few_and_many(60)
+@few_and_many(6, 60)
 @pytest.mark.parametrize("op", sorted(op for op in MEETING if "triton" in OPS[op].implementations))
 def test_kernels_that_meet_in_memory(op, orders):
     implementation, done = OPS[op].implementations["triton"], 0
@@ -90,7 +91,7 @@ def test_kernels_that_meet_in_memory(op, orders):
     assert done == orders
 
 
-@few_and_many(60)
+@few_and_many(6, 60)
 def test_wide_norms_read_their_sums_back(orders, monkeypatch):
     """Two programs, whose partial sums pass through memory from one block of rows to the next."""
     monkeypatch.setattr(norm_triton, "num_programs", lambda *_: 2)
@@ -103,7 +104,7 @@ def test_wide_norms_read_their_sums_back(orders, monkeypatch):
     assert same_bits(lambda: norm_triton.launch_backward(*backward), range(orders)) >= 2
 
 
-@few_and_many(60)
+@few_and_many(6, 60)
 @pytest.mark.parametrize("op", ["grouped_mm", "grouped_mm_wgrad_", "grouped_mlp_in"])
 def test_grouped_products_by_descriptors(op, orders, monkeypatch):
     """As on a GPU that has a TMA unit; three programs walk over all tiles."""
