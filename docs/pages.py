@@ -20,7 +20,7 @@ from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
-PAGES = {"README.md": "index.md"} | {
+PAGES = {"README.md": "index.md", "configs/README.md": "recipes.md"} | {
     f"{name}.md": f"{name.lower()}.md" for name in ("CHANGELOG", "CONTRIBUTING", "SECURITY")
 }
 BOOSTS = {  # of pages in the search; others have 1

@@ -51,7 +51,7 @@ class Costs:
     Attributes:
         p2p: latency; neither rank is busy meanwhile.
         hidden: time that an overlapped forward and backward save, at most down to the longer of the two; a
-            number, or [stage of the forward][stage of the backward].
+            number, or a table by stage of the forward, then of the backward.
     """
 
     forward: float | Sequence[float] = 1.0
