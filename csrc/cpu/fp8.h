@@ -63,7 +63,7 @@ inline Tensor empty_scales(IntHeaderOnlyArrayRef sizes, int64_t block, const Ten
                                                   static_cast<int32_t>(ScalarType::Float8_e8m0fnu), device,
                                                   like.get_device_index(), &handle));
   Tensor out(handle);
-  if (outputs_by_dispatcher.load(std::memory_order_relaxed)) {
+  if (out.numel() && outputs_by_dispatcher.load(std::memory_order_relaxed)) {
     std::memset(out.mutable_data_ptr(), 0xff, static_cast<size_t>(out.numel()));
   }
   return out;
