@@ -74,7 +74,7 @@ register(
 
 
 def _times(scale: float, rows: Tensor) -> Tensor:
-    """Multiply rows, which nobody else has, by `scale` in place."""
+    """Multiply rows by `scale` in place; no other tensor may share their memory."""
     return rows if scale == 1 else rows.mul_(scale)
 
 

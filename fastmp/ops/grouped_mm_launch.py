@@ -96,7 +96,7 @@ def along_rows(tensor: Tensor) -> tuple[Tensor, tuple[int, ...]]:
 
 
 def block_e(num_experts: int) -> int:
-    """Return the length of a vector that holds all experts, and nobody."""
+    """Return the length of a vector with an entry for each expert, and one for rows of no expert."""
     return max(16, next_power_of_2(num_experts + 1))
 
 
@@ -197,7 +197,7 @@ def plan_gemm(*fields: Any) -> GemmPlan:
 
 
 class RingOperands(NamedTuple):
-    """Operands of a launch that lie in rings: their first rows, () int64; None: tensors of their own."""
+    """Operands in ring buffers and their first rows there, () int64; None for operands in no ring."""
 
     x_start: Tensor | None = None
     y_start: Tensor | None = None

@@ -306,7 +306,7 @@ def _is_set(condition: Any) -> bool:
 
 
 def _saved(value: Value, inputs: Sequence[Any], outputs: Sequence[Tensor]) -> Any:
-    """Return the argument that `value` describes; None for gradients, which are not known yet."""
+    """Return the argument that `value` describes, or None for a gradient, known only in the backward."""
     match value.kind:
         case ValueKind.INPUT:
             return inputs[value.index]
