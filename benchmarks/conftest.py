@@ -1,14 +1,14 @@
 """Plugin of `pytest benchmarks/ --benchmark-only`; its last table has the columns that count.
 
-All rivals of a case run in turn in one process. pytest-benchmark is given those times, one test a rival. By
-default each family runs its first workload, forward and backward at one shape and dtype, which takes minutes;
-`--full` runs the rest. Benchmarks have no time limit, and after every test .benchmarks/last.json has all rows
-so far.
+All rivals of a case run in turn in one process; the figures are in each test's `extra_info` and in that
+table. pytest-benchmark's own table has a few rounds of one rival after the other, by the wall clock, launches
+included. By default each family runs its first workload, forward and backward at one shape and dtype, which
+takes minutes; `--full` runs the rest. Benchmarks have no time limit, and after every test
+.benchmarks/last.json has all rows so far.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -20,35 +20,14 @@ import torch
 from benchmarks import peers
 from benchmarks.cases import EAGER, Case, is_first, is_ours, sweep
 from benchmarks.compare import Comparison, compare
-from benchmarks.measure import environment, measure_ceilings, write_json
+from benchmarks.measure import environment, measure_ceilings, synchronize, write_json
 from benchmarks.report import size
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SECONDS, SECONDS_FULL = 2.0, 8.0  # of rounds for a case in one direction, after the third; --full
+PEDANTIC_ROUNDS = 3  # of a rival in pytest-benchmark's own table
 
 
-class Replay:
-    """The clock of pytest-benchmark, advanced by times measured beforehand."""
-
-    __name__ = "CUDA time" if DEVICE == "cuda" else "CPU time"
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-    def play(self, times_ms: list[float]) -> Callable[[], None]:
-        """Return a function that takes these times, call after call."""
-        left = iter(times_ms)
-
-        def call() -> None:
-            self.now += next(left) / 1e3
-
-        return call
-
-
-CLOCK = Replay()
 CEILINGS = pytest.StashKey()
 
 
@@ -79,7 +58,6 @@ def pytest_generate_tests(metafunc):
 def pytest_collection_modifyitems(config, items):
     ours = [item for item in items if item.path.name.startswith("bench_")]
     for item in ours:
-        item.add_marker(pytest.mark.benchmark(timer=CLOCK))
         if config.pluginmanager.hasplugin("timeout"):
             item.add_marker(pytest.mark.timeout(0))  # none: that of pyproject.toml would end the process
     if config.getoption("--full"):
@@ -171,19 +149,22 @@ def _compare(benchmark, comparisons):
         benchmark.skipped = rival not in case.rivals
         if benchmark.skipped:
             pytest.skip(peers.why_absent(rival, DEVICE))
-        if benchmark.disabled:
-            getattr(case, direction)(rival)()
-            benchmark(lambda: None)
-            return
-        compared = comparisons.of(case, direction)
-        if rival in compared.failed:
-            benchmark.skipped = True
-            (pytest.fail if is_ours(rival) or rival == EAGER else pytest.skip)(compared.failed[rival])
-        row = compared.rows[rival]
-        what = {"both": "forward+backward"}.get(direction, direction)
-        benchmark.group = f"{case.name} {what} on {DEVICE}"
-        benchmark.extra_info.update(case=case.name, direction=direction, **row.columns())
-        benchmark.pedantic(CLOCK.play(row.times_ms), rounds=len(row.times_ms))
+        call = getattr(case, direction)(rival)
+        if benchmark.enabled:
+            compared = comparisons.of(case, direction)
+            if rival in compared.failed:
+                benchmark.skipped = True
+                (pytest.fail if is_ours(rival) or rival == EAGER else pytest.skip)(compared.failed[rival])
+            what = {"both": "forward+backward"}.get(direction, direction)
+            benchmark.group = f"{case.name} {what} on {DEVICE}"
+            columns = compared.rows[rival].columns()
+            benchmark.extra_info.update(case=case.name, direction=direction, **columns)
+
+        def wait_for_call() -> None:
+            call()
+            synchronize(DEVICE)
+
+        benchmark.pedantic(wait_for_call, rounds=PEDANTIC_ROUNDS)
 
     return run
 
