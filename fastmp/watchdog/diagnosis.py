@@ -13,6 +13,7 @@ Records are frozen and functions pure; `fastmp.watchdog.watchdog` collects the r
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -396,7 +397,7 @@ class Straggler:
     """Rank that all others of a group wait for.
 
     Attributes:
-        share: fraction of the time in which they wait.
+        share: fraction of the time in which they wait, at most 1.
         seconds: mean delay after the next to last rank, over the collectives that it joined last.
         op: the collective with the longest delay.
     """
@@ -411,7 +412,8 @@ def stragglers(records: Sequence[RankRecord]) -> list[Straggler]:
     """Return the ranks that alone delay others for a quarter of the time, by 10 ms a collective or more.
 
     Arrivals at the collectives that all ranks of a group have on record are compared, if these span a second.
-    Clocks of machines must agree better than the delays to be seen.
+    Asynchronous collectives wait for a rank at the same time, which counts once. Clocks of machines must agree
+    better than the delays to be seen.
     """
     arrivals: dict[str, dict[int, dict[int, Call]]] = {}
     for record in records:
@@ -426,14 +428,25 @@ def stragglers(records: Sequence[RankRecord]) -> list[Straggler]:
         span = max(times, default=0.0) - min(times, default=0.0)
         if span < 1.0:
             continue
-        delays: dict[int, list[tuple[float, Call]]] = {}
+        waits: dict[int, list[tuple[float, Call]]] = {}  # since when all others wait for a rank, and for what
         for calls in complete:
             last = max(calls, key=lambda rank: calls[rank].began)
             next_to_last = max(call.began for rank, call in calls.items() if rank != last)
-            delays.setdefault(last, []).append((calls[last].began - next_to_last, calls[last]))
-        for rank, each in delays.items():
-            total = sum(delay for delay, _ in each)
-            share, mean, worst = total / span, total / len(each), max(each, key=lambda pair: pair[0])
+            waits.setdefault(last, []).append((next_to_last, calls[last]))
+        for rank, each in waits.items():
+            share = min(_covered((since, call.began) for since, call in each) / span, 1.0)  # sums round
+            mean = sum(call.began - since for since, call in each) / len(each)
+            worst = max(each, key=lambda wait: wait[1].began - wait[0])
             if share > 0.25 and mean >= 0.01 and share > getattr(found.get(rank), "share", 0.0):
                 found[rank] = Straggler(rank, share, mean, worst[1])
     return sorted(found.values(), key=lambda late: -late.share)
+
+
+def _covered(intervals: Iterable[tuple[float, float]]) -> float:
+    """Return the length of the union of `intervals`."""
+    length, end = 0.0, -math.inf
+    for begin, stop in sorted(intervals):
+        if stop > end:
+            length += stop - max(begin, end)
+            end = stop
+    return length

@@ -159,6 +159,51 @@ def test_a_latecomer_is_named_with_its_delay():
     assert stragglers(burst) == []
 
 
+def test_reductions_that_wait_for_one_rank_together_count_once():
+    """Eight asynchronous reductions begin together at the end of each step of 1 s."""
+
+    def record(rank, late):
+        began = [(step, i, step + late + 0.001 * i) for step in range(5) for i in range(8)]
+        calls = tuple(call(number=8 * step + i, began=at) for step, i, at in began)
+        return RankRecord(rank, calls=calls, groups={WORLD: (0, 1)})
+
+    (late,) = stragglers([record(0, 0.0), record(1, 0.3)])
+    assert late.rank == 1 and late.seconds == pytest.approx(0.3)
+    assert late.share == pytest.approx(5 * 0.307 / 4.307)
+    assert stragglers([record(0, 0.0), record(1, 0.04)]) == []  # 4 % of a step
+
+
+arrivals = st.lists(
+    st.lists(st.floats(0, 3, width=32), min_size=3, max_size=3), min_size=1, max_size=12
+)  # of three ranks at some collectives
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(arrivals, min_size=1, max_size=2))
+def test_nobody_waits_for_longer_than_the_time_compared(drawn):
+    """The share of a rank is at most 1, and no greater than the sum of its delays in some group."""
+    groups = {f"g {i}": (0, 1, 2) for i in range(len(drawn))}
+    records = [
+        RankRecord(
+            rank,
+            calls=tuple(
+                call(group=group, number=number, began=at[rank])
+                for group, times in zip(groups, drawn)
+                for number, at in enumerate(times)
+            ),
+            groups=groups,
+        )
+        for rank in range(3)
+    ]
+    for late in stragglers(records):
+        sums = []
+        for times in drawn:
+            span = max(map(max, times)) - min(map(min, times))
+            delays = [max(at) - sorted(at)[1] for at in times if at[late.rank] == max(at)]
+            sums.append(sum(delays) / span if span >= 1 else 0.0)
+        assert 0.25 < late.share <= min(1.0, max(sums) + 1e-9)
+
+
 def test_without_a_flight_record_the_calls_that_ranks_are_in_have_to_do():
     bare = {"calls": (), "started": {}}
     report = diagnose([replace(record, **bare) for record in job()], 4)
