@@ -4,7 +4,7 @@ Standard library only. `diagnose` returns the first of these that explains the h
 
 1. a collective that ranks started with different ops, shapes or dtypes,
 2. a rank that failed or is gone,
-3. a rank that is stopped or silent,
+3. a rank that is stopped, silent or was never seen,
 4. a rank that others wait for while it is elsewhere,
 5. ranks that wait for each other.
 
@@ -33,7 +33,8 @@ class HangReport:
     Attributes:
         kind: "mismatch" (of op, shape or dtype), "gone", "failed", "stopped", "silent", "unseen" (never
             seen), "finished" (before others: uneven numbers of calls), "hung" (alive, but elsewhere), "order"
-            (ranks wait for each other), "message" (without a matching send or receive), or "unknown".
+            (ranks wait for each other), "message" (without a matching send or receive), or "unknown" (no
+            cause was seen).
         ranks: that caused it.
         text: the report in sentences.
         step: in which it happened.
@@ -225,19 +226,28 @@ def _ended(job: _Job) -> HangReport | None:
 
 
 def _silent(job: _Job) -> HangReport | None:
+    """Return a report if ranks cannot make progress, or nothing is known of them."""
     for state, said in (
-        ("stopped", "is stopped, by SIGSTOP or a debugger,"),
+        ("stopped", "is stopped, by SIGSTOP or a debugger"),
         (
             "silent",
-            "has shown no sign of life for {:.0f} s, cut off or in code that holds the interpreter,",
+            "has shown no sign of life for {silent:.0f} s, cut off or in code that holds the interpreter",
         ),
-        ("unseen", "has never shown a sign of life: it did not start, or is cut off,"),
+        (
+            "unseen",
+            "has never shown a sign of life: it did not start, ended before its first heartbeat, or is cut off",
+        ),
+        ("unknown", "cannot be seen: the store of the job does not answer"),
     ):
         found = [record for record in job.everyone if record.state == state]
         if found:
-            said = said.format(found[0].silent)
-            text = _list(f"{record} {said} in {_place(record)}" for record in found) + "."
-            return _report(state, job, tuple(r.rank for r in found), text, job.awaited(found[0]))
+            begun = state in ("stopped", "silent")
+            text = _list(
+                f"{record} {said.format(silent=record.silent)}"
+                + (f", last seen in {_place(record)}" if begun else "")
+                for record in found
+            )
+            return _report(state, job, tuple(r.rank for r in found), f"{text}.", job.awaited(found[0]))
     return None
 
 
@@ -337,6 +347,9 @@ def _is_before(group: str, number: int, other: int) -> bool:
 def _report(kind: str, job: _Job, ranks: tuple[int, ...], text: str, call: Call | None) -> HangReport:
     """Make the report: add to the text the step, and the ranks that wait."""
     step, named = job.by_rank[ranks[0]].step, set(ranks)
+    # The last heartbeat of a rank may be older than its last collective, unless others wait in this very call.
+    old = kind in ("gone", "stopped", "silent") and not any(r.inside == call for r in job.everyone)
+    missed = "was not seen to join" if old else "did not join"
     others = [r for r in job.everyone if r.rank not in named and r.state in ("running", "lost") and r.inside]
     waiting: dict[str, list[int]] = {}
     for record in others:
@@ -345,7 +358,7 @@ def _report(kind: str, job: _Job, ranks: tuple[int, ...], text: str, call: Call 
     if kind in ("mismatch", "order"):
         parts.append(f"This was in step {step}.")
     elif call is not None and kind != "message":
-        parts.append(f"It did not join {call}{f' ({call.shape})' if call.sizes else ''}.")
+        parts.append(f"It {missed} {call}{f' ({call.shape})' if call.sizes else ''}.")
     places = list(waiting.items())
     most = len(places) if len(places) <= LISTED else LISTED - 1
     parts += [f"{_words(at).capitalize()} waited in {where}." for where, at in places[:most]]

@@ -130,8 +130,9 @@ class RankRecord:
         calls: last collectives, oldest first.
         started: number of collectives started, by group.
         groups: ranks of each process group.
-        state: "running"; "stopped" or "gone", as observed on the same machine; "silent" without heartbeats;
-            "finished", "failed" or "lost" (a peer), as reported when it left.
+        state: "running"; "stopped" or "gone", as observed on the same machine; "silent" without new heartbeats;
+            "unseen" without any heartbeat; "unknown" if heartbeats cannot be read; "finished", "failed" or
+            "lost" (a peer), as reported when it left. Only the number of an unseen or unknown rank is known.
         reason: error with which it left.
         stalled: seconds without progress.
         silent: seconds since its last heartbeat.
@@ -155,6 +156,8 @@ class RankRecord:
     left_at: float = 0.0
 
     def __str__(self) -> str:
+        if self.state in ("unseen", "unknown"):
+            return f"rank {self.rank}"
         return f"rank {self.rank} (host {self.host}, process {self.pid})"
 
     def as_json(self, groups: Mapping[str, list[list[int]]] | None = None) -> dict[str, Any]:

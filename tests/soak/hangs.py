@@ -42,6 +42,7 @@ EXCHANGE, RAISES, SLEEPS = (
 )
 MACHINE = "all of its machine are killed"
 UNHEARD = "finishes, and its last letter is lost"
+UNSEEN = "ends before its first heartbeat"
 
 
 @dataclass(frozen=True)
@@ -108,6 +109,7 @@ SCENARIOS = [
     Scenario("slow", 4, 2, ("slow",), "all_reduce"),
     Scenario("all are suspended and resumed", 2, 0, ("no report",), ""),
     Scenario(UNHEARD, 2, 1, ("no report",), "", limit=60.0),
+    Scenario(UNSEEN, 2, 1, ("unseen",), "all_reduce"),
     # Rank 0 leads the first machine, and writes reports; rank 2 leads the second one.
     Scenario("sleeps", 4, 3, ("hung",), "all_reduce", machines=2),
     Scenario("stopped", 4, 0, ("stopped",), "all_reduce", machines=2),
@@ -235,6 +237,9 @@ def _train(scenario: Scenario, rank: int, port: int, directory: Path) -> None:
             dist.group.WORLD, etp=1, ep=world_size, etp_varies_first=True, timeout=60.0
         )
         views = exchange.reserve(torch.ones(1, 4), top_k=1, experts=world_size)
+    if scenario.fault == UNSEEN and rank == scenario.rank:
+        (directory / "fault").write_text(str(time.time()))
+        os._exit(1)
     with Watchdog(directory / "hang", rank, world_size, scenario.limit, interval=0.2) as watching:
         for step in range(1, (30 if slow else STEPS) + 1):
             bad = rank == scenario.rank and step == BAD_STEP and scenario.fault != UNHEARD

@@ -46,8 +46,9 @@ GONE, FAILED = {"state": "gone", "left_at": 5.0}, {"state": "failed", "left_at":
     [
         ({}, "hung", (2,), "is alive, but for 9 s it has been in step 7, data, at x.py:1 in f."),
         ({"r2": GONE}, "gone", (2,), "is gone: killed or crashed, last seen in step 7, data"),
-        ({"r2": {"state": "stopped"}}, "stopped", (2,), "is stopped, by SIGSTOP"),
-        ({"r2": {"state": "silent", "silent": 8.0}}, "silent", (2,), "no sign of life for 8 s"),
+        ({"r2": {"state": "stopped"}}, "stopped", (2,), "by SIGSTOP or a debugger, last seen in step 7, data"),
+        ({"r2": {"state": "silent", "silent": 8.0}}, "silent", (2,), "for 8 s, cut off or in code that"),
+        ({"r2": {"state": "silent", "silent": 8.0}}, "silent", (2,), "the interpreter, last seen in step 7,"),
         ({"r2": {"state": "finished"}}, "finished", (2,), "it has made fewer calls than others"),
         ({"r2": FAILED}, "failed", (2,), "failed in step 7, data, at x.py:1 in f: KeyError: 7"),
         # A second one, which may be a victim of the first: of its launcher, say.
@@ -66,9 +67,36 @@ def test_a_table_of_causes(changes, kind, ranks, said):
         assert report.waiting == (0, 1, 3) and "Ranks 0, 1 and 3 waited in all_reduce number 5" in report.text
 
 
-def test_a_rank_of_which_nothing_was_ever_seen_is_named():
-    report = diagnose([record for record in job() if record.rank != 2], 4)
-    assert (report.kind, report.ranks) == ("unseen", (2,)) and "never shown a sign of life" in report.text
+@pytest.mark.parametrize(
+    ("state", "said"),
+    [
+        ("unseen", "Rank 2 has never shown a sign of life: it did not start, ended before its first heartbeat, or is"),
+        ("unknown", "Rank 2 cannot be seen: the store of the job does not answer."),
+    ],
+)
+def test_a_rank_of_which_nothing_is_known_is_named_without_place_or_process(state, said):
+    others = [record for record in job() if record.rank != 2]
+    report = diagnose([*others, RankRecord(2, state=state)], 4)
+    assert (report.kind, report.ranks, report.waiting) == (state, (2,), (0, 1, 3))
+    assert report.text.startswith(said) and "It did not join all_reduce number" in report.text
+    assert not any(word in report.text for word in ("alive", "step 0", "host ?", "process 0"))
+    if state == "unseen":  # as is a rank without any record
+        assert diagnose(others, 4) == report
+
+
+@pytest.mark.parametrize("state", ["gone", "stopped", "silent", "running"])
+@pytest.mark.parametrize("inside", [True, False])
+def test_the_call_that_a_rank_missed_is_certain_only_if_others_wait_in_it(state, inside):
+    """Otherwise its last heartbeat may be older than the call: others were seen in a later one, or in none."""
+    records = job(r2={"state": state})
+    if not inside:
+        ahead = (call(number=5), call(number=6))
+        records = [r if r.rank == 2 else replace(r, inside=None, calls=ahead) for r in records]
+    report = diagnose(records, 4)
+    assert report.ranks == (2,) and report.call.number == 5
+    certain = inside or state == "running"
+    assert ("It did not join all_reduce number 5" in report.text) == certain
+    assert ("It was not seen to join all_reduce number 5" in report.text) == (not certain)
 
 
 def test_exchanges_may_have_other_sizes_on_every_rank():

@@ -123,6 +123,40 @@ def test_the_records_of_all_ranks_survive_the_loss_of_a_leader(job, tmp_path):
     assert late[3].state == "silent" and late[2].state == "gone"
 
 
+def test_ranks_count_as_silent_after_their_limit(job, tmp_path):
+    """The limit of other machines is two heartbeats longer: messages travel through the store."""
+    for rank in (job[1], job[3], job[0], job[2]):  # leaders last: they send what the others have left
+        rank.beat(0.0)
+    collector = Collector(tmp_path, 4, job[0].node, job[0].channel, INTERVAL, SILENCE)
+    assert collector.is_reporter(0.0, 0.0)
+    job[0].round()
+
+    def states(now):
+        records = collector.everyone(now, RankRecord(0), lost=False)
+        return [record.state for record in sorted(records, key=lambda record: record.rank)][1:]
+
+    far = SILENCE + 2 * INTERVAL
+    assert states(0.0) == states(SILENCE) == ["running", "running", "running"]
+    assert states(SILENCE + 0.1) == states(far) == ["silent", "running", "running"]
+    assert states(far + 0.1) == ["silent", "silent", "silent"]
+
+
+@pytest.mark.parametrize(("answers", "state"), [(True, "unseen"), (False, "unknown")])
+def test_a_rank_without_a_heartbeat_is_not_taken_for_a_live_one(job, tmp_path, answers, state):
+    """It ended before its first one, unless the store is lost, in which it may be."""
+    for rank in job[:3]:
+        rank.beat(0.0)
+    collector = Collector(tmp_path, 4, job[0].node, job[0].channel, INTERVAL, SILENCE)
+    assert collector.is_reporter(0.0, 0.0)
+    job[0].round()
+    collector.everyone(0.0, RankRecord(0), lost=False)
+    job[0].channel._open = answers
+    records = {record.rank: record for record in collector.everyone(0.0, RankRecord(0), lost=True)}
+    assert records[3] == RankRecord(3, state=state)
+    assert records[1].state == "running"
+    assert f"{records[3]}" == "rank 3"
+
+
 def test_the_lowest_live_leader_writes_the_report(job, tmp_path):
     for rank in job:
         rank.beat(0.0)
