@@ -19,7 +19,8 @@ from fastmp.nn import Placement
 from fastmp.nn.stages import gpt_stages
 from fastmp.optim import muon
 from fastmp.optim.adamw import AdamW
-from fastmp.optim.grad_buffers import GradBuffer
+from fastmp.optim.grad_buffers import GradBuffer, main_grad
+from fastmp.optim.grad_norm import clip_coefficient, global_grad_norm
 from fastmp.optim.muon import Muon, is_hidden_matrix, update_cost
 from fastmp.optim.named_params import named_parameters
 from fastmp.optim.newton_schulz import A, B, C, orthogonalize
@@ -32,11 +33,11 @@ from tools.small_models import part_of
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-def plain(matrix, coefficients=(A, B, C), steps=5, eps=1e-7):
-    """Newton-Schulz of one matrix, by the paper."""
+def plain(matrix, coefficients=(A, B, C), steps=5, eps=None):
+    """Newton-Schulz of one matrix, by the paper but for `eps`, which torch adds to the norm of a zero one."""
     a, b, c = coefficients
     x = matrix.mT if matrix.shape[0] > matrix.shape[1] else matrix
-    x = x / max(x.norm().item(), eps)
+    x = x / x.norm()
     for _ in range(steps):
         gram = x @ x.mT
         x = a * x + (b * gram + c * gram @ gram) @ x
@@ -66,7 +67,32 @@ def test_half_precision_is_as_good_as_torchs():
 
 
 def test_a_matrix_of_zeros_stays_so():
-    assert orthogonalize(torch.zeros(2, 3, 4)).count_nonzero() == 0
+    both = torch.stack([torch.zeros(3, 4), torch.ones(3, 4)])
+    zero, other = orthogonalize(both)
+    assert zero.count_nonzero() == 0 and torch.equal(other, orthogonalize(both[1:])[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_the_scale_of_a_matrix_changes_no_bit(dtype):
+    """A strongly clipped gradient has the direction of the others, and so has one near overflow."""
+    torch.manual_seed(0)
+    signs = torch.randint(2, (2, 5, 9)) * 2 - 1
+    matrices = (signs * (1 + torch.rand(2, 5, 9))).to(dtype)  # no number leaves the range before others
+    expected = orthogonalize(matrices)
+    assert expected.abs().max() > 0.1
+    lowest, highest = (10, 14) if dtype == torch.float16 else (100, 126)
+    for exponent in range(-lowest, highest + 1, 2):
+        scale = 2.0**exponent
+        assert torch.equal(orthogonalize(matrices * scale), expected), exponent
+    mixed = torch.stack([matrices[0] * 2.0**-lowest, matrices[1] * 2.0**highest])
+    assert torch.equal(orthogonalize(mixed), expected)
+
+
+def test_subnormal_matrices_have_a_direction():
+    """Clipping may leave no normal number; those that are left are exact."""
+    torch.manual_seed(0)
+    units = torch.randint(-8, 9, (1, 4, 6)).float()
+    assert torch.equal(orthogonalize(units * 2.0**-149), orthogonalize(units))
 
 
 def make_model(dtype):
@@ -243,6 +269,57 @@ def test_every_layout_is_one_process_bit_for_bit(one_process, world):
             for name, param in found.items():
                 assert torch.equal(param, one_process[name]), (layout, name)
         assert seen == one_process.keys()
+
+
+def strongly_clipped(groups, factor):
+    """{name: whole parameter} of Muon after two steps whose clip coefficient is `factor`."""
+    grads, optimizer = make(groups, dtype=torch.float32)
+    for step in range(2):
+        give_gradients(grads, groups, step)
+        optimizer.step(1e-2, clip_coefficient=torch.tensor(factor))
+    parts = {"etp_group": groups.etp, "ep_group": groups.ep}
+    return {
+        name: full_tensor(param.detach(), param, groups.tp, **parts).clone()
+        for name, param in grads.parameters.items()
+        if is_hidden_matrix(name, param)
+    }
+
+
+@pytest.mark.parametrize("exponent", [-30, -100])
+def test_strong_clipping_does_not_stop_matrices(exponent):
+    """One huge gradient elsewhere makes the clip coefficient tiny: alone, and with sliced matrices."""
+    expected = strongly_clipped(ParallelGroups.alone(), 1.0)
+    alone = strongly_clipped(ParallelGroups.alone(), 2.0**exponent)
+
+    def rank_main(rank, world_size):
+        groups = ParallelGroups.create(RankGrid(world_size=world_size, tp=2))
+        return strongly_clipped(groups, 2.0**exponent)
+
+    for found in (alone, *run_ranks(rank_main, 2)):
+        assert found.keys() == expected.keys()
+        for name, param in found.items():
+            assert torch.equal(param, expected[name]), name
+
+
+def test_a_huge_gradient_of_the_embedding_leaves_the_step_of_matrices():
+    """The norm clips all gradients by a billion; each matrix still moves by its RMS of about 0.2 lr."""
+    steps = {}
+    for size in (1.0, 1e9):
+        model = make_model(torch.float32)
+        before = {name: p.detach().clone() for name, p in model.named_parameters()}
+        grads = GradBuffer(model.named_parameters(), cost=partial(update_cost, select=select))
+        optimizer = Muon(grads, lr=1e-2, weight_decay=0.0)
+        grads.zero()
+        model(torch.arange(7)).square().sum().backward()
+        before_clip = main_grad(model[0].weight)
+        before_clip.mul_(size / before_clip.norm())
+        norm = global_grad_norm(grads)
+        optimizer.step(grad_norm=norm, clip_coefficient=clip_coefficient(norm, 1.0))
+        steps[size] = {name: p.detach() - before[name] for name, p in model.named_parameters() if p.ndim == 2}
+        assert optimizer.skipped_steps == 0
+    for name, step in steps[1e9].items():
+        assert step.square().mean().sqrt() > 1e-3, name
+        torch.testing.assert_close(step, steps[1.0][name], rtol=1e-3, atol=1e-6, msg=name)
 
 
 def test_a_gpus_dtype_gives_the_bits_of_one_process(monkeypatch):
