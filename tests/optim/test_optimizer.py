@@ -14,6 +14,9 @@ from marks import full
 from optim_tools import Tied, make_model
 from torch import nn
 
+from fastmp.distributed.collectives import group_rank, group_size
+from fastmp.distributed.grid import RankGrid
+from fastmp.distributed.groups import ParallelGroups
 from fastmp.optim.adamw import AdamW
 from fastmp.optim.grad_buffers import GradBuffer
 from fastmp.optim.grad_norm import clip_coefficient, global_grad_norm
@@ -200,6 +203,60 @@ def test_norm_counts_each_parameter_once_and_has_the_same_bits_everywhere():
     assert len({bits for bits, _ in results}) == 1
     expected = math.sqrt(results[0][1] + results[2][1] + 3 * (1.0 + 4.0))
     assert abs(float.fromhex(results[0][0]) - expected) < 1e-10
+
+
+EXPERT_GRIDS = [{"ep": 2}, {"ep": 4}, {"tp": 2, "etp": 1}, {"pp": 2, "ep": 2}, {"etp": 2}]
+
+
+def test_norm_over_an_expert_grid_of_its_own():
+    """Experts are spread over other ranks than dense parameters: each kind is summed over its own."""
+
+    def whole_gradients(stages):
+        """{name: (gradient of the whole model, is of experts, is sharded over tensor-parallel ranks)}"""
+        kinds = {
+            "matrix": ((4, 3), False, True),
+            "vector": ((3,), False, False),
+            "expert.matrix": ((4, 4, 3), True, True),
+            "expert.vector": ((4, 5), True, False),
+        }
+        generator, found = torch.Generator().manual_seed(0), {}
+        for stage in range(stages):
+            for name, (shape, *marks) in kinds.items():
+                full_grad = torch.randn(shape, generator=generator, dtype=torch.float64)
+                found[f"{stage}.{name}"] = full_grad * (10 if marks[0] else 1), *marks
+        return found
+
+    def rank_main(rank, world_size):
+        found = []
+        for sizes in EXPERT_GRIDS:
+            groups = ParallelGroups.create(RankGrid(world_size=world_size, **sizes))
+            parameters, parts = {}, {}
+            for name, (full_grad, experts, sharded) in whole_gradients(sizes.get("pp", 1)).items():
+                if int(name[0]) != group_rank(groups.pp):
+                    continue
+                part, over = full_grad, groups.etp if experts else groups.tp
+                if experts:
+                    part = part.chunk(group_size(groups.ep))[group_rank(groups.ep)]
+                if sharded:
+                    part = part.chunk(group_size(over), int(experts))[group_rank(over)]
+                parts[name], parameters[name] = part, nn.Parameter(torch.zeros_like(part))
+                parameters[name].expert_parallel, parameters[name].tensor_model_parallel = experts, sharded
+            for shard in (False, True):
+                ranks = {"dp_group": groups.dp_cp, "tp_group": groups.tp, "edp_group": groups.edp}
+                grads = GradBuffer(parameters.items(), **ranks, shard=shard)
+                for name, param in parameters.items():
+                    param.main_grad.copy_(parts[name])  # reduced: sharded ranks read their own part of it
+                found.append(global_grad_norm(grads, **groups.norm).item())
+                grads.remove_hooks()
+            assert groups.mp is not groups.expert_mp
+        return found
+
+    results = run_ranks(rank_main, 4)
+    assert all(found == results[0] for found in results)
+    for sizes, *norms in zip(EXPERT_GRIDS, results[0][::2], results[0][1::2], strict=True):
+        grads = [grad for grad, *_ in whole_gradients(sizes.get("pp", 1)).values()]
+        expected = math.sqrt(sum(grad.square().sum().item() for grad in grads))
+        assert norms == pytest.approx([expected, expected], rel=1e-12), sizes
 
 
 @pytest.mark.parametrize("layout", ["tp", "sharded", *full(["dp", "small"])])
