@@ -183,6 +183,8 @@ def sum_tied_gradients(
     for stage in stages:
         if stage.word_embedding is not None and stage.word_embedding.pipeline_shared:
             weight_VH = stage.word_embedding.weight
+            if grads is not None and all(param is not weight_VH for param in grads.parameters.values()):
+                continue  # frozen on both stages
             if grads is None and weight_VH.grad is None:
                 weight_VH.grad = torch.zeros_like(weight_VH)
             grad = weight_VH.grad if grads is None else grads.own(weight_VH)

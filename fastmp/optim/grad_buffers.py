@@ -173,10 +173,12 @@ class GradBuffer:
     which nothing overlaps. Every further step must have as many, so the number of microbatches cannot vary.
     Call `recount` before a step that has another number. Buckets are sent in the same order on all ranks.
 
-    A parameter without a gradient in a step keeps a main gradient of zero.
+    A parameter without a gradient in a step keeps a main gradient of zero. A rank without trainable
+    parameters, such as a frozen pipeline stage, has a buffer of nothing and joins the collectives of others.
 
     Attributes:
         parameters: {name: parameter}.
+        device: the device of the first parameter, trainable or not.
         flats: the buffers.
         order: the order in which backward fills their buckets, as (buffer, bucket).
 
@@ -210,7 +212,9 @@ class GradBuffer:
     ) -> None:
         copies = {} if fp8 is None else fp8
         self.tp_group, self.shard, self.overlap = tp_group, shard, overlap
-        self.parameters = _unique_trainable(named_parameters)
+        named = list(named_parameters)
+        self.parameters = _unique_trainable(named)
+        self.device = named[0][1].device if named else torch.get_default_device()
         plans = plan_buffers(
             {
                 name: param_spec(param, tp_group, 0 if cost is None else cost(name, param), copies.get(param))
@@ -321,7 +325,8 @@ class GradBuffer:
         Call it after `reduce` and before `zero`. Returns (buffers,) int64 on the device, the argument of
         `first_nonfinite_param`.
         """
-        return torch.stack([first_not_finite(flat.grad, wanted) for flat in self.flats])
+        found = [first_not_finite(flat.grad, wanted) for flat in self.flats]
+        return torch.stack(found) if found else torch.zeros(0, dtype=torch.int64, device=self.device)
 
     def first_nonfinite_param(self, places: list[int]) -> tuple[str, bool] | None:
         """Return the parameter nearest to the loss among the `places` that `first_not_finite` returned.

@@ -29,7 +29,8 @@ def global_grad_norm(
     """Return the 2-norm of all main gradients of the model; each parameter counts once on any layout.
 
     Args:
-        grads: this rank's gradients, reduced. Another stage counts parameters marked `pipeline_replica`.
+        grads: this rank's gradients, reduced. Another stage counts parameters marked `pipeline_replica`. A
+            rank without trainable parameters counts 0 and joins the all-reduces.
         tp_group: the group over which parameters not marked `tensor_model_parallel` are replicated; its
             first rank counts them.
         mp_group: ranks that together hold one copy of the model (tensor and pipeline parallel); one
@@ -46,7 +47,8 @@ def global_grad_norm(
         one gradient on one rank is not, even a replicated one on a rank that does not count it.
 
     Raises:
-        ValueError: a buffer without parameters, or sharded gradients without `world_group`.
+        ValueError: a buffer without parameters and no group of other ranks, or sharded gradients without
+            `world_group`.
 
     Example:
         grads = GradBuffer(model.named_parameters())
@@ -57,16 +59,15 @@ def global_grad_norm(
         norm = global_grad_norm(grads)
         optimizer.step(grad_norm=norm, clip_coefficient=clip_coefficient(norm, 1.0))
     """
-    if not grads.flats:
-        raise ValueError("global_grad_norm: no parameters given")
+    if not grads.flats and mp_group is expert_mp_group is world_group is None:
+        raise ValueError("global_grad_norm: no parameters given, and no group of ranks that have some")
     if world_group is None and any(flat.layout.num_ranks > 1 for flat in grads.flats):
         raise ValueError(
             "global_grad_norm: gradients are sharded, so each rank has a part of the norm; pass the group of "
             "all ranks as world_group"
         )
-    device = grads.flats[0].grad.device
     # 1. Sum the squares of the gradients that this rank counts.
-    totals = torch.zeros(2, dtype=torch.float64, device=device)  # of all but experts, of experts
+    totals = torch.zeros(2, dtype=torch.float64, device=grads.device)  # of all but experts, of experts
     for flat in grads.flats:
         first = group_rank(etp_group if flat.plan.experts else tp_group) == 0
         for counts, members in _by_count(flat, first).items():

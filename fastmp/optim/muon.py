@@ -142,7 +142,7 @@ class Muon(AdamW):
     GPU, in float32 on a CPU, and in float64 if they are float64.
 
     Raises:
-        ValueError: as `AdamW`; a momentum outside [0, 1); or no parameter with a cost.
+        ValueError: as `AdamW`; a momentum outside [0, 1); or parameters, but none with a cost.
 
     Example:
         grads = GradBuffer(model.named_parameters(), cost=update_cost)
@@ -174,7 +174,7 @@ class Muon(AdamW):
                 together = flat.ranks_of_slices(group)
                 key = (together, flat.dtype) if together else at
                 teams.setdefault(key, (group if together else None, []))[1].append(at)
-        if not teams:
+        if self.parameters and not teams:
             raise ValueError(
                 "Muon: no parameter has a cost; make the GradBuffer with cost=update_cost, or use AdamW"
             )

@@ -20,6 +20,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 
@@ -60,7 +61,8 @@ class Optimizer(ABC):
     shares memory with a `param.data` taken before. So make the optimizer once the model has its device and
     dtype. Tied weights, which are one Parameter, stay tied. A low-precision parameter is written from its
     master weight at every step, so load weights before you make the optimizer. A parameter that is frozen
-    later has a gradient of zero, and is decayed and moved by its moments.
+    later has a gradient of zero, and is decayed and moved by its moments. A rank without trainable
+    parameters, such as a frozen pipeline stage, counts the steps.
 
     Attributes:
         parameters: {name: parameter}.
@@ -70,8 +72,8 @@ class Optimizer(ABC):
         skipped_steps: 0-dim int64 tensor, the steps that were skipped for a grad norm that was not finite.
 
     Raises:
-        ValueError: a buffer without parameters, parameters that share memory, small states for parameters of
-            another dtype, or a negative `lr` or `weight_decay`, also of a group.
+        ValueError: a buffer without parameters on the only rank, parameters that share memory, small states
+            for parameters of another dtype, or a negative `lr` or `weight_decay`, also of a group.
     """
 
     def __init__(
@@ -85,7 +87,7 @@ class Optimizer(ABC):
     ) -> None:
         self.name = type(self).__name__
         self.parameters = grads.parameters
-        if not self.parameters:
+        if not self.parameters and not _has_other_ranks():
             raise ValueError(f"{self.name}: no parameters given")
         if states not in ("classic", "small"):
             raise ValueError(f"{self.name}: states must be 'classic' or 'small', got {states!r}")
@@ -104,7 +106,9 @@ class Optimizer(ABC):
         self.order = grads.order[::-1]  # what forward uses first comes first
         self.gather = ParameterGather(grads.flats)
         self._updated: list[tuple[int, int]] = []  # buckets whose all-gather waits for scales
-        self.skipped_steps = torch.zeros_like(self.flats[0].steps[0])
+        self.skipped_steps = torch.zeros((), dtype=torch.int64, device=grads.device)
+        # A rank without parameters counts by itself: checkpoints and learning rates need its numbers.
+        self._steps = self.flats[0].steps[0] if self.flats else torch.zeros_like(self.skipped_steps)
 
     @abstractmethod
     def make_state(self, grads: FlatBuffer, number: int) -> FlatState:
@@ -145,6 +149,8 @@ class Optimizer(ABC):
             flat.check()
         self._updated = []  # a step that has failed may have left some
         self.update(skip, inv_scale, clip_coefficient)
+        if not self.flats:
+            self._steps += 1 if skip is None else ~skip
         self._start_updated()
         # The kernel counts a new version of its buffers, which parameters do not share.
         torch.autograd.graph.increment_version(self.parameters.values())
@@ -234,7 +240,7 @@ class Optimizer(ABC):
 
     def counts(self) -> dict[str, Tensor]:
         """Return {"steps", "skipped_steps": 0-dim int64 tensors}, not copied."""
-        return {"steps": self.flats[0].steps[0], "skipped_steps": self.skipped_steps}
+        return {"steps": self._steps, "skipped_steps": self.skipped_steps}
 
     @torch.no_grad()
     def loaded(self) -> None:
@@ -257,6 +263,10 @@ def check_range(owner: str, *, below: float = math.inf, **numbers: float) -> Non
     for name, number in numbers.items():
         if not 0.0 <= number < below:
             raise ValueError(f"{owner}: {name} must be in [0, {below:g}), got {number}")
+
+
+def _has_other_ranks() -> bool:
+    return dist.is_initialized() and dist.get_world_size() > 1
 
 
 def _decayed_matrices(weight_decay: float) -> Callable[[str, Parameter], ParameterGroup]:

@@ -242,8 +242,7 @@ class PipelineRunner:
     overlap: runs the layers by segments; forwards overlap backwards that the schedule pairs with them.
 
     Raises:
-        ValueError: on all ranks of the pipeline, for an order that cannot run, or a rank without trainable
-            parameters.
+        ValueError: on all ranks of the pipeline, for an order that cannot run, or a rank without parameters.
     """
 
     def __init__(
@@ -258,7 +257,7 @@ class PipelineRunner:
         self.chunks, self.functions, self.overlap = list(chunks), functions, overlap
         self.group = groups.pp
         pp, vpp = group_size(self.group), len(self.chunks)
-        _check_something_to_train(self.chunks, self.group)
+        _check_parameters(self.chunks, self.group)
         schedule = Schedule(
             pp, num_microbatches, vpp, functions.group_size, functions.schedule, overlap is not None
         )
@@ -413,11 +412,11 @@ def evaluation_mode(chunks: Sequence[nn.Module]) -> Iterator[None]:
             module.training = mode
 
 
-def _check_something_to_train(chunks: Sequence[nn.Module], group: dist.ProcessGroup | None) -> None:
-    own = any(param.requires_grad for _, param in named_parameters(chunks))
+def _check_parameters(chunks: Sequence[nn.Module], group: dist.ProcessGroup | None) -> None:
+    own = any(True for _ in named_parameters(chunks))
     idle = [rank for rank, has in enumerate(gather_objects(own, group)) if not has]
     if idle:
-        raise ValueError(f"Trainer: the stages of pipeline rank {idle[0]} have no parameter to train")
+        raise ValueError(f"Trainer: the stages of pipeline rank {idle[0]} have no parameters")
 
 
 def _microbatch_of(steps: Sequence[Step], kind: str) -> int | None:

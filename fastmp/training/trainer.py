@@ -21,14 +21,16 @@ from torch import Tensor, nn
 
 from fastmp.config import CheckpointConfig, GraphConfig, OptimizerConfig, TrainConfig
 from fastmp.cuda_graphs.manager import GraphManager
-from fastmp.distributed.collectives import group_rank, group_size
+from fastmp.distributed.collectives import gather_objects, group_rank, group_size
 from fastmp.distributed.groups import ParallelGroups
 from fastmp.nn.overlap import OverlappedLayers
 from fastmp.optim.from_config import make_grads, make_optimizer, make_scaler
 from fastmp.optim.lr_schedule import learning_rates
+from fastmp.optim.named_params import named_parameters
 from fastmp.pipeline.runner import PipelineError
 from fastmp.profiling import traced
 from fastmp.status import process_status
+from fastmp.tensor_parallel.attributes import parallel_attributes
 from fastmp.training.checkpoint.checkpointer import Loaded
 from fastmp.training.checkpoint_scheduler import CheckpointScheduler, paused
 from fastmp.training.graphing import (
@@ -120,7 +122,8 @@ class Trainer:
         after_save: called with each checkpoint, see `Checkpointer`.
 
     Raises:
-        ValueError: microbatches and ranks do not divide `config.global_batch_size`, or as `PipelineRunner`.
+        ValueError: microbatches and ranks do not divide `config.global_batch_size`, no rank has a parameter
+            to train, a tied table is frozen on one of its stages only, or as `PipelineRunner`.
     """
 
     def __init__(
@@ -157,13 +160,13 @@ class Trainer:
         self.runner = self._make_runner(chunks, loss_fn, overlap_experts)
         attach_stash(self.runner, self.num_microbatches, groups)
         self.device = next(self.model.parameters()).device
+        trained = _trained_dtypes(self.runner.chunks, groups)
         make_equal([*self.model.parameters(), *self.model.buffers()], groups)
         self.grads = make_grads(self.runner.chunks, self.optimizer_config, groups)
         self.optimizer = make_optimizer(self.grads, self.optimizer_config, groups, parameter_group)
         if self.optimizer_config.overlap:
             self.optimizer.gather.attach(self.runner.chunks)
-        dtypes = {param.dtype for param in self.grads.parameters.values()}
-        self.scaler = make_scaler(self.optimizer_config, self.device) if torch.float16 in dtypes else None
+        self.scaler = make_scaler(self.optimizer_config, self.device) if torch.float16 in trained else None
         work = TrainStep(
             self.runner,
             self.grads,
@@ -453,6 +456,29 @@ def _step_named(number: int) -> Iterator[None]:
     except Exception as error:
         error.add_note(f"step {number}")
         raise
+
+
+def _trained_dtypes(chunks: Sequence[nn.Module], groups: ParallelGroups) -> set[torch.dtype]:
+    """Return the dtypes of the trainable parameters of all stages; all pipeline ranks call it.
+
+    A stage may be frozen, but its loss scale, for example, follows from the others.
+    """
+    own, tied = set[torch.dtype](), set[bool]()
+    for _, param in named_parameters(chunks):
+        own |= {param.dtype} if param.requires_grad else set()
+        tied |= {param.requires_grad} if parallel_attributes(param).pipeline_shared else set()
+    everyones = gather_objects((own, tied), groups.pp)
+    if not any(trained for trained, _ in everyones):
+        raise ValueError(
+            "Trainer: expected a parameter to train, but all are frozen on every rank; call requires_grad_() "
+            "of some"
+        )
+    if len(set[bool]().union(*(each for _, each in everyones))) > 1:
+        raise ValueError(
+            "Trainer: the embedding shared by the first and the last stage is frozen on one of them only; "
+            "call requires_grad_(False) on both or on neither"
+        )
+    return set[torch.dtype]().union(*(trained for trained, _ in everyones))
 
 
 def _due(step: int, interval: int) -> bool:

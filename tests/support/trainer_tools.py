@@ -56,13 +56,20 @@ def make_trainer(
     graph_manager=None,
     overlap_experts=False,
     fp8=None,
+    frozen=None,
     **train,
 ):
-    """Return a trainer of the whole model, or of the stages of `layout`; train: fields of TrainConfig."""
+    """Return a trainer of the whole model, or of the stages of `layout`; train: fields of TrainConfig.
+
+    frozen: name of a parameter -> True if it is not trained.
+    """
     cp = {} if groups.cp is None else {"cp_rank": group_rank(groups.cp)}
     rng = RngTracker(seed, tp_rank=group_rank(groups.tp), **cp, device=device)
     layout = ParallelConfig() if layout is None else layout
     model, loss = gpt_and_loss(config, groups, layout, rng=rng, dtype=dtype, device=device, fp8=fp8)
+    if frozen is not None:
+        for name, param in named_parameters([model] if isinstance(model, nn.Module) else model):
+            param.requires_grad_(not frozen(name))
     train = {"steps": 40, "global_batch_size": MICRO_BATCH * NUM_MICROBATCHES, "eval_interval": 0, **train}
     return Trainer(
         model,

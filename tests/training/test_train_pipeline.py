@@ -424,7 +424,7 @@ def test_what_does_not_fit_is_said_on_all_ranks():
             "a pipeline of 2 ranks needs chunks and a PipelineLoss, got GPT",
             "num_microbatches 3 leaves a last group of 1 for group_size 2",
             "4 layers are not divisible by 6 stages",
-            "the stages of pipeline rank 0 have no parameter to train",
+            "the stages of pipeline rank 0 have no parameters",
         ),
         strict=True,
     ):
