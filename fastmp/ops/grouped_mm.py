@@ -37,7 +37,7 @@ from fastmp.ops.core.registry import (
     without_autocast,
 )
 from fastmp.ops.grouped_mm_tiles import grouped_mm_choice, prefers_cutlass
-from fastmp.ops.wgrad import deferral, leaf_of
+from fastmp.ops.wgrad import deferral, leaf_of, main_grad_of
 from fastmp.profiling import traced
 
 _APPROXIMATE = {"gelu_tanh": "tanh", "gelu": "none"}  # torch's names of the forms of GELU
@@ -444,9 +444,9 @@ def grouped_mm(
 
     Gale et al., "MegaBlocks", 2022 (arXiv 2211.15841).
     """
-    main_grad = getattr(w, "main_grad", None)  # of the parameter, not of what autocast makes of it
+    # Of the parameter, not of what autocast makes of it.
+    main_grad = main_grad_of(w) if torch.is_grad_enabled() else None
     x, w, bias = autocast(x, w, bias)
-    main_grad = main_grad if w.requires_grad and torch.is_grad_enabled() else None
     _check("grouped_mm", x, w, offsets, 1 if transposed else 2, main_grad)
     if bias is not None:
         checks.check_shape(
@@ -505,9 +505,8 @@ def grouped_mlp_in(
 
     Shazeer, "GLU Variants Improve Transformer", 2020; Gale et al., "MegaBlocks", 2022.
     """
-    given, main_grad = (x, w), getattr(w, "main_grad", None)
+    given, main_grad = (x, w), main_grad_of(w) if torch.is_grad_enabled() else None
     x, w, bias = autocast(x, w, bias)
-    main_grad = main_grad if w.requires_grad and torch.is_grad_enabled() else None
     _check_mlp_in(x, w, offsets, main_grad, bias, form, gated)
     _check_rows("grouped_mlp_in", x, w, offsets, sizes)
     if bias is None and _sizes_of_a_loop(sizes, x, w) is not None:

@@ -52,7 +52,7 @@ from fastmp.ops.linear_cross_entropy_chunks import (
     taken,
 )
 from fastmp.ops.reduction import check_reduction, divisor_of, number_of_targets, reduced
-from fastmp.ops.wgrad import linear
+from fastmp.ops.wgrad import linear, main_grad_of
 from fastmp.profiling import traced
 
 _PLAIN = (Tensor, torch.nn.Parameter)
@@ -227,7 +227,7 @@ def _of_few_logits(
     if torch._C._is_any_autocast_enabled() or torch._C._are_functorch_transforms_active():
         return None
     recorded = torch.is_grad_enabled() and (weight.requires_grad or hidden.requires_grad)
-    main_grad = getattr(weight, "main_grad", None) if recorded else None
+    main_grad = main_grad_of(weight) if recorded else None
     fits = bias is None or (bias.shape, bias.dtype, bias.device) == (
         weight.shape[:1], weight.dtype, weight.device
     )  # fmt: skip

@@ -21,6 +21,7 @@ from fastmp.ops.core import checks
 from fastmp.ops.core.backends import LIBRARY
 from fastmp.ops.core.registry import autocast, compute_dtype
 from fastmp.ops.cross_entropy import check_range
+from fastmp.ops.wgrad import main_grad_of
 
 # Bytes of logits in memory at a time. A GPU needs 4096 tokens or more per chunk, because the gradient of the
 # weight is read and written once per chunk: logits of 128256 ids in bf16 fit. A CPU needs 400 tokens.
@@ -139,11 +140,21 @@ class HeadGradients:
     The weight's gradient is added to `main_grad` if there is one; `results` then returns None for it. Over
     several chunks it is summed in float32 (float64) even if its result is narrower: rounding each chunk would
     let errors grow with their number.
+
+    Raises:
+        ValueError: the weight has a gradient hook, which a gradient in `main_grad` would skip.
     """
 
     def __init__(
         self, chunks: LogitChunks, shards: Shards, wanted: tuple[bool, bool], main_grad: Tensor | None
     ) -> None:
+        # `main_grad_of` sees no hooks while code is compiled, nor those registered after a forward.
+        checks.require(
+            main_grad is None or not chunks.weight._backward_hooks,
+            "output head: weight has a gradient hook that compiled code, or a backward pass whose forward "
+            "ran before it was registered, skips: its gradient is added to main_grad; register the hook "
+            "before the forward, and don't compile the loss",
+        )
         self.chunks, self.shards, self.want_weight, self.main_grad = chunks, shards, wanted[1], main_grad
         self.hidden = chunks.x.new_empty(chunks.x.shape) if wanted[0] else None
         self.total, self.work = main_grad, None
@@ -417,10 +428,10 @@ def head_of(
     vocab_size: int | None, workspace: int | None, bias: Tensor | None = None,
 ) -> Head:  # fmt: skip
     """Check the arguments of a public function; errors begin with `name`. A loss may have no targets."""
-    main_grad = getattr(weight, "main_grad", None)  # of the parameter, not of its autocast copy
+    # Of the parameter, not of its autocast copy.
+    main_grad = main_grad_of(weight, compiles=True) if torch.is_grad_enabled() else None
     hidden, weight, bias = autocast(hidden, weight, bias)
     wanted = (hidden.requires_grad, weight.requires_grad) if torch.is_grad_enabled() else (False, False)
-    main_grad = main_grad if wanted[1] else None
     shard = weight.shape[0] if weight.dim() else 0
     vocab_size = shards.size * shard if vocab_size is None else vocab_size
     if workspace is None:

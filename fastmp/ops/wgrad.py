@@ -22,6 +22,7 @@ from contextlib import contextmanager, nullcontext
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 
 from fastmp.ops.core import checks
 from fastmp.ops.core.registry import Differentiable, autocast, compute_dtype, raise_if_create_graph, register
@@ -163,9 +164,14 @@ def deferral(weight: Tensor) -> Callable[[Make], None] | None:
     Call it in forward with the parameter itself: the saved tensor in backward may be another tensor with the
     same values. The autograd node takes `leaf_of(weight)` instead. The gradient of a weight computed from
     others, as by autocast, cannot be deferred, because the rest of the backward pass needs it. Compilers and
-    torch.func get every gradient.
+    torch.func get every gradient, and so do hooks of the weight and `DistributedDataParallel`. Hooks that
+    others register on the node that accumulates the gradient are not called.
     """
-    if _queue is None or not (weight.is_leaf and weight.requires_grad) or _needs_every_gradient():
+    if _queue is None or not (weight.is_leaf and weight.requires_grad):
+        return None
+    if weight._backward_hooks or _needs_every_gradient():
+        return None
+    if DistributedDataParallel._get_active_ddp_module() is not None:
         return None
     return functools.partial(_queue.put, weight)
 
@@ -179,16 +185,19 @@ def leaf_of(weight: Tensor) -> Tensor:
     return weight.detach().requires_grad_()
 
 
-def main_grad_of(weight: Tensor) -> Tensor | None:
+def main_grad_of(weight: Tensor, *, compiles: bool = False) -> Tensor | None:
     """Return the `main_grad` to which backward adds the gradient of `weight`; None leaves it to autograd.
 
-    Call it in forward with the parameter itself, as `deferral`. Under a compiler or torch.func autograd gets
-    the gradient, and a `GradBuffer` adds it afterwards.
+    Call it in forward with the parameter itself, as `deferral`. Autograd gets the gradient of a weight with
+    hooks (`weight.register_hook`), whose result a `GradBuffer` adds afterwards; under a compiler or
+    torch.func it gets every gradient.
+
+    compiles: compiled code adds to `main_grad` as well, although no hooks can be seen while it is compiled.
     """
     main_grad = getattr(weight, "main_grad", None)
-    if main_grad is None or not weight.requires_grad:
+    if main_grad is None or not weight.requires_grad or weight._backward_hooks:
         return None
-    return None if _needs_every_gradient() else main_grad
+    return None if not compiles and _needs_every_gradient() else main_grad
 
 
 def _needs_every_gradient() -> bool:

@@ -41,7 +41,7 @@ from fastmp.ops.stash import (
     stash_release,
     stash_reserve,
 )
-from fastmp.ops.wgrad import deferral, leaf_of
+from fastmp.ops.wgrad import deferral, leaf_of, main_grad_of
 from fastmp.profiling import traced
 from fastmp.status import process_status
 
@@ -208,7 +208,7 @@ def stashed_experts(
 
     balanced: rows under a balanced load, from which the first forward sizes the ring.
     """
-    main_grads = [getattr(w, "main_grad", None) if w.requires_grad else None for w in _weights(experts)]
+    main_grads = [main_grad_of(weight) for weight in _weights(experts)]
     rows_MH, *weights = autocast(rows_MH, *_weights(experts))
     defer = [deferral(weight) for weight in weights]
     weights = [weight if each is None else leaf_of(weight) for weight, each in zip(weights, defer)]

@@ -1,0 +1,145 @@
+"""Hooks of gradients (`weight.register_hook`) in training: on every layout and in graphs as on one rank."""
+
+from __future__ import annotations
+
+import zlib
+from functools import partial
+
+import pytest
+import torch
+from marks import full
+from train_tools import EXPERTS
+from trainer_tools import BUCKETS, case, check_as_one_rank, checksums, make_groups, make_trainer, run
+
+from fastmp.config import GPTConfig, GraphConfig, MoEConfig, ParallelConfig
+from fastmp.config.precision import Fp8Recipe
+from fastmp.optim.named_params import named_parameters
+from fastmp.testing.ranks import run_ranks
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+ON = GraphConfig(enabled=True, warmup=1)
+FP8 = {
+    "fp8": Fp8Recipe(32),
+    "config": GPTConfig(
+        **{"num_layers": 2, "hidden_size": 64, "num_heads": 4, "vocab_size": 131, "max_seq_len": 16},
+        activation="swiglu",
+        ffn_hidden_size=192,
+        dense_layers=(0,),
+        moe=MoEConfig(num_experts=4, expert_ffn_hidden_size=64, shared_expert_ffn_hidden_size=64),
+    ),
+}
+
+
+def factor_of(name: str) -> float | None:
+    """The number that a parameter's hook multiplies gradients by; None: it has no hook."""
+    return (0.0, 0.5, -2.0, None)[zlib.crc32(name.encode()) % 4]
+
+
+def hook(trainer):
+    """Give three of four parameters a hook, which scales their gradients."""
+    handles = []
+    for name, param in named_parameters(trainer.runner.chunks):
+        if (factor := factor_of(name)) is not None:
+            handles.append(param.register_hook(partial(torch.mul, other=factor)))
+    assert handles
+    return handles
+
+
+def hooked(*arguments, **options):
+    trainer = make_trainer(*arguments, **options)
+    hook(trainer)
+    return trainer
+
+
+@pytest.fixture(scope="module")
+def one_rank():
+    return run(hooked())
+
+
+@pytest.mark.parametrize("options", [{}, FP8], ids=["plain", "fp8"])
+def test_hooks_change_what_is_accumulated(options):
+    *_, plain = run(make_trainer(**options), 1)[:3]
+    *_, changed = run(hooked(**options), 1)[:3]
+    factors = {factor_of(name) for name in plain}
+    assert factors == {0.0, 0.5, -2.0, None}
+    for name, grad in plain.items():
+        factor = factor_of(name)
+        expected = grad if factor is None else factor * grad
+        torch.testing.assert_close(changed[name], expected, rtol=1e-10, atol=1e-12, msg=name)
+
+
+# Sizes, and if the exchanges of experts are overlapped.
+SPLIT = [({"pp": 2, "schedule": "zero_bubble"}, False), ({"tp": 2, "sequence_parallel": True}, False)]
+MORE = [({"pp": 2, "vpp": 2, "schedule": "dualpipe_v", "recompute": True}, False), ({"ep": 2}, True)]
+MOST = [
+    ({"pp": 2, "vpp": 2, "tp": 2, "sequence_parallel": True, "schedule": "dualpipe_v"}, False),
+    ({"pp": 2, "ep": 2, "schedule": "zero_bubble"}, False),
+]
+
+
+@pytest.mark.parametrize(
+    ("world", "layouts"),
+    [(1, [({"vpp": 2, "schedule": "dualpipe_v"}, False)]), (2, SPLIT), *full([(2, MORE), (4, MOST)])],
+    ids=str,
+)
+def test_every_layout_is_one_rank(one_rank, world, layouts):
+    def rank_main(rank, world_size):
+        made = []
+        for sizes, overlapped in layouts:
+            config, layout = case(EXPERTS, **sizes)
+            groups = make_groups(world_size, layout)
+            options = {"config": config, "optimizer": BUCKETS, "overlap_experts": overlapped}
+            trainer = hooked(groups, layout, **options)
+            made.append((*run(trainer), checksums(trainer)))
+        return made
+
+    results = [rank_main(0, 1)] if world == 1 else run_ranks(rank_main, world, timeout=120)
+    for number in range(len(layouts)):
+        check_as_one_rank([own[number] for own in results], one_rank)
+
+
+def steps_of(graphs, groups, sizes, **options):
+    """All numbers of steps with hooks from the third step to the fifth: after a capture, and gone again."""
+    trainer = make_trainer(groups, ParallelConfig(**sizes), graphs=graphs, **options)
+    seen = []
+    for step in range(8):
+        if step == 3:
+            handles = hook(trainer)
+        if step == 5:
+            for handle in handles:
+                handle.remove()
+        result = trainer.train_step()
+        seen += [result.loss, result.grad_norm]
+    return [*seen, *(p.detach().clone() for p in trainer.grads.parameters.values())], trainer.graphs
+
+
+GRAPHED = [
+    (1, {}, {}),
+    *full(
+        [
+            (1, {}, FP8),
+            (1, {"vpp": 2, "schedule": "dualpipe_v"}, {}),
+            (2, {"pp": 2, "schedule": "zero_bubble"}, {}),
+            (2, {"ep": 2}, {"overlap_experts": True}),
+        ]
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("world", "sizes", "options"),
+    GRAPHED,
+    ids=lambda value: ",".join(map(str, value)) if type(value) is dict else "",
+)
+def test_a_hook_that_comes_after_the_capture_is_called(world, sizes, options):
+    def rank_main(rank, world_size):
+        groups = make_groups(world_size, ParallelConfig(**sizes))
+        (mine, manager), (expected, _) = (steps_of(on, groups, sizes, **options) for on in (ON, None))
+        assert manager.num_graphs
+        assert all(map(torch.equal, mine, expected))
+
+    if world == 1:
+        rank_main(0, 1)
+    else:
+        run_ranks(rank_main, world, timeout=120)
