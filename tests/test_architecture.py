@@ -122,6 +122,16 @@ def test_imports_go_down(arrows):
     assert up == []
 
 
+def test_graphs_import_segments_but_no_layers(arrows):
+    """Of `nn` they know the protocol that layers are written in, and that imports no other part of `nn`."""
+    protocol = {"fastmp.nn.segment", "fastmp.nn.overlap"}
+    inside = {name: targets for name, targets in arrows.items() if name.startswith("fastmp.cuda_graphs")}
+    for name, targets in {**inside, **{each: arrows[each] for each in protocol}}.items():
+        layers = {each for each in targets if each.startswith("fastmp.nn")} - protocol
+        assert not layers, f"{name} imports {sorted(layers)}"
+    assert protocol <= set().union(*inside.values())
+
+
 def test_imports_have_no_cycle(arrows):
     try:
         list(TopologicalSorter(arrows).static_order())

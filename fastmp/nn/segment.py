@@ -12,7 +12,8 @@ of which the last three are not capturable if the host must know how many tokens
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
@@ -26,10 +27,35 @@ from torch import nn
 from fastmp.distributed.deferred import finish_all, finishing
 from fastmp.profiling import region
 
-__all__ = ["LayerChain", "BoundSegment", "Segment", "SegmentedLayer", "SingleSegment", "run_segments"]
+__all__ = [
+    "LayerChain", "BoundSegment", "Segment", "SegmentedLayer", "SingleSegment", "is_rerun", "may_be_void",
+    "rerunning", "run_segments",
+]  # fmt: skip
 
 Tensors = tuple[torch.Tensor, ...]
 Call = Callable[..., torch.Tensor | Tensors]
+_is_rerun = False
+
+
+@contextmanager
+def rerunning() -> Iterator[None]:
+    """Mark forwards inside as a rerun of others, whose activations autograd keeps, not a stash."""
+    global _is_rerun
+    before, _is_rerun = _is_rerun, True
+    try:
+        yield
+    finally:
+        _is_rerun = before
+
+
+def is_rerun() -> bool:
+    """Return True inside `rerunning`."""
+    return _is_rerun
+
+
+def may_be_void(layers: Iterable[nn.Module]) -> bool:
+    """Return True if the device may find that a step of `layers` does not count: a stash may overflow."""
+    return any(getattr(module, "stash", None) is not None for each in layers for module in each.modules())
 
 
 @dataclass(frozen=True)

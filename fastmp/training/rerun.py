@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from fastmp.cuda_graphs.manager import GraphManager
 from fastmp.cuda_graphs.restore import random_states, restore_random_states
-from fastmp.nn.moe.activation_stash import without_stash
+from fastmp.nn.segment import rerunning
 from fastmp.training.graphing import CaptureAgreement
 from fastmp.training.microbatches import Batch
 from fastmp.training.step_counters import StepCounters, VoidCounts
@@ -74,7 +74,7 @@ class Rerun:
         self._add_reasons(counts)
         work.grads.recount()
         restore_random_states(self.rng, states)
-        with without_stash(), ExitStack() as stack:
+        with rerunning(), ExitStack() as stack:
             if self.manager is not None:
                 stack.enter_context(self.manager.paused())
             for layer in work.counters.layers:

@@ -17,19 +17,20 @@ from __future__ import annotations
 
 import heapq
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.function import Function, once_differentiable
 
 from fastmp.config.dispatchers import STASH_TICKETS
 from fastmp.nn.moe.dispatchers.dispatcher import no_compile
 from fastmp.nn.moe.experts import GroupedExperts
 from fastmp.nn.recompute import is_recomputed
+from fastmp.nn.segment import is_rerun
 from fastmp.ops.core.registry import autocast
 from fastmp.ops.grouped_mm import activation_backward
 from fastmp.ops.stash import (
@@ -45,10 +46,9 @@ from fastmp.ops.wgrad import deferral, leaf_of, main_grad_of
 from fastmp.profiling import traced
 from fastmp.status import process_status
 
-__all__ = ["ActivationStash", "has_stash", "stashed_experts", "without_stash"]
+__all__ = ["ActivationStash", "keeps_activations", "stashed_experts"]
 
 _ROWS, _H, _Y, _GRAD = range(4)  # of the rings
-_enabled = True
 
 
 class ActivationStash:
@@ -179,25 +179,9 @@ class StashEntry:
                 self.release()
 
 
-def has_stash(layers: Iterable[nn.Module]) -> bool:
-    """Return True if a module in `layers` keeps activations in a stash."""
-    return any(getattr(module, "stash", None) is not None for each in layers for module in each.modules())
-
-
-@contextmanager
-def without_stash() -> Iterator[None]:
-    """Let autograd keep the activations of forwards inside."""
-    global _enabled
-    before, _enabled = _enabled, False
-    try:
-        yield
-    finally:
-        _enabled = before
-
-
 def keeps_activations(experts: GroupedExperts) -> bool:
     """Return True if a forward of `experts` now keeps activations for long, as a recomputed one does not."""
-    return _enabled and experts.training and torch.is_grad_enabled() and not is_recomputed()
+    return not is_rerun() and experts.training and torch.is_grad_enabled() and not is_recomputed()
 
 
 @no_compile

@@ -14,8 +14,9 @@ from fastmp.config import ACTIVATIONS
 from fastmp.config.specs import ActivationSpec
 from fastmp.distributed.grid import RankGrid
 from fastmp.distributed.groups import ParallelGroups
-from fastmp.nn.moe.activation_stash import ActivationStash, without_stash
+from fastmp.nn.moe.activation_stash import ActivationStash
 from fastmp.nn.recompute import recompute
+from fastmp.nn.segment import rerunning
 from fastmp.ops.stash import HEAD, TAIL
 from fastmp.ops.wgrad import WgradQueue, defer_wgrad
 from fastmp.status import process_status
@@ -163,7 +164,7 @@ def overflow_case(rank, world):
     high, before = int(stash.high_water), stash.state.clone()
     with torch.no_grad():
         layers[0](hidden(rank, 1))
-    with without_stash():
+    with rerunning():
         (layers[0](hidden(rank, 1))[0].sum()).backward()
     assert torch.equal(stash.state, before)
     assert int(stash.high_water) == high
