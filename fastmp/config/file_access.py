@@ -21,6 +21,8 @@ __all__ = [
     "write_whole",
 ]
 
+_PIECE = 1 << 16  # bytes that are read of a file beyond its size
+
 
 def open_regular(path: str | os.PathLike[str], *, links: bool = True) -> int:
     """Open a regular file for reading and return its descriptor.
@@ -53,12 +55,19 @@ def open_regular(path: str | os.PathLike[str], *, links: bool = True) -> int:
 def read_file(path: str | os.PathLike[str], limit: int, *, links: bool = True) -> bytes:
     """Read a regular file of at most `limit` bytes, whole; OSError as `open_regular`, or for a larger one."""
     descriptor = open_regular(path, links=links)
-    with open(descriptor, "rb") as file:
+    with open(descriptor, "rb", buffering=0) as file:
+        # A read allocates all that it asks for: first the size of the file, then pieces, as the file may have grown
+        # since, and those of /proc have no size.
         size = os.fstat(descriptor).st_size
-        content = file.read(limit + 1) if size <= limit else b""
-        if size > limit or len(content) > limit:
-            raise OSError(errno.EFBIG, f"larger than any file of its kind, {limit} bytes")
-    return content
+        pieces: list[bytes] = []
+        length, wanted = size if size > limit else 0, size + 1
+        while length <= limit and (piece := file.read(min(wanted, limit + 1 - length))):
+            pieces.append(piece)
+            length += len(piece)
+            wanted = max(size + 1 - length, _PIECE)
+    if length > limit:
+        raise OSError(errno.EFBIG, f"larger than any file of its kind, {limit} bytes")
+    return b"".join(pieces)
 
 
 def read_or_name(path: str | os.PathLike[str], limit: int, label: str = "") -> bytes:
