@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from fastmp.config.command_line import Parser, exit_status, number
+from fastmp.config.console import to_stdout
 
 __all__ = ["main"]
 
@@ -151,7 +152,7 @@ def reshard_command(options: Namespace) -> int:
     from fastmp.training.checkpoint.reshard import reshard
 
     source = checkpoint_at(options.path)
-    print(reshard(source, Path(options.out), files=options.files, weights=options.weights))
+    to_stdout(f"{reshard(source, Path(options.out), files=options.files, weights=options.weights)}")
     return 0
 
 

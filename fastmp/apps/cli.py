@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from contextlib import nullcontext
 
 import fastmp
 from fastmp.apps.signals import ended_by_signals
 from fastmp.config.command_line import TOML, run_command
+from fastmp.config.console import flush_output, open_streams, to_stderr
 
 COMMANDS = {
     "train": ("fastmp.apps.train", "train a model from a recipe; on several GPUs: fastmp launch train"),
@@ -53,17 +53,21 @@ SYNONYMS = {
 def main(argv: list[str] | None = None) -> int:
     """Run one subcommand and return its exit status; 2: invalid arguments."""
     arguments = sys.argv[1:] if argv is None else argv
-    if arguments[:1] == ["--version"]:
-        print(fastmp.__version__)
-        return 0
+    open_streams()
     try:
-        with ended_by_signals() if arguments[:1] in (["train"], ["launch"]) else nullcontext():
-            status = run_command("fastmp", COMMANDS, arguments, SYNONYMS)
-        sys.stdout.flush()
-        return status
+        try:
+            if arguments[:1] == ["--version"]:
+                print(fastmp.__version__)
+                return 0
+            with ended_by_signals() if arguments[:1] in (["train"], ["launch"]) else nullcontext():
+                return run_command("fastmp", COMMANDS, arguments, SYNONYMS)
+        finally:
+            flush_output()
     except KeyboardInterrupt:
-        print("fastmp: interrupted", file=sys.stderr)
+        to_stderr("fastmp: interrupted")
         return 130
     except BrokenPipeError:  # whoever read our output, `head` say, has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except OSError as error:  # the output cannot be written
+        to_stderr(f"fastmp: {error}")
         return 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 
 from fastmp.config.command_line import Parser, exit_status
+from fastmp.config.console import to_stdout
 from fastmp.config.data_files import NGRAM
 
 
@@ -115,4 +116,5 @@ def main(argv: list[str] | None = None) -> int:
     options = parser.parse_args(argv)
     from fastmp.apps.data_main import run  # imports numpy
 
-    return exit_status("fastmp data", lambda: print(run(options)))
+    show = to_stdout if options.command == "build" else print
+    return exit_status("fastmp data", lambda: show(run(options)))

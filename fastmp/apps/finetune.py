@@ -18,6 +18,7 @@ from fastmp.apps.first_rank import let_rank0_report_first, only_rank0_prints
 from fastmp.apps.launch import check_ranks
 from fastmp.config import Environment, GPTConfig
 from fastmp.config.command_line import Parser
+from fastmp.config.console import to_stdout
 from fastmp.config.option_names import SYNONYMS
 from fastmp.config.recipe import add_options, add_recipe_option, given_options, parse_with_recipe
 from fastmp.plan.layout import check_layout, make_grid
@@ -126,7 +127,7 @@ def finetune(
 
 def _say(runtime: Runtime, *lines: str) -> None:
     if runtime.rank == 0:
-        print("\n".join(lines), flush=True)
+        to_stdout("\n".join(lines))
 
 
 def _identity(task: str, recipe: FinetuneRecipe, model: GPTConfig) -> dict[str, Any]:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import io
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
 
 from fastmp.config import Environment
+from fastmp.config.console import to_stderr
 
 GRACE_SECONDS = 3.0  # for rank 0 to report an error that all ranks found
 
@@ -37,7 +37,7 @@ def only_rank0_prints() -> Iterator[None]:
     try:
         rank = Environment.read().rank or 0
     except ValueError as error:
-        print(f"fastmp: {error}", file=sys.stderr)
+        to_stderr(f"fastmp: {error}")
         raise SystemExit(2) from None
     with let_rank0_report_first(rank), ExitStack() as stack:
         if rank:

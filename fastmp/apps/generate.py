@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import replace
@@ -15,6 +14,7 @@ from fastmp.apps.first_rank import only_rank0_prints
 from fastmp.apps.launch import check_ranks
 from fastmp.config import ParallelConfig
 from fastmp.config.command_line import Parser, number
+from fastmp.config.console import to_stderr
 from fastmp.config.options import DTYPES, dtype_name
 
 if TYPE_CHECKING:
@@ -164,17 +164,13 @@ def _generate(options: Namespace, runtime: Runtime) -> Generated:
 
 
 def _print(prompts: list[str], generated: Generated) -> None:
-    """Print all texts, and the speed on stderr; characters that stdout cannot encode are escaped."""
-    encoding = sys.stdout.encoding or "utf-8"
+    """Print all texts, and the speed on stderr."""
     for i, (prompt, row) in enumerate(zip(prompts, generated.rows), 1):
-        text = f"== prompt {i}: {row.reason}\n" * (len(prompts) > 1) + prompt + row.text
-        print(text.encode(encoding, "backslashreplace").decode(encoding))
-    sys.stdout.flush()
+        print(f"== prompt {i}: {row.reason}\n" * (len(prompts) > 1) + prompt + row.text, flush=True)
     prompt_tokens, new = generated.prompt_tokens, generated.decoded_tokens
     prefill, decode = generated.prefill_seconds, generated.decode_seconds
-    print(
+    to_stderr(
         f"prompts: {prompt_tokens} tokens in {prefill:.3f} s, {prompt_tokens / prefill:.1f} tokens/s; after "
         f"the first new tokens: {new} in {generated.decode_steps} steps and {decode:.3f} s, "
         f"{new / max(decode, 1e-9):.1f} tokens/s",
-        file=sys.stderr,
     )

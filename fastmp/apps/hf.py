@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from fastmp.config import GPTConfig
 from fastmp.config.command_line import Parser, exit_status
+from fastmp.config.console import to_stdout
 from fastmp.config.data_files import TOKENIZER_LIMIT
 from fastmp.config.file_access import read_file, write_synced
 from fastmp.config.recipe import model_from
@@ -90,13 +91,13 @@ def import_command(options: Namespace) -> None:
     _check_new(out)
     reader = TransformersReader(source, ignored=options.ignore)
     if options.verify:
-        print(verify(source, reader, reader.config))
+        to_stdout(verify(source, reader, reader.config))
     size = sum(each.bytes(full_chunk(each.shape)) for each in reader.manifest.tensors.values())
     checkpoint = write_again(reader, _chunks(reader), out, files=max(1, -(-size // FILE_BYTES)))
     write_synced(out / "recipe.toml", recipe_text(reader.config, source, checkpoint).encode())
     count = len(reader.manifest.tensors)
-    print(f"{checkpoint}: {reader.model_type}, {count} tensors, {size / 2**30:.2f} GiB")
-    print(f"to train on: fastmp train --recipe {out / 'recipe.toml'}")
+    to_stdout(f"{checkpoint}: {reader.model_type}, {count} tensors, {size / 2**30:.2f} GiB")
+    to_stdout(f"to train on: fastmp train --recipe {out / 'recipe.toml'}")
 
 
 def export_command(options: Namespace) -> None:
@@ -126,9 +127,9 @@ def export_command(options: Namespace) -> None:
             write_synced(directory / name, content)
         write_synced(directory / CONFIG, json_bytes(read_config(directory) | tokens))
         if options.verify:
-            print(verify(directory, reader, config))
+            to_stdout(verify(directory, reader, config))
 
-    print(export_weights(checkpoint, config, out, check=check))
+    to_stdout(f"{export_weights(checkpoint, config, out, check=check)}")
 
 
 # files of a model that generation needs besides weights

@@ -11,7 +11,6 @@ import logging
 import os
 import shlex
 import socket
-import sys
 from argparse import SUPPRESS, ArgumentParser, Namespace
 from collections.abc import Sequence
 from pathlib import Path
@@ -32,6 +31,7 @@ from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCP
 from torch.distributed.run import determine_local_world_size, get_args_parser, run
 
 from fastmp.config import Environment, set_default_variables
+from fastmp.config.console import to_stderr
 from fastmp.distributed.runtime import LOOPBACK, loopback_listener
 
 __all__ = ["main"]
@@ -75,10 +75,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0 if _all_ended_well(error) else 128 + int(error.sigval)
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
-        print(f"fastmp launch: rank {rank} ended first, with status {failure.exitcode}", file=sys.stderr)
+        to_stderr(f"fastmp launch: rank {rank} ended first, with status {failure.exitcode}")
         return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
     except (ValueError, AssertionError, RendezvousError) as error:  # torchrun asserts what its options are
-        print(f"fastmp launch: {error}", file=sys.stderr)
+        to_stderr(f"fastmp launch: {error}")
         return 1 if isinstance(error, RendezvousError) else 2
     return 0
 
@@ -120,7 +120,7 @@ def _read_options(argv: list[str]) -> Namespace:
     if args.nproc_per_node is None:
         args.nproc_per_node = str(torch.cuda.device_count() or 1)
         if not torch.cuda.device_count():
-            print("fastmp launch: no GPU found, starting 1 process; -n N starts N", file=sys.stderr)
+            to_stderr("fastmp launch: no GPU found, starting 1 process; -n N starts N")
     kinds = ("auto", "cpu", "gpu", "xpu")
     if not args.nproc_per_node.isdecimal() and args.nproc_per_node not in kinds:
         raise ValueError(f"-n: expected a number of processes, or gpu, got {args.nproc_per_node!r}")

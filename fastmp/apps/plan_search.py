@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from fastmp.config import GPTConfig, Recipe
+from fastmp.config.console import to_stderr
 from fastmp.config.recipe_toml import recipe_toml
 from fastmp.plan.search_report import (
     describe_search,
@@ -44,7 +44,7 @@ def main(arguments: list[str]) -> int:
 
             facts["check"] = check_run(found)
     except (ValueError, OSError) as error:
-        print(f"{parser.prog}: {error}", file=sys.stderr)
+        to_stderr(f"{parser.prog}: {error}")
         return 2
     print(json.dumps(facts) if options.json else "\n".join(_lines(facts)))
     return 0 if facts["best"] else 1

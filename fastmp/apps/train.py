@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 
 from fastmp.apps.first_rank import only_rank0_prints
 from fastmp.apps.launch import launch_instead
 from fastmp.config import Environment, Recipe
+from fastmp.config.console import to_stderr
 from fastmp.config.recipe import parse_arguments
 from fastmp.plan.layout import check_layout, fewest_ranks, problems
 
@@ -19,12 +19,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         recipe = parse_arguments(arguments)
         world_size = Environment.read().world_size
         if world_size == 1 and (missing := _missing_ranks(recipe, arguments)):
-            print(f"fastmp train: {missing}", file=sys.stderr)
+            to_stderr(f"fastmp train: {missing}")
             return 2
         try:
             check_layout(recipe, world_size)
         except ValueError as error:
-            print(f"fastmp train: {error}", file=sys.stderr)
+            to_stderr(f"fastmp train: {error}")
             raise SystemExit(2) from None
     from fastmp.apps.train_main import run  # imports torch
 

@@ -30,6 +30,7 @@ from fastmp.apps.first_rank import let_rank0_report_first
 from fastmp.apps.generation.sample_text import generate_text
 from fastmp.apps.generation.trained_models import open_reader
 from fastmp.config import Environment, Recipe
+from fastmp.config.console import to_stdout
 from fastmp.config.durations import duration_seconds
 from fastmp.cuda_graphs.transformer_engine import TransformerEngineManager
 from fastmp.distributed.collectives import communication_device, group_rank
@@ -415,24 +416,26 @@ def _describe_loads(last: dict[str, Any]) -> str:
 def _report(recipe: Recipe, run_dir: Path, evaluation: Evaluation | None, sample: str | None) -> None:
     if evaluation is not None and recipe.model.bert is not None:
         perplexity = math.exp(min(evaluation.loss, 100.0))
-        print(f"held-out loss {evaluation.loss:.4f} nats per masked token, a perplexity of {perplexity:.2f}")
+        to_stdout(
+            f"held-out loss {evaluation.loss:.4f} nats per masked token, a perplexity of {perplexity:.2f}"
+        )
     elif (
         evaluation is not None and evaluation.unigram_entropy is None
     ):  # of Megatron's files: no text is there
-        print(f"held-out loss {evaluation.loss:.4f} nats per token")
+        to_stdout(f"held-out loss {evaluation.loss:.4f} nats per token")
     elif evaluation is not None:
         below = evaluation.unigram_entropy - evaluation.loss_per_byte
         side = "below" if below >= 0 else "above"
-        print(
+        to_stdout(
             f"held-out loss {evaluation.loss_per_byte:.4f} nats per byte, {abs(below):.2f} {side} the "
             f"unigram entropy of the same text, {evaluation.unigram_entropy:.4f}"
         )
     metrics, title = run_dir / "metrics.jsonl", recipe.train.name
     pictures = {"loss plot": plot_loss(metrics, run_dir / "loss.png", title=title)}
     if loads := [record for record in read_metrics(metrics) if record["kind"] == "experts"]:
-        print(_describe_loads(loads[-1]))
+        to_stdout(_describe_loads(loads[-1]))
         pictures["load plot"] = plot_loads(metrics, run_dir / "load.png", title=title)
     drawn = [f"{name} {path}" for name, path in pictures.items() if path]
-    print(", ".join([f"metrics in {metrics}", *drawn]))
+    to_stdout(", ".join([f"metrics in {metrics}", *drawn]))
     if sample is not None:
-        print(f"a sample:\n{SAMPLE_PROMPT}{sample}")
+        to_stdout(f"a sample:\n{SAMPLE_PROMPT}{sample}")

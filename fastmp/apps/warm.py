@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 
 from fastmp.config.command_line import Parser
+from fastmp.config.console import to_stderr, to_stdout
 from fastmp.config.option_names import SYNONYMS
 from fastmp.config.recipe import add_options
 from fastmp.plan.layout import fewest_ranks
@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         count = warm_up_recipe(recipe, ranks, arch, processes=options.processes, progress=progress_line())
     except ValueError as error:
-        print(f"{parser.prog}: {error}", file=sys.stderr)
+        to_stderr(f"{parser.prog}: {error}")
         return 2
-    print(f"{count} kernels for compute capability {arch / 10} are in Triton's cache")
+    to_stdout(f"{count} kernels for compute capability {arch / 10} are in Triton's cache")
     return 0

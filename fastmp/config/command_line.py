@@ -12,6 +12,8 @@ from importlib import import_module
 from itertools import pairwise
 from typing import Any, NoReturn
 
+from fastmp.config.console import to_stderr
+
 TOML = "*.toml"  # stands for a recipe in the place of a command
 
 
@@ -39,14 +41,13 @@ def run_command(
     if name not in commands:
         said = f"there is no command {name!r}" if name else "a command is missing"
         if mended := _mended(name, commands, synonyms or {}):
-            print(
+            to_stderr(
                 f"{prog}: {said}; did you mean: {shlex.join([*prog.split(), *mended, *rest])}",
-                file=sys.stderr,
             )
             return 2
         if name.startswith("-"):
             said = f"a command is missing before {name}"
-        print(f"{prog}: {said}\n\n{usage}", file=sys.stderr)
+        to_stderr(f"{prog}: {said}\n\n{usage}")
         return 2
     status: int = import_module(commands[name][0]).main(rest)
     return status
@@ -68,7 +69,7 @@ def exit_status(prog: str, work: Callable[[], int | None]) -> int:
     except BrokenPipeError:  # handled by `fastmp.apps.cli`
         raise
     except (ValueError, OSError) as error:
-        print(f"{prog}: {error}", file=sys.stderr)
+        to_stderr(f"{prog}: {error}")
         return 2
 
 
@@ -227,10 +228,14 @@ class Parser(argparse.ArgumentParser):
             listed = ", ".join(map(repr, choices))
             raise argparse.ArgumentError(action, f"invalid choice: {value!r} (choose from {listed}){meant}")
 
+    def print_help(self, file: Any = None) -> None:
+        """Print the help to stdout; argparse's own method hides that it cannot be written."""
+        print(self.format_help(), end="")
+
     def error(self, message: str) -> NoReturn:
         if "required" in message:
             message += f"; usage: {self.usage}" if self.usage else f" ({self.prog} --help)"
-        print(f"{self.prog}: {message}", file=sys.stderr)
+        to_stderr(f"{self.prog}: {message}")
         raise SystemExit(2)
 
 

@@ -56,8 +56,8 @@ def read_file(path: str | os.PathLike[str], limit: int, *, links: bool = True) -
     """Read a regular file of at most `limit` bytes, whole; OSError as `open_regular`, or for a larger one."""
     descriptor = open_regular(path, links=links)
     with open(descriptor, "rb", buffering=0) as file:
-        # A read allocates all that it asks for: first the size of the file, then pieces, as the file may have grown
-        # since, and those of /proc have no size.
+        # A read allocates all that it asks for: first the size of the file, then pieces, as the file may have
+        # grown since, and those of /proc have no size.
         size = os.fstat(descriptor).st_size
         pieces: list[bytes] = []
         length, wanted = size if size > limit else 0, size + 1

@@ -28,6 +28,7 @@ import torch
 import torch.distributed as dist
 
 from fastmp.config import Environment, set_default_variables
+from fastmp.config.console import flush_quietly, to_stderr
 from fastmp.distributed.collectives import gather_objects
 
 LOOPBACK = "127.0.0.1"
@@ -181,7 +182,7 @@ def main_guard(main: Callable[[], int | None]) -> int:
     try:
         env = Environment.read()
     except ValueError as error:
-        print(f"fastmp: {error}", file=sys.stderr)
+        to_stderr(f"fastmp: {error}")
         return 2
     has_peers = env.world_size > 1
     if has_peers and sys.__stderr__ is not None:
@@ -203,8 +204,7 @@ def main_guard(main: Callable[[], int | None]) -> int:
         if has_peers and lost_peer(error):
             time.sleep(1)  # so that torchrun reports the rank that failed first, and not this one
     if has_peers:
-        sys.stdout.flush()
-        sys.stderr.flush()
+        flush_quietly()
         os._exit(status)
     return status
 
@@ -467,8 +467,7 @@ def _seconds(duration: timedelta) -> str:
 
 def _say(env: Environment, message: str) -> None:
     rank = f"rank {env.rank or 0}: " if env.world_size > 1 else ""
-    sys.stderr.write(f"fastmp: {rank}{message}\n")  # one write: the lines of ranks stay whole
-    sys.stderr.flush()
+    to_stderr(f"fastmp: {rank}{message}")
 
 
 def lost_peer(error: BaseException) -> bool:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import chain
 from typing import Any
 
 from fastmp.config import Recipe
+from fastmp.config.console import to_stderr
 from fastmp.cuda_graphs.buffer_plan import SpanSpec, plan_buffers
 from fastmp.cuda_graphs.scope import captured_segments
 from fastmp.pipeline.schedule import (
@@ -55,11 +55,11 @@ def main(arguments: list[str]) -> int:
         if options.plot:
             _plot(facts, options.plot)
     except (ValueError, OSError) as error:
-        print(f"{parser.prog}: {error}", file=sys.stderr)
+        to_stderr(f"{parser.prog}: {error}")
         return 2
     except ImportError:
         what = "no picture: matplotlib is missing (pip install matplotlib)"
-        print(f"{parser.prog}: {what}", file=sys.stderr)
+        to_stderr(f"{parser.prog}: {what}")
         return 2
     print(json.dumps(facts) if options.json else "\n".join(describe_graphs(facts)))
     return 0

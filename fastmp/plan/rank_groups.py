@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Iterator
 
 from fastmp.config.command_line import Parser
+from fastmp.config.console import to_stderr
 from fastmp.distributed.grid import RankGrid
 
 DENSE = ("tp", "cp", "dp", "pp", "mp", "embedding")
@@ -28,7 +28,7 @@ def main(arguments: list[str]) -> int:
     try:
         grid = RankGrid(**options)
     except ValueError as error:
-        print(f"fastmp plan groups: {error}", file=sys.stderr)
+        to_stderr(f"fastmp plan groups: {error}")
         return 2
     print(json.dumps(groups(grid)) if as_json else "\n".join(describe(grid)))
     return 0

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, replace
 from typing import Any
 
 from fastmp.config import ParallelConfig, Recipe
 from fastmp.config.command_line import Parser
+from fastmp.config.console import to_stderr
 from fastmp.config.data_files import expected_vocab_size, is_megatron
 from fastmp.config.option_names import SYNONYMS
 from fastmp.config.recipe import add_options, given_options, read_recipe
@@ -41,7 +41,7 @@ def main(arguments: list[str]) -> int:
     try:
         facts = recipe_facts(found, options.world_size, measured_load(options, found))
     except ValueError as error:
-        print(f"{parser.prog}: {error}", file=sys.stderr)
+        to_stderr(f"{parser.prog}: {error}")
         return 2
     print(json.dumps(facts) if options.json else "\n".join(describe_recipe(facts)))
     return 0
@@ -81,7 +81,7 @@ def fitting_recipe(prog: str, options: argparse.Namespace) -> Recipe | None:
     try:
         found, errors, unused = read_recipe(options.file, given_options(options))
     except ValueError as error:
-        print(f"{prog}: {error}", file=sys.stderr)
+        to_stderr(f"{prog}: {error}")
         return None
     if not found.model.vocab_size:
         size = expected_vocab_size(found.data)
@@ -101,7 +101,7 @@ def fitting_recipe(prog: str, options: argparse.Namespace) -> Recipe | None:
         if len(errors) > 1:
             ranks = "" if options.world_size is None else f" on {options.world_size} ranks"
             lines = [f"{len(errors)} problems{ranks}:", *(f"  {each}" for each in errors)]
-        print(f"{prog}: recipe {options.file}:", "\n".join(lines), file=sys.stderr)
+        to_stderr("\n".join([f"{prog}: recipe {options.file}: {lines[0]}", *lines[1:]]))
     return None if errors else found
 
 

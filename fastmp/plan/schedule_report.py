@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Iterator, Sequence
 
 from fastmp.config.command_line import Parser
+from fastmp.config.console import to_stderr
 from fastmp.config.specs import SCHEDULES
 from fastmp.pipeline.schedule import (
     BACKWARD_INPUT,
@@ -72,11 +72,11 @@ def main(arguments: list[str]) -> int:
             _plot_schedule(run, schedule, options.plot)
     except (ValueError, OSError) as error:
         what = str(error).removeprefix("Schedule: ").removeprefix("simulate: ")
-        print(f"fastmp plan schedule: {what}", file=sys.stderr)
+        to_stderr(f"fastmp plan schedule: {what}")
         return 2
     except ImportError:
         what = "no picture: matplotlib is missing (pip install matplotlib)"
-        print(f"fastmp plan schedule: {what}", file=sys.stderr)
+        to_stderr(f"fastmp plan schedule: {what}")
         return 2
     print(
         json.dumps(schedule_facts(run, schedule))

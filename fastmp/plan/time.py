@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from fastmp.config import ParallelConfig, Recipe
+from fastmp.config.console import to_stderr
 from fastmp.plan.hardware import GPUS
 from fastmp.plan.layer_time import FORWARD, INPUT, REPEATED, WEIGHT
 from fastmp.plan.layout import make_schedule, other_schedules, schedule_name
@@ -48,10 +48,10 @@ def main(arguments: list[str]) -> int:
             options.trace.write_text(json.dumps(trace) + "\n")
             facts["trace"] = str(options.trace)
     except ValueError as error:
-        print(f"{parser.prog}: {error}", file=sys.stderr)
+        to_stderr(f"{parser.prog}: {error}")
         return 2
     except OSError as error:
-        print(f"{parser.prog}: {options.trace} cannot be written ({error.strerror})", file=sys.stderr)
+        to_stderr(f"{parser.prog}: {options.trace} cannot be written ({error.strerror})")
         return 2
     print(json.dumps(facts) if options.json else "\n".join(describe_time(facts)))
     return 0

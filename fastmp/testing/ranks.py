@@ -31,6 +31,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from fastmp.config.console import flush_quietly
+
 __all__ = ["RankError", "run_ranks"]
 
 SEED = 1234  # every rank starts from this seed: a case that wants ranks to differ says so
@@ -114,8 +116,7 @@ def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: floa
 def _fork(fn, rank, world_size, args, timeout, folder, release) -> _Child:
     read_fd, write_fd = os.pipe()
     parent, stack_path = os.getpid(), folder / f"stack-{rank}"
-    sys.stdout.flush()
-    sys.stderr.flush()
+    flush_quietly()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # of forking a process that has threads
         pid = os.fork()
@@ -159,8 +160,7 @@ def _child(fn, rank, world_size, args, timeout, folder, stack_path, parent, writ
         code = 1
     with open(write_fd, "wb") as pipe:
         pipe.write(payload)
-    sys.stdout.flush()
-    sys.stderr.flush()
+    flush_quietly()
     if code == 0:
         os.read(release_fd, 1)  # returns at the end of file: all have reported
     os._exit(code)  # a failed rank leaves at once, so that its peers' collectives fail and do not wait

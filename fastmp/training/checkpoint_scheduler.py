@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -12,6 +11,7 @@ import torch
 from torch import nn
 
 from fastmp.config import CheckpointConfig
+from fastmp.config.console import to_stderr
 from fastmp.distributed.groups import ParallelGroups
 from fastmp.distributed.rng import RngTracker
 from fastmp.optim.grad_buffers import GradBuffer
@@ -139,7 +139,7 @@ class CheckpointScheduler:
             if log is not None:
                 log.note(note.text)
             elif note.failed and self._is_first:
-                print(f"warning: {note.text}", file=sys.stderr)
+                to_stderr(f"warning: {note.text}")
 
 
 def paused(log: TrainLog | None, device: torch.device) -> AbstractContextManager[None]:

@@ -32,6 +32,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, TextIO
 
+from fastmp.config.console import Console
 from fastmp.config.metrics_file import read_metrics as read_metrics
 from fastmp.training.sinks import Sinks
 
@@ -119,29 +120,27 @@ def stage_loads(moments: list[list[list[float]]]) -> tuple[list[float], list[flo
 class Display:
     """Print log lines; on a terminal they fit its width, above a line for the current step."""
 
-    def __init__(self, stream: TextIO, clock: Callable[[], float]) -> None:
-        self._stream, self._clock = stream, clock
-        self._terminal, self._shown = stream.isatty(), -math.inf
+    def __init__(self, stream: TextIO | None, clock: Callable[[], float]) -> None:
+        self._console, self._clock = Console(stream), clock
+        self._terminal, self._shown = self._console.is_terminal, -math.inf
 
     def line(self, *fields: str, first_to_go: Sequence[str] = ()) -> None:
         """Print `fields` on a line, without some of `first_to_go` if it is too long for a terminal."""
         kept, leaving = list(fields), list(first_to_go)
         while self._terminal and len("  ".join(kept)) > shutil.get_terminal_size().columns and leaving:
             kept.remove(leaving.pop(0))
-        print(_CLEAR * self._terminal + "  ".join(kept), file=self._stream, flush=True)
+        self._console.write("  ".join(kept), start=_CLEAR * self._terminal)
 
     def progress(self, text: str) -> None:
         """Rewrite the last line of a terminal, ten times a second at most."""
         now = self._clock()
         if self._terminal and now - self._shown > 0.1:
             self._shown = now
-            print(
-                _CLEAR + text[: shutil.get_terminal_size().columns - 1], end="", file=self._stream, flush=True
-            )
+            self._console.write(text[: shutil.get_terminal_size().columns - 1], start=_CLEAR, end="")
 
     def close(self) -> None:
         """Leave the cursor at the beginning of an empty line."""
-        print(_CLEAR * self._terminal, end="", file=self._stream, flush=True)
+        self._console.write("", start=_CLEAR * self._terminal, end="")
 
 
 _CLEAR = "\r\x1b[K"  # to the beginning of the line, and erase it

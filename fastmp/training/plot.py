@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from fastmp.config import OptimizerConfig
+from fastmp.config.console import to_stderr
 from fastmp.optim.lr_schedule import learning_rate
 from fastmp.training.metrics import read_metrics
 
@@ -97,7 +97,7 @@ def _picture(name: str, draw: Callable[[Any], None], out: str | Path, title: str
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError:
-        print(f"fastmp: no {name} plot: matplotlib is missing (pip install matplotlib)", file=sys.stderr)
+        to_stderr(f"fastmp: no {name} plot: matplotlib is missing (pip install matplotlib)")
         return None
     figure = Figure(figsize=(8.0, 4.5), dpi=160, layout="constrained")
     FigureCanvasAgg(figure)

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fastmp.config import Recipe
+from fastmp.config.console import to_stdout
 from fastmp.profiling import enable_nvtx
 
 if TYPE_CHECKING:
@@ -126,7 +127,7 @@ def run_under_nsight(arguments: Sequence[str], recipe: Recipe) -> None:
     """Print the command and exec it. Raises ValueError if the tool or a GPU is missing."""
     tool = recipe.train.profile
     command = nsight_command(tool, arguments, recipe)
-    print(shlex.join(command), flush=True)
+    to_stdout(shlex.join(command))
     if shutil.which(tool) is None:
         raise ValueError(
             f"{tool} is not on the PATH; install {NSIGHT[tool]} on this machine, or use --profile torch"

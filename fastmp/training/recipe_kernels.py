@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastmp.config import DISPATCHERS, Recipe
+from fastmp.config.console import Console, to_stderr
 from fastmp.distributed.collectives import group_rank, group_size
 from fastmp.distributed.groups import ParallelGroups
 from fastmp.distributed.rng import RngTracker
@@ -87,10 +88,9 @@ def warm_up_ranks(recipe: Recipe, runtime: Runtime) -> None:
         child.start()
         child.join()
         if child.exitcode:
-            print(
+            to_stderr(
                 f"fastmp: rank {runtime.rank}: kernels were not compiled beforehand, for the reason above; "
                 "they are when they are first needed",
-                file=sys.stderr,
             )
     if runtime.world_size > 1:
         dist.barrier()
@@ -233,11 +233,10 @@ def _backward(*results: Tensor | None) -> None:
 
 def progress_line() -> Callable[[int, int], None]:
     """Return a `progress` function for `warm_up`: a line on stderr, rewritten on a terminal."""
-    start = "\r" if sys.stderr.isatty() else ""
+    start = "\r" if Console(sys.stderr).is_terminal else ""
 
     def say(done: int, of: int) -> None:
         if start or done == of:
-            end = "\n" if done == of else ""
-            print(f"{start}compiled {done} of {of} kernels", end=end, file=sys.stderr, flush=True)
+            to_stderr(f"compiled {done} of {of} kernels", start=start, end="\n" if done == of else "")
 
     return say

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import threading
 import time
 import uuid
@@ -27,6 +26,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from fastmp.config.console import flush_quietly, to_stderr
 from fastmp.distributed.runtime import Runtime, lost_peer
 from fastmp.status import process_status
 from fastmp.watchdog.channel import ALARM, REPORT, TOKEN, Channel
@@ -146,7 +146,7 @@ class Watchdog:
         self.interval = interval = min(1.0, seconds / 8) if interval is None else interval
         self.silence = max(4 * interval, min(2.0, seconds / 2))  # after which a rank counts as silent
         self.report: str | None = None
-        note = note or (lambda line: print(line, file=sys.stderr, flush=True))
+        note = note or to_stderr
         self._own, self._progress = _RankState(), _Progress(self.silence)
         self._inspector, self._files = ProcessInspector(world_size), RankFiles(self.directory, rank)
         self._node = Node(rank, host_id(), self.silence)
@@ -219,7 +219,7 @@ class Watchdog:
             except Exception as error:  # a watchdog must not end the job that it watches
                 self._files.disarm()
                 text = f"fastmp: rank {self.rank}: the watchdog of the job ended: {_one_line(error)}"
-                print(text, file=sys.stderr, flush=True)
+                to_stderr(text)
                 return
 
     def _tick(self) -> None:
@@ -382,7 +382,7 @@ class Watchdog:
         }
         if not self._files.write_report(content):  # another rank was faster
             return
-        print(f"fastmp: {report.text}\nfastmp: stacks are in {self.directory}", file=sys.stderr, flush=True)
+        to_stderr(f"fastmp: {report.text}\nfastmp: stacks are in {self.directory}")
         self._channel.send(REPORT, report.text)
         self._channel.send(ALARM, "")
         unable = report.ranks if report.kind in ("stopped", "silent") else ()
@@ -413,8 +413,7 @@ class Watchdog:
             own.away = True
             self._node.beat(self._content(), time.monotonic())
             self._node.leave(time.monotonic())
-            sys.stdout.flush()
-            sys.stderr.flush()
+            flush_quietly()
             os._exit(1)
         own.stop = True
         self._reported.set()

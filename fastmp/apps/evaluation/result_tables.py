@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from fastmp.config.console import Console, to_stderr
 from fastmp.config.file_access import read_or_name
 
 __all__ = ["EvalProgress", "read_result", "table"]
@@ -30,7 +31,7 @@ class EvalProgress:
 
     def __init__(self, name: str, unit: str, total: int, done: int) -> None:
         self.name, self.unit, self.total, self.done = name, unit, total, done
-        self.terminal = sys.stderr.isatty()
+        self.terminal = Console(sys.stderr).is_terminal
         self.began = self.shown = time.perf_counter()
         self.new = self.read = self.scored = 0
 
@@ -44,11 +45,11 @@ class EvalProgress:
             left = (self.total - self.done) * (now - self.began) / self.new
             hours, seconds = divmod(round(left), 3600)
             eta = f"{hours}:{seconds // 60:02}:{seconds % 60:02}"
-            print(f"{self._line(now)}, ETA {eta}", end="\r" if self.terminal else "\n", file=sys.stderr)
+            to_stderr(f"{self._line(now)}, ETA {eta}", end="\r" if self.terminal else "\n")
 
     def end(self) -> None:
         """Print the last line."""
-        print(self._line(time.perf_counter()), " " * (12 * self.terminal), sep="", file=sys.stderr)
+        to_stderr(self._line(time.perf_counter()) + " " * (12 * self.terminal))
 
     def _line(self, now: float) -> str:
         seconds = max(now - self.began, 1e-9)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from typing import TypeVar
 
 from fastmp.apps.first_rank import let_rank0_report_first
 from fastmp.config import Environment
+from fastmp.config.console import to_stderr
 from fastmp.distributed.runtime import Runtime, init, main_guard
 
 __all__ = ["run_on_ranks"]
@@ -29,7 +29,7 @@ def run_on_ranks(command: str, work: Callable[[Runtime], Result], say: Callable[
                 runtime = init()
                 result = work(runtime)
         except (ValueError, OSError) as error:
-            print(f"fastmp {command}: {str(error).removeprefix(f'{command}: ')}", file=sys.stderr)
+            to_stderr(f"fastmp {command}: {str(error).removeprefix(f'{command}: ')}")
             raise SystemExit(2) from None
         if runtime.rank == 0:
             made.append(result)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -12,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from fastmp.config import EXCHANGE_OPTIONS
+from fastmp.config.console import to_stderr
 from fastmp.distributed.collectives import group_rank, group_size
 from fastmp.training.checkpoint.directory import whole_manifest
 from fastmp.training.checkpoint.format import (
@@ -114,7 +114,7 @@ def choose(
     if chosen is not None and group_rank(group) == 0:
         for other, problem in problems.items():
             text = f"checkpoint: {other.name} is passed over: {problem}; using {chosen[0].name}"
-            print(text, file=sys.stderr)
+            to_stderr(text)
     return chosen
 
 

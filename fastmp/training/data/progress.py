@@ -6,6 +6,8 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import TextIO, TypeVar
 
+from fastmp.config.console import Console
+
 __all__ = ["ProgressLine", "groups"]
 
 T = TypeVar("T")
@@ -32,8 +34,8 @@ class ProgressLine:
     """Finished documents and bytes, their rate and the time left, on a line of `stream`; None: silent."""
 
     def __init__(self, stream: TextIO | None) -> None:
-        self._stream = stream
-        self._line = stream is not None and stream.isatty()
+        self._console, self._silent = Console(stream), stream is None
+        self._line = self._console.is_terminal
         self._what, self._total, self._documents, self._bytes = "", 0, 0, 0
         self._begin = self._shown = 0.0
 
@@ -48,14 +50,14 @@ class ProgressLine:
         self._documents += 1
         self._bytes += num_bytes
         now = time.monotonic()
-        if self._stream is not None and now - self._shown >= (INTERVAL if self._line else SLOW_INTERVAL):
+        if not self._silent and now - self._shown >= (INTERVAL if self._line else SLOW_INTERVAL):
             self._shown = now
             self._show(now)
 
     def end(self) -> None:
         """Leave the line, if one was shown."""
         if self._line and self._shown > self._begin:
-            print(file=self._stream)
+            self._console.write("")
         self._shown = self._begin
 
     def _show(self, now: float) -> None:
@@ -67,4 +69,4 @@ class ProgressLine:
             f"{rate / 1e6:.1f} MB/s, {left / 60:.0f} min left"
         )
         begin, end = ("\r", "") if self._line else ("", "\n")
-        print(f"{begin}{text:<100}", end=end, file=self._stream, flush=True)
+        self._console.write(f"{text:<100}", start=begin, end=end)
