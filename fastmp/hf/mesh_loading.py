@@ -9,6 +9,7 @@ import contextlib
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from reprlib import repr as short
 from typing import Any
 
 import torch
@@ -22,11 +23,18 @@ from fastmp.hf.families import ACCELERATIONS
 from fastmp.hf.mesh import all_ranks, check_mesh
 from fastmp.hf.mesh_tensors import file_mappings, local_chunk, saved_tensors
 from fastmp.hf.quantized import find_quantized
-from fastmp.hf.stored import NOT_WEIGHTS, Shape, Stored, opened, read_config, stored_tensors
+from fastmp.hf.stored import (
+    NOT_WEIGHTS,
+    Shape,
+    Stored,
+    check_shape,
+    opened,
+    read_config,
+    stored_tensors,
+)
 from fastmp.hf.tp_plan import agree
 from fastmp.hf.weight_io import NameMapping
 from fastmp.training.checkpoint.chunks import TensorChunk, full_chunk
-from fastmp.training.checkpoint.format import DTYPES
 from fastmp.training.checkpoint.tensor_files import ChunkReader
 
 
@@ -187,9 +195,8 @@ class _Source:
         if self.low is not None:
             own = self.low.read(self.path, there)
         else:
-            own = torch.empty(there.sizes, dtype=DTYPES[self.stored.dtype])
             with opened(self.path / self.stored.file) as file:
-                ChunkReader(file).read(self.stored.start, self.mapping.shape, there, own)
+                own = self.stored.read(ChunkReader(file), there)
         at = _minus(starts, chunk.offsets)
         self.mapping.view(out[tuple(slice(a, a + n) for a, n in zip(at, sizes))]).copy_(own)
 
@@ -220,11 +227,8 @@ def _sources(model: Any, path: Path, quantization: Quantization | None) -> dict[
             each = stored.get(mapping.name) if low is None else low.values
             if each is None:
                 raise ValueError(f"{path}: {mapping.name} is missing, which {type(model).__name__} has")
-            if low is None and each.shape != mapping.shape:
-                raise ValueError(
-                    f"{path}: {mapping.name} has shape {list(each.shape)}, config.json says "
-                    f"{list(mapping.shape)}"
-                )
+            if low is None:
+                check_shape(path, mapping.name, each, mapping.shape)
             used |= {each} if low is None else {low.values, low.scales}
             found[name].append(_Source(path, mapping, each, low))
     ignored = [re.compile(each) for each in model._keys_to_ignore_on_load_unexpected or ()]
@@ -233,5 +237,7 @@ def _sources(model: Any, path: Path, quantization: Quantization | None) -> dict[
         if each not in used and not (
             tied or NOT_WEIGHTS.search(name) or any(i.search(name) for i in ignored)
         ):
-            raise ValueError(f"{path}: unexpected {name}, which {type(model).__name__} has not")
+            raise ValueError(
+                f"{path / each.file}: unexpected {short(name)}, which {type(model).__name__} has not"
+            )
     return found

@@ -20,14 +20,14 @@ import torch
 from torch import Tensor
 
 from fastmp.hf.config_json import Quantization
-from fastmp.hf.stored import LOW_PRECISION, Shape, Stored, opened
+from fastmp.hf.stored import LOW_PRECISION, Shape, Stored, check_shape, opened
 from fastmp.training.checkpoint.chunks import TensorChunk
 from fastmp.training.checkpoint.tensor_files import ChunkReader
 
 __all__ = ["QuantizedTensor", "find_quantized"]
 
 _GROUP = 32  # MXFP4 numbers of a scale
-_SCALES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}  # of FP8
+_SCALES = ("F32", "BF16", "F16")  # of FP8
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _SIGNED = torch.tensor([*_E2M1, *(-value for value in _E2M1)], dtype=torch.bfloat16, device="cpu")
 # both numbers of each byte as the bits of an int32, (256,), which one index_select reads
@@ -55,24 +55,21 @@ class QuantizedTensor(NamedTuple):
     def read(self, path: Path, chunk: TensorChunk) -> Tensor:
         """Return the numbers of `chunk` in float32 (MXFP4: BF16), from the files in the directory `path`."""
         blocks = _scales_of(chunk, self.block)
-        dtype = torch.uint8 if self.mxfp4 else _SCALES[self.scales.dtype]
-        scales = self._part(path, self.scales, blocks, dtype)
+        scales = _read(path, self.scales, blocks)
         if not self.mxfp4:
-            values = self._part(path, self.values, chunk, LOW_PRECISION[self.values.dtype]).float()
-            return _scale_blocks(values, scales.float(), chunk, self.block)
+            return _scale_blocks(_read(path, self.values, chunk).float(), scales.float(), chunk, self.block)
         groups = TensorChunk((*blocks.offsets, 0), (*blocks.sizes, _GROUP // 2))
-        packed = self._part(path, self.values, groups, torch.uint8)
+        packed = _read(path, self.values, groups)
         first = chunk.offsets[-1] % _GROUP
         out = torch.empty(chunk.sizes, dtype=torch.bfloat16)
         for own, codes, exponents in zip(out, packed, scales, strict=True):  # an expert at a time
             own.copy_(_from_mxfp4(codes, exponents)[:, first : first + chunk.sizes[-1]])
         return out
 
-    def _part(self, path: Path, stored: Stored, chunk: TensorChunk, dtype: torch.dtype) -> Tensor:
-        out = torch.empty(chunk.sizes, dtype=dtype)
-        with opened(path / stored.file) as file:
-            ChunkReader(file).read(stored.start, stored.shape, chunk, out)
-        return out
+
+def _read(path: Path, stored: Stored, chunk: TensorChunk) -> Tensor:
+    with opened(path / stored.file) as file:
+        return stored.read(ChunkReader(file), chunk)
 
 
 def _scales_of(chunk: TensorChunk, block: tuple[int, int]) -> TensorChunk:
@@ -120,20 +117,22 @@ def find_quantized(
         shape: of the weight in transformers.
 
     Raises:
-        ValueError: scales are missing, or have another shape or dtype; config.json says nothing of them.
+        ValueError: values or scales have another shape or dtype, or scales are missing; config.json says
+            nothing of them.
     """
     method = None if quantization is None else quantization.method
     values, packed = find(name), find(f"{name}_blocks")
     if values is not None and values.dtype in LOW_PRECISION:
         if quantization is None or method != "fp8" or len(shape) < 2:
             raise ValueError(
-                f"{path}: {name} is {values.dtype}, which fastmp reads of a matrix where "
+                f"{path / values.file}: {name} is {values.dtype}, which fastmp reads of a matrix where "
                 'config.json has a quantization_config of "fp8"'
             )
+        check_shape(path, name, values, shape)
         rows, columns = quantization.block
         wanted = (*shape[:-2], -(-shape[-2] // rows), -(-shape[-1] // columns))
         what = f"a factor for each block of {rows} x {columns}"
-        scales = _scales(path, find, f"{name}_scale_inv", wanted, tuple(_SCALES), what)
+        scales = _scales(path, find, f"{name}_scale_inv", wanted, _SCALES, what)
         return QuantizedTensor(values, scales, shape, quantization.block)
     if packed is None or method != "mxfp4" or len(shape) != 3:
         return None
@@ -163,6 +162,7 @@ def _scales(
 
 def _check(path: Path, name: str, stored: Stored, shape: Shape, dtypes: tuple[str, ...], what: str) -> None:
     if stored.dtype not in dtypes:
-        raise ValueError(f"{path}: {name} is {stored.dtype}, expected {' or '.join(dtypes)}: {what}")
-    if stored.shape != shape:
-        raise ValueError(f"{path}: {name} has shape {list(stored.shape)}, expected {list(shape)}: {what}")
+        raise ValueError(
+            f"{path / stored.file}: {name} is {stored.dtype}, expected {' or '.join(dtypes)}: {what}"
+        )
+    check_shape(path, name, stored, shape, "expected", f": {what}")

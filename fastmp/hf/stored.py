@@ -16,13 +16,15 @@ from reprlib import repr as short
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from fastmp.config import GPTConfig
 from fastmp.config.file_access import open_regular, read_json
 from fastmp.hf.config_json import ALIASES, from_transformers
 from fastmp.hf.families import CONVERSIONS
+from fastmp.training.checkpoint.chunks import TensorChunk
 from fastmp.training.checkpoint.format import DTYPES
-from fastmp.training.checkpoint.tensor_files import OpenFile
+from fastmp.training.checkpoint.tensor_files import ChunkReader, OpenFile
 
 CONFIG, INDEX, ALONE = "config.json", "model.safetensors.index.json", "model.safetensors"
 _MAX_CONFIG, _MAX_INDEX, _MAX_HEADER = 1 << 20, 1 << 26, 1 << 27  # bytes
@@ -38,17 +40,35 @@ _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,200}\.safetensors")
 NOT_WEIGHTS = re.compile(r"rotary_emb\.inv_freq$|\.attn\.(masked_)?bias$|embeddings\.position_ids$")
 # bytes beside scales, which fastmp.hf.quantized makes numbers of
 LOW_PRECISION = {"F8_E4M3": torch.float8_e4m3fn}
+_STORED_DTYPES = {**DTYPES, **LOW_PRECISION}
 _PACKED = re.compile(r"_(blocks|scales)$")
 Shape = tuple[int, ...]
 
 
 class Stored(NamedTuple):
-    """A tensor in a safetensors file; its bytes begin at `start`."""
+    """A tensor in a safetensors file, as its header has it; its bytes begin at `start`."""
 
     file: str
     dtype: str
     shape: Shape
     start: int
+
+    def read(self, reader: ChunkReader, chunk: TensorChunk) -> Tensor:
+        """Return a chunk in the stored dtype. `reader` is of the file; the chunk lies inside `shape`."""
+        dtype = _STORED_DTYPES[self.dtype]
+        out = torch.empty(chunk.sizes, dtype=dtype)
+        reader.read(self.start, self.shape, dtype, chunk, out)
+        return out
+
+
+def check_shape(
+    path: Path, name: str, stored: Stored, shape: Shape, wanted: str = f"{CONFIG} says", why: str = ""
+) -> None:
+    """Raise ValueError, naming the file and the tensor, unless a tensor is stored with shape `shape`."""
+    if stored.shape != shape:
+        raise ValueError(
+            f"{path / stored.file}: {name} has shape {list(stored.shape)}, {wanted} {list(shape)}{why}"
+        )
 
 
 def is_transformers(path: Path) -> bool:
@@ -162,7 +182,7 @@ def _header(path: Path, name: str) -> dict[str, Stored]:
         raise ValueError(f"{path / name} is no safetensors file: its header cannot be read") from None
     found, at = {}, 0
     for each, dtype, shape, (start, end) in entries:
-        kind = {**DTYPES, **LOW_PRECISION}.get(dtype)
+        kind = _STORED_DTYPES.get(dtype)
         packed = dtype == "U8" and _PACKED.search(each)
         if kind is None or not (kind.is_floating_point or packed or NOT_WEIGHTS.search(each)):
             raise ValueError(

@@ -35,6 +35,7 @@ from fastmp.hf.stored import (
     NOT_WEIGHTS,
     Shape,
     Stored,
+    check_shape,
     check_sizes,
     model_of,
     opened,
@@ -236,17 +237,14 @@ class TransformersReader(CheckpointReader):
             stored = self._find(mapping.name)
             low = find_quantized(path, self.quantization, self._find, mapping.name, mapping.shape)
             if low is not None and self.quantization is not None:
-                self._quantized[mapping.name] = low
+                self._quantized[mapping.name], stored = low, low.values
                 mapping = mapping.of_transpose() if low.mxfp4 else mapping
-                stored = low.values._replace(dtype=self.quantization.dtype, shape=low.shape)
-            if stored is None:
+                dtypes.add(self.quantization.dtype)
+            elif stored is not None:
+                check_shape(path, mapping.name, stored, mapping.shape)
+                dtypes.add(stored.dtype)
+            else:
                 raise ValueError(f"{path}: {mapping.name} is missing, which {self.model_type} has")
-            if stored.shape != mapping.shape:
-                raise ValueError(
-                    f"{path}: {mapping.name} has shape {list(stored.shape)}, "
-                    f"{CONFIG} says {list(mapping.shape)}"
-                )
-            dtypes.add(stored.dtype)
             parts.append(SavedShard(mapping.ours, stored.file, stored.start, 0))
             self._mappings[f"model/{name}", mapping.ours.offsets] = mapping
         if len(dtypes) > 1:
@@ -269,7 +267,9 @@ class TransformersReader(CheckpointReader):
         for name, stored in self._stored.items():
             left_out = name in tied or NOT_WEIGHTS.search(name) or name.startswith(beyond)
             if id(stored) not in used and not left_out:
-                raise ValueError(f"{path}: unexpected {short(name)}, which {self.model_type} has not")
+                raise ValueError(
+                    f"{path / stored.file}: unexpected {short(name)}, which {self.model_type} has not"
+                )
 
     def _tied(self) -> dict[str, str]:
         """Return {parameter that files may repeat: the parameter it is tied to}."""
@@ -289,7 +289,7 @@ class TransformersReader(CheckpointReader):
             if name.startswith(prefixes):
                 reason = "which MTP modules use; --ignore num_nextn_predict_layers leaves the modules out"
             if again and stored and not _same_bytes(path, again, stored):
-                raise ValueError(f"{path}: {name} is not {first}, {reason}")
+                raise ValueError(f"{path / again.file}: {name} is not {first}, {reason}")
 
     @torch.no_grad()
     def _read_items(self, file: str, wanted: Sequence[Any], planner: Any) -> None:
@@ -303,12 +303,12 @@ class TransformersReader(CheckpointReader):
                 mapping = self._mappings[name, shard.chunk.offsets]
                 there = mapping.inside(chunk)
                 out = planner.resolve_tensor(item).detach()
-                dtype = DTYPES[self.manifest.tensors[name].dtype]
                 if low := self._quantized.get(mapping.name):
-                    own = low.read(self.directory, there).to(dtype)
+                    own = low.read(self.directory, there).to(DTYPES[self.manifest.tensors[name].dtype])
                 else:
-                    own = torch.empty(there.sizes, dtype=dtype)
-                    reader.read(shard.start, mapping.shape, there, own)
+                    stored = self._find(mapping.name)
+                    assert stored is not None
+                    own = stored.read(reader, there)
                 mapping.view(out).copy_(own)
                 planner.commit_tensor(item, out)
 

@@ -5,6 +5,7 @@ The reference is one process that accumulates the gradients of the batches of al
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import deep_ep_stand_in
@@ -34,6 +35,7 @@ pytestmark = pytest.mark.full
 MESHES = [(1, 2), (2, 1), (2, 2), (1, 4), (4, 1), (2, 1, 2), (2, 2, 1)]
 SHOWN = ["qwen3_moe", "mixtral", "deepseek_v3", "gpt_oss"]
 NAMES = ("dp_replicate", "dp_shard", "ep")
+QUERY = "model.layers.1.self_attn.q_proj.weight"
 
 
 def mesh_of(shape):
@@ -498,11 +500,17 @@ def test_files_that_do_not_fit_are_errors_on_all_ranks(tmp_path):
         "missing": lambda state: state.pop("model.norm.weight"),
         "unexpected": lambda state: state.update(other=torch.zeros(2)),
         "shape": lambda state: state.update({"model.norm.weight": torch.ones(3)}),
+        "fp8 shape": lambda state: state.update(
+            {QUERY: state[QUERY][:1].to(torch.float8_e4m3fn), f"{QUERY}_scale_inv": torch.ones(1, 1)}
+        ),
     }.items():
         model.save_pretrained(tmp_path / name)
         state = load_file(tmp_path / name / "model.safetensors")
         change(state)
         save_file(state, tmp_path / name / "model.safetensors")
+    config = json.loads((tmp_path / "fp8 shape" / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    (tmp_path / "fp8 shape" / "config.json").write_text(json.dumps(config))
     (tmp_path / "taken").write_text("no directory")
     (tmp_path / "config" / "config.json").mkdir(parents=True)
 
@@ -510,7 +518,8 @@ def test_files_that_do_not_fit_are_errors_on_all_ranks(tmp_path):
         mesh = mesh_of((1, 2))
         for name, message in {
             "missing": "model.norm.weight is missing",
-            "unexpected": "unexpected other",
+            "unexpected": "model.safetensors: unexpected 'other'",
+            "fp8 shape": rf"model.safetensors: {QUERY} has shape \[1, 32\], config.json says \[32, 32\]",
             "shape": r"model.norm.weight has shape \[3\], config.json says \[32\]",
             "nowhere": "not a local directory",
         }.items():

@@ -20,6 +20,7 @@ __all__ = [
     "split_in_two",
     "full_chunk",
     "full_shape",
+    "is_inside",
     "clip",
 ]
 
@@ -128,6 +129,11 @@ def split_in_two(chunk: TensorChunk, dim: int) -> tuple[TensorChunk, TensorChunk
         _with(chunk.sizes, dim, chunk.sizes[dim] - first),
     )
     return TensorChunk(chunk.offsets, _with(chunk.sizes, dim, first)), rest
+
+
+def is_inside(chunk: TensorChunk, shape: Sequence[int]) -> bool:
+    """Return True if no element of `chunk` is outside of a tensor of shape `shape`."""
+    return all(0 <= at and 0 <= size and at + size <= n for at, size, n in zip(*chunk, shape, strict=True))
 
 
 def clip(chunk: TensorChunk, shape: Sequence[int]) -> TensorChunk | None:

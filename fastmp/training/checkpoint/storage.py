@@ -438,7 +438,7 @@ class CheckpointReader(StorageReader):
                 out = planner.resolve_tensor(item).detach()
                 saved = DTYPES[self.manifest.tensors[item.storage_index.fqn].dtype]
                 own = out if out.dtype == saved else torch.empty(chunk.sizes, dtype=saved)
-                reader.read(shard.start, shard.chunk.sizes, chunk, own)
+                reader.read(shard.start, shard.chunk.sizes, saved, chunk, own)
                 if own is not out:
                     out.copy_(own)
                 planner.commit_tensor(item, out)

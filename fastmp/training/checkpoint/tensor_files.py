@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fastmp.config.file_access import open_regular
 from fastmp.host import HOST
-from fastmp.training.checkpoint.chunks import TensorChunk, split_in_two
+from fastmp.training.checkpoint.chunks import TensorChunk, is_inside, split_in_two
 from fastmp.training.checkpoint.format import DTYPES, CheckpointError, File, Manifest
 
 __all__ = [
@@ -221,18 +221,24 @@ class ChunkReader:
     def __init__(self, file: OpenFile) -> None:
         self._file, self._buffer = file, torch.empty(0, dtype=torch.uint8)
 
-    def read(self, start: int, sizes: Sequence[int], chunk: TensorChunk, out: Tensor) -> None:
+    def read(
+        self, start: int, sizes: Sequence[int], dtype: torch.dtype, chunk: TensorChunk, out: Tensor
+    ) -> None:
         """Read a chunk of a saved tensor into `out`.
 
+        No byte outside of the tensor is read: a chunk that is not inside its shape is an AssertionError.
         A contiguous chunk is read into the memory of a contiguous CPU tensor `out`. Otherwise all bytes from
         the first element to the last go through the buffer; a chunk too large for it is halved.
 
         Args:
             start: the offset of the saved tensor in the file.
             sizes: its shape.
+            dtype: its dtype.
             chunk: a chunk of it.
-            out: a tensor of the shape of the chunk.
+            out: a tensor of the shape of the chunk, of the same dtype.
         """
+        assert out.dtype == dtype and tuple(out.shape) == tuple(chunk.sizes), (out.dtype, dtype, chunk)
+        assert len(sizes) == len(chunk.sizes) and is_inside(chunk, sizes), (chunk, sizes)
         if not chunk.numel:
             return
         strides, n = list[int](), 1
@@ -247,7 +253,7 @@ class ChunkReader:
         elif size > _BUFFER and elements > 1:
             dim = next(dim for dim, length in enumerate(chunk.sizes) if length > 1)
             for half, own in zip(split_in_two(chunk, dim), out.chunk(2, dim), strict=True):
-                self.read(start, sizes, half, own)
+                self.read(start, sizes, dtype, half, own)
         else:
             if self._buffer.numel() < size:
                 self._buffer = torch.empty(max(size, _BUFFER), dtype=torch.uint8)

@@ -24,6 +24,7 @@ from fastmp.training.checkpoint.chunks import (
     chunks_of_shard,
     clip,
     full_shape,
+    is_inside,
 )
 from fastmp.training.checkpoint.format import check_tiled
 from fastmp.training.checkpoint.state import optimizer_shards, param_shards
@@ -181,5 +182,29 @@ def test_a_box_is_read_as_it_is_through_a_buffer_of_any_size(shape, data):
         (Path(folder) / "file").write_bytes(b"head" + numbers.numpy().tobytes())
         for each in (out, out.contiguous()):
             with tensor_files.opened(Path(folder) / "file") as file:
-                tensor_files.ChunkReader(file).read(4, shape, chunk, each)
+                tensor_files.ChunkReader(file).read(4, shape, each.dtype, chunk, each)
             assert torch.equal(each, view(numbers, chunk))
+
+
+@given(st.lists(st.integers(0, 4), min_size=1, max_size=3), st.data())
+@settings(max_examples=50, deadline=None)
+def test_a_box_that_is_not_in_a_tensor_is_never_read(shape, data):
+    """Nor is one of other dimensions or of another dtype, which would end in the bytes of a neighbour."""
+    numbers = torch.randn(shape)
+    offsets = data.draw(st.tuples(*(st.integers(-1, n) for n in shape)))
+    sizes = data.draw(st.tuples(*(st.integers(0, 4) for _ in shape)))
+    chunk, file = TensorChunk(offsets, sizes), tensor_files.OpenFile(Path("none"), -1)
+    inside = all(at >= 0 and at + size <= n for at, size, n in zip(offsets, sizes, shape))
+    assert is_inside(chunk, shape) == inside
+    reader, out = tensor_files.ChunkReader(file), torch.empty(sizes)
+    if inside and chunk.numel:
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            reader.read(0, shape, numbers.dtype, chunk, out)
+    for other, dtype, its_shape in (
+        *([] if inside else [(out, torch.float32, shape)]),
+        (out, torch.float16, shape),
+        (out, torch.float32, [*shape, 1]),
+        (out.new_empty(9), torch.float32, shape),
+    ):
+        with pytest.raises(AssertionError):
+            reader.read(0, its_shape, dtype, chunk, other)
