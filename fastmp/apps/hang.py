@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from reprlib import repr as short
 from typing import Any, TypeVar
 
 from fastmp.config.command_line import Parser
-from fastmp.config.file_access import read_file
+from fastmp.config.console import printable
+from fastmp.config.file_access import read_json
 from fastmp.watchdog.diagnosis import diagnose
 from fastmp.watchdog.records import MAX_RANKS, RankRecord
 
 __all__ = ["explain", "main"]
 
 T = TypeVar("T")
+_FOREIGN = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError)
+_LARGEST = 1 << 62  # of numbers in records
 LIMIT = 1 << 26  # bytes of a file: a report has the records of hundreds of ranks
 
 
@@ -36,34 +39,62 @@ def explain(directory: Path) -> str | None:
         left = [_read(path, _record) for path in sorted(directory.glob("rank-?????.json"))]
         if not left:
             return None
-        last = max(time for time, _ in left)
-        records = [
-            replace(record, silent=last - time, stalled=record.stalled + last - time) for time, record in left
-        ]
-        report = diagnose(records, 1 + max(record.rank for record in records))
-        said = f"no rank has written a hang report; by what they wrote last: {report.text}"
-    stacks = [path.name for path in sorted(directory.glob("rank-?????.stacks")) if path.stat().st_size]
+        said = f"no rank has written a hang report; by what they wrote last: {_diagnosis(directory, left)}"
+    stacks = [
+        path.name
+        for path in sorted(directory.glob("rank-?????.stacks"))
+        if path.is_file() and path.stat().st_size
+    ]
     return "\n".join([said, *([f"stacks in {directory}: {', '.join(stacks)}"] if stacks else [])])
 
 
+def _diagnosis(directory: Path, left: Sequence[tuple[float, RankRecord]]) -> str:
+    """Return the diagnosis of records with the times of writing."""
+    last = max(time for time, _ in left)
+    records = [
+        replace(record, silent=last - time, stalled=record.stalled + last - time) for time, record in left
+    ]
+    # Ranks that have left no record are known from the groups of others.
+    ranks = {rank for record in records for each in record.groups.values() for rank in each}
+    try:
+        return diagnose(records, 1 + max(ranks.union(record.rank for record in records))).text
+    except _FOREIGN:
+        raise ValueError(f"{directory}: the records of its ranks contradict each other") from None
+
+
 def _text(content: Any) -> str:
-    return f"{content['text']}"
+    if not isinstance(content["text"], str):
+        raise ValueError("text")
+    return content["text"]
 
 
 def _record(content: Any) -> tuple[float, RankRecord]:
     """Return a rank's record and the time of writing."""
     record = RankRecord.from_json(content["record"])
-    if not 0 <= record.rank < MAX_RANKS:
-        raise ValueError(f"rank {record.rank}")
-    return float(content["time"]), replace(record, silent=float(record.silent), stalled=float(record.stalled))
+    calls = [*record.calls, *([] if record.inside is None else [record.inside])]
+    numbers = [content["time"], record.stalled, record.silent, record.left_at, record.pid, record.step]
+    numbers += [*record.started.values(), *(call.began for call in calls)]
+    numbers += [each for call in calls for each in (call.number, call.peer) if each is not None]
+    numbers += [each for call in calls for size in call.sizes for each in size]
+    texts = [record.host, record.phase, record.where, record.state, record.reason]
+    texts += [text for call in calls for text in (call.op, call.group, *call.dtypes)]
+    for rank in (record.rank, *(each for ranks in record.groups.values() for each in ranks)):
+        if type(rank) is not int or not 0 <= rank < MAX_RANKS:
+            raise ValueError(f"rank {short(rank)}")
+    if not all(isinstance(each, int | float) and abs(each) < _LARGEST for each in numbers):
+        raise ValueError("numbers")
+    if not all(isinstance(each, str) for each in texts):
+        raise ValueError("texts")
+    return float(content["time"]), record
 
 
 def _read(path: Path, part: Callable[[Any], T]) -> T:
     """Return `part` of a file's JSON. Raises ValueError for a foreign or truncated file."""
+    content = read_json(path, LIMIT)
     try:
-        return part(json.loads(read_file(path, LIMIT)))
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise ValueError(f"{path}: cannot be read: {type(error).__name__}: {error}") from None
+        return part(content)
+    except _FOREIGN as error:
+        raise ValueError(f"{path}: is not a file of a hang: {repr(error)[:200]}") from None
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -79,5 +110,5 @@ def main(argv: Sequence[str] | None = None) -> int:
         said = explain(options.directory)
     except ValueError as error:
         parser.error(str(error))
-    print(said or f"nothing in {options.directory}: no job of several ranks has hung there")
+    print(printable(said or f"nothing in {options.directory}: no job of several ranks has hung there"))
     return 0 if said else 1

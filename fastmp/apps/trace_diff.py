@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from fastmp.config.command_line import Parser, exit_status
+from fastmp.config.console import printable
 from fastmp.plan.resources import table
 from fastmp.plan.step_gaps import Gap, StepTable, estimated_step, gaps, measured_step, read_trace
 
@@ -51,7 +52,7 @@ def _of(path: Path, reduce: Callable[[Any], StepTable]) -> StepTable:
     content = read_trace(path)
     try:
         return reduce(content)
-    except (KeyError, TypeError, AttributeError) as error:
+    except (KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{path}: an event of another form than in the traces of torch: {error!r}") from None
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
@@ -80,7 +81,7 @@ def _lines(estimated: StepTable, measured: StepTable, found: list[Gap]) -> Itera
     yield ""
     rows = [
         [
-            f"{row.what} ({row.phase})",
+            printable(f"{row.what} ({row.phase})"),
             f"{row.estimated * 1e3:.3f}",
             f"{row.measured * 1e3:.3f}",
             f"{row.gap * 1e3:+.3f}",

@@ -14,6 +14,7 @@ __all__ = [
     "open_regular",
     "read_file",
     "read_json",
+    "read_json_value",
     "read_or_name",
     "sync_and_close",
     "sync_directory",
@@ -80,14 +81,21 @@ def read_or_name(path: str | os.PathLike[str], limit: int, label: str = "") -> b
 
 def read_json(path: str | os.PathLike[str], limit: int) -> dict[str, Any]:
     """Return the object in a JSON file of at most `limit` bytes. Raises ValueError naming the file."""
-    raw = read_or_name(path, limit)
-    try:
-        content = json.loads(raw)
-    except (ValueError, RecursionError):  # also of bytes that are not UTF-8
-        raise ValueError(f"{path}: not JSON") from None
+    content = read_json_value(path, limit)
     if not isinstance(content, dict):
         raise ValueError(f"{path}: must be a JSON object, got {short(content)}")
     return content
+
+
+def read_json_value(path: str | os.PathLike[str], limit: int) -> Any:
+    """Return the value in a JSON file, as `read_json`; it may be a list."""
+    raw = read_or_name(path, limit)
+    try:
+        return json.loads(raw)
+    except (ValueError, RecursionError):  # also of bytes that are not UTF-8
+        raise ValueError(f"{path}: not JSON") from None
+    except MemoryError:
+        raise ValueError(f"{path}: its content takes more memory than there is") from None
 
 
 def write_synced(path: Path, data: bytes) -> None:

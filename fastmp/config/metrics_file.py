@@ -48,7 +48,8 @@ def _record(path: str | Path, number: int, line: bytes) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> bool:
-    """Return True for a finite number, null, or a list of these."""
+    """Return True for a finite number, an integer of 64 bits, null, or a list of these."""
     if isinstance(value, list):
         return not any(isinstance(item, list) for item in value) and all(map(_plain, value))
-    return value is None or (isinstance(value, int | float) and abs(value) < math.inf)
+    largest = 1 << 63 if isinstance(value, int) else math.inf
+    return value is None or (isinstance(value, int | float) and abs(value) < largest)

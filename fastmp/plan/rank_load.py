@@ -14,6 +14,8 @@ from fastmp.plan.parameters import expert_chunks, expert_stages
 
 __all__ = ["Load", "MeasuredLoad"]
 
+_LARGEST = 1 << 40  # load of a rank, its spread, or number of a pipeline rank
+
 
 @dataclass(frozen=True)
 class Load:
@@ -112,4 +114,6 @@ class MeasuredLoad(NamedTuple):
 
 
 def _is_list_of_numbers(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(each, int | float) for each in value)
+    return isinstance(value, list) and all(
+        isinstance(each, int | float) and 0 <= each < _LARGEST for each in value
+    )

@@ -14,15 +14,17 @@ A phase is that of the host's range `fastmp.training.<phase>` in which the work 
 
 from __future__ import annotations
 
-import json
+import math
 import re
 from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from reprlib import repr as short
 from typing import Any
 
+from fastmp.config.file_access import read_json_value
 from fastmp.plan.layer_time import FORWARD, INPUT, REPEATED, WEIGHT
 from fastmp.plan.step_time import IDLE as PIPELINE_IDLE
 from fastmp.plan.step_time import ONCE
@@ -30,6 +32,8 @@ from fastmp.plan.step_time import ONCE
 BACKWARD, IDLE, HOST, COMMUNICATION = "backward", "idle", "host", "communication"
 CATEGORY = "estimate"  # of the slices of an estimated step
 _MAX_BYTES = 1 << 31
+_LARGEST = 1e19  # of times, in microseconds or nanoseconds
+_SHORTEST = 1e-12  # seconds of a step
 _PHASES = {"forward": FORWARD, "backward": BACKWARD}  # of ranges; others are work done once a step
 _ESTIMATED = dict.fromkeys((REPEATED, INPUT, WEIGHT), BACKWARD)
 _ONCE = {"optimizer": "optimizer", "reduce": "gradients", "clip": "optimizer", "data": "data"}
@@ -73,14 +77,7 @@ class Gap:
 
 def read_trace(path: Path) -> Any:
     """Return the JSON of a trace. Raises ValueError naming the file."""
-    try:
-        if path.stat().st_size > _MAX_BYTES:
-            raise ValueError(f"{path}: more than {_MAX_BYTES >> 30} GiB; profile fewer steps")
-        return json.loads(path.read_bytes())
-    except OSError as error:
-        raise ValueError(f"{path} cannot be read ({error.strerror})") from None
-    except ValueError as error:
-        raise ValueError(f"{path} is no JSON trace: {error}") from None
+    return read_json_value(path, _MAX_BYTES)
 
 
 def estimated_step(content: Any) -> StepTable:
@@ -97,10 +94,13 @@ def estimated_step(content: Any) -> StepTable:
     for event in events:
         if event.get("cat") == CATEGORY and event["pid"] == own["slowest"]:
             args = event["args"]
-            what = f"{COMMUNICATION}, {args['what']}" if args.get("group") else args["what"]
+            what, phase = args["what"], args["phase"]
+            if not (isinstance(what, str) and isinstance(phase, str)):
+                raise ValueError(f"expected names of a phase and its work, got {short([phase, what])}")
+            what = f"{COMMUNICATION}, {what}" if args.get("group") else what
             what = IDLE if what == PIPELINE_IDLE else what
-            parts[_ESTIMATED.get(args["phase"], args["phase"]), what] += event["dur"] / 1e6
-    return _with_idle(parts, own["seconds"])
+            parts[_ESTIMATED.get(phase, phase), what] += _duration(event) / 1e6
+    return _with_idle(parts, _number(own, "seconds"))
 
 
 def measured_step(content: Any) -> StepTable:
@@ -149,11 +149,30 @@ def gaps(estimated: StepTable, measured: StepTable) -> list[Gap]:
 
 
 def _with_idle(parts: Mapping[tuple[str, str], float], seconds: float) -> StepTable:
+    if seconds < _SHORTEST:
+        raise ValueError(f"its step takes {seconds:g} s; expected a positive time")
     idle = seconds - sum(parts.values())
     found = dict(parts)
     if idle > 1e-9 * seconds:
         found[ONCE, IDLE] = found.get((ONCE, IDLE), 0.0) + idle
     return StepTable(seconds, found)
+
+
+def _number(event: Mapping[str, Any], key: str) -> float:
+    """Return a number of an event. Raises ValueError unless it is finite."""
+    try:
+        value = float(event[key])
+    except (ValueError, TypeError, OverflowError):
+        value = math.nan
+    if not abs(value) <= _LARGEST:
+        raise ValueError(f"{key!r} must be a number of at most {_LARGEST:g}, got {short(event[key])}")
+    return value
+
+
+def _duration(event: Mapping[str, Any], key: str = "dur") -> float:
+    if (value := _number(event, key)) < 0:
+        raise ValueError(f"{key!r} must not be negative, got {value:g}")
+    return value
 
 
 def consumer(name: str, args: Mapping[str, Any] = {}) -> str | None:
@@ -177,8 +196,8 @@ class _Ranges:
         for event in slices:
             name = str(event.get("name"))
             if event.get("cat") == "user_annotation" and name.startswith(prefix):
-                start = float(event["ts"])
-                found.append((start, start + event["dur"], name.removeprefix(prefix)))
+                start = _number(event, "ts")
+                found.append((start, start + _duration(event), name.removeprefix(prefix)))
                 own[name.removeprefix(prefix)] += 1
                 threads[event.get("pid"), event.get("tid")] += 1
         if not own["optimizer"]:
@@ -208,7 +227,7 @@ class _Ranges:
 def _on_gpu(slices: Sequence[Mapping[str, Any]], ranges: _Ranges) -> Table:
     """Return the microseconds of kernels; together they are the busy time of the GPU."""
     launched = {
-        event["args"]["correlation"]: float(event["ts"])
+        event["args"]["correlation"]: _number(event, "ts")
         for event in slices
         if event.get("cat") in _LAUNCHES and "correlation" in event.get("args", {})
     }
@@ -216,12 +235,12 @@ def _on_gpu(slices: Sequence[Mapping[str, Any]], ranges: _Ranges) -> Table:
     kernels: list[tuple[float, float, str, tuple[str, str | None]]] = []
     for event in slices:
         if event.get("cat") in _KERNELS:
-            start, args = float(event["ts"]), event.get("args", {})
+            start, args = _number(event, "ts"), event.get("args", {})
             at = launched.get(args.get("correlation"), start)
             if ranges.start <= at <= ranges.end:
                 what = consumer(str(event["name"]), args) or "other kernels"
-                kernels.append((start, start + event["dur"], what, ranges.phase(at)))
-    kernels.sort()
+                kernels.append((start, start + _duration(event), what, ranges.phase(at)))
+    kernels.sort(key=lambda kernel: kernel[:3])
     for (_, _, what, (phase, once)), took in zip(kernels, _apart([each[:3] for each in kernels])):
         sent = what.startswith(COMMUNICATION) and once != "gradients"
         parts[phase, what if sent else once or what] += took
@@ -250,9 +269,9 @@ def _on_cpu(slices: Sequence[Mapping[str, Any]], ranges: _Ranges) -> Table:
         for event in slices
         if (event.get("pid"), event.get("tid")) == ranges.thread
         and event.get("cat") in ("cpu_op", "user_annotation")
-        and ranges.start <= float(event["ts"]) <= ranges.end
+        and ranges.start <= _number(event, "ts") <= ranges.end
     ]
-    own.sort(key=lambda event: (float(event["ts"]), -event["dur"]))
+    own.sort(key=lambda event: (_number(event, "ts"), -_duration(event)))
     parts: Table = defaultdict(float)
     open_: list[tuple[float, tuple[str, str], list[float]]] = []  # (end, key, [time inside it])
 
@@ -262,7 +281,7 @@ def _on_cpu(slices: Sequence[Mapping[str, Any]], ranges: _Ranges) -> Table:
             parts[key] += left[0]
 
     for event in own:
-        start, took, name = float(event["ts"]), float(event["dur"]), str(event["name"])
+        start, took, name = _number(event, "ts"), _duration(event), str(event["name"])
         close(start)
         phase, once = ranges.phase(start)
         what = consumer(name, event.get("args", {}))
@@ -339,6 +358,6 @@ def _nsys_rows(rows: Sequence[Any]) -> Iterator[tuple[float, float, str]]:
             continue
         if not isinstance(row, dict) or not {"Start (ns)", "Duration (ns)", "Name"} <= row.keys():
             raise ValueError('the measured list has rows without "Start (ns)", "Duration (ns)" and "Name"')
-        start = float(row["Start (ns)"]) / 1e9
-        found.append((start, start + float(row["Duration (ns)"]) / 1e9, str(row["Name"])))
+        start = _number(row, "Start (ns)") / 1e9
+        found.append((start, start + _duration(row, "Duration (ns)") / 1e9, str(row["Name"])))
     yield from sorted(found)

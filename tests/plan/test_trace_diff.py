@@ -192,7 +192,7 @@ def test_command(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("measured", "message"),
     [
-        ("{", "is no JSON trace"),
+        ("{", "profile.json: not JSON"),
         ("{}", "neither of torch.profiler"),
         ('{"traceEvents": []}', "no range fastmp.training.optimizer"),
         (json.dumps({"traceEvents": [*ON_CPU, {**ON_CPU[0], "pid": 1}]}), "has several processes"),

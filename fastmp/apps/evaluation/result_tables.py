@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fastmp.config.console import Console, to_stderr
+from fastmp.config.console import Console, printable, to_stderr
 from fastmp.config.file_access import read_or_name
 
 __all__ = ["EvalProgress", "read_result", "table"]
@@ -67,13 +68,20 @@ def read_result(path: str | Path) -> dict[str, Any]:
     raw = read_or_name(path, _LIMIT)
     try:
         result = json.loads(raw)
-        known = all(isinstance(result[name], int | float) for name in COLUMNS[result["task"]])
+        known = all(_is_number(name, result[name]) for name in COLUMNS[result["task"]])
         known = known and isinstance(result["model"], str)
     except (ValueError, TypeError, KeyError, RecursionError):
         known = False
     if not known:
         raise ValueError(f"{path}: is no result of fastmp eval: expected a file of its --out")
     return dict(result)
+
+
+def _is_number(name: str, value: object) -> bool:
+    """Return True for a finite number of 64 bits; a perplexity may be infinite."""
+    if type(value) is float:
+        return math.isfinite(value) or (value == math.inf and name.startswith("perplexity"))
+    return type(value) is int and abs(value) < 1 << 63
 
 
 def table(results: Iterable[Mapping[str, Any]]) -> str:
@@ -87,7 +95,9 @@ def table(results: Iterable[Mapping[str, Any]]) -> str:
 def _of_task(task: str, results: Sequence[Mapping[str, Any]]) -> str:
     columns = COLUMNS[task]
     rows = [(task, *(name.removeprefix("num_").replace("_", " ") for name in columns))]
-    rows += [(result["model"], *(_shown(name, result[name]) for name in columns)) for result in results]
+    rows += [
+        (printable(result["model"]), *(_shown(name, result[name]) for name in columns)) for result in results
+    ]
     widths = [max(map(len, column)) for column in zip(*rows)]
     return "\n".join(
         "  ".join([row[0].ljust(widths[0]), *(cell.rjust(w) for cell, w in zip(row[1:], widths[1:]))])
