@@ -36,7 +36,7 @@ from fastmp.distributed.groups import DEFAULT_TIMEOUT, ParallelGroups
 from fastmp.distributed.symmetric_memory import SymmetricExchange
 from fastmp.hf import experts_interface
 from fastmp.hf.mesh import dense_mesh, is_replicated, own_class
-from fastmp.hf.mesh_saving import save_pretrained, together, trainable_state_dict
+from fastmp.hf.mesh_saving import save_pretrained, save_state_dict, together, trainable_state_dict
 from fastmp.hf.patches import ModulePatch, patched_class
 from fastmp.nn.moe.dispatchers.dispatcher import Dispatcher
 from fastmp.nn.moe.dispatchers.factory import make_dispatcher
@@ -81,15 +81,18 @@ class MeshModel(ModulePatch):
     def save_pretrained(
         self: Any, save_directory: Any, is_main_process: bool = True, state_dict: Any = None, **kwargs: Any
     ) -> None:
-        """Write the model from all ranks, see `fastmp.hf.mesh_saving`."""
+        """Write the model from all ranks; a full `state_dict` from those that have one, such as the first.
+
+        See `fastmp.hf.mesh_saving`.
+        """
         if others := [name for name, value in kwargs.items() if value and name != "safe_serialization"]:
             raise ValueError(
                 f"save_pretrained: {', '.join(others)} of a model over a mesh is not supported; leave it out"
             )
-        if state_dict is not None:
-            super().save_pretrained(save_directory, is_main_process, state_dict, **kwargs)  # type: ignore[misc]
-            return
-        save_pretrained(self, save_directory)
+        if state_dict is None:
+            save_pretrained(self, save_directory)
+        elif state_dict and is_main_process:  # `whole_state_dict` is empty on the other ranks
+            save_state_dict(self, save_directory, state_dict)
 
     @property
     def peft_config(self: Any) -> Any:

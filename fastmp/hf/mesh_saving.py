@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +21,10 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate
 
 from fastmp.config.file_access import write_synced
-from fastmp.distributed.collectives import gather_objects
+from fastmp.distributed.collectives import gather_objects, group_rank
 from fastmp.hf.mesh import all_ranks, full_tensor, own_class
 from fastmp.hf.mesh_tensors import file_mappings, file_names, saved_tensors
-from fastmp.hf.stored import INDEX
+from fastmp.hf.stored import INDEX, Shape
 from fastmp.hf.weight_io import json_bytes
 from fastmp.training.checkpoint.tensor_files import NamedTensorSpec, write_tensors
 
@@ -62,24 +62,46 @@ def save_pretrained(model: Any, directory: str | Path) -> None:
         full, first = _gathered(tensor, by_expert)
         # 2. The rank that writes: for experts one of each ep group's, for others one of all.
         if _turn(mesh, number, by_expert):
-            shape = tuple(tensor.shape)
-            for mapping in file_mappings(model, name, shape):
-                at = mapping.ours.offsets[0] - first if shape else 0
-                if not by_expert:
-                    writer.add(mapping.name, full)
-                elif 0 <= at < len(full):
-                    rows = slice(mapping.ours.offsets[1], mapping.ours.offsets[1] + mapping.ours.sizes[1])
-                    writer.add(mapping.name, full[at, rows])
-    # 3. Name the files by their number among those of all ranks, and write the index.
-    writer.write()
-    _finish(path, writer, group)
-    with together(group):
-        if group.rank() == 0:
-            _write_config(model, path)
+            writer.add_parameter(model, name, tuple(tensor.shape), full, first)
+    # 3. Name the files by their number among those of all ranks, and write index and configuration.
+    _finish(model, writer, group)
+
+
+@torch.no_grad()
+def save_state_dict(model: Any, directory: str | Path, state_dict: Mapping[str, Tensor]) -> None:
+    """Write full tensors as `save_pretrained` does, from one rank.
+
+    transformers' own writer gathers the parameters of a model that is sharded, whatever it is given, which
+    one rank alone cannot.
+
+    Args:
+        model: a model after `accelerate(model, mesh=mesh)`.
+        directory: to write.
+        state_dict: of `whole_state_dict`, or some of its tensors, in any dtype.
+
+    Raises:
+        ValueError: a tensor is a shard, of another shape, or not of the model; the directory cannot be
+            written.
+    """
+    parameters = model.state_dict(keep_vars=True)
+    for name, tensor in state_dict.items():
+        own = parameters.get(name)
+        if own is None or isinstance(tensor, DTensor) or tensor.shape != own.shape:
+            kind = "a shard" if isinstance(tensor, DTensor) else f"of shape {tuple(tensor.shape)}"
+            wanted = f"the full tensor of shape {tuple(own.shape)}" if own is not None else "a parameter"
+            raise ValueError(
+                f"save_pretrained: state_dict has {name}, {kind}, expected {wanted}; pass the result of "
+                "whole_state_dict(model), which all ranks call"
+            )
+    writer, once = _Writer(Path(directory), 0), saved_tensors(model)
+    for name, tensor in state_dict.items():
+        if name in once:  # tied parameters are written under one name
+            writer.add_parameter(model, name, tuple(tensor.shape), tensor, 0)
+    _finish(model, writer, None)
 
 
 @contextlib.contextmanager
-def together(group: ProcessGroup) -> Iterator[None]:
+def together(group: ProcessGroup | None) -> Iterator[None]:
     """Wait for all ranks of the group at the end, and raise the error of one of them on all. Collective."""
     error = None
     try:
@@ -163,6 +185,24 @@ class _Writer:
         if self.bytes >= _FILE_BYTES:
             self.write()
 
+    def add_parameter(self, model: Any, name: str, shape: Shape, tensor: Tensor, first: int) -> None:
+        """Take the tensors of files of a parameter.
+
+        Args:
+            model: that has it.
+            name: of the parameter.
+            shape: of the parameter.
+            tensor: all of it, or some of its experts, if files have these one by one.
+            first: the number of the first of these experts.
+        """
+        for mapping in file_mappings(model, name, shape):
+            if not mapping.squeezed:
+                self.add(mapping.name, tensor)
+                continue
+            (expert, start, _), (_, rows, _) = mapping.ours
+            if 0 <= expert - first < len(tensor):
+                self.add(mapping.name, tensor[expert - first, start : start + rows])
+
     def write(self) -> None:
         """Write the tensors that were taken since the last file."""
         waiting, self.waiting, self.bytes = self.waiting, {}, 0
@@ -179,29 +219,35 @@ class _Writer:
         self.files.append((file, {spec.name: spec.bytes for spec in specs}))
 
 
-def _finish(path: Path, own: _Writer, group: ProcessGroup) -> None:
-    """Rename the files of all ranks to transformers' names; the first rank writes the index. Collective."""
+def _finish(model: Any, own: _Writer, group: ProcessGroup | None) -> None:
+    """Write what waits, give the files of all ranks transformers' names, then write index and configuration.
+
+    Collective; None: one rank alone.
+    """
+    own.write()
+    path, rank = own.path, group_rank(group)
     reports = gather_objects((own.files, own.error), group)
     if error := next((error for _, error in reports if error), ""):
         raise ValueError(f"save_pretrained: {error}")
     all_files = [files for files, _ in reports]
-    before = sum(len(files) for files in all_files[: group.rank()])
+    before = sum(len(files) for files in all_files[:rank])
     count = sum(len(files) for files in all_files)
     names = [f"model-{number + 1:05d}-of-{count:05d}.safetensors" for number in range(count)]
     with together(group):
         earlier = [*path.glob("model-*-of-*.safetensors"), *path.glob("model.safetensors")]
-        for old in earlier if group.rank() == 0 else ():
+        for old in earlier if rank == 0 else ():
             old.unlink()
     with together(group):
         for number, (file, _) in enumerate(own.files):
             os.replace(path / file, path / names[before + number])
-        if group.rank() == 0:
+        if rank == 0:
             files = [tensors for files in all_files for _, tensors in files]
             weight_map = {name: file for file, tensors in zip(names, files) for name in tensors}
             total = sum(size for tensors in files for size in tensors.values())
             index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
             (path / INDEX).unlink(missing_ok=True)
             write_synced(path / INDEX, json_bytes(index))
+            _write_config(model, path)
 
 
 def _write_config(model: Any, path: Path) -> None:

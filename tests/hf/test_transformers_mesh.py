@@ -12,6 +12,7 @@ import deep_ep_stand_in
 import pytest
 import torch
 from hf_models import VOCAB, Float64, model_of
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
@@ -20,11 +21,12 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 import fastmp
+from fastmp.hf import mesh_saving
 from fastmp.hf.expert_parallel import expert_parameters, reserve
 from fastmp.hf.mesh import dense_mesh
 from fastmp.hf.mesh_loading import from_pretrained
 from fastmp.hf.mesh_saving import trainable_state_dict
-from fastmp.hf.tp_plan import clip_grad_norm_
+from fastmp.hf.tp_plan import clip_grad_norm_, whole_state_dict
 from fastmp.testing.ranks import run_ranks
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
@@ -120,6 +122,52 @@ def test_five_steps_are_those_of_one_process(family, shape):
         assert_close(found[3], weights)
 
     run_ranks(run, ranks, timeout=200)
+
+
+@pytest.mark.parametrize("family", [*SHOWN, "tied"])
+def test_the_first_rank_saves_a_whole_state_dict_alone(family, tmp_path, monkeypatch):
+    """The same tensors as all ranks write, in files that transformers reads."""
+    monkeypatch.setattr(mesh_saving, "_FILE_BYTES", 20_000)
+    family, options = ("qwen3_moe", {"tie_word_embeddings": True}) if family == "tied" else (family, {})
+    wanted = model_of(family, **options).state_dict()
+
+    def run(rank, world_size):
+        model = model_of(family, **options)
+        fastmp.accelerate(model, mesh=mesh_of((1, 2)))
+        model.save_pretrained(tmp_path / "together")
+        state = whole_state_dict(model)
+        if rank == 0:
+            model.save_pretrained(tmp_path / "alone", state_dict=state)
+            bf16 = {name: tensor.bfloat16() for name, tensor in state.items()}
+            model.save_pretrained(tmp_path / "bf16", state_dict=bf16)
+        model.save_pretrained(tmp_path / "said", is_main_process=rank == 0, state_dict=state)
+        for wrong, said in (
+            (model.state_dict(), "a shard, expected the full tensor of shape"),
+            ({"module.x": torch.ones(2)}, r"has module\.x, of shape \(2,\), expected a parameter"),
+            ({"model.norm.weight": torch.ones(2)}, r"model.norm.weight, of shape \(2,\), expected the full"),
+        ):
+            with pytest.raises(ValueError, match=said):
+                model.save_pretrained(tmp_path / "none", state_dict=wrong)
+
+    run_ranks(run, 2, timeout=60)
+    assert not (tmp_path / "none").exists()
+    found = {path.name: {} for path in tmp_path.iterdir()}
+    for path in (path for each in found for path in (tmp_path / each).glob("*.safetensors")):
+        with safe_open(path, "pt") as file:
+            assert file.metadata() == {"format": "pt"}
+            found[path.parent.name] |= {name: (path.name, file.get_tensor(name)) for name in file.keys()}
+    together = found["together"]
+    for each, tensors in found.items():
+        index = json.loads((tmp_path / each / "model.safetensors.index.json").read_text())
+        assert index["weight_map"] == {name: file for name, (file, _) in tensors.items()}
+        assert index["metadata"]["total_size"] == sum(tensor.nbytes for _, tensor in tensors.values())
+        assert len(set(index["weight_map"].values())) > 2 and tensors.keys() == together.keys()
+        for name, (_, tensor) in tensors.items():
+            assert torch.equal(tensor, together[name][1].to(tensor.dtype)), name
+        loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / each).state_dict()
+        assert loaded.keys() == wanted.keys()
+        if each != "bf16":
+            assert all(torch.equal(loaded[name], tensor) for name, tensor in wanted.items())
 
 
 @pytest.mark.parametrize("family", SHOWN)

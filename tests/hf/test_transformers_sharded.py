@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import re
 from contextlib import nullcontext
 
@@ -11,6 +12,7 @@ import torch
 import torch.distributed as dist
 from hf_models import CONFIGS, Float64, batch_of, model_of, step, tp_model, whole_gradients
 from marks import full
+from safetensors import safe_open
 from torch.nn.parallel import DistributedDataParallel
 
 import fastmp
@@ -225,6 +227,35 @@ def test_ranks_train_the_same_model(family, tmp_path):
     saved = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float64)
     for name, tensor in whole.state_dict().items():
         torch.testing.assert_close(saved.state_dict()[name], tensor, rtol=0, atol=1e-8)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt2"])
+def test_a_whole_state_dict_is_saved_by_the_first_rank(family, tmp_path):
+    """In files of the size that is asked for; the others need not be there."""
+    wanted = model_of(family).state_dict()
+
+    def run(rank, world_size):
+        model = model_of(family)
+        fastmp.accelerate(model, group=dist.group.WORLD)
+        state = whole_state_dict(model)
+        if rank == 0:
+            model.save_pretrained(tmp_path / "alone", state_dict=dict(state), max_shard_size="20KB")
+        each = tmp_path / f"said-{rank}"
+        model.save_pretrained(each, is_main_process=rank == 0, state_dict=state, max_shard_size="20KB")
+
+    run_ranks(run, 2, timeout=60)
+    for name in ("alone", "said-0"):
+        index = json.loads((tmp_path / name / "model.safetensors.index.json").read_text())["weight_map"]
+        assert len(set(index.values())) > 2
+        for file in set(index.values()):
+            with safe_open(tmp_path / name / file, "pt") as opened:
+                assert opened.metadata() == {"format": "pt"}
+                assert {*opened.keys()} == {tensor for tensor, its_file in index.items() if its_file == file}
+        loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / name).state_dict()
+        assert loaded.keys() == wanted.keys()
+        assert all(torch.equal(loaded[each], tensor) for each, tensor in wanted.items())
+    assert not list((tmp_path / "said-1").glob("*.safetensors"))
 
 
 @pytest.mark.full
