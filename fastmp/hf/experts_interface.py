@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fastmp.hf.fp8_modules import experts_in_fp8
+from fastmp.hf.hooks import activation_form
 from fastmp.hf.lora import expert_linear, has_factors
-from fastmp.hf.patches import FORMS
 from fastmp.ops import clamped_swiglu, grouped_mlp_in, permutation, permute, unpermute
 from fastmp.ops.core.registry import compute_dtype
 
@@ -125,13 +125,14 @@ def _first_linear(self: Any, rows: Tensor, offsets: Tensor) -> Tensor:
     name = "gate_up_proj" if self.has_gate else "up_proj"
     weight = local(getattr(self, name))
     bias = local(getattr(self, f"{name}_bias")) if self.has_bias else None
-    form = FORMS.get(type(getattr(self, "act_fn", None)).__name__)
-    plain = (self.is_concatenated and type(self)._apply_gate in _USUAL) or not self.has_gate
+    form = activation_form(getattr(self, "act_fn", None))
+    gate = None if "_apply_gate" in self.__dict__ else type(self)._apply_gate
+    plain = (self.is_concatenated and gate in _USUAL) or not self.has_gate
     if form is not None and plain and not self.is_transposed and not has_factors(self, name):
         return grouped_mlp_in(rows, weight, offsets, form=form, gated=self.has_gate, bias=bias)
     out = expert_linear(self, name, weight, rows, offsets, bias)
     if form is not None and plain and self.has_gate:
         return torch.ops.fastmp.gated_activation(out, None, form)
-    if type(self)._apply_gate in _CLAMPED:
+    if gate in _CLAMPED:
         return clamped_swiglu(out, alpha=self.alpha, limit=self.limit)
     return self._apply_gate(out) if self.has_gate else self.act_fn(out)

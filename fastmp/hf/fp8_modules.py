@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from fastmp.config import ActivationSpec
 from fastmp.config.precision import Fp8Recipe
 from fastmp.hf.families.family import TPTable
-from fastmp.hf.patches import FORMS, ModulePatch
+from fastmp.hf.hooks import activation_form, form_of
+from fastmp.hf.patches import ModulePatch
 from fastmp.hf.tp_modules import ColumnParallel, RowParallel
 from fastmp.nn.moe.fp8_experts import fp8_experts
 from fastmp.tensor_parallel.fp8_linear import QuantizedWeight, fp8_linear, native_block
@@ -95,7 +96,7 @@ def _why_not_experts(module: Any, recipe: Fp8Recipe) -> str | None:
     """Return the reason why experts do not multiply in FP8, or None."""
     if module.is_transposed or module.has_bias or not module.has_gate:
         return "not FP8: they have biases, transposed weights or no gate"
-    if not module.is_concatenated or FORMS.get(type(getattr(module, "act_fn", None)).__name__) is None:
+    if not module.is_concatenated or form_of(type(getattr(module, "act_fn", None))) is None:
         return "not FP8: they have a gate of their own"
     _, hidden, ffn = module.down_proj.shape
     return recipe.misfit({"hidden_size": hidden, "intermediate_size": ffn})
@@ -117,14 +118,16 @@ def experts_are_fp8(module: nn.Module) -> bool:
 
 
 def experts_in_fp8(module: Any, rows: Tensor, offsets: Tensor) -> Tensor | None:
-    """Return the outputs of experts with FP8 copies for rows sorted by expert; None for others."""
+    """Return the outputs of experts with FP8 copies for rows sorted by expert; None for others.
+
+    An activation with hooks, or one that was replaced, has no FP8 epilogue: None as well.
+    """
     copies = module.__dict__.get(_COPIES)
-    if copies is None:
+    if copies is None or (form := activation_form(module.act_fn)) is None or "_apply_gate" in module.__dict__:
         return None
     first, second = copies["gate_up_proj"], copies["down_proj"]
     first.refresh(module.gate_up_proj)
     second.refresh(module.down_proj)
-    form = FORMS[type(module.act_fn).__name__]
     spec = ActivationSpec("gated", "", form, 1)
 
     def activate(h: Tensor) -> Tensor:

@@ -4,7 +4,8 @@ In a training step with labels, the model calls its decoder as transformers does
 states and labels: `linear_cross_entropy` holds the logits of one chunk of tokens at a time, and the output
 has `LazyLogits`. The loss is computed inside the head's own call, so hooks on the head (FSDP gathers its
 weight in one) run as usual. transformers' `forward` runs and returns logits in evaluation, without labels,
-with `logits_to_keep`, with a custom loss function, and if another module (LoRA's) has replaced the head.
+with `logits_to_keep`, with a custom loss function, if another module (LoRA's) has replaced the head, and
+if there are user hooks on the head or the decoder.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fastmp.hf.hooks import has_user_hooks
 from fastmp.hf.logits import lazy_logits
 from fastmp.hf.patches import ModulePatch, patched_class, why_not_weight
 from fastmp.ops import linear_cross_entropy
@@ -124,15 +126,25 @@ class CausalLM(ModulePatch):
         if type(new_embeddings) is nn.Linear:
             new_embeddings.__class__ = patched_class(nn.Linear, LossHead)
 
+    @staticmethod
+    def called_otherwise(module: Any) -> tuple[nn.Module, ...]:
+        """Return the submodules that `loss_of` skips, or calls with other arguments than transformers."""
+        return module.base_model, module.lm_head
+
     def wants_loss_alone(self: Any, given: dict[str, Any]) -> bool:
         keep = given.get("logits_to_keep")
-        return (
+        if not (
             self.training
             and given.get("labels") is not None
             and (keep is None or (type(keep) is int and keep == 0))
             and isinstance(self.head(self), LossHead)
             and "_loss_function" not in self.__dict__
-        )
+        ):
+            return False
+        for module in self.called_otherwise(self):
+            if has_user_hooks(module):
+                return False
+        return True
 
     def loss_of(self: Any, given: dict[str, Any]) -> tuple[Tensor, Any, dict[str, Any]]:
         """Run the decoder and the head.
@@ -209,6 +221,10 @@ class MaskedLM(CausalLM):
     @staticmethod
     def head(module: Any) -> Any:
         return module.cls.predictions.decoder
+
+    @staticmethod
+    def called_otherwise(module: Any) -> tuple[nn.Module, ...]:
+        return module.base_model, module.cls, module.cls.predictions, module.cls.predictions.decoder
 
     def loss_of(self: Any, given: dict[str, Any]) -> tuple[Tensor, Any, dict[str, Any]]:
         labels = given.pop("labels")

@@ -12,8 +12,11 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 from torch.utils.hooks import RemovableHandle
+
+from fastmp.hf.hooks import has_user_hooks
 
 __all__ = ["LazyLogits", "lazy_logits"]
 
@@ -43,6 +46,7 @@ class _HeadCall(NamedTuple):
         recorded: the forward pass ran in grad mode.
         columns: size of the vocabulary.
         dtype: of the logits.
+        hooked: the head had user hooks in the forward pass.
     """
 
     head: nn.Module | None
@@ -50,6 +54,7 @@ class _HeadCall(NamedTuple):
     recorded: bool
     columns: int
     dtype: torch.dtype
+    hooked: bool = False
 
 
 class LazyLogits(Tensor):
@@ -110,15 +115,22 @@ class LazyLogits(Tensor):
             raise RuntimeError(
                 "logits: the weight of the head is sharded again; read outputs.logits before loss.backward()"
             )
+        # hooks registered since the forward pass, which had none
+        later = head is not None and not self.call.hooked and has_user_hooks(head)
+        if later and isinstance(self.weight, DTensor):
+            raise RuntimeError(
+                "logits: hooks were registered on the head of a sharded model since the forward pass; read "
+                "outputs.logits before"
+            )
         recorded = torch.is_grad_enabled() and self._has_grad()
         with (
             torch.autocast(self.hidden.device.type, dtype=dtype, enabled=enabled),
             torch.set_grad_enabled(recorded),
         ):
-            if head is not None:
+            if head is not None and not later:
                 return head(self.hidden).to(self.call.dtype)
             logits = F.linear(self.hidden, self.weight, self.bias).to(self.call.dtype)
-            return _Detached.apply(logits.requires_grad_()) if recorded else logits
+            return _Detached.apply(logits.requires_grad_()) if recorded and head is None else logits
 
     def _like(self, dtype: torch.dtype) -> LazyLogits:
         other = LazyLogits(self.hidden, self.weight, self.bias, self.call._replace(dtype=dtype))
@@ -222,7 +234,8 @@ def lazy_logits(head: Any, hidden: Tensor) -> Tensor | None:
     enabled, dtype = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
     recorded, columns = torch.is_grad_enabled(), head.out_features
     if not torch.compiler.is_compiling():
-        call = _HeadCall(head, (enabled, dtype), recorded, columns, dtype if enabled else hidden.dtype)
+        given = dtype if enabled else hidden.dtype
+        call = _HeadCall(head, (enabled, dtype), recorded, columns, given, has_user_hooks(head))
         return LazyLogits(hidden, head.weight, head.bias, call)
     if len(head.weight) != columns or getattr(head, "_is_fsdp_managed_module", False):
         return None

@@ -22,17 +22,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fastmp.hf.hooks import activation_form, form_of
 from fastmp.ops import rope_qk, topk_router
 from fastmp.ops.core.checks import FLOATING
 from fastmp.ops.core.registry import compute_dtype
-
-FORMS = {  # {class of an activation in transformers or torch: `form` of fastmp's gated and grouped ops}
-    "SiLUActivation": "silu",
-    "SiLU": "silu",
-    "GELUActivation": "gelu",
-    "GELUTanh": "gelu_tanh",
-    "NewGELUActivation": "gelu_tanh",
-}
 
 
 class ModulePatch:
@@ -143,31 +136,39 @@ class GELU(ModulePatch):
     """GELU, exact or by its tanh approximation."""
 
     by = "fastmp.ops.bias_gelu"
+    approximate: str
+
+    @classmethod
+    def members(cls, original: type[nn.Module]) -> dict[str, Any]:
+        return {"approximate": "none" if form_of(original) == "gelu" else "tanh"}
 
     def forward(self: Any, input: Tensor) -> Tensor:
-        form = FORMS[type(self).__name__]
-        return torch.ops.fastmp.bias_gelu(input, None, "none" if form == "gelu" else "tanh")
+        return torch.ops.fastmp.bias_gelu(input, None, self.approximate)
 
 
 GELUS = {"NewGELUActivation": GELU, "GELUActivation": GELU, "GELUTanh": GELU}
 
 
 class GatedMLP(ModulePatch):
-    """Gated MLP, down(activation(gate(x)) * up(x)), with the activation and the product in one op."""
+    """Gated MLP, down(activation(gate(x)) * up(x)), with the activation and the product in one op.
+
+    An activation with hooks, or one that was replaced since `accelerate`, is called as transformers calls it.
+    """
 
     by = "fastmp.ops.swiglu or geglu"
     needs = ("gate_proj", "up_proj", "down_proj", "act_fn")
 
     @classmethod
     def why_not(cls, module: Any) -> str | None:
-        name = type(module.act_fn).__name__
-        return None if name in FORMS else f"its activation is {name}, which fastmp has no gated op of"
+        if form_of(type(module.act_fn)) is not None:
+            return None
+        return f"its activation is {type(module.act_fn).__name__}, which fastmp has no gated op of"
 
     def forward(self: Any, x: Tensor) -> Tensor:
         gate, up = self.gate_proj(x), self.up_proj(x)
-        if gate.dtype != up.dtype:
+        form = activation_form(self.act_fn)
+        if form is None or gate.dtype != up.dtype:
             return self.down_proj(self.act_fn(gate) * up)
-        form = FORMS[type(self.act_fn).__name__]
         return self.down_proj(torch.ops.fastmp.gated_activation(gate, None, form, up))
 
 

@@ -131,6 +131,15 @@ def test_other_weights_than_those_of_the_forward_pass_raise():
         lazy.sum()
 
 
+def test_hooks_that_came_after_the_forward_pass_do_not_change_its_logits():
+    head, hidden = head_and_hidden()
+    expected, lazy = head(hidden), lazy_logits(head, hidden)
+    head.register_forward_hook(lambda module, args, output: output / 2)
+    torch.testing.assert_close(lazy.clone() + 0, expected)
+    lazy.sum().backward()
+    assert hidden.grad is not None and head.weight.grad is not None
+
+
 @pytest.mark.full
 def test_a_compiled_graph_returns_them_without_their_gradient():
     head, hidden = head_and_hidden()

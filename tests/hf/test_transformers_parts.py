@@ -2,18 +2,34 @@
 
 from __future__ import annotations
 
+import copy
 import sys
-from functools import wraps
+from functools import partial, wraps
 from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
+from torch.nn.modules.module import (
+    register_module_forward_hook,
+    register_module_forward_pre_hook,
+    register_module_full_backward_hook,
+    register_module_full_backward_pre_hook,
+)
 
 import fastmp
 from fastmp.hf import patches
-from fastmp.hf.heads import CausalLM
-from fastmp.hf.patches import GroupedRouter, LayerNormPatch, RMSNormPatch, rotate, rotate_part
+from fastmp.hf.heads import CausalLM, LossHead
+from fastmp.hf.hooks import activation_form, has_user_hooks
+from fastmp.hf.patches import (
+    GatedMLP,
+    GroupedRouter,
+    LayerNormPatch,
+    RMSNormPatch,
+    patched_class,
+    rotate,
+    rotate_part,
+)
 
 
 @pytest.mark.parametrize("call", [fastmp.accelerate, fastmp.restore])
@@ -21,6 +37,117 @@ def test_without_transformers_one_error_says_what_to_type(call, monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(ValueError, match=r"transformers is not installed; pip install 'transformers>=5'$"):
         call(nn.Linear(2, 2))
+
+
+class CallableHook:
+    def __call__(self, module, *args):
+        return None
+
+
+def hook_of(package):
+    """A hook that a module of this package defines, bound and with an argument given."""
+    made = type("State", (), {"__module__": f"{package}.state", "call": lambda self, given, *args: None})
+    made.call.__module__ = f"{package}.state"
+    return partial(made().call, None)
+
+
+HOOKS = {
+    "forward": lambda module, hook: module.register_forward_hook(hook),
+    "forward with kwargs": lambda module, hook: module.register_forward_hook(hook, with_kwargs=True),
+    "forward pre": lambda module, hook: module.register_forward_pre_hook(hook),
+    "full backward": lambda module, hook: module.register_full_backward_hook(hook),
+    "full backward pre": lambda module, hook: module.register_full_backward_pre_hook(hook),
+    "backward": lambda module, hook: module.register_backward_hook(hook),
+    "global forward": lambda module, hook: register_module_forward_hook(hook),
+    "global forward pre": lambda module, hook: register_module_forward_pre_hook(hook),
+    "global backward": lambda module, hook: register_module_full_backward_hook(hook),
+    "global backward pre": lambda module, hook: register_module_full_backward_pre_hook(hook),
+}
+
+
+@pytest.mark.parametrize("kind", HOOKS)
+def test_hooks_of_users_are_found_and_those_that_move_weights_are_not(kind):
+    module = nn.SiLU()
+    assert not has_user_hooks(module) and activation_form(module) == "silu"
+    packages = ("torch.distributed.fsdp", "accelerate", "deepspeed.runtime", "fastmp.optim")
+    neutral = [HOOKS[kind](module, hook_of(package)) for package in packages]
+    assert not has_user_hooks(module)
+    others = ("torch.distributed.tensor", "accelerated", "__main__", "torch.nn.utils")
+    for hook in (lambda *args: None, CallableHook(), *map(hook_of, others)):
+        handle = HOOKS[kind](module, hook)
+        assert has_user_hooks(module) and activation_form(module) is None
+        handle.remove()
+        assert not has_user_hooks(module)
+    for handle in neutral:
+        handle.remove()
+
+
+def test_a_forward_set_on_a_module_counts_as_a_hook():
+    module = nn.SiLU()
+    module.forward = module.forward
+    assert has_user_hooks(module)
+    del module.forward
+    assert not has_user_hooks(module)
+
+
+class MLP(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gate_proj, self.up_proj, self.down_proj = (nn.Linear(4, 4) for _ in range(3))
+        self.act_fn = nn.SiLU()
+
+    def forward(self, x):
+        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+
+
+class SiLU(nn.Module):
+    """Another activation of a name that fastmp knows."""
+
+    def forward(self, x):
+        return 2 * x
+
+
+def with_hook():
+    act_fn = nn.SiLU()
+    act_fn.register_forward_hook(lambda module, args, output: output / 2)
+    return act_fn
+
+
+def with_forward():
+    act_fn = nn.SiLU()
+    act_fn.forward = torch.tanh
+    return act_fn
+
+
+@pytest.mark.parametrize("act_fn", [nn.SiLU, nn.ReLU, SiLU, with_hook, with_forward])
+def test_an_activation_with_hooks_or_another_one_is_called(act_fn):
+    mlp, x = MLP(), torch.randn(3, 4)
+    replaced = copy.deepcopy(mlp)
+    replaced.__class__ = patched_class(MLP, GatedMLP)
+    torch.testing.assert_close(replaced(x), mlp(x))
+    replaced.act_fn = mlp.act_fn = act_fn()
+    torch.testing.assert_close(replaced(x), mlp(x))
+
+
+class Model(nn.Module):
+    head = staticmethod(CausalLM.head)
+    called_otherwise = staticmethod(CausalLM.called_otherwise)
+
+    def __init__(self):
+        super().__init__()
+        self.base_model, self.lm_head = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.lm_head.__class__ = patched_class(nn.Linear, LossHead)
+
+
+@pytest.mark.parametrize("name", ["base_model", "lm_head"])
+@pytest.mark.parametrize("kind", HOOKS)
+def test_a_model_with_hooks_on_its_head_or_decoder_computes_logits(name, kind):
+    model, given = Model(), {"labels": torch.zeros(1)}
+    assert CausalLM.wants_loss_alone(model, given)
+    handle = HOOKS[kind](model.get_submodule(name), lambda *args: None)
+    assert not CausalLM.wants_loss_alone(model, given)
+    handle.remove()
+    assert CausalLM.wants_loss_alone(model, given)
 
 
 def router(**values):
