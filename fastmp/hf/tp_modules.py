@@ -19,7 +19,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from fastmp.distributed.collectives import all_gather, copy_to_group, gather_from_group, reduce_from_group_
+from fastmp.distributed.collectives import (
+    all_gather,
+    copy_to_group,
+    gather_from_group,
+    reduce_from_group_,
+    split_to_group,
+)
+from fastmp.hf.hooks import has_user_hooks
 from fastmp.hf.patches import ModulePatch
 from fastmp.ops.core.registry import can_read_values
 from fastmp.tensor_parallel.attributes import (
@@ -141,6 +148,95 @@ class CopyToTPRegion(TPModule):
         return super().forward(*args, **kwargs)
 
 
+class InRegion(TPModule):
+    """Module inside the tensor-parallel region, whose hooks get the full tensors nevertheless.
+
+    With user hooks, `__call__` gathers a sharded input before they run and takes this rank's part of the
+    output after them; `forward`, which runs between them, does the reverse. Gradients follow: those that
+    backward hooks get are full as well. All ranks of the group need the same hooks.
+
+    Attributes:
+        input_dim: the dimension of the first argument that is sharded, None: it is not.
+        output_dim: the dimension of the output, or of the first of several, that is sharded.
+        blocks: stacked parts along `output_dim`, each of which is sharded by itself.
+        is_copied: the first argument has been copied into the region, and its gradient is a partial sum.
+    """
+
+    input_dim: int | None = None
+    output_dim: int | None = None
+    blocks = 1
+    is_copied = False
+
+    def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not has_user_hooks(self):
+            return super().__call__(*args, **kwargs)
+        if self.input_dim is not None:
+            args = (gather_from_group(args[0], self.group, self.input_dim), *args[1:])
+        elif self.is_copied:  # `forward` all-reduces the gradient, and so does what has copied the input
+            fixed = args[0].detach()
+            args = (fixed + (args[0] - fixed) / self.tp_size, *args[1:])
+        output = super().__call__(*args, **kwargs)
+        return output if self.output_dim is None else _on_first(output, self._own_part)
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not has_user_hooks(self):
+            return self.local_forward(*args, **kwargs)
+        if self.input_dim is not None:
+            args = (split_to_group(args[0], self.group, self.input_dim), *args[1:])
+        elif self.is_copied:
+            args = (copy_to_group(args[0], self.group), *args[1:])
+        output = self.local_forward(*args, **kwargs)
+        return output if self.output_dim is None else _on_first(output, self._full)
+
+    def local_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        """Compute the module on this rank's shards."""
+        return super().forward(*args, **kwargs)
+
+    def _full(self: Any, part: Tensor) -> Tensor:
+        full = gather_from_group(part, self.group, self.output_dim)
+        return self._reordered(full, (self.tp_size, self.blocks))
+
+    def _own_part(self: Any, full: Tensor) -> Tensor:
+        full = self._reordered(full, (self.blocks, self.tp_size))
+        return split_to_group(full, self.group, self.output_dim)
+
+    def _reordered(self: Any, full: Tensor, sizes: tuple[int, int]) -> Tensor:
+        """Exchange the order of ranks and blocks along the last dimension."""
+        return full if self.blocks == 1 else full.unflatten(-1, (*sizes, -1)).transpose(-3, -2).flatten(-3)
+
+
+def _on_first(output: Any, function: Any) -> Any:
+    return (function(output[0]), *output[1:]) if isinstance(output, tuple) else function(output)
+
+
+class Elementwise(InRegion):
+    """Activation of a sharded tensor."""
+
+    input_dim = output_dim = -1
+
+    @classmethod
+    def why_not(cls, module: nn.Module) -> str | None:
+        return None  # a forward set on the module gets full tensors, as hooks do
+
+
+class PerHeadScores(Elementwise):
+    """Dropout of attention weights (B, N, S, E), whose heads are sharded."""
+
+    input_dim = output_dim = 1
+
+
+class ShardedInput(InRegion):
+    """Module whose first argument is sharded, and whose children enter and leave the region."""
+
+    input_dim = -1
+
+
+class ShardedOutput(InRegion):
+    """Module whose output is sharded, and whose children enter the region."""
+
+    output_dim = -1
+
+
 class Heads(CopyToTPRegion):
     """Attention over this rank's heads; parameters of the module itself (sinks) have one value a head."""
 
@@ -150,6 +246,10 @@ class Heads(CopyToTPRegion):
     @classmethod
     def sharding(cls, module: nn.Module) -> dict[str, ParallelAttributes]:
         return dict.fromkeys(module._parameters, _OUTPUTS)
+
+
+class HeadsAlone(ShardedOutput, Heads):
+    """Attention without its output projection, which another module has: BERT."""
 
 
 class LatentHeads(TPModule):
@@ -173,13 +273,14 @@ def _is_transposed(linear: nn.Module) -> bool:
     return type(linear).__name__ == "Conv1D"
 
 
-class ColumnParallel(TPModule):
+class ColumnParallel(InRegion):
     """Column-parallel linear; the input is already in the tensor-parallel region."""
 
     by = "outputs"
     supported: tuple[str, ...] = _LINEAR
     sizes = ("nf",)
-    blocks = 1  # stacked weights, each of which is sharded by itself
+    output_dim: int | None = -1
+    is_copied = True
 
     @classmethod
     def sharding(cls, module: Any) -> dict[str, ParallelAttributes]:
@@ -198,30 +299,34 @@ class FusedColumnParallel(ColumnParallel):
 class ColumnParallelWithCopy(ColumnParallel, CopyToTPRegion):
     """Column-parallel linear that copies its own input into the tensor-parallel region."""
 
+    is_copied = False
 
-class RowParallel(TPModule):
+
+class RowParallel(InRegion):
     """Row-parallel linear: all-reduce the output, then add the bias."""
 
     by = "inputs"
     supported = _LINEAR
+    input_dim = -1
 
     @classmethod
     def sharding(cls, module: nn.Module) -> dict[str, ParallelAttributes]:
         return {"weight": _OUTPUTS if _is_transposed(module) else _INPUTS}
 
-    def forward(self: Any, input: Tensor) -> Tensor:
+    def local_forward(self: Any, input: Tensor) -> Tensor:
         weight = self.weight.t() if _is_transposed(self) else self.weight
         output = reduce_from_group_(F.linear(input, weight), self.group)
         return output if self.bias is None else output + self.bias.to(output.dtype)
 
 
-class PerHeadNorm(TPModule):
+class PerHeadNorm(InRegion):
     """Replicated norm of queries or keys; the gradient of its weight is all-reduced over the heads."""
 
     by = "replicated; its gradient is all-reduced"
     needs = ("normalised",)
+    input_dim = output_dim = -2  # (B, S, N, D)
 
-    def forward(self: Any, hidden_states: Tensor) -> Tensor:
+    def local_forward(self: Any, hidden_states: Tensor) -> Tensor:
         return self.normalised(hidden_states, copy_to_group(self.weight, self.group))
 
 
@@ -304,6 +409,7 @@ class TPHead(ColumnParallel):
     by = "vocabulary"
     supported = _LINEAR[:1]
     padded = True
+    output_dim, is_copied = None, False  # it gathers the logits itself
 
     def forward(self: Any, input: Tensor, *loss: Any, **options: Any) -> Any:
         if loss or options:

@@ -9,7 +9,15 @@ from fastmp.config import GPTConfig
 from fastmp.hf.families.family import Acceleration, Conversion, Family, Field
 from fastmp.hf.heads import MaskedLM
 from fastmp.hf.patches import GELUS, LayerNormPatch
-from fastmp.hf.tp_modules import ColumnParallel, ColumnParallelWithCopy, Heads, RowParallel
+from fastmp.hf.tp_modules import (
+    ColumnParallel,
+    ColumnParallelWithCopy,
+    Elementwise,
+    HeadsAlone,
+    RowParallel,
+    ShardedInput,
+    ShardedOutput,
+)
 
 _MASKED_ALONE = ["BertForMaskedLM"]  # without the head for the order of sentences
 _MODEL_MODULES = {
@@ -92,14 +100,18 @@ FAMILY = Family(
         {"LayerNorm": LayerNormPatch, **GELUS, "BertForMaskedLM": MaskedLM},
         tp_plan={
             "BertSelfAttention": {
-                "": Heads,
+                "": HeadsAlone,
                 "query": ColumnParallel,
                 "key": ColumnParallel,
                 "value": ColumnParallel,
             },
-            "BertSelfOutput": {"dense": RowParallel, "LayerNorm": None},
-            "BertIntermediate": {"dense": ColumnParallelWithCopy},
-            "BertOutput": {"dense": RowParallel, "LayerNorm": None},
+            "BertSelfOutput": {"": ShardedInput, "dense": RowParallel, "LayerNorm": None},
+            "BertIntermediate": {
+                "": ShardedOutput,
+                "dense": ColumnParallelWithCopy,
+                "intermediate_act_fn": Elementwise,
+            },
+            "BertOutput": {"": ShardedInput, "dense": RowParallel, "LayerNorm": None},
         },
     ),
 )

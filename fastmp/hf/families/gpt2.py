@@ -5,7 +5,14 @@ from __future__ import annotations
 from fastmp.hf.families.family import Acceleration, Conversion, Family, Field
 from fastmp.hf.heads import CausalLMWithCrossAttention
 from fastmp.hf.patches import GELUS, LayerNormPatch
-from fastmp.hf.tp_modules import ColumnParallelWithCopy, FusedColumnParallel, Heads, RowParallel
+from fastmp.hf.tp_modules import (
+    ColumnParallelWithCopy,
+    Elementwise,
+    FusedColumnParallel,
+    Heads,
+    PerHeadScores,
+    RowParallel,
+)
 
 _MODULES = {  # of a layer
     "attention_norm": "ln_1",
@@ -59,8 +66,13 @@ FAMILY = Family(
     Acceleration(
         {"LayerNorm": LayerNormPatch, **GELUS, "GPT2LMHeadModel": CausalLMWithCrossAttention},
         tp_plan={
-            "GPT2Attention": {"": Heads, "c_attn": FusedColumnParallel, "c_proj": RowParallel},
-            "GPT2MLP": {"c_fc": ColumnParallelWithCopy, "c_proj": RowParallel},
+            "GPT2Attention": {
+                "": Heads,
+                "c_attn": FusedColumnParallel,
+                "attn_dropout": PerHeadScores,
+                "c_proj": RowParallel,
+            },
+            "GPT2MLP": {"c_fc": ColumnParallelWithCopy, "act": Elementwise, "c_proj": RowParallel},
         },
     ),
 )

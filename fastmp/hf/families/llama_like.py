@@ -12,6 +12,7 @@ from fastmp.hf.patches import Attention, GatedMLP, GroupedRouter, ModulePatch, R
 from fastmp.hf.tp_modules import (
     ColumnParallel,
     CopyToTPRegion,
+    Elementwise,
     ExpertParallel,
     Heads,
     PerHeadNorm,
@@ -107,6 +108,7 @@ MLP_PLAN: TPTable = {
     "": CopyToTPRegion,
     "gate_proj": ColumnParallel,
     "up_proj": ColumnParallel,
+    "act_fn": Elementwise,
     "down_proj": RowParallel,
 }
 EXPERTS_PLAN: TPTable = {"": ExpertParallel}
