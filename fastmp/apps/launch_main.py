@@ -32,7 +32,7 @@ from torch.distributed.run import determine_local_world_size, get_args_parser, r
 
 from fastmp.config import Environment, set_default_variables
 from fastmp.config.console import to_stderr
-from fastmp.distributed.runtime import LOOPBACK, loopback_listener
+from fastmp.distributed.rendezvous import LOOPBACK, loopback_listener
 
 __all__ = ["main"]
 

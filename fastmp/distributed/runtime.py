@@ -15,14 +15,11 @@ import os
 import resource
 import socket
 import sys
-import threading
 import time
 import traceback
-import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -30,10 +27,8 @@ import torch.distributed as dist
 from fastmp.config import Environment, set_default_variables
 from fastmp.config.console import flush_quietly, to_stderr
 from fastmp.distributed.collectives import gather_objects
+from fastmp.distributed.rendezvous import join_store, seconds_text
 
-LOOPBACK = "127.0.0.1"
-_POLL_SECONDS = 0.02
-_LONGEST_POLL_SECONDS = 1.0
 _MAX_CONNECTED = 64  # ranks of a job whose groups gloo connects when they are created
 _LET_GO_SECONDS = 0.1  # 20 ms were too few for some threads on a machine with four programs a core
 _JOIN_SECONDS = 5.0  # 16 ranks started at once on 2 cores came within 1 s of each other
@@ -102,8 +97,8 @@ def init(
     Raises:
         ValueError: variables contradict each other or the machine, the launcher does not say where ranks
             meet, or an adopted group does not serve the device.
-        RuntimeError: ranks are missing when the time is up (the message lists them), or another program has
-            the port.
+        RuntimeError: ranks are missing when the time is up (the message lists them; a line on stderr does
+            after 5 seconds), or another program has the port.
 
     Example:
         >>> runtime = init(backend="gloo")
@@ -144,7 +139,7 @@ def init(
     if device.type == "cuda":
         set_default_variables(NCCL_GRAPH_REGISTER="0")  # see docs/cuda-graphs.md; NCCL reads it once
     # 2. All ranks meet in the store of rank 0 or of torchrun's agent.
-    store = _join_store(env, rank, timedelta(seconds=join_seconds))
+    store = join_store(env, rank, timedelta(seconds=join_seconds))
     # 3. Each rank connects to the others over gloo; NCCL connects at its first collective.
     connecting = min(timeout, CONNECTING)
     try:
@@ -158,8 +153,8 @@ def init(
     except RuntimeError as error:
         raise RuntimeError(
             f"fastmp.init: all {world_size} ranks had joined, but rank {rank} could not connect to each of "
-            f"them in {_seconds(connecting)}: one was lost, or its machine cannot be reached; look for what "
-            f"it said, and start the job again ({error})"
+            f"them in {seconds_text(connecting)}: one was lost, or its machine cannot be reached; look for "
+            f"what it said, and start the job again ({error})"
         ) from error
     dist.distributed_c10d._set_pg_timeout(timeout)
     return Runtime(rank, world_size, env.local_rank or 0, device, owns_group=True)
@@ -282,187 +277,6 @@ def _adopt(env: Environment, backend: str | None) -> Runtime:
         hosts = gather_objects(socket.gethostname(), dist.group.WORLD)
         local_rank = hosts[:rank].count(hosts[rank])
     return Runtime(rank, world_size, local_rank, device)
-
-
-def loopback_listener(port: int = 0) -> socket.socket:
-    """Listen at the loopback address alone, for the `master_listen_fd` of a TCPStore; port 0 is any free one.
-
-    torch's own socket listens on every interface, whatever address it is given.
-    """
-    return socket.create_server((LOOPBACK, port))
-
-
-def _join_store(env: Environment, rank: int, timeout: timedelta) -> dist.Store:
-    """Return the store that rank 0, or torchrun's agent, serves at the master address."""
-    address, deadline = f"{env.master_addr}:{env.master_port}", time.monotonic() + timeout.total_seconds()
-    host = LOOPBACK if env.master_addr == "localhost" else env.master_addr
-    serves = rank == 0 and not env.agent_store
-    options: dict[str, Any] = {"is_master": serves, "wait_for_workers": False, "multi_tenant": True}
-    if not serves:
-        _wait_for_listener(env, rank, deadline, timeout)
-    elif host == LOOPBACK:
-        with contextlib.suppress(OSError):  # the port is taken: by a store of this process, or torch says so
-            options["master_listen_fd"] = loopback_listener(env.master_port).detach()
-    left = max(deadline - time.monotonic(), 1.0)
-    try:
-        store = _within(
-            left + 1.0,
-            lambda: dist.TCPStore(
-                host, env.master_port, env.world_size, timeout=timedelta(seconds=left), **options
-            ),
-        )
-    except RuntimeError as error:
-        if serves and "EADDRINUSE" in str(error):
-            raise RuntimeError(
-                f"fastmp.init: rank 0 cannot listen on port {env.master_port}: another program has it; set "
-                "another MASTER_PORT"
-            ) from error
-        raise RuntimeError(
-            f"fastmp.init: rank {rank} cannot use the store of rank 0 at {address}: {error}; where another "
-            "program has the port, set another MASTER_PORT"
-        ) from error
-    if store is None:
-        raise RuntimeError(
-            f"fastmp.init: rank {rank} reached {address}, but the store of rank 0 did not answer in "
-            f"{_seconds(timeout)}: another program may have the port; set another MASTER_PORT"
-        )
-    return fresh_store(store, rank, env.world_size, timeout)
-
-
-def _wait_for_listener(env: Environment, rank: int, deadline: float, timeout: timedelta) -> None:
-    """Wait until something listens at the master address.
-
-    torch's own wait takes twice as long as it is told, and prints a traceback for each attempt.
-    """
-    while True:
-        try:
-            left = max(deadline - time.monotonic(), 0.1)
-            socket.create_connection((env.master_addr, env.master_port), timeout=left).close()
-            return
-        except OSError as error:
-            if time.monotonic() >= deadline:
-                raise RuntimeError(
-                    f"fastmp.init: rank {rank} cannot reach the store of rank 0 at {env.master_addr}:"
-                    f"{env.master_port} in {_seconds(timeout)} ({error.strerror or error}); start rank 0 "
-                    "there, or set MASTER_ADDR and MASTER_PORT to where it runs"
-                ) from error
-        time.sleep(_POLL_SECONDS)
-
-
-def _within(seconds: float, make: Callable[[], dist.Store]) -> dist.Store | None:
-    """Call `make` and return its result, or None if it takes longer than `seconds`.
-
-    torch's client waits without end for the first answer of a store. It is left waiting in a daemon thread.
-    """
-    done: list[dist.Store | BaseException] = []
-
-    def run() -> None:
-        try:
-            done.append(make())
-        except BaseException as error:
-            done.append(error)
-
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    thread.join(seconds)
-    if not done:
-        return None
-    if isinstance(done[0], BaseException):
-        raise done[0]
-    return done[0]
-
-
-def fresh_store(store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> dist.Store:
-    """Return a namespace of `store` that only the ranks of this start of the job use.
-
-    torchrun keeps one store over all restarts, with the addresses of dead workers in it, and its restart
-    counts are per node and may differ. So the ranks agree among themselves:
-
-    1. Rank 0 publishes a name never used before, and every other rank counts itself in under that name.
-    2. When all are in, every rank confirms that it is still there: a rank may have died in the meantime. It
-       joins again under the same name if it is started again.
-    3. Rank 0 opens the name when all have confirmed.
-
-    A rank that finds a name open already has read that of an earlier start, and waits for the next name. A
-    name that is not open when its rank 0 dies stays so. Every rank moves a few hundred bytes, however many
-    ranks there are.
-
-    Raises:
-        RuntimeError: `timeout` is over; on rank 0, the message lists the missing ranks.
-    """
-    deadline = time.monotonic() + timeout.total_seconds()
-    try:
-        lead = rank == 0
-        prefix = _lead(store, world_size, timeout) if lead else _follow(store, rank, world_size, deadline)
-    except dist.DistNetworkError as error:
-        raise RuntimeError(f"fastmp.init: rank {rank} of {world_size} lost the store: {error}") from error
-    if prefix is None:
-        raise RuntimeError(
-            f"fastmp.init: rank {rank} of {world_size} waited {_seconds(timeout)}, but not every rank joined"
-        )
-    return dist.PrefixStore(prefix, store)
-
-
-def _lead(store: dist.Store, world_size: int, timeout: timedelta) -> str:
-    """Publish a new name as rank 0, and open it once every other rank has joined."""
-    name = uuid.uuid4().hex
-    prefix = f"fastmp/{name}"
-    store.set("fastmp/leader", name)
-    if world_size > 1 and not _appears(store, f"{prefix}/here/full", timeout.total_seconds()):
-        counted = f"{prefix}/here" if store.check([f"{prefix}/full"]) else prefix
-        missing = [rank for rank in range(1, world_size) if not store.check([f"{counted}/{rank}"])]
-        raise RuntimeError(
-            f"fastmp.init: ranks {missing} of {world_size} did not join in {_seconds(timeout)}; start them, "
-            "or give slow ones more join_seconds"
-        )
-    store.set(f"{prefix}/open", "")
-    return prefix
-
-
-def _follow(store: dist.Store, rank: int, world_size: int, deadline: float) -> str | None:
-    """Join under the published name as any other rank, and return its prefix once rank 0 opens it."""
-    prefix, awaited, pause = "", "", _POLL_SECONDS
-    while (left := deadline - time.monotonic()) > 0:
-        if not _appears(store, "fastmp/leader", left):
-            return None
-        published = "fastmp/" + store.get("fastmp/leader").decode()
-        if published != prefix:
-            prefix, pause = published, _POLL_SECONDS
-            # 1. A name that is open already belongs to an earlier start of the job.
-            awaited = "" if store.check([f"{prefix}/open"]) else "full"
-            if awaited:
-                _count(store, prefix, rank, world_size)
-        pause = min(pause, max(deadline - time.monotonic(), 0.001))
-        if not awaited:
-            time.sleep(pause)
-        elif _appears(store, f"{prefix}/{awaited}", pause):
-            if awaited == "open":
-                return prefix
-            # 2. All ranks came: confirm that this one still waits.
-            _count(store, f"{prefix}/here", rank, world_size)
-            awaited, pause = "open", _POLL_SECONDS
-            continue
-        pause = min(2 * pause, _LONGEST_POLL_SECONDS)  # the name may belong to an earlier start
-    return None
-
-
-def _count(store: dist.Store, prefix: str, rank: int, world_size: int) -> None:
-    """Count `rank` under `prefix`, once however often it is started; the last one to come sets "full"."""
-    if store.add(f"{prefix}/{rank}", 1) == 1 and store.add(f"{prefix}/joined", 1) == world_size - 1:
-        store.set(f"{prefix}/full", "")
-
-
-def _appears(store: dist.Store, key: str, seconds: float) -> bool:
-    """Wait for `key`; return False if it is not there after so many seconds."""
-    try:
-        store.wait([key], timedelta(seconds=seconds))
-    except dist.DistStoreError:
-        return False
-    return True
-
-
-def _seconds(duration: timedelta) -> str:
-    return f"{duration.total_seconds():g} s"
 
 
 def _say(env: Environment, message: str) -> None:

@@ -235,7 +235,8 @@ def _silent(job: _Job) -> HangReport | None:
         ),
         (
             "unseen",
-            "has never shown a sign of life: it did not start, ended before its first heartbeat, or is cut off",
+            "has never shown a sign of life: it did not start, ended before its first heartbeat, or is cut "
+            "off",
         ),
         ("unknown", "cannot be seen: the store of the job does not answer"),
     ):
@@ -347,7 +348,7 @@ def _is_before(group: str, number: int, other: int) -> bool:
 def _report(kind: str, job: _Job, ranks: tuple[int, ...], text: str, call: Call | None) -> HangReport:
     """Make the report: add to the text the step, and the ranks that wait."""
     step, named = job.by_rank[ranks[0]].step, set(ranks)
-    # The last heartbeat of a rank may be older than its last collective, unless others wait in this very call.
+    # The last heartbeat of a rank may be older than its last collective, unless others wait in this one.
     old = kind in ("gone", "stopped", "silent") and not any(r.inside == call for r in job.everyone)
     missed = "was not seen to join" if old else "did not join"
     others = [r for r in job.everyone if r.rank not in named and r.state in ("running", "lost") and r.inside]
@@ -425,8 +426,8 @@ def stragglers(records: Sequence[RankRecord]) -> list[Straggler]:
     """Return the ranks that alone delay others for a quarter of the time, by 10 ms a collective or more.
 
     Arrivals at the collectives that all ranks of a group have on record are compared, if these span a second.
-    Asynchronous collectives wait for a rank at the same time, which counts once. Clocks of machines must agree
-    better than the delays to be seen.
+    Asynchronous collectives wait for a rank at the same time, which counts once. Clocks of machines must
+    agree better than the delays to be seen.
     """
     arrivals: dict[str, dict[int, dict[int, Call]]] = {}
     for record in records:

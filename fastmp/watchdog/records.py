@@ -130,9 +130,9 @@ class RankRecord:
         calls: last collectives, oldest first.
         started: number of collectives started, by group.
         groups: ranks of each process group.
-        state: "running"; "stopped" or "gone", as observed on the same machine; "silent" without new heartbeats;
-            "unseen" without any heartbeat; "unknown" if heartbeats cannot be read; "finished", "failed" or
-            "lost" (a peer), as reported when it left. Only the number of an unseen or unknown rank is known.
+        state: "running"; "stopped" or "gone", as observed on the same machine; "silent" without new
+            heartbeats; "unseen" without any; "unknown" if heartbeats cannot be read; "finished", "failed" or
+            "lost" (a peer), as reported when it left. An unseen or unknown rank has no other fields.
         reason: error with which it left.
         stalled: seconds without progress.
         silent: seconds since its last heartbeat.
