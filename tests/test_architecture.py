@@ -11,6 +11,7 @@ import re
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Iterator
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -197,3 +198,69 @@ def test_the_environment_is_read_in_one_place():
 def test_files_of_tests_have_names_of_their_own():
     names = Counter(path.name for path in (ROOT / "tests").rglob("test_*.py"))
     assert [name for name, count in names.items() if count > 1] == []
+
+
+# Calls that open a file by its path: they wait for a pipe, read a device without end, follow links.
+BY_PATH = {
+    *("open", "read_text", "read_bytes", "write_text", "write_bytes", "fromfile", "memmap", "loadtxt"),
+    *(
+        "genfromtxt",
+        "safe_open",
+        "load_file",
+        "json.load",
+        "np.load",
+        "tomllib.load",
+        "pickle.load",
+        "torch.load",
+    ),
+}
+OPENERS = {"fastmp.config.file_access", "fastmp.config.console"}  # the latter opens /dev/null
+OUTPUTS = {  # whose path the user gives, and may be a pipe
+    "fastmp.apps.plan_search": "write_text",
+    "fastmp.plan.time": "write_text",
+}
+
+
+def nodes(path: Path, pattern: str) -> Iterator[ast.AST]:
+    """Yield the nodes of a module in whose text the pattern is found."""
+    text = path.read_text()
+    if re.search(pattern, text):
+        yield from ast.walk(ast.parse(text))
+
+
+def opens_by_path(call: ast.Call) -> str:
+    """Return the name of a call that opens a file by its path, or ""."""
+    words = ast.unparse(call.func).split(".")
+    name = next((n for n in (words[-1], ".".join(words[-2:])) if n in BY_PATH), "")
+    modes = [each.value for each in call.args[1:] if isinstance(each, ast.Constant)]
+    creates = name == "open" and any(str(mode).startswith("x") for mode in modes)
+    mapped = name == "memmap" and ast.unparse(call.args[0]) == "file"  # which is open already
+    return "" if creates or mapped else name
+
+
+def test_files_are_opened_in_one_place():
+    found = {
+        f"{name}:{node.lineno}: {opened}"
+        for name, path in NAMES.items()
+        if name.startswith("fastmp") and name not in OPENERS
+        for node in nodes(path, r"open\(|read_|write_|fromfile|memmap|load")
+        if isinstance(node, ast.Call) and (opened := opens_by_path(node)) and OUTPUTS.get(name) != opened
+    }
+    assert found == set()
+
+
+def test_text_for_people_goes_through_one_writer():
+    """Another one raises where a disk is full or a stream is closed; see `fastmp.config.console`."""
+    found = [
+        f"{name}:{node.lineno}"
+        for name, path in NAMES.items()
+        if name.startswith("fastmp") and name != "fastmp.config.console"
+        for node in nodes(path, r"file=|sys\.std")
+        if (
+            isinstance(node, ast.Call)
+            and ast.unparse(node.func) == "print"
+            and any(each.arg == "file" for each in node.keywords)
+        )
+        or (isinstance(node, ast.Attribute) and re.fullmatch(r"sys\.(std(out|err))\.\w+", ast.unparse(node)))
+    ]
+    assert found == []

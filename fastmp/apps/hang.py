@@ -12,14 +12,13 @@ from fastmp.config.command_line import Parser
 from fastmp.config.console import printable
 from fastmp.config.file_access import read_json
 from fastmp.watchdog.diagnosis import diagnose
-from fastmp.watchdog.records import MAX_RANKS, RankRecord
+from fastmp.watchdog.records import FILE_LIMIT, MAX_RANKS, RankRecord
 
 __all__ = ["explain", "main"]
 
 T = TypeVar("T")
 _FOREIGN = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError)
 _LARGEST = 1 << 62  # of numbers in records
-LIMIT = 1 << 26  # bytes of a file: a report has the records of hundreds of ranks
 
 
 def explain(directory: Path) -> str | None:
@@ -90,7 +89,7 @@ def _record(content: Any) -> tuple[float, RankRecord]:
 
 def _read(path: Path, part: Callable[[Any], T]) -> T:
     """Return `part` of a file's JSON. Raises ValueError for a foreign or truncated file."""
-    content = read_json(path, LIMIT)
+    content = read_json(path, FILE_LIMIT)
     try:
         return part(content)
     except _FOREIGN as error:

@@ -32,6 +32,7 @@ from fastmp.apps.generation.trained_models import open_reader
 from fastmp.config import Environment, Recipe
 from fastmp.config.console import to_stdout
 from fastmp.config.durations import duration_seconds
+from fastmp.config.file_access import open_directory, write_whole
 from fastmp.cuda_graphs.transformer_engine import TransformerEngineManager
 from fastmp.distributed.collectives import communication_device, group_rank
 from fastmp.distributed.groups import ParallelGroups
@@ -57,6 +58,8 @@ from fastmp.training.sinks import Sinks, check_sinks
 from fastmp.training.stopping import StopRequests
 from fastmp.training.trainer import DTYPES, Trainer
 from fastmp.training.validation import Evaluation
+from fastmp.watchdog.inspector import host_id
+from fastmp.watchdog.node import job_directory
 from fastmp.watchdog.watchdog import Watchdog, watch
 
 SAMPLE_PROMPT = "The "
@@ -238,7 +241,7 @@ def _run(
         for note in notes:
             log.note(note)
         if runtime.rank == 0:
-            (run_dir / "recipe.json").write_text(json.dumps(asdict(recipe), indent=1) + "\n")
+            write_whole(run_dir / "recipe.json", json.dumps(asdict(recipe), indent=1) + "\n")
         profiled: Any = nullcontext()
         if recipe.train.profile != "none" and runtime.rank == 0:
             profiled = closing(StepProfiler(recipe.train.profile, recipe.train.profile_steps, run_dir, log))
@@ -291,7 +294,12 @@ def _watch_start(recipe: Recipe, runtime: Runtime) -> Iterator[None]:
     key = f"fastmp/start/{next(_starts)}"
     if runtime.rank == 0:
         store.set(key, uuid4().hex)
-    directory = Path(gettempdir()) / f"fastmp-start-{store.get(key).decode()}"
+    directory = job_directory(Path(gettempdir()), "start", store.get(key).decode(), host_id()[0])
+    if directory is None:
+        raise ValueError(
+            f"fastmp train: expected a temporary directory of this user's own in {gettempdir()}; "
+            "set TMPDIR to another place"
+        )
     seconds = max(recipe.train.stall_seconds, START_SECONDS)
     try:
         with Watchdog(directory, runtime.rank, runtime.world_size, seconds):
@@ -369,7 +377,7 @@ def open_data(recipe: Recipe, runtime: Runtime) -> TokenDataset | BlendedDataset
 @contextmanager
 def claimed(run_dir: Path) -> Iterator[None]:
     """Hold a lock on `run_dir`, wherever it is moved: two jobs of one name would mix their checkpoints."""
-    descriptor = os.open(run_dir, os.O_RDONLY)
+    descriptor = open_directory(run_dir)
     try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

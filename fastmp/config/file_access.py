@@ -8,14 +8,18 @@ import os
 import stat
 from pathlib import Path
 from reprlib import repr as short
-from typing import Any
+from typing import Any, BinaryIO
 
 __all__ = [
+    "open_binary",
+    "open_directory",
     "open_regular",
+    "open_writable",
     "read_file",
     "read_json",
     "read_json_value",
     "read_or_name",
+    "replace_text",
     "sync_and_close",
     "sync_directory",
     "write_synced",
@@ -51,6 +55,31 @@ def open_regular(path: str | os.PathLike[str], *, links: bool = True) -> int:
     if stat.S_ISDIR(kind):
         raise OSError(errno.EISDIR, os.strerror(errno.EISDIR))
     raise OSError(errno.EINVAL, "not a regular file")
+
+
+def open_binary(path: str | os.PathLike[str], *, links: bool = True) -> BinaryIO:
+    """Open a regular file for reading, as `open_regular`."""
+    return open(open_regular(path, links=links), "rb")
+
+
+def open_writable(path: str | os.PathLike[str], mode: str, *, links: bool = True) -> BinaryIO:
+    """Open a regular file for writing; `mode` "wb", "r+b" or "ab" as for `open`, "r+b" makes a file, too.
+
+    OSError as `open_regular`.
+    """
+    flags = os.O_RDWR | os.O_CREAT | os.O_NONBLOCK | os.O_CLOEXEC | (os.O_APPEND if mode == "ab" else 0)
+    descriptor = os.open(path, flags | (0 if links else os.O_NOFOLLOW), 0o666)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "not a regular file")
+    if mode == "wb":
+        os.ftruncate(descriptor, 0)
+    return open(descriptor, "r+b")
+
+
+def open_directory(path: str | os.PathLike[str]) -> int:
+    """Open a directory and return its descriptor, for a lock or to flush its entries."""
+    return os.open(path, os.O_RDONLY | os.O_DIRECTORY)
 
 
 def read_file(path: str | os.PathLike[str], limit: int, *, links: bool = True) -> bytes:
@@ -100,12 +129,21 @@ def read_json_value(path: str | os.PathLike[str], limit: int) -> Any:
 
 def write_synced(path: Path, data: bytes) -> None:
     """Write a file and flush it to disk."""
-    file = path.open("wb")
+    file = open_writable(path, "wb")
     try:
         file.write(data)
         sync_and_close(file)
     finally:
         file.close()
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Write a file atomically, without a flush to disk; an existing file or link is replaced."""
+    staged = path.with_name(f".{path.name}.{os.getpid()}")
+    staged.unlink(missing_ok=True)  # of a process that was killed, or a link
+    with open(staged, "x", encoding="utf-8") as file:
+        file.write(text)
+    os.replace(staged, path)
 
 
 def write_whole(path: Path, text: str) -> None:
@@ -127,7 +165,7 @@ def sync_and_close(file: Any) -> None:
 
 def sync_directory(path: Path) -> None:
     """Flush the entries of a directory to disk."""
-    descriptor = os.open(path, os.O_RDONLY)
+    descriptor = open_directory(path)
     try:
         os.fsync(descriptor)
     finally:

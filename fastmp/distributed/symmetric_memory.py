@@ -16,7 +16,6 @@ import socket
 import time
 import weakref
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -25,6 +24,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from fastmp.config.dispatchers import row_capacity
+from fastmp.config.file_access import read_file
 from fastmp.distributed.collectives import gather_objects
 from fastmp.distributed.exchange_layout import ExchangeLayout
 from fastmp.status import process_status
@@ -274,8 +274,8 @@ class _Host(NamedTuple):
 
 
 def _this_host() -> _Host:
-    boot = Path("/proc/sys/kernel/random/boot_id")
-    return _Host(socket.gethostname(), boot.read_text().strip(), os.readlink("/proc/self/ns/pid"))
+    boot = read_file("/proc/sys/kernel/random/boot_id", 100).decode().strip()
+    return _Host(socket.gethostname(), boot, os.readlink("/proc/self/ns/pid"))
 
 
 def _check_same_host(group: ProcessGroup, nbytes: int) -> None:

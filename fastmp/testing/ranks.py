@@ -32,6 +32,7 @@ import torch
 import torch.distributed as dist
 
 from fastmp.config.console import flush_quietly
+from fastmp.config.file_access import open_writable, read_file
 
 __all__ = ["RankError", "run_ranks"]
 
@@ -106,7 +107,11 @@ def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: floa
         os.close(release_write)
         os.close(release_read)
         _reap(children)
-        stacks = {c.rank: c.stack_path.read_text() for c in children if c.stack_path.exists()}
+        stacks = {
+            child.rank: read_file(child.stack_path, 1 << 30).decode(errors="replace")
+            for child in children
+            if child.stack_path.exists()
+        }
         shutil.rmtree(folder, ignore_errors=True)
     if failure:
         _raise(children, stacks, timeout)
@@ -140,7 +145,7 @@ def _child(fn, rank, world_size, args, timeout, folder, stack_path, parent, writ
     if os.getppid() != parent:
         os._exit(1)
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    stack_file = open(stack_path, "w")  # open until the process ends
+    stack_file = open_writable(stack_path, "wb")  # open until the process ends
     faulthandler.enable(file=stack_file)
     faulthandler.dump_traceback_later(timeout, file=stack_file)
     code = 0
@@ -158,7 +163,7 @@ def _child(fn, rank, world_size, args, timeout, folder, stack_path, parent, writ
     except BaseException:
         payload = pickle.dumps(("error", time.monotonic(), traceback.format_exc()))
         code = 1
-    with open(write_fd, "wb") as pipe:
+    with os.fdopen(write_fd, "wb") as pipe:
         pipe.write(payload)
     flush_quietly()
     if code == 0:

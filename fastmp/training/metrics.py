@@ -19,8 +19,10 @@ them. Losses are nats per token or per byte; rates are those of all ranks togeth
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import math
+import os
 import re
 import resource
 import shutil
@@ -33,10 +35,12 @@ from types import TracebackType
 from typing import Any, Protocol, TextIO
 
 from fastmp.config.console import Console
+from fastmp.config.file_access import open_writable
 from fastmp.config.metrics_file import read_metrics as read_metrics
 from fastmp.training.sinks import Sinks
 
 SCHEMA = 1
+_PIECE = 1 << 16  # bytes
 # Dense bf16 peak of one device in FLOP/s (data sheets give twice that, with sparsity). Boards with
 # other clocks, such as the PCIe ones, are left out rather than guessed.
 PEAK_FLOPS = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "GH200": 989e12, "B200": 2250e12}
@@ -353,11 +357,16 @@ class TrainLog:
 def _open_for_append(path: Path) -> TextIO:
     """Open `path` for appending, after removing an incomplete last line."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    if path.exists():
-        with path.open("rb+") as file:
-            content = file.read()
-            file.truncate(content.rfind(b"\n") + 1)
-    return path.open("a", encoding="utf-8")
+    file = open_writable(path, "ab")
+    end = file.seek(0, os.SEEK_END)
+    last = b""
+    while end and b"\n" not in last:  # backwards, a piece at a time
+        begin = max(0, end - _PIECE)
+        file.seek(begin)
+        last, end = file.read(end - begin), begin
+    file.truncate(end + last.rfind(b"\n") + 1)
+    file.seek(0, os.SEEK_END)
+    return io.TextIOWrapper(file, encoding="utf-8")
 
 
 def _device_name(device: str) -> str:

@@ -14,6 +14,8 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
+from fastmp.config.file_access import read_file, write_whole
+
 
 def check_sinks(names: Collection[str]) -> None:
     """Raise ValueError, naming what to install, if the package of a sink is missing."""
@@ -55,11 +57,11 @@ class _WandB:
         import wandb
 
         kept = directory / "wandb-id"
-        known = kept.read_text().strip() if start_step and kept.exists() else None
+        known = read_file(kept, 1 << 10).decode().strip() if start_step and kept.exists() else None
         self._run = wandb.init(
             name=directory.name, dir=str(directory), id=known, resume="allow", config=dict(config)
         )
-        kept.write_text(self._run.id + "\n")
+        write_whole(kept, self._run.id + "\n")
         self._run.define_metric("step", hidden=True)
         self._run.define_metric("*", step_metric="step")
 

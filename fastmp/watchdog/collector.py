@@ -7,7 +7,6 @@ files if the store does not answer.
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import time
 from collections.abc import Iterable
@@ -15,12 +14,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from fastmp.config.file_access import read_file, read_json
 from fastmp.watchdog.channel import REPORTER, Channel
 from fastmp.watchdog.heartbeat import contents
 from fastmp.watchdog.inspector import crash, process_state
 from fastmp.watchdog.node import Node
 from fastmp.watchdog.rank_files import file_name
-from fastmp.watchdog.records import Call, RankRecord
+from fastmp.watchdog.records import FILE_LIMIT, Call, RankRecord
 
 __all__ = ["Collector", "Seen"]
 
@@ -166,7 +166,7 @@ class Collector:
         ranks, now = list(ranks), time.monotonic()
         for rank in ranks:
             with contextlib.suppress(KeyError, ValueError, OSError):
-                content = json.loads((self.directory / f"{file_name(rank)}.json").read_text())
+                content = read_json(self.directory / f"{file_name(rank)}.json", FILE_LIMIT)
                 before = self.seen.get(rank)
                 if before is None or content["beat"] != before.beat:
                     record = RankRecord.from_json(content["record"])
@@ -231,7 +231,9 @@ class Collector:
     def _crashed(self, record: RankRecord) -> RankRecord:
         """Add the reason and place of a crash to the record of a process that is gone."""
         with contextlib.suppress(OSError):
-            stacks = (self.directory / f"{file_name(record.rank)}.stacks").read_text()
+            stacks = read_file(self.directory / f"{file_name(record.rank)}.stacks", FILE_LIMIT).decode(
+                errors="replace"
+            )
             words, where, op = crash(stacks)
             if words:
                 inside = Call(op) if op else record.inside

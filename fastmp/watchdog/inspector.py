@@ -23,6 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from fastmp.config.file_access import read_file
 from fastmp.status import process_status
 from fastmp.watchdog.records import MESSAGES, Call, RankRecord, calls_kept, pack_ranks
 
@@ -46,8 +47,7 @@ def flight_records(entries: bool = True) -> list[str]:
 def host_id() -> tuple[str, int]:
     """Return (identity of this machine and its PID namespace, start of this process in clock ticks)."""
     try:
-        with open("/proc/sys/kernel/random/boot_id") as file:
-            boot = file.read().strip()
+        boot = read_file("/proc/sys/kernel/random/boot_id", 100).decode().strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')}", _stat(os.getpid())[1]
     except OSError:
         return f"{socket.gethostname()} {os.getpid()}", 0
@@ -68,8 +68,7 @@ def process_state(pid: int, started: int) -> str:
 
 
 def _stat(pid: int) -> tuple[str, int]:
-    with open(f"/proc/{pid}/stat") as file:
-        fields = file.read().rpartition(")")[2].split()
+    fields = read_file(f"/proc/{pid}/stat", 1 << 16).decode(errors="replace").rpartition(")")[2].split()
     return fields[0], int(fields[19])
 
 

@@ -12,15 +12,21 @@ import contextlib
 import json
 import os
 import shutil
+import stat
 import tempfile
+import time
 import zlib
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from fastmp.config.file_access import read_file, read_json, replace_text
 from fastmp.watchdog.inspector import process_state
+from fastmp.watchdog.records import FILE_LIMIT
 
-__all__ = ["Heartbeat", "Node"]
+__all__ = ["Heartbeat", "Node", "job_directory"]
+
+KEPT_SECONDS = 86400.0  # of the files of a job that hung as it started, and of empty directories
 
 
 class Heartbeat(NamedTuple):
@@ -64,28 +70,19 @@ class Node:
         )
         if place is None:
             return
-        prefix = f"fastmp-watchdog-{os.getuid()}-"
-        suffix = f"-{zlib.crc32(self.host_id[0].encode()):08x}"
-        _sweep(place, prefix, suffix)
-        path = place / f"{prefix}{token}{suffix}"
-        with contextlib.suppress(OSError):
-            path.mkdir(mode=0o700, exist_ok=True)
-            if path.stat().st_uid == os.getuid() and not path.is_symlink():
-                self.directory = path
+        self.directory = job_directory(place, "watchdog", token, self.host_id[0])
 
     def post(self, name: str, text: str) -> None:
         """Replace the text under `name` for the ranks of this machine."""
         if self.directory is not None:
-            temporary = self.directory / f".{name}.{self.rank}"
             with contextlib.suppress(OSError):
-                temporary.write_text(text)
-                os.replace(temporary, self.directory / name)
+                replace_text(self.directory / name, text)
 
     def read(self, name: str) -> str | None:
         """Return the text under `name`; None if there is none."""
         if self.directory is not None:
             with contextlib.suppress(OSError):
-                return (self.directory / name).read_text()
+                return read_file(self.directory / name, FILE_LIMIT).decode()
         return None
 
     def beat(self, content: dict[str, Any], now: float) -> None:
@@ -146,14 +143,46 @@ def _name(rank: int) -> str:
     return f"rank-{rank}"
 
 
-def _sweep(place: Path, prefix: str, suffix: str) -> None:
-    """Remove the directories of this user's jobs whose ranks on this machine were all killed.
+def job_directory(place: Path, kind: str, token: str, machine: str) -> Path | None:
+    """Make the directory in `place` that the ranks of a job on this machine share; others cannot enter it.
 
-    `suffix` is of this machine: containers may share the memory, but not their process numbers.
+    Directories of this user's killed jobs are removed first.
+
+    Args:
+        token: the same on all ranks of the job.
+        machine: its identity; containers may share the place, but not their process numbers.
+
+    Returns:
+        None if the directory cannot be made, or is another user's or a link.
     """
+    prefix, suffix = f"fastmp-{kind}-{os.getuid()}-", f"-{zlib.crc32(machine.encode()):08x}"
     for path in place.glob(f"{prefix}*{suffix}"):
         with contextlib.suppress(OSError, ValueError, KeyError):
-            left = [json.loads(file.read_text()) for file in path.glob("rank-*")]
-            alive = [process_state(each["record"]["pid"], each["host_id"][1]) != "gone" for each in left]
-            if left and not any(alive):
+            if _is_private(path) and _is_left(path):
                 shutil.rmtree(path, ignore_errors=True)
+    path = place / f"{prefix}{token}{suffix}"
+    with contextlib.suppress(OSError):
+        with contextlib.suppress(FileExistsError):
+            path.mkdir(mode=0o700)
+        if _is_private(path):
+            return path
+    return None
+
+
+def _is_private(path: Path) -> bool:
+    """Return True for a directory that only this user can enter."""
+    status = path.lstat()
+    mine = status.st_uid == os.getuid() and not status.st_mode & 0o077
+    return stat.S_ISDIR(status.st_mode) and mine
+
+
+def _is_left(path: Path) -> bool:
+    """Return True for the directory of a job all of whose ranks on this machine were killed.
+
+    One with a hang report is kept for a day.
+    """
+    files = [file for file in path.glob("rank-*") if file.suffixes in ([], [".json"])]
+    left = [read_json(file, FILE_LIMIT) for file in files]
+    alive = [process_state(each["record"]["pid"], each["host_id"][1]) != "gone" for each in left]
+    old = time.time() - path.stat().st_mtime > KEPT_SECONDS
+    return not any(alive) and (old or (bool(left) and not (path / "report.json").exists()))

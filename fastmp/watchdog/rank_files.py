@@ -10,7 +10,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from fastmp.config.file_access import read_json, replace_text
 from fastmp.watchdog.inspector import flight_records
+from fastmp.watchdog.records import FILE_LIMIT
 
 __all__ = ["RankFiles", "file_name"]
 
@@ -37,13 +39,15 @@ class RankFiles:
         self.directory, self.rank = directory, rank
         self._stacks: Any = None
 
-    def open(self, content: dict[str, Any]) -> None:
+    def begin(self, content: dict[str, Any]) -> None:
         """Open the file for stacks, and write the first record."""
         self.directory.mkdir(parents=True, exist_ok=True)
         if self.rank == 0:  # the report of an earlier attempt
             with contextlib.suppress(OSError):
                 os.replace(self.directory / "report.json", self.directory / "earlier-report.json")
-        self._stacks = open(self._path("stacks"), "w")
+        stacks = self._path("stacks")
+        stacks.unlink(missing_ok=True)
+        self._stacks = open(stacks, "x")  # which follows no link
         faulthandler.enable(file=self._stacks)
         self.write_record(content)
 
@@ -57,14 +61,15 @@ class RankFiles:
     def remove(self) -> None:
         """Delete the files of this rank; the last rank deletes the directory."""
         with contextlib.suppress(OSError):
-            for path in self.directory.glob(f"{file_name(self.rank)}.*"):
-                path.unlink()
+            for pattern in (f"{file_name(self.rank)}.*", f".{file_name(self.rank)}.*"):
+                for path in self.directory.glob(pattern):
+                    path.unlink()
             self.directory.rmdir()
 
     def write_record(self, content: dict[str, Any]) -> None:
         """Replace the record of this rank."""
         with contextlib.suppress(OSError):
-            _replace(self._path("json"), json.dumps(content))
+            replace_text(self._path("json"), json.dumps(content))
 
     def has_record(self, rank: int) -> bool:
         """Return True if there is a record of a rank: ranks that end well delete theirs."""
@@ -81,7 +86,7 @@ class RankFiles:
         """Write the stacks of all threads, and the flight records."""
         faulthandler.dump_traceback(file=self._stacks, all_threads=True)
         with contextlib.suppress(OSError):
-            _replace(self._path("flight.json"), "[" + ",\n".join(flight_records()) + "]")
+            replace_text(self._path("flight.json"), "[" + ",\n".join(flight_records()) + "]")
 
     def write_report(self, content: dict[str, Any]) -> bool:
         """Write the hang report; return False if another rank has written one."""
@@ -96,15 +101,9 @@ class RankFiles:
 
     def read_report(self) -> str | None:
         """Return the text of the hang report; None if there is none."""
-        with contextlib.suppress(OSError, ValueError):
-            return str(json.loads((self.directory / "report.json").read_text())["text"])
+        with contextlib.suppress(KeyError, ValueError):
+            return str(read_json(self.directory / "report.json", FILE_LIMIT)["text"])
         return None
 
     def _path(self, kind: str) -> Path:
         return self.directory / f"{file_name(self.rank)}.{kind}"
-
-
-def _replace(path: Path, text: str) -> None:
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    temporary.write_text(text)
-    os.replace(temporary, path)

@@ -12,6 +12,7 @@ from functools import lru_cache
 from typing import Any
 
 __all__ = [
+    "FILE_LIMIT",
     "MAX_RANKS",
     "MESSAGES",
     "Call",
@@ -26,6 +27,7 @@ __all__ = [
 _UNEVEN = ("all_to_all", "alltoall", "gather", "scatter", "send", "recv")
 MESSAGES = ("send", "recv")
 MAX_RANKS = 1 << 20
+FILE_LIMIT = 1 << 26  # bytes of a file: a report has the records of hundreds of ranks
 _MAX_KEPT, _MIN_KEPT = 24, 4
 
 

@@ -164,7 +164,7 @@ class Watchdog:
 
     def __enter__(self) -> Watchdog:
         if self.world_size > 1:
-            self._files.open(self._content())
+            self._files.begin(self._content())
             if self.rank == 0:
                 self._channel.send(TOKEN, uuid.uuid4().hex)
             self._channel.start()

@@ -14,12 +14,14 @@ from types import SimpleNamespace
 import pytest
 import torch.distributed as dist
 
+from fastmp.watchdog import node
 from fastmp.watchdog.channel import REPORTER, Channel
 from fastmp.watchdog.collector import Collector
 from fastmp.watchdog.heartbeat import essence, heartbeat, node_message
 from fastmp.watchdog.inspector import ProcessInspector, _stat, host_id, process_state
 from fastmp.watchdog.leader import Leader
-from fastmp.watchdog.node import Node
+from fastmp.watchdog.node import Node, job_directory
+from fastmp.watchdog.rank_files import RankFiles
 from fastmp.watchdog.records import RankRecord, pack_ranks, unpack_ranks
 from fastmp.watchdog.watchdog import Watchdog
 
@@ -190,6 +192,70 @@ def test_one_directory_is_left_by_nobody_and_swept_where_all_were_killed(job):
     new.leave(0.0)
     assert not other.exists()
     job[0].node.join("again"), job[1].node.join("again")
+
+
+def left_by(process, place, name="rank-00000.json"):
+    """Write the record that `process` leaves in the directory of a start."""
+    content = heartbeat(RankRecord(0, "host", process.pid), {}, 1, ("machine", _stat(process.pid)[1]))
+    (place / name).write_text(json.dumps(content))
+
+
+def test_starts_that_were_killed_are_swept_and_reports_kept_for_a_day(tmp_path, monkeypatch):
+    def there():
+        return sorted(path.name.split("-")[3] for path in tmp_path.iterdir())
+
+    children = {name: subprocess.Popen(["sleep", "60"]) for name in ("killed", "reported", "alive")}
+    for name, child in children.items():
+        place = job_directory(tmp_path, "start", name, "machine")
+        left_by(child, place)
+        (place / "rank-00000.stacks").write_text("Thread")
+        (place / "rank-00000.flight.json").write_text("[")
+        if name == "reported":
+            (place / "report.json").write_text("{}")
+    assert there() == ["alive", "killed", "reported"]
+    for name in ("killed", "reported"):
+        children[name].kill()
+        children[name].wait()
+    job_directory(tmp_path, "start", "new", "machine").rmdir()
+    assert there() == ["alive", "reported"]
+    monkeypatch.setattr(node, "KEPT_SECONDS", -1.0)
+    job_directory(tmp_path, "start", "new", "machine")
+    assert there() == ["alive", "new"]
+    children["alive"].kill()
+    children["alive"].wait()
+
+
+def test_a_directory_of_another_user_is_not_used(tmp_path, monkeypatch):
+    path = job_directory(tmp_path, "start", "token", "machine")
+    assert (
+        path.stat().st_mode & 0o777 == 0o700 and job_directory(tmp_path, "start", "token", "machine") == path
+    )
+    path.chmod(0o755)  # as one that was made for others to write to, or to read
+    assert job_directory(tmp_path, "start", "token", "machine") is None
+    path.rmdir()
+    (tmp_path / "elsewhere").mkdir(mode=0o700)
+    path.symlink_to(tmp_path / "elsewhere")
+    assert job_directory(tmp_path, "start", "token", "machine") is None
+    path.unlink()
+    path.mkdir(mode=0o700)
+    user = os.getuid()
+    monkeypatch.setattr(os, "getuid", lambda: user + 1)
+    path.rename(str(path).replace(f"-start-{user}-", f"-start-{user + 1}-"))
+    assert job_directory(tmp_path, "start", "token", "machine") is None
+
+
+def test_the_files_of_a_rank_follow_no_link(tmp_path):
+    target = tmp_path / "target"
+    target.write_text("kept")
+    files = RankFiles(tmp_path / "hang", 0)
+    files.directory.mkdir()
+    for name in ("rank-00000.stacks", "rank-00000.json", f".rank-00000.json.{os.getpid()}"):
+        (files.directory / name).symlink_to(target)
+    files.begin({"a": 1})
+    files.arm(100.0)
+    files.disarm()
+    files.close()
+    assert target.read_text() == "kept" and (files.directory / "rank-00000.json").read_text() == '{"a": 1}'
 
 
 def test_groups_are_read_while_the_main_thread_makes_one(monkeypatch):

@@ -14,7 +14,7 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
-from fastmp.config.file_access import read_file
+from fastmp.config.file_access import open_writable, read_file
 
 __all__ = ["Journal"]
 
@@ -37,7 +37,7 @@ class Journal:
         header = json.dumps({"format": FORMAT, **identity})
         try:
             lines = read_file(path, _LIMIT).split(b"\n") if path.exists() else [b""]
-            self._file = path.open("r+b" if path.exists() else "xb")
+            self._file = open_writable(path, "r+b")
         except OSError as error:
             raise ValueError(f"{path}: cannot be written ({error.strerror})") from None
         try:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from fastmp.config.file_access import open_regular, read_json
+from fastmp.config.file_access import open_binary, read_json
 
 __all__ = [
     "Answer",
@@ -166,7 +166,7 @@ def _read_pairs(
 def _lines(path: str | Path) -> Iterator[str]:
     """Yield the lines of a text file; only a newline ends a line, no other Unicode separator."""
     try:
-        with open(open_regular(path), "rb") as file:
+        with open_binary(path) as file:
             number = 0
             while line := file.readline(LINE_LIMIT):
                 number += 1

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Sequence
 from functools import cache
@@ -11,6 +10,8 @@ from typing import Any
 
 import torch
 
+from fastmp.config.file_access import read_json
+
 PACKAGE = Path(__file__).resolve().parents[2]
 _RECORD = PACKAGE / "_build.json"
 _RELEASE = re.compile(r"(\d+)\.(\d+)(\.\d+)?(\+[\w.]+)?")  # not 2.14.0a0, not 2.14.0.dev20260101
@@ -18,7 +19,7 @@ _RELEASE = re.compile(r"(\d+)\.(\d+)(\.\d+)?(\+[\w.]+)?")  # not 2.14.0a0, not 2
 
 def build_record() -> dict[str, Any]:
     """Return the record setup.py wrote when it built the libraries, or {} if nothing was built."""
-    return json.loads(_RECORD.read_text()) if _RECORD.exists() else {}
+    return read_json(_RECORD, 1 << 20) if _RECORD.exists() else {}
 
 
 def choose_library(library: str, built_for: str | Sequence[str], running: str) -> tuple[str, str]:

@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 
-from fastmp.config.file_access import write_synced
+from fastmp.config.file_access import open_regular, read_file, read_json, write_synced
 from fastmp.training.data import hygiene
 from fastmp.training.data.ngrams import Hashes
 from fastmp.training.data.progress import ProgressLine, groups
@@ -328,7 +328,7 @@ def _read_state(stage: Path) -> dict[str, Any] | None:
     """Return the saved state of an interrupted build, or None; delete a partially written state."""
     (stage / f"{STATE}.new").unlink(missing_ok=True)
     path = stage / STATE
-    return json.loads(path.read_text()) if path.exists() else None
+    return read_json(path, 1 << 30) if path.exists() else None
 
 
 def _add(writer: SplitWriter, group: Sequence[Document], tokenizer: Tokenizer, min_tokens: int) -> int:
@@ -383,8 +383,7 @@ def _file(path: Path) -> Document:
             raise ValueError(f"{path}: is a directory; write a pattern such as {path}/**/*.txt")
         if not stat.S_ISREG(status.st_mode):
             raise ValueError(f"{path}: is not a regular file")
-        with path.open("rb"):
-            pass
+        os.close(open_regular(path))
     except OSError as error:
         raise ValueError(f"{path}: cannot be read ({error.strerror})") from None
     if status.st_size == 0:
@@ -392,7 +391,7 @@ def _file(path: Path) -> Document:
 
     def load() -> bytes:
         try:
-            text = path.read_bytes()
+            text = read_file(path, 1 << 50)
         except OSError as error:
             raise ValueError(f"{path}: cannot be read ({error.strerror})") from None
         if len(text) != status.st_size:

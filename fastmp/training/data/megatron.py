@@ -14,6 +14,7 @@ from __future__ import annotations
 import bisect
 import functools
 import math
+import os
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fastmp.config.data_files import megatron_file
+from fastmp.config.file_access import open_binary
 from fastmp.training.data.tokenfile import max_documents
 from fastmp.training.data.tokenize import Tokenizer
 
@@ -296,11 +298,14 @@ def _chunks(array: npt.NDArray[Any]) -> Iterator[tuple[int, npt.NDArray[Any]]]:
 
 def _map(path: Path, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
     try:
-        size = path.stat().st_size
-        if size == 0:
-            raise ValueError(f"{path}: is empty (0 bytes)")
-        if size % dtype.itemsize:
-            raise ValueError(f"{path}: cut short: {size} bytes are no whole number of {dtype.name} values")
-        return np.memmap(path, dtype, mode="r").view(np.ndarray)
+        with open_binary(path) as file:
+            size = os.fstat(file.fileno()).st_size
+            if size == 0:
+                raise ValueError(f"{path}: is empty (0 bytes)")
+            if size % dtype.itemsize:
+                raise ValueError(
+                    f"{path}: cut short: {size} bytes are no whole number of {dtype.name} values"
+                )
+            return np.memmap(file, dtype, mode="r").view(np.ndarray)
     except OSError as error:
         raise ValueError(f"{path}: cannot be read ({error.strerror})") from None

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import zlib
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
@@ -24,7 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fastmp.config.data_files import INDEX_LIMIT, TOKENIZER_LIMIT
-from fastmp.config.file_access import read_file, read_or_name
+from fastmp.config.file_access import open_binary, read_file, read_or_name
 from fastmp.training.data.tokenize import ByteTokenizer, FileTokenizer, Tokenizer
 
 FORMAT = "fastmp-tokens-3"
@@ -259,11 +260,12 @@ def _compare(path: Path, data: npt.NDArray[Any], expected: int) -> None:
 
 def _map(path: Path, dtype: np.dtype[Any], count: int) -> npt.NDArray[Any]:
     try:
-        size = path.stat().st_size
-        if size != count * dtype.itemsize:
-            state = "cut short" if size < count * dtype.itemsize else "too long"
-            raise damaged(path, f"{state}: {size} bytes, the index says {count * dtype.itemsize}")
-        return np.memmap(path, dtype, mode="r", shape=(count,))
+        with open_binary(path) as file:
+            size = os.fstat(file.fileno()).st_size
+            if size != count * dtype.itemsize:
+                state = "cut short" if size < count * dtype.itemsize else "too long"
+                raise damaged(path, f"{state}: {size} bytes, the index says {count * dtype.itemsize}")
+            return np.memmap(file, dtype, mode="r", shape=(count,))
     except OSError as error:
         raise ValueError(f"{path}: cannot be read ({error.strerror})") from None
 

@@ -21,7 +21,15 @@ from typing import Any
 
 import numpy as np
 
-from fastmp.config.file_access import read_file, sync_and_close, sync_directory, write_synced
+from fastmp.config.file_access import (
+    open_directory,
+    open_writable,
+    read_file,
+    replace_text,
+    sync_and_close,
+    sync_directory,
+    write_synced,
+)
 from fastmp.training.data.tokenfile import BLOCK_BYTES, DTYPES, SplitInfo, dtype_for
 from fastmp.training.data.tokenize import TokenIds, Tokenizer, unigram_entropy
 
@@ -67,7 +75,7 @@ class SplitWriter:
         """Continue from `saved`, the result of `save` in an interrupted process, if it is given."""
         self._directory, self._name, self._tokenizer = directory, name, tokenizer
         self._dtype = DTYPES[dtype_for(tokenizer.vocab_size)]
-        self._file = (directory / f"{name}.bin").open("r+b" if saved else "wb")
+        self._file = open_writable(directory / f"{name}.bin", "r+b" if saved else "wb")
         self._offsets = array.array("q", [0])
         self._num_saved = 0  # offsets that lie in the file
         self._checksums = _BlockChecksums()
@@ -93,7 +101,8 @@ class SplitWriter:
     def _restore(self, saved: dict[str, Any]) -> None:
         """Restore files and counts to the state `saved`, truncating what was written later."""
         self._num_saved = saved["num_offsets"]
-        offsets = np.fromfile(self._directory / f"{self._name}.documents", "<i8", self._num_saved)
+        raw = read_file(self._directory / f"{self._name}.documents", 1 << 40)
+        offsets = np.frombuffer(raw, "<i8", self._num_saved)
         self._offsets = array.array("q", offsets.astype(np.int64).tobytes())
         self._file.truncate(self._offsets[-1] * self._dtype.itemsize)
         while data := self._file.read(BLOCK_BYTES):
@@ -106,7 +115,7 @@ class SplitWriter:
     def _documents_file(self) -> Iterator[Any]:
         """Yield the file of offsets after appending the unsaved ones; flushed, not yet synced."""
         path = self._directory / f"{self._name}.documents"
-        with path.open("r+b" if self._num_saved else "wb") as file:
+        with open_writable(path, "r+b" if self._num_saved else "wb") as file:
             file.seek(8 * self._num_saved)
             file.write(np.array(self._offsets[self._num_saved :], "<i8").tobytes())
             file.truncate()
@@ -192,7 +201,7 @@ def staged(out: Path, *, replace: bool = False, job: str = "") -> Iterator[Path]
             remove.append(stage)
             with contextlib.suppress(FileNotFoundError):
                 held.enter_context(_locked(stage))
-                (stage / _JOB).write_text(job)
+                replace_text(stage / _JOB, job)
         try:
             yield stage
         except KeyboardInterrupt:
@@ -229,7 +238,7 @@ def _locked(directory: Path, flags: int = 0) -> Iterator[None]:
     Without LOCK_NB a file system that cannot lock directories (NFS) is accepted: LOCK_NB fails there as well,
     so no directory is taken for a leftover.
     """
-    descriptor = os.open(directory, os.O_RDONLY)
+    descriptor = open_directory(directory)
     try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | flags)

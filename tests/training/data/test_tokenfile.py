@@ -401,14 +401,14 @@ def test_a_file_that_is_not_utf8_is_named_by_bpe_and_taken_by_bytes(texts, tmp_p
 
 
 def test_a_file_without_permission_is_named(texts, tmp_path, monkeypatch):
-    real = Path.open
+    real = os.open
 
     def refuse(path, *arguments, **options):
-        if path.name == "05.txt":
+        if str(path).endswith("05.txt"):
             raise PermissionError(13, "Permission denied", str(path))
         return real(path, *arguments, **options)
 
-    monkeypatch.setattr(Path, "open", refuse)
+    monkeypatch.setattr(os, "open", refuse)
     with pytest.raises(ValueError, match=r"05\.txt: cannot be read \(Permission denied\)"):
         build([f"{texts}/*.txt"], tmp_path / "d")
     assert_nothing_built(tmp_path)
