@@ -558,3 +558,11 @@ def test_two_nodes_restart_together_though_their_counts_differ(worker, tmp_path)
     assert statuses == [0, 0], "\n".join(errors)
     right = sum(step + step + 1 for step in range(20))
     assert [json.loads((tmp_path / f"result-{rank}").read_text())[0] for rank in range(2)] == [right] * 2
+
+
+def test_an_error_with_text_of_others_cannot_control_the_terminal(launcher, capsys):
+    def main():
+        raise ConnectionError("\x1b[31mRank 1 is gone\x1b[0m \udcff")
+
+    assert main_guard(main) == 1
+    assert capsys.readouterr().err == "fastmp: ConnectionError: \\x1b[31mRank 1 is gone\\x1b[0m \\udcff\n"
