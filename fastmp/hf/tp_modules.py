@@ -439,6 +439,8 @@ class TPModel(ModulePatch, GroupModule):
         )
 
     def save_pretrained(self: Any, *args: Any, state_dict: Any = None, **kwargs: Any) -> None:
+        if state_dict is not None and not state_dict:
+            return  # a rank that is not the first, by `whole_state_dict`: its files would replace the others
         if state_dict is None or any(
             parallel_attributes(parameter).tensor_model_parallel and state_dict[name].shape == parameter.shape
             for name, parameter in self.named_parameters()
