@@ -29,8 +29,19 @@ _SPECIAL = {  # keys read by the functions below and by `Conversion.read`
     *("mlp_only_layers", "decoder_sparse_step", "first_k_dense_replace", "n_shared_experts"),
     *("router_aux_loss_coef", "quantization_config"),
 }
-_UNUSED = {  # keys of text generation, of heads of other tasks, and of the files themselves
+_ACTIVATIONS = {  # {name in transformers: another name of the same function}
+    "swish": "silu",
+    "gelu_python": "gelu",
+    **dict.fromkeys(("gelu_fast", "gelu_accurate", "gelu_python_tanh"), "gelu_new"),
+}
+_UNUSED = {  # keys of heads of other tasks, of the code and tools that wrote the files, and of the files
     *("architectures", "model_type", "dtype", "torch_dtype", "transformers_version", "_name_or_path"),
+    *("name_or_path", "model_name", "_commit_hash", "auto_map", "_auto_class", "custom_pipelines"),
+    *("tokenizer_class", "finetuning_task", "torchscript", "use_bfloat16", "tf_legacy_loss", "prefix"),
+    *("attn_implementation", "_attn_implementation", "_attn_implementation_internal"),
+    *("_experts_implementation", "_experts_implementation_internal", "_flash_attn_2_enabled"),
+    *("base_model_tp_plan", "base_model_pp_plan", "base_model_fsdp_plan", "distributed_config"),
+    *("transformers.js_config", "unsloth_version", "unsloth_fixed", "unsloth_tiled_mlp"),
     *("use_cache", "bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id", "sep_token_id"),
     *("pretraining_tp", "output_router_logits", "task_specific_params", "n_ctx", "gradient_checkpointing"),
     *("summary_activation", "summary_first_dropout", "summary_proj_to_labels", "summary_type"),
@@ -39,6 +50,21 @@ _UNUSED = {  # keys of text generation, of heads of other tasks, and of the file
     *("_attn_implementation_autoset", "generation_config", "classifier_dropout", "directionality"),
     *("pooler_fc_size", "pooler_num_attention_heads", "pooler_num_fc_layers", "pooler_size_per_head"),
     "pooler_type",
+}
+_GENERATION = {  # keys of text generation, which files of transformers 4 have here
+    *("max_length", "max_new_tokens", "min_length", "min_new_tokens", "max_time", "stop_strings"),
+    *("do_sample", "early_stopping", "num_beams", "num_beam_groups", "diversity_penalty", "temperature"),
+    *("top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff", "penalty_alpha"),
+    *("repetition_penalty", "length_penalty", "encoder_repetition_penalty", "no_repeat_ngram_size"),
+    *("encoder_no_repeat_ngram_size", "bad_words_ids", "force_words_ids", "num_return_sequences"),
+    *("output_scores", "output_logits", "return_dict_in_generate", "decoder_start_token_id"),
+    *("forced_bos_token_id", "forced_eos_token_id", "remove_invalid_values", "renormalize_logits"),
+    *("exponential_decay_length_penalty", "suppress_tokens", "begin_suppress_tokens", "sequence_bias"),
+    *("guidance_scale", "low_memory", "constraints", "cache_implementation"),
+}
+_NEUTRAL: dict[str, Any] = {  # values that change nothing, of keys that files of transformers 4 have
+    **{"pruned_heads": {}, "cross_attention_hidden_size": None},
+    **dict.fromkeys(("is_decoder", "add_cross_attention", "tie_encoder_decoder"), False),
 }
 
 
@@ -103,7 +129,8 @@ def from_transformers(content: Mapping[str, Any], ignored: Sequence[str] = ()) -
     family = CONVERSIONS[model_type]
     names = {key: ALIASES[key] if ALIASES.get(key) in family.fields else key for key in content}
     content = {**family.defaults, **{names[key]: content[key] for key in content if key not in ignored}}
-    known = {*family.fields, *family.supported, *family.read_keys, *_SPECIAL, *_UNUSED}
+    known = {*family.fields, *family.supported, *family.read_keys, *_SPECIAL, *_UNUSED, *_GENERATION}
+    known |= {key for key, value in _NEUTRAL.items() if content.get(key) == value}
     unknown = sorted(key for key in content if key not in known)
     if unknown:
         raise ValueError(
@@ -146,9 +173,10 @@ def _fields(family: Conversion, content: Mapping[str, Any]) -> dict[str, Any]:
         if value is ...:
             raise ValueError(f"{key} is missing")
         if choices is not None:
-            if not isinstance(value, str) or value not in choices:
+            same = _ACTIVATIONS.get(value, value) if isinstance(value, str) else None
+            if same is None or same not in choices:
                 raise ValueError(f"{key} is {short(value)}, fastmp computes {', '.join(choices)}")
-            value = choices[value]
+            value = choices[same]
         table, _, name = ours.rpartition(".")
         (model[table] if table else model)[name] = value
     return model
@@ -311,6 +339,11 @@ def _rope(content: Mapping[str, Any], max_seq_len: int, family: Conversion) -> d
         return model
     scaling = {"kind": kind, "original_max_seq_len": max_seq_len}
     scaling |= {_SCALINGS[key]: value for key, value in given.items()}
+    if kind in ("yarn", "longrope"):
+        scaling.setdefault("factor", max(1.0, max_seq_len / scaling["original_max_seq_len"]))
+    needed = ("factor", *(("low_freq_factor", "high_freq_factor") if kind == "llama3" else ()))
+    if absent := [name for name in needed if name not in scaling]:
+        raise ValueError(f"rope_type {kind!r} needs {' and '.join(absent)}")
     if kind == "yarn" and mscale and of_all and "attention_factor" not in scaling:
         high, low = (0.1 * each * math.log(scaling["factor"]) + 1.0 for each in (mscale, of_all))
         scaling["attention_factor"] = high / low
@@ -318,11 +351,7 @@ def _rope(content: Mapping[str, Any], max_seq_len: int, family: Conversion) -> d
         scaling["mscale_all_dim"] = float(of_all)
     if kind == "dynamic":  # the positions of config.json are those of pretraining
         scaling["original_max_seq_len"] = max_seq_len
-        if "factor" not in scaling:
-            raise ValueError("rope_type 'dynamic' needs a factor")
         model["max_seq_len"] = int(max_seq_len * float(scaling["factor"]))
-    if kind == "longrope":
-        scaling.setdefault("factor", max(1.0, max_seq_len / scaling["original_max_seq_len"]))
     return model | {"rope_scaling": scaling}
 
 

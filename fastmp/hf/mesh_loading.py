@@ -28,6 +28,7 @@ from fastmp.hf.stored import (
     Shape,
     Stored,
     check_shape,
+    missing,
     opened,
     read_config,
     stored_tensors,
@@ -226,7 +227,7 @@ def _sources(model: Any, path: Path, quantization: Quantization | None) -> dict[
             low = find_quantized(path, quantization, stored.get, mapping.name, mapping.shape)
             each = stored.get(mapping.name) if low is None else low.values
             if each is None:
-                raise ValueError(f"{path}: {mapping.name} is missing, which {type(model).__name__} has")
+                raise missing(path, mapping.name, stored, type(model).__name__)
             if low is None:
                 check_shape(path, mapping.name, each, mapping.shape)
             used |= {each} if low is None else {low.values, low.scales}

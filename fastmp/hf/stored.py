@@ -129,6 +129,39 @@ def check_sizes(path: Path, content: Mapping[str, Any], stored: Mapping[str, Sto
             raise ValueError(f"{path / CONFIG}: {key} is {short(value)}, but the files have {what}")
 
 
+_WRAPPERS = {  # {prefix of a wrapper of models: how to save without it}
+    "_orig_mod.": "call save_pretrained of the model that torch.compile was given",
+    "module.": "call save_pretrained of model.module, which the wrapper holds",
+    "base_model.model.": "call merge_and_unload() of the PEFT model, then save_pretrained of the result",
+}
+
+
+def missing(path: Path, name: str, stored: Mapping[str, Stored], whose: str) -> ValueError:
+    """Return the error for a tensor that no file has; it names the prefix with which one has it.
+
+    Args:
+        path: the directory.
+        name: of the tensor.
+        stored: the tensors that are there.
+        whose: the model type or class that has it.
+    """
+    for each in stored:
+        prefix = each.removesuffix(name)
+        if prefix != each and prefix.endswith("."):
+            how = next((how for start, how in _WRAPPERS.items() if prefix.startswith(start)), "")
+            return ValueError(
+                f"{path / stored[each].file}: {name} is stored as {short(each)}, with the prefix {prefix!r}; "
+                f"{how or 'remove it from all names'}"
+            )
+    first, _, rest = name.partition(".")
+    if rest in stored:
+        return ValueError(
+            f"{path / stored[rest].file}: {name} is stored as {short(rest)}, without the prefix '{first}.'; "
+            "load it in transformers as the class with a head, then save_pretrained"
+        )
+    return ValueError(f"{path}: {name} is missing, which {whose} has")
+
+
 @contextmanager
 def opened(path: Path) -> Iterator[OpenFile]:
     """Open a file for reading. Raises ValueError naming the file."""

@@ -37,6 +37,7 @@ from fastmp.hf.stored import (
     Stored,
     check_shape,
     check_sizes,
+    missing,
     model_of,
     opened,
     read_config,
@@ -244,7 +245,7 @@ class TransformersReader(CheckpointReader):
                 check_shape(path, mapping.name, stored, mapping.shape)
                 dtypes.add(stored.dtype)
             else:
-                raise ValueError(f"{path}: {mapping.name} is missing, which {self.model_type} has")
+                raise missing(path, mapping.name, self._stored, self.model_type)
             parts.append(SavedShard(mapping.ours, stored.file, stored.start, 0))
             self._mappings[f"model/{name}", mapping.ours.offsets] = mapping
         if len(dtypes) > 1:

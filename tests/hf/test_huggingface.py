@@ -373,6 +373,20 @@ def test_two_mscales_of_yarn_are_one_attention_factor():
     assert scaling.attention_factor == pytest.approx(1.2 / 1.1) and scaling.mscale_all_dim == 1.0
 
 
+def test_a_factor_that_is_absent_is_derived_or_missed():
+    """YaRN and LongRoPE have it in the lengths; transformers refuses the others."""
+    content = to_transformers("llama", replace(CONFIGS["llama"], **SMALL, max_seq_len=4096), "float32")
+    table = {"rope_type": "yarn", "factor": None, "original_max_position_embeddings": 64}
+    assert from_transformers(content | {"rope_parameters": table})[1].rope_scaling.factor == 64.0
+    for kind, said in (
+        ("linear", "factor"),
+        ("dynamic", "factor"),
+        ("llama3", "factor and low_freq_factor and"),
+    ):
+        with pytest.raises(ValueError, match=f"rope_type '{kind}' needs {said}"):
+            from_transformers(content | {"rope_parameters": {"rope_type": kind}})
+
+
 def test_gpt_oss_of_fewer_keys_or_in_mxfp4():
     """Windows alternate where a file names no layers; quantisation is a fact of the files alone."""
     content = {
@@ -514,6 +528,70 @@ def test_a_wrong_directory_is_one_line_and_nothing_is_written(name, tmp_path, ca
     error = capsys.readouterr().err
     assert said in error and error.startswith("fastmp hf: ") and error.count("\n") == 1
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+PREFIXES = {
+    "_orig_mod.": "call save_pretrained of the model that torch.compile was given",
+    "module.": "call save_pretrained of model.module",
+    "module._orig_mod.": "call save_pretrained of model.module",
+    "base_model.model.": "call merge_and_unload() of the PEFT model",
+    "policy.": "remove it from all names",
+}
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "bert"])
+def test_a_prefix_of_all_names_is_said(family, tmp_path):
+    """Of the wrapper that was saved in the place of the model, or that of the class without a head."""
+    _, tensors = written(family, tmp_path / "model")
+    file, first = tmp_path / "model" / "model.safetensors", next(iter(tensors))
+    for prefix, said in PREFIXES.items():
+        save_file({prefix + name: tensor for name, tensor in tensors.items()}, file)
+        with pytest.raises(
+            ValueError, match=rf"{first} is stored as .*, with the prefix '{prefix}'; "
+        ) as error:
+            TransformersReader(tmp_path / "model")
+        assert said in str(error.value) and str(error.value).startswith(str(file))
+    if family != "gpt2":  # whose early files have no prefix
+        save_file({name.partition(".")[2]: tensor for name, tensor in tensors.items()}, file)
+        prefix = first.partition(".")[0]
+        with pytest.raises(
+            ValueError, match=rf"{first} is stored as .*, without the prefix '{prefix}\.'; load"
+        ):
+            TransformersReader(tmp_path / "model")
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_keys_that_say_nothing_of_the_model_are_left_out(family, tmp_path):
+    """Of the tools that wrote the files, and of text generation; others may change what is computed."""
+    written(family, tmp_path / "model")
+    content = json.loads((tmp_path / "model" / "config.json").read_text())
+    said = from_transformers(content)
+    words = {
+        "unsloth_version": "2025.9.7",
+        "unsloth_fixed": True,
+        "_name_or_path": "x",
+        "tokenizer_class": "T",
+    }
+    words |= {
+        "auto_map": {"AutoModelForCausalLM": "modeling_x.X"},
+        "_commit_hash": "1f2e",
+        "temperature": 0.6,
+    }
+    words |= {"max_length": 20, "top_k": 50, "do_sample": False, "pruned_heads": {}, "torchscript": False}
+    assert from_transformers(content | words) == said
+    for key, value in (("pruned_heads", {"0": [1]}), ("tie_encoder_decoder", True), ("unsloth", 1)):
+        with pytest.raises(ValueError, match=f"unknown '{key}'"):
+            from_transformers(content | {key: value})
+
+
+def test_activations_have_several_names():
+    content = to_transformers("llama", replace(CONFIGS["llama"], **SMALL), "float32")
+    for ours, names in {
+        "swiglu": ("silu", "swish"),
+        "geglu": ("gelu_pytorch_tanh", "gelu_new", "gelu_fast", "gelu_accurate", "gelu_python_tanh"),
+        "geglu_erf": ("gelu", "gelu_python"),
+    }.items():
+        assert {from_transformers(content | {"hidden_act": name})[1].activation for name in names} == {ours}
 
 
 ODD = [None, True, -1, 0, 3, 10**12, 10**30, 1.5, math.inf, math.nan, "x", "", [], ["a"], {}, {"factor": "x"}]

@@ -24,7 +24,6 @@ CONVERSION = deepseek_like.conversion(
         "topk_method": ("noaux_tc",),
         "moe_layer_freq": (1,),
     },
-    read_keys=("auto_map",),
     read=deepseek_like.read,
     write=deepseek_like.write,
 )
