@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hf_models import VOCAB, are_lazy, assert_same, batch_of, model_of, step
+from hf_models import VOCAB, Float64, are_lazy, assert_same, batch_of, model_of, step
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
@@ -213,3 +213,23 @@ def test_lora_gets_the_same_gradients(family, options, first):
     assert are_lazy(found[0].logits) == ("lm_head" not in options["target_modules"])
     fastmp.restore(model)
     assert_same(step(model, **batch_of(family)), expected, 1e-6)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "bert", "qwen3_moe", "deepseek_v3"])
+def test_gradients_of_samples_by_vmap_are_those_of_one_at_a_time(family):
+    """torch.func.vmap of torch.func.grad, with the labels that do not count in a sample."""
+    model, batch = model_of(family, torch.float64, use_cache=False), batch_of(family, 3)
+    batch["labels"][1, 5:] = -100
+    weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+    def loss(weights, ids, labels):
+        given = {"input_ids": ids[None], "labels": labels[None]}
+        return torch.func.functional_call(model, weights, (), given).loss
+
+    gradients = torch.func.grad(loss)
+    with Float64():
+        wanted = [gradients(weights, *sample) for sample in zip(batch["input_ids"], batch["labels"])]
+        fastmp.accelerate(model)
+        found = torch.func.vmap(gradients, (None, 0, 0))(weights, batch["input_ids"], batch["labels"])
+    for name, grads in found.items():
+        torch.testing.assert_close(grads, torch.stack([each[name] for each in wanted]), rtol=0, atol=1e-9)

@@ -265,6 +265,13 @@ def test_gradients_by_torch_func(name):
     inputs = leaves((positional, keywords))
     _, *rest = evaluate(FUNCTIONS[name].call, positional, keywords)
     want = rest[-len(inputs) :]
+    product = weighted_sum(name, positional, keywords, inputs)
+    found = torch.func.grad(product)([leaf.detach() for leaf in inputs])
+    assert all(torch.equal(a, b) for a, b in zip(found, want, strict=True))
+
+
+def weighted_sum(name, positional, keywords, inputs):
+    """Return a function from values of the leaves to the sum of the outputs times fixed numbers."""
 
     def product(values: list[torch.Tensor]) -> torch.Tensor:
         given = {id(leaf): value for leaf, value in zip(inputs, values, strict=True)}
@@ -276,8 +283,32 @@ def test_gradients_by_torch_func(name):
         grads = gradients_for(differentiable)
         return sum((out * grad).sum() for out, grad in zip(differentiable, grads, strict=True))
 
-    found = torch.func.grad(product)([leaf.detach() for leaf in inputs])
-    assert all(torch.equal(a, b) for a, b in zip(found, want, strict=True))
+    return product
+
+
+# of which, with the options drawn, the backward passes write in place
+WITHOUT_VMAP = {
+    "linear_cross_entropy": "cross_entropy_grad_",
+    "linear_distillation": "distillation_grad_",
+    "linear_log_probs": "log_probs_grad_",
+    "linear_topk_distillation": "log_probs_grad_",
+}
+
+
+@EVERY
+def test_gradients_of_samples_by_vmap(name):
+    """torch.func.vmap of torch.func.grad gives the gradients of one sample after the other, or one error."""
+    positional, keywords = drawn(name, random.Random(1), torch.float64)
+    inputs = leaves((positional, keywords))
+    gradients = torch.func.grad(weighted_sum(name, positional, keywords, inputs))
+    samples = [torch.stack([leaf.detach(), leaf.detach() * 0.75]) for leaf in inputs]
+    if name in WITHOUT_VMAP:
+        with pytest.raises(RuntimeError, match=f"^{WITHOUT_VMAP[name]}: torch.func.vmap does not support"):
+            torch.func.vmap(gradients, randomness="same")(samples)
+        return
+    wanted = zip(*(gradients([each[i] for each in samples]) for i in range(2)), strict=True)
+    for found, want in zip(torch.func.vmap(gradients, randomness="same")(samples), wanted, strict=True):
+        torch.testing.assert_close(found, torch.stack(want), rtol=1e-10, atol=1e-12)
 
 
 @EVERY

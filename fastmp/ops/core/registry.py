@@ -16,6 +16,7 @@ from typing import Any, TypeVarTuple
 
 import torch
 from torch import Tensor
+from torch._C._functorch import TransformType
 from torch._functorch.autograd_function import enable_single_level_autograd_function
 from torch.autograd import Function
 from torch.utils._pytree import tree_leaves, tree_map_only
@@ -69,7 +70,9 @@ class Differentiable:
         self.function = function(forward=recorded, backward=backward)
         # torch.func requires a separate setup_context; `apply` then binds arguments by inspection, which is
         # slow
-        self.function_of_func = function(forward=forward, setup_context=setup, backward=backward)
+        self.function_of_func = function(
+            forward=forward, setup_context=setup, backward=backward, vmap=self._each_sample
+        )
         self.record = super(Function, self.function).apply  # type: ignore[misc]
 
     def __call__(self, *arguments: Any) -> Any:
@@ -82,6 +85,16 @@ class Differentiable:
         if torch._C._are_functorch_transforms_active():
             return self.function_of_func.apply(*arguments)
         return self.record(*arguments)
+
+    def _each_sample(self, info: Any, in_dims: tuple, *arguments: Any) -> tuple[Any, Any]:
+        """Call the function once for each sample, as torch.func.vmap does for ops without a batching rule."""
+        outputs = [
+            self(*(x if type(dim) is not int else x.select(dim, i) for x, dim in zip(arguments, in_dims)))
+            for i in range(info.batch_size)
+        ]
+        if isinstance(outputs[0], Tensor):
+            return torch.stack(outputs), 0
+        return tuple(map(torch.stack, zip(*outputs))), (0,) * len(outputs[0])
 
 
 @dataclass(frozen=True)
@@ -217,8 +230,10 @@ def raise_if_create_graph(op: str) -> None:
     Called by backwards that write in place, which autograd cannot differentiate. torch.func.grad records
     every backward, and differentiates it again only where it is nested.
     """
-    once = torch._C._functorch.maybe_current_level() == 1
-    if torch.is_grad_enabled() and not (once or torch.compiler.is_compiling()):
+    if not torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return
+    levels = torch._C._functorch.get_interpreter_stack() or ()
+    if sum(level.key() != TransformType.Vmap for level in levels) != 1:
         raise RuntimeError(f"{op}: its backward is not differentiable (create_graph=True is not supported)")
 
 
@@ -301,6 +316,17 @@ def _differentiable(overload: torch._ops.OpOverload, formula: AutogradFormula | 
         return record(function, arguments) if transformed else eager(*arguments)
 
     return call
+
+
+def _raise_under_vmap(name: str) -> Callable:
+    """Return the kernel of an op that writes into its arguments for the samples of torch.func.vmap."""
+
+    def kernel(*arguments: Any) -> None:
+        raise RuntimeError(
+            f"{name}: torch.func.vmap does not support this op, which writes in place; loop over the samples"
+        )
+
+    return kernel
 
 
 def _raise_in_backward(error: str) -> Callable:
@@ -406,6 +432,8 @@ def register(
         LIBRARY.impl(name, _bump_versions(overload), "ADInplaceOrView", with_keyset=True)
     elif overload._schema.is_mutable:
         torch.ops.fastmp_autograd.declare_writes(name)
+    if overload._schema.is_mutable:
+        LIBRARY.impl(name, _raise_under_vmap(name), "FuncTorchBatched")
     formula = AutogradFormula(overload._schema, autograd_formula) if autograd_formula else None
     call = _differentiable(overload, formula)
     if flops is not None:
