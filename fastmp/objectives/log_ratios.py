@@ -6,9 +6,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from fastmp.objectives.sequences import Sequences
+from fastmp.objectives.sequences import Sequences, finite_log_probs
 from fastmp.ops.core.checks import check_choice, check_shape, require
-from fastmp.ops.core.registry import compute_dtype
 
 # Log-ratios are clamped to [-20, 20] before they are exponentiated: exp(20) is 4.9e8. Beyond, a log-ratio has
 # no gradient.
@@ -31,8 +30,9 @@ def clamped(log_ratio: Tensor) -> Tensor:
 def kl_estimates(log_probs: Tensor, other_log_probs: Tensor) -> KLEstimates:
     """Estimate KL(policy || other) at every token that the policy has sampled.
 
-    With d = log_probs - other_log_probs, clamped to [-20, 20]: k1 = d (unbiased, may be negative),
-    k2 = d^2 / 2 (its gradient is that of the divergence), k3 = exp(-d) - 1 + d (unbiased, never negative).
+    With d = log_probs - other_log_probs, clamped to [-20, 20], and 0 where both are -inf: k1 = d (unbiased,
+    may be negative), k2 = d^2 / 2 (its gradient is that of the divergence), k3 = exp(-d) - 1 + d (unbiased,
+    never negative).
     J. Schulman, "Approximating KL Divergence", 2020; k3 is the penalty of GRPO.
 
     Args:
@@ -43,8 +43,7 @@ def kl_estimates(log_probs: Tensor, other_log_probs: Tensor) -> KLEstimates:
         assert k3[0] == 0 and k1[1] == 0.5 and k2[1] == 0.125
     """
     check_shape("kl_estimates", log_probs.shape, to=("log_probs", log_probs), other_log_probs=other_log_probs)
-    dtype = compute_dtype(log_probs.dtype)
-    d = clamped(log_probs.to(dtype) - other_log_probs.to(dtype))
+    d = clamped(finite_log_probs(log_probs) - finite_log_probs(other_log_probs))
     return KLEstimates(d, d.square() / 2, (-d).expm1() + d)
 
 
@@ -90,7 +89,7 @@ def mismatch_weights(
     require(0 <= low <= high, "{}: expected 0 <= low <= high, got low={} and high={}", name, low, high)
     require(outside == "zero" or low == 0, '{}: low={} needs outside="zero"', name, low)
     sequences = Sequences(name, mask, cu_seqlens)
-    ours, theirs = sequences.masked(
+    ours, theirs = sequences.log_probs(
         log_probs=log_probs.detach(), generation_log_probs=generation_log_probs.detach()
     )
     log_ratio = ours - theirs

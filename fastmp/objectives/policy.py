@@ -1,11 +1,10 @@
 """Clipped policy gradients without a critic: GRPO, GSPO and DAPO.
 
 Each takes log-probabilities of tokens, (B, S), or (N,) with `cu_seqlens`, and returns the loss with metrics.
+A token of log-probability -inf has no gradient; its ratio is 1 if it is impossible under both policies.
 """
 
 from __future__ import annotations
-
-import math
 
 import torch
 from torch import Tensor
@@ -100,10 +99,10 @@ def _log_ratio_and_metrics(
 ) -> tuple[Tensor, Tensor | None, dict[str, Tensor]]:
     """Return the tokens' log-ratios, k3 from the reference, and metrics of both divergences."""
     old = log_probs.detach() if old_log_probs is None else old_log_probs.detach()
-    policy, old = sequences.masked(log_probs=log_probs, old_log_probs=old)
+    policy, old = sequences.log_probs(log_probs=log_probs, old_log_probs=old)
     estimates = {"old": kl_estimates(old, policy)}
     if ref_log_probs is not None:
-        (reference,) = sequences.masked(ref_log_probs=ref_log_probs.detach())
+        (reference,) = sequences.log_probs(ref_log_probs=ref_log_probs.detach())
         estimates["ref"] = kl_estimates(policy, reference)
     metrics = {
         f"kl_{policy}_{kind}": sequences.token_mean(getattr(each, kind).detach())
@@ -249,8 +248,7 @@ def gspo_loss(
     name = "gspo_loss"
     sequences = Sequences(name, mask, cu_seqlens)
     log_ratio, k3, of_kl = _log_ratio_and_metrics(sequences, log_probs, old_log_probs, ref_log_probs)
-    # finite, so that a token of probability zero leaves no NaN; the mean is clamped, not its terms
-    log_ratio = log_ratio.nan_to_num(nan=math.nan)
+    # the mean is clamped, not its terms
     of_sequence = sequences.spread(sequences.mean(log_ratio.detach()))
     loss, metrics = _clipped_loss(
         name, sequences, of_sequence + (log_ratio - log_ratio.detach()), advantages, epsilon_low,

@@ -2,7 +2,8 @@
 
 Each takes log-probabilities of tokens, (B, S), or (N,) with `cu_seqlens`, and returns the loss with metrics.
 Of pairs, the first half of the sequences are the chosen answers and the second half the rejected, in the same
-order. Pairs and sequences without tokens in the mask count nowhere.
+order. Pairs and sequences without tokens in the mask count nowhere. A token of log-probability -inf counts as
+one of -1e30, without a gradient.
 """
 
 from __future__ import annotations
@@ -101,7 +102,7 @@ def dpo_loss(
     """
     sequences = Sequences("dpo_loss", mask, cu_seqlens)
     pairs = _Pairs(sequences)
-    policy, reference = sequences.masked(log_probs=log_probs, ref_log_probs=ref_log_probs.detach())
+    policy, reference = sequences.log_probs(log_probs=log_probs, ref_log_probs=ref_log_probs.detach())
     rewards = beta * sequences.sum(policy - reference)
     chosen, rejected = _halves(sequences, rewards)
     return pairs.mean(-F.logsigmoid(chosen - rejected)), pairs.metrics(rewards)
@@ -131,7 +132,7 @@ def simpo_loss(
     """
     sequences = Sequences("simpo_loss", mask, cu_seqlens)
     pairs = _Pairs(sequences)
-    (policy,) = sequences.masked(log_probs=log_probs)
+    (policy,) = sequences.log_probs(log_probs=log_probs)
     rewards = beta * sequences.mean(policy)
     chosen, rejected = _halves(sequences, rewards)
     return pairs.mean(-F.logsigmoid(chosen - rejected - gamma)), pairs.metrics(rewards)
@@ -157,7 +158,7 @@ def orpo_loss(
     """
     sequences = Sequences("orpo_loss", mask, cu_seqlens)
     pairs = _Pairs(sequences)
-    (policy,) = sequences.masked(log_probs=log_probs)
+    (policy,) = sequences.log_probs(log_probs=log_probs)
     log_p = sequences.mean(policy)
     # the odds of a certain answer are infinite: no closer to 1 than a unit of the dtype
     below_one = log_p.clamp(max=-torch.finfo(log_p.dtype).eps)
@@ -188,7 +189,9 @@ def kto_reference_point(
         A scalar: the mean over sequences of the sum of log_probs - ref_log_probs, at least zero.
     """
     sequences = Sequences("kto_reference_point", mask, cu_seqlens)
-    policy, reference = sequences.masked(log_probs=log_probs.detach(), ref_log_probs=ref_log_probs.detach())
+    policy, reference = sequences.log_probs(
+        log_probs=log_probs.detach(), ref_log_probs=ref_log_probs.detach()
+    )
     total = sequences.sum(policy - reference).sum()
     sums = torch.stack((total, sequences.live.sum().to(total.dtype)))
     if group_size(group) > 1:
@@ -237,7 +240,7 @@ def kto_loss(
     sequences = Sequences("kto_loss", mask, cu_seqlens)
     sequences.per_sequence(desirable=desirable)
     require(desirable.dtype == torch.bool, "kto_loss: expected bool desirable, got {}", desirable.dtype)
-    policy, reference = sequences.masked(log_probs=log_probs, ref_log_probs=ref_log_probs.detach())
+    policy, reference = sequences.log_probs(log_probs=log_probs, ref_log_probs=ref_log_probs.detach())
     log_ratio = sequences.sum(policy - reference)
     if isinstance(reference_point, Tensor):
         reference_point = reference_point.detach()

@@ -11,6 +11,15 @@ from torch import Tensor
 from fastmp.ops.core.checks import check_same_device, check_shape, require
 from fastmp.ops.core.registry import can_read_values, compute_dtype
 
+# The log-probability of a token of probability zero is minus this, and has no gradient: sums of any number of
+# tokens, and differences of sums, stay finite.
+LOG_PROB_LIMIT = 1e30
+
+
+def finite_log_probs(log_probs: Tensor) -> Tensor:
+    """Return log-probabilities in float32 (float64), with a finite number in place of -inf."""
+    return log_probs.to(compute_dtype(log_probs.dtype)).clamp(-LOG_PROB_LIMIT, LOG_PROB_LIMIT)
+
 
 class Sequences:
     """Tokens of B sequences, of which those in `mask` count.
@@ -47,6 +56,10 @@ class Sequences:
         check_shape(self.name, self.mask.shape, to=("mask", self.mask), **tensors)
         check_same_device(self.name, mask=self.mask, **tensors)
         return [x.to(compute_dtype(x.dtype)).where(self.mask, 0) for x in tensors.values()]
+
+    def log_probs(self, **tensors: Tensor) -> list[Tensor]:
+        """Return log-probabilities of tokens as `masked`, with a finite number in place of -inf."""
+        return [finite_log_probs(x) for x in self.masked(**tensors)]
 
     def sum(self, x: Tensor) -> Tensor:
         """Return the sums (B,) of the tokens x over the mask."""

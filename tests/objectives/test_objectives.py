@@ -234,6 +234,174 @@ def test_log_ratios_do_not_overflow(gap):
             assert all(value.isfinite() for value in metrics.values()), metrics
 
 
+# Log-probabilities of a token under the policy, and under the sampling or the reference policy.
+EXTREMES = {
+    "impossible": (-math.inf, -1.0),
+    "impossible before": (-1.0, -math.inf),
+    "impossible in both": (-math.inf, -math.inf),
+    "unlikely": (-1e4, -1.0),
+    "unlikely before": (-1.0, -1e4),
+    "unlikely in both": (-1e4, -1e4),
+    "ratio at the limit": (-1.0, -20.5),
+    "large ratio": (-1.0, -19.0),
+    "certain": (0.0, -1.0),
+    "certain in both": (0.0, 0.0),
+    "equal": (-1.5, -1.5),
+}
+
+
+def limited(log_ratio):
+    """Log-ratio with a gradient within [-20, 20], a number beyond."""
+    value = log_ratio.item()
+    return log_ratio if abs(value) <= 20 else torch.tensor(math.copysign(20.0, value)).double()
+
+
+def exact_policy(lp, old, advantages, low, high, *, by_token=False, of_sequence=False):
+    """Return the loss of lists of tokens, term by term."""
+    sequences = []
+    for row, old_row, advantage in zip(lp, old, advantages, strict=True):
+        log_ratios = [x - y for x, y in zip(row, old_row, strict=True)]
+        if of_sequence:
+            log_ratios = [sum(log_ratios) / len(row)] * len(row)
+        ratios = [limited(each).exp() for each in log_ratios]
+        terms = [
+            advantage * (min(r, 1 + high) if advantage > 0 else max(r, 1 - low) if advantage < 0 else 0.0 * r)
+            for r in ratios
+        ]
+        sequences.append(terms)
+    if by_token:
+        return -sum(map(sum, sequences)) / sum(map(len, sequences))
+    return -sum(sum(terms) / len(terms) for terms in sequences) / len(sequences)
+
+
+def softplus(x):
+    return torch.logaddexp(x, x * 0)
+
+
+def exact_pairs(lp, ref, kind):
+    """Return the loss of two pairs with the default options."""
+    found = []
+    for chosen, rejected in ((0, 2), (1, 3)):
+        if kind == "dpo":
+            margin = sum(0.1 * (x - y) for x, y in zip(lp[chosen], ref[chosen])) - sum(
+                0.1 * (x - y) for x, y in zip(lp[rejected], ref[rejected])
+            )
+            found.append(softplus(-margin))
+            continue
+        good, bad = (sum(lp[row]) / len(lp[row]) for row in (chosen, rejected))
+        if kind == "simpo":
+            found.append(softplus(-(2.0 * good - 2.0 * bad - 1.0)))
+        else:
+            odds = [x - torch.log1p(-torch.exp(x)) for x in (good, bad)]
+            found.append(-good + 0.1 * softplus(odds[1] - odds[0]))
+    return sum(found) / 2
+
+
+def exact_kto(lp, ref, desirable):
+    gains = [0.1 * (sum(x - y for x, y in zip(a, b)) - 0.3) for a, b in zip(lp, ref, strict=True)]
+    signed = [gain if good else -gain for gain, good in zip(gains, desirable)]
+    return sum(torch.exp(-softplus(gain)) for gain in signed) / len(signed)
+
+
+ADVANTAGES, GOOD = [1.0, -0.5, -2.0, 1.5], [True, False, False, True]
+POLICY = {"advantages": torch.tensor(ADVANTAGES)}
+OF_EXTREMES = {  # objective, its arguments, the name of the other policy's, the exact loss
+    "grpo": (grpo_loss, POLICY, "old_log_probs", lambda a, b: exact_policy(a, b, ADVANTAGES, 0.2, 0.2)),
+    "dapo": (
+        dapo_loss, POLICY, "old_log_probs",
+        lambda a, b: exact_policy(a, b, ADVANTAGES, 0.2, 0.28, by_token=True),
+    ),
+    "gspo": (
+        gspo_loss, POLICY, "old_log_probs",
+        lambda a, b: exact_policy(a, b, ADVANTAGES, 3e-4, 4e-4, of_sequence=True),
+    ),
+    "dpo": (dpo_loss, {}, "ref_log_probs", lambda a, b: exact_pairs(a, b, "dpo")),
+    "simpo": (simpo_loss, {}, None, lambda a, b: exact_pairs(a, b, "simpo")),
+    "orpo": (orpo_loss, {}, None, lambda a, b: exact_pairs(a, b, "orpo")),
+    "kto": (
+        kto_loss, {"desirable": torch.tensor(GOOD), "reference_point": 0.3}, "ref_log_probs",
+        lambda a, b: exact_kto(a, b, GOOD),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("extreme", EXTREMES)
+@pytest.mark.parametrize("name", OF_EXTREMES)
+def test_extreme_log_probabilities(name, extreme):
+    """Value and gradient are those of a loop in float64, with -1e30 for -inf; no metric is NaN."""
+    for rows in ((0, 3), (1, 2), (0, 1, 2, 3)):
+        for dtype in (torch.float64, torch.float32):
+            check_extreme(name, extreme, rows, dtype)
+
+
+def check_extreme(name, extreme, rows, dtype):
+    objective, arguments, other_name, exact = OF_EXTREMES[name]
+    torch.manual_seed(0)
+    lp, other = -1 - torch.rand(4, 3), -1 - torch.rand(4, 3)
+    for row in rows:
+        lp[row, 1], other[row, 1] = EXTREMES[extreme]
+    mask = torch.ones(4, 3, dtype=torch.bool)
+    given = lp.to(dtype, copy=True).requires_grad_()
+    more = {} if other_name is None else {other_name: other.to(dtype)}
+    loss, metrics = objective(given, mask, **arguments, **more)
+    (grad,) = torch.autograd.grad(loss, given)
+    assert all(value.isfinite() for value in metrics.values()), metrics
+    leaves = [[x.double().requires_grad_() for x in row] for row in lp]
+    finite = [[x.clamp(min=-1e30) for x in row] for row in leaves]
+    want = exact(finite, [[max(x, -1e30) for x in row] for row in other.double().tolist()])
+    of_nothing = 0 * leaves[0][0].clamp(min=0)  # where all ratios are at their limit
+    (want + of_nothing).backward()
+    found = [x.new_zeros(()) if x.grad is None else x.grad for row in leaves for x in row]
+    wanted = torch.stack(found).view(4, 3)
+    close = {"rtol": 1e-9, "atol": 1e-12}
+    if dtype == torch.float32:  # means of -1e4 cancel
+        close = {"rtol": 2e-5, "atol": 2e-3 if extreme.startswith("unlikely") else 1e-6}
+    torch.testing.assert_close(loss.double(), want, **close)
+    torch.testing.assert_close(grad.double(), wanted, **close)
+
+
+def test_extreme_policies_of_one_s_own_and_penalties():
+    """Without old log-probabilities the ratio is 1; k3 of two impossible tokens and its gradient are 0."""
+    lp = torch.tensor([[-math.inf, -1.0], [-0.5, -math.inf]], requires_grad=True)
+    mask = torch.ones(2, 2, dtype=torch.bool)
+    advantages = torch.tensor([1.0, -3.0])
+    for objective in (grpo_loss, dapo_loss, gspo_loss):
+        loss, metrics = objective(lp, mask, advantages=advantages)
+        (grad,) = torch.autograd.grad(loss, lp)
+        assert loss.item() == pytest.approx(1.0) and metrics["ratio"] == 1
+        assert metrics["kl_old_k1"] == metrics["kl_old_k3"] == 0
+        assert grad.flatten().tolist() == pytest.approx([0.0, -0.25, 0.75, 0.0])
+    for objective in (grpo_loss, gspo_loss):
+        loss, metrics = objective(lp, mask, advantages=advantages, ref_log_probs=lp.detach(), beta=0.5)
+        assert loss.item() == pytest.approx(1.0) and metrics["kl_ref_k3"] == 0
+        assert torch.autograd.grad(loss, lp)[0].isfinite().all()
+    for level in ("token", "sequence"):
+        weights = mismatch_weights(lp, lp, mask, level=level)
+        assert torch.equal(weights, torch.ones(2, 2))
+    generated = torch.tensor([[-1.0, -1.0], [-0.5, -0.5]])
+    assert mismatch_weights(lp, generated, mask).isfinite().all()
+    assert kto_reference_point(lp, mask, ref_log_probs=lp) == 0
+    for estimate in kl_estimates(lp, lp):
+        assert not estimate.any()
+
+
+@pytest.mark.parametrize("name", OF_EXTREMES)
+@pytest.mark.parametrize("shape", [(0, 3), (4, 0), "packed"], ids=str)
+def test_nothing_at_all_is_a_loss_of_zero(name, shape):
+    """No sequence, no token, and packed sequences without tokens."""
+    objective, arguments, other_name, _ = OF_EXTREMES[name]
+    packed_only = shape == "packed"
+    log_probs = torch.zeros((0,) if packed_only else shape, requires_grad=True)
+    count = 4 if packed_only else shape[0]
+    more = {} if other_name is None else {other_name: log_probs.detach()}
+    more |= {key: value[:count] if torch.is_tensor(value) else value for key, value in arguments.items()}
+    more |= {"cu_seqlens": torch.zeros(5, dtype=torch.int32)} if packed_only else {}
+    loss, metrics = objective(log_probs, torch.ones_like(log_probs, dtype=torch.bool), **more)
+    loss.backward()
+    assert loss == 0 and log_probs.grad.shape == log_probs.shape
+    assert all(value == 0 for value in metrics.values()), metrics
+
+
 def test_certain_answers_have_finite_odds():
     log_probs, mask = torch.zeros(2, 3, requires_grad=True), torch.ones(2, 3, dtype=torch.bool)
     loss, _ = orpo_loss(log_probs, mask)
