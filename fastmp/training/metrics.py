@@ -184,7 +184,8 @@ class TrainLog:
         name = _device_name(run.device)
         self._peak = peak_flops(name)
         stream = sys.stdout if stream is None else stream
-        self._file = _open_for_append(Path(directory) / "metrics.jsonl")
+        self._path = Path(directory) / "metrics.jsonl"
+        self._file = _open_for_append(self._path)
         self._display, self._eta = Display(stream, clock), ""
         self._sinks = sinks() if sinks else None
         self.record("run", start_step, schema=SCHEMA, **{**asdict(run), "device": name})
@@ -315,10 +316,19 @@ class TrainLog:
         if not self._active:
             return
         fields = {name: _finite(value) for name, value in fields.items()}
-        self._file.write(json.dumps({"kind": kind, "step": step, **fields}, allow_nan=False) + "\n")
-        self._file.flush()
+        with self._named():
+            self._file.write(json.dumps({"kind": kind, "step": step, **fields}, allow_nan=False) + "\n")
+            self._file.flush()
         if self._sinks and kind != "run":
             self._sinks.write(kind, step, fields)
+
+    @contextlib.contextmanager
+    def _named(self) -> Iterator[None]:
+        """Add the path of metrics.jsonl to an OSError."""
+        try:
+            yield
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(self._path)) from None
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -334,7 +344,8 @@ class TrainLog:
         if self._active:
             self._active = False
             self._display.close()
-            self._file.close()
+            with self._named():
+                self._file.close()
             if self._sinks:
                 self._sinks.close()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import math
+import os
 import re
 import sys
 import time
@@ -314,3 +315,29 @@ def test_nothing_to_draw_is_an_error(tmp_path):
         pass
     with pytest.raises(ValueError, match=r"metrics\.jsonl: no loss to draw"):
         plot_loss(tmp_path / "metrics.jsonl", tmp_path / "loss.png")
+
+
+def test_metrics_that_cannot_be_written_are_an_error_that_names_the_file(tmp_path):
+    with (
+        pytest.raises(OSError, match=r"No space left on device: '.*metrics\.jsonl'"),
+        TrainLog(tmp_path, RUN, stream=io.StringIO()) as log,
+    ):
+        log._file.close()
+        log._file = open("/dev/full", "w", encoding="utf-8")
+        log.step(1, loss=1.0, grad_norm=1.0, lr=1.0)
+
+
+@pytest.mark.parametrize("size", [0, 10, 300_000])
+def test_an_incomplete_last_line_is_cut_off_wherever_it_begins(size, tmp_path):
+    whole = b'{"kind": "run", "step": 0}\n'
+    (tmp_path / "metrics.jsonl").write_bytes(whole + b"x" * size)
+    with TrainLog(tmp_path, RUN, stream=io.StringIO()):
+        pass
+    content = (tmp_path / "metrics.jsonl").read_bytes()
+    assert content.startswith(whole + b'{"kind"') and len(read_metrics(tmp_path / "metrics.jsonl")) == 2
+
+
+def test_metrics_are_not_written_to_a_pipe(tmp_path):
+    os.mkfifo(tmp_path / "metrics.jsonl")
+    with pytest.raises(OSError, match="not a regular file"):
+        TrainLog(tmp_path, RUN, stream=io.StringIO())
