@@ -59,7 +59,8 @@ def main(argv: list[str] | None = None) -> int:
             if arguments[:1] == ["--version"]:
                 print(fastmp.__version__)
                 return 0
-            with ended_by_signals() if arguments[:1] in (["train"], ["launch"]) else nullcontext():
+            trains = arguments[:1] in (["train"], ["launch"])
+            with ended_by_signals(exits=argv is None) if trains else nullcontext():
                 return run_command("fastmp", COMMANDS, arguments, SYNONYMS)
         finally:
             flush_output()

@@ -30,6 +30,7 @@ from torch.distributed.elastic.rendezvous import (
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 from torch.distributed.run import determine_local_world_size, get_args_parser, run
 
+from fastmp.apps.signals import work_is_saved
 from fastmp.config import Environment, set_default_variables
 from fastmp.config.console import to_stderr
 from fastmp.distributed.rendezvous import LOOPBACK, loopback_listener
@@ -71,6 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     logging.getLogger(_ELASTIC).addFilter(_is_news)
     try:
         run(_read_options(list(argv or [])))
+        work_is_saved()
     except SignalException as error:
         return 0 if _all_ended_well(error) else 128 + int(error.sigval)
     except ChildFailedError as error:

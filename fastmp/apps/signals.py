@@ -1,4 +1,4 @@
-"""Handling of signals before a program installs its own handlers: one line, and the shell's exit status.
+"""Handling of signals before and after the training loop: one line, and the exit status.
 
 Python runs a handler in the main thread, between two of its own instructions. While a program imports torch
 or waits for other ranks in C++, that can take minutes. So a thread reads the number of the signal as the C
@@ -17,14 +17,23 @@ from types import FrameType
 
 from fastmp.config import Environment
 
-__all__ = ["ended_by_signals"]
+__all__ = ["ended_by_signals", "work_is_saved"]
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+_saved = threading.Event()
+
+
+def work_is_saved() -> None:
+    """Let signals end the process with status 0 from now on: no batch system is to count it as failed."""
+    _saved.set()
 
 
 @contextmanager
-def ended_by_signals() -> Iterator[None]:
-    """End the process at Ctrl-C, SIGTERM or SIGUSR1 with status 128 + number, while nobody else handles them.
+def ended_by_signals(*, exits: bool = False) -> Iterator[None]:
+    """End the process at Ctrl-C, SIGTERM or SIGUSR1, while nobody else handles them.
+
+    The status is 128 + the number of the signal, as in shells; 0 after `work_is_saved`. exits: the process
+    ends after the block; if its work is saved, it ignores signals then. Otherwise handlers are restored.
 
     Within the block a handler that is installed later, such as that of `StopRequests`, takes the place of
     this one until it is removed. Children that are forked within the block have the handlers from before it.
@@ -33,14 +42,16 @@ def ended_by_signals() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
+    _saved.clear()
     ending, active = threading.Lock(), True
 
     def end(number: int, frame: FrameType | None = None) -> None:
         if ending.acquire(blocking=False):
             if _is_first():
                 name = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
-                os.write(2, f"\nfastmp: {name} outside of the training loop: nothing to save\n".encode())
-            os._exit(128 + number)
+                where = "after the last save" if _saved.is_set() else "outside of the training loop"
+                os.write(2, f"\nfastmp: {name} {where}: nothing to save\n".encode())
+            os._exit(0 if _saved.is_set() else 128 + number)
 
     def watch() -> None:
         while numbers := reading.recv(64):
@@ -68,6 +79,9 @@ def ended_by_signals() -> Iterator[None]:
     try:
         yield
     finally:
+        if exits and _saved.is_set():  # Python restores all other handlers before it has ended
+            for number in _SIGNALS:
+                signal.signal(number, signal.SIG_IGN)
         give_back()
         writing.close()
         thread.join()

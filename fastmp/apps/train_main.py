@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from fastmp.apps.first_rank import let_rank0_report_first
 from fastmp.apps.generation.sample_text import generate_text
 from fastmp.apps.generation.trained_models import open_reader
+from fastmp.apps.signals import work_is_saved
 from fastmp.config import Environment, Recipe
 from fastmp.config.console import to_stdout
 from fastmp.config.durations import duration_seconds
@@ -37,7 +38,7 @@ from fastmp.cuda_graphs.transformer_engine import TransformerEngineManager
 from fastmp.distributed.collectives import communication_device, group_rank
 from fastmp.distributed.groups import ParallelGroups
 from fastmp.distributed.rng import RngTracker
-from fastmp.distributed.runtime import Runtime, init, main_guard
+from fastmp.distributed.runtime import Runtime, init, lost_peer, main_guard
 from fastmp.hf.weight_io import check_family, export_weights
 from fastmp.nn.gpt import flops_per_token, num_parameters
 from fastmp.plan.layout import check_layout, make_grid
@@ -252,11 +253,18 @@ def _run(
             watch(run_dir / "hang", runtime, recipe.train.stall_seconds, note=log.note),
         ):
             evaluation = trainer.train(log, before_step=profiler, stop=stop)
+            work_is_saved()
         if stop.reason:
             to_go_on = _next_command(recipe, runtime, arguments)
             log.note(f"stopped after step {trainer.step} ({stop.reason}); {to_go_on}")
             return None
-    sample = None if recipe.model.bert is not None else _sample(recipe, trainer)
+    sample = None
+    if recipe.model.bert is None:
+        try:
+            sample = _sample(recipe, trainer)
+        except RuntimeError as error:
+            if not lost_peer(error):  # ended by a signal, say, as all work is saved
+                raise
     if runtime.rank == 0:
         _report(recipe, run_dir, evaluation, sample)
     return evaluation

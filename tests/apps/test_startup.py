@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from marks import full
 
-from fastmp.apps.signals import ended_by_signals
+from fastmp.apps.signals import ended_by_signals, work_is_saved
 
 ROOT = Path(__file__).parents[2]
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
@@ -73,9 +73,32 @@ def test_a_rank_that_waits_for_others_ends_too():
     assert time.monotonic() - begun < 10
 
 
+@pytest.mark.parametrize("number", SIGNALS)
+@pytest.mark.parametrize(
+    ("saved", "where", "status"),
+    [(False, "within", 128), (True, "within", 0), (True, "after", 7), (False, "after", None)],
+)
+def test_once_the_work_is_saved_a_signal_ends_the_process_with_0(number, saved, where, status, capfd):
+    """After the block a process that is about to end ignores signals: it has a status already."""
+    if not (child := os.fork()):
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # Python's own raises KeyboardInterrupt
+        with ended_by_signals(exits=True):
+            if saved:
+                work_is_saved()
+            if where == "within":
+                os.kill(os.getpid(), number)
+                time.sleep(10)
+        os.kill(os.getpid(), number)
+        os._exit(7)
+    ended = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    assert ended == (-number if status is None else 128 + number if status == 128 else status)
+    assert ("after the last save: nothing to save" in capfd.readouterr().err) == (status == 0)
+
+
 def test_handlers_are_given_back_and_children_do_not_end_their_parent():
     before = [signal.getsignal(number) for number in SIGNALS]
     with ended_by_signals():
+        work_is_saved()
         assert [signal.getsignal(number) for number in SIGNALS] != before
         if not (child := os.fork()):
             time.sleep(60)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import re
 import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,6 +19,7 @@ from torch import nn
 from train_tools import DENSE, arguments, losses, read_until, start
 from trainer_tools import make_groups, make_small, make_trainer
 
+from fastmp.apps.cli import main as command
 from fastmp.apps.train import main
 from fastmp.apps.train_main import train
 from fastmp.config import CheckpointConfig, GraphConfig, ParallelConfig
@@ -26,7 +29,7 @@ from fastmp.optim.grad_buffers import GradBuffer
 from fastmp.testing.ranks import run_ranks
 from fastmp.training import stopping
 from fastmp.training.metrics import read_metrics
-from fastmp.training.stopping import REASONS, SkippedSteps, StopRequests
+from fastmp.training.stopping import REASONS, SAME_PRESS, SkippedSteps, StopRequests
 from fastmp.training.trainer import Trainer
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -153,6 +156,39 @@ def test_the_first_signal_is_a_request_and_the_second_ends_at_once(first, second
     assert [signal.getsignal(number) for number in numbers] == before
 
 
+@pytest.mark.parametrize("second", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    ("world_size", "seconds", "ends"),
+    [(1, 0.0, True), (1, 9.0, True), (2, 0.0, False), (2, SAME_PRESS, False), (2, SAME_PRESS + 0.1, True)],
+)
+def test_a_signal_that_a_launcher_passes_on_is_no_second_one(monkeypatch, second, world_size, seconds, ends):
+    """A terminal's Ctrl-C reaches launcher and ranks; the launcher's own signal follows within a moment."""
+    clock = [1000.0]
+    monkeypatch.setattr(stopping, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    stop, error = StopRequests(0, world_size), None
+    try:
+        with stop:
+            os.kill(os.getpid(), signal.SIGINT)
+            clock[0] += seconds
+            os.kill(os.getpid(), second)
+    except (KeyboardInterrupt, SystemExit) as ended:  # pytest would end, too
+        error = type(ended)
+    assert error == ((KeyboardInterrupt if second == signal.SIGINT else SystemExit) if ends else None)
+    assert stop.wanted() == "Ctrl-C"  # the first one counts
+
+
+def test_of_several_reasons_the_strongest_counts():
+    """A time limit, then SIGTERM, SIGUSR1, Ctrl-C: batch systems send SIGUSR1 ahead of SIGTERM."""
+    weakest_first = ["Ctrl-C", "SIGUSR1", "SIGTERM", "time limit"]
+    assert sorted(REASONS) == sorted(weakest_first)
+    grads = GradBuffer(nn.Linear(2, 2).named_parameters())
+    for several in itertools.chain(*(itertools.combinations(weakest_first, n) for n in (1, 2, 4))):
+        steps = SkippedSteps(grads, 1)
+        asked = torch.tensor([float(reason in several) for reason in REASONS])
+        steps.add(1, torch.tensor(False), None, asked)
+        assert steps.read() == [] and steps.stop_reason == several[-1]
+
+
 def test_in_another_thread_a_run_leaves_signals_alone():
     """Ray Train calls a program in a thread of its worker, where Python allows no handlers."""
     before = signal.getsignal(signal.SIGTERM)
@@ -273,6 +309,43 @@ def test_a_signal_saves_and_says_how_to_resume(tmp_path, tokens, number):
     saved = sorted(path.name for path in (tmp_path / "tiny" / "checkpoints").iterdir())
     steps = [r["step"] for r in read_metrics(tmp_path / "tiny" / "metrics.jsonl") if r["kind"] == "train"]
     assert saved == ["latest", f"step-{steps[-1]:08d}"]
+
+
+@pytest.mark.parametrize("stopped", [False, True], ids=["complete", "stopped"])
+def test_a_signal_after_the_last_save_is_no_failure(tmp_path, tokens, monkeypatch, stopped):
+    """Slurm's notice comes while the run draws its sample, or while a stopped run closes its log."""
+
+    def interrupted(*arguments):
+        os.kill(os.getpid(), signal.SIGUSR1)
+        time.sleep(30)
+
+    options = arguments(tmp_path, tokens, train__steps=2, train__eval_interval=0, checkpoint__interval=2)
+    if not (child := os.fork()):
+        try:
+            if stopped:
+                options += ["--max-time", "0:01", "--train.steps", "100000", "--checkpoint.interval", "0"]
+                monkeypatch.setattr("fastmp.apps.train_main._next_command", interrupted)
+            else:
+                monkeypatch.setattr("fastmp.apps.train_main._sample", interrupted)
+            command(["train", *options])
+        finally:
+            os._exit(99)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert (tmp_path / "tiny" / "checkpoints" / "latest").exists()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("launched", "number"), [(True, signal.SIGTERM), (False, signal.SIGUSR1)])
+def test_a_complete_job_ends_with_0_whatever_signal_comes_late(tmp_path, tokens, number, launched):
+    options = arguments(tmp_path, tokens, parallel__tp=1 + launched, checkpoint__interval=6)
+    launcher = ("-m", "fastmp", "launch", "--standalone", "--nproc-per-node", "2") if launched else ()
+    process = start(options, *launcher)
+    read_until(process, "step 6: saved")
+    time.sleep(0.1)
+    os.kill(process.pid, number)
+    said = process.stdout.read()
+    assert process.wait(timeout=60) == 0, said
+    assert "Traceback" not in said and "another rank is gone" not in said, said
 
 
 @pytest.mark.full
