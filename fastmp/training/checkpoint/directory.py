@@ -4,8 +4,9 @@ A checkpoint is published in three steps: its files are written in a staging dir
 directory is renamed; the file `latest` is replaced. A kill between any two of them leaves the old or the new
 checkpoint intact.
 
-Checkpoints are ordered by the time of their manifests, not by step: a run that went back to an earlier step
-keeps the later checkpoints that it abandoned.
+Checkpoints are ordered by the sequence numbers in their manifests, not by step: a run that went back to an
+earlier step has newer checkpoints than those that it abandoned. Nor by time: clocks go back, and copies may
+lose times. Checkpoints of older versions have no number; by the time of their manifests, they come first.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,6 +27,7 @@ from fastmp.training.checkpoint.format import (
     Manifest,
     is_finite,
     read_manifest,
+    sequence_of,
     write_manifest,
 )
 
@@ -72,19 +75,22 @@ def remove_staging(directory: Path) -> None:
 
 
 class CheckpointEntry(NamedTuple):
-    """A checkpoint and the time of its manifest in nanoseconds; 0 if it has none."""
+    """A checkpoint, its sequence number, and the time of its manifest in nanoseconds; 0 if it has none."""
 
+    sequence: int
     made: int
     name: CheckpointName
 
 
 def by_age(directory: Path) -> list[CheckpointEntry]:
-    """Return the checkpoints of a run, oldest first; equal times are ordered by step and number."""
+    """Return the checkpoints of a run, oldest first: by sequence number, time, step and attempt."""
     found = os.listdir(directory) if directory.is_dir() else []
     names = [(entry, _NAME.fullmatch(entry)) for entry in found]
     parsed = [(entry, CheckpointName(int(match[1]), int(match[2] or 0))) for entry, match in names if match]
     return sorted(
-        CheckpointEntry(_made(directory / entry), name) for entry, name in parsed if str(name) == entry
+        CheckpointEntry(sequence_of(directory / entry), _made(directory / entry), name)
+        for entry, name in parsed
+        if str(name) == entry
     )
 
 
@@ -129,11 +135,12 @@ def checkpoint_at(path: str | Path) -> Path:
 def publish(written: Path, manifest: Manifest) -> Path:
     """Write the manifest into the staging directory `written`, and make it the latest checkpoint.
 
-    If this step was saved before, the new checkpoint gets a suffix; published checkpoints are never moved.
+    Its sequence number is one more than the largest of the directory. If this step was saved before, the new checkpoint gets a suffix; published checkpoints are never moved.
     """
     # 1. The files are on disk already; the manifest makes them a checkpoint.
     directory = written.parent
-    write_synced(written / MANIFEST, write_manifest(manifest))
+    sequence = 1 + max((saved.sequence for saved in by_age(directory)), default=0)
+    write_synced(written / MANIFEST, write_manifest(replace(manifest, sequence=sequence)))
     sync_directory(written)
     # 2. Rename to the first name that is free.
     names = (CheckpointName(manifest.step, attempt) for attempt in count())

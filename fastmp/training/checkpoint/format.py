@@ -31,12 +31,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fastmp.config.file_access import read_file
+from fastmp.config.file_access import open_regular, read_file
 from fastmp.training.checkpoint.chunks import TensorChunk
 
 __all__ = [
     "DTYPES", "MANIFEST", "CheckpointError", "File", "Manifest", "SavedShard", "SavedTensor",
-    "check_tiled", "check_types", "file_name", "is_finite", "read_manifest",
+    "check_tiled", "check_types", "file_name", "is_finite", "read_manifest", "sequence_of",
     "write_manifest",
 ]  # fmt: skip
 
@@ -54,6 +54,7 @@ DTYPES = {
 _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,200}\.safetensors")
 _OPENING = re.compile(rb'\{"crc32": (\d{1,10}), "manifest": ')
 _FINITE = re.compile(rb'\{\s*"format": \d+,\s*"step": \d+,\s*"finite": true,')
+_SEQUENCE = re.compile(rb'[^\[]{1,200}?,\s*"sequence": (\d{1,18}),\s*"layout": ')
 _CLOSING = b"}\n"
 
 
@@ -97,6 +98,7 @@ class Manifest:
 
     step: the number of steps done.
     finite: True if all numbers in it are finite.
+    sequence: the number of this checkpoint in its directory, from 1, in the order of publication; 0: none.
     layout: the sizes of the grid that wrote it, for information.
     description: the model.
     scalars: values that are not tensors.
@@ -109,6 +111,7 @@ class Manifest:
     scalars: dict[str, Any]
     files: dict[str, File]
     tensors: dict[str, SavedTensor]
+    sequence: int = 0
 
     def shards_by_file(self) -> dict[str, list[tuple[str, SavedShard, int]]]:
         """Return {file: [(tensor name, shard, bytes)]} in the order of the bytes; empty shards come first."""
@@ -134,6 +137,7 @@ def write_manifest(manifest: Manifest) -> bytes:
         "format": FORMAT,
         "step": manifest.step,
         "finite": manifest.finite,
+        "sequence": manifest.sequence,
         "layout": manifest.layout,
         "description": manifest.description,
         "scalars": manifest.scalars,
@@ -199,6 +203,20 @@ def is_finite(path: Path) -> bool:
         return False
 
 
+def sequence_of(path: Path) -> int:
+    """Return the sequence number of the checkpoint `path`; 0 if its manifest has none or cannot be read.
+
+    Only the first bytes are read, and no checksum is verified.
+    """
+    try:
+        descriptor = open_regular(path / MANIFEST, links=False)
+    except OSError:
+        return 0
+    with open(descriptor, "rb") as file:
+        found = _SEQUENCE.match(file.read(300))
+    return int(found[1]) if found else 0
+
+
 def _body(file: Path) -> memoryview:
     """Return the body of a manifest after verifying its checksum."""
     try:
@@ -226,11 +244,13 @@ def _manifest(values: dict[str, Any]) -> Manifest:
         if type(values.get(name)) is not kind:
             raise _Wrong(f"{name} must be of type {kind.__name__}, got {type(values.get(name)).__name__}")
     _count("step", values["step"])
+    sequence = _count("sequence", values.get("sequence", 0))  # older checkpoints have none
     files = {name: _file(name, entry) for name, entry in values["files"].items()}
     order = list(files)
     entries = values["tensors"]  # an entry takes more memory than what is made of it: none is kept
     tensors = {name: _tensor(name, entries.pop(name), order) for name in list(entries)}
-    manifest = Manifest(**{name: values[name] for name in _FIELDS}, files=files, tensors=tensors)
+    facts = {name: values[name] for name in _FIELDS}
+    manifest = Manifest(**facts, files=files, tensors=tensors, sequence=sequence)
     for name, shards in manifest.shards_by_file().items():
         end = files[name].header_bytes
         for tensor, shard, size in shards:

@@ -103,7 +103,7 @@ def test_as_many_stay_as_asked_for(tmp_path, keep):
 
 
 def test_what_is_kept_by_steps_by_hours_and_for_being_finite():
-    saved = [CheckpointEntry(step * 360_000_000_000, CheckpointName(step)) for step in range(1, 10)]
+    saved = [CheckpointEntry(step, step * 360_000_000_000, CheckpointName(step)) for step in range(1, 10)]
     asked = []
 
     def finite(name):

@@ -144,6 +144,42 @@ def made_at(path, nanoseconds):
     os.utime(path / "manifest.json", ns=(nanoseconds, nanoseconds))
 
 
+def test_a_save_is_on_disk_before_anything_names_it(tmp_path, monkeypatch):
+    """What is named is synced first: files, directory, its new name in the parent, then `latest`."""
+    done, sync, rename, replace = [], os.fsync, os.rename, os.replace
+
+    def at(path):
+        return os.path.relpath(path, tmp_path)
+
+    def fsync(descriptor):
+        done.append(("sync", at(os.readlink(f"/proc/self/fd/{descriptor}"))))
+        sync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(os, "rename", lambda old, new: (done.append(("rename", at(new))), rename(old, new)))
+    monkeypatch.setattr(os, "replace", lambda old, new: (done.append(("rename", at(new))), replace(old, new)))
+    save(tmp_path, 3)
+    staging = "step-00000003.staging"
+    assert done == [
+        ("sync", f"{staging}/{NAME}"),
+        ("sync", f"{staging}/manifest.json"),
+        ("sync", staging),
+        ("rename", "step-00000003"),
+        ("sync", "."),
+        ("sync", "latest.new"),
+        ("rename", "latest"),
+        ("sync", "."),
+    ]
+
+
+def without_number(path):
+    """Make a checkpoint one of an older version, in whose manifest there was no sequence number."""
+    made = (path / "manifest.json").stat().st_mtime_ns
+    rewrite(path, lambda manifest: {key: each for key, each in manifest.items() if key != "sequence"})
+    made_at(path, made)
+    return path
+
+
 def names(directory):
     return sorted(path.name for path in directory.iterdir() if path.name != "latest")
 
@@ -151,21 +187,61 @@ def names(directory):
 def test_what_a_run_gave_up_is_older_than_what_it_did_then(tmp_path, capfd):
     """It went back from step 12 to 4 and on to 8: of these the newest two stay, and 6 comes after 8."""
     for step in (4, 12):
-        made_at(save(tmp_path, step), step)
+        save(tmp_path, step)
     checkpointer = Checkpointer(tmp_path, keep=2)
     checkpointer.save(6, state(model__a=torch.ones(4)), {})
     assert names(tmp_path) == ["step-00000006", "step-00000012"]
     last = checkpointer.save(8, state(model__a=torch.ones(4)), {})
     assert names(tmp_path) == ["step-00000006", "step-00000008"]
-    made_at(save(tmp_path, 12), 12)
+    made_at(without_number(save(tmp_path, 12)), 12)
     (tmp_path / "latest").write_text("step-00000008\n")
     (last / NAME).write_bytes(b"")
     assert checkpointer.load(state(model__a=torch.zeros(4))).step == 6
     assert "using step-00000006" in capfd.readouterr().err
 
 
+@pytest.mark.parametrize("hours", [-1, 0, 1])
+def test_newer_is_what_was_saved_later_whatever_its_time(tmp_path, hours):
+    """The clock went by an hour after step 6, or a copy has other times; the run goes on in its directory."""
+    checkpointer = Checkpointer(tmp_path, keep=3)
+    for step in (2, 4, 6):
+        path = checkpointer.save(step, state(model__a=torch.ones(4)), {})
+        made_at(path, path.stat().st_mtime_ns - hours * 3_600 * 10**9)
+    for step in (8, 10, 12):
+        checkpointer.save(step, state(model__a=torch.ones(4)), {})
+    assert names(tmp_path) == ["step-00000008", "step-00000010", "step-00000012"]
+    assert [read_manifest(tmp_path / name).sequence for name in names(tmp_path)] == [4, 5, 6]
+    (tmp_path / "latest").unlink()
+    assert checkpointer.load(state(model__a=torch.zeros(4))).step == 12
+    # Back to step 8, and on from there: 9 and 10 are newer than 12.
+    for step in (9, 10):
+        checkpointer.save(step, state(model__a=torch.ones(4)), {})
+    assert names(tmp_path) == ["step-00000009", "step-00000010.1", "step-00000012"]
+    (tmp_path / "latest").unlink()
+    assert str(candidates(tmp_path)[0]) == "step-00000010.1"
+
+
+def test_checkpoints_without_a_number_come_first(tmp_path):
+    """Their order is that of time, also behind one whose clock was ahead."""
+    for step, made in ((6, 10**18), (2, 2 * 10**18), (4, 3 * 10**18)):
+        made_at(without_number(save(tmp_path, step)), made)
+    made_at(save(tmp_path, 1), 10**9)
+    made_at(save(tmp_path, 3), 10**8)
+    assert [saved.name.step for saved in by_age(tmp_path)] == [6, 2, 4, 1, 3]
+    assert [saved.sequence for saved in by_age(tmp_path)] == [0, 0, 0, 1, 2]
+
+
+@pytest.mark.parametrize("number", [-1, 1.5, "1", None, 2**62, [1]])
+def test_a_sequence_number_that_is_none_is_refused(tmp_path, number):
+    path = save(tmp_path)
+    rewrite(path, lambda manifest: manifest.update(sequence=number))
+    with pytest.raises(CheckpointError, match="sequence must be a number from 0"):
+        read_manifest(path)
+    assert len(by_age(tmp_path)) == 1 and save(tmp_path, 2).is_dir()
+
+
 def test_checkpoints_made_at_one_time_are_in_the_order_of_steps_and_numbers(tmp_path):
-    paths = [save(tmp_path, step) for step in (3, 1, 3, 2)]
+    paths = [without_number(save(tmp_path, step)) for step in (3, 1, 3, 2)]
     for path in paths:
         made_at(path, 1_000_000_001)
     made_at(tmp_path / "step-00000002", 1_000_000_002)
