@@ -94,13 +94,20 @@ def readers(folder):
         "metrics": (f"{folder}/metrics.jsonl", METRICS, [*load, f"{folder}/metrics.jsonl"]),
         "result": (foreign, RESULT, ["eval", "table", foreign]),
         "recipe": (f"{folder}/r.toml", None, ["plan", "recipe", f"{folder}/r.toml", "--world-size", "1"]),
+        "source of a blend": (f"{folder}/b/index.json", None, ["data", "blend", f"1 {folder}/b"]),
+        "token files": (f"{folder}/b/index.json", None, ["data", "stats", f"{folder}/b"]),
+        "corpus of Megatron-LM": (f"{folder}/m.idx", None, ["data", "stats", f"{folder}/m"]),
+        "checkpoint": (f"{folder}/b/manifest.json", None, ["checkpoint", "inspect", f"{folder}/b"]),
+        "model of transformers": (f"{folder}/b/config.json", None, ["hf", "import", f"{folder}/b"]),
     }
 
 
-NAMES = (
+NAMES = (  # those with an intact content, and the others
     *("measured trace", "measured trace of a GPU", "measured kernels", "estimate", "report of a hang"),
-    *("record of a rank", "metrics", "result", "recipe"),
+    *("record of a rank", "metrics", "result"),
 )
+OTHERS = ("recipe", "source of a blend", "token files", "corpus of Megatron-LM", "checkpoint")
+OTHERS += ("model of transformers",)
 HOSTILE = [
     *(None, True, 0, -1, -0.5, 1e300, 1e-320, 10**30, 10**400, float("nan"), float("inf")),
     *([], {}, [[1]], {"a": 1}, "\x1b[2J\r\u202e", "\ud800", "1e999", "x" * 10_000),
@@ -119,10 +126,10 @@ RAW = {
 }
 
 
-def check_answer(status, said, path, named=True):
-    """Check that a command has answered as it should, with an error if `named`."""
+def check_answer(status, said, path, is_error=True):
+    """Check that a command has answered as it should, with an error if `is_error`."""
     assert not re.search("[^\t\n -~\xa0-\ud7ff\ue000-\U0010ffff]", said.out + said.err)
-    if status == 0 and not named:
+    if status == 0 and not is_error:
         assert not said.err and not re.search(r"\bnan\b|\binf\b", said.out.replace(PERPLEXITY, ""))
         return
     assert status in (1, 2) and not said.out
@@ -145,17 +152,18 @@ def irregular(kind, path):
 IRREGULAR = ("pipe", "directory", "device", "link to itself")
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", NAMES + OTHERS)
 def test_commands_answer_files_of_another_kind(name, tmp_path, capsys):
-    path, _, command = readers(tmp_path)[name]
+    path, content, command = readers(tmp_path)[name]
+    named = str(tmp_path) if content is None else path  # the directory may count as empty
     for kind in IRREGULAR:
         if kind == "link to itself" and command[0] == "hang":
             continue  # as if it were absent
         with irregular(kind, path):
-            check_answer(status_of(command), capsys.readouterr(), path)
+            check_answer(status_of(command), capsys.readouterr(), named)
     for raw in list(RAW.values())[name == "recipe" :]:  # an empty recipe is one
         Path(path).write_bytes(raw + b"\n")
-        check_answer(status_of(command), capsys.readouterr(), path)
+        check_answer(status_of(command), capsys.readouterr(), named)
 
 
 def replaced(content, values):
@@ -182,7 +190,7 @@ SLOW = ("measured trace", "measured trace of a GPU", "record of a rank", "metric
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[pytest.mark.full] * (n in SLOW)) for n in NAMES if n != "recipe"]
+    "name", [pytest.param(name, marks=[pytest.mark.full] * (name in SLOW)) for name in NAMES]
 )
 def test_commands_answer_any_value_in_the_place_of_another(name, tmp_path, capsys):
     path, content, command = readers(tmp_path)[name]
@@ -192,7 +200,7 @@ def test_commands_answer_any_value_in_the_place_of_another(name, tmp_path, capsy
     capsys.readouterr()
     for changed in replaced(content, HOSTILE):
         Path(path).write_text(write(changed))
-        check_answer(status_of(command), capsys.readouterr(), path, named=False)
+        check_answer(status_of(command), capsys.readouterr(), path, is_error=False)
 
 
 def journal(path):
