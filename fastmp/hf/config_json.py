@@ -151,10 +151,11 @@ def from_transformers(content: Mapping[str, Any], ignored: Sequence[str] = ()) -
     if family.moe is not None:
         model["dense_layers"] = _dense_layers(content, layers)
     family.read(content, model)
-    config = model_from(model)
-    if config.moe is None:
-        return model_type, config
-    coefficient = content.get("router_aux_loss_coef", family.aux_loss) or 0.0
+    moe, coefficient = model.get("moe"), content.get("router_aux_loss_coef", family.aux_loss) or 0.0
+    if moe is None or not coefficient:
+        return model_type, model_from(model)
+    config = model_from({**model, "moe": {**moe, "aux_loss": coefficient}})
+    assert config.moe is not None
     aux_loss = _rounded(coefficient * config.moe.top_k / (layers - len(config.dense_layers)))
     return model_type, replace(config, moe=replace(config.moe, aux_loss=aux_loss))
 

@@ -196,7 +196,7 @@ def test_weights_are_drawn_expert_by_expert():
 
     def draw(experts, dtype):
         torch.manual_seed(3)
-        config = plain_moe(num_experts=experts, top_k=1)
+        config = plain_moe(num_experts=experts, top_k=1, normalize_topk=False)
         drawn = GroupedExperts(config, Placement(dtype=dtype))
         return drawn, torch.get_rng_state()
 
@@ -289,6 +289,7 @@ def test_there_is_no_side_stream_on_a_cpu():
     assert layer_module.side_stream(torch.ones(1)) is None
 
 
+ONE = {"top_k": 1, "num_groups": 1, "group_topk": 1, "aux_loss": 0.0, "sequence_aux_loss": 0.0}
 BAD = {
     "top_k 9 is more than num_experts 8": {"top_k": 9},
     "top_k must be positive, got 0": {"top_k": 0},
@@ -308,6 +309,14 @@ BAD = {
     "capacity_factor must be positive or absent, got 0.0": {"capacity_factor": 0.0},
     "aux_loss must not be negative, got -1.0": {"aux_loss": -1.0},
     "shared_expert_gate needs a shared expert": {"shared_expert_ffn_hidden_size": 0},
+    "top_k 1 with normalize_topk gives every expert the weight 1": {**ONE, "normalize_topk": True},
+    "top_k 1 with softmax over the chosen experts gives": {
+        **ONE,
+        "normalize_topk": False,
+        "pre_softmax": False,
+        "z_loss": 0.1,
+    },
+    "top_k 1 .* router no gradient": {**ONE, "score": "sigmoid", "normalize_topk": True, "expert_bias": True},
 }
 
 
@@ -315,6 +324,23 @@ BAD = {
 def test_configurations_that_cannot_be(message):
     with pytest.raises(ValueError, match=f"MoEConfig: {message}"):
         replace(MOE, **BAD[message])
+
+
+@pytest.mark.parametrize("score", ("softmax", "sigmoid", "sqrtsoftplus"))
+def test_one_expert_of_a_token_trains_the_router(score):
+    """Each configuration that is accepted has a gradient of the router, Llama 4's weights among them."""
+    accepted = (
+        {"normalize_topk": False},
+        {"normalize_topk": True, "aux_loss": 0.1},
+        {"normalize_topk": True, "sequence_aux_loss": 0.1},
+        {"normalize_topk": False, "pre_softmax": False, "aux_loss": 0.1},
+    )
+    for options in accepted:
+        layer = make_moe(plain_moe(**{**ONE, "score": score, **options}))
+        hidden = hidden_states(5, 2)
+        out, loss, _ = layer(hidden)
+        (out.square().sum() + loss).backward()
+        assert layer.router.weight.grad.abs().max() > 1e-6, options
 
 
 def test_a_configuration_without_experts_is_refused():

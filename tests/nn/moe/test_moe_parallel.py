@@ -439,6 +439,7 @@ def bad_case(rank, world):
         config = plain_moe(
             num_experts=9,
             top_k=1,
+            normalize_topk=False,
             capacity_factor=1.0,
             dispatcher=dispatcher,
             expert_ffn_hidden_size=15,
@@ -451,7 +452,7 @@ def bad_case(rank, world):
                 hidden_states(tokens if rank == short else 20, 1),
             )
     small = ParallelGroups.create(RankGrid(world_size=world, tp=3, ep=1, etp=3))
-    layer = make_moe(plain_moe(top_k=1, capacity_factor=1.0), small)
+    layer = make_moe(plain_moe(top_k=1, normalize_topk=False, capacity_factor=1.0), small)
     refused(  # the last rank has no token of these four positions
         r"a capacity of 0.5 tokens is less than one: capacity_factor 1 x 4 tokens x top_k 1 / 8 experts",
         layer,
