@@ -1,7 +1,7 @@
 """Recipes: a TOML file in `configs/`, and options of the command line that go over it.
 
     fastmp train configs/gpt-small.toml --tp 2 --optimizer.lr 1e-3
-    fastmp train --recipe configs/moe-small.toml --tp 2 --ep 2 --model.moe.top-k 1
+    fastmp train --recipe configs/moe-small.toml --tp 2 --ep 2 --model.moe.top-k 4
     fastmp train configs/gpt-small.toml --steps 20 --profile torch --profile-steps 10:13
     fastmp plan recipe configs/gpt-small.toml --world-size 2 --tp 2
 
