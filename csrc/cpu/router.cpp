@@ -53,7 +53,8 @@ FASTMP_DECLARE(
 
 namespace FASTMP_ISA {
 
-constexpr double kTiny = 1e-20;    // as in the reference
+constexpr double kTiny = 1e-20;    // in the denominator of probabilities, as in the reference
+constexpr double kLow = -40;       // below it sigmoid(x) and softplus(x) are e^x to the last bit of f64
 constexpr int64_t kFlush = 16;     // tokens of a sequence that are summed in fp32
 constexpr int64_t kInsert = 64;    // from so many experts on, sorting beats insertion
 
@@ -120,6 +121,13 @@ FASTMP_INLINE V slope_of(Score score, V x, V s) {
   return select(s == 0, s, sigmoid(x) / (s + s));
 }
 
+// The derivative of the logarithm of elementwise scores; of_score: that of the scores.
+template <typename V>
+FASTMP_INLINE V log_slope_of(Score score, V x, V s, V of_score) {
+  if (score == Score::kSigmoid) return 1 - s;
+  return select(x < broadcast<V>(kLow), broadcast<V>(0.5), of_score / s);
+}
+
 // Turns scratch.scores into scores: softmax from its exponentials, others from the logits. Returns their sum.
 template <typename T, typename A = scalar_of<T>>
 FASTMP_INLINE A make_scores(const Router& router, const Row<A>& row, Scratch<A>& scratch) {
@@ -140,6 +148,32 @@ FASTMP_INLINE A make_scores(const Router& router, const Row<A>& row, Scratch<A>&
     sums += lanes;  // the filled lanes are 0
   });
   return sum(sums);
+}
+
+// Elementwise scores for the balancing losses, or numbers proportional to them, and one over their sum.
+template <typename A>
+struct Shares {
+  const A* relative;
+  A factor;
+};
+
+// Where all scores may underflow, writes `low`: scores relative to that of the largest logit. A row of -infinity has
+// shares of 0. `total`: the sum of scratch.scores.
+template <typename T, typename A = scalar_of<T>>
+FASTMP_INLINE Shares<A> shares_of(const Router& router, const Row<A>& row, const Scratch<A>& scratch, A total, A* low) {
+  using V = lanes_of<T>;
+  constexpr A kInfinity = std::numeric_limits<A>::infinity();
+  if (!elementwise(router.score)) return {scratch.scores.data(), 1};
+  if (!(row.top < static_cast<A>(kLow))) return {scratch.scores.data(), 1 / total};
+  if (row.top == -kInfinity) return {scratch.scores.data(), 0};
+  const A power = router.score == Score::kSigmoid ? A(1) : A(0.5);
+  V sums = {};
+  for_vectors<num_lanes<V>>(router.num_experts, [&](int64_t i, auto count) FASTMP_LAMBDA {
+    const V lanes = exp((load(scratch.x.data() + i, count, -kInfinity) - row.top) * power);
+    store(low + i, lanes, count);
+    sums += lanes;
+  });
+  return {low, 1 / sum(sums)};
 }
 
 // How good each group is: its best key, or the sum of its two best values.
@@ -258,10 +292,10 @@ void route(const Router& router, const RouterOut& out, int64_t begin, int64_t en
       ++out.counts[place + indices[j]];
     }
     // 5. Sums for the auxiliary losses.
-    const A share = elementwise(router.score) ? 1 / (total + static_cast<A>(kTiny)) : A(1);
+    const Shares<A> shares = shares_of<T>(router, row, scratch, total, scratch.keys.data());
     for_vectors<kStep>(num_experts, [&](int64_t i, auto count) FASTMP_LAMBDA {
       A* to = sums.data() + place + i;
-      store(to, load(to, count, 0) + load(scratch.scores.data() + i, count, 0) * share, count);
+      store(to, load(to, count, 0) + load(shares.relative + i, count, 0) * shares.factor, count);
     });
     *out.z_sum += static_cast<double>(row.lse) * row.lse;
     if ((token - begin + 1) % (kFlush * router.num_sequences) == 0) flush();
@@ -280,15 +314,16 @@ void route_backward(const Router& router, const RouterOut& out, int64_t begin, i
   const A* grad_z = static_cast<const A*>(router.grad_z);
   const A scale = static_cast<A>(router.scale);
   Scratch<A> scratch(router);
-  std::vector<A> shares(single && grad_z ? num_experts : 0), extra(num_experts), zeros(num_experts), probs(k), g(k);
+  std::vector<A> weights(single && grad_z ? num_experts : 0), extra(num_experts), zeros(num_experts), probs(k), g(k);
   for (int64_t token = begin; token < end; ++token) {
     const int32_t* chosen = router.chosen + token * k;
     const A* sums = grad_sums ? grad_sums + token % router.num_sequences * num_experts : zeros.data();
     // 1. Recompute the scores.
     const Row<A> row = read<T>(router, token, scratch);
-    if (single && grad_z) std::copy(scratch.scores.begin(), scratch.scores.end(), shares.begin());
-    const A total = make_scores<T>(router, row, scratch) + (single ? static_cast<A>(kTiny) : A(0));
+    if (single && grad_z) std::copy(scratch.scores.begin(), scratch.scores.end(), weights.begin());
+    const A total = make_scores<T>(router, row, scratch);
     const A* scores = scratch.scores.data();
+    const Shares<A> shares = shares_of<T>(router, row, scratch, total, scratch.keys.data());
     // 2. Gradients of the chosen scores (`extra`), or of the chosen logits for a softmax over them.
     const A* from = static_cast<const A*>(router.grad_probs);
     if (from) {
@@ -306,22 +341,24 @@ void route_backward(const Router& router, const RouterOut& out, int64_t begin, i
       }
     }
     const bool direct = router.normalize && !single;  // `extra` belongs to the logits
-    // 3. Through the softmax, or the normalisation of elementwise scores, to the logits.
+    // 3. Through the softmax, that of the logarithms of elementwise scores, to the logits.
     V dots = {};
     for_vectors<kStep>(num_experts, [&](int64_t i, auto count) FASTMP_LAMBDA {
       V slope = load(sums + i, count, 0);
       if (!single && !direct) slope += load(extra.data() + i, count, 0);
-      dots += load(scores + i, count, 0) * slope;
+      dots += load(shares.relative + i, count, 0) * slope;
     });
-    const A dot = sum(dots) / (single ? total : A(1));
+    const A dot = sum(dots) * shares.factor;
     const A z = grad_z ? 2 * *grad_z * row.lse : A(0);
     T* dx = static_cast<T*>(out.grad) + token * num_experts;
     for_vectors<kStep>(num_experts, [&](int64_t i, auto count) FASTMP_LAMBDA {
       const V s = load(scores + i, count, 0), more = load(extra.data() + i, count, 0);
       V slope = load(sums + i, count, 0) - dot;
       if (single) {
-        slope = (slope / total + more) * slope_of(router.score, load(scratch.x.data() + i, count, 0), s);
-        if (grad_z) slope += load(shares.data() + i, count, 0) * (z / row.total);
+        const V x = load(scratch.x.data() + i, count, 0), of_score = slope_of(router.score, x, s);
+        const V share = load(shares.relative + i, count, 0) * shares.factor;
+        slope = share * slope * log_slope_of(router.score, x, s, of_score) + more * of_score;
+        if (grad_z) slope += load(weights.data() + i, count, 0) * (z / row.total);
       } else {
         slope = s * (direct ? slope + z : slope + more + z);
         if (direct) slope += more;

@@ -19,7 +19,9 @@ scores (DeepSeek-V3, arXiv 2412.19437). Megatron-LM's rule, the sum of its k // 
 the `group_score` "megatron"; where it differs from these two, the reference in plain torch serves.
 
 Elementwise scores are functions of their own logit alone: sigmoid (DeepSeek-V3), and the square root of
-softplus (DeepSeek-V4), which does not saturate for large logits.
+softplus (DeepSeek-V4), which does not saturate for large logits. The balancing losses sum their shares of a
+token: the softmax of their logarithms. An epsilon in the denominator, as the probabilities have it, would let
+the router lower the loss by pushing all logits down.
 
 T tokens, E experts, k chosen.
 """
@@ -42,7 +44,8 @@ from fastmp.profiling import traced
 
 _SCORES = ("softmax", *ELEMENTWISE)
 GROUP_SCORES = ("deepseek", "megatron")
-TINY = 1e-20  # keeps the sum of elementwise scores that all underflow from dividing by 0
+TINY = 1e-20  # in the denominator of probabilities, as in DeepSeek-V3: 0 where all scores underflow
+LOW = -40.0  # below it sigmoid(x) and softplus(x) are e^x to the last bit of float64
 
 
 class RouterOutput(NamedTuple):
@@ -70,6 +73,15 @@ class RouterOutput(NamedTuple):
 
 def _elementwise(x: Tensor, score: str) -> Tensor:
     return x.sigmoid() if score == "sigmoid" else F.softplus(x, threshold=40.0).sqrt()  # e^-40 < 2^-53
+
+
+def _shares(x: Tensor, score: str) -> Tensor:
+    """Return the elementwise scores over their sum, also where all of them underflow; 0 in a row of -inf."""
+    if score == "sigmoid":
+        log_scores = F.logsigmoid(x)
+    else:
+        log_scores = torch.where(x < LOW, x, F.softplus(x, threshold=40.0).log()) / 2
+    return log_scores.softmax(-1).masked_fill((x == -math.inf).all(-1, keepdim=True), 0)
 
 
 def _first(keys: Tensor, count: int) -> Tensor:
@@ -152,7 +164,7 @@ def reference(
         probs = scores.gather(-1, indices)
         probs = probs / (probs.sum(-1, keepdim=True) + TINY) if normalize else probs
     if score in ELEMENTWISE:
-        scores = scores / (scores.sum(-1, keepdim=True) + TINY)
+        scores = _shares(x, score)
     return (
         indices.to(torch.int32),
         (probs * scale).contiguous(),
@@ -183,23 +195,24 @@ def reference_backward(
     """Compute the gradient of the logits; a gradient that is None is zero."""
     x = logits.to(compute_dtype(logits.dtype))
     elementwise = score in ELEMENTWISE
-    shares = x.softmax(-1)
-    scores = _elementwise(x, score) if elementwise else shares
+    weights = x.softmax(-1)
+    scores = _elementwise(x, score) if elementwise else weights
     dscores = torch.zeros_like(x)
     dx = torch.zeros_like(x)
     if grad_sums is not None:
-        if elementwise:
-            total = scores.sum(-1, keepdim=True) + TINY
-            mean = (scores * grad_sums).sum(-1, keepdim=True) / total
-            dscores = dscores + (grad_sums - mean) / total
+        if elementwise:  # through the softmax of the logarithms of the scores
+            shares = _shares(x, score)
+            dlogs = shares * (grad_sums - (shares * grad_sums).sum(-1, keepdim=True))
+            half = x.sigmoid() / (2 * scores.square())  # of sqrtsoftplus
+            dx = dx + dlogs * ((-x).sigmoid() if score == "sigmoid" else torch.where(x < LOW, 0.5, half))
         else:
             dscores = dscores + grad_sums
     if grad_probs is not None:
         grad = grad_probs * scale
         place = indices.long()
         if normalize and not elementwise:
-            weights = x.gather(-1, place).softmax(-1)
-            grad = weights * (grad - (weights * grad).sum(-1, keepdim=True))
+            own = x.gather(-1, place).softmax(-1)
+            grad = own * (grad - (own * grad).sum(-1, keepdim=True))
             dx = dx + _chosen(indices, x.shape[-1], grad)
         else:
             if normalize:
@@ -214,7 +227,7 @@ def reference_backward(
     else:
         dx = dx + scores * (dscores - (scores * dscores).sum(-1, keepdim=True))
     if grad_z is not None:
-        dx = dx + shares * (2 * grad_z * x.logsumexp(-1, keepdim=True))
+        dx = dx + weights * (2 * grad_z * x.logsumexp(-1, keepdim=True))
     return dx.to(logits.dtype).contiguous()
 
 

@@ -85,6 +85,20 @@ def _softmax(x):
 
 
 @jit
+def _shares(scores, top, e, SOFTPLUS: tl.constexpr):
+    """Divide elementwise scores by their sum, also where all of them underflow; 0 in a row of -inf.
+
+    Below -40 sigmoid(x) and softplus(x) are e^x to the last bit of float64; `e` is relative to the largest.
+    """
+    relative = e
+    if SOFTPLUS:
+        relative = tl.sqrt(e)
+    relative = tl.where((top < -40.0)[:, None], relative, scores)
+    total = tl.sum(relative, 1)
+    return relative / tl.where(total == 0.0, 1.0, total)[:, None]
+
+
+@jit
 def _columns(places, GROUPS: tl.constexpr, SIZE: tl.constexpr, EACH: tl.constexpr):
     """Return the expert of each column, and a mask of the columns that have one.
 
@@ -198,7 +212,7 @@ def router_kernel(
         top, e, total, lse = _softmax(x)
         if ELEMENTWISE:
             scores = _score(x, SOFTPLUS)
-            shares = scores / (tl.sum(scores, 1) + 1e-20)[:, None]
+            shares = _shares(scores, top, e, SOFTPLUS)
         else:
             scores = e / total[:, None]
             shares = scores
@@ -324,38 +338,41 @@ def router_backward_kernel(
             given = tl.where(found, grad[:, None], given)
             chosen |= found
     # 2. Gradient of the scores of all experts (`slope`), which the balancing losses sum.
-    _, e, total, lse = _softmax(x)
-    shares = e / total[:, None]
-    scores = _score(x, SOFTPLUS) if ELEMENTWISE else shares
+    top, e, total, lse = _softmax(x)
+    weights = e / total[:, None]
+    scores = _score(x, SOFTPLUS) if ELEMENTWISE else weights
     slope = tl.zeros([BLOCK_M, WIDTH], COMPUTE)
     if grad_sums is not None:
         slope += tl.load(grad_sums + sequence * EXPERTS + cols, mask=here, other=0.0)[None, :]
     # 3. Backward through the normalisation of the chosen scores, and the scores, to the logits.
     if ELEMENTWISE:
-        if grad_sums is not None:
-            norm = (tl.sum(scores, 1) + 1e-20)[:, None]
-            slope = (slope - tl.sum(scores * slope, 1)[:, None] / norm) / norm
+        if SOFTPLUS:  # the derivative of sqrt(softplus), 0 where that underflows
+            derivative = tl.where(scores == 0.0, 0.0, _sigmoid(x) / (2.0 * scores))
+            of_log = tl.where(x < -40.0, 0.5, derivative / scores)
+        else:
+            derivative = scores * (1.0 - scores)
+            of_log = 1.0 - scores
         if NORMALIZE:
             norm = (tl.sum(tl.where(chosen, scores, 0.0), 1) + 1e-20)[:, None]
             mean = tl.sum(tl.where(chosen, scores * given, 0.0), 1)[:, None] / norm
             given = tl.where(chosen, (given - mean) / norm, 0.0)
-        if SOFTPLUS:  # the derivative of sqrt(softplus), 0 where that underflows
-            out = (slope + given) * tl.where(scores == 0.0, 0.0, _sigmoid(x) / (2.0 * scores))
-        else:
-            out = (slope + given) * scores * (1.0 - scores)
+        out = given * derivative
+        if grad_sums is not None:
+            shares = _shares(scores, top, e, SOFTPLUS)
+            out += shares * (slope - tl.sum(shares * slope, 1)[:, None]) * of_log
     elif NORMALIZE:
-        weights = tl.where(chosen, x, float("-inf"))
-        weights = tl.where(chosen, _exp(weights - tl.max(weights, 1)[:, None]), 0.0)
-        weights /= tl.sum(weights, 1)[:, None]
-        mean = tl.sum(tl.where(chosen, weights * given, 0.0), 1)[:, None]
+        own = tl.where(chosen, x, float("-inf"))
+        own = tl.where(chosen, _exp(own - tl.max(own, 1)[:, None]), 0.0)
+        own /= tl.sum(own, 1)[:, None]
+        mean = tl.sum(tl.where(chosen, own * given, 0.0), 1)[:, None]
         out = scores * (slope - tl.sum(scores * slope, 1)[:, None])
-        out += tl.where(chosen, weights * (given - mean), 0.0)
+        out += tl.where(chosen, own * (given - mean), 0.0)
     else:
         slope += given
         out = scores * (slope - tl.sum(scores * slope, 1)[:, None])
     # 4. Z-loss.
     if grad_z is not None:
-        out += shares * (2.0 * tl.load(grad_z) * lse)[:, None]
+        out += weights * (2.0 * tl.load(grad_z) * lse)[:, None]
     out = tl.reshape(out, (BLOCK_M, PARTS, WIDTH // PARTS))
     tl.store(dx + (tokens * EXPERTS)[:, None, None] + part_cols, out, mask=mask)
 

@@ -128,6 +128,62 @@ def test_sums_make_the_balancing_loss():
     assert out.counts.sum() == 4 * 300 and not out.counts.requires_grad
 
 
+def balance_loss(logits: Tensor, k: int, score: str, normalize: bool = True) -> Tensor:
+    """The balancing loss from the op's sums."""
+    out = topk_router(logits, k, score=score, normalize=normalize)
+    return logits.shape[-1] * (out.balance_counts * out.score_sums).sum() / len(logits) ** 2
+
+
+def share_of(logits: Tensor, score: str) -> Tensor:
+    """Shares of a token's scores, by pairwise ratios: no sum of scores that could underflow in float64."""
+    log = -torch.logaddexp(-logits, logits * 0)  # of sigmoid
+    if score == "sqrtsoftplus":
+        log = torch.log1p(torch.exp(logits)).log() / 2
+    return (log[:, None, :] - log[:, :, None]).exp().sum(-1).reciprocal()
+
+
+UNEVEN = torch.tensor([3.0, 2.0, 0.5, 0.25, 0.0, -0.25, -0.5, -1.0], dtype=torch.float64)
+
+
+@pytest.mark.parametrize("dtype", (torch.float64, torch.float32), ids=str)
+@pytest.mark.parametrize("score", ["sigmoid", "sqrtsoftplus"])
+@pytest.mark.parametrize("level", [2.0, -38.5, -41.5, -45.0, -60.0, -100.0, -300.0])
+def test_low_logits_do_not_hide_a_balancing_loss(level, score, dtype):
+    """Loss and gradient of elementwise scores are those of float64 formulas wherever all logits lie."""
+    logits = (level + UNEVEN + torch.linspace(-0.2, 0.2, 30, dtype=torch.float64)[:, None]).to(dtype)
+    logits.requires_grad_()
+    exact = logits.detach().double().requires_grad_()
+    theirs = 8 * (torch.tensor([30, 30, 0, 0, 0, 0, 0, 0]) * share_of(exact, score).sum(0)).sum() / 30**2
+    ours = balance_loss(logits, 2, score)
+    tolerance = 1e-10 if dtype == torch.float64 else 1e-6
+    torch.testing.assert_close(ours.double(), theirs, rtol=tolerance, atol=0)
+    grads = [torch.autograd.grad(loss, x)[0].double() for loss, x in ((ours, logits), (theirs, exact))]
+    torch.testing.assert_close(*grads, rtol=100 * tolerance, atol=tolerance * grads[1].abs().max().item())
+
+
+def test_pushing_all_logits_down_does_not_lower_a_balancing_loss():
+    """Two of eight experts take every token: the loss is 3.47 at any level, and has no slope along it."""
+    spread = torch.tensor([19.6415] * 2 + [1.0] * 6, dtype=torch.float64).log()  # 8 * 39.283 / 45.283 / 2
+    for level in (-45.0, -60.0, -100.0):
+        shift = torch.zeros((), dtype=torch.float64, requires_grad=True)
+        loss = balance_loss(level + spread.expand(100, 8) + shift, 2, "sigmoid") / 2
+        loss.backward()
+        assert loss.item() == pytest.approx(3.47, abs=1e-4) and abs(shift.grad.item()) < 1e-10
+
+
+@pytest.mark.parametrize("dtype", (torch.float64, torch.float32), ids=str)
+@pytest.mark.parametrize("score", ["sigmoid", "sqrtsoftplus"])
+def test_masked_experts_have_no_share(score, dtype):
+    """A logit of -inf has a share and a gradient of 0, also where others are low or -inf too."""
+    logits = torch.tensor([[-math.inf, 0.0, 1.0], [-math.inf, -90.0, -91.0], [-math.inf] * 3], dtype=dtype)
+    logits.requires_grad_()
+    out = topk_router(logits, 1, score=score)
+    torch.testing.assert_close(out.score_sums.sum(), torch.tensor(2.0, dtype=dtype))
+    assert out.score_sums[0] == 0
+    out.score_sums[1].backward()
+    assert logits.grad[:, 0].eq(0).all() and logits.grad[2].eq(0).all() and logits.grad[:2, 1].gt(0).all()
+
+
 def _counted(chosen: Tensor) -> Tensor:
     return torch.nn.functional.one_hot(chosen, EXPERTS).sum((0, -2)).int()
 

@@ -81,6 +81,14 @@ def test_many_experts(k):
     _check(_random(3, 300), k, "sigmoid", False)
 
 
+@pytest.mark.parametrize(("score", "normalize"), SCORES[3:])
+@pytest.mark.parametrize("dtype", (torch.float32, torch.float64), ids=str)
+def test_low_logits(dtype, score, normalize):
+    """Around the logit where the formula of the shares changes, and where scores of float32 are 0."""
+    levels = torch.tensor([-38, -40, -42, -48, -88, -108, -300], dtype=dtype)[:, None]
+    _check(_random(7, 12, dtype=dtype) + levels, 3, score, normalize, each=True)
+
+
 def test_many_strips_are_added_in_order(monkeypatch):
     """More tokens than one step of a program, and more partial sums than are added at once."""
     monkeypatch.setattr(rows, "_NUM_PROGRAMS", 4 * 9)

@@ -22,7 +22,7 @@ def _levels(*shape: int, generator: torch.Generator) -> Tensor:
 def router_samples(op: str, dtype: torch.dtype, generator: torch.Generator) -> Iterator[tuple]:
     """Yield arguments of the top-k router and of its backward pass."""
     #    shape, gap between rows, k, score, groups, of them open, bias, normalised, scale
-    for shape, gap, k, score, groups, opened, with_bias, normalize, scale in (
+    cases = (
         ((96, 64), 0, 4, "softmax", 1, 1, False, False, 1.0),
         ((37, 61), 3, 5, "sigmoid", 1, 1, True, True, 2.5),
         ((20, 3, 32), 0, 6, "sigmoid", 8, 4, True, True, 1.0),
@@ -34,10 +34,16 @@ def router_samples(op: str, dtype: torch.dtype, generator: torch.Generator) -> I
         ((19, 1), 0, 1, "sigmoid", 1, 1, False, False, 1.0),
         ((23, 130), 0, 36, "softmax", 1, 1, False, True, 1.0),
         ((0, 16), 0, 2, "softmax", 1, 1, False, False, 1.0),
+    )
+    # The second time all elementwise scores of a token are below any epsilon; those of float32 are 0 at -108.
+    elementwise = [each for each in cases if each[3] in ("sigmoid", "sqrtsoftplus")]
+    for (shape, gap, k, score, groups, opened, with_bias, normalize, scale), shift in (
+        *((case, 0) for case in cases),
+        *(((*case[:4], 1, 1, False, *case[7:]), shift) for case in elementwise for shift in (-48, -108)),
     ):
         *lead, experts = shape
         wide = compute_dtype(dtype)
-        logits = _levels(*lead, experts + gap, generator=generator).to(dtype)[..., :experts]
+        logits = shift + _levels(*lead, experts + gap, generator=generator).to(dtype)[..., :experts]
         # a level a group: sums of two scores do not come close to each other either
         bias = torch.randperm(groups if groups > 1 else experts, generator=generator).to(wide) / groups
         bias = bias.repeat_interleave(experts // len(bias)) if with_bias else None
@@ -78,8 +84,9 @@ def _eager_router(logits, k, *, score, pre_softmax, num_groups, group_topk, expe
     else:
         probs = scores.gather(-1, indices)
         probs = probs / (probs.sum(-1, keepdim=True) + 1e-20) if normalize else probs
-    if score != "softmax":
-        scores = scores / (scores.sum(-1, keepdim=True) + 1e-20)
+    if score != "softmax":  # logarithms underflow later than scores
+        logs = F.logsigmoid(logits) if score == "sigmoid" else torch.logaddexp(logits, logits * 0).log() / 2
+        scores = logs.softmax(-1)
     experts = torch.arange(logits.shape[-1], device=logits.device)
     best = (logits.detach() + 0.0).sort(dim=-1, descending=True, stable=True).indices[..., :k]
     counts, balance_counts = ((chosen[..., None] == experts).sum((0, -2)) for chosen in (indices, best))
