@@ -186,6 +186,17 @@ bool is_mapped(uintptr_t address, size_t bytes) {
   return msync(reinterpret_cast<void*>(first), address + bytes - first, MS_ASYNC) == 0;
 }
 
+// Raises for offsets from a view to the ranks' at which this process has no memory.
+void check_peers(const char* op, const Tensor& view, const int64_t* peer_offsets, int64_t num_ranks) {
+  const auto own = reinterpret_cast<uintptr_t>(view.const_data_ptr());
+  const size_t bytes = view.numel() * view.element_size();
+  for (int64_t other = 0; other < num_ranks; ++other) {
+    FASTMP_CHECK(bytes == 0 || is_mapped(own + static_cast<uintptr_t>(peer_offsets[other]), bytes), op,
+                 ": there is no memory of rank ", other, " at its offset of ", peer_offsets[other],
+                 " bytes; expected the peer_offsets that belong to this symmetric buffer");
+  }
+}
+
 // Raises for a rank, a timeout or offsets with which a barrier would hang, or write to unmapped memory.
 void check_barrier(const char* op, const Tensor& view, const int64_t* peer_offsets, int64_t num_ranks, int64_t rank,
                    double timeout) {
@@ -194,13 +205,7 @@ void check_barrier(const char* op, const Tensor& view, const int64_t* peer_offse
                timeout);
   FASTMP_CHECK(peer_offsets[rank] == 0, op, ": expected offset 0 for this rank, rank ", rank, ", got ",
                peer_offsets[rank]);
-  const auto own = reinterpret_cast<uintptr_t>(view.const_data_ptr());
-  const size_t bytes = view.numel() * view.element_size();
-  for (int64_t other = 0; other < num_ranks; ++other) {
-    FASTMP_CHECK(bytes == 0 || is_mapped(own + static_cast<uintptr_t>(peer_offsets[other]), bytes), op,
-                 ": there is no memory of rank ", other, " at its offset of ", peer_offsets[other],
-                 " bytes; expected the peer_offsets that belong to this symmetric buffer");
-  }
+  check_peers(op, view, peer_offsets, num_ranks);
 }
 
 // The epoch of the next exchange, an int32 that wraps.
@@ -372,6 +377,7 @@ PeerRun run_of(const char* op, const Tensor& where, const std::optional<Tensor>&
   check_rows(op, rows, epochs);
   PeerRun run{};
   run.peer_offsets = checked_peer_offsets(op, epochs, peer_offsets);
+  check_peers(op, rows, run.peer_offsets, peer_offsets.numel());
   FASTMP_CHECK(where.dim() == 2 && where.scalar_type() == ScalarType::Int, op, ": where must be int32 (T, k), got ",
                described(where));
   const ScalarType wide = compute_dtype(rows.scalar_type());

@@ -199,7 +199,8 @@ namespace {
 
 // Checks both matrices of logits and the numbers of each token, which are made contiguous. Returns the shard.
 Shard checked(const char* op, const Tensor& logits, const Tensor& teacher_logits, Tensor& normalisers,
-              std::optional<Tensor>& scale, int64_t vocab_start, int64_t vocab_size) {
+              std::optional<Tensor>& scale, double beta, int64_t vocab_start, int64_t vocab_size) {
+  FASTMP_CHECK(beta >= 0 && beta <= 1, op, ": expected beta from 0 to 1, got ", beta);
   const Shard shard = local_shard(op, logits, vocab_start, vocab_size);
   local_shard(op, teacher_logits, vocab_start, vocab_size);
   check_same(op, "teacher_logits", teacher_logits, "logits", logits);
@@ -223,7 +224,7 @@ DistillationRows<T, A> rows_of(const Tensor& teacher_logits, const Tensor& norma
 Tensor distillation_sums_(Tensor logits, Tensor teacher_logits, Tensor normalisers, std::optional<Tensor> scale,
                           double beta, int64_t vocab_start, int64_t vocab_size) {
   constexpr const char* op = "distillation_sums";
-  const Shard shard = checked(op, logits, teacher_logits, normalisers, scale, vocab_start, vocab_size);
+  const Shard shard = checked(op, logits, teacher_logits, normalisers, scale, beta, vocab_start, vocab_size);
   Tensor out = empty({logits.size(0), 2}, compute_dtype(logits.scalar_type()), logits);
   dispatch_float(logits.scalar_type(), op, [&](auto tag) {
     using T = typename decltype(tag)::type;
@@ -241,7 +242,7 @@ Tensor distillation_sums_(Tensor logits, Tensor teacher_logits, Tensor normalise
 void distillation_grad_(Tensor& logits, Tensor teacher_logits, Tensor normalisers, Tensor kl_p, Tensor grad_loss,
                         std::optional<Tensor> scale, double beta, int64_t vocab_start, int64_t vocab_size) {
   constexpr const char* op = "distillation_grad_";
-  const Shard shard = checked(op, logits, teacher_logits, normalisers, scale, vocab_start, vocab_size);
+  const Shard shard = checked(op, logits, teacher_logits, normalisers, scale, beta, vocab_start, vocab_size);
   const ScalarType dtype = compute_dtype(logits.scalar_type());
   kl_p = per_token(op, "kl_p", kl_p, logits.size(0), dtype);
   grad_loss = per_token(op, "grad_loss", grad_loss, logits.size(0), dtype);

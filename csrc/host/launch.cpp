@@ -85,7 +85,9 @@ PyObject* interned(const char* name) { return PyUnicode_InternFromString(name); 
 PyObject *const kBase = interned("base"), *const kBlockShape = interned("block_shape"),
                 *const kCounts = interned("counts"), *const kDataPtr = interned("data_ptr"),
                 *const kDtype = interned("dtype"), *const kGetDevice = interned("get_device"),
+                *const kNbytes = interned("nbytes"), *const kNumel = interned("numel"),
                 *const kPadding = interned("padding"), *const kShape = interned("shape"),
+                *const kUntypedStorage = interned("untyped_storage"),
                 *const kSize = interned("size"), *const kStride = interned("stride"),
                 *const kStrides = interned("strides");
 
@@ -120,7 +122,24 @@ uint64_t address_of(PyObject* tensor) {
   return value;
 }
 
-int64_t device_of(PyObject* tensor) { return integer(taken(PyObject_CallMethodNoArgs(tensor, kGetDevice)).ptr()); }
+int64_t called(PyObject* object, PyObject* method) {
+  return integer(taken(PyObject_CallMethodNoArgs(object, method)).ptr());
+}
+
+// The address of a tensor without memory is its offset in a storage that was freed. No allocator returns memory below
+// this: whoever finds such an address asks `has_memory`, which takes ten times as long.
+constexpr uint64_t kLowestMemory = uint64_t{1} << 33;
+
+bool has_memory(PyObject* tensor) {
+  return called(tensor, kNumel) == 0 || called(taken(PyObject_CallMethodNoArgs(tensor, kUntypedStorage)).ptr(), kNbytes);
+}
+
+[[noreturn]] void refuse_without_memory(const std::string& kernel, const std::string& argument) {
+  throw py::value_error(kernel + ": expected memory for the elements of " + argument +
+                        ", got a tensor whose storage was freed (FSDP frees parameters outside of their forward)");
+}
+
+int64_t device_of(PyObject* tensor) { return called(tensor, kGetDevice); }
 
 // Items of a list or tuple.
 class Items {
@@ -140,6 +159,8 @@ PyObject* guarded(const Body& body) {
     return body();
   } catch (py::error_already_set& error) {
     error.restore();
+  } catch (const py::builtin_exception& error) {
+    error.set_error();
   } catch (const std::overflow_error& error) {
     PyErr_SetString(PyExc_OverflowError, error.what());
   } catch (const std::exception& error) {
@@ -153,7 +174,19 @@ enum Kind : uint64_t { kNone, kFloat, kCount, kInteger, kTensor, kDescriptor, kT
 
 uint64_t identity(PyObject* object) { return reinterpret_cast<uintptr_t>(object); }
 
-void add_argument(std::vector<uint64_t>& key, PyObject* argument, bool counts, PyTypeObject* descriptor) {
+// Adds a tensor of a kernel, its argument `position`.
+void add_tensor(std::vector<uint64_t>& key, PyObject* tensor, PyObject* kernel, Py_ssize_t position) {
+  const uint64_t address = address_of(tensor);
+  if (address < kLowestMemory && !has_memory(tensor)) [[unlikely]] {
+    const auto named = py::handle(kernel);
+    refuse_without_memory(py::str(named.attr("fn").attr("__name__")), py::str(named.attr("arg_names")[py::int_(position)]));
+  }
+  key.push_back(kTensor | (address & 15) << 8 | device_of(tensor) << 16);
+  key.push_back(identity(attribute(tensor, kDtype).ptr()));
+}
+
+void add_argument(std::vector<uint64_t>& key, PyObject* kernel, Py_ssize_t position, PyObject* argument, bool counts,
+                  PyTypeObject* descriptor) {
   if (argument == Py_None) {
     key.push_back(kNone);
   } else if (PyLong_CheckExact(argument)) {
@@ -172,8 +205,7 @@ void add_argument(std::vector<uint64_t>& key, PyObject* argument, bool counts, P
     key.push_back(identity(attribute(base.ptr(), kDtype).ptr()));
     for (Py_ssize_t i = 0; i < sizes.size(); ++i) key.push_back(integer(sizes[i]));
   } else {
-    key.push_back(kTensor | (address_of(argument) & 15) << 8 | device_of(argument) << 16);
-    key.push_back(identity(attribute(argument, kDtype).ptr()));
+    add_tensor(key, argument, kernel, position);
   }
 }
 
@@ -209,7 +241,7 @@ PyObject* make_key(PyObject* descriptor, PyObject* const* given, Py_ssize_t coun
     const py::object counts = attribute(given[0], kCounts);
     const Items arguments(given[1]), counted(counts.ptr());
     for (Py_ssize_t i = 0; i < std::min(arguments.size(), counted.size()); ++i)
-      add_argument(key, arguments[i], counted[i] == Py_True, reinterpret_cast<PyTypeObject*>(descriptor));
+      add_argument(key, given[0], i, arguments[i], counted[i] == Py_True, reinterpret_cast<PyTypeObject*>(descriptor));
     PyObject* value;
     for (Py_ssize_t i = 0; PyDict_Next(given[2], &i, nullptr, &value);) add_constant(key, value);
     return PyBytes_FromStringAndSize(reinterpret_cast<const char*>(key.data()), key.size() * sizeof key[0]);
@@ -272,7 +304,9 @@ struct Parameters {
     }
     for (uint32_t i = 1; i < rank; ++i) pitches[i] *= how.item_size;
     TensorMap& map = maps[num_maps++];
-    void* address = reinterpret_cast<void*>(address_of(base.ptr()));
+    const uint64_t start = address_of(base.ptr());
+    if (start < kLowestMemory && !has_memory(base.ptr())) [[unlikely]] refuse_without_memory(plan.name, "a descriptor");
+    void* address = reinterpret_cast<void*>(start);
     const int fill_with_nan = PyUnicode_CompareWithASCIIString(padding.ptr(), "nan") == 0;
     constexpr int kNoInterleave = 0, kPromotionTo128Bytes = 2;
     driver().check(driver().encode(&map, how.dtype, rank, address, sizes, pitches + 1, how.block.data(), steps,

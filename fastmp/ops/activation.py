@@ -187,6 +187,7 @@ def launch_backward(grad: Tensor, x: Tensor, bias: Tensor | None, approximate: s
 _FLOPS_PER_ELEMENT = {"tanh": (9, 18), "none": (16, 24)}  # forward, backward
 register(
     "bias_gelu_backward(Tensor grad, Tensor x, Tensor? bias, str approximate) -> (Tensor, Tensor)",
+    contract="x (..., N) floating; grad (..., N) x; bias (N) x; approximate in tanh none",
     reference=reference_backward,
     triton=launch_backward,
     flops=lambda grad, x, bias, approximate: math.prod(x.shape) * _FLOPS_PER_ELEMENT[approximate][1],
@@ -195,6 +196,7 @@ register(
 
 _bias_gelu = register(
     "bias_gelu(Tensor x, Tensor? bias, str approximate) -> Tensor",
+    contract="x (..., N) floating; bias (N) x; approximate in tanh none",
     reference=reference,
     triton=launch,
     flops=lambda x, bias, approximate: math.prod(x.shape) * _FLOPS_PER_ELEMENT[approximate][0],

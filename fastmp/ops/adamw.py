@@ -260,6 +260,13 @@ _adamw_ = register(
     "Tensor(e!)? low_precision_out, Tensor? lr_tensor, Tensor? inv_scale, Tensor? clip_coefficient, "
     "Tensor? found_inf, float lr, float beta1, float beta2, float eps, float weight_decay, Tensor? groups, "
     "Tensor? group_lr, Tensor? group_decay, int first, Tensor(f!)? remainder, int seed) -> ()",
+    contract=(
+        "remainder ? param (#P) bfloat16; no remainder ? param (#P) float32|float64; "
+        "grad (#P) wide(param)|bfloat16|float16; exp_avg (#P) wide(param)|bfloat16; exp_avg_sq (#P) exp_avg; "
+        "step (#1) int64; low_precision_out (#P) bfloat16|float16; lr_tensor (#1) any; inv_scale (#1) any; "
+        "clip_coefficient (#1) any; found_inf (#1) any; groups (U) uint8; first % 64 + P <= 64 * U; "
+        "group_lr (#G) floating; group_decay (#G) floating; 0 <= first; remainder (#P) int16"
+    ),
     reference=reference,
     triton=launch,
     flops=lambda param, *others: _FLOPS_PER_ELEMENT * param.numel(),

@@ -43,6 +43,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from fastmp.ops.attention_invariant import invariant_attention
 from fastmp.ops.attention_lse import FlashCall, flash_with_sinks, merged, plain
 from fastmp.ops.attention_masks import Borders, ages_of, document_mask
+from fastmp.ops.core import checks
 from fastmp.ops.core.registry import can_read_values, compute_dtype, without_autocast
 from fastmp.ops.invariant_mode import is_batch_invariant, plainly, with_value
 
@@ -206,6 +207,7 @@ def attend(
         assert attend(q, k, v).shape == (2, 8, 16, 64)
     """
     _check(q_BNCD, k_BGED, v_BGED, causal, window, mask, documents)
+    checks.check_finite("attend", q_BNCD.dtype, scale=scale, dropout_p=dropout_p)
     if sinks is not None:
         sinks = _checked_sinks(sinks, q_BNCD, mask)
     rest = causal, window, mask, documents, sinks, dropout_p, scale

@@ -65,6 +65,7 @@ def launch(starts: Tensor, places: Tensor, num_rows: int) -> Tensor:
 
 _block_rows = register(
     "block_rows(Tensor starts, Tensor places, SymInt num_rows) -> Tensor",
+    contract="starts (N) int32; places (N) int32; 0 <= num_rows <= 2147483647; num_rows <= N * num_rows",
     reference=reference,
     fake=lambda starts, places, num_rows: starts.new_empty(num_rows, 1),
     triton=launch,

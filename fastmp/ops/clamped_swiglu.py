@@ -149,12 +149,14 @@ def launch_backward(grad: Tensor, x: Tensor, alpha: float, limit: float) -> Tens
 
 register(
     "clamped_swiglu_backward(Tensor grad, Tensor x, float alpha, float limit) -> Tensor",
+    contract="x (..., 2N) floating; grad (..., N) x; 0 < limit",
     reference=reference_backward,
     triton=launch_backward,
     flops=lambda grad, x, alpha, limit: math.prod(grad.shape) * 22,
 )
 _clamped_swiglu = register(
     "clamped_swiglu(Tensor x, float alpha, float limit) -> Tensor",
+    contract="x (..., 2N) floating; 0 < limit",
     reference=reference,
     triton=launch,
     flops=lambda x, alpha, limit: math.prod(x.shape) // 2 * 12,

@@ -85,6 +85,7 @@ def _grad_flops(logits, target, lse, grad_loss, token_weight, vocab_start, vocab
 register(
     "cross_entropy_stats(Tensor logits, Tensor target, int vocab_start, int vocab_size, bool with_sum)"
     " -> Tensor",
+    contract="logits (N, V) floating; target (N) int64; 0 <= vocab_start; 0 < vocab_size",
     reference=reference_stats,
     triton=launch_stats,
     fake=lambda logits, target, vocab_start, vocab_size, with_sum: logits.new_empty(
@@ -97,6 +98,10 @@ register(
 register(
     "cross_entropy_merge(Tensor stats, Tensor target, Tensor? token_weight, int vocab_size, int ignore_index,"
     " float label_smoothing, float z_loss) -> (Tensor loss, Tensor lse)",
+    contract=(
+        "stats (P, N, W) float32|float64; 3 <= W <= 4; 0 <= label_smoothing <= W - 3; target (N) int64; "
+        "token_weight (N) stats"
+    ),
     reference=reference_merge,
     triton=launch_merge,
     fake=lambda stats, *options: (stats.new_empty(stats.shape[1]), stats.new_empty(stats.shape[1])),
@@ -108,6 +113,11 @@ _GRAD_OPTIONS = (
 )
 register(
     f"cross_entropy_grad(Tensor logits, {_GRAD_OPTIONS}) -> Tensor",
+    contract=(
+        "logits (N, V) floating; target (N) int64; lse (N) wide(logits); "
+        "divisor ? grad_loss () wide(logits); no divisor ? grad_loss (N) wide(logits); "
+        "token_weight (N) wide(logits); 0 <= vocab_start; 0 < vocab_size"
+    ),
     reference=reference_grad,
     triton=launch_grad,
     fake=lambda logits, *options: logits.new_empty(logits.shape),
@@ -115,6 +125,11 @@ register(
 )
 register(
     f"cross_entropy_grad_(Tensor(a!) logits, {_GRAD_OPTIONS}) -> ()",
+    contract=(
+        "logits (N, V) floating; target (N) int64; lse (N) wide(logits); "
+        "divisor ? grad_loss () wide(logits); no divisor ? grad_loss (N) wide(logits); "
+        "token_weight (N) wide(logits); 0 <= vocab_start; 0 < vocab_size"
+    ),
     reference=reference_grad_,
     triton=lambda logits, *options: launch_grad_into(logits, logits, *options),
     fake=lambda logits, *options: None,
@@ -123,6 +138,7 @@ register(
 register(
     "cross_entropy_promise_(Tensor(a!) grad, Tensor grad_loss, Tensor loss_grad, Tensor target,"
     " int ignore_index) -> ()",
+    contract="grad (N, V) floating; grad_loss (N) float32|float64; loss_grad (N) grad_loss; target (N) int64",
     reference=reference_check_upstream_grad_,
     fake=lambda *arguments: None,
     traffic=lambda grad, grad_loss, loss_grad, target, ignore_index: (
@@ -132,6 +148,10 @@ register(
 _loss_and_grad = register(
     "cross_entropy_loss_grad_(Tensor(a!) logits, Tensor target, Tensor loss_grad, Tensor? token_weight,"
     " int vocab_size, int ignore_index, float label_smoothing, float z_loss) -> Tensor",
+    contract=(
+        "logits (N, V) floating; target (N) int64; loss_grad (N) wide(logits); "
+        "token_weight (N) wide(logits); 0 <= label_smoothing <= 1; 0 <= z_loss; 0 < vocab_size"
+    ),
     reference=reference_loss_grad_,
     triton=launch_loss_grad,
     fake=lambda logits, target, loss_grad, *options: loss_grad.new_empty(logits.shape[0]),
@@ -150,6 +170,11 @@ _cross_entropy = register(
     "cross_entropy(Tensor logits, Tensor target, Tensor? stats, Tensor? token_weight, int vocab_start,"
     " int vocab_size, int ignore_index, float label_smoothing, float z_loss, bool grad_in_place,"
     " float? divisor=None) -> (Tensor loss, Tensor lse)",
+    contract=(
+        "logits (N, V) floating; target (N) int64; stats (P, N, W) float32|float64; 3 <= W <= 4; "
+        "token_weight (N) wide(logits); 0 <= label_smoothing <= 1; 0 <= z_loss; 0 <= vocab_start; "
+        "0 < vocab_size"
+    ),
     reference=reference,
     triton=launch_loss,
     fake=_fake,
@@ -190,8 +215,10 @@ def first_outside(target: Tensor, size: int, ignored: int) -> int:
     return int(wrong[0]) if len(wrong) else -1
 
 
-def check_options(op: str, target: Tensor, label_smoothing: float, z_loss: float, **per_token: Any) -> None:
-    """Check the options that all losses have; `per_token` options only if they are tensors."""
+def check_options(
+    op: str, dtype: torch.dtype, target: Tensor, label_smoothing: float, z_loss: float, **per_token: Any
+) -> None:
+    """Check the options that all losses of logits of `dtype` have."""
     if target.dtype != torch.int64:
         raise ValueError(
             f"{op}: expected int64 target, got {target.dtype}; class probabilities are not supported"
@@ -200,6 +227,7 @@ def check_options(op: str, target: Tensor, label_smoothing: float, z_loss: float
         raise ValueError(f"{op}: label_smoothing must lie in [0, 1], got {label_smoothing}")
     if z_loss < 0:
         raise ValueError(f"{op}: z_loss must not be negative, got {z_loss}")
+    checks.check_finite(op, dtype, z_loss=z_loss)
     for name, given in per_token.items():
         if isinstance(given, Tensor):
             fits, misfit = given.shape == target.shape, "{}: expected {} of shape {}, like target, got {}"
@@ -207,6 +235,8 @@ def check_options(op: str, target: Tensor, label_smoothing: float, z_loss: float
             checks.check_same_device(op, target=target, **{name: given})
             free = not given.requires_grad
             checks.require(free, "{}: {} requires a gradient, but receives none; detach it", op, name)
+        else:
+            checks.check_finite(op, dtype, **{name: given})
 
 
 def _check(logits, target, vocab_start, vocab_size, label_smoothing, z_loss, **per_token) -> None:
@@ -222,7 +252,7 @@ def _check(logits, target, vocab_start, vocab_size, label_smoothing, z_loss, **p
         raise ValueError(f"{op}: vocab_size must be positive, got {vocab_size} for logits {tuple(shape)}")
     if vocab_start < 0:
         raise ValueError(f"{op}: vocab_start must not be negative, got {vocab_start}")
-    check_options(op, target, label_smoothing, z_loss, **per_token)
+    check_options(op, logits.dtype, target, label_smoothing, z_loss, **per_token)
 
 
 def _check_writable(name: str, rows: Tensor) -> None:

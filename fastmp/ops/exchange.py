@@ -84,6 +84,10 @@ def _pull_traffic(rows, epochs, peer_offsets, where, probs, keep) -> int:
 _counts = register(
     "exchange_counts(Tensor own, Tensor(a!) epochs, Tensor(b!) counts, Tensor peer_offsets, int rank,"
     " float timeout) -> Tensor",
+    contract=(
+        "epochs (R+1) int32; 0 < R; peer_offsets (D, P) int64; D * P == R; 0 <= rank < R; own (E) int32; "
+        "counts (2, R, E) int32"
+    ),
     reference=reference_counts,
     triton=launch_counts,
     fake=lambda own, epochs, counts, *rest: counts.new_empty(counts.shape[1:]),
@@ -94,6 +98,10 @@ _counts = register(
 _places = register(
     "exchange_places(Tensor row_of, Tensor indices, Tensor matrix, int rank, int peers, int capacity)"
     " -> (Tensor, Tensor, Tensor)",
+    contract=(
+        "row_of (T, S) int32; indices (T, S) int32; matrix (R, E) int32; 0 < E; 0 <= rank < R; 0 < peers; "
+        "E % peers == 0; R % peers == 0; 0 < capacity <= 2147483647"
+    ),
     reference=reference_places,
     triton=launch_places,
     fake=lambda row_of, indices, matrix, rank, peers, capacity: (
@@ -105,6 +113,10 @@ _places = register(
 _push = register(
     "exchange_push(Tensor x, Tensor where, Tensor? probs, Tensor? y, Tensor epochs, Tensor(a!) rows,"
     " Tensor peer_offsets) -> Tensor",
+    contract=(
+        "x (T, H) rows; where (T, S) int32; probs (T, S) wide(x); y (T, S, H) x; epochs (R+1) int32; "
+        "rows (2, C, W) floating; 0 < R; peer_offsets (D, P) int64; D * P == R; H <= W"
+    ),
     reference=reference_push,
     triton=launch_put,
     fake=lambda x, where, probs, y, *rest: empty_dprobs(where, probs, y),
@@ -115,12 +127,14 @@ _push = register(
 )
 _barrier = register(
     "exchange_barrier(Tensor(a!) epochs, Tensor peer_offsets, int rank, float timeout) -> ()",
+    contract="epochs (R+1) int32; 0 < R; peer_offsets (D, P) int64; D * P == R; 0 <= rank < R",
     reference=reference_barrier,
     triton=launch_barrier,
     fake=lambda *arguments: None,
 )
 _take = register(
     "exchange_take(Tensor rows, Tensor epochs, Tensor offsets, int width) -> Tensor",
+    contract="rows (2, C, H) floating; epochs (R+1) int32; 0 < R; offsets (E) int32; 0 < E; 0 <= width <= H",
     reference=reference_take,
     triton=launch_take,
     fake=lambda rows, epochs, offsets, width: rows.new_empty(rows.shape[1], width),
@@ -128,6 +142,9 @@ _take = register(
 )
 _give = register(
     "exchange_give(Tensor given, Tensor offsets, Tensor epochs, Tensor(a!) rows) -> ()",
+    contract=(
+        "rows (2, C, H) floating; given (C, H) rows; offsets (E) int32; 0 < E; epochs (R+1) int32; 0 < R"
+    ),
     reference=reference_give,
     triton=launch_give,
     fake=lambda *arguments: None,
@@ -136,6 +153,10 @@ _give = register(
 _pull = register(
     "exchange_pull(Tensor rows, Tensor epochs, Tensor peer_offsets, Tensor where, Tensor? probs,"
     " bool keep) -> (Tensor, Tensor)",
+    contract=(
+        "rows (2, C, H) floating; epochs (R+1) int32; 0 < R; peer_offsets (D, P) int64; D * P == R; "
+        "where (T, S) int32; probs (T, S) wide(rows)"
+    ),
     reference=reference_pull,
     triton=launch_get,
     fake=lambda rows, epochs, peer_offsets, where, probs, keep: (

@@ -64,6 +64,7 @@ def launch(x: Tensor, wanted: Tensor) -> Tensor:
 
 _first_not_finite = register(
     "first_not_finite(Tensor x, Tensor wanted) -> Tensor",
+    contract="x (N) floating; wanted (#1) bool",
     reference=reference,
     triton=launch,
     fake=lambda x, wanted: x.new_empty((), dtype=torch.int64),

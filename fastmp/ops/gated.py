@@ -311,6 +311,10 @@ _FLOPS_PER_ELEMENT = {"silu": (8, 17), "gelu_tanh": (11, 22), "gelu": (18, 28)} 
 register(
     "gated_activation_backward(Tensor grad, Tensor x, Tensor? bias, str activation, Tensor? up=None)"
     " -> (Tensor, Tensor, Tensor)",
+    contract=(
+        "up ? x (..., N) floating; no up ? x (..., 2N) floating; up (..., N) x; bias (2N) x; "
+        "grad (..., N) x; activation in silu gelu_tanh gelu"
+    ),
     reference=reference_backward,
     triton=launch_backward,
     flops=lambda grad, x, bias, form, up=None: math.prod(grad.shape) * _FLOPS_PER_ELEMENT[form][1],
@@ -319,6 +323,10 @@ register(
 
 _gated_activation = register(
     "gated_activation(Tensor x, Tensor? bias, str activation, Tensor? up=None) -> Tensor",
+    contract=(
+        "up ? x (..., N) floating; no up ? x (..., 2N) floating; up (..., N) x; bias (2N) x; "
+        "activation in silu gelu_tanh gelu"
+    ),
     reference=reference,
     triton=launch,
     flops=lambda x, bias, form, up=None: math.prod(_shape(x, up)) * _FLOPS_PER_ELEMENT[form][0],
@@ -327,6 +335,10 @@ _gated_activation = register(
 _gated_activation_quantized = register(
     "gated_activation_quantized(Tensor x, Tensor? bias, str activation, Tensor? up, int block,"
     " ScalarType dtype) -> (Tensor, Tensor)",
+    contract=(
+        "up ? x (..., N) floating; no up ? x (..., 2N) floating; up (..., N) x; bias (2N) x; "
+        "activation in silu gelu_tanh gelu; block in 128 32; dtype in fp8; N % block == 0"
+    ),
     reference=reference_quantized,
     triton=launch_quantized,
     fake=lambda x, bias, form, up, block, dtype: fp8.empty_rows(x, _shape(x, up), block, dtype),

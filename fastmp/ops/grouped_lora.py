@@ -64,6 +64,10 @@ def _flops(x: Any, w: Any, bias: Any, low: Any, *_: Any) -> int:
 register(
     "grouped_mm_lora(Tensor x, Tensor w, Tensor? bias, Tensor low, Tensor v, Tensor offsets, bool transposed,"
     " bool v_transposed) -> Tensor",
+    contract=(
+        "x (M, K) floating; transposed ? w (E, K, N) x; no transposed ? w (E, N, K) x; bias (E, N) x; "
+        "low (M, G) x; v_transposed ? v (E, G, N) x; no v_transposed ? v (E, N, G) x; offsets (#E) int32"
+    ),
     reference=reference,
     fake=lambda x, w, bias, low, v, offsets, transposed, v_transposed: x.new_empty(
         x.shape[0], w.shape[2 if transposed else 1]
@@ -118,14 +122,16 @@ _grouped_lora = Differentiable("grouped_lora", _forward, _setup, _backward)
 
 @checks.memoized
 def _check(
-    x: Tensor, w: Tensor, a: Tensor, b: Tensor, offsets: Tensor, bias: Tensor | None, transposed: bool
-) -> None:
+    x: Tensor, w: Tensor, a: Tensor, b: Tensor, offsets: Tensor, bias: Tensor | None, scale: float,
+    transposed: bool,
+) -> None:  # fmt: skip
     name = "grouped_lora"
 
     def require(condition: bool, message: str, *values: Any) -> None:
         checks.require(condition, f"{name}: " + message, *values)
 
     checks.check_floating(name, "x", x)
+    checks.check_finite(name, x.dtype, scale=scale)
     require(len(x.shape) == 2, "x must be (M, K), got shape {}", x.shape)
     require(len(w.shape) == 3, "w must be (E, N, K), got shape {}", w.shape)
     require(len(a.shape) == 3, "a must be (E, R, K), got shape {}", a.shape)
@@ -189,6 +195,6 @@ def grouped_lora(
             "grouped_lora: expected a frozen w, got one that requires grad; call w.requires_grad_(False)"
         )
     x, w, a, b, bias = autocast(x, w, a, b, bias)
-    _check(x, w, a, b, offsets, bias, transposed)
+    _check(x, w, a, b, offsets, bias, scale, transposed)
     check_ends("grouped_lora", offsets, "x", x.shape[0])
     return _grouped_lora(x, w, bias, a, b, offsets, scale, transposed)[0]

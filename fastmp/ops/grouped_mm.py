@@ -176,6 +176,9 @@ def _wgrad_prefers_cuda(total: Tensor, grad: Tensor, x: Tensor, offsets: Tensor)
 
 register(
     "grouped_mm(Tensor x, Tensor w, Tensor offsets, bool transposed) -> Tensor",
+    contract=(
+        "x (M, K) floating; transposed ? w (E, K, N) x; no transposed ? w (E, N, K) x; offsets (#E) int32"
+    ),
     reference=reference,
     fake=lambda x, w, offsets, transposed: x.new_empty(x.shape[0], w.shape[2 if transposed else 1]),
     triton=grouped_mm_launch.launch,
@@ -183,6 +186,10 @@ register(
 )
 register(
     "grouped_mm_bias(Tensor x, Tensor w, Tensor bias, Tensor offsets, bool transposed) -> Tensor",
+    contract=(
+        "x (M, K) floating; transposed ? w (E, K, N) x; no transposed ? w (E, N, K) x; bias (E, N) x; "
+        "offsets (#E) int32"
+    ),
     reference=reference_bias,
     fake=lambda x, w, bias, offsets, transposed: x.new_empty(x.shape[0], bias.shape[1]),
     triton=grouped_mm_launch.launch_bias,
@@ -190,6 +197,7 @@ register(
 )
 register(
     "grouped_mm_wgrad(Tensor grad, Tensor x, Tensor offsets) -> Tensor",
+    contract="grad (M, N) floating; x (M, K) grad; offsets (E) int32",
     reference=reference_wgrad,
     fake=lambda grad, x, offsets: x.new_empty(offsets.shape[0], grad.shape[1], x.shape[1]),
     triton=grouped_mm_launch.launch_wgrad,
@@ -197,6 +205,7 @@ register(
 )
 register(
     "grouped_mm_wgrad_(Tensor(a!) total, Tensor grad, Tensor x, Tensor offsets) -> ()",
+    contract="grad (M, N) floating; x (M, K) grad; offsets (E) int32; total (E, N, K) grad|wide(grad)",
     reference=reference_wgrad_,
     fake=lambda total, grad, x, offsets: None,
     triton=grouped_mm_launch.launch_wgrad_,
@@ -206,6 +215,10 @@ register(
 register(
     "grouped_mlp_in(Tensor x, Tensor w, Tensor? bias, Tensor offsets, str form, bool gated, bool keep)"
     " -> (Tensor, Tensor)",
+    contract=(
+        "x (M, K) floating; gated ? w (E, 2N, K) x; gated ? bias (E, 2N) x; no gated ? w (E, N, K) x; "
+        "no gated ? bias (E, N) x; offsets (#E) int32; form in silu gelu_tanh gelu"
+    ),
     reference=reference_mlp_in,
     fake=_fake_mlp_in,
     triton=grouped_mm_launch.launch_mlp_in,

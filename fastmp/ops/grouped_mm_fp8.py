@@ -52,6 +52,10 @@ def launch(
 _grouped_mm_fp8 = register(
     "grouped_mm_fp8(Tensor q, Tensor s, Tensor w, Tensor w_scale, Tensor offsets, ScalarType out_dtype)"
     " -> Tensor",
+    contract=(
+        "q (M, K) fp8; B of s; s (M, K/B) any; w (E, N, K) float8_e4m3fn; w_scale (E, N/B, K/B) s; "
+        "offsets (#E) int32; out_dtype in floating"
+    ),
     reference=reference,
     fake=_fake,
     triton=launch,
@@ -92,6 +96,10 @@ def launch_mlp_in(
 _grouped_mlp_in_fp8 = register(
     "grouped_mlp_in_fp8(Tensor q, Tensor s, Tensor w, Tensor w_scale, Tensor offsets, str form,"
     " ScalarType out_dtype) -> (Tensor, Tensor, Tensor)",
+    contract=(
+        "q (M, K) fp8; B of s; s (M, K/B) any; w (E, 2N, K) float8_e4m3fn; w_scale (E, 2N/B, K/B) s; "
+        "N % B == 0; offsets (#E) int32; form in silu gelu_tanh gelu; out_dtype in floating"
+    ),
     reference=reference_mlp_in,
     fake=_fake_mlp_in,
     triton=launch_mlp_in,

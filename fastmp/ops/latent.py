@@ -70,6 +70,11 @@ def _flops(each: int, x: Tensor, weight: Tensor, cos: Tensor) -> int:
 register(
     "latent_norm_rope_backward(Tensor grad_latent, Tensor grad_shared, Tensor x, Tensor weight, Tensor cos,"
     " Tensor sin, Tensor rstd, bool interleaved) -> (Tensor dx, Tensor dweight)",
+    contract=(
+        "x (..., D) floating; weight (C) floating; 0 < C; cos (~..., R) wide(x); cos (c..., R) wide(x); "
+        "sin (c..., R) cos; D == C + 2 * R; grad_latent (..., C) x; grad_shared (..., H) x; H == 2 * R; "
+        "rstd (...) wide(x)"
+    ),
     reference=reference_backward,
     triton=launch_backward,
     fake=_fake_backward,
@@ -78,6 +83,10 @@ register(
 _latent_norm_rope = register(
     "latent_norm_rope(Tensor x, Tensor weight, Tensor cos, Tensor sin, float eps, bool interleaved)"
     " -> (Tensor latent, Tensor shared, Tensor rstd)",
+    contract=(
+        "x (..., D) floating; weight (C) floating; 0 < C; cos (~..., R) wide(x); cos (c..., R) wide(x); "
+        "sin (c..., R) cos; D == C + 2 * R"
+    ),
     reference=reference,
     triton=launch,
     fake=_fake,

@@ -234,6 +234,8 @@ def _of_few_logits(
     if isinstance(loss_grad, Tensor):
         fits = fits and (loss_grad.shape, loss_grad.device) == (target.shape, target.device)
         fits = fits and recorded and not loss_grad.requires_grad
+    elif loss_grad is not None:
+        fits = fits and -1e38 < loss_grad < 1e38
     (tokens, width), (columns, inner) = hidden.shape, weight.shape
     usual = (
         0 < tokens * columns <= _FEW_LOGITS
@@ -244,7 +246,7 @@ def _of_few_logits(
         and target.dtype == torch.int64
         and hidden.device == weight.device == target.device
         and 0 <= label_smoothing <= 1
-        and z_loss >= 0
+        and 0 <= z_loss < 1e38  # above, it may not be finite in float32
         and fits
         and (main_grad is None or (main_grad.shape, main_grad.device) == (weight.shape, weight.device))
         and (main_grad is None or main_grad.dtype in (weight.dtype, compute_dtype(weight.dtype)))
@@ -291,7 +293,8 @@ def linear_cross_entropy_of(
         name, shards, hidden, weight, target, ignore_index, vocab_size, workspace, bias
     )
     options = LossOptions(vocab_start, vocab_size, ignore_index, label_smoothing, z_loss, workspace)
-    check_options(name, target, label_smoothing, z_loss, token_weight=token_weight, loss_grad=loss_grad)
+    per_token = {"token_weight": token_weight, "loss_grad": loss_grad}
+    check_options(name, hidden.dtype, target, label_smoothing, z_loss, **per_token)
     check_reduction(name, reduction, loss_grad)
     rows, targets = hidden.reshape(-1, hidden.shape[-1]), target.reshape(-1)
     dtype = compute_dtype(rows.dtype)

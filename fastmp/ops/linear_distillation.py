@@ -221,6 +221,7 @@ def _number_of(live: Tensor | None, shape: tuple[int, ...]) -> Any:
 def _beta_of(name: str, divergence: str, beta: float) -> float:
     """Return the teacher's share in the mixture: 0 for forward KL, 1 for reverse KL."""
     checks.check_choice(name, "divergence", divergence, DIVERGENCES)
+    checks.check_finite(name, torch.float32, beta=beta)
     if divergence != "jsd":
         return float(divergence == "reverse_kl")
     message = '{}: beta must lie between 0 and 1, got {}; the limits are "forward_kl" and "reverse_kl"'

@@ -43,6 +43,10 @@ def _flops(logits: Tensor, beta: float, vocab_start: int, vocab_size: int, scale
 register(
     "distillation_sums(Tensor logits, Tensor teacher_logits, Tensor normalisers, Tensor? scale, float beta,"
     " int vocab_start, int vocab_size) -> Tensor",
+    contract=(
+        "logits (N, V) floating; teacher_logits (N, V) logits; normalisers (N, 4) wide(logits); "
+        "scale (N) wide(logits); 0 <= beta <= 1; 0 <= vocab_start; 0 < vocab_size"
+    ),
     reference=sums_reference,
     triton=launch_sums,
     fake=lambda logits, *others: logits.new_empty((logits.shape[0], 2), dtype=compute_dtype(logits.dtype)),
@@ -53,6 +57,11 @@ register(
 register(
     "distillation_grad_(Tensor(a!) logits, Tensor teacher_logits, Tensor normalisers, Tensor kl_p,"
     " Tensor grad_loss, Tensor? scale, float beta, int vocab_start, int vocab_size) -> ()",
+    contract=(
+        "logits (N, V) floating; teacher_logits (N, V) logits; normalisers (N, 4) wide(logits); "
+        "kl_p (N) wide(logits); grad_loss (N) wide(logits); scale (N) wide(logits); 0 <= beta <= 1; "
+        "0 <= vocab_start; 0 < vocab_size"
+    ),
     reference=grad_reference_,
     triton=launch_grad,
     fake=lambda logits, *others: None,

@@ -54,6 +54,10 @@ def launch(q: Tensor, s: Tensor, w: Tensor, w_scale: Tensor, out_dtype: torch.dt
 
 _linear_fp8 = register(
     "linear_fp8(Tensor q, Tensor s, Tensor w, Tensor w_scale, ScalarType out_dtype) -> Tensor",
+    contract=(
+        "q (M, K) fp8; B of s; s (M, K/B) any; w (N, K) float8_e4m3fn; w_scale (N/B, K/B) s; "
+        "out_dtype in floating"
+    ),
     reference=reference,
     fake=_fake,
     triton=launch,

@@ -103,6 +103,9 @@ def _grad_reference_(
 _stats = register(
     "log_probs_stats(Tensor logits, Tensor target, Tensor? scale, int vocab_start, int vocab_size,"
     " bool with_entropy) -> Tensor",
+    contract=(
+        "logits (N, V) floating; target (N) int64; scale (N) wide(logits); 0 <= vocab_start; 0 < vocab_size"
+    ),
     reference=_stats_reference,
     triton=launch_stats,
     fake=lambda logits, target, scale, vocab_start, vocab_size, with_entropy: logits.new_empty(
@@ -118,6 +121,11 @@ _grad_ = register(
     "log_probs_grad_(Tensor(a!) logits, Tensor target, Tensor top, Tensor log_total, Tensor grad_log_prob,"
     " Tensor? entropy, Tensor? grad_entropy, Tensor? scale, int vocab_start, int vocab_size,"
     " int ignore_index) -> ()",
+    contract=(
+        "logits (N, V) floating; target (N) int64; top (N) wide(logits); log_total (N) wide(logits); "
+        "grad_log_prob (N) wide(logits); entropy (N) wide(logits); grad_entropy (N) wide(logits); "
+        "scale (N) wide(logits); 0 <= vocab_start; 0 < vocab_size"
+    ),
     reference=_grad_reference_,
     triton=launch_grad,
     fake=lambda logits, *options: None,
@@ -313,6 +321,7 @@ def inverse_temperature(
         return temperature.reshape(-1).to(dtype).reciprocal()
     usable = 0 < temperature < math.inf
     checks.require(usable, "{}: temperature must be positive and finite, got {}", name, temperature)
+    checks.check_finite(name, dtype, temperature=temperature, **{"1 / temperature": 1 / temperature})
     if temperature == 1:
         return None
     return torch.full((math.prod(shape),), 1 / temperature, dtype=dtype, device=hidden.device)

@@ -117,6 +117,10 @@ def _flops_backward(grad_total: Tensor | None, total: Tensor, centred: bool, wit
 register(
     "rms_norm_backward(Tensor grad, Tensor? grad_total, Tensor total, Tensor weight, Tensor stats)"
     " -> (Tensor dx, Tensor dparams)",
+    contract=(
+        "total (..., N) floating; grad (..., N) total; grad_total (..., N) total; weight (N) total|float32; "
+        "stats (1, ...) wide(total)"
+    ),
     reference=lambda *arguments: reference_backward(False, *arguments),
     triton=lambda *arguments: launch_backward(False, *arguments),
     flops=lambda grad, grad_total, total, *others: _flops_backward(grad_total, total, False, False),
@@ -124,6 +128,10 @@ register(
 register(
     "layer_norm_backward(Tensor grad, Tensor? grad_total, Tensor total, Tensor weight, Tensor stats,"
     " bool with_bias) -> (Tensor dx, Tensor dparams)",
+    contract=(
+        "total (..., N) floating; grad (..., N) total; grad_total (..., N) total; weight (N) total|float32; "
+        "stats (2, ...) wide(total)"
+    ),
     reference=lambda *arguments: reference_backward(True, *arguments),
     triton=lambda *arguments: launch_backward(True, *arguments),
     flops=lambda grad, grad_total, total, *others: _flops_backward(grad_total, total, True, others[-1]),
@@ -133,6 +141,7 @@ register(
 _rms_norm = register(
     "rms_norm(Tensor x, Tensor? residual, Tensor weight, float eps)"
     " -> (Tensor y, Tensor total, Tensor stats)",
+    contract="x (..., N) floating; residual (..., N) x; weight (N) x|float32",
     reference=lambda x, residual, weight, eps: reference(False, x, residual, weight, None, eps),
     triton=lambda x, residual, weight, eps: launch(False, x, residual, weight, None, eps),
     flops=lambda x, residual, weight, eps: _flops(x, residual, None, False),
@@ -144,6 +153,10 @@ _rms_norm = register(
 _rms_norm_quantized = register(
     "rms_norm_quantized(Tensor x, Tensor? residual, Tensor weight, float eps, int block, ScalarType dtype)"
     " -> (Tensor q, Tensor s, Tensor total, Tensor stats)",
+    contract=(
+        "x (..., N) floating; residual (..., N) x; weight (N) x|float32; block in 128 32; dtype in fp8; "
+        "N % block == 0"
+    ),
     reference=_reference_quantized,
     triton=launch_quantized,
     fake=_fake_quantized,
@@ -152,6 +165,7 @@ _rms_norm_quantized = register(
 _layer_norm = register(
     "layer_norm(Tensor x, Tensor? residual, Tensor weight, Tensor? bias, float eps)"
     " -> (Tensor y, Tensor total, Tensor stats)",
+    contract="x (..., N) floating; residual (..., N) x; weight (N) x|float32; bias (N) weight",
     reference=lambda *arguments: reference(True, *arguments),
     triton=lambda *arguments: launch(True, *arguments),
     flops=lambda x, residual, weight, bias, eps: _flops(x, residual, bias, True),

@@ -134,12 +134,14 @@ def reference_unpermute_backward_into(
 
 register(
     "permutation(Tensor indices, int num_experts) -> (Tensor, Tensor)",
+    contract="indices (?) int32; 0 < num_experts <= 2147483647",
     reference=reference_permutation,
     fake=lambda indices, num_experts: (indices.new_empty(indices.shape), indices.new_empty(num_experts)),
     triton=launch_permutation,
 )
 register(
     "unpermute_backward(Tensor grad, Tensor y, Tensor row_of, Tensor probs) -> (Tensor, Tensor)",
+    contract="y (R, H) floating; grad (T, H) y; row_of (T, S) int32; probs (T, S) wide(y)",
     reference=reference_unpermute_backward,
     fake=lambda grad, y, row_of, probs: (y.new_empty(y.shape), probs.new_empty(probs.shape)),
     triton=launch_unpermute_backward,
@@ -147,6 +149,7 @@ register(
 )
 register(
     "unpermute_backward_into(Tensor grad, Tensor y, Tensor row_of, Tensor probs, Tensor(a!) out) -> Tensor",
+    contract="y (R, H) floating; grad (T, H) y; row_of (T, S) int32; probs (T, S) wide(y); out (T, S) probs",
     reference=reference_unpermute_backward_into,
     fake=lambda grad, y, row_of, probs, out: y.new_empty(y.shape),
     triton=launch_unpermute_backward_into,
@@ -156,6 +159,7 @@ register(
 
 _permute = register(
     "permute(Tensor x, Tensor row_of, SymInt num_rows) -> Tensor",
+    contract="x (T, H) floating; row_of (T, S) int32; 0 <= num_rows <= 2147483647",
     reference=reference,
     fake=lambda x, row_of, num_rows: x.new_empty(num_rows, x.shape[1]),
     triton=launch,
@@ -164,6 +168,11 @@ _permute = register(
 _permute_quantized = register(
     "permute_quantized(Tensor x, Tensor? scales, Tensor row_of, SymInt num_rows, int block, ScalarType dtype)"
     " -> (Tensor, Tensor)",
+    contract=(
+        "row_of (T, S) int32; x (T, K) any; no scales ? x (T, K) floating; scales ? x (T, K) fp8; "
+        "0 <= num_rows <= 2147483647; block in 128 32; dtype in fp8; scales (T, K/block) any; B of scales; "
+        "B == block; K % block == 0"
+    ),
     reference=reference_quantized,
     fake=lambda x, scales, row_of, num_rows, block, dtype: fp8.empty_rows(
         x, (num_rows, x.shape[1]), block, dtype
@@ -172,6 +181,7 @@ _permute_quantized = register(
 )
 _unpermute = register(
     "unpermute(Tensor y, Tensor row_of, Tensor? probs) -> Tensor",
+    contract="y (R, H) floating; row_of (T, S) int32; probs (T, S) wide(y)",
     reference=reference_unpermute,
     fake=lambda y, row_of, probs: y.new_empty(row_of.shape[0], y.shape[1]),
     triton=launch_unpermute,
@@ -183,6 +193,7 @@ _unpermute = register(
 )
 register(
     "unpermute_into(Tensor y, Tensor row_of, Tensor? probs, Tensor(a!) out) -> ()",
+    contract="y (R, H) floating; row_of (T, S) int32; probs (T, S) wide(y); out (T, H) y",
     reference=reference_unpermute_into,
     fake=lambda *arguments: None,
     triton=launch_unpermute_into,
@@ -196,6 +207,7 @@ def _flops_unpermute_add(y: Tensor, row_of: Tensor, probs: Tensor | None, *_: Te
 
 _unpermute_add = register(
     "unpermute_add(Tensor y, Tensor row_of, Tensor? probs, Tensor residual) -> Tensor",
+    contract="y (R, H) floating; row_of (T, S) int32; probs (T, S) wide(y); residual (T, H) y",
     reference=reference_unpermute_add,
     fake=lambda y, row_of, probs, residual: y.new_empty(residual.shape),
     triton=launch_unpermute_add,
@@ -207,6 +219,7 @@ _unpermute_add = register(
 )
 _unpermute_add_into = register(
     "unpermute_add_into(Tensor y, Tensor row_of, Tensor? probs, Tensor residual, Tensor(a!) out) -> ()",
+    contract="y (R, H) floating; row_of (T, S) int32; probs (T, S) wide(y); residual (T, H) y; out (T, H) y",
     reference=reference_unpermute_add_into,
     fake=lambda *arguments: None,
     triton=launch_unpermute_add_into,

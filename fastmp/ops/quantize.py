@@ -227,18 +227,21 @@ def launch_weight(w: Tensor, block: int) -> tuple[Tensor, Tensor, Tensor]:
 
 _quantize_rows = register(
     "quantize_rows(Tensor x, int block, ScalarType dtype) -> (Tensor, Tensor)",
+    contract="x (..., K) floating; block in 128 32; dtype in fp8; K % block == 0",
     reference=reference_rows,
     triton=launch_rows,
     fake=lambda x, block, dtype: fp8.empty_rows(x, tuple(x.shape), block, dtype),
 )
 _dequantize_rows = register(
     "dequantize_rows(Tensor q, Tensor s, ScalarType dtype) -> Tensor",
+    contract="q (..., K) fp8; B of s; s (M, K/B) any; dtype in floating",
     reference=reference_dequantize,
     triton=launch_dequantize,
     fake=lambda q, s, dtype: q.new_empty(q.shape, dtype=dtype),
 )
 _quantize_weight = register(
     "quantize_weight(Tensor w, int block) -> (Tensor, Tensor, Tensor)",
+    contract="w (..., N, K) floating; 2 <= dims <= 3; block in 128 32; N % block == 0; K % block == 0",
     reference=reference_weight,
     triton=launch_weight,
     fake=_fake_weight,

@@ -69,6 +69,10 @@ def _traffic_in_place(q: Tensor, k: Tensor | None, cos: Tensor, *form) -> int:
 _ANGLES = "Tensor cos, Tensor sin, bool interleaved, bool inverse"
 _rope = register(
     f"rope(Tensor q, Tensor? k, {_ANGLES}) -> (Tensor turned_q, Tensor turned_k)",
+    contract=(
+        "q (..., D) floating; k (k..., D) q; cos (~..., R) wide(q); cos (~k..., R) wide(q); "
+        "cos (c..., R) wide(q); sin (c..., R) cos; 0 < 2 * R <= D"
+    ),
     reference=reference,
     triton=launch,
     flops=_flops,
@@ -79,6 +83,10 @@ _rope = register(
 )
 _rope_ = register(
     f"rope_(Tensor(a!) q, Tensor(b!)? k, {_ANGLES}) -> ()",
+    contract=(
+        "q (..., D) floating; k (k..., D) q; cos (~..., R) wide(q); cos (~k..., R) wide(q); "
+        "cos (c..., R) wide(q); sin (c..., R) cos; 0 < 2 * R <= D"
+    ),
     reference=reference_,
     triton=launch_,
     flops=_flops,
@@ -293,6 +301,7 @@ def rope_cos_sin(
     """
     if dim < 0 or dim % 2:
         raise ValueError(f"rope_cos_sin: dim must be even and not negative, got {dim}")
+    checks.check_finite("rope_cos_sin", torch.float64, base=base)
     if base <= 0:
         raise ValueError(f"rope_cos_sin: base must be positive, got {base} for dim {dim}")
     if not isinstance(positions, Tensor):

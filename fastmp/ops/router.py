@@ -231,6 +231,14 @@ def reference_backward(
     return dx.to(logits.dtype).contiguous()
 
 
+def _fake_backward(grad_probs, grad_sums, grad_z, logits, *options):
+    sums = math.prod(logits.shape[1:])  # for each expert, of each sequence if there is a batch
+    if grad_sums is not None:
+        fits, misfit = grad_sums.numel() == sums, "topk_router_backward: expected {} grad_sums, got {}"
+        checks.require(fits, misfit, sums, grad_sums.shape)
+    return logits.new_empty(logits.shape)
+
+
 def _fake(logits, expert_bias, k, score, num_groups, group_topk, normalize, scale, balance):
     wide = compute_dtype(logits.dtype)
     sums = logits.shape[1:]
@@ -252,8 +260,13 @@ def _flops(logits, expert_bias, k, *options) -> int:
 register(
     "topk_router_backward(Tensor? grad_probs, Tensor? grad_sums, Tensor? grad_z, Tensor logits,"
     " Tensor indices, str score, bool normalize, float scale) -> Tensor",
+    contract=(
+        "logits (..., E) floating; 2 <= dims <= 3; indices (..., S) int32; grad_probs (#Q) wide(logits); "
+        "Q == M * S; grad_sums (?) wide(logits); grad_z (#1) wide(logits); "
+        "score in softmax logits sigmoid sqrtsoftplus"
+    ),
     reference=reference_backward,
-    fake=lambda grad_probs, grad_sums, grad_z, logits, *options: logits.new_empty(logits.shape),
+    fake=_fake_backward,
     triton=launch_backward,
     flops=lambda grad_probs, grad_sums, grad_z, logits, *options: math.prod(logits.shape) * 10,
 )
@@ -264,6 +277,11 @@ _topk_router = register(
     " bool normalize, float scale, bool balance)"
     " -> (Tensor indices, Tensor probs, Tensor counts, Tensor score_sums, Tensor z_sum,"
     " Tensor balance_counts)",
+    contract=(
+        "logits (..., E) floating; 2 <= dims <= 3; expert_bias (#E) wide(logits); "
+        "score in softmax logits sigmoid sqrtsoftplus; 0 < k; 0 < num_groups; E % num_groups == 0; "
+        "0 < group_topk <= num_groups; k <= E // num_groups * group_topk"
+    ),
     reference=reference,
     fake=_fake,
     triton=launch,

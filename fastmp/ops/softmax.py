@@ -334,6 +334,7 @@ def _traffic_backward(grad: Tensor, y: Tensor, scale: float, causal: bool) -> in
 
 register(
     "scaled_masked_softmax_backward(Tensor grad, Tensor y, float scale, bool causal) -> Tensor",
+    contract="y (..., Q, K) floating; grad (..., Q, K) y",
     reference=reference_backward,
     triton=launch_backward,
     flops=_flops_backward,
@@ -343,6 +344,7 @@ register(
 
 _scaled_masked_softmax = register(
     "scaled_masked_softmax(Tensor x, Tensor? mask, float scale, bool causal) -> Tensor",
+    contract="x (..., Q, K) floating; mask (~) bool",
     reference=reference,
     triton=launch,
     flops=_flops,

@@ -92,20 +92,23 @@ def reference_reserve(offsets: Tensor, state: Tensor, size: int, ticket: int) ->
     return state.new_tensor(position % size if fits else 0), offsets.clone() if fits else offsets * 0
 
 
-def _kept_rows(start: Tensor, offsets: Tensor, capacity: int) -> slice:
-    """Return the rows of an entry in the ring."""
-    return slice(int(start), int(start) + min(max(int(offsets[-1]), 0), capacity))
+def kept_rows(op: str, ring: Tensor, start: Tensor, offsets: Tensor, capacity: int) -> slice:
+    """Return the rows of an entry in the ring, at most `capacity`, whose place the host reads: on a CPU."""
+    first, count = int(start), min(max(int(offsets[-1]), 0), capacity)
+    outside = "{}: expected rows inside the ring of {}, got {} from row {}"
+    checks.require(0 <= first <= len(ring) - count, outside, op, len(ring), count, first)
+    return slice(first, first + count)
 
 
 def reference_push(x: Tensor, ring: Tensor, start: Tensor, offsets: Tensor) -> None:
     """Copy the real rows of x into the entry, in plain torch."""
-    rows = _kept_rows(start, offsets, len(x))
+    rows = kept_rows("stash_push", ring, start, offsets, len(x))
     ring[rows] = x[: rows.stop - rows.start]
 
 
 def reference_pull(ring: Tensor, start: Tensor, offsets: Tensor, capacity: int) -> Tensor:
     """Copy the rows of the entry out, and zeros after them, in plain torch."""
-    rows = _kept_rows(start, offsets, capacity)
+    rows = kept_rows("stash_pull", ring, start, offsets, capacity)
     out = ring.new_zeros(capacity, ring.shape[1])
     out[: rows.stop - rows.start] = ring[rows]
     return out
@@ -305,12 +308,17 @@ def _tickets(state: Tensor) -> int:
 
 _reserve = register(
     "stash_reserve(Tensor offsets, Tensor(a!) state, int size, int ticket) -> (Tensor, Tensor)",
+    contract="offsets (L) int32; 0 < L; state (3T+8) int64; state contiguous; 0 < size; 0 <= ticket < T",
     reference=reference_reserve,
     triton=launch_reserve,
     fake=lambda offsets, state, *rest: (state.new_empty(()), offsets.new_empty(offsets.shape)),
 )
 _push = register(
     "stash_push(Tensor x, Tensor(a!) ring, Tensor start, Tensor offsets) -> ()",
+    contract=(
+        "ring (R, W) floating; ring contiguous; 0 < R; x (C, W) ring; start () int64; offsets (L) int32; "
+        "0 < L"
+    ),
     reference=reference_push,
     triton=launch_push,
     fake=lambda *arguments: None,
@@ -318,6 +326,10 @@ _push = register(
 )
 _pull = register(
     "stash_pull(Tensor ring, Tensor start, Tensor offsets, int capacity) -> Tensor",
+    contract=(
+        "ring (R, W) floating; ring contiguous; 0 < R; start () int64; offsets (L) int32; 0 < L; "
+        "0 <= capacity <= 2147483647"
+    ),
     reference=reference_pull,
     triton=launch_pull,
     fake=lambda ring, start, offsets, capacity: ring.new_empty(capacity, ring.shape[1]),
@@ -325,38 +337,11 @@ _pull = register(
 )
 _release = register(
     "stash_release(Tensor(a!) state, int ticket) -> ()",
+    contract="state (3T+8) int64; state contiguous; 0 <= ticket < T",
     reference=reference_release,
     triton=launch_release,
     fake=lambda *arguments: None,
 )
-
-
-@checks.memoized
-def _check_state(op: str, state: Tensor, ticket: int) -> None:
-    checks.require(
-        state.dtype == torch.int64 and state.dim() == 1 and state.shape[0] > 8 and state.is_contiguous(),
-        op + ": state must be contiguous int64 (8 + 3 T,), got {} {}",
-        state.dtype,
-        state.shape,
-    )
-    tickets = _tickets(state)
-    checks.require(0 <= ticket < tickets, op + ": ticket must be below {}, got {}", tickets, ticket)
-
-
-@checks.memoized
-def _check_ring(op: str, ring: Tensor, start: Tensor, offsets: Tensor) -> None:
-    checks.check_floating(op, "ring", ring)
-    two = ring.dim() == 2 and ring.is_contiguous() and ring.shape[0] > 0
-    checks.require(two, op + ": ring must be contiguous (R, w), got {}", ring.shape)
-    one = start.dtype == torch.int64 and start.dim() == 0
-    checks.require(one, op + ": start must be int64 (), got {} {}", start.dtype, start.shape)
-    _check_offsets(op, offsets)
-    checks.check_same_device(op, ring=ring, start=start, offsets=offsets)
-
-
-def _check_offsets(op: str, offsets: Tensor) -> None:
-    fits = offsets.dtype == torch.int32 and offsets.dim() == 1 and offsets.shape[0] > 0
-    checks.require(fits, op + ": offsets must be int32 (L,), got {} {}", offsets.dtype, offsets.shape)
 
 
 @traced("fastmp.stash_reserve")
@@ -375,11 +360,6 @@ def stash_reserve(offsets: Tensor, state: Tensor, size: int, ticket: int) -> tup
     Raises:
         ValueError: shapes, dtypes or devices do not fit.
     """
-    op = "stash_reserve"
-    _check_state(op, state, ticket)
-    _check_offsets(op, offsets)
-    checks.require(size > 0, op + ": size must be 1 or more, got {}", size)
-    checks.check_same_device(op, offsets=offsets, state=state)
     return _reserve(offsets, state, size, ticket)
 
 
@@ -395,11 +375,6 @@ def stash_push(x: Tensor, ring: Tensor, start: Tensor, offsets: Tensor) -> None:
     Raises:
         ValueError: shapes, dtypes or devices do not fit.
     """
-    op = "stash_push"
-    _check_ring(op, ring, start, offsets)
-    fits = x.dim() == 2 and x.shape[1] == ring.shape[1]
-    checks.require(fits, op + ": x {} does not fit the ring {}", x.shape, ring.shape)
-    checks.check_same(op, x=x, ring=ring)
     _push(x, ring, start, offsets)
 
 
@@ -417,7 +392,6 @@ def stash_pull(ring: Tensor, start: Tensor, offsets: Tensor, capacity: int) -> T
     Raises:
         ValueError: shapes, dtypes or devices do not fit.
     """
-    _check_ring("stash_pull", ring, start, offsets)
     return _pull(ring, start, offsets, capacity)
 
 
@@ -428,7 +402,6 @@ def stash_release(state: Tensor, ticket: int) -> None:
     Raises:
         ValueError: as `stash_reserve`.
     """
-    _check_state("stash_release", state, ticket)
     _release(state, ticket)
 
 

@@ -17,25 +17,27 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fastmp.ops.core import launcher
+from fastmp.ops.core import checks, launcher
 from fastmp.ops.core._triton import MAX_COUNT, MAX_EXPERTS, MAX_SIZE, cdiv, jit, limits, tl
 from fastmp.ops.core.registry import register
 from fastmp.ops.core.rowwise import NUM_WARPS, arithmetic, as_rows, vector_width
 from fastmp.ops.gated import backward_block_shape, gate_gradients
 from fastmp.ops.grouped_mm_launch import launch_from_ring, launch_mlp_in_ring, launch_wgrad, launch_wgrad_
+from fastmp.ops.stash import kept_rows
 
 
-def _entry(ring: Tensor, start: Tensor, offsets: Tensor) -> Tensor:
+def _entry(op: str, ring: Tensor, start: Tensor, offsets: Tensor, capacity: int) -> Tensor:
     """Return the rows of an entry, whose place the host reads: on a CPU."""
-    first = int(start)
-    return ring[first : first + int(offsets[-1])]
+    last = int(offsets[-1])
+    checks.require(last <= capacity, "{}: expected offsets of at most {} rows, got {}", op, capacity, last)
+    return ring[kept_rows(op, ring, start, offsets, capacity)]
 
 
 def reference_mlp_in(
     x: Tensor, w: Tensor, offsets: Tensor, start: Tensor, h: Tensor, y: Tensor, form: str
 ) -> None:
     """Write form(gate) * up and [gate | up] = x w^T to the entry, by the op on a CPU."""
-    into_h, into_y = _entry(h, start, offsets), _entry(y, start, offsets)
+    into_h, into_y = (_entry("stash_mlp_in", ring, start, offsets, len(x)) for ring in (h, y))
     made = torch.ops.fastmp.grouped_mlp_in(x[: len(into_y)], w, None, offsets, form, True, True)
     into_y.copy_(made[0])
     into_h.copy_(made[1])
@@ -45,7 +47,7 @@ def reference_mm(
     x: Tensor, w: Tensor, offsets: Tensor, start: Tensor, transposed: bool, capacity: int
 ) -> Tensor:
     """Multiply the rows of the entry; zeros after them."""
-    rows = _entry(x, start, offsets)
+    rows = _entry("stash_mm", x, start, offsets, capacity)
     out = x.new_zeros(capacity, w.shape[2 if transposed else 1])
     out[: len(rows)] = torch.ops.fastmp.grouped_mm(rows, w, offsets, transposed)
     return out
@@ -53,22 +55,24 @@ def reference_mm(
 
 def reference_gate_backward_(grad: Tensor, h: Tensor, start: Tensor, offsets: Tensor, form: str) -> None:
     """Replace the rows of the entry by their gradient."""
-    rows = _entry(h, start, offsets)
+    rows = _entry("stash_gate_backward_", h, start, offsets, len(grad))
     rows.copy_(torch.ops.fastmp.gated_activation_backward(grad[: len(rows)], rows, None, form)[0])
 
 
 def _operands(
-    grad: Tensor, x: Tensor, offsets: Tensor, grad_start: Tensor | None, start: Tensor
+    op: str, grad: Tensor, x: Tensor, offsets: Tensor, grad_start: Tensor | None, start: Tensor, capacity: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    rows = _entry(x, start, offsets)
-    own = grad[: len(rows)] if grad_start is None else _entry(grad, grad_start, offsets)
+    rows = _entry(op, x, start, offsets, capacity if grad_start is not None else min(capacity, len(grad)))
+    own = grad[: len(rows)] if grad_start is None else _entry(op, grad, grad_start, offsets, capacity)
     return own, rows, offsets
 
 
 def reference_wgrad(
     grad: Tensor, x: Tensor, offsets: Tensor, grad_start: Tensor | None, start: Tensor, capacity: int
 ) -> Tensor:
-    result: Tensor = torch.ops.fastmp.grouped_mm_wgrad(*_operands(grad, x, offsets, grad_start, start))
+    result: Tensor = torch.ops.fastmp.grouped_mm_wgrad(
+        *_operands("stash_wgrad", grad, x, offsets, grad_start, start, capacity)
+    )
     return result
 
 
@@ -76,7 +80,9 @@ def reference_wgrad_(
     total: Tensor, grad: Tensor, x: Tensor, offsets: Tensor, grad_start: Tensor | None, start: Tensor,
     capacity: int,
 ) -> None:  # fmt: skip
-    torch.ops.fastmp.grouped_mm_wgrad_(total, *_operands(grad, x, offsets, grad_start, start))
+    torch.ops.fastmp.grouped_mm_wgrad_(
+        total, *_operands("stash_wgrad_", grad, x, offsets, grad_start, start, capacity)
+    )
 
 
 @limits(capacity=MAX_COUNT, num_local=MAX_EXPERTS, num_vectors=MAX_SIZE)
@@ -139,6 +145,10 @@ def _moved(*shapes: tuple[int, int], like: Tensor) -> int:
 register(
     "stash_mlp_in(Tensor x, Tensor w, Tensor offsets, Tensor start, Tensor(a!) h, Tensor(b!) y, str form)"
     " -> ()",
+    contract=(
+        "x (C, K) floating; w (L, 2N, K) x; offsets (L) int32; 0 < L; start () int64; y (R, N) x; "
+        "h (R, 2N) x; 0 < R; form in silu gelu_tanh gelu"
+    ),
     reference=reference_mlp_in,
     triton=launch_mlp_in_ring,
     fake=lambda *arguments: None,
@@ -150,6 +160,10 @@ register(
 )
 register(
     "stash_mm(Tensor x, Tensor w, Tensor offsets, Tensor start, bool transposed, int capacity) -> Tensor",
+    contract=(
+        "x (R, K) floating; 0 < R; transposed ? w (L, K, N) x; no transposed ? w (L, N, K) x; "
+        "offsets (L) int32; 0 < L; start () int64; 0 <= capacity <= 2147483647"
+    ),
     reference=reference_mm,
     triton=launch_from_ring,
     fake=lambda x, w, offsets, start, transposed, capacity: x.new_empty(
@@ -162,6 +176,10 @@ register(
 )
 register(
     "stash_gate_backward_(Tensor grad, Tensor(a!) h, Tensor start, Tensor offsets, str form) -> ()",
+    contract=(
+        "grad (C, N) floating; h (R, 2N) grad; h contiguous; start () int64; offsets (L) int32; 0 < L; "
+        "form in silu gelu_tanh gelu"
+    ),
     reference=reference_gate_backward_,
     triton=launch_gate_backward_,
     fake=lambda *arguments: None,
@@ -177,6 +195,10 @@ def _wgrad_traffic(grad: Tensor, x: Tensor, offsets: Tensor, grad_start: Tensor 
 register(
     "stash_wgrad(Tensor grad, Tensor x, Tensor offsets, Tensor? grad_start, Tensor start, int capacity)"
     " -> Tensor",
+    contract=(
+        "grad (G, N) floating; x (R, K) grad; offsets (L) int32; 0 < L; grad_start () int64; start () int64; "
+        "0 <= capacity <= 2147483647"
+    ),
     reference=reference_wgrad,
     triton=launch_wgrad,
     fake=lambda grad, x, offsets, *rest: x.new_empty(offsets.shape[0], grad.shape[1], x.shape[1]),
@@ -186,6 +208,10 @@ register(
 register(
     "stash_wgrad_(Tensor(a!) total, Tensor grad, Tensor x, Tensor offsets, Tensor? grad_start, Tensor start,"
     " int capacity) -> ()",
+    contract=(
+        "grad (G, N) floating; x (R, K) grad; offsets (L) int32; 0 < L; total (L, N, K) grad|wide(grad); "
+        "grad_start () int64; start () int64; 0 <= capacity <= 2147483647"
+    ),
     reference=reference_wgrad_,
     triton=launch_wgrad_,
     fake=lambda *arguments: None,

@@ -73,6 +73,7 @@ def reference(total: Tensor, grad: Tensor, x: Tensor) -> None:
 
 register(
     "accumulate_weight_grad_(Tensor(a!) total, Tensor grad, Tensor x) -> ()",
+    contract="grad (M, N) floating; x (M, K) grad; total (N, K) grad|wide(grad)",
     reference=reference,
     fake=lambda total, grad, x: None,
     flops=lambda total, grad, x: 2 * grad.shape[0] * grad.shape[1] * x.shape[1],
@@ -81,6 +82,7 @@ register(
 
 register(
     "few_rows_linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor",
+    contract="x (M, K) floating; weight (N, K) x; bias (N) x",
     reference=lambda x, weight, bias: F.linear(x, weight, bias),
     flops=lambda x, weight, bias: 2 * x.shape[0] * weight.shape[0] * weight.shape[1],
 )

@@ -100,15 +100,23 @@ def test_no_more_entries_than_tickets():
 STATE, RING, WIDE = new_state(3, "cpu"), torch.zeros(4, 6), torch.zeros(3, 6, dtype=torch.float64)
 START, OFFSETS = torch.tensor(0), ends(2)
 CALLS = {
-    "ticket must be below 3, got 3": lambda: stash_reserve(OFFSETS, STATE, 4, 3),
-    r"state must be contiguous int64 \(8 \+ 3 T,\)": lambda: stash_release(STATE.int(), 0),
-    "stash_reserve: offsets must be int32": lambda: stash_reserve(OFFSETS.long(), STATE, 4, 0),
-    "size must be 1 or more, got 0": lambda: stash_reserve(OFFSETS, STATE, 0, 0),
-    r"x \(3, 5\) does not fit the ring \(4, 6\)": lambda: stash_push(WIDE[:, 1:], RING, START, OFFSETS),
-    "ring must be contiguous": lambda: stash_pull(RING.t(), START, OFFSETS, 5),
-    "start must be int64": lambda: stash_pull(RING, START.int(), OFFSETS, 5),
-    "stash_pull: offsets must be int32": lambda: stash_pull(RING, START, OFFSETS[0], 5),
-    "x is torch.float64 but ring is": lambda: stash_push(WIDE, RING, START, OFFSETS),
+    "stash_reserve: expected 0 <= ticket < T, got ticket = 3, T = 3": lambda: stash_reserve(
+        OFFSETS, STATE, 4, 3
+    ),
+    r"stash_release: expected state \(3T\+8\) int64, got": lambda: stash_release(STATE.int(), 0),
+    r"stash_reserve: expected offsets \(L\) int32": lambda: stash_reserve(OFFSETS.long(), STATE, 4, 0),
+    "stash_reserve: expected 0 < size, got size = 0": lambda: stash_reserve(OFFSETS, STATE, 0, 0),
+    r"stash_push: expected x \(C, W\) ring, got \(3, 5\) torch.float64 for R = 4, W = 6": lambda: stash_push(
+        WIDE[:, 1:], RING, START, OFFSETS
+    ),
+    "stash_pull: expected contiguous ring": lambda: stash_pull(RING.t(), START, OFFSETS, 5),
+    r"stash_pull: expected start \(\) int64, got \(\) torch.int32": lambda: stash_pull(
+        RING, START.int(), OFFSETS, 5
+    ),
+    r"stash_pull: expected offsets \(L\) int32": lambda: stash_pull(RING, START, OFFSETS[0], 5),
+    r"stash_push: expected x \(C, W\) ring, got \(3, 6\) torch.float64": lambda: stash_push(
+        WIDE, RING, START, OFFSETS
+    ),
 }
 
 

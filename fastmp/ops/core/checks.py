@@ -6,64 +6,17 @@ size would break the graph.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fastmp.config.options import unknown_choice
+from fastmp.ops.core.contracts import check_finite as check_finite
+from fastmp.ops.core.contracts import memoized as memoized
 from fastmp.ops.core.registry import compute_dtype
 
 FLOATING = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-_MAX_PASSED = 4096  # calls a check remembers; sizes that never repeat would fill memory
-
-
-def memoized(check: Callable[..., object]) -> Callable[..., None]:
-    """Memoize a check: arguments that have passed once cost a single set lookup.
-
-    The check may read shapes, dtypes and devices of tensors, nothing else. Under a compiler, and for
-    subclasses of Tensor, it always runs.
-
-    Example:
-
-        @memoized
-        def check(x: Tensor, weight: Tensor) -> None:
-            check_shape("scale", x.shape[-1:], to=("x", x), weight=weight)
-
-        check(torch.ones(2, 3), torch.ones(3))
-    """
-    passed: set[tuple] = set()
-
-    @functools.wraps(check)
-    def checked(*arguments: Any) -> None:
-        if torch.compiler.is_compiling():
-            check(*arguments)
-            return
-        key: list[Any] = []
-        for argument in arguments:
-            kind = type(argument)
-            if kind is Tensor or kind is torch.nn.Parameter:
-                key += (argument.shape, argument.dtype, argument.device)
-            elif isinstance(argument, Tensor):
-                check(*arguments)
-                return
-            else:
-                key.append(argument)
-        call = tuple(key)
-        try:
-            known = call in passed
-        except TypeError:  # not hashable, say a list for a number: let the check report it
-            check(*arguments)
-            return
-        if not known:
-            check(*arguments)
-            if len(passed) >= _MAX_PASSED:
-                passed.clear()
-            passed.add(call)
-
-    return checked
 
 
 def require(condition: bool, message: str, *values: Any) -> None:

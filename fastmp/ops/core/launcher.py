@@ -23,6 +23,7 @@ from torch import Tensor
 
 from fastmp.host import HOST
 from fastmp.ops.core import _triton
+from fastmp.ops.core.contracts import has_memory
 
 _INT32 = (1 << 31) - 1
 _MAX_PLANS = 4096  # sizes that never repeat would fill memory; dropped plans are made again
@@ -31,6 +32,8 @@ KNOWN = (_triton.VERSION or "").startswith(("3.6.", "3.7.", "3.8.", "3.9."))
 # Triton's argument types, as letters for `HOST.planned`
 _KINDS = {"constexpr": "-", "i32": "i", "i64": "q", "fp32": "f", "fp64": "d"}
 SETS_TENSOR_MAPS = HOST is not None and KNOWN  # `_host` encodes tensor maps; Triton encodes them differently
+# the address of a tensor without memory is an offset in a freed storage; allocators stay above this
+_LOWEST_MEMORY = 1 << 33
 _PROVEN = (_triton.VERSION or "").startswith("3.6.")  # launch parameters compared byte by byte
 _hooks: Any = None if _triton.knobs is None else _triton.knobs.runtime
 # the limits of a launch as `_triton.launch_limits` returns them, and a function that raises beyond them
@@ -182,6 +185,17 @@ def intercept_launches(record: Callable[[Any, tuple, dict[str, Any]], object], a
         _interceptor, architecture_elsewhere = before
 
 
+def check_memory(kernel: Any, arguments: tuple) -> None:
+    """Raise ValueError for a tensor of a kernel whose storage was freed."""
+    for name, argument in zip(kernel.arg_names, arguments):
+        tensor = argument.base if type(argument) is _triton.TensorDescriptor else argument
+        if isinstance(tensor, Tensor) and not has_memory(tensor):
+            raise ValueError(
+                f"{kernel.fn.__name__}: expected memory for the elements of {name}, got a tensor whose "
+                "storage was freed (FSDP frees parameters outside of their forward)"
+            )
+
+
 def key_in_python(kernel: Any, arguments: tuple, constants: dict[str, Any]) -> tuple:
     """Return a key of the compiled kernel and its device, at least as fine as Triton's specialisation.
 
@@ -202,7 +216,10 @@ def key_in_python(kernel: Any, arguments: tuple, constants: dict[str, Any]) -> t
             base = argument.base
             add((base.dtype, base.get_device(), *argument.block_shape))
         else:
-            key += (argument.dtype, argument.get_device(), argument.data_ptr() & 15)
+            address = argument.data_ptr()
+            if address < _LOWEST_MEMORY:
+                check_memory(kernel, arguments)
+            key += (argument.dtype, argument.get_device(), address & 15)
     return tuple(key)
 
 
@@ -251,6 +268,7 @@ def launch(kernel: Any, programs: int, arguments: tuple, constants: dict[str, An
         RuntimeError: see `load`.
     """
     if _triton.INTERPRETED:
+        check_memory(kernel, arguments)
         kernel[(programs,)](*arguments, **constants)
         return
     key = key_of(kernel, arguments, constants)

@@ -6,6 +6,7 @@ functions start with `autocast` and the checks in `checks.py`.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import sys
 from collections.abc import Callable, Mapping
@@ -24,6 +25,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from fastmp.ops.core import _triton, backends
 from fastmp.ops.core.backends import LIBRARY
+from fastmp.ops.core.contracts import ArgumentCheck, Contract
 from fastmp.ops.core.formulas import AutogradFormula, encode
 from fastmp.profiling import traced
 
@@ -238,8 +240,12 @@ def raise_if_create_graph(op: str) -> None:
 
 
 def _caller(overload: torch._ops.OpOverload) -> Callable:
-    """Return a callable of the op that registers DTensor sharding rules on the first DTensor argument."""
+    """Return a callable of the op that registers DTensor sharding rules on the first DTensor argument.
+
+    Where a kernel refuses what the op's schema already rules out, it raises ValueError.
+    """
     run = overload._op  # the C++ callable behind OpOverload.__call__
+    check = ArgumentCheck(overload._schema)
 
     def call(*arguments: Any) -> Any:
         if torch.compiler.is_compiling():
@@ -250,6 +256,10 @@ def _caller(overload: torch._ops.OpOverload) -> Callable:
         except NotImplementedError:
             if not _register_dtensor_rules():
                 raise
+        except RuntimeError:
+            if all(type(a) in _PLAIN for a in arguments if isinstance(a, Tensor)) and not is_recorded():
+                check(check.completed(arguments))
+            raise
         return run(*arguments)
 
     return call
@@ -357,21 +367,60 @@ def _moved_once(overload: torch._ops.OpOverload) -> Callable[..., int]:
     return traffic
 
 
-def _on_one_device(overload: torch._ops.OpOverload, fake: Callable) -> Callable:
-    """Wrap a fake kernel so that it raises if its tensors are on several devices.
+def _checked_kernel(check: ArgumentCheck, contract: Contract | None, kernel: Callable) -> Callable:
+    """Wrap a kernel in plain torch with the checks of its arguments."""
+
+    @functools.wraps(kernel)
+    def checked(*arguments: Any) -> Any:
+        arguments = check.completed(arguments)
+        check(arguments)
+        if contract is not None:
+            contract(arguments)
+        return kernel(*arguments)
+
+    return checked
+
+
+def _checked_launch(check: ArgumentCheck, contract: Contract | None, launch: Callable) -> Callable:
+    """Wrap a launch with the checks of its arguments.
+
+    The launcher itself checks that tensors have memory.
+    """
+
+    @functools.wraps(launch)
+    def checked(*arguments: Any) -> Any:
+        if check.numbers:
+            check.finite(arguments)
+        try:
+            if contract is not None:
+                contract(arguments)
+            return launch(*arguments)
+        except (AttributeError, TypeError):
+            check.types(arguments)
+            raise
+
+    return checked
+
+
+def _checked_fake(check: ArgumentCheck, contract: Contract | None, fake: Callable) -> Callable:
+    """Wrap a fake kernel with the checks of its arguments, and of their devices.
 
     A raw call with one meta tensor among real ones is dispatched to the fake kernel, which would return
     uninitialised memory.
     """
-    names = [argument.name for argument in overload._schema.arguments]
 
     def checked(*arguments: Any) -> Any:
-        devices = [(n, a.device) for n, a in zip(names, arguments) if isinstance(a, Tensor)]
+        arguments = check.completed(arguments)
+        check.types(arguments)
+        check.finite(arguments)
+        devices = [(n, a.device) for n, a in zip(check.names, arguments) if isinstance(a, Tensor)]
         for name, device in devices:
             if device != devices[0][1]:
                 raise ValueError(
-                    f"{overload._opname}: {devices[0][0]} is on {devices[0][1]}, but {name} is on {device}"
+                    f"{check.op}: {devices[0][0]} is on {devices[0][1]}, but {name} is on {device}"
                 )
+        if contract is not None:
+            contract(arguments)
         return fake(*arguments)
 
     return checked
@@ -387,6 +436,7 @@ def register(
     fake: Callable | None = None,
     traffic: Callable[..., int] | None = None,
     prefers_cuda: Callable[..., bool] | None = None,
+    contract: str = "",
 ) -> Op:
     """Register an op: define `schema` in the `fastmp` namespace, with one kernel per device.
 
@@ -404,6 +454,7 @@ def register(
         prefers_cuda: True, from the op's arguments, if CUDA C++ should serve the call. It does if `_C_cuda`
             exports the op, is compiled for the GPU, and FASTMP_OPS names no backend. Default: Triton serves
             all calls.
+        contract: sizes, dtypes and ranges of the arguments, in the grammar of `contracts.py`.
 
     Returns:
         The op. Public functions call it rather than `torch.ops.fastmp.<name>`, which is slower.
@@ -421,13 +472,19 @@ def register(
     name = schema.partition("(")[0]
     LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     overload = getattr(torch.ops.fastmp, name).default
-    implementations = {"reference": reference}
+    check = ArgumentCheck(overload._schema)
+    required = Contract(overload._schema, contract) if contract else None
+    if not backends.CPU_ABSENT:
+        torch.ops.fastmp_names.declare(name, " ".join(check.names))
+    implementations = {"reference": _checked_kernel(check, required, reference)}
     if triton is not None and not _triton.ABSENT:
-        implementations["triton"] = triton
+        implementations["triton"] = _checked_launch(check, required, triton)
     serving, reasons = {}, {}
     serving["cpu"], reasons["cpu"] = backends.serve_cpu(name, implementations)
     serving["cuda"], reasons["cuda"] = backends.serve_cuda(name, implementations, prefers_cuda)
-    torch.library.register_fake(f"fastmp::{name}", _on_one_device(overload, fake or reference), lib=LIBRARY)
+    implementations["reference"] = reference  # callers also compare with copies in float64
+    checked_fake = _checked_fake(check, required, fake or reference)
+    torch.library.register_fake(f"fastmp::{name}", checked_fake, lib=LIBRARY)
     if overload._schema.is_mutable and backends.AUTOGRAD_ABSENT:
         LIBRARY.impl(name, _bump_versions(overload), "ADInplaceOrView", with_keyset=True)
     elif overload._schema.is_mutable:

@@ -263,3 +263,19 @@ def test_the_driver_gets_what_triton_would_give_it(options, tests, tmp_path, req
         capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
+
+
+@pytest.mark.parametrize("key", KEYS, ids=["python", "compiled"][: len(KEYS)])
+@pytest.mark.parametrize("offset", [0, 3])
+def test_a_tensor_whose_storage_was_freed_is_not_launched(key, offset):
+    """Its address is null, or that of its offset."""
+    freed, empty = torch.randn(64), torch.empty(0)
+    others = None, None, 7, 64, 0.5, 0.5
+    view = freed[offset:]
+    key(_kernel, (view, *others), {})
+    freed.untyped_storage().resize_(0)
+    with pytest.raises(
+        ValueError, match=r"^_kernel: expected memory for the elements of x, got a tensor whose"
+    ):
+        key(_kernel, (view, *others), {})
+    key(_kernel, (empty, *others), {})
