@@ -192,8 +192,8 @@ def arguments(op: str, shape: tuple[int, int], dtype: torch.dtype, device: str, 
         return logits, loss_grad.clone(), loss_grad, target, -100
     if op == "cross_entropy_loss_grad_":
         return logits, target, loss_grad, None, vocab, -100, 0.0, 0.0
-    lse = torch.full((tokens,), 11.0, dtype=per_token, device=device)
-    return logits, target, lse, torch.full_like(lse, 1 / tokens), None, 0, vocab, -100, 0.0, 0.0
+    merged = torch.full((tokens, 2), 4.0, dtype=per_token, device=device)
+    return logits, target, merged, loss_grad, None, 0, vocab, -100, 0.0, 0.0
 
 
 def test_cross_entropy(compare, case, rival, direction):

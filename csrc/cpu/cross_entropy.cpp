@@ -37,7 +37,7 @@ FASTMP_DECLARE(
   void stats(const T* logits, const int64_t* target, A* out, Shard shard, bool with_sum, const Exponentials<A>* kept,
              int64_t begin, int64_t end);
   template <typename T, typename A>
-  void grad(const T* logits, T* out, const int64_t* target, const A* lse, const A* grad_loss, const A* token_weight,
+  void grad(const T* logits, T* out, const int64_t* target, const A* merged, const A* grad_loss, const A* token_weight,
             Shard shard, int64_t out_stride, GradOptions options, const Exponentials<A>* kept, int64_t begin,
             int64_t end);
 )
@@ -61,7 +61,7 @@ FASTMP_INLINE scalar_of<T> value_at(const T* row, int64_t column) {
   return load(row + column, 1, 0)[0];
 }
 
-// The statistics of one row so far: lane-wise maximum, lane-wise sum of exp(x - reference), lane-wise sum of x.
+// The statistics of one row so far: lane-wise maximum, lane-wise sums of exp(x - reference) and of x - reference.
 // A row that has shown only -inf so far has no reference: its limit is -inf, so that the next finite logit sets one.
 template <typename V, typename A>
 struct RowStats {
@@ -71,8 +71,8 @@ struct RowStats {
   A reference = 0;
   bool moved = false;  // after it was first set
 
-  // Makes room for a group whose lane-wise maximum is `tops`.
-  FASTMP_INLINE void admit(V tops) {
+  // Makes room for a group whose lane-wise maximum is `tops`, after `seen` logits.
+  FASTMP_INLINE void admit(V tops, int64_t seen) {
     top = max(tops, top);
     if (any_greater(tops, limit)) [[unlikely]] {
       const A higher = max(top);
@@ -80,6 +80,7 @@ struct RowStats {
         const V shrink = exp(broadcast<V>(reference - higher));
         sums[0] *= shrink;
         sums[1] *= shrink;
+        plain[0][0] += seen * (reference - higher);
         moved = true;
       }
       reference = higher;
@@ -92,6 +93,12 @@ struct RowStats {
     const A highest = max(top);
     const A shift = highest == kLowest ? 0 : reference - highest;
     return sum((sums[0] + sums[1]) * exp(broadcast<V>(shift)));
+  }
+  // Relative to the same, of `seen` logits.
+  A sum_of_logits(int64_t seen) const {
+    const A highest = max(top);
+    const A shift = highest == kLowest ? 0 : reference - highest;
+    return sum(plain[0] + plain[1]) + seen * shift;
   }
 };
 
@@ -108,7 +115,7 @@ A stats_row(const T* x, int64_t real, A* out, A* kept) {
     for (int k = 0; k < kStreams; ++k) group[k] = load_pair(x + k * stream + i);
     V tops = max(group[0].first, group[0].second);
     for (int k = 1; k < kStreams; ++k) tops = max(max(group[k].first, group[k].second), tops);
-    row.admit(tops);
+    row.admit(tops, kStreams * i);
     for (int k = 0; k < kStreams; ++k) {
       prefetch_pair(x + k * stream + i);
       const V first = exp(group[k].first - row.reference), second = exp(group[k].second - row.reference);
@@ -116,23 +123,26 @@ A stats_row(const T* x, int64_t real, A* out, A* kept) {
       row.sums[1] += second;
       if constexpr (kKeep) store(kept + k * stream + i, first);
       if constexpr (kKeep) store(kept + k * stream + i + kLanes, second);
-      if constexpr (kWithSum) row.plain[0] += group[k].first;
-      if constexpr (kWithSum) row.plain[1] += group[k].second;
+      if constexpr (kWithSum) row.plain[0] += group[k].first - row.reference;
+      if constexpr (kWithSum) row.plain[1] += group[k].second - row.reference;
     }
   }
   // 2. The rest, vector by vector; lanes beyond the row hold -inf, whose exponential is 0.
   for (int64_t i = kStreams * stream; i < real; i += kLanes) {
     const V lanes = load(x + i, real - i, RowStats<V, A>::kLowest);
-    row.admit(lanes);
+    row.admit(lanes, i);
     const V exponentials = exp(lanes - row.reference);
     row.sums[0] += exponentials;
     if constexpr (kKeep) store(kept + i, exponentials);
-    if constexpr (kWithSum) row.plain[0] += load(x + i, real - i, 0);
+    if constexpr (kWithSum) row.plain[0] += load(x + i, real - i, row.reference) - row.reference;
   }
   // 3. Reduce over the lanes.
   out[0] = row.maximum();
   out[1] = row.sum_of_exp();
-  if constexpr (kWithSum) out[3] = sum(row.plain[0] + row.plain[1]);
+  if constexpr (kWithSum) {
+    out[3] = row.sum_of_logits(real);
+    out[4] = real;
+  }
   return row.moved ? std::numeric_limits<A>::quiet_NaN() : row.reference;
 }
 
@@ -141,7 +151,7 @@ void stats(const T* logits, const int64_t* target, A* out, Shard shard, bool wit
            int64_t begin, int64_t end) {
   for (int64_t row = begin; row < end; ++row) {
     const T* x = logits + row * shard.row_stride;
-    A* to = out + row * (with_sum ? 4 : 3);
+    A* to = out + row * (with_sum ? 5 : 3);
     const int64_t column = shard.column_of(target[row]);
     to[2] = column >= 0 ? value_at(x, column) : 0;
     if (kept != nullptr) {
@@ -155,13 +165,13 @@ void stats(const T* logits, const int64_t* target, A* out, Shard shard, bool wit
   }
 }
 
-// The gradient of a row but for the target's own share.
+// The gradient of a row but for the target's own share; `slope` includes one over the sum of exponentials.
 template <typename A>
 struct Row {
-  A lse, slope, shift, scale;
+  A top, slope, shift, scale;
   template <typename V>
   FASTMP_INLINE V gradient(V logits) const {
-    return (exp(logits - lse) * slope - shift) * scale;
+    return (exp(logits - top) * slope - shift) * scale;
   }
 };
 
@@ -186,7 +196,7 @@ template <typename T, typename A>
 void grad_row_kept(const A* kept, T* out, int64_t count, Row<A> row, A reference) {
   using V = lanes_of<T>;
   constexpr int kLanes = num_lanes<V>;
-  const V factor = exp(broadcast<V>(reference - row.lse)) * (row.slope * row.scale);
+  const V factor = exp(broadcast<V>(reference - row.top)) * (row.slope * row.scale);
   const A shift = row.shift * row.scale;
   const int64_t pairs = count / (2 * kLanes * kStreams) * (2 * kLanes * kStreams);
   for (int64_t i = 0; i < pairs; i += 2 * kLanes) {
@@ -196,7 +206,7 @@ void grad_row_kept(const A* kept, T* out, int64_t count, Row<A> row, A reference
 }
 
 template <typename T, typename A>
-void grad(const T* logits, T* out, const int64_t* target, const A* lse, const A* grad_loss, const A* token_weight,
+void grad(const T* logits, T* out, const int64_t* target, const A* merged, const A* grad_loss, const A* token_weight,
           Shard shard, int64_t out_stride, GradOptions options, const Exponentials<A>* kept, int64_t begin,
           int64_t end) {
   using V = lanes_of<T>;
@@ -213,13 +223,14 @@ void grad(const T* logits, T* out, const int64_t* target, const A* lse, const A*
     // 2. The row's constants; the target's logit is read before it may be overwritten.
     A scale = token_weight == nullptr ? grad_loss[row] : grad_loss[row] * token_weight[row];
     if (target[row] < 0 || target[row] >= options.vocab_size) scale = std::numeric_limits<A>::quiet_NaN();
-    const A slope = 1 + 2 * static_cast<A>(options.z_loss) * lse[row];
+    const A top = merged[2 * row], total = merged[2 * row + 1];
+    const A slope = (1 + 2 * static_cast<A>(options.z_loss) * (top + std::log(total))) / total;
     const int64_t column = shard.column_of(target[row]);
     const A target_logit = column < 0 ? 0 : value_at(x, column);
-    const Row<A> row_constants{lse[row], slope, shift, scale};
-    // 3. The gradient but for the target's share. exp(x - lse) is finite where x is: with finite constants no lane is
-    // NaN.
-    const bool finite = std::isfinite(lse[row]) && std::isfinite(scale) && std::isfinite(slope);
+    const Row<A> row_constants{top, slope, shift, scale};
+    // 3. The gradient but for the target's share. exp(x - top) is at most 1 where x is finite: with finite constants no
+    // lane is NaN.
+    const bool finite = std::isfinite(top) && std::isfinite(scale) && std::isfinite(slope);
     if (finite && kept != nullptr && !std::isnan(kept->references[row])) {
       grad_row_kept(kept->values + row * kept->stride, to, live, row_constants, kept->references[row]);
     } else if (finite) {
@@ -260,7 +271,7 @@ Tensor cross_entropy_stats(Tensor logits, Tensor target, int64_t vocab_start, in
   const Shard shard = local_shard(op, logits, vocab_start, vocab_size);
   const int64_t tokens = logits.size(0);
   target = per_token(op, "target", target, tokens, ScalarType::Long);
-  Tensor out = empty({tokens, with_sum ? 4 : 3}, compute_dtype(logits.scalar_type()), logits);
+  Tensor out = empty({tokens, with_sum ? 5 : 3}, compute_dtype(logits.scalar_type()), logits);
   dispatch_float(logits.scalar_type(), op, [&](auto tag) {
     using T = typename decltype(tag)::type;
     using A = Accumulator<T>;
@@ -274,29 +285,32 @@ Tensor cross_entropy_stats(Tensor logits, Tensor target, int64_t vocab_start, in
   return out;
 }
 
-// Loss and log-sum-exp of tokens [begin, end) out of `tokens` from their statistics in all shards.
+// Loss, and maximum and sum of exponentials, of tokens [begin, end) out of `tokens` from their statistics in all shards.
 template <typename A>
 void merge_tokens(const A* stats, int64_t shards, int64_t tokens, bool with_sum, const int64_t* target, const A* weight,
-                  const GradOptions& options, A* loss, A* lse, int64_t begin, int64_t end) {
-  const int64_t width = with_sum ? 4 : 3;
+                  const GradOptions& options, A* loss, A* merged, int64_t begin, int64_t end) {
+  const int64_t width = with_sum ? 5 : 3;
   const A smoothing = options.label_smoothing;
+  const auto finite = [](A top) { return top == -std::numeric_limits<A>::infinity() ? A(0) : top; };
   for (int64_t i = begin; i < end; ++i) {
     // 1. The maximum over the shards; 0 if it is -inf.
     A top = -std::numeric_limits<A>::infinity();
     for (int64_t p = 0; p < shards; ++p) top = std::max(top, stats[(p * tokens + i) * width]);
-    if (top == -std::numeric_limits<A>::infinity()) top = 0;
+    top = finite(top);
     // 2. All sums relative to it.
     A sum = 0, target_logit = 0, plain = 0;
     for (int64_t p = 0; p < shards; ++p) {
       const A* shard = stats + (p * tokens + i) * width;
       sum += shard[0] == top ? shard[1] : shard[1] * std::exp(shard[0] - top);
       target_logit += shard[2];
-      if (with_sum) plain += shard[3];
+      if (with_sum) plain += shard[3] + shard[4] * (finite(shard[0]) - top);
     }
-    // 3. The loss; NaN where the target is no column, 0 where it is ignored.
-    lse[i] = top + std::log(sum);
-    loss[i] = (1 - smoothing) * (lse[i] - target_logit) + static_cast<A>(options.z_loss) * lse[i] * lse[i];
-    if (smoothing > 0) loss[i] += smoothing * (lse[i] - plain / options.vocab_size);
+    // 3. The loss, relative to the maximum as well; NaN where the target is no column, 0 where it is ignored.
+    const A log_sum = std::log(sum), lse = top + log_sum;
+    merged[2 * i] = std::isnan(sum) ? sum : top;
+    merged[2 * i + 1] = sum;
+    loss[i] = (1 - smoothing) * (log_sum + (top - target_logit)) + static_cast<A>(options.z_loss) * lse * lse;
+    if (smoothing > 0) loss[i] += smoothing * (log_sum - plain / options.vocab_size);
     if (weight != nullptr) loss[i] *= weight[i];
     if (target[i] < 0 || target[i] >= options.vocab_size) loss[i] = std::numeric_limits<A>::quiet_NaN();
     if (target[i] == options.ignore_index) loss[i] = 0;
@@ -307,8 +321,8 @@ std::tuple<Tensor, Tensor> cross_entropy_merge(Tensor stats, Tensor target, std:
                                                int64_t vocab_size, int64_t ignore_index, double label_smoothing,
                                                double z_loss) {
   constexpr const char* op = "cross_entropy_merge";
-  FASTMP_CHECK(stats.dim() == 3 && (stats.size(2) == 4 || (stats.size(2) == 3 && label_smoothing == 0)), op,
-               ": stats must be (P, N, 3), or (P, N, 4) with label smoothing, got ", stats.dim(), " dimensions, the last ",
+  FASTMP_CHECK(stats.dim() == 3 && (stats.size(2) == 5 || (stats.size(2) == 3 && label_smoothing == 0)), op,
+               ": stats must be (P, N, 3), or (P, N, 5) with label smoothing, got ", stats.dim(), " dimensions, the last ",
                stats.dim() ? stats.size(stats.dim() - 1) : 0);
   const int64_t shards = stats.size(0), tokens = stats.size(1), width = stats.size(2);
   const ScalarType dtype = stats.scalar_type();
@@ -317,7 +331,7 @@ std::tuple<Tensor, Tensor> cross_entropy_merge(Tensor stats, Tensor target, std:
   stats = torch::stable::contiguous(stats);
   target = per_token(op, "target", target, tokens, ScalarType::Long);
   if (token_weight) token_weight = per_token(op, "token_weight", *token_weight, tokens, dtype);
-  Tensor loss = empty({tokens}, dtype, stats), lse = empty({tokens}, dtype, stats);
+  Tensor loss = empty({tokens}, dtype, stats), merged = empty({tokens, 2}, dtype, stats);
   const GradOptions options{vocab_size, ignore_index, label_smoothing, z_loss};
   const auto run = [&](auto zero) {
     using A = decltype(zero);
@@ -325,13 +339,13 @@ std::tuple<Tensor, Tensor> cross_entropy_merge(Tensor stats, Tensor target, std:
     const A* weight = token_weight ? token_weight->const_data_ptr<A>() : nullptr;
     const int64_t* ids = target.const_data_ptr<int64_t>();
     A* to_loss = loss.mutable_data_ptr<A>();
-    A* to_lse = lse.mutable_data_ptr<A>();
+    A* to_merged = merged.mutable_data_ptr<A>();
     parallel_for(0, tokens, 1024, [&](int64_t begin, int64_t end) {
-      merge_tokens(from, shards, tokens, width == 4, ids, weight, options, to_loss, to_lse, begin, end);
+      merge_tokens(from, shards, tokens, width == 5, ids, weight, options, to_loss, to_merged, begin, end);
     });
   };
   dtype == ScalarType::Double ? run(0.0) : run(0.0f);
-  return {loss, lse};
+  return {loss, merged};
 }
 
 // The sum of the losses, over `divisor`, as a tensor of no dimensions. One thread adds them, in one order.
@@ -356,7 +370,7 @@ Tensor divided(const Tensor& losses, std::optional<double> divisor) {
   return losses.scalar_type() == ScalarType::Double ? divided<double>(losses, *divisor) : divided<float>(losses, *divisor);
 }
 
-// The loss and log-sum-exp of rows that hold a whole vocabulary, or of the statistics of all shards.
+// The loss, and maximum and sum, of rows that hold a whole vocabulary, or of the statistics of all shards.
 std::tuple<Tensor, Tensor> cross_entropy(const Tensor& logits, Tensor target, std::optional<Tensor> stats,
                                          std::optional<Tensor> token_weight, int64_t vocab_start, int64_t vocab_size,
                                          int64_t ignore_index, double label_smoothing, double z_loss, bool,
@@ -366,9 +380,9 @@ std::tuple<Tensor, Tensor> cross_entropy(const Tensor& logits, Tensor target, st
                ": vocab_start ", vocab_start, ", vocab_size ", vocab_size, ", label_smoothing ", label_smoothing,
                " or z_loss ", z_loss, " is none");
   if (stats) {
-    const auto [loss, lse] =
+    const auto [loss, merged] =
         cross_entropy_merge(*stats, target, token_weight, vocab_size, ignore_index, label_smoothing, z_loss);
-    return {divided(loss, divisor), lse};
+    return {divided(loss, divisor), merged};
   }
   const Shard shard = local_shard(op, logits, vocab_start, vocab_size);
   const GradOptions options{vocab_size, ignore_index, label_smoothing, z_loss};
@@ -377,7 +391,7 @@ std::tuple<Tensor, Tensor> cross_entropy(const Tensor& logits, Tensor target, st
   const ScalarType dtype = compute_dtype(logits.scalar_type());
   target = per_token(op, "target", target, tokens, ScalarType::Long);
   if (token_weight) token_weight = per_token(op, "token_weight", *token_weight, tokens, dtype);
-  Tensor loss = empty({tokens}, dtype, logits), lse = empty({tokens}, dtype, logits);
+  Tensor loss = empty({tokens}, dtype, logits), merged = empty({tokens, 2}, dtype, logits);
   dispatch_float(logits.scalar_type(), op, [&](auto tag) {
     using T = typename decltype(tag)::type;
     using A = Accumulator<T>;
@@ -386,28 +400,30 @@ std::tuple<Tensor, Tensor> cross_entropy(const Tensor& logits, Tensor target, st
     const int64_t* ids = target.const_data_ptr<int64_t>();
     const A* weight = token_weight ? token_weight->const_data_ptr<A>() : nullptr;
     A* losses = loss.mutable_data_ptr<A>();
-    A* sums = lse.mutable_data_ptr<A>();
+    A* to = merged.mutable_data_ptr<A>();
     parallel_for(0, tokens, grain_of(shard.real), [&](int64_t begin, int64_t end) {
-      A own[4 * kMostRows];
+      A own[5 * kMostRows];
       for (int64_t first = begin; first < end; first += kMostRows) {
         const int64_t rows = std::min(kMostRows, end - first);
         const A* weights = weight == nullptr ? nullptr : weight + first;
         stats_of(x + first * shard.row_stride, ids + first, own, shard, with_sum, nullptr, 0, rows);
-        merge_tokens(own, 1, rows, with_sum, ids + first, weights, options, losses + first, sums + first, 0, rows);
+        merge_tokens(own, 1, rows, with_sum, ids + first, weights, options, losses + first, to + 2 * first, 0, rows);
       }
     });
   });
-  return {divided(loss, divisor), lse};
+  return {divided(loss, divisor), merged};
 }
 
-void launch_grad(const char* op, const Tensor& logits, const Tensor& out, Tensor target, Tensor lse, Tensor grad_loss,
+void launch_grad(const char* op, const Tensor& logits, const Tensor& out, Tensor target, Tensor merged, Tensor grad_loss,
                  std::optional<Tensor> token_weight, int64_t vocab_start, const GradOptions& options,
                  std::optional<double> divisor) {
   const Shard shard = local_shard(op, logits, vocab_start, options.vocab_size);
   const int64_t tokens = logits.size(0);
   const ScalarType dtype = compute_dtype(logits.scalar_type());
   target = per_token(op, "target", target, tokens, ScalarType::Long);
-  lse = per_token(op, "lse", lse, tokens, dtype);
+  FASTMP_CHECK(merged.dim() == 2 && merged.size(0) == tokens && merged.size(1) == 2 && merged.scalar_type() == dtype, op,
+               ": merged must be ", dtype_name(dtype), " (", tokens, ", 2), got ", described(merged));
+  merged = torch::stable::contiguous(merged);
   if (divisor) {
     FASTMP_CHECK(grad_loss.dim() == 0 && grad_loss.scalar_type() == dtype, op, ": with a divisor grad_loss must be ",
                  dtype_name(dtype), " without dimensions, got ", described(grad_loss));
@@ -422,32 +438,32 @@ void launch_grad(const char* op, const Tensor& logits, const Tensor& out, Tensor
     const T* x = logits.const_data_ptr<T>();
     T* to = out.mutable_data_ptr<T>();
     const int64_t* ids = target.const_data_ptr<int64_t>();
-    const A* log_sum = lse.const_data_ptr<A>();
+    const A* tops_and_sums = merged.const_data_ptr<A>();
     const A* upstream = grad_loss.const_data_ptr<A>();
     const std::vector<A> same(divisor ? tokens : 0, divisor ? static_cast<A>(*upstream / *divisor) : A(0));
     if (divisor) upstream = same.data();
     const A* weight = token_weight ? token_weight->const_data_ptr<A>() : nullptr;
     const int64_t out_stride = out.stride(0);
     parallel_for(0, tokens, grain_of(shard.columns), [&](int64_t begin, int64_t end) {
-      kernel(x, to, ids, log_sum, upstream, weight, shard, out_stride, options, nullptr, begin, end);
+      kernel(x, to, ids, tops_and_sums, upstream, weight, shard, out_stride, options, nullptr, begin, end);
     });
   });
 }
 
-Tensor cross_entropy_grad(Tensor logits, Tensor target, Tensor lse, Tensor grad_loss, std::optional<Tensor> token_weight,
+Tensor cross_entropy_grad(Tensor logits, Tensor target, Tensor merged, Tensor grad_loss, std::optional<Tensor> token_weight,
                           int64_t vocab_start, int64_t vocab_size, int64_t ignore_index, double label_smoothing,
                           double z_loss, std::optional<double> divisor) {
   FASTMP_CHECK(logits.dim() == 2, "cross_entropy_grad: logits must be (N, V), got ", logits.dim(), " dimensions");
   Tensor out = empty({logits.size(0), logits.size(1)}, logits.scalar_type(), logits);
-  launch_grad("cross_entropy_grad", logits, out, target, lse, grad_loss, token_weight, vocab_start,
+  launch_grad("cross_entropy_grad", logits, out, target, merged, grad_loss, token_weight, vocab_start,
               {vocab_size, ignore_index, label_smoothing, z_loss}, divisor);
   return out;
 }
 
-void cross_entropy_grad_(Tensor& logits, Tensor target, Tensor lse, Tensor grad_loss, std::optional<Tensor> token_weight,
+void cross_entropy_grad_(Tensor& logits, Tensor target, Tensor merged, Tensor grad_loss, std::optional<Tensor> token_weight,
                          int64_t vocab_start, int64_t vocab_size, int64_t ignore_index, double label_smoothing,
                          double z_loss, std::optional<double> divisor) {
-  launch_grad("cross_entropy_grad_", logits, logits, target, lse, grad_loss, token_weight, vocab_start,
+  launch_grad("cross_entropy_grad_", logits, logits, target, merged, grad_loss, token_weight, vocab_start,
               {vocab_size, ignore_index, label_smoothing, z_loss}, divisor);
 }
 
@@ -478,7 +494,7 @@ Tensor cross_entropy_loss_grad_(Tensor& logits, Tensor target, Tensor loss_grad,
     const int64_t group = std::clamp<int64_t>(kGroupBytes / std::max<int64_t>(1, stride * sizeof(A)), 1, kMostRows);
     parallel_for(0, tokens, grain_of(shard.columns), [&](int64_t begin, int64_t end) {
       const std::unique_ptr<A[]> values(new (std::nothrow) A[group * stride]);
-      A own[4 * kMostRows], lse[kMostRows], references[kMostRows];
+      A own[5 * kMostRows], merged[2 * kMostRows], references[kMostRows];
       const Exponentials<A> exponentials{values.get(), references, stride};
       const auto* kept = values ? &exponentials : nullptr;
       for (int64_t first = begin; first < end; first += group) {
@@ -487,8 +503,8 @@ Tensor cross_entropy_loss_grad_(Tensor& logits, Tensor target, Tensor loss_grad,
         const A* weights = weight == nullptr ? nullptr : weight + first;
         // First pass over the group, from memory; second pass, from the cache.
         stats_of(some, ids + first, own, shard, with_sum, kept, 0, rows);
-        merge_tokens(own, 1, rows, with_sum, ids + first, weights, options, losses + first, lse, 0, rows);
-        grad_of(some, some, ids + first, lse, upstream + first, weights, shard, shard.row_stride, options, kept, 0, rows);
+        merge_tokens(own, 1, rows, with_sum, ids + first, weights, options, losses + first, merged, 0, rows);
+        grad_of(some, some, ids + first, merged, upstream + first, weights, shard, shard.row_stride, options, kept, 0, rows);
       }
     });
   });

@@ -19,12 +19,14 @@ constexpr int kBlocks = 2;  // on a multiprocessor at least, so that one compute
 template <class T>
 constexpr int kUnroll = std::is_same_v<T, double> ? 1 : 4;
 
-// A running (maximum, sum of e^(x - maximum), sum of x) over some logits.
+// A running (maximum, sum of e^(x - maximum), sum of x - maximum, number of x) over some logits. Sums are relative to 0
+// while the maximum is -inf.
 template <class C, bool kWithSum>
 struct Statistics {
   C top = -INFINITY;
   C exps = 0;
   C total = 0;
+  C count = 0;
 
   template <int kCount>
   __device__ void absorb(const C (&x)[kCount]) {
@@ -33,20 +35,25 @@ struct Statistics {
     for (int i = 0; i < kCount; ++i) highest = fmax(highest, x[i]);
     const C shift = finite_shift(highest);
     exps *= fast_exp(top - shift);
+    if constexpr (kWithSum) total += count * (finite_shift(top) - shift);
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
       exps += fast_exp(x[i] - shift);
-      if constexpr (kWithSum) total += x[i];
+      if constexpr (kWithSum) total += x[i] - shift;
     }
+    if constexpr (kWithSum) count += kCount;
     top = highest;
   }
 
-  __device__ void merge(C other_top, C other_exps, C other_total) {
+  __device__ void merge(C other_top, C other_exps, C other_total, C other_count) {
     const C highest = fmax(top, other_top);
     const C shift = finite_shift(highest);
     exps = exps * fast_exp(top - shift) + other_exps * fast_exp(other_top - shift);
+    if constexpr (kWithSum) {
+      total += count * (finite_shift(top) - shift) + other_total + other_count * (finite_shift(other_top) - shift);
+      count += other_count;
+    }
     top = highest;
-    if constexpr (kWithSum) total += other_total;
   }
 
   // All threads of the block, in a fixed order; the result is valid in thread 0.
@@ -56,19 +63,21 @@ struct Statistics {
       const C other_top = __shfl_xor_sync(0xffffffffu, top, distance);
       const C other_exps = __shfl_xor_sync(0xffffffffu, exps, distance);
       const C other_total = __shfl_xor_sync(0xffffffffu, total, distance);
-      merge(other_top, other_exps, other_total);
+      const C other_count = __shfl_xor_sync(0xffffffffu, count, distance);
+      merge(other_top, other_exps, other_total, other_count);
     }
-    __shared__ C warps[kMaxThreads / kWarp][3];
+    __shared__ C warps[kMaxThreads / kWarp][4];
     const int warp = threadIdx.x / kWarp;
     if (threadIdx.x % kWarp == 0) {
       warps[warp][0] = top;
       warps[warp][1] = exps;
       warps[warp][2] = total;
+      warps[warp][3] = count;
     }
     __syncthreads();
     if (threadIdx.x == 0) {
       for (int other = 1; other < static_cast<int>(blockDim.x) / kWarp; ++other) {
-        merge(warps[other][0], warps[other][1], warps[other][2]);
+        merge(warps[other][0], warps[other][1], warps[other][2], warps[other][3]);
       }
     }
   }
@@ -127,35 +136,37 @@ struct Options {
   int64_t vocab_size, ignore_index;
   C label_smoothing, z_loss;
 
-  // The loss of a token that is not ignored. `total` is the sum of its logits.
-  __device__ C loss(int64_t id, C log_sum, C target_logit, C total, const C* weight) const {
-    C value = (1 - label_smoothing) * (log_sum - target_logit) + z_loss * log_sum * log_sum;
+  // The loss of a token that is not ignored, relative to the maximum until the end. `exps` and `total` are the sums of
+  // exponentials and of logits relative to `top`.
+  __device__ C loss(int64_t id, C top, C exps, C target_logit, C total, const C* weight) const {
+    const C log_sum = log(exps), lse = top + log_sum;
+    C value = (1 - label_smoothing) * (log_sum + (top - target_logit)) + z_loss * lse * lse;
     if (label_smoothing != 0) value += label_smoothing * (log_sum - total / static_cast<C>(vocab_size));
     if (weight != nullptr) value *= *weight;
     return id < 0 || id >= vocab_size ? static_cast<C>(NAN) : value;
   }
 };
 
-// d loss / d logit = slope * e^(x - lse) - uniform - (column == target ? hit : 0)
+// d loss / d logit = slope * e^(x - top) - uniform - (column == target ? hit : 0)
 template <class C>
 struct RowGradient {
-  C lse, slope, uniform, hit;
+  C top, slope, uniform, hit;
   int64_t target;
   int64_t num_cols;  // columns that exist
   bool ignored;
 
   // `scale` is the upstream gradient of the loss, times the token's weight.
-  __device__ RowGradient(const Options<C>& options, int64_t id, int64_t num_cols, C lse, C scale)
-      : lse(lse), target(id), num_cols(num_cols), ignored(id == options.ignore_index) {
+  __device__ RowGradient(const Options<C>& options, int64_t id, int64_t num_cols, C top, C exps, C scale)
+      : top(top), target(id), num_cols(num_cols), ignored(id == options.ignore_index) {
     if (id < 0 || id >= options.vocab_size) scale = NAN;
-    slope = scale * (1 + 2 * options.z_loss * lse);
+    slope = scale * (1 + 2 * options.z_loss * (top + log(exps))) / exps;
     uniform = scale * options.label_smoothing / static_cast<C>(options.vocab_size);
     hit = scale * (1 - options.label_smoothing);
   }
 
   __device__ C at(C x, int64_t column) const {
     if (ignored || column >= num_cols) return 0;
-    const C value = slope * fast_exp(x - lse) - uniform;
+    const C value = slope * fast_exp(x - top) - uniform;
     return column == target ? value - hit : value;
   }
 };
@@ -171,7 +182,7 @@ __device__ void gradient_vector(const RowGradient<Compute<T>>& row, const Vector
     for (int i = 0; i < kN; ++i) value[i] = row.at(widen(loaded.lane[i]), column + i);
   } else {
 #pragma unroll
-    for (int i = 0; i < kN; ++i) value[i] = row.slope * fast_exp(widen(loaded.lane[i]) - row.lse) - row.uniform;
+    for (int i = 0; i < kN; ++i) value[i] = row.slope * fast_exp(widen(loaded.lane[i]) - row.top) - row.uniform;
   }
   store_vector(out + column, value);
 }
@@ -188,7 +199,7 @@ __global__ void __launch_bounds__(kMaxThreads, kBlocks)
   using C = Compute<T>;
   constexpr int kN = kLanes<T>;
   auto* kept = dynamic_shared<Vector<T>>();
-  __shared__ C shared_lse;
+  __shared__ C shared_top, shared_exps;
   T* row = logits + blockIdx.x * row_stride;
   const int64_t id = target[blockIdx.x];
   const C* weight = token_weight == nullptr ? nullptr : token_weight + blockIdx.x;
@@ -199,8 +210,9 @@ __global__ void __launch_bounds__(kMaxThreads, kBlocks)
     mine.merge_block();
     if (threadIdx.x == 0) {
       const C target_logit = id >= 0 && id < num_cols ? widen(row[id]) : C(0);
-      shared_lse = finite_shift(mine.top) + log(mine.exps);
-      loss[blockIdx.x] = options.loss(id, shared_lse, target_logit, mine.total, weight);
+      shared_top = finite_shift(mine.top);
+      shared_exps = mine.exps;
+      loss[blockIdx.x] = options.loss(id, shared_top, shared_exps, target_logit, mine.total, weight);
     }
     __syncthreads();  // every thread has read the row before one writes to it
   } else if (threadIdx.x == 0) {
@@ -209,7 +221,7 @@ __global__ void __launch_bounds__(kMaxThreads, kBlocks)
   // 2. Coefficients of the gradient.
   C scale = loss_grad[blockIdx.x];
   if (weight != nullptr) scale *= *weight;
-  const RowGradient<C> gradient(options, id, num_cols, ignored ? C(0) : shared_lse, scale);
+  const RowGradient<C> gradient(options, id, num_cols, ignored ? C(0) : shared_top, ignored ? C(1) : shared_exps, scale);
 
   // 3. The gradient, the last vectors first, which may still be in a cache; then the ends of the row.
   const int64_t boundary = to_boundary(row);

@@ -1,12 +1,15 @@
 """Cross-entropy over a vocabulary that may be sharded: per-token statistics, merged over shards.
 
-Each shard reads its logits once and keeps three numbers per token: the maximum, the sum of exponentials and
-the target's logit. The statistics of all shards merge into the loss and the log-sum-exp (lse). The backward
-pass needs only the logits and the lse: no other tensor of size tokens x vocabulary exists, and the gradient
-may overwrite the logits.
+Each shard reads its logits once and keeps three numbers per token: the maximum, the sum of exponentials
+relative to it and the target's logit; with label smoothing also the sum of logits relative to the maximum,
+and their number. The statistics of all shards merge into the loss, and the maximum m and the sum s of the
+whole row. The backward pass needs only the logits and these two: no other tensor of size tokens x vocabulary
+exists, and the gradient may overwrite the logits.
 
-loss = w [(1 - a) (lse - x_t) + a / V sum_j (lse - x_j) + z lse^2], where V counts the whole vocabulary
-without padding, x_t is the target's logit, w the token's weight, a the label smoothing, z the z-loss.
+loss = w [(1 - a) (log s + m - x_t) + a (log s + sum_j (m - x_j) / V) + z (m + log s)^2], where V counts the
+whole vocabulary without padding, x_t is the target's logit, w the token's weight, a the label smoothing, z
+the z-loss. Rounding m + log s, the log-sum-exp, would lose digits in proportion to what all logits have in
+common; only the z-loss needs it.
 
 If a rank holds the whole vocabulary and knows the upstream gradient of each token's loss (`loss_grad`), one
 launch computes loss and gradient: a row is read from memory once and turned into its gradient in the cache.
@@ -52,8 +55,8 @@ def _fake(
     logits, target, stats, token_weight, vocab_start, vocab_size, ignore_index, label_smoothing, z_loss,
     grad_in_place, divisor=None,
 ):  # fmt: skip
-    lse = logits.new_empty(logits.shape[0], dtype=compute_dtype(logits.dtype))
-    return torch.empty_like(lse) if divisor is None else lse.new_empty(()), lse
+    merged = logits.new_empty((logits.shape[0], 2), dtype=compute_dtype(logits.dtype))
+    return merged.new_empty(() if divisor is not None else logits.shape[:1]), merged
 
 
 # FLOPs of each op: an exponential counts as one; padding columns do not count.
@@ -62,9 +65,9 @@ def _fake(
 def _flops(logits, target, stats, token_weight, vocab_start, vocab_size, *options) -> int:
     if stats is not None:
         return _merge_flops(stats)
-    width = 4 if options[1] > 0 else 3
+    with_sum = options[1] > 0
     columns = real_columns(logits.shape[1], vocab_start, vocab_size)
-    return logits.shape[0] * (columns * (width + 1) + width + 8)
+    return logits.shape[0] * (columns * (4 + with_sum) + 11 + 2 * with_sum)
 
 
 def _merge_flops(stats, *options) -> int:
@@ -78,7 +81,7 @@ def _traffic(logits, target, stats, token_weight, *options) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in moved)
 
 
-def _grad_flops(logits, target, lse, grad_loss, token_weight, vocab_start, vocab_size, *options) -> int:
+def _grad_flops(logits, target, merged, grad_loss, token_weight, vocab_start, vocab_size, *options) -> int:
     return logits.shape[0] * real_columns(logits.shape[1], vocab_start, vocab_size) * 5
 
 
@@ -89,7 +92,7 @@ register(
     reference=reference_stats,
     triton=launch_stats,
     fake=lambda logits, target, vocab_start, vocab_size, with_sum: logits.new_empty(
-        (logits.shape[0], 4 if with_sum else 3), dtype=compute_dtype(logits.dtype)
+        (logits.shape[0], 5 if with_sum else 3), dtype=compute_dtype(logits.dtype)
     ),
     flops=lambda logits, target, vocab_start, vocab_size, with_sum: (
         logits.shape[0] * real_columns(logits.shape[1], vocab_start, vocab_size) * (5 if with_sum else 4)
@@ -97,24 +100,24 @@ register(
 )
 register(
     "cross_entropy_merge(Tensor stats, Tensor target, Tensor? token_weight, int vocab_size, int ignore_index,"
-    " float label_smoothing, float z_loss) -> (Tensor loss, Tensor lse)",
+    " float label_smoothing, float z_loss) -> (Tensor loss, Tensor merged)",
     contract=(
-        "stats (P, N, W) float32|float64; 3 <= W <= 4; 0 <= label_smoothing <= W - 3; target (N) int64; "
+        "stats (P, N, 2W+1) float32|float64; 1 <= W <= 2; 0 <= label_smoothing <= W - 1; target (N) int64; "
         "token_weight (N) stats"
     ),
     reference=reference_merge,
     triton=launch_merge,
-    fake=lambda stats, *options: (stats.new_empty(stats.shape[1]), stats.new_empty(stats.shape[1])),
+    fake=lambda stats, *options: (stats.new_empty(stats.shape[1]), stats.new_empty((stats.shape[1], 2))),
     flops=_merge_flops,
 )
 _GRAD_OPTIONS = (
-    "Tensor target, Tensor lse, Tensor grad_loss, Tensor? token_weight, int vocab_start, int vocab_size, "
+    "Tensor target, Tensor merged, Tensor grad_loss, Tensor? token_weight, int vocab_start, int vocab_size, "
     "int ignore_index, float label_smoothing, float z_loss, float? divisor=None"
 )
 register(
     f"cross_entropy_grad(Tensor logits, {_GRAD_OPTIONS}) -> Tensor",
     contract=(
-        "logits (N, V) floating; target (N) int64; lse (N) wide(logits); "
+        "logits (N, V) floating; target (N) int64; merged (N, 2) wide(logits); "
         "divisor ? grad_loss () wide(logits); no divisor ? grad_loss (N) wide(logits); "
         "token_weight (N) wide(logits); 0 <= vocab_start; 0 < vocab_size"
     ),
@@ -126,7 +129,7 @@ register(
 register(
     f"cross_entropy_grad_(Tensor(a!) logits, {_GRAD_OPTIONS}) -> ()",
     contract=(
-        "logits (N, V) floating; target (N) int64; lse (N) wide(logits); "
+        "logits (N, V) floating; target (N) int64; merged (N, 2) wide(logits); "
         "divisor ? grad_loss () wide(logits); no divisor ? grad_loss (N) wide(logits); "
         "token_weight (N) wide(logits); 0 <= vocab_start; 0 < vocab_size"
     ),
@@ -169,11 +172,11 @@ _loss_and_grad = register(
 _cross_entropy = register(
     "cross_entropy(Tensor logits, Tensor target, Tensor? stats, Tensor? token_weight, int vocab_start,"
     " int vocab_size, int ignore_index, float label_smoothing, float z_loss, bool grad_in_place,"
-    " float? divisor=None) -> (Tensor loss, Tensor lse)",
+    " float? divisor=None) -> (Tensor loss, Tensor merged)",
     contract=(
-        "logits (N, V) floating; target (N) int64; stats (P, N, W) float32|float64; 3 <= W <= 4; "
-        "token_weight (N) wide(logits); 0 <= label_smoothing <= 1; 0 <= z_loss; 0 <= vocab_start; "
-        "0 < vocab_size"
+        "logits (N, V) floating; target (N) int64; stats (P, N, 2W+1) float32|float64; 1 <= W <= 2; "
+        "label_smoothing <= W - 1; token_weight (N) wide(logits); 0 <= label_smoothing <= 1; 0 <= z_loss; "
+        "0 <= vocab_start; 0 < vocab_size"
     ),
     reference=reference,
     triton=launch_loss,
@@ -181,9 +184,9 @@ _cross_entropy = register(
     flops=_flops,
     traffic=_traffic,
     autograd_formula={
-        "grad_in_place": "cross_entropy_grad_(logits, target, lse, grad_loss, token_weight, vocab_start,"
+        "grad_in_place": "cross_entropy_grad_(logits, target, merged, grad_loss, token_weight, vocab_start,"
         " vocab_size, ignore_index, label_smoothing, z_loss, divisor) -> ; logits -> logits",
-        "": "cross_entropy_grad(logits, target, lse, grad_loss, token_weight, vocab_start, vocab_size,"
+        "": "cross_entropy_grad(logits, target, merged, grad_loss, token_weight, vocab_start, vocab_size,"
         " ignore_index, label_smoothing, z_loss, divisor) -> logits",
     },
 )
@@ -301,7 +304,7 @@ def cross_entropy_from_stats(
     Args:
         logits: (..., V) this shard's columns.
         target: (...) int64 ids in the whole vocabulary.
-        stats: (P, N, 3), or (P, N, 4) with label smoothing: the results of
+        stats: (P, N, 3), or (P, N, 5) with label smoothing: the results of
             `torch.ops.fastmp.cross_entropy_stats` of the P shards, in any order, for N targets.
         vocab_start: id of this shard's first column.
         vocab_size: number of ids of all shards together; columns beyond are padding.
@@ -319,7 +322,7 @@ def cross_entropy_from_stats(
     """
     _check(logits, target, vocab_start, vocab_size, label_smoothing, z_loss, token_weight=token_weight)
     rows, targets = _rows(logits), _flat(target)
-    expected = (rows.shape[0], 4 if label_smoothing else 3)
+    expected = (rows.shape[0], 5 if label_smoothing else 3)
     wanted, dtype = "stats must be {} (P, {}, {}) for logits {}, got {} {}", compute_dtype(logits.dtype)
     fits = stats.dim() == 3 and stats.shape[1:] == expected and stats.dtype == dtype
     shapes = (logits.shape, stats.dtype, stats.shape)
@@ -366,7 +369,7 @@ def cross_entropy(
 ) -> Tensor:
     """Cross-entropy of logits and class ids, a replacement for `torch.nn.functional.cross_entropy`.
 
-    The logits are read once forward and once backward. In between, the logits and at most three numbers per
+    The logits are read once forward and once backward. In between, the logits and at most four numbers per
     token are saved; the gradient is the only other tensor of their size. Arithmetic is in float32 (float64
     for float64) from logits of any dtype, so torch.autocast has no effect and no cast is needed.
 

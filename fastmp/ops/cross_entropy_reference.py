@@ -17,54 +17,67 @@ def reference_stats(logits, target, vocab_start, vocab_size, with_sum):
     real = real_columns(logits.shape[1], vocab_start, vocab_size)
     x = logits[:, :real].to(compute_dtype(logits.dtype))
     if real == 0:
-        empty = x.new_tensor([-torch.inf, 0, 0, 0][: 4 if with_sum else 3])
+        empty = x.new_tensor([-torch.inf, 0, 0, 0, 0][: 5 if with_sum else 3])
         return empty.repeat(len(x), 1)
     top = x.amax(1)
-    finite = top.masked_fill(top == -torch.inf, 0)
+    below = x - top.masked_fill(top == -torch.inf, 0)[:, None]
     column = target - vocab_start
     here = (column >= 0) & (column < real)
     target_logit = x.gather(1, column.where(here, 0)[:, None])[:, 0].where(here, 0)
-    columns = [top, (x - finite[:, None]).exp().sum(1), target_logit]
-    return torch.stack(columns + [x.sum(1)] * with_sum, 1)
+    columns = [top, below.exp().sum(1), target_logit]
+    if with_sum:
+        columns += [below.sum(1), torch.full_like(top, real)]
+    return torch.stack(columns, 1)
 
 
 def reference_merge(stats, target, token_weight, vocab_size, ignore_index, label_smoothing, z_loss):
-    top = stats[..., 0].amax(0)
+    tops = stats[..., 0]
+    top = tops.amax(0)
     top = top.masked_fill(top == -torch.inf, 0)
-    lse = top + (stats[..., 1] * (stats[..., 0] - top).exp()).sum(0).log()
-    loss = (1 - label_smoothing) * (lse - stats[..., 2].sum(0)) + z_loss * lse * lse
+    total = (stats[..., 1] * (tops - top).exp()).sum(0)
+    # All terms are relative to the maximum: a log-sum-exp would round away what small losses consist of.
+    log_total = total.log()
+    lse = top + log_total
+    loss = (1 - label_smoothing) * (log_total + (top - stats[..., 2].sum(0))) + z_loss * lse * lse
     if label_smoothing:
-        loss = loss + label_smoothing * (lse - stats[..., 3].sum(0) / vocab_size)
+        gap = tops.masked_fill(tops == -torch.inf, 0) - top
+        below = (stats[..., 3] + stats[..., 4] * gap).sum(0)
+        loss = loss + label_smoothing * (log_total - below / vocab_size)
     if token_weight is not None:
         loss = loss * token_weight
     loss = loss.where((target >= 0) & (target < vocab_size), _NAN)
-    return loss.masked_fill(target == ignore_index, 0), lse
+    merged = torch.stack([top.where(~total.isnan(), _NAN), total], 1)
+    return loss.masked_fill(target == ignore_index, 0), merged
 
 
 def reference(
     logits, target, stats, token_weight, vocab_start, vocab_size, ignore_index, label_smoothing, z_loss,
     grad_in_place, divisor=None,
 ):  # fmt: skip
-    """Return loss and lse, from stats or, without them, from whole rows; with a divisor, the reduced loss."""
+    """Return loss and maximum and sum of each row, from stats or, without them, from whole rows.
+
+    With a divisor, the loss is reduced.
+    """
     if stats is None:
         stats = reference_stats(logits, target, vocab_start, vocab_size, label_smoothing > 0)[None]
     options = vocab_size, ignore_index, label_smoothing, z_loss
-    loss, lse = reference_merge(stats, target, token_weight, *options)
-    return divided(loss, divisor), lse
+    loss, merged = reference_merge(stats, target, token_weight, *options)
+    return divided(loss, divisor), merged
 
 
 def reference_grad(
-    logits, target, lse, grad_loss, token_weight, vocab_start, vocab_size, ignore_index, label_smoothing,
+    logits, target, merged, grad_loss, token_weight, vocab_start, vocab_size, ignore_index, label_smoothing,
     z_loss, divisor=None,
 ):  # fmt: skip
     grad_loss = grad_of_each(grad_loss, target, divisor)
     real = real_columns(logits.shape[1], vocab_start, vocab_size)
     scale = grad_loss if token_weight is None else grad_loss * token_weight
     scale = scale.where((target >= 0) & (target < vocab_size), _NAN)[:, None]
-    probability = (logits[:, :real].to(lse.dtype) - lse[:, None]).exp()
+    top, total = merged[:, :1], merged[:, 1:]
+    probability = (logits[:, :real].to(merged.dtype) - top).exp() / total
     is_target = torch.arange(vocab_start, vocab_start + real, device=target.device) == target[:, None]
-    grad = probability * (1 + 2 * z_loss * lse[:, None]) - label_smoothing / vocab_size
-    grad = scale * (grad - (1 - label_smoothing) * is_target.to(lse.dtype))
+    grad = probability * (1 + 2 * z_loss * (top + total.log())) - label_smoothing / vocab_size
+    grad = scale * (grad - (1 - label_smoothing) * is_target.to(merged.dtype))
     out = torch.zeros(logits.shape, dtype=logits.dtype, device=logits.device)
     out[:, :real] = grad.masked_fill((target == ignore_index)[:, None], 0)
     return out
@@ -76,8 +89,8 @@ def reference_grad_(logits, *options):
 
 def reference_loss_grad_(logits, target, loss_grad, token_weight, vocab_size, *options):
     stats = reference_stats(logits, target, 0, vocab_size, options[1] > 0)
-    loss, lse = reference_merge(stats[None], target, token_weight, vocab_size, *options)
-    reference_grad_(logits, target, lse, loss_grad, token_weight, 0, vocab_size, *options)
+    loss, merged = reference_merge(stats[None], target, token_weight, vocab_size, *options)
+    reference_grad_(logits, target, merged, loss_grad, token_weight, 0, vocab_size, *options)
     return loss
 
 

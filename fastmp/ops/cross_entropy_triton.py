@@ -82,7 +82,7 @@ def row_stats(
     ACC: tl.constexpr, WITH_SUM: tl.constexpr, WITH_ENTROPY: tl.constexpr, BLOCK: tl.constexpr,
     VEC: tl.constexpr, EVICT: tl.constexpr,
 ):  # fmt: skip
-    """Return maximum, sum of exponentials relative to it (to 0 if it is -inf) and sum of base[begin:end].
+    """Return maximum, and sums of exponentials and of base[begin:end] relative to it (to 0 if it is -inf).
 
     With a `scale`, exponentials are of scaled differences. WITH_ENTROPY replaces the last sum by that of each
     exponential times its logarithm.
@@ -92,6 +92,7 @@ def row_stats(
     top = tl.full((LANES,), float("-inf"), ACC)
     total = tl.zeros((LANES,), ACC)
     plain = tl.zeros((LANES,), ACC)
+    seen = tl.zeros((LANES,), ACC)
     for start in range(0, end, BLOCK):
         # 1. Load a block; mask it only at the ends of the row.
         first, at = offsets(start, BLOCK, VEC)
@@ -108,9 +109,12 @@ def row_stats(
             plain = (plain + total * finite_log(gap)) * shrink
             plain += tl.sum(exponentials * finite_log(below), 1)
         total = total * shrink + tl.sum(exponentials, 1)
-        top = higher
         if WITH_SUM:
-            plain += tl.sum(tl.where((at >= begin) & (at < end), x, 0.0), 1)
+            inside = (at >= begin) & (at < end)
+            plain += seen * (tl.where(top == float("-inf"), 0.0, top) - finite)
+            plain += tl.sum(tl.where(inside, x - finite[:, None], 0.0), 1)
+            seen += tl.sum(tl.where(inside, 1.0, 0.0), 1)
+        top = higher
     # 3. Reduce over the lanes: sums relative to the row's maximum.
     row_top = tl.max(top, 0)
     finite = tl.where(row_top == float("-inf"), 0.0, row_top)
@@ -118,6 +122,8 @@ def row_stats(
     shrink = fast_exp(gap)
     if WITH_ENTROPY:
         plain = (plain + total * finite_log(gap)) * shrink
+    if WITH_SUM:
+        plain += seen * (tl.where(top == float("-inf"), 0.0, top) - finite)
     return row_top, tl.sum(total * shrink, 0), tl.sum(plain, 0)
 
 
@@ -129,11 +135,19 @@ def row_start(logits, row, row_stride, VEC: tl.constexpr):
 
 
 @jit
-def _token_loss(row_lse, target_logit, plain, vocab_size, SMOOTHING: tl.constexpr, Z_LOSS: tl.constexpr):
-    """Cross-entropy with smoothing over the vocabulary, and z-loss; `plain` is the sum of the logits."""
-    value = (1 - SMOOTHING) * (row_lse - target_logit) + Z_LOSS * row_lse * row_lse
+def _token_loss(
+    top, total, target_logit, plain, vocab_size,
+    SMOOTHING: tl.constexpr, Z_LOSS: tl.constexpr,
+):  # fmt: skip
+    """Cross-entropy with smoothing over the vocabulary, and z-loss, from finite statistics of a row.
+
+    Relative to the maximum until the end: `plain` is the sum of logits, less the maximum each.
+    """
+    log_total = tl.log(total)
+    row_lse = top + log_total
+    value = (1 - SMOOTHING) * (log_total + (top - target_logit)) + Z_LOSS * row_lse * row_lse
     if SMOOTHING > 0:
-        value += SMOOTHING * (row_lse - plain / vocab_size)
+        value += SMOOTHING * (log_total - plain / vocab_size)
     return value
 
 
@@ -141,7 +155,7 @@ def _token_loss(row_lse, target_logit, plain, vocab_size, SMOOTHING: tl.constexp
 def stats_kernel(
     logits,  # (N, V)
     target,  # (N,) int64
-    out,  # (N, 3), or (N, 4) with WITH_SUM
+    out,  # (N, 3), or (N, 5) with WITH_SUM
     row_stride, real, vocab_start,
     WITH_SUM: tl.constexpr, BLOCK: tl.constexpr, VEC: tl.constexpr,
 ):  # fmt: skip
@@ -154,12 +168,13 @@ def stats_kernel(
     # 2. The target's logit if this shard has that column, else 0, so that shards can be added.
     column = tl.load(target + row) - vocab_start
     here = (column >= 0) & (column < real)
-    out += row * (4 if WITH_SUM else 3)
+    out += row * (5 if WITH_SUM else 3)
     tl.store(out, top)
     tl.store(out + 1, total)
     tl.store(out + 2, tl.load(base + begin + column, mask=here, other=0.0).to(ACC))
     if WITH_SUM:
         tl.store(out + 3, plain)
+        tl.store(out + 4, real)
 
 
 @jit
@@ -167,11 +182,12 @@ def merge_kernel(
     stats,  # (P, N, WIDTH)
     target,  # (N,) int64
     token_weight,  # (N,) or None
-    loss, lse,  # (N,)
+    loss,  # (N,)
+    merged,  # (N, 2)
     tokens, shards, vocab_size, ignore_index,
     WIDTH: tl.constexpr, SMOOTHING: tl.constexpr, Z_LOSS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Merge the statistics of all shards into the loss and log-sum-exp of BLOCK tokens."""
+    """Merge the statistics of all shards into the loss, maximum and sum of BLOCK tokens."""
     token = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = token < tokens
     # 1. The maximum over the shards.
@@ -189,30 +205,35 @@ def merge_kernel(
     for _ in range(shards):
         at = stats + place * WIDTH
         place += tokens
-        total += tl.load(at + 1, mask=inside, other=1.0) * fast_exp(tl.load(at, mask=inside, other=0.0) - top)
+        own = tl.load(at, mask=inside, other=0.0)
+        total += tl.load(at + 1, mask=inside, other=1.0) * fast_exp(own - top)
         target_logit += tl.load(at + 2, mask=inside, other=0.0)
         if SMOOTHING > 0:
+            gap = tl.where(own == float("-inf"), 0.0, own) - top
             plain += tl.load(at + 3, mask=inside, other=0.0)
+            plain += tl.load(at + 4, mask=inside, other=0.0) * gap
     # 3. The loss; NaN where the target is no column, 0 where it is ignored.
-    row_lse = top + tl.log(total)
-    value = _token_loss(row_lse, target_logit, plain, vocab_size, SMOOTHING, Z_LOSS)
+    value = _token_loss(top, total, target_logit, plain, vocab_size, SMOOTHING, Z_LOSS)
     if token_weight is not None:
         value *= tl.load(token_weight + token, mask=inside, other=0.0)
     wanted = tl.load(target + token, mask=inside, other=0)
     value = tl.where((wanted >= 0) & (wanted < vocab_size), value, float("nan"))
     tl.store(loss + token, tl.where(wanted == ignore_index, 0.0, value), mask=inside)
-    tl.store(lse + token, row_lse, mask=inside)
+    tl.store(merged + token * 2, tl.where(total == total, top, total), mask=inside)
+    tl.store(merged + token * 2 + 1, total, mask=inside)
 
 
 @jit
 def _row_grad(
-    source, sink, begin, end, columns, live, row_lse, scale, vocab_size, target_at,
+    source, sink, begin, end, columns, live, top, total, scale, vocab_size, target_at,
     SMOOTHING: tl.constexpr, Z_LOSS: tl.constexpr, BLOCK: tl.constexpr, VEC: tl.constexpr,
     EVICT: tl.constexpr,
 ):  # fmt: skip
     """Write the gradient of source[begin:end] to sink, and zeros up to `columns`; the last block first."""
     # 1. d loss / d logit = probability * slope - shift, and - share at the target.
-    slope = scale * (1 + 2 * Z_LOSS * row_lse)
+    slope = scale / total
+    if Z_LOSS > 0:
+        slope *= 1 + 2 * Z_LOSS * (top + tl.log(total))
     shift = scale * SMOOTHING / vocab_size
     share = scale * (1 - SMOOTHING)
     blocks = tl.cdiv(begin + columns, BLOCK)
@@ -225,8 +246,8 @@ def _row_grad(
             x = tl.load(source + at, mask=live, other=0.0, eviction_policy=EVICT)
         else:
             x = load_edge(source, first, at, begin, tl.where(live, end, 0), 0.0, VEC, EVICT)
-        # 3. Probability of each column, from the row's log-sum-exp.
-        grad = fast_exp(x.to(row_lse.dtype) - row_lse) * slope - shift
+        # 3. Probability of each column, from the row's maximum and sum.
+        grad = fast_exp(x.to(top.dtype) - top) * slope - shift
         grad -= tl.where(at == target_at, share, 0.0)
         grad = tl.where(live, grad, 0.0)
         if whole:
@@ -239,7 +260,8 @@ def _row_grad(
 def grad_kernel(
     logits, out,  # (N, V); may be the same memory
     target,  # (N,) int64
-    lse, grad_loss,  # (N,)
+    merged,  # (N, 2)
+    grad_loss,  # (N,)
     token_weight,  # (N,) or None
     row_stride, out_stride, columns, real, vocab_start, vocab_size, ignore_index,
     SMOOTHING: tl.constexpr, Z_LOSS: tl.constexpr, BLOCK: tl.constexpr, VEC: tl.constexpr,
@@ -249,7 +271,7 @@ def grad_kernel(
     source, begin = row_start(logits, row, row_stride, VEC)
     sink = out + tl.multiple_of(row * out_stride - begin, VEC)
     # The upstream gradient becomes NaN where the target is no column, as the loss is.
-    row_lse = tl.load(lse + row)
+    top, total = tl.load(merged + row * 2), tl.load(merged + row * 2 + 1)
     wanted = tl.load(target + row)
     scale = tl.load(grad_loss + row)
     if token_weight is not None:
@@ -258,7 +280,7 @@ def grad_kernel(
     column = wanted - vocab_start
     target_at = tl.where((column >= 0) & (column < real), column + begin, -1).to(tl.int32)
     _row_grad(
-        source, sink, begin, begin + real, columns, wanted != ignore_index, row_lse, scale, vocab_size,
+        source, sink, begin, begin + real, columns, wanted != ignore_index, top, total, scale, vocab_size,
         target_at, SMOOTHING, Z_LOSS, BLOCK, VEC, "",
     )  # fmt: skip
 
@@ -268,11 +290,12 @@ def loss_kernel(
     logits,  # (N, V)
     target,  # (N,) int64
     token_weight,  # (N,) or None
-    loss, lse,  # (N,)
+    loss,  # (N,)
+    merged,  # (N, 2)
     row_stride, real, vocab_start, vocab_size, ignore_index,
     SMOOTHING: tl.constexpr, Z_LOSS: tl.constexpr, BLOCK: tl.constexpr, VEC: tl.constexpr,
 ):  # fmt: skip
-    """Compute the loss and the log-sum-exp of a row that holds the whole vocabulary."""
+    """Compute the loss, the maximum and the sum of a row that holds the whole vocabulary."""
     ACC: tl.constexpr = loss.dtype.element_ty
     row = tl.program_id(0).to(tl.int64)
     base, begin = row_start(logits, row, row_stride, VEC)
@@ -281,13 +304,14 @@ def loss_kernel(
     column = wanted - vocab_start
     here = (column >= 0) & (column < real)
     target_logit = tl.load(base + begin + column, mask=here, other=0.0).to(ACC)
-    row_lse = tl.where(top == float("-inf"), 0.0, top) + tl.log(total)
-    value = _token_loss(row_lse, target_logit, plain, vocab_size, SMOOTHING, Z_LOSS)
+    top = tl.where(top == float("-inf"), 0.0, top)
+    value = _token_loss(top, total, target_logit, plain, vocab_size, SMOOTHING, Z_LOSS)
     if token_weight is not None:
         value *= tl.load(token_weight + row)
     value = tl.where((wanted >= 0) & (wanted < vocab_size), value, float("nan"))
     tl.store(loss + row, tl.where(wanted == ignore_index, 0.0, value))
-    tl.store(lse + row, row_lse)
+    tl.store(merged + row * 2, tl.where(total == total, top, total))
+    tl.store(merged + row * 2 + 1, total)
 
 
 @jit
@@ -316,8 +340,8 @@ def loss_grad_kernel(
     # 2. First read: statistics and loss of the row.
     end = begin + tl.where(live, vocab_size, 0).to(tl.int32)
     top, total, plain = row_stats(base, begin, end, None, ACC, SMOOTHING > 0, False, BLOCK, VEC, "evict_last")
-    row_lse = tl.where(top == float("-inf"), 0.0, top) + tl.log(total)
-    value = _token_loss(row_lse, target_logit, plain, vocab_size, SMOOTHING, Z_LOSS)
+    top = tl.where(top == float("-inf"), 0.0, top)
+    value = _token_loss(top, total, target_logit, plain, vocab_size, SMOOTHING, Z_LOSS)
     scale = tl.load(loss_grad + row)
     if token_weight is not None:
         weight = tl.load(token_weight + row)
@@ -329,7 +353,7 @@ def loss_grad_kernel(
     # 3. Second read: the gradient over the logits.
     target_at = tl.where(real, wanted + begin, -1).to(tl.int32)
     _row_grad(
-        base, base, begin, begin + vocab_size, columns, live, row_lse, scale, vocab_size, target_at,
+        base, base, begin, begin + vocab_size, columns, live, top, total, scale, vocab_size, target_at,
         SMOOTHING, Z_LOSS, BLOCK, VEC, "evict_first",
     )  # fmt: skip
 
@@ -390,7 +414,7 @@ def shape_of(op, logits):
 
 def launch_stats(logits, target, vocab_start, vocab_size, with_sum):
     tokens, columns = shape_of("cross_entropy_stats", logits)
-    out = logits.new_empty(tokens, 4 if with_sum else 3, dtype=compute_dtype(logits.dtype))
+    out = logits.new_empty(tokens, 5 if with_sum else 3, dtype=compute_dtype(logits.dtype))
     block, vec, num_warps = launch_sizes(columns, logits.element_size())
     real = real_columns(columns, vocab_start, vocab_size)
     if tokens:
@@ -407,39 +431,39 @@ def launch_stats(logits, target, vocab_start, vocab_size, with_sum):
 
 def launch_merge(stats, target, token_weight, vocab_size, ignore_index, label_smoothing, z_loss):
     shards, tokens, width = stats.shape
-    loss, lse = stats.new_empty(tokens), stats.new_empty(tokens)
+    loss, merged = stats.new_empty(tokens), stats.new_empty(tokens, 2)
     weight = None if token_weight is None else token_weight.contiguous()
     if tokens:
         launcher.launch(
             merge_kernel, cdiv(tokens, 128),
             (
-                stats.contiguous(), target.contiguous(), weight, loss, lse, tokens, shards, vocab_size,
+                stats.contiguous(), target.contiguous(), weight, loss, merged, tokens, shards, vocab_size,
                 ignore_index,
             ),
             {"WIDTH": width, "SMOOTHING": label_smoothing, "Z_LOSS": z_loss, "BLOCK": 128, "num_warps": 4},
         )  # fmt: skip
-    return loss, lse
+    return loss, merged
 
 
 def launch_loss(
     logits, target, stats, token_weight, vocab_start, vocab_size, ignore_index, smoothing, z_loss,
     grad_in_place, divisor=None,
 ):  # fmt: skip
-    """Compute (loss, lse) from the statistics of all shards or, without them, from the logits."""
+    """Compute (loss, merged) from the statistics of all shards or, without them, from the logits."""
     if stats is not None:
         options = vocab_size, ignore_index, smoothing, z_loss
-        loss, lse = launch_merge(stats, target, token_weight, *options)
-        return divided(loss, divisor), lse
+        loss, merged = launch_merge(stats, target, token_weight, *options)
+        return divided(loss, divisor), merged
     tokens, columns = shape_of("cross_entropy", logits)
     block, vec, num_warps = launch_sizes(columns, logits.element_size())
     dtype = compute_dtype(logits.dtype)
-    loss, lse = logits.new_empty(tokens, dtype=dtype), logits.new_empty(tokens, dtype=dtype)
+    loss, merged = logits.new_empty(tokens, dtype=dtype), logits.new_empty(tokens, 2, dtype=dtype)
     weight = None if token_weight is None else token_weight.contiguous()
     if tokens:
         launcher.launch(
             loss_kernel, tokens,
             (
-                logits, target.contiguous(), weight, loss, lse, logits.stride(0),
+                logits, target.contiguous(), weight, loss, merged, logits.stride(0),
                 real_columns(columns, vocab_start, vocab_size), vocab_start, vocab_size, ignore_index,
             ),
             {
@@ -447,11 +471,11 @@ def launch_loss(
                 "VEC": 1 if logits.data_ptr() % 16 else vec, "num_warps": num_warps,
             },
         )  # fmt: skip
-    return divided(loss, divisor), lse
+    return divided(loss, divisor), merged
 
 
 def launch_grad_into(
-    out, logits, target, lse, grad_loss, token_weight, vocab_start, vocab_size, ignore_index, smoothing,
+    out, logits, target, merged, grad_loss, token_weight, vocab_start, vocab_size, ignore_index, smoothing,
     z_loss, divisor=None,
 ):  # fmt: skip
     grad_loss = grad_of_each(grad_loss, target, divisor)
@@ -464,7 +488,7 @@ def launch_grad_into(
         launcher.launch(
             grad_kernel, tokens,
             (
-                logits, out, target.contiguous(), lse.contiguous(), grad_loss.contiguous(), weight,
+                logits, out, target.contiguous(), merged.contiguous(), grad_loss.contiguous(), weight,
                 logits.stride(0), out.stride(0), columns, real_columns(columns, vocab_start, vocab_size),
                 vocab_start, vocab_size, ignore_index,
             ),

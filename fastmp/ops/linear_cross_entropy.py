@@ -2,8 +2,8 @@
 
 If the upstream gradient of every token's loss is known (`loss_grad`), or known up to a factor (a mean or
 sum), the logits of a chunk are computed once: they give the loss, become their own gradient in place, and
-feed both GEMMs of the backward pass, for 6NVH FLOPs in all. Otherwise the forward pass saves the log-sum-exp
-of every token, and the backward pass recomputes the logits (8NVH). If one chunk holds all tokens, the forward
+feed both GEMMs of the backward pass, for 6NVH FLOPs in all. Otherwise the forward pass saves two numbers of
+every token, and the backward pass recomputes the logits (8NVH). If one chunk holds all tokens, the forward
 pass saves its logits instead, which are no larger than the workspace.
 
 The wgrad is summed over the chunks in fp32 (fp64 for fp64), in `weight.main_grad` where there is one; if that
@@ -68,14 +68,14 @@ def _loss(hidden, weight, bias, target, token_weight, *options):
     return make_loss(hidden, weight, bias, Targets(target, token_weight), LossOptions(*options), ALONE, False)
 
 
-def _loss_gradients(hidden, weight, bias, target, token_weight, grad_loss, lse, main_grad, *more):
+def _loss_gradients(hidden, weight, bias, target, token_weight, grad_loss, merged, main_grad, *more):
     options, wanted = split_options(LossOptions, more)
-    tokens = Targets(target, token_weight, grad_loss, lse)
+    tokens = Targets(target, token_weight, grad_loss, merged)
     grads = make_loss_gradients(hidden, weight, bias, tokens, main_grad, options, ALONE, wanted, None)
     return present(hidden, grads)
 
 
-def _fake_loss_gradients(hidden, weight, bias, target, token_weight, grad_loss, lse, main_grad, *more):
+def _fake_loss_gradients(hidden, weight, bias, target, token_weight, grad_loss, merged, main_grad, *more):
     return fake_gradients(hidden, weight, bias, main_grad, *split_options(LossOptions, more)[1])
 
 
@@ -94,11 +94,11 @@ _compiled_loss = opaque(
     "linear_cross_entropy_loss(Tensor hidden, Tensor weight, Tensor? bias, Tensor target,"
     f" Tensor? token_weight, {_OPTIONS}) -> (Tensor, Tensor)",
     _loss,
-    lambda hidden, *others: (per_token(hidden), per_token(hidden)),
+    lambda hidden, *others: (per_token(hidden), per_token(hidden, 2)),
 )
 _compiled_gradients = opaque(
     "linear_cross_entropy_gradients(Tensor hidden, Tensor weight, Tensor? bias, Tensor target,"
-    " Tensor? token_weight, Tensor grad_loss, Tensor lse, Tensor(a!)? main_grad,"
+    " Tensor? token_weight, Tensor grad_loss, Tensor merged, Tensor(a!)? main_grad,"
     f" {_OPTIONS}, {_WANTED}) -> (Tensor, Tensor, Tensor)",
     _loss_gradients,
     _fake_loss_gradients,
@@ -113,7 +113,7 @@ _compiled_both = opaque(
 
 
 def _forward_unknown(hidden, weight, bias, target, token_weight, main_grad, call: HeadCall):
-    """Return the loss (N,) for any upstream gradient, the log-sum-exps, and tensors kept for backward."""
+    """Return the loss (N,) for any upstream gradient, merged statistics, and tensors kept for backward."""
     if is_opaque(call.shards):
         return _compiled_loss(hidden, weight, bias, target, token_weight, *call.options)
     tokens = Targets(target, token_weight)
@@ -122,12 +122,12 @@ def _forward_unknown(hidden, weight, bias, target, token_weight, main_grad, call
 
 def _setup_unknown(ctx, inputs, output):
     hidden, weight, bias, target, token_weight, ctx.main_grad, ctx.call = inputs
-    _, lse, *kept = output
+    _, merged, *kept = output
     ctx.mark_non_differentiable(*output[1:])
     ctx.set_materialize_grads(False)
     ctx.spent = False
     hidden = kept[1] if len(kept) > 1 else hidden
-    ctx.save_for_backward(hidden, weight, bias, target, token_weight, lse, kept[0] if kept else None)
+    ctx.save_for_backward(hidden, weight, bias, target, token_weight, merged, kept[0] if kept else None)
 
 
 @traced("fastmp.linear_cross_entropy_backward")
@@ -135,15 +135,24 @@ def _backward_unknown(ctx, grad_loss, *_):
     if grad_loss is None:
         return (None,) * 7
     raise_if_create_graph("linear_cross_entropy")
-    hidden, weight, bias, target, token_weight, lse, kept = ctx.saved_tensors
+    hidden, weight, bias, target, token_weight, merged, kept = ctx.saved_tensors
     call, main_grad = ctx.call, ctx.main_grad
     if is_opaque(call.shards):
         grads = _compiled_gradients(
-            hidden, weight, bias, target, token_weight, grad_loss, lse, main_grad, *call.options, *call.wanted
+            hidden,
+            weight,
+            bias,
+            target,
+            token_weight,
+            grad_loss,
+            merged,
+            main_grad,
+            *call.options,
+            *call.wanted,
         )
         grads = taken(grads, call.wanted, main_grad, bias is not None)
     else:
-        tokens = Targets(target, token_weight, grad_loss, lse)
+        tokens = Targets(target, token_weight, grad_loss, merged)
         with without_autocast(hidden.device.type), torch.no_grad():
             kept = kept_logits(ctx, kept, hidden, weight, bias)
             grads = make_loss_gradients(

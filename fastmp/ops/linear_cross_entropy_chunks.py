@@ -95,16 +95,16 @@ class HeadCall(NamedTuple):
 
 
 class Targets(NamedTuple):
-    """Targets of N tokens, or of one chunk, with their weights, gradients and log-sum-exps where known."""
+    """Targets of N tokens, or of one chunk, with weights, upstream gradients and merged statistics."""
 
     target: Tensor
     weight: Tensor | None
     grad_loss: Tensor | None = None
-    lse: Tensor | None = None
+    merged: Tensor | None = None
 
     def of(self, rows: slice) -> Targets:
-        weight, grad_loss, lse = (None if one is None else one[rows] for one in self[1:])
-        return Targets(self.target[rows], weight, grad_loss, lse)
+        weight, grad_loss, merged = (None if one is None else one[rows] for one in self[1:])
+        return Targets(self.target[rows], weight, grad_loss, merged)
 
 
 class LogitChunks:
@@ -199,7 +199,7 @@ class HeadGradients:
 def _grad_(logits: Tensor, tokens: Targets, options: LossOptions) -> None:
     """Overwrite logits with their gradient."""
     torch.ops.fastmp.cross_entropy_grad_(
-        logits, tokens.target, tokens.lse, tokens.grad_loss, tokens.weight, *options[:5]
+        logits, tokens.target, tokens.merged, tokens.grad_loss, tokens.weight, *options[:5]
     )
 
 
@@ -246,8 +246,8 @@ def _loss_and_gradients(
             logits, part, stats, work = begun.popleft()
             if work is not None:
                 work.wait()
-            loss, lse = _merge(stats, part, options)
-            _grad_(logits, part._replace(lse=lse), options)
+            loss, merged = _merge(stats, part, options)
+            _grad_(logits, part._replace(merged=merged), options)
             gradients.add(turn - ahead, logits)
             losses.append(loss)
     return joined(losses)
@@ -324,7 +324,7 @@ def make_loss(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, tokens: Targets, options: LossOptions,
     shards: Shards, keep: bool,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """Return (loss, lse), followed by the tensors that `make_stats` keeps."""
+    """Return (loss, merged), followed by the tensors that `make_stats` keeps."""
     stats, *kept = make_stats(
         hidden, weight, bias, lambda logits, rows: _stats(logits, tokens.of(rows), options),
         options.workspace, shards, keep,
@@ -336,7 +336,7 @@ def make_loss_gradients(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, tokens: Targets, main_grad: Tensor | None,
     options: LossOptions, shards: Shards, wanted: tuple[bool, bool], kept: Tensor | None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
-    """Return the gradients of hidden, weight and bias, given the tokens' `grad_loss` and `lse`."""
+    """Return the gradients of hidden, weight and bias, given the tokens' `grad_loss` and `merged`."""
     return make_gradients(
         hidden, weight, bias, lambda logits, rows: _grad_(logits, tokens.of(rows), options), main_grad,
         options.workspace, shards, wanted, kept,
@@ -402,9 +402,9 @@ def taken(
     return tuple(grad if there else None for grad, there in zip(grads, exist))
 
 
-def per_token(hidden: Tensor) -> Tensor:
-    """Return an empty tensor of one number per row of `hidden`, for a fake."""
-    return hidden.new_empty(hidden.shape[0], dtype=compute_dtype(hidden.dtype))
+def per_token(hidden: Tensor, *numbers: int) -> Tensor:
+    """Return an empty tensor of a number, or `numbers`, per row of `hidden`, for a fake."""
+    return hidden.new_empty((hidden.shape[0], *numbers), dtype=compute_dtype(hidden.dtype))
 
 
 class Head(NamedTuple):

@@ -1,7 +1,7 @@
 """Cross-entropy over a vocabulary that is sharded over a group: local ops and one collective.
 
 1. Each rank reads its logits once and reduces them to three numbers a token: row maximum, sum of exponentials
-   and the target's logit (with label smoothing the sum of logits as a fourth).
+   and the target's logit (with label smoothing five: the sum of logits and their number as well).
 2. These statistics are all-gathered over the group: traffic does not grow with the vocabulary.
 3. From them every rank computes the same loss, to the bit, and the gradient of its shard. The backward does
    not communicate.
@@ -74,7 +74,7 @@ def vocab_parallel_cross_entropy(
     if rows_NV.stride(1) != 1:
         rows_NV = rows_NV.contiguous()
 
-    # 1. Statistics of this rank's columns: (P', N, 3 or 4).
+    # 1. Statistics of this rank's columns: (P', N, 3 or 5).
     stats = torch.ops.fastmp.cross_entropy_stats(
         rows_NV.detach(), target_N, vocab_start, vocab_size, label_smoothing != 0
     ).unsqueeze(0)

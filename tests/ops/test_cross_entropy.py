@@ -199,7 +199,7 @@ def test_a_second_derivative_is_refused():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_only_logits_and_three_numbers_a_token_are_kept(dtype):
+def test_only_logits_and_four_numbers_a_token_are_kept(dtype):
     tokens, columns = 64, 1000
     logits, target, weight, _ = case(tokens, columns, dtype)
     kept: list[Tensor] = []
@@ -214,7 +214,7 @@ def test_only_logits_and_three_numbers_a_token_are_kept(dtype):
         )
     assert sum(t.data_ptr() == logits.data_ptr() for t in kept) == 1
     others = [t for t in kept if t.data_ptr() != logits.data_ptr()]
-    assert sum(t.numel() for t in others) <= 3 * tokens
+    assert sum(t.numel() for t in others) <= 4 * tokens
 
 
 @pytest.mark.parametrize("in_place", [False, True])
@@ -271,9 +271,9 @@ def test_target_outside_the_vocabulary(wrong):
     with pytest.raises(ValueError, match=rf"cross_entropy.*{wrong}.*10"):
         cross_entropy(logits, target, vocab_size=10, reduction="none")
     stats = torch.ops.fastmp.cross_entropy_stats(logits, target, 0, 10, False)
-    loss, lse = torch.ops.fastmp.cross_entropy_merge(stats[None], target, None, 10, -100, 0.0, 0.0)
-    grad = torch.ops.fastmp.cross_entropy_grad(logits, target, lse, grad_loss, None, 0, 10, -100, 0.0, 0.0)
-    assert loss.isnan().tolist() == [False, False, True, False] and lse.isfinite().all()
+    loss, merged = torch.ops.fastmp.cross_entropy_merge(stats[None], target, None, 10, -100, 0.0, 0.0)
+    grad = torch.ops.fastmp.cross_entropy_grad(logits, target, merged, grad_loss, None, 0, 10, -100, 0.0, 0.0)
+    assert loss.isnan().tolist() == [False, False, True, False] and merged.isfinite().all()
     assert grad[2, :10].isnan().all() and grad[:, 10:].count_nonzero() == 0
     assert grad[[0, 1, 3]].isfinite().all()
 
@@ -305,7 +305,7 @@ def test_statistics_of_another_shape_are_refused():
     for wrong in (stats, stats[None, :3], stats[None].double()):
         with pytest.raises(ValueError, match=r"cross_entropy: stats must be torch.float32 \(P, 4, 3\)"):
             cross_entropy_from_stats(logits, target, wrong, vocab_start=0, vocab_size=6)
-    with pytest.raises(ValueError, match=r"\(P, 4, 4\)"):
+    with pytest.raises(ValueError, match=r"\(P, 4, 5\)"):
         cross_entropy_from_stats(
             logits, target, stats[None], vocab_start=0, vocab_size=6, label_smoothing=0.1
         )

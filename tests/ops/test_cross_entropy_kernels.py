@@ -11,6 +11,7 @@ import math
 import pytest
 import torch
 from cpp_tools import compiled, pointers, runnable
+from every_op_tools import implementation
 from torch import Tensor
 
 from fastmp.ops.core.registry import OPS
@@ -64,14 +65,14 @@ extern "C" void stats_float(const float* x, const int64_t* target, float* out, i
                             int64_t columns) {
   stats<float, float>(x, target, out, Shard{columns, columns, columns, 0}, true, nullptr, 0, rows);
 }
-extern "C" void grad_bfloat16(const BFloat16* x, BFloat16* out, const int64_t* target, const float* lse,
+extern "C" void grad_bfloat16(const BFloat16* x, BFloat16* out, const int64_t* target, const float* merged,
                               const float* grad_loss, int64_t rows, int64_t columns, bool keep) {
   const Shard shard{columns, columns, columns, 0};
   const int64_t stride = columns + 16;
-  std::vector<float> stats_of(4 * rows), values(rows * stride), references(rows);
+  std::vector<float> stats_of(5 * rows), values(rows * stride), references(rows);
   const Exponentials<float> kept{values.data(), references.data(), stride};
   if (keep) stats(x, target, stats_of.data(), shard, true, &kept, 0, rows);
-  grad<BFloat16, float>(x, out, target, lse, grad_loss, nullptr, shard, columns,
+  grad<BFloat16, float>(x, out, target, merged, grad_loss, nullptr, shard, columns,
                         GradOptions{columns, -100, 0.1, 1e-3}, keep ? &kept : nullptr, 0, rows);
 }
 }  // namespace fastmp::FASTMP_ISA
@@ -155,7 +156,7 @@ def test_instruction_sets_agree(tmp_path):
         for columns in (1, 7, 33, 1009):
             arguments = samples_of(columns)
             logits, target, grad_loss = arguments
-            out = torch.full((4, 4), math.nan)
+            out = torch.full((4, 5), math.nan)
             sizes = [ctypes.c_int64(4), ctypes.c_int64(columns)]
             library.stats_float(*pointers(logits, target, out), *sizes)
             truth = OPS["cross_entropy_stats"].implementations["reference"](
@@ -163,13 +164,16 @@ def test_instruction_sets_agree(tmp_path):
             )
             assert relative_error(out, truth) < 1e-6, isa
 
-            x, lse = logits.bfloat16(), logits.bfloat16().float().logsumexp(1)
+            x = logits.bfloat16()
+            top = x.float().amax(1)
+            merged = torch.stack([top, (x.float() - top[:, None]).exp().sum(1)], 1)
             truth = OPS["cross_entropy_grad"].implementations["reference"](
-                x.double(), target, lse.double(), grad_loss.double(), None, 0, columns, -100, 0.1, 1e-3
+                x.double(), target, merged.double(), grad_loss.double(), None, 0, columns, -100, 0.1, 1e-3
             )
             for keep in (False, True):
                 grad = torch.full_like(x, math.nan)
-                library.grad_bfloat16(*pointers(x, grad, target, lse, grad_loss), *sizes, ctypes.c_bool(keep))
+                tensors = pointers(x, grad, target, merged, grad_loss)
+                library.grad_bfloat16(*tensors, *sizes, ctypes.c_bool(keep))
                 assert relative_error(grad, truth) < 4e-3, (isa, keep)
 
 
@@ -214,6 +218,22 @@ def test_triton_refuses_columns_apart(op):
     apart = logits.t().contiguous().t()
     with pytest.raises(RuntimeError, match=r"cross_entropy.*next to each other, got stride 16"):
         OPS[op].implementations["triton"](apart, *options)
+
+
+@pytest.mark.interpret
+@pytest.mark.parametrize("backend", ["c++", "triton"])
+def test_statistics_of_another_width_are_refused(backend):
+    """A kernel that read them would read the next row's, or beyond the last."""
+    target, ones = torch.zeros(4, dtype=torch.int64), torch.ones(4)
+    for width, smoothing in ((3, 0.1), (4, 0.1), (4, 0.0)):
+        with pytest.raises(RuntimeError, match=r"stats .*\(P, N, 3\), or \(P, N, 5\)"):
+            merge = implementation("cross_entropy_merge", backend)
+            merge(torch.ones(2, 4, width), target, None, 6, -100, smoothing, 0.0)
+    for merged in (ones, torch.ones(4, 3), torch.ones(3, 2)):
+        for op in ("cross_entropy_grad", "cross_entropy_grad_"):
+            with pytest.raises(RuntimeError, match=r"merged.*4, 2"):
+                grad = implementation(op, backend)
+                grad(torch.ones(4, 6), target, merged, ones, None, 0, 6, -100, 0.0, 0.0)
 
 
 @pytest.mark.parametrize(

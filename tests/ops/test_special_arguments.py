@@ -55,7 +55,7 @@ def test_a_shard_outside_the_vocabulary_raises(backend, start, size):
     logits, target, row = numbers(6, 40), torch.arange(6), numbers(6)
     calls = {
         "cross_entropy_stats": (logits, target, start, size, True),
-        "cross_entropy_grad": (logits, target, row, row, None, start, size, -100, 0.0, 0.0, None),
+        "cross_entropy_grad": (logits, target, numbers(6, 2), row, None, start, size, -100, 0.0, 0.0, None),
         "log_probs_stats": (logits, target, None, start, size, True),
         "log_probs_grad_": (logits, target, row, row, row, None, None, None, start, size, -100),
     }

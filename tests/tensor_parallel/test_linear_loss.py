@@ -72,7 +72,7 @@ def check_halves(rank, tp, sp):
             text = f"{name}, chunks of {chunk}, {list(upstream)}"
             torch.testing.assert_close(ours, theirs, msg=lambda m, text=text: f"{text}: {m}", **CLOSE)
         if tp > 1:
-            check_calls(tp, sp, known, chunk, 4 if options.get("label_smoothing") else 3, *actual[3:])
+            check_calls(tp, sp, known, chunk, 5 if options.get("label_smoothing") else 3, *actual[3:])
         else:
             assert actual[3:] == ([], [])
         losses.append(actual[0].tolist())

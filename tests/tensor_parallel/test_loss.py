@@ -55,7 +55,7 @@ def check_loss(rank, tp, options):
     torch.testing.assert_close(shard.grad, whole.grad.chunk(tp, -1)[rank], rtol=1e-10, atol=1e-10)
     assert torch.equal(shard, logits.chunk(tp, -1)[rank]), "the logits were modified"
 
-    numbers = 4 if options.get("label_smoothing") else 3
+    numbers = 5 if options.get("label_smoothing") else 3
     assert forward.calls == [("all_gather", [(tp, S * B, numbers), (1, S * B, numbers)])]
     assert backward.counts == {}
     return loss.tolist()

@@ -187,7 +187,7 @@ def _latent_backward(rank, half, interleaved, *facts):
     return _op("latent_norm_rope_backward", *grads, x, T((rank,)), angles, angles, rstd, interleaved, *facts)
 
 
-_TARGET, _ONE = _ids(4096, dtype=torch.int64), _wide(4096)  # of each token
+_TARGET, _ONE, _MERGED = _ids(4096, dtype=torch.int64), _wide(4096), _wide(4096, 2)  # of each token
 _LOSS = (-100, 0.1, 1e-4)  # the ignored target, label smoothing, z-loss
 
 
@@ -202,7 +202,7 @@ def _loss(columns, *facts):
 
 def _grad(columns, *facts):
     logits = T((4096, columns))
-    return _op("cross_entropy_grad", logits, _TARGET, _ONE, _ONE, _ONE, 0, columns, *_LOSS, *facts)
+    return _op("cross_entropy_grad", logits, _TARGET, _MERGED, _ONE, _ONE, 0, columns, *_LOSS, *facts)
 
 
 def _loss_grad(columns, *facts):
@@ -448,7 +448,7 @@ CASES = {
     "cross_entropy stats odd": _stats(50257, True, STATS),
     "cross_entropy loss": _loss(128256, STATS),
     "cross_entropy loss odd": _loss(50257, STATS),
-    "cross_entropy merge": _op("cross_entropy_merge", _wide(8, 4096, 4), _TARGET, _ONE, 128256, *_LOSS, ANY),
+    "cross_entropy merge": _op("cross_entropy_merge", _wide(8, 4096, 5), _TARGET, _ONE, 128256, *_LOSS, ANY),
     "cross_entropy grad": _grad(8192, Facts(2, 2, exps=1, bytes=LATENCY)),
     "cross_entropy grad odd": _grad(50257, Facts(2, 2, exps=1, bytes=LATENCY)),
     "cross_entropy loss_grad": _loss_grad(128256, LOSS_GRAD),

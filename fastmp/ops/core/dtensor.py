@@ -26,7 +26,7 @@ from fastmp.ops.core.registry import OPS
 
 # Arguments with the leading dimensions of the rows; `stats` have one more dimension in front.
 _ROWS = set(
-    "x residual up grad grad_total grad_latent grad_shared total y q k logits target lse grad_loss"
+    "x residual up grad grad_total grad_latent grad_shared total y q k logits target merged grad_loss"
     " token_weight rstd".split()
 )
 # Outputs of each op: "rows", "stats", "sum" over rows, or the argument without which the output is empty.

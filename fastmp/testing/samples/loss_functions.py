@@ -23,21 +23,22 @@ from fastmp.testing.functions import Draw, Function, OpFamily
 def _cross_entropy_cases(
     dtype: torch.dtype, generator: torch.Generator, with_nan: bool
 ) -> Iterator[dict[str, Any]]:
-    """Yield rows with gaps, padding, a shard of padding, no tokens, one column, special values."""
+    """Yield rows with gaps, padding, a shard of padding, no tokens, one column, special values, an offset."""
     statistics = torch.float64 if dtype == torch.float64 else torch.float32
-    #   tokens, columns, gap between rows, first id, vocabulary, smoothing, z-loss, weighted
+    #   tokens, columns, gap between rows, first id, vocabulary, smoothing, z-loss, weighted, offset
     cases = (
-        (16, 1000, 0, 0, 1000, 0.0, 0.0, False),
-        (16, 1000, 0, 1000, 4000, 0.1, 1e-3, True),
-        (17, 257, 7, 0, 250, 0.1, 0.0, True),
-        (3, 7001, 4, 0, 7001, 0.0, 1e-2, False),
-        (5, 64, 0, 64, 60, 0.0, 0.0, False),
-        (0, 128, 0, 0, 128, 0.0, 0.0, True),
-        (1, 1, 0, 0, 1, 0.0, 0.0, False),
-        (7, 7000, 1, 0, 6999, 0.1, 1e-3, True),
+        (16, 1000, 0, 0, 1000, 0.0, 0.0, False, 0.0),
+        (16, 1000, 0, 1000, 4000, 0.1, 1e-3, True, 0.0),
+        (17, 257, 7, 0, 250, 0.1, 0.0, True, 0.0),
+        (3, 7001, 4, 0, 7001, 0.0, 1e-2, False, 0.0),
+        (5, 64, 0, 64, 60, 0.0, 0.0, False, 0.0),
+        (0, 128, 0, 0, 128, 0.0, 0.0, True, 0.0),
+        (1, 1, 0, 0, 1, 0.0, 0.0, False, 0.0),
+        (7, 7000, 1, 0, 6999, 0.1, 1e-3, True, 0.0),
+        (4, 300, 0, 0, 300, 0.1, 0.0, False, 1e4),
     )
-    for tokens, columns, gap, start, vocabulary, smoothing, z_loss, weighted in cases:
-        rows = torch.randn(tokens, columns + gap, generator=generator, dtype=torch.float64) * 3
+    for tokens, columns, gap, start, vocabulary, smoothing, z_loss, weighted, offset in cases:
+        rows = torch.randn(tokens, columns + gap, generator=generator, dtype=torch.float64) * 3 + offset
         target = torch.randint(vocabulary, (tokens,), generator=generator)
         if tokens >= 5:
             target[0] = -100
@@ -86,10 +87,10 @@ def cross_entropy_samples(op: str, dtype: torch.dtype, generator: torch.Generato
         if op == "cross_entropy":
             yield logits, target, stats, case["weight"], case["shard"][0], *options, False, None
             continue
-        lse = merge(stats, target, None, *options)[1]
-        yield logits, target, lse, case["grad_loss"], case["weight"], case["shard"][0], *options, None
+        merged, shard = merge(stats, target, None, *options)[1], case["shard"][0]
+        yield logits, target, merged, case["grad_loss"], case["weight"], shard, *options, None
         if len(target):
-            yield logits, target, lse, case["grad_loss"][0], case["weight"], case["shard"][0], *options, 2.5
+            yield logits, target, merged, case["grad_loss"][0], case["weight"], shard, *options, 2.5
 
 
 def _eager_cross_entropy(
@@ -184,7 +185,7 @@ def _draw_linear_cross_entropy(draw: Draw) -> tuple[tuple, dict[str, Any]]:
 
 
 def linear_log_probs_samples(op: str, dtype: torch.dtype, generator: torch.Generator) -> Iterator[tuple]:
-    """Yield rows with gaps, padding, a shard of padding, no tokens, one column, special values."""
+    """Yield rows with gaps, padding, a shard of padding, no tokens, one column, special values, an offset."""
     wide = compute_dtype(dtype)
     stats_of = OPS["log_probs_stats"].implementations["reference"]
     #   tokens, columns, gap between rows, first id, vocabulary, with a temperature, with the entropy
