@@ -91,7 +91,7 @@ def import_command(options: Namespace) -> None:
     _check_new(out)
     reader = TransformersReader(source, ignored=options.ignore)
     if options.verify:
-        to_stdout(verify(source, reader, reader.config))
+        to_stdout(verify(source, reader, reader.config, ignored=options.ignore))
     size = sum(each.bytes(full_chunk(each.shape)) for each in reader.manifest.tensors.values())
     checkpoint = write_again(reader, _chunks(reader), out, files=max(1, -(-size // FILE_BYTES)))
     write_synced(out / "recipe.toml", recipe_text(reader.config, source, checkpoint).encode())

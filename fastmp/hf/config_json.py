@@ -17,7 +17,10 @@ from fastmp.config.recipe import model_from
 from fastmp.hf.families import CONVERSIONS
 from fastmp.hf.families.family import Conversion, SlidingWindow, optional_int
 
-__all__ = ["ALIASES", "Quantization", "family_of", "from_transformers", "quantization_of", "to_transformers"]
+__all__ = [
+    "ALIASES", "Quantization", "family_of", "from_transformers", "quantization_of", "shortened",
+    "to_transformers",
+]  # fmt: skip
 
 ALIASES = {  # {key of transformers 5: the key before}
     "num_local_experts": "num_experts",
@@ -181,6 +184,31 @@ def _fields(family: Conversion, content: Mapping[str, Any]) -> dict[str, Any]:
         table, _, name = ours.rpartition(".")
         (model[table] if table else model)[name] = value
     return model
+
+
+def shortened(content: Mapping[str, Any], window: int, original: int, positions: int) -> dict[str, Any]:
+    """Return config.json with shorter windows and original lengths; equal to `content` if it has neither.
+
+    Args:
+        content: the object in config.json.
+        window: of sliding-window attention, at most.
+        original: the positions of pretraining that rotary scaling extends, at most.
+        positions: of the model, at most, if it has rotary scaling.
+    """
+    family = CONVERSIONS[content["model_type"]]
+    found = {**family.defaults, **content}
+    usual = None if family.window is None else family.window.size
+    if (size := optional_int(found, "sliding_window", usual)) is not None:
+        found["sliding_window"] = min(size, window)
+    key = "rope_scaling" if found.get("rope_scaling") else "rope_parameters"
+    table = dict(found.get(key) or {})
+    kind = table.get("rope_type", table.get("type", "default"))
+    if kind not in ("default", "linear") and "max_position_embeddings" in found:
+        longest = original if kind == "dynamic" else positions
+        found["max_position_embeddings"] = min(found["max_position_embeddings"], longest)
+        if (size := optional_int(table, "original_max_position_embeddings", None)) is not None:
+            found[key] = table | {"original_max_position_embeddings": min(size, original)}
+    return dict(content) if found == {**family.defaults, **content} else found
 
 
 def to_transformers(model_type: str, config: GPTConfig, dtype: str) -> dict[str, Any]:

@@ -105,7 +105,7 @@ def _on_meta(path: Path, dtype: torch.dtype | None) -> Any:
 
     config = AutoConfig.from_pretrained(path)
     config.__dict__.pop("quantization_config", None)  # weights are dequantised
-    with _parameters_on_meta():
+    with parameters_on_meta():
         return AutoModelForCausalLM.from_config(config, dtype=dtype or config.dtype)
 
 
@@ -130,7 +130,7 @@ def _with_adapters(model: Any, config: Any) -> Any:
 
 
 @contextlib.contextmanager
-def _parameters_on_meta() -> Iterator[None]:
+def parameters_on_meta() -> Iterator[None]:
     """Make new parameters on the meta device, but buffers, such as rotary frequencies, with their values."""
     register = nn.Module.register_parameter
 

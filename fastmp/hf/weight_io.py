@@ -292,6 +292,10 @@ class TransformersReader(CheckpointReader):
             if again and stored and not _same_bytes(path, again, stored):
                 raise ValueError(f"{path / again.file}: {name} is not {first}, {reason}")
 
+    def stored_name(self, name: str, shard: SavedShard) -> str:
+        """Return the name in the files of a shard of our tensor `name`."""
+        return self._mappings[name, shard.chunk.offsets].name
+
     @torch.no_grad()
     def _read_items(self, file: str, wanted: Sequence[Any], planner: Any) -> None:
         with opened(self.directory / file) as source:
