@@ -263,7 +263,7 @@ def read_recipe(path: str | Path | None, options: Mapping[str, Any] | None = Non
 def _content(path: str | Path | None) -> dict[str, Any]:
     """Return the content of a recipe's file; empty without a file."""
     try:
-        return {} if path is None else _parse(read_file(path, LIMIT).decode())
+        return {} if path is None else _parse(read_file(path, LIMIT).decode("utf-8-sig"))
     except OSError as error:
         files = [
             str(file)

@@ -143,6 +143,12 @@ def test_all_mistakes_in_a_file_are_named_at_once(tmp_path):
     assert not [name for name in read.unused if name.startswith(("data.", "train."))]
 
 
+def test_a_recipe_may_begin_with_a_byte_order_mark(tmp_path):
+    path = tmp_path / "marked.toml"
+    path.write_bytes(b"\xef\xbb\xbf[train]\nsteps = 7\n")
+    assert load_recipe(path).train.steps == 7
+
+
 def test_a_file_that_is_not_there(tmp_path):
     with pytest.raises(ValueError, match=r"recipe .*nothing\.toml: cannot be read \(No such file"):
         load_recipe(tmp_path / "nothing.toml")
