@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from fastmp.apps.first_rank import let_rank0_report_first
 from fastmp.apps.generation.sample_text import generate_text
 from fastmp.apps.generation.trained_models import open_reader
+from fastmp.apps.resumed import changes_since
 from fastmp.apps.signals import work_is_saved
 from fastmp.config import Environment, Recipe
 from fastmp.config.console import to_stdout
@@ -122,6 +123,8 @@ def train(
             notes.append(f"starting with the weights of {recipe.checkpoint.init_from}")
         if loaded is not None or recipe.checkpoint.resume:
             notes.append(_describe_start(trainer, loaded))
+        if loaded is not None and runtime.rank == 0:
+            notes += changes_since(recipe, loaded.path, trainer.step)
         own = trainer.saving.checkpointer.directory.resolve()
         if runtime.rank == 0 and (loaded is None or loaded.path.resolve().parent != own):
             if existed:

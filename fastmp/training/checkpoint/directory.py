@@ -135,7 +135,8 @@ def checkpoint_at(path: str | Path) -> Path:
 def publish(written: Path, manifest: Manifest) -> Path:
     """Write the manifest into the staging directory `written`, and make it the latest checkpoint.
 
-    Its sequence number is one more than the largest of the directory. If this step was saved before, the new checkpoint gets a suffix; published checkpoints are never moved.
+    Its sequence number is one more than the largest of the directory. If this step was saved before, the new
+    checkpoint gets a suffix; published checkpoints are never moved.
     """
     # 1. The files are on disk already; the manifest makes them a checkpoint.
     directory = written.parent
