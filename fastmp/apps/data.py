@@ -15,7 +15,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     make = commands.add_parser(
         "build",
         help="tokenize text files into token files",
-        description="Tokenize text files into a directory of token files for --data.path.\n\n"
+        description="Tokenize text files into a directory of token files for --data.path. Each file is a "
+        'document; of .jsonl files each line is one, in its field "text".\n\n'
         "  fastmp data build --input 'docs/**/*.md' --out data/docs --tokenizer bpe",
     )
     make.add_argument(

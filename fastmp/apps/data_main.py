@@ -74,6 +74,7 @@ def _report(directory: Path, *, check: bool) -> str:
     left_out = [
         f"{number:,} {why}"
         for name, why in (
+            ("num_empty", "are empty"),
             ("num_excluded", "overlap excluded files"),
             ("num_near_duplicates", "resemble an earlier one"),
             ("num_short", "have too few tokens"),

@@ -25,11 +25,19 @@ from typing import Any
 
 import numpy as np
 
-from fastmp.config.file_access import open_regular, read_file, read_json, write_synced
+from fastmp.config.file_access import open_binary, read_file, read_json, write_synced
 from fastmp.training.data import hygiene
 from fastmp.training.data.ngrams import Hashes
 from fastmp.training.data.progress import ProgressLine, groups
 from fastmp.training.data.sampling import epoch_key, permute
+from fastmp.training.data.text_files import (
+    HEAD_BYTES,
+    JSON_LINES,
+    check_is_text,
+    json_lines,
+    json_text,
+    mark_bytes,
+)
 from fastmp.training.data.tokenfile import (
     FORMAT,
     Index,
@@ -85,19 +93,20 @@ def build(
 ) -> Path:
     """Tokenize `inputs` into the directory `out` and return it.
 
-    Inputs are file patterns (`**` included) or the built-in "pydoc" and "stdlib". `tokenizer` is "byte",
+    Inputs are file patterns (`**` included) or the built-in "pydoc" and "stdlib". A file is a document; each
+    line of a .jsonl file is one, the field "text" of its object. `tokenizer` is "byte",
     "bpe" (learns `vocab_size` tokens, 4096 by default, from the training text) or what `load_tokenizer`
     takes, with `end_of_text`. The directory appears whole or not at all; several processes may build the same
     one at once. `overwrite` replaces a token dataset that is there, once the new one is complete.
 
     Documents are left out that overlap files of the patterns `exclude`, that resemble an earlier one by more
-    than `dedup_jaccard` (see `hygiene`), and that have fewer than `min_tokens` tokens. Their numbers are in
-    the `source` of the index. `progress` is told of each document.
+    than `dedup_jaccard` (see `hygiene`), that have fewer than `min_tokens` tokens, and that are empty. Their
+    numbers are in the `source` of the index. `progress` is told of each document.
 
     A build that was killed or interrupted while it tokenized goes on where it last saved, every SAVED_BYTES
     of text, if it is started again with the same files and options.
 
-    Raises ValueError for a pattern without a match, a file that is empty or cannot be read or tokenized, too
+    Raises ValueError for a pattern without a match, a file that is binary or cannot be read or tokenized, too
     little text, or an `out` that holds something else; DatasetExists for a token dataset at `out`, without
     `overwrite`.
     """
@@ -116,8 +125,10 @@ def build(
     if dedup_jaccard is not None:
         hygiene.minhash()  # raises now rather than after minutes
     _check_free(out, overwrite)
+    found = _found(inputs)
+    with_text = _with_text(found)
     documents, num_excluded, num_near_duplicates = _left(
-        find_documents(inputs), find_documents(exclude) if exclude else [], dedup_jaccard, progress
+        with_text, find_documents(exclude) if exclude else [], dedup_jaccard, progress
     )
     train, held_out = split_documents(documents, validation_fraction)
     if not train or (validation_fraction > 0 and not held_out):
@@ -132,6 +143,7 @@ def build(
         "min_tokens": min_tokens,
         "dedup_jaccard": dedup_jaccard,
         "exclude": list(exclude),
+        "num_empty": len(found) - len(with_text),
         "num_excluded": num_excluded,
         "num_near_duplicates": num_near_duplicates,
         "num_short": 0,  # counted when they have tokens
@@ -185,7 +197,23 @@ def _left(
 
 
 def find_documents(inputs: Sequence[str]) -> list[Document]:
-    """Return the documents of file patterns and built-in recipes, each file once, sorted in a pattern."""
+    """Return the documents of file patterns and built-in recipes, each file once, sorted in a pattern.
+
+    Empty ones are left out; ValueError if all are.
+    """
+    return _with_text(_found(inputs))
+
+
+def _with_text(documents: Sequence[Document]) -> list[Document]:
+    found = [document for document in documents if document.num_bytes]
+    if not found:
+        others = f" and {len(documents) - 1} others" if len(documents) > 1 else ""
+        raise ValueError(f"{documents[0].name}{others}: expected text, got empty files (0 bytes)")
+    return found
+
+
+def _found(inputs: Sequence[str]) -> list[Document]:
+    """Return the documents of `find_documents`, empty ones too."""
     documents: dict[str, Document] = {}
     for pattern in inputs:
         if pattern == "pydoc":
@@ -193,7 +221,7 @@ def find_documents(inputs: Sequence[str]) -> list[Document]:
         elif pattern == "stdlib":
             found = _stdlib()
         else:
-            found = [_file(Path(path)) for path in _matches(pattern)]
+            found = [document for path in _matches(pattern) for document in _file(Path(path))]
         if not found:
             raise ValueError(f"no file matches {pattern!r}")
         for document in found:
@@ -376,18 +404,27 @@ def _matches(pattern: str) -> list[str]:
     return [path for path in paths if not Path(path).is_dir()]
 
 
-def _file(path: Path) -> Document:
+def _file(path: Path) -> list[Document]:
+    """Return the documents of a file: itself, or each line of JSON."""
     try:
         status = path.stat()
         if stat.S_ISDIR(status.st_mode):
             raise ValueError(f"{path}: is a directory; write a pattern such as {path}/**/*.txt")
         if not stat.S_ISREG(status.st_mode):
             raise ValueError(f"{path}: is not a regular file")
-        os.close(open_regular(path))
+        with open_binary(path) as file:
+            head = file.read(HEAD_BYTES)
     except OSError as error:
         raise ValueError(f"{path}: cannot be read ({error.strerror})") from None
-    if status.st_size == 0:
-        raise ValueError(f"{path}: is empty (0 bytes): remove it or narrow the input pattern")
+    check_is_text(path, head)
+    if path.suffix in JSON_LINES:
+        changed = status.st_mtime_ns
+        lines = [
+            Document(f"{path}:{line.number}", line.num_bytes, partial(json_text, path, line), changed=changed)
+            for line in json_lines(path)
+        ]
+        return lines or [Document(str(path), 0, bytes)]
+    mark = mark_bytes(head)
 
     def load() -> bytes:
         try:
@@ -396,9 +433,9 @@ def _file(path: Path) -> Document:
             raise ValueError(f"{path}: cannot be read ({error.strerror})") from None
         if len(text) != status.st_size:
             raise ValueError(f"{path}: changed while it was read ({status.st_size} bytes, then {len(text)})")
-        return text
+        return text[mark:]
 
-    return Document(str(path), status.st_size, load, changed=status.st_mtime_ns)
+    return [Document(str(path), status.st_size - mark, load, changed=status.st_mtime_ns)]
 
 
 def _pydoc() -> list[Document]:
@@ -428,7 +465,7 @@ def _stdlib() -> list[Document]:
     paths = (
         path for path in sorted(root.rglob("*.py")) if not _NOT_LIBRARY & set(path.relative_to(root).parts)
     )
-    return [_file(path) for path in paths if path.is_file() and path.stat().st_size > 0]
+    return [document for path in paths if path.is_file() for document in _file(path) if document.num_bytes]
 
 
 def _check_free(out: Path, overwrite: bool) -> None:

@@ -378,7 +378,7 @@ def assert_nothing_built(tmp_path):
 @pytest.mark.parametrize(
     ("make", "named"),
     [
-        (lambda path: path.write_bytes(b""), "is empty"),
+        (lambda path: path.write_bytes(b"\x1f\x8b\x08\0"), "expected text, got gzip"),
         (lambda path: path.symlink_to("absent"), "cannot be read"),
         (make_fifo, "not a regular file"),
     ],
