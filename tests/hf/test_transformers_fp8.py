@@ -45,6 +45,24 @@ def test_linears_and_experts_multiply_in_fp8(family):
     assert torch.equal(layer(x), y if layer.bias is None else y + layer.bias)
 
 
+def test_experts_whose_activation_has_hooks_multiply_in_their_own_dtype():
+    """The FP8 epilogue computes the activation itself."""
+    model = model_of("qwen3_moe", **SIZES["qwen3_moe"])
+    exact = copy.deepcopy(model)
+    fastmp.accelerate(exact)
+    fastmp.accelerate(model, precision=FP8)
+    both = [each.model.layers[1].mlp.experts for each in (model, exact)]
+    given = torch.randn(8, 64), torch.randint(4, (8, 2)), torch.rand(8, 2)
+    in_fp8, want = (experts(*given) for experts in both)
+    assert not torch.equal(in_fp8, want)
+    handles = [experts.act_fn.register_forward_hook(lambda m, args, out: out / 2) for experts in both]
+    found, halved = (experts(*given) for experts in both)
+    assert torch.equal(found, halved) and not torch.equal(halved, want)
+    for handle in handles:
+        handle.remove()
+    assert torch.equal(both[0](*given), in_fp8)
+
+
 def test_learns_and_can_be_restored():
     model, batch = model_of("llama", **SIZES["llama"]), batch_of("llama", 4, 32)
     keys, classes = list(model.state_dict()), [type(module) for module in model.modules()]

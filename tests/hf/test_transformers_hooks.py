@@ -207,6 +207,41 @@ def test_hooks_of_every_module(family, kind):
     assert_hooks_do_the_same(family, kind, submodules(family))
 
 
+def test_a_gate_set_on_a_module_of_experts_is_called():
+    theirs, ours = (model_of("qwen3_moe", torch.float64) for _ in range(2))
+    fastmp.accelerate(ours)
+    theirs.set_experts_implementation("batched_mm")  # its loop over experts has the usual gate only
+    for model in (theirs, ours):
+        model.model.layers[1].mlp.experts._apply_gate = lambda pairs: pairs.chunk(2, -1)[0].tanh()
+    with Float64():
+        assert_same(step(ours, **batch_of("qwen3_moe")), step(theirs, **batch_of("qwen3_moe")), 1e-9)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("first", ["accelerate", "lora"])
+@pytest.mark.parametrize("kind", ["forward", "pre", "backward", "replaced"])
+def test_hooks_inside_of_lora(kind, first):
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    targets = {"target_modules": ["gate_proj", "up_proj"], "target_parameters": ["mlp.experts.gate_up_proj"]}
+    models = []
+    for ours in (False, True):
+        model = model_of("qwen3_moe", torch.float64)
+        if ours and first == "accelerate":
+            fastmp.accelerate(model)
+        torch.manual_seed(1)
+        model = peft.get_peft_model(model, peft.LoraConfig(r=2, init_lora_weights=False, **targets))
+        model.double()
+        if ours and first == "lora":
+            fastmp.accelerate(model)
+        models.append(model)
+    theirs, ours = models
+    names = [name for name, _ in theirs.named_modules() if name.endswith(("act_fn", "lm_head", "gate_proj"))]
+    assert len(names) >= 4
+    for name in names:
+        with hooked(kind, theirs, name, []), hooked(kind, ours, name, []), Float64():
+            assert_same(*(step(model, **batch_of("qwen3_moe")) for model in (ours, theirs)), 1e-8)
+
+
 def assert_group_does_the_same(family, kinds, names, **options):
     batch, wanted = batch_of(family), {}
     theirs = model_of(family, torch.float64, **options)
@@ -297,7 +332,11 @@ def assert_ranks_do_the_same(family, prepare, kinds, names):
                 except AssertionError as error:
                     raise AssertionError(f"{kind} hook of {name}: {error}") from None
         with Float64():
-            assert are_lazy(ours(**batch).logits)  # the hooks of FSDP2 keep the loss fused
+            logits = ours(**batch).logits
+        assert are_lazy(logits)  # the hooks of FSDP2 keep the loss fused
+        if isinstance(logits.weight, DTensor):  # of a head that is gathered in its own call
+            with hooked("forward", ours, "lm_head", []), pytest.raises(RuntimeError, match="hooks were reg"):
+                logits.sum()
 
     run_ranks(run, 2, timeout=250)
 
