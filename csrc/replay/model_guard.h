@@ -14,18 +14,21 @@ namespace py = pybind11;
 // It owns no references, so that the garbage collector sees all of them: the caller keeps every argument alive.
 class ModelGuard {
  public:
-  // dicts: each with a copy of what is in it. modes: the attributes of each module, and its mode. tensors: each with
-  // its attributes and its main gradient or None.
-  ModelGuard(const py::list& dicts, const py::list& modes, const py::list& tensors) {
+  // dicts: each with a copy of what is in it. modules: the attributes of each, its mode, and its numbers. tensors:
+  // each with its attributes and its main gradient or None.
+  ModelGuard(const py::list& dicts, const py::list& modules, const py::list& tensors) {
     for (const py::handle& each : dicts) {
       const auto [dict, copy] = pair_of(each);
       this->dicts.push_back({dict, PyDict_GET_SIZE(copy)});
       PyObject *key, *value;
       for (Py_ssize_t at = 0; PyDict_Next(copy, &at, &key, &value);) entries.push_back({key, value});
     }
-    for (const py::handle& each : modes) {
-      const auto [attributes, mode] = pair_of(each);
-      this->modes.push_back({attributes, mode});
+    for (const py::handle& each : modules) {
+      const auto row = py::reinterpret_borrow<py::tuple>(each);
+      PyObject *attributes = PyTuple_GET_ITEM(row.ptr(), 0), *own = PyTuple_GET_ITEM(row.ptr(), 2);
+      this->modules.push_back({attributes, PyTuple_GET_ITEM(row.ptr(), 1), PyDict_GET_SIZE(attributes)});
+      PyObject *key, *value;
+      for (Py_ssize_t at = 0; PyDict_Next(own, &at, &key, &value);) numbers.push_back({attributes, key, value});
     }
     for (const py::handle& each : tensors) {
       const auto row = py::reinterpret_borrow<py::tuple>(each);
@@ -37,14 +40,23 @@ class ModelGuard {
     }
   }
 
-  // True if the mode of each module and `requires_grad` of each tensor are unchanged.
+  // True if the numbers of each module are unchanged. The size of its attributes shows those that are new.
+  bool same_numbers() const {
+    for (const Module& each : modules)
+      if (PyDict_GET_SIZE(each.attributes) != each.size) return false;
+    for (const Number& each : numbers)
+      if (PyDict_GetItemWithError(each.attributes, each.key) != each.value) return false;
+    return true;
+  }
+
+  // True if the mode and the numbers of each module and `requires_grad` of each tensor are unchanged.
   bool same_modes() const {
     for (const Held& each : tensors)
       if (THPVariable_Unpack(each.tensor).requires_grad() != each.needs) return false;
-    return same_training();
+    return same_training() && same_numbers();
   }
 
-  // True if modes, the objects in all dicts, and the addresses of all tensors and main gradients are unchanged.
+  // True if modes, numbers, the objects in all dicts, and the addresses of all tensors and main gradients are unchanged.
   bool same() const {
     size_t at = 0;
     for (const Dict& each : dicts) {
@@ -66,7 +78,7 @@ class ModelGuard {
       if (main == Py_None) main = nullptr;
       if (main != each.main || (main && address_of(main) != each.main_address)) return false;
     }
-    return same_training();
+    return same_training() && same_numbers();
   }
 
  private:
@@ -77,8 +89,12 @@ class ModelGuard {
   struct Entry {
     PyObject *key, *value;
   };
-  struct Mode {
+  struct Module {
     PyObject *attributes, *mode;
+    Py_ssize_t size;
+  };
+  struct Number {
+    PyObject *attributes, *key, *value;
   };
   struct Held {
     PyObject *tensor, *attributes, *main, *hooks, *later_hooks;
@@ -88,7 +104,7 @@ class ModelGuard {
 
   bool same_training() const {
     static PyObject* const name = PyUnicode_InternFromString("training");
-    for (const Mode& each : modes)
+    for (const Module& each : modules)
       if (PyDict_GetItemWithError(each.attributes, name) != each.mode) return false;
     return true;
   }
@@ -113,7 +129,8 @@ class ModelGuard {
 
   std::vector<Dict> dicts;
   std::vector<Entry> entries;  // of all dicts, one after the other
-  std::vector<Mode> modes;
+  std::vector<Module> modules;
+  std::vector<Number> numbers;  // of all modules, one after the other
   std::vector<Held> tensors;
 };
 

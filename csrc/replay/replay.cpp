@@ -386,9 +386,10 @@ PyObject* StepReplay::forward(const std::shared_ptr<StepReplay>& self, PyObject*
 PYBIND11_MODULE(_replay, m) {
   m.doc() = "Replay programs of training steps with C++ autograd nodes, and the guard of a model between steps.";
   py::class_<ModelGuard>(m, "ModelGuard")
-      .def(py::init<const py::list&, const py::list&, const py::list&>(), py::arg("dicts"), py::arg("modes"),
+      .def(py::init<const py::list&, const py::list&, const py::list&>(), py::arg("dicts"), py::arg("modules"),
            py::arg("tensors"))
       .def("same", &ModelGuard::same)
+      .def("same_numbers", &ModelGuard::same_numbers)
       .def("same_modes", &ModelGuard::same_modes);
   py::class_<ReplayProgram, std::shared_ptr<ReplayProgram>>(m, "ReplayProgram")
       .def(py::init<const py::list&, const py::list&, const py::list&>(), py::arg("forwards"), py::arg("backwards"),

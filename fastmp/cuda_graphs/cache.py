@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+import warnings
+from collections import Counter
+from collections.abc import Hashable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Generic, TypeVar
+
+from torch import nn
 
 from fastmp.cuda_graphs.backends.interface import Backend
 from fastmp.cuda_graphs.errors import GraphError
@@ -13,6 +18,7 @@ from fastmp.nn.segment import LayerChain
 __all__ = ["MAX_SIGNATURES", "GraphCache"]
 
 MAX_SIGNATURES = 4  # that have graphs; each has static buffers of its own
+_OFTEN = 4  # changes of a number after which a warning says that it costs captures
 
 Captured = TypeVar("Captured")
 
@@ -30,16 +36,24 @@ class GraphCache(dict[Hashable, Captured], Generic[Captured]):
         super().__init__()
         self._chains, self._backend, self._every_hook = chains, backend, every_hook
         self._snapshot: ModelSnapshot | None = None
+        self._changes = Counter[str]()  # of numbers, by name
 
     @property
     def full(self) -> bool:
         return len(self) >= MAX_SIGNATURES
 
-    def snapshot(self) -> ModelSnapshot:
-        """Return the state of the model at the first call since the cache was empty."""
+    def snapshot(self, captured: Iterable[nn.Module] | None = None) -> ModelSnapshot:
+        """Return the state of the model at the first call since the cache was empty.
+
+        captured: the layers that are captured; None: all.
+        """
         if self._snapshot is None:
-            self._snapshot = ModelSnapshot(self._chains, self._every_hook)
+            self._snapshot = ModelSnapshot(self._chains, self._every_hook, captured)
         return self._snapshot
+
+    def running(self) -> AbstractContextManager[None]:
+        """Return a context in which the model runs eagerly: numbers that it changes are not compared."""
+        return nullcontext() if self._snapshot is None else self._snapshot.running()
 
     def check(self) -> bool:
         """Return True if the model is as at `snapshot`; otherwise drop all graphs and return False.
@@ -56,8 +70,20 @@ class GraphCache(dict[Hashable, Captured], Generic[Captured]):
                 "read it by address; change its values in place, or create the graphs after the change"
             )
         if changed:
+            self._count_change(self._snapshot.changed_number())
             self.drop()
         return not changed
+
+    def _count_change(self, number: str | None) -> None:
+        if number is None:
+            return
+        self._changes[number] += 1
+        if self._changes[number] == _OFTEN:
+            warnings.warn(
+                f"graphs: {number} has changed {_OFTEN} times, and graphs are captured again after each "
+                "change; write a number that changes often to a tensor that forward reads",
+                stacklevel=2,
+            )
 
     def drop(self) -> None:
         """Release all graphs, their memory pools and the snapshot; nothing may be in flight."""

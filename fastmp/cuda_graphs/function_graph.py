@@ -19,6 +19,7 @@ from fastmp.cuda_graphs.cache import GraphCache
 from fastmp.cuda_graphs.capture import renew_accumulators
 from fastmp.cuda_graphs.errors import CaptureError, GraphError
 from fastmp.cuda_graphs.op_inspection import StorageInspector
+from fastmp.cuda_graphs.optimizer_snapshot import OptimizerSnapshot, stepped_optimizers
 from fastmp.cuda_graphs.partition import spec_of
 from fastmp.cuda_graphs.scope import must_run_eagerly
 from fastmp.cuda_graphs.skipped_hooks import find_skipped_hook
@@ -44,6 +45,7 @@ class _FunctionCapture(NamedTuple):
     """A captured call: the graph, its static inputs, its results in graph memory, and the gradients it sets.
 
     written: the addresses of storages from before the capture that the graph writes to.
+    optimizers: those that it steps.
     """
 
     graph: Graph
@@ -51,6 +53,7 @@ class _FunctionCapture(NamedTuple):
     made: Any
     grads: list[_GradientChange]
     written: set[int]
+    optimizers: list[OptimizerSnapshot]
 
 
 class FunctionGraph:
@@ -58,8 +61,9 @@ class FunctionGraph:
 
     These calls run eagerly: the first `warmup` ones, the first one with a new signature (shapes, dtypes,
     structure, autocast, grad mode), and all calls with a fifth or later signature. The second call with a
-    signature is captured. Results are copies. If a training mode, `requires_grad` or a hook has changed since
-    a capture, graphs are captured again. Call `remove` before process groups are destroyed.
+    signature is captured. Results are copies. If a training mode, `requires_grad`, a hook, a number of a
+    module or an option of an optimizer (`group["lr"]`) has changed since a capture, the call runs eagerly,
+    and graphs are captured again. Call `remove` before process groups are destroyed.
 
     Args:
         function: takes and returns pytrees of tensors that require no gradient, and does all of its work on
@@ -114,6 +118,7 @@ class FunctionGraph:
         chains = [LayerChain([SingleSegment(module)]) for module in self._modules]
         self._graphs = GraphCache[_FunctionCapture](chains, backend, every_hook=True)
         self._draws_of: dict[Any, Any] = {}  # by signature: the random draws of an eager call
+        self._optimizers: list[Any] = []  # that `function` steps
         self._calls = 0
         self._removed = False
 
@@ -153,7 +158,8 @@ class FunctionGraph:
         signature = (form, *map(self._spec, leaves), *_modes())
         if signature not in self._graphs:
             if self._graphs.full:
-                return self.function(*arguments)
+                with self._graphs.running():
+                    return self.function(*arguments)
             if signature not in self._draws_of or self._calls <= self.warmup:
                 return self._warm_up(signature, arguments)
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
@@ -167,9 +173,11 @@ class FunctionGraph:
 
     def _warm_up(self, signature: Any, arguments: tuple[Any, ...]) -> Any:
         """Run a call eagerly, and trace its random draws for the capture."""
-        self._graphs.snapshot()
-        with self.backend.trace_draws() as draws:
+        running, tracing = self._graphs.snapshot().running(), self.backend.trace_draws()
+        with running, tracing as draws, stepped_optimizers() as stepped:
             made = self.function(*arguments)
+        known = set(map(id, self._optimizers))
+        self._optimizers += [each for each in stepped if id(each) not in known]
         if any(isinstance(each, Tensor) and each.requires_grad for each in tree_leaves(made)):
             raise ValueError(
                 f"graphs: {self.name} returns a tensor that requires grad, but a replay records no "
@@ -192,12 +200,18 @@ class FunctionGraph:
         trained = self._trained()
         renew_accumulators(trained)
         before = [param.grad for param in trained]
+        optimizers = list(map(OptimizerSnapshot, self._optimizers))
         torch.clear_autocast_cache()  # a graph casts weights itself
         try:
             graph = self.backend.graph(draws=self._draws_of[signature], has_backward=self.trains)
             with graph.capture(), StorageInspector() as memory:
                 made = self.function(*tree_unflatten(given, form))
             grads = list(_gradients(trained, before))
+            if any(each.changed() for each in optimizers):
+                raise CaptureError(
+                    "it changes an option of an optimizer, which a replay would not do; step learning-rate "
+                    "schedulers outside"
+                )
             if versions != [each._version for each in static] or _lie_in(memory.written, tensors):
                 raise CaptureError(_WRITTEN)
             if _lie_in(memory.used, [each.before for each in grads if each.dropped]):
@@ -210,7 +224,7 @@ class FunctionGraph:
             graph.replay()
         del self._draws_of[signature]
         grads = [each._replace(before=None) if each.dropped else each for each in grads]
-        return _FunctionCapture(graph, static, made, grads, memory.written)
+        return _FunctionCapture(graph, static, made, grads, memory.written, optimizers)
 
     def _replay(self, found: _FunctionCapture, tensors: list[Tensor]) -> None:
         if _lie_in(found.written, tensors):
@@ -254,6 +268,8 @@ class FunctionGraph:
 
     def _check(self) -> None:
         """Drop the graphs of a changed model; GraphError for hooks that a replay would skip."""
+        if any(each.changed() for found in self._graphs.values() for each in found.optimizers):
+            self.recapture()
         if self._graphs.check():
             return
         self._draws_of.clear()

@@ -17,7 +17,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -101,8 +101,8 @@ class GraphManager:
       of its own from the next time on, for up to four signatures;
     - a microbatch whose signature differs from the first one of its step.
 
-    Where a training mode or `requires_grad` has changed at the first forward of a step, graphs are captured
-    again.
+    Where a training mode, `requires_grad` or a number of a module (an attribute such as `dropout.p`) has
+    changed at the first forward of a step, that step runs eagerly and graphs are captured again.
 
     Hooks after accumulated gradients are called at every replay, except those of a `GradBuffer`, which are
     in the graph: once in a backward, at its end where several spans have the parameter, and once more where
@@ -351,7 +351,9 @@ class GraphManager:
                 self._graph_set, self._runner = graph_set, self.begin_replays(graph_set)
         elif not self._graph_sets.full:
             self._warmup_trace = WarmupTrace(self._spans, self.backend)
-            self._graph_sets.snapshot()
+            self._graph_sets.snapshot(
+                layer for own in self.captured_spans for span in own for layer in span.layers
+            )
         return signature
 
     def begin_replays(self, graph_set: GraphSet) -> StepRunner:
@@ -391,8 +393,13 @@ class GraphManager:
         if runner is not None:
             runner.skip(chunk)
         elif self._warmup_trace is not None:
-            return self._warmup_trace.run_chain(chunk, tensors, common)
+            with self.running():
+                return self._warmup_trace.run_chain(chunk, tensors, common)
         return None
+
+    def running(self) -> AbstractContextManager[None]:
+        """Return a context in which layers run eagerly, see `ModelSnapshot.running`."""
+        return self._graph_sets.running()
 
     def _through_graphs(
         self, runner: StepRunner, chunk: int, tensors: Tensors, shared: Shared
@@ -455,10 +462,13 @@ def _managed(
     """Replace the forward of a chain, without keeping the manager and its graphs alive."""
     own, layers = manager(), chain()
     assert layers is not None
-    made = None if own is None else own._forward(chunk, tensors, shared)
-    if made is None:
+    if own is None:
         return type(layers).forward(layers, *tensors, **shared)
-    return *made[0], *made[1]
+    made = own._forward(chunk, tensors, shared)
+    if made is not None:
+        return *made[0], *made[1]
+    with own.running():
+        return type(layers).forward(layers, *tensors, **shared)
 
 
 def _copy_out(tensors: Sequence[Tensor]) -> Sequence[Tensor]:

@@ -58,9 +58,11 @@ class OverlappedGraphManager(GraphManager):
         number = self._numbers.get((chunk, part))
         if number is not None:
             made = self._forward(number, tensors, shared)
-            return run_eagerly() if made is None else made
-        if not isinstance(self._runner, StepExecutor):
-            return run_eagerly()
+            if made is not None:
+                return made
+        if number is not None or not isinstance(self._runner, StepExecutor):
+            with self.running():
+                return run_eagerly()
         with self._runner.unshared(self.overlap.links(chunk, part)[0].full_name, tensors):
             return run_eagerly()
 

@@ -28,7 +28,9 @@ from fastmp.optim.flat_params import FlatState, check_separate
 from fastmp.optim.grad_buffers import FlatBuffer, GradBuffer, is_vector
 from fastmp.optim.param_all_gather import ParameterGather
 
-__all__ = ["Optimizer", "ParameterGroup", "check_range"]
+__all__ = ["Optimizer", "ParameterGroup", "check_range", "step_observers"]
+
+step_observers: list[Callable[[Optimizer], None]] = []  # called with each optimizer, before its step
 
 
 class ParameterGroup(NamedTuple):
@@ -141,6 +143,8 @@ class Optimizer(ABC):
                 bits and `skipped_steps` grows by one.
             inv_scale, clip_coefficient: 0-dim tensors that the gradients are multiplied by as they are read.
         """
+        for observe in step_observers:
+            observe(self)
         if lr is not None:
             self.lr = lr
         skip = None if grad_norm is None else ~torch.isfinite(grad_norm)

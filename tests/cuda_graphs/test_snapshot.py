@@ -58,6 +58,18 @@ CHANGES = {
     "buffer": (lambda layer: setattr(layer, "scale", torch.ones(3)), "scale"),
     "another buffer": (lambda layer: layer.register_buffer("shift", torch.zeros(3)), "shift"),
     "module": (lambda layer: setattr(layer, "part", nn.ReLU()), "part"),
+    "number": (lambda layer: setattr(layer, "factor", 0.25), True),
+    "number's type": (lambda layer: setattr(layer, "count", 1.0), True),
+    "sign of zero": (lambda layer: setattr(layer, "zero", -0.0), True),
+    "equal number": (lambda layer: setattr(layer, "factor", 0.1 + 0.4), None),
+    "flag": (lambda layer: setattr(layer, "count", True), True),
+    "text": (lambda layer: setattr(layer, "form", "tanh"), True),
+    "sizes": (lambda layer: setattr(layer, "sizes", (3, 4)), True),
+    "no number": (lambda layer: setattr(layer, "factor", None), True),
+    "number gone": (lambda layer: delattr(layer, "factor"), True),
+    "new number": (lambda layer: setattr(layer, "other", 1), True),
+    "another object": (lambda layer: setattr(layer, "kept", []), None),
+    "new object": (lambda layer: setattr(layer, "more", []), None),
 }
 
 
@@ -74,6 +86,14 @@ def watched():
     layer = nn.Linear(3, 3)
     layer.weight.main_grad = torch.zeros(3, 3)
     layer.register_buffer("scale", torch.ones(3))
+    layer.factor, layer.count, layer.zero, layer.form, layer.sizes, layer.kept = (
+        0.5,
+        1,
+        0.0,
+        "relu",
+        (3,),
+        [],
+    )
     return layer, ModelSnapshot([LayerChain([SingleSegment(nn.Linear(3, 3)), SingleSegment(layer)])])
 
 
@@ -85,7 +105,9 @@ def test_what_is_noticed(by, change):
     changed, moved = snapshot.changed()
     assert changed == (expected is not None) and bool(moved) == isinstance(expected, str)
     assert moved is None or (expected in moved and "of chunk 0" in moved)
-    assert snapshot.modes_changed() == (change in ("mode", "trained"))
+    numbers = [*CHANGES][[*CHANGES].index("number") :]
+    assert snapshot.modes_changed() == (bool(expected) and change in ("mode", "trained", *numbers))
+    assert bool(snapshot.changed_number()) == bool(expected and change in numbers)
     assert kept is None or snapshot.changed() == (changed, moved)
 
 
