@@ -76,7 +76,7 @@ CASES = {  # world, layout, options of make_trainer, tolerance
     "float16, last": (2, PP, {"frozen": of_last, **FLOAT16}, 0.02),
 }  # fmt: skip
 QUICK = {
-    2: ("first", "tied", "float16, last"),
+    2: ("tied", "float16, last"),
     4: ("sharded muon",),
 }
 
