@@ -143,25 +143,23 @@ def test_saving_resuming_and_resharding(tmp_path, frozen, kind):
     run_dir = {"run_dir": str(tmp_path)}
 
     def rank_main(rank, world_size):
-        tensors = check_resume(lambda **more: made(world_size, PP, options | run_dir, **more), steps=4)
+        tensors = check_resume(lambda **more: made(world_size, PP, options | run_dir, **more), steps=2)
         trainer = made(world_size, PP, options | run_dir)
-        assert trainer.resume() and trainer.step == 2
-        losses = [trainer.train_step().loss.item() for _ in range(2)]
-        return set(tensors), losses
+        assert trainer.resume() and trainer.step == 1
+        return set(tensors), trainer.train_step().loss.item()
 
     results = run_ranks(rank_main, 4, timeout=180)
     assert not any(frozen(name.split("/")[1]) for names, _ in results for name in names if "exp_avg" in name)
     alone = made(1, {}, options | run_dir)
-    assert alone.resume() and alone.step == 2 and alone.optimizer.counts()["steps"] == 2
-    losses = [alone.train_step().loss.item() for _ in range(2)]
+    assert alone.resume() and alone.step == 1 and alone.optimizer.counts()["steps"] == 1
     close = 1e-8 if options["dtype"] == torch.float64 else 0.02
-    assert losses == pytest.approx(results[0][1], rel=close)
+    assert alone.train_step().loss.item() == pytest.approx(results[0][1], rel=close)
     alone.save()
     expected = alone.train_step().loss.item()
 
     def again(rank, world_size):
         trainer = made(world_size, PP, options | run_dir)
-        assert trainer.resume() and trainer.step == 4 and trainer.optimizer.counts()["steps"] == 4
+        assert trainer.resume() and trainer.step == 2 and trainer.optimizer.counts()["steps"] == 2
         return trainer.train_step().loss.item()
 
     assert run_ranks(again, 2) == pytest.approx([expected] * 2, rel=close)
