@@ -269,6 +269,7 @@ _adamw_ = register(
     ),
     reference=reference,
     triton=launch,
+    fake=lambda *arguments: None,
     flops=lambda param, *others: _FLOPS_PER_ELEMENT * param.numel(),
 )
 

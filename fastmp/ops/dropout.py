@@ -230,7 +230,7 @@ def _flops(x: Tensor, bias: Tensor | None, residual: Tensor, p: float, seed: Ten
 register(
     "bias_dropout_add_backward(Tensor grad, float p, Tensor seed, ScalarType dtype, bool with_bias)"
     " -> (Tensor, Tensor)",
-    contract="grad (..., N) dtype; 0 <= p <= 1; seed (#1) int64; dtype in floating",
+    contract="grad (..., N) dtype|wide(dtype); 0 <= p <= 1; seed (#1) int64; dtype in floating",
     reference=reference_backward,
     triton=launch_backward,
     flops=lambda grad, p, seed, dtype, with_bias: math.prod(grad.shape) * (1 + with_bias),
@@ -239,7 +239,7 @@ register(
 
 _bias_dropout_add = register(
     "bias_dropout_add(Tensor x, Tensor? bias, Tensor residual, float p, Tensor? seed) -> Tensor",
-    contract="residual (..., N) floating; x (..., N) residual; bias (N) x; 0 <= p <= 1; seed (#1) int64",
+    contract="x (..., N) floating; residual (..., N) x|wide(x); bias (N) x; 0 <= p <= 1; seed (#1) int64",
     reference=reference,
     triton=launch,
     flops=_flops,
@@ -252,7 +252,7 @@ _bias_dropout_add_into = register(
     "bias_dropout_add_into(Tensor x, Tensor? bias, Tensor residual, float p, Tensor? seed, Tensor(a!) out)"
     " -> ()",
     contract=(
-        "residual (..., N) floating; x (..., N) residual; bias (N) x; 0 <= p <= 1; seed (#1) int64; "
+        "x (..., N) floating; residual (..., N) x|wide(x); bias (N) x; 0 <= p <= 1; seed (#1) int64; "
         "out (..., N) residual"
     ),
     reference=reference_into,

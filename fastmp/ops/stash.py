@@ -311,6 +311,7 @@ _reserve = register(
     contract="offsets (L) int32; 0 < L; state (3T+8) int64; state contiguous; 0 < size; 0 <= ticket < T",
     reference=reference_reserve,
     triton=launch_reserve,
+    guards_launch=True,
     fake=lambda offsets, state, *rest: (state.new_empty(()), offsets.new_empty(offsets.shape)),
 )
 _push = register(
@@ -321,6 +322,7 @@ _push = register(
     ),
     reference=reference_push,
     triton=launch_push,
+    guards_launch=True,
     fake=lambda *arguments: None,
     traffic=lambda x, *rest: 2 * x.numel() * x.element_size(),
 )
@@ -332,6 +334,7 @@ _pull = register(
     ),
     reference=reference_pull,
     triton=launch_pull,
+    guards_launch=True,
     fake=lambda ring, start, offsets, capacity: ring.new_empty(capacity, ring.shape[1]),
     traffic=lambda ring, start, offsets, capacity: 2 * capacity * ring.shape[1] * ring.element_size(),
 )
@@ -340,6 +343,7 @@ _release = register(
     contract="state (3T+8) int64; state contiguous; 0 <= ticket < T",
     reference=reference_release,
     triton=launch_release,
+    guards_launch=True,
     fake=lambda *arguments: None,
 )
 

@@ -151,6 +151,7 @@ register(
     ),
     reference=reference_mlp_in,
     triton=launch_mlp_in_ring,
+    guards_launch=True,
     fake=lambda *arguments: None,
     flops=lambda x, w, *rest: 2 * x.shape[0] * w.shape[1] * w.shape[2],
     traffic=lambda x, w, offsets, start, h, y, form: (
@@ -166,6 +167,7 @@ register(
     ),
     reference=reference_mm,
     triton=launch_from_ring,
+    guards_launch=True,
     fake=lambda x, w, offsets, start, transposed, capacity: x.new_empty(
         capacity, w.shape[2 if transposed else 1]
     ),
@@ -182,6 +184,7 @@ register(
     ),
     reference=reference_gate_backward_,
     triton=launch_gate_backward_,
+    guards_launch=True,
     fake=lambda *arguments: None,
     traffic=lambda grad, h, *rest: _moved((len(grad), grad.shape[1] + 2 * h.shape[1]), like=grad),
 )
@@ -201,6 +204,7 @@ register(
     ),
     reference=reference_wgrad,
     triton=launch_wgrad,
+    guards_launch=True,
     fake=lambda grad, x, offsets, *rest: x.new_empty(offsets.shape[0], grad.shape[1], x.shape[1]),
     flops=lambda grad, x, *rest: 2 * rest[-1] * grad.shape[1] * x.shape[1],
     traffic=_wgrad_traffic,
@@ -214,6 +218,7 @@ register(
     ),
     reference=reference_wgrad_,
     triton=launch_wgrad_,
+    guards_launch=True,
     fake=lambda *arguments: None,
     flops=lambda total, grad, x, *rest: 2 * rest[-1] * grad.shape[1] * x.shape[1],
     traffic=lambda total, *rest: 2 * total.numel() * total.element_size() + _wgrad_traffic(*rest),

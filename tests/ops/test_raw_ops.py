@@ -176,15 +176,31 @@ def test_an_argument_that_does_not_fit_is_refused_by_kernel_and_fake(op):
 
 
 @pytest.mark.interpret
-@pytest.mark.parametrize("op", sorted(op for op in OPS if "triton" in OPS[op].implementations))
+@pytest.mark.parametrize("op", sorted(op for op in OPS if op.startswith("stash_")))
 def test_an_argument_that_does_not_fit_is_refused_by_the_launch(op):
-    """In a place that a kernel would read beyond: what the fake refuses, no launch takes."""
+    """Where a kernel would read or write beyond a tensor: no public function checks these ops' arguments."""
+    refused = 0
     for what, arguments in misfit_calls(op):
         meta = tuple(a.to("meta") if isinstance(a, Tensor) else a for a in arguments)
-        if (refused := outcome(OPS[op].overload, meta)) is not None:
+        if outcome(OPS[op].overload, meta) is not None:
             error = outcome(OPS[op].implementations["triton"], arguments)
-            assert error is not None, (what, refused)
+            assert error is not None, what
             assert_named(op, error, what)
+            refused += 1
+    assert refused > 2
+
+
+@pytest.mark.interpret
+@pytest.mark.parametrize("op", sorted(op for op in OPS if "triton" in OPS[op].implementations))
+def test_a_launch_refuses_none_and_numbers_that_are_not_finite(op):
+    sample = next(iter(samples(op, device="cpu", dtype=torch.float32)))
+    for place, argument in enumerate(OPS[op].overload._schema.arguments):
+        if str(argument.type) in ("float", "Optional[float]"):
+            error = outcome(OPS[op].implementations["triton"], replaced(sample, place, math.nan))
+            assert f"{op}: expected {argument.name} to be finite in float32, got nan" in str(error)
+    required = next(i for i, a in enumerate(OPS[op].overload._schema.arguments) if str(a.type) == "Tensor")
+    error = outcome(OPS[op].implementations["triton"], replaced(sample, required, None))
+    assert str(error).startswith(f"{op}: expected ")
 
 
 @pytest.mark.parametrize("op", sorted(OPS))

@@ -43,7 +43,9 @@ def test_clamped_swiglu_raises_for_a_limit_that_is_not_positive(backend, limit):
         ("clamped_swiglu", (numbers(5, 32),)),
         ("clamped_swiglu_backward", (numbers(5, 16), numbers(5, 32))),
     ):
-        with pytest.raises((ValueError, RuntimeError), match="limit must be positive"):
+        with pytest.raises(
+            (ValueError, RuntimeError), match=r"limit (must be positive|to be finite)|0 < limit"
+        ):
             run(op, implementation(op, backend), (*tensors, 1.702, limit))
 
 

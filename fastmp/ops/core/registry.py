@@ -389,14 +389,16 @@ def _checked_launch(check: ArgumentCheck, contract: Contract | None, launch: Cal
 
     @functools.wraps(launch)
     def checked(*arguments: Any) -> Any:
+        if len(arguments) < len(check.names):
+            arguments = check.completed(arguments)
         if check.numbers:
             check.finite(arguments)
         try:
             if contract is not None:
                 contract(arguments)
             return launch(*arguments)
-        except (AttributeError, TypeError):
-            check.types(arguments)
+        except Exception:
+            check.types(arguments)  # None where a tensor is due is the cause
             raise
 
     return checked
@@ -437,6 +439,7 @@ def register(
     traffic: Callable[..., int] | None = None,
     prefers_cuda: Callable[..., bool] | None = None,
     contract: str = "",
+    guards_launch: bool = False,
 ) -> Op:
     """Register an op: define `schema` in the `fastmp` namespace, with one kernel per device.
 
@@ -454,7 +457,10 @@ def register(
         prefers_cuda: True, from the op's arguments, if CUDA C++ should serve the call. It does if `_C_cuda`
             exports the op, is compiled for the GPU, and FASTMP_OPS names no backend. Default: Triton serves
             all calls.
-        contract: sizes, dtypes and ranges of the arguments, in the grammar of `contracts.py`.
+        contract: sizes, dtypes and ranges of the arguments, in the grammar of `contracts.py`; the op's fake
+            and its reference check them.
+        guards_launch: check the contract before each Triton launch, too. It takes a microsecond: for ops
+            that layers call without a public function, which would check.
 
     Returns:
         The op. Public functions call it rather than `torch.ops.fastmp.<name>`, which is slower.
@@ -478,7 +484,7 @@ def register(
         torch.ops.fastmp_names.declare(name, " ".join(check.names))
     implementations = {"reference": _checked_kernel(check, required, reference)}
     if triton is not None and not _triton.ABSENT:
-        implementations["triton"] = _checked_launch(check, required, triton)
+        implementations["triton"] = _checked_launch(check, required if guards_launch else None, triton)
     serving, reasons = {}, {}
     serving["cpu"], reasons["cpu"] = backends.serve_cpu(name, implementations)
     serving["cuda"], reasons["cuda"] = backends.serve_cuda(name, implementations, prefers_cuda)
