@@ -31,7 +31,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fastmp.config.file_access import open_regular, read_file
+from fastmp.config.file_access import open_binary, read_file
 from fastmp.training.checkpoint.chunks import TensorChunk
 
 __all__ = [
@@ -209,11 +209,10 @@ def sequence_of(path: Path) -> int:
     Only the first bytes are read, and no checksum is verified.
     """
     try:
-        descriptor = open_regular(path / MANIFEST, links=False)
+        with open_binary(path / MANIFEST, links=False) as file:
+            found = _SEQUENCE.match(file.read(300))
     except OSError:
         return 0
-    with open(descriptor, "rb") as file:
-        found = _SEQUENCE.match(file.read(300))
     return int(found[1]) if found else 0
 
 
