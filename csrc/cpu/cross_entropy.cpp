@@ -348,26 +348,29 @@ std::tuple<Tensor, Tensor> cross_entropy_merge(Tensor stats, Tensor target, std:
   return {loss, merged};
 }
 
-// The sum of the losses, over `divisor`, as a tensor of no dimensions. One thread adds them, in one order.
+// The sum of the losses, over `divisor`. One thread adds them, in one order.
 template <typename A>
-Tensor divided(const Tensor& losses, double divisor) {
+A divided(const A* loss, int64_t count, double divisor) {
   constexpr int64_t kWays = 8;
-  const int64_t count = losses.numel();
-  const A* loss = losses.const_data_ptr<A>();
   double sums[kWays] = {};
   int64_t i = 0;
   for (; i + kWays <= count; i += kWays) {
     for (int64_t way = 0; way < kWays; ++way) sums[way] += loss[i + way];
   }
   for (; i < count; ++i) sums[0] += loss[i];
-  Tensor out = empty({}, losses.scalar_type(), losses);
-  *out.mutable_data_ptr<A>() = std::accumulate(sums, sums + kWays, 0.0) / divisor;
-  return out;
+  return std::accumulate(sums, sums + kWays, 0.0) / divisor;
 }
 
+// The losses, or with a divisor their sum over it as a tensor of no dimensions.
 Tensor divided(const Tensor& losses, std::optional<double> divisor) {
   if (!divisor) return losses;
-  return losses.scalar_type() == ScalarType::Double ? divided<double>(losses, *divisor) : divided<float>(losses, *divisor);
+  Tensor out = empty({}, losses.scalar_type(), losses);
+  const auto run = [&](auto zero) {
+    using A = decltype(zero);
+    *out.mutable_data_ptr<A>() = divided(losses.const_data_ptr<A>(), losses.numel(), *divisor);
+  };
+  losses.scalar_type() == ScalarType::Double ? run(0.0) : run(0.0f);
+  return out;
 }
 
 // The loss, and maximum and sum, of rows that hold a whole vocabulary, or of the statistics of all shards.
@@ -391,7 +394,8 @@ std::tuple<Tensor, Tensor> cross_entropy(const Tensor& logits, Tensor target, st
   const ScalarType dtype = compute_dtype(logits.scalar_type());
   target = per_token(op, "target", target, tokens, ScalarType::Long);
   if (token_weight) token_weight = per_token(op, "token_weight", *token_weight, tokens, dtype);
-  Tensor loss = empty({tokens}, dtype, logits), merged = empty({tokens, 2}, dtype, logits);
+  Tensor loss = divisor ? empty({}, dtype, logits) : empty({tokens}, dtype, logits);
+  Tensor merged = empty({tokens, 2}, dtype, logits);
   dispatch_float(logits.scalar_type(), op, [&](auto tag) {
     using T = typename decltype(tag)::type;
     using A = Accumulator<T>;
@@ -399,7 +403,8 @@ std::tuple<Tensor, Tensor> cross_entropy(const Tensor& logits, Tensor target, st
     const T* x = logits.const_data_ptr<T>();
     const int64_t* ids = target.const_data_ptr<int64_t>();
     const A* weight = token_weight ? token_weight->const_data_ptr<A>() : nullptr;
-    A* losses = loss.mutable_data_ptr<A>();
+    std::vector<A> summands(divisor ? tokens : 0);
+    A* losses = divisor ? summands.data() : loss.mutable_data_ptr<A>();
     A* to = merged.mutable_data_ptr<A>();
     parallel_for(0, tokens, grain_of(shard.real), [&](int64_t begin, int64_t end) {
       A own[5 * kMostRows];
@@ -410,8 +415,9 @@ std::tuple<Tensor, Tensor> cross_entropy(const Tensor& logits, Tensor target, st
         merge_tokens(own, 1, rows, with_sum, ids + first, weights, options, losses + first, to + 2 * first, 0, rows);
       }
     });
+    if (divisor) *loss.mutable_data_ptr<A>() = divided(losses, tokens, *divisor);
   });
-  return {divided(loss, divisor), merged};
+  return {loss, merged};
 }
 
 void launch_grad(const char* op, const Tensor& logits, const Tensor& out, Tensor target, Tensor merged, Tensor grad_loss,

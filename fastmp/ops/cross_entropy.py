@@ -47,7 +47,7 @@ from fastmp.ops.cross_entropy_triton import (
     loss_grad_prefers_cuda,
     real_columns,
 )
-from fastmp.ops.reduction import check_reduction, divisor_of, reduced
+from fastmp.ops.reduction import REDUCTIONS, check_reduction, divisor_of, reduced
 from fastmp.profiling import traced
 
 
@@ -218,6 +218,21 @@ def first_outside(target: Tensor, size: int, ignored: int) -> int:
     return int(wrong[0]) if len(wrong) else -1
 
 
+def checked_divisor(
+    op: str, target: Tensor, vocab_size: int, ignore_index: int, reduction: str
+) -> float | None:
+    """Return `divisor_of` these targets of a CPU, after `check_ids`."""
+    if HOST is None or not target.is_contiguous():
+        check_ids(op, target, vocab_size, ignore_index)
+        return divisor_of(target, ignore_index, reduction)
+    address, count = target.data_ptr(), target.numel()
+    if HOST.first_outside(address, count, vocab_size, ignore_index) >= 0:
+        check_ids(op, target, vocab_size, ignore_index)
+    if reduction == "mean":
+        return float(count - HOST.count_of(address, count, ignore_index))
+    return None if reduction == "none" else 1.0
+
+
 def check_options(
     op: str, dtype: torch.dtype, target: Tensor, label_smoothing: float, z_loss: float, **per_token: Any
 ) -> None:
@@ -242,7 +257,9 @@ def check_options(
             checks.check_finite(op, dtype, **{name: given})
 
 
-def _check(logits, target, vocab_start, vocab_size, label_smoothing, z_loss, **per_token) -> None:
+def _check(
+    logits, target, vocab_start, vocab_size, label_smoothing, z_loss, token_weight=None, loss_grad=None
+) -> None:
     op, shape = "cross_entropy", logits.shape
     if not (logits.is_floating_point() and shape):
         raise ValueError(f"{op}: expected floating-point logits (..., V), got {logits.dtype} {tuple(shape)}")
@@ -255,6 +272,7 @@ def _check(logits, target, vocab_start, vocab_size, label_smoothing, z_loss, **p
         raise ValueError(f"{op}: vocab_size must be positive, got {vocab_size} for logits {tuple(shape)}")
     if vocab_start < 0:
         raise ValueError(f"{op}: vocab_start must not be negative, got {vocab_start}")
+    per_token = {"token_weight": token_weight, "loss_grad": loss_grad}
     check_options(op, logits.dtype, target, label_smoothing, z_loss, **per_token)
 
 
@@ -416,48 +434,41 @@ def cross_entropy(
         loss = cross_entropy(logits, target, z_loss=1e-4)  # the mean, as in torch
         loss.backward()
     """
+    # 1. Plain calls, in which host time counts: the C++ kernel checks all but the ids.
+    if weight is None and token_weight is None and _is_validated_by_kernel(input, target, loss_grad):
+        columns = input.shape[1]
+        size = columns if vocab_size is None else vocab_size
+        known = loss_grad is not None
+        if 0 < size <= columns and reduction in (("none",) if known else REDUCTIONS):
+            try:
+                divisor = checked_divisor("cross_entropy", target, size, ignore_index, reduction)
+                options = size, ignore_index, label_smoothing, z_loss
+                if known and input.requires_grad and torch.is_grad_enabled():
+                    return _loss_and_grad.call(input, target, loss_grad, None, *options)
+                return _cross_entropy.call(input, target, None, None, 0, *options, grad_in_place, divisor)[0]
+            except RuntimeError:
+                # a ValueError that says what is wrong, if an argument is
+                _check(input, target, 0, size, label_smoothing, z_loss, None, loss_grad)
+                raise
+    # 2. Check the arguments of any other call.
     logits = input if input.dim() < 3 else _classes_last(input, target)
     if weight is not None:
         token_weight = _weight_of_targets(logits, target, weight, token_weight, label_smoothing)
     columns = logits.shape[-1] if logits.dim() else 0
     vocab_size = columns if vocab_size is None else vocab_size
-
-    def check() -> None:
-        per_token = {"token_weight": token_weight, "loss_grad": loss_grad}
-        _check(logits, target, 0, vocab_size, label_smoothing, z_loss, **per_token)
-
-    options = vocab_size, ignore_index, label_smoothing, z_loss
-    recorded = logits.requires_grad and torch.is_grad_enabled()
-    fused = loss_grad is not None and recorded and not torch._C._are_functorch_transforms_active()
-    by_kernel = _is_validated_by_kernel(logits, target, token_weight, loss_grad)
-    # 1. Check the arguments; the C++ kernel checks its own.
-    if not by_kernel:
-        check()
-    if not 0 < vocab_size <= columns:
-        check()
+    _check(logits, target, 0, vocab_size, label_smoothing, z_loss, token_weight, loss_grad)
+    if vocab_size > columns:
         raise ValueError(
             f"cross_entropy: vocab_size {vocab_size} exceeds the {columns} columns of logits; pass the number"
             " of ids, at most logits.shape[-1]"
         )
-    if loss_grad is not None or reduction != "none":
-        check_reduction("cross_entropy", reduction, loss_grad)
-    # 2. The C++ kernel reads and reduces these tensors as they are.
-    if by_kernel:
-        if target.dtype == torch.int64:
-            check_ids("cross_entropy", target, vocab_size, ignore_index)
-        try:
-            if fused:
-                return _loss_and_grad(logits, target, loss_grad, None, *options)
-            divisor = divisor_of(target, ignore_index, reduction)
-            return _cross_entropy(logits, target, None, None, 0, *options, grad_in_place, divisor)[0]
-        except RuntimeError:
-            check()  # raises a ValueError that says what is wrong, if an argument is
-            raise
-    # 3. Any other call: fold the leading dimensions, then reduce.
+    check_reduction("cross_entropy", reduction, loss_grad)
+    options = vocab_size, ignore_index, label_smoothing, z_loss
+    # 3. Fold the leading dimensions, then reduce.
     rows, targets = _rows(logits), _flat(target)
     check_range("cross_entropy", targets, vocab_size, ignore_index)
-    if fused:
-        assert loss_grad is not None
+    recorded = logits.requires_grad and torch.is_grad_enabled()
+    if loss_grad is not None and recorded and not torch._C._are_functorch_transforms_active():
         _check_writable("loss_grad", rows)
         dtype = compute_dtype(logits.dtype)
         weight = None if token_weight is None else _flat(token_weight).to(dtype)
@@ -501,11 +512,9 @@ def _weight_of_targets(
     return factor if token_weight is None else factor * token_weight
 
 
-def _is_validated_by_kernel(
-    logits: Tensor, target: Tensor, token_weight: Tensor | None, loss_grad: Tensor | None
-) -> bool:
-    """Return True if the C++ kernel takes the tensors as they are, and checks them itself."""
-    if token_weight is not None or logits.dim() != 2 or not logits.is_contiguous():
+def _is_validated_by_kernel(logits: Tensor, target: Tensor, loss_grad: Tensor | None) -> bool:
+    """Return True if the C++ kernel takes the tensors as they are, and checks them itself, but for ids."""
+    if logits.dim() != 2 or target.dtype != torch.int64 or not logits.is_contiguous():
         return False
     if loss_grad is not None:
         if loss_grad.dim() != 1 or loss_grad.requires_grad:

@@ -29,7 +29,7 @@ from fastmp.ops.core.registry import (
     raise_if_create_graph,
     without_autocast,
 )
-from fastmp.ops.cross_entropy import check_ids, check_options
+from fastmp.ops.cross_entropy import check_options, checked_divisor
 from fastmp.ops.cross_entropy_reference import check_upstream_grad
 from fastmp.ops.linear_cross_entropy_chunks import (
     ALONE,
@@ -51,7 +51,7 @@ from fastmp.ops.linear_cross_entropy_chunks import (
     split_options,
     taken,
 )
-from fastmp.ops.reduction import check_reduction, divisor_of, number_of_targets, reduced
+from fastmp.ops.reduction import check_reduction, number_of_targets, reduced
 from fastmp.ops.wgrad import linear, main_grad_of
 from fastmp.profiling import traced
 
@@ -266,8 +266,7 @@ def _of_few_logits(
         check_reduction("linear_cross_entropy", reduction, loss_grad)
     divisor, may_look = None, target.is_cpu and torch._C._len_torch_dispatch_stack() == 0
     if may_look:
-        check_ids("linear_cross_entropy", target, columns, ignore_index)
-        divisor = divisor_of(target, ignore_index, reduction)
+        divisor = checked_divisor("linear_cross_entropy", target, columns, ignore_index, reduction)
     logits = (F.linear if main_grad is None else linear)(hidden, weight, bias)
     options = columns, ignore_index, label_smoothing, z_loss
     if recorded and loss_grad is not None:

@@ -10,7 +10,6 @@ from typing import Any
 
 from torch import Tensor
 
-from fastmp.host import HOST
 from fastmp.ops.core import checks
 
 REDUCTIONS = ("none", "mean", "sum")
@@ -49,9 +48,7 @@ def divisor_of(target: Tensor, ignore_index: int, reduction: str) -> float | Non
         return None
     if reduction == "sum":
         return 1.0
-    if HOST is None or not target.is_contiguous():
-        return float((target != ignore_index).sum())
-    return float(target.numel() - HOST.count_of(target.data_ptr(), target.numel(), ignore_index))
+    return float((target != ignore_index).sum())
 
 
 def divided(loss: Tensor, divisor: float | None) -> Tensor:
