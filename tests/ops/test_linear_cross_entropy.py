@@ -5,11 +5,14 @@ That it equals plain torch is tested with all functions, in test_functions.py.
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.measure import extra_bytes
@@ -183,6 +186,22 @@ def test_under_autocast_the_gradient_reaches_the_parameter():
     assert torch.equal(loss, expected[0]) and hidden.grad.dtype == torch.float32
     torch.testing.assert_close(hidden.grad, expected[1].float())
     torch.testing.assert_close(param.main_grad, expected[2].float(), rtol=1e-2, atol=1e-4)
+
+
+@pytest.mark.parametrize("known", [True, False], ids=["known", "unknown"])
+@pytest.mark.parametrize("chunks", CHUNKS)
+def test_a_recomputed_loss_adds_to_main_grad_once(chunks, known):
+    """Activation recomputation runs the forward twice, and that of a known gradient adds to main_grad."""
+    hidden, weight, target, grad = problem()
+    expected = run(lambda h, w: cross_entropy(h @ w.T, target, reduction="none"), hidden, weight, grad)
+    param = nn.Parameter(weight.detach())
+    param.main_grad = torch.zeros_like(weight)
+    options = {"reduction": "none", "loss_grad": grad if known else None, "workspace": CHUNKS[chunks]}
+    loss_of = partial(linear_cross_entropy, weight=param, target=target, **options)
+    checkpoint(loss_of, hidden, use_reentrant=False).backward(grad)
+    torch.testing.assert_close(param.main_grad, expected[2], rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(hidden.grad, expected[1], rtol=1e-12, atol=1e-12)
+    assert param.grad is None
 
 
 @pytest.mark.parametrize("chunks", ("one chunk", "chunks of 4"))
