@@ -3,6 +3,8 @@
 Every workload runs at its smallest shape on one thread, where all of its time is that of the host: Python,
 checks, the dispatcher, autograd. Ours and torch eager's same function are called in turn; the least CPU time
 of each counts. Where torch needs several ops, they count together, as does a mean that both take of losses.
+Functions with a counterpart in torch are also called as a program that replaces torch's calls them: with
+their first arguments only ("plain"), with and without a gradient.
 A layer's time is the difference between models of three layers and of one. Before a launch of a Triton kernel
 lies all that its op does below torch's dispatcher until it has the launch's plan: for each of its launches.
 """
@@ -21,9 +23,11 @@ from typing import Any
 from unittest import mock
 
 import torch
+import torch.nn.functional as F
 
 from benchmarks.cases import EAGER, OURS, TORCH, Workload
 from benchmarks.measure import environment, in_turn, write_json
+from fastmp import ops
 from fastmp.config import GPTConfig, MoEConfig
 from fastmp.nn.gpt import GPT
 from fastmp.ops import OPS
@@ -31,6 +35,7 @@ from fastmp.ops.core import launcher
 from fastmp.testing.ops import samples
 
 MOST = {"forward": 2.0, "both": 1.3}  # times torch eager's own
+PLAIN = 2.0  # times torch's own, of a function called with its first arguments only
 LAYERS = {"dense": 1700.0, "moe": 2000.0}  # us of a layer, forward and backward
 LAUNCH = 10.0  # us before one
 FAMILIES = (
@@ -103,6 +108,59 @@ def of_workload(work: Workload, number: int, rounds: int) -> Iterator[HostTime]:
             yield HostTime(
                 label, direction, found[name], found[theirs[name]], MOST.get(direction, MOST["both"])
             )
+
+
+def plain_calls() -> dict[str, tuple[list[torch.Tensor], Callable[..., Any], Callable[..., Any]]]:
+    """Functions by name: floating-point inputs, ours of them, and torch's."""
+    x, weight, bias = torch.randn(4, 64), torch.ones(64), torch.zeros(64)
+    table, target, ids = torch.randn(7, 64), torch.randint(64, (4,)), torch.randint(7, (4,))
+    scores = torch.randn(1, 2, 4, 8)
+    smoothed: dict[str, Any] = {"label_smoothing": 0.1}
+
+    def linear_loss(x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(F.linear(x, table), ids)
+
+    def gated(x: torch.Tensor) -> torch.Tensor:
+        gate, up = x.chunk(2, -1)
+        return F.silu(gate) * up
+
+    return {
+        "layer_norm": ([x, weight, bias], ops.layer_norm, lambda x, w, b: F.layer_norm(x, (64,), w, b)),
+        "rms_norm": ([x, weight], ops.rms_norm, lambda x, w: F.rms_norm(x, (64,), w, 1e-6)),
+        "cross_entropy": ([x], lambda x: ops.cross_entropy(x, target), lambda x: F.cross_entropy(x, target)),
+        "cross_entropy none": (
+            [x],
+            lambda x: ops.cross_entropy(x, target, reduction="none"),
+            lambda x: F.cross_entropy(x, target, reduction="none"),
+        ),
+        "cross_entropy smoothed": (
+            [x],
+            lambda x: ops.cross_entropy(x, target, **smoothed),
+            lambda x: F.cross_entropy(x, target, **smoothed),
+        ),
+        "linear_cross_entropy": (
+            [x, table], lambda x, table: ops.linear_cross_entropy(x, table, ids), linear_loss
+        ),
+        "bias_gelu": ([x], ops.bias_gelu, lambda x: F.gelu(x, approximate="tanh")),
+        "swiglu": ([x], ops.swiglu, gated),
+        "scaled_masked_softmax": ([scores], ops.scaled_masked_softmax, lambda x: F.softmax(x, -1)),
+    }  # fmt: skip
+
+
+def of_plain(name: str, number: int, rounds: int) -> Iterator[HostTime]:
+    """Times of a function called with its first arguments only, without and with a gradient."""
+    inputs, *both = plain_calls()[name]
+    needing = [each.clone().requires_grad_() for each in inputs]
+    grad = torch.ones_like(both[0](*inputs))
+
+    def trained(function: Callable[..., Any]) -> Callable[[], Any]:
+        return lambda: torch.autograd.grad(function(*needing), needing, grad)
+
+    directions = {"forward": lambda function: partial(function, *inputs), "both": trained}
+    for direction, call_of in directions.items():
+        found = least_us({kind: call_of(f) for kind, f in zip((OURS, TORCH), both)}, number, rounds)
+        label = f"plain {name} {list(inputs[0].shape)} float32"
+        yield HostTime(label, direction, found[OURS], found[TORCH], PLAIN)
 
 
 def of_layer(kind: str, number: int, rounds: int) -> HostTime:
@@ -193,6 +251,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if options.only in work.name:
                 for each in of_workload(work, options.number, options.rounds):
                     add(each)
+    for name in plain_calls():
+        if options.only in f"plain {name}":
+            for each in of_plain(name, options.number, options.rounds):
+                add(each)
     for kind in LAYERS:
         if options.only in f"{kind} layer":
             add(of_layer(kind, options.number, options.rounds))

@@ -192,6 +192,10 @@ _cross_entropy = register(
 )
 
 
+# For eager calls with plain tensors; `Op.call` would look for anything else again.
+_run, _run_loss_and_grad = _cross_entropy.overload._op, _loss_and_grad.overload._op
+
+
 def check_range(op: str, target: Tensor, vocab_size: int, ignore_index: int) -> None:
     """Raise ValueError for ids outside the vocabulary, if they can be read: in eager CPU tensors."""
     if can_read_values(target):
@@ -212,7 +216,7 @@ def check_ids(op: str, target: Tensor, vocab_size: int, ignore_index: int) -> No
 def first_outside(target: Tensor, size: int, ignored: int) -> int:
     """Return the index of the first id of a CPU tensor that is neither in [0, size) nor `ignored`, or -1."""
     if HOST is not None and target.is_contiguous():
-        return HOST.first_outside(target.data_ptr(), target.numel(), size, ignored)
+        return max(-1, -1 - HOST.count_targets(target.data_ptr(), target.numel(), size, ignored))
     flat = target.reshape(-1)
     wrong = (((flat < 0) | (flat >= size)) & (flat != ignored)).nonzero()
     return int(wrong[0]) if len(wrong) else -1
@@ -225,11 +229,11 @@ def checked_divisor(
     if HOST is None or not target.is_contiguous():
         check_ids(op, target, vocab_size, ignore_index)
         return divisor_of(target, ignore_index, reduction)
-    address, count = target.data_ptr(), target.numel()
-    if HOST.first_outside(address, count, vocab_size, ignore_index) >= 0:
+    counted = HOST.count_targets(target.data_ptr(), target.numel(), vocab_size, ignore_index)
+    if counted < 0:
         check_ids(op, target, vocab_size, ignore_index)
     if reduction == "mean":
-        return float(count - HOST.count_of(address, count, ignore_index))
+        return float(counted)
     return None if reduction == "none" else 1.0
 
 
@@ -444,8 +448,8 @@ def cross_entropy(
                 divisor = checked_divisor("cross_entropy", target, size, ignore_index, reduction)
                 options = size, ignore_index, label_smoothing, z_loss
                 if known and input.requires_grad and torch.is_grad_enabled():
-                    return _loss_and_grad.call(input, target, loss_grad, None, *options)
-                return _cross_entropy.call(input, target, None, None, 0, *options, grad_in_place, divisor)[0]
+                    return _run_loss_and_grad(input, target, loss_grad, None, *options)
+                return _run(input, target, None, None, 0, *options, grad_in_place, divisor)[0]
             except RuntimeError:
                 # a ValueError that says what is wrong, if an argument is
                 _check(input, target, 0, size, label_smoothing, z_loss, None, loss_grad)

@@ -3,6 +3,7 @@
 import json
 
 import pytest
+import torch
 
 from benchmarks import host_time
 from fastmp.ops import OPS
@@ -15,11 +16,18 @@ def test_rows_of_calls_layers_and_launches(tmp_path, capsys):
     )
     rows = json.loads((tmp_path / "out.json").read_text())["calls"]
     assert [(row["name"].split()[0], row["direction"]) for row in rows] == [
-        ("softmax", "forward"), ("softmax", "both"),
+        ("softmax", "forward"), ("softmax", "both"), ("plain", "forward"), ("plain", "both"),
         ("scaled_masked_softmax_backward", "launch"), ("scaled_masked_softmax", "launch"),
     ]  # fmt: skip
-    assert all(row["theirs_us"] > 0 for row in rows[:2]) and not any(row["theirs_us"] for row in rows[2:])
-    assert len(capsys.readouterr().out.splitlines()) == 4
+    assert all(row["theirs_us"] > 0 for row in rows[:4]) and not any(row["theirs_us"] for row in rows[4:])
+    assert len(capsys.readouterr().out.splitlines()) == 6
+
+
+def test_plain_calls_compute_what_torchs_compute():
+    for name, (inputs, ours, torchs) in host_time.plain_calls().items():
+        torch.testing.assert_close(
+            ours(*inputs), torchs(*inputs), msg=lambda text, name=name: f"{name}: {text}"
+        )
 
 
 def test_a_row_is_a_ratio_or_a_time():
