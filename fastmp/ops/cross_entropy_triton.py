@@ -431,6 +431,11 @@ def launch_stats(logits, target, vocab_start, vocab_size, with_sum):
 
 def launch_merge(stats, target, token_weight, vocab_size, ignore_index, label_smoothing, z_loss):
     shards, tokens, width = stats.shape
+    if width != 5 and (label_smoothing or width != 3):
+        raise RuntimeError(
+            f"cross_entropy_merge: expected stats (P, N, 3), or (P, N, 5) with label smoothing, got"
+            f" {tuple(stats.shape)}"
+        )
     loss, merged = stats.new_empty(tokens), stats.new_empty(tokens, 2)
     weight = None if token_weight is None else token_weight.contiguous()
     if tokens:
@@ -480,6 +485,8 @@ def launch_grad_into(
 ):  # fmt: skip
     grad_loss = grad_of_each(grad_loss, target, divisor)
     tokens, columns = shape_of("cross_entropy_grad", logits)
+    if merged.shape != (tokens, 2):
+        raise RuntimeError(f"cross_entropy_grad: expected merged ({tokens}, 2), got {tuple(merged.shape)}")
     block, vec, num_warps = launch_sizes(columns, logits.element_size())
     if logits.data_ptr() % 16 or out.data_ptr() % 16 or (logits.stride(0) - out.stride(0)) % vec:
         vec = 1

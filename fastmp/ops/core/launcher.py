@@ -187,12 +187,12 @@ def intercept_launches(record: Callable[[Any, tuple, dict[str, Any]], object], a
 
 def check_memory(kernel: Any, arguments: tuple) -> None:
     """Raise ValueError for a tensor of a kernel whose storage was freed."""
-    for name, argument in zip(kernel.arg_names, arguments):
+    for place, argument in enumerate(arguments):
         tensor = argument.base if type(argument) is _triton.TensorDescriptor else argument
         if isinstance(tensor, Tensor) and not has_memory(tensor):
             raise ValueError(
-                f"{kernel.fn.__name__}: expected memory for the elements of {name}, got a tensor whose "
-                "storage was freed (FSDP frees parameters outside of their forward)"
+                f"{kernel.fn.__name__}: expected memory for the elements of {kernel.arg_names[place]}, got a "
+                "tensor whose storage was freed (FSDP frees parameters outside of their forward)"
             )
 
 
