@@ -316,7 +316,7 @@ def linear_cross_entropy_of(
         if reduction == "mean":
             loss_grad = loss_grad / number_of_targets(targets, token_weight, ignore_index, dtype)
         loss_grad = loss_grad.expand(targets.shape)
-    # A forward under saved-tensor hooks may run again, as in activation recomputation: backward adds to main_grad.
+    # Recomputation, which runs a forward again, sets saved-tensor hooks: backward adds to main_grad then.
     if main_grad is not None and not torch.compiler.is_compiling():
         runs_again = torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
         loss_grad = None if runs_again else loss_grad
