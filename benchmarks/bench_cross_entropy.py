@@ -119,7 +119,8 @@ def _case(
     if (quack := peer(QUACK, "quack.cross_entropy:cross_entropy", device)) is not None:
         rivals[QUACK] = lambda: quack(logits, target, reduction="none", inplace_backward=True)
     stats = (logits, target, 0, vocab, False)
-    gradient = (logits, target, grad, grad, None, 0, vocab, -100, 0.0, 0.0)
+    merged = grad[:, None].expand(-1, 2)
+    gradient = (logits, target, merged, grad, None, 0, vocab, -100, 0.0, 0.0)
     return Case(
         title(name, (tokens, vocab), dtype),
         (logits,),

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+import torch.utils.checkpoint
 from torch import Tensor
 
 from fastmp.ops.core import checks
@@ -316,10 +317,11 @@ def linear_cross_entropy_of(
         if reduction == "mean":
             loss_grad = loss_grad / number_of_targets(targets, token_weight, ignore_index, dtype)
         loss_grad = loss_grad.expand(targets.shape)
-    # Recomputation, which runs a forward again, sets saved-tensor hooks: backward adds to main_grad then.
+    # A checkpoint runs the forward again, which would add to main_grad twice: leave it to the backward.
     if main_grad is not None and not torch.compiler.is_compiling():
-        runs_again = torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
-        loss_grad = None if runs_again else loss_grad
+        hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        if hooks is not None and hooks[0].__module__ == torch.utils.checkpoint.__name__:
+            loss_grad = None
     with without_autocast(rows.device.type):
         if loss_grad is not None and any(wanted):
             call = HeadCall(options, shards, wanted, reduction)

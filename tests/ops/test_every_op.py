@@ -27,7 +27,7 @@ WITH_MATMUL = {
         "grouped_mm_fp8",
         "grouped_mlp_in_fp8",
     ),
-    *("linear_cross_entropy", "linear_log_probs"),
+    *("linear_cross_entropy", "linear_log_probs", "linear_distillation", "linear_topk_distillation"),
 }
 ON_CPU = pytest.mark.parametrize(("op", "backend"), op_backends(("c++", "reference")))
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, *full([torch.bfloat16])], ids=str)

@@ -78,6 +78,8 @@ def memoized(check: Callable[..., object]) -> Callable[..., None]:
 
     Example:
 
+        from fastmp.ops.core.checks import check_shape
+
         @memoized
         def check(x: Tensor, weight: Tensor) -> None:
             check_shape("scale", x.shape[-1:], to=("x", x), weight=weight)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fastmp.ops.core import checks
+from fastmp.ops.core import checks, contracts
 
 
 def test_a_call_is_checked_once_a_kind():
@@ -40,7 +40,7 @@ def test_what_has_no_hash_is_checked_every_time():
 
 
 def test_few_calls_are_remembered(monkeypatch):
-    monkeypatch.setattr(checks, "_MAX_PASSED", 3)
+    monkeypatch.setattr(contracts, "_MAX_PASSED", 3)
     seen = []
     check = checks.memoized(seen.append)
     for number in (*range(4), 3, 0, 0):
