@@ -255,11 +255,13 @@ def test_text_for_people_goes_through_one_writer():
         f"{name}:{node.lineno}"
         for name, path in NAMES.items()
         if name.startswith("fastmp") and name != "fastmp.config.console"
-        for node in nodes(path, r"file=|sys\.std")
+        for node in nodes(path, r"file=|sys\.std|os\.write\(2|print_exc")
         if (
             isinstance(node, ast.Call)
-            and ast.unparse(node.func) == "print"
-            and any(each.arg == "file" for each in node.keywords)
+            and (
+                (ast.unparse(node.func) == "print" and any(each.arg == "file" for each in node.keywords))
+                or ast.unparse(node).startswith(("os.write(2", "traceback.print_exc"))
+            )
         )
         or (isinstance(node, ast.Attribute) and re.fullmatch(r"sys\.(std(out|err))\.\w+", ast.unparse(node)))
     ]

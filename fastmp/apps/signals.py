@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from types import FrameType
 
 from fastmp.config import Environment
+from fastmp.config.console import write_from_handler
 
 __all__ = ["ended_by_signals", "work_is_saved"]
 
@@ -50,7 +51,7 @@ def ended_by_signals(*, exits: bool = False) -> Iterator[None]:
             if _is_first():
                 name = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
                 where = "after the last save" if _saved.is_set() else "outside of the training loop"
-                os.write(2, f"\nfastmp: {name} {where}: nothing to save\n".encode())
+                write_from_handler(f"\nfastmp: {name} {where}: nothing to save\n")
             os._exit(0 if _saved.is_set() else 128 + number)
 
     def watch() -> None:

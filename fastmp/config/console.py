@@ -8,6 +8,7 @@ a failure to write it ends the command.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import re
 import sys
@@ -21,6 +22,7 @@ __all__ = [
     "printable",
     "to_stderr",
     "to_stdout",
+    "write_from_handler",
 ]
 
 # Control characters except tab and newline, overrides of the writing direction, halves of surrogate pairs.
@@ -72,6 +74,15 @@ def to_stdout(text: str) -> None:
 def to_stderr(text: str, *, start: str = "", end: str = "\n") -> None:
     """Show a line on stderr, see `Console.write`."""
     Console(sys.stderr).write(text, start=start, end=end)
+
+
+def write_from_handler(text: str) -> None:
+    """Write to stderr from a signal handler; what cannot be written is lost.
+
+    Not through `sys.stderr`: the signal may have come in the middle of a write to it, which allows no second.
+    """
+    with contextlib.suppress(OSError):
+        os.write(2, text.encode())
 
 
 def open_streams() -> None:

@@ -193,7 +193,7 @@ def main_guard(main: Callable[[], int | None]) -> int:
         status = 130
     except BaseException as error:
         if env.debug:
-            traceback.print_exc()
+            to_stderr(traceback.format_exc().rstrip())
         _say(env, _summary(error, env))
         status = 2 if isinstance(error, ValueError) else 1
         if has_peers and lost_peer(error):

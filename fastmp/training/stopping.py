@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import threading
 import time
@@ -15,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fastmp.config.console import write_from_handler
 from fastmp.distributed.collectives import gather_objects
 from fastmp.optim.grad_buffers import GradBuffer
 
@@ -68,9 +68,10 @@ class StopRequests:
         now = time.monotonic()
         if not self._received:
             self._received, self._when = number, now
-            if self._rank == 0:  # not by print: the signal may have come in the middle of one
-                text = f"\n{_name(number)}: saving the step, then stopping; Ctrl-C or SIGTERM stops at once\n"
-                os.write(2, text.encode())
+            if self._rank == 0:
+                write_from_handler(
+                    f"\n{_name(number)}: saving the step, then stopping; Ctrl-C or SIGTERM stops at once\n"
+                )
         elif number != signal.SIGUSR1 and (not self._distributed or now - self._when > SAME_PRESS):
             if number == signal.SIGINT:
                 raise KeyboardInterrupt

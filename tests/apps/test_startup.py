@@ -95,6 +95,22 @@ def test_once_the_work_is_saved_a_signal_ends_the_process_with_0(number, saved, 
     assert ("after the last save: nothing to save" in capfd.readouterr().err) == (status == 0)
 
 
+@pytest.mark.parametrize("saved", [False, True])
+def test_a_signal_ends_the_process_with_its_status_where_stderr_cannot_be_written(saved):
+    if not (child := os.fork()):
+        signal.alarm(10)
+        os.dup2(os.open("/dev/full", os.O_WRONLY), 2)
+        try:
+            with ended_by_signals(exits=True):
+                if saved:
+                    work_is_saved()
+                os.kill(os.getpid(), signal.SIGTERM)
+                time.sleep(10)
+        finally:
+            os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == (0 if saved else 143)
+
+
 def test_handlers_are_given_back_and_children_do_not_end_their_parent():
     before = [signal.getsignal(number) for number in SIGNALS]
     with ended_by_signals():

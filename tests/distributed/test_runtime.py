@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -499,6 +500,15 @@ def test_debugging_adds_the_traceback(launcher, capsys):
     assert main_guard(guarded(KeyError("x"))) == 1
     err = capsys.readouterr().err
     assert "Traceback" in err and err.endswith("fastmp: KeyError: 'x'\n")
+
+
+def test_a_traceback_that_cannot_be_written_changes_no_status(launcher, monkeypatch):
+    launcher(FASTMP_DEBUG=1)
+    stream = open("/dev/full", "w", buffering=1)
+    monkeypatch.setattr(sys, "stderr", stream)
+    assert main_guard(guarded(KeyError("x"))) == 1
+    with contextlib.suppress(OSError):
+        stream.close()
 
 
 def test_the_status_of_the_program_is_kept(launcher):

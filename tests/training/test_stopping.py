@@ -156,6 +156,23 @@ def test_the_first_signal_is_a_request_and_the_second_ends_at_once(first, second
     assert [signal.getsignal(number) for number in numbers] == before
 
 
+@pytest.mark.parametrize("stderr", ["full", "closed"])
+def test_a_signal_is_a_request_where_stderr_cannot_be_written(stderr):
+    kept = os.dup(2)
+    try:
+        if stderr == "closed":
+            os.close(2)
+        else:
+            with open("/dev/full", "wb", buffering=0) as full_disk:
+                os.dup2(full_disk.fileno(), 2)
+        with StopRequests() as stop:
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert stop.wanted() == "SIGTERM"
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+
+
 @pytest.mark.parametrize("second", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize(
     ("world_size", "seconds", "ends"),
