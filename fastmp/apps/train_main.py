@@ -268,6 +268,8 @@ def _run(
         except RuntimeError as error:
             if not lost_peer(error):  # ended by a signal, say, as all work is saved
                 raise
+            if runtime.rank == 0:
+                to_stdout(f"no sample: a rank ended ({' '.join(str(error).split())})")
     if runtime.rank == 0:
         _report(recipe, run_dir, evaluation, sample)
     return evaluation

@@ -351,6 +351,19 @@ def test_a_signal_after_the_last_save_is_no_failure(tmp_path, tokens, monkeypatc
     assert (tmp_path / "tiny" / "checkpoints" / "latest").exists()
 
 
+def test_a_rank_that_ends_while_the_sample_is_drawn_is_noted(tmp_path, tokens, monkeypatch, capsys):
+    """All work is saved, so the run is complete; a line says why it shows no sample."""
+
+    def lost(*arguments):
+        raise RuntimeError("[gloo] Connection closed by peer\n [127.0.0.1]:1")
+
+    monkeypatch.setattr("fastmp.apps.train_main._sample", lost)
+    assert main(arguments(tmp_path, tokens, train__steps=1, train__eval_interval=0)) == 0
+    *_, noted, reported = capsys.readouterr().out.splitlines()
+    assert noted == "no sample: a rank ended ([gloo] Connection closed by peer [127.0.0.1]:1)"
+    assert reported.startswith("metrics in ")
+
+
 @pytest.mark.full
 @pytest.mark.parametrize(("launched", "number"), [(True, signal.SIGTERM), (False, signal.SIGUSR1)])
 def test_a_complete_job_ends_with_0_whatever_signal_comes_late(tmp_path, tokens, number, launched):
