@@ -32,7 +32,7 @@ from fastmp.apps.generation.trained_models import open_reader
 from fastmp.apps.resumed import changes_since
 from fastmp.apps.signals import work_is_saved
 from fastmp.config import Environment, Recipe
-from fastmp.config.console import to_stdout
+from fastmp.config.console import to_stderr, to_stdout
 from fastmp.config.durations import duration_seconds
 from fastmp.config.file_access import open_directory, write_whole
 from fastmp.cuda_graphs.transformer_engine import TransformerEngineManager
@@ -298,7 +298,8 @@ def _watch_start(recipe: Recipe, runtime: Runtime) -> Iterator[None]:
     """Run the hang watchdog while a job of several ranks starts.
 
     Ranks that make process groups wait in C++ for the address of a rank that is gone, up to the timeout of
-    the group. The run's directory is not there yet, so the ranks of a machine share a temporary one.
+    the group. The run's directory is not there yet, so the ranks of a machine share a temporary one. Where
+    that cannot be private, as on file systems without modes, its ranks start unwatched.
     """
     if runtime.world_size == 1 or not recipe.train.stall_seconds:
         yield
@@ -307,15 +308,23 @@ def _watch_start(recipe: Recipe, runtime: Runtime) -> Iterator[None]:
     key = f"fastmp/start/{next(_starts)}"
     if runtime.rank == 0:
         store.set(key, uuid4().hex)
-    directory = job_directory(Path(gettempdir()), "start", store.get(key).decode(), host_id()[0])
-    if directory is None:
-        raise ValueError(
-            f"fastmp train: expected a temporary directory of this user's own in {gettempdir()}; "
-            "set TMPDIR to another place"
-        )
-    seconds = max(recipe.train.stall_seconds, START_SECONDS)
+    directory, watched = Path(), True
     try:
-        with Watchdog(directory, runtime.rank, runtime.world_size, seconds):
+        directory = job_directory(Path(gettempdir()), "start", store.get(key).decode(), host_id()[0])
+    except OSError as error:
+        watched = False
+        if runtime.local_rank == 0:
+            to_stderr(
+                f"fastmp: rank {runtime.rank}: starting without the hang watchdog, which needs a private "
+                f"temporary directory ({error}); set TMPDIR to another place"
+            )
+    seconds = max(recipe.train.stall_seconds, START_SECONDS)
+    watchdog = Watchdog(directory, runtime.rank, runtime.world_size, seconds)  # all ranks make as many
+    if not watched:
+        yield
+        return
+    try:
+        with watchdog:
             yield
     except ValueError:  # a user's mistake, which all ranks find, leaves no files
         shutil.rmtree(directory, ignore_errors=True)

@@ -70,7 +70,8 @@ class Node:
         )
         if place is None:
             return
-        self.directory = job_directory(place, "watchdog", token, self.host_id[0])
+        with contextlib.suppress(OSError):
+            self.directory = job_directory(place, "watchdog", token, self.host_id[0])
 
     def post(self, name: str, text: str) -> None:
         """Replace the text under `name` for the ranks of this machine."""
@@ -143,7 +144,7 @@ def _name(rank: int) -> str:
     return f"rank-{rank}"
 
 
-def job_directory(place: Path, kind: str, token: str, machine: str) -> Path | None:
+def job_directory(place: Path, kind: str, token: str, machine: str) -> Path:
     """Make the directory in `place` that the ranks of a job on this machine share; others cannot enter it.
 
     Directories of this user's killed jobs are removed first.
@@ -152,28 +153,36 @@ def job_directory(place: Path, kind: str, token: str, machine: str) -> Path | No
         token: the same on all ranks of the job.
         machine: its identity; containers may share the place, but not their process numbers.
 
-    Returns:
-        None if the directory cannot be made, or is another user's or a link.
+    Raises:
+        OSError: the directory cannot be made, or others can enter it; the message says what was found.
     """
     prefix, suffix = f"fastmp-{kind}-{os.getuid()}-", f"-{zlib.crc32(machine.encode()):08x}"
     for path in place.glob(f"{prefix}*{suffix}"):
         with contextlib.suppress(OSError, ValueError, KeyError):
-            if _is_private(path) and _is_left(path):
+            if not _access_of_others(path) and _is_left(path):
                 shutil.rmtree(path, ignore_errors=True)
     path = place / f"{prefix}{token}{suffix}"
-    with contextlib.suppress(OSError):
-        with contextlib.suppress(FileExistsError):
-            path.mkdir(mode=0o700)
-        if _is_private(path):
-            return path
-    return None
+    made = False
+    with contextlib.suppress(FileExistsError):
+        path.mkdir(mode=0o700)
+        made = True
+    if found := _access_of_others(path):
+        if made:  # on a file system whose modes say nothing
+            with contextlib.suppress(OSError):
+                path.rmdir()
+        raise PermissionError(f"{path} is {found}, where a directory that only this user can enter is needed")
+    return path
 
 
-def _is_private(path: Path) -> bool:
-    """Return True for a directory that only this user can enter."""
+def _access_of_others(path: Path) -> str:
+    """Return what lets others into a directory, such as its mode; "" if only this user can enter it."""
     status = path.lstat()
-    mine = status.st_uid == os.getuid() and not status.st_mode & 0o077
-    return stat.S_ISDIR(status.st_mode) and mine
+    if not stat.S_ISDIR(status.st_mode):
+        return "a link" if stat.S_ISLNK(status.st_mode) else "no directory"
+    if status.st_uid != os.getuid():
+        return f"owned by user {status.st_uid}"
+    mode = stat.S_IMODE(status.st_mode)
+    return f"of mode {mode:o}" if mode & 0o077 else ""
 
 
 def _is_left(path: Path) -> bool:

@@ -8,17 +8,21 @@ import re
 import signal
 import tempfile
 import time
+from pathlib import Path
 
 import psutil
 import pytest
 import torch
+import torch.distributed as dist
 from train_tools import arguments, read_until, start
 
 from fastmp.apps import train_main as main
 from fastmp.apps.hang import explain
+from fastmp.config import Recipe
 from fastmp.config.recipe import parse_arguments
 from fastmp.distributed.runtime import Runtime
 from fastmp.testing import ranks
+from fastmp.watchdog.channel import Channel
 
 
 @pytest.mark.full
@@ -70,3 +74,23 @@ def test_a_rank_that_dies_while_groups_are_made_ends_the_job(tmp_path, tokens, m
     assert "still running" not in str(error.value) and time.monotonic() - began < 40
     assert re.search(r"Rank 1 \(host .*\) is gone: killed or crashed", capfd.readouterr().err)
     assert not (tmp_path / "tiny").exists()
+
+
+def test_a_start_goes_unwatched_where_no_temporary_directory_is_private(tmp_path, monkeypatch, capfd):
+    """As on a file system without modes, on one machine of two; later watchdogs of the ranks still meet."""
+
+    def rank_main(rank, world_size):
+        monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+        if rank == 1:
+            mkdir = Path.mkdir
+            monkeypatch.setattr(Path, "mkdir", lambda path, mode: (mkdir(path), path.chmod(0o777)))
+            monkeypatch.setattr(main, "host_id", lambda: ("another machine", 0))
+        with main._watch_start(Recipe(), Runtime(rank, world_size, 0, torch.device("cpu"))):
+            dist.barrier()
+        return Channel(1.0)._prefix
+
+    first, second = ranks.run_ranks(rank_main, 2)
+    assert first == second and list(tmp_path.iterdir()) == []
+    (line,) = capfd.readouterr().err.splitlines()
+    assert line.startswith("fastmp: rank 1: starting without the hang watchdog, which needs a private")
+    assert re.search(r"\(.*fastmp-start-.* is of mode 777, where .*\); set TMPDIR to another place$", line)

@@ -225,23 +225,31 @@ def test_starts_that_were_killed_are_swept_and_reports_kept_for_a_day(tmp_path, 
     children["alive"].wait()
 
 
-def test_a_directory_of_another_user_is_not_used(tmp_path, monkeypatch):
-    path = job_directory(tmp_path, "start", "token", "machine")
-    assert (
-        path.stat().st_mode & 0o777 == 0o700 and job_directory(tmp_path, "start", "token", "machine") == path
-    )
+def test_a_directory_that_others_can_enter_is_not_used(tmp_path, monkeypatch):
+    def own():
+        return job_directory(tmp_path, "start", "token", "machine")
+
+    path = own()
+    assert path.stat().st_mode & 0o777 == 0o700 and own() == path
     path.chmod(0o755)  # as one that was made for others to write to, or to read
-    assert job_directory(tmp_path, "start", "token", "machine") is None
+    with pytest.raises(OSError, match=f"{path} is of mode 755, where"):
+        own()
     path.rmdir()
     (tmp_path / "elsewhere").mkdir(mode=0o700)
     path.symlink_to(tmp_path / "elsewhere")
-    assert job_directory(tmp_path, "start", "token", "machine") is None
+    with pytest.raises(OSError, match="is a link, where"):
+        own()
+    path.unlink()
+    path.touch()
+    with pytest.raises(OSError, match="is no directory, where"):
+        own()
     path.unlink()
     path.mkdir(mode=0o700)
     user = os.getuid()
     monkeypatch.setattr(os, "getuid", lambda: user + 1)
     path.rename(str(path).replace(f"-start-{user}-", f"-start-{user + 1}-"))
-    assert job_directory(tmp_path, "start", "token", "machine") is None
+    with pytest.raises(OSError, match=f"is owned by user {user}, where"):
+        own()
 
 
 def test_the_files_of_a_rank_follow_no_link(tmp_path):
