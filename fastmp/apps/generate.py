@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import replace
@@ -14,7 +15,7 @@ from fastmp.apps.first_rank import only_rank0_prints
 from fastmp.apps.launch import check_ranks
 from fastmp.config import ParallelConfig
 from fastmp.config.command_line import Parser, number
-from fastmp.config.console import to_stderr
+from fastmp.config.console import Console, printable, to_stderr
 from fastmp.config.options import DTYPES, dtype_name
 
 if TYPE_CHECKING:
@@ -164,9 +165,10 @@ def _generate(options: Namespace, runtime: Runtime) -> Generated:
 
 
 def _print(prompts: list[str], generated: Generated) -> None:
-    """Print all texts, and the speed on stderr."""
+    """Print all texts, on a terminal without control characters, and the speed on stderr."""
+    shown = printable if Console(sys.stdout).is_terminal else str
     for i, (prompt, row) in enumerate(zip(prompts, generated.rows), 1):
-        print(f"== prompt {i}: {row.reason}\n" * (len(prompts) > 1) + prompt + row.text, flush=True)
+        print(f"== prompt {i}: {row.reason}\n" * (len(prompts) > 1) + shown(prompt + row.text), flush=True)
     prompt_tokens, new = generated.prompt_tokens, generated.decoded_tokens
     prefill, decode = generated.prefill_seconds, generated.decode_seconds
     to_stderr(

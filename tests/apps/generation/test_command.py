@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
@@ -10,12 +11,13 @@ import sys
 
 import pytest
 import tokenizer_tools
-from command_tools import check_mistake
+from command_tools import Terminal, check_mistake
 from marks import full
 from train_tools import ROOT, arguments, run_fastmp
 
 from fastmp.apps.cli import main
-from fastmp.apps.generation.batched import Completion, generate
+from fastmp.apps.generate import _print
+from fastmp.apps.generation.batched import Completion, Continuation, Generated, generate
 from fastmp.apps.generation.trained_models import eos_token_ids, load_model, open_weights, tokenizer_beside
 from fastmp.distributed.groups import ParallelGroups
 from fastmp.hf.weight_io import export_weights
@@ -63,6 +65,16 @@ def of_command(capsys, *arguments):
     capsys.readouterr()
     assert main(["generate", *ASKED, *map(str, arguments)]) == 0
     return capsys.readouterr()
+
+
+@pytest.mark.parametrize("stream", [Terminal, io.StringIO], ids=["terminal", "file"])
+def test_the_text_of_a_model_cannot_steer_a_terminal(stream, monkeypatch):
+    written = stream()
+    monkeypatch.setattr(sys, "stdout", written)
+    row = Continuation([1], "b\tc\n\x1b]0;title\x07", "length")
+    _print(["a "], Generated([row], 1, 1, 1, 1.0, 1.0))
+    text = "\\x1b]0;title\\x07" if stream is Terminal else "\x1b]0;title\x07"
+    assert written.getvalue() == f"a b\tc\n{text}\n"
 
 
 @pytest.mark.full
