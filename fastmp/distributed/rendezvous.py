@@ -87,14 +87,17 @@ class _Wait:
         self.deadline = self.begun + timeout.total_seconds()
         self.longest_pause = min(1.0, max(0.1, world_size / 8192))  # 8,192 looks a second for all ranks
 
-    def goes_on(self, missing: Callable[[], str]) -> bool:
-        """Pause before the next look; return False if the time is up. missing: says who is waited for."""
+    def goes_on(self, waiting: Callable[[], str]) -> bool:
+        """Pause before the next look; return False if the time is up.
+
+        waiting: returns what the line says, who is waited for; "" for no line yet.
+        """
         now = time.monotonic()
         if now >= self.deadline:
             return False
-        if not self._told and now - self.begun > _QUIET_SECONDS:
+        if not self._told and now - self.begun > _QUIET_SECONDS and (line := waiting()):
             self._told = True
-            to_stderr(f"fastmp: rank {self.rank}: {missing()}, up to {self.deadline - now:.0f} s more")
+            to_stderr(f"fastmp: rank {self.rank}: {line}, up to {self.deadline - now:.0f} s more")
         time.sleep(min(self.pause, self.deadline - now))
         self.pause = min(2 * self.pause, self.longest_pause)
         return True
@@ -178,12 +181,14 @@ def _lead(store: dist.Store, wait: _Wait) -> str:
     prefix = f"fastmp/{name}"
     store.set("fastmp/leader", name)
     while wait.world_size > 1 and not _is_there(store, f"{prefix}/here/full"):
-        if not wait.goes_on(lambda: _missing(store, prefix, wait, "waiting")):
-            missing = _missing(store, prefix, wait)
-            store.set(f"{prefix}/given_up", missing)
+        if not wait.goes_on(functools.partial(_waiting, store, prefix, wait)):
+            _, names = _missing(store, prefix, wait)
+            if not names or _is_there(store, f"{prefix}/here/full"):  # the last one has come in the meantime
+                break
+            store.set(f"{prefix}/given_up", names)
             time.sleep(2 * wait.longest_pause)  # others read it: then this process may take the store with it
             raise RuntimeError(
-                f"fastmp.init: {missing} of {wait.world_size} did not join in {seconds_text(wait.timeout)}; "
+                f"fastmp.init: {names} of {wait.world_size} did not join in {seconds_text(wait.timeout)}; "
                 "start them, or give slow ones more join_seconds"
             )
     store.set(f"{prefix}/open", "")
@@ -210,39 +215,49 @@ def _follow(store: dist.Store, wait: _Wait) -> str:
             _count(store, f"{prefix}/here", wait)
             awaited, wait.pause = "open", _POLL_SECONDS
             continue
-        missing = functools.partial(_missing, store, prefix if awaited else "", wait)
+        current = prefix if awaited else ""
         if awaited and wait.pause == wait.longest_pause and _is_there(store, f"{prefix}/given_up"):
             waited = timedelta(seconds=round(time.monotonic() - wait.begun, 1))
             raise _not_joined(wait, waited, store.get(f"{prefix}/given_up").decode())
-        if not wait.goes_on(functools.partial(missing, "waiting")):
-            raise _not_joined(wait, wait.timeout, missing())
+        if not wait.goes_on(functools.partial(_waiting, store, current, wait)):
+            raise _not_joined(wait, wait.timeout, _missing(store, current, wait)[1])
 
 
-def _not_joined(wait: _Wait, waited: timedelta, missing: str) -> RuntimeError:
+def _not_joined(wait: _Wait, waited: timedelta, names: str) -> RuntimeError:
     return RuntimeError(
-        f"fastmp.init: rank {wait.rank} of {wait.world_size} waited {seconds_text(waited)}, but {missing} "
+        f"fastmp.init: rank {wait.rank} of {wait.world_size} waited {seconds_text(waited)}, but {names} "
         "did not join; start all ranks, or give slow ones more join_seconds"
     )
 
 
-def _missing(store: dist.Store, prefix: str, wait: _Wait, doing: str = "") -> str:
-    """Return the ranks that have not joined under `prefix`; `doing` adds how many have.
+def _missing(store: dist.Store, prefix: str, wait: _Wait) -> tuple[int, str]:
+    """Return how many ranks have not joined under `prefix`, and which; rank 0 if it alone is left.
 
-    In large jobs rank 0 alone reads a key of each rank, and the others read a count.
+    On rank 0 itself, (0, "") if all have. In large jobs rank 0 alone reads a key of each rank, and the others
+    read a count.
     """
     if not prefix:  # rank 0 has not published a name
-        return f"{doing} for rank 0" if doing else "rank 0"
+        return 1, "rank 0"
     world_size = wait.world_size
-    counted = f"{prefix}/here" if store.check([f"{prefix}/full"]) else prefix
-    if wait.rank == 0 or world_size <= _NAMING_RANKS:
-        ranks = [str(rank) for rank in range(1, world_size) if not store.check([f"{counted}/{rank}"])]
-        number, more = len(ranks), len(ranks) - _LISTED
-        names = f"ranks [{', '.join(ranks[:_LISTED])}{f' and {more} others' if more > 0 else ''}]"
-    else:
-        number = world_size - 1 - store.add(f"{counted}/joined", 0)
-        names = f"{number} ranks"
-    names = names if number else "rank 0"
-    return f"{world_size - number} of {world_size} ranks are here, {doing} for {names}" if doing else names
+    here = f"{prefix}/here"
+    for counted in [here] if _is_there(store, f"{prefix}/full") else [prefix, here]:
+        if wait.rank == 0 or world_size <= _NAMING_RANKS:
+            ranks = [str(rank) for rank in range(1, world_size) if not _is_there(store, f"{counted}/{rank}")]
+            number, more = len(ranks), len(ranks) - _LISTED
+            names = f"ranks [{', '.join(ranks[:_LISTED])}{f' and {more} others' if more > 0 else ''}]"
+        else:
+            number = world_size - 1 - store.add(f"{counted}/joined", 0)
+            names = f"{number} ranks"
+        if number:
+            return number, names
+    return (1, "rank 0") if wait.rank else (0, "")
+
+
+def _waiting(store: dist.Store, prefix: str, wait: _Wait) -> str:
+    """Return how many ranks have joined under `prefix` and which are waited for; "" for none."""
+    number, names = _missing(store, prefix, wait)
+    joined = f"{wait.world_size - number} of {wait.world_size} ranks are here, " if prefix else ""
+    return f"{joined}waiting for {names}" if names else ""
 
 
 def _count(store: dist.Store, prefix: str, wait: _Wait) -> None:
@@ -256,4 +271,5 @@ def _is_there(store: dist.Store, key: str) -> bool:
 
 
 def seconds_text(duration: timedelta) -> str:
+    """Return a duration in seconds, such as "0.5 s"."""
     return f"{duration.total_seconds():g} s"

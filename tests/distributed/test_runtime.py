@@ -431,6 +431,38 @@ def test_a_rank_that_waits_for_seconds_says_for_whom(capfd, monkeypatch):
     ]
 
 
+def test_ranks_that_have_all_come_wait_for_rank_0_alone(capfd, monkeypatch):
+    """It has published a name and does not open it."""
+    monkeypatch.setattr(rendezvous, "_QUIET_SECONDS", 0.15)
+    store = dist.HashStore()
+    store.set("fastmp/leader", "name")
+    with ThreadPoolExecutor(3) as pool:
+        for rank, joining in in_threads(pool, store, [1, 2, 3], 4, 0.5).items():
+            with pytest.raises(
+                RuntimeError, match=rf"rank {rank} of 4 waited 0\.5 s, but rank 0 did not join"
+            ):
+                joining.result(5)
+    lines = sorted(capfd.readouterr().err.splitlines())
+    said = "3 of 4 ranks are here, waiting for rank 0, up to 0 s more"
+    assert lines == [f"fastmp: rank {rank}: {said}" for rank in (1, 2, 3)]
+
+
+@pytest.mark.parametrize("looked", ["before", "after"])
+def test_a_rank_that_comes_while_rank_0_gives_up_has_come(monkeypatch, looked):
+    find = rendezvous._missing
+
+    def find_late(store, prefix, wait):
+        found = find(store, prefix, wait) if looked == "after" else None
+        for counted in (prefix, f"{prefix}/here"):
+            rendezvous._count(store, counted, rendezvous._Wait(1, 2, timedelta(seconds=1)))
+        return found or find(store, prefix, wait)
+
+    monkeypatch.setattr(rendezvous, "_missing", find_late)
+    store = dist.HashStore()
+    fresh_store(store, 0, 2, timedelta(seconds=0.1)).set("key", "1")
+    assert store.check([f"fastmp/{store.get('fastmp/leader').decode()}/open"])
+
+
 def test_a_rank_that_waits_for_the_store_says_so_once(launcher, capfd, monkeypatch):
     monkeypatch.setattr(rendezvous, "_QUIET_SECONDS", 0.1)
     port = free_port()
