@@ -148,7 +148,7 @@ class Collector:
                 state = self._state_of(self.first, now)
                 records.append(replace(self.first.record, state=state, silent=own.stalled))
             heard = {self.rank, *(record.rank for record in records)}
-            state = "unseen" if self.channel.answers(self.silence) else "unknown"
+            state = "unseen" if self.channel.answers(self.silence) else "unreadable"
             records += [RankRecord(r, state=state) for r in range(self.world_size) if r not in heard]
         return [*records, own]
 

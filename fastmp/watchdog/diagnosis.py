@@ -6,7 +6,8 @@ Standard library only. `diagnose` returns the first of these that explains the h
 2. a rank that failed or is gone,
 3. a rank that is stopped, silent or was never seen,
 4. a rank that others wait for while it is elsewhere,
-5. ranks that wait for each other.
+5. ranks that wait for each other,
+6. a rank whose heartbeats cannot be read.
 
 Records are frozen and functions pure; `fastmp.watchdog.watchdog` collects the records.
 """
@@ -33,8 +34,9 @@ class HangReport:
     Attributes:
         kind: "mismatch" (of op, shape or dtype), "gone", "failed", "stopped", "silent", "unseen" (never
             seen), "finished" (before others: uneven numbers of calls), "hung" (alive, but elsewhere), "order"
-            (ranks wait for each other), "message" (without a matching send or receive), or "unknown" (no
-            cause was seen).
+            (ranks wait for each other), "message" (without a matching send or receive), "unreadable" (no
+            other cause was seen, and the heartbeats of these ranks cannot be read), or "unknown" (no cause
+            was seen).
         ranks: that caused it.
         text: the report in sentences.
         step: in which it happened.
@@ -62,7 +64,7 @@ def diagnose(records: Iterable[RankRecord], world_size: int) -> HangReport:
     seen = {record.rank: record for record in records}
     missing = [RankRecord(rank, state="unseen") for rank in range(world_size) if rank not in seen]
     job = _Job(sorted([*seen.values(), *missing], key=lambda record: record.rank))
-    steps = (_mismatch, _ended, _silent, _standstill)
+    steps = (_mismatch, _ended, _silent, _standstill, _unreadable, _unexplained)
     return next(report for step in steps if (report := step(job)) is not None)
 
 
@@ -226,7 +228,7 @@ def _ended(job: _Job) -> HangReport | None:
 
 
 def _silent(job: _Job) -> HangReport | None:
-    """Return a report if ranks cannot make progress, or nothing is known of them."""
+    """Return a report if ranks cannot make progress, or were never seen."""
     for state, said in (
         ("stopped", "is stopped, by SIGSTOP or a debugger"),
         (
@@ -238,7 +240,6 @@ def _silent(job: _Job) -> HangReport | None:
             "has never shown a sign of life: it did not start, ended before its first heartbeat, or is cut "
             "off",
         ),
-        ("unknown", "cannot be seen: the store of the job does not answer"),
     ):
         found = [record for record in job.everyone if record.state == state]
         if found:
@@ -252,8 +253,8 @@ def _silent(job: _Job) -> HangReport | None:
     return None
 
 
-def _standstill(job: _Job) -> HangReport:
-    """Return a report if all ranks are alive: the awaited ranks with nothing to wait for themselves."""
+def _standstill(job: _Job) -> HangReport | None:
+    """Return a report on live ranks: the awaited ranks with nothing to wait for themselves, or a cycle."""
     everyone, by_rank = job.everyone, job.by_rank
     waits = {record.rank: _nonempty([job.waits_for(record)]) for record in everyone}
     if not any(waits.values()):  # hosts that wait for a device are in no call: go by what they have begun
@@ -264,6 +265,10 @@ def _standstill(job: _Job) -> HangReport:
     sets = {id(ranks): ranks for groups in waits.values() for ranks in groups}
     wanted = frozenset().union(*sets.values())
     ends = [rank for rank in sorted(wanted) if not waits[rank]]
+    hidden = frozenset(rank for rank in wanted if by_rank[rank].state == "unreadable")
+    if hidden:  # whatever these do: a rank in no call is elsewhere, and a cycle of others cannot end
+        ends = [rank for rank in ends if rank not in hidden and by_rank[rank].inside is None]
+        waits = {rank: _nonempty(ranks - hidden for ranks in groups) for rank, groups in waits.items()}
     if ends:
         # A rank in no call at all is elsewhere; others may only be late for the same call.
         elsewhere = [rank for rank in ends if by_rank[rank].inside is None] or ends
@@ -283,9 +288,22 @@ def _standstill(job: _Job) -> HangReport:
             )
         return _report(kind, job, tuple(elsewhere), text, call)
     cycle = _cycle(waits)
-    if cycle:
-        return _deadlock(job, waits, cycle)
-    longest = max(everyone, key=lambda record: record.stalled)
+    return _deadlock(job, waits, cycle) if cycle else None
+
+
+def _unreadable(job: _Job) -> HangReport | None:
+    """Return a report if nothing can be known of ranks."""
+    found = [record for record in job.everyone if record.state == "unreadable"]
+    if not found:
+        return None
+    text = _list(f"{record} cannot be seen: the store of the job does not answer" for record in found)
+    ranks = tuple(record.rank for record in found)
+    return _report("unreadable", job, ranks, f"{text}.", job.awaited(found[0]))
+
+
+def _unexplained(job: _Job) -> HangReport:
+    """Return a report that names no cause."""
+    longest = max(job.everyone, key=lambda record: record.stalled)
     text = f"no rank was seen to hold up the others. The longest still is {longest}, in {_place(longest)}."
     inside = longest.inside or (longest.calls[-1] if longest.calls else None)
     return _report("unknown", job, (longest.rank,), text, inside)

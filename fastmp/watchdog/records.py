@@ -133,8 +133,8 @@ class RankRecord:
         started: number of collectives started, by group.
         groups: ranks of each process group.
         state: "running"; "stopped" or "gone", as observed on the same machine; "silent" without new
-            heartbeats; "unseen" without any; "unknown" if heartbeats cannot be read; "finished", "failed" or
-            "lost" (a peer), as reported when it left. An unseen or unknown rank has no other fields.
+            heartbeats; "unseen" without any; "unreadable" if heartbeats cannot be read; "finished", "failed"
+            or "lost" (a peer), as reported when it left. An unseen or unreadable rank has no other fields.
         reason: error with which it left.
         stalled: seconds without progress.
         silent: seconds since its last heartbeat.
@@ -158,7 +158,7 @@ class RankRecord:
     left_at: float = 0.0
 
     def __str__(self) -> str:
-        if self.state in ("unseen", "unknown"):
+        if self.state in ("unseen", "unreadable"):
             return f"rank {self.rank}"
         return f"rank {self.rank} (host {self.host}, process {self.pid})"
 

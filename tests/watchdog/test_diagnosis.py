@@ -71,7 +71,7 @@ def test_a_table_of_causes(changes, kind, ranks, said):
     ("state", "said"),
     [
         ("unseen", "Rank 2 has never shown a sign of life: it did not start, ended before its"),
-        ("unknown", "Rank 2 cannot be seen: the store of the job does not answer."),
+        ("unreadable", "Rank 2 cannot be seen: the store of the job does not answer."),
     ],
 )
 def test_a_rank_of_which_nothing_is_known_is_named_without_place_or_process(state, said):
@@ -82,6 +82,35 @@ def test_a_rank_of_which_nothing_is_known_is_named_without_place_or_process(stat
     assert not any(word in report.text for word in ("alive", "step 0", "host ?", "process 0"))
     if state == "unseen":  # as is a rank without any record
         assert diagnose(others, 4) == report
+
+
+def test_a_rank_that_cannot_be_read_does_not_hide_a_cause_among_the_others():
+    unreadable = RankRecord(3, state="unreadable")
+
+    def found(records):
+        report = diagnose([*(record for record in records if record.rank != 3), unreadable], 4)
+        return report.kind, report.ranks
+
+    # 1. Rank 2 is in no call; then it waits with the others, for rank 3 alone.
+    assert found(job()) == ("hung", (2,))
+    late = {"inside": call(began=3.0), "calls": (call(began=3.0),), "started": {WORLD: 5}}
+    assert found(job(r2=late)) == ("unreadable", (3,))
+    left = {"state": "finished", "calls": (), "started": {WORLD: 4}}
+    assert found(job(r2=left)) == ("finished", (2,))
+    # 2. Ranks 0 and 1 wait for each other, rank 2 for rank 3.
+    here, there, far = call(), call(group=TP[0]), call(group=TP[1])
+    waiting = {
+        "r0": (here, {WORLD: 5, TP[0]: 4}),
+        "r1": (there, {WORLD: 4, TP[0]: 5}),
+        "r2": (far, {WORLD: 5, TP[1]: 5}),
+    }
+    changes = {
+        rank: {"inside": own, "calls": (own,), "started": begun} for rank, (own, begun) in waiting.items()
+    }
+    assert found(job(**changes)) == ("order", (0, 1))
+    # 3. Hosts that wait for their devices are in no call.
+    devices = {f"r{rank}": {"inside": None, "started": {WORLD: 5 - (rank == 1)}} for rank in range(3)}
+    assert found(job(**devices)) == ("unreadable", (3,))
 
 
 @pytest.mark.parametrize("state", ["gone", "stopped", "silent", "running"])

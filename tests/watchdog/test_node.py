@@ -143,7 +143,7 @@ def test_ranks_count_as_silent_after_their_limit(job, tmp_path):
     assert states(far + 0.1) == ["silent", "silent", "silent"]
 
 
-@pytest.mark.parametrize(("answers", "state"), [(True, "unseen"), (False, "unknown")])
+@pytest.mark.parametrize(("answers", "state"), [(True, "unseen"), (False, "unreadable")])
 def test_a_rank_without_a_heartbeat_is_not_taken_for_a_live_one(job, tmp_path, answers, state):
     """It ended before its first one, unless the store is lost, in which it may be."""
     for rank in job[:3]:
