@@ -10,14 +10,13 @@ from typing import Any, TypeVar
 
 from fastmp.config.command_line import Parser
 from fastmp.config.console import printable
-from fastmp.config.file_access import read_json
+from fastmp.config.file_access import FOREIGN_ERRORS, read_json
 from fastmp.watchdog.diagnosis import diagnose
 from fastmp.watchdog.records import FILE_LIMIT, MAX_RANKS, RankRecord
 
 __all__ = ["explain", "main"]
 
 T = TypeVar("T")
-_FOREIGN = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError)
 _LARGEST = 1 << 62  # of numbers in records
 
 
@@ -57,7 +56,7 @@ def _diagnosis(directory: Path, left: Sequence[tuple[float, RankRecord]]) -> str
     ranks = {rank for record in records for each in record.groups.values() for rank in each}
     try:
         return diagnose(records, 1 + max(ranks.union(record.rank for record in records))).text
-    except _FOREIGN:
+    except FOREIGN_ERRORS:
         raise ValueError(f"{directory}: the records of its ranks contradict each other") from None
 
 
@@ -92,7 +91,7 @@ def _read(path: Path, part: Callable[[Any], T]) -> T:
     content = read_json(path, FILE_LIMIT)
     try:
         return part(content)
-    except _FOREIGN as error:
+    except FOREIGN_ERRORS as error:
         raise ValueError(f"{path}: is not a file of a hang: {repr(error)[:200]}") from None
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from fastmp.config import OptimizerConfig, Recipe
-from fastmp.config.file_access import read_json
+from fastmp.config.file_access import FOREIGN_ERRORS, read_json
 from fastmp.optim.lr_schedule import learning_rate
 
 __all__ = ["changes_since"]
@@ -33,13 +33,7 @@ def changes_since(recipe: Recipe, checkpoint: Path, step: int) -> list[str]:
     now = json.loads(json.dumps(asdict(recipe)))
     try:
         return [*_rate(recipe, before, now, step), *_data(before, now, step)]
-    except (
-        ArithmeticError,
-        AttributeError,
-        LookupError,
-        TypeError,
-        ValueError,
-    ):  # another program's recipe.json
+    except FOREIGN_ERRORS:  # another program's recipe.json
         return []
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from fastmp.config.command_line import Parser, exit_status
 from fastmp.config.console import printable
+from fastmp.config.file_access import FOREIGN_ERRORS
 from fastmp.plan.resources import table
 from fastmp.plan.step_gaps import Gap, StepTable, estimated_step, gaps, measured_step, read_trace
 
@@ -52,10 +53,10 @@ def _of(path: Path, reduce: Callable[[Any], StepTable]) -> StepTable:
     content = read_trace(path)
     try:
         return reduce(content)
-    except (KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ValueError(f"{path}: an event of another form than in the traces of torch: {error!r}") from None
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
+    except FOREIGN_ERRORS as error:
+        raise ValueError(f"{path}: an event of another form than in the traces of torch: {error!r}") from None
 
 
 def _facts(estimated: StepTable, measured: StepTable, found: list[Gap]) -> dict[str, object]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from fastmp.config.file_access import read_file
+from fastmp.config.file_access import FOREIGN_ERRORS, read_file
 from fastmp.config.training import DataConfig
 
 __all__ = ["INDEX_LIMIT", "NGRAM", "TOKENIZER_LIMIT", "expected_vocab_size", "is_megatron", "megatron_file"]
@@ -30,7 +30,7 @@ def expected_vocab_size(data: DataConfig) -> int:
         try:
             index = json.loads(read_file(Path(path) / "index.json", INDEX_LIMIT).decode())["content"]
             size, tokenizer = index["vocab_size"], index.get("tokenizer")
-        except (OSError, ValueError, TypeError, AttributeError, KeyError, RecursionError):
+        except (OSError, *FOREIGN_ERRORS):
             return 0
         if type(size) is not int:
             return 0
@@ -46,7 +46,7 @@ def _tokenizer_vocab_size(path: Path) -> int:
         vocab = content["model"]["vocab"]  # {token: id}; of a unigram model, [token, score] in order of ids
         ids = [len(vocab) - 1] if isinstance(vocab, list) else [int(i) for i in vocab.values()]
         return max([*ids, *(int(added["id"]) for added in content["added_tokens"])]) + 1
-    except (OSError, ValueError, TypeError, AttributeError, KeyError, RecursionError):
+    except (OSError, *FOREIGN_ERRORS):
         return 0
 
 

@@ -11,6 +11,7 @@ from reprlib import repr as short
 from typing import Any, BinaryIO
 
 __all__ = [
+    "FOREIGN_ERRORS",
     "open_binary",
     "open_directory",
     "open_regular",
@@ -26,6 +27,8 @@ __all__ = [
     "write_whole",
 ]
 
+# What reading values out of JSON from elsewhere raises where it has another form than expected.
+FOREIGN_ERRORS = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError)
 _PIECE = 1 << 16  # bytes that are read of a file beyond its size
 
 

@@ -7,7 +7,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from fastmp.config.file_access import read_or_name
+from fastmp.config.file_access import FOREIGN_ERRORS, read_or_name
 
 __all__ = ["METRICS_LIMIT", "read_metrics"]
 
@@ -42,7 +42,7 @@ def _record(path: str | Path, number: int, line: bytes) -> dict[str, Any]:
         others = [] if kind == "run" else [value for key, value in record.items() if key != "kind"]
         if isinstance(kind, str) and type(step) is int and 0 <= step < 1 << 63 and all(map(_plain, others)):
             return record
-    except (ValueError, TypeError, KeyError, RecursionError):
+    except FOREIGN_ERRORS:
         pass
     raise ValueError(f"{path}: line {number} is not a metrics record")
 

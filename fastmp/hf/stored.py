@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from fastmp.config import GPTConfig
-from fastmp.config.file_access import open_regular, read_json
+from fastmp.config.file_access import FOREIGN_ERRORS, open_regular, read_json
 from fastmp.hf.config_json import ALIASES, from_transformers
 from fastmp.hf.families import CONVERSIONS
 from fastmp.training.checkpoint.chunks import TensorChunk
@@ -211,7 +211,7 @@ def _header(path: Path, name: str) -> dict[str, Stored]:
         text = os.pread(file.descriptor, length, 8)
     try:
         entries = _entries(text)
-    except (ValueError, TypeError, KeyError, AttributeError, ArithmeticError, RecursionError):
+    except FOREIGN_ERRORS:
         raise ValueError(f"{path / name} is no safetensors file: its header cannot be read") from None
     found, at = {}, 0
     for each, dtype, shape, (start, end) in entries:

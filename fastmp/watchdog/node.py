@@ -20,7 +20,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fastmp.config.file_access import read_file, read_json, replace_text
+from fastmp.config.file_access import FOREIGN_ERRORS, read_file, read_json, replace_text
 from fastmp.watchdog.inspector import process_state
 from fastmp.watchdog.records import FILE_LIMIT
 
@@ -158,7 +158,7 @@ def job_directory(place: Path, kind: str, token: str, machine: str) -> Path:
     """
     prefix, suffix = f"fastmp-{kind}-{os.getuid()}-", f"-{zlib.crc32(machine.encode()):08x}"
     for path in place.glob(f"{prefix}*{suffix}"):
-        with contextlib.suppress(OSError, ValueError, KeyError):
+        with contextlib.suppress(OSError, *FOREIGN_ERRORS):
             if not _access_of_others(path) and _is_left(path):
                 shutil.rmtree(path, ignore_errors=True)
     path = place / f"{prefix}{token}{suffix}"

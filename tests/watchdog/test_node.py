@@ -225,6 +225,13 @@ def test_starts_that_were_killed_are_swept_and_reports_kept_for_a_day(tmp_path, 
     children["alive"].wait()
 
 
+@pytest.mark.parametrize("content", ["[]", '{"record": 7}'])
+def test_a_damaged_record_of_an_earlier_start_is_left_alone(tmp_path, content):
+    damaged = job_directory(tmp_path, "start", "damaged", "machine")
+    (damaged / "rank-00000.json").write_text(content)
+    assert job_directory(tmp_path, "start", "new", "machine").exists() and damaged.exists()
+
+
 def test_a_directory_that_others_can_enter_is_not_used(tmp_path, monkeypatch):
     def own():
         return job_directory(tmp_path, "start", "token", "machine")

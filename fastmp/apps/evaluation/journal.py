@@ -14,7 +14,7 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
-from fastmp.config.file_access import open_writable, read_file
+from fastmp.config.file_access import FOREIGN_ERRORS, open_writable, read_file
 
 __all__ = ["Journal"]
 
@@ -77,7 +77,7 @@ class Journal:
         try:
             theirs = json.loads(line)
             is_one = theirs["format"] == FORMAT
-        except (ValueError, TypeError, KeyError, RecursionError):
+        except FOREIGN_ERRORS:
             is_one = False
         if not is_one:
             raise ValueError(f"{self.path}: is no part of an evaluation; name another --out")
@@ -94,7 +94,7 @@ class Journal:
             batch, *values = json.loads(line)
             good = type(batch) is int and batch not in self.finished
             good = good and all(type(a) is float and isfinite(a) and type(b) is bool for a, b in values)
-        except (ValueError, TypeError, RecursionError):
+        except FOREIGN_ERRORS:
             good = False
         if not good:
             raise ValueError(f"{self.path}: line {number} is damaged: delete the file to begin anew")

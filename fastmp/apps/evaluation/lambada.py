@@ -9,6 +9,8 @@ from __future__ import annotations
 import json
 from typing import NamedTuple
 
+from fastmp.config.file_access import FOREIGN_ERRORS
+
 __all__ = ["Example", "read_examples"]
 
 
@@ -32,7 +34,7 @@ def read_examples(content: bytes, name: str) -> list[Example]:
         try:
             text = json.loads(line)["text"]
             words = text.split()
-        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        except FOREIGN_ERRORS:
             raise ValueError(f'{name}: line {number} is not a JSON object {{"text": "..."}}') from None
         if len(words) < 2:
             raise ValueError(f"{name}: line {number} has no last word behind others: {text[:60]!r}")

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from fastmp.config.console import Console, printable, to_stderr
-from fastmp.config.file_access import read_or_name
+from fastmp.config.file_access import FOREIGN_ERRORS, read_or_name
 
 __all__ = ["EvalProgress", "read_result", "table"]
 
@@ -70,7 +70,7 @@ def read_result(path: str | Path) -> dict[str, Any]:
         result = json.loads(raw)
         known = all(_is_number(name, result[name]) for name in COLUMNS[result["task"]])
         known = known and isinstance(result["model"], str)
-    except (ValueError, TypeError, KeyError, RecursionError):
+    except FOREIGN_ERRORS:
         known = False
     if not known:
         raise ValueError(f"{path}: is no result of fastmp eval: expected a file of its --out")

@@ -25,7 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fastmp.config.data_files import INDEX_LIMIT, TOKENIZER_LIMIT
-from fastmp.config.file_access import open_binary, read_file, read_or_name
+from fastmp.config.file_access import FOREIGN_ERRORS, open_binary, read_file, read_or_name
 from fastmp.training.data.tokenize import ByteTokenizer, FileTokenizer, Tokenizer
 
 FORMAT = "fastmp-tokens-3"
@@ -194,7 +194,7 @@ def read_index(directory: Path) -> Index:
         document = json.loads(raw.decode())
         content, crc = document["content"], document["crc32"]
         intact = _crc_of(content) == crc
-    except (ValueError, TypeError, KeyError, RecursionError):
+    except FOREIGN_ERRORS:
         raise damaged(path, "not an index in JSON") from None
     if not intact:
         raise damaged(path, "its checksum does not match its content")
@@ -205,7 +205,7 @@ def read_index(directory: Path) -> Index:
         )
     try:
         return _index_of(content)
-    except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
+    except FOREIGN_ERRORS as error:
         raise damaged(path, str(error)) from None
 
 

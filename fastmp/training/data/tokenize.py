@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fastmp.config.data_files import TOKENIZER_LIMIT
-from fastmp.config.file_access import read_or_name
+from fastmp.config.file_access import FOREIGN_ERRORS, read_or_name
 
 if TYPE_CHECKING:
     import tokenizers
@@ -373,7 +373,7 @@ def _parse(description: str, source: str) -> tuple[tokenizers.Tokenizer, bool]:
         content: dict[str, Any] = json.loads(description)
         _, decoder = content["model"]["vocab"], content.get("decoder")
         refusal = _impossible(content)
-    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+    except FOREIGN_ERRORS:
         raise ValueError(f"{source}: not a tokenizer description in JSON") from None
     if refusal:
         raise ValueError(f"{source}: {refusal}")

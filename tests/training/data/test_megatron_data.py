@@ -288,3 +288,11 @@ def test_a_run_on_megatrons_files_and_its_plan(prefix, tmp_path, capsys):
     assert [step for step, _ in losses(tmp_path / "tiny")] == [1, 2, 3, 4, 5, 6]
     (tmp_path / "r.toml").write_text(f'[data]\npath = "{prefix}"\nseq_len = 32\n[model]\nmax_seq_len = 32\n')
     assert plan([str(tmp_path / "r.toml"), "--world-size", "1"]) == 0
+
+
+@pytest.mark.parametrize("number", ["1e999", '"a"', "null", "[]"])
+def test_a_tokenizer_whose_ids_are_no_numbers_has_no_size_that_is_expected(tmp_path, number):
+    (tmp_path / "books.idx").touch()
+    path = tmp_path / "tokenizer.json"
+    path.write_text(f'{{"model": {{"vocab": {{"a": {number}}}}}, "added_tokens": []}}')
+    assert expected_vocab_size(DataConfig(path=str(tmp_path / "books"), tokenizer=str(path))) == 0
