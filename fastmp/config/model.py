@@ -159,6 +159,20 @@ class MoEConfig(Checked):
         """True if the weights of a token's experts add up to one: normalised, or softmax over the chosen."""
         return self.normalize_topk or (self.score == "softmax" and not self.pre_softmax)
 
+    @property
+    def training_problem(self) -> str:
+        """Why training would leave the router as it is, and what to do; "" if its losses train it."""
+        # The z-loss only shrinks logits, and the expert bias is no weight of the router.
+        if not self.top_k == 1 < self.num_experts or not self.sum_is_one:
+            return ""
+        if self.aux_loss or self.sequence_aux_loss:
+            return ""
+        cause = "normalize_topk" if self.normalize_topk else "softmax over the chosen experts"
+        return (
+            f"top_k 1 with {cause} gives every expert the weight 1, and the router no gradient: set "
+            "top_k 2 or more, normalize_topk off (with pre_softmax on), or an aux_loss"
+        )
+
     def _choices(self) -> Iterator[str]:
         """Check the experts that a token can reach."""
         if self.num_experts % self.num_groups:
@@ -168,14 +182,6 @@ class MoEConfig(Checked):
         if self.group_score == "megatron" and self.top_k < self.group_topk:
             needed = f"top_k >= group_topk {self.group_topk}"
             yield f"group_score 'megatron' needs {needed}, got top_k {self.top_k}"
-        # The z-loss only shrinks logits, and the expert bias is no weight of the router.
-        untrained = not (self.aux_loss or self.sequence_aux_loss)
-        if self.top_k == 1 < self.num_experts and self.sum_is_one and untrained:
-            cause = "normalize_topk" if self.normalize_topk else "softmax over the chosen experts"
-            yield (
-                f"top_k 1 with {cause} gives every expert the weight 1, and the router no gradient: set "
-                "top_k 2 or more, normalize_topk off (with pre_softmax on), or an aux_loss"
-            )
         reachable = self.group_topk * (self.num_experts // self.num_groups)
         if self.top_k > self.num_experts:
             yield f"top_k {self.top_k} is more than num_experts {self.num_experts}"

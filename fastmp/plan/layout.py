@@ -430,6 +430,9 @@ def _expert_problems(recipe: Recipe) -> Iterator[Problem]:
                     f"parallel.{axis} is {size}, but the model has no experts: model.moe is absent",
                 )
         return
+    if moe.training_problem:
+        fields = ("model.moe.top_k", "model.moe.normalize_topk", "model.moe.aux_loss")
+        yield Problem(fields, moe.training_problem)
     tokens = -(-(data.seq_len // layout.cp) // layout.tp) * data.micro_batch_size
     sizes = DispatchSizes(
         tokens=tokens,

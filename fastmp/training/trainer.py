@@ -123,7 +123,8 @@ class Trainer:
 
     Raises:
         ValueError: microbatches and ranks do not divide `config.global_batch_size`, no rank has a parameter
-            to train, a tied table is frozen on one of its stages only, or as `PipelineRunner`.
+            to train, a tied table is frozen on one of its stages only, a module's `check_training()` raises
+            (a router without a gradient), or as `PipelineRunner`.
     """
 
     def __init__(
@@ -147,6 +148,9 @@ class Trainer:
         dtype = DTYPES.get(config.dtype)
         chunks = [model] if isinstance(model, nn.Module) else list(model)
         self.model = model if isinstance(model, nn.Module) else nn.ModuleList(chunks)
+        for module in self.model.modules():
+            if callable(check := getattr(module, "check_training", None)):
+                check()
         first = next(self.model.parameters(), None)
         chosen = torch.device(device) if device is not None else None if first is None else first.device
         if chosen is not None and chosen.type == "cuda" and chosen.index is not None:

@@ -319,14 +319,15 @@ def test_coefficients_of_balancing_losses_are_converted():
     assert from_transformers(there)[1].moe.aux_loss == pytest.approx(0.03)
 
 
-def test_one_expert_of_a_token_needs_a_balancing_loss_where_weights_are_normalised():
+def test_one_expert_of_a_token_is_described_and_trained_only_with_a_balancing_loss():
     there = to_transformers("qwen3_moe", replace(CONFIGS["qwen3_moe"], **SMALL), "float32")
     there |= {"num_experts_per_tok": 1, "norm_topk_prob": True}
-    assert from_transformers(there)[1].moe.aux_loss > 0
-    with pytest.raises(ValueError, match=r"top_k 1 with normalize_topk .* or an aux_loss"):
-        from_transformers(there | {"router_aux_loss_coef": 0.0})
-    weighted = there | {"router_aux_loss_coef": 0.0, "norm_topk_prob": False}
-    assert from_transformers(weighted)[1].moe.top_k == 1
+    balanced = from_transformers(there)[1].moe
+    assert balanced.aux_loss > 0 and not balanced.training_problem
+    alone = from_transformers(there | {"router_aux_loss_coef": 0.0})[1].moe
+    assert alone.top_k == 1 and "normalize_topk gives every expert the weight 1" in alone.training_problem
+    weighted = from_transformers(there | {"router_aux_loss_coef": 0.0, "norm_topk_prob": False})[1].moe
+    assert weighted.top_k == 1 and not weighted.training_problem
 
 
 def edit(path, **changes):

@@ -188,6 +188,12 @@ PROBLEMS = [
         "model.moe.capacity_factor",
         "a capacity of 0.8 tokens is less than one: capacity_factor 0.4 x 16 tokens x top_k 1 / 8 experts",
     ),
+    (
+        recipe(replace(EXPERTS, moe=MoEConfig(num_experts=8, top_k=1, normalize_topk=True, aux_loss=0.0))),
+        1,
+        "model.moe.top_k",
+        "top_k 1 with normalize_topk gives every expert the weight 1, and the router no gradient",
+    ),
 ]
 
 

@@ -22,7 +22,10 @@ from trainer_tools import (
     run,
 )
 
+from fastmp.apps.generation.batched import generate
+from fastmp.apps.generation.trained_models import load_model, open_weights
 from fastmp.config import ParallelConfig, TrainConfig
+from fastmp.distributed.groups import ParallelGroups
 from fastmp.nn import Placement
 from fastmp.nn.gpt import GPT
 from fastmp.testing.ranks import run_ranks
@@ -68,6 +71,28 @@ def test_one_rank_balances_and_learns(one_rank):
     )
     experts = [name for name in grads if ".experts." in name]
     assert experts and all(grads[name].any() for name in experts)
+
+
+def test_a_checkpoint_whose_router_had_no_gradient_opens_and_is_not_trained_on(tmp_path):
+    """Runs of `top_k` 1 with normalised weights were trained before `Trainer` refused them."""
+    balancing = {"aux_loss": 0.0, "sequence_aux_loss": 0.0}
+    config = replace(CONFIG, moe=replace(MOE, top_k=1, **balancing))
+    options = {"config": config, "run_dir": str(tmp_path), "name": "old"}
+    with pytest.raises(
+        ValueError, match="Router: top_k 1 with normalize_topk gives every expert the weight 1"
+    ):
+        make_trainer(**options)
+    trainer = make_trainer(
+        **options, frozen=lambda name: "router" in name
+    )  # which writes the same description
+    trainer.train_step()
+    trainer.save()
+    trainer.close()
+    reader, described = open_weights(str(tmp_path / "old"), None, None)
+    assert described == config
+    model = load_model(reader, described, ParallelGroups.alone())
+    (row,) = generate(model, [[1, 2, 3]], max_new_tokens=4).rows
+    assert len(row.ids) == 4
 
 
 @pytest.mark.parametrize(("world", "tp", "ep", "etp", "options"), LAYOUTS)

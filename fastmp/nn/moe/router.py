@@ -178,6 +178,11 @@ class Router(ParallelModule):
         return _loss_of(chosen.score_sums, chosen.z_sum, moe.z_loss, terms)
 
     @torch.no_grad()
+    def check_training(self) -> None:
+        """Raise ValueError if the weight is trained, but no loss has a gradient for it."""
+        if self.weight.requires_grad and self.moe.training_problem:
+            raise ValueError(f"Router: {self.moe.training_problem}")
+
     def update_expert_bias(self, counts_E: torch.Tensor) -> None:
         """Move the bias by `bias_update_rate` towards equal loads.
 

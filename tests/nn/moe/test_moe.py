@@ -309,6 +309,16 @@ BAD = {
     "capacity_factor must be positive or absent, got 0.0": {"capacity_factor": 0.0},
     "aux_loss must not be negative, got -1.0": {"aux_loss": -1.0},
     "shared_expert_gate needs a shared expert": {"shared_expert_ffn_hidden_size": 0},
+}
+
+
+@pytest.mark.parametrize("message", BAD)
+def test_configurations_that_cannot_be(message):
+    with pytest.raises(ValueError, match=f"MoEConfig: {message}"):
+        replace(MOE, **BAD[message])
+
+
+UNTRAINED = {
     "top_k 1 with normalize_topk gives every expert the weight 1": {**ONE, "normalize_topk": True},
     "top_k 1 with softmax over the chosen experts gives": {
         **ONE,
@@ -320,10 +330,14 @@ BAD = {
 }
 
 
-@pytest.mark.parametrize("message", BAD)
-def test_configurations_that_cannot_be(message):
-    with pytest.raises(ValueError, match=f"MoEConfig: {message}"):
-        replace(MOE, **BAD[message])
+@pytest.mark.parametrize("message", UNTRAINED)
+def test_a_router_without_a_gradient_runs_but_is_not_trained(message):
+    layer = make_moe(plain_moe(**UNTRAINED[message]))
+    assert layer(hidden_states(5, 2))[0].isfinite().all()
+    with pytest.raises(ValueError, match=f"Router: {message}"):
+        layer.router.check_training()
+    layer.router.weight.requires_grad_(False)  # as with LoRA
+    layer.router.check_training()
 
 
 @pytest.mark.parametrize("score", ("softmax", "sigmoid", "sqrtsoftplus"))
@@ -337,6 +351,7 @@ def test_one_expert_of_a_token_trains_the_router(score):
     )
     for options in accepted:
         layer = make_moe(plain_moe(**{**ONE, "score": score, **options}))
+        layer.router.check_training()
         hidden = hidden_states(5, 2)
         out, loss, _ = layer(hidden)
         (out.square().sum() + loss).backward()
