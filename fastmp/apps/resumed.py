@@ -45,17 +45,25 @@ def _rate(recipe: Recipe, before: Mapping[str, Any], now: Mapping[str, Any], ste
     last = learning_rate(step - 1, OptimizerConfig(**own), before["train"]["steps"])
     expected = learning_rate(step, OptimizerConfig(**own), before["train"]["steps"])
     new = learning_rate(step, recipe.optimizer, recipe.train.steps)
-    if changed and abs(new - expected) > _STEADY * max(last, expected):
+    if changed and min(abs(new - rate) for rate in (last, expected)) > _STEADY * max(last, expected):
+        kept = f"--optimizer.schedule constant --optimizer.lr {last!r}"
+        if step < recipe.optimizer.warmup_steps:  # in which every schedule grows
+            kept += " --optimizer.warmup-steps 0"
         yield (
             f"warning: the learning rate is {new:.2e} in step {step + 1}, it was {last:.2e} in step {step}: "
-            f"{', '.join(changed)}; to keep the rate: --optimizer.schedule constant --optimizer.lr {last:.2e}"
+            f"{', '.join(changed)}; to keep the rate: {kept}"
         )
 
 
 def _data(before: Mapping[str, Any], now: Mapping[str, Any], step: int) -> Iterator[str]:
+    if not step:
+        return
+    if source := _changed(before, now, "data", _source(before, now)):
+        yield f"warning: {', '.join(source)}: reading begins at step {step + 1} of its order"
+        return
     batch = _changed(before, now, "train", ("global_batch_size",))
     cut = _changed(before, now, "data", ("seq_len",))
-    if not step or not (batch or cut):
+    if not (batch or cut):
         return
     sizes = [recipe["train"]["global_batch_size"] for recipe in (before, now)]
     lengths = [recipe["data"]["seq_len"] for recipe in (before, now)]
@@ -65,6 +73,13 @@ def _data(before: Mapping[str, Any], now: Mapping[str, Any], step: int) -> Itera
     kept = [f"--data.seq-len {lengths[0]}"] if cut else []
     kept += [f"--train.global-batch-size {sizes[0]}"] if batch else []
     yield f"warning: {', '.join([*cut, *batch])}: {other}; to read on in order: {' '.join(kept)}"
+
+
+def _source(before: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the fields of `data` that name the text: `text` only where a run has no files."""
+    files = ("path", "blend")
+    named = all(any(recipe["data"].get(name) for name in files) for recipe in (before, now))
+    return files if named else (*files, "text")
 
 
 def _changed(

@@ -10,7 +10,8 @@ from train_tools import arguments
 
 from fastmp.apps.resumed import changes_since
 from fastmp.apps.train import main
-from fastmp.config.recipe import load_recipe
+from fastmp.config.recipe import load_recipe, parse_arguments
+from fastmp.optim.lr_schedule import learning_rate
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -52,6 +53,30 @@ def test_a_learning_rate_that_jumps_is_one_line(tmp_path, before, now, step, sai
         assert said in lines[0] and "to keep the rate: --optimizer.schedule constant" in lines[0]
 
 
+@pytest.mark.parametrize(
+    ("before", "now", "step"),
+    [
+        ({}, {"train": {"steps": 24}}, 12),
+        ({}, {"optimizer": {**COSINE, "lr": 2e-2}}, 1),  # in the warm-up
+        ({"optimizer": {**COSINE, "warmup_steps": 7}}, {"optimizer": {**COSINE, "warmup_steps": 10}}, 3),
+        ({}, {"optimizer": {**COSINE, "warmup_steps": 11}}, 6),
+        ({}, {"optimizer": {**COSINE, "min_lr": 9e-3, "warmup_steps": 11}}, 10),
+    ],
+)
+def test_options_that_keep_the_rate_keep_it(tmp_path, before, now, step):
+    options = {"optimizer": COSINE, "train": {"steps": 12}}
+    before, now = {**options, **before}, {**options, **now}
+    (line,) = changes(tmp_path, before, now, step)
+    given = [
+        f"--{table}.{name.replace('_', '-')}={value}" for table in now for name, value in now[table].items()
+    ]
+    kept = parse_arguments([*given, *line.partition("to keep the rate: ")[2].split()])
+    old = replace(load_recipe(None).optimizer, **before["optimizer"])
+    rate = learning_rate(step - 1, old, before["train"]["steps"])
+    assert [learning_rate(at, kept.optimizer, kept.train.steps) for at in range(step, step + 3)] == [rate] * 3
+    assert changes(tmp_path, before, {**asdict(kept), "optimizer": asdict(kept.optimizer)}, step) == []
+
+
 @pytest.mark.parametrize("schedule", ["wsd", "constant"])
 def test_schedules_without_a_length_have_no_jump(tmp_path, schedule):
     options = {"optimizer": {**COSINE, "schedule": schedule}}
@@ -63,8 +88,8 @@ def test_schedules_without_a_length_have_no_jump(tmp_path, schedule):
     [
         (
             {"train": {"steps": 12, "global_batch_size": 64}},
-            "train.global_batch_size is 64, was 32: step 7 begins after 98,304 tokens of the data's order, and "
-            "49,152 were read; to read on in order: --train.global-batch-size 32",
+            "train.global_batch_size is 64, was 32: step 7 begins after 98,304 tokens of the data's order, "
+            "and 49,152 were read; to read on in order: --train.global-batch-size 32",
         ),
         (
             {"data": {"seq_len": 128}},
@@ -72,6 +97,15 @@ def test_schedules_without_a_length_have_no_jump(tmp_path, schedule):
             "read on in order: --data.seq-len 256",
         ),
         ({"data": {"micro_batch_size": 2}}, None),
+        ({"data": {"path": "b"}}, "data.path is b, was None: reading begins at step 7 of its order"),
+        (
+            {"data": {"text": "stdlib", "seq_len": 128}},
+            "data.text is stdlib, was pydoc: reading begins at step 7 of its order",
+        ),
+        (
+            {"data": {"blend": ("0.5 a", "0.5 b")}},
+            "data.blend is ['0.5 a', '0.5 b'], was None: reading begins at step 7 of its order",
+        ),
     ],
 )
 def test_data_read_from_another_place_is_one_line(tmp_path, now, said):
