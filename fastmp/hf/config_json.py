@@ -368,8 +368,11 @@ def _rope(content: Mapping[str, Any], max_seq_len: int, family: Conversion) -> d
         return model
     scaling = {"kind": kind, "original_max_seq_len": max_seq_len}
     scaling |= {_SCALINGS[key]: value for key, value in given.items()}
-    if kind in ("yarn", "longrope"):
-        scaling.setdefault("factor", max(1.0, max_seq_len / scaling["original_max_seq_len"]))
+    original = scaling["original_max_seq_len"]
+    if type(original) is not int or original < 1:
+        raise ValueError(f"original_max_position_embeddings must be a positive number, got {short(original)}")
+    if kind in ("yarn", "longrope") and "factor" not in scaling:
+        scaling["factor"] = max(1.0, max_seq_len / original)
     needed = ("factor", *(("low_freq_factor", "high_freq_factor") if kind == "llama3" else ()))
     if absent := [name for name in needed if name not in scaling]:
         raise ValueError(f"rope_type {kind!r} needs {' and '.join(absent)}")

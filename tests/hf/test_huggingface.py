@@ -398,6 +398,16 @@ def test_a_factor_that_is_absent_is_derived_or_missed():
             from_transformers(content | {"rope_parameters": {"rope_type": kind}})
 
 
+@pytest.mark.parametrize("kind", ["yarn", "llama3", "linear"])
+@pytest.mark.parametrize("length", [0, -1, "64", True, [64]])
+def test_an_original_length_that_is_none_is_refused_with_and_without_a_factor(kind, length):
+    content = to_transformers("llama", replace(CONFIGS["llama"], **SMALL), "float32")
+    for factor in (None, 4.0):
+        table = {"rope_type": kind, "factor": factor, "original_max_position_embeddings": length}
+        with pytest.raises(ValueError, match="original_max_position_embeddings must be a positive"):
+            from_transformers(content | {"rope_parameters": table})
+
+
 def test_gpt_oss_of_fewer_keys_or_in_mxfp4():
     """Windows alternate where a file names no layers; quantisation is a fact of the files alone."""
     content = {
