@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 from fastmp.config.file_access import read_file, sync_directory, write_synced
 from fastmp.training.checkpoint.format import (
+    LIMIT,
     MANIFEST,
     CheckpointError,
     Manifest,
@@ -137,10 +138,18 @@ def publish(written: Path, manifest: Manifest) -> Path:
 
     Its sequence number is one more than the largest of the directory. If this step was saved before, the new
     checkpoint gets a suffix; published checkpoints are never moved.
+
+    Raises:
+        CheckpointError: a manifest of the directory has the largest number.
     """
     # 1. The files are on disk already; the manifest makes them a checkpoint.
     directory = written.parent
     sequence = 1 + max((saved.sequence for saved in by_age(directory)), default=0)
+    if sequence >= LIMIT:
+        raise CheckpointError(
+            f"{directory}: expected sequence numbers below {LIMIT - 1}, got {sequence - 1}; move the "
+            "checkpoint with it elsewhere"
+        )
     write_synced(written / MANIFEST, write_manifest(replace(manifest, sequence=sequence)))
     sync_directory(written)
     # 2. Rename to the first name that is free.

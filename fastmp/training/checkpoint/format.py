@@ -54,7 +54,7 @@ DTYPES = {
 _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,200}\.safetensors")
 _OPENING = re.compile(rb'\{"crc32": (\d{1,10}), "manifest": ')
 _FINITE = re.compile(rb'\{\s*"format": \d+,\s*"step": \d+,\s*"finite": true,')
-_SEQUENCE = re.compile(rb'[^\[]{1,200}?,\s*"sequence": (\d{1,18}),\s*"layout": ')
+_SEQUENCE = re.compile(rb'[^\[]{1,200}?,\s*"sequence": (\d{1,19}),\s*"layout": ')
 _CLOSING = b"}\n"
 
 
@@ -213,7 +213,8 @@ def sequence_of(path: Path) -> int:
             found = _SEQUENCE.match(file.read(300))
     except OSError:
         return 0
-    return int(found[1]) if found else 0
+    number = int(found[1]) if found else 0
+    return number if number < LIMIT else 0
 
 
 def _body(file: Path) -> memoryview:

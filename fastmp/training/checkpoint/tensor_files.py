@@ -226,7 +226,7 @@ class ChunkReader:
     ) -> None:
         """Read a chunk of a saved tensor into `out`.
 
-        No byte outside of the tensor is read: a chunk that is not inside its shape is an AssertionError.
+        No byte outside of the tensor is read: a chunk that is not inside its shape is a CheckpointError.
         A contiguous chunk is read into the memory of a contiguous CPU tensor `out`. Otherwise all bytes from
         the first element to the last go through the buffer; a chunk too large for it is halved.
 
@@ -237,8 +237,13 @@ class ChunkReader:
             chunk: a chunk of it.
             out: a tensor of the shape of the chunk, of the same dtype.
         """
-        assert out.dtype == dtype and tuple(out.shape) == tuple(chunk.sizes), (out.dtype, dtype, chunk)
-        assert len(sizes) == len(chunk.sizes) and is_inside(chunk, sizes), (chunk, sizes)
+        if out.dtype != dtype or tuple(out.shape) != tuple(chunk.sizes):
+            raise CheckpointError(
+                f"{self._file.path}: expected a target of {dtype} and shape {tuple(chunk.sizes)}, got "
+                f"{out.dtype} and {tuple(out.shape)}"
+            )
+        if len(sizes) != len(chunk.sizes) or not is_inside(chunk, sizes):
+            raise CheckpointError(f"{self._file.path}: {chunk} lies outside of its tensor of {tuple(sizes)}")
         if not chunk.numel:
             return
         strides, n = list[int](), 1

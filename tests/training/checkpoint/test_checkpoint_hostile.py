@@ -240,6 +240,17 @@ def test_a_sequence_number_that_is_none_is_refused(tmp_path, number):
     assert len(by_age(tmp_path)) == 1 and save(tmp_path, 2).is_dir()
 
 
+@pytest.mark.parametrize("number", [10**18 - 1, 10**18, 2**62 - 3])
+def test_large_sequence_numbers_are_in_order_up_to_the_largest(tmp_path, number):
+    rewrite(save(tmp_path, 6), lambda manifest: manifest.update(sequence=number))
+    save(tmp_path, 2)
+    assert [saved.name.step for saved in by_age(tmp_path)] == [6, 2]
+    assert [saved.sequence for saved in by_age(tmp_path)] == [number, number + 1]
+    rewrite(save(tmp_path, 4), lambda manifest: manifest.update(sequence=2**62 - 1))
+    with pytest.raises(CheckpointError, match=f"sequence numbers below {2**62 - 1}, got {2**62 - 1}; move"):
+        save(tmp_path, 8)
+
+
 def test_checkpoints_made_at_one_time_are_in_the_order_of_steps_and_numbers(tmp_path):
     paths = [without_number(save(tmp_path, step)) for step in (3, 1, 3, 2)]
     for path in paths:
