@@ -8,7 +8,7 @@ import os
 import stat
 from pathlib import Path
 from reprlib import repr as short
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Literal
 
 __all__ = [
     "FOREIGN_ERRORS",
@@ -65,13 +65,14 @@ def open_binary(path: str | os.PathLike[str], *, links: bool = True) -> BinaryIO
     return open(open_regular(path, links=links), "rb")
 
 
-def open_writable(path: str | os.PathLike[str], mode: str, *, links: bool = True) -> BinaryIO:
-    """Open a regular file for writing; `mode` "wb", "r+b" or "ab" as for `open`, "r+b" makes a file, too.
+def open_writable(path: str | os.PathLike[str], mode: Literal["wb", "r+b", "ab"]) -> BinaryIO:
+    """Open a regular file for writing; `mode` as for `open`, and each can read. OSError as `open_regular`.
 
-    OSError as `open_regular`.
+    Only "r+b" needs a file that is there.
     """
-    flags = os.O_RDWR | os.O_CREAT | os.O_NONBLOCK | os.O_CLOEXEC | (os.O_APPEND if mode == "ab" else 0)
-    descriptor = os.open(path, flags | (0 if links else os.O_NOFOLLOW), 0o666)
+    flags = os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC
+    flags |= {"wb": os.O_CREAT, "r+b": 0, "ab": os.O_CREAT | os.O_APPEND}[mode]
+    descriptor = os.open(path, flags, 0o666)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
         raise OSError(errno.EINVAL, "not a regular file")
@@ -99,16 +100,22 @@ def read_file(path: str | os.PathLike[str], limit: int, *, links: bool = True) -
             length += len(piece)
             wanted = max(size + 1 - length, _PIECE)
     if length > limit:
-        raise OSError(errno.EFBIG, f"larger than any file of its kind, {limit} bytes")
+        found = f"{size}" if size >= length else "more"
+        raise OSError(errno.EFBIG, f"larger than any file of its kind: {found} bytes, at most {limit}")
     return b"".join(pieces)
 
 
-def read_or_name(path: str | os.PathLike[str], limit: int, label: str = "") -> bytes:
-    """Read a file as `read_file`. Raises ValueError with `label`, the path and the reason."""
+def read_or_name(path: str | os.PathLike[str], limit: int, label: str = "", if_larger: str = "") -> bytes:
+    """Read a file as `read_file`.
+
+    Raises:
+        ValueError: `label`, the path and the reason; of a file that is too large, `if_larger` as well.
+    """
     try:
         return read_file(path, limit)
     except OSError as error:
-        raise ValueError(f"{label}{path}: cannot be read ({error.strerror})") from None
+        advice = f"; {if_larger}" if if_larger and error.errno == errno.EFBIG else ""
+        raise ValueError(f"{label}{path}: cannot be read ({error.strerror}){advice}") from None
 
 
 def read_json(path: str | os.PathLike[str], limit: int) -> dict[str, Any]:
@@ -119,11 +126,13 @@ def read_json(path: str | os.PathLike[str], limit: int) -> dict[str, Any]:
     return content
 
 
-def read_json_value(path: str | os.PathLike[str], limit: int) -> Any:
-    """Return the value in a JSON file, as `read_json`; it may be a list."""
-    raw = read_or_name(path, limit)
+def read_json_value(path: str | os.PathLike[str], limit: int, if_larger: str = "") -> Any:
+    """Return the value in a JSON file, as `read_json`; it may be a list. if_larger: as of `read_or_name`."""
+    raw = read_or_name(path, limit, if_larger=if_larger)
     try:
         return json.loads(raw)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path}: not JSON (line {error.lineno}: {error.msg})") from None
     except (ValueError, RecursionError):  # also of bytes that are not UTF-8
         raise ValueError(f"{path}: not JSON") from None
     except MemoryError:

@@ -77,7 +77,7 @@ class Gap:
 
 def read_trace(path: Path) -> Any:
     """Return the JSON of a trace. Raises ValueError naming the file."""
-    return read_json_value(path, _MAX_BYTES)
+    return read_json_value(path, _MAX_BYTES, if_larger="profile fewer steps")
 
 
 def estimated_step(content: Any) -> StepTable:

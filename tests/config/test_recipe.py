@@ -88,7 +88,7 @@ MISTAKES = {
     f"[train]\nsteps = {'[' * 5000}": "nested too deeply",
     f"[train]\nsteps{'.a' * 150} = 1": r"train\.steps must be of type int, got {'a': {'a': .*\.\.\.",
     f"[train]\nsteps{'.a' * 20_000} = 1": "nested too deeply",  # gigabytes, if it were read
-    "#" * 65_537: "cannot be read .larger than any file of its kind, 65536 bytes",
+    "#" * 65_537: "cannot be read .larger than any file of its kind: 65537 bytes, at most 65536",
     "[train]\nsteps = 1\nsteps = 2": "not TOML",
 }
 

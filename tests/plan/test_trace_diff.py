@@ -189,6 +189,14 @@ def test_command(tmp_path, capsys):
     assert facts["measured"] == approx(2 * facts["estimated"])
 
 
+def test_a_trace_that_is_too_large_says_what_to_do(tmp_path, capsys):
+    measured = tmp_path / "profile.json"
+    with measured.open("wb") as file:
+        file.truncate((1 << 31) + 1)
+    assert main([str(measured), str(measured)]) == 2
+    assert f"{(1 << 31) + 1} bytes, at most {1 << 31}); profile fewer steps" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("measured", "message"),
     [

@@ -37,7 +37,7 @@ class Journal:
         header = json.dumps({"format": FORMAT, **identity})
         try:
             lines = read_file(path, _LIMIT).split(b"\n") if path.exists() else [b""]
-            self._file = open_writable(path, "r+b")
+            self._file = open_writable(path, "ab")
         except OSError as error:
             raise ValueError(f"{path}: cannot be written ({error.strerror})") from None
         try:
