@@ -207,8 +207,10 @@ def find_documents(inputs: Sequence[str]) -> list[Document]:
 def _with_text(documents: Sequence[Document]) -> list[Document]:
     found = [document for document in documents if document.num_bytes]
     if not found:
-        others = f" and {len(documents) - 1} others" if len(documents) > 1 else ""
-        raise ValueError(f"{documents[0].name}{others}: expected text, got empty files (0 bytes)")
+        others = f" and {len(documents) - 1} more" if len(documents) > 1 else ""
+        raise ValueError(
+            f"{documents[0].name}{others}: expected text, got only empty documents; give files that have text"
+        )
     return found
 
 

@@ -17,6 +17,8 @@ JSON_LINES = (".jsonl", ".ndjson")  # endings of files with a document a line
 HEAD_BYTES = 16  # of a file that show its format
 _FIELD = "text"  # of a line, as Megatron-LM's preprocess_data.py reads by default
 _TABLE = "with pandas: pandas.read_{}({!r}).to_json('out.jsonl', orient='records', lines=True)"
+_EXPORT = f'export its text as .jsonl, a {{{{"{_FIELD}": ...}}}} a line'
+_ICONV = "iconv -f UTF-{} -t UTF-8 {{path}} > OUT.txt"
 _BINARY = (
     (b"\x1f\x8b", "gzip", "gunzip -k {path}"),
     (b"\x28\xb5\x2f\xfd", "zstd", "zstd -d {path}"),
@@ -26,12 +28,13 @@ _BINARY = (
     (b"PK\x03\x04", "zip", "unzip {path}"),
     (b"PAR1", "Parquet", _TABLE.format("parquet", "{path}")),
     (b"ARROW1\0", "Arrow", _TABLE.format("feather", "{path}")),
-    (b"\x93NUMPY", "NumPy", "data.path takes token files; write its text to a file"),
-    (b"SQLite format 3\0", "SQLite", "write its text to a file"),
+    (b"\x93NUMPY", "NumPy", _EXPORT),
+    (b"SQLite format 3\0", "SQLite", _EXPORT),
     (b"%PDF-", "PDF", "pdftotext {path}"),
-    (codecs.BOM_UTF32_LE, "UTF-32", "iconv -f UTF-32 -t UTF-8 {path}"),
-    (codecs.BOM_UTF16_LE, "UTF-16", "iconv -f UTF-16 -t UTF-8 {path}"),
-    (codecs.BOM_UTF16_BE, "UTF-16", "iconv -f UTF-16 -t UTF-8 {path}"),
+    (codecs.BOM_UTF32_LE, "UTF-32", _ICONV.format(32)),
+    (codecs.BOM_UTF32_BE, "UTF-32", _ICONV.format(32)),
+    (codecs.BOM_UTF16_LE, "UTF-16", _ICONV.format(16)),
+    (codecs.BOM_UTF16_BE, "UTF-16", _ICONV.format(16)),
 )
 _MORE = {"bzip2": b"1AY&SY", "Parquet": b"\x15"}  # after a beginning that a text may have: further bytes
 

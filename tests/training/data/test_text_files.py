@@ -92,10 +92,24 @@ def make_zip(path):
         ("a.zst", lambda path: path.write_bytes(b"\x28\xb5\x2f\xfd\x04\x00"), "got zstd; .*: zstd -d"),
         ("a.parquet", lambda path: path.write_bytes(b"PAR1\x15\x04\x15"), "got Parquet; .*read_parquet"),
         ("a.arrow", lambda path: path.write_bytes(b"ARROW1\0\0"), "got Arrow; .*read_feather"),
-        ("a.npy", lambda path: np.save(path, np.arange(3)), "got NumPy"),
+        (
+            "a.npy",
+            lambda path: np.save(path, np.arange(3)),
+            "got NumPy; .*: export its text as .jsonl, a {.text.: ...} a line$",
+        ),
+        ("a.db", lambda path: path.write_bytes(b"SQLite format 3\0"), "got SQLite; .*: export its text as"),
         ("a.pdf", lambda path: path.write_bytes(b"%PDF-1.7"), "got PDF; .*pdftotext"),
-        ("a.txt", lambda path: path.write_bytes("text".encode("utf-16")), "got UTF-16; .*iconv -f UTF-16"),
-        ("b.txt", lambda path: path.write_bytes("text".encode("utf-32")), "got UTF-32; .*iconv -f UTF-32"),
+        (
+            "a.txt",
+            lambda path: path.write_bytes("text".encode("utf-16")),
+            "got UTF-16; .*iconv -f UTF-16 .*a.txt > OUT.txt",
+        ),
+        (
+            "b.txt",
+            lambda path: path.write_bytes("text".encode("utf-32")),
+            "got UTF-32; .*iconv -f UTF-32 .*b.txt > OUT.txt",
+        ),
+        ("c.txt", lambda path: path.write_bytes(b"\0\0\xfe\xff\0\0\0t"), "got UTF-32; .*iconv -f UTF-32"),
         ("a.jsonl", lambda path: path.write_bytes(gzip.compress(b'{"text": "a"}')), "got gzip"),
     ],
 )
@@ -126,4 +140,8 @@ def test_empty_files_are_left_out_and_counted(tmp_path, capsys):
     assert main(["build", "--input", *patterns, "--out", str(tmp_path / "d")]) == 0
     assert "left out   3 are empty" in capsys.readouterr().out
     assert main(["build", "--input", f"{tmp_path}/[bc].txt", "--out", str(tmp_path / "e")]) == 2
-    assert "b.txt and 1 others: expected text, got empty files (0 bytes)" in capsys.readouterr().err
+    empty = "expected text, got only empty documents; give files that have text"
+    assert f"b.txt and 1 more: {empty}" in capsys.readouterr().err
+    (tmp_path / "e.jsonl").write_text('{"text": ""}\n')
+    assert main(["build", "--input", f"{tmp_path}/e.jsonl", "--out", str(tmp_path / "e")]) == 2
+    assert f"e.jsonl:1: {empty}" in capsys.readouterr().err
