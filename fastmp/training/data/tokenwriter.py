@@ -75,14 +75,20 @@ class SplitWriter:
         """Continue from `saved`, the result of `save` in an interrupted process, if it is given."""
         self._directory, self._name, self._tokenizer = directory, name, tokenizer
         self._dtype = DTYPES[dtype_for(tokenizer.vocab_size)]
-        self._file = open_writable(directory / f"{name}.bin", "r+b" if saved else "wb")
+        path = directory / f"{name}.bin"
         self._offsets = array.array("q", [0])
         self._num_saved = 0  # offsets that lie in the file
         self._checksums = _BlockChecksums()
         self._num_bytes = self._num_changed = self._max_token = 0
         self._histogram = np.zeros(256, np.int64)
         if saved:
-            self._restore(saved)
+            try:
+                self._file = open_writable(path, "r+b")
+                self._restore(saved)
+            except FileNotFoundError as error:
+                raise self._damaged("its files", f"{Path(error.filename).name} missing") from None
+        else:
+            self._file = open_writable(path, "wb")
 
     def save(self) -> dict[str, Any]:
         """Force to disk what has been added, and describe it in plain values for `saved`."""
@@ -102,14 +108,24 @@ class SplitWriter:
         """Restore files and counts to the state `saved`, truncating what was written later."""
         self._num_saved = saved["num_offsets"]
         raw = read_file(self._directory / f"{self._name}.documents", 1 << 40)
+        if len(raw) < 8 * self._num_saved:
+            raise self._damaged(f"{self._num_saved} offsets", f"{len(raw)} bytes")
         offsets = np.frombuffer(raw, "<i8", self._num_saved)
         self._offsets = array.array("q", offsets.astype(np.int64).tobytes())
-        self._file.truncate(self._offsets[-1] * self._dtype.itemsize)
+        size, wanted = os.fstat(self._file.fileno()).st_size, self._offsets[-1] * self._dtype.itemsize
+        if size < wanted:  # truncating would add zeros
+            raise self._damaged(f"{wanted} bytes of tokens", f"{size}")
+        self._file.truncate(wanted)
         while data := self._file.read(BLOCK_BYTES):
             self._checksums.add(memoryview(data))
         self._num_bytes, self._num_changed = saved["num_bytes"], saved["num_changed"]
         self._max_token = saved["max_token"]
         self._histogram = np.array(saved["histogram"], np.int64)
+
+    def _damaged(self, expected: str, got: str) -> ValueError:
+        return ValueError(
+            f"{self._directory}: expected {expected} of an unfinished build, got {got}; delete it"
+        )
 
     @contextlib.contextmanager
     def _documents_file(self) -> Iterator[Any]:

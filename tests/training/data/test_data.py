@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import os
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -231,6 +233,23 @@ def test_wide_vocabularies_are_stored_in_32_bits(tmp_path):
     info = writer.finish()
     assert info.max_token == 69_999
     assert np.fromfile(tmp_path / "train.bin", "<u4").tolist() == [256, 69_999, 0, 1]
+
+
+@pytest.mark.parametrize("lost", ["train.bin", "train.documents"])
+@pytest.mark.parametrize("kept", [None, 0, 5])
+def test_a_writer_goes_on_only_behind_all_that_it_saved(tmp_path, lost, kept):
+    writer = SplitWriter(tmp_path, "train", ByteTokenizer())
+    writer.add(b"text", np.arange(4))
+    saved = writer.save()
+    SplitWriter(tmp_path, "train", ByteTokenizer(), saved)
+    if kept is None:
+        (tmp_path / lost).unlink()
+    else:
+        os.truncate(tmp_path / lost, kept)
+    with pytest.raises(
+        ValueError, match=f"{re.escape(str(tmp_path))}: expected .*unfinished build.*delete it"
+    ):
+        SplitWriter(tmp_path, "train", ByteTokenizer(), saved)
 
 
 def test_documents_that_do_not_come_back_are_counted(tmp_path):
