@@ -17,7 +17,7 @@ from torch.nn.modules.module import (
     _global_forward_pre_hooks,
 )
 
-__all__ = ["activation_form", "has_user_hooks"]
+__all__ = ["activation_form", "form_of", "has_user_hooks"]
 
 # their hooks gather, move or cast weights for the call of a module; results stay the same
 _NEUTRAL = (

@@ -66,7 +66,6 @@ def verify(path: Path, reader: CheckpointReader, config: GPTConfig, *, ignored: 
     wide = reader.manifest.tensors["model/word_embedding.weight"].dtype == "F64"
     dtype = torch.float64 if wide else torch.float32
     quantization = reader.quantization if isinstance(reader, TransformersReader) else None
-    expected = list[Tensor]()
     rounded = None if quantization is None else DTYPES[quantization.dtype]  # of dequantised weights
     generator = torch.Generator().manual_seed(1)
     tokens_BS = torch.randint(config.vocab_size, (BATCH, LENGTH), generator=generator)
@@ -92,7 +91,7 @@ def verify(path: Path, reader: CheckpointReader, config: GPTConfig, *, ignored: 
                 f"{path}: transformers says {kind.replace('_', ' ')}: {sorted(map(str, found))[:5]}"
             )
     # 2. transformers' logits.
-    theirs = theirs.to(dtype).eval()
+    theirs, expected = theirs.to(dtype).eval(), list[Tensor]()
     with torch.no_grad():
         for case in cases:
             model = theirs if case.content is None else _again(theirs, case.content)
