@@ -360,7 +360,7 @@ def _groups(mesh: DeviceMesh) -> ParallelGroups:
 def _describe(model: Any, mesh: DeviceMesh) -> None:
     """Tell transformers' Trainer that the model is sharded; it wraps others in DDP."""
     try:
-        from transformers.distributed import DistributedConfig
+        from transformers.distributed.configuration_utils import DistributedConfig
     except ImportError:  # an older transformers, whose Trainer does not ask
         return
     ranks = mesh["dp_shard"].size() * mesh["ep"].size()

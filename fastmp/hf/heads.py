@@ -89,7 +89,7 @@ class CausalLM(ModulePatch):
     @classmethod
     def members(cls, original: Any) -> dict[str, Any]:
         from transformers import modeling_outputs
-        from transformers.utils import can_return_tuple
+        from transformers.utils.generic import can_return_tuple
 
         transformers_forward = original.forward
         names = tuple(inspect.signature(transformers_forward).parameters)[1:]
