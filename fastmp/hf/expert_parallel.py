@@ -81,7 +81,7 @@ class MeshModel(ModulePatch):
     def save_pretrained(
         self: Any, save_directory: Any, is_main_process: bool = True, state_dict: Any = None, **kwargs: Any
     ) -> None:
-        """Write the model from all ranks; a full `state_dict` from those that have one, such as the first.
+        """Write the model from all ranks, or a full `state_dict` from the first rank, which needs no others.
 
         See `fastmp.hf.mesh_saving`.
         """
@@ -91,7 +91,7 @@ class MeshModel(ModulePatch):
             )
         if state_dict is None:
             save_pretrained(self, save_directory)
-        elif state_dict and is_main_process:  # `whole_state_dict` is empty on the other ranks
+        elif state_dict and is_main_process:  # `whole_state_dict` is empty on all ranks but the first
             save_state_dict(self, save_directory, state_dict)
 
     @property
@@ -117,8 +117,9 @@ class MeshAdapters(ModulePatch):
         self: Any, save_directory: str, *args: Any, state_dict: Any = None, **kwargs: Any
     ) -> None:
         """Gather the adapters and write them from the first rank. Collective, except with a `state_dict`."""
-        if state_dict is not None:  # such as that of `trainable_state_dict`, on the first rank alone
-            super().save_pretrained(save_directory, *args, state_dict=state_dict, **kwargs)  # type: ignore[misc]
+        if state_dict is not None:  # such as that of `trainable_state_dict`, which is empty on other ranks
+            if dist.get_rank() == 0:
+                super().save_pretrained(save_directory, *args, state_dict=state_dict, **kwargs)  # type: ignore[misc]
             return
         state_dict = trainable_state_dict(self)
         assert dist.group.WORLD is not None

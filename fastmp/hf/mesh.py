@@ -36,6 +36,11 @@ def all_ranks(mesh: DeviceMesh) -> ProcessGroup:
     return mesh._flatten("fastmp_mesh").get_group()
 
 
+def is_first_rank(mesh: DeviceMesh) -> bool:
+    """Return True on the first rank of `all_ranks(mesh)`, without communication."""
+    return dist.get_rank() == int(mesh.mesh.min())
+
+
 def dense_mesh(mesh: DeviceMesh) -> DeviceMesh:
     """Return the mesh of FSDP2 for parameters outside of experts: dp_shard and ep as one dimension.
 

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from fastmp.config.file_access import write_synced
 from fastmp.distributed.collectives import gather_objects, group_rank
-from fastmp.hf.mesh import all_ranks, full_tensor, own_class
+from fastmp.hf.mesh import all_ranks, full_tensor, is_first_rank, own_class
 from fastmp.hf.mesh_tensors import file_mappings, file_names, saved_tensors
 from fastmp.hf.stored import INDEX, Shape
 from fastmp.hf.weight_io import json_bytes
@@ -69,15 +69,16 @@ def save_pretrained(model: Any, directory: str | Path) -> None:
 
 @torch.no_grad()
 def save_state_dict(model: Any, directory: str | Path, state_dict: Mapping[str, Tensor]) -> None:
-    """Write full tensors as `save_pretrained` does, from one rank.
+    """Write full tensors as `save_pretrained` does, from the first rank of the mesh; the others write nothing.
 
     transformers' own writer gathers the parameters of a model that is sharded, whatever it is given, which
-    one rank alone cannot.
+    one rank alone cannot. No rank waits for another.
 
     Args:
         model: a model after `accelerate(model, mesh=mesh)`.
         directory: to write.
-        state_dict: of `whole_state_dict`, or some of its tensors, in any dtype.
+        state_dict: of `whole_state_dict`, or some of its tensors, in any dtype. Tied parameters are written
+            once, under the first of their names in the model, whichever name they have here.
 
     Raises:
         ValueError: a tensor is a shard, of another shape, or not of the model; the directory cannot be
@@ -93,10 +94,14 @@ def save_state_dict(model: Any, directory: str | Path, state_dict: Mapping[str, 
                 f"save_pretrained: state_dict has {name}, {kind}, expected {wanted}; pass the result of "
                 "whole_state_dict(model), which all ranks call"
             )
-    writer, once = _Writer(Path(directory), 0), saved_tensors(model)
+    if not is_first_rank(model.mesh):
+        return
+    writer = _Writer(Path(directory), 0)
+    names = {id(tensor): name for name, tensor in saved_tensors(model).items()}
     for name, tensor in state_dict.items():
-        if name in once:  # tied parameters are written under one name
-            writer.add_parameter(model, name, tuple(tensor.shape), tensor, 0)
+        written = names[id(parameters[name])]
+        if name == written or written not in state_dict:
+            writer.add_parameter(model, written, tuple(tensor.shape), tensor, 0)
     _finish(model, writer, None)
 
 

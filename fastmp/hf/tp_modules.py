@@ -440,7 +440,7 @@ class TPModel(ModulePatch, GroupModule):
 
     def save_pretrained(self: Any, *args: Any, state_dict: Any = None, **kwargs: Any) -> None:
         if state_dict is not None and not state_dict:
-            return  # a rank that is not the first, by `whole_state_dict`: its files would replace the others
+            return  # a rank that is not the first, by `whole_state_dict`
         if state_dict is None or any(
             parallel_attributes(parameter).tensor_model_parallel and state_dict[name].shape == parameter.shape
             for name, parameter in self.named_parameters()
@@ -450,7 +450,8 @@ class TPModel(ModulePatch, GroupModule):
                 f"save_pretrained: this rank has one of {self.group.size()} shards of {type(self).__name__}; "
                 "call whole_state_dict(model) on all ranks, and pass the result as state_dict"
             )
-        super().save_pretrained(*args, state_dict=state_dict, **kwargs)  # type: ignore[misc]
+        if self.group.rank() == 0:  # ranks that have it all would write the same files at once
+            super().save_pretrained(*args, state_dict=state_dict, **kwargs)  # type: ignore[misc]
 
     @property
     def peft_config(self) -> Any:

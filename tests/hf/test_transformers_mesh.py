@@ -128,8 +128,10 @@ def test_five_steps_are_those_of_one_process(family, shape):
 def test_the_first_rank_saves_a_whole_state_dict_alone(family, tmp_path, monkeypatch):
     """The same tensors as all ranks write, in files that transformers reads."""
     monkeypatch.setattr(mesh_saving, "_FILE_BYTES", 20_000)
-    family, options = ("qwen3_moe", {"tie_word_embeddings": True}) if family == "tied" else (family, {})
+    tied = family == "tied"
+    family, options = ("qwen3_moe", {"tie_word_embeddings": True}) if tied else (family, {})
     wanted = model_of(family, **options).state_dict()
+    given = {name: tensor for name, tensor in wanted.items() if not (tied and "embed_tokens" in name)}
 
     def run(rank, world_size):
         model = model_of(family, **options)
@@ -141,6 +143,7 @@ def test_the_first_rank_saves_a_whole_state_dict_alone(family, tmp_path, monkeyp
             bf16 = {name: tensor.bfloat16() for name, tensor in state.items()}
             model.save_pretrained(tmp_path / "bf16", state_dict=bf16)
         model.save_pretrained(tmp_path / "said", is_main_process=rank == 0, state_dict=state)
+        model.save_pretrained(tmp_path / f"each-{rank}", state_dict=given)  # all ranks have it
         for wrong, said in (
             (model.state_dict(), "a shard, expected the full tensor of shape"),
             ({"module.x": torch.ones(2)}, r"has module\.x, of shape \(2,\), expected a parameter"),
@@ -150,7 +153,7 @@ def test_the_first_rank_saves_a_whole_state_dict_alone(family, tmp_path, monkeyp
                 model.save_pretrained(tmp_path / "none", state_dict=wrong)
 
     run_ranks(run, 2, timeout=60)
-    assert not (tmp_path / "none").exists()
+    assert not (tmp_path / "none").exists() and not (tmp_path / "each-1").exists()
     found = {path.name: {} for path in tmp_path.iterdir()}
     for path in (path for each in found for path in (tmp_path / each).glob("*.safetensors")):
         with safe_open(path, "pt") as file:
@@ -480,9 +483,10 @@ def test_lora_on_attention_and_experts(family, tmp_path):
         assert_close(trainable(found[3]), trainable(weights))
         model.save_pretrained(tmp_path)
         state = trainable_state_dict(model)
-        if rank == 0:  # alone
-            model.save_pretrained(tmp_path / "again", state_dict=state)
-            files = [path / "adapter_model.safetensors" for path in (tmp_path, tmp_path / "again")]
+        model.save_pretrained(tmp_path / f"again-{rank}", state_dict=state)
+        assert (tmp_path / f"again-{rank}").exists() == (rank == 0)
+        if rank == 0:
+            files = [path / "adapter_model.safetensors" for path in (tmp_path, tmp_path / "again-0")]
             assert files[0].read_bytes() == files[1].read_bytes()
 
     run_ranks(run, 4, timeout=200)

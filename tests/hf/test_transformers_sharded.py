@@ -242,11 +242,12 @@ def test_a_whole_state_dict_is_saved_by_the_first_rank(family, tmp_path):
         if rank == 0:
             model.save_pretrained(tmp_path / "alone", state_dict=dict(state), max_shard_size="20KB")
         each = tmp_path / f"said-{rank}"
+        model.save_pretrained(tmp_path / f"each-{rank}", state_dict=dict(wanted), max_shard_size="20KB")
         model.save_pretrained(tmp_path / "all", state_dict=dict(state), max_shard_size="20KB")
         model.save_pretrained(each, is_main_process=rank == 0, state_dict=state, max_shard_size="20KB")
 
     run_ranks(run, 2, timeout=60)
-    for name in ("alone", "all", "said-0"):
+    for name in ("alone", "all", "said-0", "each-0"):
         index = json.loads((tmp_path / name / "model.safetensors.index.json").read_text())["weight_map"]
         assert len(set(index.values())) > 2
         for file in set(index.values()):
@@ -256,7 +257,7 @@ def test_a_whole_state_dict_is_saved_by_the_first_rank(family, tmp_path):
         loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / name).state_dict()
         assert loaded.keys() == wanted.keys()
         assert all(torch.equal(loaded[each], tensor) for each, tensor in wanted.items())
-    assert not (tmp_path / "said-1").exists()
+    assert not (tmp_path / "said-1").exists() and not (tmp_path / "each-1").exists()
 
 
 @pytest.mark.full
