@@ -23,7 +23,6 @@ __all__ = ["activation_form", "form_of", "has_user_hooks"]
 _NEUTRAL = (
     "torch.distributed.fsdp.",
     "torch.distributed._composable.",
-    "accelerate.",
     "deepspeed.",
     "fastmp.",
 )
@@ -41,10 +40,11 @@ _FORMS = {
 def has_user_hooks(module: nn.Module) -> bool:
     """Return True if the call of a module runs more than the forward of its class.
 
-    Hooks of any kind count, also those of all modules, and a `forward` set on the module. Those of FSDP2,
-    Accelerate, DeepSpeed and fastmp do not: they only bring weights to where the module computes.
+    Hooks of any kind count, also those of all modules, and a `forward` set on the module, as Accelerate's
+    hooks set one. Hooks of FSDP2, DeepSpeed and fastmp do not: they only bring weights to where the module
+    computes.
     """
-    if "forward" in module.__dict__:
+    if "forward" in module.__dict__ and not _is_own(module.__dict__["forward"], module):
         return True
     if not (
         module._forward_hooks
@@ -66,6 +66,12 @@ def has_user_hooks(module: nn.Module) -> bool:
             if not _is_neutral(hook):
                 return True
     return False
+
+
+def _is_own(forward: Any, module: nn.Module) -> bool:
+    """Return True for the `forward` of the module's class, which Accelerate sets when it removes its hooks."""
+    own = getattr(forward, "__func__", None) is type(module).forward
+    return own and forward.__self__ is module
 
 
 def _is_neutral(hook: Any) -> bool:

@@ -69,7 +69,7 @@ def save_pretrained(model: Any, directory: str | Path) -> None:
 
 @torch.no_grad()
 def save_state_dict(model: Any, directory: str | Path, state_dict: Mapping[str, Tensor]) -> None:
-    """Write full tensors as `save_pretrained` does, from the first rank of the mesh; the others write nothing.
+    """Write full tensors as `save_pretrained` does, on the first rank of the mesh; others write nothing.
 
     transformers' own writer gathers the parameters of a model that is sharded, whatever it is given, which
     one rank alone cannot. No rank waits for another.

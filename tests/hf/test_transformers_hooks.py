@@ -367,3 +367,48 @@ def test_hooks_compile_in_one_graph(kind):
     torch._dynamo.reset()
     ours.compile(backend="aot_eager", fullgraph=True)
     assert_same(step(ours, **batch), step(theirs, **batch), 1e-5)
+
+
+@pytest.mark.parametrize("first", ["accelerate", "hooks"])
+def test_hooks_of_the_accelerate_library_count(first):
+    """They set `forward`, which moves weights and inputs: transformers' own head and loss run."""
+    library = pytest.importorskip("accelerate", reason="Accelerate is not installed")
+    names = ["lm_head", "model", "model.layers.0.mlp.act_fn", "model.layers.1.mlp"]
+
+    def align(model, name):
+        hook = library.hooks.AlignDevicesHook("cpu", io_same_device=True)
+        library.hooks.add_hook_to_module(model.get_submodule(name), hook)
+
+    for hooked_names in (*([name] for name in names), names):
+        theirs, ours = (model_of("llama", torch.float64) for _ in range(2))
+        if first == "accelerate":
+            fastmp.accelerate(ours)
+        for name in hooked_names:
+            align(theirs, name)
+            align(ours, name)
+        if first == "hooks":
+            fastmp.accelerate(ours)
+        with Float64():
+            expected, actual = (step(model, **batch_of("llama")) for model in (theirs, ours))
+        assert_same(actual, expected, 1e-9)
+        assert are_lazy(actual[0].logits) == ({"lm_head", "model"}.isdisjoint(hooked_names))
+        library.hooks.remove_hook_from_module(ours, recurse=True)
+        is_kept = first == "hooks" and "lm_head" in hooked_names  # as its table says
+        assert are_lazy(ours(**batch_of("llama")).logits) != is_kept
+
+
+@pytest.mark.parametrize("first", ["accelerate", "hooks"])
+def test_offloaded_weights_are_moved_for_the_call_of_their_module(first):
+    library = pytest.importorskip("accelerate", reason="Accelerate is not installed")
+    theirs, ours = (model_of("llama", torch.float64) for _ in range(2))
+    if first == "accelerate":
+        fastmp.accelerate(ours)
+    library.cpu_offload(ours, torch.device("cpu"))
+    if first == "hooks":
+        fastmp.accelerate(ours)
+    assert all(parameter.is_meta for parameter in ours.parameters())
+    with Float64():
+        expected, actual = (model(**batch_of("llama")) for model in (theirs, ours))
+    assert not are_lazy(actual.logits)
+    torch.testing.assert_close(actual.loss, expected.loss, rtol=0, atol=1e-9)
+    torch.testing.assert_close(actual.logits, expected.logits, rtol=0, atol=1e-9)
