@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from operator import attrgetter
+from types import MethodType
 from typing import Any
 
 from torch import nn
@@ -204,7 +205,11 @@ def restore(model: nn.Module) -> None:
         fp8_modules.drop_copies(module)
     replaced: list[Any] = [module for module in pretrained.modules() if isinstance(module, ModulePatch)]
     for module in replaced:
+        patched_forward = type(module).forward
         module.__class__ = type(module).original
+        for name, value in vars(module).items():  # hooks of Accelerate keep the bound `forward`
+            if isinstance(value, MethodType) and value == MethodType(patched_forward, module):
+                vars(module)[name] = MethodType(type(module).forward, module)
     if table.experts_before is not None:
         pretrained.set_experts_implementation(table.experts_before)
     del pretrained.__dict__[_PLAN]

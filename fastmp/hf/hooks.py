@@ -69,7 +69,7 @@ def has_user_hooks(module: nn.Module) -> bool:
 
 
 def _is_own(forward: Any, module: nn.Module) -> bool:
-    """Return True for the `forward` of the module's class, which Accelerate sets when it removes its hooks."""
+    """Return True for the `forward` of the class, which Accelerate sets when it removes its hooks."""
     own = getattr(forward, "__func__", None) is type(module).forward
     return own and forward.__self__ is module
 

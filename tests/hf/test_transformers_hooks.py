@@ -397,6 +397,20 @@ def test_hooks_of_the_accelerate_library_count(first):
         assert are_lazy(ours(**batch_of("llama")).logits) != is_kept
 
 
+@pytest.mark.parametrize("removed", [False, True], ids=["hooked", "removed"])
+def test_restore_under_hooks_of_the_accelerate_library(removed):
+    """They keep the bound `forward` of the class that a module had; `restore` gives them the original one."""
+    hooks = pytest.importorskip("accelerate.hooks", reason="Accelerate is not installed")
+    theirs, ours = (model_of("llama", torch.float64) for _ in range(2))
+    fastmp.accelerate(ours)
+    for module in list(ours.modules()):
+        hooks.add_hook_to_module(module, hooks.AlignDevicesHook("cpu", io_same_device=True))
+    if removed:
+        hooks.remove_hook_from_module(ours, recurse=True)
+    fastmp.restore(ours)
+    assert_same(*(step(model, **batch_of("llama")) for model in (ours, theirs)), 0.0)
+
+
 @pytest.mark.parametrize("first", ["accelerate", "hooks"])
 def test_offloaded_weights_are_moved_for_the_call_of_their_module(first):
     library = pytest.importorskip("accelerate", reason="Accelerate is not installed")
