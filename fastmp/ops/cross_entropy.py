@@ -47,7 +47,7 @@ from fastmp.ops.cross_entropy_triton import (
     loss_grad_prefers_cuda,
     real_columns,
 )
-from fastmp.ops.reduction import REDUCTIONS, check_reduction, divisor_of, reduced
+from fastmp.ops.reduction import REDUCTIONS, check_reduction, reduced
 from fastmp.profiling import traced
 
 
@@ -204,7 +204,7 @@ def check_range(op: str, target: Tensor, vocab_size: int, ignore_index: int) -> 
 
 def check_ids(op: str, target: Tensor, vocab_size: int, ignore_index: int) -> None:
     """Raise ValueError for ids outside the vocabulary; reads the targets."""
-    at = first_outside(target, vocab_size, ignore_index)
+    at = first_outside(op, target, vocab_size, ignore_index)
     if at >= 0:
         wrong = target.reshape(-1)[at].item()
         raise ValueError(
@@ -213,27 +213,37 @@ def check_ids(op: str, target: Tensor, vocab_size: int, ignore_index: int) -> No
         )
 
 
-def first_outside(target: Tensor, size: int, ignored: int) -> int:
+def first_outside(op: str, ids: Tensor, size: int, ignored: int, name: str = "target") -> int:
     """Return the index of the first id of a CPU tensor that is neither in [0, size) nor `ignored`, or -1."""
-    if HOST is not None and target.is_contiguous():
-        return max(-1, -1 - HOST.count_targets(target.data_ptr(), target.numel(), size, ignored))
-    flat = target.reshape(-1)
+    if HOST is not None and ids.is_contiguous():
+        return max(-1, -1 - _count(op, ids, size, ignored, name))
+    checks.check_memory(op, **{name: ids})
+    flat = ids.reshape(-1)
     wrong = (((flat < 0) | (flat >= size)) & (flat != ignored)).nonzero()
     return int(wrong[0]) if len(wrong) else -1
+
+
+def _count(op: str, ids: Tensor, size: int, ignored: int, name: str = "target") -> int:
+    """Return `HOST.count_targets` of contiguous ids: their number, or -1 - i if the i-th is outside."""
+    count = ids.numel()
+    if 8 * (ids.storage_offset() + count) > ids.untyped_storage().nbytes():  # of int64
+        checks.check_memory(op, **{name: ids})
+    return HOST.count_targets(ids.data_ptr(), count, size, ignored)
 
 
 def checked_divisor(
     op: str, target: Tensor, vocab_size: int, ignore_index: int, reduction: str
 ) -> float | None:
-    """Return `divisor_of` these targets of a CPU, after `check_ids`."""
-    if HOST is None or not target.is_contiguous():
-        check_ids(op, target, vocab_size, ignore_index)
-        return divisor_of(target, ignore_index, reduction)
-    counted = HOST.count_targets(target.data_ptr(), target.numel(), vocab_size, ignore_index)
+    """Return what a CPU kernel divides the sum of the losses by, None if they stay apart ("none").
+
+    Reads the targets once, and raises ValueError for those outside the vocabulary, as `check_ids` does.
+    """
+    contiguous = HOST is not None and target.is_contiguous()
+    counted = _count(op, target, vocab_size, ignore_index) if contiguous else -1
     if counted < 0:
         check_ids(op, target, vocab_size, ignore_index)
     if reduction == "mean":
-        return float(counted)
+        return float(counted if contiguous else (target != ignore_index).sum())
     return None if reduction == "none" else 1.0
 
 
@@ -343,7 +353,7 @@ def cross_entropy_from_stats(
         loss = cross_entropy_from_stats(left, target, stats, vocab_start=0, vocab_size=100)  # (4,)
     """
     _check(logits, target, vocab_start, vocab_size, label_smoothing, z_loss, token_weight=token_weight)
-    rows, targets = _rows(logits), _flat(target)
+    rows = _rows(logits)
     expected = (rows.shape[0], 5 if label_smoothing else 3)
     wanted, dtype = "stats must be {} (P, {}, {}) for logits {}, got {} {}", compute_dtype(logits.dtype)
     fits = stats.dim() == 3 and stats.shape[1:] == expected and stats.dtype == dtype
@@ -351,9 +361,9 @@ def cross_entropy_from_stats(
     checks.require(fits, "cross_entropy: " + wanted, dtype, *expected, *shapes)
     if grad_in_place:
         _check_writable("grad_in_place", rows)
-    check_range("cross_entropy", targets, vocab_size, ignore_index)
+    check_range("cross_entropy", target, vocab_size, ignore_index)
     loss = _loss_of_rows(
-        rows, targets, stats.detach(), token_weight, vocab_start, vocab_size, ignore_index, label_smoothing,
+        rows, _flat(target), stats.detach(), token_weight, vocab_start, vocab_size, ignore_index, label_smoothing,
         z_loss, grad_in_place,
     )  # fmt: skip
     return loss if target.dim() == 1 else loss.reshape(target.shape)
@@ -469,8 +479,8 @@ def cross_entropy(
     check_reduction("cross_entropy", reduction, loss_grad)
     options = vocab_size, ignore_index, label_smoothing, z_loss
     # 3. Fold the leading dimensions, then reduce.
+    check_range("cross_entropy", target, vocab_size, ignore_index)
     rows, targets = _rows(logits), _flat(target)
-    check_range("cross_entropy", targets, vocab_size, ignore_index)
     recorded = logits.requires_grad and torch.is_grad_enabled()
     if loss_grad is not None and recorded and not torch._C._are_functorch_transforms_active():
         _check_writable("loss_grad", rows)
@@ -512,6 +522,8 @@ def _weight_of_targets(
         raise ValueError(f"{op}: weight requires a gradient, but receives none; detach it")
     if label_smoothing:
         raise ValueError(f"{op}: class weights with label_smoothing {label_smoothing} are not supported")
+    if can_read_values(target):  # as the next line does, without a look at their memory
+        checks.check_memory(op, target=target, weight=weight)
     factor = weight.to(compute_dtype(logits.dtype))[target.clamp(0, classes - 1)]
     return factor if token_weight is None else factor * token_weight
 

@@ -283,10 +283,11 @@ def _check_topk(
     checks.check_shape(name, ids.shape, to=("teacher_ids", ids), teacher_log_probs=log_probs)
     if not (can_read_values(ids) and can_read_values(log_probs)):
         return
+    checks.check_memory(name, teacher_ids=ids, teacher_log_probs=log_probs)  # before torch reads them
     ids, log_probs = ids.reshape(-1, ids.shape[-1]), log_probs.reshape(-1, ids.shape[-1])
     if live is not None:
         ids, log_probs = ids[live], log_probs[live]
-    at = first_outside(ids, vocab_size, 0)
+    at = first_outside(name, ids, vocab_size, 0, "teacher_ids")
     message = "{}: teacher_ids has {}, outside the vocabulary of {} ids"
     checks.require(at < 0, message, name, ids.reshape(-1)[at].item() if at >= 0 else "", vocab_size)
     if not ids.numel():

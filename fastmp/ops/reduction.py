@@ -42,15 +42,6 @@ def reduced(
     return total / number_of_targets(target, token_weight, ignore_index, loss.dtype)
 
 
-def divisor_of(target: Tensor, ignore_index: int, reduction: str) -> float | None:
-    """Return the divisor of the summed losses in a CPU kernel, None for "none"; reads the targets."""
-    if reduction == "none":
-        return None
-    if reduction == "sum":
-        return 1.0
-    return float((target != ignore_index).sum())
-
-
 def divided(loss: Tensor, divisor: float | None) -> Tensor:
     """Return the losses, or with a divisor their sum divided by it."""
     return loss if divisor is None else loss.sum() / divisor

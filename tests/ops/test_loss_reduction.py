@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastmp.ops import cross_entropy, linear_cross_entropy
+from fastmp.ops import cross_entropy, linear_cross_entropy, linear_log_probs, linear_topk_distillation
 
 EXACT = {"rtol": 1e-12, "atol": 1e-12}
 SMALL, LARGE = (12, 33, 7), (384, 1031, 96)  # tokens, vocabulary, hidden size
@@ -143,3 +143,35 @@ def test_main_gradients_receive_what_the_loss_receives(reduction):
     assert inputs[1].grad is None
     torch.testing.assert_close(inputs[1].main_grad - 1, expected[2], **EXACT)
     torch.testing.assert_close(inputs[0].grad, expected[1], **EXACT)
+
+
+LOSSES = {
+    "plain": lambda x, w, target: cross_entropy(x, target),
+    "loss_grad": lambda x, w, target: cross_entropy(x, target, reduction="none", loss_grad=torch.ones(12)),
+    "token_weight": lambda x, w, target: cross_entropy(x, target, token_weight=torch.ones(12)),
+    "class weights": lambda x, w, target: cross_entropy(x, target, torch.ones(x.shape[1])),
+    "few logits": linear_cross_entropy,
+    "chunks": lambda x, w, target: linear_cross_entropy(x, w, target, workspace=1000),
+    "log_probs": linear_log_probs,
+    "topk ids": lambda x, w, target: linear_topk_distillation(x, w, target, -torch.ones(12, 1)),
+    "topk": lambda x, w, log_probs: linear_topk_distillation(
+        x, w, torch.zeros(12, 1, dtype=torch.int64), log_probs
+    ),
+}
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("layout", ("contiguous", "offset", "strided"))
+def test_targets_without_memory_are_named(loss, layout):
+    """Freed or shrunk, as FSDP does: the host, which looks at their values, must not read them."""
+    x, w = torch.randn(12, 7), torch.randn(7, 7)
+    dtype = torch.float32 if loss == "topk" else torch.int64
+    memory = torch.zeros(24, dtype=dtype)
+    target = {"contiguous": memory[:12], "offset": memory[12:], "strided": memory[::2]}[layout]
+    target = target[:, None] if loss.startswith("topk") else target
+    LOSSES[loss](x, w, target)
+    for left in (0, 8):
+        memory.untyped_storage().resize_(left)
+        name = {"topk": "teacher_log_probs", "topk ids": "teacher_ids"}.get(loss, "target")
+        with pytest.raises(ValueError, match=f"expected memory for all elements of {name} "):
+            LOSSES[loss](x, w, target)

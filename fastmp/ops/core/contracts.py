@@ -36,7 +36,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-__all__ = ["DTYPES", "ArgumentCheck", "Contract", "check_finite", "has_memory", "memoized"]
+__all__ = ["DTYPES", "ArgumentCheck", "Contract", "check_finite", "check_memory", "has_memory", "memoized"]
 
 DTYPES = {
     "floating": (torch.float64, torch.float32, torch.bfloat16, torch.float16),
@@ -68,6 +68,17 @@ def has_memory(tensor: Tensor) -> bool:
         return True
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return (tensor.storage_offset() + last + 1) * tensor.itemsize <= tensor.untyped_storage().nbytes()
+
+
+def check_memory(op: str, **tensors: Tensor | None) -> None:
+    """Check that tensors have memory for their elements; None is skipped."""
+    for name, tensor in tensors.items():
+        if tensor is not None and not has_memory(tensor):
+            raise ValueError(
+                f"{op}: expected memory for all elements of {name} {tuple(tensor.shape)}, got a storage of "
+                f"{tensor.untyped_storage().nbytes()} bytes, freed or shrunk after the tensor was made "
+                "(FSDP frees parameters outside of their forward)"
+            )
 
 
 def memoized(check: Callable[..., object]) -> Callable[..., None]:
@@ -153,15 +164,7 @@ class ArgumentCheck:
 
     def memory(self, arguments: tuple) -> None:
         """Check that tensors have memory for their elements."""
-        for i in self.tensors:
-            tensor = arguments[i]
-            if tensor is not None and not has_memory(tensor):
-                name, shape = self.names[i], tuple(tensor.shape)
-                raise ValueError(
-                    f"{self.op}: expected memory for all elements of {name} {shape}, got a storage of "
-                    f"{tensor.untyped_storage().nbytes()} bytes, freed or shrunk after the tensor was made "
-                    "(FSDP frees parameters outside of their forward)"
-                )
+        check_memory(self.op, **{self.names[i]: arguments[i] for i in self.tensors})
 
     def __call__(self, arguments: tuple) -> None:
         self.types(arguments)
