@@ -266,6 +266,12 @@ constexpr int64_t kGroupBytes = 1 << 17;  // of logits that stay in a core's cac
 constexpr int64_t kMostRows = 64;  // in a group
 constexpr int64_t kPadding = 16;  // a multiple of every vector's lanes
 
+void check_options(const char* op, double label_smoothing, double z_loss) {
+  FASTMP_CHECK(label_smoothing >= 0 && label_smoothing <= 1, op, ": expected 0 <= label_smoothing <= 1, got ",
+               label_smoothing);
+  FASTMP_CHECK(z_loss >= 0, op, ": expected 0 <= z_loss, got ", z_loss);
+}
+
 Tensor cross_entropy_stats(Tensor logits, Tensor target, int64_t vocab_start, int64_t vocab_size, bool with_sum) {
   constexpr const char* op = "cross_entropy_stats";
   const Shard shard = local_shard(op, logits, vocab_start, vocab_size);
@@ -321,6 +327,8 @@ std::tuple<Tensor, Tensor> cross_entropy_merge(Tensor stats, Tensor target, std:
                                                int64_t vocab_size, int64_t ignore_index, double label_smoothing,
                                                double z_loss) {
   constexpr const char* op = "cross_entropy_merge";
+  FASTMP_CHECK(vocab_size > 0, op, ": expected a positive vocab_size, got ", vocab_size);
+  check_options(op, label_smoothing, z_loss);
   FASTMP_CHECK(stats.dim() == 3 && (stats.size(2) == 5 || (stats.size(2) == 3 && label_smoothing == 0)), op,
                ": stats must be (P, N, 3), or (P, N, 5) with label smoothing, got ", stats.dim(), " dimensions, the last ",
                stats.dim() ? stats.size(stats.dim() - 1) : 0);
@@ -379,9 +387,9 @@ std::tuple<Tensor, Tensor> cross_entropy(const Tensor& logits, Tensor target, st
                                          int64_t ignore_index, double label_smoothing, double z_loss, bool,
                                          std::optional<double> divisor) {
   constexpr const char* op = "cross_entropy";
-  FASTMP_CHECK(vocab_start >= 0 && vocab_size > 0 && label_smoothing >= 0 && label_smoothing <= 1 && z_loss >= 0, op,
-               ": vocab_start ", vocab_start, ", vocab_size ", vocab_size, ", label_smoothing ", label_smoothing,
-               " or z_loss ", z_loss, " is none");
+  FASTMP_CHECK(vocab_start >= 0 && vocab_size > 0, op, ": expected 0 <= vocab_start and a positive vocab_size, got ",
+               "vocab_start=", vocab_start, " and vocab_size=", vocab_size);
+  check_options(op, label_smoothing, z_loss);
   if (stats) {
     const auto [loss, merged] =
         cross_entropy_merge(*stats, target, token_weight, vocab_size, ignore_index, label_smoothing, z_loss);
@@ -423,6 +431,7 @@ std::tuple<Tensor, Tensor> cross_entropy(const Tensor& logits, Tensor target, st
 void launch_grad(const char* op, const Tensor& logits, const Tensor& out, Tensor target, Tensor merged, Tensor grad_loss,
                  std::optional<Tensor> token_weight, int64_t vocab_start, const GradOptions& options,
                  std::optional<double> divisor) {
+  check_options(op, options.label_smoothing, options.z_loss);
   const Shard shard = local_shard(op, logits, vocab_start, options.vocab_size);
   const int64_t tokens = logits.size(0);
   const ScalarType dtype = compute_dtype(logits.scalar_type());
@@ -477,6 +486,7 @@ void cross_entropy_grad_(Tensor& logits, Tensor target, Tensor merged, Tensor gr
 Tensor cross_entropy_loss_grad_(Tensor& logits, Tensor target, Tensor loss_grad, std::optional<Tensor> token_weight,
                                 int64_t vocab_size, int64_t ignore_index, double label_smoothing, double z_loss) {
   constexpr const char* op = "cross_entropy_loss_grad_";
+  check_options(op, label_smoothing, z_loss);
   const Shard shard = local_shard(op, logits, 0, vocab_size);
   const GradOptions options{vocab_size, ignore_index, label_smoothing, z_loss};
   const bool with_sum = label_smoothing > 0;

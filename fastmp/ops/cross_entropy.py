@@ -102,8 +102,8 @@ register(
     "cross_entropy_merge(Tensor stats, Tensor target, Tensor? token_weight, int vocab_size, int ignore_index,"
     " float label_smoothing, float z_loss) -> (Tensor loss, Tensor merged)",
     contract=(
-        "stats (P, N, 2W+1) float32|float64; 1 <= W <= 2; 0 <= label_smoothing <= W - 1; target (N) int64; "
-        "token_weight (N) stats"
+        "stats (P, N, 2W+1) float32|float64; 1 <= W <= 2; 0 <= label_smoothing <= W - 1; 0 <= z_loss; "
+        "0 < vocab_size; target (N) int64; token_weight (N) stats"
     ),
     reference=reference_merge,
     triton=launch_merge,
@@ -114,13 +114,14 @@ _GRAD_OPTIONS = (
     "Tensor target, Tensor merged, Tensor grad_loss, Tensor? token_weight, int vocab_start, int vocab_size, "
     "int ignore_index, float label_smoothing, float z_loss, float? divisor=None"
 )
+_GRAD_CONTRACT = (
+    "logits (N, V) floating; target (N) int64; merged (N, 2) wide(logits); "
+    "divisor ? grad_loss () wide(logits); no divisor ? grad_loss (N) wide(logits); "
+    "token_weight (N) wide(logits); 0 <= label_smoothing <= 1; 0 <= z_loss; 0 <= vocab_start; 0 < vocab_size"
+)
 register(
     f"cross_entropy_grad(Tensor logits, {_GRAD_OPTIONS}) -> Tensor",
-    contract=(
-        "logits (N, V) floating; target (N) int64; merged (N, 2) wide(logits); "
-        "divisor ? grad_loss () wide(logits); no divisor ? grad_loss (N) wide(logits); "
-        "token_weight (N) wide(logits); 0 <= vocab_start; 0 < vocab_size"
-    ),
+    contract=_GRAD_CONTRACT,
     reference=reference_grad,
     triton=launch_grad,
     fake=lambda logits, *options: logits.new_empty(logits.shape),
@@ -128,11 +129,7 @@ register(
 )
 register(
     f"cross_entropy_grad_(Tensor(a!) logits, {_GRAD_OPTIONS}) -> ()",
-    contract=(
-        "logits (N, V) floating; target (N) int64; merged (N, 2) wide(logits); "
-        "divisor ? grad_loss () wide(logits); no divisor ? grad_loss (N) wide(logits); "
-        "token_weight (N) wide(logits); 0 <= vocab_start; 0 < vocab_size"
-    ),
+    contract=_GRAD_CONTRACT,
     reference=reference_grad_,
     triton=lambda logits, *options: launch_grad_into(logits, logits, *options),
     fake=lambda logits, *options: None,

@@ -286,6 +286,8 @@ def test_target_outside_the_vocabulary(wrong):
         ({"logits": torch.zeros(4, 6, dtype=torch.int64)}, "float.*|int64"),
         ({"label_smoothing": 1.5}, "label_smoothing.*1.5"),
         ({"z_loss": -1.0}, "z_loss.*-1"),
+        ({"label_smoothing": 1.5, "loss_grad": torch.ones(4)}, "label_smoothing.*1.5"),
+        ({"z_loss": -1.0, "loss_grad": torch.ones(4)}, "z_loss.*-1"),
         ({"vocab_size": 7}, "vocab_size 7.*6"),
         ({"vocab_size": 0}, "vocab_size.*0"),
         ({"token_weight": torch.ones(3)}, r"\(4,\).*\(3,\)"),
@@ -309,3 +311,31 @@ def test_statistics_of_another_shape_are_refused():
         cross_entropy_from_stats(
             logits, target, stats[None], vocab_start=0, vocab_size=6, label_smoothing=0.1
         )
+
+
+def test_a_known_gradient_does_not_hide_bad_options():
+    """Where gradients are recorded, loss and gradient come from an op of their own."""
+    logits, target, _, grad_loss = case(4, 6)
+    for name, wrong in (("label_smoothing", 1.5), ("label_smoothing", -0.1), ("z_loss", -1.0)):
+        with pytest.raises(ValueError, match=f"cross_entropy: {name} .*{wrong}"):
+            known = {"loss_grad": grad_loss, name: wrong}
+            cross_entropy(logits.requires_grad_() * 1, target, **known, reduction="none")
+
+
+@pytest.mark.parametrize("options", [(5, 1.5, 0.0), (5, -0.1, 0.0), (0, 0.1, 0.0), (5, 0.1, -1.0)])
+def test_raw_ops_refuse_bad_options_on_every_device(options):
+    size, smoothing, z_loss = options
+    logits, target, _, row = case(4, 6)
+    merged, rest = torch.ones(4, 2, dtype=torch.float64), (-100, smoothing, z_loss)
+    calls = {
+        "cross_entropy_merge": (merged.new_zeros(2, 4, 5), target, None, size, *rest),
+        "cross_entropy_grad": (logits, target, merged, row, None, 0, size, *rest),
+        "cross_entropy_grad_": (logits, target, merged, row, None, 0, size, *rest),
+        "cross_entropy_loss_grad_": (logits, target, row, None, size, *rest),
+        "cross_entropy": (logits, target, None, None, 0, size, *rest, False),
+    }
+    for device in ("cpu", "meta"):
+        for op, arguments in calls.items():
+            given = (a.to(device) if isinstance(a, torch.Tensor) else a for a in arguments)
+            with pytest.raises((ValueError, RuntimeError), match=f"^{op}: expected .*(smoothing|size|z_loss)"):
+                getattr(torch.ops.fastmp, op)(*given)
