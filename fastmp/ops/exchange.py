@@ -85,8 +85,8 @@ _counts = register(
     "exchange_counts(Tensor own, Tensor(a!) epochs, Tensor(b!) counts, Tensor peer_offsets, int rank,"
     " float timeout) -> Tensor",
     contract=(
-        "epochs (R+1) int32; 0 < R; peer_offsets (D, P) int64; D * P == R; 0 <= rank < R; own (E) int32; "
-        "counts (2, R, E) int32"
+        "epochs (R+1) int32; 0 < R; peer_offsets (D, P) int64; D * P == R; 0 <= rank < R; 0 < timeout; "
+        "own (E) int32; counts (2, R, E) int32"
     ),
     reference=reference_counts,
     triton=launch_counts,
@@ -127,7 +127,9 @@ _push = register(
 )
 _barrier = register(
     "exchange_barrier(Tensor(a!) epochs, Tensor peer_offsets, int rank, float timeout) -> ()",
-    contract="epochs (R+1) int32; 0 < R; peer_offsets (D, P) int64; D * P == R; 0 <= rank < R",
+    contract=(
+        "epochs (R+1) int32; 0 < R; peer_offsets (D, P) int64; D * P == R; 0 <= rank < R; 0 < timeout"
+    ),
     reference=reference_barrier,
     triton=launch_barrier,
     fake=lambda *arguments: None,

@@ -67,12 +67,13 @@ def _traffic_in_place(q: Tensor, k: Tensor | None, cos: Tensor, *form) -> int:
 
 
 _ANGLES = "Tensor cos, Tensor sin, bool interleaved, bool inverse"
+_CONTRACT = (
+    "q (..., D) floating; k (k..., D) q; cos (~..., R) wide(q); cos (~k..., R) wide(q); "
+    "cos (c..., R) wide(q); sin (c..., R) cos; 0 < 2 * R <= D"
+)
 _rope = register(
     f"rope(Tensor q, Tensor? k, {_ANGLES}) -> (Tensor turned_q, Tensor turned_k)",
-    contract=(
-        "q (..., D) floating; k (k..., D) q; cos (~..., R) wide(q); cos (~k..., R) wide(q); "
-        "cos (c..., R) wide(q); sin (c..., R) cos; 0 < 2 * R <= D"
-    ),
+    contract=_CONTRACT,
     reference=reference,
     triton=launch,
     flops=_flops,
@@ -83,10 +84,7 @@ _rope = register(
 )
 _rope_ = register(
     f"rope_(Tensor(a!) q, Tensor(b!)? k, {_ANGLES}) -> ()",
-    contract=(
-        "q (..., D) floating; k (k..., D) q; cos (~..., R) wide(q); cos (~k..., R) wide(q); "
-        "cos (c..., R) wide(q); sin (c..., R) cos; 0 < 2 * R <= D"
-    ),
+    contract=_CONTRACT,
     reference=reference_,
     triton=launch_,
     flops=_flops,
