@@ -19,6 +19,7 @@ __all__ = ["MAX_SIGNATURES", "GraphCache"]
 
 MAX_SIGNATURES = 4  # that have graphs; each has static buffers of its own
 _OFTEN = 4  # changes of a number after which a warning says that it costs captures
+_TENSOR = "write a number that changes often to a tensor that forward reads"
 
 Captured = TypeVar("Captured")
 
@@ -70,18 +71,19 @@ class GraphCache(dict[Hashable, Captured], Generic[Captured]):
                 "read it by address; change its values in place, or create the graphs after the change"
             )
         if changed:
-            self._count_change(self._snapshot.changed_number())
+            self.count_change(self._snapshot.changed_number(), _TENSOR)
             self.drop()
         return not changed
 
-    def _count_change(self, number: str | None) -> None:
+    def count_change(self, number: str | None, advice: str) -> None:
+        """Count a change of a number, which drops graphs; warn of one that changes often."""
         if number is None:
             return
         self._changes[number] += 1
         if self._changes[number] == _OFTEN:
             warnings.warn(
                 f"graphs: {number} has changed {_OFTEN} times, and graphs are captured again after each "
-                "change; write a number that changes often to a tensor that forward reads",
+                f"change; {advice}",
                 stacklevel=2,
             )
 

@@ -19,7 +19,12 @@ from fastmp.cuda_graphs.cache import GraphCache
 from fastmp.cuda_graphs.capture import renew_accumulators
 from fastmp.cuda_graphs.errors import CaptureError, GraphError
 from fastmp.cuda_graphs.op_inspection import StorageInspector
-from fastmp.cuda_graphs.optimizer_snapshot import OptimizerSnapshot, stepped_optimizers
+from fastmp.cuda_graphs.optimizer_snapshot import (
+    OptimizerSnapshot,
+    OptimizerStep,
+    same_steps,
+    stepped_optimizers,
+)
 from fastmp.cuda_graphs.partition import spec_of
 from fastmp.cuda_graphs.scope import must_run_eagerly
 from fastmp.cuda_graphs.skipped_hooks import find_skipped_hook
@@ -29,6 +34,7 @@ __all__ = ["FunctionGraph"]
 
 _MAX_TRACED = 64  # signatures; those that never come again would fill memory
 _CONSTANTS = bool | int | float | complex | str | None
+_TENSOR_LR = "use a tensor lr (with capturable=True, or fused=True of SGD) and write to it in place"
 _WRITTEN = "it writes to an argument, of which a replay has a copy; write to a copy"
 
 
@@ -45,7 +51,7 @@ class _FunctionCapture(NamedTuple):
     """A captured call: the graph, its static inputs, its results in graph memory, and the gradients it sets.
 
     written: the addresses of storages from before the capture that the graph writes to.
-    optimizers: those that it steps.
+    rates: the last learning rate that it passes to the step of each optimizer of fastmp.
     """
 
     graph: Graph
@@ -53,7 +59,7 @@ class _FunctionCapture(NamedTuple):
     made: Any
     grads: list[_GradientChange]
     written: set[int]
-    optimizers: list[OptimizerSnapshot]
+    rates: list[OptimizerStep]
 
 
 class FunctionGraph:
@@ -117,8 +123,9 @@ class FunctionGraph:
             )
         chains = [LayerChain([SingleSegment(module)]) for module in self._modules]
         self._graphs = GraphCache[_FunctionCapture](chains, backend, every_hook=True)
-        self._draws_of: dict[Any, Any] = {}  # by signature: the random draws of an eager call
-        self._optimizers: list[Any] = []  # that `function` steps
+        # By signature: the random draws of an eager call, and its steps of optimizers.
+        self._traced: dict[Any, tuple[Any, list[OptimizerStep]]] = {}
+        self._optimizers: dict[tuple[int, bool], OptimizerSnapshot] = {}  # those that graphs step
         self._calls = 0
         self._removed = False
 
@@ -141,8 +148,12 @@ class FunctionGraph:
 
     def recapture(self) -> None:
         """Release the graphs between calls; they are captured again, because memory has moved."""
-        self._draws_of.clear()
+        self._forget()
         self._graphs.drop()
+
+    def _forget(self) -> None:
+        self._traced.clear()
+        self._optimizers.clear()
 
     def remove(self) -> None:
         """Let go of the graphs; from now on all calls run eagerly."""
@@ -160,7 +171,7 @@ class FunctionGraph:
             if self._graphs.full:
                 with self._graphs.running():
                     return self.function(*arguments)
-            if signature not in self._draws_of or self._calls <= self.warmup:
+            if signature not in self._traced or self._calls <= self.warmup:
                 return self._warm_up(signature, arguments)
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         found = self._graphs.get(signature)
@@ -176,16 +187,14 @@ class FunctionGraph:
         running, tracing = self._graphs.snapshot().running(), self.backend.trace_draws()
         with running, tracing as draws, stepped_optimizers() as stepped:
             made = self.function(*arguments)
-        known = set(map(id, self._optimizers))
-        self._optimizers += [each for each in stepped if id(each) not in known]
         if any(isinstance(each, Tensor) and each.requires_grad for each in tree_leaves(made)):
             raise ValueError(
                 f"graphs: {self.name} returns a tensor that requires grad, but a replay records no "
                 "autograd graph; return it detached, and call backward() inside"
             )
-        if len(self._draws_of) == _MAX_TRACED:
-            del self._draws_of[next(iter(self._draws_of))]
-        self._draws_of[signature] = draws
+        if len(self._traced) == _MAX_TRACED:
+            del self._traced[next(iter(self._traced))]
+        self._traced[signature] = draws, stepped
         return made
 
     def _capture(
@@ -200,14 +209,15 @@ class FunctionGraph:
         trained = self._trained()
         renew_accumulators(trained)
         before = [param.grad for param in trained]
-        optimizers = list(map(OptimizerSnapshot, self._optimizers))
+        draws, steps = self._traced[signature]
+        self._note_optimizers(steps)
         torch.clear_autocast_cache()  # a graph casts weights itself
         try:
-            graph = self.backend.graph(draws=self._draws_of[signature], has_backward=self.trains)
-            with graph.capture(), StorageInspector() as memory:
+            graph = self.backend.graph(draws=draws, has_backward=self.trains)
+            with graph.capture(), StorageInspector() as memory, stepped_optimizers() as stepped:
                 made = self.function(*tree_unflatten(given, form))
             grads = list(_gradients(trained, before))
-            if any(each.changed() for each in optimizers):
+            if self._changed_optimizer() or not same_steps(stepped, steps):
                 raise CaptureError(
                     "it changes an option of an optimizer, which a replay would not do; step learning-rate "
                     "schedulers outside"
@@ -217,14 +227,17 @@ class FunctionGraph:
             if _lie_in(memory.used, [each.before for each in grads if each.dropped]):
                 raise CaptureError("it replaces a gradient that it has read; change it in place")
         except Exception as error:
+            if not self._graphs:
+                self._optimizers.clear()  # no graph relies on them: the next call fails in the same way
             raise CaptureError(f"graphs: capture of {self.name}: {error}; {self.advice}") from error
         finally:
             torch.clear_autocast_cache()  # weights cast inside lie in graph memory
         if not self.backend.runs_at_capture:
             graph.replay()
-        del self._draws_of[signature]
+        del self._traced[signature]
+        rates = {id(step.optimizer): step for step in stepped if step.lr is not None}
         grads = [each._replace(before=None) if each.dropped else each for each in grads]
-        return _FunctionCapture(graph, static, made, grads, memory.written, optimizers)
+        return _FunctionCapture(graph, static, made, grads, memory.written, list(rates.values()))
 
     def _replay(self, found: _FunctionCapture, tensors: list[Tensor]) -> None:
         if _lie_in(found.written, tensors):
@@ -240,9 +253,22 @@ class FunctionGraph:
         if tensors:
             torch._foreach_copy_(found.static, list(map(_unexpanded, tensors)))
         found.graph.replay()
+        for optimizer, lr in found.rates:
+            optimizer.lr = lr  # as the step does
         for param, _, before, after in found.grads:
             if after is not before:
                 param.grad = after
+
+    def _note_optimizers(self, steps: list[OptimizerStep]) -> None:
+        """Note the numbers of the optimizers before a capture, each once."""
+        first = {id(step.optimizer): step for step in reversed(steps)}
+        for step in first.values():
+            key = id(step.optimizer), step.lr is not None
+            if key not in self._optimizers:
+                self._optimizers[key] = OptimizerSnapshot(step.optimizer, given=step.lr is not None)
+
+    def _changed_optimizer(self) -> OptimizerSnapshot | None:
+        return next((each for each in self._optimizers.values() if each.changed()), None)
 
     def _trained(self) -> list[nn.Parameter]:
         if not self.trains:
@@ -268,11 +294,13 @@ class FunctionGraph:
 
     def _check(self) -> None:
         """Drop the graphs of a changed model; GraphError for hooks that a replay would skip."""
-        if any(each.changed() for found in self._graphs.values() for each in found.optimizers):
+        changed = self._changed_optimizer()
+        if changed is not None:
+            self._graphs.count_change(changed.changed_option(), _TENSOR_LR)
             self.recapture()
         if self._graphs.check():
             return
-        self._draws_of.clear()
+        self._forget()
         skipped = find_skipped_hook(self._modules, trains=self.trains)
         if skipped is not None:
             name = getattr(skipped.hook, "__qualname__", type(skipped.hook).__name__)

@@ -30,7 +30,8 @@ from fastmp.optim.param_all_gather import ParameterGather
 
 __all__ = ["Optimizer", "ParameterGroup", "check_range", "step_observers"]
 
-step_observers: list[Callable[[Optimizer], None]] = []  # called with each optimizer, before its step
+# Called with each optimizer and the learning rate that its step gets, before the step.
+step_observers: list[Callable[[Optimizer, float | Tensor | None], None]] = []
 
 
 class ParameterGroup(NamedTuple):
@@ -144,7 +145,7 @@ class Optimizer(ABC):
             inv_scale, clip_coefficient: 0-dim tensors that the gradients are multiplied by as they are read.
         """
         for observe in step_observers:
-            observe(self)
+            observe(self, lr)
         if lr is not None:
             self.lr = lr
         skip = None if grad_norm is None else ~torch.isfinite(grad_norm)

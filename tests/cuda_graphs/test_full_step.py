@@ -415,4 +415,4 @@ def test_shapes_that_never_come_again_leave_little():
     function = FunctionGraph(torch.square, [], backend=RecordingBackend(), name="a test", advice="")
     for rows in range(1000):
         function(torch.ones(rows))
-    assert len(function._draws_of) < 100
+    assert len(function._traced) < 100

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import warnings
+import weakref
 
 import pytest
 import torch
@@ -289,5 +291,104 @@ def test_a_schedule_inside_of_a_graph_is_an_error():
 
     function, *_ = function_of(constant_rate, True, halve)
     function(torch.ones(3, 4, dtype=torch.float64))
+    for _ in range(2):
+        with pytest.raises(CaptureError, match=r"changes an option of an optimizer.* outside"):
+            function(torch.ones(3, 4, dtype=torch.float64))
+
+
+def stepping_by(rate, in_graph):
+    """Return a step of a model by the learning rate `rate(argument)`, its optimizer and its model."""
+    torch.manual_seed(0)
+    model = nn.Linear(4, 4, dtype=torch.float64)
+    optimizer = AdamW(GradBuffer(model.named_parameters()), lr=1.0)
+
+    def step(x, argument):
+        for param in model.parameters():
+            param.main_grad.zero_()
+        model(x).square().sum().backward()
+        optimizer.step(rate(argument))
+
+    if in_graph:
+        texts = {"name": "a step", "advice": "do without"}
+        step = FunctionGraph(step, [model], backend=RecordingBackend(), trains=True, **texts)
+    return step, optimizer, model
+
+
+@pytest.mark.parametrize("as_tensor", [False, True])
+def test_a_learning_rate_is_an_argument_of_a_step(as_tensor):
+    def run(in_graph):
+        step, optimizer, model = stepping_by(lambda lr: lr, in_graph)
+        x, seen = torch.ones(2, 4, dtype=torch.float64), []
+        for number in range(12):
+            lr = (0.2, 0.1)[number % 2]
+            step(x, torch.tensor(lr, dtype=torch.float64) if as_tensor else lr)
+            seen.append(torch.as_tensor(optimizer.lr, dtype=torch.float64).clone())
+        assert not in_graph or step.num_graphs == 2 - as_tensor
+        return seen + [param.detach() for param in model.parameters()]
+
+    assert_same_bits(run(True), run(False))
+
+
+def test_a_step_without_a_learning_rate_takes_the_one_of_the_last_replay():
+    def run(in_graph):
+        step, _, model = stepping_by(lambda lr: lr, in_graph)
+        for lr in (0.2, 0.2, 0.2, None, None, None, 0.1, 0.1, 0.1, None, None, 0.2, None):
+            step(torch.ones(2, 4, dtype=torch.float64), lr)
+        return [param.detach() for param in model.parameters()]
+
+    assert_same_bits(run(True), run(False))
+
+
+def test_a_learning_rate_that_no_argument_tells_is_an_error():
+    rates = iter((0.2, 0.1))
+    step, *_ = stepping_by(lambda _: next(rates), True)
+    x = torch.ones(2, 4, dtype=torch.float64)
+    step(x, None)
     with pytest.raises(CaptureError, match=r"changes an option of an optimizer.* outside"):
-        function(torch.ones(3, 4, dtype=torch.float64))
+        step(x, None)
+
+
+@pytest.mark.parametrize(
+    ("make", "change", "name"),
+    [
+        (constant_rate, lambda optimizer: optimizer.param_groups[0].update(lr=0.9 * rate(optimizer)), "SGD"),
+        (own, lambda optimizer: setattr(optimizer, "lr", 0.9 * optimizer.lr), "AdamW"),
+    ],
+)
+def test_a_schedule_that_captures_again_and_again_is_warned_of(make, change, name):
+    function, optimizer, _ = function_of(make, True)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(20):
+            function(torch.ones(3, 4, dtype=torch.float64))
+            change(optimizer)
+    messages = [str(each.message) for each in caught if "captured again" in str(each.message)]
+    assert len(messages) == 1
+    assert messages[0].startswith("graphs: 'lr' of ") and name in messages[0]
+    assert "use a tensor lr (with capturable=True" in messages[0]
+
+
+def rate(optimizer):
+    return optimizer.param_groups[0]["lr"]
+
+
+@pytest.mark.parametrize("let_go", [FunctionGraph.recapture, FunctionGraph.remove])
+def test_optimizers_are_let_go_with_the_graphs(let_go):
+    holder = {}
+
+    def step(x):
+        model.zero_grad()
+        model(x).sum().backward()
+        holder["optimizer"].step()
+
+    model = nn.Linear(4, 4)
+    texts = {"name": "a step", "advice": "do without"}
+    function = FunctionGraph(step, [model], backend=RecordingBackend(), trains=True, **texts)
+    holder["optimizer"] = torch.optim.SGD(model.parameters(), lr=0.1)
+    before = weakref.ref(holder["optimizer"])
+    for _ in range(3):
+        function(torch.ones(2, 4))
+    let_go(function)
+    holder["optimizer"] = torch.optim.SGD(model.parameters(), lr=0.1)
+    gc.collect()
+    assert before() is None
