@@ -25,8 +25,11 @@ def orthogonalize(matrices_NRC: Tensor) -> Tensor:
     """Return the nearly orthogonal factors of matrices (N, R, C), in their shape and dtype.
 
     The result does not depend on the scale of a matrix: a power of two changes no bit. A matrix of zeros
-    stays zero. On a CPU, the bits of a float32 or float64 matrix do not depend on the others in the batch.
+    stays zero, and an empty one as it is. On a CPU, the bits of a float32 or float64 matrix do not depend on
+    the others in the batch.
     """
+    if not matrices_NRC.numel():
+        return matrices_NRC
     if matrices_NRC.device.type == "cpu":  # MKL's batched products of float64 do depend on the others
         return torch.cat([_iterate(each) for each in matrices_NRC.split(1)])
     return _iterate(matrices_NRC)
