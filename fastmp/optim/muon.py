@@ -41,7 +41,7 @@ from fastmp.optim.flat_layout import matrix_cost, owner_ranks
 from fastmp.optim.flat_params import FlatState
 from fastmp.optim.grad_buffers import FlatBuffer, GradBuffer
 from fastmp.optim.newton_schulz import orthogonalize
-from fastmp.optim.optimizer import Optimizer, ParameterGroup, check_range
+from fastmp.optim.optimizer import Optimizer, ParameterGroup, check_range, has_other_ranks
 from fastmp.tensor_parallel.attributes import ParallelAttributes, parallel_attributes
 
 __all__ = ["Muon", "is_hidden_matrix", "update_cost"]
@@ -142,7 +142,7 @@ class Muon(AdamW):
     GPU, in float32 on a CPU, and in float64 if they are float64.
 
     Raises:
-        ValueError: as `AdamW`; a momentum outside [0, 1); or parameters, but none with a cost.
+        ValueError: as `AdamW`; a momentum outside [0, 1); or, on the only rank, no parameter with a cost.
 
     Example:
         grads = GradBuffer(model.named_parameters(), cost=update_cost)
@@ -174,7 +174,7 @@ class Muon(AdamW):
                 together = flat.ranks_of_slices(group)
                 key = (together, flat.dtype) if together else at
                 teams.setdefault(key, (group if together else None, []))[1].append(at)
-        if self.parameters and not teams:
+        if self.parameters and not teams and not has_other_ranks():  # those may have some
             raise ValueError(
                 "Muon: no parameter has a cost; make the GradBuffer with cost=update_cost, or use AdamW"
             )

@@ -28,7 +28,7 @@ from fastmp.optim.flat_params import FlatState, check_separate
 from fastmp.optim.grad_buffers import FlatBuffer, GradBuffer, is_vector
 from fastmp.optim.param_all_gather import ParameterGather
 
-__all__ = ["Optimizer", "ParameterGroup", "check_range", "step_observers"]
+__all__ = ["Optimizer", "ParameterGroup", "check_range", "has_other_ranks", "step_observers"]
 
 # Called with each optimizer and the learning rate that its step gets, before the step.
 step_observers: list[Callable[[Optimizer, float | Tensor | None], None]] = []
@@ -90,7 +90,7 @@ class Optimizer(ABC):
     ) -> None:
         self.name = type(self).__name__
         self.parameters = grads.parameters
-        if not self.parameters and not _has_other_ranks():
+        if not self.parameters and not has_other_ranks():
             raise ValueError(f"{self.name}: no parameters given")
         if states not in ("classic", "small"):
             raise ValueError(f"{self.name}: states must be 'classic' or 'small', got {states!r}")
@@ -270,7 +270,8 @@ def check_range(owner: str, *, below: float = math.inf, **numbers: float) -> Non
             raise ValueError(f"{owner}: {name} must be in [0, {below:g}), got {number}")
 
 
-def _has_other_ranks() -> bool:
+def has_other_ranks() -> bool:
+    """Return True if other ranks may hold what this one does not."""
     return dist.is_initialized() and dist.get_world_size() > 1
 
 

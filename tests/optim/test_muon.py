@@ -56,6 +56,13 @@ def test_matrices_become_nearly_orthogonal(shape):
     assert (found * (left @ right)).sum((1, 2)).min() > 0.7 * min(shape)
 
 
+@pytest.mark.parametrize("shape", [(1, 0, 3), (2, 3, 0), (0, 3, 4), (1, 0, 0)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_empty_matrix_stays_as_it_is(shape, dtype):
+    found = orthogonalize(torch.empty(shape, dtype=dtype))
+    assert (found.shape, found.dtype) == (shape, dtype)
+
+
 def test_half_precision_is_as_good_as_torchs():
     torch.manual_seed(0)
     matrix = torch.randn(96, 200, dtype=torch.float64)
@@ -444,6 +451,27 @@ def test_small_masters_are_those_of_classic_states():
         masters.append({name: optimizer.master(name) for name in hidden})
     classic, small = masters
     assert all(torch.equal(small[name], master) for name, master in classic.items())
+
+
+def test_a_rank_may_train_vectors_alone():
+    def rank_main(rank, world):
+        stage = nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 4))
+        if rank == 0:
+            stage[1].weight.requires_grad_(False)
+        params = [(name, param) for name, param in stage.named_parameters() if param.requires_grad]
+        grads = GradBuffer(params, cost=update_cost)
+        optimizer = Muon(grads, lr=0.1)
+        stage(torch.arange(8.0).reshape(2, 4)).square().sum().backward()
+        grads.reduce()
+        before = {name: param.detach().clone() for name, param in params}
+        optimizer.step()
+        moments = {name: sorted(entries) for name, entries in optimizer.state_dict()["state"].items()}
+        return moments, all(not torch.equal(param, before[name]) for name, param in params)
+
+    vectors, everything = run_ranks(rank_main, 2)
+    adamw = ["exp_avg", "exp_avg_sq"]
+    assert vectors == ({"0.weight": adamw, "0.bias": adamw, "1.bias": adamw}, True)
+    assert everything == ({**vectors[0], "1.weight": ["momentum"]}, True)
 
 
 def test_what_muon_updates_by_default():
