@@ -37,7 +37,7 @@ from fastmp.ops.core.registry import (
     without_autocast,
 )
 from fastmp.ops.grouped_mm_tiles import grouped_mm_choice, prefers_cutlass
-from fastmp.ops.wgrad import deferral, leaf_of, main_grad_of
+from fastmp.ops.wgrad import MainGrad, deferral, leaf_of, main_grad_of
 from fastmp.profiling import traced
 
 _APPROXIMATE = {"gelu_tanh": "tanh", "gelu": "none"}  # torch's names of the forms of GELU
@@ -246,9 +246,10 @@ def _mm(x: Tensor, w: Tensor, offsets: Tensor, transposed: bool, sizes: Sequence
 
 
 def weight_gradient(
-    grad: Tensor, x: Tensor, offsets: Tensor, main_grad: Tensor | None, sizes: Sequence[int] | None = None
+    grad: Tensor, x: Tensor, offsets: Tensor, kept: MainGrad, sizes: Sequence[int] | None = None
 ) -> Tensor | None:
     """Return the gradient of the weights, or None after adding it to `main_grad`."""
+    main_grad = kept.total()
     if sizes is None:
         if main_grad is None:
             return torch.ops.fastmp.grouped_mm_wgrad(grad, x, offsets)
@@ -458,7 +459,7 @@ def grouped_mm(
     Gale et al., "MegaBlocks", 2022 (arXiv 2211.15841).
     """
     # Of the parameter, not of what autocast makes of it.
-    main_grad = main_grad_of(w) if torch.is_grad_enabled() else None
+    param, main_grad = w, main_grad_of(w) if torch.is_grad_enabled() else None
     x, w, bias = autocast(x, w, bias)
     _check("grouped_mm", x, w, offsets, 1 if transposed else 2, main_grad)
     if bias is not None:
@@ -470,7 +471,7 @@ def grouped_mm(
     defer = deferral(w)
     w = w if defer is None else leaf_of(w)
     loop = None if bias is not None else _sizes_of_a_loop(sizes, x, w)
-    return _grouped_mm(x, w, bias, offsets, main_grad, defer, transposed, loop)
+    return _grouped_mm(x, w, bias, offsets, MainGrad(main_grad, param), defer, transposed, loop)
 
 
 def _apply_activation(h: Tensor, form: str, gated: bool) -> Tensor:
@@ -528,4 +529,4 @@ def grouped_mlp_in(
         return torch.ops.fastmp.grouped_mlp_in(x, w, bias, offsets, form, gated, False)[0]
     defer = deferral(w)
     w = w if defer is None else leaf_of(w)
-    return _grouped_mlp_in(x, w, bias, offsets, main_grad, defer, form, gated)[0]
+    return _grouped_mlp_in(x, w, bias, offsets, MainGrad(main_grad, given[1]), defer, form, gated)[0]

@@ -21,7 +21,7 @@ from fastmp.ops.core import checks
 from fastmp.ops.core.backends import LIBRARY
 from fastmp.ops.core.registry import autocast, compute_dtype
 from fastmp.ops.cross_entropy import check_range
-from fastmp.ops.wgrad import main_grad_of
+from fastmp.ops.wgrad import check_late_hooks, main_grad_of
 
 # Bytes of logits in memory at a time. A GPU needs 4096 tokens or more per chunk, because the gradient of the
 # weight is read and written once per chunk: logits of 128256 ids in bf16 fit. A CPU needs 400 tokens.
@@ -148,13 +148,8 @@ class HeadGradients:
     def __init__(
         self, chunks: LogitChunks, shards: Shards, wanted: tuple[bool, bool], main_grad: Tensor | None
     ) -> None:
-        # `main_grad_of` sees no hooks while code is compiled, nor those registered after a forward.
-        checks.require(
-            main_grad is None or not chunks.weight._backward_hooks,
-            "output head: weight has a gradient hook that compiled code, or a backward pass whose forward "
-            "ran before it was registered, skips: its gradient is added to main_grad; register the hook "
-            "before the forward, and don't compile the loss",
-        )
+        if main_grad is not None:
+            check_late_hooks(chunks.weight)
         self.chunks, self.shards, self.want_weight, self.main_grad = chunks, shards, wanted[1], main_grad
         self.hidden = chunks.x.new_empty(chunks.x.shape) if wanted[0] else None
         self.total, self.work = main_grad, None

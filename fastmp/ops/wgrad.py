@@ -18,6 +18,7 @@ import functools
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -29,8 +30,8 @@ from fastmp.ops.core.registry import Differentiable, autocast, compute_dtype, ra
 from fastmp.profiling import traced
 
 __all__ = [
-    "WgradQueue", "current_queue", "deferral", "defer_wgrad", "kept_operands", "leaf_of", "linear",
-    "main_grad_of", "weight_grad",
+    "MainGrad", "WgradQueue", "check_late_hooks", "current_queue", "deferral", "defer_wgrad", "kept_operands",
+    "leaf_of", "linear", "main_grad_of", "weight_grad",
 ]  # fmt: skip
 
 Make = Callable[[], Tensor | None]
@@ -103,7 +104,11 @@ class WgradQueue:
         self._tasks: list[tuple[Tensor, Make]] = []
 
     def put(self, weight: Tensor, make: Make) -> None:
-        """Queue `make`, which returns the gradient of the leaf `weight`, or None after adding it itself."""
+        """Queue `make`, which returns the gradient of the leaf `weight`, or None after adding it itself.
+
+        Raises ValueError for a weight with a gradient hook, see `check_late_hooks`.
+        """
+        check_late_hooks(weight)
         self._tasks.append((weight, make))
 
     def take(self) -> list[tuple[Tensor, Make]]:
@@ -202,16 +207,47 @@ def main_grad_of(weight: Tensor, *, compiles: bool = False) -> Tensor | None:
     return None if not compiles and _needs_every_gradient() else main_grad
 
 
+def check_late_hooks(weight: Tensor) -> None:
+    """Raise ValueError if the weight of a backward pass, or the one that autocast cast, has a gradient hook.
+
+    Call it where a backward pass adds to `main_grad` or defers a gradient, which the hook would not get:
+    `main_grad_of` and `deferral` see no hook that is registered after the forward pass, nor one of compiled
+    code. The node in C++ of `linear` does not: there autograd calls such a hook with None.
+    """
+    if not weight._backward_hooks and weight.grad_fn is not None:
+        weight = getattr(weight.grad_fn.next_functions[0][0], "variable", weight)
+    checks.require(
+        not weight._backward_hooks,
+        "wgrad: weight has a gradient hook that compiled code, or a backward whose forward ran before it "
+        "was registered, skips: its gradient is added to main_grad or deferred; register the hook before the "
+        "forward, and don't compile the loss",
+    )
+
+
+class MainGrad(NamedTuple):
+    """What a forward keeps for `weight_grad`: the `main_grad` of a parameter, or None, and the parameter."""
+
+    tensor: Tensor | None
+    weight: Tensor
+
+    def total(self) -> Tensor | None:
+        """Return the tensor to add to, or None; ValueError for a weight that has got a hook."""
+        if self.tensor is not None and self.weight._backward_hooks:
+            check_late_hooks(self.weight)
+        return self.tensor
+
+
 def _needs_every_gradient() -> bool:
     """Return True under a compiler or torch.func, whose results include the gradients."""
     return torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
 
 
-def weight_grad(grad_TO: Tensor, x_TI: Tensor, main_grad: Tensor | None) -> Tensor | None:
+def weight_grad(grad_TO: Tensor, x_TI: Tensor, kept: MainGrad) -> Tensor | None:
     """Return the gradient (O, I) of a linear layer's weight, or None after adding it to `main_grad`.
 
     The operands may be wider than the weight and its `main_grad`, as a router's are.
     """
+    main_grad = kept.total()
     if main_grad is None:
         return grad_TO.t() @ x_TI
     if main_grad.dtype.itemsize < grad_TO.dtype.itemsize:
@@ -255,7 +291,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     if defer is not None:
         narrow = narrow[0], leaf_of(narrow[1]), narrow[2]
     x, kept = kept_operands(narrow[0], *narrow[:2])
-    return _linear(x, *narrow[1:], kept, main_grad, defer)
+    return _linear(x, *narrow[1:], kept, MainGrad(main_grad, weight), defer)
 
 
 def kept_operands(x: Tensor, *operands: Tensor) -> tuple[Tensor, torch.autograd.graph.Node | None]:

@@ -33,7 +33,7 @@ from fastmp.distributed.collectives import (
 from fastmp.ops import dequantize_rows, linear_fp8, quantize_rows, quantize_weight
 from fastmp.ops.core.fp8 import E4M3, E5M2
 from fastmp.ops.core.registry import autocast
-from fastmp.ops.wgrad import kept_operands, weight_grad
+from fastmp.ops.wgrad import MainGrad, kept_operands, weight_grad
 from fastmp.tensor_parallel.attributes import HookTraits, mark_hook
 from fastmp.tensor_parallel.linear import gradient_of
 
@@ -292,7 +292,7 @@ def _wgrad(
     grad_TO: Tensor,
     rows: tuple[Tensor, Tensor],
     group: dist.ProcessGroup | None,
-    main_grad: Tensor | None,
+    main_grad: MainGrad,
 ) -> Tensor | None:
     """Compute the weight gradient; with a group, all-gather the rows first."""
     if group is not None:

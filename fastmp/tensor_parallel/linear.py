@@ -26,7 +26,7 @@ from fastmp.distributed.collectives import (
 )
 from fastmp.ops.core import checks
 from fastmp.ops.core.registry import autocast
-from fastmp.ops.wgrad import deferral, kept_operands, leaf_of, linear, main_grad_of, weight_grad
+from fastmp.ops.wgrad import MainGrad, deferral, kept_operands, leaf_of, linear, main_grad_of, weight_grad
 from fastmp.tensor_parallel.fused_linear import gather_matmul, is_fused, matmul_scatter
 
 __all__ = ["column_linear", "gradient_of", "parallel_logits", "row_linear_scattered"]
@@ -106,13 +106,13 @@ def row_linear_scattered(
 
 def gradient_of(
     name: str, weight: torch.Tensor, narrow: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor | None, Defer | None]:
+) -> tuple[torch.Tensor, MainGrad, Defer | None]:
     """Return the weight for a Function (`narrow`: after autocast), its main_grad, and how to defer wgrad."""
     main_grad, defer = main_grad_of(weight), deferral(weight)
     checks.check_main_grad(name, main_grad, weight=narrow)
     if main_grad is None and narrow is not weight:  # autograd casts the gradient in this backward
         defer = None
-    return narrow if defer is None else leaf_of(narrow), main_grad, defer
+    return narrow if defer is None else leaf_of(narrow), MainGrad(main_grad, weight), defer
 
 
 class _ColumnLinear(Function):
@@ -194,7 +194,7 @@ def _deferred(
     x: torch.Tensor,
     group: dist.ProcessGroup,
     sequence_parallel: bool,
-    main_grad: torch.Tensor | None,
+    main_grad: MainGrad,
 ) -> torch.Tensor | None:
     """Compute the weight gradient that `_ColumnLinear` has deferred; gathers x first."""
     x = all_gather(x, group)[0] if sequence_parallel else x

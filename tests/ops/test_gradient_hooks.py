@@ -156,8 +156,12 @@ def test_a_hook_under_autocast_gets_the_gradient_of_the_weight_itself(name, defe
     torch.testing.assert_close(*results, rtol=0.02, atol=0.02)
 
 
+HEADS = ("mean", "loss by token", "log-probabilities", "distillation", "top-k")
+IN_PYTHON = ("linear in Python", "grouped", "grouped, loop", "mlp", "router", "fp8", *HEADS)
+
+
 class TestHooksThatComeTooLate:
-    """A gradient that the head has promised to `main_grad` cannot pass a hook any more: an error says so."""
+    """A gradient that an op has promised to `main_grad` cannot pass a hook any more: an error says so."""
 
     @pytest.mark.full
     def test_of_compiled_code(self):
@@ -166,16 +170,40 @@ class TestHooksThatComeTooLate:
         compiled = torch.compile(OPS["loss by token"][0], fullgraph=True, backend="aot_eager")
         compiled(x, w).sum().backward()
         w.register_hook(lambda grad: 2 * grad)
-        with pytest.raises(ValueError, match="output head: weight has a gradient hook that compiled code"):
+        with pytest.raises(ValueError, match="wgrad: weight has a gradient hook that compiled code"):
             compiled(x, w).sum().backward()
 
-    def test_between_forward_and_backward(self):
-        x, w = inputs((12, 4))
+    @pytest.mark.parametrize(
+        ("name", "how"),
+        [
+            *((name, how) for name in IN_PYTHON for how in ("now", "deferred")),
+            *((name, "recomputed") for name in ("grouped", "grouped, loop", "mlp", "router", "fp8")),
+            *((name, "autocast") for name in ("linear in Python", "grouped", "mlp", "router", "mean")),
+        ],
+    )
+    def test_between_forward_and_backward(self, name, how):
+        x, w = inputs(OPS[name][1])
+        if how == "autocast":
+            x, w = (type(each)(each.detach().float()).requires_grad_() for each in (x, w))
+        call, seen = OPS[name][0], []
         GradBuffer([("weight", w)])
-        loss = OPS["mean"][0](x, w)
-        w.register_hook(lambda grad: 2 * grad)
-        with pytest.raises(ValueError, match=r"output head: .* whose forward ran before it"):
+        queue = WgradQueue() if how == "deferred" else None
+        with defer_wgrad(queue), torch.autocast("cpu", torch.bfloat16, enabled=how == "autocast"):
+            y = checkpoint(call, x, w, use_reentrant=False) if how == "recomputed" else call(x, w)
+            loss = y.sin().sum() if y.dim() else y
+        w.register_hook(seen.append)
+        with defer_wgrad(queue), pytest.raises(ValueError, match=r"wgrad: .* whose forward ran before it"):
             loss.backward()
+        assert not seen and not w.main_grad.any()
+
+    def test_of_a_deferred_gradient_without_main_grad(self):
+        x, w = inputs((5, 4))
+        queue = WgradQueue()
+        with defer_wgrad(queue):
+            loss = linear(x, w).sum()
+            w.register_hook(lambda grad: 2 * grad)
+            with pytest.raises(ValueError, match="register the hook before the forward"):
+                loss.backward()
 
 
 def test_a_table_that_is_also_the_output_layer_calls_its_hook_once():

@@ -42,7 +42,7 @@ from fastmp.ops.stash import (
     stash_release,
     stash_reserve,
 )
-from fastmp.ops.wgrad import deferral, leaf_of, main_grad_of
+from fastmp.ops.wgrad import MainGrad, deferral, leaf_of, main_grad_of
 from fastmp.profiling import traced
 from fastmp.status import process_status
 
@@ -192,7 +192,7 @@ def stashed_experts(
 
     balanced: rows under a balanced load, from which the first forward sizes the ring.
     """
-    main_grads = [main_grad_of(weight) for weight in _weights(experts)]
+    main_grads = [MainGrad(main_grad_of(weight), weight) for weight in _weights(experts)]
     rows_MH, *weights = autocast(rows_MH, *_weights(experts))
     defer = [deferral(weight) for weight in weights]
     weights = [weight if each is None else leaf_of(weight) for weight, each in zip(weights, defer)]
@@ -216,7 +216,7 @@ class _StashedExperts(Function):
         offsets_L: Tensor,
         experts: GroupedExperts,
         stash: ActivationStash,
-        main_grads: list[Tensor | None],
+        main_grads: list[MainGrad],
         defer: list[Callable[..., None] | None],
     ) -> Tensor:
         # 1. Where the real rows will lie; a void entry has none, and makes the step void.
@@ -308,8 +308,9 @@ def _activation_backward(
     stash_push(dh, h, start, offsets)
 
 
-def _wgrad(main_grad: Tensor | None, *operands: Any) -> Tensor | None:
+def _wgrad(kept: MainGrad, *operands: Any) -> Tensor | None:
     """Return the gradient of the weights, or None after adding it to `main_grad`."""
+    main_grad = kept.total()
     if main_grad is None:
         result: Tensor = torch.ops.fastmp.stash_wgrad(*operands)
         return result

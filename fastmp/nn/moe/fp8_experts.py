@@ -27,6 +27,7 @@ from fastmp.ops import dequantize_rows, grouped_mlp_in_fp8, grouped_mm_fp8, quan
 from fastmp.ops.core.fp8 import E4M3
 from fastmp.ops.core.registry import autocast
 from fastmp.ops.grouped_mm import activation_backward, weight_gradient
+from fastmp.ops.wgrad import MainGrad
 from fastmp.tensor_parallel.fp8_linear import QuantizedWeight
 from fastmp.tensor_parallel.linear import gradient_of
 
@@ -66,7 +67,7 @@ class _Fp8Experts(Function):
         fp8: tuple[QuantizedWeight, QuantizedWeight],
         activate: Callable[[Tensor], Tensor],
         spec: ActivationSpec,
-        main_grads: tuple[Tensor | None, ...],
+        main_grads: tuple[MainGrad, ...],
         defers: tuple[Any, ...],
     ) -> Tensor:
         ctx.fp8, ctx.activate, ctx.spec, ctx.dtype = fp8, activate, spec, x.dtype
@@ -141,6 +142,6 @@ def _wgrad(
 
 
 def _wgrad_now(
-    grad: Tensor, rows: tuple[Tensor, Tensor], offsets: Tensor, main_grad: Tensor | None
+    grad: Tensor, rows: tuple[Tensor, Tensor], offsets: Tensor, main_grad: MainGrad
 ) -> Tensor | None:
     return weight_gradient(grad, dequantize_rows(*rows, dtype=grad.dtype), offsets, main_grad)

@@ -55,7 +55,7 @@ from fastmp.nn.recompute import once
 from fastmp.ops import RouterOutput, topk_router
 from fastmp.ops.core import checks
 from fastmp.ops.core.registry import without_autocast
-from fastmp.ops.wgrad import main_grad_of, weight_grad
+from fastmp.ops.wgrad import MainGrad, main_grad_of, weight_grad
 from fastmp.tensor_parallel.attributes import ParallelAttributes
 from fastmp.tensor_parallel.layers import ParallelModule
 
@@ -294,14 +294,12 @@ def router_logits(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """
     main_grad = main_grad_of(weight)
     checks.check_main_grad("router_logits", main_grad, weight=weight)
-    return _RouterLogits.apply(x, weight, main_grad)
+    return _RouterLogits.apply(x, weight, MainGrad(main_grad, weight))
 
 
 class _RouterLogits(Function):
     @staticmethod
-    def forward(
-        ctx: Any, x: torch.Tensor, weight: torch.Tensor, main_grad: torch.Tensor | None
-    ) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, main_grad: MainGrad) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
         ctx.main_grad = main_grad
         with without_autocast(x.device.type):
