@@ -189,7 +189,7 @@ _cross_entropy = register(
 )
 
 
-# For eager calls with plain tensors; `Op.call` would look for anything else again.
+# Skip `Op.call`'s DTensor and compiler checks, which `validates_args` has already made.
 _run, _run_loss_and_grad = _cross_entropy.overload._op, _loss_and_grad.overload._op
 
 
@@ -252,6 +252,7 @@ def check_options(
         raise ValueError(
             f"{op}: expected int64 target, got {target.dtype}; class probabilities are not supported"
         )
+    checks.check_number(op, label_smoothing=label_smoothing, z_loss=z_loss)
     if not 0 <= label_smoothing <= 1:
         raise ValueError(f"{op}: label_smoothing must lie in [0, 1], got {label_smoothing}")
     if z_loss < 0:
@@ -269,8 +270,9 @@ def check_options(
 
 
 def _check(
-    logits, target, vocab_start, vocab_size, label_smoothing, z_loss, token_weight=None, loss_grad=None
-) -> None:
+    logits, target, vocab_start, vocab_size, ignore_index, label_smoothing, z_loss, token_weight=None,
+    loss_grad=None,
+) -> None:  # fmt: skip
     op, shape = "cross_entropy", logits.shape
     if not (logits.is_floating_point() and shape):
         raise ValueError(f"{op}: expected floating-point logits (..., V), got {logits.dtype} {tuple(shape)}")
@@ -279,6 +281,8 @@ def _check(
     fits = target.shape == shape[:-1] and target.dtype == torch.int64
     expected = "{}: expected int64 target of shape {} for logits {}, got {} {}; class probabilities are not "
     checks.require(fits, expected + "supported", op, shape[:-1], shape, target.dtype, target.shape)
+    numbers = {"vocab_start": vocab_start, "vocab_size": vocab_size, "ignore_index": ignore_index}
+    checks.check_number(op, integer=True, **numbers)
     if vocab_size <= 0:
         raise ValueError(f"{op}: vocab_size must be positive, got {vocab_size} for logits {tuple(shape)}")
     if vocab_start < 0:
@@ -349,7 +353,8 @@ def cross_entropy_from_stats(
         left = logits[:, :50]
         loss = cross_entropy_from_stats(left, target, stats, vocab_start=0, vocab_size=100)  # (4,)
     """
-    _check(logits, target, vocab_start, vocab_size, label_smoothing, z_loss, token_weight=token_weight)
+    options = ignore_index, label_smoothing, z_loss
+    _check(logits, target, vocab_start, vocab_size, *options, token_weight=token_weight)
     rows = _rows(logits)
     expected = (rows.shape[0], 5 if label_smoothing else 3)
     wanted, dtype = "stats must be {} (P, {}, {}) for logits {}, got {} {}", compute_dtype(logits.dtype)
@@ -360,8 +365,7 @@ def cross_entropy_from_stats(
         _check_writable("grad_in_place", rows)
     check_range("cross_entropy", target, vocab_size, ignore_index)
     loss = _loss_of_rows(
-        rows, _flat(target), stats.detach(), token_weight, vocab_start, vocab_size, ignore_index, label_smoothing,
-        z_loss, grad_in_place,
+        rows, _flat(target), stats.detach(), token_weight, vocab_start, vocab_size, *options, grad_in_place
     )  # fmt: skip
     return loss if target.dim() == 1 else loss.reshape(target.shape)
 
@@ -450,31 +454,35 @@ def cross_entropy(
         columns = input.shape[1]
         size = columns if vocab_size is None else vocab_size
         known = loss_grad is not None
-        if 0 < size <= columns and reduction in (("none",) if known else REDUCTIONS):
-            try:
+        options = size, ignore_index, label_smoothing, z_loss
+        divisor = None
+        try:
+            if 0 < size <= columns and reduction in (("none",) if known else REDUCTIONS):
                 divisor = checked_divisor("cross_entropy", target, size, ignore_index, reduction)
-                options = size, ignore_index, label_smoothing, z_loss
                 if known and input.requires_grad and torch.is_grad_enabled():
                     return _run_loss_and_grad(input, target, loss_grad, None, *options)
                 return _run(input, target, None, None, 0, *options, grad_in_place, divisor)[0]
-            except RuntimeError:
-                # a ValueError that says what is wrong, if an argument is
-                _check(input, target, 0, size, label_smoothing, z_loss, None, loss_grad)
-                raise
+        except (RuntimeError, TypeError):
+            # a ValueError that says what is wrong, if an argument is
+            _check(input, target, 0, *options, None, loss_grad)
+            if known:
+                _loss_and_grad.check((input, target, loss_grad, None, *options))
+            _cross_entropy.check((input, target, None, None, 0, *options, grad_in_place, divisor))
+            raise
     # 2. Check the arguments of any other call.
     logits = input if input.dim() < 3 else _classes_last(input, target)
     if weight is not None:
         token_weight = _weight_of_targets(logits, target, weight, token_weight, label_smoothing)
     columns = logits.shape[-1] if logits.dim() else 0
     vocab_size = columns if vocab_size is None else vocab_size
-    _check(logits, target, 0, vocab_size, label_smoothing, z_loss, token_weight, loss_grad)
+    options = vocab_size, ignore_index, label_smoothing, z_loss
+    _check(logits, target, 0, *options, token_weight, loss_grad)
     if vocab_size > columns:
         raise ValueError(
             f"cross_entropy: vocab_size {vocab_size} exceeds the {columns} columns of logits; pass the number"
             " of ids, at most logits.shape[-1]"
         )
     check_reduction("cross_entropy", reduction, loss_grad)
-    options = vocab_size, ignore_index, label_smoothing, z_loss
     # 3. Fold the leading dimensions, then reduce.
     check_range("cross_entropy", target, vocab_size, ignore_index)
     rows, targets = _rows(logits), _flat(target)
@@ -509,7 +517,7 @@ def _weight_of_targets(
 ) -> Tensor:
     """Return the factor of each token's loss: the weight of its target's class, times `token_weight`."""
     op, classes = "cross_entropy", logits.shape[-1] if logits.dim() else 0
-    _check(logits, target, 0, classes, label_smoothing, 0.0, token_weight=token_weight)
+    _check(logits, target, 0, classes, 0, label_smoothing, 0.0, token_weight=token_weight)
     if weight.shape != (classes,) or weight.device != logits.device:
         raise ValueError(
             f"{op}: expected weight of shape ({classes},) on {logits.device}, one factor a class, got "

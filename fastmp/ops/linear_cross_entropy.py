@@ -23,6 +23,7 @@ import torch.utils.checkpoint
 from torch import Tensor
 
 from fastmp.ops.core import checks
+from fastmp.ops.core.contracts import LARGEST
 from fastmp.ops.core.registry import (
     OPS,
     Differentiable,
@@ -57,6 +58,7 @@ from fastmp.ops.wgrad import linear, main_grad_of
 from fastmp.profiling import traced
 
 _PLAIN = (Tensor, torch.nn.Parameter)
+_NUMBERS = (float, int)
 _FEW_LOGITS = 1 << 20  # up to here by two ops: 4 MiB in fp32
 
 _OPTIONS = (
@@ -245,7 +247,7 @@ def _of_few_logits(
         fits = fits and (loss_grad.shape, loss_grad.device) == (target.shape, target.device)
         fits = fits and recorded and not loss_grad.requires_grad
     elif loss_grad is not None:
-        fits = fits and -1e38 < loss_grad < 1e38
+        fits = fits and -LARGEST <= loss_grad <= LARGEST
     (tokens, width), (columns, inner) = hidden.shape, weight.shape
     usual = (
         0 < tokens * columns <= _FEW_LOGITS
@@ -255,8 +257,11 @@ def _of_few_logits(
         and hidden.dtype in checks.FLOATING
         and target.dtype == torch.int64
         and hidden.device == weight.device == target.device
+        and type(ignore_index) is int
+        and type(label_smoothing) in _NUMBERS
+        and type(z_loss) in _NUMBERS
         and 0 <= label_smoothing <= 1
-        and 0 <= z_loss < 1e38  # above, it may not be finite in float32
+        and 0 <= z_loss <= LARGEST
         and fits
         and (main_grad is None or (main_grad.shape, main_grad.device) == (weight.shape, weight.device))
         and (main_grad is None or main_grad.dtype in (weight.dtype, compute_dtype(weight.dtype)))

@@ -465,6 +465,7 @@ def _check_head(
             target.shape,
         )
     rows = shards.size * columns[0]
+    checks.check_number(name, integer=True, vocab_size=vocab_size, ignore_index=ignore_index)
     within = 0 < vocab_size <= rows
     require(within, "vocab_size is {}, but weight has {} rows in {} shards", vocab_size, rows, shards.size)
     require(workspace >= 0, "workspace must not be negative, got {}", workspace)

@@ -177,7 +177,7 @@ _layer_norm = register(
 )
 
 
-# For eager calls with plain tensors; `Op.call` would look for anything else again.
+# Skip `Op.call`'s DTensor and compiler checks, which `validates_args` has already made.
 _run_rms_norm, _run_layer_norm = _rms_norm.overload._op, _layer_norm.overload._op
 
 
@@ -186,6 +186,7 @@ def _check(
     op: str, x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float
 ) -> None:
     checks.check_floating(op, "x", x)
+    checks.check_number(op, eps=eps)
     checks.require(eps >= 0, "{}: eps must not be negative, got {}", op, eps)
     checks.check_same(op, x=x, residual=residual)
     if weight.dtype == torch.float32 and x.dtype in NARROW:
@@ -214,6 +215,7 @@ def _is_validated_by_kernel(op: Op, x: Tensor, weight: Tensor, bias: Tensor | No
     return (
         (x.dtype == dtype or (dtype == torch.float32 and x.dtype in NARROW))
         and (bias is None or bias.dtype == dtype)
+        and type(eps) is float
         and eps >= 0
         and not torch._C._is_any_autocast_enabled()
         and (op.validates_args(x, weight) if bias is None else op.validates_args(x, weight, bias))
@@ -278,6 +280,7 @@ def rms_norm(
             return _run_rms_norm(x, None, weight, eps)[0]
         except RuntimeError:
             _check("rms_norm", x, None, weight, None, eps)  # a ValueError, if an argument does not fit
+            _rms_norm.check((x, None, weight, eps))
             raise
     x, residual, weight, _ = _prepare("rms_norm", x, residual, weight, None, eps)
     if quantize:
@@ -327,6 +330,7 @@ def layer_norm(
             return _run_layer_norm(x, None, weight, bias, eps)[0]
         except RuntimeError:
             _check("layer_norm", x, None, weight, bias, eps)  # a ValueError, if an argument does not fit
+            _layer_norm.check((x, None, weight, bias, eps))
             raise
     x, residual, weight, bias = _prepare("layer_norm", x, residual, weight, bias, eps)
     y, total, _ = _layer_norm(x, residual, weight, bias, eps)

@@ -337,5 +337,18 @@ def test_raw_ops_refuse_bad_options_on_every_device(options):
     for device in ("cpu", "meta"):
         for op, arguments in calls.items():
             given = (a.to(device) if isinstance(a, torch.Tensor) else a for a in arguments)
-            with pytest.raises((ValueError, RuntimeError), match=f"^{op}: expected .*(smoothing|size|z_loss)"):
+            with pytest.raises(
+                (ValueError, RuntimeError), match=f"^{op}: expected .*(smoothing|size|z_loss)"
+            ):
                 getattr(torch.ops.fastmp, op)(*given)
+
+
+@pytest.mark.parametrize("known", [False, True])
+def test_logits_without_memory_are_named(known):
+    logits, target, _, grad_loss = case(4, 6)
+    logits.requires_grad_()
+    rows = logits * 1
+    rows.untyped_storage().resize_(0)
+    options = {"loss_grad": grad_loss} if known else {}
+    with pytest.raises(ValueError, match="expected memory for all elements of logits "):
+        cross_entropy(rows, target, reduction="none", **options)

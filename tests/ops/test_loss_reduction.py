@@ -114,6 +114,12 @@ def test_mistakes_are_named(ours):
     inputs = problem()
     with pytest.raises(ValueError, match="reduction must be one of none, mean, sum, got 'average'"):
         ours(*inputs, reduction="average")
+    for name in ("ignore_index", "label_smoothing", "z_loss"):
+        with pytest.raises(ValueError, match=f": expected {name} to be an? (integer|number), got None"):
+            ours(*inputs, **{name: None})
+    for wrong in (8.0, "8"):
+        with pytest.raises(ValueError, match=f": expected vocab_size to be an integer, got {wrong!r}"):
+            ours(*inputs, vocab_size=wrong)
     upstream = torch.ones(inputs[2].shape, dtype=torch.float64)
     with pytest.raises(ValueError, match=r"loss_grad .* pass reduction='none' with it, got 'mean'"):
         ours(*inputs, reduction="mean", loss_grad=upstream)

@@ -303,3 +303,23 @@ def test_references_are_what_float64_torch_computes():
         torch.testing.assert_close(stats[0], (variance + 1e-3).rsqrt(), rtol=1e-12, atol=1e-12)
         if centred:
             torch.testing.assert_close(stats[1], total.mean(1), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("residual", (False, True))
+@pytest.mark.parametrize("name", NAMES)
+def test_a_value_error_says_what_the_kernel_refuses(name, residual):
+    """Also where the kernel alone checks the arguments, which raises RuntimeError."""
+    norm, x, weight = getattr(module, name), torch.ones(3, 8), torch.ones(8)
+    options = {"residual": torch.ones(3, 8)} if residual else {}
+    for eps in (float("inf"), 1e39):
+        with pytest.raises(ValueError, match=f"^{name}: expected eps to be finite in float32, got "):
+            norm(x, weight, eps=eps, **options)
+    for eps in (None, "1"):
+        with pytest.raises(ValueError, match=f"^{name}: expected eps to be a number, got {eps!r}"):
+            norm(x, weight, eps=eps, **options)
+    for eps in (-1.0, -1, float("nan")):
+        with pytest.raises(ValueError, match=f"^{name}: eps must not be negative, got {eps}"):
+            norm(x, weight, eps=eps, **options)
+    x.untyped_storage().resize_(0)
+    with pytest.raises(ValueError, match=f"^{name}: expected memory for all elements of x "):
+        norm(x, weight, **options)

@@ -14,6 +14,7 @@ from torch import Tensor
 from fastmp.config.options import unknown_choice
 from fastmp.ops.core.contracts import check_finite as check_finite
 from fastmp.ops.core.contracts import check_memory as check_memory
+from fastmp.ops.core.contracts import check_number as check_number
 from fastmp.ops.core.contracts import memoized as memoized
 from fastmp.ops.core.registry import compute_dtype
 

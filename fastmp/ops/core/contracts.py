@@ -36,7 +36,17 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-__all__ = ["DTYPES", "ArgumentCheck", "Contract", "check_finite", "check_memory", "has_memory", "memoized"]
+__all__ = [
+    "DTYPES",
+    "LARGEST",
+    "ArgumentCheck",
+    "Contract",
+    "check_finite",
+    "check_memory",
+    "check_number",
+    "has_memory",
+    "memoized",
+]
 
 DTYPES = {
     "floating": (torch.float64, torch.float32, torch.bfloat16, torch.float16),
@@ -44,7 +54,7 @@ DTYPES = {
 }
 # columns that share a scale of each dtype
 BLOCKS = {torch.float32: 128, torch.float8_e8m0fnu: 32}
-_LARGEST = torch.finfo(torch.float32).max
+LARGEST = torch.finfo(torch.float32).max  # a number that is finite in any arithmetic of kernels
 _MAX_PASSED = 4096  # calls a check remembers; sizes that never repeat would fill memory
 _Clause: TypeAlias = Callable[[tuple, dict[str, Any]], None]  # checks arguments; knows the sizes of names
 
@@ -54,7 +64,7 @@ def check_finite(op: str, dtype: torch.dtype, **numbers: float | None) -> None:
     or else float32. None is skipped.
     """
     for name, value in numbers.items():
-        if value is None or -_LARGEST <= value <= _LARGEST:
+        if value is None or -LARGEST <= value <= LARGEST:
             continue
         wide = dtype == torch.float64
         if not (wide and math.isfinite(value)):
@@ -68,6 +78,15 @@ def has_memory(tensor: Tensor) -> bool:
         return True
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return (tensor.storage_offset() + last + 1) * tensor.itemsize <= tensor.untyped_storage().nbytes()
+
+
+def check_number(op: str, integer: bool = False, **numbers: Any) -> None:
+    """Check that options are numbers, or integers: not None, nor a string."""
+    kinds = (int, torch.SymInt) if integer else (int, float, torch.SymInt, torch.SymFloat)
+    for name, value in numbers.items():  # others, such as those of NumPy, convert
+        if not (isinstance(value, kinds) or hasattr(value, "__index__" if integer else "__float__")):
+            expected = "an integer" if integer else "a number"
+            raise ValueError(f"{op}: expected {name} to be {expected}, got {value!r}")
 
 
 def check_memory(op: str, **tensors: Tensor | None) -> None:
@@ -157,7 +176,7 @@ class ArgumentCheck:
         """Check that numbers are finite in float64 if a tensor has that dtype, else in float32."""
         for i in self.numbers:
             value = arguments[i]
-            if isinstance(value, float) and not -_LARGEST <= value <= _LARGEST:
+            if isinstance(value, float) and not -LARGEST <= value <= LARGEST:
                 given = [arguments[place] for place in self.tensors]
                 wide = any(t is not None and t.dtype == torch.float64 for t in given)
                 check_finite(self.op, torch.float64 if wide else torch.float32, **{self.names[i]: value})
@@ -167,6 +186,7 @@ class ArgumentCheck:
         check_memory(self.op, **{self.names[i]: arguments[i] for i in self.tensors})
 
     def __call__(self, arguments: tuple) -> None:
+        arguments = self.completed(arguments)
         self.types(arguments)
         self.finite(arguments)
         self.memory(arguments)

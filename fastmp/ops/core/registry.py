@@ -108,6 +108,7 @@ class Op:
     flops: floating-point operations, from the op's arguments.
     traffic: the fewest bytes that must cross device memory, from the op's arguments.
     call: what `__call__` runs: the overload, with DTensor rules registered on demand.
+    check: raises ValueError if the schema rules the arguments out: None, no memory, or not finite.
     """
 
     name: str
@@ -119,6 +120,7 @@ class Op:
     traffic: Callable[..., int]
     autograd_formula: AutogradFormula | None
     call: Callable[..., Any]
+    check: ArgumentCheck
 
     def __call__(self, *arguments: Any) -> Any:
         return self.call(*arguments)
@@ -239,13 +241,12 @@ def raise_if_create_graph(op: str) -> None:
         raise RuntimeError(f"{op}: its backward is not differentiable (create_graph=True is not supported)")
 
 
-def _caller(overload: torch._ops.OpOverload) -> Callable:
+def _caller(overload: torch._ops.OpOverload, check: ArgumentCheck) -> Callable:
     """Return a callable of the op that registers DTensor sharding rules on the first DTensor argument.
 
     Where a kernel refuses what the op's schema already rules out, it raises ValueError.
     """
     run = overload._op  # the C++ callable behind OpOverload.__call__
-    check = ArgumentCheck(overload._schema)
 
     def call(*arguments: Any) -> Any:
         if torch.compiler.is_compiling():
@@ -258,7 +259,7 @@ def _caller(overload: torch._ops.OpOverload) -> Callable:
                 raise
         except RuntimeError:
             if all(type(a) in _PLAIN for a in arguments if isinstance(a, Tensor)) and not is_recorded():
-                check(check.completed(arguments))
+                check(arguments)
             raise
         return run(*arguments)
 
@@ -278,7 +279,9 @@ def _register_dtensor_rules() -> bool:
 _register_dtensor_rules._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-def _differentiable(overload: torch._ops.OpOverload, formula: AutogradFormula | None) -> Callable:
+def _differentiable(
+    overload: torch._ops.OpOverload, formula: AutogradFormula | None, check: ArgumentCheck
+) -> Callable:
     """Register the op's autograd kernel, and return the callable that public functions use.
 
     The kernel is C++ where `_C_autograd` is loaded, else Python, which takes longer. An op without a formula
@@ -292,7 +295,7 @@ def _differentiable(overload: torch._ops.OpOverload, formula: AutogradFormula | 
         node = "".join(part.capitalize() for part in name.split("_")) + "Backward"
         ops, differentiable, code = encode(formula) if formula else ([], [], [])
         torch.ops.fastmp_autograd.declare(name, node, error, ops, differentiable, code)
-        return _caller(overload)
+        return _caller(overload, check)
     # 2. Python: an autograd.Function that runs the op below autograd.
     writes = overload._schema.is_mutable
     defaults = [argument.default_value for argument in overload._schema.arguments]
@@ -319,7 +322,7 @@ def _differentiable(overload: torch._ops.OpOverload, formula: AutogradFormula | 
             return record(function.record, arguments)
 
     LIBRARY.impl(name, kernel, "Autograd", with_keyset=True)
-    eager = _caller(overload)
+    eager = _caller(overload, check)
 
     def call(*arguments: Any) -> Any:
         transformed = torch._C._are_functorch_transforms_active() and not torch.compiler.is_compiling()
@@ -384,7 +387,8 @@ def _checked_kernel(check: ArgumentCheck, contract: Contract | None, kernel: Cal
 def _checked_launch(check: ArgumentCheck, contract: Contract | None, launch: Callable) -> Callable:
     """Wrap a launch with the checks of its arguments.
 
-    The launcher itself checks that tensors have memory.
+    Of tensors without memory, the launcher itself finds those whose storage was freed, not those of which it
+    was shrunk.
     """
 
     @functools.wraps(launch)
@@ -498,7 +502,7 @@ def register(
     if overload._schema.is_mutable:
         LIBRARY.impl(name, _raise_under_vmap(name), "FuncTorchBatched")
     formula = AutogradFormula(overload._schema, autograd_formula) if autograd_formula else None
-    call = _differentiable(overload, formula)
+    call = _differentiable(overload, formula, check)
     if flops is not None:
         register_flop_formula(overload.overloadpacket, get_raw=True)(
             lambda *a, out_val=None, **k: flops(*a, **k)
@@ -513,5 +517,6 @@ def register(
         traffic or _moved_once(overload),
         formula,
         call,
+        check,
     )
     return OPS[name]
