@@ -127,9 +127,7 @@ _push = register(
 )
 _barrier = register(
     "exchange_barrier(Tensor(a!) epochs, Tensor peer_offsets, int rank, float timeout) -> ()",
-    contract=(
-        "epochs (R+1) int32; 0 < R; peer_offsets (D, P) int64; D * P == R; 0 <= rank < R; 0 < timeout"
-    ),
+    contract=("epochs (R+1) int32; 0 < R; peer_offsets (D, P) int64; D * P == R; 0 <= rank < R; 0 < timeout"),
     reference=reference_barrier,
     triton=launch_barrier,
     fake=lambda *arguments: None,

@@ -55,6 +55,7 @@ DTYPES = {
 # columns that share a scale of each dtype
 BLOCKS = {torch.float32: 128, torch.float8_e8m0fnu: 32}
 LARGEST = torch.finfo(torch.float32).max  # a number that is finite in any arithmetic of kernels
+_FIRST, _DIMS = "(first)", "(dims)"  # shape of the first tensor, its length; no argument has such a name
 _MAX_PASSED = 4096  # calls a check remembers; sizes that never repeat would fill memory
 _Clause: TypeAlias = Callable[[tuple, dict[str, Any]], None]  # checks arguments; knows the sizes of names
 
@@ -311,6 +312,7 @@ class Contract:
         if not isinstance(tree, ast.Compare):
             raise ValueError(f"{self.op}: expected a clause of a contract, got {text!r}")
         names = [node.id for node in ast.walk(tree) if isinstance(node, ast.Name)]
+        keys = {name: _DIMS if name == "dims" and name not in self.places else name for name in names}
         sides = [tree.left, *tree.comparators]
         pairs = [
             compile(ast.unparse(ast.Compare(left, [sign], [right])), text, "eval")
@@ -318,7 +320,7 @@ class Contract:
         ]  # one by one: a chain would ask for the truth of a symbolic comparison
 
         def check(arguments: tuple, known: dict) -> None:
-            values = {name: known.get(name) for name in names}
+            values = {name: known.get(key) for name, key in keys.items()}
             if None in values.values():
                 return
             for pair in pairs:
@@ -337,10 +339,11 @@ def _fits(tensor: Tensor, dims: list[str], known: dict) -> bool:
     if dims and dims[0][0] == "#":
         return _unified(dims[0][1:], math.prod(shape), known)
     if dims == ["~"]:
-        pairs = zip(reversed(shape), reversed(known["first"]), strict=False)
-        return len(shape) <= len(known["first"]) and not any(_is_false(a == b) and a != 1 for a, b in pairs)
-    if known.setdefault("first", shape) is shape:
-        known["dims"] = len(shape)
+        first = known[_FIRST]
+        pairs = zip(reversed(shape), reversed(first), strict=False)
+        return len(shape) <= len(first) and not any(_is_false(a == b) and a != 1 for a, b in pairs)
+    if known.setdefault(_FIRST, shape) is shape:
+        known[_DIMS] = len(shape)
     at = next((i for i, dim in enumerate(dims) if dim.endswith("...")), None)
     if at is not None:
         group, end = dims[at], len(shape) - (len(dims) - at - 1)

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from fastmp.ops.core import checks, contracts
+from fastmp.ops.core.contracts import Contract
 
 
 def test_a_call_is_checked_once_a_kind():
@@ -46,3 +47,24 @@ def test_few_calls_are_remembered(monkeypatch):
     for number in (*range(4), 3, 0, 0):
         check(number)
     assert seen == [0, 1, 2, 3, 0]
+
+
+def test_a_contract_takes_any_name_of_an_argument():
+    """Also those that the grammar uses for the first tensor and its number of dimensions."""
+    schema = torch._C.parse_schema("fastmp::f(Tensor x, int first, int dims, Tensor mask) -> Tensor")
+    contract = Contract(schema, "x (..., N) floating; mask (~) bool; 4 <= dims <= first")
+    x, mask = torch.ones(2, 3), torch.ones(3, dtype=torch.bool)
+    contract((x, 6, 5, mask))
+    for wrong, message in (
+        ((x, 6, 3, mask), "expected 4 <= dims <= first, got dims = 3, first = 6"),
+        ((x, 6, 7, mask), "expected 4 <= dims <= first, got dims = 7, first = 6"),
+        ((x, 6, 5, mask[:2]), r"expected mask \(~\) bool, got \(2,\)"),
+    ):
+        with pytest.raises(ValueError, match=f"^f: {message}"):
+            contract(wrong)
+    of_tensor = Contract(
+        torch._C.parse_schema("fastmp::g(Tensor x) -> Tensor"), "x (...) any; 2 <= dims <= 3"
+    )
+    of_tensor((x,))
+    with pytest.raises(ValueError, match="^g: expected 2 <= dims <= 3, got dims = 1"):
+        of_tensor((mask,))
