@@ -82,7 +82,16 @@ def cross_entropy_case(tokens: int, vocab: int, dtype: torch.dtype, device: str,
 def at_once_case(tokens: int, vocab: int, dtype: torch.dtype, device: str, seed: int = 0) -> Case:
     """Make the case with known loss gradients, in which logits are read only once."""
     case = _case("cross_entropy_at_once", RIVALS_AT_ONCE, tokens, vocab, dtype, device, seed)
-    loss_and_grad = (case.leaves[0], None, case.grad, None, vocab, -100, 0.0, 0.0)
+    loss_and_grad = (
+        case.leaves[0],
+        torch.zeros_like(case.grad, dtype=torch.int64),
+        case.grad,
+        None,
+        vocab,
+        -100,
+        0.0,
+        0.0,
+    )
     both = OPS["cross_entropy_loss_grad_"].traffic(*loss_and_grad)
     return replace(case, backward_bytes=both - case.forward_bytes)
 

@@ -66,5 +66,5 @@ def test_a_contract_takes_any_name_of_an_argument():
         torch._C.parse_schema("fastmp::g(Tensor x) -> Tensor"), "x (...) any; 2 <= dims <= 3"
     )
     of_tensor((x,))
-    with pytest.raises(ValueError, match="^g: expected 2 <= dims <= 3, got dims = 1"):
+    with pytest.raises(ValueError, match=r"^g: expected 2 <= dims <= 3, got dims = 1"):
         of_tensor((mask,))
