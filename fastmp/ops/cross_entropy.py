@@ -212,16 +212,19 @@ def check_ids(op: str, target: Tensor, vocab_size: int, ignore_index: int) -> No
 
 def first_outside(op: str, ids: Tensor, size: int, ignored: int, name: str = "target") -> int:
     """Return the index of the first id of a CPU tensor that is neither in [0, size) nor `ignored`, or -1."""
-    if HOST is not None and ids.is_contiguous():
-        return max(-1, -1 - _count(op, ids, size, ignored, name))
+    counted = _count(op, ids, size, ignored, name)
+    if counted is not None:
+        return max(-1, -1 - counted)
     checks.check_memory(op, **{name: ids})
     flat = ids.reshape(-1)
     wrong = (((flat < 0) | (flat >= size)) & (flat != ignored)).nonzero()
     return int(wrong[0]) if len(wrong) else -1
 
 
-def _count(op: str, ids: Tensor, size: int, ignored: int, name: str = "target") -> int:
-    """Return `HOST.count_targets` of contiguous ids: their number, or -1 - i if the i-th is outside."""
+def _count(op: str, ids: Tensor, size: int, ignored: int, name: str = "target") -> int | None:
+    """Return how many ids are not `ignored`, or -1 - i if the i-th is outside; None if `HOST` cannot tell."""
+    if HOST is None or not ids.is_contiguous():
+        return None
     count = ids.numel()
     if 8 * (ids.storage_offset() + count) > ids.untyped_storage().nbytes():  # of int64
         checks.check_memory(op, **{name: ids})
@@ -235,12 +238,11 @@ def checked_divisor(
 
     Reads the targets once, and raises ValueError for those outside the vocabulary, as `check_ids` does.
     """
-    contiguous = HOST is not None and target.is_contiguous()
-    counted = _count(op, target, vocab_size, ignore_index) if contiguous else -1
-    if counted < 0:
+    counted = _count(op, target, vocab_size, ignore_index)
+    if counted is None or counted < 0:
         check_ids(op, target, vocab_size, ignore_index)
     if reduction == "mean":
-        return float(counted if contiguous else (target != ignore_index).sum())
+        return float((target != ignore_index).sum() if counted is None else counted)
     return None if reduction == "none" else 1.0
 
 
