@@ -149,7 +149,6 @@ def _compare(benchmark, comparisons):
         benchmark.skipped = rival not in case.rivals
         if benchmark.skipped:
             pytest.skip(peers.why_absent(rival, DEVICE))
-        call = getattr(case, direction)(rival)
         if benchmark.enabled:
             compared = comparisons.of(case, direction)
             if rival in compared.failed:
@@ -159,6 +158,8 @@ def _compare(benchmark, comparisons):
             benchmark.group = f"{case.name} {what} on {DEVICE}"
             columns = compared.rows[rival].columns()
             benchmark.extra_info.update(case=case.name, direction=direction, **columns)
+
+        call = getattr(case, direction)(rival)  # not before the rivals are timed: it may hold tensors
 
         def wait_for_call() -> None:
             call()

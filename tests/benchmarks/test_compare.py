@@ -10,14 +10,15 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from benchmarks import cpu_goals, peers, report
 from benchmarks.bench_activation import WORKLOADS
-from benchmarks.cases import CpuGoal, Workload, families, is_first, sweep
-from benchmarks.conftest import is_quick
+from benchmarks.cases import EAGER, CpuGoal, Workload, families, is_first, sweep
+from benchmarks.conftest import _compare, is_quick
 from benchmarks.measure import (
     Ceilings,
     extra_bytes,
@@ -322,3 +323,28 @@ def test_rivals_are_timed_in_graphs_on_a_gpu():
         assert rows["waits"].timing == "CUDA events"
         assert 0 < rows["fastmp"].ms <= rows["fastmp"].called_ms
         assert torch.cuda.current_stream() == torch.cuda.default_stream()
+
+
+def test_a_rival_is_built_after_the_comparison(tiny_case):
+    """One that cannot be built is skipped, and its tensors are not there while rivals are timed."""
+    events = []
+
+    def of(case, direction):
+        events.append("compared")
+        row = SimpleNamespace(columns=lambda: {"ms": 1.0})
+        return SimpleNamespace(rows={EAGER: row}, failed={"broken": "RuntimeError: no such kernel"})
+
+    def built(rival):
+        events.append(f"built {rival}")
+        if rival == "broken":
+            raise RuntimeError("no such kernel")
+        return lambda: None
+
+    tiny_case.rivals["broken"], tiny_case.forward = print, built
+    benchmark = SimpleNamespace(enabled=True, extra_info={}, pedantic=lambda call, rounds: call())
+    run = _compare.__wrapped__(benchmark, SimpleNamespace(of=of))
+    with pytest.raises(pytest.skip.Exception, match="no such kernel"):
+        run(tiny_case, "broken", "forward")
+    assert events == ["compared"] and benchmark.skipped
+    run(tiny_case, EAGER, "forward")
+    assert events[1:] == ["compared", f"built {EAGER}"] and not benchmark.skipped
