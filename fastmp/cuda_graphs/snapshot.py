@@ -107,7 +107,7 @@ class ModelSnapshot:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Leave out the numbers that change inside, where the model runs: they are state of its own."""
+        """Run the model inside; from then on leave out the numbers that it changes, which are its own state."""
         if self._guard is not None and self._guard.same_numbers():
             before: list[dict[str, Any]] | None = None  # as in the snapshot
         else:

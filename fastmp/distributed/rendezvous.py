@@ -40,7 +40,7 @@ def loopback_listener(port: int = 0) -> socket.socket:
 
 def join_store(env: Environment, rank: int, timeout: timedelta) -> dist.Store:
     """Return the store that rank 0, or torchrun's agent, serves at the master address."""
-    address, wait = f"{env.master_addr}:{env.master_port}", _Wait(rank, env.world_size, timeout)
+    address, wait = f"{env.master_addr}:{env.master_port}", _StartWait(rank, env.world_size, timeout)
     host = LOOPBACK if env.master_addr == "localhost" else env.master_addr
     serves = rank == 0 and not env.agent_store
     options: dict[str, Any] = {"is_master": serves, "wait_for_workers": False, "multi_tenant": True}
@@ -75,7 +75,7 @@ def join_store(env: Environment, rank: int, timeout: timedelta) -> dist.Store:
     return fresh_store(store, rank, env.world_size, timeout)
 
 
-class _Wait:
+class _StartWait:
     """Wait of a rank for others: pauses between looks, and one line on stderr if it takes seconds.
 
     Store keys are looked for, not waited for: torch prints two warnings for every wait that is over.
@@ -103,7 +103,7 @@ class _Wait:
         return True
 
 
-def _wait_for_listener(env: Environment, wait: _Wait) -> None:
+def _wait_for_listener(env: Environment, wait: _StartWait) -> None:
     """Wait until something listens at the master address.
 
     torch's own wait takes twice as long as it is told, and prints a traceback for each attempt.
@@ -164,7 +164,7 @@ def fresh_store(store: dist.Store, rank: int, world_size: int, timeout: timedelt
     Raises:
         RuntimeError: `timeout` is over; the message lists the missing ranks.
     """
-    wait = _Wait(rank, world_size, timeout)
+    wait = _StartWait(rank, world_size, timeout)
     try:
         prefix = _lead(store, wait) if rank == 0 else _follow(store, wait)
     except dist.DistNetworkError as error:
@@ -175,7 +175,7 @@ def fresh_store(store: dist.Store, rank: int, world_size: int, timeout: timedelt
     return dist.PrefixStore(prefix, store)
 
 
-def _lead(store: dist.Store, wait: _Wait) -> str:
+def _lead(store: dist.Store, wait: _StartWait) -> str:
     """Publish a new name as rank 0, and open it once every other rank has joined."""
     name = uuid.uuid4().hex
     prefix = f"fastmp/{name}"
@@ -195,7 +195,7 @@ def _lead(store: dist.Store, wait: _Wait) -> str:
     return prefix
 
 
-def _follow(store: dist.Store, wait: _Wait) -> str:
+def _follow(store: dist.Store, wait: _StartWait) -> str:
     """Join under the published name as any other rank, and return its prefix once rank 0 opens it."""
     prefix, awaited = "", ""
     while True:
@@ -223,14 +223,14 @@ def _follow(store: dist.Store, wait: _Wait) -> str:
             raise _not_joined(wait, wait.timeout, _missing(store, current, wait)[1])
 
 
-def _not_joined(wait: _Wait, waited: timedelta, names: str) -> RuntimeError:
+def _not_joined(wait: _StartWait, waited: timedelta, names: str) -> RuntimeError:
     return RuntimeError(
         f"fastmp.init: rank {wait.rank} of {wait.world_size} waited {seconds_text(waited)}, but {names} "
         "did not join; start all ranks, or give slow ones more join_seconds"
     )
 
 
-def _missing(store: dist.Store, prefix: str, wait: _Wait) -> tuple[int, str]:
+def _missing(store: dist.Store, prefix: str, wait: _StartWait) -> tuple[int, str]:
     """Return how many ranks have not joined under `prefix`, and which; rank 0 if it alone is left.
 
     On rank 0 itself, (0, "") if all have. In large jobs rank 0 alone reads a key of each rank, and the others
@@ -253,14 +253,14 @@ def _missing(store: dist.Store, prefix: str, wait: _Wait) -> tuple[int, str]:
     return (1, "rank 0") if wait.rank else (0, "")
 
 
-def _waiting(store: dist.Store, prefix: str, wait: _Wait) -> str:
+def _waiting(store: dist.Store, prefix: str, wait: _StartWait) -> str:
     """Return how many ranks have joined under `prefix` and which are waited for; "" for none."""
     number, names = _missing(store, prefix, wait)
     joined = f"{wait.world_size - number} of {wait.world_size} ranks are here, " if prefix else ""
     return f"{joined}waiting for {names}" if names else ""
 
 
-def _count(store: dist.Store, prefix: str, wait: _Wait) -> None:
+def _count(store: dist.Store, prefix: str, wait: _StartWait) -> None:
     """Count this rank under `prefix`, once however often it is started; the last one to come sets "full"."""
     if store.add(f"{prefix}/{wait.rank}", 1) == 1 and store.add(f"{prefix}/joined", 1) == wait.world_size - 1:
         store.set(f"{prefix}/full", "")

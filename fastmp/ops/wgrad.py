@@ -225,7 +225,7 @@ def check_late_hooks(weight: Tensor) -> None:
 
 
 class MainGrad(NamedTuple):
-    """What a forward keeps for `weight_grad`: the `main_grad` of a parameter, or None, and the parameter."""
+    """The parameter and its `main_grad`, or None, as a forward keeps them for `weight_grad`."""
 
     tensor: Tensor | None
     weight: Tensor

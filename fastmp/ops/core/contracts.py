@@ -1,4 +1,4 @@
-"""What an op requires of its arguments, for every implementation.
+"""Requirements of an op on its arguments, checked by every implementation.
 
 `ArgumentCheck` follows from the schema alone: no None for a tensor, memory for all elements, finite numbers.
 C++ kernels make the same checks in csrc/op.h.
@@ -61,8 +61,9 @@ _Clause: TypeAlias = Callable[[tuple, dict[str, Any]], None]  # checks arguments
 
 
 def check_finite(op: str, dtype: torch.dtype, **numbers: float | None) -> None:
-    """Check that numbers are finite in the dtype in which kernels compute with tensors of `dtype`: float64,
-    or else float32. None is skipped.
+    """Check that numbers are finite in the arithmetic dtype of `dtype` (float64, or else float32).
+
+    None is skipped.
     """
     for name, value in numbers.items():
         if value is None or -LARGEST <= value <= LARGEST:
@@ -174,7 +175,7 @@ class ArgumentCheck:
                 raise ValueError(f"{self.op}: expected {self.names[i]} to be a tensor, got None")
 
     def finite(self, arguments: tuple) -> None:
-        """Check that numbers are finite in float64 if a tensor has that dtype, else in float32."""
+        """Check that numbers are finite in the arithmetic dtype: float64 with a float64 tensor, else float32."""
         for i in self.numbers:
             value = arguments[i]
             if isinstance(value, float) and not -LARGEST <= value <= LARGEST:
@@ -368,7 +369,7 @@ def _fits(tensor: Tensor, dims: list[str], known: dict) -> bool:
 
 
 def _unified(dim: str, size: Any, known: dict) -> bool:
-    """Return True if a size is what a clause says; a name that is new gets its value."""
+    """Return True if a size matches a clause, which binds new names."""
     if dim == "*":
         return True
     parts = re.fullmatch(r"(\d*)([A-Z]?)(?:\+(\d+))?(?:/(\w+))?", dim)
