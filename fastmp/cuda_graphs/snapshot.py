@@ -107,7 +107,7 @@ class ModelSnapshot:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Run the model inside; from then on leave out the numbers that it changes, which are its own state."""
+        """Run the model inside; numbers that it changes are its own state, and left out from then on."""
         if self._guard is not None and self._guard.same_numbers():
             before: list[dict[str, Any]] | None = None  # as in the snapshot
         else:

@@ -454,7 +454,7 @@ def test_a_rank_that_comes_while_rank_0_gives_up_has_come(monkeypatch, looked):
     def find_late(store, prefix, wait):
         found = find(store, prefix, wait) if looked == "after" else None
         for counted in (prefix, f"{prefix}/here"):
-            rendezvous._count(store, counted, rendezvous._Wait(1, 2, timedelta(seconds=1)))
+            rendezvous._count(store, counted, rendezvous._StartWait(1, 2, timedelta(seconds=1)))
         return found or find(store, prefix, wait)
 
     monkeypatch.setattr(rendezvous, "_missing", find_late)

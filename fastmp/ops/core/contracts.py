@@ -175,7 +175,7 @@ class ArgumentCheck:
                 raise ValueError(f"{self.op}: expected {self.names[i]} to be a tensor, got None")
 
     def finite(self, arguments: tuple) -> None:
-        """Check that numbers are finite in the arithmetic dtype: float64 with a float64 tensor, else float32."""
+        """Check that numbers are finite in the arithmetic dtype: float64 for a float64 tensor, or float32."""
         for i in self.numbers:
             value = arguments[i]
             if isinstance(value, float) and not -LARGEST <= value <= LARGEST:
