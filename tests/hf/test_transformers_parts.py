@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import sys
+from contextlib import ExitStack
 from functools import partial, wraps
 from types import SimpleNamespace
 
@@ -69,24 +70,25 @@ HOOKS = {
 def test_hooks_of_users_are_found_and_those_that_move_weights_are_not(kind):
     module = nn.SiLU()
     assert not has_user_hooks(module) and activation_form(module) == "silu"
-    packages = ("torch.distributed.fsdp", "accelerate", "deepspeed.runtime", "fastmp.optim")
-    neutral = [HOOKS[kind](module, hook_of(package)) for package in packages]
-    assert not has_user_hooks(module)
-    others = ("torch.distributed.tensor", "accelerated", "__main__", "torch.nn.utils")
-    for hook in (lambda *args: None, CallableHook(), *map(hook_of, others)):
-        handle = HOOKS[kind](module, hook)
-        assert has_user_hooks(module) and activation_form(module) is None
-        handle.remove()
+    packages = ("torch.distributed.fsdp", "deepspeed.runtime", "fastmp.optim")
+    others = ("torch.distributed.tensor", "accelerate", "deepspeeder", "__main__", "torch.nn.utils")
+    with ExitStack() as stack:
+        for package in packages:
+            stack.callback(HOOKS[kind](module, hook_of(package)).remove)
         assert not has_user_hooks(module)
-    for handle in neutral:
-        handle.remove()
+        for hook in (lambda *args: None, CallableHook(), *map(hook_of, others)):
+            with ExitStack() as alone:
+                alone.callback(HOOKS[kind](module, hook).remove)
+                assert has_user_hooks(module) and activation_form(module) is None
+            assert not has_user_hooks(module)
 
 
 def test_a_forward_set_on_a_module_counts_as_a_hook():
     module = nn.SiLU()
-    module.forward = module.forward
+    own = module.forward
+    module.forward = lambda x: own(x)
     assert has_user_hooks(module)
-    del module.forward
+    module.forward = own  # as the Accelerate library leaves it
     assert not has_user_hooks(module)
 
 
@@ -144,9 +146,9 @@ class Model(nn.Module):
 def test_a_model_with_hooks_on_its_head_or_decoder_computes_logits(name, kind):
     model, given = Model(), {"labels": torch.zeros(1)}
     assert CausalLM.wants_loss_alone(model, given)
-    handle = HOOKS[kind](model.get_submodule(name), lambda *args: None)
-    assert not CausalLM.wants_loss_alone(model, given)
-    handle.remove()
+    with ExitStack() as stack:
+        stack.callback(HOOKS[kind](model.get_submodule(name), lambda *args: None).remove)
+        assert not CausalLM.wants_loss_alone(model, given)
     assert CausalLM.wants_loss_alone(model, given)
 
 
