@@ -268,7 +268,9 @@ def assert_group_does_the_same(family, kinds, names, **options):
             largest = max(grad.abs().max() for grad in grads.values())
             for parameter, grad in grads.items():
                 assert (whole[parameter] - grad).abs().max() <= 1e-9 * largest, (kind, name, parameter)
-            assert found == calls or is_of_experts(name), (kind, name, found, calls)
+            # attention weights, which eager attention returns beside its output, are of this rank's heads
+            other = is_of_experts(name) or name.endswith(".self_attn")
+            assert found == calls or other, (kind, name, found, calls)
         model.zero_grad()
         assert model(**batch).logits is None  # the loss is fused again
 
