@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import ctypes
 import gc
+import inspect
 import random
 from collections.abc import Callable
 from itertools import compress
@@ -446,3 +447,17 @@ def test_is_a_range_in_the_profiler(name):
     ranges = {event.key for event in profile.key_averages()}
     assert f"fastmp.{name}" in ranges
     assert any(key.startswith("fastmp.") and key.endswith("_backward") for key in ranges)
+
+
+@EVERY
+def test_numbers_that_are_not_finite_are_refused(name):
+    """In the dtype of arithmetic, by an error that names the argument."""
+    call = FUNCTIONS[name].call
+    numbers = [n for n, p in inspect.signature(call).parameters.items() if "float" in str(p.annotation)]
+    positional, keywords = drawn(name, random.Random(3), torch.float32, large=True)
+    for number in numbers:
+        for value in (float("nan"), float("inf"), 1e308):
+            given = inspect.signature(call).bind_partial(*positional, **keywords)
+            given.arguments[number] = value
+            with pytest.raises(ValueError, match=number):
+                call(*given.args, **given.kwargs)
