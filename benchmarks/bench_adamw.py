@@ -94,7 +94,8 @@ def adamw_case(num_elements: int, dtype: torch.dtype, device: str, seed: int = 0
         EAGER: lambda: with_torch(foreach=True)(),
         COMPILE: lambda: with_compile()(),
     }
-    tensors = (param, grad, param, param, param[:1], rounded(param))
+    step = torch.zeros(1, dtype=torch.int64, device=device)
+    tensors = (param, grad, param, param, step, rounded(param))
     numbers = (_LR, _BETA1, _BETA2, _EPS, _DECAY)
     traffic = OPS["adamw_"].traffic(*tensors, *[None] * 4, *numbers, *[None] * 3, 0, None, 0)
     return Case(title("adamw", (num_elements,), dtype), (param,), grad, rivals, traffic, 0)

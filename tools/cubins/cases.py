@@ -452,7 +452,7 @@ CASES = {
     "cross_entropy grad": _grad(8192, Facts(2, 2, exps=1, bytes=LATENCY)),
     "cross_entropy grad odd": _grad(50257, Facts(2, 2, exps=1, bytes=LATENCY)),
     "cross_entropy loss_grad": _loss_grad(128256, LOSS_GRAD),
-    "cross_entropy loss_grad odd": _loss_grad(50257, LOSS_GRAD),
+    "cross_entropy loss_grad odd": _loss_grad(50257, replace(LOSS_GRAD, stack=16)),
     "cross_entropy loss_grad long": _loss_grad(151936, LOSS_GRAD),
     "log_probs stats": _log_probs_stats(128256, False, STATS),
     "log_probs stats entropy": _log_probs_stats(50257, True, STATS),
