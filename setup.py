@@ -42,7 +42,7 @@ LIBRARIES = {
     "host": "_host",
     "replay": "_replay",
 }
-PYTHON_MODULES = ("_host", "_replay")  # the others are loaded by torch
+PYTHON_MODULES = ("_C_autograd", "_host", "_replay")  # the others are loaded by torch
 
 
 class BuildError(SystemExit):
@@ -247,7 +247,7 @@ def make_plan() -> Plan:
     if not no_host and pybind11 is None:
         no_host = "no pybind11 (pip install pybind11)"
     no_host = no_host or no_python
-    no_replay = no_cpp or no_python
+    no_module = no_cpp or no_python
     no_nvcc = "" if nvcc else "no nvcc (CUDACXX, CUDA_HOME, PATH or /usr/local/cuda)"
     no_cuda = no_tools or no_torch or no_nvcc
     if cuda == "0" or (cuda == "auto" and cpp == "0"):
@@ -258,7 +258,7 @@ def make_plan() -> Plan:
         if asked == "1" and missing:
             raise BuildError(f"{name}=1, but {missing}")
 
-    missing = {"cpp": no_cpp, "autograd": no_cpp, "cuda": no_cuda, "host": no_host, "replay": no_replay}
+    missing = {"cpp": no_cpp, "autograd": no_module, "cuda": no_cuda, "host": no_host, "replay": no_module}
     plan = Plan({part: reason or "built" for part, reason in missing.items()}, torch_version)
     plan.cmake = cmake or ""
     plan.definitions = {
@@ -267,10 +267,10 @@ def make_plan() -> Plan:
         "FASTMP_ISAS": ";".join(instruction_sets()),
         "FASTMP_TORCH_DIR": str(torch_dir or ""),
         "FASTMP_BUILD_CPU": "OFF" if no_cpp else "ON",
-        "FASTMP_BUILD_AUTOGRAD": "OFF" if no_cpp else "ON",
+        "FASTMP_BUILD_AUTOGRAD": "OFF" if no_module else "ON",
         "FASTMP_BUILD_CUDA": "OFF" if no_cuda else "ON",
         "FASTMP_BUILD_HOST": "OFF" if no_host else "ON",
-        "FASTMP_BUILD_REPLAY": "OFF" if no_replay else "ON",
+        "FASTMP_BUILD_REPLAY": "OFF" if no_module else "ON",
         "FASTMP_PYTHON_INCLUDE": python_include,
         "FASTMP_SANITIZE": "ON" if setting("FASTMP_SANITIZE") == "1" else "OFF",
     }

@@ -199,8 +199,8 @@ def outputs_present() -> bool:
     record = ROOT / "fastmp" / "_build.json"
     built = json.loads(record.read_text()) if record.exists() else {}
     patterns = {
-        **{"cpp": "_C_cpu.so", "autograd": "_C_autograd.so", "cuda": "_C_cuda.so"},
-        **{"host": "_host.*.so", "replay": "_replay.*.so"},
+        **{"cpp": "_C_cpu.so", "cuda": "_C_cuda.so"},
+        **{"autograd": "_C_autograd.*.so", "host": "_host.*.so", "replay": "_replay.*.so"},
     }
     needed = [pattern for part, pattern in patterns.items() if built.get(part) == "built"]
     return bool(built) and all(any(record.parent.glob(pattern)) for pattern in needed)

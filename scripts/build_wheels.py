@@ -5,8 +5,8 @@
 
 `_C_cpu` and `_C_cuda` use torch's stable ABI: they are compiled once, against the oldest torch. `_C_autograd`
 and `_replay` use its C++ interface: they are compiled against each torch, under names such as
-`_C_autograd_torch2_13.so`, and `fastmp.ops.core.built` chooses one at import. `_host` and `_replay` are for
-the Python that runs this script, hence one wheel for each version of Python.
+`_replay_torch2_13`, and `fastmp.ops.core.built` chooses one at import. These and `_host` are for the Python
+that runs this script, hence one wheel for each version of Python.
 
 pip downloads each torch (0.5 to 0.9 GB); its headers and linked libraries stay in build/torch. Every symbol
 that a library takes from torch is looked up in each torch that it is to serve; the symbol versions that it
@@ -96,8 +96,7 @@ def load_setup() -> ModuleType:
 def versioned(library: str, torch_version: str) -> str:
     """Return the file name of `library` for a version of torch."""
     major, minor = torch_version.split(".")[:2]
-    suffix = sysconfig.get_config_var("EXT_SUFFIX") if library == "_replay" else ".so"
-    return f"{library}_torch{major}_{minor}{suffix}"
+    return f"{library}_torch{major}_{minor}{sysconfig.get_config_var('EXT_SUFFIX')}"
 
 
 def build_base(directory: Path, torch: Path) -> Path:

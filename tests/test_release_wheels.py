@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import sysconfig
 import zipfile
 
 import pytest
@@ -49,7 +50,7 @@ def test_release_wheels_are_for_each_version_of_torch_that_is_tested(wheels):
     assert minors == [(major, minor) for minor in range(oldest, newest + 1)]
     for version in wheels.VERSIONS:
         name, _ = choose_library("_C_autograd", wheels.VERSIONS, version)
-        assert wheels.versioned("_C_autograd", version) == f"{name}.so"
+        assert wheels.versioned("_C_autograd", version) == name + sysconfig.get_config_var("EXT_SUFFIX")
 
 
 @pytest.mark.parametrize(

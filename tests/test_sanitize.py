@@ -58,7 +58,7 @@ def built(preloaded) -> None:
         command, cwd=ROOT, env={**os.environ, **variables}, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    for pattern in ("_C_cpu.so", "_C_autograd.so", "_host.*.so", "_replay.*.so"):
+    for pattern in ("_C_cpu.so", "_C_autograd.*.so", "_host.*.so", "_replay.*.so"):
         (library,) = (PACKAGE / "fastmp").glob(pattern)
         code = library.read_bytes()
         assert b"__asan_report" in code and b"__ubsan_handle" in code, f"{library.name} is not instrumented"

@@ -7,11 +7,7 @@ static buffers. csrc/replay executes it and decides nothing: where a step differ
 
 from __future__ import annotations
 
-import importlib.util
-import sys
-import sysconfig
 from collections.abc import Callable, Sequence
-from types import ModuleType
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -20,7 +16,7 @@ from fastmp.cuda_graphs.executor import StepExecutor
 from fastmp.cuda_graphs.graph_set import Captured, Gradients, GraphSet, Key, ReplaySlot
 from fastmp.cuda_graphs.partition import CapturedSpan, Span
 from fastmp.nn.segment import Tensors
-from fastmp.ops.core.built import library_of_this_torch
+from fastmp.ops.core.built import load_for_this_torch
 from fastmp.pipeline.schedule import BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD
 from fastmp.profiling import region, shows_in_nsight
 
@@ -29,23 +25,8 @@ __all__ = [
 ]  # fmt: skip
 
 
-def _load() -> tuple[ModuleType | None, str]:
-    """Return (the compiled module, ""), or (None, why there is none for this torch and these sources)."""
-    path, absent = library_of_this_torch("_replay", "replay", sysconfig.get_config_var("EXT_SUFFIX"))
-    if absent:
-        return None, absent
-    spec = importlib.util.spec_from_file_location("fastmp._replay", path)
-    assert spec is not None and spec.loader is not None
-    try:
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-        sys.modules[spec.name] = module
-    except ImportError as error:
-        return None, f"_replay does not load: {error}"
-    return (module, "") if hasattr(module, "ReplayProgram") else (None, "_replay is of other sources")
-
-
-REPLAY, REPLAY_ABSENT = _load()  # None: `StepExecutor` runs all steps in Python
+# without it `StepExecutor` runs all steps in Python
+REPLAY, REPLAY_ABSENT = load_for_this_torch("_replay", "replay", "ReplayProgram")
 
 _KINDS = {FORWARD: 0, BACKWARD_WEIGHT: 2}  # any other is a backward: 1
 

@@ -232,6 +232,7 @@ def bias_gelu(x: Tensor, bias: Tensor | None = None, *, approximate: str = "tanh
     checks.check_choice("bias_gelu", "approximate", approximate, ("tanh", "none"))
     x, bias = autocast(x, bias)
     checks.check_floating("bias_gelu", "x", x)
-    checks.check_shape("bias_gelu", x.shape[-1:], to=("x", x), bias=bias)
-    checks.check_same("bias_gelu", x=x, bias=bias)
+    if bias is not None:
+        checks.check_shape("bias_gelu", x.shape[-1:], to=("x", x), bias=bias)
+        checks.check_same("bias_gelu", x=x, bias=bias)
     return _bias_gelu(x, bias, approximate)

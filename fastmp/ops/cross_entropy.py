@@ -189,10 +189,6 @@ _cross_entropy = register(
 )
 
 
-# Skip `Op.call`'s DTensor and compiler checks, which `validates_args` has already made.
-_run, _run_loss_and_grad = _cross_entropy.overload._op, _loss_and_grad.overload._op
-
-
 def check_range(op: str, target: Tensor, vocab_size: int, ignore_index: int) -> None:
     """Raise ValueError for ids outside the vocabulary, if they can be read: in eager CPU tensors."""
     if can_read_values(target):
@@ -462,8 +458,8 @@ def cross_entropy(
             if 0 < size <= columns and reduction in (("none",) if known else REDUCTIONS):
                 divisor = checked_divisor("cross_entropy", target, size, ignore_index, reduction)
                 if known and input.requires_grad and torch.is_grad_enabled():
-                    return _run_loss_and_grad(input, target, loss_grad, None, *options)
-                return _run(input, target, None, None, 0, *options, grad_in_place, divisor)[0]
+                    return _loss_and_grad.run(input, target, loss_grad, None, *options)
+                return _cross_entropy.run(input, target, None, None, 0, *options, grad_in_place, divisor)[0]
         except (RuntimeError, TypeError):
             # a ValueError that says what is wrong, if an argument is
             _check(input, target, 0, *options, None, loss_grad)

@@ -177,10 +177,6 @@ _layer_norm = register(
 )
 
 
-# Skip `Op.call`'s DTensor and compiler checks, which `validates_args` has already made.
-_run_rms_norm, _run_layer_norm = _rms_norm.overload._op, _layer_norm.overload._op
-
-
 @checks.memoized
 def _check(
     op: str, x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float
@@ -277,7 +273,7 @@ def rms_norm(
     """
     if residual is None and not quantize and _is_validated_by_kernel(_rms_norm, x, weight, None, eps):
         try:
-            return _run_rms_norm(x, None, weight, eps)[0]
+            return _rms_norm.run(x, None, weight, eps)[0]
         except RuntimeError:
             _check("rms_norm", x, None, weight, None, eps)  # a ValueError, if an argument does not fit
             _rms_norm.check((x, None, weight, eps))
@@ -327,7 +323,7 @@ def layer_norm(
     """
     if residual is None and _is_validated_by_kernel(_layer_norm, x, weight, bias, eps):
         try:
-            return _run_layer_norm(x, None, weight, bias, eps)[0]
+            return _layer_norm.run(x, None, weight, bias, eps)[0]
         except RuntimeError:
             _check("layer_norm", x, None, weight, bias, eps)  # a ValueError, if an argument does not fit
             _layer_norm.check((x, None, weight, bias, eps))

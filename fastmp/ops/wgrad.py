@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from fastmp.ops.core import checks
+from fastmp.ops.core import backends, checks
 from fastmp.ops.core.registry import Differentiable, autocast, compute_dtype, raise_if_create_graph, register
 from fastmp.profiling import traced
 
@@ -352,4 +352,4 @@ def _backward(ctx, grad):
 
 _linear = Differentiable("linear", _forward, _setup, _backward)
 # The same node in C++ (csrc/autograd/linear.cpp), without deferral; None if that library is not built.
-_in_cpp = getattr(torch.ops.fastmp_autograd, "linear", None) and torch.ops.fastmp_autograd.linear.default._op
+_in_cpp = None if backends.AUTOGRAD_ABSENT else backends.direct(torch.ops.fastmp_autograd.linear.default)

@@ -20,7 +20,7 @@ import torch
 
 from fastmp.config import Environment
 from fastmp.ops.core import _triton
-from fastmp.ops.core.built import PACKAGE, build_record, has_code_for, library_of_this_torch
+from fastmp.ops.core.built import PACKAGE, build_record, has_code_for, load_for_this_torch
 from fastmp.ops.core.versions import untested
 
 LIBRARY = torch.library.Library("fastmp", "DEF")
@@ -29,13 +29,9 @@ _REQUESTED = Environment.read().ops
 
 def _load(library: str, part: str) -> str:
     """Load a compiled library. Return "" on success, else the reason why its kernels are absent."""
-    if part == "autograd":
-        path, absent = library_of_this_torch(library, part, ".so")
-    else:
-        path = PACKAGE / f"{library}.so"
-        absent = "" if path.exists() else str(build_record().get(part, f"{path.name} was not built"))
-    if absent:
-        return absent
+    path = PACKAGE / f"{library}.so"
+    if not path.exists():
+        return str(build_record().get(part, f"{path.name} was not built"))
     try:
         torch.ops.load_library(str(path))
     except OSError as error:
@@ -54,8 +50,14 @@ if CPU_ABSENT and CPU_ABSENT != "FASTMP_CPP=0":  # pip hides the build's output,
         RuntimeWarning,
         stacklevel=2,
     )
-AUTOGRAD_ABSENT = _load("_C_autograd", "autograd")
+_autograd, AUTOGRAD_ABSENT = load_for_this_torch("_C_autograd", "autograd", "caller")
 CUDA_ABSENT = _load("_C_cuda", "cuda") if torch.version.cuda else "this torch is built without CUDA"
+
+
+def direct(overload: torch._ops.OpOverload) -> Callable:
+    """Return a function that calls the op as the overload does, in as little host time as possible."""
+    otherwise = overload._op  # the C++ callable behind OpOverload.__call__
+    return otherwise if _autograd is None else _autograd.caller(overload._schema.name, otherwise)
 
 
 def _requested(name: str) -> str | None:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
+import sys
+import sysconfig
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -31,7 +35,7 @@ def choose_library(library: str, built_for: str | Sequence[str], running: str) -
     Args:
         library: `_C_autograd` or `_replay`.
         built_for: a version of torch, where setup.py compiled `library`; several, where a release wheel has
-            a file such as `_C_autograd_torch2_13` for each.
+            a file such as `_replay_torch2_13` for each.
         running: the version of torch that is imported.
     """
     minor = _RELEASE.fullmatch(running)
@@ -45,19 +49,29 @@ def choose_library(library: str, built_for: str | Sequence[str], running: str) -
     return "", f"{library} is compiled for torch {versions}, this is {running}"
 
 
-def library_of_this_torch(library: str, part: str, suffix: str) -> tuple[Path, str]:
-    """Return (path, "") of the compiled library for this torch, or (a path, why there is none).
+def load_for_this_torch(library: str, part: str, needed: str) -> tuple[ModuleType | None, str]:
+    """Return (a compiled module, ""), or (None, why there is none for this torch and these sources).
 
-    part: its name in the build record. suffix: of the file, ".so".
+    part: its name in the build record. needed: a function of the module, which one of older sources lacks.
     """
     record = build_record()
     name, reason = choose_library(library, record.get("torch", ""), torch.__version__)
-    path = PACKAGE / f"{name or library}{suffix}"
+    path = PACKAGE / f"{name or library}{sysconfig.get_config_var('EXT_SUFFIX')}"
     if record.get(part) != "built":
-        reason = str(record.get(part, f"{path.name} was not built"))
-    elif not reason and not path.exists():
-        reason = f"{path.name} is missing"
-    return path, reason
+        return None, str(record.get(part, f"{path.name} was not built"))
+    if reason or not path.exists():
+        return None, reason or f"{path.name} is missing"
+    spec = importlib.util.spec_from_file_location(f"fastmp.{library}", path)
+    assert spec is not None and spec.loader is not None
+    try:
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    except ImportError as error:
+        return None, f"{library} does not load: {error}"
+    if not hasattr(module, needed):
+        return None, f"{library} is of other sources"
+    sys.modules[spec.name] = module
+    return module, ""
 
 
 def supports(archs: Sequence[str], capability: tuple[int, int]) -> bool:

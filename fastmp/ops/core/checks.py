@@ -29,8 +29,10 @@ def require(condition: bool, message: str, *values: Any) -> None:
 
 def check_floating(op: str, name: str, x: Tensor) -> None:
     """Check that `x` has one of the `FLOATING` dtypes and at least one dimension."""
-    require(x.dtype in FLOATING, "{}: {} must have one of the dtypes {}, got {}", op, name, FLOATING, x.dtype)
-    require(x.dim() > 0, "{}: {} must have at least one dimension, got shape ()", op, name)
+    if x.dtype not in FLOATING:
+        raise ValueError(f"{op}: {name} must have one of the dtypes {FLOATING}, got {x.dtype}")
+    if x.dim() == 0:
+        raise ValueError(f"{op}: {name} must have at least one dimension, got shape ()")
 
 
 def check_same_device(op: str, **tensors: Tensor | None) -> None:

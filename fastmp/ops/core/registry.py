@@ -107,7 +107,8 @@ class Op:
     serving, reasons: the backend of each device, and why.
     flops: floating-point operations, from the op's arguments.
     traffic: the fewest bytes that must cross device memory, from the op's arguments.
-    call: what `__call__` runs: the overload, with DTensor rules registered on demand.
+    run: the overload without further checks, for a caller whose arguments `validates_args`.
+    call: what `__call__` runs: the same with DTensor rules registered on demand, or traced by a compiler.
     check: raises ValueError if the schema rules the arguments out: None, no memory, or not finite.
     """
 
@@ -119,6 +120,7 @@ class Op:
     flops: Callable[..., int] | None
     traffic: Callable[..., int]
     autograd_formula: AutogradFormula | None
+    run: Callable[..., Any]
     call: Callable[..., Any]
     check: ArgumentCheck
 
@@ -241,12 +243,11 @@ def raise_if_create_graph(op: str) -> None:
         raise RuntimeError(f"{op}: its backward is not differentiable (create_graph=True is not supported)")
 
 
-def _caller(overload: torch._ops.OpOverload, check: ArgumentCheck) -> Callable:
+def _caller(overload: torch._ops.OpOverload, run: Callable, check: ArgumentCheck) -> Callable:
     """Return a callable of the op that registers DTensor sharding rules on the first DTensor argument.
 
     Where a kernel refuses what the op's schema already rules out, it raises ValueError.
     """
-    run = overload._op  # the C++ callable behind OpOverload.__call__
 
     def call(*arguments: Any) -> Any:
         if torch.compiler.is_compiling():
@@ -280,7 +281,7 @@ _register_dtensor_rules._dynamo_marked_constant = True  # type: ignore[attr-defi
 
 
 def _differentiable(
-    overload: torch._ops.OpOverload, formula: AutogradFormula | None, check: ArgumentCheck
+    overload: torch._ops.OpOverload, run: Callable, formula: AutogradFormula | None, check: ArgumentCheck
 ) -> Callable:
     """Register the op's autograd kernel, and return the callable that public functions use.
 
@@ -295,7 +296,7 @@ def _differentiable(
         node = "".join(part.capitalize() for part in name.split("_")) + "Backward"
         ops, differentiable, code = encode(formula) if formula else ([], [], [])
         torch.ops.fastmp_autograd.declare(name, node, error, ops, differentiable, code)
-        return _caller(overload, check)
+        return _caller(overload, run, check)
     # 2. Python: an autograd.Function that runs the op below autograd.
     writes = overload._schema.is_mutable
     defaults = [argument.default_value for argument in overload._schema.arguments]
@@ -322,7 +323,7 @@ def _differentiable(
             return record(function.record, arguments)
 
     LIBRARY.impl(name, kernel, "Autograd", with_keyset=True)
-    eager = _caller(overload, check)
+    eager = _caller(overload, run, check)
 
     def call(*arguments: Any) -> Any:
         transformed = torch._C._are_functorch_transforms_active() and not torch.compiler.is_compiling()
@@ -502,7 +503,8 @@ def register(
     if overload._schema.is_mutable:
         LIBRARY.impl(name, _raise_under_vmap(name), "FuncTorchBatched")
     formula = AutogradFormula(overload._schema, autograd_formula) if autograd_formula else None
-    call = _differentiable(overload, formula, check)
+    run = backends.direct(overload)
+    call = _differentiable(overload, run, formula, check)
     if flops is not None:
         register_flop_formula(overload.overloadpacket, get_raw=True)(
             lambda *a, out_val=None, **k: flops(*a, **k)
@@ -516,6 +518,7 @@ def register(
         flops,
         traffic or _moved_once(overload),
         formula,
+        run,
         call,
         check,
     )
