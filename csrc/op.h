@@ -213,6 +213,11 @@ inline std::string unboxed(StringHandle& handle) {
   return text;
 }
 
+// An error of the public function that the op serves, which the message names in place of the op.
+struct FunctionError : Error {
+  using Error::Error;
+};
+
 // Wraps `function` with check_tensors, check_number and errors that name the op. Parameters of type Tensor& or
 // std::optional<Tensor>& are written. An error of torch is rethrown with torch's message.
 template <const char* name, class Function, Function* function>
@@ -233,6 +238,8 @@ struct Guarded<name, Result(Parameters...), function> {
     (check_number(name, position++, parameters, given.data(), given.size()), ...);
     try {
       return function(parameters...);
+    } catch (const FunctionError&) {
+      throw;
     } catch (const Error& error) {
       const std::string text = error.what();
       if (text.rfind(message(name, ":"), 0) == 0) throw;

@@ -39,8 +39,9 @@ void cross_entropy_promise_(Tensor& grad, const Tensor& grad_loss, const Tensor&
                op, ": grad is ", described(grad), ", grad_loss ", described(grad_loss), ", loss_grad ",
                described(loss_grad), " and target ", described(target), ", which do not fit");
   const auto same = dtype == ScalarType::Double ? is_expected<double> : is_expected<float>;
-  FASTMP_CHECK(same(grad_loss, loss_grad, target, ignore_index),
-               "cross_entropy: the loss received an upstream gradient other than the loss_grad passed to it");
+  if (!same(grad_loss, loss_grad, target, ignore_index)) {
+    throw FunctionError("cross_entropy: the loss received an upstream gradient other than the loss_grad passed to it");
+  }
 }
 
 }  // namespace
