@@ -29,7 +29,10 @@ struct Argument {
 class Caller {
  public:
   Caller(c10::OperatorHandle op, PyObject* otherwise) : op_(op), otherwise_(Py_NewRef(otherwise)) {
+    for (const auto& result : op.schema().returns())
+      TORCH_CHECK(result.type()->kind() == TypeKind::TensorType, op.schema(), ": expected tensors to return");
     for (const auto& argument : op.schema().arguments()) {
+      TORCH_CHECK(!argument.kwarg_only(), op.schema(), ": expected arguments by position");
       const auto optional = argument.type()->cast<c10::OptionalType>();
       const auto type = optional ? optional->getElementType() : argument.type();
       arguments_.push_back({type->kind(), optional != nullptr, argument.default_value()});
@@ -38,10 +41,10 @@ class Caller {
   ~Caller() { Py_DECREF(otherwise_); }
 
   PyObject* operator()(PyObject* const* given, size_t count) const {
-    HANDLE_TH_ERRORS
     Stack stack;
     stack.reserve(arguments_.size());
     if (!read(given, count, stack)) return PyObject_Vectorcall(otherwise_, given, count, nullptr);
+    HANDLE_TH_ERRORS
     {
       pybind11::gil_scoped_release others_run;
       op_.callBoxed(stack);
@@ -80,10 +83,13 @@ class Caller {
         stack.emplace_back(static_cast<int64_t>(PyLong_AsLongLongAndOverflow(given, &overflow)));
         return overflow == 0;
       }
-      case TypeKind::FloatType:
-        if (!PyFloat_CheckExact(given)) return false;
-        stack.emplace_back(PyFloat_AS_DOUBLE(given));
+      case TypeKind::FloatType: {
+        if (!PyFloat_CheckExact(given) && !PyLong_CheckExact(given)) return false;
+        const double value = PyFloat_AsDouble(given);
+        if (PyErr_Occurred()) return PyErr_Clear(), false;  // an integer beyond them
+        stack.emplace_back(value);
         return true;
+      }
       case TypeKind::BoolType:
         if (!PyBool_Check(given)) return false;
         stack.emplace_back(given == Py_True);

@@ -66,13 +66,13 @@ def test_logits_in_float32_keep_a_token_within_a_warp(name):
     test_kernel(name, "fp32", 90)
 
 
+@pytest.mark.skipif(not TUNED, reason="other releases of Triton keep reductions that 3.6 leaves out")
 def test_keys_that_hold_their_places_take_one_reduction_a_round():
     count = {}
     for dtype in (torch.bfloat16, torch.float32):
         launch, _ = launches(*CASES["router deepseek-v2"][0](meta(dtype), torch.float32), 90)
         count[dtype] = launch.count(WARP)
-    # with the rounds of the balancing loss; other releases keep some reductions that Triton 3.6 leaves out
-    rounds = ROUTERS["deepseek-v2"][1] * 2 if TUNED else 1
+    rounds = ROUTERS["deepseek-v2"][1] * 2  # with those of the balancing loss
     assert count[torch.bfloat16] <= count[torch.float32] - rounds
 
 

@@ -1,6 +1,7 @@
 """Direct calls of ops from Python: results and errors of the overload, to which all but plain calls go."""
 
 import sys
+import warnings
 
 import numpy
 import pytest
@@ -106,6 +107,39 @@ def test_an_error_of_a_kernel_has_its_words(call, left):
     with pytest.raises(RuntimeError, match=r"^cross_entropy: expected 0 <= vocab_start and a positive"):
         call(*given)
     assert not left
+
+
+def test_an_integer_is_a_number(call, left):
+    given = list(arguments())
+    assert SCHEMA.arguments[8].name == "z_loss"
+    expected = call(*given[:8], 1.0, *given[9:])
+    torch.testing.assert_close(call(*given[:8], 1, *given[9:]), expected, rtol=0, atol=0, equal_nan=True)
+    assert not left
+    with pytest.raises((RuntimeError, OverflowError)):
+        call(*given[:8], 10**400, *given[9:])
+    assert len(left) == 1
+
+
+def test_an_error_after_a_warning_is_the_error():
+    """Both of a function to which the call is left: a subclass's, here."""
+
+    class Failing(Tensor):
+        @classmethod
+        def __torch_function__(cls, function, types, args=(), kwargs=None):
+            torch.ops.aten.numpy_T.default(torch.ones(2, 2, 2))  # warns
+            raise NotImplementedError("as it says")
+
+    x = torch.ones(2, 8).as_subclass(Failing)
+    before = torch.is_warn_always_enabled()
+    torch.set_warn_always(True)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("always")
+            warnings.warn("an earlier one", stacklevel=1)
+            with pytest.raises(NotImplementedError, match="as it says"):
+                OPS["bias_gelu"].run(x, None, "tanh")
+    finally:
+        torch.set_warn_always(before)
 
 
 def test_modes_see_the_call(call, left):
