@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -65,10 +66,12 @@ class Machine:
     def ceilings(self) -> Ceilings:
         # FP8 tensor cores multiply twice as fast as those of 16 bits
         rates = {name_of(DTYPE): self.gemm_tflops, name_of(FP8): 2 * self.gemm_tflops}
+        rates[name_of(torch.float32)] = FLOAT32_TFLOPS
         return Ceilings(self.copy_gbs, rates)
 
 
 # Copies on an H100 were published (3.00 TB/s of 3.35). Products of random numbers run at one rate on both.
+FLOAT32_TFLOPS = 51.3  # outside of tensor cores, as an H200 measured
 MACHINES = {"h100": Machine("NVIDIA H100", 3000.0, 788.0), "h200": Machine("NVIDIA H200", 4300.0, 788.0)}
 
 
@@ -240,6 +243,7 @@ _NO_KERNEL = (
 )  # fmt: skip
 # The shares of what torch runs between our ops: products as the ceiling's own, attention, what moves bytes.
 _PRODUCT, _ATTENTION, _OTHER = 0.95, 0.6, 0.9
+_MULTIPROCESSORS = 132
 
 
 @dataclass(frozen=True)
@@ -252,9 +256,10 @@ class Step:
     launches: int
     share: float
     least_us: float
+    multiplied: torch.dtype = DTYPE
 
     def ms(self, machine: Machine) -> float:
-        floor_ms, _ = machine.ceilings.floor(self.bytes, self.flops, multiplied_in(self.name, DTYPE))
+        floor_ms, _ = machine.ceilings.floor(self.bytes, self.flops, self.multiplied)
         return max(floor_ms / self.share, self.least_us / 1e3, self.launches * NODE_US / 1e3)
 
 
@@ -276,12 +281,21 @@ class Steps(TorchDispatchMode):
             tensors = {id(t): t for t in tree_leaves((args, kwargs, result)) if isinstance(t, Tensor)}
             num_bytes = sum(tensor.nbytes for tensor in tensors.values())
             formula, flops, share = flop_registry.get(func._overloadpacket), 0, _OTHER
+            dtype = DTYPE
             if "attention" in name:
                 flops, share = _attention_flops(name, args), _ATTENTION
             elif formula is not None:
-                flops, share = formula(*args, **kwargs, out_val=result), _PRODUCT
-            self.found.append(Step(name, num_bytes, flops, 1, share, 0.0))
+                flops, share = formula(*args, **kwargs, out_val=result), _PRODUCT * _busy(result)
+                dtype = next(t.dtype for t in reversed(args) if isinstance(t, Tensor))
+            self.found.append(Step(name, num_bytes, flops, 1, share, 0.0, dtype))
         return result
+
+
+def _busy(product: Tensor) -> float:
+    """Return the share of multiprocessors that have a tile of a product, of 128 rows and columns each."""
+    *batch, rows, columns = product.shape
+    tiles = math.prod(batch) * -(-rows // 128) * -(-columns // 128)
+    return min(1.0, tiles / _MULTIPROCESSORS)
 
 
 def _attention_flops(name: str, args: tuple) -> int:
@@ -297,7 +311,8 @@ def op_step(op: str, arguments: tuple) -> Step:
     entry, expected = OPS[op], EXPECTED[op]
     share = expected.share(*arguments) if callable(expected.share) else expected.share
     flops = entry.flops(*arguments) if entry.flops else 0
-    return Step(op, entry.traffic(*arguments), flops, launches(op, arguments), share, expected.least_us)
+    num_bytes, num_launches = entry.traffic(*arguments), launches(op, arguments)
+    return Step(op, num_bytes, flops, num_launches, share, expected.least_us, multiplied_in(op, DTYPE))
 
 
 def launches(op: str, arguments: tuple) -> int:
