@@ -37,6 +37,7 @@ from benchmarks import gpu_rows
 from benchmarks.cases import is_ours
 from benchmarks.gpu_rows import DTYPE, Item
 from benchmarks.measure import FP8, Ceilings, multiplied_in, name_of
+from fastmp.nn.moe import router
 from fastmp.nn.moe.experts import GroupedExperts
 from fastmp.ops import OPS
 from fastmp.ops import linear_cross_entropy_chunks as chunks
@@ -336,6 +337,7 @@ def without_data() -> Iterator[None]:
     with (
         FakeTensorMode(allow_non_fake_inputs=True),
         mock.patch.object(FakeTensor, "data_ptr", lambda self: id(self) << 40),  # far from all others
+        mock.patch.object(router, "_on_tensor_cores", lambda x, weight: x.dtype == weight.dtype == DTYPE),
         mock.patch.object(GroupedExperts, "_init"),  # draws a seed, whose value it reads
         mock.patch.object(chunks, "WORKSPACE_CPU", chunks.WORKSPACE),
         mock.patch.object(_LINEAR_LOSS, "scale_once", _scaled_on_a_gpu),

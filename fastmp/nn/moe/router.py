@@ -287,8 +287,13 @@ class _LateLoss(Function):
 def router_logits(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """Return the logits (..., E) of x (..., H) and weight (E, H) in float32 (float64), also under autocast.
 
-    The wide copy of `x` is not kept: backward makes it again. The weight's gradient is accumulated into its
-    `main_grad` if there is one: in float32 (float64), or in the dtype of the weight, rounded once.
+    Products of 16-bit numbers are exact in float32: a GPU multiplies 16-bit operands on its tensor cores and
+    returns their float32 sums. In backward the float32 gradient enters as two 16-bit parts, itself rounded and
+    what that left, which together have 16 bits of it in bfloat16 and 22 in float16. A CPU widens the operands,
+    keeps no wide copy, and widens them again in backward.
+
+    The weight's gradient is accumulated into its `main_grad` if there is one: in float32 (float64), or in the
+    dtype of the weight, rounded once.
 
     Raises ValueError for a `main_grad` of another shape, device or dtype.
     """
@@ -303,16 +308,45 @@ class _RouterLogits(Function):
         ctx.save_for_backward(x, weight)
         ctx.main_grad = main_grad
         with without_autocast(x.device.type):
-            return F.linear(x.to(_wide(x.dtype)), weight.to(_wide(x.dtype)))
+            if not _on_tensor_cores(x, weight):
+                return F.linear(x.to(_wide(x.dtype)), weight.to(_wide(x.dtype)))
+            logits_TE = torch.mm(x.reshape(-1, x.shape[-1]), weight.t(), out_dtype=torch.float32)
+            return logits_TE.view(*x.shape[:-1], weight.shape[0])
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         grad_x = grad_weight = None
-        grad_TE = grad.reshape(-1, grad.shape[-1])
-        if ctx.needs_input_grad[0]:
-            grad_x = (grad_TE @ weight.to(grad.dtype)).view(x.shape).to(x.dtype)
-        if ctx.needs_input_grad[1]:
-            grad_weight = weight_grad(grad_TE, x.reshape(-1, x.shape[-1]).to(grad.dtype), ctx.main_grad)
+        grad_TE, x_TH = grad.reshape(-1, grad.shape[-1]), x.reshape(-1, x.shape[-1])
+        if _on_tensor_cores(x, weight):
+            # both parts of the gradient side by side, (T, 2E): dgrad adds them up in its sums of float32
+            parts = _in_two_parts(grad_TE, x.dtype)
+            if ctx.needs_input_grad[0]:
+                grad_x = (parts @ weight.repeat(2, 1)).view(x.shape)
+            if ctx.needs_input_grad[1]:
+                of_parts = torch.mm(parts.t(), x_TH, out_dtype=torch.float32)
+                grad_weight = of_parts.view(2, *weight.shape).sum(0)
+                total = ctx.main_grad.total()
+                if total is not None:
+                    total.add_(grad_weight)
+                    grad_weight = None
+        else:
+            if ctx.needs_input_grad[0]:
+                grad_x = (grad_TE @ weight.to(grad.dtype)).view(x.shape).to(x.dtype)
+            if ctx.needs_input_grad[1]:
+                grad_weight = weight_grad(grad_TE, x_TH.to(grad.dtype), ctx.main_grad)
         return grad_x, None if grad_weight is None else grad_weight.to(weight.dtype), None
+
+
+def _on_tensor_cores(x: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Return True where GEMMs take 16-bit operands and return float32: torch's on a CPU do not."""
+    return x.dtype.itemsize == 2 and weight.dtype == x.dtype and not x.is_cpu
+
+
+def _in_two_parts(grad: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return float32 (T, E) as (T, 2E) of a 16-bit `dtype`: rounded, and what that left over."""
+    parts = grad.new_empty(len(grad), 2, grad.shape[1], dtype=dtype)
+    parts[:, 0] = grad
+    parts[:, 1] = grad - parts[:, 0]
+    return parts.view(len(grad), -1)

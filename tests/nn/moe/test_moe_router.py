@@ -30,6 +30,40 @@ def test_logits_of_narrow_tokens_are_wide():
     torch.testing.assert_close(dweight.double(), want[1], rtol=5e-3, atol=1e-2)
 
 
+def widened_product(a: torch.Tensor, b: torch.Tensor, *, out_dtype: torch.dtype) -> torch.Tensor:
+    return a.to(out_dtype) @ b.to(out_dtype)
+
+
+@pytest.mark.parametrize("device", ("cpu", pytest.param("cuda", marks=pytest.mark.gpu)))
+@pytest.mark.parametrize("main_grad", (None, torch.float32, "narrow"))
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16), ids=str)
+def test_tensor_cores_are_as_exact_as_wide_operands(dtype, main_grad, device, monkeypatch):
+    """On a CPU, which lacks the product that returns float32, by its formula."""
+
+    def results(narrow):
+        x, weight = (t.detach().clone().requires_grad_() for t in operands)
+        if main_grad is not None:
+            weight.main_grad = torch.zeros_like(weight, dtype=dtype if main_grad == "narrow" else main_grad)
+        with monkeypatch.context() as patch:
+            patch.setattr("fastmp.nn.moe.router._on_tensor_cores", lambda x, weight: narrow)
+            if device == "cpu":
+                patch.setattr(torch, "mm", widened_product)
+            logits = router_logits(x, weight)
+            logits.backward(grad)
+        return logits, x.grad, weight.grad if main_grad is None else weight.main_grad
+
+    torch.manual_seed(SEED)
+    operands = torch.randn(40, 3, 64, device=device).to(dtype), torch.randn(8, 64, device=device).to(dtype)
+    grad = torch.randn(40, 3, 8, device=device) * torch.logspace(-3, 1, 40, device=device)[:, None, None]
+    x, weight = (t.double() for t in operands)
+    truth = x @ weight.t(), grad.double() @ weight, grad.flatten(0, 1).double().t() @ x.flatten(0, 1)
+    more = 1e-6, 2**-17, 2**-17  # the bits of two parts of a gradient
+    for ours, wide, exact, added in zip(results(True), results(False), truth, more, strict=True):
+        assert ours.dtype == wide.dtype
+        error, bound = ((each.double() - exact).norm() / exact.norm() for each in (ours, wide))
+        assert error <= 1.1 * bound + added
+
+
 def test_gradients_of_logits():
     x, weight = hidden_states(3, 2).requires_grad_(), torch.randn(5, 16).double().requires_grad_()
     assert torch.autograd.gradcheck(router_logits, (x, weight))
