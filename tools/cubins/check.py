@@ -25,8 +25,8 @@ from tools.cubins.facts import Facts
 from tools.cubins.ranges import overflows
 
 # Tile sizes and the counts in `cases` were chosen with one release of Triton. Others park words on the stack,
-# 3.8 up to 28 in a grouped GEMM with a bias, keep as little as half as much on a multiprocessor, and order the
-# router's reductions by up to four times as many barriers, as 3.9 does: they are slower, not wrong.
+# 3.8 up to 28 in a grouped GEMM with a bias, keep as little as half as much on a multiprocessor, and order
+# the router's reductions by up to four times as many barriers, as 3.9 does: they are slower, not wrong.
 TUNED = (_triton.VERSION or "").startswith("3.6.")
 STACK = 0 if TUNED else 128  # bytes a thread
 MORE, LESS = (1, 1.0) if TUNED else (4, 0.5)

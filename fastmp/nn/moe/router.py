@@ -287,10 +287,9 @@ class _LateLoss(Function):
 def router_logits(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """Return the logits (..., E) of x (..., H) and weight (E, H) in float32 (float64), also under autocast.
 
-    Products of 16-bit numbers are exact in float32: a GPU multiplies 16-bit operands on its tensor cores and
-    returns their float32 sums. In backward the float32 gradient enters as two 16-bit parts, itself rounded and
-    what that left, which together have 16 bits of it in bfloat16 and 22 in float16. A CPU widens the operands,
-    keeps no wide copy, and widens them again in backward.
+    Products of 16-bit numbers are exact in float32: a GPU multiplies 16-bit operands on its tensor cores, and
+    sums in float32. In backward the gradient goes in as two 16-bit parts, itself rounded and what that left:
+    together 16 bits of it in bfloat16 and 22 in float16. A CPU widens the operands, and again in backward.
 
     The weight's gradient is accumulated into its `main_grad` if there is one: in float32 (float64), or in the
     dtype of the weight, rounded once.
