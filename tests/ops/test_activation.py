@@ -108,3 +108,19 @@ def test_block_shapes(num_cols, itemsize):
         strips, rows = tiles.strip_shape(num_rows, num_cols, block_m, block_n)
         assert (strips - 1) * rows < num_rows <= strips * rows and rows % block_m == 0
         assert strips == 1 or strips * -(-num_cols // block_n) <= 1024
+
+
+@pytest.mark.parametrize("sums", (None, torch.empty(1024)), ids=("without", "with"))
+def test_without_sums_every_program_has_one_tile(sums, monkeypatch):
+    """As many rows as a plain grid has: programs that walk over several have fewer bytes in flight."""
+    launched = []
+    monkeypatch.setattr(tiles.launcher, "launch", lambda *arguments: launched.append(arguments))
+    x = torch.empty(100_000, 1024, dtype=torch.bfloat16, device="meta")
+    tiles.launch_with_sums(None, (x, x), (), sums)
+    (_, programs, arguments, constants), *_ = launched
+    block_m, block_n = constants["BLOCK_M"], constants["BLOCK_N"]
+    strips, rows = -(-len(x) // block_m), block_m
+    if sums is not None:
+        strips, rows = tiles.strip_shape(*x.shape, block_m, block_n)
+        assert rows > block_m
+    assert programs == strips * -(-1024 // block_n) and arguments[4] == rows

@@ -197,15 +197,17 @@ def launch_with_sums(
     """Launch `kernel` with one program per strip of rows and block of columns, then `sum_strips`.
 
     The kernel's parameters are those of `launch`, with `partials` after the others and rows_per_strip after
-    num_rows. `partials` (num_strips, sums.numel()) is float32 (float64); it is None if `sums` is None.
+    num_rows. `partials` (num_strips, sums.numel()) is float32 (float64). If `sums` is None, it is None, and a
+    strip is one tile.
     """
     num_cols = tensors[0].shape[-1]
     num_rows = tensors[0].numel() // num_cols
     rows, sizes, tiles = _tiles(tensors, num_cols, blocks)
     block_m, block_n = tiles["BLOCK_M"], tiles["BLOCK_N"]
-    num_strips, rows_per_strip = strip_shape(num_rows, num_cols, block_m, block_n)
-    partials = None
+    # without sums a strip is one tile, for nothing is gained by walking down several
+    num_strips, rows_per_strip, partials = cdiv(num_rows, block_m), block_m, None
     if sums is not None:
+        num_strips, rows_per_strip = strip_shape(num_rows, num_cols, block_m, block_n)
         partials = sums.new_empty(num_strips, sums.numel(), dtype=compute_dtype(sums.dtype))
     launcher.launch(
         kernel, num_strips * cdiv(num_cols, block_n),
