@@ -36,26 +36,32 @@ inline const char* at(const void* base, int64_t element, int64_t itemsize) {
   return static_cast<const char*>(base) + element * itemsize;
 }
 
-// sums (N,) = sum of the rows of `partials` (strips, N), first to last, rounded to the dtype of `sums`. Threads share
-// blocks of kColumns columns.
-inline void sum_rows(const Tensor& partials, const Tensor& sums) {
+template <typename Sum, typename T>
+void sum_rows(const Sum* in, T* out, int64_t num_rows, int64_t num_cols) {
   constexpr int64_t kColumns = 512;
-  dispatch_float(sums.scalar_type(), "sum_rows", [&](auto tag) {
-    using T = typename decltype(tag)::type;
-    using Sum = std::conditional_t<std::is_same_v<T, double>, double, float>;
-    const Sum* in = static_cast<const Sum*>(partials.const_data_ptr());
-    T* out = static_cast<T*>(sums.mutable_data_ptr());
-    const int64_t num_rows = partials.size(0), num_cols = partials.size(1);
-    parallel_for(0, (num_cols + kColumns - 1) / kColumns, 8, [&](int64_t begin, int64_t end) {
-      for (int64_t first = begin * kColumns; first < std::min(end * kColumns, num_cols); first += kColumns) {
-        const int64_t count = std::min(kColumns, num_cols - first);
-        Sum total[kColumns] = {};
-        for (int64_t row = 0; row < num_rows; ++row) {
-          for (int64_t col = 0; col < count; ++col) total[col] += in[row * num_cols + first + col];
-        }
-        for (int64_t col = 0; col < count; ++col) out[first + col] = static_cast<T>(total[col]);
+  parallel_for(0, (num_cols + kColumns - 1) / kColumns, 8, [&](int64_t begin, int64_t end) {
+    for (int64_t first = begin * kColumns; first < std::min(end * kColumns, num_cols); first += kColumns) {
+      const int64_t count = std::min(kColumns, num_cols - first);
+      Sum total[kColumns] = {};
+      for (int64_t row = 0; row < num_rows; ++row) {
+        for (int64_t col = 0; col < count; ++col) total[col] += in[row * num_cols + first + col];
       }
-    });
+      for (int64_t col = 0; col < count; ++col) out[first + col] = static_cast<T>(total[col]);
+    }
+  });
+}
+
+// sums (N,) = sum of the rows of `partials` (strips, N), float or double, first to last, rounded to the dtype of `sums`.
+// Threads share blocks of columns.
+inline void sum_rows(const Tensor& partials, const Tensor& sums) {
+  const int64_t num_rows = partials.size(0), num_cols = partials.size(1);
+  dispatch_float(sums.scalar_type(), "sum_rows", [&](auto tag) {
+    auto* out = sums.mutable_data_ptr<typename decltype(tag)::type>();
+    if (partials.scalar_type() == ScalarType::Double) {
+      sum_rows(partials.const_data_ptr<double>(), out, num_rows, num_cols);
+    } else {
+      sum_rows(partials.const_data_ptr<float>(), out, num_rows, num_cols);
+    }
   });
 }
 

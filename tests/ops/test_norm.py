@@ -11,7 +11,7 @@ from marks import full
 from fastmp.ops import OPS, layer_norm, norm_triton, quantize_rows, rms_norm
 from fastmp.ops import norm as module
 from fastmp.ops.core.fp8 import E4M3, E5M2
-from fastmp.testing.ops import poisoned_memory
+from fastmp.testing.ops import poisoned_memory, samples
 
 NAMES = ("rms_norm", "layer_norm")
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -93,6 +93,19 @@ def test_float32_parameters_with_16_bit_data(name, dtype):
     wide_grads = torch.autograd.grad(truth, wide if name == "layer_norm" else wide[:2], grad.double())
     _close((y.double(), grads[0].double()), (truth, wide_grads[0] + grad_total), dtype)
     _close([g.double() for g in grads[2:]], wide_grads[1:], torch.float32)
+
+
+@pytest.mark.parametrize("op", ("rms_norm_backward", "layer_norm_backward", "latent_norm_rope_backward"))
+@pytest.mark.parametrize(
+    ("dtype", "kind"), ((torch.float32, torch.float64), (torch.float64, torch.float32)), ids=str
+)
+def test_a_raw_kernel_sums_in_the_dtype_of_arithmetic(op, dtype, kind):
+    """Whatever the dtype of a weight, which is that of its gradient: sums of one dtype were read as another's."""
+    place = [argument.name for argument in OPS[op].overload._schema.arguments].index("weight")
+    for given in samples(op, device="cpu", dtype=dtype):
+        changed = [*given[:place], given[place].to(kind), *given[place + 1 :]]
+        for one, other in zip(OPS[op].overload(*changed), OPS[op].overload(*given), strict=True):
+            torch.testing.assert_close(one.to(dtype), other, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", NAMES)
