@@ -100,7 +100,7 @@ def test_float32_parameters_with_16_bit_data(name, dtype):
     ("dtype", "kind"), ((torch.float32, torch.float64), (torch.float64, torch.float32)), ids=str
 )
 def test_a_raw_kernel_sums_in_the_dtype_of_arithmetic(op, dtype, kind):
-    """Whatever the dtype of a weight, which is that of its gradient: sums of one dtype were read as another's."""
+    """Whatever the dtype of a weight and its gradient is: one dtype's sums were read as another's."""
     place = [argument.name for argument in OPS[op].overload._schema.arguments].index("weight")
     for given in samples(op, device="cpu", dtype=dtype):
         changed = [*given[:place], given[place].to(kind), *given[place + 1 :]]
