@@ -66,13 +66,12 @@ class Machine:
     @property
     def ceilings(self) -> Ceilings:
         # FP8 tensor cores multiply twice as fast as those of 16 bits
-        rates = {name_of(DTYPE): self.gemm_tflops, name_of(FP8): 2 * self.gemm_tflops}
-        rates[name_of(torch.float32)] = FLOAT32_TFLOPS
-        return Ceilings(self.copy_gbs, rates)
+        rates = {DTYPE: self.gemm_tflops, FP8: 2 * self.gemm_tflops, torch.float32: FLOAT32_TFLOPS}
+        return Ceilings(self.copy_gbs, {name_of(dtype): rate for dtype, rate in rates.items()})
 
 
-# Copies on an H100 were published (3.00 TB/s of 3.35). Products of random numbers run at one rate on both.
 FLOAT32_TFLOPS = 51.3  # outside of tensor cores, as an H200 measured
+# Copies on an H100 were published (3.00 TB/s of 3.35). Products of random numbers run at one rate on both.
 MACHINES = {"h100": Machine("NVIDIA H100", 3000.0, 788.0), "h200": Machine("NVIDIA H200", 4300.0, 788.0)}
 
 

@@ -288,8 +288,8 @@ def router_logits(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """Return the logits (..., E) of x (..., H) and weight (E, H) in float32 (float64), also under autocast.
 
     Products of 16-bit numbers are exact in float32: a GPU multiplies 16-bit operands on its tensor cores, and
-    sums in float32. In backward the gradient goes in as two 16-bit parts, itself rounded and what that left:
-    together 16 bits of it in bfloat16 and 22 in float16. A CPU widens the operands, and again in backward.
+    sums in float32. In backward it splits the gradient into two 16-bit terms, the rounded one and the
+    remainder, which keep 16 bits in bfloat16 and 22 in float16. A CPU widens the operands, in backward again.
 
     The weight's gradient is accumulated into its `main_grad` if there is one: in float32 (float64), or in the
     dtype of the weight, rounded once.
@@ -344,7 +344,7 @@ def _on_tensor_cores(x: torch.Tensor, weight: torch.Tensor) -> bool:
 
 
 def _in_two_parts(grad: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return float32 (T, E) as (T, 2E) of a 16-bit `dtype`: rounded, and what that left over."""
+    """Split a float32 gradient (T, E) into 16-bit terms (T, 2E): the rounded one and the remainder."""
     parts = grad.new_empty(len(grad), 2, grad.shape[1], dtype=dtype)
     parts[:, 0] = grad
     parts[:, 1] = grad - parts[:, 0]

@@ -107,7 +107,7 @@ class Op:
     serving, reasons: the backend of each device, and why.
     flops: floating-point operations, from the op's arguments.
     traffic: the fewest bytes that must cross device memory, from the op's arguments.
-    run: the overload without further checks, for a caller whose arguments `validates_args`.
+    run: the overload without further checks, for callers that have asked `validates_args`.
     call: what `__call__` runs: the same with DTensor rules registered on demand, or traced by a compiler.
     check: raises ValueError if the schema rules the arguments out: None, no memory, or not finite.
     """

@@ -82,19 +82,19 @@ def test_other_types_are_left_to_the_overload(place, call, left):
 
 
 @pytest.mark.parametrize(
-    ("change", "error"),
+    "change",
     [
-        (lambda given: given[:3], RuntimeError),  # too few
-        (lambda given: [*given, *given], RuntimeError),  # too many
-        (lambda given: [None, *given[1:]], RuntimeError),
-        (lambda given: [*given[:4], "0", *given[5:]], RuntimeError),
-        (lambda given: [*given[:4], 1 << 63, *given[5:]], RuntimeError),
-        (lambda given: [*given[:7], "\udc00", *given[8:]], RuntimeError),
+        lambda given: given[:3],  # too few
+        lambda given: [*given, *given],  # too many
+        lambda given: [None, *given[1:]],
+        lambda given: [*given[:4], "0", *given[5:]],
+        lambda given: [*given[:4], 1 << 63, *given[5:]],
+        lambda given: [*given[:7], "\udc00", *given[8:]],
     ],
 )
-def test_wrong_arguments_raise_what_the_overload_raises(change, error, call, left):
+def test_wrong_arguments_raise_what_the_overload_raises(change, call, left):
     given = change(list(arguments()))
-    with pytest.raises((error, TypeError)) as ours:
+    with pytest.raises((RuntimeError, TypeError)) as ours:
         call(*given)
     with pytest.raises(ours.type) as theirs:
         OPS["cross_entropy"].overload(*given)
