@@ -5,8 +5,9 @@ checks, the dispatcher, autograd. Ours and torch eager's same function are calle
 of each counts. Where torch needs several ops, they count together, as does a mean that both take of losses.
 Functions with a counterpart in torch are also called as a program that replaces torch's calls them: with
 their first arguments only ("plain"), with and without a gradient.
-A layer's time is the difference between models of three layers and of one. Before a launch of a Triton kernel
-lies all that its op does below torch's dispatcher until it has the launch's plan: for each of its launches.
+A layer's time is the difference between models of three layers and of one. Layers and training steps stand
+next to the same of plain torch. Before a launch of a Triton kernel lies all that its op does below torch's
+dispatcher until it has the launch's plan: for each of its launches.
 """
 
 from __future__ import annotations
@@ -25,18 +26,22 @@ from unittest import mock
 import torch
 import torch.nn.functional as F
 
+from benchmarks.bench_train import OPTIMIZER, OneBatch
 from benchmarks.cases import EAGER, OURS, TORCH, Workload
 from benchmarks.measure import environment, in_turn, write_json
+from benchmarks.plain import PlainGPT, plain_step
 from fastmp import ops
-from fastmp.config import GPTConfig, MoEConfig
+from fastmp.config import GPTConfig, MoEConfig, TrainConfig
 from fastmp.nn.gpt import GPT
 from fastmp.ops import OPS
 from fastmp.ops.core import launcher
 from fastmp.testing.ops import samples
+from fastmp.training.language import token_loss
+from fastmp.training.trainer import Trainer
 
 MOST = {"forward": 2.0, "both": 1.3}  # times torch eager's own
 PLAIN = 2.0  # times torch's own, of a function called with its first arguments only
-LAYERS = {"dense": 1700.0, "moe": 2000.0}  # us of a layer, forward and backward
+LAYERS = {"dense": 1.3, "moe": 1.5}  # times a layer and a training step of plain torch
 LAUNCH = 10.0  # us before one
 FAMILIES = (
     "activation", "adamw", "clamped_swiglu", "cross_entropy", "dropout", "finite", "gated", "grouped_mm",
@@ -49,7 +54,7 @@ FAMILIES = (
 class HostTime:
     """CPU time of one call of ours and of theirs, in microseconds, and what is wanted.
 
-    `most` bounds ours over theirs; where there are no others, as for a layer, it bounds ours.
+    `most` bounds ours over theirs; where there are no others, as for a launch, it bounds ours.
     """
 
     name: str
@@ -163,29 +168,48 @@ def of_plain(name: str, number: int, rounds: int) -> Iterator[HostTime]:
         yield HostTime(label, direction, found[OURS], found[TORCH], PLAIN)
 
 
+def models(kind: str, num_layers: int) -> tuple[GPT, PlainGPT]:
+    """Return a small GPT of ours, and the same in plain torch."""
+    moe = None
+    if kind == "moe":
+        moe = MoEConfig(num_experts=4, top_k=2, expert_ffn_hidden_size=32, normalize_topk=True)
+    sizes: dict[str, int] = {"hidden_size": 32, "num_heads": 4, "vocab_size": 128, "max_seq_len": 8}
+    torch.manual_seed(0)
+    activation = "gelu_tanh" if moe is None else "swiglu"
+    config = GPTConfig(num_layers=num_layers, activation=activation, moe=moe, **sizes)
+    ours = GPT(config)
+    return ours, PlainGPT(config).copy_from(ours)
+
+
 def of_layer(kind: str, number: int, rounds: int) -> HostTime:
     """Forward and backward of one layer of a small GPT."""
-    moe = MoEConfig(num_experts=4, top_k=2, expert_ffn_hidden_size=32) if kind == "moe" else None
-    tokens = torch.randint(0, 64, (1, 8))
+    tokens = torch.randint(128, (1, 8))
+    calls: dict[str, Callable[[], Any]] = {}
+    for num_layers in (1, 3):
+        ours, plain = models(kind, num_layers)
 
-    def step(num_layers: int) -> Callable[[], None]:
-        torch.manual_seed(0)
-        model = GPT(
-            GPTConfig(
-                num_layers=num_layers, hidden_size=32, num_heads=4, vocab_size=64, max_seq_len=16,
-                activation="swiglu", norm="rmsnorm", position="rope", linear_bias=False,
-                tie_embeddings=False, moe=moe,
-            )
-        )  # fmt: skip
+        def call(ours: GPT = ours) -> None:
+            out = ours.loss(tokens, tokens)
+            (out.sum() if kind == "dense" else out.tokens.sum() + out.aux).backward()
 
-        def call() -> None:
-            out = model.loss(tokens, tokens)
-            (out.sum() if moe is None else out.tokens.sum() + out.aux).backward()
+        calls[f"{OURS} {num_layers}"] = call
+        calls[f"{TORCH} {num_layers}"] = lambda plain=plain: plain(tokens, tokens).backward()
+    found = least_us(calls, max(1, number // 10), rounds)
+    us, theirs = ((found[f"{name} 3"] - found[f"{name} 1"]) / 2 for name in (OURS, TORCH))
+    return HostTime(f"{kind} layer", "both", us, theirs, LAYERS[kind])
 
-        return call
 
-    found = least_us({"three": step(3), "one": step(1)}, max(1, number // 10), rounds)
-    return HostTime(f"{kind} layer", "both", (found["three"] - found["one"]) / 2, None, LAYERS[kind])
+def of_step(kind: str, number: int, rounds: int) -> HostTime:
+    """A training step of two layers: forward, backward, clipping and AdamW."""
+    ours, plain = models(kind, 2)
+    data, config = OneBatch(1, 8, 128, 0), TrainConfig(steps=1 << 30, global_batch_size=1, eval_interval=0)
+    trainer = Trainer(ours, data, token_loss, config, optimizer=OPTIMIZER)
+    calls = {
+        OURS: lambda: trainer.train_step().loss,
+        TORCH: plain_step(plain, plain, data.batch, OPTIMIZER, torch.float32),
+    }
+    found = least_us(calls, max(1, number // 10), rounds)
+    return HostTime(f"{kind} step", "step", found[OURS], found[TORCH], LAYERS[kind])
 
 
 class _Ready:
@@ -258,6 +282,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for kind in LAYERS:
         if options.only in f"{kind} layer":
             add(of_layer(kind, options.number, options.rounds))
+        if options.only in f"{kind} step":
+            add(of_step(kind, options.number, options.rounds))
     for name, op in OPS.items():
         if options.only in name and "triton" in op.implementations:
             add(of_launch(name, options.number, options.rounds))

@@ -1,7 +1,8 @@
 """The layer, the GPT and the training step as a user writes them in plain torch, to measure ours against.
 
 Batch first, one fused projection for queries, keys and values grouped by key/value head as ours is, torch's
-own attention, norms, GeLU, loss and AdamW. Parameters have the same shapes, so that they can be ours.
+own attention, norms, GeLU, grouped GEMMs, loss and AdamW. Parameters have the same shapes, so that they can
+be ours.
 """
 
 from __future__ import annotations
@@ -12,9 +13,27 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from benchmarks.bench_moe_layer import Weights, torch_grouped
 from fastmp.config import GPTConfig, OptimizerConfig
 from fastmp.nn.gpt import GPT
 from fastmp.nn.transformer import TransformerLayer
+
+
+class PlainExperts(nn.Module):
+    """SwiGLU experts behind a softmax router; the probabilities of the chosen ones sum to one."""
+
+    def __init__(self, config: GPTConfig, **place: object) -> None:
+        super().__init__()
+        assert config.moe is not None
+        H, E, F_ = config.hidden_size, config.moe.num_experts, config.moe.expert_ffn_hidden_size
+        self.top_k = config.moe.top_k
+        self.router = nn.Parameter(torch.empty(E, H, **place))
+        self.fc1 = nn.Parameter(torch.empty(E, 2 * F_, H, **place))
+        self.fc2 = nn.Parameter(torch.empty(E, H, F_, **place))
+
+    def forward(self, hidden_BSH: Tensor) -> Tensor:
+        weights = Weights(self.router, self.fc1, self.fc2)
+        return torch_grouped(hidden_BSH.flatten(0, 1), weights, self.top_k).view_as(hidden_BSH)
 
 
 class PlainLayer(nn.Module):
@@ -28,12 +47,18 @@ class PlainLayer(nn.Module):
         self.qkv = nn.Linear(H, (self.heads + 2 * self.kv_heads) * self.width, **place)
         self.proj = nn.Linear(H, H, **place)
         self.mlp_norm = nn.LayerNorm(H, config.layernorm_epsilon, **place)
-        self.up, self.down = nn.Linear(H, F_, **place), nn.Linear(F_, H, **place)
+        self.experts: PlainExperts | None = None
+        if config.moe is None:
+            self.up, self.down = nn.Linear(H, F_, **place), nn.Linear(F_, H, **place)
+        else:
+            self.experts = PlainExperts(config, **place)
 
     def forward(self, hidden_BSH: Tensor) -> Tensor:
         hidden_BSH = hidden_BSH + self._attention(self.attention_norm(hidden_BSH))
-        ffn_BSF = F.gelu(self.up(self.mlp_norm(hidden_BSH)), approximate="tanh")
-        return hidden_BSH + self.down(ffn_BSF)
+        normed_BSH = self.mlp_norm(hidden_BSH)
+        if self.experts is not None:
+            return hidden_BSH + self.experts(normed_BSH)
+        return hidden_BSH + self.down(F.gelu(self.up(normed_BSH), approximate="tanh"))
 
     def _attention(self, hidden_BSH: Tensor) -> Tensor:
         B, S, H = hidden_BSH.shape
@@ -45,19 +70,28 @@ class PlainLayer(nn.Module):
         )
         return self.proj(context.transpose(1, 2).reshape(B, S, H))
 
-    def parts(self, ours: TransformerLayer) -> Iterator[tuple[nn.Module, nn.Module]]:
-        """Yield each module with parameters and its equivalent of fastmp."""
-        yield self.attention_norm, ours.attention_norm
-        yield self.qkv, ours.attention.qkv
-        yield self.proj, ours.attention.proj
-        yield self.mlp_norm, ours.mlp_norm
-        yield self.up, ours.mlp.up
-        yield self.down, ours.mlp.down
+    def parts(self, ours: TransformerLayer) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
+        """Yield each module with the name of a parameter, and the parameter of fastmp that is the same."""
+        modules = [
+            (self.attention_norm, ours.attention_norm),
+            (self.qkv, ours.attention.qkv),
+            (self.proj, ours.attention.proj),
+            (self.mlp_norm, ours.mlp_norm),
+        ]
+        if self.experts is None:
+            modules += [(self.up, ours.mlp.up), (self.down, ours.mlp.down)]
+        else:
+            yield self.experts, "router", ours.moe.router.weight
+            yield self.experts, "fc1", ours.moe.experts.fc1
+            yield self.experts, "fc2", ours.moe.experts.fc2
+        for mine, other in modules:
+            yield mine, "weight", other.weight
+            yield mine, "bias", other.bias
 
     def share(self, ours: TransformerLayer) -> PlainLayer:
         """Use the very parameters of `ours`."""
-        for mine, other in self.parts(ours):
-            mine.weight, mine.bias = other.weight, other.bias
+        for module, name, parameter in self.parts(ours):
+            setattr(module, name, parameter)
         return self
 
 
@@ -83,12 +117,11 @@ class PlainGPT(nn.Module):
         """Start from the weights of `ours`; its vocabulary has no padding."""
         self.words.weight.copy_(ours.word_embedding.weight)
         self.positions.weight.copy_(ours.position_embedding.weight)
-        pairs = [(self.final_norm, ours.final_norm)]
-        for layer, other in zip(self.layers, ours.layers, strict=True):
-            pairs += layer.parts(other)
-        for mine, other in pairs:
-            mine.weight.copy_(other.weight)
-            mine.bias.copy_(other.bias)
+        self.final_norm.weight.copy_(ours.final_norm.weight)
+        self.final_norm.bias.copy_(ours.final_norm.bias)
+        for mine, other in zip(self.layers, ours.layers, strict=True):
+            for module, name, parameter in mine.parts(other):
+                getattr(module, name).copy_(parameter)
         return self
 
 

@@ -45,8 +45,10 @@ def random_stream(
     Either way the numbers are for the tokens of this CP rank. Without a tracker (on one rank) they come from
     torch's generator.
     """
+    if rng is None:
+        return nullcontext()
     parts = ("tensor",) * sharded + ("context",) * (group_size(cp_group) > 1)
-    if rng is None or not parts:
+    if not parts:
         return nullcontext()
     return rng.fork("-".join((*parts, "parallel")), device=device)
 
@@ -79,21 +81,18 @@ class Dropout(GroupModule):
         """
         if out is not None and (out.shape, out.dtype, out.device) != (x.shape, residual.dtype, x.device):
             out = None
+        if not self.drops:
+            return bias_dropout_add(x, bias, residual, p=0.0, out=out)
         with self._stream(x.device):
-            rng = self.rng if self.drops and not is_dtensor(x) else None
-            seed = None if rng is None else rng.seed(x.device)
-            return bias_dropout_add(
-                x, bias, residual, p=self.probability, training=self.training, seed=seed, out=out
-            )
+            seed = None if self.rng is None or is_dtensor(x) else self.rng.seed(x.device)
+            return bias_dropout_add(x, bias, residual, p=self.probability, seed=seed, out=out)
 
     @property
     def drops(self) -> bool:
         return self.training and self.probability > 0.0
 
     def _stream(self, device: torch.device) -> AbstractContextManager[None]:
-        """Return the random stream of masks; without dropout none, as a fork breaks a compiled graph."""
-        if not self.drops:
-            return nullcontext()
+        """Return the random stream of masks."""
         return random_stream(self.rng, device, sharded=self.sharded, cp_group=self.cp_group)
 
     def extra_repr(self) -> str:

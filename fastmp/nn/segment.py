@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
 from operator import attrgetter
@@ -58,8 +57,7 @@ def may_be_void(layers: Iterable[nn.Module]) -> bool:
     return any(getattr(module, "stash", None) is not None for each in layers for module in each.modules())
 
 
-@dataclass(frozen=True)
-class Segment:
+class Segment(NamedTuple):
     """A step of a layer.
 
     Attributes:

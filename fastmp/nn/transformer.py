@@ -9,8 +9,6 @@ with the same modules and the same tensors between segments.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 from torch import Tensor
 
@@ -81,12 +79,10 @@ class TransformerLayer(SegmentedLayer):
         first, *others, last = self.moe.segments(carried=1)  # the residual
         return (
             attention,
-            replace(first, run=lambda hidden_SBH: first.run(self.mlp_norm(hidden_SBH), hidden_SBH)),
+            first._replace(run=lambda hidden_SBH: first.run(self.mlp_norm(hidden_SBH), hidden_SBH)),
             *others,
-            replace(
-                last,
-                run=lambda *tensors, out=None: self._add_experts(last, out, *tensors),
-                accepts_out=True,
+            last._replace(
+                run=lambda *tensors, out=None: self._add_experts(last, out, *tensors), accepts_out=True
             ),
         )
 

@@ -30,7 +30,7 @@ Shapes: B batch, N query heads, G key/value heads (G divides N), C queries, E ke
 from __future__ import annotations
 
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -206,22 +206,35 @@ def attend(
         k, v = torch.randn(2, 2, 16, 64), torch.randn(2, 2, 16, 64)  # (B, G, E, D)
         assert attend(q, k, v).shape == (2, 8, 16, 64)
     """
-    _check(q_BNCD, k_BGED, v_BGED, causal, window, mask, documents)
-    checks.check_finite("attend", q_BNCD.dtype, scale=scale, dropout_p=dropout_p)
+    plan = _planned(q_BNCD, k_BGED, v_BGED, causal, window, mask, documents, sinks, dropout_p, scale)
     if sinks is not None:
         sinks = _checked_sinks(sinks, q_BNCD, mask)
-    rest = causal, window, mask, documents, sinks, dropout_p, scale
+    rest = mask, documents, sinks, dropout_p, scale
     if is_batch_invariant():
-        value = invariant_attention(q_BNCD, k_BGED, v_BGED, *rest)
+        value = invariant_attention(q_BNCD, k_BGED, v_BGED, causal, window, *rest)
         with plainly():  # its gradient is that of a backend
-            return with_value(lambda: _attend_padded(q_BNCD, k_BGED, v_BGED, *rest), value)
-    return _attend_padded(q_BNCD, k_BGED, v_BGED, *rest)
+            return with_value(lambda: _attend(plan, q_BNCD, k_BGED, v_BGED, *rest), value)
+    return _attend(plan, q_BNCD, k_BGED, v_BGED, *rest)
 
 
-def _attend_padded(
-    q_BNCD: Tensor,
-    k_BGED: Tensor,
-    v_BGED: Tensor,
+class _Plan(NamedTuple):
+    """What is decided once for all calls of equal shapes, dtypes and options.
+
+    padding: columns of zeros that values get, as most kernels want heads of one width.
+    causal, window: as passed; a window of all keys is none.
+    """
+
+    backend: str
+    call: AttentionCall
+    padding: int
+    causal: bool
+    window: int | None
+
+
+def _planned(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
     causal: bool,
     window: int | None,
     mask: Tensor | None,
@@ -229,18 +242,40 @@ def _attend_padded(
     sinks: Tensor | None,
     dropout_p: float,
     scale: float | None,
-) -> Tensor:
-    """Pad narrow values if kernels need it."""
-    (C, D), (E, V) = q_BNCD.shape[2:], v_BGED.shape[2:]
-    narrow = V < D
-    if narrow:
-        special = any(option is not None for option in (window, documents, sinks))
-        narrow = pads_values(q_BNCD, special or C != E)
-    if narrow:
-        v_BGED = F.pad(v_BGED, (0, D - V))
-    tensors = q_BNCD, k_BGED, v_BGED
-    output = _attend(*tensors, causal, window, mask, documents, sinks, dropout_p, scale)
-    return output[..., :V] if narrow else output
+) -> _Plan:
+    """Check a call of `attend` and return its plan."""
+    readable = documents is None or (can_read_values(documents.queries) and not documents.static)
+    given = mask is not None, documents is not None, sinks is not None, readable
+    return _plan(q, k, v, causal, window, *given, dropout_p, scale, _machine(q.device))
+
+
+@checks.memoized
+def _plan(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, window: int | None, mask: bool, documents: bool,
+    sinks: bool, readable: bool, dropout_p: float, scale: float | None, machine: tuple[str, int, int, bool],
+) -> _Plan:  # fmt: skip
+    _check(q, k, v, causal, window, mask, documents)
+    checks.check_finite("attend", q.dtype, scale=scale, dropout_p=dropout_p)
+    if window is not None and window >= k.shape[2]:
+        window = None
+    padding = q.shape[3] - v.shape[3]
+    special = window is not None or documents or sinks or q.shape[2] != k.shape[2]
+    if padding < 0 or not pads_values(q, special):
+        padding = 0
+    call = describe(
+        q,
+        k,
+        v,
+        causal=causal,
+        window=window is not None,
+        documents=documents,
+        readable=readable,
+        mask=mask,
+        dropout=dropout_p > 0.0,
+        sinks=sinks,
+    )
+    call = replace(call, value_dim=v.shape[3] + padding)
+    return _Plan(choose(call).backend, call, padding, causal, window)
 
 
 def pads_values(like: Tensor, special: bool) -> bool:
@@ -252,40 +287,30 @@ def pads_values(like: Tensor, special: bool) -> bool:
 
 
 def _attend(
+    plan: _Plan,
     q_BNCD: Tensor,
     k_BGED: Tensor,
     v_BGED: Tensor,
-    causal: bool,
-    window: int | None,
     mask: Tensor | None,
     documents: Borders | None,
     sinks: Tensor | None,
     dropout_p: float,
     scale: float | None,
 ) -> Tensor:
-    """Choose a backend and call it; sinks are (N, 1) or (N, C)."""
-    C, E = q_BNCD.shape[2], k_BGED.shape[2]
-    if window is not None and window >= E:
-        window = None
-    call = describe(
-        q_BNCD,
-        k_BGED,
-        v_BGED,
-        causal=causal,
-        window=window is not None,
-        documents=documents is not None,
-        readable=documents is None or (can_read_values(documents.queries) and not documents.static),
-        mask=mask is not None,
-        dropout=dropout_p > 0.0,
-        sinks=sinks is not None,
-    )
-    backend, tensors = choose(call).backend, (q_BNCD, k_BGED, v_BGED)
+    """Call the backend of a plan; sinks are (N, 1) or (N, C)."""
+    if plan.padding:
+        v_BGED = F.pad(v_BGED, (0, plan.padding))
+        rest = mask, documents, sinks, dropout_p, scale
+        return _attend(plan._replace(padding=0), q_BNCD, k_BGED, v_BGED, *rest)[..., : -plan.padding]
+    backend, call, _, causal, window = plan
+    tensors = q_BNCD, k_BGED, v_BGED
     if backend == "flash":
         return _flash(*tensors, causal, window, documents, sinks, dropout_p, scale)
     if backend == "documents":
         assert documents is not None
         return _one_by_one(*tensors, documents, causal, window, sinks, dropout_p, scale)
     # 1. A mask, for backends that know no documents, windows or bottom-right alignment
+    C, E = call.queries, call.keys
     if backend in ("mask", "plain", "merged") and documents is not None:
         mask, causal = document_mask(documents, q_BNCD.shape, E, causal, window), False
     elif backend == "mask" or (backend == "plain" and causal):
@@ -306,23 +331,22 @@ def _attend(
         assert sinks is not None
         return plain(*tensors, mask=mask, sinks=sinks, dropout_p=dropout_p, scale=scale)
     # 3. torch's own choice
-    kernels: Any = nullcontext()
+    options: dict[str, Any] = {
+        "attn_mask": mask,
+        "dropout_p": dropout_p,
+        "is_causal": causal and mask is None and C == E,
+        "scale": scale,
+        "enable_gqa": q_BNCD.shape[1] != k_BGED.shape[1],
+    }
     if call.flash in ("FA3", "FA4") and call.dropout:  # not supported: they raise when called
-        kernels = sdpa_kernel([SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
-    with kernels:
-        return F.scaled_dot_product_attention(
-            *tensors,
-            attn_mask=mask,
-            dropout_p=dropout_p,
-            is_causal=causal and mask is None and C == E,
-            scale=scale,
-            enable_gqa=q_BNCD.shape[1] != k_BGED.shape[1],
-        )
+        with sdpa_kernel([SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]):
+            return F.scaled_dot_product_attention(*tensors, **options)
+    return F.scaled_dot_product_attention(*tensors, **options)
 
 
 def describe(q_BNCD: Tensor, k_BGED: Tensor, v_BGED: Tensor, **asked: Any) -> AttentionCall:
     """Return the `AttentionCall` of these tensors on this machine; `asked` sets the other fields."""
-    flash, *capability, cudnn_first = _machine(q_BNCD.device.type, q_BNCD.device.index)
+    flash, *capability, cudnn_first = _machine(q_BNCD.device)
     return AttentionCall(
         device=q_BNCD.device.type,
         dtype=str(q_BNCD.dtype).removeprefix("torch."),
@@ -344,15 +368,15 @@ def active_flash() -> str:
 
 
 @torch.compiler.assume_constant_result
-def _machine(device: str, index: int | None) -> tuple[str, int, int, bool]:
+def _machine(device: torch.device) -> tuple[str, int, int, bool]:
     """Return `flash`, the two numbers of `capability`, and `cudnn_first` of an `AttentionCall`.
 
     torch.compile treats them as constants of its first trace.
     """
     flash = active_flash() if torch.backends.cuda.flash_sdp_enabled() else ""
-    if device != "cuda":
+    if device.type != "cuda":
         return flash, 0, 0, False
-    major, minor, cudnn_first = _gpu(index)
+    major, minor, cudnn_first = _gpu(device.index)
     return flash, major, minor, cudnn_first and torch.backends.cuda.cudnn_sdp_enabled()
 
 
@@ -376,8 +400,8 @@ def _check(
     v: Tensor,
     causal: bool,
     window: int | None,
-    mask: Tensor | None,
-    documents: Borders | None,
+    mask: bool,
+    documents: bool,
 ) -> None:
     shapes = [tuple(x.shape) for x in (q, k, v)]
     if not (q.dim() == k.dim() == v.dim() == 4 and k.shape[:3] == v.shape[:3] and q.shape[3] == k.shape[3]):
@@ -389,11 +413,11 @@ def _check(
             f"attend: batches must be equal and key/value heads divide query heads, got q {shapes[0]} and k "
             f"{shapes[1]}"
         )
-    if causal and mask is None and documents is None and q.shape[2] > k.shape[2]:
+    if causal and not (mask or documents) and q.shape[2] > k.shape[2]:
         raise ValueError(f"attend: {q.shape[2]} queries are not the last of {k.shape[2]} keys")
     if window is not None and not (causal and window > 0):
         raise ValueError(f"attend: a window must be positive and causal, got {window} and causal={causal}")
-    if mask is not None and (causal or documents is not None):
+    if mask and (causal or documents):
         raise ValueError("attend: a mask says all: give causal=False, and no window or documents beside it")
 
 
@@ -487,9 +511,9 @@ def _one_by_one(
     sizes = [borders.diff().tolist() for borders in documents[:2]]
     # one split, whose backward concatenates; the backward of each slice would allocate a full gradient
     parts = (x.split(of, 2) for x, of in ((q, sizes[0]), (k, sizes[1]), (v, sizes[1])))
-    outputs = [
-        _attend(one[0], one[1], one[2], causal, window, None, None, sinks, dropout_p, scale)
-        for one in zip(*parts, strict=True)
-        if one[0].shape[2]
-    ]
+    outputs = []
+    for q, k, v in zip(*parts, strict=True):
+        if q.shape[2]:
+            plan = _planned(q, k, v, causal, window, None, None, sinks, dropout_p, scale)
+            outputs.append(_attend(plan, q, k, v, None, None, sinks, dropout_p, scale))
     return torch.cat(outputs, 2).squeeze(0).unflatten(1, (B, C)).transpose(0, 1)

@@ -20,6 +20,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from functools import cached_property
 
 import torch
 import torch.distributed as dist
@@ -124,6 +125,15 @@ class FlatBuffer:
     @property
     def layout(self) -> BucketLayout:
         return self.plan.layout
+
+    @cached_property
+    def own_by_replicas(self) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+        """Return `own` in three: tensor-parallel shards, their replicas, and replicas of another stage."""
+        found: tuple[list[Tensor], list[Tensor], list[Tensor]] = ([], [], [])
+        for name, grad in self.own.items():
+            marks = parallel_attributes(self.parameters[name])
+            found[2 if marks.pipeline_replica else 0 if marks.tensor_model_parallel else 1].append(grad)
+        return found
 
     def views(self, flat: Tensor) -> list[Tensor]:
         """Return views of `flat` (layout.size,) at the place of each parameter, in its shape and strides.

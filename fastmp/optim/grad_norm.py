@@ -11,8 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fastmp.distributed.collectives import all_reduce_, group_rank
-from fastmp.optim.grad_buffers import FlatBuffer, GradBuffer
-from fastmp.tensor_parallel.attributes import parallel_attributes
+from fastmp.optim.grad_buffers import GradBuffer
 
 __all__ = ["clip_coefficient", "global_grad_norm"]
 
@@ -70,11 +69,13 @@ def global_grad_norm(
     totals = torch.zeros(2, dtype=torch.float64, device=grads.device)  # of all but experts, of experts
     for flat in grads.flats:
         first = group_rank(etp_group if flat.plan.experts else tp_group) == 0
-        for counts, members in _by_count(flat, first).items():
-            if members:
-                # 0 x inf is nan: a rank that does not count replicated gradients still shows a bad one.
-                squares = torch.stack(_norms(members)).double().square()
-                totals[int(flat.plan.experts)] += squares.sum() * float(counts)
+        sharded, replicated, elsewhere = flat.own_by_replicas
+        counted, others = (sharded + replicated, elsewhere) if first else (sharded, replicated + elsewhere)
+        total = totals[int(flat.plan.experts)]
+        if counted:
+            total += _square(counted)
+        if others:  # 0 x inf is nan: a rank that does not count replicated gradients still shows a bad one
+            total += _square(others) * 0.0
     # 2. Sum over the ranks that together hold the model: one all-reduce, or two if experts have other ranks.
     if grads.shard:
         groups: list[tuple[Tensor, dist.ProcessGroup | None]] = [(totals.sum(0, keepdim=True), world_group)]
@@ -88,18 +89,11 @@ def global_grad_norm(
     return torch.cat([total for total, _ in groups]).sum().sqrt()
 
 
-def _by_count(flat: FlatBuffer, first: bool) -> dict[bool, list[Tensor]]:
-    """Return the reduced gradients of this rank, under True those that it counts in the norm."""
-    found: dict[bool, list[Tensor]] = {True: [], False: []}
-    for name, grad in flat.own.items():
-        marks = parallel_attributes(flat.parameters[name])
-        found[not marks.pipeline_replica and (marks.tensor_model_parallel or first)].append(grad)
-    return found
-
-
-def _norms(grads: list[Tensor]) -> list[Tensor]:
+def _square(grads: list[Tensor]) -> Tensor:
+    """Return the sum of squares, 0-dim float64."""
     narrow = grads[0].dtype.itemsize < 4
-    return list(torch._foreach_norm(grads, 2, dtype=torch.float32) if narrow else torch._foreach_norm(grads))
+    norms = torch._foreach_norm(grads, 2, dtype=torch.float32) if narrow else torch._foreach_norm(grads)
+    return torch.stack(norms).double().square().sum()
 
 
 def clip_coefficient(norm: Tensor, max_norm: float) -> Tensor:

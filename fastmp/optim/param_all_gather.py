@@ -41,7 +41,7 @@ class ParameterGather:
         self._works: dict[At, tuple[dist.Work | None, Callable[[], None] | None]] = {}
         self._where: dict[int, At] = {}  # by the id of the parameter
         for i, flat in enumerate(flats):
-            for j, bucket in enumerate(flat.layout.buckets):
+            for j, bucket in enumerate(flat.layout.buckets if flat.layout.num_ranks > 1 else ()):
                 self._where |= {id(flat.parameters[name]): (i, j) for name in bucket.names}
         self._attached = False
         self._uncalled: dict[nn.Module, set[At]] = {}  # modules that no forward has called yet
@@ -54,8 +54,10 @@ class ParameterGather:
         It also waits for those of the modules in its attribute `prefetch_next`. Saving or loading a state
         dict waits for all. A module that `torch.compile` returned waits for all its parameters; those of a
         module compiled in place, whose hooks would be compiled too, are awaited at the end of a step. So
-        compile before you call this.
+        compile before you call this. Nothing happens where every rank updates all parameters itself.
         """
+        if not self._where:
+            return
         self._attached = True
         prefetched: set[nn.Module] = set()
         for root in modules:

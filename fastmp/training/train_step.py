@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from fastmp.distributed.collectives import group_rank, group_size, sum_over_
 from fastmp.distributed.groups import ParallelGroups
+from fastmp.nn.moe.router import update_expert_biases
 from fastmp.optim.grad_buffers import GradBuffer
 from fastmp.optim.grad_norm import clip_coefficient, global_grad_norm
 from fastmp.optim.loss_scaler import LossScaler
@@ -216,13 +217,14 @@ class TrainStep:
     def _balance(self, counts: Tensor) -> None:
         """Pass every router the counts of its experts; counts: (layers, experts) of the global batch."""
         rows = self.runner.own_rows(counts)
-        if self.routers and len(self.routers) != len(rows):
+        if not self.routers:
+            return
+        if len(self.routers) != len(rows):
             raise ValueError(
                 f"Trainer: the model has {len(self.routers)} routers, the counts of the loss function "
                 f"{len(rows)} rows"
             )
-        for router, own in zip(self.routers, rows):
-            router.update_expert_bias(own)
+        update_expert_biases(self.routers, rows)
 
 
 def load_moments(loads: Tensor | None, groups: ParallelGroups, like: Tensor) -> Tensor:

@@ -43,3 +43,15 @@ def test_no_kernel_is_compiled_for_a_time_before_a_launch(op):
     before = dict(launcher._plans)
     assert host_time.of_launch(op, 1, 1).ours_us > 0
     assert launcher._plans == before and "triton" in OPS[op].implementations
+
+
+@pytest.mark.parametrize("kind", host_time.LAYERS)
+def test_plain_models_compute_what_ours_compute(kind):
+    ours, plain = host_time.models(kind, 2)
+    tokens = torch.randint(128, (1, 8))
+    losses = ours.loss(tokens, tokens)
+    (losses if kind == "dense" else losses.tokens).mean().backward()
+    plain(tokens, tokens).backward()
+    for mine, other in zip(plain.layers, ours.layers, strict=True):
+        for module, name, parameter in mine.parts(other):
+            torch.testing.assert_close(getattr(module, name).grad, parameter.grad, rtol=1e-3, atol=1e-5)

@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from marks import full
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fastmp.ops import attention
 from fastmp.ops.attention import AttentionCall, Borders, attend, choose
@@ -108,7 +109,8 @@ def test_documents(number, backend, monkeypatch):
 
 def describe_as(monkeypatch, **facts):
     """Let `attend` take this machine for another one."""
-    describe = attention.describe
+    describe, plan = attention.describe, attention._plan
+    monkeypatch.setattr(attention, "_plan", getattr(plan, "__wrapped__", plan))  # remembers this machine
     monkeypatch.setattr(attention, "describe", lambda *x, **asked: replace(describe(*x, **asked), **facts))
 
 
@@ -277,6 +279,18 @@ def test_what_does_not_fit_is_refused():
     ):
         with pytest.raises(ValueError, match=f"attend: .*{match}"):
             call()
+
+
+def test_a_plan_is_of_shapes_options_and_settings():
+    def plan(q, window=None):
+        return attention._planned(q, k, v, True, window, None, None, None, 0.0, None)
+
+    q, k, v = draw(8, 8)
+    assert plan(q).backend == "sdpa" and plan(q) is plan(q + 1)
+    assert plan(q, 3).backend == "blocks" and plan(q, 8).window is None
+    assert plan(q[:, :, :4]).backend == "merged"
+    with sdpa_kernel([SDPBackend.MATH]):  # disables the flash kernels whose results are merged
+        assert plan(q[:, :, :4]).backend == "mask"
 
 
 @pytest.mark.full

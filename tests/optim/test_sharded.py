@@ -106,6 +106,13 @@ def train(rank, world, *, overlap=True, bucket_size=100, shard=True, steps=STEPS
     return {name: p.detach() for name, p in model.named_parameters()}, norms
 
 
+def test_where_nothing_is_gathered_no_module_waits():
+    model = Model()
+    optimizer = AdamW(GradBuffer(model.named_parameters()))
+    optimizer.gather.attach([model])
+    assert not any(module._forward_pre_hooks for module in model.modules())
+
+
 def close(found, expected, tolerance):
     for name, param in expected.items():
         torch.testing.assert_close(found[name], param, rtol=0, atol=tolerance, msg=name)

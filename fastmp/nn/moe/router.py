@@ -59,7 +59,7 @@ from fastmp.ops.wgrad import MainGrad, main_grad_of, weight_grad
 from fastmp.tensor_parallel.attributes import ParallelAttributes
 from fastmp.tensor_parallel.layers import ParallelModule
 
-__all__ = ["Router", "moe_config"]
+__all__ = ["Router", "moe_config", "update_expert_biases"]
 
 
 def moe_config(owner: str, config: GPTConfig) -> MoEConfig:
@@ -205,6 +205,26 @@ class Router(ParallelModule):
 
     def extra_repr(self) -> str:
         return f"{self.moe.num_experts} experts, top_k={self.moe.top_k}, score={self.moe.score}"
+
+
+def update_expert_biases(routers: Sequence[Any], counts_LE: torch.Tensor) -> None:
+    """Call `update_expert_bias` of every router with its row of `counts_LE`, all together where they can."""
+    kinds = {
+        (router.moe.bias_update_rate, None if router.expert_bias is None else router.expert_bias.dtype)
+        if getattr(router.update_expert_bias, "__func__", None) is Router.update_expert_bias
+        else None
+        for router in routers
+    }
+    kind = kinds.pop() if len(kinds) == 1 else None
+    if kind is None:  # a router of another class, or of other options
+        for router, own_E in zip(routers, counts_LE, strict=True):
+            router.update_expert_bias(own_E)
+        return
+    rate, dtype = kind
+    if dtype is not None:
+        counts = counts_LE.to(dtype)
+        signs = (counts.mean(1, keepdim=True) - counts).sign()
+        torch._foreach_add_([router.expert_bias for router in routers], list(signs), alpha=rate)
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:

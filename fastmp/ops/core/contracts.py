@@ -31,7 +31,7 @@ import functools
 import math
 import re
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -56,6 +56,8 @@ DTYPES = {
 BLOCKS = {torch.float32: 128, torch.float8_e8m0fnu: 32}
 LARGEST = torch.finfo(torch.float32).max  # a number that is finite in any arithmetic of kernels
 _FIRST, _DIMS = "(first)", "(dims)"  # shape of the first tensor, its length; no argument has such a name
+_Result = TypeVar("_Result")
+_UNKNOWN: Any = object()  # what a memoized check returns for arguments that it has not seen
 _MAX_PASSED = 4096  # calls a check remembers; sizes that never repeat would fill memory
 _Clause: TypeAlias = Callable[[tuple, dict[str, Any]], None]  # checks arguments; knows the sizes of names
 
@@ -102,8 +104,8 @@ def check_memory(op: str, **tensors: Tensor | None) -> None:
             )
 
 
-def memoized(check: Callable[..., object]) -> Callable[..., None]:
-    """Memoize a check: arguments that have passed once cost a single set lookup.
+def memoized(check: Callable[..., _Result]) -> Callable[..., _Result]:
+    """Memoize a check, and what it returns: arguments that have passed once cost a single lookup.
 
     The check may read shapes, dtypes and devices of tensors, nothing else. Under a compiler, and for
     subclasses of Tensor, it always runs.
@@ -118,34 +120,32 @@ def memoized(check: Callable[..., object]) -> Callable[..., None]:
 
         check(torch.ones(2, 3), torch.ones(3))
     """
-    passed: set[tuple] = set()
+    passed: dict[tuple, _Result] = {}
 
     @functools.wraps(check)
-    def checked(*arguments: Any) -> None:
+    def checked(*arguments: Any) -> _Result:
         if torch.compiler.is_compiling():
-            check(*arguments)
-            return
+            return check(*arguments)
         key: list[Any] = []
         for argument in arguments:
             kind = type(argument)
             if kind is Tensor or kind is torch.nn.Parameter:
                 key += (argument.shape, argument.dtype, argument.device)
             elif isinstance(argument, Tensor):
-                check(*arguments)
-                return
+                return check(*arguments)
             else:
                 key.append(argument)
         call = tuple(key)
         try:
-            known = call in passed
+            result = passed.get(call, _UNKNOWN)
         except TypeError:  # not hashable, say a list for a number: let the check report it
-            check(*arguments)
-            return
-        if not known:
-            check(*arguments)
+            return check(*arguments)
+        if result is _UNKNOWN:
+            result = check(*arguments)
             if len(passed) >= _MAX_PASSED:
                 passed.clear()
-            passed.add(call)
+            passed[call] = result
+        return result
 
     return checked
 

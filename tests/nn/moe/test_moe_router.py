@@ -8,7 +8,7 @@ from moe_tools import SCORES, SEED, SMALL, hidden_states, plain_moe, with_moe
 
 from fastmp.distributed.rng import RngTracker
 from fastmp.nn import Placement
-from fastmp.nn.moe.router import Router, router_logits
+from fastmp.nn.moe.router import Router, router_logits, update_expert_biases
 
 
 def make_router(config, dtype=torch.float64, **options):
@@ -129,6 +129,32 @@ def test_the_bias_moves_loads_towards_each_other():
     router.update_expert_bias(torch.tensor([10, 20, 30, 40, 25, 25, 25, 25]))
     moved = (router.expert_bias - before) / 0.004
     torch.testing.assert_close(moved, torch.tensor([1.0, 1, -1, -1, 0, 0, 0, 0]).double())
+
+
+@pytest.mark.parametrize(
+    "rates", [(0.004, 0.004, 0.004), (0.004, 0.002, 0.004)], ids=["one rate", "two rates"]
+)
+def test_biases_of_a_model_move_together(rates):
+    def make():
+        moes = [plain_moe(expert_bias=True, bias_update_rate=rate, score="sigmoid") for rate in rates]
+        return [make_router(moe) for moe in moes]
+
+    counts = torch.randint(100, (3, 8))
+    one_by_one, together = make(), make()
+    for router, own in zip(one_by_one, counts):
+        router.update_expert_bias(own)
+    update_expert_biases(together, counts)
+    for one, other in zip(one_by_one, together):
+        assert one.expert_bias.any() and torch.equal(one.expert_bias, other.expert_bias)
+    update_expert_biases([make_router(plain_moe())] * 3, counts)  # nothing to move
+
+
+def test_a_router_of_another_class_gets_its_counts():
+    router, got = make_router(plain_moe(expert_bias=True, score="sigmoid")), []
+    router.update_expert_bias = got.append
+    counts = torch.randint(100, (2, 8))
+    update_expert_biases([router, router], counts)
+    assert torch.equal(torch.stack(got), counts) and not router.expert_bias.any()
 
 
 def test_without_a_bias_there_is_nothing_to_move():
