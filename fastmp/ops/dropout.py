@@ -188,6 +188,12 @@ def block_shape(num_cols: int, itemsize: int) -> tuple[int, int]:
     return block_m if num_cols % 4 == 0 else max(1, block_m // 4), block_n
 
 
+def summing_block_shape(num_cols: int, itemsize: int) -> tuple[int, int]:
+    """Return `block_shape` with half of the rows: registers hold the sums of columns, too."""
+    block_m, block_n = block_shape(num_cols, itemsize)
+    return max(1, block_m // 2), block_n
+
+
 def launch(x: Tensor, bias: Tensor | None, residual: Tensor, p: float, seed: Tensor | None) -> Tensor:
     y = rows.empty_like(residual)
     launch_into(x, bias, residual, p, seed, y)
@@ -217,7 +223,8 @@ def launch_backward(
         return dx.zero_(), dbias.zero_()
     rows.launch_with_sums(
         bias_dropout_add_backward_kernel, (grad,), (dx, seed), dbias if with_bias else None,
-        _mask_constants(p), blocks=block_shape, HAS_BIAS=with_bias, WHOLE=grad.shape[-1] % 4 == 0,
+        _mask_constants(p), blocks=summing_block_shape if with_bias else block_shape, HAS_BIAS=with_bias,
+        WHOLE=grad.shape[-1] % 4 == 0,
     )  # fmt: skip
     return dx, dbias
 

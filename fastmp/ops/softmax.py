@@ -207,17 +207,17 @@ def softmax_backward_kernel(
 
 
 def block_shape(num_queries: int, num_keys: int, itemsize: int) -> tuple[int, int, int, bool]:
-    """Return (BLOCK_M, BLOCK_N, num_warps, WHOLE) with 32 elements per thread (float64: 16).
+    """Return (BLOCK_M, BLOCK_N, num_warps, WHOLE) with 16 elements per thread.
 
-    Rows of up to 1024 keys take one warp. 16 warps hold a row of 16384 keys (float64: 8192); longer rows are
-    read in blocks of 4096 (2048).
+    More would take the registers of other programs. Rows of up to 512 keys take one warp; 32 warps hold a row
+    of 16384 keys (float64: 16 hold 8192). Longer rows are read in blocks of 4096 (2048).
     """
-    per_warp = 1024 if itemsize < 8 else 512
+    longest = 16384 if itemsize < 8 else 8192
     block_n = max(16, next_power_of_2(num_keys))
-    if block_n > 16 * per_warp:
-        return 1, 4 * per_warp, 4, False
-    block_m = min(max(4 * per_warp // block_n, 1), next_power_of_2(num_queries))
-    return block_m, block_n, max(4, block_n // per_warp), True
+    if block_n > longest:
+        return 1, longest // 4, longest // 2048, False
+    block_m = min(max(2048 // block_n, 1), next_power_of_2(num_queries))
+    return block_m, block_n, max(4, block_n // 512), True
 
 
 @lru_cache(maxsize=1024)

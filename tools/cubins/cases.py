@@ -28,6 +28,7 @@ MEETING = Facts(
         r"(?s)atom\.global\.sys\.acquire\.add\.u32.*mov\.u64 %rd\d+, %globaltimer;.*trap;",
     ),
 )
+SOFTMAX = Facts(1, 1, exps=1, registers=64, threads=1024)
 ROPE = Facts(8, 4, registers=64, lacks=(NARROW,))
 # the narrow accesses are those of weights and statistics
 LATENT = Facts(3, 1.5, registers=64, threads=1024, lacks=(r"global\S*\.b16",))
@@ -410,17 +411,17 @@ CASES = {
     "norm rms backward wide": _norm_backward("rms_norm", 12288, Facts(stores=1, threads=512), ANY),
     "norm layer backward wide": _norm_backward("layer_norm", 12288, Facts(stores=1, threads=512), ANY),
     "norm layer backward several rows": _norm_backward("layer_norm", 2048, Facts(stores=1, copies=3), ANY),
-    "softmax 4096": _softmax(4096, False, Facts(1, 1, exps=1)),
-    "softmax 4096 causal": _softmax(4096, True, Facts(1, 1, exps=1)),
-    "softmax 16384": _softmax(16384, False, Facts(1, 1, exps=1)),
+    "softmax 4096": _softmax(4096, False, SOFTMAX),
+    "softmax 4096 causal": _softmax(4096, True, SOFTMAX),
+    "softmax 16384": _softmax(16384, False, SOFTMAX),
     "softmax 65536 causal": _softmax(65536, True, Facts(2, 1, exps=(2, 2.1))),
     "softmax backward 128 causal": _softmax_backward(128, True, Facts(2, 1, exps=0)),
-    "softmax backward 4096": _softmax_backward(4096, False, Facts(2, 1, exps=0)),
+    "softmax backward 4096": _softmax_backward(4096, False, Facts(2, 1, exps=0, registers=64, threads=1024)),
     "softmax backward 65536": _softmax_backward(65536, False, Facts(4, 1, exps=0)),
     "dropout": _dropout("", ALONE),
     "dropout plain": _dropout("plain", ALONE),
     "dropout wide": _dropout("wide", Facts(1, 1, registers=128)),
-    "dropout backward": _dropout_backward("", ELEMENTWISE, ANY),
+    "dropout backward": _dropout_backward("", replace(ELEMENTWISE, registers=64, threads=1024), ANY),
     "dropout backward no bias": _dropout_backward("no bias", ALONE),
     "dropout backward wide": _dropout_backward("wide", Facts(1, 0.5, registers=128), ANY),
     "first_not_finite": _op("first_not_finite", T((1 << 20,)), T((), torch.bool), Facts(1)),
