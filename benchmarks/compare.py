@@ -8,7 +8,7 @@ because other work of the machine only adds to it.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,18 +17,24 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.cases import EAGER, Case, is_ours
+from benchmarks.conditions import Conditions
 from benchmarks.measure import (
     Ceilings,
     CpuRun,
     EventRun,
     GraphRun,
+    Run,
     extra_bytes,
     in_turn,
+    multiplied_in,
+    name_of,
     num_copies,
     speedup,
     summarize,
 )
+from benchmarks.nvml import State
 
+Times = Mapping[str, list[float]]
 GRAPH, EVENTS, CPU_TIME = "CUDA graph", "CUDA events", "CPU time"
 _MAX_COPIED = 1 << 30  # bytes: a call that moves more does not find its inputs in the cache
 
@@ -41,7 +47,7 @@ class Row:
     is the 80th over the 20th percentile; where it is large on a GPU, a ratio means little. `over_peer` and
     `over_eager` say how many times faster the rival is than the best peer (`best_peer`, none of ours) and
     than plain torch. `called_ms` is the time with the host's launches in it. `flops` counts all arithmetic
-    that has a formula, not only products.
+    that has a formula, not only products. `around` has the columns of `Conditions`.
     """
 
     rival: str
@@ -59,11 +65,14 @@ class Row:
     extra_bytes: int | None
     bytes: int
     flops: int
+    around: dict[str, Any]
 
     def columns(self) -> dict[str, Any]:
         """Return all but the single times, rounded for a file."""
-        values = {name: value for name, value in vars(self).items() if name != "times_ms"}
-        return {n: float(f"{v:.5g}") if isinstance(v, float) else v for n, v in values.items()}
+        values = {n: value for n, value in vars(self).items() if n not in ("times_ms", "around")}
+        return {
+            n: float(f"{v:.5g}") if isinstance(v, float) else v for n, v in (values | self.around).items()
+        }
 
 
 @dataclass
@@ -83,10 +92,11 @@ def compare(
     names: Sequence[str] = (),
     rounds: int | None = None,
     seconds: float = math.inf,
+    conditions: Conditions | None = None,
 ) -> Comparison:
     """Time the rivals of `case`, or those in `names`, in turn: at most `rounds` times, about `seconds` long.
 
-    A rival that raises has no row but a reason.
+    A rival that raises has no row but a reason. With `conditions` its references take turns as well.
     """
     on_gpu = torch.device(device).type == "cuda"
     rounds = rounds or (20 if on_gpu else 7)
@@ -98,18 +108,22 @@ def compare(
             extra[name] = extra_bytes(case.results(name, direction), device)
     if not extra:
         return result
-    if on_gpu:
-        called, times = _gpu_times(case, direction, list(extra), rounds, seconds)
-    else:
-        runs = {name: CpuRun([getattr(case, direction)(name)]) for name in extra}
-        called = times = in_turn(runs, rounds, seconds)
     num_bytes, products = case.costs(direction)
-    floor_ms, floor_of = ceilings.floor(num_bytes, products, case.leaves[0].dtype)
+    dtype = multiplied_in(case.name, case.leaves[0].dtype)
+    if name_of(dtype) not in ceilings.gemm_tflops:  # a CPU, or a GPU without FP8
+        dtype = case.leaves[0].dtype
+    timed = _Timed(case, direction, list(extra), conditions, dtype)
+    called, times = timed.on_gpu(rounds, seconds) if on_gpu else timed.on_cpu(rounds, seconds)
+    floor_ms, floor_of = ceilings.floor(num_bytes, products, dtype)
     flops = next((_all_flops(case, direction, name) for name in extra if is_ours(name)), 0)
     for name in extra:
-        best = _best_peer(name, times, called, on_gpu)
-        values = times.get(name, called[name])
-        figures, ms = summarize(values), _ms(values, on_gpu)
+        best = _best_peer(name, extra, times, called, on_gpu)
+        source = times if name in times else called
+        values = source[name]
+        figures, ms, around = summarize(values), _ms(values, on_gpu), {}
+        if conditions is not None:
+            costs = num_bytes, products
+            around = conditions.columns(values, source, costs, dtype, timed.states[name])
         result.rows[name] = Row(
             rival=name,
             timing=CPU_TIME if not on_gpu else GRAPH if name in times else EVENTS,
@@ -126,27 +140,58 @@ def compare(
             extra_bytes=extra[name],
             bytes=num_bytes,
             flops=max(flops, products),
+            around=around,
         )
     return result
 
 
-def _gpu_times(
-    case: Case, direction: str, names: list[str], rounds: int, seconds: float
-) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
-    """Return the times of all rivals as called, and in a graph of those that can be captured."""
-    num_bytes, _ = case.costs(direction)
-    copies = num_copies(num_bytes) if case.again and num_bytes < _MAX_COPIED else 1
-    cases = [case] + [case.again(seed) for seed in range(1, copies)]
-    calls = {name: [getattr(one, direction)(name) for one in cases] for name in names}
-    called = in_turn({name: EventRun(c) for name, c in calls.items()}, rounds, seconds / 2)
-    graphs: dict[str, GraphRun] = {}
-    for name in names if case.capturable else ():
-        with _reported(name, {}):
-            graphs[name] = GraphRun(calls[name])
-    for graph in graphs.values():
-        graph()
-    times = in_turn(graphs, rounds, seconds / 2) if graphs else {}
-    return called, times
+class _Timed:
+    """Times of rivals in turn with the references of `conditions`, and the states in their rounds."""
+
+    def __init__(
+        self,
+        case: Case,
+        direction: str,
+        names: list[str],
+        conditions: Conditions | None,
+        dtype: torch.dtype,
+    ) -> None:
+        self.case, self.direction, self.names, self.conditions = case, direction, names, conditions
+        self.references = {} if conditions is None else conditions.references(dtype)
+        self.states: dict[str, list[State]] = {}
+
+    def _run(self, kind: type[Run], name: str, calls: Sequence[Callable[[], Any]]) -> Run:
+        """Make a run whose states are kept in place of those of the run before it."""
+        if self.conditions is None:
+            return kind(calls)
+        self.states[name] = []
+        return kind(calls, watch=self.conditions.watch(self.states[name]))
+
+    def on_cpu(self, rounds: int, seconds: float) -> tuple[Times, Times]:
+        call = getattr(self.case, self.direction)
+        runs = {name: self._run(CpuRun, name, [call(name)]) for name in self.names}
+        called = in_turn(runs | self.references, rounds, seconds)
+        return called, called
+
+    def on_gpu(self, rounds: int, seconds: float) -> tuple[Times, Times]:
+        """Return the times of all rivals as called, and in a graph of those that can be captured."""
+        case, (num_bytes, _) = self.case, self.case.costs(self.direction)
+        copies = num_copies(num_bytes) if case.again and num_bytes < _MAX_COPIED else 1
+        cases = [case] + [case.again(seed) for seed in range(1, copies)]
+        calls = {name: [getattr(one, self.direction)(name) for one in cases] for name in self.names}
+        runs = {name: self._run(EventRun, name, some) for name, some in calls.items()}
+        called = in_turn(runs | self.references, rounds, seconds / 2)
+        graphs: dict[str, Run] = {}
+        for name in self.names if case.capturable else ():
+            states = self.states.get(name)
+            try:
+                graphs[name] = self._run(GraphRun, name, calls[name])
+            except Exception:  # cannot be captured: the times as called count
+                if states is not None:
+                    self.states[name] = states
+        for graph in graphs.values():
+            graph()
+        return called, in_turn(graphs | self.references, rounds, seconds / 2) if graphs else {}
 
 
 @contextmanager
@@ -163,9 +208,6 @@ def _ms(times: list[float], on_gpu: bool) -> float:
     return summarize(times)["ms" if on_gpu else "min"]
 
 
-Times = Mapping[str, list[float]]
-
-
 def _ratio(name: str, other: str, times: Times, called: Times, on_gpu: bool) -> float:
     """Return how many times faster `name` is than `other`, both in a graph or both as called."""
     pair = times if name in times and other in times else called
@@ -174,8 +216,10 @@ def _ratio(name: str, other: str, times: Times, called: Times, on_gpu: bool) -> 
     return min(pair[other]) / min(pair[name])
 
 
-def _best_peer(name: str, times: Times, called: Times, on_gpu: bool) -> tuple[str, float] | None:
-    ratios = {other: _ratio(name, other, times, called, on_gpu) for other in called if not is_ours(other)}
+def _best_peer(
+    name: str, names: Iterable[str], times: Times, called: Times, on_gpu: bool
+) -> tuple[str, float] | None:
+    ratios = {other: _ratio(name, other, times, called, on_gpu) for other in names if not is_ours(other)}
     best = min(ratios, key=ratios.__getitem__, default=None)
     return None if best is None else (best, ratios[best])
 

@@ -20,6 +20,7 @@ import torch
 from benchmarks import peers
 from benchmarks.cases import EAGER, Case, is_first, is_ours, sweep
 from benchmarks.compare import Comparison, compare
+from benchmarks.conditions import Conditions
 from benchmarks.measure import environment, measure_ceilings, synchronize, write_json
 from benchmarks.report import size
 
@@ -122,6 +123,7 @@ class _Comparisons:
 
     def __init__(self, ceilings, seconds):
         self.ceilings, self.seconds = ceilings, seconds
+        self.conditions = Conditions(DEVICE) if DEVICE == "cuda" else None
         self.case: Case | None = None
         self.by_direction: dict[str, Comparison] = {}
 
@@ -130,7 +132,8 @@ class _Comparisons:
             self.case, self.by_direction = case, {}
         if direction not in self.by_direction:
             seconds = self.seconds if DEVICE == "cpu" else 2 * self.seconds  # as called, and in a graph
-            compared = compare(case, direction, self.ceilings, DEVICE, seconds=seconds)
+            options = {"seconds": seconds, "conditions": self.conditions}
+            compared = compare(case, direction, self.ceilings, DEVICE, **options)
             self.by_direction[direction] = compared
         return self.by_direction[direction]
 
@@ -184,7 +187,9 @@ def _line(info: dict) -> str:
     peer = f"{info['over_peer']:6.2f}x {info['best_peer']}" if info["best_peer"] else "no peer"
     unsteady = DEVICE == "cuda" and info["ms"] > 0.1 and info["spread"] > 1.05
     return (
-        f"  {info['rival']:<18} {info['ms']:10.3f} ms {info['of_floor']:7.1%} of floor  {peer:<22}"
+        f"  {info['rival']:<18} {info['ms']:10.3f} ms {info['of_floor']:7.1%} of floor"
+        + (f" {info['of_sustained']:7.1%} of sustained" if "of_sustained" in info else "")
+        + f"  {peer:<22}"
         f" {size(info['extra_bytes']):>9} extra" + (f"  spread {info['spread']:.2f}" if unsteady else "")
     )
 

@@ -374,22 +374,31 @@ def report(result: dict[str, Any]) -> list[str]:
         if "raised" in row:
             lines.append(f"RAISED {name}: {row['raised']}")
             continue
-        times = f"{row['ms'] * 1e3:10.1f} us {row['gbs']:8.0f} GB/s {row['of_floor']:6.1%} of floor"
-        lines.append(f"{name:<60} {times} {size(row['extra_bytes'])} extra")
+        times = f"{row['ms'] * 1e3:10.1f} us {row['gbs']:8.0f} GB/s {_shares(row)}"
+        lines.append(f"{name:<60} {times} {size(row['extra_bytes'])} extra{_changed(row)}")
     for row in result.get("functions", ()):
         name = " ".join(row[key] for key in ("case", "direction", "rival") if key in row)
         if "raised" in row:
             lines.append(f"RAISED {name}: {row['raised']}")
             continue
         peer = "" if row["over_peer"] is None else f" {row['over_peer']:6.2f}x best peer"
-        times = f"{row['ms']:10.3f} ms {row['of_floor']:6.1%} of floor{peer}"
-        lines.append(f"{name:<60} {times} {size(row['extra_bytes'])} extra [{row['timing']}]")
+        times = f"{row['ms']:10.3f} ms {_shares(row)}{peer}"
+        lines.append(f"{name:<60} {times} {size(row['extra_bytes'])} extra [{row['timing']}]{_changed(row)}")
     for row in result.get("recipes", ()):
         figures = row.get("raised") or f"{row['tokens_per_second']:,.0f} tokens/s, loss {row['loss']:.4f}"
         lines.append(f"recipe {row['recipe']:<53} {figures}")
     if left := result.get("left"):
         lines.append(f"{len(left)} left, the first is {left[0]}: the same command again goes on with it")
     return lines
+
+
+def _shares(row: dict[str, Any]) -> str:
+    sustained = "" if "of_sustained" not in row else f", {row['of_sustained']:.1%} of sustained"
+    return f"{row['of_floor']:6.1%} of best{sustained}"
+
+
+def _changed(row: dict[str, Any]) -> str:
+    return "".join(f" CHANGED: {change}" for change in row.get("changed", ()))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

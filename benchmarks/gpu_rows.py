@@ -14,7 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
+from functools import cached_property, partial
 from types import ModuleType
 from typing import Any
 
@@ -24,6 +24,7 @@ from torch import Tensor
 from benchmarks import correct
 from benchmarks.cases import EAGER, Workload, families, is_ours, title
 from benchmarks.compare import compare
+from benchmarks.conditions import Conditions
 from benchmarks.measure import (
     Ceilings,
     extra_bytes,
@@ -37,6 +38,7 @@ from benchmarks.measure import (
     summarize,
     synchronize,
 )
+from benchmarks.nvml import State
 from fastmp.ops import OPS
 from fastmp.testing.ops import poisoned_memory, run
 
@@ -125,6 +127,10 @@ class Job:
     def on_gpu(self) -> bool:
         return torch.device(self.device).type == "cuda"
 
+    @cached_property
+    def conditions(self) -> Conditions:
+        return Conditions(self.device, tiny=not self.on_gpu)
+
     def encode(self) -> str:
         return json.dumps(asdict(self))
 
@@ -172,10 +178,14 @@ def _kernel_rows(item: Item, job: Job) -> Iterator[dict[str, Any]]:
     calls = {b: [lambda f=entry.implementations[b], a=a: f(*a) for a in inputs] for b in right}
     extra = {b: extra_bytes(some[0], device) for b, some in calls.items()}
     rounds = num_rounds(copies * traffic) if job.on_gpu else 1
-    runs = {b: runner(device)(some, rounds) for b, some in calls.items()}
-    floor_ms, floor_of = job.ceilings.floor(traffic, flops, multiplied_in(op, DTYPE))
-    for backend, times in in_turn(runs, 2 if job.tiny else 9).items():
-        figures = summarize(times)
+    states: dict[str, list[State]] = {b: [] for b in right}
+    watch, multiplied = job.conditions.watch, multiplied_in(op, DTYPE)
+    runs = {b: runner(device)(some, rounds, watch(states[b])) for b, some in calls.items()}
+    floor_ms, floor_of = job.ceilings.floor(traffic, flops, multiplied)
+    times = in_turn(runs | job.conditions.references(multiplied), 2 if job.tiny else 9)
+    for backend in right:
+        figures, costs = summarize(times[backend]), (traffic, flops)
+        around = job.conditions.columns(times[backend], times, costs, multiplied, states[backend])
         yield {**item.what, "backend": backend, **figures} | {
             "floor_ms": floor_ms,
             "floor_of": floor_of,
@@ -184,6 +194,7 @@ def _kernel_rows(item: Item, job: Job) -> Iterator[dict[str, Any]]:
             "bytes": traffic,
             "flops": flops,
             "extra_bytes": extra[backend],
+            **around,
         }
 
 
@@ -240,6 +251,7 @@ def _function_rows(item: Item, job: Job) -> Iterator[dict[str, Any]]:
     names = [name for name in case.rivals if name not in wrong]
     for direction in reversed(work.directions):  # forward and backward first
         options = {"rounds": 2 if job.tiny else 15, "seconds": 20.0, "names": names}
+        options["conditions"] = job.conditions
         compared = compare(case, direction, job.ceilings, job.device, **options)
         for row in compared.rows.values():
             yield {**item.what, "direction": direction, **row.columns()}

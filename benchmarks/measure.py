@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks import peers
+from benchmarks import nvml, peers
 
 Call = Callable[[], Any]
 
@@ -62,19 +62,29 @@ def in_turn(
     return times
 
 
-def cpu_ms(call: Call) -> float:
-    """Return the CPU time of one call over all threads of this process, in ms."""
+def _nothing() -> None:
+    pass
+
+
+def cpu_ms(call: Call, watch: Call = _nothing) -> float:
+    """Return the CPU time of one call over all threads of this process, in ms; calls `watch` after it."""
     start = time.process_time()
     call()
-    return (time.process_time() - start) * 1e3
+    ms = (time.process_time() - start) * 1e3
+    watch()
+    return ms
 
 
-def event_ms(call: Call) -> float:
-    """Return the time of one call on the GPU's own clock, in ms; waits for it."""
+def event_ms(call: Call, watch: Call = _nothing) -> float:
+    """Return the time of one call on the GPU's own clock, in ms; waits for it.
+
+    `watch` is called while the GPU works: if the GPU waited for it, it would rest and cool.
+    """
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     start.record()
     call()
     end.record()
+    watch()
     end.synchronize()
     return start.elapsed_time(end)
 
@@ -83,10 +93,11 @@ class GraphRun:
     """A CUDA graph of calls; calling it replays the graph and returns the time of one call in ms.
 
     Results are kept until the same call comes round again, so that no call writes where the one before it
-    wrote, which would be in the cache.
+    wrote, which would be in the cache. `watch` is called during each replay.
     """
 
-    def __init__(self, calls: Sequence[Call], rounds: int = 1) -> None:
+    def __init__(self, calls: Sequence[Call], rounds: int = 1, watch: Call = _nothing) -> None:
+        self.watch = watch
         self.count = len(calls) * rounds
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
@@ -107,7 +118,7 @@ class GraphRun:
 
     def __call__(self) -> float:
         self.graph.replay()  # busy while the timed replay is enqueued: else its launch would count
-        return event_ms(self.graph.replay) / self.count
+        return event_ms(self.graph.replay, self.watch) / self.count
 
 
 class EventRun:
@@ -115,18 +126,21 @@ class EventRun:
 
     clock = staticmethod(event_ms)
 
-    def __init__(self, calls: Sequence[Call], rounds: int = 1) -> None:
-        self.calls = list(calls) * rounds
+    def __init__(self, calls: Sequence[Call], rounds: int = 1, watch: Call = _nothing) -> None:
+        self.calls, self.watch = list(calls) * rounds, watch
         calls[0]()
 
     def __call__(self) -> float:
-        return self.clock(lambda: [call() for call in self.calls]) / len(self.calls)
+        return self.clock(lambda: [call() for call in self.calls], self.watch) / len(self.calls)
 
 
 class CpuRun(EventRun):
     """Calls on a CPU, whose mean CPU time is returned in ms."""
 
     clock = staticmethod(cpu_ms)
+
+
+Run = GraphRun | EventRun
 
 
 def runner(device: str) -> type[GraphRun] | type[CpuRun]:
@@ -148,8 +162,8 @@ def synchronize(device: str) -> None:
         torch.cuda.synchronize()
 
 
-def copy_bandwidth(device: str, num_bytes: int = 1 << 30) -> float:
-    """Return bytes read plus bytes written per second by a large copy, the best of several.
+def copy_run(device: str, num_bytes: int) -> Run:
+    """Return a run of large copies, each of which reads and writes so many bytes.
 
     On a GPU nothing moves bytes faster; there a kernel copies, for the copies of a graph may go to copy
     engines, which reach two thirds of that. A CPU can: by writing in place, or by reading several places.
@@ -159,8 +173,7 @@ def copy_bandwidth(device: str, num_bytes: int = 1 << 30) -> float:
     sinks = [torch.empty_like(s).fill_(0) for s in sources]
     pairs = zip(sources, sinks, strict=True)
     copy = (lambda s, t: torch.neg(s, out=t)) if on_gpu else (lambda s, t: t.copy_(s))
-    run = runner(device)([lambda s=s, t=t: copy(s, t) for s, t in pairs], rounds=2 if on_gpu else 1)
-    return 2 * num_bytes / (min(run() for _ in range(9 if on_gpu else 5)) * 1e-3)
+    return runner(device)([lambda s=s, t=t: copy(s, t) for s, t in pairs], rounds=2 if on_gpu else 1)
 
 
 FP8 = torch.float8_e4m3fn
@@ -168,7 +181,7 @@ FP8 = torch.float8_e4m3fn
 
 @dataclass(frozen=True)
 class Ceilings:
-    """The rates that this machine reaches, measured in this process; floors are made of them."""
+    """The best rates that this machine reaches, the least of several runs; floors are made of them."""
 
     copy_gbs: float
     gemm_tflops: dict[str, float]  # by dtype
@@ -203,20 +216,25 @@ def measure_ceilings(
     gemm_size = gemm_size or (8192 if on_gpu else 1024)
     if on_gpu and torch.cuda.get_device_capability(device) >= (8, 9):
         dtypes = (*dtypes, FP8)
-    rates = {name_of(dtype): gemm_rate(device, gemm_size, dtype) / 1e12 for dtype in dtypes}
-    return Ceilings(copy_bandwidth(device, copy_bytes) / 1e9, rates)
+    rounds = 9 if on_gpu else 5
+
+    def best(run: Run, amount: int) -> float:
+        return amount / (min(run() for _ in range(rounds)) * 1e-3)
+
+    rates = {
+        name_of(dtype): best(gemm_run(device, gemm_size, dtype), 2 * gemm_size**3) / 1e12 for dtype in dtypes
+    }
+    return Ceilings(best(copy_run(device, copy_bytes), 2 * copy_bytes) / 1e9, rates)
 
 
-def gemm_rate(device: str, size: int, dtype: torch.dtype) -> float:
-    """Return the FLOP/s of a product of random square matrices, the best of several."""
+def gemm_run(device: str, size: int, dtype: torch.dtype) -> Run:
+    """Return a run of GEMMs of random square matrices."""
     a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
-    on_gpu = torch.device(device).type == "cuda"
     multiply = lambda: a @ b  # noqa: E731
     if dtype == FP8:
         one = torch.ones((), device=device)
         multiply = lambda: torch._scaled_mm(a, b.t(), one, one, out_dtype=torch.bfloat16)  # noqa: E731
-    run = runner(device)([multiply], rounds=4 if on_gpu else 1)
-    return 2 * size**3 / (min(run() for _ in range(9 if on_gpu else 5)) * 1e-3)
+    return runner(device)([multiply], rounds=4 if torch.device(device).type == "cuda" else 1)
 
 
 def extra_bytes(call: Call, device: str) -> int:
@@ -312,6 +330,7 @@ def environment(device: str) -> dict[str, Any]:
             "capability": f"{properties.major}.{properties.minor}",
             "multiprocessors": properties.multi_processor_count,
             "memory_gib": properties.total_memory >> 30,
+            "sensors": nvml.sensors(device)[1],
         }
         versions["cuda"] = torch.version.cuda
     else:

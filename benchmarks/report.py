@@ -9,15 +9,17 @@ from __future__ import annotations
 
 import json
 import sys
+import tomllib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from benchmarks.goals import H200_GOALS, OURS
 from fastmp.config.command_line import Parser
 
-OURS = "fastmp"
 NOT_MEASURED = "not measured"
+_PUBLISHED = Path(__file__).with_name("published.toml")
 
 
 @dataclass(frozen=True)
@@ -26,6 +28,8 @@ class Timing:
 
     `workload` is the op's or the workload's name, `direction` "kernel" for an op alone. `over_peer` is how
     many times as fast as the best peer it is. `predicted_ms` is what `benchmarks.predict` said before.
+    `of_floor` is the share of the best rates, `of_sustained` that of the rates in the same rounds; it and the
+    columns of `benchmarks.conditions` are None in older files and on CPUs.
     """
 
     case: str
@@ -42,10 +46,35 @@ class Timing:
     best_peer: str | None = None
     over_peer: float | None = None
     predicted_ms: float | None = None
+    called_ms: float | None = None
+    of_sustained: float | None = None
+    modes: Sequence[float] | None = None
+    state: dict[str, Any] | None = None
+    changed: Sequence[str] = ()
+
+    @property
+    def share(self) -> float:
+        """The share that goals bound: of sustained rates, or of the best ones in a file without them."""
+        return self.of_floor if self.of_sustained is None else self.of_sustained
 
     @property
     def ours(self) -> bool:
         return self.direction == "kernel" or self.rival.startswith(OURS)
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A published figure of `cases`, beginnings of names, in ms, gbs (GB/s) or tflops (TFLOP/s)."""
+
+    cases: list[str]
+    direction: str
+    value: float
+    unit: str
+    gpu: str
+    source: str
+
+
+Figures = list[Figure]
 
 
 @dataclass(frozen=True)
@@ -147,6 +176,12 @@ def _read_gpu_check(path: str, content: dict[str, Any]) -> Result:
     remarks = [f"{sum(row['ok'] for row in checked)} of {len(checked)} checks against float64 are right"]
     for row in content.get("sanitizer", ()):
         remarks.append(f"compute-sanitizer {row['tool']}: {row.get('raised') or row['errors']} errors")
+    sensors = content["environment"].get("sensors", "not recorded")
+    remarks += [f"clocks, power and temperature: {sensors}"]
+    if all(timing.of_sustained is None for timing in kernels + functions):
+        remarks.append("shares are of the best rates: the sustained ones were not measured")
+    if changed := sum(bool(timing.changed) for timing in kernels + functions):
+        remarks.append(f"{changed} rows in whose rounds the GPU changed its state: see the column")
     if left := content.get("left"):
         remarks.append(f"{len(left)} left, from {left[0]} on")
     ceilings = content.get("ceilings", {})
@@ -165,139 +200,6 @@ def _read_cpu_goals(path: str, content: dict[str, Any]) -> Result:
     return Result(path, content, content.get("ceilings", {}), list(timings.values()), goals=goals)
 
 
-Values = Callable[[Sequence[Timing]], dict[str, float]]
-
-
-@dataclass(frozen=True)
-class GpuGoal:
-    """A required bound on an H200 in bfloat16, for every timed shape.
-
-    `values` returns {case: our best figure}. `wanted` bounds the figures from below, or from above if `most`.
-    """
-
-    what: str
-    wanted: float
-    values: Values
-    unit: str
-    most: bool = False
-
-    def worst(self, timings: Sequence[Timing]) -> float | None:
-        values = self.values([timing for timing in timings if timing.dtype == "bfloat16"]).values()
-        return (max if self.most else min)(values, default=None)
-
-    def met(self, value: float) -> bool:
-        return value <= self.wanted if self.most else value >= self.wanted
-
-
-def _best(timings: Iterable[Timing], attribute: str, best: Callable[..., float]) -> dict[str, float]:
-    found: dict[str, float] = {}
-    for timing in timings:
-        value = getattr(timing, attribute)
-        found[timing.case] = value if timing.case not in found else best(found[timing.case], value)
-    return found
-
-
-def _kernel(
-    *ops: str, attribute: str = "of_floor", best: Callable[..., float] = max, shapes: Sequence[str] = ("",)
-) -> Values:
-    """Read an attribute of ops alone, by default the share of the floor, where a case has one of `shapes`."""
-
-    def values(timings: Sequence[Timing]) -> dict[str, float]:
-        kernels = (t for t in timings if t.direction == "kernel" and t.workload in ops)
-        return _best((t for t in kernels if any(shape in t.case for shape in shapes)), attribute, best)
-
-    return values
-
-
-def _used(
-    workload: str, attribute: str, best: Callable[..., float], shape: str = "", unit: float = 1.0
-) -> Values:
-    """Read an attribute of a public function, forward and backward."""
-
-    def values(timings: Sequence[Timing]) -> dict[str, float]:
-        wanted = (t for t in timings if (t.workload, t.direction, t.ours) == (workload, "both", True))
-        found = _best((t for t in wanted if shape in t.case), attribute, best)
-        return {case: value / unit for case, value in found.items()}
-
-    return values
-
-
-def _times_as_fast(workload: str, rival: str, direction: str) -> Values:
-    """Compute the speed-up over a rival; "backward" is the time of both directions less the forward's."""
-
-    def values(timings: Sequence[Timing]) -> dict[str, float]:
-        rows = [t for t in timings if t.workload == workload]
-
-        def times(direction: str, ours: bool) -> dict[str, float]:
-            chosen = (t for t in rows if t.direction == direction and (t.ours if ours else t.rival == rival))
-            return _best(chosen, "ms", min)
-
-        if direction != "backward":
-            ours, theirs = times(direction, True), times(direction, False)
-        else:
-            ours, theirs = (
-                {case: ms - forward[case] for case, ms in times("both", side).items() if case in forward}
-                for side, forward in ((True, times("forward", True)), (False, times("forward", False)))
-            )
-        return {case: theirs[case] / ms for case, ms in ours.items() if case in theirs and ms > 0}
-
-    return values
-
-
-_CE, _LCE = "cross_entropy", "linear_cross_entropy"
-_LARGE_EXPERTS = ("[4, ", "[8, ", "[16, ")
-_LIGER_MEGATRON, _MEGATRON = "Liger for Megatron", "as Megatron, compiled"
-H200_GOALS = (
-    GpuGoal("cross-entropy forward", 0.92, _kernel("cross_entropy_stats"), "of floor"),
-    GpuGoal("cross-entropy backward, in place", 0.93, _kernel("cross_entropy_grad_"), "of floor"),
-    GpuGoal("cross-entropy", 3.2, _times_as_fast(_CE, _LIGER_MEGATRON, "both"), f"x {_LIGER_MEGATRON}"),
-    GpuGoal("cross-entropy", 7.0, _times_as_fast(_CE, _MEGATRON, "both"), f"x {_MEGATRON}"),
-    GpuGoal("linear + cross-entropy", 0.93, _used(_LCE, "of_floor", max), "of floor"),
-    GpuGoal("linear + cross-entropy", 17.6, _used(_LCE, "ms", min, "[4096, 4096, 128256]"), "ms", most=True),
-    GpuGoal("linear + cross-entropy", 1.1, _used(_LCE, "extra_bytes", min, unit=1e9), "GB extra", most=True),
-    GpuGoal("bias-GeLU forward", 0.95, _kernel("bias_gelu"), "of floor"),
-    GpuGoal("bias-GeLU backward with bias gradient", 0.92, _kernel("bias_gelu_backward"), "of floor"),
-    GpuGoal("SwiGLU and GeGLU forward", 0.95, _kernel("gated_activation"), "of floor"),
-    GpuGoal("SwiGLU and GeGLU backward", 0.92, _kernel("gated_activation_backward"), "of floor"),
-    GpuGoal("norms forward", 0.94, _kernel("rms_norm", "layer_norm"), "of floor"),
-    GpuGoal("norms backward", 0.88, _kernel("rms_norm_backward", "layer_norm_backward"), "of floor"),
-    GpuGoal("RMSNorm backward", 1.5, _times_as_fast("rms_norm", "Liger", "backward"), "x Liger"),
-    GpuGoal("LayerNorm backward", 1.5, _times_as_fast("layer_norm", "Liger", "backward"), "x Liger"),
-    GpuGoal("RoPE in place", 0.92, _kernel("rope_"), "of floor"),
-    GpuGoal("bias-dropout-add forward", 0.92, _kernel("bias_dropout_add"), "of floor"),
-    GpuGoal("bias-dropout-add backward", 0.95, _kernel("bias_dropout_add_backward"), "of floor"),
-    GpuGoal("AdamW", 0.95, _kernel("adamw_"), "of floor"),
-    GpuGoal("rows to and from peers, one device", 0.8, _kernel("exchange_push", "exchange_pull"), "of floor"),
-    GpuGoal("rows into and out of own memory", 0.8, _kernel("exchange_give", "exchange_take"), "of floor"),
-    GpuGoal("router forward", 0.005, _kernel("topk_router", attribute="ms", best=min), "ms", most=True),
-    GpuGoal(
-        "router backward", 0.007, _kernel("topk_router_backward", attribute="ms", best=min), "ms", most=True
-    ),
-    GpuGoal("router", 6.0, _times_as_fast("router", "torch eager", "both"), "x torch eager"),
-    GpuGoal("router", 2.5, _times_as_fast("router", "torch.compile", "both"), "x torch.compile"),
-    GpuGoal("grouped router", 6.0, _times_as_fast("router grouped", "torch eager", "both"), "x torch eager"),
-    GpuGoal(
-        "grouped router",
-        2.5,
-        _times_as_fast("router grouped", "torch.compile", "both"),
-        "x torch.compile",
-    ),
-    GpuGoal("permutation", 0.012, _kernel("permutation", attribute="ms", best=min), "ms", most=True),
-    GpuGoal("permute", 0.90, _kernel("permute"), "of floor"),
-    GpuGoal("unpermute forward and backward", 0.88, _kernel("unpermute", "unpermute_backward"), "of floor"),
-    GpuGoal("unpermute", 2.0, _times_as_fast("unpermute", "torch eager", "both"), "x torch eager"),
-    GpuGoal(
-        "grouped products, large experts", 0.90, _kernel("grouped_mm", shapes=_LARGE_EXPERTS), "of floor"
-    ),
-    GpuGoal("grouped products, all shapes", 0.80, _kernel("grouped_mm"), "of floor"),
-    GpuGoal(
-        "grouped products", 1.02, _times_as_fast("grouped_mm", "torch fused", "forward"), "x torch fused"
-    ),
-    GpuGoal("grouped products, weight gradient added", 0.88, _kernel("grouped_mm_wgrad_"), "of floor"),
-    GpuGoal("experts in graphs", 1.3, _times_as_fast("graphed_moe_layer", OURS, "step"), "x eager"),
-)
-
-
 def goal_rows(results: Sequence[Result]) -> list[list[str]]:
     """Return a row (on, what, goal, measured, state) for each goal of a device that has a file."""
     on_h200 = [r for r in results if r.on_gpu and "H200" in r.environment["device"]]
@@ -312,7 +214,7 @@ def goal_rows(results: Sequence[Result]) -> list[list[str]]:
     entries = [entry for result in results for entry in result.goals]
     for entry in entries:
         goal, factor = entry["goal"], f"{entry['factor']:.2f}"
-        what = f"{entry['case']} {_direction(goal['direction'])}, {goal['rival']}"
+        what = f"{entry['case']} {direction_words(goal['direction'])}, {goal['rival']}"
         wanted = f"at least {entry['wanted']:.4g} x {goal['over']}"
         if goal.get("extra_bytes") is not None:
             share = entry["ours"]["extra_bytes"] / max(entry["other"]["extra_bytes"], 1)
@@ -322,7 +224,7 @@ def goal_rows(results: Sequence[Result]) -> list[list[str]]:
     return rows
 
 
-def _direction(name: str) -> str:
+def direction_words(name: str) -> str:
     return {"both": "forward+backward"}.get(name, name)
 
 
@@ -349,16 +251,18 @@ def markdown(results: Sequence[Result]) -> str:
     """Return the goals of the devices in the files, then every file's own table."""
     lines = ["# Benchmarks"]
     if rows := goal_rows(results):
-        lines += ["", "## Goals", "", *_table(["on", "what", "goal", "measured", "state"], rows)]
+        lines += ["", "## Goals", "", "Files without sustained rates are judged by the best ones.", ""]
+        lines += _table(["on", "what", "goal", "measured", "state"], rows)
     for result in results:
         lines += ["", f"## {result.title}", "", f"`{Path(result.path).name}`"]
         lines += [f"- {remark}" for remark in (*_ceilings(result), *result.remarks)]
         if not result.timings:
             lines += ["", f"Times: {NOT_MEASURED}."]
             continue
-        header = ["case", "direction", "by", "time", "of floor", "to best peer", "extra memory"]
-        header += ["predicted"] if (predicted := any(t.predicted_ms for t in result.timings)) else []
-        lines += ["", *_table(header, (_cells(t)[: 8 if predicted else 7] for t in result.timings))]
+        figures = published() if result.on_gpu else []
+        columns = {name: [cell(t, figures) for t in result.timings] for name, cell in _COLUMNS.items()}
+        columns = {name: cells for name, cells in columns.items() if any(cells) or name == _TO_PEER}
+        lines += ["", *_table([*columns], zip(*columns.values(), strict=True))]
     return "\n".join(lines) + "\n"
 
 
@@ -369,102 +273,64 @@ def _ceilings(result: Result) -> Iterator[str]:
         yield f"{dtype} matrix products {rate:.4g} TFLOP/s"
 
 
-def _cells(timing: Timing) -> list[str]:
-    peer = "" if timing.over_peer is None else f"{timing.over_peer:.2f}x {timing.best_peer}"
-    floor = f"{timing.of_floor:.1%}" + ("" if timing.floor_of == "copy" else f" ({timing.floor_of})")
-    direction = _direction(timing.direction)
-    time = _time(timing.ms)
-    said = "" if timing.predicted_ms is None else _time(timing.predicted_ms)
-    return [timing.case, direction, timing.rival, time, floor, peer, size(timing.extra_bytes), said]
+def _share(timing: Timing, figures: Figures) -> str:
+    return f"{timing.of_floor:.1%}" + ("" if timing.floor_of == "copy" else f" ({timing.floor_of})")
 
 
-INK, MUTED, FAINT = "#1f2937", "#9ca3af", "#e5e7eb"
-PALETTE = ("#3b6fb6", "#c4572e", "#4d9a5b", "#8a5bb0", "#b8860b", "#2aa0a4", "#c2508a", "#6b7280")
-_MAX_POINTS = 28  # in one panel
+def _called(timing: Timing, figures: Figures) -> str:
+    """Return the time with launches, where another one is the time that counts."""
+    return "" if timing.called_ms in (None, timing.ms) else _time(timing.called_ms)
 
 
-def roofline(results: Sequence[Result], out: str | Path) -> Path:
-    """Draw FLOP/s over FLOPs a byte under the measured roofs, a panel a file, to the PNG or SVG file `out`.
-
-    A filled mark is ours, a hollow one below or above it the best peer. ValueError for another file type,
-    where nothing can be drawn, and without matplotlib.
-    """
-    out = Path(out)
-    if out.suffix not in (".png", ".svg"):
-        raise ValueError(f"a picture is a .png or .svg file, got {out.name}")
-    drawn = [(result, _points(result)) for result in results if "copy_gbs" in result.ceilings]
-    drawn = [(result, points) for result, points in drawn if points]
-    if not drawn:
-        raise ValueError("no file holds times beside measured ceilings: nothing to draw")
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise ValueError("a picture needs matplotlib: pip install matplotlib") from None
-    figure = Figure(figsize=(11.0, 5.6 * len(drawn)), dpi=130, layout="constrained")
-    FigureCanvasAgg(figure)
-    for axes, (result, points) in zip(figure.subplots(len(drawn), squeeze=False)[:, 0], drawn):
-        _draw(axes, result, points)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(out, format=out.suffix[1:])
-    return out
+def _state(timing: Timing, figures: Figures) -> str:
+    """Return clocks and power as least and most, throttle reasons, and in bold what changed."""
+    state, words = timing.state or {}, []
+    for name, unit in (("sm_mhz", "MHz"), ("watts", "W"), ("celsius", "C")):
+        if state.get(name):
+            words.append(" to ".join(dict.fromkeys(f"{value:.0f}" for value in state[name])) + f" {unit}")
+    words += state.get("throttle", ())
+    return ", ".join([*words, *(f"**{change}**" for change in timing.changed)])
 
 
-Point = tuple[Timing, Timing | None]
+def published() -> Figures:
+    """Return the best published figures, with the GPU and the source of each."""
+    return [Figure(**entry) for entry in tomllib.loads(_PUBLISHED.read_text())["figure"]]
 
 
-def _points(result: Result) -> list[Point]:
-    """Return our fastest on each case and direction, with the best peer if it was timed, by FLOPs a byte."""
-    points: dict[tuple[str, str], Point] = {}
-    by_name = {(t.case, t.direction, t.rival): t for t in result.timings}
-    for timing in result.timings:
-        if timing.ours and timing.flops and timing.bytes:
-            key = timing.case, timing.direction
-            if key not in points or timing.ms < points[key][0].ms:
-                points[key] = timing, by_name.get((*key, timing.best_peer))
-    ordered = sorted(points.values(), key=lambda point: point[0].flops / point[0].bytes)
-    step = -(-len(ordered) // _MAX_POINTS)
-    return ordered[:: max(step, 1)]
+def _published(timing: Timing, figures: Figures) -> str:
+    """Return the least published time of the same work, and its source."""
+    costs = {"gbs": timing.bytes / 1e6, "tflops": timing.flops / 1e9}
+    found = [
+        (figure.value if figure.unit == "ms" else costs[figure.unit] / figure.value, figure)
+        for figure in figures
+        if timing.ours
+        and figure.direction == timing.direction
+        and timing.case.startswith(tuple(figure.cases))
+    ]
+    if not found:
+        return ""
+    ms, figure = min(found, key=lambda pair: (pair[1].unit != "ms", pair[0]))
+    rate = "" if figure.unit == "ms" else f" at {figure.value:,.4g} {_UNITS[figure.unit]}"
+    return f"{_time(ms)}{rate}, {figure.gpu}, {figure.source}"
 
 
-def _draw(axes: Any, result: Result, points: Sequence[Point]) -> None:
-    copy = result.ceilings["copy_gbs"] * 1e9
-    rates = {name: rate * 1e12 for name, rate in result.ceilings.get("gemm_tflops", {}).items()}
-    intensities = [timing.flops / timing.bytes for timing, _ in points]
-    left, right = min(intensities) / 3, max([*intensities, *(rate / copy for rate in rates.values())]) * 4
-    for name, rate in rates.items():
-        knee = min(rate / copy, right)
-        axes.plot([left, knee, right], [left * copy, knee * copy, rate], color=MUTED, linewidth=1.4)
-        axes.annotate(
-            f"{name} products", (right, rate), (-4, 4), ha="right", color=MUTED, fontsize=8, **_NEAR
-        )
-    if not rates:
-        axes.plot([left, right], [left * copy, right * copy], color=MUTED, linewidth=1.4)
-    names: dict[str, str] = {}
-    for number, (timing, peer) in enumerate(points, start=1):
-        color = names.setdefault(timing.workload, PALETTE[len(names) % len(PALETTE)])
-        x = timing.flops / timing.bytes
-        y = timing.flops / timing.ms * 1e3
-        label = f"{number}  {timing.case} {_direction(timing.direction)}  {timing.of_floor:.0%}"
-        axes.plot([x], [y], "o", color=color, markersize=7, label=label, zorder=3)
-        axes.annotate(str(number), (x, y), (5, 4), color=color, fontsize=8, **_NEAR)
-        if peer is not None:
-            theirs = timing.flops / peer.ms * 1e3
-            axes.plot([x, x], [y, theirs], color=color, linewidth=0.8, alpha=0.5, zorder=2)
-            axes.plot([x], [theirs], "o", markerfacecolor="white", markeredgecolor=color, markersize=6)
-    axes.set(xscale="log", yscale="log", xlim=(left, right))
-    axes.set_xlabel("FLOPs a byte that must move", color=INK)
-    axes.set_ylabel("FLOP/s", color=INK)
-    axes.set_title(result.title, loc="left", fontsize=10, fontweight="bold", color=INK)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(color=FAINT, linewidth=0.7)
-    axes.set_axisbelow(True)
-    title = "share of the floor; filled: fastmp, hollow: the best peer"
-    legend = {"frameon": False, "fontsize": 7.5, "labelcolor": INK, "title_fontsize": 8}
-    axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1.0), title=title, alignment="left", **legend)
-
-
-_NEAR = {"textcoords": "offset points"}
+_UNITS = {"gbs": "GB/s", "tflops": "TFLOP/s"}
+_TO_PEER = "to best peer"
+# A column without a cell is left out, apart from that of peers.
+_COLUMNS: dict[str, Callable[[Timing, Figures], str]] = {
+    "case": lambda t, _: t.case,
+    "direction": lambda t, _: direction_words(t.direction),
+    "by": lambda t, _: t.rival,
+    "time": lambda t, _: " and ".join(map(_time, t.modes or [t.ms])),
+    "as called": _called,
+    "of best": _share,
+    "of sustained": lambda t, _: "" if t.of_sustained is None else f"{t.of_sustained:.1%}",
+    _TO_PEER: lambda t, _: "" if t.over_peer is None else f"{t.over_peer:.2f}x {t.best_peer}",
+    "extra memory": lambda t, _: size(t.extra_bytes),
+    "state": _state,
+    "predicted": lambda t, _: "" if t.predicted_ms is None else _time(t.predicted_ms),
+    "best published, source": _published,
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -485,6 +351,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             if out.suffix == ".md":
                 out.write_text(markdown(results))
             else:
+                from benchmarks.roofline import roofline
+
                 roofline(results, out)
             print(out)
     except ValueError as error:
