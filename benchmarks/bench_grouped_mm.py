@@ -1,4 +1,4 @@
-"""grouped_mm and grouped_mlp_in of fastmp, loops over the experts, torch's grouped product and torch.bmm.
+"""grouped_mm and grouped_mlp_in of fastmp, loops over the experts, torch's grouped GEMM, quack, torch.bmm.
 
 A loop needs the sizes on the host, for which it would have to wait; here it has them for free. On a GPU it
 also runs over several streams, as Transformer Engine does by default. Ours reads the sizes on the device.
@@ -15,8 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.cases import EAGER, OURS, TORCH, Case, CpuGoal, Workload, normal, title
+from benchmarks.cases import EAGER, OURS, QUACK, TORCH, Case, CpuGoal, Workload, normal, title
 from benchmarks.conftest import DEVICE
+from benchmarks.peers import peer
 from fastmp.ops import OPS, grouped_mlp_in, grouped_mm, swiglu
 from fastmp.ops.core.registry import compute_dtype
 
@@ -107,6 +108,24 @@ def _by_torch(x: Tensor, w: Tensor, offsets: Tensor) -> Callable[[], Tensor] | N
     return lambda: call(x, w.transpose(1, 2), offs=offsets)
 
 
+def by_quack(gemm: Callable[..., Tensor], offsets: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
+    """Return quack's GEMM over experts, tuned by quack, in both directions."""
+    starts = F.pad(offsets, (1, 0))
+
+    class Grouped(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, w):
+            ctx.save_for_backward(x, w)
+            return gemm(x, w.transpose(1, 2), cu_seqlens_m=starts)
+
+        @staticmethod
+        def backward(ctx, grad):
+            x, w = ctx.saved_tensors
+            return gemm(grad, w, cu_seqlens_m=starts), gemm(grad.t(), x, cu_seqlens_k=starts)
+
+    return Grouped.apply
+
+
 def grouped_mm_case(
     experts: int, rows: int, n: int, k: int, routing: str, dtype: torch.dtype, device: str, seed: int = 0
 ) -> Case:
@@ -126,6 +145,9 @@ def grouped_mm_case(
         in_streams = loop(sizes, device, 4)
         rivals[STREAMS] = lambda: in_streams(x, w)
         rivals[TOLD] = lambda: grouped_mm(x, w, offsets, sizes=sizes)
+    if (gemm := peer(QUACK, "quack.gemm_interface:gemm", device)) is not None:
+        quack = by_quack(gemm, offsets)
+        rivals[QUACK] = lambda: quack(x, w)
     product = OPS["grouped_mm"].flops(x, w, offsets, False)
     return Case(
         title("grouped_mm", (*shape, routing), dtype),
@@ -165,6 +187,9 @@ def grouped_wgrad_case(
     call = getattr(F, "grouped_mm", getattr(torch, "_grouped_mm", None))
     if call is not None and not (x.is_cuda and dtype != torch.bfloat16):
         rivals[TORCH] = lambda: totals.add_(call(grad.t(), x, offs=offsets))
+    if (add := peer(QUACK, "quack.gemm_interface:gemm_add_inplace", device)) is not None:
+        starts = F.pad(offsets, (1, 0))
+        rivals[QUACK] = lambda: (add(grad.t(), x, totals, cu_seqlens_k=starts), totals)[1]
     op = OPS["grouped_mm_wgrad_"]
     name = title("grouped_mm wgrad", (*shape, routing), dtype)
     costs = op.traffic(totals, grad, x, offsets), op.flops(totals, grad, x, offsets)
@@ -230,7 +255,7 @@ WORKLOADS = (
         grouped_mm_case,
         cpu=(*_routed([CPU]), *_routed([CPU], "skewed")),
         cuda=_ALL,
-        rivals=(OURS, TOLD, EAGER, STREAMS, TORCH, BMM),
+        rivals=(OURS, TOLD, EAGER, STREAMS, TORCH, QUACK, BMM),
         dtypes=(torch.bfloat16, torch.float32) if DEVICE == "cpu" else (torch.bfloat16,),
         tiny=(4, 36, 16, 8, "balanced"),
     ),
@@ -239,7 +264,7 @@ WORKLOADS = (
         grouped_wgrad_case,
         cpu=_routed([CPU]),
         cuda=_ALL[:-1],
-        rivals=(OURS, EAGER, "loop of addmm", TORCH),
+        rivals=(OURS, EAGER, "loop of addmm", TORCH, QUACK),
         directions=("forward",),
         dtypes=(torch.bfloat16,),
         tiny=(4, 36, 16, 8, "balanced"),

@@ -35,7 +35,8 @@ MEAN = "fastmp mean"
 RECOMPUTED = "fastmp recomputed"
 MAIN_GRAD = "fastmp into main_grad"
 CCE_EXACT = f"{CCE} exact"
-RIVALS = (OURS, MEAN, RECOMPUTED, MAIN_GRAD, EAGER, COMPILE, TORCH, LIGER, CCE, CCE_EXACT, QUACK)
+LIGER_SM90 = f"{LIGER} SM90"
+RIVALS = (OURS, MEAN, RECOMPUTED, MAIN_GRAD, EAGER, COMPILE, TORCH, LIGER, LIGER_SM90, CCE, CCE_EXACT, QUACK)
 
 
 class _Case(Case):
@@ -120,11 +121,16 @@ def _fused_by_torch(x: Tensor, weight: Tensor, target: Tensor) -> dict[str, Call
 
 
 def _peers(x: Tensor, weight: Tensor, target: Tensor, device: str) -> dict[str, Callable[[], Tensor]]:
-    """Liger and quack as they are, CCE with and without leaving small gradients out."""
+    """Liger's default and its function for Hopper, which needs nvidia-cutlass-dsl; quack, which chooses by
+    itself; CCE with and without leaving small gradients out.
+    """
     rivals: dict[str, Callable[[], Tensor]] = {}
     functional = "liger_kernel.transformers.functional"
     if (liger := peer(LIGER, f"{functional}:liger_fused_linear_cross_entropy", device)) is not None:
         rivals[LIGER] = lambda: liger(x, weight, target)
+    hopper = "liger_kernel.ops.cutedsl.ops.fused_linear_cross_entropy_sm90"
+    if (sm90 := peer(LIGER, f"{hopper}:LigerFusedLinearCrossEntropySM90Function", device)) is not None:
+        rivals[LIGER_SM90] = lambda: sm90.apply(x, weight, target)
     if (cce := peer(CCE, "cut_cross_entropy:linear_cross_entropy", device)) is not None:
         rivals[CCE] = lambda: cce(x, weight, target, impl="cce")
         rivals[CCE_EXACT] = lambda: cce(x, weight, target, impl="cce_exact")

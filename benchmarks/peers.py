@@ -20,6 +20,7 @@ QUACK = "quack"
 TE = "Transformer Engine"
 DEEPGEMM = "DeepGEMM"
 TORCHAO = "torchao"
+FA3, FA4 = "FA3", "FA4"
 DISTRIBUTIONS = {
     LIGER: "liger-kernel",
     CCE: "cut-cross-entropy",
@@ -27,6 +28,8 @@ DISTRIBUTIONS = {
     TE: "transformer-engine",
     DEEPGEMM: "deep-gemm",
     TORCHAO: "torchao",
+    FA3: "flash-attn-3",
+    FA4: "flash-attn-4",
 }
 ABSENT: dict[str, str] = {}  # peer: why the last look for it found nothing
 

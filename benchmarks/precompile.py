@@ -86,7 +86,7 @@ def _calls(item: Item) -> Iterator[Any]:
         if "triton" in OPS[item.name].implementations:
             arguments = item.module.arguments(item.name, item.shape, DTYPE, "cpu", 0)
             yield lambda: OPS[item.name].implementations["triton"](*arguments)
-    elif "step" not in item.work.directions:
+    elif "step" not in item.work.directions and item.family != "attention":  # whose kernels are torch's
         case = item.work.case(item.shape, DTYPE, "cpu")
         for direction in item.work.directions:
             for rival in filter(is_ours, case.rivals):

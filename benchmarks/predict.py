@@ -368,6 +368,8 @@ def predictions(items: Sequence[Item]) -> Iterator[tuple[dict[str, Any], tuple[i
             continue  # plain torch is not timed alone on a GPU
         if item.phase == "functions" and "step" in item.work.directions:
             continue
+        if item.family == "attention":  # tensors without data are a CPU's, for which torch has other kernels
+            continue
         with without_data():
             rows = [*steps_of(item)]
         for columns, costs, steps in rows:
