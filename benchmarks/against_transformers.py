@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from benchmarks.measure import environment
+from benchmarks.measure import environment, write_json
 
 
 def read_options(description: str) -> argparse.Namespace:
@@ -19,9 +19,14 @@ def read_options(description: str) -> argparse.Namespace:
     return parser.parse_args()
 
 
+def rows_of(out: Path | None) -> list[dict[str, Any]]:
+    """Return the rows that a former call has written; none where there is no file."""
+    return json.loads(out.read_text())["rows"] if out is not None and out.exists() else []
+
+
 def write_rows(out: Path, device: str, rows: list[dict[str, Any]]) -> None:
     """Write rows with the device and versions that they belong to, transformers' among them, as JSON."""
     import transformers
 
     result = {**environment(device), "transformers": transformers.__version__, "rows": rows}
-    out.write_text(json.dumps(result, indent=1) + "\n")
+    write_json(out, result)

@@ -1,8 +1,8 @@
 """`python -m benchmarks.report FILE...`: benchmark results as Markdown tables and a roofline picture.
 
-It reads what `pytest benchmarks/ --benchmark-json`, `python -m benchmarks.gpu_check --out` and `python -m
-benchmarks.cpu_goals --out` write. It needs no torch, and matplotlib only for a picture. A goal that no file
-speaks to is "not measured".
+It reads what `pytest benchmarks/ --benchmark-json` and, with --out, `python -m benchmarks.gpu_check`,
+`benchmarks.cpu_goals` and `benchmarks.bench_transformers` write. It needs no torch, and matplotlib only for a
+picture. A goal that no file speaks to is "not measured".
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Timing:
 
 @dataclass(frozen=True)
 class Figure:
-    """A published figure of `cases`, beginnings of names, in ms, gbs (GB/s) or tflops (TFLOP/s)."""
+    """A published figure of `cases`, beginnings of names, in ms, gbs (GB/s), tflops (TFLOP/s) or tokens/s."""
 
     cases: list[str]
     direction: str
@@ -75,6 +75,7 @@ class Figure:
 
 
 Figures = list[Figure]
+Table = tuple[str, list[str], list[list[str]]]  # title, header, rows
 
 
 @dataclass(frozen=True)
@@ -87,6 +88,7 @@ class Result:
     timings: list[Timing]
     remarks: list[str] = field(default_factory=list)
     goals: list[dict[str, Any]] = field(default_factory=list)
+    tables: list[Table] = field(default_factory=list)
 
     @property
     def title(self) -> str:
@@ -104,7 +106,7 @@ class Result:
 
 
 def read(path: str | Path) -> Result:
-    """The result in a JSON file; ValueError naming the file where it is none of the three kinds."""
+    """The result in a JSON file; ValueError naming the file where it is none of these kinds."""
     try:
         content = json.loads(Path(path).read_text())
     except OSError as error:
@@ -118,7 +120,11 @@ def read(path: str | Path) -> Result:
             return _read_gpu_check(str(path), content)
         if "goals" in content:
             return _read_cpu_goals(str(path), content)
-    raise ValueError(f"{path}: neither a result of pytest-benchmark nor of gpu_check or cpu_goals")
+        if "transformers" in content:
+            return _read_transformers(str(path), content)
+    raise ValueError(
+        f"{path}: neither a result of pytest-benchmark nor of gpu_check, cpu_goals or bench_transformers"
+    )
 
 
 def _timing(row: dict[str, Any], **more: Any) -> Timing:
@@ -185,7 +191,52 @@ def _read_gpu_check(path: str, content: dict[str, Any]) -> Result:
     if left := content.get("left"):
         remarks.append(f"{len(left)} left, from {left[0]} on")
     ceilings = content.get("ceilings", {})
-    return Result(path, content["environment"], ceilings, kernels + functions, remarks)
+    tables = [*_training(content.get("recipes", ()))]
+    return Result(path, content["environment"], ceilings, kernels + functions, remarks, tables=tables)
+
+
+def _training(rows: Sequence[dict[str, Any]]) -> Iterator[Table]:
+    """Yield the table of training runs, and the kernels of a step of those that were profiled."""
+    figures = [
+        [row["recipe"], row["raised"], "", ""]
+        if "raised" in row
+        else [
+            row["recipe"],
+            f"{row['tokens_per_second']:,.0f}",
+            size(row["memory_bytes"]),
+            f"{row['loss']:.4f}",
+        ]
+        for row in rows
+    ]
+    if figures:
+        yield "Training", ["recipe", "tokens/s", "peak memory", "loss"], figures
+    for row in (row for row in rows if row.get("kernels")):
+        total = row["kernels_ms"]
+        title = f"Kernels of a step of {row['recipe']}: {total:.1f} ms within {row['span_ms']:.1f} ms"
+        yield (
+            title,
+            ["kernel", "time", "share"],
+            [[k, _time(ms), f"{ms / total:.1%}"] for k, ms in row["kernels"]],
+        )
+
+
+def _read_transformers(path: str, content: dict[str, Any]) -> Result:
+    """Read the rows of `benchmarks.bench_transformers`."""
+    figures, rows = published() if "capability" in content else [], []
+    for row in content["rows"]:
+        cells = [row["case"], row["dtype"], row["by"]]
+        if "raised" in row:
+            rows.append([*cells, row["raised"], "", "", "", ""])
+            continue
+        rate = f"{row['tokens/s']:,.0f}" if "tokens/s" in row else ""
+        ratio = f"{1 / row['of eager']:.2f}x" if "of eager" in row else ""
+        known = (f for f in figures if f.unit == "tokens/s" and row["case"].startswith(tuple(f.cases)))
+        best = max(known, key=lambda figure: figure.value, default=None)
+        said = "" if best is None else f"{best.value:,.0f} tokens/s, {best.gpu}, {best.source}"
+        rows.append([*cells, _time(row["ms"]), rate, ratio, size(row["peak MiB"] * 2**20), said])
+    header = ["model", "dtype", "by", "forward+backward", "tokens/s", "to eager", "peak memory"]
+    table = "Models of transformers", [*header, "best published, source"], rows
+    return Result(path, content, {}, [], [f"transformers {content['transformers']}"], tables=[table])
 
 
 def _read_cpu_goals(path: str, content: dict[str, Any]) -> Result:
@@ -256,8 +307,10 @@ def markdown(results: Sequence[Result]) -> str:
     for result in results:
         lines += ["", f"## {result.title}", "", f"`{Path(result.path).name}`"]
         lines += [f"- {remark}" for remark in (*_ceilings(result), *result.remarks)]
+        for title, header, rows in result.tables:
+            lines += ["", f"### {title}", "", *_table(header, rows)]
         if not result.timings:
-            lines += ["", f"Times: {NOT_MEASURED}."]
+            lines += [] if result.tables else ["", f"Times: {NOT_MEASURED}."]
             continue
         figures = published() if result.on_gpu else []
         columns = {name: [cell(t, figures) for t in result.timings] for name, cell in _COLUMNS.items()}

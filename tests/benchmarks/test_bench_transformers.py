@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 
 pytest.importorskip("transformers", reason="transformers is not installed")
 
-from benchmarks import bench_transformers, bench_transformers_ranks
+from benchmarks import bench_transformers, bench_transformers_ranks, report
 from fastmp.testing.ranks import run_ranks
 
 pytestmark = pytest.mark.full
@@ -24,18 +25,57 @@ def tiny(config, **sizes):
 def test_every_rival_has_a_row_and_the_same_gradients(monkeypatch):
     experts = {"moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2}
     monkeypatch.setattr(bench_transformers, "CASES", {"tiny": tiny("Qwen3MoeConfig", **experts)})
+    monkeypatch.setattr(bench_transformers, "COMPILED_ON", ("cpu",))
+    monkeypatch.setattr(torch, "compile", lambda model: model)  # which takes minutes
     rows = bench_transformers.measure("tiny", torch.float32, "cpu", rounds=3)
-    assert [row["by"] for row in rows] == ["fastmp", "eager", "grouped_mm"]
+    assert [row["by"] for row in rows] == ["fastmp", "eager", "grouped_mm", "torch.compile"]
     eager = rows[1]
     assert eager["of eager"] == eager["peak of eager"] == 1
     assert all(row["ms"] > 0 and row["peak MiB"] > 0 for row in rows)
+    assert eager["tokens/s"] == pytest.approx(8e3 / eager["ms"])
 
     models = bench_transformers.models_of("tiny", torch.float32, "cpu")
     tokens = bench_transformers.tokens_of("tiny", "cpu")
-    ours, theirs, grouped = (bench_transformers.step(model, tokens) for model in models.values())
-    for a, b, c in zip(ours, theirs, grouped, strict=True):
-        torch.testing.assert_close(a, b)
-        torch.testing.assert_close(c, b)
+    weights = [list(model.parameters()) for model in models.values()]
+    assert all(a is b for others in weights for a, b in zip(others, weights[0], strict=True))
+    ours, theirs, *others = (bench_transformers.step(model, tokens) for model in models.values())
+    for gradients in (ours, *others):
+        for a, b in zip(gradients, theirs, strict=True):
+            torch.testing.assert_close(a, b)
+
+
+def test_a_model_that_does_not_fit_is_a_row_and_the_file_is_continued(monkeypatch, tmp_path, capsys):
+    dense = tiny("LlamaConfig", intermediate_size=16)
+    cases = {"Llama": dense, "another": dense}
+    monkeypatch.setattr(bench_transformers, "CASES", cases)
+    monkeypatch.setattr(bench_transformers, "peer", lambda *which: None)
+    step = bench_transformers.step
+
+    def of_ours_only(model, tokens):
+        if model.state == "eager":
+            raise torch.OutOfMemoryError("no room")
+        return step(model, tokens)
+
+    def models_of(*which, made=bench_transformers.models_of):
+        models = made(*which)
+        for name, model in models.items():
+            model.state = name
+        return models
+
+    monkeypatch.setattr(bench_transformers, "step", of_ours_only)
+    monkeypatch.setattr(bench_transformers, "models_of", models_of)
+    out = tmp_path / "out.json"
+    monkeypatch.setattr("sys.argv", ["bench_transformers", "--rounds", "1", "--out", str(out)])
+    assert bench_transformers.main() == 0
+    rows = json.loads(out.read_text())["rows"]
+    assert len(rows) == 2 * 2 * 2 and {"raised" in row for row in rows if row["by"] == "fastmp"} == {False}
+    assert {row.get("raised") for row in rows if row["by"] == "eager"} == {"OutOfMemoryError: no room"}
+    assert "OutOfMemoryError: no room" in capsys.readouterr().out and report.read(out).tables
+    out.write_text(json.dumps({"rows": rows[:4]}))
+    done = lambda case, dtype, *rest: [rows[0] | {"case": case, "dtype": str(dtype)}]  # noqa: E731
+    monkeypatch.setattr(bench_transformers, "measure", done)
+    assert bench_transformers.main() == 0
+    assert [row["case"] for row in json.loads(out.read_text())["rows"]] == ["Llama"] * 4 + ["another"] * 2
 
 
 def test_memory_of_the_loss_is_seen(monkeypatch):

@@ -14,6 +14,7 @@ import torch
 from benchmarks import bench_adamw, compare, correct, gpu_check, gpu_recipes, gpu_rows, report, sanitizer
 from benchmarks.cases import Workload, families
 from benchmarks.measure import Ceilings, extra_bytes
+from fastmp.config.recipe import parse_arguments
 from fastmp.ops import OPS
 from fastmp.testing import functions as testing_functions
 from fastmp.testing.ops import DTYPES
@@ -51,7 +52,8 @@ def test_a_whole_run(tmp_path, capsys):
     kernels = {row["op"]: row for row in result["kernels"]}
     assert kernels["bias_gelu"]["backend"] == "reference" and kernels["bias_gelu_backward"]["of_floor"] > 0
     (trained,) = result["recipes"]
-    assert trained["recipe"] == "gpt-small" and trained["steps"] == 2 and trained["tokens_per_second"] > 0
+    assert trained["recipe"] == "dense-1b" and trained["steps"] == 3 and trained["tokens_per_second"] > 0
+    assert trained["kernels"][0][1] > 0 and trained["kernels_ms"] > 0 and trained["span_ms"] > 0
     rows = [(row["direction"], row["rival"]) for row in result["functions"]]
     rivals = ("fastmp", "torch eager", "torch.compile")
     assert rows == [(way, rival) for way in ("both", "forward") for rival in rivals]
@@ -433,3 +435,25 @@ def test_figures_of_a_recipe_leave_out_its_first_steps():
 def test_a_recipe_that_cannot_be_trained_is_a_row(tmp_path):
     row = gpu_recipes.train("no-such-recipe", tmp_path, 100.0)
     assert row["raised"].startswith("status 2: ") and "no-such-recipe" in row["raised"]
+
+
+@pytest.mark.parametrize("name", gpu_recipes.RECIPES)
+def test_the_options_of_a_recipe_are_understood(name):
+    recipe = parse_arguments(gpu_recipes.command(name)[1:])
+    assert recipe.train.steps == gpu_recipes.STEPS
+    if name in gpu_recipes.PROFILED:
+        assert recipe.train.profile == "torch" and recipe.model.hidden_size == recipe.data.seq_len / 2 == 2048
+
+
+def test_kernels_of_a_trace_are_summed_by_name():
+    events = [
+        {"cat": "kernel", "name": "gemm", "ts": 0.0, "dur": 2000.0},
+        {"cat": "kernel", "name": "norm", "ts": 3000.0, "dur": 500.0},
+        {"cat": "kernel", "name": "gemm", "ts": 5000.0, "dur": 1000.0},
+        {"cat": "cpu_op", "name": "aten::mm", "ts": 0.0, "dur": 9000.0},
+        {"cat": "ac2g", "name": "arrow", "ts": 0.0},
+    ]
+    found = gpu_recipes.kernel_table(events)
+    assert found == {"kernels": [["gemm", 3.0], ["norm", 0.5]], "kernels_ms": 3.5, "span_ms": 6.0}
+    assert gpu_recipes.kernel_table(events[3:])["kernels"] == [["aten::mm", 9.0]]
+    assert gpu_recipes.kernel_table([]) == {}

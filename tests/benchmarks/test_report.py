@@ -201,7 +201,9 @@ def test_committed_figures_of_a_gpu_are_still_read():
 
 def test_published_figures_stand_beside_ours(saved, monkeypatch, tmp_path):
     """The time of the same work before one made of a rate; each has a source."""
-    assert all(figure.source and figure.unit in ("ms", "gbs", "tflops") for figure in report.published())
+    assert all(
+        figure.source and figure.unit in ("ms", "gbs", "tflops", "tokens/s") for figure in report.published()
+    )
     figure = report.Figure(["rope ["], "both", 2000.0, "gbs", "H100", "a page")
     exact = report.Figure(["rope [8, 4]"], "both", 9.0, "ms", "H200", "a paper")
     monkeypatch.setattr(report, "published", lambda: [figure, exact])
@@ -319,3 +321,27 @@ def test_the_command_needs_no_torch(saved):
     program = "import sys; from benchmarks.report import main; sys.exit(main() or 'torch' in sys.modules)"
     command = [sys.executable, "-c", program, str(saved(goals_file()))]
     subprocess.run(command, check=True, cwd=ROOT, stdout=subprocess.DEVNULL)
+
+
+def test_training_runs_and_kernels_of_a_step_are_tables(saved):
+    row = {"recipe": "dense-1b", "tokens_per_second": 75400.0, "memory_bytes": 3 << 30, "loss": 1.5}
+    row |= {"kernels": [["gemm", 300.0], ["norm", 100.0]], "kernels_ms": 400.0, "span_ms": 435.0}
+    rows = [row, {"recipe": "gpt-small", "raised": "status 1"}]
+    text = report.markdown([report.read(saved(gpu_check(recipes=rows)))])
+    assert "| dense-1b | 75,400 | 3 GiB | 1.5000 |" in text and "| gpt-small | status 1 |  |  |" in text
+    assert "### Kernels of a step of dense-1b: 400.0 ms within 435.0 ms" in text
+    assert "| gemm | 300.0 ms | 75.0% |" in text and "not measured." not in text
+
+
+def test_models_of_transformers_are_a_table(saved):
+    shared = {"case": "Llama, 128k ids", "dtype": "bfloat16", "by": "fastmp"}
+    rows = [
+        shared | {"ms": 500.0, "tokens/s": 8192.0, "of eager": 0.5, "peak MiB": 2048.0},
+        shared | {"by": "eager", "raised": "OutOfMemoryError: no room"},
+    ]
+    text = report.markdown([report.read(saved(H200 | {"transformers": "5.23.0", "rows": rows}))])
+    published = "6,667 tokens/s, a GPU of 8 x H100, torchtitan, Llama-3.1-8B training in BF16"
+    assert f"fastmp | 500.0 ms | 8,192 | 2.00x | 2 GiB | {published} |" in text
+    assert "| eager | OutOfMemoryError: no room |" in text
+    older = report.read(ROOT / "benchmarks" / "results" / "transformers.json")
+    assert "| Qwen3-MoE | float32 | fastmp | 400.3 ms |  | 5.23x |" in report.markdown([older])
