@@ -113,7 +113,7 @@ def _case(
     if call.plain:
         rivals[TORCH] = partial(_by_torch, q, k, v)
     if torch.device(device).type == "cuda":
-        for rival, made in _on_gpu(call, q, k, v, borders, device).items():
+        for rival, made in _on_gpu(call, q, k, v, borders, sinks, device).items():
             agreeing(rivals, rival, made)
     products, moved = 2 * batch * heads * call.pairs(), q.nbytes + k.nbytes + v.nbytes + grad.nbytes
     return Case(
@@ -133,11 +133,9 @@ def _by_torch(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def _on_gpu(
-    call: Call, q: Tensor, k: Tensor, v: Tensor, borders: Borders | None, device: str
+    call: Call, q: Tensor, k: Tensor, v: Tensor, borders: Borders | None, sinks: Tensor | None, device: str
 ) -> dict[str, Callable[[], Tensor]]:
-    """Return the calls of all kernels that may take this one; sinks are ours alone."""
-    if call.sinks:
-        return {}
+    """Return the calls of all kernels that may take this one; of packages, FA4 alone knows sinks."""
     found: dict[str, Callable[[], Tensor]] = {}
 
     def by_kernel(kernel: SDPBackend) -> Tensor:
@@ -146,16 +144,19 @@ def _on_gpu(
 
     if call.plain:
         found |= {name: partial(by_kernel, kernel) for name, kernel in _KERNELS.items()}
-    first = call.tokens - call.queries
-    visible = lambda batch, head, query, key: call.sees(query + first, key)  # noqa: E731
-    blocks = flex_attention.create_block_mask(visible, None, None, call.queries, call.tokens, device=device)
-    flex = compiled(flex_attention.flex_attention)
-    found[FLEX] = lambda: flex(q, k, v, block_mask=blocks, enable_gqa=q.shape[1] != k.shape[1])
+    if sinks is None:
+        first, sizes = call.tokens - call.queries, (None, None, call.queries, call.tokens)
+        visible = lambda batch, head, query, key: call.sees(query + first, key)  # noqa: E731
+        blocks = flex_attention.create_block_mask(visible, *sizes, device=device)
+        flex = compiled(flex_attention.flex_attention)
+        found[FLEX] = lambda: flex(q, k, v, block_mask=blocks, enable_gqa=q.shape[1] != k.shape[1])
     # FA3 and FA4 take (batch, tokens, heads, elements); packed documents have no batch.
     laid_out = [tensor.transpose(1, 2) for tensor in (q, k, v)]
     options: dict[str, Any] = {"causal": True}
     if call.window is not None:
         options["window_size"] = (call.window - 1, 0)
+    if sinks is not None:
+        options["learnable_sink"] = sinks
     function = "flash_attn_func" if borders is None else "flash_attn_varlen_func"
     if borders is not None:
         laid_out = [tensor.flatten(0, 1) for tensor in laid_out]
@@ -167,7 +168,7 @@ def _on_gpu(
         out = result[0] if isinstance(result, tuple) else result
         return (out if borders is None else out.unflatten(0, (len(q), -1))).transpose(1, 2)
 
-    for name, module in ((FA3, "flash_attn_interface"), (FA4, "flash_attn.cute")):
+    for name, module in ((FA3, "flash_attn_interface"), (FA4, "flash_attn.cute"))[sinks is not None :]:
         if (attention := peer(name, f"{module}:{function}", device)) is not None:
             found[name] = partial(by_package, attention)
     return found

@@ -107,11 +107,16 @@ def flash_attn(q, k, v, *, causal, window_size=(-1, -1), cu_seqlens_q=None, **re
         q, k, v = (tensor.unsqueeze(0) for tensor in (q, k, v))
         borders = Borders(cu_seqlens_q, rest["cu_seqlens_k"], rest["max_seqlen_q"], rest["max_seqlen_k"])
     heads_first = (tensor.transpose(1, 2) for tensor in (q, k, v))
-    out = attend(*heads_first, causal=causal, window=window, documents=borders).transpose(1, 2)
+    sees = {"causal": causal, "window": window, "documents": borders, "sinks": rest.get("learnable_sink")}
+    out = attend(*heads_first, **sees).transpose(1, 2)
     return out if borders is None else out.squeeze(0), "log-sum-exp"
 
 
-@pytest.mark.parametrize("options", [{}, {"queries": 8}, {"window": 8}, {"length": 8}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"queries": 8}, {"window": 8}, {"length": 8}, {"window": 8, "sinks": True}],
+    ids=str,
+)
 def test_packages_of_attention_are_called_rightly(options, monkeypatch):
     call = bench_attention.Call(**{"tokens": 32, "queries": 32} | options)
     torch.manual_seed(0)
@@ -122,9 +127,12 @@ def test_packages_of_attention_are_called_rightly(options, monkeypatch):
         borders = Borders(ends, ends, call.length, call.length)
     monkeypatch.setattr(bench_attention, "peer", lambda *which: flash_attn)
     monkeypatch.setattr(bench_attention, "compiled", lambda function: function)
-    found = bench_attention._on_gpu(call, q, k, v, borders, "cpu")
-    want = attend(q, k, v, window=call.window, documents=borders)
-    for name in ("flex_attention", "FA3", "FA4"):
+    sinks = torch.randn(4) if call.sinks else None
+    found = bench_attention._on_gpu(call, q, k, v, borders, sinks, "cpu")
+    want = attend(q, k, v, window=call.window, documents=borders, sinks=sinks)
+    packages = {"FA4"} if call.sinks else {"flex_attention", "FA3", "FA4"}
+    assert packages == found.keys() - {"cuDNN", "FA2", "efficient"}
+    for name in packages:
         torch.testing.assert_close(found[name](), want)
 
 
