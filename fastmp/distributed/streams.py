@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 
-__all__ = ["beside", "exchange_stream", "exchanging", "side_stream"]
+__all__ = ["beside", "exchange_stream", "exchanging", "is_forked", "join", "side_stream"]
 
 
 @functools.cache
@@ -49,6 +49,21 @@ def _exchanging(device: torch.device) -> Iterator[None]:
             yield
     finally:
         current.wait_stream(exchanges)
+
+
+def is_forked(stream: torch.cuda.Stream) -> bool:
+    """Return True if `stream` takes part in the capture of the current stream."""
+    with torch.cuda.stream(stream):
+        return torch.cuda.is_current_stream_capturing()
+
+
+def join(stream: torch.cuda.Stream, device: torch.device) -> None:
+    """Make the current stream wait for `stream`; a capture waits for streams that take part in it alone.
+
+    It could not wait for earlier work. At its end it joins what it has forked (`backends/cuda.py`).
+    """
+    if not torch.cuda.is_current_stream_capturing() or is_forked(stream):
+        torch.cuda.current_stream(device).wait_stream(stream)
 
 
 def beside(device: torch.device) -> tuple[torch.cuda.Stream, ...]:

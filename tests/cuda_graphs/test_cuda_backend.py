@@ -114,6 +114,7 @@ def calls(monkeypatch):
     monkeypatch.setattr(cuda, "torch", SimpleNamespace(cuda=fake, zeros=fake.zeros, _C=fake._C, **names))
     monkeypatch.setattr(cuda, "_stream_of_captures", lambda device: fake.side)
     monkeypatch.setattr(cuda, "_NOT_ENDED", [])
+    monkeypatch.setattr(cuda, "beside", lambda device: ())
     return fake
 
 
@@ -230,6 +231,18 @@ def test_a_backend_registers_the_streams_that_its_forward_advances(calls, monkey
     forward = backend.graph(draws=draws)
     assert draws.moved == {"default", "tensor-parallel"}
     assert len(forward.generators) == 2 and len(backend.graph(forward).generators) == 2 + 2 * 2
+
+
+def test_a_capture_joins_what_it_has_forked_before_it_ends(calls, monkeypatch):
+    joined = []
+    monkeypatch.setattr(cuda, "beside", lambda device: ("side", "exchanges"))
+    monkeypatch.setattr(cuda, "join", lambda stream, device: joined.append(stream))
+    graph = CudaBackend(None).graph()
+    graph.graph.capture_end.side_effect = lambda: joined.append("end")
+    joined.clear()  # of the graph that opened the pool
+    with graph.capture():
+        joined.append("work")
+    assert joined == ["work", "side", "exchanges", "end"]
 
 
 def test_an_error_ends_the_capture_and_says_what_it_was(calls):

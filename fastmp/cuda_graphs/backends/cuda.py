@@ -36,6 +36,7 @@ from torch.utils._pytree import tree_leaves
 
 from fastmp.cuda_graphs.backends.interface import RandomStreams
 from fastmp.cuda_graphs.errors import CaptureError
+from fastmp.distributed.streams import beside, join
 from fastmp.status import process_status
 
 __all__ = ["CudaBackend", "CudaGraph"]
@@ -242,6 +243,8 @@ class CudaGraph:
             pool = self.backend.pools[self.pool].handle
             self.graph.capture_begin(pool=pool, capture_error_mode="thread_local")
             yield
+            for other in beside(self.backend.stream.device):  # a graph ends with its streams joined
+                join(other, self.backend.stream.device)
         except BaseException:
             with suppress(RuntimeError):
                 self._end()

@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten
 
 from fastmp.cuda_graphs.op_inspection import OpInspector, line_in, where
+from fastmp.distributed.streams import beside
 from fastmp.nn.segment import run_segments
 
 __all__ = ["TracedOp", "CaptureProblem", "Trace"]
@@ -88,6 +89,8 @@ class Trace(OpInspector):
             stack.enter_context(self)
             yield
         for stream, line in self._streams:
+            if isinstance(stream, torch.cuda.Stream) and stream in beside(stream.device):
+                continue  # the capture of a span joins these streams itself
             self.problem(
                 "stream", f"leaves stream {stream} without a wait_stream for it: a graph cannot end", line
             )

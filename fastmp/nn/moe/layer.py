@@ -214,7 +214,11 @@ class MoELayer(SegmentedLayer):
         stream.wait_stream(torch.cuda.current_stream(hidden_SBH.device))
         with torch.cuda.stream(stream):
             output_SBH = self.shared_experts(hidden_SBH)
-        hidden_SBH.record_stream(stream)
+        if torch.cuda.is_current_stream_capturing():
+            # record_stream would keep the memory until the capture ends; this until the output is added
+            output_SBH.made_of = hidden_SBH
+        else:
+            hidden_SBH.record_stream(stream)
         return *prepared, aux, counts_E, output_SBH, *carried
 
     def _dispatch(self, tail: int, tokens_TH: Tensor, *tensors: Tensor) -> Tensors:
@@ -246,9 +250,9 @@ class MoELayer(SegmentedLayer):
             shared_SBH = hidden_or_shared_SBH
             stream = side_stream(shared_SBH)
             if stream is not None:
-                current = torch.cuda.current_stream(shared_SBH.device)
-                current.wait_stream(stream)
-                shared_SBH.record_stream(current)
+                streams.join(stream, shared_SBH.device)
+                if not torch.cuda.is_current_stream_capturing():  # there, the next fork waits for this stream
+                    shared_SBH.record_stream(torch.cuda.current_stream(shared_SBH.device))
             output_SBH = output_SBH + shared_SBH
         return output_SBH, aux, counts_E, *carried
 
@@ -394,13 +398,8 @@ def _counted_now(x: Tensor, number: Tensor, total: Tensor) -> Tensor:
 
 
 def side_stream(x: Tensor) -> torch.cuda.Stream | None:
-    """Return the stream for the shared expert; None on a CPU and while capturing or compiling.
-
-    A CUDA graph has to end with all its streams joined.
-    """
-    if not x.is_cuda or torch.compiler.is_compiling() or torch.cuda.is_current_stream_capturing():
-        return None
-    return streams.side_stream(x.device)
+    """Return the stream for the shared expert; None on a CPU and while compiling."""
+    return streams.side_stream(x.device) if x.is_cuda and not torch.compiler.is_compiling() else None
 
 
 def _agree(config: GPTConfig, moe: MoEConfig, on: Placement) -> None:
