@@ -21,6 +21,7 @@ class Environment(Place):
     `master_addr:master_port` (else rank 0 does). `ops` is FASTMP_OPS (which implementation serves an op),
     `debug` is FASTMP_DEBUG (full tracebacks), `profiled` FASTMP_PROFILED (this process runs under Nsight).
     `registers_segments`: NCCL registers the memory of graphs, and torch's allocator moves borders in it.
+    `shares_gpus` is NCCL_MULTI_RANK_GPU_ENABLE: NCCL lets several ranks use one GPU.
     `connections` is CUDA_DEVICE_MAX_CONNECTIONS (hardware queues of a GPU) as it stands, or "";
     `ranks_per_machine` likewise PET_NPROC_PER_NODE, which torchrun takes for its option.
     """
@@ -31,6 +32,7 @@ class Environment(Place):
     debug: bool = False
     profiled: bool = False
     registers_segments: bool = False
+    shares_gpus: bool = False
     connections: str = ""
     ranks_per_machine: str = ""
 
@@ -48,6 +50,7 @@ class Environment(Place):
             profiled=variables.get("FASTMP_PROFILED", "0") not in ("", "0"),
             registers_segments="expandable_segments:True" in allocator
             and variables.get("NCCL_GRAPH_REGISTER") != "0",
+            shares_gpus=variables.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1",
             connections=variables.get("CUDA_DEVICE_MAX_CONNECTIONS", ""),
             ranks_per_machine=variables.get("PET_NPROC_PER_NODE", ""),
         )

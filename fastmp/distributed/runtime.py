@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
 import faulthandler
 import os
 import resource
@@ -34,6 +35,9 @@ _LET_GO_SECONDS = 0.1  # 20 ms were too few for some threads on a machine with f
 _JOIN_SECONDS = 5.0  # 16 ranks started at once on 2 cores came within 1 s of each other
 # Ranks that have all been heard from connect within seconds: where one takes longer, it has died since.
 CONNECTING = timedelta(minutes=1)
+# Ranks that share a GPU have neither NVLink SHARP nor multicast, and torch asks before it maps their memory.
+SHARED_GPU = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1"}
+SHARES_GPUS = (2, 30)  # the first NCCL that does
 _LOST_PEER = (
     "connection closed by peer",
     "connection reset by peer",
@@ -84,6 +88,9 @@ def init(
     is adopted: all ranks call `init`, `join_seconds` and `timeout_minutes` have no effect, and
     `Runtime.close` leaves the group alone. The device is the current CUDA device if NCCL serves it, else the
     CPU. `local_rank` is LOCAL_RANK, or counts the ranks with the same host name.
+
+    With NCCL_MULTI_RANK_GPU_ENABLE=1 (NCCL 2.30 or later) ranks may share GPUs, to test layouts: results are
+    as with a GPU each, speed is not.
 
     A job restarted by `torchrun --max-restarts` never reads what dead workers left in the agent's store.
 
@@ -138,6 +145,8 @@ def init(
     _make_room_for_ranks(world_size)
     if device.type == "cuda":
         set_default_variables(NCCL_GRAPH_REGISTER="0")  # see docs/cuda-graphs.md; NCCL reads it once
+        if env.shares_gpus:
+            set_default_variables(**SHARED_GPU)
     # 2. All ranks meet in the store of rank 0 or of torchrun's agent.
     store = join_store(env, rank, timedelta(seconds=join_seconds))
     # 3. Each rank connects to the others over gloo; NCCL connects at its first collective.
@@ -241,16 +250,38 @@ def _device(env: Environment, backend: str | None) -> torch.device:
     if backend == "gloo" or num_gpus == 0:
         return torch.device("cpu")
     index = env.local_rank or 0
-    if env.launcher and num_gpus == 1:
+    if env.launcher and num_gpus == 1 and not env.shares_gpus:
         index = 0  # srun --gpus-per-task=1: each rank sees a GPU of its own
-    if index >= num_gpus:
+    if index >= num_gpus and not env.shares_gpus:
         raise ValueError(
             f"fastmp.init: LOCAL_RANK is {index}, but torch sees {num_gpus} GPU(s) on this machine; start "
-            "one rank per GPU, or use backend 'gloo'"
+            "one rank per GPU, use backend 'gloo', or, to test a layout, let ranks share GPUs by "
+            "NCCL_MULTI_RANK_GPU_ENABLE=1"
         )
+    if index >= num_gpus and (version := nccl_version()) < SHARES_GPUS:
+        raise ValueError(
+            "fastmp.init: NCCL_MULTI_RANK_GPU_ENABLE=1 needs NCCL 2.30 or later, got "
+            f"{version[0]}.{version[1]}; start one rank per GPU, or use backend 'gloo'"
+        )
+    if index == num_gpus:  # one rank of each machine
+        _say(env, f"ranks share {num_gpus} GPU(s): results are as with a GPU each, speed means nothing")
+    index %= num_gpus
     device = torch.device("cuda", index)
     torch.cuda.set_device(device)
     return device
+
+
+def nccl_version() -> tuple[int, int]:
+    """Return (major, minor) of the loaded NCCL, which LD_PRELOAD may have replaced.
+
+    `torch.cuda.nccl.version()` is that of the headers torch was compiled with.
+    """
+    number = ctypes.c_int()
+    try:
+        ctypes.CDLL("libnccl.so.2").ncclGetVersion(ctypes.byref(number))
+    except OSError:  # a torch that NCCL is linked into
+        return torch.cuda.nccl.version()[:2]
+    return number.value // 10000, number.value // 100 % 100
 
 
 def _adopt(env: Environment, backend: str | None) -> Runtime:

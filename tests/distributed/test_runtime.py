@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
 import os
 import re
@@ -14,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,6 +23,7 @@ import torch.distributed as dist
 from gpu_ranks import free_port
 
 import fastmp
+from fastmp.config import Environment
 from fastmp.distributed import rendezvous
 from fastmp.distributed import runtime as module
 from fastmp.distributed.rendezvous import fresh_store
@@ -175,20 +178,27 @@ def test_variables_that_make_no_sense_are_errors_that_name_them(launcher, variab
         fastmp.init(**arguments)
 
 
-def test_nccl_finds_its_variables_and_ranks_a_minute_to_connect(launcher, monkeypatch):
+@pytest.mark.parametrize("shares", (False, True))
+def test_nccl_finds_its_variables_and_ranks_a_minute_to_connect(launcher, monkeypatch, shares):
     """NCCL reads its variables once, when the group is made; the minute ends with that."""
     launcher(RANK=0, WORLD_SIZE=1, LOCAL_RANK=0, MASTER_PORT=free_port())
-    monkeypatch.delenv("NCCL_GRAPH_REGISTER", raising=False)
+    names = ("NCCL_GRAPH_REGISTER", "NCCL_NVLS_ENABLE", "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES")
+    for name in names:
+        monkeypatch.setenv(name, "")  # so that it is restored
+        monkeypatch.delenv(name)
+    if shares:
+        monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", "1")
     monkeypatch.setattr(module, "_device", lambda env, backend: torch.device("cuda", 0))
     seen = []
 
     def make(backend, *, timeout, **options):
-        seen.append((backend, os.environ.get("NCCL_GRAPH_REGISTER"), timeout))
+        seen.append((backend, *map(os.environ.get, names), timeout))
 
     monkeypatch.setattr(dist, "init_process_group", make)
     monkeypatch.setattr(dist.distributed_c10d, "_set_pg_timeout", seen.append)
     runtime = fastmp.init(timeout_minutes=3)
-    assert seen == [("cpu:gloo,cuda:nccl", "0", CONNECTING), timedelta(minutes=3)]
+    set_ = ("0", "0", "1") if shares else ("0", None, None)
+    assert seen == [("cpu:gloo,cuda:nccl", *set_, CONNECTING), timedelta(minutes=3)]
     assert runtime.device.type == "cuda" and runtime.owns_group
 
 
@@ -196,8 +206,42 @@ def test_more_ranks_than_gpus_is_an_error_that_names_both(launcher, monkeypatch)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     launcher(RANK=1, WORLD_SIZE=2, LOCAL_RANK=1)
-    with pytest.raises(ValueError, match=r"LOCAL_RANK is 1, but torch sees 1 GPU\(s\) on this machine"):
+    message = r"LOCAL_RANK is 1, but torch sees 1 GPU\(s\) on this machine; .*NCCL_MULTI_RANK_GPU_ENABLE=1"
+    with pytest.raises(ValueError, match=message):
         fastmp.init()
+
+
+@pytest.mark.parametrize("launched_by", ("RANK", "OMPI"))
+def test_ranks_share_gpus_where_nccl_lets_them(launcher, monkeypatch, capfd, launched_by):
+    """Ranks 0 to 3 take GPUs 0, 1, 0, 1; the first that shares one says so."""
+    seen, said = [], []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2 if launched_by == "RANK" else 1)
+    monkeypatch.setattr(torch.cuda, "set_device", seen.append)
+    monkeypatch.setattr(module, "nccl_version", lambda: (2, 30))
+    for rank in range(4):
+        prefix = "" if launched_by == "RANK" else "OMPI_COMM_WORLD_"
+        names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 4, "SIZE": 4, "LOCAL_SIZE": 4}
+        launcher(**{prefix + name: value for name, value in names.items()}, NCCL_MULTI_RANK_GPU_ENABLE=1)
+        module._device(Environment.read(), None)
+        said.append("speed means nothing" in capfd.readouterr().err)
+    gpus = 2 if launched_by == "RANK" else 1
+    assert [device.index for device in seen] == [rank % gpus for rank in range(4)]
+    assert said == [rank == gpus for rank in range(4)]
+    monkeypatch.setattr(module, "nccl_version", lambda: (2, 28))
+    with pytest.raises(ValueError, match=r"NCCL_MULTI_RANK_GPU_ENABLE=1 needs NCCL 2\.30 .*got 2\.28"):
+        module._device(Environment.read(), None)
+
+
+def test_the_version_of_nccl_is_that_of_the_library(monkeypatch):
+    """Not torch's own number, which stays where LD_PRELOAD brings another library."""
+
+    def get_version(number):
+        number._obj.value = 23007
+
+    library = SimpleNamespace(ncclGetVersion=get_version)
+    monkeypatch.setattr(ctypes, "CDLL", {"libnccl.so.2": library}.__getitem__)
+    assert module.nccl_version() == (2, 30)
 
 
 def test_nccl_without_a_gpu_is_an_error(launcher, monkeypatch):
