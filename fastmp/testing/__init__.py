@@ -1,4 +1,4 @@
-"""Tools for tests of fastmp and of models built on it: forked ranks, sample inputs, accuracy checks."""
+"""Tools for tests of fastmp and of models built on it: ranks, sample inputs, accuracy checks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Forked ranks: results in order, failures that name the rank, and nothing left behind."""
+"""Forked and spawned ranks: results in order, failures that name the rank, and nothing left behind."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+import unittest
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ import torch.distributed as dist
 from marks import full
 
 import fastmp
+from fastmp.testing import ranks
 from fastmp.testing.ranks import RankError, run_ranks
 
 
@@ -164,9 +166,11 @@ def test_a_result_that_cannot_be_sent_is_an_error():
     assert "pickle" in str(failure(lambda rank, world_size: lambda: 0, 1))
 
 
-def test_a_world_without_ranks_is_an_error():
+def test_a_world_without_ranks_and_another_device_are_errors():
     with pytest.raises(ValueError, match="at least 1, got 0"):
         run_ranks(compute, 0, 0.0)
+    with pytest.raises(ValueError, match="device must be 'cpu' or 'cuda', got 'cuda:0'"):
+        run_ranks(compute, 1, 0.0, device="cuda:0")
 
 
 def nested(rank: int, world_size: int) -> None:
@@ -201,6 +205,78 @@ def test_killing_the_parent_ends_the_ranks(tmp_path):
     while any(map(is_running, pids)) and time.monotonic() < limit:
         time.sleep(0.05)
     assert not any(map(is_running, pids))
+
+
+def spawn(fn, world_size: int, *args, timeout: float = 120) -> list:
+    """Run what `device="cuda"` runs, on CPU ranks."""
+    return ranks._run(ranks._pickled(fn, args), world_size, timeout, "cpu")
+
+
+def test_spawned_ranks_do_what_forked_ones_do(monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    assert spawn(compute, 2, 0.5) == run_ranks(compute, 2, 0.5)
+
+
+@pytest.mark.full
+def test_failures_of_spawned_ranks_are_shown_as_those_of_forked_ones():
+    with pytest.raises(RankError, match=r"(?s)rank 2 of 4 raised.*in raise_on_two.*no shard 2 of 4"):
+        spawn(raise_on_two, 4)
+    with pytest.raises(RankError, match=r"(?s)hung for 15 s: ranks \[0\] of 2.*in skip_the_barrier"):
+        spawn(skip_the_barrier, 2, timeout=15)
+
+
+@pytest.mark.parametrize(
+    "fn", (lambda rank, world: 0, type("Local", (), {})().__init__), ids=("closure", "method")
+)
+def test_new_processes_need_a_function_that_they_can_import(fn):
+    with pytest.raises(
+        ValueError, match=r"expected a function at the top level .*got <.*; define it with `def`"
+    ):
+        run_ranks(fn, 2, device="cuda")
+
+
+def test_main_is_another_module_in_a_new_process(monkeypatch):
+    monkeypatch.setattr(compute, "__module__", "__main__")
+    monkeypatch.setattr(sys.modules["__main__"], "compute", compute, raising=False)
+    with pytest.raises(ValueError, match=r"got <function compute .*\(defined in __main__\); define it"):
+        run_ranks(compute, 2, device="cuda")
+
+
+def test_ranks_without_gpus_that_can_be_shared_are_skipped(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(unittest.SkipTest, match="no GPU"):
+        run_ranks(compute, 2, 0.5, device="cuda")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(ranks, "nccl_version", lambda: (2, 28))
+    with pytest.raises(unittest.SkipTest, match=r"2 ranks on 1 GPU\(s\) need NCCL 2.30 or later, got 2.28"):
+        run_ranks(compute, 2, 0.5, device="cuda")
+    assert ranks._lacks(1) == ""
+
+
+@pytest.mark.parametrize(
+    ("world", "gpus", "ctas"), [(2, 1, "4"), (4, 1, "2"), (16, 1, "1"), (4, 2, "4"), (2, 2, None)]
+)
+def test_ranks_that_share_a_gpu_share_its_multiprocessors(monkeypatch, world, gpus, ctas):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    variables = ranks._gpu_variables(world)
+    assert variables.get("NCCL_MAX_CTAS") == ctas
+    assert ("NCCL_MULTI_RANK_GPU_ENABLE" in variables) == (world > gpus)
+
+
+def on_gpu(rank: int, world_size: int) -> tuple:
+    device = fastmp.init().device
+    x = torch.full((1000,), rank + 1.0, device=device)
+    dist.all_reduce(x)
+    return device.type, x[0].item(), dist.get_backend(), torch.get_num_threads()
+
+
+@pytest.mark.gpu
+@pytest.mark.alone
+def test_ranks_on_gpus_talk_over_nccl():
+    found = run_ranks(on_gpu, 2, device="cuda", timeout=240)
+    assert [(kind, total, threads) for kind, total, _, threads in found] == [("cuda", 3.0, 1)] * 2
+    assert all("nccl" in backend for *_, backend, _ in found)
 
 
 def is_running(pid: int) -> bool:
