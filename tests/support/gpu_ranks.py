@@ -1,28 +1,15 @@
-"""Ranks that a launcher starts, and functions of a test's module called on two GPUs."""
+"""Ranks that a launcher starts, and what ranks on GPUs need."""
 
 from __future__ import annotations
 
-import os
 import socket
 import subprocess
-import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from pathlib import Path
 
 import psutil
 import pytest
 import torch
-
-from fastmp.distributed.runtime import Runtime
-
-SCRIPT = """
-import fastmp
-from {module} import {name}
-
-{name}(fastmp.init())
-"""
-
 
 SECONDS = 240.0  # less than a test may take: pytest would end its own process, and leave the ranks their GPUs
 
@@ -55,12 +42,7 @@ def run_launcher(
         raise subprocess.CalledProcessError(launcher.returncode, command)
 
 
-def call_on_two_gpus(function: Callable[[Runtime], None], tmp_path: Path) -> None:
-    """Call `function` on two ranks with a GPU each; skip the test where no two reach each other's memory."""
-    if torch.cuda.device_count() < 2 or not torch.cuda.can_device_access_peer(0, 1):
-        pytest.skip("needs two GPUs that reach each other's memory")
-    script = tmp_path / "on_gpus.py"
-    script.write_text(SCRIPT.format(module=function.__module__, name=function.__name__))
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-    command = [sys.executable, "-m", "fastmp", "launch", "-n", "2", str(script)]
-    run_launcher(command, environment)
+def skip_without_peer_access() -> None:
+    """Skip a test whose ranks would have GPUs that cannot read each other's memory; one GPU can."""
+    if torch.cuda.device_count() > 1 and not torch.cuda.can_device_access_peer(0, 1):
+        pytest.skip("needs GPUs that reach each other's memory")

@@ -24,5 +24,7 @@ def _marked(cases: Iterable[Any], mark: Any) -> list[Any]:
     return [pytest.param(*values, marks=mark) for values in each]
 
 
+# of ranks: new processes on GPUs, which they share where there are fewer
+ON_GPUS = pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.alone])
 # of kernels that are interpreted, where a dtype differs in its rounding only
 DTYPES = [torch.float32, *full([torch.float64, torch.bfloat16, torch.float16])]

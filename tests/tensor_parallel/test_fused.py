@@ -12,10 +12,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from dispatch_modes import CalledOps
-from gpu_ranks import call_on_two_gpus
 from marks import full
 from torch.distributed import _symmetric_memory as symmetric
 
+import fastmp
 from fastmp.config import ParallelConfig
 from fastmp.cuda_graphs.backends.recording import Pool, RecordedGraph
 from fastmp.distributed import streams
@@ -131,18 +131,19 @@ def test_layers_are_what_they_are_without(tp, name):
     run_ranks(layers_case, tp, name)
 
 
-def compare(runtime):
+def compare(rank, world):
     """Torch's kernels against layers without them."""
     for name in LAYERS:
-        compare_layers(runtime.rank, runtime.world_size, name, runtime.device)
+        compare_layers(rank, world, name, fastmp.init().device)
 
 
 @pytest.mark.gpu
 @pytest.mark.alone
-def test_two_gpus(tmp_path):
-    if not fused._has_kernels(torch.device("cuda", 0)):
-        pytest.skip("needs GPUs that a switch of NVLink connects")
-    call_on_two_gpus(compare, tmp_path)
+def test_two_gpus():
+    """Each rank has its own: there is no multicast between ranks on one."""
+    if torch.cuda.device_count() < 2 or not fused._has_kernels(torch.device("cuda", 0)):
+        pytest.skip("needs two GPUs that a switch of NVLink connects")
+    run_ranks(compare, 2, device="cuda", timeout=240)
 
 
 def model_case(rank, tp, recompute):

@@ -13,11 +13,12 @@ import deep_ep_stand_in
 import pytest
 import torch
 from dispatcher_tools import KINDS, E, K, compare_routings, results_of_layer, routings
-from gpu_ranks import call_on_two_gpus
+from gpu_ranks import skip_without_peer_access
 from marks import full
 from moe_tools import hidden_states, make_moe, plain_moe, with_moe
 from torch.testing import assert_close
 
+import fastmp
 from fastmp.distributed.deepep_buffer import DeepEPBuffer
 from fastmp.distributed.grid import RankGrid
 from fastmp.distributed.groups import ParallelGroups
@@ -129,18 +130,18 @@ def test_errors():
     run_ranks(refused_case, 2)
 
 
-def compare(runtime):
-    world = runtime.world_size
+def compare(rank, world):
     groups = ParallelGroups.create(RankGrid(world_size=world, ep=world))
     moe = plain_moe(top_k=K).moe
     ordinary = make_dispatcher(moe, groups)
     deepep = make_dispatcher(replace(moe, dispatcher="deepep"), groups)
-    examples = routings(len(KINDS), runtime.rank, H, torch.bfloat16, runtime.device)
+    examples = routings(len(KINDS), rank, H, torch.bfloat16, fastmp.init().device)
     compare_routings(deepep, ordinary, E // world, examples)
 
 
 @pytest.mark.gpu
 @pytest.mark.alone
-def test_deepep_itself(tmp_path):
+def test_deepep_itself():
     pytest.importorskip("deep_ep", reason="DeepEP is not installed", exc_type=ImportError)
-    call_on_two_gpus(compare, tmp_path)
+    skip_without_peer_access()
+    run_ranks(compare, 2, device="cuda", timeout=240)

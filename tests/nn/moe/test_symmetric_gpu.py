@@ -8,13 +8,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from dispatcher_tools import KINDS, MOST, E, K, compare_routings, routings, train_moe_layer
-from gpu_ranks import call_on_two_gpus
+from gpu_ranks import skip_without_peer_access
+from marks import ON_GPUS, full
 from moe_tools import plain_moe
 from torch.testing import assert_close
 
+import fastmp
 from fastmp.distributed.grid import RankGrid
 from fastmp.distributed.groups import ParallelGroups
-from fastmp.distributed.runtime import Runtime
 from fastmp.distributed.symmetric_memory import SymmetricExchange, SymmetricMemory
 from fastmp.nn.moe.dispatchers.factory import make_dispatcher
 from fastmp.nn.moe.dispatchers.local import LocalDispatcher
@@ -58,9 +59,9 @@ def test_a_gpu_that_sends_to_itself():
         dist.destroy_process_group()
 
 
-def compare(runtime):
+def compare(rank, world):
     """Dispatcher "symmetric" against "alltoall": routings, then whole layers, eager and in graphs."""
-    rank, world, device = runtime.rank, runtime.world_size, runtime.device
+    device = fastmp.init().device
     groups = ParallelGroups.create(RankGrid(world_size=world, ep=world))
     moe = plain_moe(top_k=K).moe
     ordinary = make_dispatcher(moe, groups)
@@ -82,16 +83,8 @@ def compare(runtime):
         assert_close(a, b, **NEAR, msg=f"result {number}")
 
 
-def ranks_case(rank, world):
-    compare(Runtime(rank, world, rank, torch.device("cpu")))
-
-
-@pytest.mark.full
-def test_two_ranks():
-    run_ranks(ranks_case, 2)
-
-
-@pytest.mark.gpu
-@pytest.mark.alone
-def test_two_gpus(tmp_path):
-    call_on_two_gpus(compare, tmp_path)
+@pytest.mark.parametrize("device", [*full(["cpu"]), ON_GPUS])
+def test_two_ranks(device):
+    if device == "cuda":
+        skip_without_peer_access()
+    run_ranks(compare, 2, device=device, timeout=240)
