@@ -65,7 +65,8 @@ def make_gpt(
     config: GPTConfig, groups: ParallelGroups = ParallelGroups.alone(), dtype=torch.float64, **options
 ) -> GPT:
     """Return the model with the seed of all tests: the same weights at every tensor-parallel size."""
-    rng = RngTracker(SEED, tp_rank=group_rank(groups.tp), cp_rank=group_rank(groups.cp))
+    device = options.get("device", "cpu")
+    rng = RngTracker(SEED, tp_rank=group_rank(groups.tp), cp_rank=group_rank(groups.cp), device=device)
     on, others = placed(groups, rng=rng, dtype=dtype, **options)
     return GPT(config, on, **others)
 

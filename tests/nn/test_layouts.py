@@ -15,8 +15,9 @@ from math import prod
 from typing import Any
 
 import pytest
-from marks import full
+from marks import ON_GPUS, full
 
+import fastmp
 from fastmp.distributed.grid import RankGrid
 from fastmp.distributed.groups import ParallelGroups
 from fastmp.testing.ranks import run_ranks
@@ -139,17 +140,17 @@ def layouts_case(rank: int, world: int, kind: str, layouts: list[Layout]) -> Non
         grid = RankGrid(world_size=world, **{axis: layout[axis] for axis in AXES})
         groups = made[grid] = made.get(grid) or ParallelGroups.create(grid)
         try:
-            found = differences(groups=groups, **run_of(kind, layout))
+            found = differences(groups=groups, device=str(fastmp.init().device), **run_of(kind, layout))
         except Exception as error:
             raise AssertionError(f"{layout}") from error
         assert max(found.values()) <= CLOSE, (layout, found)
 
 
-def run_layouts(kind: str, world: int, layouts: list[Layout]) -> None:
-    for layout in layouts:  # here, so that no rank has to
+def run_layouts(kind: str, world: int, layouts: list[Layout], device: str = "cpu") -> None:
+    for layout in layouts if device == "cpu" else ():  # here, so that no forked rank has to
         run = run_of(kind, layout)
         run_whole(run["config"], run["number"])
-    run_ranks(layouts_case, world, kind, layouts, timeout=240)
+    run_ranks(layouts_case, world, kind, layouts, timeout=240, device=device)
 
 
 def first_part(kind: str, world: int, rest: bool = False) -> list[Layout]:
@@ -161,10 +162,11 @@ def first_part(kind: str, world: int, rest: bool = False) -> list[Layout]:
 WORLD = [2, *full([4, 6]), pytest.param(8, marks=pytest.mark.exhaustive)]
 
 
+@pytest.mark.parametrize("device", ["cpu", ON_GPUS])
 @pytest.mark.parametrize("world", WORLD)
 @pytest.mark.parametrize("kind", MODELS)
-def test_a_layout_has_the_numbers_of_one_rank(kind, world):
-    run_layouts(kind, world, first_part(kind, world))
+def test_a_layout_has_the_numbers_of_one_rank(kind, world, device):
+    run_layouts(kind, world, first_part(kind, world), device)
 
 
 SOME_DENSE_LAYOUTS = [  # sizes of the grid, and how it is run

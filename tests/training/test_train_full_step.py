@@ -7,11 +7,12 @@ from dataclasses import replace
 import pytest
 import torch
 from graphed_trainers import CONFIG, DENSE, EXPERTS, ONE, make_graphed, run, run_packed
-from marks import exhaustive, full
+from marks import ON_GPUS, exhaustive, full
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from train_tools import Samples
 from trainer_tools import make_groups, make_trainer
 
+import fastmp
 from fastmp.config import GraphConfig, OptimizerConfig, ParallelConfig
 from fastmp.distributed.groups import ParallelGroups
 from fastmp.testing.ranks import run_ranks
@@ -47,14 +48,14 @@ def test_a_rank_alone(config, layout, steps):
 @pytest.mark.gpu
 @pytest.mark.parametrize(("config", "layout", "steps"), WHOLE)
 def test_a_gpu_alone(config, layout, steps):
-    with sdpa_kernel(SDPBackend.MATH):  # whose backward adds up in one order
-        compare(config=config, layout=layout, steps=steps, device="cuda")
+    compare(config=config, layout=layout, steps=steps, device="cuda")
 
 
 def ranks_case(rank, world, grid, cases):
-    groups = make_groups(world, **grid)
+    groups, device = make_groups(world, **grid), fastmp.init().device
     for config, layout, optimizer in cases:
-        compare(groups, layout, config=config, optimizer=optimizer, overlap_experts=layout.overlap_experts)
+        options = {"config": config, "optimizer": optimizer, "device": device}
+        compare(groups, layout, overlap_experts=layout.overlap_experts, **options)
 
 
 RANKS = {
@@ -93,9 +94,10 @@ RANKS = {
 }
 
 
+@pytest.mark.parametrize("device", ["cpu", ON_GPUS])
 @pytest.mark.parametrize("name", [*full(name for name in RANKS if name != "tensor"), *exhaustive(["tensor"])])
-def test_two_ranks(name):
-    run_ranks(ranks_case, 2, *RANKS[name], timeout=180)
+def test_two_ranks(name, device):
+    run_ranks(ranks_case, 2, *RANKS[name], timeout=240, device=device)
 
 
 @pytest.mark.exhaustive

@@ -11,12 +11,12 @@ from unittest.mock import patch
 import pytest
 import torch
 from graphed_trainers import CONFIG, DENSE, EXPERTS, ONE, make_graphed, run
-from marks import exhaustive, full
+from marks import ON_GPUS, exhaustive, full
 from torch import nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from train_tools import Samples
 from trainer_tools import make_groups
 
+import fastmp
 from fastmp.apps import train_main as main
 from fastmp.config import (
     GraphConfig,
@@ -54,17 +54,17 @@ def test_a_whole_model():
 
 
 def pipelines_case(rank, world):
-    groups = make_groups(2, pp=2)
-    compare(groups, ParallelConfig(pp=2, vpp=2))
-    compare(groups, ParallelConfig(pp=2, schedule="zero_bubble"))
+    groups, device = make_groups(2, pp=2), fastmp.init().device
+    compare(groups, ParallelConfig(pp=2, vpp=2), device=device)
+    compare(groups, ParallelConfig(pp=2, schedule="zero_bubble"), device=device)
     on_a_v = ParallelConfig(pp=2, vpp=2, schedule="dualpipe_v")
-    compare(groups, on_a_v)
-    compare(groups, on_a_v, replace(ON, scope=("full",)))
+    compare(groups, on_a_v, device=device)
+    compare(groups, on_a_v, replace(ON, scope=("full",)), device=device)
 
 
-@pytest.mark.full
-def test_pipelines():
-    run_ranks(pipelines_case, 2)
+@pytest.mark.parametrize("device", [*full(["cpu"]), ON_GPUS])
+def test_pipelines(device):
+    run_ranks(pipelines_case, 2, timeout=240, device=device)
 
 
 def late_case(rank, world, grid, layout):
@@ -201,8 +201,7 @@ def test_whole_microbatches(config, layout):
 @pytest.mark.gpu
 @pytest.mark.parametrize(("config", "layout"), WHOLE)
 def test_whole_microbatches_on_a_gpu(config, layout):
-    with sdpa_kernel(SDPBackend.MATH):  # whose backward adds up in one order
-        assert twenty_steps(config=config, layout=layout, device="cuda") == 2
+    assert twenty_steps(config=config, layout=layout, device="cuda") == 2
 
 
 def full_on_ranks(rank, world, grid, *cases):
@@ -282,12 +281,13 @@ def test_experts_over_ranks_cannot_be_captured_whole():
 def shared_memory_case(rank, world):
     groups = make_groups(2, ep=2)
     config = replace(EXPERTS, moe=replace(EXPERTS.moe, dispatcher="symmetric"))
-    return compare(groups, ParallelConfig(ep=2), FULL, config=config).num_graphs
+    device = fastmp.init().device
+    return compare(groups, ParallelConfig(ep=2), FULL, config=config, device=device).num_graphs
 
 
-@pytest.mark.full
-def test_but_they_can_where_ranks_share_memory():
-    assert run_ranks(shared_memory_case, 2) == [2, 2]
+@pytest.mark.parametrize("device", [*full(["cpu"]), ON_GPUS])
+def test_but_they_can_where_ranks_share_memory(device):
+    assert run_ranks(shared_memory_case, 2, timeout=240, device=device) == [2, 2]
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from functools import partial
 
 import pytest
 import torch
-from marks import full
+from marks import ON_GPUS, full
 from torch._subclasses.fake_tensor import FakeTensorMode
 from train_tools import NoDeviceCopies, Samples, check_on_a_gpu, gather_main_grads, saved_tensors
 from trainer_tools import (
@@ -26,6 +26,7 @@ from trainer_tools import (
     whole,
 )
 
+import fastmp
 from fastmp.config import CheckpointConfig, OptimizerConfig, ParallelConfig, TrainConfig
 from fastmp.nn import Placement
 from fastmp.nn.gpt import GPT
@@ -160,26 +161,31 @@ def test_replicas_start_equal_even_if_made_from_different_seeds():
 DROPOUT = replace(SMALL, dropout=0.1, attention_dropout=0.1)
 
 
+def resume_case(rank, world_size, run_dir, tp, dtype):
+    options = {"config": DROPOUT, "dtype": dtype, "run_dir": run_dir}
+    options |= {"device": fastmp.init().device} if world_size > 1 else {}
+    make = partial(make_small, make_groups(world_size, tp=tp), ParallelConfig(tp=tp), **options)
+    assert not make(name="never-saved").resume()
+    return {name: tensor.detach().cpu() for name, tensor in check_resume(make).items()}
+
+
 @pytest.mark.parametrize(
-    ("world_size", "tp", "dtype"),
+    ("world_size", "tp", "dtype", "device"),
     [
-        *((1, 1, torch.bfloat16), (1, 1, torch.float16), (2, 2, torch.float32)),
-        *full([(1, 1, torch.float32), (2, 1, torch.float32)]),
+        *((1, 1, torch.bfloat16, "cpu"), (1, 1, torch.float16, "cpu"), (2, 2, torch.float32, "cpu")),
+        *full([(1, 1, torch.float32, "cpu"), (2, 1, torch.float32, "cpu")]),
+        pytest.param(2, 2, torch.float64, "cuda", marks=ON_GPUS.marks),
+        pytest.param(2, 1, torch.float64, "cuda", marks=ON_GPUS.marks),
     ],
 )
-def test_resume_is_bitwise(tmp_path, world_size, tp, dtype):
+def test_resume_is_bitwise(tmp_path, world_size, tp, dtype, device):
     """With dropout, so that random states matter."""
-
-    def rank_main(rank, world_size):
-        options = {"config": DROPOUT, "dtype": dtype, "run_dir": str(tmp_path)}
-        make = partial(make_small, make_groups(world_size, tp=tp), ParallelConfig(tp=tp), **options)
-        assert not make(name="never-saved").resume()
-        return {name: tensor.detach() for name, tensor in check_resume(make).items()}
-
+    case = str(tmp_path), tp, dtype
     if world_size == 1:
-        rank_main(0, 1)
+        resume_case(0, 1, *case)
         return
-    for tensors in run_ranks(rank_main, world_size):  # each rank has states: of its own shards
+    # Each rank has states: of its own shards.
+    for tensors in run_ranks(resume_case, world_size, *case, timeout=240, device=device):
         assert any(name.startswith("optimizer/") for name in tensors)
 
 

@@ -67,15 +67,16 @@ def data_of(vocab_size: int, number: int) -> tuple[Tensor, ...]:
 
 
 @cache
-def run_whole(config: GPTConfig, number: int) -> Whole:
+def run_whole(config: GPTConfig, number: int, device: str = "cpu") -> Whole:
     """Return the reference results, computed once in a process; ranks forked later share them."""
-    model, data = make_gpt(config), data_of(config.vocab_size, max(number, EVALUATED))
+    model = make_gpt(config, device=device)
+    data = [ids.to(device) for ids in data_of(config.vocab_size, max(number, EVALUATED))]
     weights = {name: param.detach().clone() for name, param in model.named_parameters()}
-    loss, aux = (torch.zeros((), dtype=torch.float64) for _ in range(2))
+    loss, aux = (torch.zeros((), dtype=torch.float64, device=device) for _ in range(2))
     counts = []
     for ids in data[:number]:
         out = model.loss(ids[:, :-1], ids[:, 1:])
-        tokens, own_aux = (out, torch.zeros(())) if config.moe is None else (out.tokens, out.aux)
+        tokens, own_aux = (out, torch.zeros_like(aux)) if config.moe is None else (out.tokens, out.aux)
         (tokens.sum() + own_aux).backward()
         loss, aux = loss + tokens.detach().sum(), aux + own_aux.detach()
         counts += [] if config.moe is None else [out.counts]
@@ -90,10 +91,13 @@ def run_whole(config: GPTConfig, number: int) -> Whole:
     return Whole(weights, grads, loss, aux, counts, norm, updated, evaluation)
 
 
-def own_batches(config: GPTConfig, number: int, groups: ParallelGroups) -> list[tuple[Tensor, Tensor]]:
+def own_batches(
+    config: GPTConfig, number: int, groups: ParallelGroups, device: str = "cpu"
+) -> list[tuple[Tensor, Tensor]]:
     """Return this rank's (tokens, targets) of each microbatch: its sequences, and its slice of them."""
     dp, cp = groups.dp, groups.cp
-    data = [ids.chunk(group_size(dp))[group_rank(dp)] for ids in data_of(config.vocab_size, number)]
+    whole = data_of(config.vocab_size, number)
+    data = [ids.chunk(group_size(dp))[group_rank(dp)].to(device) for ids in whole]
     return [(cut_sequence(ids[:, :-1], cp), cut_sequence(ids[:, 1:], cp)) for ids in data]
 
 
@@ -123,6 +127,7 @@ def differences(
     layers: tuple[int, ...] | None = None,
     loss_grad: float | None = None,
     shard: bool = False,
+    device: str = "cpu",
     **options: Any,
 ) -> dict[str, float]:
     """Return the largest difference to `run_whole` on this rank, by kind of number.
@@ -139,9 +144,9 @@ def differences(
             ranks.
         options: of GPT and its placement.
     """
-    whole = run_whole(config, number)
-    rng = RngTracker(SEED, tp_rank=group_rank(groups.tp))
-    on, others = placed(groups, rng=rng, dtype=torch.float64, **options)
+    whole = run_whole(config, number, device)
+    rng = RngTracker(SEED, tp_rank=group_rank(groups.tp), device=device)
+    on, others = placed(groups, rng=rng, dtype=torch.float64, device=device, **options)
     planned = Schedule(groups.grid.pp, number, vpp, microbatch_group_size, schedule)
     stages = gpt_stages(config, on, vpp=vpp, layers=layers, placement=planned.placement, **others)
     named = [(i, name, param) for i, stage in enumerate(stages) for name, param in stage.named_parameters()]
@@ -164,7 +169,7 @@ def differences(
         inputs=lambda batch: batch[0],
         loss=lambda hidden, batch: stages[-1].token_losses(hidden, batch[1], loss_grad_BS=loss_grad).sum(),
     )
-    own, rank = own_batches(config, max(number, EVALUATED), groups), group_rank(groups.pp)
+    own, rank = own_batches(config, max(number, EVALUATED), groups, device), group_rank(groups.pp)
     result = pipeline.train(own[:number])
     as_planned = result.trace == planned.order(rank) and result.peak == planned.peak_in_flight(rank)
     found["order"] = 0.0 if as_planned else torch.inf
@@ -196,7 +201,7 @@ def differences(
 def _of_experts(
     groups: ParallelGroups, stages: Any, result: PipelineResult, whole: Whole
 ) -> Iterator[tuple[str, float]]:
-    mine = torch.zeros((), dtype=torch.float64) if result.stage_loss is None else result.stage_loss
+    mine = torch.zeros_like(whole.aux) if result.stage_loss is None else result.stage_loss
     yield "auxiliary loss", difference(total(mine, groups.dp_cp, groups.pp), whole.aux)
     alike = True
     for chunk, stage in enumerate(stages):
