@@ -37,7 +37,7 @@ from fastmp.config.console import flush_quietly
 from fastmp.config.file_access import open_writable, read_file
 from fastmp.distributed.runtime import SHARED_GPU, SHARES_GPUS, nccl_version
 
-__all__ = ["RankError", "run_ranks"]
+__all__ = ["RankError", "gpu_variables", "lacks_gpus", "run_ranks"]
 
 SEED = 1234  # every rank starts from this seed: a case that wants ranks to differ says so
 GRACE = 3.0  # seconds the other ranks get to report after the first one failed
@@ -119,7 +119,7 @@ def run_ranks(
         raise ValueError(f"run_ranks: device must be 'cpu' or 'cuda', got {device!r}")
     if device == "cuda":
         call = _pickled(fn, args)
-        if reason := _lacks(world_size):
+        if reason := lacks_gpus(world_size):
             raise unittest.SkipTest(reason)
         return _run(call, world_size, timeout, device)
     if dist.is_available() and dist.is_initialized():
@@ -173,7 +173,7 @@ def _pickled(fn: Callable[..., Any], args: tuple) -> bytes:
     )
 
 
-def _lacks(world_size: int) -> str:
+def lacks_gpus(world_size: int) -> str:
     """Return the reason why this machine cannot run ranks on GPUs, or ""."""
     num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if num_gpus == 0:
@@ -214,7 +214,7 @@ def _spawn(job: _Job, rank: int, call: bytes, write_fd: int) -> int:
     path = job.folder / f"call-{rank}"
     with open_writable(path, "wb") as file:
         pickle.dump((job, rank, call, write_fd), file)
-    variables = {} if job.device == "cpu" else _gpu_variables(job.world_size)
+    variables = {} if job.device == "cpu" else gpu_variables(job.world_size)
     environment = with_variables(PYTHONPATH=os.pathsep.join(filter(None, sys.path)))
     return os.posix_spawn(
         sys.executable,
@@ -224,7 +224,8 @@ def _spawn(job: _Job, rank: int, call: bytes, write_fd: int) -> int:
     )
 
 
-def _gpu_variables(world_size: int) -> dict[str, str]:
+def gpu_variables(world_size: int) -> dict[str, str]:
+    """Return the environment of ranks on GPUs, which they share where there are fewer."""
     sharing = -(-world_size // torch.cuda.device_count())
     variables = {"NCCL_GRAPH_REGISTER": "0", "CUDA_DEVICE_MAX_CONNECTIONS": "32"}
     if sharing > 1:  # the kernels of all ranks must fit on a GPU together: a collective waits for its peers'

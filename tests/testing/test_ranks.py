@@ -251,7 +251,7 @@ def test_ranks_without_gpus_that_can_be_shared_are_skipped(monkeypatch):
     monkeypatch.setattr(ranks, "nccl_version", lambda: (2, 28))
     with pytest.raises(unittest.SkipTest, match=r"2 ranks on 1 GPU\(s\) need NCCL 2.30 or later, got 2.28"):
         run_ranks(compute, 2, 0.5, device="cuda")
-    assert ranks._lacks(1) == ""
+    assert ranks.lacks_gpus(1) == ""
 
 
 @pytest.mark.parametrize(
@@ -259,7 +259,7 @@ def test_ranks_without_gpus_that_can_be_shared_are_skipped(monkeypatch):
 )
 def test_ranks_that_share_a_gpu_share_its_multiprocessors(monkeypatch, world, gpus, ctas):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-    variables = ranks._gpu_variables(world)
+    variables = ranks.gpu_variables(world)
     assert variables.get("NCCL_MAX_CTAS") == ctas
     assert ("NCCL_MULTI_RANK_GPU_ENABLE" in variables) == (world > gpus)
 
