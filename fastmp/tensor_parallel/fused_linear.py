@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fastmp.config import Environment
 from fastmp.distributed import streams
 from fastmp.distributed.collectives import group_size
 from fastmp.profiling import traced
@@ -119,7 +120,7 @@ def _can_fuse(group: dist.ProcessGroup, device: torch.device) -> bool:
 
 
 def _has_kernels(device: torch.device) -> bool:
-    """Return True if the ops have kernels for `device`; GPUs need multicast by an NVSwitch."""
+    """Return True if the ops have kernels for `device`; GPUs need multicast by an NVSwitch, one a rank."""
     from torch.distributed import _symmetric_memory as symmetric  # registers the ops
 
     names = ("fused_all_gather_matmul", "fused_matmul_reduce_scatter")
@@ -128,5 +129,7 @@ def _has_kernels(device: torch.device) -> bool:
         return False
     if device.type != "cuda":
         return True
+    if Environment.read().shares_gpus:
+        return False
     kind = torch._C._autograd.DeviceType.CUDA
     return bool(symmetric._SymmetricMemory.has_multicast_support(kind, device.index))

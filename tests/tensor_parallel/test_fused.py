@@ -298,6 +298,15 @@ def test_a_device_without_kernels():
     assert run_ranks(has_kernels_case, 2) == [False, False]
 
 
+def test_ranks_that_share_a_gpu_have_no_kernels(monkeypatch):
+    supported = SimpleNamespace(has_multicast_support=lambda kind, index: True)
+    monkeypatch.setattr(symmetric, "_SymmetricMemory", supported)
+    monkeypatch.setattr(torch._C, "_dispatch_has_kernel_for_dispatch_key", lambda name, key: True)
+    assert fused._has_kernels(torch.device("cuda", 0))
+    monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", "1")
+    assert not fused._has_kernels(torch.device("cuda", 0))
+
+
 def test_the_option():
     groups = ParallelGroups.alone()
     assert Placement.of(groups, ParallelConfig()).overlap_rows is None
