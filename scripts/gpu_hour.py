@@ -65,6 +65,7 @@ TIMED = "--phase functions kernels"
 GPU_CHECK = "-m benchmarks.gpu_check --out {out}/gpu.json --seconds {seconds}"
 PYTEST = "-m pytest -q -p no:cacheprovider --timeout 100 tests"
 SECONDS = 560  # of a call
+SHARED_NCCL = {"LD_PRELOAD": ".gpu/nccl/libnccl.so.2"}  # left out where there is none
 LEAST = 45  # seconds with which a step is worth starting
 
 
@@ -85,16 +86,8 @@ class Step:
 STEPS = (
     Step("doctor", "-m fastmp doctor", 60),
     Step("experiments", "-m benchmarks.experiments --out {out}/experiments.json"),
-    Step(
-        "ranks",
-        "-m benchmarks.one_gpu",
-        variables={
-            "NCCL_MULTI_RANK_GPU_ENABLE": "1",
-            "NCCL_NVLS_ENABLE": "0",
-            "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1",
-            "LD_PRELOAD": ".gpu/nccl/libnccl.so.2",  # left out where there is none
-        },
-    ),
+    Step("two ranks", "-m benchmarks.one_gpu --ranks 2", variables=SHARED_NCCL),
+    Step("four ranks", "-m benchmarks.one_gpu --ranks 4", variables=SHARED_NCCL),
     Step("fp8", f"{GPU_CHECK} {TIMED} --families linear_fp8 grouped_mm_fp8 moe_layer_fp8 quantize"),
     Step("attention", f"{GPU_CHECK} {TIMED} --families attention latent"),
     Step("experts", f"{GPU_CHECK} {TIMED} --families moe_layer grouped_mm wgrad router permute"),
@@ -103,7 +96,7 @@ STEPS = (
     Step("others", f"{GPU_CHECK} {TIMED}"),
     Step("correctness", f"{GPU_CHECK} --phase correctness"),
     Step("tests", f"{PYTEST} -n 8 -m 'gpu and not alone'"),
-    Step("tests alone", f"{PYTEST} -n 1 -m 'gpu and alone'"),
+    Step("tests alone", f"{PYTEST} -n 1 -m 'gpu and alone'", variables=SHARED_NCCL),
 )
 
 

@@ -194,9 +194,9 @@ def test_the_commands_are_understood(script, monkeypatch, tmp_path, capsys):
             assert module in ("fastmp", "pytest", "benchmarks.one_gpu")
     assert script.main(["run", "--list", "--out", str(tmp_path)]) == 0
     listed = capsys.readouterr().out.splitlines()
-    assert len(listed) == len(script.STEPS) and "NCCL_MULTI_RANK_GPU_ENABLE=1" in listed[2]
+    assert len(listed) == len(script.STEPS) and "LD_PRELOAD=.gpu/nccl/libnccl.so.2" in listed[2]
     names = [step.name for step in script.STEPS]
-    assert names.index("experiments") < names.index("ranks") < names.index("fp8") < names.index("tests")
+    assert names.index("experiments") < names.index("two ranks") < names.index("fp8") < names.index("tests")
 
 
 def test_the_environment_finds_peers_and_unpacks_nccl(script, monkeypatch, tmp_path):
