@@ -178,17 +178,48 @@ inline void __syncthreads(std::source_location where = std::source_location::cur
   cuda_on_cpu::wait(cuda_on_cpu::machine.block.all, where);
 }
 
-template <class T>
-T __shfl_xor_sync(unsigned mask, T value, int distance, std::source_location where = std::source_location::current()) {
-  using namespace cuda_on_cpu;
+namespace cuda_on_cpu {
+
+// Gives `value` to the warp; returns take(of, lane), where of(other) is what that lane gives.
+template <class T, class Take>
+auto exchange(unsigned mask, T value, const std::source_location& where, const Take& take) {
   static_assert(sizeof(T) <= sizeof(uint64_t));
   Fiber& self = *machine.fiber;
   if (mask != 0xffffffffu) fail(described(self) + " shuffles with a part of its warp, which is not known here");
-  const unsigned turn = self.num_exchanges++ % 2;
+  const unsigned turn = self.num_exchanges++ % 2, lane = self.number % kWarp;
   std::memcpy(&self.exchanged[turn], &value, sizeof(T));
   wait(machine.block.warps[self.number / kWarp], where);
-  std::memcpy(&value, &machine.fibers[self.number ^ distance].exchanged[turn], sizeof(T));
-  return value;
+  const auto of = [&](unsigned other) {
+    T given;
+    std::memcpy(&given, &machine.fibers[self.number - lane + other].exchanged[turn], sizeof(T));
+    return given;
+  };
+  return take(of, lane);
+}
+
+}  // namespace cuda_on_cpu
+
+template <class T>
+T __shfl_xor_sync(unsigned mask, T value, int distance, std::source_location where = std::source_location::current()) {
+  return cuda_on_cpu::exchange(mask, value, where, [&](auto of, unsigned lane) { return of(lane ^ distance); });
+}
+inline int __reduce_max_sync(unsigned mask, int value, std::source_location where = std::source_location::current()) {
+  return cuda_on_cpu::exchange(mask, value, where, [&](auto of, unsigned) {
+    int most = of(0);
+    for (unsigned other = 1; other < cuda_on_cpu::kWarp; ++other) most = std::max(most, of(other));
+    return most;
+  });
+}
+inline unsigned __ballot_sync(unsigned mask, bool value, std::source_location where = std::source_location::current()) {
+  return cuda_on_cpu::exchange(mask, value, where, [&](auto of, unsigned) {
+    unsigned bits = 0;
+    for (unsigned other = 0; other < cuda_on_cpu::kWarp; ++other) bits |= unsigned{of(other)} << other;
+    return bits;
+  });
+}
+inline int __ffs(unsigned bits) { return __builtin_ffs(static_cast<int>(bits)); }
+inline void __syncwarp(std::source_location where = std::source_location::current()) {
+  cuda_on_cpu::wait(cuda_on_cpu::machine.block.warps[cuda_on_cpu::machine.fiber->number / cuda_on_cpu::kWarp], where);
 }
 
 namespace cuda_on_cpu {

@@ -27,6 +27,7 @@ inline float fast_exp2(float x) {
   return y < FLT_MIN ? 0 : y;
 }
 inline float fast_reciprocal(float x) { return 1 / x; }
+inline float fast_sqrt(float x) { return x < FLT_MIN ? 0 : std::sqrt(x); }
 inline void store_words(void* to, const unsigned (&words)[4]) {
   *static_cast<uint4*>(to) = {words[0], words[1], words[2], words[3]};
 }

@@ -39,6 +39,7 @@ class Source:
 CUTLASS = ("-include", str(HERE / "gemm.h"))
 SOURCES = {
     "cross_entropy": Source(("cross_entropy_loss_grad_",), small=16 << 10),
+    "router": Source(("topk_router",)),
     "grouped_mm_sm90a": Source(("grouped_mm",), options=CUTLASS),
     "grouped_wgrad_sm90a": Source(("grouped_mm_wgrad", "grouped_mm_wgrad_"), options=CUTLASS),
     "grouped_mlp_in_sm90a": Source(("grouped_mlp_in",), options=CUTLASS),
@@ -80,6 +81,7 @@ def test_every_file_is_run():
     ("name", "dtypes"),
     [
         ("cross_entropy", (torch.float32, torch.bfloat16)),
+        ("router", (torch.float32, torch.bfloat16)),
         *full((name, ops.DTYPES) for name in sorted(SOURCES)),
     ],
     ids=lambda value: value if isinstance(value, str) else len(value),
@@ -100,7 +102,10 @@ def test_results_do_not_depend_on_the_order_of_threads(name, dtype, built):
             for seed in range(1, 4):
                 built[name].set(seed)
                 for a, b in zip(run(op, built[name].op(op), arguments), first, strict=True):
-                    assert torch.equal(a.view(torch.uint8), b.view(torch.uint8)), (op, seed)
+                    assert torch.equal(a.flatten().view(torch.uint8), b.flatten().view(torch.uint8)), (
+                        op,
+                        seed,
+                    )
 
 
 @pytest.mark.exhaustive
@@ -152,7 +157,11 @@ def test_activated_products_of_many_tiles(gated, terms, dtype, built):
 
 # Files with barriers, and a source that needs them.
 BARRIER = re.compile(r"__syncthreads\(\);")
-NEEDS_BARRIERS = {"cross_entropy.cu": "cross_entropy", "problems.cuh": "grouped_mm_sm90a"}
+NEEDS_BARRIERS = {
+    "cross_entropy.cu": "cross_entropy",
+    "problems.cuh": "grouped_mm_sm90a",
+    "router.cu": "router",
+}
 
 
 def without_barrier(file: str, folder: Path) -> list[Path]:
