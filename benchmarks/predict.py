@@ -43,7 +43,7 @@ from fastmp.ops import OPS
 from fastmp.ops import linear_cross_entropy_chunks as chunks
 from fastmp.ops.core import launcher
 from fastmp.ops.cross_entropy_triton import loss_grad_bytes, loss_grad_prefers_cuda
-from fastmp.ops.grouped_mm_tiles import ROW_CLASSES, gemm_tiles, overlaps_tiles, row_class
+from fastmp.ops.grouped_mm_tiles import gemm_tiles, overlaps_tiles, row_class, wgrad_tiles
 
 RESULTS = Path(__file__).parent / "results"
 _LINEAR_LOSS = importlib.import_module("fastmp.ops.linear_cross_entropy")
@@ -52,6 +52,9 @@ _ARCH, _SHARED = 90, 228 << 10  # of an H100 and an H200
 # Cycles of a tile of a grouped GEMM outside of its K steps, estimated from compiled code: with nothing of the
 # next tile under way, and with its loads.
 _EXPOSED, _OVERLAPPED = 5000, 2900
+# Of a wgrad: to find the next tile, and to copy this one for the TMA unit; in float32 in two halves, of which
+# the second waits until the first is read.
+_STORED, _ADDED = 1500, 3000
 NODE_US = 1.2  # of a small kernel within a CUDA graph; published: 1.1 to 1.3
 
 
@@ -77,9 +80,12 @@ MACHINES = {"h100": Machine("NVIDIA H100", 3000.0, 788.0), "h200": Machine("NVID
 
 @dataclass(frozen=True)
 class Expected:
-    """Fraction of the roofline that a kernel reaches, from its arguments, and its minimum time."""
+    """Fraction of the roofline that a kernel reaches, from its arguments, and its minimum time.
 
-    share: float | Callable[..., float]
+    A pair is the fractions of products and of bytes, of which the longer takes the time.
+    """
+
+    share: float | Callable[..., float | tuple[float, float]]
     least_us: float = 0.0
 
 
@@ -95,7 +101,7 @@ def _gemm(x: Tensor, w: Tensor, *rest: Any, gated: bool = False) -> float:
     if rows <= 256:
         return 0.72 if num_terms >= 1024 else 0.8
     columns = w.shape[1] * w.shape[2] // num_terms // (1 + gated)
-    tile = gemm_tiles(row_class(ROW_CLASSES, len(x), len(w)), columns, num_terms, 2, _ARCH, gated)
+    tile = gemm_tiles(row_class(len(x), len(w)), columns, num_terms, 2, _ARCH, gated)
     each_step = tile.block_m * tile.block_n * (1 + gated) * tile.block_k / 2048
     cycles = each_step * -(-num_terms // tile.block_k)
     outside = _OVERLAPPED if overlaps_tiles(_ARCH, "silu" if gated else "none", gated, False) else _EXPOSED
@@ -115,12 +121,16 @@ def _mlp_in(x: Tensor, w: Tensor, bias: Any, offsets: Tensor, form: str, gated: 
     return _gemm(x, w, gated=gated)
 
 
-def _weight_gradient(grad: Tensor, x: Tensor, offsets: Tensor, added: bool = False) -> float:
-    """Return the share of weight gradients: few rows an expert leave little to hide storing a tile behind.
+def _weight_gradient(grad: Tensor, x: Tensor, offsets: Tensor, added: bool = False) -> tuple[float, float]:
+    """Return the shares of weight gradients: of products, by the rows of an expert; and of bytes.
 
-    What is added to a gradient is added by the TMA unit, which reads nothing into the program.
+    A persistent program copies a tile to shared memory between two tiles' products; the TMA unit then adds or
+    stores it while the next one is multiplied: the longer of products and bytes counts, not their sum.
     """
-    return (0.66 if added else 0.6) if len(grad) / len(offsets) <= 512 else 0.8
+    tile = wgrad_tiles(grad.shape[1], x.shape[1], 2, _ARCH)
+    steps = max(1, -(-len(grad) // len(offsets) // tile.block_k))
+    cycles = steps * tile.block_m * tile.block_n * tile.block_k / 2048
+    return 0.84 * cycles / (cycles + (_ADDED if added else _STORED)), 0.9
 
 
 def _loss_grad(logits: Tensor, *rest: Any) -> float:
@@ -254,13 +264,16 @@ class Step:
     bytes: int
     flops: int
     launches: int
-    share: float
+    share: float | tuple[float, float]
     least_us: float
     multiplied: torch.dtype = DTYPE
 
     def ms(self, machine: Machine) -> float:
-        floor_ms, _ = machine.ceilings.floor(self.bytes, self.flops, self.multiplied)
-        return max(floor_ms / self.share, self.least_us / 1e3, self.launches * NODE_US / 1e3)
+        products, copies = self.share if isinstance(self.share, tuple) else (self.share, self.share)
+        gemm_ms, _ = machine.ceilings.floor(0, self.flops, self.multiplied)
+        copy_ms, _ = machine.ceilings.floor(self.bytes, 0, self.multiplied)
+        least_ms = max(self.least_us, self.launches * NODE_US) / 1e3
+        return max(gemm_ms / products, copy_ms / copies, least_ms)
 
 
 class Steps(TorchDispatchMode):

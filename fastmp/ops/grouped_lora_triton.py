@@ -36,7 +36,7 @@ from fastmp.ops.grouped_mm_launch import (
     gpu_of,
     plan_gemm,
 )
-from fastmp.ops.grouped_mm_tiles import ROW_CLASSES, row_class
+from fastmp.ops.grouped_mm_tiles import row_class
 from fastmp.ops.grouped_mm_triton import expert_ends, load_block, load_weight, place_of
 
 _BLOCK_R = 64  # most terms of LoRA in a step
@@ -194,7 +194,7 @@ def launch(
     (x, x_strides), (w, w_strides), (v, v_strides) = along_rows(x), along_rows(w), along_rows(v)
     tile, tiles, programs, most, sizes, constants = _plan(
         low.shape[1], v_strides, v_transposed,
-        row_class(ROW_CLASSES, num_rows, w_shape[0]), w_shape, w_strides, x_strides[0], x.element_size(),
+        row_class(num_rows, w_shape[0]), w_shape, w_strides, x_strides[0], x.element_size(),
         *gpu_of(x), aligned(x, w), transposed, bias is not None, STORE,
     )  # fmt: skip
     tiles *= cdiv(num_rows, tile.block_m) + w_shape[0]

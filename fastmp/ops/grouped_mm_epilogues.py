@@ -5,8 +5,6 @@ from __future__ import annotations
 from fastmp.ops.core._triton import jit, tl
 from fastmp.ops.gated import activate
 
-REDUCE_PARTS = 2  # column blocks of a tile that `reduce_sums` adds one after another
-
 
 @jit
 def _halves(block, BLOCK_M: tl.constexpr, HALF: tl.constexpr):
@@ -16,13 +14,14 @@ def _halves(block, BLOCK_M: tl.constexpr, HALF: tl.constexpr):
 
 @jit
 def store_sums(
-    out, sums, ns, first_k, num_n, num_k, pitch, VECTOR: tl.constexpr, ACCUMULATE: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PARTS: tl.constexpr,
+    out, sums, expert, first_n, first_k, num_n, num_k, jump, pitch, VECTOR: tl.constexpr,
+    ACCUMULATE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     """Store a tile of a weight's gradient, or add it to `out`, in PARTS column blocks to save registers."""
     if PARTS == 1:
-        ks = first_k + tl.arange(0, BLOCK_K)
-        places = out + ns[:, None].to(tl.int64) * pitch * VECTOR + ks[None, :]
+        ns, ks = first_n + tl.arange(0, BLOCK_N), first_k + tl.arange(0, BLOCK_K)
+        matrix = out + tl.cast(expert, tl.int64) * jump * VECTOR
+        places = matrix + ns[:, None].to(tl.int64) * pitch * VECTOR + ks[None, :]
         mask = (ns < num_n)[:, None] & (ks < num_k)[None, :]
         if ACCUMULATE:
             sums += tl.load(places, mask=mask, other=0.0).to(sums.dtype)
@@ -33,38 +32,43 @@ def store_sums(
         HALF: tl.constexpr = BLOCK_K // 2
         MORE: tl.constexpr = PARTS // 2
         left, right = _halves(sums, BLOCK_N, HALF)
-        store_sums(out, left, ns, first_k, num_n, num_k, pitch, VECTOR, ACCUMULATE, BLOCK_N, HALF, MORE)
         store_sums(
-            out, right, ns, first_k + HALF, num_n, num_k, pitch, VECTOR, ACCUMULATE, BLOCK_N, HALF, MORE
-        )
+            out, left, expert, first_n, first_k, num_n, num_k, jump, pitch, VECTOR, ACCUMULATE, BLOCK_N, HALF,
+            MORE,
+        )  # fmt: skip
+        store_sums(
+            out, right, expert, first_n, first_k + HALF, num_n, num_k, jump, pitch, VECTOR, ACCUMULATE,
+            BLOCK_N, HALF, MORE,
+        )  # fmt: skip
 
 
 @jit
-def _reduce_block(
-    out, sums, expert, first_n, first_k, INTERPRETED: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
+def store_described(
+    out, sums, expert, first_n, first_k, ACCUMULATE: tl.constexpr, INTERPRETED: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    block = sums.reshape(1, BLOCK_N, BLOCK_K)
-    if INTERPRETED:  # Triton's interpreter has no reductions by descriptors
-        out.store([expert, first_n, first_k], out.load([expert, first_n, first_k]) + block)
-    else:
-        out.atomic_add([expert, first_n, first_k], block)
+    """Store a tile to the matrices of the descriptor `out`, or add it, in PARTS column blocks.
 
-
-@jit
-def reduce_sums(
-    out, sums, expert, first_n, first_k, INTERPRETED: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):  # fmt: skip
-    """Add a tile of a weight's gradient to the matrices of the descriptor `out`, in REDUCE_PARTS parts.
-
-    The TMA unit adds in the second-level cache, in float32 rounded to nearest; numbers below 2^-126 may be
-    flushed to zero there. Elements outside of the matrix are not written.
+    The TMA unit reads a block from shared memory while the program continues. It adds in the second-level
+    cache, in float32 rounded to nearest; numbers below 2^-126 may be flushed to zero there. Elements outside
+    of the matrix are not written.
     """
-    HALF: tl.constexpr = BLOCK_K // 2
-    left, right = _halves(sums, BLOCK_N, HALF)
-    _reduce_block(out, left, expert, first_n, first_k, INTERPRETED, BLOCK_N, HALF)
-    _reduce_block(out, right, expert, first_n, first_k + HALF, INTERPRETED, BLOCK_N, HALF)
+    if PARTS == 1:
+        block = sums.reshape(1, BLOCK_N, BLOCK_K)
+        if ACCUMULATE and not INTERPRETED:
+            out.atomic_add([expert, first_n, first_k], block)
+        else:
+            if ACCUMULATE:  # Triton's interpreter has no reductions by descriptors
+                block += out.load([expert, first_n, first_k])
+            out.store([expert, first_n, first_k], block.to(out.dtype))
+    else:
+        HALF: tl.constexpr = BLOCK_K // 2
+        MORE: tl.constexpr = PARTS // 2
+        left, right = _halves(sums, BLOCK_N, HALF)
+        store_described(out, left, expert, first_n, first_k, ACCUMULATE, INTERPRETED, BLOCK_N, HALF, MORE)
+        store_described(
+            out, right, expert, first_n, first_k + HALF, ACCUMULATE, INTERPRETED, BLOCK_N, HALF, MORE
+        )
 
 
 @jit

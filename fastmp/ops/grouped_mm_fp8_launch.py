@@ -24,7 +24,7 @@ from fastmp.ops.grouped_mm_launch import (
     gpu_of,
     max_rows,
 )
-from fastmp.ops.grouped_mm_tiles import ROW_CLASSES, fp8_tiles, row_class
+from fastmp.ops.grouped_mm_tiles import fp8_tiles, row_class
 
 # Compute capability from which tensor cores multiply FP8 of a block, as one number.
 LEAST_ARCHITECTURE = {128: 89, 32: 100}
@@ -103,7 +103,7 @@ def _gemm(
     _check_architecture(name, q, block)
     (q, q_strides), (w, w_strides) = along_rows(q), along_rows(w)
     tile, tiles, programs, most, sizes, constants = _plan(  # the fields of Fp8GemmDesc
-        row_class(ROW_CLASSES, num_rows, num_experts), tuple(w.shape), w_strides, q_strides[0],
+        row_class(num_rows, num_experts), tuple(w.shape), w_strides, q_strides[0],
         *gpu_of(q), aligned(q, w), block, q.dtype == torch.float8_e5m2, form,
     )  # fmt: skip
     tiles *= cdiv(num_rows, tile.block_m) + num_experts

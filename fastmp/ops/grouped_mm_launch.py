@@ -17,16 +17,7 @@ from fastmp.ops.core._triton import INTERPRETED, MAX_COUNT, cdiv, check_count, n
 from fastmp.ops.core.registry import compute_dtype
 from fastmp.ops.core.rowwise import vector_width
 from fastmp.ops.core.tma import MAX_ROWS, descriptor, ragged, use_tma
-from fastmp.ops.grouped_mm_epilogues import REDUCE_PARTS
-from fastmp.ops.grouped_mm_tiles import (
-    ROW_CLASSES,
-    WGRAD_ROW_CLASSES,
-    TileConfig,
-    gemm_tiles,
-    overlaps_tiles,
-    row_class,
-    wgrad_tiles,
-)
+from fastmp.ops.grouped_mm_tiles import TileConfig, gemm_tiles, overlaps_tiles, row_class, wgrad_tiles
 from fastmp.ops.grouped_mm_triton import grouped_mm_kernel, grouped_wgrad_kernel
 
 GROUP = 16  # row tiles in a group, walked over first, so that their block of the weight stays in L2
@@ -131,24 +122,25 @@ class GemmDesc(NamedTuple):
 class WgradDesc(NamedTuple):
     """Everything a grouped wgrad's launch depends on, except the number of rows; the key of its plan."""
 
-    row_class: float  # of WGRAD_ROW_CLASSES
     shape: tuple[int, int, int]  # (E, N, K) of the gradient
     strides: tuple[int, int, int]  # of the gradient, in elements; the last is 1
     grad_pitch: int  # elements from row to row
     x_pitch: int
     itemsize: int  # bytes of the operands
     arch: int
+    multiprocessors: int
     aligned: bool  # the operands begin on 16 bytes and fit TMA's ragged descriptors
     accumulate: bool
-    reducible: bool  # it accumulates in float32 on 16 bytes, to which the TMA unit can add
+    out_itemsize: int  # bytes of the gradient
+    out_aligned: bool  # it begins on 16 bytes
 
 
 class GemmPlan(NamedTuple):
     """Launch parameters that follow from a descriptor."""
 
     tile: TileConfig
-    num_tiles: int  # of a GEMM: side by side; of a wgrad: in all
-    programs: int  # of a GEMM: as many as run at once
+    num_tiles: int  # of a GEMM: side by side; of a wgrad: of an expert
+    programs: int  # at most
     max_rows: int  # with more, counts of the launch are checked
     sizes: tuple[int, ...]  # arguments of the kernel after num_rows
     constants: dict[str, Any]
@@ -226,7 +218,7 @@ def _gemm(
         return y, h
     (x, x_strides), (w, w_strides) = along_rows(x), along_rows(w)
     tile, tiles, programs, most, sizes, constants = plan_gemm(  # the fields of GemmDesc
-        row_class(ROW_CLASSES, num_rows, num_experts), w_shape, w_strides, x_strides[0], x.element_size(),
+        row_class(num_rows, num_experts), w_shape, w_strides, x_strides[0], x.element_size(),
         *gpu_of(x), aligned(x, w), transposed, bias is not None, epilogue,
     )  # fmt: skip
     tiles *= cdiv(num_rows, tile.block_m) + num_experts
@@ -281,25 +273,33 @@ def _plan_wgrad(*fields: Any) -> GemmPlan:
     grad_pitch, x_pitch, itemsize = desc.grad_pitch, desc.x_pitch, desc.itemsize
     tma = use_tma(desc.arch, itemsize, desc.aligned, grad_pitch, x_pitch)
     # 1. The tile.
-    tile = wgrad_tiles(desc.row_class, num_n, num_k, itemsize, _tile_architecture(desc.arch, tma))
+    tile = wgrad_tiles(num_n, num_k, itemsize, _tile_architecture(desc.arch, tma))
     # 2. Sizes and pitches in vectors, which proves their alignment to the compiler.
     n_vector = vector_width(itemsize, num_n, grad_pitch)
     k_vector = vector_width(itemsize, num_k, x_pitch, out_jump, out_pitch)
     sizes = (
-        num_n // n_vector, num_k // k_vector, grad_pitch // n_vector, x_pitch // k_vector,
+        num_experts, num_n // n_vector, num_k // k_vector, grad_pitch // n_vector, x_pitch // k_vector,
         out_jump // k_vector, out_pitch // k_vector,
     )  # fmt: skip
-    # 3. Constants of the kernel. TMA reduces into the gradient if its matrices and rows lie on 16 bytes.
-    on_16_bytes = all(n > 0 and n % 4 == 0 for n in (out_jump, out_pitch))
+    # 3. Constants of the kernel. The TMA unit stores 16 and 32 bits, and adds in 32; 128 KB of sums in parts.
+    out_itemsize = desc.out_itemsize
+    on_16_bytes = desc.out_aligned and all(
+        n > 0 and n * out_itemsize % 16 == 0 for n in (out_jump, out_pitch)
+    )
+    out_tma = tma and on_16_bytes and (out_itemsize == 4 or not desc.accumulate)
     constants = {
-        "ACCUMULATE": desc.accumulate,
-        "REDUCE": tma and desc.reducible and on_16_bytes,
-        "INTERPRETED": INTERPRETED, "N_VECTOR": n_vector, "K_VECTOR": k_vector, "BLOCK_N": tile.block_m,
-        "BLOCK_K": tile.block_n, "BLOCK_R": tile.block_k,
+        "ACCUMULATE": desc.accumulate, "OUT_TMA": out_tma, "INTERPRETED": INTERPRETED, "N_VECTOR": n_vector,
+        "K_VECTOR": k_vector, "BLOCK_N": tile.block_m, "BLOCK_K": tile.block_n, "BLOCK_R": tile.block_k,
+        "PARTS": out_itemsize // 2 if out_tma else 2 if tma else 4,
     }  # fmt: skip
     constants |= _constants(itemsize, tma, num_experts, tile)
-    tiles = num_experts * cdiv(num_n, tile.block_m) * cdiv(num_k, tile.block_n)
-    return GemmPlan(tile, tiles, 1, MAX_COUNT, sizes, constants)
+    # 4. The grid: loads by TMA hide the store of a tile in the same program, others in another one.
+    tiles = cdiv(num_n, tile.block_m) * cdiv(num_k, tile.block_n)
+    programs = num_experts * tiles
+    if tma:
+        programs = min(programs, tile.programs_per_sm(itemsize, desc.arch) * desc.multiprocessors)
+    most = min(MAX_COUNT, (MAX_COUNT // tiles - num_experts) * tile.block_k)
+    return GemmPlan(tile, tiles, programs, most, sizes, constants)
 
 
 def _wgrad(
@@ -322,20 +322,21 @@ def _wgrad(
     num_rows = most = x.shape[0]
     if capacity is not None:
         num_rows, most = capacity, max(grad.shape[0], num_rows)
-    tile, tiles, _, countable, sizes, constants = _plan_wgrad(  # the fields of WgradDesc
-        row_class(WGRAD_ROW_CLASSES, num_rows, shape[0]), shape, strides, grad_pitch, x_pitch,
-        x.element_size(), gpu_of(x)[0], 0 < num_rows <= most <= MAX_ROWS and aligned(grad, x), accumulate,
-        accumulate and out.dtype == torch.float32 and out.data_ptr() & 15 == 0,
+    tile, tiles, programs, countable, sizes, constants = _plan_wgrad(  # the fields of WgradDesc
+        shape, strides, grad_pitch, x_pitch, x.element_size(), *gpu_of(x),
+        0 < num_rows <= most <= MAX_ROWS and aligned(grad, x), accumulate, out.element_size(),
+        out.data_ptr() & 15 == 0,
     )  # fmt: skip
     if num_rows > countable:
-        check_count("grouped_mm_wgrad", "rows", num_rows)
+        steps = cdiv(num_rows, tile.block_k) + shape[0]
+        check_counts("grouped_mm_wgrad", num_rows, tiles, programs, steps)
     if constants["TMA"]:
         grad = ragged(grad, grad_pitch, shape[1], tile.block_k, tile.block_m)
         x = ragged(x, x_pitch, shape[2], tile.block_k, tile.block_n)
-    if constants["REDUCE"]:
-        out = descriptor(out, shape, strides, 1, tile.block_m, tile.block_n // REDUCE_PARTS)
+    if constants["OUT_TMA"]:
+        out = descriptor(out, shape, strides, 1, tile.block_m, tile.block_n // constants["PARTS"])
     launcher.launch(
-        grouped_wgrad_kernel, tiles,
+        grouped_wgrad_kernel, programs,
         (grad, x, offsets.contiguous(), out, grad_start, x_start, num_rows, *sizes),
         constants,
     )  # fmt: skip

@@ -111,31 +111,23 @@ def overlaps_tiles(arch: int, form: str, gated: bool, bias_transposed: bool) -> 
     return form == "none" or (gated and arch < 100)
 
 
-# The same of wgrad_tiles.
-WGRAD_ROW_CLASSES = (1024, math.inf)
-
-
 @cache
-def wgrad_tiles(rows_per_expert: float, num_n: int, num_k: int, itemsize: int, arch: int) -> TileConfig:
+def wgrad_tiles(num_n: int, num_k: int, itemsize: int, arch: int) -> TileConfig:
     """Choose the tile of a grouped wgrad: num_n x num_k per expert, whose terms are the expert's rows.
 
-    Few rows per expert are bound by accumulating into the gradient: there one of two programs on a
-    multiprocessor accumulates while the other multiplies. Many rows are bound by the multiplication, for
-    which the widest tile reads the least.
+    The widest tile reads the least. Three stages leave room for a tile that the TMA unit stores.
     """
     if itemsize != 2:
         tile = TileConfig(64, 64, 128 // itemsize, 4, 2)
-    elif not _has_large_smem(arch):
-        tile = TileConfig(128, 128, 32, 8, 3)
     else:
-        tile = TileConfig(128, 128, 64, 8, 3) if rows_per_expert <= 1024 else TileConfig(128, 256, 64, 8, 3)
+        tile = TileConfig(128, 256, 64, 8, 3) if _has_large_smem(arch) else TileConfig(128, 128, 32, 8, 3)
     tile = replace(tile, block_m=min(tile.block_m, max(16, next_power_of_2(num_n))))
     return tile.clamped(num_k, 1 << 30)
 
 
-def row_class(classes: tuple[float, ...], num_rows: int, num_experts: int) -> float:
-    """Return the class of ROW_CLASSES or WGRAD_ROW_CLASSES for so many rows of so many experts."""
-    return classes[bisect_left(classes, num_rows / (num_experts or 1))]
+def row_class(num_rows: int, num_experts: int) -> float:
+    """Return the class of ROW_CLASSES for so many rows of so many experts."""
+    return ROW_CLASSES[bisect_left(ROW_CLASSES, num_rows / (num_experts or 1))]
 
 
 # Fewest rows per expert, on average, from which CUTLASS computes what `prefers_cutlass` names.

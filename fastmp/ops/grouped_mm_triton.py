@@ -6,8 +6,13 @@ of all tiles of a program are one loop, so that the next tile is loaded while th
 the last expert are one more expert, whose sum has no terms. A tile may load rows of the next expert, but
 stores its own rows only.
 
-The wgrad has one program a tile. Its terms are the rows; the last block of an expert is loaded with zeros in
-place of rows of the next expert, which may be NaN.
+The wgrad is persistent in the same way where operands come by TMA: all steps of a program's tiles are one
+loop, and the TMA unit stores a tile, or adds it to the gradient, during the products of the next. Else it has
+one program a tile. Its terms are the rows; the last block of an expert is loaded with zeros in place of rows
+of the next expert, which may be NaN.
+
+The head of an iteration computes its step from that of the last one. With `step += 1` at the end Triton 3.6
+silently does not pipeline the loop: it loads a step, waits for it, and multiplies.
 
 On Hopper and later operands come by TMA (host descriptors) where addresses allow it; `wgmma` and `tcgen05`
 follow from the tile. Otherwise they come through pointers. `warp_specialize` is not used: Triton 3.6 fails to
@@ -27,7 +32,7 @@ from fastmp.ops.core._triton import (
     tl,
 )
 from fastmp.ops.core.tma import load_ragged
-from fastmp.ops.grouped_mm_epilogues import reduce_sums, store_parts, store_sums
+from fastmp.ops.grouped_mm_epilogues import store_described, store_parts, store_sums
 
 
 @jit
@@ -227,9 +232,36 @@ def grouped_mm_kernel(
         )  # fmt: skip
 
 
+@jit
+def _add_all(a, b, c, d, more_a, more_b, more_c, more_d):
+    return a + more_a, b + more_b, c + more_c, d + more_d
+
+
+@jit
+def _wgrad_place_of(
+    tile, experts, ends, lengths, tiles, last_tiles, tiles_n, tiles_k,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    """Return a tile's expert, the end and the number of that expert's rows, and its first row and column."""
+    first_tiles = last_tiles - tiles
+    here = (first_tiles <= tile) & (tile < last_tiles)  # of one expert; one sum, as each has two barriers
+    expert, end, length, first = tl.reduce(
+        (
+            tl.where(here, experts, 0), tl.where(here, ends, 0), tl.where(here, lengths, 0),
+            tl.where(here, first_tiles, 0),
+        ),
+        0, _add_all,
+    )  # fmt: skip
+    tile_n, tile_k = _tile_of(tile - first, tiles_n, tiles_k, GROUP)
+    first_n = tile_n * BLOCK_N
+    first_k = tile_k * BLOCK_K
+    return expert, end, length, first_n, first_k
+
+
 @limits(
-    n_vectors=MAX_SIZE, k_vectors=MAX_SIZE, num_rows=MAX_COUNT, length=MAX_COUNT,
-    remaining=MAX_COUNT, rows=MAX_COUNT, tiles=MAX_COUNT, group=MAX_SIZE, first_n=16 * MAX_SIZE,
+    n_vectors=MAX_SIZE, k_vectors=MAX_SIZE, num_experts=MAX_EXPERTS, num_rows=MAX_COUNT,
+    programs=MAX_COUNT, tiles=MAX_COUNT, owned=MAX_COUNT, turns=MAX_COUNT, lengths=MAX_COUNT,
+    length=MAX_COUNT, remaining=MAX_COUNT, rows=MAX_COUNT, group=MAX_SIZE, first_n=16 * MAX_SIZE,
     first_k=16 * MAX_SIZE,
 )  # fmt: skip
 @jit
@@ -237,65 +269,86 @@ def grouped_wgrad_kernel(
     grad,  # (M, N), rows grad_pitch vectors apart, or a ragged TMA descriptor
     x,  # (M, K), rows x_pitch vectors apart, or a ragged TMA descriptor
     offsets,  # (E,) int32, where each expert's rows end
-    out,  # (E, N, K), matrices out_jump, rows out_pitch vectors apart; a TMA descriptor if REDUCE
+    out,  # (E, N, K), matrices out_jump, rows out_pitch vectors apart; a TMA descriptor if OUT_TMA
     grad_start, x_start,  # () int64: the first rows in rings that grad and x lie in, or None
-    num_rows, n_vectors, k_vectors, grad_pitch, x_pitch, out_jump, out_pitch,
-    ACCUMULATE: tl.constexpr, REDUCE: tl.constexpr, INTERPRETED: tl.constexpr, TMA: tl.constexpr,
+    num_rows, num_experts, n_vectors, k_vectors, grad_pitch, x_pitch, out_jump, out_pitch,
+    ACCUMULATE: tl.constexpr, OUT_TMA: tl.constexpr, INTERPRETED: tl.constexpr, TMA: tl.constexpr,
     COMPUTE: tl.constexpr, N_VECTOR: tl.constexpr, K_VECTOR: tl.constexpr, BLOCK_E: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, GROUP: tl.constexpr,
+    PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Store one tile of grad^T x over an expert's rows, or add it to `out`. Vectors: see grouped_mm_kernel.
+    """Store grad^T x over each expert's rows, or add it to `out`. Vectors: see grouped_mm_kernel.
 
-    With REDUCE the TMA unit adds to the float32 numbers of `out`; the program, the only one of its tile, does
-    not read them.
+    With OUT_TMA the TMA unit stores a tile, or adds it to the float32 numbers of `out`, which the program,
+    the only one of the tile, does not read.
     """
-    num_n, num_k = n_vectors * N_VECTOR, k_vectors * K_VECTOR
-    # 1. This program's expert, the expert's rows [start, end), and the tile of its gradient.
-    tiles_n, tiles_k = tl.cdiv(num_n, BLOCK_N), tl.cdiv(num_k, BLOCK_K)
-    tiles = tiles_n * tiles_k
-    pid = tl.program_id(0)
-    expert = pid // tiles
-    experts = tl.arange(0, BLOCK_E)
-    ends = tl.load(offsets + experts, mask=experts <= expert, other=0)
-    ends = tl.minimum(ends, num_rows)
-    end = tl.maximum(tl.max(ends, 0), 0)
-    start = tl.maximum(tl.max(tl.where(experts < expert, ends, 0), 0), 0)
-    length = end - start
-    if ACCUMULATE:
-        if length == 0:
-            return
-    tile_n, tile_k = _tile_of(pid % tiles, tiles_n, tiles_k, GROUP)
-    first_n = tile_n * BLOCK_N
-    first_k = tile_k * BLOCK_K
-    ns, ks = first_n + tl.arange(0, BLOCK_N), first_k + tl.arange(0, BLOCK_K)
-    # 2. Accumulate over the rows in steps of BLOCK_R; in a ring they are counted from the start of an entry.
-    grad_end, x_end = end, end
+    num_n, num_k, experts = n_vectors * N_VECTOR, k_vectors * K_VECTOR, tl.arange(0, BLOCK_E)
+    # 0. In a ring, rows are counted from the start of an entry.
+    grad_row, x_row = 0, 0
     if grad_start is not None:
         if TMA:
-            grad_end += tl.load(grad_start).to(tl.int32)
+            grad_row = tl.load(grad_start).to(tl.int32)
         else:
             grad += tl.load(grad_start) * grad_pitch * N_VECTOR
     if x_start is not None:
         if TMA:
-            x_end += tl.load(x_start).to(tl.int32)
+            x_row = tl.load(x_start).to(tl.int32)
         else:
             x += tl.load(x_start) * x_pitch * K_VECTOR
+    # 1. Rows, steps and tiles of every expert. One without rows has no tile, or stores the zeros of a step.
+    ends = expert_ends(offsets, experts, num_experts, num_rows, num_rows)
+    lengths = ends - expert_ends(offsets, experts - 1, num_experts, num_rows, num_rows)
+    fewest: tl.constexpr = 0 if ACCUMULATE else 1
+    steps_of = tl.where(experts < num_experts, tl.cdiv(tl.maximum(lengths, fewest), BLOCK_R), 0)
+    tiles_n, tiles_k = tl.cdiv(num_n, BLOCK_N), tl.cdiv(num_k, BLOCK_K)
+    tiles = tl.where(steps_of > 0, tiles_n * tiles_k, 0)
+    last_tiles = tl.cumsum(tiles, 0)
+    pid, programs = tl.program_id(0), tl.num_programs(0)
     acc = tl.zeros([BLOCK_N, BLOCK_K], COMPUTE)
-    for row in range(0, length, BLOCK_R):
-        if TMA:
-            a = load_ragged(grad, row, first_n, length, grad_end, BLOCK_R, BLOCK_N)
-            b = load_ragged(x, row, first_k, length, x_end, BLOCK_R, BLOCK_K)
-            a = a.T  # after both loads: an op between them would give each load its own barrier
-        else:  # load grad transposed: transposed later, it would not be prefetched on an A100
-            rows = start + row + tl.arange(0, BLOCK_R)
+    if TMA:
+        # 2. One loop over the steps of every `programs`-th tile: loads of the next tile are issued while this
+        # one is stored. A tile's last step stores it; the next step begins another tile.
+        owned = (last_tiles - pid + programs - 1) // programs
+        owned -= (last_tiles - tiles - pid + programs - 1) // programs
+        turns = tl.sum(owned * steps_of, 0)
+        tile, step, steps, expert, end, length, first_n, first_k = pid - programs, 0, 1, 0, 0, 0, 0, 0
+        for _ in range(0, turns):
+            step = tl.where(step == steps - 1, 0, step + 1)
+            if step == 0:
+                tile += programs
+                expert, end, length, first_n, first_k = _wgrad_place_of(
+                    tile, experts, ends, lengths, tiles, last_tiles, tiles_n, tiles_k, BLOCK_N, BLOCK_K, GROUP
+                )
+                rows = tl.maximum(length, fewest)
+                steps = tl.cdiv(rows, BLOCK_R)
+            a = load_ragged(grad, step * BLOCK_R, first_n, length, grad_row + end, BLOCK_R, BLOCK_N)
+            b = load_ragged(x, step * BLOCK_R, first_k, length, x_row + end, BLOCK_R, BLOCK_K)
+            # after both loads: an op between them would give each load its own barrier
+            acc = tl.dot(a.T, b, acc, out_dtype=COMPUTE)
+            if step == steps - 1:
+                if OUT_TMA:
+                    store_described(
+                        out, acc, expert, first_n, first_k, ACCUMULATE, INTERPRETED, BLOCK_N, BLOCK_K, PARTS
+                    )
+                else:
+                    store_sums(
+                        out, acc, expert, first_n, first_k, num_n, num_k, out_jump, out_pitch, K_VECTOR,
+                        ACCUMULATE, BLOCK_N, BLOCK_K, PARTS,
+                    )  # fmt: skip
+                acc = tl.zeros([BLOCK_N, BLOCK_K], COMPUTE)
+    elif pid < tl.max(last_tiles, 0):
+        # 2'. One tile a program, which leaves registers for two programs on a multiprocessor.
+        expert, end, length, first_n, first_k = _wgrad_place_of(
+            pid, experts, ends, lengths, tiles, last_tiles, tiles_n, tiles_k, BLOCK_N, BLOCK_K, GROUP
+        )
+        ns, ks = first_n + tl.arange(0, BLOCK_N), first_k + tl.arange(0, BLOCK_K)
+        for row in range(0, length, BLOCK_R):
+            # load grad transposed: transposed later, it would not be prefetched on an A100
+            rows = end - length + row + tl.arange(0, BLOCK_R)
             a = load_block(grad, rows[None, :], ns[:, None], end, num_n, grad_pitch, N_VECTOR)
             b = load_block(x, rows[:, None], ks[None, :], end, num_k, x_pitch, K_VECTOR)
-        acc = tl.dot(a, b, acc, input_precision="ieee", out_dtype=COMPUTE)
-    # 3. Store the tile, or add it to the gradient.
-    if REDUCE:
-        reduce_sums(out, acc, expert, first_n, first_k, INTERPRETED, BLOCK_N, BLOCK_K)
-    else:
+            acc = tl.dot(a, b, acc, input_precision="ieee", out_dtype=COMPUTE)
         store_sums(
-            out + expert.to(tl.int64) * out_jump * K_VECTOR, acc, ns, first_k, num_n, num_k, out_pitch,
-            K_VECTOR, ACCUMULATE, BLOCK_N, BLOCK_K, PARTS=2 if TMA else 4,
+            out, acc, expert, first_n, first_k, num_n, num_k, out_jump, out_pitch, K_VECTOR, ACCUMULATE,
+            BLOCK_N, BLOCK_K, PARTS,
         )  # fmt: skip

@@ -132,14 +132,6 @@ def _fp8_rows_of_experts(q: Tensor, s: Tensor, w: Tensor, *others: Any) -> Itera
         yield rows, s.new_empty_strided((rows.shape[0], s.shape[1]), (1, rows.shape[0])), w, *others
 
 
-def _terms_of_experts(*arguments: Any) -> Iterator[tuple]:
-    """Yield arguments of a grouped wgrad for each class of rows per expert."""
-    *total, grad, x, offsets = arguments
-    classes = grouped_mm_tiles.WGRAD_ROW_CLASSES, offsets.shape[0]
-    for grads, terms in zip(_each_class(grad, *classes), _each_class(x, *classes), strict=True):
-        yield *total, grads, terms, offsets
-
-
 def _tokens_of_router(logits: Tensor, *others: Any) -> Iterator[tuple]:
     """Yield arguments of a router for each class of token counts."""
     sequences = math.prod(logits.shape[1:-1])
@@ -156,8 +148,6 @@ _TILE_CLASSES: dict[str, Callable[..., Iterator[tuple]]] = {
     "grouped_mm_lora": _rows_of_lora,
     "grouped_mm_fp8": _fp8_rows_of_experts,
     "linear_fp8": _fp8_rows_of_experts,
-    "grouped_mm_wgrad": _terms_of_experts,
-    "grouped_mm_wgrad_": _terms_of_experts,
     "topk_router": _tokens_of_router,
 }
 

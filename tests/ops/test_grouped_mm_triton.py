@@ -5,6 +5,8 @@ bfloat16 is left out: the interpreter's products of it are wrong.
 
 from __future__ import annotations
 
+from unittest.mock import Mock
+
 import pytest
 import torch
 from kernel_tools import set_programs
@@ -209,3 +211,21 @@ def test_any_number_of_programs_and_tiles(programs, monkeypatch):
         monkeypatch.setattr(kernels, plan, getattr(kernels, plan).__wrapped__)
     for op, arguments in calls([37, 0, 15, 17], 20, 34, 33, torch.float32):
         check(op, arguments)
+
+
+@pytest.mark.parametrize(
+    "sizes", ([37, 0, 15, 17, 1], *full([[0, 0, 70], [40], [0, 0], [16, 32, 48]])), ids=str
+)
+def test_programs_walk_over_tiles_of_weight_gradients(sizes, by_tma, monkeypatch):
+    """Ends within a step, experts without rows, tails of 48 x 72, and programs without a tile."""
+    tile = kernels.TileConfig(32, 32, 16, 4, 2)
+    monkeypatch.setattr(kernels, "wgrad_tiles", lambda *arguments: tile)
+    monkeypatch.setattr(kernels, "_plan_wgrad", kernels._plan_wgrad.__wrapped__)
+    launched = Mock(wraps=launcher.launch)
+    monkeypatch.setattr(launcher, "launch", launched)
+    for programs in (1, 4, 9):
+        set_programs(monkeypatch, programs)
+        for op, arguments in calls(sizes, 3, 48, 72, torch.float16):
+            if "wgrad" in op:
+                check(op, arguments)
+                assert launched.call_args.args[1] == min(programs, 6 * len(sizes))

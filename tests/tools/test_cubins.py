@@ -17,7 +17,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 import torch
 
-from fastmp.ops import OPS, adamw, cross_entropy_triton, grouped_mm_launch
+from fastmp.ops import OPS, adamw, cross_entropy_triton, grouped_mm_launch, grouped_mm_tiles
 from fastmp.ops.core import launcher
 from fastmp.testing.ops import samples
 from tools.cubins.accesses import unordered
@@ -126,7 +126,18 @@ def test_tma_adds_to_aligned_float32_gradients(arch, dtype, out_dtype, pitch, re
     arguments = t(4, 64, 64, dtype=out_dtype, pitch=pitch), t(256, 64), t(256, 64), t(4, dtype=torch.int32)
     with launcher.intercept_launches(lambda kernel, arguments, given: constants.append(given), arch):
         OPS["grouped_mm_wgrad_"].implementations["triton"](*arguments)
-    assert [each["REDUCE"] for each in constants] == [reduces]
+    assert [each["OUT_TMA"] for each in constants] == [reduces]
+
+
+def test_a_wgrad_without_stages_does_not_load_its_next_tile_ahead(monkeypatch):
+    case, _ = CASES["grouped wgrad accumulating"]
+    tile = replace(grouped_mm_tiles.wgrad_tiles(4096, 4096, 2, 90), num_stages=1)
+    monkeypatch.setattr(grouped_mm_launch, "_plan_wgrad", grouped_mm_launch._plan_wgrad.__wrapped__)
+    monkeypatch.setattr(grouped_mm_launch, "wgrad_tiles", lambda *arguments: tile)
+    (launch,) = launches(*case(meta(torch.bfloat16), torch.float32), 90)
+    assert "the next tile's loads are not issued before the store of this one" in [
+        *broken_gemm(launch, narrow=False, apart=False)
+    ]
 
 
 @pytest.mark.parametrize("rows", [1 << 30, (1 << 30) + 1])

@@ -292,9 +292,9 @@ def _grouped_mlp_in(form, gated, rows, t, wide):
 
 
 @_case
-def _wgrad(each, t, wide, *, accumulate, apart=False, narrow=False):
-    """each: rows an expert. narrow: what they are added to has their dtype."""
-    rows, gap = each * EXPERTS, 8 // t().element_size() if apart else 0
+def _wgrad(t, wide, *, accumulate, apart=False, narrow=False):
+    """narrow: what the gradients are added to has their dtype."""
+    rows, gap = ROWS_EACH["large"] * EXPERTS, 8 // t().element_size() if apart else 0
     operands = (t(rows, N), t(rows, K, pitch=K + gap or None), _offsets(t))
     if accumulate:
         return "grouped_mm_wgrad_", (t(EXPERTS, N, K, **{} if narrow else {"dtype": wide}), *operands)
@@ -523,13 +523,10 @@ CASES = {
     "mxfp8 grouped fine": _fp8("grouped_mm_fp8", 48 * EXPERTS, 32, MXFP8),
     "mxfp8 grouped large": _fp8("grouped_mm_fp8", 512 * EXPERTS, 32, MXFP8),
     "mxfp8 grouped e5m2": _fp8("grouped_mm_fp8", 512 * EXPERTS, 32, MXFP8, e5m2=True),
-    "grouped wgrad writing": _wgrad(4096, ANY, accumulate=False),
-    "grouped wgrad writing fine": _wgrad(1024, TWO, accumulate=False),
-    "grouped wgrad accumulating": _wgrad(4096, ANY, accumulate=True),
-    "grouped wgrad accumulating fine": _wgrad(1024, TWO, accumulate=True),
-    "grouped wgrad accumulating apart": _wgrad(4096, TWO, accumulate=True, apart=True),
-    "grouped wgrad accumulating narrow": _wgrad(4096, ANY, accumulate=True, narrow=True),
-    "grouped wgrad accumulating narrow fine": _wgrad(1024, TWO, accumulate=True, narrow=True),
+    "grouped wgrad writing": _wgrad(ANY, accumulate=False),
+    "grouped wgrad accumulating": _wgrad(ANY, accumulate=True),
+    "grouped wgrad accumulating apart": _wgrad(TWO, accumulate=True, apart=True),
+    "grouped wgrad accumulating narrow": _wgrad(ANY, accumulate=True, narrow=True),
     # four barriers a step, where a token does not need two warps; the others are in the sums at the end
     "router mixtral": _router("mixtral", Facts(exps=(1, 3), barriers=16), ANY),
     "router qwen3": _router("qwen3", Facts(1, exps=(1, 2), barriers=22), ROUTER_SUMS),

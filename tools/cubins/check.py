@@ -126,13 +126,16 @@ def broken_gemm(launch: Launch, *, narrow: bool, apart: bool) -> Iterator[str]:
         yield f"no program loads {', '.join(sorted(ahead))} ahead"
     if launch.itemsize != 2:
         return
+    by_tma = launch.constants.get("OUT_TMA", False)
     reductions = launch.count(r"cp\.reduce\.async\.bulk\.tensor\S*\.add")
-    if bool(reductions) != launch.constants.get("REDUCE", False):
+    if bool(reductions) != (by_tma and launch.constants["ACCUMULATE"]):
         yield f"{reductions} additions by TMA"
-    if not (launch.wide_stores or reductions):
+    if not (launch.wide_stores or by_tma):
         yield "stores narrower than 16 bytes"
-    if reductions and (launch.count(r"st\.global") or "out" in loaded):
+    if by_tma and (launch.count(r"st\.global") or "out" in loaded):
         yield "the gradient is read or written by threads beside the TMA unit"
+    if launch.kernel == "grouped_wgrad_kernel" and launch.constants["TMA"]:
+        yield from _not_ahead(launch)
     cores = TENSOR_CORES[80 if narrow else min(launch.arch, 100)]
     if not launch.count(cores):
         yield f"no {cores}"
@@ -155,7 +158,7 @@ def broken_gemm(launch: Launch, *, narrow: bool, apart: bool) -> Iterator[str]:
 
 def _not_overlapped(launch: Launch) -> Iterator[str]:
     """Yield the reasons why a grouped GEMM does not load its next tile during the epilogue."""
-    flat, code = launch.constants["FLAT"], launch.ttgir.splitlines()
+    flat = launch.constants["FLAT"]
     has_bias, transposed = launch.constants["HAS_BIAS"], launch.constants["TRANSPOSED"]
     form, gated = launch.constants.get("FORM", "none"), launch.constants.get("GATED", False)
     rule = overlaps_tiles(launch.arch, form, gated, has_bias and transposed)
@@ -166,18 +169,26 @@ def _not_overlapped(launch: Launch) -> Iterator[str]:
         yield f"{'flattened' if flat else 'not flattened'}, unlike the rule of `overlaps_tiles`"
     if not flat:
         return
-    # The one loop over K steps, from its head to the line that closes it.
-    start = next(n for n, line in enumerate(code) if "scf.for" in line)
-    indent = len(code[start]) - len(code[start].lstrip())
-    end = next(n for n in range(start + 1, len(code)) if code[n].startswith(" " * indent + "}"))
-    loads = [n for n in range(start, end) if "async_tma_copy_global_to_local" in code[n]]
-    stores = [n for n in range(start, end) if "tt.store" in code[n]]
-    nested = any("scf.for" in line for line in code[start + 1 : end])
-    if nested or not loads or not stores or max(loads) > min(stores):
-        yield "the next tile's loads are not issued before the store of this one"
+    yield from _not_ahead(launch)
     wide = launch.constants["BLOCK_M"] >= 64 and not gated
-    if launch.arch == 90 and wide and not any("pendings = 1" in line for line in code[start:end]):
+    if launch.arch == 90 and wide and "pendings = 1" not in launch.ttgir:
         yield "no wgmma stays in flight over a step"
+
+
+def _not_ahead(launch: Launch) -> Iterator[str]:
+    """Yield an error unless a loop in SASS multiplies a step, loads a later one, and then stores a tile.
+
+    A loop that Triton has not pipelined loads a step, waits for it, and multiplies.
+    """
+    line = r"/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+ )?(\w+)\S*(?: .*?0x([0-9a-f]+))?.*;"
+    code = [(int(at, 16), name, target) for at, name, target in re.findall(line, launch.sass)]
+    products = [at for at, name, _ in code if name.endswith("MMA")]
+    jumps = [(int(target, 16), at) for at, name, target in code if name == "BRA" and target]
+    _, last = min((at - to, at) for to, at in jumps if to <= products[0] < at)  # the innermost loop
+    loop = [name for at, name, _ in code if products[0] <= at <= last]
+    stores = [n for n, name in enumerate(loop) if name in ("STG", "UTMASTG", "UTMAREDG")]
+    if not stores or "UTMALDG" not in loop[: stores[0]]:
+        yield "the next tile's loads are not issued before the store of this one"
 
 
 def _most(what: str, found: float, bound: float, *, unless: bool = False) -> Iterator[str]:
