@@ -38,10 +38,10 @@ Stride* grouped_strides(int64_t* numbers) {
   return reinterpret_cast<Stride*>(numbers);
 }
 
-// Runs the GEMMs of all problems, each through the epilogue with these arguments.
+// Runs the GEMMs of all problems, each through the epilogue.
 template <class Mainloop, class Epilogue>
-void run_grouped(const char* op, const Problems& problems, const typename Epilogue::Arguments& epilogue,
-                 const Tensor& like, cudaStream_t stream) {
+void run_grouped(const char* op, const Problems& problems, const typename Mainloop::Arguments& mainloop,
+                 const typename Epilogue::Arguments& epilogue, const Tensor& like, cudaStream_t stream) {
   using Shape = cute::Shape<int, int, int>;
   using Kernel = cutlass::gemm::kernel::GemmUniversal<cutlass::gemm::GroupProblemShape<Shape>, Mainloop, Epilogue>;
   using Gemm = cutlass::gemm::device::GemmUniversalAdapter<Kernel>;
@@ -52,10 +52,7 @@ void run_grouped(const char* op, const Problems& problems, const typename Epilog
 
   typename Gemm::Arguments arguments{cutlass::gemm::GemmUniversalMode::kGrouped};
   arguments.problem_shape = {problems.count, reinterpret_cast<Shape*>(problems.shapes), nullptr};
-  arguments.mainloop.ptr_A = reinterpret_cast<const typename Mainloop::ElementA**>(problems.a);
-  arguments.mainloop.ptr_B = reinterpret_cast<const typename Mainloop::ElementB**>(problems.b);
-  arguments.mainloop.dA = grouped_strides<typename Kernel::InternalStrideA>(problems.stride_a);
-  arguments.mainloop.dB = grouped_strides<typename Kernel::InternalStrideB>(problems.stride_b);
+  arguments.mainloop = mainloop;
   arguments.epilogue = epilogue;
   arguments.hw_info = device;
 
@@ -78,6 +75,11 @@ void multiply(const char* op, const Problems& problems, const Tensor& like, cuda
       GroupedLayout<false>, kLanes<Out>, cutlass::epilogue::PtrArrayTmaWarpSpecializedCooperative,
       cutlass::epilogue::fusion::LinearCombination<Stored, float, Added, float>>::CollectiveOp;
   using Mainloop = GroupedMainloop<T, kColumnsA, kColumnsB, sizeof(typename Epilogue::SharedStorage)>;
+  const typename Mainloop::Arguments mainloop{
+      reinterpret_cast<const typename Mainloop::ElementA**>(problems.a),
+      grouped_strides<typename Mainloop::InternalStrideA>(problems.stride_a),
+      reinterpret_cast<const typename Mainloop::ElementB**>(problems.b),
+      grouped_strides<typename Mainloop::InternalStrideB>(problems.stride_b)};
   typename Epilogue::Arguments epilogue{};
   epilogue.thread.alpha = 1;
   epilogue.thread.beta = kAccumulate;
@@ -87,7 +89,7 @@ void multiply(const char* op, const Problems& problems, const Tensor& like, cuda
   epilogue.dC = grouped_strides<typename Epilogue::InternalStrideC>(problems.stride_d);
   epilogue.ptr_D = reinterpret_cast<Stored**>(problems.d);
   epilogue.dD = grouped_strides<typename Epilogue::InternalStrideD>(problems.stride_d);
-  run_grouped<Mainloop, Epilogue>(op, problems, epilogue, like, stream);
+  run_grouped<Mainloop, Epilogue>(op, problems, mainloop, epilogue, like, stream);
 }
 
 }  // namespace fastmp

@@ -31,11 +31,11 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// d = a b for each expert; or d += a b, where d is in the type that is computed in.
+// d = a b for each expert; or d += a b, where d is in the type that is computed in. Returns the list of these GEMMs.
 template <bool kColumnsA, bool kColumnsB, bool kAccumulate>
-void multiply_experts(const char* op, bool tma, ScalarType dtype, const Tensor& offsets, int64_t num_rows,
+ProblemMemory multiply_experts(const char* op, bool tma, ScalarType dtype, const Tensor& offsets, int64_t num_rows,
                       const Operand& a, const Operand& b, const Operand& d, int64_t n, int64_t k, bool sum_rows) {
-  const ProblemMemory made(op, offsets, num_rows, a, b, d, n, k, sum_rows);
+  ProblemMemory made(op, offsets, num_rows, a, b, d, n, k, sum_rows);
   const cudaStream_t stream = current_stream(offsets);
   dispatch_device(dtype, op, [&](auto tag) {
     using T = typename decltype(tag)::type;
@@ -45,6 +45,7 @@ void multiply_experts(const char* op, bool tma, ScalarType dtype, const Tensor& 
     }
     launch({kBlocks, kThreads}, stream, gemm_kernel<T, Out>, made.problems, kColumnsA, kColumnsB, kAccumulate);
   });
+  return made;
 }
 
 }  // namespace fastmp

@@ -38,8 +38,9 @@ __global__ void __launch_bounds__(kThreads) mlp_in_kernel(const Problems problem
 }
 
 template <bool kGated>
-void multiply_experts(const char* op, bool tma, ScalarType dtype, const Problems& problems, const Tensor* bias,
-                      const Tensor& y, const Tensor* h, Form form) {
+void multiply_experts(const char* op, bool tma, ScalarType dtype, const Problems& problems, const Operand& x,
+                      const Operand& w, int64_t num_rows, int64_t k, const Tensor* bias, const Tensor& y,
+                      const Tensor* h, Form form) {
   dispatch_device(dtype, op, [&](auto tag) {
     using T = typename decltype(tag)::type;
     const int64_t width = y.size(1);
@@ -47,7 +48,7 @@ void multiply_experts(const char* op, bool tma, ScalarType dtype, const Problems
                        width, (1 + kGated) * width, form};
     const cudaStream_t stream = current_stream(y);
     if constexpr (sizeof(T) == 2) {
-      if (tma) return multiply_activated<kGated>(op, problems, mlp, y, stream);
+      if (tma) return multiply_activated<kGated>(op, problems, mlp, x, w, num_rows, k, y, stream);
     }
     launch({kBlocks, kThreads}, stream, mlp_in_kernel<T, kGated>, problems, mlp);
   });
@@ -76,15 +77,15 @@ std::tuple<Tensor, Tensor> mlp_in(const Tensor& x, const Tensor& w, std::optiona
   const Tensor whole = torch::stable::contiguous(w), weights = tma ? aligned_rows(whole).tensor : whole;
   std::optional<Rows> rows;  // there are none of no elements
   if (k > 0) rows = tma ? aligned_rows(x) : Rows(x);
-  const ProblemMemory made(kOp, offsets, num_rows, rows ? operand(*rows) : Operand{}, operand_of_experts(weights),
-                           operand(Rows(y)), n, k, false);
+  const Operand left = rows ? operand(*rows) : Operand{}, right = operand_of_experts(weights);
+  const ProblemMemory made(kOp, offsets, num_rows, left, right, operand(Rows(y)), n, k, false);
   const auto multiply_by = [&](auto pair) {
-    multiply_experts<pair>(kOp, tma, x.scalar_type(), made.problems, bias ? &*bias : nullptr, y, keep ? &h : nullptr,
-                           form);
+    multiply_experts<pair>(kOp, tma, x.scalar_type(), made.problems, left, right, num_rows, k,
+                           bias ? &*bias : nullptr, y, keep ? &h : nullptr, form);
   };
   gated ? multiply_by(std::true_type{}) : multiply_by(std::false_type{});
-  zero_rest(y, offsets);
-  if (keep) zero_rest(h, offsets);
+  zero_rest(y, made.problems);
+  if (keep) zero_rest(h, made.problems);
   return {y, h};
 }
 

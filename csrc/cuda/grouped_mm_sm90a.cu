@@ -21,11 +21,10 @@ Tensor grouped_mm(const Tensor& x, const Tensor& w, const Tensor& offsets_any, b
   const Tensor whole = torch::stable::contiguous(w), weights = tma ? aligned_rows(whole).tensor : whole;
   const Rows rows = tma ? aligned_rows(x) : Rows(x), out(y);
   const auto multiply_by = [&](auto columns) {
-    multiply_experts<false, columns, false>(kOp, tma, x.scalar_type(), offsets, rows.num_rows, operand(rows),
-                                            operand_of_experts(weights), operand(out), n, k, false);
+    return multiply_experts<false, columns, false>(kOp, tma, x.scalar_type(), offsets, rows.num_rows, operand(rows),
+                                                   operand_of_experts(weights), operand(out), n, k, false);
   };
-  transposed ? multiply_by(std::false_type{}) : multiply_by(std::true_type{});
-  zero_rest(y, offsets);
+  zero_rest(y, (transposed ? multiply_by(std::false_type{}) : multiply_by(std::true_type{})).problems);
   return y;
 }
 

@@ -8,10 +8,9 @@ namespace {
 // Writes zeros to the sums of experts without rows, which have no GEMM; `num_blocks` blocks for each expert.
 template <class Unit>
 __global__ void __launch_bounds__(kThreads)
-    zero_empty_kernel(Unit* sums, int64_t expert_units, const int* offsets, int64_t num_blocks, int64_t num_rows) {
+    zero_empty_kernel(Unit* sums, int64_t expert_units, const Problems problems, int64_t num_blocks) {
   const int64_t expert = blockIdx.x / num_blocks, step = num_blocks * blockDim.x;
-  const Span span = span_of(offsets, expert, num_rows);
-  if (span.start != span.end) return;
+  if (problems.shapes[expert].k != 0) return;
   for (int64_t i = blockIdx.x % num_blocks * blockDim.x + threadIdx.x; i < expert_units; i += step) {
     sums[expert * expert_units + i] = Unit{};
   }
@@ -25,11 +24,12 @@ void check_wgrad(const char* op, const Tensor& grad, const Tensor& x, const Tens
 }
 
 template <bool kAccumulate>
-void add_wgrad(const char* op, bool tma, const Tensor& total, const Tensor& grad, const Tensor& x,
-               const Tensor& offsets) {
+ProblemMemory add_wgrad(const char* op, bool tma, const Tensor& total, const Tensor& grad, const Tensor& x,
+                        const Tensor& offsets) {
   const Rows left = tma ? aligned_rows(grad) : Rows(grad), right = tma ? aligned_rows(x) : Rows(x);
-  multiply_experts<true, false, kAccumulate>(op, tma, x.scalar_type(), offsets, left.num_rows, operand(left),
-                                             operand(right), operand_of_experts(total), grad.size(1), x.size(1), true);
+  return multiply_experts<true, false, kAccumulate>(op, tma, x.scalar_type(), offsets, left.num_rows, operand(left),
+                                                    operand(right), operand_of_experts(total), grad.size(1), x.size(1),
+                                                    true);
 }
 
 Tensor wgrad(const Tensor& grad, const Tensor& x, const Tensor& offsets_any) {
@@ -40,11 +40,11 @@ Tensor wgrad(const Tensor& grad, const Tensor& x, const Tensor& offsets_any) {
   Tensor sums = fastmp::empty({num_experts, grad.size(1), x.size(1)}, x.scalar_type(), x);
   if (sums.numel() == 0 || num_rows == 0) return torch::stable::zero_(sums);
   const Tensor offsets = torch::stable::contiguous(offsets_any);
-  add_wgrad<false>(kOp, suits_tma(x, grad.size(1), x.size(1)), sums, grad, x, offsets);
+  const ProblemMemory made = add_wgrad<false>(kOp, suits_tma(x, grad.size(1), x.size(1)), sums, grad, x, offsets);
   in_units(grad.size(1) * x.size(1) * itemsize(x), [&](auto tag, int64_t units) {
     using Unit = typename decltype(tag)::type;
     launch({kBlocks * num_experts, kThreads}, current_stream(x), zero_empty_kernel<Unit>, mutable_data<Unit>(sums),
-           units, data<int>(offsets), kBlocks, num_rows);
+           units, made.problems, kBlocks);
   });
   return sums;
 }

@@ -34,44 +34,49 @@ struct Operand {
   __device__ void* of(int64_t start, int64_t expert) const { return base + start * row_bytes + expert * expert_bytes; }
 };
 
-struct Span {
-  int64_t start, end;
-};
-
-// The rows of one expert. An end before its start, or beyond all rows, is moved there.
-__device__ inline Span span_of(const int* offsets, int64_t expert, int64_t num_rows) {
-  int64_t start = 0;
-  for (int64_t i = 0; i < expert; ++i) start = max(start, min(static_cast<int64_t>(offsets[i]), num_rows));
-  return {start, max(start, min(static_cast<int64_t>(offsets[expert]), num_rows))};
-}
-
-// m x n x k where rows are m, or n x k summed over rows. An expert without rows has no GEMM.
-static __global__ void make_problems_kernel(const Problems problems, const int* offsets, int64_t num_rows, Operand a,
-                                            Operand b, Operand d, int n, int k, bool sum_rows) {
-  const int64_t expert = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
-  if (expert >= problems.count) return;
-  // 1. The expert's rows give the sizes of its GEMM.
-  const Span span = span_of(offsets, expert, num_rows);
-  const int rows = static_cast<int>(span.end - span.start);
-  problems.shapes[expert] = {0, 0, 0};
-  if (rows > 0) problems.shapes[expert] = sum_rows ? Problems::Shape{n, k, rows} : Problems::Shape{rows, n, k};
-  // 2. Addresses and strides of its operands.
-  problems.a[expert] = a.of(span.start, expert);
-  problems.b[expert] = b.of(span.start, expert);
-  problems.d[expert] = d.of(span.start, expert);
-  problems.stride_a[expert] = a.stride;
-  problems.stride_b[expert] = b.stride;
-  problems.stride_d[expert] = d.stride;
-  problems.starts[expert] = span.start;
+// m x n x k where rows are m, or n x k summed over rows. An expert without rows has no GEMM. An end before its start,
+// or beyond all rows, is moved there. One block lists the problems, one a thread.
+static __global__ void __launch_bounds__(kThreads)
+    make_problems_kernel(const Problems problems, const int* offsets, int64_t num_rows, Operand a, Operand b, Operand d,
+                         int n, int k, bool sum_rows) {
+  __shared__ int ends[kThreads];
+  const int thread = static_cast<int>(threadIdx.x);
+  int before = 0;  // the last end of the experts before these
+  for (int first = 0; first < problems.count; first += kThreads) {
+    // 1. Ends that do not decrease: the greatest of all ends up to each, over twice as many of them at a time.
+    const int expert = first + thread;
+    ends[thread] = expert < problems.count ? static_cast<int>(min(int64_t{offsets[expert]}, num_rows)) : 0;
+    for (int distance = 1; distance < kThreads; distance *= 2) {
+      __syncthreads();
+      const int other = thread >= distance ? ends[thread - distance] : 0;
+      __syncthreads();
+      ends[thread] = max(ends[thread], other);
+    }
+    __syncthreads();
+    const int start = max(before, thread ? ends[thread - 1] : 0), end = max(before, ends[thread]);
+    before = max(before, ends[kThreads - 1]);
+    __syncthreads();
+    if (expert >= problems.count) continue;
+    // 2. The expert's rows give the sizes of its GEMM.
+    const int rows = end - start;
+    problems.shapes[expert] = {0, 0, 0};
+    if (rows > 0) problems.shapes[expert] = sum_rows ? Problems::Shape{n, k, rows} : Problems::Shape{rows, n, k};
+    // 3. Addresses and strides of its operands.
+    problems.a[expert] = a.of(start, expert);
+    problems.b[expert] = b.of(start, expert);
+    problems.d[expert] = d.of(start, expert);
+    problems.stride_a[expert] = a.stride;
+    problems.stride_b[expert] = b.stride;
+    problems.stride_d[expert] = d.stride;
+    problems.starts[expert] = start;
+  }
 }
 
 // Writes zeros to the rows of y (num_rows, row_units) after those of the last expert.
 template <class Unit>
 __global__ void __launch_bounds__(kThreads)
-    zero_rest_kernel(Unit* y, int64_t row_units, const int* offsets, int64_t num_experts, int64_t num_rows) {
-  __shared__ int64_t end;
-  if (threadIdx.x == 0) end = span_of(offsets, num_experts - 1, num_rows).end;
-  __syncthreads();
+    zero_rest_kernel(Unit* y, int64_t row_units, const Problems problems, int64_t num_rows) {
+  const int64_t end = problems.starts[problems.count - 1] + problems.shapes[problems.count - 1].m;
   const int64_t step = static_cast<int64_t>(gridDim.x) * blockDim.x;
   for (int64_t i = end * row_units + blockIdx.x * blockDim.x + threadIdx.x; i < num_rows * row_units; i += step) {
     y[i] = Unit{};
@@ -87,11 +92,11 @@ void in_units(int64_t bytes, const Body& body) {
                             : body(TypeTag<unsigned short>{}, bytes / static_cast<int64_t>(sizeof(short)));
 }
 
-inline void zero_rest(const Tensor& y, const Tensor& offsets) {
+inline void zero_rest(const Tensor& y, const Problems& problems) {
   in_units(y.size(1) * itemsize(y), [&](auto tag, int64_t units) {
     using Unit = typename decltype(tag)::type;
     launch({kBlocks, kThreads}, current_stream(y), zero_rest_kernel<Unit>, mutable_data<Unit>(y), units,
-           data<int>(offsets), offsets.numel(), y.size(0));
+           problems, y.size(0));
   });
 }
 
@@ -147,8 +152,8 @@ struct ProblemMemory {
     problems.stride_b = reinterpret_cast<int64_t*>(take());
     problems.stride_d = reinterpret_cast<int64_t*>(take());
     problems.starts = reinterpret_cast<int64_t*>(take());
-    launch({ceil_div(count, kThreads), kThreads}, current_stream(offsets), make_problems_kernel, problems,
-           data<int>(offsets), num_rows, a, b, d, static_cast<int>(n), static_cast<int>(k), sum_rows);
+    launch({1, kThreads}, current_stream(offsets), make_problems_kernel, problems, data<int>(offsets), num_rows, a, b,
+           d, static_cast<int>(n), static_cast<int>(k), sum_rows);
   }
   // Bytes of an array, a multiple of what TMA asks of addresses.
   static int64_t size(int64_t count) { return ceil_div(count * 16, 128) * 128; }

@@ -37,12 +37,13 @@ void multiply(const char* op, const Problems& problems, const Tensor&, cudaStrea
   }
 }
 
-// One block for each tile of an expert: sums that belong to nobody are NaN.
+// One block for each tile of an expert, whose rows and weights begin at coordinates of x and w: sums that belong to
+// nobody are NaN.
 template <bool kGated, class T>
-void tile_kernel(const Problems problems, int expert, const MlpIn<T> mlp) {
+void tile_kernel(const Problems problems, int expert, const MlpIn<T> mlp, const Operand x, const Operand w) {
   const auto [m, n, k] = problems.shapes[expert];
-  const auto* a = static_cast<const T*>(problems.a[expert]);
-  const auto* b = static_cast<const T*>(problems.b[expert]);
+  const auto* a = reinterpret_cast<const T*>(x.base) + problems.starts[expert] * x.stride;
+  const auto* b = reinterpret_cast<const T*>(w.base) + int64_t{expert} * n * w.stride;
   const int thread = static_cast<int>(threadIdx.x);
   const int64_t first_row = int64_t{blockIdx.x} * SumsTile::kRows, first_column = blockIdx.y * kTileWidth<kGated>;
   float sums[SumsTile::kElements];
@@ -53,19 +54,17 @@ void tile_kernel(const Problems problems, int expert, const MlpIn<T> mlp) {
     const bool inside = row < m && column < mlp.width;
     sums[i] = inside ? 0 : std::numeric_limits<float>::quiet_NaN();
     for (int64_t j = 0; inside && j < k; ++j) {
-      sums[i] += widen(a[row * problems.stride_a[expert] + j]) *
-                 widen(b[(column + up * mlp.width) * problems.stride_b[expert] + j]);
+      sums[i] += widen(a[row * x.stride + j]) * widen(b[(column + up * mlp.width) * w.stride + j]);
     }
   }
   store_tile<kGated>(sums, thread, mlp, expert, problems.starts[expert], m, first_row, first_column);
 }
 
 template <bool kGated, class T>
-void multiply_activated(const char* op, const Problems& problems, const MlpIn<T>& mlp, const Tensor&,
-                        cudaStream_t stream) {
-  check_for_tma(op, {mlp.y, mlp.h});
+void multiply_activated(const char* op, const Problems& problems, const MlpIn<T>& mlp, const Operand& x,
+                        const Operand& w, int64_t, int64_t, const Tensor&, cudaStream_t stream) {
+  check_for_tma(op, {mlp.y, mlp.h, x.base, w.base});
   for (int i = 0; i < problems.count; ++i) {
-    check_for_tma(op, {problems.a[i], problems.b[i]});
     cudaLaunchConfig_t config{};
     config.gridDim.x = static_cast<unsigned>(ceil_div(problems.shapes[i].m, SumsTile::kRows));
     config.gridDim.y = static_cast<unsigned>(ceil_div(problems.shapes[i].n, SumsTile::kColumns));
@@ -73,7 +72,7 @@ void multiply_activated(const char* op, const Problems& problems, const MlpIn<T>
     config.stream = stream;
     if (config.gridDim.x > 0) {
       FASTMP_CUDA_CHECK(cudaLaunchKernelEx(&config, tile_kernel<kGated, T>, Problems{problems}, int{i},
-                                           MlpIn<T>{mlp}));
+                                           MlpIn<T>{mlp}, Operand{x}, Operand{w}));
     }
   }
 }

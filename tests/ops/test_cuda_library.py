@@ -127,7 +127,10 @@ def test_products_use_what_only_hopper_has(library):
         assert re.search(r"USETMAXREG\.TRY_ALLOC\.CTAPOOL UP\d+, 0xe8", body)
         assert not re.search(r"\b(LDL|STL)\b", body)
         # y and h: a thread has 128 sums, two rows of 64 or 32 columns
-        stores = 0 if "MlpInEpilogue" not in name else 24 if "PairedMainloop" in name else 32
+        activates, gated = "MlpInEpilogue" in name, re.search(r"MlpInEpilogueI\w*?Lb1E", name)
+        stores = 0 if not activates else 24 if gated else 32
+        # no tensor map is rewritten where each operand has one for all experts
+        assert activates != bool(re.search(r"\bUTMACCTL\b", body))
         assert re.findall(r"\bSTG[.\w]*", body) == ["STG.E.128"] * stores
         assert bool(re.search(r"UTMASTG\.2D", body)) == (stores == 0)
         # exponentials of eight activations at once, without a branch between them

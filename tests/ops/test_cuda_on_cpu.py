@@ -108,6 +108,29 @@ def test_results_do_not_depend_on_the_order_of_threads(name, dtype, built):
                     )
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("op", ["grouped_mm", "grouped_mm_wgrad", "grouped_mlp_in"])
+def test_more_experts_than_threads_are_listed(op, built):
+    """With ends that fall, are negative or beyond the rows, and the last rows without an expert."""
+    generator = torch.Generator().manual_seed(0)
+    ends = torch.arange(0, 600, 2, dtype=torch.int32)[torch.randperm(300, generator=generator)].sort()[0]
+    ends[[3, 40, 256, 257]], rows = torch.tensor([-5, 7, 2, 540], dtype=torch.int32), 610
+    x, w = torch.randn(rows, 8, generator=generator), torch.randn(300, 16, 8, generator=generator)
+    arguments = {
+        "grouped_mm": (x, w, ends, False),
+        "grouped_mm_wgrad": (torch.randn(rows, 16, generator=generator), x, ends),
+        "grouped_mlp_in": (x, w, None, ends, "silu", True, True),
+    }[op]
+    name = next(name for name, source in SOURCES.items() if op in source.ops)
+    for seed, number in ((0, rows), (1, 500)):
+        built[name].set(seed)
+        if op != "grouped_mm_wgrad":
+            arguments = (x[:number], *arguments[1:])
+        torch.testing.assert_close(
+            run(op, built[name].op(op), arguments), run(op, OPS[op].implementations["reference"], arguments)
+        )
+
+
 @pytest.mark.exhaustive
 @FILES
 def test_every_line_is_run(name, tmp_path, monkeypatch):
