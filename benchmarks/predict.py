@@ -238,7 +238,7 @@ EXPECTED = {
         lambda total, grad, x, offsets, *rest: _weight_gradient(x[: rest[-1]], x, offsets, added=True)
     ),
     # 33 and 21 us for 256 and 128 experts were measured while one program added all strips: less its part
-    "topk_router": Expected(0.042, least_us=5.0),
+    "topk_router": Expected(0.075, least_us=5.0),
     "topk_router_backward": Expected(0.145, least_us=3.0),  # 14.3 and 7.8 us, as measured
     "unpermute": Expected(0.84),
     "unpermute_add": Expected(0.84),

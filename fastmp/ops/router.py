@@ -45,6 +45,7 @@ from fastmp.profiling import traced
 _SCORES = ("softmax", *ELEMENTWISE)
 GROUP_SCORES = ("deepseek", "megatron")
 TINY = 1e-20  # in the denominator of probabilities, as in DeepSeek-V3: 0 where all scores underflow
+CUDA_EXPERTS, CUDA_GROUPS = 512, 32  # at most, of the kernel in CUDA C++ (csrc/cuda/router.cu)
 LOW = -40.0  # below it sigmoid(x) and softplus(x) are e^x to the last bit of float64
 
 
@@ -285,6 +286,9 @@ _topk_router = register(
     reference=reference,
     fake=_fake,
     triton=launch,
+    prefers_cuda=lambda logits, bias, k, score, num_groups, *others: (
+        logits.shape[-1] <= CUDA_EXPERTS and num_groups <= CUDA_GROUPS
+    ),
     flops=_flops,
     autograd_formula="topk_router_backward(grad_probs?, grad_score_sums?, grad_z_sum?, logits, indices, "
     "score, normalize, scale) -> logits",
