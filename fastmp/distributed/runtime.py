@@ -159,6 +159,9 @@ def init(
             world_size=world_size,
             timeout=connecting,
         )
+        if world_size > 1 and tuple(map(int, torch.__version__.split(".")[:2])) < (2, 11):
+            # its gloo may go on without a peer, which no error says before a collective needs that
+            dist.all_reduce(torch.zeros(1))
     except RuntimeError as error:
         raise RuntimeError(
             f"fastmp.init: all {world_size} ranks had joined, but rank {rank} could not connect to each of "
