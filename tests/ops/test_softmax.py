@@ -194,7 +194,7 @@ def test_cost_formulas():
 @pytest.mark.parametrize("queries", (1, 3, 4096))
 def test_block_shapes(queries, keys, itemsize):
     block_m, block_n, num_warps, whole = module.block_shape(queries, keys, itemsize)
-    assert math.log2(block_m) % 1 == math.log2(block_n) % 1 == 0 and 4 <= num_warps <= 16
-    assert block_m * block_n // (32 * num_warps) <= (16 if itemsize == 8 else 32)
+    assert math.log2(block_m) % 1 == math.log2(block_n) % 1 == 0 and 4 <= num_warps <= 32
+    assert block_m * block_n // (32 * num_warps) <= 16
     assert block_m == 1 or block_m < 2 * queries
     assert whole == (keys <= (8192 if itemsize == 8 else 16384)) and (not whole or block_n >= keys)
