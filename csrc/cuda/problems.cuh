@@ -39,18 +39,21 @@ struct Operand {
 static __global__ void __launch_bounds__(kThreads)
     make_problems_kernel(const Problems problems, const int* offsets, int64_t num_rows, Operand a, Operand b, Operand d,
                          int n, int k, bool sum_rows) {
-  __shared__ int ends[kThreads];
+  __shared__ int rounds[2][kThreads];  // a round reads one half and writes the other
   const int thread = static_cast<int>(threadIdx.x);
   int before = 0;  // the last end of the experts before these
   for (int first = 0; first < problems.count; first += kThreads) {
     // 1. Ends that do not decrease: the greatest of all ends up to each, over twice as many of them at a time.
     const int expert = first + thread;
+    int* ends = rounds[0];
+    int* next = rounds[1];
     ends[thread] = expert < problems.count ? static_cast<int>(min(int64_t{offsets[expert]}, num_rows)) : 0;
     for (int distance = 1; distance < kThreads; distance *= 2) {
       __syncthreads();
-      const int other = thread >= distance ? ends[thread - distance] : 0;
-      __syncthreads();
-      ends[thread] = max(ends[thread], other);
+      next[thread] = max(ends[thread], thread >= distance ? ends[thread - distance] : 0);
+      int* const read = ends;
+      ends = next;
+      next = read;
     }
     __syncthreads();
     const int start = max(before, thread ? ends[thread - 1] : 0), end = max(before, ends[thread]);

@@ -93,7 +93,7 @@ def test_cuda_library_does_not_spill(library):
     for name, registers, stack, shared, local in kernels:
         assert int(local) == 0, name
         assert int(stack) <= 24 * ("route_kernel" in name and "Li16" in name) or "Id" in name, (name, stack)
-        assert int(shared) <= 2048, name
+        assert int(shared) <= 4096, name
         (_, blocks, threads) = next(facts for kernel, facts in known.items() if kernel in name)
         assert blocks * threads * int(registers) <= 65536, name
     for kernel, (instances, *_) in known.items():

@@ -108,27 +108,35 @@ def test_results_do_not_depend_on_the_order_of_threads(name, dtype, built):
                     )
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("op", ["grouped_mm", "grouped_mm_wgrad", "grouped_mlp_in"])
-def test_more_experts_than_threads_are_listed(op, built):
-    """With ends that fall, are negative or beyond the rows, and the last rows without an expert."""
+def listed(compiled: Kernels, op: str, seed: int, number: int = 610) -> bool:
+    """Return True if results are right for more experts than threads, of which `number` rows are there.
+
+    Ends fall, are negative or beyond the rows, and the last rows have no expert.
+    """
     generator = torch.Generator().manual_seed(0)
     ends = torch.arange(0, 600, 2, dtype=torch.int32)[torch.randperm(300, generator=generator)].sort()[0]
-    ends[[3, 40, 256, 257]], rows = torch.tensor([-5, 7, 2, 540], dtype=torch.int32), 610
+    ends[[3, 40, 256, 257]], rows = torch.tensor([-5, 400, 2, 540], dtype=torch.int32), 610
     x, w = torch.randn(rows, 8, generator=generator), torch.randn(300, 16, 8, generator=generator)
     arguments = {
         "grouped_mm": (x, w, ends, False),
         "grouped_mm_wgrad": (torch.randn(rows, 16, generator=generator), x, ends),
         "grouped_mlp_in": (x, w, None, ends, "silu", True, True),
     }[op]
+    compiled.set(seed)
+    if op != "grouped_mm_wgrad":
+        arguments = (x[:number], *arguments[1:])
+    found, expected = (
+        run(op, compiled.op(op), arguments),
+        run(op, OPS[op].implementations["reference"], arguments),
+    )
+    return all(torch.allclose(a, b, rtol=1.3e-6, atol=1e-5) for a, b in zip(found, expected, strict=True))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("op", ["grouped_mm", "grouped_mm_wgrad", "grouped_mlp_in"])
+def test_more_experts_than_threads_are_listed(op, built):
     name = next(name for name, source in SOURCES.items() if op in source.ops)
-    for seed, number in ((0, rows), (1, 500)):
-        built[name].set(seed)
-        if op != "grouped_mm_wgrad":
-            arguments = (x[:number], *arguments[1:])
-        torch.testing.assert_close(
-            run(op, built[name].op(op), arguments), run(op, OPS[op].implementations["reference"], arguments)
-        )
+    assert listed(built[name], op, 0) and listed(built[name], op, 1, 500)
 
 
 @pytest.mark.exhaustive
@@ -207,6 +215,8 @@ def is_wrong(compiled: Kernels, name: str, monkeypatch: pytest.MonkeyPatch) -> b
             for seed in range(3):
                 compiled.set(seed)
                 if errors(compiled, name, monkeypatch, (torch.float32, torch.bfloat16)):
+                    break
+                if name == "grouped_mm_sm90a" and not listed(compiled, "grouped_mm", seed):
                     break
             else:
                 os._exit(0)
