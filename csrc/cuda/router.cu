@@ -435,7 +435,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> topk_router(
 STABLE_TORCH_LIBRARY_FRAGMENT(fastmp_cuda, m) {
   m.def(
       "topk_router(Tensor logits, Tensor? expert_bias, int k, str score, int num_groups, int group_topk, "
-      "bool normalize, float scale, bool balance) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
+      "bool normalize, float scale, bool balance) -> (Tensor indices, Tensor probs, Tensor counts, Tensor score_sums, "
+      "Tensor z_sum, Tensor balance_counts)");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(fastmp_cuda, CUDA, m) { FASTMP_IMPL(m, "topk_router", fastmp::topk_router); }

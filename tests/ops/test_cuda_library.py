@@ -92,7 +92,7 @@ def test_cuda_library_does_not_spill(library):
     known = KERNELS | (GEMMS if "GemmUniversal" in usage else {})
     for name, registers, stack, shared, local in kernels:
         assert int(local) == 0, name
-        assert int(stack) <= 24 * ("route_kernel" in name and "Li16" in name) or "Id" in name, (name, stack)
+        assert int(stack) <= 24 * ("route_kernel" in name) or "Id" in name, (name, stack)
         assert int(shared) <= 4096, name
         (_, blocks, threads) = next(facts for kernel, facts in known.items() if kernel in name)
         assert blocks * threads * int(registers) <= 65536, name
@@ -174,4 +174,4 @@ def test_cuda_library_exports_the_same_schemas(library, tmp_path):
         [sys.executable, "-c", SCHEMAS, stub, library], capture_output=True, text=True, timeout=120
     )
     assert result.returncode == 0, result.stderr
-    assert result.stdout.split() in (["same", "1"], ["same", "5"])  # without CUTLASS, and with it
+    assert result.stdout.split() in (["same", "2"], ["same", "6"])  # without CUTLASS, and with it
