@@ -5,7 +5,7 @@
 // few tokens at a time and in f64 over all of them, and strips are added in order: results do not depend on the number
 // of threads. The semantics are those of the references in fastmp/ops/router.py.
 #include "best.h"
-#include "op.h"
+#include "router.h"
 #include "rows.h"
 #include "simd.h"
 
@@ -17,11 +17,6 @@
 #include <vector>
 
 namespace fastmp {
-
-enum class Score { kSoftmax, kLogits, kSigmoid, kSqrtSoftplus };
-
-// True if each score is a function of its own logit alone.
-constexpr bool elementwise(Score score) { return score == Score::kSigmoid || score == Score::kSqrtSoftplus; }
 
 // Arguments that all tokens share. Scores and gradients are in the compute dtype.
 struct Router {
@@ -390,23 +385,10 @@ constexpr int64_t kGrain = 8192;            // logits a thread should at least h
 constexpr int64_t kStripTokens = 128;       // tokens of a strip, or more
 constexpr int64_t kStripSums = 1 << 18;     // sums of all strips, or fewer
 
-Score score_of(const char* op, const std::string& name) {
-  if (name == "softmax") return Score::kSoftmax;
-  if (name == "logits") return Score::kLogits;
-  if (name == "sigmoid") return Score::kSigmoid;
-  FASTMP_CHECK(name == "sqrtsoftplus", op, ": score must be softmax, logits, sigmoid or sqrtsoftplus, got ", name);
-  return Score::kSqrtSoftplus;
-}
-
 // Chosen experts index a token's scratch, so one out of range would access other memory.
 void check_chosen(const char* op, const int32_t* chosen, int64_t count, int64_t num_experts) {
   const int32_t* wrong = std::find_if(chosen, chosen + count, [&](int64_t i) { return i < 0 || i >= num_experts; });
   FASTMP_CHECK(wrong == chosen + count, op, ": indices must lie in [0, ", num_experts, "), got ", *wrong);
-}
-
-void check_dims(const char* op, const Tensor& logits) {
-  FASTMP_CHECK(logits.dim() == 2 || logits.dim() == 3, op, ": logits must be (T, E) or (S, B, E), got ", logits.dim(),
-               " dimensions");
 }
 
 Router describe(const char* op, const Rows& rows, const Tensor& logits, int64_t k, const std::string& score,
@@ -418,20 +400,17 @@ Router describe(const char* op, const Rows& rows, const Tensor& logits, int64_t 
   router.num_sequences = logits.dim() == 3 ? logits.size(1) : 1;
   router.k = k;
   router.num_groups = router.group_topk = 1;
-  router.score = score_of(op, score);
+  router.score = score_named(op, score);
   router.normalize = normalize;
   router.scale = scale;
   return router;
 }
 
-// A contiguous tensor of so many numbers of the wide dtype, or null.
+// The address of `wide_numbers`, which `kept` holds, or null.
 const void* checked(const char* op, const char* name, const std::optional<Tensor>& tensor, std::optional<Tensor>& kept,
                     const Tensor& logits, int64_t numel) {
   if (!tensor) return nullptr;
-  FASTMP_CHECK(tensor->scalar_type() == compute_dtype(logits.scalar_type()) && tensor->numel() == numel, op, ": ", name,
-               " must have ", numel, " numbers of ", dtype_name(compute_dtype(logits.scalar_type())), ", got ", tensor->numel(),
-               " of ", dtype_name(tensor->scalar_type()));
-  kept = tensor->is_contiguous() ? *tensor : torch::stable::contiguous(*tensor);
+  kept = wide_numbers(op, name, *tensor, logits, numel);
   return kept->const_data_ptr();
 }
 
@@ -439,20 +418,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> topk_router(
     const Tensor& logits, std::optional<Tensor> expert_bias, int64_t k, std::string score, int64_t num_groups,
     int64_t group_topk, bool normalize, double scale, bool balance) {
   constexpr const char* kOp = "topk_router";
-  check_dims(kOp, logits);
-  const int64_t last = logits.dim() - 1, experts = logits.size(last);
-  FASTMP_CHECK(k >= 1 && num_groups >= 1 && experts % num_groups == 0 && group_topk >= 1 && group_topk <= num_groups &&
-                   k <= experts / num_groups * group_topk,
-               kOp, ": k=", k, " does not fit ", experts, " experts with ", group_topk, " of ", num_groups, " groups");
-  const auto dtype = compute_dtype(logits.scalar_type());
-  std::vector<int64_t> per_token(logits.sizes().begin(), logits.sizes().end());
-  const std::vector<int64_t> per_expert(per_token.begin() + 1, per_token.end());
-  per_token[last] = k;
-  Tensor indices = fastmp::empty(per_token, ScalarType::Int, logits), probs = fastmp::empty(per_token, dtype, logits);
-  Tensor counts = fastmp::empty(per_expert, ScalarType::Int, logits), sums = fastmp::empty(per_expert, dtype, logits);
-  Tensor z_sum = fastmp::empty({}, dtype, logits);
-  Tensor balance_counts = fastmp::empty(balance ? per_expert : std::vector<int64_t>{0}, ScalarType::Int, logits);
-  const int64_t num_tokens = logits.numel() / experts, num_sums = counts.numel();
+  Routed routed = empty_routed(kOp, logits, k, num_groups, group_topk, balance);
+  const int64_t experts = logits.size(logits.dim() - 1);
+  const int64_t num_tokens = logits.numel() / experts, num_sums = routed.counts.numel();
   const int64_t most = std::max<int64_t>(1, kStripSums / std::max<int64_t>(1, num_sums));
   const int64_t per_strip = std::max(kStripTokens, (num_tokens + most - 1) / most);
   const int64_t num_strips = (num_tokens + per_strip - 1) / per_strip;
@@ -471,8 +439,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> topk_router(
       router.bias = checked(kOp, "expert_bias", expert_bias, bias, logits, experts);
       const auto kernel = FASTMP_BEST(route<T>);
       RouterOut all{};
-      all.indices = indices.mutable_data_ptr<int32_t>();
-      all.probs = probs.mutable_data_ptr();
+      all.indices = routed.indices.mutable_data_ptr<int32_t>();
+      all.probs = routed.probs.mutable_data_ptr();
       const int64_t grain = std::max<int64_t>(1, kGrain / (per_strip * experts));
       parallel_for(0, num_strips, grain, [&](int64_t begin, int64_t end) {
         for (int64_t strip = begin; strip < end; ++strip) {
@@ -491,20 +459,20 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> topk_router(
       for (int64_t i = 0; i <= num_sums; ++i) total[i] += partials[strip * (num_sums + 1) + i];
       for (int64_t i = 0; i < num_counts; ++i) load[i] += loads[strip * num_counts + i];
     }
-    std::copy(load.begin(), load.begin() + num_sums, counts.mutable_data_ptr<int32_t>());
-    std::copy(load.begin() + num_sums, load.end(), balance_counts.mutable_data_ptr<int32_t>());
-    std::transform(total.begin(), total.end() - 1, static_cast<A*>(sums.mutable_data_ptr()),
+    std::copy(load.begin(), load.begin() + num_sums, routed.counts.mutable_data_ptr<int32_t>());
+    std::copy(load.begin() + num_sums, load.end(), routed.balance_counts.mutable_data_ptr<int32_t>());
+    std::transform(total.begin(), total.end() - 1, static_cast<A*>(routed.score_sums.mutable_data_ptr()),
                    [](double value) { return static_cast<A>(value); });
-    *static_cast<A*>(z_sum.mutable_data_ptr()) = static_cast<A>(total.back());
+    *static_cast<A*>(routed.z_sum.mutable_data_ptr()) = static_cast<A>(total.back());
   });
-  return {indices, probs, counts, sums, z_sum, balance_counts};
+  return routed.all();
 }
 
 Tensor topk_router_backward(std::optional<Tensor> grad_probs, std::optional<Tensor> grad_sums,
                             std::optional<Tensor> grad_z, const Tensor& logits, const Tensor& indices,
                             std::string score, bool normalize, double scale) {
   constexpr const char* kOp = "topk_router_backward";
-  check_dims(kOp, logits);
+  check_router_logits(kOp, logits);
   FASTMP_CHECK(indices.scalar_type() == ScalarType::Int && indices.dim() == logits.dim(), kOp,
                ": indices must be int32 with ", logits.dim(), " dimensions, got ", dtype_name(indices.scalar_type()),
                " with ", indices.dim());

@@ -1,11 +1,11 @@
 // topk_router in CUDA C++: a warp a token, whose logits stay in registers from the scores to the choice.
 //
 // A lane has `kEach` experts that follow each other. A round of the choice compares integers of the same order as the
-// scores: one maximum over the warp, and one ballot, whose first lane has the lowest expert of equal ones. That lane alone
-// looks for its next best. A block's sums go to a row of partial sums, which a second kernel adds in order.
+// scores: one maximum over the warp, and one ballot, whose first lane has the lowest expert of equal ones. That lane
+// alone looks for its next best. A block's sums go to a row of partial sums, which a second kernel adds in order.
 // The semantics are those of the reference in fastmp/ops/router.py.
 #include "common.cuh"
-#include "op.h"
+#include "router.h"
 #include "rows.h"
 
 #include <algorithm>
@@ -22,8 +22,6 @@ constexpr int64_t kMaxGroups = kWarp;  // a lane each
 constexpr int64_t kMaxSteps = 1 << 15;  // tokens of a warp: counts have 16 bits
 constexpr int kSumColumns = 8, kSumRows = 32;  // of a block that adds partial sums
 constexpr unsigned kAll = 0xffffffffu;
-
-enum class Score { kSoftmax, kLogits, kSigmoid, kSqrtSoftplus };
 
 // Integers of the order of numbers: NaN above all, -0 equal to 0. kClosed cannot be chosen, kTaken has been.
 template <class C>
@@ -182,7 +180,7 @@ __global__ void __launch_bounds__(kWarps* kWarp) route_kernel(Routing<T> route) 
   using C = Compute<T>;
   const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp, experts = route.num_experts;
   const bool softplus = route.score == Score::kSqrtSoftplus;
-  const bool elementwise = softplus || route.score == Score::kSigmoid;
+  const bool alone = elementwise(route.score);  // a score is a function of its own logit
   // Of each warp the logits and numbers of its chosen experts; then the block's sums.
   C* const chosen_x = dynamic_shared<C>() + warp * route.k;
   C* const block_sums = dynamic_shared<C>() + kWarps * route.k;
@@ -219,34 +217,34 @@ __global__ void __launch_bounds__(kWarps* kWarp) route_kernel(Routing<T> route) 
     const C per_total = 1 / total;
     const C lse = fabs(top) == INFINITY ? top : shift + log(total);
     squares += lse * lse;
-    // 2. Scores, keys to choose by, and shares for the balancing losses. Below -40 elementwise scores are powers of e to
+    // 2. Scores, keys to choose by, and shares for the balancing losses. Below -40 alone scores are powers of e to
     // the last bit of f64: where all of them may underflow, shares are relative to the largest.
     Lane<C, kEach> best;
     C all = 0;
 #pragma unroll
     for (int i = 0; i < kEach; ++i) {
       const int expert = lane * kEach + i;
-      const C score = elementwise ? score_of(x[i], softplus) : share[i] * per_total;
+      const C score = alone ? score_of(x[i], softplus) : share[i] * per_total;
       C key = x[i];
       if (route.bias != nullptr && expert < experts) {
         key = (route.score == Score::kLogits ? x[i] : score) + route.bias[expert];
       }
       best.key[i] = expert < experts ? sortable(key) : Keys<C>::kClosed;
-      if (!elementwise || !(shift < -40)) {
+      if (!alone || !(shift < -40)) {
         share[i] = score;
       } else if (softplus) {
         share[i] = fast_sqrt(share[i]);
       }
       all += share[i];
     }
-    const C sum = elementwise ? warp_sum(all) : C(1);
+    const C sum = alone ? warp_sum(all) : C(1);
     const C per_sum = 1 / (sum == 0 ? C(1) : sum);
 #pragma unroll
     for (int i = 0; i < kEach; ++i) sums[i] += share[i] * per_sum;
     // 3. Choose k experts.
     if (route.group_topk < route.num_groups) {
       const bool of_logits = route.bias == nullptr;
-      best.close_groups(experts / route.num_groups, route.num_groups, route.group_topk, elementwise, [&](Key<C> key) {
+      best.close_groups(experts / route.num_groups, route.num_groups, route.group_topk, alone, [&](Key<C> key) {
         return of_logits ? score_of(unsorted<C>(key), softplus) : unsorted<C>(key);
       });
     }
@@ -266,7 +264,7 @@ __global__ void __launch_bounds__(kWarps* kWarp) route_kernel(Routing<T> route) 
     __syncwarp();
     // 5. Probabilities of the chosen experts, a lane each.
     C most = -INFINITY, norm = 0;
-    const bool soft = route.normalize && !elementwise;
+    const bool soft = route.normalize && !alone;
     if (soft) {
       Key<C> highest = Keys<C>::kClosed;
       for (int slot = lane; slot < route.k; slot += kWarp) highest = max(highest, sortable(chosen_x[slot]));
@@ -274,7 +272,7 @@ __global__ void __launch_bounds__(kWarps* kWarp) route_kernel(Routing<T> route) 
     }
     for (int slot = lane; slot < route.k; slot += kWarp) {
       const C own = chosen_x[slot];
-      const C prob = elementwise ? score_of(own, softplus) : soft ? fast_exp(own - most) : fast_exp(own - shift) * per_total;
+      const C prob = alone ? score_of(own, softplus) : soft ? fast_exp(own - most) : fast_exp(own - shift) * per_total;
       chosen_x[slot] = prob;
       norm += prob;
     }
@@ -313,7 +311,7 @@ __global__ void __launch_bounds__(kWarps* kWarp) route_kernel(Routing<T> route) 
   }
 }
 
-// Adds `num_rows` rows of partial sums in order; all threads of a block come. The result is valid in row 0 of the block.
+// Adds `num_rows` rows of partial sums in order; all threads of a block come, and row 0 of the block has the result.
 template <class S>
 __device__ S add_rows(const S* rows, int64_t num_rows, int64_t num_cols, int64_t column, S (*parts)[kSumColumns]) {
   const int part = threadIdx.x / kSumColumns, col = threadIdx.x % kSumColumns;
@@ -353,45 +351,23 @@ __global__ void __launch_bounds__(kSumColumns* kSumRows)
   }
 }
 
-Score score_named(const char* op, const std::string& name) {
-  if (name == "softmax") return Score::kSoftmax;
-  if (name == "logits") return Score::kLogits;
-  if (name == "sigmoid") return Score::kSigmoid;
-  FASTMP_CHECK(name == "sqrtsoftplus", op, ": unknown score ", name);
-  return Score::kSqrtSoftplus;
-}
-
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> topk_router(
     const Tensor& logits, std::optional<Tensor> expert_bias, int64_t k, std::string score, int64_t num_groups,
     int64_t group_topk, bool normalize, double scale, bool balance) {
   constexpr const char* kOp = "topk_router";
-  FASTMP_CHECK(logits.dim() == 2 || logits.dim() == 3, kOp, ": logits must be (T, E) or (S, B, E), got ", logits.dim(),
-               " dimensions");
-  const int64_t last = logits.dim() - 1, experts = logits.size(last);
-  FASTMP_CHECK(k >= 1 && num_groups >= 1 && experts % num_groups == 0 && group_topk >= 1 && group_topk <= num_groups &&
-                   k <= experts / num_groups * group_topk,
-               kOp, ": k=", k, " does not fit ", experts, " experts with ", group_topk, " of ", num_groups, " groups");
+  const DeviceGuard guard(logits);
+  Routed routed = empty_routed(kOp, logits, k, num_groups, group_topk, balance);
+  const int64_t experts = logits.size(logits.dim() - 1);
   FASTMP_CHECK(experts <= kMaxExperts && num_groups <= kMaxGroups, kOp, ": CUDA C++ takes at most ", kMaxExperts,
                " experts in ", kMaxGroups, " groups, got ", experts, " in ", num_groups, "; use Triton's kernel");
-  const DeviceGuard guard(logits);
   const ScalarType dtype = compute_dtype(logits.scalar_type());
   std::optional<Tensor> bias;
-  if (expert_bias) {
-    FASTMP_CHECK(expert_bias->scalar_type() == dtype && expert_bias->numel() == experts, kOp, ": expert_bias must have ",
-                 experts, " numbers of ", dtype_name(dtype), ", got ", expert_bias->numel(), " of ",
-                 dtype_name(expert_bias->scalar_type()));
-    bias = torch::stable::contiguous(*expert_bias);
-  }
-  std::vector<int64_t> per_token(logits.sizes().begin(), logits.sizes().end());
-  const std::vector<int64_t> per_expert(per_token.begin() + 1, per_token.end());
-  per_token[last] = k;
-  Tensor indices = fastmp::empty(per_token, ScalarType::Int, logits), probs = fastmp::empty(per_token, dtype, logits);
-  Tensor counts = fastmp::empty(per_expert, ScalarType::Int, logits), sums = fastmp::empty(per_expert, dtype, logits);
-  Tensor z_sum = fastmp::empty({}, dtype, logits);
-  Tensor balance_counts = fastmp::empty(balance ? per_expert : std::vector<int64_t>{0}, ScalarType::Int, logits);
+  if (expert_bias) bias = wide_numbers(kOp, "expert_bias", *expert_bias, logits, experts);
   if (logits.numel() == 0) {
-    for (Tensor each : {counts, sums, z_sum, balance_counts}) torch::stable::zero_(each);
-    return {indices, probs, counts, sums, z_sum, balance_counts};
+    for (Tensor each : {routed.counts, routed.score_sums, routed.z_sum, routed.balance_counts}) {
+      torch::stable::zero_(each);
+    }
+    return routed.all();
   }
   const int64_t num_steps = logits.size(0), num_sequences = logits.dim() == 3 ? logits.size(1) : 1;
   const int64_t wanted = std::max<int64_t>(1, kMaxBlocks / num_sequences);
@@ -407,12 +383,13 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> topk_router(
   dispatch_device(logits.scalar_type(), kOp, [&](auto tag) {
     using T = typename decltype(tag)::type;
     using C = Compute<T>;
-    const Routing<T> routing{data<T>(rows.tensor), bias ? data<C>(*bias) : nullptr, mutable_data<int32_t>(indices),
-                             mutable_data<C>(probs), mutable_data<C>(partials), mutable_data<int32_t>(loads),
+    const Routing<T> routing{data<T>(rows.tensor), bias ? data<C>(*bias) : nullptr,
+                             mutable_data<int32_t>(routed.indices), mutable_data<C>(routed.probs),
+                             mutable_data<C>(partials), mutable_data<int32_t>(loads),
                              balance ? mutable_data<int32_t>(wishes) : nullptr, mutable_data<C>(squares), num_steps,
                              num_sequences, strip_steps, rows.pitch, static_cast<int>(experts), static_cast<int>(k),
-                             static_cast<int>(num_groups), static_cast<int>(group_topk), score_named(kOp, score), normalize,
-                             static_cast<C>(scale)};
+                             static_cast<int>(num_groups), static_cast<int>(group_topk), score_named(kOp, score),
+                             normalize, static_cast<C>(scale)};
     const int64_t reduced = std::max<int64_t>(experts, kWarps) * (sizeof(C) + 2 * sizeof(int32_t));
     const int64_t bytes = kWarps * k * (sizeof(C) + sizeof(int32_t)) + reduced;
     const auto run = [&](auto kernel) {
@@ -422,11 +399,11 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> topk_router(
                                                                            : run(route_kernel<T, 16>);
     launch(Grid{ceil_div(num_sums, kSumColumns) + 1, kSumColumns * kSumRows}, current_stream(logits),
            router_sums_kernel<C>, data<C>(partials), data<int32_t>(loads),
-           balance ? data<int32_t>(wishes) : nullptr, data<C>(squares), mutable_data<C>(sums),
-           mutable_data<int32_t>(counts), balance ? mutable_data<int32_t>(balance_counts) : nullptr,
-           mutable_data<C>(z_sum), num_strips, num_sums, blocks);
+           balance ? data<int32_t>(wishes) : nullptr, data<C>(squares), mutable_data<C>(routed.score_sums),
+           mutable_data<int32_t>(routed.counts), balance ? mutable_data<int32_t>(routed.balance_counts) : nullptr,
+           mutable_data<C>(routed.z_sum), num_strips, num_sums, blocks);
   });
-  return {indices, probs, counts, sums, z_sum, balance_counts};
+  return routed.all();
 }
 
 }  // namespace
