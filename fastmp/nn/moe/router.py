@@ -209,22 +209,19 @@ class Router(ParallelModule):
 
 def update_expert_biases(routers: Sequence[Any], counts_LE: torch.Tensor) -> None:
     """Call `update_expert_bias` of every router with its row of `counts_LE`, all together where they can."""
-    kinds = {
-        (router.moe.bias_update_rate, None if router.expert_bias is None else router.expert_bias.dtype)
-        if getattr(router.update_expert_bias, "__func__", None) is Router.update_expert_bias
-        else None
+    first = routers[0]
+    if not all(
+        getattr(router.update_expert_bias, "__func__", None) is Router.update_expert_bias
+        and router.moe == first.moe
         for router in routers
-    }
-    kind = kinds.pop() if len(kinds) == 1 else None
-    if kind is None:  # a router of another class, or of other options
+    ):  # a router of another class, or of other options
         for router, own_E in zip(routers, counts_LE, strict=True):
             router.update_expert_bias(own_E)
-        return
-    rate, dtype = kind
-    if dtype is not None:
-        counts = counts_LE.to(dtype)
+    elif first.expert_bias is not None:
+        counts = counts_LE.to(first.expert_bias.dtype)
         signs = (counts.mean(1, keepdim=True) - counts).sign()
-        torch._foreach_add_([router.expert_bias for router in routers], list(signs), alpha=rate)
+        biases = [router.expert_bias for router in routers]
+        torch._foreach_add_(biases, list(signs), alpha=first.moe.bias_update_rate)
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
