@@ -217,8 +217,8 @@ def attend(
     return _attend(plan, q_BNCD, k_BGED, v_BGED, *rest)
 
 
-class _Plan(NamedTuple):
-    """What is decided once for all calls of equal shapes, dtypes and options.
+class _AttentionPlan(NamedTuple):
+    """Decisions that all calls of equal shapes, dtypes and options share.
 
     padding: columns of zeros that values get, as most kernels want heads of one width.
     causal, window: as passed; a window of all keys is none.
@@ -242,7 +242,7 @@ def _planned(
     sinks: Tensor | None,
     dropout_p: float,
     scale: float | None,
-) -> _Plan:
+) -> _AttentionPlan:
     """Check a call of `attend` and return its plan."""
     readable = documents is None or (can_read_values(documents.queries) and not documents.static)
     given = mask is not None, documents is not None, sinks is not None, readable
@@ -253,7 +253,7 @@ def _planned(
 def _plan(
     q: Tensor, k: Tensor, v: Tensor, causal: bool, window: int | None, mask: bool, documents: bool,
     sinks: bool, readable: bool, dropout_p: float, scale: float | None, machine: tuple[str, int, int, bool],
-) -> _Plan:  # fmt: skip
+) -> _AttentionPlan:  # fmt: skip
     _check(q, k, v, causal, window, mask, documents)
     checks.check_finite("attend", q.dtype, scale=scale, dropout_p=dropout_p)
     if window is not None and window >= k.shape[2]:
@@ -275,7 +275,7 @@ def _plan(
         sinks=sinks,
     )
     call = replace(call, value_dim=v.shape[3] + padding)
-    return _Plan(choose(call).backend, call, padding, causal, window)
+    return _AttentionPlan(choose(call).backend, call, padding, causal, window)
 
 
 def pads_values(like: Tensor, special: bool) -> bool:
@@ -287,7 +287,7 @@ def pads_values(like: Tensor, special: bool) -> bool:
 
 
 def _attend(
-    plan: _Plan,
+    plan: _AttentionPlan,
     q_BNCD: Tensor,
     k_BGED: Tensor,
     v_BGED: Tensor,

@@ -61,8 +61,8 @@ class RankError(RuntimeError):
 
 
 @dataclass(frozen=True)
-class _Job:
-    """What all ranks of a call are told."""
+class _RankJob:
+    """Facts of a call of `run_ranks`, passed to all of its ranks."""
 
     world_size: int
     device: str
@@ -137,7 +137,7 @@ def _run(call: tuple[Callable[..., Any], tuple] | bytes, world_size: int, timeou
     release_read, release_write = os.pipe()  # closed by the parent: every rank has reported, leave
     folder = Path(tempfile.mkdtemp(prefix="fastmp-ranks-"))
     deadline = time.monotonic() + timeout
-    job = _Job(world_size, device, timeout, deadline, folder, os.getpid(), release_read)
+    job = _RankJob(world_size, device, timeout, deadline, folder, os.getpid(), release_read)
     children: list[_Child] = []
     try:
         for rank in range(world_size):
@@ -186,7 +186,7 @@ def lacks_gpus(world_size: int) -> str:
 
 
 def _start(
-    job: _Job, rank: int, call: tuple[Callable[..., Any], tuple] | bytes, release_write: int
+    job: _RankJob, rank: int, call: tuple[Callable[..., Any], tuple] | bytes, release_write: int
 ) -> _Child:
     read_fd, write_fd = os.pipe()
     flush_quietly()
@@ -209,8 +209,8 @@ def _start(
     return _Child(rank, pid, read_fd)
 
 
-def _spawn(job: _Job, rank: int, call: bytes, write_fd: int) -> int:
-    """Start a new process that runs a rank, which inherits the two pipes; return its process id."""
+def _spawn(job: _RankJob, rank: int, call: bytes, write_fd: int) -> int:
+    """Run a rank in a new process with the two pipes; return its process id."""
     path = job.folder / f"call-{rank}"
     with open_writable(path, "wb") as file:
         pickle.dump((job, rank, call, write_fd), file)
@@ -225,7 +225,7 @@ def _spawn(job: _Job, rank: int, call: bytes, write_fd: int) -> int:
 
 
 def gpu_variables(world_size: int) -> dict[str, str]:
-    """Return the environment of ranks on GPUs, which they share where there are fewer."""
+    """Return the environment variables of ranks on GPUs, which share a GPU if there are too few."""
     sharing = -(-world_size // torch.cuda.device_count())
     variables = {"NCCL_GRAPH_REGISTER": "0", "CUDA_DEVICE_MAX_CONNECTIONS": "32"}
     if sharing > 1:  # the kernels of all ranks must fit on a GPU together: a collective waits for its peers'
@@ -244,7 +244,9 @@ def _spawned(path: str) -> None:
         os._exit(1)
 
 
-def _child(job: _Job, rank: int, call: Callable[[], tuple[Callable[..., Any], tuple]], write_fd: int) -> None:
+def _child(
+    job: _RankJob, rank: int, call: Callable[[], tuple[Callable[..., Any], tuple]], write_fd: int
+) -> None:
     """Run one rank: join, run, report, wait for the others (peers may still read its memory), leave."""
     if _libc is not None:
         _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # a killed parent leaves no orphans

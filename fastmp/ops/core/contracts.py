@@ -105,7 +105,7 @@ def check_memory(op: str, **tensors: Tensor | None) -> None:
 
 
 def memoized(check: Callable[..., _Result]) -> Callable[..., _Result]:
-    """Memoize a check, and what it returns: arguments that have passed once cost a single lookup.
+    """Memoize a check and its result: arguments that have passed cost a single lookup.
 
     The check may read shapes, dtypes and devices of tensors, nothing else. Under a compiler, and for
     subclasses of Tensor, it always runs.
