@@ -23,17 +23,29 @@ using torch::autograd::variable_list;
 
 at::Tensor in_rows(const at::Tensor& x) { return x.dim() == 2 ? x : x.reshape_symint({-1, x.sym_size(-1)}); }
 
-void accumulate(const at::Tensor& total, const at::Tensor& grad, const at::Tensor& x) {
+// The states of FirstGradient in fastmp/ops/wgrad.py.
+constexpr uint8_t kZeros = 1, kUndefined = 2, kStored = 3;
+
+// True, once a step, if the gradient overwrites main_grad; `flag`: one byte on the CPU, or none.
+bool is_first(const std::optional<at::Tensor>& flag) {
+  if (!flag) return false;
+  uint8_t& state = *flag->mutable_data_ptr<uint8_t>();
+  if (state != kZeros && state != kUndefined) return false;
+  state = kStored;
+  return true;
+}
+
+void accumulate(const at::Tensor& total, const at::Tensor& grad, const at::Tensor& x, bool add) {
   static const auto op = c10::Dispatcher::singleton()
                              .findSchemaOrThrow("fastmp::accumulate_weight_grad_", "")
-                             .typed<void(const at::Tensor&, const at::Tensor&, const at::Tensor&)>();
-  op.call(total, grad, x);
+                             .typed<void(const at::Tensor&, const at::Tensor&, const at::Tensor&, bool)>();
+  op.call(total, grad, x, add);
 }
 
 struct LinearBackward : torch::autograd::Node {
   LinearBackward(const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& bias,
-                 at::Tensor main_grad)
-      : main_grad(std::move(main_grad)) {
+                 at::Tensor main_grad, std::optional<at::Tensor> flag)
+      : main_grad(std::move(main_grad)), flag(std::move(flag)) {
     using torch::autograd::impl::gradient_edge;
     set_next_edges({gradient_edge(x), gradient_edge(weight), bias ? gradient_edge(*bias) : torch::autograd::Edge()});
     this->x = SavedVariable(x, false);
@@ -54,7 +66,7 @@ struct LinearBackward : torch::autograd::Node {
     const at::Tensor input = x.unpack(), grad = in_rows(grads[0]);
     if (task_should_compute_output(0)) result[0] = at::mm(grad, weight.unpack()).view_symint(input.sym_sizes());
     if (task_should_compute_output(2)) result[2] = grad.sum(0);
-    accumulate(main_grad, grad, in_rows(input));
+    accumulate(main_grad, grad, in_rows(input), !is_first(flag));
     return result;
   }
 
@@ -66,6 +78,7 @@ struct LinearBackward : torch::autograd::Node {
 
  private:
   const at::Tensor main_grad;  // not a SavedVariable: every microbatch changes it, which autograd would report
+  const std::optional<at::Tensor> flag;
   SavedVariable x, weight;
 };
 
@@ -82,7 +95,7 @@ at::Tensor product(const at::Tensor& x, const at::Tensor& weight, const std::opt
 }
 
 at::Tensor linear(const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& bias,
-                  const at::Tensor& main_grad) {
+                  const at::Tensor& main_grad, const std::optional<at::Tensor>& flag) {
   if (!at::GradMode::is_enabled() || !weight.requires_grad()) return at::linear(x, weight, bias);
   const at::ScalarType dtype = weight.scalar_type(), sums = main_grad.scalar_type();
   TORCH_CHECK_VALUE(main_grad.sym_sizes() == weight.sym_sizes() && main_grad.device() == weight.device() &&
@@ -92,7 +105,7 @@ at::Tensor linear(const at::Tensor& x, const at::Tensor& weight, const std::opti
   fastmp::check_no_forward_mode(weight);
   if (bias) fastmp::check_no_forward_mode(*bias);
   // Activation recomputation stops at the last saved tensor; saving before the GEMM lets it skip the GEMM.
-  const fastmp::Handle node = fastmp::make_node<LinearBackward>(x, weight, bias, main_grad);
+  const fastmp::Handle node = fastmp::make_node<LinearBackward>(x, weight, bias, main_grad, flag);
   at::Tensor output;
   {
     at::AutoDispatchBelowADInplaceOrView guard;
@@ -105,5 +118,6 @@ at::Tensor linear(const at::Tensor& x, const at::Tensor& weight, const std::opti
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(fastmp_autograd, library) {
-  library.def("linear(Tensor x, Tensor weight, Tensor? bias, Tensor main_grad) -> Tensor", TORCH_FN(linear));
+  library.def("linear(Tensor x, Tensor weight, Tensor? bias, Tensor main_grad, Tensor? flag=None) -> Tensor",
+              TORCH_FN(linear));
 }

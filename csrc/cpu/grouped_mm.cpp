@@ -112,9 +112,10 @@ Tensor grouped_mm_wgrad(const Tensor& grad, const Tensor& x, const Tensor& offse
   return out;
 }
 
-void grouped_mm_wgrad_(Tensor& out, const Tensor& grad, const Tensor& x, const Tensor& offsets) {
+void grouped_mm_wgrad_(Tensor& out, const Tensor& grad, const Tensor& x, const Tensor& offsets, bool add) {
   constexpr const char* kOp = "grouped_mm_wgrad_";
   check_sum(kOp, out, x);
+  if (!add) torch::stable::zero_(out);
   if (out.numel() == 0) return;
   if (out.stride(2) == 1) return grouped_wgrad(kOp, out, grad, x, offsets, Epilogue::kAdd);
   const Tensor sums = torch::stable::contiguous(out);  // of a transposed parameter

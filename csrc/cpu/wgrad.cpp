@@ -7,13 +7,14 @@
 namespace fastmp {
 namespace {
 
-void accumulate_weight_grad_(Tensor& total, const Tensor& grad, const Tensor& x) {
+void accumulate_weight_grad_(Tensor& total, const Tensor& grad, const Tensor& x, bool add) {
   constexpr const char* kOp = "accumulate_weight_grad_";
   check_operands(kOp, grad, x, 2, 2);
   check_sum(kOp, total, x);
   FASTMP_CHECK(total.dim() == 2 && grad.size(0) == x.size(0) && total.size(0) == grad.size(1) &&
                    total.size(1) == x.size(1),
                kOp, ": shapes do not fit");
+  if (!add) torch::stable::zero_(total);
   if (total.numel() == 0 || grad.size(0) == 0) return;
   const bool swapped = total.stride(1) != 1 && total.stride(0) == 1;  // of a parameter that lies transposed
   const Tensor left = along_rows(swapped ? x : grad), right = along_rows(swapped ? grad : x);

@@ -49,7 +49,7 @@ Tensor wgrad(const Tensor& grad, const Tensor& x, const Tensor& offsets_any) {
   return sums;
 }
 
-void wgrad_in_place(Tensor& total, const Tensor& grad, const Tensor& x, const Tensor& offsets_any) {
+void wgrad_in_place(Tensor& total, const Tensor& grad, const Tensor& x, const Tensor& offsets_any, bool add) {
   constexpr const char* kOp = "grouped_mm_wgrad_";
   check_wgrad(kOp, grad, x, offsets_any);
   const bool fits = total.dim() == 3 && total.size(0) == offsets_any.numel() && total.size(1) == grad.size(1) &&
@@ -60,8 +60,9 @@ void wgrad_in_place(Tensor& total, const Tensor& grad, const Tensor& x, const Te
                ": total must be contiguous ", dtype_name(dtype), " or ", dtype_name(x.scalar_type()), ", one (",
                grad.size(1), ", ", x.size(1), ") for each of ", offsets_any.numel(), " experts, got ",
                described(total));
-  if (total.numel() == 0 || x.size(0) == 0) return;
   const DeviceGuard guard(x);
+  if (!add) torch::stable::zero_(total);
+  if (total.numel() == 0 || x.size(0) == 0) return;
   Tensor sums = total;
   if (!wide) {  // accumulate in a wider copy, which is rounded once
     sums = fastmp::empty(total.sizes(), dtype, x);
@@ -77,7 +78,7 @@ void wgrad_in_place(Tensor& total, const Tensor& grad, const Tensor& x, const Te
 
 STABLE_TORCH_LIBRARY_FRAGMENT(fastmp_cuda, m) {
   m.def("grouped_mm_wgrad(Tensor grad, Tensor x, Tensor offsets) -> Tensor");
-  m.def("grouped_mm_wgrad_(Tensor(a!) total, Tensor grad, Tensor x, Tensor offsets) -> ()");
+  m.def("grouped_mm_wgrad_(Tensor(a!) total, Tensor grad, Tensor x, Tensor offsets, bool add=True) -> ()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(fastmp_cuda, CUDA, m) {

@@ -22,7 +22,7 @@ from fastmp.cuda_graphs.position import Position
 from fastmp.cuda_graphs.replay_verifier import Verifier
 from fastmp.cuda_graphs.restore import SpanSnapshot, random_states, restore_random_states
 from fastmp.nn.segment import Tensors, run_segments
-from fastmp.ops.wgrad import WgradQueue, current_queue
+from fastmp.ops.wgrad import WgradQueue, always_add, current_queue
 from fastmp.pipeline.schedule import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD
 from fastmp.profiling import region
 
@@ -185,6 +185,8 @@ class StepExecutor:
         return self._verifier.forward(slot, captured, static)
 
     def _capture_forward(self, slot: ReplaySlot, static: list[Tensor]) -> Tensors:
+        for param in self._spans[slot.step.chunk][slot.span].parameters:
+            always_add(getattr(param, "main_grad", None))  # a graph cannot tell the first gradient of a step
         if not self._fallback:
             return self._capture.forward(slot, static)
         start, state = random_states(self._backend.rng), self._state(slot)

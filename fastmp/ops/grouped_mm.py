@@ -37,7 +37,7 @@ from fastmp.ops.core.registry import (
     without_autocast,
 )
 from fastmp.ops.grouped_mm_tiles import grouped_mm_choice, prefers_cutlass
-from fastmp.ops.wgrad import MainGrad, deferral, leaf_of, main_grad_of
+from fastmp.ops.wgrad import MainGrad, deferral, is_first, leaf_of, main_grad_of
 from fastmp.profiling import traced
 
 _APPROXIMATE = {"gelu_tanh": "tanh", "gelu": "none"}  # torch's names of the forms of GELU
@@ -87,8 +87,11 @@ def reference_wgrad(grad: Tensor, x: Tensor, offsets: Tensor) -> Tensor:
     return dw
 
 
-def reference_wgrad_(out: Tensor, grad: Tensor, x: Tensor, offsets: Tensor) -> None:
+def reference_wgrad_(out: Tensor, grad: Tensor, x: Tensor, offsets: Tensor, add: bool = True) -> None:
+    """Add grad^T x over each expert's rows to `out`, or overwrite it; rounded once."""
     dtype = compute_dtype(x.dtype)
+    if not add:
+        out.zero_()
     with without_autocast(x.device.type):
         for total, (start, end) in zip(out, spans(offsets, len(x)), strict=True):
             if start == end:
@@ -166,8 +169,8 @@ def _mlp_in_prefers_cuda(
     )
 
 
-def _wgrad_prefers_cuda(total: Tensor, grad: Tensor, x: Tensor, offsets: Tensor) -> bool:
-    if total.dtype != torch.float32 or total.data_ptr() % 16:
+def _wgrad_prefers_cuda(total: Tensor, grad: Tensor, x: Tensor, offsets: Tensor, add: bool = True) -> bool:
+    if not add or total.dtype != torch.float32 or total.data_ptr() % 16:
         return False
     arch = grouped_mm_launch.architecture(x)
     sizes = len(x), len(offsets), grad.shape[1], x.shape[1]
@@ -204,12 +207,12 @@ register(
     flops=_flops_wgrad,
 )
 register(
-    "grouped_mm_wgrad_(Tensor(a!) total, Tensor grad, Tensor x, Tensor offsets) -> ()",
+    "grouped_mm_wgrad_(Tensor(a!) total, Tensor grad, Tensor x, Tensor offsets, bool add=True) -> ()",
     contract="grad (M, N) floating; x (M, K) grad; offsets (E) int32; total (E, N, K) grad|wide(grad)",
     reference=reference_wgrad_,
-    fake=lambda total, grad, x, offsets: None,
+    fake=lambda total, grad, x, offsets, *_: None,
     triton=grouped_mm_launch.launch_wgrad_,
-    flops=lambda total, grad, x, offsets: _flops_wgrad(grad, x, offsets),
+    flops=lambda total, grad, x, offsets, *_: _flops_wgrad(grad, x, offsets),
     prefers_cuda=_wgrad_prefers_cuda,
 )
 register(
@@ -253,17 +256,18 @@ def weight_gradient(
     if sizes is None:
         if main_grad is None:
             return torch.ops.fastmp.grouped_mm_wgrad(grad, x, offsets)
-        torch.ops.fastmp.grouped_mm_wgrad_(main_grad, grad, x, offsets)
+        torch.ops.fastmp.grouped_mm_wgrad_(main_grad, grad, x, offsets, not is_first(main_grad))
         return None
     out = x.new_zeros(len(sizes), grad.shape[1], x.shape[1]) if main_grad is None else main_grad
+    add = main_grad is None or not is_first(main_grad)
     with without_autocast(x.device.type), torch.no_grad():
         for total, (start, end) in zip(out, _starts(sizes), strict=True):
-            if start == end:
+            if start == end and add:
                 continue
             if main_grad is None:
                 torch.mm(grad[start:end].t(), x[start:end], out=total)
             else:
-                torch.ops.fastmp.accumulate_weight_grad_(total, grad[start:end], x[start:end])
+                torch.ops.fastmp.accumulate_weight_grad_(total, grad[start:end], x[start:end], add)
     return out if main_grad is None else None
 
 

@@ -316,7 +316,10 @@ def _wgrad(
     if strides[2] != 1:  # a transposed gradient: sum in memory of its own, add in its dtype, round once
         sums = x.new_empty(shape, dtype=compute_dtype(x.dtype))
         _wgrad(sums, grad, x, offsets, False, grad_start, x_start, capacity)
-        out += sums
+        if accumulate:
+            out += sums
+        else:
+            out.copy_(sums)
         return
     (grad, (grad_pitch, _)), (x, (x_pitch, _)) = along_rows(grad), along_rows(x)
     num_rows = most = x.shape[0]
@@ -348,5 +351,9 @@ def launch_wgrad(grad: Tensor, x: Tensor, offsets: Tensor, *ring: Any) -> Tensor
     return out
 
 
-def launch_wgrad_(out: Tensor, grad: Tensor, x: Tensor, offsets: Tensor, *ring: Any) -> None:
+def launch_wgrad_(out: Tensor, grad: Tensor, x: Tensor, offsets: Tensor, add: bool = True) -> None:
+    _wgrad(out, grad, x, offsets, add)
+
+
+def launch_wgrad_from_ring_(out: Tensor, grad: Tensor, x: Tensor, offsets: Tensor, *ring: Any) -> None:
     _wgrad(out, grad, x, offsets, True, *ring)

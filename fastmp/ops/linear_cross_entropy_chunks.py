@@ -21,7 +21,7 @@ from fastmp.ops.core import checks
 from fastmp.ops.core.backends import LIBRARY
 from fastmp.ops.core.registry import autocast, compute_dtype
 from fastmp.ops.cross_entropy import check_range
-from fastmp.ops.wgrad import check_late_hooks, main_grad_of
+from fastmp.ops.wgrad import always_add, check_late_hooks, main_grad_of
 
 # Bytes of logits in memory at a time. A GPU needs 4096 tokens or more per chunk, because the gradient of the
 # weight is read and written once per chunk: logits of 128256 ids in bf16 fit. A CPU needs 400 tokens.
@@ -150,6 +150,7 @@ class HeadGradients:
     ) -> None:
         if main_grad is not None:
             check_late_hooks(chunks.weight)
+            always_add(main_grad)
         self.chunks, self.shards, self.want_weight, self.main_grad = chunks, shards, wanted[1], main_grad
         self.hidden = chunks.x.new_empty(chunks.x.shape) if wanted[0] else None
         self.total, self.work = main_grad, None

@@ -22,7 +22,12 @@ from fastmp.ops.core._triton import MAX_COUNT, MAX_EXPERTS, MAX_SIZE, cdiv, jit,
 from fastmp.ops.core.registry import register
 from fastmp.ops.core.rowwise import NUM_WARPS, arithmetic, as_rows, vector_width
 from fastmp.ops.gated import backward_block_shape, gate_gradients
-from fastmp.ops.grouped_mm_launch import launch_from_ring, launch_mlp_in_ring, launch_wgrad, launch_wgrad_
+from fastmp.ops.grouped_mm_launch import (
+    launch_from_ring,
+    launch_mlp_in_ring,
+    launch_wgrad,
+    launch_wgrad_from_ring_,
+)
 from fastmp.ops.stash import kept_rows
 
 
@@ -217,7 +222,7 @@ register(
         "grad_start () int64; start () int64; 0 <= capacity <= 2147483647"
     ),
     reference=reference_wgrad_,
-    triton=launch_wgrad_,
+    triton=launch_wgrad_from_ring_,
     guards_launch=True,
     fake=lambda *arguments: None,
     flops=lambda total, grad, x, *rest: 2 * rest[-1] * grad.shape[1] * x.shape[1],

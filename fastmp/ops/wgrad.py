@@ -30,8 +30,9 @@ from fastmp.ops.core.registry import Differentiable, autocast, compute_dtype, ra
 from fastmp.profiling import traced
 
 __all__ = [
-    "MainGrad", "WgradQueue", "check_late_hooks", "current_queue", "deferral", "defer_wgrad", "kept_operands",
-    "leaf_of", "linear", "main_grad_of", "weight_grad",
+    "FirstGradient", "MainGrad", "WgradQueue", "add_gradient", "always_add", "check_late_hooks",
+    "current_queue", "deferral", "defer_wgrad", "is_first", "kept_operands", "leaf_of", "linear",
+    "main_grad_of", "weight_grad",
 ]  # fmt: skip
 
 Make = Callable[[], Tensor | None]
@@ -53,31 +54,33 @@ def _parts_in_float32(dtype: torch.dtype) -> Iterator[None]:
         setattr(matmul, option, allowed if split is None else (allowed, split))
 
 
-def reference(total: Tensor, grad: Tensor, x: Tensor) -> None:
+def reference(total: Tensor, grad: Tensor, x: Tensor, add: bool = True) -> None:
     """Add grad^T x to the total (O, I), of their dtype or float32, for grad (T, O) and x (T, I).
+
+    Without `add` the total is overwritten, whatever it holds.
 
     The sum continues from the total in float32 (float64 for float64), and is rounded once, when stored.
     """
     wide = compute_dtype(grad.dtype)
     if total.is_cuda and total.dtype == grad.dtype:
         with _parts_in_float32(total.dtype) if total.dtype.itemsize == 2 else nullcontext():
-            total.addmm_(grad.t(), x)
+            total.addmm_(grad.t(), x, beta=int(add))
     elif total.is_cuda:
-        torch.addmm(total, grad.t(), x, out_dtype=total.dtype, out=total)
+        torch.addmm(total, grad.t(), x, out_dtype=total.dtype, beta=int(add), out=total)
     else:
         x, step = x.to(wide), max(1, _WIDENED // max(1, len(grad)))
         for rows, columns in zip(total.split(step), grad.split(step, 1), strict=True):
-            sums = rows.to(wide).addmm_(columns.t().to(wide), x)
+            sums = rows.to(wide).addmm_(columns.t().to(wide), x, beta=int(add))
             if sums is not rows:
                 rows.copy_(sums)
 
 
 register(
-    "accumulate_weight_grad_(Tensor(a!) total, Tensor grad, Tensor x) -> ()",
+    "accumulate_weight_grad_(Tensor(a!) total, Tensor grad, Tensor x, bool add=True) -> ()",
     contract="grad (M, N) floating; x (M, K) grad; total (N, K) grad|wide(grad)",
     reference=reference,
-    fake=lambda total, grad, x: None,
-    flops=lambda total, grad, x: 2 * grad.shape[0] * grad.shape[1] * x.shape[1],
+    fake=lambda total, grad, x, *_: None,
+    flops=lambda total, grad, x, *_: 2 * grad.shape[0] * grad.shape[1] * x.shape[1],
 )
 
 
@@ -131,7 +134,7 @@ class WgradQueue:
             if grad is None:
                 pass
             elif hasattr(weight, "main_grad"):
-                weight.main_grad.add_(grad)
+                add_gradient(weight.main_grad, grad)
             elif weight.grad is None:
                 weight.grad = grad.to(weight.dtype)
             else:
@@ -237,6 +240,67 @@ class MainGrad(NamedTuple):
         return self.tensor
 
 
+class FirstGradient:
+    """Marks `main_grad.first`: what the memory of a main gradient holds until its first gradient of a step.
+
+    The first gradient overwrites, so that nothing sets gigabytes to zero and reads the zeros. A `GradBuffer`
+    learns in a step which gradients do, and leaves out these alone when it sets others to zero.
+
+    SUM: zeros or a sum, to which all gradients are added, in all steps: somebody adds without asking.
+    ZEROS: zeros, which the first gradient may overwrite.
+    UNDEFINED: numbers of an earlier step, which count as zeros.
+    STORED: a sum whose first gradient has overwritten the memory.
+
+    Attributes:
+        state: one of them; a byte that the node of `linear` in C++ reads and writes, too, as `flag`.
+    """
+
+    SUM, ZEROS, UNDEFINED, STORED = range(4)
+
+    def __init__(self) -> None:
+        self._memory = bytearray([self.ZEROS])
+        self.flag = torch.frombuffer(self._memory, dtype=torch.uint8)
+
+    @property
+    def state(self) -> int:
+        return self._memory[0]
+
+    @state.setter
+    def state(self, value: int) -> None:
+        self._memory[0] = value
+
+
+def is_first(main_grad: Tensor) -> bool:
+    """Return True if the caller has to overwrite `main_grad` with its gradient, and False if to add it."""
+    first: FirstGradient | None = getattr(main_grad, "first", None)
+    if first is None or first.state in (first.SUM, first.STORED):
+        return False
+    first.state = first.STORED
+    return True
+
+
+def add_gradient(main_grad: Tensor, grad: Tensor) -> None:
+    """Add a gradient of its shape and any dtype to `main_grad`, or overwrite it with the first of a step."""
+    if is_first(main_grad):
+        main_grad.copy_(grad)
+    else:
+        main_grad.add_(grad)
+
+
+@torch.no_grad()
+def always_add(main_grad: Tensor | None) -> None:
+    """Set an undefined `main_grad` to zero, and keep every gradient added from now on, in all steps.
+
+    Call it before code that adds to `main_grad` without asking `is_first`, or that is captured while it adds.
+    """
+    first: FirstGradient | None = getattr(main_grad, "first", None)
+    if main_grad is None or first is None:
+        return
+    if first.state == first.UNDEFINED:
+        main_grad.zero_()
+    first.state = first.SUM
+
+
 def _needs_every_gradient() -> bool:
     """Return True under a compiler or torch.func, whose results include the gradients."""
     return torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
@@ -251,9 +315,9 @@ def weight_grad(grad_TO: Tensor, x_TI: Tensor, kept: MainGrad) -> Tensor | None:
     if main_grad is None:
         return grad_TO.t() @ x_TI
     if main_grad.dtype.itemsize < grad_TO.dtype.itemsize:
-        main_grad.add_(grad_TO.t() @ x_TI)  # in the dtype of the GEMM, and rounded once
+        add_gradient(main_grad, grad_TO.t() @ x_TI)  # in the dtype of the GEMM, and rounded once
     else:
-        torch.ops.fastmp.accumulate_weight_grad_(main_grad, grad_TO, x_TI)
+        torch.ops.fastmp.accumulate_weight_grad_(main_grad, grad_TO, x_TI, not is_first(main_grad))
     return None
 
 
@@ -281,7 +345,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     narrow = autocast(x, weight, bias)
     if defer is None and _in_cpp is not None:
         try:  # costs nothing while nothing is raised
-            return _in_cpp(*narrow, main_grad)
+            return _in_cpp(*narrow, main_grad, _flag(main_grad))
         except ValueError:
             checks.check_main_grad("linear", main_grad, weight=narrow[1])
             raise
@@ -292,6 +356,11 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         narrow = narrow[0], leaf_of(narrow[1]), narrow[2]
     x, kept = kept_operands(narrow[0], *narrow[:2])
     return _linear(x, *narrow[1:], kept, MainGrad(main_grad, weight), defer)
+
+
+def _flag(main_grad: Tensor | None) -> Tensor | None:
+    first: FirstGradient | None = getattr(main_grad, "first", None)
+    return None if first is None else first.flag
 
 
 def kept_operands(x: Tensor, *operands: Tensor) -> tuple[Tensor, torch.autograd.graph.Node | None]:

@@ -37,6 +37,7 @@ def make_grads(chunks: Sequence[nn.Module], config: OptimizerConfig, groups: Par
         overlap=config.overlap,
         cost=None if cost is None else partial(load(cost), **tp_groups),
         fp8=quantized_weights(chunks),
+        store_first=True,
     )
 
 

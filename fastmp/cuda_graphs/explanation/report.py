@@ -349,12 +349,15 @@ def _line_that_sets(module: nn.Module, attribute: str) -> str:
 
 @contextmanager
 def _restored(model: nn.Module) -> Iterator[None]:
-    """Restore buffers and main gradients at exit."""
-    tensors = [*model.buffers(), *(p.main_grad for p in model.parameters() if hasattr(p, "main_grad"))]
-    before = [(tensor, tensor.clone()) for tensor in tensors]
+    """Restore buffers and main gradients at exit, and whether these have had the first one of a step."""
+    mains = [p.main_grad for p in model.parameters() if hasattr(p, "main_grad")]
+    before = [(tensor, tensor.clone()) for tensor in (*model.buffers(), *mains)]
+    states = [(main.first, main.first.state) for main in mains if hasattr(main, "first")]
     try:
         yield
     finally:
         with torch.no_grad():
             for tensor, value in before:
                 tensor.copy_(value)
+        for first, state in states:
+            first.state = state

@@ -42,7 +42,7 @@ from fastmp.ops.stash import (
     stash_release,
     stash_reserve,
 )
-from fastmp.ops.wgrad import MainGrad, deferral, leaf_of, main_grad_of
+from fastmp.ops.wgrad import MainGrad, always_add, deferral, leaf_of, main_grad_of
 from fastmp.profiling import traced
 from fastmp.status import process_status
 
@@ -314,5 +314,6 @@ def _wgrad(kept: MainGrad, *operands: Any) -> Tensor | None:
     if main_grad is None:
         result: Tensor = torch.ops.fastmp.stash_wgrad(*operands)
         return result
+    always_add(main_grad)
     torch.ops.fastmp.stash_wgrad_(main_grad, *operands)
     return None

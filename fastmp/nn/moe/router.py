@@ -55,7 +55,7 @@ from fastmp.nn.recompute import once
 from fastmp.ops import RouterOutput, topk_router
 from fastmp.ops.core import checks
 from fastmp.ops.core.registry import without_autocast
-from fastmp.ops.wgrad import MainGrad, main_grad_of, weight_grad
+from fastmp.ops.wgrad import MainGrad, add_gradient, main_grad_of, weight_grad
 from fastmp.tensor_parallel.attributes import ParallelAttributes
 from fastmp.tensor_parallel.layers import ParallelModule
 
@@ -345,7 +345,7 @@ class _RouterLogits(Function):
                 grad_weight = of_parts.view(2, *weight.shape).sum(0)
                 total = ctx.main_grad.total()
                 if total is not None:
-                    total.add_(grad_weight)
+                    add_gradient(total, grad_weight)
                     grad_weight = None
         else:
             if ctx.needs_input_grad[0]:

@@ -353,7 +353,11 @@ def _raise_in_backward(error: str) -> Callable:
 
 
 def _moved_once(overload: torch._ops.OpOverload) -> Callable[..., int]:
-    """Return the default traffic: each tensor once, and twice if it is mutated and not named "...out"."""
+    """Return the default traffic: each tensor once, or twice if it is mutated and not named "...out".
+
+    Without `add`, if the op has that argument, nothing is read that is mutated.
+    """
+    names = [a.name for a in overload._schema.arguments]
     mutated = [
         bool(a.alias_info and a.alias_info.is_write and not a.name.endswith("out"))
         for a in overload._schema.arguments
@@ -361,10 +365,11 @@ def _moved_once(overload: torch._ops.OpOverload) -> Callable[..., int]:
 
     def traffic(*arguments: Any) -> int:
         outputs = overload(*tree_map_only(Tensor, lambda t: t.detach().to("meta"), arguments))
+        reads = dict(zip(names, arguments, strict=False)).get("add", True)
         moved = [
             *arguments,
             *tree_leaves(outputs),
-            *(a for a, twice in zip(arguments, mutated, strict=False) if twice),
+            *(a for a, twice in zip(arguments, mutated, strict=False) if twice and reads),
         ]
         return sum(t.numel() * t.element_size() for t in moved if isinstance(t, Tensor))
 

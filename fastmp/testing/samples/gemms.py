@@ -84,7 +84,7 @@ def _few_rows(dtype: torch.dtype, generator: torch.Generator) -> Iterator[tuple]
 
 
 def _weight_gradients(dtype: torch.dtype, generator: torch.Generator) -> Iterator[tuple]:
-    """Yield sums in float32, as narrow as the operands, and transposed."""
+    """Yield sums in float32, as narrow as the operands, and transposed; and memory to overwrite."""
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     sizes = ((64, 384, 128, 0), (37, 129, 65, 3), (700, 50, 40, 0), (0, 16, 8, 0), (5, 1, 1, 0))
     for number, (tokens, columns, hidden, gap) in enumerate(sizes):
@@ -94,9 +94,9 @@ def _weight_gradients(dtype: torch.dtype, generator: torch.Generator) -> Iterato
         )
         total = torch.randn(columns, hidden, generator=generator, dtype=torch.float64).to(wide)
         total = total.t().contiguous().t() if number == 2 else total
-        yield total, grad, x
-        if dtype != wide:
-            yield total.to(dtype), grad, x
+        for sums in (total,) if dtype == wide else (total, total.to(dtype)):
+            yield sums, grad, x, True
+            yield torch.full_like(sums, torch.nan), grad, x, False
 
 
 # (rows, rows of a weight, columns of a weight, columns between rows, where experts end)
@@ -137,9 +137,9 @@ def grouped_mm_samples(op: str, dtype: torch.dtype, generator: torch.Generator) 
             yield grad, x, offsets
         else:
             total = random(len(ends), n, k)
-            yield total.to(wide), grad, x, offsets
-            if dtype != wide:
-                yield total, grad, x, offsets
+            for sums in (total,) if dtype == wide else (total.to(wide), total):
+                yield sums, grad, x, offsets, True
+                yield torch.full_like(sums, torch.nan), grad, x, offsets, False
 
 
 def _expert_of_row(offsets: Tensor, rows: int) -> Tensor:

@@ -216,8 +216,9 @@ def test_traffic_is_every_byte_read_and_written_once(op):
         for arguments in samples(op, device="cpu", dtype=dtype):
             traffic, flops = OPS[op].traffic(*arguments), OPS[op].flops
             results = run(op, OPS[op].overload, arguments)
-            given = zip(arguments, OPS[op].overload._schema.arguments, strict=True)
-            read = [a for a, schema in given if isinstance(a, torch.Tensor) and schema.name != "out"]
+            given = {a.name: b for a, b in zip(OPS[op].overload._schema.arguments, arguments, strict=True)}
+            unread = ("out",) if given.get("add", True) else ("out", "total")  # only written
+            read = [a for name, a in given.items() if isinstance(a, torch.Tensor) and name not in unread]
             moved = sum(t.numel() * t.element_size() for t in (*read, *results))
             if all(t.numel() for t in results):
                 assert traffic > 0 and (flops is None or flops(*arguments) >= 0)
