@@ -2,8 +2,8 @@
 
 `python -m benchmarks.router_replay` generates with a KV cache from a random mixture of experts in BF16 on
 this CPU, records the experts, and computes the same tokens as whole sequences, as training does. It prints
-the share of (token, layer) pairs whose experts differ, and the differences of the log-probabilities; the last
-line is of both in the batch-invariant mode. There is no baseline.
+the share of (token, layer) pairs whose experts differ, and the differences of the log-probabilities. There is
+no baseline.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from fastmp.distributed.groups import ParallelGroups
 from fastmp.nn import GPT, Placement
 from fastmp.nn.moe import Routing, RoutingRecorder
 from fastmp.objectives import token_log_probs
-from fastmp.ops import batch_invariant, linear_log_probs
+from fastmp.ops import linear_log_probs
 
 WORKLOADS = ()
 CONFIG = GPTConfig(
@@ -95,9 +95,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     }
     own = recorder.routing().experts.sort(-1).values
     other = (own != routing.experts.sort(-1).values).any(-1)
-    with batch_invariant():
-        ids, generation, _ = generated(model)
-        pairs["batch-invariant"] = generation, trained(model, ids, RoutingRecorder())
     print(f"{ids.shape[0]} sequences of {PROMPT} + {NEW} tokens, {dtype}, {CONFIG.num_layers} layers")
     print(f"(token, layer) pairs with other experts: {other.float().mean():.2%}")
     print("| | mean | 99th percentile | largest |\n|---|---|---|---|")

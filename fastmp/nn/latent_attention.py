@@ -46,7 +46,6 @@ from fastmp.nn.recompute import is_recomputed, remade
 from fastmp.nn.replicated import Linear, RMSNorm, RotaryPositions
 from fastmp.ops import latent_norm_rope, rope
 from fastmp.ops.attention import attend, pads_values
-from fastmp.ops.invariant_mode import is_batch_invariant
 from fastmp.tensor_parallel.context import join_sequence
 from fastmp.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
@@ -156,8 +155,7 @@ class LatentAttention(CoreAttention):
             held = torch.cat((self._whole(latent).unsqueeze(2), shared_SB1P), 3)
             (held_B1TE,) = cache.append(self, held)
             if cache.positions is not None:
-                attend_to = self._projected if is_batch_invariant() else self._absorbed
-                return self.proj(attend_to(q_SBND, held_B1TE, cache.seen(self.window)))
+                return self.proj(self._absorbed(q_SBND, held_B1TE, cache.seen(self.window)))
         # 5. All-gather latents and shared keys over CP
         if group_size(self.cp_group) > 1:
             latent = join_sequence(self._whole(latent), self.cp_group, dim=0)
@@ -222,14 +220,6 @@ class LatentAttention(CoreAttention):
         # 3. (B, S, N, C) -> (S, B, N, V)
         output_BSNC = output_B1XE.squeeze(1)[..., :rank].unflatten(1, (S, self.num_heads))
         return torch.einsum("bsnc,nvc->sbnv", output_BSNC, up_NXC[:, nope:]).flatten(2)
-
-    def _projected(self, q_SBND: Tensor, held_B1TE: Tensor, seen_B1ST: Tensor) -> Tensor:
-        """Return what `_absorbed` does, from keys and values as full sequences have them."""
-        held_TBE, rank = held_B1TE.squeeze(1).transpose(0, 1), self.sizes.kv_rank
-        k_TBND, v_TBNV = self._project_up(held_TBE[..., :rank], held_TBE[..., rank:].unsqueeze(2), pads=False)
-        q_BNSD, k_BNTD, v_BNTV = (x.permute(1, 2, 0, 3) for x in (q_SBND, k_TBND, v_TBNV))
-        output_BNSV = attend(q_BNSD, k_BNTD, v_BNTV, causal=False, mask=seen_B1ST, scale=self.scale)
-        return output_BNSV.permute(2, 0, 1, 3).flatten(2)
 
     def extra_repr(self) -> str:
         window = "" if self.window is None else f", window={self.window}"

@@ -22,7 +22,6 @@ from fastmp.ops.grouped_lora import grouped_lora
 from fastmp.ops.grouped_mm import grouped_mlp_in, grouped_mm
 from fastmp.ops.grouped_mm_fp8 import grouped_mlp_in_fp8, grouped_mm_fp8
 from fastmp.ops.grouped_mm_tiles import grouped_mm_choice
-from fastmp.ops.invariant_mode import batch_invariant
 from fastmp.ops.latent import latent_norm_rope
 from fastmp.ops.linear_cross_entropy import linear_cross_entropy
 from fastmp.ops.linear_distillation import linear_distillation, linear_topk_distillation
@@ -60,7 +59,6 @@ __all__ = [
     "adamw_",
     "apply_capacity",
     "backends",
-    "batch_invariant",
     "bias_dropout_add",
     "bias_gelu",
     "block_rows",

@@ -40,12 +40,10 @@ from torch import Tensor
 from torch.nn import attention
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from fastmp.ops.attention_invariant import invariant_attention
 from fastmp.ops.attention_lse import FlashCall, flash_with_sinks, merged, plain
 from fastmp.ops.attention_masks import Borders, ages_of, document_mask
 from fastmp.ops.core import checks
 from fastmp.ops.core.registry import can_read_values, compute_dtype, without_autocast
-from fastmp.ops.invariant_mode import is_batch_invariant, plainly, with_value
 
 __all__ = ["AttentionCall", "Borders", "Choice", "active_flash", "attend", "choose", "describe"]
 
@@ -209,12 +207,7 @@ def attend(
     plan = _planned(q_BNCD, k_BGED, v_BGED, causal, window, mask, documents, sinks, dropout_p, scale)
     if sinks is not None:
         sinks = _checked_sinks(sinks, q_BNCD, mask)
-    rest = mask, documents, sinks, dropout_p, scale
-    if is_batch_invariant():
-        value = invariant_attention(q_BNCD, k_BGED, v_BGED, causal, window, *rest)
-        with plainly():  # its gradient is that of a backend
-            return with_value(lambda: _attend(plan, q_BNCD, k_BGED, v_BGED, *rest), value)
-    return _attend(plan, q_BNCD, k_BGED, v_BGED, *rest)
+    return _attend(plan, q_BNCD, k_BGED, v_BGED, mask, documents, sinks, dropout_p, scale)
 
 
 class _AttentionPlan(NamedTuple):

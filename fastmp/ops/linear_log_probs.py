@@ -30,7 +30,6 @@ from fastmp.ops.core.registry import (
     without_autocast,
 )
 from fastmp.ops.cross_entropy_triton import real_columns
-from fastmp.ops.invariant_mode import is_batch_invariant
 from fastmp.ops.linear_cross_entropy_chunks import (
     ALONE,
     HeadCall,
@@ -47,7 +46,6 @@ from fastmp.ops.linear_cross_entropy_chunks import (
     split_options,
     taken,
 )
-from fastmp.ops.linear_log_probs_invariant import make_invariant_log_probs
 from fastmp.ops.linear_log_probs_triton import launch_grad, launch_stats
 from fastmp.ops.live_rows import LiveRows
 from fastmp.profiling import traced
@@ -195,8 +193,6 @@ def _make_log_probs(
     keep: bool,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """Return (log_prob, entropy, top, log_total), followed by the tensors that `make_stats` keeps."""
-    if is_batch_invariant():
-        return make_invariant_log_probs(hidden, weight, target, scale, options, shards)
 
     def stats_of(logits: Tensor, rows: slice) -> Tensor:
         of_rows = None if scale is None else scale[rows]

@@ -38,10 +38,8 @@ from fastmp.distributed.collectives import (
     split_to_group,
 )
 from fastmp.distributed.rng import RngTracker
-from fastmp.ops.invariant_mode import is_batch_invariant, with_value
 from fastmp.ops.wgrad import linear
 from fastmp.tensor_parallel.attributes import ParallelAttributes, local_shard
-from fastmp.tensor_parallel.exact_linear import exact_row_product
 from fastmp.tensor_parallel.fp8_linear import QuantizedWeight, fp8_linear, quantized
 from fastmp.tensor_parallel.linear import column_linear, row_linear_scattered
 
@@ -435,17 +433,12 @@ class RowParallelLinear(_ParallelLinear):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor | None]:
         bias = None if self.skip_bias_add else self.bias
-        invariant = is_batch_invariant()
-        if self.tp_size == 1 and not invariant:
+        if self.tp_size == 1:
             y = self._multiply(x, bias)
         else:
             # 1. Each rank multiplies its slice of the inputs; 2. the partial sums are added over the group.
             x = x if self.input_is_parallel else self._split(x)
-            if invariant:
-                y = exact_row_product(x, self.weight, self.group, self.sequence_parallel)
-                y = with_value(lambda: self._reduced(x), y)
-            else:
-                y = self._reduced(x)
+            y = self._reduced(x)
             if bias is not None:
                 y = y + bias.to(y.dtype)  # keep y's lower precision under autocast
         return (y, self.bias) if self.skip_bias_add else y

@@ -40,7 +40,7 @@ TOLERANCE = {torch.float64: 1e-11, torch.float32: 1e-4, torch.bfloat16: 3e-2, to
 pytestmark = pytest.mark.filterwarnings("ignore:overflow", "ignore:invalid value")
 # Public, but with tests of their own: what has no tensors, no gradient or no kernel, or is part of another.
 TESTED_ELSEWHERE = {
-    "RouterOutput", "adamw_", "apply_capacity", "backends", "batch_invariant", "block_rows",
+    "RouterOutput", "adamw_", "apply_capacity", "backends", "block_rows",
     "cross_entropy_from_stats",
     "dequantize_rows", "first_not_finite", "grouped_mlp_in_fp8", "grouped_mm_choice", "grouped_mm_fp8",
     "linear_fp8", "permutation", "quantize_rows", "quantize_weight", "rope_cos_sin", "warm_up",
