@@ -187,8 +187,9 @@ class OptimizerSpec:
 
 @dataclass(frozen=True)
 class ScheduleSpec:
-    """A pipeline schedule, whose orders `fastmp.pipeline.schedule` makes.
+    """A pipeline schedule.
 
+    make: (`PipelineSizes`, rank) -> `RankOrder`, see `fastmp.pipeline.steps`, or "module:name" of it.
     splits: True if backwards are two steps, dgrad and wgrad; at least some of them.
     overlaps: True if forwards can overlap backwards, for EP communication overlap.
     placement: one of `PLACEMENTS`.
@@ -196,6 +197,7 @@ class ScheduleSpec:
     """
 
     name: str
+    make: str | Callable[..., Any]
     splits: bool = False
     overlaps: bool = False
     placement: str = "looped"
@@ -244,10 +246,21 @@ OPTIMIZERS: Registry[OptimizerSpec] = Registry(
 
 SCHEDULES: Registry[ScheduleSpec] = Registry(
     "pipeline schedule",
-    ScheduleSpec("1f1b", overlaps=True, help="interleaved with vpp"),
-    ScheduleSpec("zero_bubble", splits=True, help="delays weight gradients to fill the bubble"),
+    ScheduleSpec(
+        "1f1b",
+        "fastmp.pipeline.interleaved:one_forward_one_backward",
+        overlaps=True,
+        help="interleaved with vpp",
+    ),
+    ScheduleSpec(
+        "zero_bubble",
+        "fastmp.pipeline.interleaved:zero_bubble",
+        splits=True,
+        help="delays weight gradients to fill the bubble",
+    ),
     ScheduleSpec(
         "dualpipe_v",
+        "fastmp.pipeline.dualpipe:dualpipe_v",
         splits=True,
         overlaps=True,
         placement="v",

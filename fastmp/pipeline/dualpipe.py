@@ -13,19 +13,18 @@ parameters, is the "cut-in-half" of Qi et al. (Sea AI Lab, 2025).
 from __future__ import annotations
 
 from collections import deque
-from functools import lru_cache
-from typing import NamedTuple
 
-from fastmp.pipeline.steps import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Step
+from fastmp.pipeline.steps import (
+    BACKWARD,
+    BACKWARD_INPUT,
+    BACKWARD_WEIGHT,
+    FORWARD,
+    PipelineSizes,
+    RankOrder,
+    Step,
+)
 
-__all__ = ["RankOrder", "dualpipe_v"]
-
-
-class RankOrder(NamedTuple):
-    """The steps of a rank, and the positions of the forwards that overlap the next step."""
-
-    steps: tuple[Step, ...]
-    pairs: tuple[int, ...]
+__all__ = ["dualpipe_v"]
 
 
 class _Steps:
@@ -71,18 +70,19 @@ class _Steps:
             self._next[counted][chunk] += 1
 
 
-@lru_cache(maxsize=128)
-def dualpipe_v(pp: int, num_microbatches: int, rank: int) -> RankOrder:
+def dualpipe_v(sizes: PipelineSizes, rank: int) -> RankOrder:
     """Return the order of pipeline rank `rank`, for any number of microbatches.
 
-    From 2 pp microbatches on a rank holds at most 2 pp + 1 chunk activations. With fewer, steps of
-    microbatches that do not exist are left out, and the order has less to overlap.
+    The warm-up takes as many forwards as there are stages. From 2 pp microbatches on a rank holds at most
+    2 pp + 1 chunk activations. With fewer, steps of microbatches that do not exist are left out, and the
+    order has less to overlap.
 
     Example:
-        >>> print(*(f"{step.kind[0]}{step.chunk}" for step in dualpipe_v(2, 4, 1).steps[:7]))
+        >>> steps = dualpipe_v(PipelineSizes(pp=2, num_microbatches=4, vpp=2), rank=1).steps
+        >>> print(*(f"{step.kind[0]}{step.chunk}" for step in steps[:7]))
         f0 f1 f0 f1 f0 b1 f1
     """
-    below, add = pp - 1 - rank, _Steps(num_microbatches)
+    below, number, add = sizes.pp - 1 - rank, sizes.num_microbatches, _Steps(sizes.num_microbatches)
     # 1. Forwards of chunk 0, until the first microbatch has been at the last rank and is back.
     for _ in range(2 * below):
         add.forward(0)
@@ -113,4 +113,5 @@ def dualpipe_v(pp: int, num_microbatches: int, rank: int) -> RankOrder:
         add.backward(0, split=True)
     while add.weight():
         pass
-    return RankOrder(tuple(add.steps), tuple(add.pairs))
+    warmup = min(2 * below + rank + 1, number) + min(rank + 1, number)
+    return RankOrder(tuple(add.steps), tuple(add.pairs), warmup)

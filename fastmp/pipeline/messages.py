@@ -14,9 +14,10 @@ from bisect import bisect_right
 from collections.abc import Container, Sequence
 from typing import NamedTuple
 
-from fastmp.pipeline.schedule import BACKWARD, BACKWARD_INPUT, FORWARD, Schedule, Step
+from fastmp.pipeline.interleaved import table
 from fastmp.pipeline.simulate import simulate
 from fastmp.pipeline.stage_map import StageMap
+from fastmp.pipeline.steps import BACKWARD, BACKWARD_INPUT, FORWARD, Step
 
 __all__ = ["Message", "RankProgram", "forward_orders", "rank_program"]
 
@@ -99,8 +100,8 @@ def forward_orders(stages: StageMap, num_microbatches: int) -> tuple[tuple[Step,
     Ranks agree on an order of all forwards that keeps microbatches and stages in order, so none can deadlock.
     """
     if stages.placement == "looped":
-        table = Schedule(stages.pp, num_microbatches, stages.vpp, check=False).table()
-        return (tuple(Step(FORWARD, *entry) for entry in table),) * stages.pp
+        entries = table(num_microbatches, stages.vpp, group_size=stages.pp)
+        return (tuple(Step(FORWARD, *entry) for entry in entries),) * stages.pp
     # A microbatch starts every vpp units of time, and needs one for each stage.
     every = [Step(FORWARD, m, c) for m in range(num_microbatches) for c in range(stages.vpp)]
     starts = [

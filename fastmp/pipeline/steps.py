@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 __all__ = [
     *("BACKWARD", "BACKWARD_INPUT", "BACKWARD_WEIGHT", "FORWARD", "KINDS"),
-    *("Step", "followed", "integers", "peak_held", "together", "with_loss"),
+    *("PipelineSizes", "RankOrder", "Step", "followed", "integers", "peak_held", "together", "with_loss"),
 ]
 
 FORWARD, BACKWARD = "forward", "backward"
@@ -35,6 +35,29 @@ class Step(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.kind} of microbatch {self.microbatch} {self.unit} {self.chunk}"
+
+
+class PipelineSizes(NamedTuple):
+    """What the orders of a schedule depend on; the arguments of `Schedule`."""
+
+    pp: int
+    num_microbatches: int
+    vpp: int = 1
+    group_size: int = 1
+    overlap: bool = False
+
+
+class RankOrder(NamedTuple):
+    """The order of a rank.
+
+    steps: in the order in which they run.
+    pairs: positions of the forwards that can overlap the next step.
+    warmup: forwards before the first forward-backward pair.
+    """
+
+    steps: tuple[Step, ...]
+    pairs: Sequence[int]
+    warmup: int
 
 
 def peak_held(steps: Iterable[Step]) -> int:

@@ -9,6 +9,7 @@ import torch
 import toy_activation
 import toy_dispatcher
 import toy_norm
+import toy_schedule
 from moe_tools import hidden_states, make_moe, plain_moe
 
 from fastmp.config import (
@@ -24,16 +25,18 @@ from fastmp.config import (
 )
 from fastmp.config.recipe import parse_arguments
 from fastmp.config.sizes import num_parameters
-from fastmp.config.specs import load
+from fastmp.config.specs import SCHEDULES, load
 from fastmp.cuda_graphs.scope import captured_segments, must_run_eagerly
 from fastmp.distributed.grid import RankGrid
 from fastmp.distributed.groups import ParallelGroups
 from fastmp.nn import GPT
 from fastmp.nn.moe import make_dispatcher
+from fastmp.pipeline.schedule import Schedule
 from fastmp.plan import activations, traffic
 from fastmp.plan.graphs import graph_facts
 from fastmp.plan.layout import problems
 from fastmp.plan.parameters import rank_parameters
+from fastmp.plan.resources import recipe_facts
 from fastmp.plan.segments import all_segments
 from fastmp.plan.shapes import shapes_of
 from fastmp.testing.ranks import run_ranks
@@ -45,7 +48,8 @@ SEGMENTS = ["attention", "router", "preprocess", "dispatch", "experts", "combine
 
 @pytest.fixture(autouse=True)
 def toys(monkeypatch):
-    for registry, toy in ((ACTIVATIONS, toy_activation), (NORMS, toy_norm), (DISPATCHERS, toy_dispatcher)):
+    toys = (toy_activation, toy_norm, toy_dispatcher, toy_schedule)
+    for registry, toy in zip((ACTIVATIONS, NORMS, DISPATCHERS, SCHEDULES), toys, strict=True):
         monkeypatch.setattr(registry, "_specs", dict(registry._specs))
         toy.register()
 
@@ -68,14 +72,15 @@ def test_choices_and_help_have_registered_names(capsys):
     with pytest.raises(SystemExit):
         parse_arguments(["--help-all"])
     shown = " ".join(capsys.readouterr().out.split())
-    for spec in (ACTIVATIONS["reglu"], NORMS["mean_abs"], DISPATCHERS["static"]):
+    toys = ACTIVATIONS["reglu"], NORMS["mean_abs"], DISPATCHERS["static"], SCHEDULES["gpipe"]
+    for spec in toys:
         assert f"{spec.name} ({spec.help})" in shown
     with pytest.raises(ValueError, match="norm must be one of layernorm, rmsnorm, mean_abs, got 'other'"):
         replace(MODEL, norm="other")
 
 
 def test_an_unknown_name_has_no_default():
-    for registry in (ACTIVATIONS, NORMS, DISPATCHERS):
+    for registry in (ACTIVATIONS, NORMS, DISPATCHERS, SCHEDULES):
         with pytest.raises(ValueError, match=f"unknown {registry.kind} 'other': expected one of "):
             registry["other"]
         with pytest.raises(ValueError, match="'other'"):
@@ -100,6 +105,17 @@ def test_a_norm_and_an_activation_are_in_models_and_plans(moe):
     rows = 2 * 16
     assert activations.norm(shapes_of(gelu, 1)) - activations.norm(shapes) == rows * 4
     assert activations.mlp(shapes) > activations.mlp(shapes_of(gelu, 1))
+
+
+def test_a_schedule_is_planned_as_itself():
+    """A rank holds the activations of all microbatches, which with 1F1B it does not."""
+    kept = {}
+    for name in ("gpipe", "1f1b"):
+        made = replace(recipe(), parallel=ParallelConfig(pp=2, schedule=name))
+        kept[name] = [rank["peak_in_flight"] for rank in recipe_facts(made, 2)["ranks"]]
+    assert kept == {"gpipe": [4, 4], "1f1b": [2, 1]}
+    with pytest.raises(ValueError, match="gpipe needs vpp 1, got 2"):
+        Schedule(2, 4, vpp=2, name="gpipe")
 
 
 def layer_case(rank, world):

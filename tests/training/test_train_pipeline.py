@@ -7,6 +7,7 @@ from functools import partial
 
 import pytest
 import torch
+import toy_schedule
 from marks import exhaustive, full
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -28,13 +29,14 @@ from trainer_tools import (
 
 from fastmp.apps.generation.sample_text import generate
 from fastmp.config import GraphConfig, OptimizerConfig, ParallelConfig, TrainConfig
+from fastmp.config.specs import SCHEDULES
 from fastmp.distributed.groups import ParallelGroups
 from fastmp.nn import Placement
 from fastmp.nn.stages import gpt_stages
 from fastmp.optim.lr_schedule import learning_rate
 from fastmp.optim.named_params import named_parameters
 from fastmp.pipeline.runner import PipelineError
-from fastmp.pipeline.schedule import Schedule
+from fastmp.pipeline.schedule import BACKWARD, FORWARD, Schedule
 from fastmp.testing.parallel import count_collectives, late_gathers
 from fastmp.testing.ranks import RankError, run_ranks
 from fastmp.training.checkpoint.diff import differences
@@ -125,6 +127,21 @@ def test_every_layout_is_one_rank(one_rank, world):
             assert my_evaluation.num_tokens == evaluation.num_tokens
             seen |= {*my_params, *my_biases}
         assert seen == {*params, *biases}, layout
+
+
+def test_a_schedule_from_outside_trains_as_itself(one_rank, monkeypatch):
+    monkeypatch.setattr(SCHEDULES, "_specs", dict(SCHEDULES._specs))
+    toy_schedule.register()
+    layout = ParallelConfig(pp=2, schedule="gpipe")
+
+    def rank_main(rank, world):
+        trainer = make_trainer(make_groups(world, layout), layout, config=DENSE, optimizer=BUCKETS)
+        order = trainer.runner.order(NUM_MICROBATCHES)
+        return [step.kind for step in order], run(trainer)[0]
+
+    for order, curve in run_ranks(rank_main, 2, timeout=180):
+        assert order == [FORWARD] * NUM_MICROBATCHES + [BACKWARD] * NUM_MICROBATCHES
+        torch.testing.assert_close(torch.tensor(curve), torch.tensor(one_rank[DENSE][0]), rtol=0, atol=1e-10)
 
 
 EACH_GROUP = [  # once: schedules and recomputation leave the optimizer as it is
