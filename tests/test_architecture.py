@@ -46,7 +46,7 @@ FLOOR_OF = {name: number for number, names in enumerate(FLOORS) for name in name
 # Besides everything in config: modules that torch is never imported for.
 STDLIB_ONLY = """
     fastmp fastmp._lazy fastmp.status fastmp.config fastmp.plan fastmp.pipeline.schedule
-    fastmp.pipeline.dualpipe fastmp.pipeline.stage_map fastmp.pipeline.steps
+    fastmp.pipeline.dualpipe fastmp.pipeline.interleaved fastmp.pipeline.stage_map fastmp.pipeline.steps
     fastmp.pipeline.simulate fastmp.pipeline.messages fastmp.pipeline.stream_schedule fastmp.optim.flat_layout
     fastmp.distributed.grid fastmp.distributed.exchange_layout fastmp.watchdog.heartbeat
     fastmp.watchdog.records fastmp.watchdog.diagnosis fastmp.cuda_graphs.buffer_plan fastmp.cuda_graphs.scope

@@ -1,7 +1,7 @@
-"""1F1B and zero bubble: orders that walk one table of (microbatch, chunk). Standard library only.
+"""1F1B and zero bubble: orders that walk one table. Standard library only.
 
-`group_size` microbatches go through one chunk, then through the next. Backwards walk the same table with the
-chunks reversed.
+A row of the table is (microbatch, chunk): `group_size` microbatches go through one chunk, then through the
+next. Backwards walk the same table with the chunks reversed.
 
 1F1B with a flush is of Narayanan et al. 2020 (arXiv:2006.09503), interleaved 1F1B of Narayanan et al. 2021
 (arXiv:2104.04473). Zero bubble splits backwards and defers wgrad to where 1F1B idles: ZB-H1 of Qi et al. 2023
