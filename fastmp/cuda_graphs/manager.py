@@ -183,14 +183,14 @@ class GraphManager:
                 "each manager, or call remove() of the other one first"
             )
         backend.owner = weakref.ref(self)
-        self._patched = self._patches()
-        for owns, name, function in self._patched:
-            setattr(owns, name, function)
+        self._routed = self._routes()
+        for owner, runner in self._routed:
+            owner.runner = runner
 
-    def _patches(self) -> list[tuple[Any, str, Callable[..., Any]]]:
-        """Return (object, attribute, replacement) patches that route forwards through the graphs."""
+    def _routes(self) -> list[tuple[Any, Callable[..., Any]]]:
+        """Return (object, its `runner`): what runs through the graphs."""
         return [
-            (chain, "forward", functools.partial(_managed, weakref.ref(self), chunk, weakref.ref(chain)))
+            (chain, functools.partial(_run_chain, weakref.ref(self), chunk))
             for chunk, chain in enumerate(self.chains)
         ]
 
@@ -251,13 +251,14 @@ class GraphManager:
     def paused(self) -> Iterator[None]:
         """Run the chains eagerly inside; use it between two steps."""
         self.end_step()
-        own = [(owns, name, vars(owns).pop(name, None)) for owns, name, _ in self._patched]
+        before = [owner.runner for owner, _ in self._routed]
+        for owner, _ in self._routed:
+            owner.runner = None
         try:
             yield
         finally:
-            for owns, name, function in own:
-                if function is not None:
-                    setattr(owns, name, function)
+            for (owner, _), runner in zip(self._routed, before, strict=True):
+                owner.runner = runner
 
     def recapture(self) -> None:
         """Release all graphs between two steps; the next steps trace and capture them again.
@@ -269,15 +270,15 @@ class GraphManager:
         self._begin()
 
     def remove(self) -> None:
-        """Restore the chains' forwards and release all graphs. A second call does nothing.
+        """Let the chains run by themselves and release all graphs. A second call does nothing.
 
         Call it before process groups are destroyed: graphs hold references to communicators.
         """
         if self._runner is not None:
             self._runner.end()
-        for owns, name, function in self._patched:
-            if vars(owns).get(name) is function:
-                delattr(owns, name)
+        for owner, runner in self._routed:
+            if owner.runner is runner:
+                owner.runner = None
         self._graph_sets.drop()
         self._begin()
         owner = self.backend.owner
@@ -452,23 +453,22 @@ def _autocast(device: str) -> torch.dtype | bool:
     return torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
 
 
-def _managed(
+def _run_chain(
     manager: weakref.ref[GraphManager],
     chunk: int,
-    chain: weakref.ref[LayerChain],
-    *tensors: Tensor,
-    **shared: Any,
+    chain: LayerChain,
+    tensors: Tensors,
+    shared: Mapping[str, Any],
 ) -> Tensors:
-    """Replace the forward of a chain, without keeping the manager and its graphs alive."""
-    own, layers = manager(), chain()
-    assert layers is not None
+    """Run a chain, without keeping the manager and its graphs alive."""
+    own = manager()
     if own is None:
-        return type(layers).forward(layers, *tensors, **shared)
+        return chain.run(tensors, shared)
     made = own._forward(chunk, tensors, shared)
     if made is not None:
         return *made[0], *made[1]
     with own.running():
-        return type(layers).forward(layers, *tensors, **shared)
+        return chain.run(tensors, shared)
 
 
 def _copy_out(tensors: Sequence[Tensor]) -> Sequence[Tensor]:

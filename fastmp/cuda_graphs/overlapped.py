@@ -39,9 +39,9 @@ class OverlappedGraphManager(GraphManager):
         self._numbers = {place: number for number, place in enumerate(self._places)}
         super().__init__(overlap.chains, graph_order(steps, overlap.sections), **options)
 
-    def _patches(self) -> list[tuple[Any, str, Callable[..., Any]]]:
-        managed = functools.partial(_managed, weakref.ref(self), weakref.ref(self.overlap))
-        return [(self.overlap, "run_part", managed)]
+    def _routes(self) -> list[tuple[Any, Callable[..., Any]]]:
+        run = functools.partial(_run_part, weakref.ref(self), weakref.ref(self.overlap))
+        return [(self.overlap, run)]
 
     def _partition(self) -> None:
         spans: list[list[Span]] = []
@@ -54,7 +54,7 @@ class OverlappedGraphManager(GraphManager):
         self, chunk: int, part: int, tensors: Tensors, shared: Mapping[str, Any]
     ) -> tuple[Tensors, Tensors]:
         """Run a part: compute through graphs, an all-to-all eagerly on its own stream."""
-        run_eagerly = functools.partial(OverlappedLayers.run_part, self.overlap, chunk, part, tensors, shared)
+        run_eagerly = functools.partial(self.overlap.run_part, chunk, part, tensors, shared)
         number = self._numbers.get((chunk, part))
         if number is not None:
             made = self._forward(number, tensors, shared)
@@ -70,7 +70,7 @@ class OverlappedGraphManager(GraphManager):
         return self.chains[self._places[chunk][0]]
 
 
-def _managed(
+def _run_part(
     manager: weakref.ref[OverlappedGraphManager],
     overlap: weakref.ref[OverlappedLayers],
     chunk: int,
@@ -78,9 +78,9 @@ def _managed(
     tensors: Tensors,
     shared: Mapping[str, Any],
 ) -> tuple[Tensors, Tensors]:
-    """Replace `OverlappedLayers.run_part`, without keeping the manager and its graphs alive."""
+    """Run a part of a chain, without keeping the manager and its graphs alive."""
     own, layers = manager(), overlap()
     assert layers is not None
     if own is None:
-        return OverlappedLayers.run_part(layers, chunk, part, tensors, shared)
+        return layers.run_part(chunk, part, tensors, shared)
     return own.run_part(chunk, part, tensors, shared)

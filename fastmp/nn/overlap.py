@@ -1,6 +1,6 @@
 """EP communication overlap: the all-to-all of one microbatch with the compute of another (DualPipe-style).
 
-`OverlappedLayers` replaces the forward of the chunks' `LayerChain`s. It partitions a chain where segments
+`OverlappedLayers` is the runner of the chunks' `LayerChain`s. It partitions a chain where segments
 begin or cease to communicate, and cuts the autograd graph at the same places, so that a backward also runs
 part by part. A forward that is overlapped with a backward interleaves the parts of both in the order of
 `fastmp.pipeline.stream_schedule`. On a GPU, communication runs on the exchange stream. Embeddings and losses
@@ -50,10 +50,10 @@ class OverlappedLayers:
     begins with autograd's, from the loss or the next stage down to the last layer; `backward(key)` runs the
     rest, and with `split` all but the deferred wgrad, which another `backward(key)` runs. To overlap a
     backward with a forward, begin the backward, pass its key as `overlapped`, and call `backward` after the
-    forward. Other calls of the chains, such as evaluation, run as usual. A graph manager may replace
-    `run_part`.
+    forward. Other calls of the chains, such as evaluation, run as usual.
 
     Attributes:
+        runner: who runs the parts in place of `run_part`, with its arguments, or None: a graph manager.
         chains: the layers of each chunk.
         sections: the parts of each chunk.
 
@@ -75,7 +75,8 @@ class OverlappedLayers:
         self._now: tuple[Key, Key | None] | None = None
         self._orders: dict[tuple[int, int | None], tuple[Launch, ...]] = {}
         for chunk, chain in enumerate(chains):
-            chain.forward = partial(self._forward, chunk)  # type: ignore[method-assign]
+            chain.runner = partial(self._forward, chunk)
+        self.runner: Callable[..., tuple[Tensors, Tensors]] | None = None
 
     @property
     def exchanges(self) -> bool:
@@ -126,13 +127,13 @@ class OverlappedLayers:
             if not split:
                 del self._live[key]
 
-    def _forward(self, chunk: int, *tensors: Tensor, **shared: Any) -> Tensors:
+    def _forward(self, chunk: int, chain: LayerChain, tensors: Tensors, shared: Mapping[str, Any]) -> Tensors:
         if self._now is None or not torch.is_grad_enabled():
-            return LayerChain.forward(self.chains[chunk], *tensors, **shared)
+            return chain.run(tensors, shared)
         key, overlapped = self._now
         self._check(key, shared)
         other = None if overlapped is None else self._live.get(overlapped)
-        run = partial(self.run_part, chunk)
+        run = partial(self.run_part if self.runner is None else self.runner, chunk)
         own = self._live[key] = _Microbatch(self.sections[chunk], run, tensors, self._queue)
         for launch in self._order(chunk, None if overlapped is None or other is None else overlapped[1]):
             if launch.sequence == 0:

@@ -3,7 +3,7 @@
 A segment takes and returns a tuple of tensors, which holds everything that crosses to the next segment. A
 `capturable` segment has no host synchronisation, no data-dependent shape and no side effect on the host: a
 CUDA graph can record it once and replay it. `forward` runs the segments in order. A graph manager or an
-overlapping schedule runs them from outside, and layers know of neither. A layer with experts has the segments
+overlapping schedule runs them from outside, as `runner` of the chain. A layer with experts has the segments
 
     attention, router, preprocess | dispatch, experts, combine
 
@@ -27,12 +27,13 @@ from fastmp.distributed.deferred import finish_all, finishing
 from fastmp.profiling import region
 
 __all__ = [
-    "LayerChain", "BoundSegment", "Segment", "SegmentedLayer", "SingleSegment", "is_rerun", "may_be_void",
-    "rerunning", "run_segments",
+    "BoundSegment", "LayerChain", "Runner", "Segment", "SegmentedLayer", "SingleSegment", "is_rerun",
+    "may_be_void", "rerunning", "run_segments",
 ]  # fmt: skip
 
 Tensors = tuple[torch.Tensor, ...]
 Call = Callable[..., torch.Tensor | Tensors]
+Runner = Callable[["LayerChain", Tensors, Mapping[str, Any]], Tensors]
 _is_rerun = False
 
 
@@ -133,6 +134,10 @@ class LayerChain(nn.ModuleList):
             manager, which runs a chain by segments, calls `call(function, *tensors)` for consecutive segments
             of a layer.
 
+    Attributes:
+        runner: who runs the layers in place of `run`, called as `runner(chain, tensors, keywords)`: a graph
+            manager, or overlapped microbatches; None for `run`. A copy of a chain has none.
+
     Example:
         >>> chain = LayerChain([nn.Linear(4, 4), nn.GELU()])
         >>> chain(torch.randn(2, 4))[0].shape
@@ -143,7 +148,13 @@ class LayerChain(nn.ModuleList):
         super().__init__(m if isinstance(m, SegmentedLayer) else SingleSegment(m) for m in modules)
         self.call = call
 
+    runner: Runner | None = None
+
     def forward(self, *tensors: torch.Tensor, **shared: Any) -> Tensors:
+        return self.run(tensors, shared) if self.runner is None else self.runner(self, tensors, shared)
+
+    def run(self, tensors: Tensors, shared: Mapping[str, Any]) -> Tensors:
+        """Call the layers one after the other, with the tensors and keywords of `forward`."""
         others: Tensors = ()
         for layer in self:
             run = partial(layer, **shared) if shared else layer
@@ -152,8 +163,7 @@ class LayerChain(nn.ModuleList):
         return *tensors, *others
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state for a copy, without the forward of a graph manager."""
-        return {name: value for name, value in vars(self).items() if name != "forward"}
+        return {name: value for name, value in vars(self).items() if name != "runner"}
 
     def bound_segments(self) -> list[BoundSegment]:
         """Return the segments of all layers in order, for a graph manager, whose spans may cross layers."""

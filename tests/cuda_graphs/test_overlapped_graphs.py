@@ -226,7 +226,7 @@ def test_a_step_whose_capture_fails_goes_on_eagerly(fails, what, monkeypatch):
     monkeypatch.setattr(Capture, what, failing)
     graphed = Trained(graphs=True, fallback=True)
     assert_same(graphed.steps(), Trained().steps())
-    assert "on purpose" in graphed.manager.failure and "run_part" not in vars(graphed.layers)
+    assert "on purpose" in graphed.manager.failure and graphed.layers.runner is None
 
 
 @pytest.mark.full
@@ -260,7 +260,7 @@ def test_steps_of_another_size_and_a_pause():
         seen += trained.steps(3)
         if trained is graphed:
             with trained.manager.paused():
-                assert "run_part" not in vars(trained.layers)
+                assert trained.layers.runner is None
                 seen += trained.steps(1)
         else:
             seen += trained.steps(1)
@@ -416,13 +416,13 @@ def test_autocast_around_a_forward_is_not_for_the_backward_beside_it(graphs, mon
         trained = Trained(**options)
         trained.chain.float()
         trained.place["dtype"] = torch.float32
-        forward = trained.chain.forward
+        runner = trained.chain.runner or LayerChain.run
 
-        def under_autocast(*tensors, forward=forward, **keywords):
+        def under_autocast(chain, tensors, keywords, runner=runner):
             with torch.autocast("cpu", dtype=torch.bfloat16):
-                return forward(*(each.float() for each in tensors), **keywords)
+                return runner(chain, tuple(each.float() for each in tensors), keywords)
 
-        trained.chain.forward = under_autocast
+        trained.chain.runner = under_autocast
         found.append(trained.steps(4))
     for own, other in zip(*found, strict=True):
         for a, b in zip(own, other, strict=True):

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from itertools import groupby, zip_longest
 from typing import Any, NamedTuple
@@ -141,7 +141,7 @@ class _Explainer:
     def run(self, inputs: tuple[Any, ...]) -> None:
         with ExitStack() as stack:
             for chain, links in self.chains:
-                stack.enter_context(self._patched(chain, links))
+                stack.enter_context(self._running(chain, links))
             try:
                 for _ in range(3):
                     self.call(*inputs)
@@ -149,22 +149,20 @@ class _Explainer:
                 self.error = str(stopped)
 
     @contextmanager
-    def _patched(self, chain: LayerChain, links: dict[str, BoundSegment]) -> Iterator[None]:
-        """Route the forward of `chain` through `through`, even if a graph manager has replaced it."""
-        before = vars(chain).get("forward")
-        chain.forward = lambda *tensors, **shared: self.through(links, tensors, shared, chain.call)  # type: ignore[method-assign]
+    def _running(self, chain: LayerChain, links: dict[str, BoundSegment]) -> Iterator[None]:
+        """Run `chain` by `through`, even if a graph manager is its runner."""
+        before = chain.runner
+        chain.runner = lambda _, tensors, shared: self.through(links, tensors, shared, chain.call)
         try:
             yield
         finally:
-            del chain.forward
-            if before is not None:
-                chain.forward = before  # type: ignore[method-assign]
+            chain.runner = before
 
     def through(
         self,
         links: dict[str, BoundSegment],
         tensors: tuple[Any, ...],
-        shared: dict[str, Any],
+        shared: Mapping[str, Any],
         call: Call | None = None,
     ) -> Tensors:
         others: Tensors = ()
@@ -177,7 +175,12 @@ class _Explainer:
         return *tensors, *others
 
     def _traced(
-        self, name: str, link: BoundSegment, given: tuple[Any, ...], shared: dict[str, Any], call: Call | None
+        self,
+        name: str,
+        link: BoundSegment,
+        given: tuple[Any, ...],
+        shared: Mapping[str, Any],
+        call: Call | None,
     ) -> tuple[Tensors, Tensors]:
         leaves, form = tree_flatten(shared)
         num_given, given = len(given), (*given, *leaves)

@@ -152,7 +152,7 @@ def routed(model: nn.Module, routing: Routing | RoutingRecorder | None) -> Itera
     layers = moe_layers(model)
     if not layers:
         raise ValueError(f"routing: {type(model).__name__} has no experts")
-    if any(isinstance(each, LayerChain) and "forward" in vars(each) for each in model.modules()):
+    if any(isinstance(each, LayerChain) and each.runner is not None for each in model.modules()):
         raise ValueError(
             "routing: CUDA graphs hold the layers and would not follow it; expected a model without graphs "
             "(graphs.scope none)"
