@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from fastmp.config.options import Checked, option
+from fastmp.config.options import Checked, Problem, option
 
 __all__ = ["AttentionSpec", "LatentConfig", "Projection", "latent_attention", "multi_head_attention"]
 
@@ -34,10 +34,10 @@ class LatentConfig(Checked):
     )
     value_size: int = option(128, "elements of a head's value [V head dim]")
 
-    def _problems(self) -> Iterator[str]:
+    def _problems(self) -> Iterator[Problem]:
         yield from self._not_positive("kv_rank", "q_rank", "nope_size", "rope_size", "value_size")
         if self.rope_size % 2:
-            yield f"rope_size must be even, got {self.rope_size}"
+            yield self._wrong("rope_size", "even")
 
 
 class Projection(NamedTuple):

@@ -12,7 +12,7 @@ from typing import Any
 
 from fastmp.config.attention import AttentionSpec, LatentConfig, latent_attention, multi_head_attention
 from fastmp.config.dispatchers import DISPATCHERS
-from fastmp.config.options import Checked, option
+from fastmp.config.options import Checked, Problem, option
 from fastmp.config.rope_scaling import RopeScaling
 from fastmp.config.specs import ACTIVATIONS, NORMS
 
@@ -122,34 +122,44 @@ class MoEConfig(Checked):
         False, "multiply the output of the shared expert by a sigmoid gate (Qwen2-MoE)"
     )
 
-    def _problems(self) -> Iterator[str]:
+    def _problems(self) -> Iterator[Problem]:
         yield from self._negative(
             *("aux_loss", "sequence_aux_loss", "z_loss", "bias_update_rate", "shared_expert_ffn_hidden_size")
         )
         if not 0.0 <= self.jitter < 1.0:
-            yield f"jitter must be in [0, 1), got {self.jitter}"
+            yield self._wrong("jitter", "in [0, 1)")
         if self.capacity_factor is not None and not self.capacity_factor > 0.0:
-            yield f"capacity_factor must be positive or absent, got {self.capacity_factor}"
+            yield self._wrong("capacity_factor", "positive or absent")
         if self.symmetric_capacity is not None:
             if not self.symmetric_capacity > 0.0:
-                yield f"symmetric_capacity must be positive or absent, got {self.symmetric_capacity}"
+                yield self._wrong("symmetric_capacity", "positive or absent")
             takes = [name for name, spec in DISPATCHERS.items() if spec.symmetric_memory]
             if self.dispatcher not in takes:
                 names = " or ".join(f'"{name}"' for name in takes)
                 yield (
+                    "symmetric_capacity dispatcher",
                     f"symmetric_capacity is for dispatcher {names}, got {self.symmetric_capacity} beside "
-                    f"{self.dispatcher!r}"
+                    f"{self.dispatcher!r}",
                 )
         if self.linear_bias and self.activation_stash and DISPATCHERS[self.dispatcher].symmetric_memory:
-            yield "the activation stash has no biases of experts: set activation_stash 0 beside linear_bias"
+            yield (
+                "activation_stash linear_bias",
+                "the activation stash has no biases of experts: set activation_stash 0 beside linear_bias",
+            )
         if self.symmetric_overflow == "rerun" and self.symmetric_capacity is None:
-            yield 'symmetric_overflow "rerun" needs a symmetric_capacity; without one all tokens fit'
+            yield (
+                "symmetric_overflow symmetric_capacity",
+                'symmetric_overflow "rerun" needs a symmetric_capacity; without one all tokens fit',
+            )
         if self.activation_stash and self.activation_stash < 1.0:
-            yield f"activation_stash must be 0, or max/mean of a load, 1 or more, got {self.activation_stash}"
+            yield self._wrong("activation_stash", "0, or max/mean of a load, 1 or more")
         if not 0.0 < self.stash_overflow < 1.0:
-            yield f"stash_overflow must be a probability between 0 and 1, got {self.stash_overflow}"
+            yield self._wrong("stash_overflow", "a probability between 0 and 1")
         if self.shared_expert_gate and self.shared_expert_ffn_hidden_size == 0:
-            yield "shared_expert_gate needs a shared expert, got shared_expert_ffn_hidden_size 0"
+            yield (
+                "shared_expert_gate shared_expert_ffn_hidden_size",
+                "shared_expert_gate needs a shared expert, got shared_expert_ffn_hidden_size 0",
+            )
         sizes = ("num_experts", "top_k", "expert_ffn_hidden_size", "num_groups", "group_topk")
         wrong = list(self._not_positive(*sizes))
         yield from wrong or self._choices()
@@ -173,22 +183,29 @@ class MoEConfig(Checked):
             "top_k 2 or more, normalize_topk off (with pre_softmax on), or an aux_loss"
         )
 
-    def _choices(self) -> Iterator[str]:
+    def _choices(self) -> Iterator[Problem]:
         """Check the experts that a token can reach."""
         if self.num_experts % self.num_groups:
-            yield f"num_experts {self.num_experts} is not divisible by num_groups {self.num_groups}"
+            yield (
+                "num_experts num_groups",
+                f"num_experts {self.num_experts} is not divisible by num_groups {self.num_groups}",
+            )
         if self.group_topk > self.num_groups:
-            yield f"group_topk {self.group_topk} is more than num_groups {self.num_groups}"
+            yield (
+                "group_topk num_groups",
+                f"group_topk {self.group_topk} is more than num_groups {self.num_groups}",
+            )
         if self.group_score == "megatron" and self.top_k < self.group_topk:
             needed = f"top_k >= group_topk {self.group_topk}"
-            yield f"group_score 'megatron' needs {needed}, got top_k {self.top_k}"
+            yield "group_score top_k", f"group_score 'megatron' needs {needed}, got top_k {self.top_k}"
         reachable = self.group_topk * (self.num_experts // self.num_groups)
         if self.top_k > self.num_experts:
-            yield f"top_k {self.top_k} is more than num_experts {self.num_experts}"
+            yield "top_k num_experts", f"top_k {self.top_k} is more than num_experts {self.num_experts}"
         elif self.top_k > reachable:
             yield (
+                "top_k group_topk num_groups",
                 f"top_k {self.top_k} is more than the {reachable} experts of group_topk {self.group_topk} of "
-                f"{self.num_groups} groups"
+                f"{self.num_groups} groups",
             )
 
 
@@ -212,7 +229,7 @@ class BertConfig(Checked):
         True, "add a head that predicts whether the two segments of a sample were swapped"
     )
 
-    def _problems(self) -> Iterator[str]:
+    def _problems(self) -> Iterator[Problem]:
         return self._negative("num_token_types")
 
 
@@ -287,27 +304,30 @@ class GPTConfig(Checked):
     rope_scaling: RopeScaling | None = None
     latent: LatentConfig | None = None
 
-    def _problems(self) -> Iterator[str]:
+    def _problems(self) -> Iterator[Problem]:
         for name in ("dropout", "attention_dropout"):
             if not 0.0 <= getattr(self, name) < 1.0:
-                yield f"{name} must be in [0, 1), got {getattr(self, name)}"
+                yield self._wrong(name, "in [0, 1)")
         positive = ("init_std", "layernorm_epsilon", "rope_base", "ffn_hidden_size", "sliding_window")
         yield from self._not_positive(*positive)
         yield from self._negative("vocab_size", "mtp_depth", "mtp_weight")
         if self.mtp_depth and self.position != "rope":
-            yield f'mtp_depth needs position "rope", got {self.position!r}'
+            yield "mtp_depth position", f'mtp_depth needs position "rope", got {self.position!r}'
         if self.num_layers > MAX_LAYERS:
-            yield f"num_layers must be at most {MAX_LAYERS}, got {self.num_layers}"
+            yield self._wrong("num_layers", f"at most {MAX_LAYERS}")
         if self.rope_scaling is not None and self.position != "rope":
-            yield f'rope_scaling needs position "rope", got {self.position!r}'
+            yield "rope_scaling position", f'rope_scaling needs position "rope", got {self.position!r}'
         if not 0.0 < self.rotary_fraction <= 1.0:
-            yield f"rotary_fraction must be above 0 and at most 1, got {self.rotary_fraction}"
+            yield self._wrong("rotary_fraction", "above 0 and at most 1")
         elif self.rotary_fraction != 1.0 and self.position != "rope":
-            yield f'rotary_fraction needs position "rope", got {self.position!r}'
+            yield "rotary_fraction position", f'rotary_fraction needs position "rope", got {self.position!r}'
         if self.latent is not None:
             yield from self._latent_problems()
         elif self.rope_scaling is not None and self.rope_scaling.mscale_all_dim:
-            yield "rope_scaling.mscale_all_dim scales the scores of latent attention, but latent is absent"
+            yield (
+                "rope_scaling latent",
+                "rope_scaling.mscale_all_dim scales the scores of latent attention, but latent is absent",
+            )
         if self.bert is not None:
             yield from self._bert_problems()
         sizes = ("num_layers", "hidden_size", "num_heads", "max_seq_len", "num_kv_heads")
@@ -319,55 +339,79 @@ class GPTConfig(Checked):
             *self._some_problems("full_attention_layers", "sliding_window", "with a window"),
         )
 
-    def _bert_problems(self) -> Iterator[str]:
+    def _bert_problems(self) -> Iterator[Problem]:
         for name in ("moe", "sliding_window", "attention_sinks", "mtp_depth"):
             if getattr(self, name):
-                yield f"{name} is for GPT: leave it out beside bert"
+                yield f"{name} bert", f"{name} is for GPT: leave it out beside bert"
         if not self.tie_embeddings:
-            yield "tie_embeddings must be on beside bert, whose output weight is the table of words"
+            yield (
+                "tie_embeddings bert",
+                "tie_embeddings must be on beside bert, whose output weight is the table of words",
+            )
 
-    def _latent_problems(self) -> Iterator[str]:
+    def _latent_problems(self) -> Iterator[Problem]:
         if self.position != "rope":
-            yield f'latent needs position "rope", got {self.position!r}'
+            yield "latent position", f'latent needs position "rope", got {self.position!r}'
         if self.bert is not None:
-            yield "latent is for GPT: leave it out beside bert"
+            yield "latent bert", "latent is for GPT: leave it out beside bert"
         for name in ("linear_bias", "qkv_bias", "qk_norm", "attention_sinks"):
             if getattr(self, name):
-                yield f"latent attention has no {name}: set it to false"
+                yield f"{name} latent", f"latent attention has no {name}: set it to false"
         for name, absent in (("head_size", None), ("num_kv_heads", None), ("rotary_fraction", 1.0)):
             if getattr(self, name) != absent:
-                yield f"latent attention has sizes of its own: leave {name} out"
+                yield f"{name} latent", f"latent attention has sizes of its own: leave {name} out"
 
-    def _some_problems(self, name: str, of_others: str, with_what: str) -> Iterator[str]:
+    def _some_problems(self, name: str, of_others: str, with_what: str) -> Iterator[Problem]:
         """Check `name`, the layers without the option `of_others` of all other layers."""
         chosen, layers = getattr(self, name), self.num_layers
         if not chosen:
             return
         if getattr(self, of_others) is None:
-            yield f"{name} are those not {with_what} where others are, but {of_others} is absent"
+            yield (
+                f"{name} {of_others}",
+                f"{name} are those not {with_what} where others are, but {of_others} is absent",
+            )
         if list(chosen) != sorted({layer for layer in chosen if 0 <= layer < layers}):
-            yield f"{name} must be numbers from 0 to {layers - 1} in ascending order, got {list(chosen)}"
+            yield (
+                f"{name} num_layers",
+                f"{name} must be numbers from 0 to {layers - 1} in ascending order, got {list(chosen)}",
+            )
         elif len(chosen) == layers:
-            yield f"{name} must leave a layer {with_what}, got all {layers}"
+            yield f"{name} num_layers", f"{name} must leave a layer {with_what}, got all {layers}"
 
-    def _head_problems(self) -> Iterator[str]:
+    def _head_problems(self) -> Iterator[Problem]:
         if self.latent is not None:
             return
         if self.head_size is None and self.hidden_size % self.num_heads:
-            yield f"hidden_size {self.hidden_size} is not divisible by num_heads {self.num_heads}"
+            yield (
+                "hidden_size num_heads",
+                f"hidden_size {self.hidden_size} is not divisible by num_heads {self.num_heads}",
+            )
         elif self.position == "rope" and self.head_dim % 2:
-            yield f'position "rope" needs heads of even size, got {self.head_dim}'
+            yield (
+                "position hidden_size num_heads head_size",
+                f'position "rope" needs heads of even size, got {self.head_dim}',
+            )
         elif self.position == "rope" and (self.rope_size % 2 or not self.rope_size):
             turned = f"turns {self.rope_size} of {self.head_dim} elements of a head"
-            yield f"rotary_fraction {self.rotary_fraction} {turned}: expected an even number above 0"
+            yield (
+                "rotary_fraction",
+                f"rotary_fraction {self.rotary_fraction} {turned}: expected an even number above 0",
+            )
         if self.num_heads % self.kv_heads:
-            yield f"num_heads {self.num_heads} is not divisible by num_kv_heads {self.kv_heads}"
+            yield (
+                "num_heads num_kv_heads",
+                f"num_heads {self.num_heads} is not divisible by num_kv_heads {self.kv_heads}",
+            )
 
-    def _scaling_problems(self) -> Iterator[str]:
+    def _scaling_problems(self) -> Iterator[Problem]:
         """Check that longrope has a factor for each frequency."""
         scaling, size = self.rope_scaling, self.rope_size if self.latent is None else self.latent.rope_size
         if scaling is not None and scaling.kind == "longrope" and len(scaling.long_factor) != size // 2:
-            yield f"rope_scaling has {len(scaling.long_factor)} factors for {size // 2} frequencies of a head"
+            yield (
+                "rope_scaling",
+                f"rope_scaling has {len(scaling.long_factor)} factors for {size // 2} frequencies of a head",
+            )
 
     @cached_property
     def attention(self) -> AttentionSpec:

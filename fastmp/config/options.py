@@ -5,14 +5,14 @@ Standard library only.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import Field, field, fields
 from typing import Any
 
 from fastmp.config.option_names import DTYPE_ALIASES
 from fastmp.config.specs import Registry
 
-__all__ = ["DTYPES", "Checked", "dtype_name", "help_of", "option", "unknown_choice"]
+__all__ = ["DTYPES", "Checked", "ConfigError", "Problem", "dtype_name", "help_of", "option", "unknown_choice"]
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")  # of weights
 
@@ -43,36 +43,49 @@ def unknown_choice(name: str, value: Any, choices: Collection[Any]) -> str:
     return f"{name} must be one of {', '.join(map(str, choices))}, got {value!r}"
 
 
+Problem = tuple[str, str]  # names of the fields that it is about, separated by blanks, and a message
+
+
+class ConfigError(ValueError):
+    """Raised for wrong values of a configuration, with all its `problems`; a line of the message for each."""
+
+    def __init__(self, name: str, problems: Sequence[Problem]) -> None:
+        super().__init__("\n".join(f"{name}: {message}" for _, message in problems))
+        self.problems = [(set(names.split()), f"{name}: {message}") for names, message in problems]
+
+
 class Checked:
-    """A configuration that raises ValueError for wrong values when it is made."""
+    """A configuration that raises ConfigError for wrong values when it is made."""
 
     def __post_init__(self) -> None:
         for each in fields(self):  # type: ignore[arg-type]  # every subclass is a dataclass
             if aliases := each.metadata.get("aliases"):
                 value = getattr(self, each.name)
                 object.__setattr__(self, each.name, aliases.get(value, value))
-        found = [f"{type(self).__name__}: {message}" for message in (*self._unknown(), *self._problems())]
-        if found:
-            raise ValueError("\n".join(found))
+        if found := [*self._unknown(), *self._problems()]:
+            raise ConfigError(type(self).__name__, found)
 
-    def _unknown(self) -> Iterator[str]:
+    def _unknown(self) -> Iterator[Problem]:
         for each in fields(self):  # type: ignore[arg-type]  # every subclass is a dataclass
             choices, value = each.metadata.get("choices"), getattr(self, each.name)
             if choices and value not in choices:
-                yield unknown_choice(each.name, value, choices)
+                yield each.name, unknown_choice(each.name, value, choices)
 
-    def _problems(self) -> Iterator[str]:
-        """Yield the errors of a configuration, each with its field and value."""
+    def _problems(self) -> Iterator[Problem]:
+        """Yield the errors of a configuration, each with its fields and values."""
         raise NotImplementedError
 
-    def _not_positive(self, *names: str) -> Iterator[str]:
+    def _wrong(self, name: str, expected: str) -> Problem:
+        return name, f"{name} must be {expected}, got {getattr(self, name)!r}"
+
+    def _not_positive(self, *names: str) -> Iterator[Problem]:
         for name in names:
             value = getattr(self, name)
             if value is not None and value <= 0:
-                yield f"{name} must be positive, got {value}"
+                yield self._wrong(name, "positive")
 
-    def _negative(self, *names: str) -> Iterator[str]:
+    def _negative(self, *names: str) -> Iterator[Problem]:
         for name in names:
             value = getattr(self, name)
             if value < 0:
-                yield f"{name} must not be negative, got {value}"
+                yield name, f"{name} must not be negative, got {value}"

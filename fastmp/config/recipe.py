@@ -30,7 +30,7 @@ from fastmp.config.command_line import Parser, did_you_mean
 from fastmp.config.file_access import read_file
 from fastmp.config.model import GPTConfig
 from fastmp.config.option_names import FIRST, METAVARS, ORDER, SHORT, SWITCHED, SYNONYMS
-from fastmp.config.options import help_of
+from fastmp.config.options import ConfigError, help_of
 from fastmp.config.training import Recipe
 
 __all__ = [
@@ -347,11 +347,11 @@ def _build(cls: type, content: dict[str, Any], table: str, errors: list[str], un
         try:
             made = cls(**{key: value for key, value in values.items() if key not in wrong})
             break
-        except ValueError as error:
-            lines = [(line, set(re.findall(r"\w+", line))) for line in str(error).splitlines()]
-        # What follows only from a field that has already been complained about is left out.
-        errors += [line for line, words in lines if not (unclear | wrong) & words]
-        more = {key for key in values if any(key in words for _, words in lines)} - wrong
+        except ConfigError as error:
+            found = error.problems
+        # What may follow from a field that has already been complained about is left out.
+        errors += [message for names, message in found if not (unclear | wrong) & names]
+        more = set().union(*(names for names, _ in found)) & values.keys() - wrong
         if not more and wrong >= values.keys():
             raise ValueError(f"{cls.__name__}: its defaults are wrong: " + "; ".join(errors))
         wrong |= more or set(values)

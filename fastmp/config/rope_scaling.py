@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from fastmp.config.options import Checked, option
+from fastmp.config.options import Checked, Problem, option
 
 __all__ = ["RopeScaling"]
 
@@ -88,27 +88,45 @@ class RopeScaling(Checked):
         """Return True if a sequence of `length` tokens has other frequencies than short ones have."""
         return self.by_length and length > self.original_max_seq_len
 
-    def _problems(self) -> Iterator[str]:
+    def _problems(self) -> Iterator[Problem]:
         yield from self._not_positive("original_max_seq_len", "low_freq_factor", "beta_slow")
         yield from self._not_positive("attention_factor")
         yield from self._negative("mscale_all_dim")
         if self.factor < 1.0:
-            yield f"factor must be 1 or more, got {self.factor}"
+            yield self._wrong("factor", "1 or more")
         low, high = self.low_freq_factor, self.high_freq_factor
         if low >= high:
-            yield f"low_freq_factor must be less than high_freq_factor, got {low} and {high}"
+            yield (
+                "low_freq_factor high_freq_factor",
+                f"low_freq_factor must be less than high_freq_factor, got {low} and {high}",
+            )
         if self.beta_slow > self.beta_fast:
-            yield f"beta_slow must be at most beta_fast, got {self.beta_slow} and {self.beta_fast}"
+            yield (
+                "beta_slow beta_fast",
+                f"beta_slow must be at most beta_fast, got {self.beta_slow} and {self.beta_fast}",
+            )
         yield from self._longrope_problems()
 
-    def _longrope_problems(self) -> Iterator[str]:
+    def _longrope_problems(self) -> Iterator[Problem]:
         short, long = self.short_factor, self.long_factor
         if self.kind != "longrope":
             if short or long:
-                yield f"short_factor and long_factor are of kind 'longrope' only, got {self.kind!r}"
+                yield (
+                    "short_factor long_factor kind",
+                    f"short_factor and long_factor are of kind 'longrope' only, got {self.kind!r}",
+                )
         elif not short or len(short) != len(long):
-            yield f"longrope needs as many short_factor as long_factor, got {len(short)} and {len(long)}"
+            yield (
+                "short_factor long_factor",
+                f"longrope needs as many short_factor as long_factor, got {len(short)} and {len(long)}",
+            )
         elif min(*short, *long) <= 0.0:
-            yield f"short_factor and long_factor must be positive, got {min(*short, *long)}"
+            yield (
+                "short_factor long_factor",
+                f"short_factor and long_factor must be positive, got {min(*short, *long)}",
+            )
         elif self.original_max_seq_len < 2:
-            yield f"longrope needs original_max_seq_len above 1, got {self.original_max_seq_len}"
+            yield (
+                "original_max_seq_len",
+                f"longrope needs original_max_seq_len above 1, got {self.original_max_seq_len}",
+            )

@@ -17,7 +17,7 @@ from fractions import Fraction
 from fastmp.config.durations import duration_seconds
 from fastmp.config.model import GPTConfig
 from fastmp.config.option_names import DTYPE_ALIASES
-from fastmp.config.options import DTYPES, Checked, option, unknown_choice
+from fastmp.config.options import DTYPES, Checked, Problem, option, unknown_choice
 from fastmp.config.precision import FP8_BLOCKS, FP8_GRADS, PRECISIONS, Fp8Recipe
 from fastmp.config.specs import OPTIMIZERS, SCHEDULES
 
@@ -82,14 +82,15 @@ class ParallelConfig(Checked):
         """Placement of the stages on the pipeline ranks, see `fastmp.pipeline.stage_map`."""
         return SCHEDULES[self.schedule].placement
 
-    def _problems(self) -> Iterator[str]:
+    def _problems(self) -> Iterator[Problem]:
         yield from self._not_positive("tp", "cp", "pp", "ep", "etp", "vpp", "microbatch_group_size")
         yield from self._not_positive("tp_overlap_rows")
         stages, layers = self.pp * self.vpp, self.stage_layers
         if layers is not None and stages > 0 and (len(layers) != stages or min(layers) < 0):
             yield (
+                "stage_layers pp vpp",
                 f"stage_layers must be {stages} numbers (pp {self.pp} x vpp {self.vpp}), not negative, "
-                f"got {layers}"
+                f"got {layers}",
             )
 
 
@@ -107,12 +108,12 @@ class MaskedLMConfig(Checked):
         """The most tokens of a sample that are to be predicted; three others are special tokens."""
         return max(1, round(self.mask_fraction * (seq_len - 3)))
 
-    def _problems(self) -> Iterator[str]:
+    def _problems(self) -> Iterator[Problem]:
         yield from self._not_positive("max_ngram")
         if not 0.0 < self.mask_fraction <= 0.5:
-            yield f"mask_fraction must be above 0 and at most 0.5, got {self.mask_fraction}"
+            yield self._wrong("mask_fraction", "above 0 and at most 0.5")
         if not 0.0 <= self.short_fraction <= 1.0:
-            yield f"short_fraction must be from 0 to 1, got {self.short_fraction}"
+            yield self._wrong("short_fraction", "from 0 to 1")
 
 
 @dataclass(frozen=True)
@@ -156,33 +157,48 @@ class DataConfig(Checked):
         """Maximum tokens of a sample that need logits: all, or the masked ones."""
         return self.seq_len if self.masked_lm is None else self.masked_lm.max_masked(self.seq_len)
 
-    def _problems(self) -> Iterator[str]:
+    def _problems(self) -> Iterator[Problem]:
         yield from self._not_positive("seq_len", "micro_batch_size")
         if not 0 <= self.validation_fraction <= 0.5:
-            yield f"validation_fraction must be from 0 to 0.5, got {self.validation_fraction}"
+            yield self._wrong("validation_fraction", "from 0 to 0.5")
         if self.masked_lm is not None:
             if self.document_masking:
-                yield "document_masking and masked_lm exclude each other: a masked sample is of one document"
+                yield (
+                    "document_masking masked_lm",
+                    "document_masking and masked_lm exclude each other: a masked sample is of one document",
+                )
             if self.blend is not None:
-                yield "blend and masked_lm exclude each other: build one directory of all text"
+                yield (
+                    "blend masked_lm",
+                    "blend and masked_lm exclude each other: build one directory of all text",
+                )
             if 0 < self.seq_len < 5:
-                yield f"seq_len must be 5 or more with masked_lm (3 are special tokens), got {self.seq_len}"
+                yield (
+                    "seq_len masked_lm",
+                    f"seq_len must be 5 or more with masked_lm (3 are special tokens), got {self.seq_len}",
+                )
         if self.blend is not None:
             yield from self._blend_problems(self.blend)
 
-    def _blend_problems(self, blend: tuple[str, ...]) -> Iterator[str]:
+    def _blend_problems(self, blend: tuple[str, ...]) -> Iterator[Problem]:
         for name in ("path", "validation_path"):
             if getattr(self, name) is not None:
-                yield f"blend and {name} exclude each other, got {name} {getattr(self, name)!r}"
+                yield (
+                    f"blend {name}",
+                    f"blend and {name} exclude each other, got {name} {getattr(self, name)!r}",
+                )
         paths = [entry.partition(" ")[2].strip() for entry in blend]
         for entry, path in zip(blend, paths):
             weight = entry.partition(" ")[0]
             if not (_WEIGHT.fullmatch(weight) and Fraction(weight) > 0 and path):
-                yield f"blend must have a weight before each path, as in '0.7 data/web', got {entry!r}"
+                yield (
+                    "blend",
+                    f"blend must have a weight before each path, as in '0.7 data/web', got {entry!r}",
+                )
             elif paths.count(path) > 1:
-                yield f"blend must name each path once, got {path!r} again: add its weights"
+                yield "blend", f"blend must name each path once, got {path!r} again: add its weights"
         if not blend:
-            yield "blend must name a source, got none"
+            yield "blend", "blend must name a source, got none"
 
     @property
     def sources(self) -> tuple[tuple[Fraction, str], ...]:
@@ -251,24 +267,28 @@ class OptimizerConfig(Checked):
     )
     loss_scale_hysteresis: int = option(2, "steps with overflow before the loss scale halves [hysteresis]")
 
-    def _problems(self) -> Iterator[str]:
+    def _problems(self) -> Iterator[Problem]:
         if self.schedule == "constant":  # which a lr below the default of min_lr suits as well
             yield from self._not_positive("lr")
         elif not (0.0 <= self.min_lr <= self.lr and self.lr > 0.0):
-            yield f"need 0 <= min_lr <= lr and lr > 0, got min_lr {self.min_lr} and lr {self.lr}; set both"
+            yield (
+                "min_lr lr",
+                f"need 0 <= min_lr <= lr and lr > 0, got min_lr {self.min_lr} and lr {self.lr}; set both",
+            )
         if self.decay_steps is not None and self.schedule != "wsd":
             yield (
+                "decay_steps schedule",
                 f"decay_steps is of schedule 'wsd' only, got decay_steps {self.decay_steps} and schedule "
-                f"{self.schedule!r}"
+                f"{self.schedule!r}",
             )
         if not all(0.0 <= beta < 1.0 for beta in self.betas):
-            yield f"betas must be in [0, 1), got {self.betas}"
+            yield self._wrong("betas", "in [0, 1)")
         if not 0.0 <= self.momentum < 1.0:
-            yield f"momentum must be in [0, 1), got {self.momentum}"
+            yield self._wrong("momentum", "in [0, 1)")
         yield from self._not_positive("eps", "decay_steps", "bucket_size", "bucket_unit")
         yield from self._not_positive("loss_scale_interval", "loss_scale_hysteresis")
         if not (2.0**-126 <= self.loss_scale <= 2.0**127 and math.frexp(self.loss_scale)[0] == 0.5):
-            yield f"loss_scale must be a power of two, got {self.loss_scale}"
+            yield self._wrong("loss_scale", "a power of two")
         yield from self._negative("warmup_steps", "weight_decay", "clip_grad_norm")
 
 
@@ -341,25 +361,28 @@ class TrainConfig(Checked):
             return None
         return Fp8Recipe(self.fp8_block or default_block, self.fp8_grad)
 
-    def _problems(self) -> Iterator[str]:
+    def _problems(self) -> Iterator[Problem]:
         yield from self._not_positive("steps", "global_batch_size", "log_interval", "eval_batches")
         yield from self._negative(
             "eval_interval", "max_skipped_steps", "check_replicas", "join_seconds", "stall_seconds"
         )
         if self.fp8_block not in (None, *FP8_BLOCKS):
-            yield f"fp8_block must be {' or '.join(map(str, FP8_BLOCKS))}, got {self.fp8_block}"
+            yield self._wrong("fp8_block", f"{' or '.join(map(str, FP8_BLOCKS))}")
         for sink in sorted(set(self.sinks) - set(SINKS)):
-            yield unknown_choice("sinks", sink, SINKS)
+            yield "sinks", unknown_choice("sinks", sink, SINKS)
         if self.name in ("", ".", "..") or "/" in self.name:
-            yield f"name must be the name of a directory, got {self.name!r}; its parent is run_dir"
+            yield "name", f"name must be the name of a directory, got {self.name!r}; its parent is run_dir"
         try:
             if self.max_time and not duration_seconds(self.max_time):
-                yield f"max_time must not be zero, got {self.max_time!r}"
+                yield "max_time", f"max_time must not be zero, got {self.max_time!r}"
         except ValueError as error:
-            yield f"max_time: {error}"
+            yield "max_time", f"max_time: {error}"
         first, last = self.profile_steps
-        if not (0 <= first < last and (self.profile == "none" or first < self.steps)):
-            yield f"profile_steps {first}:{last} must be a range within the {self.steps} steps of the run"
+        if not 0 <= first < last:
+            yield "profile_steps", f"profile_steps {first}:{last} must be a range of steps"
+        elif self.profile != "none" and first >= self.steps:
+            beyond = f"profile_steps {first}:{last} must begin within the {self.steps} steps of the run"
+            yield "profile_steps steps", beyond
 
 
 @dataclass(frozen=True)
@@ -386,7 +409,7 @@ class CheckpointConfig(Checked):
         "run, if any) or a path; unset: start at step 0",
     )
 
-    def _problems(self) -> Iterator[str]:
+    def _problems(self) -> Iterator[Problem]:
         yield from self._not_positive("attempts")
         yield from self._negative("interval", "keep", "keep_every", "keep_hours", "weights_interval")
 
@@ -413,24 +436,28 @@ class GraphConfig(Checked):
     )
     evaluation: bool = option(False, "capture evaluation as well: one graph for each shape of batch")
 
-    def _problems(self) -> Iterator[str]:
+    def _problems(self) -> Iterator[Problem]:
         yield from self._not_positive("warmup")
         yield from self._negative("verify_every")
         if self.impl != "fastmp" and self.verify_every:
-            yield f"verify_every {self.verify_every} is of impl 'fastmp' only, got impl {self.impl!r}"
+            yield (
+                "verify_every impl",
+                f"verify_every {self.verify_every} is of impl 'fastmp' only, got impl {self.impl!r}",
+            )
         scope = self.scope or ()
         for name in ("full", "full_step"):
             if self.impl != "fastmp" and name in scope:
-                yield f"scope {name!r} is of impl 'fastmp' only, got impl {self.impl!r}"
+                yield "scope impl", f"scope {name!r} is of impl 'fastmp' only, got impl {self.impl!r}"
         if "full_step" in scope and len(scope) > 1:
-            yield f"scope 'full_step' is everything and goes with no other, got {scope}"
+            yield "scope", f"scope 'full_step' is everything and goes with no other, got {scope}"
         if "full_step" in scope and self.verify_every:
             yield (
+                "verify_every scope",
                 f"verify_every {self.verify_every} compares the parts of a step, of which scope 'full_step' "
-                "has none; use scope 'full', or verify_every 0"
+                "has none; use scope 'full', or verify_every 0",
             )
         if self.scope == ():
-            yield "scope must name a segment or be absent, got ()"
+            yield "scope", "scope must name a segment or be absent, got ()"
 
 
 @dataclass(frozen=True)

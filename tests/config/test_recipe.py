@@ -12,6 +12,7 @@ import pytest
 
 from fastmp.config import (
     BertConfig,
+    CheckpointConfig,
     DataConfig,
     GPTConfig,
     GraphConfig,
@@ -26,6 +27,7 @@ from fastmp.config import (
 )
 from fastmp.config.command_line import did_you_mean
 from fastmp.config.option_names import SYNONYMS
+from fastmp.config.options import ConfigError
 from fastmp.config.recipe import load_recipe, parse_arguments, read_recipe
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.toml"))
@@ -141,6 +143,41 @@ def test_all_mistakes_in_a_file_are_named_at_once(tmp_path):
     read = read_recipe(path)
     assert {"model.hidden_size", "model.norm", "parallel.tp", "optimizer.lr"} <= read.unused
     assert not [name for name in read.unused if name.startswith(("data.", "train."))]
+
+
+def test_a_second_mistake_is_named_although_its_message_has_the_word_of_a_field(tmp_path):
+    """ "steps" and "text" are fields of tables, and words of messages about others."""
+    for text, second in (
+        ('[train]\nsteps = "5"\nprofile_steps = [13, 10]', "TrainConfig: profile_steps 13:10 must be"),
+        ('[data]\ntext = 3\nblend = ["1 a"]\n[data.masked_lm]', "DataConfig: blend and masked_lm exclude"),
+    ):
+        with pytest.raises(ValueError, match=r"2 problems:\n  \w+\.\w+ must be of type") as raised:
+            load_recipe(write(tmp_path, text))
+        assert second in str(raised.value)
+
+
+CHECKED = (
+    *(BertConfig, CheckpointConfig, DataConfig, GPTConfig, GraphConfig, LatentConfig, MaskedLMConfig),
+    *(MoEConfig, OptimizerConfig, ParallelConfig, RopeScaling, TrainConfig),
+)
+
+
+@pytest.mark.parametrize("cls", CHECKED, ids=lambda cls: cls.__name__)
+def test_a_problem_names_its_fields(cls):
+    """Each field alone with wrong values of its type: what is found names that field, and fields only."""
+    names, found = {field.name for field in fields(cls)}, set()
+    for field in fields(cls):
+        for wrong in (-1, 0, 10**9, -1.5, 1e9, "no such name", (), (-1, -1), True):
+            try:
+                cls(**{field.name: wrong})
+            except ConfigError as error:
+                for about, message in error.problems:
+                    assert about and about <= names, message
+                    assert field.name in about, message
+                    found |= about
+            except (TypeError, AttributeError, ValueError):
+                continue  # not of its type
+    assert found or not list(fields(cls))
 
 
 def test_a_recipe_may_begin_with_a_byte_order_mark(tmp_path):

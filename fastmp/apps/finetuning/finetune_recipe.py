@@ -23,7 +23,7 @@ from fastmp.config import (
     TrainConfig,
 )
 from fastmp.config.option_names import DTYPE_ALIASES
-from fastmp.config.options import DTYPES, Checked, option
+from fastmp.config.options import DTYPES, Checked, Problem, option
 from fastmp.config.recipe import load_as
 
 __all__ = ["FinetuneConfig", "FinetuneRecipe", "load_finetune", "run_recipe"]
@@ -73,14 +73,14 @@ class FinetuneConfig(Checked):
         "[watchdog timeout]",
     )
 
-    def _problems(self) -> Iterator[str]:
+    def _problems(self) -> Iterator[Problem]:
         yield from self._not_positive("seq_len", "stride", "max_answer_length", "micro_batch_size")
         yield from self._not_positive("batch_size", "epochs", "seeds", "log_interval")
         yield from self._negative("save_interval", "stall_seconds")
         if not 0.0 <= self.warmup <= 1.0:
-            yield f"warmup must be from 0 to 1, got {self.warmup}"
+            yield self._wrong("warmup", "from 0 to 1")
         if self.name in (".", "..") or "/" in self.name:
-            yield f"name must be the name of a directory, got {self.name!r}"
+            yield self._wrong("name", "the name of a directory")
 
 
 @dataclass(frozen=True)
