@@ -379,9 +379,9 @@ class TrainConfig(Checked):
             yield "max_time", f"max_time: {error}"
         first, last = self.profile_steps
         if not 0 <= first < last:
-            yield "profile_steps", f"profile_steps {first}:{last} must be a range of steps"
+            yield "profile_steps", f"profile_steps {first}:{last} must be a range within the run"
         elif self.profile != "none" and first >= self.steps:
-            beyond = f"profile_steps {first}:{last} must begin within the {self.steps} steps of the run"
+            beyond = f"profile_steps {first}:{last} must be a range within the {self.steps} steps of the run"
             yield "profile_steps steps", beyond
 
 
