@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from types import ModuleType
 
 __all__ = ["HOST"]
@@ -9,10 +10,9 @@ __all__ = ["HOST"]
 
 def _host() -> ModuleType | None:
     try:
-        from fastmp import _host as module
+        return import_module("fastmp._host")
     except ImportError:
         return None
-    return module
 
 
 HOST = _host()

@@ -19,7 +19,7 @@ from dataclasses import asdict, replace
 from itertools import count
 from pathlib import Path
 from tempfile import gettempdir
-from typing import Any
+from typing import Any, cast
 from uuid import uuid4
 
 import torch
@@ -224,7 +224,7 @@ def _run(
     arguments: Sequence[str],
 ) -> Evaluation | None:
     """Run the training loop in this job's `run_dir`; `notes` open its log."""
-    data = trainer.data
+    data: Any = trainer.data  # of `open_data`
     run = RunInfo(
         total_steps=recipe.train.steps,
         tokens_per_step=recipe.train.global_batch_size * recipe.data.seq_len,
@@ -236,7 +236,11 @@ def _run(
         expert_stages=expert_stages(recipe),
         mtp_depth=recipe.model.mtp_depth,
     )
-    options = {"log_interval": recipe.train.log_interval, "start_step": trainer.step, "rank": runtime.rank}
+    options: dict[str, Any] = {
+        "log_interval": recipe.train.log_interval,
+        "start_step": trainer.step,
+        "rank": runtime.rank,
+    }
 
     def sinks() -> Sinks:
         return Sinks(recipe.train.sinks, run_dir, start_step=trainer.step, config=asdict(recipe))
@@ -277,12 +281,12 @@ def _run(
 
 def _sample(recipe: Recipe, trainer: Trainer) -> str:
     """Return a text that the model continues. All ranks call it."""
-    grid = trainer.groups.grid
+    grid, data = trainer.groups.grid, cast(Any, trainer.data)
     with evaluation_mode(trainer.runner.chunks):
         return generate_text(
             _next_logits(trainer),
             SAMPLE_PROMPT,
-            tokenizer=trainer.data.tokenizer,
+            tokenizer=data.tokenizer,
             max_new_tokens=SAMPLE_TOKENS,
             max_seq_len=recipe.data.seq_len,  # positions beyond it are untrained
             temperature=0.8,
@@ -339,10 +343,10 @@ def _next_command(recipe: Recipe, runtime: Runtime, arguments: Sequence[str]) ->
 
 
 def _next_logits(trainer: Trainer) -> Callable[[Tensor, int], Tensor]:
-    if isinstance(trainer.runner, SingleStageRunner):
-        return next_logits(trainer.model)
-    runner = trainer.runner
-    return pipeline_next_logits(runner.chunks, trainer.groups, runner.functions.schedule)
+    runner, chunks = trainer.runner, cast("list[Any]", trainer.runner.chunks)
+    if isinstance(runner, SingleStageRunner):
+        return next_logits(chunks[0])
+    return pipeline_next_logits(chunks, trainer.groups, runner.functions.schedule)
 
 
 def make_groups(recipe: Recipe, runtime: Runtime) -> ParallelGroups:
@@ -361,11 +365,11 @@ def build_model(
     """
     auto = torch.bfloat16 if device.type == "cuda" else torch.float32
     options = {"rng": rng, "device": device, "dtype": DTYPES.get(recipe.train.dtype, auto)}
-    model, loss = model_and_loss(recipe, groups, **options)
-    if isinstance(loss, PipelineLoss):
+    built = model_and_loss(recipe, groups, **options)
+    if isinstance(built[1], PipelineLoss):
         own = RngTracker(recipe.train.seed, device=device, pp_rank=group_rank(groups.pp), **_streams(groups))
         rng.follow(own)
-    return model, loss
+    return built
 
 
 def _streams(groups: ParallelGroups) -> dict[str, int]:
@@ -379,7 +383,7 @@ def open_data(recipe: Recipe, runtime: Runtime) -> TokenDataset | BlendedDataset
     cache_dir = Path(recipe.train.run_dir) / "data"
     if recipe.train.name == cache_dir.name:
         raise ValueError(f"{cache_dir} is for token files; choose another name for the run")
-    options = {"cache_dir": cache_dir, "static_shapes": recipe.graphs.enabled}
+    options: dict[str, Any] = {"cache_dir": cache_dir, "static_shapes": recipe.graphs.enabled}
     if runtime.local_rank == 0:
         data = open_dataset(recipe.data, **options)
     if runtime.world_size > 1:
@@ -454,6 +458,7 @@ def _report(recipe: Recipe, run_dir: Path, evaluation: Evaluation | None, sample
     ):  # of Megatron's files: no text is there
         to_stdout(f"held-out loss {evaluation.loss:.4f} nats per token")
     elif evaluation is not None:
+        assert evaluation.unigram_entropy is not None and evaluation.loss_per_byte is not None
         below = evaluation.unigram_entropy - evaluation.loss_per_byte
         side = "below" if below >= 0 else "above"
         to_stdout(

@@ -176,7 +176,7 @@ class GraphManager:
         self._graph_sets = GraphCache[GraphSet | None](self.chains, backend)
         self._step = -1
         self._begin()
-        owner = getattr(backend, "owner", None)
+        owner = backend.owner
         if owner is not None and owner() is not None:
             raise ValueError(
                 "graphs: the backend belongs to another manager, whose graphs it holds; make a backend for "

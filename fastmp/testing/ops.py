@@ -43,9 +43,10 @@ def poisoned_memory() -> Iterator[None]:
     """Fill new memory of torch.empty with NaN (integers: the largest value), also in C++ kernels."""
     deterministic = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
-    fill = torch.utils.deterministic.fill_uninitialized_memory
+    memory: Any = torch.utils.deterministic
+    fill = memory.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.utils.deterministic.fill_uninitialized_memory = True
+    memory.fill_uninitialized_memory = True
     compiled = "c++" in {op.serving["cpu"] for op in OPS.values()}
     if compiled:
         torch.ops.fastmp_memory.outputs_by_dispatcher(True)
@@ -54,7 +55,7 @@ def poisoned_memory() -> Iterator[None]:
     finally:
         if compiled:
             torch.ops.fastmp_memory.outputs_by_dispatcher(False)
-        torch.utils.deterministic.fill_uninitialized_memory = fill
+        memory.fill_uninitialized_memory = fill
         torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
 
 

@@ -132,7 +132,8 @@ def late_gathers() -> Iterator[None]:
 
     Until then the shards of other ranks are NaN, so a parameter that is used too early makes the loss NaN.
     """
-    real = gather.all_gather_
+    module: Any = gather
+    real = module.all_gather_
 
     def late(x: torch.Tensor, group: dist.ProcessGroup, overlap: bool = False) -> Any:
         part, sent = x.numel() // group.size(), x.clone()
@@ -145,8 +146,8 @@ def late_gathers() -> Iterator[None]:
 
         return SimpleNamespace(wait=wait)
 
-    gather.all_gather_ = late  # type: ignore[assignment]
+    module.all_gather_ = late
     try:
         yield
     finally:
-        gather.all_gather_ = real
+        module.all_gather_ = real

@@ -82,9 +82,9 @@ class _Child:
     pid: int
     fd: int  # read end of the pipe on which the child sends its outcome
     received: bytearray = field(default_factory=bytearray)
-    outcome: tuple[str, float, Any] | None = None  # ("ok" | "error", time, value | traceback text)
+    outcome: Any = None  # ("ok" | "error", time, value | traceback text)
     done: bool = False  # the pipe is at its end: it has reported, or it is dead
-    status: int | None = None  # wait status, known once it has been reaped
+    status: int = 0  # wait status, known once it has been reaped
 
 
 def run_ranks(

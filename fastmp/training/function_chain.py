@@ -77,6 +77,7 @@ class _Form:
         return tuple(leaf for leaf in leaves if isinstance(leaf, Tensor))
 
     def unflatten(self, tensors: Tensors) -> Any:
+        assert self._known is not None
         spec, are_tensors = self._known
         rest = iter(tensors)
         return tree_unflatten([next(rest) if each else None for each in are_tensors], spec)

@@ -76,8 +76,8 @@ def make_graphs(
         raise ValueError(f"Trainer: graphs with impl {config.impl!r} need graph_manager=, the manager to use")
     _check_allocator(device)
     scope = config.scope
-    options = {"scope": scope, "span_size": span_size, "warmup": config.warmup}
-    own = {"verify_every": config.verify_every, "group": group, "fallback": True}
+    options: dict[str, Any] = {"scope": scope, "span_size": span_size, "warmup": config.warmup}
+    own: dict[str, Any] = {"verify_every": config.verify_every, "group": group, "fallback": True}
     if runner.overlap is not None:
         if manager is not None or "full" in (scope or ()):
             other = "graph_manager" if manager is not None else f"graphs of scope {scope}"
@@ -200,7 +200,9 @@ def evaluation_graphs(
 
 def make_backend(rng: RngTracker | None, device: torch.device) -> Backend:
     """Return the graph backend for `device`: CUDA, or a recording one on a CPU."""
-    return CudaBackend(rng) if device.type == "cuda" else RecordingBackend(rng)
+    if device.type == "cuda":
+        return CudaBackend(rng)
+    return RecordingBackend(rng)
 
 
 def _check_scope(chunks: Sequence[nn.Module], scope: Sequence[str]) -> None:

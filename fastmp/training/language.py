@@ -92,6 +92,7 @@ def bert_and_loss(
     """
 
     def inputs(batch: Batch) -> tuple[Tensor, ...]:
+        assert config.bert is not None
         return (batch["tokens"], batch["token_types"]) if config.bert.num_token_types else (batch["tokens"],)
 
     def shared(batch: Batch) -> dict[str, Documents]:
@@ -115,7 +116,7 @@ def bert_and_loss(
         return total, num_masked_B.sum()
 
     on = Placement.of(groups, layout, **options)
-    kept = {"recompute": layout.recompute, "shard_recompute_input": layout.shard_recompute_input}
+    kept = _kept(layout)
     if layout.pp * layout.vpp == 1:
         return Bert(config, on, **kept), lambda model, batch: loss_of(
             model, model.encode(*inputs(batch), **shared(batch)), batch
@@ -155,6 +156,10 @@ def _in_stages(
     )
 
 
+def _kept(layout: ParallelConfig) -> dict[str, Any]:
+    return {"recompute": layout.recompute, "shard_recompute_input": layout.shard_recompute_input}
+
+
 def gpt_and_loss(
     config: GPTConfig, groups: ParallelGroups, layout: ParallelConfig, **options: Any
 ) -> tuple[GPT, LossFunction] | tuple[list[GPTStage], PipelineLoss]:
@@ -163,14 +168,14 @@ def gpt_and_loss(
     options: other fields of `Placement`.
     """
     on = Placement.of(groups, layout, **options)
-    kept = {"recompute": layout.recompute, "shard_recompute_input": layout.shard_recompute_input}
+    kept = _kept(layout)
     if layout.pp * layout.vpp == 1:
         return GPT(config, on, **kept), token_loss
     stages = gpt_stages(config, on, **_cut(layout), **kept)
     return stages, pipeline_loss(stages, groups, layout)
 
 
-def token_loss(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor] | MicrobatchLosses:
+def token_loss(model: Any, batch: Batch) -> tuple[Tensor, Tensor] | MicrobatchLosses:
     """Return the sum of the cross-entropies of a batch and the number of tokens.
 
     Each context-parallel rank computes its part of the sequences. The output layer computes its gradients in
@@ -208,11 +213,17 @@ def _predicts_ahead(model: nn.Module) -> bool:
 
 def _future(model: GPT, batch: Batch) -> FutureTokens:
     """Return what the MTP modules of this context-parallel rank embed and predict."""
-    options = {"documents": batch.get("documents"), "ignore_index": IGNORE_INDEX}
-    return FutureTokens.of(batch["tokens"], batch["targets"], model.config, **options).cut(model.cp_group)
+    ahead = FutureTokens.of(
+        batch["tokens"],
+        batch["targets"],
+        model.config,
+        documents=batch.get("documents"),
+        ignore_index=IGNORE_INDEX,
+    )
+    return ahead.cut(model.cp_group)
 
 
-def _documents(batch: Batch) -> dict[str, Documents]:
+def _documents(batch: Batch) -> dict[str, Any]:
     """Return the keyword argument for the packed documents of a batch; {} without any."""
     return {"documents": batch["documents"].fresh()} if "documents" in batch else {}
 
@@ -231,7 +242,10 @@ def pipeline_loss(stages: Sequence[GPTStage], groups: ParallelGroups, layout: Pa
     def loss(hidden_SBH: Tensor, *ahead_and_batch: Any) -> tuple[Tensor, Tensor] | MicrobatchLosses:
         *ahead, batch = ahead_and_batch
         targets_BS = cut_sequence(batch["targets"], cp_group)
-        options = {"ignore_index": IGNORE_INDEX, "loss_grad_BS": _loss_grad(batch, targets_BS)}
+        options: dict[str, Any] = {
+            "ignore_index": IGNORE_INDEX,
+            "loss_grad_BS": _loss_grad(batch, targets_BS),
+        }
         total = last.token_losses(hidden_SBH, targets_BS, **options).sum()
         num_tokens = (targets_BS != IGNORE_INDEX).sum()
         if not ahead:

@@ -292,13 +292,15 @@ class PipelineRunner:
 
         The chain of the loss has the parameters of the last chunk. A stage without layers stays eager.
         """
-        chains, pipeline, steps = [], self.pipeline, self.order(num_microbatches)
+        chains: list[LayerChain] = []
+        pipeline, steps = self.pipeline, self.order(num_microbatches)
         for chunk, module in enumerate(self.chunks):
             if self._hands_on(chunk):
                 chains.append(LayerChain())
                 continue
-            pipeline.chunks[chunk] = FunctionChain("stage", module, module)
-            chains.append(pipeline.chunks[chunk].chain)
+            whole: Any = FunctionChain("stage", module, module)
+            pipeline.chunks[chunk] = whole
+            chains.append(whole.chain)
         if pipeline.stages.last in self._stages():
             pipeline.loss = FunctionChain("loss", self._loss, self.chunks[-1])
             chains.append(pipeline.loss.chain)

@@ -97,7 +97,7 @@ def warm_up_ranks(recipe: Recipe, runtime: Runtime) -> None:
 
 
 def _warm_up(recipe: Recipe, world_size: int, arch: int, speaks: bool) -> None:
-    said = {"progress": progress_line()} if speaks else {}
+    said: dict[str, Any] = {"progress": progress_line()} if speaks else {}
     warm_up_recipe(recipe, world_size, arch, **said)
 
 
@@ -173,7 +173,7 @@ def _run_once(recipe: Recipe, world_size: int, arch: int) -> None:
     """Run a training step of one microbatch, and an evaluation of one batch."""
     layout = recipe.parallel
     groups = ParallelGroups.create(make_grid(recipe, world_size), local_only=True)
-    cp = {} if groups.cp is None else {"cp_rank": group_rank(groups.cp)}
+    cp: dict[str, Any] = {} if groups.cp is None else {"cp_rank": group_rank(groups.cp)}
     rng = RngTracker(recipe.train.seed, tp_rank=group_rank(groups.tp), **cp)
     dtype = DTYPES.get(recipe.train.dtype, torch.bfloat16)
     fp8 = recipe.train.fp8(block_of(arch))
@@ -211,6 +211,7 @@ def _microbatch(
     parameter = next(chunks[0].parameters())
     micro_batch_size, length = batch["tokens"].shape
     length //= group_size(groups.cp) * (group_size(groups.tp) if sequence_parallel else 1)
+    chunk: Any
     for chunk in chunks:
         hidden = torch.empty(
             length, micro_batch_size, chunk.config.hidden_size, dtype=parameter.dtype, device=_META,

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from fastmp.distributed.collectives import gather_objects, group_rank
 from fastmp.distributed.groups import ParallelGroups
-from fastmp.optim.grad_buffers import GradBuffer
+from fastmp.optim.grad_buffers import GradBuffer, main_grad
 from fastmp.optim.named_params import named_buffers, named_parameters
 from fastmp.tensor_parallel.attributes import parallel_attributes
 
@@ -124,7 +124,7 @@ class Replicas:
             yield ("buffer", name, *self._place(buffer)), buffer
         if not self._grads.shard:
             for name, param in self._grads.parameters.items():
-                yield ("gradient", name, *self._place(param)), param.main_grad
+                yield ("gradient", name, *self._place(param)), main_grad(param)
 
     def _place(self, tensor: Tensor) -> Key:
         marks, groups = parallel_attributes(tensor), self._groups

@@ -36,14 +36,14 @@ class _TensorBoard:
         from torch.utils.tensorboard import SummaryWriter
 
         purge = {"purge_step": start_step + 1} if start_step else {}
-        self._writer = SummaryWriter(str(directory / "tensorboard"), **purge)  # type: ignore[no-untyped-call]
+        self._writer = SummaryWriter(str(directory / "tensorboard"), **purge)
 
     def write(self, step: int, numbers: Mapping[str, float]) -> None:
         for name, number in numbers.items():
-            self._writer.add_scalar(name, number, step)  # type: ignore[no-untyped-call]
+            self._writer.add_scalar(name, number, step)
 
     def close(self) -> None:
-        self._writer.close()  # type: ignore[no-untyped-call]
+        self._writer.close()
 
 
 class _WandB:

@@ -441,8 +441,9 @@ class Trainer:
     def _read_skipped(self, log: TrainLog | None, *, all_steps: bool = False) -> None:
         """Note skipped steps; raise FloatingPointError after too many in a row."""
         lines, limit = self._skipped.read(all_steps=all_steps), self.config.max_skipped_steps
-        for line in lines if log is not None else ():
-            log.note(line)
+        if log is not None:
+            for line in lines:
+                log.note(line)
         if lines and limit and self._skipped.in_a_row >= limit:
             raise FloatingPointError(
                 f"Trainer: stopped after step {self.step}: the gradient was not finite in the last "

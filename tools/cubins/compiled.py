@@ -22,8 +22,8 @@ from unittest import mock
 import torch
 
 from fastmp import ops
-from fastmp.ops import OPS
 from fastmp.ops.core import _triton, launcher
+from fastmp.ops.core.registry import OPS
 from fastmp.ops.precompile import AbsentGPU
 
 SHARED_LIMIT = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10, 103: 227 << 10}  # of a program
@@ -41,7 +41,7 @@ def cuobjdump(option: str, code: bytes) -> str:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "kernel.cubin"
         path.write_bytes(code)
-        command = [tool("cuobjdump"), option, path]
+        command = [str(tool("cuobjdump")), option, str(path)]
         return subprocess.check_output(command, text=True, stderr=subprocess.STDOUT)
 
 

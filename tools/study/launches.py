@@ -31,11 +31,11 @@ _NO_KERNEL = (
 )  # fmt: skip
 
 
-class Launches(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Launches(TorchDispatchMode):
     """Counts the ops that launch kernels while it is active."""
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.count = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -78,6 +78,7 @@ class CudaBackend:
     """
 
     runs_at_capture = False
+    owner: weakref.ref[Any] | None = None
 
     def __init__(self, rng: RandomStreams | None = None) -> None:
         self.rng = rng

@@ -236,6 +236,7 @@ class RecordingBackend:
     """Captures and replays graphs on a CPU, over pools by number, drawing from the streams of `rng`."""
 
     runs_at_capture = True
+    owner: weakref.ref[Any] | None = None
 
     def __init__(self, rng: RandomStreams | None = None) -> None:
         self.rng = rng

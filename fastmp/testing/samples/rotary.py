@@ -61,7 +61,8 @@ def _eager_rope_qk(q, k, cos, sin, interleaved):
 
 def _draw_rope(draw: Draw, count: int) -> tuple[tuple, dict]:
     if draw.large:
-        lead, heads, half, rest = (draw.rows or 64, 2), [8, 2], 32, draw.choice([0, 5])
+        lead: tuple[int, ...] = draw.rows or 64, 2
+        heads, half, rest = [8, 2], 32, draw.choice([0, 5])
     else:
         lead = (draw.size(17), draw.size(3))[: 1 + draw.flag()]
         heads, rest = [draw.size(5) for _ in range(count)], draw.size(8)

@@ -374,7 +374,7 @@ def _cause(error: CheckpointException, directory: Path) -> BaseException:
     return OSError(f"checkpoint: cannot write in {directory}: {cause}" + (f" (rank {rank})" if rank else ""))
 
 
-def described(config: Any) -> dict[str, dict[str, Any]]:
+def described(config: Any) -> dict[str, Any]:
     """Return `description` and `defaults` of a `Checkpointer` for a configuration of fastmp, else {}.
 
     Configurations of others may not be JSON-able, or change with a version.
