@@ -163,7 +163,11 @@ void distillation_grad_row(T* x, const T* y, RowNormaliser<A> row, A beta, A kl_
     return V(share * select(p == 0, V{}, p * (gap - kl_p)));
   };
   int64_t i = 0;
-  for (; i + kLanes <= real; i += kLanes) store(x + i, gradient(load(x + i), load(y + i)));
+  for (; i + kLanes <= real; i += kLanes) {
+    prefetch(x + i);
+    prefetch(y + i);
+    store(x + i, gradient(load(x + i), load(y + i)));
+  }
   if (i < real) store(x + i, gradient(load(x + i, real - i, 0), load(y + i, real - i, 0)), real - i);
 }
 

@@ -2,8 +2,9 @@
 // (see fastmp/ops/linear_log_probs.py).
 //
 // A thread takes whole rows. The statistics read a row once: sums are relative to the highest logit so far, and rescaled
-// where a vector exceeds it, which is rare. Next to the GEMMs of hidden states and weight these passes take little time,
-// so they walk a row in one place. Logits are scaled as differences, so that the highest is 0 exactly, fused or not.
+// where a group of vectors exceeds it, which is rare: one test a vector would take longer than the exponentials. Next to the
+// GEMMs of hidden states and weight these passes take little time, so they walk a row in one place. Logits are scaled as
+// differences, so that the highest is 0 exactly, fused or not.
 #include "cpu/simd.h"
 
 #include <algorithm>
@@ -47,33 +48,43 @@ void log_prob_stats_row(const T* x, int64_t real, A scale, A* out) {
   using V = lanes_of<T>;
   constexpr int kLanes = num_lanes<V>;
   constexpr A kLowest = -std::numeric_limits<A>::infinity();
-  A highest = kLowest;
-  V total{}, weighted{};
-  const auto take = [&](V logits) FASTMP_LAMBDA {
-    // 1. A logit exceeds the highest so far: rescale both sums. In `weighted` every term changes by gap * exponential.
-    if (any_greater(logits, broadcast<V>(highest))) [[unlikely]] {
-      const A higher = max(max(logits, broadcast<V>(highest)));
-      if (highest != kLowest) {
-        const A gap = (highest - higher) * scale;
-        const V shrink = exp(broadcast<V>(gap));
-        weighted = (weighted + total * std::max(gap, A(kNothing))) * shrink;
-        total *= shrink;
-      }
-      highest = higher;
+  constexpr int kGroup = 4;  // vectors
+  V top = broadcast<V>(kLowest), base{}, total{}, weighted{};  // base: top, or 0 where that is -inf; lanes are equal
+  // 1. A logit exceeds the highest so far: rescale both sums. In `weighted` every term changes by gap * exponential.
+  const auto admit = [&](V logits) FASTMP_LAMBDA {
+    if (!any_greater(logits, top)) [[likely]] return;
+    const V higher = broadcast<V>(max(max(logits, top)));
+    if (top[0] != kLowest) {
+      const A gap = (top[0] - higher[0]) * scale;
+      const V shrink = exp(broadcast<V>(gap));
+      weighted = (weighted + total * std::max(gap, A(kNothing))) * shrink;
+      total *= shrink;
     }
-    // 2. Add the exponentials, and each times its logarithm.
-    const V below = (logits - (highest == kLowest ? 0 : highest)) * scale;
+    top = base = higher;
+  };
+  // 2. Add the exponentials, and each times its logarithm.
+  const auto add = [&](V logits) FASTMP_LAMBDA {
+    const V below = (logits - base) * scale;
     const V exponentials = exp(below);
     total += exponentials;
     if constexpr (kWithEntropy) weighted += exponentials * max(below, broadcast<V>(A(kNothing)));
   };
   int64_t i = 0;
-  for (; i + kLanes <= real; i += kLanes) {
-    prefetch(x + i);
-    take(load(x + i));
+  for (; i + kGroup * kLanes <= real; i += kGroup * kLanes) {
+    V group[kGroup];
+    for (int k = 0; k < kGroup; ++k) group[k] = load(x + i + k * kLanes);
+    admit(max(max(group[0], group[1]), max(group[2], group[3])));
+    for (int k = 0; k < kGroup; ++k) {
+      prefetch(x + i + k * kLanes);
+      add(group[k]);
+    }
   }
-  if (i < real) take(load(x + i, real - i, kLowest));
-  out[0] = highest;
+  for (; i < real; i += kLanes) {
+    const V logits = load(x + i, real - i, kLowest);
+    admit(logits);
+    add(logits);
+  }
+  out[0] = top[0];
   out[1] = sum(total);
   if constexpr (kWithEntropy) out[3] = sum(weighted);
 }
