@@ -19,7 +19,7 @@ from torch import Tensor
 
 from fastmp.ops.core import checks
 from fastmp.ops.core.backends import LIBRARY
-from fastmp.ops.core.registry import autocast, compute_dtype
+from fastmp.ops.core.registry import autocast, can_read_values, compute_dtype
 from fastmp.ops.cross_entropy import check_range
 from fastmp.ops.wgrad import always_add, check_late_hooks, main_grad_of
 
@@ -309,6 +309,8 @@ def scale_once(grad: Tensor, factor: Tensor) -> Tensor:
     """Multiply grad by a 0-dim factor, rounded once; in the memory of `grad` if possible."""
     if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
         return (grad.to(factor.dtype) * factor).to(grad.dtype)
+    if can_read_values(factor) and factor == 1:  # that of `loss.backward()`
+        return grad
     if grad.dtype == factor.dtype:
         return grad.mul_(factor)
     # torch.amp's gradient scaling rounds once; mul_ by a wider factor has a tenth of its speed on a CPU
