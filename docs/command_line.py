@@ -37,7 +37,6 @@ GUIDES = {  # the page that explains a command
     "train": "train",
     "generate": "generate",
     "eval": "evaluate",
-    "finetune": "finetune",
     "launch": "many-machines",
     "data": "data",
     "warm": "troubleshooting",

@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-PACKAGE = ROOT / "fastmp"
+PACKAGES = ("examples", "fastmp", "tools")
 
 # From the ground up. A module belongs to the most specific floor that names it or a package around it.
 FLOORS = (
@@ -41,6 +41,7 @@ FLOORS = (
     ("fastmp.testing",),
     ("fastmp.apps",),
     ("fastmp.__main__", "fastmp.parallel", "tools"),
+    ("examples",),
 )
 FLOOR_OF = {name: number for number, names in enumerate(FLOORS) for name in names}
 # Besides everything in config: modules that torch is never imported for.
@@ -53,15 +54,17 @@ STDLIB_ONLY = """
     fastmp.cuda_graphs.lanes fastmp.cuda_graphs.errors
     fastmp.training.checkpoint.chunks fastmp.apps.cli fastmp.apps.plan fastmp.apps.signals
     fastmp.testing.differential.cases fastmp.testing.differential.shrink
-    fastmp.apps.first_rank fastmp.apps.finetuning.formats fastmp.apps.finetuning.answer_metrics
-    fastmp.apps.finetuning.results fastmp.apps.finetuning.selection fastmp.apps.finetuning.finetune_tasks
-    fastmp.apps.evaluation.journal fastmp.apps.evaluation.lambada fastmp.apps.evaluation.result_tables
-    fastmp.apps.evaluation.wikitext fastmp.apps.evaluation.sliding_windows tools.prove.claims
-    tools.prove.__main__ tools.prove.page tools.prove.run tools.study.__main__ tools.study.overlap
-    tools.study.page tools.study.published tools.study.schedules
+    fastmp.apps.first_rank fastmp.apps.evaluation.journal fastmp.apps.evaluation.lambada
+    fastmp.apps.evaluation.result_tables fastmp.apps.evaluation.wikitext
+    fastmp.apps.evaluation.sliding_windows
+    examples.megatron_paper.__main__ examples.megatron_paper.finetuning.formats
+    examples.megatron_paper.finetuning.answer_metrics examples.megatron_paper.finetuning.results
+    examples.megatron_paper.finetuning.selection examples.megatron_paper.finetuning.finetune_tasks
+    tools.prove.claims tools.prove.__main__ tools.prove.page tools.prove.run tools.study.__main__
+    tools.study.overlap tools.study.page tools.study.published tools.study.schedules
 """.split()
 INTERPRETS = "tools.interleave"
-MODULES = sorted([*PACKAGE.rglob("*.py"), *(ROOT / "tools").rglob("*.py")])
+MODULES = sorted(path for name in PACKAGES for path in (ROOT / name).rglob("*.py"))
 
 
 def module_name(path: Path) -> str:
@@ -99,8 +102,7 @@ def module_of(name: str) -> str:
 def arrows() -> dict[str, set[str]]:
     """Return what each module imports of this project. Read by a fixture, so that collection stays quick."""
     return {
-        name: {module_of(each) for each in imports(path) if each.split(".")[0] in ("fastmp", "tools")}
-        - {"fastmp"}
+        name: {module_of(each) for each in imports(path) if each.split(".")[0] in PACKAGES} - {"fastmp"}
         for name, path in NAMES.items()
     }
 
@@ -157,7 +159,7 @@ def test_only_one_module_imports_triton():
 def test_pure_modules_use_the_standard_library_only(module):
     for name in imports(NAMES[module]):
         top = name.split(".")[0]
-        if top in ("fastmp", "tools"):
+        if top in PACKAGES:
             assert module_of(name) in PURE or module_of(name).endswith("_plot"), f"{module}: {name}"
         else:
             assert top in sys.stdlib_module_names, f"{module} imports {name}"
@@ -171,7 +173,6 @@ def test_pure_modules_use_the_standard_library_only(module):
         "generate --help",
         "eval --help",
         "eval wikitext --help",
-        "finetune --help",
         "hang --help",
         "checkpoint --help",
         "hf import --help",
@@ -242,7 +243,7 @@ def test_files_are_opened_in_one_place():
     found = {
         f"{name}:{node.lineno}: {opened}"
         for name, path in NAMES.items()
-        if name.startswith("fastmp") and name not in OPENERS
+        if name.startswith(("examples", "fastmp")) and name not in OPENERS
         for node in nodes(path, r"open\(|read_|write_|fromfile|memmap|load")
         if isinstance(node, ast.Call) and (opened := opens_by_path(node)) and OUTPUTS.get(name) != opened
     }
@@ -255,7 +256,7 @@ def test_errors_of_foreign_content_are_listed_once():
     found = [
         f"{name}:{node.lineno}"
         for name, path in NAMES.items()
-        if name.startswith("fastmp") and name != "fastmp.config.file_access"
+        if name.startswith(("examples", "fastmp")) and name != "fastmp.config.file_access"
         for node in nodes(path, r"TypeError")
         if isinstance(node, ast.Tuple) and len(listed & {ast.unparse(each) for each in node.elts}) > 2
     ]
@@ -267,7 +268,7 @@ def test_text_for_people_goes_through_one_writer():
     found = [
         f"{name}:{node.lineno}"
         for name, path in NAMES.items()
-        if name.startswith("fastmp") and name != "fastmp.config.console"
+        if name.startswith(("examples", "fastmp")) and name != "fastmp.config.console"
         for node in nodes(path, r"file=|sys\.std|os\.write\(2|print_exc")
         if (
             isinstance(node, ast.Call)

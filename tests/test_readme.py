@@ -203,7 +203,7 @@ def test_every_file_it_names_is_there(page):
 
 def test_nobody_is_told_to_install_another_projects_package():
     """The name on Python's index belongs to another project: this one is installed from its source."""
-    folders = ("fastmp", "benchmarks", "tests", "tools", "scripts", "docs")
+    folders = ("fastmp", "examples", "benchmarks", "tests", "tools", "scripts", "docs")
     texts = [*ROOT.glob("*.md"), *(path for name in folders for path in (ROOT / name).rglob("*.*"))]
     wrong = re.compile(r"pip\d* install [^\n`]*?(?<![\w./\-:])fastmp\b(?!\.\w)")
     found = [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from contextlib import nullcontext
 
 import fastmp
@@ -14,7 +15,6 @@ COMMANDS = {
     "train": ("fastmp.apps.train", "train a model from a recipe; on several GPUs: fastmp launch train"),
     "generate": ("fastmp.apps.generate", "continue prompts with a trained model"),
     "eval": ("fastmp.apps.evaluate", "evaluate a model on WikiText, LAMBADA or held-out text"),
-    "finetune": ("fastmp.apps.finetune", "fine-tune a BERT on MNLI, QQP, SQuAD or RACE, with several seeds"),
     "launch": ("fastmp.apps.launch", "start several processes with torchrun, by default one for each GPU"),
     "data": ("fastmp.apps.data", "tokenize text into token files; inspect, blend and compare them"),
     "warm": (
@@ -47,11 +47,17 @@ SYNONYMS = {
     **dict.fromkeys(("preprocess", "tokenize", "prepare"), "data"),
     **dict.fromkeys(("estimate", "memory"), "plan"),
     **dict.fromkeys(("info", "env", "check", "version"), "doctor"),
+    "finetune": "launch -m examples.megatron_paper finetune",  # in a checkout
 }
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Run one subcommand and return its exit status; 2: invalid arguments."""
+def main(
+    argv: list[str] | None = None,
+    prog: str = "fastmp",
+    commands: Mapping[str, tuple[str, str]] = COMMANDS,
+    synonyms: Mapping[str, str] = SYNONYMS,
+) -> int:
+    """Run one of the `commands` of `prog` and return its exit status; 2: invalid arguments."""
     arguments = sys.argv[1:] if argv is None else argv
     open_streams()
     try:
@@ -61,14 +67,14 @@ def main(argv: list[str] | None = None) -> int:
                 return 0
             trains = arguments[:1] in (["train"], ["launch"])
             with ended_by_signals(exits=argv is None) if trains else nullcontext():
-                return run_command("fastmp", COMMANDS, arguments, SYNONYMS)
+                return run_command(prog, commands, arguments, synonyms)
         finally:
             flush_output()
     except KeyboardInterrupt:
-        to_stderr("fastmp: interrupted")
+        to_stderr(f"{prog}: interrupted")
         return 130
     except BrokenPipeError:  # whoever read our output, `head` say, has seen enough
         return 1
     except OSError as error:  # the output cannot be written
-        to_stderr(f"fastmp: {error}")
+        to_stderr(f"{prog}: {error}")
         return 1

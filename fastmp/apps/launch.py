@@ -55,7 +55,7 @@ def _parser() -> Parser:
         epilog="All other options of torchrun are accepted as well: torchrun --help",
     )
     add = parser.add_argument
-    add("program", metavar="PROGRAM", help="train, finetune, generate, eval, or a script")
+    add("program", metavar="PROGRAM", help="train, generate, eval, or a script")
     add("arguments", metavar="arguments", nargs=REMAINDER, help="options of the program")
     add("-n", "--nproc-per-node", metavar="N", help="processes on this machine (one for each GPU; else 1)")
     add("-m", "--module", action="store_true", help="PROGRAM is a Python module")

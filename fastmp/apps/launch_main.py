@@ -37,7 +37,7 @@ from fastmp.distributed.rendezvous import LOOPBACK, loopback_listener
 
 __all__ = ["main"]
 
-PROGRAMS = ("train", "finetune", "generate", "eval")
+PROGRAMS = ("train", "generate", "eval")
 _RANKS = {
     *("--gpus", "--num-gpus", "--ngpus", "-np", "--np", "--nproc", "--ranks", "--world-size"),
     *("--num-processes", "--nprocs", "--n-gpus", "--gpus-per-node", "-N"),
@@ -165,6 +165,8 @@ def _check_options(parser: ArgumentParser, argv: Sequence[str]) -> None:
     close = difflib.get_close_matches(program, PROGRAMS, n=1)
     if program.endswith(".toml"):
         close = ["train", program]
+    elif program == "finetune":
+        close = ["-m", "examples.megatron_paper", program]
     command = shlex.join(["fastmp", "launch", *argv[:at], *close, *argv[at + 1 :]])
     meant = f"did you mean: {command}" if close else f"expected a script, or {', '.join(PROGRAMS)}"
     raise ValueError(f"there is no program {program!r}; {meant}")

@@ -29,7 +29,7 @@ def run_command(
     `commands` maps a name to its module, which is imported only then, and to a summary. The list of commands
     is printed on request (status 0), and on stderr where the name is missing or resembles none (status 2).
     A name that resembles one is a line with the user's own command, mended. `synonyms` maps names of other
-    programs to commands, and `TOML` to the command that takes a recipe.
+    programs to commands (words between spaces), and `TOML` to the command that takes a recipe.
     """
     width = max(map(len, commands))
     listing = [f"  {name:<{width}}  {summary}" for name, (_, summary) in commands.items()]
@@ -58,7 +58,7 @@ def _mended(name: str, commands: Mapping[str, Any], synonyms: Mapping[str, str])
     if name.endswith(".toml"):
         return [synonyms[TOML], name] if TOML in synonyms else []
     if name in synonyms:
-        return [synonyms[name]]
+        return synonyms[name].split()
     return difflib.get_close_matches(name, commands, n=1)
 
 

@@ -20,10 +20,6 @@ SHORT = {
     "train.name": "--name",
     "checkpoint.resume": "--resume",
     "checkpoint.init_from": "--init-from",
-    "finetune.path": "--data",
-    "finetune.init_from": "--init-from",
-    "finetune.name": "--name",
-    "finetune.seeds": "--seeds",
     "train.profile": "--profile",
     "train.profile_steps": "--profile-steps",
     "graphs.enabled": "--graphs",
@@ -40,10 +36,6 @@ FIRST = {
         *("train.name", "train.run_dir", "train.steps", "train.max_time", "train.seed"),
         *("train.log_interval", "train.eval_interval"),
     ),
-    "fine-tuning": (
-        *("finetune.path", "finetune.init_from", "finetune.tokenizer", "finetune.name", "finetune.seeds"),
-        *("finetune.batch_size", "finetune.micro_batch_size", "finetune.epochs", "finetune.dtype"),
-    ),
     "data": (
         *("data.path", "data.tokenizer", "data.seq_len"),
         *("data.micro_batch_size", "train.global_batch_size"),
@@ -59,7 +51,8 @@ FIRST = {
     "checkpoints": ("checkpoint.interval", "checkpoint.keep", "checkpoint.resume", "checkpoint.init_from"),
     "speed": ("graphs.enabled", "graphs.scope", "train.profile", "train.profile_steps"),
 }
-ORDER = ("finetune", "train", "data", "parallel", "optimizer", "checkpoint", "graphs", "model")  # of tables
+# Tables; others come before these.
+ORDER = ("train", "data", "parallel", "optimizer", "checkpoint", "graphs", "model")
 METAVARS = {
     **dict.fromkeys(("path", "validation_path", "init_from", "tokenizer"), "PATH"),
     **{"run_dir": "DIR", "max_time": "TIME", "resume": "auto|PATH", "blend": "'WEIGHT PATH'"},

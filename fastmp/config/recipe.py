@@ -110,22 +110,31 @@ def parse_with_recipe(parser: Parser, argv: Sequence[str]) -> argparse.Namespace
     return options  # type: ignore[no-any-return]
 
 
-def add_options(parser: Parser, kind: type = Recipe, first: Sequence[str] = tuple(FIRST)) -> None:
+def add_options(
+    parser: Parser,
+    kind: type = Recipe,
+    first: Sequence[str] = tuple(FIRST),
+    *,
+    titles: Mapping[str, Sequence[str]] = FIRST,
+    short: Mapping[str, str] = SHORT,
+) -> None:
     """Add an option for every field of a recipe to `parser`; `given_options` reads them.
 
     kind: a dataclass whose fields are tables.
     first: titles of the options that --help shows; --help-all shows all.
+    titles, short: the options under a title and the short names of options, by "table.field".
     """
     sentence, _, examples = (parser.description or "").partition("\n\n")
     parser.description = "\n\n".join(filter(None, (f"{sentence} {OPTIONS_NOTE}", examples)))
-    parser.show_first({title: FIRST[title] for title in first})
-    tables = sorted(_tables(kind, ""), key=lambda each: ORDER.index(each[0].partition(".")[0]))
+    parser.show_first({title: titles[title] for title in first})
+    order = {table: number for number, table in enumerate(ORDER, 1)}
+    tables = sorted(_tables(kind, ""), key=lambda each: order.get(each[0].partition(".")[0], 0))
     for table, cls in tables:
         group = parser.add_argument_group(f"[{table}]", (cls.__doc__ or "").partition("\n")[0])
         hints = _hints(cls)
         for field in fields(cls):
             if _table_of(hints[field.name]) is None:
-                _add_option(group, f"{table}.{field.name}", field, hints[field.name])
+                _add_option(group, f"{table}.{field.name}", field, hints[field.name], short)
 
 
 def given_options(options: argparse.Namespace) -> dict[str, Any]:
@@ -151,10 +160,12 @@ def _tables(cls: type, table: str) -> Iterator[tuple[str, type]]:
             yield from _tables(below, name)
 
 
-def _add_option(group: argparse._ArgumentGroup, path: str, field: Field[Any], hint: Any) -> None:
+def _add_option(
+    group: argparse._ArgumentGroup, path: str, field: Field[Any], hint: Any, short: Mapping[str, str]
+) -> None:
     """Add the option of the field at `path`; it is absent from the parsed options unless it is given."""
     table, _, name = path.replace("_", "-").rpartition(".")
-    names = [_option(path), *([SHORT[path]] if path in SHORT else [])]
+    names = [_option(path), *([short[path]] if path in short else [])]
     text = help_of(field).replace("%", "%%")
     settings: dict[str, Any] = {"dest": path, "default": argparse.SUPPRESS}
     kind = _without_none(hint)

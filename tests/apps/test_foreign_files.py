@@ -16,10 +16,10 @@ from pathlib import Path
 import pytest
 from command_tools import status_of
 
+from examples.megatron_paper.finetuning import formats, results
+from examples.megatron_paper.finetuning.selection import Point
 from fastmp.apps.evaluation.journal import FORMAT, Journal
 from fastmp.apps.evaluation.tasks import heldout_task, lambada_task, wikitext_task
-from fastmp.apps.finetuning import formats, results
-from fastmp.apps.finetuning.selection import Point
 from fastmp.training.data.tokenize import load_tokenizer
 
 RECIPE = str(Path(__file__).parents[2] / "configs" / "moe-small.toml")

@@ -13,10 +13,10 @@ class Terminal(io.StringIO):
         return True
 
 
-def status_of(line):
-    """Return the exit status of `fastmp LINE`, whether it returns or exits."""
+def status_of(line, program=main):
+    """Return the exit status of `fastmp LINE`, or of another program, whether it returns or exits."""
     try:
-        return main(line)
+        return program(line)
     except SystemExit as left:
         return left.code
 

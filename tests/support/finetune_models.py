@@ -7,8 +7,8 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from fastmp.apps.finetuning.losses import model_and_loss
-from fastmp.apps.finetuning.samples import Sample, TaskData, TokenPair
+from examples.megatron_paper.finetuning.losses import model_and_loss
+from examples.megatron_paper.finetuning.samples import Sample, TaskData, TokenPair
 from fastmp.config import BertConfig, GPTConfig, OptimizerConfig, ParallelConfig, TrainConfig
 from fastmp.distributed.collectives import group_rank
 from fastmp.distributed.grid import RankGrid

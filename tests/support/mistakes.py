@@ -74,10 +74,7 @@ fastmp generate --checkpoint runs/gpt --prompt hi --temperature -1
 fastmp generate --checkpoint runs/gpt --prompt hi --tp 2 --pp 2
 fastmp eval mmlu questions.json --hf model
 fastmp eval wikitext
-fastmp finetune cola --data glue/CoLA
 fastmp finetune mnli --data glue/MNLI
-fastmp finetune mnli configs/finetune/mnli.toml
-fastmp finetune mnli configs/finetune/mnli.toml --data glue/MNLI --init-from runs/bert --tp 2
 fastmp hf import
 fastmp hf convert model out
 fastmp checkpoint verfy runs/gpt
@@ -98,6 +95,7 @@ fastmp launch -n 2 trian configs/gpt-small.toml
 fastmp launch -n 2 configs/gpt-small.toml
 fastmp launch --gpus 2 train configs/gpt-small.toml
 fastmp launch -n two train configs/gpt-small.toml
+fastmp launch -n 2 finetune mnli --data glue/MNLI
 fastmp train configs/gpt-small.toml --data.path nowhere
 fastmp train configs/gpt-small.toml --data.path docs
 fastmp train configs/gpt-small.toml --data.seq-len 1024

@@ -1,4 +1,4 @@
-"""`fastmp finetune`: fine-tune a BERT for a task. torch is imported after the arguments are read.
+"""`finetune`: fine-tune a BERT for a task. torch is imported after the arguments are read.
 
 All ranks run the same code; only rank 0 writes the files of results.
 """
@@ -11,15 +11,14 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fastmp.apps.finetuning.finetune_recipe import FinetuneRecipe, load_finetune, run_recipe
-from fastmp.apps.finetuning.finetune_tasks import TASKS
-from fastmp.apps.finetuning.results import FinetuneResult, check_same, write_results
+from examples.megatron_paper.finetuning.finetune_recipe import FinetuneRecipe, load_finetune, run_recipe
+from examples.megatron_paper.finetuning.finetune_tasks import TASKS
+from examples.megatron_paper.finetuning.results import FinetuneResult, check_same, write_results
 from fastmp.apps.first_rank import let_rank0_report_first, only_rank0_prints
 from fastmp.apps.launch import check_ranks
-from fastmp.config import Environment, GPTConfig
+from fastmp.config import Environment, GPTConfig, option_names
 from fastmp.config.command_line import Parser
 from fastmp.config.console import to_stdout
-from fastmp.config.option_names import SYNONYMS
 from fastmp.config.recipe import add_options, add_recipe_option, given_options, parse_with_recipe
 from fastmp.plan.layout import check_layout, make_grid
 
@@ -30,9 +29,23 @@ if TYPE_CHECKING:
 
 __all__ = ["finetune", "main"]
 
+SHORT = {
+    "finetune.path": "--data",
+    "finetune.init_from": "--init-from",
+    "finetune.name": "--name",
+    "finetune.seeds": "--seeds",
+}
+# Options that --help shows, by title.
+FIRST = {
+    "fine-tuning": (
+        *("finetune.path", "finetune.init_from", "finetune.tokenizer", "finetune.name", "finetune.seeds"),
+        *("finetune.batch_size", "finetune.micro_batch_size", "finetune.epochs", "finetune.dtype"),
+    )
+}
+
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run `fastmp finetune` with the arguments `argv`; return the exit status."""
+    """Run `finetune` with the arguments `argv`; return the exit status."""
     with only_rank0_prints():
         parser = _parser()
         options = parse_with_recipe(parser, list(argv or []))
@@ -40,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             recipe = load_finetune(options.task, options.recipe, given_options(options))
         except ValueError as error:
             parser.error(str(error))
-        check_ranks(parser, recipe.parallel, "finetune", list(argv or []))
+        check_ranks(parser, recipe.parallel, "-m", ["examples.megatron_paper", "finetune", *(argv or [])])
     from fastmp.distributed.runtime import init, main_guard  # imports torch
 
     def job() -> int:
@@ -55,21 +68,23 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser() -> Parser:
     parser = Parser(
-        prog="fastmp finetune",
-        usage="fastmp finetune TASK [FILE] --data DIR [--init-from PATH] [--grid] [options]",
-        synonyms=SYNONYMS,
+        prog="python -m examples.megatron_paper finetune",
+        usage="python -m examples.megatron_paper finetune TASK [FILE] --data DIR [--init-from PATH] [--grid] "
+        "[options]",
+        synonyms=option_names.SYNONYMS,
         description="Fine-tune a BERT for a task with several seeds, and report the median score on the "
         "development set. Run the same command again to resume an interrupted job. On several ranks: fastmp "
-        "launch -n N finetune ...\n\n  fastmp finetune mnli configs/finetune/mnli.toml --data "
-        "glue/MNLI --init-from runs/bert",
+        "launch -n N -m examples.megatron_paper finetune ...\n\n  python -m examples.megatron_paper finetune "
+        "mnli configs/finetune/mnli.toml --data glue/MNLI --init-from runs/bert",
     )
     parser.add_argument("task", metavar="TASK", choices=tuple(TASKS), help=", ".join(TASKS))
     add_recipe_option(parser)
     parser.add_argument(
         "--grid", action="store_true", help="run all batch sizes and learning rates of the paper's Table 6"
     )
-    titles = ("fine-tuning", "parallelism", "optimizer and precision")
-    add_options(parser, FinetuneRecipe, titles)
+    first = (*FIRST, "parallelism", "optimizer and precision")
+    titles, short = {**option_names.FIRST, **FIRST}, {**option_names.SHORT, **SHORT}
+    add_options(parser, FinetuneRecipe, first, titles=titles, short=short)
     return parser
 
 
@@ -91,8 +106,8 @@ def finetune(
         ValueError: the files are not the task's, the model is not a BERT or does not fit the tokenizer or the
             ranks, or the run directory belongs to another recipe. Nothing is written then.
     """
-    from fastmp.apps.finetuning.runs import Runs, on_first
-    from fastmp.apps.finetuning.splits import prepare, vocab_size_of
+    from examples.megatron_paper.finetuning.runs import Runs, on_first
+    from examples.megatron_paper.finetuning.splits import prepare, vocab_size_of
     from fastmp.apps.train_main import claimed
     from fastmp.distributed.groups import ParallelGroups
 

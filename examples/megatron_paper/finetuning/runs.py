@@ -14,14 +14,14 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from fastmp.apps.finetuning.finetune_recipe import FinetuneRecipe, run_recipe
-from fastmp.apps.finetuning.finetune_tasks import TASKS
-from fastmp.apps.finetuning.losses import model_and_loss, score_samples
-from fastmp.apps.finetuning.predictions import evaluate_classes, evaluate_questions
-from fastmp.apps.finetuning.results import FinetuneResult, read_result, write_json
-from fastmp.apps.finetuning.samples import TaskData
-from fastmp.apps.finetuning.selection import Point
-from fastmp.apps.finetuning.splits import Prepared, Split
+from examples.megatron_paper.finetuning.finetune_recipe import FinetuneRecipe, run_recipe
+from examples.megatron_paper.finetuning.finetune_tasks import TASKS
+from examples.megatron_paper.finetuning.losses import model_and_loss, score_samples
+from examples.megatron_paper.finetuning.predictions import evaluate_classes, evaluate_questions
+from examples.megatron_paper.finetuning.results import FinetuneResult, read_result, write_json
+from examples.megatron_paper.finetuning.samples import TaskData
+from examples.megatron_paper.finetuning.selection import Point
+from examples.megatron_paper.finetuning.splits import Prepared, Split
 from fastmp.config import GPTConfig, Recipe
 from fastmp.config.sizes import flops_per_token
 from fastmp.distributed.collectives import group_rank

@@ -11,7 +11,7 @@ import torch
 from finetune_models import MODEL, OUTPUTS, PRE, make_trainer, task_data
 from marks import full
 
-from fastmp.apps.finetuning.losses import score_samples, task_loss
+from examples.megatron_paper.finetuning.losses import score_samples, task_loss
 from fastmp.distributed.groups import ParallelGroups
 from fastmp.nn import Bert, BertForTask, Placement
 from fastmp.nn.bert_tasks import pretrained_name

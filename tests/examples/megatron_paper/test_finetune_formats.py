@@ -7,7 +7,7 @@ import json
 import pytest
 from finetune_files import MNLI_COLUMNS, QQP_COLUMNS, mnli, qqp, race, squad, write_tsv
 
-from fastmp.apps.finetuning.formats import (
+from examples.megatron_paper.finetuning.formats import (
     Answer,
     MultipleChoice,
     Pair,

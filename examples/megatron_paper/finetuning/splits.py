@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fastmp.apps.finetuning.finetune_recipe import FinetuneConfig
-from fastmp.apps.finetuning.finetune_tasks import TASKS
-from fastmp.apps.finetuning.samples import ContextWindow, Sample, encode
+from examples.megatron_paper.finetuning.finetune_recipe import FinetuneConfig
+from examples.megatron_paper.finetuning.finetune_tasks import TASKS
+from examples.megatron_paper.finetuning.samples import ContextWindow, Sample, encode
 from fastmp.config import GPTConfig
 from fastmp.training.data.masked import SpecialTokens
 from fastmp.training.data.tokenize import Tokenizer

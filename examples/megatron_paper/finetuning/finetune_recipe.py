@@ -10,8 +10,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from fastmp.apps.finetuning.finetune_tasks import TASKS
-from fastmp.apps.finetuning.selection import Point
+from examples.megatron_paper.finetuning.finetune_tasks import TASKS
+from examples.megatron_paper.finetuning.selection import Point
 from fastmp.config import (
     CheckpointConfig,
     DataConfig,

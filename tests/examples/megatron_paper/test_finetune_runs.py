@@ -1,4 +1,4 @@
-"""`fastmp finetune` from end to end: it learns, goes on where it was stopped, refuses what does not fit."""
+"""`finetune` from end to end: it learns, goes on where it was stopped, refuses what does not fit."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ from marks import full
 from safetensors.torch import save_file
 from train_tools import command_line
 
-from fastmp.apps.cli import main
-from fastmp.apps.finetune import finetune
-from fastmp.apps.finetuning import runs as runs_module
-from fastmp.apps.finetuning.finetune_recipe import load_finetune
-from fastmp.apps.finetuning.finetune_tasks import TASKS
+from examples.megatron_paper.__main__ import main
+from examples.megatron_paper.finetune import finetune
+from examples.megatron_paper.finetuning import runs as runs_module
+from examples.megatron_paper.finetuning.finetune_recipe import load_finetune
+from examples.megatron_paper.finetuning.finetune_tasks import TASKS
+from fastmp.apps import cli
 from fastmp.config import BertConfig, OptimizerConfig, TrainConfig
 from fastmp.distributed.runtime import Runtime
 from fastmp.hf.config_json import to_transformers
@@ -264,7 +265,7 @@ def test_a_run_of_fastmp_train_is_fine_tuned_with_its_own_tokenizer(tmp_path, ca
     train |= {"data.masked-lm.max-ngram": 2, "data.seq-len": 64, "data.micro-batch-size": 2, "steps": 2}
     train |= {"train.global-batch-size": 2, "train.run-dir": tmp_path / "runs", "train.name": "bert"}
     train |= {"train.eval-interval": 0, "checkpoint.interval": 2}
-    assert main(["train", *command_line(train)]) == 0
+    assert cli.main(["train", *command_line(train)]) == 0
     line = ["finetune", "race", "--recipe", str(ROOT / "configs" / "finetune" / "race.toml"), "--seeds", "1"]
     line += ["--data", str(tmp_path / "race"), "--init-from", str(tmp_path / "runs" / "bert")]
     line += ["--finetune.run-dir", str(tmp_path / "runs")]
@@ -333,7 +334,7 @@ def test_ranks_go_on_with_the_next_run_where_one_diverges(folder):
         ({"parallel__cp": 2}, "parallel.cp is 2: the sequence of a BERT is not divided"),
         (
             {"parallel__tp": 2},
-            "--tp 2 needs 2 processes or a multiple, got 1; run: fastmp launch",
+            "got 1; run: fastmp launch -n 2 -m examples.megatron_paper finetune qqp --finetune.path",
         ),
         (
             {"optimizer__warmup_steps": 3},
@@ -349,7 +350,7 @@ def test_ranks_go_on_with_the_next_run_where_one_diverges(folder):
 )
 def test_what_does_not_fit_is_one_line_and_status_2(folder, capsys, changes, message):
     WRITE["qqp"](folder / "qqp", train=16, dev=8)
-    assert status_of(["finetune", "qqp", *arguments(options(folder, "qqp", **changes))]) == 2
+    assert status_of(["finetune", "qqp", *arguments(options(folder, "qqp", **changes))], main) == 2
     error = capsys.readouterr().err
     assert message in error and error.count("\n") == 1
     assert not (folder / "runs").exists()
@@ -370,7 +371,7 @@ def test_other_mistakes_are_one_line_and_status_2(folder, capsys):
         ),
         (["finetune", "squad1", *line], "train-v1.1.json: cannot be read"),
     ):
-        assert status_of(wrong) == 2
+        assert status_of(wrong, main) == 2
         error = capsys.readouterr().err
         assert message in error and error.count("\n") == 1, error
 
@@ -378,7 +379,7 @@ def test_other_mistakes_are_one_line_and_status_2(folder, capsys):
 def test_an_empty_development_set_is_refused(folder, capsys):
     path = WRITE["qqp"](folder / "qqp", train=16) / "dev.tsv"
     path.write_text(path.read_text().partition("\n")[0] + "\n")
-    assert status_of(["finetune", "qqp", *arguments(options(folder, "qqp"))]) == 2
+    assert status_of(["finetune", "qqp", *arguments(options(folder, "qqp"))], main) == 2
     assert capsys.readouterr().err == f"fastmp: {path}: has no line that can be used\n"
 
 

@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fastmp.apps.finetuning import formats
-from fastmp.apps.finetuning.formats import Examples
-from fastmp.apps.finetuning.selection import Point
+from examples.megatron_paper.finetuning import formats
+from examples.megatron_paper.finetuning.formats import Examples
+from examples.megatron_paper.finetuning.selection import Point
 
 __all__ = ["TASKS", "FinetuneTask"]
 

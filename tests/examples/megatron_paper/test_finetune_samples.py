@@ -8,9 +8,9 @@ from finetune_tokenizer import word_tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fastmp.apps.finetuning.formats import Answer, MultipleChoice, Pair, Question
-from fastmp.apps.finetuning.samples import IGNORE_LABEL, Sample, TaskData, TokenPair, encode
-from fastmp.apps.finetuning.windows import place_of
+from examples.megatron_paper.finetuning.formats import Answer, MultipleChoice, Pair, Question
+from examples.megatron_paper.finetuning.samples import IGNORE_LABEL, Sample, TaskData, TokenPair, encode
+from examples.megatron_paper.finetuning.windows import place_of
 from fastmp.training.data.masked import SpecialTokens
 from fastmp.training.data.tokenize import ByteTokenizer
 

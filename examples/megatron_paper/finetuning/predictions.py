@@ -8,10 +8,15 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from fastmp.apps.finetuning.answer_metrics import accuracy, binary_f1, squad1_scores, squad2_scores
-from fastmp.apps.finetuning.formats import MultipleChoice, Question
-from fastmp.apps.finetuning.samples import ContextWindow
-from fastmp.apps.finetuning.windows import best_span, place_of
+from examples.megatron_paper.finetuning.answer_metrics import (
+    accuracy,
+    binary_f1,
+    squad1_scores,
+    squad2_scores,
+)
+from examples.megatron_paper.finetuning.formats import MultipleChoice, Question
+from examples.megatron_paper.finetuning.samples import ContextWindow
+from examples.megatron_paper.finetuning.windows import best_span, place_of
 
 __all__ = ["answers_of", "evaluate_classes", "evaluate_questions"]
 

@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from fastmp.apps.finetuning.selection import Point, Scored, choose, median_run
+from examples.megatron_paper.finetuning.selection import Point, Scored, choose, median_run
 from fastmp.config.file_access import read_json, write_whole
 
 __all__ = ["FinetuneResult", "check_same", "read_result", "write_json", "write_results"]

@@ -16,7 +16,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastmp.apps.finetuning.samples import IGNORE_LABEL, Sample, TaskData
+from examples.megatron_paper.finetuning.samples import IGNORE_LABEL, Sample, TaskData
 from fastmp.config import GPTConfig, ParallelConfig
 from fastmp.distributed.collectives import group_rank, group_size
 from fastmp.distributed.groups import ParallelGroups

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from fastmp.apps.finetuning.finetune_tasks import TASKS
-from fastmp.apps.finetuning.selection import Point, Scored, choose, median_run
+from examples.megatron_paper.finetuning.finetune_tasks import TASKS
+from examples.megatron_paper.finetuning.selection import Point, Scored, choose, median_run
 from fastmp.nn.bert_tasks import HEADS
 
 

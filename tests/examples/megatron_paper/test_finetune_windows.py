@@ -7,7 +7,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fastmp.apps.finetuning.windows import best_span, most_context, place_of, span_of, window_ranges
+from examples.megatron_paper.finetuning.windows import (
+    best_span,
+    most_context,
+    place_of,
+    span_of,
+    window_ranges,
+)
 
 
 def google_ranges(num_tokens, room, stride):

@@ -21,8 +21,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from fastmp.apps.finetuning.formats import MultipleChoice, Pair, Question
-from fastmp.apps.finetuning.windows import Places, most_context, span_of, window_ranges
+from examples.megatron_paper.finetuning.formats import MultipleChoice, Pair, Question
+from examples.megatron_paper.finetuning.windows import Places, most_context, span_of, window_ranges
 from fastmp.training.data.masked import SpecialTokens
 from fastmp.training.data.sampling import epoch_key, permute
 from fastmp.training.data.tokenize import Tokenizer
@@ -95,7 +95,7 @@ def encode(
     """
     room = seq_len - 3
     if room < 2:
-        raise ValueError(f"fastmp finetune: seq_len {seq_len} has no room for 3 special tokens and two texts")
+        raise ValueError(f"finetune: seq_len {seq_len} has no room for 3 special tokens and two texts")
     if isinstance(examples[0], Pair):
         return Encoded(list(_pairs(examples, tokenizer, room)), [])
     if isinstance(examples[0], MultipleChoice):

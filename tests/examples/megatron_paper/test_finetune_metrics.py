@@ -7,7 +7,7 @@ import string
 
 import pytest
 
-from fastmp.apps.finetuning.answer_metrics import (
+from examples.megatron_paper.finetuning.answer_metrics import (
     accuracy,
     best_threshold,
     binary_f1,

@@ -1,0 +1,1 @@
+"""Programs that use fastmp, run from the root of a checkout."""
