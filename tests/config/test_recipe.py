@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from fastmp.config import (
+    NORMS,
     BertConfig,
     CheckpointConfig,
     DataConfig,
@@ -133,7 +134,7 @@ def test_all_mistakes_in_a_file_are_named_at_once(tmp_path):
         "  MoEConfig: score must be one of softmax, sigmoid, sqrtsoftplus, got 'relu'",
         "  MoEConfig: z_loss must not be negative, got -1.0",
         "  MoEConfig: num_experts must be positive, got 0",
-        "  GPTConfig: norm must be one of layernorm, rmsnorm, got 'batch'",
+        f"  GPTConfig: norm must be one of {', '.join(NORMS)}, got 'batch'",
         "  GPTConfig: dropout must be in [0, 1), got 1.0",
         "  parallel.vpp must be of type int, got 2.0",
         "  ParallelConfig: tp must be positive, got 0",

@@ -14,7 +14,7 @@ from nn_tools import text, tp_groups
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from fastmp.config import GPTConfig, MoEConfig, RopeScaling
+from fastmp.config import NORMS, GPTConfig, MoEConfig, RopeScaling
 from fastmp.config.recipe import load_recipe
 from fastmp.config.sizes import count_parameters, mtp_parameters
 from fastmp.distributed.groups import ParallelGroups
@@ -315,7 +315,7 @@ def test_a_sequence_that_tp_does_not_divide_is_not_supported():
         ({"init_std": -0.1}, "init_std must be positive, got -0.1"),
         ({"head_size": 0}, "head_size must be positive, got 0"),
         ({"rope_base": 0.0}, "rope_base must be positive, got 0.0"),
-        ({"norm": "rms"}, "norm must be one of layernorm, rmsnorm, got 'rms'"),
+        ({"norm": "rms"}, f"norm must be one of {', '.join(NORMS)}, got 'rms'"),
         (
             {"dense_layers": (0,)},
             "dense_layers are those not with experts where others are, but moe is absent",
