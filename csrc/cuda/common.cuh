@@ -115,6 +115,11 @@ __device__ inline void store_words(void* to, const unsigned (&words)[4]) {
                "r"(words[3]));
 }
 
+// Adds to two numbers in global memory, which is not waited for.
+__device__ inline void add_pair(float* to, float x, float y) {
+  asm volatile("red.relaxed.gpu.global.add.v2.f32 [%0], {%1, %2};" ::"l"(to), "f"(x), "f"(y) : "memory");
+}
+
 // Returns the dynamic shared memory, whose size the launch sets.
 template <class T>
 __device__ T* dynamic_shared() {

@@ -1,5 +1,5 @@
-// The epilogue of an expert's first GEMM: h = x w^T + bias and y = form(h), or form(gate) * up where h is
-// [gate | up].
+// Epilogues of an expert's GEMM: h = a b + bias and y = form(h), or form(gate) * up where h is [gate | up]; and sums
+// that are added to float32 ones.
 #pragma once
 
 #include "common.cuh"
@@ -7,9 +7,9 @@
 
 namespace fastmp {
 
-// y (rows, width); h (rows, num_columns) or null; bias (experts, num_columns) or null.
+// y (rows, width) or null; h (rows, num_columns) or null; bias (experts, num_columns) or null.
 template <class T>
-struct MlpIn {
+struct Output {
   const T* bias;
   T* y;
   T* h;
@@ -79,55 +79,77 @@ struct SumsTile {
   static constexpr int column(int thread, int element) { return element / 4 * 8 + thread % 4 * 2 + element % 2; }
 };
 
-// Columns of y that come from a tile of sums. If kGated, gates are in the tile's left half and ups in its right half: a
-// thread has both of a column.
-template <bool kGated>
-constexpr int kTileWidth = SumsTile::kColumns / (1 + kGated);
+// Stores a tile of sums. If kGated, gates are in the tile's left half and ups in its right half: a thread has both of a
+// column.
+template <bool kGated_, class T>
+struct StoreTile {
+  static constexpr bool kGated = kGated_;
+  static constexpr int kWidth = SumsTile::kColumns / (1 + kGated);  // columns of y
+  Output<T> out;
 
-// Stores what a thread has of the tile whose first row is `first_row` of the expert's `num_rows`, which begin with row
-// `start` of y, and whose first column in y is `first_column`.
-template <bool kGated, class T>
-__device__ void store_tile(const float (&sums)[SumsTile::kElements], int thread, const MlpIn<T>& mlp, int64_t expert,
-                           int64_t start, int64_t num_rows, int64_t first_row, int64_t first_column) {
-  const int place = thread % kQuad;
+  // Stores what a thread has of the tile whose first row is `first_row` of the expert's `num_rows`, which begin with row
+  // `start` of y, and whose first column in y is `first_column`.
+  __device__ void operator()(const float (&sums)[SumsTile::kElements], int thread, int64_t expert, int64_t start,
+                             int64_t num_rows, int64_t first_row, int64_t first_column) const {
+    const int place = thread % kQuad;
 #pragma unroll
-  for (int block = 0; block < kTileWidth<kGated> / kQuadColumns; ++block) {
-    const int64_t column = first_column + block * kQuadColumns, stored = column + place * 2 * kQuad;
-    float shift[1 + kGated][2 * kQuad] = {};
-    if (mlp.bias) {
-      const T* bias = mlp.bias + expert * mlp.num_columns;
+    for (int block = 0; block < kWidth / kQuadColumns; ++block) {
+      const int64_t column = first_column + block * kQuadColumns, stored = column + place * 2 * kQuad;
+      float shift[1 + kGated][2 * kQuad] = {};
+      if (out.bias) {
+        const T* bias = out.bias + expert * out.num_columns;
 #pragma unroll
-      for (int i = 0; i < 2 * kQuad; ++i) {
-        const int64_t at = column + SumsTile::column(thread, 4 * (i / 2) + i % 2);
-        if (at >= mlp.width) continue;
-        shift[0][i] = widen(bias[at]);
-        if constexpr (kGated) shift[1][i] = widen(bias[mlp.width + at]);
-      }
-    }
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int64_t row = first_row + SumsTile::row(thread, 2 * half);
-      const bool outside = row >= num_rows || stored >= mlp.width;
-      float h[1 + kGated][2 * kQuad], y[2 * kQuad];
-#pragma unroll
-      for (int i = 0; i < 2 * kQuad; ++i) {
-        const int element = block * 4 * kQuad + 4 * (i / 2) + 2 * half + i % 2;
-#pragma unroll
-        for (int part = 0; part <= kGated; ++part) {
-          h[part][i] = sums[element + part * SumsTile::kElements / 2] + shift[part][i];
+        for (int i = 0; i < 2 * kQuad; ++i) {
+          const int64_t at = column + SumsTile::column(thread, 4 * (i / 2) + i % 2);
+          if (at >= out.width) continue;
+          shift[0][i] = widen(bias[at]);
+          if constexpr (kGated) shift[1][i] = widen(bias[out.width + at]);
         }
-        y[i] = h[0][i];
       }
-      activate(y, mlp.form);
 #pragma unroll
-      for (int i = 0; kGated && i < 2 * kQuad; ++i) y[i] *= h[kGated][i];
-      store_in_quad(mlp.y + (start + row) * mlp.width + stored, y, outside);
-      if (!mlp.h) continue;
-      T* const kept = mlp.h + (start + row) * mlp.num_columns + stored;
-      store_in_quad(kept, h[0], outside);
-      if constexpr (kGated) store_in_quad(kept + mlp.width, h[1], outside);
+      for (int half = 0; half < 2; ++half) {
+        const int64_t row = first_row + SumsTile::row(thread, 2 * half);
+        const bool outside = row >= num_rows || stored >= out.width;
+        float h[1 + kGated][2 * kQuad], y[2 * kQuad];
+#pragma unroll
+        for (int i = 0; i < 2 * kQuad; ++i) {
+          const int element = block * 4 * kQuad + 4 * (i / 2) + 2 * half + i % 2;
+#pragma unroll
+          for (int part = 0; part <= kGated; ++part) {
+            h[part][i] = sums[element + part * SumsTile::kElements / 2] + shift[part][i];
+          }
+          y[i] = h[0][i];
+        }
+        if (out.y) {
+          activate(y, out.form);
+#pragma unroll
+          for (int i = 0; kGated && i < 2 * kQuad; ++i) y[i] *= h[kGated][i];
+          store_in_quad(out.y + (start + row) * out.width + stored, y, outside);
+        }
+        if (!out.h) continue;
+        T* const kept = out.h + (start + row) * out.num_columns + stored;
+        store_in_quad(kept, h[0], outside);
+        if constexpr (kGated) store_in_quad(kept + out.width, h[1], outside);
+      }
     }
   }
-}
+};
+
+// Adds a tile of sums to float32 ones, each of which one thread adds to once: the memory adds, no thread waits for it.
+struct AddTile {
+  static constexpr bool kGated = false;
+  static constexpr int kWidth = SumsTile::kColumns;
+  float* total;
+  int64_t width;
+
+  __device__ void operator()(const float (&sums)[SumsTile::kElements], int thread, int64_t, int64_t start,
+                             int64_t num_rows, int64_t first_row, int64_t first_column) const {
+#pragma unroll
+    for (int i = 0; i < SumsTile::kElements; i += 2) {
+      const int64_t row = first_row + SumsTile::row(thread, i), column = first_column + SumsTile::column(thread, i);
+      if (row < num_rows && column < width) add_pair(total + (start + row) * width + column, sums[i], sums[i + 1]);
+    }
+  }
+};
 
 }  // namespace fastmp

@@ -1,18 +1,31 @@
 // The weight gradient of grouped_mm in CUDA C++, for sm_90a: CUTLASS multiplies, small kernels tell it on the device
 // which rows are whose, so that no host waits. The semantics are those of the references in fastmp/ops/grouped_mm.py.
-#include "grouped_gemm.cuh"
+#ifdef __NVCC__  // tests/cuda_on_cpu has its own
+#include "gemm_sm90a.cuh"
+#endif
+#include "epilogue.cuh"
+#include "problems.cuh"
 
 namespace fastmp {
 namespace {
 
-// Writes zeros to the sums of experts without rows, which have no GEMM; `num_blocks` blocks for each expert.
-template <class Unit>
+// Stores grad^T x over the rows of every expert, or adds it to `total` (experts, n, k), one thread an element; for
+// operands that CUTLASS does not support.
+template <class T, class Out>
 __global__ void __launch_bounds__(kThreads)
-    zero_empty_kernel(Unit* sums, int64_t expert_units, const Problems problems, int64_t num_blocks) {
-  const int64_t expert = blockIdx.x / num_blocks, step = num_blocks * blockDim.x;
-  if (problems.shapes[expert].k != 0) return;
-  for (int64_t i = blockIdx.x % num_blocks * blockDim.x + threadIdx.x; i < expert_units; i += step) {
-    sums[expert * expert_units + i] = Unit{};
+    terms_kernel(const Problems problems, const Operand grad, const Operand x, Out* total, bool accumulate) {
+  const int64_t step = static_cast<int64_t>(gridDim.x) * blockDim.x;
+  for (int64_t expert = 0; expert < problems.count; ++expert) {
+    const auto [m, n, k] = problems.shapes[expert];
+    const int64_t size = int64_t{m} * n, start = problems.starts[expert];
+    for (int64_t i = blockIdx.x * blockDim.x + threadIdx.x; i < size; i += step) {
+      const T* a = grad.of<T>(start, expert) + i / n;
+      const T* b = x.of<T>(start, expert) + i % n;
+      Compute<T> sum = 0;
+      for (int64_t row = 0; row < k; ++row) sum += widen(a[row * grad.pitch]) * widen(b[row * x.pitch]);
+      Out* d = total + expert * size + i;
+      *d = narrow<Out>(accumulate ? widen(*d) + sum : sum);
+    }
   }
 }
 
@@ -23,13 +36,32 @@ void check_wgrad(const char* op, const Tensor& grad, const Tensor& x, const Tens
                ": grad is ", described(grad), ", which does not fit x, ", described(x));
 }
 
+// Stores the gradient of every expert, or adds it to `total`, where that is in the type that is computed in.
 template <bool kAccumulate>
-ProblemMemory add_wgrad(const char* op, bool tma, const Tensor& total, const Tensor& grad, const Tensor& x,
-                        const Tensor& offsets) {
+void sum_terms(const char* op, const Tensor& total, const Tensor& grad, const Tensor& x, const Tensor& offsets_any) {
+  const int64_t n = grad.size(1), k = x.size(1);
+  const bool tma = suits_tma(x, n, k) && is_aligned(total);
   const Rows left = tma ? aligned_rows(grad) : Rows(grad), right = tma ? aligned_rows(x) : Rows(x);
-  return multiply_experts<true, false, kAccumulate>(op, tma, x.scalar_type(), offsets, left.num_rows, operand(left),
-                                                    operand(right), operand_of_experts(total), grad.size(1), x.size(1),
-                                                    true);
+  const Tensor offsets = torch::stable::contiguous(offsets_any);
+  const ProblemMemory made(op, offsets, left.num_rows, n, k,
+                           kAccumulate ? RowsAre::kAddedTerms : RowsAre::kStoredTerms);
+  const cudaStream_t stream = current_stream(x);
+  dispatch_device(x.scalar_type(), op, [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    using Out = std::conditional_t<kAccumulate, Compute<T>, T>;
+    Out* const out = mutable_data<Out>(total);
+    if constexpr (sizeof(T) == 2) {
+      const auto store = [&] {
+        if constexpr (kAccumulate) return AddTile{out, k};
+        if constexpr (!kAccumulate) return StoreTile<false, T>{{nullptr, nullptr, out, k, k, Form{}}};
+      }();
+      if (tma) {
+        return multiply<T, true, true>(op, made.problems, operand(left), operand(right), store, n, k, x, stream);
+      }
+    }
+    launch({kBlocks, kThreads}, stream, terms_kernel<T, Out>, made.problems, operand(left), operand(right), out,
+           kAccumulate);
+  });
 }
 
 Tensor wgrad(const Tensor& grad, const Tensor& x, const Tensor& offsets_any) {
@@ -39,13 +71,7 @@ Tensor wgrad(const Tensor& grad, const Tensor& x, const Tensor& offsets_any) {
   const int64_t num_experts = offsets_any.numel(), num_rows = x.size(0);
   Tensor sums = fastmp::empty({num_experts, grad.size(1), x.size(1)}, x.scalar_type(), x);
   if (sums.numel() == 0 || num_rows == 0) return torch::stable::zero_(sums);
-  const Tensor offsets = torch::stable::contiguous(offsets_any);
-  const ProblemMemory made = add_wgrad<false>(kOp, suits_tma(x, grad.size(1), x.size(1)), sums, grad, x, offsets);
-  in_units(grad.size(1) * x.size(1) * itemsize(x), [&](auto tag, int64_t units) {
-    using Unit = typename decltype(tag)::type;
-    launch({kBlocks * num_experts, kThreads}, current_stream(x), zero_empty_kernel<Unit>, mutable_data<Unit>(sums),
-           units, made.problems, kBlocks);
-  });
+  sum_terms<false>(kOp, sums, grad, x, offsets_any);
   return sums;
 }
 
@@ -68,8 +94,7 @@ void wgrad_in_place(Tensor& total, const Tensor& grad, const Tensor& x, const Te
     sums = fastmp::empty(total.sizes(), dtype, x);
     torch::stable::copy_(sums, total);
   }
-  const bool tma = suits_tma(x, grad.size(1), x.size(1)) && is_aligned(sums);
-  add_wgrad<true>(kOp, tma, sums, grad, x, torch::stable::contiguous(offsets_any));
+  sum_terms<true>(kOp, sums, grad, x, offsets_any);
   if (!wide) torch::stable::copy_(total, sums);
 }
 

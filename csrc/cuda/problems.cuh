@@ -1,44 +1,61 @@
-// Grouped GEMMs: pointers and sizes of one GEMM for each expert, computed on the device from the ends of the experts'
-// rows, and helpers that the ops of grouped GEMMs share.
+// Grouped GEMMs: sizes and first rows of one GEMM for each expert, computed on the device from the ends of the experts'
+// rows; how tensor maps address those rows; and helpers that the ops of grouped GEMMs share.
 #pragma once
 
 #include "common.cuh"
 #include "op.h"
 #include "rows.h"
 
-#include <utility>
-
 namespace fastmp {
 
 constexpr int kThreads = 256;
 constexpr int64_t kBlocks = 132;  // of kernels whose blocks walk over all there is
 
-// Arrays of `count`, in device memory. A stride is the distance of rows, or of columns where those are contiguous;
-// `starts` are the experts' first rows.
+// Arrays of `count`, in device memory.
 struct Problems {
   struct Shape {
     int m, n, k;
   };
   int count;
   Shape* shapes;
-  const void **a, **b;
-  void** d;
-  int64_t *stride_a, *stride_b, *stride_d, *starts;
+  int* starts;  // the experts' first rows
 };
 
-// A matrix of expert e begins at base + start of its rows * row_bytes + e * expert_bytes.
+// The matrices of all experts: rows `pitch` elements apart, which follow each other or, for weights, begin anew every
+// `jump` elements.
 struct Operand {
-  char* base;
-  int64_t row_bytes, expert_bytes, stride;
+  const void* base;
+  int64_t pitch, jump;
 
-  __device__ void* of(int64_t start, int64_t expert) const { return base + start * row_bytes + expert * expert_bytes; }
+  template <class T>
+  __device__ const T* of(int64_t start, int64_t expert) const {
+    return static_cast<const T*>(base) + start * (jump ? 0 : pitch) + expert * jump;
+  }
 };
 
-// m x n x k where rows are m, or n x k summed over rows. An expert without rows has no GEMM. An end before its start,
-// or beyond all rows, is moved there. One block lists the problems, one a thread.
+// The bounds of a tensor map are those of all experts. Two more dimensions move the rows of one against the bound
+// kMaxRows of the rows, so that the TMA unit reads zeros beyond its last row: kMaxRows steps of back_stride, which wrap
+// around 64-bit addresses, take back as many rows, and `end` rows lead to the expert's end.
+constexpr int kMaxRows = 1 << 30, kMaxSteps = 0x7fff0000;
+constexpr int64_t back_stride(int64_t pitch) {
+  constexpr int64_t around = int64_t{1} << 34;
+  return around - pitch % around;
+}
+
+// Coordinates of an expert's first row in these dimensions.
+struct FirstRow {
+  int row, back, end;
+
+  __device__ FirstRow(int start, int num_rows) : row(kMaxRows - num_rows), back(kMaxRows), end(start + num_rows) {}
+};
+
+// What the rows are: rows of the result, or terms that are stored, or terms that are added to it.
+enum class RowsAre { kRows, kStoredTerms, kAddedTerms };
+
+// rows x n x k, or n x k summed over rows; an expert without rows adds nothing. An end before its start, or beyond all
+// rows, is moved there. One block lists the problems, one a thread.
 static __global__ void __launch_bounds__(kThreads)
-    make_problems_kernel(const Problems problems, const int* offsets, int64_t num_rows, Operand a, Operand b, Operand d,
-                         int n, int k, bool sum_rows) {
+    make_problems_kernel(const Problems problems, const int* offsets, int64_t num_rows, int n, int k, RowsAre are) {
   __shared__ int rounds[2][kThreads];  // a round reads one half and writes the other
   const int thread = static_cast<int>(threadIdx.x);
   int before = 0;  // the last end of the experts before these
@@ -62,16 +79,9 @@ static __global__ void __launch_bounds__(kThreads)
     if (expert >= problems.count) continue;
     // 2. The expert's rows give the sizes of its GEMM.
     const int rows = end - start;
-    problems.shapes[expert] = {0, 0, 0};
-    if (rows > 0) problems.shapes[expert] = sum_rows ? Problems::Shape{n, k, rows} : Problems::Shape{rows, n, k};
-    // 3. Addresses and strides of its operands.
-    problems.a[expert] = a.of(start, expert);
-    problems.b[expert] = b.of(start, expert);
-    problems.d[expert] = d.of(start, expert);
-    problems.stride_a[expert] = a.stride;
-    problems.stride_b[expert] = b.stride;
-    problems.stride_d[expert] = d.stride;
     problems.starts[expert] = start;
+    problems.shapes[expert] = are == RowsAre::kRows ? Problems::Shape{rows, n, k} : Problems::Shape{n, k, rows};
+    if (are == RowsAre::kAddedTerms && rows == 0) problems.shapes[expert] = {0, 0, 0};
   }
 }
 
@@ -79,7 +89,7 @@ static __global__ void __launch_bounds__(kThreads)
 template <class Unit>
 __global__ void __launch_bounds__(kThreads)
     zero_rest_kernel(Unit* y, int64_t row_units, const Problems problems, int64_t num_rows) {
-  const int64_t end = problems.starts[problems.count - 1] + problems.shapes[problems.count - 1].m;
+  const int64_t end = int64_t{problems.starts[problems.count - 1]} + problems.shapes[problems.count - 1].m;
   const int64_t step = static_cast<int64_t>(gridDim.x) * blockDim.x;
   for (int64_t i = end * row_units + blockIdx.x * blockDim.x + threadIdx.x; i < num_rows * row_units; i += step) {
     y[i] = Unit{};
@@ -116,10 +126,10 @@ inline Rows aligned_rows(const Tensor& tensor) {
   return Rows(copy);
 }
 
-// Whether CUTLASS supports these operands: 16-bit, with rows of a multiple of 16 bytes.
+// Whether CUTLASS supports these operands: 16-bit, with rows of a multiple of 16 bytes, as many as a tensor map moves.
 inline bool suits_tma(const Tensor& x, int64_t n, int64_t k) {
   const bool half = x.scalar_type() == ScalarType::BFloat16 || x.scalar_type() == ScalarType::Half;
-  return half && n % kLanes<__half> == 0 && k % kLanes<__half> == 0;
+  return half && n % kLanes<__half> == 0 && k % kLanes<__half> == 0 && x.size(0) <= kMaxRows;
 }
 
 inline void check_offsets(const char* op, const Tensor& offsets, int64_t num_experts) {
@@ -127,39 +137,24 @@ inline void check_offsets(const char* op, const Tensor& offsets, int64_t num_exp
                ": offsets must be int32, one for each of ", num_experts, " experts, got ", described(offsets));
 }
 
-inline Operand operand(const Rows& rows) {
-  return {const_cast<char*>(data<char>(rows.tensor)), rows.pitch * itemsize(rows.tensor), 0, rows.pitch};
-}
+inline Operand operand(const Rows& rows) { return {data<void>(rows.tensor), rows.pitch, 0}; }
 inline Operand operand_of_experts(const Tensor& each) {
-  return {const_cast<char*>(data<char>(each)), 0, each.size(1) * each.size(2) * itemsize(each), each.size(2)};
+  return {data<void>(each), each.size(2), each.size(1) * each.size(2)};
 }
 
-// The problems of the experts, in one piece of memory, which lives as long as they are used.
+// The problems of the experts, in memory that lives as long as they are used.
 struct ProblemMemory {
   Tensor memory;
   Problems problems;
 
-  ProblemMemory(const char* op, const Tensor& offsets, int64_t num_rows, const Operand& a, const Operand& b,
-                const Operand& d, int64_t n, int64_t k, bool sum_rows)
-      : memory(fastmp::empty({8 * size(offsets.numel())}, ScalarType::Byte, offsets)) {
+  ProblemMemory(const char* op, const Tensor& offsets, int64_t num_rows, int64_t n, int64_t k, RowsAre are)
+      : memory(fastmp::empty({4 * offsets.numel()}, ScalarType::Int, offsets)) {
     FASTMP_CHECK(device_attribute(cudaDevAttrComputeCapabilityMajor) == 9, op, ": this kernel is for devices of sm_90");
-    const int64_t count = offsets.numel();
-    char* next = mutable_data<char>(memory);
-    const auto take = [&] { return std::exchange(next, next + size(count)); };
-    problems.count = static_cast<int>(count);
-    problems.shapes = reinterpret_cast<Problems::Shape*>(take());
-    problems.a = reinterpret_cast<const void**>(take());
-    problems.b = reinterpret_cast<const void**>(take());
-    problems.d = reinterpret_cast<void**>(take());
-    problems.stride_a = reinterpret_cast<int64_t*>(take());
-    problems.stride_b = reinterpret_cast<int64_t*>(take());
-    problems.stride_d = reinterpret_cast<int64_t*>(take());
-    problems.starts = reinterpret_cast<int64_t*>(take());
-    launch({1, kThreads}, current_stream(offsets), make_problems_kernel, problems, data<int>(offsets), num_rows, a, b,
-           d, static_cast<int>(n), static_cast<int>(k), sum_rows);
+    const auto count = static_cast<int>(offsets.numel());
+    problems = {count, mutable_data<Problems::Shape>(memory), mutable_data<int>(memory) + 3 * count};
+    launch({1, kThreads}, current_stream(offsets), make_problems_kernel, problems, data<int>(offsets), num_rows,
+           static_cast<int>(n), static_cast<int>(k), are);
   }
-  // Bytes of an array, a multiple of what TMA asks of addresses.
-  static int64_t size(int64_t count) { return ceil_div(count * 16, 128) * 128; }
 };
 
 }  // namespace fastmp

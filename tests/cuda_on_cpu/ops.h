@@ -31,6 +31,10 @@ inline float fast_sqrt(float x) { return x < FLT_MIN ? 0 : std::sqrt(x); }
 inline void store_words(void* to, const unsigned (&words)[4]) {
   *static_cast<uint4*>(to) = {words[0], words[1], words[2], words[3]};
 }
+inline void add_pair(float* to, float x, float y) {
+  to[0] += x;
+  to[1] += y;
+}
 using cuda_on_cpu::dynamic_shared;
 
 }  // namespace fastmp

@@ -76,12 +76,11 @@ KERNELS = {
 }
 # for sm_90a alone, where the library was built with CUTLASS
 GEMMS = {
-    "GemmUniversal": (12, 1, 384),
-    "make_problems_kernel": (3, 1, 256),
-    "zero_rest_kernel": (6, 1, 256),
-    "zero_empty_kernel": (2, 1, 256),
-    "11gemm_kernel": (10, 1, 256),
-    "13mlp_in_kernel": (8, 1, 256),
+    "GemmUniversal": (10, 1, 384),
+    "make_problems_kernel": (2, 1, 256),
+    "zero_rest_kernel": (4, 1, 256),
+    "12terms_kernel": (6, 1, 256),
+    "11rows_kernel": (8, 1, 256),
 }
 
 
@@ -111,30 +110,35 @@ def test_cuda_library_reads_and_writes_sixteen_bytes(library):
 
 
 def test_products_use_what_only_hopper_has(library):
-    """A warp group gives registers away and multicasts tiles, the others multiply; results leave by TMA, or
-    through the activation, sixteen bytes a thread and without shared memory."""
+    """A warp group gives registers away and multicasts tiles, the others multiply; results leave from registers,
+    sixteen bytes a thread and through the activation if there is one, or the memory adds pairs of them."""
     functions = re.split(r"Function : ", _cuobjdump(library, "-sass", "-arch", "sm_90a"))[1:]
     bodies = {body.split()[0]: body for body in functions if "GemmUniversal" in body.split()[0]}
     if not bodies:
         pytest.skip(f"_C_cuda.so was built without CUTLASS (pip install --no-deps {CUTLASS})")
-    for mine in (True, False):  # CUTLASS speaks of half_t in its bf16 kernels too
-        names = [name for name in bodies if ("MlpInEpilogue" in name) == mine]
-        assert len(names) == 2 * sum("bfloat16_t" in name for name in names) == (4 if mine else 8)
+    # CUTLASS speaks of half_t in its bf16 kernels too
+    for store, number in (("AddTile", 2), ("StoreTileILb0E", 6), ("StoreTileILb1E", 2)):
+        names = [name for name in bodies if store in name]
+        assert len(names) == 2 * sum("bfloat16_t" in name for name in names) == number
     for name, body in bodies.items():
         products = re.findall(r"\bHGMMA[.\w]*", body)
         shape = "HGMMA.64x256x16.F32" + (".BF16" if "bfloat16_t" in name else "")
         assert len(products) >= 8 and set(products) == {shape}
-        assert re.search(r"UTMALDG\.2D\.MULTICAST", body)
         assert re.search(r"USETMAXREG\.DEALLOC\.CTAPOOL 0x28", body)
         assert re.search(r"USETMAXREG\.TRY_ALLOC\.CTAPOOL UP\d+, 0xe8", body)
         assert not re.search(r"\b(LDL|STL)\b", body)
+        # one tensor map an operand, never rewritten: rows move in four dimensions, weights lie in three
+        assert not re.search(r"\b(UTMACCTL|UTMASTG)\b", body)
+        terms = re.search(r"TileEpilogueI\w+ELb1EE", name)
+        assert set(re.findall(r"\bUTMALDG[.\w]*", body)) == {
+            "UTMALDG.4D",
+            f"UTMALDG.{4 if terms else 3}D.MULTICAST",
+        }
         # y and h: a thread has 128 sums, two rows of 64 or 32 columns
-        activates, gated = "MlpInEpilogue" in name, re.search(r"MlpInEpilogueI\w*?Lb1E", name)
-        stores = 0 if not activates else 24 if gated else 32
-        # no tensor map is rewritten where each operand has one for all experts
-        assert activates != bool(re.search(r"\bUTMACCTL\b", body))
+        adds, gated = "AddTile" in name, "StoreTileILb1E" in name
+        stores = 0 if adds else 24 if gated else 32
         assert re.findall(r"\bSTG[.\w]*", body) == ["STG.E.128"] * stores
-        assert bool(re.search(r"UTMASTG\.2D", body)) == (stores == 0)
+        assert len(re.findall(r"\bREDG\.E\.ADD\.F32x2\b", body)) == 64 * adds
         # exponentials of eight activations at once, without a branch between them
         exponentials = "".join(op[0] for op in re.findall(r"\b(?:MUFU\.EX2|BRA)\b", body))
         assert all(len(at_once) == 8 for at_once in re.findall("M+", exponentials))

@@ -40,9 +40,8 @@ CUTLASS = ("-include", str(HERE / "gemm.h"))
 SOURCES = {
     "cross_entropy": Source(("cross_entropy_loss_grad_",), small=16 << 10),
     "router": Source(("topk_router",)),
-    "grouped_mm_sm90a": Source(("grouped_mm",), options=CUTLASS),
+    "grouped_mm_sm90a": Source(("grouped_mm", "grouped_mlp_in"), options=CUTLASS),
     "grouped_wgrad_sm90a": Source(("grouped_mm_wgrad", "grouped_mm_wgrad_"), options=CUTLASS),
-    "grouped_mlp_in_sm90a": Source(("grouped_mlp_in",), options=CUTLASS),
 }
 FILES = pytest.mark.parametrize("name", SOURCES)
 
@@ -171,7 +170,7 @@ def test_every_line_is_run(name, tmp_path, monkeypatch):
 @pytest.mark.parametrize("gated", [True, False])
 def test_activated_products_of_many_tiles(gated, terms, dtype, built):
     """Tiles of two experts that end beyond rows and columns; or products without terms."""
-    built["grouped_mlp_in_sm90a"].set(0)
+    built["grouped_mm_sm90a"].set(0)
     generator = torch.Generator().manual_seed(0)
     x, w, bias = (
         torch.randn(*shape, generator=generator).to(dtype)
@@ -181,7 +180,7 @@ def test_activated_products_of_many_tiles(gated, terms, dtype, built):
     for form in ("silu", "gelu", "gelu_tanh"):
         wide = [t.double() for t in (x, w, bias)]
         expected = reference_mlp_in(*wide, offsets, form, gated, True)
-        results = built["grouped_mlp_in_sm90a"].op("grouped_mlp_in")(x, w, bias, offsets, form, gated, True)
+        results = built["grouped_mm_sm90a"].op("grouped_mlp_in")(x, w, bias, offsets, form, gated, True)
         for result, right in zip(results, expected, strict=True):
             torch.testing.assert_close(result.double(), right, rtol=torch.finfo(dtype).eps, atol=1e-4)
 
