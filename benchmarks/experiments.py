@@ -102,15 +102,17 @@ def router(bench: Bench) -> Rows:
         yield f"MoE layer, both ways, {rival}", f"{bench.ms(layer.both(rival)):.3f} ms"
 
 
-def wgrad(bench: Bench) -> Rows:
-    """Predicted: added 7.6 to 6.3 ms (8 x 28672 x 4096), 1.05 to 0.92 (128 x 1536 x 2048); stored 541 to 350
-    us; the first of a step in float32 5.9 and 0.50 ms, and 0.9 and 0.4 ms of `zero_` saved.
+def grouped(bench: Bench) -> Rows:
+    """Predicted: added 7.6 to 6.3 ms (8 x 28672 x 4096), 1.05 to 0.92 (128 x 1536 x 2048), in Triton and in
+    CUTLASS; stored 541 to 350 us; the first of a step, in float32, 5.9 and 0.50 ms, and 0.9 and 0.4 ms of
+    `zero_` saved. 128 x 1536 x 2048 forward in CUTLASS 340 to 310 us.
 
-    Decides: whether Triton's persistent kernel serves the additions that CUTLASS's serves on Hopper.
+    Decides: whether Triton's persistent kernel serves the additions that CUTLASS's serves on Hopper, and
+    CUTLASS's, where each operand has one tensor map, grouped GEMMs of few rows.
     """
     for shape in ((8, 16384, 28672, 4096), (128, 32768, 1536, 2048)):
         shape = (4, 64, 32, 32) if bench.tiny else shape
-        for op in ("grouped_mm_wgrad_", "grouped_mm_wgrad"):
+        for op in ("grouped_mm_wgrad_", "grouped_mm_wgrad", "grouped_mm"):
             given = grouped_arguments(op, shape, DTYPE, bench.device, 0)
             for backend, function in OPS[op].implementations.items():
                 if (backend == BACKENDS[-1]) == (bench.device == "cpu"):  # the reference, on a CPU alone
@@ -207,7 +209,7 @@ def host(bench: Bench) -> Rows:
     yield "profile", printed.getvalue()
 
 
-EXPERIMENTS = (sustained, router, wgrad, fp8, gated, threads, host)
+EXPERIMENTS = (sustained, router, grouped, fp8, gated, threads, host)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -118,14 +118,14 @@ struct OneMapMainloop : Mainloop, WithoutWorkspace {
 
   // The tiles (lines, terms, tiles of lines, tiles of terms, 1) of a matrix of this shape that begins at `first`.
   template <class Map, class Shape, class Coord, class Step>
-  CUTLASS_DEVICE static auto tiles_from(const Map& map, const Shape& shape, const Coord& first, Step step) {
+  CUTE_HOST_DEVICE static auto tiles_from(const Map& map, const Shape& shape, const Coord& first, Step step) {
     using namespace cute;
     const auto tiled = local_tile(domain_offset(first, map.get_tma_tensor(shape)), Tile{}, make_coord(_, _, _), step);
     return make_tensor(tiled.data(), append(take<0, 4>(tiled.layout()), make_layout(1, _0{})));
   }
   // Those of an expert, whose rows begin with row `start`.
   template <class ProblemShape>
-  CUTLASS_DEVICE static auto tiles_of(const ProblemShape& problem, const Params& params, int expert, int start) {
+  CUTE_HOST_DEVICE static auto tiles_of(const ProblemShape& problem, const Params& params, int expert, int start) {
     using namespace cute;
     const auto m = get<0>(problem), n = get<1>(problem), k = get<2>(problem);
     const FirstRow first(start, kTerms ? k : m);

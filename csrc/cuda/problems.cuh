@@ -46,7 +46,7 @@ constexpr int64_t back_stride(int64_t pitch) {
 struct FirstRow {
   int row, back, end;
 
-  __device__ FirstRow(int start, int num_rows) : row(kMaxRows - num_rows), back(kMaxRows), end(start + num_rows) {}
+  __host__ __device__ FirstRow(int start, int num_rows) : row(kMaxRows - num_rows), back(kMaxRows), end(start + num_rows) {}
 };
 
 // What the rows are: rows of the result, or terms that are stored, or terms that are added to it.

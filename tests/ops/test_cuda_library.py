@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import shutil
@@ -27,30 +28,29 @@ LIBRARY = Path(fastmp.__file__).parent / "_C_cuda.so"
 CUTLASS = "nvidia-cutlass==4.2.0.0"
 
 
+NVCC = shutil.which("nvcc") or shutil.which("/usr/local/cuda/bin/nvcc")
+
+
+def _cutlass_headers(base: Path) -> Path:
+    """The directory that FASTMP_CUTLASS_DIR names, or that of CUTLASS's package, installed in `base`."""
+    if named := os.environ.get("FASTMP_CUTLASS_DIR"):
+        return Path(named)
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--upgrade", "--no-deps"]
+    subprocess.run([*pip, "--target", base / "cutlass", CUTLASS], check=True)
+    return base / "cutlass" / "cutlass_library" / "source" / "include"
+
+
 @pytest.fixture(scope="module")
 def library(request) -> Path:
     """The library of this install; without one, in the exhaustive set, one that is compiled here."""
     if LIBRARY.exists():
         return LIBRARY
-    nvcc = shutil.which("nvcc") or shutil.which("/usr/local/cuda/bin/nvcc")
-    if not (nvcc and request.config.getoption("--exhaustive")):
+    if not (NVCC and request.config.getoption("--exhaustive")):
         pytest.skip(
             "_C_cuda.so was not built: no nvcc, a torch without CUDA (then --exhaustive), or FASTMP_CUDA=0"
         )
     base = ROOT / "build" / "cuda"
-    pip = [
-        sys.executable,
-        "-m",
-        "pip",
-        "install",
-        "--quiet",
-        "--upgrade",
-        "--no-deps",
-        "--target",
-        base / "cutlass",
-    ]
-    subprocess.run([*pip, CUTLASS], check=True)
-    headers = base / "cutlass" / "cutlass_library" / "source" / "include"
+    headers = _cutlass_headers(base)
     variables = {"FASTMP_CPP": "0", "FASTMP_CUDA": "1", "FASTMP_CUTLASS_DIR": str(headers)}
     command = [sys.executable, "setup.py", "-q", "build", "--build-base", base, "--build-lib", base / "lib"]
     subprocess.run(command, cwd=ROOT, env={**os.environ, **variables}, check=True)
@@ -110,8 +110,8 @@ def test_cuda_library_reads_and_writes_sixteen_bytes(library):
 
 
 def test_products_use_what_only_hopper_has(library):
-    """A warp group gives registers away and multicasts tiles, the others multiply; results leave from registers,
-    sixteen bytes a thread and through the activation if there is one, or the memory adds pairs of them."""
+    """A warp group gives registers away and multicasts tiles, the others multiply. Results leave from
+    registers, sixteen bytes a thread and through the activation; or memory adds pairs of them."""
     functions = re.split(r"Function : ", _cuobjdump(library, "-sass", "-arch", "sm_90a"))[1:]
     bodies = {body.split()[0]: body for body in functions if "GemmUniversal" in body.split()[0]}
     if not bodies:
@@ -142,6 +142,21 @@ def test_products_use_what_only_hopper_has(library):
         # exponentials of eight activations at once, without a branch between them
         exponentials = "".join(op[0] for op in re.findall(r"\b(?:MUFU\.EX2|BRA)\b", body))
         assert all(len(at_once) == 8 for at_once in re.findall("M+", exponentials))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.skipif(NVCC is None, reason="no nvcc, which compiles CUTLASS")
+def test_tensor_maps_lead_to_the_numbers_of_every_tile(tmp_path):
+    """The zeros beyond an expert's rows included; maps.cu stands in for the driver and the TMA unit."""
+    torch = Path(importlib.util.find_spec("torch").origin).parent
+    folders = [f"-I{ROOT / 'csrc'}", f"-I{ROOT / 'csrc' / 'cuda'}", f"-isystem={torch / 'include'}"]
+    folders.append(f"-isystem={_cutlass_headers(ROOT / 'build' / 'cuda')}")
+    options = ["-std=c++20", "-arch=sm_90a", "--expt-relaxed-constexpr", "--extended-lambda", "-DUSE_CUDA"]
+    options += ["-DCUTLASS_ENABLE_DIRECT_CUDA_DRIVER_CALL=1", "-Xlinker", "--unresolved-symbols=ignore-all"]
+    source, program = ROOT / "tests" / "cuda_on_cpu" / "maps.cu", tmp_path / "maps"
+    subprocess.run([NVCC, *options, *folders, source, "-o", program], check=True, capture_output=True)
+    wrong, checked = map(int, re.findall(r"\d+", subprocess.check_output([program], text=True)))
+    assert wrong == 0 and checked > 1_000_000
 
 
 STUB = """
