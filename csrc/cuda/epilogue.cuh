@@ -87,7 +87,7 @@ struct StoreTile {
   static constexpr int kWidth = SumsTile::kColumns / (1 + kGated);  // columns of y
   Output<T> out;
 
-  // Stores what a thread has of the tile whose first row is `first_row` of the expert's `num_rows`, which begin with row
+  // Stores a thread's sums of the tile whose first row is `first_row` of the expert's `num_rows`, which begin with row
   // `start` of y, and whose first column in y is `first_column`.
   __device__ void operator()(const float (&sums)[SumsTile::kElements], int thread, int64_t expert, int64_t start,
                              int64_t num_rows, int64_t first_row, int64_t first_column) const {
@@ -135,7 +135,8 @@ struct StoreTile {
   }
 };
 
-// Adds a tile of sums to float32 ones, each of which one thread adds to once: the memory adds, no thread waits for it.
+// Adds a tile of sums to float32 ones. The memory adds, so that no thread waits; each number gets one addition, so that
+// results are deterministic.
 struct AddTile {
   static constexpr bool kGated = false;
   static constexpr int kWidth = SumsTile::kColumns;

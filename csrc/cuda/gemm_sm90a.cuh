@@ -30,14 +30,14 @@ using GroupedCluster = cute::Shape<cute::_2, cute::_1, cute::_1>;
 template <class T>  // CUTLASS's name of T
 using GroupedElement = std::conditional_t<std::is_same_v<T, __nv_bfloat16>, cutlass::bfloat16_t, cutlass::half_t>;
 
-// Strides of an operand (its rows or columns of d, terms, further dimensions of its tensor map). kColumns: neighbours in
-// memory belong to one term.
+// Strides of an operand: (lines, terms, further dimensions of its tensor map). A line makes a row or a column of the
+// result. kColumns: neighbours in memory belong to one term.
 template <bool kColumns, class Further>
 using GroupedStride = std::conditional_t<kColumns, cute::Stride<cute::_1, int64_t, Further>,
                                          cute::Stride<int64_t, cute::_1, Further>>;
-using RaggedStride = cute::Stride<int64_t, int64_t>;  // back and to the end of an expert: see problems.cuh
+using RaggedStride = cute::Stride<int64_t, int64_t>;  // back, and to an expert's end: see problems.cuh
 
-// kTerms: the terms are an expert's rows of a and of b. Otherwise a has them, and b is a matrix for each expert.
+// kTerms: an expert's rows of a and b are terms. Otherwise only a has rows, and b is one matrix an expert.
 template <class T, bool kTerms, bool kColumnsB>
 using GroupedMainloop = typename cutlass::gemm::collective::CollectiveBuilder<
     cutlass::arch::Sm90, cutlass::arch::OpClassTensorOp, GroupedElement<T>, GroupedStride<kTerms, RaggedStride>*,
@@ -45,7 +45,7 @@ using GroupedMainloop = typename cutlass::gemm::collective::CollectiveBuilder<
     kLanes<T>, float, GroupedTile, GroupedCluster, cutlass::gemm::collective::StageCountAutoCarveout<0>,
     cutlass::gemm::KernelPtrArrayTmaWarpSpecializedCooperative>::CollectiveOp;
 
-// What CUTLASS asks of a part that needs no memory of its own.
+// Base of a mainloop or an epilogue that needs no memory of its own and supports all problems.
 struct WithoutWorkspace {
   template <class ProblemShape, class Arguments>
   static size_t get_workspace_size(const ProblemShape&, const Arguments&, int) {
@@ -83,7 +83,7 @@ struct OneMapMainloop : Mainloop, WithoutWorkspace {
     if constexpr (kColumns) return make_layout(make_layout(lines, _1{}), make_layout(terms, pitch), further);
     if constexpr (!kColumns) return make_layout(make_layout(lines, pitch), make_layout(terms, _1{}), further);
   }
-  // Rows that a tensor map can move against their bound: they are terms, or rows of `size` terms.
+  // The layout of rows that further dimensions move to their bound: terms, or rows of `size` terms.
   static auto ragged(const Operand& rows, int size) {
     const auto further = cute::make_layout(cute::make_shape(kMaxSteps, kMaxSteps),
                                            cute::make_stride(back_stride(rows.pitch), rows.pitch));
@@ -123,7 +123,7 @@ struct OneMapMainloop : Mainloop, WithoutWorkspace {
     const auto tiled = local_tile(domain_offset(first, map.get_tma_tensor(shape)), Tile{}, make_coord(_, _, _), step);
     return make_tensor(tiled.data(), append(take<0, 4>(tiled.layout()), make_layout(1, _0{})));
   }
-  // Those of an expert, whose rows begin with row `start`.
+  // The tiles of both operands of an expert whose rows begin with row `start`.
   template <class ProblemShape>
   CUTE_HOST_DEVICE static auto tiles_of(const ProblemShape& problem, const Params& params, int expert, int start) {
     using namespace cute;
@@ -209,7 +209,7 @@ constexpr bool lies_as_sums_tile() {
   return all;
 }
 
-// Calls `Store` with the sums of a tile, zeros where there are no terms.
+// Epilogue that passes the sums of a tile, or zeros where there are no terms, to `Store`.
 template <class Store, bool kTerms>
 struct TileEpilogue : WithoutWorkspace {
   using DispatchPolicy = cutlass::epilogue::PtrArrayNoSmemWarpSpecialized;
@@ -252,8 +252,8 @@ struct TileEpilogue : WithoutWorkspace {
   Params params;
 };
 
-// Runs the GEMMs of all problems, and `store` for every tile. Sizes are those of make_problems_kernel; kColumnsB: the
-// rows of b are terms.
+// Runs the GEMMs of all problems, and `store` on the sums of every tile. n, k: as in make_problems_kernel. kColumnsB: a
+// row of b belongs to one term.
 template <class T, bool kTerms, bool kColumnsB, class Store>
 void multiply(const char* op, const Problems& problems, const Operand& a, const Operand& b, const Store& store,
               int64_t n, int64_t k, const Tensor& like, cudaStream_t stream) {

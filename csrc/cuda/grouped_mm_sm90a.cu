@@ -1,5 +1,5 @@
-// grouped_mm and grouped_mlp_in in CUDA C++, for sm_90a: grouped GEMMs of CUTLASS, whose problems a small kernel lists on
-// the device, without host-device synchronisation; the activation is in the epilogue.
+// grouped_mm and grouped_mlp_in in CUDA C++, for sm_90a: grouped GEMMs of CUTLASS, whose problems a small kernel lists
+// on the device, without host-device synchronisation; the activation is in the epilogue.
 //
 // CUTLASS takes bf16 or fp16 with sizes, and a width of y, that are multiples of 8. For everything else there is a
 // kernel that is as right, and slow. The semantics are those of the references in fastmp/ops/grouped_mm.py.
@@ -41,16 +41,16 @@ __global__ void __launch_bounds__(kThreads) rows_kernel(const Problems problems,
   }
 }
 
-// Writes h = x w^T + bias of every expert's rows, where there is an h, and form(h), where there is a y; zeros to the
-// rows of no expert. kGated: h is [gate | up]. kTransposed: the matrices of w are transposed.
+// Writes h = x w^T + bias of every expert's rows and y = form(h), each where it is not null; zeros to the rows of no
+// expert. kGated: h is [gate | up]. kTransposed: an expert's weight is (k, n).
 template <bool kGated, bool kTransposed>
 void multiply_rows(const char* op, const Tensor& x, const Tensor& w, const std::optional<Tensor>& bias_any,
-                   const Tensor& offsets_any, const Tensor* y, const Tensor* h, Form form) {
+                   const Tensor& offsets_any, Tensor* y, Tensor* h, Form form) {
   const int64_t num_rows = x.size(0), k = x.size(1), n = w.size(kTransposed ? 2 : 1), width = kGated ? n / 2 : n;
   if (num_rows == 0 || width == 0) return;
   if (w.size(0) == 0) {
-    for (const Tensor* each : {y, h}) {
-      if (each) torch::stable::zero_(const_cast<Tensor&>(*each));
+    for (Tensor* each : {y, h}) {
+      if (each) torch::stable::zero_(*each);
     }
     return;
   }
@@ -89,7 +89,7 @@ Tensor grouped_mm(const Tensor& x, const Tensor& w, const Tensor& offsets, bool 
                kOp, ": x is ", described(x), ", which does not fit w, ", described(w));
   check_offsets(kOp, offsets, w.size(0));
   const DeviceGuard guard(x);
-  const Tensor h = fastmp::empty({x.size(0), w.size(transposed ? 2 : 1)}, x.scalar_type(), x);
+  Tensor h = fastmp::empty({x.size(0), w.size(transposed ? 2 : 1)}, x.scalar_type(), x);
   const auto multiply_by = transposed ? multiply_rows<false, true> : multiply_rows<false, false>;
   multiply_by(kOp, x, w, std::nullopt, offsets, nullptr, &h, Form{});
   return h;
@@ -108,8 +108,8 @@ std::tuple<Tensor, Tensor> mlp_in(const Tensor& x, const Tensor& w, std::optiona
   check_offsets(kOp, offsets, w.size(0));
   const Form form = form_of(kOp, form_name);
   const DeviceGuard guard(x);
-  const Tensor y = fastmp::empty({num_rows, gated ? n / 2 : n}, x.scalar_type(), x);
-  const Tensor h = keep ? fastmp::empty({num_rows, n}, x.scalar_type(), x) : fastmp::empty({0}, x.scalar_type(), x);
+  Tensor y = fastmp::empty({num_rows, gated ? n / 2 : n}, x.scalar_type(), x);
+  Tensor h = keep ? fastmp::empty({num_rows, n}, x.scalar_type(), x) : fastmp::empty({0}, x.scalar_type(), x);
   const auto multiply_by = gated ? multiply_rows<true, false> : multiply_rows<false, false>;
   multiply_by(kOp, x, w, bias, offsets, &y, keep ? &h : nullptr, form);
   return {y, h};

@@ -21,8 +21,8 @@ struct Problems {
   int* starts;  // the experts' first rows
 };
 
-// The matrices of all experts: rows `pitch` elements apart, which follow each other or, for weights, begin anew every
-// `jump` elements.
+// The matrices of all experts, with rows `pitch` elements apart. Weights are `jump` elements from expert to expert;
+// rows of tokens follow each other, and their jump is 0.
 struct Operand {
   const void* base;
   int64_t pitch, jump;
@@ -33,9 +33,9 @@ struct Operand {
   }
 };
 
-// The bounds of a tensor map are those of all experts. Two more dimensions move the rows of one against the bound
-// kMaxRows of the rows, so that the TMA unit reads zeros beyond its last row: kMaxRows steps of back_stride, which wrap
-// around 64-bit addresses, take back as many rows, and `end` rows lead to the expert's end.
+// A tensor map has the same bounds for all experts. Two further dimensions move an expert's last row to the bound
+// kMaxRows, so that the TMA unit reads zeros beyond it: kMaxRows steps of back_stride, which wrap around 64-bit
+// addresses, lead kMaxRows rows back, and `end` steps of a row lead to the expert's end.
 constexpr int kMaxRows = 1 << 30, kMaxSteps = 0x7fff0000;
 constexpr int64_t back_stride(int64_t pitch) {
   constexpr int64_t around = int64_t{1} << 34;
@@ -46,10 +46,11 @@ constexpr int64_t back_stride(int64_t pitch) {
 struct FirstRow {
   int row, back, end;
 
-  __host__ __device__ FirstRow(int start, int num_rows) : row(kMaxRows - num_rows), back(kMaxRows), end(start + num_rows) {}
+  __host__ __device__ FirstRow(int start, int num_rows)
+      : row(kMaxRows - num_rows), back(kMaxRows), end(start + num_rows) {}
 };
 
-// What the rows are: rows of the result, or terms that are stored, or terms that are added to it.
+// Role of an expert's rows: rows of the result, or the terms of its sums, which are stored or added.
 enum class RowsAre { kRows, kStoredTerms, kAddedTerms };
 
 // rows x n x k, or n x k summed over rows; an expert without rows adds nothing. An end before its start, or beyond all
