@@ -26,13 +26,11 @@ at::Tensor in_rows(const at::Tensor& x) { return x.dim() == 2 ? x : x.reshape_sy
 // The states of FirstGradient in fastmp/ops/wgrad.py.
 constexpr uint8_t kZeros = 1, kUndefined = 2, kStored = 3;
 
-// True, once a step, if the gradient overwrites main_grad; `flag`: one byte on the CPU, or none.
+// True if the gradient has to overwrite main_grad; `flag`: one byte on the CPU, or none.
 bool is_first(const std::optional<at::Tensor>& flag) {
   if (!flag) return false;
-  uint8_t& state = *flag->mutable_data_ptr<uint8_t>();
-  if (state != kZeros && state != kUndefined) return false;
-  state = kStored;
-  return true;
+  const uint8_t state = *flag->const_data_ptr<uint8_t>();
+  return state == kZeros || state == kUndefined;
 }
 
 void accumulate(const at::Tensor& total, const at::Tensor& grad, const at::Tensor& x, bool add) {
@@ -66,7 +64,9 @@ struct LinearBackward : torch::autograd::Node {
     const at::Tensor input = x.unpack(), grad = in_rows(grads[0]);
     if (task_should_compute_output(0)) result[0] = at::mm(grad, weight.unpack()).view_symint(input.sym_sizes());
     if (task_should_compute_output(2)) result[2] = grad.sum(0);
-    accumulate(main_grad, grad, in_rows(input), !is_first(flag));
+    const bool first = is_first(flag);
+    accumulate(main_grad, grad, in_rows(input), !first);
+    if (first) *flag->mutable_data_ptr<uint8_t>() = kStored;
     return result;
   }
 

@@ -358,8 +358,8 @@ def _build(cls: type, content: dict[str, Any], table: str, errors: list[str], un
         try:
             made = cls(**{key: value for key, value in values.items() if key not in wrong})
             break
-        except ConfigError as error:
-            found = error.problems
+        except ValueError as error:  # of a table of others, it may be any
+            found = error.problems if isinstance(error, ConfigError) else [(set(values), str(error))]
         # What may follow from a field that has already been complained about is left out.
         errors += [message for names, message in found if not (unclear | wrong) & names]
         more = set().union(*(names for names, _ in found)) & values.keys() - wrong

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from operator import gt
 from typing import Any
@@ -17,7 +17,7 @@ from fastmp.cuda_graphs.capture import Capture
 from fastmp.cuda_graphs.errors import CaptureError, GraphError
 from fastmp.cuda_graphs.graph_set import Captured, GraphSet, Key, ReplaySlot, copies_of, copy_together
 from fastmp.cuda_graphs.hooks import ReplayedHooks, call_pre_hooks, suspended_hooks
-from fastmp.cuda_graphs.partition import CapturedSpan, EagerSpan
+from fastmp.cuda_graphs.partition import CapturedSpan, EagerSpan, nodes_behind
 from fastmp.cuda_graphs.position import Position
 from fastmp.cuda_graphs.replay_verifier import Verifier
 from fastmp.cuda_graphs.restore import SpanSnapshot, random_states, restore_random_states
@@ -185,8 +185,7 @@ class StepExecutor:
         return self._verifier.forward(slot, captured, static)
 
     def _capture_forward(self, slot: ReplaySlot, static: list[Tensor]) -> Tensors:
-        for param in self._spans[slot.step.chunk][slot.span].parameters:
-            always_add(getattr(param, "main_grad", None))  # a graph cannot tell the first gradient of a step
+        _always_add(self._spans[slot.step.chunk][slot.span].parameters)
         if not self._fallback:
             return self._capture.forward(slot, static)
         start, state = random_states(self._backend.rng), self._state(slot)
@@ -294,6 +293,7 @@ class StepExecutor:
         in_place = self._left_by_graphs(slot, grads)
         for place, grad in in_place.items():
             self._graph_set.read_in_place(slot.graph, place, grad)
+        _always_add(getattr(node, "variable", None) for node in nodes_behind(captured.live))
         static, state = list(slot.fill(grads)), self._state(slot)
         try:
             own = self._capture.backward(slot, captured, static)
@@ -361,6 +361,7 @@ class StepExecutor:
         if captured.backward is None:  # it ran eagerly
             WgradQueue.run(tasks)
             return
+        _always_add(weight for weight, _ in tasks)
         state = self._state(slot)
         try:
             self._capture.weights(slot, captured, lambda: WgradQueue.run(list(tasks)))
@@ -369,6 +370,12 @@ class StepExecutor:
             if state is not None:
                 state.restore()
             WgradQueue.run(tasks)
+
+
+def _always_add(leaves: Iterable[Tensor | None]) -> None:
+    """Prepare parameters for the capture of their gradients: a graph cannot tell the first one of a step."""
+    for leaf in leaves:
+        always_add(getattr(leaf, "main_grad", None))
 
 
 def _numbers(mask: Sequence[bool]) -> list[int]:

@@ -37,7 +37,7 @@ from fastmp.ops.core.registry import (
     without_autocast,
 )
 from fastmp.ops.grouped_mm_tiles import grouped_mm_choice, prefers_cutlass
-from fastmp.ops.wgrad import MainGrad, deferral, is_first, leaf_of, main_grad_of
+from fastmp.ops.wgrad import MainGrad, add_by, deferral, leaf_of, main_grad_of
 from fastmp.profiling import traced
 
 _APPROXIMATE = {"gelu_tanh": "tanh", "gelu": "none"}  # torch's names of the forms of GELU
@@ -256,11 +256,12 @@ def weight_gradient(
     if sizes is None:
         if main_grad is None:
             return torch.ops.fastmp.grouped_mm_wgrad(grad, x, offsets)
-        torch.ops.fastmp.grouped_mm_wgrad_(main_grad, grad, x, offsets, not is_first(main_grad))
+        op = torch.ops.fastmp.grouped_mm_wgrad_
+        add_by(main_grad, lambda add: op(main_grad, grad, x, offsets, add))
         return None
     out = x.new_zeros(len(sizes), grad.shape[1], x.shape[1]) if main_grad is None else main_grad
-    add = main_grad is None or not is_first(main_grad)
-    with without_autocast(x.device.type), torch.no_grad():
+
+    def loop(add: bool) -> None:
         for total, (start, end) in zip(out, _starts(sizes), strict=True):
             if start == end and add:
                 continue
@@ -268,6 +269,9 @@ def weight_gradient(
                 torch.mm(grad[start:end].t(), x[start:end], out=total)
             else:
                 torch.ops.fastmp.accumulate_weight_grad_(total, grad[start:end], x[start:end], add)
+
+    with without_autocast(x.device.type), torch.no_grad():
+        add_by(out, loop)
     return out if main_grad is None else None
 
 

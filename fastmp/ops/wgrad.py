@@ -15,6 +15,7 @@ Without recording, a GEMM of a few rows on a CPU runs in a kernel that is bound 
 from __future__ import annotations
 
 import functools
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -30,8 +31,8 @@ from fastmp.ops.core.registry import Differentiable, autocast, compute_dtype, ra
 from fastmp.profiling import traced
 
 __all__ = [
-    "FirstGradient", "MainGrad", "WgradQueue", "add_gradient", "always_add", "check_late_hooks",
-    "current_queue", "deferral", "defer_wgrad", "is_first", "kept_operands", "leaf_of", "linear",
+    "FirstGradient", "MainGrad", "WgradQueue", "add_by", "add_gradient", "always_add", "check_late_hooks",
+    "current_queue", "deferral", "defer_wgrad", "first_of", "kept_operands", "leaf_of", "linear",
     "main_grad_of", "weight_grad",
 ]  # fmt: skip
 
@@ -202,12 +203,15 @@ def main_grad_of(weight: Tensor, *, compiles: bool = False) -> Tensor | None:
     hooks (`weight.register_hook`), whose result a `GradBuffer` adds afterwards; under a compiler or
     torch.func it gets every gradient.
 
-    compiles: compiled code adds to `main_grad` as well, although no hooks can be seen while it is compiled.
+    compiles: compiled code adds to `main_grad` as well, although no hooks can be seen while it is compiled;
+        not with a `FirstGradient`, because it may hand over a copy of `main_grad`.
     """
     main_grad = getattr(weight, "main_grad", None)
     if main_grad is None or not weight.requires_grad or weight._backward_hooks:
         return None
-    return None if not compiles and _needs_every_gradient() else main_grad
+    if _needs_every_gradient() and not (compiles and first_of(main_grad) is None):
+        return None
+    return main_grad
 
 
 def check_late_hooks(weight: Tensor) -> None:
@@ -241,7 +245,7 @@ class MainGrad(NamedTuple):
 
 
 class FirstGradient:
-    """Marks `main_grad.first`: what the memory of a main gradient holds until its first gradient of a step.
+    """What the memory of a main gradient holds until its first gradient of a step.
 
     The first gradient overwrites, so that nothing sets gigabytes to zero and reads the zeros. A `GradBuffer`
     learns in a step which gradients do, and leaves out these alone when it sets others to zero.
@@ -257,7 +261,9 @@ class FirstGradient:
 
     SUM, ZEROS, UNDEFINED, STORED = range(4)
 
-    def __init__(self) -> None:
+    def __init__(self, main_grad: Tensor) -> None:
+        _FIRSTS[id(main_grad)] = self  # not an attribute of it, which would be saved and copied with it
+        weakref.finalize(main_grad, _FIRSTS.pop, id(main_grad), None)
         self._memory = bytearray([self.ZEROS])
         self.flag = torch.frombuffer(self._memory, dtype=torch.uint8)
 
@@ -270,30 +276,35 @@ class FirstGradient:
         self._memory[0] = value
 
 
-def is_first(main_grad: Tensor) -> bool:
-    """Return True if the caller has to overwrite `main_grad` with its gradient, and False if to add it."""
-    first: FirstGradient | None = getattr(main_grad, "first", None)
-    if first is None or first.state in (first.SUM, first.STORED):
-        return False
-    first.state = first.STORED
-    return True
+_FIRSTS: dict[int, FirstGradient] = {}  # by the id of the tensor
+
+
+def first_of(main_grad: Tensor | None) -> FirstGradient | None:
+    """Return the `FirstGradient` of a main gradient, or None if all its gradients are added."""
+    return _FIRSTS.get(id(main_grad))
+
+
+def add_by(main_grad: Tensor, run: Callable[[bool], object]) -> None:
+    """Call `run(add)`, which adds a gradient to `main_grad`, or overwrites it with the first of a step."""
+    first = first_of(main_grad)
+    add = first is None or first.state in (first.SUM, first.STORED)
+    run(add)
+    if first is not None and not add:  # not before: if `run` raises, the memory is as undefined as it was
+        first.state = first.STORED
 
 
 def add_gradient(main_grad: Tensor, grad: Tensor) -> None:
     """Add a gradient of its shape and any dtype to `main_grad`, or overwrite it with the first of a step."""
-    if is_first(main_grad):
-        main_grad.copy_(grad)
-    else:
-        main_grad.add_(grad)
+    add_by(main_grad, lambda add: main_grad.add_(grad) if add else main_grad.copy_(grad))
 
 
 @torch.no_grad()
 def always_add(main_grad: Tensor | None) -> None:
     """Set an undefined `main_grad` to zero, and keep every gradient added from now on, in all steps.
 
-    Call it before code that adds to `main_grad` without asking `is_first`, or that is captured while it adds.
+    Call it before code that adds to `main_grad` by itself, or that is captured while it adds.
     """
-    first: FirstGradient | None = getattr(main_grad, "first", None)
+    first = first_of(main_grad)
     if main_grad is None or first is None:
         return
     if first.state == first.UNDEFINED:
@@ -317,7 +328,8 @@ def weight_grad(grad_TO: Tensor, x_TI: Tensor, kept: MainGrad) -> Tensor | None:
     if main_grad.dtype.itemsize < grad_TO.dtype.itemsize:
         add_gradient(main_grad, grad_TO.t() @ x_TI)  # in the dtype of the GEMM, and rounded once
     else:
-        torch.ops.fastmp.accumulate_weight_grad_(main_grad, grad_TO, x_TI, not is_first(main_grad))
+        op = torch.ops.fastmp.accumulate_weight_grad_
+        add_by(main_grad, lambda add: op(main_grad, grad_TO, x_TI, add))
     return None
 
 
@@ -359,7 +371,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def _flag(main_grad: Tensor | None) -> Tensor | None:
-    first: FirstGradient | None = getattr(main_grad, "first", None)
+    first = first_of(main_grad)
     return None if first is None else first.flag
 
 

@@ -119,14 +119,14 @@ class FlatBuffer:
         self.copies = {name: copies[param] for name, param in parameters.items()} if plan.gathers_fp8 else {}
         device = next(iter(parameters.values())).device
         self.grad = torch.zeros(self.layout.size, dtype=dtype, device=device)
-        self.firsts = {name: FirstGradient() for name in parameters} if store_first else {}
+        self.firsts: dict[str, FirstGradient] = {}
         self._stored: list[str] = []  # what the last `zero` has left out
         self._rest = [self.grad]  # all else
         for view, (name, param) in zip(self.views(self.grad), parameters.items(), strict=True):
             param.grad = None
             param.main_grad = view  # type: ignore[attr-defined]
             if store_first:
-                view.first = self.firsts[name]  # type: ignore[attr-defined]
+                self.firsts[name] = FirstGradient(view)
         self.shards = self.layout.shards(self.rank)
         self.pieces = self.layout.pieces(self.rank)
         self.own = {name: self.grad[slice(*piece.global_range)] for name, piece in self.pieces.items()}

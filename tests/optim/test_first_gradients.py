@@ -6,14 +6,23 @@ import copy
 
 import pytest
 import torch
+import torch.nn.functional as F
 from small_tools import managed
 from torch import nn
 
 from fastmp.nn import LayerChain
 from fastmp.nn.moe.router import router_logits
-from fastmp.ops import grouped_mm, linear_log_probs
+from fastmp.ops import grouped_mm, linear_cross_entropy, linear_log_probs
 from fastmp.ops import wgrad as wgrad_module
-from fastmp.ops.wgrad import FirstGradient, WgradQueue, always_add, defer_wgrad, linear
+from fastmp.ops.wgrad import (
+    FirstGradient,
+    WgradQueue,
+    add_by,
+    always_add,
+    defer_wgrad,
+    first_of,
+    linear,
+)
 from fastmp.optim.grad_buffers import GradBuffer
 
 T, H, E = 6, 8, 3
@@ -43,7 +52,7 @@ def undefined(model, value=torch.nan):
     names = set()
     with torch.no_grad():
         for name, param in model.named_parameters():
-            if param.main_grad.first.state == FirstGradient.UNDEFINED:
+            if first_of(param.main_grad).state == FirstGradient.UNDEFINED:
                 param.main_grad.fill_(value)
                 names.add(name)
     return names
@@ -146,3 +155,83 @@ def test_a_captured_backward_adds_to_zeros():
     for graphs in (False, True):
         for step, other in zip(run(graphs, store_first=True), expected, strict=True):
             assert all(map(torch.equal, step, other))
+
+
+def test_a_captured_backward_adds_gradients_of_weights_outside_its_layers():
+    class Held(nn.Module):
+        def __init__(self, weight):
+            super().__init__()
+            self.held = [weight]  # no parameter of the layer
+
+        def forward(self, x):
+            return linear(x, self.held[0])
+
+    def run(graphs, **options):
+        torch.manual_seed(0)
+        weight = nn.Parameter(torch.randn(4, 4, dtype=torch.float64))
+        chain = LayerChain([Held(weight), nn.Linear(4, 4, dtype=torch.float64)])
+        grads = GradBuffer([("weight", weight), *chain.named_parameters()], **options)
+        manager, seen, data = managed(chain, graphs, 2), [], torch.Generator().manual_seed(1)
+        for _ in range(5):
+            grads.zero()
+            if manager is not None:
+                manager.begin_step()
+            for _ in range(2):
+                x = torch.randn(3, 4, generator=data, dtype=torch.float64)
+                sum(y.square().sum() for y in chain(x)).backward()
+            grads.reduce()
+            seen.append(weight.main_grad.clone())
+        return seen
+
+    for step, other in zip(run(True, store_first=True), run(False), strict=True):
+        assert torch.equal(step, other)
+
+
+def test_a_gradient_that_fails_leaves_the_memory_to_the_next_one():
+    model = Model()
+    grads = GradBuffer(model.named_parameters(), store_first=True)
+    train(model, grads, 1)
+    grads.zero()
+    assert "linear" in undefined(model)
+    main_grad = model.linear.main_grad
+
+    def fails(add):
+        raise ValueError("does not fit")
+
+    with pytest.raises(ValueError, match="does not fit"):
+        add_by(main_grad, fails)
+    linear(torch.ones(1, H, dtype=torch.float64), model.linear).sum().backward()
+    assert torch.equal(main_grad, torch.ones(H, H, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_compiled_losses_leave_the_first_gradient_to_autograd(tied):
+    """Compiled code may hand a copy of a main gradient to an op, of which nobody knows what it holds."""
+    torch.manual_seed(0)
+    table, head = (nn.Parameter(torch.randn(16, H)) for _ in range(2))
+    weight = table if tied else head
+
+    def loss(tokens):
+        return linear_cross_entropy(F.embedding(tokens, table), weight, tokens, reduction="sum")
+
+    def run(function, **options):
+        grads = GradBuffer([("table", table), *([] if tied else [("head", head)])], **options)
+        seen = []
+        for step in range(3):
+            grads.zero()
+            ((loss if step == 0 else function)(torch.arange(6) + step)).backward()
+            grads.reduce()
+            seen.append([param.main_grad.clone() for param in grads.parameters.values()])
+        grads.remove_hooks()
+        return seen
+
+    compiled = torch.compile(loss, backend="aot_eager")
+    for step, other in zip(run(compiled, store_first=True), run(loss), strict=True):
+        torch.testing.assert_close(step, other)
+
+
+def test_main_gradients_are_saved_as_tensors(tmp_path):
+    model = nn.Linear(2, 2)
+    GradBuffer(model.named_parameters(), store_first=True)
+    torch.save(model.state_dict(keep_vars=True), tmp_path / "state.pt")
+    assert torch.equal(torch.load(tmp_path / "state.pt")["weight"], model.weight)

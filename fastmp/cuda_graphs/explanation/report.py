@@ -29,6 +29,7 @@ from fastmp.cuda_graphs.op_inspection import line_in
 from fastmp.cuda_graphs.partition import made_by
 from fastmp.cuda_graphs.skipped_hooks import SkippedHook, merge_hooked_layers
 from fastmp.nn.segment import BoundSegment, Call, LayerChain, SingleSegment, Tensors, run_segments
+from fastmp.ops.wgrad import first_of
 
 __all__ = ["CaptureProblem", "Report", "SegmentReport", "explain"]
 
@@ -355,12 +356,13 @@ def _restored(model: nn.Module) -> Iterator[None]:
     """Restore buffers and main gradients at exit, and whether these have had the first one of a step."""
     mains = [p.main_grad for p in model.parameters() if hasattr(p, "main_grad")]
     before = [(tensor, tensor.clone()) for tensor in (*model.buffers(), *mains)]
-    states = [(main.first, main.first.state) for main in mains if hasattr(main, "first")]
+    firsts = [first for main in mains if (first := first_of(main)) is not None]
+    states = [first.state for first in firsts]
     try:
         yield
     finally:
         with torch.no_grad():
             for tensor, value in before:
                 tensor.copy_(value)
-        for first, state in states:
+        for first, state in zip(firsts, states, strict=True):
             first.state = state

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from fastmp.ops.core.registry import OPS, compute_dtype
+from fastmp.ops import OPS  # type: ignore[attr-defined]  # and all ops, which that registers
+from fastmp.ops.core.registry import compute_dtype
 from fastmp.ops.stash import new_state
 from fastmp.testing.functions import OpFamily
 
