@@ -204,6 +204,14 @@ _bias_gelu = register(
 )
 
 
+@checks.memoized
+def _check(x: Tensor, bias: Tensor | None, approximate: str) -> None:
+    checks.check_choice("bias_gelu", "approximate", approximate, ("tanh", "none"))
+    checks.check_floating("bias_gelu", "x", x)
+    checks.check_shape("bias_gelu", x.shape[-1:], to=("x", x), bias=bias)
+    checks.check_same("bias_gelu", x=x, bias=bias)
+
+
 @traced("fastmp.bias_gelu")
 def bias_gelu(x: Tensor, bias: Tensor | None = None, *, approximate: str = "tanh") -> Tensor:
     """Return gelu(x + bias), fused. Differentiable once in x and bias.
@@ -229,10 +237,6 @@ def bias_gelu(x: Tensor, bias: Tensor | None = None, *, approximate: str = "tanh
 
     Hendrycks and Gimpel, "Gaussian Error Linear Units", 2016.
     """
-    checks.check_choice("bias_gelu", "approximate", approximate, ("tanh", "none"))
     x, bias = autocast(x, bias)
-    checks.check_floating("bias_gelu", "x", x)
-    if bias is not None:
-        checks.check_shape("bias_gelu", x.shape[-1:], to=("x", x), bias=bias)
-        checks.check_same("bias_gelu", x=x, bias=bias)
+    _check(x, bias, approximate)
     return _bias_gelu(x, bias, approximate)

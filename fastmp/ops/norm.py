@@ -20,7 +20,7 @@ from torch import Tensor
 
 from fastmp.ops import quantize as quantizers
 from fastmp.ops.core import checks, fp8
-from fastmp.ops.core.registry import Op, autocast, compute_dtype, register
+from fastmp.ops.core.registry import autocast, compute_dtype, register
 from fastmp.ops.core.rowwise import sum_rows
 from fastmp.ops.norm_triton import check_stats, launch, launch_backward, launch_quantized
 from fastmp.profiling import traced
@@ -205,19 +205,6 @@ def _prepare(
     return x, residual, weight, bias
 
 
-def _is_validated_by_kernel(op: Op, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> bool:
-    """Return True if the C++ kernel takes the tensors as they are, and checks their shapes itself."""
-    dtype = weight.dtype
-    return (
-        (x.dtype == dtype or (dtype == torch.float32 and x.dtype in NARROW))
-        and (bias is None or bias.dtype == dtype)
-        and type(eps) is float
-        and eps >= 0
-        and not torch._C._is_any_autocast_enabled()
-        and (op.validates_args(x, weight) if bias is None else op.validates_args(x, weight, bias))
-    )
-
-
 @overload
 def rms_norm(
     x: Tensor, weight: Tensor, *, eps: float = 1e-6, residual: None = None, quantize: Literal[False] = False
@@ -271,13 +258,6 @@ def rms_norm(
 
     Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019.
     """
-    if residual is None and not quantize and _is_validated_by_kernel(_rms_norm, x, weight, None, eps):
-        try:
-            return _rms_norm.run(x, None, weight, eps)[0]
-        except RuntimeError:
-            _check("rms_norm", x, None, weight, None, eps)  # a ValueError, if an argument does not fit
-            _rms_norm.check((x, None, weight, eps))
-            raise
     x, residual, weight, _ = _prepare("rms_norm", x, residual, weight, None, eps)
     if quantize:
         fp8.check_block("rms_norm", block, dtype)
@@ -321,13 +301,6 @@ def layer_norm(
 
     Ba, Kiros and Hinton, "Layer Normalization", 2016.
     """
-    if residual is None and _is_validated_by_kernel(_layer_norm, x, weight, bias, eps):
-        try:
-            return _layer_norm.run(x, None, weight, bias, eps)[0]
-        except RuntimeError:
-            _check("layer_norm", x, None, weight, bias, eps)  # a ValueError, if an argument does not fit
-            _layer_norm.check((x, None, weight, bias, eps))
-            raise
     x, residual, weight, bias = _prepare("layer_norm", x, residual, weight, bias, eps)
     y, total, _ = _layer_norm(x, residual, weight, bias, eps)
     return y if residual is None else (y, total)

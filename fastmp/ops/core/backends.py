@@ -50,8 +50,22 @@ if CPU_ABSENT and CPU_ABSENT != "FASTMP_CPP=0":  # pip hides the build's output,
         RuntimeWarning,
         stacklevel=2,
     )
-_autograd, AUTOGRAD_ABSENT = load_for_this_torch("_C_autograd", "autograd", "caller")
+_autograd, AUTOGRAD_ABSENT = load_for_this_torch("_C_autograd", "autograd", "signature")
 CUDA_ABSENT = _load("_C_cuda", "cuda") if torch.version.cuda else "this torch is built without CUDA"
+
+
+def _signature(*arguments: Any) -> tuple | None:
+    """Return a hashable key of plain tensors, for which only shape, dtype and device count, and other values.
+
+    None for subclasses of Tensor.
+    """
+    plain = torch.Tensor, torch.nn.Parameter
+    if any(isinstance(each, torch.Tensor) and type(each) not in plain for each in arguments):
+        return None
+    return tuple((a.shape, a.dtype, a.device) if isinstance(a, torch.Tensor) else a for a in arguments)
+
+
+signature: Callable[..., tuple | None] = _signature if _autograd is None else _autograd.signature
 
 
 def direct(overload: torch._ops.OpOverload) -> Callable:

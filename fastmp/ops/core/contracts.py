@@ -36,6 +36,8 @@ from typing import Any, TypeAlias, TypeVar
 import torch
 from torch import Tensor
 
+from fastmp.ops.core import backends
+
 __all__ = [
     "DTYPES",
     "LARGEST",
@@ -124,27 +126,18 @@ def memoized(check: Callable[..., _Result]) -> Callable[..., _Result]:
 
     @functools.wraps(check)
     def checked(*arguments: Any) -> _Result:
-        if torch.compiler.is_compiling():
+        key = None if torch.compiler.is_compiling() else backends.signature(*arguments)
+        if key is None:
             return check(*arguments)
-        key: list[Any] = []
-        for argument in arguments:
-            kind = type(argument)
-            if kind is Tensor or kind is torch.nn.Parameter:
-                key += (argument.shape, argument.dtype, argument.device)
-            elif isinstance(argument, Tensor):
-                return check(*arguments)
-            else:
-                key.append(argument)
-        call = tuple(key)
         try:
-            result = passed.get(call, _UNKNOWN)
+            result = passed.get(key, _UNKNOWN)
         except TypeError:  # not hashable, say a list for a number: let the check report it
             return check(*arguments)
         if result is _UNKNOWN:
             result = check(*arguments)
             if len(passed) >= _MAX_PASSED:
                 passed.clear()
-            passed[call] = result
+            passed[key] = result
         return result
 
     return checked

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fastmp.ops.core import checks, contracts
+from fastmp.ops.core import backends, checks, contracts
 from fastmp.ops.core.contracts import Contract
 
 
@@ -30,6 +30,21 @@ def test_a_call_is_checked_once_a_kind():
     for _ in range(2):
         with pytest.raises(ValueError, match=r"a: got torch\.float64"):
             check("a", x.double(), None, 1)
+
+
+@pytest.mark.parametrize("signature", (backends.signature, backends._signature))
+def test_keys_of_calls_differ_by_kind_and_place(signature):
+    class Own(torch.Tensor):
+        pass
+
+    x = torch.zeros(3, 4)
+    kinds = [x, x.double(), x.to("meta"), x[:2], x.view(2, 6), x.view(12), x.view(3, 4, 1), None, 1, "x"]
+    calls = [*((kind,) for kind in kinds), (x, None), (None, x), (x, x), ()]
+    keys = [signature(*call) for call in calls]
+    assert None not in keys
+    assert len(set(keys)) == len(keys)
+    assert signature(x, 1) == signature(torch.nn.Parameter(x.t().contiguous().t() + 1), 1)
+    assert signature(1, x.as_subclass(Own)) is None
 
 
 def test_what_has_no_hash_is_checked_every_time():
