@@ -108,7 +108,6 @@ class Op:
     flops: floating-point operations, from the op's arguments.
     traffic: the fewest bytes that must cross device memory, from the op's arguments.
     run: the overload without further checks, for callers that have asked `validates_args`.
-    call: what `__call__` runs: the same with DTensor rules registered on demand, or traced by a compiler.
     check: raises ValueError if the schema rules the arguments out: None, no memory, or not finite.
     """
 
@@ -121,11 +120,26 @@ class Op:
     traffic: Callable[..., int]
     autograd_formula: AutogradFormula | None
     run: Callable[..., Any]
-    call: Callable[..., Any]
     check: ArgumentCheck
 
     def __call__(self, *arguments: Any) -> Any:
-        return self.call(*arguments)
+        """Run the op; register DTensor sharding rules on the first DTensor argument.
+
+        Where a kernel refuses what the op's schema already rules out, raise ValueError.
+        """
+        if torch.compiler.is_compiling():
+            _register_dtensor_rules()
+            return self.overload(*arguments)
+        try:  # costs nothing unless it raises
+            return self.run(*arguments)
+        except NotImplementedError:
+            if not _register_dtensor_rules():
+                raise
+        except RuntimeError:
+            if all(type(a) in _PLAIN for a in arguments if isinstance(a, Tensor)) and not is_recorded():
+                self.check(arguments)
+            raise
+        return self.run(*arguments)
 
     def validates_args(self, *tensors: Tensor) -> bool:
         """Return True if the selected kernel validates its own arguments, as C++ kernels do.
@@ -243,30 +257,6 @@ def raise_if_create_graph(op: str) -> None:
         raise RuntimeError(f"{op}: its backward is not differentiable (create_graph=True is not supported)")
 
 
-def _caller(overload: torch._ops.OpOverload, run: Callable, check: ArgumentCheck) -> Callable:
-    """Return a callable of the op that registers DTensor sharding rules on the first DTensor argument.
-
-    Where a kernel refuses what the op's schema already rules out, it raises ValueError.
-    """
-
-    def call(*arguments: Any) -> Any:
-        if torch.compiler.is_compiling():
-            _register_dtensor_rules()
-            return overload(*arguments)
-        try:  # costs nothing unless it raises
-            return run(*arguments)
-        except NotImplementedError:
-            if not _register_dtensor_rules():
-                raise
-        except RuntimeError:
-            if all(type(a) in _PLAIN for a in arguments if isinstance(a, Tensor)) and not is_recorded():
-                check(arguments)
-            raise
-        return run(*arguments)
-
-    return call
-
-
 def _register_dtensor_rules() -> bool:
     """Import the sharding rules if the program uses DTensors and has not yet. Return True if it did."""
     rules = "fastmp.ops.core.dtensor"
@@ -280,23 +270,21 @@ def _register_dtensor_rules() -> bool:
 _register_dtensor_rules._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-def _differentiable(
-    overload: torch._ops.OpOverload, run: Callable, formula: AutogradFormula | None, check: ArgumentCheck
-) -> Callable:
-    """Register the op's autograd kernel, and return the callable that public functions use.
+def _differentiable(overload: torch._ops.OpOverload, formula: AutogradFormula | None) -> Callable:
+    """Register the op's autograd kernel, and return the function that calls the op.
 
     The kernel is C++ where `_C_autograd` is loaded, else Python, which takes longer. An op without a formula
     gets a backward that raises: with no autograd kernel at all it would warn and give no gradient, or
     differentiate the steps of its reference.
     """
-    name = overload._opname
+    name, run = overload._opname, backends.direct(overload)
     error = _no_derivative(name, formula is not None)
     # 1. C++: hand over the formula, and call the overload.
     if not backends.AUTOGRAD_ABSENT:
         node = "".join(part.capitalize() for part in name.split("_")) + "Backward"
         ops, differentiable, code = encode(formula) if formula else ([], [], [])
         torch.ops.fastmp_autograd.declare(name, node, error, ops, differentiable, code)
-        return _caller(overload, run, check)
+        return run
     # 2. Python: an autograd.Function that runs the op below autograd.
     writes = overload._schema.is_mutable
     defaults = [argument.default_value for argument in overload._schema.arguments]
@@ -323,11 +311,10 @@ def _differentiable(
             return record(function.record, arguments)
 
     LIBRARY.impl(name, kernel, "Autograd", with_keyset=True)
-    eager = _caller(overload, run, check)
 
     def call(*arguments: Any) -> Any:
-        transformed = torch._C._are_functorch_transforms_active() and not torch.compiler.is_compiling()
-        return record(function, arguments) if transformed else eager(*arguments)
+        transformed = torch._C._are_functorch_transforms_active()
+        return record(function, arguments) if transformed else run(*arguments)
 
     return call
 
@@ -508,8 +495,7 @@ def register(
     if overload._schema.is_mutable:
         LIBRARY.impl(name, _raise_under_vmap(name), "FuncTorchBatched")
     formula = AutogradFormula(overload._schema, autograd_formula) if autograd_formula else None
-    run = backends.direct(overload)
-    call = _differentiable(overload, run, formula, check)
+    run = _differentiable(overload, formula)
     if flops is not None:
         register_flop_formula(overload.overloadpacket, get_raw=True)(
             lambda *a, out_val=None, **k: flops(*a, **k)
@@ -524,7 +510,6 @@ def register(
         traffic or _moved_once(overload),
         formula,
         run,
-        call,
         check,
     )
     return OPS[name]
