@@ -11,8 +11,6 @@ heads of this rank, D width of a head.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import nn
 
@@ -96,36 +94,33 @@ class CoreAttention(ParallelModule):
         documents: Documents | None = None,
     ) -> torch.Tensor:
         """Return attention's output (S, B, N, D); over CP ranks, of one slice of the queries at a time."""
-        dropout, B, T = self.dropout if self.training else 0.0, len(k_BGTD), k_BGTD.shape[2]
+        dropout, (B, _, T, _) = self.dropout if self.training else 0.0, k_BGTD.shape
         mask = None if key_padding_mask_BT is None else self._padding_mask(key_padding_mask_BT, (B, T))
         causal = self.causal and mask is None  # which says all
-        options: dict[str, Any] = {
-            "causal": causal,
-            "window": self.window if causal else None,
-            "mask": mask,
-            "sinks": self.sinks,
-            "dropout_p": dropout,
-            "scale": self.scale,
-        }
-        rng, cp = self.rng if dropout > 0.0 else None, group_size(self.cp_group)
-        with random_stream(rng, q_BNSD.device, sharded=True, cp_group=self.cp_group):
+        window, rng, cp = self.window if causal else None, self.rng, group_size(self.cp_group)
+
+        def attended(
+            q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, queries: range, keys: range
+        ) -> torch.Tensor:
+            borders = None if documents is None else documents.borders(queries, keys)
+            return attend(
+                q, k, v, causal=causal, window=window, mask=mask, documents=borders, sinks=self.sinks,
+                dropout_p=dropout, scale=self.scale,
+            ).permute(2, 0, 1, 3)  # fmt: skip
+
+        with random_stream(
+            rng if dropout > 0.0 else None, q_BNSD.device, sharded=True, cp_group=self.cp_group
+        ):
             # 1. On one rank, and where queries see all keys or those of the mask: one call
             if cp == 1 or not (causal or documents is not None):
-                borders = None if documents is None else documents.borders(range(T), range(T))
-                return attend(q_BNSD, k_BGTD, v_BGTD, documents=borders, **options).permute(2, 0, 1, 3)
+                return attended(q_BNSD, k_BGTD, v_BGTD, range(T), range(T))
             # 2. Over CP ranks: each slice of the queries attends to a prefix of the keys
             contexts, size = [], T // (2 * cp)
             for q_BNCD, number in zip(q_BNSD.chunk(2, 2), local_slices(self.cp_group)):
                 queries = range(number * size, (number + 1) * size)
                 keys = self._keys(queries, T, causal)
-                context_BNCD = attend(
-                    q_BNCD,
-                    k_BGTD[:, :, keys.start : keys.stop],
-                    v_BGTD[:, :, keys.start : keys.stop],
-                    documents=None if documents is None else documents.borders(queries, keys),
-                    **options,
-                )
-                contexts.append(context_BNCD.permute(2, 0, 1, 3))
+                k, v = (x[:, :, keys.start : keys.stop] for x in (k_BGTD, v_BGTD))
+                contexts.append(attended(q_BNCD, k, v, queries, keys))
         return torch.cat(contexts)
 
     def _check_cached(self, hidden_SBH: torch.Tensor, cache: KeyValueCache, others: bool) -> None:

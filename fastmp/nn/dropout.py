@@ -23,6 +23,8 @@ from fastmp.tensor_parallel.layers import GroupModule
 
 __all__ = ["Dropout", "random_stream", "require_rng"]
 
+_DEFAULT_STREAM = nullcontext()
+
 
 def require_rng(owner: str, probability: float, on: Placement, *, sharded: bool) -> None:
     """Raise ValueError for dropout over CP ranks, and if `sharded` over TP ranks, without `on.rng`.
@@ -46,10 +48,10 @@ def random_stream(
     torch's generator.
     """
     if rng is None:
-        return nullcontext()
+        return _DEFAULT_STREAM
     parts = ("tensor",) * sharded + ("context",) * (group_size(cp_group) > 1)
     if not parts:
-        return nullcontext()
+        return _DEFAULT_STREAM
     return rng.fork("-".join((*parts, "parallel")), device=device)
 
 

@@ -9,6 +9,8 @@ with the same modules and the same tensors between segments.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -89,22 +91,25 @@ class TransformerLayer(SegmentedLayer):
     def _attention(
         self,
         hidden_SBH: Tensor,
-        *key_padding_mask_BT: Tensor,
+        key_padding_mask_BT: Tensor | None = None,
         documents: Documents | None = None,
         cache: KeyValueCache | None = None,
     ) -> Tensors:
+        modules: dict[str, Any] = self._modules  # an attribute that is a module takes 1 us to find
+        norm = modules["attention_norm"]
         # Pre-LN: normalise the input; post-LN: normalise the sum below
-        input_SBH = hidden_SBH if self.post_norm else self.attention_norm(hidden_SBH)
-        output_SBH, bias_H = self.attention(input_SBH, *key_padding_mask_BT, documents=documents, cache=cache)
+        input_SBH = hidden_SBH if self.post_norm else norm(hidden_SBH)
+        output_SBH, bias_H = modules["attention"](input_SBH, key_padding_mask_BT, documents, cache)
         # Bias, dropout and residual in one op
-        total_SBH = self.dropout.add(output_SBH, bias_H, hidden_SBH)
-        return (self.attention_norm(total_SBH) if self.post_norm else total_SBH,)
+        total_SBH = modules["dropout"].add(output_SBH, bias_H, hidden_SBH)
+        return (norm(total_SBH) if self.post_norm else total_SBH,)
 
     def _mlp(self, hidden_SBH: torch.Tensor) -> Tensors:
-        assert self.mlp is not None
-        output_SBH, bias_H = self.mlp(hidden_SBH if self.post_norm else self.mlp_norm(hidden_SBH))
-        total_SBH = self.dropout.add(output_SBH, bias_H, hidden_SBH)
-        return (self.mlp_norm(total_SBH) if self.post_norm else total_SBH,)
+        modules: dict[str, Any] = self._modules
+        norm = modules["mlp_norm"]
+        output_SBH, bias_H = modules["mlp"](hidden_SBH if self.post_norm else norm(hidden_SBH))
+        total_SBH = modules["dropout"].add(output_SBH, bias_H, hidden_SBH)
+        return (norm(total_SBH) if self.post_norm else total_SBH,)
 
     def _add_experts(self, combine: Segment, out: Tensor | None, *tensors: Tensor) -> Tensors:
         """Run the segment `combine` and add the residual, in the same kernel if the dispatcher has one."""
