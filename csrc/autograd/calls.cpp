@@ -155,16 +155,20 @@ PyObject* signature(PyObject*, PyObject* const* given, Py_ssize_t count) {
   THPObjectPtr key(PyTuple_New(count + 1));
   if (!key) return nullptr;
   std::vector<int64_t> described;
+  described.reserve(8 * count);
   for (Py_ssize_t i = 0; i < count; ++i) {
     PyObject* argument = given[i];
-    if (THPVariable_Check(argument)) {
+    PyTypeObject* type = Py_TYPE(argument);
+    if (THPVariable_CheckTypeExact(type)) {
       const at::Tensor& tensor = THPVariable_Unpack(argument);
-      const bool plain = THPVariable_CheckTypeExact(Py_TYPE(argument)) && !tensor.is_nested();
-      if (!plain || tensor.unsafeGetTensorImpl()->has_symbolic_sizes_strides()) Py_RETURN_NONE;
+      if (tensor.is_nested() || tensor.unsafeGetTensorImpl()->has_symbolic_sizes_strides()) Py_RETURN_NONE;
       const c10::Device device = tensor.device();
-      described.insert(described.end(), {i, int64_t(tensor.scalar_type()), int64_t(device.type()), device.index(), tensor.dim()});
-      described.insert(described.end(), tensor.sizes().begin(), tensor.sizes().end());
+      const int64_t kind = int64_t(tensor.scalar_type()) << 24 | int64_t(device.type()) << 16 | uint16_t(device.index());
+      described.push_back(int64_t(i) << 48 | tensor.dim() << 32 | kind);
+      for (int64_t size : tensor.sizes()) described.push_back(size);
       argument = Py_None;
+    } else if (PyType_IsSubtype(type, reinterpret_cast<PyTypeObject*>(THPVariableClass))) {
+      Py_RETURN_NONE;
     }
     PyTuple_SET_ITEM(key.get(), i, Py_NewRef(argument));
   }

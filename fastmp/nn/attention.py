@@ -134,8 +134,9 @@ class SelfAttention(CoreAttention):
                 cache is combined with either, with CP ranks, or with causal=False.
         """
         self.check_given(hidden_SBH, key_padding_mask_BT, documents, cache)
+        modules: dict[str, Any] = self._modules  # an attribute that is a module takes 1 us to find
         # Column-parallel projection: (S, B, H) -> (S, B, G * (R + 2) * D); gathers a TP-sharded sequence
-        qkv = self.qkv(hidden_SBH)
+        qkv = modules["qkv"](hidden_SBH)
         S, B = qkv.shape[:2]
         G, R, D = self.num_kv_heads, self.queries_per_kv, self.head_dim
         q_SBGRD, k_SBG1D, v_SBG1D = qkv.view(S, B, G, R + 2, D).split((R, 1, 1), dim=3)
@@ -164,7 +165,8 @@ class SelfAttention(CoreAttention):
         k_BGTD, v_BGTD = (x.squeeze(3).permute(1, 2, 0, 3) for x in (k_TBG1D, v_TBG1D))
         context_SBND = self.attend(q_BNSD, k_BGTD, v_BGTD, key_padding_mask_BT, documents)
         # Row-parallel projection: (S, B, N * D) -> (S, B, H), summed over TP
-        return self.proj(context_SBND.reshape(S, B, G * R * D))
+        output_SBH, bias_H = modules["proj"](context_SBND.reshape(S, B, G * R * D))
+        return output_SBH, bias_H
 
     def _decoded(
         self, q_SBGRD: torch.Tensor, k_BGTD: torch.Tensor, v_BGTD: torch.Tensor, seen_B1ST: torch.Tensor

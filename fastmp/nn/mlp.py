@@ -9,6 +9,8 @@ Shapes: S sequence, B batch, H hidden, F ffn units of this rank.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -64,9 +66,11 @@ class MLP(nn.Module):
 
     def forward(self, hidden_SBH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the output (S, B, H) without the last bias, and that bias (H,) or None."""
+        modules: dict[str, Any] = self._modules  # an attribute that is a module takes 1 us to find
         # Column-parallel GEMM: (S, B, H) -> (S, B, num_projections * F); gathers a TP-sharded sequence
-        up_SBF, bias_F = self.up(hidden_SBH)
+        up_SBF, bias_F = modules["up"](hidden_SBH)
         # Bias and activation in one op: (S, B, num_projections * F) -> (S, B, F)
         ffn_SBF = self.activate(up_SBF, bias=bias_F)
         # Row-parallel GEMM: (S, B, F) -> (S, B, H), summed over TP; the caller fuses the bias with dropout
-        return self.down(ffn_SBF)
+        out_SBH, bias_H = modules["down"](ffn_SBF)
+        return out_SBH, bias_H

@@ -204,7 +204,11 @@ def attend(
         k, v = torch.randn(2, 2, 16, 64), torch.randn(2, 2, 16, 64)  # (B, G, E, D)
         assert attend(q, k, v).shape == (2, 8, 16, 64)
     """
-    plan = _planned(q_BNCD, k_BGED, v_BGED, causal, window, mask, documents, sinks, dropout_p, scale)
+    readable = documents is None or (can_read_values(documents.queries) and not documents.static)
+    plan = _plan(
+        q_BNCD, k_BGED, v_BGED, causal, window, mask is not None, documents is not None, sinks is not None,
+        readable, dropout_p, scale, _machine(q_BNCD.device),
+    )  # fmt: skip
     if sinks is not None:
         sinks = _checked_sinks(sinks, q_BNCD, mask)
     return _attend(plan, q_BNCD, k_BGED, v_BGED, mask, documents, sinks, dropout_p, scale)
@@ -224,29 +228,12 @@ class _AttentionPlan(NamedTuple):
     window: int | None
 
 
-def _planned(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    causal: bool,
-    window: int | None,
-    mask: Tensor | None,
-    documents: Borders | None,
-    sinks: Tensor | None,
-    dropout_p: float,
-    scale: float | None,
-) -> _AttentionPlan:
-    """Check a call of `attend` and return its plan."""
-    readable = documents is None or (can_read_values(documents.queries) and not documents.static)
-    given = mask is not None, documents is not None, sinks is not None, readable
-    return _plan(q, k, v, causal, window, *given, dropout_p, scale, _machine(q.device))
-
-
 @checks.memoized
 def _plan(
     q: Tensor, k: Tensor, v: Tensor, causal: bool, window: int | None, mask: bool, documents: bool,
     sinks: bool, readable: bool, dropout_p: float, scale: float | None, machine: tuple[str, int, int, bool],
 ) -> _AttentionPlan:  # fmt: skip
+    """Check a call of `attend` and return its plan."""
     _check(q, k, v, causal, window, mask, documents)
     checks.check_finite("attend", q.dtype, scale=scale, dropout_p=dropout_p)
     if window is not None and window >= k.shape[2]:
@@ -507,6 +494,7 @@ def _one_by_one(
     outputs = []
     for q, k, v in zip(*parts, strict=True):
         if q.shape[2]:
-            plan = _planned(q, k, v, causal, window, None, None, sinks, dropout_p, scale)
+            options = causal, window, False, False, sinks is not None, True, dropout_p, scale
+            plan = _plan(q, k, v, *options, _machine(q.device))
             outputs.append(_attend(plan, q, k, v, None, None, sinks, dropout_p, scale))
     return torch.cat(outputs, 2).squeeze(0).unflatten(1, (B, C)).transpose(0, 1)

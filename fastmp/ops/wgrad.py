@@ -349,7 +349,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         weight.main_grad = torch.zeros(8, 4)
         linear(torch.randn(2, 4), weight).sum().backward()  # adds to weight.main_grad
     """
-    main_grad, defer = main_grad_of(weight), deferral(weight)
+    main_grad, defer = main_grad_of(weight), None if _queue is None else deferral(weight)
     if not torch.is_grad_enabled():
         return _without_gradient(x, weight, bias)
     if main_grad is None and defer is None:

@@ -283,7 +283,8 @@ def test_what_does_not_fit_is_refused():
 
 def test_a_plan_is_of_shapes_options_and_settings():
     def plan(q, window=None):
-        return attention._planned(q, k, v, True, window, None, None, None, 0.0, None)
+        given = True, window, False, False, False, True, 0.0, None
+        return attention._plan(q, k, v, *given, attention._machine(q.device))
 
     q, k, v = draw(8, 8)
     assert plan(q).backend == "sdpa" and plan(q) is plan(q + 1)
