@@ -5,9 +5,9 @@ checks, the dispatcher, autograd. Ours and torch eager's same function are calle
 of each counts. Where torch needs several ops, they count together, as does a mean that both take of losses.
 Functions with a counterpart in torch are also called as a program that replaces torch's calls them: with
 their first arguments only ("plain"), with and without a gradient.
-A layer's time is an eighth of the difference between models of nine layers and of one. Layers and training steps
-stand next to the same of plain torch. Before a launch of a Triton kernel lies all that its op does below torch's
-dispatcher until it has the launch's plan: for each of its launches.
+A layer's time is an eighth of the difference between models of nine layers and of one. Layers and training
+steps stand next to the same of plain torch. Before a launch of a Triton kernel lies all that its op does
+below torch's dispatcher until it has the launch's plan: for each of its launches.
 """
 
 from __future__ import annotations
