@@ -70,6 +70,7 @@ def rank_program(
         ValueError: naming rank and step, if an order is malformed or ranks wait for each other.
 
     Example:
+        >>> from fastmp.pipeline.schedule import Schedule
         >>> first = rank_program(0, Schedule(2, 2).orders())
         >>> [(message.kind, message.microbatch) for post in first.posts for message in post]
         [('forward', 0), ('forward', 1), ('backward', 0), ('backward', 1)]
