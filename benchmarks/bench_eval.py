@@ -2,9 +2,9 @@
 
 `python -m benchmarks.bench_eval [--device cuda]` prints, for a GPT with GPT-2's vocabulary and windows of
 1024 tokens, how many tokens a second are scored where every window scores all of its targets; where it scores
-32, which is what `fastmp eval wikitext` does; and where it makes the logits of the whole window for these 32,
-as evaluations by a model's logits do. On a CPU one thread works and times are of the CPU, because other work
-on the machine only adds to others.
+32, which is what `python -m examples.megatron_paper evaluate wikitext` does; and where it makes the logits of
+the whole window for these 32, as evaluations by a model's logits do. On a CPU one thread works and times are
+of the CPU, because other work on the machine only adds to others.
 """
 
 from __future__ import annotations

@@ -54,10 +54,10 @@ STDLIB_ONLY = """
     fastmp.cuda_graphs.lanes fastmp.cuda_graphs.errors
     fastmp.training.checkpoint.chunks fastmp.apps.cli fastmp.apps.plan fastmp.apps.signals
     fastmp.testing.differential.cases fastmp.testing.differential.shrink
-    fastmp.apps.first_rank fastmp.apps.evaluation.journal fastmp.apps.evaluation.lambada
-    fastmp.apps.evaluation.result_tables fastmp.apps.evaluation.wikitext
+    fastmp.apps.first_rank fastmp.apps.evaluation.journal fastmp.apps.evaluation.result_tables
     fastmp.apps.evaluation.sliding_windows
-    examples.megatron_paper.__main__ examples.megatron_paper.finetuning.formats
+    examples.megatron_paper.__main__ examples.megatron_paper.evaluation.lambada
+    examples.megatron_paper.evaluation.wikitext examples.megatron_paper.finetuning.formats
     examples.megatron_paper.finetuning.answer_metrics examples.megatron_paper.finetuning.results
     examples.megatron_paper.finetuning.selection examples.megatron_paper.finetuning.finetune_tasks
     tools.prove.claims tools.prove.__main__ tools.prove.page tools.prove.run tools.study.__main__
@@ -172,7 +172,7 @@ def test_pure_modules_use_the_standard_library_only(module):
         "train --help",
         "generate --help",
         "eval --help",
-        "eval wikitext --help",
+        "eval heldout --help",
         "hang --help",
         "checkpoint --help",
         "hf import --help",

@@ -13,6 +13,10 @@ COMMANDS = {
         "examples.megatron_paper.finetune",
         "fine-tune a BERT on MNLI, QQP, SQuAD or RACE, with several seeds",
     ),
+    "evaluate": (
+        "examples.megatron_paper.evaluate",
+        "evaluate a GPT on WikiText, LAMBADA or held-out text",
+    ),
 }
 
 

@@ -14,7 +14,7 @@ from fastmp.config.console import flush_output, open_streams, to_stderr
 COMMANDS = {
     "train": ("fastmp.apps.train", "train a model from a recipe; on several GPUs: fastmp launch train"),
     "generate": ("fastmp.apps.generate", "continue prompts with a trained model"),
-    "eval": ("fastmp.apps.evaluate", "evaluate a model on WikiText, LAMBADA or held-out text"),
+    "eval": ("fastmp.apps.evaluate", "evaluate a model on held-out text"),
     "launch": ("fastmp.apps.launch", "start several processes with torchrun, by default one for each GPU"),
     "data": ("fastmp.apps.data", "tokenize text into token files; inspect, blend and compare them"),
     "warm": (

@@ -1,12 +1,13 @@
-"""`fastmp eval`: evaluate a trained model on a task. torch is imported after the arguments are read."""
+"""`fastmp eval`: evaluate a model on held-out text. torch is imported after the arguments are read."""
 
 from __future__ import annotations
 
 import json
+import shlex
 import zlib
 from argparse import Namespace
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,7 +18,7 @@ from fastmp.apps.evaluation.result_tables import EvalProgress, read_result, tabl
 from fastmp.apps.first_rank import only_rank0_prints
 from fastmp.apps.generate import add_model_options, layout_of
 from fastmp.apps.launch import check_ranks
-from fastmp.config import GPTConfig
+from fastmp.config import Environment, GPTConfig
 from fastmp.config.command_line import Parser, exit_status, number
 from fastmp.config.file_access import write_whole
 
@@ -27,59 +28,101 @@ if TYPE_CHECKING:
     from fastmp.distributed.runtime import Runtime
     from fastmp.training.checkpoint.storage import CheckpointReader
 
-__all__ = ["main"]
+__all__ = ["TASKS", "TaskCommand", "main", "window_of"]
 
-TASKS = {
-    "wikitext": (
-        "perplexity per original word of WikiText",
-        "a file of words, such as wiki.test.tokens",
-        "wiki.test.tokens --hf Qwen3-0.6B",
-    ),
-    "lambada": (
-        "accuracy of the last word of a passage",
-        'a file of lines {"text": "..."}',
-        "lambada_test.jsonl --hf Qwen3-0.6B",
-    ),
-    "heldout": (
-        "loss per token and per byte",
-        "a directory of token files with a validation split, or a text file",
-        "data/docs --checkpoint runs/gpt",
-    ),
-}
+PAPER = ("wikitext", "lambada")  # tasks of examples.megatron_paper
 _WINDOW = 1024  # tokens
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run `fastmp eval` with the arguments `argv`; return the exit status (2: invalid arguments)."""
+@dataclass(frozen=True)
+class TaskCommand:
+    """A task of an evaluation command.
+
+    summary, data, example: for the help. columns: figures that its table shows. make: of rows and summary.
+    windows: whether it reads a text in windows, which begin `stride` tokens apart (None: the window).
+    """
+
+    summary: str
+    data: str
+    example: str
+    columns: tuple[str, ...]
+    make: Callable[[Namespace, CheckpointReader, GPTConfig], EvalTask]
+    windows: bool = True
+    stride: int | None = None
+
+
+def _heldout(options: Namespace, reader: CheckpointReader, config: GPTConfig) -> EvalTask:
+    from fastmp.apps.evaluation.tasks import heldout_task
+    from fastmp.apps.generation.trained_models import model_tokenizer
+
+    try:
+        tokenizer = model_tokenizer(options, reader)
+    except ValueError:
+        if options.tokenizer or not Path(options.data).is_dir():
+            raise
+        tokenizer = None
+    return heldout_task(options.data, tokenizer, window=window_of(options, config), stride=options.stride)
+
+
+TASKS = {
+    "heldout": TaskCommand(
+        "loss per token and per byte",
+        "a directory of token files with a validation split, or a text file",
+        "data/docs --checkpoint runs/gpt",
+        ("nats_per_byte", "nats_per_token", "perplexity_per_token", "num_tokens", "num_bytes"),
+        _heldout,
+    ),
+}
+
+
+def window_of(options: Namespace, config: GPTConfig) -> int:
+    """Return the tokens of a window."""
+    return options.window or min(_WINDOW, config.max_seq_len)
+
+
+def main(
+    argv: Sequence[str] | None = None, prog: str = "fastmp eval", tasks: Mapping[str, TaskCommand] = TASKS
+) -> int:
+    """Run the command `prog` with the arguments `argv`; return the exit status (2: invalid arguments)."""
+    arguments, columns = list(argv or []), {name: task.columns for name, task in tasks.items()}
+    words = [*prog.split()[1:], *arguments]
     with only_rank0_prints():
-        parser = _parser()
+        parser = _parser(prog, tasks)
+        if arguments and arguments[0] in PAPER and arguments[0] not in tasks:
+            ranks = Environment.read().world_size
+            start = "python" if ranks == 1 else f"fastmp launch -n {ranks}"
+            meant = f"{start} -m examples.megatron_paper evaluate {shlex.join(arguments)}"
+            parser.error(f"there is no task {arguments[0]!r}; did you mean: {meant}")
         options = parser.parse_args(argv)
         if options.task != "table":
-            check_ranks(parser, layout_of(options), "eval", list(argv or []))
+            check_ranks(parser, layout_of(options), words[0], words[1:])
     if options.task == "table":
-        return exit_status("fastmp eval", lambda: print(table(map(read_result, options.results))))
+        results = (read_result(path, columns) for path in options.results)
+        return exit_status(prog, lambda: print(table(results, columns)))
     from fastmp.apps.generation.on_ranks import run_on_ranks  # imports torch
 
-    return run_on_ranks("eval", partial(_evaluate, options), lambda result: print(table([result])))
+    make = tasks[options.task].make
+    return run_on_ranks(prog, partial(_evaluate, options, make), lambda made: print(table([made], columns)))
 
 
-def _parser() -> Parser:
+def _parser(prog: str, tasks: Mapping[str, TaskCommand]) -> Parser:
     parser = Parser(
-        prog="fastmp eval",
-        description="Evaluate a trained model on local files. On several ranks: fastmp launch -n N eval ...; "
-        "the remaining ranks form the data-parallel dimension and share the batches.",
+        prog=prog,
+        description="Evaluate a trained model on local files. On several ranks: fastmp launch -n N "
+        f"{prog.partition(' ')[2]} ...; the remaining ranks form the data-parallel dimension and share the "
+        "batches.",
     )
     commands = parser.add_subparsers(dest="task", required=True, metavar="TASK")
-    for name, (summary, data, example) in TASKS.items():
-        text = f"{summary[0].upper()}{summary[1:]}.\n\n  fastmp eval {name} {example}"
-        made = commands.add_parser(name, help=summary, description=text)
-        made.add_argument("data", metavar="DATA", help=data)
-        if name != "lambada":
+    for name, task in tasks.items():
+        text = f"{task.summary[0].upper()}{task.summary[1:]}.\n\n  {prog} {name} {task.example}"
+        made = commands.add_parser(name, help=task.summary, description=text)
+        made.add_argument("data", metavar="DATA", help=task.data)
+        if task.windows:
             text = "tokens of a window (1024, or the model's positions if fewer)"
             made.add_argument("--window", metavar="N", type=number(int, 1), help=text)
-            stride, default = (32, "32") if name == "wikitext" else (None, "the window")
+            default = task.stride or "the window"
             text = f"tokens between the starts of two windows, which the second one scores ({default})"
-            made.add_argument("--stride", metavar="N", type=number(int, 1), default=stride, help=text)
+            made.add_argument("--stride", metavar="N", type=number(int, 1), default=task.stride, help=text)
         add = made.add_argument
         add("--batch-size", metavar="N", type=number(int, 1), default=8, help="rows of a batch (8)")
         text = "write the result as JSON; an interrupted evaluation resumes from FILE.part"
@@ -90,14 +133,18 @@ def _parser() -> Parser:
         add("--sequence-parallel", action="store_true", help=text)
         add("--graphs", action="store_true", help="replay batches of each shape as a CUDA graph")
     text = "compare several results"
-    example = "fastmp eval table step-1000.json step-2000.json"
+    example = f"{prog} table step-1000.json step-2000.json"
     made = commands.add_parser("table", help=text, description=f"Compare several results.\n\n  {example}")
     made.add_argument("results", metavar="FILE", nargs="+", help="a result written by --out")
     return parser
 
 
-def _evaluate(options: Namespace, runtime: Runtime) -> dict[str, Any]:
-    """Load the model on all ranks, evaluate the task, and return the result."""
+def _evaluate(
+    options: Namespace,
+    make: Callable[[Namespace, CheckpointReader, GPTConfig], EvalTask],
+    runtime: Runtime,
+) -> dict[str, Any]:
+    """Load the model on all ranks, make and evaluate the task, and return the result."""
     import torch.distributed as dist
 
     from fastmp.apps.evaluation.batches import evaluate
@@ -109,7 +156,7 @@ def _evaluate(options: Namespace, runtime: Runtime) -> dict[str, Any]:
     groups = make_groups(options, runtime.world_size)
     world = dist.group.WORLD if runtime.world_size > 1 else None
     reader, config = open_weights(options.checkpoint, options.hf, world, options.ignore)
-    task = agree(world, partial(_task, options, reader, config))
+    task = agree(world, partial(make, options, reader, config))
     auto = "bfloat16" if runtime.device.type == "cuda" else "float32"
     dtype = auto if options.dtype == "auto" else options.dtype
     identity = {
@@ -155,25 +202,6 @@ def _evaluate(options: Namespace, runtime: Runtime) -> dict[str, Any]:
             write_whole(out, json.dumps(result, indent=1) + "\n")
             journal.remove()
     return result
-
-
-def _task(options: Namespace, reader: CheckpointReader, config: GPTConfig) -> EvalTask:
-    """Return the task of the command line with the model's tokenizer."""
-    from fastmp.apps.evaluation.tasks import heldout_task, lambada_task, wikitext_task
-    from fastmp.apps.generation.trained_models import model_tokenizer
-
-    if options.task == "lambada":
-        tokenizer = model_tokenizer(options, reader)
-        return lambada_task(options.data, tokenizer, max_seq_len=config.max_seq_len)
-    window = options.window or min(_WINDOW, config.max_seq_len)
-    try:
-        tokenizer = model_tokenizer(options, reader)
-    except ValueError:
-        if options.task == "wikitext" or options.tokenizer or not Path(options.data).is_dir():
-            raise
-        return heldout_task(options.data, None, window=window, stride=options.stride)
-    make = wikitext_task if options.task == "wikitext" else heldout_task
-    return make(options.data, tokenizer, window=window, stride=options.stride)
 
 
 def _journal(out: Path | None, identity: Mapping[str, Any], rank: int) -> Journal | None:

@@ -33,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         check_ranks(parser, layout_of(options), "generate", list(argv or []))
     from fastmp.apps.generation.on_ranks import run_on_ranks  # imports torch
 
-    return run_on_ranks("generate", partial(_generate, options), partial(_print, options.prompt))
+    return run_on_ranks("fastmp generate", partial(_generate, options), partial(_print, options.prompt))
 
 
 def _parser() -> Parser:

@@ -16,10 +16,11 @@ from pathlib import Path
 import pytest
 from command_tools import status_of
 
+from examples.megatron_paper.evaluation.zero_shot_tasks import lambada_task, wikitext_task
 from examples.megatron_paper.finetuning import formats, results
 from examples.megatron_paper.finetuning.selection import Point
 from fastmp.apps.evaluation.journal import FORMAT, Journal
-from fastmp.apps.evaluation.tasks import heldout_task, lambada_task, wikitext_task
+from fastmp.apps.evaluation.tasks import heldout_task
 from fastmp.training.data.tokenize import load_tokenizer
 
 RECIPE = str(Path(__file__).parents[2] / "configs" / "moe-small.toml")
@@ -68,8 +69,9 @@ METRICS = [
     {"kind": "run", "step": 0, "ep": 2, "expert_stages": [0] * 4}, EXPERTS, {**EXPERTS, "step": 2}
 ]  # fmt: skip
 RESULT = {
-    "task": "lambada", "model": "m", "accuracy": 0.5, "perplexity": 2.0, "num_correct": 1, "num_examples": 2
-}  # fmt: skip
+    **{"task": "heldout", "model": "m", "nats_per_byte": 0.5, "nats_per_token": 2.0},
+    **{"perplexity_per_token": 7.5, "num_tokens": 1, "num_bytes": 4},
+}
 
 
 def lines(content):
@@ -112,7 +114,7 @@ HOSTILE = [
     *(None, True, 0, -1, -0.5, 1e300, 1e-320, 10**30, 10**400, float("nan"), float("inf")),
     *([], {}, [[1]], {"a": 1}, "\x1b[2J\r\u202e", "\ud800", "1e999", "x" * 10_000),
 ]
-PERPLEXITY = "50.00%         inf"  # of a result, where it may be infinite
+PERPLEXITY = f"2.0000{'inf':>22}"  # of a result, where it may be infinite
 RAW = {
     "nothing": b"",
     "deep": b"[" * 100_000,

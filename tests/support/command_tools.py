@@ -21,12 +21,12 @@ def status_of(line, program=main):
         return left.code
 
 
-def check_mistake(line, named, capsys):
+def check_mistake(line, named, capsys, program=main, prog="fastmp"):
     """Check that `fastmp LINE` ends with status 2 and one line on stderr that contains `named`."""
-    status, said = status_of(line), capsys.readouterr()
+    status, said = status_of(line, program), capsys.readouterr()
     assert status == 2 and not said.out
     assert named in said.err and len(said.err.splitlines()) == 1
-    assert said.err.startswith((f"fastmp {line[0]}: ", f"fastmp {' '.join(line[:2])}: "))
+    assert said.err.startswith((f"{prog} {line[0]}: ", f"{prog} {' '.join(line[:2])}: "))
 
 
 def fork(action):

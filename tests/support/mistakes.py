@@ -73,7 +73,8 @@ fastmp generate --hf Qwen3-0.6B --checkpoint runs/gpt --prompt hi
 fastmp generate --checkpoint runs/gpt --prompt hi --temperature -1
 fastmp generate --checkpoint runs/gpt --prompt hi --tp 2 --pp 2
 fastmp eval mmlu questions.json --hf model
-fastmp eval wikitext
+fastmp eval heldout
+fastmp eval wikitext wiki.test.tokens --hf model
 fastmp finetune mnli --data glue/MNLI
 fastmp hf import
 fastmp hf convert model out
@@ -104,7 +105,7 @@ fastmp train configs/gpt-small.toml --init-from Qwen/Qwen3-0.6B
 fastmp generate --checkpoint runs/none --prompt hi
 fastmp generate --hf Qwen/Qwen3-0.6B --prompt hi
 fastmp generate --hf docs --prompt hi
-fastmp eval wikitext nofile --hf nodir
+fastmp eval heldout nofile --hf nodir
 fastmp hf import Qwen/Qwen3-0.6B
 fastmp hf export runs/none out
 fastmp data build --input *.nothing --out data/x

@@ -15,11 +15,7 @@ from fastmp.config.file_access import FOREIGN_ERRORS, read_or_name
 
 __all__ = ["EvalProgress", "read_result", "table"]
 
-COLUMNS = {
-    "wikitext": ("perplexity", "perplexity_per_token", "nats", "num_words", "num_tokens"),
-    "lambada": ("accuracy", "perplexity", "num_correct", "num_examples"),
-    "heldout": ("nats_per_byte", "nats_per_token", "perplexity_per_token", "num_tokens", "num_bytes"),
-}
+Columns = Mapping[str, Sequence[str]]  # figures of each task that its table shows
 _LIMIT = 1 << 20  # bytes of a result
 
 
@@ -60,20 +56,20 @@ class EvalProgress:
         )
 
 
-def read_result(path: str | Path) -> dict[str, Any]:
-    """Return a result written by `fastmp eval ... --out`.
+def read_result(path: str | Path, columns: Columns) -> dict[str, Any]:
+    """Return a result that --out has written, of one of the tasks in `columns`.
 
     ValueError, which names the file, where it is none or cannot be read.
     """
     raw = read_or_name(path, _LIMIT)
     try:
         result = json.loads(raw)
-        known = all(_is_number(name, result[name]) for name in COLUMNS[result["task"]])
+        known = all(_is_number(name, result[name]) for name in columns[result["task"]])
         known = known and isinstance(result["model"], str)
     except FOREIGN_ERRORS:
         known = False
     if not known:
-        raise ValueError(f"{path}: is no result of fastmp eval: expected a file of its --out")
+        raise ValueError(f"{path}: is no result of {' or '.join(columns)}: expected a file of --out")
     return dict(result)
 
 
@@ -84,16 +80,15 @@ def _is_number(name: str, value: object) -> bool:
     return type(value) is int and abs(value) < 1 << 63
 
 
-def table(results: Iterable[Mapping[str, Any]]) -> str:
+def table(results: Iterable[Mapping[str, Any]], columns: Columns) -> str:
     """Return the results as text, one table a task and one line a result."""
     of_tasks: dict[str, list[Mapping[str, Any]]] = {}
     for result in results:
         of_tasks.setdefault(result["task"], []).append(result)
-    return "\n\n".join(_of_task(task, of_one) for task, of_one in of_tasks.items())
+    return "\n\n".join(_of_task(task, of_one, columns[task]) for task, of_one in of_tasks.items())
 
 
-def _of_task(task: str, results: Sequence[Mapping[str, Any]]) -> str:
-    columns = COLUMNS[task]
+def _of_task(task: str, results: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> str:
     rows = [(task, *(name.removeprefix("num_").replace("_", " ") for name in columns))]
     rows += [
         (printable(result["model"]), *(_shown(name, result[name]) for name in columns)) for result in results

@@ -16,18 +16,16 @@ from typing import Any, overload
 import numpy as np
 import numpy.typing as npt
 
-from fastmp.apps.evaluation.lambada import Example, read_examples
 from fastmp.apps.evaluation.scoring import Score, ScoredText
 from fastmp.apps.evaluation.sliding_windows import ScoringWindows
-from fastmp.apps.evaluation.wikitext import count_words, detokenize
 from fastmp.config.data_files import is_megatron
 from fastmp.config.file_access import read_or_name
 from fastmp.training.data.tokenfile import open_split, open_tokenizer, read_index
 from fastmp.training.data.tokenize import TokenIds, Tokenizer
 
-__all__ = ["EvalTask", "heldout_task", "lambada_task", "wikitext_task"]
+__all__ = ["EvalTask", "heldout_task", "windows_task"]
 
-_LIMIT = 1 << 32  # bytes of a text
+TEXT_LIMIT = 1 << 32  # bytes
 
 
 @dataclass(frozen=True)
@@ -72,43 +70,6 @@ class _WindowRows(Sequence[ScoredText]):
         return ScoredText(ids.astype(np.int64), window.scored)
 
 
-def wikitext_task(
-    path: str | Path, tokenizer: Tokenizer, *, window: int = 1024, stride: int = 32
-) -> EvalTask:
-    """Return the WikiText task: perplexity per original word of a file, which is detokenized first.
-
-    With the sum of -log P over the T tokens of the detokenized text in nats, it is exp(nats / T_o), where T_o
-    counts the words and line ends of the file as it is (Shoeybi et al. 2019, arXiv 1909.08053, section 5.3).
-
-    ValueError, which names the file, where it is not UTF-8 or has no word, has the line ends of Windows, or
-    cannot be read.
-    """
-    text = _text(path)
-    if "\n" in text and text.count("\r\n") == text.count("\n"):
-        raise ValueError(
-            f"{path}: its lines end with a carriage return, which would count as a word of each; the "
-            "published file has none: take them out"
-        )
-    if not (num_words := count_words(text)):
-        raise ValueError(f"{path}: there is no word in it")
-    content = detokenize(text).encode()
-    ids, lossless = _with_beginning(content, tokenizer)
-    windows = ScoringWindows(len(ids) - 1, window, stride)
-
-    def summarize(scores: Sequence[Score]) -> dict[str, Any]:
-        nats = _nats(scores)
-        return {
-            "perplexity": _exp(nats / num_words),
-            "perplexity_per_token": _exp(nats / windows.num_targets),
-            "nats": nats,
-            "num_words": num_words,
-            "num_tokens": windows.num_targets,
-            "lossless": lossless,
-        }
-
-    return _of_windows("wikitext", path, _crc32([ids]), windows, lambda a, b: ids[a:b], summarize)
-
-
 def heldout_task(
     path: str | Path, tokenizer: Tokenizer | None, *, window: int = 1024, stride: int | None = None
 ) -> EvalTask:
@@ -126,17 +87,17 @@ def heldout_task(
         return _of_split(place, tokenizer, window, stride)
     if is_megatron(place) or (place.suffix == ".bin" and (place.parent / "index.json").is_file()):
         raise ValueError(f"{path}: holds tokens, not text: give a directory of token files, or a text")
-    raw = read_or_name(path, _LIMIT)
+    raw = read_or_name(path, TEXT_LIMIT)
     if not raw:
         raise ValueError(f"{path}: there is no text in it")
     assert tokenizer is not None
     try:
-        ids, lossless = _with_beginning(raw, tokenizer)
+        ids, lossless = with_beginning(raw, tokenizer)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
     windows = ScoringWindows(len(ids) - 1, window, stride)
     summarize = _per_token_and_byte(windows.num_targets, len(raw), lossless)
-    return _of_windows("heldout", path, _crc32([ids]), windows, lambda a, b: ids[a:b], summarize)
+    return windows_task("heldout", path, crc32_of([ids]), windows, lambda a, b: ids[a:b], summarize)
 
 
 def _of_split(directory: Path, tokenizer: Tokenizer | None, window: int, stride: int) -> EvalTask:
@@ -156,7 +117,7 @@ def _of_split(directory: Path, tokenizer: Tokenizer | None, window: int, stride:
     split = open_split(directory, index, "validation")
     windows = ScoringWindows(split.info.num_tokens - 1, window, stride)
     summarize = _per_token_and_byte(windows.num_targets, split.info.num_bytes, split.info.num_changed == 0)
-    return _of_windows("heldout", directory, split.info.checksums_crc32, windows, split.read, summarize)
+    return windows_task("heldout", directory, split.info.checksums_crc32, windows, split.read, summarize)
 
 
 def _describe(tokenizer: Tokenizer) -> tuple[str, int, str | None]:
@@ -167,11 +128,11 @@ def _per_token_and_byte(
     num_tokens: int, num_bytes: int, lossless: bool
 ) -> Callable[[Sequence[Score]], dict[str, Any]]:
     def summarize(scores: Sequence[Score]) -> dict[str, Any]:
-        nats = _nats(scores)
+        nats = nats_of(scores)
         return {
             "nats_per_token": nats / num_tokens,
             "nats_per_byte": nats / num_bytes,
-            "perplexity_per_token": _exp(nats / num_tokens),
+            "perplexity_per_token": exp_or_inf(nats / num_tokens),
             "nats": nats,
             "num_tokens": num_tokens,
             "num_bytes": num_bytes,
@@ -181,67 +142,7 @@ def _per_token_and_byte(
     return summarize
 
 
-def lambada_task(path: str | Path, tokenizer: Tokenizer, *, max_seq_len: int) -> EvalTask:
-    """Return the LAMBADA task: accuracy and perplexity of the last word of a passage.
-
-    A word is right if each of its tokens is the likeliest after the right ones before it. It is tokenized
-    with the space before it, and the passage without the space behind it (the strict form). Of a passage that
-    is longer than the model's `max_seq_len` positions, the end is read.
-
-    ValueError as `read_examples`, for a word of more tokens than that or of none, one with no token before
-    it, and a file that cannot be read.
-    """
-    beginning = _beginning(tokenizer)
-    rows, num_truncated, most = [], 0, max_seq_len + 1
-    content = read_or_name(path, _LIMIT)
-    for example in read_examples(content, str(path)):
-        try:
-            context, word = _tokens_of(example, tokenizer)
-        except ValueError as error:
-            raise ValueError(f"{path}: {error}") from None
-        if not len(word) or not len(beginning) + len(context):
-            raise ValueError(
-                f"{path}: the tokenizer has no token for {example.word!r}, or for what stands before it"
-            )
-        if len(word) > max_seq_len:
-            raise ValueError(
-                f"{path}: the {len(word)} tokens of {example.word[:40]!r} are too many for the model"
-            )
-        ids = np.concatenate((beginning, context, word))
-        num_truncated += len(ids) > most
-        rows.append(ScoredText(ids[-most:].astype(np.int64), len(word)))
-
-    def summarize(scores: Sequence[Score]) -> dict[str, Any]:
-        nats, correct = _nats(scores), sum(score.likeliest for score in scores)
-        return {
-            "accuracy": correct / len(rows),
-            "perplexity": _exp(nats / len(rows)),
-            "num_correct": correct,
-            "num_examples": len(rows),
-            "nats": nats,
-            "num_tokens": sum(row.scored for row in rows),
-            "num_truncated": num_truncated,
-        }
-
-    settings = {"data": str(path), "crc32": _crc32([row.ids for row in rows])}
-    longest_first = sorted(range(len(rows)), key=lambda number: -len(rows[number].ids))
-    return EvalTask("lambada", "examples", rows, longest_first, settings, summarize, likeliest=True)
-
-
-def _tokens_of(example: Example, tokenizer: Tokenizer) -> tuple[TokenIds, TokenIds]:
-    """Return the tokens of the context, and of the last word with its leading space.
-
-    The word's are what it adds to the context. Tokenizers that put a space before every text would write two
-    before a word on its own.
-    """
-    context = tokenizer.encode(example.context)
-    whole = tokenizer.encode(f"{example.context} {example.word}")
-    if len(whole) > len(context) and np.array_equal(whole[: len(context)], context):
-        return context, whole[len(context) :]
-    return context, tokenizer.encode(f" {example.word}")
-
-
-def _of_windows(
+def windows_task(
     name: str,
     path: str | Path,
     crc32: int,
@@ -249,31 +150,25 @@ def _of_windows(
     read: Callable[[int, int], npt.NDArray[Any]],
     summarize: Callable[[Sequence[Score]], dict[str, Any]],
 ) -> EvalTask:
+    """Return the task of scoring the windows of a text whose tokens a to b - 1 are read(a, b)."""
     settings = {"data": str(path), "crc32": crc32, "window": windows.length, "stride": windows.stride}
     return EvalTask(name, "windows", _WindowRows(windows, read), range(len(windows)), settings, summarize)
 
 
-def _text(path: str | Path) -> str:
-    try:
-        return read_or_name(path, _LIMIT).decode()
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path}: not UTF-8 at byte {error.start}") from None
-
-
-def _with_beginning(content: bytes, tokenizer: Tokenizer) -> tuple[TokenIds, bool]:
+def with_beginning(content: bytes, tokenizer: Tokenizer) -> tuple[TokenIds, bool]:
     """Return the ids of a text after its begin token, and True if they decode to the same bytes."""
     ids = tokenizer.encode(content)
-    beginning = _beginning(tokenizer) or [tokenizer.end_of_text]
+    beginning = beginning_of(tokenizer) or [tokenizer.end_of_text]
     return np.concatenate((beginning, ids)), tokenizer.decode_bytes(ids) == content
 
 
-def _beginning(tokenizer: Tokenizer) -> list[int]:
+def beginning_of(tokenizer: Tokenizer) -> list[int]:
     """Return the begin token of the tokenizer's template as a list; empty if there is none."""
     nothing, something = tokenizer.encode_prompt(""), tokenizer.encode_prompt("a")
     return nothing[:1] if nothing[:1] == something[:1] else []
 
 
-def _crc32(ids: Sequence[TokenIds]) -> int:
+def crc32_of(ids: Sequence[TokenIds]) -> int:
     """Return a checksum of all ids, which identifies file, tokenizer and detokenizer."""
     crc32 = 0
     for each in ids:
@@ -281,12 +176,13 @@ def _crc32(ids: Sequence[TokenIds]) -> int:
     return crc32
 
 
-def _nats(scores: Sequence[Score]) -> float:
+def nats_of(scores: Sequence[Score]) -> float:
     """Return -log P of all targets, correctly rounded and thus independent of the order of rows."""
     return -math.fsum(score.log_prob for score in scores)
 
 
-def _exp(nats: float) -> float:
+def exp_or_inf(nats: float) -> float:
+    """Return exp(nats), infinite where it exceeds the largest float."""
     try:
         return math.exp(nats)
     except OverflowError:

@@ -15,8 +15,8 @@ __all__ = ["run_on_ranks"]
 Result = TypeVar("Result")
 
 
-def run_on_ranks(command: str, work: Callable[[Runtime], Result], say: Callable[[Result], None]) -> int:
-    """Run `work` as the whole program of this process; pass its result to `say` on rank 0.
+def run_on_ranks(prog: str, work: Callable[[Runtime], Result], say: Callable[[Result], None]) -> int:
+    """Run `work` as the whole program `prog` of this process; pass its result to `say` on rank 0.
 
     Returns the exit status: 2 for a ValueError or OSError of `work`, printed in one line on rank 0. Errors of
     `say`, as of a closed pipe, pass through.
@@ -29,7 +29,7 @@ def run_on_ranks(command: str, work: Callable[[Runtime], Result], say: Callable[
                 runtime = init()
                 result = work(runtime)
         except (ValueError, OSError) as error:
-            to_stderr(f"fastmp {command}: {str(error).removeprefix(f'{command}: ')}")
+            to_stderr(f"{prog}: {str(error).removeprefix(f'{prog.split()[-1]}: ')}")
             raise SystemExit(2) from None
         if runtime.rank == 0:
             made.append(result)

@@ -13,12 +13,12 @@ import pytest
 from command_tools import status_of
 from finetune_tokenizer import tokenizer_json
 
-from examples.megatron_paper.__main__ import COMMANDS, main
+from examples.megatron_paper.__main__ import COMMANDS, PROG, main
 
 ROOT = Path(__file__).parents[3]
 
 
-@pytest.mark.parametrize("command", ["", *COMMANDS])
+@pytest.mark.parametrize("command", ["", *COMMANDS, "evaluate wikitext"])
 def test_help_imports_neither_torch_nor_numpy(command):
     program = (
         "import sys\n"
@@ -29,16 +29,20 @@ def test_help_imports_neither_torch_nor_numpy(command):
     )
     line = [sys.executable, "-c", program, *command.split(), "--help"]
     printed = subprocess.run(line, cwd=ROOT, check=True, capture_output=True, text=True).stdout
-    assert all(name in printed for name in COMMANDS)
+    assert all(name in printed for name in ([command] if command else COMMANDS))
 
 
-def test_the_example_of_the_help_is_read_up_to_its_model(capsys, monkeypatch):
+@pytest.mark.parametrize(
+    ("command", "model"),
+    [("finetune", "runs/bert"), ("evaluate wikitext", "Qwen3-0.6B"), ("evaluate lambada", "Qwen3-0.6B")],
+)
+def test_the_example_of_the_help_is_read_up_to_its_model(command, model, capsys, monkeypatch):
     """Where the checkpoint is missing, everything before it has been accepted."""
     monkeypatch.chdir(ROOT)
-    assert status_of(["finetune", "--help"], main) == 0
+    assert status_of([*command.split(), "--help"], main) == 0
     (example,) = re.findall(r"^  python -m examples.megatron_paper (.*)", capsys.readouterr().out, re.M)
     assert status_of(shlex.split(example), main) == 2
-    assert re.fullmatch(r"fastmp: runs/bert\b.*\n", capsys.readouterr().err)
+    assert re.fullmatch(rf"(fastmp|{PROG} evaluate): {model}\b.*\n", capsys.readouterr().err)
 
 
 def test_an_unknown_command_is_a_usage_error(capsys):
@@ -54,6 +58,8 @@ def test_an_unknown_command_is_a_usage_error(capsys):
     [
         ("finetune qqp", "fastmp launch -m examples.megatron_paper finetune qqp"),
         ("launch -n 2 finetune qqp", "fastmp launch -n 2 -m examples.megatron_paper finetune qqp"),
+        ("eval wikitext f --hf m", "python -m examples.megatron_paper evaluate wikitext f --hf m"),
+        ("eval lambada", "python -m examples.megatron_paper evaluate lambada"),
     ],
 )
 def test_the_command_that_fastmp_had_names_this_one(line, meant, capsys):

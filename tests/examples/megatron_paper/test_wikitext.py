@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fastmp.apps.evaluation.wikitext import count_words, detokenize, tokenize
+from examples.megatron_paper.evaluation.wikitext import count_words, detokenize, tokenize
 
 PUBLISHED = (
     ' \n = A <unk> = \n \n The well @-@ known player \'s " first " goal ( 1 @,@ 500 of 2 @.@ 5 million ) : '

@@ -9,6 +9,7 @@ import pytest
 import tokenizer_tools
 from train_tools import arguments
 
+from examples.megatron_paper.__main__ import main as paper
 from fastmp.apps.cli import main
 from fastmp.training.data.corpus import build
 from fastmp.training.data.tokenize import load_tokenizer
@@ -61,8 +62,8 @@ def request(kind, *given):
 
 def ours(task, folder, data, *options):
     out = folder / f"{task}.json"
-    command = ["eval", task, data, "--checkpoint", folder / "runs" / "tiny", "--out", out, *options]
-    assert main([*map(str, command)]) == 0
+    command = ["evaluate", task, data, "--checkpoint", folder / "runs" / "tiny", "--out", out, *options]
+    assert paper([*map(str, command)]) == 0
     return json.loads(out.read_text())
 
 
@@ -83,8 +84,8 @@ def test_rolling_log_likelihood(folder, theirs):
 
 def test_overlapping_windows(folder, theirs):
     """The windows of `wikitext`, each as a continuation of the tokens that it does not score."""
+    from examples.megatron_paper.evaluation.wikitext import detokenize
     from fastmp.apps.evaluation.sliding_windows import ScoringWindows
-    from fastmp.apps.evaluation.wikitext import detokenize
 
     words = "".join(f" The {i} @-@ th dog 's end , and {i} @,@ 000 mats . \n" for i in range(9))
     (folder / "wiki.tokens").write_text(words)
