@@ -67,6 +67,13 @@ def test_the_command_that_fastmp_had_names_this_one(line, meant, capsys):
     assert capsys.readouterr().err.endswith(f"did you mean: {meant}\n")
 
 
+def test_ranks_of_a_moved_task_are_launched_again(capsys, monkeypatch):
+    for name, value in {"RANK": 0, "WORLD_SIZE": 2, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 2}.items():
+        monkeypatch.setenv(name, str(value))
+    assert status_of(["eval", "lambada", "f"]) == 2
+    assert "fastmp launch -n 2 -m examples.megatron_paper evaluate lambada f\n" in capsys.readouterr().err
+
+
 @pytest.mark.full
 def test_ranks_are_started_by_fastmp_launch(tmp_path):
     words = (*finetune_files.NOUNS, *finetune_files.VERBS, *"the yes maybe no why also ?".split())
