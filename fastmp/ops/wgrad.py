@@ -245,7 +245,7 @@ class MainGrad(NamedTuple):
 
 
 class FirstGradient:
-    """What the memory of a main gradient holds until its first gradient of a step.
+    """State of a main gradient's memory until its first gradient of a step.
 
     The first gradient overwrites, so that nothing sets gigabytes to zero and reads the zeros. A `GradBuffer`
     learns in a step which gradients do, and leaves out these alone when it sets others to zero.

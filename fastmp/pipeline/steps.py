@@ -38,7 +38,7 @@ class Step(NamedTuple):
 
 
 class PipelineSizes(NamedTuple):
-    """What the orders of a schedule depend on; the arguments of `Schedule`."""
+    """Sizes of a pipeline, from which a schedule makes orders; the arguments of `Schedule`."""
 
     pp: int
     num_microbatches: int
