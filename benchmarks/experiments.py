@@ -104,7 +104,7 @@ def router(bench: Bench) -> Rows:
 
 def grouped(bench: Bench) -> Rows:
     """Predicted: added 7.6 to 6.3 ms (8 x 28672 x 4096), 1.05 to 0.92 (128 x 1536 x 2048), in Triton and in
-    CUTLASS; stored 541 to 350 us; the first of a step, in float32, 5.9 and 0.50 ms, and 0.9 and 0.4 ms of
+    CUTLASS; stored 541 to 350 us; the first of a step, in float32, 6.1 and 0.48 ms, and 0.9 and 0.4 ms of
     `zero_` saved. 128 x 1536 x 2048 forward in CUTLASS 340 to 310 us.
 
     Decides: whether Triton's persistent kernel serves the additions that CUTLASS's serves on Hopper, and
