@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import re
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 import pytest
@@ -29,7 +29,7 @@ from fastmp.config import (
 from fastmp.config.command_line import did_you_mean
 from fastmp.config.option_names import SYNONYMS
 from fastmp.config.options import ConfigError
-from fastmp.config.recipe import load_recipe, parse_arguments, read_recipe
+from fastmp.config.recipe import load_as, load_recipe, parse_arguments, read_recipe
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.toml"))
 
@@ -157,6 +157,27 @@ def test_a_second_mistake_is_named_although_its_message_has_the_word_of_a_field(
         assert second in str(raised.value)
 
 
+@dataclass(frozen=True)
+class Table:
+    number: int = 1
+
+    def __post_init__(self):
+        if self.number < 0:
+            raise ValueError("number must not be negative")
+
+
+@dataclass(frozen=True)
+class Whole:
+    table: Table = Table()
+    steps: int = 1
+
+
+def test_a_table_of_others_may_raise_any_value_error(tmp_path):
+    path = write(tmp_path, "steps = 1.5\n[table]\nnumber = -1")
+    with pytest.raises(ValueError, match=r"2 problems:\n  steps must .*\n  number must not be negative"):
+        load_as(Whole, path)
+
+
 CHECKED = (
     *(BertConfig, CheckpointConfig, DataConfig, GPTConfig, GraphConfig, LatentConfig, MaskedLMConfig),
     *(MoEConfig, OptimizerConfig, ParallelConfig, RopeScaling, TrainConfig),
@@ -166,15 +187,15 @@ CHECKED = (
 @pytest.mark.parametrize("cls", CHECKED, ids=lambda cls: cls.__name__)
 def test_a_problem_names_its_fields(cls):
     """Each field alone with wrong values of its type: what is found names that field, and fields only."""
-    names, found = {field.name for field in fields(cls)}, set()
-    for field in fields(cls):
+    names, found = {each.name for each in fields(cls)}, set()
+    for each in fields(cls):
         for wrong in (-1, 0, 10**9, -1.5, 1e9, "no such name", (), (-1, -1), True):
             try:
-                cls(**{field.name: wrong})
+                cls(**{each.name: wrong})
             except ConfigError as error:
                 for about, message in error.problems:
                     assert about and about <= names, message
-                    assert field.name in about, message
+                    assert each.name in about, message
                     found |= about
             except (TypeError, AttributeError, ValueError):
                 continue  # not of its type

@@ -10,8 +10,10 @@ from torch.autograd.graph import get_gradient_edge
 
 from fastmp.cuda_graphs.backends.recording import RecordingBackend
 from fastmp.cuda_graphs.errors import CaptureError, GraphError
+from fastmp.cuda_graphs.explanation.report import explain
 from fastmp.cuda_graphs.function_graph import FunctionGraph
 from fastmp.distributed.rng import RngTracker
+from fastmp.nn import LayerChain
 from fastmp.nn.recompute import recompute
 from fastmp.optim.adamw import AdamW
 from fastmp.optim.grad_buffers import GradBuffer
@@ -416,3 +418,15 @@ def test_shapes_that_never_come_again_leave_little():
     for rows in range(1000):
         function(torch.ones(rows))
     assert len(function._traced) < 100
+
+
+def test_explaining_a_model_leaves_its_graphs_alone():
+    chain = LayerChain([nn.Linear(4, 4), nn.GELU()])
+    graph = FunctionGraph(
+        torch.no_grad()(chain.forward), [chain], backend=RecordingBackend(), name="the forward", advice=""
+    )
+    for _ in range(3):
+        graph(torch.randn(2, 4))
+    explain(chain, torch.randn(2, 4))
+    graph(torch.randn(2, 4))
+    assert graph.num_graphs == 1
