@@ -5,12 +5,16 @@
 // conversion in pybind11 would take as long as the functions themselves.
 
 #include <dlfcn.h>
+#if __has_include(<cuda.h>)
+#include <cuda.h>
+#endif
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
 #include <algorithm>
 #include <array>
 #include <bit>
+#include <cstddef>
 #include <cstdint>
 #include <cstring>
 #include <memory>
@@ -31,9 +35,18 @@ struct Config {
   void* attributes;
   unsigned num_attributes;
 };
-struct alignas(64) TensorMap {
+struct alignas(128) TensorMap {
   uint64_t opaque[16];
 };
+#ifdef CUDA_VERSION
+static_assert(sizeof(Config) == sizeof(CUlaunchConfig) && offsetof(Config, grid) == offsetof(CUlaunchConfig, gridDimX) &&
+              offsetof(Config, block) == offsetof(CUlaunchConfig, blockDimX) &&
+              offsetof(Config, shared) == offsetof(CUlaunchConfig, sharedMemBytes) &&
+              offsetof(Config, stream) == offsetof(CUlaunchConfig, hStream) &&
+              offsetof(Config, attributes) == offsetof(CUlaunchConfig, attrs) &&
+              offsetof(Config, num_attributes) == offsetof(CUlaunchConfig, numAttrs));
+static_assert(sizeof(TensorMap) == sizeof(CUtensorMap) && alignof(TensorMap) >= alignof(CUtensorMap));
+#endif
 constexpr int kMaxRank = 5;
 
 struct Driver {
