@@ -248,7 +248,7 @@ def _train(scenario: Scenario, rank: int, port: int, directory: Path) -> None:
             if bad and scenario.fault == "fewer steps":
                 return
             process_status.step, process_status.phase = step, "data"
-            time.sleep(0.3 if slow and rank == scenario.rank else 0.1)
+            time.sleep(0.5 if slow and rank == scenario.rank else 0.1)  # which a loaded machine cannot blur
             process_status.phase = "forward"
             if bad and not slow:
                 _fault(scenario, rank, tp, directory / "hang")
