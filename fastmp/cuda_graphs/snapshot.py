@@ -19,7 +19,7 @@ __all__ = ["ModelSnapshot", "constants", "same_constants"]
 
 _training = attrgetter("training")
 _CONSTANTS = (bool, int, float, complex, str, type(None), torch.dtype)
-_OF_EVERY_MODULE = frozenset((*vars(nn.Module()), "runner"))  # modes, and what is compared by other means
+_OF_EVERY_MODULE = frozenset(vars(nn.Module()))  # modes, and what else is compared by other means
 _MISSING = object()
 
 

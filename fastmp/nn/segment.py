@@ -148,7 +148,15 @@ class LayerChain(nn.ModuleList):
         super().__init__(m if isinstance(m, SegmentedLayer) else SingleSegment(m) for m in modules)
         self.call = call
 
-    runner: Runner | None = None
+    @property
+    def runner(self) -> Runner | None:
+        return vars(self).get("_runner")
+
+    @runner.setter
+    def runner(self, runner: Runner | None) -> None:
+        vars(self).pop("_runner", None)  # nothing is left of it, also for those who compare attributes
+        if runner is not None:
+            vars(self)["_runner"] = runner
 
     def forward(self, *tensors: torch.Tensor, **shared: Any) -> Tensors:
         return self.run(tensors, shared) if self.runner is None else self.runner(self, tensors, shared)
@@ -163,7 +171,7 @@ class LayerChain(nn.ModuleList):
         return *tensors, *others
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name != "runner"}
+        return {name: value for name, value in vars(self).items() if name != "_runner"}
 
     def bound_segments(self) -> list[BoundSegment]:
         """Return the segments of all layers in order, for a graph manager, whose spans may cross layers."""
