@@ -430,3 +430,18 @@ def test_explaining_a_model_leaves_its_graphs_alone():
     explain(chain, torch.randn(2, 4))
     graph(torch.randn(2, 4))
     assert graph.num_graphs == 1
+
+
+def test_a_number_called_runner_is_a_number():
+    class Scaled(nn.Module):
+        runner = 2.0
+
+        def forward(self, x):
+            return x * self.runner
+
+    layer, x = Scaled(), torch.ones(3)
+    layer.runner = 3.0
+    graph = FunctionGraph(layer.forward, [layer], backend=RecordingBackend(), name="the forward", advice="")
+    for number in (3.0, 3.0, 3.0, 5.0):
+        layer.runner = number
+        assert torch.equal(graph(x), x * number)
