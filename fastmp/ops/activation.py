@@ -95,7 +95,7 @@ def gelu_parts(h, TANH: tl.constexpr):
 
 
 @limits(num_vectors=MAX_SIZE)
-@jit
+@jit(dynamic="num_rows", fixed="num_vectors x_pitch")
 def bias_gelu_kernel(
     x,  # (num_rows, num_cols), rows x_pitch vectors apart
     bias,  # (num_cols,) or None
@@ -123,7 +123,7 @@ def bias_gelu_kernel(
 
 
 @limits(num_vectors=MAX_SIZE, rows_per_strip=MAX_STRIP)
-@jit
+@jit(dynamic="num_rows rows_per_strip", fixed="num_vectors grad_pitch x_pitch")
 def bias_gelu_backward_kernel(
     grad, x,  # (num_rows, num_cols), rows grad_pitch and x_pitch vectors apart
     bias,  # (num_cols,) or None
@@ -188,6 +188,7 @@ _FLOPS_PER_ELEMENT = {"tanh": (9, 18), "none": (16, 24)}  # forward, backward
 register(
     "bias_gelu_backward(Tensor grad, Tensor x, Tensor? bias, str approximate) -> (Tensor, Tensor)",
     contract="x (..., N) floating; grad (..., N) x; bias (N) x; approximate in tanh none",
+    shard="grad x -> rows sum",
     reference=reference_backward,
     triton=launch_backward,
     flops=lambda grad, x, bias, approximate: math.prod(x.shape) * _FLOPS_PER_ELEMENT[approximate][1],
@@ -197,6 +198,7 @@ register(
 _bias_gelu = register(
     "bias_gelu(Tensor x, Tensor? bias, str approximate) -> Tensor",
     contract="x (..., N) floating; bias (N) x; approximate in tanh none",
+    shard="x -> rows",
     reference=reference,
     triton=launch,
     flops=lambda x, bias, approximate: math.prod(x.shape) * _FLOPS_PER_ELEMENT[approximate][0],

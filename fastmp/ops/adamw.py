@@ -143,7 +143,7 @@ def _noise(seed, first, count, SPAN: tl.constexpr, BLOCK: tl.constexpr):
         return word_of(seed, first + tl.arange(0, BLOCK), count)
 
 
-@jit
+@jit(dynamic="step groups first_element noise_seed", fixed="num_vectors")
 def adamw_kernel(
     param, grad, exp_avg, exp_avg_sq,  # (N,), contiguous
     step,  # one int64: the count in its lower half, a ticket counter in its upper half
@@ -267,6 +267,7 @@ _adamw_ = register(
         "clip_coefficient (#1) any; found_inf (#1) any; groups (U) uint8; first % 64 + P <= 64 * U; "
         "group_lr (#G) floating; group_decay (#G) floating; 0 <= first; remainder (#P) int16"
     ),
+    overwrites="low_precision_out",
     reference=reference,
     triton=launch,
     fake=lambda *arguments: None,

@@ -32,7 +32,7 @@ def reference(starts: Tensor, places: Tensor, num_rows: int) -> Tensor:
     return moved.where(place >= 0, -1).unsqueeze(1)
 
 
-@jit
+@jit(dynamic="num_rows num_blocks")
 def block_rows_kernel(
     starts, places, row_of, num_rows, num_blocks, HALVINGS: tl.constexpr, BLOCK: tl.constexpr
 ):

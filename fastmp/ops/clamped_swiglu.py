@@ -72,7 +72,7 @@ def _clamp(pairs, LIMIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.conste
 
 
 @limits(num_vectors=MAX_SIZE)
-@jit
+@jit(dynamic="num_rows", fixed="num_vectors x_pitch")
 def clamped_swiglu_kernel(
     x,  # (num_rows, 2 num_cols), rows x_pitch vectors apart
     y,  # (num_rows, num_cols), contiguous
@@ -93,7 +93,7 @@ def clamped_swiglu_kernel(
 
 
 @limits(num_vectors=MAX_SIZE)
-@jit
+@jit(dynamic="num_rows", fixed="num_vectors grad_pitch x_pitch")
 def clamped_swiglu_backward_kernel(
     grad,  # (num_rows, num_cols), rows grad_pitch vectors apart
     x,  # (num_rows, 2 num_cols), rows x_pitch vectors apart
@@ -150,6 +150,7 @@ def launch_backward(grad: Tensor, x: Tensor, alpha: float, limit: float) -> Tens
 register(
     "clamped_swiglu_backward(Tensor grad, Tensor x, float alpha, float limit) -> Tensor",
     contract="x (..., 2N) floating; grad (..., N) x; 0 < limit",
+    shard="grad x -> rows",
     reference=reference_backward,
     triton=launch_backward,
     flops=lambda grad, x, alpha, limit: math.prod(grad.shape) * 22,
@@ -157,6 +158,7 @@ register(
 _clamped_swiglu = register(
     "clamped_swiglu(Tensor x, float alpha, float limit) -> Tensor",
     contract="x (..., 2N) floating; 0 < limit",
+    shard="x -> rows",
     reference=reference,
     triton=launch,
     flops=lambda x, alpha, limit: math.prod(x.shape) // 2 * 12,

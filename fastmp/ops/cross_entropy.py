@@ -89,6 +89,7 @@ register(
     "cross_entropy_stats(Tensor logits, Tensor target, int vocab_start, int vocab_size, bool with_sum)"
     " -> Tensor",
     contract="logits (N, V) floating; target (N) int64; 0 <= vocab_start; 0 < vocab_size",
+    shard="logits target -> rows",
     reference=reference_stats,
     triton=launch_stats,
     fake=lambda logits, target, vocab_start, vocab_size, with_sum: logits.new_empty(
@@ -105,6 +106,7 @@ register(
         "stats (P, N, 2W+1) float32|float64; 1 <= W <= 2; 0 <= label_smoothing <= W - 1; 0 <= z_loss; "
         "0 < vocab_size; target (N) int64; token_weight (N) stats"
     ),
+    shard="+stats target token_weight -> rows rows",
     reference=reference_merge,
     triton=launch_merge,
     fake=lambda stats, *options: (stats.new_empty(stats.shape[1]), stats.new_empty((stats.shape[1], 2))),
@@ -122,6 +124,7 @@ _GRAD_CONTRACT = (
 register(
     f"cross_entropy_grad(Tensor logits, {_GRAD_OPTIONS}) -> Tensor",
     contract=_GRAD_CONTRACT,
+    shard="logits target merged grad_loss token_weight -> rows",
     reference=reference_grad,
     triton=launch_grad,
     fake=lambda logits, *options: logits.new_empty(logits.shape),
@@ -175,6 +178,7 @@ _cross_entropy = register(
         "label_smoothing <= W - 1; token_weight (N) wide(logits); 0 <= label_smoothing <= 1; 0 <= z_loss; "
         "0 <= vocab_start; 0 < vocab_size"
     ),
+    shard="logits target +stats token_weight -> rows rows",
     reference=reference,
     triton=launch_loss,
     fake=_fake,

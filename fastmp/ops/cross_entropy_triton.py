@@ -151,7 +151,7 @@ def _token_loss(
     return value
 
 
-@jit
+@jit(fixed="row_stride real vocab_start")
 def stats_kernel(
     logits,  # (N, V)
     target,  # (N,) int64
@@ -177,7 +177,7 @@ def stats_kernel(
         tl.store(out + 4, real)
 
 
-@jit
+@jit(dynamic="tokens", fixed="shards vocab_size ignore_index")
 def merge_kernel(
     stats,  # (P, N, WIDTH)
     target,  # (N,) int64
@@ -256,7 +256,7 @@ def _row_grad(
             store_edge(sink, first, at, tl.where(at < end, grad, 0.0), begin, begin + columns, VEC)
 
 
-@jit
+@jit(fixed="row_stride out_stride columns real vocab_start vocab_size ignore_index")
 def grad_kernel(
     logits, out,  # (N, V); may be the same memory
     target,  # (N,) int64
@@ -285,7 +285,7 @@ def grad_kernel(
     )  # fmt: skip
 
 
-@jit
+@jit(fixed="row_stride real vocab_start vocab_size ignore_index")
 def loss_kernel(
     logits,  # (N, V)
     target,  # (N,) int64
@@ -314,7 +314,7 @@ def loss_kernel(
     tl.store(merged + row * 2 + 1, total)
 
 
-@jit
+@jit(fixed="row_stride columns vocab_size ignore_index")
 def loss_grad_kernel(
     logits,  # (N, V), overwritten by its gradient
     target,  # (N,) int64

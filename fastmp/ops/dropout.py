@@ -99,7 +99,7 @@ def _dropout(h, words, threshold, scale):
 
 
 @limits(num_vectors=MAX_SIZE)
-@jit
+@jit(dynamic="num_rows", fixed="num_vectors residual_pitch x_pitch threshold scale")
 def bias_dropout_add_kernel(
     residual, x,  # (num_rows, num_cols), rows residual_pitch and x_pitch vectors apart
     bias,  # (num_cols,) or None
@@ -134,7 +134,7 @@ def bias_dropout_add_kernel(
 
 
 @limits(num_vectors=MAX_SIZE, rows_per_strip=MAX_STRIP)
-@jit
+@jit(dynamic="num_rows rows_per_strip", fixed="num_vectors grad_pitch threshold scale")
 def bias_dropout_add_backward_kernel(
     grad,  # (num_rows, num_cols), rows grad_pitch vectors apart
     dx,  # (num_rows, num_cols), contiguous
@@ -238,6 +238,7 @@ register(
     "bias_dropout_add_backward(Tensor grad, float p, Tensor seed, ScalarType dtype, bool with_bias)"
     " -> (Tensor, Tensor)",
     contract="grad (..., N) dtype|wide(dtype); 0 <= p <= 1; seed (#1) int64; dtype in floating",
+    shard="-> whole whole",
     reference=reference_backward,
     triton=launch_backward,
     flops=lambda grad, p, seed, dtype, with_bias: math.prod(grad.shape) * (1 + with_bias),
@@ -247,6 +248,7 @@ register(
 _bias_dropout_add = register(
     "bias_dropout_add(Tensor x, Tensor? bias, Tensor residual, float p, Tensor? seed) -> Tensor",
     contract="x (..., N) floating; residual (..., N) x|wide(x); bias (N) x; 0 <= p <= 1; seed (#1) int64",
+    shard="x residual !seed -> rows",
     reference=reference,
     triton=launch,
     flops=_flops,
@@ -262,6 +264,7 @@ _bias_dropout_add_into = register(
         "x (..., N) floating; residual (..., N) x|wide(x); bias (N) x; 0 <= p <= 1; seed (#1) int64; "
         "out (..., N) residual"
     ),
+    overwrites="out",
     reference=reference_into,
     triton=launch_into,
     flops=lambda *arguments: _flops(*arguments[:-1]),

@@ -72,7 +72,7 @@ def _barrier(epochs, peer_offsets, rank, num_ranks, timeout_ms, RANKS: tl.conste
     tl.store(epochs + num_ranks, epoch)
 
 
-@jit
+@jit(dynamic="rank timeout_ms", fixed="num_ranks")
 def barrier_kernel(
     epochs,  # (R + 1,) int32: the epoch of each rank, and this rank's latest
     peer_offsets,  # (D, P) int64, bytes
@@ -83,7 +83,7 @@ def barrier_kernel(
 
 
 @limits(num_ranks=MAX_EXPERTS, rank=MAX_EXPERTS, width=MAX_EXPERTS)
-@jit
+@jit(dynamic="rank timeout_ms", fixed="num_ranks width")
 def counts_kernel(
     own,  # (E,) int32
     epochs,  # (R + 1,) int32
@@ -127,7 +127,7 @@ def _expert_rows(ends, experts, mask):
     num_local=MAX_EXPERTS,
     num_experts=MAX_EXPERTS,
 )
-@jit
+@jit(dynamic="index_vectors rank", fixed="num_ranks num_peers num_local capacity")
 def places_kernel(
     row_of,  # (T, k) int32, the row of each assignment on this rank
     indices,  # (T, k) int32, the expert of each assignment
@@ -181,7 +181,7 @@ def _place(numbers, half, capacity, pitch):
 
 
 @limits(num_vectors=MAX_SIZE, row_pitch=MAX_SIZE, num_places=(1 << 31) - 1)
-@jit
+@jit(dynamic="index_vectors", fixed="num_slots num_ranks num_peers capacity num_vectors x_pitch row_pitch")
 def put_kernel(
     x,  # (T, W), rows x_pitch vectors apart
     where,  # (T, k) int32: p C + row, or -1
@@ -239,7 +239,7 @@ def put_kernel(
 
 
 @limits(num_vectors=MAX_SIZE, num_slots=MAX_EXPERTS, num_places=(1 << 31) - 1)
-@jit
+@jit(dynamic="num_tokens", fixed="num_slots num_ranks num_peers capacity num_vectors")
 def get_kernel(
     rows,  # (2, C, H), symmetric
     epochs,  # (R + 1,) int32
@@ -298,7 +298,7 @@ def get_kernel(
 
 
 @limits(num_vectors=MAX_SIZE, row_pitch=MAX_SIZE, num_local=MAX_EXPERTS)
-@jit
+@jit(fixed="num_local num_ranks capacity num_vectors row_pitch")
 def copy_kernel(
     source,  # (2, C, H) if TAKE, else (C, H)
     offsets,  # (E/P,) int32, the last of which is the number of rows

@@ -31,7 +31,7 @@ def reference(x: Tensor, wanted: Tensor) -> Tensor:
     return result
 
 
-@jit
+@jit(fixed="size")
 def first_not_finite_kernel(x, wanted, first, size, COMPUTE: tl.constexpr, BLOCK: tl.constexpr):
     """Search blocks program_id, program_id + num_programs, ... of x until the first find."""
     # 1. Without the flag the range is empty.

@@ -126,7 +126,7 @@ def _activated_tile(
 
 
 @limits(num_vectors=MAX_SIZE)
-@jit
+@jit(dynamic="num_rows", fixed="num_vectors gate_pitch up_pitch")
 def gated_activation_kernel(
     gates, ups,  # (num_rows, num_cols); JOINED: gates is x (num_rows, 2 num_cols), ups is unused
     bias,  # (2 num_cols,) or None
@@ -156,7 +156,7 @@ def gated_activation_kernel(
 
 
 @limits(num_vectors=MAX_SIZE)
-@jit
+@jit(dynamic="num_rows", fixed="num_vectors gate_pitch up_pitch")
 def gated_quantized_kernel(
     gates, ups,  # (num_rows, num_cols); JOINED: gates is x (num_rows, 2 num_cols), ups is unused
     bias,  # (2 num_cols,) or None
@@ -183,7 +183,7 @@ def gated_quantized_kernel(
 
 
 @limits(num_vectors=MAX_SIZE, rows_per_strip=MAX_STRIP)
-@jit
+@jit(dynamic="num_rows rows_per_strip", fixed="num_vectors grad_pitch gate_pitch up_pitch")
 def gated_activation_backward_kernel(
     grad, gates, ups,  # (num_rows, num_cols); JOINED: gates is x (num_rows, 2 num_cols), ups is unused
     bias,  # (2 num_cols,) or None
@@ -315,6 +315,7 @@ register(
         "up ? x (..., N) floating; no up ? x (..., 2N) floating; up (..., N) x; bias (2N) x; "
         "grad (..., N) x; activation in silu gelu_tanh gelu"
     ),
+    shard="grad x up -> rows rows?up sum",
     reference=reference_backward,
     triton=launch_backward,
     flops=lambda grad, x, bias, form, up=None: math.prod(grad.shape) * _FLOPS_PER_ELEMENT[form][1],
@@ -327,6 +328,7 @@ _gated_activation = register(
         "up ? x (..., N) floating; no up ? x (..., 2N) floating; up (..., N) x; bias (2N) x; "
         "activation in silu gelu_tanh gelu"
     ),
+    shard="x up -> rows",
     reference=reference,
     triton=launch,
     flops=lambda x, bias, form, up=None: math.prod(_shape(x, up)) * _FLOPS_PER_ELEMENT[form][0],

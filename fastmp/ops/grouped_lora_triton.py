@@ -48,7 +48,10 @@ _FLAT_R = 32  # and next to the operands of the next tile in shared memory
     programs=MAX_WALKING, lengths=MAX_COUNT, tiles=MAX_COUNT, owned=MAX_COUNT, turns=MAX_COUNT,
     group=MAX_SIZE, first_m=MAX_COUNT, first_n=16 * MAX_SIZE,
 )  # fmt: skip
-@jit
+@jit(
+    dynamic="num_rows",
+    fixed="num_experts n_vectors k_vectors x_pitch w_jump w_pitch r_vectors low_pitch v_jump v_pitch",
+)
 def grouped_lora_kernel(
     x,  # (M, K), rows x_pitch vectors apart, or a TMA descriptor
     w,  # (E, N, K), or (E, K, N) if TRANSPOSED; matrices w_jump, rows w_pitch vectors apart; or a descriptor

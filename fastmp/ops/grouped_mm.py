@@ -209,6 +209,7 @@ register(
 register(
     "grouped_mm_wgrad_(Tensor(a!) total, Tensor grad, Tensor x, Tensor offsets, bool add=True) -> ()",
     contract="grad (M, N) floating; x (M, K) grad; offsets (E) int32; total (E, N, K) grad|wide(grad)",
+    overwrites="total without add",
     reference=reference_wgrad_,
     fake=lambda total, grad, x, offsets, *_: None,
     triton=grouped_mm_launch.launch_wgrad_,

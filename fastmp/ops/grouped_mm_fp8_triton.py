@@ -114,7 +114,10 @@ def _store(
     programs=MAX_WALKING, lengths=MAX_COUNT, tiles=MAX_COUNT, owned=MAX_COUNT, turns=MAX_COUNT,
     group=MAX_SIZE, first_m=MAX_COUNT, first_n=16 * MAX_SIZE,
 )  # fmt: skip
-@jit
+@jit(
+    dynamic="num_rows s_pitch",
+    fixed="num_experts n_vectors k_vectors q_pitch w_jump w_pitch s_row w_scale_jump w_scale_n w_scale_k",
+)
 def grouped_mm_fp8_kernel(
     q,  # (M, K) FP8, rows q_pitch vectors apart, or a TMA descriptor
     s,  # (M, K / BLOCK), the scales of q, float32 or exponents

@@ -115,7 +115,7 @@ def load_weight(
     programs=MAX_WALKING, lengths=MAX_COUNT, tiles=MAX_COUNT, owned=MAX_COUNT, turns=MAX_COUNT,
     group=MAX_SIZE, first_m=MAX_COUNT, first_n=16 * MAX_SIZE,
 )  # fmt: skip
-@jit
+@jit(dynamic="num_rows", fixed="num_experts n_vectors k_vectors x_pitch w_jump w_pitch")
 def grouped_mm_kernel(
     x,  # (M, K), rows x_pitch vectors apart, or a TMA descriptor
     w,  # (E, N, K), or (E, K, N) if TRANSPOSED; matrices w_jump, rows w_pitch vectors apart; or a descriptor
@@ -264,7 +264,7 @@ def _wgrad_place_of(
     length=MAX_COUNT, remaining=MAX_COUNT, rows=MAX_COUNT, group=MAX_SIZE, first_n=16 * MAX_SIZE,
     first_k=16 * MAX_SIZE,
 )  # fmt: skip
-@jit
+@jit(dynamic="num_rows", fixed="num_experts n_vectors k_vectors grad_pitch x_pitch out_jump out_pitch")
 def grouped_wgrad_kernel(
     grad,  # (M, N), rows grad_pitch vectors apart, or a ragged TMA descriptor
     x,  # (M, K), rows x_pitch vectors apart, or a ragged TMA descriptor

@@ -75,6 +75,7 @@ register(
         "sin (c..., R) cos; D == C + 2 * R; grad_latent (..., C) x; grad_shared (..., H) x; H == 2 * R; "
         "rstd (...) wide(x)"
     ),
+    shard="grad_latent grad_shared x cos~ sin~ rstd -> rows sum",
     reference=reference_backward,
     triton=launch_backward,
     fake=_fake_backward,
@@ -87,6 +88,7 @@ _latent_norm_rope = register(
         "x (..., D) floating; weight (C) floating; 0 < C; cos (~..., R) wide(x); cos (c..., R) wide(x); "
         "sin (c..., R) cos; D == C + 2 * R"
     ),
+    shard="x cos~ sin~ -> rows rows rows",
     reference=reference,
     triton=launch,
     fake=_fake,

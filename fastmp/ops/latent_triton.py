@@ -29,7 +29,7 @@ from fastmp.ops.rope_triton import rotate_rows
 
 
 @limits(num_rows=MAX_COUNT, rows=MAX_COUNT, rows_per_turn=MAX_COUNT, pitch=MAX_SIZE)
-@jit
+@jit(dynamic="num_rows rows_per_turn", fixed="pitch")
 def latent_kernel(
     x,  # (num_rows, RANK + 2 * HALF), rows `pitch` vectors apart
     weight,  # (RANK,)
@@ -67,7 +67,7 @@ def latent_kernel(
     num_rows=MAX_COUNT, rows=MAX_COUNT, rows_per_turn=MAX_COUNT, latent_pitch=MAX_SIZE,
     shared_pitch=MAX_SIZE, pitch=MAX_SIZE, programs=MAX_WALKING,
 )  # fmt: skip
-@jit
+@jit(dynamic="num_rows rows_per_turn", fixed="latent_pitch shared_pitch pitch")
 def latent_backward_kernel(
     grad_latent, grad_shared,  # (num_rows, RANK), (num_rows, 2 * HALF), rows *_pitch vectors apart
     x,  # (num_rows, RANK + 2 * HALF), rows `pitch` vectors apart

@@ -54,7 +54,7 @@ def _load_normalisers(normalisers, row):
     return tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3)
 
 
-@jit
+@jit(fixed="row_stride teacher_stride real")
 def sums_kernel(
     logits, teacher_logits,  # (N, V), with one alignment of their rows
     normalisers,  # (N, 4)
@@ -102,7 +102,7 @@ def sums_kernel(
     tl.store(out + row * 2 + 1, tl.sum(of_p, 0))
 
 
-@jit
+@jit(fixed="row_stride teacher_stride columns real")
 def grad_kernel(
     logits, teacher_logits,  # (N, V), with one alignment of their rows
     normalisers,  # (N, 4)

@@ -30,7 +30,7 @@ def load_scale(scale, row):
     return tl.where(factor > 0, factor, float("nan"))
 
 
-@jit
+@jit(fixed="row_stride real vocab_start")
 def stats_kernel(
     logits, target, scale, out, row_stride, real, vocab_start,
     WITH_ENTROPY: tl.constexpr, BLOCK: tl.constexpr, VEC: tl.constexpr,
@@ -55,7 +55,7 @@ def stats_kernel(
         tl.store(out + 3, weighted)
 
 
-@jit
+@jit(fixed="row_stride columns real vocab_start vocab_size ignore_index")
 def grad_kernel(
     logits, target, top, log_total, grad_log_prob, entropy, grad_entropy, scale, row_stride, columns, real,
     vocab_start, vocab_size, ignore_index, BLOCK: tl.constexpr, VEC: tl.constexpr,

@@ -121,6 +121,7 @@ register(
         "total (..., N) floating; grad (..., N) total; grad_total (..., N) total; weight (N) total|float32; "
         "stats (1, ...) wide(total)"
     ),
+    shard="grad grad_total total +stats -> rows sum",
     reference=lambda *arguments: reference_backward(False, *arguments),
     triton=lambda *arguments: launch_backward(False, *arguments),
     flops=lambda grad, grad_total, total, *others: _flops_backward(grad_total, total, False, False),
@@ -132,6 +133,7 @@ register(
         "total (..., N) floating; grad (..., N) total; grad_total (..., N) total; weight (N) total|float32; "
         "stats (2, ...) wide(total)"
     ),
+    shard="grad grad_total total +stats -> rows sum",
     reference=lambda *arguments: reference_backward(True, *arguments),
     triton=lambda *arguments: launch_backward(True, *arguments),
     flops=lambda grad, grad_total, total, *others: _flops_backward(grad_total, total, True, others[-1]),
@@ -142,6 +144,7 @@ _rms_norm = register(
     "rms_norm(Tensor x, Tensor? residual, Tensor weight, float eps)"
     " -> (Tensor y, Tensor total, Tensor stats)",
     contract="x (..., N) floating; residual (..., N) x; weight (N) x|float32",
+    shard="x residual -> rows rows?residual +rows",
     reference=lambda x, residual, weight, eps: reference(False, x, residual, weight, None, eps),
     triton=lambda x, residual, weight, eps: launch(False, x, residual, weight, None, eps),
     flops=lambda x, residual, weight, eps: _flops(x, residual, None, False),
@@ -166,6 +169,7 @@ _layer_norm = register(
     "layer_norm(Tensor x, Tensor? residual, Tensor weight, Tensor? bias, float eps)"
     " -> (Tensor y, Tensor total, Tensor stats)",
     contract="x (..., N) floating; residual (..., N) x; weight (N) x|float32; bias (N) weight",
+    shard="x residual -> rows rows?residual +rows",
     reference=lambda *arguments: reference(True, *arguments),
     triton=lambda *arguments: launch(True, *arguments),
     flops=lambda x, residual, weight, bias, eps: _flops(x, residual, bias, True),

@@ -73,7 +73,7 @@ def normalized_tile(
 
 
 @limits(num_vectors=MAX_SIZE)
-@jit
+@jit(dynamic="num_rows", fixed="num_vectors x_pitch residual_pitch")
 def norm_kernel(
     x, residual,  # (num_rows, num_cols), rows x_pitch and residual_pitch vectors apart; residual or None
     weight, bias,  # (num_cols,); bias or None
@@ -99,7 +99,7 @@ def norm_kernel(
 
 
 @limits(num_vectors=MAX_SIZE)
-@jit
+@jit(dynamic="num_rows", fixed="num_vectors x_pitch residual_pitch")
 def norm_quantized_kernel(
     x, residual,  # (num_rows, num_cols), rows x_pitch and residual_pitch vectors apart; residual or None
     weight,  # (num_cols,)
@@ -129,7 +129,7 @@ def norm_quantized_kernel(
 
 
 @limits(num_vectors=MAX_SIZE)
-@jit
+@jit(dynamic="num_rows", fixed="num_vectors total_pitch")
 def norm_wide_kernel(
     total,  # (num_rows, num_cols), rows total_pitch vectors apart
     weight, bias,  # (num_cols,); bias or None
@@ -174,7 +174,7 @@ def norm_wide_kernel(
 
 
 @limits(num_vectors=MAX_SIZE, num_rows=MAX_COUNT, programs=MAX_WALKING)
-@jit
+@jit(dynamic="num_rows", fixed="num_vectors grad_pitch grad_total_pitch total_pitch")
 def norm_backward_kernel(
     grad, grad_total, total,  # (num_rows, num_cols), rows *_pitch vectors apart; grad_total or None
     weight,  # (num_cols,)
@@ -225,7 +225,7 @@ def norm_backward_kernel(
 
 
 @limits(num_vectors=MAX_SIZE, num_rows=MAX_COUNT, programs=MAX_WALKING)
-@jit
+@jit(dynamic="num_rows", fixed="num_vectors grad_pitch grad_total_pitch total_pitch")
 def norm_backward_wide_kernel(
     grad, grad_total, total,  # (num_rows, num_cols), rows *_pitch vectors apart; grad_total or None
     weight,  # (num_cols,)

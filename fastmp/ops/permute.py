@@ -150,6 +150,7 @@ register(
 register(
     "unpermute_backward_into(Tensor grad, Tensor y, Tensor row_of, Tensor probs, Tensor(a!) out) -> Tensor",
     contract="y (R, H) floating; grad (T, H) y; row_of (T, S) int32; probs (T, S) wide(y); out (T, S) probs",
+    overwrites="out",
     reference=reference_unpermute_backward_into,
     fake=lambda grad, y, row_of, probs, out: y.new_empty(y.shape),
     triton=launch_unpermute_backward_into,
@@ -194,6 +195,7 @@ _unpermute = register(
 register(
     "unpermute_into(Tensor y, Tensor row_of, Tensor? probs, Tensor(a!) out) -> ()",
     contract="y (R, H) floating; row_of (T, S) int32; probs (T, S) wide(y); out (T, H) y",
+    overwrites="out",
     reference=reference_unpermute_into,
     fake=lambda *arguments: None,
     triton=launch_unpermute_into,
@@ -220,6 +222,7 @@ _unpermute_add = register(
 _unpermute_add_into = register(
     "unpermute_add_into(Tensor y, Tensor row_of, Tensor? probs, Tensor residual, Tensor(a!) out) -> ()",
     contract="y (R, H) floating; row_of (T, S) int32; probs (T, S) wide(y); residual (T, H) y; out (T, H) y",
+    overwrites="out",
     reference=reference_unpermute_add_into,
     fake=lambda *arguments: None,
     triton=launch_unpermute_add_into,

@@ -18,7 +18,7 @@ from fastmp.ops.permute_triton import ZERO_ROWS, index_vector, launch_mark, unus
 
 
 @limits(num_vectors=MAX_SIZE, num_slots=MAX_EXPERTS)
-@jit
+@jit(dynamic="num_tokens num_rows", fixed="num_slots num_vectors x_pitch scale_row scale_pitch")
 def permute_quantized_kernel(
     x,  # (T, H), rows x_pitch vectors apart; bytes if GIVEN
     scales,  # (T, H / GROUP), any strides, if GIVEN

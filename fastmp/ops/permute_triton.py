@@ -32,7 +32,7 @@ ZERO_ROWS = 64  # rows that one program checks for rows without an assignment
 SLOTS = 8  # of a token are in flight at once
 
 
-@jit
+@jit(dynamic="index_vectors", fixed="num_experts")
 def count_kernel(
     indices,  # (T, k) int32, the expert of each assignment
     counts,  # (blocks, E) int32, the result
@@ -51,7 +51,7 @@ def count_kernel(
 
 
 @limits(num_blocks=1 << 23, num_experts=MAX_EXPERTS)
-@jit
+@jit(dynamic="num_blocks", fixed="num_experts")
 def sum_blocks_kernel(counts, num_blocks, num_experts, BLOCK_B: tl.constexpr, BLOCK_E: tl.constexpr):
     """Turn counts (blocks, E) into inclusive prefix sums over the blocks; a program has BLOCK_E experts."""
     experts = tl.program_id(0).to(tl.int64) * BLOCK_E + tl.arange(0, BLOCK_E)
@@ -65,7 +65,7 @@ def sum_blocks_kernel(counts, num_blocks, num_experts, BLOCK_B: tl.constexpr, BL
         before += tl.sum(found, 0)
 
 
-@jit
+@jit(dynamic="index_vectors", fixed="num_experts")
 def rank_kernel(
     indices,  # (T, k) int32, the expert of each assignment
     counts,  # (blocks, E) int32, inclusive prefix sums over the blocks
@@ -138,7 +138,7 @@ def launch_permutation(indices: Tensor, num_experts: int) -> tuple[Tensor, Tenso
     return row_of, offsets
 
 
-@jit
+@jit(dynamic="index_vectors num_rows")
 def mark_kernel(
     row_of, assignment_of, index_vectors, num_rows, INDEX_VECTOR: tl.constexpr, BLOCK: tl.constexpr
 ):
@@ -186,7 +186,7 @@ def zero_unused(
 
 
 @limits(num_vectors=MAX_SIZE)
-@jit
+@jit(dynamic="index_vectors num_rows", fixed="num_slots num_vectors x_pitch y_pitch")
 def scatter_kernel(
     x,  # (T, H), rows x_pitch vectors apart
     y,  # (M, H), if WEIGHTED, rows y_pitch vectors apart
@@ -250,7 +250,7 @@ def scatter_kernel(
 
 
 @limits(num_vectors=MAX_SIZE, num_slots=MAX_EXPERTS)
-@jit
+@jit(dynamic="num_tokens num_rows", fixed="num_slots num_vectors y_pitch")
 def gather_kernel(
     y,  # (M, H), rows y_pitch vectors apart
     row_of,  # (T, k) int32

@@ -85,7 +85,7 @@ def _fake_weight(w: Tensor, block: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 @limits(num_vectors=MAX_SIZE)
-@jit
+@jit(dynamic="num_rows", fixed="num_vectors x_pitch")
 def quantize_rows_kernel(
     x,  # (num_rows, num_cols), rows x_pitch vectors apart
     q,  # (num_rows, num_cols) bytes, contiguous
@@ -105,7 +105,7 @@ def quantize_rows_kernel(
 
 
 @limits(num_vectors=MAX_SIZE)
-@jit
+@jit(dynamic="num_rows s_pitch", fixed="num_vectors q_pitch s_row")
 def dequantize_rows_kernel(
     q,  # (num_rows, num_cols) bytes, rows q_pitch vectors apart
     s,  # (num_rows, num_cols / GROUP), any strides
@@ -129,7 +129,7 @@ def dequantize_rows_kernel(
 
 
 @limits(row_blocks=MAX_SIZE // 128, col_blocks=MAX_SIZE // 128)
-@jit
+@jit(fixed="row_blocks col_blocks w_pitch")
 def quantize_weight_kernel(
     w,  # (matrices, num_rows, num_cols), rows w_pitch vectors apart
     q,  # (matrices, num_rows, num_cols) bytes, contiguous

@@ -74,6 +74,7 @@ _CONTRACT = (
 _rope = register(
     f"rope(Tensor q, Tensor? k, {_ANGLES}) -> (Tensor turned_q, Tensor turned_k)",
     contract=_CONTRACT,
+    shard="q k cos~ sin~ -> rows rows?k",
     reference=reference,
     triton=launch,
     flops=_flops,

@@ -76,7 +76,13 @@ def rotate_rows(
 
 
 @limits(q_rows=MAX_COUNT, k_rows=MAX_COUNT, rows=MAX_COUNT, q_size_2=MAX_COUNT, k_size_2=MAX_COUNT)
-@jit
+@jit(
+    dynamic=(
+        "q_rows q_size_1 q_stride_0 q_stride_1 q_stride_2 k_rows k_size_1 k_stride_0 k_stride_1 k_stride_2 "
+        "turn_0 turn_1 turn_2"
+    ),
+    fixed="q_size_2 k_size_2",
+)
 def rope_kernel(
     q, q_out, k, k_out,  # (rows, DIM); k or None; outputs contiguous, or the inputs if IN_PLACE
     cos, sin,  # (tokens, HALF), contiguous

@@ -159,7 +159,7 @@ def _close_groups(
 
 
 @limits(programs=MAX_WALKING, num_sequences=MAX_WALKING, strip_steps=MAX_STRIP)
-@jit
+@jit(dynamic="num_steps strip_steps", fixed="num_sequences pitch")
 def router_kernel(
     logits, bias, indices, probs,
     partials, loads, wishes,  # (num_strips, num_sequences * experts); wishes or None
@@ -269,7 +269,7 @@ def router_kernel(
 
 
 @limits(num_strips=MAX_WALKING, num_blocks=MAX_WALKING, num_sums=MAX_STRIP)
-@jit
+@jit(dynamic="num_strips num_blocks", fixed="num_sums")
 def router_sums_kernel(
     partials, loads, wishes,  # (num_strips, num_sums); wishes or None
     squares,  # (num_blocks,)
@@ -306,7 +306,7 @@ def router_sums_kernel(
         tl.store(z_sum, tl.sum(z, 0))
 
 
-@jit
+@jit(dynamic="num_steps", fixed="num_sequences pitch")
 def router_backward_kernel(
     grad_probs, grad_sums, grad_z, logits, indices, dx,
     num_steps, num_sequences, pitch, scale: tl.float64,

@@ -97,7 +97,7 @@ def _scores(
 
 
 @limits(num_vectors=MAX_SIZE, num_queries=MAX_COUNT)
-@jit
+@jit(dynamic="num_queries", fixed="num_vectors x_pitch num_inner mask_outer mask_inner mask_query mask_key")
 def softmax_kernel(
     x,  # (outer, inner, num_queries, num_keys), rows x_pitch vectors apart
     mask,  # uint8, broadcast over x by its strides; or None
@@ -167,7 +167,7 @@ def _load_pair(grad, y, keys, end, COMPUTE: tl.constexpr, VECTOR: tl.constexpr):
 
 
 @limits(num_vectors=MAX_SIZE, num_queries=MAX_COUNT)
-@jit
+@jit(dynamic="num_queries", fixed="num_vectors grad_pitch y_pitch")
 def softmax_backward_kernel(
     grad, y,  # (outer, inner, num_queries, num_keys), rows grad_pitch and y_pitch vectors apart
     dx,  # the same shape, contiguous
@@ -335,6 +335,7 @@ def _traffic_backward(grad: Tensor, y: Tensor, scale: float, causal: bool) -> in
 register(
     "scaled_masked_softmax_backward(Tensor grad, Tensor y, float scale, bool causal) -> Tensor",
     contract="y (..., Q, K) floating; grad (..., Q, K) y",
+    shard="grad/2 y -> rows",
     reference=reference_backward,
     triton=launch_backward,
     flops=_flops_backward,
@@ -345,6 +346,7 @@ register(
 _scaled_masked_softmax = register(
     "scaled_masked_softmax(Tensor x, Tensor? mask, float scale, bool causal) -> Tensor",
     contract="x (..., Q, K) floating; mask (~) bool",
+    shard="x/2 ~mask -> rows",
     reference=reference,
     triton=launch,
     flops=_flops,

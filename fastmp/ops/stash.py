@@ -132,7 +132,7 @@ def reference_release(state: Tensor, ticket: int) -> None:
 
 
 @limits(ticket=MAX_SIZE, tickets=MAX_SIZE, num_local=MAX_EXPERTS)
-@jit
+@jit(dynamic="ticket", fixed="size num_local tickets")
 def reserve_kernel(
     offsets,  # (L,) int32, the last of which is the number of rows
     state,  # (8 + 3 T,) int64
@@ -187,7 +187,7 @@ def _is_free(positions, tickets, slot, released):
 
 
 @limits(ticket=MAX_SIZE, tickets=MAX_SIZE)
-@jit
+@jit(dynamic="ticket", fixed="tickets")
 def release_kernel(
     state,  # (8 + 3 T,) int64
     ticket, tickets,
@@ -228,7 +228,7 @@ def release_kernel(
 
 
 @limits(capacity=MAX_COUNT, num_local=MAX_EXPERTS, num_vectors=MAX_SIZE)
-@jit
+@jit(fixed="capacity num_local num_vectors pitch")
 def copy_kernel(
     outside,  # (C, w), rows pitch vectors apart
     ring,  # (R, w)

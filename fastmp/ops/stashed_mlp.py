@@ -91,7 +91,7 @@ def reference_wgrad_(
 
 
 @limits(capacity=MAX_COUNT, num_local=MAX_EXPERTS, num_vectors=MAX_SIZE)
-@jit
+@jit(fixed="capacity num_local num_vectors pitch")
 def gate_backward_kernel(
     grad,  # (C, F), rows pitch vectors apart
     h,  # (R, 2F) = [gate | up]

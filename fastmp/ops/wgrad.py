@@ -79,6 +79,7 @@ def reference(total: Tensor, grad: Tensor, x: Tensor, add: bool = True) -> None:
 register(
     "accumulate_weight_grad_(Tensor(a!) total, Tensor grad, Tensor x, bool add=True) -> ()",
     contract="grad (M, N) floating; x (M, K) grad; total (N, K) grad|wide(grad)",
+    overwrites="total without add",
     reference=reference,
     fake=lambda total, grad, x, *_: None,
     flops=lambda total, grad, x, *_: 2 * grad.shape[0] * grad.shape[1] * x.shape[1],

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import os
-from collections import defaultdict
+from unittest import mock
 
 import pytest
 import torch
@@ -144,7 +144,7 @@ def test_first_and_last_row_of_very_many(op, backend, more_than, monkeypatch):
     case = stretched(op, torch.float16, more_than)
     # kernels that walk through rows and sum columns: one step a program, and the sums are left out
     monkeypatch.setattr(rows, "_NUM_PROGRAMS", 1 << 40)
-    left_out = defaultdict(lambda: lambda *arguments, **constants: None)
+    left_out = mock.MagicMock(arg_names=())
     monkeypatch.setattr(rows, "sum_strips_kernel", left_out)
     monkeypatch.setattr(router_triton, "router_sums_kernel", left_out)
     monkeypatch.setattr(

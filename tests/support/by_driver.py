@@ -189,7 +189,7 @@ def test_kernels_that_are_compiled(op, monkeypatch):
         _compare_op(op, "triton", torch.bfloat16, monkeypatch)
 
 
-@_triton.jit
+@_triton.jit(dynamic="num_rows", fixed="pitch")
 def _kernel(
     x, y, blocks, num_rows, pitch, scale, exact: tl.float64, COMPUTE: tl.constexpr, BLOCK: tl.constexpr
 ):

@@ -21,50 +21,50 @@ from tools.cubins.ranges import overflows
 INT = torch.int32
 
 
-@jit
+@jit(dynamic="index_vectors")
 def product_kernel(out, index_vectors, VECTOR: tl.constexpr):
     tl.store(out, index_vectors * VECTOR)
 
 
-@jit
+@jit(dynamic="index_vectors")
 def wide_product_kernel(out, index_vectors, VECTOR: tl.constexpr):
     tl.store(out, index_vectors.to(tl.int64) * VECTOR)
 
 
 @limits(index_vectors=MAX_SIZE)
-@jit
+@jit(dynamic="index_vectors")
 def limited_product_kernel(out, index_vectors, VECTOR: tl.constexpr):
     tl.store(out, index_vectors * VECTOR)
 
 
 @limits(num_rows=(1 << 31) - 1)
-@jit
+@jit(dynamic="num_rows")
 def sum_kernel(out, num_rows, VECTOR: tl.constexpr):
     tl.store(out, num_rows + VECTOR)
 
 
 @limits(num_rows=1 << 29)
-@jit
+@jit(dynamic="num_rows")
 def shift_kernel(out, num_rows, VECTOR: tl.constexpr):
     tl.store(out, num_rows << VECTOR)
 
 
 @limits(num_rows=(1 << 31) - 1)
-@jit
+@jit(dynamic="num_rows")
 def loop_kernel(out, num_rows, VECTOR: tl.constexpr):
     for row in range(0, num_rows, VECTOR):
         tl.store(out + row, row)
 
 
 @limits(num_rows=1 << 28)
-@jit
+@jit(dynamic="num_rows")
 def program_kernel(out, num_rows, VECTOR: tl.constexpr):
     rows = tl.program_id(0) * VECTOR + tl.arange(0, 16)
     tl.store(out + rows, rows, mask=rows < num_rows)
 
 
 @limits(num_rows=1 << 28, programs=1 << 20)
-@jit
+@jit(dynamic="num_rows")
 def within_kernel(out, num_rows, VECTOR: tl.constexpr):
     rows = tl.program_id(0) * VECTOR + tl.arange(0, 16)
     for row in range(0, tl.cdiv(num_rows, VECTOR), VECTOR):

@@ -6,25 +6,14 @@ launched. Triton decides at decoration, by TRITON_INTERPRET=1, between compiling
 
 from __future__ import annotations
 
+import functools
 import inspect
 
 __all__ = [
-    "ABSENT", "DO_NOT_SPECIALIZE", "GPUTarget", "INTERPRETED", "MAX_COUNT", "MAX_EXPERTS", "MAX_SIZE",
-    "MAX_STRIP", "MAX_WALKING", "VERSION", "TensorDescriptor", "cdiv", "check_count", "check_limits",
-    "driver", "jit", "knobs", "launch_limits", "limits", "next_power_of_2", "tl",
+    "ABSENT", "GPUTarget", "INTERPRETED", "MAX_COUNT", "MAX_EXPERTS", "MAX_SIZE", "MAX_STRIP", "MAX_WALKING",
+    "VERSION", "TensorDescriptor", "cdiv", "check_count", "check_declared", "check_limits", "driver", "jit",
+    "knobs", "launch_limits", "limits", "next_power_of_2", "tl",
 ]  # fmt: skip
-
-# Kernel parameters passed to Triton as `do_not_specialize`: counts that differ from batch to batch, and
-# strides derived from them. A new value then never recompiles a kernel. Sizes and pitches that the model
-# fixes stay specialised: the compiler learns whether they are 1 or multiples of 16. An integer parameter that
-# changes between calls must be listed here, or every new value compiles the kernel again.
-DO_NOT_SPECIALIZE = frozenset(
-    ("first_element", "groups", "k_rows", "k_size_1", "k_stride_0", "k_stride_1", "k_stride_2", "noise_seed",
-     "index_vectors", "num_assignments", "num_blocks", "num_queries", "num_rows", "num_steps", "num_strips",
-     "num_tokens", "q_rows", "q_size_1", "q_stride_0", "q_stride_1", "q_stride_2", "rank", "rows_per_strip",
-     "rows_per_turn", "s_pitch", "step", "strip_steps", "ticket", "timeout_ms", "tokens", "turn_0", "turn_1",
-     "turn_2")
-)  # fmt: skip
 
 # Upper bounds of integer arguments, for `limits`. Kernels compute with them in int32.
 MAX_COUNT = (1 << 31) - (1 << 16)  # rows and tokens; leaves room to add a block (see `check_count`)
@@ -41,12 +30,32 @@ try:
     from triton.runtime import driver
     from triton.tools.tensor_descriptor import TensorDescriptor
 
-    def jit(fn):
-        """Decorate a Triton kernel or device function, without specialising on `DO_NOT_SPECIALIZE`."""
-        names = inspect.signature(fn).parameters
-        kernel = triton.jit(fn, do_not_specialize=[name for name in names if name in DO_NOT_SPECIALIZE])
-        kernel.counts = tuple(name in DO_NOT_SPECIALIZE for name in names)
-        kernel.limits = {}
+    def jit(fn=None, *, dynamic="", fixed=""):
+        """Decorate a Triton kernel or device function.
+
+        Every integer argument of a kernel is declared, or its launch raises: an undeclared one would compile
+        the kernel again for each value.
+
+        Args:
+            dynamic: names of integers that differ from batch to batch, and of strides derived from them. No
+                value recompiles the kernel. Named tensors are not specialised on their alignment either.
+            fixed: names of sizes and pitches that the model fixes. The compiler learns whether they are 1 or
+                multiples of 16.
+
+        Example:
+
+            @jit(dynamic="num_rows", fixed="num_cols")
+            def double_kernel(x, y, num_rows, num_cols, BLOCK: tl.constexpr): ...
+        """
+        if fn is None:
+            return functools.partial(jit, dynamic=dynamic, fixed=fixed)
+        names, changing = list(inspect.signature(fn).parameters), dynamic.split()
+        declared = frozenset([*changing, *fixed.split()])
+        if unknown := declared.difference(names):
+            raise ValueError(f"jit: {fn.__name__} has no parameters {sorted(unknown)}")
+        kernel = triton.jit(fn, do_not_specialize=[name for name in names if name in changing])
+        kernel.counts = tuple(name in changing for name in names)
+        kernel.declared, kernel.limits = declared, {}
         return kernel
 
     def _keep_masks_boolean():
@@ -84,8 +93,8 @@ except ImportError:
     VERSION = None
     INTERPRETED = False
 
-    def jit(fn):
-        return fn
+    def jit(fn=None, *, dynamic="", fixed=""):
+        return fn or (lambda function: function)
 
 
 def limits(**bounds: int):
@@ -111,6 +120,16 @@ def check_limits(kernel, programs: int, arguments: tuple) -> None:
         if type(value) is int and bound < value < 1 << 31:
             raise ValueError(
                 f"{kernel.fn.__name__}: expected {name} of at most {bound}, got {value}: split the tensors"
+            )
+
+
+def check_declared(kernel, arguments: tuple) -> None:
+    """Raise ValueError for an integer argument that `jit` was not told of."""
+    for name, value in zip(kernel.arg_names, arguments, strict=False):
+        if type(value) is int and name not in kernel.declared:
+            raise ValueError(
+                f"{kernel.fn.__name__}: every new value of {name} would compile the kernel again: name it in "
+                f'@jit(dynamic="{name}") if it differs from batch to batch, else in fixed='
             )
 
 

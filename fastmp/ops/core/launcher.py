@@ -199,7 +199,7 @@ def check_memory(kernel: Any, arguments: tuple) -> None:
 def key_in_python(kernel: Any, arguments: tuple, constants: dict[str, Any]) -> tuple:
     """Return a key of the compiled kernel and its device, at least as fine as Triton's specialisation.
 
-    Sizes enter by value, for there are few; parameters in `_triton.DO_NOT_SPECIALIZE` by their width alone. A
+    Sizes enter by value, for there are few; `dynamic` parameters of `_triton.jit` by their width alone. A
     constant has one type in all launches of a kernel.
     """
     key: list[Any] = [kernel.fn, *constants.values()]
@@ -233,6 +233,7 @@ def _plan(
     described = _triton.TensorDescriptor
     tensors = [a.base if type(a) is described else a for a in arguments]
     tensors = [t for t in tensors if isinstance(t, Tensor)]
+    _triton.check_declared(kernel, arguments)
     _triton.check_limits(kernel, programs, arguments)
     if _interceptor is not None and tensors[0].is_meta:
         _interceptor(kernel, arguments, constants)
@@ -264,10 +265,12 @@ def launch(kernel: Any, programs: int, arguments: tuple, constants: dict[str, An
             same order. Build the dictionary once to save time at each launch.
 
     Raises:
-        ValueError: tensors are on different devices, or an argument exceeds the kernel's `limits`.
+        ValueError: tensors are on different devices, an argument exceeds the kernel's `limits`, or an integer
+            is not declared in `_triton.jit`.
         RuntimeError: see `load`.
     """
     if _triton.INTERPRETED:
+        _triton.check_declared(kernel, arguments)
         check_memory(kernel, arguments)
         kernel[(programs,)](*arguments, **constants)
         return

@@ -109,6 +109,7 @@ class Op:
     traffic: the fewest bytes that must cross device memory, from the op's arguments.
     run: the overload without further checks, for callers that have asked `validates_args`.
     check: raises ValueError if the schema rules the arguments out: None, no memory, or not finite.
+    shard: how DTensors may be sharded, in the grammar of `dtensor.py`; "": not at all.
     """
 
     name: str
@@ -121,6 +122,7 @@ class Op:
     autograd_formula: AutogradFormula | None
     run: Callable[..., Any]
     check: ArgumentCheck
+    shard: str = ""
 
     def __call__(self, *arguments: Any) -> Any:
         """Run the op; register DTensor sharding rules on the first DTensor argument.
@@ -339,26 +341,21 @@ def _raise_in_backward(error: str) -> Callable:
     return backward
 
 
-def _moved_once(overload: torch._ops.OpOverload) -> Callable[..., int]:
-    """Return the default traffic: each tensor once, or twice if it is mutated and not named "...out".
-
-    Without `add`, if the op has that argument, nothing is read that is mutated.
-    """
+def _moved_once(overload: torch._ops.OpOverload, overwrites: str) -> Callable[..., int]:
+    """Return the default traffic: each tensor once, or twice if it is mutated and not overwritten."""
     names = [a.name for a in overload._schema.arguments]
-    mutated = [
-        bool(a.alias_info and a.alias_info.is_write and not a.name.endswith("out"))
-        for a in overload._schema.arguments
-    ]
+    mutated = {a.name for a in overload._schema.arguments if a.alias_info and a.alias_info.is_write}
+    name, _, flag = overwrites.partition(" without ")
+    if (name and name not in mutated) or (flag and flag not in names):
+        raise ValueError(f"{overload._opname}: overwrites={overwrites!r} does not fit {overload._schema}")
 
     def traffic(*arguments: Any) -> int:
+        given = dict(zip(names, arguments, strict=False))
         outputs = overload(*tree_map_only(Tensor, lambda t: t.detach().to("meta"), arguments))
-        reads = dict(zip(names, arguments, strict=False)).get("add", True)
-        moved = [
-            *arguments,
-            *tree_leaves(outputs),
-            *(a for a, twice in zip(arguments, mutated, strict=False) if twice and reads),
-        ]
-        return sum(t.numel() * t.element_size() for t in moved if isinstance(t, Tensor))
+        overwritten = {name} if not (flag and given.get(flag, True)) else set()
+        twice = [given.get(each) for each in mutated - overwritten]
+        moved = [each for each in (*arguments, *tree_leaves(outputs), *twice) if isinstance(each, Tensor)]
+        return sum(t.numel() * t.element_size() for t in moved)
 
     return traffic
 
@@ -434,6 +431,8 @@ def register(
     autograd_formula: str | Mapping[str, str] = "",
     fake: Callable | None = None,
     traffic: Callable[..., int] | None = None,
+    overwrites: str = "",
+    shard: str = "",
     prefers_cuda: Callable[..., bool] | None = None,
     contract: str = "",
     guards_launch: bool = False,
@@ -450,7 +449,10 @@ def register(
         fake: shapes and dtypes only, for torch.compile and meta tensors. Default: the reference on fake
             tensors; pass one for a reference that reads values or loops over a size.
         traffic: bytes of device memory, from the op's arguments. Default: every tensor is read or written
-            once; a mutated tensor both, unless its name ends in "out", which is only written.
+            once; a mutated tensor both, unless it is overwritten.
+        overwrites: the mutated argument that is only written: always ("out"), or where a flag is False
+            ("total without add").
+        shard: how DTensors may be sharded, in the grammar of `dtensor.py`. Default: the op takes none.
         prefers_cuda: True, from the op's arguments, if CUDA C++ should serve the call. It does if `_C_cuda`
             exports the op, is compiled for the GPU, and FASTMP_OPS names no backend. Default: Triton serves
             all calls.
@@ -507,9 +509,10 @@ def register(
         serving,
         reasons,
         flops,
-        traffic or _moved_once(overload),
+        traffic or _moved_once(overload, overwrites),
         formula,
         run,
         check,
+        shard,
     )
     return OPS[name]

@@ -100,7 +100,7 @@ def strip_shape(num_rows: int, num_cols: int, block_m: int, block_n: int) -> tup
 
 
 @limits(num_cols=MAX_SIZE * 16, num_strips=MAX_WALKING)
-@jit
+@jit(dynamic="num_strips", fixed="num_cols")
 def sum_strips_kernel(partials, sums, num_strips, num_cols, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """Sum columns of `partials` (num_strips, num_cols) in a fixed order: a program per BLOCK_N columns."""
     # 1. Add blocks of BLOCK_M rows from top to bottom.

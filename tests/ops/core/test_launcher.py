@@ -30,7 +30,7 @@ from fastmp.ops.core.tma import use_tma
 from fastmp.testing.ops import run, samples
 
 
-@_triton.jit
+@_triton.jit(dynamic="num_rows", fixed="pitch")
 def _kernel(
     x, y, blocks, num_rows, pitch, scale, exact: tl.float64, COMPUTE: tl.constexpr, BLOCK: tl.constexpr
 ):
@@ -189,6 +189,25 @@ def test_only_launches_on_meta_tensors_are_replaced():
     assert kernel is _kernel
     assert tensor.is_meta
     assert constants == call
+
+
+@_triton.jit(dynamic="num_rows")
+def _undeclared(x, num_rows, num_cols, scale, BLOCK: tl.constexpr):
+    pass
+
+
+def test_an_integer_that_is_not_declared_is_refused():
+    x = torch.empty(16)
+    with recording() as found:
+        with pytest.raises(ValueError, match=r'_undeclared: .*num_cols .*@jit\(dynamic="num_cols"\)'):
+            launcher.launch(_undeclared, 1, (x, 7, 64, 0.5), {"BLOCK": 64})
+        launcher.launch(_undeclared, 1, (x, 7, 64.0, 0.5), {"BLOCK": 64})
+    assert found.compiled == 1
+
+
+def test_a_declaration_of_no_parameter_is_refused():
+    with pytest.raises(ValueError, match=r"jit: _undeclared has no parameters \['columns'\]"):
+        _triton.jit(_undeclared.fn, fixed="columns")
 
 
 def test_tensors_on_two_devices_are_refused():
