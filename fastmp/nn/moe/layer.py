@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -50,6 +50,36 @@ from fastmp.nn.segment import Segment, SegmentedLayer, Tensors
 from fastmp.ops import apply_capacity
 
 __all__ = ["MoELayer"]
+
+
+class Beside(NamedTuple):
+    """What segments hand on beside tokens or rows. `tensors` flattens it in this order, `of` restores it.
+
+    dispatch: the router's indices and probabilities (T, k), then the tensors of the dispatcher's state.
+    aux, counts_E: see `MoELayer`.
+    hidden_SBH: the layer's input, from the segment `shared_experts` on the output of the shared expert.
+    carried: the tensors of a layer around this one.
+    """
+
+    dispatch: Tensors
+    aux: Tensor
+    counts_E: Tensor
+    hidden_SBH: Tensor
+    carried: Tensors
+
+    @classmethod
+    def of(cls, tensors: Tensors, carried: int) -> Beside:
+        end = len(tensors) - carried  # a dispatcher's state may have any number of tensors
+        return cls(tensors[: end - 3], *tensors[end - 3 : end], tensors[end:])
+
+    def tensors(self, **changed: Any) -> Tensors:
+        dispatch, aux, counts_E, hidden_SBH, carried = self._replace(**changed) if changed else self
+        return *dispatch, aux, counts_E, hidden_SBH, *carried
+
+
+def _run(function: Callable[..., Tensors], count: int, carried: int, *tensors: Tensor) -> Tensors:
+    """Run a segment whose own tensors are the first `count`."""
+    return function(*tensors[:count], Beside.of(tensors[count:], carried))
 
 
 class MoELayer(SegmentedLayer):
@@ -141,15 +171,16 @@ class MoELayer(SegmentedLayer):
 
     def segments(self, carried: int = 0) -> tuple[Segment, ...]:
         """Return the segments; each takes `carried` tensors after its own, and returns them."""
-        tail = 3 + carried  # aux, counts and the layer's input come before what is carried
         run: dict[str, Callable[..., Tensors]] = {
             "router": self._router,
-            "preprocess": self._preprocess,
-            **({} if self.shared_experts is None else {"shared_experts": partial(self._shared, tail)}),
-            "dispatch": partial(self._dispatch, tail),
-            "experts": partial(self._experts, tail),
-            "combine": partial(self._combine, tail),
+            "preprocess": partial(_run, self._preprocess, 1, carried),
+            "shared_experts": partial(_run, self._shared, 1, carried),
+            "dispatch": partial(_run, self._dispatch, 1, carried),
+            "experts": partial(_run, self._experts, 2, carried),
+            "combine": partial(_run, self._combine, 1, carried),
         }
+        if self.shared_experts is None:
+            del run["shared_experts"]
         spec = self.dispatcher.spec
         why = dict.fromkeys(spec.eager, self._reason()) if spec.eager else {}
         return tuple(
@@ -165,9 +196,6 @@ class MoELayer(SegmentedLayer):
         if "preprocess" in self.dispatcher.spec.eager:
             return sizes
         return f"{sizes}, except with {capturable_dispatchers()}"
-
-    # A segment returns its tensor or tensors, the dispatcher's state, aux, counts, the layer's input (which
-    # the shared expert replaces by its output), and what is carried.
 
     def _router(self, hidden_SBH: Tensor, *carried: Tensor) -> Tensors:
         self._capacity(hidden_SBH)  # raises before the router's collectives
@@ -186,30 +214,22 @@ class MoELayer(SegmentedLayer):
             hidden_SBH = hidden_SBH.detach()
         return tokens_SBH.flatten(0, 1), indices_Tk, probs_Tk, aux, counts_E, hidden_SBH, *carried
 
-    def _preprocess(
-        self,
-        tokens_TH: Tensor,
-        indices_Tk: Tensor,
-        probs_Tk: Tensor,
-        aux: Tensor,
-        counts_E: Tensor,
-        hidden_SBH: Tensor,
-        *carried: Tensor,
-    ) -> Tensors:
-        max_tokens, capacity = self._max_tokens(hidden_SBH), self._capacity(hidden_SBH)
+    def _preprocess(self, tokens_TH: Tensor, beside: Beside) -> Tensors:
+        indices_Tk, probs_Tk = beside.dispatch
+        max_tokens, capacity = self._max_tokens(beside.hidden_SBH), self._capacity(beside.hidden_SBH)
         if capacity is not None:  # drop tokens beyond the capacity of an expert: index -1
             indices_Tk, probs_Tk = apply_capacity(
                 indices_Tk, probs_Tk, self.moe.num_experts, max(capacity, 1), self.moe.drop_policy
             )
         state = self.dispatcher.preprocess(indices_Tk, probs_Tk, max_tokens, capacity == 0)
-        return tokens_TH, *state.tensors(), aux, counts_E, hidden_SBH, *carried
+        return tokens_TH, *beside.tensors(dispatch=state.tensors())
 
-    def _shared(self, tail: int, *tensors: Tensor) -> Tensors:
+    def _shared(self, tokens_TH: Tensor, beside: Beside) -> Tensors:
         assert self.shared_experts is not None
-        prepared, (aux, counts_E, hidden_SBH, *carried) = tensors[:-tail], tensors[-tail:]
+        hidden_SBH = beside.hidden_SBH
         stream = side_stream(hidden_SBH)
         if stream is None:
-            return *prepared, aux, counts_E, self.shared_experts(hidden_SBH), *carried
+            return tokens_TH, *beside.tensors(hidden_SBH=self.shared_experts(hidden_SBH))
         # The side stream runs the shared expert while dispatch communicates; `combine` waits for it.
         stream.wait_stream(torch.cuda.current_stream(hidden_SBH.device))
         with torch.cuda.stream(stream):
@@ -219,42 +239,42 @@ class MoELayer(SegmentedLayer):
             output_SBH.made_of = hidden_SBH
         else:
             hidden_SBH.record_stream(stream)
-        return *prepared, aux, counts_E, output_SBH, *carried
+        return tokens_TH, *beside.tensors(hidden_SBH=output_SBH)
 
-    def _dispatch(self, tail: int, tokens_TH: Tensor, *tensors: Tensor) -> Tensors:
+    def _dispatch(self, tokens_TH: Tensor, beside: Beside) -> Tensors:
         dispatcher = self.dispatcher
-        state = dispatcher.prepared.with_tensors(tensors[:-tail])
+        state = dispatcher.prepared.with_tensors(beside.dispatch)
         rows_MH, offsets_L, state = dispatcher.dispatch(tokens_TH, state)
-        return rows_MH, offsets_L, *state.tensors(), *tensors[-tail:]
+        return rows_MH, offsets_L, *beside.tensors(dispatch=state.tensors())
 
-    def _experts(self, tail: int, rows_MH: Tensor, offsets_L: Tensor, *tensors: Tensor) -> Tensors:
+    def _experts(self, rows_MH: Tensor, offsets_L: Tensor, beside: Beside) -> Tensors:
         dispatcher, stash, exchange = self.dispatcher, self.stash, self.groups.exchange
         if dispatcher.spec.symmetric_memory and keeps_activations(self.experts):
             if stash is not None and exchange is not None:
                 balanced = exchange.balanced_rows
-                return stashed_experts(self.experts, rows_MH, offsets_L, stash, balanced), *tensors
-        state = dispatcher.dispatched.with_tensors(tensors[:-tail])
-        return self.experts(rows_MH, offsets_L, dispatcher.sizes(state)), *tensors
+                outputs_MH = stashed_experts(self.experts, rows_MH, offsets_L, stash, balanced)
+                return outputs_MH, *beside.tensors()
+        state = dispatcher.dispatched.with_tensors(beside.dispatch)
+        return self.experts(rows_MH, offsets_L, dispatcher.sizes(state)), *beside.tensors()
 
-    def _combine(self, tail: int, outputs_MH: Tensor, *tensors: Tensor) -> Tensors:
+    def _combine(self, outputs_MH: Tensor, beside: Beside) -> Tensors:
         dispatcher = self.dispatcher
-        state = dispatcher.dispatched.with_tensors(tensors[:-tail])
-        aux, counts_E, hidden_or_shared_SBH, *carried = tensors[-tail:]
+        state = dispatcher.dispatched.with_tensors(beside.dispatch)
         output_TH = dispatcher.combine(outputs_MH, state)
         if self.dropped_pairs is not None and dispatcher.may_drop:
             count = _counted if self.training else _counted_now
             output_TH = count(output_TH, dispatcher.dropped(state), self.dropped_pairs)
         # all-gather over TP, unless under sequence parallelism: (T, H) -> (S, B, H)
-        output_SBH = self._all_tokens(output_TH, hidden_or_shared_SBH)
+        output_SBH = self._all_tokens(output_TH, beside.hidden_SBH)
         if self.shared_experts is not None:
-            shared_SBH = hidden_or_shared_SBH
+            shared_SBH = beside.hidden_SBH
             stream = side_stream(shared_SBH)
             if stream is not None:
                 streams.join(stream, shared_SBH.device)
                 if not torch.cuda.is_current_stream_capturing():  # there, the next fork waits for this stream
                     shared_SBH.record_stream(torch.cuda.current_stream(shared_SBH.device))
             output_SBH = output_SBH + shared_SBH
-        return output_SBH, aux, counts_E, *carried
+        return output_SBH, beside.aux, beside.counts_E, *beside.carried
 
     def combine_onto(self, out: Tensor | None, outputs_MH: Tensor, *tensors: Tensor) -> Tensors | None:
         """Run the segment `combine`, with the only tensor that is carried added by the same kernel.
@@ -264,17 +284,17 @@ class MoELayer(SegmentedLayer):
         dispatcher = self.dispatcher
         if not dispatcher.adds_residual or self.shared_experts is not None:
             return None
-        *state, aux, counts_E, _, residual_SBH = tensors
+        beside = Beside.of(tensors, carried=1)
+        (residual_SBH,) = beside.carried
         undivided = group_size(self.groups.tp) == 1 or self.sequence_parallel
         if not undivided or residual_SBH.dtype != outputs_MH.dtype:
             return None
         if out is not None and (out.shape, out.dtype) != (residual_SBH.shape, residual_SBH.dtype):
             out = None
         flat_TH = None if out is None else out.view(-1, out.shape[-1]).detach()
-        total_TH = dispatcher.combine_onto(
-            residual_SBH.flatten(0, 1), flat_TH, outputs_MH, dispatcher.dispatched.with_tensors(tuple(state))
-        )
-        return total_TH.view(residual_SBH.shape), aux, counts_E
+        state = dispatcher.dispatched.with_tensors(beside.dispatch)
+        total_TH = dispatcher.combine_onto(residual_SBH.flatten(0, 1), flat_TH, outputs_MH, state)
+        return total_TH.view(residual_SBH.shape), beside.aux, beside.counts_E
 
     def reserve(self, seq_len: int, batch_size: int) -> None:
         """Grow symmetric memory to hold hidden states (seq_len, batch_size, H) from the next forward on.
