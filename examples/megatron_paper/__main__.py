@@ -9,6 +9,10 @@ from fastmp.apps import cli
 
 PROG = "python -m examples.megatron_paper"
 COMMANDS = {
+    "corpus": (
+        "examples.megatron_paper.corpus.command",
+        "build token files of a cleaned corpus; measure its overlap with a test set",
+    ),
     "finetune": (
         "examples.megatron_paper.finetune",
         "fine-tune a BERT on MNLI, QQP, SQuAD or RACE, with several seeds",

@@ -16,7 +16,7 @@ COMMANDS = {
     "generate": ("fastmp.apps.generate", "continue prompts with a trained model"),
     "eval": ("fastmp.apps.evaluate", "evaluate a model on held-out text"),
     "launch": ("fastmp.apps.launch", "start several processes with torchrun, by default one for each GPU"),
-    "data": ("fastmp.apps.data", "tokenize text into token files; inspect, blend and compare them"),
+    "data": ("fastmp.apps.data", "tokenize text into token files; inspect and blend them"),
     "warm": (
         "fastmp.apps.warm",
         "compile the Triton kernels of a recipe ahead of time; needs no GPU",

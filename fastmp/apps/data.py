@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 
 from fastmp.config.command_line import Parser, exit_status
 from fastmp.config.console import to_stdout
-from fastmp.config.data_files import NGRAM
+
+PAPER = ("overlap", "--dedup-jaccard", "--exclude")  # a command and options of examples.megatron_paper
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the subcommands of `fastmp data`."""
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+def add_build(commands: argparse._SubParsersAction[Parser], example: str) -> Parser:
+    """Add the command `build`, whose help shows `example`; return its parser."""
     make = commands.add_parser(
         "build",
         help="tokenize text files into token files",
         description="Tokenize text files into a directory of token files for --data.path. Each file is a "
-        'document; of .jsonl files each line is one, in its field "text".\n\n'
-        "  fastmp data build --input 'docs/**/*.md' --out data/docs --tokenizer bpe",
+        f'document; of .jsonl files each line is one, in its field "text".\n\n  {example}',
     )
     make.add_argument(
         "--input", nargs="+", required=True, metavar="PATTERN", help="file patterns, or pydoc or stdlib"
@@ -44,19 +44,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     make.add_argument(
         "--min-tokens", type=int, default=0, metavar="N", help="drop documents with fewer tokens (0)"
     )
-    make.add_argument(
-        "--dedup-jaccard",
-        type=float,
-        metavar="J",
-        help="drop near-duplicates: documents whose Jaccard similarity to an earlier one exceeds J, as 0.7",
-    )
-    make.add_argument(
-        "--exclude",
-        nargs="+",
-        default=[],
-        metavar="PATTERN",
-        help="drop documents that share a tenth of their word 8-grams with these files [decontamination]",
-    )
+    return make
+
+
+def add_arguments(parser: Parser) -> None:
+    """Add the subcommands of `fastmp data`."""
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    add_build(commands, "fastmp data build --input 'docs/**/*.md' --out data/docs --tokenizer bpe")
     for name, summary, sentence in (
         (
             "stats",
@@ -75,22 +69,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         made.add_argument(
             "dir", metavar="DIR", help="directory of token files, or the prefix of Megatron-LM's files"
         )
-
-    share = commands.add_parser(
-        "overlap",
-        help="report the share of A's word n-grams found in B [contamination]",
-        description="Report the share of A's word n-grams found in B [contamination].\n\n"
-        "  fastmp data overlap data/test data/train",
-    )
-    share.add_argument("--ngram", type=int, default=NGRAM, metavar="N", help=f"words of an n-gram ({NGRAM})")
-    share.add_argument(
-        "--tokenizer", default="byte", metavar="PATH", help="tokenizer of Megatron-LM's files (byte)"
-    )
-    share.add_argument("--json", action="store_true", help="print the numbers, as JSON")
-    share.add_argument(
-        "a", metavar="A", help="file pattern, directory of token files, or prefix of Megatron's"
-    )
-    share.add_argument("b", metavar="B", help="the same; A is looked up in it")
     mix = commands.add_parser(
         "blend",
         help="report the mixture of several sources, and the epochs of each",
@@ -114,7 +92,13 @@ def main(argv: list[str] | None = None) -> int:
     """Run `fastmp data` with the arguments `argv`; return the exit status (2: one line on stderr)."""
     parser = Parser(prog="fastmp data", description="Turn text into token files.")
     add_arguments(parser)
-    options = parser.parse_args(argv)
+    arguments = list(argv or [])
+    named = [*arguments[:1], *(each.partition("=")[0].replace("_", "-") for each in arguments[1:])]
+    if moved := [each for each in named if each in PAPER]:
+        meant = f"python -m examples.megatron_paper corpus {shlex.join(arguments)}"
+        kind = "option" if moved[0].startswith("--") else "command"
+        parser.error(f"there is no {kind} {moved[0]}; did you mean: {meant}")
+    options = parser.parse_args(arguments)
     from fastmp.apps.data_main import run  # imports numpy
 
     show = to_stdout if options.command == "build" else print

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import sys
 from pathlib import Path
@@ -11,29 +10,26 @@ from pathlib import Path
 from fastmp.config import DataConfig
 from fastmp.config.data_files import is_megatron
 from fastmp.training.data.blend import BlendedDataset, open_dataset
-from fastmp.training.data.corpus import build
+from fastmp.training.data.corpus import Select, build
 from fastmp.training.data.megatron import open_files
-from fastmp.training.data.ngrams import overlap
 from fastmp.training.data.progress import ProgressLine
-from fastmp.training.data.texts import texts_of
 from fastmp.training.data.tokenfile import open_split, open_tokenizer, read_index, verify
 
 
 def run(options: argparse.Namespace) -> str:
     """Run the subcommand of the parsed `options`; return the text to print."""
     if options.command == "build":
-        return _report(_build(options), check=False)
+        return build_report(options)
     if options.command == "blend":
         return _blend_report(options)
-    if options.command == "overlap":
-        return _overlap_report(options)
     return _report(Path(options.dir), check=options.command == "check")
 
 
-def _build(options: argparse.Namespace) -> Path:
+def build_report(options: argparse.Namespace, select: Select | None = None) -> str:
+    """Build the token files of `options` from the documents of `select`; return their description."""
     progress = ProgressLine(sys.stderr)
     try:
-        return build(
+        built = build(
             options.input,
             options.out,
             tokenizer=options.tokenizer,
@@ -41,13 +37,13 @@ def _build(options: argparse.Namespace) -> Path:
             end_of_text=options.end_of_text,
             validation_fraction=options.validation_fraction,
             min_tokens=options.min_tokens,
-            dedup_jaccard=options.dedup_jaccard,
-            exclude=options.exclude,
+            select=select,
             overwrite=options.overwrite,
             progress=progress,
         )
     finally:
         progress.end()
+    return _report(built, check=False)
 
 
 def _report(directory: Path, *, check: bool) -> str:
@@ -112,21 +108,4 @@ def _blend_report(options: argparse.Namespace) -> str:
         f"each {tokens * share / period / size:.3g} times"
         for name, share, size in zip(data.names, shares, sizes)
     ]
-    return "\n".join(lines)
-
-
-def _overlap_report(options: argparse.Namespace) -> str:
-    if options.ngram < 1:
-        raise ValueError(f"--ngram must be positive, got {options.ngram}")
-    a, b = (texts_of(source, options.tokenizer) for source in (options.a, options.b))
-    found = overlap(a, b, options.ngram)
-    if options.json:
-        return json.dumps(found.to_json())
-    lines = [f"{options.ngram}-grams of {options.a} that occur in {options.b}"]
-    for part, whole, what in (
-        (found.ngrams_found, found.ngrams, "of all, each time it occurs"),
-        (found.different_found, found.different, "of those that differ"),
-        (found.documents_found, found.documents, "of the documents have one or more"),
-    ):
-        lines.append(f"  {part / max(1, whole):>8.3%} {what}: {part:,} of {whole:,}")
     return "\n".join(lines)

@@ -8,11 +8,10 @@ from pathlib import Path
 from fastmp.config.file_access import FOREIGN_ERRORS, read_file
 from fastmp.config.training import DataConfig
 
-__all__ = ["INDEX_LIMIT", "NGRAM", "TOKENIZER_LIMIT", "expected_vocab_size", "is_megatron", "megatron_file"]
+__all__ = ["INDEX_LIMIT", "TOKENIZER_LIMIT", "expected_vocab_size", "is_megatron", "megatron_file"]
 
 TOKENIZER_LIMIT = 1 << 28  # bytes of a file; those of 256,000 tokens have about 35 MB
 INDEX_LIMIT = 1 << 20  # bytes; the index of token files is about 1 kB whatever the size of the data
-NGRAM = 8  # words whose n-grams two texts are compared by
 VOCAB_SIZES = {"byte": 257, "bpe": 4096}  # of the built-in tokenizers; bpe learns fewer where text is short
 MASKED_LM_TOKENS = 4  # [CLS], [SEP], [MASK] and [PAD], which these do not have
 

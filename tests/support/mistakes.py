@@ -81,6 +81,8 @@ fastmp hf convert model out
 fastmp checkpoint verfy runs/gpt
 fastmp data build --input notes.txt
 fastmp data biuld --input notes.txt --out tokens
+fastmp data build --input notes.txt --out tokens --dedup-jaccard 0.7
+fastmp data overlap notes.txt tokens
 fastmp warm
 fastmp verify my_layer.py
 fastmp verify pyproject.toml

@@ -26,8 +26,6 @@ from typing import Any
 import numpy as np
 
 from fastmp.config.file_access import open_binary, read_file, read_json, write_synced
-from fastmp.training.data import hygiene
-from fastmp.training.data.ngrams import Hashes
 from fastmp.training.data.progress import ProgressLine, groups
 from fastmp.training.data.sampling import epoch_key, permute
 from fastmp.training.data.text_files import (
@@ -77,6 +75,10 @@ class Document:
         return self.load()[self.begin : self.end]
 
 
+# Filters the documents of a build: those to keep, and what to note in the `source` of the index.
+Select = Callable[[Sequence[Document], ProgressLine], tuple[list[Document], dict[str, Any]]]
+
+
 def build(
     inputs: Sequence[str],
     out: str | Path,
@@ -86,8 +88,7 @@ def build(
     end_of_text: str | None = None,
     validation_fraction: float = 0.05,
     min_tokens: int = 0,
-    dedup_jaccard: float | None = None,
-    exclude: Sequence[str] = (),
+    select: Select | None = None,
     overwrite: bool = False,
     progress: ProgressLine | None = None,
 ) -> Path:
@@ -99,9 +100,8 @@ def build(
     takes, with `end_of_text`. The directory appears whole or not at all; several processes may build the same
     one at once. `overwrite` replaces a token dataset that is there, once the new one is complete.
 
-    Documents are left out that overlap files of the patterns `exclude`, that resemble an earlier one by more
-    than `dedup_jaccard` (see `hygiene`), that have fewer than `min_tokens` tokens, and that are empty. Their
-    numbers are in the `source` of the index. `progress` is told of each document.
+    Documents are left out that are empty, that `select` does not keep, and that have fewer than `min_tokens`
+    tokens. Their numbers are in the `source` of the index. `progress` is told of each document.
 
     A build that was killed or interrupted while it tokenized goes on where it last saved, every SAVED_BYTES
     of text, if it is started again with the same files and options.
@@ -120,16 +120,10 @@ def build(
         raise ValueError(f"end_of_text {end_of_text!r} goes with a tokenizer.json, not {tokenizer!r}")
     if min_tokens < 0:
         raise ValueError(f"min_tokens must not be negative, got {min_tokens}")
-    if dedup_jaccard is not None and not 0.0 < dedup_jaccard < 1.0:
-        raise ValueError(f"dedup_jaccard must be between 0 and 1, got {dedup_jaccard}")
-    if dedup_jaccard is not None:
-        hygiene.minhash()  # raises now rather than after minutes
     _check_free(out, overwrite)
     found = _found(inputs)
     with_text = _with_text(found)
-    documents, num_excluded, num_near_duplicates = _left(
-        with_text, find_documents(exclude) if exclude else [], dedup_jaccard, progress
-    )
+    documents, selection = select(with_text, progress) if select else (with_text, {})
     train, held_out = split_documents(documents, validation_fraction)
     if not train or (validation_fraction > 0 and not held_out):
         raise ValueError(
@@ -141,11 +135,8 @@ def build(
         "tokenizer": tokenizer,
         "validation_fraction": validation_fraction,
         "min_tokens": min_tokens,
-        "dedup_jaccard": dedup_jaccard,
-        "exclude": list(exclude),
         "num_empty": len(found) - len(with_text),
-        "num_excluded": num_excluded,
-        "num_near_duplicates": num_near_duplicates,
+        **selection,
         "num_short": 0,  # counted when they have tokens
     }
     made = _tokenizer(tokenizer, vocab_size, end_of_text, train)
@@ -162,38 +153,6 @@ def build(
         raise ValueError(f"{out}: cannot be written ({error.strerror or error})") from None
     _open_all(out)
     return out
-
-
-def _left(
-    documents: Sequence[Document],
-    exclude: Sequence[Document],
-    dedup_jaccard: float | None,
-    progress: ProgressLine,
-) -> tuple[list[Document], int, int]:
-    """Return the documents to keep, and the numbers of excluded ones and of near-duplicates."""
-    if not exclude and dedup_jaccard is None:
-        return list(documents), 0, 0
-    files = hygiene.excluded_by(document.text() for document in exclude)
-    kept: list[Document] = []
-
-    def sets() -> Iterator[Hashes]:
-        for document in documents:
-            text = document.text()
-            if not (exclude and hygiene.is_excluded(text, files)):
-                kept.append(document)
-                if dedup_jaccard is not None:
-                    yield hygiene.shingles(text)
-            progress.add(document.num_bytes)
-
-    progress.begin("looking for overlap and near-duplicates", _bytes_of(documents))
-    signatures = hygiene.signatures(sets())
-    num_excluded = len(documents) - len(kept)
-    if dedup_jaccard is not None:
-        dropped = hygiene.near_duplicates(signatures, dedup_jaccard)
-        kept = [document for document, drop in zip(kept, dropped) if not drop]
-    if not kept:
-        raise ValueError(f"all {len(documents)} documents overlap the excluded files")
-    return kept, num_excluded, len(documents) - num_excluded - len(kept)
 
 
 def find_documents(inputs: Sequence[str]) -> list[Document]:

@@ -18,7 +18,7 @@ from examples.megatron_paper.__main__ import COMMANDS, PROG, main
 ROOT = Path(__file__).parents[3]
 
 
-@pytest.mark.parametrize("command", ["", *COMMANDS, "evaluate wikitext"])
+@pytest.mark.parametrize("command", ["", *COMMANDS, "evaluate wikitext", "corpus build"])
 def test_help_imports_neither_torch_nor_numpy(command):
     program = (
         "import sys\n"
@@ -60,6 +60,15 @@ def test_an_unknown_command_is_a_usage_error(capsys):
         ("launch -n 2 finetune qqp", "fastmp launch -n 2 -m examples.megatron_paper finetune qqp"),
         ("eval wikitext f --hf m", "python -m examples.megatron_paper evaluate wikitext f --hf m"),
         ("eval lambada", "python -m examples.megatron_paper evaluate lambada"),
+        ("data overlap a b", "python -m examples.megatron_paper corpus overlap a b"),
+        (
+            "data build --input f --out d --exclude t",
+            "python -m examples.megatron_paper corpus build --input f --out d --exclude t",
+        ),
+        (
+            "data build --input f --out d --dedup_jaccard=0.7",
+            "python -m examples.megatron_paper corpus build --input f --out d --dedup_jaccard=0.7",
+        ),
     ],
 )
 def test_the_command_that_fastmp_had_names_this_one(line, meant, capsys):

@@ -12,14 +12,16 @@ standard deviation of 0.04.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from fastmp.training.data.ngrams import Hashes, HashSet, ngram_hashes
-from fastmp.training.data.progress import groups
+from examples.megatron_paper.corpus.ngrams import Hashes, HashSet, ngram_hashes
+from fastmp.training.data.corpus import Document, Select, find_documents
+from fastmp.training.data.progress import ProgressLine, groups
 from fastmp.training.data.sampling import mix
 
 EXCLUDED_SHARE = 0.1
@@ -29,6 +31,59 @@ SEED = 1
 HASHES_AT_ONCE = 1 << 20
 
 Signatures = npt.NDArray[np.uint32]
+
+
+def hygiene(exclude: Sequence[str] = (), dedup_jaccard: float | None = None) -> Select:
+    """Return a filter for `build`.
+
+    Args:
+        exclude: patterns of files; documents that overlap them are left out.
+        dedup_jaccard: similarity above which a document that resembles an earlier one is left out.
+
+    Raises:
+        ValueError: `dedup_jaccard` is not between 0 and 1, or rensa is not installed.
+    """
+    if dedup_jaccard is not None:
+        if not 0.0 < dedup_jaccard < 1.0:
+            raise ValueError(f"dedup_jaccard must be between 0 and 1, got {dedup_jaccard}")
+        minhash()  # raises now rather than after minutes
+    return partial(_select, exclude, dedup_jaccard)
+
+
+def _select(
+    exclude: Sequence[str], dedup_jaccard: float | None, documents: Sequence[Document], progress: ProgressLine
+) -> tuple[list[Document], dict[str, Any]]:
+    """Return the documents to keep, and for the index the options and the numbers of dropped documents."""
+    files = excluded_by(document.text() for document in (find_documents(exclude) if exclude else ()))
+    kept: list[Document] = list(documents)
+    num_excluded = 0
+    if exclude or dedup_jaccard is not None:
+        kept = []
+
+        def sets() -> Iterator[Hashes]:
+            for document in documents:
+                text = document.text()
+                if not (exclude and is_excluded(text, files)):
+                    kept.append(document)
+                    if dedup_jaccard is not None:
+                        yield shingles(text)
+                progress.add(document.num_bytes)
+
+        total = sum(document.num_bytes for document in documents)
+        progress.begin("looking for overlap and near-duplicates", total)
+        made = signatures(sets())
+        num_excluded = len(documents) - len(kept)
+        if dedup_jaccard is not None:
+            dropped = near_duplicates(made, dedup_jaccard)
+            kept = [document for document, drop in zip(kept, dropped) if not drop]
+        if not kept:
+            raise ValueError(f"all {len(documents)} documents overlap the excluded files")
+    return kept, {
+        "dedup_jaccard": dedup_jaccard,
+        "exclude": list(exclude),
+        "num_excluded": num_excluded,
+        "num_near_duplicates": len(documents) - num_excluded - len(kept),
+    }
 
 
 def excluded_by(texts: Iterable[bytes]) -> HashSet:

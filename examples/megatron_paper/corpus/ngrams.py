@@ -9,14 +9,18 @@ of an n-gram, modulo 2^64 and mixed: chance makes two different ones equal in on
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from fastmp.config.data_files import NGRAM
+from examples.megatron_paper.corpus import NGRAM
+from fastmp.config.data_files import is_megatron
+from fastmp.training.data.corpus import find_documents
+from fastmp.training.data.dataset import open_corpus
 from fastmp.training.data.sampling import mix
 
 HASHES_AT_ONCE = 1 << 26  # n-grams held of the text that is looked up: 0.5 GiB, and as much to sort them
@@ -136,3 +140,28 @@ def overlap(a: Texts, b: Texts, n: int = NGRAM, *, hashes_at_once: int = HASHES_
         for document, text in enumerate(a()):
             touched[document] |= len(common.find(here(text))) > 0
     return NgramOverlap(total, found, different, different_found, documents, int(touched.sum()))
+
+
+def texts_of(source: str, tokenizer: str = "byte") -> Texts:
+    """Return a function that yields all documents of a file pattern, a token directory or Megatron's files.
+
+    Args:
+        source: the pattern, the directory, or the prefix of Megatron's files.
+        tokenizer: that of Megatron's files.
+
+    Raises:
+        ValueError: a file is missing or damaged.
+    """
+    if not is_megatron(source) and not (Path(source) / "index.json").is_file():
+        documents = find_documents([source])
+        return lambda: (document.text() for document in documents)
+    corpus = open_corpus(source, tokenizer, 0.0)
+    splits = [corpus.train] if corpus.validation is None else [corpus.train, corpus.validation]
+
+    def texts() -> Iterator[bytes]:
+        for split in splits:
+            for number in range(split.info.num_documents):
+                (begin,), (length,) = split.texts(np.array([number]))
+                yield corpus.tokenizer.decode_bytes(split.read(int(begin), int(begin + length)))
+
+    return texts

@@ -1,21 +1,19 @@
-"""What is left out of a corpus: pages of a test set, near-duplicates, short documents; and how many."""
+"""What is left out of a corpus: pages of a test set and near-duplicates; and how many."""
 
 from __future__ import annotations
 
 import importlib.util
-import io
 import itertools
 import sys
 
 import numpy as np
 import pytest
-from command_tools import Terminal
 
-from fastmp.apps.data import main
-from fastmp.training.data import hygiene
+from examples.megatron_paper.corpus import hygiene
+from examples.megatron_paper.corpus.command import main
+from examples.megatron_paper.corpus.ngrams import ngram_hashes
+from fastmp.apps import cli
 from fastmp.training.data.corpus import build
-from fastmp.training.data.ngrams import ngram_hashes
-from fastmp.training.data.progress import ProgressLine
 from fastmp.training.data.tokenfile import open_split, open_tokenizer, read_index
 
 RNG = np.random.default_rng(3)
@@ -74,20 +72,19 @@ def test_excluded_and_short_documents_are_left_out_and_counted(folder, tmp_path,
     assert sorted(texts_of(tmp_path / "d")) == expected and counts(tmp_path / "d") == (2, 0, 2)
     source = read_index(tmp_path / "d").source
     assert (source["min_tokens"], source["exclude"]) == (14, [f"{folder}/*.md"])
-    assert main(["stats", str(tmp_path / "d")]) == 0 and "left out   2 overlap" in capsys.readouterr().out
-
-
-def test_a_document_of_exactly_the_fewest_tokens_stays(tmp_path):
-    for length in (9, 10, 11):
-        (tmp_path / f"{length}.txt").write_text("x" * length)
-    built = build([f"{tmp_path}/*.txt"], tmp_path / "d", min_tokens=10, validation_fraction=0)
-    assert sorted(map(len, texts_of(built))) == [10, 11] and counts(built) == (0, 0, 1)
+    assert cli.main(["data", "stats", str(tmp_path / "d")]) == 0
+    assert "left out   2 overlap excluded files, 2 have" in capsys.readouterr().out
 
 
 @needs_rensa
 def test_of_near_duplicates_the_first_stays(folder, tmp_path):
     built = [
-        build([f"{folder}/*.txt"], tmp_path / name, dedup_jaccard=0.7, validation_fraction=0.1)
+        build(
+            [f"{folder}/*.txt"],
+            tmp_path / name,
+            select=hygiene.hygiene(dedup_jaccard=0.7),
+            validation_fraction=0.1,
+        )
         for name in ("one", "two")
     ]
     assert counts(built[0]) == (0, 3, 0)
@@ -134,31 +131,12 @@ def test_texts_without_words_are_alike_only_where_they_are_equal():
 
 
 def test_mistakes(folder, tmp_path, monkeypatch):
-    build_ = {"inputs": [f"{folder}/*.txt"], "out": tmp_path / "d"}
-    with pytest.raises(ValueError, match="min_tokens must not be negative, got -1"):
-        build(**build_, min_tokens=-1)
     with pytest.raises(ValueError, match=r"dedup_jaccard must be between 0 and 1, got 1.5"):
-        build(**build_, dedup_jaccard=1.5)
-    with pytest.raises(ValueError, match=r"train: no document has 1000000 tokens \(--min-tokens\)"):
-        build(**build_, min_tokens=10**6, validation_fraction=0)
+        hygiene.hygiene(dedup_jaccard=1.5)
     with pytest.raises(ValueError, match="all 2 documents overlap the excluded files"):
-        build([f"{folder}/d[01].txt"], tmp_path / "d", exclude=[f"{folder}/*.txt"])
+        everything = hygiene.hygiene([f"{folder}/*.txt"])
+        build([f"{folder}/d[01].txt"], tmp_path / "d", select=everything)
     monkeypatch.setitem(sys.modules, "rensa", None)
     with pytest.raises(ValueError, match=r"needs the rensa library: pip install rensa"):
-        build(**build_, dedup_jaccard=0.7)
+        hygiene.hygiene(dedup_jaccard=0.7)
     assert not (tmp_path / "d").exists() and not list(tmp_path.glob(".d.*"))
-
-
-def test_progress_is_one_line_with_a_rate_and_the_time_left(monkeypatch):
-    now = [0.0]
-    monkeypatch.setattr("time.monotonic", lambda: now[0])
-    for stream, lines in ((Terminal(), 1), (io.StringIO(), 4)):
-        progress = ProgressLine(stream)
-        progress.begin("tokenizing", 1_000_000_000)
-        for _ in range(120):
-            now[0] += 1.0
-            progress.add(1_000_000)
-        progress.end()
-        assert stream.getvalue().count("\n") == lines
-        last = stream.getvalue().replace("\r", "\n").rstrip("\n").rsplit("\n", 1)[-1].rstrip()
-        assert last == ("tokenizing: 120 documents, 120 of 1,000 MB, 1 documents/s, 1.0 MB/s, 15 min left")

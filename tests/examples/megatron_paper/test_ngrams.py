@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from megatron_tools import texts_of_bytes, write_megatron
 
-from fastmp.apps.data import main
+from examples.megatron_paper.corpus.command import main
+from examples.megatron_paper.corpus.ngrams import ngram_hashes, overlap
 from fastmp.training.data.corpus import build
-from fastmp.training.data.ngrams import ngram_hashes, overlap
 
 
 def tuples(text, n):
