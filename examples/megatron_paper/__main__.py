@@ -13,6 +13,10 @@ COMMANDS = {
         "examples.megatron_paper.corpus.command",
         "build token files of a cleaned corpus; measure its overlap with a test set",
     ),
+    "scaling": (
+        "examples.megatron_paper.scaling.study",
+        "model and data parallelism, as published, predicted, and measured",
+    ),
     "finetune": (
         "examples.megatron_paper.finetune",
         "fine-tune a BERT on MNLI, QQP, SQuAD or RACE, with several seeds",

@@ -26,7 +26,7 @@ class GPU:
     run has 780 on an H100 (gist.github.com/Chillee/2ec89696db8b7ed1c24461159e325405). Others have 0.8.
     switch_sums: whether the switch itself adds up what the GPUs of a server send (NVLink SHARP). compared: of
     published runs on it, the least and the most of predicted over published FLOP/s, but for runs that were
-    bound by their host or had other power limits (`python -m tools.study scaling`).
+    bound by their host or had other power limits (docs/studies/scaling.md).
     """
 
     name: str

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tools.study.published import TRAINED
+from examples.megatron_paper.scaling.paper import TRAINED
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 NOT_PUBLISHED = {"bert-small", "gpt-small", "gpt-small-stdlib", "mla-small", "moe-small"}

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from fastmp.plan.schedule_plot import INK
-from tools.study.scaling_plot import COLOURS, figure, plain
+from tools.study.plot import COLOURS, figure, plain
 
 
 def draw_hosts(host_us: Mapping[str, Mapping[str, float]], gpu_us: Mapping[int, float], out: Path) -> None:

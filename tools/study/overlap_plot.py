@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fastmp.plan.schedule_plot import INK, PAPER
-from tools.study.scaling_plot import COLOURS, figure, plain
+from tools.study.plot import COLOURS, figure, plain
 
 _COLOUR = {"forward": COLOURS[0], "backward": COLOURS[1], "weights": COLOURS[2]}
 

@@ -26,9 +26,9 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
 
 
-def parser(study: str, description: str, *, measures: str = "") -> Parser:
+def parser(study: str, description: str, *, measures: str = "", package: str = "tools.study") -> Parser:
     """Return the parser of a study's command; `measures` is the help of --measure, if the study has it."""
-    made = Parser(prog=f"python -m tools.study {study}", description=description)
+    made = Parser(prog=f"python -m {package} {study}", description=description)
     made.add_argument(
         "--out",
         default="docs/studies",

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from fastmp.plan.schedule_plot import INK
-from tools.study.scaling_plot import COLOURS, figure, plain
+from tools.study.plot import COLOURS, figure, plain
 
 _LINES = {"1f1b": "-", "zero_bubble": "--", "dualpipe_v": ":"}
 

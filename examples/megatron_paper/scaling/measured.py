@@ -17,6 +17,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
+from examples.megatron_paper.scaling.paper import TABLE_1, Shape
 from fastmp.config import DataConfig, ParallelConfig, Recipe, TrainConfig
 from fastmp.config.sizes import flops_per_token
 from fastmp.distributed.groups import ParallelGroups
@@ -25,7 +26,6 @@ from fastmp.optim.from_config import make_grads
 from fastmp.plan.layout import make_grid
 from fastmp.testing.ranks import run_ranks
 from tools.study.page import machine
-from tools.study.published import TABLE_1, Shape
 
 _SEQUENCE, _BATCH, _VOCABULARY, _STEPS = 128, 4, 1024, 8
 _RENAMED = ("all_gather_single", "reduce_scatter_single")  # their names in newer versions of torch

@@ -1,4 +1,4 @@
-"""`python -m tools.study scaling`: the scaling tables of Megatron-LM, as published and as predicted.
+"""`scaling`: the scaling tables of Megatron-LM, as published and as predicted.
 
 The prediction is that of `fastmp plan time`, with kernels as they were published in 2019. Two of its numbers
 are calibrated, on two published ones; every other row is predicted, and its residual printed.
@@ -6,14 +6,16 @@ are calibrated, on two published ones; every other row is predicted, and its res
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from examples.megatron_paper.scaling import paper
+from examples.megatron_paper.scaling.paper import BASELINE, REPLICAS, TABLE_1, counted_flops
 from fastmp.config import OptimizerConfig, Recipe, TrainConfig
+from fastmp.config.console import to_stderr
 from fastmp.config.sizes import flops_per_token, num_parameters
 from fastmp.plan.hardware import GPUS
 from fastmp.plan.kernels import FASTMP, FUSED, UNFUSED
@@ -21,7 +23,7 @@ from fastmp.plan.published_runs import step_time_elsewhere
 from fastmp.plan.step_time import ONCE, StepTime, step_time
 from tools.study import published
 from tools.study.page import Draw, measurement, parser, save, table, write
-from tools.study.published import BASELINE, REPLICAS, TABLE_1, counted_flops
+from tools.study.published import PADDED
 from tools.study.recent import section
 
 V100 = GPUS["v100"]
@@ -54,17 +56,20 @@ class ScalingPoint:
 
 def main(arguments: list[str]) -> int:
     """Write the study's page and pictures; 0, or 2 with one line on stderr."""
-    from tools.study.scaling_plot import draw_hardware, draw_residuals
+    from examples.megatron_paper.scaling.plot import draw_hardware, draw_residuals
 
     made = parser(
-        "scaling", "Model and data parallelism as published, predicted, and measured.", measures="times"
+        "scaling",
+        "Model and data parallelism as published, predicted, and measured.",
+        measures="times",
+        package="examples.megatron_paper",
     )
     options = made.parse_args(arguments)
     try:
         file = Path(options.out, "scaling.json")
         measured = _measure() if options.measure else measurement(made.prog, file, _NEEDS)
     except ValueError as error:
-        print(error, file=sys.stderr)
+        to_stderr(str(error))
         return 2
     rows, modern = [*paper_rows()], hardware_rows()
     pictures: dict[str, Draw] = {
@@ -77,7 +82,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _measure() -> dict[str, Any]:
-    from tools.study.measured import measure
+    from examples.megatron_paper.scaling.measured import measure
 
     return measure()
 
@@ -91,7 +96,7 @@ def efficiency(recipe: Recipe, gpus: int) -> float:
     """Return parameters times sequences a second of a V100, over those of one with the smallest model."""
 
     def speed(recipe: Recipe, gpus: int) -> float:
-        work = num_parameters(recipe.model, published.PADDED) * recipe.train.global_batch_size
+        work = num_parameters(recipe.model, PADDED) * recipe.train.global_batch_size
         return work / step_time(recipe, gpus, V100, UNFUSED).seconds / gpus
 
     return speed(recipe, gpus) / speed(TABLE_1[0].recipe(), 1)
@@ -102,20 +107,20 @@ def paper_rows() -> Iterator[ScalingPoint]:
     small, large = TABLE_1[0], TABLE_1[-1]
     yield ScalingPoint("1.2 B on 1 GPU, FLOP/s", BASELINE / 1e12, rate(small.recipe(), 1) / 1e12, " T", True)
     yield ScalingPoint(
-        "8.3 B on 8 GPUs, weak scaling", published.MODEL_PARALLEL, efficiency(large.recipe(), 8), "%"
+        "8.3 B on 8 GPUs, weak scaling", paper.MODEL_PARALLEL, efficiency(large.recipe(), 8), "%"
     )
     gpus = 8 * REPLICAS
     hybrid = efficiency(large.recipe(batch=8 * REPLICAS), gpus)
-    yield ScalingPoint("8.3 B on 512 GPUs (section 5.1)", published.HYBRID, hybrid, "%")
-    yield ScalingPoint("8.3 B on 512 GPUs (abstract)", published.HYBRID_IN_ABSTRACT, hybrid, "%")
+    yield ScalingPoint("8.3 B on 512 GPUs (section 5.1)", paper.HYBRID, hybrid, "%")
+    yield ScalingPoint("8.3 B on 512 GPUs (abstract)", paper.HYBRID_IN_ABSTRACT, hybrid, "%")
     in_flops = rate(large.recipe(batch=8 * REPLICAS), gpus) * gpus
-    yield ScalingPoint("8.3 B on 512 GPUs, FLOP/s", published.HYBRID_FLOPS / 1e15, in_flops / 1e15, " P")
-    for heads, found in published.OF_HEADS.items():
+    yield ScalingPoint("8.3 B on 512 GPUs, FLOP/s", paper.HYBRID_FLOPS / 1e15, in_flops / 1e15, " P")
+    for heads, found in paper.OF_HEADS.items():
         yield ScalingPoint(
             f"8.3 B on 8 GPUs, {heads} heads (Table 7)", found, efficiency(large.recipe(heads=heads), 8), "%"
         )
     alone = step_time(small.recipe(), 1, V100, UNFUSED).seconds
-    for n, found in published.SPEEDUP.items():
+    for n, found in paper.SPEEDUP.items():
         faster = alone / step_time(small.recipe(tp=n), n, V100, UNFUSED).seconds
         if n > 1:
             yield ScalingPoint(f"1.2 B on {n} GPUs, times as fast (Table 8)", found, faster, "x", n == 2)
@@ -123,12 +128,12 @@ def paper_rows() -> Iterator[ScalingPoint]:
 
 def other_rows() -> Iterator[ScalingPoint]:
     """Yield what else was published, on other hardware or with other kernels; nothing is adjusted to it."""
-    for shape, gpus, days in published.TRAINED:
+    for shape, gpus, days in paper.TRAINED:
         seconds = step_time(shape.recipe(batch=512), gpus, V100, UNFUSED).seconds
         yield ScalingPoint(
-            f"V100 x {gpus}, {shape.name}: days of an epoch", days, seconds * published.EPOCH / 86400
+            f"V100 x {gpus}, {shape.name}: days of an epoch", days, seconds * paper.EPOCH / 86400
         )
-    for name, run in [*published.case_runs(), *(("a100", run) for run in published.a100_runs())]:
+    for name, run in [*paper.case_runs(), *(("a100", run) for run in published.a100_runs())]:
         seconds = step_time(run.recipe, run.gpus, GPUS[name], FUSED).seconds
         found = counted_flops(run.recipe) / seconds / run.gpus / 1e12
         yield ScalingPoint(f"{name.upper()} x {run.gpus}, {run.name}: TFLOP/s of a GPU", run.tflops, found)
@@ -147,7 +152,7 @@ def hardware_rows() -> dict[str, list[tuple[int, StepTime, float]]]:
         jobs = []
         for replicas in (1, REPLICAS):
             for shape in TABLE_1:
-                recipe = shape.recipe(batch=published.BATCH * replicas)
+                recipe = shape.recipe(batch=paper.BATCH * replicas)
                 recipe = replace(
                     recipe,
                     parallel=replace(recipe.parallel, sequence_parallel=shape.tp > 1, recompute=False),
@@ -167,7 +172,7 @@ def page(
     modern: dict[str, list[tuple[int, StepTime, float]]],
     measured: dict[str, Any] | None = None,
 ) -> str:
-    """Return the study's page, with what `tools.study.measured.measure` returned."""
+    """Return the study's page, with what `measured.measure` returned."""
     header = ["", "published", "predicted", "residual"]
     worst = max(abs(row.residual) for row in rows if not row.calibrated)
     predicted = sum(not row.calibrated for row in rows)
@@ -180,7 +185,7 @@ How close do the predictions of `fastmp plan time` come to published measurement
 1909.08053) of V100s in DGX-2H servers, and with later papers. No GPU was used. The page is written by:
 
 ```sh
-python -m tools.study scaling --out docs/studies  # --measure: also train scaled-down models on your machine
+python -m examples.megatron_paper scaling --out docs/studies
 ```
 
 ## The paper, predicted
@@ -205,7 +210,7 @@ Everything else comes from data sheets, published rates, and kernel passes over 
 published source.
 
 **74% or 76%.** Section 5.1 says 74% for 512 GPUs, the abstract 76%. 15.1 PFLOP/s / 512 / 39 TFLOP/s are
-{published.HYBRID_FLOPS / 512 / BASELINE:.1%}: the abstract follows from the totals; the section must have a
+{paper.HYBRID_FLOPS / 512 / BASELINE:.1%}: the abstract follows from the totals; the section must have a
 measurement of its own.
 
 **Definition of efficiency.** The models differ in shape, so the result depends on how FLOPs and efficiency
@@ -216,7 +221,7 @@ of {rows[1].predicted:.0%}, {1 - in_flops / rows[1].published:.1%} below the pub
 
 ## Breakdown of a step
 
-Table 1's models on V100s with the kernels of 2019, {published.BATCH} sequences a replica: shares of a step.
+Table 1's models on V100s with the kernels of 2019, {paper.BATCH} sequences a replica: shares of a step.
 
 {table(["", "parameters", *_PARTS, "step"], [*_share_rows()])}
 ## Other published numbers
@@ -254,11 +259,11 @@ def _measured_section(measured: dict[str, Any]) -> str:
     return f"""
 ## Measured on ranks
 
-`python -m tools.study scaling --measure` trains Table 1's models on forked ranks, scaled down: widths an
-eighth, layers a tenth, 4 sequences of 128 tokens a replica, float32, one thread a rank, joined by gloo, on
-{measured["cores"]} cores of {measured["cpu"]}, shared with other work. Times are therefore CPU times of all
-ranks together, the best of 8 steps, without waiting: they measure the work added by parallelism, not the
-speed of ranks on their own cores or of a GPU.
+`python -m examples.megatron_paper scaling --measure` trains Table 1's models on forked ranks, scaled down:
+widths an eighth, layers a tenth, 4 sequences of 128 tokens a replica, float32, one thread a rank, joined by
+gloo, on {measured["cores"]} cores of {measured["cpu"]}, shared with other work. Times are
+therefore CPU times of all ranks together, the best of 8 steps, without waiting: they measure the work added
+by parallelism, not the speed of ranks on their own cores or of a GPU.
 
 {table(header, [*_measured_rows(measured)])}
 In brackets is the number of collectives: with tp above 1 four for each layer and two more around them, with
@@ -285,7 +290,7 @@ _PARTS = ("GEMMs", "attention", "other kernels", "all-reduces of layers", "end o
 def _share_rows() -> Iterator[list[str]]:
     for replicas in (1, REPLICAS):
         for shape in TABLE_1:
-            recipe, gpus = shape.recipe(batch=published.BATCH * replicas), shape.tp * replicas
+            recipe, gpus = shape.recipe(batch=paper.BATCH * replicas), shape.tp * replicas
             took = step_time(recipe, gpus, V100, UNFUSED)
             seconds = dict.fromkeys(_PARTS, 0.0)
             for (phase, what), part in took.parts.items():
