@@ -48,7 +48,7 @@ def _write(config: GPTConfig) -> dict[str, Any]:
     return {} if config.bert.sentence_order else {"architectures": _MASKED_ALONE}
 
 
-FAMILY = Family(
+BERT = Family(
     "bert",
     Conversion(
         architecture="BertForPreTraining",
@@ -115,3 +115,4 @@ FAMILY = Family(
         },
     ),
 )
+FAMILIES = (BERT,)

@@ -1,4 +1,4 @@
-"""Entries that the DeepSeek families share: multi-head latent attention, and shared experts."""
+"""DeepSeek-V2 and V3 and Kimi K2: multi-head latent attention, and shared experts."""
 
 from __future__ import annotations
 
@@ -7,9 +7,15 @@ from typing import Any
 
 from fastmp.config import GPTConfig
 from fastmp.hf.families import llama_like
-from fastmp.hf.families.family import Acceleration, Conversion, Field, TPTable, optional_int
+from fastmp.hf.families.family import Acceleration, Conversion, Family, Field, TPTable, optional_int
 from fastmp.hf.heads import CausalLMWithRouters
-from fastmp.hf.patches import ModulePatch
+from fastmp.hf.patches import (
+    ComplexLatentAttention,
+    GroupedRouter,
+    InterleavedLatentAttention,
+    ModulePatch,
+    SoftmaxRouter,
+)
 from fastmp.hf.tp_modules import ColumnParallel, ColumnParallelWithCopy, LatentHeads, RowParallel
 
 _LATENT_WEIGHTS = {
@@ -93,3 +99,73 @@ def write(config: GPTConfig) -> dict[str, Any]:
     """Return the keys of shared experts, and those that other keys imply."""
     found = llama_like.write_shared_experts(config)
     return found | {"num_key_value_heads": config.num_heads}
+
+
+_METHODS = ("greedy", "group_limited_greedy")
+
+
+def _read_v2(content: Mapping[str, Any], model: dict[str, Any]) -> None:
+    read(content, model)
+    model["rope_interleaved"] = True
+    method = content.get("topk_method", "greedy")
+    if method not in _METHODS:
+        raise ValueError(f"topk_method is {method!r}, fastmp computes {' and '.join(_METHODS)}")
+    if method == "greedy":  # whatever groups there are
+        model["moe"] |= {"num_groups": 1, "group_topk": 1}
+
+
+def _write_v2(config: GPTConfig) -> dict[str, Any]:
+    assert config.moe is not None
+    method = _METHODS[config.moe.num_groups > 1]
+    return write(config) | {"topk_method": method}
+
+
+# DeepSeek-V2: multi-head latent attention, experts chosen by softmax.
+DEEPSEEK_V2 = Family(
+    "deepseek_v2",
+    conversion(
+        "DeepseekV2ForCausalLM",
+        read_keys=("topk_method",),
+        moe={"score": "softmax"},
+        supported={
+            "attention_bias": (False,),
+            "mlp_bias": (False,),
+            "scoring_func": ("softmax",),
+            "norm_topk_prob": (False,),
+            "moe_layer_freq": (1,),
+        },
+        read=_read_v2,
+        write=_write_v2,
+    ),
+    acceleration("DeepseekV2", ComplexLatentAttention, SoftmaxRouter),
+)
+# DeepSeek-V3: multi-head latent attention, groups of experts chosen by sigmoid scores and a bias.
+_V3 = conversion(
+    "DeepseekV3ForCausalLM",
+    mtp_weights=llama_like.MTP_WEIGHTS,
+    fields=llama_like.MTP_FIELDS
+    | {
+        "rope_interleave": Field("rope_interleaved", True),
+        "norm_topk_prob": Field("moe.normalize_topk", True),
+        "routed_scaling_factor": Field("moe.routed_scale", 2.5),
+        "n_group": Field("moe.num_groups", 8),
+        "topk_group": Field("moe.group_topk", 4),
+    },
+    moe={"score": "sigmoid", "expert_bias": True},
+    supported={
+        "attention_bias": (False,),
+        "scoring_func": ("sigmoid",),
+        "topk_method": ("noaux_tc",),
+        "moe_layer_freq": (1,),
+    },
+    read=read,
+    write=write,
+)
+DEEPSEEK_V3 = Family(
+    "deepseek_v3",
+    _V3,
+    acceleration("DeepseekV3", InterleavedLatentAttention, GroupedRouter),
+)
+# Kimi K2: DeepSeek-V3 by another name, of which transformers has no class. Exports are DeepSeek-V3.
+KIMI_K2 = Family("kimi_k2", _V3)
+FAMILIES = (DEEPSEEK_V2, DEEPSEEK_V3, KIMI_K2)

@@ -1,7 +1,7 @@
 """Records of transformers model families: `Conversion` (import, export) and `Acceleration` (`accelerate`).
 
-Each family is one module of this package with a `FAMILY`, listed in `fastmp.hf.families`. The rest of
-`fastmp.hf` reads these records and never compares names of families.
+Modules of this package list their families in FAMILIES, `fastmp.hf.families` has all. The rest of `fastmp.hf`
+reads these records and never compares names of families.
 """
 
 from __future__ import annotations

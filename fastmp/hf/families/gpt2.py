@@ -24,7 +24,7 @@ _MODULES = {  # of a layer
 }
 _GELU = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu"}
 
-FAMILY = Family(
+GPT2 = Family(
     "gpt2",
     Conversion(
         architecture="GPT2LMHeadModel",
@@ -76,3 +76,4 @@ FAMILY = Family(
         },
     ),
 )
+FAMILIES = (GPT2,)

@@ -1,4 +1,4 @@
-"""Entries that families of Llama-like decoders share."""
+"""Llama, Mistral, Qwen2 and Qwen3, and the entries that all Llama-like decoders share."""
 
 from __future__ import annotations
 
@@ -6,7 +6,15 @@ from collections.abc import Mapping
 from typing import Any
 
 from fastmp.config import GPTConfig
-from fastmp.hf.families.family import Acceleration, Conversion, Field, TPTable, optional_int
+from fastmp.hf.families.family import (
+    Acceleration,
+    Conversion,
+    Family,
+    Field,
+    SlidingWindow,
+    TPTable,
+    optional_int,
+)
 from fastmp.hf.heads import CausalLM, CausalLMWithRouters, MoeCausalLM
 from fastmp.hf.patches import Attention, GatedMLP, GroupedRouter, ModulePatch, RMSNormPatch
 from fastmp.hf.tp_modules import (
@@ -194,3 +202,50 @@ def grouped_mixture(prefix: str, attention: type[ModulePatch] = Attention) -> Ac
     like = dense(prefix, CausalLMWithRouters, Attention=attention, TopkRouter=GroupedRouter)
     experts = f"{prefix}Experts"
     return Acceleration(like.patches, experts, {**like.tp_plan, experts: EXPERTS_PLAN})
+
+
+# Llama 2 and 3.
+LLAMA = Family(
+    "llama",
+    conversion(
+        "LlamaForCausalLM",
+        fields=HEAD_DIM | {"num_key_value_heads": Field("num_kv_heads", None)},
+        supported=NO_BIAS,
+    ),
+    dense("Llama"),
+)
+# Mistral: Llama with a sliding window in all layers.
+MISTRAL = Family(
+    "mistral",
+    conversion(
+        "MistralForCausalLM",
+        fields=HEAD_DIM | {"num_key_value_heads": Field("num_kv_heads", 8)},
+        window=SlidingWindow(4096),
+    ),
+    dense("Mistral"),
+)
+# Qwen2: Llama with biases of queries, keys and values.
+QWEN2 = Family(
+    "qwen2",
+    conversion(
+        "Qwen2ForCausalLM",
+        layer_weights=QKV_BIAS_WEIGHTS,
+        model={"qkv_bias": True},
+        window=SlidingWindow(4096, first_layer=28, opt_in=True, per_layer=True),
+    ),
+    dense("Qwen2"),
+)
+# Qwen3: Llama with norms of queries and keys.
+QWEN3 = Family(
+    "qwen3",
+    conversion(
+        "Qwen3ForCausalLM",
+        layer_weights=QK_NORM_WEIGHTS,
+        fields={"head_dim": Field("head_size", 128)},
+        model={"qk_norm": True},
+        supported=NO_BIAS,
+        window=SlidingWindow(4096, first_layer=28, opt_in=True, per_layer=True),
+    ),
+    dense("Qwen3"),
+)
+FAMILIES = (LLAMA, MISTRAL, QWEN2, QWEN3)
