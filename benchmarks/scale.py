@@ -42,8 +42,7 @@ from fastmp.watchdog.channel import Channel
 from fastmp.watchdog.diagnosis import diagnose
 from fastmp.watchdog.heartbeat import contents, heartbeat, node_message, pack
 from fastmp.watchdog.inspector import host_id
-from fastmp.watchdog.leader import Leader
-from fastmp.watchdog.node import Node
+from fastmp.watchdog.node import Leader, Node
 from fastmp.watchdog.records import Call, RankRecord, calls_kept, pack_ranks
 
 WORKLOADS = ()

@@ -21,10 +21,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from fastmp.config.file_access import FOREIGN_ERRORS, read_file, read_json, replace_text
+from fastmp.watchdog.channel import INVESTIGATE, Channel
+from fastmp.watchdog.heartbeat import essence, message_spacing, node_message, pack
 from fastmp.watchdog.inspector import process_state
 from fastmp.watchdog.records import FILE_LIMIT
 
-__all__ = ["Heartbeat", "Node", "job_directory"]
+__all__ = ["Heartbeat", "Leader", "Node", "job_directory"]
 
 KEPT_SECONDS = 86400.0  # of the files of a job that hung as it started, and of empty directories
 
@@ -195,3 +197,51 @@ def _is_left(path: Path) -> bool:
     alive = [process_state(each["record"]["pid"], each["host_id"][1]) != "gone" for each in left]
     old = time.time() - path.stat().st_mtime > KEPT_SECONDS
     return not any(alive) and (old or (bool(left) and not (path / "report.json").exists()))
+
+
+class Leader:
+    """Node leader: sends the heartbeats of a machine to the job's store, and keeps the last message.
+
+    asked: when a rank of the job was last seen to investigate a hang. While one does, messages are sent as
+    they change, and the ranks of this machine include their collectives.
+    """
+
+    def __init__(self, node: Node, channel: Channel, world_size: int, interval: float) -> None:
+        self.node, self.channel, self.world_size, self.interval = node, channel, world_size, interval
+        self.asked = -1e9
+        self._message, self._groups, self._sent = "", "", -1e9
+        self._version = self._groups_version = 0
+
+    def send(self, beat: int, now: float, last: bool) -> None:
+        """Send the message of this machine if it is due; always if it is the `last` one of this rank.
+
+        beat: number of the heartbeat of this rank.
+        """
+        node, channel, rank = self.node, self.channel, self.node.rank
+        beats = node.hear(node.ranks(), now)
+        if any(each.content["investigating"] for each in beats.values()):
+            channel.send(INVESTIGATE, f"{rank} {beat}")
+            self.asked = now
+        self.asked = max(self.asked, channel.asked)
+        if now - self.asked < node.silence:
+            node.post("asked", f"{self.asked}")
+        elif not last and now - self._sent < message_spacing(self.interval, self.world_size // len(beats)):
+            return
+        groups = json.dumps({of: each.content["record"]["groups"] for of, each in beats.items()})
+        if groups != self._groups:
+            self._groups, self._groups_version = groups, self._groups_version + 1
+            channel.send(f"groups-{rank}", pack(json.loads(groups)))
+        sent = node_message({of: (e.content, node.state(e, now), now - e.since) for of, e in beats.items()})
+        known, is_new = essence(sent), self._version == 0
+        if known != self._message:
+            self._message, self._sent, self._version = known, now, self._version + 1
+            channel.send(f"message-{rank}", pack(sent))
+        channel.send(f"beat-{rank}", f"{beat} {self._version} {self._groups_version} {now - self._sent:.1f}")
+        if is_new:
+            channel.send(f"calls-{rank}", b"")
+            channel.lead(rank)
+
+    def send_calls(self) -> None:
+        """Send the collectives that the ranks of this machine have left for the comparison."""
+        texts = [self.node.read(f"calls-{rank}") for rank in self.node.ranks()]
+        self.channel.send(f"calls-{self.node.rank}", pack([json.loads(text) for text in texts if text]))

@@ -11,8 +11,7 @@ from fastmp.watchdog.channel import Channel
 from fastmp.watchdog.diagnosis import stragglers
 from fastmp.watchdog.heartbeat import compare_period, compared, unpack
 from fastmp.watchdog.inspector import ProcessInspector
-from fastmp.watchdog.leader import Leader
-from fastmp.watchdog.node import Node
+from fastmp.watchdog.node import Leader, Node
 from fastmp.watchdog.records import RankRecord
 
 __all__ = ["StragglerCheck"]

@@ -34,8 +34,7 @@ from fastmp.watchdog.collector import Collector
 from fastmp.watchdog.diagnosis import LISTED, diagnose
 from fastmp.watchdog.heartbeat import heartbeat
 from fastmp.watchdog.inspector import ProcessInspector, host_id, process_state
-from fastmp.watchdog.leader import Leader
-from fastmp.watchdog.node import Node
+from fastmp.watchdog.node import Leader, Node
 from fastmp.watchdog.rank_files import RankFiles
 from fastmp.watchdog.records import RankRecord
 from fastmp.watchdog.stragglers import StragglerCheck

@@ -19,8 +19,7 @@ from fastmp.watchdog.channel import REPORTER, Channel
 from fastmp.watchdog.collector import Collector
 from fastmp.watchdog.heartbeat import essence, heartbeat, node_message
 from fastmp.watchdog.inspector import ProcessInspector, _stat, host_id, process_state
-from fastmp.watchdog.leader import Leader
-from fastmp.watchdog.node import Node, job_directory
+from fastmp.watchdog.node import Leader, Node, job_directory
 from fastmp.watchdog.rank_files import RankFiles
 from fastmp.watchdog.records import RankRecord, pack_ranks, unpack_ranks
 from fastmp.watchdog.watchdog import Watchdog
