@@ -53,7 +53,7 @@ STDLIB_ONLY = """
     fastmp.watchdog.records fastmp.watchdog.diagnosis fastmp.cuda_graphs.buffer_plan fastmp.cuda_graphs.scope
     fastmp.cuda_graphs.lanes fastmp.cuda_graphs.errors
     fastmp.training.checkpoint.chunks fastmp.apps.cli fastmp.apps.plan fastmp.apps.signals
-    fastmp.testing.differential.cases fastmp.testing.differential.shrink
+    fastmp.testing.differential.cases
     fastmp.apps.first_rank fastmp.apps.evaluation.journal fastmp.apps.evaluation.result_tables
     fastmp.apps.evaluation.sliding_windows
     examples.megatron_paper.__main__ examples.megatron_paper.evaluation.lambada

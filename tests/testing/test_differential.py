@@ -14,11 +14,10 @@ from torch import nn
 
 from fastmp.apps.cli import main
 from fastmp.apps.verify import load_subject
-from fastmp.testing.differential.cases import Case, draw_cases, simpler
+from fastmp.testing.differential.cases import Case, draw_cases, shrink, simpler
 from fastmp.testing.differential.compare import Observation, observe, part
 from fastmp.testing.differential.diagnose import CAUSES, diagnose
 from fastmp.testing.differential.harness import Reference, Run, SavedTensors
-from fastmp.testing.differential.shrink import shrink
 from fastmp.testing.differential.subject import Subject
 from fastmp.testing.differential.verification import verify
 

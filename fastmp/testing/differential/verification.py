@@ -8,11 +8,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from fastmp.testing.differential.cases import Case, draw_cases
+from fastmp.testing.differential.cases import Case, draw_cases, shrink
 from fastmp.testing.differential.compare import Observation, observe
 from fastmp.testing.differential.diagnose import Cause, diagnose
 from fastmp.testing.differential.harness import Run, run_cases
-from fastmp.testing.differential.shrink import shrink
 from fastmp.testing.differential.subject import Subject
 
 __all__ = ["Finding", "Verdict", "examine", "verify"]
