@@ -33,8 +33,8 @@ from fastmp.apps.resumed import changes_since
 from fastmp.apps.signals import work_is_saved
 from fastmp.config import Environment, Recipe
 from fastmp.config.console import to_stderr, to_stdout
-from fastmp.config.durations import duration_seconds
 from fastmp.config.file_access import open_directory, write_whole
+from fastmp.config.options import duration_seconds
 from fastmp.cuda_graphs.transformer_engine import TransformerEngineManager
 from fastmp.distributed.collectives import communication_device, group_rank
 from fastmp.distributed.groups import ParallelGroups

@@ -5,6 +5,7 @@ Standard library only.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import Field, field, fields
 from typing import Any
@@ -12,7 +13,17 @@ from typing import Any
 from fastmp.config.option_names import DTYPE_ALIASES
 from fastmp.config.specs import Registry
 
-__all__ = ["DTYPES", "Checked", "ConfigError", "Problem", "dtype_name", "help_of", "option", "unknown_choice"]
+__all__ = [
+    "Checked",
+    "ConfigError",
+    "DTYPES",
+    "Problem",
+    "dtype_name",
+    "duration_seconds",
+    "help_of",
+    "option",
+    "unknown_choice",
+]
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")  # of weights
 
@@ -89,3 +100,24 @@ class Checked:
             value = getattr(self, name)
             if value < 0:
                 yield name, f"{name} must not be negative, got {value}"
+
+
+_FORMS = re.compile(r"(?:(\d+)-(\d+)(?::(\d+))?(?::(\d+))?|(?:(\d+):)?(\d+):(\d+)|(\d+))")
+
+
+def duration_seconds(text: str) -> int:
+    """Return the seconds of a length of time in one of the forms of Slurm's `--time`.
+
+    These are "minutes", "minutes:seconds", "hours:minutes:seconds", "days-hours", "days-hours:minutes" and
+    "days-hours:minutes:seconds" (https://slurm.schedmd.com/sbatch.html). ValueError for anything else.
+    """
+    found = _FORMS.fullmatch(text.strip())
+    if found is None:
+        raise ValueError(
+            f"a length of time must be minutes, minutes:seconds, hours:minutes:seconds or "
+            f"days-hours[:minutes[:seconds]], got {text!r}"
+        )
+    days, of_days, *rest, alone = (int(number or 0) for number in found.groups())
+    minutes_of_days, seconds_of_days, hours, minutes, seconds = rest
+    minutes += minutes_of_days + alone
+    return ((days * 24 + of_days + hours) * 60 + minutes) * 60 + seconds_of_days + seconds

@@ -14,10 +14,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from fractions import Fraction
 
-from fastmp.config.durations import duration_seconds
 from fastmp.config.model import GPTConfig
 from fastmp.config.option_names import DTYPE_ALIASES
-from fastmp.config.options import DTYPES, Checked, Problem, option, unknown_choice
+from fastmp.config.options import DTYPES, Checked, Problem, duration_seconds, option, unknown_choice
 from fastmp.config.precision import FP8_BLOCKS, FP8_GRADS, PRECISIONS, Fp8Recipe
 from fastmp.config.specs import OPTIMIZERS, SCHEDULES
 

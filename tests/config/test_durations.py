@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from fastmp.config import TrainConfig
-from fastmp.config.durations import duration_seconds
+from fastmp.config.options import duration_seconds
 
 
 @pytest.mark.parametrize(

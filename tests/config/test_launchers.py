@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import fastmp
 from fastmp.config import Environment
-from fastmp.config.launchers import DEFAULT_PORT, Place, first_host, read_place
+from fastmp.config.environment import DEFAULT_PORT, Place, first_host, read_place
 from fastmp.testing.ranks import run_ranks
 
 SRUN = {

@@ -12,6 +12,7 @@ import pytest
 from marks import exhaustive, full
 
 from fastmp.apps import cli
+from fastmp.apps.plan_search import recipe_toml
 from fastmp.config import (
     DataConfig,
     GPTConfig,
@@ -22,7 +23,6 @@ from fastmp.config import (
     TrainConfig,
 )
 from fastmp.config.recipe import load_recipe
-from fastmp.config.recipe_toml import recipe_toml
 from fastmp.pipeline.schedule import Schedule
 from fastmp.pipeline.simulate import Costs, simulate
 from fastmp.plan.dry_run import tiny
