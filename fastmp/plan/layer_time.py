@@ -1,7 +1,7 @@
 """Time of a layer, of embeddings and of losses for one microbatch on named GPUs, by phase and by consumer.
 
 GEMMs and memory-bound kernels come from `fastmp.plan.kernels`, bytes sent from `fastmp.plan.traffic` over
-the links of `fastmp.plan.links`, launches of the host from `fastmp.plan.host_work`.
+the links of `fastmp.plan.hardware`. `host_work` counts the launches of the host.
 """
 
 from __future__ import annotations
@@ -9,19 +9,63 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import pairwise
+from itertools import groupby, pairwise
+from typing import NamedTuple
 
+from fastmp.config import GPTConfig, GraphConfig
 from fastmp.config.sizes import layer_flops_per_token
+from fastmp.cuda_graphs.scope import captured_segments
 from fastmp.plan import traffic
 from fastmp.plan.flops import not_repeated
-from fastmp.plan.hardware import GPU
-from fastmp.plan.host_work import NO_HOST_WORK, HostWork
-from fastmp.plan.kernels import ATTENTION, LAUNCH, Gemm, Kernels, gemm_time
-from fastmp.plan.links import Link, link
+from fastmp.plan.hardware import GPU, Link, link
+from fastmp.plan.kernels import ATTENTION, LAUNCH, LAUNCHES, Gemm, Kernels, gemm_time
+from fastmp.plan.segments import all_segments, segments
 from fastmp.plan.shapes import Shapes
 
 FORWARD, REPEATED, INPUT, WEIGHT = "forward", "recomputation", "backward of inputs", "backward of weights"
 _FLASH_BACKWARD = 2.5  # five GEMMs for two
+_WHOLE = {"full", "full_step"}
+_AFTER_A_WAIT = 2  # launches until the device has work again, after the host has waited for it
+
+
+class HostWork(NamedTuple):
+    """Launches of the host for a layer and microbatch. waits: of the host for the device, in a forward."""
+
+    forward: int
+    backward: int
+    waits: int = 0
+
+    def exposed_forward(self, launch: float, device: float) -> float:
+        """Return the seconds that a forward of `device` seconds takes longer for the host's sake.
+
+        launch: seconds of the host for a launch.
+        """
+        return max(0.0, self.forward * launch - device) + self.waits * _AFTER_A_WAIT * launch
+
+    def exposed_backward(self, launch: float, device: float) -> float:
+        """Return the same of a backward, in which the host does not wait."""
+        return max(0.0, self.backward * launch - device)
+
+
+NO_HOST_WORK = HostWork(0, 0)
+
+
+def host_work(shapes: Shapes, kind: GPTConfig, graphs: GraphConfig) -> HostWork:
+    """Return the host's work for a layer of this `kind` of the model of `shapes`."""
+    of_layer = shapes.of_kind(kind)
+    waits = int(kind.moe is not None and of_layer.dispatcher.host_syncs)
+    if not graphs.enabled:
+        captured = set[str]()
+    elif _WHOLE & set(graphs.scope or ()):
+        return HostWork(0, 0, waits)
+    else:
+        captured = captured_segments(graphs.scope, all_segments(shapes))
+    forward = backward = 0
+    for replayed, span in groupby(segments(of_layer), lambda part: part.name in captured):
+        launches = [(1, 1)] if replayed else [LAUNCHES[part.name] for part in span]
+        forward += sum(own for own, _ in launches)
+        backward += sum(own for _, own in launches)
+    return HostWork(forward, backward, waits)
 
 
 class Seconds(dict[str, float]):

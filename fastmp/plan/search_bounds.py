@@ -16,7 +16,6 @@ from fastmp.pipeline.schedule import BACKWARD_INPUT, BACKWARD_WEIGHT, Schedule
 from fastmp.pipeline.schedule import FORWARD as FORWARD_STEP
 from fastmp.pipeline.stage_map import StageMap
 from fastmp.plan import activations
-from fastmp.plan.host_work import host_work
 from fastmp.plan.kernels import FASTMP
 from fastmp.plan.layer_time import (
     FORWARD,
@@ -27,6 +26,7 @@ from fastmp.plan.layer_time import (
     Phases,
     beside_compute,
     embedding_time,
+    host_work,
     layer_time,
     loss_time,
     mtp_time,

@@ -1,7 +1,7 @@
 """Estimate the time of a training step of a recipe on named GPUs, by phase and by consumer.
 
 GEMMs and memory-bound kernels come from `fastmp.plan.kernels`, bytes sent from `fastmp.plan.traffic` over
-the links of `fastmp.plan.links`, the pipeline's idle time from the simulator. Assumptions:
+the links of `fastmp.plan.hardware`, the pipeline's idle time from the simulator. Assumptions:
 
 - All experts get equally many tokens, unless a load is given: then all ranks wait for the busiest one, whose
   experts and exchanges take as many times longer. An all-gather of tokens takes as long as before.
@@ -37,7 +37,6 @@ from fastmp.pipeline.stream_schedule import (
 )
 from fastmp.plan import traffic
 from fastmp.plan.hardware import GPU
-from fastmp.plan.host_work import host_work
 from fastmp.plan.kernels import FASTMP, LAUNCH, Kernels, gemm_time
 from fastmp.plan.layer_time import (
     FORWARD,
@@ -51,6 +50,7 @@ from fastmp.plan.layer_time import (
     beside_compute,
     communication,
     embedding_time,
+    host_work,
     layer_gemms,
     layer_time,
     loss_time,

@@ -21,7 +21,7 @@ from fastmp.config import (
     TrainConfig,
 )
 from fastmp.config.dispatchers import NCCL_MULTIPROCESSORS
-from fastmp.plan.hardware import GPUS
+from fastmp.plan.hardware import GPUS, NETWORK_HOP, NVLINK_HOP, REACHED, START, SUMMED, link
 from fastmp.plan.kernels import (
     FASTMP,
     FP8_GEMMS,
@@ -33,7 +33,6 @@ from fastmp.plan.kernels import (
     gemm_time,
 )
 from fastmp.plan.layer_time import FORWARD, INPUT, REPEATED, WEIGHT, Links, _other_kernels
-from fastmp.plan.links import NETWORK_HOP, NVLINK_HOP, REACHED, START, SUMMED, link
 from fastmp.plan.shapes import shapes_of
 from fastmp.plan.step_time import (
     IMBALANCE,
