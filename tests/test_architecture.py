@@ -54,8 +54,7 @@ STDLIB_ONLY = """
     fastmp.cuda_graphs.lanes fastmp.cuda_graphs.errors
     fastmp.training.checkpoint.chunks fastmp.apps.cli fastmp.apps.plan fastmp.apps.signals
     fastmp.testing.differential.cases
-    fastmp.apps.first_rank fastmp.apps.evaluation.journal fastmp.apps.evaluation.result_tables
-    fastmp.apps.evaluation.sliding_windows
+    fastmp.apps.evaluation.journal fastmp.apps.evaluation.result_tables
     examples.megatron_paper.__main__ examples.megatron_paper.evaluation.lambada
     examples.megatron_paper.evaluation.wikitext examples.megatron_paper.finetuning.formats
     examples.megatron_paper.finetuning.answer_metrics examples.megatron_paper.finetuning.results

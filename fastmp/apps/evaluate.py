@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import fastmp
 from fastmp.apps.evaluation.journal import Journal
 from fastmp.apps.evaluation.result_tables import EvalProgress, read_result, table
-from fastmp.apps.first_rank import only_rank0_prints
+from fastmp.apps.first_rank import only_rank0_prints, run_on_ranks
 from fastmp.apps.generate import add_model_options, layout_of
 from fastmp.apps.launch import check_ranks
 from fastmp.config import Environment, GPTConfig
@@ -99,8 +99,6 @@ def main(
     if options.task == "table":
         results = (read_result(path, columns) for path in options.results)
         return exit_status(prog, lambda: print(table(results, columns)))
-    from fastmp.apps.generation.on_ranks import run_on_ranks  # imports torch
-
     make = tasks[options.task].make
     return run_on_ranks(prog, partial(_evaluate, options, make), lambda made: print(table([made], columns)))
 

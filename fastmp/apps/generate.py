@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fastmp.apps.first_rank import only_rank0_prints
+from fastmp.apps.first_rank import only_rank0_prints, run_on_ranks
 from fastmp.apps.launch import check_ranks
 from fastmp.config import ParallelConfig
 from fastmp.config.command_line import Parser, number
@@ -31,8 +31,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser = _parser()
         options = parser.parse_args(argv)
         check_ranks(parser, layout_of(options), "generate", list(argv or []))
-    from fastmp.apps.generation.on_ranks import run_on_ranks  # imports torch
-
     return run_on_ranks("fastmp generate", partial(_generate, options), partial(_print, options.prompt))
 
 

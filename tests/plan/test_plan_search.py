@@ -12,6 +12,7 @@ import pytest
 from marks import exhaustive, full
 
 from fastmp.apps import cli
+from fastmp.apps.layout_check import tiny
 from fastmp.apps.plan_search import recipe_toml
 from fastmp.config import (
     DataConfig,
@@ -25,7 +26,6 @@ from fastmp.config import (
 from fastmp.config.recipe import load_recipe
 from fastmp.pipeline.schedule import Schedule
 from fastmp.pipeline.simulate import Costs, simulate
-from fastmp.plan.dry_run import tiny
 from fastmp.plan.graphs import graph_facts
 from fastmp.plan.hardware import GPUS
 from fastmp.plan.layout import make_schedule, problems

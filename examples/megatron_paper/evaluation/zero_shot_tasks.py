@@ -11,10 +11,10 @@ import numpy as np
 from examples.megatron_paper.evaluation.lambada import Example, read_examples
 from examples.megatron_paper.evaluation.wikitext import count_words, detokenize
 from fastmp.apps.evaluation.scoring import Score, ScoredText
-from fastmp.apps.evaluation.sliding_windows import ScoringWindows
 from fastmp.apps.evaluation.tasks import (
     TEXT_LIMIT,
     EvalTask,
+    ScoringWindows,
     beginning_of,
     crc32_of,
     exp_or_inf,

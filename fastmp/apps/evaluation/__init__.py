@@ -11,7 +11,6 @@ __getattr__, __dir__, __all__ = exports(
         "batches": "evaluate",
         "result_tables": "read_result table",
         "scoring": "ScoredText Score Scorer",
-        "tasks": "EvalTask heldout_task windows_task",
-        "sliding_windows": "ScoringWindow ScoringWindows",
+        "tasks": "EvalTask ScoringWindow ScoringWindows heldout_task windows_task",
     },
 )

@@ -15,8 +15,7 @@ from marks import full
 from fastmp.apps.evaluation.batches import evaluate
 from fastmp.apps.evaluation.journal import Journal
 from fastmp.apps.evaluation.scoring import ScoredText, Scorer
-from fastmp.apps.evaluation.sliding_windows import ScoringWindows
-from fastmp.apps.evaluation.tasks import EvalTask, _WindowRows
+from fastmp.apps.evaluation.tasks import EvalTask, ScoringWindows, _WindowRows
 from fastmp.cuda_graphs.backends.recording import RecordingBackend
 from fastmp.distributed.collectives import group_rank
 from fastmp.distributed.grid import RankGrid

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fastmp.apps.evaluation.sliding_windows import ScoringWindow, ScoringWindows
+from fastmp.apps.evaluation.tasks import ScoringWindow, ScoringWindows
 
 
 @st.composite

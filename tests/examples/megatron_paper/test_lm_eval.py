@@ -85,7 +85,7 @@ def test_rolling_log_likelihood(folder, theirs):
 def test_overlapping_windows(folder, theirs):
     """The windows of `wikitext`, each as a continuation of the tokens that it does not score."""
     from examples.megatron_paper.evaluation.wikitext import detokenize
-    from fastmp.apps.evaluation.sliding_windows import ScoringWindows
+    from fastmp.apps.evaluation.tasks import ScoringWindows
 
     words = "".join(f" The {i} @-@ th dog 's end , and {i} @,@ 000 mats . \n" for i in range(9))
     (folder / "wiki.tokens").write_text(words)
