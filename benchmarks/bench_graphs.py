@@ -43,10 +43,10 @@ from fastmp.nn import GPT, LayerChain, Placement, TransformerLayer
 from fastmp.nn.segment import Segment, SegmentedLayer, Tensors
 from fastmp.optim.grad_buffers import GradBuffer
 from fastmp.pipeline.schedule import Schedule
-from fastmp.testing.silent import SilentBackend, SilentGraph
 from fastmp.training import graphing
 from fastmp.training.language import token_loss
 from fastmp.training.trainer import Trainer
+from tools.silent_graphs import SilentBackend, SilentGraph
 
 IN_GRAPHS, TORCH_GRAPHS = "fastmp in graphs", "torch make_graphed_callables"
 WARMUP = 5  # steps, after which all graphs are captured

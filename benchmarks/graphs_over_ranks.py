@@ -24,7 +24,7 @@ from fastmp.nn.overlap import OverlappedLayers
 from fastmp.optim.grad_buffers import GradBuffer
 from fastmp.pipeline.schedule import BACKWARD, FORWARD, Schedule
 from fastmp.testing.ranks import run_ranks
-from fastmp.testing.silent import SilentBackend
+from tools.silent_graphs import SilentBackend
 
 RANKS, LAYERS, MICROBATCHES = 2, 2, 4
 WARMUP = 3  # steps, after which all graphs are captured

@@ -297,7 +297,7 @@ def test_the_source_distribution_has_what_builds_explains_and_tests_it(sdist):
     built = {path for path in held if path.endswith((".so", ".pyc")) or path.endswith("_build.json")}
     assert not built
     tracked = succeed("git", "ls-files", cwd=ROOT).split()
-    folders = r"csrc|fastmp|configs|docs|(examples|tests)/.*\.py"
+    folders = r"csrc|fastmp|configs|docs|(examples|tests|tools)/.*\.py"
     needed = re.compile(rf"({folders})|[^/]*\.(md|py|toml|txt|in)$|LICENSE")
     assert not {path for path in tracked if needed.match(path) and (ROOT / path).exists()} - held
     assert f"Version: {fastmp.__version__}" in about and "License-File: LICENSE" in about

@@ -17,7 +17,7 @@ from fastmp.nn import LayerChain
 from fastmp.ops import permute, unpermute
 from fastmp.ops.core import backends
 from fastmp.optim.grad_buffers import GradBuffer
-from fastmp.testing.silent import SilentBackend
+from tools.silent_graphs import SilentBackend
 
 pytestmark = pytest.mark.skipif(
     replay_program.REPLAY is None or bool(backends.AUTOGRAD_ABSENT), reason="not compiled for this torch"

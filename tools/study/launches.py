@@ -21,7 +21,7 @@ from fastmp.cuda_graphs.manager import GraphManager
 from fastmp.nn import LayerChain, Placement, TransformerLayer
 from fastmp.optim.grad_buffers import GradBuffer
 from fastmp.pipeline.schedule import Schedule
-from fastmp.testing.silent import SilentBackend
+from tools.silent_graphs import SilentBackend
 
 _LAYERS, _MICROBATCHES, _ROUNDS = 3, 8, 40
 _TOKENS, _HIDDEN = 8, 32
