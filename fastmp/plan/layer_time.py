@@ -16,7 +16,6 @@ from fastmp.config import GPTConfig, GraphConfig
 from fastmp.config.sizes import layer_flops_per_token
 from fastmp.cuda_graphs.scope import captured_segments
 from fastmp.plan import traffic
-from fastmp.plan.flops import not_repeated
 from fastmp.plan.hardware import GPU, Link, link
 from fastmp.plan.kernels import ATTENTION, LAUNCH, LAUNCHES, Gemm, Kernels, gemm_time
 from fastmp.plan.segments import all_segments, segments
@@ -66,6 +65,17 @@ def host_work(shapes: Shapes, kind: GPTConfig, graphs: GraphConfig) -> HostWork:
         forward += sum(own for own, _ in launches)
         backward += sum(own for _, own in launches)
     return HostWork(forward, backward, waits)
+
+
+def not_repeated(model: GPTConfig) -> float:
+    """Return the FLOPs of a token in the last GEMM of an MLP, where recomputation leaves it out.
+
+    Recomputation stops once it has every tensor that is kept, and nothing is kept behind that GEMM, unless
+    there is dropout or a norm.
+    """
+    if model.moe is not None or model.dropout or (model.bert is not None and model.bert.post_norm):
+        return 0.0
+    return 2.0 * model.hidden_size * model.ffn_size
 
 
 class Seconds(dict[str, float]):

@@ -8,23 +8,32 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, replace
 from typing import Any
 
-from fastmp.config import ParallelConfig, Recipe
+from fastmp.config import GPTConfig, ParallelConfig, Recipe
 from fastmp.config.command_line import Parser
 from fastmp.config.console import to_stderr
 from fastmp.config.data_files import expected_vocab_size, is_megatron
 from fastmp.config.option_names import SYNONYMS
 from fastmp.config.recipe import add_options, given_options, read_recipe
-from fastmp.config.sizes import count_parameters, flops_per_token, mtp_parameters
+from fastmp.config.sizes import (
+    count_parameters,
+    flops_per_token,
+    head_flops_per_token,
+    layer_flops_per_token,
+    mtp_parameters,
+    projection_flops_per_token,
+)
 from fastmp.pipeline.simulate import Costs, Simulation, simulate
 from fastmp.plan import traffic
 from fastmp.plan.activations import layer_input, layer_parts
-from fastmp.plan.flops import hardware_flops
+from fastmp.plan.layer_time import not_repeated
 from fastmp.plan.layout import make_schedule, other_schedules, problems, schedule_name
 from fastmp.plan.memory import memory
-from fastmp.plan.parameters import stage_layers
+from fastmp.plan.parameters import stage_kinds, stage_layers, stage_map
 from fastmp.plan.rank_load import MeasuredLoad
 from fastmp.plan.shapes import Shapes, shapes_of
 from fastmp.plan.stash_size import describe_stash, stash_facts
+
+_ATTENTION_BACKWARD = 2.5  # backward over forward: five GEMMs for two
 
 
 def main(arguments: list[str]) -> int:
@@ -162,6 +171,39 @@ def recipe_facts(recipe: Recipe, world_size: int, measured: MeasuredLoad | None 
         "fullest": max(range(len(ranks)), key=lambda rank: ranks[rank]["total"]),
         "ranks": ranks,
     }
+
+
+def hardware_flops(recipe: Recipe, shapes: Shapes, *, causal: bool = True) -> list[float]:
+    """Return the FLOPs of a rank's GEMMs and attention in one step, for each pipeline rank.
+
+    Model FLOPs (`fastmp.config.sizes`) are those that the mathematics asks for. Hardware FLOPs also have the
+    scores that fused attention computes again in its backward, the layers that recomputation runs again, and
+    the padding of the vocabulary. Attention counts the keys that a token sees. All experts get equally many
+    tokens. `causal` as in `flops_per_token`.
+    """
+    model, grid = recipe.model, shapes.grid
+    of_kinds = {kind: _layer_flops(kind, recipe, causal) for kind in set(model.layers)}
+    of_stages = [sum(of_kinds[kind] for kind in kinds) for kinds in stage_kinds(recipe)]
+    rows = recipe.data.seq_len, shapes.vocab * grid.tp, recipe.data.predicted
+    logits_of_all, before = head_flops_per_token(model, *rows)
+    output = 3 * (logits_of_all + before * grid.tp)  # which every tensor-parallel rank does
+    everywhere = grid.tp * shapes.rows / shapes.tokens  # ranks that project a token
+    output += model.mtp_depth * 3 * (logits_of_all + projection_flops_per_token(model) * everywhere)
+    tokens = (
+        recipe.data.seq_len * recipe.data.micro_batch_size * shapes.num_microbatches / (grid.tp * grid.cp)
+    )
+    of_stages[-1] += output
+    places = stage_map(recipe.parallel)
+    return [tokens * sum(places.of_rank(of_stages, rank)) for rank in range(grid.pp)]
+
+
+def _layer_flops(model: GPTConfig, recipe: Recipe, causal: bool) -> float:
+    """Return the FLOPs of a token in a layer of this kind, forward and backward."""
+    matrices, attention = layer_flops_per_token(model, recipe.data.seq_len, causal=causal)
+    again = matrices + attention - not_repeated(model) if recipe.parallel.recompute else 0.0
+    if recipe.parallel.recompute_kv:
+        again += 2.0 * sum(each.elements for each in model.attention.projections if each.name == "kv_up")
+    return 3 * matrices + (1 + _ATTENTION_BACKWARD) * attention + again
 
 
 def _others(recipe: Recipe, shapes: Shapes, measured: MeasuredLoad | None) -> list[dict[str, Any]]:
