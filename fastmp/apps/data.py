@@ -93,8 +93,8 @@ def main(argv: list[str] | None = None) -> int:
     parser = Parser(prog="fastmp data", description="Turn text into token files.")
     add_arguments(parser)
     arguments = list(argv or [])
-    named = [*arguments[:1], *(each.partition("=")[0].replace("_", "-") for each in arguments[1:])]
-    if moved := [each for each in named if each in PAPER]:
+    given = [each.partition("=")[0].replace("_", "-") for each in arguments if each.startswith("--")]
+    if moved := [each for each in (*arguments[:1], *given) if each in PAPER]:
         meant = f"python -m examples.megatron_paper corpus {shlex.join(arguments)}"
         kind = "option" if moved[0].startswith("--") else "command"
         parser.error(f"there is no {kind} {moved[0]}; did you mean: {meant}")

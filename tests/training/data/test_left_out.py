@@ -33,6 +33,12 @@ def test_a_document_of_exactly_the_fewest_tokens_stays(folder, capsys):
     assert lengths(folder / "d") == (10 + 11, 1, 1)
 
 
+def test_a_directory_may_have_the_name_of_a_command_that_moved(folder, capsys, monkeypatch):
+    build([f"{folder}/*.txt"], folder / "overlap", validation_fraction=0)
+    monkeypatch.chdir(folder)
+    assert main(["stats", "overlap"]) == 0 and capsys.readouterr().out.startswith("overlap: byte")
+
+
 def test_a_filter_sees_documents_with_text_and_adds_to_the_notes(folder):
     def select(documents, progress):
         assert sorted(each.num_bytes for each in documents) == [9, 10, 11]
