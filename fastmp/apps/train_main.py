@@ -42,6 +42,7 @@ from fastmp.distributed.rng import RngTracker
 from fastmp.distributed.runtime import Runtime, init, lost_peer, main_guard
 from fastmp.hf.weight_io import check_family, export_weights
 from fastmp.nn.gpt import flops_per_token, num_parameters
+from fastmp.nn.stages import GPTStage
 from fastmp.plan.layout import check_layout, make_grid
 from fastmp.plan.parameters import expert_stages
 from fastmp.training.checkpoint.checkpointer import Loaded
@@ -52,7 +53,7 @@ from fastmp.training.data.masked import MaskedDataset
 from fastmp.training.heap import map_large_blocks
 from fastmp.training.language import ModelAndLoss, model_and_loss, next_logits, pipeline_next_logits
 from fastmp.training.metrics import RunInfo, TrainLog, read_metrics
-from fastmp.training.microbatches import PipelineLoss, SingleStageRunner, evaluation_mode
+from fastmp.training.microbatches import PipelineLoss, evaluation_mode
 from fastmp.training.plot import plot_loads, plot_loss
 from fastmp.training.profiler import NSIGHT, StepProfiler, run_under_nsight
 from fastmp.training.recipe_kernels import warm_up_ranks
@@ -344,9 +345,9 @@ def _next_command(recipe: Recipe, runtime: Runtime, arguments: Sequence[str]) ->
 
 def _next_logits(trainer: Trainer) -> Callable[[Tensor, int], Tensor]:
     runner, chunks = trainer.runner, cast("list[Any]", trainer.runner.chunks)
-    if isinstance(runner, SingleStageRunner):
-        return next_logits(chunks[0])
-    return pipeline_next_logits(chunks, trainer.groups, runner.functions.schedule)
+    if isinstance(chunks[0], GPTStage):
+        return pipeline_next_logits(chunks, trainer.groups, runner.functions.schedule)
+    return next_logits(chunks[0])
 
 
 def make_groups(recipe: Recipe, runtime: Runtime) -> ParallelGroups:

@@ -23,7 +23,7 @@ from __future__ import annotations
 import hashlib
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -38,7 +38,7 @@ from fastmp.pipeline.schedule import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, 
 from fastmp.pipeline.stage_map import StageMap
 from fastmp.pipeline.stage_specs import HEADER, Spec, decode, encode, in_words
 from fastmp.pipeline.transfers import Transfer, same_ranks
-from fastmp.profiling import region
+from fastmp.profiling import phase, region
 from fastmp.status import process_status
 
 __all__ = ["Pipeline", "PipelineError", "PipelineResult", "StageOutput"]
@@ -121,7 +121,8 @@ class Pipeline:
             including modules of other kinds, in "backward_input".
         group: the pipeline's ranks; None for this rank alone.
         backward_group: the same ranks in another group, for gradients. None: `group`.
-        inputs, loss: called on the ranks of the first and the last stage only.
+        inputs, loss: called on the ranks of the first and the last stage only. With inputs None and one stage
+            in all, loss(batch) calls the chunk itself, and what it raises is no `PipelineError`.
         shared: called on all ranks. None: there are no keywords.
         pairs: for each rank, the positions of forwards that overlap with the next backward, as from
             `Schedule.all_pairs`; they need `overlap`.
@@ -150,7 +151,7 @@ class Pipeline:
         *,
         group: dist.ProcessGroup | None,
         backward_group: dist.ProcessGroup | None = None,
-        inputs: Callable[[Any], Outputs],
+        inputs: Callable[[Any], Outputs] | None,
         loss: Callable[..., Tensor | tuple[Tensor, Any]],
         shared: Callable[[Any], dict[str, Any]] | None = None,
         pairs: Sequence[Sequence[int]] = (),
@@ -160,9 +161,12 @@ class Pipeline:
     ) -> None:
         self.chunks, self.group = list(chunks), group
         self.backward_group = same_ranks(group, backward_group)
-        self.inputs, self.loss, self.shared = inputs, loss, shared
+        self.inputs: Any = inputs
+        self.loss, self.shared = loss, shared
         self.rank, self.size = group_rank(group), group_size(group)
         self.stages = StageMap(self.size, len(self.chunks), placement)
+        self._own_stages = self.stages.stages(self.rank)
+        self.loss_runs_chunk = inputs is None and len(self.stages) == 1
         self.orders = tuple(tuple(Step(*step) for step in order) for order in orders)
         if any(len(own) for own in pairs) and overlap is None:
             raise ValueError("Pipeline: pairs of overlapped steps need overlap=, got None")
@@ -196,15 +200,19 @@ class Pipeline:
                     raise ValueError(f"Pipeline: ranks 0 and {different[0]} have different {name}{shown}")
         if len(self.orders) != self.size:
             raise ValueError(f"Pipeline: {len(self.orders)} orders for a group of {self.size} ranks")
+        if self.inputs is None and not self.loss_runs_chunk:
+            raise ValueError(f"Pipeline: inputs=None is for one stage, got {len(self.stages)}; pass inputs=")
 
-    def train(self, batches: Sequence[Any], loss_grad: Tensor | None = None) -> PipelineResult:
+    def train(
+        self, batches: Sequence[Any] | Callable[[int], Any], loss_grad: Tensor | None = None
+    ) -> PipelineResult:
         """Run the forwards and backwards of one training step; gradients accumulate in the parameters.
 
         Every rank of the group calls it.
 
         Args:
             batches: one per microbatch of the orders; without `shared` only the ranks of the first and the
-                last stage read them.
+                last stage read them. A function is called before each forward, and returns its batch.
             loss_grad: 0-dim upstream gradient of every loss, equal on all ranks; returned losses are not
                 scaled. None: 1.
 
@@ -212,11 +220,13 @@ class Pipeline:
             PipelineError: naming the step that failed.
             ValueError: another number of batches.
         """
+        self._loss_grad = loss_grad
+        if callable(batches):
+            return self._execute(self._program, batches, training=True)
         expected = 1 + max((step.microbatch for step in self.orders[0]), default=-1)
         if len(batches) != expected:
             raise ValueError(f"Pipeline.train: {len(batches)} batches for orders of {expected} microbatches")
-        self._loss_grad = loss_grad
-        return self._execute(self._program, batches, training=True)
+        return self._execute(self._program, batches.__getitem__, training=True)
 
     def evaluate(self, batches: Sequence[Any]) -> PipelineResult:
         """Run forwards only, without gradients, for one batch or more; otherwise as `train`.
@@ -230,7 +240,7 @@ class Pipeline:
                 self.rank, orders, forward_only=True, placement=self.stages.placement
             )
         with torch.no_grad():
-            return self._execute(self._evaluations[number], batches, training=False)
+            return self._execute(self._evaluations[number], batches.__getitem__, training=False)
 
     def forget_shapes(self) -> None:
         """Allow batches of another size from the next step or evaluation on. Every rank calls it."""
@@ -250,28 +260,31 @@ class Pipeline:
         self._losses: dict[str, Tensor] = {}
         self._stats: dict[tuple[int, int], Any] = {}
 
-    def _execute(self, given: RankProgram, batches: Sequence[Any], training: bool) -> PipelineResult:
+    def _execute(self, given: RankProgram, fetch: Callable[[int], Any], training: bool) -> PipelineResult:
         self._reset(training, given.tags)
         splits = any(step.kind == BACKWARD_INPUT for step in given.steps)
         pairs = self.pairs[self.rank] if training and self.pairs else ()
-        if self.overlap is not None:
-            self.overlap.begin_step()
+        overlap = self.overlap if training else None
+        if overlap is not None:
+            overlap.begin_step()
         trace: list[Step] = []
         peak = 0
         for steps in together(given.steps, pairs):
             step, *overlapped = steps
-            name = f"fastmp.pipeline.{step.kind}[microbatch {step.microbatch}, chunk {step.chunk}]"
-            process_status.phase = step
+            batch = fetch(step.microbatch) if step.kind == FORWARD else None
+            shown = self._range(step)
             try:
                 self._post(given.posts[len(trace)])
-                with region(name), defer_wgrad(self._queue if splits else None):
+                with shown, defer_wgrad(self._queue) if splits else nullcontext():
                     if step.kind == FORWARD:
-                        with self._overlapping(step, *overlapped):
-                            self._forward(step, batches[step.microbatch])
+                        with nullcontext() if overlap is None else self._overlapping(step, *overlapped):
+                            self._forward(step, batch)
                             peak = max(peak, len(self._live))
                     else:
                         self._end_backward(step, *self._begin_backward(step))
             except Exception as error:
+                if self.loss_runs_chunk:
+                    raise
                 what, names = f"{type(error).__name__}: {error}", " and ".join(map(str, steps))
                 raise PipelineError(f"pipeline rank {self.rank}, {names}: {what}") from error
             trace += steps
@@ -288,8 +301,20 @@ class Pipeline:
             self._losses.get("final"), self._losses.get("stage"), self._stats, tuple(trace), peak
         )
 
+    def _range(self, step: Step) -> AbstractContextManager[None]:
+        """Return the profiler range of a step, and set the step in `process_status`."""
+        if self.loss_runs_chunk:  # it is the only one: a phase of training, or part of an evaluation
+            return phase(step.kind) if self._training else nullcontext()
+        process_status.phase = step
+        return region(f"fastmp.pipeline.{step.kind}[microbatch {step.microbatch}, chunk {step.chunk}]")
+
     def _forward(self, step: Step, batch: Any) -> None:
         stage, key = self._stage(step), (step.microbatch, step.chunk)
+        if self.loss_runs_chunk:
+            whole = _Live((), (), None, self._final_loss((), step, batch))
+            if self._training:
+                self._live[key] = whole
+            return
         inputs = self._take(FORWARD, stage - 1, step.microbatch) if stage else _tuple(self.inputs(batch))
         output = self.chunks[step.chunk](*inputs, **({} if self.shared is None else self.shared(batch)))
         if not isinstance(output, StageOutput):
@@ -324,9 +349,8 @@ class Pipeline:
     @contextmanager
     def _overlapping(self, step: Step, backward: Step | None = None) -> Iterator[None]:
         """Run a forward in the context of `overlap`, with the backward that it overlaps."""
-        if self.overlap is None or not self._training:
-            yield
-        elif backward is None:
+        assert self.overlap is not None
+        if backward is None:
             with self.overlap.forward((step.microbatch, step.chunk)):
                 yield
         else:
@@ -350,7 +374,7 @@ class Pipeline:
             grads = self._final_backward(*live.final)
             live = live._replace(final=None)  # frees the outputs of the last stage before its backward
         else:
-            grads = list(self._take(BACKWARD, stage + 1, step.microbatch))
+            grads = [*self._take(BACKWARD, stage + 1, step.microbatch)]
         roots: list[Any] = list(live.edges)
         if live.loss is not None:
             roots.append(live.loss)
@@ -361,7 +385,7 @@ class Pipeline:
         deferred = self._queue.take()
         if step.kind == BACKWARD_INPUT:
             self._deferred[key] = deferred
-        else:  # an unsplit backward in an order with split ones
+        elif deferred:  # an unsplit backward in an order with split ones
             WgradQueue.run(deferred)
         return live.inputs
 
@@ -376,16 +400,17 @@ class Pipeline:
                 torch.zeros_like(x) if x.grad is None else x.grad for x in inputs
             )
 
-    def _final_backward(self, loss: Tensor, inputs: Tensors) -> list[Tensor]:
-        if loss.requires_grad:
+    def _final_backward(self, loss: Tensor, inputs: Tensors) -> list[Tensor | None]:
+        if loss.requires_grad or self.loss_runs_chunk:  # torch raises for a loss without a graph
             loss.backward(self._grad_of(loss))
         return [torch.zeros_like(x) if x.grad is None else x.grad for x in inputs]
 
-    def _grad_of(self, loss: Tensor) -> Tensor:
-        return torch.ones_like(loss) if self._loss_grad is None else self._loss_grad.to(loss.dtype)
+    def _grad_of(self, loss: Tensor) -> Tensor | None:
+        """Return the upstream gradient of a loss; None for 1."""
+        return None if self._loss_grad is None else self._loss_grad.to(loss.dtype)
 
     def _stage(self, step: Step) -> int:
-        return self.stages.stage(self.rank, step.chunk)
+        return self._own_stages[step.chunk]
 
     def _checked(self, stage: int, tensors: Tensors) -> Tensors:
         """Return the outputs of a stage, detached. Raises ValueError if their specs have changed."""

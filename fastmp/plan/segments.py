@@ -182,7 +182,7 @@ def full_scope_spans(shapes: Shapes, stage: int, stages: StageMap, layers: range
     made = states[1:] if stage and not layers else states  # without layers it returns what it gets
     found = [[SpanSpec("0.stage", given, (*made, *aux))]] if made else [[]]
     if last:
-        found.append([SpanSpec("0.loss", (*states, ids, ids, *documents), (TensorSpec((), "float64"),))])
+        found.append([SpanSpec("0.loss", (*states, ids, ids, *documents), (scalar, *[scalar] * (depth > 0)))])
     return found
 
 

@@ -26,7 +26,7 @@ from fastmp.training.microbatches import evaluation_mode
 if TYPE_CHECKING:
     from fastmp.distributed.groups import ParallelGroups
     from fastmp.distributed.rng import RngTracker
-    from fastmp.training.microbatches import PipelineRunner, SingleStageRunner
+    from fastmp.training.microbatches import MicrobatchRunner
     from fastmp.training.train_step import TrainStep
 
 __all__ = [
@@ -44,8 +44,7 @@ _MAX_STEPS = 64  # after which ranks whose graphs are not captured yet are not w
 
 
 def make_graphs(
-    runner: SingleStageRunner | PipelineRunner,
-    num_microbatches: int,
+    runner: MicrobatchRunner,
     config: GraphConfig,
     *,
     rng: RngTracker | None,
@@ -83,16 +82,14 @@ def make_graphs(
             other = "graph_manager" if manager is not None else f"graphs of scope {scope}"
             raise ValueError(f"Trainer: overlap_experts runs layers in parts, which {other} would run whole")
         backend = make_backend(rng, device)
-        steps = runner.concurrent(num_microbatches)
-        return OverlappedGraphManager(runner.overlap, steps, backend=backend, **options, **own)
+        return OverlappedGraphManager(runner.overlap, runner.concurrent(), backend=backend, **options, **own)
     if scope is not None and "full" in scope:
         _check_scope(runner.chunks, scope)
-        chains, order = runner.full_chains(num_microbatches)
+        chains, order = runner.full_chains()
         options["scope"] = None
     else:
         needed = "graphs need a model whose layers are a LayerChain, or scope 'full'"
-        of_chunks, order = layers_of(runner.chunks, needed), runner.order(num_microbatches)
-        chains, order = _chains_in_order(of_chunks, order)
+        chains, order = _chains_in_order(layers_of(runner.chunks, needed), runner.order)
     if manager is not None:
         return manager(chains, order, rng=rng, **options)
     return GraphManager(chains, order, backend=make_backend(rng, device), **options, **own)
@@ -172,7 +169,7 @@ def _step_graph(
 
 
 def evaluation_graphs(
-    runner: SingleStageRunner | PipelineRunner,
+    runner: MicrobatchRunner,
     groups: ParallelGroups,
     *,
     rng: RngTracker | None,

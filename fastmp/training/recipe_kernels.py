@@ -208,6 +208,7 @@ def _microbatch(
     if not isinstance(loss, PipelineLoss):
         _backward(MicrobatchLosses(*loss(chunks[0], batch)).total)
         return
+    assert loss.inputs is not None
     parameter = next(chunks[0].parameters())
     micro_batch_size, length = batch["tokens"].shape
     length //= group_size(groups.cp) * (group_size(groups.tp) if sequence_parallel else 1)

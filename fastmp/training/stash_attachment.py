@@ -13,14 +13,12 @@ from fastmp.nn.segment import LayerChain
 from fastmp.pipeline.schedule import BACKWARD_WEIGHT
 from fastmp.plan.rank_load import Load
 from fastmp.plan.stash_size import live_entries, overlapped_entries, ring_rows
-from fastmp.training.microbatches import PipelineRunner, SingleStageRunner
+from fastmp.training.microbatches import MicrobatchRunner
 
 __all__ = ["attach_stash"]
 
 
-def attach_stash(
-    runner: SingleStageRunner | PipelineRunner, num_microbatches: int, groups: ParallelGroups
-) -> ActivationStash | None:
+def attach_stash(runner: MicrobatchRunner, groups: ParallelGroups) -> ActivationStash | None:
     """Give the layers of `runner` that receive into symmetric memory one stash; return it.
 
     None: there is no such layer, `model.moe.activation_stash` is 0, or all of them recompute activations,
@@ -32,10 +30,9 @@ def attach_stash(
         return None
     # 1. The entries in use at a time, by the steps of this rank.
     if runner.overlap is None:
-        order = list(runner.order(num_microbatches))
+        order = list(runner.order)
     else:
-        steps = runner.concurrent(num_microbatches)
-        order, counts = overlapped_entries(steps, runner.overlap.sections, len(layers))
+        order, counts = overlapped_entries(runner.concurrent(), runner.overlap.sections, len(layers))
     live = live_entries(order, counts)
     # 2. The rows that their load needs, once the first forward knows the number of tokens.
     moe, grid = layers[0].moe, groups.grid

@@ -75,7 +75,6 @@ class StepExecution:
         else:
             self.graphs = make_graphs(
                 work.runner,
-                work.num_microbatches,
                 config,
                 rng=rng,
                 device=device,
@@ -106,7 +105,7 @@ class StepExecution:
             sums = self.rerun.checked(self.work, reduced, fetch)
             return self.work.update(sums, before_change)
         with phase("data"):
-            batches = [fetch(number) for number in range(self.work.num_microbatches)]
+            batches = [fetch(number) for number in range(self.work.runner.num_microbatches)]
         if isinstance(self.graphs, FunctionGraph):
             before_change()
         self.work.optimizer.gather.wait()

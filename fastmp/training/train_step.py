@@ -32,7 +32,7 @@ from fastmp.optim.grad_norm import clip_coefficient, global_grad_norm
 from fastmp.optim.loss_scaler import LossScaler
 from fastmp.optim.optimizer import Optimizer
 from fastmp.profiling import phase
-from fastmp.training.microbatches import Batch, PipelineRunner, SingleStageRunner, Sums
+from fastmp.training.microbatches import Batch, MicrobatchRunner, Sums
 from fastmp.training.step_counters import StepCounters
 
 __all__ = ["ExpertWindow", "ReducedSums", "StepNumbers", "TrainStep"]
@@ -106,7 +106,6 @@ class TrainStep:
         routers: modules with `update_expert_bias`, see `Trainer`.
         counters: of dropped tokens, and of what makes a step void.
         clip_grad_norm: the largest gradient norm; 0: no clipping.
-        num_microbatches: of a step.
         learning_rates: (updates,) float64 on the device, the learning rate by the number of updates made so
             far; later updates have the last one.
         requests: (reasons,) float64 on the device, 1 for a reason in `stopping.REASONS` that this rank was
@@ -114,7 +113,7 @@ class TrainStep:
             and pipeline-parallel ranks.
     """
 
-    runner: SingleStageRunner | PipelineRunner
+    runner: MicrobatchRunner
     grads: GradBuffer
     optimizer: Optimizer
     scaler: LossScaler | None
@@ -122,7 +121,6 @@ class TrainStep:
     routers: Sequence[nn.Module]
     counters: StepCounters
     clip_grad_norm: float
-    num_microbatches: int
     learning_rates: Tensor
     requests: Tensor
 
@@ -144,11 +142,9 @@ class TrainStep:
         """Run forward and backward of the microbatches `fetch(0)`, `fetch(1)`, ... (1. and 2.)."""
         self.grads.zero()
         if self.scaler is None:
-            return self.runner.train(fetch, self.num_microbatches)
+            return self.runner.train(fetch)
         scale = self.scaler.scale
-        return self.runner.train(
-            lambda number: {**fetch(number), "loss_grad": scale}, self.num_microbatches, scale
-        )
+        return self.runner.train(lambda number: {**fetch(number), "loss_grad": scale}, scale)
 
     def reduce(self, sums: Sums) -> ReducedSums:
         """Sum gradients and all numbers of a step over ranks (3.)."""

@@ -41,9 +41,8 @@ from fastmp.training.microbatches import (
     Batch,
     ExpertStats,
     LossFunction,
+    MicrobatchRunner,
     PipelineLoss,
-    PipelineRunner,
-    SingleStageRunner,
     TrainData,
 )
 from fastmp.training.replicas import Replicas, make_equal
@@ -124,7 +123,7 @@ class Trainer:
     Raises:
         ValueError: microbatches and ranks do not divide `config.global_batch_size`, no rank has a parameter
             to train, a tied table is frozen on one of its stages only, a module's `check_training()` raises
-            (a router without a gradient), or as `PipelineRunner`.
+            (a router without a gradient), or as `MicrobatchRunner`.
     """
 
     def __init__(
@@ -162,8 +161,8 @@ class Trainer:
         self.optimizer_config = OptimizerConfig() if optimizer is None else optimizer
         self.num_microbatches = self._count_microbatches()
         self.runner = self._make_runner(chunks, loss_fn, overlap_experts)
-        attach_stash(self.runner, self.num_microbatches, groups)
-        self.device = next(self.model.parameters()).device
+        attach_stash(self.runner, groups)
+        self.device = self.runner.pipeline.device
         trained = _trained_dtypes(self.runner.chunks, groups)
         make_equal([*self.model.parameters(), *self.model.buffers()], groups)
         self.grads = make_grads(self.runner.chunks, self.optimizer_config, groups)
@@ -180,7 +179,6 @@ class Trainer:
             [m for m in self.model.modules() if callable(getattr(m, "update_expert_bias", None))],
             StepCounters(chunks, groups),
             self.optimizer_config.clip_grad_norm,
-            self.num_microbatches,
             torch.tensor(
                 learning_rates(self.optimizer_config, config.steps), dtype=torch.float64, device=self.device
             ),
@@ -394,29 +392,25 @@ class Trainer:
 
     def _make_runner(
         self, chunks: list[nn.Module], loss_fn: LossFunction | PipelineLoss, overlap_experts: bool
-    ) -> SingleStageRunner | PipelineRunner:
+    ) -> MicrobatchRunner:
         overlap: OverlappedLayers | None = None
         if overlap_experts:
             needed = "overlap_experts needs a model whose layers are a LayerChain"
             overlap = OverlappedLayers([chains[0] for chains in layers_of(chunks, needed)])
-        if isinstance(loss_fn, PipelineLoss):
-            return PipelineRunner(
-                chunks,
-                loss_fn,
-                groups=self.groups,
-                num_microbatches=self.num_microbatches,
-                overlap=overlap,
-            )
-        if (pp_size := group_size(self.groups.pp)) > 1:
-            raise ValueError(
-                f"Trainer: a pipeline of {pp_size} ranks needs chunks and a PipelineLoss, got "
-                f"{type(self.model).__name__} and {type(loss_fn).__name__}"
-            )
-        if overlap is not None and not overlap.exchanges:
-            raise ValueError(
-                "Trainer: overlap_experts has no exchange to overlap: no layer sends rows to other ranks"
-            )
-        return SingleStageRunner(self.model, loss_fn, overlap)
+        if not isinstance(loss_fn, PipelineLoss):
+            if (pp_size := group_size(self.groups.pp)) > 1:
+                raise ValueError(
+                    f"Trainer: a pipeline of {pp_size} ranks needs chunks and a PipelineLoss, got "
+                    f"{type(self.model).__name__} and {type(loss_fn).__name__}"
+                )
+            if overlap is not None and not overlap.exchanges:
+                raise ValueError(
+                    "Trainer: overlap_experts has no exchange to overlap: no layer sends rows to other ranks"
+                )
+            chunks = [self.model]
+        return MicrobatchRunner(
+            chunks, loss_fn, groups=self.groups, num_microbatches=self.num_microbatches, overlap=overlap
+        )
 
     def _fetch(self, microbatch: int) -> Batch:
         dp_rank, dp_size = group_rank(self.groups.dp), group_size(self.groups.dp)

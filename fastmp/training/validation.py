@@ -19,7 +19,7 @@ from fastmp.training.data.masked import MaskedDataset
 from fastmp.training.microbatches import evaluation_mode
 
 if TYPE_CHECKING:
-    from fastmp.training.microbatches import PipelineRunner, SingleStageRunner
+    from fastmp.training.microbatches import MicrobatchRunner
 
 __all__ = ["Evaluation", "evaluate"]
 
@@ -47,7 +47,7 @@ class Evaluation:
 
 @torch.no_grad()
 def evaluate(
-    runner: SingleStageRunner | PipelineRunner,
+    runner: MicrobatchRunner,
     data: Any,
     *,
     groups: ParallelGroups = ParallelGroups.alone(),
@@ -59,7 +59,7 @@ def evaluate(
     Every rank calls it. The mode of the model is restored afterwards.
 
     Args:
-        runner: runs the model, see `fastmp.training.microbatches`.
+        runner: runs the model.
         data: `validation_batches(dp_rank, dp_size, max_batches=...)` yields dicts of CPU tensors, as many on
             every rank. `data.validation.info`, if there is one, has bytes_per_token and unigram_entropy. The
             sources of a `BlendedDataset` are evaluated one by one, and their losses weighed by their shares.

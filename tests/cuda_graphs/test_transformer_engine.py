@@ -33,7 +33,7 @@ from fastmp.optim.grad_buffers import GradBuffer
 from fastmp.pipeline.schedule import BACKWARD, FORWARD, Schedule, Step
 from fastmp.training.graphing import make_graphs
 from fastmp.training.language import token_loss
-from fastmp.training.microbatches import SingleStageRunner
+from fastmp.training.microbatches import MicrobatchRunner
 
 GRAPH = "transformer_engine/pytorch/graph.py"
 HIDDEN = TensorSpec((4, 2, 8), "bfloat16")
@@ -83,8 +83,7 @@ def test_without_the_package(monkeypatch):
     monkeypatch.setitem(sys.modules, "transformer_engine", None)
     with pytest.raises(ValueError, match="impl 'transformer_engine' needs that package, pip install"):
         make_graphs(
-            SingleStageRunner(GPT(DENSE), token_loss),
-            1,
+            MicrobatchRunner([GPT(DENSE)], token_loss),
             GraphConfig(enabled=True, impl="transformer_engine"),
             rng=None,
             device=torch.device("cpu"),

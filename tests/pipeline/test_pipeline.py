@@ -51,6 +51,32 @@ def test_one_rank_with_any_number_of_chunks():
             check_parity(ParallelGroups.alone(), vpp, 4, schedule)
 
 
+def test_a_loss_that_calls_the_only_stage_itself():
+    """Of batches that are made when they are needed; no step but its own backward is in between."""
+    block, data, events = Block(0), batches(3), []
+
+    def fetch(microbatch):
+        events.append(microbatch)
+        return data[microbatch]
+
+    def loss(batch):
+        events.append("loss")
+        return square(block(first(batch)), batch), batch["x"].sum()
+
+    options = {"group": None, "inputs": None, "loss": loss}
+    pipeline = Pipeline([block], Schedule(1, 3).orders(), **options)
+    result = pipeline.train(fetch, torch.tensor(2.0))
+    expected, (grads,) = reference(1, data)
+    torch.testing.assert_close(result.loss, expected, **CLOSE)
+    for param, grad in zip(block.parameters(), grads, strict=True):
+        torch.testing.assert_close(param.grad, 2 * grad, **CLOSE)
+    assert events == [0, "loss", 1, "loss", 2, "loss"]
+    assert (result.trace, result.peak, len(result.stats)) == (Schedule(1, 3).order(0), 1, 3)
+    torch.testing.assert_close(pipeline.evaluate(data).loss, expected, **CLOSE)
+    with pytest.raises(ValueError, match="inputs=None is for one stage, got 2; pass inputs="):
+        Pipeline([block, Block(1)], Schedule(1, 3, 2).orders(), **options)
+
+
 @pytest.mark.parametrize(("world", "microbatches"), [(2, (4, 8)), *full([(4, (4, 8))])])
 def test_losses_gradients_trace_and_peak(world, microbatches):
     run_ranks(parity_case, world, microbatches)

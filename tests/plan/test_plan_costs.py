@@ -52,7 +52,7 @@ from fastmp.tensor_parallel.context import cut_sequence
 from fastmp.tensor_parallel.fp8_linear import quantized_weights
 from fastmp.testing.parallel import count_collectives
 from fastmp.testing.ranks import run_ranks
-from fastmp.training.microbatches import SingleStageRunner
+from fastmp.training.microbatches import MicrobatchRunner
 from fastmp.training.stash_attachment import attach_stash
 
 CLOSE = 0.005  # of both; what is left out are a few numbers for each expert
@@ -458,8 +458,10 @@ def run_step(rank, size, made):
     stages, buffer = make_stages(made, groups)
     shapes = shapes_of(made, size)
     tokens, targets = (cut_sequence(x, groups.cp) for x in batch(made))
-    alone = SingleStageRunner(stages[0], None)
-    stash = attach_stash(alone, shapes.num_microbatches, groups) if shapes.grid.pp == 1 else None
+    stash = None
+    if shapes.grid.pp == 1:
+        alone = MicrobatchRunner(stages[:1], loss_of, num_microbatches=shapes.num_microbatches)
+        stash = attach_stash(alone, groups)
     optimizer = make_optimizer(buffer, made.optimizer, groups)  # which moves the parameters
     kept = Kept(*stages)
     with count_collectives() as seen:

@@ -40,7 +40,7 @@ from fastmp.plan.shapes import shapes_of
 from fastmp.testing.ranks import run_ranks
 from fastmp.training.graphing import make_graphs
 from fastmp.training.language import gpt_and_loss
-from fastmp.training.microbatches import PipelineRunner, SingleStageRunner
+from fastmp.training.microbatches import MicrobatchRunner
 from fastmp.training.trainer import Trainer
 
 DENSE = GPTConfig(num_layers=4, hidden_size=16, num_heads=4, vocab_size=64, max_seq_len=16)
@@ -184,22 +184,19 @@ def seen_case(rank, world, made, scope):
     model, loss = gpt_and_loss(made.model, groups, layout, rng=rng)
     chunks = [model] if layout.pp * layout.vpp == 1 else model
     overlap = OverlappedLayers([each.layers for each in chunks]) if layout.overlap_experts else None
-    if layout.pp * layout.vpp == 1:
-        runner = SingleStageRunner(model, loss, overlap)
-    else:
-        runner = PipelineRunner(model, loss, groups=groups, num_microbatches=number, overlap=overlap)
+    runner = MicrobatchRunner(chunks, loss, groups=groups, num_microbatches=number, overlap=overlap)
     config = GraphConfig(enabled=True, scope=scope, warmup=1)
     span_size = (
         made.optimizer.bucket_size if make_grads(runner.chunks, made.optimizer, groups).communicates else None
     )
-    manager = make_graphs(runner, number, config, rng=rng, device=torch.device("cpu"), span_size=span_size)
+    manager = make_graphs(runner, config, rng=rng, device=torch.device("cpu"), span_size=span_size)
     manager.begin_step()
     tokens = torch.zeros(2, made.data.seq_len, dtype=torch.int64)
     batch = {"tokens": tokens, "targets": tokens}
     if made.data.document_masking:
         position_ids = torch.arange(made.data.seq_len).repeat(2, 1)
         batch["documents"] = Documents.from_position_ids(position_ids, max_documents=2)
-    runner.train(lambda microbatch: batch, number)
+    runner.train(lambda microbatch: batch)
     manager.begin_step()
     planned, pp_rank = manager.plan, group_rank(groups.pp)
     return pp_rank, (planned.chunks, planned.num_graphs, planned.inputs(), planned.nbytes)

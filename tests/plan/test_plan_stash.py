@@ -28,7 +28,7 @@ from fastmp.plan.shapes import shapes_of
 from fastmp.plan.stash_size import LiveEntries, live_entries, ring_of_rank, ring_rows
 from fastmp.testing.ranks import run_ranks
 from fastmp.training.language import model_and_loss
-from fastmp.training.microbatches import PipelineRunner, SingleStageRunner
+from fastmp.training.microbatches import MicrobatchRunner
 from fastmp.training.stash_attachment import attach_stash
 
 QWEN = Path(__file__).resolve().parents[2] / "configs" / "qwen3-30b-a3b.toml"
@@ -250,13 +250,10 @@ def run_layout(rank, size, made):
     model, loss = model_and_loss(made, groups)
     chunks = model if isinstance(model, list) else [model]
     overlap = OverlappedLayers([chunk.layers for chunk in chunks]) if made.parallel.overlap_experts else None
-    if isinstance(model, list):
-        runner = PipelineRunner(chunks, loss, groups=groups, num_microbatches=count, overlap=overlap)
-    else:
-        runner = SingleStageRunner(model, loss, overlap)
-    stash = attach_stash(runner, count, groups)
+    runner = MicrobatchRunner(chunks, loss, groups=groups, num_microbatches=count, overlap=overlap)
+    stash = attach_stash(runner, groups)
     tokens = torch.arange(65).repeat(made.data.micro_batch_size, 1)
-    runner.train(lambda number: {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}, count)
+    runner.train(lambda number: {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]})
     assert not int(stash.overflowed)
     return stash.nbytes, int(stash.high_water)
 

@@ -275,12 +275,12 @@ def test_one_value_that_is_not_finite_skips_the_step_everywhere(name):
                 dict(model.named_parameters())[name].main_grad.view(-1)[3] = math.inf
             return loss_fn(model, batch)
 
-        trainer.runner.loss_fn = poisoned
+        trainer.runner.loss = partial(poisoned, trainer.model)
         for victims[0] in range(world_size):
             assert not math.isfinite(trainer.train_step().grad_norm)
         for key, tensor in saved_tensors(trainer).items():
             assert torch.equal(tensor, before[key]), key
-        trainer.runner.loss_fn = loss_fn
+        trainer.runner.loss = partial(loss_fn, trainer.model)
         return trainer.optimizer.skipped_steps.item(), trainer.train_step().loss.item()
 
     results = run_ranks(rank_main, 4)
@@ -319,7 +319,7 @@ def test_a_skipped_step_moves_no_bias_and_biases_come_back(tmp_path):
         loss, *rest = stats_loss_fn(model, batch)
         return loss * math.nan, *rest
 
-    trainer.runner.loss_fn = poisoned
+    trainer.runner.loss = partial(poisoned, trainer.model)
     result = trainer.train_step()
     assert not math.isfinite(result.grad_norm) and result.expert_counts.sum() == 2 * GLOBAL_BATCH
     assert trainer.model.routers[0].seen[-1] == [0] * E

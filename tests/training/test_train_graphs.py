@@ -389,7 +389,7 @@ def test_nccl_registers_no_buffers_of_graphs_unless_told_to(monkeypatch, own):
     if own == "1":
         error, says = ValueError, r"expandable_segments:True .* need NCCL_GRAPH_REGISTER=0"
     with pytest.raises(error, match=says):
-        make_graphs(None, 1, ON, rng=None, device=torch.device("cuda"))
+        make_graphs(None, ON, rng=None, device=torch.device("cuda"))
     assert os.environ["NCCL_GRAPH_REGISTER"] == (own or "0")
 
 
@@ -400,7 +400,7 @@ def test_the_gpu_of_the_trainer_becomes_the_current_device(monkeypatch):
     monkeypatch.setattr(nn.Module, "to", lambda module, device, dtype: done.append(f"to {device}"))
     config = TrainConfig(global_batch_size=4, eval_interval=0)
     for device in ("cuda:1", "cuda", "cpu", None):
-        trainer = Trainer(nn.Linear(2, 2), Samples(4), None, config, device=device)
+        trainer = Trainer(nn.Linear(2, 2), Samples(4), lambda *_: None, config, device=device)
         trainer.close()
     assert done == ["cuda:1", "to cuda:1", "to cuda", "to cpu"]
 

@@ -136,7 +136,7 @@ def test_a_schedule_from_outside_trains_as_itself(one_rank, monkeypatch):
 
     def rank_main(rank, world):
         trainer = make_trainer(make_groups(world, layout), layout, config=DENSE, optimizer=BUCKETS)
-        order = trainer.runner.order(NUM_MICROBATCHES)
+        order = trainer.runner.order
         return [step.kind for step in order], run(trainer)[0]
 
     for order, curve in run_ranks(rank_main, 2, timeout=180):
@@ -543,7 +543,7 @@ def test_a_weight_that_graphs_and_eager_code_share_is_counted_anew_once_graphs_r
                 loss, tokens = token_loss(model, batch)
                 return loss + model.layers[1].mlp.up.weight.square().sum(), tokens
 
-            trainer.runner.loss_fn = with_penalty
+            trainer.runner.loss = partial(with_penalty, trainer.model)
             results = [trainer.train_step() for _ in range(7)]
             found.append([(result.loss.item(), result.grad_norm.item()) for result in results])
         assert trainer.graphs.num_graphs and trainer.graphs.failure is None

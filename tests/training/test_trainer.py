@@ -31,6 +31,7 @@ from fastmp.config import CheckpointConfig, OptimizerConfig, ParallelConfig, Tra
 from fastmp.nn import Placement
 from fastmp.nn.gpt import GPT
 from fastmp.optim.optimizer import ParameterGroup
+from fastmp.status import process_status
 from fastmp.testing.parallel import count_collectives
 from fastmp.testing.ranks import run_ranks
 from fastmp.training.language import token_loss
@@ -197,7 +198,7 @@ def test_a_step_with_a_nan_on_one_rank_is_skipped_everywhere_and_noted(tmp_path)
             return losses.sum() * factor, (batch["targets"] != -100).sum()
 
         trainer = make_small(make_groups(world_size), dtype=torch.float32)
-        trainer.runner.loss_fn = poisoned
+        trainer.runner.loss = partial(poisoned, trainer.model)
         for _ in range(2):
             trainer.train_step()
         before = {name: tensor.detach().clone() for name, tensor in saved_tensors(trainer).items()}
@@ -336,6 +337,39 @@ def test_an_error_says_in_which_step():
     trainer.grads.reduce = lambda: {}["gone"]
     with pytest.raises(KeyError) as error:
         trainer.train_step()
+    assert error.value.__notes__ == ["step 2"]
+
+
+def test_a_loss_function_of_a_user_on_one_rank():
+    """Batches are fetched one by one; what the function raises is raised, and phases are of the step."""
+    trainer, events = make_small(global_batch_size=4), []
+
+    def loss(batch):
+        events.append(f"{process_status.phase} {sorted(batch)}")
+        if broken:
+            raise LookupError("nothing there")
+        total, number = token_loss(trainer.model, batch)
+        return (total.detach() if detached else total), number
+
+    def fetch(microbatch):
+        events.append(f"{process_status.phase} {microbatch}")
+        return fetched(microbatch)
+
+    fetched, trainer._fetch, trainer.runner.loss = trainer._fetch, fetch, loss
+    broken = detached = False
+    trainer.train_step()
+    names = "['targets', 'tokens']"
+    assert events == ["data 0", f"forward {names}", "data 1", f"forward {names}"]
+    process_status.phase = "evaluate"  # a long phase for the watchdog
+    trainer.runner.evaluate([fetched(0)])
+    assert events[4:] == [f"evaluate {names}"]
+    detached = True
+    with pytest.raises(RuntimeError, match="does not require grad"):
+        trainer.train_step()
+    broken = True
+    with pytest.raises(LookupError) as error:
+        trainer.train_step()
+    assert type(error.value) is LookupError and error.value.args == ("nothing there",)
     assert error.value.__notes__ == ["step 2"]
 
 

@@ -11,7 +11,7 @@ from torch import nn
 from fastmp.distributed.grid import RankGrid
 from fastmp.distributed.groups import ParallelGroups
 from fastmp.testing.ranks import run_ranks
-from fastmp.training.microbatches import SingleStageRunner
+from fastmp.training.microbatches import MicrobatchRunner
 from fastmp.training.validation import Evaluation, evaluate
 
 BATCHES = [[1.0, 2.0, 3.0], [10.0], [4.0, 5.0], []]  # the loss of each token; the last batch is all padding
@@ -42,25 +42,25 @@ def loss_fn(model, batch):
 def test_mean_over_tokens_and_bytes():
     model = Model().train()
     data = Losses(bytes_per_token=2.5, unigram_entropy=3.0)
-    evaluation = evaluate(SingleStageRunner(model, loss_fn), data)
+    evaluation = evaluate(MicrobatchRunner([model], loss_fn), data)
     assert evaluation == Evaluation(25.0 / 6, 6, bytes_per_token=2.5, unigram_entropy=3.0)
     assert evaluation.loss_per_byte == pytest.approx(25.0 / 6 / 2.5)
     assert model.training
-    assert evaluate(SingleStageRunner(model.eval(), loss_fn), Losses(), max_batches=2) == Evaluation(4.0, 4)
+    assert evaluate(MicrobatchRunner([model.eval()], loss_fn), Losses(), max_batches=2) == Evaluation(4.0, 4)
     assert not model.training
 
 
 def test_each_module_is_in_its_own_mode_again():
     model = Model().train()
     model.frozen = nn.Dropout().eval()
-    evaluate(SingleStageRunner(model, loss_fn), Losses())
+    evaluate(MicrobatchRunner([model], loss_fn), Losses())
     assert model.training and not model.frozen.training
 
 
 def test_ranks_share_the_batches_and_get_the_same_numbers():
     def rank_main(rank, world_size):
         groups = ParallelGroups.create(RankGrid(world_size=world_size))
-        return evaluate(SingleStageRunner(Model(), loss_fn), Losses(), groups=groups)
+        return evaluate(MicrobatchRunner([Model()], loss_fn), Losses(), groups=groups)
 
     assert run_ranks(rank_main, 2) == [Evaluation(25.0 / 6, 6)] * 2
 
@@ -68,8 +68,8 @@ def test_ranks_share_the_batches_and_get_the_same_numbers():
 def test_nothing_to_evaluate_is_an_error():
     model = Model().train()
     with pytest.raises(ValueError, match="no held-out batches"):
-        evaluate(SingleStageRunner(model, loss_fn), Losses(), max_batches=0)
+        evaluate(MicrobatchRunner([model], loss_fn), Losses(), max_batches=0)
     with pytest.raises(ValueError, match="hold no tokens"):
-        nothing = SingleStageRunner(model, lambda model, batch: (torch.tensor(0.0), torch.tensor(0)))
+        nothing = MicrobatchRunner([model], lambda model, batch: (torch.tensor(0.0), torch.tensor(0)))
         evaluate(nothing, Losses())
     assert model.training

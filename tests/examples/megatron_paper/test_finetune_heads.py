@@ -26,10 +26,9 @@ def run(trainer):
     """The losses and norms of three steps, and then the scores of the development set, where they are."""
     results = [trainer.train_step() for _ in range(3)]
     numbers = [(result.loss.item(), result.grad_norm.item(), result.num_tokens.item()) for result in results]
-    schedule = getattr(getattr(trainer.runner, "functions", None), "schedule", "1f1b")
-    scores = score_samples(
-        trainer.runner.chunks, trainer.data, trainer.data.dev, trainer.groups, trainer.device, schedule
-    )
+    runner, data = trainer.runner, trainer.data
+    schedule = runner.functions.schedule
+    scores = score_samples(runner.chunks, data, data.dev, trainer.groups, trainer.device, schedule)
     return torch.tensor(numbers, dtype=torch.float64), scores
 
 
